@@ -1,0 +1,117 @@
+"""Checks the machine code of a build: check_kernels.py LIBRARY KERNELS.JSON ARCH...
+
+LIBRARY is _C.so or libminfer_kernels.a, KERNELS.JSON the registry of the same build, ARCH what it was built for (90a, 80, ...).
+Fails unless
+* every kernel that the registry calls compiled has code for each architecture it should have,
+* every sm90 kernel computes with HGMMA (the WGMMA instruction),
+* no function of the library uses local memory: no stack frame (spilled registers live there too), no LDL or STL instruction.
+Prints registers and shared memory per kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "third_party"))
+
+from locate import locate
+
+
+def cuobjdump(*arguments: str):
+    """Lines of cuobjdump's output. It calls nvdisasm, which may lie beside it (NVIDIA's wheels) or on PATH."""
+    program = shutil.which("cuobjdump") or locate("nvidia/cu13/bin/cuobjdump")
+    if not program:
+        sys.exit("check_kernels: no cuobjdump; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
+    nvdisasm = locate("nvidia/cu13/bin/nvdisasm")
+    folders = [os.path.dirname(program), os.environ["PATH"], os.path.dirname(nvdisasm)]
+    process = subprocess.Popen([program, *arguments], stdout=subprocess.PIPE, text=True, env={**os.environ, "PATH": ":".join(folders)})
+    yield from process.stdout
+    if process.wait() != 0:
+        sys.exit(f"check_kernels: {' '.join([program, *arguments])} failed")
+
+
+def resource_usage(library: str) -> dict[tuple[str, str], dict[str, int]]:
+    """(architecture, function) -> {"REG", "STACK", "SHARED", "LOCAL"}."""
+    usage, arch, function = {}, "", ""
+    for line in cuobjdump("--dump-resource-usage", library):
+        line = line.strip()
+        if line.startswith("arch = sm_"):
+            arch = line.removeprefix("arch = sm_")
+        elif line.startswith("Function "):
+            function = line.removeprefix("Function ").rstrip(":")
+        elif line.startswith("REG:"):
+            usage[arch, function] = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", line)}
+    return usage
+
+
+def instructions(library: str) -> dict[tuple[str, str], Counter]:
+    """(architecture, function) -> how often it has HGMMA, HMMA, LDL, STL."""
+    counts, arch, counter = {}, "", Counter()
+    pattern = re.compile(r"\b(HGMMA|HMMA|LDL|STL)\b")
+    for line in cuobjdump("--dump-sass", library):
+        if "code for sm_" in line:
+            arch = line.split("code for sm_")[1].strip()
+        elif "Function : " in line:
+            counter = counts.setdefault((arch, line.split("Function : ")[1].strip()), Counter())
+        elif match := pattern.search(line):
+            counter[match.group(1)] += 1
+    return counts
+
+
+def kernels_in(symbol: str, names: set[str]) -> set[str]:
+    """The registry names in a mangled symbol, where each stands behind its length: ...45gemm_sm90_f16_tn_..."""
+    found = set()
+    for match in re.finditer(r"(\d+)(?=[a-z]+_sm\d\d_)", symbol):
+        name = symbol[match.end() : match.end() + int(match.group(1))]
+        if name in names:
+            found.add(name)
+    return found
+
+
+def main(library: str, registry: str, archs: list[str]) -> int:
+    kernels = {row["name"]: row for row in json.loads(Path(registry).read_text()) if row["compiled"]}
+    usage, counts = resource_usage(library), instructions(library)
+    errors = []
+    functions: dict[tuple[str, str], list[str]] = {}
+    for (arch, symbol), used in usage.items():
+        count = counts.get((arch, symbol), Counter())
+        if used["STACK"] or used["LOCAL"] or count["LDL"] or count["STL"]:
+            detail = f"stack {used['STACK']}, local {used['LOCAL']} bytes, {count['LDL']} LDL, {count['STL']} STL"
+            errors.append(f"sm_{arch} {symbol}: uses local memory ({detail})")
+        for name in kernels_in(symbol, set(kernels)):
+            functions.setdefault((name, arch), []).append(symbol)
+
+    print(f"{'kernel':<72} {'arch':>5} {'regs':>5} {'static':>7} {'dynamic':>8} {'HGMMA':>6} {'HMMA':>5}")
+    for name, row in kernels.items():
+        for arch in ["90a"] if row["arch_exact"] else archs:
+            symbols = functions.get((name, arch))
+            if not symbols:
+                errors.append(f"sm_{arch} {name}: the registry calls it compiled, the library has no code for it")
+                continue
+            total = sum((counts.get((arch, symbol), Counter()) for symbol in symbols), Counter())
+            registers = max(usage[arch, symbol]["REG"] for symbol in symbols)
+            shared = max(usage[arch, symbol].get("SHARED", 0) for symbol in symbols)
+            print(f"{name:<72} {arch:>5} {registers:>5} {shared:>7} {row['smem_bytes']:>8} {total['HGMMA']:>6} {total['HMMA']:>5}")
+            if row["arch"] == 90 and not total["HGMMA"]:
+                errors.append(f"sm_{arch} {name}: has no HGMMA")
+            if row["arch"] == 80 and not total["HMMA"]:
+                errors.append(f"sm_{arch} {name}: has no HMMA")
+    if not kernels:
+        errors.append(f"{registry}: no kernel is compiled")
+    print(f"{len(kernels)} kernels, {len(usage)} functions of sm_{' sm_'.join(sorted({arch for arch, _ in usage}))}, {len(errors)} errors")
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 4:
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

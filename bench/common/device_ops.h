@@ -1,0 +1,30 @@
+// Device kernels that every benchmark needs: random operands, a reference GEMM, its error norm, a spin.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "minfer/gemm.h"
+
+namespace minfer::bench {
+
+/// Normal random numbers with mean 0; the same (seed, count) gives the same values on every device.
+void fill_normal(void* data, DataType type, int64_t count, float deviation, uint64_t seed, cudaStream_t stream);
+
+/// Every byte 0xff, which is a NaN in each of our types: an element that a kernel fails to write cannot pass the check.
+void poison(void* data, int64_t bytes, cudaStream_t stream);
+
+/// D of the problem by the plainest tiled loop, products and sums in float64, rounded once to float32.
+/// @param scratch [batch, m, n] floats when the problem is gated, else unused
+/// @param reference [batch, m, n] floats (gated: n / 2)
+void gemm_reference(GemmProblem const& problem, GemmOperands const& operands, float* scratch, float* reference, cudaStream_t stream);
+
+/// ||d - reference|| / ||reference|| over [batch, rows, columns]; NaN when d holds a NaN. Waits for the stream.
+double relative_error(void const* d, DataType type, int64_t ldd, int64_t d_batch_stride, float const* reference, int64_t batch,
+                      int64_t rows, int64_t columns, cudaStream_t stream);
+
+/// Keeps the stream busy, so that what is enqueued meanwhile runs back to back.
+void spin(double us, cudaStream_t stream);
+
+}  // namespace minfer::bench

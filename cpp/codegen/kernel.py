@@ -1,0 +1,93 @@
+"""One kernel: what its name, its C++ struct and its registry row are derived from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ELEMENTS = {"f16": "DataType::kF16", "bf16": "DataType::kBF16"}
+MAJORS = {"k": "Major::kK", "mn": "Major::kMN"}
+SCHEDULES = {"cooperative": "Schedule::kCooperative", "pingpong": "Schedule::kPingpong", "multistage": "Schedule::kMultistage"}
+
+
+class ConfigError(Exception):
+    """A table says something illegal. The message names the file, the row, the field and the values."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    family: str  # "gemm"
+    arch: int  # lowest compute capability: 80 or 90
+    element: str  # a key of ELEMENTS
+    layout: str  # BLAS letters of the caller's A and B: "tn" is row-major A, column-major B
+    tile: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    schedule: str
+    swap: bool
+    unaligned: bool
+    stages: int
+    epilogue_chunks: int  # sm90 only, 0 elsewhere
+    warps: tuple[int, int]  # sm80 only, (0, 0) elsewhere
+    threads: int
+    smem_bytes: int
+    note: str
+
+    @property
+    def name(self) -> str:
+        tile = "x".join(map(str, self.tile))
+        cluster = "x".join(map(str, self.cluster))
+        suffix = ("_swap" if self.swap else "") + ("_unaligned" if self.unaligned else "")
+        return f"{self.family}_sm{self.arch}_{self.element}_{self.layout}_{tile}_{cluster}_{self.schedule}{suffix}"
+
+    @property
+    def arch_exact(self) -> bool:
+        """sm_90a code (WGMMA, TMA multicast) runs on compute capability 9.0 alone; sm_80 code runs on every later one."""
+        return self.arch == 90
+
+    @property
+    def a_major(self) -> str:
+        """'t': A is [m, k] row-major, so k is contiguous."""
+        return "k" if self.layout[0] == "t" else "mn"
+
+    @property
+    def b_major(self) -> str:
+        """'n': B is [k, n] column-major, so k is contiguous."""
+        return "k" if self.layout[1] == "n" else "mn"
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that the operands' pointers and strides must be multiples of: TMA and cp.async take 16, an element-wise copy one element."""
+        return 2 if self.unaligned else 16
+
+    def info(self) -> dict:
+        """The fields of minfer::KernelInfo (all but `launch`), in the header's order."""
+        return {
+            "name": self.name,
+            "family": self.family,
+            "arch": self.arch,
+            "arch_exact": self.arch_exact,
+            "ab_type": self.element,
+            "a_major": self.a_major,
+            "b_major": self.b_major,
+            "swap": self.swap,
+            "tile_m": self.tile[0],
+            "tile_n": self.tile[1],
+            "tile_k": self.tile[2],
+            "cluster_m": self.cluster[0],
+            "cluster_n": self.cluster[1],
+            "schedule": self.schedule,
+            "stages": self.stages,
+            "threads": self.threads,
+            "smem_bytes": self.smem_bytes,
+            "alignment": self.alignment,
+            "note": self.note,
+        }
+
+
+def cpp_bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def cpp_string(text: str) -> str:
+    """A C++ string literal."""
+    escaped = "".join({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t"}.get(c, c) for c in text)
+    return f'"{escaped}"'

@@ -1,0 +1,180 @@
+"""cpp/configs/tuned/<device>.csv -> tuned_table.cpp: the measured rows that ship, sorted by problem."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from codegen.kernel import ELEMENTS, MAJORS, ConfigError, Kernel, cpp_bool, cpp_string
+from codegen.shards import BANNER
+
+COLUMNS = "op,m,n,k,batch,ab_type,a_major,b_major,has_c,gated,kernel,decomposition,splits,swizzle,raster,us".split(",")
+DECOMPOSITIONS = {
+    "persistent": "Decomposition::kDataParallel",
+    "stream_k": "Decomposition::kStreamK",
+    "split_k": "Decomposition::kSplitK",
+}
+RASTERS = {"along_m": "RasterOrder::kAlongM", "along_n": "RasterOrder::kAlongN"}
+BOOLS = {"0": False, "1": True}
+SWIZZLES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class TunedRow:
+    m: int
+    n: int
+    k: int
+    batch: int
+    ab_type: str
+    a_major: str
+    b_major: str
+    has_c: bool
+    gated: bool
+    kernel: str
+    decomposition: str
+    splits: int
+    swizzle: int
+    raster: str
+    us: float
+
+    @property
+    def key(self) -> tuple:
+        """The problem, in the order of minfer::GemmTunedRow's fields; enumerators compare by their C++ value, as in the sorted table."""
+        majors = list(MAJORS)
+        enums = (list(ELEMENTS).index(self.ab_type), majors.index(self.a_major), majors.index(self.b_major))
+        return (self.m, self.n, self.k, self.batch, *enums, self.has_c, self.gated)
+
+
+def device_slug(name: str) -> str:
+    """ "NVIDIA H200" -> "nvidia-h200": the file name of a device's table. tuned_table.cpp repeats this rule at run time."""
+    return "".join(c if c.isascii() and c.isalnum() else "-" for c in name).lower()
+
+
+def read_csv(path: Path, kernels: dict[str, Kernel]) -> list[TunedRow]:
+    """A device's rows, sorted by key. ConfigError for a malformed value, an unknown kernel, a kernel of another problem, or a repeated key."""
+    if not re.fullmatch(r"[a-z0-9-]+", path.stem):
+        raise ConfigError(f"tuned/{path.name}: must be named after the device, lower case, other characters as '-': '{device_slug(path.stem)}.csv'")
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames != COLUMNS:
+            raise ConfigError(f"tuned/{path.name}: the header must be {','.join(COLUMNS)}, got {','.join(reader.fieldnames or [])}")
+        rows: dict[tuple, TunedRow] = {}
+        for fields in reader:
+            where = f"tuned/{path.name}: line {reader.line_num}"
+            row = _parse(fields, where)
+            _check_kernel(row, kernels, where)
+            if row.key in rows:
+                raise ConfigError(f"{where}: repeats the problem of an earlier line ({', '.join(map(str, row.key))})")
+            rows[row.key] = row
+    return [rows[key] for key in sorted(rows)]
+
+
+def _parse(fields: dict, where: str) -> TunedRow:
+    def choice(column: str, allowed):
+        if fields[column] not in allowed:
+            raise ConfigError(f"{where}, {column} = {fields[column]!r}: must be one of {', '.join(allowed)}")
+        return fields[column]
+
+    def number(column: str, kind=int, least=1):
+        try:
+            value = kind(fields[column])
+        except (TypeError, ValueError):
+            value = None
+        if value is None or not least <= value < 2**63:
+            raise ConfigError(f"{where}, {column} = {fields[column]!r}: must be a number >= {least}")
+        return value
+
+    if None in fields or None in fields.values():
+        raise ConfigError(f"{where}: must have {len(COLUMNS)} columns")
+    choice("op", ["gemm"])
+    swizzle = number("swizzle")
+    if swizzle not in SWIZZLES:
+        raise ConfigError(f"{where}, swizzle = {swizzle}: must be one of {', '.join(map(str, SWIZZLES))}")
+    return TunedRow(
+        **{column: number(column) for column in ("m", "n", "k", "batch", "splits")},
+        **{column: BOOLS[choice(column, BOOLS)] for column in ("has_c", "gated")},
+        ab_type=choice("ab_type", ELEMENTS),
+        a_major=choice("a_major", MAJORS),
+        b_major=choice("b_major", MAJORS),
+        kernel=fields["kernel"],
+        decomposition=choice("decomposition", DECOMPOSITIONS),
+        swizzle=swizzle,
+        raster=choice("raster", RASTERS),
+        us=number("us", float, 0),
+    )
+
+
+def _check_kernel(row: TunedRow, kernels: dict[str, Kernel], where: str) -> None:
+    kernel = kernels.get(row.kernel)
+    if kernel is None:
+        raise ConfigError(f"{where}: no kernel is named {row.kernel!r}; tune again or remove the row")
+    wanted, has = (row.ab_type, row.a_major, row.b_major), (kernel.element, kernel.a_major, kernel.b_major)
+    if wanted != has:
+        raise ConfigError(f"{where}: {row.kernel} computes (ab_type, a_major, b_major) = {has}, the row's problem is {wanted}")
+
+
+def read_folder(folder: Path, kernels: list[Kernel]) -> dict[str, list[TunedRow]]:
+    """Device slug -> rows, for every csv of the folder; empty when there is none."""
+    by_name = {kernel.name: kernel for kernel in kernels}
+    return {path.stem: read_csv(path, by_name) for path in sorted(folder.glob("*.csv"))}
+
+
+# The lookup is text of the generated file: it and device_slug() above are the two ends of one rule.
+_LOOKUP = """\
+struct Table {
+  char const* device;  // file name of the table
+  GemmTunedRow const* rows;
+  int64_t count;
+};
+
+%TABLES%
+// The device name in lower case, every character but ASCII letters and digits as '-', equals the table's file name.
+bool names_device(char const* name, char const* device) {
+  for (; *name != '\\0' && *device != '\\0'; ++name, ++device) {
+    char c = *name;
+    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+    if (!((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'))) c = '-';
+    if (c != *device) return false;
+  }
+  return *name == *device;
+}
+
+}  // namespace
+
+GemmTunedRow const* shipped_gemm_rows(char const* device_name, int64_t* count) {
+  *count = 0;
+  if (device_name == nullptr) return nullptr;
+  for (Table const& table : kTables) {
+    if (table.device != nullptr && names_device(device_name, table.device)) {
+      *count = table.count;
+      return table.rows;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace minfer
+"""
+
+
+def tuned_text(tables: dict[str, list[TunedRow]]) -> str:
+    """tuned_table.cpp: minfer::shipped_gemm_rows over the tables."""
+    parts = [BANNER, '#include "minfer/gemm.h"\n\nnamespace minfer {\nnamespace {\n\n']
+    entries = []
+    for index, (device, rows) in enumerate(tables.items()):
+        if not rows:
+            continue
+        parts.append(f"// {device}\nGemmTunedRow const kRows{index}[] = {{\n")
+        parts += [_row(row) for row in rows]
+        parts.append("};\n\n")
+        entries.append(f"    {{{cpp_string(device)}, kRows{index}, {len(rows)}}},\n")
+    listing = "Table const kTables[] = {\n" + "".join(entries or ["    {nullptr, nullptr, 0},\n"]) + "};\n"
+    return "".join(parts) + _LOOKUP.replace("%TABLES%", listing)
+
+
+def _row(row: TunedRow) -> str:
+    launch = f"{{{DECOMPOSITIONS[row.decomposition]}, {row.splits}, {row.swizzle}, {RASTERS[row.raster]}}}"
+    types = f"{ELEMENTS[row.ab_type]}, {MAJORS[row.a_major]}, {MAJORS[row.b_major]}, {cpp_bool(row.has_c)}, {cpp_bool(row.gated)}"
+    return f"    {{{row.m}, {row.n}, {row.k}, {row.batch}, {types}, {cpp_string(row.kernel)}, {launch}, {row.us!r}f}},\n"

@@ -1,0 +1,117 @@
+// Dense GEMM: D = activation(alpha * A.B + beta * C + bias), 16-bit operands, fp32 accumulation.
+//
+//   GemmProblem  what is computed: sizes, types, majors, alignments (no pointers)
+//   plan_gemm    pure: problem x device x options -> GemmPlan (kernel, launch configuration, workspace)
+//   run_gemm     launches a plan on a stream; allocates nothing, synchronises nothing
+#pragma once
+
+#include "minfer/registry.h"
+#include "minfer/status.h"
+#include "minfer/types.h"
+
+namespace minfer {
+
+/// What is computed. Strides are not part of it, only what they allow: `*_alignment` is the largest power of two
+/// (at most 16) in bytes that divides the operand's pointer and each of its strides. TMA needs 16.
+struct GemmProblem {
+  int64_t m = 0, n = 0, k = 0, batch = 1;  // n counts B's columns, so a gated D has n / 2
+  DataType ab_type = DataType::kF16;       // A and B
+  DataType d_type = DataType::kF16;        // ab_type or kF32
+  Major a_major = Major::kK;
+  Major b_major = Major::kK;               // kK: b is [k, n] with stride 1 along k, as in weight.t()
+  int32_t a_alignment = 16, b_alignment = 16, d_alignment = 16;
+  bool has_c = false;                      // beta != 0 and C present
+  int32_t c_alignment = 16;                // 16 and c a full [m, n] row-major tensor of D's type: TMA reads it; else 0
+  bool gated = false;                      // D = act(gate) * up over 8-column blocks of B (pack_gate_up)
+};
+
+/// Where it is. Leading dimensions and strides are in elements. B is described as [n, k].
+struct GemmOperands {
+  void const* a = nullptr;
+  int64_t lda = 0, a_batch_stride = 0;     // stride of A's non-contiguous mode
+  void const* b = nullptr;
+  int64_t ldb = 0, b_batch_stride = 0;
+  void const* c = nullptr;                 // may be broadcast: a stride of 0 repeats the row, the column or both
+  DataType c_type = DataType::kF16;
+  int64_t c_stride_m = 0, c_stride_n = 0, c_batch_stride = 0;
+  void const* bias = nullptr;              // [n], elements of bias_type
+  DataType bias_type = DataType::kF16;
+  void* d = nullptr;                       // [batch, m, n] row-major (gated: n / 2), leading dimension ldd
+  int64_t ldd = 0, d_batch_stride = 0;
+  float alpha = 1.0f, beta = 0.0f;
+  Activation activation = Activation::kNone;
+};
+
+enum class Decomposition : int32_t {
+  kDataParallel = 0,  // persistent CTAs walk whole output tiles
+  kStreamK = 1,       // the k-iterations of the last waves are shared out evenly; ordered fp32 fix-up
+  kSplitK = 2,        // each output tile is cut in `splits` equal k-ranges; ordered fp32 fix-up
+};
+inline char const* name_of(Decomposition d) {
+  return d == Decomposition::kDataParallel ? "persistent" : d == Decomposition::kStreamK ? "stream_k" : "split_k";
+}
+
+/// Run-time knobs: they cost no instantiation.
+struct GemmLaunch {
+  Decomposition decomposition = Decomposition::kDataParallel;
+  int32_t splits = 1;                 // kSplitK: pieces per tile
+  int32_t max_swizzle_size = 1;       // tiles walked side by side before the raster advances (1, 2, 4, 8, 16)
+  RasterOrder raster_order = RasterOrder::kAlongM;
+};
+
+enum class PlanSource : int32_t { kOverride = 0, kTuned = 1, kAnalytic = 2 };
+inline char const* name_of(PlanSource s) {
+  return s == PlanSource::kOverride ? "override" : s == PlanSource::kTuned ? "tuned" : "analytic";
+}
+
+struct GemmPlan {
+  KernelInfo const* kernel = nullptr;
+  GemmLaunch launch;
+  size_t workspace_bytes = 0;         // need not be initialised; 256-byte aligned
+  double predicted_us = 0;            // of the analytic model, or the tuned row's measurement
+  double floor_us = 0;                // max(bytes / read bandwidth, flops / matrix rate)
+  PlanSource source = PlanSource::kAnalytic;
+  char reason[200] = {0};
+};
+
+/// One measured row: this problem runs fastest so. Rows of `cpp/configs/tuned/<device>.csv` and of users' own tables.
+struct GemmTunedRow {
+  int64_t m, n, k, batch;
+  DataType ab_type;
+  Major a_major, b_major;
+  bool has_c, gated;
+  char const* kernel;                 // registry name
+  GemmLaunch launch;
+  float us;
+};
+
+struct GemmPlanOptions {
+  char const* kernel = nullptr;       // force this kernel by name; its launch configuration is still chosen unless `launch` is set
+  GemmLaunch const* launch = nullptr; // force the launch configuration too
+  bool use_tuned = true;
+  bool only_runnable = true;          // false: also kernels that are not in this build (plans read without a GPU)
+  int32_t force_arch = 0;             // 80: portable kernels only (MINFER_FORCE_ARCH)
+  GemmTunedRow const* user_rows = nullptr;  // consulted before the table that ships
+  int64_t user_row_count = 0;
+};
+
+/// Chooses kernel and launch: the explicit one, else a tuned row, else the analytic model. Pure and thread-safe.
+/// @return kInvalidArgument (sizes, types), kUnknownKernel (nearest names in the message), kNotCompiled, kNotSupported.
+Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plan);
+
+/// Every legal (kernel, launch) for the problem with its predicted time, best first; for the tuner.
+/// Writes at most `capacity` plans and returns how many there are in `count`.
+Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options,
+                      GemmPlan* plans, int64_t capacity, int64_t* count);
+
+/// Time that no implementation beats on this device: max(bytes / read_bandwidth, flops / matrix_rate), in us.
+double gemm_floor_us(GemmProblem const& problem, DeviceProperties const& device);
+
+/// Launches the plan on `stream`. `workspace` holds plan.workspace_bytes bytes, 256-byte aligned, any content.
+Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands const& operands, DeviceProperties const& device,
+                void* workspace, size_t workspace_bytes, Stream stream);
+
+/// The tuned rows that ship for `device_name` (as in DeviceProperties::name); count 0 when there is no table.
+GemmTunedRow const* shipped_gemm_rows(char const* device_name, int64_t* count);
+
+}  // namespace minfer

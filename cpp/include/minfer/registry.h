@@ -1,0 +1,52 @@
+// The kernel registry: every configuration of cpp/configs/*.toml, whether or not this build compiled it.
+#pragma once
+
+#include "minfer/status.h"
+#include "minfer/types.h"
+
+namespace minfer {
+
+enum class Schedule : int32_t {
+  kCooperative = 0,  // sm90: both consumer warpgroups share one tile, split along M
+  kPingpong = 1,     // sm90: each consumer warpgroup owns a tile; one's epilogue hides under the other's mainloop
+  kMultistage = 2,   // sm80: cp.async ring, mma.sync
+};
+inline char const* name_of(Schedule s) {
+  return s == Schedule::kCooperative ? "cooperative" : s == Schedule::kPingpong ? "pingpong" : "multistage";
+}
+
+/// Compile-time facts of one kernel. `launch` is opaque: the family's run function casts it; null when not compiled.
+struct KernelInfo {
+  char const* name;         // gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative
+  char const* family;       // "gemm"
+  int32_t arch;             // 80 or 90: the lowest compute capability it runs on
+  bool arch_exact;          // sm_90a code runs on 9.0 alone
+  DataType ab_type;
+  Major a_major, b_major;   // of the caller's A and B
+  bool swap;                // computes D^T = B^T.A^T: the caller's n is on the tile's M side, his m on its N side
+  int32_t tile_m, tile_n, tile_k;
+  int32_t cluster_m, cluster_n;
+  Schedule schedule;
+  int32_t stages;
+  int32_t threads;
+  int32_t smem_bytes;
+  int32_t alignment;        // bytes that A's and B's pointers and strides must be multiples of
+  char const* note;
+  void const* launch;       // null: not in this build
+};
+
+/// All kernels of all families, in table order.
+KernelInfo const* registry(int64_t* count);
+
+/// By exact name; null if there is none.
+KernelInfo const* find_kernel(char const* name);
+
+/// Architectures this build holds code for, for example "90a;80"; empty without CUDA.
+char const* build_archs();
+/// CUTLASS version the kernels were built with, "4.2.0"; empty without CUDA.
+char const* build_cutlass_version();
+
+/// Fills `properties` for a device of this machine. kNotSupported in a build without CUDA.
+Status query_device(int32_t device_index, DeviceProperties* properties);
+
+}  // namespace minfer

@@ -1,0 +1,55 @@
+// Types that every operator family shares: element types, operand majors, activations, device facts, stream.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct CUstream_st;  // cudaStream_t without CUDA's headers
+
+namespace minfer {
+
+using Stream = CUstream_st*;
+
+enum class DataType : int32_t { kF16 = 0, kBF16 = 1, kF32 = 2 };
+
+/// Which mode of an operand is contiguous: k, or the mode it shares with the output (m for A, n for B).
+enum class Major : int32_t { kK = 0, kMN = 1 };
+
+enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
+
+enum class RasterOrder : int32_t { kAlongM = 0, kAlongN = 1 };
+
+inline int size_of(DataType type) { return type == DataType::kF32 ? 4 : 2; }
+inline char const* name_of(DataType type) {
+  return type == DataType::kF16 ? "f16" : type == DataType::kBF16 ? "bf16" : "f32";
+}
+inline char const* name_of(Activation a) {
+  switch (a) {
+    case Activation::kNone: return "none";
+    case Activation::kRelu: return "relu";
+    case Activation::kGelu: return "gelu";
+    case Activation::kGeluTanh: return "gelu_tanh";
+    case Activation::kSilu: return "silu";
+  }
+  return "?";
+}
+inline char const* name_of(RasterOrder order) { return order == RasterOrder::kAlongM ? "along_m" : "along_n"; }
+
+/// What planning needs to know of a GPU. Filled by query_device() on a machine that has one, by hand in tests.
+struct DeviceProperties {
+  char name[64] = {0};
+  int32_t compute_major = 0;
+  int32_t compute_minor = 0;
+  int32_t sm_count = 0;
+  int32_t smem_per_block = 0;      // bytes, with opt-in
+  int64_t l2_bytes = 0;
+  double read_bandwidth = 0;       // bytes / us, sustained
+  double matrix_rate = 0;          // 16-bit multiply-adds x 2 / us, dense, sustained
+
+  int32_t compute_capability() const { return compute_major * 10 + compute_minor; }
+};
+
+/// The H200 as measured (4.45 TB/s read, 750 TFLOP/s dense 16-bit): plans can be read and tested without a GPU.
+DeviceProperties h200_properties();
+
+}  // namespace minfer

@@ -1,0 +1,26 @@
+#include <cstring>
+
+#include "minfer/registry.h"
+
+namespace minfer {
+
+DeviceProperties h200_properties() {
+  DeviceProperties p;
+  std::strncpy(p.name, "NVIDIA H200", sizeof(p.name) - 1);
+  p.compute_major = 9;
+  p.compute_minor = 0;
+  p.sm_count = 132;
+  p.smem_per_block = 232448;
+  p.l2_bytes = int64_t(60) << 20;
+  p.read_bandwidth = 4.45e6;  // bytes / us
+  p.matrix_rate = 750e6;      // flop / us
+  return p;
+}
+
+#if !MINFER_WITH_CUDA
+Status query_device(int32_t device_index, DeviceProperties*) {
+  return Status::failure(StatusCode::kNotSupported, "device %d cannot be queried: this build has no CUDA (configure with MINFER_CUDA=ON)", device_index);
+}
+#endif
+
+}  // namespace minfer

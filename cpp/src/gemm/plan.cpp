@@ -1,0 +1,290 @@
+// plan_gemm: explicit kernel, else tuned row, else the analytic model over every legal candidate. Always answers for a legal problem.
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "gemm/cost_model.h"
+#include "gemm/schedule.h"
+#include "minfer/gemm.h"
+
+namespace minfer {
+
+namespace gemm {
+namespace {
+
+constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;  // tile coordinates are 32-bit; leaves room for the last tile's overhang
+
+/// Why `kernel` cannot compute `problem` on `device`, or null when it can.
+char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device) {
+  if (std::strcmp(kernel.family, "gemm") != 0) return "it is not a GEMM kernel";
+  if (kernel.arch_exact ? device.compute_capability() != kernel.arch : device.compute_capability() < kernel.arch) {
+    return "it does not run on this device's compute capability";
+  }
+  if (kernel.ab_type != problem.ab_type) return "it computes another element type";
+  if (kernel.a_major != problem.a_major || kernel.b_major != problem.b_major) return "it reads other operand layouts";
+  if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
+  if (problem.k > 0 && (problem.a_alignment < kernel.alignment || problem.b_alignment < kernel.alignment)) {
+    return "an operand's pointer or stride is not a multiple of 16 bytes";
+  }
+  if (kernel.arch >= 90 && problem.k == 0) return "it needs k > 0";
+  if (kernel.arch < 90 && kernel.alignment == 16) {  // vectors of 8 along the contiguous mode, without a tail
+    int64_t const a_extent = problem.a_major == Major::kK ? problem.k : problem.m;
+    int64_t const b_extent = problem.b_major == Major::kK ? problem.k : problem.n;
+    if (a_extent % 8 != 0 || b_extent % 8 != 0) return "a contiguous extent is not a multiple of 8";
+  }
+  return nullptr;
+}
+
+Status check(GemmProblem const& p) {
+  if (p.m < 0 || p.n < 0 || p.k < 0 || p.batch < 0) {
+    return Status::failure(StatusCode::kInvalidArgument, "sizes must not be negative, got m = %lld, n = %lld, k = %lld, batch = %lld", (long long)p.m,
+                           (long long)p.n, (long long)p.k, (long long)p.batch);
+  }
+  if (p.m > kMaxExtent || p.n > kMaxExtent || p.k > kMaxExtent || p.batch > kMaxExtent) {
+    return Status::failure(StatusCode::kNotSupported, "an extent above %lld is not supported, got m = %lld, n = %lld, k = %lld, batch = %lld",
+                           (long long)kMaxExtent, (long long)p.m, (long long)p.n, (long long)p.k, (long long)p.batch);
+  }
+  if (p.ab_type == DataType::kF32) return Status::failure(StatusCode::kInvalidArgument, "A and B must be f16 or bf16, got f32");
+  if (p.d_type != p.ab_type && p.d_type != DataType::kF32) {
+    return Status::failure(StatusCode::kInvalidArgument, "D must be %s or f32, got %s", name_of(p.ab_type), name_of(p.d_type));
+  }
+  if (p.gated && p.n % 16 != 0) {
+    return Status::failure(StatusCode::kInvalidArgument, "a gated GEMM needs n to be a multiple of 16 (blocks of 8 gate and 8 up columns), got n = %lld",
+                           (long long)p.n);
+  }
+  return Status::success();
+}
+
+/// The tile grid must fit the scheduler's 32-bit indices.
+bool fits(KernelInfo const& kernel, GemmProblem const& p, GemmLaunch const& launch) {
+  int64_t const rows = kernel.swap ? p.n : p.m, columns = kernel.swap ? p.m : p.n;
+  double const tiles = double(ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m)) *
+                       double(ceil_div(columns, int64_t(kernel.tile_n) * kernel.cluster_n)) * double(p.batch);
+  double const items = launch.decomposition == Decomposition::kDataParallel ? tiles : tiles * double(ceil_div(p.k, kernel.tile_k) + 1);
+  return items < 2147483648.0;
+}
+
+void finish(GemmPlan* plan, KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
+  plan->kernel = &kernel;
+  plan->launch = launch;
+  plan->workspace_bytes = problem.m == 0 || problem.n == 0 || problem.batch == 0 ? 0 : workspace_of(kernel, schedule_of(kernel, problem, launch, device));
+  plan->predicted_us = predict_us(kernel, problem, launch, device);
+  plan->floor_us = gemm_floor_us(problem, device);
+}
+
+/// The launch configurations worth asking about for one kernel: no two that make the same schedule.
+template <class Visit>
+void for_each_launch(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, Visit&& visit) {
+  int64_t const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
+  int64_t const tiles_m = ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m);
+  int64_t const tiles_n = ceil_div(columns, int64_t(kernel.tile_n) * kernel.cluster_n);
+  int64_t const tiles = tiles_m * tiles_n * problem.batch;
+  int64_t const workers = int64_t(device.sm_count) * ctas_per_sm(kernel, device) / (kernel.cluster_m * kernel.cluster_n);
+  int64_t const k_tiles = ceil_div(problem.k, kernel.tile_k);
+
+  GemmLaunch decompositions[8];
+  int count = 0;
+  decompositions[count++] = GemmLaunch{};
+  if (k_tiles >= 4 && tiles % workers != 0 && tiles < 8 * workers) {
+    decompositions[count].decomposition = Decomposition::kStreamK;
+    ++count;
+  }
+  for (int splits : {2, 3, 4, 6, 8}) {
+    if (k_tiles >= 2 * splits && tiles * splits <= 3 * workers) {
+      decompositions[count].decomposition = Decomposition::kSplitK;
+      decompositions[count].splits = splits;
+      ++count;
+    }
+  }
+  bool const many = tiles_m > 1 && tiles_n > 1;
+  for (int i = 0; i < count; ++i) {
+    for (RasterOrder raster : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
+      if (!many && raster == RasterOrder::kAlongN) continue;
+      int64_t const across = raster == RasterOrder::kAlongM ? tiles_n : tiles_m;
+      for (int swizzle : {1, 2, 4, 8}) {
+        if (swizzle > 1 && (!many || swizzle / 2 >= across || tiles <= workers)) continue;
+        GemmLaunch launch = decompositions[i];
+        launch.raster_order = raster;
+        launch.max_swizzle_size = swizzle;
+        visit(launch);
+      }
+    }
+  }
+}
+
+template <class Visit>
+void for_each_candidate(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, Visit&& visit) {
+  int64_t count = 0;
+  KernelInfo const* kernels = registry(&count);
+  for (int64_t i = 0; i < count; ++i) {
+    KernelInfo const& kernel = kernels[i];
+    if (options.only_runnable && kernel.launch == nullptr) continue;
+    if (options.force_arch != 0 && kernel.arch != options.force_arch) continue;
+    if (illegal(kernel, problem, device) != nullptr) continue;
+    for_each_launch(kernel, problem, device, [&](GemmLaunch const& launch) {
+      if (fits(kernel, problem, launch)) visit(kernel, launch);
+    });
+  }
+}
+
+/// Edit distance, for the names nearest to a misspelt one.
+int distance(char const* a, char const* b) {
+  size_t const n = std::strlen(b);
+  std::vector<int> row(n + 1);
+  for (size_t j = 0; j <= n; ++j) row[j] = int(j);
+  for (size_t i = 1; a[i - 1] != 0; ++i) {
+    int diagonal = row[0];
+    row[0] = int(i);
+    for (size_t j = 1; j <= n; ++j) {
+      int const above = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
+      diagonal = above;
+    }
+  }
+  return row[n];
+}
+
+Status unknown_kernel(char const* name) {
+  int64_t count = 0;
+  KernelInfo const* kernels = registry(&count);
+  std::vector<std::pair<int, char const*>> names;
+  for (int64_t i = 0; i < count; ++i) names.emplace_back(distance(name, kernels[i].name), kernels[i].name);
+  std::sort(names.begin(), names.end());
+  std::string nearest;
+  for (size_t i = 0; i < names.size() && i < 3; ++i) nearest += (i ? ", " : "") + std::string(names[i].second);
+  return Status::failure(StatusCode::kUnknownKernel, "kernel '%.90s' is not in the registry; nearest: %s", name, nearest.c_str());
+}
+
+/// A tuned row answers for its own m and for every smaller m that its kernel covers with the same tiles.
+bool matches(GemmTunedRow const& row, GemmProblem const& p) {
+  if (row.n != p.n || row.k != p.k || row.batch != p.batch || row.ab_type != p.ab_type || row.a_major != p.a_major || row.b_major != p.b_major ||
+      row.gated != p.gated || row.has_c != p.has_c || p.m > row.m) {
+    return false;
+  }
+  if (p.m == row.m) return true;
+  KernelInfo const* kernel = find_kernel(row.kernel);
+  if (kernel == nullptr) return false;
+  int64_t const tile = kernel->swap ? kernel->tile_n : kernel->tile_m;
+  return ceil_div(p.m, tile) == ceil_div(row.m, tile);
+}
+
+GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProblem const& problem, GemmPlanOptions const& options,
+                             DeviceProperties const& device) {
+  GemmTunedRow const* best = nullptr;
+  for (int64_t i = 0; i < count; ++i) {
+    if (!matches(rows[i], problem) || (best != nullptr && rows[i].m >= best->m)) continue;
+    KernelInfo const* kernel = find_kernel(rows[i].kernel);
+    if (kernel == nullptr || (options.only_runnable && kernel->launch == nullptr) || (options.force_arch != 0 && kernel->arch != options.force_arch) ||
+        illegal(*kernel, problem, device) != nullptr || !fits(*kernel, problem, rows[i].launch)) {
+      continue;
+    }
+    best = &rows[i];
+  }
+  return best;
+}
+
+}  // namespace
+}  // namespace gemm
+
+double gemm_floor_us(GemmProblem const& p, DeviceProperties const& device) {
+  double const outputs = double(p.batch) * p.m * (p.gated ? p.n / 2 : p.n);
+  double const bytes = 2.0 * p.batch * (double(p.m) * p.k + double(p.n) * p.k) + outputs * size_of(p.d_type) * (p.has_c ? 2.0 : 1.0);
+  double const flops = 2.0 * p.batch * double(p.m) * p.n * p.k;
+  return std::max(bytes / device.read_bandwidth, flops / device.matrix_rate);
+}
+
+Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plan) {
+  using namespace gemm;
+  *plan = GemmPlan{};
+  if (Status status = check(problem); !status.ok()) return status;
+
+  if (options.kernel != nullptr) {
+    KernelInfo const* kernel = find_kernel(options.kernel);
+    if (kernel == nullptr) return unknown_kernel(options.kernel);
+    if (char const* why = illegal(*kernel, problem, device)) {
+      return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot compute this problem: %s", kernel->name, why);
+    }
+    if (options.only_runnable && kernel->launch == nullptr) {
+      return Status::failure(StatusCode::kNotCompiled, "kernel %s is in the table but not in this build (archs: %s)", kernel->name,
+                             build_archs()[0] ? build_archs() : "none");
+    }
+    if (options.launch != nullptr) {
+      if (!fits(*kernel, problem, *options.launch)) {
+        return Status::failure(StatusCode::kNotSupported, "kernel %s needs more than 2^31 work items for this problem", kernel->name);
+      }
+      finish(plan, *kernel, problem, *options.launch, device);
+    } else {
+      for_each_launch(*kernel, problem, device, [&](GemmLaunch const& launch) {
+        double const us = predict_us(*kernel, problem, launch, device);
+        if (fits(*kernel, problem, launch) && (plan->kernel == nullptr || us < plan->predicted_us)) finish(plan, *kernel, problem, launch, device);
+      });
+      if (plan->kernel == nullptr) {
+        return Status::failure(StatusCode::kNotSupported, "kernel %s needs more than 2^31 work items for this problem", kernel->name);
+      }
+    }
+    plan->source = PlanSource::kOverride;
+    std::snprintf(plan->reason, sizeof(plan->reason), "asked for by name");
+    return Status::success();
+  }
+
+  if (options.use_tuned && problem.m > 0) {
+    GemmTunedRow const* row = find_row(options.user_rows, options.user_row_count, problem, options, device);
+    char const* table = "user table";
+    if (row == nullptr) {
+      int64_t count = 0;
+      GemmTunedRow const* rows = shipped_gemm_rows(device.name, &count);
+      row = find_row(rows, count, problem, options, device);
+      table = "shipped table";
+    }
+    if (row != nullptr) {
+      finish(plan, *find_kernel(row->kernel), problem, row->launch, device);
+      plan->predicted_us = row->us;
+      plan->source = PlanSource::kTuned;
+      std::snprintf(plan->reason, sizeof(plan->reason), "%s: fastest measured for m = %lld", table, (long long)row->m);
+      return Status::success();
+    }
+  }
+
+  KernelInfo const* best = nullptr;
+  GemmLaunch best_launch;
+  double best_us = 0;
+  int64_t candidates = 0;
+  for_each_candidate(problem, device, options, [&](KernelInfo const& kernel, GemmLaunch const& launch) {
+    double const us = predict_us(kernel, problem, launch, device);
+    ++candidates;
+    if (best == nullptr || us < best_us) {
+      best = &kernel;
+      best_launch = launch;
+      best_us = us;
+    }
+  });
+  if (best == nullptr) {
+    return Status::failure(StatusCode::kNotSupported, "no kernel %s computes %s %lld x %lld x %lld on compute capability %d.%d (archs of the build: %s)",
+                           options.only_runnable ? "of this build" : "of the table", name_of(problem.ab_type), (long long)problem.m, (long long)problem.n,
+                           (long long)problem.k, device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
+  }
+  finish(plan, *best, problem, best_launch, device);
+  plan->source = PlanSource::kAnalytic;
+  std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted cycles of %lld candidates: %.1f us, floor %.1f us", (long long)candidates,
+                plan->predicted_us, plan->floor_us);
+  return Status::success();
+}
+
+Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plans, int64_t capacity,
+                      int64_t* count) {
+  using namespace gemm;
+  *count = 0;
+  if (Status status = check(problem); !status.ok()) return status;
+  std::vector<GemmPlan> all;
+  for_each_candidate(problem, device, options, [&](KernelInfo const& kernel, GemmLaunch const& launch) {
+    all.emplace_back();
+    finish(&all.back(), kernel, problem, launch, device);
+  });
+  std::stable_sort(all.begin(), all.end(), [](GemmPlan const& a, GemmPlan const& b) { return a.predicted_us < b.predicted_us; });
+  *count = int64_t(all.size());
+  for (int64_t i = 0; i < *count && i < capacity; ++i) plans[i] = all[size_t(i)];
+  return Status::success();
+}
+
+}  // namespace minfer

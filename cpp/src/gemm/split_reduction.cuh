@@ -1,0 +1,83 @@
+// Split reduction: pieces of one output tile meet in the workspace and are added in ascending k order.
+//
+// Workspace: [slots] flags of 8 bytes, rounded up to 256, then [slots] partial tiles of fp32, each in fragment order (value i of thread t at
+// (i / 4 * threads + t) * 4 + i % 4), so that every access is a coalesced 16-byte one.
+//
+// The flags need no initialisation and no memset node: a flag is raised by writing the launch's 64-bit nonce, which no earlier launch used,
+// and lowered by the owner that consumed it. Whatever the memory held before differs from the nonce (but for one chance in 2^64), and a
+// replayed CUDA graph, whose nonce is the same each time, finds the flags lowered by its previous run. Each launch has a workspace of its own,
+// so launches on several streams cannot meet.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace minfer::gemm {
+
+struct SplitWorkspace {
+  uint64_t* flags = nullptr;
+  float* partials = nullptr;
+  uint64_t nonce = 0;
+};
+
+inline size_t split_flag_bytes(int64_t slots) { return size_t((slots * 8 + 255) / 256 * 256); }
+inline size_t split_workspace_bytes(int64_t slots, int64_t tile_elements) {
+  return slots == 0 ? 0 : split_flag_bytes(slots) + size_t(slots) * size_t(tile_elements) * 4;
+}
+
+#if defined(__CUDACC__)
+
+/// One group of kThreads threads that holds a tile, or its share of one, as kValues floats a thread. `barrier` synchronises the group.
+template <int kThreads, int kValues>
+struct SplitReduction {
+  static_assert(kValues % 4 == 0, "a fragment is moved in 16-byte accesses");
+
+  template <class Fragment, class Barrier>
+  static __device__ void publish(SplitWorkspace const& workspace, int64_t slot, Fragment const& fragment, int thread, Barrier&& barrier) {
+    float4* base = reinterpret_cast<float4*>(workspace.partials + slot * int64_t(kThreads) * kValues) + thread;
+#pragma unroll
+    for (int i = 0; i < kValues / 4; ++i) {
+      __stcg(base + i * kThreads, make_float4(fragment(4 * i), fragment(4 * i + 1), fragment(4 * i + 2), fragment(4 * i + 3)));
+    }
+    __threadfence();
+    barrier();
+    if (thread == 0) {
+      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(workspace.flags + slot), "l"(workspace.nonce) : "memory");
+    }
+  }
+
+  template <class Fragment, class Barrier>
+  static __device__ void add(SplitWorkspace const& workspace, int64_t slot, Fragment& fragment, int thread, Barrier&& barrier) {
+    if (thread == 0) {
+      uint64_t seen;
+      do {
+        asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(workspace.flags + slot) : "memory");
+      } while (seen != workspace.nonce);
+      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(workspace.flags + slot), "l"(uint64_t(0)) : "memory");
+    }
+    barrier();
+    float4 const* base = reinterpret_cast<float4 const*>(workspace.partials + slot * int64_t(kThreads) * kValues) + thread;
+    constexpr int kBatch = kValues / 4 < 8 ? kValues / 4 : 8;  // loads in flight: 8 x 16 bytes a thread
+#pragma unroll
+    for (int i = 0; i < kValues / 4; i += kBatch) {
+      float4 part[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (i + j < kValues / 4) part[j] = __ldcg(base + (i + j) * kThreads);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        if (i + j < kValues / 4) {
+          fragment(4 * (i + j)) += part[j].x;
+          fragment(4 * (i + j) + 1) += part[j].y;
+          fragment(4 * (i + j) + 2) += part[j].z;
+          fragment(4 * (i + j) + 3) += part[j].w;
+        }
+      }
+    }
+  }
+};
+
+#endif
+
+}  // namespace minfer::gemm

@@ -1,0 +1,24 @@
+// The functions library.cpp registers.
+#pragma once
+
+#include "common.h"
+
+namespace minfer::torch_binding {
+
+Tensor gemm(Tensor a, Tensor b, std::optional<Tensor> c, std::optional<Tensor> bias, double alpha, double beta, std::string activation,
+            std::optional<ScalarType> out_dtype, std::optional<std::string> kernel);
+Tensor gemm_out(Tensor a, Tensor b, std::optional<Tensor> c, std::optional<Tensor> bias, double alpha, double beta, std::string activation,
+                std::optional<ScalarType> out_dtype, std::optional<std::string> kernel, Tensor out);
+Tensor gemm_gated(Tensor a, Tensor b, std::optional<Tensor> bias, std::string activation, std::optional<std::string> kernel);
+
+std::string build_info();
+std::string kernels(std::string family);
+std::string device_properties_json(int64_t index);
+std::string plan_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major, std::string b_major,
+                           std::vector<int64_t> alignments, bool has_c, bool gated, std::optional<std::string> kernel, bool use_tuned,
+                           bool only_runnable, int64_t device);
+std::string enumerate_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major, std::string b_major,
+                                std::vector<int64_t> alignments, bool has_c, bool gated, bool only_runnable, int64_t device, int64_t limit);
+int64_t load_tuned(std::string csv);
+
+}  // namespace minfer::torch_binding

@@ -1,0 +1,115 @@
+#include "common.h"
+
+#include <cstdio>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "minfer/registry.h"
+
+// Weak: a CPU-only torch has no such function, and the module must load there too.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace minfer::torch_binding {
+
+std::string shape_of(Tensor const& tensor) {
+  std::string text = "[";
+  for (int64_t i = 0; i < tensor.dim(); ++i) text += (i ? ", " : "") + std::to_string(tensor.size(i));
+  return text + "]";
+}
+
+char const* dtype_name(ScalarType type) { return torch::headeronly::toString(type); }
+
+bool is_16bit_float(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
+
+DataType data_type(ScalarType type) {
+  return type == ScalarType::Half ? DataType::kF16 : type == ScalarType::BFloat16 ? DataType::kBF16 : DataType::kF32;
+}
+
+Stream current_stream(int32_t device) {
+  check(aoti_torch_get_current_cuda_stream != nullptr, "minfer: this torch has no CUDA support, so its CUDA stream cannot be asked for");
+  void* stream = nullptr;
+  check(aoti_torch_get_current_cuda_stream(device, &stream) == 0, "minfer: torch gave no current CUDA stream for device ", device);
+  return static_cast<Stream>(stream);
+}
+
+DeviceProperties const& device_properties(int32_t device) {
+  static std::mutex mutex;
+  static std::unordered_map<int32_t, std::unique_ptr<DeviceProperties>> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto& entry = known[device];
+  if (entry == nullptr) {
+    auto properties = std::make_unique<DeviceProperties>();
+    Status const status = query_device(device, properties.get());
+    check(status.ok(), "minfer: ", status.message);
+    entry = std::move(properties);
+  }
+  return *entry;
+}
+
+int32_t common_alignment(std::initializer_list<uint64_t> values) {
+  uint64_t bits = 16;
+  for (uint64_t value : values) bits |= value;
+  return int32_t(bits & (~bits + 1));
+}
+
+void Json::separate() {
+  if (!first_) text_ += ", ";
+  first_ = true;
+}
+Json& Json::open(char bracket) {
+  separate();
+  text_ += bracket;
+  return *this;
+}
+Json& Json::close(char bracket) {
+  text_ += bracket;
+  first_ = false;
+  return *this;
+}
+Json& Json::key(char const* name) {
+  separate();
+  text_ += '"';
+  text_ += name;
+  text_ += "\": ";
+  return *this;
+}
+Json& Json::value(char const* text) {
+  separate();
+  text_ += '"';
+  for (char const* c = text; *c != 0; ++c) {
+    if (*c == '"' || *c == '\\') text_ += '\\';
+    if (static_cast<unsigned char>(*c) < 0x20) {
+      char escaped[8];
+      std::snprintf(escaped, sizeof(escaped), "\\u%04x", *c);
+      text_ += escaped;
+    } else {
+      text_ += *c;
+    }
+  }
+  text_ += '"';
+  first_ = false;
+  return *this;
+}
+Json& Json::value(int64_t number) {
+  separate();
+  text_ += std::to_string(number);
+  first_ = false;
+  return *this;
+}
+Json& Json::value(double number) {
+  separate();
+  char buffer[32];
+  std::snprintf(buffer, sizeof(buffer), "%.6g", number);
+  text_ += buffer;
+  first_ = false;
+  return *this;
+}
+Json& Json::value(bool flag) {
+  separate();
+  text_ += flag ? "true" : "false";
+  first_ = false;
+  return *this;
+}
+
+}  // namespace minfer::torch_binding

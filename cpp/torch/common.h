@@ -1,0 +1,72 @@
+// What every binding uses: argument checks, operand descriptions, the current stream, device facts. Only cpp/torch includes torch's headers.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "minfer/status.h"
+#include "minfer/types.h"
+
+namespace minfer::torch_binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+/// Raises a Python RuntimeError whose text is the arguments streamed one after the other.
+template <class... Parts>
+[[noreturn]] void fail(Parts const&... parts) {
+  std::ostringstream text;
+  ((text << parts), ...);
+  throw std::runtime_error(text.str());
+}
+
+template <class... Parts>
+void check(bool condition, Parts const&... parts) {
+  if (!condition) fail(parts...);
+}
+
+/// "[2, 3]"
+std::string shape_of(Tensor const& tensor);
+char const* dtype_name(ScalarType type);
+bool is_16bit_float(ScalarType type);
+DataType data_type(ScalarType type);
+
+/// The stream torch runs on now, for `device`.
+Stream current_stream(int32_t device);
+
+/// Facts of a device of this machine, asked for once per process.
+DeviceProperties const& device_properties(int32_t device);
+
+/// Largest power of two, at most 16, that divides all of `values` (bytes).
+int32_t common_alignment(std::initializer_list<uint64_t> values);
+
+/// A JSON object or list built left to right; strings are escaped.
+class Json {
+ public:
+  Json& open(char bracket);
+  Json& close(char bracket);
+  Json& key(char const* name);
+  Json& value(char const* text);
+  Json& value(std::string const& text) { return value(text.c_str()); }
+  Json& value(int64_t number);
+  Json& value(double number);
+  Json& value(bool flag);
+  std::string text() const { return text_; }
+
+ private:
+  void separate();
+  std::string text_;
+  bool first_ = true;
+};
+
+}  // namespace minfer::torch_binding

@@ -1,0 +1,304 @@
+#include "gemm_planning.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+
+#include "bindings.h"
+
+namespace minfer::torch_binding {
+
+namespace {
+
+struct UserRows {
+  std::deque<std::string> names;  // stable storage for the rows' kernel names
+  std::vector<GemmTunedRow> rows;
+};
+
+std::mutex user_rows_mutex;
+std::shared_ptr<UserRows const> user_rows = std::make_shared<UserRows const>();
+std::atomic<uint64_t> generation{0};  // plans cached before a load are forgotten
+
+struct Key {
+  int64_t m, n, k, batch;
+  uint64_t rest;
+  int64_t device;
+  bool operator==(Key const& o) const {
+    return m == o.m && n == o.n && k == o.k && batch == o.batch && rest == o.rest && device == o.device;
+  }
+};
+struct Hash {
+  size_t operator()(Key const& key) const {
+    uint64_t h = 0xcbf29ce484222325ull;
+    for (uint64_t v : {uint64_t(key.m), uint64_t(key.n), uint64_t(key.k), uint64_t(key.batch), key.rest, uint64_t(key.device)}) {
+      h = (h ^ v) * 0x9e3779b97f4a7c15ull;
+      h ^= h >> 29;
+    }
+    return size_t(h);
+  }
+};
+
+std::vector<std::string> split(std::string const& text, char separator) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
+  return parts;
+}
+
+int64_t parse_integer(char const* what, std::string const& text) {
+  char* end = nullptr;
+  long long const value = std::strtoll(text.c_str(), &end, 10);
+  check(end != text.c_str() && *end == 0, what, " must be an integer, got '", text, "'");
+  return value;
+}
+
+Decomposition parse_decomposition(char const* what, std::string const& text) {
+  for (Decomposition d : {Decomposition::kDataParallel, Decomposition::kStreamK, Decomposition::kSplitK}) {
+    if (text == name_of(d)) return d;
+  }
+  fail(what, " must be persistent, stream_k or split_k, got '", text, "'");
+}
+
+RasterOrder parse_raster(char const* what, std::string const& text) {
+  for (RasterOrder order : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
+    if (text == name_of(order)) return order;
+  }
+  fail(what, " must be along_m or along_n, got '", text, "'");
+}
+
+DataType parse_type(char const* what, std::string const& text) {
+  for (DataType type : {DataType::kF16, DataType::kBF16, DataType::kF32}) {
+    if (text == name_of(type)) return type;
+  }
+  fail(what, " must be f16, bf16 or f32, got '", text, "'");
+}
+
+Major parse_major(char const* what, std::string const& text) {
+  check(text == "k" || text == "mn", what, " must be k or mn, got '", text, "'");
+  return text == "k" ? Major::kK : Major::kMN;
+}
+
+GemmProblem parse_problem(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type, std::string const& a_major,
+                          std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c, bool gated) {
+  check(sizes.size() == 4, "minfer::_plan_gemm: sizes must be [m, n, k, batch], got ", sizes.size(), " values");
+  check(alignments.size() == 4, "minfer::_plan_gemm: alignments must be [a, b, c, d], got ", alignments.size(), " values");
+  GemmProblem p;
+  p.m = sizes[0];
+  p.n = sizes[1];
+  p.k = sizes[2];
+  p.batch = sizes[3];
+  p.ab_type = parse_type("ab_type", ab_type);
+  p.d_type = parse_type("d_type", d_type);
+  p.a_major = parse_major("a_major", a_major);
+  p.b_major = parse_major("b_major", b_major);
+  p.a_alignment = int32_t(alignments[0]);
+  p.b_alignment = int32_t(alignments[1]);
+  p.c_alignment = int32_t(alignments[2]);
+  p.d_alignment = int32_t(alignments[3]);
+  p.has_c = has_c;
+  p.gated = gated;
+  return p;
+}
+
+DeviceProperties properties_of(int64_t device) { return device < 0 ? h200_properties() : device_properties(int32_t(device)); }
+
+void write_plan(Json& json, GemmPlan const& plan) {
+  json.open('{').key("kernel").value(plan.kernel->name).key("launch").open('{');
+  json.key("decomposition").value(name_of(plan.launch.decomposition)).key("splits").value(int64_t(plan.launch.splits));
+  json.key("swizzle").value(int64_t(plan.launch.max_swizzle_size)).key("raster").value(name_of(plan.launch.raster_order)).close('}');
+  json.key("workspace_bytes").value(int64_t(plan.workspace_bytes)).key("predicted_us").value(plan.predicted_us);
+  json.key("floor_us").value(plan.floor_us).key("source").value(name_of(plan.source)).key("reason").value(plan.reason);
+  json.key("compiled").value(plan.kernel->launch != nullptr).close('}');
+}
+
+}  // namespace
+
+KernelOverride parse_override(char const* op, std::string const& text) {
+  KernelOverride result;
+  size_t const at = text.find('@');
+  result.name = text.substr(0, at);
+  if (at == std::string::npos) return result;
+  GemmLaunch launch;
+  for (std::string const& item : split(text.substr(at + 1), ',')) {
+    size_t const equals = item.find('=');
+    std::string const key = item.substr(0, equals), value = equals == std::string::npos ? "" : item.substr(equals + 1);
+    std::string const what = std::string(op) + ": kernel option " + key;
+    if (key == "decomposition") {
+      launch.decomposition = parse_decomposition(what.c_str(), value);
+    } else if (key == "splits" || key == "swizzle") {
+      int64_t const number = parse_integer(what.c_str(), value);
+      check(number >= 1 && number <= 4096, what, " must be 1 to 4096, got ", number);
+      (key == "splits" ? launch.splits : launch.max_swizzle_size) = int32_t(number);
+    } else if (key == "raster") {
+      launch.raster_order = parse_raster(what.c_str(), value);
+    } else {
+      fail(op, ": kernel option '", key, "' is not known; expected decomposition, splits, swizzle or raster");
+    }
+  }
+  result.launch = launch;
+  return result;
+}
+
+Activation parse_activation(char const* op, std::string const& name) {
+  for (Activation a : {Activation::kNone, Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu}) {
+    if (name == name_of(a)) return a;
+  }
+  fail(op, ": activation must be one of none, relu, gelu, gelu_tanh, silu, got '", name, "'");
+}
+
+bool tuned_enabled() {
+  static bool const enabled = [] {
+    char const* value = std::getenv("MINFER_TUNED");
+    return value == nullptr || std::strcmp(value, "0") != 0;
+  }();
+  return enabled;
+}
+
+int32_t forced_arch() {
+  static int32_t const arch = [] {
+    char const* value = std::getenv("MINFER_FORCE_ARCH");
+    return value == nullptr ? 0 : int32_t(std::atoi(value));
+  }();
+  return arch;
+}
+
+void use_user_rows(GemmPlanOptions* options) {
+  thread_local std::shared_ptr<UserRows const> held;
+  {
+    std::lock_guard<std::mutex> lock(user_rows_mutex);
+    held = user_rows;
+  }
+  options->user_rows = held->rows.data();
+  options->user_row_count = int64_t(held->rows.size());
+}
+
+GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t device) {
+  thread_local std::unordered_map<Key, GemmPlan, Hash> plans;
+  thread_local uint64_t seen = 0;
+  uint64_t const now = generation.load(std::memory_order_acquire);
+  if (seen != now || plans.size() > 16384) {
+    plans.clear();
+    seen = now;
+  }
+  uint64_t const rest = uint64_t(problem.ab_type) | uint64_t(problem.d_type) << 2 | uint64_t(problem.a_major) << 4 | uint64_t(problem.b_major) << 5 |
+                        uint64_t(problem.a_alignment) << 8 | uint64_t(problem.b_alignment) << 16 | uint64_t(problem.c_alignment) << 24 |
+                        uint64_t(problem.d_alignment) << 32 | uint64_t(problem.has_c) << 40 | uint64_t(problem.gated) << 41;
+  Key const key{problem.m, problem.n, problem.k, problem.batch, rest, device};
+  auto const found = plans.find(key);
+  if (found != plans.end()) return found->second;
+  GemmPlanOptions options;
+  options.use_tuned = tuned_enabled();
+  options.force_arch = forced_arch();
+  use_user_rows(&options);
+  GemmPlan plan;
+  Status const status = plan_gemm(problem, device_properties(device), options, &plan);
+  check(status.ok(), op, ": ", status.message);
+  return plans.emplace(key, plan).first->second;
+}
+
+std::string plan_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major, std::string b_major,
+                           std::vector<int64_t> alignments, bool has_c, bool gated, std::optional<std::string> kernel, bool use_tuned,
+                           bool only_runnable, int64_t device) {
+  GemmProblem const problem = parse_problem(sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
+  GemmPlanOptions options;
+  KernelOverride override;
+  if (kernel) {
+    override = parse_override("minfer::_plan_gemm", *kernel);
+    options.kernel = override.name.c_str();
+    if (override.launch) options.launch = &*override.launch;
+  }
+  options.use_tuned = use_tuned && tuned_enabled();
+  options.only_runnable = only_runnable;
+  options.force_arch = forced_arch();
+  use_user_rows(&options);
+  GemmPlan plan;
+  Status const status = plan_gemm(problem, properties_of(device), options, &plan);
+  check(status.ok(), "minfer::_plan_gemm: ", status.message);
+  Json json;
+  write_plan(json, plan);
+  return json.text();
+}
+
+std::string enumerate_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major, std::string b_major,
+                                std::vector<int64_t> alignments, bool has_c, bool gated, bool only_runnable, int64_t device, int64_t limit) {
+  GemmProblem const problem = parse_problem(sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
+  GemmPlanOptions options;
+  options.only_runnable = only_runnable;
+  options.force_arch = forced_arch();
+  std::vector<GemmPlan> plans(size_t(limit > 0 ? limit : 0));
+  int64_t count = 0;
+  Status const status = enumerate_gemm(problem, properties_of(device), options, plans.data(), int64_t(plans.size()), &count);
+  check(status.ok(), "minfer::_enumerate_gemm: ", status.message);
+  Json json;
+  json.open('[');
+  for (int64_t i = 0; i < count && i < limit; ++i) write_plan(json, plans[size_t(i)]);
+  return json.close(']').text();
+}
+
+int64_t load_tuned(std::string csv) {
+  auto next = std::make_shared<UserRows>();
+  if (!csv.empty()) {
+    std::shared_ptr<UserRows const> before;
+    {
+      std::lock_guard<std::mutex> lock(user_rows_mutex);
+      before = user_rows;
+    }
+    for (GemmTunedRow row : before->rows) {
+      next->names.push_back(row.kernel);
+      row.kernel = next->names.back().c_str();
+      next->rows.push_back(row);
+    }
+  }
+  std::vector<std::string> const expected = {"op", "m", "n", "k", "batch", "ab_type", "a_major", "b_major",
+                                             "has_c", "gated", "kernel", "decomposition", "splits", "swizzle", "raster", "us"};
+  int64_t loaded = 0;
+  bool header = false;
+  int line_number = 0;
+  for (std::string line : split(csv, '\n')) {
+    ++line_number;
+    if (!line.empty() && line.back() == '\r') line.pop_back();
+    if (line.empty() || line[0] == '#') continue;
+    std::vector<std::string> const cells = split(line, ',');
+    std::string const where = "minfer::_load_tuned: line " + std::to_string(line_number);
+    if (!header) {
+      check(cells == expected, where, ": the header must be op,m,n,k,batch,ab_type,a_major,b_major,has_c,gated,kernel,decomposition,splits,swizzle,raster,us, got '", line, "'");
+      header = true;
+      continue;
+    }
+    check(cells.size() == expected.size(), where, ": expected ", expected.size(), " cells, got ", cells.size());
+    if (cells[0] != "gemm") continue;
+    GemmTunedRow row{};
+    row.m = parse_integer((where + ": m").c_str(), cells[1]);
+    row.n = parse_integer((where + ": n").c_str(), cells[2]);
+    row.k = parse_integer((where + ": k").c_str(), cells[3]);
+    row.batch = parse_integer((where + ": batch").c_str(), cells[4]);
+    row.ab_type = parse_type((where + ": ab_type").c_str(), cells[5]);
+    row.a_major = parse_major((where + ": a_major").c_str(), cells[6]);
+    row.b_major = parse_major((where + ": b_major").c_str(), cells[7]);
+    row.has_c = cells[8] == "1";
+    row.gated = cells[9] == "1";
+    next->names.push_back(cells[10]);
+    row.kernel = next->names.back().c_str();
+    row.launch.decomposition = parse_decomposition((where + ": decomposition").c_str(), cells[11]);
+    row.launch.splits = int32_t(parse_integer((where + ": splits").c_str(), cells[12]));
+    row.launch.max_swizzle_size = int32_t(parse_integer((where + ": swizzle").c_str(), cells[13]));
+    row.launch.raster_order = parse_raster((where + ": raster").c_str(), cells[14]);
+    row.us = float(std::atof(cells[15].c_str()));
+    next->rows.push_back(row);
+    ++loaded;
+  }
+  {
+    std::lock_guard<std::mutex> lock(user_rows_mutex);
+    user_rows = next;
+  }
+  generation.fetch_add(1, std::memory_order_release);
+  return loaded;
+}
+
+}  // namespace minfer::torch_binding

@@ -1,0 +1,46 @@
+// What the build holds: _build_info, _kernels, _device_properties.
+#include "bindings.h"
+#include "minfer/registry.h"
+
+namespace minfer::torch_binding {
+
+std::string build_info() {
+  int64_t count = 0, compiled = 0;
+  KernelInfo const* kernels = registry(&count);
+  for (int64_t i = 0; i < count; ++i) compiled += kernels[i].launch != nullptr;
+  Json json;
+  json.open('{').key("version").value(MINFER_VERSION).key("cuda").value(bool(MINFER_WITH_CUDA)).key("archs").value(build_archs());
+  json.key("cutlass").value(build_cutlass_version()).key("stable_abi_target").value("2.10");
+  json.key("kernels_total").value(count).key("kernels_compiled").value(compiled).close('}');
+  return json.text();
+}
+
+std::string kernels(std::string family) {
+  int64_t count = 0;
+  KernelInfo const* all = registry(&count);
+  Json json;
+  json.open('[');
+  for (int64_t i = 0; i < count; ++i) {
+    KernelInfo const& k = all[i];
+    if (!family.empty() && family != k.family) continue;
+    json.open('{').key("name").value(k.name).key("family").value(k.family).key("arch").value(int64_t(k.arch)).key("arch_exact").value(k.arch_exact);
+    json.key("ab_type").value(name_of(k.ab_type)).key("a_major").value(k.a_major == Major::kK ? "k" : "mn");
+    json.key("b_major").value(k.b_major == Major::kK ? "k" : "mn").key("swap").value(k.swap);
+    json.key("tile_m").value(int64_t(k.tile_m)).key("tile_n").value(int64_t(k.tile_n)).key("tile_k").value(int64_t(k.tile_k));
+    json.key("cluster_m").value(int64_t(k.cluster_m)).key("cluster_n").value(int64_t(k.cluster_n)).key("schedule").value(name_of(k.schedule));
+    json.key("stages").value(int64_t(k.stages)).key("threads").value(int64_t(k.threads)).key("smem_bytes").value(int64_t(k.smem_bytes));
+    json.key("alignment").value(int64_t(k.alignment)).key("note").value(k.note).key("compiled").value(k.launch != nullptr).close('}');
+  }
+  return json.close(']').text();
+}
+
+std::string device_properties_json(int64_t index) {
+  DeviceProperties const p = index < 0 ? h200_properties() : device_properties(int32_t(index));
+  Json json;
+  json.open('{').key("name").value(p.name).key("compute_major").value(int64_t(p.compute_major)).key("compute_minor").value(int64_t(p.compute_minor));
+  json.key("sm_count").value(int64_t(p.sm_count)).key("smem_per_block").value(int64_t(p.smem_per_block)).key("l2_bytes").value(p.l2_bytes);
+  json.key("read_bandwidth").value(p.read_bandwidth).key("matrix_rate").value(p.matrix_rate).close('}');
+  return json.text();
+}
+
+}  // namespace minfer::torch_binding

@@ -1,0 +1,42 @@
+// Every operator's schema, on one screen. CUDA implementations are registered here; the CPU ones (ATen compositions) and the fakes are Python's.
+#include "bindings.h"
+
+STABLE_TORCH_LIBRARY(minfer, m) {
+  // D = activation(alpha * A.B + beta * C + bias)
+  m.def(
+      "gemm(Tensor a, Tensor b, *, Tensor? c=None, Tensor? bias=None, float alpha=1.0, float beta=0.0, str activation=\"none\", "
+      "ScalarType? out_dtype=None, str? kernel=None) -> Tensor");
+  m.def(
+      "gemm.out(Tensor a, Tensor b, *, Tensor? c=None, Tensor? bias=None, float alpha=1.0, float beta=0.0, str activation=\"none\", "
+      "ScalarType? out_dtype=None, str? kernel=None, Tensor(a!) out) -> Tensor(a!)");
+  m.def("gemm_gated(Tensor a, Tensor b, *, Tensor? bias=None, str activation=\"silu\", str? kernel=None) -> Tensor");
+
+  // What this build holds and what it would do; JSON texts.
+  m.def("_build_info() -> str");
+  m.def("_kernels(str family) -> str");
+  m.def("_device_properties(int index) -> str");
+  m.def(
+      "_plan_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, str? kernel, "
+      "bool use_tuned, bool only_runnable, int device) -> str");
+  m.def(
+      "_enumerate_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, "
+      "bool only_runnable, int device, int limit) -> str");
+  m.def("_load_tuned(str csv) -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) {
+  using namespace minfer::torch_binding;
+  m.impl("gemm", TORCH_BOX(&gemm));
+  m.impl("gemm.out", TORCH_BOX(&gemm_out));
+  m.impl("gemm_gated", TORCH_BOX(&gemm_gated));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
+  using namespace minfer::torch_binding;
+  m.impl("_build_info", TORCH_BOX(&build_info));
+  m.impl("_kernels", TORCH_BOX(&kernels));
+  m.impl("_device_properties", TORCH_BOX(&device_properties_json));
+  m.impl("_plan_gemm", TORCH_BOX(&plan_gemm_json));
+  m.impl("_enumerate_gemm", TORCH_BOX(&enumerate_gemm_json));
+  m.impl("_load_tuned", TORCH_BOX(&load_tuned));
+}

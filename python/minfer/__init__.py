@@ -1,0 +1,38 @@
+"""minfer: the operators an LLM inference stack is built on.
+
+    import torch, minfer
+    y = minfer.gemm(x, weight.t(), bias=bias, activation="silu")    # or torch.ops.minfer.gemm(...)
+
+Loading registers ``torch.ops.minfer.*`` for CUDA (ahead-of-time kernels), CPU (ATen compositions) and meta tensors.
+"""
+
+import json as _json
+from pathlib import Path as _Path
+
+import torch as _torch
+
+
+def _load_library() -> None:
+    release = tuple(int(part) for part in _torch.__version__.split(".")[:2])
+    if release < (2, 10):
+        raise ImportError(f"minfer needs torch >= 2.10 (its library is built for that stable ABI), found torch {_torch.__version__}")
+    for folder in __path__:  # an editable install has two: the sources and the place of what was compiled
+        library = _Path(folder) / "_C.so"
+        if library.is_file():
+            _torch.ops.load_library(library)
+            return
+    raise ImportError(f"minfer: _C.so is not in {', '.join(__path__)}: the package was not built; run `pip install .` in its repository")
+
+
+_load_library()
+
+from . import reference, tracing, tuned  # noqa: E402, F401  these register kernels and rules with torch
+from .ops import gemm, gemm_gated  # noqa: E402
+from .packing import pack_gate_up, unpack_gate_up  # noqa: E402
+from .planning import Plan, plan  # noqa: E402
+from .registry import build_info, kernels  # noqa: E402
+
+__version__: str = _json.loads(_torch.ops.minfer._build_info())["version"]
+tuned.load_at_first_use()
+
+__all__ = ["Plan", "__version__", "build_info", "gemm", "gemm_gated", "kernels", "pack_gate_up", "plan", "reference", "unpack_gate_up"]

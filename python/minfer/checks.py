@@ -1,0 +1,226 @@
+"""Argument checks of the operators: the CPU kernels and the fakes share them, so a mistake reads the same wherever it is met.
+
+Every message starts with "minfer::<op>: " and names the argument, what it must be and what it is; all are RuntimeErrors, like
+those of the compiled CUDA bindings. Sizes may be symbolic: conditions on them go through ``torch._check``, which guards on a
+size with a hint and leaves a run-time assertion for one without.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .packing import GATE_BLOCK
+from .registry import kernel_names
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+DTYPES = (torch.float16, torch.bfloat16)
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+DECOMPOSITIONS = ("persistent", "stream_k", "split_k")
+RASTERS = ("along_m", "along_n")
+
+
+class GemmShape(NamedTuple):
+    """What the checks found: D is [*batch, m, n] of ``out_dtype`` (gated: n / 2)."""
+
+    batch: tuple[int, ...]  # () or (batch,)
+    m: int
+    n: int
+    k: int
+    out_dtype: torch.dtype
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        return (*self.batch, self.m, self.n)
+
+
+class _Checker:
+    """Raises for one op: ``check(condition, text)``, where text is completed only on failure."""
+
+    def __init__(self, op: str):
+        self.op = op
+
+    def __call__(self, condition: Any, template: str, *values: Any) -> None:
+        torch._check(condition, lambda: f"minfer::{self.op}: " + template.format(*map(_text, values)))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.Size):
+        return str(list(value))
+    return str(value)
+
+
+def check_operands(check: _Checker, a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[int, ...], int, int, int]:
+    """Rank, dtype, device, k and batch of A and B; returns (batch, m, n, k)."""
+    for name, x in (("a", a), ("b", b)):
+        check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
+    check(a.dim() in (2, 3), "a must be [m, k] or [batch, m, k], got a {}", a.shape)
+    check(b.dim() in (2, 3), "b must be [k, n] or [batch, k, n], got b {}", b.shape)
+    check(a.dtype in DTYPES, "a must be float16 or bfloat16, got {}", a.dtype)
+    check(b.dtype == a.dtype, "b must have a's dtype {}, got {}", a.dtype, b.dtype)
+    check(b.device == a.device, "b must be on a's device {}, got {}", a.device, b.device)
+    k = a.shape[-1]
+    check(b.shape[-2] == k, "b must have k = {} rows to match a {}, got b {}", k, a.shape, b.shape)
+    batch: tuple[int, ...] = ()
+    if a.dim() == 3:
+        batch = (a.shape[0],)
+        if b.dim() == 3:
+            check(b.shape[0] == a.shape[0], "a and b must have the same batch, got a {} and b {}", a.shape, b.shape)
+    elif b.dim() == 3:
+        batch = (b.shape[0],)
+    return batch, a.shape[-2], b.shape[-1], k
+
+
+def check_addend_type(check: _Checker, name: str, x: torch.Tensor, a: torch.Tensor) -> None:
+    check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
+    check(x.dtype in (a.dtype, torch.float32), "{} must be {} or float32, got {}", name, a.dtype, x.dtype)
+    check(x.device == a.device, "{} must be on a's device {}, got {}", name, a.device, x.device)
+
+
+def check_bias(check: _Checker, bias: torch.Tensor, a: torch.Tensor, n: int) -> None:
+    check_addend_type(check, "bias", bias, a)
+    check(bias.dim() == 1, "bias must be [n] = [{}], got {}", n, bias.shape)
+    check(bias.shape[0] == n, "bias must be [n] = [{}], got {}", n, bias.shape)
+
+
+def check_c(check: _Checker, c: torch.Tensor, a: torch.Tensor, out: Sequence[int]) -> None:
+    check_addend_type(check, "c", c, a)
+    text = "c must broadcast to {}, got c {}"
+    check(c.dim() <= len(out), text, list(out), c.shape)
+    for have, want in zip(reversed(c.shape), reversed(out), strict=False):
+        if not _is_one(have):
+            check(have == want, text, list(out), c.shape)
+
+
+def _is_one(size: Any) -> bool:
+    """Whether a size is 1; a symbolic one without a hint counts as not 1 and is asserted to match at run time."""
+    if isinstance(size, torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return guard_or_false(size == 1)
+    return size == 1
+
+
+def check_scalar(check: _Checker, name: str, value: Any) -> None:
+    # A symbolic float is checked when the compiled graph runs and its value is known.
+    if not isinstance(value, torch.SymFloat):
+        check(abs(value) <= FLOAT32_MAX, "{} must be finite in float32, got {}", name, value)
+
+
+def check_activation(check: _Checker, activation: str) -> None:
+    check(activation in ACTIVATIONS, "activation must be one of {}, got '{}'", ", ".join(ACTIVATIONS), activation)
+
+
+def check_out(check: _Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequence[int], out_dtype: torch.dtype | None) -> None:
+    """``out`` has D's shape and a dtype that D may have; any strides (what no kernel can store to is written through a copy)."""
+    check(out.layout == torch.strided, "out must be a dense tensor, got layout {}", out.layout)
+    check(out.dtype in (a.dtype, torch.float32), "out must be {} or float32, got {}", a.dtype, out.dtype)
+    if out_dtype is not None:
+        check(out.dtype == out_dtype, "out must be {} (out_dtype), got {}", out_dtype, out.dtype)
+    check(out.device == a.device, "out must be on a's device {}, got {}", a.device, out.device)
+    check(out.dim() == len(shape), "out must be {}, got {}", list(shape), out.shape)
+    for have, want in zip(out.shape, shape, strict=True):
+        check(have == want, "out must be {}, got {}", list(shape), out.shape)
+
+
+# ---- kernel override ---------------------------------------------------------------------------------------------------------
+
+
+def check_kernel(check: _Checker, kernel: str | None, family: str = "gemm") -> None:
+    """``kernel=``: NAME[@key=value,...]. The name must be in the registry, compiled or not; the launch keys must parse."""
+    if kernel is None:
+        return
+    name, at, launch = kernel.partition("@")
+    names = kernel_names(family)
+    if name not in names:
+        nearest = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.0)
+        check(False, "kernel '{}' is not in the registry; nearest: {}", name, ", ".join(nearest))
+    if at:
+        check_launch_text(check, launch)
+
+
+def check_launch_text(check: _Checker, launch: str) -> None:
+    """The part of an override behind the @: decomposition=, splits=, swizzle=, raster=, separated by commas."""
+    for item in launch.split(","):
+        key, equals, value = item.partition("=")
+        if key == "decomposition":
+            legal = value in DECOMPOSITIONS
+            expected = ", ".join(DECOMPOSITIONS)
+        elif key == "raster":
+            legal = value in RASTERS
+            expected = ", ".join(RASTERS)
+        elif key in ("splits", "swizzle"):
+            legal = value.isascii() and value.isdigit() and 1 <= int(value) <= 4096
+            expected = "the integers 1 to 4096"
+        else:
+            check(False, "kernel option '{}' is not known; expected decomposition, splits, swizzle or raster", key)
+        check(legal, "kernel option {} must be one of {}, got '{}'", key, expected, value)
+
+
+# ---- whole operators -----------------------------------------------------------------------------------------------------------
+
+
+def check_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    c: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    activation: str = "none",
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    out: torch.Tensor | None = None,
+) -> GemmShape:
+    """All arguments of minfer::gemm and minfer::gemm.out; raises RuntimeError."""
+    check = _Checker("gemm")
+    batch, m, n, k = check_operands(check, a, b)
+    if out_dtype is not None:
+        check(out_dtype in (a.dtype, torch.float32), "out_dtype must be {} or float32, got {}", a.dtype, out_dtype)
+    check_scalar(check, "alpha", alpha)
+    check_scalar(check, "beta", beta)
+    check_activation(check, activation)
+    if bias is not None:
+        check_bias(check, bias, a, n)
+    if c is None:
+        check(beta == 0, "c must be given when beta is not 0, got beta = {}", beta)
+    else:
+        check_c(check, c, a, (*batch, m, n))
+    check_kernel(check, kernel)
+    if out is not None:
+        check_out(check, out, a, (*batch, m, n), out_dtype)
+        out_dtype = out.dtype
+    return GemmShape(batch, m, n, k, out_dtype or a.dtype)
+
+
+def check_gemm_gated(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    kernel: str | None = None,
+) -> GemmShape:
+    """All arguments of minfer::gemm_gated; raises RuntimeError. The shape's n is D's: half of B's columns."""
+    check = _Checker("gemm_gated")
+    batch, m, n, k = check_operands(check, a, b)
+    check(
+        n % (2 * GATE_BLOCK) == 0,
+        "b must have a multiple of {} columns (blocks of {} gate and {} up columns, see pack_gate_up), got b {}",
+        2 * GATE_BLOCK,
+        GATE_BLOCK,
+        GATE_BLOCK,
+        b.shape,
+    )
+    check_activation(check, activation)
+    if bias is not None:
+        check_bias(check, bias, a, n)
+    check_kernel(check, kernel)
+    return GemmShape(batch, m, n // 2, k, a.dtype)

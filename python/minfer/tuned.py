@@ -1,0 +1,174 @@
+"""Tuned tables: rows saying which kernel and launch configuration measured fastest for one problem on one device.
+
+A table that ships is compiled into the library (``cpp/configs/tuned/<device>.csv``). A user's own is
+``<cache>/<version>/<device>.csv`` with the same columns, is consulted first, and is loaded when CUDA is first used. <cache> is
+``MINFER_CACHE_DIR`` or ``~/.cache/minfer``.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+import torch
+
+from .planning import DTYPE_NAMES, Plan
+from .registry import build_info
+
+
+@dataclass(frozen=True, order=True)
+class TunedRow:
+    """One measured row; the fields are the CSV's columns, in order."""
+
+    op: str
+    m: int
+    n: int
+    k: int
+    batch: int
+    ab_type: str  # f16, bf16
+    a_major: str  # k, mn
+    b_major: str
+    has_c: int  # 0, 1
+    gated: int
+    kernel: str  # registry name
+    decomposition: str
+    splits: int
+    swizzle: int
+    raster: str
+    us: float
+
+    @property
+    def key(self) -> tuple:
+        """The problem; sorted by it, one layout's table reads by weight shape, then m."""
+        return (
+            self.op, self.ab_type, self.a_major, self.b_major, self.has_c, self.gated, self.batch, self.n, self.k, self.m
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, plan: Plan, us: float) -> TunedRow:
+        p = plan.problem
+        return cls(
+            plan.op, p.m, p.n, p.k, p.batch, DTYPE_NAMES[p.dtype], p.a_major, p.b_major, int(p.c), int(p.gated),
+            plan.kernel, plan.decomposition, plan.splits, plan.swizzle, plan.raster, round(us, 2),
+        )  # fmt: skip
+
+
+COLUMNS = tuple(field.name for field in fields(TunedRow))
+_TYPES = {"int": int, "float": float, "str": str}
+
+
+def parse_rows(text: str) -> list[TunedRow]:
+    """Rows of a CSV text; lines that start with # are skipped.
+
+    Raises:
+      ValueError: the header is not COLUMNS, or a row has too few cells or a malformed number; names the line.
+    """
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    if not lines:
+        return []
+    reader = csv.reader(lines)
+    header = next(reader)
+    if tuple(header) != COLUMNS:
+        raise ValueError(f"the header must be {','.join(COLUMNS)}, got {','.join(header)}")
+    rows = []
+    for number, cells in enumerate(reader, start=2):
+        if len(cells) != len(COLUMNS):
+            raise ValueError(f"row {number}: expected {len(COLUMNS)} cells, got {len(cells)}")
+        try:
+            rows.append(TunedRow(*(_TYPES[field.type](cell) for field, cell in zip(fields(TunedRow), cells, strict=True))))
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from None
+    return rows
+
+
+def format_rows(rows: Iterable[TunedRow]) -> str:
+    """CSV text with header, sorted by problem: equal rows give equal text."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in sorted(rows, key=lambda row: row.key):
+        writer.writerow([f"{value:.2f}" if isinstance(value, float) else value for value in astuple(row)])
+    return text.getvalue()
+
+
+def merge_into(path: str | Path, rows: Iterable[TunedRow]) -> int:
+    """Adds rows to a table, replacing those of the same problems; comment lines on top stay. Returns the table's number of rows."""
+    path = Path(path)
+    text = path.read_text() if path.exists() else ""
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    merged = {row.key: row for row in (*parse_rows(text), *rows)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".part")
+    fresh.write_text("".join(line + "\n" for line in comments) + format_rows(merged.values()))
+    fresh.replace(path)  # a process that is starting up never reads half a table
+    return len(merged)
+
+
+# ---- the user's table ---------------------------------------------------------------------------------------------------------
+
+
+def device_file_name(device_name: str) -> str:
+    """A device's name as a file name: NVIDIA H200 is nvidia-h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def cache_folder() -> Path:
+    """Folder of this version's user tables."""
+    base = os.environ.get("MINFER_CACHE_DIR") or Path.home() / ".cache" / "minfer"
+    return Path(base) / build_info()["version"]
+
+
+def user_table(device_name: str) -> Path:
+    return cache_folder() / f"{device_file_name(device_name)}.csv"
+
+
+_user_rows = 0
+
+
+def user_rows() -> int:
+    """Rows of the user's table that planning now uses."""
+    return _user_rows
+
+
+def load_rows(text: str) -> int:
+    """Replaces the user rows that planning uses by those of a CSV text; empty forgets them. Returns how many there are.
+
+    Raises:
+      RuntimeError: the text is malformed (the line is named); there are no user rows then.
+    """
+    global _user_rows
+    _user_rows = 0
+    torch.ops.minfer._load_tuned("")
+    if text:
+        _user_rows = torch.ops.minfer._load_tuned(text)
+    return _user_rows
+
+
+def load_user_table() -> int:
+    """Loads the user's table of CUDA device 0, if there is one, in place of the rows loaded before; returns the number of rows."""
+    path = user_table(torch.cuda.get_device_name(0))
+    return load_rows(path.read_text() if path.exists() else "")
+
+
+def load_at_first_use() -> None:
+    """Arranges for the user's table to be loaded when CUDA is initialised: asking for the device's name now would initialise it."""
+    try:
+        present = build_info()["cuda"] and any(cache_folder().glob("*.csv"))
+    except (OSError, RuntimeError):  # no home folder, or one that cannot be read
+        return
+    if present:
+        torch.cuda._lazy_call(_load_or_warn)
+
+
+def _load_or_warn() -> None:
+    # A broken table must not make CUDA unusable, which is what an exception in a deferred call does.
+    try:
+        load_user_table()
+    except (OSError, RuntimeError) as error:
+        warnings.warn(f"minfer: the tuned table {user_table(torch.cuda.get_device_name(0))} was not loaded: {error}", stacklevel=2)

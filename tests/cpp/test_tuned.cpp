@@ -1,0 +1,173 @@
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "gemm_problems.h"
+#include "minfer/gemm.h"
+#include "testing.h"
+
+using namespace minfer;
+using namespace minfer::testing;
+
+namespace {
+
+// A legal kernel for the problem that the analytic model does not choose, so that a plan that takes it took the row.
+KernelInfo const* another_kernel(GemmProblem const& problem, KernelInfo const* chosen) {
+  int64_t count = 0;
+  GemmPlanOptions options = analytic_options();
+  CHECK(enumerate_gemm(problem, h200_properties(), options, nullptr, 0, &count).ok());
+  std::vector<GemmPlan> plans(static_cast<size_t>(count));
+  CHECK(enumerate_gemm(problem, h200_properties(), options, plans.data(), count, &count).ok());
+  for (GemmPlan const& plan : plans)
+    if (plan.kernel != chosen) return plan.kernel;
+  fail(__FILE__, __LINE__, "only one kernel can compute the problem");
+}
+
+GemmTunedRow row_of(GemmProblem const& p, char const* kernel) {
+  GemmTunedRow row;
+  row.m = p.m, row.n = p.n, row.k = p.k, row.batch = p.batch;
+  row.ab_type = p.ab_type;
+  row.a_major = p.a_major, row.b_major = p.b_major;
+  row.has_c = p.has_c, row.gated = p.gated;
+  row.kernel = kernel;
+  row.us = 12.5f;
+  return row;
+}
+
+GemmProblem problem_of_row(GemmTunedRow const& row) {
+  GemmProblem p = problem_of(row.m, row.n, row.k, row.ab_type, row.a_major, row.b_major, row.has_c, row.gated);
+  p.batch = row.batch;
+  return p;
+}
+
+GemmPlan plan_with(GemmProblem const& problem, std::vector<GemmTunedRow> const& rows, bool use_tuned = true) {
+  GemmPlanOptions options = analytic_options();
+  options.use_tuned = use_tuned;
+  options.user_rows = rows.data();
+  options.user_row_count = int64_t(rows.size());
+  GemmPlan plan;
+  CHECK(plan_gemm(problem, h200_properties(), options, &plan).ok());
+  return plan;
+}
+
+// Sizes that no table of layers has.
+GemmProblem const kProblem = problem_of(160, 1736, 1048);
+
+}  // namespace
+
+TEST_CASE(tuned_user_row_beats_the_model) {
+  GemmPlan const analytic = plan_with(kProblem, {});
+  CHECK(analytic.source == PlanSource::kAnalytic);
+  GemmTunedRow row = row_of(kProblem, another_kernel(kProblem, analytic.kernel)->name);
+  row.launch.max_swizzle_size = 2;
+  row.launch.raster_order = RasterOrder::kAlongN;
+  GemmPlan const plan = plan_with(kProblem, {row});
+  CHECK(plan.source == PlanSource::kTuned);
+  CHECK_EQUAL(std::string(plan.kernel->name), row.kernel);
+  CHECK_EQUAL(plan.launch.max_swizzle_size, 2);
+  CHECK(plan.launch.raster_order == RasterOrder::kAlongN);
+  CHECK(plan.predicted_us == 12.5);
+}
+
+TEST_CASE(tuned_rows_can_be_turned_off) {
+  GemmPlan const analytic = plan_with(kProblem, {});
+  GemmTunedRow const row = row_of(kProblem, another_kernel(kProblem, analytic.kernel)->name);
+  GemmPlan const plan = plan_with(kProblem, {row}, false);
+  CHECK(plan.source == PlanSource::kAnalytic);
+  CHECK(plan.kernel == analytic.kernel);
+}
+
+TEST_CASE(tuned_row_answers_only_for_its_own_key) {
+  GemmPlan const analytic = plan_with(kProblem, {});
+  GemmTunedRow const row = row_of(kProblem, another_kernel(kProblem, analytic.kernel)->name);
+  std::vector<GemmProblem> others(6, kProblem);
+  others[0].n += 8;
+  others[1].k += 8;
+  others[2].batch = 2;
+  others[3].has_c = true;
+  others[4].ab_type = others[4].d_type = DataType::kBF16;
+  others[5].m += 1;  // a row speaks for smaller m of the same tiles, never for a larger one
+  for (GemmProblem const& other : others) {
+    Context const at(text_of(other));
+    CHECK(plan_with(other, {row}).source == PlanSource::kAnalytic);
+  }
+}
+
+TEST_CASE(tuned_row_that_cannot_run_is_passed_over) {
+  GemmPlan const analytic = plan_with(kProblem, {});
+  GemmProblem const other = problem_of(kProblem.m, kProblem.n, kProblem.k, DataType::kBF16);
+  GemmPlan bf16;
+  CHECK(plan_gemm(other, h200_properties(), analytic_options(), &bf16).ok());
+  for (char const* kernel : {"gemm_sm90_f16_tn_no_such_kernel", bf16.kernel->name}) {
+    Context const at(kernel);
+    GemmPlan const plan = plan_with(kProblem, {row_of(kProblem, kernel)});
+    CHECK(plan.source == PlanSource::kAnalytic);
+    CHECK(plan.kernel == analytic.kernel);
+  }
+}
+
+TEST_CASE(tuned_override_beats_the_row) {
+  GemmPlan const analytic = plan_with(kProblem, {});
+  GemmTunedRow const row = row_of(kProblem, another_kernel(kProblem, analytic.kernel)->name);
+  GemmPlanOptions options;
+  options.only_runnable = false;
+  options.user_rows = &row;
+  options.user_row_count = 1;
+  options.kernel = analytic.kernel->name;
+  GemmPlan plan;
+  CHECK(plan_gemm(kProblem, h200_properties(), options, &plan).ok());
+  CHECK(plan.source == PlanSource::kOverride);
+  CHECK(plan.kernel == analytic.kernel);
+}
+
+TEST_CASE(tuned_force_arch_passes_over_rows_of_other_archs) {
+  GemmPlan analytic;
+  CHECK(plan_gemm(kProblem, h200_properties(), analytic_options(), &analytic).ok());
+  CHECK_EQUAL(analytic.kernel->arch, 90);
+  GemmTunedRow const row = row_of(kProblem, analytic.kernel->name);
+  GemmPlanOptions options;
+  options.only_runnable = false;
+  options.user_rows = &row;
+  options.user_row_count = 1;
+  options.force_arch = 80;
+  GemmPlan plan;
+  CHECK(plan_gemm(kProblem, h200_properties(), options, &plan).ok());
+  CHECK_EQUAL(plan.kernel->arch, 80);
+}
+
+TEST_CASE(tuned_shipped_rows_are_legal_and_taken) {
+  int64_t count = 0;
+  GemmTunedRow const* rows = shipped_gemm_rows("NVIDIA H200", &count);
+  for (int64_t i = 0; i < count; ++i) {
+    GemmProblem const problem = problem_of_row(rows[i]);
+    Context const at(text_of(problem) + " " + rows[i].kernel);
+    CHECK(find_kernel(rows[i].kernel) != nullptr);
+    CHECK(rows[i].us > 0);
+    GemmPlan const plan = plan_with(problem, {});
+    CHECK(plan.source == PlanSource::kTuned);
+    CHECK_EQUAL(std::string(plan.kernel->name), rows[i].kernel);
+  }
+}
+
+TEST_CASE(tuned_user_row_beats_the_shipped_one) {
+  int64_t count = 0;
+  GemmTunedRow const* rows = shipped_gemm_rows("NVIDIA H200", &count);
+  if (count == 0) return;
+  GemmProblem const problem = problem_of_row(rows[0]);
+  GemmTunedRow row = rows[0];
+  row.kernel = another_kernel(problem, find_kernel(rows[0].kernel))->name;
+  row.launch = GemmLaunch{};
+  GemmPlan const plan = plan_with(problem, {row});
+  CHECK(plan.source == PlanSource::kTuned);
+  CHECK_EQUAL(std::string(plan.kernel->name), row.kernel);
+  CHECK_EQUAL(std::string(plan_with(problem, {}).kernel->name), rows[0].kernel);
+}
+
+TEST_CASE(tuned_tables_are_found_by_device_name) {
+  int64_t count = 0, same = 0, none = -1;
+  GemmTunedRow const* rows = shipped_gemm_rows("NVIDIA H200", &count);
+  CHECK(shipped_gemm_rows("nvidia-h200", &same) == rows);
+  CHECK_EQUAL(same, count);
+  shipped_gemm_rows("Some Other GPU", &none);
+  CHECK_EQUAL(none, 0);
+}

@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# environment.sh [lint] [disassembler]: makes .venv hold what a build needs, and what the words name, installing only what is missing.
+#   PYTHON       interpreter to start from (default: the first Python >= 3.10 on PATH). One that can import torch >= 2.10 lends its torch.
+#   MINFER_CUDA  auto, ON or OFF as in CMakeLists.txt; where kernels will be built, CUTLASS's headers and, without an nvcc, NVIDIA's compiler
+#                wheels are installed too
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=.venv
+say() { echo "[minfer] $*"; }
+die() { echo "[minfer] $*" >&2; exit 1; }
+
+usable() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+lends_torch() {
+  "$1" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))' 2>/dev/null
+}
+
+make_venv() {
+  "$python" -m venv "$@" $venv >$venv.log 2>&1 && rm $venv.log && return
+  cat $venv.log && rm -rf $venv $venv.log
+  die "$python cannot make a virtual environment: install its venv package (on Debian and Ubuntu: apt install python3-venv)"
+}
+
+if [ ! -x $venv/bin/python ]; then
+  python=""
+  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+    if usable "$candidate"; then python=$candidate; break; fi
+  done
+  [ -n "$python" ] || die "no Python >= 3.10 was found${PYTHON:+ at $PYTHON}: set PYTHON to one"
+  rm -rf $venv
+  if lends_torch "$python"; then
+    say "creating $venv over the torch of $("$python" -c 'import sys; print(sys.executable)')"
+    make_venv --system-site-packages
+    # A venv made from a venv sees the base interpreter's packages only: name the parent's folder too.
+    "$python" - "$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" <<'END'
+import sys, sysconfig
+if sys.prefix != sys.base_prefix:
+    folders = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    open(sys.argv[1] + "/parent.pth", "w").write("\n".join(folders) + "\n")
+END
+  else
+    say "creating $venv with $("$python" --version)"
+    make_venv
+  fi
+fi
+python=$venv/bin/python
+
+has_torch() {  # without the seconds that importing it takes
+  "$python" - <<'END'
+import sys
+from importlib import metadata
+try:
+    sys.exit(tuple(map(int, metadata.version("torch").split(".")[:2])) < (2, 10))
+except metadata.PackageNotFoundError:
+    sys.exit(1)
+END
+}
+# Those of the requirements given that the environment lacks.
+missing() {
+  "$python" - "$@" <<'END'
+import re, sys
+from importlib import metadata
+for requirement in sys.argv[1:]:
+    name, wanted = re.match(r"([\w.-]+)(?:==(.*))?", requirement).groups()
+    try:
+        have = metadata.version(name).split("+")[0]
+    except metadata.PackageNotFoundError:
+        have = None
+    if have is None or (wanted and not (have + ".").startswith(wanted.rstrip("*").rstrip(".") + ".")):
+        print(requirement)
+END
+}
+install() {  # install WHAT [pip options] -- requirements
+  local what=$1 options=()
+  shift
+  while [ "$1" != "--" ]; do options+=("$1"); shift; done
+  shift
+  local wanted
+  wanted=$(missing "$@")
+  [ -n "$wanted" ] || return 0
+  say "installing $what"
+  # shellcheck disable=SC2086  # one requirement a line
+  "$python" -m pip install -qq --disable-pip-version-check "${options[@]}" $wanted || die "pip could not install $what ($(echo $wanted))"
+}
+
+has_torch || install "torch 2.13.0 (once, the largest download)" -- torch==2.13.0
+install "build tools" -- scikit-build-core cmake ninja
+"$python" -c 'import tomllib' 2>/dev/null || install "tomli" -- tomli
+
+wants_cuda() {
+  case "${MINFER_CUDA:-auto}" in
+    [oO][nN] | 1 | [tT][rR][uU][eE] | [yY][eE][sS]) true ;;
+    [aA][uU][tT][oO]) nvidia-smi >/dev/null 2>&1 || [ -e /dev/nvidia0 ] ;;
+    *) false ;;
+  esac
+}
+if wants_cuda; then
+  install "CUTLASS headers" --no-deps -- nvidia-cutlass==4.2.0.0
+  if [ -z "${CUDACXX:-}" ] && ! command -v nvcc >/dev/null && [ ! -x "${CUDA_HOME:-/}/bin/nvcc" ] &&
+    [ ! -x "${CUDA_PATH:-/}/bin/nvcc" ] && [ ! -x /usr/local/cuda/bin/nvcc ]; then
+    # One release for all: the wheels pin each other loosely, and a newer header beside an older compiler does not compile.
+    release=13.0
+    install "NVIDIA's CUDA $release compiler" -- nvidia-cuda-{nvcc,crt,cccl}==$release.* nvidia-nvvm==$release.* nvidia-cuda-runtime==$release.*
+  fi
+fi
+
+for word in "$@"; do
+  case $word in
+    lint) install "formatters" -- ruff==0.17.5 clang-format==18.1.8 ;;
+    disassembler) install "NVIDIA's disassembler" --no-deps -- nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm ;;
+    *) die "environment.sh takes lint and disassembler, not $word" ;;
+  esac
+done
