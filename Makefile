@@ -27,10 +27,10 @@ demo: $(VENV)/minfer-installed
 	@$(VENV)/bin/python -m minfer demo
 
 test: $(VENV)/minfer-installed
-	@$(VENV)/bin/cmake -S . -B $(BUILD) -DMINFER_BUILD_TESTS=ON >$(LOG) 2>&1 && $(VENV)/bin/cmake --build $(BUILD) >>$(LOG) 2>&1 \
+	@cmake -S . -B $(BUILD) -DMINFER_BUILD_TESTS=ON >$(LOG) 2>&1 && cmake --build $(BUILD) >>$(LOG) 2>&1 \
 	  || { tail -n 40 $(LOG); echo "[minfer] building the C++ tests failed: see $(LOG)"; exit 1; }
-	@$(VENV)/bin/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
-	@$(VENV)/bin/python -m pytest
+	@status=0; ctest --test-dir $(BUILD) --output-on-failure --no-tests=error || status=1; \
+	  $(VENV)/bin/python -m pytest || status=1; exit $$status
 
 environment:
 	@bash third_party/environment.sh
@@ -49,8 +49,8 @@ $(VENV)/minfer-installed: $(SOURCES) build/options | environment
 
 format:
 	@bash third_party/environment.sh lint
-	@git ls-files -co --exclude-standard 'cpp/*' 'bench/*' 'tests/*' | grep -E '\.(h|cuh|cpp|cu)$$' | xargs $(VENV)/bin/clang-format -i
-	@$(VENV)/bin/ruff check --fix && $(VENV)/bin/ruff format
+	@git ls-files -co --exclude-standard 'cpp/*' 'bench/*' 'tests/*' | grep -E '\.(h|cuh|cpp|cu)$$' | xargs clang-format -i
+	@ruff check --fix && ruff format
 
 clean:
 	rm -rf build

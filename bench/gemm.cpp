@@ -114,6 +114,7 @@ std::vector<GemmCase> cases_of(Arguments const& arguments) {
       for (int64_t n : arguments.integers("n"))
         for (int64_t m : arguments.integers("m")) sizes.push_back({m, n, k});
   }
+  if (arguments.given("gated") && arguments.given("c")) throw std::invalid_argument("--gated has no C: leave out --c");
   std::vector<GemmCase> cases;
   for (std::string const& dtype : arguments.list("dtype")) {
     for (std::string const& layout : arguments.list("layout")) {
@@ -215,10 +216,10 @@ std::vector<GemmPlan> plans_of(GemmCase const& c, Arguments const& arguments, De
 
 void print_plan(GemmCase const& c, GemmPlan const& plan) {
   GemmProblem const& p = c.problem;
-  std::printf("%lldx%lldx%lld batch %lld %s %s%s%s\n  %s@%s\n  %s; predicted %.2f us, floor %.2f us, workspace %zu bytes\n",
-              (long long)p.m, (long long)p.n, (long long)p.k, (long long)p.batch, name_of(p.ab_type), c.layout().c_str(),
-              p.has_c ? " +C" : "", p.gated ? " gated" : "", plan.kernel->name, launch_text(plan.launch).c_str(), name_of(plan.source),
-              plan.predicted_us, plan.floor_us, plan.workspace_bytes);
+  std::printf("%lldx%lldx%lld batch %lld %s %s%s%s\n  %s@%s\n  %s; predicted %.2f us, floor %.2f us, workspace %zu bytes\n", (long long)p.m,
+              (long long)p.n, (long long)p.k, (long long)p.batch, name_of(p.ab_type), c.layout().c_str(), p.has_c ? " +C" : "",
+              p.gated ? " gated" : "", plan.kernel->name, launch_text(plan.launch).c_str(), name_of(plan.source), plan.predicted_us,
+              plan.floor_us, plan.workspace_bytes);
   if (plan.reason[0] != '\0') std::printf("  %s\n", plan.reason);
 }
 
@@ -294,22 +295,23 @@ class Runner {
       }
     }
     if (!group.empty()) time_group(c, sets, group, group_plans, errors, peers);
-    if (skipped > 0) std::printf("%lld kernels of the glob cannot run this problem, the last because: %s\n", (long long)skipped, reason.c_str());
+    if (skipped > 0)
+      std::printf("%lld kernels of the glob cannot run this problem, the last because: %s\n", (long long)skipped, reason.c_str());
   }
 
   int64_t wrong() const { return wrong_; }
 
  private:
   static std::vector<Column> table_columns() {
-    return {{"m", 6},     {"n", 6},     {"k", 6},        {"batch", 5}, {"type", 4},     {"lay", 3},    {"us", 9},
-            {"p10", 9},   {"p90", 9},   {"TFLOP/s", 7},  {"GB/s", 6},  {"floor us", 8}, {"of floor", 8}, {"baseline", 8},
-            {"its us", 9}, {"ratio", 6}, {"error", 8},    {"kernel@launch", 0}};
+    return {{"m", 6},        {"n", 6},        {"k", 6},      {"batch", 5},   {"type", 4},  {"lay", 3},
+            {"us", 9},       {"p10", 9},      {"p90", 9},    {"TFLOP/s", 7}, {"GB/s", 6},  {"floor us", 8},
+            {"of floor", 8}, {"baseline", 8}, {"its us", 9}, {"ratio", 6},   {"error", 8}, {"kernel@launch", 0}};
   }
 
   static std::vector<std::string> csv_header() {
-    return {"m",      "n",      "k",      "batch", "ab_type", "d_type", "layout", "has_c",    "bias",     "activation",  "gated",
-            "kernel", "launch", "source", "us",    "p10",     "p90",    "tflops", "gb_per_s", "floor_us", "predicted_us", "baseline",
-            "baseline_us", "ratio", "rel_err", "note"};
+    return {"m",           "n",      "k",       "batch", "ab_type", "d_type", "layout", "has_c",    "bias",     "activation",   "gated",
+            "kernel",      "launch", "source",  "us",    "p10",     "p90",    "tflops", "gb_per_s", "floor_us", "predicted_us", "baseline",
+            "baseline_us", "ratio",  "rel_err", "note"};
   }
 
   float* compute_reference(GemmCase const& c, GemmSets const& sets) {
@@ -358,10 +360,32 @@ class Runner {
     std::string launch_cell = launch;
     for (char& character : launch_cell)
       if (character == ',') character = ';';
-    csv_.row({whole(p.m), whole(p.n), whole(p.k), whole(p.batch), type, name_of(p.d_type), layout, whole(p.has_c), whole(c.bias),
-              name_of(c.activation), whole(p.gated), plan.kernel->name, launch_cell, name_of(plan.source), us(ours.us), us(ours.p10),
-              us(ours.p90), tflops, rate, us(plan.floor_us), us(plan.predicted_us), peer != nullptr ? peer : "", us(theirs.us), ratio,
-              format("%.3e", error), note});
+    csv_.row({whole(p.m),
+              whole(p.n),
+              whole(p.k),
+              whole(p.batch),
+              type,
+              name_of(p.d_type),
+              layout,
+              whole(p.has_c),
+              whole(c.bias),
+              name_of(c.activation),
+              whole(p.gated),
+              plan.kernel->name,
+              launch_cell,
+              name_of(plan.source),
+              us(ours.us),
+              us(ours.p10),
+              us(ours.p90),
+              tflops,
+              rate,
+              us(plan.floor_us),
+              us(plan.predicted_us),
+              peer != nullptr ? peer : "",
+              us(theirs.us),
+              ratio,
+              format("%.3e", error),
+              note});
   }
 
   Arguments const& arguments_;

@@ -37,9 +37,7 @@ class Workspace {
   void* data_ = nullptr;
 };
 
-cudaDataType_t cuda_type(DataType type) {
-  return type == DataType::kF16 ? CUDA_R_16F : type == DataType::kBF16 ? CUDA_R_16BF : CUDA_R_32F;
-}
+cudaDataType_t cuda_type(DataType type) { return type == DataType::kF16 ? CUDA_R_16F : type == DataType::kBF16 ? CUDA_R_16BF : CUDA_R_32F; }
 
 // Row-major D = A.B is column-major D^T = B^T.A^T, so B comes first and m, n change places.
 class Cublas : public Baseline {
@@ -74,14 +72,14 @@ class Cublas : public Baseline {
     cublasOperation_t const op_a = p.a_major == Major::kK ? CUBLAS_OP_N : CUBLAS_OP_T;
     int const n = int(p.n), m = int(p.m), k = int(p.k), ldb = int(o.ldb), lda = int(o.lda), ldd = int(o.ldd);
     if (p.batch == 1) {
-      check_cublas(cublasGemmEx(handle_, op_b, op_a, n, m, k, &o.alpha, o.b, ab, ldb, o.a, ab, lda, &beta, o.d, d, ldd,
-                                CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+      check_cublas(cublasGemmEx(handle_, op_b, op_a, n, m, k, &o.alpha, o.b, ab, ldb, o.a, ab, lda, &beta, o.d, d, ldd, CUBLAS_COMPUTE_32F,
+                                CUBLAS_GEMM_DEFAULT),
                    "cublasGemmEx");
     } else {
-      check_cublas(cublasGemmStridedBatchedEx(handle_, op_b, op_a, n, m, k, &o.alpha, o.b, ab, ldb, o.b_batch_stride, o.a, ab, lda,
-                                              o.a_batch_stride, &beta, o.d, d, ldd, o.d_batch_stride, int(p.batch), CUBLAS_COMPUTE_32F,
-                                              CUBLAS_GEMM_DEFAULT),
-                   "cublasGemmStridedBatchedEx");
+      check_cublas(
+          cublasGemmStridedBatchedEx(handle_, op_b, op_a, n, m, k, &o.alpha, o.b, ab, ldb, o.b_batch_stride, o.a, ab, lda, o.a_batch_stride,
+                                     &beta, o.d, d, ldd, o.d_batch_stride, int(p.batch), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+          "cublasGemmStridedBatchedEx");
     }
   }
 

@@ -30,9 +30,7 @@ struct GemmCase {
   double flops() const { return 2.0 * double(problem.m) * double(problem.n) * double(problem.k) * double(problem.batch); }
 
   /// BLAS letters of A and B: "tn" is A [m, k] row-major and B = weight.t().
-  std::string layout() const {
-    return std::string(problem.a_major == Major::kK ? "t" : "n") + (problem.b_major == Major::kK ? "n" : "t");
-  }
+  std::string layout() const { return std::string(problem.a_major == Major::kK ? "t" : "n") + (problem.b_major == Major::kK ? "n" : "t"); }
 };
 
 /// Largest power of two up to 16, in bytes, that divides a contiguous operand's leading dimension; carved bases are aligned to 256.

@@ -47,59 +47,80 @@ def untouched_outside(view: torch.Tensor, whole: torch.Tensor) -> bool:
     return int(whole.isnan().sum()) - int(view.isnan().sum()) == whole.numel() - view.numel()
 
 
-def mismatch(out, truth, peer, magnitude) -> str | None:
-    """Why ``out`` is wrong, or None.
-
-    Rule 1, over all: ||out - truth|| / ||truth|| <= 2x that of ``peer``, the same computation by torch, plus one rounding unit.
-    Rule 2, per element: within two roundings of truth plus 2^-12 of ``magnitude``, the usual size of a value before the activation
-    (a single wrong element among a million would pass rule 1).
+class Expected:
+    """The truth of one call and torch's error against it; ``mismatch`` judges results.
 
     Args:
-      out: the result under test. truth: float64. peer: torch's result in out's dtype.
+      truth: float64.
+      peer: gives torch's result of the same computation in a dtype.
+      magnitude: the usual size of a value before the activation.
     """
-    if out.shape != truth.shape:
-        return f"shape {tuple(out.shape)}, expected {tuple(truth.shape)}"
-    if out.numel() == 0:
+
+    def __init__(self, truth, peer, magnitude):
+        self.truth, self.magnitude = truth, magnitude
+        self.norm = torch.linalg.vector_norm(truth)
+        self._peer, self._peer_error = peer, {}
+
+    def peer_error(self, dtype):
+        if dtype not in self._peer_error:
+            self._peer_error[dtype] = torch.linalg.vector_norm(self._peer(dtype).double() - self.truth)
+        return self._peer_error[dtype]
+
+    def mismatch(self, out) -> str | None:
+        """Why ``out`` is wrong, or None.
+
+        Rule 1, over all: ||out - truth|| / ||truth|| <= 2x that of torch, plus one rounding unit.
+        Rule 2, per element: within two roundings of truth plus 2^-12 of ``magnitude`` (a single wrong element among a million would
+        pass rule 1).
+        """
+        if out.shape != self.truth.shape:
+            return f"shape {tuple(out.shape)}, expected {tuple(self.truth.shape)}"
+        if out.numel() == 0:
+            return None
+        # A float32 D still has the accumulation error of 16-bit tensor cores.
+        unit = 2.0**-13 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
+        tiny = torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps
+        difference = (out.double() - self.truth).abs()
+        error = torch.linalg.vector_norm(difference)
+        allowed = 2 * self.peer_error(out.dtype) + unit * self.norm + tiny * math.sqrt(out.numel())
+        slack = self.truth.abs().mul_(2 * unit).add_(2.0**-12 * self.magnitude + tiny).sub_(difference)
+        error, allowed, norm, least = torch.stack((error, allowed, self.norm, slack.min())).tolist()  # one synchronisation
+        if not error <= allowed:  # also where NaN
+            return f"error {error / max(norm, 1e-300):.3g}, allowed {allowed / max(norm, 1e-300):.3g}, {bad_elements(difference, slack)}"
+        if not least >= 0:
+            return bad_elements(difference, slack)
         return None
-    # A float32 D still has the accumulation error of 16-bit tensor cores.
-    unit = 2.0**-13 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
-    difference = (out.double() - truth).abs()
-    norm = torch.linalg.vector_norm(truth)
-    tiny = torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps
-    allowed = 2 * torch.linalg.vector_norm(peer.double() - truth) + unit * norm + tiny * math.sqrt(out.numel())
-    slack = 2 * unit * truth.abs() + 2.0**-12 * magnitude + tiny - difference
-    values = torch.stack((torch.linalg.vector_norm(difference), allowed, norm, slack.min())).tolist()  # one synchronisation
-    if not values[0] <= values[1]:  # also where NaN
-        return f"error {values[0] / max(values[2], 1e-300):.3g}, allowed {values[1] / max(values[2], 1e-300):.3g}, {bad_elements(difference, slack)}"
-    if not values[3] >= 0:
-        return bad_elements(difference, slack)
-    return None
 
 
 def bad_elements(difference, slack) -> str:
     bad = (~(slack >= 0)).nonzero()
     if len(bad) == 0:
         return "no single element is far off"
-    return f"{len(bad)} elements off, first at {bad[0].tolist()}, last at {bad[-1].tolist()}, largest difference {difference.max().item():.3g}"
+    return (
+        f"{len(bad)} elements off, first at {bad[0].tolist()}, last at {bad[-1].tolist()}, largest difference {difference.max().item():.3g}"
+    )
 
 
-def gemm_mismatch(out, a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="none", truth=None) -> str | None:
-    """``mismatch`` of a minfer::gemm result; the truth is computed in float64 on out's device."""
+def gemm_expected(a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="none") -> Expected:
+    """What minfer::gemm should give; computed on a's device."""
     arguments = {"c": c, "bias": bias, "alpha": alpha, "beta": beta, "activation": activation}
-    if truth is None:
-        truth = reference.gemm(a.double(), b.double(), **arguments)
-    peer = reference.gemm(a, b, **arguments, out_dtype=out.dtype)
     magnitude = abs(alpha) * math.sqrt(a.shape[-1]) * rms(a) * rms(b) if alpha != 0 else 0.0
     if c is not None and beta != 0:
         magnitude += abs(beta) * rms(c)
     if bias is not None:
         magnitude += rms(bias)
-    return mismatch(out, truth, peer, magnitude)
+    truth = reference.gemm(a.double(), b.double(), **arguments)
+    return Expected(truth, lambda dtype: reference.gemm(a, b, **arguments, out_dtype=dtype), magnitude)
+
+
+def gemm_mismatch(out, a, b, **epilogue) -> str | None:
+    """Why ``out`` is not the minfer::gemm of these arguments, or None."""
+    return gemm_expected(a, b, **epilogue).mismatch(out)
 
 
 def gated_mismatch(out, a, b, *, bias=None, activation="silu") -> str | None:
-    """``mismatch`` of a minfer::gemm_gated result."""
-    truth = reference.gemm_gated(a.double(), b.double(), bias=bias, activation=activation)
-    peer = reference.gemm_gated(a, b, bias=bias, activation=activation)
+    """Why ``out`` is not the minfer::gemm_gated of these arguments, or None."""
+    arguments = {"bias": bias, "activation": activation}
     side = math.sqrt(a.shape[-1]) * rms(a) * rms(b) + (rms(bias) if bias is not None else 0.0)
-    return mismatch(out, truth, peer, max(side, side * side))
+    truth = reference.gemm_gated(a.double(), b.double(), **arguments)
+    return Expected(truth, lambda dtype: reference.gemm_gated(a, b, **arguments), max(side, side * side)).mismatch(out)

@@ -54,36 +54,49 @@ except metadata.PackageNotFoundError:
     sys.exit(1)
 END
 }
-# Those of the requirements given that the environment lacks.
-missing() {
+missing() {  # missing anywhere|own REQUIREMENT...: those that the environment lacks; own: not counting what it borrows from another
   "$python" - "$@" <<'END'
 import re, sys
 from importlib import metadata
-for requirement in sys.argv[1:]:
+for requirement in sys.argv[2:]:
     name, wanted = re.match(r"([\w.-]+)(?:==(.*))?", requirement).groups()
     try:
-        have = metadata.version(name).split("+")[0]
+        distribution = metadata.distribution(name)
+        have = distribution.version.split("+")[0]
     except metadata.PackageNotFoundError:
+        have = None
+    if have and sys.argv[1] == "own" and not str(distribution.locate_file("")).startswith(sys.prefix):
         have = None
     if have is None or (wanted and not (have + ".").startswith(wanted.rstrip("*").rstrip(".") + ".")):
         print(requirement)
 END
 }
-install() {  # install WHAT [pip options] -- requirements
-  local what=$1 options=()
+pip_install() { "$python" -m pip install -qq --disable-pip-version-check "$@"; }
+install() {  # install WHAT [pip options] -- REQUIREMENT...
+  local what=$1 options=() wanted
   shift
   while [ "$1" != "--" ]; do options+=("$1"); shift; done
   shift
-  local wanted
-  wanted=$(missing "$@")
-  [ -n "$wanted" ] || return 0
+  mapfile -t wanted < <(missing anywhere "$@")
+  [ ${#wanted[@]} -gt 0 ] || return 0
   say "installing $what"
-  # shellcheck disable=SC2086  # one requirement a line
-  "$python" -m pip install -qq --disable-pip-version-check "${options[@]}" $wanted || die "pip could not install $what ($(echo $wanted))"
+  pip_install "${options[@]}" "${wanted[@]}" || die "pip could not install $what (${wanted[*]})"
+}
+install_programs() {  # into .venv/bin; without a network, those on PATH will do
+  local wanted program
+  mapfile -t wanted < <(missing own "$@")
+  [ ${#wanted[@]} -gt 0 ] || return 0
+  say "installing ${wanted[*]}"
+  pip_install --ignore-installed "${wanted[@]}" && return
+  for program in "${wanted[@]%%=*}"; do
+    "$program" --version >/dev/null 2>&1 || die "pip could not install $program, and none is on PATH"
+  done
+  say "using those on PATH instead"
 }
 
 has_torch || install "torch 2.13.0 (once, the largest download)" -- torch==2.13.0
-install "build tools" -- scikit-build-core cmake ninja
+install "scikit-build-core" -- scikit-build-core
+install_programs cmake ninja
 "$python" -c 'import tomllib' 2>/dev/null || install "tomli" -- tomli
 
 wants_cuda() {
@@ -105,7 +118,7 @@ fi
 
 for word in "$@"; do
   case $word in
-    lint) install "formatters" -- ruff==0.17.5 clang-format==18.1.8 ;;
+    lint) install_programs ruff==0.17.5 clang-format==18.1.8 ;;
     disassembler) install "NVIDIA's disassembler" --no-deps -- nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm ;;
     *) die "environment.sh takes lint and disassembler, not $word" ;;
   esac

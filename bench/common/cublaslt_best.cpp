@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -165,7 +166,8 @@ struct OwnedStream {
 };
 
 constexpr int32_t kFinalists = 4, kFinalRounds = 7;
-constexpr double kScreenUs = 300, kFinalUs = 600;  // work in one replay
+constexpr double kScreenUs = 300, kFinalUs = 600;  // work in the screening replays, and in one final replay
+constexpr double kHopeless = 1.3;                  // a heuristic this far behind is not timed again
 
 double median(std::vector<double> v) {
   std::nth_element(v.begin(), v.begin() + std::ptrdiff_t(v.size() / 2), v.end());
@@ -183,14 +185,18 @@ void cublaslt_best::search(cublaslt_operands const* operands, int32_t sets, int3
     int32_t rank;
   };
   std::vector<Screened> screened;
+  double fastest = std::numeric_limits<double>::infinity();
   for (int32_t rank = 0; rank < offered; ++rank) {
     cublasLtMatmulHeuristicResult_t const& result = results[size_t(rank)];
     if (result.state != CUBLAS_STATUS_SUCCESS || result.workspaceSize > workspace_bytes) continue;
     if (launch(operands[0], result.algo, stream.value) != CUBLAS_STATUS_SUCCESS) continue;
     check(cudaStreamSynchronize(stream.value), "cublaslt_best: a heuristic's first launch");
     Candidate candidate(*this, result.algo, operands, sets, sets, stream.value);
+    candidate.replay_us();
     double us = candidate.replay_us();
-    for (double spent = 0; spent < kScreenUs; spent += us * sets) us = std::min(us, candidate.replay_us());
+    fastest = std::min(fastest, us);
+    for (double spent = us * sets; spent < kScreenUs && us < kHopeless * fastest; spent += us * sets)
+      us = std::min(us, candidate.replay_us());
     screened.push_back({us, rank});
   }
   runnable = int32_t(screened.size());

@@ -37,11 +37,13 @@ typedef struct cublaslt_best cublaslt_best;
 
 /* Times up to `requested` heuristics over `sets` sets of operands and keeps the fastest. Synchronises the device.
    The workspace belongs to the caller and must live as long as the handle. Null and a message on failure. */
-CUBLASLT_BEST_API cublaslt_best* cublaslt_best_create(cublaslt_problem const* problem, cublaslt_operands const* operands, int32_t sets, int32_t requested,
-                                    void* workspace, size_t workspace_bytes, char* message, size_t message_bytes);
+CUBLASLT_BEST_API cublaslt_best* cublaslt_best_create(cublaslt_problem const* problem, cublaslt_operands const* operands, int32_t sets,
+                                                      int32_t requested, void* workspace, size_t workspace_bytes, char* message,
+                                                      size_t message_bytes);
 
 /* Launches on the stream (capturable). 0, or a message on failure. */
-CUBLASLT_BEST_API int32_t cublaslt_best_run(cublaslt_best* best, cublaslt_operands const* operands, void* stream, char* message, size_t message_bytes);
+CUBLASLT_BEST_API int32_t cublaslt_best_run(cublaslt_best* best, cublaslt_operands const* operands, void* stream, char* message,
+                                            size_t message_bytes);
 
 /* How many heuristics were offered and could run, and the rank of the winner among the offered (0: cuBLASLt's own first choice). */
 CUBLASLT_BEST_API void cublaslt_best_info(cublaslt_best const* best, int32_t* offered, int32_t* runnable, int32_t* winner);

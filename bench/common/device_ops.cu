@@ -92,8 +92,8 @@ __global__ void reference_kernel(GemmProblem problem, GemmOperands operands, Vie
       if (m >= problem.m || n >= problem.n) continue;
       double value = double(operands.alpha) * sums[i][j];
       if (problem.has_c)
-        value += double(operands.beta) * load(operands.c, operands.c_type,
-                                              l * operands.c_batch_stride + m * operands.c_stride_m + n * operands.c_stride_n);
+        value += double(operands.beta) *
+                 load(operands.c, operands.c_type, l * operands.c_batch_stride + m * operands.c_stride_m + n * operands.c_stride_n);
       if (operands.bias != nullptr) value += load(operands.bias, operands.bias_type, n);
       if (!problem.gated) value = activate(value, operands.activation);
       out[(l * problem.m + m) * problem.n + n] = float(value);

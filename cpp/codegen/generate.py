@@ -53,7 +53,7 @@ def generate(folder: Path, out: Path, archs: list[str], globs: str, cutlass_vers
     for path in stale:
         path.unlink()
     rows = sum(map(len, tables.values()))
-    return dict(kernels=len(kernels), compiled=len(compiled), shards=len(parts), rows=rows, written=len(written), deleted=len(stale))
+    return dict(kernels=len(kernels), compiled=len(compiled), shards=len(parts), tuned=rows, written=len(written), deleted=len(stale))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,7 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
-    print("{kernels} kernels, {compiled} compiled in {shards} shards, {rows} tuned rows; {written} files written, {deleted} deleted".format(**done))
+    counts = "{kernels} kernels, {compiled} compiled in {shards} shards, {tuned} tuned rows".format(**done)
+    print(f"{counts}; {done['written']} files written, {done['deleted']} deleted")
     return 0
 
 

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 ELEMENTS = {"f16": "DataType::kF16", "bf16": "DataType::kBF16"}
 MAJORS = {"k": "Major::kK", "mn": "Major::kMN"}
-SCHEDULES = {"cooperative": "Schedule::kCooperative", "pingpong": "Schedule::kPingpong", "multistage": "Schedule::kMultistage"}
+SCHEDULES = {
+    "cooperative": "Schedule::kCooperative",
+    "pingpong": "Schedule::kPingpong",
+    "warp_specialized": "Schedule::kWarpSpecialized",
+    "multistage": "Schedule::kMultistage",
+}
 
 
 class ConfigError(Exception):
@@ -55,7 +60,7 @@ class Kernel:
 
     @property
     def alignment(self) -> int:
-        """Bytes that the operands' pointers and strides must be multiples of: TMA and cp.async take 16, an element-wise copy one element."""
+        """Bytes that operands' pointers and strides must be multiples of: 16 for TMA and cp.async, one element for element-wise copies."""
         return 2 if self.unaligned else 16
 
     def info(self) -> dict:

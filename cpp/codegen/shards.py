@@ -31,10 +31,11 @@ def assign(kernels: list[Kernel]) -> dict[str, list[Kernel]]:
 
 def shard_text(kernels: list[Kernel]) -> str:
     """The source of a shard; all its kernels are of one family and architecture."""
-    family = FAMILIES[kernels[0].family]
+    name = kernels[0].family
+    family = FAMILIES[name]
     header = family.TEMPLATES[kernels[0].arch][0]
     definitions = "\n".join(family.definition(kernel) for kernel in kernels)
-    return f'{BANNER}#include "{header}"\n\nnamespace minfer::{kernels[0].family} {{\n\n{definitions}\n}}  // namespace minfer::{kernels[0].family}\n'
+    return f'{BANNER}#include "{header}"\n\nnamespace minfer::{name} {{\n\n{definitions}\n}}  // namespace minfer::{name}\n'
 
 
 def write_list(shards: dict[str, list[Kernel]], folder: str) -> str:

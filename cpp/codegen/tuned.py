@@ -53,9 +53,9 @@ def device_slug(name: str) -> str:
 
 
 def read_csv(path: Path, kernels: dict[str, Kernel]) -> list[TunedRow]:
-    """A device's rows, sorted by key. ConfigError for a malformed value, an unknown kernel, a kernel of another problem, or a repeated key."""
+    """A device's rows, sorted by key. ConfigError for a malformed value, an unknown kernel or one of another problem, a repeated key."""
     if not re.fullmatch(r"[a-z0-9-]+", path.stem):
-        raise ConfigError(f"tuned/{path.name}: must be named after the device, lower case, other characters as '-': '{device_slug(path.stem)}.csv'")
+        raise ConfigError(f"tuned/{path.name}: a device's table must be named '{device_slug(path.stem)}.csv'")
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if reader.fieldnames != COLUMNS:

@@ -100,7 +100,7 @@ def info(list_kernels: Annotated[bool, typer.Option("--kernels", help="List ever
     rows.append(
         (
             "plan table",
-            f"{properties['name']}: {properties['shipped_rows']} shipped rows, {tuned.user_rows()} user rows ({where}), then the model",
+            f"{properties['name']}: {properties.get('shipped_rows', '?')} shipped rows, {tuned.user_rows()} user rows ({where}), then the model",
         )
     )
     console.print()

@@ -58,13 +58,13 @@ void check_equal(A const& a, B const& b, char const* a_text, char const* b_text,
 
 }  // namespace minfer::testing
 
-#define TEST_CASE(name)                                                       \
-  static void name();                                                         \
+#define TEST_CASE(name)                                                           \
+  static void name();                                                             \
   static ::minfer::testing::Registration const name##_registration(#name, &name); \
   static void name()
 
-#define CHECK(condition) \
-  do {                   \
+#define CHECK(condition)                                                                        \
+  do {                                                                                          \
     if (!(condition)) ::minfer::testing::fail(__FILE__, __LINE__, #condition " does not hold"); \
   } while (0)
 

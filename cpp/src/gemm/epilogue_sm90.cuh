@@ -33,25 +33,27 @@ struct EpilogueSm90 {
 
   static constexpr bool kSwap = Config::kSwap;
   static constexpr int kConsumers = Config::kSchedule == Schedule::kCooperative ? 2 : 1;  // warpgroups that share a tile
+  static constexpr int kWarpgroups = Config::kSchedule == Schedule::kWarpSpecialized ? 1 : 2;     // consumers of a CTA
   static constexpr int kMmaM = Config::kTileM / (64 * kConsumers);
   static constexpr int kTileN = Config::kTileN;
   static constexpr int kBoxRows = kSwap ? kTileN : 64;
-  static constexpr int kBoxBytes = (kBoxRows * 128 + 1023) / 1024 * 1024;
+  static constexpr int kBoxBytes = kSwap || kTileN % 64 == 0 ? (kBoxRows * 128 + 1023) / 1024 * 1024 : 0;
   static constexpr int kGeneralColumns = kTileN >= 32 ? 32 : (kTileN >= 16 ? 16 : 8);
   static constexpr int kGeneralBytes = 64 * kGeneralColumns * 4;
   static constexpr int kBufferBytes = kBoxBytes > kGeneralBytes ? kBoxBytes : kGeneralBytes;
   static constexpr int kBoxes = kSwap ? kMmaM : kMmaM * (kTileN / 64);
   static constexpr int kBuffersWanted = kSwap ? Config::kEpilogueChunks / kConsumers : Config::kEpilogueChunks * kMmaM;
-  static constexpr int kBuffers = kBuffersWanted < 1 ? 1 : (kBuffersWanted < kBoxes ? kBuffersWanted : kBoxes);
-  static_assert(kSwap || kTileN % 64 == 0, "an unswapped tile is stored in 64-column boxes");
+  static constexpr int kBuffers = !(kSwap || kTileN % 64 == 0) || kBuffersWanted < 1 ? 1 : (kBuffersWanted < kBoxes ? kBuffersWanted : kBoxes);
+  /// Whether the tile can be stored in boxes at all: unswapped tiles of another width always take the general path.
+  static constexpr bool kBoxed = kSwap || kTileN % 64 == 0;
   static_assert(kTileN % 8 == 0 && kBoxRows <= 256);
   static_assert(kBufferBytes % 1024 == 0, "TMA's 128-byte swizzle repeats every 1024 bytes");
 
   struct Buffers {
-    alignas(1024) char of[2][kBuffers][kBufferBytes];  // [consumer warpgroup]
+    alignas(1024) char of[kWarpgroups][kBuffers][kBufferBytes];  // [consumer warpgroup]
   };
   struct Barriers {
-    alignas(8) uint64_t c_full[2][kBuffers];
+    alignas(8) uint64_t c_full[kWarpgroups][kBuffers];
   };
 
   EpilogueSm90Params const& params;
@@ -66,7 +68,7 @@ struct EpilogueSm90 {
         barrier_id(warpgroup + 1) {}
 
   static __device__ void initialize(Barriers& barriers) {
-    for (int w = 0; w < 2; ++w) {
+    for (int w = 0; w < kWarpgroups; ++w) {
       for (int b = 0; b < kBuffers; ++b) cutlass::arch::ClusterTransactionBarrier::init(&barriers.c_full[w][b], 1);
     }
   }
@@ -91,7 +93,7 @@ struct EpilogueSm90 {
 
   /// Before the mainloop of a tile this CTA owns: asks for C while the tensor cores work.
   __device__ void prefetch(int tile_row, int tile_column, int l, int warpgroup) {
-    if (params.load_c_by_tma && thread == 0) {
+    if (kBoxed && params.load_c_by_tma && thread == 0) {
       cute::tma_store_wait<0>();  // the previous tile's stores have left the buffers
 #pragma unroll
       for (int b = 0; b < kBuffers; ++b) request_c(b, tile_row, tile_column, l, warpgroup);
@@ -100,11 +102,13 @@ struct EpilogueSm90 {
 
   template <class Accumulator>
   __device__ void store(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
-    if (params.store_by_tma) {
-      store_boxes(acc, tile_row, tile_column, l, warpgroup);
-    } else {
-      store_general(acc, tile_row, tile_column, l, warpgroup);
+    if constexpr (kBoxed) {
+      if (params.store_by_tma) {
+        store_boxes(acc, tile_row, tile_column, l, warpgroup);
+        return;
+      }
     }
+    store_general(acc, tile_row, tile_column, l, warpgroup);
   }
 
   // acc(i): value e + 2 h + 4 j + (kTileN / 2) mi of this thread is row 16 (thread / 32) + 8 h + lane / 4 of MMA tile mi, column

@@ -4,7 +4,9 @@
 // shared-memory stages by TMA. Warpgroups 1 and 2 are consumers with 232 registers each:
 //   cooperative  both share a tile, 64-row slabs alternating between them; they walk every work item;
 //   pingpong     each owns a tile; they take work items in turns, an ordered barrier lets one warpgroup's mainloop run at a time, so that one's
-//                epilogue hides under the other's.
+//                epilogue hides under the other's;
+//   warp_specialized  (256 threads, no register reallocation, half an SM's shared memory) one consumer warpgroup: the CTAs of the next launch
+//                move in beside these, set up and prefetch while these still run. For launches of a few microseconds.
 // Pipelines. Ring: CUTLASS's PipelineTmaAsync (full: TMA bytes; empty: consumer warps, through the whole multicast group). C: one mbarrier per
 // epilogue buffer (epilogue_sm90.cuh). D: bulk groups of the storing thread.
 // Tile walk: TileScheduler (data-parallel, split-K or stream-K, all at run time). A piece that does not own its tile goes to the workspace;
@@ -34,7 +36,10 @@ struct GemmSm90 {
   using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr bool kSwap = Config::kSwap;
   static constexpr bool kCooperative = Config::kSchedule == Schedule::kCooperative;
-  static constexpr int kThreads = 384;
+  static constexpr bool kPingpong = Config::kSchedule == Schedule::kPingpong;
+  static constexpr int kConsumerGroups = kCooperative || kPingpong ? 2 : 1;
+  static constexpr int kThreads = 128 * (1 + kConsumerGroups);
+  static constexpr int kCtasPerSm = kConsumerGroups == 2 ? 1 : 2;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(Config::kThreads == kThreads);
 
@@ -48,7 +53,8 @@ struct GemmSm90 {
   using ClusterShape = cute::Shape<cute::Int<Config::kClusterM>, cute::Int<Config::kClusterN>, cute::_1>;
   static constexpr int kCluster = Config::kClusterM * Config::kClusterN;
   using KernelSchedule = cute::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                                             cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
+                                             cute::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                                                                 cutlass::gemm::KernelTmaWarpSpecialized>>;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, 8,
                                                                          Element, LayoutB, 8, float, TileShape, ClusterShape,
                                                                          cutlass::gemm::collective::StageCount<Config::kStages>,
@@ -68,6 +74,7 @@ struct GemmSm90 {
     TileSchedulerParams schedule;
     SplitWorkspace split;
     uint64_t hint_a, hint_b;  // L2 eviction priorities
+    int32_t prefetch;         // k-iterations of weights sent for before the wait for the predecessor
   };
 
   struct SharedStorage {
@@ -117,10 +124,10 @@ struct GemmSm90 {
     }
 
     if (warpgroup == 0) {
-      cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+      if constexpr (kConsumerGroups == 2) cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (warp == 0) produce(params, storage, pipeline, worker, rank_m, rank_n);
     } else {
-      cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      if constexpr (kConsumerGroups == 2) cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       consume(params, storage, pipeline, order, worker, rank, rank_m, rank_n, warpgroup - 1, thread_in_group);
     }
   }
@@ -155,7 +162,7 @@ struct GemmSm90 {
         Tensor tBgB = copy_b.partition_S(gB_nkl(_, _, tile.n * Config::kClusterN + rank_n, _, tile.l));  // (TMA,TMA_N,TMA_K,k)
         if (first) {
           // Under the predecessor's tail: the ring's worth of weights starts for L2.
-          int const ahead = item.k_count < Config::kStages ? item.k_count : Config::kStages;
+          int const ahead = item.k_count < params.prefetch ? item.k_count : params.prefetch;
           for (int k = 0; k < ahead; ++k) {
             if constexpr (kSwap) {
               cute::prefetch(params.mainloop.tma_load_a, tAgA(_, _, _, item.k_begin + k));
@@ -192,7 +199,7 @@ struct GemmSm90 {
     int turn = 0;
     TileScheduler scheduler(params.schedule, worker);
     for (WorkItem item = scheduler.next(); item.valid; item = scheduler.next()) {
-      if (!kCooperative && (turn++ & 1) != consumer) {
+      if (kPingpong && (turn++ & 1) != consumer) {
         state.advance(item.k_count);
         continue;
       }
@@ -204,9 +211,9 @@ struct GemmSm90 {
       TiledMma tiled_mma;
       Tensor accumulator = partition_fragment_C(tiled_mma, take<0, 2>(TileShape{}));  // (MMA,MMA_M,MMA_N)
       static_assert(decltype(size(accumulator))::value == kValues);
-      if constexpr (!kCooperative) order.wait();
+      if constexpr (kPingpong) order.wait();
       mainloop.mma(pipeline, state, accumulator, item.k_count, kCooperative ? consumer * 128 + thread : thread, storage.tensors, params.mainloop);
-      if constexpr (!kCooperative) order.arrive();
+      if constexpr (kPingpong) order.arrive();
       mainloop.mma_tail(pipeline, state, item.k_count);
       state.advance(item.k_count);
 
@@ -227,7 +234,7 @@ struct GemmSm90 {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(GemmSm90<Config>::kThreads, 1) gemm_sm90_kernel(__grid_constant__ typename GemmSm90<Config>::Params const params) {
+__global__ void __launch_bounds__(GemmSm90<Config>::kThreads, GemmSm90<Config>::kCtasPerSm) gemm_sm90_kernel(__grid_constant__ typename GemmSm90<Config>::Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char smem[];
   GemmSm90<Config>::run(params, smem);
@@ -269,6 +276,7 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   geometry.cluster_m = Config::kClusterM;
   geometry.cluster_n = Config::kClusterN;
   geometry.schedule = Config::kSchedule;
+  geometry.smem_bytes = Config::kSmemBytes;
   geometry.arch = 90;
   params.schedule = schedule_of(geometry, problem, arguments.launch, *arguments.device);
   if (size_t const needed = workspace_of(geometry, params.schedule); needed > arguments.workspace_bytes) {
@@ -281,9 +289,12 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   params.hint_a = uint64_t(stream_a ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
   params.hint_b = uint64_t(stream_b ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
+  static int const prefetch_kib = [] { char const* v = getenv("MINFER_PREFETCH_KIB"); return v ? atoi(v) : -1; }();
+  params.prefetch = prefetch_kib < 0 ? Config::kStages : prefetch_kib * 1024 / ((kSwap ? Config::kTileM : Config::kTileN) * Config::kTileK * 2);
+
   params.epilogue.general = make_epilogue(problem, operands);
   params.epilogue.load_c_by_tma = problem.has_c && problem.c_alignment == 16;
-  params.epilogue.store_by_tma = problem.d_alignment == 16 && problem.d_type != DataType::kF32 && !problem.gated &&
+  params.epilogue.store_by_tma = Kernel::Epilogue::kBoxed && problem.d_alignment == 16 && problem.d_type != DataType::kF32 && !problem.gated &&
                                  (!problem.has_c || params.epilogue.load_c_by_tma);
   params.epilogue.load_c_by_tma = params.epilogue.load_c_by_tma && params.epilogue.store_by_tma;
   if (params.epilogue.store_by_tma) {

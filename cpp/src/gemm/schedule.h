@@ -9,9 +9,10 @@ namespace minfer::gemm {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Resident CTAs per SM. sm_90 kernels fill an SM; two portable CTAs of 128 threads share one where shared memory allows it.
+/// Resident CTAs per SM. Kernels with two consumer warpgroups fill an SM; two warp-specialised ones, or two portable ones of 128 threads,
+/// share one where shared memory allows it.
 inline int32_t ctas_per_sm(KernelInfo const& kernel, DeviceProperties const& device) {
-  if (kernel.arch >= 90 || kernel.threads > 128) return 1;
+  if (kernel.arch >= 90 ? kernel.schedule != Schedule::kWarpSpecialized : kernel.threads > 128) return 1;
   return 2 * (kernel.smem_bytes + 1024) <= device.smem_per_block + 1024 ? 2 : 1;
 }
 

@@ -1,0 +1,51 @@
+"""Checks an installed minfer on a machine without a GPU: check_package.py [ARCHS].
+
+ARCHS is what the build was made for ("90a"; nothing: a build without CUDA). The registry must list every kernel of the table, all that
+ARCHS can hold compiled; the operators must run on the CPU; importing minfer may add 0.3 s to importing torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+
+def main(archs: str) -> None:
+    import torch
+
+    start = time.perf_counter()
+    import minfer
+
+    seconds = time.perf_counter() - start
+    info, kernels = minfer.build_info(), minfer.kernels()
+    print(f"Python {sys.version.split()[0]}, torch {torch.__version__}: minfer {info['version']} imported in {seconds * 1e3:.0f} ms")
+    print(f"  archs '{info['archs']}', CUTLASS '{info['cutlass']}', {info['kernels_compiled']} of {info['kernels_total']} kernels compiled")
+    if seconds > 0.3:
+        sys.exit(f"check_package: importing minfer took {seconds:.2f} s, the limit is 0.3")
+    if info["archs"] != archs or info["cuda"] != bool(archs):
+        sys.exit(f"check_package: built for '{info['archs']}', expected '{archs}'")
+    wanted = {kernel["name"] for kernel in kernels if archs and (kernel["arch"] == 80 or "90a" in archs)}
+    compiled = {kernel["name"] for kernel in kernels if kernel["compiled"]}
+    if compiled != wanted or info["kernels_compiled"] != len(wanted):
+        sys.exit(f"check_package: compiled and expected kernels differ: {sorted(compiled ^ wanted)}")
+    table = json.loads((Path(minfer.__path__[0]) / "kernels.json").read_text())
+    if [row["name"] for row in table] != [kernel["name"] for kernel in kernels]:
+        sys.exit("check_package: kernels.json and the registry list different kernels")
+    if not (Path(minfer.__path__[0]) / "configs" / "gemm.toml").is_file():
+        sys.exit("check_package: configs/gemm.toml is not in the package")
+
+    torch.manual_seed(0)
+    a, weight, bias = torch.randn(5, 33), torch.randn(17, 33), torch.randn(17)
+    a, weight, bias = a.half(), weight.half(), bias.half()
+    out = torch.ops.minfer.gemm(a, weight.t(), bias=bias, activation="relu")
+    truth = torch.relu(a.double() @ weight.double().t() + bias.double())
+    error = ((out.double() - truth).norm() / truth.norm()).item()
+    print(f"  gemm on the CPU: relative error {error:.1e}")
+    if not error < 5e-4:  # one rounding to fp16
+        sys.exit(f"check_package: gemm is wrong, relative error {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "")

@@ -1,0 +1,40 @@
+#!/usr/bin/env python3
+"""The evidence of the README: `python bench/suites.py gemm --suite square,llm,odd,epilogue --out bench/results/<device>/gemm.json`.
+
+Needs the installed package and a GPU. Each cell: values first (against float64), then CUDA-graph replays of ours and the peers in turn
+over rotated operands. Rows are written as they are measured, so a run that is cut short keeps them; running some suites or peers again
+replaces their rows alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+FAMILIES = {"gemm": "gemm_suites"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    try:
+        importlib.import_module("minfer")
+    except ImportError as error:
+        parser.exit(2, f"bench/suites.py measures the installed package ({error}): pip install . first\n")
+    families = parser.add_subparsers(dest="family", required=True)
+    modules = {}
+    for family, module in FAMILIES.items():
+        modules[family] = importlib.import_module(module)
+        modules[family].add_arguments(families.add_parser(family))
+    args = parser.parse_args()
+    try:
+        return modules[args.family].main(args)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

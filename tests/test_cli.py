@@ -1,0 +1,108 @@
+"""python -m minfer: info, plan, tune, demo."""
+
+import subprocess
+import sys
+
+import minfer
+import pytest
+import torch
+from minfer import __main__ as cli
+from minfer.planning import runs_here
+from typer.testing import CliRunner
+
+
+def invoke(*arguments):
+    """Runs a command in this process; returns (exit code, all that it printed)."""
+    result = CliRunner().invoke(cli.app, list(arguments))
+    return result.exit_code, result.output
+
+
+@pytest.fixture(autouse=True)
+def plain_console(monkeypatch):
+    """The module's console holds the stdout of the time of its import; the runner replaces that."""
+    monkeypatch.setattr(cli, "console", cli.Console(highlight=False, soft_wrap=True, width=200))
+
+
+def test_info(cache_dir):
+    code, text = invoke("info")
+    assert code == 0
+    build = minfer.build_info()
+    for expected in (
+        f"minfer {minfer.__version__}",
+        f"{build['kernels_compiled']} compiled of {build['kernels_total']}",
+        "torch 2.10",
+        torch.__version__,
+        "NVIDIA",
+        "shipped rows, 0 user rows",
+    ):
+        assert expected in text, text
+    code, text = invoke("info", "--kernels")
+    assert code == 0 and all(kernel["name"] in text for kernel in minfer.kernels())
+
+
+def test_plan():
+    code, text = invoke("plan", "gemm", "--m", "1", "--n", "4096", "--k", "4096")
+    assert code == 0
+    assert "1 x 4096 x 4096 bf16 tn" in text and "floor" in text and "gemm_sm" in text
+    code, text = invoke("plan", "gemm", "--m", "17", "--n", "4096", "--k", "33", "--dtype", "fp16", "--layout", "nt", "--batch", "3", "--c")
+    assert code == 0 and "17 x 4096 x 33 f16 nt, batch 3, with C" in text and "unaligned" in text
+    code, text = invoke("plan", "gemm", "--m", "16", "--n", "4096", "--k", "4096", "--gated", "--all")
+    assert code == 0 and "gated" in text and text.count("@decomposition=") > 10
+    name = next(k["name"] for k in minfer.kernels() if k["ab_type"] == "bf16" and k["compiled"] >= runs_here())
+    layout = name.split("_")[3]
+    code, text = invoke("plan", "gemm", "--m", "64", "--n", "64", "--k", "64", "--layout", layout, "--kernel", name)
+    assert code == 0 and name in text and "override" in text
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["plan", "gemm", "--m", "1", "--n", "8"], "--k"),
+        (["plan", "gemm", "--m", "-1", "--n", "8", "--k", "8"], "--m"),
+        (["plan", "gemm", "--m", "1", "--n", "8", "--k", "8", "--dtype", "fp8"], "fp8"),
+        (["plan", "gemm", "--m", "1", "--n", "24", "--k", "8", "--gated"], "n must be a multiple of 16"),
+        (["plan", "gemm", "--m", "1", "--n", "8", "--k", "8", "--kernel", "nope"], "nearest: gemm_"),
+        (["tune", "gemm"], "no shapes"),
+        (["tune", "gemm", "--shapes", "1x2"], "a shape must be MxNxK"),
+        (["tune", "gemm", "--suite", "nope"], "suite must be one of"),
+        (["frobnicate"], "frobnicate"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_errors(arguments, message):
+    code, text = invoke(*arguments)
+    assert code != 0
+    assert message in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.skipif(runs_here(), reason="there is a GPU")
+def test_tune_without_a_gpu():
+    code, text = invoke("tune", "gemm", "--shapes", "16x4096x4096")
+    assert code == 1 and "no GPU" in text
+
+
+@pytest.mark.skipif(runs_here(), reason="there is a GPU: its demo is timed")
+def test_demo_on_cpu(tmp_path):
+    picture = tmp_path / "folder" / "demo.png"
+    code, text = invoke("demo", "--out", str(picture))
+    assert code == 0
+    assert "SwiGLU" in text and "NO" not in text.replace("No GPU", "")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        assert "matplotlib is not installed" in text
+    else:
+        assert picture.stat().st_size > 10_000
+
+
+def test_as_a_program():
+    done = subprocess.run([sys.executable, "-m", "minfer", "info"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith(f"minfer {minfer.__version__}"), done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "minfer", "plan", "gemm", "--m", "1", "--n", "2", "--k", "3", "--kernel", "x"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and not done.stdout

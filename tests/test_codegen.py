@@ -1,0 +1,386 @@
+"""The kernel generator: names, legality, shared-memory budget, shards, registry, tuned tables. Needs neither torch nor a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "cpp"))
+
+from codegen import configs, gemm, generate, registry, shards, tuned
+from codegen.kernel import ConfigError
+
+SM90 = {
+    "arch": "sm90",
+    "elements": ["f16", "bf16"],
+    "layouts": ["tn", "tt"],
+    "tile": [128, 256, 64],
+    "cluster": [2, 1, 1],
+    "schedule": "cooperative",
+    "note": 'says "why"',
+}
+SM80 = {
+    "arch": "sm80",
+    "elements": ["f16"],
+    "layouts": ["tn", "nt"],
+    "tile": [128, 128, 32],
+    "warps": [2, 2],
+    "stages": 4,
+    "schedule": "multistage",
+}
+
+
+def expand(base: dict, **changes) -> list:
+    row = {**base, **changes}
+    return gemm.expand({key: value for key, value in row.items() if value is not None}, "gemm.toml: kernel row 7")
+
+
+def table_text(*rows: dict) -> str:
+    text = '[family]\nname = "gemm"\n'
+    for row in rows:
+        text += "\n[[kernel]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items())
+    return text
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A configs folder with one sm90 and one sm80 row."""
+    (tmp_path / "configs" / "tuned").mkdir(parents=True)
+    (tmp_path / "configs" / "gemm.toml").write_text(table_text(SM90, SM80))
+    return tmp_path / "configs"
+
+
+# ---- names and fields ---------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_derived_from_the_row():
+    assert [kernel.name for kernel in expand(SM90)] == [
+        "gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative",
+        "gemm_sm90_f16_tt_128x256x64_2x1x1_cooperative",
+        "gemm_sm90_bf16_tn_128x256x64_2x1x1_cooperative",
+        "gemm_sm90_bf16_tt_128x256x64_2x1x1_cooperative",
+    ]
+    swapped = expand(SM90, tile=[64, 16, 128], cluster=[1, 1, 1], schedule="pingpong", swap=True, elements=["f16"], layouts=["tn"])
+    assert swapped[0].name == "gemm_sm90_f16_tn_64x16x128_1x1x1_pingpong_swap"
+    assert expand(SM80, unaligned=True)[1].name == "gemm_sm80_f16_nt_128x128x32_1x1x1_multistage_unaligned"
+
+
+def test_layout_letters_are_majors_of_the_callers_operands():
+    majors = {k.layout: (k.a_major, k.b_major) for k in expand(SM80, layouts=["tn", "tt", "nn", "nt"])}
+    assert majors == {"tn": ("k", "k"), "tt": ("k", "mn"), "nn": ("mn", "k"), "nt": ("mn", "mn")}
+
+
+def test_alignment_and_threads():
+    assert (expand(SM90)[0].alignment, expand(SM90)[0].threads) == (16, 384)
+    assert (expand(SM80)[0].alignment, expand(SM80)[0].threads) == (16, 128)
+    assert expand(SM80, unaligned=True)[0].alignment == 2
+
+
+def test_the_projects_own_table():
+    kernels = configs.read_tables(ROOT / "cpp" / "configs")
+    names = [kernel.name for kernel in kernels]
+    assert len(set(names)) == len(names)
+    for kernel in kernels:
+        assert re.fullmatch(r"gemm_sm(80|90)_b?f16_[tn]{2}_\d+x\d+x\d+_\dx\dx1_[a-z_]+", kernel.name)
+        assert kernel.smem_bytes <= (gemm.SM90_SMEM_LIMIT if kernel.arch == 90 else gemm.SM80_SMEM_LIMIT)
+    # "Any shape, one answer": each element type and layout has a kernel that takes any pointer and stride on any GPU.
+    for element in ("f16", "bf16"):
+        for layout in ("tn", "tt", "nn", "nt"):
+            assert any(k.unaligned and k.arch == 80 and (k.element, k.layout) == (element, layout) for k in kernels)
+    tuned.read_folder(ROOT / "cpp" / "configs" / "tuned", kernels)
+
+
+# ---- legality -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "field", "rule"),
+    [
+        (SM90, {"arch": "sm70"}, "arch", "must be one of sm90, sm80"),
+        (SM90, {"warps": [2, 2]}, "warps", "no such field for sm90"),
+        (SM80, {"cluster": [1, 1, 1]}, "cluster", "no such field for sm80"),
+        (SM90, {"elements": ["f16", "f32"]}, "elements", "different values from f16, bf16"),
+        (SM90, {"elements": ["f16", "f16"]}, "elements", "different values"),
+        (SM90, {"layouts": []}, "layouts", "different values from tn, tt, nn, nt"),
+        (SM90, {"tile": [128, 256]}, "tile", "3 positive integers"),
+        (SM90, {"tile": None}, "tile", "3 positive integers"),
+        (SM90, {"tile": [128, 256, 32]}, "tile", "a multiple of 64"),
+        (SM90, {"tile": [64, 128, 64]}, "tile", "cooperative takes tile_m 128 or 256"),
+        (SM90, {"tile": [256, 128, 64], "schedule": "pingpong"}, "tile", "pingpong takes tile_m 64 or 128"),
+        (SM90, {"tile": [128, 100, 64]}, "tile", "multiple of 8 from 8 to 256"),
+        (SM90, {"tile": [128, 264, 64]}, "tile", "multiple of 8 from 8 to 256"),
+        (SM90, {"tile": [256, 256, 64]}, "tile", "256 accumulators per consumer thread"),
+        (SM90, {"tile": [128, 256, 64], "schedule": "pingpong"}, "tile", "256 accumulators per consumer thread"),
+        (SM90, {"tile": [128, 256, 128]}, "tile", "at least 3 are needed"),
+        (SM90, {"schedule": "multistage"}, "schedule", "sm90 has cooperative, pingpong"),
+        (SM90, {"cluster": [3, 1, 1]}, "cluster", "1|2|4"),
+        (SM90, {"cluster": [1, 1, 2]}, "cluster", "1|2|4"),
+        (SM90, {"cluster": [4, 4, 1]}, "cluster", "at most 8 CTAs"),
+        (SM90, {"tile": [128, 8, 64]}, "cluster", "multiples of 8 rows"),
+        (SM90, {"stages": 5}, "stages", "4 stages of 49152 bytes each"),
+        (SM90, {"stages": 2}, "stages", "stages of 49152 bytes each"),
+        (SM90, {"stages": "4"}, "stages", "a positive integer"),
+        (SM90, {"epilogue_chunks": 5}, "epilogue_chunks", "the tile has 4"),
+        (SM90, {"swap": 1}, "swap", "true or false"),
+        (SM90, {"note": 3}, "note", "a string"),
+        (SM80, {"schedule": "pingpong"}, "schedule", "sm80 has multistage"),
+        (SM80, {"stages": None}, "stages", "must be given"),
+        (SM80, {"stages": 7}, "stages", "114688 bytes of shared memory, the limit is 101376"),
+        (SM80, {"warps": [4, 4]}, "warps", "at most 8 warps"),
+        (SM80, {"warps": [1, 1]}, "tile", "512 accumulators per thread"),
+        (SM80, {"tile": [128, 128, 24]}, "tile", "16 x 8 x 16"),
+    ],
+)
+def test_an_illegal_row_is_named_with_its_field_and_value(base, changes, field, rule):
+    with pytest.raises(ConfigError) as error:
+        expand(base, **changes)
+    message = str(error.value)
+    value = {**base, **changes}.get(field)
+    assert message.startswith(f"gemm.toml: kernel row 7, {field} = {value!r}: ")
+    assert rule in message
+
+
+def test_a_repeated_kernel_names_both_rows(folder):
+    (folder / "gemm.toml").write_text(table_text(SM90, SM80, {**SM90, "elements": ["bf16"]}))
+    with pytest.raises(ConfigError, match="row 3 repeats gemm_sm90_bf16_tn_128x256x64_2x1x1_cooperative of row 1"):
+        configs.read_tables(folder)
+
+
+def test_bad_tables(folder):
+    (folder / "gemm.toml").write_text("[[kernel]\n")
+    with pytest.raises(ConfigError, match=r"^gemm\.toml: "):
+        configs.read_tables(folder)
+    (folder / "gemm.toml").write_text('[family]\nname = "conv"\n')
+    with pytest.raises(ConfigError, match="name = 'conv': must be one of gemm"):
+        configs.read_tables(folder)
+    (folder / "gemm.toml").unlink()
+    with pytest.raises(ConfigError, match="holds no kernel table"):
+        configs.read_tables(folder)
+
+
+# ---- shared-memory budget -----------------------------------------------------------------------------------------------------
+
+
+def test_budget_of_a_large_cooperative_tile():
+    """128 x 256 x 64: 48 KiB a stage; D streams through two 128 x 64 chunks instead of being staged whole (64 KiB, a stage and more)."""
+    kernel = expand(SM90)[0]
+    assert (kernel.stages, kernel.epilogue_chunks) == (4, 2)
+    assert kernel.smem_bytes == 4 * (128 + 256) * 64 * 2 + 2 * 128 * 64 * 2 + 2048 <= 232448
+
+
+def test_budget_of_a_pingpong_tile_stages_both_tiles():
+    kernel = expand(SM90, tile=[128, 128, 64], schedule="pingpong")[0]
+    assert (kernel.stages, kernel.epilogue_chunks) == (5, 2)
+    assert kernel.smem_bytes == 5 * 256 * 64 * 2 + 2 * (2 * 128 * 64 * 2) + 2048
+
+
+def test_a_row_may_choose_fewer_stages():
+    deep, shallow = expand(SM90)[0], expand(SM90, stages=3)[0]
+    assert shallow.stages == 3
+    assert deep.smem_bytes - shallow.smem_bytes == (128 + 256) * 64 * 2
+
+
+def test_a_small_tile_is_capped_at_sixteen_stages():
+    assert expand(SM90, tile=[64, 8, 64], cluster=[1, 1, 1], schedule="pingpong", swap=True)[0].stages == 16
+
+
+def test_struct_carries_the_numbers():
+    kernel = expand(SM90)[1]
+    text = gemm.definition(kernel)
+    for line in (
+        f"struct {kernel.name} {{",
+        "kType = DataType::kF16;",
+        "kMajorA = Major::kK;",
+        "kMajorB = Major::kMN;",
+        "kTileM = 128, kTileN = 256, kTileK = 64;",
+        "kClusterM = 2, kClusterN = 1;",
+        "kStages = 4;",
+        "kEpilogueChunks = 2;",
+        f"kSmemBytes = {kernel.smem_bytes};",
+        f"return launch_gemm_sm90<{kernel.name}>(arguments);",
+    ):
+        assert line in text
+    assert "kWarpsM = 2, kWarpsN = 2;" in gemm.definition(expand(SM80)[0])
+
+
+# ---- shards -------------------------------------------------------------------------------------------------------------------
+
+
+def test_shards_hold_every_kernel_once_and_at_most_eight():
+    kernels = configs.read_tables(ROOT / "cpp" / "configs")
+    assigned = shards.assign(kernels)
+    assert sorted(k.name for members in assigned.values() for k in members) == sorted(k.name for k in kernels)
+    for name, members in assigned.items():
+        assert 1 <= len(members) <= 8
+        assert {shards.shard_group(k) for k in members} == {name.rpartition("_")[0]}
+
+
+def test_a_new_row_rewrites_only_the_last_shard_of_its_group():
+    rows = [expand(SM80, tile=[128, 32, 16 * i], stages=2, layouts=["tn"])[0] for i in range(1, 10)]
+    before = {name: shards.shard_text(members) for name, members in shards.assign(rows).items()}
+    after = shards.assign(rows + expand(SM80, tile=[128, 128, 16], layouts=["tn"]))
+    changed = [name for name, members in after.items() if before.get(name) != shards.shard_text(members)]
+    assert changed == ["gemm_sm80_f16_multistage_tn_m128_1.cu"]
+
+
+def test_unchanged_output_is_not_written_and_stale_shards_go(folder, tmp_path):
+    out = tmp_path / "out"
+    first = generate.generate(folder, out, ["90a", "80"], "", "4.2.0")
+    assert (first["kernels"], first["compiled"], first["deleted"]) == (6, 6, 0)
+    stamps = {path: path.stat().st_mtime_ns for path in out.rglob("*.*")}
+    again = generate.generate(folder, out, ["90a", "80"], "", "4.2.0")
+    assert (again["written"], again["deleted"]) == (0, 0)
+    assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*.*")}
+
+    sm90 = generate.generate(folder, out, ["90a"], "gemm_sm90_f16_*", "4.2.0")
+    assert (sm90["compiled"], sm90["shards"]) == (2, 2)
+    assert sorted(path.name for path in (out / "kernels").iterdir()) == [
+        "gemm_sm90_f16_cooperative_mn_m128_0.cu",
+        "gemm_sm90_f16_cooperative_tn_m128_0.cu",
+    ]
+    assert all(path.stat().st_mtime_ns == stamps[path] for path in (out / "kernels").iterdir())
+    listing = (out / "shards.cmake").read_text()
+    assert listing.count(".cu") == 2 and "gemm_sm80" not in listing
+
+    none = generate.generate(folder, out, [], "", "")
+    assert (none["kernels"], none["compiled"], none["shards"], none["deleted"]) == (6, 0, 0, 2)
+
+
+# ---- selection ----------------------------------------------------------------------------------------------------------------
+
+
+def test_sm90_kernels_need_90a(folder):
+    kernels = configs.read_tables(folder)
+    assert {k.arch for k in configs.buildable(kernels, ["80"])} == {80}
+    assert {k.arch for k in configs.buildable(kernels, ["120", "90a"])} == {80, 90}
+    assert configs.buildable(kernels, []) == []
+
+
+def test_kernel_globs(folder, tmp_path):
+    kernels = configs.read_tables(folder)
+    assert {k.arch for k in configs.select(kernels, "gemm_sm80_*; gemm_sm90_bf16_tn_*")} == {80, 90}
+    assert len(configs.select(kernels, "")) == 6
+    with pytest.raises(ConfigError, match=r"no kernel matches 'gemm_sm99_\*'.*--list"):
+        configs.select(kernels, "gemm_sm80_*,gemm_sm99_*")
+    with pytest.raises(ConfigError, match="leaves no kernel to compile; sm90 kernels need 90a"):
+        generate.generate(folder, tmp_path / "out", ["80"], "gemm_sm90_*", "4.2.0")
+
+
+def test_command_line(folder, tmp_path):
+    script = [sys.executable, str(ROOT / "cpp" / "codegen" / "generate.py"), "--configs", str(folder)]
+    listed = subprocess.run([*script, "--list", "--kernels", "gemm_sm80_*"], capture_output=True, text=True, check=True)
+    assert listed.stdout.split() == [k.name for k in expand(SM80)]
+    done = subprocess.run([*script, "--out", str(tmp_path / "out"), "--archs", "90a"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("6 kernels, 6 compiled in")
+    failed = subprocess.run([*script, "--list", "--kernels", "nope"], capture_output=True, text=True)
+    assert failed.returncode == 1 and failed.stderr.startswith("MINFER_KERNELS: no kernel matches 'nope'")
+
+
+# ---- registry -----------------------------------------------------------------------------------------------------------------
+
+
+def test_registry_lists_all_and_marks_what_is_compiled(folder):
+    kernels = configs.read_tables(folder)
+    text = registry.registry_text(kernels, {kernels[0].name}, ["90a"], "4.2.0")
+    assert text.count(".name = ") == 6 and text.count(".launch = nullptr") == 5
+    assert f"Status launch_{kernels[0].name}(GemmLaunchArguments const&);" in text
+    assert f"launch_{kernels[1].name}" not in text
+    assert r'.note = "says \"why\""' in text
+    assert 'build_archs() { return "90a"; }' in text and 'build_cutlass_version() { return "4.2.0"; }' in text
+    rows = json.loads(registry.kernels_json(kernels, {kernels[0].name}))
+    assert [row["compiled"] for row in rows] == [True] + [False] * 5
+    header = (ROOT / "cpp" / "include" / "minfer" / "registry.h").read_text()
+    struct = header[header.index("struct KernelInfo {") : header.index("};", header.index("struct KernelInfo {"))]
+    fields = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", struct))
+    assert [*rows[0], "launch"] == [*fields[: fields.index("launch")], "compiled", "launch"]
+
+
+# ---- tuned tables -------------------------------------------------------------------------------------------------------------
+
+HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,has_c,gated,kernel,decomposition,splits,swizzle,raster,us\n"
+ROW = "gemm,16,4096,4096,1,f16,k,k,0,0,gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative,stream_k,1,2,along_n,9.5\n"
+SMALLER = "gemm,8,4096,4096,1,f16,k,mn,1,0,gemm_sm90_f16_tt_128x256x64_2x1x1_cooperative,split_k,4,1,along_m,7\n"
+
+
+def read(folder: Path, text: str, name: str = "nvidia-h200.csv"):
+    (folder / "tuned" / name).write_text(text)
+    return tuned.read_folder(folder / "tuned", configs.read_tables(folder))
+
+
+def test_tuned_rows_are_sorted_by_problem(folder):
+    rows = read(folder, HEADER + ROW + SMALLER)["nvidia-h200"]
+    assert [row.m for row in rows] == [8, 16]
+    assert rows[0] == tuned.TunedRow(8, 4096, 4096, 1, "f16", "k", "mn", True, False, rows[0].kernel, "split_k", 4, 1, "along_m", 7.0)
+    text = tuned.tuned_text({"nvidia-h200": rows})
+    assert "{8, 4096, 4096, 1, DataType::kF16, Major::kK, Major::kMN, true, false, " in text
+    assert "{Decomposition::kSplitK, 4, 1, RasterOrder::kAlongM}, 7.0f}," in text
+
+
+def test_no_table_is_fine(folder):
+    (folder / "tuned").rmdir()
+    assert tuned.read_folder(folder / "tuned", configs.read_tables(folder)) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ROW, "the header must be op,m,n,k"),
+        (HEADER + ROW.replace("2x1x1", "4x1x1"), "line 2: no kernel is named 'gemm_sm90_f16_tn_128x256x64_4x1x1_cooperative'"),
+        (HEADER + ROW.replace(",f16,k,k", ",bf16,k,k"), "computes .*'f16', 'k', 'k'.*the row's problem is .*'bf16'"),
+        (HEADER + ROW + ROW.replace("9.5", "9.4"), "line 3: repeats the problem of an earlier line"),
+        (HEADER + ROW.replace("gemm,16,", "gemm,0,"), "m = '0': must be a number >= 1"),
+        (HEADER + ROW.replace("gemm,16,", "gemm,x,"), "m = 'x': must be a number >= 1"),
+        (HEADER + ROW.replace("gemm,16,", "conv,16,"), "op = 'conv': must be one of gemm"),
+        (HEADER + ROW.replace("stream_k", "magic"), "decomposition = 'magic': must be one of persistent, stream_k, split_k"),
+        (HEADER + ROW.replace("along_n", "up"), "raster = 'up': must be one of along_m, along_n"),
+        (HEADER + ROW.replace(",1,2,along", ",1,3,along"), "swizzle = 3: must be one of 1, 2, 4, 8, 16"),
+        (HEADER + ROW.replace(",0,0,gemm", ",0,yes,gemm"), "gated = 'yes': must be one of 0, 1"),
+        (HEADER + ROW.replace(",9.5", ",nan"), "us = 'nan': must be a number"),
+        (HEADER + ROW.replace(",9.5", ""), "must have 16 columns"),
+        (HEADER + ROW.replace("9.5", "9.5,7"), "must have 16 columns"),
+    ],
+)
+def test_bad_tuned_rows(folder, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read(folder, text)
+
+
+def test_a_table_is_named_after_its_device(folder):
+    assert tuned.device_slug("NVIDIA H200") == "nvidia-h200"
+    assert tuned.device_slug("NVIDIA A100-SXM4-80GB") == "nvidia-a100-sxm4-80gb"
+    with pytest.raises(ConfigError, match="must be named 'nvidia-h200.csv'"):
+        read(folder, HEADER, "NVIDIA H200.csv")
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_generated_tables_compile_and_answer(folder, tmp_path):
+    """registry.cpp and tuned_table.cpp of a build without CUDA, called from C++: the device's name is normalised as in the file name."""
+    read(folder, HEADER + ROW + SMALLER)
+    out = tmp_path / "out"
+    generate.generate(folder, out, [], "", "")
+    (tmp_path / "main.cpp").write_text(r"""
+#include <cstdio>
+#include "minfer/gemm.h"
+int main() {
+  int64_t kernels = 0, rows = 0, none = -1;
+  minfer::KernelInfo const* first = minfer::registry(&kernels);
+  minfer::GemmTunedRow const* table = minfer::shipped_gemm_rows("NVIDIA H200", &rows);
+  bool const unknown = minfer::shipped_gemm_rows("NVIDIA H200 NVL", &none) == nullptr && none == 0;
+  std::printf("%lld %s %d %lld %lld %s %d '%s'\n", (long long)kernels, first->name, first->launch == nullptr, (long long)rows,
+              (long long)table[1].m, table[1].kernel, unknown, minfer::build_archs());
+}
+""")
+    sources = [str(path) for path in (tmp_path / "main.cpp", out / "registry.cpp", out / "tuned_table.cpp")]
+    includes = [f"-I{ROOT / 'cpp' / 'include'}", f"-I{ROOT / 'cpp' / 'src'}"]
+    program = str(tmp_path / "main")
+    subprocess.run(["c++", "-std=c++20", "-Wall", "-Wextra", "-Werror", *includes, *sources, "-o", program], check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    name = "gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative"
+    assert printed == f"6 {name} 1 2 16 {name} 1 ''\n"

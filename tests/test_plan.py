@@ -1,0 +1,185 @@
+"""Plans, read without a GPU: the library plans for the built-in H200 with every kernel of the table, compiled or not."""
+
+import itertools
+
+import minfer
+import pytest
+import torch
+from gemm_cases import DTYPES, LAYOUTS, name_of
+from minfer.planning import DTYPE_NAMES, Problem, enumerate_plans, plan_problem
+from minfer.registry import device_properties
+
+H200 = -1
+KERNELS = {kernel["name"]: kernel for kernel in minfer.kernels()}
+ODD = [
+    (0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0), (1, 1, 1), (1, 4096, 4096), (3, 7, 5), (17, 31, 33), (64, 28672, 4096), (127, 6143, 4097),
+    (131, 257, 1021), (4096, 4096, 4096), (8192, 57344, 8192), (100003, 16, 24), (16, 100003, 64), (5, 9, 100003), (1, 1, 1 << 22),
+]  # fmt: skip
+
+
+def plan(m, n, k, **options):
+    return minfer.plan("gemm", m=m, n=n, k=k, device=H200, **options)
+
+
+def check_legal(p):
+    """The plan's kernel can compute the plan's problem on an H200."""
+    problem, kernel = p.problem, KERNELS[p.kernel]
+    _, ab_type, _, a_major, b_major, (a_alignment, b_alignment, *_), _, _ = problem.arguments()
+    assert (kernel["ab_type"], kernel["a_major"], kernel["b_major"]) == (ab_type, a_major, b_major)
+    assert kernel["arch"] in (80, 90)
+    assert problem.k == 0 or kernel["alignment"] <= min(a_alignment, b_alignment)
+    assert kernel["smem_bytes"] <= device_properties(H200)["smem_per_block"]
+    assert p.decomposition in ("persistent", "stream_k", "split_k")
+    assert p.splits >= 1 and (p.splits == 1 or p.decomposition == "split_k")
+    assert p.swizzle in (1, 2, 4, 8, 16) and p.raster in ("along_m", "along_n")
+    assert p.workspace_bytes >= 0
+    assert p.compiled == kernel["compiled"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_always_answers(dtype, layout):
+    for (m, n, k), c, batch in itertools.product(ODD, (False, True), (1, 3)):
+        p = plan(m, n, k, dtype=dtype, layout=layout, c=c, batch=batch)
+        check_legal(p)
+        assert p.source in ("tuned", "analytic") and p.reason
+        assert p.floor_us >= 0 and p.predicted_us >= 0
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_gated_and_float32(gated, out_dtype):
+    for m, n, k in ((1, 28672, 4096), (512, 4096, 96), (77, 160, 35)):
+        check_legal(plan(m, n, k, gated=gated, out_dtype=out_dtype))
+
+
+def test_floor():
+    properties = device_properties(H200)
+    assert properties["name"] == "NVIDIA H200" and properties["sm_count"] == 132
+    decode = plan(1, 4096, 4096)
+    moved = 2 * (4096 * 4096 + 4096 + 4096)
+    assert decode.floor_us == pytest.approx(moved / properties["read_bandwidth"], rel=1e-3)
+    square = plan(8192, 8192, 8192)
+    assert square.floor_us == pytest.approx(2 * 8192**3 / properties["matrix_rate"], rel=1e-3)
+    assert plan(8, 4096, 4096, c=True).floor_us > plan(8, 4096, 4096).floor_us
+    assert plan(4096, 4096, 4096, batch=4).floor_us == pytest.approx(4 * plan(4096, 4096, 4096).floor_us, rel=1e-3)
+
+
+@pytest.mark.parametrize("m, n, k", [s for s in ODD if min(s) >= 16] + [(1, 4096, 4096), (16, 6144, 4096), (1, 57344, 8192)])
+def test_prediction_is_sane(m, n, k):
+    """Not below the floor, and for shapes that fill the machine not far above it."""
+    p = plan(m, n, k, use_tuned=False)
+    assert p.source == "analytic"
+    assert p.predicted_us >= 0.9 * p.floor_us
+    if p.floor_us > 20:
+        assert p.predicted_us < 4 * p.floor_us
+    assert p.predicted_us < 40 * p.floor_us + 60
+
+
+def test_larger_problems_take_longer():
+    """Roughly monotone: doubling m may fill a half-empty wave, but never makes a plan much faster."""
+    for n, k in ((6144, 4096), (4096, 14336), (8192, 8192)):
+        times = [plan(m, n, k, use_tuned=False).predicted_us for m in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)]
+        for before, after in itertools.pairwise(times):
+            assert after >= 0.95 * before
+        assert times[-1] > 8 * times[0]
+
+
+@pytest.mark.parametrize("m, n, k", [(1, 4096, 4096), (128, 6144, 4096), (4096, 4096, 4096), (131, 257, 1021)])
+def test_enumeration(m, n, k):
+    problem = Problem(m, n, k)
+    plans = enumerate_plans(problem, device=H200)
+    times = [p.predicted_us for p in plans]
+    assert times == sorted(times)
+    assert len({p.override for p in plans}) == len(plans), "no candidate twice"
+    for p in plans:
+        check_legal(p)
+    best = plan_problem(problem, use_tuned=False, device=H200)
+    assert best.override in {p.override for p in plans}
+    assert best.predicted_us == pytest.approx(times[0], rel=1e-4)
+    assert [p.override for p in enumerate_plans(problem, limit=3, device=H200)] == [p.override for p in plans[:3]]
+
+
+def test_every_kernel_is_a_candidate_somewhere():
+    """A row of the table that no problem can choose is a mistake."""
+    seen = set()
+    for dtype, layout, (m, n, k) in itertools.product(DTYPES, LAYOUTS, ((8, 4096, 4096), (512, 4096, 4096), (4096, 4096, 4096))):
+        seen |= {p.kernel for p in enumerate_plans(Problem(m, n, k, dtype=dtype, layout=layout), device=H200)}
+    assert seen == set(KERNELS)
+
+
+def test_override():
+    chosen = plan(64, 4096, 4096)
+    for p in enumerate_plans(chosen.problem, device=H200)[:20]:
+        forced = plan(64, 4096, 4096, kernel=p.override)
+        assert forced.source == "override"
+        assert forced.override == p.override
+        assert forced.predicted_us == pytest.approx(p.predicted_us, rel=1e-4)
+        assert plan(64, 4096, 4096, kernel=p.kernel).kernel == p.kernel
+
+
+def test_override_errors():
+    name = plan(64, 4096, 4096).kernel
+    with pytest.raises(RuntimeError, match="is not in the registry; nearest: .*gemm_sm90_bf16"):
+        plan(64, 4096, 4096, kernel="gemm_sm90_bf16_tn_1x1x1")
+    with pytest.raises(RuntimeError, match="cannot compute this problem"):
+        plan(64, 4096, 4096, dtype=torch.float16, kernel=name)
+    with pytest.raises(RuntimeError, match="cannot compute this problem"):
+        plan(64, 4096, 4097, kernel=next(k["name"] for k in minfer.kernels() if k["alignment"] == 16 and k["ab_type"] == "bf16"))
+    with pytest.raises(RuntimeError, match="decomposition must be"):
+        plan(64, 4096, 4096, kernel=name + "@decomposition=x")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"op": "conv"}, "op must be 'gemm', got 'conv'"),
+        ({"m": -1}, "m must be an integer >= 0, got -1"),
+        ({"k": 1.5}, "k must be an integer >= 0, got 1.5"),
+        ({"dtype": torch.float32}, "dtype must be torch.float16 or torch.bfloat16, got torch.float32"),
+        ({"out_dtype": torch.float16}, "out_dtype must be torch.bfloat16, torch.float32 or None, got torch.float16"),
+        ({"layout": "rr"}, "layout must be one of tn, tt, nn, nt, got 'rr'"),
+        ({"gated": True, "n": 24}, "n must be a multiple of 16 for a gated GEMM, got 24"),
+        ({"device": "cpu"}, "device must be a CUDA device, an index or None, got cpu"),
+    ],
+    ids=str,
+)
+def test_bad_arguments(options, message):
+    arguments = {"op": "gemm", "m": 8, "n": 16, "k": 8} | options
+    with pytest.raises(ValueError, match=message):
+        minfer.plan(arguments.pop("op"), **arguments)
+
+
+def test_text():
+    text = str(plan(1, 4096, 4096))
+    assert "1 x 4096 x 4096 bf16 tn" in text and "NVIDIA H200" in text
+    for word in ("kernel", "launch", "workspace", "predicted", "floor", "analytic"):
+        assert word in text
+    assert ("not runnable" in text) == (not plan(1, 4096, 4096).compiled)
+
+
+def test_alignment_of_contiguous_operands():
+    def alignments(**options):
+        return Problem(**options).arguments()[5]
+
+    assert alignments(m=8, n=8, k=8) == [16, 16, 0, 16]
+    assert alignments(m=8, n=8, k=12, c=True) == [8, 8, 16, 16]
+    assert alignments(m=8, n=7, k=8, c=True) == [16, 16, 0, 2]
+    assert alignments(m=1, n=7, k=7) == [16, 2, 0, 16]
+    assert alignments(m=5, n=6, k=7, layout="nt") == [2, 4, 0, 4]
+    assert alignments(m=5, n=6, k=8, out_dtype=torch.float32) == [16, 16, 0, 8]
+    assert alignments(m=5, n=48, k=8, gated=True) == [16, 16, 0, 16]
+
+
+def test_registry():
+    build = minfer.build_info()
+    assert build["kernels_total"] == len(KERNELS) == len(minfer.kernels())
+    assert build["kernels_compiled"] == sum(k["compiled"] for k in minfer.kernels())
+    assert build["version"] == minfer.__version__
+    for kernel in minfer.kernels():
+        tile = f"{kernel['tile_m']}x{kernel['tile_n']}x{kernel['tile_k']}"
+        layout = {"k": "t", "mn": "n"}[kernel["a_major"]] + {"k": "n", "mn": "t"}[kernel["b_major"]]
+        cluster = f"{kernel['cluster_m']}x{kernel['cluster_n']}x1"
+        parts = ["gemm", f"sm{kernel['arch']}", kernel["ab_type"], layout, tile, cluster, kernel["schedule"]]
+        assert kernel["name"].startswith("_".join(parts))
+    assert {k["ab_type"] for k in minfer.kernels()} == set(DTYPE_NAMES.values()) - {"f32"}
