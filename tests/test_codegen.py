@@ -119,7 +119,7 @@ def test_the_projects_own_table():
         (SM90, {"tile": [256, 256, 64]}, "tile", "256 accumulators per consumer thread"),
         (SM90, {"tile": [128, 256, 64], "schedule": "pingpong"}, "tile", "256 accumulators per consumer thread"),
         (SM90, {"tile": [128, 256, 128]}, "tile", "at least 3 are needed"),
-        (SM90, {"schedule": "multistage"}, "schedule", "sm90 has cooperative, pingpong"),
+        (SM90, {"schedule": "multistage"}, "schedule", "sm90 has cooperative and pingpong"),
         (SM90, {"cluster": [3, 1, 1]}, "cluster", "1|2|4"),
         (SM90, {"cluster": [1, 1, 2]}, "cluster", "1|2|4"),
         (SM90, {"cluster": [4, 4, 1]}, "cluster", "at most 8 CTAs"),
@@ -127,7 +127,7 @@ def test_the_projects_own_table():
         (SM90, {"stages": 5}, "stages", "4 stages of 49152 bytes each"),
         (SM90, {"stages": 2}, "stages", "stages of 49152 bytes each"),
         (SM90, {"stages": "4"}, "stages", "a positive integer"),
-        (SM90, {"epilogue_chunks": 5}, "epilogue_chunks", "the tile has 4"),
+        (SM90, {"epilogue_chunks": 5}, "epilogue_chunks", "has 4 boxes"),
         (SM90, {"swap": 1}, "swap", "true or false"),
         (SM90, {"note": 3}, "note", "a string"),
         (SM80, {"schedule": "pingpong"}, "schedule", "sm80 has multistage"),
@@ -177,7 +177,7 @@ def test_budget_of_a_large_cooperative_tile():
 
 def test_budget_of_a_pingpong_tile_stages_both_tiles():
     kernel = expand(SM90, tile=[128, 128, 64], schedule="pingpong")[0]
-    assert (kernel.stages, kernel.epilogue_chunks) == (5, 2)
+    assert (kernel.stages, kernel.epilogue_chunks) == (5, 4)
     assert kernel.smem_bytes == 5 * 256 * 64 * 2 + 2 * (2 * 128 * 64 * 2) + 2048
 
 

@@ -26,7 +26,13 @@ def environment_sites() -> list[str]:
         base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
         sites += [sysconfig.get_path("purelib", vars=base), sysconfig.get_path("platlib", vars=base)]
     sites.append(site.getusersitepackages())
-    return sites
+    return [folder for each in sites for folder in (each, *path_files(each))]
+
+
+def path_files(folder: str) -> list[str]:
+    """Folders that a site-packages adds by its .pth files: how an environment made over another one borrows its packages."""
+    lines = [line.strip() for file in sorted(Path(folder).glob("*.pth")) for line in file.read_text(errors="replace").splitlines()]
+    return [os.path.join(folder, line) for line in lines if line and not line.startswith(("#", "import")) and Path(folder, line).is_dir()]
 
 
 def locate(relative: str) -> str:

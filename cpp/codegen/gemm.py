@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from codegen.kernel import ELEMENTS, MAJORS, SCHEDULES, ConfigError, Kernel, cpp_bool
 
 # Headers that a shard includes, and the template its launch functions call.
@@ -15,26 +13,9 @@ ELEMENT_BYTES = 2
 SM90_SMEM_LIMIT = 232448  # 227 KiB: what one block can opt in to on compute capability 9.0
 SM80_SMEM_LIMIT = 101376  # 99 KiB: the smallest opt-in limit from sm_80 on (8.6, 8.9 and 12.0 have it)
 SM90_SMEM_RESERVED = 2048  # pipeline barriers, scheduler state, alignment of the first buffer
-SM90_HALF_SMEM_LIMIT = 115712  # two blocks to an SM: (228 KiB - 2 x 1 KiB the system takes) / 2
-
-
-class Sm90Schedule(NamedTuple):
-    """One producer warpgroup and its consumers."""
-
-    threads: int  # of the block
-    consumers: int  # threads that compute one tile
-    staging_sets: int  # tiles whose output is staged at a time
-    smem_limit: int
-    max_accumulators: int  # fp32 registers per consumer thread; beyond it the epilogue spills
-
-
-SM90_SCHEDULES = {
-    "cooperative": Sm90Schedule(384, 256, 1, SM90_SMEM_LIMIT, 128),
-    "pingpong": Sm90Schedule(384, 128, 2, SM90_SMEM_LIMIT, 128),
-    "warp_specialized": Sm90Schedule(256, 128, 1, SM90_HALF_SMEM_LIMIT, 64),
-}
+SM90_THREADS = 384  # one producer warpgroup, two consumers
 MIN_STAGES_SM90, MAX_STAGES_SM90 = 3, 16
-MAX_ACCUMULATORS_SM80 = 128  # fp32 registers per thread; beyond it the epilogue spills
+MAX_ACCUMULATORS = 128  # fp32 registers per consumer thread; beyond it the epilogue spills
 
 COMMON_FIELDS = {"arch", "elements", "layouts", "tile", "schedule", "stages", "note"}
 FIELDS = {
@@ -86,13 +67,11 @@ def expand(row: dict, where: str) -> list[Kernel]:
         cluster = integers("cluster", 3)
         swap, chunks = flag("swap"), optional_integer("epilogue_chunks")
         check_sm90(row, tile, cluster, require)
-        chunks, chunk_bytes, buffers = staging(tile, row["schedule"], swap, chunks, require)
-        staging_bytes = chunks * chunk_bytes * buffers
-        plan = SM90_SCHEDULES[row["schedule"]]
-        stages = stages_sm90(tile, staging_bytes, plan.smem_limit, stages, require)
+        chunks, staging_bytes = staging(tile, row["schedule"], swap, chunks, require)
+        stages = stages_sm90(tile, staging_bytes, stages, require)
         smem = stages * stage_bytes(tile) + staging_bytes + SM90_SMEM_RESERVED
         fields = dict(arch=90, cluster=cluster, swap=swap, unaligned=False, stages=stages, epilogue_chunks=chunks)
-        fields.update(warps=(0, 0), threads=plan.threads, smem_bytes=smem)
+        fields.update(warps=(0, 0), threads=SM90_THREADS, smem_bytes=smem)
     else:
         warps, unaligned = integers("warps", 2), flag("unaligned")
         check_sm80(row, tile, warps, stages, require)
@@ -114,50 +93,48 @@ def stage_bytes(tile: tuple[int, ...]) -> int:
 def check_sm90(row: dict, tile: tuple[int, ...], cluster: tuple[int, ...], require) -> None:
     tile_m, tile_n, tile_k = tile
     schedule = row.get("schedule")
-    require(schedule in SM90_SCHEDULES, "schedule", f"sm90 has {', '.join(SM90_SCHEDULES)}")
+    require(schedule in ("cooperative", "pingpong"), "schedule", "sm90 has cooperative and pingpong")
     allowed = (128, 256) if schedule == "cooperative" else (64, 128)
     require(tile_m in allowed, "tile", f"{schedule} takes tile_m {allowed[0]} or {allowed[1]} (64 rows per warpgroup instruction)")
     require(tile_n % 8 == 0 and 8 <= tile_n <= 256, "tile", "tile_n must be a multiple of 8 from 8 to 256 (the WGMMA shapes)")
     require(tile_k * ELEMENT_BYTES % 128 == 0, "tile", "tile_k must fill whole 128-byte swizzle rows: a multiple of 64")
-    limit = SM90_SCHEDULES[schedule].max_accumulators
-    accumulators = tile_m * tile_n // SM90_SCHEDULES[schedule].consumers
-    require(accumulators <= limit, "tile", f"{accumulators} accumulators per consumer thread spill, the limit is {limit}")
+    accumulators = tile_m * tile_n // (256 if schedule == "cooperative" else 128)
+    require(accumulators <= MAX_ACCUMULATORS, "tile", f"{accumulators} accumulators per consumer thread spill, the limit is {MAX_ACCUMULATORS}")
     require(all(c in (1, 2, 4) for c in cluster[:2]) and cluster[2] == 1, "cluster", "must be [1|2|4, 1|2|4, 1]")
     require(cluster[0] * cluster[1] <= 8, "cluster", "at most 8 CTAs are portable")
     # Multicast cuts the A tile over the cluster's columns and the B tile over its rows, in whole 8-row swizzle atoms.
     require(tile_m % (8 * cluster[1]) == 0 and tile_n % (8 * cluster[0]) == 0, "cluster", "multicast slices must be multiples of 8 rows")
 
 
-def staging(tile: tuple[int, ...], schedule: str, swap: bool, chunks: int | None, require) -> tuple[int, int, int]:
-    """D leaves through shared memory in chunks of 64 contiguous output elements -> (chunks, bytes of one, buffer sets)."""
-    extent, rows = (tile[0], tile[1]) if swap else (tile[1], tile[0])
-    if extent % 64 != 0:  # no TMA store: one buffer of 64 rows x 32 fp32 columns per consumer warpgroup
-        require(chunks in (None, 1), "epilogue_chunks", "a tile that is not a multiple of 64 columns has one")
-        return 1, 64 * (32 if extent >= 32 else 16 if extent >= 16 else 8) * 4, 2 if schedule != "warp_specialized" else 1
-    total = -(-extent // 64)
-    if chunks is None:
-        # A 128 x 256 tile that staged D whole would cost a pipeline stage: stream it through two chunks instead.
-        chunks = min(total, 2) if schedule == "cooperative" and tile[0] * tile[1] > 128 * 192 else total
-    require(chunks <= total, "epilogue_chunks", f"the tile has {total}")
-    chunk_bytes = -(-rows * min(64, extent) * ELEMENT_BYTES // 1024) * 1024
+def staging(tile: tuple[int, ...], schedule: str, swap: bool, chunks: int | None, require) -> tuple[int, int]:
+    """D leaves through shared memory in boxes -> (box buffers per consumer warpgroup, bytes of all of them).
+
+    A box is as many contiguous outputs as TMA's swizzles allow (64, 32 or 16) for the 64 rows of one MMA tile; swapped, 64 contiguous outputs
+    (the MMA tile's rows) for tile_n rows of D.
+    """
+    tile_m, tile_n, _ = tile
+    mma_m = tile_m // (128 if schedule == "cooperative" else 64)
     if swap:
-        require(
-            schedule != "cooperative" or chunks % 2 == 0,
-            "epilogue_chunks",
-            "a cooperative swapped tile has one per 64-row slab: two warpgroups",
-        )
-        # The general epilogue passes 64 rows x up to 32 columns of fp32 through the same buffer.
-        general_columns = 32 if rows >= 32 else 16 if rows >= 16 else 8
-        chunk_bytes = max(chunk_bytes, 64 * general_columns * 4)
-    return chunks, chunk_bytes, SM90_SCHEDULES[schedule].staging_sets
+        boxes, box_bytes = mma_m, tile_n * 128
+    else:
+        width = next((w for w in (64, 32, 16) if tile_n % w == 0), 0)
+        require(width > 0, "tile", "an unswapped tile_n must be a multiple of 16")
+        boxes, box_bytes = mma_m * tile_n // width, 64 * width * ELEMENT_BYTES
+    if chunks is None:
+        # A 128 x 256 tile that staged D whole would cost a pipeline stage: it goes through half as many buffers.
+        chunks = max(boxes // 2, 1) if tile_m * tile_n > 128 * 192 else boxes
+    require(chunks <= boxes, "epilogue_chunks", f"a consumer warpgroup has {boxes} boxes")
+    # The general epilogue passes 64 rows x up to 32 columns of fp32 through the same memory.
+    general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
+    return chunks, 2 * -(-max(chunks * box_bytes, general) // 1024) * 1024
 
 
-def stages_sm90(tile: tuple[int, ...], staging_bytes: int, limit: int, stages: int | None, require) -> int:
+def stages_sm90(tile: tuple[int, ...], staging_bytes: int, stages: int | None, require) -> int:
     """The deepest pipeline that fits beside the staging buffers, or the row's own after a check."""
-    fits = (limit - SM90_SMEM_RESERVED - staging_bytes) // stage_bytes(tile)
+    fits = (SM90_SMEM_LIMIT - SM90_SMEM_RESERVED - staging_bytes) // stage_bytes(tile)
     field = "tile" if stages is None else "stages"
     sizes = f"{stage_bytes(tile)} bytes each beside {staging_bytes} of output staging"
-    require(fits >= MIN_STAGES_SM90, field, f"{fits} stages of {sizes} fit {limit} bytes, at least {MIN_STAGES_SM90} are needed")
+    require(fits >= MIN_STAGES_SM90, field, f"{fits} stages of {sizes} fit {SM90_SMEM_LIMIT} bytes, at least {MIN_STAGES_SM90} are needed")
     if stages is None:
         return min(fits, MAX_STAGES_SM90)
     require(MIN_STAGES_SM90 <= stages <= min(fits, MAX_STAGES_SM90), "stages", f"{min(fits, MAX_STAGES_SM90)} stages of {sizes} fit")
@@ -172,8 +149,8 @@ def check_sm80(row: dict, tile: tuple[int, ...], warps: tuple[int, ...], stages:
     rule = "must split over the warps into multiples of the 16 x 8 x 16 MMA"
     require(tile_m % (16 * warps[0]) == 0 and tile_n % (8 * warps[1]) == 0 and tile_k % 16 == 0, "tile", rule)
     accumulators = tile_m * tile_n // (32 * warps[0] * warps[1])
-    rule = f"{accumulators} accumulators per thread spill, the limit is {MAX_ACCUMULATORS_SM80}"
-    require(accumulators <= MAX_ACCUMULATORS_SM80, "tile", rule)
+    rule = f"{accumulators} accumulators per thread spill, the limit is {MAX_ACCUMULATORS}"
+    require(accumulators <= MAX_ACCUMULATORS, "tile", rule)
 
 
 def definition(kernel: Kernel) -> str:

@@ -9,7 +9,6 @@ MAJORS = {"k": "Major::kK", "mn": "Major::kMN"}
 SCHEDULES = {
     "cooperative": "Schedule::kCooperative",
     "pingpong": "Schedule::kPingpong",
-    "warp_specialized": "Schedule::kWarpSpecialized",
     "multistage": "Schedule::kMultistage",
 }
 

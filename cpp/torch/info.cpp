@@ -38,7 +38,10 @@ std::string device_properties_json(int64_t index) {
   DeviceProperties const p = index < 0 ? h200_properties() : device_properties(int32_t(index));
   Json json;
   json.open('{').key("name").value(p.name).key("compute_major").value(int64_t(p.compute_major)).key("compute_minor").value(int64_t(p.compute_minor));
-  json.key("sm_count").value(int64_t(p.sm_count)).key("smem_per_block").value(int64_t(p.smem_per_block)).key("l2_bytes").value(p.l2_bytes);
+  json.key("sm_count").value(int64_t(p.sm_count)).key("max_clusters").open('[');
+  for (int32_t clusters : p.max_clusters) json.value(int64_t(clusters));
+  json.close(']');
+  json.key("smem_per_block").value(int64_t(p.smem_per_block)).key("l2_bytes").value(p.l2_bytes);
   json.key("read_bandwidth").value(p.read_bandwidth).key("matrix_rate").value(p.matrix_rate).close('}');
   return json.text();
 }

@@ -6,7 +6,6 @@
 Loading registers ``torch.ops.minfer.*`` for CUDA (ahead-of-time kernels), CPU (ATen compositions) and meta tensors.
 """
 
-import json as _json
 from pathlib import Path as _Path
 
 import torch as _torch
@@ -32,7 +31,7 @@ from .packing import pack_gate_up, unpack_gate_up  # noqa: E402
 from .planning import Plan, plan  # noqa: E402
 from .registry import build_info, kernels  # noqa: E402
 
-__version__: str = _json.loads(_torch.ops.minfer._build_info())["version"]
+__version__: str = build_info()["version"]
 tuned.load_at_first_use()
 
 __all__ = ["Plan", "__version__", "build_info", "gemm", "gemm_gated", "kernels", "pack_gate_up", "plan", "reference", "unpack_gate_up"]

@@ -97,12 +97,8 @@ def info(list_kernels: Annotated[bool, typer.Option("--kernels", help="List ever
         rows.append(("device", "no GPU that this build has kernels for; plans are made for the built-in H200"))
         where = f"none in {tuned.cache_folder()}"
     properties = device_properties()
-    rows.append(
-        (
-            "plan table",
-            f"{properties['name']}: {properties.get('shipped_rows', '?')} shipped rows, {tuned.user_rows()} user rows ({where}), then the model",
-        )
-    )
+    tables = f"{properties.get('shipped_rows', '?')} shipped rows, {tuned.user_rows()} user rows ({where})"
+    rows.append(("plan table", f"{properties['name']}: {tables}, then the model"))
     console.print()
     _columns("run time", rows)
     if list_kernels:

@@ -163,6 +163,9 @@ def picture(outcomes: list[Outcome], path: Path) -> bool:
             axes.bar_label(bars, fmt="%.1f", fontsize=7)
     axes.set_xticks(range(len(outcomes)), [o.case.name.replace(" (", "\n(").replace(", ", ",\n") for o in outcomes], fontsize=8)
     axes.set_yscale("log")
+    if timed:
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")  # the bars carry their values
     axes.set_ylabel(label)
     axes.set_title(title)
     axes.legend()

@@ -87,7 +87,7 @@ struct GemmTunedRow {
 
 struct GemmPlanOptions {
   char const* kernel = nullptr;       // force this kernel by name; its launch configuration is still chosen unless `launch` is set
-  GemmLaunch const* launch = nullptr; // force the launch configuration too
+  GemmLaunch const* launch = nullptr; // with `kernel`: force its launch configuration too
   bool use_tuned = true;
   bool only_runnable = true;          // false: also kernels that are not in this build (plans read without a GPU)
   int32_t force_arch = 0;             // 80: portable kernels only (MINFER_FORCE_ARCH)

@@ -10,14 +10,12 @@ enum class Schedule : int32_t {
   kCooperative = 0,  // sm90: both consumer warpgroups share one tile, split along M
   kPingpong = 1,     // sm90: each consumer warpgroup owns a tile; one's epilogue hides under the other's mainloop
   kMultistage = 2,   // sm80: cp.async ring, mma.sync
-  kWarpSpecialized = 3,  // sm90: one consumer warpgroup, half an SM: the successor's CTAs move in beside it
 };
 inline char const* name_of(Schedule s) {
   switch (s) {
     case Schedule::kCooperative: return "cooperative";
     case Schedule::kPingpong: return "pingpong";
     case Schedule::kMultistage: return "multistage";
-    case Schedule::kWarpSpecialized: return "warp_specialized";
   }
   return "?";
 }

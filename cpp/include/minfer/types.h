@@ -41,6 +41,8 @@ struct DeviceProperties {
   int32_t compute_major = 0;
   int32_t compute_minor = 0;
   int32_t sm_count = 0;
+  int32_t max_clusters[4] = {0, 0, 0, 0};  // clusters of 1, 2, 4, 8 CTAs, each CTA filling an SM, that are resident at once: SMs of one
+                                           // cluster share a GPC, so 132 SMs hold fewer than 33 clusters of 4
   int32_t smem_per_block = 0;      // bytes, with opt-in
   int64_t l2_bytes = 0;
   double read_bandwidth = 0;       // bytes / us, sustained

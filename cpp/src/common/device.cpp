@@ -1,4 +1,4 @@
-#include <cstring>
+#include <cstdio>
 
 #include "minfer/registry.h"
 
@@ -6,10 +6,12 @@ namespace minfer {
 
 DeviceProperties h200_properties() {
   DeviceProperties p;
-  std::strncpy(p.name, "NVIDIA H200", sizeof(p.name) - 1);
+  std::snprintf(p.name, sizeof(p.name), "NVIDIA H200");
   p.compute_major = 9;
   p.compute_minor = 0;
   p.sm_count = 132;
+  int32_t const clusters[4] = {132, 66, 30, 14};
+  for (int i = 0; i < 4; ++i) p.max_clusters[i] = clusters[i];
   p.smem_per_block = 232448;
   p.l2_bytes = int64_t(60) << 20;
   p.read_bandwidth = 4.45e6;  // bytes / us

@@ -1,3 +1,4 @@
+#include <cstdio>
 #include <cstring>
 
 #include "common/cuda_check.h"
@@ -5,17 +6,49 @@
 
 namespace minfer {
 
+namespace {
+
+// Stands for every sm_90 kernel of the library in the occupancy question: a CTA that fills an SM.
+__global__ void __launch_bounds__(384, 1) fill_one_sm() {}
+
+int32_t resident_clusters(int32_t cluster_size, int32_t smem_bytes) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {unsigned(cluster_size), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(cluster_size) * 512, 1, 1);
+  config.blockDim = dim3(384, 1, 1);
+  config.dynamicSmemBytes = size_t(smem_bytes);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  return cudaOccupancyMaxActiveClusters(&clusters, fill_one_sm, &config) == cudaSuccess ? clusters : 0;
+}
+
+}  // namespace
+
 Status query_device(int32_t device_index, DeviceProperties* properties) {
   cudaDeviceProp p;
   Status status = cuda_status(cudaGetDeviceProperties(&p, device_index), "cudaGetDeviceProperties");
   if (!status.ok()) return status;
   DeviceProperties out;
-  std::strncpy(out.name, p.name, sizeof(out.name) - 1);
+  std::snprintf(out.name, sizeof(out.name), "%s", p.name);
   out.compute_major = p.major;
   out.compute_minor = p.minor;
   out.sm_count = p.multiProcessorCount;
   out.smem_per_block = int32_t(p.sharedMemPerBlockOptin);
   out.l2_bytes = p.l2CacheSize;
+  out.max_clusters[0] = p.multiProcessorCount;
+  if (p.major >= 9) {
+    int current = 0;
+    cudaGetDevice(&current);
+    cudaSetDevice(device_index);
+    int32_t const smem = out.smem_per_block - 1024;
+    if (cudaFuncSetAttribute(fill_one_sm, cudaFuncAttributeMaxDynamicSharedMemorySize, smem) == cudaSuccess) {
+      for (int i = 1; i < 4; ++i) out.max_clusters[i] = resident_clusters(1 << i, smem);
+    }
+    cudaSetDevice(current);
+  }
   int memory_khz = 0, clock_khz = 0;
   cudaDeviceGetAttribute(&memory_khz, cudaDevAttrMemoryClockRate, device_index);
   cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, device_index);

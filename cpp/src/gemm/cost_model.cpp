@@ -31,6 +31,7 @@ double tile_efficiency(KernelInfo const& kernel) {
 }  // namespace
 
 double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
+  if (problem.m == 0 || problem.n == 0 || problem.batch == 0) return 0.0;  // nothing is launched
   TileSchedulerParams const schedule = schedule_of(kernel, problem, launch, device);
   int32_t const cluster = kernel.cluster_m * kernel.cluster_n;
   double const sms = device.sm_count;

@@ -1,15 +1,15 @@
 // Epilogue of the sm_90 kernels: accumulators of one consumer warpgroup -> D.
 //
 // Fast path (16-bit D that TMA can address, C absent or a full matrix of D's type): registers -> stmatrix -> swizzled shared memory -> TMA
-// store, in boxes of 64 contiguous outputs. C arrives by TMA in the very box buffer that D leaves from: it is requested before the
+// store, in boxes of up to 64 contiguous outputs. C arrives by TMA in the very box buffer that D leaves from: it is requested before the
 // mainloop, read with ldmatrix in the fragment's own layout, and overwritten in place.
 // General path (float32 D, broadcast or float32 C, unaligned D, gated): 64 x 32 accumulators at a time go through the same shared memory in
 // fp32 and are finished by a rolled, coalesced loop.
 //
 // Box b of a warpgroup, 64 rows of MMA tile mi each:
-//   no swap: 64 rows of m x 64 columns of n;   b = chunk * kMmaM + mi
-//   swap:    kTileN rows of m x 64 columns of n (the MMA rows are n); b = mi
-// Shared memory of a box: rows of 128 bytes, 16-byte unit u of row r at u ^ (r % 8) (TMA's 128-byte swizzle).
+//   no swap: 64 rows of m x kBoxColumns (64, 32 or 16) columns of n;   b = chunk * kMmaM + mi
+//   swap:    kTileN rows of m x 64 columns of n (the MMA rows are n);  b = mi
+// Shared memory of a box: rows of kBoxColumns, their 16-byte units in TMA's swizzle for that width.
 #pragma once
 
 #include <cuda.h>
@@ -33,27 +33,26 @@ struct EpilogueSm90 {
 
   static constexpr bool kSwap = Config::kSwap;
   static constexpr int kConsumers = Config::kSchedule == Schedule::kCooperative ? 2 : 1;  // warpgroups that share a tile
-  static constexpr int kWarpgroups = Config::kSchedule == Schedule::kWarpSpecialized ? 1 : 2;     // consumers of a CTA
   static constexpr int kMmaM = Config::kTileM / (64 * kConsumers);
   static constexpr int kTileN = Config::kTileN;
   static constexpr int kBoxRows = kSwap ? kTileN : 64;
-  static constexpr int kBoxBytes = kSwap || kTileN % 64 == 0 ? (kBoxRows * 128 + 1023) / 1024 * 1024 : 0;
+  static constexpr int kBoxColumns = kSwap || kTileN % 64 == 0 ? 64 : (kTileN % 32 == 0 ? 32 : 16);
+  static constexpr int kRowBytes = kBoxColumns * 2;
+  static constexpr int kBoxBytes = kBoxRows * kRowBytes;
+  static constexpr int kBoxes = kSwap ? kMmaM : kMmaM * (kTileN / kBoxColumns);  // of a warpgroup
+  static constexpr int kBuffers = Config::kEpilogueChunks;
   static constexpr int kGeneralColumns = kTileN >= 32 ? 32 : (kTileN >= 16 ? 16 : 8);
   static constexpr int kGeneralBytes = 64 * kGeneralColumns * 4;
-  static constexpr int kBufferBytes = kBoxBytes > kGeneralBytes ? kBoxBytes : kGeneralBytes;
-  static constexpr int kBoxes = kSwap ? kMmaM : kMmaM * (kTileN / 64);
-  static constexpr int kBuffersWanted = kSwap ? Config::kEpilogueChunks / kConsumers : Config::kEpilogueChunks * kMmaM;
-  static constexpr int kBuffers = !(kSwap || kTileN % 64 == 0) || kBuffersWanted < 1 ? 1 : (kBuffersWanted < kBoxes ? kBuffersWanted : kBoxes);
-  /// Whether the tile can be stored in boxes at all: unswapped tiles of another width always take the general path.
-  static constexpr bool kBoxed = kSwap || kTileN % 64 == 0;
-  static_assert(kTileN % 8 == 0 && kBoxRows <= 256);
-  static_assert(kBufferBytes % 1024 == 0, "TMA's 128-byte swizzle repeats every 1024 bytes");
+  static constexpr int kRegionBytes = ((kBuffers * kBoxBytes > kGeneralBytes ? kBuffers * kBoxBytes : kGeneralBytes) + 1023) / 1024 * 1024;
+  static_assert(kTileN % 8 == 0 && kBoxRows <= 256 && (kSwap || kTileN % kBoxColumns == 0));
+  static_assert(kBuffers >= 1 && kBuffers <= kBoxes && kBuffers <= 32);
+  static_assert(kBoxBytes % (8 * kRowBytes) == 0, "every box starts on a whole period of its swizzle");
 
   struct Buffers {
-    alignas(1024) char of[kWarpgroups][kBuffers][kBufferBytes];  // [consumer warpgroup]
+    alignas(1024) char of[2][kRegionBytes];  // [consumer warpgroup]
   };
   struct Barriers {
-    alignas(8) uint64_t c_full[kWarpgroups][kBuffers];
+    alignas(8) uint64_t c_full[2][kBuffers];
   };
 
   EpilogueSm90Params const& params;
@@ -64,11 +63,11 @@ struct EpilogueSm90 {
   uint32_t c_phase = 0;
 
   __device__ EpilogueSm90(EpilogueSm90Params const& params, Buffers& storage, Barriers& barriers, int warpgroup, int thread)
-      : params(params), buffers(&storage.of[warpgroup][0][0]), c_full(&barriers.c_full[warpgroup][0]), thread(thread),
+      : params(params), buffers(&storage.of[warpgroup][0]), c_full(&barriers.c_full[warpgroup][0]), thread(thread),
         barrier_id(warpgroup + 1) {}
 
   static __device__ void initialize(Barriers& barriers) {
-    for (int w = 0; w < kWarpgroups; ++w) {
+    for (int w = 0; w < 2; ++w) {
       for (int b = 0; b < kBuffers; ++b) cutlass::arch::ClusterTransactionBarrier::init(&barriers.c_full[w][b], 1);
     }
   }
@@ -80,20 +79,24 @@ struct EpilogueSm90 {
     return kSwap ? tile_column : mma_row(b % kMmaM, tile_row, warpgroup);
   }
   static __device__ int box_n(int b, int tile_row, int tile_column, int warpgroup) {
-    return kSwap ? mma_row(b, tile_row, warpgroup) : tile_column + b / kMmaM * 64;
+    return kSwap ? mma_row(b, tile_row, warpgroup) : tile_column + b / kMmaM * kBoxColumns;
+  }
+  // TMA's swizzle of the 16-byte units of a row of 128, 64 or 32 bytes.
+  static __device__ int swizzle(int unit, int row) {
+    return kRowBytes == 128 ? unit ^ (row & 7) : (kRowBytes == 64 ? unit ^ (row >> 1 & 3) : unit ^ (row >> 2 & 1));
   }
   static __device__ int mma_row(int mi, int tile_row, int warpgroup) { return tile_row + (mi * kConsumers + warpgroup) * 64; }
 
   __device__ void request_c(int b, int tile_row, int tile_column, int l, int warpgroup) {
     uint64_t* barrier = &c_full[b % kBuffers];
-    cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(barrier, kBoxRows * 128);
-    cute::SM90_TMA_LOAD_3D::copy(&params.tma_c, barrier, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), buffers + b % kBuffers * kBufferBytes,
+    cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(barrier, kBoxBytes);
+    cute::SM90_TMA_LOAD_3D::copy(&params.tma_c, barrier, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), buffers + b % kBuffers * kBoxBytes,
                                  box_n(b, tile_row, tile_column, warpgroup), box_m(b, tile_row, tile_column, warpgroup), l);
   }
 
   /// Before the mainloop of a tile this CTA owns: asks for C while the tensor cores work.
   __device__ void prefetch(int tile_row, int tile_column, int l, int warpgroup) {
-    if (kBoxed && params.load_c_by_tma && thread == 0) {
+    if (params.load_c_by_tma && thread == 0) {
       cute::tma_store_wait<0>();  // the previous tile's stores have left the buffers
 #pragma unroll
       for (int b = 0; b < kBuffers; ++b) request_c(b, tile_row, tile_column, l, warpgroup);
@@ -102,13 +105,11 @@ struct EpilogueSm90 {
 
   template <class Accumulator>
   __device__ void store(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
-    if constexpr (kBoxed) {
-      if (params.store_by_tma) {
-        store_boxes(acc, tile_row, tile_column, l, warpgroup);
-        return;
-      }
+    if (params.store_by_tma) {
+      store_boxes(acc, tile_row, tile_column, l, warpgroup);
+    } else {
+      store_general(acc, tile_row, tile_column, l, warpgroup);
     }
-    store_general(acc, tile_row, tile_column, l, warpgroup);
   }
 
   // acc(i): value e + 2 h + 4 j + (kTileN / 2) mi of this thread is row 16 (thread / 32) + 8 h + lane / 4 of MMA tile mi, column
@@ -124,10 +125,10 @@ struct EpilogueSm90 {
 #pragma unroll
     for (int b = 0; b < kBoxes; ++b) {
       int const buffer = b % kBuffers;
-      char* box = buffers + buffer * kBufferBytes;
+      char* box = buffers + buffer * kBoxBytes;
       uint32_t const box_address = cute::cast_smem_ptr_to_uint(box);
       if (b >= kBuffers && !params.load_c_by_tma) {
-        if (thread == 0) cute::tma_store_wait<0>();
+        if (thread == 0) cute::tma_store_wait<kBuffers - 1>();  // this buffer's store, the oldest, has been read
         synchronize();
       }
       if (params.load_c_by_tma) {
@@ -136,8 +137,8 @@ struct EpilogueSm90 {
       }
       int const mi = kSwap ? b : b % kMmaM;
       int const n_box = box_n(b, tile_row, tile_column, warpgroup);
-      constexpr int kColumnBlocks = kSwap ? kTileN / 8 : 8;  // 8-column blocks of the accumulator in a box
-      int const first_block = kSwap ? 0 : b / kMmaM * 8;
+      constexpr int kColumnBlocks = (kSwap ? kTileN : kBoxColumns) / 8;  // 8-column blocks of the accumulator in a box
+      int const first_block = kSwap ? 0 : b / kMmaM * kColumnBlocks;
       float row_bias[2] = {0.0f, 0.0f};  // swap: n runs along the accumulator's rows
       if (kSwap && e.bias != nullptr) {
 #pragma unroll
@@ -156,11 +157,11 @@ struct EpilogueSm90 {
         if constexpr (kSwap) {
           int const row = 8 * (j + (pair ? q / 2 : 0)) + r;  // m within the box
           int const unit = 2 * warp + q % 2;                 // 8 consecutive n
-          unit_address = box_address + row * 128 + ((unit ^ (row % 8)) << 4);
+          unit_address = box_address + row * kRowBytes + (swizzle(unit, row) << 4);
         } else {
           int const row = 16 * warp + 8 * (q % 2) + r;
           int const unit = j + q / 2;
-          unit_address = box_address + row * 128 + ((unit ^ (row % 8)) << 4);
+          unit_address = box_address + row * kRowBytes + (swizzle(unit, row) << 4);
         }
         float v[8];  // [block][h][e]
 #pragma unroll

@@ -80,7 +80,7 @@ void for_each_launch(KernelInfo const& kernel, GemmProblem const& problem, Devic
   int64_t const tiles_m = ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m);
   int64_t const tiles_n = ceil_div(columns, int64_t(kernel.tile_n) * kernel.cluster_n);
   int64_t const tiles = tiles_m * tiles_n * problem.batch;
-  int64_t const workers = int64_t(device.sm_count) * ctas_per_sm(kernel, device) / (kernel.cluster_m * kernel.cluster_n);
+  int64_t const workers = resident_workers(kernel, device);
   int64_t const k_tiles = ceil_div(problem.k, kernel.tile_k);
 
   GemmLaunch decompositions[8];

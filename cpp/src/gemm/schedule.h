@@ -9,20 +9,26 @@ namespace minfer::gemm {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Resident CTAs per SM. Kernels with two consumer warpgroups fill an SM; two warp-specialised ones, or two portable ones of 128 threads,
-/// share one where shared memory allows it.
+/// Resident CTAs per SM. sm_90 kernels fill an SM; two portable ones of 128 threads share one where shared memory allows it.
 inline int32_t ctas_per_sm(KernelInfo const& kernel, DeviceProperties const& device) {
-  if (kernel.arch >= 90 ? kernel.schedule != Schedule::kWarpSpecialized : kernel.threads > 128) return 1;
+  if (kernel.arch >= 90 || kernel.threads > 128) return 1;
   return 2 * (kernel.smem_bytes + 1024) <= device.smem_per_block + 1024 ? 2 : 1;
+}
+
+/// Workers (clusters of CTAs) of a launch that are resident together.
+inline int32_t resident_workers(KernelInfo const& kernel, DeviceProperties const& device) {
+  int32_t const cluster = kernel.cluster_m * kernel.cluster_n;
+  int32_t const size = cluster >= 8 ? 3 : cluster >= 4 ? 2 : cluster >= 2 ? 1 : 0;
+  int32_t const clusters = size > 0 && device.max_clusters[size] > 0 ? device.max_clusters[size] : device.sm_count / cluster;
+  return clusters * ctas_per_sm(kernel, device);
 }
 
 inline TileSchedulerParams schedule_of(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch,
                                        DeviceProperties const& device) {
   int64_t const rows = kernel.swap ? problem.n : problem.m;
   int64_t const columns = kernel.swap ? problem.m : problem.n;
-  int32_t const cluster = kernel.cluster_m * kernel.cluster_n;
   return make_schedule(ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m), ceil_div(columns, int64_t(kernel.tile_n) * kernel.cluster_n),
-                       problem.batch, ceil_div(problem.k, kernel.tile_k), device.sm_count * ctas_per_sm(kernel, device) / cluster,
+                       problem.batch, ceil_div(problem.k, kernel.tile_k), resident_workers(kernel, device),
                        launch.decomposition, launch.splits, launch.max_swizzle_size, launch.raster_order);
 }
 
