@@ -1,5 +1,6 @@
 // What the build holds: _build_info, _kernels, _device_properties.
 #include "bindings.h"
+#include "minfer/gemm.h"
 #include "minfer/registry.h"
 
 namespace minfer::torch_binding {
@@ -42,7 +43,10 @@ std::string device_properties_json(int64_t index) {
   for (int32_t clusters : p.max_clusters) json.value(int64_t(clusters));
   json.close(']');
   json.key("smem_per_block").value(int64_t(p.smem_per_block)).key("l2_bytes").value(p.l2_bytes);
-  json.key("read_bandwidth").value(p.read_bandwidth).key("matrix_rate").value(p.matrix_rate).close('}');
+  json.key("read_bandwidth").value(p.read_bandwidth).key("matrix_rate").value(p.matrix_rate);
+  int64_t rows = 0;
+  shipped_gemm_rows(p.name, &rows);
+  json.key("shipped_rows").value(rows).close('}');
   return json.text();
 }
 

@@ -1,6 +1,7 @@
 // The analytic cost model. A launch takes
-//   start + max(compute of the busiest worker, HBM traffic) + exposed epilogue + fix-up
-// with every term in us and every constant measured on the H200 (bench/results/nvidia-h200): they scale with the device's own rates.
+//   start + combined(busiest worker's k-iterations, HBM traffic) + exposed epilogue + fix-up of pieces
+// in us. The constants are a fit to 8000 timings of 60 kernels over 25 problems on the H200 (m from 16 to 8192), weighted towards each
+// problem's fastest candidates; rates scale with the device's own.
 #include "gemm/cost_model.h"
 
 #include <algorithm>
@@ -10,79 +11,77 @@ namespace minfer::gemm {
 
 namespace {
 
-constexpr double kStartUs = 2.3;             // launch, barrier setup, first bytes from HBM, last store
-constexpr double kFixupUs = 0.9;             // publish, flag, first read of a partial tile
-constexpr double kL2BytesPerUsPerSm = 42e3;  // 5.5 TB/s over 132 SMs
-constexpr double kEpilogueBytesPerUs = 60e3; // accumulators through registers and shared memory, per SM
-
-// Share of the matrix rate a tile sustains in steady state: small tiles read more shared memory per flop and issue more instructions.
-double tile_efficiency(KernelInfo const& kernel) {
-  double const m = kernel.tile_m, n = kernel.tile_n;
-  if (kernel.arch < 90) return 0.62 * std::min(1.0, m * n / (128.0 * 128.0) * 0.5 + 0.5);
-  double const area = m * n;
-  if (area >= 128 * 256) return 1.0;
-  if (area >= 128 * 192) return 0.99;
-  if (area >= 128 * 128) return 0.97;
-  if (area >= 64 * 256) return 0.93;
-  if (area >= 64 * 128) return 0.85;
-  return 0.85 * std::pow(area / (64.0 * 128.0), 0.35);
-}
+constexpr double kStartUs = 2.29;           // launch, set-up, first bytes, last store
+constexpr double kOverlapUs = 0.58;         // of it, hidden when the next launch sets up on the SMs this one leaves free
+constexpr double kClusterUs = 0.42;         // cluster launch and the barrier at its start
+constexpr double kSmPeak = 6.12e6;          // flop/us of one busy SM; all of them together are held to kMatrixPeak by power
+constexpr double kMatrixPeak = 967e6;       // before the shared-memory term below: a large tile sustains 750e6
+constexpr double kInstructionColumns = 12.66;  // columns a WGMMA costs on top of its own: reading A from shared memory
+constexpr double kIdleWarpgroup = 1.06;     // a pingpong CTA with a single tile has no other warpgroup to fill its waits
+constexpr double kL2Peak = 11.5e6;          // bytes/us, all SMs
+constexpr double kL2PeakPerSm = 139e3;
+constexpr double kMulticastShare = 0.476;   // of the bytes a multicast could save, how many it does
+constexpr double kEpilogueBytes = 33e3;     // D bytes/us of one SM
+constexpr double kFixupUs = 0.99;           // publish, flag, first read
+constexpr double kFixupBytes = 85e3;        // bytes/us of one SM
+constexpr double kHbmShare = 0.983;         // of the device's read bandwidth
+constexpr double kPortableRate = 0.55;      // mma.sync against WGMMA, per SM
 
 }  // namespace
 
 double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
   if (problem.m == 0 || problem.n == 0 || problem.batch == 0) return 0.0;  // nothing is launched
   TileSchedulerParams const schedule = schedule_of(kernel, problem, launch, device);
-  int32_t const cluster = kernel.cluster_m * kernel.cluster_n;
-  double const sms = device.sm_count;
-  double const share = 1.0 / ctas_per_sm(kernel, device);  // resident CTAs divide an SM
-  double const sm_rate = device.matrix_rate / sms * share;
-  double const l2_rate = kL2BytesPerUsPerSm * (device.matrix_rate / 750e6) * (132.0 / sms) * share;
+  double const scale = device.matrix_rate / 750e6, sms = device.sm_count;
+  double const per_sm_scale = scale * 132.0 / sms;
+  double const share = ctas_per_sm(kernel, device);
+  double const cluster = kernel.cluster_m * kernel.cluster_n;
+  double const active = std::min(sms, schedule.workers * cluster / share);  // SMs at work
+  bool const portable = kernel.arch < 90;
 
-  // One k-iteration of one CTA.
-  double const mma_us = 2.0 * kernel.tile_m * kernel.tile_n * kernel.tile_k / (sm_rate * tile_efficiency(kernel));
-  double const feed_bytes = 2.0 * kernel.tile_k * (double(kernel.tile_m) / kernel.cluster_n + double(kernel.tile_n) / kernel.cluster_m);
-  double const iteration_us = std::max(mma_us, feed_bytes / l2_rate);
+  // One k-iteration of one CTA: tensor cores, or operands out of L2.
+  double const rate = std::min(kSmPeak * per_sm_scale, kMatrixPeak * scale / active) / share * (portable ? kPortableRate : 1.0);
+  double const tiles = schedule.tiles();
+  double const items = std::ceil(tiles * schedule.splits / schedule.workers);
+  bool const alone = kernel.schedule == Schedule::kPingpong && schedule.stream_tiles == 0 && items < 2;
+  double const mma_us = 2.0 * kernel.tile_m * (kernel.tile_n + kInstructionColumns) * kernel.tile_k / rate * (alone ? kIdleWarpgroup : 1.0);
+  double const a_rows = kernel.tile_m * (1.0 - kMulticastShare * (1.0 - 1.0 / kernel.cluster_n));
+  double const b_rows = kernel.tile_n * (1.0 - kMulticastShare * (1.0 - 1.0 / kernel.cluster_m));
+  double const l2_rate = std::min(kL2PeakPerSm * per_sm_scale, kL2Peak * scale / active) / share;
+  double const iteration_us = std::max(mma_us, 2.0 * kernel.tile_k * (a_rows + b_rows) / l2_rate);
 
   // The busiest worker.
-  double const tiles = schedule.tiles();
-  double iterations, owned;
-  bool pieces = false;
+  double iterations, owned, pieces;
   if (schedule.stream_tiles > 0) {
-    double const rest = tiles - schedule.stream_tiles;
-    iterations = schedule.stretch + (schedule.stretch_remainder > 0 ? 1 : 0) + std::ceil(rest / schedule.workers) * schedule.k_tiles;
-    owned = std::ceil(double(schedule.stream_tiles) / schedule.workers) + std::ceil(rest / schedule.workers);
-    pieces = true;
+    double const rest = std::ceil((tiles - schedule.stream_tiles) / schedule.workers);
+    iterations = schedule.stretch + (schedule.stretch_remainder > 0 ? 1 : 0) + rest * schedule.k_tiles;
+    owned = std::ceil(double(schedule.stream_tiles) / schedule.workers) + rest;
+    pieces = std::max(1.0, double(schedule.workers) / schedule.stream_tiles);
   } else {
-    double const items = std::ceil(tiles * schedule.splits / schedule.workers);
     iterations = items * std::ceil(double(schedule.k_tiles) / schedule.splits);
-    owned = items;
-    pieces = schedule.splits > 1;
+    owned = schedule.splits > 1 ? std::ceil(tiles / schedule.workers) : items;
+    pieces = schedule.splits - 1;
   }
+  double const busy_us = iterations * iteration_us;
 
-  // Bytes from HBM: operands once, and again for every band of tiles when a band's working set does not stay in L2.
+  // HBM: operands once, and the walked one again for every band of tiles when a band's working set leaves L2.
   double const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
   double const a_bytes = 2.0 * rows * problem.k, b_bytes = 2.0 * columns * problem.k;
   double const band = double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : kernel.tile_n * kernel.cluster_n);
   double const bands = std::max(1.0, std::ceil((schedule.raster_along_n ? rows : columns) / band));
-  double const walked = schedule.raster_along_n ? b_bytes : a_bytes;  // read again by every band
-  double const resident = 0.6 * device.l2_bytes;
-  double const rereads = walked <= resident ? 1.0 : bands;
-  double const bytes = problem.batch * ((schedule.raster_along_n ? a_bytes : b_bytes) + walked * rereads +
-                                        double(problem.m) * problem.n * size_of(problem.d_type) * (problem.has_c ? 2.0 : 1.0));
-  double const active = std::min(1.0, double(schedule.workers) * cluster / (sms / share));
-  double const hbm_us = bytes / (device.read_bandwidth * std::min(1.0, 0.25 + 0.75 * active));
+  double const walked = schedule.raster_along_n ? b_bytes : a_bytes;
+  double const rereads = walked <= 0.6 * device.l2_bytes ? 1.0 : bands;
+  double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
+  double const bytes = problem.batch * (a_bytes + b_bytes + walked * (rereads - 1.0) + d_bytes * (problem.has_c ? 2.0 : 1.0));
+  double const hbm_us = bytes / (kHbmShare * device.read_bandwidth * std::min(1.0, active / (0.5 * sms)));
+  double const main_us = std::pow(std::pow(busy_us, 4) + std::pow(hbm_us, 4), 0.25);  // the larger, and a little of the other
 
-  double const epilogue_us = kernel.tile_m * kernel.tile_n * 2.0 * (problem.has_c ? 1.6 : 1.0) / kEpilogueBytesPerUs;
-  bool const hidden = kernel.schedule == Schedule::kPingpong;
-  double const exposed = hidden ? epilogue_us * std::min(owned, 1.0) : epilogue_us * owned;
-  double fixup = 0.0;
-  if (pieces) {
-    double const per_tile = schedule.splits > 1 ? schedule.splits - 1 : std::max(1.0, double(schedule.workers) / std::max(1, schedule.stream_tiles));
-    double const partial_bytes = 4.0 * kernel.tile_m * kernel.tile_n;
-    fixup = kFixupUs + per_tile * partial_bytes / 100e3 + partial_bytes / 200e3;
-  }
-  return kStartUs + std::max(iterations * iteration_us, hbm_us) + exposed + fixup;
+  double const epilogue_us = 2.0 * kernel.tile_m * kernel.tile_n * (problem.has_c ? 1.5 : 1.0) * share / (kEpilogueBytes * per_sm_scale);
+  double const exposed_us = epilogue_us * (kernel.schedule == Schedule::kPingpong ? 1.0 : owned);
+  double const partial_bytes = 4.0 * kernel.tile_m * kernel.tile_n * share;
+  double const fixup_us = pieces > 0 ? kFixupUs + (pieces + 1.0) * partial_bytes / (kFixupBytes * per_sm_scale) : 0.0;
+  double const start_us = kStartUs - (active <= 0.5 * sms && !portable ? kOverlapUs : 0.0) + (cluster > 1 ? kClusterUs : 0.0);
+  return start_us + main_us + exposed_us + fixup_us;
 }
 
 }  // namespace minfer::gemm

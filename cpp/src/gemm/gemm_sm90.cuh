@@ -32,7 +32,7 @@
 
 namespace minfer::gemm {
 
-/// Weights a CTA sends for before its predecessor has finished. Measured at m = 16 on 4096 x 4096, 6144 x 4096 and 10240 x 8192: 64 to 128 KiB
+/// Operand bytes a CTA sends for before its predecessor has finished. Measured at m = 16 on 4096 x 4096, 6144 x 4096 and 10240 x 8192: 64 to 128 KiB
 /// gain 4 to 9 % over none, 256 KiB lose it again to the predecessor's own stream.
 constexpr int kPrefetchBytes = 96 * 1024;
 
@@ -69,6 +69,8 @@ struct GemmSm90 {
   static constexpr int kValues = Config::kTileM * Config::kTileN / (kCooperative ? 256 : 128);  // accumulators per thread
   using Reduction = SplitReduction<128, kValues>;
 
+  static constexpr int kPrefetch = kPrefetchBytes / ((Config::kTileM + Config::kTileN) * Config::kTileK * 2);  // k-iterations
+
   struct Params {
     cute::Shape<int, int, int, int> problem;  // the kernel's own (m, n, k, l)
     typename Mainloop::Params mainloop;
@@ -76,7 +78,6 @@ struct GemmSm90 {
     TileSchedulerParams schedule;
     SplitWorkspace split;
     uint64_t hint_a, hint_b;  // L2 eviction priorities
-    int32_t prefetch;         // k-iterations of weights sent for before the wait for the predecessor
   };
 
   struct SharedStorage {
@@ -163,14 +164,11 @@ struct GemmSm90 {
         Tensor tAgA = copy_a.partition_S(gA_mkl(_, _, tile.m * Config::kClusterM + rank_m, _, tile.l));  // (TMA,TMA_M,TMA_K,k)
         Tensor tBgB = copy_b.partition_S(gB_nkl(_, _, tile.n * Config::kClusterN + rank_n, _, tile.l));  // (TMA,TMA_N,TMA_K,k)
         if (first) {
-          // Under the predecessor's tail: the ring's worth of weights starts for L2.
-          int const ahead = item.k_count < params.prefetch ? item.k_count : params.prefetch;
+          // Under the predecessor's tail: the first k-iterations start for L2.
+          int const ahead = item.k_count < kPrefetch ? item.k_count : kPrefetch;
           for (int k = 0; k < ahead; ++k) {
-            if constexpr (kSwap) {
-              cute::prefetch(params.mainloop.tma_load_a, tAgA(_, _, _, item.k_begin + k));
-            } else {
-              cute::prefetch(params.mainloop.tma_load_b, tBgB(_, _, _, item.k_begin + k));
-            }
+            cute::prefetch(params.mainloop.tma_load_a, tAgA(_, _, _, item.k_begin + k));
+            cute::prefetch(params.mainloop.tma_load_b, tBgB(_, _, _, item.k_begin + k));
           }
           wait_for_predecessor();
           first = false;
@@ -196,11 +194,11 @@ struct GemmSm90 {
     Epilogue epilogue(params.epilogue, storage.epilogue, storage.epilogue_barriers, consumer, thread);
     int const slab = kCooperative ? consumer : 0;  // which 64-row slabs of the tile are this warpgroup's
     PipelineState state;
-    wait_for_predecessor();  // C, bias, D and the workspace are read and written from here
-
     int turn = 0;
     TileScheduler scheduler(params.schedule, worker);
-    for (WorkItem item = scheduler.next(); item.valid; item = scheduler.next()) {
+    WorkItem item = scheduler.next();
+    wait_for_predecessor();  // C, bias, D and the workspace are read and written from here
+    for (; item.valid; item = scheduler.next()) {
       if (kPingpong && (turn++ & 1) != consumer) {
         state.advance(item.k_count);
         continue;
@@ -290,8 +288,6 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   bool const stream_a = params.schedule.tiles_n == 1, stream_b = params.schedule.tiles_m == 1;
   params.hint_a = uint64_t(stream_a ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
   params.hint_b = uint64_t(stream_b ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
-
-  params.prefetch = kPrefetchBytes / ((kSwap ? Config::kTileM : Config::kTileN) * Config::kTileK * 2);
 
   params.epilogue.general = make_epilogue(problem, operands);
   params.epilogue.load_c_by_tma = problem.has_c && problem.c_alignment == 16;

@@ -69,8 +69,8 @@ void finish(GemmPlan* plan, KernelInfo const& kernel, GemmProblem const& problem
   plan->kernel = &kernel;
   plan->launch = launch;
   plan->workspace_bytes = problem.m == 0 || problem.n == 0 || problem.batch == 0 ? 0 : workspace_of(kernel, schedule_of(kernel, problem, launch, device));
-  plan->predicted_us = predict_us(kernel, problem, launch, device);
   plan->floor_us = gemm_floor_us(problem, device);
+  plan->predicted_us = std::max(predict_us(kernel, problem, launch, device), plan->floor_us);
 }
 
 /// The launch configurations worth asking about for one kernel: no two that make the same schedule.
@@ -188,6 +188,7 @@ GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProble
 }  // namespace gemm
 
 double gemm_floor_us(GemmProblem const& p, DeviceProperties const& device) {
+  if (p.m == 0 || p.n == 0 || p.batch == 0) return 0.0;
   double const outputs = double(p.batch) * p.m * (p.gated ? p.n / 2 : p.n);
   double const bytes = 2.0 * p.batch * (double(p.m) * p.k + double(p.n) * p.k) + outputs * size_of(p.d_type) * (p.has_c ? 2.0 : 1.0);
   double const flops = 2.0 * p.batch * double(p.m) * p.n * p.k;

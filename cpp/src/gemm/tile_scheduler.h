@@ -93,6 +93,13 @@ class TileScheduler {
       return item;
     }
     int32_t const splits = params_.splits;
+    if (splits == 1) {  // without the divisions: they would lengthen every launch's start
+      item.tile = params_.stream_tiles + next_item_;
+      item.k_count = k_tiles;
+      item.valid = item.tile < params_.tiles();
+      next_item_ += params_.workers;
+      return item;
+    }
     int32_t const tile = params_.stream_tiles + next_item_ / splits;
     item.valid = tile < params_.tiles();
     if (item.valid) {
@@ -116,10 +123,11 @@ class TileScheduler {
   /// read together stays in L2.
   MINFER_HOST_DEVICE static TileCoord coordinate(TileSchedulerParams const& p, int32_t tile) {
     int32_t const per_batch = p.tiles_m * p.tiles_n;
-    int32_t const l = tile / per_batch;
+    int32_t const l = p.batch == 1 ? 0 : tile / per_batch;
     int32_t const rest = tile - l * per_batch;
     int32_t const along = p.raster_along_n ? p.tiles_n : p.tiles_m;
     int32_t const across = p.raster_along_n ? p.tiles_m : p.tiles_n;
+    if (across == 1) return p.raster_along_n ? TileCoord{0, rest, l} : TileCoord{rest, 0, l};
     int32_t const band = rest / (along * p.swizzle);
     int32_t const first = band * p.swizzle;
     int32_t const width = across - first < p.swizzle ? across - first : p.swizzle;
