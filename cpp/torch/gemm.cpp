@@ -54,6 +54,15 @@ Matrix describe(Tensor const& tensor) {
   return x;
 }
 
+/// A single row or column has no direction of its own: describes it the other way round where a kernel asked for by name wants that.
+void turn(Matrix& x, bool rows_contiguous) {
+  if (x.rows_contiguous == rows_contiguous || (rows_contiguous ? x.rows : x.columns) != 1) return;
+  x.rows_contiguous = rows_contiguous;
+  x.leading = (rows_contiguous ? x.columns : x.rows) == 1 ? 8 : x.tensor.stride(x.tensor.dim() - (rows_contiguous ? 1 : 2));
+  x.alignment = common_alignment({uint64_t(reinterpret_cast<uintptr_t>(x.tensor.data_ptr())), uint64_t(x.leading * 2),
+                                  uint64_t(x.batch > 1 ? x.batch_stride * 2 : 0)});
+}
+
 struct Sizes {
   int64_t m, n, k, batch;
   bool batched;
@@ -172,6 +181,15 @@ void run(Call& call, Tensor const& out) {
     s.batch = 1;
   }
 
+  std::optional<KernelOverride> override;
+  if (call.kernel) {
+    override = parse_override(call.op, *call.kernel);
+    if (KernelInfo const* kernel = find_kernel(override->name.c_str())) {
+      turn(a, kernel->a_major == Major::kMN);
+      turn(b, kernel->b_major == Major::kK);
+    }
+  }
+
   problem.m = s.m;
   problem.n = s.n;
   problem.k = call.alpha == 0.0f ? 0 : s.k;  // BLAS: alpha = 0 means that A and B are not read
@@ -198,11 +216,10 @@ void run(Call& call, Tensor const& out) {
   torch::stable::accelerator::DeviceGuard const guard(device);
   GemmPlan forced;
   GemmPlan const* plan;
-  if (call.kernel) {
-    KernelOverride const override = parse_override(call.op, *call.kernel);
+  if (override) {
     GemmPlanOptions options;
-    options.kernel = override.name.c_str();
-    if (override.launch) options.launch = &*override.launch;
+    options.kernel = override->name.c_str();
+    if (override->launch) options.launch = &*override->launch;
     Status const status = plan_gemm(problem, device_properties(device), options, &forced);
     check(status.ok(), call.op, ": ", status.message);
     plan = &forced;
