@@ -54,6 +54,24 @@ Matrix describe(Tensor const& tensor) {
   return x;
 }
 
+/// Whether a copy of the misaligned operands pays: TMA's kernels are several times faster than the element-wise ones, so it does as soon as the
+/// product is more than a launch or two of work.
+bool worth_realigning(int64_t m, int64_t n, int64_t k, int64_t batch) { return double(m) * double(n) * double(k) * double(batch) > 4e6; }
+
+/// Copies an operand whose base or strides TMA cannot address into one with 16-byte aligned rows (columns, where those are contiguous).
+Matrix realigned(Matrix const& x) {
+  if (x.alignment >= 16 || x.rows == 0 || x.columns == 0 || x.batch == 0) return x;
+  int64_t const lines = x.rows_contiguous ? x.columns : x.rows, extent = x.rows_contiguous ? x.rows : x.columns;
+  std::vector<int64_t> shape = {lines, round_up(extent, 8)};
+  if (x.batched) shape.insert(shape.begin(), x.tensor.size(0));
+  int64_t const last = int64_t(shape.size()) - 1;
+  Tensor padded = torch::stable::new_empty(x.tensor, shape);
+  Tensor view = torch::stable::narrow(padded, last, 0, extent);
+  if (x.rows_contiguous) view = torch::stable::transpose(view, last - 1, last);
+  torch::stable::copy_(view, x.tensor);
+  return describe(view);
+}
+
 /// A single row or column has no direction of its own: describes it the other way round where a kernel asked for by name wants that.
 void turn(Matrix& x, bool rows_contiguous) {
   if (x.rows_contiguous == rows_contiguous || (rows_contiguous ? x.rows : x.columns) != 1) return;
@@ -181,6 +199,10 @@ void run(Call& call, Tensor const& out) {
     s.batch = 1;
   }
 
+  if (!call.kernel && call.alpha != 0.0f && worth_realigning(s.m, s.n, s.k, s.batch * planes)) {
+    a = realigned(a);
+    b = realigned(b);
+  }
   std::optional<KernelOverride> override;
   if (call.kernel) {
     override = parse_override(call.op, *call.kernel);

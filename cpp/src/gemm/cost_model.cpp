@@ -1,7 +1,7 @@
 // The analytic cost model. A launch takes
 //   start + combined(busiest worker's k-iterations, HBM traffic) + exposed epilogue + fix-up of pieces
-// in us. The constants are a fit to 8000 timings of 60 kernels over 25 problems on the H200 (m from 16 to 8192), weighted towards each
-// problem's fastest candidates; rates scale with the device's own.
+// in us. The constants are a fit to 20000 timings of 60 kernels over 217 problems on the H200 (m from 1 to 8192), weighted towards each
+// problem's fastest candidates, so they describe the choice among good candidates rather than the hardware; rates scale with the device's own.
 #include "gemm/cost_model.h"
 
 #include <algorithm>
@@ -11,21 +11,22 @@ namespace minfer::gemm {
 
 namespace {
 
-constexpr double kStartUs = 2.29;           // launch, set-up, first bytes, last store
-constexpr double kOverlapUs = 0.58;         // of it, hidden when the next launch sets up on the SMs this one leaves free
-constexpr double kClusterUs = 0.42;         // cluster launch and the barrier at its start
-constexpr double kSmPeak = 6.12e6;          // flop/us of one busy SM; all of them together are held to kMatrixPeak by power
-constexpr double kMatrixPeak = 967e6;       // before the shared-memory term below: a large tile sustains 750e6
-constexpr double kInstructionColumns = 12.66;  // columns a WGMMA costs on top of its own: reading A from shared memory
-constexpr double kIdleWarpgroup = 1.06;     // a pingpong CTA with a single tile has no other warpgroup to fill its waits
-constexpr double kL2Peak = 11.5e6;          // bytes/us, all SMs
-constexpr double kL2PeakPerSm = 139e3;
-constexpr double kMulticastShare = 0.476;   // of the bytes a multicast could save, how many it does
-constexpr double kEpilogueBytes = 33e3;     // D bytes/us of one SM
-constexpr double kFixupUs = 0.99;           // publish, flag, first read
-constexpr double kFixupBytes = 85e3;        // bytes/us of one SM
-constexpr double kHbmShare = 0.983;         // of the device's read bandwidth
-constexpr double kPortableRate = 0.55;      // mma.sync against WGMMA, per SM
+constexpr double kStartUs = 2.23;           // launch, set-up, first bytes, last store
+constexpr double kOverlapUs = 1.87;         // of it, hidden when the next launch sets up on the SMs this one leaves free
+constexpr double kClusterUs = 0.62;         // cluster launch and the barrier at its start
+constexpr double kSmPeak = 7.03e6;          // flop/us of one busy SM; all of them together are held to kMatrixPeak by power
+constexpr double kMatrixPeak = 899e6;       // before the shared-memory term below: a large tile sustains 750e6
+constexpr double kInstructionColumns = 16.5;  // columns a WGMMA costs on top of its own: reading A from shared memory
+constexpr double kIdleWarpgroup = 1.25;     // a pingpong CTA with a single tile has no other warpgroup to fill its waits
+constexpr double kL2Peak = 9.55e6;          // bytes/us, all SMs
+constexpr double kL2PeakPerSm = 76.3e3;
+constexpr double kMulticastShare = 0.69;   // of the bytes a multicast could save, how many it does
+constexpr double kEpilogueBytes = 19.6e3;     // D bytes/us of one SM
+constexpr double kFixupUs = 0.30;           // publish, flag, first read
+constexpr double kFixupBytes = 31.9e3;        // bytes/us of one SM
+constexpr double kHbmShare = 1.12;         // of the device's read bandwidth
+constexpr double kHbmSms = 0.18;            // share of the SMs that draws all of it
+constexpr double kPortableRate = 0.38;      // mma.sync against WGMMA, per SM
 
 }  // namespace
 
@@ -73,7 +74,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   double const rereads = walked <= 0.6 * device.l2_bytes ? 1.0 : bands;
   double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
   double const bytes = problem.batch * (a_bytes + b_bytes + walked * (rereads - 1.0) + d_bytes * (problem.has_c ? 2.0 : 1.0));
-  double const hbm_us = bytes / (kHbmShare * device.read_bandwidth * std::min(1.0, active / (0.5 * sms)));
+  double const hbm_us = bytes / (kHbmShare * device.read_bandwidth * std::min(1.0, active / (kHbmSms * sms)));
   double const main_us = std::pow(std::pow(busy_us, 4) + std::pow(hbm_us, 4), 0.25);  // the larger, and a little of the other
 
   double const epilogue_us = 2.0 * kernel.tile_m * kernel.tile_n * (problem.has_c ? 1.5 : 1.0) * share / (kEpilogueBytes * per_sm_scale);
