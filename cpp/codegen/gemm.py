@@ -99,7 +99,8 @@ def check_sm90(row: dict, tile: tuple[int, ...], cluster: tuple[int, ...], requi
     require(tile_n % 8 == 0 and 8 <= tile_n <= 256, "tile", "tile_n must be a multiple of 8 from 8 to 256 (the WGMMA shapes)")
     require(tile_k * ELEMENT_BYTES % 128 == 0, "tile", "tile_k must fill whole 128-byte swizzle rows: a multiple of 64")
     accumulators = tile_m * tile_n // (256 if schedule == "cooperative" else 128)
-    require(accumulators <= MAX_ACCUMULATORS, "tile", f"{accumulators} accumulators per consumer thread spill, the limit is {MAX_ACCUMULATORS}")
+    rule = f"{accumulators} accumulators per consumer thread spill, the limit is {MAX_ACCUMULATORS}"
+    require(accumulators <= MAX_ACCUMULATORS, "tile", rule)
     require(all(c in (1, 2, 4) for c in cluster[:2]) and cluster[2] == 1, "cluster", "must be [1|2|4, 1|2|4, 1]")
     require(cluster[0] * cluster[1] <= 8, "cluster", "at most 8 CTAs are portable")
     # Multicast cuts the A tile over the cluster's columns and the B tile over its rows, in whole 8-row swizzle atoms.
@@ -109,8 +110,8 @@ def check_sm90(row: dict, tile: tuple[int, ...], cluster: tuple[int, ...], requi
 def staging(tile: tuple[int, ...], schedule: str, swap: bool, chunks: int | None, require) -> tuple[int, int]:
     """D leaves through shared memory in boxes -> (box buffers per consumer warpgroup, bytes of all of them).
 
-    A box is as many contiguous outputs as TMA's swizzles allow (64, 32 or 16) for the 64 rows of one MMA tile; swapped, 64 contiguous outputs
-    (the MMA tile's rows) for tile_n rows of D.
+    A box is as many contiguous outputs as TMA's swizzles allow (64, 32 or 16) for the 64 rows of one MMA tile; swapped, 64 contiguous
+    outputs (the MMA tile's rows) for tile_n rows of D.
     """
     tile_m, tile_n, _ = tile
     mma_m = tile_m // (128 if schedule == "cooperative" else 64)

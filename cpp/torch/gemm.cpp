@@ -19,7 +19,7 @@ struct Matrix {
   bool rows_contiguous = false;  // unit stride along rows (column-major)
   int64_t leading = 0;           // stride of the other mode, elements
   int64_t batch_stride = 0;
-  int32_t alignment = 16;        // bytes, of base and strides
+  int32_t alignment = 16;  // bytes, of base and strides
 
   char const* data() const { return static_cast<char const*>(tensor.data_ptr()); }
 };
@@ -49,7 +49,8 @@ Matrix describe(Tensor const& tensor) {
   x.batch_stride = x.batch > 1 ? tensor.stride(0) : 0;
   // A repeated plane (stride 0) cannot be a TMA mode.
   if (x.batch > 1 && x.batch_stride == 0) return describe(torch::stable::contiguous(tensor));
-  x.alignment = common_alignment({uint64_t(reinterpret_cast<uintptr_t>(tensor.data_ptr())), uint64_t(x.leading * bytes), uint64_t(x.batch_stride * bytes)});
+  x.alignment = common_alignment(
+      {uint64_t(reinterpret_cast<uintptr_t>(tensor.data_ptr())), uint64_t(x.leading * bytes), uint64_t(x.batch_stride * bytes)});
   if (x.batch == 1) x.batch_stride = round_up((by_rows ? x.rows : x.columns) * x.leading, 8);
   return x;
 }
@@ -90,7 +91,8 @@ Sizes check_operands(char const* op, Tensor const& a, Tensor const& b) {
   check(a.dim() == 2 || a.dim() == 3, op, ": a must be [m, k] or [batch, m, k], got a ", shape_of(a));
   check(b.dim() == 2 || b.dim() == 3, op, ": b must be [k, n] or [batch, k, n], got b ", shape_of(b));
   check(is_16bit_float(a.scalar_type()), op, ": a must be float16 or bfloat16, got ", dtype_name(a.scalar_type()));
-  check(b.scalar_type() == a.scalar_type(), op, ": b must have a's dtype ", dtype_name(a.scalar_type()), ", got ", dtype_name(b.scalar_type()));
+  check(b.scalar_type() == a.scalar_type(), op, ": b must have a's dtype ", dtype_name(a.scalar_type()), ", got ",
+        dtype_name(b.scalar_type()));
   check(b.is_cuda() && b.get_device_index() == a.get_device_index(), op, ": b must be on a's device cuda:", a.get_device_index(), ", got ",
         b.is_cuda() ? "cuda:" + std::to_string(b.get_device_index()) : std::string("another kind of device"));
   Sizes s;
@@ -100,7 +102,8 @@ Sizes check_operands(char const* op, Tensor const& a, Tensor const& b) {
   s.n = b.size(b.dim() - 1);
   check(b.size(b.dim() - 2) == s.k, op, ": b must have k = ", s.k, " rows to match a ", shape_of(a), ", got b ", shape_of(b));
   s.batch = a.dim() == 3 ? a.size(0) : (b.dim() == 3 ? b.size(0) : 1);
-  check(a.dim() != 3 || b.dim() != 3 || a.size(0) == b.size(0), op, ": a and b must have the same batch, got a ", shape_of(a), " and b ", shape_of(b));
+  check(a.dim() != 3 || b.dim() != 3 || a.size(0) == b.size(0), op, ": a and b must have the same batch, got a ", shape_of(a), " and b ",
+        shape_of(b));
   return s;
 }
 
@@ -190,7 +193,8 @@ void run(Call& call, Tensor const& out) {
   Matrix& b = call.b;
   if (s.batched && a.batch != b.batch) {
     bool const c_folds = !problem.has_c || (operands.c_batch_stride == s.m * operands.c_stride_m);
-    bool const folds = a.batched && !a.rows_contiguous && a.batch_stride == s.m * a.leading && operands.d_batch_stride == s.m * operands.ldd && c_folds;
+    bool const folds =
+        a.batched && !a.rows_contiguous && a.batch_stride == s.m * a.leading && operands.d_batch_stride == s.m * operands.ldd && c_folds;
     if (folds) {
       s.m *= s.batch;
     } else {
@@ -259,9 +263,10 @@ void run(Call& call, Tensor const& out) {
   int64_t const c_bytes = call.c ? int64_t(call.c->element_size()) : 0;
   int64_t const c_plane = problem.has_c ? operands.c_batch_stride : 0, d_plane = operands.d_batch_stride;
   for (int64_t plane = 0; plane < planes; ++plane) {
-    Status const status = run_gemm(*plan, problem, operands, device_properties(device), plan->workspace_bytes > 0 ? workspace.data_ptr() : nullptr,
-                                   plan->workspace_bytes, stream);
-    check(status.ok(), call.op, ": ", plan->kernel->name, " on m = ", problem.m, ", n = ", problem.n, ", k = ", problem.k, ": ", status.message);
+    Status const status = run_gemm(*plan, problem, operands, device_properties(device),
+                                   plan->workspace_bytes > 0 ? workspace.data_ptr() : nullptr, plan->workspace_bytes, stream);
+    check(status.ok(), call.op, ": ", plan->kernel->name, " on m = ", problem.m, ", n = ", problem.n, ", k = ", problem.k, ": ",
+          status.message);
     if (a.batched) operands.a = static_cast<char const*>(operands.a) + a.batch_stride * ab_bytes;
     if (b.batched) operands.b = static_cast<char const*>(operands.b) + b.batch_stride * ab_bytes;
     if (operands.c != nullptr) operands.c = static_cast<char const*>(operands.c) + c_plane * c_bytes;
@@ -269,8 +274,8 @@ void run(Call& call, Tensor const& out) {
   }
 }
 
-Call prepare(char const* op, Tensor const& a, Tensor const& b, std::optional<Tensor> const& c, std::optional<Tensor> const& bias, double alpha, double beta,
-             std::string const& activation, std::optional<std::string> const& kernel) {
+Call prepare(char const* op, Tensor const& a, Tensor const& b, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
+             double alpha, double beta, std::string const& activation, std::optional<std::string> const& kernel) {
   Call call;
   call.op = op;
   call.sizes = check_operands(op, a, b);
@@ -284,11 +289,11 @@ Call prepare(char const* op, Tensor const& a, Tensor const& b, std::optional<Ten
     check(c->dim() <= (s.batched ? 3 : 2), op, ": c must broadcast to the output, got c ", shape_of(*c));
     int64_t const extents[3] = {s.batch, s.m, s.n};
     for (int64_t i = 0; i < c->dim(); ++i) {
-      check(c->size(i) == 1 || c->size(i) == extents[3 - c->dim() + i], op, ": c must broadcast to [", s.batched ? std::to_string(s.batch) + ", " : std::string(),
-            s.m, ", ", s.n, "], got c ", shape_of(*c));
+      check(c->size(i) == 1 || c->size(i) == extents[3 - c->dim() + i], op, ": c must broadcast to [",
+            s.batched ? std::to_string(s.batch) + ", " : std::string(), s.m, ", ", s.n, "], got c ", shape_of(*c));
     }
-    check(c->scalar_type() == a.scalar_type() || c->scalar_type() == ScalarType::Float, op, ": c must be ", dtype_name(a.scalar_type()), " or Float, got ",
-          dtype_name(c->scalar_type()));
+    check(c->scalar_type() == a.scalar_type() || c->scalar_type() == ScalarType::Float, op, ": c must be ", dtype_name(a.scalar_type()),
+          " or Float, got ", dtype_name(c->scalar_type()));
     check_same_device(op, "c", *c, device);
   }
   if (bias) check_bias(op, *bias, s.n, a.scalar_type(), device);
@@ -304,7 +309,8 @@ Call prepare(char const* op, Tensor const& a, Tensor const& b, std::optional<Ten
 
 ScalarType output_type(char const* op, Tensor const& a, std::optional<ScalarType> out_dtype) {
   ScalarType const type = out_dtype.value_or(a.scalar_type());
-  check(type == a.scalar_type() || type == ScalarType::Float, op, ": out_dtype must be ", dtype_name(a.scalar_type()), " or Float, got ", dtype_name(type));
+  check(type == a.scalar_type() || type == ScalarType::Float, op, ": out_dtype must be ", dtype_name(a.scalar_type()), " or Float, got ",
+        dtype_name(type));
   return type;
 }
 
@@ -333,11 +339,11 @@ Tensor gemm_out(Tensor a, Tensor b, std::optional<Tensor> c, std::optional<Tenso
   ScalarType const type = output_type(op, a, out_dtype ? out_dtype : std::optional<ScalarType>(out.scalar_type()));
   check(out.scalar_type() == type, op, ": out must be ", dtype_name(type), ", got ", dtype_name(out.scalar_type()));
   int64_t const last = out.dim() - 1;
-  check(out.dim() == (s.batched ? 3 : 2) && out.size(last) == s.n && out.size(last - 1) == s.m && (!s.batched || out.size(0) == s.batch), op, ": out must be [",
-        s.batched ? std::to_string(s.batch) + ", " : std::string(), s.m, ", ", s.n, "], got ", shape_of(out));
+  check(out.dim() == (s.batched ? 3 : 2) && out.size(last) == s.n && out.size(last - 1) == s.m && (!s.batched || out.size(0) == s.batch),
+        op, ": out must be [", s.batched ? std::to_string(s.batch) + ", " : std::string(), s.m, ", ", s.n, "], got ", shape_of(out));
   check_same_device(op, "out", out, a.get_device_index());
-  bool const rows_contiguous = (out.stride(last) == 1 || s.n <= 1) && (s.m <= 1 || out.stride(last - 1) >= s.n) &&
-                               (!s.batched || s.batch <= 1 || out.stride(0) > 0);
+  bool const rows_contiguous =
+      (out.stride(last) == 1 || s.n <= 1) && (s.m <= 1 || out.stride(last - 1) >= s.n) && (!s.batched || s.batch <= 1 || out.stride(0) > 0);
   if (rows_contiguous) {
     run(call, out);
   } else {
@@ -351,7 +357,8 @@ Tensor gemm_out(Tensor a, Tensor b, std::optional<Tensor> c, std::optional<Tenso
 Tensor gemm_gated(Tensor a, Tensor b, std::optional<Tensor> bias, std::string activation, std::optional<std::string> kernel) {
   char const* op = "minfer::gemm_gated";
   Call call = prepare(op, a, b, std::nullopt, bias, 1.0, 0.0, activation, kernel);
-  check(call.sizes.n % 16 == 0, op, ": b must have a multiple of 16 columns (pack_gate_up: blocks of 8 gate and 8 up columns), got b ", shape_of(b));
+  check(call.sizes.n % 16 == 0, op, ": b must have a multiple of 16 columns (pack_gate_up: blocks of 8 gate and 8 up columns), got b ",
+        shape_of(b));
   call.gated = true;
   Tensor out = empty_output(a, call.sizes, call.sizes.n / 2, a.scalar_type());
   run(call, out);

@@ -84,8 +84,9 @@ Major parse_major(char const* what, std::string const& text) {
   return text == "k" ? Major::kK : Major::kMN;
 }
 
-GemmProblem parse_problem(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type, std::string const& a_major,
-                          std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c, bool gated) {
+GemmProblem parse_problem(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
+                          std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
+                          bool gated) {
   check(sizes.size() == 4, "minfer::_plan_gemm: sizes must be [m, n, k, batch], got ", sizes.size(), " values");
   check(alignments.size() == 4, "minfer::_plan_gemm: alignments must be [a, b, c, d], got ", alignments.size(), " values");
   GemmProblem p;
@@ -186,9 +187,10 @@ GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t 
     plans.clear();
     seen = now;
   }
-  uint64_t const rest = uint64_t(problem.ab_type) | uint64_t(problem.d_type) << 2 | uint64_t(problem.a_major) << 4 | uint64_t(problem.b_major) << 5 |
-                        uint64_t(problem.a_alignment) << 8 | uint64_t(problem.b_alignment) << 16 | uint64_t(problem.c_alignment) << 24 |
-                        uint64_t(problem.d_alignment) << 32 | uint64_t(problem.has_c) << 40 | uint64_t(problem.gated) << 41;
+  uint64_t const rest = uint64_t(problem.ab_type) | uint64_t(problem.d_type) << 2 | uint64_t(problem.a_major) << 4 |
+                        uint64_t(problem.b_major) << 5 | uint64_t(problem.a_alignment) << 8 | uint64_t(problem.b_alignment) << 16 |
+                        uint64_t(problem.c_alignment) << 24 | uint64_t(problem.d_alignment) << 32 | uint64_t(problem.has_c) << 40 |
+                        uint64_t(problem.gated) << 41;
   Key const key{problem.m, problem.n, problem.k, problem.batch, rest, device};
   auto const found = plans.find(key);
   if (found != plans.end()) return found->second;
@@ -225,8 +227,9 @@ std::string plan_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std:
   return json.text();
 }
 
-std::string enumerate_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major, std::string b_major,
-                                std::vector<int64_t> alignments, bool has_c, bool gated, bool only_runnable, int64_t device, int64_t limit) {
+std::string enumerate_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major,
+                                std::string b_major, std::vector<int64_t> alignments, bool has_c, bool gated, bool only_runnable,
+                                int64_t device, int64_t limit) {
   GemmProblem const problem = parse_problem(sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
   GemmPlanOptions options;
   options.only_runnable = only_runnable;
@@ -255,8 +258,9 @@ int64_t load_tuned(std::string csv) {
       next->rows.push_back(row);
     }
   }
-  std::vector<std::string> const expected = {"op", "m", "n", "k", "batch", "ab_type", "a_major", "b_major",
-                                             "has_c", "gated", "kernel", "decomposition", "splits", "swizzle", "raster", "us"};
+  std::vector<std::string> const expected = {"op",      "m",       "n",      "k",     "batch",  "ab_type",
+                                             "a_major", "b_major", "has_c",  "gated", "kernel", "decomposition",
+                                             "splits",  "swizzle", "raster", "us"};
   int64_t loaded = 0;
   bool header = false;
   int line_number = 0;
@@ -267,7 +271,9 @@ int64_t load_tuned(std::string csv) {
     std::vector<std::string> const cells = split(line, ',');
     std::string const where = "minfer::_load_tuned: line " + std::to_string(line_number);
     if (!header) {
-      check(cells == expected, where, ": the header must be op,m,n,k,batch,ab_type,a_major,b_major,has_c,gated,kernel,decomposition,splits,swizzle,raster,us, got '", line, "'");
+      check(cells == expected, where,
+            ": the header must be op,m,n,k,batch,ab_type,a_major,b_major,has_c,gated,kernel,decomposition,splits,swizzle,raster,us, got '",
+            line, "'");
       header = true;
       continue;
     }

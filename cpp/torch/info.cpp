@@ -24,11 +24,24 @@ std::string kernels(std::string family) {
   for (int64_t i = 0; i < count; ++i) {
     KernelInfo const& k = all[i];
     if (!family.empty() && family != k.family) continue;
-    json.open('{').key("name").value(k.name).key("family").value(k.family).key("arch").value(int64_t(k.arch)).key("arch_exact").value(k.arch_exact);
+    json.open('{')
+        .key("name")
+        .value(k.name)
+        .key("family")
+        .value(k.family)
+        .key("arch")
+        .value(int64_t(k.arch))
+        .key("arch_exact")
+        .value(k.arch_exact);
     json.key("ab_type").value(name_of(k.ab_type)).key("a_major").value(k.a_major == Major::kK ? "k" : "mn");
     json.key("b_major").value(k.b_major == Major::kK ? "k" : "mn").key("swap").value(k.swap);
     json.key("tile_m").value(int64_t(k.tile_m)).key("tile_n").value(int64_t(k.tile_n)).key("tile_k").value(int64_t(k.tile_k));
-    json.key("cluster_m").value(int64_t(k.cluster_m)).key("cluster_n").value(int64_t(k.cluster_n)).key("schedule").value(name_of(k.schedule));
+    json.key("cluster_m")
+        .value(int64_t(k.cluster_m))
+        .key("cluster_n")
+        .value(int64_t(k.cluster_n))
+        .key("schedule")
+        .value(name_of(k.schedule));
     json.key("stages").value(int64_t(k.stages)).key("threads").value(int64_t(k.threads)).key("smem_bytes").value(int64_t(k.smem_bytes));
     json.key("alignment").value(int64_t(k.alignment)).key("note").value(k.note).key("compiled").value(k.launch != nullptr).close('}');
   }
@@ -38,7 +51,13 @@ std::string kernels(std::string family) {
 std::string device_properties_json(int64_t index) {
   DeviceProperties const p = index < 0 ? h200_properties() : device_properties(int32_t(index));
   Json json;
-  json.open('{').key("name").value(p.name).key("compute_major").value(int64_t(p.compute_major)).key("compute_minor").value(int64_t(p.compute_minor));
+  json.open('{')
+      .key("name")
+      .value(p.name)
+      .key("compute_major")
+      .value(int64_t(p.compute_major))
+      .key("compute_minor")
+      .value(int64_t(p.compute_minor));
   json.key("sm_count").value(int64_t(p.sm_count)).key("max_clusters").open('[');
   for (int32_t clusters : p.max_clusters) json.value(int64_t(clusters));
   json.close(']');

@@ -18,25 +18,25 @@ struct GemmProblem {
   DataType ab_type = DataType::kF16;       // A and B
   DataType d_type = DataType::kF16;        // ab_type or kF32
   Major a_major = Major::kK;
-  Major b_major = Major::kK;               // kK: b is [k, n] with stride 1 along k, as in weight.t()
+  Major b_major = Major::kK;  // kK: b is [k, n] with stride 1 along k, as in weight.t()
   int32_t a_alignment = 16, b_alignment = 16, d_alignment = 16;
-  bool has_c = false;                      // beta != 0 and C present
-  int32_t c_alignment = 16;                // 16 and c a full [m, n] row-major tensor of D's type: TMA reads it; else 0
-  bool gated = false;                      // D = act(gate) * up over 8-column blocks of B (pack_gate_up)
+  bool has_c = false;        // beta != 0 and C present
+  int32_t c_alignment = 16;  // 16 and c a full [m, n] row-major tensor of D's type: TMA reads it; else 0
+  bool gated = false;        // D = act(gate) * up over 8-column blocks of B (pack_gate_up)
 };
 
 /// Where it is. Leading dimensions and strides are in elements. B is described as [n, k].
 struct GemmOperands {
   void const* a = nullptr;
-  int64_t lda = 0, a_batch_stride = 0;     // stride of A's non-contiguous mode
+  int64_t lda = 0, a_batch_stride = 0;  // stride of A's non-contiguous mode
   void const* b = nullptr;
   int64_t ldb = 0, b_batch_stride = 0;
-  void const* c = nullptr;                 // may be broadcast: a stride of 0 repeats the row, the column or both
+  void const* c = nullptr;  // may be broadcast: a stride of 0 repeats the row, the column or both
   DataType c_type = DataType::kF16;
   int64_t c_stride_m = 0, c_stride_n = 0, c_batch_stride = 0;
-  void const* bias = nullptr;              // [n], elements of bias_type
+  void const* bias = nullptr;  // [n], elements of bias_type
   DataType bias_type = DataType::kF16;
-  void* d = nullptr;                       // [batch, m, n] row-major (gated: n / 2), leading dimension ldd
+  void* d = nullptr;  // [batch, m, n] row-major (gated: n / 2), leading dimension ldd
   int64_t ldd = 0, d_batch_stride = 0;
   float alpha = 1.0f, beta = 0.0f;
   Activation activation = Activation::kNone;
@@ -54,8 +54,8 @@ inline char const* name_of(Decomposition d) {
 /// Run-time knobs: they cost no instantiation.
 struct GemmLaunch {
   Decomposition decomposition = Decomposition::kDataParallel;
-  int32_t splits = 1;                 // kSplitK: pieces per tile
-  int32_t max_swizzle_size = 1;       // tiles walked side by side before the raster advances (1, 2, 4, 8, 16)
+  int32_t splits = 1;            // kSplitK: pieces per tile
+  int32_t max_swizzle_size = 1;  // tiles walked side by side before the raster advances (1, 2, 4, 8, 16)
   RasterOrder raster_order = RasterOrder::kAlongM;
 };
 
@@ -67,9 +67,9 @@ inline char const* name_of(PlanSource s) {
 struct GemmPlan {
   KernelInfo const* kernel = nullptr;
   GemmLaunch launch;
-  size_t workspace_bytes = 0;         // need not be initialised; 256-byte aligned
-  double predicted_us = 0;            // of the analytic model, or the tuned row's measurement
-  double floor_us = 0;                // max(bytes / read bandwidth, flops / matrix rate)
+  size_t workspace_bytes = 0;  // need not be initialised; 256-byte aligned
+  double predicted_us = 0;     // of the analytic model, or the tuned row's measurement
+  double floor_us = 0;         // max(bytes / read bandwidth, flops / matrix rate)
   PlanSource source = PlanSource::kAnalytic;
   char reason[200] = {0};
 };
@@ -80,17 +80,17 @@ struct GemmTunedRow {
   DataType ab_type;
   Major a_major, b_major;
   bool has_c, gated;
-  char const* kernel;                 // registry name
+  char const* kernel;  // registry name
   GemmLaunch launch;
   float us;
 };
 
 struct GemmPlanOptions {
-  char const* kernel = nullptr;       // force this kernel by name; its launch configuration is still chosen unless `launch` is set
-  GemmLaunch const* launch = nullptr; // with `kernel`: force its launch configuration too
+  char const* kernel = nullptr;        // force this kernel by name; its launch configuration is still chosen unless `launch` is set
+  GemmLaunch const* launch = nullptr;  // with `kernel`: force its launch configuration too
   bool use_tuned = true;
-  bool only_runnable = true;          // false: also kernels that are not in this build (plans read without a GPU)
-  int32_t force_arch = 0;             // 80: portable kernels only (MINFER_FORCE_ARCH)
+  bool only_runnable = true;                // false: also kernels that are not in this build (plans read without a GPU)
+  int32_t force_arch = 0;                   // 80: portable kernels only (MINFER_FORCE_ARCH)
   GemmTunedRow const* user_rows = nullptr;  // consulted before the table that ships
   int64_t user_row_count = 0;
 };
@@ -101,8 +101,8 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
 
 /// Every legal (kernel, launch) for the problem with its predicted time, best first; for the tuner.
 /// Writes at most `capacity` plans and returns how many there are in `count`.
-Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options,
-                      GemmPlan* plans, int64_t capacity, int64_t* count);
+Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plans,
+                      int64_t capacity, int64_t* count);
 
 /// Time that no implementation beats on this device: max(bytes / read_bandwidth, flops / matrix_rate), in us.
 double gemm_floor_us(GemmProblem const& problem, DeviceProperties const& device);

@@ -22,22 +22,22 @@ inline char const* name_of(Schedule s) {
 
 /// Compile-time facts of one kernel. `launch` is opaque: the family's run function casts it; null when not compiled.
 struct KernelInfo {
-  char const* name;         // gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative
-  char const* family;       // "gemm"
-  int32_t arch;             // 80 or 90: the lowest compute capability it runs on
-  bool arch_exact;          // sm_90a code runs on 9.0 alone
+  char const* name;    // gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative
+  char const* family;  // "gemm"
+  int32_t arch;        // 80 or 90: the lowest compute capability it runs on
+  bool arch_exact;     // sm_90a code runs on 9.0 alone
   DataType ab_type;
-  Major a_major, b_major;   // of the caller's A and B
-  bool swap;                // computes D^T = B^T.A^T: the caller's n is on the tile's M side, his m on its N side
+  Major a_major, b_major;  // of the caller's A and B
+  bool swap;               // computes D^T = B^T.A^T: the caller's n is on the tile's M side, his m on its N side
   int32_t tile_m, tile_n, tile_k;
   int32_t cluster_m, cluster_n;
   Schedule schedule;
   int32_t stages;
   int32_t threads;
   int32_t smem_bytes;
-  int32_t alignment;        // bytes that A's and B's pointers and strides must be multiples of
+  int32_t alignment;  // bytes that A's and B's pointers and strides must be multiples of
   char const* note;
-  void const* launch;       // null: not in this build
+  void const* launch;  // null: not in this build
 };
 
 /// All kernels of all families, in table order.

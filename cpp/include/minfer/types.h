@@ -20,9 +20,7 @@ enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3
 enum class RasterOrder : int32_t { kAlongM = 0, kAlongN = 1 };
 
 inline int size_of(DataType type) { return type == DataType::kF32 ? 4 : 2; }
-inline char const* name_of(DataType type) {
-  return type == DataType::kF16 ? "f16" : type == DataType::kBF16 ? "bf16" : "f32";
-}
+inline char const* name_of(DataType type) { return type == DataType::kF16 ? "f16" : type == DataType::kBF16 ? "bf16" : "f32"; }
 inline char const* name_of(Activation a) {
   switch (a) {
     case Activation::kNone: return "none";
@@ -43,10 +41,10 @@ struct DeviceProperties {
   int32_t sm_count = 0;
   int32_t max_clusters[4] = {0, 0, 0, 0};  // clusters of 1, 2, 4, 8 CTAs, each CTA filling an SM, that are resident at once: SMs of one
                                            // cluster share a GPC, so 132 SMs hold fewer than 33 clusters of 4
-  int32_t smem_per_block = 0;      // bytes, with opt-in
+  int32_t smem_per_block = 0;              // bytes, with opt-in
   int64_t l2_bytes = 0;
-  double read_bandwidth = 0;       // bytes / us, sustained
-  double matrix_rate = 0;          // 16-bit multiply-adds x 2 / us, dense, sustained
+  double read_bandwidth = 0;  // bytes / us, sustained
+  double matrix_rate = 0;     // 16-bit multiply-adds x 2 / us, dense, sustained
 
   int32_t compute_capability() const { return compute_major * 10 + compute_minor; }
 };

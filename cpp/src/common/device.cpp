@@ -21,7 +21,8 @@ DeviceProperties h200_properties() {
 
 #if !MINFER_WITH_CUDA
 Status query_device(int32_t device_index, DeviceProperties*) {
-  return Status::failure(StatusCode::kNotSupported, "device %d cannot be queried: this build has no CUDA (configure with MINFER_CUDA=ON)", device_index);
+  return Status::failure(StatusCode::kNotSupported, "device %d cannot be queried: this build has no CUDA (configure with MINFER_CUDA=ON)",
+                         device_index);
 }
 #endif
 

@@ -6,8 +6,8 @@ namespace minfer {
 
 namespace {
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, cuuint64_t const*, cuuint64_t const*, cuuint32_t const*,
-                                 cuuint32_t const*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, cuuint64_t const*, cuuint64_t const*,
+                                 cuuint32_t const*, cuuint32_t const*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                                  CUtensorMapFloatOOBfill);
 
 // Through the runtime, so that the library does not link libcuda and also loads on a machine without a driver.
@@ -29,10 +29,13 @@ EncodeTiled encode_tiled() {
 Status encode_tensor_map_16bit(CUtensorMap* map, void const* base, int64_t columns, int64_t rows, int64_t planes, int64_t row_stride,
                                int64_t plane_stride, int box_columns, int box_rows) {
   EncodeTiled const encode = encode_tiled();
-  if (encode == nullptr) return Status::failure(StatusCode::kNotSupported, "the driver has no cuTensorMapEncodeTiled (CUDA 12.0 or newer is needed)");
+  if (encode == nullptr)
+    return Status::failure(StatusCode::kNotSupported, "the driver has no cuTensorMapEncodeTiled (CUDA 12.0 or newer is needed)");
   if (reinterpret_cast<uintptr_t>(base) % 16 != 0 || row_stride % 8 != 0 || plane_stride % 8 != 0) {
-    return Status::failure(StatusCode::kInvalidArgument, "TMA needs 16-byte aligned pointers and strides, got base %% 16 = %d, row stride %lld, plane stride %lld elements",
-                           int(reinterpret_cast<uintptr_t>(base) % 16), (long long)row_stride, (long long)plane_stride);
+    return Status::failure(
+        StatusCode::kInvalidArgument,
+        "TMA needs 16-byte aligned pointers and strides, got base %% 16 = %d, row stride %lld, plane stride %lld elements",
+        int(reinterpret_cast<uintptr_t>(base) % 16), (long long)row_stride, (long long)plane_stride);
   }
   // A stride of an extent-1 mode is never used but must be legal.
   int64_t const legal_row_stride = row_stride >= columns ? row_stride : (columns + 7) / 8 * 8;
@@ -41,16 +44,16 @@ Status encode_tensor_map_16bit(CUtensorMap* map, void const* base, int64_t colum
   cuuint64_t const strides[2] = {cuuint64_t(legal_row_stride) * 2, cuuint64_t(legal_plane_stride) * 2};
   cuuint32_t const box[3] = {cuuint32_t(box_columns), cuuint32_t(box_rows), 1};
   cuuint32_t const steps[3] = {1, 1, 1};
-  CUtensorMapSwizzle const swizzle = box_columns * 2 == 128   ? CU_TENSOR_MAP_SWIZZLE_128B
+  CUtensorMapSwizzle const swizzle = box_columns * 2 == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : box_columns * 2 == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                              : CU_TENSOR_MAP_SWIZZLE_32B;
-  CUresult const result = encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(base), extents, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    Status status = Status::failure(StatusCode::kCudaError, "cuTensorMapEncodeTiled failed (%d) for [%lld, %lld, %lld], strides %lld, %lld elements", int(result),
-                                    (long long)planes, (long long)rows, (long long)columns, (long long)legal_plane_stride,
-                                    (long long)legal_row_stride);
+    Status status = Status::failure(
+        StatusCode::kCudaError, "cuTensorMapEncodeTiled failed (%d) for [%lld, %lld, %lld], strides %lld, %lld elements", int(result),
+        (long long)planes, (long long)rows, (long long)columns, (long long)legal_plane_stride, (long long)legal_row_stride);
     status.cuda_error = int(result);
     return status;
   }

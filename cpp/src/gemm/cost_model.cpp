@@ -11,22 +11,22 @@ namespace minfer::gemm {
 
 namespace {
 
-constexpr double kStartUs = 2.23;           // launch, set-up, first bytes, last store
-constexpr double kOverlapUs = 1.87;         // of it, hidden when the next launch sets up on the SMs this one leaves free
-constexpr double kClusterUs = 0.62;         // cluster launch and the barrier at its start
-constexpr double kSmPeak = 7.03e6;          // flop/us of one busy SM; all of them together are held to kMatrixPeak by power
-constexpr double kMatrixPeak = 899e6;       // before the shared-memory term below: a large tile sustains 750e6
+constexpr double kStartUs = 2.23;             // launch, set-up, first bytes, last store
+constexpr double kOverlapUs = 1.87;           // of it, hidden when the next launch sets up on the SMs this one leaves free
+constexpr double kClusterUs = 0.62;           // cluster launch and the barrier at its start
+constexpr double kSmPeak = 7.03e6;            // flop/us of one busy SM; all of them together are held to kMatrixPeak by power
+constexpr double kMatrixPeak = 899e6;         // before the shared-memory term below: a large tile sustains 750e6
 constexpr double kInstructionColumns = 16.5;  // columns a WGMMA costs on top of its own: reading A from shared memory
-constexpr double kIdleWarpgroup = 1.25;     // a pingpong CTA with a single tile has no other warpgroup to fill its waits
-constexpr double kL2Peak = 9.55e6;          // bytes/us, all SMs
+constexpr double kIdleWarpgroup = 1.25;       // a pingpong CTA with a single tile has no other warpgroup to fill its waits
+constexpr double kL2Peak = 9.55e6;            // bytes/us, all SMs
 constexpr double kL2PeakPerSm = 76.3e3;
 constexpr double kMulticastShare = 0.69;   // of the bytes a multicast could save, how many it does
-constexpr double kEpilogueBytes = 19.6e3;     // D bytes/us of one SM
-constexpr double kFixupUs = 0.30;           // publish, flag, first read
-constexpr double kFixupBytes = 31.9e3;        // bytes/us of one SM
+constexpr double kEpilogueBytes = 19.6e3;  // D bytes/us of one SM
+constexpr double kFixupUs = 0.30;          // publish, flag, first read
+constexpr double kFixupBytes = 31.9e3;     // bytes/us of one SM
 constexpr double kHbmShare = 1.12;         // of the device's read bandwidth
-constexpr double kHbmSms = 0.18;            // share of the SMs that draws all of it
-constexpr double kPortableRate = 0.38;      // mma.sync against WGMMA, per SM
+constexpr double kHbmSms = 0.18;           // share of the SMs that draws all of it
+constexpr double kPortableRate = 0.38;     // mma.sync against WGMMA, per SM
 
 }  // namespace
 
@@ -68,7 +68,8 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   // HBM: operands once, and the walked one again for every band of tiles when a band's working set leaves L2.
   double const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
   double const a_bytes = 2.0 * rows * problem.k, b_bytes = 2.0 * columns * problem.k;
-  double const band = double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : kernel.tile_n * kernel.cluster_n);
+  double const band =
+      double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : kernel.tile_n * kernel.cluster_n);
   double const bands = std::max(1.0, std::ceil((schedule.raster_along_n ? rows : columns) / band));
   double const walked = schedule.raster_along_n ? b_bytes : a_bytes;
   double const rereads = walked <= 0.6 * device.l2_bytes ? 1.0 : bands;

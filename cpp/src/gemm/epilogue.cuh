@@ -20,8 +20,8 @@ struct ActivationParams {
   static constexpr int kTerms = 7;
   bool relu = false;
   bool smooth = false;
-  float clamp = 0.0f;      // x^2 is clamped here before P
-  float p[kTerms] = {0};   // P's coefficients in powers of x^2
+  float clamp = 0.0f;     // x^2 is clamped here before P
+  float p[kTerms] = {0};  // P's coefficients in powers of x^2
 };
 
 inline ActivationParams make_activation(Activation activation) {
@@ -42,7 +42,7 @@ inline ActivationParams make_activation(Activation activation) {
     case Activation::kGelu: {
       a.smooth = true;
       a.clamp = 30.25f;
-      constexpr float kFit[ActivationParams::kTerms] = {1.5957684517f,      0.0726685748f,       -6.62654493e-05f,   -1.1047856970e-04f,
+      constexpr float kFit[ActivationParams::kTerms] = {1.5957684517f,    0.0726685748f,     -6.62654493e-05f, -1.1047856970e-04f,
                                                         7.937954251e-06f, -2.668744798e-07f, 3.610771460e-09f};
       for (int i = 0; i < ActivationParams::kTerms; ++i) a.p[i] = kFit[i];
       break;
@@ -54,8 +54,8 @@ inline ActivationParams make_activation(Activation activation) {
 /// The caller's D, C and bias. m and n index the caller's matrices, also in a swapped kernel; n counts B's columns.
 struct EpilogueParams {
   void* d;
-  void const* c;      // null: no C
-  void const* bias;   // null: none
+  void const* c;     // null: no C
+  void const* bias;  // null: none
   int64_t ldd, d_batch_stride;
   int64_t c_stride_m, c_stride_n, c_batch_stride;
   int32_t m, n;

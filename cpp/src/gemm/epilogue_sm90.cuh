@@ -56,14 +56,17 @@ struct EpilogueSm90 {
   };
 
   EpilogueSm90Params const& params;
-  char* buffers;      // of this warpgroup
+  char* buffers;  // of this warpgroup
   uint64_t* c_full;
-  int thread;         // in the warpgroup
-  int barrier_id;     // named barrier of the warpgroup
+  int thread;      // in the warpgroup
+  int barrier_id;  // named barrier of the warpgroup
   uint32_t c_phase = 0;
 
   __device__ EpilogueSm90(EpilogueSm90Params const& params, Buffers& storage, Barriers& barriers, int warpgroup, int thread)
-      : params(params), buffers(&storage.of[warpgroup][0]), c_full(&barriers.c_full[warpgroup][0]), thread(thread),
+      : params(params),
+        buffers(&storage.of[warpgroup][0]),
+        c_full(&barriers.c_full[warpgroup][0]),
+        thread(thread),
         barrier_id(warpgroup + 1) {}
 
   static __device__ void initialize(Barriers& barriers) {
@@ -90,8 +93,9 @@ struct EpilogueSm90 {
   __device__ void request_c(int b, int tile_row, int tile_column, int l, int warpgroup) {
     uint64_t* barrier = &c_full[b % kBuffers];
     cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(barrier, kBoxBytes);
-    cute::SM90_TMA_LOAD_3D::copy(&params.tma_c, barrier, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), buffers + b % kBuffers * kBoxBytes,
-                                 box_n(b, tile_row, tile_column, warpgroup), box_m(b, tile_row, tile_column, warpgroup), l);
+    cute::SM90_TMA_LOAD_3D::copy(&params.tma_c, barrier, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                                 buffers + b % kBuffers * kBoxBytes, box_n(b, tile_row, tile_column, warpgroup),
+                                 box_m(b, tile_row, tile_column, warpgroup), l);
   }
 
   /// Before the mainloop of a tile this CTA owns: asks for C while the tensor cores work.
@@ -197,7 +201,8 @@ struct EpilogueSm90 {
 #pragma unroll
           for (int i = 0; i < 8; ++i) v[i] = activate(e.activation, v[i]);
         }
-        uint32_t const packed[4] = {Element::pack(v[0], v[1]), Element::pack(v[2], v[3]), Element::pack(v[4], v[5]), Element::pack(v[6], v[7])};
+        uint32_t const packed[4] = {Element::pack(v[0], v[1]), Element::pack(v[2], v[3]), Element::pack(v[4], v[5]),
+                                    Element::pack(v[6], v[7])};
         store_matrices(unit_address, packed, pair);
       }
       cutlass::arch::fence_view_async_shared();
@@ -257,26 +262,32 @@ struct EpilogueSm90 {
     if constexpr (kSwap) {
       if (four) {
         asm volatile("ldmatrix.sync.aligned.x4.trans.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(address) : "memory");
+                     : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                     : "r"(address)
+                     : "memory");
       } else {
         asm volatile("ldmatrix.sync.aligned.x2.trans.m8n8.shared.b16 {%0, %1}, [%2];" : "=r"(d[0]), "=r"(d[1]) : "r"(address) : "memory");
         d[2] = d[3] = 0;
       }
     } else {
       asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(address) : "memory");
+                   : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+                   : "r"(address)
+                   : "memory");
     }
   }
   static __device__ void store_matrices(uint32_t address, uint32_t const (&d)[4], bool four) {
     if constexpr (kSwap) {
       if (four) {
-        asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(d[0]), "r"(d[1]), "r"(d[2]),
-                     "r"(d[3]) : "memory");
+        asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(d[0]), "r"(d[1]),
+                     "r"(d[2]), "r"(d[3])
+                     : "memory");
       } else {
         asm volatile("stmatrix.sync.aligned.x2.trans.m8n8.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(d[0]), "r"(d[1]) : "memory");
       }
     } else {
-      asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
+      asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(d[0]), "r"(d[1]), "r"(d[2]),
+                   "r"(d[3])
                    : "memory");
     }
   }

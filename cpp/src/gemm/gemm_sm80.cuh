@@ -48,12 +48,16 @@ struct OperandSm80 {
   using SmemAtom = cute::conditional_t<
       kMajor == Major::kK,
       cute::conditional_t<kTileK == 64,
-                          decltype(cute::composition(cute::Swizzle<3, 3, 3>{}, cute::Layout<cute::Shape<cute::_8, cute::_64>, cute::Stride<cute::_64, cute::_1>>{})),
-                          decltype(cute::composition(cute::Swizzle<2, 3, 3>{}, cute::Layout<cute::Shape<cute::_8, cute::_32>, cute::Stride<cute::_32, cute::_1>>{}))>,
-      decltype(cute::composition(cute::Swizzle<3, 3, 3>{}, cute::Layout<cute::Shape<cute::_64, cute::_8>, cute::Stride<cute::_1, cute::_64>>{}))>;
+                          decltype(cute::composition(cute::Swizzle<3, 3, 3>{},
+                                                     cute::Layout<cute::Shape<cute::_8, cute::_64>, cute::Stride<cute::_64, cute::_1>>{})),
+                          decltype(cute::composition(cute::Swizzle<2, 3, 3>{},
+                                                     cute::Layout<cute::Shape<cute::_8, cute::_32>, cute::Stride<cute::_32, cute::_1>>{}))>,
+      decltype(cute::composition(cute::Swizzle<3, 3, 3>{},
+                                 cute::Layout<cute::Shape<cute::_64, cute::_8>, cute::Stride<cute::_1, cute::_64>>{}))>;
   using SmemCopy = cute::conditional_t<kMajor == Major::kK, cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>,
                                        cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>>;
-  using GmemStride = cute::conditional_t<kMajor == Major::kK, cute::Stride<int64_t, cute::_1, int64_t>, cute::Stride<cute::_1, int64_t, int64_t>>;
+  using GmemStride =
+      cute::conditional_t<kMajor == Major::kK, cute::Stride<int64_t, cute::_1, int64_t>, cute::Stride<cute::_1, int64_t, int64_t>>;
 
   static __host__ __device__ GmemStride stride(int64_t leading, int64_t batch) {
     if constexpr (kMajor == Major::kK) {
@@ -70,15 +74,17 @@ struct GemmSm80 {
   static constexpr int kThreads = Config::kThreads;
   static_assert(kThreads == 32 * Config::kWarpsM * Config::kWarpsN && !Config::kSwap);
   using TileShape = cute::Shape<cute::Int<Config::kTileM>, cute::Int<Config::kTileN>, cute::Int<Config::kTileK>>;
-  using MmaAtom = cute::conditional_t<Config::kType == DataType::kF16, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
-  using TiledMma = cute::TiledMMA<cute::MMA_Atom<MmaAtom>, cute::Layout<cute::Shape<cute::Int<Config::kWarpsM>, cute::Int<Config::kWarpsN>, cute::_1>>,
-                                  cute::Tile<cute::Int<16 * Config::kWarpsM>, cute::Int<16 * Config::kWarpsN>, cute::_16>>;
+  using MmaAtom =
+      cute::conditional_t<Config::kType == DataType::kF16, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+  using TiledMma =
+      cute::TiledMMA<cute::MMA_Atom<MmaAtom>, cute::Layout<cute::Shape<cute::Int<Config::kWarpsM>, cute::Int<Config::kWarpsN>, cute::_1>>,
+                     cute::Tile<cute::Int<16 * Config::kWarpsM>, cute::Int<16 * Config::kWarpsN>, cute::_16>>;
   using OperandA = OperandSm80<Element, Config::kMajorA, Config::kTileM, Config::kTileK, kThreads, Config::kUnaligned>;
   using OperandB = OperandSm80<Element, Config::kMajorB, Config::kTileN, Config::kTileK, kThreads, Config::kUnaligned>;
   using Mainloop = cutlass::gemm::collective::CollectiveMma<
-      cutlass::gemm::MainloopSm80CpAsync<Config::kStages>, TileShape, Element, typename OperandA::GmemStride, Element, typename OperandB::GmemStride, TiledMma,
-      typename OperandA::GmemCopy, typename OperandA::SmemAtom, typename OperandA::SmemCopy, cute::identity, typename OperandB::GmemCopy,
-      typename OperandB::SmemAtom, typename OperandB::SmemCopy, cute::identity>;
+      cutlass::gemm::MainloopSm80CpAsync<Config::kStages>, TileShape, Element, typename OperandA::GmemStride, Element,
+      typename OperandB::GmemStride, TiledMma, typename OperandA::GmemCopy, typename OperandA::SmemAtom, typename OperandA::SmemCopy,
+      cute::identity, typename OperandB::GmemCopy, typename OperandB::SmemAtom, typename OperandB::SmemCopy, cute::identity>;
   static constexpr int kValues = Config::kTileM * Config::kTileN / kThreads;
   using Reduction = SplitReduction<kThreads, kValues>;
 
@@ -104,7 +110,7 @@ struct GemmSm80 {
     Tensor mA = make_tensor(make_gmem_ptr(params.a), make_shape(params.m, params.k, params.batch),
                             OperandA::stride(params.lda, params.a_batch_stride));  // (m,k,l)
     Tensor mB = make_tensor(make_gmem_ptr(params.b), make_shape(params.n, params.k, params.batch),
-                            OperandB::stride(params.ldb, params.b_batch_stride));  // (n,k,l)
+                            OperandB::stride(params.ldb, params.b_batch_stride));         // (n,k,l)
     Tensor gA_mkl = local_tile(mA, TileShape{}, make_coord(_, _, _), Step<_1, X, _1>{});  // (BLK_M,BLK_K,m,k,l)
     Tensor gB_nkl = local_tile(mB, TileShape{}, make_coord(_, _, _), Step<X, _1, _1>{});  // (BLK_N,BLK_K,n,k,l)
     TiledMma tiled_mma;
@@ -116,8 +122,8 @@ struct GemmSm80 {
     for (WorkItem item = scheduler.next(); item.valid; item = scheduler.next()) {
       TileCoord const tile = TileScheduler::coordinate(params.schedule, item.tile);
       int const row = tile.m * Config::kTileM, column = tile.n * Config::kTileN;
-      Tensor gA = gA_mkl(_, _, tile.m, _, tile.l);  // (BLK_M,BLK_K,k)
-      Tensor gB = gB_nkl(_, _, tile.n, _, tile.l);  // (BLK_N,BLK_K,k)
+      Tensor gA = gA_mkl(_, _, tile.m, _, tile.l);                                    // (BLK_M,BLK_K,k)
+      Tensor gB = gB_nkl(_, _, tile.n, _, tile.l);                                    // (BLK_N,BLK_K,k)
       Tensor accumulator = partition_fragment_C(tiled_mma, take<0, 2>(TileShape{}));  // (MMA,MMA_M,MMA_N)
       static_assert(decltype(size(accumulator))::value == kValues);
       clear(accumulator);
@@ -127,15 +133,16 @@ struct GemmSm80 {
       auto residue = make_tuple(params.m - row, params.n - column, head ? k_residue : 0);
       auto k_iterator = make_coord_iterator(item.k_begin, params.schedule.k_tiles);
       if (item.k_count > 0) {
-        Mainloop{}(accumulator, domain_offset(make_coord(0, shift, 0), gA), domain_offset(make_coord(0, shift, 0), gB), accumulator, k_iterator,
-                   item.k_count, residue, thread, smem);
+        Mainloop{}(accumulator, domain_offset(make_coord(0, shift, 0), gA), domain_offset(make_coord(0, shift, 0), gB), accumulator,
+                   k_iterator, item.k_count, residue, thread, smem);
       }
       auto const barrier = [] { __syncthreads(); };
       if (!item.owner()) {
         Reduction::publish(params.split, item.slot, accumulator, thread, barrier);
         continue;
       }
-      for (int piece = 0; piece < item.pieces; ++piece) Reduction::add(params.split, item.first_piece + piece, accumulator, thread, barrier);
+      for (int piece = 0; piece < item.pieces; ++piece)
+        Reduction::add(params.split, item.first_piece + piece, accumulator, thread, barrier);
 
       // [kTileM][kTileN + 8] fp32: eight columns of padding keep the fragment's eight rows in different banks, and addresses affine
       float* staged = reinterpret_cast<float*>(smem);
@@ -151,7 +158,8 @@ struct GemmSm80 {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, Config::kThreads <= 128 ? 2 : 1) gemm_sm80_kernel(__grid_constant__ typename GemmSm80<Config>::Params const params) {
+__global__ void __launch_bounds__(Config::kThreads, Config::kThreads <= 128 ? 2 : 1)
+    gemm_sm80_kernel(__grid_constant__ typename GemmSm80<Config>::Params const params) {
   extern __shared__ __align__(128) char smem_sm80[];
   GemmSm80<Config>::run(params, smem_sm80);
 }
@@ -185,7 +193,8 @@ Status launch_gemm_sm80(GemmLaunchArguments const& arguments) {
   geometry.smem_bytes = Config::kSmemBytes;
   params.schedule = schedule_of(geometry, problem, arguments.launch, *arguments.device);
   if (size_t const needed = workspace_of(geometry, params.schedule); needed > arguments.workspace_bytes) {
-    return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", arguments.workspace_bytes, needed);
+    return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", arguments.workspace_bytes,
+                           needed);
   }
   params.split = split_workspace(arguments.workspace, params.schedule.slots());
 

@@ -57,10 +57,9 @@ struct GemmSm90 {
   static constexpr int kCluster = Config::kClusterM * Config::kClusterN;
   using KernelSchedule = cute::conditional_t<kCooperative, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                                              cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
-  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, 8,
-                                                                         Element, LayoutB, 8, float, TileShape, ClusterShape,
-                                                                         cutlass::gemm::collective::StageCount<Config::kStages>,
-                                                                         KernelSchedule>::CollectiveOp;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA, 8, Element, LayoutB, 8, float, TileShape, ClusterShape,
+      cutlass::gemm::collective::StageCount<Config::kStages>, KernelSchedule>::CollectiveOp;
   using TiledMma = typename Mainloop::TiledMma;
   using Pipeline = typename Mainloop::MainloopPipeline;
   using PipelineState = typename Mainloop::PipelineState;
@@ -187,8 +186,8 @@ struct GemmSm90 {
     }
   }
 
-  static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, Pipeline& pipeline, OrderBarrier& order, int worker, uint32_t rank,
-                                     int rank_m, int rank_n, int consumer, int thread) {
+  static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, Pipeline& pipeline, OrderBarrier& order, int worker,
+                                     uint32_t rank, int rank_m, int rank_n, int consumer, int thread) {
     using namespace cute;
     Mainloop mainloop;
     Epilogue epilogue(params.epilogue, storage.epilogue, storage.epilogue_barriers, consumer, thread);
@@ -210,9 +209,11 @@ struct GemmSm90 {
 
       TiledMma tiled_mma;
       Tensor accumulator = partition_fragment_C(tiled_mma, take<0, 2>(TileShape{}));  // (MMA,MMA_M,MMA_N)
-      static_assert(decltype(size(accumulator))::value == kValues && decltype(size<2>(accumulator))::value == 1, "one instruction spans the tile's columns");
+      static_assert(decltype(size(accumulator))::value == kValues && decltype(size<2>(accumulator))::value == 1,
+                    "one instruction spans the tile's columns");
       if constexpr (kPingpong) order.wait();
-      mainloop.mma(pipeline, state, accumulator, item.k_count, kCooperative ? consumer * 128 + thread : thread, storage.tensors, params.mainloop);
+      mainloop.mma(pipeline, state, accumulator, item.k_count, kCooperative ? consumer * 128 + thread : thread, storage.tensors,
+                   params.mainloop);
       if constexpr (kPingpong) order.arrive();
       mainloop.mma_tail(pipeline, state, item.k_count);
       state.advance(item.k_count);
@@ -234,7 +235,8 @@ struct GemmSm90 {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(GemmSm90<Config>::kThreads, 1) gemm_sm90_kernel(__grid_constant__ typename GemmSm90<Config>::Params const params) {
+__global__ void __launch_bounds__(GemmSm90<Config>::kThreads, 1)
+    gemm_sm90_kernel(__grid_constant__ typename GemmSm90<Config>::Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char smem[];
   GemmSm90<Config>::run(params, smem);
@@ -280,7 +282,8 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   geometry.arch = 90;
   params.schedule = schedule_of(geometry, problem, arguments.launch, *arguments.device);
   if (size_t const needed = workspace_of(geometry, params.schedule); needed > arguments.workspace_bytes) {
-    return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", arguments.workspace_bytes, needed);
+    return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", arguments.workspace_bytes,
+                           needed);
   }
   params.split = split_workspace(arguments.workspace, int64_t(params.schedule.slots()) * Kernel::kCluster * split_groups(geometry));
 
@@ -291,8 +294,8 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
 
   params.epilogue.general = make_epilogue(problem, operands);
   params.epilogue.load_c_by_tma = problem.has_c && problem.c_alignment == 16;
-  params.epilogue.store_by_tma = problem.d_alignment == 16 && problem.d_type != DataType::kF32 && !problem.gated &&
-                                 (!problem.has_c || params.epilogue.load_c_by_tma);
+  params.epilogue.store_by_tma =
+      problem.d_alignment == 16 && problem.d_type != DataType::kF32 && !problem.gated && (!problem.has_c || params.epilogue.load_c_by_tma);
   params.epilogue.load_c_by_tma = params.epilogue.load_c_by_tma && params.epilogue.store_by_tma;
   if (params.epilogue.store_by_tma) {
     Status status = encode_tensor_map_16bit(&params.epilogue.tma_d, operands.d, problem.n, problem.m, problem.batch, operands.ldd,

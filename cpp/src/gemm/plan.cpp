@@ -38,20 +38,21 @@ char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, Device
 
 Status check(GemmProblem const& p) {
   if (p.m < 0 || p.n < 0 || p.k < 0 || p.batch < 0) {
-    return Status::failure(StatusCode::kInvalidArgument, "sizes must not be negative, got m = %lld, n = %lld, k = %lld, batch = %lld", (long long)p.m,
-                           (long long)p.n, (long long)p.k, (long long)p.batch);
+    return Status::failure(StatusCode::kInvalidArgument, "sizes must not be negative, got m = %lld, n = %lld, k = %lld, batch = %lld",
+                           (long long)p.m, (long long)p.n, (long long)p.k, (long long)p.batch);
   }
   if (p.m > kMaxExtent || p.n > kMaxExtent || p.k > kMaxExtent || p.batch > kMaxExtent) {
-    return Status::failure(StatusCode::kNotSupported, "an extent above %lld is not supported, got m = %lld, n = %lld, k = %lld, batch = %lld",
-                           (long long)kMaxExtent, (long long)p.m, (long long)p.n, (long long)p.k, (long long)p.batch);
+    return Status::failure(StatusCode::kNotSupported,
+                           "an extent above %lld is not supported, got m = %lld, n = %lld, k = %lld, batch = %lld", (long long)kMaxExtent,
+                           (long long)p.m, (long long)p.n, (long long)p.k, (long long)p.batch);
   }
   if (p.ab_type == DataType::kF32) return Status::failure(StatusCode::kInvalidArgument, "A and B must be f16 or bf16, got f32");
   if (p.d_type != p.ab_type && p.d_type != DataType::kF32) {
     return Status::failure(StatusCode::kInvalidArgument, "D must be %s or f32, got %s", name_of(p.ab_type), name_of(p.d_type));
   }
   if (p.gated && p.n % 16 != 0) {
-    return Status::failure(StatusCode::kInvalidArgument, "a gated GEMM needs n to be a multiple of 16 (blocks of 8 gate and 8 up columns), got n = %lld",
-                           (long long)p.n);
+    return Status::failure(StatusCode::kInvalidArgument,
+                           "a gated GEMM needs n to be a multiple of 16 (blocks of 8 gate and 8 up columns), got n = %lld", (long long)p.n);
   }
   return Status::success();
 }
@@ -65,10 +66,12 @@ bool fits(KernelInfo const& kernel, GemmProblem const& p, GemmLaunch const& laun
   return items < 2147483648.0;
 }
 
-void finish(GemmPlan* plan, KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
+void finish(GemmPlan* plan, KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch,
+            DeviceProperties const& device) {
   plan->kernel = &kernel;
   plan->launch = launch;
-  plan->workspace_bytes = problem.m == 0 || problem.n == 0 || problem.batch == 0 ? 0 : workspace_of(kernel, schedule_of(kernel, problem, launch, device));
+  plan->workspace_bytes =
+      problem.m == 0 || problem.n == 0 || problem.batch == 0 ? 0 : workspace_of(kernel, schedule_of(kernel, problem, launch, device));
   plan->floor_us = gemm_floor_us(problem, device);
   plan->predicted_us = std::max(predict_us(kernel, problem, launch, device), plan->floor_us);
 }
@@ -158,8 +161,8 @@ Status unknown_kernel(char const* name) {
 
 /// A tuned row answers for its own m and for every smaller m that its kernel covers with the same tiles.
 bool matches(GemmTunedRow const& row, GemmProblem const& p) {
-  if (row.n != p.n || row.k != p.k || row.batch != p.batch || row.ab_type != p.ab_type || row.a_major != p.a_major || row.b_major != p.b_major ||
-      row.gated != p.gated || row.has_c != p.has_c || p.m > row.m) {
+  if (row.n != p.n || row.k != p.k || row.batch != p.batch || row.ab_type != p.ab_type || row.a_major != p.a_major ||
+      row.b_major != p.b_major || row.gated != p.gated || row.has_c != p.has_c || p.m > row.m) {
     return false;
   }
   if (p.m == row.m) return true;
@@ -175,8 +178,9 @@ GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProble
   for (int64_t i = 0; i < count; ++i) {
     if (!matches(rows[i], problem) || (best != nullptr && rows[i].m >= best->m)) continue;
     KernelInfo const* kernel = find_kernel(rows[i].kernel);
-    if (kernel == nullptr || (options.only_runnable && kernel->launch == nullptr) || (options.force_arch != 0 && kernel->arch != options.force_arch) ||
-        illegal(*kernel, problem, device) != nullptr || !fits(*kernel, problem, rows[i].launch)) {
+    if (kernel == nullptr || (options.only_runnable && kernel->launch == nullptr) ||
+        (options.force_arch != 0 && kernel->arch != options.force_arch) || illegal(*kernel, problem, device) != nullptr ||
+        !fits(*kernel, problem, rows[i].launch)) {
       continue;
     }
     best = &rows[i];
@@ -218,7 +222,8 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
     } else {
       for_each_launch(*kernel, problem, device, [&](GemmLaunch const& launch) {
         double const us = predict_us(*kernel, problem, launch, device);
-        if (fits(*kernel, problem, launch) && (plan->kernel == nullptr || us < plan->predicted_us)) finish(plan, *kernel, problem, launch, device);
+        if (fits(*kernel, problem, launch) && (plan->kernel == nullptr || us < plan->predicted_us))
+          finish(plan, *kernel, problem, launch, device);
       });
       if (plan->kernel == nullptr) {
         return Status::failure(StatusCode::kNotSupported, "kernel %s needs more than 2^31 work items for this problem", kernel->name);
@@ -261,19 +266,20 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
     }
   });
   if (best == nullptr) {
-    return Status::failure(StatusCode::kNotSupported, "no kernel %s computes %s %lld x %lld x %lld on compute capability %d.%d (archs of the build: %s)",
-                           options.only_runnable ? "of this build" : "of the table", name_of(problem.ab_type), (long long)problem.m, (long long)problem.n,
-                           (long long)problem.k, device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
+    return Status::failure(
+        StatusCode::kNotSupported, "no kernel %s computes %s %lld x %lld x %lld on compute capability %d.%d (archs of the build: %s)",
+        options.only_runnable ? "of this build" : "of the table", name_of(problem.ab_type), (long long)problem.m, (long long)problem.n,
+        (long long)problem.k, device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
   finish(plan, *best, problem, best_launch, device);
   plan->source = PlanSource::kAnalytic;
-  std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted cycles of %lld candidates: %.1f us, floor %.1f us", (long long)candidates,
-                plan->predicted_us, plan->floor_us);
+  std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted cycles of %lld candidates: %.1f us, floor %.1f us",
+                (long long)candidates, plan->predicted_us, plan->floor_us);
   return Status::success();
 }
 
-Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plans, int64_t capacity,
-                      int64_t* count) {
+Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plans,
+                      int64_t capacity, int64_t* count) {
   using namespace gemm;
   *count = 0;
   if (Status status = check(problem); !status.ok()) return status;

@@ -42,8 +42,8 @@ uint64_t next_nonce() {
 
 }  // namespace gemm
 
-Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands const& operands, DeviceProperties const& device, void* workspace,
-                size_t workspace_bytes, Stream stream) {
+Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands const& operands, DeviceProperties const& device,
+                void* workspace, size_t workspace_bytes, Stream stream) {
   if (plan.kernel == nullptr) return Status::failure(StatusCode::kInvalidArgument, "the plan has no kernel");
   if (plan.kernel->launch == nullptr) {
     return Status::failure(StatusCode::kNotCompiled, "%s is in the table but not in this build (archs: %s)", plan.kernel->name,
@@ -53,9 +53,11 @@ Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands c
   if (operands.d == nullptr || (problem.k > 0 && (operands.a == nullptr || operands.b == nullptr))) {
     return Status::failure(StatusCode::kInvalidArgument, "a, b and d must not be null");
   }
-  if (problem.has_c && operands.c == nullptr) return Status::failure(StatusCode::kInvalidArgument, "the problem has a C, the operands do not");
+  if (problem.has_c && operands.c == nullptr)
+    return Status::failure(StatusCode::kInvalidArgument, "the problem has a C, the operands do not");
   if (workspace_bytes < plan.workspace_bytes || (plan.workspace_bytes > 0 && workspace == nullptr)) {
-    return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", workspace_bytes, plan.workspace_bytes);
+    return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", workspace_bytes,
+                           plan.workspace_bytes);
   }
   // A TMA store of a row that does not end on 16 bytes was seen to write the element after it (n = 1 and n = 31 on an H200): such rows are
   // stored by threads.

@@ -27,9 +27,9 @@ inline TileSchedulerParams schedule_of(KernelInfo const& kernel, GemmProblem con
                                        DeviceProperties const& device) {
   int64_t const rows = kernel.swap ? problem.n : problem.m;
   int64_t const columns = kernel.swap ? problem.m : problem.n;
-  return make_schedule(ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m), ceil_div(columns, int64_t(kernel.tile_n) * kernel.cluster_n),
-                       problem.batch, ceil_div(problem.k, kernel.tile_k), resident_workers(kernel, device),
-                       launch.decomposition, launch.splits, launch.max_swizzle_size, launch.raster_order);
+  return make_schedule(ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m),
+                       ceil_div(columns, int64_t(kernel.tile_n) * kernel.cluster_n), problem.batch, ceil_div(problem.k, kernel.tile_k),
+                       resident_workers(kernel, device), launch.decomposition, launch.splits, launch.max_swizzle_size, launch.raster_order);
 }
 
 /// Groups of threads that each hold, and hand over, a share of a CTA's partial tile.

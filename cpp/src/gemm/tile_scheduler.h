@@ -52,8 +52,8 @@ struct TileSchedulerParams {
 struct WorkItem {
   int32_t tile = 0;
   int32_t k_begin = 0, k_count = 0;
-  int32_t slot = -1;                       // >= 0: not the owner, the partial tile goes to this slot
-  int32_t first_piece = 0, pieces = 0;     // owner: slots to add, ascending
+  int32_t slot = -1;                    // >= 0: not the owner, the partial tile goes to this slot
+  int32_t first_piece = 0, pieces = 0;  // owner: slots to add, ascending
   bool valid = false;
 
   MINFER_HOST_DEVICE bool owner() const { return slot < 0; }
