@@ -15,7 +15,7 @@ SM80_SMEM_LIMIT = 101376  # 99 KiB: the smallest opt-in limit from sm_80 on (8.6
 SM90_SMEM_RESERVED = 2048  # pipeline barriers, scheduler state, alignment of the first buffer
 SM90_THREADS = 384  # one producer warpgroup, two consumers
 MIN_STAGES_SM90, MAX_STAGES_SM90 = 3, 16
-MAX_ACCUMULATORS = 128  # fp32 registers per consumer thread; beyond it the epilogue spills
+MAX_ACCUMULATORS = 160  # fp32 registers per consumer thread, of 232; beyond it the epilogue spills
 
 COMMON_FIELDS = {"arch", "elements", "layouts", "tile", "schedule", "stages", "note"}
 FIELDS = {

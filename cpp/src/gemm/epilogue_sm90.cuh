@@ -3,7 +3,8 @@
 // Fast path (16-bit D that TMA can address, C absent or a full matrix of D's type): registers -> stmatrix -> swizzled shared memory -> TMA
 // store, in boxes of up to 64 contiguous outputs. C arrives by TMA in the very box buffer that D leaves from: it is requested before the
 // mainloop, read with ldmatrix in the fragment's own layout, and overwritten in place.
-// General path (float32 D, broadcast or float32 C, unaligned D, gated): 64 x 32 accumulators at a time go through the same shared memory in
+// A gated D without C takes the fast path too, in boxes of half the width.
+// General path (float32 D, broadcast or float32 C, unaligned D): 64 x 32 accumulators at a time go through the same shared memory in
 // fp32 and are finished by a rolled, coalesced loop.
 //
 // Box b of a warpgroup, 64 rows of MMA tile mi each:
@@ -48,6 +49,10 @@ struct EpilogueSm90 {
   static_assert(kBuffers >= 1 && kBuffers <= kBoxes && kBuffers <= 32);
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "every box starts on a whole period of its swizzle");
 
+  // A gated box holds half the columns of an ordinary one, in rows of half the bytes.
+  static constexpr int kGatedColumns = kBoxColumns / 2;
+  static constexpr bool kGatedBoxes = kGatedColumns >= 16 && kMmaM == 1;  // with two MMA tiles a thread its addresses spill
+
   struct Buffers {
     alignas(1024) char of[2][kRegionBytes];  // [consumer warpgroup]
   };
@@ -88,6 +93,7 @@ struct EpilogueSm90 {
   static __device__ int swizzle(int unit, int row) {
     return kRowBytes == 128 ? unit ^ (row & 7) : (kRowBytes == 64 ? unit ^ (row >> 1 & 3) : unit ^ (row >> 2 & 1));
   }
+  static __device__ int gated_swizzle(int unit, int row) { return kGatedColumns == 32 ? unit ^ (row >> 1 & 3) : unit ^ (row >> 2 & 1); }
   static __device__ int mma_row(int mi, int tile_row, int warpgroup) { return tile_row + (mi * kConsumers + warpgroup) * 64; }
 
   __device__ void request_c(int b, int tile_row, int tile_column, int l, int warpgroup) {
@@ -104,12 +110,23 @@ struct EpilogueSm90 {
       cute::tma_store_wait<0>();  // the previous tile's stores have left the buffers
 #pragma unroll
       for (int b = 0; b < kBuffers; ++b) request_c(b, tile_row, tile_column, l, warpgroup);
+#pragma unroll
+      for (int b = kBuffers; b < kBoxes; ++b) {  // asked for when a buffer is free, by then out of L2
+        cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.tma_c, box_n(b, tile_row, tile_column, warpgroup),
+                                               box_m(b, tile_row, tile_column, warpgroup), l);
+      }
     }
   }
 
   template <class Accumulator>
   __device__ void store(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
     if (params.store_by_tma) {
+      if constexpr (kGatedBoxes) {
+        if (params.general.gated) {
+          store_gated_boxes(acc, tile_row, tile_column, l, warpgroup);
+          return;
+        }
+      }
       store_boxes(acc, tile_row, tile_column, l, warpgroup);
     } else {
       store_general(acc, tile_row, tile_column, l, warpgroup);
@@ -214,6 +231,87 @@ struct EpilogueSm90 {
           cute::tma_store_wait<0>();
           request_c(b + kBuffers, tile_row, tile_column, l, warpgroup);
         }
+      }
+    }
+  }
+
+  // Gate and up of an output are in the same thread: 8-column blocks 2 i and 2 i + 1 of the accumulator, or, swapped, its rows 8 h apart.
+  template <class Accumulator>
+  __device__ void store_gated_boxes(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
+    EpilogueParams const& e = params.general;
+    constexpr int kGatedRowBytes = kGatedColumns * 2;
+    constexpr int kGatedBoxBytes = kBoxRows * kGatedRowBytes;
+    int const lane = thread % 32, warp = thread / 32;
+    int const q = lane / 8, r = lane % 8;
+    if (thread == 0) cute::tma_store_wait<0>();
+    synchronize();
+#pragma unroll
+    for (int b = 0; b < kBoxes; ++b) {
+      char* box = buffers + b % kBuffers * kGatedBoxBytes;
+      uint32_t const box_address = cute::cast_smem_ptr_to_uint(box);
+      if (b >= kBuffers) {
+        if (thread == 0) cute::tma_store_wait<kBuffers - 1>();
+        synchronize();
+      }
+      int const mi = kSwap ? b : b % kMmaM;
+      int const n_box = box_n(b, tile_row, tile_column, warpgroup);  // of B's columns; D's are half of it
+      auto const bias_at = [&](int n) { return e.bias != nullptr && n < e.n ? load_bias<Config::kType>(e, n) : 0.0f; };
+      auto const gate_up = [&](float gate, float up, float gate_bias, float up_bias) {
+        return activate(e.activation, fmaf(e.alpha, gate, gate_bias)) * fmaf(e.alpha, up, up_bias);
+      };
+      if constexpr (kSwap) {
+        // One 8x8 matrix (8 outputs of n, 8 of m) a token block; four go out in one stmatrix.
+        float const gate_bias = bias_at(n_box + 16 * warp + lane / 4), up_bias = bias_at(n_box + 16 * warp + 8 + lane / 4);
+        constexpr int kBlocks = kTileN / 8;
+#pragma unroll
+        for (int j = 0; j < kBlocks; j += 4) {
+          uint32_t packed[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            int const at = mi * (kTileN / 2) + (j + i < kBlocks ? j + i : j) * 4;
+            packed[i] =
+                Element::pack(gate_up(acc(at), acc(at + 2), gate_bias, up_bias), gate_up(acc(at + 1), acc(at + 3), gate_bias, up_bias));
+          }
+          int const count = kBlocks - j < 4 ? kBlocks - j : 4;
+          int const row = 8 * (j + (q < count ? q : 0)) + r;  // m within the box
+          uint32_t const address = box_address + row * kGatedRowBytes + (gated_swizzle(warp, row) << 4);
+          if (count == 4) {
+            asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(packed[0]),
+                         "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+                         : "memory");
+          } else {
+            // count 1 to 3: matrices beyond it repeat block j's values at block j's address
+            asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(packed[0]),
+                         "r"(count > 1 ? packed[1] : packed[0]), "r"(count > 2 ? packed[2] : packed[0]), "r"(packed[0])
+                         : "memory");
+          }
+        }
+      } else {
+        // Accumulator blocks j to j + 3 (gate, up, gate, up) make two output blocks: four 8x8 matrices (row half q % 2, output block q / 2).
+        constexpr int kColumnBlocks = kBoxColumns / 8;
+        int const first_block = b / kMmaM * kColumnBlocks;
+#pragma unroll
+        for (int j = 0; j < kColumnBlocks; j += 4) {
+          uint32_t packed[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {  // row half i % 2, output block i / 2
+            int const gate = mi * (kTileN / 2) + (first_block + j + i / 2 * 2) * 4 + i % 2 * 2, up = gate + 4;
+            int const n = n_box + 8 * (j + i / 2 * 2) + 2 * (lane % 4);
+            packed[i] = Element::pack(gate_up(acc(gate), acc(up), bias_at(n), bias_at(n + 8)),
+                                      gate_up(acc(gate + 1), acc(up + 1), bias_at(n + 1), bias_at(n + 9)));
+          }
+          int const row = 16 * warp + 8 * (q % 2) + r;
+          uint32_t const address = box_address + row * kGatedRowBytes + (gated_swizzle(j / 2 + q / 2, row) << 4);
+          asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(packed[0]), "r"(packed[1]),
+                       "r"(packed[2]), "r"(packed[3])
+                       : "memory");
+        }
+      }
+      cutlass::arch::fence_view_async_shared();
+      synchronize();
+      if (thread == 0) {
+        cute::SM90_TMA_STORE_3D::copy(&params.tma_d, box, n_box / 2, box_m(b, tile_row, tile_column, warpgroup), l);
+        cute::tma_store_arrive();
       }
     }
   }

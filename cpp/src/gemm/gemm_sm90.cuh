@@ -293,17 +293,20 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   params.hint_b = uint64_t(stream_b ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
   params.epilogue.general = make_epilogue(problem, operands);
-  params.epilogue.load_c_by_tma = problem.has_c && problem.c_alignment == 16;
-  params.epilogue.store_by_tma =
-      problem.d_alignment == 16 && problem.d_type != DataType::kF32 && !problem.gated && (!problem.has_c || params.epilogue.load_c_by_tma);
-  params.epilogue.load_c_by_tma = params.epilogue.load_c_by_tma && params.epilogue.store_by_tma;
+  // The fast epilogue: 16-bit D that TMA addresses; C absent or in D's own form; gated without C, in tiles wide enough for half boxes.
+  using Epilogue = typename Kernel::Epilogue;
+  bool const c_fits = problem.has_c && problem.c_alignment == 16 && !problem.gated;
+  params.epilogue.store_by_tma = problem.d_alignment == 16 && problem.d_type != DataType::kF32 && (!problem.has_c || c_fits) &&
+                                 (!problem.gated || (Epilogue::kGatedBoxes && problem.n % 16 == 0));
+  params.epilogue.load_c_by_tma = params.epilogue.store_by_tma && c_fits;
   if (params.epilogue.store_by_tma) {
-    Status status = encode_tensor_map_16bit(&params.epilogue.tma_d, operands.d, problem.n, problem.m, problem.batch, operands.ldd,
-                                            operands.d_batch_stride, Kernel::Epilogue::kBoxColumns, Kernel::Epilogue::kBoxRows);
+    Status status = encode_tensor_map_16bit(&params.epilogue.tma_d, operands.d, problem.gated ? problem.n / 2 : problem.n, problem.m,
+                                            problem.batch, operands.ldd, operands.d_batch_stride,
+                                            problem.gated ? Epilogue::kGatedColumns : Epilogue::kBoxColumns, Epilogue::kBoxRows);
     if (!status.ok()) return status;
     if (params.epilogue.load_c_by_tma) {
       status = encode_tensor_map_16bit(&params.epilogue.tma_c, operands.c, problem.n, problem.m, problem.batch, operands.c_stride_m,
-                                       operands.c_batch_stride, Kernel::Epilogue::kBoxColumns, Kernel::Epilogue::kBoxRows);
+                                       operands.c_batch_stride, Epilogue::kBoxColumns, Epilogue::kBoxRows);
       if (!status.ok()) return status;
     }
   }
