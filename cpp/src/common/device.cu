@@ -1,4 +1,4 @@
-#include <cstdio>
+#include <algorithm>
 #include <cstring>
 
 #include "common/cuda_check.h"
@@ -32,7 +32,7 @@ Status query_device(int32_t device_index, DeviceProperties* properties) {
   Status status = cuda_status(cudaGetDeviceProperties(&p, device_index), "cudaGetDeviceProperties");
   if (!status.ok()) return status;
   DeviceProperties out;
-  std::snprintf(out.name, sizeof(out.name), "%s", p.name);
+  std::memcpy(out.name, p.name, std::min(sizeof(out.name) - 1, std::strlen(p.name)));
   out.compute_major = p.major;
   out.compute_minor = p.minor;
   out.sm_count = p.multiProcessorCount;
