@@ -12,10 +12,11 @@ ARGUMENTS = "GemmLaunchArguments"
 ELEMENT_BYTES = 2
 SM90_SMEM_LIMIT = 232448  # 227 KiB: what one block can opt in to on compute capability 9.0
 SM80_SMEM_LIMIT = 101376  # 99 KiB: the smallest opt-in limit from sm_80 on (8.6, 8.9 and 12.0 have it)
-SM90_SMEM_RESERVED = 2048  # pipeline barriers, scheduler state, alignment of the first buffer
+SM90_BARRIER_BYTES = 512
+SM90_SMEM_ALIGNMENT = 1024  # of the whole: swizzle patterns count from here
 SM90_THREADS = 384  # one producer warpgroup, two consumers
 MIN_STAGES_SM90, MAX_STAGES_SM90 = 3, 16
-MAX_ACCUMULATORS = 160  # fp32 registers per consumer thread, of 232; beyond it the epilogue spills
+MAX_ACCUMULATORS = 176  # fp32 registers per consumer thread, of 232; beyond it the epilogue spills
 
 COMMON_FIELDS = {"arch", "elements", "layouts", "tile", "schedule", "stages", "note"}
 FIELDS = {
@@ -69,7 +70,7 @@ def expand(row: dict, where: str) -> list[Kernel]:
         check_sm90(row, tile, cluster, require)
         chunks, staging_bytes = staging(tile, row["schedule"], swap, chunks, require)
         stages = stages_sm90(tile, staging_bytes, stages, require)
-        smem = stages * stage_bytes(tile) + staging_bytes + SM90_SMEM_RESERVED
+        smem = smem_sm90(tile, staging_bytes, stages)
         fields = dict(arch=90, cluster=cluster, swap=swap, unaligned=False, stages=stages, epilogue_chunks=chunks)
         fields.update(warps=(0, 0), threads=SM90_THREADS, smem_bytes=smem)
     else:
@@ -108,7 +109,7 @@ def check_sm90(row: dict, tile: tuple[int, ...], cluster: tuple[int, ...], requi
 
 
 def staging(tile: tuple[int, ...], schedule: str, swap: bool, chunks: int | None, require) -> tuple[int, int]:
-    """D leaves through shared memory in boxes -> (box buffers per consumer warpgroup, bytes of all of them).
+    """D leaves through shared memory in boxes -> (box buffers per consumer warpgroup, bytes of all of them and the bias).
 
     A box is as many contiguous outputs as TMA's swizzles allow (64, 32 or 16) for the 64 rows of one MMA tile; swapped, 64 contiguous
     outputs (the MMA tile's rows) for tile_n rows of D.
@@ -124,15 +125,22 @@ def staging(tile: tuple[int, ...], schedule: str, swap: bool, chunks: int | None
     if chunks is None:
         # A 128 x 256 tile that staged D whole would cost a pipeline stage: it goes through half as many buffers.
         chunks = max(boxes // 2, 1) if tile_m * tile_n > 128 * 192 else boxes
-    require(chunks <= boxes, "epilogue_chunks", f"a consumer warpgroup has {boxes} boxes")
+    together = 1 if swap else min(64 // width, tile_n // width)  # boxes finished, and stored, as a group
+    require(together <= chunks <= boxes, "epilogue_chunks", f"a consumer warpgroup has {boxes} boxes, {together} of them in use together")
     # The general epilogue passes 64 rows x up to 32 columns of fp32 through the same memory.
     general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
-    return chunks, 2 * -(-max(chunks * box_bytes, general) // 1024) * 1024
+    bias = 4 * (64 * mma_m if swap else tile_n)  # fp32, of the tile's n
+    return chunks, 2 * (-(-max(chunks * box_bytes, general) // 1024) * 1024 + bias)
+
+
+def smem_sm90(tile: tuple[int, ...], staging_bytes: int, stages: int) -> int:
+    bytes_used = stages * stage_bytes(tile) + staging_bytes + SM90_BARRIER_BYTES
+    return -(-bytes_used // SM90_SMEM_ALIGNMENT) * SM90_SMEM_ALIGNMENT
 
 
 def stages_sm90(tile: tuple[int, ...], staging_bytes: int, stages: int | None, require) -> int:
     """The deepest pipeline that fits beside the staging buffers, or the row's own after a check."""
-    fits = (SM90_SMEM_LIMIT - SM90_SMEM_RESERVED - staging_bytes) // stage_bytes(tile)
+    fits = (SM90_SMEM_LIMIT - smem_sm90(tile, staging_bytes, 0)) // stage_bytes(tile)
     field = "tile" if stages is None else "stages"
     sizes = f"{stage_bytes(tile)} bytes each beside {staging_bytes} of output staging"
     require(fits >= MIN_STAGES_SM90, field, f"{fits} stages of {sizes} fit {SM90_SMEM_LIMIT} bytes, at least {MIN_STAGES_SM90} are needed")

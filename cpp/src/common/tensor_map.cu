@@ -46,7 +46,8 @@ Status encode_tensor_map_16bit(CUtensorMap* map, void const* base, int64_t colum
   cuuint32_t const steps[3] = {1, 1, 1};
   CUtensorMapSwizzle const swizzle = box_columns * 2 == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : box_columns * 2 == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                             : CU_TENSOR_MAP_SWIZZLE_32B;
+                                     : box_columns * 2 == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                                                             : CU_TENSOR_MAP_SWIZZLE_NONE;
   CUresult const result =
       encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -10,7 +10,7 @@
 namespace minfer {
 
 /// Describes a 16-bit tensor [planes, rows, columns] with unit stride along columns, read or written in boxes of
-/// box_rows x box_columns. box_columns * 2 is 32, 64 or 128 bytes and is also the shared-memory swizzle.
+/// box_rows x box_columns. box_columns * 2 is 16, 32, 64 or 128 bytes and is also the shared-memory swizzle (16: none).
 /// @return kInvalidArgument when the base or a stride is not a multiple of 16 bytes; kCudaError when the driver refuses.
 Status encode_tensor_map_16bit(CUtensorMap* map, void const* base, int64_t columns, int64_t rows, int64_t planes, int64_t row_stride,
                                int64_t plane_stride, int box_columns, int box_rows);

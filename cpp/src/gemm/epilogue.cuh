@@ -3,8 +3,7 @@
 // Everything is a run-time value: null or non-null C and bias, activation, output type. Activations other than relu are one formula,
 //   act(x) = x * sigmoid(x * P(x^2)),
 // with the polynomial P in the kernel's parameters: silu P = 1, gelu_tanh P = sqrt(8/pi) (1 + 0.044715 x^2), and the erf gelu a degree-6
-// weighted minimax fit of logit(Phi(x)) / x on |x| <= 5.5 (|error of gelu| < 1e-7). So no kernel is instantiated per activation and no
-// epilogue carries five copies of its loop.
+// weighted minimax fit of logit(Phi(x)) / x on |x| <= 5.5 (|error of gelu| < 1e-7). So no kernel is instantiated per activation.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,30 +16,31 @@
 namespace minfer::gemm {
 
 struct ActivationParams {
+  enum class Kind : int8_t { kNone, kRelu, kConstant, kPolynomial };  // kConstant: P = p[0]
   static constexpr int kTerms = 7;
-  bool relu = false;
-  bool smooth = false;
+  Kind kind = Kind::kNone;
   float clamp = 0.0f;     // x^2 is clamped here before P
-  float p[kTerms] = {0};  // P's coefficients in powers of x^2
+  float p[kTerms] = {0};  // P's coefficients in powers of x^2, times -log2(e): sigmoid(y) = 1 / (1 + 2^(-log2(e) y))
 };
 
 inline ActivationParams make_activation(Activation activation) {
+  using Kind = ActivationParams::Kind;
   ActivationParams a;
   switch (activation) {
     case Activation::kNone: break;
-    case Activation::kRelu: a.relu = true; break;
+    case Activation::kRelu: a.kind = Kind::kRelu; break;
     case Activation::kSilu:
-      a.smooth = true;
+      a.kind = Kind::kConstant;
       a.p[0] = 1.0f;
       break;
     case Activation::kGeluTanh:
-      a.smooth = true;
+      a.kind = Kind::kPolynomial;
       a.clamp = 64.0f;
       a.p[0] = 1.5957691216f;
       a.p[1] = 0.0713548163f;
       break;
     case Activation::kGelu: {
-      a.smooth = true;
+      a.kind = Kind::kPolynomial;
       a.clamp = 30.25f;
       constexpr float kFit[ActivationParams::kTerms] = {1.5957684517f,    0.0726685748f,     -6.62654493e-05f, -1.1047856970e-04f,
                                                         7.937954251e-06f, -2.668744798e-07f, 3.610771460e-09f};
@@ -48,6 +48,7 @@ inline ActivationParams make_activation(Activation activation) {
       break;
     }
   }
+  for (float& coefficient : a.p) coefficient *= -1.4426950409f;
   return a;
 }
 
@@ -119,17 +120,39 @@ struct ElementOf<DataType::kBF16> {
   static __device__ float2 unpack(uint32_t v) { return __bfloat1622float2(*reinterpret_cast<Pair*>(&v)); }
 };
 
-__device__ __forceinline__ float activate(ActivationParams const& a, float x) {
-  if (a.smooth) {
-    float const t = fminf(x * x, a.clamp);
-    float q = a.p[ActivationParams::kTerms - 1];
+/// x * sigmoid(y) with y_log2 = -log2(e) y. Both approximate instructions are good to 2 ulp; an infinite power of two gives x * 0.
+__device__ __forceinline__ float times_sigmoid(float x, float y_log2) {
+  float power, sigmoid;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(y_log2));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
+  return x * sigmoid;
+}
+
+/// Activates the kCount values that `at(i)` refers to: one branch for all of them, so that their instructions interleave.
+template <int kCount, class At>
+__device__ __forceinline__ void activate_all(ActivationParams const& a, At&& at) {
+  using Kind = ActivationParams::Kind;
+  if (a.kind == Kind::kPolynomial) {
 #pragma unroll
-    for (int i = ActivationParams::kTerms - 2; i >= 0; --i) q = fmaf(q, t, a.p[i]);
-    // x * sigmoid(x q); exp2f and the reciprocal are the approximate instructions (2 ulp), an infinite exponential gives x * 0
-    float const e = exp2f(-1.4426950409f * x * q);
-    return __fdividef(x, 1.0f + e);
+    for (int i = 0; i < kCount; ++i) {
+      float const x = at(i), t = fminf(x * x, a.clamp);
+      float q = a.p[ActivationParams::kTerms - 1];
+#pragma unroll
+      for (int term = ActivationParams::kTerms - 2; term >= 0; --term) q = fmaf(q, t, a.p[term]);
+      at(i) = times_sigmoid(x, x * q);
+    }
+  } else if (a.kind == Kind::kConstant) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) at(i) = times_sigmoid(at(i), at(i) * a.p[0]);
+  } else if (a.kind == Kind::kRelu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) at(i) = at(i) < 0.0f ? 0.0f : at(i);  // NaN stays
   }
-  return a.relu ? (x < 0.0f ? 0.0f : x) : x;
+}
+
+__device__ __forceinline__ float activate(ActivationParams const& a, float x) {
+  activate_all<1>(a, [value = &x](int) -> float& { return *value; });
+  return x;
 }
 
 template <DataType kType>
@@ -145,15 +168,6 @@ __device__ __forceinline__ float load_bias(EpilogueParams const& e, int n) {
                     : ElementOf<kType>::to_float(static_cast<typename ElementOf<kType>::Type const*>(e.bias)[n]);
 }
 
-/// alpha * acc + beta * C + bias at (m, n) of batch l, before the activation; (m, n) is inside the matrix.
-template <DataType kType>
-__device__ __forceinline__ float affine(EpilogueParams const& e, float accumulator, int m, int n, int l) {
-  float v = e.alpha * accumulator;
-  if (e.c != nullptr) v = fmaf(e.beta, load_c<kType>(e, m, n, l), v);
-  if (e.bias != nullptr) v += load_bias<kType>(e, n);
-  return v;
-}
-
 template <DataType kType>
 __device__ __forceinline__ void store_d(EpilogueParams const& e, float v, int m, int n_out, int l) {
   int64_t const offset = l * e.d_batch_stride + m * e.ldd + n_out;
@@ -166,25 +180,36 @@ __device__ __forceinline__ void store_d(EpilogueParams const& e, float v, int m,
 
 /// Writes the outputs of a rectangle of accumulators, element by element and coalesced along n: any alignment, any C, any output type, gated
 /// or not. `accumulator(row, column)` reads the rectangle in the caller's orientation, row = m - m0 and column = n - n0; n0 is a multiple of 16
-/// when gated.
+/// when gated; rows, threads and the columns up to 32 are powers of two.
 template <DataType kType, class Accumulator>
 __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0, int n0, int l, int rows, int columns, int thread,
                                                 int threads, Accumulator&& accumulator) {
+  constexpr int kBatch = 4;  // rows whose C is in flight together
   int const outputs = e.gated ? columns / 2 : columns;
-  for (int i = thread; i < rows * outputs; i += threads) {
-    int const row = i / outputs;
-    int const column = i - row * outputs;
-    int const m = m0 + row;
-    if (m >= e.m) continue;
-    if (e.gated) {
-      int const gate = column / kGateBlock * (2 * kGateBlock) + column % kGateBlock;
-      int const up = gate + kGateBlock;
-      if (n0 + up >= e.n) continue;
-      float const g = affine<kType>(e, accumulator(row, gate), m, n0 + gate, l);
-      float const u = affine<kType>(e, accumulator(row, up), m, n0 + up, l);
-      store_d<kType>(e, activate(e.activation, g) * u, m, n0 / 2 + column, l);
-    } else if (n0 + column < e.n) {
-      store_d<kType>(e, activate(e.activation, affine<kType>(e, accumulator(row, column), m, n0 + column, l)), m, n0 + column, l);
+  int const lanes = outputs < 32 ? outputs : 32;  // threads along a row
+  int const lane_bits = 31 - __clz(lanes);
+  int const row_step = threads >> lane_bits;
+  int const n_out = e.gated ? e.n / 2 : e.n;
+  int const rows_inside = rows < e.m - m0 ? rows : e.m - m0;
+  for (int column = thread & (lanes - 1); column < outputs; column += lanes) {
+    int const n = (e.gated ? n0 / 2 : n0) + column;
+    if (n >= n_out) break;
+    int const gate = e.gated ? column / kGateBlock * (2 * kGateBlock) + column % kGateBlock : column;
+    float const bias = e.bias != nullptr ? load_bias<kType>(e, n0 + gate) : 0.0f;
+    float const up_bias = e.gated && e.bias != nullptr ? load_bias<kType>(e, n0 + gate + kGateBlock) : 0.0f;
+    for (int row = thread >> lane_bits; row < rows_inside; row += kBatch * row_step) {
+      float v[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        v[i] = e.c != nullptr && row + i * row_step < rows_inside ? load_c<kType>(e, m0 + row + i * row_step, n, l) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        int const r = row + i * row_step;
+        if (r >= rows_inside) break;
+        float d = activate(e.activation, fmaf(e.alpha, accumulator(r, gate), fmaf(e.beta, v[i], bias)));
+        if (e.gated) d *= fmaf(e.alpha, accumulator(r, gate + kGateBlock), up_bias);
+        store_d<kType>(e, d, m0 + r, n, l);
+      }
     }
   }
 }

@@ -2,15 +2,17 @@
 //
 // Fast path (16-bit D that TMA can address, C absent or a full matrix of D's type): registers -> stmatrix -> swizzled shared memory -> TMA
 // store, in boxes of up to 64 contiguous outputs. C arrives by TMA in the very box buffer that D leaves from: it is requested before the
-// mainloop, read with ldmatrix in the fragment's own layout, and overwritten in place.
-// A gated D without C takes the fast path too, in boxes of half the width.
+// mainloop, read with ldmatrix in the fragment's own layout, and overwritten in place. A gated D leaves in boxes of half the width.
+// The arithmetic goes in one pass per term (scale, C, bias, activation) over a group of boxes, so that the run-time choices are a branch per
+// group and each pass has 32 or more independent instructions: a branch per 8-column block cost more than the stores.
+// Bias: each thread loads its share before the mainloop; after it the warpgroup exchanges them through shared memory.
 // General path (float32 D, broadcast or float32 C, unaligned D): 64 x 32 accumulators at a time go through the same shared memory in
 // fp32 and are finished by a rolled, coalesced loop.
 //
-// Box b of a warpgroup, 64 rows of MMA tile mi each:
-//   no swap: 64 rows of m x kBoxColumns (64, 32 or 16) columns of n;   b = chunk * kMmaM + mi
-//   swap:    kTileN rows of m x 64 columns of n (the MMA rows are n);  b = mi
-// Shared memory of a box: rows of kBoxColumns, their 16-byte units in TMA's swizzle for that width.
+// Boxes of a warpgroup, kChunks for each MMA tile mi of 64 rows, box = mi * kChunks + chunk:
+//   no swap: 64 rows of m x kBoxColumns (64, 32 or 16) columns of n
+//   swap:    kTileN rows of m x 64 columns of n (the MMA rows are n), one chunk
+// Shared memory of a box: rows of kBoxColumns, their 16-byte units in TMA's swizzle for that width. Buffers are a ring of kBuffers boxes.
 #pragma once
 
 #include <cuda.h>
@@ -38,45 +40,52 @@ struct EpilogueSm90 {
   static constexpr int kTileN = Config::kTileN;
   static constexpr int kBoxRows = kSwap ? kTileN : 64;
   static constexpr int kBoxColumns = kSwap || kTileN % 64 == 0 ? 64 : (kTileN % 32 == 0 ? 32 : 16);
+  static constexpr int kGatedColumns = kBoxColumns / 2;
   static constexpr int kRowBytes = kBoxColumns * 2;
   static constexpr int kBoxBytes = kBoxRows * kRowBytes;
-  static constexpr int kBoxes = kSwap ? kMmaM : kMmaM * (kTileN / kBoxColumns);  // of a warpgroup
+  static constexpr int kChunks = kSwap ? 1 : kTileN / kBoxColumns;
+  static constexpr int kBoxes = kMmaM * kChunks;                            // of a warpgroup
+  static constexpr int kBoxValues = kBoxRows * kBoxColumns / 128;           // accumulators of a thread
+  static constexpr int kGroupColumns = kMmaM * kTileN / 2 > 128 ? 32 : 64;  // finished together; with more accumulators than 128, 64 spill
+  static constexpr int kGroup = kSwap || kBoxColumns > kGroupColumns ? 1 : cute::min(kChunks, kGroupColumns / kBoxColumns);  // in boxes
   static constexpr int kBuffers = Config::kEpilogueChunks;
   static constexpr int kGeneralColumns = kTileN >= 32 ? 32 : (kTileN >= 16 ? 16 : 8);
   static constexpr int kGeneralBytes = 64 * kGeneralColumns * 4;
   static constexpr int kRegionBytes = ((kBuffers * kBoxBytes > kGeneralBytes ? kBuffers * kBoxBytes : kGeneralBytes) + 1023) / 1024 * 1024;
+  static constexpr int kBiasFloats = kSwap ? kMmaM * 64 : kTileN;  // the n of a warpgroup's tile
+  static constexpr int kBiasValues = (kBiasFloats + 127) / 128;    // of a thread
   static_assert(kTileN % 8 == 0 && kBoxRows <= 256 && (kSwap || kTileN % kBoxColumns == 0));
-  static_assert(kBuffers >= 1 && kBuffers <= kBoxes && kBuffers <= 32);
+  static_assert(kBuffers >= kGroup && kBuffers <= kBoxes && kBuffers <= 32);
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "every box starts on a whole period of its swizzle");
-
-  // A gated box holds half the columns of an ordinary one, in rows of half the bytes.
-  static constexpr int kGatedColumns = kBoxColumns / 2;
-  static constexpr bool kGatedBoxes = kGatedColumns >= 16 && kMmaM == 1;  // with two MMA tiles a thread its addresses spill
 
   struct Buffers {
     alignas(1024) char of[2][kRegionBytes];  // [consumer warpgroup]
   };
-  struct Barriers {
+  struct Small {
+    alignas(16) float bias[2][kBiasFloats];
     alignas(8) uint64_t c_full[2][kBuffers];
   };
 
   EpilogueSm90Params const& params;
   char* buffers;  // of this warpgroup
+  float* bias;    // of its tile
   uint64_t* c_full;
   int thread;      // in the warpgroup
   int barrier_id;  // named barrier of the warpgroup
   uint32_t c_phase = 0;
+  float bias_share[kBiasValues];
 
-  __device__ EpilogueSm90(EpilogueSm90Params const& params, Buffers& storage, Barriers& barriers, int warpgroup, int thread)
+  __device__ EpilogueSm90(EpilogueSm90Params const& params, Buffers& boxes, Small& small, int warpgroup, int thread)
       : params(params),
-        buffers(&storage.of[warpgroup][0]),
-        c_full(&barriers.c_full[warpgroup][0]),
+        buffers(&boxes.of[warpgroup][0]),
+        bias(&small.bias[warpgroup][0]),
+        c_full(&small.c_full[warpgroup][0]),
         thread(thread),
         barrier_id(warpgroup + 1) {}
 
-  static __device__ void initialize(Barriers& barriers) {
+  static __device__ void initialize(Small& small) {
     for (int w = 0; w < 2; ++w) {
-      for (int b = 0; b < kBuffers; ++b) cutlass::arch::ClusterTransactionBarrier::init(&barriers.c_full[w][b], 1);
+      for (int b = 0; b < kBuffers; ++b) cutlass::arch::ClusterTransactionBarrier::init(&small.c_full[w][b], 1);
     }
   }
 
@@ -84,16 +93,16 @@ struct EpilogueSm90 {
 
   // Top left corner of box b in the caller's (m, n); tile_row and tile_column are of the kernel's own tile.
   static __device__ int box_m(int b, int tile_row, int tile_column, int warpgroup) {
-    return kSwap ? tile_column : mma_row(b % kMmaM, tile_row, warpgroup);
+    return kSwap ? tile_column : mma_row(b / kChunks, tile_row, warpgroup);
   }
   static __device__ int box_n(int b, int tile_row, int tile_column, int warpgroup) {
-    return kSwap ? mma_row(b, tile_row, warpgroup) : tile_column + b / kMmaM * kBoxColumns;
+    return kSwap ? mma_row(b, tile_row, warpgroup) : tile_column + b % kChunks * kBoxColumns;
   }
-  // TMA's swizzle of the 16-byte units of a row of 128, 64 or 32 bytes.
+  // TMA's swizzle of the 16-byte units of a row of 128, 64, 32 or 16 bytes.
+  template <int kBytes>
   static __device__ int swizzle(int unit, int row) {
-    return kRowBytes == 128 ? unit ^ (row & 7) : (kRowBytes == 64 ? unit ^ (row >> 1 & 3) : unit ^ (row >> 2 & 1));
+    return unit ^ (kBytes == 128 ? row & 7 : kBytes == 64 ? row >> 1 & 3 : kBytes == 32 ? row >> 2 & 1 : 0);
   }
-  static __device__ int gated_swizzle(int unit, int row) { return kGatedColumns == 32 ? unit ^ (row >> 1 & 3) : unit ^ (row >> 2 & 1); }
   static __device__ int mma_row(int mi, int tile_row, int warpgroup) { return tile_row + (mi * kConsumers + warpgroup) * 64; }
 
   __device__ void request_c(int b, int tile_row, int tile_column, int l, int warpgroup) {
@@ -104,216 +113,193 @@ struct EpilogueSm90 {
                                  box_m(b, tile_row, tile_column, warpgroup), l);
   }
 
-  /// Before the mainloop of a tile this CTA owns: asks for C while the tensor cores work.
+  /// Before the mainloop of a tile this CTA owns: asks for C and bias while the tensor cores work.
   __device__ void prefetch(int tile_row, int tile_column, int l, int warpgroup) {
     if (params.load_c_by_tma && thread == 0) {
       cute::tma_store_wait<0>();  // the previous tile's stores have left the buffers
-#pragma unroll
+#pragma unroll 1
       for (int b = 0; b < kBuffers; ++b) request_c(b, tile_row, tile_column, l, warpgroup);
-#pragma unroll
+#pragma unroll 1
       for (int b = kBuffers; b < kBoxes; ++b) {  // asked for when a buffer is free, by then out of L2
         cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.tma_c, box_n(b, tile_row, tile_column, warpgroup),
                                                box_m(b, tile_row, tile_column, warpgroup), l);
+      }
+    }
+    if (params.store_by_tma && params.general.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kBiasValues; ++i) {
+        int const at = thread + 128 * i;
+        int const n = kSwap ? mma_row(at / 64, tile_row, warpgroup) + at % 64 : tile_column + at;
+        bias_share[i] = at < kBiasFloats && n < params.general.n ? load_bias<Config::kType>(params.general, n) : 0.0f;
       }
     }
   }
 
   template <class Accumulator>
   __device__ void store(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
-    if (params.store_by_tma) {
-      if constexpr (kGatedBoxes) {
-        if (params.general.gated) {
-          store_gated_boxes(acc, tile_row, tile_column, l, warpgroup);
-          return;
-        }
-      }
-      store_boxes(acc, tile_row, tile_column, l, warpgroup);
-    } else {
+    if (!params.store_by_tma) {
       store_general(acc, tile_row, tile_column, l, warpgroup);
+      return;
     }
+    bool const biased = params.general.bias != nullptr;
+    if (biased) {
+#pragma unroll
+      for (int i = 0; i < kBiasValues; ++i) {
+        if (thread + 128 * i < kBiasFloats) bias[thread + 128 * i] = bias_share[i];
+      }
+    }
+    if (!params.load_c_by_tma && thread == 0) cute::tma_store_wait<0>();  // with C the buffers were free before the mainloop
+    if (!params.load_c_by_tma || biased) synchronize();
+    constexpr int kGroups = (kChunks + kGroup - 1) / kGroup;  // of an MMA tile
+    cute::for_each(cute::make_int_sequence<kMmaM * kGroups>{}, [&](auto group) {
+      constexpr int kMi = decltype(group)::value / kGroups, kChunk = decltype(group)::value % kGroups * kGroup;
+      constexpr int kCount = kChunks - kChunk < kGroup ? kChunks - kChunk : kGroup;
+      store_group<kMi, kChunk, kCount>(acc, tile_row, tile_column, l, warpgroup);
+    });
   }
 
-  // acc(i): value e + 2 h + 4 j + (kTileN / 2) mi of this thread is row 16 (thread / 32) + 8 h + lane / 4 of MMA tile mi, column
-  // 8 j + 2 (lane % 4) + e (the WGMMA accumulator layout).
-  template <class Accumulator>
-  __device__ void store_boxes(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
+  // Boxes kChunk to kChunk + kCount of MMA tile kMi. Accumulator e + 2 h + 4 j + (kTileN / 2) mi of a thread is row
+  // 16 (thread / 32) + 8 h + lane / 4 of MMA tile mi, column 8 j + 2 (lane % 4) + e (the WGMMA accumulator layout).
+  template <int kMi, int kChunk, int kCount, class Accumulator>
+  __device__ void store_group(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
     EpilogueParams const& e = params.general;
+    constexpr int kFirstBox = kMi * kChunks + kChunk;
+    constexpr int kFirstBlock = kSwap ? 0 : kChunk * kBoxColumns / 8;  // 8-column blocks of the accumulator
+    constexpr int kBoxBlocks = kBoxValues / 4;
+    constexpr int kValues = kCount * kBoxValues, kBlocks = kValues / 4;
     int const lane = thread % 32, warp = thread / 32;
-    if (!params.load_c_by_tma) {
-      if (thread == 0) cute::tma_store_wait<0>();
-      synchronize();
-    }
+    float v[kValues];  // not in place: WGMMA's registers, once written by others, make ptxas serialise the mainloop of wide pingpong tiles
+    auto const value = [&](int i) -> float& { return v[i]; };
 #pragma unroll
-    for (int b = 0; b < kBoxes; ++b) {
-      int const buffer = b % kBuffers;
-      char* box = buffers + buffer * kBoxBytes;
-      uint32_t const box_address = cute::cast_smem_ptr_to_uint(box);
-      if (b >= kBuffers && !params.load_c_by_tma) {
-        if (thread == 0) cute::tma_store_wait<kBuffers - 1>();  // this buffer's store, the oldest, has been read
-        synchronize();
-      }
-      if (params.load_c_by_tma) {
+    for (int i = 0; i < kValues; ++i) v[i] = e.alpha * acc(kMi * (kTileN / 2) + kFirstBlock * 4 + i);
+
+    if (params.load_c_by_tma) {
+#pragma unroll
+      for (int box = 0; box < kCount; ++box) {
+        int const buffer = (kFirstBox + box) % kBuffers;
         cutlass::arch::ClusterTransactionBarrier::wait(&c_full[buffer], c_phase >> buffer & 1);
         c_phase ^= 1u << buffer;
       }
-      int const mi = kSwap ? b : b % kMmaM;
-      int const n_box = box_n(b, tile_row, tile_column, warpgroup);
-      constexpr int kColumnBlocks = (kSwap ? kTileN : kBoxColumns) / 8;  // 8-column blocks of the accumulator in a box
-      int const first_block = kSwap ? 0 : b / kMmaM * kColumnBlocks;
-      float row_bias[2] = {0.0f, 0.0f};  // swap: n runs along the accumulator's rows
-      if (kSwap && e.bias != nullptr) {
+#pragma unroll
+      for (int j = 0; j < kBlocks; j += 2) {
+        bool const pair = j % kBoxBlocks + 1 < kBoxBlocks;
+        uint32_t c[4];
+        load_matrices(unit_address(kFirstBox + j / kBoxBlocks, j % kBoxBlocks, pair), c, pair);
+#pragma unroll
+        for (int i = 0; i < (pair ? 4 : 2); ++i) {
+          float2 const pair_of_c = Element::unpack(c[i]);
+          value(4 * j + 2 * i) = fmaf(e.beta, pair_of_c.x, value(4 * j + 2 * i));
+          value(4 * j + 2 * i + 1) = fmaf(e.beta, pair_of_c.y, value(4 * j + 2 * i + 1));
+        }
+      }
+    } else if (kFirstBox + kCount > kBuffers) {
+      if (thread == 0) cute::tma_store_wait<kBuffers - kCount>();  // the stores that last left these buffers have been read
+      synchronize();
+    }
+
+    if (e.bias != nullptr) {
+      if constexpr (kSwap) {
+        float const row_bias[2] = {bias[kMi * 64 + 16 * warp + lane / 4], bias[kMi * 64 + 16 * warp + 8 + lane / 4]};
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) value(i) += row_bias[i / 2 % 2];
+      } else {
+        float2 const* columns = reinterpret_cast<float2 const*>(bias + kFirstBlock * 8 + 2 * (lane % 4));
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) {
+          float2 const b = columns[4 * j];
+          value(4 * j) += b.x;
+          value(4 * j + 1) += b.y;
+          value(4 * j + 2) += b.x;
+          value(4 * j + 3) += b.y;
+        }
+      }
+    }
+
+    if (!e.gated) {
+      activate_all<kValues>(e.activation, value);
+#pragma unroll
+      for (int j = 0; j < kBlocks; j += 2) {
+        bool const pair = j % kBoxBlocks + 1 < kBoxBlocks;  // a last single block of a swapped tile is stored with .x2
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < (pair ? 4 : 2); ++i) packed[i] = Element::pack(value(4 * j + 2 * i), value(4 * j + 2 * i + 1));
+        store_matrices(unit_address(kFirstBox + j / kBoxBlocks, j % kBoxBlocks, pair), packed, pair);
+      }
+    } else if constexpr (kSwap) {
+      // Gate and up of an output are rows 8 h apart of the same thread.
+      activate_all<kValues / 2>(e.activation, [&](int i) -> float& { return value(i / 2 * 4 + i % 2); });
+#pragma unroll
+      for (int j = 0; j < kBlocks; j += 4) {
+        constexpr int kLast = kBlocks - 1;
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          int const block = 4 * (j + i < kBlocks ? j + i : kLast);
+          packed[i] = Element::pack(value(block) * value(block + 2), value(block + 1) * value(block + 3));
+        }
+        store_gated_tokens(kFirstBox, j, kBlocks - j < 4 ? kBlocks - j : 4, packed);
+      }
+    } else {
+      // 8-column blocks 2 i and 2 i + 1 of the same thread.
+      activate_all<kValues / 2>(e.activation, [&](int i) -> float& { return value(i / 4 * 8 + i % 4); });
+#pragma unroll
+      for (int j = 0; j < kBlocks; j += 2) {
+        uint32_t packed[2];
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          int const n = n_box + 16 * warp + 8 * h + lane / 4;
-          row_bias[h] = n < e.n ? load_bias<Config::kType>(e, n) : 0.0f;
+          int const gate = 4 * j + 2 * h;
+          packed[h] = Element::pack(value(gate) * value(gate + 4), value(gate + 1) * value(gate + 5));
         }
+        store_gated_rows(kFirstBox + j / kBoxBlocks, j % kBoxBlocks / 2, packed);
       }
+    }
+
+    cutlass::arch::fence_view_async_shared();
+    synchronize();
+    if (thread == 0) {
 #pragma unroll
-      for (int j = 0; j < kColumnBlocks; j += 2) {
-        constexpr int kOdd = kColumnBlocks % 2;
-        bool const pair = !(kOdd && j + 1 == kColumnBlocks);  // a last single block: stored with .x2
-        // 8x8 matrix q of four: rows 8 (q % 2) of the warp's 16, column block j + q / 2. Lane 8 q + r addresses its row r.
-        int const q = lane / 8, r = lane % 8;
-        uint32_t unit_address;
-        if constexpr (kSwap) {
-          int const row = 8 * (j + (pair ? q / 2 : 0)) + r;  // m within the box
-          int const unit = 2 * warp + q % 2;                 // 8 consecutive n
-          unit_address = box_address + row * kRowBytes + (swizzle(unit, row) << 4);
-        } else {
-          int const row = 16 * warp + 8 * (q % 2) + r;
-          int const unit = j + q / 2;
-          unit_address = box_address + row * kRowBytes + (swizzle(unit, row) << 4);
-        }
-        float v[8];  // [block][h][e]
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          int const block = i / 4;
-          int const index = mi * (kTileN / 2) + (first_block + j + (pair ? block : 0)) * 4 + i % 4;
-          v[i] = e.alpha * acc(index);
-        }
-        if (params.load_c_by_tma) {
-          uint32_t c[4];
-          load_matrices(unit_address, c, pair);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float2 const pair_of_c = Element::unpack(c[i]);
-            v[2 * i] = fmaf(e.beta, pair_of_c.x, v[2 * i]);
-            v[2 * i + 1] = fmaf(e.beta, pair_of_c.y, v[2 * i + 1]);
-          }
-        }
-        if (e.bias != nullptr) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            if constexpr (kSwap) {
-              v[i] += row_bias[i / 2 % 2];
-            } else if (i / 2 % 2 == 0) {
-              int const n = n_box + 8 * (j + i / 4) + 2 * (lane % 4) + i % 2;
-              float const bias = n < e.n ? load_bias<Config::kType>(e, n) : 0.0f;
-              v[i] += bias;
-              v[i + 2] += bias;
-            }
-          }
-        }
-        if (e.activation.smooth || e.activation.relu) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) v[i] = activate(e.activation, v[i]);
-        }
-        uint32_t const packed[4] = {Element::pack(v[0], v[1]), Element::pack(v[2], v[3]), Element::pack(v[4], v[5]),
-                                    Element::pack(v[6], v[7])};
-        store_matrices(unit_address, packed, pair);
-      }
-      cutlass::arch::fence_view_async_shared();
-      synchronize();
-      if (thread == 0) {
-        cute::SM90_TMA_STORE_3D::copy(&params.tma_d, box, n_box, box_m(b, tile_row, tile_column, warpgroup), l);
+      for (int box = 0; box < kCount; ++box) {
+        int const b = kFirstBox + box, n = box_n(b, tile_row, tile_column, warpgroup);
+        cute::SM90_TMA_STORE_3D::copy(&params.tma_d, buffers + b % kBuffers * kBoxBytes, e.gated ? n / 2 : n,
+                                      box_m(b, tile_row, tile_column, warpgroup), l);
         cute::tma_store_arrive();
-        if (params.load_c_by_tma && b + kBuffers < kBoxes) {
-          cute::tma_store_wait<0>();
-          request_c(b + kBuffers, tile_row, tile_column, l, warpgroup);
+      }
+      if (params.load_c_by_tma && kFirstBox + kBuffers < kBoxes) {
+        cute::tma_store_wait<0>();
+#pragma unroll
+        for (int box = 0; box < kCount; ++box) {
+          if (kFirstBox + box + kBuffers < kBoxes) request_c(kFirstBox + box + kBuffers, tile_row, tile_column, l, warpgroup);
         }
       }
     }
   }
 
-  // Gate and up of an output are in the same thread: 8-column blocks 2 i and 2 i + 1 of the accumulator, or, swapped, its rows 8 h apart.
-  template <class Accumulator>
-  __device__ void store_gated_boxes(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
-    EpilogueParams const& e = params.general;
-    constexpr int kGatedRowBytes = kGatedColumns * 2;
-    constexpr int kGatedBoxBytes = kBoxRows * kGatedRowBytes;
+  // Where a lane's row of the 8x8 matrices of column blocks j and j + 1 lies: matrix q = lane / 8 is rows 8 (q % 2) of the warp's 16, block
+  // j + q / 2; lane 8 q + r addresses its row r.
+  __device__ uint32_t unit_address(int box, int j, bool pair) const {
+    int const lane = thread % 32, warp = thread / 32, q = lane / 8, r = lane % 8;
+    int const row = kSwap ? 8 * (j + (pair ? q / 2 : 0)) + r : 16 * warp + 8 * (q % 2) + r;
+    int const unit = kSwap ? 2 * warp + q % 2 : j + q / 2;
+    return cute::cast_smem_ptr_to_uint(buffers) + box % kBuffers * kBoxBytes + row * kRowBytes + (swizzle<kRowBytes>(unit, row) << 4);
+  }
+
+  // Swapped and gated: one matrix (8 outputs of n, 8 tokens) a token block, `count` of them from block j on.
+  __device__ void store_gated_tokens(int box, int j, int count, uint32_t const (&packed)[4]) const {
+    int const lane = thread % 32, warp = thread / 32, q = lane / 8, r = lane % 8;
+    int const row = 8 * (j + (q < count ? q : count - 1)) + r;  // matrices beyond count repeat the last one
+    uint32_t const address = cute::cast_smem_ptr_to_uint(buffers) + box % kBuffers * kBoxBytes + row * (kGatedColumns * 2) +
+                             (swizzle<kGatedColumns * 2>(warp, row) << 4);
+    asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(packed[0]), "r"(packed[1]),
+                 "r"(packed[2]), "r"(packed[3])
+                 : "memory");
+  }
+  // Gated: the two row halves of output block `unit`.
+  __device__ void store_gated_rows(int box, int unit, uint32_t const (&packed)[2]) const {
     int const lane = thread % 32, warp = thread / 32;
-    int const q = lane / 8, r = lane % 8;
-    if (thread == 0) cute::tma_store_wait<0>();
-    synchronize();
-#pragma unroll
-    for (int b = 0; b < kBoxes; ++b) {
-      char* box = buffers + b % kBuffers * kGatedBoxBytes;
-      uint32_t const box_address = cute::cast_smem_ptr_to_uint(box);
-      if (b >= kBuffers) {
-        if (thread == 0) cute::tma_store_wait<kBuffers - 1>();
-        synchronize();
-      }
-      int const mi = kSwap ? b : b % kMmaM;
-      int const n_box = box_n(b, tile_row, tile_column, warpgroup);  // of B's columns; D's are half of it
-      auto const bias_at = [&](int n) { return e.bias != nullptr && n < e.n ? load_bias<Config::kType>(e, n) : 0.0f; };
-      auto const gate_up = [&](float gate, float up, float gate_bias, float up_bias) {
-        return activate(e.activation, fmaf(e.alpha, gate, gate_bias)) * fmaf(e.alpha, up, up_bias);
-      };
-      if constexpr (kSwap) {
-        // One 8x8 matrix (8 outputs of n, 8 of m) a token block; four go out in one stmatrix.
-        float const gate_bias = bias_at(n_box + 16 * warp + lane / 4), up_bias = bias_at(n_box + 16 * warp + 8 + lane / 4);
-        constexpr int kBlocks = kTileN / 8;
-#pragma unroll
-        for (int j = 0; j < kBlocks; j += 4) {
-          uint32_t packed[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            int const at = mi * (kTileN / 2) + (j + i < kBlocks ? j + i : j) * 4;
-            packed[i] =
-                Element::pack(gate_up(acc(at), acc(at + 2), gate_bias, up_bias), gate_up(acc(at + 1), acc(at + 3), gate_bias, up_bias));
-          }
-          int const count = kBlocks - j < 4 ? kBlocks - j : 4;
-          int const row = 8 * (j + (q < count ? q : 0)) + r;  // m within the box
-          uint32_t const address = box_address + row * kGatedRowBytes + (gated_swizzle(warp, row) << 4);
-          if (count == 4) {
-            asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(packed[0]),
-                         "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
-                         : "memory");
-          } else {
-            // count 1 to 3: matrices beyond it repeat block j's values at block j's address
-            asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(packed[0]),
-                         "r"(count > 1 ? packed[1] : packed[0]), "r"(count > 2 ? packed[2] : packed[0]), "r"(packed[0])
-                         : "memory");
-          }
-        }
-      } else {
-        // Accumulator blocks j to j + 3 (gate, up, gate, up) make two output blocks: four 8x8 matrices (row half q % 2, output block q / 2).
-        constexpr int kColumnBlocks = kBoxColumns / 8;
-        int const first_block = b / kMmaM * kColumnBlocks;
-#pragma unroll
-        for (int j = 0; j < kColumnBlocks; j += 4) {
-          uint32_t packed[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {  // row half i % 2, output block i / 2
-            int const gate = mi * (kTileN / 2) + (first_block + j + i / 2 * 2) * 4 + i % 2 * 2, up = gate + 4;
-            int const n = n_box + 8 * (j + i / 2 * 2) + 2 * (lane % 4);
-            packed[i] = Element::pack(gate_up(acc(gate), acc(up), bias_at(n), bias_at(n + 8)),
-                                      gate_up(acc(gate + 1), acc(up + 1), bias_at(n + 1), bias_at(n + 9)));
-          }
-          int const row = 16 * warp + 8 * (q % 2) + r;
-          uint32_t const address = box_address + row * kGatedRowBytes + (gated_swizzle(j / 2 + q / 2, row) << 4);
-          asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(packed[0]), "r"(packed[1]),
-                       "r"(packed[2]), "r"(packed[3])
-                       : "memory");
-        }
-      }
-      cutlass::arch::fence_view_async_shared();
-      synchronize();
-      if (thread == 0) {
-        cute::SM90_TMA_STORE_3D::copy(&params.tma_d, box, n_box / 2, box_m(b, tile_row, tile_column, warpgroup), l);
-        cute::tma_store_arrive();
-      }
-    }
+    int const row = 16 * warp + lane % 16;
+    uint32_t const address = cute::cast_smem_ptr_to_uint(buffers) + box % kBuffers * kBoxBytes + row * (kGatedColumns * 2) +
+                             (swizzle<kGatedColumns * 2>(unit, row) << 4);
+    asm volatile("stmatrix.sync.aligned.x2.m8n8.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(packed[0]), "r"(packed[1]) : "memory");
   }
 
   template <class Accumulator>

@@ -9,7 +9,7 @@
 // epilogue buffer (epilogue_sm90.cuh). D: bulk groups of the storing thread.
 // Tile walk: TileScheduler (data-parallel, split-K or stream-K, all at run time). A piece that does not own its tile goes to the workspace;
 // the owner adds the pieces in k order (split_reduction.cuh).
-// Shared memory: ring | epilogue buffers | barriers, at most 227 KiB, one CTA per SM.
+// Shared memory: ring | epilogue buffers | barriers, bias, at most 227 KiB, one CTA per SM.
 // Start: barriers and descriptors are set up under the predecessor's tail, with the first weights on their way to L2 (dependent_launch.cuh).
 // The mainloop is CUTLASS's CollectiveMma (MainloopSm90TmaGmmaWarpSpecialized), from its CollectiveBuilder; kernel layer, scheduler and epilogue
 // are ours. Limits: A, B, and for the fast epilogue D and C, 16-byte aligned in base and strides.
@@ -83,15 +83,16 @@ struct GemmSm90 {
     typename Mainloop::TensorStorage tensors;
     typename Epilogue::Buffers epilogue;
     typename Pipeline::SharedStorage pipeline;
-    typename Epilogue::Barriers epilogue_barriers;
+    typename Epilogue::Small epilogue_small;
     typename OrderBarrier::SharedStorage order;
   };
-  static constexpr int kSmemBytes = int(sizeof(SharedStorage)) + 1024;  // the dynamic base is only 16-byte aligned by contract
+  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
   static_assert(kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 
   static CUTLASS_DEVICE void run(Params const& params, char* smem) {
     using namespace cute;
-    SharedStorage& storage = *reinterpret_cast<SharedStorage*>((reinterpret_cast<uintptr_t>(smem) + 1023) / 1024 * 1024);
+    SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem);
+    if (cute::cast_smem_ptr_to_uint(smem) % 1024 != 0) __trap();  // TMA's and WGMMA's swizzles count from 1 KiB boundaries
     int const thread = int(threadIdx.x);
     int const warpgroup = cutlass::canonical_warp_group_idx();
     int const warp = cutlass::canonical_warp_idx_sync();
@@ -105,7 +106,7 @@ struct GemmSm90 {
       Mainloop::prefetch_tma_descriptors(params.mainloop);
       if (params.epilogue.store_by_tma) cute::prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.epilogue.tma_d));
       if (params.epilogue.load_c_by_tma) cute::prefetch_tma_descriptor(reinterpret_cast<TmaDescriptor const*>(&params.epilogue.tma_c));
-      Epilogue::initialize(storage.epilogue_barriers);
+      Epilogue::initialize(storage.epilogue_small);
     }
 
     typename Pipeline::Params pipeline_params;
@@ -190,7 +191,7 @@ struct GemmSm90 {
                                      uint32_t rank, int rank_m, int rank_n, int consumer, int thread) {
     using namespace cute;
     Mainloop mainloop;
-    Epilogue epilogue(params.epilogue, storage.epilogue, storage.epilogue_barriers, consumer, thread);
+    Epilogue epilogue(params.epilogue, storage.epilogue, storage.epilogue_small, consumer, thread);
     int const slab = kCooperative ? consumer : 0;  // which 64-row slabs of the tile are this warpgroup's
     PipelineState state;
     int turn = 0;
@@ -238,7 +239,7 @@ template <class Config>
 __global__ void __launch_bounds__(GemmSm90<Config>::kThreads, 1)
     gemm_sm90_kernel(__grid_constant__ typename GemmSm90<Config>::Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ char smem[];
+  extern __shared__ __align__(1024) char smem[];
   GemmSm90<Config>::run(params, smem);
 #endif
 }
@@ -254,20 +255,19 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   int const rows = int(kSwap ? problem.n : problem.m), columns = int(kSwap ? problem.m : problem.n);
   params.problem = cute::make_shape(rows, columns, int(problem.k), int(problem.batch));
 
-  auto const set_stride = [](auto& stride, Major major, int64_t leading, int64_t batch) {
+  auto const set_stride = [](auto& stride, int64_t leading, int64_t batch) {
     if constexpr (cute::is_same_v<cute::remove_cvref_t<decltype(cute::get<0>(stride))>, int64_t>) {
       cute::get<0>(stride) = leading;
     } else {
       cute::get<1>(stride) = leading;
     }
     cute::get<2>(stride) = batch;
-    (void)major;
   };
   typename Kernel::Mainloop::Arguments mainloop{};
   mainloop.ptr_A = static_cast<typename Kernel::Element const*>(kSwap ? operands.b : operands.a);
   mainloop.ptr_B = static_cast<typename Kernel::Element const*>(kSwap ? operands.a : operands.b);
-  set_stride(mainloop.dA, Kernel::kMajorA, kSwap ? operands.ldb : operands.lda, kSwap ? operands.b_batch_stride : operands.a_batch_stride);
-  set_stride(mainloop.dB, Kernel::kMajorB, kSwap ? operands.lda : operands.ldb, kSwap ? operands.a_batch_stride : operands.b_batch_stride);
+  set_stride(mainloop.dA, kSwap ? operands.ldb : operands.lda, kSwap ? operands.b_batch_stride : operands.a_batch_stride);
+  set_stride(mainloop.dB, kSwap ? operands.lda : operands.ldb, kSwap ? operands.a_batch_stride : operands.b_batch_stride);
   params.mainloop = Kernel::Mainloop::to_underlying_arguments(params.problem, mainloop, nullptr);
 
   KernelInfo geometry{};
@@ -293,16 +293,18 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   params.hint_b = uint64_t(stream_b ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
   params.epilogue.general = make_epilogue(problem, operands);
-  // The fast epilogue: 16-bit D that TMA addresses; C absent or in D's own form; gated without C, in tiles wide enough for half boxes.
+  // The fast epilogue: 16-bit D that TMA addresses; C absent or in D's own form; gated without C. A TMA store of a row that does not end on 16
+  // bytes was seen to write the element after it (n = 1 and n = 31 on an H200): such rows are stored by threads.
   using Epilogue = typename Kernel::Epilogue;
+  int64_t const n_out = problem.gated ? problem.n / 2 : problem.n;
   bool const c_fits = problem.has_c && problem.c_alignment == 16 && !problem.gated;
-  params.epilogue.store_by_tma = problem.d_alignment == 16 && problem.d_type != DataType::kF32 && (!problem.has_c || c_fits) &&
-                                 (!problem.gated || (Epilogue::kGatedBoxes && problem.n % 16 == 0));
+  params.epilogue.store_by_tma =
+      problem.d_alignment == 16 && n_out % 8 == 0 && problem.d_type != DataType::kF32 && (!problem.has_c || c_fits);
   params.epilogue.load_c_by_tma = params.epilogue.store_by_tma && c_fits;
   if (params.epilogue.store_by_tma) {
-    Status status = encode_tensor_map_16bit(&params.epilogue.tma_d, operands.d, problem.gated ? problem.n / 2 : problem.n, problem.m,
-                                            problem.batch, operands.ldd, operands.d_batch_stride,
-                                            problem.gated ? Epilogue::kGatedColumns : Epilogue::kBoxColumns, Epilogue::kBoxRows);
+    Status status =
+        encode_tensor_map_16bit(&params.epilogue.tma_d, operands.d, n_out, problem.m, problem.batch, operands.ldd, operands.d_batch_stride,
+                                problem.gated ? Epilogue::kGatedColumns : Epilogue::kBoxColumns, Epilogue::kBoxRows);
     if (!status.ok()) return status;
     if (params.epilogue.load_c_by_tma) {
       status = encode_tensor_map_16bit(&params.epilogue.tma_c, operands.c, problem.n, problem.m, problem.batch, operands.c_stride_m,

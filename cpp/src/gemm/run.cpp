@@ -59,12 +59,8 @@ Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands c
     return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", workspace_bytes,
                            plan.workspace_bytes);
   }
-  // A TMA store of a row that does not end on 16 bytes was seen to write the element after it (n = 1 and n = 31 on an H200): such rows are
-  // stored by threads.
-  GemmProblem launched = problem;
-  if ((launched.gated ? launched.n / 2 : launched.n) % 8 != 0) launched.d_alignment = 2;
   gemm::GemmLaunchArguments arguments{};
-  arguments.problem = &launched;
+  arguments.problem = &problem;
   arguments.operands = &operands;
   arguments.launch = plan.launch;
   arguments.device = &device;
