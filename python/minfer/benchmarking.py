@@ -12,6 +12,7 @@ import json
 import math
 import statistics
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,8 +137,12 @@ class GraphTimer:
         return self._begin.elapsed_time(self._end) * 1000.0 / self.launches
 
 
-def interleave(timers: Iterable[GraphTimer], rounds: int = 20, *, warm_up: int = 2) -> list[Timing]:
-    """Replays the timers in turn, ``rounds`` times; the order is reversed every other round, so none always follows the same one."""
+def interleave(timers: Iterable[GraphTimer], rounds: int = 20, *, warm_up: int = 2, rest_ms: float = 0.0) -> list[Timing]:
+    """Replays the timers in turn, ``rounds`` times; the order is reversed every other round, so none always follows the same one.
+
+    ``rest_ms`` idles the card before each replay: many contestants of dense arithmetic in a row run it into its power limit, where other
+    kernels win than in a burst of one or two milliseconds.
+    """
     timers = list(timers)
     samples: list[list[float]] = [[] for _ in timers]
     for _ in range(warm_up):
@@ -146,6 +151,8 @@ def interleave(timers: Iterable[GraphTimer], rounds: int = 20, *, warm_up: int =
     for i in range(rounds):
         order = range(len(timers)) if i % 2 == 0 else reversed(range(len(timers)))
         for j in order:
+            if rest_ms > 0:
+                time.sleep(rest_ms / 1000)
             samples[j].append(timers[j].replay_us())
     return [Timing.of(s) for s in samples]
 

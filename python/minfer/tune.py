@@ -143,8 +143,10 @@ class Effort:
     everything: bool = False  # every candidate instead
     refine: int = 4  # of them, how many get all their rasters and swizzles
     finalists: int = 8
+    finalists_of_arithmetic: int = 12  # for problems that the matrix rate limits: their brief times are taken at the card's power limit
+    rest_ms: float = 4.0  # between the long replays of such problems
     screen_us: float = 300.0  # length of one brief replay
-    final_us: float = 1000.0
+    final_us: float = 800.0
     rounds: int = 15
 
 
@@ -210,7 +212,8 @@ def tune_problem(problem: Problem, effort: Effort = Effort(), *, with_torch: boo
     if not screen.seen:
         raise RuntimeError(f"minfer tune: no candidate ran for {problem}: " + "; ".join(screen.failed[:3]))
 
-    finalists = screen.ranking()[: effort.finalists]
+    arithmetic = 2.0 * problem.m * problem.n * problem.k * problem.batch / analytic_plan.floor_us > 600e6 and analytic_plan.floor_us > 20
+    finalists = screen.ranking()[: effort.finalists_of_arithmetic if arithmetic else effort.finalists]
     analytic = screen.seen.get(analytic_plan.override)
     if analytic is None:
         raise RuntimeError(f"minfer tune: the analytic plan of {problem} does not run: " + "; ".join(screen.failed[:1]))
@@ -220,7 +223,7 @@ def tune_problem(problem: Problem, effort: Effort = Effort(), *, with_torch: boo
     peer = torch_launcher(problem) if with_torch else None
     if peer is not None:
         timers.append(GraphTimer(peer, sets, estimate_us=finalists[0].screen_us, target_us=effort.final_us))
-    timings = benchmarking.interleave(timers, effort.rounds)
+    timings = benchmarking.interleave(timers, effort.rounds, rest_ms=effort.rest_ms if arithmetic else 0.0)
     for measurement, timing in zip(finalists, timings, strict=False):
         measurement.final = timing
 

@@ -168,23 +168,13 @@ __device__ __forceinline__ float load_bias(EpilogueParams const& e, int n) {
                     : ElementOf<kType>::to_float(static_cast<typename ElementOf<kType>::Type const*>(e.bias)[n]);
 }
 
-template <DataType kType>
-__device__ __forceinline__ void store_d(EpilogueParams const& e, float v, int m, int n_out, int l) {
-  int64_t const offset = l * e.d_batch_stride + m * e.ldd + n_out;
-  if (e.d_f32) {
-    static_cast<float*>(e.d)[offset] = v;
-  } else {
-    static_cast<typename ElementOf<kType>::Type*>(e.d)[offset] = ElementOf<kType>::from_float(v);
-  }
-}
-
 /// Writes the outputs of a rectangle of accumulators, element by element and coalesced along n: any alignment, any C, any output type, gated
 /// or not. `accumulator(row, column)` reads the rectangle in the caller's orientation, row = m - m0 and column = n - n0; n0 is a multiple of 16
 /// when gated; rows, threads and the columns up to 32 are powers of two.
 template <DataType kType, class Accumulator>
 __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0, int n0, int l, int rows, int columns, int thread,
                                                 int threads, Accumulator&& accumulator) {
-  constexpr int kBatch = 4;  // rows whose C is in flight together
+  constexpr int kBatch = 8;  // rows in flight together
   int const outputs = e.gated ? columns / 2 : columns;
   int const lanes = outputs < 32 ? outputs : 32;  // threads along a row
   int const lane_bits = 31 - __clz(lanes);
@@ -196,19 +186,41 @@ __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0,
     if (n >= n_out) break;
     int const gate = e.gated ? column / kGateBlock * (2 * kGateBlock) + column % kGateBlock : column;
     float const bias = e.bias != nullptr ? load_bias<kType>(e, n0 + gate) : 0.0f;
-    float const up_bias = e.gated && e.bias != nullptr ? load_bias<kType>(e, n0 + gate + kGateBlock) : 0.0f;
     for (int row = thread >> lane_bits; row < rows_inside; row += kBatch * row_step) {
       float v[kBatch];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        v[i] = e.c != nullptr && row + i * row_step < rows_inside ? load_c<kType>(e, m0 + row + i * row_step, n, l) : 0.0f;
-#pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         int const r = row + i * row_step;
-        if (r >= rows_inside) break;
-        float d = activate(e.activation, fmaf(e.alpha, accumulator(r, gate), fmaf(e.beta, v[i], bias)));
-        if (e.gated) d *= fmaf(e.alpha, accumulator(r, gate + kGateBlock), up_bias);
-        store_d<kType>(e, d, m0 + r, n, l);
+        v[i] = fmaf(e.alpha, r < rows_inside ? accumulator(r, gate) : 0.0f, bias);
+      }
+      if (e.c != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          int const r = row + i * row_step;
+          if (r < rows_inside) v[i] = fmaf(e.beta, load_c<kType>(e, m0 + r, n, l), v[i]);
+        }
+      }
+      activate_all<kBatch>(e.activation, [&](int i) -> float& { return v[i]; });
+      if (e.gated) {
+        float const up_bias = e.bias != nullptr ? load_bias<kType>(e, n0 + gate + kGateBlock) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          int const r = row + i * row_step;
+          if (r < rows_inside) v[i] *= fmaf(e.alpha, accumulator(r, gate + kGateBlock), up_bias);
+        }
+      }
+      int64_t const offset = l * e.d_batch_stride + (m0 + row) * e.ldd + n, step = row_step * e.ldd;
+      if (e.d_f32) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (row + i * row_step < rows_inside) static_cast<float*>(e.d)[offset + i * step] = v[i];
+        }
+      } else {
+        using Type = typename ElementOf<kType>::Type;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (row + i * row_step < rows_inside) static_cast<Type*>(e.d)[offset + i * step] = ElementOf<kType>::from_float(v[i]);
+        }
       }
     }
   }
