@@ -174,18 +174,20 @@ __device__ __forceinline__ float load_bias(EpilogueParams const& e, int n) {
 template <DataType kType, class Accumulator>
 __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0, int n0, int l, int rows, int columns, int thread,
                                                 int threads, Accumulator&& accumulator) {
-  constexpr int kBatch = 8;  // rows in flight together
+  constexpr int kBatch = 4;  // rows in flight together
   int const outputs = e.gated ? columns / 2 : columns;
   int const lanes = outputs < 32 ? outputs : 32;  // threads along a row
   int const lane_bits = 31 - __clz(lanes);
   int const row_step = threads >> lane_bits;
   int const n_out = e.gated ? e.n / 2 : e.n;
   int const rows_inside = rows < e.m - m0 ? rows : e.m - m0;
+#pragma unroll 1
   for (int column = thread & (lanes - 1); column < outputs; column += lanes) {
     int const n = (e.gated ? n0 / 2 : n0) + column;
     if (n >= n_out) break;
     int const gate = e.gated ? column / kGateBlock * (2 * kGateBlock) + column % kGateBlock : column;
     float const bias = e.bias != nullptr ? load_bias<kType>(e, n0 + gate) : 0.0f;
+#pragma unroll 1
     for (int row = thread >> lane_bits; row < rows_inside; row += kBatch * row_step) {
       float v[kBatch];
 #pragma unroll
