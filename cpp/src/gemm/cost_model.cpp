@@ -1,6 +1,6 @@
 // The analytic cost model. A launch takes
 //   start + combined(busiest worker's k-iterations, HBM traffic) + exposed epilogue + fix-up of pieces
-// in us. The constants are a fit to 20000 timings of 60 kernels over 217 problems on the H200 (m from 1 to 8192), weighted towards each
+// in us. The constants are a fit to 20000 timings of 80 kernels over 250 problems on the H200 (m from 1 to 8192), weighted towards each
 // problem's fastest candidates, so they describe the choice among good candidates rather than the hardware; rates scale with the device's own.
 #include "gemm/cost_model.h"
 
@@ -11,21 +11,21 @@ namespace minfer::gemm {
 
 namespace {
 
-constexpr double kStartUs = 2.23;             // launch, set-up, first bytes, last store
-constexpr double kOverlapUs = 1.87;           // of it, hidden when the next launch sets up on the SMs this one leaves free
-constexpr double kClusterUs = 0.62;           // cluster launch and the barrier at its start
-constexpr double kSmPeak = 7.03e6;            // flop/us of one busy SM; all of them together are held to kMatrixPeak by power
-constexpr double kMatrixPeak = 899e6;         // before the shared-memory term below: a large tile sustains 750e6
-constexpr double kInstructionColumns = 16.5;  // columns a WGMMA costs on top of its own: reading A from shared memory
-constexpr double kIdleWarpgroup = 1.25;       // a pingpong CTA with a single tile has no other warpgroup to fill its waits
-constexpr double kL2Peak = 9.55e6;            // bytes/us, all SMs
-constexpr double kL2PeakPerSm = 76.3e3;
-constexpr double kMulticastShare = 0.69;   // of the bytes a multicast could save, how many it does
-constexpr double kEpilogueBytes = 19.6e3;  // D bytes/us of one SM
-constexpr double kFixupUs = 0.30;          // publish, flag, first read
-constexpr double kFixupBytes = 31.9e3;     // bytes/us of one SM
-constexpr double kHbmShare = 1.12;         // of the device's read bandwidth
-constexpr double kHbmSms = 0.18;           // share of the SMs that draws all of it
+constexpr double kStartUs = 2.44;             // launch, set-up, first bytes, last store
+constexpr double kOverlapUs = 2.14;           // of it, hidden when the next launch sets up on the SMs this one leaves free
+constexpr double kClusterUs = 0.44;           // cluster launch and the barrier at its start, for each doubling
+constexpr double kSmPeak = 7.11e6;            // flop/us of one busy SM; all of them together are held to kMatrixPeak by power
+constexpr double kMatrixPeak = 906e6;         // before the shared-memory term below: a large tile sustains 750e6
+constexpr double kInstructionColumns = 14.7;  // columns a WGMMA costs on top of its own: reading A from shared memory
+constexpr double kIdleWarpgroup = 1.23;       // a pingpong CTA with a single tile has no other warpgroup to fill its waits
+constexpr double kL2Peak = 9.17e6;            // bytes/us, all SMs
+constexpr double kL2PeakPerSm = 72.9e3;
+constexpr double kMulticastShare = 0.77;   // of the bytes a multicast could save, how many it does
+constexpr double kEpilogueBytes = 26.5e3;  // D bytes/us of one SM
+constexpr double kFixupUs = 0.31;          // publish, flag, first read
+constexpr double kFixupBytes = 27.5e3;     // bytes/us of one SM
+constexpr double kHbmShare = 1.13;         // of the device's read bandwidth
+constexpr double kHbmSms = 0.28;           // share of the SMs that draws all of it
 constexpr double kPortableRate = 0.38;     // mma.sync against WGMMA, per SM
 
 }  // namespace
@@ -72,7 +72,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
       double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : kernel.tile_n * kernel.cluster_n);
   double const bands = std::max(1.0, std::ceil((schedule.raster_along_n ? rows : columns) / band));
   double const walked = schedule.raster_along_n ? b_bytes : a_bytes;
-  double const rereads = walked <= 0.6 * device.l2_bytes ? 1.0 : bands;
+  double const rereads = walked <= 0.53 * device.l2_bytes ? 1.0 : bands;
   double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
   double const bytes = problem.batch * (a_bytes + b_bytes + walked * (rereads - 1.0) + d_bytes * (problem.has_c ? 2.0 : 1.0));
   double const hbm_us = bytes / (kHbmShare * device.read_bandwidth * std::min(1.0, active / (kHbmSms * sms)));
@@ -82,7 +82,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   double const exposed_us = epilogue_us * (kernel.schedule == Schedule::kPingpong ? 1.0 : owned);
   double const partial_bytes = 4.0 * kernel.tile_m * kernel.tile_n * share;
   double const fixup_us = pieces > 0 ? kFixupUs + (pieces + 1.0) * partial_bytes / (kFixupBytes * per_sm_scale) : 0.0;
-  double const start_us = kStartUs - (active <= 0.5 * sms && !portable ? kOverlapUs : 0.0) + (cluster > 1 ? kClusterUs : 0.0);
+  double const start_us = kStartUs - (active <= 0.5 * sms && !portable ? kOverlapUs : 0.0) + kClusterUs * std::log2(cluster);
   return start_us + main_us + exposed_us + fixup_us;
 }
 
