@@ -221,7 +221,7 @@ struct GemmSm90 {
       state.advance(item.k_count);
 
       // A slot holds the cluster's CTAs, and a cooperative CTA's two warpgroups, one after the other.
-      auto const place = [&](int slot) { return (int64_t(slot) * kCluster + rank) * (kCooperative ? 2 : 1) + slab; };
+      auto const place = [&](int slot) { return (slot * kCluster + int(rank)) * (kCooperative ? 2 : 1) + slab; };
       auto const barrier = [&] { epilogue.synchronize(); };
       if (!item.owner()) {
         Reduction::publish(params.split, place(item.slot), accumulator, thread, barrier);
