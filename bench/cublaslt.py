@@ -72,7 +72,9 @@ def compile_library(folder: Path) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise FileNotFoundError("a C++ compiler: set CXX")
-    includes = dict.fromkeys(str(_first([f"include/{header}"]).parent) for header in ("cublasLt.h", "cuda_runtime.h"))
+    # NVIDIA's runtime wheel leaves crt/ to the compiler's: the headers may come from several folders.
+    headers = ("cublasLt.h", "cuda_runtime.h", "crt/host_defines.h")
+    includes = dict.fromkeys(str(_first([f"include/{header}"])).removesuffix(f"/{header}") for header in headers)
     libraries = [
         _first(["lib/libcublasLt.so*", "lib64/libcublasLt.so*", "targets/x86_64-linux/lib/libcublasLt.so*"]),
         _first(["lib/libcudart.so*", "lib64/libcudart.so*", "targets/x86_64-linux/lib/libcudart.so*"]),

@@ -105,7 +105,7 @@ class Run:
                     torch.cuda.synchronize()
             except gemm_peers.Unavailable as why:
                 if not o.cell.epilogue or peer == "torch_compile":
-                    self.say_once(f"{peer} is left out of {o.cell.suite}: {str(why)[:300]}")
+                    self.say_once(f"{peer} is left out of {o.cell.suite}: {str(why)[-400:]}")
             except Exception as error:  # noqa: BLE001  a peer's library may raise anything; the others go on
                 found.pop(peer, None)
                 self.say_once(f"{peer} fails on {o.cell}: {type(error).__name__}: {str(error)[:200]}")
