@@ -88,7 +88,8 @@ def test_the_projects_own_table():
     names = [kernel.name for kernel in kernels]
     assert len(set(names)) == len(names)
     for kernel in kernels:
-        assert re.fullmatch(r"gemm_sm(80|90)_b?f16_[tn]{2}_\d+x\d+x\d+_\dx\dx1_[a-z_]+", kernel.name)
+        what = "[tn]{2}" if kernel.family == "gemm" else "int4"
+        assert re.fullmatch(rf"{kernel.family}_sm(80|90)_b?f16_{what}_\d+x\d+x\d+_\dx\dx1_[a-z0-9_]+", kernel.name)
         assert kernel.smem_bytes <= (gemm.SM90_SMEM_LIMIT if kernel.arch == 90 else gemm.SM80_SMEM_LIMIT)
     # "Any shape, one answer": each element type and layout has a kernel that takes any pointer and stride on any GPU.
     for element in ("f16", "bf16"):
@@ -295,7 +296,7 @@ def test_registry_lists_all_and_marks_what_is_compiled(folder):
     kernels = configs.read_tables(folder)
     text = registry.registry_text(kernels, {kernels[0].name}, ["90a"], "4.2.0")
     assert text.count(".name = ") == 6 and text.count(".launch = nullptr") == 5
-    assert f"Status launch_{kernels[0].name}(GemmLaunchArguments const&);" in text
+    assert f"Status launch_{kernels[0].name}(gemm::GemmLaunchArguments const&);" in text
     assert f"launch_{kernels[1].name}" not in text
     assert r'.note = "says \"why\""' in text
     assert 'build_archs() { return "90a"; }' in text and 'build_cutlass_version() { return "4.2.0"; }' in text

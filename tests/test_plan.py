@@ -173,8 +173,10 @@ def test_alignment_of_contiguous_operands():
 
 def test_registry():
     build = minfer.build_info()
-    assert build["kernels_total"] == len(KERNELS) == len(minfer.kernels())
-    assert build["kernels_compiled"] == sum(k["compiled"] for k in minfer.kernels())
+    everything = (*minfer.kernels("gemm"), *minfer.kernels("w4a16"))
+    assert len(KERNELS) == len(minfer.kernels())
+    assert build["kernels_total"] == len(everything)
+    assert build["kernels_compiled"] == sum(k["compiled"] for k in everything)
     assert build["version"] == minfer.__version__
     for kernel in minfer.kernels():
         tile = f"{kernel['tile_m']}x{kernel['tile_n']}x{kernel['tile_k']}"
@@ -183,3 +185,7 @@ def test_registry():
         parts = ["gemm", f"sm{kernel['arch']}", kernel["ab_type"], layout, tile, cluster, kernel["schedule"]]
         assert kernel["name"].startswith("_".join(parts))
     assert {k["ab_type"] for k in minfer.kernels()} == set(DTYPE_NAMES.values()) - {"f32"}
+    for kernel in minfer.kernels("w4a16"):
+        tile = f"{kernel['tile_m']}x{kernel['tile_n']}x{kernel['tile_k']}"
+        assert kernel["name"].startswith(f"w4a16_sm{kernel['arch']}_{kernel['ab_type']}_{kernel['b_format']}_{tile}_")
+        assert kernel["swap"] and kernel["group_multiple"] in (32, 128)

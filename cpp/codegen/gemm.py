@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from codegen.kernel import ELEMENTS, MAJORS, SCHEDULES, ConfigError, Kernel, cpp_bool
+from codegen.kernel import ELEMENTS, FORMATS, MAJORS, SCHEDULES, ConfigError, Kernel, cpp_bool
 
 # Headers that a shard includes, and the template its launch functions call.
 TEMPLATES = {90: ("gemm/gemm_sm90.cuh", "launch_gemm_sm90"), 80: ("gemm/gemm_sm80.cuh", "launch_gemm_sm80")}
 LAUNCH_HEADER = "gemm/launch.h"
-ARGUMENTS = "GemmLaunchArguments"
+ARGUMENTS = "gemm::GemmLaunchArguments"
 
 ELEMENT_BYTES = 2
 SM90_SMEM_LIMIT = 232448  # 227 KiB: what one block can opt in to on compute capability 9.0
@@ -175,14 +175,20 @@ def definition(kernel: Kernel) -> str:
         f"static constexpr int kStages = {kernel.stages};",
         f"static constexpr int kThreads = {kernel.threads};",
         f"static constexpr int kSmemBytes = {kernel.smem_bytes};",
+        f"static constexpr int kCtasPerSm = {kernel.ctas_per_sm};",
+        f"static constexpr WeightFormat kFormat = {FORMATS[kernel.b_format]};",
     ]
     if kernel.arch == 90:
         lines.append(f"static constexpr int kEpilogueChunks = {kernel.epilogue_chunks};")
     else:
         lines.append(f"static constexpr int kWarpsM = {kernel.warps[0]}, kWarpsN = {kernel.warps[1]};")
         lines.append(f"static constexpr bool kUnaligned = {cpp_bool(kernel.unaligned)};")
+    return struct(kernel, lines, TEMPLATES[kernel.arch][1])
+
+
+def struct(kernel: Kernel, lines: list[str], template: str) -> str:
+    """A kernel's struct of constants, and its launch function, which instantiates ``template`` with it."""
     body = "\n".join(f"  {line}" for line in lines)
-    template = TEMPLATES[kernel.arch][1]
     return (
         f"struct {kernel.name} {{\n{body}\n}};\n"
         f"Status launch_{kernel.name}({ARGUMENTS} const& arguments) {{\n"

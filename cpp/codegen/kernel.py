@@ -13,6 +13,9 @@ SCHEDULES = {
 }
 
 
+FORMATS = {"dense": "WeightFormat::kDense", "int4": "WeightFormat::kInt4"}
+
+
 class ConfigError(Exception):
     """A table says something illegal. The message names the file, the row, the field and the values."""
 
@@ -34,11 +37,18 @@ class Kernel:
     threads: int
     smem_bytes: int
     note: str
+    b_format: str = "dense"  # a key of FORMATS
+    group_multiple: int = 0  # quantised B: k per scale must be a multiple of this, or all of k
+    ctas_per_sm: int = 1
+    variant: str = ""  # w4a16: what else tells two kernels apart, the end of the name
+    scaling: str = ""  # w4a16 sm90: where scales are applied, a key of w4a16.SCALINGS
 
     @property
     def name(self) -> str:
         tile = "x".join(map(str, self.tile))
         cluster = "x".join(map(str, self.cluster))
+        if self.b_format != "dense":
+            return f"{self.family}_sm{self.arch}_{self.element}_{self.b_format}_{tile}_{cluster}_{self.variant}"
         suffix = ("_swap" if self.swap else "") + ("_unaligned" if self.unaligned else "")
         return f"{self.family}_sm{self.arch}_{self.element}_{self.layout}_{tile}_{cluster}_{self.schedule}{suffix}"
 
@@ -72,6 +82,8 @@ class Kernel:
             "ab_type": self.element,
             "a_major": self.a_major,
             "b_major": self.b_major,
+            "b_format": self.b_format,
+            "group_multiple": self.group_multiple,
             "swap": self.swap,
             "tile_m": self.tile[0],
             "tile_n": self.tile[1],
@@ -82,6 +94,7 @@ class Kernel:
             "stages": self.stages,
             "threads": self.threads,
             "smem_bytes": self.smem_bytes,
+            "ctas_per_sm": self.ctas_per_sm,
             "alignment": self.alignment,
             "note": self.note,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from codegen.configs import FAMILIES
-from codegen.kernel import ELEMENTS, MAJORS, SCHEDULES, Kernel, cpp_bool, cpp_string
+from codegen.kernel import ELEMENTS, FORMATS, MAJORS, SCHEDULES, Kernel, cpp_bool, cpp_string
 from codegen.shards import BANNER
 
 
@@ -13,7 +13,7 @@ def registry_text(kernels: list[Kernel], compiled: set[str], archs: list[str], c
     """Lists every kernel, in table order; `launch` is null for those this build leaves out."""
     families = sorted({kernel.family for kernel in kernels if kernel.name in compiled})
     parts = [BANNER, '#include "minfer/registry.h"\n\n']
-    parts += [f'#include "{FAMILIES[family].LAUNCH_HEADER}"\n' for family in families]
+    parts += [f'#include "{header}"\n' for header in sorted({FAMILIES[family].LAUNCH_HEADER for family in families})]
     for family in families:
         parts.append(f"\nnamespace minfer::{family} {{\n")
         for kernel in kernels:
@@ -39,6 +39,8 @@ def _row(kernel: Kernel, compiled: bool) -> str:
             value = ELEMENTS[value]
         elif field in ("a_major", "b_major"):
             value = MAJORS[value]
+        elif field == "b_format":
+            value = FORMATS[value]
         elif field == "schedule":
             value = SCHEDULES[value]
         elif isinstance(value, bool):

@@ -53,6 +53,18 @@ int32_t common_alignment(std::initializer_list<uint64_t> values) {
   return int32_t(bits & (~bits + 1));
 }
 
+void check_same_device(char const* op, char const* name, Tensor const& tensor, int32_t device) {
+  check(tensor.is_cuda() && tensor.get_device_index() == device, op, ": ", name, " must be on a's device cuda:", device, ", got ",
+        tensor.is_cuda() ? "cuda:" + std::to_string(tensor.get_device_index()) : std::string("another kind of device"));
+}
+
+void check_bias(char const* op, Tensor const& bias, int64_t n, ScalarType type, int32_t device) {
+  check(bias.dim() == 1 && bias.size(0) == n, op, ": bias must be [n] = [", n, "], got ", shape_of(bias));
+  check(bias.scalar_type() == type || bias.scalar_type() == ScalarType::Float, op, ": bias must be ", dtype_name(type), " or Float, got ",
+        dtype_name(bias.scalar_type()));
+  check_same_device(op, "bias", bias, device);
+}
+
 void Json::separate() {
   if (!first_) text_ += ", ";
   first_ = true;

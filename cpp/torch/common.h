@@ -50,6 +50,12 @@ DeviceProperties const& device_properties(int32_t device);
 /// Largest power of two, at most 16, that divides all of `values` (bytes).
 int32_t common_alignment(std::initializer_list<uint64_t> values);
 
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+/// Raise unless the argument can be used beside an `a` on `device`.
+void check_same_device(char const* op, char const* name, Tensor const& tensor, int32_t device);
+void check_bias(char const* op, Tensor const& bias, int64_t n, ScalarType type, int32_t device);
+
 /// A JSON object or list built left to right; strings are escaped.
 class Json {
  public:

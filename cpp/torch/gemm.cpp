@@ -9,8 +9,6 @@ namespace minfer::torch_binding {
 
 namespace {
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
 /// One operand as the kernels see it: [batch, rows, columns] with one unit stride among rows and columns.
 struct Matrix {
   Tensor tensor;  // keeps the memory; the operand itself or a copy of it
@@ -107,21 +105,9 @@ Sizes check_operands(char const* op, Tensor const& a, Tensor const& b) {
   return s;
 }
 
-void check_same_device(char const* op, char const* name, Tensor const& tensor, int32_t device) {
-  check(tensor.is_cuda() && tensor.get_device_index() == device, op, ": ", name, " must be on a's device cuda:", device, ", got ",
-        tensor.is_cuda() ? "cuda:" + std::to_string(tensor.get_device_index()) : std::string("another kind of device"));
-}
-
 float check_scale(char const* op, char const* name, double value) {
   check(std::isfinite(value) && std::isfinite(float(value)), op, ": ", name, " must be finite in float32, got ", value);
   return float(value);
-}
-
-void check_bias(char const* op, Tensor const& bias, int64_t n, ScalarType type, int32_t device) {
-  check(bias.dim() == 1 && bias.size(0) == n, op, ": bias must be [n] = [", n, "], got ", shape_of(bias));
-  check(bias.scalar_type() == type || bias.scalar_type() == ScalarType::Float, op, ": bias must be ", dtype_name(type), " or Float, got ",
-        dtype_name(bias.scalar_type()));
-  check_same_device(op, "bias", bias, device);
 }
 
 struct Call {

@@ -1,6 +1,7 @@
 #include "gemm_planning.h"
 
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -146,6 +147,13 @@ KernelOverride parse_override(char const* op, std::string const& text) {
   return result;
 }
 
+WeightFormat parse_format(char const* op, std::string const& name) {
+  for (WeightFormat format : {WeightFormat::kInt4}) {
+    if (name == name_of(format)) return format;
+  }
+  fail(op, ": w4_format must be int4, got '", name, "'");
+}
+
 Activation parse_activation(char const* op, std::string const& name) {
   for (Activation a : {Activation::kNone, Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu}) {
     if (name == name_of(a)) return a;
@@ -190,7 +198,8 @@ GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t 
   uint64_t const rest = uint64_t(problem.ab_type) | uint64_t(problem.d_type) << 2 | uint64_t(problem.a_major) << 4 |
                         uint64_t(problem.b_major) << 5 | uint64_t(problem.a_alignment) << 8 | uint64_t(problem.b_alignment) << 16 |
                         uint64_t(problem.c_alignment) << 24 | uint64_t(problem.d_alignment) << 32 | uint64_t(problem.has_c) << 40 |
-                        uint64_t(problem.gated) << 41;
+                        uint64_t(problem.gated) << 41 | uint64_t(problem.b_format) << 42 | uint64_t(problem.has_zeros) << 47 |
+                        uint64_t(std::bit_width(uint32_t(problem.group_size))) << 48;  // a power of two
   Key const key{problem.m, problem.n, problem.k, problem.batch, rest, device};
   auto const found = plans.find(key);
   if (found != plans.end()) return found->second;
@@ -241,6 +250,41 @@ std::string enumerate_gemm_json(std::vector<int64_t> sizes, std::string ab_type,
   Json json;
   json.open('[');
   for (int64_t i = 0; i < count && i < limit; ++i) write_plan(json, plans[size_t(i)]);
+  return json.close(']').text();
+}
+
+std::string plans_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std::string w4_format, int64_t group_size, bool has_zeros,
+                             bool has_c, bool gated, std::optional<std::string> kernel, bool only_runnable, int64_t device, int64_t limit) {
+  char const* op = "minfer::_plans_w4a16";
+  check(sizes.size() == 3, op, ": sizes must be [m, n, k], got ", sizes.size(), " values");
+  GemmProblem problem;
+  problem.m = sizes[0];
+  problem.n = sizes[1];
+  problem.k = sizes[2];
+  problem.ab_type = problem.d_type = parse_type("ab_type", ab_type);
+  problem.b_format = parse_format(op, w4_format);
+  problem.group_size = int32_t(group_size == -1 ? 0 : group_size);
+  problem.has_zeros = has_zeros;
+  problem.has_c = has_c;
+  problem.gated = gated;
+  GemmPlanOptions options;
+  options.use_tuned = tuned_enabled();
+  options.only_runnable = only_runnable;
+  options.force_arch = forced_arch();
+  KernelOverride override;
+  if (kernel) {
+    override = parse_override(op, *kernel);
+    options.kernel = override.name.c_str();
+    if (override.launch) options.launch = &*override.launch;
+  }
+  int64_t count = 1;
+  std::vector<GemmPlan> plans(size_t(limit > 1 ? limit : 1));
+  Status const status = limit > 1 ? enumerate_gemm(problem, properties_of(device), options, plans.data(), limit, &count)
+                                  : plan_gemm(problem, properties_of(device), options, plans.data());
+  check(status.ok(), op, ": ", status.message);
+  Json json;
+  json.open('[');
+  for (int64_t i = 0; i < count && i < int64_t(plans.size()); ++i) write_plan(json, plans[size_t(i)]);
   return json.close(']').text();
 }
 

@@ -13,6 +13,7 @@ struct KernelOverride {
 };
 KernelOverride parse_override(char const* op, std::string const& text);
 
+WeightFormat parse_format(char const* op, std::string const& name);
 Activation parse_activation(char const* op, std::string const& name);
 
 /// MINFER_TUNED and MINFER_FORCE_ARCH, read once.

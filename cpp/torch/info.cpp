@@ -35,6 +35,7 @@ std::string kernels(std::string family) {
         .value(k.arch_exact);
     json.key("ab_type").value(name_of(k.ab_type)).key("a_major").value(k.a_major == Major::kK ? "k" : "mn");
     json.key("b_major").value(k.b_major == Major::kK ? "k" : "mn").key("swap").value(k.swap);
+    json.key("b_format").value(name_of(k.b_format)).key("group_multiple").value(int64_t(k.group_multiple));
     json.key("tile_m").value(int64_t(k.tile_m)).key("tile_n").value(int64_t(k.tile_n)).key("tile_k").value(int64_t(k.tile_k));
     json.key("cluster_m")
         .value(int64_t(k.cluster_m))
@@ -43,6 +44,7 @@ std::string kernels(std::string family) {
         .key("schedule")
         .value(name_of(k.schedule));
     json.key("stages").value(int64_t(k.stages)).key("threads").value(int64_t(k.threads)).key("smem_bytes").value(int64_t(k.smem_bytes));
+    json.key("ctas_per_sm").value(int64_t(k.ctas_per_sm));
     json.key("alignment").value(int64_t(k.alignment)).key("note").value(k.note).key("compiled").value(k.launch != nullptr).close('}');
   }
   return json.close(']').text();

@@ -11,6 +11,22 @@ STABLE_TORCH_LIBRARY(minfer, m) {
       "ScalarType? out_dtype=None, str? kernel=None, Tensor(a!) out) -> Tensor(a!)");
   m.def("gemm_gated(Tensor a, Tensor b, *, Tensor? bias=None, str activation=\"silu\", str? kernel=None) -> Tensor");
 
+  // D = activation(A.W^T + C + bias) with W [n, k] = (code - zero) * scale, codes packed by w4a16_pack
+  m.def(
+      "w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, Tensor? perm=None, Tensor? c=None, "
+      "Tensor? bias=None, str activation=\"none\", str w4_format=\"int4\", str? kernel=None) -> Tensor");
+  m.def(
+      "w4a16_gemm.out(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, Tensor? perm=None, Tensor? "
+      "c=None, "
+      "Tensor? bias=None, str activation=\"none\", str w4_format=\"int4\", str? kernel=None, Tensor(a!) out) -> Tensor(a!)");
+  m.def(
+      "w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, Tensor? perm=None, "
+      "Tensor? bias=None, str activation=\"silu\", str w4_format=\"int4\", str? kernel=None) -> Tensor");
+  m.def("w4a16_pack(Tensor codes) -> Tensor");
+  m.def(
+      "w4a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, int n, int k, str w4_format=\"int4\") -> "
+      "Tensor");
+
   // What this build holds and what it would do; JSON texts.
   m.def("_build_info() -> str");
   m.def("_kernels(str family) -> str");
@@ -21,6 +37,9 @@ STABLE_TORCH_LIBRARY(minfer, m) {
   m.def(
       "_enumerate_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, "
       "bool only_runnable, int device, int limit) -> str");
+  m.def(
+      "_plans_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, str? kernel, "
+      "bool only_runnable, int device, int limit) -> str");
   m.def("_load_tuned(str csv) -> int");
 }
 
@@ -29,6 +48,11 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) {
   m.impl("gemm", TORCH_BOX(&gemm));
   m.impl("gemm.out", TORCH_BOX(&gemm_out));
   m.impl("gemm_gated", TORCH_BOX(&gemm_gated));
+  m.impl("w4a16_gemm", TORCH_BOX(&w4a16_gemm));
+  m.impl("w4a16_gemm.out", TORCH_BOX(&w4a16_gemm_out));
+  m.impl("w4a16_gemm_gated", TORCH_BOX(&w4a16_gemm_gated));
+  m.impl("w4a16_pack", TORCH_BOX(&w4a16_pack));
+  m.impl("w4a16_dequantize", TORCH_BOX(&w4a16_dequantize));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
@@ -38,5 +62,6 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
   m.impl("_device_properties", TORCH_BOX(&device_properties_json));
   m.impl("_plan_gemm", TORCH_BOX(&plan_gemm_json));
   m.impl("_enumerate_gemm", TORCH_BOX(&enumerate_gemm_json));
+  m.impl("_plans_w4a16", TORCH_BOX(&plans_w4a16_json));
   m.impl("_load_tuned", TORCH_BOX(&load_tuned));
 }

@@ -25,13 +25,31 @@ def _load_library() -> None:
 
 _load_library()
 
-from . import reference, tracing, tuned  # noqa: E402, F401  these register kernels and rules with torch
+from . import nn, quantize, reference, reference_w4a16, tracing, tuned  # noqa: E402, F401  some register kernels and rules with torch
 from .ops import gemm, gemm_gated  # noqa: E402
 from .packing import pack_gate_up, unpack_gate_up  # noqa: E402
 from .planning import Plan, plan  # noqa: E402
 from .registry import build_info, kernels  # noqa: E402
+from .w4a16 import w4a16_dequantize, w4a16_gemm, w4a16_gemm_gated, w4a16_pack  # noqa: E402
 
 __version__: str = build_info()["version"]
 tuned.load_at_first_use()
 
-__all__ = ["Plan", "__version__", "build_info", "gemm", "gemm_gated", "kernels", "pack_gate_up", "plan", "reference", "unpack_gate_up"]
+__all__ = [
+    "Plan",
+    "__version__",
+    "build_info",
+    "gemm",
+    "gemm_gated",
+    "kernels",
+    "nn",
+    "pack_gate_up",
+    "plan",
+    "quantize",
+    "reference",
+    "unpack_gate_up",
+    "w4a16_dequantize",
+    "w4a16_gemm",
+    "w4a16_gemm_gated",
+    "w4a16_pack",
+]

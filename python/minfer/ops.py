@@ -124,7 +124,8 @@ def _differentiated(args, kwargs) -> list[Tensor]:
     return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
 
 
-def _register_autograd(op: torch._ops.OpOverload) -> None:
+def register_autograd(op: torch._ops.OpOverload) -> None:
+    """Forward works, backward raises, whatever the device; for an overload that returns a tensor or writes its argument ``out``."""
     below = torch._C._after_autograd_keyset
 
     def functional(keyset, *args, **kwargs):
@@ -146,4 +147,4 @@ def _register_autograd(op: torch._ops.OpOverload) -> None:
 
 
 for _op in (torch.ops.minfer.gemm.default, torch.ops.minfer.gemm.out, torch.ops.minfer.gemm_gated.default):
-    _register_autograd(_op)
+    register_autograd(_op)

@@ -20,9 +20,12 @@ struct GemmProblem {
   Major a_major = Major::kK;
   Major b_major = Major::kK;  // kK: b is [k, n] with stride 1 along k, as in weight.t()
   int32_t a_alignment = 16, b_alignment = 16, d_alignment = 16;
-  bool has_c = false;        // beta != 0 and C present
-  int32_t c_alignment = 16;  // 16 and c a full [m, n] row-major tensor of D's type: TMA reads it; else 0
-  bool gated = false;        // D = act(gate) * up over 8-column blocks of B (pack_gate_up)
+  bool has_c = false;                            // beta != 0 and C present
+  int32_t c_alignment = 16;                      // 16 and c a full [m, n] row-major tensor of D's type: TMA reads it; else 0
+  bool gated = false;                            // D = act(gate) * up over 8-column blocks of B (pack_gate_up)
+  WeightFormat b_format = WeightFormat::kDense;  // the fields below are of the other formats
+  int32_t group_size = 0;                        // k of a scale; 0: all of k
+  bool has_zeros = false;
 };
 
 /// Where it is. Leading dimensions and strides are in elements. B is described as [n, k].
@@ -31,6 +34,9 @@ struct GemmOperands {
   int64_t lda = 0, a_batch_stride = 0;  // stride of A's non-contiguous mode
   void const* b = nullptr;
   int64_t ldb = 0, b_batch_stride = 0;
+  void const* b_scales = nullptr;  // quantised B: [k / group_size, n] of A's type, leading dimension ld_scales; b is packed then
+  void const* b_zeros = nullptr;   // likewise, or null: 8
+  int64_t ld_scales = 0, ld_zeros = 0;
   void const* c = nullptr;  // may be broadcast: a stride of 0 repeats the row, the column or both
   DataType c_type = DataType::kF16;
   int64_t c_stride_m = 0, c_stride_n = 0, c_batch_stride = 0;

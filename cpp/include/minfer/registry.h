@@ -28,6 +28,8 @@ struct KernelInfo {
   bool arch_exact;     // sm_90a code runs on 9.0 alone
   DataType ab_type;
   Major a_major, b_major;  // of the caller's A and B
+  WeightFormat b_format;
+  int32_t group_multiple;  // quantised B: k per scale must be a multiple of this, or all of k
   bool swap;               // computes D^T = B^T.A^T: the caller's n is on the tile's M side, his m on its N side
   int32_t tile_m, tile_n, tile_k;
   int32_t cluster_m, cluster_n;
@@ -35,6 +37,7 @@ struct KernelInfo {
   int32_t stages;
   int32_t threads;
   int32_t smem_bytes;
+  int32_t ctas_per_sm;
   int32_t alignment;  // bytes that A's and B's pointers and strides must be multiples of
   char const* note;
   void const* launch;  // null: not in this build

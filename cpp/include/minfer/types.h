@@ -17,6 +17,10 @@ enum class Major : int32_t { kK = 0, kMN = 1 };
 
 enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
 
+/// How B is stored. kDense: as 16-bit numbers of A's type. Otherwise codes in the packed layout of w4a16/w4_layout.h, with scales for groups
+/// of consecutive k: w = (code - zero) * scale.
+enum class WeightFormat : int32_t { kDense = 0, kInt4 = 1 };
+
 enum class RasterOrder : int32_t { kAlongM = 0, kAlongN = 1 };
 
 inline int size_of(DataType type) { return type == DataType::kF32 ? 4 : 2; }
@@ -28,6 +32,14 @@ inline char const* name_of(Activation a) {
     case Activation::kGelu: return "gelu";
     case Activation::kGeluTanh: return "gelu_tanh";
     case Activation::kSilu: return "silu";
+  }
+  return "?";
+}
+inline int bits_of(WeightFormat f) { return f == WeightFormat::kInt4 ? 4 : 16; }
+inline char const* name_of(WeightFormat f) {
+  switch (f) {
+    case WeightFormat::kDense: return "dense";
+    case WeightFormat::kInt4: return "int4";
   }
   return "?";
 }

@@ -24,13 +24,16 @@ EncodeTiled encode_tiled() {
   return function;
 }
 
+Status no_encoder() {
+  return Status::failure(StatusCode::kNotSupported, "the driver has no cuTensorMapEncodeTiled (CUDA 12.0 or newer is needed)");
+}
+
 }  // namespace
 
 Status encode_tensor_map_16bit(CUtensorMap* map, void const* base, int64_t columns, int64_t rows, int64_t planes, int64_t row_stride,
                                int64_t plane_stride, int box_columns, int box_rows) {
   EncodeTiled const encode = encode_tiled();
-  if (encode == nullptr)
-    return Status::failure(StatusCode::kNotSupported, "the driver has no cuTensorMapEncodeTiled (CUDA 12.0 or newer is needed)");
+  if (encode == nullptr) return no_encoder();
   if (reinterpret_cast<uintptr_t>(base) % 16 != 0 || row_stride % 8 != 0 || plane_stride % 8 != 0) {
     return Status::failure(
         StatusCode::kInvalidArgument,
@@ -59,6 +62,35 @@ Status encode_tensor_map_16bit(CUtensorMap* map, void const* base, int64_t colum
     return status;
   }
   return Status::success();
+}
+
+Status encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void const* base, int64_t const* extents,
+                         int64_t const* strides, int const* box) {
+  EncodeTiled const encode = encode_tiled();
+  if (encode == nullptr) return no_encoder();
+  bool aligned = reinterpret_cast<uintptr_t>(base) % 16 == 0;
+  for (int i = 0; i + 1 < rank; ++i) aligned = aligned && strides[i] % 16 == 0;
+  if (!aligned) {
+    return Status::failure(StatusCode::kInvalidArgument,
+                           "TMA needs 16-byte aligned pointers and strides, got base %% 16 = %d, strides of %lld and %lld bytes",
+                           int(reinterpret_cast<uintptr_t>(base) % 16), (long long)strides[0], (long long)(rank > 2 ? strides[1] : 0));
+  }
+  cuuint64_t extents_[3] = {1, 1, 1}, strides_[2] = {16, 16};
+  cuuint32_t box_[3] = {1, 1, 1};
+  cuuint32_t const steps[3] = {1, 1, 1};
+  for (int i = 0; i < rank; ++i) {
+    extents_[i] = cuuint64_t(extents[i]);
+    box_[i] = cuuint32_t(box[i]);
+    if (i > 0) strides_[i - 1] = cuuint64_t(strides[i - 1]);
+  }
+  CUresult const result =
+      encode(map, type, cuuint32_t(rank), const_cast<void*>(base), extents_, strides_, box_, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return Status::success();
+  Status status = Status::failure(StatusCode::kCudaError, "cuTensorMapEncodeTiled failed (%d) for [%lld, %lld, %lld]", int(result),
+                                  (long long)extents_[2], (long long)extents_[1], (long long)extents_[0]);
+  status.cuda_error = int(result);
+  return status;
 }
 
 }  // namespace minfer

@@ -15,4 +15,10 @@ namespace minfer {
 Status encode_tensor_map_16bit(CUtensorMap* map, void const* base, int64_t columns, int64_t rows, int64_t planes, int64_t row_stride,
                                int64_t plane_stride, int box_columns, int box_rows);
 
+/// Describes a tensor of `rank` (2 or 3) modes, the first with unit stride, without a shared-memory swizzle; `strides` are those of the others,
+/// in bytes. Boxes reach beyond the extents: loads fill with zeros.
+/// @return as encode_tensor_map_16bit.
+Status encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void const* base, int64_t const* extents,
+                         int64_t const* strides, int const* box);
+
 }  // namespace minfer

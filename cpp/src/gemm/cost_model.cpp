@@ -1,37 +1,42 @@
 // The analytic cost model. A launch takes
 //   start + combined(busiest worker's k-iterations, HBM traffic) + exposed epilogue + fix-up of pieces
-// in us. The constants are a fit to 20000 timings of 80 kernels over 250 problems on the H200 (m from 1 to 8192), weighted towards each
+// in us. The constants are a fit to 20000 timings of 80 kernels over 294 problems on the H200 (m from 1 to 8192), weighted towards each
 // problem's fastest candidates, so they describe the choice among good candidates rather than the hardware; rates scale with the device's own.
 #include "gemm/cost_model.h"
 
 #include <algorithm>
 #include <cmath>
 
+#include "w4a16/cost_model.h"
+
 namespace minfer::gemm {
 
 namespace {
 
-constexpr double kStartUs = 2.44;             // launch, set-up, first bytes, last store
-constexpr double kOverlapUs = 2.14;           // of it, hidden when the next launch sets up on the SMs this one leaves free
-constexpr double kClusterUs = 0.44;           // cluster launch and the barrier at its start, for each doubling
-constexpr double kSmPeak = 7.11e6;            // flop/us of one busy SM; all of them together are held to kMatrixPeak by power
-constexpr double kMatrixPeak = 906e6;         // before the shared-memory term below: a large tile sustains 750e6
-constexpr double kInstructionColumns = 14.7;  // columns a WGMMA costs on top of its own: reading A from shared memory
-constexpr double kIdleWarpgroup = 1.23;       // a pingpong CTA with a single tile has no other warpgroup to fill its waits
-constexpr double kL2Peak = 9.17e6;            // bytes/us, all SMs
-constexpr double kL2PeakPerSm = 72.9e3;
-constexpr double kMulticastShare = 0.77;   // of the bytes a multicast could save, how many it does
-constexpr double kEpilogueBytes = 26.5e3;  // D bytes/us of one SM
+constexpr double kStartUs = 3.05;             // launch, set-up, first bytes, last store
+constexpr double kOverlapUs = 2.16;           // of it, hidden when the next launch sets up on the SMs this one leaves free
+constexpr double kClusterUs = 0.24;           // cluster launch and the barrier at its start, for each doubling
+constexpr double kSmPeak = 7.38e6;            // flop/us of one busy SM; all of them together are held to kMatrixPeak by power
+constexpr double kMatrixPeak = 930e6;         // before the shared-memory term below: a large tile sustains 750e6
+constexpr double kInstructionColumns = 15.7;  // columns a WGMMA costs on top of its own: reading A from shared memory
+constexpr double kIdleWarpgroup = 1.30;       // a pingpong CTA with a single tile has no other warpgroup to fill its waits
+constexpr double kL2Peak = 9.31e6;            // bytes/us, all SMs
+constexpr double kL2PeakPerSm = 73.7e3;
+constexpr double kMulticastShare = 0.69;   // of the bytes a multicast could save, how many it does
+constexpr double kEpilogueBytes = 29.6e3;  // D bytes/us of one SM
+constexpr double kNarrowBoxes = 0.40;      // exponent: D leaving in boxes of 32 or 16 columns, not 64
 constexpr double kFixupUs = 0.31;          // publish, flag, first read
-constexpr double kFixupBytes = 27.5e3;     // bytes/us of one SM
-constexpr double kHbmShare = 1.13;         // of the device's read bandwidth
+constexpr double kFixupBytes = 24.1e3;     // bytes/us of one SM
+constexpr double kHbmShare = 1.18;         // of the device's read bandwidth
 constexpr double kHbmSms = 0.28;           // share of the SMs that draws all of it
 constexpr double kPortableRate = 0.38;     // mma.sync against WGMMA, per SM
+constexpr double kPortableStartUs = 1.5;   // no prologue under the predecessor's tail
 
 }  // namespace
 
 double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
   if (problem.m == 0 || problem.n == 0 || problem.batch == 0) return 0.0;  // nothing is launched
+  if (problem.b_format != WeightFormat::kDense) return w4a16::predict_us(kernel, problem, launch, device);
   TileSchedulerParams const schedule = schedule_of(kernel, problem, launch, device);
   double const scale = device.matrix_rate / 750e6, sms = device.sm_count;
   double const per_sm_scale = scale * 132.0 / sms;
@@ -72,17 +77,24 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
       double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : kernel.tile_n * kernel.cluster_n);
   double const bands = std::max(1.0, std::ceil((schedule.raster_along_n ? rows : columns) / band));
   double const walked = schedule.raster_along_n ? b_bytes : a_bytes;
-  double const rereads = walked <= 0.53 * device.l2_bytes ? 1.0 : bands;
+  double const rereads = walked <= 0.56 * device.l2_bytes ? 1.0 : bands;
   double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
   double const bytes = problem.batch * (a_bytes + b_bytes + walked * (rereads - 1.0) + d_bytes * (problem.has_c ? 2.0 : 1.0));
   double const hbm_us = bytes / (kHbmShare * device.read_bandwidth * std::min(1.0, active / (kHbmSms * sms)));
   double const main_us = std::pow(std::pow(busy_us, 4) + std::pow(hbm_us, 4), 0.25);  // the larger, and a little of the other
 
-  double const epilogue_us = 2.0 * kernel.tile_m * kernel.tile_n * (problem.has_c ? 1.5 : 1.0) * share / (kEpilogueBytes * per_sm_scale);
-  double const exposed_us = epilogue_us * (kernel.schedule == Schedule::kPingpong ? 1.0 : owned);
+  double const box = kernel.swap || portable || kernel.tile_n % 64 == 0 ? 64 : kernel.tile_n % 32 == 0 ? 32 : 16;
+  double const epilogue_us = 2.0 * kernel.tile_m * kernel.tile_n * (problem.has_c ? 1.5 : 1.0) * std::pow(64.0 / box, kNarrowBoxes) *
+                             share / (kEpilogueBytes * per_sm_scale);
+  // Pingpong shows the last epilogue only, unless they take longer than the mainloops that should hide them.
+  double const tile_us = main_us / std::max(1.0, owned);
+  double const exposed_us = kernel.schedule == Schedule::kPingpong
+                                ? epilogue_us + 0.5 * std::max(0.0, owned - 1.0) * std::max(0.0, epilogue_us - tile_us)
+                                : epilogue_us * owned;
   double const partial_bytes = 4.0 * kernel.tile_m * kernel.tile_n * share;
   double const fixup_us = pieces > 0 ? kFixupUs + (pieces + 1.0) * partial_bytes / (kFixupBytes * per_sm_scale) : 0.0;
-  double const start_us = kStartUs - (active <= 0.5 * sms && !portable ? kOverlapUs : 0.0) + kClusterUs * std::log2(cluster);
+  bool const overlaps = active <= 0.5 * sms && !portable;
+  double const start_us = kStartUs + (portable ? kPortableStartUs : 0.0) - (overlaps ? kOverlapUs : 0.0) + kClusterUs * std::log2(cluster);
   return start_us + main_us + exposed_us + fixup_us;
 }
 

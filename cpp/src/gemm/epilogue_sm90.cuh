@@ -35,7 +35,8 @@ struct EpilogueSm90 {
   using Element = ElementOf<Config::kType>;
 
   static constexpr bool kSwap = Config::kSwap;
-  static constexpr int kConsumers = Config::kSchedule == Schedule::kCooperative ? 2 : 1;  // warpgroups that share a tile
+  static constexpr int kWarpgroups = Config::kThreads / 128 - 1;                                    // consumers; one more is the producer
+  static constexpr int kConsumers = Config::kSchedule == Schedule::kCooperative ? kWarpgroups : 1;  // of them, those that share a tile
   static constexpr int kMmaM = Config::kTileM / (64 * kConsumers);
   static constexpr int kTileN = Config::kTileN;
   static constexpr int kBoxRows = kSwap ? kTileN : 64;
@@ -59,11 +60,11 @@ struct EpilogueSm90 {
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "every box starts on a whole period of its swizzle");
 
   struct Buffers {
-    alignas(1024) char of[2][kRegionBytes];  // [consumer warpgroup]
+    alignas(1024) char of[kWarpgroups][kRegionBytes];  // [consumer warpgroup]
   };
   struct Small {
-    alignas(16) float bias[2][kBiasFloats];
-    alignas(8) uint64_t c_full[2][kBuffers];
+    alignas(16) float bias[kWarpgroups][kBiasFloats];
+    alignas(8) uint64_t c_full[kWarpgroups][kBuffers];
   };
 
   EpilogueSm90Params const& params;
@@ -84,7 +85,7 @@ struct EpilogueSm90 {
         barrier_id(warpgroup + 1) {}
 
   static __device__ void initialize(Small& small) {
-    for (int w = 0; w < 2; ++w) {
+    for (int w = 0; w < kWarpgroups; ++w) {
       for (int b = 0; b < kBuffers; ++b) cutlass::arch::ClusterTransactionBarrier::init(&small.c_full[w][b], 1);
     }
   }

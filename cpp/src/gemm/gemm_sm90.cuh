@@ -18,17 +18,14 @@
 // All WGMMA widths, not only the powers of two: a 48-column tile is one instruction, not three. Before any CuTe header.
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
-#include "common/cuda_check.h"
 #include "common/dependent_launch.cuh"
-#include "common/tensor_map.h"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/pipeline/pipeline.hpp"
 #include "gemm/epilogue_sm90.cuh"
-#include "gemm/launch.h"
-#include "gemm/schedule.h"
+#include "gemm/launch_sm90.cuh"
 
 namespace minfer::gemm {
 
@@ -271,22 +268,7 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   set_stride(mainloop.dB, kSwap ? operands.lda : operands.ldb, kSwap ? operands.a_batch_stride : operands.b_batch_stride);
   params.mainloop = Kernel::Mainloop::to_underlying_arguments(params.problem, mainloop, nullptr);
 
-  KernelInfo geometry{};
-  geometry.swap = kSwap;
-  geometry.tile_m = Config::kTileM;
-  geometry.tile_n = Config::kTileN;
-  geometry.tile_k = Config::kTileK;
-  geometry.cluster_m = Config::kClusterM;
-  geometry.cluster_n = Config::kClusterN;
-  geometry.schedule = Config::kSchedule;
-  geometry.smem_bytes = Config::kSmemBytes;
-  geometry.arch = 90;
-  params.schedule = schedule_of(geometry, problem, arguments.launch, *arguments.device);
-  if (size_t const needed = workspace_of(geometry, params.schedule); needed > arguments.workspace_bytes) {
-    return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", arguments.workspace_bytes,
-                           needed);
-  }
-  params.split = split_workspace(arguments.workspace, int64_t(params.schedule.slots()) * Kernel::kCluster * split_groups(geometry));
+  if (Status status = describe_schedule<Config>(arguments, &params.schedule, &params.split); !status.ok()) return status;
 
   // A weight matrix that no second row of tiles reads again leaves L2 to the activations.
   bool const stream_a = params.schedule.tiles_n == 1, stream_b = params.schedule.tiles_m == 1;
@@ -300,54 +282,10 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   bool const streams = bytes / arguments.device->read_bandwidth >= operations / arguments.device->matrix_rate;
   params.prefetch = streams ? Kernel::kPrefetch : 0;
 
-  params.epilogue.general = make_epilogue(problem, operands);
-  // The fast epilogue: 16-bit D that TMA addresses; C absent or in D's own form; gated without C. A TMA store of a row that does not end on 16
-  // bytes was seen to write the element after it (n = 1 and n = 31 on an H200): such rows are stored by threads.
-  using Epilogue = typename Kernel::Epilogue;
-  int64_t const n_out = problem.gated ? problem.n / 2 : problem.n;
-  bool const c_fits = problem.has_c && problem.c_alignment == 16 && !problem.gated;
-  params.epilogue.store_by_tma =
-      problem.d_alignment == 16 && n_out % 8 == 0 && problem.d_type != DataType::kF32 && (!problem.has_c || c_fits);
-  params.epilogue.load_c_by_tma = params.epilogue.store_by_tma && c_fits;
-  if (params.epilogue.store_by_tma) {
-    Status status =
-        encode_tensor_map_16bit(&params.epilogue.tma_d, operands.d, n_out, problem.m, problem.batch, operands.ldd, operands.d_batch_stride,
-                                problem.gated ? Epilogue::kGatedColumns : Epilogue::kBoxColumns, Epilogue::kBoxRows);
-    if (!status.ok()) return status;
-    if (params.epilogue.load_c_by_tma) {
-      status = encode_tensor_map_16bit(&params.epilogue.tma_c, operands.c, problem.n, problem.m, problem.batch, operands.c_stride_m,
-                                       operands.c_batch_stride, Epilogue::kBoxColumns, Epilogue::kBoxRows);
-      if (!status.ok()) return status;
-    }
-  }
-
-  auto* kernel = &gemm_sm90_kernel<Config>;
+  if (Status status = describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue); !status.ok()) return status;
   static std::atomic<uint64_t> shared_memory_allowed{0};
-  if (cudaError_t const error = allow_shared_memory(reinterpret_cast<void const*>(kernel), Kernel::kSmemBytes, shared_memory_allowed);
-      error != cudaSuccess) {
-    return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
-  }
-
-  cudaLaunchAttribute attributes[2];
-  int count = 0;
-  if (Kernel::kCluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim = {Config::kClusterM, Config::kClusterN, 1};
-    ++count;
-  }
-  if (arguments.programmatic_launch) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count].val.programmaticStreamSerializationAllowed = 1;
-    ++count;
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(params.schedule.workers) * Config::kClusterM, Config::kClusterN, 1);
-  config.blockDim = dim3(Kernel::kThreads, 1, 1);
-  config.dynamicSmemBytes = Kernel::kSmemBytes;
-  config.stream = arguments.stream;
-  config.attrs = attributes;
-  config.numAttrs = unsigned(count);
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, params), "launch");
+  return launch_sm90<Config>(&gemm_sm90_kernel<Config>, params, arguments, params.schedule.workers, Kernel::kSmemBytes,
+                             shared_memory_allowed);
 }
 
 }  // namespace minfer::gemm

@@ -7,6 +7,7 @@
 #include "gemm/cost_model.h"
 #include "gemm/schedule.h"
 #include "minfer/gemm.h"
+#include "w4a16/cost_model.h"
 
 namespace minfer {
 
@@ -17,11 +18,15 @@ constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;  // tile coordinates ar
 
 /// Why `kernel` cannot compute `problem` on `device`, or null when it can.
 char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device) {
-  if (std::strcmp(kernel.family, "gemm") != 0) return "it is not a GEMM kernel";
+  if (kernel.b_format != problem.b_format) return "it reads B in another format";
   if (kernel.arch_exact ? device.compute_capability() != kernel.arch : device.compute_capability() < kernel.arch) {
     return "it does not run on this device's compute capability";
   }
   if (kernel.ab_type != problem.ab_type) return "it computes another element type";
+  if (problem.b_format != WeightFormat::kDense && problem.group_size > 0 && problem.group_size < problem.k &&
+      problem.group_size % kernel.group_multiple != 0) {
+    return "its scales are of larger groups";
+  }
   if (kernel.a_major != problem.a_major || kernel.b_major != problem.b_major) return "it reads other operand layouts";
   if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
   if (problem.k > 0 && (problem.a_alignment < kernel.alignment || problem.b_alignment < kernel.alignment)) {
@@ -49,6 +54,18 @@ Status check(GemmProblem const& p) {
   if (p.ab_type == DataType::kF32) return Status::failure(StatusCode::kInvalidArgument, "A and B must be f16 or bf16, got f32");
   if (p.d_type != p.ab_type && p.d_type != DataType::kF32) {
     return Status::failure(StatusCode::kInvalidArgument, "D must be %s or f32, got %s", name_of(p.ab_type), name_of(p.d_type));
+  }
+  if (p.b_format != WeightFormat::kDense) {
+    bool const power = p.group_size == 0 || (p.group_size >= 32 && (p.group_size & (p.group_size - 1)) == 0);
+    if (!power) {
+      return Status::failure(StatusCode::kInvalidArgument, "group_size must be 0 (all of k) or a power of two from 32 on, got %d",
+                             p.group_size);
+    }
+    if (p.n % 8 != 0 || p.k % 8 != 0 || p.batch != 1) {
+      return Status::failure(StatusCode::kInvalidArgument,
+                             "quantised weights need n and k to be multiples of 8 and batch 1, got %lld, %lld, %lld", (long long)p.n,
+                             (long long)p.k, (long long)p.batch);
+    }
   }
   if (p.gated && p.n % 16 != 0) {
     return Status::failure(StatusCode::kInvalidArgument,
@@ -161,8 +178,8 @@ Status unknown_kernel(char const* name) {
 
 /// A tuned row answers for its own m and for every smaller m that its kernel covers with the same tiles.
 bool matches(GemmTunedRow const& row, GemmProblem const& p) {
-  if (row.n != p.n || row.k != p.k || row.batch != p.batch || row.ab_type != p.ab_type || row.a_major != p.a_major ||
-      row.b_major != p.b_major || row.gated != p.gated || row.has_c != p.has_c || p.m > row.m) {
+  if (p.b_format != WeightFormat::kDense || row.n != p.n || row.k != p.k || row.batch != p.batch || row.ab_type != p.ab_type ||
+      row.a_major != p.a_major || row.b_major != p.b_major || row.gated != p.gated || row.has_c != p.has_c || p.m > row.m) {
     return false;
   }
   if (p.m == row.m) return true;
@@ -194,7 +211,8 @@ GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProble
 double gemm_floor_us(GemmProblem const& p, DeviceProperties const& device) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return 0.0;
   double const outputs = double(p.batch) * p.m * (p.gated ? p.n / 2 : p.n);
-  double const bytes = 2.0 * p.batch * (double(p.m) * p.k + double(p.n) * p.k) + outputs * size_of(p.d_type) * (p.has_c ? 2.0 : 1.0);
+  double const b_bytes = p.b_format == WeightFormat::kDense ? 2.0 * p.batch * double(p.n) * p.k : w4a16::weight_bytes(p);
+  double const bytes = 2.0 * p.batch * double(p.m) * p.k + b_bytes + outputs * size_of(p.d_type) * (p.has_c ? 2.0 : 1.0);
   double const flops = 2.0 * p.batch * double(p.m) * p.n * p.k;
   return std::max(bytes / device.read_bandwidth, flops / device.matrix_rate);
 }
@@ -267,8 +285,10 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
   });
   if (best == nullptr) {
     return Status::failure(
-        StatusCode::kNotSupported, "no kernel %s computes %s %lld x %lld x %lld on compute capability %d.%d (archs of the build: %s)",
-        options.only_runnable ? "of this build" : "of the table", name_of(problem.ab_type), (long long)problem.m, (long long)problem.n,
+        StatusCode::kNotSupported, "no kernel %s computes %s%s%s %lld x %lld x %lld on compute capability %d.%d (archs of the build: %s)",
+        options.only_runnable ? "of this build" : "of the table", name_of(problem.ab_type),
+        problem.b_format == WeightFormat::kDense ? "" : " with weights in ",
+        problem.b_format == WeightFormat::kDense ? "" : name_of(problem.b_format), (long long)problem.m, (long long)problem.n,
         (long long)problem.k, device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
   finish(plan, *best, problem, best_launch, device);

@@ -22,6 +22,8 @@ uint64_t mix(uint64_t x) {  // splitmix64's finaliser
   return x ^ (x >> 31);
 }
 
+}  // namespace
+
 bool programmatic_launch_enabled() {
   static bool const enabled = [] {
     char const* value = std::getenv("MINFER_PDL");
@@ -29,8 +31,6 @@ bool programmatic_launch_enabled() {
   }();
   return enabled;
 }
-
-}  // namespace
 
 uint64_t next_nonce() {
   static std::atomic<uint64_t> counter{0};

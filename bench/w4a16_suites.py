@@ -1,0 +1,223 @@
+"""The W4A16 evidence: every cell checked against float64, then ours, cuBLAS on 16-bit weights and the 4-bit peers timed in turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+GROUP = 128
+VARIANTS = ("g32", "zeros", "act_order")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--suite", default="w4a16,variants,gated", help="of w4a16, variants, gated")
+    parser.add_argument("--out", type=Path, help="results file to merge rows into, bench/results/<device>/w4a16.json")
+    parser.add_argument("--peers", default="cublas,marlin,machete", help="of the w4a16 suite; also fbgemm (bf16)")
+    parser.add_argument("--dtype", choices=DTYPES, default="f16")
+    parser.add_argument("--m", help="only these numbers of tokens, comma separated")
+    parser.add_argument("--layers", help="only these layers, NxK,...")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--graph-us", type=float, default=600.0)
+    parser.add_argument("--time-limit", type=float, default=540.0, help="seconds after which no cell is started")
+    parser.add_argument("--commit", help="commit to record where git is not at hand")
+    parser.add_argument("--dry-run", action="store_true", help="list the cells")
+
+
+def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from minfer import shapes
+
+    ms = [int(m) for m in args.m.split(",")] if args.m else None
+    layers = [tuple(map(int, x.split("x"))) for x in args.layers.split(",")] if args.layers else (*shapes.LLAMA_8B, *shapes.LLAMA_70B)
+    found = []
+    for suite in args.suite.split(","):
+        if suite == "w4a16":
+            found += [dict(suite=suite, m=m, n=n, k=k, variant="") for n, k in layers for m in ms or shapes.LLM_M]
+        elif suite == "variants":
+            found += [dict(suite=suite, m=m, n=n, k=k, variant=v) for n, k in layers[:4] for m in ms or (1, 16) for v in VARIANTS]
+        elif suite == "gated":
+            found += [dict(suite=suite, m=m, n=n, k=k, variant="gated") for n, k in layers[:4] for m in ms or (1, 16, 64)]
+        else:
+            raise ValueError(f"--suite must be of w4a16, variants, gated, got {suite!r}")
+    return found
+
+
+class Layer:
+    """One quantised weight in every contestant's form, and enough copies of each to flush three L2s."""
+
+    def __init__(self, n: int, k: int, dtype: torch.dtype):
+        self.n, self.k, self.dtype = n, k, dtype
+        self.codes = torch.randint(0, 16, (n, k), device="cuda", dtype=torch.uint8)
+        self.packed = torch.ops.minfer.w4a16_pack(self.codes)
+        self._forms: dict[str, list] = {}
+
+    def scales(self, group: int) -> torch.Tensor:
+        generator = torch.Generator("cuda").manual_seed(group)
+        rows = -(-self.k // group)
+        return (torch.rand(rows, self.n, device="cuda", generator=generator) * 0.01 + 0.002).to(self.dtype)
+
+    def dense(self, group: int, zeros: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.ops.minfer.w4a16_dequantize(self.packed, self.scales(group), zeros, group_size=group, n=self.n, k=self.k)
+
+    def form(self, name: str, make: Callable[[], tuple]) -> list:
+        """Copies of what ``make`` returns (a tuple with tensors in it)."""
+        from harness import sets_for
+
+        if name not in self._forms:
+            first = make()
+            size = sum(x.numel() * x.element_size() for x in first if isinstance(x, torch.Tensor))
+            copy = lambda: tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in first)  # noqa: E731
+            self._forms[name] = [first, *(copy() for _ in range(sets_for(size) - 1))]
+        return self._forms[name]
+
+
+def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> tuple[dict[str, Callable[[int], Any]], torch.Tensor, dict]:
+    """name -> fn(set), the dense weight that is multiplied, and how ours was called."""
+    gemm, gated = torch.ops.minfer.w4a16_gemm.default, torch.ops.minfer.w4a16_gemm_gated.default
+    variant, k = cell["variant"], cell["k"]
+    group = 32 if variant == "g32" else GROUP
+    scales = layer.scales(group)
+    generator = torch.Generator("cuda").manual_seed(k)  # the layer's copies are kept from one cell to the next
+    zeros = torch.randint(0, 16, scales.shape, device="cuda", generator=generator).to(layer.dtype) if variant == "zeros" else None
+    perm = torch.randperm(k, device="cuda", generator=generator).to(torch.int32) if variant == "act_order" else None
+    ours = layer.form(f"ours/{variant}", lambda: (layer.packed, scales, zeros))
+    plain = layer.form("ours/", lambda: (layer.packed, layer.scales(GROUP), None))
+    fns: dict[str, Callable[[int], Any]] = {}
+
+    def call(i: int):
+        q, s, z = ours[i % len(ours)]
+        return gemm(a, q, s, z, group_size=group, perm=perm)
+
+    def call_gated(i: int):
+        q, s, z = ours[i % len(ours)]
+        return gated(a, q, s, z, group_size=group)
+
+    def call_plain(i: int):
+        q, s, z = plain[i % len(plain)]
+        return gemm(a, q, s, z, group_size=GROUP)
+
+    def silu_and_mul(i: int):
+        y = call_plain(i).unflatten(-1, (-1, 2, 8))
+        return torch.nn.functional.silu(y[..., 0, :]) * y[..., 1, :]
+
+    weight = layer.dense(group, zeros)
+    if perm is not None:
+        weight = torch.empty_like(weight).index_copy_(1, perm.long(), weight)
+    if variant == "gated":
+        return {"ours": call_gated, "ours:gemm+silu_and_mul": silu_and_mul}, weight, dict(group=group)
+    fns["ours"] = call
+    if variant:
+        fns["ours:plain"] = call_plain
+        return fns, weight, dict(group=group)
+    if "cublas" in peers:
+        dense = layer.form("cublas", lambda: (weight,))
+        fns["cublas"] = lambda i: torch.mm(a, dense[i % len(dense)][0].t())
+    q_kn = None
+    for name in peers:
+        if name == "cublas":
+            continue
+        import peer_ops
+
+        prepare, run = getattr(peer_ops, f"{name}_prepare"), getattr(peer_ops, {"fbgemm": "fbgemm_w4"}.get(name, name))
+        q_kn = layer.codes.t().contiguous() if q_kn is None else q_kn
+        forms = layer.form(name, lambda prepare=prepare, q=q_kn: prepare(q, scales, GROUP))
+        fns[name] = lambda i, forms=forms, run=run: run(a, forms[i % len(forms)])
+    return fns, weight, dict(group=group)
+
+
+def measure_cell(cell: dict, layer: Layer, args: argparse.Namespace, results, facts: dict) -> str:
+    import harness
+    from minfer.benchmarking import relative_error, result_row, rounding_unit
+
+    m, n, k = cell["m"], cell["n"], cell["k"]
+    a = torch.randn(m, k, device="cuda").to(layer.dtype)
+    fns, weight, how = contestants(cell, layer, a, facts["peers"])
+    gated = cell["variant"] == "gated"
+    truth = a.double() @ weight.double().t() if m * n * k < 4e10 else a.float() @ weight.float().t()
+    yardstick = a @ weight.t()
+    if gated:
+        blocks = truth.unflatten(-1, (-1, 2, 8))
+        truth = (torch.nn.functional.silu(blocks[..., 0, :]) * blocks[..., 1, :]).flatten(-2)
+        blocks = yardstick.unflatten(-1, (-1, 2, 8))
+        yardstick = (torch.nn.functional.silu(blocks[..., 0, :]) * blocks[..., 1, :]).flatten(-2)
+    limit = 2 * relative_error(yardstick, truth) + rounding_unit(layer.dtype)
+    errors = {name: relative_error(fn(0).flatten(1), truth) for name, fn in fns.items()}
+    if errors["ours"] > limit:
+        raise ArithmeticError(f"relative error {errors['ours']:.3g}, at most {limit:.3g}")
+    del truth, yardstick, weight
+    sets = max(8, *(len(forms) for forms in layer._forms.values()))
+    timings, failed = harness.measure(fns, sets, rounds=args.rounds, graph_us=args.graph_us)
+    if "ours" not in timings:
+        raise RuntimeError(failed["ours"])
+    zeros = cell["variant"] == "zeros"
+    plan = json.loads(
+        torch.ops.minfer._plans_w4a16(
+            [m, n, k], args.dtype, "int4", how["group"], zeros, False, gated, None, True, torch.cuda.current_device(), 1
+        )
+    )[0]
+    shape = {"m": m, "n": n, "k": k, "group": how["group"]} | ({"variant": cell["variant"]} if cell["variant"] else {})
+    ours, line = timings["ours"], []
+    for name, timing in timings.items():
+        if name == "ours":
+            continue
+        row = result_row(
+            suite=cell["suite"], op="w4a16_gemm_gated" if gated else "w4a16_gemm", kernel=plan["kernel"], shape=shape, dtype=args.dtype,
+            timing=ours, peer=name, peer_us=timing.us, floor_us=plan["floor_us"], rel_err=errors["ours"],
+        )  # fmt: skip
+        row |= {"launch": plan["launch"], "source": plan["source"], "peer_rel_err": float(f"{errors[name]:.3e}")}
+        results.add(row)
+        line.append(f"{name} {timing.us:.2f} ({timing.us / ours.us:.2f}x)")
+    for name, why in failed.items():
+        line.append(f"{name} failed: {why[:80]}")
+    launch = plan["launch"]
+    what = f"{plan['kernel'].split('_int4_')[-1]} {launch['decomposition']} {launch['splits']}"
+    head = f"{cell['suite']} {m}x{n}x{k} {cell['variant']}: {ours.us:.2f} us, {plan['floor_us'] / ours.us:.0%} of the floor"
+    return f"{head}; {', '.join(line)}  [{what}]"
+
+
+def main(args: argparse.Namespace) -> int:
+    chosen = cells(args)
+    if args.dry_run:
+        for cell in chosen:
+            print(cell)
+        return 0
+    if not torch.cuda.is_available():
+        print("bench/suites.py measures on a GPU, and there is none; --dry-run lists the cells")
+        return 2
+    import harness
+
+    results = harness.Results(args.out, args.commit)
+    facts: dict[str, Any] = {"peers": []}
+    for peer in args.peers.split(","):
+        try:
+            if peer != "cublas":
+                import peer_ops
+
+                peer_ops.load("fbgemm_genai" if peer == "fbgemm" else "_C_stable_libtorch")
+            facts["peers"].append(peer)
+        except (ImportError, OSError) as error:
+            print(f"{peer} is left out: {error}")
+    begin, wrong, layer = time.monotonic(), [], None
+    for cell in chosen:
+        if time.monotonic() - begin > args.time_limit:
+            print("time limit: the remaining cells were not started")
+            break
+        try:
+            if layer is None or (layer.n, layer.k) != (cell["n"], cell["k"]):
+                layer = None
+                torch.cuda.empty_cache()
+                layer = Layer(cell["n"], cell["k"], DTYPES[args.dtype])
+            print(measure_cell(cell, layer, args, results, facts), flush=True)
+        except Exception as error:  # noqa: BLE001  one cell's failure is reported and counted, the others go on
+            torch.cuda.synchronize()
+            wrong.append(f"{cell}: {type(error).__name__}: {str(error)[:300]}")
+            print(f"FAILED {wrong[-1]}", flush=True)
+    results.write()
+    print(f"{time.monotonic() - begin:.0f} s")
+    return 1 if wrong else 0

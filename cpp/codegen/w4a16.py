@@ -1,0 +1,103 @@
+"""The W4A16 family: which rows of w4a16.toml are legal, the shared memory they need, the struct a shard instantiates.
+
+The kernels' tile is [rows of the weight, tokens, k]: the operands are swapped.
+"""
+
+from __future__ import annotations
+
+from codegen import gemm
+from codegen.kernel import ELEMENTS, FORMATS, SCHEDULES, ConfigError, Kernel
+
+TEMPLATES = {90: ("w4a16/w4a16_sm90.cuh", "launch_w4a16_sm90")}
+LAUNCH_HEADER = "gemm/launch.h"
+ARGUMENTS = "gemm::GemmLaunchArguments"
+
+# Where scales are applied -> (enumerator, k that a group must be a multiple of).
+SCALINGS = {
+    "accumulators": ("Scaling::kAccumulators", 128),
+    "fragments": ("Scaling::kFragments", 128),
+    "fine": ("Scaling::kFine", 32),
+}
+SHORT = {"accumulators": "acc", "fragments": "frag", "fine": "fine"}
+TILE_K = 128  # two 64 x 64 blocks of every 64 rows
+SMEM_LIMIT = {1: gemm.SM90_SMEM_LIMIT, 2: 115712}  # 113 KiB: two CTAs and the 1 KiB that the system takes for each share 228
+FIELDS = {"arch", "elements", "formats", "tile", "cluster", "warpgroups", "ctas_per_sm", "scaling", "stages", "note"}
+
+
+def expand(row: dict, where: str) -> list[Kernel]:
+    """One table row -> its kernels, elements outermost. `where` is how errors name the row."""
+
+    def require(condition: bool, field: str, rule: str) -> None:
+        if not condition:
+            raise ConfigError(f"{where}, {field} = {row.get(field)!r}: {rule}")
+
+    def integer(field: str, allowed: tuple[int, ...]) -> int:
+        require(row.get(field) in allowed and type(row[field]) is int, field, f"must be one of {', '.join(map(str, allowed))}")
+        return row[field]
+
+    def integers(field: str) -> tuple[int, ...]:
+        value = row.get(field)
+        ok = isinstance(value, list) and len(value) == 3 and all(type(v) is int and v > 0 for v in value)
+        require(ok, field, "must be 3 positive integers")
+        return tuple(value)
+
+    def names(field: str, allowed) -> list[str]:
+        value = row.get(field)
+        ok = isinstance(value, list) and value and all(v in allowed for v in value) and len(set(value)) == len(value)
+        require(ok, field, f"must be a list of different values from {', '.join(allowed)}")
+        return value
+
+    for field in row:
+        require(field in FIELDS, field, f"no such field; known: {', '.join(sorted(FIELDS))}")
+    require(row.get("arch") == "sm90", "arch", "must be sm90")
+    elements, formats = names("elements", ELEMENTS), names("formats", [f for f in FORMATS if f != "dense"])
+    tile, cluster = integers("tile"), integers("cluster")
+    warpgroups, ctas_per_sm = integer("warpgroups", (1, 2, 4)), integer("ctas_per_sm", (1, 2))
+    scaling = row.get("scaling")
+    require(scaling in SCALINGS, "scaling", f"must be one of {', '.join(SCALINGS)}")
+    note = row.get("note", "")
+    require(isinstance(note, str), "note", "must be a string")
+
+    tile_m, tile_n, tile_k = tile
+    mma_m = tile_m // (64 * warpgroups)
+    require(tile_m % (64 * warpgroups) == 0 and mma_m in (1, 2), "tile", "tile_m must be 64 or 128 rows a warpgroup")
+    require(tile_n % 8 == 0 and 8 <= tile_n <= 256, "tile", "tile_n must be a multiple of 8 from 8 to 256 (the WGMMA shapes)")
+    require(tile_k == TILE_K, "tile", f"tile_k must be {TILE_K}")
+    require(scaling != "accumulators" or mma_m == 1, "scaling", "accumulators take 64 rows a warpgroup")
+    require(cluster[0] in (1, 2, 4) and cluster[1:] == (1, 1), "cluster", "must be [1|2|4, 1, 1]: CTAs that share their tokens")
+    require(tile_n % (8 * cluster[0]) == 0, "cluster", "the CTAs' shares of the tokens must be multiples of 8")
+
+    scale_rows = 1 if scaling != "fine" else tile_k // 32
+    stage = tile_n * tile_k * 2 + tile_m * tile_k // 2 + 2 * scale_rows * tile_m * 2
+    general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
+    staging = warpgroups * (-(-max(tile_n * 128, general) // 1024) * 1024 + 4 * 64 * mma_m)
+    fixed, limit = staging + gemm.SM90_BARRIER_BYTES, SMEM_LIMIT[ctas_per_sm]
+    fits = min((limit - fixed) // stage, gemm.MAX_STAGES_SM90)
+    stages = row.get("stages", fits)
+    require(type(stages) is int and gemm.MIN_STAGES_SM90 <= stages <= fits, "stages", f"{fits} stages of {stage} bytes fit, 3 are needed")
+    smem = -(-(stages * stage + fixed) // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT
+
+    shared = dict(family="w4a16", arch=90, layout="tn", tile=tile, cluster=cluster, schedule="cooperative", swap=True, unaligned=False)
+    shared.update(stages=stages, epilogue_chunks=1, warps=(0, 0), threads=128 * (warpgroups + 1), smem_bytes=min(smem, limit), note=note)
+    shared.update(ctas_per_sm=ctas_per_sm, scaling=scaling, group_multiple=SCALINGS[scaling][1])
+    shared.update(variant=f"w{warpgroups}x{ctas_per_sm}_{SHORT[scaling]}")
+    return [Kernel(element=element, b_format=name, **shared) for element in elements for name in formats]
+
+
+def definition(kernel: Kernel) -> str:
+    """The struct and the launch function of one kernel."""
+    lines = [
+        f"static constexpr DataType kType = {ELEMENTS[kernel.element]};",
+        f"static constexpr WeightFormat kFormat = {FORMATS[kernel.b_format]};",
+        "static constexpr bool kSwap = true;",
+        "static constexpr int kTileM = {}, kTileN = {}, kTileK = {};".format(*kernel.tile),
+        f"static constexpr int kClusterM = {kernel.cluster[0]}, kClusterN = {kernel.cluster[1]};",
+        f"static constexpr Schedule kSchedule = {SCHEDULES[kernel.schedule]};",
+        f"static constexpr int kStages = {kernel.stages};",
+        f"static constexpr int kThreads = {kernel.threads};",
+        f"static constexpr int kSmemBytes = {kernel.smem_bytes};",
+        f"static constexpr int kCtasPerSm = {kernel.ctas_per_sm};",
+        f"static constexpr int kEpilogueChunks = {kernel.epilogue_chunks};",
+        f"static constexpr Scaling kScaling = {SCALINGS[kernel.scaling][0]};",
+    ]
+    return gemm.struct(kernel, lines, TEMPLATES[kernel.arch][1])

@@ -1,0 +1,91 @@
+// The analytic cost model of kernels with quantised weights: the larger of the weight stream and the busiest CTA's dequantisation and WGMMAs, plus
+// what stands before and after. The constants are a fit to 1500 timings of 17 kernels over 61 problems on the H200 (m from 1 to 1024, seven layers;
+// the choice costs 1.6 % on the average of them); the portable kernels' are guesses.
+#include "w4a16/cost_model.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace minfer::w4a16 {
+
+namespace {
+
+constexpr double kStartUs = 2.08;        // launch, set-up, activations' first bytes, last store
+constexpr double kSharedStartUs = 0.19;  // of one CTA to an SM with room for two: the next launch starts beside it
+constexpr double kCyclesPerUs = 1755;    // of an SM
+// Issue cycles of 64 x 16 weights, by where the scales go.
+constexpr double kSlabAccumulators = 24.4, kSlabPerToken = 0.48;  // the latter for each token of the tile
+constexpr double kSlabFragments = 48.5;
+constexpr double kSlabFine = 62.0;
+constexpr double kSlabLatency = 60.3;  // of one warpgroup that works alone on its scheduler
+constexpr double kTensorRate = 1.13;   // against half a cycle a token
+constexpr double kLeastTensorCycles = 5.6;
+constexpr double kTaggedUs = 1.07, kFlaggedUs = 1.24, kPieceUs = 0.40;  // a piece's way to its owner; each further piece
+constexpr double kPieceBytes = 52e3;                                    // bytes/us of one SM
+constexpr double kEpilogueBytes = 15e3;
+constexpr double kHbmShare = 1.45;      // of the read bandwidth: launches overlap
+constexpr double kHbmSms = 0.30;        // share of the SMs that draws all of it
+constexpr double kPower = 4.7;          // how much of the smaller limit shows
+constexpr double kPortableRate = 0.35;  // mma.sync against WGMMA
+
+// Kernels of few tokens do (w4a16.toml).
+bool scales_accumulators(KernelInfo const& kernel) { return kernel.tile_n <= 16 || (kernel.tile_n == 32 && kernel.threads == 384); }
+
+}  // namespace
+
+double weight_bytes(GemmProblem const& p) {
+  double const groups = p.group_size > 0 ? std::ceil(double(p.k) / p.group_size) : 1.0;
+  return double(p.n) * p.k * bits_of(p.b_format) / 8.0 + groups * p.n * 2.0 * (p.has_zeros ? 2.0 : 1.0);
+}
+
+double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
+  gemm::TileSchedulerParams const schedule = gemm::schedule_of(kernel, problem, launch, device);
+  double const sms = device.sm_count, share = gemm::ctas_per_sm(kernel, device);
+  double const scale = device.matrix_rate / 750e6 * 132.0 / sms;
+  double const ctas = double(schedule.workers) * kernel.cluster_m;
+  double const together = std::max(1.0, std::min(share, ctas / sms));  // CTAs at work on a busy SM
+  double const active = std::min(sms, ctas);
+  bool const portable = kernel.arch < 90;
+
+  double const slabs = kernel.tile_m / 64.0 * (kernel.tile_k / 16.0);
+  double const slab_cycles = portable || kernel.group_multiple < 128 ? kSlabFine
+                             : scales_accumulators(kernel)           ? kSlabAccumulators + kSlabPerToken * kernel.tile_n
+                                                                     : kSlabFragments;
+  double const tensor_cycles = std::max(kLeastTensorCycles, kernel.tile_n / 2.0) / (portable ? kPortableRate : kTensorRate);
+  double const warpgroups = std::max(1.0, kernel.threads / 128.0 - (portable ? 0.0 : 1.0));
+  double const cycles = std::max({slabs * slab_cycles * together, slabs * tensor_cycles * together, slabs / warpgroups * kSlabLatency});
+  double const iteration_us = cycles / (kCyclesPerUs * scale);
+
+  double const tiles = schedule.tiles();
+  double iterations, owned, pieces;
+  if (schedule.stream_tiles > 0) {
+    double const rest = std::ceil((tiles - schedule.stream_tiles) / schedule.workers);
+    iterations = schedule.stretch + (schedule.stretch_remainder > 0 ? 1 : 0) + rest * schedule.k_tiles;
+    owned = std::ceil(double(schedule.stream_tiles) / schedule.workers) + rest;
+    pieces = std::max(1.0, double(schedule.workers) / schedule.stream_tiles);
+  } else {
+    double const items = std::ceil(tiles * schedule.splits / schedule.workers);
+    iterations = items * std::ceil(double(schedule.k_tiles) / schedule.splits);
+    owned = schedule.splits > 1 ? std::ceil(tiles / schedule.workers) : items;
+    pieces = schedule.splits - 1;
+  }
+  double const busy_us = iterations * iteration_us;
+
+  double const token_tiles = kernel.swap ? schedule.tiles_n : schedule.tiles_m;
+  double const rereads =
+      weight_bytes(problem) <= 0.5 * device.l2_bytes ? 1.0 : std::max(1.0, std::ceil(token_tiles / std::max(1, schedule.swizzle)));
+  double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
+  double const bytes = weight_bytes(problem) * rereads + 2.0 * problem.m * problem.k + d_bytes * (problem.has_c ? 2.0 : 1.0);
+  double const hbm_us = bytes / (device.read_bandwidth * kHbmShare * std::min(1.0, active / (kHbmSms * sms)));
+  double const main_us = std::pow(std::pow(busy_us, kPower) + std::pow(hbm_us, kPower), 1.0 / kPower);
+
+  double const epilogue_us = 2.0 * kernel.tile_m * kernel.tile_n * together / (kEpilogueBytes * scale);
+  double const piece_bytes = 4.0 * kernel.tile_m * kernel.tile_n * together;
+  double const fixup_us = pieces > 0 ? (gemm::split_is_tagged(kernel) ? kTaggedUs : kFlaggedUs) + kPieceUs * (pieces - 1.0) +
+                                           (pieces + 1.0) * piece_bytes / (kPieceBytes * scale)
+                                     : 0.0;
+  bool const beside = kernel.ctas_per_sm > 1 && schedule.stream_tiles > 0 && ctas <= sms;
+  return (beside ? kSharedStartUs : kStartUs) + main_us + epilogue_us * owned + fixup_us;
+}
+
+}  // namespace minfer::w4a16

@@ -1,0 +1,47 @@
+// The packed layout of quantised weights: the one definition that packer, kernels and reference share.
+//
+// A weight matrix [n, k] is cut in blocks of 64 x 64, stored as [n / 64, k / 64, block] with both extents rounded up. Inside a block, codes lie
+// in the order in which tensor cores take the A operand of m64k16 (WGMMA from registers, and four mma.sync m16n8k16 above each other), so that
+// a thread reads all its codes of a block by one 16-byte access, in shared memory without bank conflicts, and neither kernel exchanges data:
+//
+//   4-bit: 512 words of 32 bits. Word 4 t + s belongs to thread t of 128 and k-slab s (columns 16 s to 16 s + 15). Nibble p of a word:
+//     row     16 (t / 32) + 8 (p % 2) + t % 32 / 4
+//     column  16 s + 8 (p / 2 % 2) + 2 (t % 4) + p / 4
+//   Nibbles i and i + 4 are neighbours along k, the low and the high half of fragment register i: `word >> 4 i & 0x000f000f` is that register's
+//   two codes, four bits each in a half of 16.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define MINFER_HOST_DEVICE __host__ __device__ inline
+#else
+#define MINFER_HOST_DEVICE inline
+#endif
+
+namespace minfer::w4a16 {
+
+constexpr int kBlockN = 64, kBlockK = 64;
+constexpr int kBlockWords4 = kBlockN * kBlockK / 8, kBlockBytes4 = 4 * kBlockWords4;
+
+struct Place {
+  int word;   // in the block
+  int shift;  // of the code in the word, bits
+};
+
+/// Where the 4-bit code of row n, column k of a block lies.
+MINFER_HOST_DEVICE Place place4(int n, int k) {
+  int const thread = n / 16 * 32 + n % 8 * 4 + k % 8 / 2;
+  int const nibble = n / 8 % 2 + 2 * (k / 8 % 2) + 4 * (k % 2);
+  return {4 * thread + k / 16, 4 * nibble};
+}
+
+/// log2 of a group size, or 30 where all of k is one group.
+inline int group_shift(int64_t group_size, int64_t k) {
+  if (group_size == 0 || group_size >= k) return 30;
+  int shift = 0;
+  while ((int64_t(1) << shift) < group_size) ++shift;
+  return shift;
+}
+
+}  // namespace minfer::w4a16

@@ -1,0 +1,506 @@
+// GEMM with 4-bit weights for sm_90a: TMA + WGMMA with the weights in registers, persistent, warp specialised.
+//
+// The weights' rows (the caller's n) are the MMA's m, the tokens (the caller's m) its n, so that a few tokens are one narrow instruction.
+// Warp roles. Warpgroup 0: its warp 0 is the producer, which walks the schedule and fills a ring of kStages stages: packed weights, scales,
+// zeros and activations, all by TMA. Warpgroups 1 to kConsumers: 64 rows of the tile each. A thread reads its own codes of a 64 x 64 block by one
+// 16-byte access (w4_layout.h), dequantises them to four A fragments and issues four WGMMAs; while these run it dequantises the next block
+// into the other set of registers.
+// Pipelines. Ring: one pair of mbarriers a stage (full: TMA bytes; empty: one arrival of each consumer warpgroup, when the WGMMAs that read the
+// stage's activations have retired). C and D: epilogue_sm90.cuh.
+// Tile walk: TileScheduler (data-parallel, split-K or stream-K at run time); pieces meet in the workspace (split_reduction.cuh).
+// Start: weights, scales and zeros are constants, so the first stages of them are loaded under the predecessor's tail; activations, C and
+// everything written wait for it (dependent_launch.cuh).
+// Limits: activations 16-byte aligned in base and rows; groups of 32 (kFine) or 128 times a power of two, or all of k.
+#pragma once
+
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+
+#include "common/dependent_launch.cuh"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/arch/reg_reconfig.h"
+#include "cutlass/cutlass.h"
+#include "gemm/epilogue_sm90.cuh"
+#include "gemm/launch_sm90.cuh"
+#include "w4a16/dequantize.cuh"
+#include "w4a16/w4_layout.h"
+
+namespace minfer::w4a16 {
+
+template <class Config>
+struct W4A16Sm90 {
+  using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
+  static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kTileK = Config::kTileK;  // rows of weights, tokens, k
+  static constexpr int kThreads = Config::kThreads, kConsumers = kThreads / 128 - 1;
+  static constexpr int kStages = Config::kStages;
+  static constexpr int kBlocks = kTileK / kBlockK;  // of a warpgroup's rows, in a stage
+  // What the warpgroups hold together must fit what the launch gave the CTA: more is waited for, forever.
+  static constexpr int kLaunchRegisters = 65536 / (kThreads * Config::kCtasPerSm) / 8 * 8;
+  static constexpr int kProducerRegisters = kConsumers >= 4 ? 32 : Config::kCtasPerSm == 2 ? 24 : 40;
+  static constexpr int kConsumerRegisters =
+      cute::min(232, (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (kConsumers * 128) / 8 * 8);
+  static_assert(kProducerRegisters * 128 + kConsumerRegisters * 128 * kConsumers <= kLaunchRegisters * kThreads);
+  static constexpr int kMmaM = kTileM / (64 * kConsumers);  // 64-row slabs of a warpgroup: slab mi of warpgroup w is mi * kConsumers + w
+  static constexpr int kUnits = kBlocks * kMmaM;            // 64 x 64 blocks of a warpgroup in a stage
+  static constexpr int kCluster = Config::kClusterM;
+  static_assert(kTileM % (64 * kConsumers) == 0 && kTileK % kBlockK == 0 && kUnits % 2 == 0);
+  static_assert(Config::kSwap && Config::kSchedule == Schedule::kCooperative && Config::kClusterN == 1 && kTileN % (8 * kCluster) == 0);
+
+  // Few tokens: scales go in fp32 to the accumulators of a stage, kTileN / 2 multiply-adds; many: to the fragments, 16 multiplies a block.
+  static constexpr bool kScaleAccumulators = Config::kScaling == Scaling::kAccumulators, kFine = Config::kScaling == Scaling::kFine;
+  static_assert(!kScaleAccumulators || (kMmaM == 1 && kUnits == 2));
+
+  static constexpr int kScaleRows = kFine ? kTileK / 32 : 1;  // groups that may begin in a stage
+  static constexpr int kRing = 4;                             // A fragments in use
+  static constexpr int kValues = kMmaM * kTileN / 2;          // accumulators of a thread
+  using Epilogue = gemm::EpilogueSm90<Config>;
+  static constexpr bool kTagged = kValues <= gemm::kMaxTaggedValues;
+  using Reduction = cute::conditional_t<kTagged, gemm::TaggedReduction<128, cute::min(kValues, gemm::kMaxTaggedValues)>,
+                                        gemm::SplitReduction<128, kValues>>;
+  using Codes = Int4<Config::kType>;
+
+  using Atom = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileN>, cute::_64>>());
+  using TiledMma = decltype(cute::make_tiled_mma(Atom{}));
+  using SmemLayoutB = decltype(cute::tile_to_shape(cute::SM90::GMMA::Layout_K_SW128_Atom<Element>{},
+                                                   cute::Shape<cute::Int<kTileN>, cute::Int<kTileK>, cute::Int<kStages>>{}));
+
+  struct Params {
+    CUtensorMap weights;      // [n / 64, k / 64, 256] of 8 bytes
+    CUtensorMap activations;  // [1, m, k]
+    CUtensorMap scales;       // [k / group, n]
+    CUtensorMap zeros;        // likewise
+    gemm::EpilogueSm90Params epilogue;
+    gemm::TileSchedulerParams schedule;
+    gemm::SplitWorkspace split;
+    uint64_t hint_weights;
+    int32_t group_shift;  // log2 of the group size; 30: one group
+    int32_t stage_bytes;
+    bool has_zeros;
+  };
+
+  struct SharedStorage {
+    alignas(1024) Element activations[kStages][kTileN * kTileK];
+    alignas(1024) uint4 weights[kStages][kTileM / 64][kBlocks][128];
+    typename Epilogue::Buffers epilogue;
+    alignas(128) uint16_t scales[kStages][kScaleRows][kTileM];
+    alignas(128) uint16_t zeros[kStages][kScaleRows][kTileM];
+    alignas(8) uint64_t full[kStages], empty[kStages];
+    typename Epilogue::Small epilogue_small;
+  };
+  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
+  static_assert(kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
+
+  using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+  using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+  struct Ring {
+    int index = 0;
+    uint32_t phase = 0;
+    __device__ void advance() {
+      if (++index == kStages) {
+        index = 0;
+        phase ^= 1;
+      }
+    }
+  };
+
+  static CUTLASS_DEVICE void run(Params const& params, char* smem) {
+    SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem);
+    if (cute::cast_smem_ptr_to_uint(smem) % 1024 != 0) __trap();
+    int const warpgroup = cutlass::canonical_warp_group_idx();
+    int const warp = cutlass::canonical_warp_idx_sync();
+
+    allow_dependent_launch();
+    if (warp == 0 && cute::elect_one_sync()) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.weights));
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.activations));
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.scales));
+      if (params.has_zeros) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.zeros));
+      if (params.epilogue.store_by_tma) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.epilogue.tma_d));
+      if (params.epilogue.load_c_by_tma) {
+        cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.epilogue.tma_c));
+      }
+      for (int s = 0; s < kStages; ++s) {
+        FullBarrier::init(&storage.full[s], 1);
+        EmptyBarrier::init(&storage.empty[s], kConsumers * kCluster);
+      }
+      Epilogue::initialize(storage.epilogue_small);
+      cutlass::arch::fence_barrier_init();
+    }
+    int const rank = kCluster > 1 ? int(cute::block_rank_in_cluster()) : 0;
+    if constexpr (kCluster > 1) {
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();
+    } else {
+      __syncthreads();
+    }
+
+    if (warpgroup == 0) {
+      cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+      if (warp == 0 && cute::elect_one_sync()) produce(params, storage, rank);
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      consume(params, storage, rank, warpgroup - 1, int(threadIdx.x) % 128);
+    }
+    if constexpr (kCluster > 1) {  // no CTA may leave while another still sends to it
+      cute::cluster_arrive();
+      cute::cluster_wait();
+    }
+  }
+
+  // ---- producer -----------------------------------------------------------------------------------------------------------------
+
+  static CUTLASS_DEVICE void load_weights(Params const& params, SharedStorage& storage, int stage, int tile_m, int k) {
+    uint64_t* barrier = &storage.full[stage];
+    auto const last = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+    FullBarrier::arrive_and_expect_tx(barrier, uint32_t(params.stage_bytes));
+    cute::SM90_TMA_LOAD_3D::copy(&params.weights, barrier, params.hint_weights, &storage.weights[stage], 0, k * kBlocks,
+                                 tile_m * (kTileM / 64));
+    int const group = (k * kTileK) >> params.group_shift;
+    cute::SM90_TMA_LOAD_3D::copy(&params.scales, barrier, last, &storage.scales[stage], tile_m * kTileM, group, 0);
+    if (params.has_zeros) cute::SM90_TMA_LOAD_3D::copy(&params.zeros, barrier, last, &storage.zeros[stage], tile_m * kTileM, group, 0);
+  }
+  // Each CTA of a cluster fetches its share of the tokens for all of them.
+  static CUTLASS_DEVICE void load_activations(Params const& params, SharedStorage& storage, int rank, int stage, int tile_n, int k) {
+    constexpr int kShare = kTileN / kCluster;
+    auto const last = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      Element* destination = &storage.activations[stage][(b * kTileN + rank * kShare) * kBlockK];
+      int const column = k * kTileK + b * kBlockK, token = tile_n * kTileN + rank * kShare;
+      if constexpr (kCluster > 1) {
+        cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&params.activations, &storage.full[stage], uint16_t((1 << kCluster) - 1), last, destination,
+                                               column, token, 0);
+      } else {
+        cute::SM90_TMA_LOAD_3D::copy(&params.activations, &storage.full[stage], last, destination, column, token, 0);
+      }
+    }
+  }
+
+  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int rank) {
+    Ring ring;
+    ring.phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
+    bool first = true;
+    gemm::TileScheduler scheduler(params.schedule, int(blockIdx.x) / kCluster);
+    for (gemm::WorkItem item = scheduler.next(); item.valid; item = scheduler.next()) {
+      gemm::TileCoord const tile = gemm::TileScheduler::coordinate(params.schedule, item.tile);
+      int const tile_m = tile.m * kCluster + rank;
+      int k = item.k_begin;
+      int const k_end = item.k_begin + item.k_count;
+      if (first) {
+        int const ahead = item.k_count < kStages ? item.k_count : kStages;
+#pragma unroll 1
+        for (int i = 0; i < ahead; ++i) load_weights(params, storage, i, tile_m, k + i);
+        wait_for_predecessor();
+#pragma unroll 1
+        for (int i = 0; i < ahead; ++i) {
+          load_activations(params, storage, rank, i, tile.n, k + i);
+          ring.advance();
+        }
+        k += ahead;
+        first = false;
+      }
+#pragma unroll 1
+      for (; k < k_end; ++k) {
+        EmptyBarrier::wait(&storage.empty[ring.index], ring.phase);
+        load_weights(params, storage, ring.index, tile_m, k);
+        load_activations(params, storage, rank, ring.index, tile.n, k);
+        ring.advance();
+      }
+    }
+  }
+
+  // ---- consumers ----------------------------------------------------------------------------------------------------------------
+
+  // A stage is free again: one thread tells the producer of every CTA that writes into it.
+  static CUTLASS_DEVICE void release(SharedStorage& storage, int stage, int thread) {
+    if constexpr (kCluster > 1) {
+      EmptyBarrier::arrive(&storage.empty[stage], uint32_t(thread) % kCluster, uint32_t(thread < kCluster));
+    } else {
+      if (thread == 0) EmptyBarrier::arrive(&storage.empty[stage]);
+    }
+  }
+
+  // -zero * factor of a thread's two rows. Without a branch for symmetric weights: control flow between WGMMAs makes ptxas serialise them.
+  static CUTLASS_DEVICE void load_zeros(SharedStorage const& storage, int stage, int group, int row, uint32_t (&z)[2]) {
+    uint16_t const* zeros = &storage.zeros[stage][group][row];
+    z[0] = Half2<Config::kType>::mul(both_halves(zeros[0]), Codes::factor(0) ^ 0x80008000u);
+    z[1] = Half2<Config::kType>::mul(both_halves(zeros[8]), Codes::factor(1) ^ 0x80008000u);
+  }
+
+  // The zero point of symmetric weights, in this warpgroup's rows of every stage.
+  static CUTLASS_DEVICE void fill_zeros(SharedStorage& storage, int consumer, int thread) {
+    for (int i = thread; i < kStages * kScaleRows * kMmaM * 32; i += 128) {
+      int const slab = i / 32 % kMmaM, stage_row = i / 32 / kMmaM;
+      uint32_t* rows = reinterpret_cast<uint32_t*>(&storage.zeros[stage_row / kScaleRows][stage_row % kScaleRows][0]);
+      rows[(slab * kConsumers + consumer) * 32 + i % 32] = Codes::kEight;
+    }
+  }
+
+  template <class Registers>
+  static CUTLASS_DEVICE void set(Registers& registers, int set, int slab, uint32_t const (&a)[4]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 4; ++r) registers(r + 4 * slab + 16 * set) = a[r];
+  }
+
+  // The compiler must not move the fragments' arithmetic between WGMMAs: it would have to serialise them.
+  template <class Registers>
+  static CUTLASS_DEVICE void pin(Registers& registers, int set) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 16; ++i) cute::warpgroup_fence_operand(registers(i + 16 * set));
+  }
+
+  // Unit u of a stage is block u / kMmaM of slab u % kMmaM.
+  static CUTLASS_DEVICE uint4 load_codes(SharedStorage const& storage, int stage, int u, int consumer, int thread) {
+    return storage.weights[stage][u % kMmaM * kConsumers + consumer][u / kMmaM][thread];
+  }
+
+  /// Scales in the fragments. A WGMMA holds its warps until it has read A's registers, so with many tokens the warp is the tensor core's: each
+  /// slab of 16 of k is a batch of its own, dequantised while the one before runs, in a ring of four fragments.
+  template <class Accumulator>
+  static CUTLASS_DEVICE void mainloop_fragments(Params const& params, SharedStorage& storage, Ring& ring, Accumulator& accumulator,
+                                                int k_count, int consumer, int thread) {
+    using namespace cute;
+    using H = Half2<Config::kType>;
+    TiledMma mma;
+    Tensor sB = make_tensor(make_smem_ptr(&storage.activations[0][0]), SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
+    auto thread_mma = mma.get_slice(thread);
+    Tensor tCrB = thread_mma.make_fragment_B(thread_mma.partition_B(sB));        // (MMA,MMA_N,MMA_K,PIPE), descriptors
+    Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<kRing>>{});  // (MMA,RING)
+    auto registers = recast<uint32_t>(tCrA);
+
+    int previous = 0;
+    warpgroup_fence_operand(accumulator);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < k_count; ++i) {
+      int const stage = ring.index;
+      FullBarrier::wait(&storage.full[stage], ring.phase);
+      uint4 codes[kUnits];
+      CUTLASS_PRAGMA_UNROLL
+      for (int u = 0; u < kUnits; ++u) codes[u] = load_codes(storage, stage, u, consumer, thread);
+      uint32_t scale[kMmaM][2], zero[kMmaM][2];  // [slab][row]
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kTileK / 16 * kMmaM; ++step) {
+        int const mi = step % kMmaM, slab = step / kMmaM, u = slab / 4 * kMmaM + mi;
+        if (slab % (kFine ? 2 : kTileK / 16) == 0) {
+          int const row = (mi * kConsumers + consumer) * 64 + thread / 32 * 16 + thread % 32 / 4;
+          int const group = kFine ? (slab * 16) >> params.group_shift : 0;
+          uint16_t const* scales = &storage.scales[stage][group][row];
+          scale[mi][0] = H::mul(both_halves(scales[0]), Codes::inverse(0));
+          scale[mi][1] = H::mul(both_halves(scales[8]), Codes::inverse(1));
+          load_zeros(storage, stage, group, row, zero[mi]);
+        }
+        uint32_t const word = slab % 4 == 0 ? codes[u].x : slab % 4 == 1 ? codes[u].y : slab % 4 == 2 ? codes[u].z : codes[u].w;
+        warpgroup_wait<kRing - 1>();                                         // this fragment's last reader
+        if (step == kRing - 1 && i > 0) release(storage, previous, thread);  // with it all of the previous stage has retired
+        uint32_t a[4];
+        int4_codes<Config::kType>(word, zero[mi], a);
+        CUTLASS_PRAGMA_UNROLL
+        for (int r = 0; r < 4; ++r) {
+          registers(r + 4 * (step % kRing)) = H::mul(a[r], scale[mi][r % 2]);
+          warpgroup_fence_operand(registers(r + 4 * (step % kRing)));
+        }
+        warpgroup_fence_operand(accumulator);
+        warpgroup_arrive();
+        mma.accumulate_ = slab == 0 && i == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+        cute::gemm(mma, tCrA(_, step % kRing), tCrB(_, _0{}, slab, stage), accumulator(_, mi, _0{}));
+        warpgroup_commit_batch();
+        warpgroup_fence_operand(accumulator);
+      }
+      previous = stage;
+      ring.advance();
+    }
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(accumulator);
+    release(storage, previous, thread);
+  }
+
+  /// Scales on the accumulators of each stage.
+  template <class Accumulator>
+  static CUTLASS_DEVICE void mainloop_accumulators(Params const& params, SharedStorage& storage, Ring& ring, Accumulator& accumulator,
+                                                   int k_count, int consumer, int thread) {
+    using namespace cute;
+    TiledMma mma;
+    Tensor sB = make_tensor(make_smem_ptr(&storage.activations[0][0]), SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
+    auto thread_mma = mma.get_slice(thread);
+    Tensor tCrB = thread_mma.make_fragment_B(thread_mma.partition_B(sB));        // (MMA,MMA_N,MMA_K,PIPE), descriptors
+    Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, _4, _2>{});  // (MMA,MMA_M,MMA_K of a block,SET)
+    auto registers = recast<uint32_t>(tCrA);
+    Tensor even = make_fragment_like(accumulator), odd = make_fragment_like(accumulator);  // (MMA,MMA_M,MMA_N), of a stage
+    int const row = consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
+
+    auto const dequantize = [&](uint4 const& codes, uint32_t const(&zero)[2], int block) {
+      uint32_t const words[4] = {codes.x, codes.y, codes.z, codes.w};
+      CUTLASS_PRAGMA_UNROLL
+      for (int slab = 0; slab < 4; ++slab) {
+        uint32_t a[4];
+        int4_codes<Config::kType>(words[slab], zero, a);
+        set(registers, block, slab, a);
+      }
+    };
+    auto const multiply = [&](int block, int stage, auto& partial) {
+      pin(registers, block);
+      warpgroup_fence_operand(partial);
+      warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int slab = 0; slab < 4; ++slab) {
+        mma.accumulate_ = block == 0 && slab == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+        cute::gemm(mma, tCrA(_, _0{}, slab, block), tCrB(_, _0{}, block * 4 + slab, stage), partial(_, _0{}, _0{}));
+      }
+      warpgroup_commit_batch();
+      warpgroup_fence_operand(partial);
+    };
+
+    float scale[2] = {0.0f, 0.0f};
+    int previous = -1;
+    auto const scale_and_add = [&](auto& partial) {
+      warpgroup_fence_operand(partial);
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = 0; v < kValues; ++v) accumulator(v) = fmaf(scale[v / 2 % 2], partial(v), accumulator(v));
+    };
+    // One stage. At most two batches of WGMMAs are in flight, and each has the time of a dequantisation.
+    auto const step = [&](auto& partial, auto& previous_partial) {
+      int const stage = ring.index;
+      FullBarrier::wait(&storage.full[stage], ring.phase);
+      uint4 codes[2];
+      CUTLASS_PRAGMA_UNROLL
+      for (int b = 0; b < 2; ++b) codes[b] = load_codes(storage, stage, b, consumer, thread);
+      uint32_t zero[2];
+      load_zeros(storage, stage, 0, row, zero);
+      warpgroup_wait<1>();
+      dequantize(codes[0], zero, 0);
+      multiply(0, stage, partial);
+      warpgroup_wait<1>();  // the previous stage has retired
+      if (previous >= 0) release(storage, previous, thread);
+      scale_and_add(previous_partial);
+      dequantize(codes[1], zero, 1);
+      multiply(1, stage, partial);
+      scale[0] = Codes::to_float(storage.scales[stage][0][row]) * Codes::inverse_float(0);
+      scale[1] = Codes::to_float(storage.scales[stage][0][row + 8]) * Codes::inverse_float(1);
+      previous = stage;
+      ring.advance();
+    };
+    auto const finish = [&](auto& partial) {
+      warpgroup_wait<0>();
+      release(storage, previous, thread);
+      scale_and_add(partial);
+    };
+
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kValues; ++v) accumulator(v) = even(v) = odd(v) = 0.0f;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int left = k_count;;) {
+      step(even, odd);
+      if (--left == 0) {
+        finish(even);
+        break;
+      }
+      step(odd, even);
+      if (--left == 0) {
+        finish(odd);
+        break;
+      }
+    }
+  }
+
+  static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int rank, int consumer, int thread) {
+    using namespace cute;
+    Epilogue epilogue(params.epilogue, storage.epilogue, storage.epilogue_small, consumer, thread);
+    Ring ring;
+    gemm::TileScheduler scheduler(params.schedule, int(blockIdx.x) / kCluster);
+    gemm::WorkItem item = scheduler.next();
+    if (!params.has_zeros) {
+      fill_zeros(storage, consumer, thread);
+      epilogue.synchronize();
+    }
+    wait_for_predecessor();  // C, bias, D and the workspace are read and written from here
+    for (; item.valid; item = scheduler.next()) {
+      gemm::TileCoord const tile = gemm::TileScheduler::coordinate(params.schedule, item.tile);
+      int const row = (tile.m * kCluster + rank) * kTileM, column = tile.n * kTileN;
+      if (item.owner()) epilogue.prefetch(row, column, 0, consumer);
+
+      Tensor accumulator = partition_fragment_C(TiledMma{}, Shape<Int<64 * kMmaM>, Int<kTileN>>{});  // (MMA,MMA_M,MMA_N)
+      static_assert(decltype(size(accumulator))::value == kValues);
+      if constexpr (kScaleAccumulators) {
+        mainloop_accumulators(params, storage, ring, accumulator, item.k_count, consumer, thread);
+      } else {
+        mainloop_fragments(params, storage, ring, accumulator, item.k_count, consumer, thread);
+      }
+
+      auto const place = [&](int slot) { return (slot * kCluster + rank) * kConsumers + consumer; };
+      auto const barrier = [&] { epilogue.synchronize(); };
+      if (!item.owner()) {
+        if constexpr (kTagged) {
+          Reduction::publish(params.split, place(item.slot), accumulator, thread);
+        } else {
+          Reduction::publish(params.split, place(item.slot), accumulator, thread, barrier);
+        }
+        continue;
+      }
+      if constexpr (kTagged) {
+        auto const slot_of = [&](int i) { return place(item.first_piece + i); };
+        if (item.pieces > 0) Reduction::gather(params.split, slot_of, item.pieces, accumulator, thread);
+      } else {
+        for (int piece = 0; piece < item.pieces; ++piece) {
+          Reduction::add(params.split, place(item.first_piece + piece), accumulator, thread, barrier);
+        }
+      }
+      epilogue.store(accumulator, row, column, 0, consumer);
+    }
+    if (thread == 0) cute::tma_store_wait<0>();  // shared memory must outlive the reads of the last stores
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    w4a16_sm90_kernel(__grid_constant__ typename W4A16Sm90<Config>::Params const params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char smem[];
+  W4A16Sm90<Config>::run(params, smem);
+#endif
+}
+
+template <class Config>
+Status launch_w4a16_sm90(gemm::GemmLaunchArguments const& arguments) {
+  using Kernel = W4A16Sm90<Config>;
+  GemmProblem const& problem = *arguments.problem;
+  GemmOperands const& operands = *arguments.operands;
+
+  typename Kernel::Params params{};
+  if (Status status = gemm::describe_schedule<Config>(arguments, &params.schedule, &params.split); !status.ok()) return status;
+  int64_t const blocks_n = gemm::ceil_div(problem.n, kBlockN), blocks_k = gemm::ceil_div(problem.k, kBlockK);
+  params.group_shift = group_shift(problem.group_size, problem.k);
+  params.has_zeros = operands.b_zeros != nullptr;
+  params.hint_weights =
+      uint64_t(params.schedule.tiles_n == 1 ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
+
+  int64_t const weight_extents[3] = {kBlockBytes4 / 8, blocks_k, blocks_n}, weight_strides[2] = {kBlockBytes4, blocks_k * kBlockBytes4};
+  int const weight_box[3] = {kBlockBytes4 / 8, Kernel::kBlocks, Config::kTileM / 64};
+  Status status =
+      encode_tensor_map(&params.weights, CU_TENSOR_MAP_DATA_TYPE_UINT64, 3, operands.b, weight_extents, weight_strides, weight_box);
+  if (!status.ok()) return status;
+  status = encode_tensor_map_16bit(&params.activations, operands.a, problem.k, problem.m, 1, operands.lda, 0, kBlockK,
+                                   Config::kTileN / Kernel::kCluster);
+  if (!status.ok()) return status;
+  int const group_rows = std::max(1, Config::kTileK >> params.group_shift);
+  int64_t const groups = params.group_shift >= 30 ? 1 : gemm::ceil_div(problem.k, problem.group_size);
+  int64_t const scale_extents[3] = {problem.n, groups, 1};
+  int const scale_box[3] = {Config::kTileM, group_rows, 1};
+  int64_t const scale_strides[2] = {operands.ld_scales * 2, operands.ld_scales * 2 * groups};
+  status = encode_tensor_map(&params.scales, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, operands.b_scales, scale_extents, scale_strides, scale_box);
+  if (!status.ok()) return status;
+  if (params.has_zeros) {
+    int64_t const zero_strides[2] = {operands.ld_zeros * 2, operands.ld_zeros * 2 * groups};
+    status = encode_tensor_map(&params.zeros, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, operands.b_zeros, scale_extents, zero_strides, scale_box);
+    if (!status.ok()) return status;
+  }
+  params.stage_bytes = Config::kTileM * Config::kTileK / 2 + Config::kTileN * Config::kTileK * 2 +
+                       Config::kTileM * group_rows * 2 * (params.has_zeros ? 2 : 1);
+  status = gemm::describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
+  if (!status.ok()) return status;
+  static std::atomic<uint64_t> shared_memory_allowed{0};
+  return gemm::launch_sm90<Config>(&w4a16_sm90_kernel<Config>, params, arguments, params.schedule.workers, Kernel::kSmemBytes,
+                                   shared_memory_allowed);
+}
+
+}  // namespace minfer::w4a16

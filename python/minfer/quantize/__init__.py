@@ -1,0 +1,21 @@
+"""Weights for the W4A16 operators: quantised here, or loaded from checkpoints of other tools, bit for bit.
+
+weight = minfer.quantize.quantize_w4(linear.weight)
+weight = minfer.quantize.from_gptq({"qweight": ..., "qzeros": ..., "scales": ..., "g_idx": ...}, group_size=128)
+y = weight.gemm(x)
+"""
+
+from .checkpoints import from_awq, from_compressed_tensors, from_gptq
+from .round_to_nearest import quantize_w4
+from .storage import from_safetensors, to_safetensors
+from .weight import W4Weight
+
+__all__ = [
+    "W4Weight",
+    "from_awq",
+    "from_compressed_tensors",
+    "from_gptq",
+    "from_safetensors",
+    "quantize_w4",
+    "to_safetensors",
+]

@@ -1,0 +1,202 @@
+"""The W4A16 operators, 4-bit weights and 16-bit activations: typed wrapper, fake and autograd rule side by side."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import checks_w4a16
+from .ops import register_autograd
+
+_library = torch.library.Library("minfer", "IMPL")
+
+
+def w4a16_gemm(
+    a: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    group_size: int = 128,
+    perm: Tensor | None = None,
+    c: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    w4_format: str = "int4",
+    kernel: str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """D = activation(A.W^T + C + bias) in one kernel, with W [n, k] = (code - zero) * scale in 4-bit codes.
+
+    Args:
+      a: [..., k], float16 or bfloat16, of one dimension or more; the leading ones are m rows. k is a multiple of 8.
+      qweight: int32 [ceil(n / 64), ceil(k / 64), 512], codes packed by :func:`w4a16_pack`.
+      scales: [G, n], a's dtype; G = ceil(k / group_size). n is a multiple of 8.
+      zeros: [G, n], a's dtype, in units of codes, integers or fractions. None is 8: symmetric weights.
+      group_size: columns of W that share a scale and a zero: -1 (all of them, G = 1) or a power of two >= 32.
+      perm: int32 [k]: the packed columns are W[:, perm], as act-order quantisation leaves them, and A's columns are gathered to match.
+      c: broadcastable to D ([..., n], [n], [m, 1], a scalar, ...), a's dtype or float32.
+      bias: [n], a's dtype or float32.
+      activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
+      w4_format: what a code stands for. "int4": the integers 0 to 15.
+      kernel: for measurements, as in :func:`minfer.gemm`, with a name of ``minfer.kernels("w4a16")``.
+      out: D itself, a's dtype; as in :func:`minfer.gemm`. It may be ``c``, but must not overlap another argument.
+
+    Returns:
+      D, [..., n] of a's dtype, contiguous (or ``out``). Any m >= 0.
+
+    Raises:
+      RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
+
+    Numerics: a weight is rounded to a's dtype or left unrounded, as the kernel does; products are accumulated in float32, the epilogue
+    is float32, D is rounded once. The same inputs, shapes and kernel give the same bits in every run. There is no backward.
+    """
+    if out is None:
+        return torch.ops.minfer.w4a16_gemm.default(
+            a,
+            qweight,
+            scales,
+            zeros,
+            group_size=group_size,
+            perm=perm,
+            c=c,
+            bias=bias,
+            activation=activation,
+            w4_format=w4_format,
+            kernel=kernel,
+        )
+    return torch.ops.minfer.w4a16_gemm.out(
+        a,
+        qweight,
+        scales,
+        zeros,
+        group_size=group_size,
+        perm=perm,
+        c=c,
+        bias=bias,
+        activation=activation,
+        w4_format=w4_format,
+        kernel=kernel,
+        out=out,
+    )
+
+
+@torch.library.register_fake("minfer::w4a16_gemm", lib=_library)
+def _w4a16_gemm_fake(a, qweight, scales, zeros=None, **arguments):
+    return a.new_empty(checks_w4a16.check_w4a16_gemm(a, qweight, scales, zeros, **arguments).out)
+
+
+@torch.library.register_fake("minfer::w4a16_gemm.out", lib=_library)
+def _w4a16_gemm_out_fake(a, qweight, scales, zeros=None, **arguments):
+    checks_w4a16.check_w4a16_gemm(a, qweight, scales, zeros, **arguments)
+    return arguments["out"]
+
+
+def w4a16_gemm_gated(
+    a: Tensor,
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    group_size: int = 128,
+    perm: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    w4_format: str = "int4",
+    kernel: str | None = None,
+) -> Tensor:
+    """D = activation(A.W_gate^T + bias_gate) * (A.W_up^T + bias_up) in one kernel: the first half of a SwiGLU (GeGLU, ...) MLP.
+
+    Args:
+      a, group_size, perm, w4_format, kernel: as in :func:`w4a16_gemm`.
+      qweight, scales, zeros, bias: as in :func:`w4a16_gemm`, of n = 2 * n_half interleaved rows: ``minfer.pack_gate_up`` of the codes
+        before :func:`w4a16_pack`, of the transposed scales and zeros, and of the biases. n is a multiple of 16.
+      activation: of the gate.
+
+    Returns:
+      D, [..., n / 2] of a's dtype, contiguous.
+
+    Raises:
+      RuntimeError: an argument cannot be right (see :func:`w4a16_gemm`), or n is not a multiple of 16.
+
+    Numerics: as in :func:`w4a16_gemm`; gate and up stay in float32 until D is rounded.
+    """
+    return torch.ops.minfer.w4a16_gemm_gated.default(
+        a,
+        qweight,
+        scales,
+        zeros,
+        group_size=group_size,
+        perm=perm,
+        bias=bias,
+        activation=activation,
+        w4_format=w4_format,
+        kernel=kernel,
+    )
+
+
+@torch.library.register_fake("minfer::w4a16_gemm_gated", lib=_library)
+def _w4a16_gemm_gated_fake(a, qweight, scales, zeros=None, **arguments):
+    return a.new_empty(checks_w4a16.check_w4a16_gemm_gated(a, qweight, scales, zeros, **arguments).out)
+
+
+def w4a16_pack(codes: Tensor) -> Tensor:
+    """Packs 4-bit codes in the order in which the kernels read them (:mod:`minfer.w4_layout`).
+
+    Args:
+      codes: uint8 [n, k], 0 to 15; n and k multiples of 8. Any strides.
+
+    Returns:
+      int32 [ceil(n / 64), ceil(k / 64), 512], contiguous; padding is 0.
+
+    Raises:
+      RuntimeError: dtype or shape cannot be right; on CPU also a code above 15. CUDA packs the low four bits instead of waiting to look.
+    """
+    return torch.ops.minfer.w4a16_pack.default(codes)
+
+
+@torch.library.register_fake("minfer::w4a16_pack", lib=_library)
+def _w4a16_pack_fake(codes):
+    return codes.new_empty(checks_w4a16.check_w4a16_pack(codes), dtype=torch.int32)
+
+
+def w4a16_dequantize(
+    qweight: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    group_size: int = 128,
+    n: int,
+    k: int,
+    w4_format: str = "int4",
+) -> Tensor:
+    """The weight that a packed one stands for: W[i, j] = (code - zero) * scale, columns in their packed order.
+
+    Args:
+      qweight, scales, zeros, group_size, w4_format: as in :func:`w4a16_gemm`; scales are float16 or bfloat16.
+      n, k: rows and columns of W, multiples of 8.
+
+    Returns:
+      [n, k] of the dtype of ``scales``, contiguous.
+
+    Raises:
+      RuntimeError: an argument cannot be right.
+
+    Numerics: computed in float32 and rounded once.
+    """
+    return torch.ops.minfer.w4a16_dequantize.default(qweight, scales, zeros, group_size=group_size, n=n, k=k, w4_format=w4_format)
+
+
+@torch.library.register_fake("minfer::w4a16_dequantize", lib=_library)
+def _w4a16_dequantize_fake(qweight, scales, zeros=None, *, n, k, **arguments):
+    checks_w4a16.check_w4a16_dequantize(qweight, scales, zeros, n=n, k=k, **arguments)
+    return scales.new_empty((n, k))
+
+
+for _op in (
+    torch.ops.minfer.w4a16_gemm.default,
+    torch.ops.minfer.w4a16_gemm.out,
+    torch.ops.minfer.w4a16_gemm_gated.default,
+    torch.ops.minfer.w4a16_dequantize.default,
+):
+    register_autograd(_op)

@@ -1,0 +1,104 @@
+"""minfer.nn.W4Linear."""
+
+import copy
+
+import minfer
+import pytest
+import torch
+from gemm_cases import DTYPES, name_of
+from minfer.nn import W4Linear
+from test_ops_registration import need
+from w4a16_cases import make_weight
+
+BUFFERS = ("qweight", "scales", "zeros", "perm", "bias")
+
+
+def act_order_weight(n=48, k=256):
+    """A weight with every optional tensor."""
+    weight, perm = make_weight(n, k, 128, "integer"), torch.randperm(k).int()
+    return minfer.quantize.W4Weight(weight.qweight, weight.scales, weight.zeros, perm, 128, n, k, bias=torch.randn(n).half())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_from_linear(dtype, symmetric, bias):
+    """Computes what nn.Linear does with the dequantised weight, and nearly what it does with the original."""
+    linear = torch.nn.Linear(256, 48, bias=bias, dtype=dtype)
+    module = W4Linear.from_linear(linear, 64, symmetric)
+    assert (module.bias is None) != bias and (module.zeros is None) == symmetric
+    assert not list(module.parameters())
+    x = torch.randn(2, 5, 256, dtype=dtype)
+    out = module(x)
+    assert out.shape == (2, 5, 48) and out.dtype == dtype
+    dense = torch.nn.functional.linear(x.double(), module.weight().dequantize().double(), linear.bias.double() if bias else None)
+    assert (out.double() - dense).norm() / dense.norm() < torch.finfo(dtype).eps
+    with torch.no_grad():
+        original = linear.double()(x.double())
+    assert (out.double() - original).norm() / original.norm() < 0.15
+
+
+def test_from_weight_shares_tensors():
+    weight = act_order_weight()
+    module = W4Linear.from_weight(weight)
+    assert all(getattr(module, name) is getattr(weight, name) for name in BUFFERS)
+    assert {name for name, _ in module.named_buffers()} == set(BUFFERS)
+    x = torch.randn(3, 256).half()
+    assert torch.equal(module(x), weight.gemm(x))
+    assert torch.equal(module.weight().dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_state_dict(full):
+    """Into a module that the constructor made, strictly; the optional buffers are there or not."""
+    source = W4Linear.from_weight(act_order_weight()) if full else W4Linear.from_linear(torch.nn.Linear(64, 16, bias=False).half(), -1)
+    n, k = source.out_features, source.in_features
+    target = W4Linear(k, n, bias=full, zeros=full, perm=full, group_size=source.group_size)
+    assert set(source.state_dict()) == (set(BUFFERS) if full else {"qweight", "scales"})
+    target.load_state_dict(source.state_dict())
+    x = torch.randn(3, k).half()
+    assert torch.equal(target(x), source(x))
+    other = W4Linear(k, n, bias=full, zeros=not full, perm=full, group_size=source.group_size)
+    with pytest.raises(RuntimeError, match="zeros"):
+        other.load_state_dict(source.state_dict())
+
+
+def test_module_behaviour():
+    """Moves, copies and casts like a module: codes and perm stay integers."""
+    module = W4Linear.from_weight(act_order_weight())
+    x = torch.randn(3, 256).half()
+    assert torch.equal(copy.deepcopy(module)(x), module(x))
+    assert module.to("meta")(x.to("meta")).shape == (3, 48)
+    module = W4Linear.from_weight(act_order_weight()).bfloat16()
+    assert (module.qweight.dtype, module.perm.dtype, module.scales.dtype) == (torch.int32, torch.int32, torch.bfloat16)
+    out = module(x.bfloat16())
+    truth = x.bfloat16().double() @ module.weight().dequantize().double().t() + module.bias.double()
+    assert (out.double() - truth).norm() / truth.norm() < 2.0**-7
+    with pytest.raises(RuntimeError, match="scales must have a's dtype float16, got bfloat16"):
+        module(x)
+
+
+def test_repr():
+    module = W4Linear(256, 48, bias=False, zeros=True, group_size=64, dtype=torch.bfloat16)
+    assert repr(module) == (
+        "W4Linear(in_features=256, out_features=48, bias=False, zeros=True, perm=False, group_size=64, w4_format=int4, "
+        "dtype=torch.bfloat16)"
+    )
+
+
+def test_bad_sizes():
+    with pytest.raises(ValueError, match="in_features must be a positive multiple of 8, got 60"):
+        W4Linear(60, 16)
+    with pytest.raises(ValueError, match="out_features must be a positive multiple of 8, got 0"):
+        W4Linear(64, 0)
+    with pytest.raises(ValueError, match="group_size must be -1 or a power of two >= 32, got 24"):
+        W4Linear(64, 16, group_size=24)
+
+
+def test_compile():
+    need("aot_eager")
+    model = torch.nn.Sequential(W4Linear.from_weight(act_order_weight()), torch.nn.SiLU(), W4Linear.from_weight(act_order_weight(16, 48)))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for m in (3, 5, 1):
+        x = torch.randn(m, 256).half()
+        assert torch.equal(compiled(x), model(x))
