@@ -19,7 +19,7 @@ def main(archs: str) -> None:
     import minfer
 
     seconds = time.perf_counter() - start
-    info, kernels = minfer.build_info(), minfer.kernels()
+    info, kernels = minfer.build_info(), minfer.kernels("")  # of all families
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}: minfer {info['version']} imported in {seconds * 1e3:.0f} ms")
     print(f"  archs '{info['archs']}', CUTLASS '{info['cutlass']}', {info['kernels_compiled']} of {info['kernels_total']} kernels compiled")
     if seconds > 0.3:
