@@ -196,7 +196,7 @@ Status launch_gemm_sm80(GemmLaunchArguments const& arguments) {
     return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", arguments.workspace_bytes,
                            needed);
   }
-  params.split = split_workspace(arguments.workspace, params.schedule.slots());
+  params.split = split_workspace(arguments.workspace, params.schedule.slots(), false);
 
   auto* kernel = &gemm_sm80_kernel<Config>;
   static std::atomic<uint64_t> shared_memory_allowed{0};
