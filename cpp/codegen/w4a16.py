@@ -1,4 +1,4 @@
-"""The W4A16 family: which rows of w4a16.toml are legal, the shared memory they need, the struct a shard instantiates.
+"""The W4A16 and W8A16 families: which rows of w4a16.toml are legal, the shared memory they need, the struct a shard instantiates.
 
 The kernels' tile is [rows of the weight, tokens, k]: the operands are swapped.
 """
@@ -6,19 +6,26 @@ The kernels' tile is [rows of the weight, tokens, k]: the operands are swapped.
 from __future__ import annotations
 
 from codegen import gemm
-from codegen.kernel import ELEMENTS, FORMATS, SCHEDULES, ConfigError, Kernel
+from codegen.kernel import BITS, ELEMENTS, FORMATS, SCHEDULES, ConfigError, Kernel
 
 TEMPLATES = {90: ("w4a16/w4a16_sm90.cuh", "launch_w4a16_sm90")}
 LAUNCH_HEADER = "gemm/launch.h"
 ARGUMENTS = "gemm::GemmLaunchArguments"
+
+SCALE_BYTES = {"mxfp4": 1, "nvfp4": 1}  # the others: 2
+FIXED_GROUP = {"mxfp4": 32, "nvfp4": 16}
+ZEROS = {"int4", "int8"}  # formats with zero points
+BOOKS = {"nf4", "mxfp4", "nvfp4"}  # formats with a code book in shared memory
+BOOK_BYTES = 256 * 128
 
 # Where scales are applied -> (enumerator, k that a group must be a multiple of).
 SCALINGS = {
     "accumulators": ("Scaling::kAccumulators", 128),
     "fragments": ("Scaling::kFragments", 128),
     "fine": ("Scaling::kFine", 32),
+    "fine_accumulators": ("Scaling::kFineAccumulators", 32),
 }
-SHORT = {"accumulators": "acc", "fragments": "frag", "fine": "fine"}
+SHORT = {"accumulators": "acc", "fragments": "frag", "fine": "fine", "fine_accumulators": "fineacc"}
 TILE_K = 128  # two 64 x 64 blocks of every 64 rows
 SMEM_LIMIT = {1: gemm.SM90_SMEM_LIMIT, 2: 115712}  # 113 KiB: two CTAs and the 1 KiB that the system takes for each share 228
 FIELDS = {"arch", "elements", "formats", "tile", "cluster", "warpgroups", "ctas_per_sm", "scaling", "stages", "note"}
@@ -50,7 +57,7 @@ def expand(row: dict, where: str) -> list[Kernel]:
     for field in row:
         require(field in FIELDS, field, f"no such field; known: {', '.join(sorted(FIELDS))}")
     require(row.get("arch") == "sm90", "arch", "must be sm90")
-    elements, formats = names("elements", ELEMENTS), names("formats", [f for f in FORMATS if f != "dense"])
+    elements, formats = names("elements", ELEMENTS), names("formats", BITS)
     tile, cluster = integers("tile"), integers("cluster")
     warpgroups, ctas_per_sm = integer("warpgroups", (1, 2, 4)), integer("ctas_per_sm", (1, 2))
     scaling = row.get("scaling")
@@ -63,25 +70,51 @@ def expand(row: dict, where: str) -> list[Kernel]:
     require(tile_m % (64 * warpgroups) == 0 and mma_m in (1, 2), "tile", "tile_m must be 64 or 128 rows a warpgroup")
     require(tile_n % 8 == 0 and 8 <= tile_n <= 256, "tile", "tile_n must be a multiple of 8 from 8 to 256 (the WGMMA shapes)")
     require(tile_k == TILE_K, "tile", f"tile_k must be {TILE_K}")
-    require(scaling != "accumulators" or mma_m == 1, "scaling", "accumulators take 64 rows a warpgroup")
+    require("accumulators" not in scaling or mma_m == 1, "scaling", "accumulators take 64 rows a warpgroup")
     require(cluster[0] in (1, 2, 4) and cluster[1:] == (1, 1), "cluster", "must be [1|2|4, 1, 1]: CTAs that share their tokens")
     require(tile_n % (8 * cluster[0]) == 0, "cluster", "the CTAs' shares of the tokens must be multiples of 8")
 
-    scale_rows = 1 if scaling != "fine" else tile_k // 32
-    stage = tile_n * tile_k * 2 + tile_m * tile_k // 2 + 2 * scale_rows * tile_m * 2
-    general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
-    staging = warpgroups * (-(-max(tile_n * 128, general) // 1024) * 1024 + 4 * 64 * mma_m)
-    fixed, limit = staging + gemm.SM90_BARRIER_BYTES, SMEM_LIMIT[ctas_per_sm]
-    fits = min((limit - fixed) // stage, gemm.MAX_STAGES_SM90)
-    stages = row.get("stages", fits)
-    require(type(stages) is int and gemm.MIN_STAGES_SM90 <= stages <= fits, "stages", f"{fits} stages of {stage} bytes fit, 3 are needed")
-    smem = -(-(stages * stage + fixed) // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT
+    def kernel(element: str, name: str) -> Kernel:
+        fine = scaling.startswith("fine")
+        group = FIXED_GROUP.get(name, 32) if fine else 128
+        require(
+            name not in FIXED_GROUP or fine, "scaling", f"{name} has groups of {FIXED_GROUP.get(name)}: must be fine or fine_accumulators"
+        )
+        require(group >= 32 or scaling == "fine", "scaling", f"{name} has groups of {group}: must be fine")
+        scale_rows, zeros = tile_k // group, 2 if name in ZEROS else 0
+        stage = tile_n * tile_k * 2 + tile_m * tile_k * BITS[name] // 8 + scale_rows * tile_m * (SCALE_BYTES.get(name, 2) + zeros)
+        general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
+        staging = warpgroups * (-(-max(tile_n * 128, general) // 1024) * 1024 + 4 * 64 * mma_m)
+        fixed, limit = staging + (BOOK_BYTES if name in BOOKS else 0) + gemm.SM90_BARRIER_BYTES, SMEM_LIMIT[ctas_per_sm]
+        fits = min((limit - fixed) // stage, gemm.MAX_STAGES_SM90)
+        stages = row.get("stages", fits)
+        ok = type(stages) is int and gemm.MIN_STAGES_SM90 <= stages <= fits
+        require(ok, "stages", f"{fits} stages of {stage} bytes fit ({name}), 3 are needed")
+        smem = -(-(stages * stage + fixed) // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT
+        return Kernel(
+            family="w4a16",
+            arch=90,
+            element=element,
+            layout="tn",
+            tile=tile,
+            cluster=cluster,
+            schedule="cooperative",
+            swap=True,
+            unaligned=False,
+            stages=stages,
+            epilogue_chunks=1,
+            warps=(0, 0),
+            threads=128 * (warpgroups + 1),
+            smem_bytes=min(smem, limit),
+            note=note,
+            b_format=name,
+            group_multiple=group,
+            ctas_per_sm=ctas_per_sm,
+            variant=f"w{warpgroups}x{ctas_per_sm}_{SHORT[scaling]}",
+            scaling=scaling,
+        )
 
-    shared = dict(family="w4a16", arch=90, layout="tn", tile=tile, cluster=cluster, schedule="cooperative", swap=True, unaligned=False)
-    shared.update(stages=stages, epilogue_chunks=1, warps=(0, 0), threads=128 * (warpgroups + 1), smem_bytes=min(smem, limit), note=note)
-    shared.update(ctas_per_sm=ctas_per_sm, scaling=scaling, group_multiple=SCALINGS[scaling][1])
-    shared.update(variant=f"w{warpgroups}x{ctas_per_sm}_{SHORT[scaling]}")
-    return [Kernel(element=element, b_format=name, **shared) for element in elements for name in formats]
+    return [kernel(element, name) for element in elements for name in formats]
 
 
 def definition(kernel: Kernel) -> str:

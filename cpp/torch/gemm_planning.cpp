@@ -12,6 +12,7 @@
 #include <unordered_map>
 
 #include "bindings.h"
+#include "minfer/w4a16.h"
 
 namespace minfer::torch_binding {
 
@@ -147,11 +148,14 @@ KernelOverride parse_override(char const* op, std::string const& text) {
   return result;
 }
 
-WeightFormat parse_format(char const* op, std::string const& name) {
-  for (WeightFormat format : {WeightFormat::kInt4}) {
+WeightFormat parse_format(char const* op, int bits, std::string const& name) {
+  std::string known;
+  for (WeightFormat format : kWeightFormats) {
+    if (bits != 0 && bits_of(format) != bits) continue;
     if (name == name_of(format)) return format;
+    known += (known.empty() ? "" : ", ") + std::string(name_of(format));
   }
-  fail(op, ": w4_format must be int4, got '", name, "'");
+  fail(op, ": ", bits == 8 ? "w8_format" : "w4_format", " must be one of ", known, ", got '", name, "'");
 }
 
 Activation parse_activation(char const* op, std::string const& name) {
@@ -187,36 +191,71 @@ void use_user_rows(GemmPlanOptions* options) {
   options->user_row_count = int64_t(held->rows.size());
 }
 
-GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t device) {
-  thread_local std::unordered_map<Key, GemmPlan, Hash> plans;
-  thread_local uint64_t seen = 0;
-  uint64_t const now = generation.load(std::memory_order_acquire);
-  if (seen != now || plans.size() > 16384) {
-    plans.clear();
-    seen = now;
-  }
+namespace {
+
+Key key_of(GemmProblem const& problem, int32_t device) {
   uint64_t const rest = uint64_t(problem.ab_type) | uint64_t(problem.d_type) << 2 | uint64_t(problem.a_major) << 4 |
                         uint64_t(problem.b_major) << 5 | uint64_t(problem.a_alignment) << 8 | uint64_t(problem.b_alignment) << 16 |
                         uint64_t(problem.c_alignment) << 24 | uint64_t(problem.d_alignment) << 32 | uint64_t(problem.has_c) << 40 |
                         uint64_t(problem.gated) << 41 | uint64_t(problem.b_format) << 42 | uint64_t(problem.has_zeros) << 47 |
                         uint64_t(std::bit_width(uint32_t(problem.group_size))) << 48;  // a power of two
-  Key const key{problem.m, problem.n, problem.k, problem.batch, rest, device};
-  auto const found = plans.find(key);
-  if (found != plans.end()) return found->second;
+  return {problem.m, problem.n, problem.k, problem.batch, rest, device};
+}
+
+/// A thread's answers by problem, forgotten when the tuned tables change.
+template <class Value>
+struct Cache {
+  std::unordered_map<Key, Value, Hash> map;
+  uint64_t seen = 0;
+
+  template <class Make>
+  Value const& get(GemmProblem const& problem, int32_t device, Make&& make) {
+    uint64_t const now = generation.load(std::memory_order_acquire);
+    if (seen != now || map.size() > 16384) {
+      map.clear();
+      seen = now;
+    }
+    Key const key = key_of(problem, device);
+    auto const found = map.find(key);
+    return found != map.end() ? found->second : map.emplace(key, make()).first->second;
+  }
+};
+
+GemmPlanOptions options_of_calls() {
   GemmPlanOptions options;
   options.use_tuned = tuned_enabled();
   options.force_arch = forced_arch();
   use_user_rows(&options);
-  GemmPlan plan;
-  Status const status = plan_gemm(problem, device_properties(device), options, &plan);
-  check(status.ok(), op, ": ", status.message);
-  return plans.emplace(key, plan).first->second;
+  return options;
+}
+
+}  // namespace
+
+GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t device) {
+  thread_local Cache<GemmPlan> cache;
+  return cache.get(problem, device, [&] {
+    GemmPlan plan;
+    Status const status = plan_gemm(problem, device_properties(device), options_of_calls(), &plan);
+    check(status.ok(), op, ": ", status.message);
+    return plan;
+  });
+}
+
+bool cached_dequantize_first(char const* op, GemmProblem const& problem, int32_t device) {
+  thread_local Cache<bool> cache;
+  return cache.get(problem, device, [&] {
+    bool first = false;
+    Status const status = dequantize_first(problem, device_properties(device), options_of_calls(), &first);
+    check(status.ok(), op, ": ", status.message);
+    return first;
+  });
 }
 
 std::string plan_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major, std::string b_major,
                            std::vector<int64_t> alignments, bool has_c, bool gated, std::optional<std::string> kernel, bool use_tuned,
                            bool only_runnable, int64_t device) {
-  GemmProblem const problem = parse_problem(sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
+  GemmProblem problem = parse_problem(sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
+  if (!kernel && worth_realigning(problem.m, problem.n, problem.k, problem.batch)) problem.a_alignment = problem.b_alignment = 16;
   GemmPlanOptions options;
   KernelOverride override;
   if (kernel) {
@@ -262,7 +301,7 @@ std::string plans_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, st
   problem.n = sizes[1];
   problem.k = sizes[2];
   problem.ab_type = problem.d_type = parse_type("ab_type", ab_type);
-  problem.b_format = parse_format(op, w4_format);
+  problem.b_format = parse_format(op, 0, w4_format);
   problem.group_size = int32_t(group_size == -1 ? 0 : group_size);
   problem.has_zeros = has_zeros;
   problem.has_c = has_c;

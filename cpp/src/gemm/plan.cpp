@@ -56,9 +56,13 @@ Status check(GemmProblem const& p) {
     return Status::failure(StatusCode::kInvalidArgument, "D must be %s or f32, got %s", name_of(p.ab_type), name_of(p.d_type));
   }
   if (p.b_format != WeightFormat::kDense) {
-    bool const power = p.group_size == 0 || (p.group_size >= 32 && (p.group_size & (p.group_size - 1)) == 0);
-    if (!power) {
-      return Status::failure(StatusCode::kInvalidArgument, "group_size must be 0 (all of k) or a power of two from 32 on, got %d",
+    int const fixed = fixed_group_of(p.b_format);
+    bool const power = p.group_size >= 32 && (p.group_size & (p.group_size - 1)) == 0;
+    if (p.group_size != 0 && (fixed != 0 ? p.group_size != fixed : !power)) {
+      return Status::failure(StatusCode::kInvalidArgument, "group_size of %s must be %s, got %d", name_of(p.b_format),
+                             fixed == 32   ? "32"
+                             : fixed == 16 ? "16"
+                                           : "0 (all of k) or a power of two from 32 on",
                              p.group_size);
     }
     if (p.n % 8 != 0 || p.k % 8 != 0 || p.batch != 1) {

@@ -35,7 +35,7 @@ bool scales_accumulators(KernelInfo const& kernel) { return kernel.tile_n <= 16 
 
 double weight_bytes(GemmProblem const& p) {
   double const groups = p.group_size > 0 ? std::ceil(double(p.k) / p.group_size) : 1.0;
-  return double(p.n) * p.k * bits_of(p.b_format) / 8.0 + groups * p.n * 2.0 * (p.has_zeros ? 2.0 : 1.0);
+  return double(p.n) * p.k * bits_of(p.b_format) / 8.0 + groups * p.n * (scale_bytes_of(p.b_format) + (p.has_zeros ? 2.0 : 0.0));
 }
 
 double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
