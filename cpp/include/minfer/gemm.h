@@ -85,6 +85,9 @@ struct GemmTunedRow {
   int64_t m, n, k, batch;
   DataType ab_type;
   Major a_major, b_major;
+  WeightFormat b_format = WeightFormat::kDense;
+  int32_t group_size = 0;  // of quantised B, as in GemmProblem
+  bool has_zeros = false;
   bool has_c, gated;
   char const* kernel;  // registry name
   GemmLaunch launch;
