@@ -113,6 +113,9 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
 Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plans,
                       int64_t capacity, int64_t* count);
 
+/// Bytes that a launch must move: A, B as it is stored (packed codes, scales and zero points), C where it is read, and D.
+double gemm_bytes(GemmProblem const& problem);
+
 /// Time that no implementation beats on this device: max(bytes / read_bandwidth, flops / matrix_rate), in us.
 double gemm_floor_us(GemmProblem const& problem, DeviceProperties const& device);
 

@@ -221,13 +221,16 @@ GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProble
 }  // namespace
 }  // namespace gemm
 
-double gemm_floor_us(GemmProblem const& p, DeviceProperties const& device) {
+double gemm_bytes(GemmProblem const& p) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return 0.0;
   double const outputs = double(p.batch) * p.m * (p.gated ? p.n / 2 : p.n);
   double const b_bytes = p.b_format == WeightFormat::kDense ? 2.0 * p.batch * double(p.n) * p.k : w4a16::weight_bytes(p);
-  double const bytes = 2.0 * p.batch * double(p.m) * p.k + b_bytes + outputs * size_of(p.d_type) * (p.has_c ? 2.0 : 1.0);
+  return 2.0 * p.batch * double(p.m) * p.k + b_bytes + outputs * size_of(p.d_type) * (p.has_c ? 2.0 : 1.0);
+}
+
+double gemm_floor_us(GemmProblem const& p, DeviceProperties const& device) {
   double const flops = 2.0 * p.batch * double(p.m) * p.n * p.k;
-  return std::max(bytes / device.read_bandwidth, flops / device.matrix_rate);
+  return std::max(gemm_bytes(p) / device.read_bandwidth, flops / device.matrix_rate);
 }
 
 Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plan) {
