@@ -30,14 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from gemm_cells import MODELS
     from minfer import shapes
 
     ms = [int(m) for m in args.m.split(",")] if args.m else None
+    models = {(n, k): model for model, of_model in MODELS.items() for n, k in of_model}
     layers = [tuple(map(int, x.split("x"))) for x in args.layers.split(",")] if args.layers else (*shapes.LLAMA_8B, *shapes.LLAMA_70B)
     found = []
     for suite in args.suite.split(","):
         if suite == "w4a16":
-            found += [dict(suite=suite, m=m, n=n, k=k, variant="") for n, k in layers for m in ms or shapes.LLM_M]
+            found += [dict(suite=suite, m=m, n=n, k=k, variant="", model=models.get((n, k))) for n, k in layers for m in ms or shapes.LLM_M]
         elif suite == "variants":
             found += [dict(suite=suite, m=m, n=n, k=k, variant=v) for n, k in layers[:4] for m in ms or (1, 16) for v in VARIANTS]
         elif suite == "gated":
@@ -157,7 +159,7 @@ def measure_cell(cell: dict, layer: Layer, args: argparse.Namespace, results, fa
         raise RuntimeError(failed["ours"])
     zeros = cell["variant"] == "zeros"
     plan = plan_problem(W4Problem(m, n, k, layer.dtype, how["group"], zeros, gated=gated))
-    shape = {"m": m, "n": n, "k": k, "group": how["group"]} | ({"variant": cell["variant"]} if cell["variant"] else {})
+    shape = {"m": m, "n": n, "k": k, "group": how["group"]} | {name: cell[name] for name in ("model", "variant") if cell.get(name)}
     ours, line = timings["ours"], []
     for name, timing in timings.items():
         if name == "ours":
