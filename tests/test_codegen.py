@@ -310,9 +310,9 @@ def test_registry_lists_all_and_marks_what_is_compiled(folder):
 
 # ---- tuned tables -------------------------------------------------------------------------------------------------------------
 
-HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,has_c,gated,kernel,decomposition,splits,swizzle,raster,us\n"
-ROW = "gemm,16,4096,4096,1,f16,k,k,0,0,gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative,stream_k,1,2,along_n,9.5\n"
-SMALLER = "gemm,8,4096,4096,1,f16,k,mn,1,0,gemm_sm90_f16_tt_128x256x64_2x1x1_cooperative,split_k,4,1,along_m,7\n"
+HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us\n"
+ROW = "gemm,16,4096,4096,1,f16,k,k,dense,0,0,0,0,gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative,stream_k,1,2,along_n,9.5\n"
+SMALLER = "gemm,8,4096,4096,1,f16,k,mn,dense,0,0,1,0,gemm_sm90_f16_tt_128x256x64_2x1x1_cooperative,split_k,4,1,along_m,7\n"
 
 
 def read(folder: Path, text: str, name: str = "nvidia-h200.csv"):
@@ -323,9 +323,11 @@ def read(folder: Path, text: str, name: str = "nvidia-h200.csv"):
 def test_tuned_rows_are_sorted_by_problem(folder):
     rows = read(folder, HEADER + ROW + SMALLER)["nvidia-h200"]
     assert [row.m for row in rows] == [8, 16]
-    assert rows[0] == tuned.TunedRow(8, 4096, 4096, 1, "f16", "k", "mn", True, False, rows[0].kernel, "split_k", 4, 1, "along_m", 7.0)
+    assert rows[0] == tuned.TunedRow(
+        8, 4096, 4096, 1, "f16", "k", "mn", "dense", 0, False, True, False, rows[0].kernel, "split_k", 4, 1, "along_m", 7.0
+    )
     text = tuned.tuned_text({"nvidia-h200": rows})
-    assert "{8, 4096, 4096, 1, DataType::kF16, Major::kK, Major::kMN, true, false, " in text
+    assert "{8, 4096, 4096, 1, DataType::kF16, Major::kK, Major::kMN, WeightFormat::kDense, 0, false, true, false, " in text
     assert "{Decomposition::kSplitK, 4, 1, RasterOrder::kAlongM}, 7.0f}," in text
 
 
@@ -339,23 +341,72 @@ def test_no_table_is_fine(folder):
     [
         (ROW, "the header must be op,m,n,k"),
         (HEADER + ROW.replace("2x1x1", "4x1x1"), "line 2: no kernel is named 'gemm_sm90_f16_tn_128x256x64_4x1x1_cooperative'"),
-        (HEADER + ROW.replace(",f16,k,k", ",bf16,k,k"), "computes .*'f16', 'k', 'k'.*the row's problem is .*'bf16'"),
+        (HEADER.replace("b_format,group_size,has_zeros,", "") + ROW, "the header must be op,.*,b_format,group_size,has_zeros,"),
+        (HEADER + ROW.replace(",f16,k,k", ",bf16,k,k"), "computes .*'f16', 'k', 'k', 'dense'.*the row's problem is .*'bf16'"),
+        (HEADER + ROW.replace("dense", "int4"), "b_format = 'int4': must be one of dense"),
+        (HEADER + ROW.replace("dense,0", "dense,128"), "a dense B has group_size = 0 and has_zeros = 0, got '128' and '0'"),
         (HEADER + ROW + ROW.replace("9.5", "9.4"), "line 3: repeats the problem of an earlier line"),
         (HEADER + ROW.replace("gemm,16,", "gemm,0,"), "m = '0': must be a number >= 1"),
         (HEADER + ROW.replace("gemm,16,", "gemm,x,"), "m = 'x': must be a number >= 1"),
-        (HEADER + ROW.replace("gemm,16,", "conv,16,"), "op = 'conv': must be one of gemm"),
+        (HEADER + ROW.replace("gemm,16,", "conv,16,"), "op = 'conv': must be one of gemm, w4a16_gemm"),
         (HEADER + ROW.replace("stream_k", "magic"), "decomposition = 'magic': must be one of persistent, stream_k, split_k"),
         (HEADER + ROW.replace("along_n", "up"), "raster = 'up': must be one of along_m, along_n"),
         (HEADER + ROW.replace(",1,2,along", ",1,3,along"), "swizzle = 3: must be one of 1, 2, 4, 8, 16"),
         (HEADER + ROW.replace(",0,0,gemm", ",0,yes,gemm"), "gated = 'yes': must be one of 0, 1"),
         (HEADER + ROW.replace(",9.5", ",nan"), "us = 'nan': must be a number"),
-        (HEADER + ROW.replace(",9.5", ""), "must have 16 columns"),
-        (HEADER + ROW.replace("9.5", "9.5,7"), "must have 16 columns"),
+        (HEADER + ROW.replace(",9.5", ""), "must have 19 columns"),
+        (HEADER + ROW.replace("9.5", "9.5,7"), "must have 19 columns"),
     ],
 )
 def test_bad_tuned_rows(folder, text, message):
     with pytest.raises(ConfigError, match=message):
         read(folder, text)
+
+
+def w4_row(kernels, *, group_size=128, fine=False, **changes):
+    """A row of quantised weights whose kernel takes groups of 32 (fine) or of 128."""
+    kernel = next(k for k in kernels if k.family == "w4a16" and k.element == "f16" and (k.group_multiple == 32) == fine)
+    cells = dict(
+        op="w4a16_gemm", m=16, n=4096, k=4096, batch=1, ab_type="f16", a_major="k", b_major="k", b_format="int4", group_size=group_size,
+        has_zeros=0, has_c=0, gated=0, kernel=kernel.name, decomposition="split_k", splits=2, swizzle=1, raster="along_m", us=5.5,
+    )  # fmt: skip
+    return ",".join(str(value) for value in (cells | changes).values()) + "\n"
+
+
+def read_w4(tmp_path, *rows):
+    """Rows of the project's own kernels."""
+    kernels = configs.read_tables(ROOT / "cpp" / "configs")
+    path = tmp_path / "nvidia-h200.csv"
+    path.write_text(HEADER + "".join(w4_row(kernels, **row) for row in rows))
+    return tuned.read_csv(path, {kernel.name: kernel for kernel in kernels})
+
+
+def test_tuned_rows_of_quantised_weights(tmp_path):
+    """Group sizes, zero points and formats tell problems apart; all of k is -1 in the table and 0 in the library."""
+    rows = read_w4(tmp_path, {}, {"has_zeros": 1}, {"group_size": 32, "fine": True}, {"group_size": -1}, {"group_size": 2048})
+    assert [(row.b_format, row.group_size, row.has_zeros) for row in rows] == [
+        ("int4", 0, False), ("int4", 32, False), ("int4", 128, False), ("int4", 128, True), ("int4", 2048, False),
+    ]  # fmt: skip
+    text = tuned.tuned_text({"nvidia-h200": rows})
+    assert "Major::kK, Major::kK, WeightFormat::kInt4, 0, false, false, false, " in text
+    assert "WeightFormat::kInt4, 128, true, false, false, " in text
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"group_size": 0}, "group_size = '0': must be -1"),
+        ({"group_size": 96}, "group_size = '96': must be -1 .*power of two from 32 on"),
+        ({"group_size": 4096}, "group_size = '4096': .*less than k"),
+        ({"group_size": 32}, "takes groups of 128, the row's are of 32"),
+        ({"b_format": "dense"}, "b_format = 'dense': must be one of int4"),
+        ({"has_zeros": 2}, "has_zeros = '2': must be one of 0, 1"),
+        ({"batch": 2}, "batch = 2: must be 1"),
+    ],
+)
+def test_bad_tuned_rows_of_quantised_weights(tmp_path, row, message):
+    with pytest.raises(ConfigError, match=message):
+        read_w4(tmp_path, row)
 
 
 def test_a_table_is_named_after_its_device(folder):

@@ -45,9 +45,10 @@ std::string plan_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std:
 std::string enumerate_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major,
                                 std::string b_major, std::vector<int64_t> alignments, bool has_c, bool gated, bool only_runnable,
                                 int64_t device, int64_t limit);
-/// The plan (limit 1), or every candidate, best predicted first; a JSON list.
-std::string plans_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std::string w4_format, int64_t group_size, bool has_zeros,
-                             bool has_c, bool gated, std::optional<std::string> kernel, bool only_runnable, int64_t device, int64_t limit);
+std::string plan_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std::string w4_format, int64_t group_size, bool has_zeros,
+                            bool has_c, bool gated, std::optional<std::string> kernel, bool use_tuned, bool only_runnable, int64_t device);
+std::string enumerate_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std::string w4_format, int64_t group_size, bool has_zeros,
+                                 bool has_c, bool gated, bool only_runnable, int64_t device, int64_t limit);
 int64_t load_tuned(std::string csv);
 
 }  // namespace minfer::torch_binding

@@ -57,6 +57,7 @@ TEST_CASE(w4a16_floor_counts_four_bits_and_scales) {
   GemmProblem problem = quantized(1, 28672, 4096);
   double const bytes = 28672.0 * 4096 / 2 + 28672.0 * 32 * 2 + 2.0 * (4096 + 28672);
   CHECK(std::abs(gemm_floor_us(problem, h200) - bytes / h200.read_bandwidth) < 1e-6);
+  CHECK_EQUAL(gemm_bytes(problem), bytes);
   problem.has_zeros = true;
   CHECK(std::abs(gemm_floor_us(problem, h200) - (bytes + 28672.0 * 32 * 2) / h200.read_bandwidth) < 1e-6);
 }

@@ -7,7 +7,7 @@ namespace minfer {
 namespace {
 
 constexpr double kStartUs = 2.0;        // of one more launch
-constexpr double kStreamShare = 0.85;   // of the read bandwidth, read and write together
+constexpr double kStreamShare = 0.72;   // of the read bandwidth, read and write together
 constexpr int64_t kLeastTokens = 1024;  // below, a weight's way through memory is never paid back
 
 }  // namespace
@@ -22,6 +22,11 @@ GemmProblem dequantized(GemmProblem const& problem) {
   return dense;
 }
 
+double dequantize_us(GemmProblem const& problem, DeviceProperties const& device) {
+  double const bytes = w4a16::weight_bytes(problem) + 2.0 * problem.n * problem.k;
+  return kStartUs + bytes / (kStreamShare * device.read_bandwidth);
+}
+
 Status dequantize_first(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, bool* first) {
   *first = false;
   if (problem.b_format == WeightFormat::kDense || problem.k == 0) return Status::success();
@@ -31,9 +36,7 @@ Status dequantize_first(GemmProblem const& problem, DeviceProperties const& devi
   if (!fused_status.ok() && fused_status.code == StatusCode::kInvalidArgument) return fused_status;
   Status const dense_status = plan_gemm(dequantized(problem), device, options, &dense);
   if (!dense_status.ok()) return fused_status.ok() ? fused_status : dense_status;
-  double const bytes = w4a16::weight_bytes(problem) + 2.0 * problem.n * problem.k;
-  double const dense_us = kStartUs + bytes / (kStreamShare * device.read_bandwidth) + dense.predicted_us;
-  *first = !fused_status.ok() || dense_us < fused.predicted_us;
+  *first = !fused_status.ok() || dequantize_us(problem, device) + dense.predicted_us < fused.predicted_us;
   return Status::success();
 }
 
