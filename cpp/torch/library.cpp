@@ -11,21 +11,36 @@ STABLE_TORCH_LIBRARY(minfer, m) {
       "ScalarType? out_dtype=None, str? kernel=None, Tensor(a!) out) -> Tensor(a!)");
   m.def("gemm_gated(Tensor a, Tensor b, *, Tensor? bias=None, str activation=\"silu\", str? kernel=None) -> Tensor");
 
-  // D = activation(A.W^T + C + bias) with W [n, k] = (code - zero) * scale, codes packed by w4a16_pack
+  // D = activation(alpha * A.W^T + C + bias) with W [n, k] in packed 4-bit codes: (code - zero) * scale, or a code book's value * scale
   m.def(
-      "w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, Tensor? perm=None, Tensor? c=None, "
-      "Tensor? bias=None, str activation=\"none\", str w4_format=\"int4\", str? kernel=None) -> Tensor");
+      "w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, Tensor? perm=None, "
+      "Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w4_format=\"int4\", str? kernel=None) -> Tensor");
   m.def(
-      "w4a16_gemm.out(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, Tensor? perm=None, Tensor? "
-      "c=None, "
-      "Tensor? bias=None, str activation=\"none\", str w4_format=\"int4\", str? kernel=None, Tensor(a!) out) -> Tensor(a!)");
+      "w4a16_gemm.out(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, Tensor? "
+      "perm=None, Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w4_format=\"int4\", str? kernel=None, Tensor(a!) out) -> "
+      "Tensor(a!)");
   m.def(
-      "w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, Tensor? perm=None, "
-      "Tensor? bias=None, str activation=\"silu\", str w4_format=\"int4\", str? kernel=None) -> Tensor");
+      "w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, Tensor? "
+      "perm=None, Tensor? bias=None, str activation=\"silu\", str w4_format=\"int4\", str? kernel=None) -> Tensor");
   m.def("w4a16_pack(Tensor codes) -> Tensor");
   m.def(
-      "w4a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, int n, int k, str w4_format=\"int4\") -> "
-      "Tensor");
+      "w4a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, int n, int k, str "
+      "w4_format=\"int4\", ScalarType? out_dtype=None) -> Tensor");
+  // likewise in 8-bit codes
+  m.def(
+      "w8a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, Tensor? perm=None, "
+      "Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w8_format=\"int8\", str? kernel=None) -> Tensor");
+  m.def(
+      "w8a16_gemm.out(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, Tensor? "
+      "perm=None, Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w8_format=\"int8\", str? kernel=None, Tensor(a!) out) -> "
+      "Tensor(a!)");
+  m.def(
+      "w8a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, Tensor? "
+      "perm=None, Tensor? bias=None, str activation=\"silu\", str w8_format=\"int8\", str? kernel=None) -> Tensor");
+  m.def("w8a16_pack(Tensor codes) -> Tensor");
+  m.def(
+      "w8a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, int n, int k, str "
+      "w8_format=\"int8\") -> Tensor");
 
   // What this build holds and what it would do; JSON texts.
   m.def("_build_info() -> str");
