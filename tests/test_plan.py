@@ -8,6 +8,7 @@ import torch
 from gemm_cases import DTYPES, LAYOUTS, name_of
 from minfer.planning import DTYPE_NAMES, Problem, enumerate_plans, plan_problem
 from minfer.registry import device_properties
+from minfer.weight_formats import FORMATS
 
 H200 = -1
 KERNELS = {kernel["name"]: kernel for kernel in minfer.kernels()}
@@ -238,5 +239,7 @@ def test_registry():
     assert {k["ab_type"] for k in minfer.kernels()} == set(DTYPE_NAMES.values()) - {"f32"}
     for kernel in minfer.kernels("w4a16"):
         tile = f"{kernel['tile_m']}x{kernel['tile_n']}x{kernel['tile_k']}"
-        assert kernel["name"].startswith(f"w4a16_sm{kernel['arch']}_{kernel['ab_type']}_{kernel['b_format']}_{tile}_")
-        assert kernel["swap"] and kernel["group_multiple"] in (32, 128)
+        form = FORMATS[kernel["b_format"]]
+        assert kernel["name"].startswith(f"w{form.bits}a16_sm{kernel['arch']}_{kernel['ab_type']}_{kernel['b_format']}_{tile}_")
+        assert kernel["swap"] and kernel["group_multiple"] in (16, 32, 128)
+        assert form.group_size is None or form.group_size % kernel["group_multiple"] == 0

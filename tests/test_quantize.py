@@ -6,7 +6,7 @@ import minfer
 import pytest
 import torch
 from gemm_cases import DTYPES, name_of
-from minfer import quantize, w4_layout
+from minfer import quantize, weight_layout
 from minfer.quantize import W4Weight
 
 N, K = 48, 256
@@ -155,7 +155,7 @@ def test_awq(group_size):
     }
     weight = quantize.from_awq(tensors, group_size=group_size)
     dense = formula(codes, scales, zeros, torch.arange(K) // size)
-    assert weight.qweight.shape == w4_layout.packed_shape(N, K)
+    assert weight.qweight.shape == weight_layout.packed_shape(N, K)
     assert torch.equal(weight.bias, tensors.pop("bias"))
     assert torch.equal(weight.dequantize(), dense)
     check_product(quantize.from_awq(tensors, group_size=group_size), dense)

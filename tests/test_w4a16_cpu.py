@@ -7,7 +7,7 @@ import minfer
 import pytest
 import torch
 from gemm_cases import ACTIVATIONS, DTYPES, name_of, padded, untouched_outside
-from minfer import checks_w4a16, reference_w4a16, w4_layout
+from minfer import checks_w4a16, reference_w4a16, weight_formats
 from test_ops_registration import check_op, need
 from w4a16_cases import (
     ACTIVATION,
@@ -280,7 +280,7 @@ def test_devices_must_agree():
 
 def test_schemas():
     weight = "Tensor qweight, Tensor scales, Tensor? zeros=None"
-    common = "*, int group_size=128, Tensor? perm=None"
+    common = "*, int group_size=128, float alpha=1., Tensor? perm=None"
     ops = torch.ops.minfer
     gemm = (
         f'(Tensor a, {weight}, {common}, Tensor? c=None, Tensor? bias=None, str activation="none", str w4_format="int4", str? kernel=None'
@@ -293,7 +293,8 @@ def test_schemas():
     )
     assert str(ops.w4a16_pack.default._schema) == "minfer::w4a16_pack(Tensor codes) -> Tensor"
     assert str(ops.w4a16_dequantize.default._schema) == (
-        f'minfer::w4a16_dequantize({weight}, *, int group_size=128, int n, int k, str w4_format="int4") -> Tensor'
+        f"minfer::w4a16_dequantize({weight}, *, int group_size=128, float alpha=1., int n, int k, "
+        'str w4_format="int4", ScalarType? out_dtype=None) -> Tensor'
     )
 
 
@@ -415,12 +416,12 @@ def test_compile_bad_input():
 
 def test_a_format_is_one_table_entry(monkeypatch):
     """A second format needs no code beside its entry."""
-    form = w4_layout.W4Format(decode=lambda codes: (codes.float() - 8).square(), zero=1.0)
-    monkeypatch.setitem(w4_layout.FORMATS, "squares", form)
+    form = weight_formats.WeightFormat(4, lambda codes: (codes.float() - 8).square(), zero=1.0)
+    monkeypatch.setitem(weight_formats.FORMATS, "squares", form)
     weight = make_weight(16, 64, 32)
     args, kwargs = weight.packed
     w = minfer.w4a16_dequantize(*args, **kwargs, n=16, k=64, w4_format="squares")
     group = torch.arange(64) // 32
     assert torch.equal(w, (((weight.codes.float() - 8) ** 2 - 1) * weight.scales.float()[group].t()).half())
-    with pytest.raises(RuntimeError, match="w4_format must be one of int4, squares, got 'cubes'"):
+    with pytest.raises(RuntimeError, match="w4_format must be one of int4, nf4, mxfp4, nvfp4, squares, got 'cubes'"):
         minfer.w4a16_dequantize(*args, **kwargs, n=16, k=64, w4_format="cubes")

@@ -12,7 +12,7 @@ import minfer
 import pytest
 import torch
 from gemm_cases import ACTIVATIONS, DTYPES, name_of, padded, untouched_outside
-from minfer import reference_w4a16, w4_layout
+from minfer import reference_w4a16, weight_layout
 from minfer.planning import DTYPE_NAMES
 from test_ops_registration import check_op
 from w4a16_cases import (
@@ -69,7 +69,7 @@ def test_pack_is_like_cpu(shape):
     codes = torch.randint(0, 16, shape, dtype=torch.uint8)
     packed = minfer.w4a16_pack(codes.cuda())
     assert packed.is_contiguous() and torch.equal(packed.cpu(), minfer.w4a16_pack(codes))
-    assert torch.equal(w4_layout.unpack(packed, *shape).cpu(), codes)
+    assert torch.equal(weight_layout.unpack(packed, *shape).cpu(), codes)
 
 
 def test_pack_of_views_and_high_bits():

@@ -60,7 +60,7 @@ def make_weight(n, k, group_size=128, zeros="none", dtype=torch.float16, device=
     return Weight(codes, scales, make_zeros(zeros, (rows, n), dtype, device), group_size, minfer.w4a16_pack(codes))
 
 
-def _slack(dtype):
+def slack(dtype):
     """Kernels may leave weights unrounded: what that moves one element by, beside Expected's allowance of 2^-12 of the magnitude.
 
     A rounded weight is off by less than half its unit on average; 5 units of a typical product are some ten standard deviations where
@@ -74,7 +74,7 @@ def w4a16_expected(a, weight, *, perm=None, c=None, bias=None, activation="none"
     """What minfer::w4a16_gemm should give for a matrix A: float64 on the 16-bit weights, beside torch's error on the same weights."""
     gathered = a if perm is None else a[:, perm.long()]
     expected = gemm_expected(gathered, weight.dense().t(), c=c, beta=0.0 if c is None else 1.0, bias=bias, activation=activation)
-    expected.magnitude *= _slack(a.dtype)
+    expected.magnitude *= slack(a.dtype)
     return expected
 
 
@@ -83,17 +83,21 @@ def w4a16_mismatch(out, a, weight, **arguments) -> str | None:
     return w4a16_expected(a, weight, **arguments).mismatch(out)
 
 
-def w4a16_gated_mismatch(out, a, weight, *, bias=None, activation="silu") -> str | None:
-    """Why ``out`` is not the minfer::w4a16_gemm_gated of these arguments, or None; torch takes three 16-bit steps."""
-    w = weight.dense().t()
+def gated_expected(a, w, *, bias=None, alpha=1.0, activation="silu") -> Expected:
+    """What a gated GEMM should give for a matrix A and a 16-bit W^T; torch takes three 16-bit steps."""
 
     def peer(dtype):
-        gate, up = minfer.unpack_gate_up(reference.gemm(a, w, bias=bias).t())
+        gate, up = minfer.unpack_gate_up(reference.gemm(a, w, bias=bias, alpha=alpha).t())
         return (ACTIVATION[activation](gate) * up).t()
 
-    side = math.sqrt(a.shape[-1]) * rms(a) * rms(w) + (rms(bias) if bias is not None else 0.0)
-    truth = reference.gemm_gated(a.double(), w.double(), bias=bias, activation=activation)
-    return Expected(truth, peer, max(side, side * side) * _slack(a.dtype)).mismatch(out)
+    side = abs(alpha) * math.sqrt(a.shape[-1]) * rms(a) * rms(w) + (rms(bias) if bias is not None else 0.0)
+    truth = reference.gemm_gated(a.double(), w.double(), bias=bias, alpha=alpha, activation=activation)
+    return Expected(truth, peer, max(side, side * side) * slack(a.dtype))
+
+
+def w4a16_gated_mismatch(out, a, weight, *, bias=None, activation="silu") -> str | None:
+    """Why ``out`` is not the minfer::w4a16_gemm_gated of these arguments, or None."""
+    return gated_expected(a, weight.dense().t(), bias=bias, activation=activation).mismatch(out)
 
 
 # name: (arguments beside a [3, 64], W [16, 64] in groups of 32, given a maker of tensors; how the message goes on)
@@ -123,7 +127,7 @@ BAD_GEMM = {
     "bias shape": (lambda t: {"bias": t(8)}, r"bias must be \[n\] = \[16\], got \[8\]"),
     "bias dtype": (lambda t: {"bias": t(16, dtype=torch.float64)}, "bias must be float16 or float32, got float64"),
     "activation": (lambda t: {"activation": "swish"}, "activation must be one of none, relu, gelu, gelu_tanh, silu, got 'swish'"),
-    "w4_format": (lambda t: {"w4_format": "int5"}, "w4_format must be one of int4, got 'int5'"),
+    "w4_format": (lambda t: {"w4_format": "int5"}, "w4_format must be one of int4, nf4, mxfp4, nvfp4, got 'int5'"),
     "kernel": (lambda t: {"kernel": "w4a16_nothing"}, "kernel 'w4a16_nothing' is not in the registry"),
 }
 # Of these the gated operator has no arguments.
@@ -143,7 +147,7 @@ BAD_DEQUANTIZE = {
     "zeros shape": (lambda t: {"zeros": t(16)}, r"zeros must be .* = \[2, 16\], got \[16\]"),
     "qweight shape": (lambda t: {"qweight": t(1, 2, 512, dtype=torch.int32)}, r"qweight must be .* = \[1, 1, 512\].*, got \[1, 2, 512\]"),
     "group_size": (lambda t: {"group_size": 48}, "group_size must be -1 or a power of two >= 32, got 48"),
-    "w4_format": (lambda t: {"w4_format": ""}, "w4_format must be one of int4, got ''"),
+    "w4_format": (lambda t: {"w4_format": ""}, "w4_format must be one of int4, nf4, mxfp4, nvfp4, got ''"),
 }
 BAD_PACK = {
     "dtype": (lambda t: t(16, 64, dtype=torch.int32), "codes must be uint8, got int32"),

@@ -31,6 +31,7 @@ from .packing import pack_gate_up, unpack_gate_up  # noqa: E402
 from .planning import Plan, plan  # noqa: E402
 from .registry import build_info, kernels  # noqa: E402
 from .w4a16 import w4a16_dequantize, w4a16_gemm, w4a16_gemm_gated, w4a16_pack  # noqa: E402
+from .w8a16 import w8a16_dequantize, w8a16_gemm, w8a16_gemm_gated, w8a16_pack  # noqa: E402
 
 __version__: str = build_info()["version"]
 tuned.load_at_first_use()
@@ -52,4 +53,8 @@ __all__ = [
     "w4a16_gemm",
     "w4a16_gemm_gated",
     "w4a16_pack",
+    "w8a16_dequantize",
+    "w8a16_gemm",
+    "w8a16_gemm_gated",
+    "w8a16_pack",
 ]

@@ -1,4 +1,4 @@
-"""Argument checks of the W4A16 operators, as in :mod:`minfer.checks`: the CPU kernels and the fakes share them."""
+"""Argument checks of the W4A16 and W8A16 operators, as in :mod:`minfer.checks`: the CPU kernels and the fakes share them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import w4_layout
+from . import weight_formats, weight_layout
 from .checks import (
     DTYPES,
     _Checker,
@@ -17,11 +17,15 @@ from .checks import (
     check_c,
     check_kernel,
     check_out,
+    check_scalar,
 )
 from .packing import GATE_BLOCK
+from .weight_formats import FORMATS, WeightFormat
+
+DEQUANTIZE_FIRST = "dequantize"  # the ``kernel=`` that writes the weight out in 16 bits and runs the dense operator's plan
 
 
-class W4Shape(NamedTuple):
+class GemmShape(NamedTuple):
     """What the checks found: A flattened is [m, k], the weight [n, k], D is ``out`` (gated: of n / 2 columns)."""
 
     m: int
@@ -34,13 +38,25 @@ def _check_dense(check: _Checker, name: str, x: torch.Tensor) -> None:
     check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
 
 
-def check_format(check: _Checker, w4_format: str) -> None:
-    check(w4_format in w4_layout.FORMATS, "w4_format must be one of {}, got '{}'", ", ".join(w4_layout.FORMATS), w4_format)
+def check_format(check: _Checker, bits: int, name: str) -> WeightFormat:
+    """``w4_format`` or ``w8_format``, by bits."""
+    names = weight_formats.names(bits)
+    check(name in names, "w{}_format must be one of {}, got '{}'", bits, ", ".join(names), name)
+    return FORMATS[name]
 
 
-def check_group_size(check: _Checker, group_size: int) -> None:
-    power_of_two = group_size >= w4_layout.MIN_GROUP and group_size & (group_size - 1) == 0
-    check(group_size == -1 or power_of_two, "group_size must be -1 or a power of two >= {}, got {}", w4_layout.MIN_GROUP, group_size)
+def check_group_size(check: _Checker, group_size: int, name: str) -> None:
+    wanted = FORMATS[name].group_size
+    if wanted is not None:
+        check(group_size == wanted, "group_size must be {} for {}, got {}", wanted, name, group_size)
+        return
+    power_of_two = group_size >= weight_layout.MIN_GROUP and group_size & (group_size - 1) == 0
+    check(group_size == -1 or power_of_two, "group_size must be -1 or a power of two >= {}, got {}", weight_layout.MIN_GROUP, group_size)
+
+
+def _check_byte_scales(check: _Checker, scales: torch.Tensor, name: str) -> None:
+    scale_type = FORMATS[name].scale_type
+    check(scales.dtype == torch.uint8, "scales must be uint8 or {} for {}, got {}", scale_type, name, scales.dtype)
 
 
 def _check_shape(check: _Checker, name: str, x: torch.Tensor, what: str, shape: Sequence[Any]) -> None:
@@ -51,126 +67,147 @@ def _check_shape(check: _Checker, name: str, x: torch.Tensor, what: str, shape: 
 
 
 def check_weight(
-    check: _Checker, qweight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int, n: Any, k: Any
+    check: _Checker,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    name: str,
+    group_size: int,
+    n: Any,
+    k: Any,
 ) -> None:
     """Shapes, types and devices of a packed weight [n, k]; of scales only the shape."""
-    check(k % w4_layout.MULTIPLE == 0, "k must be a multiple of {}, got {}", w4_layout.MULTIPLE, k)
-    rows = w4_layout.groups(k, group_size)
+    check(k % weight_layout.MULTIPLE == 0, "k must be a multiple of {}, got {}", weight_layout.MULTIPLE, k)
+    rows = weight_layout.groups(k, group_size)
     _check_shape(check, "scales", scales, "[ceil(k / group_size), n]", (rows, n))
-    check(n % w4_layout.MULTIPLE == 0, "scales must have n = {} columns, a multiple of {}, got {}", n, w4_layout.MULTIPLE, scales.shape)
+    multiple = weight_layout.MULTIPLE
+    check(n % multiple == 0, "scales must have n = {} columns, a multiple of {}, got {}", n, multiple, scales.shape)
     _check_dense(check, "qweight", qweight)
     check(qweight.dtype == torch.int32, "qweight must be int32, got {}", qweight.dtype)
     check(qweight.device == scales.device, "qweight must be on the device of scales, {}, got {}", scales.device, qweight.device)
-    _check_shape(check, "qweight", qweight, "[ceil(n / 64), ceil(k / 64), 512]", w4_layout.packed_shape(n, k))
+    shape = weight_layout.packed_shape(n, k, FORMATS[name].bits)
+    _check_shape(check, "qweight", qweight, f"[ceil(n / 64), ceil(k / 64), {shape[-1]}]", shape)
     if zeros is not None:
+        check(FORMATS[name].zero is not None, "zeros must be None for {}, got {}", name, zeros.shape)
         _check_dense(check, "zeros", zeros)
         check(zeros.dtype == scales.dtype, "zeros must have the dtype of scales, {}, got {}", scales.dtype, zeros.dtype)
         check(zeros.device == scales.device, "zeros must be on the device of scales, {}, got {}", scales.device, zeros.device)
         _check_shape(check, "zeros", zeros, "[ceil(k / group_size), n]", (rows, n))
 
 
-def _check_operands(
-    check: _Checker,
+def _check_gemm(
+    op: str,
+    bits: int,
     a: torch.Tensor,
     qweight: torch.Tensor,
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
+    name: str,
     group_size: int,
-    perm: torch.Tensor | None,
-    w4_format: str,
-) -> tuple[Any, Any]:
-    """A, the weight and perm; returns (n, k)."""
-    check_format(check, w4_format)
-    check_group_size(check, group_size)
+    *,
+    alpha: float = 1.0,
+    perm: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+    kernel: str | None = None,
+    out: torch.Tensor | None = None,
+) -> GemmShape:
+    """All arguments of a GEMM or gated GEMM but for what only one of them asks; D is the GEMM's."""
+    check = _Checker(op)
+    form = check_format(check, bits, name)
+    check_group_size(check, group_size, name)
+    check_scalar(check, "alpha", alpha)
     _check_dense(check, "a", a)
     check(a.dim() >= 1, "a must be [..., k], got a {}", a.shape)
     check(a.dtype in DTYPES, "a must be float16 or bfloat16, got {}", a.dtype)
     k = a.shape[-1]
     _check_dense(check, "scales", scales)
-    check(scales.dtype == a.dtype, "scales must have a's dtype {}, got {}", a.dtype, scales.dtype)
+    if form.scale_type is None:
+        check(scales.dtype == a.dtype, "scales must have a's dtype {}, got {}", a.dtype, scales.dtype)
+    else:
+        _check_byte_scales(check, scales, name)
     check(scales.device == a.device, "scales must be on a's device {}, got {}", a.device, scales.device)
     check(scales.dim() == 2, "scales must be [ceil(k / group_size), n], got {}", scales.shape)
     n = scales.shape[1]
-    check_weight(check, qweight, scales, zeros, group_size, n, k)
+    check_weight(check, qweight, scales, zeros, name, group_size, n, k)
     if perm is not None:
         _check_dense(check, "perm", perm)
         check(perm.dtype == torch.int32, "perm must be int32, got {}", perm.dtype)
         check(perm.device == a.device, "perm must be on a's device {}, got {}", a.device, perm.device)
         _check_shape(check, "perm", perm, "[k]", (k,))
-    return n, k
-
-
-def check_w4a16_gemm(
-    a: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
-    *,
-    group_size: int = 128,
-    perm: torch.Tensor | None = None,
-    c: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    activation: str = "none",
-    w4_format: str = "int4",
-    kernel: str | None = None,
-    out: torch.Tensor | None = None,
-) -> W4Shape:
-    """All arguments of minfer::w4a16_gemm and minfer::w4a16_gemm.out; raises RuntimeError."""
-    check = _Checker("w4a16_gemm")
-    n, k = _check_operands(check, a, qweight, scales, zeros, group_size, perm, w4_format)
-    shape = W4Shape(math.prod(a.shape[:-1]), n, k, (*a.shape[:-1], n))
+    shape = GemmShape(math.prod(a.shape[:-1]), n, k, (*a.shape[:-1], n))
     if c is not None:
         check_c(check, c, a, shape.out)
     if bias is not None:
         check_bias(check, bias, a, n)
     check_activation(check, activation)
-    check_kernel(check, kernel, "w4a16")
+    if kernel != DEQUANTIZE_FIRST:
+        check_kernel(check, kernel, "w4a16")
     if out is not None:
         check(out.dtype == a.dtype, "out must be {}, got {}", a.dtype, out.dtype)
         check_out(check, out, a, shape.out, None)
     return shape
 
 
-def check_w4a16_gemm_gated(
-    a: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
-    *,
-    group_size: int = 128,
-    perm: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    activation: str = "silu",
-    w4_format: str = "int4",
-    kernel: str | None = None,
-) -> W4Shape:
-    """All arguments of minfer::w4a16_gemm_gated; raises RuntimeError. The shape's n counts the weight's rows, D has half of them."""
-    check = _Checker("w4a16_gemm_gated")
-    n, k = _check_operands(check, a, qweight, scales, zeros, group_size, perm, w4_format)
-    check(
-        n % (2 * GATE_BLOCK) == 0,
+def _check_gated(
+    op: str, bits: int, a: torch.Tensor, qweight: torch.Tensor, scales: torch.Tensor, *weight: Any, **epilogue: Any
+) -> GemmShape:
+    shape = _check_gemm(op, bits, a, qweight, scales, *weight, **epilogue)
+    _Checker(op)(
+        shape.n % (2 * GATE_BLOCK) == 0,
         "scales must have a multiple of {} columns (blocks of {} gate and {} up rows, see pack_gate_up), got {}",
         2 * GATE_BLOCK,
         GATE_BLOCK,
         GATE_BLOCK,
         scales.shape,
     )
-    if bias is not None:
-        check_bias(check, bias, a, n)
-    check_activation(check, activation)
-    check_kernel(check, kernel, "w4a16")
-    return W4Shape(math.prod(a.shape[:-1]), n, k, (*a.shape[:-1], n // 2))
+    return shape._replace(out=(*a.shape[:-1], shape.n // 2))
 
 
-def check_w4a16_pack(codes: torch.Tensor) -> tuple[Any, Any, int]:
-    """All that minfer::w4a16_pack can check without reading codes; returns qweight's shape."""
-    check = _Checker("w4a16_pack")
+def _check_pack(op: str, bits: int, codes: torch.Tensor) -> tuple[Any, Any, int]:
+    check = _Checker(op)
     _check_dense(check, "codes", codes)
     check(codes.dtype == torch.uint8, "codes must be uint8, got {}", codes.dtype)
     check(codes.dim() == 2, "codes must be [n, k], got {}", codes.shape)
     for extent in codes.shape:
-        check(extent % w4_layout.MULTIPLE == 0, "codes must be [n, k] in multiples of {}, got {}", w4_layout.MULTIPLE, codes.shape)
-    return w4_layout.packed_shape(*codes.shape)
+        check(extent % weight_layout.MULTIPLE == 0, "codes must be [n, k] in multiples of {}, got {}", weight_layout.MULTIPLE, codes.shape)
+    return weight_layout.packed_shape(*codes.shape, bits)
+
+
+def _check_dequantize(
+    op: str,
+    bits: int,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    name: str,
+    group_size: int,
+    *,
+    n: int,
+    k: int,
+    alpha: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+) -> torch.dtype:
+    """All arguments of a dequantisation; returns the dtype of its result."""
+    check = _Checker(op)
+    form = check_format(check, bits, name)
+    check_group_size(check, group_size, name)
+    check_scalar(check, "alpha", alpha)
+    for extent in (n, k):
+        check(extent >= 0, "n and k must not be negative, got {} and {}", n, k)
+    _check_dense(check, "scales", scales)
+    if form.scale_type is None:
+        check(scales.dtype in DTYPES, "scales must be float16 or bfloat16, got {}", scales.dtype)
+        natural = scales.dtype
+    else:
+        _check_byte_scales(check, scales, name)
+        natural = torch.bfloat16
+    if out_dtype is not None:
+        check(out_dtype in DTYPES, "out_dtype must be float16 or bfloat16, got {}", out_dtype)
+        check(form.scale_type is not None or out_dtype == natural, "out_dtype must be the dtype of scales, {}, got {}", natural, out_dtype)
+    check_weight(check, qweight, scales, zeros, name, group_size, n, k)
+    return out_dtype or natural
 
 
 def check_codes(codes: torch.Tensor) -> None:
@@ -187,22 +224,40 @@ def check_perm_values(op: str, perm: torch.Tensor | None, k: int) -> None:
         _Checker(op)(0 <= low and high < k, "perm must be column numbers from 0 to {}, got {} to {}", k - 1, low, high)
 
 
-def check_w4a16_dequantize(
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
-    *,
-    group_size: int = 128,
-    n: int,
-    k: int,
-    w4_format: str = "int4",
-) -> None:
-    """All arguments of minfer::w4a16_dequantize; raises RuntimeError."""
-    check = _Checker("w4a16_dequantize")
-    check_format(check, w4_format)
-    check_group_size(check, group_size)
-    for extent in (n, k):
-        check(extent >= 0, "n and k must not be negative, got {} and {}", n, k)
-    _check_dense(check, "scales", scales)
-    check(scales.dtype in DTYPES, "scales must be float16 or bfloat16, got {}", scales.dtype)
-    check_weight(check, qweight, scales, zeros, group_size, n, k)
+# ---- whole operators: arguments and defaults are the schemas', all raise RuntimeError -------------------------------------------
+#
+# The shape of a gated operator counts the weight's rows in n; D has half of them.
+
+
+def check_w4a16_gemm(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **epilogue) -> GemmShape:
+    return _check_gemm("w4a16_gemm", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue)
+
+
+def check_w4a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **epilogue) -> GemmShape:
+    return _check_gated("w4a16_gemm_gated", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue)
+
+
+def check_w4a16_pack(codes) -> tuple[Any, Any, int]:
+    """All that can be checked without reading codes; returns qweight's shape."""
+    return _check_pack("w4a16_pack", 4, codes)
+
+
+def check_w4a16_dequantize(qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **arguments) -> torch.dtype:
+    return _check_dequantize("w4a16_dequantize", 4, qweight, scales, zeros, w4_format, group_size, **arguments)
+
+
+def check_w8a16_gemm(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **epilogue) -> GemmShape:
+    return _check_gemm("w8a16_gemm", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue)
+
+
+def check_w8a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **epilogue) -> GemmShape:
+    return _check_gated("w8a16_gemm_gated", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue)
+
+
+def check_w8a16_pack(codes) -> tuple[Any, Any, int]:
+    """Returns qweight's shape."""
+    return _check_pack("w8a16_pack", 8, codes)
+
+
+def check_w8a16_dequantize(qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **arguments) -> torch.dtype:
+    return _check_dequantize("w8a16_dequantize", 8, qweight, scales, zeros, w8_format, group_size, **arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import w4_layout
+from . import weight_layout
 from .quantize import W4Weight, quantize_w4
 from .w4a16 import w4a16_gemm
 
@@ -42,18 +42,18 @@ class W4Linear(torch.nn.Module):
     ):
         super().__init__()
         for name, extent in (("in_features", in_features), ("out_features", out_features)):
-            if extent <= 0 or extent % w4_layout.MULTIPLE:
-                raise ValueError(f"W4Linear: {name} must be a positive multiple of {w4_layout.MULTIPLE}, got {extent}")
-        if group_size != -1 and (group_size < w4_layout.MIN_GROUP or group_size & (group_size - 1)):
-            raise ValueError(f"W4Linear: group_size must be -1 or a power of two >= {w4_layout.MIN_GROUP}, got {group_size}")
+            if extent <= 0 or extent % weight_layout.MULTIPLE:
+                raise ValueError(f"W4Linear: {name} must be a positive multiple of {weight_layout.MULTIPLE}, got {extent}")
+        if group_size != -1 and (group_size < weight_layout.MIN_GROUP or group_size & (group_size - 1)):
+            raise ValueError(f"W4Linear: group_size must be -1 or a power of two >= {weight_layout.MIN_GROUP}, got {group_size}")
         self.in_features, self.out_features = in_features, out_features
         self.group_size, self.w4_format = group_size, w4_format
 
         def buffer(name: str, wanted: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device) if wanted else None)
 
-        rows = w4_layout.groups(in_features, group_size)
-        buffer("qweight", True, w4_layout.packed_shape(out_features, in_features), torch.int32)
+        rows = weight_layout.groups(in_features, group_size)
+        buffer("qweight", True, weight_layout.packed_shape(out_features, in_features), torch.int32)
         buffer("scales", True, (rows, out_features), dtype)
         buffer("zeros", zeros, (rows, out_features), dtype)
         buffer("perm", perm, (in_features,), torch.int32)

@@ -63,9 +63,12 @@ def gemm(
     return y.to(out_dtype or a.dtype).contiguous()
 
 
-def gemm_gated(a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, activation: str = "silu") -> torch.Tensor:
-    """act(gate) * up, gate and up interleaved in B's columns, one rounding at the end; shapes as in :func:`minfer.gemm_gated`."""
-    y = _affine(a, b, None, bias, 1.0, 0.0)
+def gemm_gated(
+    a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, alpha: float = 1.0, activation: str = "silu"
+) -> torch.Tensor:
+    """act(gate) * up of alpha * A.B + bias, gate and up interleaved in B's columns, one rounding at the end; shapes as in
+    :func:`minfer.gemm_gated`."""
+    y = _affine(a, b, None, bias, alpha, 0.0)
     n = y.shape[-1]
     blocks = y.unflatten(-1, (n // (2 * GATE_BLOCK), 2, GATE_BLOCK))
     d = _ACTIVATION[activation](blocks[..., 0, :]) * blocks[..., 1, :]

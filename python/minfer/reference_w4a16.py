@@ -1,83 +1,101 @@
-"""CPU kernels of the W4A16 operators; with a float64 ``a`` the same functions are the truth that tests measure against.
+"""CPU kernels of the W4A16 and W8A16 operators; with a float64 ``a`` the same functions are the truth that tests measure against.
 
-The weight is rounded to the dtype of ``scales`` first, whatever ``a`` is: that rounding is part of the operators' definition.
+The weight without alpha is rounded to 16 bits first, whatever ``a`` is: to the dtype of 16-bit scales, otherwise to that of a 16-bit ``a``,
+otherwise to bfloat16, which holds every mxfp4 and nvfp4 weight. That rounding is part of the operators' definition.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
-from . import checks_w4a16, reference, w4_layout
+from . import checks, checks_w4a16, reference, weight_formats, weight_layout
 
 
-def dequantize(
+def _dequantize(
     qweight: torch.Tensor,
     scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
+    zeros: torch.Tensor | None,
+    name: str,
+    group_size: int,
     *,
-    group_size: int = 128,
     n: int,
     k: int,
-    w4_format: str = "int4",
+    alpha: float = 1.0,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """(code - zero) * scale [n, k], computed in float32 and rounded once to the dtype of ``scales``; any device."""
-    form = w4_layout.FORMATS[w4_format]
-    rows = w4_layout.groups(k, group_size)
+    form = weight_formats.FORMATS[name]
+    rows = weight_layout.groups(k, group_size)
     size = k if group_size == -1 else group_size
-    w = form.decode(w4_layout.unpack(qweight, n, k))
+    w = form.decode(weight_layout.unpack(qweight, n, k))
     w = torch.nn.functional.pad(w, (0, rows * size - k)).view(n, rows, size)
-    w = w.sub_(form.zero if zeros is None else zeros.float().t().unsqueeze(2)).mul_(scales.float().t().unsqueeze(2))
-    return w.view(n, rows * size)[:, :k].to(scales.dtype).contiguous()
+    if form.zero is not None:
+        w = w.sub_(form.zero if zeros is None else zeros.float().t().unsqueeze(2))
+    w = w.mul_((weight_formats.scale_values(scales, form) * alpha).t().unsqueeze(2))
+    dtype = out_dtype or (scales.dtype if form.scale_type is None else torch.bfloat16)
+    return w.view(n, rows * size)[:, :k].to(dtype).contiguous()
 
 
-def _gathered(a: torch.Tensor, perm: torch.Tensor | None) -> torch.Tensor:
-    """A as the matrix [m, k], its columns in the order of the packed weight's."""
-    a = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
-    return a if perm is None else a.index_select(1, perm)
-
-
-def w4a16_gemm(
+def _operands(
     a: torch.Tensor,
     qweight: torch.Tensor,
     scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
-    *,
-    group_size: int = 128,
-    perm: torch.Tensor | None = None,
-    c: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    activation: str = "none",
-    w4_format: str = "int4",
-) -> torch.Tensor:
-    """activation(A.W^T + c + bias) with the 16-bit dequantised W, one rounding at the end; ``a`` also float32 or float64."""
-    n, k, shape = scales.shape[1], a.shape[-1], (*a.shape[:-1], scales.shape[1])
-    weight = dequantize(qweight, scales, zeros, group_size=group_size, n=n, k=k, w4_format=w4_format)
-    matrix = _gathered(a, perm)
+    zeros: torch.Tensor | None,
+    name: str,
+    group_size: int,
+    perm: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A as the matrix [m, k], its columns in the order of the packed weight's, and B = W^T [k, n] in 16 bits."""
+    own = weight_formats.FORMATS[name].scale_type is None  # its scales have the weight's dtype
+    dtype = None if own or a.dtype not in checks.DTYPES else a.dtype
+    weight = _dequantize(qweight, scales, zeros, name, group_size, n=scales.shape[1], k=a.shape[-1], out_dtype=dtype)
+    matrix = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+    return matrix if perm is None else matrix.index_select(1, perm), weight.t()
+
+
+def _gemm(a, qweight, scales, zeros, name, group_size, *, perm=None, c=None, **epilogue) -> torch.Tensor:
+    matrix, b = _operands(a, qweight, scales, zeros, name, group_size, perm)
+    shape = (*a.shape[:-1], b.shape[1])
     if c is not None:
-        c = c.expand(shape).reshape(matrix.shape[0], n)
-    d = reference.gemm(matrix, weight.t(), c=c, beta=0.0 if c is None else 1.0, bias=bias, activation=activation)
-    return d.view(shape)
+        c = c.expand(shape).reshape(matrix.shape[0], b.shape[1])
+    return reference.gemm(matrix, b, c=c, beta=0.0 if c is None else 1.0, **epilogue).view(shape)
 
 
-def w4a16_gemm_gated(
-    a: torch.Tensor,
-    qweight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None = None,
-    *,
-    group_size: int = 128,
-    perm: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    activation: str = "silu",
-    w4_format: str = "int4",
-) -> torch.Tensor:
+def _gemm_gated(a, qweight, scales, zeros, name, group_size, *, perm=None, **epilogue) -> torch.Tensor:
+    matrix, b = _operands(a, qweight, scales, zeros, name, group_size, perm)
+    return reference.gemm_gated(matrix, b, **epilogue).view(*a.shape[:-1], b.shape[1] // 2)
+
+
+def w4a16_gemm(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **arguments: Any) -> torch.Tensor:
+    """activation(alpha * A.W^T + c + bias) with the 16-bit W, one rounding at the end; ``a`` also float32 or float64."""
+    return _gemm(a, qweight, scales, zeros, w4_format, group_size, **arguments)
+
+
+def w4a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **arguments: Any) -> torch.Tensor:
     """act(gate) * up, gate and up interleaved in the weight's rows; otherwise as :func:`w4a16_gemm`."""
-    n, k = scales.shape[1], a.shape[-1]
-    weight = dequantize(qweight, scales, zeros, group_size=group_size, n=n, k=k, w4_format=w4_format)
-    d = reference.gemm_gated(_gathered(a, perm), weight.t(), bias=bias, activation=activation)
-    return d.view(*a.shape[:-1], n // 2)
+    return _gemm_gated(a, qweight, scales, zeros, w4_format, group_size, **arguments)
+
+
+def w4a16_dequantize(qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **arguments: Any) -> torch.Tensor:
+    """(value - zero) * (scale * alpha) [n, k], computed in float32 and rounded once; any device."""
+    return _dequantize(qweight, scales, zeros, w4_format, group_size, **arguments)
+
+
+def w8a16_gemm(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **arguments: Any) -> torch.Tensor:
+    """As :func:`w4a16_gemm`, of 8-bit codes."""
+    return _gemm(a, qweight, scales, zeros, w8_format, group_size, **arguments)
+
+
+def w8a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **arguments: Any) -> torch.Tensor:
+    """As :func:`w4a16_gemm_gated`, of 8-bit codes."""
+    return _gemm_gated(a, qweight, scales, zeros, w8_format, group_size, **arguments)
+
+
+def w8a16_dequantize(qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **arguments: Any) -> torch.Tensor:
+    """As :func:`w4a16_dequantize`, of 8-bit codes."""
+    return _dequantize(qweight, scales, zeros, w8_format, group_size, **arguments)
 
 
 # ---- CPU kernels -------------------------------------------------------------------------------------------------------------
@@ -85,37 +103,42 @@ def w4a16_gemm_gated(
 _library = torch.library.Library("minfer", "IMPL")
 
 
-def _gemm_cpu(a, qweight, scales, zeros=None, *, perm=None, kernel=None, **arguments):
-    shape = checks_w4a16.check_w4a16_gemm(a, qweight, scales, zeros, perm=perm, kernel=kernel, **arguments)
-    checks_w4a16.check_perm_values("w4a16_gemm", perm, shape.k)
-    return w4a16_gemm(a, qweight, scales, zeros, perm=perm, **arguments)
+def _register(family: str, bits: int) -> None:
+    """The five CPU kernels of w4a16 or w8a16: check, then compute."""
+    functions = {name: globals()[f"{family}_{name}"] for name in ("gemm", "gemm_gated", "dequantize")}
+    check = {name: getattr(checks_w4a16, f"check_{family}_{name}") for name in (*functions, "pack")}
+
+    def checked(name, a, *weight, perm=None, kernel=None, out=None, **arguments):
+        own = arguments if out is None else arguments | {"out": out}
+        shape = check[name](a, *weight, perm=perm, kernel=kernel, **own)
+        checks_w4a16.check_perm_values(f"{family}_{name}", perm, shape.k)
+        return functions[name](a, *weight, perm=perm, **arguments)
+
+    def gemm(*tensors, **arguments):
+        return checked("gemm", *tensors, **arguments)
+
+    def gemm_out(*tensors, out, **arguments):
+        return out.copy_(checked("gemm", *tensors, out=out, **arguments))
+
+    def gemm_gated(*tensors, **arguments):
+        return checked("gemm_gated", *tensors, **arguments)
+
+    def pack(codes):
+        check["pack"](codes)
+        if bits == 4:
+            checks_w4a16.check_codes(codes)
+        return weight_layout.pack(codes, bits)
+
+    def dequantize(*tensors, **arguments):
+        check["dequantize"](*tensors, **arguments)
+        return functions["dequantize"](*tensors, **arguments)
+
+    _library.impl(f"{family}_gemm", gemm, "CPU")
+    _library.impl(f"{family}_gemm.out", gemm_out, "CPU")
+    _library.impl(f"{family}_gemm_gated", gemm_gated, "CPU")
+    _library.impl(f"{family}_pack", pack, "CPU")
+    _library.impl(f"{family}_dequantize", dequantize, "CPU")
 
 
-def _gemm_out_cpu(a, qweight, scales, zeros=None, *, perm=None, kernel=None, out, **arguments):
-    shape = checks_w4a16.check_w4a16_gemm(a, qweight, scales, zeros, perm=perm, kernel=kernel, out=out, **arguments)
-    checks_w4a16.check_perm_values("w4a16_gemm", perm, shape.k)
-    return out.copy_(w4a16_gemm(a, qweight, scales, zeros, perm=perm, **arguments))
-
-
-def _gemm_gated_cpu(a, qweight, scales, zeros=None, *, perm=None, kernel=None, **arguments):
-    shape = checks_w4a16.check_w4a16_gemm_gated(a, qweight, scales, zeros, perm=perm, kernel=kernel, **arguments)
-    checks_w4a16.check_perm_values("w4a16_gemm_gated", perm, shape.k)
-    return w4a16_gemm_gated(a, qweight, scales, zeros, perm=perm, **arguments)
-
-
-def _pack_cpu(codes):
-    checks_w4a16.check_w4a16_pack(codes)
-    checks_w4a16.check_codes(codes)
-    return w4_layout.pack(codes)
-
-
-def _dequantize_cpu(qweight, scales, zeros=None, **arguments):
-    checks_w4a16.check_w4a16_dequantize(qweight, scales, zeros, **arguments)
-    return dequantize(qweight, scales, zeros, **arguments)
-
-
-_library.impl("w4a16_gemm", _gemm_cpu, "CPU")
-_library.impl("w4a16_gemm.out", _gemm_out_cpu, "CPU")
-_library.impl("w4a16_gemm_gated", _gemm_gated_cpu, "CPU")
-_library.impl("w4a16_pack", _pack_cpu, "CPU")
-_library.impl("w4a16_dequantize", _dequantize_cpu, "CPU")
+_register("w4a16", 4)
+_register("w8a16", 8)

@@ -23,14 +23,13 @@ _OVERRIDES = {
         "Tensor? c, Tensor? bias, float alpha, float beta, str activation, ScalarType? out_dtype",
     ),
     "gemm_gated": ("Tensor a, Tensor b", "Tensor? bias, str activation"),
-    "w4a16_gemm": (
+} | {
+    f"w{bits}a16_{name}": (
         "Tensor a, Tensor qweight, Tensor scales, Tensor? zeros",
-        "int group_size, Tensor? perm, Tensor? c, Tensor? bias, str activation, str w4_format",
-    ),
-    "w4a16_gemm_gated": (
-        "Tensor a, Tensor qweight, Tensor scales, Tensor? zeros",
-        "int group_size, Tensor? perm, Tensor? bias, str activation, str w4_format",
-    ),
+        f"int group_size, float alpha, Tensor? perm, {c}Tensor? bias, str activation, str w{bits}_format",
+    )
+    for bits in (4, 8)
+    for name, c in (("gemm", "Tensor? c, "), ("gemm_gated", ""))
 }
 
 
@@ -87,5 +86,6 @@ for _name, (_positional, _keywords) in _OVERRIDES.items():
     _register(_name, _positional, _keywords)
 _register_out("gemm", checks.check_gemm, keep_dtype=True)
 _register_out("w4a16_gemm", checks_w4a16.check_w4a16_gemm, keep_dtype=False)
-for _op in (_ops.w4a16_pack.default, _ops.w4a16_dequantize.default):
+_register_out("w8a16_gemm", checks_w4a16.check_w8a16_gemm, keep_dtype=False)
+for _op in (_ops.w4a16_pack.default, _ops.w4a16_dequantize.default, _ops.w8a16_pack.default, _ops.w8a16_dequantize.default):
     _op.tags.append(torch.Tag.needs_fixed_stride_order)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import checks_w4a16
 from .ops import register_autograd
+from .weight_formats import stored_scales
 
 _library = torch.library.Library("minfer", "IMPL")
 
@@ -18,6 +19,7 @@ def w4a16_gemm(
     zeros: Tensor | None = None,
     *,
     group_size: int = 128,
+    alpha: float = 1.0,
     perm: Tensor | None = None,
     c: Tensor | None = None,
     bias: Tensor | None = None,
@@ -26,20 +28,28 @@ def w4a16_gemm(
     kernel: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """D = activation(A.W^T + C + bias) in one kernel, with W [n, k] = (code - zero) * scale in 4-bit codes.
+    """D = activation(alpha * A.W^T + C + bias) in one kernel, with W [n, k] in 4-bit codes.
 
     Args:
       a: [..., k], float16 or bfloat16, of one dimension or more; the leading ones are m rows. k is a multiple of 8.
       qweight: int32 [ceil(n / 64), ceil(k / 64), 512], codes packed by :func:`w4a16_pack`.
-      scales: [G, n], a's dtype; G = ceil(k / group_size). n is a multiple of 8.
-      zeros: [G, n], a's dtype, in units of codes, integers or fractions. None is 8: symmetric weights.
-      group_size: columns of W that share a scale and a zero: -1 (all of them, G = 1) or a power of two >= 32.
+      scales: [G, n], G = ceil(k / group_size), of the type that ``w4_format`` says. n is a multiple of 8.
+      zeros: [G, n], a's dtype, in units of codes, integers or fractions; int4 only. None is 8: symmetric weights.
+      group_size: columns of W that share a scale and a zero: -1 (all of them, G = 1) or a power of two >= 32, unless ``w4_format``
+        prescribes it.
+      alpha: of the whole weight, finite in float32; nvfp4's global scale.
       perm: int32 [k]: the packed columns are W[:, perm], as act-order quantisation leaves them, and A's columns are gathered to match.
       c: broadcastable to D ([..., n], [n], [m, 1], a scalar, ...), a's dtype or float32.
       bias: [n], a's dtype or float32.
       activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
-      w4_format: what a code stands for. "int4": the integers 0 to 15.
-      kernel: for measurements, as in :func:`minfer.gemm`, with a name of ``minfer.kernels("w4a16")``.
+      w4_format: what a code stands for.
+        "int4": (code - zero) * scale. scales of a's dtype.
+        "nf4": NF4[code] * scale, QLoRA's 4-bit NormalFloat. scales of a's dtype; group_size is usually 64.
+        "mxfp4": E2M1[code] * 2^(scale - 127), code = sign << 3 | magnitude. scales float8_e8m0fnu or their bytes in uint8, 255 being
+        NaN; group_size must be 32.
+        "nvfp4": E2M1[code] * e4m3(scale), times alpha. scales float8_e4m3fn or their bytes in uint8; group_size must be 16.
+      kernel: for measurements, as in :func:`minfer.gemm`, with a name of ``minfer.kernels("w4a16")`` of the same format; or
+        "dequantize", which writes the weight out in 16 bits and multiplies by that.
       out: D itself, a's dtype; as in :func:`minfer.gemm`. It may be ``c``, but must not overlap another argument.
 
     Returns:
@@ -55,9 +65,10 @@ def w4a16_gemm(
         return torch.ops.minfer.w4a16_gemm.default(
             a,
             qweight,
-            scales,
+            stored_scales(scales, w4_format),
             zeros,
             group_size=group_size,
+            alpha=alpha,
             perm=perm,
             c=c,
             bias=bias,
@@ -68,9 +79,10 @@ def w4a16_gemm(
     return torch.ops.minfer.w4a16_gemm.out(
         a,
         qweight,
-        scales,
+        stored_scales(scales, w4_format),
         zeros,
         group_size=group_size,
+        alpha=alpha,
         perm=perm,
         c=c,
         bias=bias,
@@ -99,16 +111,18 @@ def w4a16_gemm_gated(
     zeros: Tensor | None = None,
     *,
     group_size: int = 128,
+    alpha: float = 1.0,
     perm: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str = "silu",
     w4_format: str = "int4",
     kernel: str | None = None,
 ) -> Tensor:
-    """D = activation(A.W_gate^T + bias_gate) * (A.W_up^T + bias_up) in one kernel: the first half of a SwiGLU (GeGLU, ...) MLP.
+    """D = activation(alpha * A.W_gate^T + bias_gate) * (alpha * A.W_up^T + bias_up) in one kernel: the first half of a SwiGLU
+    (GeGLU, ...) MLP.
 
     Args:
-      a, group_size, perm, w4_format, kernel: as in :func:`w4a16_gemm`.
+      a, group_size, alpha, perm, w4_format, kernel: as in :func:`w4a16_gemm`.
       qweight, scales, zeros, bias: as in :func:`w4a16_gemm`, of n = 2 * n_half interleaved rows: ``minfer.pack_gate_up`` of the codes
         before :func:`w4a16_pack`, of the transposed scales and zeros, and of the biases. n is a multiple of 16.
       activation: of the gate.
@@ -124,9 +138,10 @@ def w4a16_gemm_gated(
     return torch.ops.minfer.w4a16_gemm_gated.default(
         a,
         qweight,
-        scales,
+        stored_scales(scales, w4_format),
         zeros,
         group_size=group_size,
+        alpha=alpha,
         perm=perm,
         bias=bias,
         activation=activation,
@@ -141,10 +156,10 @@ def _w4a16_gemm_gated_fake(a, qweight, scales, zeros=None, **arguments):
 
 
 def w4a16_pack(codes: Tensor) -> Tensor:
-    """Packs 4-bit codes in the order in which the kernels read them (:mod:`minfer.w4_layout`).
+    """Packs 4-bit codes in the order in which the kernels read them (:mod:`minfer.weight_layout`).
 
     Args:
-      codes: uint8 [n, k], 0 to 15; n and k multiples of 8. Any strides.
+      codes: uint8 [n, k], 0 to 15, of any format; n and k multiples of 8. Any strides.
 
     Returns:
       int32 [ceil(n / 64), ceil(k / 64), 512], contiguous; padding is 0.
@@ -166,31 +181,43 @@ def w4a16_dequantize(
     zeros: Tensor | None = None,
     *,
     group_size: int = 128,
+    alpha: float = 1.0,
     n: int,
     k: int,
     w4_format: str = "int4",
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The weight that a packed one stands for: W[i, j] = (code - zero) * scale, columns in their packed order.
+    """The weight that a packed one stands for, columns in their packed order: for int4 alpha * (code - zero) * scale.
 
     Args:
-      qweight, scales, zeros, group_size, w4_format: as in :func:`w4a16_gemm`; scales are float16 or bfloat16.
+      qweight, scales, zeros, group_size, alpha, w4_format: as in :func:`w4a16_gemm`; 16-bit scales are float16 or bfloat16.
       n, k: rows and columns of W, multiples of 8.
+      out_dtype: float16 or bfloat16; of 16-bit scales their dtype. None: that, or bfloat16 for mxfp4 and nvfp4.
 
     Returns:
-      [n, k] of the dtype of ``scales``, contiguous.
+      [n, k] of ``out_dtype``, contiguous.
 
     Raises:
       RuntimeError: an argument cannot be right.
 
-    Numerics: computed in float32 and rounded once.
+    Numerics: computed in float32 and rounded once, (code - zero) * (scale * alpha).
     """
-    return torch.ops.minfer.w4a16_dequantize.default(qweight, scales, zeros, group_size=group_size, n=n, k=k, w4_format=w4_format)
+    return torch.ops.minfer.w4a16_dequantize.default(
+        qweight,
+        stored_scales(scales, w4_format),
+        zeros,
+        group_size=group_size,
+        alpha=alpha,
+        n=n,
+        k=k,
+        w4_format=w4_format,
+        out_dtype=out_dtype,
+    )
 
 
 @torch.library.register_fake("minfer::w4a16_dequantize", lib=_library)
 def _w4a16_dequantize_fake(qweight, scales, zeros=None, *, n, k, **arguments):
-    checks_w4a16.check_w4a16_dequantize(qweight, scales, zeros, n=n, k=k, **arguments)
-    return scales.new_empty((n, k))
+    return scales.new_empty((n, k), dtype=checks_w4a16.check_w4a16_dequantize(qweight, scales, zeros, n=n, k=k, **arguments))
 
 
 for _op in (

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .. import w4_layout
+from .. import weight_layout
 from ..checks import DTYPES
 from .weight import W4Weight, weight_of_codes
 
@@ -56,8 +56,8 @@ class _Loader:
         return x.to(dtype)
 
     def group_size(self, group_size: int) -> int:
-        good = group_size == -1 or (group_size >= w4_layout.MIN_GROUP and group_size & (group_size - 1) == 0)
-        self.require(good, f"group_size must be -1 or a power of two >= {w4_layout.MIN_GROUP}, got {group_size}")
+        good = group_size == -1 or (group_size >= weight_layout.MIN_GROUP and group_size & (group_size - 1) == 0)
+        self.require(good, f"group_size must be -1 or a power of two >= {weight_layout.MIN_GROUP}, got {group_size}")
         return group_size
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
@@ -108,7 +108,7 @@ def from_gptq(
     load.group_size(group_size)
     words = load.words("qweight")
     k, n = 8 * words.shape[0], words.shape[1]
-    rows = w4_layout.groups(k, group_size)
+    rows = weight_layout.groups(k, group_size)
     scales = load.scales(load.get("scales", shape=(rows, n)), dtype)
     zeros = _unpacked(load.get("qzeros", torch.int32, (rows, n // 8)), 1)
     if checkpoint_format == "gptq":
@@ -147,7 +147,7 @@ def from_awq(
     load.group_size(group_size)
     words = load.words("qweight")
     k, n = words.shape[0], 8 * words.shape[1]
-    rows = w4_layout.groups(k, group_size)
+    rows = weight_layout.groups(k, group_size)
     scales = load.scales(load.get("scales", shape=(rows, n)), dtype)
     nibbles = [_AWQ_COLUMNS.index(column) for column in range(8)]
     zeros = _unpacked(load.get("qzeros", torch.int32, (rows, n // 8)), 1, nibbles)
@@ -185,7 +185,7 @@ def from_compressed_tensors(
         load.require(count == 1 or (count > 1 and k % count == 0), f"group_size must be given: weight_scale has {count} groups for k = {k}")
         group_size = -1 if count == 1 else k // count
     load.group_size(group_size)
-    rows = w4_layout.groups(k, group_size)
+    rows = weight_layout.groups(k, group_size)
     scales = load.scales(load.get("weight_scale", shape=(n, rows)).t(), dtype)
     codes = _unpacked(words, 1)[:, :k]
     zeros = None

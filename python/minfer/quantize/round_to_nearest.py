@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import w4_layout
+from .. import weight_layout
 from ..checks import DTYPES
 from .weight import W4Weight, weight_of_codes
 
@@ -75,20 +75,20 @@ def quantize_w4(
 
     Numerics: searched in float32 with the scales rounded to ``dtype``.
     """
-    if format not in w4_layout.FORMATS:
-        raise ValueError(f"quantize_w4: format must be one of {', '.join(w4_layout.FORMATS)}, got '{format}'")
-    if weight.dim() != 2 or any(extent % w4_layout.MULTIPLE or extent == 0 for extent in weight.shape):
-        raise ValueError(f"quantize_w4: weight must be [n, k] in multiples of {w4_layout.MULTIPLE}, got {list(weight.shape)}")
+    if format != "int4":
+        raise ValueError(f"quantize_w4: format must be one of int4, got '{format}'")
+    if weight.dim() != 2 or any(extent % weight_layout.MULTIPLE or extent == 0 for extent in weight.shape):
+        raise ValueError(f"quantize_w4: weight must be [n, k] in multiples of {weight_layout.MULTIPLE}, got {list(weight.shape)}")
     if not weight.is_floating_point():
         raise ValueError(f"quantize_w4: weight must be a floating-point tensor, got {weight.dtype}")
-    if group_size != -1 and (group_size < w4_layout.MIN_GROUP or group_size & (group_size - 1)):
-        raise ValueError(f"quantize_w4: group_size must be -1 or a power of two >= {w4_layout.MIN_GROUP}, got {group_size}")
+    if group_size != -1 and (group_size < weight_layout.MIN_GROUP or group_size & (group_size - 1)):
+        raise ValueError(f"quantize_w4: group_size must be -1 or a power of two >= {weight_layout.MIN_GROUP}, got {group_size}")
     dtype = dtype or weight.dtype
     if dtype not in DTYPES:
         raise ValueError(f"quantize_w4: dtype must be torch.float16 or torch.bfloat16 (default: the weight's), got {dtype}")
     weight = weight.detach()
     n, k = weight.shape
-    count = w4_layout.groups(k, group_size)
+    count = weight_layout.groups(k, group_size)
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(count, n, dtype=dtype, device=weight.device)
     zeros = None if symmetric else torch.empty_like(scales)
