@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from . import build_info, demo, planning, shapes, tuned
+from . import build_info, demo, planning, shapes, tuned, weight_formats
 from . import tune as tuner
 from .planning import Problem, W4Problem
 from .registry import device_properties, kernels
@@ -47,8 +47,7 @@ class Layout(str, Enum):
     nt = "nt"
 
 
-class W4Format(str, Enum):
-    int4 = "int4"
+W4Format = Enum("W4Format", {name: name for name in weight_formats.names(4)}, type=str)
 
 
 M = Annotated[int, typer.Option("--m", min=0, help="Rows of A and D.")]
@@ -59,7 +58,9 @@ LayoutOption = Annotated[Layout, typer.Option("--layout", help="A, then B: tn is
 BatchOption = Annotated[int, typer.Option("--batch", min=0)]
 COption = Annotated[bool, typer.Option("--c", help="There is a C that is read (beta != 0).")]
 GatedOption = Annotated[bool, typer.Option("--gated", help="The operator's gated form.")]
-GroupOption = Annotated[int, typer.Option("--group-size", help="Columns of the weight that share a scale; -1: all.")]
+GroupOption = Annotated[
+    int | None, typer.Option("--group-size", help="Columns of the weight that share a scale, -1: all. [default: the format's, or 128]")
+]
 ZerosOption = Annotated[bool, typer.Option("--zeros", help="There are zero points.")]
 FormatOption = Annotated[W4Format, typer.Option("--format", help="What a code stands for.")]
 KernelOption = Annotated[str | None, typer.Option("--kernel", help="Override: NAME[@decomposition=...,splits=...].")]
@@ -169,7 +170,7 @@ def plan_w4a16(
     n: N,
     k: K,
     dtype: DtypeOption = Dtype.bf16,
-    group_size: GroupOption = 128,
+    group_size: GroupOption = None,
     zeros: ZerosOption = False,
     w4_format: FormatOption = W4Format.int4,
     c: COption = False,
@@ -178,7 +179,11 @@ def plan_w4a16(
     show_all: AllPlansOption = False,
 ) -> None:
     """Plan one GEMM with 4-bit weights."""
-    _print_plan(lambda: W4Problem(m, n, k, dtype.torch, group_size, zeros, w4_format.value, c, gated), kernel, show_all)
+    _print_plan(lambda: W4Problem(m, n, k, dtype.torch, _group_size(group_size, w4_format), zeros, w4_format.value, c, gated), kernel, show_all)
+
+
+def _group_size(group_size: int | None, w4_format: W4Format) -> int:
+    return group_size if group_size is not None else weight_formats.FORMATS[w4_format.value].group_size or 128
 
 
 def _print_plan(make_problem: Callable[[], Problem | W4Problem], kernel: str | None, show_all: bool) -> None:
@@ -237,7 +242,7 @@ def tune_w4a16(
     shapes_file: ShapesFileOption = None,
     suite: Annotated[list[str] | None, typer.Option("--suite", help="llm or heldout; may be repeated.")] = None,
     dtype: DtypeOption = Dtype.bf16,
-    group_size: GroupOption = 128,
+    group_size: GroupOption = None,
     zeros: ZerosOption = False,
     w4_format: FormatOption = W4Format.int4,
     c: COption = False,
@@ -255,7 +260,7 @@ def tune_w4a16(
     """Tune GEMM with 4-bit weights. --dtype, --group-size, --zeros, --format, --c and --gated belong to shapes and suites alike."""
 
     def make_problems() -> list[W4Problem]:
-        options = dict(dtype=dtype.torch, group_size=group_size, zeros=zeros, w4_format=w4_format.value, c=c, gated=gated)
+        options = dict(dtype=dtype.torch, group_size=_group_size(group_size, w4_format), zeros=zeros, w4_format=w4_format.value, c=c, gated=gated)
         problems = [shapes.parse_w4_shape(text, **options) for text in _shape_texts(shape_list, shapes_file)]
         return problems + [problem for name in suite or [] for problem in shapes.w4_suite(name, **options)]
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from . import w4_layout
+from . import weight_formats, weight_layout
 from .registry import build_info, device_index, device_properties
 
 DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -94,9 +94,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class W4Problem:
-    """A product with a 4-bit weight, contiguous: D[m, n] = A[m, k] . W[n, k]^T, W = (code - zero) * scale.
+    """A product with a 4-bit weight, contiguous: D[m, n] = A[m, k] . W[n, k]^T, W in a 4-bit format of :mod:`minfer.weight_formats`.
 
-    ``group_size``: columns of W that share a scale, -1 (all) or a power of two >= 32; one that covers k becomes -1. ``zeros``: whether
+    ``group_size``: columns of W that share a scale, -1 (all), a power of two >= 32, or what the format prescribes; one that covers k
+    becomes -1. ``zeros``: whether
     there are zero points. ``n`` counts W's rows, so a gated D has n / 2.
     """
 
@@ -120,15 +121,21 @@ class W4Problem:
     def __post_init__(self):
         _check_sizes(self, "m", "n", "k")
         for name in ("n", "k"):
-            if getattr(self, name) % w4_layout.MULTIPLE:
-                raise ValueError(f"{name} must be a multiple of {w4_layout.MULTIPLE}, got {getattr(self, name)}")
-        size = self.group_size
-        if size != -1 and (not isinstance(size, int) or size < w4_layout.MIN_GROUP or size & (size - 1)):
-            raise ValueError(f"group_size must be -1 or a power of two >= {w4_layout.MIN_GROUP}, got {size!r}")
+            if getattr(self, name) % weight_layout.MULTIPLE:
+                raise ValueError(f"{name} must be a multiple of {weight_layout.MULTIPLE}, got {getattr(self, name)}")
+        names = weight_formats.names(4)
+        if self.w4_format not in names:
+            raise ValueError(f"w4_format must be one of {', '.join(names)}, got {self.w4_format!r}")
+        size, fixed = self.group_size, weight_formats.FORMATS[self.w4_format].group_size
+        if fixed is not None and size != fixed:
+            raise ValueError(f"group_size must be {fixed} for {self.w4_format}, got {size!r}")
+        least = weight_layout.MIN_GROUP
+        if fixed is None and size != -1 and (not isinstance(size, int) or size < least or size & (size - 1)):
+            raise ValueError(f"group_size must be -1 or a power of two >= {least}, got {size!r}")
+        if self.zeros and weight_formats.FORMATS[self.w4_format].zero is None:
+            raise ValueError(f"zeros must be False for {self.w4_format}, which has no zero points")
         if size >= self.k:
             object.__setattr__(self, "group_size", -1)
-        if self.w4_format not in w4_layout.FORMATS:
-            raise ValueError(f"w4_format must be one of {', '.join(w4_layout.FORMATS)}, got {self.w4_format!r}")
 
     @property
     def b_format(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import benchmarking, reference, reference_w4a16, w4_layout
+from . import benchmarking, reference, reference_w4a16, weight_formats, weight_layout
 from .planning import Problem, W4Problem
 
 BETA = 0.5  # of dense problems with a C
@@ -82,10 +82,13 @@ class W4Workload:
     def operands(self) -> Operands:
         """Random normal a and c, random codes, scales and zero points, packed; an output d. W has deviation 1 / sqrt(k)."""
         problem, device = self.problem, self.device
-        groups = (w4_layout.groups(problem.k, problem.group_size), problem.n)
+        groups = (weight_layout.groups(problem.k, problem.group_size), problem.n)
         codes = torch.randint(0, 16, (problem.n, problem.k), dtype=torch.uint8, device=device)
         unit = 1 / (4.6 * max(problem.k, 1) ** 0.5)  # 4.6: the deviation of a code
-        scales = torch.rand(groups, device=device).add_(0.5).mul_(unit).to(problem.dtype)
+        scale_type = weight_formats.FORMATS[problem.w4_format].scale_type
+        scales = torch.rand(groups, device=device).add_(0.5).mul_(unit).to(scale_type or problem.dtype)
+        if scale_type is not None:
+            scales = scales.view(torch.uint8)
         return {
             "a": torch.randn(problem.m, problem.k, device=device, dtype=problem.dtype),
             "qweight": torch.ops.minfer.w4a16_pack(codes),
@@ -109,7 +112,8 @@ class W4Workload:
         return lambda x: gemm(x["a"], x["qweight"], x["scales"], x["zeros"], c=x["c"], out=x["d"], **options)
 
     def _dense(self, x: Operands) -> torch.Tensor:
-        return reference_w4a16.dequantize(x["qweight"], x["scales"], x["zeros"], n=self.problem.n, k=self.problem.k, **self._format)
+        options = {"n": self.problem.n, "k": self.problem.k, "out_dtype": self.problem.dtype}
+        return reference_w4a16.w4a16_dequantize(x["qweight"], x["scales"], x["zeros"], **options, **self._format)
 
     def torch_contestant(self, sets: list[Operands]) -> tuple[Launcher, list[Operands]] | None:
         """cuBLAS through torch on 16-bit weights, and sets of its own: its weights pass three L2s in fewer of them."""
