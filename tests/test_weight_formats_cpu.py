@@ -6,8 +6,26 @@ import minfer
 import pytest
 import torch
 from gemm_cases import ACTIVATIONS, DTYPES, name_of, padded, untouched_outside
-from minfer import reference_w4a16, weight_formats
-from weight_format_cases import BITS, CASES, GROUPS, NEW, ZEROS, e2m1, e4m3, e8m0, gated_mismatch, make_weight, mismatch
+from minfer import checks_w4a16, reference_w4a16, weight_formats
+from test_ops_registration import check_op, need
+from weight_format_cases import (
+    BAD_CALLS,
+    BAD_PACK8,
+    BITS,
+    CASES,
+    GROUPS,
+    NEW,
+    ZEROS,
+    bad_call,
+    e2m1,
+    e4m3,
+    e8m0,
+    gated_mismatch,
+    good_call,
+    make_weight,
+    mismatch,
+    pack,
+)
 
 SHAPES = [(1, 64, 128), (3, 8, 8), (5, 72, 136), (17, 128, 1032)]
 OWN_TYPE = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
@@ -179,3 +197,148 @@ def test_kernel_is_checked_then_ignored(monkeypatch):
             assert torch.equal(weight.gemm_gated(a, kernel=kernel), weight.gemm_gated(a))
         with pytest.raises(RuntimeError, match="kernel 'dequantise' is not in the registry"):
             weight.gemm(a, kernel="dequantise")
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("case, op", BAD_CALLS)
+def test_bad_calls(case, op, device):
+    call, start, arguments, message = bad_call(case, op, device)
+    with pytest.raises(RuntimeError, match=start + message):
+        call(**arguments)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_good_calls(name):
+    """What the bad calls differ from is right."""
+    for op in ("gemm", "gemm_gated", "dequantize"):
+        assert getattr(minfer, f"w{BITS[name]}a16_{op}")(**good_call(name, op, "cpu")[0]).shape[0] in (3, 16)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("case", BAD_PACK8)
+def test_bad_pack(case, device):
+    make, message = BAD_PACK8[case]
+    with pytest.raises(RuntimeError, match="minfer::w8a16_pack: " + message):
+        minfer.w8a16_pack(make(lambda *shape, dtype: torch.zeros(shape, dtype=dtype, device=device)))
+
+
+def test_bad_perm_values():
+    call, _ = good_call("int8", "gemm", "cpu")
+    for op in (minfer.w8a16_gemm, minfer.w8a16_gemm_gated):
+        with pytest.raises(RuntimeError, match="perm must be column numbers from 0 to 63, got 0 to 64"):
+            op(**call, perm=torch.full((64,), 64, dtype=torch.int32).index_fill_(0, torch.tensor([3]), 0))
+
+
+def test_devices_must_agree():
+    for name in ("qweight", "scales", "zeros", "perm", "c", "bias", "out"):
+        call, t = good_call("int8", "gemm", "cpu")
+        call |= {"zeros": t(2, 16), "c": t(3, 16), "bias": t(16), "out": t(3, 16), "perm": torch.arange(64, dtype=torch.int32)}
+        minfer.w8a16_gemm(**call)
+        call[name] = call[name].to("meta")
+        with pytest.raises(RuntimeError, match=f"minfer::w8a16_gemm: {name} must be on .*cpu, got meta"):
+            checks_w4a16.check_w8a16_gemm(**call)
+
+
+# ---- registration --------------------------------------------------------------------------------------------------------------
+
+
+def test_schemas():
+    weight = "Tensor qweight, Tensor scales, Tensor? zeros=None"
+    common = "*, int group_size=-1, float alpha=1., Tensor? perm=None"
+    ops = torch.ops.minfer
+    gemm = (
+        f'(Tensor a, {weight}, {common}, Tensor? c=None, Tensor? bias=None, str activation="none", str w8_format="int8", str? kernel=None'
+    )
+    assert str(ops.w8a16_gemm.default._schema) == f"minfer::w8a16_gemm{gemm}) -> Tensor"
+    assert str(ops.w8a16_gemm.out._schema) == f"minfer::w8a16_gemm.out{gemm}, Tensor(a!) out) -> Tensor(a!)"
+    assert str(ops.w8a16_gemm_gated.default._schema) == (
+        f"minfer::w8a16_gemm_gated(Tensor a, {weight}, {common}, Tensor? bias=None, "
+        'str activation="silu", str w8_format="int8", str? kernel=None) -> Tensor'
+    )
+    assert str(ops.w8a16_pack.default._schema) == "minfer::w8a16_pack(Tensor codes) -> Tensor"
+    assert str(ops.w8a16_dequantize.default._schema) == (
+        f'minfer::w8a16_dequantize({weight}, *, int group_size=-1, float alpha=1., int n, int k, str w8_format="int8") -> Tensor'
+    )
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_opcheck(name):
+    weight = make_weight(name, 32, 64, GROUPS[name][0], ZEROS.get(name, ("none",))[-1])
+    args, kwargs = weight.packed
+    ops = torch.ops.minfer
+    gemm, gated, dequantize, packer = (getattr(ops, f"w{BITS[name]}a16_{op}") for op in ("gemm", "gemm_gated", "dequantize", "pack"))
+    a, perm, bias = activations(2, 3, 64), torch.randperm(64).int(), torch.randn(32)
+    for case in ({}, {"bias": bias, "activation": "silu"}, {"c": activations(2, 3, 32), "perm": perm}, {"kernel": "dequantize"}):
+        check_op(gemm.default, (a, *args), kwargs | case)
+        check_op(gemm.out, (a, *args), kwargs | case | {"out": torch.empty(2, 3, 32).half()})
+    for case in ({}, {"bias": bias, "perm": perm, "activation": "gelu"}, {"kernel": "dequantize"}):
+        check_op(gated.default, (a, *args), kwargs | case)
+    check_op(dequantize.default, args, kwargs | {"n": 32, "k": 64})
+    check_op(packer.default, (weight.codes,), {})
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_autograd(name):
+    """Forward works where an argument requires grad, backward raises, and so does out=."""
+    weight = make_weight(name, 16, 64, GROUPS[name][0])
+    a = activations(2, 64)
+    expected = weight.gemm(a), weight.gemm_gated(a)
+    a.requires_grad_()
+    for out, want in zip((weight.gemm(a), weight.gemm_gated(a)), expected, strict=True):
+        assert torch.equal(out, want)
+        with pytest.raises(RuntimeError, match="has no backward"):
+            out.sum().backward()
+    with pytest.raises(RuntimeError, match="out= cannot be differentiated"):
+        weight.gemm(a, out=torch.empty(2, 16).half())
+    if weight.scales.dtype == torch.float16:
+        weight.scales.requires_grad_()
+        with pytest.raises(RuntimeError, match="has no backward"):
+            weight.dequantize().sum().backward()
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_meta_is_like_cpu(name):
+    weight = make_weight(name, 48, 136, GROUPS[name][0], dtype=torch.bfloat16)
+    meta = weight.to("meta")
+
+    def same(fake, real):
+        return (fake.shape, fake.dtype, fake.stride(), fake.device.type) == (real.shape, real.dtype, real.stride(), "meta")
+
+    for a in (activations(5, 136), activations(136), activations(2, 3, 136), activations(0, 136), activations(136, 5).t()):
+        a = a.bfloat16()
+        assert same(meta.gemm(a.to("meta")), weight.gemm(a)) and same(meta.gemm_gated(a.to("meta")), weight.gemm_gated(a))
+    assert same(meta.dequantize(), weight.dequantize()) and same(pack(name, meta.codes), weight.qweight)
+    if name in OWN_TYPE:
+        assert same(meta.dequantize(out_dtype=torch.float16), weight.dequantize(out_dtype=torch.float16))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", NEW)
+def test_compile(name, backend):
+    """Every operator in one graph, scales in their own type, with rows and an alpha that change."""
+    need(backend)
+    weight, gated = make_weight(name, 64, 64, GROUPS[name][0]), make_weight(name, 128, 64, GROUPS[name][0])
+    for x in (weight, gated):
+        x.alpha = 0.01 if name == "nvfp4" else 1.0
+        x.scales = x.scales.view(OWN_TYPE.get(name, x.scales.dtype))
+    (qweight, scales, zeros), keywords = weight.packed
+    perm, bias = torch.randperm(64).int(), torch.randn(64)
+
+    def layer(x, residual, codes, alpha):
+        arguments = keywords | {"alpha": alpha}
+        y = weight.op("gemm")(x, qweight, scales, zeros, **arguments, c=residual, bias=bias, perm=perm, activation="silu")
+        z = weight.op("gemm")(torch.relu(y), pack(name, codes), scales, **arguments, kernel="dequantize") / 8
+        w = weight.op("dequantize")(qweight, scales, zeros, **keywords, n=64, k=64)
+        out = torch.empty_like(z)
+        weight.op("gemm")(z @ w.to(z.dtype), qweight, scales, **arguments, out=out)
+        return gated.op("gemm_gated")(out, *gated.packed[0], **gated.packed[1])
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=True)
+    for shape, alpha in (((3, 64), weight.alpha), ((7, 64), 0.7 * weight.alpha), ((2, 5, 64), weight.alpha)):
+        x, residual = activations(*shape), activations(*shape)
+        with torch.no_grad():
+            want, out = layer(x, residual, weight.codes, alpha), compiled(x, residual, weight.codes, alpha)
+        torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)

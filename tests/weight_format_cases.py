@@ -143,3 +143,86 @@ def mismatch(out, a, weight, **arguments) -> str | None:
 def gated_mismatch(out, a, weight, *, bias=None, activation="silu") -> str | None:
     """Why ``out`` is not the gated GEMM of these arguments, or None."""
     return gated_expected(a, weight.dense().t(), bias=bias, alpha=weight.alpha, activation=activation).mismatch(out)
+
+
+def good_call(name, op, device):
+    """Keywords of a call that is right: A [3, 64] and W [16, 64] of zeros."""
+
+    def t(*shape, dtype=torch.float16):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    group_size = GROUPS.get(name, (32,))[0]
+    scales = t(64 // group_size, 16, dtype=torch.uint8 if name in ("mxfp4", "nvfp4") else torch.float16)
+    call = {"qweight": t(1, 1, 128 * BITS[name], dtype=torch.int32), "scales": scales, "group_size": group_size}
+    call[f"w{BITS[name]}_format"] = name
+    return call | ({"n": 16, "k": 64} if op == "dequantize" else {"a": t(3, 64)}), t
+
+
+# id: (format, operators, arguments given a maker of tensors, how the message goes on)
+GEMMS, ALL = ("gemm", "gemm_gated"), ("gemm", "gemm_gated", "dequantize")
+BAD = {
+    "mxfp4 group_size": ("mxfp4", ALL, lambda t: {"group_size": 64}, "group_size must be 32 for mxfp4, got 64"),
+    "mxfp4 one group": ("mxfp4", ALL, lambda t: {"group_size": -1}, "group_size must be 32 for mxfp4, got -1"),
+    "nvfp4 group_size": ("nvfp4", ALL, lambda t: {"group_size": 32}, "group_size must be 16 for nvfp4, got 32"),
+    "nf4 group_size": ("nf4", ALL, lambda t: {"group_size": 16}, "group_size must be -1 or a power of two >= 32, got 16"),
+    "int8 group_size": ("int8", ALL, lambda t: {"group_size": 48}, "group_size must be -1 or a power of two >= 32, got 48"),
+    "nf4 zeros": ("nf4", ALL, lambda t: {"zeros": t(2, 16)}, r"zeros must be None for nf4, got \[2, 16\]"),
+    "mxfp4 zeros": ("mxfp4", ALL, lambda t: {"zeros": t(2, 16)}, r"zeros must be None for mxfp4, got \[2, 16\]"),
+    "nvfp4 zeros": ("nvfp4", ALL, lambda t: {"zeros": t(4, 16)}, r"zeros must be None for nvfp4, got \[4, 16\]"),
+    "fp8 zeros": ("fp8_e4m3", ALL, lambda t: {"zeros": t(2, 16)}, r"zeros must be None for fp8_e4m3, got \[2, 16\]"),
+    "int8 zeros": ("int8", ALL, lambda t: {"zeros": t(2, 8)}, r"zeros must be .* = \[2, 16\], got \[2, 8\]"),
+    "mxfp4 scales": ("mxfp4", ALL, lambda t: {"scales": t(2, 16)}, "scales must be uint8 or float8_e8m0fnu for mxfp4, got float16"),
+    "nvfp4 scales": ("nvfp4", ALL, lambda t: {"scales": t(4, 16)}, "scales must be uint8 or float8_e4m3fn for nvfp4, got float16"),
+    "nvfp4 rows": ("nvfp4", ALL, lambda t: {"scales": t(2, 16, dtype=torch.uint8)}, r"scales must be .* = \[4, 16\].*, got \[2, 16\]"),
+    "nf4 scales": ("nf4", GEMMS, lambda t: {"scales": t(2, 16, dtype=torch.uint8)}, "scales must have a's dtype float16, got uint8"),
+    "fp8 scales": (
+        "fp8_e4m3",
+        GEMMS,
+        lambda t: {"scales": t(2, 16, dtype=torch.bfloat16)},
+        "scales must have a's dtype float16, got bfloat16",
+    ),
+    "int8 scales": ("int8", ("dequantize",), lambda t: {"scales": t(2, 16).float()}, "scales must be float16 or bfloat16, got float32"),
+    "alpha infinite": ("nvfp4", ALL, lambda t: {"alpha": float("inf")}, "alpha must be finite.*, got inf"),
+    "alpha NaN": ("int8", ALL, lambda t: {"alpha": float("nan")}, "alpha must be finite.*, got nan"),
+    "int8 as w4": ("nf4", ALL, lambda t: {"w4_format": "int8"}, "w4_format must be one of int4, nf4, mxfp4, nvfp4, got 'int8'"),
+    "int4 as w8": ("int8", ALL, lambda t: {"w8_format": "int4"}, "w8_format must be one of int8, fp8_e4m3, got 'int4'"),
+    "4-bit qweight": (
+        "int8",
+        ALL,
+        lambda t: {"qweight": t(1, 1, 512, dtype=torch.int32)},
+        r"qweight must be \[ceil\(n / 64\), ceil\(k / 64\), 1024\] = \[1, 1, 1024\].*, got \[1, 1, 512\]",
+    ),
+    "8-bit qweight": ("nf4", ALL, lambda t: {"qweight": t(1, 1, 1024, dtype=torch.int32)}, r"qweight must be .*, got \[1, 1, 1024\]"),
+    "w8 k": ("int8", GEMMS, lambda t: {"a": t(3, 60)}, "k must be a multiple of 8, got 60"),
+    "w8 n": ("int8", ALL, lambda t: {"scales": t(2, 12), "n": 12}, r"scales must have n = 12 columns, a multiple of 8, got \[2, 12\]"),
+    "w8 rows of a gate": ("int8", ("gemm_gated",), lambda t: {"scales": t(2, 24)}, r"(scales|qweight) must "),
+    "w8 perm": ("int8", GEMMS, lambda t: {"perm": t(63, dtype=torch.int32)}, r"perm must be \[k\] = \[64\], got \[63\]"),
+    "w8 bias": ("int8", GEMMS, lambda t: {"bias": t(8)}, r"bias must be \[n\] = \[16\], got \[8\]"),
+    "w8 activation": ("int8", GEMMS, lambda t: {"activation": "swish"}, "activation must be one of none, relu, gelu, gelu_tanh, silu, got"),
+    "w8 kernel": ("int8", GEMMS, lambda t: {"kernel": "w8a16_nothing"}, "kernel 'w8a16_nothing' is not in the registry"),
+    "w8 c": ("int8", ("gemm",), lambda t: {"c": t(4, 16)}, r"c must broadcast to \[3, 16\], got c \[4, 16\]"),
+    "w8 out": ("int8", ("gemm",), lambda t: {"out": t(3, 8)}, r"out must be \[3, 16\], got \[3, 8\]"),
+    "out_dtype": ("mxfp4", ("dequantize",), lambda t: {"out_dtype": torch.float32}, "out_dtype must be float16 or bfloat16, got float32"),
+    "out_dtype of 16-bit scales": (
+        "nf4",
+        ("dequantize",),
+        lambda t: {"out_dtype": torch.bfloat16},
+        "out_dtype must be the dtype of scales, float16, got bfloat16",
+    ),
+}
+BAD_CALLS = [(case, op) for case, (_, ops, _, _) in BAD.items() for op in ops]
+BAD_PACK8 = {
+    "dtype": (lambda t: t(16, 64, dtype=torch.int32), "codes must be uint8, got int32"),
+    "rank": (lambda t: t(16, dtype=torch.uint8), r"codes must be \[n, k\], got \[16\]"),
+    "n": (lambda t: t(12, 64, dtype=torch.int8), r"codes must be \[n, k\] in multiples of 8, got \[12, 64\]"),
+}
+
+
+def bad_call(case, op, device):
+    """The operator, its name in messages, keywords and message of a case of BAD."""
+    name, _, arguments, message = BAD[case]
+    call, t = good_call(name, op, device)
+    changes = arguments(t)
+    if op != "dequantize":
+        changes.pop("n", None)
+    return getattr(minfer, f"w{BITS[name]}a16_{op}"), f"minfer::w{BITS[name]}a16_{op}: ", call | changes, message
