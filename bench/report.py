@@ -2,7 +2,8 @@
 """README tables and plots from the results files: `python bench/report.py`. Nothing in them is typed by hand.
 
 Reads bench/results/<device>/<family>.json, replaces what README.md has between `<!-- results:<family> -->` and `<!-- /results -->`,
-and draws bench/results/<device>/<family>.png. `--check` changes nothing and fails when the README is not what the results say.
+and draws bench/results/<device>/<family>.png; a family without a results file is left as it is. `--check` changes nothing and fails when
+the README is not what the results say.
 Needs matplotlib for the plots.
 """
 
@@ -18,10 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import report_gemm
+import report_w4a16
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"gemm": report_gemm.section}
-PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {"gemm": report_gemm.plot}
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"gemm": report_gemm.section, "w4a16": report_w4a16.section}
+PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {"gemm": report_gemm.plot, "w4a16": report_w4a16.plot}
 
 
 def block(family: str, body: str) -> str:

@@ -3,70 +3,34 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from summary import STREAM_FRACTION, Row, by_suite_and_peer, geomean, is_stream, shape_text, verdict
-
-PEER_NAMES = {
-    "cublas": "cuBLAS",
-    "cublaslt_best": "cuBLASLt best of 32",
-    "quack": "quack",
-    "deepgemm": "DeepGEMM",
-    "torch_compile": "torch.compile",
-    "ours:best": "own best, tuned",
-}
-MODEL_NAMES = {"llama-3.1-8b": "Llama-3.1-8B", "llama-3.1-70b": "Llama-3.1-70B", "qwen2.5-7b": "Qwen2.5-7B"}
-LAYER_NAMES = ("qkv", "out", "gate+up", "down")  # the order of a model's layers in the suite
-LOSSES = 12
-
-
-def peer_name(peer: str) -> str:
-    return PEER_NAMES.get(peer, peer)
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
-    return "\n".join(lines)
-
-
-def _grouped(rows: Iterable[Row], *keys: str) -> dict[Any, list[Row]]:
-    """Rows by fields of their shape, in order of first appearance; a single key is not wrapped in a tuple."""
-    grouped: dict[Any, list[Row]] = {}
-    for row in rows:
-        key = tuple(row["shape"].get(k) for k in keys)
-        grouped.setdefault(key if len(keys) > 1 else key[0], []).append(row)
-    return grouped
-
-
-def _geomean_and_min(rows: Sequence[Row] | None) -> str:
-    return f"{geomean(rows):.2f} ({min(row['ratio'] for row in rows):.2f})" if rows else "-"
-
+from report_tables import (
+    LAYER_LINES,
+    LAYER_NAMES,
+    MODEL_COLOURS,
+    MODEL_NAMES,
+    against,
+    facts,
+    geomean_and_min,
+    grouped,
+    losses,
+    overview,
+    peer_name,
+    table,
+)
+from summary import STREAM_FRACTION, Row, by_suite_and_peer, is_stream, shape_text
 
 # ---- the README's section --------------------------------------------------------------------------------------------------------
 
 
-def _overview(suites: dict[str, dict[str, list[Row]]]) -> str:
-    rows = []
-    for suite, peers in suites.items():
-        for peer, of_peer in peers.items():
-            worst = min(of_peer, key=lambda row: row["ratio"])
-            slower = sum(row["ratio"] < 1 for row in of_peer)
-            goal = verdict(suite, peer, of_peer)
-            rows.append(
-                [f"`{suite}`", peer_name(peer), str(len(of_peer)), f"**{geomean(of_peer):.3f}**",
-                 f"{worst['ratio']:.2f} at {shape_text(worst)}", str(slower), goal or "-"]
-            )  # fmt: skip
-    return table(["suite", "peer", "cells", "geomean", "least", "cells where the peer is faster", "goals"], rows)
-
-
 def _square(peers: dict[str, list[Row]]) -> str:
     first = next(iter(peers.values()))
-    pairs = list(_grouped(first, "alpha", "beta"))
+    pairs = list(grouped(first, "alpha", "beta"))
     by_cell = {peer: {(r["shape"]["m"], r["shape"]["alpha"], r["shape"]["beta"]): r for r in rows} for peer, rows in peers.items()}
     lines = []
-    for size in _grouped(first, "m"):
+    for size in grouped(first, "m"):
         cells = [str(size)]
         for pair in pairs:
             rows = [by_cell[peer].get((size, *pair)) for peer in peers]
@@ -81,14 +45,14 @@ def _square(peers: dict[str, list[Row]]) -> str:
 
 def _llm(peers: dict[str, list[Row]]) -> str:
     main = next(iter(peers))
-    by_m = {peer: _grouped(rows, "m") for peer, rows in peers.items()}
-    models = list(_grouped(peers[main], "model"))
+    by_m = {peer: grouped(rows, "m") for peer, rows in peers.items()}
+    models = list(grouped(peers[main], "model"))
     lines = []
     for m, rows in by_m[main].items():
-        of_model = _grouped(rows, "model")
-        others = [_geomean_and_min(by_m[peer].get(m)) for peer in peers if peer != main]
+        of_model = grouped(rows, "model")
+        others = [geomean_and_min(by_m[peer].get(m)) for peer in peers if peer != main]
         floors = statistics.median(row["fraction"] for row in rows)
-        lines.append([str(m), *(_geomean_and_min(of_model.get(model)) for model in models), *others, f"{floors:.0%}"])
+        lines.append([str(m), *(geomean_and_min(of_model.get(model)) for model in models), *others, f"{floors:.0%}"])
     header = ["m", *(f"{MODEL_NAMES.get(m, m)} vs {peer_name(main)}" for m in models)]
     header += [f"all vs {peer_name(peer)}" for peer in peers if peer != main] + ["of the floor"]
     text = "`llm`, bf16: times faster over a model's linear layers, geomean (least), and the median share of the floor reached.\n\n"
@@ -107,8 +71,8 @@ def _llm(peers: dict[str, list[Row]]) -> str:
 def _odd(peers: dict[str, list[Row]]) -> str:
     lines = []
     for peer, rows in peers.items():
-        aligned = _grouped(rows, "aligned")
-        lines.append([peer_name(peer), _geomean_and_min(aligned.get(True)), _geomean_and_min(aligned.get(False)), str(len(rows))])
+        aligned = grouped(rows, "aligned")
+        lines.append([peer_name(peer), geomean_and_min(aligned.get(True)), geomean_and_min(aligned.get(False)), str(len(rows))])
     return "`odd`, random shapes, fp16 and bf16: times faster, geomean (least).\n\n" + table(
         ["peer", "rows of 16 bytes", "any other alignment", "cells"], lines
     )
@@ -117,69 +81,42 @@ def _odd(peers: dict[str, list[Row]]) -> str:
 def _epilogue(peers: dict[str, list[Row]]) -> str:
     parts = []
     for peer, rows in peers.items():
-        epilogues = list(_grouped(rows, "epilogue"))
+        epilogues = list(grouped(rows, "epilogue"))
         lines = []
-        for m, of_m in _grouped(rows, "m").items():
-            of_epilogue = _grouped(of_m, "epilogue")
-            lines.append([str(m), *(_geomean_and_min(of_epilogue.get(e)) for e in epilogues)])
+        for m, of_m in grouped(rows, "m").items():
+            of_epilogue = grouped(of_m, "epilogue")
+            lines.append([str(m), *(geomean_and_min(of_epilogue.get(e)) for e in epilogues)])
         text = f"`epilogue`, bf16, Llama-3.1-8B's layers: times faster than {peer_name(peer)}, geomean (least).\n\n"
         parts.append(text + table(["m", *(e.replace("_", " + ") for e in epilogues)], lines))
     return "\n\n".join(parts)
-
-
-def _losses(rows: Sequence[Row]) -> str:
-    lost = sorted((row for row in rows if row["ratio"] < 1 and not row["peer"].startswith("ours:")), key=lambda row: row["ratio"])
-    if not lost:
-        return "No cell was slower than a peer's."
-    shown = [
-        [f"`{r['suite']}`", shape_text(r), r["dtype"], f"{r['us']:.2f}", f"{peer_name(r['peer'])} {r['peer_us']:.2f}", f"{r['ratio']:.2f}"]
-        for r in lost[:LOSSES]
-    ]
-    head = f"Where a peer is faster: {len(lost)} of {len(rows)} comparisons"
-    head += f", the worst {LOSSES} (the others are in the results file):" if len(lost) > LOSSES else ":"
-    return head + "\n\n" + table(["suite", "m x n x k", "dtype", "us", "peer, us", "ratio"], shown)
 
 
 def section(results: dict[str, Any]) -> str:
     """Markdown of the whole family."""
     rows: list[Row] = results["rows"]
     suites = by_suite_and_peer(rows)
-    facts = (
-        f"{results['device']}, driver {results['driver']}, torch {results['torch']}, CUDA {results['cuda']}, commit {results['commit']},"
-        f" {results['date']}. Every cell was checked against float64 first; times are medians of CUDA-graph replays over operands rotated"
+    protocol = (
+        " Every cell was checked against float64 first; times are medians of CUDA-graph replays over operands rotated"
         " through three L2s, ours and the peers in turn. cuBLAS is torch.mm / addmm in the faster of its layouts. A ratio above 1 means"
         " that minfer is faster."
     )
-    parts = [facts, _overview(suites)]
+    parts = [facts(results) + protocol, overview(suites)]
     for suite, describe in (("square", _square), ("llm", _llm), ("odd", _odd), ("epilogue", _epilogue)):
         if suite in suites:
             parts.append(describe(suites[suite]))
-    parts.append(_losses(rows))
+    parts.append(losses(rows))
     return "\n\n".join(parts)
 
 
 # ---- the plot ----------------------------------------------------------------------------------------------------------------------
 
-COLOURS = {"llama-3.1-8b": "#1f6fb4", "llama-3.1-70b": "#d1622b", "qwen2.5-7b": "#3a8f4d"}
-LINES = ("-", "--", "-.", ":")
 PEER_MARKS = {"cublaslt_best": ("o", "#555555"), "quack": ("^", "#8a4fb0"), "deepgemm": ("s", "#b08a1e")}
-
-
-def _against_cublas(peers: dict[str, list[Row]], peer: str) -> dict[tuple, float]:
-    """How many times faster than cuBLAS a peer is on the cells that both were measured on, through our own time."""
-    base = {(shape_text(row), row["dtype"]): row["ratio"] for row in peers.get("cublas", [])}
-    found = {}
-    for row in peers.get(peer, []):
-        key = (shape_text(row), row["dtype"])
-        if key in base:
-            found[key] = base[key] / row["ratio"]
-    return found
 
 
 def _plot_square(axis, peers: dict[str, list[Row]]) -> None:
     rows = peers["cublas"]
-    pairs = list(_grouped(rows, "alpha", "beta"))
-    sizes = list(_grouped(rows, "m"))
+    pairs = list(grouped(rows, "alpha", "beta"))
+    sizes = list(grouped(rows, "m"))
     width = 0.8 / len(pairs)
     shades = ("#9ecae1", "#6baed6", "#3182bd", "#08519c")
     marked: set[str] = set()
@@ -192,7 +129,7 @@ def _plot_square(axis, peers: dict[str, list[Row]]) -> None:
             label = f"minfer ({pair[0]:g}, {pair[1]:g})" if i == 0 else None
             axis.bar(x, row["ratio"] - 1, width * 0.92, bottom=1.0, color=shades[j % len(shades)], label=label, zorder=2)
             for peer, (mark, colour) in PEER_MARKS.items():
-                speed = _against_cublas(peers, peer).get((shape_text(row), row["dtype"]))
+                speed = against(peers, "cublas", peer).get((shape_text(row), row["dtype"]))
                 if speed is not None:
                     axis.plot(x, speed, mark, color=colour, ms=4, zorder=3, label=None if peer in marked else peer_name(peer))
                     marked.add(peer)
@@ -207,16 +144,16 @@ def _plot_square(axis, peers: dict[str, list[Row]]) -> None:
 
 def _plot_llm(axis, peers: dict[str, list[Row]]) -> None:
     rows = peers["cublas"]
-    for model, of_model in _grouped(rows, "model").items():
-        for j, ((n, k), layer) in enumerate(_grouped(of_model, "n", "k").items()):
+    for model, of_model in grouped(rows, "model").items():
+        for j, ((n, k), layer) in enumerate(grouped(of_model, "n", "k").items()):
             layer = sorted(layer, key=lambda row: row["shape"]["m"])
             name = f"{MODEL_NAMES.get(model, model)} {LAYER_NAMES[j % 4]} {n}x{k}"
             xs, ys = [row["shape"]["m"] for row in layer], [row["ratio"] for row in layer]
-            axis.plot(xs, ys, LINES[j % 4], color=COLOURS.get(model, "#888888"), lw=1.3, label=name, zorder=2)
+            axis.plot(xs, ys, LAYER_LINES[j % 4], color=MODEL_COLOURS.get(model, "#888888"), lw=1.3, label=name, zorder=2)
     dtype_of = {shape_text(row): row["shape"]["m"] for row in rows}
     for peer, (mark, colour) in PEER_MARKS.items():
         by_m: dict[int, list[float]] = {}
-        for (shape, _), speed in _against_cublas(peers, peer).items():
+        for (shape, _), speed in against(peers, "cublas", peer).items():
             by_m.setdefault(dtype_of[shape], []).append(speed)
         if by_m:
             xs = sorted(by_m)
@@ -230,7 +167,7 @@ def _plot_llm(axis, peers: dict[str, list[Row]]) -> None:
                 label=f"{peer_name(peer)}, geomean",
             )
     axis.set_xscale("log", base=2)
-    ticks = list(_grouped(rows, "m"))
+    ticks = list(grouped(rows, "m"))
     axis.set_xticks(ticks, [str(m) for m in ticks])
     axis.set_xlabel("m (tokens), bf16")
     axis.set_title("llm, by layer")

@@ -46,7 +46,8 @@ def shape_text(row: Row) -> str:
     text = f"{s['m']} x {s['n']} x {s['k']}"
     if "alpha" in s:
         text += f" ({s['alpha']:g}, {s['beta']:g})"
-    return text + (f" {s['epilogue'].replace('_', '+')}" if "epilogue" in s else "")
+    text += f" {s['epilogue'].replace('_', '+')}" if "epilogue" in s else ""
+    return text + (f" {s['variant'].replace('_', '-')}" if "variant" in s else "")
 
 
 def by_suite_and_peer(rows: Iterable[Row]) -> dict[str, dict[str, list[Row]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,14 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from gemm_cells import MODELS
     from minfer import shapes
 
     ms = [int(m) for m in args.m.split(",")] if args.m else None
+    models = {(n, k): model for model, of_model in MODELS.items() for n, k in of_model}
     layers = [tuple(map(int, x.split("x"))) for x in args.layers.split(",")] if args.layers else (*shapes.LLAMA_8B, *shapes.LLAMA_70B)
     found = []
     for suite in args.suite.split(","):
         if suite == "w4a16":
-            found += [dict(suite=suite, m=m, n=n, k=k, variant="") for n, k in layers for m in ms or shapes.LLM_M]
+            found += [dict(suite=suite, m=m, n=n, k=k, variant="", model=models.get((n, k))) for n, k in layers for m in ms or shapes.LLM_M]
         elif suite == "variants":
             found += [dict(suite=suite, m=m, n=n, k=k, variant=v) for n, k in layers[:4] for m in ms or (1, 16) for v in VARIANTS]
         elif suite == "gated":
@@ -134,6 +135,7 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
 def measure_cell(cell: dict, layer: Layer, args: argparse.Namespace, results, facts: dict) -> str:
     import harness
     from minfer.benchmarking import relative_error, result_row, rounding_unit
+    from minfer.planning import W4Problem, plan_problem
 
     m, n, k = cell["m"], cell["n"], cell["k"]
     a = torch.randn(m, k, device="cuda").to(layer.dtype)
@@ -156,28 +158,23 @@ def measure_cell(cell: dict, layer: Layer, args: argparse.Namespace, results, fa
     if "ours" not in timings:
         raise RuntimeError(failed["ours"])
     zeros = cell["variant"] == "zeros"
-    plan = json.loads(
-        torch.ops.minfer._plans_w4a16(
-            [m, n, k], args.dtype, "int4", how["group"], zeros, False, gated, None, True, torch.cuda.current_device(), 1
-        )
-    )[0]
-    shape = {"m": m, "n": n, "k": k, "group": how["group"]} | ({"variant": cell["variant"]} if cell["variant"] else {})
+    plan = plan_problem(W4Problem(m, n, k, layer.dtype, how["group"], zeros, gated=gated))
+    shape = {"m": m, "n": n, "k": k, "group": how["group"]} | {name: cell[name] for name in ("model", "variant") if cell.get(name)}
     ours, line = timings["ours"], []
     for name, timing in timings.items():
         if name == "ours":
             continue
         row = result_row(
-            suite=cell["suite"], op="w4a16_gemm_gated" if gated else "w4a16_gemm", kernel=plan["kernel"], shape=shape, dtype=args.dtype,
-            timing=ours, peer=name, peer_us=timing.us, floor_us=plan["floor_us"], rel_err=errors["ours"],
+            suite=cell["suite"], op="w4a16_gemm_gated" if gated else "w4a16_gemm", kernel=plan.kernel, shape=shape, dtype=args.dtype,
+            timing=ours, peer=name, peer_us=timing.us, floor_us=plan.floor_us, rel_err=errors["ours"],
         )  # fmt: skip
-        row |= {"launch": plan["launch"], "source": plan["source"], "peer_rel_err": float(f"{errors[name]:.3e}")}
+        row |= {"launch": plan.launch, "source": plan.source, "peer_rel_err": float(f"{errors[name]:.3e}")}
         results.add(row)
         line.append(f"{name} {timing.us:.2f} ({timing.us / ours.us:.2f}x)")
     for name, why in failed.items():
         line.append(f"{name} failed: {why[:80]}")
-    launch = plan["launch"]
-    what = f"{plan['kernel'].split('_int4_')[-1]} {launch['decomposition']} {launch['splits']}"
-    head = f"{cell['suite']} {m}x{n}x{k} {cell['variant']}: {ours.us:.2f} us, {plan['floor_us'] / ours.us:.0%} of the floor"
+    what = f"{plan.source} {plan.kernel.split('_int4_')[-1]} {plan.decomposition} {plan.splits}"
+    head = f"{cell['suite']} {m}x{n}x{k} {cell['variant']}: {ours.us:.2f} us, {plan.floor_us / ours.us:.0%} of the floor"
     return f"{head}; {', '.join(line)}  [{what}]"
 
 

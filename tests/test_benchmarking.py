@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from minfer import benchmarking, tune, tuned
+from minfer import benchmarking, planning, tune, tuned, workloads
 from minfer.benchmarking import Timing
-from minfer.planning import Problem
+from minfer.planning import Problem, W4Problem
 
 
 def test_relative_error():
@@ -79,15 +79,102 @@ def test_tuner_operands():
     for layout in ("tn", "tt", "nn", "nt"):
         for batch in (1, 3):
             problem = Problem(8, 16, 24, batch, layout=layout, c=True)
-            x = tune.make_operands(problem, "cpu")
+            work = workloads.workload(problem, "cpu")
+            x = work.operands()
             assert x["a"].shape[-2:] == (8, 24) and x["b"].shape[-2:] == (24, 16)
             assert x["a"].stride(-1 if problem.a_major == "k" else -2) == 1
             assert x["b"].stride(-2 if problem.b_major == "k" else -1) == 1
-            error, most = tune.check_result(problem, None, x)
+            error, most = work.check(None, x)
             assert error <= most
-    gated = Problem(8, 32, 24, gated=True)
-    error, most = tune.check_result(gated, None, tune.make_operands(gated, "cpu"))
+    work = workloads.workload(Problem(8, 32, 24, gated=True), "cpu")
+    error, most = work.check(None, work.operands())
     assert error <= most
+
+
+@pytest.mark.parametrize("group_size", [32, 128, -1])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_tuner_operands_of_4_bit_weights(group_size, zeros, monkeypatch):
+    for options in ({}, {"c": True}, {"gated": True}):
+        problem = W4Problem(5, 144, 264, group_size=group_size, zeros=zeros, **options)
+        work = workloads.workload(problem, "cpu")
+        x = work.operands()
+        assert x["qweight"].shape == (3, 5, 512) and x["scales"].shape == ({32: 9, 128: 3, -1: 1}[group_size], 144)
+        assert (x["zeros"] is None) != zeros and (x["c"] is None) != problem.c
+        error, most = work.check(None, x)
+        assert error <= most
+        out = work.launcher()(x)
+        assert 0.3 < out.float().std() < 3, "results have deviation about 1"
+        wrong = work.launcher()(x | {"scales": x["scales"] * 1.02}).clone()
+        monkeypatch.setattr(work, "launcher", lambda kernel, wrong=wrong: lambda _: wrong)
+        error, most = work.check(None, x)
+        assert error > most, "scales that are 2 % off are seen"
+
+
+def test_cublas_beside_the_tuner(monkeypatch):
+    """The 16-bit contestant multiplies the weight that the codes stand for, over sets of its own."""
+    monkeypatch.setattr(benchmarking, "rotation", lambda make: [make(), make()])
+    for c in (False, True):
+        work = workloads.workload(W4Problem(5, 144, 264, zeros=True, c=c), "cpu")
+        sets = [work.operands(), work.operands()]
+        expected = work.launcher()(sets[0]).clone()
+        fn, dense = work.torch_contestant(sets)
+        assert len(dense) == 2 and dense[0]["w"].data_ptr() != dense[1]["w"].data_ptr()
+        for x in dense:
+            assert benchmarking.relative_error(fn(x), expected) < 0.01
+    gated = workloads.workload(W4Problem(5, 144, 264, gated=True), "cpu")
+    assert gated.torch_contestant([gated.operands()]) is None
+    work = workloads.workload(Problem(5, 16, 24, c=True), "cpu")
+    sets = [work.operands()]
+    fn, same = work.torch_contestant(sets)
+    assert same is sets and benchmarking.relative_error(fn(sets[0]).clone(), work.launcher()(sets[0])) < 0.01
+
+
+class FakeTimer:
+    """A timer of the search's own estimates; the operator is called once, with the kernel that it would time."""
+
+    def __init__(self, fn, sets, *, estimate_us, target_us):
+        fn(sets[0])
+        self.estimate_us = estimate_us
+
+    def replay_us(self):
+        return self.estimate_us
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(16, 512, 1024),
+        Problem(8, 512, 256, gated=True),
+        W4Problem(16, 512, 1024),
+        W4Problem(8, 512, 256, dtype=torch.float16, group_size=32, zeros=True, gated=True),
+        W4Problem(24, 512, 256, group_size=-1, c=True),
+    ],
+    ids=str,
+)
+def test_search(tmp_path, monkeypatch, problem):
+    """The search and its files, with made-up times: the model's order is then the right one."""
+    monkeypatch.setattr(tune, "GraphTimer", FakeTimer)
+    monkeypatch.setattr(benchmarking, "rotation", lambda make: [make()])
+    monkeypatch.setattr(tune, "workload", lambda problem: workloads.workload(problem, "cpu"))
+    monkeypatch.setattr(tune, "enumerate_plans", lambda problem: planning.enumerate_plans(problem, device=-1))
+    monkeypatch.setattr(tune, "plan_problem", lambda problem, **options: planning.plan_problem(problem, device=-1, **options))
+    out, dump = tmp_path / "table.csv", tmp_path / "dump.json"
+    effort = tune.Effort(top=5, refine=2, finalists=3, rounds=3)
+    (found,) = tune.tune([problem], out=out, effort=effort, dump=dump, with_torch=True)
+    assert not found.rejected and found.regret == pytest.approx(1.0)
+    assert found.best.plan.override == planning.plan_problem(problem, use_tuned=False, device=-1).override
+    (row,) = tuned.parse_rows(out.read_text())
+    assert row == found.row() and (row.op, row.kernel) == (problem.op, found.best.plan.kernel)
+    (fields,) = json.loads(dump.read_text())["problems"]
+    assert (fields["op"], fields["b_format"], fields["group_size"]) == (problem.op, problem.b_format, problem.group_size)
+    assert len(fields["measurements"]) >= 3 and (fields["torch_us"] is None) == problem.gated
+    assert tune.tune([problem], out=out, effort=effort, skip_known=True) == []
+    try:  # the row that was found is the one that planning takes
+        tuned.load_rows(out.read_text())
+        taken = planning.plan_problem(problem, device=-1)
+        assert (taken.source, taken.override) == ("tuned", found.best.plan.override)
+    finally:
+        tuned.load_rows("")
 
 
 @pytest.mark.gpu
@@ -112,15 +199,23 @@ def test_graph_timer():
 def test_tune_one_problem(tmp_path):
     out, dump = tmp_path / "table.csv", tmp_path / "dump.json"
     problems = [Problem(16, 512, 1024), Problem(130, 256, 512, dtype=torch.float16, c=True), Problem(8, 512, 256, gated=True)]
+    problems += [W4Problem(16, 512, 1024), W4Problem(8, 512, 256, group_size=32, zeros=True, gated=True)]
     effort = tune.Effort(top=6, refine=1, finalists=3, screen_us=50.0, final_us=100.0, rounds=3)
     found = tune.tune(problems, out=out, effort=effort, dump=dump, with_torch=True)
     rows = tuned.parse_rows(out.read_text())
-    assert {(r.m, r.n, r.k, r.has_c, r.gated) for r in rows} == {(16, 512, 1024, 0, 0), (130, 256, 512, 1, 0), (8, 512, 256, 0, 1)}
+    assert {(r.op, r.m, r.n, r.k, r.group_size, r.has_c, r.gated) for r in rows} == {
+        ("gemm", 16, 512, 1024, 0, 0, 0),
+        ("gemm", 130, 256, 512, 0, 1, 0),
+        ("gemm", 8, 512, 256, 0, 0, 1),
+        ("w4a16_gemm", 16, 512, 1024, 128, 0, 0),
+        ("w4a16_gemm", 8, 512, 256, 32, 0, 1),
+    }
     for tuning in found:
         assert tuning.regret >= 1.0 and not tuning.rejected
         assert tuning.best.final.us <= tuning.analytic.final.us
     content = json.loads(dump.read_text())
-    assert [p["m"] for p in content["problems"]] == [16, 130, 8]
+    assert [p["m"] for p in content["problems"]] == [16, 130, 8, 16, 8]
+    assert content["problems"][3]["torch_us"] > 0 and content["problems"][4]["torch_us"] is None
     assert content["problems"][0]["torch_us"] > 0 and len(content["problems"][0]["measurements"]) >= 3
     assert tune.tune(problems, out=out, effort=effort, skip_known=True) == []
-    assert tune.regret_summary(found)["problems"] == 3
+    assert tune.regret_summary(found)["problems"] == 5

@@ -54,6 +54,20 @@ def test_plan():
     assert code == 0 and name in text and "override" in text
 
 
+def test_plan_w4a16():
+    code, text = invoke("plan", "w4a16", "--m", "1", "--n", "4096", "--k", "4096")
+    assert code == 0
+    assert "w4a16_gemm  1 x 4096 x 4096 bf16 int4, groups of 128" in text and "w4a16_sm90_bf16_int4_" in text
+    for word in ("predicted", "floor", "why"):
+        assert word in text
+    more = ("--dtype", "fp16", "--group-size", "32", "--zeros", "--format", "int4", "--gated", "--all")
+    code, text = invoke("plan", "w4a16", "--m", "17", "--n", "4096", "--k", "4096", *more)
+    assert code == 0 and "f16 int4, groups of 32, zero points, gated" in text and text.count("@decomposition=") > 5
+    name = text.splitlines()[-1].split()[2].partition("@")[0]
+    code, text = invoke("plan", "w4a16", "--m", "17", "--n", "4096", "--k", "4096", "--dtype", "fp16", "--kernel", name)
+    assert code == (0 if not runs_here() or "not in this build" not in text else 1) and name in text
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -62,7 +76,15 @@ def test_plan():
         (["plan", "gemm", "--m", "1", "--n", "8", "--k", "8", "--dtype", "fp8"], "fp8"),
         (["plan", "gemm", "--m", "1", "--n", "24", "--k", "8", "--gated"], "n must be a multiple of 16"),
         (["plan", "gemm", "--m", "1", "--n", "8", "--k", "8", "--kernel", "nope"], "nearest: gemm_"),
+        (["plan", "w4a16", "--m", "1", "--n", "20", "--k", "8"], "n must be a multiple of 8"),
+        (["plan", "w4a16", "--m", "1", "--n", "8", "--k", "8", "--group-size", "48"], "group_size must be -1 or a power of two"),
+        (["plan", "w4a16", "--m", "1", "--n", "8", "--k", "8", "--format", "nf4"], "nf4"),
+        (["plan", "w4a16", "--m", "1", "--n", "8", "--k", "8", "--kernel", "nope"], "nearest: "),
         (["tune", "gemm"], "no shapes"),
+        (["tune", "w4a16"], "no shapes"),
+        (["tune", "w4a16", "--shapes", "1x8x8x2"], "a shape must be MxNxK, got"),
+        (["tune", "w4a16", "--suite", "square"], "suite must be one of llm, heldout"),
+        (["tune", "w4a16", "--suite", "llm", "--group-size", "20"], "group_size must be -1"),
         (["tune", "gemm", "--shapes", "1x2"], "a shape must be MxNxK"),
         (["tune", "gemm", "--suite", "nope"], "suite must be one of"),
         (["frobnicate"], "frobnicate"),
@@ -78,8 +100,9 @@ def test_errors(arguments, message):
 
 @pytest.mark.skipif(runs_here(), reason="there is a GPU")
 def test_tune_without_a_gpu():
-    code, text = invoke("tune", "gemm", "--shapes", "16x4096x4096")
-    assert code == 1 and "no GPU" in text
+    for family in ("gemm", "w4a16"):
+        code, text = invoke("tune", family, "--shapes", "16x4096x4096")
+        assert code == 1 and "no GPU" in text
 
 
 @pytest.mark.skipif(runs_here(), reason="there is a GPU: its demo is timed")

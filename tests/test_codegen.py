@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "cpp"))
 
-from codegen import configs, gemm, generate, registry, shards, tuned
+from codegen import configs, gemm, generate, registry, shards, tuned, w4a16
 from codegen.kernel import ConfigError
 
 SM90 = {
@@ -36,10 +36,30 @@ SM80 = {
     "schedule": "multistage",
 }
 
+W4A16_SM90 = {
+    "arch": "sm90",
+    "elements": ["f16"],
+    "formats": ["int4"],
+    "tile": [128, 16, 128],
+    "cluster": [1, 1, 1],
+    "warpgroups": 2,
+    "ctas_per_sm": 2,
+    "scaling": "accumulators",
+}
+W4A16_SM80 = {
+    "arch": "sm80",
+    "elements": ["f16", "bf16"],
+    "formats": ["int4"],
+    "tile": [128, 64, 64],
+    "warpgroups": 1,
+    "stages": 3,
+}
+
 
 def expand(base: dict, **changes) -> list:
     row = {**base, **changes}
-    return gemm.expand({key: value for key, value in row.items() if value is not None}, "gemm.toml: kernel row 7")
+    family = w4a16 if "formats" in base else gemm
+    return family.expand({key: value for key, value in row.items() if value is not None}, "gemm.toml: kernel row 7")
 
 
 def table_text(*rows: dict) -> str:
@@ -70,6 +90,11 @@ def test_names_are_derived_from_the_row():
     swapped = expand(SM90, tile=[64, 16, 128], cluster=[1, 1, 1], schedule="pingpong", swap=True, elements=["f16"], layouts=["tn"])
     assert swapped[0].name == "gemm_sm90_f16_tn_64x16x128_1x1x1_pingpong_swap"
     assert expand(SM80, unaligned=True)[1].name == "gemm_sm80_f16_nt_128x128x32_1x1x1_multistage_unaligned"
+    assert [kernel.name for kernel in expand(W4A16_SM80)] == [
+        "w4a16_sm80_f16_int4_128x64x64_1x1x1_w1_multistage",
+        "w4a16_sm80_bf16_int4_128x64x64_1x1x1_w1_multistage",
+    ]
+    assert expand(W4A16_SM90)[0].name == "w4a16_sm90_f16_int4_128x16x128_1x1x1_w2x2_acc"
 
 
 def test_layout_letters_are_majors_of_the_callers_operands():
@@ -81,6 +106,8 @@ def test_alignment_and_threads():
     assert (expand(SM90)[0].alignment, expand(SM90)[0].threads) == (16, 384)
     assert (expand(SM80)[0].alignment, expand(SM80)[0].threads) == (16, 128)
     assert expand(SM80, unaligned=True)[0].alignment == 2
+    assert (expand(W4A16_SM80)[0].alignment, expand(W4A16_SM80)[0].threads) == (16, 128)
+    assert expand(W4A16_SM80, tile=[128, 128, 64], warpgroups=2)[0].threads == 256
 
 
 def test_the_projects_own_table():
@@ -95,6 +122,8 @@ def test_the_projects_own_table():
     for element in ("f16", "bf16"):
         for layout in ("tn", "tt", "nn", "nt"):
             assert any(k.unaligned and k.arch == 80 and (k.element, k.layout) == (element, layout) for k in kernels)
+        # and 4-bit weights one that takes every group size on any GPU.
+        assert any(k.family == "w4a16" and k.arch == 80 and (k.element, k.group_multiple) == (element, 32) for k in kernels)
     tuned.read_folder(ROOT / "cpp" / "configs" / "tuned", kernels)
 
 
@@ -137,6 +166,20 @@ def test_the_projects_own_table():
         (SM80, {"warps": [4, 4]}, "warps", "at most 8 warps"),
         (SM80, {"warps": [1, 1]}, "tile", "512 accumulators per thread"),
         (SM80, {"tile": [128, 128, 24]}, "tile", "16 x 8 x 16"),
+        (W4A16_SM90, {"arch": "sm70"}, "arch", "must be one of sm90, sm80"),
+        (W4A16_SM90, {"tile": [128, 16, 64]}, "tile", "tile_k must be 128"),
+        (W4A16_SM80, {"scaling": "fine"}, "scaling", "no such field for sm80"),
+        (W4A16_SM80, {"ctas_per_sm": 2}, "ctas_per_sm", "no such field for sm80"),
+        (W4A16_SM80, {"formats": ["dense"]}, "formats", "different values from int4"),
+        (W4A16_SM80, {"tile": [256, 64, 64]}, "tile", "tile_m must be 64 or 128"),
+        (W4A16_SM80, {"tile": [128, 24, 64]}, "tile", "tile_n must be 8, 16, 32, 64 or 128"),
+        (W4A16_SM80, {"tile": [128, 64, 32]}, "tile", "tile_k must be 64 or 128"),
+        (W4A16_SM80, {"tile": [128, 128, 64]}, "tile", "128 accumulators per thread"),
+        (W4A16_SM80, {"tile": [128, 16, 64], "warpgroups": 2}, "tile", "the epilogue needs a stage of 8448 bytes, this one has 7168"),
+        (W4A16_SM80, {"warpgroups": 4}, "warpgroups", "must be one of 1, 2"),
+        (W4A16_SM80, {"tile": [128, 8, 128], "warpgroups": 2}, "warpgroups", "shares of the tokens"),
+        (W4A16_SM80, {"stages": None}, "stages", "must be given"),
+        (W4A16_SM80, {"stages": 8}, "stages", "8 stages need 106496 bytes of shared memory, the limit is 101376"),
     ],
 )
 def test_an_illegal_row_is_named_with_its_field_and_value(base, changes, field, rule):
@@ -197,6 +240,15 @@ def test_a_small_tile_is_capped_at_sixteen_stages():
     assert expand(SM90, tile=[64, 8, 64], cluster=[1, 1, 1], schedule="pingpong", swap=True)[0].stages == 16
 
 
+def test_budget_of_a_portable_tile_of_4_bit_weights():
+    """A stage: half a byte a weight, 2 a token's value, and room for a scale and a zero of each row for every 32 of k."""
+    kernel = expand(W4A16_SM80)[0]
+    assert kernel.smem_bytes == 3 * (128 * 64 // 2 + 64 * 64 * 2 + 2 * 2 * 128 * 2)
+    # Kernels of 128 threads are planned as two to an SM, which from 8.6 on has 100 KiB or more; the system takes 1 KiB of each CTA's.
+    for kernel in configs.read_table(ROOT / "cpp" / "configs" / "w4a16.toml"):
+        assert kernel.arch == 90 or kernel.threads > 128 or 2 * (kernel.smem_bytes + 1024) <= 100 * 1024
+
+
 def test_struct_carries_the_numbers():
     kernel = expand(SM90)[1]
     text = gemm.definition(kernel)
@@ -214,6 +266,11 @@ def test_struct_carries_the_numbers():
     ):
         assert line in text
     assert "kWarpsM = 2, kWarpsN = 2;" in gemm.definition(expand(SM80)[0])
+    fine, portable = (w4a16.definition(expand(row)[0]) for row in ({**W4A16_SM90, "scaling": "fine"}, W4A16_SM80))
+    assert "kScaling = Scaling::kFine;" in fine and "launch_w4a16_sm90<" in fine
+    assert "kScaling" not in portable and "kEpilogueChunks" not in portable
+    for line in ("kSwap = true;", "kThreads = 128;", "kStages = 3;", "kSchedule = Schedule::kMultistage;", "return launch_w4a16_sm80<"):
+        assert line in portable
 
 
 # ---- shards -------------------------------------------------------------------------------------------------------------------
@@ -310,9 +367,9 @@ def test_registry_lists_all_and_marks_what_is_compiled(folder):
 
 # ---- tuned tables -------------------------------------------------------------------------------------------------------------
 
-HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,has_c,gated,kernel,decomposition,splits,swizzle,raster,us\n"
-ROW = "gemm,16,4096,4096,1,f16,k,k,0,0,gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative,stream_k,1,2,along_n,9.5\n"
-SMALLER = "gemm,8,4096,4096,1,f16,k,mn,1,0,gemm_sm90_f16_tt_128x256x64_2x1x1_cooperative,split_k,4,1,along_m,7\n"
+HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us\n"
+ROW = "gemm,16,4096,4096,1,f16,k,k,dense,0,0,0,0,gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative,stream_k,1,2,along_n,9.5\n"
+SMALLER = "gemm,8,4096,4096,1,f16,k,mn,dense,0,0,1,0,gemm_sm90_f16_tt_128x256x64_2x1x1_cooperative,split_k,4,1,along_m,7\n"
 
 
 def read(folder: Path, text: str, name: str = "nvidia-h200.csv"):
@@ -323,9 +380,11 @@ def read(folder: Path, text: str, name: str = "nvidia-h200.csv"):
 def test_tuned_rows_are_sorted_by_problem(folder):
     rows = read(folder, HEADER + ROW + SMALLER)["nvidia-h200"]
     assert [row.m for row in rows] == [8, 16]
-    assert rows[0] == tuned.TunedRow(8, 4096, 4096, 1, "f16", "k", "mn", True, False, rows[0].kernel, "split_k", 4, 1, "along_m", 7.0)
+    assert rows[0] == tuned.TunedRow(
+        8, 4096, 4096, 1, "f16", "k", "mn", "dense", 0, False, True, False, rows[0].kernel, "split_k", 4, 1, "along_m", 7.0
+    )
     text = tuned.tuned_text({"nvidia-h200": rows})
-    assert "{8, 4096, 4096, 1, DataType::kF16, Major::kK, Major::kMN, true, false, " in text
+    assert "{8, 4096, 4096, 1, DataType::kF16, Major::kK, Major::kMN, WeightFormat::kDense, 0, false, true, false, " in text
     assert "{Decomposition::kSplitK, 4, 1, RasterOrder::kAlongM}, 7.0f}," in text
 
 
@@ -339,23 +398,72 @@ def test_no_table_is_fine(folder):
     [
         (ROW, "the header must be op,m,n,k"),
         (HEADER + ROW.replace("2x1x1", "4x1x1"), "line 2: no kernel is named 'gemm_sm90_f16_tn_128x256x64_4x1x1_cooperative'"),
-        (HEADER + ROW.replace(",f16,k,k", ",bf16,k,k"), "computes .*'f16', 'k', 'k'.*the row's problem is .*'bf16'"),
+        (HEADER.replace("b_format,group_size,has_zeros,", "") + ROW, "the header must be op,.*,b_format,group_size,has_zeros,"),
+        (HEADER + ROW.replace(",f16,k,k", ",bf16,k,k"), "computes .*'f16', 'k', 'k', 'dense'.*the row's problem is .*'bf16'"),
+        (HEADER + ROW.replace("dense", "int4"), "b_format = 'int4': must be one of dense"),
+        (HEADER + ROW.replace("dense,0", "dense,128"), "a dense B has group_size = 0 and has_zeros = 0, got '128' and '0'"),
         (HEADER + ROW + ROW.replace("9.5", "9.4"), "line 3: repeats the problem of an earlier line"),
         (HEADER + ROW.replace("gemm,16,", "gemm,0,"), "m = '0': must be a number >= 1"),
         (HEADER + ROW.replace("gemm,16,", "gemm,x,"), "m = 'x': must be a number >= 1"),
-        (HEADER + ROW.replace("gemm,16,", "conv,16,"), "op = 'conv': must be one of gemm"),
+        (HEADER + ROW.replace("gemm,16,", "conv,16,"), "op = 'conv': must be one of gemm, w4a16_gemm"),
         (HEADER + ROW.replace("stream_k", "magic"), "decomposition = 'magic': must be one of persistent, stream_k, split_k"),
         (HEADER + ROW.replace("along_n", "up"), "raster = 'up': must be one of along_m, along_n"),
         (HEADER + ROW.replace(",1,2,along", ",1,3,along"), "swizzle = 3: must be one of 1, 2, 4, 8, 16"),
         (HEADER + ROW.replace(",0,0,gemm", ",0,yes,gemm"), "gated = 'yes': must be one of 0, 1"),
         (HEADER + ROW.replace(",9.5", ",nan"), "us = 'nan': must be a number"),
-        (HEADER + ROW.replace(",9.5", ""), "must have 16 columns"),
-        (HEADER + ROW.replace("9.5", "9.5,7"), "must have 16 columns"),
+        (HEADER + ROW.replace(",9.5", ""), "must have 19 columns"),
+        (HEADER + ROW.replace("9.5", "9.5,7"), "must have 19 columns"),
     ],
 )
 def test_bad_tuned_rows(folder, text, message):
     with pytest.raises(ConfigError, match=message):
         read(folder, text)
+
+
+def w4_row(kernels, *, group_size=128, fine=False, **changes):
+    """A row of quantised weights whose kernel takes groups of 32 (fine) or of 128."""
+    kernel = next(k for k in kernels if k.family == "w4a16" and k.element == "f16" and (k.group_multiple == 32) == fine)
+    cells = dict(
+        op="w4a16_gemm", m=16, n=4096, k=4096, batch=1, ab_type="f16", a_major="k", b_major="k", b_format="int4", group_size=group_size,
+        has_zeros=0, has_c=0, gated=0, kernel=kernel.name, decomposition="split_k", splits=2, swizzle=1, raster="along_m", us=5.5,
+    )  # fmt: skip
+    return ",".join(str(value) for value in (cells | changes).values()) + "\n"
+
+
+def read_w4(tmp_path, *rows):
+    """Rows of the project's own kernels."""
+    kernels = configs.read_tables(ROOT / "cpp" / "configs")
+    path = tmp_path / "nvidia-h200.csv"
+    path.write_text(HEADER + "".join(w4_row(kernels, **row) for row in rows))
+    return tuned.read_csv(path, {kernel.name: kernel for kernel in kernels})
+
+
+def test_tuned_rows_of_quantised_weights(tmp_path):
+    """Group sizes, zero points and formats tell problems apart; all of k is -1 in the table and 0 in the library."""
+    rows = read_w4(tmp_path, {}, {"has_zeros": 1}, {"group_size": 32, "fine": True}, {"group_size": -1}, {"group_size": 2048})
+    assert [(row.b_format, row.group_size, row.has_zeros) for row in rows] == [
+        ("int4", 0, False), ("int4", 32, False), ("int4", 128, False), ("int4", 128, True), ("int4", 2048, False),
+    ]  # fmt: skip
+    text = tuned.tuned_text({"nvidia-h200": rows})
+    assert "Major::kK, Major::kK, WeightFormat::kInt4, 0, false, false, false, " in text
+    assert "WeightFormat::kInt4, 128, true, false, false, " in text
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"group_size": 0}, "group_size = '0': must be -1"),
+        ({"group_size": 96}, "group_size = '96': must be -1 .*power of two from 32 on"),
+        ({"group_size": 4096}, "group_size = '4096': .*less than k"),
+        ({"group_size": 32}, "takes groups of 128, the row's are of 32"),
+        ({"b_format": "dense"}, "b_format = 'dense': must be one of int4"),
+        ({"has_zeros": 2}, "has_zeros = '2': must be one of 0, 1"),
+        ({"batch": 2}, "batch = 2: must be 1"),
+    ],
+)
+def test_bad_tuned_rows_of_quantised_weights(tmp_path, row, message):
+    with pytest.raises(ConfigError, match=message):
+        read_w4(tmp_path, row)
 
 
 def test_a_table_is_named_after_its_device(folder):

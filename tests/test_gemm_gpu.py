@@ -356,7 +356,7 @@ def test_more_than_2_to_31_elements_of_an_operand(which):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="requires Triton")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compile(mode):
-    """fullgraph, and with Inductor's CUDA graphs."""
+    """fullgraph, and with Inductor's CUDA graphs; what Inductor fuses between the calls is exact here, so the bits are those of eager mode."""
     torch._dynamo.reset()
     weight, packed = torch.randn(512, 512, device=DEVICE).bfloat16() / 23, torch.randn(1024, 512, device=DEVICE).bfloat16() / 23
 
@@ -369,7 +369,7 @@ def test_compile(mode):
         for m in (1, 16, 16, 16, 200):
             x, residual = torch.randn(m, 512, device=DEVICE).bfloat16(), torch.randn(m, 512, device=DEVICE).bfloat16()
             for have, want in zip(compiled(x, residual), layer(x, residual), strict=True):
-                torch.testing.assert_close(have, want, rtol=2e-2, atol=2e-2)
+                torch.testing.assert_close(have, want, rtol=0, atol=0)
 
 
 FORCED = """

@@ -134,7 +134,8 @@ def test_override_errors():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"op": "conv"}, "op must be 'gemm', got 'conv'"),
+        ({"op": "conv"}, "op must be one of gemm, w4a16_gemm, got 'conv'"),
+        ({"group_size": 64}, "gemm has no group_size; its options are m, n, k, batch"),
         ({"m": -1}, "m must be an integer >= 0, got -1"),
         ({"k": 1.5}, "k must be an integer >= 0, got 1.5"),
         ({"dtype": torch.float32}, "dtype must be torch.float16 or torch.bfloat16, got torch.float32"),
@@ -142,6 +143,14 @@ def test_override_errors():
         ({"layout": "rr"}, "layout must be one of tn, tt, nn, nt, got 'rr'"),
         ({"gated": True, "n": 24}, "n must be a multiple of 16 for a gated GEMM, got 24"),
         ({"device": "cpu"}, "device must be a CUDA device, an index or None, got cpu"),
+        ({"op": "w4a16_gemm", "layout": "tn"}, "w4a16_gemm has no layout; its options are m, n, k, dtype, group_size"),
+        ({"op": "w4a16_gemm", "m": -1}, "m must be an integer >= 0, got -1"),
+        ({"op": "w4a16_gemm", "n": 20}, "n must be a multiple of 8, got 20"),
+        ({"op": "w4a16_gemm", "k": 12}, "k must be a multiple of 8, got 12"),
+        ({"op": "w4a16_gemm", "n": 24, "gated": True}, "n must be a multiple of 16 for a gated GEMM, got 24"),
+        ({"op": "w4a16_gemm", "group_size": 96}, "group_size must be -1 or a power of two >= 32, got 96"),
+        ({"op": "w4a16_gemm", "group_size": 16}, "group_size must be -1 or a power of two >= 32, got 16"),
+        ({"op": "w4a16_gemm", "w4_format": "int5"}, "w4_format must be one of int4, got 'int5'"),
     ],
     ids=str,
 )
@@ -157,6 +166,48 @@ def test_text():
     for word in ("kernel", "launch", "workspace", "predicted", "floor", "analytic"):
         assert word in text
     assert ("not runnable" in text) == (not plan(1, 4096, 4096).compiled)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_w4a16(dtype, group_size):
+    """Every legal problem has a plan, of a kernel that can compute it; the plans of the tuner start with it and can be forced."""
+    kernels = {kernel["name"]: kernel for kernel in minfer.kernels("w4a16")}
+    for (m, n, k), zeros, gated in itertools.product(((1, 4096, 4096), (17, 8192, 72), (300, 48, 28672)), (False, True), (False, True)):
+        options = dict(m=m, n=n, k=k, dtype=dtype, group_size=group_size, zeros=zeros, gated=gated, device=H200)
+        p = minfer.plan("w4a16_gemm", **options, use_tuned=False)
+        kernel = kernels[p.kernel]
+        assert p.op == "w4a16_gemm" and p.source == "analytic"
+        assert (kernel["ab_type"], kernel["b_format"]) == (DTYPE_NAMES[dtype], "int4")
+        assert group_size == -1 or group_size >= k or group_size % kernel["group_multiple"] == 0
+        assert p.predicted_us >= p.floor_us > 0 and p.compiled == kernel["compiled"]
+        plans = enumerate_plans(p.problem, device=H200)
+        assert plans[0].predicted_us == pytest.approx(p.predicted_us, rel=1e-3)
+        forced = minfer.plan("w4a16_gemm", **options, kernel=plans[-1].override)
+        assert (forced.source, forced.override) == ("override", plans[-1].override)
+    with pytest.raises(RuntimeError, match="it reads B in another format"):
+        minfer.plan("w4a16_gemm", **options, kernel=next(iter(KERNELS)))
+
+
+def test_w4a16_floor():
+    """Four bits a weight, scales and zero points a group, A and D."""
+    bandwidth = device_properties(H200)["read_bandwidth"]
+
+    def moved(**options):
+        return minfer.plan("w4a16_gemm", m=1, n=4096, k=4096, device=H200, **options).floor_us * bandwidth
+
+    least = 4096 * 4096 / 2 + 2 * 2 * 4096
+    assert moved() == pytest.approx(least + 32 * 4096 * 2, rel=1e-3)
+    assert moved(zeros=True) == pytest.approx(least + 2 * 32 * 4096 * 2, rel=1e-3)
+    assert moved(group_size=32) == pytest.approx(least + 128 * 4096 * 2, rel=1e-3)
+    assert moved(group_size=-1) == moved(group_size=4096) == pytest.approx(least + 4096 * 2, rel=1e-3)
+    assert moved(gated=True) == pytest.approx(least + 32 * 4096 * 2 - 4096, rel=1e-3)
+
+
+def test_w4a16_text():
+    text = str(minfer.plan("w4a16_gemm", m=3, n=4104, k=4096, zeros=True, gated=False, device=H200))
+    assert "w4a16_gemm  3 x 4104 x 4096 bf16 int4, groups of 128, zero points  on NVIDIA H200" in text
+    assert "one group" in str(minfer.plan("w4a16_gemm", m=3, n=4104, k=64, device=H200).problem)
 
 
 def test_alignment_of_contiguous_operands():

@@ -5,13 +5,14 @@ import dataclasses
 import minfer
 import pytest
 import torch
-from minfer import shapes, tuned
-from minfer.planning import Problem, enumerate_plans, plan_problem
+from minfer import shapes, tune, tuned
+from minfer.planning import Problem, W4Problem, enumerate_plans, plan_problem
 from minfer.tuned import COLUMNS, TunedRow, format_rows, merge_into, parse_rows
 
 H200 = -1
 PROBLEM = Problem(64, 4096, 4096)
-HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,has_c,gated,kernel,decomposition,splits,swizzle,raster,us"
+HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us"
+W4_PROBLEM = W4Problem(24, 4096, 4096)
 
 
 @pytest.fixture
@@ -22,7 +23,11 @@ def no_user_rows():
 
 def some_row(us=12.34, **changes):
     """A row that the analytic model would not choose."""
-    plans = enumerate_plans(PROBLEM, device=H200)
+    return row_of(PROBLEM, us, **changes)
+
+
+def row_of(problem, us=12.34, **changes):
+    plans = enumerate_plans(problem, device=H200)
     return dataclasses.replace(TunedRow.of(plans[len(plans) // 2], us), **changes)
 
 
@@ -30,11 +35,25 @@ def test_columns():
     assert ",".join(COLUMNS) == HEADER
     row = some_row()
     assert (row.op, row.m, row.n, row.k, row.batch, row.ab_type, row.a_major, row.b_major) == ("gemm", 64, 4096, 4096, 1, "bf16", "k", "k")
+    assert (row.b_format, row.group_size, row.has_zeros) == ("dense", 0, 0)
     assert (row.has_c, row.gated, row.us) == (0, 0, 12.34)
+    row = row_of(dataclasses.replace(W4_PROBLEM, group_size=4096, zeros=True, gated=True))
+    assert (row.op, row.m, row.n, row.k, row.batch, row.ab_type, row.a_major, row.b_major) == (
+        "w4a16_gemm",
+        24,
+        4096,
+        4096,
+        1,
+        "bf16",
+        "k",
+        "k",
+    )
+    assert (row.b_format, row.group_size, row.has_zeros, row.has_c, row.gated) == ("int4", -1, 1, 0, 1)
 
 
 def test_round_trip():
     rows = [some_row(), some_row(m=1), some_row(n=512), some_row(has_c=1), some_row(ab_type="f16")]
+    rows += [row_of(W4_PROBLEM), row_of(W4_PROBLEM, group_size=32), row_of(W4_PROBLEM, has_zeros=1)]
     text = format_rows(rows)
     assert text.splitlines()[0] == HEADER
     back = parse_rows(text)
@@ -48,8 +67,8 @@ def test_round_trip():
     "text, message",
     [
         ("op,m\n", "the header must be op,m,n,k"),
-        (HEADER + "\ngemm,1,2\n", "row 2: expected 16 cells, got 3"),
-        (HEADER + "\n" + "gemm,x,4096,4096,1,bf16,k,k,0,0,kernel,persistent,1,1,along_m,1.0\n", "row 2: invalid literal .*'x'"),
+        (HEADER + "\ngemm,1,2\n", "row 2: expected 19 cells, got 3"),
+        (HEADER + "\n" + "gemm,x,4096,4096,1,bf16,k,k,dense,0,0,0,0,kernel,persistent,1,1,along_m,1.0\n", "row 2: invalid literal .*'x'"),
     ],
 )
 def test_malformed(text, message):
@@ -66,6 +85,7 @@ def test_merge(tmp_path):
     assert lines[:2] == ["# reviewed", HEADER]
     assert [row.m for row in parse_rows(path.read_text())] == [1, 2, 64]
     assert parse_rows(path.read_text())[-1].us == 9.5
+    assert merge_into(path, [row_of(W4_PROBLEM), row_of(W4_PROBLEM, has_zeros=1), row_of(W4_PROBLEM, 9.0)]) == 5
     before = path.read_text()
     merge_into(path, [])
     assert path.read_text() == before
@@ -87,6 +107,40 @@ def test_planning_uses_user_rows(no_user_rows):
     assert "user" not in plan_problem(PROBLEM, device=H200).reason
 
 
+def test_w4a16_planning_uses_rows_of_its_own_format(no_user_rows):
+    """The format and the group size must be the problem's; zero points may differ, but a row with the same kind of them comes first."""
+    row = row_of(W4_PROBLEM)
+    tuned.load_rows(format_rows([row, some_row()]))
+
+    def planned(**changes):
+        return plan_problem(dataclasses.replace(W4_PROBLEM, **changes), device=H200)
+
+    p = planned()
+    assert (p.source, p.override) == ("tuned", f"{row.kernel}@{p.launch}") and p.predicted_us == pytest.approx(12.34, rel=1e-3)
+    assert (p.decomposition, p.splits, p.swizzle, p.raster) == (row.decomposition, row.splits, row.swizzle, row.raster)
+    for changes in ({"group_size": 32}, {"group_size": 256}, {"group_size": -1}, {"c": True}, {"gated": True}, {"dtype": torch.float16}):
+        assert planned(**changes).source == "analytic", changes
+    assert plan_problem(Problem(24, 4096, 4096), device=H200).kernel != row.kernel
+    assert planned(zeros=True).override == p.override and planned(zeros=True).reason.endswith("for m = 24, without zero points")
+    plans = enumerate_plans(W4_PROBLEM, device=H200)
+    own = TunedRow.of(dataclasses.replace(plans[0], problem=dataclasses.replace(W4_PROBLEM, zeros=True)), 10.0)
+    tuned.load_rows(format_rows([row, own]))
+    assert planned(zeros=True).override == plans[0].override and planned(zeros=True).reason.endswith("for m = 24")
+    assert planned().override == p.override
+    assert plan_problem(W4_PROBLEM, device=H200, use_tuned=False).source == "analytic"
+
+
+def test_one_group_has_one_name(no_user_rows):
+    """-1 and any size that covers k are the same problem, and the same row."""
+    short = dataclasses.replace(W4_PROBLEM, k=512, group_size=-1)
+    row = row_of(short)
+    assert row.group_size == -1 and dataclasses.replace(short, group_size=512) == dataclasses.replace(short, group_size=1024) == short
+    for group_size in (-1, 512, 4096):
+        tuned.load_rows(format_rows([dataclasses.replace(row, group_size=group_size)]))
+        assert plan_problem(short, device=H200).source == "tuned"
+        assert plan_problem(dataclasses.replace(short, group_size=128), device=H200).source == "analytic"
+
+
 def test_row_that_cannot_be_used_is_passed_over(no_user_rows):
     """A table of another build may name kernels that are gone or illegal here; planning still answers."""
     wrong_type = next(k["name"] for k in minfer.kernels() if k["ab_type"] == "f16")
@@ -100,7 +154,24 @@ def test_malformed_table_is_refused(no_user_rows):
         tuned.load_rows("a,b\n1,2\n")
     with pytest.raises(RuntimeError, match="line 2: .*decomposition must be"):
         tuned.load_rows(format_rows([some_row(decomposition="magic")]))
+    with pytest.raises(RuntimeError, match="line 2: b_format of gemm must be dense, got 'int4'"):
+        tuned.load_rows(format_rows([some_row(b_format="int4")]))
+    with pytest.raises(RuntimeError, match="line 2: w4_format must be int4, got 'int5'"):
+        tuned.load_rows(format_rows([row_of(W4_PROBLEM, b_format="int5")]))
     assert tuned.user_rows() == 0
+
+
+def test_table_of_another_version_is_refused(tmp_path, no_user_rows):
+    """The columns before there were 4-bit weights: said clearly, and the file is left alone."""
+    path = tmp_path / "nvidia-h200.csv"
+    before = HEADER.replace("b_format,group_size,has_zeros,", "") + "\ngemm,1,8,8,1,bf16,k,k,0,0,kernel,persistent,1,1,along_m,1.00\n"
+    path.write_text(before)
+    for refused in (lambda: merge_into(path, [some_row()]), lambda: tune.tune([PROBLEM], out=path)):
+        with pytest.raises(ValueError, match="nvidia-h200.csv: the header must be .*; this table is of another version: remove it"):
+            refused()
+    with pytest.raises(RuntimeError, match="line 1: the header must be .*; this table is of another version: remove it"):
+        tuned.load_rows(before)
+    assert path.read_text() == before and tuned.user_rows() == 0
 
 
 def test_cache_folder(cache_dir, monkeypatch):
@@ -138,11 +209,20 @@ def test_suites():
     assert len(heldout) >= 50 and not known & {(p.m, p.n, p.k) for p in heldout}
     with pytest.raises(ValueError, match="suite must be one of .*heldout"):
         shapes.suite("all")
+    quantised = shapes.w4_suite("llm", dtype=torch.float16, group_size=32, zeros=True)
+    assert [(p.m, p.n, p.k) for p in quantised] == [(p.m, p.n, p.k) for p in llm]
+    assert {(p.dtype, p.group_size, p.zeros) for p in quantised} == {(torch.float16, 32, True)}
+    assert not {(p.m, p.n, p.k) for p in shapes.w4_suite("heldout")} & {(p.m, p.n, p.k) for p in quantised}
+    with pytest.raises(ValueError, match="suite must be one of llm, heldout, got 'square'"):
+        shapes.w4_suite("square")
 
 
 def test_shapes():
     assert shapes.parse_shape("16x4096x1024") == Problem(16, 4096, 1024)
     assert shapes.parse_shape(" 1X2x3x4 ", dtype=torch.float16, c=True) == Problem(1, 2, 3, 4, torch.float16, c=True)
+    assert shapes.parse_w4_shape("16x4096x1024", group_size=-1) == W4Problem(16, 4096, 1024, group_size=-1)
+    with pytest.raises(ValueError, match="a shape must be MxNxK, got '1x8x8x1'"):
+        shapes.parse_w4_shape("1x8x8x1")
     for text in ("", "1x2", "1x2x3x4x5", "axbxc", "1x-2x3"):
         with pytest.raises(ValueError, match="a shape must be MxNxK"):
             shapes.parse_shape(text)

@@ -499,7 +499,7 @@ def test_quantize_and_linear(symmetric):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="requires Triton")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compile(mode):
-    """fullgraph, and with Inductor's CUDA graphs."""
+    """fullgraph, and with Inductor's CUDA graphs; what Inductor fuses between the calls is exact here, so the bits are those of eager mode."""
     torch._dynamo.reset()
     first, second = (make_weight(n, 512, 128, "integer", torch.bfloat16, DEVICE) for n in (512, 1024))
     perm = torch.randperm(512, device=DEVICE).int()
@@ -512,4 +512,4 @@ def test_compile(mode):
     with torch.inference_mode():
         for m in (1, 16, 16, 16, 200):
             x, residual = randn(m, 512, dtype=torch.bfloat16), randn(m, 512, dtype=torch.bfloat16)
-            torch.testing.assert_close(compiled(x, residual), layer(x, residual), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(compiled(x, residual), layer(x, residual), rtol=0, atol=0)

@@ -43,6 +43,30 @@ __global__ void fill_normal_kernel(void* data, DataType type, int64_t count, flo
   }
 }
 
+__global__ void fill_uniform_kernel(void* data, DataType type, int64_t count, float low, float high, uint64_t seed) {
+  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
+    store(data, type, i, low + (high - low) * (float(mix(mix(seed) ^ uint64_t(i)) >> 40) * 0x1p-24f));
+  }
+}
+
+__global__ void fill_codes_kernel(uint8_t* codes, int64_t count, uint64_t seed) {
+  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
+    codes[i] = uint8_t(mix(mix(seed) ^ uint64_t(i)) >> 60);
+  }
+}
+
+__global__ void dequantise_codes_kernel(uint8_t const* codes, void const* scales, void const* zeros, int64_t group_size, int64_t n,
+                                        int64_t k, DataType type, void* out) {
+  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n * k; i += stride) {
+    int64_t const group = (group_size > 0 ? i % k / group_size : 0) * n + i / k;
+    double const zero = zeros != nullptr ? load(zeros, type, group) : 8.0;
+    store(out, type, i, float((double(codes[i]) - zero) * load(scales, type, group)));
+  }
+}
+
 __device__ double activate(double x, Activation activation) {
   switch (activation) {
     case Activation::kRelu: return x > 0 ? x : 0;
@@ -148,6 +172,25 @@ void fill_normal(void* data, DataType type, int64_t count, float deviation, uint
   if (count == 0) return;
   fill_normal_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(data, type, count, deviation, seed);
   check(cudaGetLastError(), "fill_normal");
+}
+
+void fill_uniform(void* data, DataType type, int64_t count, float low, float high, uint64_t seed, cudaStream_t stream) {
+  if (count == 0) return;
+  fill_uniform_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(data, type, count, low, high, seed);
+  check(cudaGetLastError(), "fill_uniform");
+}
+
+void fill_codes(uint8_t* codes, int64_t count, uint64_t seed, cudaStream_t stream) {
+  if (count == 0) return;
+  fill_codes_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(codes, count, seed);
+  check(cudaGetLastError(), "fill_codes");
+}
+
+void dequantise_codes(uint8_t const* codes, void const* scales, void const* zeros, int64_t group_size, int64_t n, int64_t k, DataType type,
+                      void* out, cudaStream_t stream) {
+  if (n * k == 0) return;
+  dequantise_codes_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(codes, scales, zeros, group_size, n, k, type, out);
+  check(cudaGetLastError(), "dequantise_codes");
 }
 
 void poison(void* data, int64_t bytes, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-// Device kernels that every benchmark needs: random operands, a reference GEMM, its error norm, a spin.
+// Device kernels that every benchmark needs: random operands, dense and quantised, a reference GEMM, its error norm, a spin.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,6 +11,17 @@ namespace minfer::bench {
 
 /// Normal random numbers with mean 0; the same (seed, count) gives the same values on every device.
 void fill_normal(void* data, DataType type, int64_t count, float deviation, uint64_t seed, cudaStream_t stream);
+
+/// Uniform random numbers from [low, high), likewise.
+void fill_uniform(void* data, DataType type, int64_t count, float low, float high, uint64_t seed, cudaStream_t stream);
+
+/// Uniform random 4-bit codes, one to a byte, likewise.
+void fill_codes(uint8_t* codes, int64_t count, uint64_t seed, cudaStream_t stream);
+
+/// W [n, k] of `type`, contiguous: (code - zero) * scale, rounded once. codes [n, k]; scales and zeros [ceil(k / group_size), n] of `type`;
+/// zeros null: 8; group_size 0: all of k. Shares no code and no layout with the library's.
+void dequantise_codes(uint8_t const* codes, void const* scales, void const* zeros, int64_t group_size, int64_t n, int64_t k, DataType type,
+                      void* out, cudaStream_t stream);
 
 /// Every byte 0xff, which is a NaN in each of our types: an element that a kernel fails to write cannot pass the check.
 void poison(void* data, int64_t bytes, cudaStream_t stream);

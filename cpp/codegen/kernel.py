@@ -13,7 +13,16 @@ SCHEDULES = {
 }
 
 
-FORMATS = {"dense": "WeightFormat::kDense", "int4": "WeightFormat::kInt4"}
+FORMATS = {
+    "dense": "WeightFormat::kDense",
+    "int4": "WeightFormat::kInt4",
+    "nf4": "WeightFormat::kNf4",
+    "mxfp4": "WeightFormat::kMxFp4",
+    "nvfp4": "WeightFormat::kNvFp4",
+    "int8": "WeightFormat::kInt8",
+    "fp8_e4m3": "WeightFormat::kFp8E4M3",
+}
+BITS = {"int4": 4, "nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8_e4m3": 8}  # of a code, by format
 
 
 class ConfigError(Exception):
@@ -48,7 +57,7 @@ class Kernel:
         tile = "x".join(map(str, self.tile))
         cluster = "x".join(map(str, self.cluster))
         if self.b_format != "dense":
-            return f"{self.family}_sm{self.arch}_{self.element}_{self.b_format}_{tile}_{cluster}_{self.variant}"
+            return f"w{BITS[self.b_format]}a16_sm{self.arch}_{self.element}_{self.b_format}_{tile}_{cluster}_{self.variant}"
         suffix = ("_swap" if self.swap else "") + ("_unaligned" if self.unaligned else "")
         return f"{self.family}_sm{self.arch}_{self.element}_{self.layout}_{tile}_{cluster}_{self.schedule}{suffix}"
 

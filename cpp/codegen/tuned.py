@@ -7,10 +7,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from codegen.kernel import ELEMENTS, MAJORS, ConfigError, Kernel, cpp_bool, cpp_string
+from codegen.kernel import ELEMENTS, FORMATS, MAJORS, ConfigError, Kernel, cpp_bool, cpp_string
 from codegen.shards import BANNER
 
-COLUMNS = "op,m,n,k,batch,ab_type,a_major,b_major,has_c,gated,kernel,decomposition,splits,swizzle,raster,us".split(",")
+COLUMNS = (
+    "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us"
+).split(",")
+OPS = ("gemm", "w4a16_gemm")  # of dense B, of 4-bit B
 DECOMPOSITIONS = {
     "persistent": "Decomposition::kDataParallel",
     "stream_k": "Decomposition::kStreamK",
@@ -30,6 +33,9 @@ class TunedRow:
     ab_type: str
     a_major: str
     b_major: str
+    b_format: str
+    group_size: int  # quantised B: k of a scale; 0: all of k, and where B is dense
+    has_zeros: bool
     has_c: bool
     gated: bool
     kernel: str
@@ -44,7 +50,8 @@ class TunedRow:
         """The problem, in the order of minfer::GemmTunedRow's fields; enumerators compare by their C++ value, as in the sorted table."""
         majors = list(MAJORS)
         enums = (list(ELEMENTS).index(self.ab_type), majors.index(self.a_major), majors.index(self.b_major))
-        return (self.m, self.n, self.k, self.batch, *enums, self.has_c, self.gated)
+        weights = (list(FORMATS).index(self.b_format), self.group_size, self.has_zeros)
+        return (self.m, self.n, self.k, self.batch, *enums, *weights, self.has_c, self.gated)
 
 
 def device_slug(name: str) -> str:
@@ -88,16 +95,18 @@ def _parse(fields: dict, where: str) -> TunedRow:
 
     if None in fields or None in fields.values():
         raise ConfigError(f"{where}: must have {len(COLUMNS)} columns")
-    choice("op", ["gemm"])
+    choice("op", OPS)
     swizzle = number("swizzle")
     if swizzle not in SWIZZLES:
         raise ConfigError(f"{where}, swizzle = {swizzle}: must be one of {', '.join(map(str, SWIZZLES))}")
     return TunedRow(
         **{column: number(column) for column in ("m", "n", "k", "batch", "splits")},
-        **{column: BOOLS[choice(column, BOOLS)] for column in ("has_c", "gated")},
+        **{column: BOOLS[choice(column, BOOLS)] for column in ("has_zeros", "has_c", "gated")},
         ab_type=choice("ab_type", ELEMENTS),
         a_major=choice("a_major", MAJORS),
         b_major=choice("b_major", MAJORS),
+        b_format=choice("b_format", ["dense"] if fields["op"] == "gemm" else [name for name in FORMATS if name != "dense"]),
+        group_size=_group_size(fields, where),
         kernel=fields["kernel"],
         decomposition=choice("decomposition", DECOMPOSITIONS),
         swizzle=swizzle,
@@ -106,13 +115,29 @@ def _parse(fields: dict, where: str) -> TunedRow:
     )
 
 
+def _group_size(fields: dict, where: str) -> int:
+    """Dense: 0. Quantised: -1 for all of k, which is 0 here, or a power of two from 32 on and less than k."""
+    text, powers = fields["group_size"], [str(1 << i) for i in range(5, 31)]
+    if fields["op"] == "gemm":
+        if text != "0" or fields["has_zeros"] != "0":
+            raise ConfigError(f"{where}: a dense B has group_size = 0 and has_zeros = 0, got {text!r} and {fields['has_zeros']!r}")
+        return 0
+    if fields["batch"] != "1":
+        raise ConfigError(f"{where}, batch = {fields['batch']}: must be 1 where B is quantised")
+    if text != "-1" and (text not in powers or int(text) >= int(fields["k"])):
+        raise ConfigError(f"{where}, group_size = {text!r}: must be -1 (all of k) or a power of two from 32 on that is less than k")
+    return max(int(text), 0)
+
+
 def _check_kernel(row: TunedRow, kernels: dict[str, Kernel], where: str) -> None:
     kernel = kernels.get(row.kernel)
     if kernel is None:
         raise ConfigError(f"{where}: no kernel is named {row.kernel!r}; tune again or remove the row")
-    wanted, has = (row.ab_type, row.a_major, row.b_major), (kernel.element, kernel.a_major, kernel.b_major)
+    wanted, has = (row.ab_type, row.a_major, row.b_major, row.b_format), (kernel.element, kernel.a_major, kernel.b_major, kernel.b_format)
     if wanted != has:
-        raise ConfigError(f"{where}: {row.kernel} computes (ab_type, a_major, b_major) = {has}, the row's problem is {wanted}")
+        raise ConfigError(f"{where}: {row.kernel} computes (ab_type, a_major, b_major, b_format) = {has}, the row's problem is {wanted}")
+    if row.group_size and row.group_size % kernel.group_multiple:
+        raise ConfigError(f"{where}: {row.kernel} takes groups of {kernel.group_multiple}, the row's are of {row.group_size}")
 
 
 def read_folder(folder: Path, kernels: list[Kernel]) -> dict[str, list[TunedRow]]:
@@ -176,5 +201,7 @@ def tuned_text(tables: dict[str, list[TunedRow]]) -> str:
 
 def _row(row: TunedRow) -> str:
     launch = f"{{{DECOMPOSITIONS[row.decomposition]}, {row.splits}, {row.swizzle}, {RASTERS[row.raster]}}}"
-    types = f"{ELEMENTS[row.ab_type]}, {MAJORS[row.a_major]}, {MAJORS[row.b_major]}, {cpp_bool(row.has_c)}, {cpp_bool(row.gated)}"
-    return f"    {{{row.m}, {row.n}, {row.k}, {row.batch}, {types}, {cpp_string(row.kernel)}, {launch}, {row.us!r}f}},\n"
+    types = f"{ELEMENTS[row.ab_type]}, {MAJORS[row.a_major]}, {MAJORS[row.b_major]}"
+    weights = f"{FORMATS[row.b_format]}, {row.group_size}, {cpp_bool(row.has_zeros)}"
+    rest = f"{cpp_bool(row.has_c)}, {cpp_bool(row.gated)}, {cpp_string(row.kernel)}, {launch}, {row.us!r}f"
+    return f"    {{{row.m}, {row.n}, {row.k}, {row.batch}, {types}, {weights}, {rest}}},\n"

@@ -1,27 +1,40 @@
-"""The W4A16 family: which rows of w4a16.toml are legal, the shared memory they need, the struct a shard instantiates.
+"""The W4A16 and W8A16 families: which rows of w4a16.toml are legal, the shared memory they need, the struct a shard instantiates.
 
 The kernels' tile is [rows of the weight, tokens, k]: the operands are swapped.
 """
 
 from __future__ import annotations
 
-from codegen import gemm
-from codegen.kernel import ELEMENTS, FORMATS, SCHEDULES, ConfigError, Kernel
+from collections.abc import Callable
 
-TEMPLATES = {90: ("w4a16/w4a16_sm90.cuh", "launch_w4a16_sm90")}
+from codegen import gemm
+from codegen.kernel import BITS, ELEMENTS, FORMATS, SCHEDULES, ConfigError, Kernel
+
+TEMPLATES = {90: ("w4a16/w4a16_sm90.cuh", "launch_w4a16_sm90"), 80: ("w4a16/w4a16_sm80.cuh", "launch_w4a16_sm80")}
 LAUNCH_HEADER = "gemm/launch.h"
 ARGUMENTS = "gemm::GemmLaunchArguments"
 
-# Where scales are applied -> (enumerator, k that a group must be a multiple of).
+SCALE_BYTES = {"mxfp4": 1, "nvfp4": 1}  # the others: 2
+FIXED_GROUP = {"mxfp4": 32, "nvfp4": 16}
+ZEROS = {"int4", "int8"}  # formats with zero points
+BOOKS = {"nf4", "mxfp4", "nvfp4"}  # formats with a code book in shared memory
+BOOK_BYTES = 256 * 128
+
+# sm90: where scales are applied -> (enumerator, k that a group must be a multiple of). sm80 applies them to the fragments of 32 of k.
 SCALINGS = {
     "accumulators": ("Scaling::kAccumulators", 128),
     "fragments": ("Scaling::kFragments", 128),
     "fine": ("Scaling::kFine", 32),
+    "fine_accumulators": ("Scaling::kFineAccumulators", 32),
 }
-SHORT = {"accumulators": "acc", "fragments": "frag", "fine": "fine"}
-TILE_K = 128  # two 64 x 64 blocks of every 64 rows
+SHORT = {"accumulators": "acc", "fragments": "frag", "fine": "fine", "fine_accumulators": "fineacc"}
+BLOCK = 64  # weights are packed in blocks of 64 x 64
+FINEST = 32  # k of the smallest group
+TILE_K = 128  # sm90: two blocks of every 64 rows
 SMEM_LIMIT = {1: gemm.SM90_SMEM_LIMIT, 2: 115712}  # 113 KiB: two CTAs and the 1 KiB that the system takes for each share 228
-FIELDS = {"arch", "elements", "formats", "tile", "cluster", "warpgroups", "ctas_per_sm", "scaling", "stages", "note"}
+MAX_ACCUMULATORS_SM80 = 64  # fp32 a thread
+COMMON_FIELDS = {"arch", "elements", "formats", "tile", "warpgroups", "stages", "note"}
+FIELDS = {"sm90": COMMON_FIELDS | {"cluster", "ctas_per_sm", "scaling"}, "sm80": COMMON_FIELDS}
 
 
 def expand(row: dict, where: str) -> list[Kernel]:
@@ -47,41 +60,86 @@ def expand(row: dict, where: str) -> list[Kernel]:
         require(ok, field, f"must be a list of different values from {', '.join(allowed)}")
         return value
 
+    arch = row.get("arch")
+    require(arch in FIELDS, "arch", f"must be one of {', '.join(FIELDS)}")
     for field in row:
-        require(field in FIELDS, field, f"no such field; known: {', '.join(sorted(FIELDS))}")
-    require(row.get("arch") == "sm90", "arch", "must be sm90")
-    elements, formats = names("elements", ELEMENTS), names("formats", [f for f in FORMATS if f != "dense"])
-    tile, cluster = integers("tile"), integers("cluster")
+        require(field in FIELDS[arch], field, f"no such field for {arch}; known: {', '.join(sorted(FIELDS[arch]))}")
+    elements, formats = names("elements", ELEMENTS), names("formats", BITS)
+    tile = integers("tile")
+    note = row.get("note", "")
+    require(isinstance(note, str), "note", "must be a string")
+    fields_of = (expand_sm90 if arch == "sm90" else expand_sm80)(row, tile, require, integer, integers)
+    shared = dict(family="w4a16", layout="tn", tile=tile, swap=True, unaligned=False, note=note)
+    return [Kernel(element=element, b_format=name, **shared, **fields_of(name)) for element in elements for name in formats]
+
+
+def expand_sm90(row: dict, tile: tuple[int, ...], require, integer, integers) -> Callable[[str], dict]:
+    """A format's fields of the kernel."""
+    cluster = integers("cluster")
     warpgroups, ctas_per_sm = integer("warpgroups", (1, 2, 4)), integer("ctas_per_sm", (1, 2))
     scaling = row.get("scaling")
     require(scaling in SCALINGS, "scaling", f"must be one of {', '.join(SCALINGS)}")
-    note = row.get("note", "")
-    require(isinstance(note, str), "note", "must be a string")
 
     tile_m, tile_n, tile_k = tile
-    mma_m = tile_m // (64 * warpgroups)
-    require(tile_m % (64 * warpgroups) == 0 and mma_m in (1, 2), "tile", "tile_m must be 64 or 128 rows a warpgroup")
+    mma_m = tile_m // (BLOCK * warpgroups)
+    require(tile_m % (BLOCK * warpgroups) == 0 and mma_m in (1, 2), "tile", "tile_m must be 64 or 128 rows a warpgroup")
     require(tile_n % 8 == 0 and 8 <= tile_n <= 256, "tile", "tile_n must be a multiple of 8 from 8 to 256 (the WGMMA shapes)")
     require(tile_k == TILE_K, "tile", f"tile_k must be {TILE_K}")
-    require(scaling != "accumulators" or mma_m == 1, "scaling", "accumulators take 64 rows a warpgroup")
+    require("accumulators" not in scaling or mma_m == 1, "scaling", "accumulators take 64 rows a warpgroup")
     require(cluster[0] in (1, 2, 4) and cluster[1:] == (1, 1), "cluster", "must be [1|2|4, 1, 1]: CTAs that share their tokens")
     require(tile_n % (8 * cluster[0]) == 0, "cluster", "the CTAs' shares of the tokens must be multiples of 8")
 
-    scale_rows = 1 if scaling != "fine" else tile_k // 32
-    stage = tile_n * tile_k * 2 + tile_m * tile_k // 2 + 2 * scale_rows * tile_m * 2
-    general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
-    staging = warpgroups * (-(-max(tile_n * 128, general) // 1024) * 1024 + 4 * 64 * mma_m)
-    fixed, limit = staging + gemm.SM90_BARRIER_BYTES, SMEM_LIMIT[ctas_per_sm]
-    fits = min((limit - fixed) // stage, gemm.MAX_STAGES_SM90)
-    stages = row.get("stages", fits)
-    require(type(stages) is int and gemm.MIN_STAGES_SM90 <= stages <= fits, "stages", f"{fits} stages of {stage} bytes fit, 3 are needed")
-    smem = -(-(stages * stage + fixed) // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT
+    def fields(name: str) -> dict:
+        fine = scaling.startswith("fine")
+        group = FIXED_GROUP.get(name, 32) if fine else 128
+        require(
+            name not in FIXED_GROUP or fine, "scaling", f"{name} has groups of {FIXED_GROUP.get(name)}: must be fine or fine_accumulators"
+        )
+        require(group >= 32 or scaling == "fine", "scaling", f"{name} has groups of {group}: must be fine")
+        scale_rows, zeros = tile_k // group, 2 if name in ZEROS else 0
+        stage = tile_n * tile_k * 2 + tile_m * tile_k * BITS[name] // 8 + scale_rows * tile_m * (SCALE_BYTES.get(name, 2) + zeros)
+        general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
+        staging = warpgroups * (-(-max(tile_n * 128, general) // 1024) * 1024 + 4 * 64 * mma_m)
+        fixed, limit = staging + (BOOK_BYTES if name in BOOKS else 0) + gemm.SM90_BARRIER_BYTES, SMEM_LIMIT[ctas_per_sm]
+        fits = min((limit - fixed) // stage, gemm.MAX_STAGES_SM90)
+        stages = row.get("stages", fits)
+        ok = type(stages) is int and gemm.MIN_STAGES_SM90 <= stages <= fits
+        require(ok, "stages", f"{fits} stages of {stage} bytes fit ({name}), 3 are needed")
+        smem = -(-(stages * stage + fixed) // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT
+        shared = dict(arch=90, cluster=cluster, schedule="cooperative", stages=stages, epilogue_chunks=1, warps=(0, 0))
+        shared.update(threads=128 * (warpgroups + 1), smem_bytes=min(smem, limit), ctas_per_sm=ctas_per_sm, scaling=scaling)
+        shared.update(group_multiple=group, variant=f"w{warpgroups}x{ctas_per_sm}_{SHORT[scaling]}")
+        return shared
 
-    shared = dict(family="w4a16", arch=90, layout="tn", tile=tile, cluster=cluster, schedule="cooperative", swap=True, unaligned=False)
-    shared.update(stages=stages, epilogue_chunks=1, warps=(0, 0), threads=128 * (warpgroups + 1), smem_bytes=min(smem, limit), note=note)
-    shared.update(ctas_per_sm=ctas_per_sm, scaling=scaling, group_multiple=SCALINGS[scaling][1])
-    shared.update(variant=f"w{warpgroups}x{ctas_per_sm}_{SHORT[scaling]}")
-    return [Kernel(element=element, b_format=name, **shared) for element in elements for name in formats]
+    return fields
+
+
+def expand_sm80(row: dict, tile: tuple[int, ...], require, integer, integers) -> Callable[[str], dict]:
+    tile_m, tile_n, tile_k = tile
+    warpgroups, stages = integer("warpgroups", (1, 2)), row.get("stages")
+    require(tile_m in (BLOCK, 2 * BLOCK), "tile", "tile_m must be 64 or 128: every warp has 16 rows of each 64")
+    require(tile_n in (8, 16, 32, 64, 128), "tile", "tile_n must be 8, 16, 32, 64 or 128")
+    require(tile_k in (BLOCK, 2 * BLOCK), "tile", "tile_k must be 64 or 128")
+    require(tile_n % (8 * warpgroups) == 0, "warpgroups", "the warpgroups' shares of the tokens must be multiples of 8")
+    accumulators = tile_m * tile_n // (128 * warpgroups)
+    rule = f"{accumulators} accumulators per thread leave too few registers for the fragments, the limit is {MAX_ACCUMULATORS_SM80}"
+    require(accumulators <= MAX_ACCUMULATORS_SM80, "tile", rule)
+
+    # Packed weights, activations, scales and zeros. The epilogue passes as many tokens of fp32 as one stage holds, 8 a warpgroup at least.
+    stage = tile_m * tile_k // 2 + tile_n * tile_k * 2 + 2 * (tile_k // FINEST) * tile_m * 2
+    staged = 8 * warpgroups * (tile_m + 4) * 4
+    require(staged <= stage, "tile", f"the epilogue needs a stage of {staged} bytes, this one has {stage}")
+    require(type(stages) is int and stages >= 2, "stages", "must be given, 2 or more")
+    limit = gemm.SM80_SMEM_LIMIT
+    require(stages * stage <= limit, "stages", f"{stages} stages need {stages * stage} bytes of shared memory, the limit is {limit}")
+
+    def fields(name: str) -> dict:
+        require(name == "int4", "formats", "must be int4: the other formats are dequantised first")
+        shared = dict(arch=80, cluster=(1, 1, 1), schedule="multistage", stages=stages, epilogue_chunks=0, warps=(4, warpgroups))
+        shared.update(threads=128 * warpgroups, smem_bytes=stages * stage, group_multiple=FINEST, variant=f"w{warpgroups}_multistage")
+        return shared
+
+    return fields
 
 
 def definition(kernel: Kernel) -> str:
@@ -97,7 +155,8 @@ def definition(kernel: Kernel) -> str:
         f"static constexpr int kThreads = {kernel.threads};",
         f"static constexpr int kSmemBytes = {kernel.smem_bytes};",
         f"static constexpr int kCtasPerSm = {kernel.ctas_per_sm};",
-        f"static constexpr int kEpilogueChunks = {kernel.epilogue_chunks};",
-        f"static constexpr Scaling kScaling = {SCALINGS[kernel.scaling][0]};",
     ]
+    if kernel.arch == 90:
+        lines.append(f"static constexpr int kEpilogueChunks = {kernel.epilogue_chunks};")
+        lines.append(f"static constexpr Scaling kScaling = {SCALINGS[kernel.scaling][0]};")
     return gemm.struct(kernel, lines, TEMPLATES[kernel.arch][1])

@@ -53,10 +53,6 @@ Matrix describe(Tensor const& tensor) {
   return x;
 }
 
-/// Whether a copy of the misaligned operands pays: TMA's kernels are several times faster than the element-wise ones, so it does as soon as the
-/// product is more than a launch or two of work.
-bool worth_realigning(int64_t m, int64_t n, int64_t k, int64_t batch) { return double(m) * double(n) * double(k) * double(batch) > 4e6; }
-
 /// Copies an operand whose base or strides TMA cannot address into one with 16-byte aligned rows (columns, where those are contiguous).
 Matrix realigned(Matrix const& x) {
   if (x.alignment >= 16 || x.rows == 0 || x.columns == 0 || x.batch == 0) return x;

@@ -1,8 +1,10 @@
 #include "gemm_planning.h"
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -12,6 +14,7 @@
 #include <unordered_map>
 
 #include "bindings.h"
+#include "minfer/w4a16.h"
 
 namespace minfer::torch_binding {
 
@@ -85,11 +88,18 @@ Major parse_major(char const* what, std::string const& text) {
   return text == "k" ? Major::kK : Major::kMN;
 }
 
-GemmProblem parse_problem(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
+/// A group size as the operators take it, -1 for all of k, as GemmProblem has it.
+int32_t group_of(char const* what, int64_t group_size) {
+  check(group_size == -1 || (group_size >= 0 && group_size <= INT32_MAX), what,
+        ": group_size must be -1 (all of k) or a power of two, got ", group_size);
+  return group_size == -1 ? 0 : int32_t(group_size);
+}
+
+GemmProblem dense_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
                           std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
                           bool gated) {
-  check(sizes.size() == 4, "minfer::_plan_gemm: sizes must be [m, n, k, batch], got ", sizes.size(), " values");
-  check(alignments.size() == 4, "minfer::_plan_gemm: alignments must be [a, b, c, d], got ", alignments.size(), " values");
+  check(sizes.size() == 4, op, ": sizes must be [m, n, k, batch], got ", sizes.size(), " values");
+  check(alignments.size() == 4, op, ": alignments must be [a, b, c, d], got ", alignments.size(), " values");
   GemmProblem p;
   p.m = sizes[0];
   p.n = sizes[1];
@@ -108,6 +118,22 @@ GemmProblem parse_problem(std::vector<int64_t> const& sizes, std::string const& 
   return p;
 }
 
+GemmProblem w4_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format,
+                       int64_t group_size, bool has_zeros, bool has_c, bool gated) {
+  check(sizes.size() == 3, op, ": sizes must be [m, n, k], got ", sizes.size(), " values");
+  GemmProblem p;
+  p.m = sizes[0];
+  p.n = sizes[1];
+  p.k = sizes[2];
+  p.ab_type = p.d_type = parse_type("ab_type", ab_type);
+  p.b_format = parse_format(op, 0, w4_format);
+  p.group_size = group_of(op, group_size);
+  p.has_zeros = has_zeros;
+  p.has_c = has_c;
+  p.gated = gated;
+  return p;
+}
+
 DeviceProperties properties_of(int64_t device) { return device < 0 ? h200_properties() : device_properties(int32_t(device)); }
 
 void write_plan(Json& json, GemmPlan const& plan) {
@@ -117,6 +143,54 @@ void write_plan(Json& json, GemmPlan const& plan) {
   json.key("workspace_bytes").value(int64_t(plan.workspace_bytes)).key("predicted_us").value(plan.predicted_us);
   json.key("floor_us").value(plan.floor_us).key("source").value(name_of(plan.source)).key("reason").value(plan.reason);
   json.key("compiled").value(plan.kernel->launch != nullptr).close('}');
+}
+
+std::string plan_json(char const* op, GemmProblem problem, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable,
+                      int64_t device) {
+  GemmPlanOptions options;
+  KernelOverride override;
+  if (kernel) {
+    override = parse_override(op, *kernel);
+    options.kernel = override.name.c_str();
+    if (override.launch) options.launch = &*override.launch;
+  }
+  options.use_tuned = use_tuned && tuned_enabled();
+  options.only_runnable = only_runnable;
+  options.force_arch = forced_arch();
+  use_user_rows(&options);
+  DeviceProperties const properties = properties_of(device);
+  bool first = false;
+  if (!kernel) {
+    Status const status = dequantize_first(problem, properties, options, &first);
+    check(status.ok(), op, ": ", status.message);
+  }
+  double const write_us = first ? dequantize_us(problem, properties) : 0.0;
+  if (first) problem = dequantized(problem);
+  GemmPlan plan;
+  Status const status = plan_gemm(problem, properties, options, &plan);
+  check(status.ok(), op, ": ", status.message);
+  if (first) {
+    std::string const reason = std::string("after dequantisation: ") + plan.reason;
+    std::snprintf(plan.reason, sizeof(plan.reason), "%s", reason.c_str());
+    plan.predicted_us += write_us;
+  }
+  Json json;
+  write_plan(json, plan);
+  return json.text();
+}
+
+std::string enumerate_json(char const* op, GemmProblem const& problem, bool only_runnable, int64_t device, int64_t limit) {
+  GemmPlanOptions options;
+  options.only_runnable = only_runnable;
+  options.force_arch = forced_arch();
+  std::vector<GemmPlan> plans(size_t(limit > 0 ? limit : 0));
+  int64_t count = 0;
+  Status const status = enumerate_gemm(problem, properties_of(device), options, plans.data(), int64_t(plans.size()), &count);
+  check(status.ok(), op, ": ", status.message);
+  Json json;
+  json.open('[');
+  for (int64_t i = 0; i < count && i < limit; ++i) write_plan(json, plans[size_t(i)]);
+  return json.close(']').text();
 }
 
 }  // namespace
@@ -147,11 +221,14 @@ KernelOverride parse_override(char const* op, std::string const& text) {
   return result;
 }
 
-WeightFormat parse_format(char const* op, std::string const& name) {
-  for (WeightFormat format : {WeightFormat::kInt4}) {
+WeightFormat parse_format(char const* op, int bits, std::string const& name) {
+  std::string known;
+  for (WeightFormat format : kWeightFormats) {
+    if (bits != 0 && bits_of(format) != bits) continue;
     if (name == name_of(format)) return format;
+    known += (known.empty() ? "" : ", ") + std::string(name_of(format));
   }
-  fail(op, ": w4_format must be int4, got '", name, "'");
+  fail(op, ": ", bits == 8 ? "w8_format" : "w4_format", " must be one of ", known, ", got '", name, "'");
 }
 
 Activation parse_activation(char const* op, std::string const& name) {
@@ -187,105 +264,95 @@ void use_user_rows(GemmPlanOptions* options) {
   options->user_row_count = int64_t(held->rows.size());
 }
 
-GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t device) {
-  thread_local std::unordered_map<Key, GemmPlan, Hash> plans;
-  thread_local uint64_t seen = 0;
-  uint64_t const now = generation.load(std::memory_order_acquire);
-  if (seen != now || plans.size() > 16384) {
-    plans.clear();
-    seen = now;
-  }
+namespace {
+
+Key key_of(GemmProblem const& problem, int32_t device) {
   uint64_t const rest = uint64_t(problem.ab_type) | uint64_t(problem.d_type) << 2 | uint64_t(problem.a_major) << 4 |
                         uint64_t(problem.b_major) << 5 | uint64_t(problem.a_alignment) << 8 | uint64_t(problem.b_alignment) << 16 |
                         uint64_t(problem.c_alignment) << 24 | uint64_t(problem.d_alignment) << 32 | uint64_t(problem.has_c) << 40 |
                         uint64_t(problem.gated) << 41 | uint64_t(problem.b_format) << 42 | uint64_t(problem.has_zeros) << 47 |
                         uint64_t(std::bit_width(uint32_t(problem.group_size))) << 48;  // a power of two
-  Key const key{problem.m, problem.n, problem.k, problem.batch, rest, device};
-  auto const found = plans.find(key);
-  if (found != plans.end()) return found->second;
+  return {problem.m, problem.n, problem.k, problem.batch, rest, device};
+}
+
+/// A thread's answers by problem, forgotten when the tuned tables change.
+template <class Value>
+struct Cache {
+  std::unordered_map<Key, Value, Hash> map;
+  uint64_t seen = 0;
+
+  template <class Make>
+  Value const& get(GemmProblem const& problem, int32_t device, Make&& make) {
+    uint64_t const now = generation.load(std::memory_order_acquire);
+    if (seen != now || map.size() > 16384) {
+      map.clear();
+      seen = now;
+    }
+    Key const key = key_of(problem, device);
+    auto const found = map.find(key);
+    return found != map.end() ? found->second : map.emplace(key, make()).first->second;
+  }
+};
+
+GemmPlanOptions options_of_calls() {
   GemmPlanOptions options;
   options.use_tuned = tuned_enabled();
   options.force_arch = forced_arch();
   use_user_rows(&options);
-  GemmPlan plan;
-  Status const status = plan_gemm(problem, device_properties(device), options, &plan);
-  check(status.ok(), op, ": ", status.message);
-  return plans.emplace(key, plan).first->second;
+  return options;
+}
+
+}  // namespace
+
+GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t device) {
+  thread_local Cache<GemmPlan> cache;
+  return cache.get(problem, device, [&] {
+    GemmPlan plan;
+    Status const status = plan_gemm(problem, device_properties(device), options_of_calls(), &plan);
+    check(status.ok(), op, ": ", status.message);
+    return plan;
+  });
+}
+
+bool cached_dequantize_first(char const* op, GemmProblem const& problem, int32_t device) {
+  thread_local Cache<bool> cache;
+  return cache.get(problem, device, [&] {
+    bool first = false;
+    Status const status = dequantize_first(problem, device_properties(device), options_of_calls(), &first);
+    check(status.ok(), op, ": ", status.message);
+    return first;
+  });
 }
 
 std::string plan_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major, std::string b_major,
                            std::vector<int64_t> alignments, bool has_c, bool gated, std::optional<std::string> kernel, bool use_tuned,
                            bool only_runnable, int64_t device) {
-  GemmProblem const problem = parse_problem(sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
-  GemmPlanOptions options;
-  KernelOverride override;
-  if (kernel) {
-    override = parse_override("minfer::_plan_gemm", *kernel);
-    options.kernel = override.name.c_str();
-    if (override.launch) options.launch = &*override.launch;
-  }
-  options.use_tuned = use_tuned && tuned_enabled();
-  options.only_runnable = only_runnable;
-  options.force_arch = forced_arch();
-  use_user_rows(&options);
-  GemmPlan plan;
-  Status const status = plan_gemm(problem, properties_of(device), options, &plan);
-  check(status.ok(), "minfer::_plan_gemm: ", status.message);
-  Json json;
-  write_plan(json, plan);
-  return json.text();
+  char const* op = "minfer::_plan_gemm";
+  GemmProblem problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
+  if (!kernel && worth_realigning(problem.m, problem.n, problem.k, problem.batch)) problem.a_alignment = problem.b_alignment = 16;
+  return plan_json(op, problem, kernel, use_tuned, only_runnable, device);
 }
 
 std::string enumerate_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major,
                                 std::string b_major, std::vector<int64_t> alignments, bool has_c, bool gated, bool only_runnable,
                                 int64_t device, int64_t limit) {
-  GemmProblem const problem = parse_problem(sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
-  GemmPlanOptions options;
-  options.only_runnable = only_runnable;
-  options.force_arch = forced_arch();
-  std::vector<GemmPlan> plans(size_t(limit > 0 ? limit : 0));
-  int64_t count = 0;
-  Status const status = enumerate_gemm(problem, properties_of(device), options, plans.data(), int64_t(plans.size()), &count);
-  check(status.ok(), "minfer::_enumerate_gemm: ", status.message);
-  Json json;
-  json.open('[');
-  for (int64_t i = 0; i < count && i < limit; ++i) write_plan(json, plans[size_t(i)]);
-  return json.close(']').text();
+  char const* op = "minfer::_enumerate_gemm";
+  GemmProblem const problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
+  return enumerate_json(op, problem, only_runnable, device, limit);
 }
 
-std::string plans_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std::string w4_format, int64_t group_size, bool has_zeros,
-                             bool has_c, bool gated, std::optional<std::string> kernel, bool only_runnable, int64_t device, int64_t limit) {
-  char const* op = "minfer::_plans_w4a16";
-  check(sizes.size() == 3, op, ": sizes must be [m, n, k], got ", sizes.size(), " values");
-  GemmProblem problem;
-  problem.m = sizes[0];
-  problem.n = sizes[1];
-  problem.k = sizes[2];
-  problem.ab_type = problem.d_type = parse_type("ab_type", ab_type);
-  problem.b_format = parse_format(op, w4_format);
-  problem.group_size = int32_t(group_size == -1 ? 0 : group_size);
-  problem.has_zeros = has_zeros;
-  problem.has_c = has_c;
-  problem.gated = gated;
-  GemmPlanOptions options;
-  options.use_tuned = tuned_enabled();
-  options.only_runnable = only_runnable;
-  options.force_arch = forced_arch();
-  KernelOverride override;
-  if (kernel) {
-    override = parse_override(op, *kernel);
-    options.kernel = override.name.c_str();
-    if (override.launch) options.launch = &*override.launch;
-  }
-  int64_t count = 1;
-  std::vector<GemmPlan> plans(size_t(limit > 1 ? limit : 1));
-  Status const status = limit > 1 ? enumerate_gemm(problem, properties_of(device), options, plans.data(), limit, &count)
-                                  : plan_gemm(problem, properties_of(device), options, plans.data());
-  check(status.ok(), op, ": ", status.message);
-  Json json;
-  json.open('[');
-  for (int64_t i = 0; i < count && i < int64_t(plans.size()); ++i) write_plan(json, plans[size_t(i)]);
-  return json.close(']').text();
+std::string plan_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std::string w4_format, int64_t group_size, bool has_zeros,
+                            bool has_c, bool gated, std::optional<std::string> kernel, bool use_tuned, bool only_runnable, int64_t device) {
+  char const* op = "minfer::_plan_w4a16";
+  GemmProblem const problem = w4_problem(op, sizes, ab_type, w4_format, group_size, has_zeros, has_c, gated);
+  return plan_json(op, problem, kernel, use_tuned, only_runnable, device);
+}
+
+std::string enumerate_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std::string w4_format, int64_t group_size, bool has_zeros,
+                                 bool has_c, bool gated, bool only_runnable, int64_t device, int64_t limit) {
+  char const* op = "minfer::_enumerate_w4a16";
+  GemmProblem const problem = w4_problem(op, sizes, ab_type, w4_format, group_size, has_zeros, has_c, gated);
+  return enumerate_json(op, problem, only_runnable, device, limit);
 }
 
 int64_t load_tuned(std::string csv) {
@@ -302,9 +369,10 @@ int64_t load_tuned(std::string csv) {
       next->rows.push_back(row);
     }
   }
-  std::vector<std::string> const expected = {"op",      "m",       "n",      "k",     "batch",  "ab_type",
-                                             "a_major", "b_major", "has_c",  "gated", "kernel", "decomposition",
-                                             "splits",  "swizzle", "raster", "us"};
+  // The columns of minfer/tuned.py, in order.
+  std::string const expected =
+      "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us";
+  std::vector<std::string> const columns = split(expected, ',');
   int64_t loaded = 0;
   bool header = false;
   int line_number = 0;
@@ -312,34 +380,45 @@ int64_t load_tuned(std::string csv) {
     ++line_number;
     if (!line.empty() && line.back() == '\r') line.pop_back();
     if (line.empty() || line[0] == '#') continue;
-    std::vector<std::string> const cells = split(line, ',');
     std::string const where = "minfer::_load_tuned: line " + std::to_string(line_number);
     if (!header) {
-      check(cells == expected, where,
-            ": the header must be op,m,n,k,batch,ab_type,a_major,b_major,has_c,gated,kernel,decomposition,splits,swizzle,raster,us, got '",
-            line, "'");
+      check(line == expected, where, ": the header must be ", expected, ", got '", line,
+            "'; this table is of another version: remove it and tune again");
       header = true;
       continue;
     }
-    check(cells.size() == expected.size(), where, ": expected ", expected.size(), " cells, got ", cells.size());
-    if (cells[0] != "gemm") continue;
+    std::vector<std::string> const cells = split(line, ',');
+    check(cells.size() == columns.size(), where, ": expected ", columns.size(), " cells, got ", cells.size());
+    auto const cell = [&](char const* column) -> std::string const& {
+      return cells[size_t(std::find(columns.begin(), columns.end(), column) - columns.begin())];
+    };
+    auto const what = [&](char const* column) { return where + ": " + column; };
+    auto const number = [&](char const* column) { return parse_integer(what(column).c_str(), cell(column)); };
+    if (cell("op") != "gemm" && cell("op") != "w4a16_gemm") continue;
     GemmTunedRow row{};
-    row.m = parse_integer((where + ": m").c_str(), cells[1]);
-    row.n = parse_integer((where + ": n").c_str(), cells[2]);
-    row.k = parse_integer((where + ": k").c_str(), cells[3]);
-    row.batch = parse_integer((where + ": batch").c_str(), cells[4]);
-    row.ab_type = parse_type((where + ": ab_type").c_str(), cells[5]);
-    row.a_major = parse_major((where + ": a_major").c_str(), cells[6]);
-    row.b_major = parse_major((where + ": b_major").c_str(), cells[7]);
-    row.has_c = cells[8] == "1";
-    row.gated = cells[9] == "1";
-    next->names.push_back(cells[10]);
+    row.m = number("m");
+    row.n = number("n");
+    row.k = number("k");
+    row.batch = number("batch");
+    row.ab_type = parse_type(what("ab_type").c_str(), cell("ab_type"));
+    row.a_major = parse_major(what("a_major").c_str(), cell("a_major"));
+    row.b_major = parse_major(what("b_major").c_str(), cell("b_major"));
+    if (cell("op") == "gemm") {
+      check(cell("b_format") == name_of(WeightFormat::kDense), what("b_format"), " of gemm must be dense, got '", cell("b_format"), "'");
+    } else {
+      row.b_format = parse_format(where.c_str(), 0, cell("b_format"));
+      row.group_size = group_of(where.c_str(), number("group_size"));
+      row.has_zeros = cell("has_zeros") == "1";
+    }
+    row.has_c = cell("has_c") == "1";
+    row.gated = cell("gated") == "1";
+    next->names.push_back(cell("kernel"));
     row.kernel = next->names.back().c_str();
-    row.launch.decomposition = parse_decomposition((where + ": decomposition").c_str(), cells[11]);
-    row.launch.splits = int32_t(parse_integer((where + ": splits").c_str(), cells[12]));
-    row.launch.max_swizzle_size = int32_t(parse_integer((where + ": swizzle").c_str(), cells[13]));
-    row.launch.raster_order = parse_raster((where + ": raster").c_str(), cells[14]);
-    row.us = float(std::atof(cells[15].c_str()));
+    row.launch.decomposition = parse_decomposition(what("decomposition").c_str(), cell("decomposition"));
+    row.launch.splits = int32_t(number("splits"));
+    row.launch.max_swizzle_size = int32_t(number("swizzle"));
+    row.launch.raster_order = parse_raster(what("raster").c_str(), cell("raster"));
+    row.us = float(std::atof(cell("us").c_str()));
     next->rows.push_back(row);
     ++loaded;
   }

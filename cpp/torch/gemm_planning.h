@@ -13,8 +13,15 @@ struct KernelOverride {
 };
 KernelOverride parse_override(char const* op, std::string const& text);
 
-WeightFormat parse_format(char const* op, std::string const& name);
+/// A weight format of `bits` bits a code; 0: of any.
+WeightFormat parse_format(char const* op, int bits, std::string const& name);
 Activation parse_activation(char const* op, std::string const& name);
+
+/// Whether a copy of misaligned operands pays: TMA's kernels are several times faster than the element-wise ones, so it does as soon as the
+/// product is more than a launch or two of work.
+inline bool worth_realigning(int64_t m, int64_t n, int64_t k, int64_t batch) {
+  return double(m) * double(n) * double(k) * double(batch) > 4e6;
+}
 
 /// MINFER_TUNED and MINFER_FORCE_ARCH, read once.
 bool tuned_enabled();
@@ -25,5 +32,11 @@ void use_user_rows(GemmPlanOptions* options);
 
 /// plan_gemm with the process's options, remembered per thread.
 GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t device);
+
+/// dequantize_first likewise.
+bool cached_dequantize_first(char const* op, GemmProblem const& problem, int32_t device);
+
+/// The `kernel=` of quantised GEMMs that writes the weight out in 16 bits and runs the dense plan.
+constexpr char const* kDequantizeFirst = "dequantize";
 
 }  // namespace minfer::torch_binding

@@ -53,7 +53,10 @@ STABLE_TORCH_LIBRARY(minfer, m) {
       "_enumerate_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, "
       "bool only_runnable, int device, int limit) -> str");
   m.def(
-      "_plans_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, str? kernel, "
+      "_plan_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, str? kernel, "
+      "bool use_tuned, bool only_runnable, int device) -> str");
+  m.def(
+      "_enumerate_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, "
       "bool only_runnable, int device, int limit) -> str");
   m.def("_load_tuned(str csv) -> int");
 }
@@ -68,6 +71,11 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) {
   m.impl("w4a16_gemm_gated", TORCH_BOX(&w4a16_gemm_gated));
   m.impl("w4a16_pack", TORCH_BOX(&w4a16_pack));
   m.impl("w4a16_dequantize", TORCH_BOX(&w4a16_dequantize));
+  m.impl("w8a16_gemm", TORCH_BOX(&w8a16_gemm));
+  m.impl("w8a16_gemm.out", TORCH_BOX(&w8a16_gemm_out));
+  m.impl("w8a16_gemm_gated", TORCH_BOX(&w8a16_gemm_gated));
+  m.impl("w8a16_pack", TORCH_BOX(&w8a16_pack));
+  m.impl("w8a16_dequantize", TORCH_BOX(&w8a16_dequantize));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
@@ -77,6 +85,7 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
   m.impl("_device_properties", TORCH_BOX(&device_properties_json));
   m.impl("_plan_gemm", TORCH_BOX(&plan_gemm_json));
   m.impl("_enumerate_gemm", TORCH_BOX(&enumerate_gemm_json));
-  m.impl("_plans_w4a16", TORCH_BOX(&plans_w4a16_json));
+  m.impl("_plan_w4a16", TORCH_BOX(&plan_w4a16_json));
+  m.impl("_enumerate_w4a16", TORCH_BOX(&enumerate_w4a16_json));
   m.impl("_load_tuned", TORCH_BOX(&load_tuned));
 }

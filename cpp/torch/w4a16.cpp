@@ -1,5 +1,8 @@
-// torch.ops.minfer.w4a16_* on CUDA tensors.
+// torch.ops.minfer.w4a16_* and w8a16_* on CUDA tensors.
 #include "minfer/w4a16.h"
+
+#include <cmath>
+
 #include "bindings.h"
 #include "gemm/launch.h"
 #include "gemm_planning.h"
@@ -10,12 +13,32 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// A quantised weight, checked: qweight [n / 64, k / 64, 512], scales and zeros [groups, n].
+/// A quantised weight, checked: qweight [n / 64, k / 64, 512 (8-bit: 1024)], scales and zeros [groups, n].
 struct Weight {
   WeightFormat format;
   Tensor packed, scales;
   std::optional<Tensor> zeros;
   int64_t n = 0, k = 0, group_size = 0;  // group_size 0: all of k
+  double alpha = 1.0;
+
+  int64_t ld_scales() const { return scales.size(0) > 1 ? scales.stride(0) : round_up(n, 16); }
+  int64_t ld_zeros() const { return zeros->size(0) > 1 ? zeros->stride(0) : round_up(n, 16); }
+  QuantizedWeight described() const {
+    QuantizedWeight w;
+    w.format = format;
+    w.packed = packed.data_ptr();
+    w.scales = scales.data_ptr();
+    w.ld_scales = ld_scales();
+    if (zeros) {
+      w.zeros = zeros->data_ptr();
+      w.ld_zeros = ld_zeros();
+    }
+    w.group_size = group_size;
+    w.n = n;
+    w.k = k;
+    w.alpha = float(alpha);
+    return w;
+  }
 };
 
 Tensor unit_rows(Tensor const& x) { return x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x); }
@@ -25,30 +48,45 @@ Tensor aligned_rows(Tensor const& x) {
   Tensor const rows = unit_rows(x);
   bool const fits = reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
                     (rows.size(0) <= 1 || rows.stride(0) * int64_t(rows.element_size()) % 16 == 0);
-  return fits ? rows : torch::stable::clone(torch::stable::contiguous(rows));
+  if (fits) return rows;
+  // Fresh rows whose stride is a multiple of 16 bytes; n is a multiple of 8, which for bytes may not be enough.
+  int64_t const unit = 16 / int64_t(rows.element_size());
+  std::vector<int64_t> const shape = {rows.size(0), round_up(rows.size(1), unit)};
+  Tensor padded = torch::stable::new_empty(rows, shape);
+  Tensor inside = torch::stable::narrow(padded, 1, 0, rows.size(1));
+  torch::stable::copy_(inside, rows);
+  return inside;
 }
 
 Weight check_weight(char const* op, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
-                    std::string const& format, int64_t n, int64_t k) {
+                    double alpha, WeightFormat format, int64_t n, int64_t k) {
   Weight w;
-  w.format = parse_format(op, format);
+  w.format = format;
   w.n = n;
   w.k = k;
+  w.alpha = alpha;
   bool const power = group_size >= 32 && (group_size & (group_size - 1)) == 0;
-  check(group_size == -1 || power, op, ": group_size must be -1 (all of k) or a power of two from 32 on, got ", group_size);
+  if (int const fixed = fixed_group_of(format); fixed != 0) {
+    check(group_size == fixed, op, ": group_size must be ", fixed, " for ", name_of(format), ", got ", group_size);
+  } else {
+    check(group_size == -1 || power, op, ": group_size must be -1 (all of k) or a power of two from 32 on, got ", group_size);
+  }
+  check(std::isfinite(alpha), op, ": alpha must be finite, got ", alpha);
   check(k % 8 == 0, op, ": k must be a multiple of 8, got ", k);
   check(n % 8 == 0, op, ": scales must have n = ", n, " columns, a multiple of 8, got ", shape_of(scales));
   w.group_size = group_size == -1 || group_size >= k ? 0 : group_size;
   int64_t const groups = group_size == -1 ? 1 : (k + group_size - 1) / group_size;
   int64_t const blocks_n = (n + w4a16::kBlockN - 1) / w4a16::kBlockN, blocks_k = (k + w4a16::kBlockK - 1) / w4a16::kBlockK;
-  check(qweight.dim() == 3 && qweight.size(0) == blocks_n && qweight.size(1) == blocks_k && qweight.size(2) == w4a16::kBlockWords4, op,
-        ": qweight must be [ceil(n / 64), ceil(k / 64), 512] = [", blocks_n, ", ", blocks_k, ", 512] (w4a16_pack), got ",
-        shape_of(qweight));
+  int const words = w4a16::block_words(bits_of(format));
+  check(qweight.dim() == 3 && qweight.size(0) == blocks_n && qweight.size(1) == blocks_k && qweight.size(2) == words, op,
+        ": qweight must be [ceil(n / 64), ceil(k / 64), ", words, "] = [", blocks_n, ", ", blocks_k, ", ", words, "] (",
+        bits_of(format) == 4 ? "w4a16_pack" : "w8a16_pack", "), got ", shape_of(qweight));
   check(qweight.scalar_type() == ScalarType::Int, op, ": qweight must be Int, got ", dtype_name(qweight.scalar_type()));
   check(scales.dim() == 2 && scales.size(0) == groups && scales.size(1) == n, op, ": scales must be [groups, n] = [", groups, ", ", n,
         "] for k = ", k, " and group_size = ", group_size, ", got ", shape_of(scales));
   check_same_device(op, "scales", scales, qweight.get_device_index());
   if (zeros) {
+    check(has_zero_points(format), op, ": zeros must be None for ", name_of(format), ", got ", shape_of(*zeros));
     check(zeros->dim() == 2 && zeros->size(0) == groups && zeros->size(1) == n, op, ": zeros must be [groups, n] = [", groups, ", ", n,
           "], got ", shape_of(*zeros));
     check(zeros->scalar_type() == scales.scalar_type(), op, ": zeros must be ", dtype_name(scales.scalar_type()), ", got ",
@@ -107,7 +145,9 @@ struct Call {
   Tensor a, qweight, scales;
   std::optional<Tensor> zeros, perm, c, bias;
   int64_t group_size;
-  std::string activation, format;
+  double alpha;
+  std::string activation;
+  WeightFormat format;
   bool gated = false;
   std::optional<std::string> kernel;
 };
@@ -124,8 +164,13 @@ void check_call(Call const& call) {
   char const* op = call.op;
   Tensor const& a = call.a;
   check(is_16bit_float(a.scalar_type()), op, ": a must be float16 or bfloat16, got ", dtype_name(a.scalar_type()));
-  check(call.scales.scalar_type() == a.scalar_type(), op, ": scales must have a's dtype ", dtype_name(a.scalar_type()), ", got ",
-        dtype_name(call.scales.scalar_type()));
+  if (scale_bytes_of(call.format) == 1) {
+    check(call.scales.scalar_type() == ScalarType::Byte, op, ": scales must be Byte for ", name_of(call.format), ", got ",
+          dtype_name(call.scales.scalar_type()));
+  } else {
+    check(call.scales.scalar_type() == a.scalar_type(), op, ": scales must have a's dtype ", dtype_name(a.scalar_type()), ", got ",
+          dtype_name(call.scales.scalar_type()));
+  }
   int32_t const device = a.get_device_index();
   check_same_device(op, "qweight", call.qweight, device);
   int64_t const n = call.scales.size(1), k = a.size(a.dim() - 1);
@@ -156,7 +201,7 @@ void run(Call const& call, Tensor const& out) {
   char const* op = call.op;
   int64_t const k = call.a.size(call.a.dim() - 1), n = call.scales.size(1), n_out = call.gated ? n / 2 : n;
   int32_t const device = call.a.get_device_index();
-  Weight const w = check_weight(op, call.qweight, call.scales, call.zeros, call.group_size, call.format, n, k);
+  Weight const w = check_weight(op, call.qweight, call.scales, call.zeros, call.group_size, call.alpha, call.format, n, k);
   torch::stable::accelerator::DeviceGuard const guard(device);
   Rows a = flatten_rows(call.a);
   if (a.m == 0 || n == 0) return;
@@ -175,11 +220,12 @@ void run(Call const& call, Tensor const& out) {
     problem.has_zeros = w.zeros.has_value();
     operands.b = w.packed.data_ptr();
     operands.b_scales = w.scales.data_ptr();
-    operands.ld_scales = w.scales.size(0) > 1 ? w.scales.stride(0) : round_up(n, 8);
+    operands.ld_scales = w.ld_scales();
     if (w.zeros) {
       operands.b_zeros = w.zeros->data_ptr();
-      operands.ld_zeros = w.zeros->size(0) > 1 ? w.zeros->stride(0) : round_up(n, 8);
+      operands.ld_zeros = w.ld_zeros();
     }
+    operands.alpha = float(call.alpha);
     if (call.perm) {
       Tensor const perm = torch::stable::contiguous(*call.perm);
       std::vector<int64_t> const shape = {a.m, k};
@@ -233,9 +279,23 @@ void run(Call const& call, Tensor const& out) {
     operands.bias_type = data_type(bias_holder.scalar_type());
   }
 
+  // Many tokens: the weight written out in 16 bits and a dense GEMM, where that is predicted to be faster, or where no kernel reads the format.
+  Tensor dense;
   GemmPlan forced;
-  GemmPlan const* plan;
-  if (call.kernel && k > 0) {
+  GemmPlan const* plan = nullptr;
+  auto const dequantize = [&] {
+    std::vector<int64_t> const shape = {n, k};
+    dense = torch::stable::new_empty(call.a, shape);
+    Status const status = dequantize_weight(w.described(), problem.ab_type, dense.data_ptr(), stream);
+    check(status.ok(), op, ": ", status.message);
+    problem = dequantized(problem);
+    operands.b = dense.data_ptr();
+    operands.ldb = k;
+    operands.alpha = 1.0f;
+  };
+  if (call.kernel && k > 0 && *call.kernel == kDequantizeFirst) {
+    dequantize();
+  } else if (call.kernel && k > 0) {
     KernelOverride const override = parse_override(op, *call.kernel);
     GemmPlanOptions options;
     options.kernel = override.name.c_str();
@@ -243,9 +303,10 @@ void run(Call const& call, Tensor const& out) {
     Status const status = plan_gemm(problem, device_properties(device), options, &forced);
     check(status.ok(), op, ": ", status.message);
     plan = &forced;
-  } else {
-    plan = &cached_plan(op, problem, device);
+  } else if (k > 0 && cached_dequantize_first(op, problem, device)) {
+    dequantize();
   }
+  if (plan == nullptr) plan = &cached_plan(op, problem, device);
   Tensor workspace;
   if (plan->workspace_bytes > 0) {
     std::vector<int64_t> const bytes = {int64_t(plan->workspace_bytes)};
@@ -256,85 +317,137 @@ void run(Call const& call, Tensor const& out) {
   check(status.ok(), op, ": ", plan->kernel->name, " on m = ", problem.m, ", n = ", problem.n, ", k = ", problem.k, ": ", status.message);
 }
 
-}  // namespace
-
-Tensor w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, std::optional<Tensor> perm,
-                  std::optional<Tensor> c, std::optional<Tensor> bias, std::string activation, std::string w4_format,
-                  std::optional<std::string> kernel) {
-  Call const call{"minfer::w4a16_gemm", a, qweight, scales, zeros, perm, c, bias, group_size, activation, w4_format, false, kernel};
+Tensor gemm_quantized(Call const& call) {
   std::vector<int64_t> const shape = output_shape(call);
   check_call(call);
-  Tensor out = torch::stable::new_empty(a, shape);
+  Tensor out = torch::stable::new_empty(call.a, shape);
   run(call, out);
   return out;
 }
 
-Tensor w4a16_gemm_out(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, std::optional<Tensor> perm,
-                      std::optional<Tensor> c, std::optional<Tensor> bias, std::string activation, std::string w4_format,
-                      std::optional<std::string> kernel, Tensor out) {
-  char const* op = "minfer::w4a16_gemm";
-  Call const call{op, a, qweight, scales, zeros, perm, c, bias, group_size, activation, w4_format, false, kernel};
+Tensor gemm_quantized_out(Call const& call, Tensor out) {
   std::vector<int64_t> const shape = output_shape(call);
   check_call(call);
-  check(out.scalar_type() == a.scalar_type(), op, ": out must be ", dtype_name(a.scalar_type()), ", got ", dtype_name(out.scalar_type()));
+  char const* op = call.op;
+  check(out.scalar_type() == call.a.scalar_type(), op, ": out must be ", dtype_name(call.a.scalar_type()), ", got ",
+        dtype_name(out.scalar_type()));
   check(sizes_of(out) == shape, op, ": out must be [..., n] = a's shape with n = ", shape.back(), ", got ", shape_of(out));
-  check_same_device(op, "out", out, a.get_device_index());
+  check_same_device(op, "out", out, call.a.get_device_index());
   if (out.is_contiguous()) {
     run(call, out);
   } else {
-    Tensor staged = torch::stable::new_empty(a, shape);
+    Tensor staged = torch::stable::new_empty(call.a, shape);
     run(call, staged);
     torch::stable::copy_(out, staged);
   }
   return out;
 }
 
-Tensor w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size,
-                        std::optional<Tensor> perm, std::optional<Tensor> bias, std::string activation, std::string w4_format,
-                        std::optional<std::string> kernel) {
-  Call const call{
-      "minfer::w4a16_gemm_gated", a, qweight, scales, zeros, perm, std::nullopt, bias, group_size, activation, w4_format, true, kernel};
-  std::vector<int64_t> const shape = output_shape(call);
-  check_call(call);
-  Tensor out = torch::stable::new_empty(a, shape);
-  run(call, out);
-  return out;
-}
-
-Tensor w4a16_pack(Tensor codes) {
-  char const* op = "minfer::w4a16_pack";
+Tensor pack(char const* op, int bits, Tensor const& codes) {
   check(codes.dim() == 2, op, ": codes must be [n, k], got ", shape_of(codes));
   check(codes.scalar_type() == ScalarType::Byte, op, ": codes must be Byte, got ", dtype_name(codes.scalar_type()));
   int64_t const n = codes.size(0), k = codes.size(1);
   check(n % 8 == 0, op, ": codes must have n rows, a multiple of 8, got ", shape_of(codes));
   check(k % 8 == 0, op, ": codes must have k columns, a multiple of 8, got ", shape_of(codes));
   std::vector<int64_t> const shape = {(n + w4a16::kBlockN - 1) / w4a16::kBlockN, (k + w4a16::kBlockK - 1) / w4a16::kBlockK,
-                                      w4a16::kBlockWords4};
+                                      w4a16::block_words(bits)};
   torch::stable::accelerator::DeviceGuard const guard(codes.get_device_index());
   Tensor const rows = unit_rows(codes);
   Tensor packed = torch::stable::new_empty(codes, shape, ScalarType::Int);
-  Status const status = pack_w4(static_cast<uint8_t const*>(rows.data_ptr()), n, k, n > 1 ? rows.stride(0) : k, packed.data_ptr(),
-                                current_stream(codes.get_device_index()));
+  Status const status = pack_weight(bits, static_cast<uint8_t const*>(rows.data_ptr()), n, k, n > 1 ? rows.stride(0) : k, packed.data_ptr(),
+                                    current_stream(codes.get_device_index()));
   check(status.ok(), op, ": ", status.message);
   return packed;
 }
 
-Tensor w4a16_dequantize(Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, int64_t n, int64_t k,
-                        std::string w4_format) {
-  char const* op = "minfer::w4a16_dequantize";
-  check(is_16bit_float(scales.scalar_type()), op, ": scales must be float16 or bfloat16, got ", dtype_name(scales.scalar_type()));
+Tensor dequantize(char const* op, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
+                  double alpha, int64_t n, int64_t k, WeightFormat format, std::optional<ScalarType> out_dtype) {
+  bool const wide = scale_bytes_of(format) == 2;
+  if (wide) {
+    check(is_16bit_float(scales.scalar_type()), op, ": scales must be float16 or bfloat16, got ", dtype_name(scales.scalar_type()));
+  } else {
+    check(scales.scalar_type() == ScalarType::Byte, op, ": scales must be Byte for ", name_of(format), ", got ",
+          dtype_name(scales.scalar_type()));
+  }
+  ScalarType const type = out_dtype ? *out_dtype : wide ? scales.scalar_type() : ScalarType::BFloat16;
+  check(is_16bit_float(type), op, ": out_dtype must be float16 or bfloat16, got ", dtype_name(type));
+  check(!wide || type == scales.scalar_type(), op, ": out_dtype must be scales' dtype ", dtype_name(scales.scalar_type()), ", got ",
+        dtype_name(type));
   check(scales.dim() == 2 && n >= 0 && k >= 0, op, ": n and k must not be negative, got ", n, " and ", k);
   check(scales.size(1) == n, op, ": scales must be [groups, n] with n = ", n, ", got ", shape_of(scales));
-  Weight const w = check_weight(op, qweight, scales, zeros, group_size, w4_format, n, k);
+  Weight const w = check_weight(op, qweight, scales, zeros, group_size, alpha, format, n, k);
   torch::stable::accelerator::DeviceGuard const guard(qweight.get_device_index());
   std::vector<int64_t> const shape = {n, k};
-  Tensor out = torch::stable::new_empty(scales, shape);
-  Status const status =
-      dequantize_w4(w.packed.data_ptr(), w.scales.data_ptr(), w.scales.size(0) > 1 ? w.scales.stride(0) : n,
-                    w.zeros ? w.zeros->data_ptr() : nullptr, w.zeros && w.zeros->size(0) > 1 ? w.zeros->stride(0) : n, w.group_size, n, k,
-                    data_type(scales.scalar_type()), out.data_ptr(), current_stream(qweight.get_device_index()));
+  Tensor out = torch::stable::new_empty(scales, shape, type);
+  Status const status = dequantize_weight(w.described(), data_type(type), out.data_ptr(), current_stream(qweight.get_device_index()));
   check(status.ok(), op, ": ", status.message);
   return out;
+}
+
+}  // namespace
+
+Tensor w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha,
+                  std::optional<Tensor> perm, std::optional<Tensor> c, std::optional<Tensor> bias, std::string activation,
+                  std::string w4_format, std::optional<std::string> kernel) {
+  char const* op = "minfer::w4a16_gemm";
+  WeightFormat const format = parse_format(op, 4, w4_format);
+  return gemm_quantized({op, a, qweight, scales, zeros, perm, c, bias, group_size, alpha, activation, format, false, kernel});
+}
+
+Tensor w4a16_gemm_out(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha,
+                      std::optional<Tensor> perm, std::optional<Tensor> c, std::optional<Tensor> bias, std::string activation,
+                      std::string w4_format, std::optional<std::string> kernel, Tensor out) {
+  char const* op = "minfer::w4a16_gemm";
+  WeightFormat const format = parse_format(op, 4, w4_format);
+  return gemm_quantized_out({op, a, qweight, scales, zeros, perm, c, bias, group_size, alpha, activation, format, false, kernel}, out);
+}
+
+Tensor w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha,
+                        std::optional<Tensor> perm, std::optional<Tensor> bias, std::string activation, std::string w4_format,
+                        std::optional<std::string> kernel) {
+  char const* op = "minfer::w4a16_gemm_gated";
+  WeightFormat const format = parse_format(op, 4, w4_format);
+  return gemm_quantized({op, a, qweight, scales, zeros, perm, std::nullopt, bias, group_size, alpha, activation, format, true, kernel});
+}
+
+Tensor w4a16_pack(Tensor codes) { return pack("minfer::w4a16_pack", 4, codes); }
+
+Tensor w8a16_gemm(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha,
+                  std::optional<Tensor> perm, std::optional<Tensor> c, std::optional<Tensor> bias, std::string activation,
+                  std::string w8_format, std::optional<std::string> kernel) {
+  char const* op = "minfer::w8a16_gemm";
+  WeightFormat const format = parse_format(op, 8, w8_format);
+  return gemm_quantized({op, a, qweight, scales, zeros, perm, c, bias, group_size, alpha, activation, format, false, kernel});
+}
+
+Tensor w8a16_gemm_out(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha,
+                      std::optional<Tensor> perm, std::optional<Tensor> c, std::optional<Tensor> bias, std::string activation,
+                      std::string w8_format, std::optional<std::string> kernel, Tensor out) {
+  char const* op = "minfer::w8a16_gemm";
+  WeightFormat const format = parse_format(op, 8, w8_format);
+  return gemm_quantized_out({op, a, qweight, scales, zeros, perm, c, bias, group_size, alpha, activation, format, false, kernel}, out);
+}
+
+Tensor w8a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha,
+                        std::optional<Tensor> perm, std::optional<Tensor> bias, std::string activation, std::string w8_format,
+                        std::optional<std::string> kernel) {
+  char const* op = "minfer::w8a16_gemm_gated";
+  WeightFormat const format = parse_format(op, 8, w8_format);
+  return gemm_quantized({op, a, qweight, scales, zeros, perm, std::nullopt, bias, group_size, alpha, activation, format, true, kernel});
+}
+
+Tensor w8a16_pack(Tensor codes) { return pack("minfer::w8a16_pack", 8, codes); }
+
+Tensor w4a16_dequantize(Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha, int64_t n, int64_t k,
+                        std::string w4_format, std::optional<ScalarType> out_dtype) {
+  char const* op = "minfer::w4a16_dequantize";
+  return dequantize(op, qweight, scales, zeros, group_size, alpha, n, k, parse_format(op, 4, w4_format), out_dtype);
+}
+
+Tensor w8a16_dequantize(Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha, int64_t n, int64_t k,
+                        std::string w8_format) {
+  char const* op = "minfer::w8a16_dequantize";
+  return dequantize(op, qweight, scales, zeros, group_size, alpha, n, k, parse_format(op, 8, w8_format), std::nullopt);
 }
 
 }  // namespace minfer::torch_binding

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from . import build_info, demo, planning, shapes, tuned
+from . import build_info, demo, planning, shapes, tuned, weight_formats
 from . import tune as tuner
-from .planning import Problem
+from .planning import Problem, W4Problem
 from .registry import device_properties, kernels
 
 app = typer.Typer(
@@ -46,14 +47,36 @@ class Layout(str, Enum):
     nt = "nt"
 
 
+W4Format = Enum("W4Format", {name: name for name in weight_formats.names(4)}, type=str)
+
+
 M = Annotated[int, typer.Option("--m", min=0, help="Rows of A and D.")]
-N = Annotated[int, typer.Option("--n", min=0, help="Columns of B; gated: gate and up together.")]
+N = Annotated[int, typer.Option("--n", min=0, help="Columns of B, rows of a quantised weight; gated: gate and up together.")]
 K = Annotated[int, typer.Option("--k", min=0, help="The reduced size.")]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of A, B and D.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of A, D and a dense B.")]
 LayoutOption = Annotated[Layout, typer.Option("--layout", help="A, then B: tn is A row-major, B column-major (weight.t()).")]
 BatchOption = Annotated[int, typer.Option("--batch", min=0)]
 COption = Annotated[bool, typer.Option("--c", help="There is a C that is read (beta != 0).")]
-GatedOption = Annotated[bool, typer.Option("--gated", help="gemm_gated.")]
+GatedOption = Annotated[bool, typer.Option("--gated", help="The operator's gated form.")]
+GroupOption = Annotated[
+    int | None, typer.Option("--group-size", help="Columns of the weight that share a scale, -1: all. [default: the format's, or 128]")
+]
+ZerosOption = Annotated[bool, typer.Option("--zeros", help="There are zero points.")]
+FormatOption = Annotated[W4Format, typer.Option("--format", help="What a code stands for.")]
+KernelOption = Annotated[str | None, typer.Option("--kernel", help="Override: NAME[@decomposition=...,splits=...].")]
+AllPlansOption = Annotated[bool, typer.Option("--all", help="List every legal kernel and launch configuration, best predicted first.")]
+
+ShapesOption = Annotated[str | None, typer.Option("--shapes", help="MxNxK,...; dense also MxNxKxBATCH.")]
+ShapesFileOption = Annotated[Path | None, typer.Option("--shapes-file", help="One shape a line, # comments.", exists=True)]
+TopOption = Annotated[int, typer.Option("--top", min=1, help="(kernel, decomposition, splits) candidates, best predicted first.")]
+EverythingOption = Annotated[bool, typer.Option("--all", help="Every legal candidate instead.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Table to merge rows into; default: the user's.")]
+ReportOption = Annotated[bool, typer.Option("--report", help="Measure and report the analytic plan's regret; write no rows.")]
+DumpOption = Annotated[Path | None, typer.Option("--dump", help="JSON of every measurement.")]
+SkipKnownOption = Annotated[bool, typer.Option("--skip-known", help="Leave out problems that the table has rows for.")]
+MinutesOption = Annotated[float | None, typer.Option("--minutes", help="Start no further problem after so long.")]
+RoundsOption = Annotated[int, typer.Option("--rounds", min=3, help="Interleaved rounds of the finalists.")]
+TorchOption = Annotated[bool, typer.Option("--torch", help="Time torch (cuBLAS, 16-bit weights) beside the finalists.")]
 
 
 def _stop(message: str) -> typer.Exit:
@@ -134,14 +157,38 @@ def plan_gemm(
     batch: BatchOption = 1,
     c: COption = False,
     gated: GatedOption = False,
-    kernel: Annotated[str | None, typer.Option("--kernel", help="Override: NAME[@decomposition=...,splits=...].")] = None,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="List every legal kernel and launch configuration, best predicted first.")
-    ] = False,
+    kernel: KernelOption = None,
+    show_all: AllPlansOption = False,
 ) -> None:
     """Plan one dense GEMM."""
+    _print_plan(lambda: Problem(m, n, k, batch, dtype.torch, None, layout.value, c, gated), kernel, show_all)
+
+
+@plan_app.command("w4a16")
+def plan_w4a16(
+    m: M,
+    n: N,
+    k: K,
+    dtype: DtypeOption = Dtype.bf16,
+    group_size: GroupOption = None,
+    zeros: ZerosOption = False,
+    w4_format: FormatOption = W4Format.int4,
+    c: COption = False,
+    gated: GatedOption = False,
+    kernel: KernelOption = None,
+    show_all: AllPlansOption = False,
+) -> None:
+    """Plan one GEMM with 4-bit weights."""
+    _print_plan(lambda: W4Problem(m, n, k, dtype.torch, _group_size(group_size, w4_format), zeros, w4_format.value, c, gated), kernel, show_all)
+
+
+def _group_size(group_size: int | None, w4_format: W4Format) -> int:
+    return group_size if group_size is not None else weight_formats.FORMATS[w4_format.value].group_size or 128
+
+
+def _print_plan(make_problem: Callable[[], Problem | W4Problem], kernel: str | None, show_all: bool) -> None:
     try:
-        problem = Problem(m, n, k, batch, dtype.torch, None, layout.value, c, gated)
+        problem = make_problem()
         console.print(str(planning.plan_problem(problem, kernel=kernel)), markup=False)
         plans = planning.enumerate_plans(problem) if show_all else []
     except (ValueError, RuntimeError) as error:
@@ -161,33 +208,79 @@ def _tune() -> None:
 
 @tune_app.command("gemm")
 def tune_gemm(
-    shape_list: Annotated[str | None, typer.Option("--shapes", help="MxNxK[xBATCH],...")] = None,
-    shapes_file: Annotated[Path | None, typer.Option("--shapes-file", help="One shape a line, # comments.", exists=True)] = None,
+    shape_list: ShapesOption = None,
+    shapes_file: ShapesFileOption = None,
     suite: Annotated[list[str] | None, typer.Option("--suite", help="square, llm, epilogue or heldout; may be repeated.")] = None,
     dtype: DtypeOption = Dtype.bf16,
     layout: LayoutOption = Layout.tn,
     c: COption = False,
     gated: GatedOption = False,
-    top: Annotated[int, typer.Option("--top", min=1, help="(kernel, decomposition, splits) candidates, best predicted first.")] = 48,
-    everything: Annotated[bool, typer.Option("--all", help="Every legal candidate instead.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Table to merge rows into; default: the user's.")] = None,
-    report: Annotated[bool, typer.Option("--report", help="Measure and report the analytic plan's regret; write no rows.")] = False,
-    dump: Annotated[Path | None, typer.Option("--dump", help="JSON of every measurement.")] = None,
-    skip_known: Annotated[bool, typer.Option("--skip-known", help="Leave out problems that the table has rows for.")] = False,
-    minutes: Annotated[float | None, typer.Option("--minutes", help="Start no further problem after so long.")] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=3, help="Interleaved rounds of the finalists.")] = 15,
-    with_torch: Annotated[bool, typer.Option("--torch", help="Time torch (cuBLAS) beside the finalists.")] = False,
+    top: TopOption = 48,
+    everything: EverythingOption = False,
+    out: OutOption = None,
+    report: ReportOption = False,
+    dump: DumpOption = None,
+    skip_known: SkipKnownOption = False,
+    minutes: MinutesOption = None,
+    rounds: RoundsOption = 15,
+    with_torch: TorchOption = False,
 ) -> None:
     """Tune dense GEMM. --dtype, --layout, --c and --gated belong to --shapes and --shapes-file; a suite brings its own."""
-    try:
-        problems = []
-        texts = [text for text in (shape_list or "").split(",") if text.strip()]
-        if shapes_file is not None:
-            texts += [line for line in (line.split("#")[0].strip() for line in shapes_file.read_text().splitlines()) if line]
+
+    def make_problems() -> list[Problem]:
         options = {"dtype": dtype.torch, "layout": layout.value, "c": c, "gated": gated}
-        problems += [shapes.parse_shape(text, **options) for text in texts]
-        for name in suite or []:
-            problems += shapes.suite(name)
+        problems = [shapes.parse_shape(text, **options) for text in _shape_texts(shape_list, shapes_file)]
+        return problems + [problem for name in suite or [] for problem in shapes.suite(name)]
+
+    effort = tuner.Effort(top=top, everything=everything, rounds=rounds)
+    _tune_problems(make_problems, effort, out, report=report, dump=dump, skip_known=skip_known, minutes=minutes, with_torch=with_torch)
+
+
+@tune_app.command("w4a16")
+def tune_w4a16(
+    shape_list: ShapesOption = None,
+    shapes_file: ShapesFileOption = None,
+    suite: Annotated[list[str] | None, typer.Option("--suite", help="llm or heldout; may be repeated.")] = None,
+    dtype: DtypeOption = Dtype.bf16,
+    group_size: GroupOption = None,
+    zeros: ZerosOption = False,
+    w4_format: FormatOption = W4Format.int4,
+    c: COption = False,
+    gated: GatedOption = False,
+    top: TopOption = 48,
+    everything: EverythingOption = False,
+    out: OutOption = None,
+    report: ReportOption = False,
+    dump: DumpOption = None,
+    skip_known: SkipKnownOption = False,
+    minutes: MinutesOption = None,
+    rounds: RoundsOption = 15,
+    with_torch: TorchOption = False,
+) -> None:
+    """Tune GEMM with 4-bit weights. --dtype, --group-size, --zeros, --format, --c and --gated belong to shapes and suites alike."""
+
+    def make_problems() -> list[W4Problem]:
+        options = dict(dtype=dtype.torch, group_size=_group_size(group_size, w4_format), zeros=zeros, w4_format=w4_format.value, c=c, gated=gated)
+        problems = [shapes.parse_w4_shape(text, **options) for text in _shape_texts(shape_list, shapes_file)]
+        return problems + [problem for name in suite or [] for problem in shapes.w4_suite(name, **options)]
+
+    effort = tuner.Effort(top=top, everything=everything, rounds=rounds)
+    _tune_problems(make_problems, effort, out, report=report, dump=dump, skip_known=skip_known, minutes=minutes, with_torch=with_torch)
+
+
+def _shape_texts(shape_list: str | None, shapes_file: Path | None) -> list[str]:
+    texts = [text for text in (shape_list or "").split(",") if text.strip()]
+    if shapes_file is not None:
+        texts += [line for line in (line.split("#")[0].strip() for line in shapes_file.read_text().splitlines()) if line]
+    return texts
+
+
+def _tune_problems(
+    make_problems: Callable[[], list[Problem] | list[W4Problem]], effort: tuner.Effort, out: Path | None, *, report: bool, **options: Any
+) -> None:
+    """What the commands of all families do; the options are those of :func:`minfer.tune.tune`."""
+    try:
+        problems = make_problems()
     except ValueError as error:
         raise _stop(str(error)) from None
     if not problems:
@@ -197,7 +290,6 @@ def tune_gemm(
     if report and out is not None:
         raise _stop("--report writes no rows: leave out --out")
     table = None if report else out or tuned.user_table(torch.cuda.get_device_name())
-    effort = tuner.Effort(top=top, everything=everything, rounds=rounds)
     begin = time.monotonic()
 
     def say(t: tuner.Tuning) -> None:
@@ -211,9 +303,7 @@ def tune_gemm(
             console.print(f"    rejected {reason}", markup=False)
 
     try:
-        found = tuner.tune(
-            problems, out=table, effort=effort, dump=dump, skip_known=skip_known, minutes=minutes, with_torch=with_torch, say=say
-        )
+        found = tuner.tune(problems, out=table, effort=effort, say=say, **options)
     except (ValueError, RuntimeError) as error:
         raise _stop(str(error)) from None
     if not found:

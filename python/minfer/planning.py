@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 
+from . import weight_formats, weight_layout
 from .registry import build_info, device_index, device_properties
 
 DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 LAYOUTS = ("tn", "tt", "nn", "nt")
+
+
+def _check_sizes(problem: Problem | W4Problem, *names: str) -> None:
+    for name in names:
+        value = getattr(problem, name)
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {problem.dtype}")
+    if problem.gated and problem.n % 16:
+        raise ValueError(f"n must be a multiple of 16 for a gated GEMM, got {problem.n}")
 
 
 @dataclass(frozen=True)
@@ -32,18 +44,18 @@ class Problem:
     c: bool = False
     gated: bool = False
 
+    op: ClassVar[str] = "gemm"
+    family: ClassVar[str] = "gemm"
+    b_format: ClassVar[str] = "dense"  # what a quantised B would say, for tables that hold both
+    group_size: ClassVar[int] = 0
+    zeros: ClassVar[bool] = False
+
     def __post_init__(self):
-        for name in ("m", "n", "k", "batch"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
-                raise ValueError(f"{name} must be an integer >= 0, got {getattr(self, name)!r}")
-        if self.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {self.dtype}")
+        _check_sizes(self, "m", "n", "k", "batch")
         if self.out_dtype not in (None, self.dtype, torch.float32):
             raise ValueError(f"out_dtype must be {self.dtype}, torch.float32 or None, got {self.out_dtype}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
-        if self.gated and self.n % 16:
-            raise ValueError(f"n must be a multiple of 16 for a gated GEMM, got {self.n}")
 
     @property
     def a_major(self) -> str:
@@ -80,6 +92,77 @@ class Problem:
         return sizes, DTYPE_NAMES[self.dtype], DTYPE_NAMES[out_type], self.a_major, self.b_major, alignments, self.c, self.gated
 
 
+@dataclass(frozen=True)
+class W4Problem:
+    """A product with a 4-bit weight, contiguous: D[m, n] = A[m, k] . W[n, k]^T, W in a 4-bit format of :mod:`minfer.weight_formats`.
+
+    ``group_size``: columns of W that share a scale, -1 (all), a power of two >= 32, or what the format prescribes; one that covers k
+    becomes -1. ``zeros``: whether
+    there are zero points. ``n`` counts W's rows, so a gated D has n / 2.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.bfloat16
+    group_size: int = 128
+    zeros: bool = False
+    w4_format: str = "int4"
+    c: bool = False
+    gated: bool = False
+
+    op: ClassVar[str] = "w4a16_gemm"
+    family: ClassVar[str] = "w4a16"
+    batch: ClassVar[int] = 1
+    out_dtype: ClassVar[torch.dtype | None] = None
+    a_major: ClassVar[str] = "k"
+    b_major: ClassVar[str] = "k"
+
+    def __post_init__(self):
+        _check_sizes(self, "m", "n", "k")
+        for name in ("n", "k"):
+            if getattr(self, name) % weight_layout.MULTIPLE:
+                raise ValueError(f"{name} must be a multiple of {weight_layout.MULTIPLE}, got {getattr(self, name)}")
+        names = weight_formats.names(4)
+        if self.w4_format not in names:
+            raise ValueError(f"w4_format must be one of {', '.join(names)}, got {self.w4_format!r}")
+        size, fixed = self.group_size, weight_formats.FORMATS[self.w4_format].group_size
+        if fixed is not None and size != fixed:
+            raise ValueError(f"group_size must be {fixed} for {self.w4_format}, got {size!r}")
+        least = weight_layout.MIN_GROUP
+        if fixed is None and size != -1 and (not isinstance(size, int) or size < least or size & (size - 1)):
+            raise ValueError(f"group_size must be -1 or a power of two >= {least}, got {size!r}")
+        if self.zeros and weight_formats.FORMATS[self.w4_format].zero is None:
+            raise ValueError(f"zeros must be False for {self.w4_format}, which has no zero points")
+        if size >= self.k:
+            object.__setattr__(self, "group_size", -1)
+
+    @property
+    def b_format(self) -> str:
+        return self.w4_format
+
+    @property
+    def n_out(self) -> int:
+        return self.n // 2 if self.gated else self.n
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    def __str__(self) -> str:
+        groups = "one group" if self.group_size == -1 else f"groups of {self.group_size}"
+        text = f"{self.m} x {self.n} x {self.k} {DTYPE_NAMES[self.dtype]} {self.w4_format}, {groups}"
+        return text + (", zero points" if self.zeros else "") + (", with C" if self.c else "") + (", gated" if self.gated else "")
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The leading arguments of ``_plan_w4a16`` and ``_enumerate_w4a16``."""
+        sizes = [self.m, self.n, self.k]
+        return sizes, DTYPE_NAMES[self.dtype], self.w4_format, self.group_size, self.zeros, self.c, self.gated
+
+
+PROBLEMS: dict[str, type[Problem] | type[W4Problem]] = {kind.op: kind for kind in (Problem, W4Problem)}
+
+
 def _row_alignment(rows: int, columns: int, element_bytes: int) -> int:
     """Bytes, at most 16, that every row of a contiguous [rows, columns] starts at a multiple of."""
     if rows <= 1:
@@ -92,8 +175,7 @@ def _row_alignment(rows: int, columns: int, element_bytes: int) -> int:
 class Plan:
     """What would run. ``str(plan)`` is the report that ``python -m minfer plan`` prints."""
 
-    op: str
-    problem: Problem
+    problem: Problem | W4Problem
     device: str  # its name
     kernel: str
     decomposition: str  # persistent, stream_k or split_k
@@ -108,6 +190,10 @@ class Plan:
     compiled: bool  # whether this build can run it
 
     @property
+    def op(self) -> str:
+        return self.problem.op
+
+    @property
     def launch(self) -> str:
         """The run-time knobs as the ``kernel=`` argument takes them."""
         return f"decomposition={self.decomposition},splits={self.splits},swizzle={self.swizzle},raster={self.raster}"
@@ -118,9 +204,9 @@ class Plan:
         return f"{self.kernel}@{self.launch}"
 
     @classmethod
-    def parse(cls, problem: Problem, device: str, fields: dict[str, Any], op: str = "gemm") -> Plan:
-        fields = dict(fields)
-        return cls(op=op, problem=problem, device=device, **fields.pop("launch"), **fields)
+    def parse(cls, problem: Problem | W4Problem, device: str, found: dict[str, Any]) -> Plan:
+        found = dict(found)
+        return cls(problem=problem, device=device, **found.pop("launch"), **found)
 
     def __str__(self) -> str:
         ratio = f", {100 * self.floor_us / self.predicted_us:.0f} % of it reached" if self.predicted_us > 0 else ""
@@ -143,29 +229,34 @@ def _device(device: torch.device | int | str | None) -> tuple[int, str]:
 
 
 def plan_problem(
-    problem: Problem,
+    problem: Problem | W4Problem,
     *,
     kernel: str | None = None,
     use_tuned: bool = True,
     device: torch.device | int | str | None = None,
     only_runnable: bool | None = None,
 ) -> Plan:
-    """:func:`plan` for a :class:`Problem`."""
+    """:func:`plan` for a problem."""
     index, name = _device(device)
     if only_runnable is None:
         only_runnable = index >= 0
-    return Plan.parse(problem, name, json.loads(torch.ops.minfer._plan_gemm(*problem.arguments(), kernel, use_tuned, only_runnable, index)))
+    planner = getattr(torch.ops.minfer, f"_plan_{problem.family}")
+    return Plan.parse(problem, name, json.loads(planner(*problem.arguments(), kernel, use_tuned, only_runnable, index)))
 
 
 def enumerate_plans(
-    problem: Problem, *, limit: int = 1 << 20, device: torch.device | int | str | None = None, only_runnable: bool | None = None
+    problem: Problem | W4Problem,
+    *,
+    limit: int = 1 << 20,
+    device: torch.device | int | str | None = None,
+    only_runnable: bool | None = None,
 ) -> list[Plan]:
     """Every legal kernel and launch configuration, best predicted first."""
     index, name = _device(device)
     if only_runnable is None:
         only_runnable = index >= 0
-    found = json.loads(torch.ops.minfer._enumerate_gemm(*problem.arguments(), only_runnable, index, limit))
-    return [Plan.parse(problem, name, fields) for fields in found]
+    planner = getattr(torch.ops.minfer, f"_enumerate_{problem.family}")
+    return [Plan.parse(problem, name, found) for found in json.loads(planner(*problem.arguments(), only_runnable, index, limit))]
 
 
 def plan(
@@ -175,28 +266,25 @@ def plan(
     n: int,
     k: int,
     dtype: torch.dtype = torch.bfloat16,
-    out_dtype: torch.dtype | None = None,
-    layout: str = "tn",
-    batch: int = 1,
-    c: bool = False,
-    gated: bool = False,
     kernel: str | None = None,
     use_tuned: bool = True,
     device: torch.device | int | str | None = None,
+    **options: Any,
 ) -> Plan:
     """What ``op`` would run for contiguous operands: the explicit kernel, else a tuned row, else the analytic model's choice.
 
     Args:
-      op: "gemm".
-      m, n, k, batch: sizes; n counts B's columns, also of a gated GEMM.
-      dtype: of A and B, torch.float16 or torch.bfloat16.
-      out_dtype: of D; dtype (default) or torch.float32.
-      layout: "tn" (A row-major, B column-major: ``weight.t()``), "tt", "nn" or "nt".
-      c: whether there is a C that is read. gated: whether it is ``gemm_gated``.
+      op: "gemm" or "w4a16_gemm".
+      m, n, k: sizes; n counts B's columns (the weight's rows), also of a gated GEMM.
+      dtype: of A, D and what B stands for: torch.float16 or torch.bfloat16.
       kernel: an override, as the operator's ``kernel=``.
       use_tuned: False asks the analytic model alone.
       device: CUDA device or index. None: the current one, or the H200 as measured where there is none (or the build has no CUDA);
         the plan may then name kernels that this build did not compile (``compiled`` says so).
+      options: of both: ``c`` (there is a C that is read), ``gated``.
+        Of gemm: ``batch``; ``layout``, "tn" (A row-major, B column-major: ``weight.t()``, the default), "tt", "nn" or "nt"; ``out_dtype``
+        of D, dtype or torch.float32.
+        Of w4a16_gemm: ``group_size`` (128; -1: all of k), ``zeros`` (there are zero points), ``w4_format`` ("int4").
 
     Returns:
       A :class:`Plan`; ``print`` it.
@@ -204,10 +292,13 @@ def plan(
     Raises:
       ValueError: an argument cannot be right. RuntimeError: the override names no legal kernel.
     """
-    if op != "gemm":
-        raise ValueError(f"op must be 'gemm', got {op!r}")
-    problem = Problem(m=m, n=n, k=k, batch=batch, dtype=dtype, out_dtype=out_dtype, layout=layout, c=c, gated=gated)
-    return plan_problem(problem, kernel=kernel, use_tuned=use_tuned, device=device)
+    if op not in PROBLEMS:
+        raise ValueError(f"op must be one of {', '.join(PROBLEMS)}, got {op!r}")
+    known = [field.name for field in fields(PROBLEMS[op])]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"{op} has no {name}; its options are {', '.join(known)}")
+    return plan_problem(PROBLEMS[op](m=m, n=n, k=k, dtype=dtype, **options), kernel=kernel, use_tuned=use_tuned, device=device)
 
 
 def runs_here() -> bool:

@@ -1,8 +1,8 @@
-"""The tuner: measures legal kernels x launch configurations on the present GPU.
+"""The tuner of every operator: measures legal kernels x launch configurations on the present GPU, operands cold in L2.
 
 Search: every (kernel, decomposition, splits) once with the raster and swizzle that the model likes best, timed briefly, best predicted
 first; then all rasters and swizzles of the fastest few; then the finalists and the analytic plan interleaved, at length. The winner's
-numbers are checked against a float32 product before its row is accepted.
+numbers are checked against a float32 product before its row is accepted. What runs is :mod:`minfer.workloads`'s.
 """
 
 from __future__ import annotations
@@ -16,64 +16,10 @@ from typing import Any
 
 import torch
 
-from . import benchmarking, reference, tuned
+from . import benchmarking, tuned
 from .benchmarking import GraphTimer, Timing
-from .planning import DTYPE_NAMES, Plan, Problem, enumerate_plans, plan_problem
-
-BETA = 0.5  # of problems with a C
-
-
-# ---- one problem's operands and launches --------------------------------------------------------------------------------------
-
-
-def make_operands(problem: Problem, device: str = "cuda") -> dict[str, torch.Tensor | None]:
-    """Random normal a, b, c and an output d for :func:`launcher`, in the problem's layout."""
-    batch = () if problem.batch == 1 else (problem.batch,)
-
-    def matrix(rows: int, columns: int, row_major: bool, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
-        if row_major:
-            return torch.randn(*batch, rows, columns, device=device, dtype=dtype)
-        return torch.randn(*batch, columns, rows, device=device, dtype=dtype).transpose(-1, -2)
-
-    out_dtype = problem.out_dtype or problem.dtype
-    return {
-        "a": matrix(problem.m, problem.k, problem.a_major == "k"),
-        "b": matrix(problem.k, problem.n, problem.b_major == "mn").div_(max(problem.k, 1) ** 0.5),
-        "c": matrix(problem.m, problem.n, True, out_dtype) if problem.c else None,
-        "d": torch.empty(*batch, problem.m, problem.n_out, device=device, dtype=out_dtype),
-    }
-
-
-def launcher(problem: Problem, kernel: str | None = None) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """The operator as a function of one set of operands."""
-    if problem.gated:
-        return lambda x: torch.ops.minfer.gemm_gated.default(x["a"], x["b"], kernel=kernel)
-    beta = BETA if problem.c else 0.0
-    return lambda x: torch.ops.minfer.gemm.out(x["a"], x["b"], c=x["c"], beta=beta, kernel=kernel, out=x["d"])
-
-
-def torch_launcher(problem: Problem) -> Callable[[dict[str, Any]], torch.Tensor] | None:
-    """cuBLAS through torch for the same operands; None where torch has no one call for it."""
-    if problem.gated or problem.out_dtype not in (None, problem.dtype):
-        return None
-    if problem.c:
-        return lambda x: (torch.addmm if problem.batch == 1 else torch.baddbmm)(x["c"], x["a"], x["b"], beta=BETA, out=x["d"])
-    return lambda x: torch.matmul(x["a"], x["b"], out=x["d"])
-
-
-def check_result(problem: Problem, kernel: str | None, x: dict[str, Any]) -> tuple[float, float]:
-    """Relative error of one launch into a NaN-filled output against a float32 product, and the most it may be."""
-    x["d"].fill_(float("nan"))
-    out = launcher(problem, kernel)(x)
-    if problem.gated:
-        truth = reference.gemm_gated(x["a"].float(), x["b"].float())
-        peer = reference.gemm_gated(x["a"], x["b"])
-    else:
-        beta = BETA if problem.c else 0.0
-        truth = reference.gemm(x["a"].float(), x["b"].float(), c=x["c"], beta=beta)
-        peer = truth.to(out.dtype)
-    return benchmarking.relative_error(out, truth), 2 * benchmarking.relative_error(peer, truth) + benchmarking.rounding_unit(problem.dtype)
-
+from .planning import DTYPE_NAMES, Plan, Problem, W4Problem, enumerate_plans, plan_problem
+from .workloads import GemmWorkload, W4Workload, workload
 
 # ---- the search -----------------------------------------------------------------------------------------------------------------
 
@@ -99,7 +45,7 @@ class Measurement:
 class Tuning:
     """What was found for one problem."""
 
-    problem: Problem
+    problem: Problem | W4Problem
     best: Measurement
     analytic: Measurement
     measurements: list[Measurement]
@@ -117,12 +63,17 @@ class Tuning:
     def fields(self) -> dict[str, Any]:
         p = self.problem
         return {
+            "op": p.op,
             "m": p.m,
             "n": p.n,
             "k": p.k,
             "batch": p.batch,
             "ab_type": DTYPE_NAMES[p.dtype],
-            "layout": p.layout,
+            "a_major": p.a_major,
+            "b_major": p.b_major,
+            "b_format": p.b_format,
+            "group_size": p.group_size,
+            "has_zeros": p.zeros,
             "has_c": p.c,
             "gated": p.gated,
             "floor_us": self.best.plan.floor_us,
@@ -153,14 +104,13 @@ class Effort:
 class _Screen:
     """Brief times of candidates, each measured once; a candidate that is far behind is dropped after one replay."""
 
-    def __init__(self, problem: Problem, sets: list[Any], effort: Effort):
-        self.problem, self.sets, self.effort = problem, sets, effort
+    def __init__(self, work: GemmWorkload | W4Workload, sets: list[Any], effort: Effort):
+        self.work, self.sets, self.effort = work, sets, effort
         self.seen: dict[str, Measurement] = {}
         self.failed: list[str] = []
 
     def timer(self, plan: Plan, estimate_us: float, target_us: float) -> GraphTimer:
-        fn = launcher(self.problem, plan.override)
-        return GraphTimer(fn, self.sets, estimate_us=estimate_us, target_us=target_us)
+        return GraphTimer(self.work.launcher(plan.override), self.sets, estimate_us=estimate_us, target_us=target_us)
 
     def measure(self, plans: Iterable[Plan]) -> None:
         best = min((m.screen_us for m in self.seen.values()), default=float("inf"))
@@ -188,16 +138,22 @@ def _work(plan: Plan) -> tuple[str, str, int]:
     return plan.kernel, plan.decomposition, plan.splits
 
 
-def tune_problem(problem: Problem, effort: Effort = Effort(), *, with_torch: bool = False) -> Tuning:  # noqa: B008  frozen
+def tune_problem(
+    problem: Problem | W4Problem,
+    effort: Effort = Effort(),  # noqa: B008  frozen
+    *,
+    with_torch: bool = False,
+) -> Tuning:
     """Searches one problem on the current device.
 
     Raises:
       RuntimeError: no candidate ran, or none gave right numbers.
     """
-    sets = benchmarking.rotation(lambda: make_operands(problem))
+    work = workload(problem)
+    sets = benchmarking.rotation(work.operands)
     candidates = enumerate_plans(problem)
     analytic_plan = plan_problem(problem, use_tuned=False)
-    screen = _Screen(problem, sets, effort)
+    screen = _Screen(work, sets, effort)
     screen.measure([analytic_plan])
     if effort.everything:
         screen.measure(candidates)
@@ -207,12 +163,12 @@ def tune_problem(problem: Problem, effort: Effort = Effort(), *, with_torch: boo
             by_work.setdefault(_work(plan), []).append(plan)
         screen.measure([plans[0] for plans in list(by_work.values())[: effort.top]])
         leaders = list(dict.fromkeys(_work(m.plan) for m in screen.ranking()))[: effort.refine]
-        for work in leaders:
-            screen.measure(by_work.get(work, []))
+        for leader in leaders:
+            screen.measure(by_work.get(leader, []))
     if not screen.seen:
         raise RuntimeError(f"minfer tune: no candidate ran for {problem}: " + "; ".join(screen.failed[:3]))
 
-    arithmetic = 2.0 * problem.m * problem.n * problem.k * problem.batch / analytic_plan.floor_us > 600e6 and analytic_plan.floor_us > 20
+    arithmetic = problem.flops / analytic_plan.floor_us > 600e6 and analytic_plan.floor_us > 20
     finalists = screen.ranking()[: effort.finalists_of_arithmetic if arithmetic else effort.finalists]
     analytic = screen.seen.get(analytic_plan.override)
     if analytic is None:
@@ -220,16 +176,16 @@ def tune_problem(problem: Problem, effort: Effort = Effort(), *, with_torch: boo
     if analytic not in finalists:
         finalists.append(analytic)
     timers = [screen.timer(m.plan, m.screen_us, effort.final_us) for m in finalists]
-    peer = torch_launcher(problem) if with_torch else None
+    peer = work.torch_contestant(sets) if with_torch else None
     if peer is not None:
-        timers.append(GraphTimer(peer, sets, estimate_us=finalists[0].screen_us, target_us=effort.final_us))
+        timers.append(GraphTimer(*peer, estimate_us=finalists[0].screen_us, target_us=effort.final_us))
     timings = benchmarking.interleave(timers, effort.rounds, rest_ms=effort.rest_ms if arithmetic else 0.0)
     for measurement, timing in zip(finalists, timings, strict=False):
         measurement.final = timing
 
     rejected = list(screen.failed)
     for best in sorted(finalists, key=lambda m: m.final.us):
-        error, most = check_result(problem, best.plan.override, sets[0])
+        error, most = work.check(best.plan.override, sets[0])
         if error <= most:
             torch_us = timings[-1].us if peer is not None else None
             return Tuning(problem, best, analytic, screen.ranking(), rejected, torch_us)
@@ -241,7 +197,7 @@ def tune_problem(problem: Problem, effort: Effort = Effort(), *, with_torch: boo
 
 
 def tune(
-    problems: Iterable[Problem],
+    problems: Iterable[Problem | W4Problem],
     *,
     out: Path | None,
     effort: Effort = Effort(),  # noqa: B008  frozen
@@ -258,8 +214,11 @@ def tune(
       dump: JSON of every measurement, for fitting the model; problems are added to those of an existing file.
       skip_known: leave out problems that ``out`` has rows for.
       minutes: start no further problem after so long.
+
+    Raises:
+      ValueError: ``out`` is a table that cannot be merged into; nothing was measured. RuntimeError: see :func:`tune_problem`.
     """
-    known = {row.key for row in tuned.parse_rows(out.read_text())} if skip_known and out is not None and out.exists() else set()
+    known = {row.key for row in tuned.read_table(out)} if out is not None else set()
     facts = benchmarking.run_facts()
     dumped = json.loads(dump.read_text())["problems"] if dump is not None and dump.exists() else []
     found: list[Tuning] = []
@@ -267,7 +226,7 @@ def tune(
     for problem in problems:
         if minutes is not None and time.monotonic() - begin > 60 * minutes:
             break
-        if known and tuned.TunedRow.of(plan_problem(problem, use_tuned=False), 0.0).key in known:
+        if skip_known and tuned.TunedRow.of(plan_problem(problem, use_tuned=False), 0.0).key in known:
             continue
         tuning = tune_problem(problem, effort, with_torch=with_torch)
         found.append(tuning)

@@ -34,7 +34,10 @@ class TunedRow:
     ab_type: str  # f16, bf16
     a_major: str  # k, mn
     b_major: str
-    has_c: int  # 0, 1
+    b_format: str  # dense, int4
+    group_size: int  # of 4-bit weights: -1 is all of k; 0 where B is dense
+    has_zeros: int  # 0, 1
+    has_c: int
     gated: int
     kernel: str  # registry name
     decomposition: str
@@ -47,15 +50,16 @@ class TunedRow:
     def key(self) -> tuple:
         """The problem; sorted by it, one layout's table reads by weight shape, then m."""
         return (
-            self.op, self.ab_type, self.a_major, self.b_major, self.has_c, self.gated, self.batch, self.n, self.k, self.m
+            self.op, self.ab_type, self.a_major, self.b_major, self.b_format, self.group_size, self.has_zeros, self.has_c, self.gated,
+            self.batch, self.n, self.k, self.m,
         )  # fmt: skip
 
     @classmethod
     def of(cls, plan: Plan, us: float) -> TunedRow:
         p = plan.problem
         return cls(
-            plan.op, p.m, p.n, p.k, p.batch, DTYPE_NAMES[p.dtype], p.a_major, p.b_major, int(p.c), int(p.gated),
-            plan.kernel, plan.decomposition, plan.splits, plan.swizzle, plan.raster, round(us, 2),
+            plan.op, p.m, p.n, p.k, p.batch, DTYPE_NAMES[p.dtype], p.a_major, p.b_major, p.b_format, p.group_size, int(p.zeros),
+            int(p.c), int(p.gated), plan.kernel, plan.decomposition, plan.splits, plan.swizzle, plan.raster, round(us, 2),
         )  # fmt: skip
 
 
@@ -67,7 +71,7 @@ def parse_rows(text: str) -> list[TunedRow]:
     """Rows of a CSV text; lines that start with # are skipped.
 
     Raises:
-      ValueError: the header is not COLUMNS, or a row has too few cells or a malformed number; names the line.
+      ValueError: the header is not COLUMNS (a table of another version), or a row has too few cells or a malformed number; names the line.
     """
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     if not lines:
@@ -75,7 +79,9 @@ def parse_rows(text: str) -> list[TunedRow]:
     reader = csv.reader(lines)
     header = next(reader)
     if tuple(header) != COLUMNS:
-        raise ValueError(f"the header must be {','.join(COLUMNS)}, got {','.join(header)}")
+        raise ValueError(
+            f"the header must be {','.join(COLUMNS)}, got {','.join(header)}; this table is of another version: remove it and tune again"
+        )
     rows = []
     for number, cells in enumerate(reader, start=2):
         if len(cells) != len(COLUMNS):
@@ -97,12 +103,28 @@ def format_rows(rows: Iterable[TunedRow]) -> str:
     return text.getvalue()
 
 
-def merge_into(path: str | Path, rows: Iterable[TunedRow]) -> int:
-    """Adds rows to a table, replacing those of the same problems; comment lines on top stay. Returns the table's number of rows."""
+def read_table(path: str | Path) -> list[TunedRow]:
+    """Rows of a table; none when there is no such file.
+
+    Raises:
+      ValueError: see :func:`parse_rows`; names the file too.
+    """
     path = Path(path)
-    text = path.read_text() if path.exists() else ""
-    comments = [line for line in text.splitlines() if line.startswith("#")]
-    merged = {row.key: row for row in (*parse_rows(text), *rows)}
+    try:
+        return parse_rows(path.read_text()) if path.exists() else []
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def merge_into(path: str | Path, rows: Iterable[TunedRow]) -> int:
+    """Adds rows to a table, replacing those of the same problems; comment lines on top stay. Returns the table's number of rows.
+
+    Raises:
+      ValueError: see :func:`read_table`; the file is left as it was.
+    """
+    path = Path(path)
+    merged = {row.key: row for row in (*read_table(path), *rows)}
+    comments = [line for line in path.read_text().splitlines() if line.startswith("#")] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".part")
     fresh.write_text("".join(line + "\n" for line in comments) + format_rows(merged.values()))

@@ -303,6 +303,8 @@ TEST_CASE(floor_is_bytes_or_flops) {
   CHECK(near(gemm_floor_us(problem_of(4096, 4096, 4096), h200), 2.0 * 4096 * 4096 * 4096 / 750e6));
   // One token: the weight's bytes at 4.45 TB/s, beside 8 kB of A and of D.
   CHECK(near(gemm_floor_us(problem_of(1, 4096, 4096), h200), 2.0 * (4096.0 * 4096 + 4096 + 4096) / 4.45e6));
+  CHECK_EQUAL(gemm_bytes(problem_of(1, 4096, 4096)), 2.0 * (4096.0 * 4096 + 4096 + 4096));
+  CHECK_EQUAL(gemm_bytes(problem_of(0, 4096, 4096)), 0.0);
   // C doubles the output's bytes, gating halves them, float32 doubles them.
   CHECK(near(gemm_floor_us(problem_of(64, 4096, 0, DataType::kF16, Major::kK, Major::kK, true), h200), 2.0 * 2 * 64 * 4096 / 4.45e6));
   CHECK(near(gemm_floor_us(problem_of(64, 4096, 0, DataType::kF16, Major::kK, Major::kK, false, true), h200), 2.0 * 64 * 2048 / 4.45e6));

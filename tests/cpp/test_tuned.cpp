@@ -28,6 +28,7 @@ GemmTunedRow row_of(GemmProblem const& p, char const* kernel) {
   row.m = p.m, row.n = p.n, row.k = p.k, row.batch = p.batch;
   row.ab_type = p.ab_type;
   row.a_major = p.a_major, row.b_major = p.b_major;
+  row.b_format = p.b_format, row.group_size = p.group_size, row.has_zeros = p.has_zeros;
   row.has_c = p.has_c, row.gated = p.gated;
   row.kernel = kernel;
   row.us = 12.5f;
@@ -37,6 +38,7 @@ GemmTunedRow row_of(GemmProblem const& p, char const* kernel) {
 GemmProblem problem_of_row(GemmTunedRow const& row) {
   GemmProblem p = problem_of(row.m, row.n, row.k, row.ab_type, row.a_major, row.b_major, row.has_c, row.gated);
   p.batch = row.batch;
+  p.b_format = row.b_format, p.group_size = row.group_size, p.has_zeros = row.has_zeros;
   return p;
 }
 
@@ -52,6 +54,14 @@ GemmPlan plan_with(GemmProblem const& problem, std::vector<GemmTunedRow> const& 
 
 // Sizes that no table of layers has.
 GemmProblem const kProblem = problem_of(160, 1736, 1048);
+
+GemmProblem quantised(int32_t group_size, bool zeros = false, int64_t k = 1048) {
+  GemmProblem p = problem_of(24, 1736, k);
+  p.b_format = WeightFormat::kInt4;
+  p.group_size = group_size;
+  p.has_zeros = zeros;
+  return p;
+}
 
 }  // namespace
 
@@ -90,6 +100,48 @@ TEST_CASE(tuned_row_answers_only_for_its_own_key) {
   for (GemmProblem const& other : others) {
     Context const at(text_of(other));
     CHECK(plan_with(other, {row}).source == PlanSource::kAnalytic);
+  }
+}
+
+TEST_CASE(tuned_row_answers_only_for_its_weight_format_and_groups) {
+  GemmProblem const problem = quantised(128);
+  GemmPlan const analytic = plan_with(problem, {});
+  GemmTunedRow const row = row_of(problem, another_kernel(problem, analytic.kernel)->name);
+  GemmPlan const taken = plan_with(problem, {row});
+  CHECK(taken.source == PlanSource::kTuned);
+  CHECK_EQUAL(std::string(taken.kernel->name), row.kernel);
+  for (int32_t group : {0, 32, 64, 256, 2048}) CHECK(plan_with(quantised(group), {row}).source == PlanSource::kAnalytic);
+  GemmProblem dense = problem;
+  dense.b_format = WeightFormat::kDense;
+  CHECK(plan_with(dense, {row}).source == PlanSource::kAnalytic);
+  // A dense row for the same sizes says nothing about quantised weights, even one that names their kernel.
+  GemmTunedRow mistaken = row;
+  mistaken.b_format = WeightFormat::kDense;
+  CHECK(plan_with(problem, {mistaken}).source == PlanSource::kAnalytic);
+}
+
+TEST_CASE(tuned_groups_that_cover_k_are_the_same) {
+  for (int32_t row_group : {0, 512, 1024}) {
+    GemmProblem const problem = quantised(row_group, false, 512);
+    GemmTunedRow const row = row_of(problem, another_kernel(problem, plan_with(problem, {}).kernel)->name);
+    for (int32_t group : {0, 512, 2048}) CHECK(plan_with(quantised(group, false, 512), {row}).source == PlanSource::kTuned);
+    CHECK(plan_with(quantised(256, false, 512), {row}).source == PlanSource::kAnalytic);
+  }
+}
+
+TEST_CASE(tuned_row_with_the_same_zero_points_comes_first) {
+  GemmProblem const without = quantised(128), with = quantised(128, true);
+  KernelInfo const* chosen = plan_with(without, {}).kernel;
+  GemmTunedRow const symmetric = row_of(without, another_kernel(without, chosen)->name);
+  GemmPlan const stand_in = plan_with(with, {symmetric});
+  CHECK(stand_in.source == PlanSource::kTuned && std::strstr(stand_in.reason, "without zero points") != nullptr);
+  GemmTunedRow own = row_of(with, chosen->name);
+  own.m = 32;  // of more tokens in the same tiles, or in others: then it does not speak for this problem
+  bool const speaks = (24 + chosen->tile_n - 1) / chosen->tile_n == (32 + chosen->tile_n - 1) / chosen->tile_n;
+  for (bool first : {true, false}) {
+    std::vector<GemmTunedRow> const rows = first ? std::vector{own, symmetric} : std::vector{symmetric, own};
+    CHECK_EQUAL(std::string(plan_with(with, rows).kernel->name), speaks ? own.kernel : symmetric.kernel);
+    CHECK_EQUAL(std::string(plan_with(without, rows).kernel->name), symmetric.kernel);
   }
 }
 

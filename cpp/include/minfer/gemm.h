@@ -85,6 +85,9 @@ struct GemmTunedRow {
   int64_t m, n, k, batch;
   DataType ab_type;
   Major a_major, b_major;
+  WeightFormat b_format = WeightFormat::kDense;
+  int32_t group_size = 0;  // of quantised B, as in GemmProblem
+  bool has_zeros = false;
   bool has_c, gated;
   char const* kernel;  // registry name
   GemmLaunch launch;
@@ -109,6 +112,9 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
 /// Writes at most `capacity` plans and returns how many there are in `count`.
 Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plans,
                       int64_t capacity, int64_t* count);
+
+/// Bytes that a launch must move: A, B as it is stored (packed codes, scales and zero points), C where it is read, and D.
+double gemm_bytes(GemmProblem const& problem);
 
 /// Time that no implementation beats on this device: max(bytes / read_bandwidth, flops / matrix_rate), in us.
 double gemm_floor_us(GemmProblem const& problem, DeviceProperties const& device);

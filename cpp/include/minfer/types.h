@@ -18,8 +18,14 @@ enum class Major : int32_t { kK = 0, kMN = 1 };
 enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
 
 /// How B is stored. kDense: as 16-bit numbers of A's type. Otherwise codes in the packed layout of w4a16/w4_layout.h, with scales for groups
-/// of consecutive k: w = (code - zero) * scale.
-enum class WeightFormat : int32_t { kDense = 0, kInt4 = 1 };
+/// of consecutive k.
+///   kInt4, kInt8     (code - zero) * scale, unsigned codes; scales and zeros of A's type
+///   kNf4             nf4[code] * scale (QLoRA's normal-float table); scales of A's type
+///   kMxFp4, kNvFp4   e2m1[code] * scale; scales E8M0 (a byte for 32 of k) or E4M3 (a byte for 16 of k)
+///   kFp8E4M3         e4m3[code] * scale; scales of A's type
+enum class WeightFormat : int32_t { kDense = 0, kInt4 = 1, kNf4 = 2, kMxFp4 = 3, kNvFp4 = 4, kInt8 = 5, kFp8E4M3 = 6 };
+constexpr WeightFormat kWeightFormats[] = {WeightFormat::kInt4,  WeightFormat::kNf4,  WeightFormat::kMxFp4,
+                                           WeightFormat::kNvFp4, WeightFormat::kInt8, WeightFormat::kFp8E4M3};
 
 enum class RasterOrder : int32_t { kAlongM = 0, kAlongN = 1 };
 
@@ -35,11 +41,22 @@ inline char const* name_of(Activation a) {
   }
   return "?";
 }
-inline int bits_of(WeightFormat f) { return f == WeightFormat::kInt4 ? 4 : 16; }
+constexpr int bits_of(WeightFormat f) {
+  return f == WeightFormat::kDense ? 16 : f == WeightFormat::kInt8 || f == WeightFormat::kFp8E4M3 ? 8 : 4;
+}
+constexpr int scale_bytes_of(WeightFormat f) { return f == WeightFormat::kMxFp4 || f == WeightFormat::kNvFp4 ? 1 : 2; }
+constexpr bool has_zero_points(WeightFormat f) { return f == WeightFormat::kInt4 || f == WeightFormat::kInt8; }
+/// k of a scale where the format prescribes it, else 0.
+constexpr int fixed_group_of(WeightFormat f) { return f == WeightFormat::kMxFp4 ? 32 : f == WeightFormat::kNvFp4 ? 16 : 0; }
 inline char const* name_of(WeightFormat f) {
   switch (f) {
     case WeightFormat::kDense: return "dense";
     case WeightFormat::kInt4: return "int4";
+    case WeightFormat::kNf4: return "nf4";
+    case WeightFormat::kMxFp4: return "mxfp4";
+    case WeightFormat::kNvFp4: return "nvfp4";
+    case WeightFormat::kInt8: return "int8";
+    case WeightFormat::kFp8E4M3: return "fp8_e4m3";
   }
   return "?";
 }

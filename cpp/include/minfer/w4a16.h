@@ -1,21 +1,43 @@
-// 4-bit weights around the GEMM (gemm.h with GemmProblem::b_format): packing, dequantisation, the gather of act-order checkpoints.
+// 4-bit and 8-bit weights around the GEMM (gemm.h with GemmProblem::b_format): packing, dequantisation, the gather of act-order checkpoints.
 #pragma once
 
+#include "minfer/gemm.h"
 #include "minfer/status.h"
 #include "minfer/types.h"
 
 namespace minfer {
 
+/// A packed weight [n, k] of any format but kDense.
+struct QuantizedWeight {
+  WeightFormat format = WeightFormat::kInt4;
+  void const* packed = nullptr;  // packed_weight_bytes, 16-byte aligned
+  void const* scales = nullptr;  // [ceil(k / group_size), n], leading dimension ld_scales; 16-bit or bytes (scale_bytes_of)
+  int64_t ld_scales = 0;
+  void const* zeros = nullptr;  // likewise, 16-bit; null: 8 (int4), 128 (int8)
+  int64_t ld_zeros = 0;
+  int64_t group_size = 0;  // 0: all of k; else a power of two from 32 on (nvfp4: 16)
+  int64_t n = 0, k = 0;
+  float alpha = 1.0f;  // of the whole weight
+};
+
 /// Bytes of a packed [n, k] weight: n and k are rounded up to multiples of 64.
 int64_t packed_weight_bytes(WeightFormat format, int64_t n, int64_t k);
 
-/// codes: uint8 [n, k] in 0..15, leading dimension ld; the low four bits count. packed: packed_weight_bytes, 16-byte aligned; padding codes are 0.
-Status pack_w4(uint8_t const* codes, int64_t n, int64_t k, int64_t ld, void* packed, Stream stream);
+/// codes: uint8 [n, k], leading dimension ld; of 4-bit formats the low four bits count. packed: packed_weight_bytes, 16-byte aligned; padding
+/// codes are 0. `bits`: 4 or 8.
+Status pack_weight(int bits, uint8_t const* codes, int64_t n, int64_t k, int64_t ld, void* packed, Stream stream);
 
-/// out [n, k] of `type`, contiguous: (code - zero) * scale, rounded once. scales and zeros
-/// [ceil(k / group_size), n] of `type`; zeros null: 8; group_size 0: all of k, else a power of two from 32 on.
-Status dequantize_w4(void const* packed, void const* scales, int64_t ld_scales, void const* zeros, int64_t ld_zeros, int64_t group_size,
-                     int64_t n, int64_t k, DataType type, void* out, Stream stream);
+/// out [n, k] of `type`, contiguous, 16-byte aligned: value * scale * alpha, computed in fp32 and rounded once. 16-bit scales are of `type`.
+Status dequantize_weight(QuantizedWeight const& weight, DataType type, void* out, Stream stream);
+
+/// The GEMM that is left of a quantised one when its weight has been dequantised into a contiguous [n, k].
+GemmProblem dequantized(GemmProblem const& problem);
+
+/// Whether dequantize_weight and a dense GEMM are predicted to be faster than the best kernel for `problem`, or none reads its format.
+Status dequantize_first(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, bool* first);
+
+/// Predicted time of dequantize_weight for the problem's weight, in us.
+double dequantize_us(GemmProblem const& problem, DeviceProperties const& device);
 
 /// out [m, k] = a[:, perm], 16-bit elements, contiguous; a [m, k] with leading dimension lda, perm int32 [k] in 0..k-1.
 /// programmatic: launched with programmatic stream serialization (compute capability 9.0 on).

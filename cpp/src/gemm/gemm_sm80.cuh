@@ -9,15 +9,13 @@
 // Limits: aligned kernels need 16-byte aligned operands whose contiguous extents are multiples of 8; kUnaligned ones need nothing.
 #pragma once
 
-#include "common/cuda_check.h"
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/collective/collective_mma.hpp"
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "cutlass/numeric_types.h"
 #include "gemm/epilogue.cuh"
-#include "gemm/launch.h"
-#include "gemm/schedule.h"
+#include "gemm/launch_sm80.cuh"
 
 namespace minfer::gemm {
 
@@ -182,30 +180,10 @@ Status launch_gemm_sm80(GemmLaunchArguments const& arguments) {
   params.batch = int32_t(problem.batch);
   params.epilogue = make_epilogue(problem, operands);
 
-  KernelInfo geometry{};
-  geometry.tile_m = Config::kTileM;
-  geometry.tile_n = Config::kTileN;
-  geometry.tile_k = Config::kTileK;
-  geometry.cluster_m = geometry.cluster_n = 1;
-  geometry.schedule = Schedule::kMultistage;
-  geometry.arch = 80;
-  geometry.threads = Config::kThreads;
-  geometry.smem_bytes = Config::kSmemBytes;
-  params.schedule = schedule_of(geometry, problem, arguments.launch, *arguments.device);
-  if (size_t const needed = workspace_of(geometry, params.schedule); needed > arguments.workspace_bytes) {
-    return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", arguments.workspace_bytes,
-                           needed);
-  }
-  params.split = split_workspace(arguments.workspace, params.schedule.slots(), false);
-
-  auto* kernel = &gemm_sm80_kernel<Config>;
+  if (Status status = describe_schedule_sm80<Config>(arguments, &params.schedule, &params.split); !status.ok()) return status;
   static std::atomic<uint64_t> shared_memory_allowed{0};
-  if (cudaError_t const error = allow_shared_memory(reinterpret_cast<void const*>(kernel), Kernel::kSmemBytes, shared_memory_allowed);
-      error != cudaSuccess) {
-    return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
-  }
-  kernel<<<unsigned(params.schedule.workers), Kernel::kThreads, Kernel::kSmemBytes, arguments.stream>>>(params);
-  return cuda_status(cudaGetLastError(), "launch");
+  return launch_sm80(&gemm_sm80_kernel<Config>, params, arguments, params.schedule.workers, Kernel::kThreads, Kernel::kSmemBytes,
+                     shared_memory_allowed);
 }
 
 }  // namespace minfer::gemm

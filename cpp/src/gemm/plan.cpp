@@ -56,9 +56,13 @@ Status check(GemmProblem const& p) {
     return Status::failure(StatusCode::kInvalidArgument, "D must be %s or f32, got %s", name_of(p.ab_type), name_of(p.d_type));
   }
   if (p.b_format != WeightFormat::kDense) {
-    bool const power = p.group_size == 0 || (p.group_size >= 32 && (p.group_size & (p.group_size - 1)) == 0);
-    if (!power) {
-      return Status::failure(StatusCode::kInvalidArgument, "group_size must be 0 (all of k) or a power of two from 32 on, got %d",
+    int const fixed = fixed_group_of(p.b_format);
+    bool const power = p.group_size >= 32 && (p.group_size & (p.group_size - 1)) == 0;
+    if (p.group_size != 0 && (fixed != 0 ? p.group_size != fixed : !power)) {
+      return Status::failure(StatusCode::kInvalidArgument, "group_size of %s must be %s, got %d", name_of(p.b_format),
+                             fixed == 32   ? "32"
+                             : fixed == 16 ? "16"
+                                           : "0 (all of k) or a power of two from 32 on",
                              p.group_size);
     }
     if (p.n % 8 != 0 || p.k % 8 != 0 || p.batch != 1) {
@@ -176,12 +180,17 @@ Status unknown_kernel(char const* name) {
   return Status::failure(StatusCode::kUnknownKernel, "kernel '%.90s' is not in the registry; nearest: %s", name, nearest.c_str());
 }
 
-/// A tuned row answers for its own m and for every smaller m that its kernel covers with the same tiles.
+/// k of a scale, 0 where all of k shares one: there are several ways to say that.
+int64_t normal_group(int64_t group_size, int64_t k) { return group_size >= k || group_size < 0 ? 0 : group_size; }
+
+/// A tuned row answers for its own m and for every smaller m that its kernel covers with the same tiles; for the same weight format and
+/// groups. Whether there are zero points is left to find_row.
 bool matches(GemmTunedRow const& row, GemmProblem const& p) {
-  if (p.b_format != WeightFormat::kDense || row.n != p.n || row.k != p.k || row.batch != p.batch || row.ab_type != p.ab_type ||
-      row.a_major != p.a_major || row.b_major != p.b_major || row.gated != p.gated || row.has_c != p.has_c || p.m > row.m) {
+  if (row.n != p.n || row.k != p.k || row.batch != p.batch || row.ab_type != p.ab_type || row.a_major != p.a_major ||
+      row.b_major != p.b_major || row.b_format != p.b_format || row.gated != p.gated || row.has_c != p.has_c || p.m > row.m) {
     return false;
   }
+  if (p.b_format != WeightFormat::kDense && normal_group(row.group_size, row.k) != normal_group(p.group_size, p.k)) return false;
   if (p.m == row.m) return true;
   KernelInfo const* kernel = find_kernel(row.kernel);
   if (kernel == nullptr) return false;
@@ -189,11 +198,19 @@ bool matches(GemmTunedRow const& row, GemmProblem const& p) {
   return ceil_div(p.m, tile) == ceil_div(row.m, tile);
 }
 
+/// Zero points do not rule a row out: kernels run the same instructions with and without them (symmetric weights subtract a constant
+/// from the same registers), and what more is read, 2 bytes a group, 3 % at groups of 128, moves every candidate alike. A row that was
+/// measured with the problem's own kind comes first.
 GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProblem const& problem, GemmPlanOptions const& options,
                              DeviceProperties const& device) {
   GemmTunedRow const* best = nullptr;
+  auto const better = [&](GemmTunedRow const& row) {
+    if (best == nullptr) return true;
+    bool const own = row.has_zeros == problem.has_zeros, best_own = best->has_zeros == problem.has_zeros;
+    return own != best_own ? own : row.m < best->m;
+  };
   for (int64_t i = 0; i < count; ++i) {
-    if (!matches(rows[i], problem) || (best != nullptr && rows[i].m >= best->m)) continue;
+    if (!matches(rows[i], problem) || !better(rows[i])) continue;
     KernelInfo const* kernel = find_kernel(rows[i].kernel);
     if (kernel == nullptr || (options.only_runnable && kernel->launch == nullptr) ||
         (options.force_arch != 0 && kernel->arch != options.force_arch) || illegal(*kernel, problem, device) != nullptr ||
@@ -208,13 +225,16 @@ GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProble
 }  // namespace
 }  // namespace gemm
 
-double gemm_floor_us(GemmProblem const& p, DeviceProperties const& device) {
+double gemm_bytes(GemmProblem const& p) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return 0.0;
   double const outputs = double(p.batch) * p.m * (p.gated ? p.n / 2 : p.n);
   double const b_bytes = p.b_format == WeightFormat::kDense ? 2.0 * p.batch * double(p.n) * p.k : w4a16::weight_bytes(p);
-  double const bytes = 2.0 * p.batch * double(p.m) * p.k + b_bytes + outputs * size_of(p.d_type) * (p.has_c ? 2.0 : 1.0);
+  return 2.0 * p.batch * double(p.m) * p.k + b_bytes + outputs * size_of(p.d_type) * (p.has_c ? 2.0 : 1.0);
+}
+
+double gemm_floor_us(GemmProblem const& p, DeviceProperties const& device) {
   double const flops = 2.0 * p.batch * double(p.m) * p.n * p.k;
-  return std::max(bytes / device.read_bandwidth, flops / device.matrix_rate);
+  return std::max(gemm_bytes(p) / device.read_bandwidth, flops / device.matrix_rate);
 }
 
 Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plan) {
@@ -265,7 +285,8 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
       finish(plan, *find_kernel(row->kernel), problem, row->launch, device);
       plan->predicted_us = row->us;
       plan->source = PlanSource::kTuned;
-      std::snprintf(plan->reason, sizeof(plan->reason), "%s: fastest measured for m = %lld", table, (long long)row->m);
+      char const* other = row->has_zeros == problem.has_zeros ? "" : row->has_zeros ? ", with zero points" : ", without zero points";
+      std::snprintf(plan->reason, sizeof(plan->reason), "%s: fastest measured for m = %lld%s", table, (long long)row->m, other);
       return Status::success();
     }
   }

@@ -1,6 +1,6 @@
 // The analytic cost model of kernels with quantised weights: the larger of the weight stream and the busiest CTA's dequantisation and WGMMAs, plus
 // what stands before and after. The constants are a fit to 1500 timings of 17 kernels over 61 problems on the H200 (m from 1 to 1024, seven layers;
-// the choice costs 1.6 % on the average of them); the portable kernels' are guesses.
+// the choice costs 1.6 % on the average of them); the portable kernels' are guesses, on the slow side.
 #include "w4a16/cost_model.h"
 
 #include <algorithm>
@@ -23,38 +23,65 @@ constexpr double kLeastTensorCycles = 5.6;
 constexpr double kTaggedUs = 1.07, kFlaggedUs = 1.24, kPieceUs = 0.40;  // a piece's way to its owner; each further piece
 constexpr double kPieceBytes = 52e3;                                    // bytes/us of one SM
 constexpr double kEpilogueBytes = 15e3;
-constexpr double kHbmShare = 1.45;      // of the read bandwidth: launches overlap
-constexpr double kHbmSms = 0.30;        // share of the SMs that draws all of it
-constexpr double kPower = 4.7;          // how much of the smaller limit shows
-constexpr double kPortableRate = 0.35;  // mma.sync against WGMMA
+constexpr double kHbmShare = 1.45;  // of the read bandwidth: launches overlap
+constexpr double kHbmSms = 0.30;    // share of the SMs that draws all of it
+constexpr double kPower = 4.7;      // how much of the smaller limit shows
+// Portable kernels, by counting instructions. Nothing of them is measured: where sm_90 kernels run, which are, they count as slower than those.
+constexpr double kPortableStartUs = 1.5;  // no prologue under the predecessor's tail
+constexpr double kPortableSlab = 35;      // issue cycles of 64 x 16 weights, of each warpgroup
+constexpr double kPortableSlabPerToken = 0.26;
+constexpr double kPortableL2Bytes = 45e3;  // bytes/us into one SM
+constexpr double kPortableRate = 0.8;      // of the device's matrix rate
+constexpr double kPortablePower = 2;  // issue, L2 and tensor cores hide behind each other in part: else narrow tiles did for many tokens
+constexpr double kPortableHbmShare = 1.0;
+constexpr double kPortableSlabBesideWgmma = 80, kPortableRateBesideWgmma = 0.44;
 
 // Kernels of few tokens do (w4a16.toml).
 bool scales_accumulators(KernelInfo const& kernel) { return kernel.tile_n <= 16 || (kernel.tile_n == 32 && kernel.threads == 384); }
+
+/// Whether the device has WGMMA or its successor, which mma.sync does not keep up with.
+bool has_wgmma(DeviceProperties const& device) { return device.compute_major >= 9 && device.compute_major < 12; }
+
+/// One k-iteration of a CTA, `together` of them at work on its SM.
+double iteration_us(KernelInfo const& kernel, DeviceProperties const& device, double together, double scale) {
+  double const slabs = kernel.tile_m / 64.0 * (kernel.tile_k / 16.0);
+  if (kernel.arch < 90) {  // every warpgroup dequantises the whole tile
+    double const warpgroups = kernel.threads / 128.0;
+    bool const wgmma = has_wgmma(device);
+    double const slab_cycles = (wgmma ? kPortableSlabBesideWgmma : kPortableSlab) * warpgroups + kPortableSlabPerToken * kernel.tile_n;
+    double const issue = slabs * slab_cycles * together;
+    double const issue_us = std::max(issue, slabs * kSlabLatency) / (kCyclesPerUs * scale);
+    double const l2_us = kernel.tile_k * (0.5 * kernel.tile_m + 2.0 * kernel.tile_n) * together / kPortableL2Bytes;
+    double const rate = device.matrix_rate / device.sm_count * (wgmma ? kPortableRateBesideWgmma : kPortableRate);
+    double const tensor_us = slabs * 2.0 * 64 * 16 * kernel.tile_n * together / rate;
+    return std::pow(std::pow(issue_us, kPortablePower) + std::pow(l2_us, kPortablePower) + std::pow(tensor_us, kPortablePower),
+                    1.0 / kPortablePower);
+  }
+  double const slab_cycles = kernel.group_multiple < 128   ? kSlabFine
+                             : scales_accumulators(kernel) ? kSlabAccumulators + kSlabPerToken * kernel.tile_n
+                                                           : kSlabFragments;
+  double const tensor_cycles = std::max(kLeastTensorCycles, kernel.tile_n / 2.0) / kTensorRate;
+  double const warpgroups = kernel.threads / 128.0 - 1.0;
+  double const cycles = std::max({slabs * slab_cycles * together, slabs * tensor_cycles * together, slabs / warpgroups * kSlabLatency});
+  return cycles / (kCyclesPerUs * scale);
+}
 
 }  // namespace
 
 double weight_bytes(GemmProblem const& p) {
   double const groups = p.group_size > 0 ? std::ceil(double(p.k) / p.group_size) : 1.0;
-  return double(p.n) * p.k * bits_of(p.b_format) / 8.0 + groups * p.n * 2.0 * (p.has_zeros ? 2.0 : 1.0);
+  return double(p.n) * p.k * bits_of(p.b_format) / 8.0 + groups * p.n * (scale_bytes_of(p.b_format) + (p.has_zeros ? 2.0 : 0.0));
 }
 
 double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
   gemm::TileSchedulerParams const schedule = gemm::schedule_of(kernel, problem, launch, device);
   double const sms = device.sm_count, share = gemm::ctas_per_sm(kernel, device);
-  double const scale = device.matrix_rate / 750e6 * 132.0 / sms;
+  bool const portable = kernel.arch < 90;
+  // Clocks and an SM's paths to memory differ less between devices without WGMMA than their matrix rates do.
+  double const scale = portable && !has_wgmma(device) ? 1.0 : device.matrix_rate / 750e6 * 132.0 / sms;
   double const ctas = double(schedule.workers) * kernel.cluster_m;
   double const together = std::max(1.0, std::min(share, ctas / sms));  // CTAs at work on a busy SM
   double const active = std::min(sms, ctas);
-  bool const portable = kernel.arch < 90;
-
-  double const slabs = kernel.tile_m / 64.0 * (kernel.tile_k / 16.0);
-  double const slab_cycles = portable || kernel.group_multiple < 128 ? kSlabFine
-                             : scales_accumulators(kernel)           ? kSlabAccumulators + kSlabPerToken * kernel.tile_n
-                                                                     : kSlabFragments;
-  double const tensor_cycles = std::max(kLeastTensorCycles, kernel.tile_n / 2.0) / (portable ? kPortableRate : kTensorRate);
-  double const warpgroups = std::max(1.0, kernel.threads / 128.0 - (portable ? 0.0 : 1.0));
-  double const cycles = std::max({slabs * slab_cycles * together, slabs * tensor_cycles * together, slabs / warpgroups * kSlabLatency});
-  double const iteration_us = cycles / (kCyclesPerUs * scale);
 
   double const tiles = schedule.tiles();
   double iterations, owned, pieces;
@@ -69,14 +96,15 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
     owned = schedule.splits > 1 ? std::ceil(tiles / schedule.workers) : items;
     pieces = schedule.splits - 1;
   }
-  double const busy_us = iterations * iteration_us;
+  double const busy_us = iterations * iteration_us(kernel, device, together, scale);
 
   double const token_tiles = kernel.swap ? schedule.tiles_n : schedule.tiles_m;
   double const rereads =
       weight_bytes(problem) <= 0.5 * device.l2_bytes ? 1.0 : std::max(1.0, std::ceil(token_tiles / std::max(1, schedule.swizzle)));
   double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
   double const bytes = weight_bytes(problem) * rereads + 2.0 * problem.m * problem.k + d_bytes * (problem.has_c ? 2.0 : 1.0);
-  double const hbm_us = bytes / (device.read_bandwidth * kHbmShare * std::min(1.0, active / (kHbmSms * sms)));
+  double const hbm_share = portable ? kPortableHbmShare : kHbmShare;
+  double const hbm_us = bytes / (device.read_bandwidth * hbm_share * std::min(1.0, active / (kHbmSms * sms)));
   double const main_us = std::pow(std::pow(busy_us, kPower) + std::pow(hbm_us, kPower), 1.0 / kPower);
 
   double const epilogue_us = 2.0 * kernel.tile_m * kernel.tile_n * together / (kEpilogueBytes * scale);
@@ -85,7 +113,8 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
                                            (pieces + 1.0) * piece_bytes / (kPieceBytes * scale)
                                      : 0.0;
   bool const beside = kernel.ctas_per_sm > 1 && schedule.stream_tiles > 0 && ctas <= sms;
-  return (beside ? kSharedStartUs : kStartUs) + main_us + epilogue_us * owned + fixup_us;
+  double const start_us = portable ? kStartUs + kPortableStartUs : beside ? kSharedStartUs : kStartUs;
+  return start_us + main_us + epilogue_us * owned + fixup_us;
 }
 
 }  // namespace minfer::w4a16

@@ -1,11 +1,18 @@
-// Codes -> 16-bit weights in registers: w = (code - zero) * scale in the activations' type. Scales on the weights are rounded products, the very
-// numbers that w4a16_dequantize returns (integer zero points); scales on the accumulators are exact, in fp32.
+// Codes -> 16-bit weights in registers, in the activations' type: fragments of m64k16 (w4_layout.h), times a power of two that goes into the
+// scale. Scales on the fragments are rounded products, the very numbers that w4a16_dequantize returns (integers and fp4 with zero points that
+// are integers); scales on the accumulators are exact, in fp32.
 //
-// int4. Four bits cut out of a word are, read as fp16 or bf16, a multiple of the smallest subnormal: code * 2^-24 in fp16 and code * 2^-133 in
-// bf16 from bits 0-3, 16 times that from bits 4-7 (whose top bit may be bf16's lowest exponent bit: subnormals and the first normal numbers are
-// evenly spaced). One multiply-add by the largest power of two brings them into range and subtracts the zero point, exactly. What is left is a
-// power of two that depends on the row alone (bits 0-3 hold the rows below 8, bits 4-7 those above: w4_layout.h) and goes into the scale.
-// 9 instructions for 8 codes: 4 LOP3, 1 shift, 4 HFMA2; the usual 1024 + code costs an OR-ed constant per register and, in bf16, 2 shifts more.
+// int4, int8. Bits cut out of a word are, read as fp16 or bf16, a multiple of the smallest subnormal: code * 2^-24 in fp16 and code * 2^-133 in
+// bf16 from bits 0-3 or 0-7, 16 times that from bits 4-7 (whose top bit may be bf16's lowest exponent bit: subnormals and the first normal
+// numbers are evenly spaced). One multiply-add by the largest power of two brings them into range and subtracts the zero point, exactly. In
+// int4 what is left is a power of two that depends on the row alone (bits 0-3 hold the rows below 8, bits 4-7 those above) and goes into the
+// scale. 9 instructions for 8 codes of int4: 4 LOP3, 1 shift, 4 HFMA2; the usual 1024 + code costs an OR-ed constant per register and, in bf16,
+// 2 shifts more.
+//
+// Code books (nf4 and the fp4s): two codes are the index of a table of 256 pairs of values in shared memory, one copy for each bank, so that a
+// warp's 32 lookups never collide. 15 instructions for 8 codes, 4 of them loads; PRMT, whose table has 8 bytes, would take more than 20.
+//
+// fp8_e4m3: sign and the other bits are moved to their places, a multiplication makes up for the exponents' biases.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,8 +26,9 @@ namespace minfer::w4a16 {
 
 __device__ __forceinline__ uint32_t both_halves(uint16_t v) { return __byte_perm(v, 0, 0x1010); }
 
-/// Where a kernel applies the scales: in fp32 to the accumulators of 128 of k; to the weights, groups being multiples of 128; or of 32.
-enum class Scaling { kAccumulators, kFragments, kFine };
+/// Where a kernel applies the scales: in fp32 to the accumulators of 128 of k; to the weights, groups being multiples of 128; to the weights,
+/// groups of 32 or more (16: nvfp4); in fp32 to the accumulators of 32 of k.
+enum class Scaling { kAccumulators, kFragments, kFine, kFineAccumulators };
 
 template <DataType kType>
 struct Half2;
@@ -86,5 +94,175 @@ __device__ __forceinline__ void int4_codes(uint32_t word, uint32_t const (&minus
   a[2] = H::fma(upper & 0x000f000fu, Int4<kType>::kRaise, minus_zero[0]);
   a[3] = H::fma(upper & 0x00f000f0u, Int4<kType>::kRaise, minus_zero[1]);
 }
+
+/// The code book in shared memory, and the bank of the lane's own copy, in bytes.
+struct Book {
+  char const* base;
+  uint32_t bank;
+};
+
+/// What a thread does with its codes of a slab, kWords words, by format. A register of row r is (value - zero) * factor(r).
+template <DataType kType, WeightFormat kFormat>
+struct Codes;
+
+template <DataType kType>
+struct Codes<kType, WeightFormat::kInt4> : Int4<kType> {
+  static constexpr int kWords = 1;
+  static constexpr uint32_t kSymmetricZero = Int4<kType>::kEight;
+  static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&minus_zero)[2], Book, uint32_t (&a)[4]) {
+    int4_codes<kType>(words[0], minus_zero, a);
+  }
+};
+
+template <DataType kType>
+struct Codes<kType, WeightFormat::kInt8> {
+  static constexpr int kWords = 2;
+  static constexpr uint32_t kSymmetricZero = kType == DataType::kF16 ? 0x58005800u : 0x43004300u;  // 128
+  static __device__ constexpr uint32_t factor(int) { return Int4<kType>::factor(0); }
+  static __device__ constexpr uint32_t inverse(int) { return Int4<kType>::inverse(0); }
+  static __device__ constexpr float inverse_float(int) { return Int4<kType>::inverse_float(0); }
+  static __device__ __forceinline__ void fragment(uint32_t const (&words)[2], uint32_t const (&minus_zero)[2], Book, uint32_t (&a)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = Half2<kType>::fma(words[i / 2] >> (i % 2 * 8) & 0x00ff00ffu, Int4<kType>::kRaise, minus_zero[i % 2]);
+    }
+  }
+};
+
+/// Formats whose values need no power of two.
+struct UnitFactor {
+  static constexpr uint32_t kSymmetricZero = 0;
+  static __device__ constexpr float inverse_float(int) { return 1.0f; }
+};
+
+template <DataType kType>
+struct Codes<kType, WeightFormat::kFp8E4M3> : UnitFactor {
+  static constexpr int kWords = 2;
+  static __device__ constexpr uint32_t factor(int) { return kType == DataType::kF16 ? 0x3c003c00u : 0x3f803f80u; }
+  static __device__ constexpr uint32_t inverse(int) { return factor(0); }
+  static __device__ __forceinline__ void fragment(uint32_t const (&words)[2], uint32_t const (&)[2], Book, uint32_t (&a)[4]) {
+    constexpr uint32_t kRaise = kType == DataType::kF16 ? 0x5c005c00u : 0x7b807b80u;  // 2^8, 2^120
+    constexpr int kShift = kType == DataType::kF16 ? 1 : 4;                           // from a byte's 7 low bits to exponent and mantissa
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t const word = i % 2 == 0 ? words[i / 2] << 8 : words[i / 2];
+      a[i] = Half2<kType>::mul((word & 0x80008000u) | ((word & 0x7f007f00u) >> kShift), kRaise);
+    }
+  }
+};
+
+/// QLoRA's table (Dettmers et al. 2023): quantiles of the normal distribution scaled to [-1, 1], as bitsandbytes lists them.
+static __constant__ float const kNf4Values[16] = {
+    -1.0f,
+    -0.6961928009986877f,
+    -0.5250730514526367f,
+    -0.39491748809814453f,
+    -0.28444138169288635f,
+    -0.18477343022823334f,
+    -0.09105003625154495f,
+    0.0f,
+    0.07958029955625534f,
+    0.16093020141124725f,
+    0.24611230194568634f,
+    0.33791524171829224f,
+    0.44070982933044434f,
+    0.5626170039176941f,
+    0.7229568362236023f,
+    1.0f,
+};
+
+/// The value of a code, of 16.
+template <WeightFormat kFormat>
+__device__ __forceinline__ float book_value(int code) {
+  if constexpr (kFormat == WeightFormat::kNf4) {
+    return kNf4Values[code];
+  } else {  // E2M1: sign, exponent and mantissa at fp32's places, 2^126 for the biases
+    return __uint_as_float(uint32_t(code & 8) << 28 | uint32_t(code & 7) << 22) * 0x1p126f;
+  }
+}
+
+constexpr int kBookEntryBytes = 128, kBookBytes = 256 * kBookEntryBytes;  // an entry: the pair of values, once for each bank
+
+/// Writes the code book; `thread` of `threads`, which divide 256.
+template <DataType kType, WeightFormat kFormat>
+__device__ __forceinline__ void fill_book(char* book, int thread, int threads) {
+  for (int pair = thread; pair < 256; pair += threads) {
+    float const low = book_value<kFormat>(pair & 15), high = book_value<kFormat>(pair >> 4);
+    uint32_t value;
+    if constexpr (kType == DataType::kF16) {
+      __half2 const v = __floats2half2_rn(low, high);
+      value = *reinterpret_cast<uint32_t const*>(&v);
+    } else {
+      __nv_bfloat162 const v = __floats2bfloat162_rn(low, high);
+      value = *reinterpret_cast<uint32_t const*>(&v);
+    }
+    uint4* entry = reinterpret_cast<uint4*>(book + pair * kBookEntryBytes);
+#pragma unroll
+    for (int i = 0; i < kBookEntryBytes / 16; ++i) {  // eight lanes in turn write eight different units: no two in the same banks
+      entry[(i + thread) % (kBookEntryBytes / 16)] = make_uint4(value, value, value, value);
+    }
+  }
+}
+
+template <DataType kType>
+struct BookCodes : UnitFactor {
+  static constexpr int kWords = 1;
+  static __device__ constexpr uint32_t factor(int) { return kType == DataType::kF16 ? 0x3c003c00u : 0x3f803f80u; }
+  static __device__ constexpr uint32_t inverse(int) { return factor(0); }
+  static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&)[2], Book book, uint32_t (&a)[4]) {
+    // Nibbles i and i + 4 come to lie side by side: even i in `even`, odd i four bits further up in `odd`.
+    uint32_t const word = words[0], next = word >> 12;
+    uint32_t const even = (word & 0x0f0f0f0fu) | (next & 0xf0f0f0f0u), odd = (word & 0xf0f0f0f0u) | (next & 0x0f0f0f0fu);
+    constexpr uint32_t kMask = 255 * kBookEntryBytes;
+    auto const look_up = [&](uint32_t shifted) {  // one LOP3, and the base in the load's address
+      return *reinterpret_cast<uint32_t const*>(book.base + ((shifted & kMask) | book.bank));
+    };
+    a[0] = look_up(even << 7);
+    a[1] = look_up(odd << 3);
+    a[2] = look_up(even >> 1);
+    a[3] = look_up(odd >> 5);
+  }
+};
+template <DataType kType>
+struct Codes<kType, WeightFormat::kNf4> : BookCodes<kType> {};
+template <DataType kType>
+struct Codes<kType, WeightFormat::kMxFp4> : BookCodes<kType> {};
+template <DataType kType>
+struct Codes<kType, WeightFormat::kNvFp4> : BookCodes<kType> {};
+
+/// A stored scale -> the activations' type, twice in a register, or fp32.
+template <DataType kType, WeightFormat kFormat>
+struct Scale {
+  using Stored = uint16_t;
+  static __device__ __forceinline__ uint32_t twice(Stored v) { return both_halves(v); }
+  static __device__ __forceinline__ float to_float(Stored v) { return Int4<kType>::to_float(v); }
+};
+template <DataType kType>
+__device__ __forceinline__ uint32_t twice(float v) {
+  if constexpr (kType == DataType::kF16) {
+    __half2 const pair = __float2half2_rn(v);
+    return *reinterpret_cast<uint32_t const*>(&pair);
+  } else {
+    __nv_bfloat162 const pair = __float2bfloat162_rn(v);
+    return *reinterpret_cast<uint32_t const*>(&pair);
+  }
+}
+/// E8M0: 2^(v - 127). Its least value, 2^-127, counts as 0 and its NaN, 255, as infinity: two instructions less of six.
+template <DataType kType>
+struct Scale<kType, WeightFormat::kMxFp4> {
+  using Stored = uint8_t;
+  static __device__ __forceinline__ float to_float(Stored v) { return __uint_as_float(uint32_t(v) << 23); }
+  static __device__ __forceinline__ uint32_t twice(Stored v) { return w4a16::twice<kType>(to_float(v)); }
+};
+/// E4M3: sign, exponent and mantissa move to fp32's places, 2^120 makes up for the biases; 0x7f and 0xff are NaN.
+template <DataType kType>
+struct Scale<kType, WeightFormat::kNvFp4> {
+  using Stored = uint8_t;
+  static __device__ __forceinline__ float to_float(Stored v) {
+    float const value = __uint_as_float((uint32_t(v) & 0x80u) << 24 | (uint32_t(v) & 0x7fu) << 20) * 0x1p120f;
+    return (v & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000u) : value;
+  }
+  static __device__ __forceinline__ uint32_t twice(Stored v) { return w4a16::twice<kType>(to_float(v)); }
+};
 
 }  // namespace minfer::w4a16

@@ -7,7 +7,8 @@ namespace minfer {
 
 int64_t packed_weight_bytes(WeightFormat format, int64_t n, int64_t k) {
   using namespace w4a16;
-  return format == WeightFormat::kInt4 ? (n + kBlockN - 1) / kBlockN * ((k + kBlockK - 1) / kBlockK) * kBlockBytes4 : n * k * 2;
+  if (format == WeightFormat::kDense) return n * k * 2;
+  return (n + kBlockN - 1) / kBlockN * ((k + kBlockK - 1) / kBlockK) * block_words(bits_of(format)) * 4;
 }
 
 #if !MINFER_WITH_CUDA
@@ -15,10 +16,8 @@ namespace {
 Status without_cuda() { return Status::failure(StatusCode::kNotCompiled, "this build has no CUDA code"); }
 }  // namespace
 
-Status pack_w4(uint8_t const*, int64_t, int64_t, int64_t, void*, Stream) { return without_cuda(); }
-Status dequantize_w4(void const*, void const*, int64_t, void const*, int64_t, int64_t, int64_t, int64_t, DataType, void*, Stream) {
-  return without_cuda();
-}
+Status pack_weight(int, uint8_t const*, int64_t, int64_t, int64_t, void*, Stream) { return without_cuda(); }
+Status dequantize_weight(QuantizedWeight const&, DataType, void*, Stream) { return without_cuda(); }
 Status gather_columns(void const*, int64_t, int32_t const*, int64_t, int64_t, void*, bool, Stream) { return without_cuda(); }
 #endif
 

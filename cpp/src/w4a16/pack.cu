@@ -1,4 +1,4 @@
-// Packing, dequantisation and column gather: memory-bound helpers of the W4A16 GEMM. One CTA of 128 threads handles one 64 x 64 block.
+// Packing, dequantisation and column gather: memory-bound helpers of the GEMMs with quantised weights. 128 threads to a 64 x 64 block.
 #include "common/cuda_check.h"
 #include "common/dependent_launch.cuh"
 #include "gemm/epilogue.cuh"
@@ -14,65 +14,134 @@ namespace {
 constexpr int kThreads = 128;
 
 // Codes go through shared memory: rows are read coalesced, words written coalesced. A row of 64 codes takes 68 bytes there, so that the eight
-// rows of a warp's nibbles are in different banks.
+// rows of a warp's codes are in different banks.
+template <int kBits>
 __global__ void __launch_bounds__(kThreads) pack_kernel(uint8_t const* codes, int64_t n, int64_t k, int64_t ld, uint4* packed) {
+  constexpr int kWords = kBits / 4;  // of a thread, for 16 columns
+  constexpr int kCodes = 8 / kWords;
   __shared__ uint8_t tile[kBlockN][kBlockK + 4];
   int64_t const n0 = int64_t(blockIdx.y) * kBlockN, k0 = int64_t(blockIdx.x) * kBlockK;
   for (int i = threadIdx.x; i < kBlockN * kBlockK; i += kThreads) {
     int64_t const row = n0 + i / kBlockK, column = k0 + i % kBlockK;
-    tile[i / kBlockK][i % kBlockK] = row < n && column < k ? codes[row * ld + column] & 15 : 0;
+    tile[i / kBlockK][i % kBlockK] = row < n && column < k ? codes[row * ld + column] & ((1 << kBits) - 1) : 0;
   }
   __syncthreads();
   int const thread = threadIdx.x, lane = thread % 32;
-  uint32_t words[4];
+  uint32_t words[4 * kWords];
 #pragma unroll
-  for (int slab = 0; slab < 4; ++slab) {
-    words[slab] = 0;
+  for (int w = 0; w < 4 * kWords; ++w) {
+    words[w] = 0;
 #pragma unroll
-    for (int nibble = 0; nibble < 8; ++nibble) {
-      int const row = thread / 32 * 16 + 8 * (nibble % 2) + lane / 4;
-      int const column = 16 * slab + 8 * (nibble / 2 % 2) + 2 * (lane % 4) + nibble / 4;
-      words[slab] |= uint32_t(tile[row][column]) << (4 * nibble);
+    for (int p = 0; p < kCodes; ++p) {  // w4_layout.h
+      int const row = thread / 32 * 16 + 8 * (p % 2) + lane / 4;
+      int const column =
+          kBits == 4 ? 16 * w + 8 * (p / 2 % 2) + 2 * (lane % 4) + p / 4 : 16 * (w / 2) + 8 * (w % 2) + 2 * (lane % 4) + p / 2;
+      words[w] |= uint32_t(tile[row][column]) << (kBits * p);
     }
   }
-  packed[(int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * kThreads + thread] = make_uint4(words[0], words[1], words[2], words[3]);
+  int64_t const block = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
+#pragma unroll
+  for (int c = 0; c < kWords; ++c) {
+    packed[(block * kWords + c) * kThreads + thread] = make_uint4(words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]);
+  }
 }
 
-// In float32 and rounded once: for fractional zero points the GEMM's fragments, which round code - zero as well, may be off by one bit.
-template <DataType kType>
-__global__ void __launch_bounds__(kThreads)
-    dequantize_kernel(uint4 const* packed, uint16_t const* scales, int64_t ld_scales, uint16_t const* zeros, int64_t ld_zeros,
-                      int group_shift, int64_t n, int64_t k, uint32_t* out) {
+/// A code's value, before zero point and scale.
+template <WeightFormat kFormat>
+__device__ __forceinline__ float value_of(uint32_t code, float const* book) {
+  if constexpr (has_zero_points(kFormat)) {
+    return __uint_as_float(0x4b000000u | code) - 8388608.0f;  // conversions have an eighth of an addition's rate
+  } else if constexpr (kFormat == WeightFormat::kFp8E4M3) {
+    return Scale<DataType::kBF16, WeightFormat::kNvFp4>::to_float(uint8_t(code));
+  } else {
+    return book[code];
+  }
+}
+
+constexpr int kSpan = 4;  // blocks along k of a CTA: their codes are in flight together
+
+template <DataType kType, WeightFormat kFormat>
+__global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight const weight, int group_shift, uint4* out) {
   using Element = gemm::ElementOf<kType>;
-  using Codes = Int4<kType>;
-  __shared__ uint32_t tile[kBlockN][kBlockK / 2 + 4];  // pairs along k; the pad keeps a warp's stores out of each other's banks
-  int64_t const n0 = int64_t(blockIdx.y) * kBlockN, k0 = int64_t(blockIdx.x) * kBlockK;
-  int const thread = threadIdx.x, lane = thread % 32;
-  uint4 const codes = packed[(int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * kThreads + thread];
-  uint32_t const words[4] = {codes.x, codes.y, codes.z, codes.w};
-  int const row = thread / 32 * 16 + lane / 4;
+  using Stored = typename Scale<kType, kFormat>::Stored;
+  constexpr int kBits = bits_of(kFormat), kWords = kBits / 4, kPerWord = 32 / kBits;
+  constexpr bool kHasZeros = has_zero_points(kFormat);
+  constexpr uint32_t kMask = (1u << kBits) - 1;
+  __shared__ alignas(16)
+      uint32_t tile[2][kBlockN][kBlockK / 2 + 4];  // pairs along k; the pad keeps a warp's stores out of each other's banks
+  __shared__ float book[16];
+  int64_t const n = weight.n, k = weight.k, blocks_k = (k + kBlockK - 1) / kBlockK;
+  int64_t const n0 = int64_t(blockIdx.y) * kBlockN, first = int64_t(blockIdx.x) * kSpan;
+  int const thread = threadIdx.x, lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+  uint4 const* packed = static_cast<uint4 const*>(weight.packed) + (int64_t(blockIdx.y) * blocks_k + first) * kWords * kThreads + thread;
+  uint4 codes[kSpan][kWords];
 #pragma unroll
-  for (int slab = 0; slab < 4; ++slab) {
-    int64_t const group = (k0 + 16 * slab) >> group_shift;
+  for (int b = 0; b < kSpan; ++b) {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w)
+      codes[b][w] = first + b < blocks_k ? __ldcs(packed + (b * kWords + w) * kThreads) : make_uint4(0, 0, 0, 0);
+  }
+  if constexpr (bits_of(kFormat) == 4 && !kHasZeros) {
+    if (thread < 16) book[thread] = book_value<kFormat>(thread);
+    __syncthreads();
+  }
+#pragma unroll
+  for (int b = 0; b < kSpan; ++b) {
+    if (first + b >= blocks_k) break;
+    int64_t const k0 = (first + b) * kBlockK;
     float scale[2], zero[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      int64_t const at = n0 + row + 8 * r;
-      bool const inside = at < n && k0 + 16 * slab < k;
-      scale[r] = inside ? Codes::to_float(scales[group * ld_scales + at]) : 0.0f;
-      zero[r] = inside && zeros != nullptr ? Codes::to_float(zeros[group * ld_zeros + at]) : 8.0f;
-    }
+    for (int slab = 0; slab < 4; ++slab) {
+      int64_t const group = (k0 + 16 * slab) >> group_shift;
+      if (slab == 0 || group_shift < 6) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float const low = float(words[slab] >> (4 * i) & 15), high = float(words[slab] >> (4 * i + 16) & 15);
-      float const z = zero[i % 2], s = scale[i % 2];
-      tile[row + 8 * (i % 2)][8 * slab + 4 * (i / 2) + lane % 4] = Element::pack((low - z) * s, (high - z) * s);
+        for (int r = 0; r < 2; ++r) {
+          int64_t const at = n0 + row + 8 * r;
+          bool const inside = at < n && k0 + 16 * slab < k;
+          scale[r] =
+              inside ? Scale<kType, kFormat>::to_float(static_cast<Stored const*>(weight.scales)[group * weight.ld_scales + at]) : 0.0f;
+          scale[r] *= weight.alpha;
+          zero[r] = kFormat == WeightFormat::kInt8 ? 128.0f : 8.0f;
+          if (kHasZeros && weight.zeros != nullptr && inside) {
+            zero[r] = Int4<kType>::to_float(static_cast<uint16_t const*>(weight.zeros)[group * weight.ld_zeros + at]);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // fragment registers
+        int const w = kWords == 1 ? slab : slab * 2 + i / 2, p = kWords == 1 ? i : i % 2;
+        uint4 const& chunk = codes[b][w / 4];
+        uint32_t const word = w % 4 == 0 ? chunk.x : w % 4 == 1 ? chunk.y : w % 4 == 2 ? chunk.z : chunk.w;
+        float low = value_of<kFormat>(word >> (kBits * p) & kMask, book);
+        float high = value_of<kFormat>(word >> (kBits * (p + kPerWord / 2)) & kMask, book);
+        if constexpr (kHasZeros) {
+          low -= zero[i % 2];
+          high -= zero[i % 2];
+        }
+        tile[b % 2][row + 8 * (i % 2)][8 * slab + 4 * (i / 2) + lane % 4] = Element::pack(low * scale[i % 2], high * scale[i % 2]);
+      }
+    }
+    __syncthreads();  // one a block: the next block fills the other tile, the one after it comes after the next barrier
+#pragma unroll
+    for (int i = thread; i < kBlockN * kBlockK / 8; i += kThreads) {
+      int64_t const r = n0 + i / 8, column = k0 + i % 8 * 8;
+      if (r < n && column < k) out[(r * k + column) / 8] = *reinterpret_cast<uint4 const*>(&tile[b % 2][i / 8][i % 8 * 4]);
     }
   }
-  __syncthreads();
-  for (int i = thread; i < kBlockN * kBlockK / 2; i += kThreads) {
-    int64_t const r = n0 + i / 32, pair = k0 / 2 + i % 32;
-    if (r < n && 2 * pair < k) out[r * (k / 2) + pair] = tile[i / 32][i % 32];
+}
+
+template <DataType kType>
+void launch_dequantize(QuantizedWeight const& weight, dim3 grid, void* out, Stream stream) {
+  int const shift = group_shift(weight.group_size, weight.k);
+  auto const launch = [&](auto kernel) { kernel<<<grid, kThreads, 0, stream>>>(weight, shift, static_cast<uint4*>(out)); };
+  switch (weight.format) {
+    case WeightFormat::kInt4: return launch(&dequantize_kernel<kType, WeightFormat::kInt4>);
+    case WeightFormat::kNf4: return launch(&dequantize_kernel<kType, WeightFormat::kNf4>);
+    case WeightFormat::kMxFp4: return launch(&dequantize_kernel<kType, WeightFormat::kMxFp4>);
+    case WeightFormat::kNvFp4: return launch(&dequantize_kernel<kType, WeightFormat::kNvFp4>);
+    case WeightFormat::kInt8: return launch(&dequantize_kernel<kType, WeightFormat::kInt8>);
+    case WeightFormat::kFp8E4M3: return launch(&dequantize_kernel<kType, WeightFormat::kFp8E4M3>);
+    case WeightFormat::kDense: return;
   }
 }
 
@@ -92,26 +161,28 @@ __global__ void __launch_bounds__(256)
 }  // namespace
 }  // namespace w4a16
 
-Status pack_w4(uint8_t const* codes, int64_t n, int64_t k, int64_t ld, void* packed, Stream stream) {
+Status pack_weight(int bits, uint8_t const* codes, int64_t n, int64_t k, int64_t ld, void* packed, Stream stream) {
   using namespace w4a16;
   dim3 const grid(unsigned((k + kBlockK - 1) / kBlockK), unsigned((n + kBlockN - 1) / kBlockN));
   if (grid.x == 0 || grid.y == 0) return Status::success();
   if (grid.y > 65535) return Status::failure(StatusCode::kNotSupported, "n = %lld is more than a launch covers", (long long)n);
-  pack_kernel<<<grid, kThreads, 0, stream>>>(codes, n, k, ld, static_cast<uint4*>(packed));
-  return cuda_status(cudaGetLastError(), "launch of pack_w4");
+  auto* kernel = bits == 4 ? &pack_kernel<4> : &pack_kernel<8>;
+  kernel<<<grid, kThreads, 0, stream>>>(codes, n, k, ld, static_cast<uint4*>(packed));
+  return cuda_status(cudaGetLastError(), "launch of pack_weight");
 }
 
-Status dequantize_w4(void const* packed, void const* scales, int64_t ld_scales, void const* zeros, int64_t ld_zeros, int64_t group_size,
-                     int64_t n, int64_t k, DataType type, void* out, Stream stream) {
+Status dequantize_weight(QuantizedWeight const& weight, DataType type, void* out, Stream stream) {
   using namespace w4a16;
-  dim3 const grid(unsigned((k + kBlockK - 1) / kBlockK), unsigned((n + kBlockN - 1) / kBlockN));
+  int64_t const blocks_k = (weight.k + kBlockK - 1) / kBlockK;
+  dim3 const grid(unsigned((blocks_k + kSpan - 1) / kSpan), unsigned((weight.n + kBlockN - 1) / kBlockN));
   if (grid.x == 0 || grid.y == 0) return Status::success();
-  if (grid.y > 65535) return Status::failure(StatusCode::kNotSupported, "n = %lld is more than a launch covers", (long long)n);
-  auto* kernel = type == DataType::kF16 ? &dequantize_kernel<DataType::kF16> : &dequantize_kernel<DataType::kBF16>;
-  kernel<<<grid, kThreads, 0, stream>>>(static_cast<uint4 const*>(packed), static_cast<uint16_t const*>(scales), ld_scales,
-                                        static_cast<uint16_t const*>(zeros), ld_zeros, group_shift(group_size, k), n, k,
-                                        static_cast<uint32_t*>(out));
-  return cuda_status(cudaGetLastError(), "launch of dequantize_w4");
+  if (grid.y > 65535) return Status::failure(StatusCode::kNotSupported, "n = %lld is more than a launch covers", (long long)weight.n);
+  if (type == DataType::kF16) {
+    launch_dequantize<DataType::kF16>(weight, grid, out, stream);
+  } else {
+    launch_dequantize<DataType::kBF16>(weight, grid, out, stream);
+  }
+  return cuda_status(cudaGetLastError(), "launch of dequantize_weight");
 }
 
 Status gather_columns(void const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, void* out, bool programmatic, Stream stream) {

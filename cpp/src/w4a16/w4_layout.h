@@ -9,6 +9,12 @@
 //     column  16 s + 8 (p / 2 % 2) + 2 (t % 4) + p / 4
 //   Nibbles i and i + 4 are neighbours along k, the low and the high half of fragment register i: `word >> 4 i & 0x000f000f` is that register's
 //   two codes, four bits each in a half of 16.
+//   8-bit: 1024 words, two halves of 32 columns. Word 512 h + 4 t + 2 s + j belongs to thread t, slab 2 h + s. Byte p of a word:
+//     row     16 (t / 32) + 8 (p % 2) + t % 32 / 4
+//     column  16 (2 h + s) + 8 j + 2 (t % 4) + p / 2
+//   `word >> 8 i & 0x00ff00ff` is fragment register 2 j + i's two codes.
+//
+// Either way a chunk is 128 threads x 16 bytes: all 64 columns of a 4-bit block, half of an 8-bit one.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +28,9 @@
 namespace minfer::w4a16 {
 
 constexpr int kBlockN = 64, kBlockK = 64;
-constexpr int kBlockWords4 = kBlockN * kBlockK / 8, kBlockBytes4 = 4 * kBlockWords4;
+constexpr int kChunkBytes = 2048;
+constexpr int block_words(int bits) { return kBlockN * kBlockK * bits / 32; }
+constexpr int kBlockWords4 = block_words(4), kBlockBytes4 = 4 * kBlockWords4;
 
 struct Place {
   int word;   // in the block
@@ -34,6 +42,13 @@ MINFER_HOST_DEVICE Place place4(int n, int k) {
   int const thread = n / 16 * 32 + n % 8 * 4 + k % 8 / 2;
   int const nibble = n / 8 % 2 + 2 * (k / 8 % 2) + 4 * (k % 2);
   return {4 * thread + k / 16, 4 * nibble};
+}
+
+/// Where the 8-bit code of row n, column k of a block lies.
+MINFER_HOST_DEVICE Place place8(int n, int k) {
+  int const thread = n / 16 * 32 + n % 8 * 4 + k % 8 / 2, slab = k / 16;
+  int const byte = n / 8 % 2 + 2 * (k % 2);
+  return {slab / 2 * 512 + 4 * thread + slab % 2 * 2 + k / 8 % 2, 8 * byte};
 }
 
 /// log2 of a group size, or 30 where all of k is one group.

@@ -1,16 +1,16 @@
-// GEMM with 4-bit weights for sm_90a: TMA + WGMMA with the weights in registers, persistent, warp specialised.
+// GEMM with 4-bit and 8-bit weights for sm_90a: TMA + WGMMA with the weights in registers, persistent, warp specialised.
 //
 // The weights' rows (the caller's n) are the MMA's m, the tokens (the caller's m) its n, so that a few tokens are one narrow instruction.
 // Warp roles. Warpgroup 0: its warp 0 is the producer, which walks the schedule and fills a ring of kStages stages: packed weights, scales,
 // zeros and activations, all by TMA. Warpgroups 1 to kConsumers: 64 rows of the tile each. A thread reads its own codes of a 64 x 64 block by one
-// 16-byte access (w4_layout.h), dequantises them to four A fragments and issues four WGMMAs; while these run it dequantises the next block
-// into the other set of registers.
+// 16-byte access (two of 8-bit weights; w4_layout.h), dequantises them to four A fragments and issues four WGMMAs; while these run it
+// dequantises the next block into the other set of registers.
 // Pipelines. Ring: one pair of mbarriers a stage (full: TMA bytes; empty: one arrival of each consumer warpgroup, when the WGMMAs that read the
 // stage's activations have retired). C and D: epilogue_sm90.cuh.
 // Tile walk: TileScheduler (data-parallel, split-K or stream-K at run time); pieces meet in the workspace (split_reduction.cuh).
 // Start: weights, scales and zeros are constants, so the first stages of them are loaded under the predecessor's tail; activations, C and
 // everything written wait for it (dependent_launch.cuh).
-// Limits: activations 16-byte aligned in base and rows; groups of 32 (kFine) or 128 times a power of two, or all of k.
+// Limits: activations 16-byte aligned in base and rows; groups of 32 (fine; nvfp4: 16) or 128 times a power of two, or all of k.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -47,17 +47,25 @@ struct W4A16Sm90 {
   static_assert(Config::kSwap && Config::kSchedule == Schedule::kCooperative && Config::kClusterN == 1 && kTileN % (8 * kCluster) == 0);
 
   // Few tokens: scales go in fp32 to the accumulators of a stage, kTileN / 2 multiply-adds; many: to the fragments, 16 multiplies a block.
-  static constexpr bool kScaleAccumulators = Config::kScaling == Scaling::kAccumulators, kFine = Config::kScaling == Scaling::kFine;
-  static_assert(!kScaleAccumulators || (kMmaM == 1 && kUnits == 2));
+  static constexpr Scaling kScaling = Config::kScaling;
+  static constexpr bool kFine = kScaling == Scaling::kFine || kScaling == Scaling::kFineAccumulators;
+  static_assert(kScaling == Scaling::kFragments || kScaling == Scaling::kFine || (kMmaM == 1 && kBlocks == 2));
 
-  static constexpr int kScaleRows = kFine ? kTileK / 32 : 1;  // groups that may begin in a stage
-  static constexpr int kRing = 4;                             // A fragments in use
-  static constexpr int kValues = kMmaM * kTileN / 2;          // accumulators of a thread
+  static constexpr WeightFormat kFormat = Config::kFormat;
+  static constexpr bool kHasZeros = has_zero_points(kFormat), kHasBook = bits_of(kFormat) == 4 && kFormat != WeightFormat::kInt4;
+  static constexpr int kGroup = !kFine ? kTileK : fixed_group_of(kFormat) != 0 ? fixed_group_of(kFormat) : 32;  // the smallest
+  static_assert(kGroup >= 32 || kScaling == Scaling::kFine);
+  static constexpr int kScaleRows = kTileK / kGroup;  // groups that may begin in a stage
+  static constexpr int kRing = 4;                     // A fragments in use
+  static constexpr int kValues = kMmaM * kTileN / 2;  // accumulators of a thread
   using Epilogue = gemm::EpilogueSm90<Config>;
   static constexpr bool kTagged = kValues <= gemm::kMaxTaggedValues;
   using Reduction = cute::conditional_t<kTagged, gemm::TaggedReduction<128, cute::min(kValues, gemm::kMaxTaggedValues)>,
                                         gemm::SplitReduction<128, kValues>>;
-  using Codes = Int4<Config::kType>;
+  using Codes = w4a16::Codes<Config::kType, kFormat>;
+  using Scale = w4a16::Scale<Config::kType, kFormat>;
+  static constexpr int kChunkSlabs = 4 / Codes::kWords;      // slabs of 16 of k in a thread's 16 bytes
+  static constexpr int kChunks = kTileK / 16 / kChunkSlabs;  // of a slab of 64 rows, in a stage
 
   using Atom = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileN>, cute::_64>>());
   using TiledMma = decltype(cute::make_tiled_mma(Atom{}));
@@ -65,9 +73,9 @@ struct W4A16Sm90 {
                                                    cute::Shape<cute::Int<kTileN>, cute::Int<kTileK>, cute::Int<kStages>>{}));
 
   struct Params {
-    CUtensorMap weights;      // [n / 64, k / 64, 256] of 8 bytes
+    CUtensorMap weights;      // [n / 64, chunks of k, 256] of 8 bytes
     CUtensorMap activations;  // [1, m, k]
-    CUtensorMap scales;       // [k / group, n]
+    CUtensorMap scales;       // [k / group, n], 2 bytes or 1
     CUtensorMap zeros;        // likewise
     gemm::EpilogueSm90Params epilogue;
     gemm::TileSchedulerParams schedule;
@@ -78,12 +86,19 @@ struct W4A16Sm90 {
     bool has_zeros;
   };
 
+  struct BookStorage {
+    alignas(128) char bytes[kBookBytes];
+  };
+  struct Zeros {
+    alignas(128) uint16_t of[kStages][kScaleRows][kTileM];
+  };
   struct SharedStorage {
     alignas(1024) Element activations[kStages][kTileN * kTileK];
-    alignas(1024) uint4 weights[kStages][kTileM / 64][kBlocks][128];
+    alignas(1024) uint4 weights[kStages][kTileM / 64][kChunks][128];
+    [[no_unique_address]] cute::conditional_t<kHasBook, BookStorage, cute::tuple<>> book;
     typename Epilogue::Buffers epilogue;
-    alignas(128) uint16_t scales[kStages][kScaleRows][kTileM];
-    alignas(128) uint16_t zeros[kStages][kScaleRows][kTileM];
+    alignas(128) typename Scale::Stored scales[kStages][kScaleRows][kTileM];
+    [[no_unique_address]] cute::conditional_t<kHasZeros, Zeros, cute::tuple<>> zeros;
     alignas(8) uint64_t full[kStages], empty[kStages];
     typename Epilogue::Small epilogue_small;
   };
@@ -154,11 +169,13 @@ struct W4A16Sm90 {
     uint64_t* barrier = &storage.full[stage];
     auto const last = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
     FullBarrier::arrive_and_expect_tx(barrier, uint32_t(params.stage_bytes));
-    cute::SM90_TMA_LOAD_3D::copy(&params.weights, barrier, params.hint_weights, &storage.weights[stage], 0, k * kBlocks,
+    cute::SM90_TMA_LOAD_3D::copy(&params.weights, barrier, params.hint_weights, &storage.weights[stage], 0, k * kChunks,
                                  tile_m * (kTileM / 64));
     int const group = (k * kTileK) >> params.group_shift;
     cute::SM90_TMA_LOAD_3D::copy(&params.scales, barrier, last, &storage.scales[stage], tile_m * kTileM, group, 0);
-    if (params.has_zeros) cute::SM90_TMA_LOAD_3D::copy(&params.zeros, barrier, last, &storage.zeros[stage], tile_m * kTileM, group, 0);
+    if constexpr (kHasZeros) {
+      if (params.has_zeros) cute::SM90_TMA_LOAD_3D::copy(&params.zeros, barrier, last, &storage.zeros.of[stage], tile_m * kTileM, group, 0);
+    }
   }
   // Each CTA of a cluster fetches its share of the tokens for all of them.
   static CUTLASS_DEVICE void load_activations(Params const& params, SharedStorage& storage, int rank, int stage, int tile_n, int k) {
@@ -223,17 +240,19 @@ struct W4A16Sm90 {
 
   // -zero * factor of a thread's two rows. Without a branch for symmetric weights: control flow between WGMMAs makes ptxas serialise them.
   static CUTLASS_DEVICE void load_zeros(SharedStorage const& storage, int stage, int group, int row, uint32_t (&z)[2]) {
-    uint16_t const* zeros = &storage.zeros[stage][group][row];
-    z[0] = Half2<Config::kType>::mul(both_halves(zeros[0]), Codes::factor(0) ^ 0x80008000u);
-    z[1] = Half2<Config::kType>::mul(both_halves(zeros[8]), Codes::factor(1) ^ 0x80008000u);
+    if constexpr (kHasZeros) {
+      uint16_t const* zeros = &storage.zeros.of[stage][group][row];
+      z[0] = Half2<Config::kType>::mul(both_halves(zeros[0]), Codes::factor(0) ^ 0x80008000u);
+      z[1] = Half2<Config::kType>::mul(both_halves(zeros[8]), Codes::factor(1) ^ 0x80008000u);
+    }
   }
 
   // The zero point of symmetric weights, in this warpgroup's rows of every stage.
   static CUTLASS_DEVICE void fill_zeros(SharedStorage& storage, int consumer, int thread) {
     for (int i = thread; i < kStages * kScaleRows * kMmaM * 32; i += 128) {
       int const slab = i / 32 % kMmaM, stage_row = i / 32 / kMmaM;
-      uint32_t* rows = reinterpret_cast<uint32_t*>(&storage.zeros[stage_row / kScaleRows][stage_row % kScaleRows][0]);
-      rows[(slab * kConsumers + consumer) * 32 + i % 32] = Codes::kEight;
+      uint32_t* rows = reinterpret_cast<uint32_t*>(&storage.zeros.of[stage_row / kScaleRows][stage_row % kScaleRows][0]);
+      rows[(slab * kConsumers + consumer) * 32 + i % 32] = Codes::kSymmetricZero;
     }
   }
 
@@ -250,9 +269,27 @@ struct W4A16Sm90 {
     for (int i = 0; i < 16; ++i) cute::warpgroup_fence_operand(registers(i + 16 * set));
   }
 
-  // Unit u of a stage is block u / kMmaM of slab u % kMmaM.
-  static CUTLASS_DEVICE uint4 load_codes(SharedStorage const& storage, int stage, int u, int consumer, int thread) {
-    return storage.weights[stage][u % kMmaM * kConsumers + consumer][u / kMmaM][thread];
+  // A slab's words out of the chunks of 16 bytes that hold its block's codes.
+  static CUTLASS_DEVICE void words_of(uint4 const* chunks, int slab, uint32_t (&words)[Codes::kWords]) {
+    uint4 const& chunk = chunks[slab / kChunkSlabs];
+    CUTLASS_PRAGMA_UNROLL
+    for (int w = 0; w < Codes::kWords; ++w) {
+      int const i = slab % kChunkSlabs * Codes::kWords + w;
+      words[w] = i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
+    }
+  }
+
+  // The 64-row slab mi of a warpgroup.
+  static CUTLASS_DEVICE uint4 load_codes(SharedStorage const& storage, int stage, int mi, int chunk, int consumer, int thread) {
+    return storage.weights[stage][mi * kConsumers + consumer][chunk][thread];
+  }
+
+  static CUTLASS_DEVICE w4a16::Book book_of(SharedStorage const& storage, int thread) {
+    if constexpr (kHasBook) {
+      return {storage.book.bytes, uint32_t(thread % 32 * 4)};
+    } else {
+      return {};
+    }
   }
 
   /// Scales in the fragments. A WGMMA holds its warps until it has read A's registers, so with many tokens the warp is the tensor core's: each
@@ -269,32 +306,39 @@ struct W4A16Sm90 {
     Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<kRing>>{});  // (MMA,RING)
     auto registers = recast<uint32_t>(tCrA);
 
+    w4a16::Book const book = book_of(storage, thread);
     int previous = 0;
     warpgroup_fence_operand(accumulator);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < k_count; ++i) {
       int const stage = ring.index;
       FullBarrier::wait(&storage.full[stage], ring.phase);
-      uint4 codes[kUnits];
+      uint4 codes[kMmaM][kChunks];
       CUTLASS_PRAGMA_UNROLL
-      for (int u = 0; u < kUnits; ++u) codes[u] = load_codes(storage, stage, u, consumer, thread);
+      for (int u = 0; u < kChunks * kMmaM; ++u)
+        codes[u % kMmaM][u / kMmaM] = load_codes(storage, stage, u % kMmaM, u / kMmaM, consumer, thread);
       uint32_t scale[kMmaM][2], zero[kMmaM][2];  // [slab][row]
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < kTileK / 16 * kMmaM; ++step) {
-        int const mi = step % kMmaM, slab = step / kMmaM, u = slab / 4 * kMmaM + mi;
-        if (slab % (kFine ? 2 : kTileK / 16) == 0) {
+        int const mi = step % kMmaM, slab = step / kMmaM;
+        if (slab % (kGroup / 16) == 0) {
           int const row = (mi * kConsumers + consumer) * 64 + thread / 32 * 16 + thread % 32 / 4;
           int const group = kFine ? (slab * 16) >> params.group_shift : 0;
-          uint16_t const* scales = &storage.scales[stage][group][row];
-          scale[mi][0] = H::mul(both_halves(scales[0]), Codes::inverse(0));
-          scale[mi][1] = H::mul(both_halves(scales[8]), Codes::inverse(1));
+          typename Scale::Stored const* scales = &storage.scales[stage][group][row];
+          scale[mi][0] = Scale::twice(scales[0]);
+          scale[mi][1] = Scale::twice(scales[8]);
+          if constexpr (kHasZeros) {
+            scale[mi][0] = H::mul(scale[mi][0], Codes::inverse(0));
+            scale[mi][1] = H::mul(scale[mi][1], Codes::inverse(1));
+          }
           load_zeros(storage, stage, group, row, zero[mi]);
         }
-        uint32_t const word = slab % 4 == 0 ? codes[u].x : slab % 4 == 1 ? codes[u].y : slab % 4 == 2 ? codes[u].z : codes[u].w;
+        uint32_t words[Codes::kWords];
+        words_of(codes[mi], slab, words);
         warpgroup_wait<kRing - 1>();                                         // this fragment's last reader
         if (step == kRing - 1 && i > 0) release(storage, previous, thread);  // with it all of the previous stage has retired
         uint32_t a[4];
-        int4_codes<Config::kType>(word, zero[mi], a);
+        Codes::fragment(words, zero[mi], book, a);
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < 4; ++r) {
           registers(r + 4 * (step % kRing)) = H::mul(a[r], scale[mi][r % 2]);
@@ -329,12 +373,14 @@ struct W4A16Sm90 {
     Tensor even = make_fragment_like(accumulator), odd = make_fragment_like(accumulator);  // (MMA,MMA_M,MMA_N), of a stage
     int const row = consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
 
-    auto const dequantize = [&](uint4 const& codes, uint32_t const(&zero)[2], int block) {
-      uint32_t const words[4] = {codes.x, codes.y, codes.z, codes.w};
+    w4a16::Book const book = book_of(storage, thread);
+
+    auto const dequantize = [&](uint4 const* codes, uint32_t const(&zero)[2], int block) {
       CUTLASS_PRAGMA_UNROLL
       for (int slab = 0; slab < 4; ++slab) {
-        uint32_t a[4];
-        int4_codes<Config::kType>(words[slab], zero, a);
+        uint32_t words[Codes::kWords], a[4];
+        words_of(codes, block * 4 + slab, words);
+        Codes::fragment(words, zero, book, a);
         set(registers, block, slab, a);
       }
     };
@@ -362,21 +408,21 @@ struct W4A16Sm90 {
     auto const step = [&](auto& partial, auto& previous_partial) {
       int const stage = ring.index;
       FullBarrier::wait(&storage.full[stage], ring.phase);
-      uint4 codes[2];
+      uint4 codes[kChunks];
       CUTLASS_PRAGMA_UNROLL
-      for (int b = 0; b < 2; ++b) codes[b] = load_codes(storage, stage, b, consumer, thread);
+      for (int i = 0; i < kChunks; ++i) codes[i] = load_codes(storage, stage, 0, i, consumer, thread);
       uint32_t zero[2];
       load_zeros(storage, stage, 0, row, zero);
       warpgroup_wait<1>();
-      dequantize(codes[0], zero, 0);
+      dequantize(codes, zero, 0);
       multiply(0, stage, partial);
       warpgroup_wait<1>();  // the previous stage has retired
       if (previous >= 0) release(storage, previous, thread);
       scale_and_add(previous_partial);
-      dequantize(codes[1], zero, 1);
+      dequantize(codes, zero, 1);
       multiply(1, stage, partial);
-      scale[0] = Codes::to_float(storage.scales[stage][0][row]) * Codes::inverse_float(0);
-      scale[1] = Codes::to_float(storage.scales[stage][0][row + 8]) * Codes::inverse_float(1);
+      scale[0] = Scale::to_float(storage.scales[stage][0][row]);
+      scale[1] = Scale::to_float(storage.scales[stage][0][row + 8]);
       previous = stage;
       ring.advance();
     };
@@ -384,6 +430,8 @@ struct W4A16Sm90 {
       warpgroup_wait<0>();
       release(storage, previous, thread);
       scale_and_add(partial);
+      CUTLASS_PRAGMA_UNROLL
+      for (int v = 0; v < kValues; ++v) accumulator(v) *= Codes::inverse_float(v / 2 % 2);
     };
 
     CUTLASS_PRAGMA_UNROLL
@@ -403,15 +451,100 @@ struct W4A16Sm90 {
     }
   }
 
+  /// Scales on the accumulators of every 32 of k: while a piece's two WGMMAs run the next one's codes are dequantised into the other set.
+  /// kZeroPoints: whether they are read; in two forms, as there are as many of them as scales.
+  template <bool kZeroPoints, class Accumulator>
+  static CUTLASS_DEVICE void mainloop_fine_accumulators(Params const& params, SharedStorage& storage, Ring& ring, Accumulator& accumulator,
+                                                        int k_count, int consumer, int thread) {
+    using namespace cute;
+    TiledMma mma;
+    Tensor sB = make_tensor(make_smem_ptr(&storage.activations[0][0]), SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
+    auto thread_mma = mma.get_slice(thread);
+    Tensor tCrB = thread_mma.make_fragment_B(thread_mma.partition_B(sB));    // (MMA,MMA_N,MMA_K,PIPE), descriptors
+    Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _2, _2>{});  // (MMA,MMA_K of a piece,SET)
+    auto registers = recast<uint32_t>(tCrA);
+    Tensor partial = make_fragment_like(accumulator);  // (MMA,MMA_M,MMA_N), of a piece
+    int const row = consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
+    constexpr int kPieces = kTileK / 32;
+    uint32_t symmetric[2] = {0, 0};
+    if constexpr (kHasZeros && !kZeroPoints) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        symmetric[r] = Half2<Config::kType>::mul(Codes::kSymmetricZero, Codes::factor(r) ^ 0x80008000u);
+      }
+    }
+    w4a16::Book const book = book_of(storage, thread);
+
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kValues; ++v) accumulator(v) = partial(v) = 0.0f;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < k_count; ++i) {
+      int const stage = ring.index;
+      FullBarrier::wait(&storage.full[stage], ring.phase);
+      uint4 codes[kChunks];
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 0; c < kChunks; ++c) codes[c] = load_codes(storage, stage, 0, c, consumer, thread);
+      auto const dequantize = [&](int piece) {
+        uint32_t zero[2];
+        if constexpr (kZeroPoints) {
+          load_zeros(storage, stage, (piece * 32) >> params.group_shift, row, zero);
+        } else {
+          zero[0] = symmetric[0];
+          zero[1] = symmetric[1];
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int slab = 0; slab < 2; ++slab) {
+          uint32_t words[Codes::kWords], a[4];
+          words_of(codes, piece * 2 + slab, words);
+          Codes::fragment(words, zero, book, a);
+          CUTLASS_PRAGMA_UNROLL
+          for (int r = 0; r < 4; ++r) {
+            registers(r + 4 * slab + 8 * (piece % 2)) = a[r];
+            warpgroup_fence_operand(registers(r + 4 * slab + 8 * (piece % 2)));
+          }
+        }
+      };
+      dequantize(0);
+      CUTLASS_PRAGMA_UNROLL
+      for (int piece = 0; piece < kPieces; ++piece) {
+        warpgroup_fence_operand(partial);
+        warpgroup_arrive();
+        CUTLASS_PRAGMA_UNROLL
+        for (int slab = 0; slab < 2; ++slab) {
+          mma.accumulate_ = slab == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+          cute::gemm(mma, tCrA(_, slab, piece % 2), tCrB(_, _0{}, piece * 2 + slab, stage), partial(_, _0{}, _0{}));
+        }
+        warpgroup_commit_batch();
+        if (piece + 1 < kPieces) dequantize(piece + 1);
+        int const group = (piece * 32) >> params.group_shift;
+        float const scale[2] = {Scale::to_float(storage.scales[stage][group][row]), Scale::to_float(storage.scales[stage][group][row + 8])};
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(partial);
+        CUTLASS_PRAGMA_UNROLL
+        for (int v = 0; v < kValues; ++v) accumulator(v) = fmaf(scale[v / 2 % 2], partial(v), accumulator(v));
+      }
+      release(storage, stage, thread);
+      ring.advance();
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kValues; ++v) accumulator(v) *= Codes::inverse_float(v / 2 % 2);
+  }
+
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int rank, int consumer, int thread) {
     using namespace cute;
     Epilogue epilogue(params.epilogue, storage.epilogue, storage.epilogue_small, consumer, thread);
     Ring ring;
     gemm::TileScheduler scheduler(params.schedule, int(blockIdx.x) / kCluster);
     gemm::WorkItem item = scheduler.next();
-    if (!params.has_zeros) {
-      fill_zeros(storage, consumer, thread);
-      epilogue.synchronize();
+    if constexpr (kHasZeros) {
+      if (!params.has_zeros) {
+        fill_zeros(storage, consumer, thread);
+        epilogue.synchronize();
+      }
+    }
+    if constexpr (kHasBook) {
+      fill_book<Config::kType, kFormat>(storage.book.bytes, consumer * 128 + thread, kConsumers * 128);
+      asm volatile("bar.sync %0, %1;" ::"n"(kConsumers + 1), "n"(kConsumers * 128) : "memory");  // the epilogues have 1 to kConsumers
     }
     wait_for_predecessor();  // C, bias, D and the workspace are read and written from here
     for (; item.valid; item = scheduler.next()) {
@@ -421,7 +554,17 @@ struct W4A16Sm90 {
 
       Tensor accumulator = partition_fragment_C(TiledMma{}, Shape<Int<64 * kMmaM>, Int<kTileN>>{});  // (MMA,MMA_M,MMA_N)
       static_assert(decltype(size(accumulator))::value == kValues);
-      if constexpr (kScaleAccumulators) {
+      if constexpr (kScaling == Scaling::kFineAccumulators) {
+        if constexpr (kHasZeros) {
+          if (params.has_zeros) {
+            mainloop_fine_accumulators<true>(params, storage, ring, accumulator, item.k_count, consumer, thread);
+          } else {
+            mainloop_fine_accumulators<false>(params, storage, ring, accumulator, item.k_count, consumer, thread);
+          }
+        } else {
+          mainloop_fine_accumulators<false>(params, storage, ring, accumulator, item.k_count, consumer, thread);
+        }
+      } else if constexpr (kScaling == Scaling::kAccumulators) {
         mainloop_accumulators(params, storage, ring, accumulator, item.k_count, consumer, thread);
       } else {
         mainloop_fragments(params, storage, ring, accumulator, item.k_count, consumer, thread);
@@ -470,12 +613,13 @@ Status launch_w4a16_sm90(gemm::GemmLaunchArguments const& arguments) {
   if (Status status = gemm::describe_schedule<Config>(arguments, &params.schedule, &params.split); !status.ok()) return status;
   int64_t const blocks_n = gemm::ceil_div(problem.n, kBlockN), blocks_k = gemm::ceil_div(problem.k, kBlockK);
   params.group_shift = group_shift(problem.group_size, problem.k);
-  params.has_zeros = operands.b_zeros != nullptr;
+  params.has_zeros = Kernel::kHasZeros && operands.b_zeros != nullptr;
   params.hint_weights =
       uint64_t(params.schedule.tiles_n == 1 ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
-  int64_t const weight_extents[3] = {kBlockBytes4 / 8, blocks_k, blocks_n}, weight_strides[2] = {kBlockBytes4, blocks_k * kBlockBytes4};
-  int const weight_box[3] = {kBlockBytes4 / 8, Kernel::kBlocks, Config::kTileM / 64};
+  int64_t const chunks_k = blocks_k * (4 / Kernel::kChunkSlabs);
+  int64_t const weight_extents[3] = {kChunkBytes / 8, chunks_k, blocks_n}, weight_strides[2] = {kChunkBytes, chunks_k * kChunkBytes};
+  int const weight_box[3] = {kChunkBytes / 8, Kernel::kChunks, Config::kTileM / 64};
   Status status =
       encode_tensor_map(&params.weights, CU_TENSOR_MAP_DATA_TYPE_UINT64, 3, operands.b, weight_extents, weight_strides, weight_box);
   if (!status.ok()) return status;
@@ -486,16 +630,18 @@ Status launch_w4a16_sm90(gemm::GemmLaunchArguments const& arguments) {
   int64_t const groups = params.group_shift >= 30 ? 1 : gemm::ceil_div(problem.k, problem.group_size);
   int64_t const scale_extents[3] = {problem.n, groups, 1};
   int const scale_box[3] = {Config::kTileM, group_rows, 1};
-  int64_t const scale_strides[2] = {operands.ld_scales * 2, operands.ld_scales * 2 * groups};
-  status = encode_tensor_map(&params.scales, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, operands.b_scales, scale_extents, scale_strides, scale_box);
+  constexpr int kScaleBytes = scale_bytes_of(Config::kFormat);
+  constexpr auto kScaleType = kScaleBytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  int64_t const scale_strides[2] = {operands.ld_scales * kScaleBytes, operands.ld_scales * kScaleBytes * groups};
+  status = encode_tensor_map(&params.scales, kScaleType, 3, operands.b_scales, scale_extents, scale_strides, scale_box);
   if (!status.ok()) return status;
   if (params.has_zeros) {
     int64_t const zero_strides[2] = {operands.ld_zeros * 2, operands.ld_zeros * 2 * groups};
     status = encode_tensor_map(&params.zeros, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, operands.b_zeros, scale_extents, zero_strides, scale_box);
     if (!status.ok()) return status;
   }
-  params.stage_bytes = Config::kTileM * Config::kTileK / 2 + Config::kTileN * Config::kTileK * 2 +
-                       Config::kTileM * group_rows * 2 * (params.has_zeros ? 2 : 1);
+  params.stage_bytes = Config::kTileM * Config::kTileK * bits_of(Config::kFormat) / 8 + Config::kTileN * Config::kTileK * 2 +
+                       Config::kTileM * group_rows * (kScaleBytes + (params.has_zeros ? 2 : 0));
   status = gemm::describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
   if (!status.ok()) return status;
   static std::atomic<uint64_t> shared_memory_allowed{0};

@@ -1,0 +1,29 @@
+// What the benchmarks of all GEMM families share: the command line around a family's own options, plans, the check, timing, tables.
+//
+// Protocol: values first (norm-wise error against float64), then CUDA-graph replays over operands rotated through three L2s,
+// ours and the baseline in turn. Needs neither torch nor Python.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "common/arguments.h"
+#include "gemm_case.h"
+
+namespace minfer::bench {
+
+struct Family {
+  char const* name;             // in the registry
+  char const* usage;            // the first lines of --help
+  std::vector<Option> options;  // that say what is computed
+  int operands_width;           // of GemmCase::operands() in the table
+  std::vector<GemmCase> (*cases)(Arguments const&);
+};
+
+DataType parse_type(std::string const& text);
+Activation parse_activation(std::string const& text);
+
+/// main() of a family's benchmark: 0, 1 where a result was wrong, 2 and a message on an error.
+int bench_main(Family const& family, int argc, char** argv);
+
+}  // namespace minfer::bench

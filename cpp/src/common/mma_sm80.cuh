@@ -1,0 +1,51 @@
+// The instructions of kernels for sm_80 onward that are written without CuTe: asynchronous copies, ldmatrix, mma.sync.
+#pragma once
+
+#include <cstdint>
+
+#include "minfer/types.h"
+
+namespace minfer {
+
+__device__ __forceinline__ uint32_t shared_address(void const* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+/// 16 bytes from global to shared memory, past L1; zeros when not `inside`, and then `source` is not read.
+__device__ __forceinline__ void copy_async_16(void* destination, void const* source, bool inside) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(destination)), "l"(source), "r"(inside ? 16 : 0)
+               : "memory");
+}
+
+/// Copies issued since the last call become one group, which may be empty.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Waits until at most kPending of this thread's groups are under way; other threads' copies need a barrier after it.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+/// Four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes); of matrix q it gets columns
+/// 2 (l % 4) and the next of row l / 4, in d[q].
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&d)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+/// d += A.B, m16n8k16. Lane l has of A: a[i] = row l / 4 + 8 (i % 2), columns 2 (l % 4) + 8 (i / 2) and the next; of B, rows of k: b0 = rows
+/// 2 (l % 4) and the next, b1 = those + 8, of column l / 4; of the accumulators: d[i] = row l / 4 + 8 (i / 2), column 2 (l % 4) + i % 2.
+template <DataType kType>
+__device__ __forceinline__ void multiply_16x8x16(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (kType == DataType::kF16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+}  // namespace minfer
