@@ -36,7 +36,8 @@ ROWS = (0, 1, 3, 16, 17, 64, 65, 256, 1000)
 # n and k: aligned, tails in both, a language model's, fewer than a tile, k far over n and the other way round
 SIZES = ((256, 512), (328, 1032), (4096, 4096), (8, 8), (24, 4096), (2056, 72))
 
-KERNELS = {k["name"]: k for k in minfer.kernels("w4a16") if k["compiled"]} or {k["name"]: k for k in minfer.kernels("w4a16")}
+INT4 = [k for k in minfer.kernels("w4a16") if k["b_format"] == "int4"]  # the other formats' are in test_weight_formats_gpu.py
+KERNELS = {k["name"]: k for k in INT4 if k["compiled"]} or {k["name"]: k for k in INT4}
 DTYPE_OF = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 DECOMPOSITIONS = ("persistent", "stream_k", "split_k,splits=3")
 

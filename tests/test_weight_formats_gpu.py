@@ -265,11 +265,11 @@ def test_scales_in_their_own_type(name):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_nan_scale_reaches_its_column_only(dtype):
-    """E8M0's 255."""
+    """E8M0's 255, which the kernels may take for infinity."""
     for m in (3, 70, 300):
         weight = make_weight("mxfp4", 136, 520, 32, dtype=dtype, device=DEVICE)
         weight.scales[5, 11] = 255
-        columns = weight.gemm(randn(m, 520, dtype=dtype)).isnan()
+        columns = ~weight.gemm(randn(m, 520, dtype=dtype)).isfinite()
         assert columns[:, 11].all() and int(columns.sum()) == m, m
 
 

@@ -58,6 +58,14 @@ __device__ __forceinline__ float value_of(uint32_t code, float const* book) {
   }
 }
 
+/// A stored scale in fp32; of E8M0 also its ends, which the GEMM's kernels simplify.
+template <DataType kType, WeightFormat kFormat>
+__device__ __forceinline__ float exact_scale(typename Scale<kType, kFormat>::Stored v) {
+  float const scale = Scale<kType, kFormat>::to_float(v);
+  if constexpr (kFormat == WeightFormat::kMxFp4) return v == 0 ? 0x1p-127f : v == 255 ? __uint_as_float(0x7fc00000u) : scale;
+  return scale;
+}
+
 constexpr int kSpan = 4;  // blocks along k of a CTA: their codes are in flight together
 
 template <DataType kType, WeightFormat kFormat>
@@ -98,8 +106,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
         for (int r = 0; r < 2; ++r) {
           int64_t const at = n0 + row + 8 * r;
           bool const inside = at < n && k0 + 16 * slab < k;
-          scale[r] =
-              inside ? Scale<kType, kFormat>::to_float(static_cast<Stored const*>(weight.scales)[group * weight.ld_scales + at]) : 0.0f;
+          scale[r] = inside ? exact_scale<kType, kFormat>(static_cast<Stored const*>(weight.scales)[group * weight.ld_scales + at]) : 0.0f;
           scale[r] *= weight.alpha;
           zero[r] = kFormat == WeightFormat::kInt8 ? 128.0f : 8.0f;
           if (kHasZeros && weight.zeros != nullptr && inside) {

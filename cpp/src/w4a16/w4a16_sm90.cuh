@@ -5,7 +5,7 @@
 // zeros and activations, all by TMA. Warpgroups 1 to kConsumers: 64 rows of the tile each. A thread reads its own codes of a 64 x 64 block by one
 // 16-byte access (two of 8-bit weights; w4_layout.h), dequantises them to four A fragments and issues four WGMMAs; while these run it
 // dequantises the next block into the other set of registers.
-// Pipelines. Ring: one pair of mbarriers a stage (full: TMA bytes; empty: one arrival of each consumer warpgroup, when the WGMMAs that read the
+// Pipelines. Ring: one pair of mbarriers a stage (full: TMA bytes; empty: one arrival of each consumer warp, when the WGMMAs that read the
 // stage's activations have retired). C and D: epilogue_sm90.cuh.
 // Tile walk: TileScheduler (data-parallel, split-K or stream-K at run time); pieces meet in the workspace (split_reduction.cuh).
 // Start: weights, scales and zeros are constants, so the first stages of them are loaded under the predecessor's tail; activations, C and
@@ -137,7 +137,7 @@ struct W4A16Sm90 {
       }
       for (int s = 0; s < kStages; ++s) {
         FullBarrier::init(&storage.full[s], 1);
-        EmptyBarrier::init(&storage.empty[s], kConsumers * kCluster);
+        EmptyBarrier::init(&storage.empty[s], kConsumers * 4 * kCluster);
       }
       Epilogue::initialize(storage.epilogue_small);
       cutlass::arch::fence_barrier_init();
@@ -229,12 +229,14 @@ struct W4A16Sm90 {
 
   // ---- consumers ----------------------------------------------------------------------------------------------------------------
 
-  // A stage is free again: one thread tells the producer of every CTA that writes into it.
+  // A stage is free again: each warp tells the producer of every CTA that writes into it. One arrival for a warpgroup would not do: its warps do
+  // not wait for each other in WGMMAs, and one that comes late still has codes and scales to read (seen with cold caches and groups of 32).
   static CUTLASS_DEVICE void release(SharedStorage& storage, int stage, int thread) {
+    __syncwarp();
     if constexpr (kCluster > 1) {
-      EmptyBarrier::arrive(&storage.empty[stage], uint32_t(thread) % kCluster, uint32_t(thread < kCluster));
+      EmptyBarrier::arrive(&storage.empty[stage], uint32_t(thread) % kCluster, uint32_t(thread % 32 < kCluster));
     } else {
-      if (thread == 0) EmptyBarrier::arrive(&storage.empty[stage]);
+      if (thread % 32 == 0) EmptyBarrier::arrive(&storage.empty[stage]);
     }
   }
 
