@@ -1,4 +1,4 @@
-"""minfer.nn.W4Linear."""
+"""minfer.nn.W4Linear and W8Linear."""
 
 import copy
 
@@ -6,9 +6,10 @@ import minfer
 import pytest
 import torch
 from gemm_cases import DTYPES, name_of
-from minfer.nn import W4Linear
+from minfer.nn import W4Linear, W8Linear
 from test_ops_registration import need
 from w4a16_cases import make_weight
+from weight_format_cases import BITS, NEW
 
 BUFFERS = ("qweight", "scales", "zeros", "perm", "bias")
 
@@ -101,4 +102,77 @@ def test_compile():
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     for m in (3, 5, 1):
         x = torch.randn(m, 256).half()
+        assert torch.equal(compiled(x), model(x))
+
+
+# ---- other formats -------------------------------------------------------------------------------------------------------------
+
+
+def linear_of(name, n=48, k=256, dtype=torch.bfloat16):
+    linear = torch.nn.Linear(k, n, dtype=dtype)
+    return linear, (W4Linear if BITS[name] == 4 else W8Linear).from_linear(linear, format=name)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_formats(name):
+    """Computes what nn.Linear does with the dequantised weight, and nearly what it does with the original."""
+    linear, module = linear_of(name)
+    assert not list(module.parameters()) and getattr(module, f"w{BITS[name]}_format") == name
+    x = torch.randn(2, 5, 256).bfloat16()
+    out = module(x)
+    assert out.shape == (2, 5, 48) and out.dtype == torch.bfloat16 and torch.equal(out, module.weight().gemm(x))
+    dense = torch.nn.functional.linear(x.double(), module.weight().dequantize().double(), linear.bias.double())
+    assert (out.double() - dense).norm() / dense.norm() < 2.0**-7
+    with torch.no_grad():
+        original = linear(x).double()
+    assert (out.double() - original).norm() / original.norm() < 0.16
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_state_dict_of_formats(name):
+    """alpha travels with the tensors where it is not 1, inside a larger model too, and is forgotten where there is none."""
+    _, source = linear_of(name)
+    again = type(source)(256, 48, group_size=source.group_size, alpha=7.0, **{f"w{BITS[name]}_format": name}, dtype=torch.bfloat16)
+    assert set(source.state_dict()) == {"qweight", "scales", "bias"} | ({"alpha"} if name == "nvfp4" else set())
+    torch.nn.Sequential(again).load_state_dict(torch.nn.Sequential(source).state_dict())
+    x = torch.randn(3, 256).bfloat16()
+    assert again.alpha == source.alpha and torch.equal(again(x), source(x))
+    assert torch.equal(copy.deepcopy(source)(x), source(x))
+    assert source.to("meta").weight().alpha == again.alpha
+
+
+def test_scales_keep_their_bytes():
+    _, module = linear_of("nvfp4", dtype=torch.float16)
+    assert module.bfloat16().scales.dtype == torch.uint8 and module.bias.dtype == torch.bfloat16
+    assert module(torch.randn(3, 256).bfloat16()).dtype == torch.bfloat16
+    assert W4Linear(64, 16, group_size=32, w4_format="mxfp4").scales.dtype == torch.uint8
+
+
+def test_repr_of_formats():
+    assert repr(W4Linear(64, 16, group_size=16, w4_format="nvfp4", alpha=0.5)) == (
+        "W4Linear(in_features=64, out_features=16, bias=True, zeros=False, perm=False, group_size=16, w4_format=nvfp4, alpha=0.5, "
+        "dtype=torch.uint8)"
+    )
+    assert "w8_format=fp8_e4m3, dtype=torch.bfloat16" in repr(W8Linear(64, 16, w8_format="fp8_e4m3", dtype=torch.bfloat16))
+
+
+def test_bad_formats():
+    with pytest.raises(ValueError, match="W4Linear: group_size must be 16 for nvfp4, got 128"):
+        W4Linear(64, 16, w4_format="nvfp4")
+    with pytest.raises(ValueError, match="W4Linear: w4_format must be one of int4, nf4, mxfp4, nvfp4, got 'int8'"):
+        W4Linear(64, 16, w4_format="int8")
+    with pytest.raises(ValueError, match="W8Linear: w8_format must be one of int8, fp8_e4m3, got 'int4'"):
+        W8Linear(64, 16, w8_format="int4")
+    with pytest.raises(ValueError, match="W8Linear: in_features must be a positive multiple of 8, got 60"):
+        W8Linear(60, 16)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_compile_of_formats(name):
+    """Layers of one graph that differ in alpha."""
+    need("aot_eager")
+    model = torch.nn.Sequential(linear_of(name)[1], torch.nn.SiLU(), linear_of(name, 16, 48)[1])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for m in (3, 5, 1):
+        x = torch.randn(m, 256).bfloat16()
         assert torch.equal(compiled(x), model(x))

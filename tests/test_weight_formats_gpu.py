@@ -478,6 +478,23 @@ def test_devices_must_agree(argument):
 # ---- above the operators -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", NEW)
+def test_quantize_and_linear(name):
+    """Quantised on the GPU as on the CPU, run as a module; near the original layer."""
+    linear = torch.nn.Linear(1024, 520, device=DEVICE, dtype=torch.bfloat16)
+    module = (minfer.nn.W4Linear if BITS[name] == 4 else minfer.nn.W8Linear).from_linear(linear, format=name)
+    x = randn(2, 9, 1024, dtype=torch.bfloat16)
+    out, weight = module(x), module.weight()
+    dense = torch.nn.functional.linear(x.double(), weight.dequantize().double(), linear.bias.double())
+    assert (out.double() - dense).norm() / dense.norm() < 2.0**-7
+    with torch.no_grad():
+        original = linear(x).double()
+    assert (out.double() - original).norm() / original.norm() < 0.16
+    with_cpu = type(module).from_linear(linear.cpu(), format=name).weight().dequantize().double()
+    difference = (weight.dequantize().cpu().double() - with_cpu).norm() / with_cpu.norm()
+    assert difference < 0.02, "sums in another order may choose another of two scales that are equally good"
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="requires Triton")
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3"])
 def test_compile(name):

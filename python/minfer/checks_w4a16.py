@@ -46,12 +46,8 @@ def check_format(check: _Checker, bits: int, name: str) -> WeightFormat:
 
 
 def check_group_size(check: _Checker, group_size: int, name: str) -> None:
-    wanted = FORMATS[name].group_size
-    if wanted is not None:
-        check(group_size == wanted, "group_size must be {} for {}, got {}", wanted, name, group_size)
-        return
-    power_of_two = group_size >= weight_layout.MIN_GROUP and group_size & (group_size - 1) == 0
-    check(group_size == -1 or power_of_two, "group_size must be -1 or a power of two >= {}, got {}", weight_layout.MIN_GROUP, group_size)
+    legal = weight_formats.legal_group_size(name, group_size)
+    check(legal, "group_size must be {}, got {}", weight_formats.group_size_rule(name), group_size)
 
 
 def _check_byte_scales(check: _Checker, scales: torch.Tensor, name: str) -> None:

@@ -2,15 +2,113 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from . import weight_layout
-from .quantize import W4Weight, quantize_w4
+from . import weight_formats, weight_layout
+from .quantize import W4Weight, W8Weight, quantize_w4, quantize_w8
 from .w4a16 import w4a16_gemm
+from .w8a16 import w8a16_gemm
+
+_BUFFERS = ("qweight", "scales", "zeros", "perm", "bias")
 
 
-class W4Linear(torch.nn.Module):
+class _PackedLinear(torch.nn.Module):
+    """What W4Linear and W8Linear have in common. ``alpha`` is a number, in the state dict where it is not 1."""
+
+    _kind: type[W4Weight] | type[W8Weight]
+    _bits: int
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        group_size: int,
+        zeros: bool,
+        perm: bool,
+        form: str,
+        alpha: float,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ):
+        super().__init__()
+        name = type(self).__name__
+        for argument, extent in (("in_features", in_features), ("out_features", out_features)):
+            if extent <= 0 or extent % weight_layout.MULTIPLE:
+                raise ValueError(f"{name}: {argument} must be a positive multiple of {weight_layout.MULTIPLE}, got {extent}")
+        names = weight_formats.names(self._bits)
+        if form not in names:
+            raise ValueError(f"{name}: w{self._bits}_format must be one of {', '.join(names)}, got '{form}'")
+        if not weight_formats.legal_group_size(form, group_size):
+            raise ValueError(f"{name}: group_size must be {weight_formats.group_size_rule(form)}, got {group_size}")
+        scales_dtype = dtype if weight_formats.FORMATS[form].scale_type is None else torch.uint8
+        self.in_features, self.out_features = in_features, out_features
+        self.group_size, self.alpha = group_size, float(alpha)
+        setattr(self, self._form, form)
+
+        def buffer(name: str, wanted: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device) if wanted else None)
+
+        rows = weight_layout.groups(in_features, group_size)
+        buffer("qweight", True, weight_layout.packed_shape(out_features, in_features, self._bits), torch.int32)
+        buffer("scales", True, (rows, out_features), scales_dtype)
+        buffer("zeros", zeros, (rows, out_features), scales_dtype)
+        buffer("perm", perm, (in_features,), torch.int32)
+        buffer("bias", bias, (out_features,), dtype)
+
+    @property
+    def _form(self) -> str:
+        return f"w{self._bits}_format"
+
+    @classmethod
+    def _from_weight(cls, weight: Any) -> Any:
+        form = f"w{cls._bits}_format"
+        module = cls(
+            weight.k,
+            weight.n,
+            weight.bias is not None,
+            group_size=weight.group_size,
+            zeros=weight.zeros is not None,
+            perm=weight.perm is not None,
+            alpha=weight.alpha,
+            device="meta",
+            **{form: getattr(weight, form)},
+        )
+        for name, x in weight.tensors().items():
+            setattr(module, name, x)
+        return module
+
+    def weight(self) -> Any:
+        """The packed weight, sharing the module's tensors."""
+        tensors = {name: getattr(self, name) for name in _BUFFERS}
+        sizes = {"group_size": self.group_size, "n": self.out_features, "k": self.in_features, "alpha": self.alpha}
+        return self._kind(**tensors, **sizes, **{self._form: getattr(self, self._form)})
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.alpha != 1.0:
+            destination[prefix + "alpha"] = torch.tensor(self.alpha, dtype=torch.float64)
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        own = prefix + "alpha"
+        self.alpha = float(state_dict.get(own, 1.0))
+        if own in state_dict:
+            state_dict = {key: x for key, x in state_dict.items() if key != own}
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def extra_repr(self) -> str:
+        present = ", ".join(f"{name}={getattr(self, name) is not None}" for name in ("bias", "zeros", "perm"))
+        alpha = "" if self.alpha == 1.0 else f"alpha={self.alpha:g}, "
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, {present}, group_size={self.group_size}, "
+            f"{self._form}={getattr(self, self._form)}, {alpha}dtype={self.scales.dtype}"
+        )
+
+
+class W4Linear(_PackedLinear):
     """``torch.nn.Linear`` with a 4-bit weight, for inference: y = x.W^T + bias by :func:`minfer.w4a16_gemm`.
 
     The constructor leaves the buffers uninitialised, for ``load_state_dict``; :meth:`from_weight` and :meth:`from_linear` fill them.
@@ -18,14 +116,17 @@ class W4Linear(torch.nn.Module):
     Args:
       in_features, out_features: k and n, multiples of 8.
       bias, zeros, perm: which of the optional buffers there are.
-      group_size: -1 or a power of two >= 32.
-      w4_format: "int4".
-      dtype: of scales, zeros, bias, input and output: float16 or bfloat16.
+      group_size: as the format asks: -1 or a power of two >= 32; 32 for mxfp4, 16 for nvfp4.
+      w4_format: "int4", "nf4", "mxfp4" or "nvfp4".
+      alpha: factor of the whole weight, nvfp4's global scale; a state dict brings its own.
+      dtype: of scales, zeros, bias, input and output: float16 or bfloat16. Scales of mxfp4 and nvfp4 are uint8.
       device: of the buffers.
 
     Raises:
-      ValueError: a size cannot be right.
+      ValueError: a size or the format cannot be right.
     """
+
+    _kind, _bits = W4Weight, 4
 
     def __init__(
         self,
@@ -37,83 +138,104 @@ class W4Linear(torch.nn.Module):
         zeros: bool = False,
         perm: bool = False,
         w4_format: str = "int4",
+        alpha: float = 1.0,
         dtype: torch.dtype = torch.float16,
         device: torch.device | str | None = None,
     ):
-        super().__init__()
-        for name, extent in (("in_features", in_features), ("out_features", out_features)):
-            if extent <= 0 or extent % weight_layout.MULTIPLE:
-                raise ValueError(f"W4Linear: {name} must be a positive multiple of {weight_layout.MULTIPLE}, got {extent}")
-        if group_size != -1 and (group_size < weight_layout.MIN_GROUP or group_size & (group_size - 1)):
-            raise ValueError(f"W4Linear: group_size must be -1 or a power of two >= {weight_layout.MIN_GROUP}, got {group_size}")
-        self.in_features, self.out_features = in_features, out_features
-        self.group_size, self.w4_format = group_size, w4_format
-
-        def buffer(name: str, wanted: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-            self.register_buffer(name, torch.empty(shape, dtype=dtype, device=device) if wanted else None)
-
-        rows = weight_layout.groups(in_features, group_size)
-        buffer("qweight", True, weight_layout.packed_shape(out_features, in_features), torch.int32)
-        buffer("scales", True, (rows, out_features), dtype)
-        buffer("zeros", zeros, (rows, out_features), dtype)
-        buffer("perm", perm, (in_features,), torch.int32)
-        buffer("bias", bias, (out_features,), dtype)
+        super().__init__(in_features, out_features, bias, group_size, zeros, perm, w4_format, alpha, dtype, device)
 
     @classmethod
     def from_weight(cls, weight: W4Weight) -> W4Linear:
         """A module that holds the tensors of a packed weight (no copies)."""
-        module = cls(
-            weight.k,
-            weight.n,
-            weight.bias is not None,
-            group_size=weight.group_size,
-            zeros=weight.zeros is not None,
-            perm=weight.perm is not None,
-            w4_format=weight.w4_format,
-            dtype=weight.scales.dtype,
-            device="meta",
-        )
-        for name, x in weight.tensors().items():
-            setattr(module, name, x)
-        return module
+        return cls._from_weight(weight)
 
     @classmethod
     def from_linear(
-        cls, linear: torch.nn.Linear, group_size: int = 128, symmetric: bool = True, *, dtype: torch.dtype | None = None
+        cls,
+        linear: torch.nn.Linear,
+        group_size: int | None = None,
+        symmetric: bool = True,
+        format: str = "int4",
+        *,
+        dtype: torch.dtype | None = None,
     ) -> W4Linear:
         """Quantises a linear layer; arguments and errors as in :func:`minfer.quantize.quantize_w4`."""
-        return cls.from_weight(quantize_w4(linear.weight, group_size, symmetric, dtype=dtype, bias=linear.bias))
-
-    def weight(self) -> W4Weight:
-        """The packed weight, sharing the module's tensors."""
-        return W4Weight(
-            self.qweight,
-            self.scales,
-            self.zeros,
-            self.perm,
-            self.group_size,
-            self.out_features,
-            self.in_features,
-            self.w4_format,
-            self.bias,
-        )
+        return cls.from_weight(quantize_w4(linear.weight, group_size, symmetric, format, dtype=dtype, bias=linear.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] of the dtype of scales -> [..., out_features]."""
+        """[..., in_features], float16 or bfloat16 and of the dtype of 16-bit scales -> [..., out_features]."""
         return w4a16_gemm(
             x,
             self.qweight,
             self.scales,
             self.zeros,
             group_size=self.group_size,
+            alpha=self.alpha,
             perm=self.perm,
             bias=self.bias,
             w4_format=self.w4_format,
         )
 
-    def extra_repr(self) -> str:
-        present = ", ".join(f"{name}={getattr(self, name) is not None}" for name in ("bias", "zeros", "perm"))
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, {present}, group_size={self.group_size}, "
-            f"w4_format={self.w4_format}, dtype={self.scales.dtype}"
+
+class W8Linear(_PackedLinear):
+    """``torch.nn.Linear`` with an 8-bit weight, for inference: y = x.W^T + bias by :func:`minfer.w8a16_gemm`.
+
+    Args:
+      group_size: -1 or a power of two >= 32.
+      w8_format: "int8" or "fp8_e4m3".
+      alpha: factor of the whole weight; a state dict brings its own.
+      in_features, out_features, bias, zeros, perm, dtype, device: as in :class:`W4Linear`.
+
+    Raises:
+      ValueError: a size or the format cannot be right.
+    """
+
+    _kind, _bits = W8Weight, 8
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        group_size: int = -1,
+        zeros: bool = False,
+        perm: bool = False,
+        w8_format: str = "int8",
+        alpha: float = 1.0,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str | None = None,
+    ):
+        super().__init__(in_features, out_features, bias, group_size, zeros, perm, w8_format, alpha, dtype, device)
+
+    @classmethod
+    def from_weight(cls, weight: W8Weight) -> W8Linear:
+        """A module that holds the tensors of a packed weight (no copies)."""
+        return cls._from_weight(weight)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: torch.nn.Linear,
+        group_size: int | None = None,
+        symmetric: bool = True,
+        format: str = "int8",
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> W8Linear:
+        """Quantises a linear layer; arguments and errors as in :func:`minfer.quantize.quantize_w8`."""
+        return cls.from_weight(quantize_w8(linear.weight, group_size, symmetric, format, dtype=dtype, bias=linear.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features], float16 or bfloat16 and of the dtype of 16-bit scales -> [..., out_features]."""
+        return w8a16_gemm(
+            x,
+            self.qweight,
+            self.scales,
+            self.zeros,
+            group_size=self.group_size,
+            alpha=self.alpha,
+            perm=self.perm,
+            bias=self.bias,
+            w8_format=self.w8_format,
         )

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+MIN_GROUP = 32  # where group_size is free
+
 NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -67,6 +69,19 @@ FORMATS = {
 def names(bits: int) -> tuple[str, ...]:
     """The formats of so many bits a code."""
     return tuple(name for name, form in FORMATS.items() if form.bits == bits)
+
+
+def group_size_rule(name: str) -> str:
+    """What group_size must be, in words."""
+    wanted = FORMATS[name].group_size
+    return f"-1 or a power of two >= {MIN_GROUP}" if wanted is None else f"{wanted} for {name}"
+
+
+def legal_group_size(name: str, group_size: int) -> bool:
+    wanted = FORMATS[name].group_size
+    if wanted is not None:
+        return group_size == wanted
+    return group_size == -1 or (group_size >= MIN_GROUP and group_size & (group_size - 1) == 0)
 
 
 def scale_values(scales: torch.Tensor, form: WeightFormat) -> torch.Tensor:

@@ -22,7 +22,6 @@ import torch
 
 BLOCK = 64
 MULTIPLE = 8  # n and k: 16-byte rows of scales and of activations
-MIN_GROUP = 32
 
 _ROW = (4, 2, 8)  # warp, half, lane
 _COLUMN = (2, 2, 2, 4, 2)  # slab / 2, slab % 2, eight, pair, odd

@@ -1,16 +1,100 @@
-"""Round-to-nearest quantisation with clipping chosen by the squared error of each group."""
+"""Round-to-nearest quantisation, scales chosen by the squared error of each group."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from .. import weight_layout
+from .. import weight_formats, weight_layout
 from ..checks import DTYPES
-from .weight import W4Weight, weight_of_codes
+from ..weight_formats import FORMATS, WeightFormat
+from .weight import W4Weight, W8Weight, weight_of_codes
 
-_SHRINKS = 41  # candidates from the whole range down to half of it
 _CHUNK = 1 << 20  # elements searched at a time: 4 MiB a float32 temporary
+_USUAL_GROUP = {"int4": 128, "nf4": 64, "mxfp4": 32, "nvfp4": 16, "int8": -1, "fp8_e4m3": -1}
+
+# What the largest magnitude of a group becomes, before its range is shrunk.
+_LARGEST = {"int4": 7.0, "nf4": 1.0, "mxfp4": 6.0, "nvfp4": 6.0, "int8": 127.0, "fp8_e4m3": 448.0}
+_E4M3_SMALLEST, _E4M3_LARGEST = 2.0**-9, 448.0
+
+# Candidates: factors of the scale that covers a group's whole range, the whole range first.
+_SHRINKS = {
+    "int4": torch.linspace(1.0, 0.5, 41).tolist(),
+    "nf4": torch.linspace(1.0, 0.7, 13).tolist(),
+    "nvfp4": [1.0, *torch.linspace(0.95, 0.6, 8).tolist(), *torch.linspace(1.05, 1.5, 10).tolist()],  # up to 4 as the largest code
+    "int8": torch.linspace(1.0, 0.7, 13).tolist(),
+    "fp8_e4m3": torch.linspace(1.0, 0.5, 9).tolist(),
+}
+
+
+def _middles(values: tuple[float, ...]) -> list[float]:
+    return [(low + high) / 2 for low, high in zip(values, values[1:], strict=False)]
+
+
+_NF4_BOUNDS = _middles(weight_formats.NF4)
+# Magnitudes of E2M1, ties to the even code: a bound belongs to the code below it, so those whose lower code is odd are moved down a bit.
+_E2M1_BOUNDS = [bound * (1.0 - 2.0**-23 * (i % 2)) for i, bound in enumerate(_middles(weight_formats.E2M1[:8]))]
+
+
+def _encode(x: Tensor, name: str) -> Tensor:
+    """The codes nearest to values in units of the scale, plus the zero point; uint8 or, of integers, float32."""
+    if name in ("int4", "int8"):
+        return x.round_().clamp_(0, 2.0 ** FORMATS[name].bits - 1)
+    if name == "fp8_e4m3":
+        return x.clamp_(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+    if name == "nf4":
+        return torch.bucketize(x, torch.tensor(_NF4_BOUNDS, device=x.device), out_int32=True).to(torch.uint8)
+    magnitude = torch.bucketize(x.abs(), torch.tensor(_E2M1_BOUNDS, device=x.device), out_int32=True)
+    return (magnitude + 8 * torch.signbit(x)).to(torch.uint8)
+
+
+def _candidates(
+    groups: Tensor, name: str, symmetric: bool, dtype: torch.dtype, alpha: float, clip: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Scales as they are stored and zeros, both [rows, G, 1]."""
+    low = groups.amin(2, keepdim=True).clamp_(max=0)
+    high = groups.amax(2, keepdim=True).clamp_(min=0)
+    largest = torch.maximum(-low, high)
+    if name == "mxfp4":
+        # OCP MX 1.0: floor(log2(largest)) less the exponent of E2M1's largest number; one more loses no range, one less clips more.
+        exponent = torch.frexp(largest).exponent - 1 - 2
+        for step in (0, 1, -1) if clip else (0,):
+            yield (exponent + (127 + step)).clamp_(0, 254).to(torch.uint8), torch.zeros_like(low)
+        return
+    levels = 2.0 ** FORMATS[name].bits - 1
+    for shrink in _SHRINKS[name] if clip else [1.0]:
+        scale = shrink * (largest / (_LARGEST[name] * alpha) if symmetric else (high - low) / levels)
+        if name == "nvfp4":
+            stored = scale.clamp_(_E4M3_SMALLEST, _E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+        else:
+            stored = scale.clamp_(min=torch.finfo(dtype).smallest_normal, max=torch.finfo(dtype).max).to(dtype)
+        zero = FORMATS[name].zero or 0.0
+        yield stored, torch.full_like(low, zero) if symmetric else (-shrink * low / stored.float()).round_().clamp_(0, levels)
+
+
+def _search(
+    groups: Tensor, name: str, form: WeightFormat, symmetric: bool, dtype: torch.dtype, alpha: float, clip: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Stored scales [rows, G], zeros [rows, G] and codes with the least squared error among the candidates."""
+    best_error = best_scale = best_zero = None
+    for stored, zero in _candidates(groups, name, symmetric, dtype, alpha, clip):
+        scale = weight_formats.scale_values(stored, form) * alpha  # what is stored, so that the error is the real one
+        if clip:
+            value = form.decode(_encode((groups / scale).add_(zero), name))
+            error = value.sub_(zero).mul_(scale).sub_(groups).square_().sum(2, keepdim=True)
+        else:
+            error = torch.zeros_like(scale)
+        if best_error is None:
+            best_error, best_scale, best_zero = error, stored, zero
+        else:
+            better = error < best_error
+            best_error = torch.where(better, error, best_error)
+            best_scale = torch.where(better, stored, best_scale)
+            best_zero = torch.where(better, zero, best_zero)
+    codes = _encode((groups / (weight_formats.scale_values(best_scale, form) * alpha)).add_(best_zero), name)
+    return best_scale[..., 0], best_zero[..., 0], codes
 
 
 def _groups_of(weight: Tensor, group_size: int) -> Tensor:
@@ -20,52 +104,81 @@ def _groups_of(weight: Tensor, group_size: int) -> Tensor:
     return torch.nn.functional.pad(weight.float(), (0, tail)).unflatten(1, (-1, size))
 
 
-def _rounded(groups: Tensor, scale: Tensor, zero: Tensor | float) -> Tensor:
-    """Codes, as float32."""
-    return (groups / scale).add_(zero).round_().clamp_(0, 15)
+def _quantize(
+    function: str,
+    bits: int,
+    weight: Tensor,
+    group_size: int | None,
+    symmetric: bool,
+    name: str,
+    dtype: torch.dtype | None,
+    bias: Tensor | None,
+    clip: bool,
+) -> W4Weight | W8Weight:
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"{function}: {message}")
 
-
-def _search(groups: Tensor, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Scales [rows, G], zeros [rows, G] or None and float32 codes with the least squared error among the shrunk ranges."""
-    low = groups.amin(2, keepdim=True).clamp_(max=0)
-    high = groups.amax(2, keepdim=True).clamp_(min=0)
-    smallest = torch.finfo(dtype).smallest_normal
-    best_error = best_scale = best_zero = None
-    for shrink in torch.linspace(1.0, 0.5, _SHRINKS).tolist():
-        # -8 * scale to 7 * scale, or 15 steps from low to high; rounded to what will be stored, so that the error is the real one.
-        scale = torch.maximum(-low, high) / 7 if symmetric else (high - low) / 15
-        scale = (shrink * scale).clamp_(min=smallest, max=torch.finfo(dtype).max).to(dtype).float()
-        zero = torch.full_like(scale, 8) if symmetric else (-shrink * low / scale).round_().clamp_(0, 15)
-        error = _rounded(groups, scale, zero).sub_(zero).mul_(scale).sub_(groups).square_().sum(2, keepdim=True)
-        if best_error is None:
-            best_error, best_scale, best_zero = error, scale, zero
-        else:
-            better = error < best_error
-            best_error = torch.where(better, error, best_error)
-            best_scale = torch.where(better, scale, best_scale)
-            best_zero = torch.where(better, zero, best_zero)
-    codes = _rounded(groups, best_scale, best_zero)
-    return best_scale[..., 0], None if symmetric else best_zero[..., 0], codes
+    require(name in weight_formats.names(bits), f"format must be one of {', '.join(weight_formats.names(bits))}, got '{name}'")
+    form, multiple = FORMATS[name], weight_layout.MULTIPLE
+    shape_fits = weight.dim() == 2 and not any(extent % multiple or extent == 0 for extent in weight.shape)
+    require(shape_fits, f"weight must be [n, k] in multiples of {multiple}, got {list(weight.shape)}")
+    require(weight.is_floating_point(), f"weight must be a floating-point tensor, got {weight.dtype}")
+    group_size = _USUAL_GROUP[name] if group_size is None else group_size
+    legal = weight_formats.legal_group_size(name, group_size)
+    require(legal, f"group_size must be {weight_formats.group_size_rule(name)}, got {group_size}")
+    require(symmetric or form.zero is not None, f"symmetric must be True for {name}, which has no zero points, got False")
+    if form.scale_type is None:
+        dtype = dtype or weight.dtype
+        require(dtype in DTYPES, f"dtype must be torch.float16 or torch.bfloat16 (default: the weight's), got {dtype}")
+        stored_dtype = dtype
+    else:
+        stored_dtype = torch.uint8
+    weight = weight.detach()
+    n, k = weight.shape
+    largest = float(weight.abs().amax())
+    require(largest <= torch.finfo(torch.float32).max, "weight must be finite, got a NaN or infinity")  # also where NaN
+    alpha = 1.0
+    if name == "nvfp4" and largest > 0:  # two levels: the largest block scale is E4M3's largest number
+        alpha = float(torch.tensor(largest) / (_LARGEST[name] * _E4M3_LARGEST))
+    codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(weight_layout.groups(k, group_size), n, dtype=stored_dtype, device=weight.device)
+    zeros = None if symmetric else torch.empty_like(scales)
+    rows = max(1, _CHUNK // k)
+    for begin in range(0, n, rows):
+        part = slice(begin, begin + rows)
+        scale, zero, code = _search(_groups_of(weight[part], group_size), name, form, symmetric, dtype, alpha, clip)
+        codes[part] = code.flatten(1)[:, :k]
+        scales[:, part] = scale.t()
+        if zeros is not None:
+            zeros[:, part] = zero.t()
+    bias = None if bias is None else bias.detach()
+    return weight_of_codes(codes, scales, zeros, group_size=group_size, format=name, bias=bias, alpha=alpha)
 
 
 def quantize_w4(
     weight: Tensor,
-    group_size: int = 128,
+    group_size: int | None = None,
     symmetric: bool = True,
     format: str = "int4",
     *,
     dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
+    clip: bool = True,
 ) -> W4Weight:
-    """Rounds a weight to 4-bit codes; the range of each group is shrunk to where the squared error of the weights is least.
+    """Rounds a weight to 4-bit codes; the scale of each group is chosen where the squared error of the weights is least.
 
     Args:
       weight: [n, k], an ``nn.Linear`` weight; finite, any floating-point dtype and device. n and k are multiples of 8.
-      group_size: columns that share a scale: -1 (all) or a power of two >= 32.
-      symmetric: zero points of 8 (none are stored); otherwise an integer zero point for each group.
-      format: "int4".
-      dtype: of the scales and so of the activations: float16 or bfloat16. Default: the weight's, which then must be one of them.
+      group_size: columns that share a scale: -1 (all) or a power of two >= 32; of mxfp4 32, of nvfp4 16. None: the format's usual,
+        128 for int4 and 64 for nf4.
+      symmetric: zero points of 8 (none are stored); otherwise, int4 only, an integer zero point for each group.
+      format: "int4"; "nf4", scales from the largest magnitude; "mxfp4", the shared exponent of OCP MX or a neighbour; "nvfp4", E4M3
+        block scales under a global one, which is W4Weight.alpha = largest magnitude / (6 * 448).
+      dtype: of 16-bit scales and so of the activations: float16 or bfloat16. Default: the weight's, which then must be one of them.
+        Formats with byte scales do not look at it.
       bias: [n], kept beside the weight.
+      clip: False: no search, a scale covers its group's whole range (mxfp4: the OCP rule), as most other tools do.
 
     Returns:
       The packed weight, on the weight's device.
@@ -73,34 +186,33 @@ def quantize_w4(
     Raises:
       ValueError: an argument cannot be right, or the weight has a NaN or infinity.
 
-    Numerics: searched in float32 with the scales rounded to ``dtype``.
+    Numerics: searched in float32 with the scales rounded to what is stored.
     """
-    if format != "int4":
-        raise ValueError(f"quantize_w4: format must be one of int4, got '{format}'")
-    if weight.dim() != 2 or any(extent % weight_layout.MULTIPLE or extent == 0 for extent in weight.shape):
-        raise ValueError(f"quantize_w4: weight must be [n, k] in multiples of {weight_layout.MULTIPLE}, got {list(weight.shape)}")
-    if not weight.is_floating_point():
-        raise ValueError(f"quantize_w4: weight must be a floating-point tensor, got {weight.dtype}")
-    if group_size != -1 and (group_size < weight_layout.MIN_GROUP or group_size & (group_size - 1)):
-        raise ValueError(f"quantize_w4: group_size must be -1 or a power of two >= {weight_layout.MIN_GROUP}, got {group_size}")
-    dtype = dtype or weight.dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"quantize_w4: dtype must be torch.float16 or torch.bfloat16 (default: the weight's), got {dtype}")
-    weight = weight.detach()
-    n, k = weight.shape
-    count = weight_layout.groups(k, group_size)
-    codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(count, n, dtype=dtype, device=weight.device)
-    zeros = None if symmetric else torch.empty_like(scales)
-    rows = max(1, _CHUNK // k)
-    for begin in range(0, n, rows):
-        part = slice(begin, begin + rows)
-        groups = _groups_of(weight[part], group_size)
-        if not bool(groups.isfinite().all()):
-            raise ValueError("quantize_w4: weight must be finite, got a NaN or infinity")
-        scale, zero, code = _search(groups, symmetric, dtype)
-        codes[part] = code.flatten(1)[:, :k]
-        scales[:, part] = scale.t()
-        if zeros is not None:
-            zeros[:, part] = zero.t()
-    return weight_of_codes(codes, scales, zeros, group_size=group_size, bias=None if bias is None else bias.detach())
+    return _quantize("quantize_w4", 4, weight, group_size, symmetric, format, dtype, bias, clip)
+
+
+def quantize_w8(
+    weight: Tensor,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    format: str = "int8",
+    *,
+    dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    clip: bool = True,
+) -> W8Weight:
+    """Rounds a weight to 8-bit codes; otherwise as :func:`quantize_w4`.
+
+    Args:
+      group_size: columns that share a scale: -1 (all, the default) or a power of two >= 32.
+      symmetric: zero points of 128 (none are stored); otherwise, int8 only, an integer zero point for each group.
+      format: "int8" or "fp8_e4m3".
+      weight, dtype, bias, clip: as in :func:`quantize_w4`.
+
+    Returns:
+      The packed weight, on the weight's device.
+
+    Raises:
+      ValueError: an argument cannot be right, or the weight has a NaN or infinity.
+    """
+    return _quantize("quantize_w8", 8, weight, group_size, symmetric, format, dtype, bias, clip)

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 
 import torch
 
-from .weight import W4Weight
+from .weight import W4Weight, W8Weight
 
-_KEY = "minfer.w4a16"  # of the file's metadata: {weight: {field: value}}
-_FIELDS = ("group_size", "n", "k", "w4_format")
+# Keys of the file's metadata: {weight: {field: value}}, a weight being under the key of its kind.
+_KINDS = {"minfer.w4a16": (W4Weight, "w4_format"), "minfer.w8a16": (W8Weight, "w8_format")}
+_FIELDS = ("group_size", "n", "k", "alpha")
 
 
 def _safetensors():
@@ -23,8 +24,9 @@ def _safetensors():
     return safetensors
 
 
-def to_safetensors(weights: Mapping[str, W4Weight], path: str | os.PathLike[str]) -> None:
-    """Writes packed weights to one file: tensors NAME.qweight, NAME.scales, ..., and their sizes in the metadata key "minfer.w4a16".
+def to_safetensors(weights: Mapping[str, W4Weight | W8Weight], path: str | os.PathLike[str]) -> None:
+    """Writes packed weights to one file: tensors NAME.qweight, NAME.scales, ..., and the rest in the metadata keys "minfer.w4a16" and
+    "minfer.w8a16".
 
     Args:
       weights: by name, for example the module's. Any device.
@@ -35,11 +37,16 @@ def to_safetensors(weights: Mapping[str, W4Weight], path: str | os.PathLike[str]
     """
     package = _safetensors()
     tensors = {f"{name}.{part}": x.contiguous() for name, weight in weights.items() for part, x in weight.tensors().items()}
-    sizes = {name: {field: getattr(weight, field) for field in _FIELDS} for name, weight in weights.items()}
-    package.torch.save_file(tensors, path, metadata={"format": "pt", _KEY: json.dumps(sizes)})
+    metadata = {"format": "pt"}
+    for key, (kind, form) in _KINDS.items():
+        of_kind = {name: weight for name, weight in weights.items() if isinstance(weight, kind)}
+        rest = {name: {field: getattr(weight, field) for field in (*_FIELDS, form)} for name, weight in of_kind.items()}
+        if rest or kind is W4Weight:  # an empty file is one of ours too
+            metadata[key] = json.dumps(rest)
+    package.torch.save_file(tensors, path, metadata=metadata)
 
 
-def from_safetensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, W4Weight]:
+def from_safetensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, W4Weight | W8Weight]:
     """Reads what :func:`to_safetensors` wrote, on a device.
 
     Raises:
@@ -48,17 +55,15 @@ def from_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
     """
     with _safetensors().safe_open(path, framework="pt", device=str(device)) as file:
         metadata = file.metadata() or {}
-        if _KEY not in metadata:
-            raise ValueError(f"from_safetensors: {os.fspath(path)} was not written by minfer: its metadata have no '{_KEY}'")
+        if not any(key in metadata for key in _KINDS):
+            raise ValueError(f"from_safetensors: {os.fspath(path)} was not written by minfer: its metadata have no '{next(iter(_KINDS))}'")
         names = set(file.keys())
 
         def tensor(name: str) -> torch.Tensor | None:
             return file.get_tensor(name) if name in names else None
 
         return {
-            name: W4Weight(
-                **{part: tensor(f"{name}.{part}") for part in ("qweight", "scales", "zeros", "perm", "bias")},
-                **{field: sizes[field] for field in _FIELDS},
-            )
-            for name, sizes in json.loads(metadata[_KEY]).items()
+            name: kind(**{part: tensor(f"{name}.{part}") for part in ("qweight", "scales", "zeros", "perm", "bias")}, **rest)
+            for key, (kind, _) in _KINDS.items()
+            for name, rest in json.loads(metadata.get(key, "{}")).items()
         }

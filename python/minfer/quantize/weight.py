@@ -1,29 +1,52 @@
-"""A quantised weight and everything that reading it takes."""
+"""Quantised weights and everything that reading them takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..w4a16 import w4a16_dequantize, w4a16_gemm, w4a16_pack
+from .. import w4a16, w8a16
+from ..weight_formats import FORMATS
+
+_Self = TypeVar("_Self", bound="_Weight")
+
+
+class _Weight:
+    """What weights of 4 and of 8 bits have in common."""
+
+    def _packed(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.qweight, self.scales, self.zeros
+
+    def _original_order(self, packed: Tensor) -> Tensor:
+        return packed if self.perm is None else packed.index_select(1, self.perm.argsort())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def to(self: _Self, device: torch.device | str | int) -> _Self:
+        """The same weight on a device."""
+        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
 
 
 @dataclass(frozen=True, eq=False)
-class W4Weight:
+class W4Weight(_Weight):
     """A weight [n, k] of 4-bit codes, as :func:`minfer.w4a16_gemm` takes it.
 
     Attributes:
       qweight: int32 [ceil(n / 64), ceil(k / 64), 512], see :func:`minfer.w4a16_pack`.
-      scales: [G, n], float16 or bfloat16; G = ceil(k / group_size), or 1.
-      zeros: [G, n] of the dtype of scales, or None: 8 everywhere.
+      scales: [G, n], G = ceil(k / group_size), or 1; float16 or bfloat16, of mxfp4 and nvfp4 the bytes in uint8.
+      zeros: [G, n] of the dtype of scales, or None: 8 everywhere, or a format without zero points.
       perm: int32 [k], or None; the packed columns are W[:, perm].
-      group_size: -1 or a power of two >= 32, counted in packed columns.
+      group_size: as the format asks (:func:`minfer.w4a16_gemm`), counted in packed columns.
       n, k: rows (output features) and columns (input features).
-      w4_format: "int4".
+      w4_format: "int4", "nf4", "mxfp4" or "nvfp4".
       bias: [n], or None.
+      alpha: factor of the whole weight; nvfp4's global scale.
     """
 
     qweight: Tensor
@@ -35,43 +58,67 @@ class W4Weight:
     k: int
     w4_format: str = "int4"
     bias: Tensor | None = None
+    alpha: float = 1.0
 
-    def dequantize(self) -> Tensor:
-        """W [n, k] of the dtype of scales, columns in their original order."""
-        packed = w4a16_dequantize(
-            self.qweight, self.scales, self.zeros, group_size=self.group_size, n=self.n, k=self.k, w4_format=self.w4_format
-        )
-        return packed if self.perm is None else packed.index_select(1, self.perm.argsort())
+    def dequantize(self, out_dtype: torch.dtype | None = None) -> Tensor:
+        """W [n, k], columns in their original order; of the dtype of 16-bit scales, otherwise of ``out_dtype`` (None: bfloat16)."""
+        form = {"group_size": self.group_size, "alpha": self.alpha, "w4_format": self.w4_format}
+        return self._original_order(w4a16.w4a16_dequantize(*self._packed(), **form, n=self.n, k=self.k, out_dtype=out_dtype))
 
     def gemm(self, a: Tensor, **arguments: Any) -> Tensor:
         """activation(A.W^T + C + bias): :func:`minfer.w4a16_gemm` with this weight and bias; c, activation, kernel, out as there."""
-        return w4a16_gemm(
-            a,
-            self.qweight,
-            self.scales,
-            self.zeros,
-            group_size=self.group_size,
-            perm=self.perm,
-            bias=self.bias,
-            w4_format=self.w4_format,
-            **arguments,
-        )
+        form = {"group_size": self.group_size, "alpha": self.alpha, "w4_format": self.w4_format}
+        return w4a16.w4a16_gemm(a, *self._packed(), **form, perm=self.perm, bias=self.bias, **arguments)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are there, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
-    def to(self, device: torch.device | str | int) -> W4Weight:
-        """The same weight on a device."""
-        return replace(self, **{name: x.to(device) for name, x in self.tensors().items()})
+@dataclass(frozen=True, eq=False)
+class W8Weight(_Weight):
+    """A weight [n, k] of 8-bit codes, as :func:`minfer.w8a16_gemm` takes it.
+
+    Attributes:
+      qweight: int32 [ceil(n / 64), ceil(k / 64), 1024], see :func:`minfer.w8a16_pack`.
+      scales: [G, n], float16 or bfloat16; G = ceil(k / group_size), or 1.
+      zeros: [G, n] of the dtype of scales, or None: 128 everywhere, or a format without zero points.
+      w8_format: "int8" or "fp8_e4m3".
+      perm, group_size, n, k, bias, alpha: as in :class:`W4Weight`; alpha is the scale of weights that have only one.
+    """
+
+    qweight: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    perm: Tensor | None
+    group_size: int
+    n: int
+    k: int
+    w8_format: str = "int8"
+    bias: Tensor | None = None
+    alpha: float = 1.0
+
+    def dequantize(self) -> Tensor:
+        """W [n, k] of the dtype of scales, columns in their original order."""
+        form = {"group_size": self.group_size, "alpha": self.alpha, "w8_format": self.w8_format}
+        return self._original_order(w8a16.w8a16_dequantize(*self._packed(), **form, n=self.n, k=self.k))
+
+    def gemm(self, a: Tensor, **arguments: Any) -> Tensor:
+        """activation(A.W^T + C + bias): :func:`minfer.w8a16_gemm` with this weight and bias; c, activation, kernel, out as there."""
+        form = {"group_size": self.group_size, "alpha": self.alpha, "w8_format": self.w8_format}
+        return w8a16.w8a16_gemm(a, *self._packed(), **form, perm=self.perm, bias=self.bias, **arguments)
 
 
 def weight_of_codes(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, *, group_size: int, perm: Tensor | None = None, bias: Tensor | None = None
-) -> W4Weight:
-    """A W4Weight of uint8 codes [n, k] and zeros in code units, both in packed column order; zeros that are all 8 are left out."""
-    n, k = codes.shape
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    *,
+    group_size: int,
+    format: str = "int4",
+    perm: Tensor | None = None,
+    bias: Tensor | None = None,
+    alpha: float = 1.0,
+) -> W4Weight | W8Weight:
+    """The weight of uint8 codes [n, k] and zeros in code units, both in packed column order; zeros that are all the usual are left out."""
+    (n, k), form = codes.shape, FORMATS[format]
     if zeros is not None:
-        zeros = None if bool((zeros == 8).all()) else zeros.to(scales.dtype).contiguous()
-    return W4Weight(w4a16_pack(codes), scales.contiguous(), zeros, perm, group_size, n, k, "int4", bias)
+        zeros = None if bool((zeros == form.zero).all()) else zeros.to(scales.dtype).contiguous()
+    kind, pack = (W4Weight, w4a16.w4a16_pack) if form.bits == 4 else (W8Weight, w8a16.w8a16_pack)
+    return kind(pack(codes), scales.contiguous(), zeros, perm, group_size, n, k, format, bias, alpha)
