@@ -95,7 +95,7 @@ def expand_sm90(row: dict, tile: tuple[int, ...], require, integer, integers) ->
         require(
             name not in FIXED_GROUP or fine, "scaling", f"{name} has groups of {FIXED_GROUP.get(name)}: must be fine or fine_accumulators"
         )
-        require(group >= 32 or scaling == "fine", "scaling", f"{name} has groups of {group}: must be fine")
+        require(group >= 32 or scaling == "fine_accumulators", "scaling", f"{name} has groups of {group}: must be fine_accumulators")
         scale_rows, zeros = tile_k // group, 2 if name in ZEROS else 0
         stage = tile_n * tile_k * 2 + tile_m * tile_k * BITS[name] // 8 + scale_rows * tile_m * (SCALE_BYTES.get(name, 2) + zeros)
         general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4

@@ -17,7 +17,7 @@ constexpr double kCyclesPerUs = 1755;    // of an SM
 struct SlabCycles {
   double accumulators, fine_accumulators, fragments, fine;
 };
-constexpr SlabCycles kSlabInt4 = {24.4, 36, 48.5, 62}, kSlabBook = {0, 42, 0, 69}, kSlabNvFp4 = {0, 0, 0, 91};
+constexpr SlabCycles kSlabInt4 = {24.4, 36, 48.5, 62}, kSlabBook = {0, 42, 0, 69}, kSlabNvFp4 = {0, 60, 0, 0};
 constexpr SlabCycles kSlabInt8 = {45, 51, 62, 90}, kSlabFp8 = {46, 49, 72, 99};
 constexpr double kSlabPerToken = 0.48;
 constexpr double kSlabLatency = 60.3;  // of one warpgroup that works alone on its scheduler
@@ -45,10 +45,10 @@ double slab_cycles_of(KernelInfo const& kernel) {
                              : kernel.b_format == WeightFormat::kFp8E4M3 ? kSlabFp8
                              : kernel.b_format == WeightFormat::kNvFp4   ? kSlabNvFp4
                                                                          : kSlabBook;
-  // Kernels of few tokens scale the accumulators (w4a16.toml), except nvfp4's.
+  // Kernels of few tokens scale the accumulators (w4a16.toml), nvfp4's all do.
   if (kernel.group_multiple < 128) {
-    if (kernel.tile_n > 16 || kernel.b_format == WeightFormat::kNvFp4) return cycles.fine;
-    return cycles.fine_accumulators + kSlabPerToken * kernel.tile_n;
+    bool const accumulators = kernel.tile_n <= 16 || kernel.b_format == WeightFormat::kNvFp4;
+    return accumulators ? cycles.fine_accumulators + kSlabPerToken * kernel.tile_n : cycles.fine;
   }
   bool const few = kernel.tile_n <= 16 || (kernel.tile_n == 32 && kernel.threads == 384);
   return few ? cycles.accumulators + kSlabPerToken * kernel.tile_n : cycles.fragments;

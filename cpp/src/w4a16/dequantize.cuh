@@ -27,7 +27,7 @@ namespace minfer::w4a16 {
 __device__ __forceinline__ uint32_t both_halves(uint16_t v) { return __byte_perm(v, 0, 0x1010); }
 
 /// Where a kernel applies the scales: in fp32 to the accumulators of 128 of k; to the weights, groups being multiples of 128; to the weights,
-/// groups of 32 or more (16: nvfp4); in fp32 to the accumulators of 32 of k.
+/// groups of 32 or more; in fp32 to the accumulators of 32 of k (nvfp4: 16).
 enum class Scaling { kAccumulators, kFragments, kFine, kFineAccumulators };
 
 template <DataType kType>
@@ -254,7 +254,7 @@ struct Scale<kType, WeightFormat::kMxFp4> {
   static __device__ __forceinline__ float to_float(Stored v) { return __uint_as_float(uint32_t(v) << 23); }
   static __device__ __forceinline__ uint32_t twice(Stored v) { return w4a16::twice<kType>(to_float(v)); }
 };
-/// E4M3: sign, exponent and mantissa move to fp32's places, 2^120 makes up for the biases; 0x7f and 0xff are NaN.
+/// E4M3: sign, exponent and mantissa move to their places, a power of two makes up for the biases; 0x7f and 0xff are NaN.
 template <DataType kType>
 struct Scale<kType, WeightFormat::kNvFp4> {
   using Stored = uint8_t;
@@ -262,7 +262,13 @@ struct Scale<kType, WeightFormat::kNvFp4> {
     float const value = __uint_as_float((uint32_t(v) & 0x80u) << 24 | (uint32_t(v) & 0x7fu) << 20) * 0x1p120f;
     return (v & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000u) : value;
   }
-  static __device__ __forceinline__ uint32_t twice(Stored v) { return w4a16::twice<kType>(to_float(v)); }
+  static __device__ __forceinline__ uint32_t twice(Stored v) {
+    constexpr int kShift = kType == DataType::kF16 ? 7 : 4;
+    constexpr uint32_t kRaise = kType == DataType::kF16 ? 0x5c005c00u : 0x7b807b80u;  // 2^8, 2^120
+    constexpr uint32_t kNan = kType == DataType::kF16 ? 0x7e007e00u : 0x7fc07fc0u;
+    uint32_t const magnitude = v & 0x7fu, bits = (v & 0x80u) << 8 | magnitude << kShift;
+    return Half2<kType>::mul(both_halves(uint16_t(bits)), kRaise) | (magnitude + 1) / 128 * kNan;
+  }
 };
 
 }  // namespace minfer::w4a16

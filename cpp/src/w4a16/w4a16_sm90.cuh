@@ -54,7 +54,7 @@ struct W4A16Sm90 {
   static constexpr WeightFormat kFormat = Config::kFormat;
   static constexpr bool kHasZeros = has_zero_points(kFormat), kHasBook = bits_of(kFormat) == 4 && kFormat != WeightFormat::kInt4;
   static constexpr int kGroup = !kFine ? kTileK : fixed_group_of(kFormat) != 0 ? fixed_group_of(kFormat) : 32;  // the smallest
-  static_assert(kGroup >= 32 || kScaling == Scaling::kFine);
+  static_assert(kGroup >= 32 || kScaling == Scaling::kFineAccumulators);
   static constexpr int kScaleRows = kTileK / kGroup;  // groups that may begin in a stage
   static constexpr int kRing = 4;                     // A fragments in use
   static constexpr int kValues = kMmaM * kTileN / 2;  // accumulators of a thread
@@ -231,12 +231,19 @@ struct W4A16Sm90 {
 
   // A stage is free again: each warp tells the producer of every CTA that writes into it. One arrival for a warpgroup would not do: its warps do
   // not wait for each other in WGMMAs, and one that comes late still has codes and scales to read (seen with cold caches and groups of 32).
+  // A predicate and no branch: control flow between WGMMAs makes ptxas serialise them.
   static CUTLASS_DEVICE void release(SharedStorage& storage, int stage, int thread) {
-    __syncwarp();
     if constexpr (kCluster > 1) {
       EmptyBarrier::arrive(&storage.empty[stage], uint32_t(thread) % kCluster, uint32_t(thread % 32 < kCluster));
     } else {
-      if (thread % 32 == 0) EmptyBarrier::arrive(&storage.empty[stage]);
+      asm volatile(
+          "{\n"
+          ".reg .pred first;\n"
+          "setp.eq.u32 first, %1, 0;\n"
+          "@first mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+          "}" ::"r"(cute::cast_smem_ptr_to_uint(&storage.empty[stage])),
+          "r"(thread % 32)
+          : "memory");
     }
   }
 
@@ -320,24 +327,10 @@ struct W4A16Sm90 {
       for (int u = 0; u < kChunks * kMmaM; ++u)
         codes[u % kMmaM][u / kMmaM] = load_codes(storage, stage, u % kMmaM, u / kMmaM, consumer, thread);
       uint32_t scale[kMmaM][2], zero[kMmaM][2];  // [slab][row]
-      // Groups of 16: all of the stage's scales ahead of its WGMMAs; converted between them ptxas serialised the WGMMAs (C7513, bf16).
-      constexpr int kAhead = kGroup < 32 ? kScaleRows : 0;
-      uint32_t ahead[kMmaM][kAhead > 0 ? kAhead : 1][2];
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kAhead * kMmaM; ++i) {
-        int const mi = i % kMmaM, group = i / kMmaM;
-        int const row = (mi * kConsumers + consumer) * 64 + thread / 32 * 16 + thread % 32 / 4;
-        typename Scale::Stored const* scales = &storage.scales[stage][(group * kGroup) >> params.group_shift][row];
-        ahead[mi][group][0] = Scale::twice(scales[0]);
-        ahead[mi][group][1] = Scale::twice(scales[8]);
-      }
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < kTileK / 16 * kMmaM; ++step) {
         int const mi = step % kMmaM, slab = step / kMmaM;
-        if constexpr (kAhead > 0) {
-          scale[mi][0] = ahead[mi][slab][0];
-          scale[mi][1] = ahead[mi][slab][1];
-        } else if (slab % (kGroup / 16) == 0) {
+        if (slab % (kGroup / 16) == 0) {
           int const row = (mi * kConsumers + consumer) * 64 + thread / 32 * 16 + thread % 32 / 4;
           int const group = kFine ? (slab * 16) >> params.group_shift : 0;
           typename Scale::Stored const* scales = &storage.scales[stage][group][row];
@@ -467,7 +460,7 @@ struct W4A16Sm90 {
     }
   }
 
-  /// Scales on the accumulators of every 32 of k: while a piece's two WGMMAs run the next one's codes are dequantised into the other set.
+  /// Scales on the accumulators of every 32 of k (nvfp4: 16): while a piece's two WGMMAs run the next one's codes are dequantised into the other set.
   /// kZeroPoints: whether they are read; in two forms, as there are as many of them as scales.
   template <bool kZeroPoints, class Accumulator>
   static CUTLASS_DEVICE void mainloop_fine_accumulators(Params const& params, SharedStorage& storage, Ring& ring, Accumulator& accumulator,
@@ -476,12 +469,12 @@ struct W4A16Sm90 {
     TiledMma mma;
     Tensor sB = make_tensor(make_smem_ptr(&storage.activations[0][0]), SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
     auto thread_mma = mma.get_slice(thread);
-    Tensor tCrB = thread_mma.make_fragment_B(thread_mma.partition_B(sB));    // (MMA,MMA_N,MMA_K,PIPE), descriptors
-    Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _2, _2>{});  // (MMA,MMA_K of a piece,SET)
+    Tensor tCrB = thread_mma.make_fragment_B(thread_mma.partition_B(sB));                  // (MMA,MMA_N,MMA_K,PIPE), descriptors
+    Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<kGroup / 16>, _2>{});  // (MMA,MMA_K of a piece,SET)
     auto registers = recast<uint32_t>(tCrA);
     Tensor partial = make_fragment_like(accumulator);  // (MMA,MMA_M,MMA_N), of a piece
     int const row = consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
-    constexpr int kPieces = kTileK / 32;
+    constexpr int kPiece = kGroup, kSlabs = kPiece / 16, kPieces = kTileK / kPiece;
     uint32_t symmetric[2] = {0, 0};
     if constexpr (kHasZeros && !kZeroPoints) {
       CUTLASS_PRAGMA_UNROLL
@@ -503,20 +496,20 @@ struct W4A16Sm90 {
       auto const dequantize = [&](int piece) {
         uint32_t zero[2];
         if constexpr (kZeroPoints) {
-          load_zeros(storage, stage, (piece * 32) >> params.group_shift, row, zero);
+          load_zeros(storage, stage, (piece * kPiece) >> params.group_shift, row, zero);
         } else {
           zero[0] = symmetric[0];
           zero[1] = symmetric[1];
         }
         CUTLASS_PRAGMA_UNROLL
-        for (int slab = 0; slab < 2; ++slab) {
+        for (int slab = 0; slab < kSlabs; ++slab) {
           uint32_t words[Codes::kWords], a[4];
-          words_of(codes, piece * 2 + slab, words);
+          words_of(codes, piece * kSlabs + slab, words);
           Codes::fragment(words, zero, book, a);
           CUTLASS_PRAGMA_UNROLL
           for (int r = 0; r < 4; ++r) {
-            registers(r + 4 * slab + 8 * (piece % 2)) = a[r];
-            warpgroup_fence_operand(registers(r + 4 * slab + 8 * (piece % 2)));
+            registers(r + 4 * slab + 4 * kSlabs * (piece % 2)) = a[r];
+            warpgroup_fence_operand(registers(r + 4 * slab + 4 * kSlabs * (piece % 2)));
           }
         }
       };
@@ -526,13 +519,13 @@ struct W4A16Sm90 {
         warpgroup_fence_operand(partial);
         warpgroup_arrive();
         CUTLASS_PRAGMA_UNROLL
-        for (int slab = 0; slab < 2; ++slab) {
+        for (int slab = 0; slab < kSlabs; ++slab) {
           mma.accumulate_ = slab == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-          cute::gemm(mma, tCrA(_, slab, piece % 2), tCrB(_, _0{}, piece * 2 + slab, stage), partial(_, _0{}, _0{}));
+          cute::gemm(mma, tCrA(_, slab, piece % 2), tCrB(_, _0{}, piece * kSlabs + slab, stage), partial(_, _0{}, _0{}));
         }
         warpgroup_commit_batch();
         if (piece + 1 < kPieces) dequantize(piece + 1);
-        int const group = (piece * 32) >> params.group_shift;
+        int const group = (piece * kPiece) >> params.group_shift;
         float const scale[2] = {Scale::to_float(storage.scales[stage][group][row]), Scale::to_float(storage.scales[stage][group][row + 8])};
         warpgroup_wait<0>();
         warpgroup_fence_operand(partial);
