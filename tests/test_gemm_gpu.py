@@ -356,7 +356,7 @@ def test_more_than_2_to_31_elements_of_an_operand(which):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="requires Triton")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compile(mode):
-    """fullgraph, and with Inductor's CUDA graphs; what Inductor fuses between the calls is exact here, so the bits are those of eager mode."""
+    """fullgraph, and with Inductor's CUDA graphs. What it fuses between the calls is exact here: the bits are eager mode's."""
     torch._dynamo.reset()
     weight, packed = torch.randn(512, 512, device=DEVICE).bfloat16() / 23, torch.randn(1024, 512, device=DEVICE).bfloat16() / 23
 

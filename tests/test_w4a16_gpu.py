@@ -500,7 +500,7 @@ def test_quantize_and_linear(symmetric):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="requires Triton")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compile(mode):
-    """fullgraph, and with Inductor's CUDA graphs; what Inductor fuses between the calls is exact here, so the bits are those of eager mode."""
+    """fullgraph, and with Inductor's CUDA graphs. What it fuses between the calls is exact here: the bits are eager mode's."""
     torch._dynamo.reset()
     first, second = (make_weight(n, 512, 128, "integer", torch.bfloat16, DEVICE) for n in (512, 1024))
     perm = torch.randperm(512, device=DEVICE).int()

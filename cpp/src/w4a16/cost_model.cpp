@@ -13,10 +13,13 @@ namespace {
 constexpr double kStartUs = 2.08;        // launch, set-up, activations' first bytes, last store
 constexpr double kSharedStartUs = 0.19;  // of one CTA to an SM with room for two: the next launch starts beside it
 constexpr double kCyclesPerUs = 1755;    // of an SM
-// Issue cycles of 64 x 16 weights, by where the scales go.
-constexpr double kSlabAccumulators = 24.4, kSlabPerToken = 0.48;  // the latter for each token of the tile
-constexpr double kSlabFragments = 48.5;
-constexpr double kSlabFine = 62.0;
+// Issue cycles of 64 x 16 weights, by format and by where the scales go; and for each token of the tile.
+struct SlabCycles {
+  double accumulators, fine_accumulators, fragments, fine;
+};
+constexpr SlabCycles kSlabInt4 = {24.4, 36, 48.5, 62}, kSlabBook = {0, 42, 0, 69}, kSlabNvFp4 = {0, 0, 0, 91};
+constexpr SlabCycles kSlabInt8 = {45, 51, 62, 90}, kSlabFp8 = {46, 49, 72, 99};
+constexpr double kSlabPerToken = 0.48;
 constexpr double kSlabLatency = 60.3;  // of one warpgroup that works alone on its scheduler
 constexpr double kTensorRate = 1.13;   // against half a cycle a token
 constexpr double kLeastTensorCycles = 5.6;
@@ -36,8 +39,20 @@ constexpr double kPortablePower = 2;  // issue, L2 and tensor cores hide behind 
 constexpr double kPortableHbmShare = 1.0;
 constexpr double kPortableSlabBesideWgmma = 80, kPortableRateBesideWgmma = 0.44;
 
-// Kernels of few tokens do (w4a16.toml).
-bool scales_accumulators(KernelInfo const& kernel) { return kernel.tile_n <= 16 || (kernel.tile_n == 32 && kernel.threads == 384); }
+double slab_cycles_of(KernelInfo const& kernel) {
+  SlabCycles const& cycles = kernel.b_format == WeightFormat::kInt4      ? kSlabInt4
+                             : kernel.b_format == WeightFormat::kInt8    ? kSlabInt8
+                             : kernel.b_format == WeightFormat::kFp8E4M3 ? kSlabFp8
+                             : kernel.b_format == WeightFormat::kNvFp4   ? kSlabNvFp4
+                                                                         : kSlabBook;
+  // Kernels of few tokens scale the accumulators (w4a16.toml), except nvfp4's.
+  if (kernel.group_multiple < 128) {
+    if (kernel.tile_n > 16 || kernel.b_format == WeightFormat::kNvFp4) return cycles.fine;
+    return cycles.fine_accumulators + kSlabPerToken * kernel.tile_n;
+  }
+  bool const few = kernel.tile_n <= 16 || (kernel.tile_n == 32 && kernel.threads == 384);
+  return few ? cycles.accumulators + kSlabPerToken * kernel.tile_n : cycles.fragments;
+}
 
 /// Whether the device has WGMMA or its successor, which mma.sync does not keep up with.
 bool has_wgmma(DeviceProperties const& device) { return device.compute_major >= 9 && device.compute_major < 12; }
@@ -57,9 +72,7 @@ double iteration_us(KernelInfo const& kernel, DeviceProperties const& device, do
     return std::pow(std::pow(issue_us, kPortablePower) + std::pow(l2_us, kPortablePower) + std::pow(tensor_us, kPortablePower),
                     1.0 / kPortablePower);
   }
-  double const slab_cycles = kernel.group_multiple < 128   ? kSlabFine
-                             : scales_accumulators(kernel) ? kSlabAccumulators + kSlabPerToken * kernel.tile_n
-                                                           : kSlabFragments;
+  double const slab_cycles = slab_cycles_of(kernel);
   double const tensor_cycles = std::max(kLeastTensorCycles, kernel.tile_n / 2.0) / kTensorRate;
   double const warpgroups = kernel.threads / 128.0 - 1.0;
   double const cycles = std::max({slabs * slab_cycles * together, slabs * tensor_cycles * together, slabs / warpgroups * kSlabLatency});

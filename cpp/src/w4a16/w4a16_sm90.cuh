@@ -320,10 +320,24 @@ struct W4A16Sm90 {
       for (int u = 0; u < kChunks * kMmaM; ++u)
         codes[u % kMmaM][u / kMmaM] = load_codes(storage, stage, u % kMmaM, u / kMmaM, consumer, thread);
       uint32_t scale[kMmaM][2], zero[kMmaM][2];  // [slab][row]
+      // Groups of 16: all of the stage's scales ahead of its WGMMAs; converted between them ptxas serialised the WGMMAs (C7513, bf16).
+      constexpr int kAhead = kGroup < 32 ? kScaleRows : 0;
+      uint32_t ahead[kMmaM][kAhead > 0 ? kAhead : 1][2];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kAhead * kMmaM; ++i) {
+        int const mi = i % kMmaM, group = i / kMmaM;
+        int const row = (mi * kConsumers + consumer) * 64 + thread / 32 * 16 + thread % 32 / 4;
+        typename Scale::Stored const* scales = &storage.scales[stage][(group * kGroup) >> params.group_shift][row];
+        ahead[mi][group][0] = Scale::twice(scales[0]);
+        ahead[mi][group][1] = Scale::twice(scales[8]);
+      }
       CUTLASS_PRAGMA_UNROLL
       for (int step = 0; step < kTileK / 16 * kMmaM; ++step) {
         int const mi = step % kMmaM, slab = step / kMmaM;
-        if (slab % (kGroup / 16) == 0) {
+        if constexpr (kAhead > 0) {
+          scale[mi][0] = ahead[mi][slab][0];
+          scale[mi][1] = ahead[mi][slab][1];
+        } else if (slab % (kGroup / 16) == 0) {
           int const row = (mi * kConsumers + consumer) * 64 + thread / 32 * 16 + thread % 32 / 4;
           int const group = kFine ? (slab * 16) >> params.group_shift : 0;
           typename Scale::Stored const* scales = &storage.scales[stage][group][row];
