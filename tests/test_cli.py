@@ -78,7 +78,7 @@ def test_plan_w4a16():
         (["plan", "gemm", "--m", "1", "--n", "8", "--k", "8", "--kernel", "nope"], "nearest: gemm_"),
         (["plan", "w4a16", "--m", "1", "--n", "20", "--k", "8"], "n must be a multiple of 8"),
         (["plan", "w4a16", "--m", "1", "--n", "8", "--k", "8", "--group-size", "48"], "group_size must be -1 or a power of two"),
-        (["plan", "w4a16", "--m", "1", "--n", "8", "--k", "8", "--format", "nf4"], "nf4"),
+        (["plan", "w4a16", "--m", "1", "--n", "8", "--k", "8", "--format", "nf5"], "nf4"),
         (["plan", "w4a16", "--m", "1", "--n", "8", "--k", "8", "--kernel", "nope"], "nearest: "),
         (["tune", "gemm"], "no shapes"),
         (["tune", "w4a16"], "no shapes"),

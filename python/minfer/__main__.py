@@ -179,7 +179,9 @@ def plan_w4a16(
     show_all: AllPlansOption = False,
 ) -> None:
     """Plan one GEMM with 4-bit weights."""
-    _print_plan(lambda: W4Problem(m, n, k, dtype.torch, _group_size(group_size, w4_format), zeros, w4_format.value, c, gated), kernel, show_all)
+    _print_plan(
+        lambda: W4Problem(m, n, k, dtype.torch, _group_size(group_size, w4_format), zeros, w4_format.value, c, gated), kernel, show_all
+    )
 
 
 def _group_size(group_size: int | None, w4_format: W4Format) -> int:
@@ -260,7 +262,9 @@ def tune_w4a16(
     """Tune GEMM with 4-bit weights. --dtype, --group-size, --zeros, --format, --c and --gated belong to shapes and suites alike."""
 
     def make_problems() -> list[W4Problem]:
-        options = dict(dtype=dtype.torch, group_size=_group_size(group_size, w4_format), zeros=zeros, w4_format=w4_format.value, c=c, gated=gated)
+        options = dict(
+            dtype=dtype.torch, group_size=_group_size(group_size, w4_format), zeros=zeros, w4_format=w4_format.value, c=c, gated=gated
+        )
         problems = [shapes.parse_w4_shape(text, **options) for text in _shape_texts(shape_list, shapes_file)]
         return problems + [problem for name in suite or [] for problem in shapes.w4_suite(name, **options)]
 

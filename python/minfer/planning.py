@@ -97,8 +97,7 @@ class W4Problem:
     """A product with a 4-bit weight, contiguous: D[m, n] = A[m, k] . W[n, k]^T, W in a 4-bit format of :mod:`minfer.weight_formats`.
 
     ``group_size``: columns of W that share a scale, -1 (all), a power of two >= 32, or what the format prescribes; one that covers k
-    becomes -1. ``zeros``: whether
-    there are zero points. ``n`` counts W's rows, so a gated D has n / 2.
+    becomes -1. ``zeros``: whether there are zero points. ``n`` counts W's rows, so a gated D has n / 2.
     """
 
     m: int
@@ -126,12 +125,9 @@ class W4Problem:
         names = weight_formats.names(4)
         if self.w4_format not in names:
             raise ValueError(f"w4_format must be one of {', '.join(names)}, got {self.w4_format!r}")
-        size, fixed = self.group_size, weight_formats.FORMATS[self.w4_format].group_size
-        if fixed is not None and size != fixed:
-            raise ValueError(f"group_size must be {fixed} for {self.w4_format}, got {size!r}")
-        least = weight_layout.MIN_GROUP
-        if fixed is None and size != -1 and (not isinstance(size, int) or size < least or size & (size - 1)):
-            raise ValueError(f"group_size must be -1 or a power of two >= {least}, got {size!r}")
+        size = self.group_size
+        if not isinstance(size, int) or not weight_formats.legal_group_size(self.w4_format, size):
+            raise ValueError(f"group_size must be {weight_formats.group_size_rule(self.w4_format)}, got {size!r}")
         if self.zeros and weight_formats.FORMATS[self.w4_format].zero is None:
             raise ValueError(f"zeros must be False for {self.w4_format}, which has no zero points")
         if size >= self.k:
