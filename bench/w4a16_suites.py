@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from minfer import weight_formats
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 GROUP = 128
-VARIANTS = ("g32", "zeros", "act_order")
+VARIANTS = ("g32", "zeros", "act_order", "nf4", "mxfp4", "nvfp4")
+FORMATS = {"nf4": ("nf4", 64), "mxfp4": ("mxfp4", 32), "nvfp4": ("nvfp4", 16)}  # of a variant: format, group size
+W8_VARIANTS = ("int8", "fp8_e4m3")  # a scale for each row of the weight
+BF16_M, BF16_LAYERS = (1, 16, 64, 256, 2048), ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
+SUITES = ("w4a16", "w4a16_bf16", "variants", "gated", "w8a16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--suite", default="w4a16,variants,gated", help="of w4a16, variants, gated")
+    parser.add_argument("--suite", default=",".join(SUITES), help=f"of {', '.join(SUITES)}; all but *_bf16 in --dtype")
     parser.add_argument("--out", type=Path, help="results file to merge rows into, bench/results/<device>/w4a16.json")
     parser.add_argument("--peers", default="cublas,marlin,machete", help="of the w4a16 suite; also fbgemm (bf16)")
     parser.add_argument("--dtype", choices=DTYPES, default="f16")
@@ -40,12 +45,18 @@ def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
     for suite in args.suite.split(","):
         if suite == "w4a16":
             found += [dict(suite=suite, m=m, n=n, k=k, variant="", model=models.get((n, k))) for n, k in layers for m in ms or shapes.LLM_M]
+        elif suite == "w4a16_bf16":
+            some = [layer for layer in layers if layer in BF16_LAYERS]
+            found += [dict(suite=suite, m=m, n=n, k=k, variant="", model=models.get((n, k))) for n, k in some for m in ms or BF16_M]
+        elif suite == "w8a16":
+            some = [layer for layer in layers if layer in BF16_LAYERS]
+            found += [dict(suite=suite, m=m, n=n, k=k, variant=v) for n, k in some for m in ms or (1, 16, 64, 1024) for v in W8_VARIANTS]
         elif suite == "variants":
             found += [dict(suite=suite, m=m, n=n, k=k, variant=v) for n, k in layers[:4] for m in ms or (1, 16) for v in VARIANTS]
         elif suite == "gated":
             found += [dict(suite=suite, m=m, n=n, k=k, variant="gated") for n, k in layers[:4] for m in ms or (1, 16, 64)]
         else:
-            raise ValueError(f"--suite must be of w4a16, variants, gated, got {suite!r}")
+            raise ValueError(f"--suite must be of {', '.join(SUITES)}, got {suite!r}")
     return found
 
 
@@ -57,14 +68,33 @@ class Layer:
         self.codes = torch.randint(0, 16, (n, k), device="cuda", dtype=torch.uint8)
         self.packed = torch.ops.minfer.w4a16_pack(self.codes)
         self._forms: dict[str, list] = {}
+        self._packed8: dict[str, torch.Tensor] = {}
 
     def scales(self, group: int) -> torch.Tensor:
-        generator = torch.Generator("cuda").manual_seed(group)
-        rows = -(-self.k // group)
+        generator = torch.Generator("cuda").manual_seed(max(group, 0))
+        rows = -(-self.k // group) if group > 0 else 1
         return (torch.rand(rows, self.n, device="cuda", generator=generator) * 0.01 + 0.002).to(self.dtype)
 
-    def dense(self, group: int, zeros: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.ops.minfer.w4a16_dequantize(self.packed, self.scales(group), zeros, group_size=group, n=self.n, k=self.k)
+    def format_scales(self, name: str, group: int) -> torch.Tensor:
+        """Scales as the format stores them."""
+        scale_type = weight_formats.FORMATS[name].scale_type
+        if name == "fp8_e4m3":
+            return self.scales(group) / 16
+        return self.scales(group) if scale_type is None else self.scales(group).to(scale_type).view(torch.uint8)
+
+    def dense(self, group: int, zeros: torch.Tensor | None = None, name: str = "int4") -> torch.Tensor:
+        options = dict(group_size=group, n=self.n, k=self.k)
+        if weight_formats.FORMATS[name].bits == 8:
+            return torch.ops.minfer.w8a16_dequantize(self.packed8(name), self.format_scales(name, group), None, w8_format=name, **options)
+        options |= dict(w4_format=name, out_dtype=self.dtype)
+        return torch.ops.minfer.w4a16_dequantize(self.packed, self.format_scales(name, group), zeros, **options)
+
+    def packed8(self, name: str) -> torch.Tensor:
+        """8-bit codes; fp8_e4m3's without NaN."""
+        if name not in self._packed8:
+            codes = torch.randint(0, 256, (self.n, self.k), device="cuda", dtype=torch.uint8)
+            self._packed8[name] = torch.ops.minfer.w8a16_pack(codes & 0xBF if name == "fp8_e4m3" else codes)
+        return self._packed8[name]
 
     def form(self, name: str, make: Callable[[], tuple]) -> list:
         """Copies of what ``make`` returns (a tuple with tensors in it)."""
@@ -82,8 +112,10 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
     """name -> fn(set), the dense weight that is multiplied, and how ours was called."""
     gemm, gated = torch.ops.minfer.w4a16_gemm.default, torch.ops.minfer.w4a16_gemm_gated.default
     variant, k = cell["variant"], cell["k"]
-    group = 32 if variant == "g32" else GROUP
-    scales = layer.scales(group)
+    if cell["suite"] == "w8a16":
+        return contestants_w8(cell, layer, a)
+    name, group = FORMATS.get(variant, ("int4", 32 if variant == "g32" else GROUP))
+    scales = layer.format_scales(name, group)
     generator = torch.Generator("cuda").manual_seed(k)  # the layer's copies are kept from one cell to the next
     zeros = torch.randint(0, 16, scales.shape, device="cuda", generator=generator).to(layer.dtype) if variant == "zeros" else None
     perm = torch.randperm(k, device="cuda", generator=generator).to(torch.int32) if variant == "act_order" else None
@@ -93,7 +125,7 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
 
     def call(i: int):
         q, s, z = ours[i % len(ours)]
-        return gemm(a, q, s, z, group_size=group, perm=perm)
+        return gemm(a, q, s, z, group_size=group, perm=perm, w4_format=name)
 
     def call_gated(i: int):
         q, s, z = ours[i % len(ours)]
@@ -107,7 +139,7 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
         y = call_plain(i).unflatten(-1, (-1, 2, 8))
         return torch.nn.functional.silu(y[..., 0, :]) * y[..., 1, :]
 
-    weight = layer.dense(group, zeros)
+    weight = layer.dense(group, zeros, name)
     if perm is not None:
         weight = torch.empty_like(weight).index_copy_(1, perm.long(), weight)
     if variant == "gated":
@@ -115,7 +147,7 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
     fns["ours"] = call
     if variant:
         fns["ours:plain"] = call_plain
-        return fns, weight, dict(group=group)
+        return fns, weight, dict(group=group, name=name)
     if "cublas" in peers:
         dense = layer.form("cublas", lambda: (weight,))
         fns["cublas"] = lambda i: torch.mm(a, dense[i % len(dense)][0].t())
@@ -130,6 +162,19 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
         forms = layer.form(name, lambda prepare=prepare, q=q_kn: prepare(q, scales, GROUP))
         fns[name] = lambda i, forms=forms, run=run: run(a, forms[i % len(forms)])
     return fns, weight, dict(group=group)
+
+
+def contestants_w8(cell: dict, layer: Layer, a: torch.Tensor) -> tuple[dict[str, Callable[[int], Any]], torch.Tensor, dict]:
+    """8-bit weights against cuBLAS on 16-bit ones."""
+    name = cell["variant"]
+    weight = layer.dense(-1, name=name)
+    ours = layer.form(f"ours/{name}", lambda: (layer.packed8(name), layer.format_scales(name, -1)))
+    dense = layer.form(f"cublas/{name}", lambda: (weight,))
+    gemm = torch.ops.minfer.w8a16_gemm.default
+    return {
+        "ours": lambda i: gemm(a, *ours[i % len(ours)], w8_format=name),
+        "cublas": lambda i: torch.mm(a, dense[i % len(dense)][0].t()),
+    }, weight, dict(group=-1, name=name)  # fmt: skip
 
 
 def measure_cell(cell: dict, layer: Layer, args: argparse.Namespace, results, facts: dict) -> str:
@@ -158,14 +203,15 @@ def measure_cell(cell: dict, layer: Layer, args: argparse.Namespace, results, fa
     if "ours" not in timings:
         raise RuntimeError(failed["ours"])
     zeros = cell["variant"] == "zeros"
-    plan = plan_problem(W4Problem(m, n, k, layer.dtype, how["group"], zeros, gated=gated))
+    plan = plan_problem(W4Problem(m, n, k, layer.dtype, how["group"], zeros, how.get("name", "int4"), gated=gated))
     shape = {"m": m, "n": n, "k": k, "group": how["group"]} | {name: cell[name] for name in ("model", "variant") if cell.get(name)}
     ours, line = timings["ours"], []
+    op = "w8a16_gemm" if cell["suite"] == "w8a16" else "w4a16_gemm_gated" if gated else "w4a16_gemm"
     for name, timing in timings.items():
         if name == "ours":
             continue
         row = result_row(
-            suite=cell["suite"], op="w4a16_gemm_gated" if gated else "w4a16_gemm", kernel=plan.kernel, shape=shape, dtype=args.dtype,
+            suite=cell["suite"], op=op, kernel=plan.kernel, shape=shape, dtype="bf16" if layer.dtype == torch.bfloat16 else "f16",
             timing=ours, peer=name, peer_us=timing.us, floor_us=plan.floor_us, rel_err=errors["ours"],
         )  # fmt: skip
         row |= {"launch": plan.launch, "source": plan.source, "peer_rel_err": float(f"{errors[name]:.3e}")}
@@ -173,7 +219,7 @@ def measure_cell(cell: dict, layer: Layer, args: argparse.Namespace, results, fa
         line.append(f"{name} {timing.us:.2f} ({timing.us / ours.us:.2f}x)")
     for name, why in failed.items():
         line.append(f"{name} failed: {why[:80]}")
-    what = f"{plan.source} {plan.kernel.split('_int4_')[-1]} {plan.decomposition} {plan.splits}"
+    what = f"{plan.source} {plan.kernel} {plan.decomposition} {plan.splits}"
     head = f"{cell['suite']} {m}x{n}x{k} {cell['variant']}: {ours.us:.2f} us, {plan.floor_us / ours.us:.0%} of the floor"
     return f"{head}; {', '.join(line)}  [{what}]"
 
@@ -206,10 +252,11 @@ def main(args: argparse.Namespace) -> int:
             print("time limit: the remaining cells were not started")
             break
         try:
-            if layer is None or (layer.n, layer.k) != (cell["n"], cell["k"]):
+            dtype = torch.bfloat16 if cell["suite"].endswith("bf16") else DTYPES[args.dtype]
+            if layer is None or (layer.n, layer.k, layer.dtype) != (cell["n"], cell["k"], dtype):
                 layer = None
                 torch.cuda.empty_cache()
-                layer = Layer(cell["n"], cell["k"], DTYPES[args.dtype])
+                layer = Layer(cell["n"], cell["k"], dtype)
             print(measure_cell(cell, layer, args, results, facts), flush=True)
         except Exception as error:  # noqa: BLE001  one cell's failure is reported and counted, the others go on
             torch.cuda.synchronize()

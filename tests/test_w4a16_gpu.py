@@ -383,6 +383,27 @@ def test_kernels(name):
 
 
 @pytest.mark.parametrize("name", KERNELS)
+def test_cold_runs_repeat(name):
+    """Weights out of L2, several tiles to a CTA: stages fill late and one by one, and the warps that wait for them drift apart."""
+    kernel = KERNELS[name]
+    dtype, group = DTYPE_OF[kernel["ab_type"]], kernel["group_multiple"]
+    m, n, k = min(25 * kernel["tile_n"], 1024), 520, 4096
+    override = f"{name}@decomposition=split_k,splits=5"
+    weight = make_weight(n, k, group, "integer", dtype, DEVICE)
+    args, kwargs = weight.packed
+    run = lambda: minfer.w4a16_gemm(a, *args, **kwargs, kernel=override)  # noqa: E731
+    a = randn(m, k, dtype=dtype)
+    truth = w4a16_expected(a, weight)
+    flush = torch.empty(80 << 20, dtype=torch.uint8, device=DEVICE)
+    first = run()
+    assert truth.mismatch(first) is None
+    for i in range(12):
+        flush.fill_(i)
+        out = run()
+        assert torch.equal(out, first), (i, truth.mismatch(out))
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernel_epilogues(name):
     """C, bias, activation, perm and gated, with whole and with divided tiles."""
     dtype = DTYPE_OF[KERNELS[name]["ab_type"]]

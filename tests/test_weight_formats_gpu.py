@@ -393,6 +393,26 @@ def test_kernels(kernel_name):
 
 
 @pytest.mark.parametrize("kernel_name", KERNELS)
+def test_cold_runs_repeat(kernel_name):
+    """Weights out of L2, several tiles to a CTA: stages fill late and one by one, and the warps that wait for them drift apart."""
+    kernel = KERNELS[kernel_name]
+    dtype, group = DTYPE_OF[kernel["ab_type"]], kernel["group_multiple"]
+    m, n, k = min(25 * kernel["tile_n"], 1024), 520, 4096
+    override = f"{kernel_name}@decomposition=split_k,splits=5"
+    weight = make_weight(kernel["b_format"], n, k, group, ZEROS.get(kernel["b_format"], ("none",))[-1], dtype, DEVICE)
+    run = lambda: weight.gemm(a, kernel=override)  # noqa: E731
+    a = randn(m, k, dtype=dtype)
+    truth = expected(a, weight)
+    flush = torch.empty(80 << 20, dtype=torch.uint8, device=DEVICE)
+    first = run()
+    assert truth.mismatch(first) is None
+    for i in range(12):
+        flush.fill_(i)
+        out = run()
+        assert torch.equal(out, first), (i, truth.mismatch(out))
+
+
+@pytest.mark.parametrize("kernel_name", KERNELS)
 def test_kernel_epilogues(kernel_name):
     """C, bias, activation, alpha, perm and gated, with whole and with divided tiles."""
     kernel = KERNELS[kernel_name]

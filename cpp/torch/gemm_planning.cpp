@@ -145,6 +145,11 @@ void write_plan(Json& json, GemmPlan const& plan) {
   json.key("compiled").value(plan.kernel->launch != nullptr).close('}');
 }
 
+/// The problem as the operator poses it: with misaligned operands copied into aligned rows where that pays.
+void realign(GemmProblem* problem) {
+  if (worth_realigning(problem->m, problem->n, problem->k, problem->batch)) problem->a_alignment = problem->b_alignment = 16;
+}
+
 std::string plan_json(char const* op, GemmProblem problem, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable,
                       int64_t device) {
   GemmPlanOptions options;
@@ -329,7 +334,7 @@ std::string plan_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std:
                            bool only_runnable, int64_t device) {
   char const* op = "minfer::_plan_gemm";
   GemmProblem problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
-  if (!kernel && worth_realigning(problem.m, problem.n, problem.k, problem.batch)) problem.a_alignment = problem.b_alignment = 16;
+  if (!kernel) realign(&problem);
   return plan_json(op, problem, kernel, use_tuned, only_runnable, device);
 }
 
@@ -337,7 +342,8 @@ std::string enumerate_gemm_json(std::vector<int64_t> sizes, std::string ab_type,
                                 std::string b_major, std::vector<int64_t> alignments, bool has_c, bool gated, bool only_runnable,
                                 int64_t device, int64_t limit) {
   char const* op = "minfer::_enumerate_gemm";
-  GemmProblem const problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
+  GemmProblem problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
+  realign(&problem);
   return enumerate_json(op, problem, only_runnable, device, limit);
 }
 

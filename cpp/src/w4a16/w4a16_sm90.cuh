@@ -232,17 +232,17 @@ struct W4A16Sm90 {
   // A stage is free again: each warp tells the producer of every CTA that writes into it. One arrival for a warpgroup would not do: its warps do
   // not wait for each other in WGMMAs, and one that comes late still has codes and scales to read (seen with cold caches and groups of 32).
   // A predicate and no branch: control flow between WGMMAs makes ptxas serialise them.
-  static CUTLASS_DEVICE void release(SharedStorage& storage, int stage, int thread) {
+  static CUTLASS_DEVICE void release(SharedStorage& storage, int stage, int thread, bool when = true) {
     if constexpr (kCluster > 1) {
-      EmptyBarrier::arrive(&storage.empty[stage], uint32_t(thread) % kCluster, uint32_t(thread % 32 < kCluster));
+      EmptyBarrier::arrive(&storage.empty[stage], uint32_t(thread) % kCluster, uint32_t(when && thread % 32 < kCluster));
     } else {
       asm volatile(
           "{\n"
-          ".reg .pred first;\n"
-          "setp.eq.u32 first, %1, 0;\n"
-          "@first mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+          ".reg .pred chosen;\n"
+          "setp.ne.u32 chosen, %1, 0;\n"
+          "@chosen mbarrier.arrive.shared::cta.b64 _, [%0];\n"
           "}" ::"r"(cute::cast_smem_ptr_to_uint(&storage.empty[stage])),
-          "r"(thread % 32)
+          "r"(uint32_t(when && thread % 32 == 0))
           : "memory");
     }
   }
@@ -344,8 +344,8 @@ struct W4A16Sm90 {
         }
         uint32_t words[Codes::kWords];
         words_of(codes[mi], slab, words);
-        warpgroup_wait<kRing - 1>();                                         // this fragment's last reader
-        if (step == kRing - 1 && i > 0) release(storage, previous, thread);  // with it all of the previous stage has retired
+        warpgroup_wait<kRing - 1>();                                       // this fragment's last reader
+        if (step == kRing - 1) release(storage, previous, thread, i > 0);  // with it all of the previous stage has retired
         uint32_t a[4];
         Codes::fragment(words, zero[mi], book, a);
         CUTLASS_PRAGMA_UNROLL
@@ -426,7 +426,7 @@ struct W4A16Sm90 {
       dequantize(codes, zero, 0);
       multiply(0, stage, partial);
       warpgroup_wait<1>();  // the previous stage has retired
-      if (previous >= 0) release(storage, previous, thread);
+      release(storage, previous, thread, previous >= 0);
       scale_and_add(previous_partial);
       dequantize(codes, zero, 1);
       multiply(1, stage, partial);
