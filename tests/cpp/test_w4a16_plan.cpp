@@ -90,9 +90,11 @@ TEST_CASE(a_kernel_for_whole_groups_refuses_small_ones) {
     GemmPlanOptions options = analytic_options();
     options.kernel = kernels[i].name;
     GemmPlan plan;
-    Status const status = plan_gemm(quantized(8, 512, 512, 32, kernels[i].ab_type), h200_properties(), options, &plan);
+    GemmProblem small = quantized(8, 512, 512, 32, kernels[i].ab_type), whole = quantized(8, 512, 512, 0, kernels[i].ab_type);
+    small.b_format = whole.b_format = kernels[i].b_format;
+    Status const status = plan_gemm(small, h200_properties(), options, &plan);
     CHECK(status.code == StatusCode::kInvalidArgument && std::strstr(status.message, "larger groups") != nullptr);
-    CHECK(plan_gemm(quantized(8, 512, 512, 0, kernels[i].ab_type), h200_properties(), options, &plan).ok());
+    CHECK(plan_gemm(whole, h200_properties(), options, &plan).ok());
     ++tried;
   }
   CHECK(tried > 0);
@@ -174,4 +176,31 @@ TEST_CASE(w4a16_portable_tiles_follow_the_tokens) {
 TEST_CASE(packed_weights_are_rounded_up) {
   CHECK_EQUAL(packed_weight_bytes(WeightFormat::kInt4, 64, 64), int64_t(2048));
   CHECK_EQUAL(packed_weight_bytes(WeightFormat::kInt4, 65, 8), int64_t(4096));
+}
+
+TEST_CASE(packed_weights_of_8_bits_take_twice_as_much) {
+  CHECK_EQUAL(packed_weight_bytes(WeightFormat::kInt8, 65, 8), int64_t(8192));
+  CHECK_EQUAL(packed_weight_bytes(WeightFormat::kFp8E4M3, 64, 64), int64_t(4096));
+  CHECK_EQUAL(packed_weight_bytes(WeightFormat::kNvFp4, 64, 64), int64_t(2048));
+}
+
+TEST_CASE(weights_are_dequantised_first_for_many_tokens_only) {
+  bool first = true;
+  CHECK(dequantize_first(quantized(16, 8192, 8192), h200_properties(), analytic_options(), &first).ok());
+  CHECK(!first);
+  CHECK(dequantize_first(quantized(1 << 20, 8192, 8192), h200_properties(), analytic_options(), &first).ok());
+  CHECK(first);
+  CHECK(dequantized(quantized(1 << 20, 8192, 8192)).b_format == WeightFormat::kDense);
+}
+
+TEST_CASE(weights_that_no_kernel_of_the_device_reads_are_dequantised_first) {
+  for (DeviceProperties const& device : devices_without_sm90()) {
+    for (WeightFormat format : kWeightFormats) {
+      GemmProblem problem = quantized(16, 4096, 4096, fixed_group_of(format) != 0 ? fixed_group_of(format) : 128);
+      problem.b_format = format;
+      bool first = false;
+      CHECK(dequantize_first(problem, device, analytic_options(), &first).ok());
+      CHECK_EQUAL(first, format != WeightFormat::kInt4);
+    }
+  }
 }
