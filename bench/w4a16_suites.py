@@ -114,8 +114,8 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
     variant, k = cell["variant"], cell["k"]
     if cell["suite"] == "w8a16":
         return contestants_w8(cell, layer, a)
-    name, group = FORMATS.get(variant, ("int4", 32 if variant == "g32" else GROUP))
-    scales = layer.format_scales(name, group)
+    w4_format, group = FORMATS.get(variant, ("int4", 32 if variant == "g32" else GROUP))
+    scales = layer.format_scales(w4_format, group)
     generator = torch.Generator("cuda").manual_seed(k)  # the layer's copies are kept from one cell to the next
     zeros = torch.randint(0, 16, scales.shape, device="cuda", generator=generator).to(layer.dtype) if variant == "zeros" else None
     perm = torch.randperm(k, device="cuda", generator=generator).to(torch.int32) if variant == "act_order" else None
@@ -125,7 +125,7 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
 
     def call(i: int):
         q, s, z = ours[i % len(ours)]
-        return gemm(a, q, s, z, group_size=group, perm=perm, w4_format=name)
+        return gemm(a, q, s, z, group_size=group, perm=perm, w4_format=w4_format)
 
     def call_gated(i: int):
         q, s, z = ours[i % len(ours)]
@@ -139,7 +139,7 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
         y = call_plain(i).unflatten(-1, (-1, 2, 8))
         return torch.nn.functional.silu(y[..., 0, :]) * y[..., 1, :]
 
-    weight = layer.dense(group, zeros, name)
+    weight = layer.dense(group, zeros, w4_format)
     if perm is not None:
         weight = torch.empty_like(weight).index_copy_(1, perm.long(), weight)
     if variant == "gated":
@@ -147,7 +147,7 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
     fns["ours"] = call
     if variant:
         fns["ours:plain"] = call_plain
-        return fns, weight, dict(group=group, name=name)
+        return fns, weight, dict(group=group, name=w4_format)
     if "cublas" in peers:
         dense = layer.form("cublas", lambda: (weight,))
         fns["cublas"] = lambda i: torch.mm(a, dense[i % len(dense)][0].t())

@@ -94,7 +94,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class W4Problem:
-    """A product with a 4-bit weight, contiguous: D[m, n] = A[m, k] . W[n, k]^T, W in a 4-bit format of :mod:`minfer.weight_formats`.
+    """A product with a 4-bit or 8-bit weight, contiguous: D[m, n] = A[m, k] . W[n, k]^T, W in a format of :mod:`minfer.weight_formats`.
 
     ``group_size``: columns of W that share a scale, -1 (all), a power of two >= 32, or what the format prescribes; one that covers k
     becomes -1. ``zeros``: whether there are zero points. ``n`` counts W's rows, so a gated D has n / 2.
@@ -122,7 +122,7 @@ class W4Problem:
         for name in ("n", "k"):
             if getattr(self, name) % weight_layout.MULTIPLE:
                 raise ValueError(f"{name} must be a multiple of {weight_layout.MULTIPLE}, got {getattr(self, name)}")
-        names = weight_formats.names(4)
+        names = tuple(weight_formats.FORMATS)
         if self.w4_format not in names:
             raise ValueError(f"w4_format must be one of {', '.join(names)}, got {self.w4_format!r}")
         size = self.group_size
