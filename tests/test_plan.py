@@ -151,7 +151,7 @@ def test_override_errors():
         ({"op": "w4a16_gemm", "n": 24, "gated": True}, "n must be a multiple of 16 for a gated GEMM, got 24"),
         ({"op": "w4a16_gemm", "group_size": 96}, "group_size must be -1 or a power of two >= 32, got 96"),
         ({"op": "w4a16_gemm", "group_size": 16}, "group_size must be -1 or a power of two >= 32, got 16"),
-        ({"op": "w4a16_gemm", "w4_format": "int5"}, "w4_format must be one of int4, nf4, mxfp4, nvfp4, got 'int5'"),
+        ({"op": "w4a16_gemm", "w4_format": "int5"}, "w4_format must be one of int4, nf4, mxfp4, nvfp4, int8, fp8_e4m3, got 'int5'"),
     ],
     ids=str,
 )
