@@ -127,7 +127,7 @@ class GemmSets {
         fill_codes(codes, b_count, seed + 1, stream);
         fill_uniform(scales, p.ab_type, groups * p.n, 0.5f * unit, 1.5f * unit, seed + 4, stream);
         if (p.has_zeros) fill_uniform(zeros, p.ab_type, groups * p.n, 6.0f, 10.0f, seed + 5, stream);
-        check(pack_weight(4, codes, p.n, p.k, p.k, b, stream), "pack_weight");
+        check(pack_weight(p.b_format, codes, p.n, p.k, p.k, b, stream), "pack_weight");
         o.b_scales = scales;
         o.b_zeros = p.has_zeros ? zeros : nullptr;
         o.ld_scales = o.ld_zeros = p.n;

@@ -8,7 +8,6 @@ enqueued before the first starts: none is charged the launch latency of a graph 
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -164,11 +163,7 @@ def measure(
 
 
 class Results:
-    """Rows of a run, merged into a results file a few seconds after they are measured.
-
-    A row replaces what the file had for its (suite, peer); other rows of the file stay, so that peers measured on another day or in
-    another process are kept.
-    """
+    """Rows of a run, merged into a results file a few seconds after they are measured (:func:`minfer.benchmarking.write_results`)."""
 
     def __init__(self, path: Path | None, commit: str | None = None):
         self.path = path
@@ -176,7 +171,6 @@ class Results:
         self.facts = benchmarking.run_facts()
         if commit:
             self.facts["commit"] = commit
-        self._before = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
         self._written = time.monotonic()
 
     def add(self, row: dict[str, Any]) -> None:
@@ -188,10 +182,7 @@ class Results:
         self._written = time.monotonic()
         if self.path is None or not self.rows:
             return
-        measured = {(row["suite"], row["peer"]) for row in self.rows}
-        suites = {suite for suite, _ in measured}
-        kept = [row for row in self._before if row["suite"] in suites and (row["suite"], row["peer"]) not in measured]
-        benchmarking.write_results(self.path, [*kept, *self.rows], self.facts)
+        benchmarking.write_results(self.path, self.rows, self.facts)
 
 
 class Budget:

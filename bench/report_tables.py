@@ -51,9 +51,13 @@ def geomean_and_min(rows: Sequence[Row] | None) -> str:
 
 def facts(results: dict[str, Any]) -> str:
     """Where, with what and when the results were measured."""
+    commits: dict[str, set[str]] = {}
+    for row in results["rows"]:
+        commits.setdefault(row.get("commit", results["commit"]), set()).add(f"`{row['suite']}`")
+    others = "".join(f" ({', '.join(sorted(suites))}: {commit})" for commit, suites in commits.items() if commit != results["commit"])
     return (
-        f"{results['device']}, driver {results['driver']}, torch {results['torch']}, CUDA {results['cuda']}, commit {results['commit']},"
-        f" {results['date']}."
+        f"{results['device']}, driver {results['driver']}, torch {results['torch']}, CUDA {results['cuda']}, commit {results['commit']}"
+        f"{others}, {results['date']}."
     )
 
 

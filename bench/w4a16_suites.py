@@ -66,9 +66,8 @@ class Layer:
     def __init__(self, n: int, k: int, dtype: torch.dtype):
         self.n, self.k, self.dtype = n, k, dtype
         self.codes = torch.randint(0, 16, (n, k), device="cuda", dtype=torch.uint8)
-        self.packed = torch.ops.minfer.w4a16_pack(self.codes)
         self._forms: dict[str, list] = {}
-        self._packed8: dict[str, torch.Tensor] = {}
+        self._packed: dict[str, torch.Tensor] = {}
 
     def scales(self, group: int) -> torch.Tensor:
         generator = torch.Generator("cuda").manual_seed(max(group, 0))
@@ -85,16 +84,19 @@ class Layer:
     def dense(self, group: int, zeros: torch.Tensor | None = None, name: str = "int4") -> torch.Tensor:
         options = dict(group_size=group, n=self.n, k=self.k)
         if weight_formats.FORMATS[name].bits == 8:
-            return torch.ops.minfer.w8a16_dequantize(self.packed8(name), self.format_scales(name, group), None, w8_format=name, **options)
+            return torch.ops.minfer.w8a16_dequantize(self.packed(name), self.format_scales(name, group), None, w8_format=name, **options)
         options |= dict(w4_format=name, out_dtype=self.dtype)
-        return torch.ops.minfer.w4a16_dequantize(self.packed, self.format_scales(name, group), zeros, **options)
+        return torch.ops.minfer.w4a16_dequantize(self.packed(name), self.format_scales(name, group), zeros, **options)
 
-    def packed8(self, name: str) -> torch.Tensor:
-        """8-bit codes; fp8_e4m3's without NaN."""
-        if name not in self._packed8:
-            codes = torch.randint(0, 256, (self.n, self.k), device="cuda", dtype=torch.uint8)
-            self._packed8[name] = torch.ops.minfer.w8a16_pack(codes & 0xBF if name == "fp8_e4m3" else codes)
-        return self._packed8[name]
+    def packed(self, name: str = "int4") -> torch.Tensor:
+        """The 4-bit codes in the order of a format, or 8-bit ones; fp8_e4m3's without NaN."""
+        if name not in self._packed:
+            if weight_formats.FORMATS[name].bits == 4:
+                self._packed[name] = torch.ops.minfer.w4a16_pack(self.codes, w4_format=name)
+            else:
+                codes = torch.randint(0, 256, (self.n, self.k), device="cuda", dtype=torch.uint8)
+                self._packed[name] = torch.ops.minfer.w8a16_pack(codes & 0xBF if name == "fp8_e4m3" else codes)
+        return self._packed[name]
 
     def form(self, name: str, make: Callable[[], tuple]) -> list:
         """Copies of what ``make`` returns (a tuple with tensors in it)."""
@@ -119,8 +121,8 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
     generator = torch.Generator("cuda").manual_seed(k)  # the layer's copies are kept from one cell to the next
     zeros = torch.randint(0, 16, scales.shape, device="cuda", generator=generator).to(layer.dtype) if variant == "zeros" else None
     perm = torch.randperm(k, device="cuda", generator=generator).to(torch.int32) if variant == "act_order" else None
-    ours = layer.form(f"ours/{variant}", lambda: (layer.packed, scales, zeros))
-    plain = layer.form("ours/", lambda: (layer.packed, layer.scales(GROUP), None))
+    ours = layer.form(f"ours/{variant}", lambda: (layer.packed(w4_format), scales, zeros))
+    plain = layer.form("ours/", lambda: (layer.packed(), layer.scales(GROUP), None))
     fns: dict[str, Callable[[int], Any]] = {}
 
     def call(i: int):
@@ -168,7 +170,7 @@ def contestants_w8(cell: dict, layer: Layer, a: torch.Tensor) -> tuple[dict[str,
     """8-bit weights against cuBLAS on 16-bit ones."""
     name = cell["variant"]
     weight = layer.dense(-1, name=name)
-    ours = layer.form(f"ours/{name}", lambda: (layer.packed8(name), layer.format_scales(name, -1)))
+    ours = layer.form(f"ours/{name}", lambda: (layer.packed(name), layer.format_scales(name, -1)))
     dense = layer.form(f"cublas/{name}", lambda: (weight,))
     gemm = torch.ops.minfer.w8a16_gemm.default
     return {

@@ -56,11 +56,12 @@ def row(suite, m, peer="cublas", peer_us=12.0):
 
 def test_results_file(tmp_path):
     path = tmp_path / "nvidia-h200" / "gemm.json"
-    facts = benchmarking.run_facts()
+    facts = benchmarking.run_facts() | {"commit": "abc"}
     assert list(facts) == ["device", "driver", "torch", "cuda", "commit", "date", "protocol"]
     benchmarking.write_results(path, [row("square", 1), row("llm", 1)], facts)
     benchmarking.write_results(path, [row("square", 2), row("square", 2, "cublaslt_best", 9.0)], facts | {"date": "2000-01-01"})
     content = json.loads(path.read_text())
+    assert not any("commit" in r for r in content["rows"]), "the head's"
     assert content["date"] == "2000-01-01" and content["device"] == facts["device"]
     assert [(r["suite"], r["shape"]["m"], r["peer"]) for r in content["rows"]] == [
         ("llm", 1, "cublas"),
@@ -73,6 +74,16 @@ def test_results_file(tmp_path):
     ]  # fmt: skip
     assert (first["ratio"], first["fraction"], first["rel_err"]) == (1.2, 0.75, 3.142e-4)
     assert path.read_text().count("\n") == 7 + len(content["rows"]) + 4, "one row a line"
+
+    benchmarking.write_results(path, [row("square", 3)], facts | {"commit": "def"})
+    content = json.loads(path.read_text())
+    assert content["commit"] == "def" and [(r["suite"], r["shape"]["m"], r.get("commit")) for r in content["rows"]] == [
+        ("llm", 1, "abc"),
+        ("square", 2, "abc"),
+        ("square", 3, None),
+    ]
+    benchmarking.write_results(path, [row("odd", 1)], facts)
+    assert [r.get("commit") for r in json.loads(path.read_text())["rows"]] == [None, None, "def", None]
 
 
 def test_tuner_operands():

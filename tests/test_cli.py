@@ -66,6 +66,8 @@ def test_plan_w4a16():
     name = text.splitlines()[-1].split()[2].partition("@")[0]
     code, text = invoke("plan", "w4a16", "--m", "17", "--n", "4096", "--k", "4096", "--dtype", "fp16", "--kernel", name)
     assert code == (0 if not runs_here() or "not in this build" not in text else 1) and name in text
+    code, text = invoke("plan", "w4a16", "--m", "17", "--n", "4096", "--k", "4096", "--format", "nf4", "--kernel", "dequantize")
+    assert code == 0 and "after dequantisation" in text and "gemm_sm" in text
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,7 @@ def test_plan_w4a16():
         (["plan", "gemm", "--m", "1", "--n", "8", "--k", "8", "--dtype", "fp8"], "fp8"),
         (["plan", "gemm", "--m", "1", "--n", "24", "--k", "8", "--gated"], "n must be a multiple of 16"),
         (["plan", "gemm", "--m", "1", "--n", "8", "--k", "8", "--kernel", "nope"], "nearest: gemm_"),
+        (["plan", "gemm", "--m", "1", "--n", "8", "--k", "8", "--kernel", "dequantize"], "nearest: "),
         (["plan", "w4a16", "--m", "1", "--n", "20", "--k", "8"], "n must be a multiple of 8"),
         (["plan", "w4a16", "--m", "1", "--n", "8", "--k", "8", "--group-size", "48"], "group_size must be -1 or a power of two"),
         (["plan", "w4a16", "--m", "1", "--n", "8", "--k", "8", "--format", "nf5"], "nf4"),

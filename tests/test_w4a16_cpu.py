@@ -15,6 +15,7 @@ from w4a16_cases import (
     BAD_GEMM,
     BAD_GEMM_ONLY,
     BAD_PACK,
+    BAD_PACK_FORMATS,
     GROUPS,
     ZEROS,
     bad_call,
@@ -246,16 +247,27 @@ def test_bad_dequantize(case, device):
 @pytest.mark.parametrize("case", BAD_PACK)
 def test_bad_pack(case, device):
     make, message = BAD_PACK[case]
-    with pytest.raises(RuntimeError, match="minfer::w4a16_pack: " + message):
-        minfer.w4a16_pack(make(lambda *shape, dtype: torch.zeros(shape, dtype=dtype, device=device)))
+    codes = make(lambda *shape, dtype: torch.zeros(shape, dtype=dtype, device=device))
+    for name in weight_formats.names(4):
+        with pytest.raises(RuntimeError, match="minfer::w4a16_pack: " + message):
+            minfer.w4a16_pack(codes, w4_format=name)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", BAD_PACK_FORMATS)
+def test_bad_pack_format(name, device):
+    codes = torch.zeros(16, 64, dtype=torch.uint8, device=device)
+    with pytest.raises(RuntimeError, match=f"minfer::w4a16_pack: w4_format must be one of int4, nf4, mxfp4, nvfp4, got '{name}'"):
+        minfer.w4a16_pack(codes, w4_format=name)
 
 
 def test_bad_values():
     """What only a look at the values finds; on CPU."""
     codes = torch.zeros(8, 64, dtype=torch.uint8)
     codes[7, 63] = 16
-    with pytest.raises(RuntimeError, match="minfer::w4a16_pack: codes must be 0 to 15, got 16"):
-        minfer.w4a16_pack(codes)
+    for name in weight_formats.names(4):
+        with pytest.raises(RuntimeError, match="minfer::w4a16_pack: codes must be 0 to 15, got 16"):
+            minfer.w4a16_pack(codes, w4_format=name)
     for value, text in ((64, "got 0 to 64"), (-1, "got -1 to 0")):
         perm = torch.zeros(64, dtype=torch.int32)
         perm[5] = value
@@ -291,7 +303,7 @@ def test_schemas():
         f"minfer::w4a16_gemm_gated(Tensor a, {weight}, {common}, Tensor? bias=None, "
         'str activation="silu", str w4_format="int4", str? kernel=None) -> Tensor'
     )
-    assert str(ops.w4a16_pack.default._schema) == "minfer::w4a16_pack(Tensor codes) -> Tensor"
+    assert str(ops.w4a16_pack.default._schema) == 'minfer::w4a16_pack(Tensor codes, *, str w4_format="int4") -> Tensor'
     assert str(ops.w4a16_dequantize.default._schema) == (
         f"minfer::w4a16_dequantize({weight}, *, int group_size=128, float alpha=1., int n, int k, "
         'str w4_format="int4", ScalarType? out_dtype=None) -> Tensor'

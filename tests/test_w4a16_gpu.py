@@ -20,6 +20,7 @@ from w4a16_cases import (
     BAD_GEMM,
     BAD_GEMM_ONLY,
     BAD_PACK,
+    BAD_PACK_FORMATS,
     GROUPS,
     ZEROS,
     bad_call,
@@ -403,6 +404,61 @@ def test_cold_runs_repeat(name):
         assert torch.equal(out, first), (i, truth.mismatch(out))
 
 
+@pytest.mark.parametrize("splits", (2, 3, 4))
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel["arch"] == 90 and kernel["tile_n"] <= 16])
+def test_pieces_in_a_cluster(name, splits):
+    """Few tiles: their pieces meet in distributed shared memory. Many: in the workspace. The sums are the same, bit for bit."""
+    kernel = KERNELS[name]
+    dtype, tokens, k = DTYPE_OF[kernel["ab_type"]], kernel["tile_n"], 4104
+    weight = make_weight(1032, k, kernel["group_multiple"], "integer", dtype, DEVICE)
+    args, kwargs = weight.packed
+    a, bias = randn(64 * tokens, k, dtype=dtype), randn(1032, dtype=dtype)
+    kwargs |= dict(kernel=f"{name}@decomposition=split_k,splits={splits}", bias=bias, activation="relu")
+    many = minfer.w4a16_gemm(a, *args, **kwargs)
+    for first, last in ((0, tokens), (tokens, 2 * tokens), (0, 1)):
+        few = minfer.w4a16_gemm(a[first:last], *args, **kwargs)
+        assert w4a16_mismatch(few, a[first:last], weight, bias=bias, activation="relu") is None
+        assert torch.equal(few, many[first:last]), (first, last)
+
+
+def test_pieces_in_a_cluster_in_graphs():
+    """Replays of launches that overlap through programmatic dependent launch, each with a product that the next one reads."""
+    weight = make_weight(2048, 2048, 128, "none", torch.float16, DEVICE)
+    weight.scales.mul_(2048**-0.5)
+    args, kwargs = weight.packed
+    for splits in (2, 3, 4):
+        override = f"w4a16_sm90_f16_int4_128x8x128_1x1x1_w2x2_acc@decomposition=split_k,splits={splits}"
+
+        def chain(x, override=override):
+            for _ in range(12):
+                x = minfer.w4a16_gemm(x, *args, **kwargs, kernel=override)
+                x = x / x.abs().amax()
+            return x
+
+        x = randn(5, 2048)
+        wanted = chain(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain(x)
+        for _ in range(20):
+            graph.replay()
+        assert torch.equal(out, wanted), splits
+
+
+def test_arguments_of_empty_problems():
+    """What cannot be right is refused where nothing would be computed, too."""
+    weight = make_weight(64, 128, 64, "none", torch.float16, DEVICE)
+    args, kwargs = weight.packed
+    with pytest.raises(RuntimeError, match="activation"):
+        minfer.w4a16_gemm(randn(0, 128), *args, **kwargs, activation="swish")
+    a, empty, scales = randn(3, 0), torch.empty(1, 0, 512, dtype=torch.int32, device=DEVICE), randn(0, 64)
+    assert minfer.w4a16_gemm(a, empty, scales, group_size=64, kernel="dequantize").eq(0).all()
+    with pytest.raises(RuntimeError, match="kernel 'w4a16_sm91' is not in the registry"):
+        minfer.w4a16_gemm(a, empty, scales, group_size=64, kernel="w4a16_sm91")
+    with pytest.raises(RuntimeError, match="needs k > 0"):
+        minfer.w4a16_gemm(a, empty, scales, group_size=64, kernel="w4a16_sm90_f16_int4_128x8x128_1x1x1_w2x2_fineacc")
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_epilogues(name):
     """C, bias, activation, perm and gated, with whole and with divided tiles."""
@@ -489,6 +545,13 @@ def test_bad_pack(case):
     make, message = BAD_PACK[case]
     with pytest.raises(RuntimeError, match="minfer::w4a16_pack: " + subject(message)):
         minfer.w4a16_pack(make(lambda *shape, dtype: torch.zeros(shape, dtype=dtype, device=DEVICE)))
+
+
+@pytest.mark.parametrize("name", BAD_PACK_FORMATS)
+def test_bad_pack_format(name):
+    codes = torch.zeros(16, 64, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(RuntimeError, match=f"minfer::w4a16_pack: w4_format must be one of int4, nf4, mxfp4, nvfp4, got '{name}'"):
+        minfer.w4a16_pack(codes, w4_format=name)
 
 
 def test_devices_must_agree():

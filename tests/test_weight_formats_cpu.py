@@ -277,7 +277,7 @@ def test_opcheck(name):
     for case in ({}, {"bias": bias, "perm": perm, "activation": "gelu"}, {"kernel": "dequantize"}):
         check_op(gated.default, (a, *args), kwargs | case)
     check_op(dequantize.default, args, kwargs | {"n": 32, "k": 64})
-    check_op(packer.default, (weight.codes,), {})
+    check_op(packer.default, (weight.codes,), {"w4_format": name} if BITS[name] == 4 else {})
 
 
 @pytest.mark.parametrize("name", NEW)

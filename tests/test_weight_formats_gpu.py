@@ -39,6 +39,7 @@ ROWS = (0, 1, 3, 17, 64, 65, 300, 2050)
 # n and k: aligned, tails in both (rows of byte scales out of 16-byte alignment), fewer than a tile, few rows, few columns
 SIZES = ((256, 512), (328, 1032), (8, 8), (24, 4096), (2056, 72))
 BYTE_SCALES = ("mxfp4", "nvfp4")
+BOOKS = ("nf4", "mxfp4", "nvfp4")
 
 KERNELS = {k["name"]: k for k in minfer.kernels("w4a16") if k["compiled"] and k["b_format"] in NEW}
 DTYPE_OF = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -89,6 +90,24 @@ def test_pack_8_bits_of_views():
     slices = (lambda x: x[:128, :192].t(), lambda x: x[3:131:2, 5:133], lambda x: x[:64, :256:2], lambda x: x[:1, :64].expand(64, 64))
     for view in slices:
         assert torch.equal(minfer.w8a16_pack(view(on_gpu)).cpu(), minfer.w8a16_pack(view(base)))
+
+
+@pytest.mark.parametrize("name", BOOKS)
+@pytest.mark.parametrize("shape", [(64, 64), (8, 8), (72, 136), (328, 1032), (2048, 4096), (0, 64), (64, 0)], ids=str)
+def test_pack_code_books_is_like_cpu(shape, name):
+    codes = torch.randint(0, 16, shape, dtype=torch.uint8)
+    packed = minfer.w4a16_pack(codes.cuda(), w4_format=name)
+    assert packed.is_contiguous() and torch.equal(packed.cpu(), minfer.w4a16_pack(codes, w4_format=name))
+    assert torch.equal(weight_layout.unpack(packed, *shape, book=True).cpu(), codes)
+
+
+def test_pack_code_books_of_views_and_high_bits():
+    base = torch.randint(0, 256, (300, 300)).to(torch.uint8)
+    on_gpu = base.cuda()
+    slices = (lambda x: x[:128, :192].t(), lambda x: x[3:131:2, 5:133], lambda x: x[:64, :256:2], lambda x: x[:1, :64].expand(64, 64))
+    for view in slices:
+        packed = minfer.w4a16_pack(view(on_gpu), w4_format="nf4")
+        assert torch.equal(packed.cpu(), minfer.w4a16_pack(view(base) & 15, w4_format="nf4"))
 
 
 @pytest.mark.parametrize("name, group_size", CASES)
@@ -188,6 +207,17 @@ def test_epilogues_and_perm(dtype, name):
                     failures.append(f"{m} x {n} x {k}, groups of {group_size}, kernel {kernel}, {kind}: {problem}")
             number += 1
     report(failures, 2 * number)
+
+
+@pytest.mark.parametrize("kernel", (None, "dequantize"))
+def test_small_alpha(kernel):
+    """A global scale that takes the weights themselves below fp16's range, but not the products."""
+    weight = make_weight("nvfp4", 256, 512, 16, dtype=torch.float16, device=DEVICE)
+    a = randn(20, 512, dtype=torch.float16)
+    plain = mismatch(weight.gemm(a, kernel=kernel), a, weight)
+    weight.alpha *= 2.0**-18
+    shrunk = weight.gemm(a * 64, kernel=kernel)
+    assert plain is None and mismatch(shrunk, a * 64, weight) is None and shrunk.count_nonzero() > 0.9 * shrunk.numel()
 
 
 @pytest.mark.parametrize("name, group_size", CASES)
@@ -463,7 +493,7 @@ def test_opcheck(name):
         check_op(gemm.out, (a, *args), kwargs | case | {"out": torch.empty(2, 3, 64, device=DEVICE).half()})
     check_op(gated.default, (a, *args), kwargs | {"bias": randn(64), "perm": perm})
     check_op(dequantize.default, args, kwargs | {"n": 64, "k": 128})
-    check_op(packer.default, (weight.codes,), {})
+    check_op(packer.default, (weight.codes,), {"w4_format": name} if BITS[name] == 4 else {})
 
 
 def subject(message):

@@ -4,12 +4,22 @@ import minfer
 import numpy
 import pytest
 import torch
-from minfer import weight_layout
+from minfer import weight_formats, weight_layout
 
 SHAPES = [(64, 64), (8, 8), (64, 128), (128, 64), (72, 136), (200, 56), (328, 1032)]
 
 
-def packed4(codes):
+def place4(thread, slab, p):
+    """Row and column of the code in nibble p of word 4 * thread + slab."""
+    return 16 * (thread // 32) + 8 * (p % 2) + (thread % 32) // 4, 16 * slab + 8 * (p // 2 % 2) + 2 * (thread % 4) + p // 4
+
+
+def place_book(thread, slab, p):
+    """Likewise of code books: byte p // 2 holds a pair along k, the even column in its low nibble."""
+    return 16 * (thread // 32) + 8 * (p // 2 % 2) + (thread % 32) // 4, 16 * slab + 8 * (p // 4) + 2 * (thread % 4) + p % 2
+
+
+def packed4(codes, place=place4):
     """numpy uint32 [row blocks, column blocks, 512]: every nibble looked up where the definition says."""
     n, k = codes.shape
     rows, columns = -(-n // 64), -(-k // 64)
@@ -19,10 +29,13 @@ def packed4(codes):
     for thread in range(128):
         for slab in range(4):
             for p in range(8):
-                row = 16 * (thread // 32) + 8 * (p % 2) + (thread % 32) // 4
-                column = 16 * slab + 8 * (p // 2 % 2) + 2 * (thread % 4) + p // 4
+                row, column = place(thread, slab, p)
                 packed[:, :, 4 * thread + slab] |= whole[row::64, column::64] << numpy.uint32(4 * p)
     return packed
+
+
+def packed_book(codes):
+    return packed4(codes, place_book)
 
 
 def packed8(codes):
@@ -38,62 +51,94 @@ def packed8(codes):
     return packed
 
 
-BITS = {4: (minfer.w4a16_pack, packed4), 8: (minfer.w8a16_pack, packed8)}
+# The layouts: bits and ``book`` of weight_layout's functions. Beside them the definition.
+LAYOUTS = {"int4": (4, False), "book": (4, True), "8-bit": (8, False)}
+DEFINITIONS = {"int4": packed4, "book": packed_book, "8-bit": packed8}
+LAYOUT_OF = {"int4": "int4", "nf4": "book", "mxfp4": "book", "nvfp4": "book", "int8": "8-bit", "fp8_e4m3": "8-bit"}
 
 
 def random_codes(shape, bits):
     return torch.randint(0, 1 << bits, shape).to(torch.uint8)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", LAYOUT_OF)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pack_is_the_definition(shape, bits):
-    pack, by_definition = BITS[bits]
+def test_pack_is_the_definition(shape, name):
+    bits, _ = LAYOUTS[LAYOUT_OF[name]]
     codes = random_codes(shape, bits)
-    packed = pack(codes)
+    packed = minfer.w4a16_pack(codes, w4_format=name) if bits == 4 else minfer.w8a16_pack(codes)
     assert packed.dtype == torch.int32 and packed.is_contiguous()
-    assert numpy.array_equal(packed.numpy().view(numpy.uint32), by_definition(codes.numpy()))
+    assert numpy.array_equal(packed.numpy().view(numpy.uint32), DEFINITIONS[LAYOUT_OF[name]](codes.numpy()))
 
 
-@pytest.mark.parametrize("bits", BITS)
+def test_formats():
+    """Which layout a format has; int4's is the packer's default."""
+    assert {name: LAYOUTS[layout] for name, layout in LAYOUT_OF.items()} == {
+        name: (form.bits, form.book) for name, form in weight_formats.FORMATS.items()
+    }
+    codes = random_codes((72, 136), 4)
+    assert torch.equal(minfer.w4a16_pack(codes), minfer.w4a16_pack(codes, w4_format="int4"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_code_has_a_place_of_its_own(layout):
+    """A block of one code that is not zero, for each of its 4096 places; no two share bits."""
+    bits, book = LAYOUTS[layout]
+    seen = torch.zeros(64 * 64 * bits // 32, dtype=torch.int64)
+    for k in range(64):
+        codes = torch.zeros(64 * 64, 64, dtype=torch.uint8)  # block i has row i's code of column k
+        codes[torch.arange(64) * 65, k] = (1 << bits) - 1
+        words = weight_layout.pack(codes, bits, book)[:, 0].long() & 0xFFFFFFFF
+        assert words.ne(0).sum(1).eq(1).all() and not (words.sum(0) & seen).any()
+        seen += words.sum(0)
+    assert seen.eq(0xFFFFFFFF).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 64), (64, 0), (0, 0)], ids=str)
-def test_round_trip(shape, bits):
+def test_round_trip(shape, layout):
+    bits, book = LAYOUTS[layout]
     codes = random_codes(shape, bits)
-    packed = weight_layout.pack(codes, bits)
+    packed = weight_layout.pack(codes, bits, book)
     assert packed.shape == weight_layout.packed_shape(*shape, bits) and packed.shape[2] == 128 * bits
-    assert torch.equal(weight_layout.unpack(packed, *shape), codes)
+    assert torch.equal(weight_layout.unpack(packed, *shape, book), codes)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(72, 136), (128, 192)], ids=str)
-def test_padding_is_zero(shape, bits):
+def test_padding_is_zero(shape, layout):
+    bits, book = LAYOUTS[layout]
     rows, columns, _ = weight_layout.packed_shape(*shape, bits)
     largest = (1 << bits) - 1
-    everything = weight_layout.unpack(weight_layout.pack(torch.full(shape, largest, dtype=torch.uint8), bits), 64 * rows, 64 * columns)
+    packed = weight_layout.pack(torch.full(shape, largest, dtype=torch.uint8), bits, book)
+    everything = weight_layout.unpack(packed, 64 * rows, 64 * columns, book)
     assert everything[: shape[0], : shape[1]].eq(largest).all()
     assert int(everything.sum(dtype=torch.int64)) == largest * shape[0] * shape[1]
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_views(bits):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views(layout):
+    bits, book = LAYOUTS[layout]
     base = random_codes((300, 300), bits)
     for view in (base[:128, :192].t(), base[3:131:2, 5:133], base[:64, :256:2], base[:1, :64].expand(64, 64), base[5:77, 7:143]):
-        assert torch.equal(weight_layout.pack(view, bits), weight_layout.pack(view.contiguous(), bits))
-    packed = weight_layout.pack(base[:128, :192], bits)
-    assert torch.equal(weight_layout.unpack(packed.transpose(0, 1).contiguous().transpose(0, 1), 128, 192), base[:128, :192])
+        assert torch.equal(weight_layout.pack(view, bits, book), weight_layout.pack(view.contiguous(), bits, book))
+    packed = weight_layout.pack(base[:128, :192], bits, book)
+    assert torch.equal(weight_layout.unpack(packed.transpose(0, 1).contiguous().transpose(0, 1), 128, 192, book), base[:128, :192])
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_input_is_left_alone(bits):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_input_is_left_alone(layout):
+    bits, book = LAYOUTS[layout]
     codes = random_codes((128, 64), bits)
     before = codes.clone()
-    packed = weight_layout.pack(codes, bits)
+    packed = weight_layout.pack(codes, bits, book)
     kept = packed.clone()
-    weight_layout.unpack(packed, 128, 64).zero_()
+    weight_layout.unpack(packed, 128, 64, book).zero_()
     assert torch.equal(codes, before) and torch.equal(packed, kept)
 
 
-def test_high_bits_do_not_leak():
+@pytest.mark.parametrize("book", [False, True])
+def test_high_bits_do_not_leak(book):
     """Where codes are not looked at (CUDA), only their low four bits are packed."""
     codes = torch.randint(0, 256, (64, 128), dtype=torch.uint8)
-    assert torch.equal(weight_layout.pack(codes), weight_layout.pack(codes & 15))
+    assert torch.equal(weight_layout.pack(codes, 4, book), weight_layout.pack(codes & 15, 4, book))

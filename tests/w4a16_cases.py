@@ -155,6 +155,7 @@ BAD_PACK = {
     "n": (lambda t: t(12, 64, dtype=torch.uint8), r"codes must be \[n, k\] in multiples of 8, got \[12, 64\]"),
     "k": (lambda t: t(16, 60, dtype=torch.uint8), r"codes must be \[n, k\] in multiples of 8, got \[16, 60\]"),
 }
+BAD_PACK_FORMATS = ("int5", "int8", "fp8_e4m3", "")
 
 
 def bad_call(arguments, device):

@@ -96,7 +96,7 @@ class Weight:
 
 
 def pack(name: str, codes: torch.Tensor) -> torch.Tensor:
-    return minfer.w4a16_pack(codes) if BITS[name] == 4 else minfer.w8a16_pack(codes)
+    return minfer.w4a16_pack(codes, w4_format=name) if BITS[name] == 4 else minfer.w8a16_pack(codes)
 
 
 def random_codes(name, shape, device="cpu"):

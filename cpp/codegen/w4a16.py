@@ -18,7 +18,8 @@ SCALE_BYTES = {"mxfp4": 1, "nvfp4": 1}  # the others: 2
 FIXED_GROUP = {"mxfp4": 32, "nvfp4": 16}
 ZEROS = {"int4", "int8"}  # formats with zero points
 BOOKS = {"nf4", "mxfp4", "nvfp4"}  # formats with a code book in shared memory
-BOOK_BYTES = 256 * 128
+BOOK_BYTES = 256 * 256 - 128
+CLUSTER_PIECES = 3  # partial tiles that a kernel of few tokens has room for (cluster_split.h)
 
 # sm90: where scales are applied -> (enumerator, k that a group must be a multiple of). sm80 applies them to the fragments of 32 of k.
 SCALINGS = {
@@ -95,12 +96,13 @@ def expand_sm90(row: dict, tile: tuple[int, ...], require, integer, integers) ->
         require(
             name not in FIXED_GROUP or fine, "scaling", f"{name} has groups of {FIXED_GROUP.get(name)}: must be fine or fine_accumulators"
         )
-        require(group >= 32 or scaling == "fine_accumulators", "scaling", f"{name} has groups of {group}: must be fine_accumulators")
+        require(group >= 32 or scaling == "fine", "scaling", f"{name} has groups of {group}: must be fine")
         scale_rows, zeros = tile_k // group, 2 if name in ZEROS else 0
         stage = tile_n * tile_k * 2 + tile_m * tile_k * BITS[name] // 8 + scale_rows * tile_m * (SCALE_BYTES.get(name, 2) + zeros)
         general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
         staging = warpgroups * (-(-max(tile_n * 128, general) // 1024) * 1024 + 4 * 64 * mma_m)
-        fixed, limit = staging + (BOOK_BYTES if name in BOOKS else 0) + gemm.SM90_BARRIER_BYTES, SMEM_LIMIT[ctas_per_sm]
+        extra = BOOK_BYTES if name in BOOKS else CLUSTER_PIECES * tile_m * tile_n * 4 if tile_n <= 16 else 0
+        fixed, limit = staging + extra + gemm.SM90_BARRIER_BYTES, SMEM_LIMIT[ctas_per_sm]
         fits = min((limit - fixed) // stage, gemm.MAX_STAGES_SM90)
         stages = row.get("stages", fits)
         ok = type(stages) is int and gemm.MIN_STAGES_SM90 <= stages <= fits

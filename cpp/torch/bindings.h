@@ -20,7 +20,7 @@ Tensor w4a16_gemm_out(Tensor a, Tensor qweight, Tensor scales, std::optional<Ten
 Tensor w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha,
                         std::optional<Tensor> perm, std::optional<Tensor> bias, std::string activation, std::string w4_format,
                         std::optional<std::string> kernel);
-Tensor w4a16_pack(Tensor codes);
+Tensor w4a16_pack(Tensor codes, std::string w4_format);
 Tensor w8a16_gemm(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha,
                   std::optional<Tensor> perm, std::optional<Tensor> c, std::optional<Tensor> bias, std::string activation,
                   std::string w8_format, std::optional<std::string> kernel);

@@ -154,7 +154,8 @@ std::string plan_json(char const* op, GemmProblem problem, std::optional<std::st
                       int64_t device) {
   GemmPlanOptions options;
   KernelOverride override;
-  if (kernel) {
+  bool first = problem.b_format != WeightFormat::kDense && kernel && *kernel == kDequantizeFirst;
+  if (kernel && !first) {
     override = parse_override(op, *kernel);
     options.kernel = override.name.c_str();
     if (override.launch) options.launch = &*override.launch;
@@ -164,7 +165,6 @@ std::string plan_json(char const* op, GemmProblem problem, std::optional<std::st
   options.force_arch = forced_arch();
   use_user_rows(&options);
   DeviceProperties const properties = properties_of(device);
-  bool first = false;
   if (!kernel) {
     Status const status = dequantize_first(problem, properties, options, &first);
     check(status.ok(), op, ": ", status.message);

@@ -22,7 +22,7 @@ STABLE_TORCH_LIBRARY(minfer, m) {
   m.def(
       "w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, Tensor? "
       "perm=None, Tensor? bias=None, str activation=\"silu\", str w4_format=\"int4\", str? kernel=None) -> Tensor");
-  m.def("w4a16_pack(Tensor codes) -> Tensor");
+  m.def("w4a16_pack(Tensor codes, *, str w4_format=\"int4\") -> Tensor");
   m.def(
       "w4a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, int n, int k, str "
       "w4_format=\"int4\", ScalarType? out_dtype=None) -> Tensor");

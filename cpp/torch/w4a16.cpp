@@ -201,6 +201,7 @@ void run(Call const& call, Tensor const& out) {
   char const* op = call.op;
   int64_t const k = call.a.size(call.a.dim() - 1), n = call.scales.size(1), n_out = call.gated ? n / 2 : n;
   int32_t const device = call.a.get_device_index();
+  Activation const activation = parse_activation(op, call.activation);
   Weight const w = check_weight(op, call.qweight, call.scales, call.zeros, call.group_size, call.alpha, call.format, n, k);
   torch::stable::accelerator::DeviceGuard const guard(device);
   Rows a = flatten_rows(call.a);
@@ -246,7 +247,7 @@ void run(Call const& call, Tensor const& out) {
   operands.ldd = n_out;
   operands.d_batch_stride = round_up(a.m * n_out, 8);
   problem.d_alignment = common_alignment({uint64_t(reinterpret_cast<uintptr_t>(operands.d)), uint64_t(n_out * 2)});
-  operands.activation = parse_activation(op, call.activation);
+  operands.activation = activation;
 
   Tensor c_holder, bias_holder;
   problem.c_alignment = 0;
@@ -286,22 +287,27 @@ void run(Call const& call, Tensor const& out) {
   auto const dequantize = [&] {
     std::vector<int64_t> const shape = {n, k};
     dense = torch::stable::new_empty(call.a, shape);
-    Status const status = dequantize_weight(w.described(), problem.ab_type, dense.data_ptr(), stream);
+    QuantizedWeight weight = w.described();
+    weight.alpha = 1.0f;  // alpha stays with the accumulators: a small one would take the weights below fp16's range
+    Status const status = dequantize_weight(weight, problem.ab_type, dense.data_ptr(), stream);
     check(status.ok(), op, ": ", status.message);
     problem = dequantized(problem);
     operands.b = dense.data_ptr();
     operands.ldb = k;
-    operands.alpha = 1.0f;
   };
-  if (call.kernel && k > 0 && *call.kernel == kDequantizeFirst) {
+  bool const dequantize_asked = call.kernel && *call.kernel == kDequantizeFirst;
+  if (dequantize_asked && k > 0) {
     dequantize();
-  } else if (call.kernel && k > 0) {
+  } else if (call.kernel && !dequantize_asked) {
     KernelOverride const override = parse_override(op, *call.kernel);
     GemmPlanOptions options;
     options.kernel = override.name.c_str();
     if (override.launch) options.launch = &*override.launch;
-    Status const status = plan_gemm(problem, device_properties(device), options, &forced);
+    GemmProblem asked = problem;
+    asked.b_format = w.format;  // without k too: a name is checked before it is refused
+    Status const status = plan_gemm(asked, device_properties(device), options, &forced);
     check(status.ok(), op, ": ", status.message);
+    check(k > 0, op, ": kernel ", override.name, " cannot compute this problem: it needs k > 0");
     plan = &forced;
   } else if (k > 0 && cached_dequantize_first(op, problem, device)) {
     dequantize();
@@ -343,19 +349,19 @@ Tensor gemm_quantized_out(Call const& call, Tensor out) {
   return out;
 }
 
-Tensor pack(char const* op, int bits, Tensor const& codes) {
+Tensor pack(char const* op, WeightFormat format, Tensor const& codes) {
   check(codes.dim() == 2, op, ": codes must be [n, k], got ", shape_of(codes));
   check(codes.scalar_type() == ScalarType::Byte, op, ": codes must be Byte, got ", dtype_name(codes.scalar_type()));
   int64_t const n = codes.size(0), k = codes.size(1);
   check(n % 8 == 0, op, ": codes must have n rows, a multiple of 8, got ", shape_of(codes));
   check(k % 8 == 0, op, ": codes must have k columns, a multiple of 8, got ", shape_of(codes));
   std::vector<int64_t> const shape = {(n + w4a16::kBlockN - 1) / w4a16::kBlockN, (k + w4a16::kBlockK - 1) / w4a16::kBlockK,
-                                      w4a16::block_words(bits)};
+                                      w4a16::block_words(bits_of(format))};
   torch::stable::accelerator::DeviceGuard const guard(codes.get_device_index());
   Tensor const rows = unit_rows(codes);
   Tensor packed = torch::stable::new_empty(codes, shape, ScalarType::Int);
-  Status const status = pack_weight(bits, static_cast<uint8_t const*>(rows.data_ptr()), n, k, n > 1 ? rows.stride(0) : k, packed.data_ptr(),
-                                    current_stream(codes.get_device_index()));
+  Status const status = pack_weight(format, static_cast<uint8_t const*>(rows.data_ptr()), n, k, n > 1 ? rows.stride(0) : k,
+                                    packed.data_ptr(), current_stream(codes.get_device_index()));
   check(status.ok(), op, ": ", status.message);
   return packed;
 }
@@ -410,7 +416,10 @@ Tensor w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, std::optional<T
   return gemm_quantized({op, a, qweight, scales, zeros, perm, std::nullopt, bias, group_size, alpha, activation, format, true, kernel});
 }
 
-Tensor w4a16_pack(Tensor codes) { return pack("minfer::w4a16_pack", 4, codes); }
+Tensor w4a16_pack(Tensor codes, std::string w4_format) {
+  char const* op = "minfer::w4a16_pack";
+  return pack(op, parse_format(op, 4, w4_format), codes);
+}
 
 Tensor w8a16_gemm(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha,
                   std::optional<Tensor> perm, std::optional<Tensor> c, std::optional<Tensor> bias, std::string activation,
@@ -436,7 +445,7 @@ Tensor w8a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, std::optional<T
   return gemm_quantized({op, a, qweight, scales, zeros, perm, std::nullopt, bias, group_size, alpha, activation, format, true, kernel});
 }
 
-Tensor w8a16_pack(Tensor codes) { return pack("minfer::w8a16_pack", 8, codes); }
+Tensor w8a16_pack(Tensor codes) { return pack("minfer::w8a16_pack", WeightFormat::kInt8, codes); }
 
 Tensor w4a16_dequantize(Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha, int64_t n, int64_t k,
                         std::string w4_format, std::optional<ScalarType> out_dtype) {

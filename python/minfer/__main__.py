@@ -63,7 +63,9 @@ GroupOption = Annotated[
 ]
 ZerosOption = Annotated[bool, typer.Option("--zeros", help="There are zero points.")]
 FormatOption = Annotated[W4Format, typer.Option("--format", help="What a code stands for.")]
-KernelOption = Annotated[str | None, typer.Option("--kernel", help="Override: NAME[@decomposition=...,splits=...].")]
+KernelOption = Annotated[
+    str | None, typer.Option("--kernel", help="Override: NAME[@decomposition=...,splits=...]; w4a16: also dequantize.")
+]
 AllPlansOption = Annotated[bool, typer.Option("--all", help="List every legal kernel and launch configuration, best predicted first.")]
 
 ShapesOption = Annotated[str | None, typer.Option("--shapes", help="MxNxK,...; dense also MxNxKxBATCH.")]

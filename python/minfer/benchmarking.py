@@ -245,16 +245,22 @@ def result_row(
 
 
 def write_results(path: str | Path, rows: Sequence[dict[str, Any]], facts: dict[str, str] | None = None) -> None:
-    """Writes rows to a results file; suites that the rows do not contain keep theirs, the head becomes this run's.
+    """Writes rows to a results file; (suite, peer) pairs that the rows do not contain keep theirs, the head becomes this run's.
 
-    One row per line, so that a diff shows which shapes moved.
+    A kept row that was measured at another commit than the head's says so in its own "commit". One row per line, so that a diff shows
+    which shapes moved.
     """
     path = Path(path)
-    fresh = {row["suite"] for row in rows}
-    kept = []
-    if path.exists():
-        kept = [row for row in json.loads(path.read_text())["rows"] if row["suite"] not in fresh]
     head = facts or run_facts()
+    fresh = {(row["suite"], row["peer"]) for row in rows}
+    before = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    kept = []
+    for row in before["rows"]:
+        if (row["suite"], row["peer"]) in fresh:
+            continue
+        commit = row.get("commit", before["commit"])
+        own = {} if commit == head["commit"] else {"commit": commit}
+        kept.append({key: value for key, value in row.items() if key != "commit"} | own)
     lines = ",\n".join("  " + json.dumps(row) for row in [*kept, *rows])
     fields = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items())
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -161,8 +161,9 @@ def _check_gated(
     return shape._replace(out=(*a.shape[:-1], shape.n // 2))
 
 
-def _check_pack(op: str, bits: int, codes: torch.Tensor) -> tuple[Any, Any, int]:
+def _check_pack(op: str, bits: int, codes: torch.Tensor, name: str) -> tuple[Any, Any, int]:
     check = _Checker(op)
+    check_format(check, bits, name)
     _check_dense(check, "codes", codes)
     check(codes.dtype == torch.uint8, "codes must be uint8, got {}", codes.dtype)
     check(codes.dim() == 2, "codes must be [n, k], got {}", codes.shape)
@@ -233,9 +234,9 @@ def check_w4a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=128, w4
     return _check_gated("w4a16_gemm_gated", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue)
 
 
-def check_w4a16_pack(codes) -> tuple[Any, Any, int]:
+def check_w4a16_pack(codes, *, w4_format="int4") -> tuple[Any, Any, int]:
     """All that can be checked without reading codes; returns qweight's shape."""
-    return _check_pack("w4a16_pack", 4, codes)
+    return _check_pack("w4a16_pack", 4, codes, w4_format)
 
 
 def check_w4a16_dequantize(qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **arguments) -> torch.dtype:
@@ -252,7 +253,7 @@ def check_w8a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=-1, w8_
 
 def check_w8a16_pack(codes) -> tuple[Any, Any, int]:
     """Returns qweight's shape."""
-    return _check_pack("w8a16_pack", 8, codes)
+    return _check_pack("w8a16_pack", 8, codes, "int8")
 
 
 def check_w8a16_dequantize(qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **arguments) -> torch.dtype:

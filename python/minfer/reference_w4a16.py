@@ -29,7 +29,7 @@ def _dequantize(
     form = weight_formats.FORMATS[name]
     rows = weight_layout.groups(k, group_size)
     size = k if group_size == -1 else group_size
-    w = form.decode(weight_layout.unpack(qweight, n, k))
+    w = form.decode(weight_layout.unpack(qweight, n, k, form.book))
     w = torch.nn.functional.pad(w, (0, rows * size - k)).view(n, rows, size)
     if form.zero is not None:
         w = w.sub_(form.zero if zeros is None else zeros.float().t().unsqueeze(2))
@@ -83,6 +83,11 @@ def w4a16_dequantize(qweight, scales, zeros=None, *, group_size=128, w4_format="
     return _dequantize(qweight, scales, zeros, w4_format, group_size, **arguments)
 
 
+def w4a16_pack(codes, *, w4_format="int4") -> torch.Tensor:
+    """Codes [n, k] in the packed order of their format; any device."""
+    return weight_layout.pack(codes, 4, weight_formats.FORMATS[w4_format].book)
+
+
 def w8a16_gemm(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **arguments: Any) -> torch.Tensor:
     """As :func:`w4a16_gemm`, of 8-bit codes."""
     return _gemm(a, qweight, scales, zeros, w8_format, group_size, **arguments)
@@ -98,6 +103,11 @@ def w8a16_dequantize(qweight, scales, zeros=None, *, group_size=-1, w8_format="i
     return _dequantize(qweight, scales, zeros, w8_format, group_size, **arguments)
 
 
+def w8a16_pack(codes) -> torch.Tensor:
+    """As :func:`w4a16_pack`; all 8-bit formats have one order."""
+    return weight_layout.pack(codes, 8)
+
+
 # ---- CPU kernels -------------------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("minfer", "IMPL")
@@ -105,8 +115,8 @@ _library = torch.library.Library("minfer", "IMPL")
 
 def _register(family: str, bits: int) -> None:
     """The five CPU kernels of w4a16 or w8a16: check, then compute."""
-    functions = {name: globals()[f"{family}_{name}"] for name in ("gemm", "gemm_gated", "dequantize")}
-    check = {name: getattr(checks_w4a16, f"check_{family}_{name}") for name in (*functions, "pack")}
+    functions = {name: globals()[f"{family}_{name}"] for name in ("gemm", "gemm_gated", "pack", "dequantize")}
+    check = {name: getattr(checks_w4a16, f"check_{family}_{name}") for name in functions}
 
     def checked(name, a, *weight, perm=None, kernel=None, out=None, **arguments):
         own = arguments if out is None else arguments | {"out": out}
@@ -123,11 +133,11 @@ def _register(family: str, bits: int) -> None:
     def gemm_gated(*tensors, **arguments):
         return checked("gemm_gated", *tensors, **arguments)
 
-    def pack(codes):
-        check["pack"](codes)
+    def pack(codes, **arguments):
+        check["pack"](codes, **arguments)
         if bits == 4:
             checks_w4a16.check_codes(codes)
-        return weight_layout.pack(codes, bits)
+        return functions["pack"](codes, **arguments)
 
     def dequantize(*tensors, **arguments):
         check["dequantize"](*tensors, **arguments)

@@ -32,7 +32,7 @@ def w4a16_gemm(
 
     Args:
       a: [..., k], float16 or bfloat16, of one dimension or more; the leading ones are m rows. k is a multiple of 8.
-      qweight: int32 [ceil(n / 64), ceil(k / 64), 512], codes packed by :func:`w4a16_pack`.
+      qweight: int32 [ceil(n / 64), ceil(k / 64), 512], codes packed by :func:`w4a16_pack` with the same ``w4_format``.
       scales: [G, n], G = ceil(k / group_size), of the type that ``w4_format`` says. n is a multiple of 8.
       zeros: [G, n], a's dtype, in units of codes, integers or fractions; int4 only. None is 8: symmetric weights.
       group_size: columns of W that share a scale and a zero: -1 (all of them, G = 1) or a power of two >= 32, unless ``w4_format``
@@ -45,8 +45,9 @@ def w4a16_gemm(
       w4_format: what a code stands for.
         "int4": (code - zero) * scale. scales of a's dtype.
         "nf4": NF4[code] * scale, QLoRA's 4-bit NormalFloat. scales of a's dtype; group_size is usually 64.
-        "mxfp4": E2M1[code] * 2^(scale - 127), code = sign << 3 | magnitude. scales float8_e8m0fnu or their bytes in uint8, 255 being
-        NaN; group_size must be 32.
+        "mxfp4": E2M1[code] * 2^(scale - 127), code = sign << 3 | magnitude. scales float8_e8m0fnu or their bytes in uint8; group_size
+        must be 32. The GEMM kernels take byte 255 for infinity and byte 0 for 0; :func:`w4a16_dequantize`, and with it the CPU and
+        ``kernel="dequantize"``, for NaN and 2^-127.
         "nvfp4": E2M1[code] * e4m3(scale), times alpha. scales float8_e4m3fn or their bytes in uint8; group_size must be 16.
       kernel: for measurements, as in :func:`minfer.gemm`, with a name of ``minfer.kernels("w4a16")`` of the same format; or
         "dequantize", which writes the weight out in 16 bits and multiplies by that.
@@ -155,24 +156,27 @@ def _w4a16_gemm_gated_fake(a, qweight, scales, zeros=None, **arguments):
     return a.new_empty(checks_w4a16.check_w4a16_gemm_gated(a, qweight, scales, zeros, **arguments).out)
 
 
-def w4a16_pack(codes: Tensor) -> Tensor:
+def w4a16_pack(codes: Tensor, *, w4_format: str = "int4") -> Tensor:
     """Packs 4-bit codes in the order in which the kernels read them (:mod:`minfer.weight_layout`).
 
     Args:
-      codes: uint8 [n, k], 0 to 15, of any format; n and k multiples of 8. Any strides.
+      codes: uint8 [n, k], 0 to 15; n and k multiples of 8. Any strides.
+      w4_format: of the codes, as in :func:`w4a16_gemm`. The code books nf4, mxfp4 and nvfp4 share an order, which is not int4's; a packed
+        weight does not say which it has.
 
     Returns:
       int32 [ceil(n / 64), ceil(k / 64), 512], contiguous; padding is 0.
 
     Raises:
-      RuntimeError: dtype or shape cannot be right; on CPU also a code above 15. CUDA packs the low four bits instead of waiting to look.
+      RuntimeError: dtype, shape or format cannot be right; on CPU also a code above 15. CUDA packs the low four bits instead of waiting
+        to look.
     """
-    return torch.ops.minfer.w4a16_pack.default(codes)
+    return torch.ops.minfer.w4a16_pack.default(codes, w4_format=w4_format)
 
 
 @torch.library.register_fake("minfer::w4a16_pack", lib=_library)
-def _w4a16_pack_fake(codes):
-    return codes.new_empty(checks_w4a16.check_w4a16_pack(codes), dtype=torch.int32)
+def _w4a16_pack_fake(codes, **arguments):
+    return codes.new_empty(checks_w4a16.check_w4a16_pack(codes, **arguments), dtype=torch.int32)
 
 
 def w4a16_dequantize(

@@ -91,7 +91,7 @@ class W4Workload:
             scales = scales.view(torch.uint8)
         return {
             "a": torch.randn(problem.m, problem.k, device=device, dtype=problem.dtype),
-            "qweight": torch.ops.minfer.w4a16_pack(codes),
+            "qweight": torch.ops.minfer.w4a16_pack(codes, w4_format=problem.w4_format),
             "scales": scales,
             "zeros": torch.randint(6, 11, groups, device=device).to(problem.dtype) if problem.zeros else None,
             "c": torch.randn(problem.m, problem.n, device=device, dtype=problem.dtype) if problem.c else None,

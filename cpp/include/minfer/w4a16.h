@@ -24,8 +24,8 @@ struct QuantizedWeight {
 int64_t packed_weight_bytes(WeightFormat format, int64_t n, int64_t k);
 
 /// codes: uint8 [n, k], leading dimension ld; of 4-bit formats the low four bits count. packed: packed_weight_bytes, 16-byte aligned; padding
-/// codes are 0. `bits`: 4 or 8.
-Status pack_weight(int bits, uint8_t const* codes, int64_t n, int64_t k, int64_t ld, void* packed, Stream stream);
+/// codes are 0. The layout depends on the format (w4a16/w4_layout.h).
+Status pack_weight(WeightFormat format, uint8_t const* codes, int64_t n, int64_t k, int64_t ld, void* packed, Stream stream);
 
 /// out [n, k] of `type`, contiguous, 16-byte aligned: value * scale * alpha, computed in fp32 and rounded once. 16-bit scales are of `type`.
 Status dequantize_weight(QuantizedWeight const& weight, DataType type, void* out, Stream stream);

@@ -1,7 +1,8 @@
 // The analytic cost model. A launch takes
-//   start + combined(busiest worker's k-iterations, HBM traffic) + exposed epilogue + fix-up of pieces
-// in us. The constants are a fit to 20000 timings of 80 kernels over 294 problems on the H200 (m from 1 to 8192), weighted towards each
-// problem's fastest candidates, so they describe the choice among good candidates rather than the hardware; rates scale with the device's own.
+//   start + combined(busiest worker's k-iterations and tiles, HBM traffic) + exposed epilogue + fix-up of pieces
+// in us. The constants are a fit to 16000 timings of 80 kernels over 297 problems on the H200 (m from 1 to 8192, of which 53 with odd extents),
+// weighted towards each problem's fastest candidates, so they describe the choice among good candidates rather than the hardware; rates scale
+// with the device's own.
 #include "gemm/cost_model.h"
 
 #include <algorithm>
@@ -13,24 +14,27 @@ namespace minfer::gemm {
 
 namespace {
 
-constexpr double kStartUs = 3.05;             // launch, set-up, first bytes, last store
-constexpr double kOverlapUs = 2.16;           // of it, hidden when the next launch sets up on the SMs this one leaves free
-constexpr double kClusterUs = 0.24;           // cluster launch and the barrier at its start, for each doubling
-constexpr double kSmPeak = 7.38e6;            // flop/us of one busy SM; all of them together are held to kMatrixPeak by power
-constexpr double kMatrixPeak = 930e6;         // before the shared-memory term below: a large tile sustains 750e6
-constexpr double kInstructionColumns = 15.7;  // columns a WGMMA costs on top of its own: reading A from shared memory
-constexpr double kIdleWarpgroup = 1.30;       // a pingpong CTA with a single tile has no other warpgroup to fill its waits
-constexpr double kL2Peak = 9.31e6;            // bytes/us, all SMs
-constexpr double kL2PeakPerSm = 73.7e3;
-constexpr double kMulticastShare = 0.69;   // of the bytes a multicast could save, how many it does
-constexpr double kEpilogueBytes = 29.6e3;  // D bytes/us of one SM
-constexpr double kNarrowBoxes = 0.40;      // exponent: D leaving in boxes of 32 or 16 columns, not 64
-constexpr double kFixupUs = 0.31;          // publish, flag, first read
-constexpr double kFixupBytes = 24.1e3;     // bytes/us of one SM
-constexpr double kHbmShare = 1.18;         // of the device's read bandwidth
-constexpr double kHbmSms = 0.28;           // share of the SMs that draws all of it
-constexpr double kPortableRate = 0.38;     // mma.sync against WGMMA, per SM
-constexpr double kPortableStartUs = 1.5;   // no prologue under the predecessor's tail
+constexpr double kStartUs = 2.84;      // launch, set-up, first bytes, last store
+constexpr double kOverlapUs = 2.74;    // of it, hidden when the next launch sets up on the SMs this one leaves free
+constexpr double kClusterUs = 0.022;   // cluster launch and the barrier at its start, for each doubling
+constexpr double kSmPeak = 8.1e6;      // flop/us of one busy SM at its highest clock; all of them together are held to kMatrixPeak by power
+constexpr double kMatrixPeak = 948e6;  // before the shared-memory term below: a large tile sustains 750e6
+constexpr double kInstructionColumns = 12.6;  // columns a WGMMA costs on top of its own: reading A from shared memory
+constexpr double kIdleWarpgroup = 0.432;      // a pingpong CTA with a single tile has no other warpgroup to fill its waits: what it adds
+constexpr double kIdleShare = 2.06;           // with more tiles that is so for the first and the last: share * tiles ^ -power of it
+constexpr double kIdlePower = 1.78;
+constexpr double kL2PeakPerSm = 73.2e3;                     // bytes/us
+constexpr double kSplitLines = 1.08;                        // of L2's time, where rows of k do not start on whole lines of 128 bytes
+constexpr double kMulticastShare = 0.762;                   // of the bytes a multicast could save, how many it does
+constexpr double kTileUs = 0.469, kPingpongTileUs = 0.678;  // a tile's first bytes and its hand-over, beside its epilogue
+constexpr double kEpilogueBytes = 12.7e3;                   // D bytes/us of one SM
+constexpr double kNarrowBoxes = 0.16;                       // exponent: D leaving in boxes of 32 or 16 columns, not 64
+constexpr double kFixupUs = 0.786;                          // a piece's publication, flag and first read
+constexpr double kFixupBytes = 60.2e3;                      // bytes/us of one SM
+constexpr double kHbmShare = 1.40;                          // of the device's read bandwidth: launches overlap
+constexpr double kHbmSms = 0.15;                            // share of the SMs that draws all of it
+constexpr double kPortableRate = 0.38;                      // mma.sync against WGMMA, per SM
+constexpr double kPortableStartUs = 1.5;                    // no prologue under the predecessor's tail
 
 }  // namespace
 
@@ -47,16 +51,15 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
 
   // One k-iteration of one CTA: tensor cores, or operands out of L2.
   double const rate = std::min(kSmPeak * per_sm_scale, kMatrixPeak * scale / active) / share * (portable ? kPortableRate : 1.0);
-  double const tiles = schedule.tiles();
-  double const items = std::ceil(tiles * schedule.splits / schedule.workers);
-  bool const alone = kernel.schedule == Schedule::kPingpong && schedule.stream_tiles == 0 && items < 2;
-  double const mma_us = 2.0 * kernel.tile_m * (kernel.tile_n + kInstructionColumns) * kernel.tile_k / rate * (alone ? kIdleWarpgroup : 1.0);
+  double const mma_us = 2.0 * kernel.tile_m * (kernel.tile_n + kInstructionColumns) * kernel.tile_k / rate;
   double const a_rows = kernel.tile_m * (1.0 - kMulticastShare * (1.0 - 1.0 / kernel.cluster_n));
   double const b_rows = kernel.tile_n * (1.0 - kMulticastShare * (1.0 - 1.0 / kernel.cluster_m));
-  double const l2_rate = std::min(kL2PeakPerSm * per_sm_scale, kL2Peak * scale / active) / share;
-  double const iteration_us = std::max(mma_us, 2.0 * kernel.tile_k * (a_rows + b_rows) / l2_rate);
+  bool const split_lines = problem.k % 64 != 0;
+  double const l2_us = 2.0 * kernel.tile_k * (a_rows + b_rows) * share / (kL2PeakPerSm * per_sm_scale) * (split_lines ? kSplitLines : 1.0);
 
   // The busiest worker.
+  double const tiles = schedule.tiles();
+  double const items = std::ceil(tiles * schedule.splits / schedule.workers);
   double iterations, owned, pieces;
   if (schedule.stream_tiles > 0) {
     double const rest = std::ceil((tiles - schedule.stream_tiles) / schedule.workers);
@@ -68,7 +71,11 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
     owned = schedule.splits > 1 ? std::ceil(tiles / schedule.workers) : items;
     pieces = schedule.splits - 1;
   }
-  double const busy_us = iterations * iteration_us;
+  bool const pingpong = kernel.schedule == Schedule::kPingpong;
+  double const idle = !pingpong                                 ? 0.0
+                      : schedule.stream_tiles == 0 && items < 2 ? kIdleWarpgroup
+                                                                : kIdleWarpgroup * kIdleShare * std::pow(std::max(owned, 1.5), -kIdlePower);
+  double const busy_us = iterations * std::max(mma_us * (1.0 + idle), l2_us) + owned * (pingpong ? kPingpongTileUs : kTileUs);
 
   // HBM: operands once, and the walked one again for every band of tiles when a band's working set leaves L2.
   double const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
@@ -77,7 +84,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
       double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : kernel.tile_n * kernel.cluster_n);
   double const bands = std::max(1.0, std::ceil((schedule.raster_along_n ? rows : columns) / band));
   double const walked = schedule.raster_along_n ? b_bytes : a_bytes;
-  double const rereads = walked <= 0.56 * device.l2_bytes ? 1.0 : bands;
+  double const rereads = walked <= 0.62 * device.l2_bytes ? 1.0 : bands;
   double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
   double const bytes = problem.batch * (a_bytes + b_bytes + walked * (rereads - 1.0) + d_bytes * (problem.has_c ? 2.0 : 1.0));
   double const hbm_us = bytes / (kHbmShare * device.read_bandwidth * std::min(1.0, active / (kHbmSms * sms)));
@@ -88,11 +95,10 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
                              share / (kEpilogueBytes * per_sm_scale);
   // Pingpong shows the last epilogue only, unless they take longer than the mainloops that should hide them.
   double const tile_us = main_us / std::max(1.0, owned);
-  double const exposed_us = kernel.schedule == Schedule::kPingpong
-                                ? epilogue_us + 0.5 * std::max(0.0, owned - 1.0) * std::max(0.0, epilogue_us - tile_us)
-                                : epilogue_us * owned;
+  double const exposed_us =
+      pingpong ? epilogue_us + 0.5 * std::max(0.0, owned - 1.0) * std::max(0.0, epilogue_us - tile_us) : epilogue_us * owned;
   double const partial_bytes = 4.0 * kernel.tile_m * kernel.tile_n * share;
-  double const fixup_us = pieces > 0 ? kFixupUs + (pieces + 1.0) * partial_bytes / (kFixupBytes * per_sm_scale) : 0.0;
+  double const fixup_us = pieces > 0 ? pieces * kFixupUs + (pieces + 1.0) * partial_bytes / (kFixupBytes * per_sm_scale) : 0.0;
   bool const overlaps = active <= 0.5 * sms && !portable;
   double const start_us = kStartUs + (portable ? kPortableStartUs : 0.0) - (overlaps ? kOverlapUs : 0.0) + kClusterUs * std::log2(cluster);
   return start_us + main_us + exposed_us + fixup_us;

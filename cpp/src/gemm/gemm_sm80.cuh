@@ -180,7 +180,7 @@ Status launch_gemm_sm80(GemmLaunchArguments const& arguments) {
   params.batch = int32_t(problem.batch);
   params.epilogue = make_epilogue(problem, operands);
 
-  if (Status status = describe_schedule_sm80<Config>(arguments, &params.schedule, &params.split); !status.ok()) return status;
+  if (Status status = describe_schedule<Config>(arguments, &params.schedule, &params.split); !status.ok()) return status;
   static std::atomic<uint64_t> shared_memory_allowed{0};
   return launch_sm80(&gemm_sm80_kernel<Config>, params, arguments, params.schedule.workers, Kernel::kThreads, Kernel::kSmemBytes,
                      shared_memory_allowed);

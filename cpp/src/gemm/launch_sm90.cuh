@@ -1,39 +1,12 @@
-// What the launches of all sm_90 GEMM kernels share: schedule and workspace, the epilogue's descriptors, launch attributes.
+// What the launches of all sm_90 GEMM kernels share: the epilogue's descriptors, launch attributes.
 #pragma once
 
 #include "common/cuda_check.h"
 #include "common/tensor_map.h"
+#include "gemm/describe_schedule.h"
 #include "gemm/epilogue_sm90.cuh"
-#include "gemm/launch.h"
-#include "gemm/schedule.h"
 
 namespace minfer::gemm {
-
-/// The schedule of a launch and the workspace behind it.
-template <class Config>
-Status describe_schedule(GemmLaunchArguments const& arguments, TileSchedulerParams* schedule, SplitWorkspace* split) {
-  KernelInfo geometry{};
-  geometry.swap = Config::kSwap;
-  geometry.tile_m = Config::kTileM;
-  geometry.tile_n = Config::kTileN;
-  geometry.tile_k = Config::kTileK;
-  geometry.cluster_m = Config::kClusterM;
-  geometry.cluster_n = Config::kClusterN;
-  geometry.schedule = Config::kSchedule;
-  geometry.threads = Config::kThreads;
-  geometry.smem_bytes = Config::kSmemBytes;
-  geometry.ctas_per_sm = Config::kCtasPerSm;
-  geometry.arch = 90;
-  geometry.b_format = Config::kFormat;
-  *schedule = schedule_of(geometry, *arguments.problem, arguments.launch, *arguments.device);
-  if (size_t const needed = workspace_of(geometry, *schedule); needed > arguments.workspace_bytes) {
-    return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", arguments.workspace_bytes,
-                           needed);
-  }
-  *split = split_workspace(arguments.workspace, int64_t(schedule->slots()) * Config::kClusterM * Config::kClusterN * split_groups(geometry),
-                           split_is_tagged(geometry));
-  return Status::success();
-}
 
 /// The fast epilogue takes 16-bit D that TMA addresses, C absent or in D's own form, gated without C. A TMA store of a row that does not end on
 /// 16 bytes was seen to write the element after it (n = 1 and n = 31 on an H200): such rows are stored by threads.
@@ -55,19 +28,20 @@ Status describe_epilogue(GemmProblem const& problem, GemmOperands const& operand
   return status;
 }
 
-/// Launches `kernel` on workers x cluster CTAs; `shared_memory_allowed` is the kernel's own.
+/// Launches `kernel` on workers x the kernel's own cluster CTAs; `shared_memory_allowed` is the kernel's own. `cluster`: of the launch.
 template <class Config, class Params>
 Status launch_sm90(void (*kernel)(Params const), Params const& params, GemmLaunchArguments const& arguments, int32_t workers,
-                   int smem_bytes, std::atomic<uint64_t>& shared_memory_allowed) {
+                   int smem_bytes, std::atomic<uint64_t>& shared_memory_allowed,
+                   dim3 cluster = dim3(Config::kClusterM, Config::kClusterN)) {
   if (cudaError_t const error = allow_shared_memory(reinterpret_cast<void const*>(kernel), smem_bytes, shared_memory_allowed);
       error != cudaSuccess) {
     return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
   }
   cudaLaunchAttribute attributes[2];
   int count = 0;
-  if (Config::kClusterM * Config::kClusterN > 1) {
+  if (cluster.x * cluster.y > 1) {
     attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim = {Config::kClusterM, Config::kClusterN, 1};
+    attributes[count].val.clusterDim = {cluster.x, cluster.y, 1};
     ++count;
   }
   if (arguments.programmatic_launch) {

@@ -9,8 +9,10 @@
 // scale. 9 instructions for 8 codes of int4: 4 LOP3, 1 shift, 4 HFMA2; the usual 1024 + code costs an OR-ed constant per register and, in bf16,
 // 2 shifts more.
 //
-// Code books (nf4 and the fp4s): two codes are the index of a table of 256 pairs of values in shared memory, one copy for each bank, so that a
-// warp's 32 lookups never collide. 15 instructions for 8 codes, 4 of them loads; PRMT, whose table has 8 bytes, would take more than 20.
+// Code books (nf4 and the fp4s): a byte, two codes, is the index of a table of 256 pairs of values in shared memory, one copy for each bank,
+// so that a warp's 32 lookups never collide. Entries lie 256 bytes apart, half of it unused, so that one PRMT puts an address together: 8
+// instructions for 8 codes, 4 of them loads. (128 bytes apart it takes a shift and a LOP3 each; PRMT as the table itself, 8 entries of a
+// byte, serves the fp4s alone, with 11 instructions in fp16 and 13 in bf16.)
 //
 // fp8_e4m3: sign and the other bits are moved to their places, a multiplication makes up for the exponents' biases.
 #pragma once
@@ -34,11 +36,6 @@ template <DataType kType>
 struct Half2;
 template <>
 struct Half2<DataType::kF16> {
-  static __device__ __forceinline__ uint32_t sub(uint32_t a, uint32_t b) {
-    uint32_t d;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-  }
   static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) {
     uint32_t d;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -52,7 +49,6 @@ struct Half2<DataType::kF16> {
 };
 template <>
 struct Half2<DataType::kBF16> {
-  static __device__ __forceinline__ uint32_t sub(uint32_t a, uint32_t b) { return fma(b, 0xbf80bf80u, a); }  // a - b, exact product
   static __device__ __forceinline__ uint32_t mul(uint32_t a, uint32_t b) { return fma(a, b, 0x80008000u); }  // + -0
   static __device__ __forceinline__ uint32_t fma(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
@@ -181,7 +177,7 @@ __device__ __forceinline__ float book_value(int code) {
   }
 }
 
-constexpr int kBookEntryBytes = 128, kBookBytes = 256 * kBookEntryBytes;  // an entry: the pair of values, once for each bank
+constexpr int kBookEntryBytes = 256, kBookBytes = 256 * kBookEntryBytes - 128;  // an entry: the pair of values, once for each bank
 
 /// Writes the code book; `thread` of `threads`, which divide 256.
 template <DataType kType, WeightFormat kFormat>
@@ -198,9 +194,7 @@ __device__ __forceinline__ void fill_book(char* book, int thread, int threads) {
     }
     uint4* entry = reinterpret_cast<uint4*>(book + pair * kBookEntryBytes);
 #pragma unroll
-    for (int i = 0; i < kBookEntryBytes / 16; ++i) {  // eight lanes in turn write eight different units: no two in the same banks
-      entry[(i + thread) % (kBookEntryBytes / 16)] = make_uint4(value, value, value, value);
-    }
+    for (int i = 0; i < 8; ++i) entry[(i + thread) % 8] = make_uint4(value, value, value, value);  // eight lanes, eight groups of banks
   }
 }
 
@@ -210,17 +204,10 @@ struct BookCodes : UnitFactor {
   static __device__ constexpr uint32_t factor(int) { return kType == DataType::kF16 ? 0x3c003c00u : 0x3f803f80u; }
   static __device__ constexpr uint32_t inverse(int) { return factor(0); }
   static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&)[2], Book book, uint32_t (&a)[4]) {
-    // Nibbles i and i + 4 come to lie side by side: even i in `even`, odd i four bits further up in `odd`.
-    uint32_t const word = words[0], next = word >> 12;
-    uint32_t const even = (word & 0x0f0f0f0fu) | (next & 0xf0f0f0f0u), odd = (word & 0xf0f0f0f0u) | (next & 0x0f0f0f0fu);
-    constexpr uint32_t kMask = 255 * kBookEntryBytes;
-    auto const look_up = [&](uint32_t shifted) {  // one LOP3, and the base in the load's address
-      return *reinterpret_cast<uint32_t const*>(book.base + ((shifted & kMask) | book.bank));
-    };
-    a[0] = look_up(even << 7);
-    a[1] = look_up(odd << 3);
-    a[2] = look_up(even >> 1);
-    a[3] = look_up(odd >> 5);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // byte i of the word above the bank's byte
+      a[i] = *reinterpret_cast<uint32_t const*>(book.base + __byte_perm(words[0], book.bank, 0x5504 | i << 4));
+    }
   }
 };
 template <DataType kType>
@@ -230,11 +217,14 @@ struct Codes<kType, WeightFormat::kMxFp4> : BookCodes<kType> {};
 template <DataType kType>
 struct Codes<kType, WeightFormat::kNvFp4> : BookCodes<kType> {};
 
-/// A stored scale -> the activations' type, twice in a register, or fp32.
+/// A stored scale -> the activations' type, twice in a register, or fp32. rows: two of them.
 template <DataType kType, WeightFormat kFormat>
 struct Scale {
   using Stored = uint16_t;
-  static __device__ __forceinline__ uint32_t twice(Stored v) { return both_halves(v); }
+  static __device__ __forceinline__ void rows(Stored const (&v)[2], uint32_t (&twice)[2]) {
+    twice[0] = both_halves(v[0]);
+    twice[1] = both_halves(v[1]);
+  }
   static __device__ __forceinline__ float to_float(Stored v) { return Int4<kType>::to_float(v); }
 };
 template <DataType kType>
@@ -252,22 +242,29 @@ template <DataType kType>
 struct Scale<kType, WeightFormat::kMxFp4> {
   using Stored = uint8_t;
   static __device__ __forceinline__ float to_float(Stored v) { return __uint_as_float(uint32_t(v) << 23); }
-  static __device__ __forceinline__ uint32_t twice(Stored v) { return w4a16::twice<kType>(to_float(v)); }
+  static __device__ __forceinline__ void rows(Stored const (&v)[2], uint32_t (&twice)[2]) {
+    twice[0] = w4a16::twice<kType>(to_float(v[0]));
+    twice[1] = w4a16::twice<kType>(to_float(v[1]));
+  }
 };
-/// E4M3: sign, exponent and mantissa move to their places, a power of two makes up for the biases; 0x7f and 0xff are NaN.
+/// E4M3; 0x7f and 0xff are NaN. The conversion of two is one instruction from sm_89 on.
 template <DataType kType>
 struct Scale<kType, WeightFormat::kNvFp4> {
   using Stored = uint8_t;
-  static __device__ __forceinline__ float to_float(Stored v) {
+  static __device__ __forceinline__ float to_float(Stored v) {  // sign, exponent and mantissa to their places, 2^120 for the biases
     float const value = __uint_as_float((uint32_t(v) & 0x80u) << 24 | (uint32_t(v) & 0x7fu) << 20) * 0x1p120f;
     return (v & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000u) : value;
   }
-  static __device__ __forceinline__ uint32_t twice(Stored v) {
-    constexpr int kShift = kType == DataType::kF16 ? 7 : 4;
-    constexpr uint32_t kRaise = kType == DataType::kF16 ? 0x5c005c00u : 0x7b807b80u;  // 2^8, 2^120
-    constexpr uint32_t kNan = kType == DataType::kF16 ? 0x7e007e00u : 0x7fc07fc0u;
-    uint32_t const magnitude = v & 0x7fu, bits = (v & 0x80u) << 8 | magnitude << kShift;
-    return Half2<kType>::mul(both_halves(uint16_t(bits)), kRaise) | (magnitude + 1) / 128 * kNan;
+  static __device__ __forceinline__ void rows(Stored const (&v)[2], uint32_t (&twice)[2]) {
+    uint32_t both;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(uint16_t(uint32_t(v[0]) | uint32_t(v[1]) << 8)));
+    if constexpr (kType == DataType::kBF16) {
+      float2 const wide = __half22float2(*reinterpret_cast<__half2 const*>(&both));
+      __nv_bfloat162 const narrow = __float22bfloat162_rn(wide);  // exact: four bits of mantissa
+      both = *reinterpret_cast<uint32_t const*>(&narrow);
+    }
+    twice[0] = __byte_perm(both, 0, 0x1010);
+    twice[1] = __byte_perm(both, 0, 0x3232);
   }
 };
 

@@ -16,7 +16,7 @@ namespace {
 Status without_cuda() { return Status::failure(StatusCode::kNotCompiled, "this build has no CUDA code"); }
 }  // namespace
 
-Status pack_weight(int, uint8_t const*, int64_t, int64_t, int64_t, void*, Stream) { return without_cuda(); }
+Status pack_weight(WeightFormat, uint8_t const*, int64_t, int64_t, int64_t, void*, Stream) { return without_cuda(); }
 Status dequantize_weight(QuantizedWeight const&, DataType, void*, Stream) { return without_cuda(); }
 Status gather_columns(void const*, int64_t, int32_t const*, int64_t, int64_t, void*, bool, Stream) { return without_cuda(); }
 #endif

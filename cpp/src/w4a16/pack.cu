@@ -15,10 +15,10 @@ constexpr int kThreads = 128;
 
 // Codes go through shared memory: rows are read coalesced, words written coalesced. A row of 64 codes takes 68 bytes there, so that the eight
 // rows of a warp's codes are in different banks.
-template <int kBits>
+template <WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads) pack_kernel(uint8_t const* codes, int64_t n, int64_t k, int64_t ld, uint4* packed) {
-  constexpr int kWords = kBits / 4;  // of a thread, for 16 columns
-  constexpr int kCodes = 8 / kWords;
+  constexpr int kBits = bits_of(kFormat), kWords = kBits / 4;  // words of a thread, for 16 columns
+  constexpr int kRegisters = 4 / kWords;                       // of a fragment, in a word
   __shared__ uint8_t tile[kBlockN][kBlockK + 4];
   int64_t const n0 = int64_t(blockIdx.y) * kBlockN, k0 = int64_t(blockIdx.x) * kBlockK;
   for (int i = threadIdx.x; i < kBlockN * kBlockK; i += kThreads) {
@@ -32,11 +32,11 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(uint8_t const* codes, in
   for (int w = 0; w < 4 * kWords; ++w) {
     words[w] = 0;
 #pragma unroll
-    for (int p = 0; p < kCodes; ++p) {  // w4_layout.h
-      int const row = thread / 32 * 16 + 8 * (p % 2) + lane / 4;
-      int const column =
-          kBits == 4 ? 16 * w + 8 * (p / 2 % 2) + 2 * (lane % 4) + p / 4 : 16 * (w / 2) + 8 * (w % 2) + 2 * (lane % 4) + p / 2;
-      words[w] |= uint32_t(tile[row][column]) << (kBits * p);
+    for (int p = 0; p < 2 * kRegisters; ++p) {  // w4_layout.h
+      int const r = p % kRegisters, odd = p / kRegisters, of_fragment = w % kWords * kRegisters + r;
+      int const row = thread / 32 * 16 + 8 * (of_fragment % 2) + lane / 4;
+      int const column = 16 * (w / kWords) + 8 * (of_fragment / 2) + 2 * (lane % 4) + odd;
+      words[w] |= uint32_t(tile[row][column]) << shift_of(kFormat, r, odd);
     }
   }
   int64_t const block = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
@@ -72,7 +72,7 @@ template <DataType kType, WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight const weight, int group_shift, uint4* out) {
   using Element = gemm::ElementOf<kType>;
   using Stored = typename Scale<kType, kFormat>::Stored;
-  constexpr int kBits = bits_of(kFormat), kWords = kBits / 4, kPerWord = 32 / kBits;
+  constexpr int kBits = bits_of(kFormat), kWords = kBits / 4;
   constexpr bool kHasZeros = has_zero_points(kFormat);
   constexpr uint32_t kMask = (1u << kBits) - 1;
   __shared__ alignas(16)
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
     for (int w = 0; w < kWords; ++w)
       codes[b][w] = first + b < blocks_k ? __ldcs(packed + (b * kWords + w) * kThreads) : make_uint4(0, 0, 0, 0);
   }
-  if constexpr (bits_of(kFormat) == 4 && !kHasZeros) {
+  if constexpr (has_code_book(kFormat)) {
     if (thread < 16) book[thread] = book_value<kFormat>(thread);
     __syncthreads();
   }
@@ -116,11 +116,11 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // fragment registers
-        int const w = kWords == 1 ? slab : slab * 2 + i / 2, p = kWords == 1 ? i : i % 2;
+        int const w = kWords == 1 ? slab : slab * 2 + i / 2, r = kWords == 1 ? i : i % 2;
         uint4 const& chunk = codes[b][w / 4];
         uint32_t const word = w % 4 == 0 ? chunk.x : w % 4 == 1 ? chunk.y : w % 4 == 2 ? chunk.z : chunk.w;
-        float low = value_of<kFormat>(word >> (kBits * p) & kMask, book);
-        float high = value_of<kFormat>(word >> (kBits * (p + kPerWord / 2)) & kMask, book);
+        float low = value_of<kFormat>(word >> shift_of(kFormat, r, 0) & kMask, book);
+        float high = value_of<kFormat>(word >> shift_of(kFormat, r, 1) & kMask, book);
         if constexpr (kHasZeros) {
           low -= zero[i % 2];
           high -= zero[i % 2];
@@ -168,12 +168,14 @@ __global__ void __launch_bounds__(256)
 }  // namespace
 }  // namespace w4a16
 
-Status pack_weight(int bits, uint8_t const* codes, int64_t n, int64_t k, int64_t ld, void* packed, Stream stream) {
+Status pack_weight(WeightFormat format, uint8_t const* codes, int64_t n, int64_t k, int64_t ld, void* packed, Stream stream) {
   using namespace w4a16;
   dim3 const grid(unsigned((k + kBlockK - 1) / kBlockK), unsigned((n + kBlockN - 1) / kBlockN));
   if (grid.x == 0 || grid.y == 0) return Status::success();
   if (grid.y > 65535) return Status::failure(StatusCode::kNotSupported, "n = %lld is more than a launch covers", (long long)n);
-  auto* kernel = bits == 4 ? &pack_kernel<4> : &pack_kernel<8>;
+  auto* kernel = bits_of(format) == 8    ? &pack_kernel<WeightFormat::kInt8>
+                 : has_code_book(format) ? &pack_kernel<WeightFormat::kNf4>
+                                         : &pack_kernel<WeightFormat::kInt4>;
   kernel<<<grid, kThreads, 0, stream>>>(codes, n, k, ld, static_cast<uint4*>(packed));
   return cuda_status(cudaGetLastError(), "launch of pack_weight");
 }

@@ -9,6 +9,9 @@
 //     column  16 s + 8 (p / 2 % 2) + 2 (t % 4) + p / 4
 //   Nibbles i and i + 4 are neighbours along k, the low and the high half of fragment register i: `word >> 4 i & 0x000f000f` is that register's
 //   two codes, four bits each in a half of 16.
+//   Code books (nf4, mxfp4, nvfp4) have the pair side by side instead, byte i of the word, which is the index of the pair of values:
+//     row     16 (t / 32) + 8 (p / 2 % 2) + t % 32 / 4
+//     column  16 s + 8 (p / 4) + 2 (t % 4) + p % 2
 //   8-bit: 1024 words, two halves of 32 columns. Word 512 h + 4 t + 2 s + j belongs to thread t, slab 2 h + s. Byte p of a word:
 //     row     16 (t / 32) + 8 (p % 2) + t % 32 / 4
 //     column  16 (2 h + s) + 8 j + 2 (t % 4) + p / 2
@@ -19,11 +22,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define MINFER_HOST_DEVICE __host__ __device__ inline
-#else
-#define MINFER_HOST_DEVICE inline
-#endif
+#include "minfer/types.h"
 
 namespace minfer::w4a16 {
 
@@ -32,23 +31,15 @@ constexpr int kChunkBytes = 2048;
 constexpr int block_words(int bits) { return kBlockN * kBlockK * bits / 32; }
 constexpr int kBlockWords4 = block_words(4), kBlockBytes4 = 4 * kBlockWords4;
 
-struct Place {
-  int word;   // in the block
-  int shift;  // of the code in the word, bits
-};
-
-/// Where the 4-bit code of row n, column k of a block lies.
-MINFER_HOST_DEVICE Place place4(int n, int k) {
-  int const thread = n / 16 * 32 + n % 8 * 4 + k % 8 / 2;
-  int const nibble = n / 8 % 2 + 2 * (k / 8 % 2) + 4 * (k % 2);
-  return {4 * thread + k / 16, 4 * nibble};
+/// Formats whose codes are looked up in a table.
+constexpr bool has_code_book(WeightFormat format) {
+  return format == WeightFormat::kNf4 || format == WeightFormat::kMxFp4 || format == WeightFormat::kNvFp4;
 }
 
-/// Where the 8-bit code of row n, column k of a block lies.
-MINFER_HOST_DEVICE Place place8(int n, int k) {
-  int const thread = n / 16 * 32 + n % 8 * 4 + k % 8 / 2, slab = k / 16;
-  int const byte = n / 8 % 2 + 2 * (k % 2);
-  return {slab / 2 * 512 + 4 * thread + slab % 2 * 2 + k / 8 % 2, 8 * byte};
+/// Where in a thread's word of a slab the codes of a fragment register are (register i: row half i % 2, columns' half i / 2 % 2; of 8-bit
+/// codes a register is half a slab's and i is 0 or 1): the shift of the even column's code, and of the odd one's.
+constexpr int shift_of(WeightFormat format, int i, int odd) {
+  return has_code_book(format) ? 8 * i + 4 * odd : bits_of(format) == 4 ? 4 * i + 16 * odd : 8 * i + 16 * odd;
 }
 
 /// log2 of a group size, or 30 where all of k is one group.

@@ -302,7 +302,7 @@ Status launch_w4a16_sm80(gemm::GemmLaunchArguments const& arguments) {
   GemmOperands const& operands = *arguments.operands;
 
   typename Kernel::Params params{};
-  if (Status status = gemm::describe_schedule_sm80<Config>(arguments, &params.schedule, &params.split); !status.ok()) return status;
+  if (Status status = gemm::describe_schedule<Config>(arguments, &params.schedule, &params.split); !status.ok()) return status;
   params.weights = static_cast<uint4 const*>(operands.b);
   params.activations = static_cast<uint16_t const*>(operands.a);
   params.scales = static_cast<uint16_t const*>(operands.b_scales);

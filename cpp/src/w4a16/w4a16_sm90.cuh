@@ -1,13 +1,15 @@
-// GEMM with 4-bit and 8-bit weights for sm_90a: TMA + WGMMA with the weights in registers, persistent, warp specialised.
+// GEMM with 4-bit and 8-bit weights for sm_90a: TMA + WGMMA with the weights in registers, persistent, warp specialised; up to 16 tokens
+// mma.sync takes WGMMA's place.
 //
 // The weights' rows (the caller's n) are the MMA's m, the tokens (the caller's m) its n, so that a few tokens are one narrow instruction.
 // Warp roles. Warpgroup 0: its warp 0 is the producer, which walks the schedule and fills a ring of kStages stages: packed weights, scales,
 // zeros and activations, all by TMA. Warpgroups 1 to kConsumers: 64 rows of the tile each. A thread reads its own codes of a 64 x 64 block by one
 // 16-byte access (two of 8-bit weights; w4_layout.h), dequantises them to four A fragments and issues four WGMMAs; while these run it
-// dequantises the next block into the other set of registers.
+// dequantises the next block into the other set of registers. With mma.sync several warps of an SM scheduler take each other's time.
 // Pipelines. Ring: one pair of mbarriers a stage (full: TMA bytes; empty: one arrival of each consumer warp, when the WGMMAs that read the
 // stage's activations have retired). C and D: epilogue_sm90.cuh.
-// Tile walk: TileScheduler (data-parallel, split-K or stream-K at run time); pieces meet in the workspace (split_reduction.cuh).
+// Tile walk: TileScheduler (data-parallel, split-K or stream-K at run time); pieces meet in the workspace (split_reduction.cuh), or, split-K of
+// one tile to a cluster, in the owner's shared memory (cluster_split.h).
 // Start: weights, scales and zeros are constants, so the first stages of them are loaded under the predecessor's tail; activations, C and
 // everything written wait for it (dependent_launch.cuh).
 // Limits: activations 16-byte aligned in base and rows; groups of 32 (fine; nvfp4: 16) or 128 times a power of two, or all of k.
@@ -16,12 +18,14 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include "common/dependent_launch.cuh"
+#include "common/mma_sm80.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
 #include "cutlass/cutlass.h"
 #include "gemm/epilogue_sm90.cuh"
 #include "gemm/launch_sm90.cuh"
+#include "w4a16/cluster_split.h"
 #include "w4a16/dequantize.cuh"
 #include "w4a16/w4_layout.h"
 
@@ -41,9 +45,8 @@ struct W4A16Sm90 {
       cute::min(232, (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (kConsumers * 128) / 8 * 8);
   static_assert(kProducerRegisters * 128 + kConsumerRegisters * 128 * kConsumers <= kLaunchRegisters * kThreads);
   static constexpr int kMmaM = kTileM / (64 * kConsumers);  // 64-row slabs of a warpgroup: slab mi of warpgroup w is mi * kConsumers + w
-  static constexpr int kUnits = kBlocks * kMmaM;            // 64 x 64 blocks of a warpgroup in a stage
   static constexpr int kCluster = Config::kClusterM;
-  static_assert(kTileM % (64 * kConsumers) == 0 && kTileK % kBlockK == 0 && kUnits % 2 == 0);
+  static_assert(kTileM % (64 * kConsumers) == 0 && kTileK % kBlockK == 0);
   static_assert(Config::kSwap && Config::kSchedule == Schedule::kCooperative && Config::kClusterN == 1 && kTileN % (8 * kCluster) == 0);
 
   // Few tokens: scales go in fp32 to the accumulators of a stage, kTileN / 2 multiply-adds; many: to the fragments, 16 multiplies a block.
@@ -52,9 +55,12 @@ struct W4A16Sm90 {
   static_assert(kScaling == Scaling::kFragments || kScaling == Scaling::kFine || (kMmaM == 1 && kBlocks == 2));
 
   static constexpr WeightFormat kFormat = Config::kFormat;
-  static constexpr bool kHasZeros = has_zero_points(kFormat), kHasBook = bits_of(kFormat) == 4 && kFormat != WeightFormat::kInt4;
+  static constexpr bool kHasZeros = has_zero_points(kFormat), kHasBook = has_code_book(kFormat);
+  // mma.sync, not WGMMA. With 16 tokens shared memory is what runs out: every warp reads all of them, and code books are in it, too.
+  static constexpr bool kSync = kTileN == 8 || (kTileN == 16 && kScaling == Scaling::kFineAccumulators && !kHasBook);
+  static_assert(!kSync || kMmaM == 1);
   static constexpr int kGroup = !kFine ? kTileK : fixed_group_of(kFormat) != 0 ? fixed_group_of(kFormat) : 32;  // the smallest
-  static_assert(kGroup >= 32 || kScaling == Scaling::kFineAccumulators);
+  static_assert(kGroup >= 32 || kScaling == Scaling::kFine);
   static constexpr int kScaleRows = kTileK / kGroup;  // groups that may begin in a stage
   static constexpr int kRing = 4;                     // A fragments in use
   static constexpr int kValues = kMmaM * kTileN / 2;  // accumulators of a thread
@@ -83,6 +89,7 @@ struct W4A16Sm90 {
     uint64_t hint_weights;
     int32_t group_shift;  // log2 of the group size; 30: one group
     int32_t stage_bytes;
+    int32_t cluster_pieces;  // > 0: the pieces of a tile are the CTAs of a cluster, its last one owns the tile
     bool has_zeros;
   };
 
@@ -92,6 +99,11 @@ struct W4A16Sm90 {
   struct Zeros {
     alignas(128) uint16_t of[kStages][kScaleRows][kTileM];
   };
+  static constexpr int kMaxPieces = max_cluster_pieces(kFormat, kTileN);
+  struct Pieces {
+    alignas(16) float4 of[cute::max(1, kMaxPieces)][kConsumers][kValues / 4][128];
+    alignas(8) uint64_t full[kConsumers];
+  };
   struct SharedStorage {
     alignas(1024) Element activations[kStages][kTileN * kTileK];
     alignas(1024) uint4 weights[kStages][kTileM / 64][kChunks][128];
@@ -99,6 +111,7 @@ struct W4A16Sm90 {
     typename Epilogue::Buffers epilogue;
     alignas(128) typename Scale::Stored scales[kStages][kScaleRows][kTileM];
     [[no_unique_address]] cute::conditional_t<kHasZeros, Zeros, cute::tuple<>> zeros;
+    [[no_unique_address]] cute::conditional_t<(kMaxPieces > 0), Pieces, cute::tuple<>> pieces;
     alignas(8) uint64_t full[kStages], empty[kStages];
     typename Epilogue::Small epilogue_small;
   };
@@ -140,10 +153,18 @@ struct W4A16Sm90 {
         EmptyBarrier::init(&storage.empty[s], kConsumers * 4 * kCluster);
       }
       Epilogue::initialize(storage.epilogue_small);
+      if constexpr (kMaxPieces > 0) {
+        if (params.cluster_pieces > 0) {
+          for (int c = 0; c < kConsumers; ++c) {
+            FullBarrier::init(&storage.pieces.full[c], 1);
+            FullBarrier::arrive_and_expect_tx(&storage.pieces.full[c], uint32_t(params.cluster_pieces * kValues * 128 * 4));
+          }
+        }
+      }
       cutlass::arch::fence_barrier_init();
     }
     int const rank = kCluster > 1 ? int(cute::block_rank_in_cluster()) : 0;
-    if constexpr (kCluster > 1) {
+    if (kCluster > 1 || (kMaxPieces > 0 && params.cluster_pieces > 0)) {
       cute::cluster_arrive_relaxed();
       cute::cluster_wait();
     } else {
@@ -256,6 +277,16 @@ struct W4A16Sm90 {
     }
   }
 
+  // The scales of a thread's two rows, twice in a register, for its fragments.
+  static CUTLASS_DEVICE void scales_of_rows(typename Scale::Stored const* scales, uint32_t (&twice)[2]) {
+    typename Scale::Stored const of_rows[2] = {scales[0], scales[8]};
+    Scale::rows(of_rows, twice);
+    if constexpr (kHasZeros) {
+      twice[0] = Half2<Config::kType>::mul(twice[0], Codes::inverse(0));
+      twice[1] = Half2<Config::kType>::mul(twice[1], Codes::inverse(1));
+    }
+  }
+
   // The zero point of symmetric weights, in this warpgroup's rows of every stage.
   static CUTLASS_DEVICE void fill_zeros(SharedStorage& storage, int consumer, int thread) {
     for (int i = thread; i < kStages * kScaleRows * kMmaM * 32; i += 128) {
@@ -334,12 +365,7 @@ struct W4A16Sm90 {
           int const row = (mi * kConsumers + consumer) * 64 + thread / 32 * 16 + thread % 32 / 4;
           int const group = kFine ? (slab * 16) >> params.group_shift : 0;
           typename Scale::Stored const* scales = &storage.scales[stage][group][row];
-          scale[mi][0] = Scale::twice(scales[0]);
-          scale[mi][1] = Scale::twice(scales[8]);
-          if constexpr (kHasZeros) {
-            scale[mi][0] = H::mul(scale[mi][0], Codes::inverse(0));
-            scale[mi][1] = H::mul(scale[mi][1], Codes::inverse(1));
-          }
+          scales_of_rows(scales, scale[mi]);
           load_zeros(storage, stage, group, row, zero[mi]);
         }
         uint32_t words[Codes::kWords];
@@ -460,7 +486,7 @@ struct W4A16Sm90 {
     }
   }
 
-  /// Scales on the accumulators of every 32 of k (nvfp4: 16): while a piece's two WGMMAs run the next one's codes are dequantised into the other set.
+  /// Scales on the accumulators of every 32 of k: while a piece's two WGMMAs run the next one's codes are dequantised into the other set.
   /// kZeroPoints: whether they are read; in two forms, as there are as many of them as scales.
   template <bool kZeroPoints, class Accumulator>
   static CUTLASS_DEVICE void mainloop_fine_accumulators(Params const& params, SharedStorage& storage, Ring& ring, Accumulator& accumulator,
@@ -539,13 +565,125 @@ struct W4A16Sm90 {
     for (int v = 0; v < kValues; ++v) accumulator(v) *= Codes::inverse_float(v / 2 % 2);
   }
 
+  /// Few tokens, by mma.sync: a WGMMA with A in registers holds the tensor cores for 32 cycles however narrow it is (an SM then gets through 61
+  /// codes/ns, less than memory delivers), an m16n8k16 for 8. Its accumulators are the WGMMA's.
+  template <bool kZeroPoints, class Accumulator>
+  static CUTLASS_DEVICE void mainloop_sync(Params const& params, SharedStorage& storage, Ring& ring, Accumulator& accumulator, int k_count,
+                                           int consumer, int thread) {
+    using H = Half2<Config::kType>;
+    constexpr bool kOnFragments = kScaling == Scaling::kFragments || kScaling == Scaling::kFine;
+    constexpr int kSlabs = kTileK / 16, kEights = kTileN / 8;                       // of k and of tokens
+    constexpr int kPiece = kOnFragments ? kSlabs : cute::min(kGroup, kTileK) / 16;  // slabs between scalings of the accumulators
+    constexpr int kChains = kPiece > 2 ? 2 : 1;                                     // sums that take turns
+    int const lane = thread % 32, row = consumer * 64 + thread / 32 * 16 + lane / 4;
+    // ldmatrix: lane l gives the address of unit l / 8 (8 of k) of token l % 8; units lie at u ^ token % 8 of 128 bytes.
+    uint32_t const tokens = cute::cast_smem_ptr_to_uint(&storage.activations[0][0]) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+    w4a16::Book const book = book_of(storage, thread);
+    uint32_t zero[2] = {0, 0}, scale[2];
+    if constexpr (kHasZeros && !kZeroPoints) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 2; ++r) zero[r] = H::mul(Codes::kSymmetricZero, Codes::factor(r) ^ 0x80008000u);
+    }
+    float sum[kChains][kEights][4];
+    auto const clear = [&] {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kChains * kValues; ++i) sum[i / kValues][i % kValues / 4][i % 4] = 0.0f;
+    };
+    auto const total = [&](int v) { return kChains == 2 ? sum[0][v / 4][v % 4] + sum[kChains - 1][v / 4][v % 4] : sum[0][v / 4][v % 4]; };
+
+    clear();
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kValues; ++v) accumulator(v) = 0.0f;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < k_count; ++i) {
+      int const stage = ring.index;
+      FullBarrier::wait(&storage.full[stage], ring.phase);
+      uint4 codes[kChunks];
+      CUTLASS_PRAGMA_UNROLL
+      for (int c = 0; c < kChunks; ++c) codes[c] = load_codes(storage, stage, 0, c, consumer, thread);
+      uint32_t b[kSlabs / 2][kEights][4];
+      CUTLASS_PRAGMA_UNROLL
+      for (int u = 0; u < kSlabs / 2 * kEights; ++u) {
+        int const pair = u / kEights, eight = u % kEights;  // [64 of k][tokens][unit]
+        uint32_t const at = tokens + stage * (kTileN * kTileK * 2) + pair / 2 * (kTileN * 128) + eight * 1024;
+        load_matrices(at ^ pair % 2 * 64, b[pair][eight]);
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        int const group = kFine ? (slab * 16) >> params.group_shift : 0;
+        typename Scale::Stored const* scales = &storage.scales[stage][group][row];
+        if (slab % (kGroup / 16) == 0) {
+          if constexpr (kZeroPoints) load_zeros(storage, stage, group, row, zero);
+          if constexpr (kOnFragments) scales_of_rows(scales, scale);
+        }
+        if (!kOnFragments && slab % kPiece == 0) clear();
+        uint32_t words[Codes::kWords], a[4];
+        words_of(codes, slab, words);
+        Codes::fragment(words, zero, book, a);
+        if constexpr (kOnFragments) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int r = 0; r < 4; ++r) a[r] = H::mul(a[r], scale[r % 2]);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int e = 0; e < kEights; ++e) {
+          multiply_16x8x16<Config::kType>(sum[slab % kChains][e], a, b[slab / 2][e][slab % 2 * 2], b[slab / 2][e][slab % 2 * 2 + 1]);
+        }
+        if (!kOnFragments && slab % kPiece == kPiece - 1) {
+          float const factor[2] = {Scale::to_float(scales[0]), Scale::to_float(scales[8])};
+          CUTLASS_PRAGMA_UNROLL
+          for (int v = 0; v < kValues; ++v) accumulator(v) = fmaf(factor[v / 2 % 2], total(v), accumulator(v));
+        }
+      }
+      // Not before the sums are there, and with them all that was read: reads that wait in the queue of shared memory were seen to be overtaken
+      // by an arrival and then by TMA, which writes zeros for what lies outside within a few hundred cycles. No sum has these bits.
+      constexpr uint32_t kNever = 0x7fedcba9u;
+      float const low = kOnFragments ? total(0) : accumulator(0), high = kOnFragments ? total(kValues - 1) : accumulator(kValues - 1);
+      release(storage, stage, thread, __float_as_uint(low) != kNever && __float_as_uint(high) != kNever);
+      ring.advance();
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kValues; ++v) accumulator(v) = kOnFragments ? total(v) : accumulator(v) * Codes::inverse_float(v / 2 % 2);
+  }
+
+  // ---- pieces of a tile in one cluster --------------------------------------------------------------------------------------------
+
+  // Straight into the owner's shared memory, whose barrier counts the bytes: 0.3 us, where the way through L2 takes 1 to 2.
+  template <class Accumulator>
+  static CUTLASS_DEVICE void send_piece(SharedStorage& storage, Accumulator const& accumulator, int piece, int owner, int consumer,
+                                        int thread) {
+    uint32_t const barrier = cute::set_block_rank(cute::cast_smem_ptr_to_uint(&storage.pieces.full[consumer]), owner);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kValues / 4; ++i) {
+      uint32_t const at = cute::set_block_rank(cute::cast_smem_ptr_to_uint(&storage.pieces.of[piece][consumer][i][thread]), owner);
+      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(at),
+                   "f"(accumulator(4 * i)), "f"(accumulator(4 * i + 1)), "f"(accumulator(4 * i + 2)), "f"(accumulator(4 * i + 3)),
+                   "r"(barrier)
+                   : "memory");
+    }
+  }
+  template <class Accumulator>
+  static CUTLASS_DEVICE void add_pieces(SharedStorage& storage, Accumulator& accumulator, int pieces, int consumer, int thread) {
+    FullBarrier::wait(&storage.pieces.full[consumer], 0);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int piece = 0; piece < pieces; ++piece) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kValues / 4; ++i) {
+        float4 const part = storage.pieces.of[piece][consumer][i][thread];
+        accumulator(4 * i) += part.x;
+        accumulator(4 * i + 1) += part.y;
+        accumulator(4 * i + 2) += part.z;
+        accumulator(4 * i + 3) += part.w;
+      }
+    }
+  }
+
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int rank, int consumer, int thread) {
     using namespace cute;
     Epilogue epilogue(params.epilogue, storage.epilogue, storage.epilogue_small, consumer, thread);
     Ring ring;
     gemm::TileScheduler scheduler(params.schedule, int(blockIdx.x) / kCluster);
     gemm::WorkItem item = scheduler.next();
-    if constexpr (kHasZeros) {
+    if constexpr (kHasZeros && !kSync) {
       if (!params.has_zeros) {
         fill_zeros(storage, consumer, thread);
         epilogue.synchronize();
@@ -563,13 +701,15 @@ struct W4A16Sm90 {
 
       Tensor accumulator = partition_fragment_C(TiledMma{}, Shape<Int<64 * kMmaM>, Int<kTileN>>{});  // (MMA,MMA_M,MMA_N)
       static_assert(decltype(size(accumulator))::value == kValues);
-      if constexpr (kScaling == Scaling::kFineAccumulators) {
-        if constexpr (kHasZeros) {
-          if (params.has_zeros) {
-            mainloop_fine_accumulators<true>(params, storage, ring, accumulator, item.k_count, consumer, thread);
-          } else {
-            mainloop_fine_accumulators<false>(params, storage, ring, accumulator, item.k_count, consumer, thread);
-          }
+      if constexpr (kSync) {
+        if (kHasZeros && params.has_zeros) {
+          mainloop_sync<kHasZeros>(params, storage, ring, accumulator, item.k_count, consumer, thread);
+        } else {
+          mainloop_sync<false>(params, storage, ring, accumulator, item.k_count, consumer, thread);
+        }
+      } else if constexpr (kScaling == Scaling::kFineAccumulators) {
+        if (kHasZeros && params.has_zeros) {
+          mainloop_fine_accumulators<kHasZeros>(params, storage, ring, accumulator, item.k_count, consumer, thread);
         } else {
           mainloop_fine_accumulators<false>(params, storage, ring, accumulator, item.k_count, consumer, thread);
         }
@@ -579,6 +719,17 @@ struct W4A16Sm90 {
         mainloop_fragments(params, storage, ring, accumulator, item.k_count, consumer, thread);
       }
 
+      if constexpr (kMaxPieces > 0) {
+        if (params.cluster_pieces > 0) {  // the CTA's only tile
+          if (!item.owner()) {
+            send_piece(storage, accumulator, int(cute::block_rank_in_cluster()), params.cluster_pieces, consumer, thread);
+            break;
+          }
+          add_pieces(storage, accumulator, params.cluster_pieces, consumer, thread);
+          epilogue.store(accumulator, row, column, 0, consumer);
+          break;
+        }
+      }
       auto const place = [&](int slot) { return (slot * kCluster + rank) * kConsumers + consumer; };
       auto const barrier = [&] { epilogue.synchronize(); };
       if (!item.owner()) {
@@ -621,6 +772,7 @@ Status launch_w4a16_sm90(gemm::GemmLaunchArguments const& arguments) {
   typename Kernel::Params params{};
   if (Status status = gemm::describe_schedule<Config>(arguments, &params.schedule, &params.split); !status.ok()) return status;
   int64_t const blocks_n = gemm::ceil_div(problem.n, kBlockN), blocks_k = gemm::ceil_div(problem.k, kBlockK);
+  params.cluster_pieces = cluster_pieces(Config::kFormat, Config::kTileN, Config::kCtasPerSm, params.schedule, *arguments.device);
   params.group_shift = group_shift(problem.group_size, problem.k);
   params.has_zeros = Kernel::kHasZeros && operands.b_zeros != nullptr;
   params.hint_weights =
@@ -654,8 +806,9 @@ Status launch_w4a16_sm90(gemm::GemmLaunchArguments const& arguments) {
   status = gemm::describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
   if (!status.ok()) return status;
   static std::atomic<uint64_t> shared_memory_allowed{0};
+  dim3 const cluster(params.cluster_pieces > 0 ? params.cluster_pieces + 1 : Config::kClusterM);
   return gemm::launch_sm90<Config>(&w4a16_sm90_kernel<Config>, params, arguments, params.schedule.workers, Kernel::kSmemBytes,
-                                   shared_memory_allowed);
+                                   shared_memory_allowed, cluster);
 }
 
 }  // namespace minfer::w4a16

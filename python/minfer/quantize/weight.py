@@ -120,5 +120,8 @@ def weight_of_codes(
     (n, k), form = codes.shape, FORMATS[format]
     if zeros is not None:
         zeros = None if bool((zeros == form.zero).all()) else zeros.to(scales.dtype).contiguous()
-    kind, pack = (W4Weight, w4a16.w4a16_pack) if form.bits == 4 else (W8Weight, w8a16.w8a16_pack)
-    return kind(pack(codes), scales.contiguous(), zeros, perm, group_size, n, k, format, bias, alpha)
+    if form.bits == 4:
+        kind, qweight = W4Weight, w4a16.w4a16_pack(codes, w4_format=format)
+    else:
+        kind, qweight = W8Weight, w8a16.w8a16_pack(codes)
+    return kind(qweight, scales.contiguous(), zeros, perm, group_size, n, k, format, bias, alpha)
