@@ -152,16 +152,27 @@ void launch_dequantize(QuantizedWeight const& weight, dim3 grid, void* out, Stre
   }
 }
 
-__global__ void __launch_bounds__(256)
+// A thread takes eight columns, of every gridDim.y-th row. The permutation is a constant like the weights: it is read under the predecessor's tail.
+__global__ void __launch_bounds__(kThreads)
     gather_kernel(uint16_t const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, uint16_t* out) {
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
+#endif
+  int64_t const column = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 8;
+  int32_t from[8] = {};
+  if (column < k) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) from[i] = __ldg(perm + column + i);
+  }
+#if __CUDA_ARCH__ >= 900
   wait_for_predecessor();
 #endif
-  int64_t const total = m * k;
-  for (int64_t i = int64_t(blockIdx.x) * 256 + threadIdx.x; i < total; i += int64_t(gridDim.x) * 256) {
-    int64_t const row = i / k;
-    out[i] = a[row * lda + perm[i - row * k]];
+  if (column >= k) return;
+  for (int64_t row = blockIdx.y; row < m; row += gridDim.y) {
+    alignas(16) uint16_t gathered[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) gathered[i] = a[row * lda + from[i]];
+    *reinterpret_cast<uint4*>(out + row * k + column) = *reinterpret_cast<uint4 const*>(gathered);
   }
 }
 
@@ -196,13 +207,13 @@ Status dequantize_weight(QuantizedWeight const& weight, DataType type, void* out
 
 Status gather_columns(void const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, void* out, bool programmatic, Stream stream) {
   if (m == 0 || k == 0) return Status::success();
-  int64_t const blocks = (m * k + 255) / 256;
+  int64_t const columns = (k / 8 + w4a16::kThreads - 1) / w4a16::kThreads;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(blocks < 4096 ? blocks : 4096));
-  config.blockDim = dim3(256);
+  config.gridDim = dim3(unsigned(columns), unsigned(m < 1024 ? m : 1024));
+  config.blockDim = dim3(w4a16::kThreads);
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = programmatic ? 1 : 0;
