@@ -39,7 +39,8 @@ Status dequantize_first(GemmProblem const& problem, DeviceProperties const& devi
 /// Predicted time of dequantize_weight for the problem's weight, in us.
 double dequantize_us(GemmProblem const& problem, DeviceProperties const& device);
 
-/// out [m, k] = a[:, perm], 16-bit elements, contiguous, 16-byte aligned; k a multiple of 8; a [m, k] with leading dimension lda, perm int32 [k] in 0..k-1.
+/// out [m, k] = a[:, perm], 16-bit elements, contiguous, 16-byte aligned; k a multiple of 8; a [m, k] with leading dimension lda, perm int32
+/// [k] in 0..k-1, a constant like the weights: it is read before the stream's previous launch is waited for.
 /// programmatic: launched with programmatic stream serialization (compute capability 9.0 on).
 Status gather_columns(void const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, void* out, bool programmatic, Stream stream);
 
