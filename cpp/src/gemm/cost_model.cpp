@@ -1,6 +1,6 @@
 // The analytic cost model. A launch takes
 //   start + combined(busiest worker's k-iterations and tiles, HBM traffic) + exposed epilogue + fix-up of pieces
-// in us. The constants are a fit to 16000 timings of 80 kernels over 297 problems on the H200 (m from 1 to 8192, of which 53 with odd extents),
+// in us. The constants are a fit to 19000 timings of 80 kernels over 318 problems on the H200 (m from 1 to 8192, 60 of them with odd extents),
 // weighted towards each problem's fastest candidates, so they describe the choice among good candidates rather than the hardware; rates scale
 // with the device's own.
 #include "gemm/cost_model.h"
@@ -14,24 +14,27 @@ namespace minfer::gemm {
 
 namespace {
 
-constexpr double kStartUs = 2.84;      // launch, set-up, first bytes, last store
-constexpr double kOverlapUs = 2.74;    // of it, hidden when the next launch sets up on the SMs this one leaves free
+constexpr double kStartUs = 3.18;      // launch, set-up, first bytes, last store
+constexpr double kOverlapUs = 2.65;    // of it, hidden when the next launch sets up on the SMs this one leaves free
 constexpr double kClusterUs = 0.022;   // cluster launch and the barrier at its start, for each doubling
 constexpr double kSmPeak = 8.1e6;      // flop/us of one busy SM at its highest clock; all of them together are held to kMatrixPeak by power
-constexpr double kMatrixPeak = 948e6;  // before the shared-memory term below: a large tile sustains 750e6
-constexpr double kInstructionColumns = 12.6;  // columns a WGMMA costs on top of its own: reading A from shared memory
-constexpr double kIdleWarpgroup = 0.432;      // a pingpong CTA with a single tile has no other warpgroup to fill its waits: what it adds
-constexpr double kIdleShare = 2.06;           // with more tiles that is so for the first and the last: share * tiles ^ -power of it
-constexpr double kIdlePower = 1.78;
-constexpr double kL2PeakPerSm = 73.2e3;                     // bytes/us
-constexpr double kSplitLines = 1.08;                        // of L2's time, where rows of k do not start on whole lines of 128 bytes
-constexpr double kMulticastShare = 0.762;                   // of the bytes a multicast could save, how many it does
-constexpr double kTileUs = 0.469, kPingpongTileUs = 0.678;  // a tile's first bytes and its hand-over, beside its epilogue
-constexpr double kEpilogueBytes = 12.7e3;                   // D bytes/us of one SM
+constexpr double kMatrixPeak = 949e6;  // before the shared-memory term below: a large tile sustains 750e6
+constexpr double kInstructionColumns = 11;  // columns a WGMMA costs on top of its own: reading A from shared memory
+constexpr double kIdleWarpgroup = 0.349;    // a pingpong CTA with a single tile has no other warpgroup to fill its waits: what it adds
+constexpr double kIdleShare = 1.91;         // with more tiles that is so for the first and the last: share * tiles ^ -power of it
+constexpr double kIdlePower = 1.61;
+constexpr double kL2PeakPerSm = 75.0e3;  // bytes/us
+// Of the MMAs' time, by schedule, where rows of k do not start on whole lines of 128 bytes: L2 is then the limit sooner.
+constexpr double kUnevenCooperative = 0.68, kUnevenPingpong = 1.04;
+constexpr double kWidePingpong = 0.973;                     // more than 128 columns
+constexpr double kStreamK = 1.017;                          // CTAs are at different k, so less of what they read is shared
+constexpr double kMulticastShare = 0.741;                   // of the bytes a multicast could save, how many it does
+constexpr double kTileUs = 0.268, kPingpongTileUs = 0.401;  // a tile's first bytes and its hand-over, beside its epilogue
+constexpr double kEpilogueBytes = 13.8e3;                   // D bytes/us of one SM
 constexpr double kNarrowBoxes = 0.16;                       // exponent: D leaving in boxes of 32 or 16 columns, not 64
-constexpr double kFixupUs = 0.786;                          // a piece's publication, flag and first read
-constexpr double kFixupBytes = 60.2e3;                      // bytes/us of one SM
-constexpr double kHbmShare = 1.40;                          // of the device's read bandwidth: launches overlap
+constexpr double kFixupUs = 0.72;                           // a piece's publication, flag and first read
+constexpr double kFixupBytes = 62.8e3;                      // bytes/us of one SM
+constexpr double kHbmShare = 1.46;                          // of the device's read bandwidth: launches overlap
 constexpr double kHbmSms = 0.15;                            // share of the SMs that draws all of it
 constexpr double kPortableRate = 0.38;                      // mma.sync against WGMMA, per SM
 constexpr double kPortableStartUs = 1.5;                    // no prologue under the predecessor's tail
@@ -51,11 +54,13 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
 
   // One k-iteration of one CTA: tensor cores, or operands out of L2.
   double const rate = std::min(kSmPeak * per_sm_scale, kMatrixPeak * scale / active) / share * (portable ? kPortableRate : 1.0);
-  double const mma_us = 2.0 * kernel.tile_m * (kernel.tile_n + kInstructionColumns) * kernel.tile_k / rate;
+  bool const pingpong = kernel.schedule == Schedule::kPingpong, uneven = !portable && problem.k % 64 != 0;
+  double const mma_us = 2.0 * kernel.tile_m * (kernel.tile_n + kInstructionColumns) * kernel.tile_k / rate *
+                        (pingpong && kernel.tile_n > 128 ? kWidePingpong : 1.0) *
+                        (uneven ? pingpong ? kUnevenPingpong : kUnevenCooperative : 1.0);
   double const a_rows = kernel.tile_m * (1.0 - kMulticastShare * (1.0 - 1.0 / kernel.cluster_n));
   double const b_rows = kernel.tile_n * (1.0 - kMulticastShare * (1.0 - 1.0 / kernel.cluster_m));
-  bool const split_lines = problem.k % 64 != 0;
-  double const l2_us = 2.0 * kernel.tile_k * (a_rows + b_rows) * share / (kL2PeakPerSm * per_sm_scale) * (split_lines ? kSplitLines : 1.0);
+  double const l2_us = 2.0 * kernel.tile_k * (a_rows + b_rows) * share / (kL2PeakPerSm * per_sm_scale);
 
   // The busiest worker.
   double const tiles = schedule.tiles();
@@ -71,11 +76,11 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
     owned = schedule.splits > 1 ? std::ceil(tiles / schedule.workers) : items;
     pieces = schedule.splits - 1;
   }
-  bool const pingpong = kernel.schedule == Schedule::kPingpong;
   double const idle = !pingpong                                 ? 0.0
                       : schedule.stream_tiles == 0 && items < 2 ? kIdleWarpgroup
                                                                 : kIdleWarpgroup * kIdleShare * std::pow(std::max(owned, 1.5), -kIdlePower);
-  double const busy_us = iterations * std::max(mma_us * (1.0 + idle), l2_us) + owned * (pingpong ? kPingpongTileUs : kTileUs);
+  double const busy_us = iterations * std::max(mma_us * (1.0 + idle), l2_us) * (schedule.stream_tiles > 0 ? kStreamK : 1.0) +
+                         owned * (pingpong ? kPingpongTileUs : kTileUs);
 
   // HBM: operands once, and the walked one again for every band of tiles when a band's working set leaves L2.
   double const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
@@ -84,7 +89,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
       double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : kernel.tile_n * kernel.cluster_n);
   double const bands = std::max(1.0, std::ceil((schedule.raster_along_n ? rows : columns) / band));
   double const walked = schedule.raster_along_n ? b_bytes : a_bytes;
-  double const rereads = walked <= 0.62 * device.l2_bytes ? 1.0 : bands;
+  double const rereads = walked <= 0.61 * device.l2_bytes ? 1.0 : bands;
   double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
   double const bytes = problem.batch * (a_bytes + b_bytes + walked * (rereads - 1.0) + d_bytes * (problem.has_c ? 2.0 : 1.0));
   double const hbm_us = bytes / (kHbmShare * device.read_bandwidth * std::min(1.0, active / (kHbmSms * sms)));
