@@ -499,6 +499,30 @@ def test_safetensors(tmp_path):
         assert torch.equal(loaded[name].dequantize(), weight.dequantize())
 
 
+def test_safetensors_of_other_layouts(tmp_path):
+    """Code books were packed like int4 once: such a file is refused, and so is one from the future."""
+    safetensors = pytest.importorskip("safetensors")
+    dense = torch.randn(N, K).half()
+    path = tmp_path / "weights.safetensors"
+
+    def written(layout, *formats):
+        quantize.to_safetensors({f"layer.{name}": quantizer(name)(dense, format=name) for name in formats}, path)
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+        assert metadata.pop("minfer.layout") == "2"
+        if layout is not None:
+            metadata["minfer.layout"] = layout
+        safetensors.torch.save_file(tensors, path, metadata=metadata)
+        return path
+
+    assert set(quantize.from_safetensors(written(None, "int4", "int8"))) == {"layer.int4", "layer.int8"}
+    for name in ("nf4", "mxfp4", "nvfp4"):
+        with pytest.raises(ValueError, match=f"layer.{name} in an earlier packed layout of {name}: quantise it again"):
+            quantize.from_safetensors(written(None, "int4", name))
+    with pytest.raises(ValueError, match="has packed layout 3, this version reads up to 2"):
+        quantize.from_safetensors(written("3", "int4"))
+
+
 def test_safetensors_without_alpha(tmp_path):
     """A file from before there was one."""
     safetensors = pytest.importorskip("safetensors.torch")

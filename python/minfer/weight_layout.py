@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+VERSION = 2  # of the layouts, for files: before 2 the code books were packed like int4
 BLOCK = 64
 MULTIPLE = 8  # n and k: 16-byte rows of scales and of activations
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 
 import torch
 
+from .. import weight_formats, weight_layout
 from .weight import W4Weight, W8Weight
 
 # Keys of the file's metadata: {weight: {field: value}}, a weight being under the key of its kind.
 _KINDS = {"minfer.w4a16": (W4Weight, "w4_format"), "minfer.w8a16": (W8Weight, "w8_format")}
 _FIELDS = ("group_size", "n", "k", "alpha")
+_LAYOUT = "minfer.layout"  # weight_layout.VERSION; 1 where a file does not say
 
 
 def _safetensors():
@@ -37,7 +39,7 @@ def to_safetensors(weights: Mapping[str, W4Weight | W8Weight], path: str | os.Pa
     """
     package = _safetensors()
     tensors = {f"{name}.{part}": x.contiguous() for name, weight in weights.items() for part, x in weight.tensors().items()}
-    metadata = {"format": "pt"}
+    metadata = {"format": "pt", _LAYOUT: str(weight_layout.VERSION)}
     for key, (kind, form) in _KINDS.items():
         of_kind = {name: weight for name, weight in weights.items() if isinstance(weight, kind)}
         rest = {name: {field: getattr(weight, field) for field in (*_FIELDS, form)} for name, weight in of_kind.items()}
@@ -51,19 +53,28 @@ def from_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
 
     Raises:
       ImportError: the package safetensors is not installed.
-      ValueError: the file holds no packed weights.
+      ValueError: the file holds no packed weights, or some in a layout that this version does not read.
     """
     with _safetensors().safe_open(path, framework="pt", device=str(device)) as file:
         metadata = file.metadata() or {}
         if not any(key in metadata for key in _KINDS):
             raise ValueError(f"from_safetensors: {os.fspath(path)} was not written by minfer: its metadata have no '{next(iter(_KINDS))}'")
-        names = set(file.keys())
+        names, layout = set(file.keys()), int(metadata.get(_LAYOUT, "1"))
+        if layout > weight_layout.VERSION:
+            raise ValueError(
+                f"from_safetensors: {os.fspath(path)} has packed layout {layout}, this version reads up to {weight_layout.VERSION}"
+            )
 
         def tensor(name: str) -> torch.Tensor | None:
             return file.get_tensor(name) if name in names else None
 
-        return {
-            name: kind(**{part: tensor(f"{name}.{part}") for part in ("qweight", "scales", "zeros", "perm", "bias")}, **rest)
-            for key, (kind, _) in _KINDS.items()
-            for name, rest in json.loads(metadata.get(key, "{}")).items()
-        }
+        weights = {}
+        for key, (kind, form) in _KINDS.items():
+            for name, rest in json.loads(metadata.get(key, "{}")).items():
+                if layout < 2 and weight_formats.FORMATS[rest[form]].book:
+                    raise ValueError(
+                        f"from_safetensors: {os.fspath(path)} has {name} in an earlier packed layout of {rest[form]}: quantise it again"
+                    )
+                parts = {part: tensor(f"{name}.{part}") for part in ("qweight", "scales", "zeros", "perm", "bias")}
+                weights[name] = kind(**parts, **rest)
+        return weights
