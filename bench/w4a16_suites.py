@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +19,14 @@ VARIANTS = ("g32", "zeros", "act_order", "nf4", "mxfp4", "nvfp4")
 FORMATS = {"nf4": ("nf4", 64), "mxfp4": ("mxfp4", 32), "nvfp4": ("nvfp4", 16)}  # of a variant: format, group size
 W8_VARIANTS = ("int8", "fp8_e4m3")  # a scale for each row of the weight
 BF16_M, BF16_LAYERS = (1, 16, 64, 256, 2048), ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
+LIBRARIES = {"marlin": "_C_stable_libtorch", "machete": "_C_stable_libtorch", "fbgemm": "fbgemm_genai"}
 SUITES = ("w4a16", "w4a16_bf16", "variants", "gated", "w8a16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--suite", default=",".join(SUITES), help=f"of {', '.join(SUITES)}; all but *_bf16 in --dtype")
     parser.add_argument("--out", type=Path, help="results file to merge rows into, bench/results/<device>/w4a16.json")
-    parser.add_argument("--peers", default="cublas,marlin,machete", help="of the w4a16 suite; also fbgemm (bf16)")
+    parser.add_argument("--peers", default="cublas,marlin,machete", help="of the w4a16 suites; also fbgemm (bf16), humming, gemlite")
     parser.add_argument("--dtype", choices=DTYPES, default="f16")
     parser.add_argument("--m", help="only these numbers of tokens, comma separated")
     parser.add_argument("--layers", help="only these layers, NxK,...")
@@ -98,15 +101,15 @@ class Layer:
                 self._packed[name] = torch.ops.minfer.w8a16_pack(codes & 0xBF if name == "fp8_e4m3" else codes)
         return self._packed[name]
 
-    def form(self, name: str, make: Callable[[], tuple]) -> list:
-        """Copies of what ``make`` returns (a tuple with tensors in it)."""
+    def form(self, name: str, make: Callable[[], Any]) -> list:
+        """Copies of what ``make`` returns: a tuple with tensors in it, or a module that has them."""
         from harness import sets_for
 
         if name not in self._forms:
             first = make()
-            size = sum(x.numel() * x.element_size() for x in first if isinstance(x, torch.Tensor))
-            copy = lambda: tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in first)  # noqa: E731
-            self._forms[name] = [first, *(copy() for _ in range(sets_for(size) - 1))]
+            parts = first if isinstance(first, tuple) else (*vars(first).values(), *first.parameters(), *first.buffers())
+            size = sum(x.numel() * x.element_size() for x in parts if isinstance(x, torch.Tensor))
+            self._forms[name] = [first, *(copy.deepcopy(first) for _ in range(sets_for(size) - 1))]
         return self._forms[name]
 
 
@@ -161,7 +164,8 @@ def contestants(cell: dict, layer: Layer, a: torch.Tensor, peers: list[str]) -> 
 
         prepare, run = getattr(peer_ops, f"{name}_prepare"), getattr(peer_ops, {"fbgemm": "fbgemm_w4"}.get(name, name))
         q_kn = layer.codes.t().contiguous() if q_kn is None else q_kn
-        forms = layer.form(name, lambda prepare=prepare, q=q_kn: prepare(q, scales, GROUP))
+        weights = (weight,) if name == "humming" else (q_kn, scales)  # humming quantises itself: its error is not comparable
+        forms = layer.form(name, lambda prepare=prepare, weights=weights: prepare(*weights, GROUP))
         fns[name] = lambda i, forms=forms, run=run: run(a, forms[i % len(forms)])
     return fns, weight, dict(group=group)
 
@@ -251,10 +255,12 @@ def main(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = {"peers": []}
     for peer in args.peers.split(","):
         try:
-            if peer != "cublas":
+            if peer in LIBRARIES:
                 import peer_ops
 
-                peer_ops.load("fbgemm_genai" if peer == "fbgemm" else "_C_stable_libtorch")
+                peer_ops.load(LIBRARIES[peer])
+            elif peer in ("humming", "gemlite"):
+                importlib.import_module(peer)
             facts["peers"].append(peer)
         except (ImportError, OSError) as error:
             print(f"{peer} is left out: {error}")

@@ -51,6 +51,7 @@ class Kernel:
     ctas_per_sm: int = 1
     variant: str = ""  # w4a16: what else tells two kernels apart, the end of the name
     scaling: str = ""  # w4a16 sm90: where scales are applied, a key of w4a16.SCALINGS
+    slices: int = 1  # w4a16 sm90: warpgroups that share out each stage's k
 
     @property
     def name(self) -> str:

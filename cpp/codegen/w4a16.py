@@ -19,7 +19,6 @@ FIXED_GROUP = {"mxfp4": 32, "nvfp4": 16}
 ZEROS = {"int4", "int8"}  # formats with zero points
 BOOKS = {"nf4", "mxfp4", "nvfp4"}  # formats with a code book in shared memory
 BOOK_BYTES = 256 * 256 - 128
-CLUSTER_PIECES = 3  # partial tiles that a kernel of few tokens has room for (cluster_split.h)
 
 # sm90: where scales are applied -> (enumerator, k that a group must be a multiple of). sm80 applies them to the fragments of 32 of k.
 SCALINGS = {
@@ -35,7 +34,7 @@ TILE_K = 128  # sm90: two blocks of every 64 rows
 SMEM_LIMIT = {1: gemm.SM90_SMEM_LIMIT, 2: 115712}  # 113 KiB: two CTAs and the 1 KiB that the system takes for each share 228
 MAX_ACCUMULATORS_SM80 = 64  # fp32 a thread
 COMMON_FIELDS = {"arch", "elements", "formats", "tile", "warpgroups", "stages", "note"}
-FIELDS = {"sm90": COMMON_FIELDS | {"cluster", "ctas_per_sm", "scaling"}, "sm80": COMMON_FIELDS}
+FIELDS = {"sm90": COMMON_FIELDS | {"cluster", "ctas_per_sm", "scaling", "slices"}, "sm80": COMMON_FIELDS}
 
 
 def expand(row: dict, where: str) -> list[Kernel]:
@@ -78,14 +77,17 @@ def expand_sm90(row: dict, tile: tuple[int, ...], require, integer, integers) ->
     """A format's fields of the kernel."""
     cluster = integers("cluster")
     warpgroups, ctas_per_sm = integer("warpgroups", (1, 2, 4)), integer("ctas_per_sm", (1, 2))
+    slices = integer("slices", (1, 2, 4)) if "slices" in row else 1
     scaling = row.get("scaling")
     require(scaling in SCALINGS, "scaling", f"must be one of {', '.join(SCALINGS)}")
 
     tile_m, tile_n, tile_k = tile
-    mma_m = tile_m // (BLOCK * warpgroups)
-    require(tile_m % (BLOCK * warpgroups) == 0 and mma_m in (1, 2), "tile", "tile_m must be 64 or 128 rows a warpgroup")
-    require(tile_n % 8 == 0 and 8 <= tile_n <= 256, "tile", "tile_n must be a multiple of 8 from 8 to 256 (the WGMMA shapes)")
-    require(tile_k == TILE_K, "tile", f"tile_k must be {TILE_K}")
+    require(warpgroups % slices == 0, "slices", "must share out the warpgroups")
+    row_groups = warpgroups // slices
+    mma_m = tile_m // (BLOCK * row_groups)
+    require(tile_m % (BLOCK * row_groups) == 0 and mma_m in (1, 2), "tile", "tile_m must be 64 or 128 rows a warpgroup")
+    require(slices == 1 or mma_m == 1, "slices", "sliced-K takes 64 rows a warpgroup")
+    require(tile_k == TILE_K * slices, "tile", f"tile_k must be {TILE_K} for each slice")
     require("accumulators" not in scaling or mma_m == 1, "scaling", "accumulators take 64 rows a warpgroup")
     require(cluster[0] in (1, 2, 4) and cluster[1:] == (1, 1), "cluster", "must be [1|2|4, 1, 1]: CTAs that share their tokens")
     require(tile_n % (8 * cluster[0]) == 0, "cluster", "the CTAs' shares of the tokens must be multiples of 8")
@@ -97,20 +99,24 @@ def expand_sm90(row: dict, tile: tuple[int, ...], require, integer, integers) ->
             name not in FIXED_GROUP or fine, "scaling", f"{name} has groups of {FIXED_GROUP.get(name)}: must be fine or fine_accumulators"
         )
         require(group >= 32 or scaling == "fine", "scaling", f"{name} has groups of {group}: must be fine")
+        sync = tile_n == 8 or (tile_n == 16 and scaling == "fine_accumulators" and name not in BOOKS)  # by mma.sync
+        require(slices == 1 or sync or scaling == "accumulators", "slices", f"sliced-K of {name} takes accumulators or fewer tokens")
         scale_rows, zeros = tile_k // group, 2 if name in ZEROS else 0
         stage = tile_n * tile_k * 2 + tile_m * tile_k * BITS[name] // 8 + scale_rows * tile_m * (SCALE_BYTES.get(name, 2) + zeros)
         general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
-        staging = warpgroups * (-(-max(tile_n * 128, general) // 1024) * 1024 + 4 * 64 * mma_m)
-        extra = BOOK_BYTES if name in BOOKS else CLUSTER_PIECES * tile_m * tile_n * 4 if tile_n <= 16 else 0
+        staging = row_groups * (-(-max(tile_n * 128, general) // 1024) * 1024 + 4 * 64 * mma_m)
+        partials = slices - 1 + cluster_pieces(name, tile_n)
+        extra = partials * tile_m * tile_n * 4 + (BOOK_BYTES if name in BOOKS else 0)
         fixed, limit = staging + extra + gemm.SM90_BARRIER_BYTES, SMEM_LIMIT[ctas_per_sm]
         fits = min((limit - fixed) // stage, gemm.MAX_STAGES_SM90)
         stages = row.get("stages", fits)
         ok = type(stages) is int and gemm.MIN_STAGES_SM90 <= stages <= fits
         require(ok, "stages", f"{fits} stages of {stage} bytes fit ({name}), 3 are needed")
         smem = -(-(stages * stage + fixed) // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT
+        sliced = f"k{slices}" if slices > 1 else ""
         shared = dict(arch=90, cluster=cluster, schedule="cooperative", stages=stages, epilogue_chunks=1, warps=(0, 0))
-        shared.update(threads=128 * (warpgroups + 1), smem_bytes=min(smem, limit), ctas_per_sm=ctas_per_sm, scaling=scaling)
-        shared.update(group_multiple=group, variant=f"w{warpgroups}x{ctas_per_sm}_{SHORT[scaling]}")
+        shared.update(threads=128 * (warpgroups + 1), smem_bytes=min(smem, limit), ctas_per_sm=ctas_per_sm, scaling=scaling, slices=slices)
+        shared.update(group_multiple=group, variant=f"w{warpgroups}{sliced}x{ctas_per_sm}_{SHORT[scaling]}")
         return shared
 
     return fields
@@ -144,6 +150,11 @@ def expand_sm80(row: dict, tile: tuple[int, ...], require, integer, integers) ->
     return fields
 
 
+def cluster_pieces(name: str, tile_n: int) -> int:
+    """Partial tiles of its cluster that a kernel has room for (max_cluster_pieces of cluster_split.h)."""
+    return 0 if name in BOOKS else 3 if tile_n <= 16 else 1 if tile_n <= 32 else 0
+
+
 def definition(kernel: Kernel) -> str:
     """The struct and the launch function of one kernel."""
     lines = [
@@ -160,5 +171,6 @@ def definition(kernel: Kernel) -> str:
     ]
     if kernel.arch == 90:
         lines.append(f"static constexpr int kEpilogueChunks = {kernel.epilogue_chunks};")
+        lines.append(f"static constexpr int kSlices = {kernel.slices};")
         lines.append(f"static constexpr Scaling kScaling = {SCALINGS[kernel.scaling][0]};")
     return gemm.struct(kernel, lines, TEMPLATES[kernel.arch][1])

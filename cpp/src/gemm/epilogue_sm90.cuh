@@ -76,13 +76,16 @@ struct EpilogueSm90 {
   uint32_t c_phase = 0;
   float bias_share[kBiasValues];
 
-  __device__ EpilogueSm90(EpilogueSm90Params const& params, Buffers& boxes, Small& small, int warpgroup, int thread)
-      : params(params),
-        buffers(&boxes.of[warpgroup][0]),
-        bias(&small.bias[warpgroup][0]),
-        c_full(&small.c_full[warpgroup][0]),
-        thread(thread),
-        barrier_id(warpgroup + 1) {}
+  __device__ EpilogueSm90(EpilogueSm90Params const& params, Buffers& boxes, Small& small, int warpgroup, int thread) : params(params) {
+    place(boxes, small, warpgroup, thread);
+  }
+  __device__ void place(Buffers& boxes, Small& small, int warpgroup, int thread_of_warpgroup) {
+    buffers = boxes.of[warpgroup];
+    bias = small.bias[warpgroup];
+    c_full = &small.c_full[warpgroup][0];
+    thread = thread_of_warpgroup;
+    barrier_id = warpgroup + 1;
+  }
 
   static __device__ void initialize(Small& small) {
     for (int w = 0; w < kWarpgroups; ++w) {

@@ -8,7 +8,9 @@
 namespace minfer::w4a16 {
 
 /// Pieces beside the owner's own for which a kernel has room; 0: none. A code book takes the room.
-constexpr int max_cluster_pieces(WeightFormat format, int tile_n) { return tile_n <= 16 && !has_code_book(format) ? 3 : 0; }
+constexpr int max_cluster_pieces(WeightFormat format, int tile_n) {
+  return has_code_book(format) ? 0 : tile_n <= 16 ? 3 : tile_n <= 32 ? 1 : 0;
+}
 
 /// Pieces that a tile's owner receives from its cluster; 0: they meet in the workspace.
 inline int32_t cluster_pieces(WeightFormat format, int tile_n, int ctas_per_sm, gemm::TileSchedulerParams const& schedule,

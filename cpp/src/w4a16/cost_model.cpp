@@ -1,5 +1,5 @@
 // The analytic cost model of kernels with quantised weights: the larger of the weight stream and the busiest CTA's dequantisation and MMAs, plus
-// what stands before and after. The constants are a fit to 2100 timings over 102 problems on the H200 (m from 1 to 256, nine layers, int4, nf4,
+// what stands before and after. The constants are a fit to 2900 timings over 111 problems on the H200 (m from 1 to 256, nine layers, int4, nf4,
 // mxfp4 and nvfp4; the choice costs 1.8 % on the average of them), so they describe the choice and not the hardware; those of 8-bit weights are
 // scaled, the portable kernels' are guesses, on the slow side.
 #include "w4a16/cost_model.h"
@@ -13,28 +13,30 @@ namespace minfer::w4a16 {
 
 namespace {
 
-constexpr double kStartUs = 1.59;         // launch, set-up, activations' first bytes
-constexpr double kOverlapUs = 0.9;        // of it, hidden where the next launch starts on the SMs this one leaves free
-constexpr double kSharedStartUs = 0.05;   // of one CTA to an SM with room for two, stream-K: the next launch starts beside it
-constexpr double kClusterStartUs = 3.56;  // of clusters with room for two CTAs on an SM: they do not spread evenly
-constexpr double kCyclesPerUs = 1755;     // of an SM
+constexpr double kStartUs = 2.03;              // launch, set-up, activations' first bytes
+constexpr double kOverlapUs = 1.34;            // of it, hidden where the next launch starts on the SMs this one leaves free
+constexpr double kSharedStartUs = 0.15;        // of one CTA to an SM with room for two, stream-K: the next launch starts beside it
+constexpr double kSlicedSharedStartUs = 0.78;  // the same, sliced-K
+constexpr double kClusterStartUs = 3.5;        // of clusters with room for two CTAs on an SM: they do not spread evenly
+constexpr double kCyclesPerUs = 1755;          // of an SM
 // Cycles of 64 x 16 weights on an SM, by format, tokens of the tile and where the scales go; and for each token of the tile.
 struct SlabCycles {
   double tokens8, tokens16, tokens32, fine8, fine16, fragments, fine;
 };
-constexpr SlabCycles kSlabInt4 = {23.2, 30.0, 31.4, 32.3, 36.0, 29.7, 38.8};
-constexpr SlabCycles kSlabBook = {0, 0, 0, 35.8, 38.1, 0, 39.5}, kSlabNvFp4 = {0, 0, 0, 40.5, 49.1, 0, 49.8};
+constexpr SlabCycles kSlabInt4 = {25.7, 30.5, 33.3, 30.4, 38.3, 32.0, 40.9};
+constexpr SlabCycles kSlabBook = {0, 0, 0, 36.1, 38.2, 0, 45.4}, kSlabNvFp4 = {0, 0, 0, 39.9, 50.4, 0, 50.5};
 constexpr SlabCycles kSlabInt8 = {26, 50, 51, 42, 46, 43, 67}, kSlabFp8 = {27, 51, 52, 43, 47, 53, 76};
-constexpr double kSlabPerToken = 0.17, kSlabPerTokenOfMany = 0.318;
-constexpr double kSlabLatency = 31.1;                                   // of one warpgroup that works alone on its scheduler
-constexpr double kTileUs = 1.65;                                        // a tile's first bytes, hand-over and last store
-constexpr double kTaggedUs = 0.16, kFlaggedUs = 0.59, kPieceUs = 0.76;  // a piece's way to its owner; each further piece
-constexpr double kClusterPieceUs = 0.1;                                 // all of them, inside a cluster
-constexpr double kPieceBytes = 143e3;                                   // bytes/us of one SM
-constexpr double kEpilogueBytes = 26.3e3;
-constexpr double kHbmShare = 0.96;  // of the read bandwidth
-constexpr double kHbmSms = 0.20;    // share of the SMs that draws all of it
-constexpr double kPower = 10.7;     // how much of the smaller limit shows: next to nothing
+constexpr double kSlabPerToken = 0.156, kSlabPerTokenOfMany = 0.314;
+constexpr double kFourWarpgroups = 0.9;                                 // of those cycles, with four consumer warpgroups in a CTA
+constexpr double kSlabLatency = 40;                                     // of one warpgroup that works alone on its scheduler
+constexpr double kTileUs = 1.33;                                        // a tile's first bytes, hand-over and last store
+constexpr double kTaggedUs = 0.48, kFlaggedUs = 0.91, kPieceUs = 0.58;  // a piece's way to its owner; each further piece
+constexpr double kClusterPieceUs = 0.2;                                 // all of them, inside a cluster
+constexpr double kPieceBytes = 107e3;                                   // bytes/us of one SM
+constexpr double kEpilogueBytes = 79e3;
+constexpr double kHbmShare = 0.934;  // of the read bandwidth
+constexpr double kHbmSms = 0.60;     // share of the SMs that draws all of it
+constexpr double kPower = 11.1;      // how much of the smaller limit shows: next to nothing
 // Portable kernels, by counting instructions. Nothing of them is measured: where sm_90 kernels run, which are, they count as slower than those.
 constexpr double kPortableStartUs = 2.0;  // no prologue under the predecessor's tail
 constexpr double kPortableSlab = 35;      // issue cycles of 64 x 16 weights, of each warpgroup
@@ -57,10 +59,13 @@ double slab_cycles_of(KernelInfo const& kernel) {
     case 8: return (fine ? cycles.fine8 : cycles.tokens8) + few;
     case 16: return (fine ? cycles.fine16 : cycles.tokens16) + few;
     case 32:
-      if (!fine && kernel.threads == 384) return cycles.tokens32 + few;  // scales on the accumulators (w4a16.toml)
+      if (!fine) return cycles.tokens32 + few;  // scales on the accumulators (w4a16.toml)
   }
   return (fine ? cycles.fine : cycles.fragments) + many;
 }
+
+/// Sliced-K: more k in a stage than one warpgroup's 128 (w4a16.toml).
+bool is_sliced(KernelInfo const& kernel) { return kernel.arch >= 90 && kernel.tile_k > 128; }
 
 /// Whether the device has WGMMA or its successor, which mma.sync does not keep up with.
 bool has_wgmma(DeviceProperties const& device) { return device.compute_major >= 9 && device.compute_major < 12; }
@@ -80,8 +85,8 @@ double iteration_us(KernelInfo const& kernel, DeviceProperties const& device, do
     return std::pow(std::pow(issue_us, kPortablePower) + std::pow(l2_us, kPortablePower) + std::pow(tensor_us, kPortablePower),
                     1.0 / kPortablePower);
   }
-  double const slab_cycles = slab_cycles_of(kernel);
   double const warpgroups = kernel.threads / 128.0 - 1.0;
+  double const slab_cycles = slab_cycles_of(kernel) * (warpgroups == 4 ? kFourWarpgroups : 1.0);
   double const cycles = std::max(slabs * slab_cycles * together, slabs / warpgroups * kSlabLatency);
   return cycles / (kCyclesPerUs * scale);
 }
@@ -136,7 +141,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
                                              (pieces + 1.0) * piece_bytes / (kPieceBytes * scale);
   bool const room_for_two = kernel.ctas_per_sm > 1 && ctas <= sms;
   double const start_us = portable                                    ? kStartUs + kPortableStartUs
-                          : room_for_two && schedule.stream_tiles > 0 ? kSharedStartUs
+                          : room_for_two && schedule.stream_tiles > 0 ? (is_sliced(kernel) ? kSlicedSharedStartUs : kSharedStartUs)
                           : room_for_two && in_cluster                ? kClusterStartUs
                                                                       : kStartUs - (active <= 0.5 * sms ? kOverlapUs : 0.0);
   double const beside_wgmma = portable && has_wgmma(device) ? kPortableBesideWgmma : 1.0;
