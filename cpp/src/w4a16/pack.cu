@@ -153,11 +153,10 @@ void launch_dequantize(QuantizedWeight const& weight, dim3 grid, void* out, Stre
 }
 
 // A thread takes eight columns, of every gridDim.y-th row. The permutation is a constant like the weights: it is read under the predecessor's tail.
+// The GEMM may start when the columns are there, not before: its first stages are megabytes of weights, and whatever the gather has to fetch from
+// memory would queue behind them (16 x 4096 x 14336: 24.9 us for both, 17.1 without any overlap).
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(uint16_t const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, uint16_t* out) {
-#if __CUDA_ARCH__ >= 900
-  allow_dependent_launch();
-#endif
   int64_t const column = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 8;
   int32_t from[8] = {};
   if (column < k) {
@@ -167,13 +166,15 @@ __global__ void __launch_bounds__(kThreads)
 #if __CUDA_ARCH__ >= 900
   wait_for_predecessor();
 #endif
-  if (column >= k) return;
-  for (int64_t row = blockIdx.y; row < m; row += gridDim.y) {
+  for (int64_t row = blockIdx.y; column < k && row < m; row += gridDim.y) {
     alignas(16) uint16_t gathered[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) gathered[i] = a[row * lda + from[i]];
     *reinterpret_cast<uint4*>(out + row * k + column) = *reinterpret_cast<uint4 const*>(gathered);
   }
+#if __CUDA_ARCH__ >= 900
+  allow_dependent_launch();
+#endif
 }
 
 }  // namespace
