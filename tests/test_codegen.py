@@ -115,7 +115,8 @@ def test_the_projects_own_table():
     names = [kernel.name for kernel in kernels]
     assert len(set(names)) == len(names)
     for kernel in kernels:
-        start, what = ("gemm", "[tn]{2}") if kernel.family == "gemm" else ("w[48]a16", "(int4|nf4|mxfp4|nvfp4|int8|fp8_e4m3)")
+        quantised = kernel.family == "w4a16"
+        start, what = ("w[48]a16", "(int4|nf4|mxfp4|nvfp4|int8|fp8_e4m3)") if quantised else (kernel.family, "[tn]{2}")
         assert re.fullmatch(rf"{start}_sm(80|90)_b?f16_{what}_\d+x\d+x\d+_\dx\dx1_[a-z0-9_]+", kernel.name)
         assert kernel.smem_bytes <= (gemm.SM90_SMEM_LIMIT if kernel.arch == 90 else gemm.SM80_SMEM_LIMIT)
     # "Any shape, one answer": each element type and layout has a kernel that takes any pointer and stride on any GPU.

@@ -186,11 +186,11 @@ def definition(kernel: Kernel) -> str:
     return struct(kernel, lines, TEMPLATES[kernel.arch][1])
 
 
-def struct(kernel: Kernel, lines: list[str], template: str) -> str:
+def struct(kernel: Kernel, lines: list[str], template: str, arguments: str = ARGUMENTS) -> str:
     """A kernel's struct of constants, and its launch function, which instantiates ``template`` with it."""
     body = "\n".join(f"  {line}" for line in lines)
     return (
         f"struct {kernel.name} {{\n{body}\n}};\n"
-        f"Status launch_{kernel.name}({ARGUMENTS} const& arguments) {{\n"
+        f"Status launch_{kernel.name}({arguments} const& arguments) {{\n"
         f"  return {template}<{kernel.name}>(arguments);\n}}\n"
     )

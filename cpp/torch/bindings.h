@@ -1,6 +1,8 @@
 // The functions library.cpp registers.
 #pragma once
 
+#include <tuple>
+
 #include "common.h"
 
 namespace minfer::torch_binding {
@@ -36,6 +38,27 @@ Tensor w4a16_dequantize(Tensor qweight, Tensor scales, std::optional<Tensor> zer
 Tensor w8a16_dequantize(Tensor qweight, Tensor scales, std::optional<Tensor> zeros, int64_t group_size, double alpha, int64_t n, int64_t k,
                         std::string w8_format);
 
+std::tuple<Tensor, Tensor> moe_router(Tensor logits, int64_t top_k, std::string scoring, bool renormalize,
+                                      std::optional<Tensor> correction_bias, int64_t n_group, int64_t topk_group, double scale);
+std::tuple<Tensor, Tensor> moe_router_gemm(Tensor x, Tensor w_gate, int64_t top_k, std::string scoring, bool renormalize,
+                                           std::optional<Tensor> correction_bias, int64_t n_group, int64_t topk_group, double scale);
+std::tuple<Tensor, Tensor, Tensor, Tensor> moe_sort(Tensor ids, int64_t num_experts, std::optional<Tensor> weights);
+Tensor moe_combine(Tensor y, Tensor inverse, std::optional<Tensor> weights);
+
+Tensor grouped_gemm(Tensor a, Tensor b, Tensor offsets, std::optional<Tensor> bias, std::optional<Tensor> gather,
+                    std::optional<Tensor> row_scale, std::string activation, bool gated, std::string gate_layout,
+                    std::optional<std::string> kernel);
+Tensor grouped_gemm_out(Tensor a, Tensor b, Tensor offsets, std::optional<Tensor> bias, std::optional<Tensor> gather,
+                        std::optional<Tensor> row_scale, std::string activation, bool gated, std::string gate_layout,
+                        std::optional<std::string> kernel, Tensor out);
+Tensor grouped_gemm_masked(Tensor a, Tensor b, Tensor counts, std::optional<Tensor> bias, std::optional<Tensor> row_scale,
+                           std::string activation, bool gated, std::string gate_layout, std::optional<std::string> kernel);
+Tensor grouped_gemm_masked_out(Tensor a, Tensor b, Tensor counts, std::optional<Tensor> bias, std::optional<Tensor> row_scale,
+                               std::string activation, bool gated, std::string gate_layout, std::optional<std::string> kernel, Tensor out);
+
+Tensor moe_ffn(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, std::string activation, std::optional<Tensor> b13,
+               std::optional<Tensor> b2, std::string gate_layout);
+
 std::string build_info();
 std::string kernels(std::string family);
 std::string device_properties_json(int64_t index);
@@ -49,6 +72,10 @@ std::string plan_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std
                             bool has_c, bool gated, std::optional<std::string> kernel, bool use_tuned, bool only_runnable, int64_t device);
 std::string enumerate_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std::string w4_format, int64_t group_size, bool has_zeros,
                                  bool has_c, bool gated, bool only_runnable, int64_t device, int64_t limit);
+std::string plan_grouped_json(std::vector<int64_t> sizes, std::string type, bool gated, bool gathered, std::optional<std::string> kernel,
+                              bool only_runnable, int64_t device);
+std::string enumerate_grouped_json(std::vector<int64_t> sizes, std::string type, bool gated, bool gathered, bool only_runnable,
+                                   int64_t device, int64_t limit);
 int64_t load_tuned(std::string csv);
 
 }  // namespace minfer::torch_binding

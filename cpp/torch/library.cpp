@@ -42,6 +42,42 @@ STABLE_TORCH_LIBRARY(minfer, m) {
       "w8a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, int n, int k, str "
       "w8_format=\"int8\") -> Tensor");
 
+  // a mixture of experts around its GEMMs: each token's experts, its rows in their order, the weighted sum of what they return
+  m.def(
+      "moe_router(Tensor logits, int top_k, *, str scoring=\"softmax\", bool renormalize=True, Tensor? correction_bias=None, "
+      "int n_group=1, int topk_group=1, float scale=1.0) -> (Tensor weights, Tensor ids)");
+  m.def(
+      "moe_router_gemm(Tensor x, Tensor w_gate, int top_k, *, str scoring=\"softmax\", bool renormalize=True, Tensor? "
+      "correction_bias=None, int n_group=1, int topk_group=1, float scale=1.0) -> (Tensor weights, Tensor ids)");
+  m.def(
+      "moe_sort(Tensor ids, int num_experts, *, Tensor? weights=None) -> (Tensor token_index, Tensor offsets, Tensor inverse, Tensor "
+      "sorted_weights)");
+  m.def("moe_combine(Tensor y, Tensor inverse, Tensor? weights=None) -> Tensor");
+
+  // d[rows of expert e] = row_scale * activation(a[gather or rows] . b[e] + bias[e]), rows sorted by expert: ends in `offsets`, or `counts` of
+  // slabs; gated: activation(gate) * up
+  m.def(
+      "grouped_gemm(Tensor a, Tensor b, Tensor offsets, *, Tensor? bias=None, Tensor? gather=None, Tensor? row_scale=None, "
+      "str activation=\"none\", bool gated=False, str gate_layout=\"halves\", "
+      "str? kernel=None) -> Tensor");
+  m.def(
+      "grouped_gemm.out(Tensor a, Tensor b, Tensor offsets, *, Tensor? bias=None, Tensor? gather=None, Tensor? row_scale=None, "
+      "str activation=\"none\", bool gated=False, str gate_layout=\"halves\", "
+      "str? kernel=None, Tensor(a!) out) -> Tensor(a!)");
+  m.def(
+      "grouped_gemm_masked(Tensor a, Tensor b, Tensor counts, *, Tensor? bias=None, Tensor? row_scale=None, "
+      "str activation=\"none\", bool gated=False, str gate_layout=\"halves\", "
+      "str? kernel=None) -> Tensor");
+  m.def(
+      "grouped_gemm_masked.out(Tensor a, Tensor b, Tensor counts, *, Tensor? bias=None, Tensor? row_scale=None, "
+      "str activation=\"none\", bool gated=False, str gate_layout=\"halves\", "
+      "str? kernel=None, Tensor(a!) out) -> Tensor(a!)");
+
+  // a layer's experts: sort, the two products, the sum; w13 [experts, 2 inter, hidden], w2 [experts, hidden, inter]
+  m.def(
+      "moe_ffn(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, *, str activation=\"silu\", Tensor? b13=None, Tensor? b2=None, "
+      "str gate_layout=\"halves\") -> Tensor");
+
   // What this build holds and what it would do; JSON texts.
   m.def("_build_info() -> str");
   m.def("_kernels(str family) -> str");
@@ -58,6 +94,8 @@ STABLE_TORCH_LIBRARY(minfer, m) {
   m.def(
       "_enumerate_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, "
       "bool only_runnable, int device, int limit) -> str");
+  m.def("_plan_grouped(int[] sizes, str type, bool gated, bool gathered, str? kernel, bool only_runnable, int device) -> str");
+  m.def("_enumerate_grouped(int[] sizes, str type, bool gated, bool gathered, bool only_runnable, int device, int limit) -> str");
   m.def("_load_tuned(str csv) -> int");
 }
 
@@ -76,6 +114,15 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) {
   m.impl("w8a16_gemm_gated", TORCH_BOX(&w8a16_gemm_gated));
   m.impl("w8a16_pack", TORCH_BOX(&w8a16_pack));
   m.impl("w8a16_dequantize", TORCH_BOX(&w8a16_dequantize));
+  m.impl("moe_router", TORCH_BOX(&moe_router));
+  m.impl("moe_router_gemm", TORCH_BOX(&moe_router_gemm));
+  m.impl("moe_sort", TORCH_BOX(&moe_sort));
+  m.impl("moe_combine", TORCH_BOX(&moe_combine));
+  m.impl("moe_ffn", TORCH_BOX(&moe_ffn));
+  m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm));
+  m.impl("grouped_gemm.out", TORCH_BOX(&grouped_gemm_out));
+  m.impl("grouped_gemm_masked", TORCH_BOX(&grouped_gemm_masked));
+  m.impl("grouped_gemm_masked.out", TORCH_BOX(&grouped_gemm_masked_out));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
@@ -87,5 +134,7 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
   m.impl("_enumerate_gemm", TORCH_BOX(&enumerate_gemm_json));
   m.impl("_plan_w4a16", TORCH_BOX(&plan_w4a16_json));
   m.impl("_enumerate_w4a16", TORCH_BOX(&enumerate_w4a16_json));
+  m.impl("_plan_grouped", TORCH_BOX(&plan_grouped_json));
+  m.impl("_enumerate_grouped", TORCH_BOX(&enumerate_grouped_json));
   m.impl("_load_tuned", TORCH_BOX(&load_tuned));
 }

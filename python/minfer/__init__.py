@@ -25,7 +25,9 @@ def _load_library() -> None:
 
 _load_library()
 
-from . import nn, quantize, reference, reference_w4a16, tracing, tuned  # noqa: E402, F401  some register kernels and rules with torch
+from . import nn, quantize, reference, reference_moe, reference_moe_routing, reference_w4a16, tracing, tuned  # noqa: E402, F401  some register kernels and rules with torch
+from .moe import grouped_gemm, grouped_gemm_masked, moe_ffn  # noqa: E402
+from .moe_routing import moe_combine, moe_router, moe_router_gemm, moe_sort  # noqa: E402
 from .ops import gemm, gemm_gated  # noqa: E402
 from .packing import pack_gate_up, unpack_gate_up  # noqa: E402
 from .planning import Plan, plan  # noqa: E402
@@ -42,7 +44,14 @@ __all__ = [
     "build_info",
     "gemm",
     "gemm_gated",
+    "grouped_gemm",
+    "grouped_gemm_masked",
     "kernels",
+    "moe_combine",
+    "moe_ffn",
+    "moe_router",
+    "moe_router_gemm",
+    "moe_sort",
     "nn",
     "pack_gate_up",
     "plan",

@@ -11,26 +11,39 @@ from __future__ import annotations
 
 import torch
 
-from . import checks, checks_w4a16
+from . import checks, checks_moe, checks_w4a16
 
 _ops = torch.ops.minfer
 _library = torch.library.Library("minfer", "FRAGMENT")
 
 # Arguments of the operators that take ``kernel``: in their overrides ``str override`` follows the positional ones.
-_OVERRIDES = {
-    "gemm": (
-        "Tensor a, Tensor b",
-        "Tensor? c, Tensor? bias, float alpha, float beta, str activation, ScalarType? out_dtype",
-    ),
-    "gemm_gated": ("Tensor a, Tensor b", "Tensor? bias, str activation"),
-} | {
-    f"w{bits}a16_{name}": (
-        "Tensor a, Tensor qweight, Tensor scales, Tensor? zeros",
-        f"int group_size, float alpha, Tensor? perm, {c}Tensor? bias, str activation, str w{bits}_format",
-    )
-    for bits in (4, 8)
-    for name, c in (("gemm", "Tensor? c, "), ("gemm_gated", ""))
-}
+_OVERRIDES = (
+    {
+        "gemm": (
+            "Tensor a, Tensor b",
+            "Tensor? c, Tensor? bias, float alpha, float beta, str activation, ScalarType? out_dtype",
+        ),
+        "gemm_gated": ("Tensor a, Tensor b", "Tensor? bias, str activation"),
+    }
+    | {
+        f"w{bits}a16_{name}": (
+            "Tensor a, Tensor qweight, Tensor scales, Tensor? zeros",
+            f"int group_size, float alpha, Tensor? perm, {c}Tensor? bias, str activation, str w{bits}_format",
+        )
+        for bits in (4, 8)
+        for name, c in (("gemm", "Tensor? c, "), ("gemm_gated", ""))
+    }
+    | {
+        "grouped_gemm": (
+            "Tensor a, Tensor b, Tensor offsets",
+            "Tensor? bias, Tensor? gather, Tensor? row_scale, str activation, bool gated, str gate_layout",
+        ),
+        "grouped_gemm_masked": (
+            "Tensor a, Tensor b, Tensor counts",
+            "Tensor? bias, Tensor? row_scale, str activation, bool gated, str gate_layout",
+        ),
+    }
+)
 
 
 def _functional(context, operator, override_operator, args, kwargs):
@@ -66,8 +79,9 @@ def _register(name: str, positional: str, keywords: str) -> None:
     operator.tags.append(torch.Tag.needs_fixed_stride_order)
 
 
-def _register_out(name: str, check, keep_dtype: bool) -> None:
-    """The out form; ``keep_dtype``: the functional form has to be told the dtype of ``out``."""
+def _register_out(name: str, check, keep_dtype: bool, merge=None) -> None:
+    """The out form; ``keep_dtype``: the functional form has to be told the dtype of ``out``; ``merge(result, out, *args)``: what becomes of
+    ``out`` where not all of it is written."""
     operator, override_operator = getattr(_ops, name).default, getattr(_ops, f"_{name}_override").default
 
     @getattr(_ops, name).out.py_functionalize_impl
@@ -76,10 +90,20 @@ def _register_out(name: str, check, keep_dtype: bool) -> None:
         check(*args, **kwargs, out=plain_out)  # the functional form does not see `out`
         if keep_dtype:
             kwargs["out_dtype"] = out.dtype
-        context.replace(out, _functional(context, operator, override_operator, args, kwargs))
+        result = _functional(context, operator, override_operator, args, kwargs)
+        if merge is not None:
+            with context.redispatch_to_next():
+                result = merge(result, plain_out, *args)
+        context.replace(out, result)
         context.commit_update(out)
         context.sync(out)
         return out
+
+
+def _behind_counts(result: torch.Tensor, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The masked form writes no row behind an expert's count."""
+    inside = torch.arange(result.shape[1], device=result.device)[None, :, None] < counts[:, None, None]
+    return torch.where(inside, result, out)
 
 
 for _name, (_positional, _keywords) in _OVERRIDES.items():
@@ -87,5 +111,13 @@ for _name, (_positional, _keywords) in _OVERRIDES.items():
 _register_out("gemm", checks.check_gemm, keep_dtype=True)
 _register_out("w4a16_gemm", checks_w4a16.check_w4a16_gemm, keep_dtype=False)
 _register_out("w8a16_gemm", checks_w4a16.check_w8a16_gemm, keep_dtype=False)
-for _op in (_ops.w4a16_pack.default, _ops.w4a16_dequantize.default, _ops.w8a16_pack.default, _ops.w8a16_dequantize.default):
+_register_out("grouped_gemm", checks_moe.check_grouped_gemm, keep_dtype=False)
+_register_out("grouped_gemm_masked", checks_moe.check_grouped_gemm_masked, keep_dtype=False, merge=_behind_counts)
+for _op in (
+    _ops.moe_ffn.default,
+    _ops.w4a16_pack.default,
+    _ops.w4a16_dequantize.default,
+    _ops.w8a16_pack.default,
+    _ops.w8a16_dequantize.default,
+):
     _op.tags.append(torch.Tag.needs_fixed_stride_order)

@@ -64,8 +64,12 @@ Status encode_tensor_map_16bit(CUtensorMap* map, void const* base, int64_t colum
   return Status::success();
 }
 
-Status encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void const* base, int64_t const* extents,
-                         int64_t const* strides, int const* box) {
+namespace {
+
+constexpr int kMaxRank = 5;
+
+Status encode_modes(CUtensorMap* map, CUtensorMapDataType type, int rank, void const* base, int64_t const* extents, int64_t const* strides,
+                    int const* box, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
   EncodeTiled const encode = encode_tiled();
   if (encode == nullptr) return no_encoder();
   bool aligned = reinterpret_cast<uintptr_t>(base) % 16 == 0;
@@ -75,22 +79,35 @@ Status encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int rank, v
                            "TMA needs 16-byte aligned pointers and strides, got base %% 16 = %d, strides of %lld and %lld bytes",
                            int(reinterpret_cast<uintptr_t>(base) % 16), (long long)strides[0], (long long)(rank > 2 ? strides[1] : 0));
   }
-  cuuint64_t extents_[3] = {1, 1, 1}, strides_[2] = {16, 16};
-  cuuint32_t box_[3] = {1, 1, 1};
-  cuuint32_t const steps[3] = {1, 1, 1};
+  cuuint64_t extents_[kMaxRank] = {1, 1, 1, 1, 1}, strides_[kMaxRank - 1] = {16, 16, 16, 16};
+  cuuint32_t box_[kMaxRank] = {1, 1, 1, 1, 1};
+  cuuint32_t const steps[kMaxRank] = {1, 1, 1, 1, 1};
   for (int i = 0; i < rank; ++i) {
     extents_[i] = cuuint64_t(extents[i]);
     box_[i] = cuuint32_t(box[i]);
     if (i > 0) strides_[i - 1] = cuuint64_t(strides[i - 1]);
   }
-  CUresult const result =
-      encode(map, type, cuuint32_t(rank), const_cast<void*>(base), extents_, strides_, box_, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const result = encode(map, type, cuuint32_t(rank), const_cast<void*>(base), extents_, strides_, box_, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return Status::success();
-  Status status = Status::failure(StatusCode::kCudaError, "cuTensorMapEncodeTiled failed (%d) for [%lld, %lld, %lld]", int(result),
-                                  (long long)extents_[2], (long long)extents_[1], (long long)extents_[0]);
+  Status status = Status::failure(StatusCode::kCudaError, "cuTensorMapEncodeTiled failed (%d) for [%lld, %lld, %lld, %lld, %lld]",
+                                  int(result), (long long)extents_[4], (long long)extents_[3], (long long)extents_[2],
+                                  (long long)extents_[1], (long long)extents_[0]);
   status.cuda_error = int(result);
   return status;
+}
+
+}  // namespace
+
+Status encode_tensor_map_rows(CUtensorMap* map, int rank, void const* base, int64_t const* extents, int64_t const* strides,
+                              int const* box) {
+  return encode_modes(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, rank, base, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
+Status encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void const* base, int64_t const* extents,
+                         int64_t const* strides, int const* box) {
+  return encode_modes(map, type, rank, base, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 }  // namespace minfer

@@ -1,0 +1,89 @@
+// Grouped GEMM: rows that are sorted by expert, each expert with a weight of its own. How many rows an expert has is known to the device alone.
+//
+//   d[r] = row_scale[r] * activation(a[source(r)] . b[e]^T + bias[e])             for the rows r of expert e
+//   d[r] = row_scale[r] * (activation(gate) * up)                                 gated
+//
+//   GroupedProblem   what is computed: sizes, types, what alignments allow (no pointers)
+//   plan_grouped     pure: problem x device x options -> GroupedPlan
+//   run_grouped      launches a plan on a stream; allocates nothing, synchronises nothing
+#pragma once
+
+#include "minfer/gemm.h"
+#include "minfer/registry.h"
+#include "minfer/status.h"
+#include "minfer/types.h"
+
+namespace minfer {
+
+/// Most experts of one launch.
+constexpr int kMaxGroupedExperts = 512;
+
+/// Where a gated weight's rows are: of n rows, n / 2 are gate rows and n / 2 up rows.
+enum class GateLayout : int32_t {
+  kHalves = 0,       // all gate rows, then all up rows: the order of checkpoints
+  kAlternating = 1,  // gate, up, gate, up, ..: gpt-oss
+  kBlocks = 2,       // 8 gate rows, then their 8 up rows: minfer.packing.pack_gate_up
+};
+
+struct GroupedProblem {
+  int64_t rows = 0;  // of d; masked: experts * max_rows
+  int64_t experts = 0;
+  int64_t n = 0, k = 0;  // n counts the weight's rows, so a gated d has n / 2 columns
+  DataType type = DataType::kF16;
+  bool gated = false, gathered = false;
+  int64_t max_rows = 0;  // > 0, masked: expert e's rows are the first counts[e] of max_rows
+  int32_t a_alignment = 16, b_alignment = 16,
+          d_alignment = 16;  // largest power of two (at most 16) that divides pointer and strides, in bytes
+};
+
+/// Strides are in elements.
+struct GroupedOperands {
+  void const* a = nullptr;  // [a_rows, k]
+  int64_t lda = 0, a_rows = 0;
+  void const* b = nullptr;  // [experts, n, k], k contiguous
+  int64_t ldb = 0, b_expert_stride = 0;
+  int32_t const* offsets = nullptr;  // [experts]: where each expert's rows end; masked: how many it has
+  int32_t const* gather = nullptr;   // [rows]: the row of a that is multiplied, or null
+  float const* row_scale = nullptr;  // [rows], or null
+  void const* bias = nullptr;        // [experts, n] of a's type, in the order of the weight's rows, or null
+  int64_t bias_stride = 0;
+  void* d = nullptr;  // [rows, n or n / 2]
+  int64_t ldd = 0;
+  Activation activation = Activation::kNone;
+  float silu_scale = 1.0f;  // silu(x) = x * sigmoid(silu_scale * x)
+  // Gated: gate = min(gate, gate_max), up = clamp(up, -up_max, up_max) + up_shift; infinities and 0 leave them alone.
+  float gate_max = 0.0f, up_max = 0.0f, up_shift = 0.0f;
+  GateLayout gate_layout = GateLayout::kHalves;
+};
+
+struct GroupedPlan {
+  KernelInfo const* kernel = nullptr;
+  double predicted_us = 0;
+  double floor_us = 0;  // for rows that are spread evenly over the experts
+  // Whether rows are gathered into the workspace before, by a launch of its own, and not by the loader: the loader's copies keep up with the
+  // weights' bytes, not with the tensor cores.
+  bool gather_first = false;
+  size_t workspace_bytes = 0;  // any content; 256-byte aligned
+  PlanSource source = PlanSource::kAnalytic;
+  char reason[200] = {0};
+};
+
+struct GroupedPlanOptions {
+  char const* kernel = nullptr;  // force this kernel by name, with its own gather
+  bool only_runnable = true;     // false: also kernels that are not in this build
+  int32_t force_arch = 0;        // 80: portable kernels only
+};
+
+/// Chooses the kernel: the explicit one, else the analytic model, which takes the rows as spread evenly over the experts.
+/// @return kInvalidArgument (sizes, types), kUnknownKernel, kNotCompiled, kNotSupported.
+Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* plan);
+
+/// Every kernel that can compute the problem with its predicted time, best first; at most `capacity` are written, `count` says how many there are.
+Status enumerate_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options,
+                         GroupedPlan* plans, int64_t capacity, int64_t* count);
+
+/// Launches the plan on `stream`; `workspace` holds plan.workspace_bytes bytes. Rows of d behind the last offset are set to zero; masked: rows behind an expert's count are left alone.
+Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, GroupedOperands const& operands, DeviceProperties const& device,
+                   void* workspace, size_t workspace_bytes, Stream stream);
+
+}  // namespace minfer

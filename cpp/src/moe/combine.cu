@@ -1,0 +1,122 @@
+// Sum of a token's rows: out[t] = sum over j of weights[t, j] * y[inverse[t, j]], in fp32 and in the order of j.
+//
+// A thread has 16 bytes of a token's columns and sends for eight rows of them together, which is what hides the latency; a CTA has 128 threads
+// of one token. Where bases, row stride or n do not allow 16 bytes, a thread has one element.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "common/dependent_launch.cuh"
+#include "minfer/moe_routing.h"
+#include "moe/routing_launch.h"
+
+namespace minfer {
+
+namespace moe {
+namespace {
+
+constexpr int kThreads = 128, kTogether = 8;
+
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ void round_to(float x, __half& out) { out = __float2half_rn(x); }
+__device__ __forceinline__ void round_to(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
+__device__ __forceinline__ void round_to(float x, float& out) { out = x; }
+
+template <class T, int kWidth>
+struct alignas(sizeof(T) * kWidth) Pack {
+  T value[kWidth];
+};
+
+template <class T>
+struct CombineParams {
+  T const* y;              // [rows, n]
+  int32_t const* inverse;  // [tokens, top_k]
+  float const* weights;    // likewise, or null: ones
+  T* out;                  // [tokens, n]
+  int64_t rows, ld;
+  int32_t n, top_k;
+};
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(kThreads) combine_kernel(__grid_constant__ CombineParams<T> const params) {
+#if __CUDA_ARCH__ >= 900
+  allow_dependent_launch();
+  wait_for_predecessor();
+#endif
+  int64_t const token = blockIdx.x, column = (int64_t(blockIdx.y) * kThreads + threadIdx.x) * kWidth;
+  if (column >= params.n) return;
+  int32_t const* inverse = params.inverse + token * params.top_k;
+  float const* weights = params.weights == nullptr ? nullptr : params.weights + token * params.top_k;
+  float sum[kWidth] = {};
+#pragma unroll 1
+  for (int first = 0; first < params.top_k; first += kTogether) {
+    int64_t row[kTogether];
+    float weight[kTogether];
+    Pack<T, kWidth> part[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      bool const inside = first + j < params.top_k;
+      row[j] = inside ? inverse[first + j] : -1;
+      weight[j] = inside && weights != nullptr ? weights[first + j] : 1.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (uint64_t(row[j]) < uint64_t(params.rows)) {
+        part[j] = *reinterpret_cast<Pack<T, kWidth> const*>(params.y + row[j] * params.ld + column);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      if (uint64_t(row[j]) < uint64_t(params.rows)) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) sum[i] = fmaf(weight[j], to_float(part[j].value[i]), sum[i]);
+      }
+    }
+  }
+  Pack<T, kWidth> rounded;
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) round_to(sum[i], rounded.value[i]);
+  *reinterpret_cast<Pack<T, kWidth>*>(params.out + token * params.n + column) = rounded;
+}
+
+template <class T>
+Status launch_combine(ExpertSum const& sum, bool programmatic, Stream stream) {
+  constexpr int kWidth = 16 / int(sizeof(T));
+  CombineParams<T> params{static_cast<T const*>(sum.y),
+                          sum.inverse,
+                          sum.weights,
+                          static_cast<T*>(sum.out),
+                          sum.rows,
+                          sum.ld,
+                          int32_t(sum.n),
+                          int32_t(sum.top_k)};
+  auto const aligned = [](void const* base) { return reinterpret_cast<uintptr_t>(base) % 16 == 0; };
+  bool const wide = aligned(sum.y) && aligned(sum.out) && sum.n % kWidth == 0 && (sum.rows <= 1 || sum.ld % kWidth == 0);
+  int64_t const columns = (wide ? sum.n / kWidth : sum.n), chunks = (columns + kThreads - 1) / kThreads;
+  if (sum.tokens > 0x7fffffff || chunks > 65535 || sum.n > 0x7fffffff) {
+    return Status::failure(StatusCode::kNotSupported, "[%lld, %lld] is more than a launch covers", (long long)sum.tokens, (long long)sum.n);
+  }
+  LaunchShape shape;
+  shape.grid = dim3(unsigned(sum.tokens), unsigned(chunks));
+  shape.threads = kThreads;
+  shape.programmatic = programmatic;
+  shape.stream = stream;
+  return wide ? launch(shape, "launch of moe_combine", &combine_kernel<T, kWidth>, params)
+              : launch(shape, "launch of moe_combine", &combine_kernel<T, 1>, params);
+}
+
+}  // namespace
+}  // namespace moe
+
+Status sum_experts(ExpertSum const& sum, bool programmatic, Stream stream) {
+  if (sum.tokens == 0 || sum.n == 0) return Status::success();
+  switch (sum.type) {
+    case DataType::kF16: return moe::launch_combine<__half>(sum, programmatic, stream);
+    case DataType::kBF16: return moe::launch_combine<__nv_bfloat16>(sum, programmatic, stream);
+    case DataType::kF32: return moe::launch_combine<float>(sum, programmatic, stream);
+  }
+  return Status::failure(StatusCode::kInvalidArgument, "y of type %d", int(sum.type));
+}
+
+}  // namespace minfer

@@ -1,0 +1,114 @@
+// Which tiles a grouped GEMM has: only the device knows how many rows each expert got, so every CTA works it out when it starts.
+//
+// An expert's rows are cut in as few equal tiles of tokens as fit the kernel, so a ragged end costs no tile of its own size; each of them
+// meets all tiles of the expert's weight. Tiles are numbered expert by expert; inside an expert, panels of kPanel token tiles walk along the
+// weight, the panel's tiles side by side: CTAs that run together read few weight rows and few tokens.
+#pragma once
+
+#include <cstdint>
+
+#include "minfer/moe.h"
+
+namespace minfer::moe {
+
+constexpr int kPanel = 12;  // 132 CTAs as 12 x 11: the fewest bytes through L2 for square tiles
+
+/// Rows of `a` in expert order. Ends (offsets[e] is where expert e's rows end and the next one's begin) or, masked, counts of max_rows-row slabs.
+struct ExpertRows {
+  int32_t const* offsets;  // [experts]
+  int32_t experts;
+  int32_t rows;  // of a; masked: max_rows
+  bool masked;
+};
+
+struct ExpertTile {
+  int32_t expert = 0;
+  int32_t weight_tile = 0;
+  int32_t row = 0;     // of a and d
+  int32_t tokens = 0;  // 1 to kTileN
+  bool alone = true;   // no other tile reads these weights
+};
+
+template <int kTileN, int kStep>
+struct ExpertTiles {
+  struct Storage {
+    int32_t first_tile[kMaxGroupedExperts + 1];
+    int32_t first_row[kMaxGroupedExperts];
+    int32_t count[kMaxGroupedExperts];
+    int32_t warp_total[32];
+  };
+
+  /// By all `threads` of the CTA, after the kernel's predecessor has finished. `weight_tiles`: of an expert.
+  static __device__ void build(Storage& storage, ExpertRows const& rows, int weight_tiles, int thread, int threads) {
+    int const lane = thread % 32, warp = thread / 32;
+    int32_t carry = 0;
+    if (thread == 0) storage.first_tile[0] = 0;
+#pragma unroll 1
+    for (int base = 0; base < rows.experts; base += threads) {
+      int const e = base + thread;
+      int32_t tiles = 0;
+      if (e < rows.experts) {
+        int32_t const limit = rows.rows, value = __ldcg(rows.offsets + e);
+        int32_t begin = 0, count = value;
+        if (rows.masked) {
+          begin = e * rows.rows;
+        } else {
+          begin = e > 0 ? __ldcg(rows.offsets + e - 1) : 0;
+          begin = begin < 0 ? 0 : begin > limit ? limit : begin;
+          count = (value < limit ? value : limit) - begin;
+        }
+        count = count < 0 ? 0 : count > limit ? limit : count;
+        storage.first_row[e] = begin;
+        storage.count[e] = count;
+        tiles = (count + kTileN - 1) / kTileN * weight_tiles;
+      }
+      int32_t sum = tiles;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        int32_t const before = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += before;
+      }
+      if (lane == 31) storage.warp_total[warp] = sum;
+      __syncthreads();
+      int32_t all = 0;
+      for (int w = 0; w < threads / 32; ++w) {
+        int32_t const total = storage.warp_total[w];
+        if (w < warp) sum += total;
+        all += total;
+      }
+      if (e < rows.experts) storage.first_tile[e + 1] = carry + sum;
+      carry += all;
+      __syncthreads();
+    }
+  }
+
+  static __device__ int32_t count(Storage const& storage, ExpertRows const& rows) { return storage.first_tile[rows.experts]; }
+
+  static __device__ ExpertTile at(Storage const& storage, ExpertRows const& rows, int weight_tiles, int32_t tile) {
+    int low = 0, high = rows.experts;  // first_tile[low] <= tile < first_tile[high]
+    while (high - low > 1) {
+      int const middle = (low + high) / 2;
+      if (storage.first_tile[middle] <= tile) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    ExpertTile found;
+    found.expert = low;
+    int32_t const rows_of = storage.count[low], token_tiles = (rows_of + kTileN - 1) / kTileN;
+    int32_t const in_expert = tile - storage.first_tile[low], panel = in_expert / (kPanel * weight_tiles);
+    int32_t const in_panel = in_expert - panel * (kPanel * weight_tiles);
+    int32_t const width = token_tiles - panel * kPanel < kPanel ? token_tiles - panel * kPanel : kPanel;
+    found.weight_tile = in_panel / width;
+    int32_t const token_tile = panel * kPanel + in_panel - found.weight_tile * width;
+    int32_t const step = ((rows_of + token_tiles - 1) / token_tiles + kStep - 1) / kStep * kStep;
+    int32_t const begin = token_tile * step;
+    found.row = storage.first_row[low] + begin;
+    found.tokens = rows_of - begin < step ? rows_of - begin : step;
+    found.alone = token_tiles == 1;
+    return found;
+  }
+};
+
+}  // namespace minfer::moe

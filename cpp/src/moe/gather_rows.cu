@@ -1,0 +1,54 @@
+// Rows in the order of the experts: what the loader of a grouped GEMM does where that is fast enough.
+#include "common/cuda_check.h"
+#include "common/dependent_launch.cuh"
+#include "moe/launch.h"
+
+namespace minfer::moe {
+
+namespace {
+
+constexpr int kThreads = 256, kUnits = 4;  // 16 bytes a thread, so many of them in flight
+
+__global__ void __launch_bounds__(kThreads)
+    gather_rows_kernel(uint4 const* a, int64_t lda, int32_t const* gather, int64_t rows, int32_t units, uint4* out) {
+#if __CUDA_ARCH__ >= 900
+  allow_dependent_launch();
+  wait_for_predecessor();
+#endif
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    uint4 const* const from = a + int64_t(gather[row]) * lda;
+    uint4* const to = out + row * units;
+    for (int first = int(threadIdx.x); first < units; first += kUnits * kThreads) {
+      uint4 values[kUnits];
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        if (first + i * kThreads < units) values[i] = __ldg(from + first + i * kThreads);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        if (first + i * kThreads < units) to[first + i * kThreads] = values[i];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Status gather_rows(void const* a, int64_t lda, int32_t const* gather, int64_t rows, int64_t k, void* out, bool programmatic,
+                   Stream stream) {
+  if (rows == 0 || k == 0) return Status::success();
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(rows < 65536 ? rows : 65536));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = programmatic ? 1 : 0;
+  return cuda_status(cudaLaunchKernelEx(&config, &gather_rows_kernel, static_cast<uint4 const*>(a), lda / 8, gather, rows, int32_t(k / 8),
+                                        static_cast<uint4*>(out)),
+                     "launch of gather_rows");
+}
+
+}  // namespace minfer::moe

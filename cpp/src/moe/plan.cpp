@@ -1,0 +1,240 @@
+// plan_grouped: explicit kernel, else the analytic model over every legal one. run_grouped.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "gemm/launch.h"
+#include "moe/launch.h"
+
+namespace minfer {
+
+namespace moe {
+namespace {
+
+constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
+
+// The analytic model: the larger of the busiest CTA's tiles and the bytes, plus the start. The constants are a fit to 216 timings of 36 problems on
+// the H200 (Mixtral, Qwen3, DeepSeek-V3 and gpt-oss from 1 to 4096 tokens; the choice costs 0.5 % on their average), the portable kernels' a guess.
+constexpr double kStartUs = 1.6;
+constexpr double kCooperativeTileUs = 2.8,
+                 kPingpongTileUs = 0.52;  // a tile's first bytes and stores; the other warpgroup's mainloop hides a part
+constexpr double kTail = 0.48;            // of the bytes' time, for each part of a wave that is empty
+constexpr double kPower = 2.9;            // how much of the smaller limit shows
+constexpr double kSpread = 0.085;  // experts differ: standard deviations of a Poisson's below a tile's edge that still need a tile more
+constexpr double kGatherBytes = 23e3, kGatherPower = 4;  // bytes/us into one SM by the loader's gather
+constexpr double kCopyShare = 0.65;                      // of the read bandwidth, of what a launch that gathers before writes
+constexpr double kCopyUs = 2.0;
+// Of the tensor cores' rate and of the read bandwidth, what a kernel's mainloop reaches.
+struct Shares {
+  double rate, bandwidth;
+};
+
+Shares shares_of(KernelInfo const& kernel) {
+  if (kernel.arch < 90) return {0.4, 0.7};
+  switch (kernel.tile_m * 1000 + kernel.tile_n) {
+    case 64016: return {0.25, 1.0};
+    case 64064: return {0.38, 0.96};
+    case 128128: return {0.86, 0.99};
+    case 128192: return {1.0, 0.98};
+    case 128256: return {1.02, 0.925};
+    case 256128: return {1.02, 0.95};
+  }
+  return {0.8, 0.95};
+}
+
+double active_experts(GroupedProblem const& p) {
+  if (p.experts == 0 || p.rows == 0) return 0.0;
+  double const experts = double(p.experts);
+  return std::min(experts * -std::expm1(double(p.rows) * std::log1p(-1.0 / std::max(experts, 1.0 + 1e-9))), double(p.rows));
+}
+
+double bytes_of(GroupedProblem const& p) {
+  double const n_out = double(p.gated ? p.n / 2 : p.n), rows = double(p.rows);
+  return 2.0 * (active_experts(p) * p.n * p.k + rows * p.k + rows * n_out);
+}
+
+double floor_us(GroupedProblem const& p, DeviceProperties const& device) {
+  return std::max(bytes_of(p) / device.read_bandwidth, 2.0 * p.rows * p.n * p.k / device.matrix_rate);
+}
+
+double predict_us(KernelInfo const& kernel, GroupedProblem const& p, DeviceProperties const& device, bool gather_first) {
+  double const active = active_experts(p);
+  if (active == 0.0) return kStartUs;
+  double const rows = double(p.rows) / active;
+  double const token_tiles = std::max(1.0, std::floor((rows + kSpread * std::sqrt(rows)) / kernel.tile_n) + 1.0);
+  double const weight_tiles = std::ceil(double(p.n) / kernel.tile_m);
+  double const tiles = active * token_tiles * weight_tiles, workers = double(device.sm_count) * kernel.ctas_per_sm;
+  double const waves = std::max(1.0, tiles > 4 * workers ? tiles / workers + 0.5 : std::ceil(tiles / workers));
+  int const step = kernel.tile_n <= 128 ? 8 : 16;
+  double const tokens = std::ceil(rows / token_tiles / step) * step;
+  Shares const shares = shares_of(kernel);
+  double tile_us = 2.0 * kernel.tile_m * tokens * p.k / (device.matrix_rate / workers * shares.rate);
+  if (p.gathered && !gather_first) {
+    double const gather_us = 2.0 * tokens * p.k * kernel.ctas_per_sm / kGatherBytes;
+    tile_us = std::pow(std::pow(tile_us, kGatherPower) + std::pow(gather_us, kGatherPower), 1.0 / kGatherPower);
+  }
+  double const busy_us = waves * (tile_us + (kernel.schedule == Schedule::kPingpong ? kPingpongTileUs : kCooperativeTileUs));
+  double const tail = kTail * std::max(0.0, std::ceil(tiles / workers) * workers / tiles - 1.0);
+  double const stream_us = bytes_of(p) / (device.read_bandwidth * shares.bandwidth) * (1.0 + std::min(tail, 1.0));
+  double const copy_us = gather_first ? kCopyUs + 2.0 * p.rows * p.k / (device.read_bandwidth * kCopyShare) : 0.0;
+  return kStartUs + copy_us + std::pow(std::pow(busy_us, kPower) + std::pow(stream_us, kPower), 1.0 / kPower);
+}
+
+char const* illegal(KernelInfo const& kernel, GroupedProblem const& p, DeviceProperties const& device) {
+  if (std::strcmp(kernel.family, "moe") != 0) return "it is not a grouped kernel";
+  if (kernel.arch_exact ? device.compute_capability() != kernel.arch : device.compute_capability() < kernel.arch) {
+    return "it does not run on this device's compute capability";
+  }
+  if (kernel.ab_type != p.type) return "it computes another element type";
+  if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
+  if (kernel.arch >= 90) {
+    if (p.a_alignment < 16 || p.b_alignment < 16) return "an operand's pointer or stride is not a multiple of 16 bytes";
+    if (p.k % 8 != 0 || p.k == 0) return "k is not a positive multiple of 8";
+    if (p.gated && p.n % 16 != 0) return "half of n is not a multiple of 8";
+  }
+  return nullptr;
+}
+
+Status check(GroupedProblem const& p) {
+  if (p.rows < 0 || p.n < 0 || p.k < 0 || p.experts < 0 || p.max_rows < 0) {
+    return Status::failure(StatusCode::kInvalidArgument, "sizes must not be negative, got rows = %lld, experts = %lld, n = %lld, k = %lld",
+                           (long long)p.rows, (long long)p.experts, (long long)p.n, (long long)p.k);
+  }
+  if (p.rows > kMaxExtent || p.n > kMaxExtent || p.k > kMaxExtent) {
+    return Status::failure(StatusCode::kNotSupported, "an extent above %lld is not supported, got rows = %lld, n = %lld, k = %lld",
+                           (long long)kMaxExtent, (long long)p.rows, (long long)p.n, (long long)p.k);
+  }
+  if (p.experts > kMaxGroupedExperts) {
+    return Status::failure(StatusCode::kNotSupported, "at most %d experts are supported, got %lld", kMaxGroupedExperts,
+                           (long long)p.experts);
+  }
+  if (p.type == DataType::kF32) return Status::failure(StatusCode::kInvalidArgument, "operands must be f16 or bf16, got f32");
+  if (p.gated && p.n % 2 != 0) {
+    return Status::failure(StatusCode::kInvalidArgument, "a gated weight has an even number of rows, got n = %lld", (long long)p.n);
+  }
+  // Tiles of the smallest kernel are numbered in 32 bits.
+  double const tiles = (double(p.rows) / 16 + double(p.experts)) * (double(p.n) / 64 + 1);
+  if (tiles >= 2147483648.0) {
+    return Status::failure(StatusCode::kNotSupported, "rows = %lld and n = %lld are more tiles than are numbered in 32 bits",
+                           (long long)p.rows, (long long)p.n);
+  }
+  return Status::success();
+}
+
+GroupedPlan describe(KernelInfo const& kernel, GroupedProblem const& problem, DeviceProperties const& device, bool gather_first) {
+  GroupedPlan plan;
+  plan.kernel = &kernel;
+  plan.floor_us = floor_us(problem, device);
+  plan.predicted_us = std::max(predict_us(kernel, problem, device, gather_first), plan.floor_us);
+  plan.gather_first = gather_first;
+  plan.workspace_bytes = gather_first ? size_t(problem.rows) * size_t(problem.k) * 2 : 0;
+  return plan;
+}
+
+std::vector<GroupedPlan> candidates(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options) {
+  std::vector<GroupedPlan> all;
+  int64_t count = 0;
+  KernelInfo const* kernels = registry(&count);
+  for (int64_t i = 0; i < count; ++i) {
+    KernelInfo const& kernel = kernels[i];
+    if ((options.only_runnable && kernel.launch == nullptr) || (options.force_arch != 0 && kernel.arch != options.force_arch) ||
+        illegal(kernel, problem, device) != nullptr) {
+      continue;
+    }
+    bool const can_copy = problem.gathered && problem.k % 8 == 0 && problem.a_alignment == 16;
+    for (bool gather_first : {false, true}) {
+      if (gather_first && !can_copy) continue;
+      all.push_back(describe(kernel, problem, device, gather_first));
+    }
+  }
+  std::stable_sort(all.begin(), all.end(), [](GroupedPlan const& a, GroupedPlan const& b) {
+    // A portable kernel only where no other computes the problem.
+    if ((a.kernel->arch >= 90) != (b.kernel->arch >= 90)) return a.kernel->arch >= 90;
+    return a.predicted_us < b.predicted_us;
+  });
+  return all;
+}
+
+}  // namespace
+
+#if !MINFER_WITH_CUDA
+Status gather_rows(void const*, int64_t, int32_t const*, int64_t, int64_t, void*, bool, Stream) {
+  return Status::failure(StatusCode::kNotCompiled, "this build has no CUDA");
+}
+#endif
+
+}  // namespace moe
+
+Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* plan) {
+  using namespace moe;
+  *plan = GroupedPlan{};
+  if (Status status = check(problem); !status.ok()) return status;
+  if (options.kernel != nullptr) {
+    KernelInfo const* kernel = find_kernel(options.kernel);
+    if (kernel == nullptr) return Status::failure(StatusCode::kUnknownKernel, "kernel '%.90s' is not in the registry", options.kernel);
+    if (char const* why = illegal(*kernel, problem, device)) {
+      return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot compute this problem: %s", kernel->name, why);
+    }
+    if (options.only_runnable && kernel->launch == nullptr) {
+      return Status::failure(StatusCode::kNotCompiled, "kernel %s is in the table but not in this build (archs: %s)", kernel->name,
+                             build_archs()[0] ? build_archs() : "none");
+    }
+    *plan = describe(*kernel, problem, device, false);
+    plan->source = PlanSource::kOverride;
+    std::snprintf(plan->reason, sizeof(plan->reason), "asked for by name");
+    return Status::success();
+  }
+  std::vector<GroupedPlan> const all = candidates(problem, device, options);
+  if (all.empty()) {
+    return Status::failure(StatusCode::kNotSupported,
+                           "no kernel %s computes a grouped GEMM of %s on compute capability %d.%d (archs of the build: %s)",
+                           options.only_runnable ? "of this build" : "of the table", name_of(problem.type), device.compute_major,
+                           device.compute_minor, build_archs()[0] ? build_archs() : "none");
+  }
+  *plan = all.front();
+  std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted cycles of %d candidates: %.1f us, floor %.1f us", int(all.size()),
+                plan->predicted_us, plan->floor_us);
+  return Status::success();
+}
+
+Status enumerate_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options,
+                         GroupedPlan* plans, int64_t capacity, int64_t* count) {
+  *count = 0;
+  if (Status status = moe::check(problem); !status.ok()) return status;
+  std::vector<GroupedPlan> const all = moe::candidates(problem, device, options);
+  *count = int64_t(all.size());
+  for (int64_t i = 0; i < *count && i < capacity; ++i) plans[i] = all[size_t(i)];
+  return Status::success();
+}
+
+Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, GroupedOperands const& operands, DeviceProperties const& device,
+                   void* workspace, size_t workspace_bytes, Stream stream) {
+  if (problem.rows == 0 || problem.n == 0) return Status::success();
+  if (plan.kernel == nullptr || plan.kernel->launch == nullptr) {
+    return Status::failure(StatusCode::kNotCompiled, "the plan's kernel is not in this build");
+  }
+  GroupedProblem launched = problem;
+  GroupedOperands rows = operands;
+  bool const programmatic = gemm::programmatic_launch_enabled();
+  if (plan.gather_first) {
+    if (workspace_bytes < plan.workspace_bytes) {
+      return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", workspace_bytes,
+                             plan.workspace_bytes);
+    }
+    Status const status = moe::gather_rows(operands.a, operands.lda, operands.gather, problem.rows, problem.k, workspace,
+                                           programmatic && device.compute_capability() >= 90, stream);
+    if (!status.ok()) return status;
+    launched.gathered = false;
+    rows.gather = nullptr;
+    rows.a = workspace;
+    rows.lda = problem.k;
+    rows.a_rows = problem.rows;
+  }
+  moe::GroupedLaunchArguments const arguments{&launched, &rows, &device, programmatic, stream};
+  return reinterpret_cast<moe::LaunchFunction>(const_cast<void*>(plan.kernel->launch))(arguments);
+}
+
+}  // namespace minfer
