@@ -58,6 +58,11 @@ def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def suite_of(cell: dict[str, Any]) -> str:
+    """Of a row: rows are replaced by suite and peer."""
+    return cell["suite"] if cell["routing"] == "uniform" else f"{cell['suite']}_{cell['routing']}"
+
+
 def routed(experts: int, top_k: int, tokens: int, routing: str) -> torch.Tensor:
     """ids int32 [tokens, top_k], different experts for each token."""
     if routing == "one_hot":
@@ -151,7 +156,7 @@ def measure_grouped(cell: dict, args: argparse.Namespace, results, weights: Weig
         if name == "ours":
             continue
         row = result_row(
-            suite="grouped", op="grouped_gemm", kernel=plan["kernel"], shape=shape, dtype="bf16", timing=ours, peer=name, peer_us=timing.us,
+            suite=suite_of(cell), op="grouped_gemm", kernel=plan["kernel"], shape=shape, dtype="bf16", timing=ours, peer=name, peer_us=timing.us,
             floor_us=floor, rel_err=errors["ours"],
         )  # fmt: skip
         results.add(row)
@@ -224,7 +229,7 @@ def measure_layer(cell: dict, args: argparse.Namespace, results, w13: Weights, w
         if name == "ours":
             continue
         row = result_row(
-            suite="layer", op="moe_ffn", kernel="", shape=shape, dtype="bf16", timing=ours, peer=name, peer_us=timing.us,
+            suite=suite_of(cell), op="moe_ffn", kernel="", shape=shape, dtype="bf16", timing=ours, peer=name, peer_us=timing.us,
             floor_us=floor, rel_err=error,
         )  # fmt: skip
         results.add(row)

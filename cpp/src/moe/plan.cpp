@@ -25,7 +25,9 @@ constexpr double kTail = 0.48;            // of the bytes' time, for each part o
 constexpr double kPower = 2.9;            // how much of the smaller limit shows
 constexpr double kSpread = 0.085;  // experts differ: standard deviations of a Poisson's below a tile's edge that still need a tile more
 constexpr double kGatherBytes = 23e3, kGatherPower = 4;  // bytes/us into one SM by the loader's gather
-constexpr double kCopyShare = 0.65;                      // of the read bandwidth, of what a launch that gathers before writes
+constexpr double kNarrowGather = 1.2;
+constexpr double kTallRows = 384, kTallRate = 0.92;
+constexpr double kCopyShare = 0.65;  // of the read bandwidth, of what a launch that gathers before writes
 constexpr double kCopyUs = 2.0;
 // Of the tensor cores' rate and of the read bandwidth, what a kernel's mainloop reaches.
 struct Shares {
@@ -70,7 +72,10 @@ double predict_us(KernelInfo const& kernel, GroupedProblem const& p, DevicePrope
   double const waves = std::max(1.0, tiles > 4 * workers ? tiles / workers + 0.5 : std::ceil(tiles / workers));
   int const step = kernel.tile_n <= 128 ? 8 : 16;
   double const tokens = std::ceil(rows / token_tiles / step) * step;
-  Shares const shares = shares_of(kernel);
+  Shares shares = shares_of(kernel);
+  // Tall tiles read an expert's tokens more often: from some hundreds of rows an expert on wide ones are ahead (Mixtral's w13 at 4096 tokens: 3043
+  // us with 256 x 128, 2761 with 128 x 256).
+  if (kernel.tile_m == 256 && rows > kTallRows) shares.rate *= kTallRate;
   double tile_us = 2.0 * kernel.tile_m * tokens * p.k / (device.matrix_rate / workers * shares.rate);
   if (p.gathered && !gather_first) {
     double const gather_us = 2.0 * tokens * p.k * kernel.ctas_per_sm / kGatherBytes;
@@ -79,8 +84,10 @@ double predict_us(KernelInfo const& kernel, GroupedProblem const& p, DevicePrope
   double const busy_us = waves * (tile_us + (kernel.schedule == Schedule::kPingpong ? kPingpongTileUs : kCooperativeTileUs));
   double const tail = kTail * std::max(0.0, std::ceil(tiles / workers) * workers / tiles - 1.0);
   double const stream_us = bytes_of(p) / (device.read_bandwidth * shares.bandwidth) * (1.0 + std::min(tail, 1.0));
+  // Narrow tiles of a deep k give the gathering warps little to do at a time.
+  double const gathered_us = p.gathered && !gather_first && kernel.tile_m == 64 ? kNarrowGather * stream_us : stream_us;
   double const copy_us = gather_first ? kCopyUs + 2.0 * p.rows * p.k / (device.read_bandwidth * kCopyShare) : 0.0;
-  return kStartUs + copy_us + std::pow(std::pow(busy_us, kPower) + std::pow(stream_us, kPower), 1.0 / kPower);
+  return kStartUs + copy_us + std::pow(std::pow(busy_us, kPower) + std::pow(gathered_us, kPower), 1.0 / kPower);
 }
 
 char const* illegal(KernelInfo const& kernel, GroupedProblem const& p, DeviceProperties const& device) {
