@@ -156,8 +156,8 @@ def measure_grouped(cell: dict, args: argparse.Namespace, results, weights: Weig
         if name == "ours":
             continue
         row = result_row(
-            suite=suite_of(cell), op="grouped_gemm", kernel=plan["kernel"], shape=shape, dtype="bf16", timing=ours, peer=name, peer_us=timing.us,
-            floor_us=floor, rel_err=errors["ours"],
+            suite=suite_of(cell), op="grouped_gemm", kernel=plan["kernel"], shape=shape, dtype="bf16", timing=ours, peer=name,
+            peer_us=timing.us, floor_us=floor, rel_err=errors["ours"],
         )  # fmt: skip
         results.add(row)
         line.append(f"{name} {timing.us:.1f} ({timing.us / ours.us:.2f}x)")

@@ -226,7 +226,7 @@ def test_alignment_of_contiguous_operands():
 
 def test_registry():
     build = minfer.build_info()
-    everything = (*minfer.kernels("gemm"), *minfer.kernels("w4a16"))
+    everything = [kernel for family in ("gemm", "moe", "w4a16") for kernel in minfer.kernels(family)]
     assert len(KERNELS) == len(minfer.kernels())
     assert build["kernels_total"] == len(everything)
     assert build["kernels_compiled"] == sum(k["compiled"] for k in everything)
@@ -238,6 +238,9 @@ def test_registry():
         parts = ["gemm", f"sm{kernel['arch']}", kernel["ab_type"], layout, tile, cluster, kernel["schedule"]]
         assert kernel["name"].startswith("_".join(parts))
     assert {k["ab_type"] for k in minfer.kernels()} == set(DTYPE_NAMES.values()) - {"f32"}
+    for kernel in minfer.kernels("moe"):
+        tile = f"{kernel['tile_m']}x{kernel['tile_n']}x{kernel['tile_k']}"
+        assert kernel["name"] == f"moe_sm{kernel['arch']}_{kernel['ab_type']}_tn_{tile}_1x1x1_{kernel['schedule']}_swap"
     for kernel in minfer.kernels("w4a16"):
         tile = f"{kernel['tile_m']}x{kernel['tile_n']}x{kernel['tile_k']}"
         form = FORMATS[kernel["b_format"]]

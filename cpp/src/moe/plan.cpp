@@ -28,7 +28,7 @@ constexpr double kGatherBytes = 23e3, kGatherPower = 4;  // bytes/us into one SM
 constexpr double kNarrowGather = 1.2;
 constexpr double kTallRows = 384, kTallRate = 0.92;
 constexpr double kCopyShare = 0.65;  // of the read bandwidth, of what a launch that gathers before writes
-constexpr double kCopyUs = 2.0;
+constexpr double kCopyUs = 4.0;
 // Of the tensor cores' rate and of the read bandwidth, what a kernel's mainloop reaches.
 struct Shares {
   double rate, bandwidth;
