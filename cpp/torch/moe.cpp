@@ -83,7 +83,10 @@ void describe(Call* call, Tensor const& a, Tensor const& b) {
 Call prepare(char const* op, Tensor const& a, Tensor const& b, int64_t rows, int64_t k, std::optional<Tensor> const& bias,
              std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
              std::string const& gate_layout, std::optional<std::string> const& kernel) {
-  Call call{.op = op, .bias = bias, .kernel = kernel};
+  Call call;
+  call.op = op;
+  call.bias = bias;
+  call.kernel = kernel;
   check(is_16bit_float(a.scalar_type()), op, ": a must be float16 or bfloat16, got ", dtype_name(a.scalar_type()));
   check(b.dim() == 3 && b.size(1) == k, op, ": b must be [experts, k, n] with k = ", k, " to match a ", shape_of(a), ", got b ",
         shape_of(b));

@@ -152,7 +152,7 @@ void launch_dequantize(QuantizedWeight const& weight, dim3 grid, void* out, Stre
   }
 }
 
-constexpr int64_t kEarlyColumns = 8192;
+[[maybe_unused]] constexpr int64_t kEarlyColumns = 8192;
 
 // A thread takes eight columns, of every gridDim.y-th row. The permutation is a constant like the weights: it is read under the predecessor's tail.
 // Of long rows the GEMM may start only when the columns are there: its first stages are megabytes of weights, and what the gather fetches would
