@@ -201,7 +201,7 @@ def measure_layer(cell: dict, args: argparse.Namespace, results, w13: Weights, w
     want = from_torch(x, w13[0], w2[0], weights, ids)
     fns: dict[str, Callable[[int], Any]] = {"ours": lambda i: minfer.moe_ffn(x, w13[i], w2[i], weights, ids)}
     error = relative_error(fns["ours"](0), want)
-    if not error <= 0.02:  # two roundings between the products of torch's, one of ours
+    if not error <= 0.008:  # two roundings between the products of torch's, one of ours: 0.0052 was measured
         raise ArithmeticError(f"relative difference from torch's layer {error:.3g}")
     fns["torch_compile"] = lambda i: compiled(x, w13[i], w2[i], weights, ids)
     if "vllm_triton" in peers:

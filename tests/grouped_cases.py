@@ -88,6 +88,12 @@ def bad_calls(device="cpu"):
         "activation": ("activation must be one of", (a, b, offsets), {"activation": "swish"}),
         "swigluoai": ("needs gated", (a, b, offsets), {"activation": "swigluoai"}),
         "gate_layout": ("gate_layout must be", (a, b, offsets), {"gated": True, "gate_layout": "thirds"}),
+        "gate_layout alone": ("gate_layout alternating needs gated", (a, b, offsets), {"gate_layout": "alternating"}),
+        "launch options": (
+            "is not in the registry",
+            (a, b, offsets),
+            {"kernel": "moe_sm80_f16_tn_64x32x64_1x1x1_multistage_swap@splits=2"},
+        ),
         "odd n": ("even number of columns", (a, b[:, :, :31], offsets), {"gated": True}),
         "blocks": ("multiple of 16 columns", (a, b[:, :, :24], offsets), {"gated": True, "gate_layout": "blocks"}),
         "kernel": ("is not in the registry", (a, b, offsets), {"kernel": "moe_sm90_f16_tn_1x1x1"}),

@@ -116,7 +116,7 @@ def test_views():
     for shift in (0, 8, 3):  # 16-byte aligned or not
         view = wide[:, shift : shift + 128]
         view.copy_(a)
-        assert torch.allclose(minfer.grouped_gemm(view, b, offsets).float(), want.float(), rtol=2e-3, atol=2e-3)
+        assert expected((a, b, offsets), {}).mismatch(minfer.grouped_gemm(view, b, offsets)) is None, shift
     big = torch.full((4, 100, 136), math.nan, device=DEVICE, dtype=torch.float16)
     big[:, :96, :128] = b.mT
     assert torch.equal(minfer.grouped_gemm(a, big[:, :96, :128].mT, offsets), want)
@@ -248,7 +248,7 @@ def test_large_offsets():
 @pytest.mark.parametrize("name", bad_calls())
 def test_calls_that_cannot_be_right(name):
     message, args, kwargs = bad_calls(DEVICE)[name]
-    with pytest.raises(RuntimeError, match=message.replace("float16 or bfloat16", "float16 or bfloat16")):
+    with pytest.raises(RuntimeError, match=message):
         minfer.grouped_gemm(*args, **kwargs)
 
 

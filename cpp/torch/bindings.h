@@ -74,8 +74,6 @@ std::string enumerate_w4a16_json(std::vector<int64_t> sizes, std::string ab_type
                                  bool has_c, bool gated, bool only_runnable, int64_t device, int64_t limit);
 std::string plan_grouped_json(std::vector<int64_t> sizes, std::string type, bool gated, bool gathered, std::optional<std::string> kernel,
                               bool only_runnable, int64_t device);
-std::string enumerate_grouped_json(std::vector<int64_t> sizes, std::string type, bool gated, bool gathered, bool only_runnable,
-                                   int64_t device, int64_t limit);
 int64_t load_tuned(std::string csv);
 
 }  // namespace minfer::torch_binding

@@ -52,6 +52,12 @@ int32_t common_alignment(std::initializer_list<uint64_t> values);
 
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+/// A tensor with unit stride along its last mode; a copy where it has none.
+inline Tensor unit_rows(Tensor const& x) {
+  int64_t const last = x.dim() - 1;
+  return x.stride(last) == 1 || x.size(last) <= 1 ? x : torch::stable::contiguous(x);
+}
+
 /// Raise unless the argument can be used beside an `a` on `device`.
 void check_same_device(char const* op, char const* name, Tensor const& tensor, int32_t device);
 void check_bias(char const* op, Tensor const& bias, int64_t n, ScalarType type, int32_t device);

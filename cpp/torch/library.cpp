@@ -95,7 +95,6 @@ STABLE_TORCH_LIBRARY(minfer, m) {
       "_enumerate_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, "
       "bool only_runnable, int device, int limit) -> str");
   m.def("_plan_grouped(int[] sizes, str type, bool gated, bool gathered, str? kernel, bool only_runnable, int device) -> str");
-  m.def("_enumerate_grouped(int[] sizes, str type, bool gated, bool gathered, bool only_runnable, int device, int limit) -> str");
   m.def("_load_tuned(str csv) -> int");
 }
 
@@ -135,6 +134,5 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
   m.impl("_plan_w4a16", TORCH_BOX(&plan_w4a16_json));
   m.impl("_enumerate_w4a16", TORCH_BOX(&enumerate_w4a16_json));
   m.impl("_plan_grouped", TORCH_BOX(&plan_grouped_json));
-  m.impl("_enumerate_grouped", TORCH_BOX(&enumerate_grouped_json));
   m.impl("_load_tuned", TORCH_BOX(&load_tuned));
 }

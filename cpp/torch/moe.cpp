@@ -50,10 +50,9 @@ void set_activation(Call* call, std::string const& activation, bool gated, std::
   }
   check(gate_layout == "halves" || gate_layout == "alternating" || gate_layout == "blocks", call->op,
         ": gate_layout must be halves, alternating or blocks, got '", gate_layout, "'");
+  check(gated || gate_layout == "halves", call->op, ": gate_layout ", gate_layout, " needs gated = True");
   o.gate_layout = gate_layout == "halves" ? GateLayout::kHalves : gate_layout == "blocks" ? GateLayout::kBlocks : GateLayout::kAlternating;
 }
-
-Tensor unit_rows(Tensor const& x) { return x.stride(1) == 1 || x.size(1) <= 1 ? x : torch::stable::contiguous(x); }
 
 /// a [rows, k] and b [experts, k, n] with k contiguous; copies where they are not.
 void describe(Call* call, Tensor const& a, Tensor const& b) {
@@ -194,7 +193,7 @@ int64_t columns_of(GroupedProblem const& p) { return p.gated ? p.n / 2 : p.n; }
 Tensor grouped_gemm(Tensor a, Tensor b, Tensor offsets, std::optional<Tensor> bias, std::optional<Tensor> gather,
                     std::optional<Tensor> row_scale, std::string activation, bool gated, std::string gate_layout,
                     std::optional<std::string> kernel) {
-  Call call = prepare_sorted("grouped_gemm", a, b, offsets, bias, gather, row_scale, activation, gated, gate_layout, kernel);
+  Call call = prepare_sorted("minfer::grouped_gemm", a, b, offsets, bias, gather, row_scale, activation, gated, gate_layout, kernel);
   std::vector<int64_t> const shape = {call.problem.rows, columns_of(call.problem)};
   Tensor out = torch::stable::new_empty(a, shape);
   launch(call, out, shape[1]);
@@ -204,7 +203,7 @@ Tensor grouped_gemm(Tensor a, Tensor b, Tensor offsets, std::optional<Tensor> bi
 Tensor grouped_gemm_out(Tensor a, Tensor b, Tensor offsets, std::optional<Tensor> bias, std::optional<Tensor> gather,
                         std::optional<Tensor> row_scale, std::string activation, bool gated, std::string gate_layout,
                         std::optional<std::string> kernel, Tensor out) {
-  char const* op = "grouped_gemm.out";
+  char const* op = "minfer::grouped_gemm.out";
   Call call = prepare_sorted(op, a, b, offsets, bias, gather, row_scale, activation, gated, gate_layout, kernel);
   int64_t const columns = columns_of(call.problem);
   check_operand(op, "out", out, a.scalar_type(), {call.problem.rows, columns}, call.device);
@@ -217,7 +216,7 @@ Tensor grouped_gemm_out(Tensor a, Tensor b, Tensor offsets, std::optional<Tensor
 
 Tensor grouped_gemm_masked(Tensor a, Tensor b, Tensor counts, std::optional<Tensor> bias, std::optional<Tensor> row_scale,
                            std::string activation, bool gated, std::string gate_layout, std::optional<std::string> kernel) {
-  Call call = prepare_masked("grouped_gemm_masked", a, b, counts, bias, row_scale, activation, gated, gate_layout, kernel);
+  Call call = prepare_masked("minfer::grouped_gemm_masked", a, b, counts, bias, row_scale, activation, gated, gate_layout, kernel);
   std::vector<int64_t> const shape = {call.problem.experts, call.problem.max_rows, columns_of(call.problem)};
   Tensor out = torch::stable::new_zeros(a, shape);
   launch(call, out, shape[2]);
@@ -226,7 +225,7 @@ Tensor grouped_gemm_masked(Tensor a, Tensor b, Tensor counts, std::optional<Tens
 
 Tensor grouped_gemm_masked_out(Tensor a, Tensor b, Tensor counts, std::optional<Tensor> bias, std::optional<Tensor> row_scale,
                                std::string activation, bool gated, std::string gate_layout, std::optional<std::string> kernel, Tensor out) {
-  char const* op = "grouped_gemm_masked.out";
+  char const* op = "minfer::grouped_gemm_masked.out";
   Call call = prepare_masked(op, a, b, counts, bias, row_scale, activation, gated, gate_layout, kernel);
   GroupedProblem const& p = call.problem;
   int64_t const columns = columns_of(p);
@@ -241,7 +240,7 @@ Tensor grouped_gemm_masked_out(Tensor a, Tensor b, Tensor counts, std::optional<
 
 Tensor moe_ffn(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, std::string activation, std::optional<Tensor> b13,
                std::optional<Tensor> b2, std::string gate_layout) {
-  char const* op = "moe_ffn";
+  char const* op = "minfer::moe_ffn";
   check(x.dim() == 2, op, ": x must be [tokens, hidden], got ", shape_of(x));
   check(is_16bit_float(x.scalar_type()), op, ": x must be float16 or bfloat16, got ", dtype_name(x.scalar_type()));
   int64_t const tokens = x.size(0), hidden = x.size(1);
@@ -306,24 +305,6 @@ std::string plan_grouped_json(std::vector<int64_t> sizes, std::string type, bool
   Json json;
   write_plan(json, plan);
   return json.text();
-}
-
-std::string enumerate_grouped_json(std::vector<int64_t> sizes, std::string type, bool gated, bool gathered, bool only_runnable,
-                                   int64_t device, int64_t limit) {
-  char const* op = "_enumerate_grouped";
-  GroupedPlanOptions options;
-  options.only_runnable = only_runnable;
-  options.force_arch = forced_arch();
-  std::vector<GroupedPlan> plans(size_t(limit > 0 ? limit : 0));
-  int64_t count = 0;
-  Status const status =
-      enumerate_grouped(problem_of(op, sizes, type, gated, gathered), device < 0 ? h200_properties() : device_properties(int32_t(device)),
-                        options, plans.data(), int64_t(plans.size()), &count);
-  check(status.ok(), op, ": ", status.message);
-  Json json;
-  json.open('[');
-  for (int64_t i = 0; i < count && i < limit; ++i) write_plan(json, plans[size_t(i)]);
-  return json.close(']').text();
 }
 
 }  // namespace minfer::torch_binding

@@ -21,8 +21,6 @@ void check_device(char const* op, char const* name, Tensor const& tensor, char c
 
 bool is_router_type(ScalarType type) { return is_16bit_float(type) || type == ScalarType::Float; }
 
-/// A matrix with unit stride along its rows; a copy where it has none.
-Tensor unit_rows(Tensor const& x) { return x.stride(1) == 1 || x.size(1) <= 1 ? x : torch::stable::contiguous(x); }
 int64_t leading(Tensor const& x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); }
 
 Tensor empty(Tensor const& like, std::vector<int64_t> const& shape, ScalarType type) { return torch::stable::new_empty(like, shape, type); }

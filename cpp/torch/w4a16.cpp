@@ -41,8 +41,6 @@ struct Weight {
   }
 };
 
-Tensor unit_rows(Tensor const& x) { return x.stride(x.dim() - 1) == 1 || x.size(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x); }
-
 /// Rows that TMA can address: unit stride, 16-byte aligned base and row stride; a copy where they are not.
 Tensor aligned_rows(Tensor const& x) {
   Tensor const rows = unit_rows(x);

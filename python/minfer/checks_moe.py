@@ -39,9 +39,11 @@ def _check_common(check: _Checker, a: Tensor, b: Tensor, k, bias, activation: st
     else:
         check(activation in ACTIVATIONS, "activation must be one of none, relu, gelu, gelu_tanh, silu, got '{}'", activation)
     check(gate_layout in GATE_LAYOUTS, "gate_layout must be halves, alternating or blocks, got '{}'", gate_layout)
-    if gate_layout == "blocks" and gated:
+    check(gated or gate_layout == "halves", "gate_layout {} needs gated = True", gate_layout)
+    if gate_layout == "blocks":
         check(n % 16 == 0, "b must have a multiple of 16 columns in blocks of 8 gate and 8 up columns, got {}", b.shape)
     if kernel is not None:
+        check("@" not in kernel, "kernel '{}' is not in the registry: grouped kernels have no launch options", kernel)
         check_kernel(check, kernel, "moe")
     return experts, n // 2 if gated else n
 

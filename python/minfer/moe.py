@@ -167,7 +167,8 @@ def moe_ffn(
     """The experts of a mixture-of-experts layer: out[t] = sum over j of weights[t, j] * FFN of expert ids[t, j] of x[t].
 
     The FFN of an expert is (activation(gate) * up).w2[e]^T + b2[e], with gate and up the halves of x.w13[e]^T + b13[e]. Four launches:
-    sort, grouped GEMM with gather and gated epilogue, grouped GEMM with the routing weights in its epilogue, sum.
+    sort, grouped GEMM with gather and gated epilogue, grouped GEMM with the routing weights in its epilogue, sum; with many tokens the
+    gather is a fifth.
 
     Args:
       x: [tokens, hidden], float16 or bfloat16.

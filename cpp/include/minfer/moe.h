@@ -78,10 +78,6 @@ struct GroupedPlanOptions {
 /// @return kInvalidArgument (sizes, types), kUnknownKernel, kNotCompiled, kNotSupported.
 Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* plan);
 
-/// Every kernel that can compute the problem with its predicted time, best first; at most `capacity` are written, `count` says how many there are.
-Status enumerate_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options,
-                         GroupedPlan* plans, int64_t capacity, int64_t* count);
-
 /// Launches the plan on `stream`; `workspace` holds plan.workspace_bytes bytes. Rows of d behind the last offset are set to zero; masked: rows behind an expert's count are left alone.
 Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, GroupedOperands const& operands, DeviceProperties const& device,
                    void* workspace, size_t workspace_bytes, Stream stream);

@@ -1,7 +1,7 @@
 // Rows in the order of the experts: what the loader of a grouped GEMM does where that is fast enough.
-#include "common/cuda_check.h"
 #include "common/dependent_launch.cuh"
 #include "moe/launch.h"
+#include "moe/routing_launch.h"
 
 namespace minfer::moe {
 
@@ -37,18 +37,13 @@ __global__ void __launch_bounds__(kThreads)
 Status gather_rows(void const* a, int64_t lda, int32_t const* gather, int64_t rows, int64_t k, void* out, bool programmatic,
                    Stream stream) {
   if (rows == 0 || k == 0) return Status::success();
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(rows < 65536 ? rows : 65536));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = programmatic ? 1 : 0;
-  return cuda_status(cudaLaunchKernelEx(&config, &gather_rows_kernel, static_cast<uint4 const*>(a), lda / 8, gather, rows, int32_t(k / 8),
-                                        static_cast<uint4*>(out)),
-                     "launch of gather_rows");
+  LaunchShape shape;
+  shape.grid = dim3(unsigned(rows < 65536 ? rows : 65536));
+  shape.threads = kThreads;
+  shape.programmatic = programmatic;
+  shape.stream = stream;
+  return launch(shape, "launch of gather_rows", &gather_rows_kernel, static_cast<uint4 const*>(a), lda / 8, gather, rows, int32_t(k / 8),
+                static_cast<uint4*>(out));
 }
 
 }  // namespace minfer::moe

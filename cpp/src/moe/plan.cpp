@@ -1,10 +1,8 @@
 // plan_grouped: explicit kernel, else the analytic model over every legal one. run_grouped.
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
-#include <limits>
-#include <string>
-#include <vector>
 
 #include "gemm/launch.h"
 #include "moe/launch.h"
@@ -17,7 +15,8 @@ namespace {
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 
 // The analytic model: the larger of the busiest CTA's tiles and the bytes, plus the start. The constants are a fit to 216 timings of 36 problems on
-// the H200 (Mixtral, Qwen3, DeepSeek-V3 and gpt-oss from 1 to 4096 tokens; the choice costs 0.5 % on their average), the portable kernels' a guess.
+// the H200 (Mixtral, Qwen3, DeepSeek-V3 and gpt-oss from 1 to 4096 tokens; the choice costs 0.5 % on their average); kNarrowGather and kTall*
+// were set afterwards, by a few cells each, and the portable kernels' are a guess.
 constexpr double kStartUs = 1.6;
 constexpr double kCooperativeTileUs = 2.8,
                  kPingpongTileUs = 0.52;  // a tile's first bytes and stores; the other warpgroup's mainloop hides a part
@@ -141,8 +140,10 @@ GroupedPlan describe(KernelInfo const& kernel, GroupedProblem const& problem, De
   return plan;
 }
 
-std::vector<GroupedPlan> candidates(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options) {
-  std::vector<GroupedPlan> all;
+/// The fastest plan; returns how many there are. A portable kernel only where no other computes the problem.
+int choose(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* best) {
+  int candidates = 0;
+  bool const can_copy = problem.gathered && problem.k % 8 == 0 && problem.a_alignment == 16;
   int64_t count = 0;
   KernelInfo const* kernels = registry(&count);
   for (int64_t i = 0; i < count; ++i) {
@@ -151,18 +152,15 @@ std::vector<GroupedPlan> candidates(GroupedProblem const& problem, DevicePropert
         illegal(kernel, problem, device) != nullptr) {
       continue;
     }
-    bool const can_copy = problem.gathered && problem.k % 8 == 0 && problem.a_alignment == 16;
     for (bool gather_first : {false, true}) {
       if (gather_first && !can_copy) continue;
-      all.push_back(describe(kernel, problem, device, gather_first));
+      GroupedPlan const plan = describe(kernel, problem, device, gather_first);
+      bool const native = kernel.arch >= 90, best_native = candidates > 0 && best->kernel->arch >= 90;
+      if (candidates == 0 || (native != best_native ? native : plan.predicted_us < best->predicted_us)) *best = plan;
+      ++candidates;
     }
   }
-  std::stable_sort(all.begin(), all.end(), [](GroupedPlan const& a, GroupedPlan const& b) {
-    // A portable kernel only where no other computes the problem.
-    if ((a.kernel->arch >= 90) != (b.kernel->arch >= 90)) return a.kernel->arch >= 90;
-    return a.predicted_us < b.predicted_us;
-  });
-  return all;
+  return candidates;
 }
 
 }  // namespace
@@ -194,26 +192,15 @@ Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& devic
     std::snprintf(plan->reason, sizeof(plan->reason), "asked for by name");
     return Status::success();
   }
-  std::vector<GroupedPlan> const all = candidates(problem, device, options);
-  if (all.empty()) {
+  int const count = choose(problem, device, options, plan);
+  if (count == 0) {
     return Status::failure(StatusCode::kNotSupported,
                            "no kernel %s computes a grouped GEMM of %s on compute capability %d.%d (archs of the build: %s)",
                            options.only_runnable ? "of this build" : "of the table", name_of(problem.type), device.compute_major,
                            device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
-  *plan = all.front();
-  std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted cycles of %d candidates: %.1f us, floor %.1f us", int(all.size()),
+  std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted cycles of %d candidates: %.1f us, floor %.1f us", count,
                 plan->predicted_us, plan->floor_us);
-  return Status::success();
-}
-
-Status enumerate_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options,
-                         GroupedPlan* plans, int64_t capacity, int64_t* count) {
-  *count = 0;
-  if (Status status = moe::check(problem); !status.ok()) return status;
-  std::vector<GroupedPlan> const all = moe::candidates(problem, device, options);
-  *count = int64_t(all.size());
-  for (int64_t i = 0; i < *count && i < capacity; ++i) plans[i] = all[size_t(i)];
   return Status::success();
 }
 
