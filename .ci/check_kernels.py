@@ -99,7 +99,7 @@ def main(library: str, registry: str, archs: list[str]) -> int:
             registers = max(usage[arch, symbol]["REG"] for symbol in symbols)
             shared = max(usage[arch, symbol].get("SHARED", 0) for symbol in symbols)
             print(f"{name:<72} {arch:>5} {registers:>5} {shared:>7} {row['smem_bytes']:>8} {total['HGMMA']:>6} {total['HMMA']:>5}")
-            wgmma = row["arch"] == 90 and not (row["family"] == "w4a16" and row["tile_n"] <= 16 and total["HMMA"])
+            wgmma = row["arch"] == 90 and not (row["b_format"] != "dense" and row["tile_n"] <= 16 and total["HMMA"])
             if not total["HGMMA" if wgmma else "HMMA"] or (total["HGMMA"] and total["HMMA"]):
                 errors.append(f"sm_{arch} {name}: computes with {total['HGMMA']} HGMMA and {total['HMMA']} HMMA")
     if not kernels:

@@ -25,25 +25,52 @@ Activation parse_activation(std::string const& text) {
   throw std::invalid_argument("--activation: none, relu, gelu, gelu_tanh or silu, got \"" + text + "\"");
 }
 
+std::vector<Option> protocol_options() {
+  return {
+      {"list", nullptr, nullptr, "print the registry (of --kernel); run nothing"},
+      {"check", nullptr, nullptr, "check only, no timing"},
+      {"no-check", nullptr, nullptr, "no check: for profilers"},
+      {"rounds", "N", "15", "timed replays of each contestant"},
+      {"graph-us", "US", "1000", "work in one replay"},
+      {"sets", "N", "0", "sets of operands to rotate (0: three L2s' worth; 1: warm L2 for small problems)"},
+      {"device", "N", "0", "CUDA device"},
+      {"csv", "FILE", "", "also write every row there"},
+      {"help", nullptr, nullptr, "this"},
+  };
+}
+
+bool matches(std::string const& glob, char const* name) { return glob.empty() || fnmatch(glob.c_str(), name, 0) == 0; }
+
+void print_registry(char const* family, std::string const& glob) {
+  int64_t count = 0, shown = 0, compiled = 0;
+  KernelInfo const* kernels = registry(&count);
+  for (int64_t i = 0; i < count; ++i) {
+    KernelInfo const& kernel = kernels[i];
+    if (std::strcmp(kernel.family, family) != 0 || !matches(glob, kernel.name)) continue;
+    std::printf("%-8s  %2d stages  %3d threads  %6d bytes shared  %s\n", kernel.launch ? "compiled" : "-", kernel.stages, kernel.threads,
+                kernel.smem_bytes, kernel.name);
+    ++shown;
+    compiled += kernel.launch != nullptr;
+  }
+  std::printf("%lld kernels, %lld compiled (archs: %s, CUTLASS %s)\n", (long long)shown, (long long)compiled, build_archs(),
+              build_cutlass_version());
+}
+
+void print_device(DeviceProperties const& device) {
+  std::printf("%s, %d SMs, L2 %.0f MB; floors: %.2f TB/s, %.0f TFLOP/s\n", device.name, device.sm_count, double(device.l2_bytes) / 1e6,
+              device.read_bandwidth * 1e-6, device.matrix_rate * 1e-6);
+}
+
 namespace {
 
-Option const kCommonOptions[] = {
+Option const kGemmOptions[] = {
     {"kernel", "GLOB", "", "every compiled kernel of that name instead of the plan's choice"},
     {"launch", "K=V,..", "", "decomposition=persistent|stream_k|split_k, splits=N, swizzle=N, raster=along_m|along_n"},
     {"all-launches", nullptr, nullptr, "every legal kernel x launch (of --kernel), best predicted first"},
     {"limit", "N", "0", "with --all-launches: the N best predicted (0: all)"},
     {"no-tuned", nullptr, nullptr, "plan without the tuned table"},
     {"plan", nullptr, nullptr, "print what plan_gemm chooses and why; run nothing (works without a GPU: plans for an H200)"},
-    {"list", nullptr, nullptr, "print the registry (of --kernel); run nothing"},
     {"baseline", "LIST", nullptr, "cublas, cublaslt (best of 32 heuristics), none [cublas where it was built in]"},
-    {"check", nullptr, nullptr, "check only, no timing"},
-    {"no-check", nullptr, nullptr, "no check: for profilers"},
-    {"rounds", "N", "15", "timed replays of each contestant"},
-    {"graph-us", "US", "1000", "work in one replay"},
-    {"sets", "N", "0", "sets of operands to rotate (0: three L2s' worth; 1: warm L2 for small problems)"},
-    {"device", "N", "0", "CUDA device"},
-    {"csv", "FILE", "", "also write every row there"},
-    {"help", nullptr, nullptr, "this"},
 };
 
 GemmLaunch parse_launch(std::string const& text) {
@@ -73,23 +100,6 @@ std::string launch_text(GemmLaunch const& launch) {
   std::snprintf(text, sizeof(text), "decomposition=%s,splits=%d,swizzle=%d,raster=%s", name_of(launch.decomposition), launch.splits,
                 launch.max_swizzle_size, name_of(launch.raster_order));
   return text;
-}
-
-bool matches(std::string const& glob, char const* name) { return glob.empty() || fnmatch(glob.c_str(), name, 0) == 0; }
-
-void print_registry(char const* family, std::string const& glob) {
-  int64_t count = 0, shown = 0, compiled = 0;
-  KernelInfo const* kernels = registry(&count);
-  for (int64_t i = 0; i < count; ++i) {
-    KernelInfo const& kernel = kernels[i];
-    if (std::strcmp(kernel.family, family) != 0 || !matches(glob, kernel.name)) continue;
-    std::printf("%-8s  %2d stages  %3d threads  %6d bytes shared  %s\n", kernel.launch ? "compiled" : "-", kernel.stages, kernel.threads,
-                kernel.smem_bytes, kernel.name);
-    ++shown;
-    compiled += kernel.launch != nullptr;
-  }
-  std::printf("%lld kernels, %lld compiled (archs: %s, CUTLASS %s)\n", (long long)shown, (long long)compiled, build_archs(),
-              build_cutlass_version());
 }
 
 // The plans to time for a case; `skipped` counts kernels of the glob that cannot run it.
@@ -350,7 +360,8 @@ std::vector<std::unique_ptr<Baseline>> baselines_of(Arguments const& arguments) 
 
 int run(Family const& family, int argc, char** argv) {
   std::vector<Option> options = family.options;
-  for (Option const& option : kCommonOptions) options.push_back(option);
+  for (Option const& option : kGemmOptions) options.push_back(option);
+  for (Option const& option : protocol_options()) options.push_back(option);
   Arguments const arguments(argc, argv, options);
   if (arguments.given("help")) {
     arguments.print_help(family.usage);
@@ -376,8 +387,7 @@ int run(Family const& family, int argc, char** argv) {
   }
   check(query_device(index, &device), "query_device");
   check(cudaSetDevice(index), "cudaSetDevice");
-  std::printf("%s, %d SMs, L2 %.0f MB; floors: %.2f TB/s, %.0f TFLOP/s\n", device.name, device.sm_count, double(device.l2_bytes) / 1e6,
-              device.read_bandwidth * 1e-6, device.matrix_rate * 1e-6);
+  print_device(device);
   Runner runner(family, arguments, device, baselines_of(arguments));
   for (GemmCase const& c : cases) runner.run(c);
   if (runner.wrong() > 0) std::fprintf(stderr, "%lld results were wrong\n", (long long)runner.wrong());

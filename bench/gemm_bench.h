@@ -23,6 +23,18 @@ struct Family {
 DataType parse_type(std::string const& text);
 Activation parse_activation(std::string const& text);
 
+/// Options of every benchmark: the registry, the check, the protocol.
+std::vector<Option> protocol_options();
+
+/// Whether a kernel's name matches --kernel; an empty glob takes all.
+bool matches(std::string const& glob, char const* name);
+
+/// --list.
+void print_registry(char const* family, std::string const& glob);
+
+/// "H200, 132 SMs, ..": the first line of a run.
+void print_device(DeviceProperties const& device);
+
 /// main() of a family's benchmark: 0, 1 where a result was wrong, 2 and a message on an error.
 int bench_main(Family const& family, int argc, char** argv);
 

@@ -19,11 +19,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import report_gemm
+import report_moe
 import report_w4a16
 
 ROOT = Path(__file__).resolve().parent.parent
-SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {"gemm": report_gemm.section, "w4a16": report_w4a16.section}
-PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {"gemm": report_gemm.plot, "w4a16": report_w4a16.plot}
+FAMILIES = {"gemm": report_gemm, "w4a16": report_w4a16, "moe": report_moe}
+SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {family: module.section for family, module in FAMILIES.items()}
+PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {family: module.plot for family, module in FAMILIES.items()}
 
 
 def block(family: str, body: str) -> str:

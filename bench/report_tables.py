@@ -19,11 +19,36 @@ PEER_NAMES = {
     "ours:best": "own best, tuned",
     "ours:plain": "own, groups of 128, no zero points",
     "ours:gemm+silu_and_mul": "own GEMM, then silu and multiply",
+    "best": "the best of them",
+    "torch_grouped": "torch._grouped_mm",
+    "vllm_triton": "vLLM Triton",
+    "vllm": "vLLM's kernels",
+    "torch": "torch's operators",
+    "ours:gather": "own, with the gather",
+    "ours:with its GEMM": "own, with the router's GEMM",
 }
-MODEL_NAMES = {"llama-3.1-8b": "Llama-3.1-8B", "llama-3.1-70b": "Llama-3.1-70B", "qwen2.5-7b": "Qwen2.5-7B"}
+MODEL_NAMES = {
+    "llama-3.1-8b": "Llama-3.1-8B",
+    "llama-3.1-70b": "Llama-3.1-70B",
+    "qwen2.5-7b": "Qwen2.5-7B",
+    "mixtral-8x7b": "Mixtral-8x7B",
+    "mixtral-8x22b": "Mixtral-8x22B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "deepseek-v3": "DeepSeek-V3",
+    "gpt-oss-120b": "gpt-oss-120b",
+}
 LAYER_NAMES = ("qkv", "out", "gate+up", "down")  # the order of a model's layers in the suites
 LAYER_LINES = ("-", "--", "-.", ":")
-MODEL_COLOURS = {"llama-3.1-8b": "#1f6fb4", "llama-3.1-70b": "#d1622b", "qwen2.5-7b": "#3a8f4d"}
+MODEL_COLOURS = {
+    "llama-3.1-8b": "#1f6fb4",
+    "llama-3.1-70b": "#d1622b",
+    "qwen2.5-7b": "#3a8f4d",
+    "mixtral-8x7b": "#1f6fb4",
+    "mixtral-8x22b": "#3aa6a0",
+    "qwen3-30b-a3b": "#3a8f4d",
+    "deepseek-v3": "#d1622b",
+    "gpt-oss-120b": "#8a4fb0",
+}
 LOSSES = 12
 
 
@@ -89,8 +114,8 @@ def overview(suites: dict[str, dict[str, list[Row]]]) -> str:
     return table(header[:shown], [row[:shown] for row in rows])
 
 
-def losses(rows: Sequence[Row]) -> str:
-    """The worst cells where a peer is faster."""
+def losses(rows: Sequence[Row], cell: str = "m x n x k") -> str:
+    """The worst cells where a peer is faster; ``cell``: what shape_text() says."""
     lost = sorted((row for row in rows if row["ratio"] < 1 and not row["peer"].startswith("ours:")), key=lambda row: row["ratio"])
     if not lost:
         return "No cell was slower than a peer's."
@@ -100,4 +125,4 @@ def losses(rows: Sequence[Row]) -> str:
     ]
     head = f"Where a peer is faster: {len(lost)} of {len(rows)} comparisons"
     head += f", the worst {LOSSES} (the others are in the results file):" if len(lost) > LOSSES else ":"
-    return head + "\n\n" + table(["suite", "m x n x k", "dtype", "us", "peer, us", "ratio"], shown)
+    return head + "\n\n" + table(["suite", cell, "dtype", "us", "peer, us", "ratio"], shown)

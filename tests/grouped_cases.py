@@ -53,14 +53,15 @@ def expected(args, kwargs) -> Expected:
 
     def peer(dtype):
         """Each expert's rows by torch in 16 bits, the epilogue in float32."""
-        rows = a if "gather" not in kwargs else a.index_select(0, kwargs["gather"].long())
+        rows = a if kwargs.get("gather") is None else a.index_select(0, kwargs["gather"].long())
         out = torch.zeros(truth.shape, dtype=dtype, device=a.device)
         begin = 0
         for expert, end in enumerate(offsets.tolist()):
             if end > begin:
-                y = rows[begin:end].to(dtype) @ b[expert].to(dtype)
-                y = y.float() if "bias" not in kwargs else y.float() + kwargs["bias"][expert].float()
-                scale = kwargs["row_scale"][begin:end] if "row_scale" in kwargs else None
+                y = (rows[begin:end].to(dtype) @ b[expert].to(dtype)).float()
+                y = y if kwargs.get("alpha") is None else y * kwargs["alpha"][expert]
+                y = y if kwargs.get("bias") is None else y + kwargs["bias"][expert].float()
+                scale = kwargs["row_scale"][begin:end] if kwargs.get("row_scale") is not None else None
                 rest = (kwargs.get("activation", "none"), kwargs.get("gated", False), kwargs.get("gate_layout", "halves"))
                 out[begin:end] = reference_moe.epilogue(y, scale, *rest).to(dtype)
             begin = end

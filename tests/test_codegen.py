@@ -115,8 +115,9 @@ def test_the_projects_own_table():
     names = [kernel.name for kernel in kernels]
     assert len(set(names)) == len(names)
     for kernel in kernels:
-        quantised = kernel.family == "w4a16"
-        start, what = ("w[48]a16", "(int4|nf4|mxfp4|nvfp4|int8|fp8_e4m3)") if quantised else (kernel.family, "[tn]{2}")
+        quantised = kernel.b_format != "dense"
+        grouped = "moe_" if kernel.family == "moe_w4a16" else ""
+        start, what = (f"{grouped}w[48]a16", "(int4|nf4|mxfp4|nvfp4|int8|fp8_e4m3)") if quantised else (kernel.family, "[tn]{2}")
         assert re.fullmatch(rf"{start}_sm(80|90)_b?f16_{what}_\d+x\d+x\d+_\dx\dx1_[a-z0-9_]+", kernel.name)
         assert kernel.smem_bytes <= (gemm.SM90_SMEM_LIMIT if kernel.arch == 90 else gemm.SM80_SMEM_LIMIT)
     # "Any shape, one answer": each element type and layout has a kernel that takes any pointer and stride on any GPU.
@@ -268,7 +269,7 @@ def test_struct_carries_the_numbers():
         assert line in text
     assert "kWarpsM = 2, kWarpsN = 2;" in gemm.definition(expand(SM80)[0])
     fine, portable = (w4a16.definition(expand(row)[0]) for row in ({**W4A16_SM90, "scaling": "fine"}, W4A16_SM80))
-    assert "kScaling = Scaling::kFine;" in fine and "launch_w4a16_sm90<" in fine
+    assert "kScaling = w4a16::Scaling::kFine;" in fine and "launch_w4a16_sm90<" in fine
     assert "kScaling" not in portable and "kEpilogueChunks" not in portable
     for line in ("kSwap = true;", "kThreads = 128;", "kStages = 3;", "kSchedule = Schedule::kMultistage;", "return launch_w4a16_sm80<"):
         assert line in portable

@@ -226,7 +226,7 @@ def test_alignment_of_contiguous_operands():
 
 def test_registry():
     build = minfer.build_info()
-    everything = [kernel for family in ("gemm", "moe", "w4a16") for kernel in minfer.kernels(family)]
+    everything = [kernel for family in ("gemm", "moe", "moe_w4a16", "w4a16") for kernel in minfer.kernels(family)]
     assert len(KERNELS) == len(minfer.kernels())
     assert build["kernels_total"] == len(everything)
     assert build["kernels_compiled"] == sum(k["compiled"] for k in everything)
@@ -241,9 +241,9 @@ def test_registry():
     for kernel in minfer.kernels("moe"):
         tile = f"{kernel['tile_m']}x{kernel['tile_n']}x{kernel['tile_k']}"
         assert kernel["name"] == f"moe_sm{kernel['arch']}_{kernel['ab_type']}_tn_{tile}_1x1x1_{kernel['schedule']}_swap"
-    for kernel in minfer.kernels("w4a16"):
+    for kernel in (*minfer.kernels("w4a16"), *minfer.kernels("moe_w4a16")):
         tile = f"{kernel['tile_m']}x{kernel['tile_n']}x{kernel['tile_k']}"
-        form = FORMATS[kernel["b_format"]]
-        assert kernel["name"].startswith(f"w{form.bits}a16_sm{kernel['arch']}_{kernel['ab_type']}_{kernel['b_format']}_{tile}_")
+        form, grouped = FORMATS[kernel["b_format"]], "moe_" if kernel["family"] == "moe_w4a16" else ""
+        assert kernel["name"].startswith(f"{grouped}w{form.bits}a16_sm{kernel['arch']}_{kernel['ab_type']}_{kernel['b_format']}_{tile}_")
         assert kernel["swap"] and kernel["group_multiple"] in (16, 32, 128)
         assert form.group_size is None or form.group_size % kernel["group_multiple"] == 0

@@ -23,7 +23,7 @@ def quantizer(name):
 
 def codes_of(weight):
     name = weight.w4_format if isinstance(weight, quantize.W4Weight) else weight.w8_format
-    return minfer.weight_layout.unpack(weight.qweight, weight.n, weight.k, weight_formats.FORMATS[name].book)
+    return minfer.weight_layout.unpack(weight.qweight, weight.n, weight.k, weight_formats.FORMATS[name].order)
 
 
 def relative(weight, dense):
@@ -500,7 +500,7 @@ def test_safetensors(tmp_path):
 
 
 def test_safetensors_of_other_layouts(tmp_path):
-    """Code books were packed like int4 once: such a file is refused, and so is one from the future."""
+    """nf4 and the fp4s were packed like int4 once, the fp4s like nf4 after that: such a file is refused, and so is one from the future."""
     safetensors = pytest.importorskip("safetensors")
     dense = torch.randn(N, K).half()
     path = tmp_path / "weights.safetensors"
@@ -509,7 +509,7 @@ def test_safetensors_of_other_layouts(tmp_path):
         quantize.to_safetensors({f"layer.{name}": quantizer(name)(dense, format=name) for name in formats}, path)
         with safetensors.safe_open(path, framework="pt") as file:
             metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
-        assert metadata.pop("minfer.layout") == "2"
+        assert metadata.pop("minfer.layout") == "3"
         if layout is not None:
             metadata["minfer.layout"] = layout
         safetensors.torch.save_file(tensors, path, metadata=metadata)
@@ -519,8 +519,12 @@ def test_safetensors_of_other_layouts(tmp_path):
     for name in ("nf4", "mxfp4", "nvfp4"):
         with pytest.raises(ValueError, match=f"layer.{name} in an earlier packed layout of {name}: quantise it again"):
             quantize.from_safetensors(written(None, "int4", name))
-    with pytest.raises(ValueError, match="has packed layout 3, this version reads up to 2"):
-        quantize.from_safetensors(written("3", "int4"))
+    assert set(quantize.from_safetensors(written("2", "int4", "nf4"))) == {"layer.int4", "layer.nf4"}
+    for name in ("mxfp4", "nvfp4"):
+        with pytest.raises(ValueError, match=f"layer.{name} in an earlier packed layout of {name}: quantise it again"):
+            quantize.from_safetensors(written("2", "int4", name))
+    with pytest.raises(ValueError, match="has packed layout 4, this version reads up to 3"):
+        quantize.from_safetensors(written("4", "int4"))
 
 
 def test_safetensors_without_alpha(tmp_path):

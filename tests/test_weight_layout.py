@@ -38,6 +38,16 @@ def packed_book(codes):
     return packed4(codes, place_book)
 
 
+def packed_e2m1(codes):
+    """Code i of each 16 bits has its magnitude and its sign in places of their own."""
+    plain, packed = packed4(codes), 0
+    for half in (0, 16):
+        for i, (magnitude, sign) in enumerate([(6, 15), (3, 12), (0, 14), (9, 13)]):
+            code = plain >> numpy.uint32(half + 4 * i)
+            packed = packed | (code & 7) << numpy.uint32(half + magnitude) | (code >> 3 & 1) << numpy.uint32(half + sign)
+    return packed
+
+
 def packed8(codes):
     """numpy uint32 [row blocks, column blocks, 1024]: every code put where the definition says."""
     n, k = codes.shape
@@ -51,10 +61,10 @@ def packed8(codes):
     return packed
 
 
-# The layouts: bits and ``book`` of weight_layout's functions. Beside them the definition.
-LAYOUTS = {"int4": (4, False), "book": (4, True), "8-bit": (8, False)}
-DEFINITIONS = {"int4": packed4, "book": packed_book, "8-bit": packed8}
-LAYOUT_OF = {"int4": "int4", "nf4": "book", "mxfp4": "book", "nvfp4": "book", "int8": "8-bit", "fp8_e4m3": "8-bit"}
+# The layouts: bits and ``order`` of weight_layout's functions. Beside them the definition.
+LAYOUTS = {"int4": (4, "plain"), "book": (4, "book"), "e2m1": (4, "e2m1"), "8-bit": (8, "plain")}
+DEFINITIONS = {"int4": packed4, "book": packed_book, "e2m1": packed_e2m1, "8-bit": packed8}
+LAYOUT_OF = {"int4": "int4", "nf4": "book", "mxfp4": "e2m1", "nvfp4": "e2m1", "int8": "8-bit", "fp8_e4m3": "8-bit"}
 
 
 def random_codes(shape, bits):
@@ -74,7 +84,7 @@ def test_pack_is_the_definition(shape, name):
 def test_formats():
     """Which layout a format has; int4's is the packer's default."""
     assert {name: LAYOUTS[layout] for name, layout in LAYOUT_OF.items()} == {
-        name: (form.bits, form.book) for name, form in weight_formats.FORMATS.items()
+        name: (form.bits, form.order) for name, form in weight_formats.FORMATS.items()
     }
     codes = random_codes((72, 136), 4)
     assert torch.equal(minfer.w4a16_pack(codes), minfer.w4a16_pack(codes, w4_format="int4"))
@@ -83,12 +93,12 @@ def test_formats():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_code_has_a_place_of_its_own(layout):
     """A block of one code that is not zero, for each of its 4096 places; no two share bits."""
-    bits, book = LAYOUTS[layout]
+    bits, order = LAYOUTS[layout]
     seen = torch.zeros(64 * 64 * bits // 32, dtype=torch.int64)
     for k in range(64):
         codes = torch.zeros(64 * 64, 64, dtype=torch.uint8)  # block i has row i's code of column k
         codes[torch.arange(64) * 65, k] = (1 << bits) - 1
-        words = weight_layout.pack(codes, bits, book)[:, 0].long() & 0xFFFFFFFF
+        words = weight_layout.pack(codes, bits, order)[:, 0].long() & 0xFFFFFFFF
         assert words.ne(0).sum(1).eq(1).all() and not (words.sum(0) & seen).any()
         seen += words.sum(0)
     assert seen.eq(0xFFFFFFFF).all()
@@ -97,48 +107,48 @@ def test_every_code_has_a_place_of_its_own(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 64), (64, 0), (0, 0)], ids=str)
 def test_round_trip(shape, layout):
-    bits, book = LAYOUTS[layout]
+    bits, order = LAYOUTS[layout]
     codes = random_codes(shape, bits)
-    packed = weight_layout.pack(codes, bits, book)
+    packed = weight_layout.pack(codes, bits, order)
     assert packed.shape == weight_layout.packed_shape(*shape, bits) and packed.shape[2] == 128 * bits
-    assert torch.equal(weight_layout.unpack(packed, *shape, book), codes)
+    assert torch.equal(weight_layout.unpack(packed, *shape, order), codes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(72, 136), (128, 192)], ids=str)
 def test_padding_is_zero(shape, layout):
-    bits, book = LAYOUTS[layout]
+    bits, order = LAYOUTS[layout]
     rows, columns, _ = weight_layout.packed_shape(*shape, bits)
     largest = (1 << bits) - 1
-    packed = weight_layout.pack(torch.full(shape, largest, dtype=torch.uint8), bits, book)
-    everything = weight_layout.unpack(packed, 64 * rows, 64 * columns, book)
+    packed = weight_layout.pack(torch.full(shape, largest, dtype=torch.uint8), bits, order)
+    everything = weight_layout.unpack(packed, 64 * rows, 64 * columns, order)
     assert everything[: shape[0], : shape[1]].eq(largest).all()
     assert int(everything.sum(dtype=torch.int64)) == largest * shape[0] * shape[1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_views(layout):
-    bits, book = LAYOUTS[layout]
+    bits, order = LAYOUTS[layout]
     base = random_codes((300, 300), bits)
     for view in (base[:128, :192].t(), base[3:131:2, 5:133], base[:64, :256:2], base[:1, :64].expand(64, 64), base[5:77, 7:143]):
-        assert torch.equal(weight_layout.pack(view, bits, book), weight_layout.pack(view.contiguous(), bits, book))
-    packed = weight_layout.pack(base[:128, :192], bits, book)
-    assert torch.equal(weight_layout.unpack(packed.transpose(0, 1).contiguous().transpose(0, 1), 128, 192, book), base[:128, :192])
+        assert torch.equal(weight_layout.pack(view, bits, order), weight_layout.pack(view.contiguous(), bits, order))
+    packed = weight_layout.pack(base[:128, :192], bits, order)
+    assert torch.equal(weight_layout.unpack(packed.transpose(0, 1).contiguous().transpose(0, 1), 128, 192, order), base[:128, :192])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_input_is_left_alone(layout):
-    bits, book = LAYOUTS[layout]
+    bits, order = LAYOUTS[layout]
     codes = random_codes((128, 64), bits)
     before = codes.clone()
-    packed = weight_layout.pack(codes, bits, book)
+    packed = weight_layout.pack(codes, bits, order)
     kept = packed.clone()
-    weight_layout.unpack(packed, 128, 64, book).zero_()
+    weight_layout.unpack(packed, 128, 64, order).zero_()
     assert torch.equal(codes, before) and torch.equal(packed, kept)
 
 
-@pytest.mark.parametrize("book", [False, True])
-def test_high_bits_do_not_leak(book):
+@pytest.mark.parametrize("order", ["plain", "book", "e2m1"])
+def test_high_bits_do_not_leak(order):
     """Where codes are not looked at (CUDA), only their low four bits are packed."""
     codes = torch.randint(0, 256, (64, 128), dtype=torch.uint8)
-    assert torch.equal(weight_layout.pack(codes, 4, book), weight_layout.pack(codes & 15, 4, book))
+    assert torch.equal(weight_layout.pack(codes, 4, order), weight_layout.pack(codes & 15, 4, order))

@@ -135,6 +135,31 @@ __global__ void gate_kernel(float const* z, float* out, int64_t rows, int64_t n,
   }
 }
 
+__global__ void gather_rows_kernel(uint16_t const* a, int32_t const* index, int64_t rows, int64_t k, uint16_t* out) {
+  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < rows * k; i += stride) out[i] = a[index[i / k] * k + i % k];
+}
+
+__global__ void grouped_epilogue_kernel(float const* z, int64_t rows, int64_t n, bool gated, Activation activation, float const* scale,
+                                        DataType type, void* out) {
+  int64_t const columns = gated ? n / 2 : n, stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < rows * columns; i += stride) {
+    float const* row = z + i / columns * n;
+    int64_t const j = i % columns;
+    double const value = activate(double(row[j]), activation) * (gated ? double(row[columns + j]) : 1.0);
+    store(out, type, i, float(scale != nullptr ? double(scale[i / columns]) * value : value));
+  }
+}
+
+__global__ void sum_rows_kernel(void const* y, DataType type, int32_t const* index, int64_t tokens, int64_t top_k, int64_t n, float* out) {
+  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < tokens * n; i += stride) {
+    double sum = 0;
+    for (int64_t j = 0; j < top_k; ++j) sum += load(y, type, index[i / n * top_k + j] * n + i % n);
+    out[i] = float(sum);
+  }
+}
+
 __global__ void error_kernel(void const* d, DataType type, int64_t ldd, int64_t d_batch_stride, float const* reference, int64_t rows,
                              int64_t columns, int64_t count, double* sums) {
   double difference = 0, norm = 0;
@@ -209,6 +234,24 @@ void gemm_reference(GemmProblem const& problem, GemmOperands const& operands, fl
   if (!problem.gated) return;
   gate_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(z, reference, problem.batch * problem.m, problem.n, operands.activation);
   check(cudaGetLastError(), "gemm_reference");
+}
+
+void gather_rows(void const* a, int32_t const* index, int64_t rows, int64_t k, void* out, cudaStream_t stream) {
+  gather_rows_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(static_cast<uint16_t const*>(a), index, rows, k,
+                                                               static_cast<uint16_t*>(out));
+  check(cudaGetLastError(), "gather_rows");
+}
+
+void grouped_epilogue(float const* z, int64_t rows, int64_t n, bool gated, Activation activation, float const* scale, DataType type,
+                      void* out, cudaStream_t stream) {
+  grouped_epilogue_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(z, rows, n, gated, activation, scale, type, out);
+  check(cudaGetLastError(), "grouped_epilogue");
+}
+
+void sum_rows(void const* y, DataType type, int32_t const* index, int64_t tokens, int64_t top_k, int64_t n, float* out,
+              cudaStream_t stream) {
+  sum_rows_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(y, type, index, tokens, top_k, n, out);
+  check(cudaGetLastError(), "sum_rows");
 }
 
 double relative_error(void const* d, DataType type, int64_t ldd, int64_t d_batch_stride, float const* reference, int64_t batch,

@@ -1,4 +1,4 @@
-// Device kernels that every benchmark needs: random operands, dense and quantised, a reference GEMM, its error norm, a spin.
+// Device kernels that every benchmark needs: random operands, dense and quantised, references, their error norm, a spin.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -30,6 +30,20 @@ void poison(void* data, int64_t bytes, cudaStream_t stream);
 /// @param scratch [batch, m, n] floats when the problem is gated, else unused
 /// @param reference [batch, m, n] floats (gated: n / 2)
 void gemm_reference(GemmProblem const& problem, GemmOperands const& operands, float* scratch, float* reference, cudaStream_t stream);
+
+/// out[r] = a[index[r]] for rows of k 16-bit elements, contiguous.
+void gather_rows(void const* a, int32_t const* index, int64_t rows, int64_t k, void* out, cudaStream_t stream);
+
+/// The epilogue of a grouped GEMM on its products z [rows, n]: out[r] = scale[r] * activation(z[r]), gated with the halves of z
+/// scale[r] * activation(gate) * up; computed in float64, rounded once to `type`.
+/// @param scale [rows], or null: ones
+/// @param out [rows, n], gated [rows, n / 2]
+void grouped_epilogue(float const* z, int64_t rows, int64_t n, bool gated, Activation activation, float const* scale, DataType type,
+                      void* out, cudaStream_t stream);
+
+/// out[t] = the sum over j of y[index[t, j]] for rows of n elements of `type`; sums in float64, rounded once to float32.
+void sum_rows(void const* y, DataType type, int32_t const* index, int64_t tokens, int64_t top_k, int64_t n, float* out,
+              cudaStream_t stream);
 
 /// ||d - reference|| / ||reference|| over [batch, rows, columns]; NaN when d holds a NaN. Waits for the stream.
 double relative_error(void const* d, DataType type, int64_t ldd, int64_t d_batch_stride, float const* reference, int64_t batch,

@@ -58,7 +58,8 @@ class Kernel:
         tile = "x".join(map(str, self.tile))
         cluster = "x".join(map(str, self.cluster))
         if self.b_format != "dense":
-            return f"w{BITS[self.b_format]}a16_sm{self.arch}_{self.element}_{self.b_format}_{tile}_{cluster}_{self.variant}"
+            grouped = "moe_" if self.family.startswith("moe") else ""
+            return f"{grouped}w{BITS[self.b_format]}a16_sm{self.arch}_{self.element}_{self.b_format}_{tile}_{cluster}_{self.variant}"
         suffix = ("_swap" if self.swap else "") + ("_unaligned" if self.unaligned else "")
         return f"{self.family}_sm{self.arch}_{self.element}_{self.layout}_{tile}_{cluster}_{self.schedule}{suffix}"
 

@@ -17,7 +17,8 @@ ARGUMENTS = "gemm::GemmLaunchArguments"
 SCALE_BYTES = {"mxfp4": 1, "nvfp4": 1}  # the others: 2
 FIXED_GROUP = {"mxfp4": 32, "nvfp4": 16}
 ZEROS = {"int4", "int8"}  # formats with zero points
-BOOKS = {"nf4", "mxfp4", "nvfp4"}  # formats with a code book in shared memory
+BOOKS = {"nf4"}  # formats with a code book in shared memory
+E2M1 = {"mxfp4", "nvfp4"}  # whose scales go to the fragments
 BOOK_BYTES = 256 * 256 - 128
 
 # sm90: where scales are applied -> (enumerator, k that a group must be a multiple of). sm80 applies them to the fragments of 32 of k.
@@ -37,8 +38,21 @@ COMMON_FIELDS = {"arch", "elements", "formats", "tile", "warpgroups", "stages", 
 FIELDS = {"sm90": COMMON_FIELDS | {"cluster", "ctas_per_sm", "scaling", "slices"}, "sm80": COMMON_FIELDS}
 
 
+def epilogue_bytes(name: str, tile: tuple[int, ...], row_groups: int) -> int:
+    """sm90: shared memory of the epilogue, and of what other CTAs send."""
+    tile_m, tile_n, _ = tile
+    general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
+    staging = row_groups * (-(-max(tile_n * 128, general) // 1024) * 1024) + 4 * tile_m
+    return staging + cluster_pieces(name, tile_n) * tile_m * tile_n * 4 + gemm.SM90_BARRIER_BYTES
+
+
 def expand(row: dict, where: str) -> list[Kernel]:
     """One table row -> its kernels, elements outermost. `where` is how errors name the row."""
+    return expand_family(row, where, "w4a16", FIELDS, epilogue_bytes)
+
+
+def expand_family(row: dict, where: str, family: str, known: dict[str, set[str]], fixed_bytes: Callable) -> list[Kernel]:
+    """``known``: by architecture, its fields; ``fixed_bytes``: like :func:`epilogue_bytes`."""
 
     def require(condition: bool, field: str, rule: str) -> None:
         if not condition:
@@ -61,21 +75,24 @@ def expand(row: dict, where: str) -> list[Kernel]:
         return value
 
     arch = row.get("arch")
-    require(arch in FIELDS, "arch", f"must be one of {', '.join(FIELDS)}")
+    require(arch in known, "arch", f"must be one of {', '.join(known)}")
     for field in row:
-        require(field in FIELDS[arch], field, f"no such field for {arch}; known: {', '.join(sorted(FIELDS[arch]))}")
+        require(field in known[arch], field, f"no such field for {arch}; known: {', '.join(sorted(known[arch]))}")
     elements, formats = names("elements", ELEMENTS), names("formats", BITS)
     tile = integers("tile")
     note = row.get("note", "")
     require(isinstance(note, str), "note", "must be a string")
-    fields_of = (expand_sm90 if arch == "sm90" else expand_sm80)(row, tile, require, integer, integers)
-    shared = dict(family="w4a16", layout="tn", tile=tile, swap=True, unaligned=False, note=note)
+    if arch == "sm90":
+        fields_of = expand_sm90(row, tile, require, integer, integers, fixed_bytes)
+    else:
+        fields_of = expand_sm80(row, tile, require, integer)
+    shared = dict(family=family, layout="tn", tile=tile, swap=True, unaligned=False, note=note)
     return [Kernel(element=element, b_format=name, **shared, **fields_of(name)) for element in elements for name in formats]
 
 
-def expand_sm90(row: dict, tile: tuple[int, ...], require, integer, integers) -> Callable[[str], dict]:
+def expand_sm90(row: dict, tile: tuple[int, ...], require, integer, integers, fixed_bytes: Callable) -> Callable[[str], dict]:
     """A format's fields of the kernel."""
-    cluster = integers("cluster")
+    cluster = integers("cluster") if "cluster" in row else (1, 1, 1)
     warpgroups, ctas_per_sm = integer("warpgroups", (1, 2, 4)), integer("ctas_per_sm", (1, 2))
     slices = integer("slices", (1, 2, 4)) if "slices" in row else 1
     scaling = row.get("scaling")
@@ -95,19 +112,13 @@ def expand_sm90(row: dict, tile: tuple[int, ...], require, integer, integers) ->
     def fields(name: str) -> dict:
         fine = scaling.startswith("fine")
         group = FIXED_GROUP.get(name, 32) if fine else 128
-        require(
-            name not in FIXED_GROUP or fine, "scaling", f"{name} has groups of {FIXED_GROUP.get(name)}: must be fine or fine_accumulators"
-        )
-        require(group >= 32 or scaling == "fine", "scaling", f"{name} has groups of {group}: must be fine")
-        sync = tile_n == 8 or (tile_n == 16 and scaling == "fine_accumulators" and name not in BOOKS)  # by mma.sync
-        require(slices == 1 or sync or scaling == "accumulators", "slices", f"sliced-K of {name} takes accumulators or fewer tokens")
+        require(name not in E2M1 or scaling == "fine", "scaling", f"{name} must be fine")
+        sync = tile_n == 8 or (tile_n == 16 and fine and name not in BOOKS)  # by mma.sync
+        require(slices == 1 or sync or "accumulators" in scaling, "slices", f"sliced-K of {name} takes accumulators or fewer tokens")
         scale_rows, zeros = tile_k // group, 2 if name in ZEROS else 0
         stage = tile_n * tile_k * 2 + tile_m * tile_k * BITS[name] // 8 + scale_rows * tile_m * (SCALE_BYTES.get(name, 2) + zeros)
-        general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
-        staging = row_groups * (-(-max(tile_n * 128, general) // 1024) * 1024 + 4 * 64 * mma_m)
-        partials = slices - 1 + cluster_pieces(name, tile_n)
-        extra = partials * tile_m * tile_n * 4 + (BOOK_BYTES if name in BOOKS else 0)
-        fixed, limit = staging + extra + gemm.SM90_BARRIER_BYTES, SMEM_LIMIT[ctas_per_sm]
+        fixed = fixed_bytes(name, tile, row_groups) + (slices - 1) * tile_m * tile_n * 4 + (BOOK_BYTES if name in BOOKS else 0)
+        limit = SMEM_LIMIT[ctas_per_sm]
         fits = min((limit - fixed) // stage, gemm.MAX_STAGES_SM90)
         stages = row.get("stages", fits)
         ok = type(stages) is int and gemm.MIN_STAGES_SM90 <= stages <= fits
@@ -122,7 +133,7 @@ def expand_sm90(row: dict, tile: tuple[int, ...], require, integer, integers) ->
     return fields
 
 
-def expand_sm80(row: dict, tile: tuple[int, ...], require, integer, integers) -> Callable[[str], dict]:
+def expand_sm80(row: dict, tile: tuple[int, ...], require, integer) -> Callable[[str], dict]:
     tile_m, tile_n, tile_k = tile
     warpgroups, stages = integer("warpgroups", (1, 2)), row.get("stages")
     require(tile_m in (BLOCK, 2 * BLOCK), "tile", "tile_m must be 64 or 128: every warp has 16 rows of each 64")
@@ -157,6 +168,11 @@ def cluster_pieces(name: str, tile_n: int) -> int:
 
 def definition(kernel: Kernel) -> str:
     """The struct and the launch function of one kernel."""
+    return gemm.struct(kernel, constants(kernel), TEMPLATES[kernel.arch][1])
+
+
+def constants(kernel: Kernel) -> list[str]:
+    """The members of a kernel's struct."""
     lines = [
         f"static constexpr DataType kType = {ELEMENTS[kernel.element]};",
         f"static constexpr WeightFormat kFormat = {FORMATS[kernel.b_format]};",
@@ -172,5 +188,5 @@ def definition(kernel: Kernel) -> str:
     if kernel.arch == 90:
         lines.append(f"static constexpr int kEpilogueChunks = {kernel.epilogue_chunks};")
         lines.append(f"static constexpr int kSlices = {kernel.slices};")
-        lines.append(f"static constexpr Scaling kScaling = {SCALINGS[kernel.scaling][0]};")
-    return gemm.struct(kernel, lines, TEMPLATES[kernel.arch][1])
+        lines.append(f"static constexpr w4a16::Scaling kScaling = w4a16::{SCALINGS[kernel.scaling][0]};")
+    return lines

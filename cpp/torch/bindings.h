@@ -59,6 +59,18 @@ Tensor grouped_gemm_masked_out(Tensor a, Tensor b, Tensor counts, std::optional<
 Tensor moe_ffn(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, std::string activation, std::optional<Tensor> b13,
                std::optional<Tensor> b2, std::string gate_layout);
 
+Tensor grouped_w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, Tensor offsets, int64_t group_size,
+                          std::string w4_format, std::optional<Tensor> alpha, std::optional<Tensor> bias, std::optional<Tensor> gather,
+                          std::optional<Tensor> row_scale, std::string activation, bool gated, std::optional<std::string> kernel);
+Tensor grouped_w4a16_gemm_out(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, Tensor offsets, int64_t group_size,
+                              std::string w4_format, std::optional<Tensor> alpha, std::optional<Tensor> bias, std::optional<Tensor> gather,
+                              std::optional<Tensor> row_scale, std::string activation, bool gated, std::optional<std::string> kernel,
+                              Tensor out);
+Tensor moe_ffn_w4a16(Tensor x, Tensor w13, Tensor w13_scales, std::optional<Tensor> w13_zeros, Tensor w2, Tensor w2_scales,
+                     std::optional<Tensor> w2_zeros, Tensor weights, Tensor ids, int64_t group_size, std::string w4_format,
+                     std::optional<Tensor> alpha13, std::optional<Tensor> alpha2, std::string activation, std::optional<Tensor> b13,
+                     std::optional<Tensor> b2);
+
 std::string build_info();
 std::string kernels(std::string family);
 std::string device_properties_json(int64_t index);
@@ -73,7 +85,7 @@ std::string plan_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std
 std::string enumerate_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std::string w4_format, int64_t group_size, bool has_zeros,
                                  bool has_c, bool gated, bool only_runnable, int64_t device, int64_t limit);
 std::string plan_grouped_json(std::vector<int64_t> sizes, std::string type, bool gated, bool gathered, std::optional<std::string> kernel,
-                              bool only_runnable, int64_t device);
+                              bool only_runnable, int64_t device, std::optional<std::string> w4_format, int64_t group_size, bool has_zeros);
 int64_t load_tuned(std::string csv);
 
 }  // namespace minfer::torch_binding

@@ -26,6 +26,26 @@ DataType data_type(ScalarType type) {
   return type == ScalarType::Half ? DataType::kF16 : type == ScalarType::BFloat16 ? DataType::kBF16 : DataType::kF32;
 }
 
+std::vector<int64_t> sizes_of(Tensor const& x) {
+  std::vector<int64_t> sizes(size_t(x.dim()));
+  for (int64_t i = 0; i < x.dim(); ++i) sizes[size_t(i)] = x.size(i);
+  return sizes;
+}
+
+Tensor aligned_rows(Tensor const& x) {
+  Tensor const rows = unit_rows(x);
+  bool const fits = reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
+                    (rows.size(0) <= 1 || rows.stride(0) * int64_t(rows.element_size()) % 16 == 0);
+  if (fits) return rows;
+  // Fresh rows whose stride is a multiple of 16 bytes; n is a multiple of 8, which for bytes may not be enough.
+  int64_t const unit = 16 / int64_t(rows.element_size());
+  std::vector<int64_t> const shape = {rows.size(0), round_up(rows.size(1), unit)};
+  Tensor padded = torch::stable::new_empty(rows, shape);
+  Tensor inside = torch::stable::narrow(padded, 1, 0, rows.size(1));
+  torch::stable::copy_(inside, rows);
+  return inside;
+}
+
 Stream current_stream(int32_t device) {
   check(aoti_torch_get_current_cuda_stream != nullptr, "minfer: this torch has no CUDA support, so its CUDA stream cannot be asked for");
   void* stream = nullptr;

@@ -37,6 +37,7 @@ void check(bool condition, Parts const&... parts) {
 
 /// "[2, 3]"
 std::string shape_of(Tensor const& tensor);
+std::vector<int64_t> sizes_of(Tensor const& tensor);
 char const* dtype_name(ScalarType type);
 bool is_16bit_float(ScalarType type);
 DataType data_type(ScalarType type);
@@ -57,6 +58,9 @@ inline Tensor unit_rows(Tensor const& x) {
   int64_t const last = x.dim() - 1;
   return x.stride(last) == 1 || x.size(last) <= 1 ? x : torch::stable::contiguous(x);
 }
+
+/// The rows of a matrix as TMA can address them: unit stride, 16-byte aligned base and row stride; a copy where they are not.
+Tensor aligned_rows(Tensor const& x);
 
 /// Raise unless the argument can be used beside an `a` on `device`.
 void check_same_device(char const* op, char const* name, Tensor const& tensor, int32_t device);

@@ -78,6 +78,20 @@ STABLE_TORCH_LIBRARY(minfer, m) {
       "moe_ffn(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, *, str activation=\"silu\", Tensor? b13=None, Tensor? b2=None, "
       "str gate_layout=\"halves\") -> Tensor");
 
+  // likewise with b[e] [n, k] in packed 4-bit codes, alpha[e] * (code - zero) * scale; gated rows are in blocks of 8 gate and 8 up
+  m.def(
+      "grouped_w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros, Tensor offsets, *, int group_size=128, "
+      "str w4_format=\"int4\", Tensor? alpha=None, Tensor? bias=None, Tensor? gather=None, Tensor? row_scale=None, "
+      "str activation=\"none\", bool gated=False, str? kernel=None) -> Tensor");
+  m.def(
+      "grouped_w4a16_gemm.out(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros, Tensor offsets, *, int group_size=128, "
+      "str w4_format=\"int4\", Tensor? alpha=None, Tensor? bias=None, Tensor? gather=None, Tensor? row_scale=None, "
+      "str activation=\"none\", bool gated=False, str? kernel=None, Tensor(a!) out) -> Tensor(a!)");
+  m.def(
+      "moe_ffn_w4a16(Tensor x, Tensor w13, Tensor w13_scales, Tensor? w13_zeros, Tensor w2, Tensor w2_scales, Tensor? w2_zeros, "
+      "Tensor weights, Tensor ids, *, int group_size=128, str w4_format=\"int4\", Tensor? alpha13=None, Tensor? alpha2=None, "
+      "str activation=\"silu\", Tensor? b13=None, Tensor? b2=None) -> Tensor");
+
   // What this build holds and what it would do; JSON texts.
   m.def("_build_info() -> str");
   m.def("_kernels(str family) -> str");
@@ -94,7 +108,9 @@ STABLE_TORCH_LIBRARY(minfer, m) {
   m.def(
       "_enumerate_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, "
       "bool only_runnable, int device, int limit) -> str");
-  m.def("_plan_grouped(int[] sizes, str type, bool gated, bool gathered, str? kernel, bool only_runnable, int device) -> str");
+  m.def(
+      "_plan_grouped(int[] sizes, str type, bool gated, bool gathered, str? kernel, bool only_runnable, int device, str? w4_format=None, "
+      "int group_size=128, bool has_zeros=False) -> str");
   m.def("_load_tuned(str csv) -> int");
 }
 
@@ -122,6 +138,9 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) {
   m.impl("grouped_gemm.out", TORCH_BOX(&grouped_gemm_out));
   m.impl("grouped_gemm_masked", TORCH_BOX(&grouped_gemm_masked));
   m.impl("grouped_gemm_masked.out", TORCH_BOX(&grouped_gemm_masked_out));
+  m.impl("grouped_w4a16_gemm", TORCH_BOX(&grouped_w4a16_gemm));
+  m.impl("grouped_w4a16_gemm.out", TORCH_BOX(&grouped_w4a16_gemm_out));
+  m.impl("moe_ffn_w4a16", TORCH_BOX(&moe_ffn_w4a16));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {

@@ -7,7 +7,7 @@
 #include "gemm/launch.h"
 #include "gemm_planning.h"
 #include "minfer/gemm.h"
-#include "w4a16/w4_layout.h"
+#include "packed_weight.h"
 
 namespace minfer::torch_binding {
 
@@ -41,21 +41,6 @@ struct Weight {
   }
 };
 
-/// Rows that TMA can address: unit stride, 16-byte aligned base and row stride; a copy where they are not.
-Tensor aligned_rows(Tensor const& x) {
-  Tensor const rows = unit_rows(x);
-  bool const fits = reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
-                    (rows.size(0) <= 1 || rows.stride(0) * int64_t(rows.element_size()) % 16 == 0);
-  if (fits) return rows;
-  // Fresh rows whose stride is a multiple of 16 bytes; n is a multiple of 8, which for bytes may not be enough.
-  int64_t const unit = 16 / int64_t(rows.element_size());
-  std::vector<int64_t> const shape = {rows.size(0), round_up(rows.size(1), unit)};
-  Tensor padded = torch::stable::new_empty(rows, shape);
-  Tensor inside = torch::stable::narrow(padded, 1, 0, rows.size(1));
-  torch::stable::copy_(inside, rows);
-  return inside;
-}
-
 Weight check_weight(char const* op, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                     double alpha, WeightFormat format, int64_t n, int64_t k) {
   Weight w;
@@ -63,22 +48,15 @@ Weight check_weight(char const* op, Tensor const& qweight, Tensor const& scales,
   w.n = n;
   w.k = k;
   w.alpha = alpha;
-  bool const power = group_size >= 32 && (group_size & (group_size - 1)) == 0;
-  if (int const fixed = fixed_group_of(format); fixed != 0) {
-    check(group_size == fixed, op, ": group_size must be ", fixed, " for ", name_of(format), ", got ", group_size);
-  } else {
-    check(group_size == -1 || power, op, ": group_size must be -1 (all of k) or a power of two from 32 on, got ", group_size);
-  }
+  check_group_size(op, format, group_size);
   check(std::isfinite(alpha), op, ": alpha must be finite, got ", alpha);
   check(k % 8 == 0, op, ": k must be a multiple of 8, got ", k);
   check(n % 8 == 0, op, ": scales must have n = ", n, " columns, a multiple of 8, got ", shape_of(scales));
-  w.group_size = group_size == -1 || group_size >= k ? 0 : group_size;
-  int64_t const groups = group_size == -1 ? 1 : (k + group_size - 1) / group_size;
-  int64_t const blocks_n = (n + w4a16::kBlockN - 1) / w4a16::kBlockN, blocks_k = (k + w4a16::kBlockK - 1) / w4a16::kBlockK;
-  int const words = w4a16::block_words(bits_of(format));
-  check(qweight.dim() == 3 && qweight.size(0) == blocks_n && qweight.size(1) == blocks_k && qweight.size(2) == words, op,
-        ": qweight must be [ceil(n / 64), ceil(k / 64), ", words, "] = [", blocks_n, ", ", blocks_k, ", ", words, "] (",
-        bits_of(format) == 4 ? "w4a16_pack" : "w8a16_pack", "), got ", shape_of(qweight));
+  w.group_size = planned_group(group_size, k);
+  int64_t const groups = groups_of(group_size, k);
+  std::vector<int64_t> const packed = packed_shape(format, n, k);
+  check(sizes_of(qweight) == packed, op, ": qweight must be [ceil(n / 64), ceil(k / 64), ", packed[2], "] = [", packed[0], ", ", packed[1],
+        ", ", packed[2], "] (", bits_of(format) == 4 ? "w4a16_pack" : "w8a16_pack", "), got ", shape_of(qweight));
   check(qweight.scalar_type() == ScalarType::Int, op, ": qweight must be Int, got ", dtype_name(qweight.scalar_type()));
   check(scales.dim() == 2 && scales.size(0) == groups && scales.size(1) == n, op, ": scales must be [groups, n] = [", groups, ", ", n,
         "] for k = ", k, " and group_size = ", group_size, ", got ", shape_of(scales));
@@ -132,12 +110,6 @@ Rows flatten_rows(Tensor const& x) {
   return r;
 }
 
-std::vector<int64_t> sizes_of(Tensor const& x) {
-  std::vector<int64_t> sizes(size_t(x.dim()));
-  for (int64_t i = 0; i < x.dim(); ++i) sizes[size_t(i)] = x.size(i);
-  return sizes;
-}
-
 struct Call {
   char const* op;
   Tensor a, qweight, scales;
@@ -162,13 +134,7 @@ void check_call(Call const& call) {
   char const* op = call.op;
   Tensor const& a = call.a;
   check(is_16bit_float(a.scalar_type()), op, ": a must be float16 or bfloat16, got ", dtype_name(a.scalar_type()));
-  if (scale_bytes_of(call.format) == 1) {
-    check(call.scales.scalar_type() == ScalarType::Byte, op, ": scales must be Byte for ", name_of(call.format), ", got ",
-          dtype_name(call.scales.scalar_type()));
-  } else {
-    check(call.scales.scalar_type() == a.scalar_type(), op, ": scales must have a's dtype ", dtype_name(a.scalar_type()), ", got ",
-          dtype_name(call.scales.scalar_type()));
-  }
+  check_scale_type(op, "scales", call.scales, call.format, a.scalar_type());
   int32_t const device = a.get_device_index();
   check_same_device(op, "qweight", call.qweight, device);
   int64_t const n = call.scales.size(1), k = a.size(a.dim() - 1);
@@ -353,8 +319,7 @@ Tensor pack(char const* op, WeightFormat format, Tensor const& codes) {
   int64_t const n = codes.size(0), k = codes.size(1);
   check(n % 8 == 0, op, ": codes must have n rows, a multiple of 8, got ", shape_of(codes));
   check(k % 8 == 0, op, ": codes must have k columns, a multiple of 8, got ", shape_of(codes));
-  std::vector<int64_t> const shape = {(n + w4a16::kBlockN - 1) / w4a16::kBlockN, (k + w4a16::kBlockK - 1) / w4a16::kBlockK,
-                                      w4a16::block_words(bits_of(format))};
+  std::vector<int64_t> const shape = packed_shape(format, n, k);
   torch::stable::accelerator::DeviceGuard const guard(codes.get_device_index());
   Tensor const rows = unit_rows(codes);
   Tensor packed = torch::stable::new_empty(codes, shape, ScalarType::Int);

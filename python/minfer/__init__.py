@@ -25,9 +25,21 @@ def _load_library() -> None:
 
 _load_library()
 
-from . import nn, quantize, reference, reference_moe, reference_moe_routing, reference_w4a16, tracing, tuned  # noqa: E402, F401  some register kernels and rules with torch
+from . import (  # noqa: E402, F401  some register kernels and rules with torch
+    distributed,
+    nn,
+    quantize,
+    reference,
+    reference_moe,
+    reference_moe_routing,
+    reference_moe_w4a16,
+    reference_w4a16,
+    tracing,
+    tuned,
+)
 from .moe import grouped_gemm, grouped_gemm_masked, moe_ffn  # noqa: E402
 from .moe_routing import moe_combine, moe_router, moe_router_gemm, moe_sort  # noqa: E402
+from .moe_w4a16 import grouped_w4a16_gemm, moe_ffn_w4a16  # noqa: E402
 from .ops import gemm, gemm_gated  # noqa: E402
 from .packing import pack_gate_up, unpack_gate_up  # noqa: E402
 from .planning import Plan, plan  # noqa: E402
@@ -42,13 +54,16 @@ __all__ = [
     "Plan",
     "__version__",
     "build_info",
+    "distributed",
     "gemm",
     "gemm_gated",
     "grouped_gemm",
     "grouped_gemm_masked",
+    "grouped_w4a16_gemm",
     "kernels",
     "moe_combine",
     "moe_ffn",
+    "moe_ffn_w4a16",
     "moe_router",
     "moe_router_gemm",
     "moe_sort",

@@ -50,9 +50,19 @@ def check_group_size(check: _Checker, group_size: int, name: str) -> None:
     check(legal, "group_size must be {}, got {}", weight_formats.group_size_rule(name), group_size)
 
 
-def _check_byte_scales(check: _Checker, scales: torch.Tensor, name: str) -> None:
+def _check_byte_scales(check: _Checker, scales: torch.Tensor, name: str, argument: str = "scales") -> None:
     scale_type = FORMATS[name].scale_type
-    check(scales.dtype == torch.uint8, "scales must be uint8 or {} for {}, got {}", scale_type, name, scales.dtype)
+    check(scales.dtype == torch.uint8, "{} must be uint8 or {} for {}, got {}", argument, scale_type, name, scales.dtype)
+
+
+def check_scales(check: _Checker, a: torch.Tensor, scales: torch.Tensor, name: str, argument: str = "scales") -> None:
+    """Type and device beside activations."""
+    _check_dense(check, argument, scales)
+    if FORMATS[name].scale_type is None:
+        check(scales.dtype == a.dtype, "{} must have a's dtype {}, got {}", argument, a.dtype, scales.dtype)
+    else:
+        _check_byte_scales(check, scales, name, argument)
+    check(scales.device == a.device, "{} must be on a's device {}, got {}", argument, a.device, scales.device)
 
 
 def _check_shape(check: _Checker, name: str, x: torch.Tensor, what: str, shape: Sequence[Any]) -> None:
@@ -71,24 +81,28 @@ def check_weight(
     group_size: int,
     n: Any,
     k: Any,
+    experts: tuple[Any, ...] = (),
+    arguments: tuple[str, str, str] = ("qweight", "scales", "zeros"),
 ) -> None:
-    """Shapes, types and devices of a packed weight [n, k]; of scales only the shape."""
+    """Shapes, types and devices of a packed weight [n, k], or of one for each of ``experts``, (number,); of scales only the shape."""
+    q, s, z = arguments
+    lead = "experts, " if experts else ""
     check(k % weight_layout.MULTIPLE == 0, "k must be a multiple of {}, got {}", weight_layout.MULTIPLE, k)
-    rows = weight_layout.groups(k, group_size)
-    _check_shape(check, "scales", scales, "[ceil(k / group_size), n]", (rows, n))
+    groups = (*experts, weight_layout.groups(k, group_size), n)
+    _check_shape(check, s, scales, f"[{lead}ceil(k / group_size), n]", groups)
     multiple = weight_layout.MULTIPLE
-    check(n % multiple == 0, "scales must have n = {} columns, a multiple of {}, got {}", n, multiple, scales.shape)
-    _check_dense(check, "qweight", qweight)
-    check(qweight.dtype == torch.int32, "qweight must be int32, got {}", qweight.dtype)
-    check(qweight.device == scales.device, "qweight must be on the device of scales, {}, got {}", scales.device, qweight.device)
-    shape = weight_layout.packed_shape(n, k, FORMATS[name].bits)
-    _check_shape(check, "qweight", qweight, f"[ceil(n / 64), ceil(k / 64), {shape[-1]}]", shape)
+    check(n % multiple == 0, "{} must have n = {} columns, a multiple of {}, got {}", s, n, multiple, scales.shape)
+    _check_dense(check, q, qweight)
+    check(qweight.dtype == torch.int32, "{} must be int32, got {}", q, qweight.dtype)
+    check(qweight.device == scales.device, "{} must be on the device of {}, {}, got {}", q, s, scales.device, qweight.device)
+    shape = (*experts, *weight_layout.packed_shape(n, k, FORMATS[name].bits))
+    _check_shape(check, q, qweight, f"[{lead}ceil(n / 64), ceil(k / 64), {shape[-1]}]", shape)
     if zeros is not None:
-        check(FORMATS[name].zero is not None, "zeros must be None for {}, got {}", name, zeros.shape)
-        _check_dense(check, "zeros", zeros)
-        check(zeros.dtype == scales.dtype, "zeros must have the dtype of scales, {}, got {}", scales.dtype, zeros.dtype)
-        check(zeros.device == scales.device, "zeros must be on the device of scales, {}, got {}", scales.device, zeros.device)
-        _check_shape(check, "zeros", zeros, "[ceil(k / group_size), n]", (rows, n))
+        check(FORMATS[name].zero is not None, "{} must be None for {}, got {}", z, name, zeros.shape)
+        _check_dense(check, z, zeros)
+        check(zeros.dtype == scales.dtype, "{} must have the dtype of {}, {}, got {}", z, s, scales.dtype, zeros.dtype)
+        check(zeros.device == scales.device, "{} must be on the device of {}, {}, got {}", z, s, scales.device, zeros.device)
+        _check_shape(check, z, zeros, f"[{lead}ceil(k / group_size), n]", groups)
 
 
 def _check_gemm(
@@ -111,19 +125,14 @@ def _check_gemm(
 ) -> GemmShape:
     """All arguments of a GEMM or gated GEMM but for what only one of them asks; D is the GEMM's."""
     check = _Checker(op)
-    form = check_format(check, bits, name)
+    check_format(check, bits, name)
     check_group_size(check, group_size, name)
     check_scalar(check, "alpha", alpha)
     _check_dense(check, "a", a)
     check(a.dim() >= 1, "a must be [..., k], got a {}", a.shape)
     check(a.dtype in DTYPES, "a must be float16 or bfloat16, got {}", a.dtype)
     k = a.shape[-1]
-    _check_dense(check, "scales", scales)
-    if form.scale_type is None:
-        check(scales.dtype == a.dtype, "scales must have a's dtype {}, got {}", a.dtype, scales.dtype)
-    else:
-        _check_byte_scales(check, scales, name)
-    check(scales.device == a.device, "scales must be on a's device {}, got {}", a.device, scales.device)
+    check_scales(check, a, scales, name)
     check(scales.dim() == 2, "scales must be [ceil(k / group_size), n], got {}", scales.shape)
     n = scales.shape[1]
     check_weight(check, qweight, scales, zeros, name, group_size, n, k)

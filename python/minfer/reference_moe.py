@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,11 +37,13 @@ def epilogue(y: Tensor, row_scale: Tensor | None, activation: str, gated: bool, 
     return y if row_scale is None else y * row_scale.to(y.dtype).unsqueeze(-1)
 
 
-def grouped_gemm(
+def by_expert(
     a: Tensor,
-    b: Tensor,
+    weight: Callable[[int], Tensor],
+    n: int,
     offsets: Tensor,
     *,
+    alpha: Tensor | None = None,
     bias: Tensor | None = None,
     gather: Tensor | None = None,
     row_scale: Tensor | None = None,
@@ -47,20 +51,26 @@ def grouped_gemm(
     gated: bool = False,
     gate_layout: str = "halves",
 ) -> Tensor:
-    """What :func:`minfer.grouped_gemm` computes, in a's type (16-bit: in float32, rounded once)."""
+    """Grouped GEMM whose ``weight`` gives an expert's [k, n], asked only of experts that have rows; alpha[e] multiplies it."""
     dtype = _compute_dtype(a)
     rows = a if gather is None else a.index_select(0, gather.long())
-    n = b.shape[2] // 2 if gated else b.shape[2]
-    out = torch.zeros((rows.shape[0], n), dtype=dtype, device=a.device)
+    out = torch.zeros((rows.shape[0], n // 2 if gated else n), dtype=dtype, device=a.device)
     ends = offsets.tolist()
     for expert, end in enumerate(ends):
         begin, end = min(max(ends[expert - 1] if expert else 0, 0), rows.shape[0]), min(end, rows.shape[0])
         if end > begin:
-            y = rows[begin:end].to(dtype) @ b[expert].to(dtype)
+            y = rows[begin:end].to(dtype) @ weight(expert).to(dtype)
+            if alpha is not None:
+                y = y * alpha[expert].to(dtype)
             if bias is not None:
                 y = y + bias[expert].to(dtype)
             out[begin:end] = epilogue(y, None if row_scale is None else row_scale[begin:end], activation, gated, gate_layout)
     return out.to(a.dtype)
+
+
+def grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, **arguments) -> Tensor:
+    """What :func:`minfer.grouped_gemm` computes, in a's type (16-bit: in float32, rounded once)."""
+    return by_expert(a, lambda expert: b[expert], b.shape[2], offsets, **arguments)
 
 
 def grouped_gemm_masked(a: Tensor, b: Tensor, counts: Tensor, *, bias=None, row_scale=None, **arguments) -> Tensor:
@@ -75,31 +85,45 @@ def grouped_gemm_masked(a: Tensor, b: Tensor, counts: Tensor, *, bias=None, row_
     return torch.stack(slabs)
 
 
-def moe_ffn(
+def layer_by_expert(
     x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Callable[[int], Tensor],
+    w2: Callable[[int], Tensor],
+    experts: int,
+    hidden: int,
     weights: Tensor,
     ids: Tensor,
     *,
+    alpha13: Tensor | None = None,
+    alpha2: Tensor | None = None,
     activation: str = "silu",
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     gate_layout: str = "halves",
 ) -> Tensor:
-    """What :func:`minfer.moe_ffn` computes, expert by expert, in x's type (16-bit: in float32 but for the inner activations)."""
+    """A layer whose ``w13`` and ``w2`` give an expert's [2 * inter, hidden] and [hidden, inter]."""
     dtype = _compute_dtype(x)
-    out = torch.zeros(x.shape[0], w2.shape[1], dtype=dtype, device=x.device)
-    for expert in range(w13.shape[0]):
+
+    def product(a: Tensor, weight: Tensor, alpha: Tensor | None, bias: Tensor | None, expert: int) -> Tensor:
+        y = a.to(dtype) @ weight.to(dtype).mT
+        y = y if alpha is None else y * alpha[expert].to(dtype)
+        return y if bias is None else y + bias[expert].to(dtype)
+
+    out = torch.zeros(x.shape[0], hidden, dtype=dtype, device=x.device)
+    for expert in range(experts):
         tokens, slot = (ids == expert).nonzero(as_tuple=True)
         if len(tokens) == 0:
             continue
-        h = x[tokens].to(dtype) @ w13[expert].to(dtype).mT
-        h = epilogue(h if b13 is None else h + b13[expert].to(dtype), None, activation, True, gate_layout).to(x.dtype)
-        y = h.to(dtype) @ w2[expert].to(dtype).mT
-        y = y if b2 is None else y + b2[expert].to(dtype)
+        h = product(x[tokens], w13(expert), alpha13, b13, expert)
+        h = epilogue(h, None, activation, True, gate_layout).to(x.dtype)
+        y = product(h, w2(expert), alpha2, b2, expert)
         out.index_add_(0, tokens, y * weights[tokens, slot].to(dtype).unsqueeze(-1))
     return out.to(x.dtype)
+
+
+def moe_ffn(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, **arguments) -> Tensor:
+    """What :func:`minfer.moe_ffn` computes, expert by expert, in x's type (16-bit: in float32 but for the inner activations)."""
+    return layer_by_expert(x, lambda e: w13[e], lambda e: w2[e], w13.shape[0], w2.shape[1], weights, ids, **arguments)
 
 
 def _without_kernel(arguments: dict) -> dict:

@@ -29,13 +29,22 @@ def _dequantize(
     form = weight_formats.FORMATS[name]
     rows = weight_layout.groups(k, group_size)
     size = k if group_size == -1 else group_size
-    w = form.decode(weight_layout.unpack(qweight, n, k, form.book))
+    w = form.decode(weight_layout.unpack(qweight, n, k, form.order))
     w = torch.nn.functional.pad(w, (0, rows * size - k)).view(n, rows, size)
     if form.zero is not None:
         w = w.sub_(form.zero if zeros is None else zeros.float().t().unsqueeze(2))
     w = w.mul_((weight_formats.scale_values(scales, form) * alpha).t().unsqueeze(2))
     dtype = out_dtype or (scales.dtype if form.scale_type is None else torch.bfloat16)
     return w.view(n, rows * size)[:, :k].to(dtype).contiguous()
+
+
+def weight_beside(
+    a: torch.Tensor, qweight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, name: str, group_size: int
+) -> torch.Tensor:
+    """W [n, k] without alpha, in the 16 bits in which it meets an ``a`` [..., k]."""
+    own = weight_formats.FORMATS[name].scale_type is None  # its scales have the weight's dtype
+    dtype = None if own or a.dtype not in checks.DTYPES else a.dtype
+    return _dequantize(qweight, scales, zeros, name, group_size, n=scales.shape[1], k=a.shape[-1], out_dtype=dtype)
 
 
 def _operands(
@@ -48,11 +57,8 @@ def _operands(
     perm: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A as the matrix [m, k], its columns in the order of the packed weight's, and B = W^T [k, n] in 16 bits."""
-    own = weight_formats.FORMATS[name].scale_type is None  # its scales have the weight's dtype
-    dtype = None if own or a.dtype not in checks.DTYPES else a.dtype
-    weight = _dequantize(qweight, scales, zeros, name, group_size, n=scales.shape[1], k=a.shape[-1], out_dtype=dtype)
     matrix = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
-    return matrix if perm is None else matrix.index_select(1, perm), weight.t()
+    return matrix if perm is None else matrix.index_select(1, perm), weight_beside(a, qweight, scales, zeros, name, group_size).t()
 
 
 def _gemm(a, qweight, scales, zeros, name, group_size, *, perm=None, c=None, **epilogue) -> torch.Tensor:
@@ -85,7 +91,7 @@ def w4a16_dequantize(qweight, scales, zeros=None, *, group_size=128, w4_format="
 
 def w4a16_pack(codes, *, w4_format="int4") -> torch.Tensor:
     """Codes [n, k] in the packed order of their format; any device."""
-    return weight_layout.pack(codes, 4, weight_formats.FORMATS[w4_format].book)
+    return weight_layout.pack(codes, 4, weight_formats.FORMATS[w4_format].order)
 
 
 def w8a16_gemm(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **arguments: Any) -> torch.Tensor:

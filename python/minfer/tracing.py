@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from . import checks, checks_moe, checks_w4a16
+from . import checks, checks_moe, checks_moe_w4a16, checks_w4a16
 
 _ops = torch.ops.minfer
 _library = torch.library.Library("minfer", "FRAGMENT")
@@ -41,6 +41,10 @@ _OVERRIDES = (
         "grouped_gemm_masked": (
             "Tensor a, Tensor b, Tensor counts",
             "Tensor? bias, Tensor? row_scale, str activation, bool gated, str gate_layout",
+        ),
+        "grouped_w4a16_gemm": (
+            "Tensor a, Tensor qweight, Tensor scales, Tensor? zeros, Tensor offsets",
+            "int group_size, str w4_format, Tensor? alpha, Tensor? bias, Tensor? gather, Tensor? row_scale, str activation, bool gated",
         ),
     }
 )
@@ -112,9 +116,11 @@ _register_out("gemm", checks.check_gemm, keep_dtype=True)
 _register_out("w4a16_gemm", checks_w4a16.check_w4a16_gemm, keep_dtype=False)
 _register_out("w8a16_gemm", checks_w4a16.check_w8a16_gemm, keep_dtype=False)
 _register_out("grouped_gemm", checks_moe.check_grouped_gemm, keep_dtype=False)
+_register_out("grouped_w4a16_gemm", checks_moe_w4a16.check_grouped_w4a16_gemm, keep_dtype=False)
 _register_out("grouped_gemm_masked", checks_moe.check_grouped_gemm_masked, keep_dtype=False, merge=_behind_counts)
 for _op in (
     _ops.moe_ffn.default,
+    _ops.moe_ffn_w4a16.default,
     _ops.w4a16_pack.default,
     _ops.w4a16_dequantize.default,
     _ops.w8a16_pack.default,

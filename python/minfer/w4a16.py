@@ -161,7 +161,7 @@ def w4a16_pack(codes: Tensor, *, w4_format: str = "int4") -> Tensor:
 
     Args:
       codes: uint8 [n, k], 0 to 15; n and k multiples of 8. Any strides.
-      w4_format: of the codes, as in :func:`w4a16_gemm`. The code books nf4, mxfp4 and nvfp4 share an order, which is not int4's; a packed
+      w4_format: of the codes, as in :func:`w4a16_gemm`. int4, nf4 and the two fp4 formats have an order each; a packed
         weight does not say which it has.
 
     Returns:

@@ -46,7 +46,7 @@ class WeightFormat(NamedTuple):
     zero: float | None = None  # where zeros is None; None: a format without zero points
     group_size: int | None = None  # prescribed
     scale_type: torch.dtype | None = None  # of which the scales are the bytes, in uint8; None: 16-bit scales
-    book: bool = False  # 4-bit codes that kernels look up in a table; they are packed in an order of their own (weight_layout)
+    order: str = "plain"  # of the codes' bits in the packed layout (weight_layout)
 
 
 def _book(values: tuple[float, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -59,9 +59,9 @@ def _e4m3(codes: torch.Tensor) -> torch.Tensor:
 
 FORMATS = {
     "int4": WeightFormat(4, lambda codes: codes.float(), zero=8.0),
-    "nf4": WeightFormat(4, _book(NF4), book=True),
-    "mxfp4": WeightFormat(4, _book(E2M1), group_size=32, scale_type=torch.float8_e8m0fnu, book=True),
-    "nvfp4": WeightFormat(4, _book(E2M1), group_size=16, scale_type=torch.float8_e4m3fn, book=True),
+    "nf4": WeightFormat(4, _book(NF4), order="book"),
+    "mxfp4": WeightFormat(4, _book(E2M1), group_size=32, scale_type=torch.float8_e8m0fnu, order="e2m1"),
+    "nvfp4": WeightFormat(4, _book(E2M1), group_size=16, scale_type=torch.float8_e4m3fn, order="e2m1"),
     "int8": WeightFormat(8, lambda codes: codes.float(), zero=128.0),
     "fp8_e4m3": WeightFormat(8, _e4m3),
 }

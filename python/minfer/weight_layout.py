@@ -10,8 +10,9 @@ words, little-endian, belong to the 128 threads t that read them and to k-slabs 
     8-bit   word 512 * h + 4 * t + 2 * s + j,  row 16 * (t // 32) + 8 * (p % 2) + (t % 32) // 4
             half h, slab 2 * h + s, byte p     column 16 * (2 * h + s) + 8 * j + 2 * (t % 4) + p // 2
 
-"book" are the 4-bit codes of ``WeightFormat.book``, which are looked up in a table (nf4, mxfp4, nvfp4): byte b of a word is the pair along
-k of fragment register b, half b % 2 and eight b // 2, and the index of a pair of values.
+"book" is the order of nf4, which is looked up in a table: byte b of a word is the pair along k of fragment register b, half b % 2 and eight
+b // 2, and the index of a pair of values. "e2m1" is that of mxfp4 and nvfp4: each 16 bits of 4-bit words hold the four codes that "4-bit"
+has there, but apart, the magnitude of code i in the three bits from bit (6, 3, 0, 9)[i] on and its sign in bit (15, 12, 14, 13)[i].
 
 In mixed radix a row is (warp 4, half 2, lane 8) and a column (slab 2 x 2, eight 2, pair 4, odd 2). A block then is the bytes
 
@@ -26,7 +27,8 @@ from typing import Any
 
 import torch
 
-VERSION = 2  # of the layouts, for files: before 2 the code books were packed like int4
+VERSION = 3  # of the layouts, for files
+_SINCE = {"plain": 1, "book": 2, "e2m1": 3}  # the first version with today's layout of each order
 BLOCK = 64
 MULTIPLE = 8  # n and k: 16-byte rows of scales and of activations
 
@@ -82,8 +84,26 @@ def _exchange_nibbles(units: torch.Tensor) -> torch.Tensor:
     return _exchange(units, 0x00F0, 4)
 
 
-def pack(codes: torch.Tensor, bits: int = 4, book: bool = False) -> torch.Tensor:
+def _moved(words: torch.Tensor, moves: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    """The bits ``mask`` of each half of int32 words from bit ``start`` to bit ``end`` on, for every (mask, start, end)."""
+    moved = torch.zeros_like(words)
+    for mask, start, end in moves:
+        moved |= words.bitwise_right_shift(start).bitwise_and_(mask << 16 | mask).bitwise_left_shift_(end)
+    return moved
+
+
+_SPREAD = tuple(move for i in range(4) for move in ((7, 4 * i, (6, 3, 0, 9)[i]), (1, 4 * i + 3, (15, 12, 14, 13)[i])))
+_GATHER = tuple((mask, end, start) for mask, start, end in _SPREAD)
+
+
+def readable(order: str, version: int) -> bool:
+    """Whether a file of that version has the layout of today in this order."""
+    return version >= _SINCE[order]
+
+
+def pack(codes: torch.Tensor, bits: int = 4, order: str = "plain") -> torch.Tensor:
     """uint8 codes [n, k] of any strides -> int32 [ceil(n / 64), ceil(k / 64), 512 or 1024]. Padding is 0; the low ``bits`` count."""
+    book = order == "book"
     n, k = codes.shape
     rows, columns = blocks(n), blocks(k)
     if n % BLOCK or k % BLOCK:
@@ -98,14 +118,18 @@ def pack(codes: torch.Tensor, bits: int = 4, book: bool = False) -> torch.Tensor
     # A clone, for the permutation may leave the strides in order where some extents are 0 or 1.
     packed = units.permute(_ORDER[bits]).clone(memory_format=torch.contiguous_format)
     words = packed.view(rows, columns, block_words(bits) * 4 // units.element_size()).view(torch.int32)
-    return _exchange_bytes(words) if bits == 4 and not book else words
+    words = _exchange_bytes(words) if bits == 4 and not book else words
+    return _moved(words, _SPREAD) if order == "e2m1" else words
 
 
-def unpack(qweight: torch.Tensor, n: int, k: int, book: bool = False) -> torch.Tensor:
+def unpack(qweight: torch.Tensor, n: int, k: int, order: str = "plain") -> torch.Tensor:
     """The inverse of :func:`pack`, whose bits it knows from the shape: uint8 [n, k], a view where n or k are not multiples of 64."""
+    book = order == "book"
     rows, columns, words = qweight.shape
     bits = words * 32 // (BLOCK * BLOCK)
     shape, qweight = _units_shape(rows, columns, bits), qweight.contiguous()
+    if order == "e2m1":
+        qweight = _moved(qweight, _GATHER)
     if bits == 4 and not book:
         qweight = _exchange_bytes(qweight)
     units = qweight.view(_UNIT[bits]).view([shape[i] for i in _ORDER[bits]]).permute(_INVERSE[bits])

@@ -3,6 +3,8 @@
 //   d[r] = row_scale[r] * activation(a[source(r)] . b[e]^T + bias[e])             for the rows r of expert e
 //   d[r] = row_scale[r] * (activation(gate) * up)                                 gated
 //
+// b[e] is 16-bit, or has quantised weights, alpha[e] * (code - zero) * scale, in the packed layout of the W4A16 operators (w4a16.h).
+//
 //   GroupedProblem   what is computed: sizes, types, what alignments allow (no pointers)
 //   plan_grouped     pure: problem x device x options -> GroupedPlan
 //   run_grouped      launches a plan on a stream; allocates nothing, synchronises nothing
@@ -34,14 +36,20 @@ struct GroupedProblem {
   int64_t max_rows = 0;  // > 0, masked: expert e's rows are the first counts[e] of max_rows
   int32_t a_alignment = 16, b_alignment = 16,
           d_alignment = 16;  // largest power of two (at most 16) that divides pointer and strides, in bytes
+  WeightFormat b_format = WeightFormat::kDense;
+  int64_t group_size = 0;  // quantised: columns of k that share a scale; 0: all of k
+  bool has_zeros = false;
 };
 
 /// Strides are in elements.
 struct GroupedOperands {
   void const* a = nullptr;  // [a_rows, k]
   int64_t lda = 0, a_rows = 0;
-  void const* b = nullptr;  // [experts, n, k], k contiguous
-  int64_t ldb = 0, b_expert_stride = 0;
+  void const* b = nullptr;               // [experts, n, k], k contiguous; quantised: [experts, ceil(n / 64), ceil(k / 64), block]
+  int64_t ldb = 0, b_expert_stride = 0;  // of 16-bit weights
+  // Quantised: [experts, groups of k, n], of a's type, mxfp4 and nvfp4: bytes. zeros: of a's type, or null.
+  void const *b_scales = nullptr, *b_zeros = nullptr;
+  float const* alpha = nullptr;      // quantised: [experts], or null
   int32_t const* offsets = nullptr;  // [experts]: where each expert's rows end; masked: how many it has
   int32_t const* gather = nullptr;   // [rows]: the row of a that is multiplied, or null
   float const* row_scale = nullptr;  // [rows], or null
@@ -74,7 +82,8 @@ struct GroupedPlanOptions {
   int32_t force_arch = 0;        // 80: portable kernels only
 };
 
-/// Chooses the kernel: the explicit one, else the analytic model, which takes the rows as spread evenly over the experts.
+/// Chooses the kernel: the explicit one, else the analytic model, which takes the rows as spread evenly over the experts. Gated quantised
+/// weights have GateLayout::kBlocks.
 /// @return kInvalidArgument (sizes, types), kUnknownKernel, kNotCompiled, kNotSupported.
 Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* plan);
 

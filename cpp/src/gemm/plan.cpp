@@ -18,7 +18,7 @@ constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;  // tile coordinates ar
 
 /// Why `kernel` cannot compute `problem` on `device`, or null when it can.
 char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device) {
-  if (std::strcmp(kernel.family, "moe") == 0) return "it is a grouped kernel";
+  if (std::strncmp(kernel.family, "moe", 3) == 0) return "it is a grouped kernel";
   if (kernel.b_format != problem.b_format) return "it reads B in another format";
   if (kernel.arch_exact ? device.compute_capability() != kernel.arch : device.compute_capability() < kernel.arch) {
     return "it does not run on this device's compute capability";

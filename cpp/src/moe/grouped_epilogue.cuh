@@ -15,6 +15,7 @@ namespace minfer::moe {
 struct GroupedEpilogueParams {
   void* d;                 // [rows, n_out] with leading dimension ldd
   void const* bias;        // [experts, n], of the weights' type, or null; gated: in the weight's own row order
+  float const* alpha;      // [experts], or null: factors of the sums of quantised weights
   float const* row_scale;  // [rows], or null
   int64_t ldd, bias_stride;
   int32_t n;  // rows of an expert's weight
@@ -44,7 +45,7 @@ __device__ void clear_rows_behind(ExpertRows const& rows, Storage const& tiles, 
   }
 }
 
-template <DataType kType, int kTileM, int kTileN>  // of one warpgroup
+template <DataType kType, int kTileM, int kTileN, bool kHasAlpha = false>  // of one warpgroup
 struct GroupedEpilogue {
   using Element = gemm::ElementOf<kType>;
   static constexpr int kChunk = kTileN < 32 ? kTileN : 32;  // tokens staged together
@@ -57,14 +58,16 @@ struct GroupedEpilogue {
   char* staged;
   int thread, barrier_id;
   float bias[kMmaM][2] = {};
+  float alpha = 1.0f;
 
   __device__ GroupedEpilogue(GroupedEpilogueParams const& params, char* staged, int thread, int barrier_id)
       : params(params), staged(staged), thread(thread), barrier_id(barrier_id) {}
 
   __device__ void synchronize() const { asm volatile("bar.sync %0, 128;" ::"r"(barrier_id) : "memory"); }
 
-  /// Before the mainloop: the bias of the warpgroup's rows of the weight, from first_row on.
+  /// Before store: the bias of the warpgroup's rows of the weight, from first_row on, and alpha.
   __device__ void prefetch(ExpertTile const& tile, int first_row) {
+    if (kHasAlpha && params.alpha != nullptr) alpha = __ldg(params.alpha + tile.expert);
     if (params.bias == nullptr) return;
     auto const* of_expert = static_cast<typename Element::Type const*>(params.bias) + tile.expert * params.bias_stride;
 #pragma unroll
@@ -99,7 +102,8 @@ struct GroupedEpilogue {
           auto const value = [&](int i) -> float& { return v[i]; };
 #pragma unroll
           for (int i = 0; i < 4 * kBlocks; ++i) {
-            v[i] = accumulator(mi * (kTileN / 2) + chunk * (kChunk / 2) + i) + bias[mi][i / 2 % 2];
+            float const sum = accumulator(mi * (kTileN / 2) + chunk * (kChunk / 2) + i);
+            v[i] = kHasAlpha ? fmaf(sum, alpha, bias[mi][i / 2 % 2]) : sum + bias[mi][i / 2 % 2];
           }
           if (!params.gated) {
             gemm::activate_all<4 * kBlocks>(params.activation, value);

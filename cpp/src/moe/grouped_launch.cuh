@@ -32,6 +32,7 @@ inline GroupedEpilogueParams describe_epilogue(GroupedProblem const& problem, Gr
   GroupedEpilogueParams e{};
   e.d = operands.d;
   e.bias = operands.bias;
+  e.alpha = operands.alpha;
   e.row_scale = operands.row_scale;
   e.ldd = operands.ldd;
   e.bias_stride = operands.bias_stride;
@@ -48,6 +49,33 @@ inline GroupedEpilogueParams describe_epilogue(GroupedProblem const& problem, Gr
   e.gate_blocks = operands.gate_layout == GateLayout::kBlocks;
   e.vectors = problem.d_alignment == 16;
   return e;
+}
+
+/// The rows' part of an sm_90 kernel's parameters.
+template <class Kernel>
+Status describe_tokens(GroupedLaunchArguments const& arguments, typename Kernel::Params* params) {
+  GroupedProblem const& problem = *arguments.problem;
+  GroupedOperands const& operands = *arguments.operands;
+  int64_t const extents[3] = {problem.k, operands.a_rows, 1}, strides[2] = {operands.lda * 2, operands.lda * 2};
+  int box[3] = {64, Kernel::kLargeBox, 1};
+  if (Status status = encode_tensor_map_rows(&params->tokens, 3, operands.a, extents, strides, box); !status.ok()) return status;
+  box[1] = Kernel::kSmallBox;
+  if (Status status = encode_tensor_map_rows(&params->few_tokens, 3, operands.a, extents, strides, box); !status.ok()) return status;
+  params->rows = describe_rows(problem, operands);
+  params->a = static_cast<typename Kernel::Element const*>(operands.a);
+  params->gather = operands.gather;
+  if (problem.gathered && double(operands.a_rows) * operands.lda * 2 >= 16.0 * 4294967295.0) {
+    return Status::failure(StatusCode::kNotSupported, "rows are gathered from up to 64 GiB, got %lld rows of %lld elements",
+                           (long long)operands.a_rows, (long long)operands.lda);
+  }
+  params->row_units = uint32_t(operands.lda / 8);
+  params->k = int32_t(problem.k);
+  params->k_tiles = int32_t((problem.k + Kernel::kTileK - 1) / Kernel::kTileK);
+  params->weight_tiles = int32_t((problem.n + Kernel::kTileM - 1) / Kernel::kTileM);
+  // All tokens stay in L2 where they are few beside it.
+  bool const keep = problem.rows * problem.k * 2 <= arguments.device->l2_bytes / 4;
+  params->hint_tokens = uint64_t(keep ? cute::TMA::CacheHintSm90::EVICT_LAST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  return Status::success();
 }
 
 template <class Params>

@@ -25,6 +25,7 @@
 #include "moe/expert_tiles.cuh"
 #include "moe/grouped_epilogue.cuh"
 #include "moe/grouped_launch.cuh"
+#include "moe/row_gather.cuh"
 
 namespace minfer::moe {
 
@@ -32,7 +33,7 @@ template <class Config>
 struct GroupedSm90 {
   using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kTileK = Config::kTileK, kStages = Config::kStages;
-  static constexpr int kThreads = Config::kThreads, kConsumers = kThreads / 128 - 1, kGatherThreads = 96;
+  static constexpr int kThreads = Config::kThreads, kConsumers = kThreads / 128 - 1;
   static constexpr bool kPingpong = Config::kSchedule == Schedule::kPingpong;
   static_assert(kPingpong ? kConsumers == 2 : kConsumers == 1 || kConsumers == 2);
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Config::kCtasPerSm) / 8 * 8;
@@ -48,6 +49,7 @@ struct GroupedSm90 {
   static_assert(kGroupM % 64 == 0 && kTileN % kLargeBox == 0 && kTileN <= 256 && kTileK % 64 == 0 && kValues <= 128);
 
   using Tiles = ExpertTiles<kTileN, kStep>;
+  using Gather = RowGather<kTileN, kHalves, kConsumers + 1>;
   using Epilogue = GroupedEpilogue<Config::kType, kGroupM, kTileN>;
   using OrderBarrier = cutlass::OrderedSequenceBarrier<1, 2>;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
@@ -104,7 +106,7 @@ struct GroupedSm90 {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.weights));
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tokens));
       for (int s = 0; s < kStages; ++s) {
-        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + kGatherThreads : 1);
+        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + Gather::kThreads : 1);
         EmptyBarrier::init(&storage.empty[s], kPingpong ? 4 : 4 * kConsumers);
       }
       cutlass::arch::fence_barrier_init();
@@ -169,53 +171,23 @@ struct GroupedSm90 {
     }
   }
 
-  // Eight threads fetch the 128 bytes of a row; units lie at u ^ row % 8, as TMA would put them. The fence between cp.async's proxy and the
-  // tensor cores' is the consumers': here it would wait for the copies under way.
   static CUTLASS_DEVICE void gather(Params const& params, SharedStorage& storage, int thread) {
-    constexpr int kRowsAtOnce = kGatherThreads / 8, kBatch = 6;
-    constexpr uint32_t kNoRow = ~0u;
-    int const unit = thread % 8, first = thread / 8;
-    uint32_t const base = cute::cast_smem_ptr_to_uint(&storage.tokens[0][0]);
-    auto const synchronize = [] { asm volatile("bar.sync %0, %1;" ::"n"(kConsumers + 1), "n"(kGatherThreads) : "memory"); };
     Ring ring;
     ring.phase = 1;
+    uint32_t const base = cute::cast_smem_ptr_to_uint(&storage.tokens[0][0]);
     int const tiles = Tiles::count(storage.tiles, params.rows);
     for (int t = int(blockIdx.x); t < tiles; t += int(gridDim.x)) {
       ExpertTile const tile = Tiles::at(storage.tiles, params.rows, params.weight_tiles, t);
-      synchronize();  // the previous tile's rows are not needed any more
-      for (int row = thread; row < kTileN; row += kGatherThreads) {
-        storage.source[row] = row < tile.tokens ? uint32_t(__ldg(params.gather + tile.row + row)) * params.row_units : kNoRow;
-      }
-      synchronize();
+      Gather::find(storage.source, params.gather, params.row_units, tile, thread);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int k = 0; k < params.k_tiles; ++k) {
         EmptyBarrier::wait(&storage.empty[ring.index], ring.phase);
-        CUTLASS_PRAGMA_UNROLL
-        for (int half = 0; half < kHalves; ++half) {
-          int const column = k * kTileK + half * 64;
-          uint32_t const to = base + (ring.index * kTileK + half * 64) * (kTileN * 2);
-          int const bytes = column + unit * 8 < params.k ? 16 : 0;  // zeros behind k
-          char const* const from = reinterpret_cast<char const*>(params.a + (bytes > 0 ? column + unit * 8 : 0));
-#pragma unroll 1
-          for (int row = first; row < tile.tokens; row += kBatch * kRowsAtOnce) {
-            uint32_t source[kBatch];  // read together: one by one, each would wait for the copy before it
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < kBatch; ++i) source[i] = row + i * kRowsAtOnce < kTileN ? storage.source[row + i * kRowsAtOnce] : kNoRow;
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < kBatch; ++i) {
-              int const r = row + i * kRowsAtOnce;
-              if (source[i] != kNoRow) {
-                asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to + r * 128 + (unit ^ r % 8) * 16),
-                             "l"(from + uint64_t(source[i]) * 16), "r"(bytes));
-              }
-            }
-          }
-        }
-        cutlass::arch::cpasync_barrier_arrive_noinc(&storage.full[ring.index]);
+        Gather::fetch(base + ring.index * (kTileN * kTileK * 2), storage.source, params.a, k * kTileK, params.k, tile.tokens, thread);
+        Gather::arrive(&storage.full[ring.index]);
         ring.advance();
       }
     }
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    Gather::drain();
   }
 
   // ---- consumers ----------------------------------------------------------------------------------------------------------------
@@ -346,26 +318,8 @@ Status launch_grouped_sm90(GroupedLaunchArguments const& arguments) {
     status = encode_tensor_map_rows(&params.weights, 3, operands.b, extents, strides, box);
   }
   if (!status.ok()) return status;
-  int64_t const extents[3] = {k, operands.a_rows, 1}, strides[2] = {operands.lda * 2, operands.lda * 2};
-  int box[3] = {64, Kernel::kLargeBox, 1};
-  if (status = encode_tensor_map_rows(&params.tokens, 3, operands.a, extents, strides, box); !status.ok()) return status;
-  box[1] = Kernel::kSmallBox;
-  if (status = encode_tensor_map_rows(&params.few_tokens, 3, operands.a, extents, strides, box); !status.ok()) return status;
-  params.rows = describe_rows(problem, operands);
-  params.a = static_cast<typename Kernel::Element const*>(operands.a);
-  params.gather = operands.gather;
-  if (problem.gathered && double(operands.a_rows) * operands.lda * 2 >= 16.0 * 4294967295.0) {
-    return Status::failure(StatusCode::kNotSupported, "rows are gathered from up to 64 GiB, got %lld rows of %lld elements",
-                           (long long)operands.a_rows, (long long)operands.lda);
-  }
-  params.row_units = uint32_t(operands.lda / 8);
+  if (status = describe_tokens<Kernel>(arguments, &params); !status.ok()) return status;
   params.epilogue = describe_epilogue(problem, operands);
-  params.k = int32_t(k);
-  params.k_tiles = int32_t((k + Config::kTileK - 1) / Config::kTileK);
-  params.weight_tiles = int32_t((n + Config::kTileM - 1) / Config::kTileM);
-  // All tokens stay in L2 where they are few beside it.
-  bool const keep = problem.rows * k * 2 <= arguments.device->l2_bytes / 4;
-  params.hint_tokens = uint64_t(keep ? cute::TMA::CacheHintSm90::EVICT_LAST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
   static std::atomic<uint64_t> shared_memory_allowed{0};
   return launch_grouped(&grouped_sm90_kernel<Config>, params, arguments, Config::kThreads, Config::kCtasPerSm, Kernel::kSmemBytes,
                         shared_memory_allowed);

@@ -24,7 +24,8 @@ struct SlabCycles {
   double tokens8, tokens16, tokens32, fine8, fine16, fragments, fine;
 };
 constexpr SlabCycles kSlabInt4 = {25.7, 30.5, 33.3, 30.4, 38.3, 32.0, 40.9};
-constexpr SlabCycles kSlabBook = {0, 0, 0, 36.1, 38.2, 0, 45.4}, kSlabNvFp4 = {0, 0, 0, 39.9, 50.4, 0, 50.5};
+constexpr SlabCycles kSlabBook = {0, 0, 0, 36.1, 38.2, 0, 45.4}, kSlabMxFp4 = {0, 0, 0, 37.7, 42.8, 0, 45.4};
+constexpr SlabCycles kSlabNvFp4 = {0, 0, 0, 45.5, 51.4, 0, 50.5};
 constexpr SlabCycles kSlabInt8 = {26, 50, 51, 42, 46, 43, 67}, kSlabFp8 = {27, 51, 52, 43, 47, 53, 76};
 constexpr double kSlabPerToken = 0.156, kSlabPerTokenOfMany = 0.314;
 constexpr double kFourWarpgroups = 0.9;                                 // of those cycles, with four consumer warpgroups in a CTA
@@ -51,6 +52,7 @@ double slab_cycles_of(KernelInfo const& kernel) {
   SlabCycles const& cycles = kernel.b_format == WeightFormat::kInt4      ? kSlabInt4
                              : kernel.b_format == WeightFormat::kInt8    ? kSlabInt8
                              : kernel.b_format == WeightFormat::kFp8E4M3 ? kSlabFp8
+                             : kernel.b_format == WeightFormat::kMxFp4   ? kSlabMxFp4
                              : kernel.b_format == WeightFormat::kNvFp4   ? kSlabNvFp4
                                                                          : kSlabBook;
   bool const fine = kernel.group_multiple < 128;

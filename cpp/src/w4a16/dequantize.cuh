@@ -9,10 +9,13 @@
 // scale. 9 instructions for 8 codes of int4: 4 LOP3, 1 shift, 4 HFMA2; the usual 1024 + code costs an OR-ed constant per register and, in bf16,
 // 2 shifts more.
 //
-// Code books (nf4 and the fp4s): a byte, two codes, is the index of a table of 256 pairs of values in shared memory, one copy for each bank,
-// so that a warp's 32 lookups never collide. Entries lie 256 bytes apart, half of it unused, so that one PRMT puts an address together: 8
-// instructions for 8 codes, 4 of them loads. (128 bytes apart it takes a shift and a LOP3 each; PRMT as the table itself, 8 entries of a
-// byte, serves the fp4s alone, with 11 instructions in fp16 and 13 in bf16.)
+// A code book (nf4): a byte, two codes, is the index of a table of 256 pairs of values in shared memory, one copy for each bank, so that a
+// warp's 32 lookups never collide. Entries lie 256 bytes apart, half of it unused, so that one PRMT puts an address together: 8 instructions
+// for 8 codes, 4 of them loads. (128 bytes apart it takes a shift and a LOP3 each.)
+//
+// E2M1 (mxfp4, nvfp4): sign, exponent and mantissa moved to the places of a 16-bit number's are the value times 2^-14 in fp16 and 2^-126 in
+// bf16, 0.5 as a subnormal number: 10 instructions for 8 codes in bf16, 12 in fp16. The multiplication by the scale makes up for most of
+// the power of two, a constant one is left to the sums (Scale::kRest); fp16 with E8M0 has no room for that and takes another multiplication.
 //
 // fp8_e4m3: sign and the other bits are moved to their places, a multiplication makes up for the exponents' biases.
 #pragma once
@@ -167,23 +170,16 @@ static __constant__ float const kNf4Values[16] = {
     1.0f,
 };
 
-/// The value of a code, of 16.
-template <WeightFormat kFormat>
-__device__ __forceinline__ float book_value(int code) {
-  if constexpr (kFormat == WeightFormat::kNf4) {
-    return kNf4Values[code];
-  } else {  // E2M1: sign, exponent and mantissa at fp32's places, 2^126 for the biases
-    return __uint_as_float(uint32_t(code & 8) << 28 | uint32_t(code & 7) << 22) * 0x1p126f;
-  }
-}
+/// E2M1: sign, exponent and mantissa at fp32's places, 2^126 for the biases.
+__device__ __forceinline__ float e2m1_value(uint32_t code) { return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f; }
 
 constexpr int kBookEntryBytes = 256, kBookBytes = 256 * kBookEntryBytes - 128;  // an entry: the pair of values, once for each bank
 
 /// Writes the code book; `thread` of `threads`, which divide 256.
-template <DataType kType, WeightFormat kFormat>
+template <DataType kType>
 __device__ __forceinline__ void fill_book(char* book, int thread, int threads) {
   for (int pair = thread; pair < 256; pair += threads) {
-    float const low = book_value<kFormat>(pair & 15), high = book_value<kFormat>(pair >> 4);
+    float const low = kNf4Values[pair & 15], high = kNf4Values[pair >> 4];
     uint32_t value;
     if constexpr (kType == DataType::kF16) {
       __half2 const v = __floats2half2_rn(low, high);
@@ -199,7 +195,7 @@ __device__ __forceinline__ void fill_book(char* book, int thread, int threads) {
 }
 
 template <DataType kType>
-struct BookCodes : UnitFactor {
+struct Codes<kType, WeightFormat::kNf4> : UnitFactor {
   static constexpr int kWords = 1;
   static __device__ constexpr uint32_t factor(int) { return kType == DataType::kF16 ? 0x3c003c00u : 0x3f803f80u; }
   static __device__ constexpr uint32_t inverse(int) { return factor(0); }
@@ -210,17 +206,47 @@ struct BookCodes : UnitFactor {
     }
   }
 };
+/// E2M1 codes, for scales on the fragments: Scale::rows and kRest make up for the power of two.
 template <DataType kType>
-struct Codes<kType, WeightFormat::kNf4> : BookCodes<kType> {};
+struct E2M1Codes {
+  static constexpr int kWords = 1;
+  static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&)[2], Book, uint32_t (&a)[4]) {
+    uint32_t const word = words[0];
+    // Products put a magnitude and its sign, which move by different distances, in their places; none of their bits meet.
+    if constexpr (kType == DataType::kBF16) {
+      constexpr uint32_t kMask = 0x81c081c0u;
+      a[0] = word & kMask;
+      a[1] = word << 3 & kMask;
+      a[2] = (word & 0x40074007u) * 66u & kMask;
+      a[3] = (word >> 3 & 0x01c001c0u) | (word << 2 & 0x80008000u);
+    } else {
+      constexpr uint32_t kMask = 0x8e008e00u;
+      a[0] = (word & 0x81c081c0u) * 9u & kMask;
+      a[1] = (word & 0x10381038u) * 72u & kMask;
+      a[2] = (word & 0x40074007u) * 514u & kMask;
+      a[3] = (word & 0x0e000e00u) | (word << 2 & 0x80008000u);
+    }
+  }
+};
 template <DataType kType>
-struct Codes<kType, WeightFormat::kMxFp4> : BookCodes<kType> {};
-template <DataType kType>
-struct Codes<kType, WeightFormat::kNvFp4> : BookCodes<kType> {};
+struct Codes<kType, WeightFormat::kNvFp4> : E2M1Codes<kType> {};
+template <>
+struct Codes<DataType::kBF16, WeightFormat::kMxFp4> : E2M1Codes<DataType::kBF16> {};
+template <>
+struct Codes<DataType::kF16, WeightFormat::kMxFp4> : E2M1Codes<DataType::kF16> {
+  static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&zero)[2], Book book, uint32_t (&a)[4]) {
+    E2M1Codes<DataType::kF16>::fragment(words, zero, book, a);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = Half2<DataType::kF16>::mul(a[i], 0x74007400u);  // 2^14
+  }
+};
 
-/// A stored scale -> the activations' type, twice in a register, or fp32. rows: two of them.
+/// A stored scale -> fp32, or times a constant in the activations' type, twice in a register. rows: two of them.
+/// kRest: what products of fragments and rows' scales lack to be the weights.
 template <DataType kType, WeightFormat kFormat>
 struct Scale {
   using Stored = uint16_t;
+  static constexpr float kRest = 1.0f;
   static __device__ __forceinline__ void rows(Stored const (&v)[2], uint32_t (&twice)[2]) {
     twice[0] = both_halves(v[0]);
     twice[1] = both_halves(v[1]);
@@ -237,20 +263,30 @@ __device__ __forceinline__ uint32_t twice(float v) {
     return *reinterpret_cast<uint32_t const*>(&pair);
   }
 }
-/// E8M0: 2^(v - 127). Its least value, 2^-127, counts as 0 and its NaN, 255, as infinity: two instructions less of six.
+/// E8M0: 2^(v - 127). In fp32 and fp16 its least value, 2^-127, counts as 0 and its NaN, 255, as infinity: two instructions less of six. In
+/// bf16, where 2^62 of the codes' 2^126 are in the scale, NaN and what is above 2^65 count as infinity.
 template <DataType kType>
 struct Scale<kType, WeightFormat::kMxFp4> {
   using Stored = uint8_t;
+  static constexpr float kRest = kType == DataType::kF16 ? 1.0f : 0x1p64f;
   static __device__ __forceinline__ float to_float(Stored v) { return __uint_as_float(uint32_t(v) << 23); }
   static __device__ __forceinline__ void rows(Stored const (&v)[2], uint32_t (&twice)[2]) {
-    twice[0] = w4a16::twice<kType>(to_float(v[0]));
-    twice[1] = w4a16::twice<kType>(to_float(v[1]));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (kType == DataType::kF16) {
+        twice[r] = w4a16::twice<kType>(to_float(v[r]));
+      } else {
+        twice[r] = min(uint32_t(v[r]) + 62u, 255u) * 0x00800080u;  // a bf16's exponent
+      }
+    }
   }
 };
-/// E4M3; 0x7f and 0xff are NaN. The conversion of two is one instruction from sm_89 on.
+/// E4M3; 0x7f and 0xff are NaN. The conversion of two is one instruction from sm_89 on. rows: times 2^5 in fp16, where products with codes
+/// then are multiples of 2^-19, and 2^118 in bf16.
 template <DataType kType>
 struct Scale<kType, WeightFormat::kNvFp4> {
   using Stored = uint8_t;
+  static constexpr float kRest = kType == DataType::kF16 ? 0x1p9f : 0x1p8f;
   static __device__ __forceinline__ float to_float(Stored v) {  // sign, exponent and mantissa to their places, 2^120 for the biases
     float const value = __uint_as_float((uint32_t(v) & 0x80u) << 24 | (uint32_t(v) & 0x7fu) << 20) * 0x1p120f;
     return (v & 0x7f) == 0x7f ? __uint_as_float(0x7fc00000u) : value;
@@ -263,6 +299,7 @@ struct Scale<kType, WeightFormat::kNvFp4> {
       __nv_bfloat162 const narrow = __float22bfloat162_rn(wide);  // exact: four bits of mantissa
       both = *reinterpret_cast<uint32_t const*>(&narrow);
     }
+    both = Half2<kType>::mul(both, kType == DataType::kF16 ? 0x50005000u : 0x7a807a80u);
     twice[0] = __byte_perm(both, 0, 0x1010);
     twice[1] = __byte_perm(both, 0, 0x3232);
   }

@@ -14,7 +14,6 @@ CUTLASS_DEVICE void mainloop_accumulators(typename S::SharedStorage& storage, ty
   using SmemLayoutB = typename S::SmemLayoutB;
   using Codes = typename S::Codes;
   using Scale = typename S::Scale;
-  using FullBarrier = typename S::FullBarrier;
   using namespace cute;
   TiledMma mma;
   Tensor sB = make_tensor(make_smem_ptr(&storage.activations[0][0]), SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
@@ -60,7 +59,7 @@ CUTLASS_DEVICE void mainloop_accumulators(typename S::SharedStorage& storage, ty
   // One stage. At most two batches of WGMMAs are in flight, and each has the time of a dequantisation.
   auto const step = [&](auto& partial, auto& previous_partial) {
     int const stage = ring.index;
-    FullBarrier::wait(&storage.full[stage], ring.phase);
+    S::wait(storage, ring);
     uint4 codes[S::kChunks];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < S::kChunks; ++i) codes[i] = S::load_codes(storage, stage, 0, i, consumer, thread);

@@ -15,7 +15,6 @@ CUTLASS_DEVICE void mainloop_fine_accumulators(typename S::SharedStorage& storag
   using SmemLayoutB = typename S::SmemLayoutB;
   using Codes = typename S::Codes;
   using Scale = typename S::Scale;
-  using FullBarrier = typename S::FullBarrier;
   using namespace cute;
   TiledMma mma;
   Tensor sB = make_tensor(make_smem_ptr(&storage.activations[0][0]), SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
@@ -24,8 +23,8 @@ CUTLASS_DEVICE void mainloop_fine_accumulators(typename S::SharedStorage& storag
   Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<S::kGroup / 16>, _2>{});  // (MMA,MMA_K of a piece,SET)
   auto registers = recast<uint32_t>(tCrA);
   Tensor partial = make_fragment_like(accumulator);  // (MMA,MMA_M,MMA_N), of a piece
-  int const row = consumer * 64 + thread / 32 * 16 + thread % 32 / 4;
-  constexpr int kPiece = S::kGroup, kSlabs = kPiece / 16, kPieces = S::kTileK / kPiece;
+  int const row = consumer % S::kRowGroups * 64 + thread / 32 * 16 + thread % 32 / 4, slice = consumer / S::kRowGroups;
+  constexpr int kPiece = S::kGroup, kSlabs = kPiece / 16, kPieces = S::kSliceK / kPiece;
   uint32_t symmetric[2] = {0, 0};
   if constexpr (S::kHasZeros && !kZeroPoints) {
     CUTLASS_PRAGMA_UNROLL
@@ -40,14 +39,15 @@ CUTLASS_DEVICE void mainloop_fine_accumulators(typename S::SharedStorage& storag
   CUTLASS_PRAGMA_NO_UNROLL
   for (int i = 0; i < k_count; ++i) {
     int const stage = ring.index;
-    FullBarrier::wait(&storage.full[stage], ring.phase);
+    S::wait(storage, ring);
     uint4 codes[S::kChunks];
     CUTLASS_PRAGMA_UNROLL
     for (int c = 0; c < S::kChunks; ++c) codes[c] = S::load_codes(storage, stage, 0, c, consumer, thread);
+    auto const group_of = [&](int piece) { return (slice * S::kSliceK + piece * kPiece) >> group_shift; };
     auto const dequantize = [&](int piece) {
       uint32_t zero[2];
       if constexpr (kZeroPoints) {
-        S::load_zeros(storage, stage, (piece * kPiece) >> group_shift, row, zero);
+        S::load_zeros(storage, stage, group_of(piece), row, zero);
       } else {
         zero[0] = symmetric[0];
         zero[1] = symmetric[1];
@@ -72,11 +72,11 @@ CUTLASS_DEVICE void mainloop_fine_accumulators(typename S::SharedStorage& storag
       CUTLASS_PRAGMA_UNROLL
       for (int slab = 0; slab < kSlabs; ++slab) {
         mma.accumulate_ = slab == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-        cute::gemm(mma, tCrA(_, slab, piece % 2), tCrB(_, _0{}, piece * kSlabs + slab, stage), partial(_, _0{}, _0{}));
+        cute::gemm(mma, tCrA(_, slab, piece % 2), tCrB(_, _0{}, (slice * kPieces + piece) * kSlabs + slab, stage), partial(_, _0{}, _0{}));
       }
       warpgroup_commit_batch();
       if (piece + 1 < kPieces) dequantize(piece + 1);
-      int const group = (piece * kPiece) >> group_shift;
+      int const group = group_of(piece);
       float const scale[2] = {Scale::to_float(storage.scales[stage][group][row]), Scale::to_float(storage.scales[stage][group][row + 8])};
       warpgroup_wait<0>();
       warpgroup_fence_operand(partial);

@@ -15,7 +15,6 @@ CUTLASS_DEVICE void mainloop_fragments(typename S::SharedStorage& storage, typen
   using SmemLayoutB = typename S::SmemLayoutB;
   using Codes = typename S::Codes;
   using Scale = typename S::Scale;
-  using FullBarrier = typename S::FullBarrier;
   using namespace cute;
   using H = Half2<S::kType>;
   TiledMma mma;
@@ -31,7 +30,7 @@ CUTLASS_DEVICE void mainloop_fragments(typename S::SharedStorage& storage, typen
   CUTLASS_PRAGMA_NO_UNROLL
   for (int i = 0; i < k_count; ++i) {
     int const stage = ring.index;
-    FullBarrier::wait(&storage.full[stage], ring.phase);
+    S::wait(storage, ring);
     uint4 codes[S::kMmaM][S::kChunks];
     CUTLASS_PRAGMA_UNROLL
     for (int u = 0; u < S::kChunks * S::kMmaM; ++u)
@@ -71,6 +70,10 @@ CUTLASS_DEVICE void mainloop_fragments(typename S::SharedStorage& storage, typen
   warpgroup_wait<0>();
   warpgroup_fence_operand(accumulator);
   S::release(storage, previous, thread);
+  if constexpr (Scale::kRest != 1.0f) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < S::kValues; ++v) accumulator(v) *= Scale::kRest;
+  }
 }
 
 }  // namespace minfer::w4a16

@@ -13,7 +13,6 @@ CUTLASS_DEVICE void mainloop_sync(typename S::SharedStorage& storage, typename S
                                   int group_shift, int consumer, int thread) {
   using Codes = typename S::Codes;
   using Scale = typename S::Scale;
-  using FullBarrier = typename S::FullBarrier;
   using H = Half2<S::kType>;
   constexpr bool kOnFragments = S::kScaling == Scaling::kFragments || S::kScaling == Scaling::kFine;
   constexpr int kSlabs = S::kSliceK / 16, kEights = S::kTileN / 8;                       // of k and of tokens
@@ -43,7 +42,7 @@ CUTLASS_DEVICE void mainloop_sync(typename S::SharedStorage& storage, typename S
   CUTLASS_PRAGMA_NO_UNROLL
   for (int i = 0; i < k_count; ++i) {
     int const stage = ring.index;
-    FullBarrier::wait(&storage.full[stage], ring.phase);
+    S::wait(storage, ring);
     uint4 codes[S::kChunks];
     CUTLASS_PRAGMA_UNROLL
     for (int c = 0; c < S::kChunks; ++c) codes[c] = S::load_codes(storage, stage, 0, c, consumer, thread);
@@ -88,7 +87,13 @@ CUTLASS_DEVICE void mainloop_sync(typename S::SharedStorage& storage, typename S
     ring.advance();
   }
   CUTLASS_PRAGMA_UNROLL
-  for (int v = 0; v < S::kValues; ++v) accumulator(v) = kOnFragments ? total(v) : accumulator(v) * Codes::inverse_float(v / 2 % 2);
+  for (int v = 0; v < S::kValues; ++v) {
+    if constexpr (kOnFragments) {
+      accumulator(v) = total(v) * Scale::kRest;
+    } else {
+      accumulator(v) *= Codes::inverse_float(v / 2 % 2);
+    }
+  }
 }
 
 }  // namespace minfer::w4a16

@@ -1,4 +1,6 @@
 // Packing, dequantisation and column gather: memory-bound helpers of the GEMMs with quantised weights. 128 threads to a 64 x 64 block.
+#include <algorithm>
+
 #include "common/cuda_check.h"
 #include "common/dependent_launch.cuh"
 #include "gemm/epilogue.cuh"
@@ -36,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(uint8_t const* codes, in
       int const r = p % kRegisters, odd = p / kRegisters, of_fragment = w % kWords * kRegisters + r;
       int const row = thread / 32 * 16 + 8 * (of_fragment % 2) + lane / 4;
       int const column = 16 * (w / kWords) + 8 * (of_fragment / 2) + 2 * (lane % 4) + odd;
-      words[w] |= uint32_t(tile[row][column]) << shift_of(kFormat, r, odd);
+      words[w] |= placed(kFormat, tile[row][column], r, odd);
     }
   }
   int64_t const block = int64_t(blockIdx.y) * gridDim.x + blockIdx.x;
@@ -48,11 +50,13 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(uint8_t const* codes, in
 
 /// A code's value, before zero point and scale.
 template <WeightFormat kFormat>
-__device__ __forceinline__ float value_of(uint32_t code, float const* book) {
+__device__ __forceinline__ float value_of(uint32_t code, [[maybe_unused]] float const* book) {
   if constexpr (has_zero_points(kFormat)) {
     return __uint_as_float(0x4b000000u | code) - 8388608.0f;  // conversions have an eighth of an addition's rate
   } else if constexpr (kFormat == WeightFormat::kFp8E4M3) {
     return Scale<DataType::kBF16, WeightFormat::kNvFp4>::to_float(uint8_t(code));
+  } else if constexpr (is_e2m1(kFormat)) {
+    return e2m1_value(code);
   } else {
     return book[code];
   }
@@ -74,7 +78,6 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
   using Stored = typename Scale<kType, kFormat>::Stored;
   constexpr int kBits = bits_of(kFormat), kWords = kBits / 4;
   constexpr bool kHasZeros = has_zero_points(kFormat);
-  constexpr uint32_t kMask = (1u << kBits) - 1;
   __shared__ alignas(16)
       uint32_t tile[2][kBlockN][kBlockK / 2 + 4];  // pairs along k; the pad keeps a warp's stores out of each other's banks
   __shared__ float book[16];
@@ -90,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
       codes[b][w] = first + b < blocks_k ? __ldcs(packed + (b * kWords + w) * kThreads) : make_uint4(0, 0, 0, 0);
   }
   if constexpr (has_code_book(kFormat)) {
-    if (thread < 16) book[thread] = book_value<kFormat>(thread);
+    if (thread < 16) book[thread] = kNf4Values[thread];
     __syncthreads();
   }
 #pragma unroll
@@ -119,8 +122,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
         int const w = kWords == 1 ? slab : slab * 2 + i / 2, r = kWords == 1 ? i : i % 2;
         uint4 const& chunk = codes[b][w / 4];
         uint32_t const word = w % 4 == 0 ? chunk.x : w % 4 == 1 ? chunk.y : w % 4 == 2 ? chunk.z : chunk.w;
-        float low = value_of<kFormat>(word >> shift_of(kFormat, r, 0) & kMask, book);
-        float high = value_of<kFormat>(word >> shift_of(kFormat, r, 1) & kMask, book);
+        float low = value_of<kFormat>(code_at(kFormat, word, r, 0), book), high = value_of<kFormat>(code_at(kFormat, word, r, 1), book);
         if constexpr (kHasZeros) {
           low -= zero[i % 2];
           high -= zero[i % 2];
@@ -152,31 +154,55 @@ void launch_dequantize(QuantizedWeight const& weight, dim3 grid, void* out, Stre
   }
 }
 
+constexpr int kGatherThreads = 512;
+constexpr int kStagedBytes = 48 * 1024;  // of rows in shared memory
 [[maybe_unused]] constexpr int64_t kEarlyColumns = 8192;
 
-// A thread takes eight columns, of every gridDim.y-th row. The permutation is a constant like the weights: it is read under the predecessor's tail.
-// Of long rows the GEMM may start only when the columns are there: its first stages are megabytes of weights, and what the gather fetches would
-// queue behind them (1 x 4096 x 14336: 13.7 us for both, 16.9 with the early start; 1 x 4096 x 4096: 7.6 and 6.4).
-__global__ void __launch_bounds__(kThreads)
-    gather_kernel(uint16_t const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, uint16_t* out) {
-#if __CUDA_ARCH__ >= 900
-  bool const early = k <= kEarlyColumns;
-  if (early) allow_dependent_launch();
-#endif
-  int64_t const column = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 8;
+// A block reads `rows` whole rows into shared memory, where two bytes at a time cost what they should, and writes 4096 of their columns in the new
+// order. Few blocks: the GEMM starts beside them, and its clusters find no place on an SM that is partly taken. The permutation is a constant
+// like the weights: it is read under the predecessor's tail, and before the GEMM may start, behind whose weights it would queue. Behind long rows
+// the GEMM starts when the gather is done (1 x 4096 x 14336: 14 us for both, 17 with the early start).
+template <bool kStaged>
+__global__ void __launch_bounds__(kGatherThreads)
+    gather_kernel(uint16_t const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, uint16_t* out, int rows) {
+  extern __shared__ uint4 staged[];
+  int const thread = int(threadIdx.x), units = int(k / 8), unit = int(blockIdx.y) * kGatherThreads + thread;
   int32_t from[8] = {};
-  if (column < k) {
+  if (unit < units) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) from[i] = __ldg(perm + column + i);
+    for (int i = 0; i < 8; ++i) from[i] = __ldg(perm + 8 * unit + i);
   }
 #if __CUDA_ARCH__ >= 900
+  bool const early = k <= kEarlyColumns;
+  asm volatile("" ::"r"(from[0]), "r"(from[7]) : "memory");  // they have arrived
+  if (early) allow_dependent_launch();
   wait_for_predecessor();
 #endif
-  for (int64_t row = blockIdx.y; column < k && row < m; row += gridDim.y) {
-    alignas(16) uint16_t gathered[8];
+  bool const vectors = lda % 8 == 0 && reinterpret_cast<uintptr_t>(a) % 16 == 0;
+  for (int64_t row0 = int64_t(blockIdx.x) * rows; row0 < m; row0 += int64_t(gridDim.x) * rows) {
+    int const count = int(m - row0 < rows ? m - row0 : rows);
+    if constexpr (kStaged) {
+      if (vectors) {
+        for (int r = 0; r < count; ++r) {
+          uint4 const* source = reinterpret_cast<uint4 const*>(a + (row0 + r) * lda);
+          for (int i = thread; i < units; i += kGatherThreads) staged[r * units + i] = source[i];
+        }
+      } else {
+        for (int r = 0; r < count; ++r) {
+          uint16_t* const row = reinterpret_cast<uint16_t*>(staged) + r * k;
+          for (int i = thread; i < k; i += kGatherThreads) row[i] = a[(row0 + r) * lda + i];
+        }
+      }
+      __syncthreads();
+    }
+    for (int r = 0; r < count && unit < units; ++r) {
+      uint16_t const* const source = kStaged ? reinterpret_cast<uint16_t const*>(staged) + r * k : a + (row0 + r) * lda;
+      alignas(16) uint16_t gathered[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) gathered[i] = a[row * lda + from[i]];
-    *reinterpret_cast<uint4*>(out + row * k + column) = *reinterpret_cast<uint4 const*>(gathered);
+      for (int i = 0; i < 8; ++i) gathered[i] = source[from[i]];
+      *reinterpret_cast<uint4*>(out + (row0 + r) * k + unit * 8) = *reinterpret_cast<uint4 const*>(gathered);
+    }
+    if constexpr (kStaged) __syncthreads();  // the rows have been read
   }
 #if __CUDA_ARCH__ >= 900
   if (!early) allow_dependent_launch();
@@ -192,6 +218,7 @@ Status pack_weight(WeightFormat format, uint8_t const* codes, int64_t n, int64_t
   if (grid.x == 0 || grid.y == 0) return Status::success();
   if (grid.y > 65535) return Status::failure(StatusCode::kNotSupported, "n = %lld is more than a launch covers", (long long)n);
   auto* kernel = bits_of(format) == 8    ? &pack_kernel<WeightFormat::kInt8>
+                 : is_e2m1(format)       ? &pack_kernel<WeightFormat::kMxFp4>
                  : has_code_book(format) ? &pack_kernel<WeightFormat::kNf4>
                                          : &pack_kernel<WeightFormat::kInt4>;
   kernel<<<grid, kThreads, 0, stream>>>(codes, n, k, ld, static_cast<uint4*>(packed));
@@ -214,19 +241,22 @@ Status dequantize_weight(QuantizedWeight const& weight, DataType type, void* out
 
 Status gather_columns(void const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, void* out, bool programmatic, Stream stream) {
   if (m == 0 || k == 0) return Status::success();
-  int64_t const columns = (k / 8 + w4a16::kThreads - 1) / w4a16::kThreads;
+  bool const staged = k * 2 <= w4a16::kStagedBytes;
+  int64_t const fit = staged ? w4a16::kStagedBytes / (k * 2) : 1, rows = std::min<int64_t>(std::min<int64_t>(fit, 2), m);
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(columns), unsigned(m < 1024 ? m : 1024));
-  config.blockDim = dim3(w4a16::kThreads);
+  config.gridDim =
+      dim3(unsigned(std::min<int64_t>((m + rows - 1) / rows, 1024)), unsigned((k / 8 + w4a16::kGatherThreads - 1) / w4a16::kGatherThreads));
+  config.blockDim = dim3(w4a16::kGatherThreads);
+  config.dynamicSmemBytes = staged ? size_t(rows * k) * 2 : 0;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = programmatic ? 1 : 0;
-  return cuda_status(
-      cudaLaunchKernelEx(&config, &w4a16::gather_kernel, static_cast<uint16_t const*>(a), lda, perm, m, k, static_cast<uint16_t*>(out)),
-      "launch of gather_columns");
+  return cuda_status(cudaLaunchKernelEx(&config, staged ? &w4a16::gather_kernel<true> : &w4a16::gather_kernel<false>,
+                                        static_cast<uint16_t const*>(a), lda, perm, m, k, static_cast<uint16_t*>(out), int(rows)),
+                     "launch of gather_columns");
 }
 
 }  // namespace minfer

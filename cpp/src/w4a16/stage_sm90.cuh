@@ -14,7 +14,19 @@
 
 namespace minfer::w4a16 {
 
+/// The epilogue of the warpgroups that have a tile's sums in the end: not of those with a slice of k.
 template <class Config>
+struct RowGroups : Config {
+  static constexpr int kThreads = 128 * ((Config::kThreads / 128 - 1) / Config::kSlices + 1);
+};
+template <class Config>
+struct DenseEpilogue : gemm::EpilogueSm90<RowGroups<Config>> {
+  using gemm::EpilogueSm90<RowGroups<Config>>::EpilogueSm90;
+  static constexpr bool kGathers = false;
+};
+
+/// TileEpilogue: its Buffers and Small are kept here; kGathers: whether tokens may come by cp.async. kPieces: of a cluster's other CTAs.
+template <class Config, class TileEpilogue = DenseEpilogue<Config>, int kPieces = max_cluster_pieces(Config::kFormat, Config::kTileN)>
 struct StageSm90 {
   static constexpr DataType kType = Config::kType;
   using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
@@ -26,7 +38,9 @@ struct StageSm90 {
   static constexpr int kBlocks = kSliceK / kBlockK;                            // of a warpgroup's rows, in a stage
   // What the warpgroups hold together must fit what the launch gave the CTA: more is waited for, forever.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Config::kCtasPerSm) / 8 * 8;
-  static constexpr int kProducerRegisters = kConsumers >= 4 ? 32 : Config::kCtasPerSm == 2 ? 24 : 40;
+  static constexpr int kProducerRegisters = kConsumers >= 4 || (Config::kCtasPerSm == 2 && TileEpilogue::kGathers) ? 32
+                                            : Config::kCtasPerSm == 2                                              ? 24
+                                                                                                                   : 40;
   static constexpr int kConsumerRegisters =
       cute::min(232, (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (kConsumers * 128) / 8 * 8);
   static_assert(kProducerRegisters * 128 + kConsumerRegisters * 128 * kConsumers <= kLaunchRegisters * kThreads);
@@ -44,18 +58,16 @@ struct StageSm90 {
   static constexpr bool kHasZeros = has_zero_points(kFormat), kHasBook = has_code_book(kFormat);
   // mma.sync, not WGMMA. With 16 tokens that is slower where WGMMA needs no wait for every 32 of k, and with code books (28672 x 4096: 19.3 us
   // against 18.6, nf4 26.5 against 21.8): every warp reads all tokens from shared memory, where the books are, too.
-  static constexpr bool kSync = kTileN == 8 || (kTileN == 16 && kScaling == Scaling::kFineAccumulators && !kHasBook);
+  static constexpr bool kSync = kTileN == 8 || (kTileN == 16 && kFine && !kHasBook);
   static_assert(!kSync || kMmaM == 1);
-  static_assert(kSlices == 1 || kSync || kScaling == Scaling::kAccumulators);
+  static_assert(kSlices == 1 || kSync || kScaling == Scaling::kAccumulators || kScaling == Scaling::kFineAccumulators);
+  static_assert(!is_e2m1(kFormat) || kScaling == Scaling::kFine);
   static constexpr int kGroup = !kFine ? kSliceK : fixed_group_of(kFormat) != 0 ? fixed_group_of(kFormat) : 32;  // the smallest
   static_assert(kGroup >= 32 || kScaling == Scaling::kFine);
   static constexpr int kScaleRows = kTileK / kGroup;  // groups that may begin in a stage
   static constexpr int kRing = 4;                     // A fragments in use
   static constexpr int kValues = kMmaM * kTileN / 2;  // accumulators of a thread
-  struct EpilogueConfig : Config {                    // of the warpgroups that have a tile's sums in the end
-    static constexpr int kThreads = 128 * (kRowGroups + 1);
-  };
-  using Epilogue = gemm::EpilogueSm90<EpilogueConfig>;
+  using Epilogue = TileEpilogue;
   static constexpr bool kTagged = kValues <= gemm::kMaxTaggedValues;
   using Reduction = cute::conditional_t<kTagged, gemm::TaggedReduction<128, cute::min(kValues, gemm::kMaxTaggedValues)>,
                                         gemm::SplitReduction<128, kValues>>;
@@ -78,7 +90,7 @@ struct StageSm90 {
   static constexpr int kBookBarrier = 15;  // of all consumers
   // Of kernels with no register to spare: what is known of a thread's place is not kept over the mainloop but read again.
   static constexpr bool kForget = kConsumers >= 4 && kValues >= 16;
-  static constexpr int kMaxPieces = max_cluster_pieces(kFormat, kTileN);
+  static constexpr int kMaxPieces = kPieces;
   struct Pieces {
     alignas(16) float4 of[cute::max(1, kMaxPieces)][kRowGroups][kValues / 4][128];
     alignas(8) uint64_t full[kRowGroups];
@@ -114,6 +126,12 @@ struct StageSm90 {
       }
     }
   };
+
+  /// Waits for the ring's stage. cp.async writes through another proxy than WGMMA reads by.
+  static CUTLASS_DEVICE void wait(SharedStorage& storage, Ring const& ring) {
+    FullBarrier::wait(&storage.full[ring.index], ring.phase);
+    if constexpr (TileEpilogue::kGathers && !kSync) cutlass::arch::fence_view_async_shared();
+  }
 
   // A stage is free again: each warp tells the producer of every CTA that writes into it. One arrival for a warpgroup would not do: its warps do
   // not wait for each other in WGMMAs, and one that comes late still has codes and scales to read (seen with cold caches and groups of 32).

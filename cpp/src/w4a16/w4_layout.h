@@ -9,9 +9,11 @@
 //     column  16 s + 8 (p / 2 % 2) + 2 (t % 4) + p / 4
 //   Nibbles i and i + 4 are neighbours along k, the low and the high half of fragment register i: `word >> 4 i & 0x000f000f` is that register's
 //   two codes, four bits each in a half of 16.
-//   Code books (nf4, mxfp4, nvfp4) have the pair side by side instead, byte i of the word, which is the index of the pair of values:
+//   A code book (nf4) has the pair side by side instead, byte i of the word, which is the index of the pair of values:
 //     row     16 (t / 32) + 8 (p / 2 % 2) + t % 32 / 4
 //     column  16 s + 8 (p / 4) + 2 (t % 4) + p % 2
+//   E2M1 (mxfp4, nvfp4) has int4's halves of 16 bits, in which the bits of code i lie apart: the magnitude's three from bit 6, 3, 0, 9 on,
+//   the sign in bit 15, 12, 14, 13. Sign and exponent of bf16 and fp16 are then a mask away, or a shift or a multiplication and a mask.
 //   8-bit: 1024 words, two halves of 32 columns. Word 512 h + 4 t + 2 s + j belongs to thread t, slab 2 h + s. Byte p of a word:
 //     row     16 (t / 32) + 8 (p % 2) + t % 32 / 4
 //     column  16 (2 h + s) + 8 j + 2 (t % 4) + p / 2
@@ -32,14 +34,29 @@ constexpr int block_words(int bits) { return kBlockN * kBlockK * bits / 32; }
 constexpr int kBlockWords4 = block_words(4), kBlockBytes4 = 4 * kBlockWords4;
 
 /// Formats whose codes are looked up in a table.
-constexpr bool has_code_book(WeightFormat format) {
-  return format == WeightFormat::kNf4 || format == WeightFormat::kMxFp4 || format == WeightFormat::kNvFp4;
-}
+constexpr bool has_code_book(WeightFormat format) { return format == WeightFormat::kNf4; }
+
+/// Formats with E2M1 codes, sign << 3 | magnitude.
+constexpr bool is_e2m1(WeightFormat format) { return format == WeightFormat::kMxFp4 || format == WeightFormat::kNvFp4; }
+
+/// Where the magnitude and the sign of E2M1 code i are in a half of 16 bits.
+constexpr int e2m1_magnitude(int i) { return i == 0 ? 6 : i == 1 ? 3 : i == 2 ? 0 : 9; }
+constexpr int e2m1_sign(int i) { return i == 0 ? 15 : i == 1 ? 12 : i == 2 ? 14 : 13; }
 
 /// Where in a thread's word of a slab the codes of a fragment register are (register i: row half i % 2, columns' half i / 2 % 2; of 8-bit
-/// codes a register is half a slab's and i is 0 or 1): the shift of the even column's code, and of the odd one's.
+/// codes a register is half a slab's and i is 0 or 1): the shift of the even column's code, and of the odd one's. Not of E2M1.
 constexpr int shift_of(WeightFormat format, int i, int odd) {
   return has_code_book(format) ? 8 * i + 4 * odd : bits_of(format) == 4 ? 4 * i + 16 * odd : 8 * i + 16 * odd;
+}
+
+/// A code's bits in the word, and the code of a word's bits.
+constexpr uint32_t placed(WeightFormat format, uint32_t code, int i, int odd) {
+  if (is_e2m1(format)) return ((code & 7) << e2m1_magnitude(i) | code >> 3 << e2m1_sign(i)) << 16 * odd;
+  return code << shift_of(format, i, odd);
+}
+constexpr uint32_t code_at(WeightFormat format, uint32_t word, int i, int odd) {
+  if (is_e2m1(format)) return (word >> 16 * odd >> e2m1_magnitude(i) & 7) | (word >> 16 * odd >> e2m1_sign(i) & 1) << 3;
+  return word >> shift_of(format, i, odd) & ((1u << bits_of(format)) - 1);
 }
 
 /// log2 of a group size, or 30 where all of k is one group.

@@ -9,11 +9,16 @@ from collections.abc import Mapping
 import torch
 
 from .. import weight_formats, weight_layout
+from .experts import W4Experts
 from .weight import W4Weight, W8Weight
 
-# Keys of the file's metadata: {weight: {field: value}}, a weight being under the key of its kind.
-_KINDS = {"minfer.w4a16": (W4Weight, "w4_format"), "minfer.w8a16": (W8Weight, "w8_format")}
-_FIELDS = ("group_size", "n", "k", "alpha")
+# Keys of the file's metadata, {weight: {field: value}}, a weight being under the key of its kind: the names of its tensors and of its other
+# fields, the format last.
+_KINDS = {
+    "minfer.w4a16": (W4Weight, ("qweight", "scales", "zeros", "perm", "bias"), ("group_size", "n", "k", "alpha", "w4_format")),
+    "minfer.w8a16": (W8Weight, ("qweight", "scales", "zeros", "perm", "bias"), ("group_size", "n", "k", "alpha", "w8_format")),
+    "minfer.w4a16_experts": (W4Experts, ("qweight", "scales", "zeros", "bias", "alpha"), ("group_size", "n", "k", "gated", "w4_format")),
+}
 _LAYOUT = "minfer.layout"  # weight_layout.VERSION; 1 where a file does not say
 
 
@@ -26,9 +31,9 @@ def _safetensors():
     return safetensors
 
 
-def to_safetensors(weights: Mapping[str, W4Weight | W8Weight], path: str | os.PathLike[str]) -> None:
-    """Writes packed weights to one file: tensors NAME.qweight, NAME.scales, ..., and the rest in the metadata keys "minfer.w4a16" and
-    "minfer.w8a16".
+def to_safetensors(weights: Mapping[str, W4Weight | W8Weight | W4Experts], path: str | os.PathLike[str]) -> None:
+    """Writes packed weights to one file: tensors NAME.qweight, NAME.scales, ..., and the rest in the metadata keys "minfer.w4a16",
+    "minfer.w8a16" and "minfer.w4a16_experts".
 
     Args:
       weights: by name, for example the module's. Any device.
@@ -40,15 +45,15 @@ def to_safetensors(weights: Mapping[str, W4Weight | W8Weight], path: str | os.Pa
     package = _safetensors()
     tensors = {f"{name}.{part}": x.contiguous() for name, weight in weights.items() for part, x in weight.tensors().items()}
     metadata = {"format": "pt", _LAYOUT: str(weight_layout.VERSION)}
-    for key, (kind, form) in _KINDS.items():
+    for key, (kind, _, fields) in _KINDS.items():
         of_kind = {name: weight for name, weight in weights.items() if isinstance(weight, kind)}
-        rest = {name: {field: getattr(weight, field) for field in (*_FIELDS, form)} for name, weight in of_kind.items()}
+        rest = {name: {field: getattr(weight, field) for field in fields} for name, weight in of_kind.items()}
         if rest or kind is W4Weight:  # an empty file is one of ours too
             metadata[key] = json.dumps(rest)
     package.torch.save_file(tensors, path, metadata=metadata)
 
 
-def from_safetensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, W4Weight | W8Weight]:
+def from_safetensors(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, W4Weight | W8Weight | W4Experts]:
     """Reads what :func:`to_safetensors` wrote, on a device.
 
     Raises:
@@ -69,12 +74,13 @@ def from_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
             return file.get_tensor(name) if name in names else None
 
         weights = {}
-        for key, (kind, form) in _KINDS.items():
+        for key, (kind, tensors, fields) in _KINDS.items():
+            form = fields[-1]
             for name, rest in json.loads(metadata.get(key, "{}")).items():
-                if layout < 2 and weight_formats.FORMATS[rest[form]].book:
+                if not weight_layout.readable(weight_formats.FORMATS[rest[form]].order, layout):
                     raise ValueError(
                         f"from_safetensors: {os.fspath(path)} has {name} in an earlier packed layout of {rest[form]}: quantise it again"
                     )
-                parts = {part: tensor(f"{name}.{part}") for part in ("qweight", "scales", "zeros", "perm", "bias")}
+                parts = {part: tensor(f"{name}.{part}") for part in tensors}
                 weights[name] = kind(**parts, **rest)
         return weights

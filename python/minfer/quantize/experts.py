@@ -1,0 +1,284 @@
+"""4-bit weights of all experts of a layer, and where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import moe_w4a16, w4a16, weight_layout
+from ..checks_moe import GATE_LAYOUTS
+from ..packing import GATE_BLOCK
+from ..weight_formats import FORMATS
+from .checkpoints import from_mxfp4
+from .round_to_nearest import quantize_w4
+from .weight import W4Weight, _Weight
+
+
+@dataclass(frozen=True, eq=False)
+class W4Experts(_Weight):
+    """Weights [experts, n, k] of 4-bit codes, as :func:`minfer.grouped_w4a16_gemm` takes them.
+
+    Attributes:
+      qweight: int32 [experts, ceil(n / 64), ceil(k / 64), 512].
+      scales: [experts, G, n], G = ceil(k / group_size), or 1; float16 or bfloat16, of mxfp4 and nvfp4 the bytes in uint8.
+      zeros: [experts, G, n] of the dtype of scales, or None: 8 everywhere, or a format without zero points.
+      group_size: as the format asks (:func:`minfer.grouped_w4a16_gemm`).
+      n, k: rows (output features) and columns (input features) of an expert.
+      w4_format: "int4", "nf4", "mxfp4" or "nvfp4".
+      gated: the rows are n / 2 gate and n / 2 up rows in the order of ``minfer.pack_gate_up``.
+      bias: [experts, n], or None.
+      alpha: float32 [experts], factors of whole experts, nvfp4's global scales; None is 1.
+    """
+
+    qweight: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+    n: int
+    k: int
+    w4_format: str = "int4"
+    gated: bool = False
+    bias: Tensor | None = None
+    alpha: Tensor | None = None
+
+    @property
+    def packed(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """qweight, scales and zeros, as the operators take them."""
+        return self._packed()
+
+    def dequantize(self, out_dtype: torch.dtype | None = None) -> Tensor:
+        """W [experts, n, k], rows in their packed order; of the dtype of 16-bit scales, otherwise of ``out_dtype`` (None: bfloat16)."""
+
+        def own(expert: int) -> Tensor:
+            weight = [None if x is None else x[expert] for x in self.packed]
+            alpha = 1.0 if self.alpha is None else float(self.alpha[expert])
+            form = {"group_size": self.group_size, "alpha": alpha, "w4_format": self.w4_format}
+            return w4a16.w4a16_dequantize(*weight, **form, n=self.n, k=self.k, out_dtype=out_dtype)
+
+        return torch.stack([own(expert) for expert in range(self.qweight.shape[0])])
+
+    def gemm(self, a: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
+        """:func:`minfer.grouped_w4a16_gemm` with these weights and biases, gated where they are; gather, row_scale, activation, kernel and
+        out as there."""
+        form = {"group_size": self.group_size, "w4_format": self.w4_format, "alpha": self.alpha, "bias": self.bias, "gated": self.gated}
+        return moe_w4a16.grouped_w4a16_gemm(a, *self.packed, offsets, **form, **arguments)
+
+
+def _require(function: str, condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(f"{function}: {message}")
+
+
+# ---- gate and up rows ------------------------------------------------------------------------------------------------------------
+
+
+def _check_gate(function: str, n: int, gated: bool, gate_layout: str) -> None:
+    _require(function, gate_layout in GATE_LAYOUTS, f"gate_layout must be one of {', '.join(GATE_LAYOUTS)}, got '{gate_layout}'")
+    _require(function, gated or gate_layout == "halves", f"gate_layout {gate_layout} needs gated = True")
+    good = not gated or n % (2 * GATE_BLOCK) == 0
+    _require(function, good, f"gate and up rows must be a multiple of {2 * GATE_BLOCK} together, got {n}")
+
+
+def _rows_of_blocks(n: int, gate_layout: str, device: torch.device) -> Tensor:
+    """Which row of ``gate_layout`` each row of pack_gate_up's order is."""
+    gate = torch.arange(n // 2, device=device)
+    gate, up = {"halves": (gate, gate + n // 2), "alternating": (2 * gate, 2 * gate + 1)}[gate_layout]
+    return torch.stack((gate.view(-1, GATE_BLOCK), up.view(-1, GATE_BLOCK)), dim=1).flatten()
+
+
+def _in_blocks(x: Tensor, dim: int, gate_layout: str) -> Tensor:
+    """x with the gate and up rows along ``dim`` in pack_gate_up's order."""
+    return x if gate_layout == "blocks" else x.index_select(dim, _rows_of_blocks(x.shape[dim], gate_layout, x.device))
+
+
+# ---- sources -----------------------------------------------------------------------------------------------------------------------
+
+
+def stack_experts(
+    weights: Sequence[W4Weight], up: Sequence[W4Weight] | None = None, *, gated: bool = False, gate_layout: str = "halves"
+) -> W4Experts:
+    """The weights of a layer's experts, each loaded or quantised on its own, as one.
+
+    Args:
+      weights: one for each expert, in order, all of one shape, format, group size, dtype and device; without perm.
+      up: the up projections of the same experts, where ``weights`` are their gate projections (w3 beside w1 in Mixtral's checkpoints). The
+        result is gated.
+      gated: ``weights`` hold gate and up rows, in ``gate_layout``'s order.
+      gate_layout: "halves" (all gate rows, then all up rows), "alternating" (gate, up, gate, up, ..) or "blocks" (the result's order).
+
+    Returns:
+      The weights, on their device. Where some have zero points, those without get 8. A bias is rounded to the dtype of 16-bit scales.
+
+    Raises:
+      ValueError: the weights do not agree, have a perm, or cannot be gated.
+
+    Reordering rows unpacks the codes of an expert and packs them again; nothing is requantised.
+    """
+    function = "stack_experts"
+    weights, ups = list(weights), list(up or [])
+    _require(function, len(weights) > 0, "weights must not be empty")
+    _agree(function, weights + ups)
+    if up is None:
+        experts = [[weight] for weight in weights]
+    else:
+        _require(function, len(ups) == len(weights), f"up must have as many experts as weights, {len(weights)}, got {len(ups)}")
+        _require(function, not gated, "gated must be False where up is given: weights have gate rows alone")
+        for expert, (gate, other) in enumerate(zip(weights, ups, strict=True)):
+            same = gate.alpha == other.alpha
+            _require(function, same, f"gate and up of an expert must have the same alpha, got {gate.alpha} and {other.alpha} of {expert}")
+        experts = [list(pair) for pair in zip(weights, ups, strict=True)]
+        _require(function, gate_layout == "halves", f"gate_layout must be halves where up is given, got '{gate_layout}'")
+        gated = True
+    n = sum(part.n for part in experts[0])
+    _check_gate(function, n, gated, gate_layout)
+    return _stacked(experts, n, gate_layout if gated else None)
+
+
+def _agree(function: str, weights: list[W4Weight]) -> None:
+    def facts(weight: W4Weight) -> dict[str, Any]:
+        shared = {name: getattr(weight, name) for name in ("n", "k", "w4_format", "group_size")}
+        bias = None if weight.bias is None else weight.bias.dtype
+        return shared | {"dtype": weight.scales.dtype, "device": weight.qweight.device, "bias": bias}
+
+    first = facts(weights[0])
+    for i, weight in enumerate(weights):
+        _require(function, weight.perm is None, f"weight {i} has a perm: grouped products take no act-order")
+        for name, value in facts(weight).items():
+            _require(function, value == first[name], f"weights must have the same {name}, got {first[name]} and, of weight {i}, {value}")
+
+
+def _stacked(experts: list[list[W4Weight]], n: int, gate_layout: str | None) -> W4Experts:
+    """Each expert's parts below each other, and where there is a ``gate_layout``, their rows out of its order into pack_gate_up's."""
+    like = experts[0][0]
+    form = FORMATS[like.w4_format]
+    moved = gate_layout not in (None, "blocks")
+
+    def rows(parts: list[Tensor], dim: int) -> Tensor:
+        x = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        return _in_blocks(x, dim, gate_layout) if moved else x
+
+    def codes(parts: list[W4Weight]) -> Tensor:
+        if not moved and len(parts) == 1:
+            return parts[0].qweight
+        unpacked = [weight_layout.unpack(w.qweight, w.n, w.k, form.order) for w in parts]
+        return w4a16.w4a16_pack(rows(unpacked, 0), w4_format=like.w4_format)
+
+    def zeros(weight: W4Weight) -> Tensor:
+        return torch.full_like(weight.scales, form.zero) if weight.zeros is None else weight.zeros
+
+    def stack_rows(own: Callable[[W4Weight], Tensor], dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        stacked = torch.stack([rows([own(part) for part in parts], dim) for parts in experts])
+        return stacked if dtype is None else stacked.to(dtype)
+
+    has_zeros = any(part.zeros is not None for parts in experts for part in parts)
+    has_alpha = any(parts[0].alpha != 1.0 for parts in experts)
+    bias_type = like.scales.dtype if form.scale_type is None else None
+    device = like.qweight.device
+    return W4Experts(
+        qweight=torch.stack([codes(parts) for parts in experts]),
+        scales=stack_rows(lambda w: w.scales, 1),
+        zeros=stack_rows(zeros, 1) if has_zeros else None,
+        group_size=like.group_size,
+        n=n,
+        k=like.k,
+        w4_format=like.w4_format,
+        gated=gate_layout is not None,
+        bias=None if like.bias is None else stack_rows(lambda w: w.bias, 0, bias_type),
+        alpha=torch.tensor([parts[0].alpha for parts in experts], dtype=torch.float32, device=device) if has_alpha else None,
+    )
+
+
+def quantize_w4_experts(
+    weight: Tensor,
+    group_size: int | None = None,
+    symmetric: bool = True,
+    format: str = "int4",
+    *,
+    gated: bool = False,
+    gate_layout: str = "halves",
+    dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    clip: bool = True,
+) -> W4Experts:
+    """:func:`quantize_w4` of each expert.
+
+    Args:
+      weight: [experts, n, k]; n and k are multiples of 8.
+      gated: the rows are n / 2 gate and n / 2 up rows; they are put in the order of ``minfer.pack_gate_up``. n is a multiple of 16.
+      gate_layout: their order: "halves" (all gate, then all up), "alternating" (gate, up, gate, up, ..: gpt-oss) or "blocks" (already).
+      bias: [experts, n], in the order of the weight's rows.
+      group_size, symmetric, format, dtype, clip: as in :func:`quantize_w4`.
+
+    Returns:
+      The packed weights, on the weight's device.
+
+    Raises:
+      ValueError: an argument cannot be right, or the weight has a NaN or infinity.
+    """
+    function = "quantize_w4_experts"
+    _require(function, weight.dim() == 3 and weight.shape[0] > 0, f"weight must be [experts, n, k], got {list(weight.shape)}")
+    experts, n, _ = weight.shape
+    good = bias is None or tuple(bias.shape) == (experts, n)
+    _require(function, good, f"bias must be {[experts, n]}, got {None if bias is None else list(bias.shape)}")
+    _check_gate(function, n, gated, gate_layout)
+
+    def own(expert: int) -> W4Weight:
+        rows, own_bias = weight[expert], None if bias is None else bias[expert]
+        if gated:
+            rows = _in_blocks(rows, 0, gate_layout)
+            own_bias = None if own_bias is None else _in_blocks(own_bias, 0, gate_layout)
+        return quantize_w4(rows, group_size, symmetric, format, dtype=dtype, bias=own_bias, clip=clip)
+
+    return _stacked([[own(expert)] for expert in range(experts)], n, "blocks" if gated else None)
+
+
+def from_gpt_oss(tensors: Mapping[str, Tensor]) -> tuple[W4Experts, W4Experts]:
+    """The experts of a gpt-oss layer in MXFP4, bit for bit; their activation is "swigluoai".
+
+    Args:
+      tensors: by their names in the file, without ``model.layers.N.mlp.experts.``: ``gate_up_proj_blocks`` uint8 [experts, 2 * inter,
+        hidden / 32, 16], the even column in the low four bits, gate and up rows alternating; ``gate_up_proj_scales`` uint8 or
+        float8_e8m0fnu [experts, 2 * inter, hidden / 32]; ``gate_up_proj_bias`` [experts, 2 * inter]; ``down_proj_blocks`` [experts,
+        hidden, inter / 32, 16], ``down_proj_scales`` and ``down_proj_bias`` likewise. The biases may be absent.
+
+    Returns:
+      gate_up, gated, its rows in the order of ``minfer.pack_gate_up``, and down; on the tensors' device.
+
+    Raises:
+      ValueError: a tensor is missing, or cannot be right.
+    """
+    function = "from_gpt_oss"
+
+    def projection(prefix: str, gated: bool) -> W4Experts:
+        own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+        names = ", ".join(sorted(tensors)) or "none"
+        for name in ("blocks", "scales"):
+            _require(function, name in own, f"tensor '{prefix}{name}' is missing, got {names}")
+        own = {name: own[name] for name in ("blocks", "scales", "bias") if own.get(name) is not None}
+        blocks = own["blocks"]
+        _require(function, blocks.dim() == 4, f"{prefix}blocks must be [experts, n, k / 32, 16], got {list(blocks.shape)}")
+        experts, n = blocks.shape[:2]
+        _require(function, experts > 0, f"{prefix}blocks must have an expert, got {list(blocks.shape)}")
+        for name, x in own.items():
+            expected = [experts, n, *blocks.shape[2 : {"blocks": 4, "scales": 3, "bias": 2}[name]]]
+            _require(function, list(x.shape) == expected, f"{prefix}{name} must be {expected}, got {list(x.shape)}")
+        if gated:
+            _check_gate(function, n, True, "alternating")
+
+        def weight(expert: int) -> W4Weight:
+            # As bytes, for few operations know float8_e8m0fnu.
+            parts = {name: (x.view(torch.uint8) if x.element_size() == 1 else x)[expert] for name, x in own.items()}
+            return from_mxfp4({name: _in_blocks(x, 0, "alternating") if gated else x for name, x in parts.items()})
+
+        return _stacked([[weight(expert)] for expert in range(experts)], n, "blocks" if gated else None)
+
+    gate_up, down = projection("gate_up_proj_", True), projection("down_proj_", False)
+    shapes = (gate_up.qweight.shape[0], gate_up.k, gate_up.n // 2), (down.qweight.shape[0], down.n, down.k)
+    _require(
+        function, shapes[0] == shapes[1], f"the projections must have the same experts, hidden and inter, got {shapes[0]} and {shapes[1]}"
+    )
+    return gate_up, down
