@@ -96,15 +96,14 @@ def _layers(peers: dict[str, list[Row]]) -> str:
     return "\n\n".join(parts)
 
 
-def _variants(peers: dict[str, list[Row]]) -> str:
-    rows = peers["ours:plain"]
+def _variants(suite: str, rows: list[Row]) -> str:
     variants = list(grouped(rows, "variant"))
     names = {"g32": "groups of 32", "zeros": "zero points", "act_order": "act-order"}
     lines = []
     for m, of_m in grouped(rows, "m").items():
         of_variant = grouped(of_m, "variant")
         lines.append([str(m), *(geomean_and_min(of_variant.get(variant)) for variant in variants)])
-    text = "`variants`: speed against groups of 128 without zero points, the same weights (1: it costs nothing), geomean (least).\n\n"
+    text = f"`{suite}`: speed against groups of 128 without zero points, the same weights (1: it costs nothing), geomean (least).\n\n"
     return text + table(["m", *(names.get(variant, variant) for variant in variants)], lines)
 
 
@@ -127,8 +126,9 @@ def section(results: dict[str, Any]) -> str:
     parts = [facts(results) + protocol, overview(suites)]
     if "w4a16" in suites:
         parts += [_by_m(suites["w4a16"]), _layers(suites["w4a16"])]
-    if "ours:plain" in suites.get("variants", {}):
-        parts.append(_variants(suites["variants"]))
+    for suite in ("variants", "variants_bf16"):
+        if "ours:plain" in suites.get(suite, {}):
+            parts.append(_variants(suite, suites[suite]["ours:plain"]))
     if "gated" in suites:
         parts.append(_gated(suites["gated"]))
     parts.append(losses(rows))

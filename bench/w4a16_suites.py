@@ -20,7 +20,7 @@ FORMATS = {"nf4": ("nf4", 64), "mxfp4": ("mxfp4", 32), "nvfp4": ("nvfp4", 16)}  
 W8_VARIANTS = ("int8", "fp8_e4m3")  # a scale for each row of the weight
 BF16_M, BF16_LAYERS = (1, 16, 64, 256, 2048), ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
 LIBRARIES = {"marlin": "_C_stable_libtorch", "machete": "_C_stable_libtorch", "fbgemm": "fbgemm_genai"}
-SUITES = ("w4a16", "w4a16_bf16", "variants", "gated", "w8a16")
+SUITES = ("w4a16", "w4a16_bf16", "variants", "variants_bf16", "gated", "w8a16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
         elif suite == "w8a16":
             some = [layer for layer in layers if layer in BF16_LAYERS]
             found += [dict(suite=suite, m=m, n=n, k=k, variant=v) for n, k in some for m in ms or (1, 16, 64, 1024) for v in W8_VARIANTS]
-        elif suite == "variants":
+        elif suite in ("variants", "variants_bf16"):
             found += [dict(suite=suite, m=m, n=n, k=k, variant=v) for n, k in layers[:4] for m in ms or (1, 16) for v in VARIANTS]
         elif suite == "gated":
             found += [dict(suite=suite, m=m, n=n, k=k, variant="gated") for n, k in layers[:4] for m in ms or (1, 16, 64)]

@@ -18,7 +18,7 @@ SCALE_BYTES = {"mxfp4": 1, "nvfp4": 1}  # the others: 2
 FIXED_GROUP = {"mxfp4": 32, "nvfp4": 16}
 ZEROS = {"int4", "int8"}  # formats with zero points
 BOOKS = {"nf4"}  # formats with a code book in shared memory
-E2M1 = {"mxfp4", "nvfp4"}  # whose scales go to the fragments
+E2M1 = {"mxfp4", "nvfp4"}  # whose scales go to the fragments; fp16 has no room for the exponents of mxfp4
 BOOK_BYTES = 256 * 256 - 128
 
 # sm90: where scales are applied -> (enumerator, k that a group must be a multiple of). sm80 applies them to the fragments of 32 of k.
@@ -112,7 +112,8 @@ def expand_sm90(row: dict, tile: tuple[int, ...], require, integer, integers, fi
     def fields(name: str) -> dict:
         fine = scaling.startswith("fine")
         group = FIXED_GROUP.get(name, 32) if fine else 128
-        require(name not in E2M1 or scaling == "fine", "scaling", f"{name} must be fine")
+        exact = scaling == "fine_accumulators" and name == "mxfp4" and row["elements"] == ["f16"]
+        require(name not in E2M1 or scaling == "fine" or exact, "scaling", f"{name} must be fine; mxfp4 of f16 may be fine_accumulators")
         sync = tile_n == 8 or (tile_n == 16 and fine and name not in BOOKS)  # by mma.sync
         require(slices == 1 or sync or "accumulators" in scaling, "slices", f"sliced-K of {name} takes accumulators or fewer tokens")
         scale_rows, zeros = tile_k // group, 2 if name in ZEROS else 0

@@ -2,12 +2,12 @@
 //
 // The weights' rows are the MMA's m and the tokens its n, so that a tile computes as many tokens as it has, in steps of kStep, not as many as
 // the kernel could take: one launch serves experts with one token and experts with thousands, and a ragged end costs little.
-// Warp roles. Warpgroup 0: warp 0 fills the ring's weights, and the tokens where they lie in order, by TMA; where they are gathered, warps 1 to 3
-// fetch them row by row by cp.async. The other warpgroups are consumers:
+// Warp roles. Warpgroup 0: warp 0 fills the ring's weights, and the tokens where they lie in order, by TMA; where they are gathered, other
+// warps fetch them row by row by cp.async. The other warpgroups are consumers:
 //   pingpong     two, with a tile each: they take tiles in turns, an ordered barrier lets one's mainloop run at a time, and one's epilogue hides
 //                under the other's;
 //   cooperative  two that share a tile's rows; or one alone, two such CTAs to an SM, which hide each other's starts and ends.
-// Pipelines. Ring of kStages stages: full (TMA's bytes, and an arrival of each gathering thread), empty (one arrival of each consumer warp).
+// Pipelines. Ring of kStages stages: full (TMA's bytes, and an arrival of each gathering warp), empty (one arrival of each consumer warp).
 // Tile walk: expert_tiles.cuh; worked out by every CTA from the offsets in device memory, so nothing is known, or synchronised, on the host.
 // Weights are one 3-D tensor with the expert as a coordinate; gate and up rows of a gated tile are interleaved, 8 and 8, by the strides of a 5-D
 // one, so that the checkpoint's order of them does not matter.
@@ -49,7 +49,7 @@ struct GroupedSm90 {
   static_assert(kGroupM % 64 == 0 && kTileN % kLargeBox == 0 && kTileN <= 256 && kTileK % 64 == 0 && kValues <= 128);
 
   using Tiles = ExpertTiles<kTileN, kStep>;
-  using Gather = RowGather<kTileN, kHalves, kConsumers + 1>;
+  using Gather = RowGather<kTileN, kHalves, kStages, kConsumers + 1>;
   using Epilogue = GroupedEpilogue<Config::kType, kGroupM, kTileN>;
   using OrderBarrier = cutlass::OrderedSequenceBarrier<1, 2>;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
@@ -106,7 +106,7 @@ struct GroupedSm90 {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.weights));
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tokens));
       for (int s = 0; s < kStages; ++s) {
-        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + Gather::kThreads : 1);
+        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + Gather::kWarps : 1);
         EmptyBarrier::init(&storage.empty[s], kPingpong ? 4 : 4 * kConsumers);
       }
       cutlass::arch::fence_barrier_init();
@@ -119,7 +119,7 @@ struct GroupedSm90 {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (warp == 0) {
         if (cute::elect_one_sync()) produce(params, storage);
-      } else if (params.gather != nullptr) {
+      } else if (params.gather != nullptr && warp <= Gather::kWarps) {
         gather(params, storage, thread - 32);
       }
     } else {
@@ -172,22 +172,10 @@ struct GroupedSm90 {
   }
 
   static CUTLASS_DEVICE void gather(Params const& params, SharedStorage& storage, int thread) {
-    Ring ring;
-    ring.phase = 1;
-    uint32_t const base = cute::cast_smem_ptr_to_uint(&storage.tokens[0][0]);
-    int const tiles = Tiles::count(storage.tiles, params.rows);
-    for (int t = int(blockIdx.x); t < tiles; t += int(gridDim.x)) {
-      ExpertTile const tile = Tiles::at(storage.tiles, params.rows, params.weight_tiles, t);
-      Gather::find(storage.source, params.gather, params.row_units, tile, thread);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int k = 0; k < params.k_tiles; ++k) {
-        EmptyBarrier::wait(&storage.empty[ring.index], ring.phase);
-        Gather::fetch(base + ring.index * (kTileN * kTileK * 2), storage.source, params.a, k * kTileK, params.k, tile.tokens, thread);
-        Gather::arrive(&storage.full[ring.index]);
-        ring.advance();
-      }
-    }
-    Gather::drain();
+    typename Gather::Ring const ring{storage.source, storage.full, storage.empty, cute::cast_smem_ptr_to_uint(&storage.tokens[0][0])};
+    auto const at = [&](int t) { return Tiles::at(storage.tiles, params.rows, params.weight_tiles, t); };
+    Gather::run(ring, at, int(blockIdx.x), Tiles::count(storage.tiles, params.rows), int(gridDim.x), params.k_tiles, params.a,
+                params.gather, params.row_units, params.k, thread);
   }
 
   // ---- consumers ----------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 // Grouped GEMM with quantised weights for sm_90a: grouped_sm90.cuh's walk over the experts' tiles, the W4A16 GEMM's stages and mainloops.
 //
 // Warp roles. Warpgroup 0: warp 0 fills the ring's weights, scales and zeros, and the tokens where they lie in order, by TMA; where they are
-// gathered, warps 1 to 3 fetch them by cp.async. The other warpgroups are consumers: 64 rows of the tile each, or a slice of each stage's k
+// gathered, other warps fetch them by cp.async. The other warpgroups are consumers: 64 rows of the tile each, or a slice of each stage's k
 // of 64 rows. Two CTAs to an SM hide each other's starts and ends.
 // A tile always computes kTileN tokens; those it does not have are what an earlier stage left, in columns of the sums that nobody stores.
 // Limits: k and n multiples of 8, activations 16-byte aligned; groups as the kernel's; kMaxGroupedExperts experts.
@@ -52,7 +52,7 @@ struct GroupedW4A16Sm90 {
   using Element = typename S::Element;
   static constexpr int kTileM = S::kTileM, kTileN = S::kTileN, kTileK = S::kTileK, kHalves = kTileK / 64, kStep = Storage::kStep;
   static constexpr int kSmallBox = kStep, kLargeBox = kTileN >= 64 ? 64 : kStep;  // rows of TMA's loads of tokens
-  using Gather = RowGather<kTileN, kHalves, S::kBookBarrier - 1>;
+  using Gather = RowGather<kTileN, kHalves, S::kStages, S::kBookBarrier - 1>;
   static_assert(S::kMmaM == 1 && S::kCluster == 1 && kTileN % kLargeBox == 0);
 
   struct Params {
@@ -84,7 +84,7 @@ struct GroupedW4A16Sm90 {
       if (params.has_zeros) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.zeros));
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tokens));
       for (int s = 0; s < S::kStages; ++s) {
-        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + Gather::kThreads : 1);
+        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + Gather::kWarps : 1);
         EmptyBarrier::init(&storage.empty[s], S::kConsumers * 4);
       }
       cutlass::arch::fence_barrier_init();
@@ -100,7 +100,7 @@ struct GroupedW4A16Sm90 {
       cutlass::arch::warpgroup_reg_dealloc<S::kProducerRegisters>();
       if (warp == 0) {
         if (cute::elect_one_sync()) produce(params, storage);
-      } else if (params.gather != nullptr) {
+      } else if (params.gather != nullptr && warp <= Gather::kWarps) {
         gather(params, storage, thread - 32);
       }
     } else {
@@ -159,23 +159,11 @@ struct GroupedW4A16Sm90 {
   }
 
   static CUTLASS_DEVICE void gather(Params const& params, SharedStorage& storage, int thread) {
-    Ring ring;
-    ring.phase = 1;
-    typename Storage::Small& small = storage.epilogue_small;
-    uint32_t const base = cute::cast_smem_ptr_to_uint(&storage.activations[0][0]);
-    int const tiles = Tiles::count(small.tiles, params.rows);
-    for (int t = int(blockIdx.x); t < tiles; t += int(gridDim.x)) {
-      ExpertTile const tile = Tiles::at(small.tiles, params.rows, params.weight_tiles, t);
-      Gather::find(small.source, params.gather, params.row_units, tile, thread);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int k = 0; k < params.k_tiles; ++k) {
-        EmptyBarrier::wait(&storage.empty[ring.index], ring.phase);
-        Gather::fetch(base + ring.index * (kTileN * kTileK * 2), small.source, params.a, k * kTileK, params.k, tile.tokens, thread);
-        Gather::arrive(&storage.full[ring.index]);
-        ring.advance();
-      }
-    }
-    Gather::drain();
+    typename Gather::Ring const ring{storage.epilogue_small.source, storage.full, storage.empty,
+                                     cute::cast_smem_ptr_to_uint(&storage.activations[0][0])};
+    auto const at = [&](int t) { return Tiles::at(storage.epilogue_small.tiles, params.rows, params.weight_tiles, t); };
+    Gather::run(ring, at, int(blockIdx.x), Tiles::count(storage.epilogue_small.tiles, params.rows), int(gridDim.x), params.k_tiles,
+                params.a, params.gather, params.row_units, params.k, thread);
   }
 
   // ---- consumers ----------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-// Rows of a that a tile gathers, into a stage of the ring by cp.async: what three of the producer's four warps do.
+// Rows of a that a tile gathers, into a stage of the ring by cp.async: what the producer's other warps do.
 //
-// A stage's tokens are columns of 64 elements, [kRows][128 bytes] each, 16-byte units at u ^ row % 8, as TMA would put them. The fence between
-// cp.async's proxy and the tensor cores' is the consumers': here it would wait for the copies under way.
+// A stage's tokens are columns of 64 elements, [kRows][128 bytes] each, 16-byte units at u ^ row % 8, as TMA would put them. A warp tells a stage's
+// barrier once, when kLag further stages are under way: an arrival of every thread costs the LSU as much as the copies (4-bit experts ran 40 %
+// longer). The fence between cp.async's proxy and the tensor cores' is the consumers'.
 #pragma once
 
 #include <cstdint>
@@ -11,21 +12,83 @@
 
 namespace minfer::moe {
 
-template <int kRows, int kHalves, int kBarrier>  // kHalves: columns of 64 in a stage; kBarrier: a named one that nobody else uses
+template <int kRows, int kHalves, int kStages,
+          int kBarrier>  // kHalves: columns of 64 in a stage; kBarrier: a named one that nobody else uses
 struct RowGather {
-  static constexpr int kThreads = 96, kRowsAtOnce = kThreads / 8;                              // eight threads fetch the 128 bytes of a row
+  static constexpr int kWarps = kRows <= 16 ? 1 : 3, kThreads = 32 * kWarps;
+  static constexpr int kRowsAtOnce = kThreads / 8;                                             // eight threads fetch the 128 bytes of a row
   static constexpr int kBatch = kRows >= 6 * kRowsAtOnce ? 6 : (kRows - 1) / kRowsAtOnce + 1;  // copies whose sources are read together
+  static constexpr int kMine = (kRows + kThreads - 1) / kThreads;                              // rows whose sources a thread looks up
+  static constexpr int kLag = kStages > 4 ? 3 : kStages - 2;
+  static_assert(kLag >= 1);
   static constexpr uint32_t kNoRow = ~0u;
 
-  static __device__ void synchronize() { asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory"); }
-
-  /// Where the rows of a tile begin, in units of 16 bytes.
-  static __device__ void find(uint32_t* source, int32_t const* gather, uint32_t row_units, ExpertTile const& tile, int thread) {
-    synchronize();  // the previous tile's rows are not needed any more
-    for (int row = thread; row < kRows; row += kThreads) {
-      source[row] = row < tile.tokens ? uint32_t(__ldg(gather + tile.row + row)) * row_units : kNoRow;
+  static __device__ void synchronize() {
+    if constexpr (kWarps == 1) {
+      __syncwarp();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
     }
-    synchronize();
+  }
+
+  /// What `run` needs: `source` is kRows words of shared memory; `full` and `empty` the ring's barriers, of which a stage's full one expects
+  /// kWarps arrivals; `stages` is the shared address of the first stage's tokens.
+  struct Ring {
+    uint32_t* source;
+    uint64_t *full, *empty;
+    uint32_t stages;
+  };
+
+  /// Walks the CTA's tiles. at(t): the t-th tile; row_units: 16-byte units from one row of a to the next.
+  template <class Element, class At>
+  static __device__ void run(Ring const& ring, At const& at, int first, int tiles, int step, int k_tiles, Element const* a,
+                             int32_t const* gather, uint32_t row_units, int k, int thread) {
+    int stage = 0, behind = 0, pending = 0;
+    uint32_t phase = 1, mine[kMine];
+    auto const arrive = [&] {
+      __syncwarp();
+      if (thread % 32 == 0) cutlass::arch::ClusterBarrier::arrive(&ring.full[behind]);
+      behind = behind + 1 == kStages ? 0 : behind + 1;
+    };
+    int tokens = 0;
+    auto const look_up = [&](int t) {  // ahead of its use by a tile
+      ExpertTile const tile = at(t);
+      tokens = tile.tokens;
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        int const row = thread + i * kThreads;
+        mine[i] = row < tile.tokens ? uint32_t(__ldg(gather + tile.row + row)) * row_units : kNoRow;
+      }
+    };
+    if (first < tiles) look_up(first);
+    for (int t = first; t < tiles; t += step) {
+      synchronize();  // the previous tile's rows are not needed any more
+#pragma unroll
+      for (int i = 0; i < kMine; ++i) {
+        if (kRows % kThreads == 0 || thread + i * kThreads < kRows) ring.source[thread + i * kThreads] = mine[i];
+      }
+      synchronize();
+      int const rows = tokens;
+      if (t + step < tiles) look_up(t + step);
+#pragma unroll 1
+      for (int i = 0; i < k_tiles; ++i) {
+        cutlass::arch::ClusterBarrier::wait(&ring.empty[stage], phase);
+        fetch(ring.stages + stage * (kRows * kHalves * 128), ring.source, a, i * kHalves * 64, k, rows, thread);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        if (++stage == kStages) {
+          stage = 0;
+          phase ^= 1;
+        }
+        if (pending == kLag) {
+          asm volatile("cp.async.wait_group %0;" ::"n"(kLag) : "memory");
+          arrive();
+        } else {
+          ++pending;
+        }
+      }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    for (; pending > 0; --pending) arrive();
   }
 
   /// Columns column0 to column0 + 64 * kHalves of a's k, of the first `tokens` rows; zeros behind k.
@@ -46,18 +109,14 @@ struct RowGather {
         for (int i = 0; i < kBatch; ++i) {
           int const r = row + i * kRowsAtOnce;
           if (at[i] != kNoRow) {
-            asm volatile(
-                "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to + half * (kRows * 128) + r * 128 + (unit ^ r % 8) * 16),
-                "l"(from + uint64_t(at[i]) * 16), "r"(bytes));
+            uint32_t const destination = to + half * (kRows * 128) + r * 128 + (unit ^ r % 8) * 16;
+            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(from + uint64_t(at[i]) * 16),
+                         "r"(bytes));
           }
         }
       }
     }
   }
-
-  /// The thread's arrival at a stage's barrier, when its copies are there.
-  static __device__ void arrive(uint64_t* full) { cutlass::arch::cpasync_barrier_arrive_noinc(full); }
-  static __device__ void drain() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 };
 
 }  // namespace minfer::moe

@@ -101,11 +101,12 @@ struct Book {
 };
 
 /// What a thread does with its codes of a slab, kWords words, by format. A register of row r is (value - zero) * factor(r).
-template <DataType kType, WeightFormat kFormat>
+/// kOnFragments: the scales are applied to the fragments, not to sums.
+template <DataType kType, WeightFormat kFormat, bool kOnFragments>
 struct Codes;
 
-template <DataType kType>
-struct Codes<kType, WeightFormat::kInt4> : Int4<kType> {
+template <DataType kType, bool kOnFragments>
+struct Codes<kType, WeightFormat::kInt4, kOnFragments> : Int4<kType> {
   static constexpr int kWords = 1;
   static constexpr uint32_t kSymmetricZero = Int4<kType>::kEight;
   static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&minus_zero)[2], Book, uint32_t (&a)[4]) {
@@ -113,8 +114,8 @@ struct Codes<kType, WeightFormat::kInt4> : Int4<kType> {
   }
 };
 
-template <DataType kType>
-struct Codes<kType, WeightFormat::kInt8> {
+template <DataType kType, bool kOnFragments>
+struct Codes<kType, WeightFormat::kInt8, kOnFragments> {
   static constexpr int kWords = 2;
   static constexpr uint32_t kSymmetricZero = kType == DataType::kF16 ? 0x58005800u : 0x43004300u;  // 128
   static __device__ constexpr uint32_t factor(int) { return Int4<kType>::factor(0); }
@@ -134,8 +135,8 @@ struct UnitFactor {
   static __device__ constexpr float inverse_float(int) { return 1.0f; }
 };
 
-template <DataType kType>
-struct Codes<kType, WeightFormat::kFp8E4M3> : UnitFactor {
+template <DataType kType, bool kOnFragments>
+struct Codes<kType, WeightFormat::kFp8E4M3, kOnFragments> : UnitFactor {
   static constexpr int kWords = 2;
   static __device__ constexpr uint32_t factor(int) { return kType == DataType::kF16 ? 0x3c003c00u : 0x3f803f80u; }
   static __device__ constexpr uint32_t inverse(int) { return factor(0); }
@@ -194,8 +195,8 @@ __device__ __forceinline__ void fill_book(char* book, int thread, int threads) {
   }
 }
 
-template <DataType kType>
-struct Codes<kType, WeightFormat::kNf4> : UnitFactor {
+template <DataType kType, bool kOnFragments>
+struct Codes<kType, WeightFormat::kNf4, kOnFragments> : UnitFactor {
   static constexpr int kWords = 1;
   static __device__ constexpr uint32_t factor(int) { return kType == DataType::kF16 ? 0x3c003c00u : 0x3f803f80u; }
   static __device__ constexpr uint32_t inverse(int) { return factor(0); }
@@ -206,7 +207,7 @@ struct Codes<kType, WeightFormat::kNf4> : UnitFactor {
     }
   }
 };
-/// E2M1 codes, for scales on the fragments: Scale::rows and kRest make up for the power of two.
+/// E2M1 codes times a power of two, for which Scale::rows and kRest make up, or inverse_float.
 template <DataType kType>
 struct E2M1Codes {
   static constexpr int kWords = 1;
@@ -229,11 +230,15 @@ struct E2M1Codes {
   }
 };
 template <DataType kType>
-struct Codes<kType, WeightFormat::kNvFp4> : E2M1Codes<kType> {};
+struct Codes<kType, WeightFormat::kNvFp4, true> : E2M1Codes<kType> {};
 template <>
-struct Codes<DataType::kBF16, WeightFormat::kMxFp4> : E2M1Codes<DataType::kBF16> {};
+struct Codes<DataType::kBF16, WeightFormat::kMxFp4, true> : E2M1Codes<DataType::kBF16> {};
 template <>
-struct Codes<DataType::kF16, WeightFormat::kMxFp4> : E2M1Codes<DataType::kF16> {
+struct Codes<DataType::kF16, WeightFormat::kMxFp4, false> : E2M1Codes<DataType::kF16> {
+  static __device__ constexpr float inverse_float(int) { return 16384.0f; }
+};
+template <>
+struct Codes<DataType::kF16, WeightFormat::kMxFp4, true> : E2M1Codes<DataType::kF16> {
   static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&zero)[2], Book book, uint32_t (&a)[4]) {
     E2M1Codes<DataType::kF16>::fragment(words, zero, book, a);
 #pragma unroll

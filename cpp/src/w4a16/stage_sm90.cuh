@@ -61,7 +61,6 @@ struct StageSm90 {
   static constexpr bool kSync = kTileN == 8 || (kTileN == 16 && kFine && !kHasBook);
   static_assert(!kSync || kMmaM == 1);
   static_assert(kSlices == 1 || kSync || kScaling == Scaling::kAccumulators || kScaling == Scaling::kFineAccumulators);
-  static_assert(!is_e2m1(kFormat) || kScaling == Scaling::kFine);
   static constexpr int kGroup = !kFine ? kSliceK : fixed_group_of(kFormat) != 0 ? fixed_group_of(kFormat) : 32;  // the smallest
   static_assert(kGroup >= 32 || kScaling == Scaling::kFine);
   static constexpr int kScaleRows = kTileK / kGroup;  // groups that may begin in a stage
@@ -71,7 +70,7 @@ struct StageSm90 {
   static constexpr bool kTagged = kValues <= gemm::kMaxTaggedValues;
   using Reduction = cute::conditional_t<kTagged, gemm::TaggedReduction<128, cute::min(kValues, gemm::kMaxTaggedValues)>,
                                         gemm::SplitReduction<128, kValues>>;
-  using Codes = w4a16::Codes<Config::kType, kFormat>;
+  using Codes = w4a16::Codes<Config::kType, kFormat, kScaling == Scaling::kFragments || kScaling == Scaling::kFine>;
   using Scale = w4a16::Scale<Config::kType, kFormat>;
   static constexpr int kChunkSlabs = 4 / Codes::kWords;       // slabs of 16 of k in a thread's 16 bytes
   static constexpr int kChunks = kSliceK / 16 / kChunkSlabs;  // of a slab of 64 rows, in a warpgroup's slice of a stage
