@@ -68,7 +68,7 @@ def instructions(library: str) -> dict[tuple[str, str], Counter]:
 def kernels_in(symbol: str, names: set[str]) -> set[str]:
     """The registry names in a mangled symbol, where each stands behind its length: ...45gemm_sm90_f16_tn_..."""
     found = set()
-    for match in re.finditer(r"(\d+)(?=[a-z][a-z0-9]*_sm\d\d_)", symbol):
+    for match in re.finditer(r"(\d+)(?=[a-z][a-z0-9_]*_sm\d\d_)", symbol):
         name = symbol[match.end() : match.end() + int(match.group(1))]
         if name in names:
             found.add(name)

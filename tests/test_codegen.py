@@ -456,6 +456,7 @@ def test_tuned_rows_of_quantised_weights(tmp_path):
     [
         ({"group_size": 0}, "group_size = '0': must be -1"),
         ({"group_size": 96}, "group_size = '96': must be -1 .*power of two from 32 on"),
+        ({"b_format": "nvfp4", "group_size": 32}, "group_size = '32': must be 16 for nvfp4"),
         ({"group_size": 4096}, "group_size = '4096': .*less than k"),
         ({"group_size": 32}, "takes groups of 128, the row's are of 32"),
         ({"b_format": "dense"}, "b_format = 'dense': must be one of int4"),

@@ -12,7 +12,7 @@ import minfer
 import pytest
 import torch
 from gemm_cases import ACTIVATIONS, DTYPES, name_of, padded, untouched_outside
-from minfer import weight_layout
+from minfer import weight_formats, weight_layout
 from minfer.planning import DTYPE_NAMES
 from test_ops_registration import check_op
 from weight_format_cases import (
@@ -98,7 +98,7 @@ def test_pack_code_books_is_like_cpu(shape, name):
     codes = torch.randint(0, 16, shape, dtype=torch.uint8)
     packed = minfer.w4a16_pack(codes.cuda(), w4_format=name)
     assert packed.is_contiguous() and torch.equal(packed.cpu(), minfer.w4a16_pack(codes, w4_format=name))
-    assert torch.equal(weight_layout.unpack(packed, *shape, book=True).cpu(), codes)
+    assert torch.equal(weight_layout.unpack(packed, *shape, weight_formats.FORMATS[name].order).cpu(), codes)
 
 
 def test_pack_code_books_of_views_and_high_bits():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from codegen.kernel import ELEMENTS, FORMATS, MAJORS, ConfigError, Kernel, cpp_bool, cpp_string
 from codegen.shards import BANNER
+from codegen.w4a16 import FIXED_GROUP
 
 COLUMNS = (
     "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us"
@@ -116,7 +117,7 @@ def _parse(fields: dict, where: str) -> TunedRow:
 
 
 def _group_size(fields: dict, where: str) -> int:
-    """Dense: 0. Quantised: -1 for all of k, which is 0 here, or a power of two from 32 on and less than k."""
+    """Dense: 0. Quantised: -1 for all of k, which is 0 here, or a power of two from 32 on and less than k; or what the format prescribes."""
     text, powers = fields["group_size"], [str(1 << i) for i in range(5, 31)]
     if fields["op"] == "gemm":
         if text != "0" or fields["has_zeros"] != "0":
@@ -124,6 +125,11 @@ def _group_size(fields: dict, where: str) -> int:
         return 0
     if fields["batch"] != "1":
         raise ConfigError(f"{where}, batch = {fields['batch']}: must be 1 where B is quantised")
+    prescribed = FIXED_GROUP.get(fields["b_format"])
+    if prescribed is not None:
+        if text != str(prescribed):
+            raise ConfigError(f"{where}, group_size = {text!r}: must be {prescribed} for {fields['b_format']}")
+        return prescribed
     if text != "-1" and (text not in powers or int(text) >= int(fields["k"])):
         raise ConfigError(f"{where}, group_size = {text!r}: must be -1 (all of k) or a power of two from 32 on that is less than k")
     return max(int(text), 0)

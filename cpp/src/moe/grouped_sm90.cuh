@@ -7,7 +7,7 @@
 //   pingpong     two, with a tile each: they take tiles in turns, an ordered barrier lets one's mainloop run at a time, and one's epilogue hides
 //                under the other's;
 //   cooperative  two that share a tile's rows; or one alone, two such CTAs to an SM, which hide each other's starts and ends.
-// Pipelines. Ring of kStages stages: full (TMA's bytes, and an arrival of each gathering warp), empty (one arrival of each consumer warp).
+// Pipelines. Ring of kStages stages: full (TMA's bytes, and an arrival of each gathering thread), empty (one arrival of each consumer warp).
 // Tile walk: expert_tiles.cuh; worked out by every CTA from the offsets in device memory, so nothing is known, or synchronised, on the host.
 // Weights are one 3-D tensor with the expert as a coordinate; gate and up rows of a gated tile are interleaved, 8 and 8, by the strides of a 5-D
 // one, so that the checkpoint's order of them does not matter.
@@ -106,7 +106,7 @@ struct GroupedSm90 {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.weights));
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tokens));
       for (int s = 0; s < kStages; ++s) {
-        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + Gather::kWarps : 1);
+        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + Gather::kThreads : 1);
         EmptyBarrier::init(&storage.empty[s], kPingpong ? 4 : 4 * kConsumers);
       }
       cutlass::arch::fence_barrier_init();

@@ -84,7 +84,7 @@ struct GroupedW4A16Sm90 {
       if (params.has_zeros) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.zeros));
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tokens));
       for (int s = 0; s < S::kStages; ++s) {
-        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + Gather::kWarps : 1);
+        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + Gather::kThreads : 1);
         EmptyBarrier::init(&storage.empty[s], S::kConsumers * 4);
       }
       cutlass::arch::fence_barrier_init();

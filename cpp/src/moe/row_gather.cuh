@@ -1,8 +1,9 @@
 // Rows of a that a tile gathers, into a stage of the ring by cp.async: what the producer's other warps do.
 //
-// A stage's tokens are columns of 64 elements, [kRows][128 bytes] each, 16-byte units at u ^ row % 8, as TMA would put them. A warp tells a stage's
-// barrier once, when kLag further stages are under way: an arrival of every thread costs the LSU as much as the copies (4-bit experts ran 40 %
-// longer). The fence between cp.async's proxy and the tensor cores' is the consumers'.
+// A stage's tokens are columns of 64 elements, [kRows][128 bytes] each, 16-byte units at u ^ row % 8, as TMA would put them. While the ring's
+// weights are under way a load takes as long as they do, microseconds: all stages' copies are in flight together (waiting for those of three
+// stages before made 4-bit experts 15 % slower), and a tile's rows are looked up a tile ahead. The fence between cp.async's proxy and the tensor
+// cores' is the consumers': here it would wait for the copies under way.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +13,13 @@
 
 namespace minfer::moe {
 
-template <int kRows, int kHalves, int kStages,
-          int kBarrier>  // kHalves: columns of 64 in a stage; kBarrier: a named one that nobody else uses
+/// kHalves: columns of 64 in a stage; kBarrier: a named one that nobody else uses.
+template <int kRows, int kHalves, int kStages, int kBarrier>
 struct RowGather {
   static constexpr int kWarps = kRows <= 16 ? 1 : 3, kThreads = 32 * kWarps;
   static constexpr int kRowsAtOnce = kThreads / 8;                                             // eight threads fetch the 128 bytes of a row
   static constexpr int kBatch = kRows >= 6 * kRowsAtOnce ? 6 : (kRows - 1) / kRowsAtOnce + 1;  // copies whose sources are read together
   static constexpr int kMine = (kRows + kThreads - 1) / kThreads;                              // rows whose sources a thread looks up
-  static constexpr int kLag = kStages > 4 ? 3 : kStages - 2;
-  static_assert(kLag >= 1);
   static constexpr uint32_t kNoRow = ~0u;
 
   static __device__ void synchronize() {
@@ -32,7 +31,7 @@ struct RowGather {
   }
 
   /// What `run` needs: `source` is kRows words of shared memory; `full` and `empty` the ring's barriers, of which a stage's full one expects
-  /// kWarps arrivals; `stages` is the shared address of the first stage's tokens.
+  /// kThreads arrivals; `stages` is the shared address of the first stage's tokens.
   struct Ring {
     uint32_t* source;
     uint64_t *full, *empty;
@@ -43,14 +42,8 @@ struct RowGather {
   template <class Element, class At>
   static __device__ void run(Ring const& ring, At const& at, int first, int tiles, int step, int k_tiles, Element const* a,
                              int32_t const* gather, uint32_t row_units, int k, int thread) {
-    int stage = 0, behind = 0, pending = 0;
+    int stage = 0, tokens = 0;
     uint32_t phase = 1, mine[kMine];
-    auto const arrive = [&] {
-      __syncwarp();
-      if (thread % 32 == 0) cutlass::arch::ClusterBarrier::arrive(&ring.full[behind]);
-      behind = behind + 1 == kStages ? 0 : behind + 1;
-    };
-    int tokens = 0;
     auto const look_up = [&](int t) {  // ahead of its use by a tile
       ExpertTile const tile = at(t);
       tokens = tile.tokens;
@@ -74,21 +67,14 @@ struct RowGather {
       for (int i = 0; i < k_tiles; ++i) {
         cutlass::arch::ClusterBarrier::wait(&ring.empty[stage], phase);
         fetch(ring.stages + stage * (kRows * kHalves * 128), ring.source, a, i * kHalves * 64, k, rows, thread);
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        cutlass::arch::cpasync_barrier_arrive_noinc(&ring.full[stage]);
         if (++stage == kStages) {
           stage = 0;
           phase ^= 1;
         }
-        if (pending == kLag) {
-          asm volatile("cp.async.wait_group %0;" ::"n"(kLag) : "memory");
-          arrive();
-        } else {
-          ++pending;
-        }
       }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
-    for (; pending > 0; --pending) arrive();
   }
 
   /// Columns column0 to column0 + 64 * kHalves of a's k, of the first `tokens` rows; zeros behind k.
