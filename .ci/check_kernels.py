@@ -69,9 +69,8 @@ def kernels_in(symbol: str, names: set[str]) -> set[str]:
     """The registry names in a mangled symbol, where each stands behind its length: ...45gemm_sm90_f16_tn_..."""
     found = set()
     for match in re.finditer(r"(\d+)(?=[a-z][a-z0-9_]*_sm\d\d_)", symbol):
-        name = symbol[match.end() : match.end() + int(match.group(1))]
-        if name in names:
-            found.add(name)
+        digits = match.group(1)  # a namespace that ends in digits stands before them: 9moe_w4a1650moe_w4a16_sm90_...
+        found |= {symbol[match.end() : match.end() + int(digits[i:])] for i in range(len(digits))} & names
     return found
 
 

@@ -117,7 +117,7 @@ def _parse(fields: dict, where: str) -> TunedRow:
 
 
 def _group_size(fields: dict, where: str) -> int:
-    """Dense: 0. Quantised: -1 for all of k, which is 0 here, or a power of two from 32 on and less than k; or what the format prescribes."""
+    """Dense: 0. Quantised: what the format prescribes, -1 for all of k, which is 0 here, or a power of two from 32 on and less than k."""
     text, powers = fields["group_size"], [str(1 << i) for i in range(5, 31)]
     if fields["op"] == "gemm":
         if text != "0" or fields["has_zeros"] != "0":

@@ -163,7 +163,7 @@ constexpr int kStagedBytes = 48 * 1024;  // of rows in shared memory
 // like the weights: it is read under the predecessor's tail, and before the GEMM may start, behind whose weights it would queue. Behind long rows
 // the GEMM starts when the gather is done (1 x 4096 x 14336: 14 us for both, 17 with the early start).
 template <bool kStaged>
-__global__ void __launch_bounds__(kGatherThreads)
+__global__ void __launch_bounds__(kGatherThreads, 2)
     gather_kernel(uint16_t const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, uint16_t* out, int rows) {
   extern __shared__ uint4 staged[];
   int const thread = int(threadIdx.x), units = int(k / 8), unit = int(blockIdx.y) * kGatherThreads + thread;
@@ -190,6 +190,7 @@ __global__ void __launch_bounds__(kGatherThreads)
       } else {
         for (int r = 0; r < count; ++r) {
           uint16_t* const row = reinterpret_cast<uint16_t*>(staged) + r * k;
+#pragma unroll 1
           for (int i = thread; i < k; i += kGatherThreads) row[i] = a[(row0 + r) * lda + i];
         }
       }
@@ -197,10 +198,10 @@ __global__ void __launch_bounds__(kGatherThreads)
     }
     for (int r = 0; r < count && unit < units; ++r) {
       uint16_t const* const source = kStaged ? reinterpret_cast<uint16_t const*>(staged) + r * k : a + (row0 + r) * lda;
-      alignas(16) uint16_t gathered[8];
+      uint32_t pairs[4];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) gathered[i] = source[from[i]];
-      *reinterpret_cast<uint4*>(out + (row0 + r) * k + unit * 8) = *reinterpret_cast<uint4 const*>(gathered);
+      for (int i = 0; i < 4; ++i) pairs[i] = uint32_t(source[from[2 * i]]) | uint32_t(source[from[2 * i + 1]]) << 16;
+      *reinterpret_cast<uint4*>(out + (row0 + r) * k + unit * 8) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
     if constexpr (kStaged) __syncthreads();  // the rows have been read
   }
