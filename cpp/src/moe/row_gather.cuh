@@ -1,9 +1,8 @@
 // Rows of a that a tile gathers, into a stage of the ring by cp.async: what the producer's other warps do.
 //
 // A stage's tokens are columns of 64 elements, [kRows][128 bytes] each, 16-byte units at u ^ row % 8, as TMA would put them. While the ring's
-// weights are under way a load takes as long as they do, microseconds: all stages' copies are in flight together (waiting for those of three
-// stages before made 4-bit experts 15 % slower), and a tile's rows are looked up a tile ahead. The fence between cp.async's proxy and the tensor
-// cores' is the consumers': here it would wait for the copies under way.
+// weights are under way a load takes as long as they do, microseconds: all stages' copies are in flight together, and a tile's rows are looked up
+// a tile ahead. The fence between cp.async's proxy and the tensor cores' is the consumers': here it would wait for the copies under way.
 #pragma once
 
 #include <cstdint>
