@@ -42,12 +42,12 @@ void set_activation(GroupedCall* call, std::string const& activation, std::strin
 
 void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape, int32_t device) {
   bool same = x.dim() == int64_t(shape.size());
-  std::string expected;
-  for (size_t i = 0; i < shape.size(); ++i) {
-    same = same && x.size(int64_t(i)) == shape[i];
-    expected += (i ? ", " : "") + std::to_string(shape[i]);
+  for (size_t i = 0; same && i < shape.size(); ++i) same = x.size(int64_t(i)) == shape[i];
+  if (!same) {
+    std::string expected;
+    for (size_t i = 0; i < shape.size(); ++i) expected += (i ? ", " : "") + std::to_string(shape[i]);
+    fail(op, ": ", name, " must be [", expected, "], got ", shape_of(x));
   }
-  check(same, op, ": ", name, " must be [", expected, "], got ", shape_of(x));
   check(x.scalar_type() == type, op, ": ", name, " must be ", dtype_name(type), ", got ", dtype_name(x.scalar_type()));
   check_same_device(op, name, x, device);
 }

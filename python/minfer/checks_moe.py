@@ -171,9 +171,10 @@ def check_moe_ffn(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     gate_layout: str = "halves",
+    op: str = "moe_ffn",
 ) -> tuple:
-    """Raises for arguments that cannot be right; returns the output's shape."""
-    check = _Checker("moe_ffn")
+    """Raises for arguments that cannot be right, in the name of ``op``; returns the output's shape."""
+    check = _Checker(op)
     _check_tokens(check, x)
     tokens, hidden = x.shape
     check(w13.dim() == 3, "w13 must be [experts, 2 * inter, hidden], got {}", w13.shape)

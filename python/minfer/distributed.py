@@ -103,10 +103,7 @@ def expert_parallel_moe(
     """
     check = _Checker(_OP)
     ranks, rank = _place_in(check, group)
-    try:
-        checks_moe.check_moe_ffn(x, w13, w2, weights, ids, activation=activation, b13=b13, b2=b2, gate_layout=gate_layout)
-    except RuntimeError as error:
-        raise RuntimeError(str(error).replace("minfer::moe_ffn", f"minfer::{_OP}", 1)) from None
+    checks_moe.check_moe_ffn(x, w13, w2, weights, ids, activation=activation, b13=b13, b2=b2, gate_layout=gate_layout, op=_OP)
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     check(capacity is not None or not capturing, "capacity must be given in a CUDA graph: without it the host reads sizes")
     check(overflow is None or capacity is not None, "overflow needs capacity: without it nothing is lost")

@@ -74,8 +74,9 @@ double floor_us(GroupedProblem const& p, DeviceProperties const& device) {
   return std::max(bytes_of(p) / device.read_bandwidth, 2.0 * p.rows * p.n * p.k / device.matrix_rate);
 }
 
-// Quantised weights: a stage takes as long with one token as with all that fit. A fit to 290 timings of 72 problems on the H200 (int4 in groups of
-// 128, mxfp4; the choice costs 0.4 % on their average); groups of 32 and nvfp4 are scaled as the W4A16 GEMMs are.
+// Quantised weights: a stage takes as long with one token as with all that fit. A fit to 258 timings of 71 problems on the H200 (int4 in groups of
+// 128, mxfp4; the choice costs 0.4 % on their average); groups of 32 and nvfp4 are guesses
+// from the W4A16 GEMMs, the tile of 32 tokens and the gather were set afterwards.
 constexpr double kQuantisedStartUs = 3.35, kQuantisedTileUs = 1.19, kQuantisedTail = 0.84, kQuantisedPower = 6.8, kQuantisedShare = 1.05;
 constexpr double kQuantisedGather = 1.55;  // the loader's copies do not keep up with stages this short
 
@@ -130,8 +131,8 @@ double predict_us(KernelInfo const& kernel, GroupedProblem const& p, DevicePrope
   int const step = kernel.tile_n <= 128 ? 8 : 16;
   double const tokens = std::ceil(rows / token_tiles / step) * step;
   Shares shares = shares_of(kernel);
-  // Tall tiles read an expert's tokens more often: from some hundreds of rows an expert on wide ones are ahead (Mixtral's w13 at 4096 tokens: 3043
-  // us with 256 x 128, 2761 with 128 x 256).
+  // Tall tiles read an expert's tokens more often: from some hundreds of rows an expert on wide ones may be ahead (Mixtral's w2 at 4096 tokens:
+  // 1600 us with 256 x 128, 1490 with 128 x 256).
   if (kernel.tile_m == 256 && rows > kTallRows) shares.rate *= kTallRate;
   // Mixtral's w2 at 16384 tokens: 7460 us, 6045 with 128 x 256.
   if (kernel.tile_n == 192 && rows > kManyRows) shares.rate *= kTallRate;

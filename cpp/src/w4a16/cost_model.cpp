@@ -1,7 +1,7 @@
 // The analytic cost model of kernels with quantised weights: the larger of the weight stream and the busiest CTA's dequantisation and MMAs, plus
 // what stands before and after. The constants are a fit to 2900 timings over 111 problems on the H200 (m from 1 to 256, nine layers, int4, nf4,
 // mxfp4 and nvfp4; the choice costs 1.8 % on the average of them), so they describe the choice and not the hardware; those of 8-bit weights are
-// scaled, the portable kernels' are guesses, on the slow side.
+// scaled, those of the fp4s with few tokens were set afterwards by 28672 x 4096, the portable kernels' are guesses, on the slow side.
 #include "w4a16/cost_model.h"
 
 #include <algorithm>
