@@ -29,7 +29,7 @@ TOKENS = (1, 8, 64, 256, 1024, 4096, 16384)
 ROUTINGS = ("uniform", "zipf", "one_hot")
 SUITES = ("router", "grouped", "layer", "stages")
 STAGES = {"router": "moe_router_gemm", "sort": "moe_sort", "gemm1": "grouped_gemm", "gemm2": "grouped_gemm", "combine": "moe_combine"}
-PEERS = ("torch_grouped", "vllm_triton", "fbgemm")
+PEERS = ("torch_grouped", "vllm_triton", "fbgemm", "quack")
 FBGEMM_TOKENS = 256  # far behind from there on; its time is spent better
 
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="comma separated")
     parser.add_argument("--routing", default="uniform", help=f"of {', '.join(ROUTINGS)}; the router suite has none")
-    parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}; of the grouped and the layer suite")
+    parser.add_argument("--peers", default=",".join(PEERS[:3]), help=f"of {', '.join(PEERS)}; of the grouped and the layer suite")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--graph-us", type=float, default=500.0)
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds after which no cell is started")
@@ -200,6 +200,11 @@ def measure_grouped(cell: dict, args: argparse.Namespace, results, weights: Weig
         import peer_ops
 
         fns["fbgemm"] = lambda i: peer_ops.fbgemm_grouped(a, weights[i], counts)
+    if "quack" in peers and rows > 0:
+        from quack.gemm_interface import gemm
+
+        ends = torch.nn.functional.pad(offsets, (1, 0))
+        fns["quack"] = lambda i: gemm(a, weights[i].mT, cu_seqlens_m=ends, tuned=True)  # tunes and compiles at the first call
     timings, failed = harness.measure(fns, max(2, len(weights.copies)), rounds=args.rounds, graph_us=args.graph_us)
     kernel = plan_of(rows, experts, n, k)
     ours, line = timings["ours"], []

@@ -22,7 +22,7 @@ struct GroupedSm80 {
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kTileK = Config::kTileK, kStages = Config::kStages;
   static constexpr int kThreads = Config::kThreads, kMmaM = kTileM / 64, kBlocks = kTileN / 8, kStep = 8;
   static_assert(kThreads == 128 && kTileM % 64 == 0 && kTileN % 16 == 0 && kTileK == 64);
-  using Tiles = ExpertTiles<kTileN, kStep>;
+  using Tiles = ExpertTiles<kTileN, kStep, panel_of(kTileM, kTileN)>;
   using Epilogue = GroupedEpilogue<Config::kType, kTileM, kTileN>;
 
   struct Params {

@@ -48,7 +48,7 @@ struct GroupedSm90 {
   static constexpr int kValues = kMmaM * kTileN / 2;                              // accumulators of a thread
   static_assert(kGroupM % 64 == 0 && kTileN % kLargeBox == 0 && kTileN <= 256 && kTileK % 64 == 0 && kValues <= 128);
 
-  using Tiles = ExpertTiles<kTileN, kStep>;
+  using Tiles = ExpertTiles<kTileN, kStep, panel_of(kTileM, kTileN)>;
   using Gather = RowGather<kTileN, kHalves, kStages, kConsumers + 1>;
   using Epilogue = GroupedEpilogue<Config::kType, kGroupM, kTileN>;
   using OrderBarrier = cutlass::OrderedSequenceBarrier<1, 2>;

@@ -27,7 +27,7 @@ struct GroupedW4A16Storage {
   static constexpr int kRowGroups = (Config::kThreads / 128 - 1) / Config::kSlices;
   static constexpr int kTileRows = Config::kTileM / kRowGroups, kStep = 8;
   static constexpr bool kGathers = true;
-  using Tiles = ExpertTiles<Config::kTileN, kStep>;
+  using Tiles = ExpertTiles<Config::kTileN, kStep, panel_of(Config::kTileM, Config::kTileN)>;
   using Epilogue = GroupedEpilogue<Config::kType, kTileRows, Config::kTileN, true>;
   struct Buffers {
     alignas(1024) char staged[kRowGroups][Epilogue::kBytes];

@@ -15,8 +15,8 @@ namespace {
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 
 // The analytic model: the larger of the busiest CTA's tiles and the bytes, plus the start. The constants are a fit to 216 timings of 36 problems on
-// the H200 (Mixtral, Qwen3, DeepSeek-V3 and gpt-oss from 1 to 4096 tokens; the choice costs 0.5 % on their average); kNarrowGather and kTall*
-// were set afterwards, by a few cells each, and the portable kernels' are a guess.
+// the H200 (Mixtral, Qwen3, DeepSeek-V3 and gpt-oss from 1 to 4096 tokens; the choice costs 0.5 % on their average); kNarrowGather, kMany*, kTall* and
+// kDeep* were set afterwards, by a few cells each, and the portable kernels' are a guess.
 constexpr double kStartUs = 1.6;
 constexpr double kCooperativeTileUs = 2.8,
                  kPingpongTileUs = 0.52;  // a tile's first bytes and stores; the other warpgroup's mainloop hides a part
@@ -29,7 +29,8 @@ constexpr double kNarrowGather = 1.2;
 // agree: half the speed). Tiles of 64 tokens cost up to 5 % more where routing is even.
 constexpr double kNarrowRisk = 1.06;
 constexpr int64_t kNarrowRows = 64;  // with so few the risk is small
-constexpr double kTallRows = 384, kTallRate = 0.96, kManyRows = 2048;
+constexpr double kManyRows = 2048, kManyRate = 0.96, kTallRate = 0.92;
+constexpr double kDeepK = 4096, kDeepRows = 96, kDeepExperts = 64, kDeepRate = 0.8;
 constexpr double kCopyShare = 0.65;  // of the read bandwidth, of what a launch that gathers before writes
 constexpr double kCopyUs = 4.0;
 // Of the tensor cores' rate and of the read bandwidth, what a kernel's mainloop reaches.
@@ -45,7 +46,7 @@ Shares shares_of(KernelInfo const& kernel) {
     case 128128: return {0.86, 0.99};
     case 128192: return {1.0, 0.98};
     case 128256: return {1.02, 0.925};
-    case 256128: return {1.02, 0.95};
+    case 256128: return {1.05, 0.95};
   }
   return {0.8, 0.95};
 }
@@ -131,11 +132,13 @@ double predict_us(KernelInfo const& kernel, GroupedProblem const& p, DevicePrope
   int const step = kernel.tile_n <= 128 ? 8 : 16;
   double const tokens = std::ceil(rows / token_tiles / step) * step;
   Shares shares = shares_of(kernel);
-  // Tall tiles read an expert's tokens more often: from some hundreds of rows an expert on wide ones may be ahead (Mixtral's w2 at 4096 tokens:
-  // 1600 us with 256 x 128, 1490 with 128 x 256).
-  if (kernel.tile_m == 256 && rows > kTallRows) shares.rate *= kTallRate;
-  // Mixtral's w2 at 16384 tokens: 7460 us, 6045 with 128 x 256.
-  if (kernel.tile_n == 192 && rows > kManyRows) shares.rate *= kTallRate;
+  // Mixtral's w2 at 16384 tokens: 6824 us, 5843 with 256 x 128; w13: 13454 and 12478.
+  if (kernel.tile_n == 192 && rows > kManyRows) shares.rate *= kManyRate;
+  // Mixtral's w2 at 1024 tokens: 475 us with 256 x 128, 398 with 128 x 192; at 2048 807 and 744, at 4096 1578 and 1505 with 128 x 256.
+  if (kernel.tile_m == 256 && p.k > 2 * kDeepK && rows < kManyRows) shares.rate *= kTallRate;
+  // Deep rows of many experts' weights, several tiles of tokens for each (not understood). DeepSeek's w13 at 16384 tokens: 13765 us with 128 x 192,
+  // 17403 with 128 x 256, 18925 with 256 x 128, 24111 with 128 x 128; at 4096 4181, 4506, 4669 and 4635.
+  if (kernel.tile_n >= 128 && kernel.tile_n != 192 && p.k > kDeepK && active > kDeepExperts && rows > kDeepRows) shares.rate *= kDeepRate;
   double tile_us = 2.0 * kernel.tile_m * tokens * p.k / (device.matrix_rate / workers * shares.rate);
   if (p.gathered && !gather_first) {
     double const gather_us = 2.0 * tokens * p.k * kernel.ctas_per_sm / kGatherBytes;
