@@ -1,0 +1,491 @@
+// Attention forward for sm_90a, many queries: TMA + WGMMA, persistent, warp specialised. After FlashAttention-3 (Shah et al., 2024).
+//
+// Warp roles. Warpgroup 0: its warp 0 is the producer, which loads a tile's queries and its blocks of keys and values, the last block first.
+// Warpgroups 1 to kConsumers: 64 rows of the tile each. While a warpgroup's softmax of one block runs, the tensor cores have its product with
+// the values of the block before and, where kPingpong, the other warpgroup's two products: ordered barriers let them issue in turns.
+// Pipelines. q: full (TMA's bytes), empty (an arrival of each consumer warp). k and v: a ring of kStages blocks each, likewise.
+// Rows of a tile. `pack` query heads of a KV head lie side by side: with few queries they share the loads of K and V.
+// Scores never leave registers: S = Q.K^T accumulates in fp32, P = exp2(S - max) is rounded to 16 bits in place, in the layout of an A operand.
+// Values behind the last key are set to zero in shared memory before they are used (0 * NaN is NaN); their scores are masked.
+// Tile walk: tile_scheduler.cuh. Masks: mask.h; only blocks on an edge are masked.
+// Limits: 16-bit, q, k and v 16-byte aligned in base and strides, head_dim a multiple of 8 up to kHeadDim (TMA fills with zeros).
+#pragma once
+
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+
+#include "attention/mask.h"
+#include "attention/prefill_params.h"
+#include "attention/softmax.cuh"
+#include "attention/tile_scheduler.cuh"
+#include "common/dependent_launch.cuh"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/arch/reg_reconfig.h"
+#include "cutlass/cutlass.h"
+#include "cutlass/numeric_conversion.h"
+#include "minfer/types.h"
+
+namespace minfer::attention {
+
+template <class Config>
+struct PrefillSm90 {
+  using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
+  static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStages = Config::kStages;
+  static constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
+  static constexpr int kConsumers = kTileM / 64, kThreads = 128 * (kConsumers + 1);
+  static constexpr bool kPingpong = Config::kPingpong;
+  static constexpr bool kOwnOutput = Config::kOwnOutput;  // output is staged in room of its own; else in that of the queries
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24, kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kScores = kTileN / 2, kOutputs = kHeadDimV / 2;  // of a thread
+  static_assert(kTileM % 64 == 0 && kTileN % 16 == 0 && kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kHeadDimV <= kHeadDim);
+
+  using Tiles = PrefillTiles<kTileM>;
+  using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+  using EmptyBarrier = cutlass::arch::ClusterBarrier;
+  using Params = PrefillParams;
+
+  struct OutputStorage {
+    alignas(1024) Element of[kTileM * kHeadDimV];
+  };
+  struct SharedStorage {
+    alignas(1024) Element q[kTileM * kHeadDim];  // [head_dim / 64][row][64], as all of them
+    alignas(1024) Element k[kStages][kTileN * kHeadDim];
+    alignas(1024) Element v[kStages][kTileN * kHeadDimV];
+    [[no_unique_address]] cute::conditional_t<kOwnOutput, OutputStorage, cute::tuple<>> output;
+    alignas(8) uint64_t full_q, empty_q, full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
+    alignas(8) uint64_t full_tile[2], empty_tile[2];
+    int32_t tile[2];  // what the producer hands to the consumers
+    typename Tiles::Storage tiles;
+  };
+  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
+  static_assert(kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
+
+  struct Ring {
+    int index = 0;
+    uint32_t phase = 0;
+    __device__ void advance() {
+      if (++index == kStages) {
+        index = 0;
+        phase ^= 1;
+      }
+    }
+  };
+
+  static CUTLASS_DEVICE void run(Params const& params, char* smem) {
+    SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem);
+    if (cute::cast_smem_ptr_to_uint(smem) % 1024 != 0) __trap();
+    int const thread = int(threadIdx.x);
+    int const warpgroup = cutlass::canonical_warp_group_idx(), warp = cutlass::canonical_warp_idx_sync();
+
+    allow_dependent_launch();
+    if (warp == 0 && cute::elect_one_sync()) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.q));
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.k));
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.v));
+      FullBarrier::init(&storage.full_q, 1);
+      EmptyBarrier::init(&storage.empty_q, 4 * kConsumers);
+      for (int s = 0; s < 2; ++s) {
+        EmptyBarrier::init(&storage.full_tile[s], 1);
+        EmptyBarrier::init(&storage.empty_tile[s], 4 * kConsumers);
+      }
+      for (int s = 0; s < kStages; ++s) {
+        FullBarrier::init(&storage.full_k[s], 1);
+        FullBarrier::init(&storage.full_v[s], 1);
+        EmptyBarrier::init(&storage.empty_k[s], 4 * kConsumers);
+        EmptyBarrier::init(&storage.empty_v[s], 4 * kConsumers);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+    wait_for_predecessor();
+    Tiles::build(storage.tiles, params, thread, kThreads);
+    __syncthreads();
+
+    if (warpgroup == 0) {
+      cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+      if (warp == 0) produce(params, storage, thread);
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      consume(params, storage, warpgroup - 1, thread % 128);
+    }
+  }
+
+  struct Rows {  // queries of a tile
+    int32_t first, last;
+  };
+  static CUTLASS_DEVICE Rows rows_of(Params const& params, QueryTile const& tile) {
+    int32_t const last = tile.first + kTileM / params.pack - 1;
+    return {tile.first, last < tile.seqlen_q ? last : tile.seqlen_q - 1};
+  }
+
+  // ---- producer: a warp ---------------------------------------------------------------------------------------------------------
+
+  template <int kDim>
+  static CUTLASS_DEVICE void load_block(Params const& params, CUtensorMap const& map, uint64_t* full, Element* to, QueryTile const& tile,
+                                        int kv_head, int block, int lane) {
+    using Hint = cute::TMA::CacheHintSm90;
+    if (lane == 0) FullBarrier::arrive_and_expect_tx(full, uint32_t(kTileN * kDim * 2));
+    __syncwarp();
+    for (int box = lane; box * params.box_rows < kTileN; box += 32) {
+      int key = block * kTileN + box * params.box_rows, row = tile.row_k + key, page = 0;
+      if (params.block_table != nullptr) {
+        int const last = (tile.seqlen_k - 1) / params.box_rows * params.box_rows;  // behind it, it is loaded again: masked
+        key = key < last ? key : last;
+        page = __ldg(params.block_table + tile.batch * params.block_table_stride + key / params.page_size);
+        row = key % params.page_size;
+      } else if (params.cu_seqlens_k == nullptr) {
+        page = tile.batch;
+      }
+#pragma unroll
+      for (int column = 0; column < kDim / 64; ++column) {
+        cute::SM90_TMA_LOAD_4D::copy(&map, full, uint64_t(Hint::EVICT_NORMAL), to + (column * kTileN + box * params.box_rows) * 64,
+                                     column * 64, kv_head, row, page);
+      }
+    }
+  }
+
+  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
+    using Hint = cute::TMA::CacheHintSm90;
+    Ring keys, values;
+    keys.phase = values.phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
+    uint32_t q_phase = 1;
+    int const tiles = Tiles::count(storage.tiles, params);
+    int t = int(blockIdx.x);
+    for (int turn = 0;; ++turn) {
+      EmptyBarrier::wait(&storage.empty_tile[turn % 2], turn / 2 % 2 ^ 1);
+      if (lane == 0) {
+        storage.tile[turn % 2] = t;
+        EmptyBarrier::arrive(&storage.full_tile[turn % 2]);
+      }
+      __syncwarp();
+      if (t >= tiles) break;
+      QueryTile const tile = Tiles::at(storage.tiles, params, t);
+      if (lane == 0) t = Tiles::next(params, t);
+      t = __shfl_sync(0xffffffffu, t, 0);
+      Rows const rows = rows_of(params, tile);
+      KeyBlocks<kTileN> const blocks(Mask(tile.seqlen_q, tile.seqlen_k, params.window_left, params.window_right), rows.first, rows.last);
+      if (blocks.begin >= blocks.end) continue;
+      int const kv_head = tile.head_unit * params.pack / params.group;
+      auto const load_key = [&](int block) {
+        EmptyBarrier::wait(&storage.empty_k[keys.index], keys.phase);
+        load_block<kHeadDim>(params, params.k, &storage.full_k[keys.index], storage.k[keys.index], tile, kv_head, block, lane);
+        keys.advance();
+      };
+      auto const load_value = [&](int block) {
+        EmptyBarrier::wait(&storage.empty_v[values.index], values.phase);
+        load_block<kHeadDimV>(params, params.v, &storage.full_v[values.index], storage.v[values.index], tile, kv_head, block, lane);
+        values.advance();
+      };
+      EmptyBarrier::wait(&storage.empty_q, q_phase);
+      q_phase ^= 1;
+      if (lane == 0) {
+        FullBarrier::arrive_and_expect_tx(&storage.full_q, uint32_t(kTileM * kHeadDim * 2));
+#pragma unroll
+        for (int column = 0; column < kHeadDim / 64; ++column) {
+          cute::SM90_TMA_LOAD_5D::copy(&params.q, &storage.full_q, uint64_t(Hint::EVICT_FIRST), &storage.q[column * kTileM * 64],
+                                       column * 64, 0, tile.row_q + tile.first, tile.head_unit,
+                                       params.cu_seqlens_q != nullptr ? 0 : tile.batch);
+        }
+      }
+      __syncwarp();
+      load_key(blocks.end - 1);
+      for (int block = blocks.end - 2; block >= blocks.begin; --block) {
+        load_key(block);
+        load_value(block + 1);
+      }
+      load_value(blocks.begin);
+    }
+  }
+
+  // ---- consumers: warpgroups ----------------------------------------------------------------------------------------------------
+
+  template <int kRows, int kPitch, int kDim>
+  using KMajor = cute::ComposedLayout<
+      cute::Swizzle<3, 4, 3>, cute::smem_ptr_flag_bits<16>,
+      cute::Layout<
+          cute::Shape<cute::Shape<cute::_8, cute::Int<kRows / 8>>, cute::Shape<cute::_64, cute::Int<kDim / 64>>, cute::Int<kStages>>,
+          cute::Stride<cute::Stride<cute::_64, cute::Int<512>>, cute::Stride<cute::_1, cute::Int<kPitch * 64>>, cute::Int<kPitch * kDim>>>>;
+  using ValuesLayout =
+      cute::ComposedLayout<cute::Swizzle<3, 4, 3>, cute::smem_ptr_flag_bits<16>,
+                           cute::Layout<cute::Shape<cute::Shape<cute::_64, cute::Int<kHeadDimV / 64>>,
+                                                    cute::Shape<cute::_8, cute::Int<kTileN / 8>>, cute::Int<kStages>>,
+                                        cute::Stride<cute::Stride<cute::_1, cute::Int<kTileN * 64>>,
+                                                     cute::Stride<cute::_64, cute::Int<512>>, cute::Int<kTileN * kHeadDimV>>>>;
+  using MmaScores = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileN>, cute::_64>>()));
+  using MmaOutput = decltype(cute::make_tiled_mma(
+      cute::SM90::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::Int<kTileN>>,
+                                       cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>()));
+
+  // Barriers 1 to kConsumers: whose turn it is; then each warpgroup's own; then that of all consumers.
+  static constexpr int kOwnBarrier = 1 + kConsumers, kAllBarrier = 1 + 2 * kConsumers;
+  static CUTLASS_DEVICE void take_turn(int consumer) {
+    if constexpr (kPingpong) asm volatile("bar.sync %0, 256;" ::"r"(1 + consumer) : "memory");
+  }
+  static CUTLASS_DEVICE void pass_turn(int consumer) {
+    if constexpr (kPingpong) asm volatile("bar.arrive %0, 256;" ::"r"(1 + (consumer + 1) % kConsumers) : "memory");
+  }
+  static CUTLASS_DEVICE void release(uint64_t* empty, int thread) {
+    if (thread % 32 == 0) EmptyBarrier::arrive(empty);
+  }
+
+  /// Rows of a block of values from `valid` on become zeros; by all consumers.
+  static CUTLASS_DEVICE void clear_values(Element* values, int valid, int consumer, int thread) {
+    int const units = (kTileN - valid) * 8;
+#pragma unroll 1
+    for (int i = consumer * 128 + thread; i < units * (kHeadDimV / 64); i += kConsumers * 128) {
+      int const column = i / units, unit = i - column * units;
+      *reinterpret_cast<uint4*>(values + (column * kTileN + valid) * 64 + unit * 8) = make_uint4(0, 0, 0, 0);
+    }
+    cutlass::arch::fence_view_async_shared();
+    asm volatile("bar.sync %0, %1;" ::"n"(kAllBarrier), "n"(kConsumers * 128) : "memory");
+  }
+
+  static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int consumer, int thread) {
+    using namespace cute;
+    int const lane = thread % 32;
+    Ring keys, values;
+    uint32_t q_phase = 0;
+    MmaScores mma_scores;
+    MmaOutput mma_output;
+    Tensor sQ = make_tensor(make_smem_ptr(&storage.q[consumer * 64 * 64]), KMajor<64, kTileM, kHeadDim>{})(_, _, _0{});  // (64,head_dim)
+    Tensor sK = make_tensor(make_smem_ptr(&storage.k[0][0]), KMajor<kTileN, kTileN, kHeadDim>{});  // (N,head_dim,PIPE)
+    Tensor sV = make_tensor(make_smem_ptr(&storage.v[0][0]), ValuesLayout{});                      // (head_dim_v,N,PIPE)
+    Tensor tSrQ = mma_scores.get_slice(thread).partition_fragment_A(sQ);                           // (MMA,MMA_M,MMA_K), descriptors
+    Tensor tSrK = mma_scores.get_slice(thread).partition_fragment_B(sK);                           // (MMA,MMA_N,MMA_K,PIPE)
+    Tensor tOrV = mma_output.get_slice(thread).partition_fragment_B(sV);                           // (MMA,MMA_N,MMA_K,PIPE)
+
+    if constexpr (kPingpong) {
+      if (consumer == kConsumers - 1) pass_turn(consumer);
+    }
+    int const tiles = Tiles::count(storage.tiles, params);
+    for (int turn = 0;; ++turn) {
+      EmptyBarrier::wait(&storage.full_tile[turn % 2], turn / 2 % 2);
+      int const t = __shfl_sync(0xffffffffu, storage.tile[turn % 2], 0);  // the compiler then knows that all of a warp have the same
+      release(&storage.empty_tile[turn % 2], thread);
+      if (t >= tiles) break;
+      QueryTile const tile = Tiles::at(storage.tiles, params, t);
+      Rows const rows = rows_of(params, tile);
+      Mask const mask(tile.seqlen_q, tile.seqlen_k, params.window_left, params.window_right);
+      KeyBlocks<kTileN> const blocks(mask, rows.first, rows.last);
+      int const row = consumer * 64 + thread / 32 * 16 + lane / 4;  // of the tile; the thread's other one is 8 below
+
+      Tensor output = partition_fragment_C(mma_output, Shape<_64, Int<kHeadDimV>>{});  // (MMA,MMA_M,MMA_N)
+      clear(output);
+      bool const capped = params.softcap > 0.0f;
+      OnlineSoftmax<kScores> softmax((capped ? 1.0f : params.scale) * kLog2E);
+      if (blocks.begin < blocks.end) {
+        int block = blocks.end - 1;
+        float rescale[2];
+        Tensor scores = partition_fragment_C(mma_scores, Shape<_64, Int<kTileN>>{});                            // (MMA,MMA_M,MMA_N)
+        Tensor probabilities = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileN / 16>>>{});  // (MMA,MMA_M,MMA_K)
+        Tensor packed = recast<uint32_t>(probabilities);
+        mma_output.accumulate_ = GMMA::ScaleOut::One;
+        auto const multiply_keys = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+          mma_scores.accumulate_ = GMMA::ScaleOut::Zero;
+          CUTLASS_PRAGMA_UNROLL
+          for (int slab = 0; slab < kHeadDim / 16; ++slab) {
+            cute::gemm(mma_scores, tSrQ(_, _, slab), tSrK(_, _, slab, keys.index), scores);
+            mma_scores.accumulate_ = GMMA::ScaleOut::One;
+          }
+          warpgroup_commit_batch();
+        };
+        auto const multiply_values = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+          CUTLASS_PRAGMA_UNROLL
+          for (int slab = 0; slab < kTileN / 16; ++slab) {
+            cute::gemm(mma_output, probabilities(_, _, slab), tOrV(_, _, slab, values.index), output);
+          }
+          warpgroup_commit_batch();
+        };
+        auto const keys_done = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+          release(&storage.empty_k[keys.index], thread);
+          keys.advance();
+        };
+        auto const values_done = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+          release(&storage.empty_v[values.index], thread);
+          values.advance();
+        };
+        auto const cap_and_mask = [&](auto masked) CUTLASS_LAMBDA_FUNC_INLINE {
+          if (capped) {
+            float const inner = params.scale / params.softcap;
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kScores; ++i) scores(i) = params.softcap * tanh_fast(scores(i) * inner);
+          }
+          if constexpr (decltype(masked)::value) {  // limits are worked out here: kept, they would cost registers in every block
+            int32_t begin[2], end[2];
+            CUTLASS_PRAGMA_UNROLL
+            for (int h = 0; h < 2; ++h) {
+              int const query = tile.first + (row + 8 * h) / params.pack;
+              begin[h] = mask.begin(query);
+              end[h] = mask.end(query);
+            }
+            apply_mask<kScores>(scores, begin, end, block * kTileN, lane);
+          }
+        };
+        auto const round = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kScores; i += 2) {
+            cutlass::NumericArrayConverter<Element, float, 2> const convert;
+            cutlass::Array<float, 2> pair;
+            pair[0] = scores(i);
+            pair[1] = scores(i + 1);
+            reinterpret_cast<cutlass::Array<Element, 2>&>(probabilities(i)) = convert(pair);
+          }
+        };
+
+        FullBarrier::wait(&storage.full_q, q_phase);
+        FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
+        take_turn(consumer);
+        warpgroup_fence_operand(scores);
+        warpgroup_arrive();
+        multiply_keys();
+        pass_turn(consumer);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(scores);
+        keys_done();
+        cap_and_mask(true_type{});
+        softmax.step(scores, rescale);
+        round();
+        int const valid = tile.seqlen_k - block * kTileN;
+        if (valid < kTileN && !params.keys_end_at_extent) {
+          FullBarrier::wait(&storage.full_v[values.index], values.phase);
+          clear_values(storage.v[values.index], valid, consumer, thread);
+        }
+        // The softmax of a block; beside it the tensor cores have the values of the block before it, and the other warpgroups' products.
+        auto const step = [&](auto masked) CUTLASS_LAMBDA_FUNC_INLINE {
+          FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
+          FullBarrier::wait(&storage.full_v[values.index], values.phase);
+          take_turn(consumer);
+          warpgroup_fence_operand(scores);
+          warpgroup_fence_operand(output);
+          warpgroup_fence_operand(packed);
+          warpgroup_arrive();
+          multiply_keys();
+          multiply_values();
+          pass_turn(consumer);
+          warpgroup_wait<1>();
+          warpgroup_fence_operand(scores);
+          keys_done();
+          cap_and_mask(masked);
+          bool const grown = softmax.step(scores, rescale);
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(output);
+          values_done();
+          round();
+          if (grown) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kOutputs; ++i) output(i) *= rescale[i / 2 % 2];
+          }
+        };
+        int const last_full = blocks.full_end - 1;
+        for (--block; block > last_full && block >= blocks.begin; --block) step(true_type{});
+        int const first_full = blocks.full_begin > blocks.begin ? blocks.full_begin : blocks.begin;
+        for (; block >= first_full; --block) step(false_type{});
+        for (; block >= blocks.begin; --block) step(true_type{});
+
+        if constexpr (kOwnOutput) release(&storage.empty_q, thread);
+        FullBarrier::wait(&storage.full_v[values.index], values.phase);
+        warpgroup_fence_operand(output);
+        warpgroup_fence_operand(packed);
+        warpgroup_arrive();
+        multiply_values();
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(output);
+        values_done();
+      }
+      store(params, storage, tile, softmax, output, row, consumer, thread);
+      if (blocks.begin < blocks.end) {
+        q_phase ^= 1;
+        if constexpr (!kOwnOutput) {
+          if (thread == 0) tma_store_wait<0>();
+          asm volatile("bar.sync %0, 128;" ::"r"(kOwnBarrier + consumer) : "memory");
+          release(&storage.empty_q, thread);
+        }
+      }
+    }
+    if (thread == 0) tma_store_wait<0>();  // shared memory must outlive the reads of the last stores
+  }
+
+  template <class Softmax, class Output>
+  static CUTLASS_DEVICE void store(Params const& params, SharedStorage& storage, QueryTile const& tile, Softmax& softmax, Output& output,
+                                   int row, int consumer, int thread) {
+    using namespace cute;
+    int const lane = thread % 32, barrier = kOwnBarrier + consumer;
+    Element* staged;
+    if constexpr (kOwnOutput) {
+      staged = storage.output.of + consumer * 64 * 64;
+    } else {
+      staged = storage.q + consumer * 64 * 64;
+    }
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int const query = tile.first + (row + 8 * h) / params.pack, head = tile.head_unit * params.pack + (row + 8 * h) % params.pack;
+      bool const inside = query < tile.seqlen_q;
+      float sink = -INFINITY, lse;
+      if (params.sinks != nullptr && inside) sink = float(static_cast<Element const*>(params.sinks)[head]);
+      factor[h] = softmax.finish(h, sink, &lse);
+      if (params.lse != nullptr && inside && lane % 4 == 0) {
+        params.lse[(params.cu_seqlens_q != nullptr ? 0 : tile.batch) * params.lse_batch + head * params.lse_head + tile.row_q + query] =
+            lse;
+      }
+    }
+    if (thread == 0) tma_store_wait<0>();  // the tile before this one has been read
+    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+    // Matrices of 8 rows x 8 columns: lane l addresses row l % 8 of the (l / 8)-th, which are the two halves of 16 rows, of two blocks of columns.
+    int const at_row = thread / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+    for (int j = 0; j < kHeadDimV / 8; j += 2) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        cutlass::NumericArrayConverter<Element, float, 2> const convert;
+        cutlass::Array<float, 2> pair;
+        pair[0] = output(4 * j + 2 * i) * factor[i % 2];
+        pair[1] = output(4 * j + 2 * i + 1) * factor[i % 2];
+        auto const rounded = convert(pair);
+        packed[i] = reinterpret_cast<uint32_t const&>(rounded);
+      }
+      int const block = j + lane / 16;
+      Element* const to = staged + block / 8 * (kTileM * 64) + at_row * 64 + (block % 8 ^ at_row % 8) * 8;
+      asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(cast_smem_ptr_to_uint(to)), "r"(packed[0]),
+                   "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+                   : "memory");
+    }
+    int const batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
+    if (params.store_by_tma && (params.cu_seqlens_q == nullptr || (tile.first + kTileM / params.pack) <= tile.seqlen_q)) {
+      cutlass::arch::fence_view_async_shared();
+      asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+      if (thread == 0) {
+#pragma unroll
+        for (int column = 0; column < kHeadDimV / 64; ++column) {
+          SM90_TMA_STORE_5D::copy(&params.o, staged + column * (kTileM * 64), column * 64, 0,
+                                  tile.row_q + tile.first + consumer * (64 / params.pack), tile.head_unit, batch);
+        }
+        tma_store_arrive();
+      }
+      return;
+    }
+    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+    int const head_dim = params.head_dim_v;
+#pragma unroll 1
+    for (int i = thread; i < 64 * (kHeadDimV / 8); i += 128) {
+      int const block = i % (kHeadDimV / 8), r = i / (kHeadDimV / 8), in_tile = consumer * 64 + r;
+      int const query = tile.first + in_tile / params.pack, head = tile.head_unit * params.pack + in_tile % params.pack;
+      if (query >= tile.seqlen_q || block * 8 >= head_dim) continue;
+      auto const* const from = reinterpret_cast<uint4 const*>(staged + block / 8 * (kTileM * 64) + r * 64 + (block % 8 ^ r % 8) * 8);
+      Element* const to = static_cast<Element*>(params.out) + batch * params.out_batch + (tile.row_q + query) * params.out_row +
+                          head * params.out_head + block * 8;
+      *reinterpret_cast<uint4*>(to) = *from;
+    }
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(PrefillSm90<Config>::kThreads, 1) prefill_sm90_kernel(__grid_constant__ PrefillParams const params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char smem[];
+  PrefillSm90<Config>::run(params, smem);
+#endif
+}
+
+}  // namespace minfer::attention
