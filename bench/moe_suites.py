@@ -30,6 +30,7 @@ ROUTINGS = ("uniform", "zipf", "one_hot")
 SUITES = ("router", "grouped", "layer", "stages")
 STAGES = {"router": "moe_router_gemm", "sort": "moe_sort", "gemm1": "grouped_gemm", "gemm2": "grouped_gemm", "combine": "moe_combine"}
 PEERS = ("torch_grouped", "vllm_triton", "fbgemm", "quack")
+PEER_LIBRARIES = {"vllm_triton": ("_moe_C_stable_libtorch", "_C_stable_libtorch"), "fbgemm": ("fbgemm_genai",)}
 FBGEMM_TOKENS = 256  # far behind from there on; its time is spent better
 
 
@@ -419,12 +420,13 @@ def main(args: argparse.Namespace) -> int:
     peers = []
     for peer in args.peers.split(","):
         try:
-            if peer != "torch_grouped":
+            if peer in PEER_LIBRARIES:
                 import peer_ops
 
-                peer_ops.load("fbgemm_genai" if peer == "fbgemm" else "_moe_C_stable_libtorch")
-                if peer == "vllm_triton":
-                    peer_ops.load("_C_stable_libtorch")
+                for library in PEER_LIBRARIES[peer]:
+                    peer_ops.load(library)
+            elif peer == "quack":
+                import quack  # noqa: F401
             peers.append(peer)
         except (ImportError, OSError) as error:
             print(f"{peer} is left out: {error}")
