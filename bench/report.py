@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import report_attention
 import report_gemm
 import report_moe
 import report_w4a16
 
 ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = {"gemm": report_gemm, "w4a16": report_w4a16, "moe": report_moe}
+FAMILIES = {"gemm": report_gemm, "w4a16": report_w4a16, "moe": report_moe, "attention": report_attention}
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {family: module.section for family, module in FAMILIES.items()}
 PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {family: module.plot for family, module in FAMILIES.items()}
 

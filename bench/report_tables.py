@@ -24,6 +24,10 @@ PEER_NAMES = {
     "vllm_triton": "vLLM Triton",
     "vllm": "vLLM's kernels",
     "torch": "torch's operators",
+    "cudnn": "cuDNN",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "ours:causal": "own, causal, by flops",
     "ours:gather": "own, with the gather",
     "ours:with its GEMM": "own, with the router's GEMM",
 }

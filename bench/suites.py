@@ -15,7 +15,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-FAMILIES = {"gemm": "gemm_suites", "moe": "moe_suites", "moe_w4a16": "moe_w4a16_suites", "w4a16": "w4a16_suites"}
+FAMILIES = {
+    "attention": "attention_suites",
+    "gemm": "gemm_suites",
+    "moe": "moe_suites",
+    "moe_w4a16": "moe_w4a16_suites",
+    "w4a16": "w4a16_suites",
+}
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from pathlib import Path
 
-from codegen import gemm, moe, moe_w4a16, w4a16
+from codegen import attention, gemm, moe, moe_w4a16, w4a16
 from codegen.kernel import ConfigError, Kernel
 
 try:
@@ -16,7 +16,7 @@ except ModuleNotFoundError:  # Python 3.10
     except ModuleNotFoundError:
         tomllib = None
 
-FAMILIES = {"gemm": gemm, "moe": moe, "moe_w4a16": moe_w4a16, "w4a16": w4a16}
+FAMILIES = {"attention": attention, "gemm": gemm, "moe": moe, "moe_w4a16": moe_w4a16, "w4a16": w4a16}
 
 
 def read_table(path: Path) -> list[Kernel]:

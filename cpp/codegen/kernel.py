@@ -52,11 +52,16 @@ class Kernel:
     variant: str = ""  # w4a16: what else tells two kernels apart, the end of the name
     scaling: str = ""  # w4a16 sm90: where scales are applied, a key of w4a16.SCALINGS
     slices: int = 1  # w4a16 sm90: warpgroups that share out each stage's k
+    head_dim_v: int = 0  # attention: of the values; tile is [queries, keys, head_dim]
+    own_output: bool = False  # attention sm90: output is staged in room of its own, not in that of the queries
 
     @property
     def name(self) -> str:
         tile = "x".join(map(str, self.tile))
         cluster = "x".join(map(str, self.cluster))
+        if self.family == "attention":
+            dims = f"d{self.tile[2]}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.tile[2] else "")
+            return f"attention_sm{self.arch}_{self.element}_{dims}_{self.tile[0]}x{self.tile[1]}_{self.variant}"
         if self.b_format != "dense":
             grouped = "moe_" if self.family.startswith("moe") else ""
             return f"{grouped}w{BITS[self.b_format]}a16_sm{self.arch}_{self.element}_{self.b_format}_{tile}_{cluster}_{self.variant}"
@@ -99,6 +104,7 @@ class Kernel:
             "tile_m": self.tile[0],
             "tile_n": self.tile[1],
             "tile_k": self.tile[2],
+            "head_dim_v": self.head_dim_v,
             "cluster_m": self.cluster[0],
             "cluster_n": self.cluster[1],
             "schedule": self.schedule,

@@ -45,6 +45,15 @@ std::tuple<Tensor, Tensor> moe_router_gemm(Tensor x, Tensor w_gate, int64_t top_
 std::tuple<Tensor, Tensor, Tensor, Tensor> moe_sort(Tensor ids, int64_t num_experts, std::optional<Tensor> weights);
 Tensor moe_combine(Tensor y, Tensor inverse, std::optional<Tensor> weights);
 
+std::tuple<Tensor, Tensor> attention(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> scale, int64_t window_left,
+                                     int64_t window_right, double softcap, std::optional<Tensor> sinks, std::optional<std::string> kernel);
+std::tuple<Tensor, Tensor> attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int64_t max_seqlen_q,
+                                            int64_t max_seqlen_k, bool causal, std::optional<double> scale, int64_t window_left,
+                                            int64_t window_right, double softcap, std::optional<Tensor> sinks,
+                                            std::optional<std::string> kernel);
+std::string plan_attention_json(std::vector<int64_t> sizes, std::string type, int64_t window_left, int64_t window_right, bool varlen,
+                                std::optional<std::string> kernel, bool only_runnable, int64_t device);
+
 Tensor grouped_gemm(Tensor a, Tensor b, Tensor offsets, std::optional<Tensor> bias, std::optional<Tensor> gather,
                     std::optional<Tensor> row_scale, std::string activation, bool gated, std::string gate_layout,
                     std::optional<std::string> kernel);

@@ -92,6 +92,17 @@ STABLE_TORCH_LIBRARY(minfer, m) {
       "Tensor weights, Tensor ids, *, int group_size=128, str w4_format=\"int4\", Tensor? alpha13=None, Tensor? alpha2=None, "
       "str activation=\"silu\", Tensor? b13=None, Tensor? b2=None) -> Tensor");
 
+  // softmax(scale q k^T) v over the keys that each query sees (causal and windows aligned to the bottom right), and the logarithm of what the
+  // softmax divided by; q [batch, seqlen_q, heads_q, head_dim], k and v [batch, seqlen_k, heads_kv, ..], varlen without the batch
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None, int window_left=-1, int window_right=-1, "
+      "float softcap=0.0, Tensor? sinks=None, str? kernel=None) -> (Tensor, Tensor)");
+  m.def(
+      "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, *, "
+      "bool causal=False, float? scale=None, int window_left=-1, int window_right=-1, float softcap=0.0, Tensor? sinks=None, "
+      "str? kernel=None) -> (Tensor, Tensor)");
+  m.def("merge_attention_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
+
   // What this build holds and what it would do; JSON texts.
   m.def("_build_info() -> str");
   m.def("_kernels(str family) -> str");
@@ -111,6 +122,9 @@ STABLE_TORCH_LIBRARY(minfer, m) {
   m.def(
       "_plan_grouped(int[] sizes, str type, bool gated, bool gathered, str? kernel, bool only_runnable, int device, str? w4_format=None, "
       "int group_size=128, bool has_zeros=False) -> str");
+  m.def(
+      "_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device) "
+      "-> str");
   m.def("_load_tuned(str csv) -> int");
 }
 
@@ -141,6 +155,8 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) {
   m.impl("grouped_w4a16_gemm", TORCH_BOX(&grouped_w4a16_gemm));
   m.impl("grouped_w4a16_gemm.out", TORCH_BOX(&grouped_w4a16_gemm_out));
   m.impl("moe_ffn_w4a16", TORCH_BOX(&moe_ffn_w4a16));
+  m.impl("attention", TORCH_BOX(&attention));
+  m.impl("attention_varlen", TORCH_BOX(&attention_varlen));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
@@ -153,5 +169,6 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
   m.impl("_plan_w4a16", TORCH_BOX(&plan_w4a16_json));
   m.impl("_enumerate_w4a16", TORCH_BOX(&enumerate_w4a16_json));
   m.impl("_plan_grouped", TORCH_BOX(&plan_grouped_json));
+  m.impl("_plan_attention", TORCH_BOX(&plan_attention_json));
   m.impl("_load_tuned", TORCH_BOX(&load_tuned));
 }

@@ -30,6 +30,7 @@ from . import (  # noqa: E402, F401  some register kernels and rules with torch
     nn,
     quantize,
     reference,
+    reference_attention,
     reference_moe,
     reference_moe_routing,
     reference_moe_w4a16,
@@ -37,6 +38,7 @@ from . import (  # noqa: E402, F401  some register kernels and rules with torch
     tracing,
     tuned,
 )
+from .attention import attention, attention_varlen, merge_attention_states  # noqa: E402
 from .moe import grouped_gemm, grouped_gemm_masked, moe_ffn  # noqa: E402
 from .moe_routing import moe_combine, moe_router, moe_router_gemm, moe_sort  # noqa: E402
 from .moe_w4a16 import grouped_w4a16_gemm, moe_ffn_w4a16  # noqa: E402
@@ -53,6 +55,8 @@ tuned.load_at_first_use()
 __all__ = [
     "Plan",
     "__version__",
+    "attention",
+    "attention_varlen",
     "build_info",
     "distributed",
     "gemm",
@@ -61,6 +65,7 @@ __all__ = [
     "grouped_gemm_masked",
     "grouped_w4a16_gemm",
     "kernels",
+    "merge_attention_states",
     "moe_combine",
     "moe_ffn",
     "moe_ffn_w4a16",

@@ -121,11 +121,17 @@ class _InferenceOnly(torch.autograd.Function):
 def _differentiated(args, kwargs) -> list[Tensor]:
     if not torch.is_grad_enabled():
         return []
-    return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad]
+    tensors: list[Tensor] = []
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Tensor):
+            tensors.append(x)
+        elif isinstance(x, list | tuple):  # a schema's Tensor[]
+            tensors += [y for y in x if isinstance(y, Tensor)]
+    return [x for x in tensors if x.requires_grad]
 
 
 def register_autograd(op: torch._ops.OpOverload) -> None:
-    """Forward works, backward raises, whatever the device; for an overload that returns a tensor or writes its argument ``out``."""
+    """Forward works, backward raises, whatever the device; for an overload that returns tensors or writes its argument ``out``."""
     below = torch._C._after_autograd_keyset
 
     def functional(keyset, *args, **kwargs):

@@ -16,7 +16,9 @@ from . import checks, checks_moe, checks_moe_w4a16, checks_w4a16
 _ops = torch.ops.minfer
 _library = torch.library.Library("minfer", "FRAGMENT")
 
-# Arguments of the operators that take ``kernel``: in their overrides ``str override`` follows the positional ones.
+_ATTENTION_OPTIONS = "bool causal, float? scale, int window_left, int window_right, float softcap, Tensor? sinks"
+# Arguments of the operators that take ``kernel``, and what they return if it is not one tensor; in their overrides ``str override`` follows
+# the positional ones.
 _OVERRIDES = (
     {
         "gemm": (
@@ -46,6 +48,12 @@ _OVERRIDES = (
             "Tensor a, Tensor qweight, Tensor scales, Tensor? zeros, Tensor offsets",
             "int group_size, str w4_format, Tensor? alpha, Tensor? bias, Tensor? gather, Tensor? row_scale, str activation, bool gated",
         ),
+        "attention": ("Tensor q, Tensor k, Tensor v", _ATTENTION_OPTIONS, "(Tensor, Tensor)"),
+        "attention_varlen": (
+            "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k",
+            _ATTENTION_OPTIONS,
+            "(Tensor, Tensor)",
+        ),
     }
 )
 
@@ -63,14 +71,14 @@ def _functional(context, operator, override_operator, args, kwargs):
         return operator(*args, **kwargs)
 
 
-def _register(name: str, positional: str, keywords: str) -> None:
+def _register(name: str, positional: str, keywords: str, returns: str = "Tensor") -> None:
     operator = getattr(_ops, name).default
 
     def call(*args, **kwargs):
         return operator(*args[:-1], kernel=args[-1], **kwargs)
 
     tags = (torch.Tag.needs_fixed_stride_order,)
-    _library.define(f"_{name}_override({positional}, str override, *, {keywords}) -> Tensor", tags=tags)
+    _library.define(f"_{name}_override({positional}, str override, *, {keywords}) -> {returns}", tags=tags)
     _library.impl(f"_{name}_override", call, "CompositeExplicitAutograd")
     torch.library.register_fake(f"minfer::_{name}_override", call, lib=_library)
     override_operator = getattr(_ops, f"_{name}_override").default
@@ -110,8 +118,8 @@ def _behind_counts(result: torch.Tensor, out: torch.Tensor, a: torch.Tensor, b: 
     return torch.where(inside, result, out)
 
 
-for _name, (_positional, _keywords) in _OVERRIDES.items():
-    _register(_name, _positional, _keywords)
+for _name, _arguments in _OVERRIDES.items():
+    _register(_name, *_arguments)
 _register_out("gemm", checks.check_gemm, keep_dtype=True)
 _register_out("w4a16_gemm", checks_w4a16.check_w4a16_gemm, keep_dtype=False)
 _register_out("w8a16_gemm", checks_w4a16.check_w8a16_gemm, keep_dtype=False)
@@ -119,6 +127,7 @@ _register_out("grouped_gemm", checks_moe.check_grouped_gemm, keep_dtype=False)
 _register_out("grouped_w4a16_gemm", checks_moe_w4a16.check_grouped_w4a16_gemm, keep_dtype=False)
 _register_out("grouped_gemm_masked", checks_moe.check_grouped_gemm_masked, keep_dtype=False, merge=_behind_counts)
 for _op in (
+    _ops.merge_attention_states.default,
     _ops.moe_ffn.default,
     _ops.moe_ffn_w4a16.default,
     _ops.w4a16_pack.default,

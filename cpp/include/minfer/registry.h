@@ -29,9 +29,10 @@ struct KernelInfo {
   DataType ab_type;
   Major a_major, b_major;  // of the caller's A and B
   WeightFormat b_format;
-  int32_t group_multiple;  // quantised B: k per scale must be a multiple of this, or all of k
-  bool swap;               // computes D^T = B^T.A^T: the caller's n is on the tile's M side, his m on its N side
-  int32_t tile_m, tile_n, tile_k;
+  int32_t group_multiple;          // quantised B: k per scale must be a multiple of this, or all of k
+  bool swap;                       // computes D^T = B^T.A^T: the caller's n is on the tile's M side, his m on its N side
+  int32_t tile_m, tile_n, tile_k;  // attention: queries, keys, head_dim
+  int32_t head_dim_v;              // attention: of the values; else 0
   int32_t cluster_m, cluster_n;
   Schedule schedule;
   int32_t stages;

@@ -22,7 +22,7 @@ struct PrefillParams {
   int32_t const* block_table;   // [batch, ..] pages, or null
   int64_t block_table_stride;
   int32_t page_size, box_rows;  // rows of one TMA load of K and V: a divisor of the page and of the tile
-  int32_t batch, heads_q, heads_kv, seqlen_q, seqlen_k;
+  int32_t batch, tokens_q, heads_q, heads_kv, seqlen_q, seqlen_k;
   int32_t pack, head_units, group;    // head_units * pack = heads_q; group = heads_q / heads_kv
   int32_t q_tiles;                    // of a sequence of seqlen_q queries
   int32_t section;                    // (batch, head unit) pairs whose K and V share L2

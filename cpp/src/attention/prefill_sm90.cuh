@@ -13,11 +13,17 @@
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
+#include <algorithm>
+#include <atomic>
+
+#include "attention/launch.h"
 #include "attention/mask.h"
 #include "attention/prefill_params.h"
 #include "attention/softmax.cuh"
 #include "attention/tile_scheduler.cuh"
+#include "common/cuda_check.h"
 #include "common/dependent_launch.cuh"
+#include "common/tensor_map.h"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
@@ -257,6 +263,7 @@ struct PrefillSm90 {
     if constexpr (kPingpong) {
       if (consumer == kConsumers - 1) pass_turn(consumer);
     }
+    clear_rows_outside(params, consumer * 128 + thread);
     int const tiles = Tiles::count(storage.tiles, params);
     for (int turn = 0;; ++turn) {
       EmptyBarrier::wait(&storage.full_tile[turn % 2], turn / 2 % 2);
@@ -405,6 +412,22 @@ struct PrefillSm90 {
     if (thread == 0) tma_store_wait<0>();  // shared memory must outlive the reads of the last stores
   }
 
+  /// Varlen: rows before the first and behind the last sequence are nobody's: zeros, and -inf.
+  static CUTLASS_DEVICE void clear_rows_outside(Params const& params, int thread) {
+    if (params.cu_seqlens_q == nullptr) return;
+    int const first = __ldg(params.cu_seqlens_q), last = __ldg(params.cu_seqlens_q + params.batch);
+    int const outside = params.tokens_q - (last - first);
+    for (int i = int(blockIdx.x); i < outside; i += int(gridDim.x)) {
+      int64_t const row = i < first ? i : last + (i - first);
+      for (int column = thread; column < params.heads_q * params.head_dim_v; column += kConsumers * 128) {
+        static_cast<uint16_t*>(params.out)[row * params.out_row + column] = 0;
+      }
+      for (int head = thread; head < params.heads_q && params.lse != nullptr; head += kConsumers * 128) {
+        params.lse[head * params.lse_head + row] = -INFINITY;
+      }
+    }
+  }
+
   template <class Softmax, class Output>
   static CUTLASS_DEVICE void store(Params const& params, SharedStorage& storage, QueryTile const& tile, Softmax& softmax, Output& output,
                                    int row, int consumer, int thread) {
@@ -486,6 +509,100 @@ __global__ void __launch_bounds__(PrefillSm90<Config>::kThreads, 1) prefill_sm90
   extern __shared__ __align__(1024) char smem[];
   PrefillSm90<Config>::run(params, smem);
 #endif
+}
+
+/// A mode of extent 1 has any stride; TMA wants a legal one.
+inline int64_t stride_bytes(int64_t extent, int64_t stride) { return extent > 1 ? stride * 2 : 16; }
+
+/// Queries or output: [batch, head units, rows, pack, head_dim].
+inline Status describe_queries(CUtensorMap* map, void const* base, AttentionProblem const& p, int64_t pack, int64_t head_dim, int64_t batch,
+                               int64_t row, int64_t head, int box_rows) {
+  int64_t const units = p.heads_q / pack, rows = p.varlen ? p.tokens_q : p.seqlen_q, batches = p.varlen ? 1 : p.batch;
+  int64_t const extents[5] = {head_dim, pack, rows, units, batches};
+  int64_t const strides[4] = {stride_bytes(pack, head), stride_bytes(rows, row), stride_bytes(units, pack * head),
+                              stride_bytes(batches, batch)};
+  int const box[5] = {64, int(pack), int(box_rows / pack), 1, 1};
+  return encode_tensor_map_rows(map, 5, base, extents, strides, box);
+}
+
+/// Keys or values: [batch, rows, heads_kv, head_dim].
+inline Status describe_keys(CUtensorMap* map, void const* base, AttentionProblem const& p, int64_t head_dim, int64_t const (&stride)[3],
+                            int box_rows) {
+  int64_t const rows = p.varlen ? p.tokens_k : p.seqlen_k, batches = p.varlen ? 1 : p.batch;
+  int64_t const extents[4] = {head_dim, p.heads_kv, rows, batches};
+  int64_t const strides[3] = {stride_bytes(p.heads_kv, stride[2]), stride_bytes(rows, stride[1]), stride_bytes(batches, stride[0])};
+  int const box[4] = {64, 1, box_rows, 1};
+  return encode_tensor_map_rows(map, 4, base, extents, strides, box);
+}
+
+template <class Config>
+Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
+  using Kernel = PrefillSm90<Config>;
+  AttentionProblem const& p = *arguments.problem;
+  AttentionOperands const& o = *arguments.operands;
+  int64_t const pack = arguments.plan->pack, out_row = p.heads_q * p.head_dim_v;
+  PrefillParams params{};
+  Status status = describe_queries(&params.q, o.q, p, pack, p.head_dim, o.q_strides[0], o.q_strides[1], o.q_strides[2], Config::kTileM);
+  if (status.ok()) status = describe_queries(&params.o, o.out, p, pack, p.head_dim_v, p.seqlen_q * out_row, out_row, p.head_dim_v, 64);
+  if (!status.ok()) return status;
+  if (p.tokens_k > 0) {  // without keys nothing is loaded
+    status = describe_keys(&params.k, o.k, p, p.head_dim, o.k_strides, Config::kTileN);
+    if (status.ok()) status = describe_keys(&params.v, o.v, p, p.head_dim_v, o.v_strides, Config::kTileN);
+    if (!status.ok()) return status;
+  } else {
+    params.k = params.v = params.q;
+  }
+  params.out = o.out;
+  params.out_batch = p.seqlen_q * out_row;
+  params.out_row = out_row;
+  params.out_head = p.head_dim_v;
+  params.lse = o.lse;
+  params.lse_batch = p.heads_q * p.seqlen_q;
+  params.lse_head = p.varlen ? p.tokens_q : p.seqlen_q;
+  params.cu_seqlens_q = o.cu_seqlens_q;
+  params.cu_seqlens_k = o.cu_seqlens_k;
+  params.box_rows = Config::kTileN;
+  params.batch = int32_t(p.batch);
+  params.tokens_q = int32_t(p.tokens_q);
+  params.heads_q = int32_t(p.heads_q);
+  params.heads_kv = int32_t(p.heads_kv);
+  params.seqlen_q = int32_t(p.seqlen_q);
+  params.seqlen_k = int32_t(p.tokens_k > 0 ? p.seqlen_k : 0);
+  params.pack = int32_t(pack);
+  params.head_units = int32_t(p.heads_q / pack);
+  params.group = int32_t(p.heads_q / p.heads_kv);
+  params.head_dim_v = int32_t(p.head_dim_v);
+  params.q_tiles = int32_t((p.seqlen_q * pack + Config::kTileM - 1) / Config::kTileM);
+  int64_t const kv_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
+  int64_t const kv_heads = std::max<int64_t>(1, arguments.device->l2_bytes / 2 / kv_bytes);
+  params.section = int32_t(std::min<int64_t>(kv_heads * params.group / pack, int64_t(params.batch) * params.head_units));
+  params.window_left = int32_t(p.window_left);
+  params.window_right = int32_t(p.window_right);
+  params.scale = o.scale;
+  params.softcap = o.softcap;
+  params.tile_counter = arguments.tile_counter;
+  params.sinks = o.sinks;
+  params.keys_end_at_extent = !p.varlen;
+  params.store_by_tma = true;
+
+  static std::atomic<uint64_t> shared_memory_allowed{0};
+  if (cudaError_t const error =
+          allow_shared_memory(reinterpret_cast<void const*>(&prefill_sm90_kernel<Config>), Kernel::kSmemBytes, shared_memory_allowed);
+      error != cudaSuccess) {
+    return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
+  }
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  int64_t const tiles = p.varlen ? arguments.device->sm_count : int64_t(params.q_tiles) * params.head_units * params.batch;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(std::min<int64_t>(arguments.device->sm_count, tiles)));
+  config.blockDim = dim3(unsigned(Kernel::kThreads));
+  config.dynamicSmemBytes = size_t(Kernel::kSmemBytes);
+  config.stream = arguments.stream;
+  config.attrs = &attribute;
+  config.numAttrs = arguments.programmatic_launch ? 1 : 0;
+  return cuda_status(cudaLaunchKernelEx(&config, &prefill_sm90_kernel<Config>, params), "launch");
 }
 
 }  // namespace minfer::attention

@@ -29,7 +29,7 @@ struct PrefillTiles {
 
   static __device__ int queries_of(PrefillParams const& p, int b) { return __ldg(p.cu_seqlens_q + b + 1) - __ldg(p.cu_seqlens_q + b); }
   static __device__ int tiles_of(PrefillParams const& p, int queries) { return (queries * p.pack + kTileM - 1) / kTileM; }
-  static __device__ int step_of(PrefillParams const& p) { return (p.batch + kTable - 1) / kTable; }
+  static __device__ int step_of(PrefillParams const& p) { return p.batch > kTable ? (p.batch + kTable - 1) / kTable : 1; }
 
   /// By all `threads` of the CTA, after the kernel's predecessor has finished.
   static __device__ void build(Storage& storage, PrefillParams const& p, int thread, int threads) {

@@ -1,0 +1,62 @@
+// Attention: out = softmax(scale * q . k^T) . v over the keys that each query sees, and the logarithm of the softmax's denominator.
+//
+//   AttentionProblem   what is computed: sizes, types, masks (no pointers)
+//   plan_attention     pure: problem x device x options -> AttentionPlan
+//   run_attention      launches a plan on a stream; allocates nothing, synchronises nothing
+#pragma once
+
+#include "minfer/gemm.h"
+#include "minfer/registry.h"
+#include "minfer/status.h"
+#include "minfer/types.h"
+
+namespace minfer {
+
+struct AttentionProblem {
+  int64_t batch = 0;
+  int64_t heads_q = 0, heads_kv = 0;     // query head h reads KV head h / (heads_q / heads_kv)
+  int64_t seqlen_q = 0, seqlen_k = 0;    // of each sequence; varlen: of the longest
+  int64_t tokens_q = 0, tokens_k = 0;    // of all sequences: batch * seqlen; varlen: rows of q, k and v
+  int64_t head_dim = 0, head_dim_v = 0;  // multiples of 8
+  int64_t window_left = -1,
+          window_right = -1;  // keys before and behind the one a query is aligned to (the last query to the last key); < 0: all
+  DataType type = DataType::kF16;
+  bool varlen = false;
+};
+
+/// Strides are in elements, the last mode's is 1.
+struct AttentionOperands {
+  void const *q = nullptr, *k = nullptr, *v = nullptr;              // [batch, seqlen, heads, head_dim]; varlen: [tokens, heads, head_dim]
+  int64_t q_strides[3] = {}, k_strides[3] = {}, v_strides[3] = {};  // of batch, row, head
+  void* out = nullptr;                                              // as q, contiguous, with head_dim_v
+  float* lse = nullptr;                                             // [batch, heads_q, seqlen_q]; varlen: [heads_q, tokens_q]
+  int32_t const *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;   // varlen: [batch + 1]
+  void const* sinks = nullptr;                                      // [heads_q] of q's type, or null
+  float scale = 1.0f, softcap = 0.0f;                               // softcap > 0: scores are softcap * tanh(score / softcap)
+};
+
+struct AttentionPlan {
+  KernelInfo const* kernel = nullptr;
+  int64_t pack = 1;            // query heads of a KV head that lie side by side in a tile
+  bool counted = false;        // tiles are handed out by a counter in the workspace
+  size_t workspace_bytes = 0;  // any content; 256-byte aligned
+  double predicted_us = 0, floor_us = 0;
+  PlanSource source = PlanSource::kAnalytic;
+  char reason[200] = {0};
+};
+
+struct AttentionPlanOptions {
+  char const* kernel = nullptr;  // force this kernel by name
+  bool only_runnable = true;     // false: also kernels that are not in this build
+};
+
+/// Chooses the kernel: the explicit one, else the analytic model.
+/// @return kInvalidArgument (sizes, types), kUnknownKernel, kNotCompiled, kNotSupported.
+Status plan_attention(AttentionProblem const& problem, DeviceProperties const& device, AttentionPlanOptions const& options,
+                      AttentionPlan* plan);
+
+/// Launches the plan on `stream`; `workspace` holds plan.workspace_bytes bytes. Every element of out and lse is written.
+Status run_attention(AttentionPlan const& plan, AttentionProblem const& problem, AttentionOperands const& operands,
+                     DeviceProperties const& device, void* workspace, size_t workspace_bytes, Stream stream);
+
+}  // namespace minfer

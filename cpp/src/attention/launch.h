@@ -1,0 +1,23 @@
+// What a generated launch function of an attention kernel receives. Private to the library.
+#pragma once
+
+#include "minfer/attention.h"
+
+namespace minfer::attention {
+
+struct AttentionLaunchArguments {
+  AttentionPlan const* plan;
+  AttentionProblem const* problem;
+  AttentionOperands const* operands;
+  DeviceProperties const* device;
+  int32_t* tile_counter;     // zero, or null
+  bool programmatic_launch;  // launch with programmatic stream serialization (sm_90 kernels)
+  Stream stream;
+};
+
+using LaunchFunction = Status (*)(AttentionLaunchArguments const&);
+
+/// Zeroes `bytes` bytes on the stream.
+Status clear_workspace(void* workspace, size_t bytes, Stream stream);
+
+}  // namespace minfer::attention

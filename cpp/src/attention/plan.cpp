@@ -1,0 +1,202 @@
+// plan_attention: explicit kernel, else the analytic model over every legal one. run_attention.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+
+#include "attention/launch.h"
+#include "gemm/launch.h"
+
+namespace minfer {
+
+namespace attention {
+namespace {
+
+constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
+constexpr size_t kCounterBytes = 256;
+
+// Of the tensor cores' rate, what a mainloop reaches with long sequences (H200, head_dim 128, 16384 keys: 710 and 625 TFLOP/s), and what a tile
+// costs beside it: first loads, first and last product, output (512 queries, causal: 2.7 us of a tile with 128 rows, 3.6 with 192).
+constexpr double kStartUs = 4.0, kTileUs = 1.4, kTileRowUs = 0.0115;
+double rate_of(KernelInfo const& kernel) { return kernel.tile_m >= 192 ? 0.94 : 0.83; }
+
+/// Keys that the queries of a sequence see, on average.
+double keys_seen(AttentionProblem const& p) {
+  double const q = double(p.seqlen_q), k = double(p.seqlen_k), shift = k - q;
+  auto const limit = [&](double x) { return std::clamp(x, 0.0, k); };
+  double total = 0.0;
+  constexpr int kSamples = 16;
+  for (int i = 0; i < kSamples; ++i) {
+    double const query = (i + 0.5) * q / kSamples;
+    double const end = p.window_right < 0 ? k : limit(query + shift + double(p.window_right) + 1.0);
+    double const begin = p.window_left < 0 ? 0.0 : limit(query + shift - double(p.window_left));
+    total += std::max(0.0, end - begin) / kSamples;
+  }
+  return total;
+}
+
+double flops_of(AttentionProblem const& p) {
+  return 2.0 * double(p.tokens_q) * double(p.heads_q) * keys_seen(p) * double(p.head_dim + p.head_dim_v);
+}
+
+double floor_us(AttentionProblem const& p, DeviceProperties const& device) {
+  double const bytes =
+      2.0 * (double(p.tokens_q) * p.heads_q * (p.head_dim + p.head_dim_v) + double(p.tokens_k) * p.heads_kv * (p.head_dim + p.head_dim_v));
+  return std::max(bytes / device.read_bandwidth, flops_of(p) / device.matrix_rate);
+}
+
+/// Tiles of all sequences; varlen: as if all were of the mean length.
+double tiles_of(AttentionProblem const& p, int tile_m, int64_t pack) {
+  double const queries = p.varlen ? double(p.tokens_q) / double(std::max<int64_t>(p.batch, 1)) : double(p.seqlen_q);
+  return std::ceil(std::max(queries, 1.0) * double(pack) / tile_m) * double(p.batch) * double(p.heads_q / pack);
+}
+
+/// Keys that a tile meets, on average: those of all its queries, in whole blocks.
+double keys_met(AttentionProblem const& p, KernelInfo const& kernel, int64_t pack) {
+  int64_t const queries = kernel.tile_m / pack, tiles = (std::max<int64_t>(p.seqlen_q, 1) + queries - 1) / queries;
+  int64_t const samples = std::min<int64_t>(tiles, 64);
+  double total = 0.0;
+  for (int64_t i = 0; i < samples; ++i) {
+    int64_t const first = (tiles > samples ? i * tiles / samples : i) * queries, last = std::min(first + queries, p.seqlen_q) - 1;
+    int64_t const shift = p.seqlen_k - p.seqlen_q;
+    int64_t const end = p.window_right < 0 ? p.seqlen_k : std::clamp<int64_t>(last + shift + p.window_right + 1, 0, p.seqlen_k);
+    int64_t const begin = p.window_left < 0 ? 0 : std::max<int64_t>(first + shift - p.window_left, 0);
+    int64_t const blocks = (end + kernel.tile_n - 1) / kernel.tile_n - begin / kernel.tile_n;
+    total += double(std::max<int64_t>(blocks, 0) * kernel.tile_n) / double(samples);
+  }
+  return total;
+}
+
+double predict_us(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device, int64_t pack) {
+  double const tiles = tiles_of(p, kernel.tile_m, pack), sms = double(device.sm_count);
+  double const keys = keys_met(p, kernel, pack);
+  double const mma_us =
+      2.0 * kernel.tile_m * keys * double(kernel.tile_k + kernel.head_dim_v) / (device.matrix_rate / sms * rate_of(kernel));
+  double const tile_us = mma_us + kTileUs + kTileRowUs * kernel.tile_m;
+  return kStartUs + std::max(1.0, tiles / sms + (tiles > sms ? 0.4 : 0.0)) * tile_us;
+}
+
+char const* illegal(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
+  if (std::strcmp(kernel.family, "attention") != 0) return "it is not an attention kernel";
+  if (kernel.arch_exact ? device.compute_capability() != kernel.arch : device.compute_capability() < kernel.arch) {
+    return "it does not run on this device's compute capability";
+  }
+  if (kernel.ab_type != p.type) return "it computes another element type";
+  if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
+  if (p.head_dim > kernel.tile_k || p.head_dim_v > kernel.head_dim_v) return "its head dimensions are smaller";
+  return nullptr;
+}
+
+Status check(AttentionProblem const& p) {
+  if (p.batch < 0 || p.heads_q < 0 || p.heads_kv < 0 || p.seqlen_q < 0 || p.seqlen_k < 0 || p.tokens_q < 0 || p.tokens_k < 0) {
+    return Status::failure(StatusCode::kInvalidArgument, "sizes must not be negative");
+  }
+  if (p.type == DataType::kF32) return Status::failure(StatusCode::kInvalidArgument, "operands must be f16 or bf16, got f32");
+  if (p.heads_kv > 0 ? p.heads_q % p.heads_kv != 0 : p.heads_q != 0) {
+    return Status::failure(StatusCode::kInvalidArgument, "heads_q must be a multiple of heads_kv, got %lld and %lld", (long long)p.heads_q,
+                           (long long)p.heads_kv);
+  }
+  if (p.head_dim <= 0 || p.head_dim % 8 != 0 || p.head_dim_v <= 0 || p.head_dim_v % 8 != 0 || p.head_dim_v > p.head_dim) {
+    return Status::failure(StatusCode::kInvalidArgument,
+                           "head_dim and head_dim_v must be multiples of 8 with head_dim_v <= head_dim, got %lld and %lld",
+                           (long long)p.head_dim, (long long)p.head_dim_v);
+  }
+  int64_t const largest = std::max({p.tokens_q, p.tokens_k, p.seqlen_q, p.seqlen_k});
+  double const tiles = (double(p.tokens_q) / 64 + double(p.batch)) * double(p.heads_q);
+  if (largest > kMaxExtent || tiles >= 2147483648.0) {
+    return Status::failure(StatusCode::kNotSupported, "tokens_q = %lld, tokens_k = %lld and %lld heads are more than 32 bits count",
+                           (long long)p.tokens_q, (long long)p.tokens_k, (long long)p.heads_q);
+  }
+  return Status::success();
+}
+
+/// All heads of a group in a tile where that makes fewer tiles: short queries, which also share the loads of K and V then.
+int64_t choose_pack(KernelInfo const& kernel, AttentionProblem const& p) {
+  int64_t const group = p.heads_kv > 0 ? p.heads_q / p.heads_kv : 1;
+  if (group == 1 || 64 % group != 0) return 1;  // a warpgroup's 64 rows hold whole queries
+  return tiles_of(p, kernel.tile_m, group) < tiles_of(p, kernel.tile_m, 1) ? group : 1;
+}
+
+AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
+  AttentionPlan plan;
+  plan.kernel = &kernel;
+  plan.pack = choose_pack(kernel, p);
+  plan.floor_us = floor_us(p, device);
+  plan.predicted_us = std::max(predict_us(kernel, p, device, plan.pack), plan.floor_us);
+  bool const even = !p.varlen && p.window_left < 0 && p.window_right < 0;
+  plan.counted = !even && (p.varlen || tiles_of(p, kernel.tile_m, plan.pack) > device.sm_count);
+  plan.workspace_bytes = plan.counted ? kCounterBytes : 0;
+  return plan;
+}
+
+}  // namespace
+
+#if !MINFER_WITH_CUDA
+Status clear_workspace(void*, size_t, Stream) { return Status::failure(StatusCode::kNotCompiled, "this build has no CUDA"); }
+#endif
+
+}  // namespace attention
+
+Status plan_attention(AttentionProblem const& problem, DeviceProperties const& device, AttentionPlanOptions const& options,
+                      AttentionPlan* plan) {
+  using namespace attention;
+  *plan = AttentionPlan{};
+  if (Status status = check(problem); !status.ok()) return status;
+  if (options.kernel != nullptr) {
+    KernelInfo const* kernel = find_kernel(options.kernel);
+    if (kernel == nullptr) return Status::failure(StatusCode::kUnknownKernel, "kernel '%.90s' is not in the registry", options.kernel);
+    if (char const* why = illegal(*kernel, problem, device)) {
+      return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot compute this problem: %s", kernel->name, why);
+    }
+    if (options.only_runnable && kernel->launch == nullptr) {
+      return Status::failure(StatusCode::kNotCompiled, "kernel %s is in the table but not in this build (archs: %s)", kernel->name,
+                             build_archs()[0] ? build_archs() : "none");
+    }
+    *plan = describe(*kernel, problem, device);
+    plan->source = PlanSource::kOverride;
+    std::snprintf(plan->reason, sizeof(plan->reason), "asked for by name");
+    return Status::success();
+  }
+  int64_t count = 0;
+  int candidates = 0;
+  KernelInfo const* kernels = registry(&count);
+  for (int64_t i = 0; i < count; ++i) {
+    KernelInfo const& kernel = kernels[i];
+    if ((options.only_runnable && kernel.launch == nullptr) || illegal(kernel, problem, device) != nullptr) continue;
+    AttentionPlan const found = describe(kernel, problem, device);
+    if (candidates == 0 || found.predicted_us < plan->predicted_us) *plan = found;
+    ++candidates;
+  }
+  if (candidates == 0) {
+    return Status::failure(
+        StatusCode::kNotSupported,
+        "no kernel %s computes attention of %s with head dimensions %lld and %lld on compute capability %d.%d (archs of the "
+        "build: %s)",
+        options.only_runnable ? "of this build" : "of the table", name_of(problem.type), (long long)problem.head_dim,
+        (long long)problem.head_dim_v, device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
+  }
+  std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted microseconds of %d candidates: %.1f, floor %.1f", candidates,
+                plan->predicted_us, plan->floor_us);
+  return Status::success();
+}
+
+Status run_attention(AttentionPlan const& plan, AttentionProblem const& problem, AttentionOperands const& operands,
+                     DeviceProperties const& device, void* workspace, size_t workspace_bytes, Stream stream) {
+  if (problem.tokens_q == 0 || problem.heads_q == 0) return Status::success();
+  if (plan.kernel == nullptr || plan.kernel->launch == nullptr) {
+    return Status::failure(StatusCode::kNotCompiled, "the plan's kernel is not in this build");
+  }
+  if (workspace_bytes < plan.workspace_bytes) {
+    return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", workspace_bytes,
+                           plan.workspace_bytes);
+  }
+  if (plan.counted) {
+    if (Status status = attention::clear_workspace(workspace, sizeof(int32_t), stream); !status.ok()) return status;
+  }
+  attention::AttentionLaunchArguments const arguments{
+      &plan, &problem, &operands, &device, plan.counted ? static_cast<int32_t*>(workspace) : nullptr, gemm::programmatic_launch_enabled(),
+      stream};
+  return reinterpret_cast<attention::LaunchFunction>(const_cast<void*>(plan.kernel->launch))(arguments);
+}
+
+}  // namespace minfer

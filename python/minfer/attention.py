@@ -1,0 +1,193 @@
+"""Attention over keys and values in tensors: typed wrapper, fake and autograd rule side by side.
+
+    out, lse = minfer.attention(q, k, v, causal=True)                                             # sequences of one length
+    out, lse = minfer.attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)            # sequences end to end
+    out, lse = minfer.merge_attention_states([out_prefix, out_suffix], [lse_prefix, lse_suffix])  # keys in parts
+
+Scores never reach memory. The lengths of :func:`attention_varlen` are read on the device: no host synchronises, and a captured graph
+follows them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import checks_attention
+from .ops import register_autograd
+
+_library = torch.library.Library("minfer", "IMPL")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out = softmax(scale * q.k^T).v over the keys that each query sees, and the logarithm of the softmax's denominator.
+
+    Args:
+      q: [batch, seqlen_q, heads_q, head_dim], float16 or bfloat16.
+      k: [batch, seqlen_k, heads_kv, head_dim], q's dtype. heads_q must be a multiple of heads_kv: query head h reads KV head
+        h // (heads_q // heads_kv), so that multi-head, grouped-query and multi-query attention are one call and no head is copied.
+      v: [batch, seqlen_k, heads_kv, head_dim_v], q's dtype. Head dimensions are multiples of 8, head_dim at most 256 and head_dim_v at
+        most head_dim. Strided and offset views of q, k and v are taken as they are where TMA addresses them (last dimension contiguous,
+        base and strides multiples of 16 bytes), copied first otherwise.
+      causal: query i sees the keys up to i + seqlen_k - seqlen_q: the last query is aligned to the last key (bottom right).
+      scale: of the scores, positive; head_dim ** -0.5 if None.
+      window_left: query i sees the keys from i + seqlen_k - seqlen_q - window_left on; all of them if negative.
+      window_right: query i sees the keys up to i + seqlen_k - seqlen_q + window_right; all of them if negative. ``causal`` is a
+        window_right of 0.
+      softcap: scores become softcap * tanh(scale * q.k / softcap), before masks (Gemma 2); 0 is none.
+      sinks: [heads_q], q's dtype: the score, neither scaled nor capped, of a key without a value that all queries of a head see (gpt-oss).
+        It adds exp(sink) to the softmax's denominator.
+      kernel: for measurements: a name of ``minfer.kernels("attention")``. On CPU it is checked and otherwise ignored.
+
+    Returns:
+      out: [batch, seqlen_q, heads_q, head_dim_v], q's dtype, contiguous.
+      lse: float32 [batch, heads_q, seqlen_q], contiguous: the natural logarithm of the softmax's denominator, sink included, so that
+        out * exp(lse) adds up over disjoint parts of the keys, see :func:`merge_attention_states`.
+      A query that sees no key has an out of zeros and an lse of -inf (with a sink: of the sink). Any batch, seqlen_q and seqlen_k >= 0.
+
+    Raises:
+      RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
+
+    Numerics: scores and the sum of values are accumulated in float32, the softmax is float32, its exponentials are rounded to q's dtype
+    for the product with v (not on CPU), out is rounded once. v must be finite in masked keys too: where a tile holds both, 0 * NaN reaches
+    queries that do not see the key. The same inputs, shapes and kernel give the same bits in every run. There is no backward.
+
+    Source: FlashAttention-3 (Shah et al., 2024); the online softmax is Milakov and Gimelshein's (2018).
+    """
+    return torch.ops.minfer.attention.default(
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=scale,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        sinks=sinks,
+        kernel=kernel,
+    )
+
+
+def _state(q: Tensor, shapes: tuple[tuple, tuple]) -> tuple[Tensor, Tensor]:
+    return q.new_empty(shapes[0]), q.new_empty(shapes[1], dtype=torch.float32)
+
+
+@torch.library.register_fake("minfer::attention", lib=_library)
+def _attention_fake(q, k, v, **options):
+    return _state(q, checks_attention.check_attention(q, k, v, **options))
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention` of sequences of different lengths that lie end to end, without padding.
+
+    Args:
+      q: [tokens_q, heads_q, head_dim], float16 or bfloat16: sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+      k, v: [tokens_k, heads_kv, head_dim] and [tokens_k, heads_kv, head_dim_v], q's dtype, with the rows cu_seqlens_k[b] to
+        cu_seqlens_k[b + 1]. Heads, head dimensions and views as in :func:`attention`.
+      cu_seqlens_q, cu_seqlens_k: int32 [batch + 1] on q's device. They must ascend within the rows there are; a sequence may be empty on
+        either side. On CUDA they are read on the device and not checked: there, others are undefined.
+      max_seqlen_q, max_seqlen_k: upper bounds of the lengths, which only size the launch. A longer sequence is an error on CPU and
+        undefined on CUDA. In a CUDA graph they are those of the capture.
+      causal, scale, window_left, window_right, softcap, sinks, kernel: as in :func:`attention`, of each sequence by its own lengths.
+
+    Returns:
+      out: [tokens_q, heads_q, head_dim_v], q's dtype, contiguous.
+      lse: float32 [heads_q, tokens_q], contiguous.
+      Rows of q outside every sequence have an out of zeros and an lse of -inf, whatever the sinks are.
+
+    Raises:
+      RuntimeError: as :func:`attention`.
+
+    Numerics and source: as :func:`attention`. What lies behind or between the sequences' rows is never used, NaN included.
+    """
+    return torch.ops.minfer.attention_varlen.default(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        causal=causal,
+        scale=scale,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        sinks=sinks,
+        kernel=kernel,
+    )
+
+
+@torch.library.register_fake("minfer::attention_varlen", lib=_library)
+def _attention_varlen_fake(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _state(q, checks_attention.check_attention_varlen(q, k, v, *arguments, **options))
+
+
+def merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The attention over all keys, of the attention over disjoint parts of them: shared prefixes, split KV caches, chunks, other ranks.
+
+    Args:
+      outs: one or more tensors of one shape, [batch, seqlen, heads, head_dim_v] or [tokens, heads, head_dim_v], and of one type, float16,
+        bfloat16 or float32.
+      lses: as many float32 tensors, [batch, heads, seqlen] or [heads, tokens], as :func:`attention` returns them. A sink belongs in one
+        part only: in each it would be counted each time.
+
+    Returns:
+      out: outs' shape and dtype, contiguous, the sum of outs[i] * exp(lses[i] - lse).
+      lse: lses' shape, contiguous, the logarithm of the sum of exp(lses[i]).
+      A part whose lse is -inf adds nothing, whatever its out holds; where all are, out is zeros and lse -inf.
+
+    Raises:
+      RuntimeError: an argument cannot be right; the message names it, what it must be and what it is.
+
+    Numerics: in float32 in the order of the parts, out rounded once. The same inputs give the same bits in every run. There is no backward.
+    A composition of torch operators on every device.
+
+    Source: the merge operator of cascade inference (FlashInfer, Ye et al., 2024).
+    """
+    return torch.ops.minfer.merge_attention_states.default(list(outs), list(lses))
+
+
+@torch.library.register_fake("minfer::merge_attention_states", lib=_library)
+def _merge_attention_states_fake(outs, lses):
+    lse_shape = checks_attention.check_merge_attention_states(outs, lses)
+    return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lse_shape)
+
+
+for _op in (
+    torch.ops.minfer.attention.default,
+    torch.ops.minfer.attention_varlen.default,
+    torch.ops.minfer.merge_attention_states.default,
+):
+    register_autograd(_op)
