@@ -83,7 +83,7 @@ def section(results: dict[str, Any]) -> str:
     suites = suites_of(results)
     protocol = (
         " Queries were checked against float64 first; times are medians of CUDA-graph replays on random data, ours and the peers in turn."
-        " cuDNN is torch's scaled_dot_product_attention. A ratio above 1 means that minfer is faster; flops are those of keys that are seen."
+        " cuDNN is torch's scaled_dot_product_attention. A ratio above 1 means that minfer is faster; flops count keys that are seen."
     )
     parts = [facts(results) + protocol, overview({suite: peers for suite, peers in suites.items() if suite == "prefill"})]
     if best := suites.get("prefill", {}).get("best"):

@@ -115,11 +115,14 @@ def test_the_projects_own_table():
     names = [kernel.name for kernel in kernels]
     assert len(set(names)) == len(names)
     for kernel in kernels:
+        assert kernel.smem_bytes <= (gemm.SM90_SMEM_LIMIT if kernel.arch == 90 else gemm.SM80_SMEM_LIMIT)
+        if kernel.family == "attention":
+            assert re.fullmatch(r"attention_sm(80|90)_b?f16_d\d+(x\d+)?_\d+x\d+_[a-z0-9_]+", kernel.name)
+            continue
         quantised = kernel.b_format != "dense"
         grouped = "moe_" if kernel.family == "moe_w4a16" else ""
         start, what = (f"{grouped}w[48]a16", "(int4|nf4|mxfp4|nvfp4|int8|fp8_e4m3)") if quantised else (kernel.family, "[tn]{2}")
         assert re.fullmatch(rf"{start}_sm(80|90)_b?f16_{what}_\d+x\d+x\d+_\dx\dx1_[a-z0-9_]+", kernel.name)
-        assert kernel.smem_bytes <= (gemm.SM90_SMEM_LIMIT if kernel.arch == 90 else gemm.SM80_SMEM_LIMIT)
     # "Any shape, one answer": each element type and layout has a kernel that takes any pointer and stride on any GPU.
     for element in ("f16", "bf16"):
         for layout in ("tn", "tt", "nn", "nt"):
@@ -204,7 +207,7 @@ def test_bad_tables(folder):
     with pytest.raises(ConfigError, match=r"^gemm\.toml: "):
         configs.read_tables(folder)
     (folder / "gemm.toml").write_text('[family]\nname = "conv"\n')
-    with pytest.raises(ConfigError, match="name = 'conv': must be one of gemm"):
+    with pytest.raises(ConfigError, match="name = 'conv': must be one of attention, gemm"):
         configs.read_tables(folder)
     (folder / "gemm.toml").unlink()
     with pytest.raises(ConfigError, match="holds no kernel table"):

@@ -226,7 +226,7 @@ def test_alignment_of_contiguous_operands():
 
 def test_registry():
     build = minfer.build_info()
-    everything = [kernel for family in ("gemm", "moe", "moe_w4a16", "w4a16") for kernel in minfer.kernels(family)]
+    everything = [kernel for family in ("attention", "gemm", "moe", "moe_w4a16", "w4a16") for kernel in minfer.kernels(family)]
     assert len(KERNELS) == len(minfer.kernels())
     assert build["kernels_total"] == len(everything)
     assert build["kernels_compiled"] == sum(k["compiled"] for k in everything)

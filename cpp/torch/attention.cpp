@@ -91,7 +91,9 @@ AttentionCall prepare(char const* op, Tensor const& q, Tensor const& k, Tensor c
   }
   double const scale = arguments.scale ? *arguments.scale : 1.0 / std::sqrt(double(p.head_dim));
   if (!(scale > 0.0)) fail(op, ": scale must be positive, got ", scale);
+  if (!std::isfinite(float(scale))) fail(op, ": scale must be finite in float32, got ", scale);
   if (!(arguments.softcap >= 0.0)) fail(op, ": softcap must be 0 (none) or positive, got ", arguments.softcap);
+  if (!std::isfinite(float(arguments.softcap))) fail(op, ": softcap must be finite in float32, got ", arguments.softcap);
   p.window_left = arguments.window_left;
   p.window_right = arguments.window_right;
   if (arguments.causal && (p.window_right < 0 || p.window_right > 0)) p.window_right = 0;

@@ -123,6 +123,12 @@ struct PrefillSm90 {
     return {tile.first, last < tile.seqlen_q ? last : tile.seqlen_q - 1};
   }
 
+  static CUTLASS_DEVICE bool sees_any(Params const& params, QueryTile const& tile) {
+    Rows const rows = rows_of(params, tile);
+    KeyBlocks<kTileN> const blocks(Mask(tile.seqlen_q, tile.seqlen_k, params.window_left, params.window_right), rows.first, rows.last);
+    return blocks.begin < blocks.end;
+  }
+
   // ---- producer: a warp ---------------------------------------------------------------------------------------------------------
 
   template <int kDim>
@@ -268,7 +274,6 @@ struct PrefillSm90 {
     for (int turn = 0;; ++turn) {
       EmptyBarrier::wait(&storage.full_tile[turn % 2], turn / 2 % 2);
       int const t = __shfl_sync(0xffffffffu, storage.tile[turn % 2], 0);  // the compiler then knows that all of a warp have the same
-      release(&storage.empty_tile[turn % 2], thread);
       if (t >= tiles) break;
       QueryTile const tile = Tiles::at(storage.tiles, params, t);
       Rows const rows = rows_of(params, tile);
@@ -399,8 +404,12 @@ struct PrefillSm90 {
         warpgroup_fence_operand(output);
         values_done();
       }
-      store(params, storage, tile, softmax, output, row, consumer, thread);
-      if (blocks.begin < blocks.end) {
+      // What is known of the tile is worked out again: kept over the mainloop, it would be spilled.
+      QueryTile const done = Tiles::at(storage.tiles, params, __shfl_sync(0xffffffffu, storage.tile[turn % 2], 0));
+      release(&storage.empty_tile[turn % 2], thread);
+      bool const sees_keys = sees_any(params, done);
+      store(params, storage, done, softmax, output, sees_keys, consumer, thread);
+      if (sees_keys) {
         q_phase ^= 1;
         if constexpr (!kOwnOutput) {
           if (thread == 0) tma_store_wait<0>();
@@ -428,11 +437,22 @@ struct PrefillSm90 {
     }
   }
 
+  /// Where 16 bytes of the warpgroup's output go: block i % (head_dim_v / 8) of its row i / (head_dim_v / 8); null: nowhere.
+  static CUTLASS_DEVICE uint4* output_unit(Params const& params, QueryTile const& tile, int i, int consumer) {
+    int const block = i % (kHeadDimV / 8), in_tile = consumer * 64 + i / (kHeadDimV / 8);
+    int const query = tile.first + in_tile / params.pack, head = tile.head_unit * params.pack + in_tile % params.pack;
+    if (query >= tile.seqlen_q || block * 8 >= params.head_dim_v) return nullptr;
+    int64_t const batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
+    return reinterpret_cast<uint4*>(static_cast<Element*>(params.out) + batch * params.out_batch + (tile.row_q + query) * params.out_row +
+                                    head * params.out_head + block * 8);
+  }
+
   template <class Softmax, class Output>
   static CUTLASS_DEVICE void store(Params const& params, SharedStorage& storage, QueryTile const& tile, Softmax& softmax, Output& output,
-                                   int row, int consumer, int thread) {
+                                   bool sees_keys, int consumer, int thread) {
     using namespace cute;
     int const lane = thread % 32, barrier = kOwnBarrier + consumer;
+    int const row = consumer * 64 + thread / 32 * 16 + lane / 4;  // of the tile; the thread's other one is 8 below
     Element* staged;
     if constexpr (kOwnOutput) {
       staged = storage.output.of + consumer * 64 * 64;
@@ -451,6 +471,12 @@ struct PrefillSm90 {
         params.lse[(params.cu_seqlens_q != nullptr ? 0 : tile.batch) * params.lse_batch + head * params.lse_head + tile.row_q + query] =
             lse;
       }
+    }
+    if (!sees_keys) {  // its queries were not loaded, and where they would be may be the next tile's by now: nothing is staged there
+      for (int i = thread; i < 64 * (kHeadDimV / 8); i += 128) {
+        if (uint4* const to = output_unit(params, tile, i, consumer)) *to = make_uint4(0, 0, 0, 0);
+      }
+      return;
     }
     if (thread == 0) tma_store_wait<0>();  // the tile before this one has been read
     asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
@@ -489,16 +515,11 @@ struct PrefillSm90 {
       return;
     }
     asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
-    int const head_dim = params.head_dim_v;
 #pragma unroll 1
     for (int i = thread; i < 64 * (kHeadDimV / 8); i += 128) {
-      int const block = i % (kHeadDimV / 8), r = i / (kHeadDimV / 8), in_tile = consumer * 64 + r;
-      int const query = tile.first + in_tile / params.pack, head = tile.head_unit * params.pack + in_tile % params.pack;
-      if (query >= tile.seqlen_q || block * 8 >= head_dim) continue;
+      int const block = i % (kHeadDimV / 8), r = i / (kHeadDimV / 8);
       auto const* const from = reinterpret_cast<uint4 const*>(staged + block / 8 * (kTileM * 64) + r * 64 + (block % 8 ^ r % 8) * 8);
-      Element* const to = static_cast<Element*>(params.out) + batch * params.out_batch + (tile.row_q + query) * params.out_row +
-                          head * params.out_head + block * 8;
-      *reinterpret_cast<uint4*>(to) = *from;
+      if (uint4* const to = output_unit(params, tile, i, consumer)) *to = *from;
     }
   }
 };

@@ -16,9 +16,12 @@ namespace {
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;  // tile coordinates are 32-bit; leaves room for the last tile's overhang
 
+/// Of the families that this plan chooses from.
+bool is_gemm(KernelInfo const& kernel) { return std::strcmp(kernel.family, "gemm") == 0 || std::strcmp(kernel.family, "w4a16") == 0; }
+
 /// Why `kernel` cannot compute `problem` on `device`, or null when it can.
 char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device) {
-  if (std::strncmp(kernel.family, "moe", 3) == 0) return "it is a grouped kernel";
+  if (!is_gemm(kernel)) return "it is not a GEMM kernel";
   if (kernel.b_format != problem.b_format) return "it reads B in another format";
   if (kernel.arch_exact ? device.compute_capability() != kernel.arch : device.compute_capability() < kernel.arch) {
     return "it does not run on this device's compute capability";
@@ -174,7 +177,9 @@ Status unknown_kernel(char const* name) {
   int64_t count = 0;
   KernelInfo const* kernels = registry(&count);
   std::vector<std::pair<int, char const*>> names;
-  for (int64_t i = 0; i < count; ++i) names.emplace_back(distance(name, kernels[i].name), kernels[i].name);
+  for (int64_t i = 0; i < count; ++i) {
+    if (is_gemm(kernels[i])) names.emplace_back(distance(name, kernels[i].name), kernels[i].name);
+  }
   std::sort(names.begin(), names.end());
   std::string nearest;
   for (size_t i = 0; i < names.size() && i < 3; ++i) nearest += (i ? ", " : "") + std::string(names[i].second);
