@@ -14,16 +14,15 @@ import harness
 import minfer
 import torch
 from minfer.benchmarking import result_row
-from moe_suites import CellResults, chosen_of, relative_error
+from moe_suites import MATRIX_RATE, READ_RATE, CellResults, chosen_of, relative_error
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 HEADS = {64: ((32, 32), (32, 8)), 128: ((32, 32), (32, 8)), 256: ((16, 16),)}
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 TOKENS = 16384  # of all sequences together, or one sequence that is longer
 SUITES = ("prefill", "variants")
-VARIANTS = ("causal", "varlen", "window", "softcap", "sinks")
+VARIANTS = ("varlen", "window", "softcap", "sinks")
 PEERS = ("cudnn", "fa3", "fa4")
-READ_RATE, MATRIX_RATE = 4.45e6, 750e6  # bytes and flops a microsecond: an H200's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +49,9 @@ def cells(args: argparse.Namespace) -> list[dict[str, Any]]:
                 shape = dict(dtype=dtype, head_dim=head_dim, heads_q=heads_q, heads_kv=heads_kv)
                 if "prefill" in suites:
                     for seqlen in map(int, args.seqlens.split(",")):
-                        found += [dict(suite="prefill", model=mask, step="", m=seqlen, **shape) for mask in ("causal", "full")]
+                        found += [dict(suite="prefill", model=mask, m=seqlen, **shape) for mask in ("causal", "full")]
                 if "variants" in suites and head_dim == 128:
-                    found += [dict(suite="variants", model=variant, step="", m=TOKENS, **shape) for variant in VARIANTS]
+                    found += [dict(suite="variants", model=variant, m=TOKENS, **shape) for variant in VARIANTS]
     return found
 
 
@@ -157,7 +156,7 @@ def measure(cell: dict[str, Any], args: argparse.Namespace, results, peers: list
 
                 call = getattr(peer_ops, function)
                 fns[name] = lambda i, call=call: call(batched(q[i]), batched(k[i]), batched(v[i]), options["causal"])
-    elif cell["model"] != "causal":  # what the mask, the cap or the lengths cost is told by the plain one
+    else:  # what the mask, the cap or the lengths cost is told by the plain one
         plain = [torch.randn(1, TOKENS, heads, head_dim, device="cuda").to(dtype) for heads in (heads_q, heads_kv, heads_kv)]
         fns["ours:causal"] = lambda i: minfer.attention(*plain, causal=True)
     timings, failed = harness.measure(fns, sets, rounds=args.rounds, graph_us=args.graph_us)
@@ -169,8 +168,9 @@ def measure(cell: dict[str, Any], args: argparse.Namespace, results, peers: list
         plan_sizes, cell["dtype"], options.get("window_left", -1), 0 if options["causal"] else -1, ragged, None, True, 0
     )
     kernel = json.loads(planned)["kernel"]
-    line, mine, masks = [], timings["ours"], dict(causal=options["causal"])
-    shape = {x: cell[x] for x in ("model", "step", "m", "heads_q", "heads_kv", "head_dim")} | dict(batch=len(lengths), **masks)
+    line, mine = [], timings["ours"]
+    shape = dict(batch=len(lengths), causal=options["causal"])
+    shape |= {name: cell[name] for name in ("model", "m", "heads_q", "heads_kv", "head_dim")}
     for name, timing in timings.items():
         if name == "ours":
             continue
@@ -196,18 +196,6 @@ class AttentionResults(CellResults):
     def key(row: dict[str, Any]) -> tuple:
         shape = row["shape"]
         return row["suite"], row["peer"], row["dtype"], shape["model"], shape["m"], shape["head_dim"], shape["heads_q"], shape["heads_kv"]
-
-    def write(self) -> None:
-        if self.path is None or not self.rows:
-            return
-        from minfer import benchmarking
-
-        fresh = {self.key(row) for row in self.rows}
-        pairs = {(row["suite"], row["peer"]) for row in self.rows}
-        kept = [row for row in self._before if (row["suite"], row["peer"]) in pairs and self.key(row) not in fresh]
-        own = [{name: x for name, x in row.items() if name != "commit" or x != self.facts["commit"]} for row in kept]
-        self._written = time.monotonic()
-        benchmarking.write_results(self.path, [*own, *self.rows], self.facts)
 
 
 def main(args: argparse.Namespace) -> int:

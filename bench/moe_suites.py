@@ -94,6 +94,11 @@ class CellResults(harness.Results):
         before = json.loads(path.read_text()) if path is not None and path.exists() else {"rows": []}
         self._before = [row | {"commit": row.get("commit", before["commit"])} for row in before["rows"]]
 
+    @staticmethod
+    def key(row: dict[str, Any]) -> tuple:
+        """Rows of one key replace each other."""
+        return row["peer"], *row_key(row)
+
     def measured(self) -> set[tuple]:
         """Keys of the cells that the file had at this commit."""
         return {row_key(row) for row in self._before if row["commit"] == self.facts["commit"]}
@@ -101,8 +106,8 @@ class CellResults(harness.Results):
     def write(self) -> None:
         if self.path is None or not self.rows:
             return
-        fresh, pairs = {(row["peer"], *row_key(row)) for row in self.rows}, {(row["suite"], row["peer"]) for row in self.rows}
-        kept = [row for row in self._before if (row["suite"], row["peer"]) in pairs and (row["peer"], *row_key(row)) not in fresh]
+        fresh, pairs = {self.key(row) for row in self.rows}, {(row["suite"], row["peer"]) for row in self.rows}
+        kept = [row for row in self._before if (row["suite"], row["peer"]) in pairs and self.key(row) not in fresh]
         own = [{name: x for name, x in row.items() if name != "commit" or x != self.facts["commit"]} for row in kept]
         self._written = time.monotonic()
         benchmarking.write_results(self.path, [*own, *self.rows], self.facts)

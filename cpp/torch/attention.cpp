@@ -97,10 +97,11 @@ AttentionCall prepare(char const* op, Tensor const& q, Tensor const& k, Tensor c
   p.window_left = arguments.window_left;
   p.window_right = arguments.window_right;
   if (arguments.causal && (p.window_right < 0 || p.window_right > 0)) p.window_right = 0;
-  // Windows beyond every sequence do not limit anything, and kernels count keys in 32 bits.
+  // Negative windows, and those beyond every sequence, do not limit anything; kernels count keys in 32 bits.
   constexpr int64_t kUnlimited = int64_t(1) << 30;
-  if (p.window_left >= kUnlimited) p.window_left = -1;
-  if (p.window_right >= kUnlimited) p.window_right = -1;
+  for (int64_t* const window : {&p.window_left, &p.window_right}) {
+    if (*window < 0 || *window >= kUnlimited) *window = -1;
+  }
 
   torch::stable::accelerator::DeviceGuard const guard(call.device);
   call.q = addressable(q);

@@ -10,14 +10,11 @@ struct AttentionLaunchArguments {
   AttentionProblem const* problem;
   AttentionOperands const* operands;
   DeviceProperties const* device;
-  int32_t* tile_counter;     // zero, or null
+  int32_t* tile_counter;     // in the workspace, any content; or null
   bool programmatic_launch;  // launch with programmatic stream serialization (sm_90 kernels)
   Stream stream;
 };
 
 using LaunchFunction = Status (*)(AttentionLaunchArguments const&);
-
-/// Zeroes `bytes` bytes on the stream.
-Status clear_workspace(void* workspace, size_t bytes, Stream stream);
 
 }  // namespace minfer::attention

@@ -131,10 +131,6 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
 
 }  // namespace
 
-#if !MINFER_WITH_CUDA
-Status clear_workspace(void*, size_t, Stream) { return Status::failure(StatusCode::kNotCompiled, "this build has no CUDA"); }
-#endif
-
 }  // namespace attention
 
 Status plan_attention(AttentionProblem const& problem, DeviceProperties const& device, AttentionPlanOptions const& options,
@@ -189,9 +185,6 @@ Status run_attention(AttentionPlan const& plan, AttentionProblem const& problem,
   if (workspace_bytes < plan.workspace_bytes) {
     return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", workspace_bytes,
                            plan.workspace_bytes);
-  }
-  if (plan.counted) {
-    if (Status status = attention::clear_workspace(workspace, sizeof(int32_t), stream); !status.ok()) return status;
   }
   attention::AttentionLaunchArguments const arguments{
       &plan, &problem, &operands, &device, plan.counted ? static_cast<int32_t*>(workspace) : nullptr, gemm::programmatic_launch_enabled(),

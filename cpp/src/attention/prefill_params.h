@@ -32,7 +32,6 @@ struct PrefillParams {
   int32_t* tile_counter;              // zero before the launch, or null: tiles at a fixed distance
   void const* sinks;                  // [heads_q], or null
   bool keys_end_at_extent;            // rows behind the last key are zeros of the TMA load
-  bool store_by_tma;
 };
 
 }  // namespace minfer::attention

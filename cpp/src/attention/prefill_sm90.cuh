@@ -501,7 +501,7 @@ struct PrefillSm90 {
                    : "memory");
     }
     int const batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
-    if (params.store_by_tma && (params.cu_seqlens_q == nullptr || (tile.first + kTileM / params.pack) <= tile.seqlen_q)) {
+    if (params.cu_seqlens_q == nullptr || tile.first + kTileM / params.pack <= tile.seqlen_q) {
       cutlass::arch::fence_view_async_shared();
       asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
       if (thread == 0) {
@@ -604,13 +604,17 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   params.tile_counter = arguments.tile_counter;
   params.sinks = o.sinks;
   params.keys_end_at_extent = !p.varlen;
-  params.store_by_tma = true;
 
   static std::atomic<uint64_t> shared_memory_allowed{0};
   if (cudaError_t const error =
           allow_shared_memory(reinterpret_cast<void const*>(&prefill_sm90_kernel<Config>), Kernel::kSmemBytes, shared_memory_allowed);
       error != cudaSuccess) {
     return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
+  }
+  if (arguments.tile_counter != nullptr) {
+    if (cudaError_t const error = cudaMemsetAsync(arguments.tile_counter, 0, sizeof(int32_t), arguments.stream); error != cudaSuccess) {
+      return cuda_status(error, "cudaMemsetAsync(tile counter)");
+    }
   }
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
