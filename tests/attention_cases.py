@@ -7,6 +7,7 @@ import random
 from itertools import accumulate
 
 import torch
+from kv_cache_cases import make_cache, scale_calls
 from minfer import reference_attention
 
 # Options of both operators. True stands for random sinks, see `call_options`.
@@ -257,3 +258,85 @@ def bad_varlen_calls(device="cpu"):
         "max_seqlen_k": ("max_seqlen_q and max_seqlen_k must not be negative", (q, k, v, q_ends, k_ends, 4, -1), {}),
         "kernel": ("is not in the registry", (q, k, v, *lengths), dict(kernel="attention_sm90_f16_d1")),
     }
+
+
+def bad_paged_calls(device="cpu"):
+    """name -> (what the message must say, args, options) of attention_paged."""
+    cache, lens, table = make_cache((40, 100), "16bit", 2, (32, 16), torch.float16, device)
+    q, k, v, pages = torch.zeros(2, 1, 4, 32, device=device).half(), cache.k, cache.v, cache.k.shape[0]
+    paged, flat, ends = dict(block_table=table), q[:, 0], cu_seqlens_of((1, 1), device)
+    wide = torch.zeros(pages, 64, 2, 72, device=device).half()
+    tma = "k_cache must have a contiguous head_dim, and a base and strides that are multiples of 16 bytes, got"
+    batch = rf"without a block_table, k_cache must have seq_lens' batch 2, got \[{pages}, 64, 2, 32\]"
+    layouts = r"q must be \[batch, seqlen_q, heads, head_dim\] or \[tokens, heads, head_dim\], got "
+    modes = r"must be \[pages or batch, page_size or length, heads_kv, head_dim\], got "
+    like_k = rf"v_cache must have k_cache's modes but the last, got k_cache \[{pages}, 64, 2, 32\] and v_cache "
+    calls = {
+        "q rank": (layouts + r"\[4, 32\]", (flat[0], k, v, lens), paged),
+        "large q rank": (layouts + r"\[1, 2, 1, 4, 32\]", (q[None], k, v, lens), paged),
+        "q type": ("q must be float16 or bfloat16", (q.float(), k, v, lens), paged),
+        "k_cache type": (r"k_cache must be .* like q, float8_e4m3fn, int8 or uint8 \(int4\), got", (q, k.bfloat16(), v, lens), paged),
+        "v_cache type": ("v_cache must be .* like k_cache, got", (q, k, v.bfloat16(), lens), paged),
+        "k_cache rank": ("k_cache " + modes + r"\[64, 2, 32\]", (q, k[0], v, lens), paged),
+        "v_cache rank": ("v_cache " + modes + r"\[64, 2, 16\]", (q, k, v[0], lens), paged),
+        "v_cache pages": (like_k + rf"\[{pages - 1}, 64, 2, 16\]", (q, k, v[1:], lens), paged),
+        "v_cache rows": (like_k + rf"\[{pages}, 56, 2, 16\]", (q, k, v[:, 8:], lens), paged),
+        "v_cache heads": (like_k + rf"\[{pages}, 64, 1, 16\]", (q, k, v[:, :, 1:], lens), paged),
+        "head_dim of k_cache": (rf"k_cache must have q's head_dim = 32, got \[{pages}, 64, 2, 24\]", (q, k[..., :24], v, lens), paged),
+        "heads": ("q's heads must be a multiple of k's, got 3 and 2", (q[:, :, :3], k, v, lens), paged),
+        "head_dim of 8": ("head_dim must be a multiple of 8 up to 256, got 28", (q[..., :28], k[..., :28], v, lens), paged),
+        "head_dim_v of 8": ("v's head_dim must be a multiple of 8 up to q's 32, got 12", (q, k, v[..., :12], lens), paged),
+        "large head_dim_v": ("v's head_dim must be a multiple of 8 up to q's 16, got 32", (q[..., :16], v, k, lens), paged),
+        "seq_lens rank": (r"seq_lens must be \[batch\], got \[1, 2\]", (q, k, v, lens[None]), paged),
+        "seq_lens type": ("seq_lens must be ", (q, k, v, lens.long()), paged),
+        "max_seqlen_q": ("max_seqlen_q must not be negative, got -1", (q, k, v, lens), paged | dict(max_seqlen_q=-1)),
+        "batch of q": (r"q must have seq_lens' batch 2, got \[1, 1, 4, 32\]", (q[:1], k, v, lens), paged),
+        "tokens": (
+            r"without cu_seqlens_q, q must have batch \* max_seqlen_q = 4 tokens, got \[2, 4, 32\]",
+            (flat, k, v, lens),
+            paged | dict(max_seqlen_q=2),
+        ),
+        "cu_seqlens_q with a batch": (
+            r"with cu_seqlens_q, q must be \[tokens, heads, head_dim\], got \[2, 1, 4, 32\]",
+            (q, k, v, lens),
+            paged | dict(cu_seqlens_q=ends),
+        ),
+        "cu_seqlens_q size": (r"cu_seqlens_q must be \[3\], got \[2\]", (flat, k, v, lens), paged | dict(cu_seqlens_q=ends[1:])),
+        "cu_seqlens_q type": ("cu_seqlens_q must be ", (flat, k, v, lens), paged | dict(cu_seqlens_q=ends.long())),
+        "block_table rank": (r"block_table must be \[batch, pages\], got \[2\]", (q, k, v, lens), dict(block_table=table[:, 0])),
+        "block_table batch": (r"block_table must be \[2, 3\], got \[1, 3\]", (q, k, v, lens), dict(block_table=table[:1])),
+        "block_table type": ("block_table must be ", (q, k, v, lens), dict(block_table=table.long())),
+        "page size": ("the page size must be a multiple of 8, got 12", (q, k[:, :12], v[:, :12], lens), paged),
+        "no page size": ("the page size must be a multiple of 8, got 0", (q, k[:, :0], v[:, :0], lens), paged),
+        "batch of k_cache": (batch, (q, k, v, lens), {}),
+        "no splits": ("num_splits must be 1 to 256, got 0", (q, k, v, lens), paged | dict(num_splits=0)),
+        "splits": ("num_splits must be 1 to 256, got 257", (q, k, v, lens), paged | dict(num_splits=257)),
+        "stride of head_dim": (tma, (q, wide[..., 0:64:2], v, lens), paged),
+        "stride of heads": (tma, (q, wide.reshape(-1, 36)[: pages * 128].view(pages, 64, 2, 36)[..., :32], v, lens), paged),
+        "base": (tma, (q, wide[..., 4:36], v, lens), paged),
+        "broadcast pages": (tma, (q, k[:1].expand(pages, -1, -1, -1), v, lens), paged),
+        "stride of v_cache": (tma.replace("k_", "v_"), (q, k, wide[..., 0:32:2], lens), paged),
+        "scale": ("scale must be positive, got 0", (q, k, v, lens), paged | dict(scale=0.0)),
+        "softcap": (r"softcap must be 0 \(none\) or positive, got -1", (q, k, v, lens), paged | dict(softcap=-1.0)),
+        "sinks": (r"sinks must be \[4\], got \[2\]", (q, k, v, lens), paged | dict(sinks=q.new_zeros(2))),
+        "kernel": ("is not in the registry", (q, k, v, lens), paged | dict(kernel="attention_sm90_f16_d1")),
+    }
+    for kv_format in ("16bit", "fp8_e4m3", "int8", "int4"):
+        head_dims = (64, 64) if kv_format == "int4" else (32, 16)
+        cache, lens, table = make_cache((40, 100), kv_format, 2, head_dims, torch.float16, device)
+        q = torch.zeros(2, 1, 4, head_dims[0], device=device).half()
+        for name, (message, scales) in scale_calls(kv_format, cache, 2, 64, lens.new_zeros(2).float(), 2).items():
+            calls[f"{kv_format}: {name}"] = (message, (q, cache.k, cache.v, lens), dict(block_table=table) | scales)
+    packed = rf"k_cache must have q's head_dim = 32, two to a byte, got \[{pages}, 64, 2, 32\]"
+    bytes_32 = torch.zeros(pages, 64, 2, 32, dtype=torch.uint8, device=device)
+    calls["int4: head_dim"] = (packed, (q[..., :32], bytes_32, bytes_32, lens), dict(block_table=table) | cache.scales())
+    units = "kv_format 'int4' needs head dimensions that are multiples of 32, got 48 and 48"
+    calls["int4: unit of head_dim"] = (
+        units,
+        (q[..., :48], cache.k[..., :24], cache.v[..., :24], lens),
+        dict(block_table=table) | cache.scales(),
+    )
+    length = "kv_format 'int8' needs a page size, or length of a contiguous cache, that is a multiple of 8, got 12"
+    codes, scale = torch.zeros(2, 12, 2, 64, dtype=torch.int8, device=device), torch.zeros(2, 2, 12, device=device)
+    calls["int8: length"] = (length, (q, codes, codes, lens), dict(k_scale=scale, v_scale=scale))
+    return calls

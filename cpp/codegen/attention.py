@@ -1,21 +1,50 @@
 """The attention family: which rows of attention.toml are legal, the shared memory they need, the struct a shard instantiates.
 
-The kernels' tile is [queries, keys, head_dim].
+The kernels' tile is [queries, keys, head_dim]; of decode kernels: rows of a unit at most, keys of a slice, head_dim.
 """
 
 from __future__ import annotations
 
 from codegen import gemm
-from codegen.kernel import ELEMENTS, ConfigError, Kernel, cpp_bool
+from codegen.kernel import BITS, ELEMENTS, FORMATS, ConfigError, Kernel, cpp_bool
 
-TEMPLATES = {90: ("attention/prefill_sm90.cuh", "launch_prefill_sm90")}
+TEMPLATES = {
+    "prefill": ("attention/prefill_sm90.cuh", "launch_prefill_sm90"),
+    "decode": ("attention/decode_sm90.cuh", "launch_decode_sm90"),
+}
 LAUNCH_HEADER = "attention/launch.h"
 ARGUMENTS = "attention::AttentionLaunchArguments"
 
 TABLE_BYTES = 3072  # what the tile table and barriers need: tile_scheduler.cuh, prefill_sm90.cuh
 REGISTERS = {1: 240, 2: 240, 3: 160}  # of a consumer thread, by warpgroups
 SPARE_REGISTERS = 24  # beside scores, probabilities and output
-FIELDS = {"sm90": {"arch", "elements", "variant", "head_dim", "head_dim_v", "tile", "schedule", "stages", "own_output", "note"}}
+FIELDS = {
+    "prefill": {"arch", "elements", "variant", "head_dim", "head_dim_v", "tile", "schedule", "stages", "own_output", "note"},
+    "decode": {"arch", "elements", "variant", "head_dim", "caches", "slice", "note"},
+}
+CACHES = ("dense", "fp8_e4m3", "int8", "int4")
+DECODE_WARPS, DECODE_THREADS, DECODE_MAX_STAGES = 8, 384, 32
+
+
+def _decode(row: dict, require, shared: dict) -> list[Kernel]:
+    caches = row.get("caches")
+    ok = isinstance(caches, list) and caches and all(c in CACHES for c in caches) and len(set(caches)) == len(caches)
+    require(ok, "caches", f"must be a list of different values from {', '.join(CACHES)}")
+    tokens, head_dim = row.get("slice"), row["head_dim"]
+    require(tokens in (16, 32), "slice", "must be 16 or 32 keys: int4's groups of 32 hold whole slices")
+    rows = 16
+    # Queries of two pieces, outputs and states of the warps, the table of sequences: decode_sm90.cuh's SharedStorage.
+    fixed = 2 * (2 * rows * head_dim + 4 * rows + 64) + DECODE_WARPS * (32 * (min(head_dim, 128) + 4) + 8 * rows) + TABLE_BYTES
+    kernels = []
+    for cache in caches:
+        codes = 2 * tokens * head_dim * BITS.get(cache, 16) // 8
+        scales = {"int8": 8 * tokens, "int4": 4 * head_dim + head_dim // 8 * tokens}.get(cache, 16)
+        stages = min((gemm.SM90_SMEM_LIMIT - fixed) // (codes + scales + 16), DECODE_MAX_STAGES)
+        smem = fixed + stages * (codes + scales + 16)
+        smem = min(-(-smem // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT, gemm.SM90_SMEM_LIMIT)
+        geometry = dict(tile=(rows, tokens, head_dim), schedule="split_kv", stages=stages, threads=DECODE_THREADS, smem_bytes=smem)
+        kernels += [Kernel(element=e, b_format=cache, head_dim_v=head_dim, **shared, **geometry) for e in row["elements"]]
+    return kernels
 
 
 def expand(row: dict, where: str) -> list[Kernel]:
@@ -25,19 +54,25 @@ def expand(row: dict, where: str) -> list[Kernel]:
         if not condition:
             raise ConfigError(f"{where}, {field} = {row.get(field)!r}: {rule}")
 
-    arch = row.get("arch")
-    require(arch in FIELDS, "arch", f"must be one of {', '.join(FIELDS)}")
+    require(row.get("arch") == "sm90", "arch", "must be sm90")
+    variant = row.get("variant")
+    require(variant in FIELDS, "variant", f"must be one of {', '.join(FIELDS)}")
     for field in row:
-        require(field in FIELDS[arch], field, f"no such field for {arch}; known: {', '.join(sorted(FIELDS[arch]))}")
+        require(field in FIELDS[variant], field, f"no such field for {variant}; known: {', '.join(sorted(FIELDS[variant]))}")
     elements = row.get("elements")
     ok = isinstance(elements, list) and elements and all(e in ELEMENTS for e in elements) and len(set(elements)) == len(elements)
     require(ok, "elements", f"must be a list of different values from {', '.join(ELEMENTS)}")
-    require(row.get("variant") == "prefill", "variant", "must be prefill")
     head_dim = row.get("head_dim")
     head_dim_v = row.get("head_dim_v", head_dim)
     for field, value in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
         require(type(value) is int and 0 < value <= 256 and value % 64 == 0, field, "must be 64, 128, 192 or 256: whole 128-byte rows")
     require(head_dim_v <= head_dim, "head_dim_v", "must be at most head_dim")
+    note = row.get("note", "")
+    require(isinstance(note, str), "note", "must be a string")
+    shared = dict(family="attention", arch=90, layout="tn", cluster=(1, 1, 1), swap=False, unaligned=False, epilogue_chunks=0, warps=(0, 0))
+    shared |= dict(note=note, variant=variant)
+    if variant == "decode":
+        return _decode(row, require, shared)
     tile = row.get("tile")
     ok = isinstance(tile, list) and len(tile) == 2 and all(type(v) is int and v > 0 for v in tile)
     require(ok, "tile", "must be 2 positive integers")
@@ -56,20 +91,25 @@ def expand(row: dict, where: str) -> list[Kernel]:
     require(type(stages) is int and stages >= 2, "stages", "must be 2 or more")
     own_output = row.get("own_output", False)
     require(type(own_output) is bool, "own_output", "must be true or false")
-    note = row.get("note", "")
-    require(isinstance(note, str), "note", "must be a string")
     smem = 2 * (tile_m * head_dim + stages * tile_n * (head_dim + head_dim_v) + own_output * tile_m * head_dim_v) + TABLE_BYTES
     require(smem <= gemm.SM90_SMEM_LIMIT, "tile", f"takes {smem} bytes of shared memory, the limit is {gemm.SM90_SMEM_LIMIT}")
     smem = min(-(-smem // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT, gemm.SM90_SMEM_LIMIT)
 
-    shared = dict(family="attention", arch=90, layout="tn", tile=(tile_m, tile_n, head_dim), cluster=(1, 1, 1), schedule=schedule)
-    shared |= dict(swap=False, unaligned=False, stages=stages, epilogue_chunks=0, warps=(0, 0), threads=128 * (warpgroups + 1))
-    shared |= dict(smem_bytes=smem, note=note, variant=row["variant"], head_dim_v=head_dim_v, own_output=own_output)
+    shared |= dict(tile=(tile_m, tile_n, head_dim), schedule=schedule, stages=stages, threads=128 * (warpgroups + 1), smem_bytes=smem)
+    shared |= dict(head_dim_v=head_dim_v, own_output=own_output)
     return [Kernel(element=element, **shared) for element in elements]
 
 
 def definition(kernel: Kernel) -> str:
     """The struct and the launch function of one kernel."""
+    if kernel.variant == "decode":
+        lines = [
+            f"static constexpr DataType kType = {ELEMENTS[kernel.element]};",
+            f"static constexpr WeightFormat kFormat = {FORMATS[kernel.b_format]};",
+            f"static constexpr int kHeadDim = {kernel.tile[2]}, kSlice = {kernel.tile[1]}, kStages = {kernel.stages};",
+            f"static constexpr int kSmemBytes = {kernel.smem_bytes};",
+        ]
+        return gemm.struct(kernel, lines, TEMPLATES[kernel.variant][1], ARGUMENTS)
     lines = [
         f"static constexpr DataType kType = {ELEMENTS[kernel.element]};",
         f"static constexpr int kTileM = {kernel.tile[0]}, kTileN = {kernel.tile[1]};",
@@ -79,4 +119,4 @@ def definition(kernel: Kernel) -> str:
         f"static constexpr bool kPingpong = {cpp_bool(kernel.schedule == 'pingpong')};",
         f"static constexpr bool kOwnOutput = {cpp_bool(kernel.own_output)};",
     ]
-    return gemm.struct(kernel, lines, TEMPLATES[kernel.arch][1], ARGUMENTS)
+    return gemm.struct(kernel, lines, TEMPLATES[kernel.variant][1], ARGUMENTS)

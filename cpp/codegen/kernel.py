@@ -10,6 +10,7 @@ SCHEDULES = {
     "cooperative": "Schedule::kCooperative",
     "pingpong": "Schedule::kPingpong",
     "multistage": "Schedule::kMultistage",
+    "split_kv": "Schedule::kSplitKv",
 }
 
 
@@ -61,6 +62,9 @@ class Kernel:
         cluster = "x".join(map(str, self.cluster))
         if self.family == "attention":
             dims = f"d{self.tile[2]}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.tile[2] else "")
+            if self.variant == "decode":
+                cache = "" if self.b_format == "dense" else f"_{self.b_format}"
+                return f"attention_sm{self.arch}_{self.element}_{dims}{cache}_decode"
             return f"attention_sm{self.arch}_{self.element}_{dims}_{self.tile[0]}x{self.tile[1]}_{self.variant}"
         if self.b_format != "dense":
             grouped = "moe_" if self.family.startswith("moe") else ""

@@ -101,6 +101,16 @@ STABLE_TORCH_LIBRARY(minfer, m) {
       "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, *, "
       "bool causal=False, float? scale=None, int window_left=-1, int window_right=-1, float softcap=0.0, Tensor? sinks=None, "
       "str? kernel=None) -> (Tensor, Tensor)");
+  // .. over a cache: k and v [pages, page_size, heads_kv, head_dim], or [batch, length, ..] without a block_table
+  m.def(
+      "attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, *, Tensor? block_table=None, Tensor? cu_seqlens_q=None, "
+      "int max_seqlen_q=1, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? k_residual=None, Tensor? v_residual=None, "
+      "str kv_format=\"auto\", bool causal=True, float? scale=None, int window_left=-1, float softcap=0.0, Tensor? sinks=None, "
+      "int? num_splits=None, str? kernel=None) -> (Tensor, Tensor)");
+  m.def(
+      "kv_cache_append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, Tensor(c!)? k_scale=None, "
+      "Tensor(d!)? v_scale=None, Tensor(e!)? k_residual=None, Tensor(f!)? v_residual=None, Tensor? cu_seqlens=None, "
+      "str kv_format=\"auto\") -> ()");
   m.def("merge_attention_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)");
 
   // What this build holds and what it would do; JSON texts.
@@ -157,6 +167,7 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) {
   m.impl("moe_ffn_w4a16", TORCH_BOX(&moe_ffn_w4a16));
   m.impl("attention", TORCH_BOX(&attention));
   m.impl("attention_varlen", TORCH_BOX(&attention_varlen));
+  m.impl("attention_paged", TORCH_BOX(&attention_paged));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {

@@ -31,6 +31,7 @@ from . import (  # noqa: E402, F401  some register kernels and rules with torch
     quantize,
     reference,
     reference_attention,
+    reference_kv_cache,
     reference_moe,
     reference_moe_routing,
     reference_moe_w4a16,
@@ -38,7 +39,8 @@ from . import (  # noqa: E402, F401  some register kernels and rules with torch
     tracing,
     tuned,
 )
-from .attention import attention, attention_varlen, merge_attention_states  # noqa: E402
+from .attention import attention, attention_paged, attention_varlen, merge_attention_states  # noqa: E402
+from .kv_cache import KvCache, allocate_kv_cache, kv_cache_append  # noqa: E402
 from .moe import grouped_gemm, grouped_gemm_masked, moe_ffn  # noqa: E402
 from .moe_routing import moe_combine, moe_router, moe_router_gemm, moe_sort  # noqa: E402
 from .moe_w4a16 import grouped_w4a16_gemm, moe_ffn_w4a16  # noqa: E402
@@ -53,9 +55,12 @@ __version__: str = build_info()["version"]
 tuned.load_at_first_use()
 
 __all__ = [
+    "KvCache",
     "Plan",
     "__version__",
+    "allocate_kv_cache",
     "attention",
+    "attention_paged",
     "attention_varlen",
     "build_info",
     "distributed",
@@ -65,6 +70,7 @@ __all__ = [
     "grouped_gemm_masked",
     "grouped_w4a16_gemm",
     "kernels",
+    "kv_cache_append",
     "merge_attention_states",
     "moe_combine",
     "moe_ffn",

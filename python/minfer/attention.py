@@ -1,11 +1,11 @@
-"""Attention over keys and values in tensors: typed wrapper, fake and autograd rule side by side.
+"""Attention over keys and values in tensors and in caches: typed wrapper, fake and autograd rule side by side.
 
     out, lse = minfer.attention(q, k, v, causal=True)                                             # sequences of one length
     out, lse = minfer.attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)            # sequences end to end
+    out, lse = minfer.attention_paged(q, k_cache, v_cache, seq_lens, block_table=block_table)     # keys in a cache
     out, lse = minfer.merge_attention_states([out_prefix, out_suffix], [lse_prefix, lse_suffix])  # keys in parts
 
-Scores never reach memory. The lengths of :func:`attention_varlen` are read on the device: no host synchronises, and a captured graph
-follows them.
+Scores never reach memory. Lengths and block tables are read on the device: no host synchronises, and a captured graph follows them.
 """
 
 from __future__ import annotations
@@ -154,6 +154,98 @@ def _attention_varlen_fake(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     return _state(q, checks_attention.check_attention_varlen(q, k, v, *arguments, **options))
 
 
+def attention_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seq_lens: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 1,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_residual: Tensor | None = None,
+    v_residual: Tensor | None = None,
+    kv_format: str = "auto",
+    causal: bool = True,
+    scale: float | None = None,
+    window_left: int = -1,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    num_splits: int | None = None,
+    kernel: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention` over keys and values in a cache: decode, speculative decode, chunks of a prompt.
+
+    Args:
+      q: [batch, seqlen_q, heads_q, head_dim], or [tokens, heads_q, head_dim] with sequences end to end: cu_seqlens_q says where; without it
+        each has max_seqlen_q rows. float16 or bfloat16. Views as in :func:`attention`.
+      k_cache, v_cache: [pages, page_size, heads_kv, head_dim] and [.., head_dim_v], or without a block_table [batch, length, heads_kv, ..]:
+        16-bit numbers of q's dtype, or fp8, int8 or int4 codes, laid out as :mod:`minfer.kv_cache` says. Heads and head dimensions as in
+        :func:`attention`; a page_size is a multiple of 8, and so is the length of a contiguous cache of codes. Strided and offset views are
+        taken as they are, and must be what TMA addresses: last mode contiguous, base and strides multiples of 16 bytes.
+      seq_lens: int32 [batch] on q's device: keys of each sequence, its queries' own with them, which :func:`minfer.kv_cache_append` has put
+        into the cache already. 0 is legal.
+      block_table: int32 [batch, n] on q's device: row b names the pages of sequence b in order. Entries of pages that no query needs may be
+        anything.
+      cu_seqlens_q: int32 [batch + 1] on q's device, as in :func:`attention_varlen`.
+      max_seqlen_q: of a q of 3 modes: its sequences' length, with cu_seqlens_q an upper bound of it, which only sizes the launch. A longer
+        sequence is an error on CPU and undefined on CUDA. Of a q of 4 modes it is not used.
+      k_scale, v_scale, k_residual, v_residual: what the cache's format has beside codes: ``**cache.scales()`` of a :class:`minfer.KvCache`.
+      kv_format: "16bit", "fp8_e4m3", "int8" or "int4"; "auto" is told by the caches' dtype, of which uint8 is int4.
+      causal: the last query is aligned to the last key: query i sees the keys up to i + seq_lens[b] - seqlen_q. False: all of them.
+      scale, window_left, softcap, sinks: as in :func:`attention`, of each sequence by its own lengths.
+      num_splits: parts that every sequence's keys are cut into, 1 to 256: the bits of a sequence's results do not depend on the rest of the
+        batch. None: as many as fill the device, and they may. On CPU it is checked and otherwise ignored.
+      kernel: as in :func:`attention`.
+
+    Returns:
+      out: [batch, seqlen_q, heads_q, head_dim_v] or [tokens, heads_q, head_dim_v], q's dtype, contiguous.
+      lse: float32 [batch, heads_q, seqlen_q] or [heads_q, tokens], contiguous.
+      Queries that see no key, and rows of q outside every sequence, as in :func:`attention` and :func:`attention_varlen`.
+
+    Raises:
+      RuntimeError: as :func:`attention`. Values that cannot be right, lengths and pages beyond the cache, are errors on CPU and undefined
+        on CUDA.
+
+    seq_lens, block_table, cu_seqlens_q and the scales are read on the device: no host synchronises, and a captured graph follows them.
+    Unused pages, rows behind seq_lens and pages before a window may hold anything, NaN included; other keys and values must be finite.
+
+    Numerics: as :func:`attention`, code * scale (int4: + minimum) being the keys and values. On CUDA codes become float16 exactly, and what
+    multiplies them is rounded to float16: exponentials times V's scales, queries (int4: times K's scales). Parts of the keys are summed in
+    order in float32. The same inputs, shapes, kernel and num_splits give the same bits in every run. There is no backward.
+
+    Source: FlashDecoding (Dao et al., 2023) for the splits, PagedAttention (Kwon et al., 2023) for the pages.
+    """
+    return torch.ops.minfer.attention_paged.default(
+        q,
+        k_cache,
+        v_cache,
+        seq_lens,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        k_residual=k_residual,
+        v_residual=v_residual,
+        kv_format=kv_format,
+        causal=causal,
+        scale=scale,
+        window_left=window_left,
+        softcap=softcap,
+        sinks=sinks,
+        num_splits=num_splits,
+        kernel=kernel,
+    )
+
+
+@torch.library.register_fake("minfer::attention_paged", lib=_library)
+def _attention_paged_fake(q, k_cache, v_cache, seq_lens, **options):
+    return _state(q, checks_attention.check_attention_paged(q, k_cache, v_cache, seq_lens, **options)[1:])
+
+
 def merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The attention over all keys, of the attention over disjoint parts of them: shared prefixes, split KV caches, chunks, other ranks.
 
@@ -188,6 +280,7 @@ def _merge_attention_states_fake(outs, lses):
 for _op in (
     torch.ops.minfer.attention.default,
     torch.ops.minfer.attention_varlen.default,
+    torch.ops.minfer.attention_paged.default,
     torch.ops.minfer.merge_attention_states.default,
 ):
     register_autograd(_op)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from . import checks_attention
+from . import checks_attention, checks_kv_cache, reference_kv_cache
+from .kv_cache import KvCache
 from .reference import _compute_dtype
 
 # Scores that are in memory at a time, 64 MiB of float32: queries of a KV head are taken in blocks of so many.
@@ -102,6 +104,50 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k
     return out, lse
 
 
+def _query_ends(q: Tensor, batch: int, cu_seqlens_q: Sequence[int] | Tensor | None, max_seqlen_q: int) -> list[int]:
+    """As cu_seqlens_q has them, of a q without it, too."""
+    if cu_seqlens_q is not None:
+        return cu_seqlens_q.tolist() if isinstance(cu_seqlens_q, Tensor) else list(cu_seqlens_q)
+    seqlen_q = q.shape[1] if q.dim() == 4 else max_seqlen_q
+    return [b * seqlen_q for b in range(batch + 1)]
+
+
+def _first_key(seqlen_q: int, seqlen_k: int, window_left: int) -> int:
+    """That a sequence's queries see."""
+    return max(0, seqlen_k - seqlen_q - window_left) if window_left >= 0 else 0
+
+
+def attention_paged(
+    q: Tensor,
+    cache: KvCache,
+    seq_lens: Sequence[int] | Tensor,
+    block_table: Tensor | None = None,
+    cu_seqlens_q: Sequence[int] | Tensor | None = None,
+    max_seqlen_q: int = 1,
+    *,
+    causal: bool = True,
+    window_left: int = -1,
+    **options,
+) -> tuple[Tensor, Tensor]:
+    """What :func:`minfer.attention_paged` computes, as :func:`attention`; codes become values of the type that is computed in.
+
+    Keys before the first that is seen, and what else the cache holds beside the sequences' own, are not read.
+    """
+    batch, heads_q, dtype = len(seq_lens), q.shape[-2], _compute_dtype(q)
+    head_dim_v = cache.v.shape[-1] * (2 if cache.kv_format == "int4" else 1)
+    out = q.new_zeros((*q.shape[:-1], head_dim_v))
+    lse = q.new_full((*q.shape[:-3], heads_q, q.shape[-3]), -math.inf, dtype=_lse_dtype(q))
+    lengths = seq_lens.tolist() if isinstance(seq_lens, Tensor) else seq_lens
+    for b, (first, last) in enumerate(pairwise(_query_ends(q, batch, cu_seqlens_q, max_seqlen_q))):
+        if first == last:
+            continue
+        own = (q[b], out[b], lse[b]) if q.dim() == 4 else (q[first:last], out[first:last], lse[:, first:last])
+        begin = _first_key(last - first, lengths[b], window_left)
+        k, v = reference_kv_cache.gather(cache, b, begin, lengths[b], block_table, dtype)
+        _sequence(own[0], k, v, *own[1:], causal=causal, window_left=window_left, **options)
+    return out, lse
+
+
 def merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """What :func:`minfer.merge_attention_states` computes, in float32 (float64 of float64); any device."""
     highest = lses[0].contiguous()
@@ -139,9 +185,29 @@ def _attention_cpu(q, k, v, **options):
 def _attention_varlen_cpu(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
     checks_attention.check_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    checks_attention.check_cu_seqlens("cu_seqlens_q", q_ends, "q", q.shape[0], max_seqlen_q)
-    checks_attention.check_cu_seqlens("cu_seqlens_k", k_ends, "k", k.shape[0], max_seqlen_k)
+    checks_attention.check_cu_seqlens("attention_varlen", "cu_seqlens_q", q_ends, "q", q.shape[0], max_seqlen_q)
+    checks_attention.check_cu_seqlens("attention_varlen", "cu_seqlens_k", k_ends, "k", k.shape[0], max_seqlen_k)
     return attention_varlen(q, k, v, q_ends, k_ends, **_without_kernel(options))
+
+
+def _attention_paged_cpu(
+    q, k_cache, v_cache, seq_lens, *, block_table=None, cu_seqlens_q=None, max_seqlen_q=1, num_splits=None, kernel=None, **options
+):
+    arguments = dict(block_table=block_table, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, num_splits=num_splits, kernel=kernel)
+    kv_format, *_ = checks_attention.check_attention_paged(q, k_cache, v_cache, seq_lens, **arguments, **options)
+    scales = {name: options.pop(name, None) for name in checks_kv_cache.SCALES}
+    options.pop("kv_format", None)
+    cache, lengths = KvCache(kv_format, k_cache, v_cache, **scales), seq_lens.tolist()
+    rows = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    checks_attention.check_seq_lens(lengths, rows)
+    ends = _query_ends(q, len(lengths), cu_seqlens_q, max_seqlen_q)
+    if cu_seqlens_q is not None:
+        checks_attention.check_cu_seqlens("attention_paged", "cu_seqlens_q", ends, "q", q.shape[0], max_seqlen_q)
+    for b, (first, last) in enumerate(pairwise(ends)):
+        if block_table is not None and first < last:
+            pages = reference_kv_cache.pages_of(cache, _first_key(last - first, lengths[b], options.get("window_left", -1)), lengths[b])
+            checks_attention.check_pages(block_table[b, pages.start : pages.stop].tolist(), k_cache.shape[0], b)
+    return attention_paged(q, cache, lengths, block_table, ends if q.dim() == 3 else None, **options)
 
 
 def _merge_attention_states(outs, lses):
@@ -151,4 +217,5 @@ def _merge_attention_states(outs, lses):
 
 _library.impl("attention", _attention_cpu, "CPU")
 _library.impl("attention_varlen", _attention_varlen_cpu, "CPU")
+_library.impl("attention_paged", _attention_paged_cpu, "CPU")
 _library.impl("merge_attention_states", _merge_attention_states, "CompositeExplicitAutograd")

@@ -54,6 +54,12 @@ _OVERRIDES = (
             _ATTENTION_OPTIONS,
             "(Tensor, Tensor)",
         ),
+        "attention_paged": (
+            "Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens",
+            "Tensor? block_table, Tensor? cu_seqlens_q, int max_seqlen_q, Tensor? k_scale, Tensor? v_scale, Tensor? k_residual, "
+            "Tensor? v_residual, str kv_format, bool causal, float? scale, int window_left, float softcap, Tensor? sinks, int? num_splits",
+            "(Tensor, Tensor)",
+        ),
     }
 )
 
@@ -127,6 +133,7 @@ _register_out("grouped_gemm", checks_moe.check_grouped_gemm, keep_dtype=False)
 _register_out("grouped_w4a16_gemm", checks_moe_w4a16.check_grouped_w4a16_gemm, keep_dtype=False)
 _register_out("grouped_gemm_masked", checks_moe.check_grouped_gemm_masked, keep_dtype=False, merge=_behind_counts)
 for _op in (
+    _ops.kv_cache_append.default,
     _ops.merge_attention_states.default,
     _ops.moe_ffn.default,
     _ops.moe_ffn_w4a16.default,

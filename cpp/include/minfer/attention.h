@@ -1,4 +1,5 @@
-// Attention: out = softmax(scale * q . k^T) . v over the keys that each query sees, and the logarithm of the softmax's denominator.
+// Attention: out = softmax(scale * q . k^T) . v over the keys that each query sees, and the logarithm of the softmax's denominator. Keys and
+// values are tensors, or lie in a cache, in pages or not, as 16-bit numbers or codes.
 //
 //   AttentionProblem   what is computed: sizes, types, masks (no pointers)
 //   plan_attention     pure: problem x device x options -> AttentionPlan
@@ -21,7 +22,14 @@ struct AttentionProblem {
   int64_t window_left = -1,
           window_right = -1;  // keys before and behind the one a query is aligned to (the last query to the last key); < 0: all
   DataType type = DataType::kF16;
-  bool varlen = false;
+  bool varlen = false;  // q's sequences lie end to end; so do k's and v's unless they are cached
+  // Keys and values in a cache, of which a sequence has as many as the device knows; seqlen_k bounds them.
+  bool cached = false, paged = false;
+  WeightFormat kv_format = WeightFormat::kDense;  // kDense: of q's type; kFp8E4M3, kInt8 (symmetric), kInt4
+  int64_t pages = 0, page_size = 0;               // not paged: a page for each sequence
+  bool scale_per_head = false;                    // fp8: else one
+  int64_t group_tokens = 0, groups_v = 0;         // int4: tokens of a scale of K, scales of a token of V
+  int64_t num_splits = 0;                         // of the keys; 0: as many as fill the device
 };
 
 /// Strides are in elements, the last mode's is 1.
@@ -29,16 +37,26 @@ struct AttentionOperands {
   void const *q = nullptr, *k = nullptr, *v = nullptr;              // [batch, seqlen, heads, head_dim]; varlen: [tokens, heads, head_dim]
   int64_t q_strides[3] = {}, k_strides[3] = {}, v_strides[3] = {};  // of batch, row, head
   void* out = nullptr;                                              // as q, contiguous, with head_dim_v
-  float* lse = nullptr;                                             // [batch, heads_q, seqlen_q]; varlen: [heads_q, tokens_q]
+  float* lse = nullptr;
+  int64_t lse_strides[2] = {};                                      // of batch (not varlen), head; queries follow each other
   int32_t const *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;   // varlen: [batch + 1]
   void const* sinks = nullptr;                                      // [heads_q] of q's type, or null
   float scale = 1.0f, softcap = 0.0f;                               // softcap > 0: scores are softcap * tanh(score / softcap)
+  // A cache: k and v are [pages, page_size, heads_kv, head_dim] of codes (int4: of pairs, the even element low), strides in its elements.
+  int32_t const* seq_lens = nullptr;                          // [batch]
+  int32_t const* block_table = nullptr;                       // [batch, ..] pages of each sequence
+  int64_t block_table_stride = 0;
+  void const *k_scale = nullptr, *v_scale = nullptr;          // see attention_paged's documentation
+  void const *k_residual = nullptr, *v_residual = nullptr;    // int4: [batch, group_tokens, heads_kv, head_dim] of q's type
 };
 
 struct AttentionPlan {
   KernelInfo const* kernel = nullptr;
   int64_t pack = 1;            // query heads of a KV head that lie side by side in a tile
   bool counted = false;        // tiles are handed out by a counter in the workspace
+  int64_t box_rows = 0;        // rows of a TMA load of K and V
+  // Split-KV kernels: units of up to 8 * columns rows, shares of at least min_slices, partial results in slots.
+  int64_t columns = 0, min_slices = 0, ctas = 0, slots = 0;
   size_t workspace_bytes = 0;  // any content; 256-byte aligned
   double predicted_us = 0, floor_us = 0;
   PlanSource source = PlanSource::kAnalytic;

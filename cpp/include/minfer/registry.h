@@ -10,12 +10,14 @@ enum class Schedule : int32_t {
   kCooperative = 0,  // sm90: both consumer warpgroups share one tile, split along M
   kPingpong = 1,     // sm90: each consumer warpgroup owns a tile; one's epilogue hides under the other's mainloop
   kMultistage = 2,   // sm80: cp.async ring, mma.sync
+  kSplitKv = 3,      // attention of few queries: the keys are shared out over the CTAs
 };
 inline char const* name_of(Schedule s) {
   switch (s) {
     case Schedule::kCooperative: return "cooperative";
     case Schedule::kPingpong: return "pingpong";
     case Schedule::kMultistage: return "multistage";
+    case Schedule::kSplitKv: return "split_kv";
   }
   return "?";
 }
@@ -28,7 +30,7 @@ struct KernelInfo {
   bool arch_exact;     // sm_90a code runs on 9.0 alone
   DataType ab_type;
   Major a_major, b_major;  // of the caller's A and B
-  WeightFormat b_format;
+  WeightFormat b_format;           // of B; attention: of the KV cache
   int32_t group_multiple;          // quantised B: k per scale must be a multiple of this, or all of k
   bool swap;                       // computes D^T = B^T.A^T: the caller's n is on the tile's M side, his m on its N side
   int32_t tile_m, tile_n, tile_k;  // attention: queries, keys, head_dim

@@ -10,7 +10,8 @@ struct AttentionLaunchArguments {
   AttentionProblem const* problem;
   AttentionOperands const* operands;
   DeviceProperties const* device;
-  int32_t* tile_counter;     // in the workspace, any content; or null
+  void* workspace;           // plan->workspace_bytes of any content; or null
+  uint64_t nonce;            // of this launch alone, not 0
   bool programmatic_launch;  // launch with programmatic stream serialization (sm_90 kernels)
   Stream stream;
 };

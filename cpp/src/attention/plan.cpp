@@ -1,8 +1,12 @@
 // plan_attention: explicit kernel, else the analytic model over every legal one. run_attention.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <numeric>
+#include <random>
 
 #include "attention/launch.h"
 #include "gemm/launch.h"
@@ -14,6 +18,13 @@ namespace {
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr size_t kCounterBytes = 256;
+constexpr int64_t kDecodeRows = 32;  // of a KV head, from which on a cache of 16-bit numbers is better read by tiles of queries
+constexpr int64_t kMinSlices = 4;    // of a CTA
+
+bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
+
+/// Rows of a KV head in a sequence: queries of all heads of its group.
+int64_t rows_of(AttentionProblem const& p) { return p.heads_kv > 0 ? p.seqlen_q * (p.heads_q / p.heads_kv) : 0; }
 
 // Of the tensor cores' rate, what a mainloop reaches with long sequences (H200, head_dim 128, 16384 keys: 710 and 625 TFLOP/s), and what a tile
 // costs beside it: first loads, first and last product, output (512 queries, causal: 2.7 us of a tile with 128 rows, 3.6 with 192).
@@ -84,6 +95,9 @@ char const* illegal(KernelInfo const& kernel, AttentionProblem const& p, DeviceP
   if (kernel.ab_type != p.type) return "it computes another element type";
   if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
   if (p.head_dim > kernel.tile_k || p.head_dim_v > kernel.head_dim_v) return "its head dimensions are smaller";
+  if (splits_keys(kernel) && !p.cached) return "it reads keys and values from a cache";
+  if (splits_keys(kernel) ? p.kv_format != kernel.b_format : p.kv_format != WeightFormat::kDense) return "it reads another cache format";
+  if (!splits_keys(kernel) && p.num_splits > 1) return "it does not split the keys";
   return nullptr;
 }
 
@@ -117,16 +131,53 @@ int64_t choose_pack(KernelInfo const& kernel, AttentionProblem const& p) {
   return tiles_of(p, kernel.tile_m, group) < tiles_of(p, kernel.tile_m, 1) ? group : 1;
 }
 
+/// Split-KV: the bytes of the keys, or the instructions where rows are many; all else is small beside a launch.
+double predict_decode_us(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
+  constexpr double kLaunchUs = 6.0;
+  int64_t const tiles = (rows_of(p) + kernel.tile_m - 1) / kernel.tile_m;
+  double const codes = double(p.batch) * double(p.seqlen_k) * p.heads_kv * (p.head_dim + p.head_dim_v) * bits_of(p.kv_format) / 8.0;
+  double const reads_us = codes / device.read_bandwidth, l2_us = codes * double(tiles - 1) / (2.0 * device.read_bandwidth);
+  double const mma_us = 6.0 * flops_of(p) / device.matrix_rate;
+  return kLaunchUs + std::max(reads_us + l2_us, mma_us);
+}
+
 AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
   AttentionPlan plan;
   plan.kernel = &kernel;
-  plan.pack = choose_pack(kernel, p);
   plan.floor_us = floor_us(p, device);
+  plan.box_rows = p.paged || bits_of(p.kv_format) < 16 ? std::gcd(int64_t(kernel.tile_n), p.page_size) : kernel.tile_n;
+  if (splits_keys(kernel)) {
+    plan.columns = rows_of(p) <= 8 ? 1 : 2;
+    int64_t const rows = 8 * plan.columns;
+    int64_t const tiles = p.varlen ? p.batch + p.tokens_q * (p.heads_q / p.heads_kv) / rows : p.batch * ((rows_of(p) + rows - 1) / rows);
+    plan.min_slices = std::getenv("MINFER_MS") ? std::atoi(std::getenv("MINFER_MS")) : kMinSlices;
+    plan.slots = p.num_splits > 0 ? tiles * p.heads_kv * p.num_splits : device.sm_count;
+    plan.ctas = std::clamp<int64_t>(plan.slots, 1, device.sm_count);
+    plan.workspace_bytes = size_t(plan.slots * (rows * (kernel.tile_k * 4 + 8) + 8));
+    plan.predicted_us = std::max(predict_decode_us(kernel, p, device), plan.floor_us);
+    return plan;
+  }
+  plan.pack = choose_pack(kernel, p);
   plan.predicted_us = std::max(predict_us(kernel, p, device, plan.pack), plan.floor_us);
-  bool const even = !p.varlen && p.window_left < 0 && p.window_right < 0;
+  bool const even = !p.varlen && !p.cached && p.window_left < 0 && p.window_right < 0;
   plan.counted = !even && (p.varlen || tiles_of(p, kernel.tile_m, plan.pack) > device.sm_count);
   plan.workspace_bytes = plan.counted ? kCounterBytes : 0;
   return plan;
+}
+
+/// Whether the analytic model takes it into account: rows few enough for a cache are the split-KV kernel's, many are the tiles'.
+bool considered(KernelInfo const& kernel, AttentionProblem const& p) {
+  if (!p.cached || p.kv_format != WeightFormat::kDense || p.num_splits > 0) return true;
+  return splits_keys(kernel) == (rows_of(p) <= kDecodeRows);
+}
+
+/// Different in every launch of every process, but for chance.
+uint64_t next_nonce() {
+  static std::atomic<uint64_t> state{(uint64_t(std::random_device{}()) << 32) ^ std::random_device{}()};
+  uint64_t x = state.fetch_add(0x9e3779b97f4a7c15u, std::memory_order_relaxed);  // SplitMix64
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return (x ^ (x >> 31)) | 1;
 }
 
 }  // namespace
@@ -159,6 +210,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   for (int64_t i = 0; i < count; ++i) {
     KernelInfo const& kernel = kernels[i];
     if ((options.only_runnable && kernel.launch == nullptr) || illegal(kernel, problem, device) != nullptr) continue;
+    if (!considered(kernel, problem)) continue;
     AttentionPlan const found = describe(kernel, problem, device);
     if (candidates == 0 || found.predicted_us < plan->predicted_us) *plan = found;
     ++candidates;
@@ -166,10 +218,10 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   if (candidates == 0) {
     return Status::failure(
         StatusCode::kNotSupported,
-        "no kernel %s computes attention of %s with head dimensions %lld and %lld on compute capability %d.%d (archs of the "
+        "no kernel %s computes attention of %s with head dimensions %lld and %lld over %s keys on compute capability %d.%d (archs of the "
         "build: %s)",
         options.only_runnable ? "of this build" : "of the table", name_of(problem.type), (long long)problem.head_dim,
-        (long long)problem.head_dim_v, device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
+        (long long)problem.head_dim_v, problem.kv_format == WeightFormat::kDense ? "16-bit" : name_of(problem.kv_format), device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
   std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted microseconds of %d candidates: %.1f, floor %.1f", candidates,
                 plan->predicted_us, plan->floor_us);
@@ -187,8 +239,7 @@ Status run_attention(AttentionPlan const& plan, AttentionProblem const& problem,
                            plan.workspace_bytes);
   }
   attention::AttentionLaunchArguments const arguments{
-      &plan, &problem, &operands, &device, plan.counted ? static_cast<int32_t*>(workspace) : nullptr, gemm::programmatic_launch_enabled(),
-      stream};
+      &plan, &problem, &operands, &device, workspace, attention::next_nonce(), gemm::programmatic_launch_enabled(), stream};
   return reinterpret_cast<attention::LaunchFunction>(const_cast<void*>(plan.kernel->launch))(arguments);
 }
 

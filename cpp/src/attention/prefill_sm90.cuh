@@ -546,10 +546,10 @@ inline Status describe_queries(CUtensorMap* map, void const* base, AttentionProb
   return encode_tensor_map_rows(map, 5, base, extents, strides, box);
 }
 
-/// Keys or values: [batch, rows, heads_kv, head_dim].
+/// Keys or values: [batch, rows, heads_kv, head_dim], or the pages of a cache.
 inline Status describe_keys(CUtensorMap* map, void const* base, AttentionProblem const& p, int64_t head_dim, int64_t const (&stride)[3],
                             int box_rows) {
-  int64_t const rows = p.varlen ? p.tokens_k : p.seqlen_k, batches = p.varlen ? 1 : p.batch;
+  int64_t const rows = p.cached ? p.page_size : p.varlen ? p.tokens_k : p.seqlen_k, batches = p.cached ? p.pages : p.varlen ? 1 : p.batch;
   int64_t const extents[4] = {head_dim, p.heads_kv, rows, batches};
   int64_t const strides[3] = {stride_bytes(p.heads_kv, stride[2]), stride_bytes(rows, stride[1]), stride_bytes(batches, stride[0])};
   int const box[4] = {64, 1, box_rows, 1};
@@ -561,14 +561,15 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   using Kernel = PrefillSm90<Config>;
   AttentionProblem const& p = *arguments.problem;
   AttentionOperands const& o = *arguments.operands;
-  int64_t const pack = arguments.plan->pack, out_row = p.heads_q * p.head_dim_v;
+  AttentionPlan const& plan = *arguments.plan;
+  int64_t const pack = plan.pack, out_row = p.heads_q * p.head_dim_v;
   PrefillParams params{};
   Status status = describe_queries(&params.q, o.q, p, pack, p.head_dim, o.q_strides[0], o.q_strides[1], o.q_strides[2], Config::kTileM);
   if (status.ok()) status = describe_queries(&params.o, o.out, p, pack, p.head_dim_v, p.seqlen_q * out_row, out_row, p.head_dim_v, 64);
   if (!status.ok()) return status;
   if (p.tokens_k > 0) {  // without keys nothing is loaded
-    status = describe_keys(&params.k, o.k, p, p.head_dim, o.k_strides, Config::kTileN);
-    if (status.ok()) status = describe_keys(&params.v, o.v, p, p.head_dim_v, o.v_strides, Config::kTileN);
+    status = describe_keys(&params.k, o.k, p, p.head_dim, o.k_strides, int(plan.box_rows));
+    if (status.ok()) status = describe_keys(&params.v, o.v, p, p.head_dim_v, o.v_strides, int(plan.box_rows));
     if (!status.ok()) return status;
   } else {
     params.k = params.v = params.q;
@@ -578,11 +579,15 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   params.out_row = out_row;
   params.out_head = p.head_dim_v;
   params.lse = o.lse;
-  params.lse_batch = p.heads_q * p.seqlen_q;
-  params.lse_head = p.varlen ? p.tokens_q : p.seqlen_q;
+  params.lse_batch = o.lse_strides[0];
+  params.lse_head = o.lse_strides[1];
   params.cu_seqlens_q = o.cu_seqlens_q;
   params.cu_seqlens_k = o.cu_seqlens_k;
-  params.box_rows = Config::kTileN;
+  params.seq_lens = o.seq_lens;
+  params.block_table = o.block_table;
+  params.block_table_stride = o.block_table_stride;
+  params.page_size = int32_t(p.page_size);
+  params.box_rows = int32_t(plan.box_rows);
   params.batch = int32_t(p.batch);
   params.tokens_q = int32_t(p.tokens_q);
   params.heads_q = int32_t(p.heads_q);
@@ -601,9 +606,9 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   params.window_right = int32_t(p.window_right);
   params.scale = o.scale;
   params.softcap = o.softcap;
-  params.tile_counter = arguments.tile_counter;
+  params.tile_counter = plan.counted ? static_cast<int32_t*>(arguments.workspace) : nullptr;
   params.sinks = o.sinks;
-  params.keys_end_at_extent = !p.varlen;
+  params.keys_end_at_extent = !p.varlen && !p.cached;
 
   static std::atomic<uint64_t> shared_memory_allowed{0};
   if (cudaError_t const error =
@@ -611,8 +616,8 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
       error != cudaSuccess) {
     return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
   }
-  if (arguments.tile_counter != nullptr) {
-    if (cudaError_t const error = cudaMemsetAsync(arguments.tile_counter, 0, sizeof(int32_t), arguments.stream); error != cudaSuccess) {
+  if (plan.counted) {
+    if (cudaError_t const error = cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), arguments.stream); error != cudaSuccess) {
       return cuda_status(error, "cudaMemsetAsync(tile counter)");
     }
   }

@@ -33,6 +33,22 @@ __device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&d)[4]
                : "memory");
 }
 
+/// As load_matrices, each matrix transposed: rows 2 (l % 4) and the next of column l / 4.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t address, uint32_t (&d)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(address)
+               : "memory");
+}
+
+/// An 8 x 8 matrix of 16-bit elements in registers: lane l gives columns 2 (l % 4) and the next of row l / 4, and gets rows 2 (l % 4) and the
+/// next of column l / 4.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 /// d += A.B, m16n8k16. Lane l has of A: a[i] = row l / 4 + 8 (i % 2), columns 2 (l % 4) + 8 (i / 2) and the next; of B, rows of k: b0 = rows
 /// 2 (l % 4) and the next, b1 = those + 8, of column l / 4; of the accumulators: d[i] = row l / 4 + 8 (i / 2), column 2 (l % 4) + i % 2.
 template <DataType kType>

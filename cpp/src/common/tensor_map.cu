@@ -99,10 +99,13 @@ Status encode_modes(CUtensorMap* map, CUtensorMapDataType type, int rank, void c
 
 }  // namespace
 
-Status encode_tensor_map_rows(CUtensorMap* map, int rank, void const* base, int64_t const* extents, int64_t const* strides,
-                              int const* box) {
-  return encode_modes(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, rank, base, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_128B,
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+Status encode_tensor_map_rows(CUtensorMap* map, int rank, void const* base, int64_t const* extents, int64_t const* strides, int const* box,
+                              int element_bytes) {
+  CUtensorMapSwizzle const swizzle = box[0] * element_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : box[0] * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                                    : CU_TENSOR_MAP_SWIZZLE_32B;
+  return encode_modes(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, rank, base, extents, strides,
+                      box, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 Status encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void const* base, int64_t const* extents,

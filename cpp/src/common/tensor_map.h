@@ -15,10 +15,12 @@ namespace minfer {
 Status encode_tensor_map_16bit(CUtensorMap* map, void const* base, int64_t columns, int64_t rows, int64_t planes, int64_t row_stride,
                                int64_t plane_stride, int box_columns, int box_rows);
 
-/// Describes a 16-bit tensor of `rank` (3 to 5) modes, the first with unit stride, read in boxes whose rows are the 128 bytes of a swizzled
-/// shared-memory row (box[0] is 64); `strides` are those of the other modes, in bytes. Boxes reach beyond the extents: loads fill with zeros.
+/// Describes a tensor of `rank` (3 to 5) modes of elements of `element_bytes` (1 or 2), the first with unit stride, read in boxes whose rows
+/// are swizzled shared-memory rows: box[0] elements are 32, 64 or 128 bytes. `strides` are those of the other modes, in bytes. Boxes reach
+/// beyond the extents: loads fill with zeros.
 /// @return as encode_tensor_map_16bit.
-Status encode_tensor_map_rows(CUtensorMap* map, int rank, void const* base, int64_t const* extents, int64_t const* strides, int const* box);
+Status encode_tensor_map_rows(CUtensorMap* map, int rank, void const* base, int64_t const* extents, int64_t const* strides, int const* box,
+                              int element_bytes = 2);
 
 /// Describes a tensor of `rank` (2 or 3) modes, the first with unit stride, without a shared-memory swizzle; `strides` are those of the others,
 /// in bytes. Boxes reach beyond the extents: loads fill with zeros.

@@ -1,0 +1,48 @@
+// What a decode launch hands to its kernel.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace minfer::attention {
+
+/// The cache is [pages, page_size, heads_kv, head_dim(_v)] of codes; a contiguous one is a page for each sequence.
+/// Rows of a unit are the queries that share a KV head: row r is query r / group of the sequence, of head r % group.
+struct DecodeParams {
+  // [pages, heads_kv, column blocks, page_size, columns of a shared-memory row]; or one block of all columns, which takes a load for each
+  // shared-memory row's width.
+  CUtensorMap k, v;
+  int32_t k_loads, v_loads;  // of a box
+  void const* q;
+  int64_t q_batch, q_row, q_head;  // strides in elements; without cu_seqlens_q, sequence b begins at b * q_batch
+  void* out;
+  int64_t out_batch, out_row;  // heads are head_dim_v apart
+  float* lse;
+  int64_t lse_batch, lse_head;
+  int32_t const* cu_seqlens_q;  // [batch + 1], or null: every sequence has seqlen_q queries
+  int32_t const* seq_lens;      // [batch] keys in the cache, the queries' own with them
+  int32_t const* block_table;   // [batch, ..] pages, or null
+  int64_t block_table_stride, block_table_bytes;
+  int32_t page_size, box_rows;  // rows of one TMA load of K and V: 8, 16 or 32, divides the page and the slice
+  int32_t batch, heads_q, heads_kv, group, seqlen_q, head_dim, head_dim_v;
+  int32_t columns;                    // tiles of 8 rows that a unit has: 1 or 2
+  int32_t window_left, window_right;  // < 0: unlimited
+  float scale, softcap;               // softcap 0: none
+  void const* sinks;                  // [heads_q] of q's type, or null
+  // Scales. fp8: float32, one or [heads_kv] (stride 0 or 1). int8: float32 [pages, heads_kv, page_size].
+  // int4: f16, of K [pages, heads_kv, page_size / group_tokens, 2, head_dim], of V [pages, heads_kv, 2 * groups_v, page_size]: scale, minimum.
+  void const *k_scale, *v_scale;
+  int32_t scale_stride;
+  int32_t group_tokens, groups_v;                  // int4: tokens of a scale of K; scales of a token of V
+  void const *k_residual, *v_residual;             // int4: [batch, group_tokens, heads_kv, head_dim(_v)] of q's type: tokens of no whole group
+  // Work: see decode_pieces.cuh.
+  int32_t num_splits;                              // of a unit's keys, or 0: as many as fill the CTAs
+  int32_t min_slices;                              // of a CTA, with num_splits 0
+  float* partials;                                 // [slots, 8 * columns, head_dim_v padded]
+  float2* states;                                  // [slots, 8 * columns]: maximum in units of log2, sum
+  unsigned long long* arrived;                     // [slots]
+  unsigned long long nonce;                        // what a slot of `arrived` holds when its partial is complete; no other launch's
+};
+
+}  // namespace minfer::attention

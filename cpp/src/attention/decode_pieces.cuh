@@ -1,0 +1,149 @@
+// How a decode launch shares out the keys. A unit is a sequence, a KV head and up to 8 * columns of its rows; its keys are cut into slices. All
+// units' slices lie end to end, and each CTA takes as many in a row as the others: a piece is the part of a unit that a CTA has. With a number
+// of splits given, every unit is cut into so many pieces by its own length alone, whatever else is in the batch, and CTAs take whole pieces.
+//
+// A unit in several pieces is merged by its owner, the CTA of its first: the others leave theirs in slots of the workspace. CTAs are numbered
+// against the hardware's order, so that an owner waits for blocks that were started before it; and since a CTA's pieces ascend, an owner's is
+// its last, and those it waits for are the others' first.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/decode_params.h"
+#include "attention/mask.h"
+#include "attention/sequence_table.cuh"
+
+namespace minfer::attention {
+
+struct DecodePiece {
+  int32_t batch, kv_head;          // batch < 0: there is no more
+  int32_t row, rows;               // first of the sequence's rows, and how many
+  int32_t seqlen_q, seqlen_k;
+  int32_t row_q;                   // where the sequence's queries begin in q, with cu_seqlens_q
+  int32_t slice_begin, slice_end;  // of the sequence
+  int32_t parts;                   // that are merged after this piece by its CTA: itself and the slots from `slot` on without number `own`
+  int32_t slot, own;               // parts == 0: the piece itself is left in `slot`
+};
+
+/// kSlice: tokens of a slice. kResidual: tokens behind the last whole group are stored apart, and make slices of 16.
+/// Made and asked by whole warps. Up to 32 sequences, each lane knows one; more are in a table in shared memory, which the CTA builds first.
+template <int kSlice, bool kResidual>
+class DecodePieces {
+ public:
+  static __device__ int in_codes(DecodeParams const& p, int keys) { return kResidual ? keys / p.group_tokens * p.group_tokens : keys; }
+  /// Slices of codes end here, those of the residual follow.
+  static __device__ int codes_end(DecodeParams const& p, int keys) { return (in_codes(p, keys) + kSlice - 1) / kSlice; }
+
+  /// By all `threads` of the CTA; nothing to do with few sequences.
+  static __device__ void build(SequenceTable::Storage& storage, DecodeParams const& p, int thread, int threads) {
+    if (p.batch > 32) SequenceTable::build(storage, p.batch, items_of(p), thread, threads);
+  }
+
+  __device__ DecodePieces(DecodeParams const& p, SequenceTable::Storage const& storage) : p(p), storage(storage) {
+    int const lane = int(threadIdx.x) % 32;
+    int32_t total;
+    if (p.batch <= 32) {
+      queries = keys = items = 0;
+      if (lane < p.batch) {
+        queries = queries_of(p, lane);
+        keys = keys_of(p, lane);
+        items = items_with(p, queries, keys);
+      }
+      first = items;
+#pragma unroll
+      for (int s = 1; s < 32; s *= 2) {
+        int32_t const before = __shfl_up_sync(0xffffffffu, first, s);
+        if (lane >= s) first += before;
+      }
+      total = __shfl_sync(0xffffffffu, first, 31);
+      first -= items;
+    } else {
+      total = SequenceTable::total(storage, p.batch);
+    }
+    int32_t const ctas = int32_t(gridDim.x);
+    per_cta = (total + ctas - 1) / ctas;
+    if (p.num_splits == 0 && per_cta < p.min_slices) per_cta = p.min_slices;
+    cta = ctas - 1 - int32_t(blockIdx.x);
+    int64_t const begin = int64_t(cta) * per_cta;
+    next = begin < total ? int32_t(begin) : total;
+    end = begin + per_cta < total ? int32_t(begin + per_cta) : total;
+  }
+
+  __device__ DecodePiece take() {
+    DecodePiece piece;
+    piece.batch = -1;
+    if (next >= end) return piece;
+    int32_t own;
+    if (p.batch <= 32) {  // the last sequence that has items and begins at `next` or before
+      int const lane = int(threadIdx.x) % 32;
+      piece.batch = 31 - __clz(__ballot_sync(0xffffffffu, lane < p.batch && items > 0 && first <= next));
+      own = next - __shfl_sync(0xffffffffu, first, piece.batch);
+      piece.seqlen_q = __shfl_sync(0xffffffffu, queries, piece.batch);
+      piece.seqlen_k = __shfl_sync(0xffffffffu, keys, piece.batch);
+    } else {
+      piece.batch = SequenceTable::find(storage, p.batch, items_of(p), next, &own);
+      piece.seqlen_q = queries_of(p, piece.batch);
+      piece.seqlen_k = keys_of(p, piece.batch);
+    }
+    piece.row_q = p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + piece.batch) : 0;
+    int const begin = slices_begin(p, piece.seqlen_q, piece.seqlen_k), slices = slices_of(p, piece.seqlen_q, piece.seqlen_k);
+    int const of_unit = p.num_splits > 0 ? p.num_splits : slices, unit = own / of_unit, item = own - unit * of_unit;
+    int const all_rows = piece.seqlen_q * p.group, tiles = (all_rows + 8 * p.columns - 1) / (8 * p.columns);
+    piece.kv_head = unit / tiles;
+    piece.row = (unit - piece.kv_head * tiles) * 8 * p.columns;
+    piece.rows = all_rows - piece.row < 8 * p.columns ? all_rows - piece.row : 8 * p.columns;
+    int32_t const unit_begin = next - item, unit_end = unit_begin + of_unit;
+    if (p.num_splits > 0) {
+      piece.slice_begin = begin + int(int64_t(slices) * item / of_unit);
+      piece.slice_end = begin + int(int64_t(slices) * (item + 1) / of_unit);
+      bool const owner = unit_begin >= int64_t(cta) * per_cta, last_here = next + 1 == end || item + 1 == of_unit;
+      piece.parts = owner && last_here ? of_unit : 0;
+      piece.slot = piece.parts > 0 ? unit_begin : next;
+      piece.own = item;
+      ++next;
+    } else {
+      int32_t const stop = unit_end < end ? unit_end : end;
+      piece.slice_begin = begin + item;
+      piece.slice_end = begin + item + (stop - next);
+      piece.parts = item == 0 ? (unit_end - 1) / per_cta - cta + 1 : 0;
+      piece.slot = cta;
+      piece.own = 0;
+      next = stop;
+    }
+    return piece;
+  }
+
+ private:
+  static __device__ int queries_of(DecodeParams const& p, int b) {
+    return p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + b + 1) - __ldg(p.cu_seqlens_q + b) : p.seqlen_q;
+  }
+  static __device__ int keys_of(DecodeParams const& p, int b) {
+    int const keys = __ldg(p.seq_lens + b);
+    return keys > 0 ? keys : 0;
+  }
+  static __device__ int slices_begin(DecodeParams const& p, int queries, int keys) {
+    int const begin = Mask(queries, keys, p.window_left, p.window_right).begin(0) / kSlice, end = codes_end(p, keys);
+    return begin < end ? begin : end;
+  }
+  /// A unit without a key is visited too: its output is zeros.
+  static __device__ int slices_of(DecodeParams const& p, int queries, int keys) {
+    int const slices_end = codes_end(p, keys) + (kResidual ? (keys - in_codes(p, keys) + 15) / 16 : 0);
+    int const slices = slices_end - slices_begin(p, queries, keys);
+    return slices > 1 ? slices : 1;
+  }
+  /// What CTAs share out: slices, or pieces where their number is given.
+  static __device__ int items_with(DecodeParams const& p, int queries, int keys) {
+    int const units = p.heads_kv * ((queries * p.group + 8 * p.columns - 1) / (8 * p.columns));
+    return units * (p.num_splits > 0 ? p.num_splits : slices_of(p, queries, keys));
+  }
+  static __device__ auto items_of(DecodeParams const& p) {
+    return [&p](int b) { return items_with(p, queries_of(p, b), keys_of(p, b)); };
+  }
+
+  DecodeParams const& p;
+  SequenceTable::Storage const& storage;
+  int32_t next, end, per_cta, cta;
+  int32_t queries, keys, items, first;  // of sequence number lane
+};
+
+}  // namespace minfer::attention

@@ -1,0 +1,133 @@
+// Codes of a KV cache in registers as ldmatrix leaves them -> operands of mma.sync m16n8k16, and which element of head_dim each of them is.
+//
+// 16 bytes of a token are 8, 16 or 32 elements of head_dim. A matrix of ldmatrix is 8 tokens of 16 bytes each: with 8-bit codes a lane gets two
+// elements for each one that a 16-bit matrix gives it, with 4-bit codes four. Products over head_dim (Q.K^T) may take the elements in any
+// order that both operands follow, and rows of the output (head_dim of V) may lie in any order that the store knows: so codes are never moved
+// between lanes. Orders below are for lane 4 g + c.
+//   16 bits   elements as in memory
+//   8 bits    keys: k = 2c, 2c + 1 are elements 4c, 4c + 1 of 16, k = 8 + 2c, .. are 4c + 2, 4c + 3. Values: rows g, g + 8 are 2g, 2g + 1 of 16
+//   4 bits    keys: of 32 elements, k = 2c, 2c + 1 of the first product are 8c, 8c + 4, k = 8 + 2c, .. are 8c + 1, 8c + 5; of the second
+//             8c + 2, 8c + 6 and 8c + 3, 8c + 7. Values: rows g, g + 8 of the first tile are 4g, 4g + 1 of 32, of the second 4g + 2, 4g + 3
+// Codes become f16 exactly: int8 as 1024 + (code + 128) - 1152, int4 as 1024 + code - 1024 or (1024 + 16 code) / 16 - 64, e4m3 by conversion.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "minfer/types.h"
+
+namespace minfer::attention {
+
+template <WeightFormat kFormat>
+struct KvCodes {
+  static constexpr int kBits = bits_of(kFormat);
+  static constexpr int kPerChunk = 128 / kBits;  // elements in 16 bytes
+  static constexpr int kPerPair = 16 / kBits;    // products, or row tiles, that two chunks of 16 bytes make
+
+  /// Where element d of a query goes among the B operands: product (k16 step) of head_dim, register, lane % 4, half.
+  struct Place {
+    int step, word, c, half;
+  };
+  static __host__ __device__ constexpr Place place_of(int d) {
+    if (kBits == 16) return {d / 16, d % 16 / 8, d % 8 / 2, d % 2};
+    if (kBits == 8) return {d / 16, d % 4 / 2, d % 16 / 4, d % 2};
+    return {d / 32 * 2 + d % 4 / 2, d % 2, d % 32 / 8, d % 8 / 4};
+  }
+  /// Element of head_dim of V that row g (upper: g + 8) of tile `tile` is.
+  static __device__ int row_of(int tile, int g, int upper) {
+    if (kBits == 16) return 16 * tile + g + 8 * upper;
+    if (kBits == 8) return 16 * tile + 2 * g + upper;
+    return tile / 2 * 32 + 4 * g + tile % 2 * 2 + upper;
+  }
+
+  static __device__ uint32_t select(uint32_t x, uint32_t y, uint32_t order) {
+    uint32_t z;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(order));
+    return z;
+  }
+  static __device__ uint32_t add(uint32_t x, uint32_t y) {
+    uint32_t z;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+  }
+  static __device__ uint32_t from_e4m3(uint32_t low_half) {
+    uint32_t z;
+    asm("{ .reg .b16 x; cvt.u16.u32 x, %1; cvt.rn.f16x2.e4m3x2 %0, x; }" : "=r"(z) : "r"(low_half));
+    return z;
+  }
+  /// Codes kIndex and kIndex + 4 of eight.
+  template <int kIndex>
+  static __device__ uint32_t from_int4(uint32_t x) {
+    uint32_t y = kIndex / 2 ? x >> 8 : x, z;
+    if constexpr (kIndex % 2 == 0) {
+      asm("lop3.b32 %0, %1, 0x000f000f, 0x64006400, 0xea;" : "=r"(y) : "r"(y));
+      return add(y, 0xe400e400);  // -1024
+    } else {
+      asm("lop3.b32 %0, %1, 0x00f000f0, 0x64006400, 0xea;" : "=r"(y) : "r"(y));
+      asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(y), "r"(0x2c002c00u), "r"(0xd400d400u));  // / 16 - 64
+      return z;
+    }
+  }
+
+  /// x: two chunks of keys, {tokens 0-7, 8-15 of the first, of the second}; A of the kProduct-th product over them.
+  template <int kProduct>
+  static __device__ void keys(uint32_t const (&x)[4], uint32_t (&a)[4]) {
+    if constexpr (kBits == 16) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = x[i];
+    } else if constexpr (kBits == 8) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t const codes = x[2 * kProduct + i];
+        if constexpr (kFormat == WeightFormat::kInt8) {
+          uint32_t const biased = codes ^ 0x80808080u;
+          a[i] = add(select(biased, 0x64646464u, 0x4140), 0xe480e480u);  // -1152
+          a[2 + i] = add(select(biased, 0x64646464u, 0x4342), 0xe480e480u);
+        } else {
+          a[i] = from_e4m3(codes);
+          a[2 + i] = from_e4m3(codes >> 16);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t const codes = x[kProduct / 2 * 2 + i];
+        a[i] = from_int4<kProduct % 2 * 2>(codes);
+        a[2 + i] = from_int4<kProduct % 2 * 2 + 1>(codes);
+      }
+    }
+  }
+
+  /// x: two chunks of values, transposed, {tokens 0-7 of the first, of the second, tokens 8-15 likewise}; A of their kTile-th row tile.
+  template <int kTile>
+  static __device__ void values(uint32_t const (&x)[4], uint32_t (&a)[4]) {
+    if constexpr (kBits == 16) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = x[i];
+    } else if constexpr (kBits == 8) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t const codes = x[kTile + 2 * i];
+        if constexpr (kFormat == WeightFormat::kInt8) {
+          uint32_t const biased = codes ^ 0x80808080u;
+          a[2 * i] = add(select(biased, 0x64646464u, 0x4240), 0xe480e480u);
+          a[2 * i + 1] = add(select(biased, 0x64646464u, 0x4341), 0xe480e480u);
+        } else {
+          uint32_t const paired = select(codes, codes, 0x3120);
+          a[2 * i] = from_e4m3(paired);
+          a[2 * i + 1] = from_e4m3(paired >> 16);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t const codes = x[kTile / 2 + 2 * i];
+        a[2 * i] = from_int4<kTile % 2 * 2>(codes);
+        a[2 * i + 1] = from_int4<kTile % 2 * 2 + 1>(codes);
+      }
+    }
+  }
+};
+
+}  // namespace minfer::attention
