@@ -155,9 +155,9 @@ def kv_cache_append(
         whose residuals are sequences'; it stores no token outside of all sequences. None: token i is of sequence i, as in decode.
       kv_format: "16bit", "fp8_e4m3", "int8" or "int4"; "auto" is told by the caches' dtype, of which uint8 is int4.
 
-    int4: a sequence's tokens that have a slot follow each other, in the call and from call to call. All of them go to the residual, row
-    slot % group; the last token of a group has the whole group quantised and stored at the slots behind it, group - 1 of which must be
-    those of the tokens before.
+    int4: a sequence's tokens that have a slot follow each other, in the call and from call to call. The last token of a group has the whole
+    group, from the residual and the call, quantised and stored: at the slots up to its own. Tokens of no whole group yet are kept in the
+    residual, row slot % group; what its other rows hold afterwards does not matter.
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was stored. Values of
@@ -191,8 +191,7 @@ def kv_cache_append(
 
 
 def _specialize(x: Tensor) -> None:
-    """Fixes the sizes of a graph that x's layout depends on. A view that is written at a symbolic offset, Inductor writes at offset 0 (torch
-    2.13, pytorch/pytorch#198068); and a cache's sizes do not change."""
+    """Fixes the sizes that x's layout depends on: a view at a symbolic offset, Inductor writes at offset 0 (torch 2.13, pytorch#198068)."""
     for size in (*x.shape, *x.stride(), x.storage_offset()):
         int(size)
 

@@ -195,15 +195,20 @@ struct DecodeSm90 {
   template <class Load>
   static CUTLASS_DEVICE void for_each_slice(Params const& params, SharedStorage& storage, int lane, Load const& load) {
     Pieces pieces(params, storage.sequences);
+    STAMP(10, threadIdx.x == 0);
     uint32_t loaded = 0;
     for (DecodePiece piece = pieces.take(); piece.batch >= 0; piece = pieces.take()) {
       int const codes_end = Pieces::codes_end(params, piece.seqlen_k), end = piece.slice_end < codes_end ? piece.slice_end : codes_end;
       if (piece.slice_begin >= end) continue;
+      STAMP(11, threadIdx.x == 0);
       Boxes boxes(params, piece, piece.slice_begin, lane);
       for (int slice = piece.slice_begin; slice < end; ++slice, ++loaded) {
         boxes.advance_to(slice * (kSlice / params.box_rows));
         EmptyBarrier::wait(&storage.empty[loaded % kStages], loaded / kStages % 2 ^ 1);
+        STAMP(12, threadIdx.x == 0 && slice == piece.slice_begin);
         load(piece, boxes, slice, loaded);
+        STAMP(13, threadIdx.x == 0 && slice == piece.slice_begin);
+        STAMP(14, threadIdx.x == 0 && slice == piece.slice_begin + 9);
       }
     }
   }
@@ -221,7 +226,7 @@ struct DecodeSm90 {
       if (elected) {
         FullBarrier::arrive_and_expect_tx(&storage.full[stage], kCodeBytes);
         if (kWhich == 0) {
-          asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(loaded + 1) : "memory");
+          asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(loaded + 1) : "memory");
         }
       }
       for (int i = 0; i < boxes_of_slice; ++i) {
@@ -332,6 +337,7 @@ struct DecodeSm90 {
       if (lane == 0) queries.piece = piece;
       __syncwarp();
       if (lane == 0) EmptyBarrier::arrive(&storage.full_q[turn % 2]);
+      STAMP(15, lane == 0 && turn == 0);
       if (piece.batch < 0) return;
     }
   }
@@ -780,7 +786,7 @@ struct DecodeSm90 {
   static CUTLASS_DEVICE void wait_for_slice(SharedStorage& storage, uint32_t at) {
     uint32_t issued;
     do {
-      asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(issued) : "r"(shared_address(&storage.issued)) : "memory");
+      asm volatile("ld.relaxed.cta.shared.u32 %0, [%1];" : "=r"(issued) : "r"(shared_address(&storage.issued)) : "memory");
     } while (issued <= at);
     FullBarrier::wait(&storage.full[at % kStages], at / kStages % 2);
   }
@@ -812,7 +818,7 @@ struct DecodeSm90 {
       Queries const& queries = storage.queries[turn % 2];
       EmptyBarrier::wait(&storage.full_q[turn % 2], turn / 2 % 2);
       DecodePiece const piece = queries.piece;
-      STAMP(3, thread == 0);
+      STAMP(3, thread == 0 && turn == 0);
       if (piece.batch < 0) return;
       Mask const mask(piece.seqlen_q, piece.seqlen_k, params.window_left, params.window_right);
       Scores<kCols> scores;
@@ -845,7 +851,7 @@ struct DecodeSm90 {
         uint32_t const at = loaded + uint32_t(slice - piece.slice_begin), stage = at % kStages;
         int const key = slice * kSlice;
         wait_for_slice(storage, at);
-        STAMP(4, thread == 0 && slice == piece.slice_begin);
+        STAMP(4, thread == 0 && at == 0);
         if (key >= full_begin && key + kSlice <= full_end) {
           take_slice<false>(params, storage, stage, queries, state, scores, key, lane);
         } else {
@@ -1064,7 +1070,7 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
   auto const describe = [&](CUtensorMap* map, int32_t* loads, void const* base, int64_t head_dim, int64_t const(&strides)[3]) {
     int const bytes = Kernel::k16Bit ? 2 : 1;
     int64_t const columns = head_dim * bits_of(Kernel::kFormat) / 8 / bytes, width = Kernel::kSwizzle / bytes;
-    bool const whole = columns % width == 0;
+    bool const whole = columns % width == 0 && plan.box_rows == Kernel::kSlice;  // a box's column blocks lie box_rows apart
     auto const stride = [&](int64_t extent, int64_t elements) { return extent > 1 ? elements * bytes : 16; };
     int64_t const extents[5] = {whole ? width : columns, p.page_size, whole ? columns / width : 1, p.heads_kv, p.pages};
     int64_t const in_bytes[4] = {stride(p.page_size, strides[1]), whole ? Kernel::kSwizzle : 16, stride(p.heads_kv, strides[2]),
