@@ -10,7 +10,7 @@ import torch
 from attention_cases import GROUPS, bad_paged_calls, call_options, cu_seqlens_of, definition
 from gemm_cases import DTYPES
 from kv_cache_cases import KV_FORMATS, NOWHERE, PAGED_OPTIONS, Contents, group_tokens_of, make_cache
-from minfer import reference_attention
+from minfer import reference_attention, reference_kv_cache
 from test_attention_cpu import assert_defined
 from test_ops_registration import check_op, need
 
@@ -152,6 +152,19 @@ def test_in_float64_it_is_the_definition(kv_format):
         want, want_lse = definition(q[b], k, v, causal=True, window_left=40, softcap=5.0, sinks=sinks)
         torch.testing.assert_close(out[b], want, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse[b], want_lse, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_gather(kv_format):
+    """Keys and values from any token on: in pages, across the residual's begin, in the residual alone."""
+    for paged in (True, False):
+        cache, seq_lens, table = make_cache((90, 64, 0), kv_format, 2, head_dims_of(kv_format), torch.bfloat16, paged=paged)
+        contents = Contents(cache, table)
+        for b, begins in enumerate(((0, 5, 32, 63, 64, 70, 90), (0, 10, 64), (0,))):
+            for begin in begins:
+                have = reference_kv_cache.gather(cache, b, begin, int(seq_lens[b]), table, torch.float64)
+                for x, want in zip(have, contents.sequence(b, int(seq_lens[b]), begin), strict=True):
+                    torch.testing.assert_close(x, want, rtol=1e-15, atol=0.0)
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)

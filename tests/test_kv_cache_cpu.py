@@ -106,8 +106,8 @@ def test_fp8_is_the_nearest_code(scales, dtype):
     """Of all codes, that whose value is nearest to x / scale, of two the even one; saturated."""
     k, v, slots, cache, _ = append_args("fp8_e4m3", dtype=dtype, head_dims=(32, 16))
     k[:, 0, :4] = torch.tensor([448.0, 464.0, -1e4, 2.0**-10]).to(dtype)  # the largest, a tie with what is beyond, far beyond, half a step
-    v[0] = 0
-    k_scale, v_scale = (torch.tensor(x) for x in (((1.0, 0.3), (0.5, 3.0)) if scales == "head" else ((1.0,), (0.7,))))
+    v[0], v[1, 0, 0] = 0, 0.341796875  # 25 / 16 of its scale, a tie that a product with 1 / scale would miss
+    k_scale, v_scale = (torch.tensor(x) for x in (((1.0, 0.3), (0.21875, 3.0)) if scales == "head" else ((1.0,), (0.21875,))))
     cache = cache._replace(k_scale=k_scale.clone(), v_scale=v_scale.clone())
     append(k, v, cache, slots)
     assert torch.equal(k_scale, cache.k_scale) and torch.equal(v_scale, cache.v_scale)

@@ -20,7 +20,7 @@ REGISTERS = {1: 240, 2: 240, 3: 160}  # of a consumer thread, by warpgroups
 SPARE_REGISTERS = 24  # beside scores, probabilities and output
 FIELDS = {
     "prefill": {"arch", "elements", "variant", "head_dim", "head_dim_v", "tile", "schedule", "stages", "own_output", "note"},
-    "decode": {"arch", "elements", "variant", "head_dim", "caches", "slice", "note"},
+    "decode": {"arch", "elements", "variant", "head_dim", "caches", "slices", "note"},
 }
 CACHES = ("dense", "fp8_e4m3", "int8", "int4")
 DECODE_WARPS, DECODE_THREADS, DECODE_MAX_STAGES = 8, 384, 32
@@ -30,15 +30,17 @@ def _decode(row: dict, require, shared: dict) -> list[Kernel]:
     caches = row.get("caches")
     ok = isinstance(caches, list) and caches and all(c in CACHES for c in caches) and len(set(caches)) == len(caches)
     require(ok, "caches", f"must be a list of different values from {', '.join(CACHES)}")
-    tokens, head_dim = row.get("slice"), row["head_dim"]
-    require(tokens in (16, 32), "slice", "must be 16 or 32 keys: int4's groups of 32 hold whole slices")
+    slices, head_dim = row.get("slices"), row["head_dim"]
+    at_once = 32 if head_dim <= 128 else 16
+    ok = isinstance(slices, list) and len(slices) == len(caches) and all(type(s) is int and s % at_once == 0 and s <= 64 for s in slices)
+    require(ok, "slices", f"must be keys for each cache, a multiple of the {at_once} that are in registers at a time up to 64")
     rows = 16
     # Queries of two pieces, outputs and states of the warps, the table of sequences: decode_sm90.cuh's SharedStorage.
     fixed = 2 * (2 * rows * head_dim + 4 * rows + 64) + DECODE_WARPS * (32 * (min(head_dim, 128) + 4) + 8 * rows) + TABLE_BYTES
     kernels = []
-    for cache in caches:
+    for cache, tokens in zip(caches, slices, strict=True):
         codes = 2 * tokens * head_dim * BITS.get(cache, 16) // 8
-        scales = {"int8": 8 * tokens, "int4": 4 * head_dim + head_dim // 8 * tokens}.get(cache, 16)
+        scales = {"int8": 8 * tokens, "int4": max(tokens // 32, 1) * 4 * head_dim + head_dim // 8 * tokens}.get(cache, 16)
         stages = min((gemm.SM90_SMEM_LIMIT - fixed) // (codes + scales + 16), DECODE_MAX_STAGES)
         smem = fixed + stages * (codes + scales + 16)
         smem = min(-(-smem // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT, gemm.SM90_SMEM_LIMIT)

@@ -72,7 +72,7 @@ def gather(cache: KvCache, b: int, begin: int, end: int, block_table: Tensor | N
     ):
         of_pages = scale if scale is None or cache.kv_format == "fp8_e4m3" else scale[own]
         raw = codes.view(torch.uint8) if codes.dtype == torch.float8_e4m3fn else codes  # indexing of fp8 is not everywhere
-        values = dequantize(raw[own], of_pages, cache.kv_format, keys, dtype).flatten(0, 1)[begin - first : max(codes_end, begin) - first]
+        values = dequantize(raw[own], of_pages, cache.kv_format, keys, dtype).flatten(0, 1)[begin - first : codes_end - first]
         if residual is not None:
             values = torch.cat([values, residual[b, max(begin - codes_end, 0) : end - codes_end].to(dtype)])
         found.append(values)

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "cutlass/fast_math.h"
+
 namespace minfer::attention {
 
 /// The cache is [pages, page_size, heads_kv, head_dim(_v)] of codes; a contiguous one is a page for each sequence.
@@ -24,7 +26,8 @@ struct DecodeParams {
   int32_t const* seq_lens;      // [batch] keys in the cache, the queries' own with them
   int32_t const* block_table;   // [batch, ..] pages, or null
   int64_t block_table_stride, block_table_bytes;
-  int32_t page_size, box_rows;  // rows of one TMA load of K and V: 8, 16 or 32, divides the page and the slice
+  int32_t page_size;
+  int32_t box_rows, boxes_of_slice;  // rows of one TMA load of K and V: a power of two from 8 on, divides the page and the slice
   int32_t batch, heads_q, heads_kv, group, seqlen_q, head_dim, head_dim_v;
   int32_t columns;                    // tiles of 8 rows that a unit has: 1 or 2
   int32_t window_left, window_right;  // < 0: unlimited
@@ -34,9 +37,10 @@ struct DecodeParams {
   // int4: f16, of K [pages, heads_kv, page_size / group_tokens, 2, head_dim], of V [pages, heads_kv, 2 * groups_v, page_size]: scale, minimum.
   void const *k_scale, *v_scale;
   int32_t scale_stride;
-  int32_t group_tokens, groups_v;                  // int4: tokens of a scale of K; scales of a token of V
+  int32_t group_tokens, groups_of_page, groups_v;  // int4: tokens of a scale of K, scales of a page; scales of a token of V
   void const *k_residual, *v_residual;             // int4: [batch, group_tokens, heads_kv, head_dim(_v)] of q's type: tokens of no whole group
   // Work: see decode_pieces.cuh.
+  cutlass::FastDivmod by_group, by_page, by_ctas;
   int32_t num_splits;                              // of a unit's keys, or 0: as many as fill the CTAs
   int32_t min_slices;                              // of a CTA, with num_splits 0
   float* partials;                                 // [slots, 8 * columns, head_dim_v padded]

@@ -30,7 +30,7 @@ struct DecodePiece {
 template <int kSlice, bool kResidual>
 class DecodePieces {
  public:
-  static __device__ int in_codes(DecodeParams const& p, int keys) { return kResidual ? keys / p.group_tokens * p.group_tokens : keys; }
+  static __device__ int in_codes(DecodeParams const& p, int keys) { return kResidual ? keys & -p.group_tokens : keys; }
   /// Slices of codes end here, those of the residual follow.
   static __device__ int codes_end(DecodeParams const& p, int keys) { return (in_codes(p, keys) + kSlice - 1) / kSlice; }
 
@@ -50,18 +50,17 @@ class DecodePieces {
         items = items_with(p, queries, keys);
       }
       first = items;
-#pragma unroll
-      for (int s = 1; s < 32; s *= 2) {
+      for (int s = 1; s < p.batch; s *= 2) {
         int32_t const before = __shfl_up_sync(0xffffffffu, first, s);
         if (lane >= s) first += before;
       }
-      total = __shfl_sync(0xffffffffu, first, 31);
+      total = __shfl_sync(0xffffffffu, first, p.batch > 0 ? p.batch - 1 : 0);
       first -= items;
     } else {
       total = SequenceTable::total(storage, p.batch);
     }
     int32_t const ctas = int32_t(gridDim.x);
-    per_cta = (total + ctas - 1) / ctas;
+    per_cta = p.by_ctas.div(total + ctas - 1);
     if (p.num_splits == 0 && per_cta < p.min_slices) per_cta = p.min_slices;
     cta = ctas - 1 - int32_t(blockIdx.x);
     int64_t const begin = int64_t(cta) * per_cta;
@@ -87,9 +86,9 @@ class DecodePieces {
     }
     piece.row_q = p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + piece.batch) : 0;
     int const begin = slices_begin(p, piece.seqlen_q, piece.seqlen_k), slices = slices_of(p, piece.seqlen_q, piece.seqlen_k);
-    int const of_unit = p.num_splits > 0 ? p.num_splits : slices, unit = own / of_unit, item = own - unit * of_unit;
-    int const all_rows = piece.seqlen_q * p.group, tiles = (all_rows + 8 * p.columns - 1) / (8 * p.columns);
-    piece.kv_head = unit / tiles;
+    int const of_unit = p.num_splits > 0 ? p.num_splits : slices, unit = divide(own, of_unit), item = own - unit * of_unit;
+    int const all_rows = piece.seqlen_q * p.group, tiles = tiles_of(p, all_rows);
+    piece.kv_head = tiles == 1 ? unit : unit / tiles;
     piece.row = (unit - piece.kv_head * tiles) * 8 * p.columns;
     piece.rows = all_rows - piece.row < 8 * p.columns ? all_rows - piece.row : 8 * p.columns;
     int32_t const unit_begin = next - item, unit_end = unit_begin + of_unit;
@@ -105,7 +104,7 @@ class DecodePieces {
       int32_t const stop = unit_end < end ? unit_end : end;
       piece.slice_begin = begin + item;
       piece.slice_end = begin + item + (stop - next);
-      piece.parts = item == 0 ? (unit_end - 1) / per_cta - cta + 1 : 0;
+      piece.parts = item == 0 ? divide(unit_end - 1, per_cta) - cta + 1 : 0;
       piece.slot = cta;
       piece.own = 0;
       next = stop;
@@ -114,6 +113,14 @@ class DecodePieces {
   }
 
  private:
+  /// a / b by way of floats, a quarter of the instructions; a >= 0, b > 0, the quotient below 2^20.
+  static __device__ int divide(int a, int b) {
+    int quotient = int(__fdividef(float(a), float(b)));
+    int const rest = a - quotient * b;
+    if (rest < 0) return quotient - 1;
+    return rest >= b ? quotient + 1 : quotient;
+  }
+  static __device__ int tiles_of(DecodeParams const& p, int rows) { return (rows + 8 * p.columns - 1) >> (p.columns == 1 ? 3 : 4); }
   static __device__ int queries_of(DecodeParams const& p, int b) {
     return p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + b + 1) - __ldg(p.cu_seqlens_q + b) : p.seqlen_q;
   }
@@ -133,7 +140,7 @@ class DecodePieces {
   }
   /// What CTAs share out: slices, or pieces where their number is given.
   static __device__ int items_with(DecodeParams const& p, int queries, int keys) {
-    int const units = p.heads_kv * ((queries * p.group + 8 * p.columns - 1) / (8 * p.columns));
+    int const units = p.heads_kv * tiles_of(p, queries * p.group);
     return units * (p.num_splits > 0 ? p.num_splits : slices_of(p, queries, keys));
   }
   static __device__ auto items_of(DecodeParams const& p) {

@@ -55,6 +55,7 @@ struct DecodeSm90 {
   static constexpr DataType kType = Config::kType;
   static constexpr WeightFormat kFormat = Config::kFormat;
   static constexpr int kHeadDim = Config::kHeadDim, kSlice = Config::kSlice, kStages = Config::kStages;
+  static constexpr int kPart = kHeadDim <= 128 ? 32 : 16;  // tokens of a slice that are in registers at a time
   using Element = cute::conditional_t<kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
   using Codes = KvCodes<kFormat>;
   static constexpr bool k16Bit = kFormat == WeightFormat::kDense, kInt8 = kFormat == WeightFormat::kInt8, kInt4 = kFormat == WeightFormat::kInt4;
@@ -63,14 +64,16 @@ struct DecodeSm90 {
   static constexpr int kMaxColumns = 2;  // tiles of 8 rows; four would be spilled
   static constexpr int kRowBytes = kHeadDim * Codes::kBits / 8, kSwizzle = kRowBytes < 128 ? kRowBytes : 128, kBoxes = kRowBytes / kSwizzle;
   static constexpr int kCodeBytes = kSlice * kRowBytes;  // of K, and of V, in a slice
-  static constexpr int kTokenTiles = kSlice / 16, kSteps = kHeadDim / 16;
-  // int8: a float a token of K, then of V. int4: scales and minima of all channels of K, then a scale and a minimum of each group of V a token.
+  static constexpr int kTokenTiles = kPart / 16, kSteps = kHeadDim / 16;
+  // int8: a float a token of K, then of V. int4: of each group of tokens scales and minima of K's
+  // channels, then a scale and a minimum of each group of V a token.
   static constexpr int kMaxGroupsV = kHeadDim / 32;
-  static constexpr int kScaleBytes = kInt8 ? 2 * kSlice * 4 : kInt4 ? 2 * kHeadDim * 2 + 2 * kMaxGroupsV * kSlice * 2 : 16;
+  static constexpr int kGroupBytes = 2 * kHeadDim * 2, kMaxGroups = kSlice < 32 ? 1 : kSlice / 32;  // int4: of a group of tokens; in a slice
+  static constexpr int kScaleBytes = kInt8 ? 2 * kSlice * 4 : kInt4 ? kMaxGroups * kGroupBytes + 2 * kMaxGroupsV * kSlice * 2 : 16;
   static constexpr bool kScales = kInt8 || kInt4;
   static constexpr int kHalf = kHeadDim < 128 ? kHeadDim : 128, kHalves = kHeadDim / kHalf, kVector = kHalf / 32;
   static constexpr int kPitch = kHalf + 4;
-  static_assert(kHeadDim % 64 == 0 && kSlice % 16 == 0 && kSwizzle * 8 % 128 == 0);
+  static_assert(kHeadDim % 64 == 0 && kSlice % kPart == 0 && kSwizzle * 8 % 128 == 0);
 
   using Pieces = DecodePieces<kSlice, kInt4>;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
@@ -166,9 +169,10 @@ struct DecodeSm90 {
 
     CUTLASS_DEVICE Boxes(Params const& params, DecodePiece const& piece, int slice, int lane) : params(params), batch(piece.batch), lane(lane) {
       Mask const mask(piece.seqlen_q, piece.seqlen_k, params.window_left, params.window_right);
-      first = mask.begin(0) / params.box_rows;
-      last = (Pieces::in_codes(params, piece.seqlen_k) - 1) / params.box_rows;
-      window = slice * (kSlice / params.box_rows) / 32;
+      int const shift = 31 - __clz(params.box_rows);
+      first = mask.begin(0) >> shift;
+      last = (Pieces::in_codes(params, piece.seqlen_k) - 1) >> shift;
+      window = slice * params.boxes_of_slice / 32;
       find(window, page, row);
       find(window + 1, next_page, next_row);
     }
@@ -177,8 +181,8 @@ struct DecodeSm90 {
       page = batch;
       row = token;
       if (params.block_table != nullptr) {
-        int const index = token / params.page_size;
-        row = token - index * params.page_size;
+        int index;
+        params.by_page(index, row, token);
         page = __ldg(params.block_table + batch * params.block_table_stride + index);
       }
     }
@@ -196,19 +200,24 @@ struct DecodeSm90 {
   static CUTLASS_DEVICE void for_each_slice(Params const& params, SharedStorage& storage, int lane, Load const& load) {
     Pieces pieces(params, storage.sequences);
     STAMP(10, threadIdx.x == 0);
-    uint32_t loaded = 0;
+    int const boxes_of_slice = params.boxes_of_slice;
+    uint32_t stage = 0, phase = 1;  // a fresh barrier's previous phase counts as passed
     for (DecodePiece piece = pieces.take(); piece.batch >= 0; piece = pieces.take()) {
       int const codes_end = Pieces::codes_end(params, piece.seqlen_k), end = piece.slice_end < codes_end ? piece.slice_end : codes_end;
       if (piece.slice_begin >= end) continue;
       STAMP(11, threadIdx.x == 0);
       Boxes boxes(params, piece, piece.slice_begin, lane);
-      for (int slice = piece.slice_begin; slice < end; ++slice, ++loaded) {
-        boxes.advance_to(slice * (kSlice / params.box_rows));
-        EmptyBarrier::wait(&storage.empty[loaded % kStages], loaded / kStages % 2 ^ 1);
+      for (int slice = piece.slice_begin; slice < end; ++slice) {
+        boxes.advance_to(slice * boxes_of_slice);
+        EmptyBarrier::wait(&storage.empty[stage], phase);
         STAMP(12, threadIdx.x == 0 && slice == piece.slice_begin);
-        load(piece, boxes, slice, loaded);
+        load(piece, boxes, slice, stage);
         STAMP(13, threadIdx.x == 0 && slice == piece.slice_begin);
         STAMP(14, threadIdx.x == 0 && slice == piece.slice_begin + 9);
+        if (++stage == kStages) {
+          stage = 0;
+          phase ^= 1;
+        }
       }
     }
   }
@@ -219,28 +228,36 @@ struct DecodeSm90 {
     using Hint = cute::TMA::CacheHintSm90;
     uint64_t const hint = uint64_t(params.seqlen_q * params.group > 8 * params.columns ? Hint::EVICT_NORMAL : Hint::EVICT_FIRST);
     CUtensorMap const& map = kWhich == 0 ? params.k : params.v;
-    int const loads = kWhich == 0 ? params.k_loads : params.v_loads, boxes_of_slice = kSlice / params.box_rows;
-    bool const elected = cute::elect_one_sync();
-    for_each_slice(params, storage, lane, [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t loaded) {
-      uint32_t const stage = loaded % kStages;
+    int const loads = kWhich == 0 ? params.k_loads : params.v_loads, boxes_of_slice = params.boxes_of_slice, box_rows = params.box_rows;
+    bool const elected = cute::elect_one_sync(), simple = boxes_of_slice == 1 && loads == 1;
+    uint32_t issued = 0;
+    for_each_slice(params, storage, lane, [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t stage) {
       if (elected) {
         FullBarrier::arrive_and_expect_tx(&storage.full[stage], kCodeBytes);
         if (kWhich == 0) {
-          asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(loaded + 1) : "memory");
+          asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(++issued) : "memory");
         }
       }
+      if (simple) {
+        int const page = __shfl_sync(0xffffffffu, boxes.page, slice % 32), row = __shfl_sync(0xffffffffu, boxes.row, slice % 32);
+        if (elected) {
+          cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, storage.codes[stage][kWhich], 0, row, 0, piece.kv_head, page);
+        }
+        return;
+      }
+#pragma unroll 1
       for (int i = 0; i < boxes_of_slice; ++i) {
         int const box = slice * boxes_of_slice + i;
         int const page = __shfl_sync(0xffffffffu, boxes.page, box % 32), row = __shfl_sync(0xffffffffu, boxes.row, box % 32);
         if (elected) {
-          uint8_t* const to = storage.codes[stage][kWhich] + i * params.box_rows * kSwizzle;
+          uint8_t* const to = storage.codes[stage][kWhich] + i * box_rows * kSwizzle;
+#pragma unroll 1
           for (int column = 0; column < loads; ++column) {
             cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, to + column * (kSlice * kSwizzle),
                                          column * (kSwizzle / (k16Bit ? 2 : 1)), row, 0, piece.kv_head, page);
           }
         }
       }
-      __syncwarp();
     });
   }
 
@@ -250,32 +267,42 @@ struct DecodeSm90 {
   }
 
   static CUTLASS_DEVICE void load_scales(Params const& params, SharedStorage& storage, int lane) {
-    for_each_slice(params, storage, lane, [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t loaded) {
-      uint32_t const stage = loaded % kStages, scales = shared_address(storage.scales[stage]);
-      int const first_box = slice * (kSlice / params.box_rows);
+    int const shift = 31 - __clz(params.box_rows), boxes_of_slice = params.boxes_of_slice;
+    for_each_slice(params, storage, lane, [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t stage) {
+      uint32_t const scales = shared_address(storage.scales[stage]);
+      int const first_box = slice * boxes_of_slice;
       if constexpr (kInt8) {
 #pragma unroll
         for (int i = 0; i < kSlice; i += 32) {  // a lane has a token; 16 tokens: of K and of V
-          int const token = (i + lane) % kSlice, box = first_box + token / params.box_rows;
+          int const token = (i + lane) % kSlice, box = first_box + (token >> shift);
           int64_t const page = __shfl_sync(0xffffffffu, boxes.page, box % 32);
-          int const row = __shfl_sync(0xffffffffu, boxes.row, box % 32) + token % params.box_rows;
+          int const row = __shfl_sync(0xffffffffu, boxes.row, box % 32) + (token & (params.box_rows - 1));
           int64_t const from = (page * params.heads_kv + piece.kv_head) * params.page_size + row;
           if (kSlice >= 32 || lane < 16) copy_async<4>(scales + token * 4, static_cast<float const*>(params.k_scale) + from);
           if (kSlice >= 32 || lane >= 16) copy_async<4>(scales + (kSlice + token) * 4, static_cast<float const*>(params.v_scale) + from);
         }
       }
-      if constexpr (kInt4) {  // a slice is one box: groups of tokens are whole slices, and divide pages
-        int64_t const page = __shfl_sync(0xffffffffu, boxes.page, first_box % 32), head = page * params.heads_kv + piece.kv_head;
-        int const row = __shfl_sync(0xffffffffu, boxes.row, first_box % 32), chunks = params.head_dim / 8;  // of 16 bytes
-        int64_t const group = head * (params.page_size / params.group_tokens) + row / params.group_tokens;
-        auto const* const k_scale = static_cast<__half const*>(params.k_scale) + group * 2 * params.head_dim;
-        for (int i = lane; i < 2 * chunks; i += 32) {
-          copy_async<16>(scales + (i < chunks ? i : kHeadDim / 8 + i - chunks) * 16, k_scale + i * 8);
+      if constexpr (kInt4) {
+        int const chunks = params.head_dim / 8;  // of 16 bytes
+        auto const place = [&](int token, int64_t& head) {  // of the slice: returns its row in the page
+          int const box = first_box + (token >> shift);
+          head = int64_t(__shfl_sync(0xffffffffu, boxes.page, box % 32)) * params.heads_kv + piece.kv_head;
+          return __shfl_sync(0xffffffffu, boxes.row, box % 32) + (token & (params.box_rows - 1));
+        };
+        for (int token = 0; token < kSlice; token += params.group_tokens) {
+          int64_t head;
+          int const row = place(token, head);
+          int64_t const group = head * params.groups_of_page + row / params.group_tokens;
+          auto const* const from = static_cast<__half const*>(params.k_scale) + group * 2 * params.head_dim;
+          uint32_t const to = scales + token / params.group_tokens * kGroupBytes;
+          for (int i = lane; i < 2 * chunks; i += 32) copy_async<16>(to + (i < chunks ? i : kHeadDim / 8 + i - chunks) * 16, from + i * 8);
         }
-        constexpr int kChunks = kSlice / 8;
-        auto const* const v_scale = static_cast<__half const*>(params.v_scale) + head * 2 * params.groups_v * params.page_size + row;
-        for (int i = lane; i < 2 * params.groups_v * kChunks; i += 32) {
-          copy_async<16>(scales + 2 * kHeadDim * 2 + i * 16, v_scale + int64_t(i / kChunks) * params.page_size + i % kChunks * 8);
+        constexpr int kChunks = kSlice / 8, kAtOnce = 32 / kChunks;
+        int64_t head;
+        int const row = place(lane % kChunks * 8, head);
+        for (int plane = lane / kChunks; plane < 2 * params.groups_v; plane += kAtOnce) {
+          auto const* const from = static_cast<__half const*>(params.v_scale) + (head * 2 * params.groups_v + plane) * params.page_size + row;
+          copy_async<16>(scales + kMaxGroups * kGroupBytes + (plane * kChunks + lane % kChunks) * 16, from);
         }
       }
       asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
@@ -302,7 +329,9 @@ struct DecodeSm90 {
           for (int r = 0; r < kAtOnce; ++r) {
             loads[r] = Vector{};
             if (first + r < piece.rows && lane * kOwn < params.head_dim) {
-              int const row = piece.row + first + r, query = row / params.group, head = piece.kv_head * params.group + row % params.group;
+              int query, head;
+              params.by_group(query, head, piece.row + first + r);
+              head += piece.kv_head * params.group;
               loads[r] = __ldg(
                   reinterpret_cast<Vector const*>(q + (piece.row_q + query) * params.q_row + head * params.q_head + lane * kOwn));
             }
@@ -408,7 +437,7 @@ struct DecodeSm90 {
     float factor[kCols][2], cap;  // cap > 0: score = cap * tanh(product * factor)
     int32_t aligned[kCols][2];    // key that the column's query is aligned to
     int32_t left, right;
-    int32_t first_key, seqlen_k;  // keys outside are nobody's, and what the cache holds for them may be anything
+    int32_t first_key, last_key;  // keys before, and from there on, are nobody's, and what the cache holds for them may be anything
   };
 
   /// Scores of kTiles x 16 tokens from `key` on -> B operands of the product with V, before scales of V. Follows a maximum that grows by 2^8.
@@ -442,7 +471,7 @@ struct DecodeSm90 {
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
             int const token = key + 16 * t + 8 * (x / 2) + lane / 4, aligned = scores.aligned[i][x % 2];
-            bool const hidden = token >= scores.seqlen_k || (scores.right >= 0 && token > aligned + scores.right) ||
+            bool const hidden = token >= scores.last_key || (scores.right >= 0 && token > aligned + scores.right) ||
                                 (scores.left >= 0 && token < aligned - scores.left);
             if (hidden) s[t][i][x] = -INFINITY;
           }
@@ -537,15 +566,16 @@ struct DecodeSm90 {
     if constexpr (kTile + 1 < Codes::kPerPair) multiply_values<kTile + 1>(output, first_tile, x, p);
   }
 
-  /// A slice of codes from token `key` on.
+  /// kPart tokens of a slice, from number `first` of it on, which is token `key`.
   template <bool kMasked, int kCols>
-  static CUTLASS_DEVICE void take_slice(Params const& params, SharedStorage& storage, int stage, Queries const& queries, State<kCols>& state,
-                                        Scores<kCols> const& scores, int key, int lane) {
+  static CUTLASS_DEVICE void take_part(Params const& params, SharedStorage& storage, int stage, Queries const& queries, State<kCols>& state,
+                                       Scores<kCols> const& scores, int first, int key, int lane) {
     constexpr int kPairs = kRowBytes / 32, kPer = Codes::kPerPair;
     if constexpr (kInt4) asm volatile("" : "+r"(lane));  // addresses are made again for each slice: kept, they would be spilled
     int const g = lane / 4, c = lane % 4;
     uint32_t const keys = shared_address(storage.codes[stage][0]), values = shared_address(storage.codes[stage][1]);
     uint32_t const scales = shared_address(storage.scales[stage]);
+    uint32_t const group_scales = scales + (kInt4 && first >= params.group_tokens ? kGroupBytes : 0);
 
     // Matrices: tokens 0-7 and 8-15 of one chunk, then of the next.
     float s[kTokenTiles][kCols][4] = {}, least[kCols][4] = {};
@@ -564,8 +594,8 @@ struct DecodeSm90 {
       if constexpr (kInt4) {
 #pragma unroll
         for (int chunk = 0; chunk < 2; ++chunk) {
-          uint4 const scale = load_16_bytes(scales + ((2 * j + chunk) * 32 + 8 * c) * 2);
-          uint4 const minimum = load_16_bytes(scales + (kHeadDim + (2 * j + chunk) * 32 + 8 * c) * 2);
+          uint4 const scale = load_16_bytes(group_scales + ((2 * j + chunk) * 32 + 8 * c) * 2);
+          uint4 const minimum = load_16_bytes(group_scales + (kHeadDim + (2 * j + chunk) * 32 + 8 * c) * 2);
           // Elements 0 and 4, 1 and 5; 2 and 6, 3 and 7.
           uint32_t const of[4] = {Codes::select(scale.x, scale.z, 0x5410), Codes::select(scale.x, scale.z, 0x7632),
                                   Codes::select(scale.y, scale.w, 0x5410), Codes::select(scale.y, scale.w, 0x7632)};
@@ -587,7 +617,7 @@ struct DecodeSm90 {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
         uint32_t x[4];
-        load_matrices(address_of<kSlice>(keys, 16 * t + lane % 16, 2 * j + lane / 16), x);
+        load_matrices(address_of<kSlice>(keys, first + 16 * t + lane % 16, 2 * j + lane / 16), x);
         multiply_keys<0>(s[t], x, b);
       }
     }
@@ -609,9 +639,9 @@ struct DecodeSm90 {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           int const token = 16 * t + 8 * h + g;
-          key_scale[t][h] = __uint_as_float(load_4_bytes(scales + token * 4));
-          value_scale[t][h] = __uint_as_float(load_4_bytes(scales + (kSlice + token) * 4));
-          if (kMasked && (key + token >= scores.seqlen_k || key + token < scores.first_key)) value_scale[t][h] = 0.0f;
+          key_scale[t][h] = __uint_as_float(load_4_bytes(scales + (first + token) * 4));
+          value_scale[t][h] = __uint_as_float(load_4_bytes(scales + (kSlice + first + token) * 4));
+          if (kMasked && (key + token >= scores.last_key || key + token < scores.first_key)) value_scale[t][h] = 0.0f;
           largest = fmaxf(largest, value_scale[t][h]);
         }
       }
@@ -631,12 +661,13 @@ struct DecodeSm90 {
     transpose(s, p);
 
     if constexpr (kMasked && (k16Bit || kFormat == WeightFormat::kFp8E4M3)) {  // 0 * NaN is NaN: values of nobody's keys become zeros
-      int const begin = scores.first_key - key, end = scores.seqlen_k - key;
-      if (begin > 0 || end < kSlice) {
-        for (int i = lane; i < kSlice * (kRowBytes / 16); i += 32) {
+      int const begin = scores.first_key - key, end = scores.last_key - key;
+      if (begin > 0 || end < kPart) {
+#pragma unroll 1
+        for (int i = lane; i < kPart * (kRowBytes / 16); i += 32) {
           int const token = i / (kRowBytes / 16);
           if (token >= begin && token < end) continue;
-          uint32_t const at = address_of<kSlice>(values, token, i % (kRowBytes / 16));
+          uint32_t const at = address_of<kSlice>(values, first + token, i % (kRowBytes / 16));
           asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
         }
         cutlass::arch::fence_view_async_shared();
@@ -650,14 +681,14 @@ struct DecodeSm90 {
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           uint32_t x[4];
-          load_matrices_transposed(address_of<kSlice>(values, 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
+          load_matrices_transposed(address_of<kSlice>(values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
           multiply_values<0>(state.output, j * kPer, x, p[t]);
         }
       }
     } else {
       // A scale and a minimum of each group and token, f16, [2 * groups][tokens]; a group is head_dim_v / groups_v elements.
       int const per_chunk = params.groups_v * 32;
-      uint32_t const of_values = scales + (2 * kHeadDim + 2 * c) * 2;
+      uint32_t const of_values = scales + kMaxGroups * kGroupBytes + (first + 2 * c) * 2;
       auto const pair_at = [&](int plane, int token) {  // of tokens `token` + 2 c and the next
         return load_4_bytes(of_values + plane * (kSlice * 2) + token * 2);
       };
@@ -676,7 +707,7 @@ struct DecodeSm90 {
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           uint32_t x[4];
-          load_matrices_transposed(address_of<kSlice>(values, 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
+          load_matrices_transposed(address_of<kSlice>(values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
 #pragma unroll
           for (int chunk = 0; chunk < 2; ++chunk) {  // 32 of head_dim: of one group
             int const group = min((2 * j + chunk) * per_chunk / params.head_dim_v, params.groups_v - 1);
@@ -713,7 +744,7 @@ struct DecodeSm90 {
                                            State<kCols>& state, Scores<kCols> const& scores, int first, int in_codes, int warp, int lane) {
     constexpr int kVectors = 16 * kHalf / 8 / 32;  // of 16 bytes, of a lane
     static_assert(16 * kHalf * 2 <= int(sizeof(storage.output[0])));
-    asm volatile("" : "+r"(lane));  // as in take_slice
+    asm volatile("" : "+r"(lane));  // as in take_part
     uint32_t const room = shared_address(storage.output[warp]);
     auto const room_at = [&](int token, int chunk) {  // rows of kHalf f16, chunks of 16 bytes
       return room + token * (kHalf * 2) + (chunk ^ token % 8) * 16;
@@ -826,7 +857,6 @@ struct DecodeSm90 {
       scores.left = params.window_left;
       scores.right = params.window_right;
       scores.first_key = mask.begin(0);
-      scores.seqlen_k = piece.seqlen_k;
       float scale = params.softcap > 0.0f ? params.scale / params.softcap : params.scale * kLog2E;
       if constexpr (kFormat == WeightFormat::kFp8E4M3) {
         scale *= __ldg(static_cast<float const*>(params.k_scale) + piece.kv_head * params.scale_stride);
@@ -837,30 +867,35 @@ struct DecodeSm90 {
         for (int e = 0; e < 2; ++e) {
           int const row = 8 * i + 2 * c + e;
           scores.factor[i][e] = k16Bit ? scale : scale * queries.scale[row];
-          scores.aligned[i][e] = (piece.row + row) / params.group + mask.shift;
+          scores.aligned[i][e] = params.by_group.div(piece.row + row) + mask.shift;
         }
       }
       int const in_codes = Pieces::in_codes(params, piece.seqlen_k), codes_end = Pieces::codes_end(params, piece.seqlen_k);
       int const end = piece.slice_end < codes_end ? piece.slice_end : codes_end;
-      int const first_query = piece.row / params.group, last_query = (piece.row + piece.rows - 1) / params.group;
-      int const full_begin = mask.begin(last_query), full_end = mask.end(first_query);
+      int const first_query = params.by_group.div(piece.row), last_query = params.by_group.div(piece.row + piece.rows - 1);
+      int const full_begin = mask.begin(last_query), full_end = min(mask.end(first_query), in_codes);
+      scores.last_key = in_codes;
       State<kCols> state;
       state.clear();
       int slice = piece.slice_begin + warp;
       for (; slice < end; slice += kWarps) {
         uint32_t const at = loaded + uint32_t(slice - piece.slice_begin), stage = at % kStages;
-        int const key = slice * kSlice;
         wait_for_slice(storage, at);
         STAMP(4, thread == 0 && at == 0);
-        if (key >= full_begin && key + kSlice <= full_end) {
-          take_slice<false>(params, storage, stage, queries, state, scores, key, lane);
-        } else {
-          take_slice<true>(params, storage, stage, queries, state, scores, key, lane);
+#pragma unroll 1
+        for (int first = 0; first < kSlice; first += kPart) {
+          int const key = slice * kSlice + first;
+          if (key >= full_begin && key + kPart <= full_end) {
+            take_part<false>(params, storage, stage, queries, state, scores, first, key, lane);
+          } else if (key < in_codes && key + kPart > scores.first_key) {  // scales of others may be anything
+            take_part<true>(params, storage, stage, queries, state, scores, first, key, lane);
+          }
         }
         __syncwarp();
         if (lane == 0) EmptyBarrier::arrive(&storage.empty[stage]);
       }
       if constexpr (kInt4) {
+        scores.last_key = piece.seqlen_k;
         for (; slice < piece.slice_end; slice += kWarps) {
           int const first = (slice - codes_end) * 16;
           if (first + in_codes < piece.seqlen_k) {
@@ -1020,7 +1055,9 @@ struct DecodeSm90 {
   }
 
   static CUTLASS_DEVICE void store(Params const& params, DecodePiece const& piece, Part& total, int row, int lane) {
-    int const query = (piece.row + row) / params.group, head = piece.kv_head * params.group + (piece.row + row) % params.group;
+    int query, head;
+    params.by_group(query, head, piece.row + row);
+    head += piece.kv_head * params.group;
     int64_t const batch = params.cu_seqlens_q != nullptr ? 0 : piece.batch, at = piece.row_q + query;
     float top = total.highest, sum = total.sum, factor, lse;
     if (params.sinks != nullptr) {
@@ -1101,6 +1138,10 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
   params.block_table_bytes = p.batch * o.block_table_stride * 4;
   params.page_size = int32_t(p.page_size);
   params.box_rows = int32_t(plan.box_rows);
+  params.boxes_of_slice = int32_t(Kernel::kSlice / plan.box_rows);
+  params.by_group = cutlass::FastDivmod(int(p.heads_q / p.heads_kv));
+  params.by_page = cutlass::FastDivmod(int(std::max<int64_t>(p.page_size, 1)));
+  params.by_ctas = cutlass::FastDivmod(int(plan.ctas));
   params.batch = int32_t(p.batch);
   params.heads_q = int32_t(p.heads_q);
   params.heads_kv = int32_t(p.heads_kv);
@@ -1119,6 +1160,7 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
   params.scale_stride = int32_t(p.scale_per_head);
   params.group_tokens = int32_t(p.group_tokens);
   params.groups_v = int32_t(p.groups_v);
+  params.groups_of_page = int32_t(p.group_tokens > 0 ? p.page_size / p.group_tokens : 0);
   params.k_residual = o.k_residual;
   params.v_residual = o.v_residual;
   params.num_splits = int32_t(p.num_splits);

@@ -19,7 +19,7 @@ namespace {
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr size_t kCounterBytes = 256;
 constexpr int64_t kDecodeRows = 32;  // of a KV head, from which on a cache of 16-bit numbers is better read by tiles of queries
-constexpr int64_t kMinSlices = 4;    // of a CTA
+constexpr int64_t kMinKeys = 128;    // of a CTA
 
 bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
 
@@ -150,7 +150,7 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     plan.columns = rows_of(p) <= 8 ? 1 : 2;
     int64_t const rows = 8 * plan.columns;
     int64_t const tiles = p.varlen ? p.batch + p.tokens_q * (p.heads_q / p.heads_kv) / rows : p.batch * ((rows_of(p) + rows - 1) / rows);
-    plan.min_slices = std::getenv("MINFER_MS") ? std::atoi(std::getenv("MINFER_MS")) : kMinSlices;
+    plan.min_slices = std::getenv("MINFER_MS") ? std::atoi(std::getenv("MINFER_MS")) : std::max<int64_t>(kMinKeys / kernel.tile_n, 1);
     plan.slots = p.num_splits > 0 ? tiles * p.heads_kv * p.num_splits : device.sm_count;
     plan.ctas = std::clamp<int64_t>(plan.slots, 1, device.sm_count);
     plan.workspace_bytes = size_t(plan.slots * (rows * (kernel.tile_k * 4 + 8) + 8));
