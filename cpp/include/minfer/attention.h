@@ -55,8 +55,9 @@ struct AttentionPlan {
   int64_t pack = 1;            // query heads of a KV head that lie side by side in a tile
   bool counted = false;        // tiles are handed out by a counter in the workspace
   int64_t box_rows = 0;        // rows of a TMA load of K and V
-  // Split-KV kernels: units of up to 8 * columns rows, shares of at least min_slices, partial results in slots.
-  int64_t columns = 0, min_slices = 0, ctas = 0, slots = 0;
+  // Split-KV kernels: units of up to 8 * columns rows, shares of at least min_slices, partial results in slots; CTAs of so many neighbouring
+  // KV heads take the same keys.
+  int64_t columns = 0, min_slices = 0, ctas = 0, slots = 0, lockstep = 1;
   size_t workspace_bytes = 0;  // any content; 256-byte aligned
   double predicted_us = 0, floor_us = 0;
   PlanSource source = PlanSource::kAnalytic;

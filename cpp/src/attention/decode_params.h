@@ -40,7 +40,7 @@ struct DecodeParams {
   int32_t group_tokens, groups_of_page, groups_v;  // int4: tokens of a scale of K, scales of a page; scales of a token of V
   void const *k_residual, *v_residual;             // int4: [batch, group_tokens, heads_kv, head_dim(_v)] of q's type: tokens of no whole group
   // Work: see decode_pieces.cuh.
-  cutlass::FastDivmod by_group, by_page, by_ctas;
+  cutlass::FastDivmod by_group, by_page, by_ranges, by_lockstep;  // ranges * lockstep CTAs; lockstep divides heads_kv
   int32_t num_splits;                              // of a unit's keys, or 0: as many as fill the CTAs
   int32_t min_slices;                              // of a CTA, with num_splits 0
   float* partials;                                 // [slots, 8 * columns, head_dim_v padded]

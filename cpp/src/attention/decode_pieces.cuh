@@ -1,6 +1,8 @@
-// How a decode launch shares out the keys. A unit is a sequence, a KV head and up to 8 * columns of its rows; its keys are cut into slices. All
-// units' slices lie end to end, and each CTA takes as many in a row as the others: a piece is the part of a unit that a CTA has. With a number
-// of splits given, every unit is cut into so many pieces by its own length alone, whatever else is in the batch, and CTAs take whole pieces.
+// How a decode launch shares out the keys. A unit is a sequence, a KV head and up to 8 * columns of its rows; its keys are cut into slices.
+// CTAs stand in rows of `lockstep`, neighbours for neighbouring heads: a row of the cache, which holds all heads of a token, is read at one
+// time. All slices of a head's units lie end to end, and each row of CTAs takes as many in a row as the others: a piece is the part of a unit
+// that a CTA has. With a number of splits given, every unit is cut into so many pieces by its own length alone, whatever else is in the batch,
+// and CTAs take whole pieces.
 //
 // A unit in several pieces is merged by its owner, the CTA of its first: the others leave theirs in slots of the workspace. CTAs are numbered
 // against the hardware's order, so that an owner waits for blocks that were started before it; and since a CTA's pieces ascend, an owner's is
@@ -21,8 +23,8 @@ struct DecodePiece {
   int32_t seqlen_q, seqlen_k;
   int32_t row_q;                   // where the sequence's queries begin in q, with cu_seqlens_q
   int32_t slice_begin, slice_end;  // of the sequence
-  int32_t parts;                   // that are merged after this piece by its CTA: itself and the slots from `slot` on without number `own`
-  int32_t slot, own;               // parts == 0: the piece itself is left in `slot`
+  int32_t parts;      // that are merged after this piece by its CTA: itself, which is number `own`, and slots `slot` + i * lockstep
+  int32_t slot, own;  // parts == 0: the piece itself is left in `slot`
 };
 
 /// kSlice: tokens of a slice. kResidual: tokens behind the last whole group are stored apart, and make slices of 16.
@@ -59,10 +61,9 @@ class DecodePieces {
     } else {
       total = SequenceTable::total(storage, p.batch);
     }
-    int32_t const ctas = int32_t(gridDim.x);
-    per_cta = p.by_ctas.div(total + ctas - 1);
+    per_cta = p.by_ranges.div(total + p.by_ranges.divisor - 1);
     if (p.num_splits == 0 && per_cta < p.min_slices) per_cta = p.min_slices;
-    cta = ctas - 1 - int32_t(blockIdx.x);
+    p.by_lockstep(cta, head, int(gridDim.x) - 1 - int(blockIdx.x));
     int64_t const begin = int64_t(cta) * per_cta;
     next = begin < total ? int32_t(begin) : total;
     end = begin + per_cta < total ? int32_t(begin + per_cta) : total;
@@ -88,8 +89,9 @@ class DecodePieces {
     int const begin = slices_begin(p, piece.seqlen_q, piece.seqlen_k), slices = slices_of(p, piece.seqlen_q, piece.seqlen_k);
     int const of_unit = p.num_splits > 0 ? p.num_splits : slices, unit = divide(own, of_unit), item = own - unit * of_unit;
     int const all_rows = piece.seqlen_q * p.group, tiles = tiles_of(p, all_rows);
-    piece.kv_head = tiles == 1 ? unit : unit / tiles;
-    piece.row = (unit - piece.kv_head * tiles) * 8 * p.columns;
+    int const heads = tiles == 1 ? unit : unit / tiles, lockstep = p.by_lockstep.divisor;
+    piece.kv_head = heads * lockstep + head;
+    piece.row = (unit - heads * tiles) * 8 * p.columns;
     piece.rows = all_rows - piece.row < 8 * p.columns ? all_rows - piece.row : 8 * p.columns;
     int32_t const unit_begin = next - item, unit_end = unit_begin + of_unit;
     if (p.num_splits > 0) {
@@ -97,7 +99,7 @@ class DecodePieces {
       piece.slice_end = begin + int(int64_t(slices) * (item + 1) / of_unit);
       bool const owner = unit_begin >= int64_t(cta) * per_cta, last_here = next + 1 == end || item + 1 == of_unit;
       piece.parts = owner && last_here ? of_unit : 0;
-      piece.slot = piece.parts > 0 ? unit_begin : next;
+      piece.slot = (piece.parts > 0 ? unit_begin : next) * lockstep + head;
       piece.own = item;
       ++next;
     } else {
@@ -105,7 +107,7 @@ class DecodePieces {
       piece.slice_begin = begin + item;
       piece.slice_end = begin + item + (stop - next);
       piece.parts = item == 0 ? divide(unit_end - 1, per_cta) - cta + 1 : 0;
-      piece.slot = cta;
+      piece.slot = cta * lockstep + head;
       piece.own = 0;
       next = stop;
     }
@@ -138,9 +140,9 @@ class DecodePieces {
     int const slices = slices_end - slices_begin(p, queries, keys);
     return slices > 1 ? slices : 1;
   }
-  /// What CTAs share out: slices, or pieces where their number is given.
+  /// What rows of CTAs share out: slices, or pieces where their number is given.
   static __device__ int items_with(DecodeParams const& p, int queries, int keys) {
-    int const units = p.heads_kv * tiles_of(p, queries * p.group);
+    int const units = p.by_lockstep.div(p.heads_kv) * tiles_of(p, queries * p.group);
     return units * (p.num_splits > 0 ? p.num_splits : slices_of(p, queries, keys));
   }
   static __device__ auto items_of(DecodeParams const& p) {
@@ -149,7 +151,7 @@ class DecodePieces {
 
   DecodeParams const& p;
   SequenceTable::Storage const& storage;
-  int32_t next, end, per_cta, cta;
+  int32_t next, end, per_cta, cta, head;    // cta: the row of CTAs; head: of `lockstep` heads
   int32_t queries, keys, items, first;  // of sequence number lane
 };
 

@@ -1005,15 +1005,16 @@ struct DecodeSm90 {
       }
       return;
     }
+    int const lockstep = params.by_lockstep.divisor;
     if (piece.parts > 1) {
       for (int k = 32 * warp + lane; k < piece.parts; k += kConsumerThreads) {
         if (k == piece.own) continue;
         unsigned long long seen;
         do {
-          asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(params.arrived + piece.slot + k) : "memory");
+          asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(params.arrived + piece.slot + k * lockstep) : "memory");
         } while (seen != params.nonce);
         STAMP(7, lane == 1);
-        params.arrived[piece.slot + k] = 0;  // a replay of the launch finds it empty
+        params.arrived[piece.slot + k * lockstep] = 0;  // a replay of the launch finds it empty
       }
       meet();
     }
@@ -1032,7 +1033,7 @@ struct DecodeSm90 {
         }
 #pragma unroll 8
         for (int k = 0; k < piece.parts; ++k) {  // in order, whoever left them
-          int64_t const at = int64_t(piece.slot + k) * (8 * kCols) + row;
+          int64_t const at = int64_t(piece.slot + k * lockstep) * (8 * kCols) + row;
           float2 of_slot = __ldcg(params.states + at);
           float output[kHalves][kVector];
 #pragma unroll
@@ -1141,7 +1142,8 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
   params.boxes_of_slice = int32_t(Kernel::kSlice / plan.box_rows);
   params.by_group = cutlass::FastDivmod(int(p.heads_q / p.heads_kv));
   params.by_page = cutlass::FastDivmod(int(std::max<int64_t>(p.page_size, 1)));
-  params.by_ctas = cutlass::FastDivmod(int(plan.ctas));
+  params.by_lockstep = cutlass::FastDivmod(int(plan.lockstep));
+  params.by_ranges = cutlass::FastDivmod(int(plan.ctas / plan.lockstep));
   params.batch = int32_t(p.batch);
   params.heads_q = int32_t(p.heads_q);
   params.heads_kv = int32_t(p.heads_kv);

@@ -141,6 +141,18 @@ double predict_decode_us(KernelInfo const& kernel, AttentionProblem const& p, De
   return kLaunchUs + std::max(reads_us + l2_us, mma_us);
 }
 
+/// The most heads that leave no more than a few SMs idle.
+int64_t choose_lockstep(AttentionProblem const& p, DeviceProperties const& device) {
+  if (std::getenv("MINFER_LS")) return std::atoi(std::getenv("MINFER_LS"));
+  constexpr double kUsed = 0.96;
+  int64_t best = 1;
+  for (int64_t heads = 2; heads <= std::min<int64_t>(p.heads_kv, device.sm_count); ++heads) {
+    if (p.heads_kv % heads != 0 || double(device.sm_count / heads * heads) < kUsed * double(device.sm_count)) continue;
+    best = heads;
+  }
+  return best;
+}
+
 AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
   AttentionPlan plan;
   plan.kernel = &kernel;
@@ -151,8 +163,10 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     int64_t const rows = 8 * plan.columns;
     int64_t const tiles = p.varlen ? p.batch + p.tokens_q * (p.heads_q / p.heads_kv) / rows : p.batch * ((rows_of(p) + rows - 1) / rows);
     plan.min_slices = std::getenv("MINFER_MS") ? std::atoi(std::getenv("MINFER_MS")) : std::max<int64_t>(kMinKeys / kernel.tile_n, 1);
-    plan.slots = p.num_splits > 0 ? tiles * p.heads_kv * p.num_splits : device.sm_count;
-    plan.ctas = std::clamp<int64_t>(plan.slots, 1, device.sm_count);
+    plan.lockstep = choose_lockstep(p, device);
+    int64_t const units = tiles * p.heads_kv / plan.lockstep, ranges = device.sm_count / plan.lockstep;
+    plan.ctas = (p.num_splits > 0 ? std::clamp<int64_t>(units * p.num_splits, 1, ranges) : ranges) * plan.lockstep;
+    plan.slots = p.num_splits > 0 ? units * p.num_splits * plan.lockstep : plan.ctas;
     plan.workspace_bytes = size_t(plan.slots * (rows * (kernel.tile_k * 4 + 8) + 8));
     plan.predicted_us = std::max(predict_decode_us(kernel, p, device), plan.floor_us);
     return plan;

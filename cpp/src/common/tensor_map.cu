@@ -101,11 +101,17 @@ Status encode_modes(CUtensorMap* map, CUtensorMapDataType type, int rank, void c
 
 Status encode_tensor_map_rows(CUtensorMap* map, int rank, void const* base, int64_t const* extents, int64_t const* strides, int const* box,
                               int element_bytes) {
-  CUtensorMapSwizzle const swizzle = box[0] * element_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : box[0] * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                                    : CU_TENSOR_MAP_SWIZZLE_32B;
+  int const bytes = box[0] * element_bytes;
+  CUtensorMapSwizzle const swizzle = bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                   : CU_TENSOR_MAP_SWIZZLE_32B;
+  // Rows of bytes are read alone, by whole rows: what lies beside them is another's.
+  CUtensorMapL2promotion const promotion = element_bytes == 2 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+                                           : bytes == 128     ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                           : bytes == 64      ? CU_TENSOR_MAP_L2_PROMOTION_L2_64B
+                                                              : CU_TENSOR_MAP_L2_PROMOTION_NONE;
   return encode_modes(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, rank, base, extents, strides,
-                      box, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+                      box, swizzle, promotion);
 }
 
 Status encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void const* base, int64_t const* extents,
