@@ -41,7 +41,9 @@ def _decode(row: dict, require, shared: dict) -> list[Kernel]:
     for cache, tokens in zip(caches, slices, strict=True):
         codes = 2 * tokens * head_dim * BITS.get(cache, 16) // 8
         scales = {"int8": 8 * tokens, "int4": max(tokens // 32, 1) * 4 * head_dim + head_dim // 8 * tokens}.get(cache, 16)
-        stages = min((gemm.SM90_SMEM_LIMIT - fixed) // (codes + scales + 16), DECODE_MAX_STAGES)
+        import os
+        ring = int(os.environ.get('MINFER_RING', gemm.SM90_SMEM_LIMIT))
+        stages = min((gemm.SM90_SMEM_LIMIT - fixed) // (codes + scales + 16), DECODE_MAX_STAGES, ring // (codes + scales))
         smem = fixed + stages * (codes + scales + 16)
         smem = min(-(-smem // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT, gemm.SM90_SMEM_LIMIT)
         geometry = dict(tile=(rows, tokens, head_dim), schedule="split_kv", stages=stages, threads=DECODE_THREADS, smem_bytes=smem)

@@ -17,6 +17,7 @@ struct DecodeParams {
   CUtensorMap k, v;
   int32_t k_loads, v_loads;  // of a box
   void const* q;
+  int64_t q_bytes;                 // of the whole, 0 where it has gaps
   int64_t q_batch, q_row, q_head;  // strides in elements; without cu_seqlens_q, sequence b begins at b * q_batch
   void* out;
   int64_t out_batch, out_row;  // heads are head_dim_v apart
@@ -36,6 +37,7 @@ struct DecodeParams {
   // Scales. fp8: float32, one or [heads_kv] (stride 0 or 1). int8: float32 [pages, heads_kv, page_size].
   // int4: f16, of K [pages, heads_kv, page_size / group_tokens, 2, head_dim], of V [pages, heads_kv, 2 * groups_v, page_size]: scale, minimum.
   void const *k_scale, *v_scale;
+  int64_t k_scale_page, v_scale_page;  // elements of a page
   int32_t scale_stride;
   int32_t group_tokens, groups_of_page, groups_v;  // int4: tokens of a scale of K, scales of a page; scales of a token of V
   void const *k_residual, *v_residual;             // int4: [batch, group_tokens, heads_kv, head_dim(_v)] of q's type: tokens of no whole group

@@ -3,10 +3,10 @@
 //
 // Bytes are the cost, so all is arranged around a ring of loads that never runs dry. The operands are swapped: S^T = K.Q^T has 16 keys a tile
 // and needs no more than 8 or 16 columns for the rows of a unit, where Q.K^T would spend 16 rows or 64 on them.
-// Warp roles. Warps 0 and 2 fill the ring with slices of K and of V (kSlice tokens each), warp 3 with their scales. Warp 1 brings the queries of
-// the next piece in the order of B operands. Warps 4 to 11 are the consumers: slice i of a piece is warp i % 8's, which keeps a softmax and an
+// Warp roles. Warps 0, 2 and 3 fill the ring with slices of K and V (kSlice tokens each) and their scales: with scales, codes by warp 0, else K
+// and V by two. Warp 1 brings the queries of the next piece in the order of B operands. Warps 4 to 11 are the consumers: slice i of a piece is warp i % 8's, which keeps a softmax and an
 // output of its own; they meet when the piece ends.
-// Pipelines. ring: full (the bytes of two TMA loads, the copies of warp 3), empty (its warp), and a count of the slices that were asked for.
+// Pipelines. ring: full (the bytes of two TMA loads, the copies of scales), empty (its warp), and a count of the slices that were asked for.
 // queries: two slots, full (warp 1), empty (each consumer warp).
 // Pieces, and who merges those of a unit: decode_pieces.cuh. Fragments: kv_dequant.cuh.
 // Scales leave the elements alone: int8's of K multiply scores, those of V probabilities; fp8's multiply once; int4's of K, which belong to
@@ -108,7 +108,7 @@ struct DecodeSm90 {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.k));
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.v));
       for (int s = 0; s < kStages; ++s) {
-        FullBarrier::init(&storage.full[s], kScales ? 2 + 32 : 2);
+        FullBarrier::init(&storage.full[s], kScales ? 1 + 64 : 2);
         EmptyBarrier::init(&storage.empty[s], 1);
       }
       for (int s = 0; s < 2; ++s) {
@@ -132,10 +132,16 @@ struct DecodeSm90 {
     STAMP(2, thread == 0);
     if (warp < 4) {
       cutlass::arch::warpgroup_reg_dealloc<72>();
-      if (warp == 0) load_codes<0>(params, storage, thread % 32);
-      if (warp == 1) bring_queries(params, storage, thread % 32);
-      if (warp == 2) load_codes<1>(params, storage, thread % 32);
-      if (kScales && warp == 3) load_scales(params, storage, thread % 32);
+      int const lane = thread % 32;
+      if (warp == 1) bring_queries(params, storage, lane);
+      if constexpr (kScales) {
+        if (warp == 0) load_codes<0, 1>(params, storage, lane);
+        if (warp == 2) load_scales<0>(params, storage, lane);
+        if (warp == 3) load_scales<1>(params, storage, lane);
+      } else {
+        if (warp == 0) load_codes<0, 0>(params, storage, lane);
+        if (warp == 2) load_codes<1, 1>(params, storage, lane);
+      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<216>();
       if (params.columns == 1) {
@@ -153,12 +159,16 @@ struct DecodeSm90 {
       prefetch(params.seq_lens + (thread - 64) * 32);
       if (params.cu_seqlens_q != nullptr) prefetch(params.cu_seqlens_q + (thread - 64) * 32);
     }
+    // Queries too, a part by each CTA, ahead of the keys that would stand before them in line.
+    if (int64_t const line = int64_t(blockIdx.x) * 128 + thread - 256; thread >= 256 && line * 128 < params.q_bytes) {
+      prefetch(static_cast<char const*>(params.q) + line * 128);
+    }
     if (thread == 96 && params.block_table != nullptr && int64_t(blockIdx.x) * 128 < params.block_table_bytes) {
       prefetch(reinterpret_cast<char const*>(params.block_table) + int64_t(blockIdx.x) * 128);
     }
   }
 
-  // ---- keys and values: a warp each ---------------------------------------------------------------------------------------------
+  // ---- keys and values: warps 0, 2, 3 -------------------------------------------------------------------------------------------
 
   /// Where the boxes of a piece lie: 32 of them, a lane each, and the 32 after them. Boxes whose keys nobody sees stand for their neighbours:
   /// their pages may be gone.
@@ -187,7 +197,7 @@ struct DecodeSm90 {
       }
     }
     CUTLASS_DEVICE void advance_to(int box) {
-      if (box / 32 == window) return;
+      if (box >> 5 == window) return;
       ++window;
       page = next_page;
       row = next_row;
@@ -222,95 +232,117 @@ struct DecodeSm90 {
     }
   }
 
-  /// kWhich: 0 keys, 1 values.
-  template <int kWhich>
-  static CUTLASS_DEVICE void load_codes(Params const& params, SharedStorage& storage, int lane) {
-    using Hint = cute::TMA::CacheHintSm90;
-    uint64_t const hint = uint64_t(params.seqlen_q * params.group > 8 * params.columns ? Hint::EVICT_NORMAL : Hint::EVICT_FIRST);
-    CUtensorMap const& map = kWhich == 0 ? params.k : params.v;
-    int const loads = kWhich == 0 ? params.k_loads : params.v_loads, boxes_of_slice = params.boxes_of_slice, box_rows = params.box_rows;
-    bool const elected = cute::elect_one_sync(), simple = boxes_of_slice == 1 && loads == 1;
-    uint32_t issued = 0;
-    for_each_slice(params, storage, lane, [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t stage) {
-      if (elected) {
-        FullBarrier::arrive_and_expect_tx(&storage.full[stage], kCodeBytes);
-        if (kWhich == 0) {
-          asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(++issued) : "memory");
-        }
-      }
-      if (simple) {
-        int const page = __shfl_sync(0xffffffffu, boxes.page, slice % 32), row = __shfl_sync(0xffffffffu, boxes.row, slice % 32);
-        if (elected) {
-          cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, storage.codes[stage][kWhich], 0, row, 0, piece.kv_head, page);
-        }
-        return;
-      }
-#pragma unroll 1
-      for (int i = 0; i < boxes_of_slice; ++i) {
-        int const box = slice * boxes_of_slice + i;
-        int const page = __shfl_sync(0xffffffffu, boxes.page, box % 32), row = __shfl_sync(0xffffffffu, boxes.row, box % 32);
-        if (elected) {
-          uint8_t* const to = storage.codes[stage][kWhich] + i * box_rows * kSwizzle;
-#pragma unroll 1
-          for (int column = 0; column < loads; ++column) {
-            cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, to + column * (kSlice * kSwizzle),
-                                         column * (kSwizzle / (k16Bit ? 2 : 1)), row, 0, piece.kv_head, page);
-          }
-        }
-      }
-    });
-  }
-
   template <int kBytes>
   static CUTLASS_DEVICE void copy_async(uint32_t to, void const* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
   }
 
+  /// Scales of a slice's keys (kWhich = 0) or values; the stage is full when they are there, too.
+  template <int kWhich>
   static CUTLASS_DEVICE void load_scales(Params const& params, SharedStorage& storage, int lane) {
-    int const shift = 31 - __clz(params.box_rows), boxes_of_slice = params.boxes_of_slice;
     for_each_slice(params, storage, lane, [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t stage) {
-      uint32_t const scales = shared_address(storage.scales[stage]);
-      int const first_box = slice * boxes_of_slice;
-      if constexpr (kInt8) {
-#pragma unroll
-        for (int i = 0; i < kSlice; i += 32) {  // a lane has a token; 16 tokens: of K and of V
-          int const token = (i + lane) % kSlice, box = first_box + (token >> shift);
-          int64_t const page = __shfl_sync(0xffffffffu, boxes.page, box % 32);
-          int const row = __shfl_sync(0xffffffffu, boxes.row, box % 32) + (token & (params.box_rows - 1));
-          int64_t const from = (page * params.heads_kv + piece.kv_head) * params.page_size + row;
-          if (kSlice >= 32 || lane < 16) copy_async<4>(scales + token * 4, static_cast<float const*>(params.k_scale) + from);
-          if (kSlice >= 32 || lane >= 16) copy_async<4>(scales + (kSlice + token) * 4, static_cast<float const*>(params.v_scale) + from);
-        }
-      }
-      if constexpr (kInt4) {
-        int const chunks = params.head_dim / 8;  // of 16 bytes
-        auto const place = [&](int token, int64_t& head) {  // of the slice: returns its row in the page
-          int const box = first_box + (token >> shift);
-          head = int64_t(__shfl_sync(0xffffffffu, boxes.page, box % 32)) * params.heads_kv + piece.kv_head;
-          return __shfl_sync(0xffffffffu, boxes.row, box % 32) + (token & (params.box_rows - 1));
-        };
-        for (int token = 0; token < kSlice; token += params.group_tokens) {
-          int64_t head;
-          int const row = place(token, head);
-          int64_t const group = head * params.groups_of_page + row / params.group_tokens;
-          auto const* const from = static_cast<__half const*>(params.k_scale) + group * 2 * params.head_dim;
-          uint32_t const to = scales + token / params.group_tokens * kGroupBytes;
-          for (int i = lane; i < 2 * chunks; i += 32) copy_async<16>(to + (i < chunks ? i : kHeadDim / 8 + i - chunks) * 16, from + i * 8);
-        }
-        constexpr int kChunks = kSlice / 8, kAtOnce = 32 / kChunks;
-        int64_t head;
-        int const row = place(lane % kChunks * 8, head);
-        for (int plane = lane / kChunks; plane < 2 * params.groups_v; plane += kAtOnce) {
-          auto const* const from = static_cast<__half const*>(params.v_scale) + (head * 2 * params.groups_v + plane) * params.page_size + row;
-          copy_async<16>(scales + kMaxGroups * kGroupBytes + (plane * kChunks + lane % kChunks) * 16, from);
-        }
-      }
-      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
+      load_scales_of<kWhich>(params, storage, piece, boxes, slice * params.boxes_of_slice, stage, lane);
     });
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
-  // ---- queries: a warp ----------------------------------------------------------------------------------------------------------
+  template <int kWhich>
+  static CUTLASS_DEVICE void load_scales_of(Params const& params, SharedStorage& storage, DecodePiece const& piece, Boxes const& boxes,
+                                            int first_box, uint32_t stage, int lane) {
+    uint32_t const scales = shared_address(storage.scales[stage]);
+    uint32_t const in_box = uint32_t(params.box_rows) - 1, shift = uint32_t(31 - __clz(params.box_rows));
+    auto const page_at = [&](int token) { return int64_t(__shfl_sync(0xffffffffu, boxes.page, (first_box + (token >> shift)) & 31)); };
+    auto const row_at = [&](int token) {
+      return __shfl_sync(0xffffffffu, boxes.row, (first_box + (token >> shift)) & 31) + int(token & in_box);
+    };
+    if constexpr (kInt8) {
+#pragma unroll
+      for (int token = lane; token < (kSlice + 31) / 32 * 32; token += 32) {
+        int64_t const from = page_at(token % kSlice) * params.k_scale_page + int64_t(piece.kv_head) * params.page_size + row_at(token % kSlice);
+        if (token < kSlice) {
+          auto const* const scale = static_cast<float const*>(kWhich == 0 ? params.k_scale : params.v_scale);
+          copy_async<4>(scales + (kWhich * kSlice + token) * 4, scale + from);
+        }
+      }
+    } else if constexpr (kWhich == 0) {
+      int const group_shift = params.group_tokens == 64 ? 6 : 5, chunks = params.head_dim / 8;  // of 16 bytes
+#pragma unroll
+      for (int g = 0; g < kMaxGroups; ++g) {
+        int const token = g << group_shift;
+        if (token >= kSlice) break;
+        int64_t const page = page_at(token), group = int64_t(piece.kv_head) * params.groups_of_page + (row_at(token) >> group_shift);
+        auto const* const from = static_cast<__half const*>(params.k_scale) + page * params.k_scale_page + group * 2 * params.head_dim;
+#pragma unroll
+        for (int i = lane; i < kHeadDim / 4; i += 32) {
+          if (i < 2 * chunks) {
+            copy_async<16>(scales + g * kGroupBytes + (i < chunks ? i : kHeadDim / 8 + i - chunks) * 16, from + i * 8);
+          }
+        }
+      }
+    } else {
+      constexpr int kChunks = kSlice / 8, kAtOnce = 32 / kChunks;  // of 8 tokens; planes at a time
+      int const token = lane % kChunks * 8;
+      int64_t const plane = int64_t(piece.kv_head) * 2 * params.groups_v + lane / kChunks;
+      auto const* from = static_cast<__half const*>(params.v_scale) + page_at(token) * params.v_scale_page + plane * params.page_size + row_at(token);
+      for (int p = lane / kChunks; p < 2 * params.groups_v; p += kAtOnce) {
+        copy_async<16>(scales + kMaxGroups * kGroupBytes + (p * kChunks + lane % kChunks) * 16, from);
+        from += kAtOnce * params.page_size;
+      }
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
+  }
+
+  /// Keys (kFirst = 0) or values (kLast = 1), or both.
+  template <int kFirst, int kLast>
+  static CUTLASS_DEVICE void load_codes(Params const& params, SharedStorage& storage, int lane) {
+    using Hint = cute::TMA::CacheHintSm90;
+    uint64_t const hint = uint64_t(params.seqlen_q * params.group > 8 * params.columns ? Hint::EVICT_NORMAL : Hint::EVICT_FIRST);
+    int const boxes_of_slice = params.boxes_of_slice, box_rows = params.box_rows;
+    bool const elected = cute::elect_one_sync(), simple = boxes_of_slice == 1 && params.k_loads == 1 && params.v_loads == 1;
+    uint32_t issued = 0;
+    for_each_slice(params, storage, lane, [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t stage) {
+      if (issued++ == 0) loads_under_way();
+      if (elected) {
+        FullBarrier::arrive_and_expect_tx(&storage.full[stage], kCodeBytes * (kLast - kFirst + 1));
+        if (kFirst == 0) {
+          asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(issued) : "memory");
+        }
+      }
+      if (simple) {
+        int const page = __shfl_sync(0xffffffffu, boxes.page, slice & 31), row = __shfl_sync(0xffffffffu, boxes.row, slice & 31);
+        if (elected) {
+          auto const load = [&](CUtensorMap const& map, int which) {
+            cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, storage.codes[stage][which], 0, row, 0, piece.kv_head, page);
+          };
+          if (kFirst == 0) load(params.k, 0);
+          if (kLast == 1) load(params.v, 1);
+        }
+      }
+#pragma unroll 1
+      for (int i = simple ? boxes_of_slice : 0; i < boxes_of_slice; ++i) {
+        int const box = slice * boxes_of_slice + i;
+        int const page = __shfl_sync(0xffffffffu, boxes.page, box & 31), row = __shfl_sync(0xffffffffu, boxes.row, box & 31);
+        if (elected) {
+          auto const load = [&](CUtensorMap const& map, int which, int loads) {
+            uint8_t* const to = storage.codes[stage][which] + i * box_rows * kSwizzle;
+#pragma unroll 1
+            for (int column = 0; column < loads; ++column) {
+              cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, to + column * (kSlice * kSwizzle),
+                                           column * (kSwizzle / (k16Bit ? 2 : 1)), row, 0, piece.kv_head, page);
+            }
+          };
+          if (kFirst == 0) load(params.k, 0, params.k_loads);
+          if (kLast == 1) load(params.v, 1, params.v_loads);
+        }
+      }
+    });
+    if (issued == 0) loads_under_way();
+  }
+
+  // ---- queries: warp 1 ----------------------------------------------------------------------------------------------------------
+
+  /// Warp 1 and those that load codes: the first of these come after the queries', which would wait behind a whole ring of them.
+  static CUTLASS_DEVICE void loads_under_way() { asm volatile("bar.sync 2, %0;" ::"n"(kScales ? 64 : 96) : "memory"); }
 
   static CUTLASS_DEVICE void bring_queries(Params const& params, SharedStorage& storage, int lane) {
     constexpr int kOwn = kHeadDim / 32, kAtOnce = 4;  // elements of a row that a lane has; rows at a time
@@ -336,6 +368,7 @@ struct DecodeSm90 {
                   reinterpret_cast<Vector const*>(q + (piece.row_q + query) * params.q_row + head * params.q_head + lane * kOwn));
             }
           }
+          if (turn == 0 && first == 0) loads_under_way();
 #pragma unroll
           for (int r = 0; r < kAtOnce; ++r) {
             auto const* const own = reinterpret_cast<Element const*>(&loads[r]);
@@ -363,6 +396,7 @@ struct DecodeSm90 {
           }
         }
       }
+      if (turn == 0 && piece.batch < 0) loads_under_way();
       if (lane == 0) queries.piece = piece;
       __syncwarp();
       if (lane == 0) EmptyBarrier::arrive(&storage.full_q[turn % 2]);
@@ -440,12 +474,13 @@ struct DecodeSm90 {
     int32_t first_key, last_key;  // keys before, and from there on, are nobody's, and what the cache holds for them may be anything
   };
 
-  /// Scores of kTiles x 16 tokens from `key` on -> B operands of the product with V, before scales of V. Follows a maximum that grows by 2^8.
+  /// Scores of kTiles x 16 tokens from `key` on -> B operands of the product with V, before scales of V. Follows a maximum that grows by more
+  /// than 2^kSlack.
   /// key_scale: of the lane's tokens, lane / 4 and 8 behind; `raise`: int8's unit is to grow by 1 / raise, 1 where it does not.
   template <bool kMasked, int kTiles, int kCols>
   static CUTLASS_DEVICE void soften(float (&s)[kTiles][kCols][4], State<kCols>& state, Scores<kCols> const& scores,
                                     float const (&key_scale)[kTiles][2], int key, int lane, float largest_value, float& inverse_unit) {
-    constexpr float kSlack = 8.0f;
+    constexpr float kSlack = kInt4 ? 3.0f : 8.0f;  // int4: probabilities times scales of V are f16
     bool grown = kInt8 && largest_value > 16.0f * state.unit;
 #pragma unroll
     for (int i = 0; i < kCols; ++i) {
@@ -1123,6 +1158,7 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
     if (!status.ok()) return status;
   }
   params.q = o.q;
+  params.q_bytes = o.q_strides[1] == p.heads_q * p.head_dim ? p.tokens_q * o.q_strides[1] * 2 : 0;
   params.q_batch = o.q_strides[0];
   params.q_row = o.q_strides[1];
   params.q_head = o.q_strides[2];
@@ -1162,6 +1198,8 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
   params.scale_stride = int32_t(p.scale_per_head);
   params.group_tokens = int32_t(p.group_tokens);
   params.groups_v = int32_t(p.groups_v);
+  params.k_scale_page = p.heads_kv * (Kernel::kInt4 ? p.page_size / std::max<int64_t>(p.group_tokens, 1) * 2 * p.head_dim : p.page_size);
+  params.v_scale_page = p.heads_kv * p.page_size * (Kernel::kInt4 ? 2 * p.groups_v : 1);
   params.groups_of_page = int32_t(p.group_tokens > 0 ? p.page_size / p.group_tokens : 0);
   params.k_residual = o.k_residual;
   params.v_residual = o.v_residual;
