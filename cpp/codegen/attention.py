@@ -34,16 +34,14 @@ def _decode(row: dict, require, shared: dict) -> list[Kernel]:
     at_once = 32 if head_dim <= 128 else 16
     ok = isinstance(slices, list) and len(slices) == len(caches) and all(type(s) is int and s % at_once == 0 and s <= 64 for s in slices)
     require(ok, "slices", f"must be keys for each cache, a multiple of the {at_once} that are in registers at a time up to 64")
-    rows = 16
-    # Queries of two pieces, outputs and states of the warps, the table of sequences: decode_sm90.cuh's SharedStorage.
-    fixed = 2 * (2 * rows * head_dim + 4 * rows + 64) + DECODE_WARPS * (32 * (min(head_dim, 128) + 4) + 8 * rows) + TABLE_BYTES
     kernels = []
     for cache, tokens in zip(caches, slices, strict=True):
+        rows = 16 if head_dim <= 128 and cache != "int4" else 8  # more would be spilled
+        # Queries of two pieces, outputs and states of the warps, the table of sequences: decode_sm90.cuh's SharedStorage.
+        fixed = 2 * (2 * rows * head_dim + 4 * rows + 64) + DECODE_WARPS * (32 * (min(head_dim, 128) + 4) + 8 * rows) + TABLE_BYTES
         codes = 2 * tokens * head_dim * BITS.get(cache, 16) // 8
         scales = {"int8": 8 * tokens, "int4": max(tokens // 32, 1) * 4 * head_dim + head_dim // 8 * tokens}.get(cache, 16)
-        import os
-        ring = int(os.environ.get('MINFER_RING', gemm.SM90_SMEM_LIMIT))
-        stages = min((gemm.SM90_SMEM_LIMIT - fixed) // (codes + scales + 16), DECODE_MAX_STAGES, ring // (codes + scales))
+        stages = min((gemm.SM90_SMEM_LIMIT - fixed) // (codes + scales + 16), DECODE_MAX_STAGES)
         smem = fixed + stages * (codes + scales + 16)
         smem = min(-(-smem // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT, gemm.SM90_SMEM_LIMIT)
         geometry = dict(tile=(rows, tokens, head_dim), schedule="split_kv", stages=stages, threads=DECODE_THREADS, smem_bytes=smem)
@@ -110,7 +108,8 @@ def definition(kernel: Kernel) -> str:
         lines = [
             f"static constexpr DataType kType = {ELEMENTS[kernel.element]};",
             f"static constexpr WeightFormat kFormat = {FORMATS[kernel.b_format]};",
-            f"static constexpr int kHeadDim = {kernel.tile[2]}, kSlice = {kernel.tile[1]}, kStages = {kernel.stages};",
+            f"static constexpr int kRows = {kernel.tile[0]}, kSlice = {kernel.tile[1]}, kHeadDim = {kernel.tile[2]};",
+            f"static constexpr int kStages = {kernel.stages};",
             f"static constexpr int kSmemBytes = {kernel.smem_bytes};",
         ]
         return gemm.struct(kernel, lines, TEMPLATES[kernel.variant][1], ARGUMENTS)

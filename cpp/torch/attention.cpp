@@ -267,6 +267,9 @@ void set_scales(AttentionCall* call, std::optional<Tensor> const& k_scale, std::
     if (!given && wanted) fail(op, ": kv_format '", format, "' needs ", name);
   }
   if (p.kv_format == WeightFormat::kDense) return;
+  if (p.page_size % 8 != 0) {
+    fail(op, ": kv_format '", format, "' needs a page size, or length of a contiguous cache, that is a multiple of 8, got ", p.page_size);
+  }
   auto const take = [&](char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape, std::optional<Tensor>* to) {
     check_operand(op, name, x, type, shape, call->device);
     *to = torch::stable::contiguous(x);
@@ -290,9 +293,6 @@ void set_scales(AttentionCall* call, std::optional<Tensor> const& k_scale, std::
     o.k_scale = call->k_scale->data_ptr();
     o.v_scale = call->v_scale->data_ptr();
     return;
-  }
-  if (p.page_size % 8 != 0) {
-    fail(op, ": kv_format '", format, "' needs a page size, or length of a contiguous cache, that is a multiple of 8, got ", p.page_size);
   }
   if (p.kv_format == WeightFormat::kInt8) {
     std::vector<int64_t> const shape = {p.pages, p.heads_kv, p.page_size};

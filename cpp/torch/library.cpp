@@ -168,6 +168,7 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) {
   m.impl("attention", TORCH_BOX(&attention));
   m.impl("attention_varlen", TORCH_BOX(&attention_varlen));
   m.impl("attention_paged", TORCH_BOX(&attention_paged));
+  m.impl("kv_cache_append", TORCH_BOX(&kv_cache_append));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {

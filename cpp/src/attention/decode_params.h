@@ -29,7 +29,7 @@ struct DecodeParams {
   int64_t block_table_stride, block_table_bytes;
   int32_t page_size;
   int32_t box_rows, boxes_of_slice;  // rows of one TMA load of K and V: a power of two from 8 on, divides the page and the slice
-  int32_t batch, heads_q, heads_kv, group, seqlen_q, head_dim, head_dim_v;
+  int32_t batch, tokens_q, heads_q, heads_kv, group, seqlen_q, head_dim, head_dim_v;
   int32_t columns;                    // tiles of 8 rows that a unit has: 1 or 2
   int32_t window_left, window_right;  // < 0: unlimited
   float scale, softcap;               // softcap 0: none

@@ -35,21 +35,6 @@
 
 namespace minfer::attention {
 
-#ifdef TRACE
-__device__ unsigned long long trace_of[132][16];
-__device__ __forceinline__ void stamp(int i) {
-  unsigned long long t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  trace_of[blockIdx.x][i] = t;
-}
-extern "C" __attribute__((visibility("default"))) void minfer_trace(void* to) {
-  cudaDeviceSynchronize();
-  cudaMemcpyFromSymbol(to, trace_of, sizeof(trace_of));
-}
-#define STAMP(i, when) if (when) stamp(i)
-#else
-#define STAMP(i, when)
-#endif
 template <class Config>
 struct DecodeSm90 {
   static constexpr DataType kType = Config::kType;
@@ -61,7 +46,8 @@ struct DecodeSm90 {
   static constexpr bool k16Bit = kFormat == WeightFormat::kDense, kInt8 = kFormat == WeightFormat::kInt8, kInt4 = kFormat == WeightFormat::kInt4;
   static constexpr DataType kMmaType = k16Bit ? kType : DataType::kF16;
   static constexpr int kWarps = 8, kThreads = 384, kConsumerThreads = 32 * kWarps;
-  static constexpr int kMaxColumns = 2;  // tiles of 8 rows; four would be spilled
+  static constexpr int kProducerRegisters = kHeadDim <= 128 ? 72 : 88, kConsumerRegisters = kHeadDim <= 128 ? 216 : 208;
+  static constexpr int kMaxColumns = Config::kRows / 8;  // tiles of 8 rows: 1 or 2, as registers allow
   static constexpr int kRowBytes = kHeadDim * Codes::kBits / 8, kSwizzle = kRowBytes < 128 ? kRowBytes : 128, kBoxes = kRowBytes / kSwizzle;
   static constexpr int kCodeBytes = kSlice * kRowBytes;  // of K, and of V, in a slice
   static constexpr int kTokenTiles = kPart / 16, kSteps = kHeadDim / 16;
@@ -102,7 +88,6 @@ struct DecodeSm90 {
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem);
     if (shared_address(smem) % 1024 != 0) __trap();
     int const thread = int(threadIdx.x), warp = cutlass::canonical_warp_idx_sync();
-    STAMP(0, thread == 0);
     allow_dependent_launch();
     if (warp == 0 && cute::elect_one_sync()) {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.k));
@@ -127,11 +112,9 @@ struct DecodeSm90 {
     prefetch_lengths(params, thread);
     __syncthreads();
     wait_for_predecessor();
-    STAMP(1, thread == 0);
     Pieces::build(storage.sequences, params, thread, kThreads);
-    STAMP(2, thread == 0);
     if (warp < 4) {
-      cutlass::arch::warpgroup_reg_dealloc<72>();
+      cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       int const lane = thread % 32;
       if (warp == 1) bring_queries(params, storage, lane);
       if constexpr (kScales) {
@@ -143,10 +126,11 @@ struct DecodeSm90 {
         if (warp == 2) load_codes<1, 1>(params, storage, lane);
       }
     } else {
-      cutlass::arch::warpgroup_reg_alloc<216>();
+      cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      clear_rows_outside(params, thread - 128);
       if (params.columns == 1) {
         consume<1>(params, storage, thread - 128);
-      } else {
+      } else if constexpr (kMaxColumns == 2) {
         consume<2>(params, storage, thread - 128);
       }
     }
@@ -209,21 +193,16 @@ struct DecodeSm90 {
   template <class Load>
   static CUTLASS_DEVICE void for_each_slice(Params const& params, SharedStorage& storage, int lane, Load const& load) {
     Pieces pieces(params, storage.sequences);
-    STAMP(10, threadIdx.x == 0);
     int const boxes_of_slice = params.boxes_of_slice;
     uint32_t stage = 0, phase = 1;  // a fresh barrier's previous phase counts as passed
     for (DecodePiece piece = pieces.take(); piece.batch >= 0; piece = pieces.take()) {
       int const codes_end = Pieces::codes_end(params, piece.seqlen_k), end = piece.slice_end < codes_end ? piece.slice_end : codes_end;
       if (piece.slice_begin >= end) continue;
-      STAMP(11, threadIdx.x == 0);
       Boxes boxes(params, piece, piece.slice_begin, lane);
       for (int slice = piece.slice_begin; slice < end; ++slice) {
         boxes.advance_to(slice * boxes_of_slice);
         EmptyBarrier::wait(&storage.empty[stage], phase);
-        STAMP(12, threadIdx.x == 0 && slice == piece.slice_begin);
         load(piece, boxes, slice, stage);
-        STAMP(13, threadIdx.x == 0 && slice == piece.slice_begin);
-        STAMP(14, threadIdx.x == 0 && slice == piece.slice_begin + 9);
         if (++stage == kStages) {
           stage = 0;
           phase ^= 1;
@@ -345,7 +324,7 @@ struct DecodeSm90 {
   static CUTLASS_DEVICE void loads_under_way() { asm volatile("bar.sync 2, %0;" ::"n"(kScales ? 64 : 96) : "memory"); }
 
   static CUTLASS_DEVICE void bring_queries(Params const& params, SharedStorage& storage, int lane) {
-    constexpr int kOwn = kHeadDim / 32, kAtOnce = 4;  // elements of a row that a lane has; rows at a time
+    constexpr int kOwn = kHeadDim / 32, kAtOnce = kHeadDim <= 128 ? 4 : 2;  // elements of a row that a lane has; rows at a time
     using Vector = cute::conditional_t<kOwn == 8, uint4, cute::conditional_t<kOwn == 4, uint2, uint32_t>>;
     Pieces pieces(params, storage.sequences);
     for (uint32_t turn = 0;; ++turn) {
@@ -400,7 +379,6 @@ struct DecodeSm90 {
       if (lane == 0) queries.piece = piece;
       __syncwarp();
       if (lane == 0) EmptyBarrier::arrive(&storage.full_q[turn % 2]);
-      STAMP(15, lane == 0 && turn == 0);
       if (piece.batch < 0) return;
     }
   }
@@ -777,7 +755,7 @@ struct DecodeSm90 {
   template <int kCols>
   static CUTLASS_DEVICE void take_residual(Params const& params, SharedStorage& storage, DecodePiece const& piece, Queries const& queries,
                                            State<kCols>& state, Scores<kCols> const& scores, int first, int in_codes, int warp, int lane) {
-    constexpr int kVectors = 16 * kHalf / 8 / 32;  // of 16 bytes, of a lane
+    constexpr int kVectors = 16 * kHalf / 8 / 32, kAtOnce = kHeadDim <= 128 ? kVectors : 2;  // of 16 bytes, of a lane
     static_assert(16 * kHalf * 2 <= int(sizeof(storage.output[0])));
     asm volatile("" : "+r"(lane));  // as in take_part
     uint32_t const room = shared_address(storage.output[warp]);
@@ -790,23 +768,26 @@ struct DecodeSm90 {
       int64_t const row = int64_t(params.heads_kv) * head_dim;
       auto const* const from = static_cast<Element const*>(base) +
                                (int64_t(piece.batch) * params.group_tokens + first) * row + int64_t(piece.kv_head) * head_dim + half * kHalf;
-      uint4 loads[kVectors];
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        int const token = (i * 32 + lane) / (kHalf / 8), d = (i * 32 + lane) % (kHalf / 8) * 8;
-        loads[i] = make_uint4(0, 0, 0, 0);
-        if (token < valid && half * kHalf + d < head_dim) loads[i] = __ldcg(reinterpret_cast<uint4 const*>(from + token * row + d));
-      }
       __syncwarp();
+#pragma unroll 1
+      for (int done = 0; done < kVectors; done += kAtOnce) {
+        uint4 loads[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        int const token = (i * 32 + lane) / (kHalf / 8), d = (i * 32 + lane) % (kHalf / 8) * 8;
-        auto const* const own = reinterpret_cast<Element const*>(&loads[i]);
+        for (int i = 0; i < kAtOnce; ++i) {
+          int const token = ((done + i) * 32 + lane) / (kHalf / 8), d = ((done + i) * 32 + lane) % (kHalf / 8) * 8;
+          loads[i] = make_uint4(0, 0, 0, 0);
+          if (token < valid && half * kHalf + d < head_dim) loads[i] = __ldcg(reinterpret_cast<uint4 const*>(from + token * row + d));
+        }
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {  // elements e and e + 4 are neighbours
-          int const position = d / 32 * 32 + e / 2 * 16 + e % 2 * 8 + d % 32 / 8 * 2;
-          uint32_t const pair = pack(float(own[e]), float(own[e + 4]));
-          asm volatile("st.shared.u32 [%0], %1;" ::"r"(room_at(token, position / 8) + position % 8 * 2), "r"(pair) : "memory");
+        for (int i = 0; i < kAtOnce; ++i) {
+          int const token = ((done + i) * 32 + lane) / (kHalf / 8), d = ((done + i) * 32 + lane) % (kHalf / 8) * 8;
+          auto const* const own = reinterpret_cast<Element const*>(&loads[i]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {  // elements e and e + 4 are neighbours
+            int const position = d / 32 * 32 + e / 2 * 16 + e % 2 * 8 + d % 32 / 8 * 2;
+            uint32_t const pair = pack(float(own[e]), float(own[e + 4]));
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(room_at(token, position / 8) + position % 8 * 2), "r"(pair) : "memory");
+          }
         }
       }
       __syncwarp();
@@ -857,6 +838,22 @@ struct DecodeSm90 {
     FullBarrier::wait(&storage.full[at % kStages], at / kStages % 2);
   }
 
+  /// Rows of q before the first and behind the last sequence are nobody's: zeros, and -inf.
+  static CUTLASS_DEVICE void clear_rows_outside(Params const& params, int thread) {
+    if (params.cu_seqlens_q == nullptr) return;
+    int const first = __ldg(params.cu_seqlens_q), last = __ldg(params.cu_seqlens_q + params.batch);
+    int const outside = params.tokens_q - (last - first);
+    for (int i = int(blockIdx.x); i < outside; i += int(gridDim.x)) {
+      int64_t const row = i < first ? i : last + (i - first);
+      for (int column = thread; column < params.heads_q * params.head_dim_v; column += kConsumerThreads) {
+        static_cast<uint16_t*>(params.out)[row * params.out_row + column] = 0;
+      }
+      for (int head = thread; head < params.heads_q && params.lse != nullptr; head += kConsumerThreads) {
+        params.lse[head * params.lse_head + row] = -INFINITY;
+      }
+    }
+  }
+
   static CUTLASS_DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
 
   /// A row of a piece, or of several: of a thread's elements of head_dim.
@@ -884,7 +881,6 @@ struct DecodeSm90 {
       Queries const& queries = storage.queries[turn % 2];
       EmptyBarrier::wait(&storage.full_q[turn % 2], turn / 2 % 2);
       DecodePiece const piece = queries.piece;
-      STAMP(3, thread == 0 && turn == 0);
       if (piece.batch < 0) return;
       Mask const mask(piece.seqlen_q, piece.seqlen_k, params.window_left, params.window_right);
       Scores<kCols> scores;
@@ -916,7 +912,6 @@ struct DecodeSm90 {
       for (; slice < end; slice += kWarps) {
         uint32_t const at = loaded + uint32_t(slice - piece.slice_begin), stage = at % kStages;
         wait_for_slice(storage, at);
-        STAMP(4, thread == 0 && at == 0);
 #pragma unroll 1
         for (int first = 0; first < kSlice; first += kPart) {
           int const key = slice * kSlice + first;
@@ -941,9 +936,7 @@ struct DecodeSm90 {
       if (end > piece.slice_begin) loaded += uint32_t(end - piece.slice_begin);
       __syncwarp();
       if (lane == 0) EmptyBarrier::arrive(&storage.empty_q[turn % 2]);
-      STAMP(5, thread == 0);
       finish(params, storage, piece, state, warp, lane);
-      STAMP(9, thread == 0);
     }
   }
 
@@ -1015,7 +1008,6 @@ struct DecodeSm90 {
       }
     }
 
-    STAMP(6, warp + lane == 0);
     if (piece.parts == 0) {
       int64_t const slot = piece.slot;
 #pragma unroll
@@ -1048,7 +1040,6 @@ struct DecodeSm90 {
         do {
           asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(params.arrived + piece.slot + k * lockstep) : "memory");
         } while (seen != params.nonce);
-        STAMP(7, lane == 1);
         params.arrived[piece.slot + k * lockstep] = 0;  // a replay of the launch finds it empty
       }
       meet();
@@ -1084,7 +1075,6 @@ struct DecodeSm90 {
           add(total, of_slot.x, of_slot.y, output);
         }
       }
-      STAMP(8, warp + lane == 0);
       store(params, piece, total, row, lane);
     }
     meet();  // outputs and states in shared memory were read
@@ -1181,6 +1171,7 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
   params.by_lockstep = cutlass::FastDivmod(int(plan.lockstep));
   params.by_ranges = cutlass::FastDivmod(int(plan.ctas / plan.lockstep));
   params.batch = int32_t(p.batch);
+  params.tokens_q = int32_t(p.tokens_q);
   params.heads_q = int32_t(p.heads_q);
   params.heads_kv = int32_t(p.heads_kv);
   params.group = int32_t(p.heads_q / p.heads_kv);

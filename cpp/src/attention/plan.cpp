@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <numeric>
 #include <random>
@@ -143,7 +142,6 @@ double predict_decode_us(KernelInfo const& kernel, AttentionProblem const& p, De
 
 /// The most heads that leave no more than a few SMs idle.
 int64_t choose_lockstep(AttentionProblem const& p, DeviceProperties const& device) {
-  if (std::getenv("MINFER_LS")) return std::atoi(std::getenv("MINFER_LS"));
   constexpr double kUsed = 0.96;
   int64_t best = 1;
   for (int64_t heads = 2; heads <= std::min<int64_t>(p.heads_kv, device.sm_count); ++heads) {
@@ -157,12 +155,14 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
   AttentionPlan plan;
   plan.kernel = &kernel;
   plan.floor_us = floor_us(p, device);
-  plan.box_rows = p.paged || bits_of(p.kv_format) < 16 ? std::gcd(int64_t(kernel.tile_n), p.page_size) : kernel.tile_n;
+  // A box lies within a page; where scales lie by tokens beside it, within a contiguous sequence, too.
+  bool const within = p.paged || p.kv_format == WeightFormat::kInt8 || p.kv_format == WeightFormat::kInt4;
+  plan.box_rows = within ? std::gcd(int64_t(kernel.tile_n), p.page_size) : kernel.tile_n;
   if (splits_keys(kernel)) {
-    plan.columns = rows_of(p) <= 8 ? 1 : 2;
+    plan.columns = rows_of(p) <= 8 ? 1 : kernel.tile_m / 8;
     int64_t const rows = 8 * plan.columns;
     int64_t const tiles = p.varlen ? p.batch + p.tokens_q * (p.heads_q / p.heads_kv) / rows : p.batch * ((rows_of(p) + rows - 1) / rows);
-    plan.min_slices = std::getenv("MINFER_MS") ? std::atoi(std::getenv("MINFER_MS")) : std::max<int64_t>(kMinKeys / kernel.tile_n, 1);
+    plan.min_slices = std::max<int64_t>(kMinKeys / kernel.tile_n, 1);
     plan.lockstep = choose_lockstep(p, device);
     int64_t const units = tiles * p.heads_kv / plan.lockstep, ranges = device.sm_count / plan.lockstep;
     plan.ctas = (p.num_splits > 0 ? std::clamp<int64_t>(units * p.num_splits, 1, ranges) : ranges) * plan.lockstep;
@@ -181,7 +181,8 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
 
 /// Whether the analytic model takes it into account: rows few enough for a cache are the split-KV kernel's, many are the tiles'.
 bool considered(KernelInfo const& kernel, AttentionProblem const& p) {
-  if (!p.cached || p.kv_format != WeightFormat::kDense || p.num_splits > 0) return true;
+  if (!p.cached || p.kv_format != WeightFormat::kDense) return true;
+  if (p.num_splits > 0) return splits_keys(kernel);  // whatever the batch is
   return splits_keys(kernel) == (rows_of(p) <= kDecodeRows);
 }
 

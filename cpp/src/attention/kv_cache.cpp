@@ -1,0 +1,12 @@
+// What a build without CUDA answers.
+#include "minfer/kv_cache.h"
+
+namespace minfer {
+
+#if !MINFER_WITH_CUDA
+Status append_to_kv_cache(KvAppend const&, DeviceProperties const&, bool, Stream) {
+  return Status::failure(StatusCode::kNotCompiled, "this build has no CUDA code");
+}
+#endif
+
+}  // namespace minfer
