@@ -303,8 +303,11 @@ def decode_peers(caches: Caches, q: list[torch.Tensor], seq_lens: torch.Tensor, 
 
     batch, context, heads_q, heads_kv, head_dim = (cell[name] for name in ("batch", "m", "heads_q", "heads_kv", "head_dim"))
 
+    def contiguous(i: int):  # the same memory, its pages taken as they lie
+        return (x.view(batch, context, heads_kv, head_dim) for x in (caches.sets[i].k, caches.sets[i].v))
+
     def cudnn(i: int):
-        k, v = (x.view(batch, context, heads_kv, head_dim).transpose(1, 2) for x in (caches.sets[i].k, caches.sets[i].v))
+        k, v = (x.transpose(1, 2) for x in contiguous(i))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(q[i][:, :, None], k, v, enable_gqa=heads_q != heads_kv)
 
@@ -326,11 +329,11 @@ def decode_peers(caches: Caches, q: list[torch.Tensor], seq_lens: torch.Tensor, 
         return lambda i: peer_ops.flashinfer_decode(plan, q[i], caches.sets[i].k, caches.sets[i].v)
 
     found: dict[str, Any] = {}
-    ours = caches.run(q[0], seq_lens, 0)
     for name, ready in (("cudnn", lambda: cudnn), ("fa3", make_fa3), ("flashinfer", make_flashinfer)):
         if name in peers:
             try:
                 found[name] = ready()
+                ours = minfer.attention_paged(q[0], *contiguous(0), seq_lens)[0] if name == "cudnn" else caches.run(q[0], seq_lens, 0)
                 error = relative_error(found[name](0).reshape(ours.shape), ours)
                 if not error <= PEER_ERROR:
                     found[name] = f"it differs from ours by {error:.3g}"

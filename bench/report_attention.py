@@ -1,4 +1,4 @@
-"""Tables and the plot of the attention results."""
+"""Tables and the plot of the attention results: prefill, its variants, decode over KV caches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from report_tables import facts, geomean_and_min, grouped, losses, overview, pee
 from summary import Row, by_suite_and_peer
 
 MASKS = ("causal", "full")
-COLOURS = {"ours": "#1f6fb4", "cudnn": "#3a8f4d", "fa3": "#d1622b", "fa4": "#8a4fb0"}
+COMPARED = ("prefill", "decode")  # suites with peers
+COLOURS = {"ours": "#1f6fb4", "cudnn": "#3a8f4d", "fa3": "#d1622b", "fa4": "#8a4fb0", "flashinfer": "#b0964f"}
+QUANTISED = {"fp8_e4m3": "#63a6dd", "int8": "#3aa6a0", "int4": "#7a3fb0"}  # formats of caches, and their colours
+READ_RATE = 4.45  # TB/s of the floors
 VARIANT_NAMES = {
     "varlen": "64 sequences of lognormal lengths",
     "window": "a window of 4096 keys",
@@ -21,24 +24,25 @@ VARIANT_NAMES = {
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """By element, heads, mask and length, whatever the order of the runs."""
+    """By element, heads, mask or batch and length, whatever the order of the runs."""
 
     def key(row: Row) -> tuple:
         s = row["shape"]
-        return row["dtype"], s["head_dim"], -s["heads_kv"], s["model"], s["m"]
+        batch = s["batch"] if row["suite"] == "decode" else 0
+        return row["dtype"], s["head_dim"], -s["heads_kv"], s["heads_q"], batch, s["model"], s["m"]
 
     return sorted(rows, key=key)
 
 
 def suites_of(results: dict[str, Any]) -> dict[str, dict[str, list[Row]]]:
-    """suite -> peer -> rows; of prefill with the best peer of each cell."""
+    """suite -> peer -> rows; of prefill and decode with the best peer of each cell."""
     suites = by_suite_and_peer(in_order(results["rows"]))
     for suite, peers in suites.items():
         # best_of() tells cells apart by their text, which the element is no part of
         best = [
             row for dtype in ("bf16", "f16") for row in best_of({p: [r for r in rows if r["dtype"] == dtype] for p, rows in peers.items()})
         ]
-        if suite == "prefill" and best:
+        if suite in COMPARED and best:
             peers["best"] = in_order(best)
     return suites
 
@@ -78,6 +82,52 @@ def _variants(rows: Sequence[Row]) -> str:
     return text + table(["element, heads", *(VARIANT_NAMES[n] for n in names)], lines)
 
 
+def _decode(best: Sequence[Row]) -> str:
+    contexts = sorted(grouped(best, "m"))
+    lines = []
+    for dtype in ("bf16", "f16"):
+        own = [row for row in best if row["dtype"] == dtype]
+        for (heads_q, heads_kv, batch), rows in grouped(own, "heads_q", "heads_kv", "batch").items():
+            by_m = {row["shape"]["m"]: row for row in rows}
+            cells = [f"{r['us']:.1f}, {r['fraction']:.0%}: {r['ratio']:.2f}" if (r := by_m.get(m)) else "-" for m in contexts]
+            lines.append([f"{dtype}, {heads_q}/{heads_kv}, {batch}", *cells])
+    by_m = grouped(best, "m")
+    lines.append(["all", *(geomean_and_min(by_m[m]) for m in contexts)])
+    text = (
+        "`decode`, one query a sequence, head_dim 128, 16-bit caches with pages of 64 tokens, by context: us, share of the read bandwidth"
+        f" ({READ_RATE} TB/s): times faster than the best peer.\n\n"
+    )
+    return text + table(["element, heads, batch", *map(str, contexts)], lines)
+
+
+def _quantised(rows: Sequence[Row]) -> str:
+    contexts = sorted(grouped(rows, "m"))
+    lines = []
+    for (heads_q, heads_kv, batch), own in grouped(rows, "heads_q", "heads_kv", "batch").items():
+        ratios = {(row["shape"]["m"], row["shape"]["format"]): f"{row['ratio']:.2f}" for row in own}
+        cells = [[ratios.get((m, kv_format), "-") for kv_format in QUANTISED] for m in contexts]
+        lines.append([f"{heads_q}/{heads_kv}, {batch}", *("-" if set(x) == {"-"} else " / ".join(x) for x in cells)])
+    by_format = grouped(rows, "format")
+    reached = ", ".join(
+        f"{name} {geomean_and_min(by_format[name])}, {max(row['fraction'] for row in by_format[name]):.0%} of the bandwidth at most"
+        for name in QUANTISED
+        if name in by_format
+    )
+    text = f"`decode` over {' / '.join(QUANTISED)} caches: times faster than over 16-bit ones. Over all, geomean (least): {reached}.\n\n"
+    return text + table(["heads, batch", *map(str, contexts)], lines)
+
+
+def _layouts(rows: Sequence[Row]) -> str:
+    """Of a page size, or contiguous, against the page size of the other tables."""
+    pages = sorted({row["shape"]["page"] or 0 for row in rows}, key=lambda page: page or 1 << 30)
+    lines = []
+    for (batch, context), own in grouped(rows, "batch", "m").items():
+        ratios = {row["shape"]["page"] or 0: f"{row['ratio']:.2f}" for row in own}
+        lines.append([f"{batch} x {context}", f"{own[0]['peer_us']:.1f}", *(ratios.get(page, "-") for page in pages)])
+    header = ["batch x context", "pages of 64, us", *(f"pages of {page}" if page else "contiguous" for page in pages)]
+    return "`decode` by layout, 16-bit caches: times faster than with pages of 64.\n\n" + table(header, lines)
+
+
 def section(results: dict[str, Any]) -> str:
     """Markdown of the whole family."""
     suites = suites_of(results)
@@ -85,32 +135,28 @@ def section(results: dict[str, Any]) -> str:
         " Queries were checked against float64 first; times are medians of CUDA-graph replays on random data, ours and the peers in turn."
         " cuDNN is torch's scaled_dot_product_attention. A ratio above 1 means that minfer is faster; flops count keys that are seen."
     )
-    parts = [facts(results) + protocol, overview({suite: peers for suite, peers in suites.items() if suite == "prefill"})]
+    compared = {suite: {p: rows for p, rows in suites[suite].items() if not p.startswith("ours:")} for suite in COMPARED if suite in suites}
+    parts = [facts(results) + protocol, overview(compared)]
     if best := suites.get("prefill", {}).get("best"):
         parts.append(_prefill(best))
     if plain := suites.get("variants", {}).get("ours:causal"):
         parts.append(_variants(plain))
+    decode = suites.get("decode", {})
+    if best := decode.get("best"):
+        parts.append(_decode(best))
+    if codes := decode.get("ours:16bit"):
+        parts.append(_quantised(codes))
+    if paged := decode.get("ours:pages of 64"):
+        parts.append(_layouts(paged))
     parts.append(losses(results["rows"], "cell"))
     return "\n\n".join(parts)
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    """TFLOP/s over the length, bf16, a panel for each head dimension and mask."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    peers = suites_of(results).get("prefill", {})
-    rows = [
-        row for rows in peers.values() for row in rows if row["dtype"] == "bf16" and row["shape"]["heads_kv"] == row["shape"]["heads_q"]
-    ]
-    if not rows:
-        raise ValueError("the results have no prefill rows to plot")
+def _plot_prefill(figure, peers: dict[str, list[Row]]) -> None:
+    """TFLOP/s over the length, a panel for each head dimension and mask."""
+    rows = _plotted(peers)
     head_dims = sorted(grouped(rows, "head_dim"))
-    figure, axes = plt.subplots(
-        len(MASKS), len(head_dims), figsize=(3.6 * len(head_dims) + 1, 5.8), sharex=True, sharey=True, squeeze=False
-    )
+    axes = figure.subplots(len(MASKS), len(head_dims), sharex=True, sharey=True, squeeze=False)
     for j, head_dim in enumerate(head_dims):
         for i, mask in enumerate(MASKS):
             axis = axes[i][j]
@@ -128,14 +174,75 @@ def plot(results: dict[str, Any], path: Path) -> None:
             axis.plot(list(sorted(ours)), [ours[m] for m in sorted(ours)], color=COLOURS["ours"], lw=2.0, marker="o", ms=3, label="minfer")
             axis.set_title(f"head_dim {head_dim}, {mask}", fontsize=10)
             axis.set_xscale("log", base=2)
-            axis.set_ylim(bottom=0)
-            axis.grid(axis="y", color="#dddddd", lw=0.6, zorder=0)
-            axis.spines[["top", "right"]].set_visible(False)
+            _tidy(axis)
         axes[-1][j].set_xlabel("keys and queries of a sequence")
     axes[0][0].set_ylabel("TFLOP/s")
     axes[0][-1].legend(fontsize=8, loc="lower right")
+
+
+def _plot_decode(figure, peers: dict[str, list[Row]]) -> None:
+    """Bandwidth over the bytes of the cache, a panel for each number of heads: means of the cells of as many bytes."""
+    rows = _plotted(peers)
+    panels = list(grouped(rows, "heads_q", "heads_kv"))
+    axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    for axis, heads in zip(axes, panels, strict=True):
+        series: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            shape, bandwidth = row["shape"], READ_RATE * row["fraction"]
+            if (shape["heads_q"], shape["heads_kv"]) == heads:
+                size = row["floor_us"] * READ_RATE  # MB
+                if row["peer"] in COLOURS:
+                    series.setdefault(row["peer"], []).append((size, bandwidth / row["ratio"]))
+                if row["peer"] in COLOURS or row["peer"] == "ours:16bit":
+                    series.setdefault(shape["format"], []).append((size, bandwidth))
+        for name, points in sorted(series.items(), key=lambda item: item[0] in ("16bit", *QUANTISED)):
+            by_size: dict[float, list[float]] = {}
+            for size, bandwidth in points:
+                by_size.setdefault(float(f"{size:.2g}"), []).append(bandwidth)
+            label = f"minfer, {name}" if name in ("16bit", *QUANTISED) else peer_name(name)
+            colour = COLOURS["ours"] if name == "16bit" else QUANTISED.get(name) or COLOURS[name]
+            sizes = sorted(by_size)
+            means = [sum(by_size[x]) / len(by_size[x]) for x in sizes]
+            axis.plot(sizes, means, color=colour, lw=2.0 if name == "16bit" else 1.2, ls="--" if name in QUANTISED else "-", label=label)
+        axis.axhline(READ_RATE, color="#888888", lw=0.8, ls=":")
+        axis.set_title(f"decode, {heads[0]}/{heads[1]} heads of 128", fontsize=10)
+        axis.set_xscale("log")
+        axis.set_xlabel("MB of keys and values")
+        _tidy(axis)
+    axes[0].set_ylabel("TB/s")
+    axes[0].legend(fontsize=7, loc="lower right")
+
+
+def _tidy(axis) -> None:
+    axis.set_ylim(bottom=0)
+    axis.grid(axis="y", color="#dddddd", lw=0.6, zorder=0)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _plotted(peers: dict[str, list[Row]]) -> list[Row]:
+    """bf16; of prefill as many KV heads as query heads."""
+    rows = [row for rows in peers.values() for row in rows if row["dtype"] == "bf16"]
+    return [row for row in rows if row["suite"] == "decode" or row["shape"]["heads_kv"] == row["shape"]["heads_q"]]
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Prefill, and decode below it, in bf16."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    suites = suites_of(results)
+    draw = {"prefill": (_plot_prefill, 5.4), "decode": (_plot_decode, 3.4)}
+    shown = [suite for suite in draw if _plotted(suites.get(suite, {}))]
+    if not shown:
+        raise ValueError("the results have no prefill or decode rows to plot")
+    heights = [draw[suite][1] for suite in shown]
+    figure = plt.figure(figsize=(11.8, sum(heights) + 0.4), layout="constrained")
+    parts = figure.subfigures(len(shown), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, suite in zip(parts, shown, strict=True):
+        draw[suite][0](part, suites[suite])
     figure.suptitle(f"minfer attention, bf16, on {results['device']}, {results['date']}", fontsize=11)
-    figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, metadata={"Software": None})
     plt.close(figure)

@@ -123,7 +123,7 @@ class Play:
         slots, ends = [-7 if self.want.kv_format != "int4" else 0] * outside[0], [outside[0]]
         for b, count in enumerate(counts):
             for _ in range(count):
-                while float(torch.rand(())) < skipped:
+                while skipped and float(torch.rand(())) < skipped:
                     slots.append(-1)
                 slots.append(self.slot(b, self.lengths[b]))
                 self.lengths[b] += 1
@@ -186,8 +186,7 @@ def test_decode(kv_format, dtype):
     play.check()
 
 
-@pytest.mark.parametrize("group_tokens", (32, 64))
-@pytest.mark.parametrize("batch, heads", ((64, 8), (300, 8), (1, 1), (700, 2), (1500, 1)))
+@pytest.mark.parametrize("batch, heads, group_tokens", ((64, 8, 64), (200, 8, 32), (1, 1, 64), (1100, 1, 32)))
 def test_int4_groups_that_end_together(batch, heads, group_tokens):
     """All sequences' groups at once, in CTAs of one token and of many; cu_seqlens of one to three steps of the search."""
     play = Play("int4", (128, 64), torch.bfloat16, batch, most=group_tokens + 2, heads=heads, group_tokens=group_tokens)
