@@ -309,7 +309,9 @@ def decode_peers(caches: Caches, q: list[torch.Tensor], seq_lens: torch.Tensor, 
     def cudnn(i: int):
         k, v = (x.transpose(1, 2) for x in contiguous(i))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(q[i][:, :, None], k, v, enable_gqa=heads_q != heads_kv)
+            return torch.nn.functional.scaled_dot_product_attention(
+                q[i].view(batch, 1, heads_q, head_dim).transpose(1, 2), k, v, enable_gqa=heads_q != heads_kv
+            )
 
     def make_fa3():
         import peer_ops

@@ -133,7 +133,8 @@ def section(results: dict[str, Any]) -> str:
     suites = suites_of(results)
     protocol = (
         " Queries were checked against float64 first; times are medians of CUDA-graph replays on random data, ours and the peers in turn."
-        " cuDNN is torch's scaled_dot_product_attention. A ratio above 1 means that minfer is faster; flops count keys that are seen."
+        " cuDNN is torch's scaled_dot_product_attention, of decode over contiguous caches. A ratio above 1 means that minfer is faster;"
+        " flops count keys that are seen."
     )
     compared = {suite: {p: rows for p, rows in suites[suite].items() if not p.startswith("ours:")} for suite in COMPARED if suite in suites}
     parts = [facts(results) + protocol, overview(compared)]
@@ -174,8 +175,8 @@ def _plot_prefill(figure, peers: dict[str, list[Row]]) -> None:
             axis.plot(list(sorted(ours)), [ours[m] for m in sorted(ours)], color=COLOURS["ours"], lw=2.0, marker="o", ms=3, label="minfer")
             axis.set_title(f"head_dim {head_dim}, {mask}", fontsize=10)
             axis.set_xscale("log", base=2)
-            _tidy(axis)
         axes[-1][j].set_xlabel("keys and queries of a sequence")
+    _tidy(axes.flat)
     axes[0][0].set_ylabel("TFLOP/s")
     axes[0][-1].legend(fontsize=8, loc="lower right")
 
@@ -207,16 +208,18 @@ def _plot_decode(figure, peers: dict[str, list[Row]]) -> None:
         axis.axhline(READ_RATE, color="#888888", lw=0.8, ls=":")
         axis.set_title(f"decode, {heads[0]}/{heads[1]} heads of 128", fontsize=10)
         axis.set_xscale("log")
-        axis.set_xlabel("MB of keys and values")
-        _tidy(axis)
+        axis.set_xlabel("MB that are read")
+    _tidy(axes)
     axes[0].set_ylabel("TB/s")
-    axes[0].legend(fontsize=7, loc="lower right")
+    axes[-1].legend(fontsize=7, loc="lower right")
 
 
-def _tidy(axis) -> None:
-    axis.set_ylim(bottom=0)
-    axis.grid(axis="y", color="#dddddd", lw=0.6, zorder=0)
-    axis.spines[["top", "right"]].set_visible(False)
+def _tidy(axes) -> None:
+    """Of one scale, when all is drawn: a limit ends its adapting."""
+    for axis in axes:
+        axis.set_ylim(bottom=0)
+        axis.grid(axis="y", color="#dddddd", lw=0.6, zorder=0)
+        axis.spines[["top", "right"]].set_visible(False)
 
 
 def _plotted(peers: dict[str, list[Row]]) -> list[Row]:

@@ -12,8 +12,8 @@ namespace minfer::attention {
 /// The cache is [pages, page_size, heads_kv, head_dim(_v)] of codes; a contiguous one is a page for each sequence.
 /// Rows of a unit are the queries that share a KV head: row r is query r / group of the sequence, of head r % group.
 struct DecodeParams {
-  // [pages, heads_kv, column blocks, page_size, columns of a shared-memory row]; or one block of all columns, which takes a load for each
-  // shared-memory row's width.
+  // [pages, heads_kv, page_size, rows of shared memory in a row, elements of one]; or, where those do not divide, [.., 1, elements of a row],
+  // which takes a load for each row of shared memory.
   CUtensorMap k, v;
   int32_t k_loads, v_loads;  // of a box
   void const* q;

@@ -291,7 +291,7 @@ struct DecodeSm90 {
         int const page = __shfl_sync(0xffffffffu, boxes.page, slice & 31), row = __shfl_sync(0xffffffffu, boxes.row, slice & 31);
         if (elected) {
           auto const load = [&](CUtensorMap const& map, int which) {
-            cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, storage.codes[stage][which], 0, row, 0, piece.kv_head, page);
+            cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, storage.codes[stage][which], 0, 0, row, piece.kv_head, page);
           };
           if (kFirst == 0) load(params.k, 0);
           if (kLast == 1) load(params.v, 1);
@@ -303,11 +303,11 @@ struct DecodeSm90 {
         int const page = __shfl_sync(0xffffffffu, boxes.page, box & 31), row = __shfl_sync(0xffffffffu, boxes.row, box & 31);
         if (elected) {
           auto const load = [&](CUtensorMap const& map, int which, int loads) {
-            uint8_t* const to = storage.codes[stage][which] + i * box_rows * kSwizzle;
+            uint8_t* const to = storage.codes[stage][which] + i * box_rows * (loads == 1 ? kRowBytes : kSwizzle);
 #pragma unroll 1
             for (int column = 0; column < loads; ++column) {
               cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, to + column * (kSlice * kSwizzle),
-                                           column * (kSwizzle / (k16Bit ? 2 : 1)), row, 0, piece.kv_head, page);
+                                           column * (kSwizzle / (k16Bit ? 2 : 1)), 0, row, piece.kv_head, page);
             }
           };
           if (kFirst == 0) load(params.k, 0, params.k_loads);
@@ -385,12 +385,24 @@ struct DecodeSm90 {
 
   // ---- consumers: warps ---------------------------------------------------------------------------------------------------------
 
-  /// Where 16 bytes of a slice lie: chunk `chunk` of the row bytes of token `token`, of `rows` tokens in a box column.
-  template <int kRows>
-  static CUTLASS_DEVICE uint32_t address_of(uint32_t base, int token, int chunk) {
+  /// How rows of more than one shared-memory row lie in a slice: as in the cache, or, where they are loaded by columns, column after column.
+  struct Layout {
+    uint32_t row, column, turn_row, turn_column;
+
+    CUTLASS_DEVICE explicit Layout(int loads)
+        : row(loads == 1 ? kRowBytes : kSwizzle), column(loads == 1 ? kSwizzle : kSlice * kSwizzle), turn_row(loads == 1 ? kBoxes : 1),
+          turn_column(loads == 1 ? 1 : 0) {}
+  };
+  /// Where 16 bytes of a slice lie: chunk `chunk` of the row of token `token`.
+  static CUTLASS_DEVICE uint32_t address_of(Layout const& layout, uint32_t base, int token, int chunk) {
     constexpr int kChunks = kSwizzle / 16;
-    int const turn = kSwizzle == 128 ? token % 8 : kSwizzle == 64 ? token / 2 % 4 : token / 4 % 2;
-    return base + chunk / kChunks * (kRows * kSwizzle) + token * kSwizzle + (chunk % kChunks ^ turn) * 16;
+    if constexpr (kBoxes > 1) {
+      uint32_t const column = uint32_t(chunk) / kChunks, turn = (uint32_t(token) * layout.turn_row + column * layout.turn_column) % 8;
+      return base + token * layout.row + column * layout.column + (uint32_t(chunk) % kChunks ^ turn) * 16;
+    } else {
+      int const turn = kSwizzle == 128 ? token % 8 : kSwizzle == 64 ? token / 2 % 4 : token / 4 % 2;
+      return base + token * kSwizzle + (chunk ^ turn) * 16;
+    }
   }
 
   static CUTLASS_DEVICE uint32_t pack(float low, float high) {
@@ -587,6 +599,7 @@ struct DecodeSm90 {
     if constexpr (kInt4) asm volatile("" : "+r"(lane));  // addresses are made again for each slice: kept, they would be spilled
     int const g = lane / 4, c = lane % 4;
     uint32_t const keys = shared_address(storage.codes[stage][0]), values = shared_address(storage.codes[stage][1]);
+    Layout const of_keys(params.k_loads), of_values_rows(params.v_loads);
     uint32_t const scales = shared_address(storage.scales[stage]);
     uint32_t const group_scales = scales + (kInt4 && first >= params.group_tokens ? kGroupBytes : 0);
 
@@ -630,7 +643,7 @@ struct DecodeSm90 {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
         uint32_t x[4];
-        load_matrices(address_of<kSlice>(keys, first + 16 * t + lane % 16, 2 * j + lane / 16), x);
+        load_matrices(address_of(of_keys, keys, first + 16 * t + lane % 16, 2 * j + lane / 16), x);
         multiply_keys<0>(s[t], x, b);
       }
     }
@@ -680,7 +693,7 @@ struct DecodeSm90 {
         for (int i = lane; i < kPart * (kRowBytes / 16); i += 32) {
           int const token = i / (kRowBytes / 16);
           if (token >= begin && token < end) continue;
-          uint32_t const at = address_of<kSlice>(values, first + token, i % (kRowBytes / 16));
+          uint32_t const at = address_of(of_values_rows, values, first + token, i % (kRowBytes / 16));
           asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
         }
         cutlass::arch::fence_view_async_shared();
@@ -694,7 +707,7 @@ struct DecodeSm90 {
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           uint32_t x[4];
-          load_matrices_transposed(address_of<kSlice>(values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
+          load_matrices_transposed(address_of(of_values_rows, values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
           multiply_values<0>(state.output, j * kPer, x, p[t]);
         }
       }
@@ -720,7 +733,7 @@ struct DecodeSm90 {
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           uint32_t x[4];
-          load_matrices_transposed(address_of<kSlice>(values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
+          load_matrices_transposed(address_of(of_values_rows, values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
 #pragma unroll
           for (int chunk = 0; chunk < 2; ++chunk) {  // 32 of head_dim: of one group
             int const group = min((2 * j + chunk) * per_chunk / params.head_dim_v, params.groups_v - 1);
@@ -1133,12 +1146,12 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
   auto const describe = [&](CUtensorMap* map, int32_t* loads, void const* base, int64_t head_dim, int64_t const(&strides)[3]) {
     int const bytes = Kernel::k16Bit ? 2 : 1;
     int64_t const columns = head_dim * bits_of(Kernel::kFormat) / 8 / bytes, width = Kernel::kSwizzle / bytes;
-    bool const whole = columns % width == 0 && plan.box_rows == Kernel::kSlice;  // a box's column blocks lie box_rows apart
+    bool const whole = columns % width == 0;
     auto const stride = [&](int64_t extent, int64_t elements) { return extent > 1 ? elements * bytes : 16; };
-    int64_t const extents[5] = {whole ? width : columns, p.page_size, whole ? columns / width : 1, p.heads_kv, p.pages};
-    int64_t const in_bytes[4] = {stride(p.page_size, strides[1]), whole ? Kernel::kSwizzle : 16, stride(p.heads_kv, strides[2]),
+    int64_t const extents[5] = {whole ? width : columns, whole ? columns / width : 1, p.page_size, p.heads_kv, p.pages};
+    int64_t const in_bytes[4] = {whole ? Kernel::kSwizzle : 16, stride(p.page_size, strides[1]), stride(p.heads_kv, strides[2]),
                                  stride(p.pages, strides[0])};
-    int const box[5] = {int(width), int(plan.box_rows), whole ? Kernel::kBoxes : 1, 1, 1};
+    int const box[5] = {int(width), whole ? Kernel::kBoxes : 1, int(plan.box_rows), 1, 1};
     *loads = whole ? 1 : Kernel::kBoxes;
     return encode_tensor_map_rows(map, 5, base, extents, in_bytes, box, bytes);
   };
