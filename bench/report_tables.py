@@ -13,6 +13,7 @@ PEER_NAMES = {
     "quack": "quack",
     "deepgemm": "DeepGEMM",
     "torch_compile": "torch.compile",
+    "flashinfer": "FlashInfer",
     "marlin": "Marlin",
     "machete": "Machete",
     "fbgemm": "FBGEMM",

@@ -38,23 +38,23 @@ struct AttentionOperands {
   int64_t q_strides[3] = {}, k_strides[3] = {}, v_strides[3] = {};  // of batch, row, head
   void* out = nullptr;                                              // as q, contiguous, with head_dim_v
   float* lse = nullptr;
-  int64_t lse_strides[2] = {};                                      // of batch (not varlen), head; queries follow each other
-  int32_t const *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;   // varlen: [batch + 1]
-  void const* sinks = nullptr;                                      // [heads_q] of q's type, or null
-  float scale = 1.0f, softcap = 0.0f;                               // softcap > 0: scores are softcap * tanh(score / softcap)
+  int64_t lse_strides[2] = {};                                     // of batch (not varlen), head; queries follow each other
+  int32_t const *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;  // varlen: [batch + 1]
+  void const* sinks = nullptr;                                     // [heads_q] of q's type, or null
+  float scale = 1.0f, softcap = 0.0f;                              // softcap > 0: scores are softcap * tanh(score / softcap)
   // A cache: k and v are [pages, page_size, heads_kv, head_dim] of codes (int4: of pairs, the even element low), strides in its elements.
-  int32_t const* seq_lens = nullptr;                          // [batch]
-  int32_t const* block_table = nullptr;                       // [batch, ..] pages of each sequence
+  int32_t const* seq_lens = nullptr;     // [batch]
+  int32_t const* block_table = nullptr;  // [batch, ..] pages of each sequence
   int64_t block_table_stride = 0;
-  void const *k_scale = nullptr, *v_scale = nullptr;          // see attention_paged's documentation
-  void const *k_residual = nullptr, *v_residual = nullptr;    // int4: [batch, group_tokens, heads_kv, head_dim] of q's type
+  void const *k_scale = nullptr, *v_scale = nullptr;        // see attention_paged's documentation
+  void const *k_residual = nullptr, *v_residual = nullptr;  // int4: [batch, group_tokens, heads_kv, head_dim] of q's type
 };
 
 struct AttentionPlan {
   KernelInfo const* kernel = nullptr;
-  int64_t pack = 1;            // query heads of a KV head that lie side by side in a tile
-  bool counted = false;        // tiles are handed out by a counter in the workspace
-  int64_t box_rows = 0;        // rows of a TMA load of K and V
+  int64_t pack = 1;      // query heads of a KV head that lie side by side in a tile
+  bool counted = false;  // tiles are handed out by a counter in the workspace
+  int64_t box_rows = 0;  // rows of a TMA load of K and V
   // Split-KV kernels: units of up to 8 * columns rows, shares of at least min_slices, partial results in slots; CTAs of so many neighbouring
   // KV heads take the same keys.
   int64_t columns = 0, min_slices = 0, ctas = 0, slots = 0, lockstep = 1;

@@ -29,7 +29,7 @@ struct KernelInfo {
   int32_t arch;        // 80 or 90: the lowest compute capability it runs on
   bool arch_exact;     // sm_90a code runs on 9.0 alone
   DataType ab_type;
-  Major a_major, b_major;  // of the caller's A and B
+  Major a_major, b_major;          // of the caller's A and B
   WeightFormat b_format;           // of B; attention: of the KV cache
   int32_t group_multiple;          // quantised B: k per scale must be a multiple of this, or all of k
   bool swap;                       // computes D^T = B^T.A^T: the caller's n is on the tile's M side, his m on its N side

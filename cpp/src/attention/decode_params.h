@@ -12,8 +12,8 @@ namespace minfer::attention {
 /// The cache is [pages, page_size, heads_kv, head_dim(_v)] of codes; a contiguous one is a page for each sequence.
 /// Rows of a unit are the queries that share a KV head: row r is query r / group of the sequence, of head r % group.
 struct DecodeParams {
-  // [pages, heads_kv, page_size, rows of shared memory in a row, elements of one]; or, where those do not divide, [.., 1, elements of a row],
-  // which takes a load for each row of shared memory.
+  // [pages, heads_kv, column blocks, page_size, columns of a shared-memory row]; or one block of all columns, which takes a load for each
+  // shared-memory row's width.
   CUtensorMap k, v;
   int32_t k_loads, v_loads;  // of a box
   void const* q;
@@ -40,15 +40,15 @@ struct DecodeParams {
   int64_t k_scale_page, v_scale_page;  // elements of a page
   int32_t scale_stride;
   int32_t group_tokens, groups_of_page, groups_v;  // int4: tokens of a scale of K, scales of a page; scales of a token of V
-  void const *k_residual, *v_residual;             // int4: [batch, group_tokens, heads_kv, head_dim(_v)] of q's type: tokens of no whole group
+  void const *k_residual, *v_residual;  // int4: [batch, group_tokens, heads_kv, head_dim(_v)] of q's type: tokens of no whole group
   // Work: see decode_pieces.cuh.
   cutlass::FastDivmod by_group, by_page, by_ranges, by_lockstep;  // ranges * lockstep CTAs; lockstep divides heads_kv
-  int32_t num_splits;                              // of a unit's keys, or 0: as many as fill the CTAs
-  int32_t min_slices;                              // of a CTA, with num_splits 0
-  float* partials;                                 // [slots, 8 * columns, head_dim_v padded]
-  float2* states;                                  // [slots, 8 * columns]: maximum in units of log2, sum
-  unsigned long long* arrived;                     // [slots]
-  unsigned long long nonce;                        // what a slot of `arrived` holds when its partial is complete; no other launch's
+  int32_t num_splits;                                             // of a unit's keys, or 0: as many as fill the CTAs
+  int32_t min_slices;                                             // of a CTA, with num_splits 0
+  float* partials;                                                // [slots, 8 * columns, head_dim_v padded]
+  float2* states;                                                 // [slots, 8 * columns]: maximum in units of log2, sum
+  unsigned long long* arrived;                                    // [slots]
+  unsigned long long nonce;  // what a slot of `arrived` holds when its partial is complete; no other launch's
 };
 
 }  // namespace minfer::attention

@@ -18,8 +18,8 @@
 namespace minfer::attention {
 
 struct DecodePiece {
-  int32_t batch, kv_head;          // batch < 0: there is no more
-  int32_t row, rows;               // first of the sequence's rows, and how many
+  int32_t batch, kv_head;  // batch < 0: there is no more
+  int32_t row, rows;       // first of the sequence's rows, and how many
   int32_t seqlen_q, seqlen_k;
   int32_t row_q;                   // where the sequence's queries begin in q, with cu_seqlens_q
   int32_t slice_begin, slice_end;  // of the sequence
@@ -151,8 +151,8 @@ class DecodePieces {
 
   DecodeParams const& p;
   SequenceTable::Storage const& storage;
-  int32_t next, end, per_cta, cta, head;    // cta: the row of CTAs; head: of `lockstep` heads
-  int32_t queries, keys, items, first;  // of sequence number lane
+  int32_t next, end, per_cta, cta, head;  // cta: the row of CTAs; head: of `lockstep` heads
+  int32_t queries, keys, items, first;    // of sequence number lane
 };
 
 }  // namespace minfer::attention

@@ -43,7 +43,8 @@ struct DecodeSm90 {
   static constexpr int kPart = kHeadDim <= 128 ? 32 : 16;  // tokens of a slice that are in registers at a time
   using Element = cute::conditional_t<kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
   using Codes = KvCodes<kFormat>;
-  static constexpr bool k16Bit = kFormat == WeightFormat::kDense, kInt8 = kFormat == WeightFormat::kInt8, kInt4 = kFormat == WeightFormat::kInt4;
+  static constexpr bool k16Bit = kFormat == WeightFormat::kDense, kInt8 = kFormat == WeightFormat::kInt8,
+                        kInt4 = kFormat == WeightFormat::kInt4;
   static constexpr DataType kMmaType = k16Bit ? kType : DataType::kF16;
   static constexpr int kWarps = 8, kThreads = 384, kConsumerThreads = 32 * kWarps;
   static constexpr int kProducerRegisters = kHeadDim <= 128 ? 72 : 88, kConsumerRegisters = kHeadDim <= 128 ? 216 : 208;
@@ -54,7 +55,8 @@ struct DecodeSm90 {
   // int8: a float a token of K, then of V. int4: of each group of tokens scales and minima of K's
   // channels, then a scale and a minimum of each group of V a token.
   static constexpr int kMaxGroupsV = kHeadDim / 32;
-  static constexpr int kGroupBytes = 2 * kHeadDim * 2, kMaxGroups = kSlice < 32 ? 1 : kSlice / 32;  // int4: of a group of tokens; in a slice
+  static constexpr int kGroupBytes = 2 * kHeadDim * 2,
+                       kMaxGroups = kSlice < 32 ? 1 : kSlice / 32;  // int4: of a group of tokens; in a slice
   static constexpr int kScaleBytes = kInt8 ? 2 * kSlice * 4 : kInt4 ? kMaxGroups * kGroupBytes + 2 * kMaxGroupsV * kSlice * 2 : 16;
   static constexpr bool kScales = kInt8 || kInt4;
   static constexpr int kHalf = kHeadDim < 128 ? kHeadDim : 128, kHalves = kHeadDim / kHalf, kVector = kHalf / 32;
@@ -161,7 +163,8 @@ struct DecodeSm90 {
     int batch, first, last, window, lane;
     int page, row, next_page, next_row;
 
-    CUTLASS_DEVICE Boxes(Params const& params, DecodePiece const& piece, int slice, int lane) : params(params), batch(piece.batch), lane(lane) {
+    CUTLASS_DEVICE Boxes(Params const& params, DecodePiece const& piece, int slice, int lane)
+        : params(params), batch(piece.batch), lane(lane) {
       Mask const mask(piece.seqlen_q, piece.seqlen_k, params.window_left, params.window_right);
       int const shift = 31 - __clz(params.box_rows);
       first = mask.begin(0) >> shift;
@@ -237,7 +240,8 @@ struct DecodeSm90 {
     if constexpr (kInt8) {
 #pragma unroll
       for (int token = lane; token < (kSlice + 31) / 32 * 32; token += 32) {
-        int64_t const from = page_at(token % kSlice) * params.k_scale_page + int64_t(piece.kv_head) * params.page_size + row_at(token % kSlice);
+        int64_t const from =
+            page_at(token % kSlice) * params.k_scale_page + int64_t(piece.kv_head) * params.page_size + row_at(token % kSlice);
         if (token < kSlice) {
           auto const* const scale = static_cast<float const*>(kWhich == 0 ? params.k_scale : params.v_scale);
           copy_async<4>(scales + (kWhich * kSlice + token) * 4, scale + from);
@@ -262,7 +266,8 @@ struct DecodeSm90 {
       constexpr int kChunks = kSlice / 8, kAtOnce = 32 / kChunks;  // of 8 tokens; planes at a time
       int const token = lane % kChunks * 8;
       int64_t const plane = int64_t(piece.kv_head) * 2 * params.groups_v + lane / kChunks;
-      auto const* from = static_cast<__half const*>(params.v_scale) + page_at(token) * params.v_scale_page + plane * params.page_size + row_at(token);
+      auto const* from =
+          static_cast<__half const*>(params.v_scale) + page_at(token) * params.v_scale_page + plane * params.page_size + row_at(token);
       for (int p = lane / kChunks; p < 2 * params.groups_v; p += kAtOnce) {
         copy_async<16>(scales + kMaxGroups * kGroupBytes + (p * kChunks + lane % kChunks) * 16, from);
         from += kAtOnce * params.page_size;
@@ -291,7 +296,7 @@ struct DecodeSm90 {
         int const page = __shfl_sync(0xffffffffu, boxes.page, slice & 31), row = __shfl_sync(0xffffffffu, boxes.row, slice & 31);
         if (elected) {
           auto const load = [&](CUtensorMap const& map, int which) {
-            cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, storage.codes[stage][which], 0, 0, row, piece.kv_head, page);
+            cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, storage.codes[stage][which], 0, row, 0, piece.kv_head, page);
           };
           if (kFirst == 0) load(params.k, 0);
           if (kLast == 1) load(params.v, 1);
@@ -303,11 +308,11 @@ struct DecodeSm90 {
         int const page = __shfl_sync(0xffffffffu, boxes.page, box & 31), row = __shfl_sync(0xffffffffu, boxes.row, box & 31);
         if (elected) {
           auto const load = [&](CUtensorMap const& map, int which, int loads) {
-            uint8_t* const to = storage.codes[stage][which] + i * box_rows * (loads == 1 ? kRowBytes : kSwizzle);
+            uint8_t* const to = storage.codes[stage][which] + i * box_rows * kSwizzle;
 #pragma unroll 1
             for (int column = 0; column < loads; ++column) {
               cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, to + column * (kSlice * kSwizzle),
-                                           column * (kSwizzle / (k16Bit ? 2 : 1)), 0, row, piece.kv_head, page);
+                                           column * (kSwizzle / (k16Bit ? 2 : 1)), row, 0, piece.kv_head, page);
             }
           };
           if (kFirst == 0) load(params.k, 0, params.k_loads);
@@ -343,8 +348,8 @@ struct DecodeSm90 {
               int query, head;
               params.by_group(query, head, piece.row + first + r);
               head += piece.kv_head * params.group;
-              loads[r] = __ldg(
-                  reinterpret_cast<Vector const*>(q + (piece.row_q + query) * params.q_row + head * params.q_head + lane * kOwn));
+              loads[r] =
+                  __ldg(reinterpret_cast<Vector const*>(q + (piece.row_q + query) * params.q_row + head * params.q_head + lane * kOwn));
             }
           }
           if (turn == 0 && first == 0) loads_under_way();
@@ -365,7 +370,8 @@ struct DecodeSm90 {
 #pragma unroll
             for (int i = 0; i < kOwn; ++i) {
               auto const place = Codes::place_of(lane * kOwn + i);
-              auto* const to = reinterpret_cast<uint16_t*>(&queries.of[first / 8][place.step][4 * (first % 8 + r) + place.c]) + 2 * place.word + place.half;
+              auto* const to = reinterpret_cast<uint16_t*>(&queries.of[first / 8][place.step][4 * (first % 8 + r) + place.c]) +
+                               2 * place.word + place.half;
               if constexpr (k16Bit) {
                 *to = reinterpret_cast<uint16_t const&>(own[i]);
               } else {
@@ -385,24 +391,12 @@ struct DecodeSm90 {
 
   // ---- consumers: warps ---------------------------------------------------------------------------------------------------------
 
-  /// How rows of more than one shared-memory row lie in a slice: as in the cache, or, where they are loaded by columns, column after column.
-  struct Layout {
-    uint32_t row, column, turn_row, turn_column;
-
-    CUTLASS_DEVICE explicit Layout(int loads)
-        : row(loads == 1 ? kRowBytes : kSwizzle), column(loads == 1 ? kSwizzle : kSlice * kSwizzle), turn_row(loads == 1 ? kBoxes : 1),
-          turn_column(loads == 1 ? 1 : 0) {}
-  };
-  /// Where 16 bytes of a slice lie: chunk `chunk` of the row of token `token`.
-  static CUTLASS_DEVICE uint32_t address_of(Layout const& layout, uint32_t base, int token, int chunk) {
+  /// Where 16 bytes of a slice lie: chunk `chunk` of the row bytes of token `token`, of `rows` tokens in a box column.
+  template <int kRows>
+  static CUTLASS_DEVICE uint32_t address_of(uint32_t base, int token, int chunk) {
     constexpr int kChunks = kSwizzle / 16;
-    if constexpr (kBoxes > 1) {
-      uint32_t const column = uint32_t(chunk) / kChunks, turn = (uint32_t(token) * layout.turn_row + column * layout.turn_column) % 8;
-      return base + token * layout.row + column * layout.column + (uint32_t(chunk) % kChunks ^ turn) * 16;
-    } else {
-      int const turn = kSwizzle == 128 ? token % 8 : kSwizzle == 64 ? token / 2 % 4 : token / 4 % 2;
-      return base + token * kSwizzle + (chunk ^ turn) * 16;
-    }
+    int const turn = kSwizzle == 128 ? token % 8 : kSwizzle == 64 ? token / 2 % 4 : token / 4 % 2;
+    return base + chunk / kChunks * (kRows * kSwizzle) + token * kSwizzle + (chunk % kChunks ^ turn) * 16;
   }
 
   static CUTLASS_DEVICE uint32_t pack(float low, float high) {
@@ -599,7 +593,6 @@ struct DecodeSm90 {
     if constexpr (kInt4) asm volatile("" : "+r"(lane));  // addresses are made again for each slice: kept, they would be spilled
     int const g = lane / 4, c = lane % 4;
     uint32_t const keys = shared_address(storage.codes[stage][0]), values = shared_address(storage.codes[stage][1]);
-    Layout const of_keys(params.k_loads), of_values_rows(params.v_loads);
     uint32_t const scales = shared_address(storage.scales[stage]);
     uint32_t const group_scales = scales + (kInt4 && first >= params.group_tokens ? kGroupBytes : 0);
 
@@ -643,7 +636,7 @@ struct DecodeSm90 {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
         uint32_t x[4];
-        load_matrices(address_of(of_keys, keys, first + 16 * t + lane % 16, 2 * j + lane / 16), x);
+        load_matrices(address_of<kSlice>(keys, first + 16 * t + lane % 16, 2 * j + lane / 16), x);
         multiply_keys<0>(s[t], x, b);
       }
     }
@@ -693,7 +686,7 @@ struct DecodeSm90 {
         for (int i = lane; i < kPart * (kRowBytes / 16); i += 32) {
           int const token = i / (kRowBytes / 16);
           if (token >= begin && token < end) continue;
-          uint32_t const at = address_of(of_values_rows, values, first + token, i % (kRowBytes / 16));
+          uint32_t const at = address_of<kSlice>(values, first + token, i % (kRowBytes / 16));
           asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
         }
         cutlass::arch::fence_view_async_shared();
@@ -707,7 +700,7 @@ struct DecodeSm90 {
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           uint32_t x[4];
-          load_matrices_transposed(address_of(of_values_rows, values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
+          load_matrices_transposed(address_of<kSlice>(values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
           multiply_values<0>(state.output, j * kPer, x, p[t]);
         }
       }
@@ -733,7 +726,7 @@ struct DecodeSm90 {
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           uint32_t x[4];
-          load_matrices_transposed(address_of(of_values_rows, values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
+          load_matrices_transposed(address_of<kSlice>(values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
 #pragma unroll
           for (int chunk = 0; chunk < 2; ++chunk) {  // 32 of head_dim: of one group
             int const group = min((2 * j + chunk) * per_chunk / params.head_dim_v, params.groups_v - 1);
@@ -779,8 +772,8 @@ struct DecodeSm90 {
     // Elements are laid out in the order of the codes' operands, so that ldmatrix finds them where the queries and outputs have them.
     auto const bring = [&](void const* base, int head_dim, int half) {
       int64_t const row = int64_t(params.heads_kv) * head_dim;
-      auto const* const from = static_cast<Element const*>(base) +
-                               (int64_t(piece.batch) * params.group_tokens + first) * row + int64_t(piece.kv_head) * head_dim + half * kHalf;
+      auto const* const from = static_cast<Element const*>(base) + (int64_t(piece.batch) * params.group_tokens + first) * row +
+                               int64_t(piece.kv_head) * head_dim + half * kHalf;
       __syncwarp();
 #pragma unroll 1
       for (int done = 0; done < kVectors; done += kAtOnce) {
@@ -1079,7 +1072,8 @@ struct DecodeSm90 {
           for (int half = 0; half < kHalves; ++half) {
 #pragma unroll
             for (int x = 0; x < kVector; x += 2) {
-              float2 const pair = __ldcg(reinterpret_cast<float2 const*>(params.partials + at * kHeadDim + half * kHalf + kVector * lane + x));
+              float2 const pair =
+                  __ldcg(reinterpret_cast<float2 const*>(params.partials + at * kHeadDim + half * kHalf + kVector * lane + x));
               output[half][x] = k == piece.own ? part[i].output[half][x] : pair.x;
               output[half][x + 1] = k == piece.own ? part[i].output[half][x + 1] : pair.y;
             }
@@ -1113,7 +1107,8 @@ struct DecodeSm90 {
     if constexpr (kFormat == WeightFormat::kFp8E4M3) {
       factor *= __ldg(static_cast<float const*>(params.v_scale) + piece.kv_head * params.scale_stride);
     }
-    auto* const out = static_cast<Element*>(params.out) + batch * params.out_batch + at * params.out_row + int64_t(head) * params.head_dim_v;
+    auto* const out =
+        static_cast<Element*>(params.out) + batch * params.out_batch + at * params.out_row + int64_t(head) * params.head_dim_v;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       int const d = half * kHalf + kVector * lane;
@@ -1146,12 +1141,12 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
   auto const describe = [&](CUtensorMap* map, int32_t* loads, void const* base, int64_t head_dim, int64_t const(&strides)[3]) {
     int const bytes = Kernel::k16Bit ? 2 : 1;
     int64_t const columns = head_dim * bits_of(Kernel::kFormat) / 8 / bytes, width = Kernel::kSwizzle / bytes;
-    bool const whole = columns % width == 0;
+    bool const whole = columns % width == 0 && plan.box_rows == Kernel::kSlice;  // a box's column blocks lie box_rows apart
     auto const stride = [&](int64_t extent, int64_t elements) { return extent > 1 ? elements * bytes : 16; };
-    int64_t const extents[5] = {whole ? width : columns, whole ? columns / width : 1, p.page_size, p.heads_kv, p.pages};
-    int64_t const in_bytes[4] = {whole ? Kernel::kSwizzle : 16, stride(p.page_size, strides[1]), stride(p.heads_kv, strides[2]),
+    int64_t const extents[5] = {whole ? width : columns, p.page_size, whole ? columns / width : 1, p.heads_kv, p.pages};
+    int64_t const in_bytes[4] = {stride(p.page_size, strides[1]), whole ? Kernel::kSwizzle : 16, stride(p.heads_kv, strides[2]),
                                  stride(p.pages, strides[0])};
-    int const box[5] = {int(width), whole ? Kernel::kBoxes : 1, int(plan.box_rows), 1, 1};
+    int const box[5] = {int(width), int(plan.box_rows), whole ? Kernel::kBoxes : 1, 1, 1};
     *loads = whole ? 1 : Kernel::kBoxes;
     return encode_tensor_map_rows(map, 5, base, extents, in_bytes, box, bytes);
   };

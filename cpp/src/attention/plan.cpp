@@ -236,7 +236,8 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
         "no kernel %s computes attention of %s with head dimensions %lld and %lld over %s keys on compute capability %d.%d (archs of the "
         "build: %s)",
         options.only_runnable ? "of this build" : "of the table", name_of(problem.type), (long long)problem.head_dim,
-        (long long)problem.head_dim_v, problem.kv_format == WeightFormat::kDense ? "16-bit" : name_of(problem.kv_format), device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
+        (long long)problem.head_dim_v, problem.kv_format == WeightFormat::kDense ? "16-bit" : name_of(problem.kv_format),
+        device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
   std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted microseconds of %d candidates: %.1f, floor %.1f", candidates,
                 plan->predicted_us, plan->floor_us);

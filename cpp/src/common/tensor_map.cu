@@ -110,8 +110,8 @@ Status encode_tensor_map_rows(CUtensorMap* map, int rank, void const* base, int6
                                            : bytes == 128     ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                                            : bytes == 64      ? CU_TENSOR_MAP_L2_PROMOTION_L2_64B
                                                               : CU_TENSOR_MAP_L2_PROMOTION_NONE;
-  return encode_modes(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, rank, base, extents, strides,
-                      box, swizzle, promotion);
+  return encode_modes(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, rank, base, extents,
+                      strides, box, swizzle, promotion);
 }
 
 Status encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void const* base, int64_t const* extents,
