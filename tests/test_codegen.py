@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "cpp"))
 
-from codegen import configs, gemm, generate, registry, shards, tuned, w4a16
+from codegen import attention, configs, gemm, generate, registry, shards, tuned, w4a16
 from codegen.kernel import ConfigError
 
 SM90 = {
@@ -117,7 +117,8 @@ def test_the_projects_own_table():
     for kernel in kernels:
         assert kernel.smem_bytes <= (gemm.SM90_SMEM_LIMIT if kernel.arch == 90 else gemm.SM80_SMEM_LIMIT)
         if kernel.family == "attention":
-            assert re.fullmatch(r"attention_sm(80|90)_b?f16_d\d+(x\d+)?_\d+x\d+_[a-z0-9_]+", kernel.name)
+            what = r"(_fp8_e4m3|_int8|_int4)?_decode" if kernel.schedule == "split_kv" else r"(x\d+)?_\d+x\d+_prefill"
+            assert re.fullmatch(rf"attention_sm90_b?f16_d\d+{what}", kernel.name)
             continue
         quantised = kernel.b_format != "dense"
         grouped = "moe_" if kernel.family == "moe_w4a16" else ""
@@ -129,7 +130,39 @@ def test_the_projects_own_table():
             assert any(k.unaligned and k.arch == 80 and (k.element, k.layout) == (element, layout) for k in kernels)
         # and 4-bit weights one that takes every group size on any GPU.
         assert any(k.family == "w4a16" and k.arch == 80 and (k.element, k.group_multiple) == (element, 32) for k in kernels)
+    # At most 40 kernels of attention in a wheel.
+    assert sum(k.family == "attention" for k in kernels) <= 40
     tuned.read_folder(ROOT / "cpp" / "configs" / "tuned", kernels)
+
+
+DECODE = dict(arch="sm90", elements=["f16"], variant="decode", head_dim=128, caches=["dense", "int4"], slices=[32, 64])
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "rule"),
+    [
+        ({"arch": "sm80"}, "arch", "must be sm90"),
+        ({"variant": "verify"}, "variant", "must be one of prefill, decode"),
+        ({"tile": [64, 64]}, "tile", "no such field for decode"),
+        ({"head_dim": 96}, "head_dim", "must be 64, 128, 192 or 256"),
+        ({"caches": ["dense", "nf4"]}, "caches", "different values from dense, fp8_e4m3, int8, int4"),
+        ({"caches": []}, "caches", "different values"),
+        ({"slices": [32]}, "slices", "must be keys for each cache"),
+        ({"slices": [16, 64]}, "slices", "a multiple of the 32"),
+        ({"slices": [32, 128]}, "slices", "up to 64"),
+    ],
+)
+def test_decode_rows_that_cannot_be_right(changes, field, rule):
+    with pytest.raises(ConfigError, match=f"row 1, {field} = .*{rule}"):
+        attention.expand(DECODE | changes, "row 1")
+
+
+def test_decode_rows():
+    dense, int4 = attention.expand(DECODE, "row 1")
+    assert (dense.name, int4.name) == ("attention_sm90_f16_d128_decode", "attention_sm90_f16_d128_int4_decode")
+    assert (dense.tile, int4.tile) == ((16, 32, 128), (8, 64, 128))
+    for kernel in (dense, int4):  # the ring fills what a block may have
+        assert gemm.SM90_SMEM_LIMIT - 33000 < kernel.smem_bytes <= gemm.SM90_SMEM_LIMIT
 
 
 # ---- legality -----------------------------------------------------------------------------------------------------------------
