@@ -115,7 +115,7 @@ class DecodePieces {
   }
 
  private:
-  /// a / b by way of floats, a quarter of the instructions; a >= 0, b > 0, the quotient below 2^20.
+  /// a / b by way of floats: an integer division is a chain of many more instructions; a >= 0, b > 0, the quotient below 2^20.
   static __device__ int divide(int a, int b) {
     int quotient = int(__fdividef(float(a), float(b)));
     int const rest = a - quotient * b;

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr size_t kCounterBytes = 256;
-constexpr int64_t kDecodeRows = 32;  // of a KV head, from which on a cache of 16-bit numbers is better read by tiles of queries
+constexpr int64_t kDecodeRows = 32;  // of a KV head; a cache of 16-bit numbers with more is read by tiles of queries (a guess, not measured)
 constexpr int64_t kMinKeys = 128;    // of a CTA
 
 bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
@@ -130,7 +130,8 @@ int64_t choose_pack(KernelInfo const& kernel, AttentionProblem const& p) {
   return tiles_of(p, kernel.tile_m, group) < tiles_of(p, kernel.tile_m, 1) ? group : 1;
 }
 
-/// Split-KV: the bytes of the keys, or the instructions where rows are many; all else is small beside a launch.
+/// Split-KV: the bytes of the keys, or the instructions where rows are many. Its rates but the
+/// bandwidth are guesses: no kernel is chosen by them, one format and head dimension has one.
 double predict_decode_us(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
   constexpr double kLaunchUs = 6.0;
   int64_t const tiles = (rows_of(p) + kernel.tile_m - 1) / kernel.tile_m;
