@@ -17,8 +17,9 @@ namespace {
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr size_t kCounterBytes = 256;
-constexpr int64_t kDecodeRows = 32;  // of a KV head; a cache of 16-bit numbers with more is read by tiles of queries (a guess, not measured)
-constexpr int64_t kMinKeys = 128;    // of a CTA
+constexpr int64_t kDecodeRows =
+    32;                            // of a KV head; a cache of 16-bit numbers with more is read by tiles of queries (a guess, not measured)
+constexpr int64_t kMinKeys = 128;  // of a CTA
 
 bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
 
