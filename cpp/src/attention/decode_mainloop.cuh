@@ -1,0 +1,521 @@
+// What a warp does with a slice of a decode piece: S^T = K.Q^T, softmax, O^T += V^T.P^T by mma.sync, with codes that become f16 in registers.
+// The operands are swapped: S^T has 16 keys a tile and needs no more than 8 or 16 columns for the rows of a unit. Fragments: kv_dequant.cuh.
+// Scales leave the elements alone: int8's of K multiply scores, those of V probabilities; fp8's multiply once; int4's of K, which belong to
+// channels, multiply the queries of each group of tokens, its minima make a score of their own, and V's multiply probabilities.
+#pragma once
+
+#include "attention/decode_traits.cuh"
+#include "attention/mask.h"
+#include "attention/softmax.cuh"
+#include "common/mma_sm80.cuh"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/cutlass.h"
+
+namespace minfer::attention {
+
+template <class Traits>
+struct DecodeMainloop : Traits {
+  using Traits::k16Bit, Traits::kFormat, Traits::kGroupBytes, Traits::kHalf, Traits::kHalves, Traits::kHeadDim, Traits::kInt4,
+      Traits::kInt8;
+  using Traits::kAsyncLoads, Traits::kTokenTiles, Traits::kWarps;
+  using Traits::kMaxGroups, Traits::kMmaType, Traits::kPart, Traits::kRowBytes, Traits::kSlice, Traits::kSteps, Traits::kSwizzle;
+  using typename Traits::Codes, typename Traits::Element, typename Traits::Params, typename Traits::Pieces, typename Traits::Queries;
+  using typename Traits::SliceAddress;
+
+  /// Where 16 bytes of a slice lie: chunk `chunk` of the row bytes of token `token`. As TMA leaves them.
+  static CUTLASS_DEVICE uint32_t address_of(uint32_t base, int token, int chunk) {
+    constexpr int kChunks = kSwizzle / 16;
+    int const turn = kSwizzle == 128 ? token % 8 : kSwizzle == 64 ? token / 2 % 4 : token / 4 % 2;
+    return base + chunk / kChunks * (kSlice * kSwizzle) + token * kSwizzle + (chunk % kChunks ^ turn) * 16;
+  }
+
+  static CUTLASS_DEVICE uint32_t pack(float low, float high) {
+    uint32_t packed;
+    if constexpr (kMmaType == DataType::kF16) {
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    } else {
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    }
+    return packed;
+  }
+  static CUTLASS_DEVICE uint32_t multiply(uint32_t x, uint32_t y) {
+    uint32_t z;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+    return z;
+  }
+  static CUTLASS_DEVICE uint4 load_16_bytes(uint32_t address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
+    return x;
+  }
+  static CUTLASS_DEVICE uint32_t load_4_bytes(uint32_t address) {
+    uint32_t x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address));
+    return x;
+  }
+
+  /// A warp's part of a piece. Columns of tile i that a lane has: rows 8 i + 2 (lane % 4) and the next.
+  template <int kCols>
+  struct State {
+    float output[kSteps][kCols][4];  // of d (by Codes::row_of), columns as above
+    float highest[kCols][2];         // that the exponentials are relative to, in units of log2; -inf: no key yet
+    float sum[kCols][2];             // of this lane's tokens
+    float unit;                      // int8: a power of two that scales of V are relative to; 0: none yet
+    float least[kCols][4];           // int4: sums of minima of V: group lane / 4, columns as above
+
+    CUTLASS_DEVICE void clear() {
+#pragma unroll
+      for (int i = 0; i < kCols; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+#pragma unroll
+          for (int m = 0; m < kSteps; ++m) output[m][i][e] = 0.0f;
+          least[i][e] = 0.0f;
+        }
+        highest[i][0] = highest[i][1] = -INFINITY;
+        sum[i][0] = sum[i][1] = 0.0f;
+      }
+      unit = 0.0f;
+    }
+  };
+
+  /// What turns products into scores, in units of log2.
+  template <int kCols>
+  struct Scores {
+    float factor[kCols][2], cap;  // cap > 0: score = cap * tanh(product * factor)
+    int32_t aligned[kCols][2];    // key that the column's query is aligned to
+    int32_t left, right;
+    int32_t first_key, last_key;  // keys before, and from there on, are nobody's, and what the cache holds for them may be anything
+  };
+
+  /// Scores of kTiles x 16 tokens from `key` on -> B operands of the product with V, before scales of V. Follows a maximum that grows by more
+  /// than 2^kSlack.
+  /// key_scale: of the lane's tokens, lane / 4 and 8 behind; `raise`: int8's unit is to grow by 1 / raise, 1 where it does not.
+  template <bool kMasked, int kTiles, int kCols>
+  static CUTLASS_DEVICE void soften(float (&s)[kTiles][kCols][4], State<kCols>& state, Scores<kCols> const& scores,
+                                    float const (&key_scale)[kTiles][2], int key, int lane, float largest_value, float& inverse_unit) {
+    constexpr float kSlack = kInt4 ? 3.0f : 8.0f;  // int4: probabilities times scales of V are f16
+    bool grown = kInt8 && largest_value > 16.0f * state.unit;
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+          float score = s[t][i][x] * scores.factor[i][x % 2];
+          if (kInt8) score *= key_scale[t][x / 2];
+          s[t][i][x] = score;
+        }
+      }
+      if (scores.cap > 0.0f) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) s[t][i][x] = scores.cap * tanh_fast(s[t][i][x]);
+        }
+      }
+      if constexpr (kMasked) {
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) {
+            int const token = key + 16 * t + 8 * (x / 2) + lane / 4, aligned = scores.aligned[i][x % 2];
+            bool const hidden = token >= scores.last_key || (scores.right >= 0 && token > aligned + scores.right) ||
+                                (scores.left >= 0 && token < aligned - scores.left);
+            if (hidden) s[t][i][x] = -INFINITY;
+          }
+        }
+      }
+      float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) top[x % 2] = fmaxf(top[x % 2], s[t][i][x]);
+      }
+      grown = grown || top[0] > state.highest[i][0] + kSlack || top[1] > state.highest[i][1] + kSlack;
+    }
+    if (__any_sync(0xffffffffu, grown)) {  // seldom after the first slices
+      float lift = 1.0f;
+      if constexpr (kInt8) {
+        float largest = largest_value;
+#pragma unroll
+        for (int x = 16; x > 0; x /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, x));
+        if (largest > state.unit) {
+          float const unit = __int_as_float(__float_as_int(largest) & 0x7f800000);
+          lift = unit > 0.0f ? state.unit / unit : 1.0f;
+          if (unit > 0.0f) state.unit = unit;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kCols; ++i) {
+        float rescale[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float top = -INFINITY;
+#pragma unroll
+          for (int t = 0; t < kTiles; ++t) top = fmaxf(top, fmaxf(s[t][i][e], s[t][i][2 + e]));
+#pragma unroll
+          for (int x = 4; x < 32; x *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, x));
+          float const highest = fmaxf(state.highest[i][e], top);
+          rescale[e] = highest == -INFINITY ? 1.0f : exp2_fast(state.highest[i][e] - highest);
+          state.highest[i][e] = highest;
+          state.sum[i][e] *= rescale[e];
+        }
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+#pragma unroll
+          for (int m = 0; m < kSteps; ++m) state.output[m][i][x] *= rescale[x % 2] * lift;
+          if (kInt4) state.least[i][x] *= rescale[x % 2];
+        }
+      }
+    }
+    if constexpr (kInt8) inverse_unit = state.unit > 0.0f ? 1.0f / state.unit : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        float const offset = state.highest[i][x % 2] == -INFINITY ? 0.0f : state.highest[i][x % 2];
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          s[t][i][x] = exp2_fast(s[t][i][x] - offset);
+          state.sum[i][x % 2] += s[t][i][x];
+        }
+      }
+    }
+  }
+
+  /// Exponentials -> B operands.
+  template <int kTiles, int kCols>
+  static CUTLASS_DEVICE void transpose(float const (&s)[kTiles][kCols][4], uint32_t (&p)[kTiles][kCols][2]) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < kCols; ++i) {
+        p[t][i][0] = transpose_matrix(pack(s[t][i][0], s[t][i][1]));
+        p[t][i][1] = transpose_matrix(pack(s[t][i][2], s[t][i][3]));
+      }
+    }
+  }
+
+  template <int kProduct, int kCols>
+  static CUTLASS_DEVICE void multiply_keys(float (&s)[kCols][4], uint32_t const (&x)[4], uint32_t const (&b)[Codes::kPerPair][kCols][2]) {
+    uint32_t a[4];
+    Codes::template keys<kProduct>(x, a);
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) multiply_16x8x16<kMmaType>(s[i], a, b[kProduct][i][0], b[kProduct][i][1]);
+    if constexpr (kProduct + 1 < Codes::kPerPair) multiply_keys<kProduct + 1>(s, x, b);
+  }
+  template <int kTile, int kCols>
+  static CUTLASS_DEVICE void multiply_values(float (&output)[kSteps][kCols][4], int first_tile, uint32_t const (&x)[4],
+                                             uint32_t const (&p)[kCols][2]) {
+    uint32_t a[4];
+    Codes::template values<kTile>(x, a);
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) multiply_16x8x16<kMmaType>(output[first_tile + kTile][i], a, p[i][0], p[i][1]);
+    if constexpr (kTile + 1 < Codes::kPerPair) multiply_values<kTile + 1>(output, first_tile, x, p);
+  }
+
+  /// kPart tokens of a slice, from number `first` of it on, which is token `key`.
+  template <bool kMasked, int kCols>
+  static CUTLASS_DEVICE void take_part(Params const& params, SliceAddress const& slice, Queries const& queries, State<kCols>& state,
+                                       Scores<kCols> const& scores, int first, int key, int lane) {
+    constexpr int kPairs = kRowBytes / 32, kPer = Codes::kPerPair;
+    if constexpr (kInt4) asm volatile("" : "+r"(lane));  // addresses are made again for each slice: kept, they would be spilled
+    int const g = lane / 4, c = lane % 4;
+    uint32_t const keys = slice.keys, values = slice.values, scales = slice.scales;
+    uint32_t const group_scales = scales + (kInt4 && first >= params.group_tokens ? kGroupBytes : 0);
+
+    // Matrices: tokens 0-7 and 8-15 of one chunk, then of the next.
+    float s[kTokenTiles][kCols][4] = {}, least[kCols][4] = {};
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      uint32_t b[kPer][kCols][2];
+#pragma unroll
+      for (int product = 0; product < kPer; ++product) {
+#pragma unroll
+        for (int i = 0; i < kCols; ++i) {
+          uint2 const q = queries.of[i][j * kPer + product][lane];
+          b[product][i][0] = q.x;
+          b[product][i][1] = q.y;
+        }
+      }
+      if constexpr (kInt4) {
+#pragma unroll
+        for (int chunk = 0; chunk < 2; ++chunk) {
+          uint4 const scale = load_16_bytes(group_scales + ((2 * j + chunk) * 32 + 8 * c) * 2);
+          uint4 const minimum = load_16_bytes(group_scales + (kHeadDim + (2 * j + chunk) * 32 + 8 * c) * 2);
+          // Elements 0 and 4, 1 and 5; 2 and 6, 3 and 7.
+          uint32_t const of[4] = {Codes::select(scale.x, scale.z, 0x5410), Codes::select(scale.x, scale.z, 0x7632),
+                                  Codes::select(scale.y, scale.w, 0x5410), Codes::select(scale.y, scale.w, 0x7632)};
+          uint32_t const least_of[4] = {Codes::select(minimum.x, minimum.z, 0x5410), Codes::select(minimum.x, minimum.z, 0x7632),
+                                        Codes::select(minimum.y, minimum.w, 0x5410), Codes::select(minimum.y, minimum.w, 0x7632)};
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            uint32_t const a[4] = {least_of[2 * half], least_of[2 * half], least_of[2 * half + 1], least_of[2 * half + 1]};
+#pragma unroll
+            for (int i = 0; i < kCols; ++i) {
+              auto& of_product = b[2 * chunk + half][i];
+              multiply_16x8x16<kMmaType>(least[i], a, of_product[0], of_product[1]);
+              of_product[0] = multiply(of_product[0], of[2 * half]);
+              of_product[1] = multiply(of_product[1], of[2 * half + 1]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+        uint32_t x[4];
+        load_matrices(address_of(keys, first + 16 * t + lane % 16, 2 * j + lane / 16), x);
+        multiply_keys<0>(s[t], x, b);
+      }
+    }
+    if constexpr (kInt4) {
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < kCols; ++i) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) s[t][i][x] += least[i][x];
+        }
+      }
+    }
+
+    float key_scale[kTokenTiles][2], value_scale[kTokenTiles][2], largest = 0.0f, inverse_unit;
+    if constexpr (kInt8) {
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          int const token = 16 * t + 8 * h + g;
+          key_scale[t][h] = __uint_as_float(load_4_bytes(scales + (first + token) * 4));
+          value_scale[t][h] = __uint_as_float(load_4_bytes(scales + (kSlice + first + token) * 4));
+          if (kMasked && (key + token >= scores.last_key || key + token < scores.first_key)) value_scale[t][h] = 0.0f;
+          largest = fmaxf(largest, value_scale[t][h]);
+        }
+      }
+    }
+    soften<kMasked>(s, state, scores, key_scale, key, lane, largest, inverse_unit);
+    if constexpr (kInt8) {
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+        for (int i = 0; i < kCols; ++i) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) s[t][i][x] *= value_scale[t][x / 2] * inverse_unit;
+        }
+      }
+    }
+    uint32_t p[kTokenTiles][kCols][2];
+    transpose(s, p);
+
+    if constexpr (kMasked && (k16Bit || kFormat == WeightFormat::kFp8E4M3)) {  // 0 * NaN is NaN: values of nobody's keys become zeros
+      int const begin = scores.first_key - key, end = scores.last_key - key;
+      if (begin > 0 || end < kPart) {
+#pragma unroll 1
+        for (int i = lane; i < kPart * (kRowBytes / 16); i += 32) {
+          int const token = i / (kRowBytes / 16);
+          if (token >= begin && token < end) continue;
+          uint32_t const at = address_of(values, first + token, i % (kRowBytes / 16));
+          asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+        }
+        if constexpr (kAsyncLoads) cutlass::arch::fence_view_async_shared();  // before the stage's next load
+        __syncwarp();
+      }
+    }
+    // Matrices: one chunk of tokens 0-7, the next chunk, then of tokens 8-15.
+    if constexpr (!kInt4) {
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+          uint32_t x[4];
+          load_matrices_transposed(address_of(values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
+          multiply_values<0>(state.output, j * kPer, x, p[t]);
+        }
+      }
+    } else {
+      // A scale and a minimum of each group and token, f16, [2 * groups][tokens]; a group is head_dim_v / groups_v elements.
+      int const per_chunk = params.groups_v * 32;
+      uint32_t const of_values = scales + kMaxGroups * kGroupBytes + (first + 2 * c) * 2;
+      auto const pair_at = [&](int plane, int token) {  // of tokens `token` + 2 c and the next
+        return load_4_bytes(of_values + plane * (kSlice * 2) + token * 2);
+      };
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+        uint32_t a[4] = {0, 0, 0, 0};
+        if (g < params.groups_v) {
+          a[0] = pair_at(params.groups_v + g, 16 * t);
+          a[2] = pair_at(params.groups_v + g, 16 * t + 8);
+        }
+#pragma unroll
+        for (int i = 0; i < kCols; ++i) multiply_16x8x16<kMmaType>(state.least[i], a, p[t][i][0], p[t][i][1]);
+      }
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+          uint32_t x[4];
+          load_matrices_transposed(address_of(values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
+#pragma unroll
+          for (int chunk = 0; chunk < 2; ++chunk) {  // 32 of head_dim: of one group
+            int const group = min((2 * j + chunk) * per_chunk / params.head_dim_v, params.groups_v - 1);
+            uint32_t const low = pair_at(group, 16 * t), high = pair_at(group, 16 * t + 8);
+            uint32_t weighted[kCols][2], a[2][4];
+#pragma unroll
+            for (int i = 0; i < kCols; ++i) {
+              weighted[i][0] = multiply(p[t][i][0], low);
+              weighted[i][1] = multiply(p[t][i][1], high);
+            }
+            if (chunk == 0) {
+              Codes::template values<0>(x, a[0]);
+              Codes::template values<1>(x, a[1]);
+            } else {
+              Codes::template values<2>(x, a[0]);
+              Codes::template values<3>(x, a[1]);
+            }
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+              for (int i = 0; i < kCols; ++i) {
+                multiply_16x8x16<kMmaType>(state.output[4 * j + 2 * chunk + tile][i], a[tile], weighted[i][0], weighted[i][1]);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+
+  /// int4: 16 tokens of the residual from token `first` of it on, by way of shared memory: 16 rows of kHalf f16, 16-byte aligned.
+  template <int kCols>
+  static CUTLASS_DEVICE void take_residual(Params const& params, uint32_t room, DecodePiece const& piece, Queries const& queries,
+                                           State<kCols>& state, Scores<kCols> const& scores, int first, int in_codes, int lane) {
+    constexpr int kVectors = 16 * kHalf / 8 / 32, kAtOnce = kHeadDim <= 128 ? kVectors : 2;  // of 16 bytes, of a lane
+    asm volatile("" : "+r"(lane));                                                           // as in take_part
+    auto const room_at = [&](int token, int chunk) {                                         // rows of kHalf f16, chunks of 16 bytes
+      return room + token * (kHalf * 2) + (chunk ^ token % 8) * 16;
+    };
+    int const valid = piece.seqlen_k - in_codes - first;
+    // Elements are laid out in the order of the codes' operands, so that ldmatrix finds them where the queries and outputs have them.
+    auto const bring = [&](void const* base, int head_dim, int half) {
+      int64_t const row = int64_t(params.heads_kv) * head_dim;
+      auto const* const from = static_cast<Element const*>(base) + (int64_t(piece.batch) * params.group_tokens + first) * row +
+                               int64_t(piece.kv_head) * head_dim + half * kHalf;
+      __syncwarp();
+#pragma unroll 1
+      for (int done = 0; done < kVectors; done += kAtOnce) {
+        uint4 loads[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          int const token = ((done + i) * 32 + lane) / (kHalf / 8), d = ((done + i) * 32 + lane) % (kHalf / 8) * 8;
+          loads[i] = make_uint4(0, 0, 0, 0);
+          if (token < valid && half * kHalf + d < head_dim) loads[i] = __ldcg(reinterpret_cast<uint4 const*>(from + token * row + d));
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          int const token = ((done + i) * 32 + lane) / (kHalf / 8), d = ((done + i) * 32 + lane) % (kHalf / 8) * 8;
+          auto const* const own = reinterpret_cast<Element const*>(&loads[i]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {  // elements e and e + 4 are neighbours
+            int const position = d / 32 * 32 + e / 2 * 16 + e % 2 * 8 + d % 32 / 8 * 2;
+            uint32_t const pair = pack(float(own[e]), float(own[e + 4]));
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(room_at(token, position / 8) + position % 8 * 2), "r"(pair) : "memory");
+          }
+        }
+      }
+      __syncwarp();
+    };
+    float s[1][kCols][4] = {};
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      bring(params.k_residual, params.head_dim, half);
+#pragma unroll
+      for (int step = 0; step < kHalf / 16; ++step) {
+        uint32_t a[4];
+        load_matrices(room_at(lane % 16, 2 * step + lane / 16), a);
+#pragma unroll
+        for (int i = 0; i < kCols; ++i) {
+          uint2 const q = queries.of[i][half * (kHalf / 16) + step][lane];
+          multiply_16x8x16<kMmaType>(s[0][i], a, q.x, q.y);
+        }
+      }
+    }
+    float const no_scale[1][2] = {};
+    float no_unit;
+    soften<true>(s, state, scores, no_scale, in_codes + first, lane, 0.0f, no_unit);
+    uint32_t p[1][kCols][2];
+    transpose(s, p);
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      bring(params.v_residual, params.head_dim_v, half);
+#pragma unroll
+      for (int tile = 0; tile < kHalf / 16; ++tile) {
+        uint32_t a[4];
+        load_matrices_transposed(room_at(lane / 16 * 8 + lane % 8, 2 * tile + lane / 8 % 2), a);
+#pragma unroll
+        for (int i = 0; i < kCols; ++i) {
+          multiply_16x8x16<kMmaType>(state.output[half * (kHalf / 16) + tile][i], a, p[0][i][0], p[0][i][1]);
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  /// The slices of a piece that are this warp's: number `warp`, and every kWarps-th from there on. `slice_at(i)` waits for the i-th of the
+  /// piece and gives its address, `release(i)` gives it back. room: take_residual's.
+  template <int kCols, class SliceAt, class Release>
+  static CUTLASS_DEVICE void take_piece(Params const& params, uint32_t room, DecodePiece const& piece, Queries const& queries,
+                                        State<kCols>& state, int warp, int lane, SliceAt const& slice_at, Release const& release) {
+    int const c = lane % 4;
+    Mask const mask(piece.seqlen_q, piece.seqlen_k, params.window_left, params.window_right);
+    Scores<kCols> scores;
+    scores.cap = params.softcap * kLog2E;
+    scores.left = params.window_left;
+    scores.right = params.window_right;
+    scores.first_key = mask.begin(0);
+    float scale = params.softcap > 0.0f ? params.scale / params.softcap : params.scale * kLog2E;
+    if constexpr (kFormat == WeightFormat::kFp8E4M3) {
+      scale *= __ldg(static_cast<float const*>(params.k_scale) + piece.kv_head * params.scale_stride);
+    }
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        int const row = 8 * i + 2 * c + e;
+        scores.factor[i][e] = k16Bit ? scale : scale * queries.scale[row];
+        scores.aligned[i][e] = params.by_group.div(piece.row + row) + mask.shift;
+      }
+    }
+    int const in_codes = Pieces::in_codes(params, piece.seqlen_k), codes_end = Pieces::codes_end(params, piece.seqlen_k);
+    int const end = piece.slice_end < codes_end ? piece.slice_end : codes_end;
+    int const first_query = params.by_group.div(piece.row), last_query = params.by_group.div(piece.row + piece.rows - 1);
+    int const full_begin = mask.begin(last_query), full_end = min(mask.end(first_query), in_codes);
+    scores.last_key = in_codes;
+    state.clear();
+    int slice = piece.slice_begin + warp;
+    for (; slice < end; slice += kWarps) {
+      SliceAddress const at = slice_at(slice - piece.slice_begin);
+#pragma unroll 1
+      for (int first = 0; first < kSlice; first += kPart) {
+        int const key = slice * kSlice + first;
+        if (key >= full_begin && key + kPart <= full_end) {
+          take_part<false>(params, at, queries, state, scores, first, key, lane);
+        } else if (key < in_codes && key + kPart > scores.first_key) {  // scales of others may be anything
+          take_part<true>(params, at, queries, state, scores, first, key, lane);
+        }
+      }
+      release(slice - piece.slice_begin);
+    }
+    if constexpr (kInt4) {
+      scores.last_key = piece.seqlen_k;
+      for (; slice < piece.slice_end; slice += kWarps) {
+        int const first = (slice - codes_end) * 16;
+        if (first + in_codes < piece.seqlen_k) {
+          take_residual(params, room, piece, queries, state, scores, first, in_codes, lane);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace minfer::attention
