@@ -90,7 +90,8 @@ def main(library: str, registry: str, archs: list[str]) -> int:
 
     print(f"{'kernel':<72} {'arch':>5} {'regs':>5} {'static':>7} {'dynamic':>8} {'HGMMA':>6} {'HMMA':>5}")
     for name, row in kernels.items():
-        for arch in ["90a"] if row["arch_exact"] else archs:
+        others = [arch for arch in archs if arch != "90a" or row["family"] != "attention"]  # portable attention is for all but 90a
+        for arch in ["90a"] if row["arch_exact"] else others:
             symbols = functions.get((name, arch))
             if not symbols:
                 errors.append(f"sm_{arch} {name}: the registry calls it compiled, the library has no code for it")

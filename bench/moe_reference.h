@@ -10,14 +10,6 @@
 
 namespace minfer::bench {
 
-template <typename T>
-std::vector<T> download(void const* data, int64_t count, cudaStream_t stream) {
-  std::vector<T> host(static_cast<size_t>(count));
-  check(cudaMemcpyAsync(host.data(), data, host.size() * sizeof(T), cudaMemcpyDeviceToHost, stream), "download");
-  check(cudaStreamSynchronize(stream), "download");
-  return host;
-}
-
 /// Computed once for a case, from the host's routing and float64 products.
 class Reference {
  public:

@@ -1,4 +1,4 @@
-"""Tables and the plot of the attention results: prefill, its variants, decode over KV caches."""
+"""Tables and the plot of the attention results: prefill, its variants, decode over KV caches, appends to them, errors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ COMPARED = ("prefill", "decode")  # suites with peers
 COLOURS = {"ours": "#1f6fb4", "cudnn": "#3a8f4d", "fa3": "#d1622b", "fa4": "#8a4fb0", "flashinfer": "#b0964f"}
 QUANTISED = {"fp8_e4m3": "#63a6dd", "int8": "#3aa6a0", "int4": "#7a3fb0"}  # formats of caches, and their colours
 READ_RATE = 4.45  # TB/s of the floors
+APPEND_US = 4.0  # of an append of one token of 64 sequences
+VARIANT_TOKENS = 16384
+VARIANT_TEXTS = {
+    "ours:causal": "speed by flops against plain causal attention of one sequence (1: they cost nothing).",
+    "ours:even": "speed by flops against as many sequences of the mean length.",
+    "fa3": "times faster than FlashAttention-3 with the same lengths and options.",
+}
 VARIANT_NAMES = {
     "varlen": "64 sequences of lognormal lengths",
     "window": "a window of 4096 keys",
@@ -69,17 +76,17 @@ def _prefill(best: Sequence[Row]) -> str:
     return text + table(["element, head_dim, heads, mask", *map(str, lengths)], lines)
 
 
-def _variants(rows: Sequence[Row]) -> str:
+def _variants(rows: Sequence[Row], text: str) -> str:
+    """Ratios to one peer; ``text`` says what they are."""
     names = [name for name in VARIANT_NAMES if any(row["shape"]["model"] == name for row in rows)]
+    columns = [(name, m) for name in names for m in sorted({row["shape"]["m"] for row in rows if row["shape"]["model"] == name})]
     lines = []
     for dtype in ("bf16", "f16"):
         for (heads_q, heads_kv), own in grouped([row for row in rows if row["dtype"] == dtype], "heads_q", "heads_kv").items():
-            by_name = {row["shape"]["model"]: row for row in own}
-            lines.append([f"{dtype}, {heads_q}/{heads_kv}", *(f"{by_name[n]['ratio']:.2f}" if n in by_name else "-" for n in names)])
-    text = (
-        "`variants`, 16384 tokens, head_dim 128: speed by flops against plain causal attention of one sequence (1: they cost nothing).\n\n"
-    )
-    return text + table(["element, heads", *(VARIANT_NAMES[n] for n in names)], lines)
+            by_column = {(row["shape"]["model"], row["shape"]["m"]): f"{row['ratio']:.2f}" for row in own}
+            lines.append([f"{dtype}, {heads_q}/{heads_kv}", *(by_column.get(column, "-") for column in columns)])
+    header = [VARIANT_NAMES[name] + (f", {m} tokens" if m != VARIANT_TOKENS else "") for name, m in columns]
+    return f"`variants`, {VARIANT_TOKENS} tokens, head_dim 128: {text}\n\n" + table(["element, heads", *header], lines)
 
 
 def _decode(best: Sequence[Row]) -> str:
@@ -128,6 +135,59 @@ def _layouts(rows: Sequence[Row]) -> str:
     return "`decode` by layout, 16-bit caches: times faster than with pages of 64.\n\n" + table(header, lines)
 
 
+def _append(peers: dict[str, list[Row]]) -> str:
+    """us of every format, and of the peer in 16 bits."""
+    formats = [f for f in ("16bit", *QUANTISED) if any(row["shape"]["format"] == f for rows in peers.values() for row in rows)]
+    others = [peer for peer in peers if not peer.startswith("ours:")]
+    lines, shape = [], next(iter(peers.values()))[0]["shape"]
+    for dtype in ("bf16", "f16"):
+        own = {peer: [row for row in rows if row["dtype"] == dtype] for peer, rows in peers.items()}
+        us = {row["shape"]["format"]: row["us"] for rows in own.values() for row in rows}
+        theirs = {peer: f"{own[peer][0]['peer_us']:.2f}" for peer in others if own[peer]}
+        if us:
+            lines.append([dtype, *(f"{us[f]:.2f}" if f in us else "-" for f in formats), *(theirs.get(peer, "-") for peer in others)])
+    text = (
+        f"`append`, `kv_cache_append` of one token of each of {shape['batch']} sequences, {shape['heads_kv']} KV heads of"
+        f" {shape['head_dim']}, in a CUDA graph, by format: us (goal: {APPEND_US:g}).\n\n"
+    )
+    return text + table(["element", *formats, *(f"{peer_name(peer)}, 16bit" for peer in others)], lines)
+
+
+def _accuracy(rows: Sequence[Row]) -> str:
+    formats = ["", "16bit", *QUANTISED]  # prefill has none
+    models = list(
+        dict.fromkeys(row["shape"]["model"] for row in sorted(rows, key=lambda row: formats.index(row["shape"].get("format", ""))))
+    )
+    lines = []
+    for dtype in ("bf16", "f16"):
+        for head_dim, own in grouped([row for row in rows if row["dtype"] == dtype], "head_dim").items():
+            cells = {row["shape"]["model"]: f"{row['rel_err']:.1e}: {row['rel_err'] / row['peer_err']:.2f}" for row in own}
+            lines.append([f"{dtype}, {head_dim}", *(cells.get(model, "-") for model in models)])
+    worst = max(row["rel_err"] / row["peer_err"] for row in rows)
+    text = (
+        "`accuracy`, error against float64, over codes against float64 over the values they stand for: ours, and as a multiple of that of"
+        f" torch's scaled_dot_product_attention in 16 bits (at most {worst:.2f}).\n\n"
+    )
+    return text + table(["element, head_dim", *models], lines)
+
+
+def _caches(rows: Sequence[Row]) -> str:
+    """What formats cost, whatever reads them; of one element, for it hardly matters."""
+    rows = [row for row in rows if row["dtype"] == rows[0]["dtype"]]
+    kinds = list(grouped(rows, "keys"))
+    errors = {(row["shape"]["format"], row["shape"]["keys"]): row["rel_err"] for row in rows}
+    errors |= {("int4 per token", row["shape"]["keys"]): row["peer_err"] for row in rows}
+    formats = [*(f for f in QUANTISED if any(f == own for own, _ in errors)), "int4 per token"]
+    names = {"int4": "int4 (KIVI: K by channels)", "int4 per token": "int4, K by tokens (not a format of ours)"}
+    lines = [[names.get(f, f), *(f"{errors[f, kind]:.1%}" if (f, kind) in errors else "-" for kind in kinds)] for f in formats]
+    shape = rows[0]["shape"]
+    text = (
+        f"`accuracy`, what a cache's format costs: attention of one query over {shape['m']} stored keys against attention over the keys"
+        f" themselves, both in float64, head_dim {shape['head_dim']}. Outliers: a few channels of K are ten times as large.\n\n"
+    )
+    return text + table(["format", *(f"{kind} K" for kind in kinds)], lines)
+
+
 def section(results: dict[str, Any]) -> str:
     """Markdown of the whole family."""
     suites = suites_of(results)
@@ -137,11 +197,12 @@ def section(results: dict[str, Any]) -> str:
         " flops count keys that are seen."
     )
     compared = {suite: {p: rows for p, rows in suites[suite].items() if not p.startswith("ours:")} for suite in COMPARED if suite in suites}
-    parts = [facts(results) + protocol, overview(compared)]
+    parts = [facts(results) + protocol, *([overview(compared)] if compared else [])]
     if best := suites.get("prefill", {}).get("best"):
         parts.append(_prefill(best))
-    if plain := suites.get("variants", {}).get("ours:causal"):
-        parts.append(_variants(plain))
+    for peer, text in VARIANT_TEXTS.items():
+        if rows := suites.get("variants", {}).get(peer):
+            parts.append(_variants(rows, text))
     decode = suites.get("decode", {})
     if best := decode.get("best"):
         parts.append(_decode(best))
@@ -149,7 +210,14 @@ def section(results: dict[str, Any]) -> str:
         parts.append(_quantised(codes))
     if paged := decode.get("ours:pages of 64"):
         parts.append(_layouts(paged))
-    parts.append(losses(results["rows"], "cell"))
+    if appends := suites.get("append"):
+        parts.append(_append(appends))
+    accuracy = suites.get("accuracy", {})
+    if beside_torch := accuracy.get("torch_sdpa"):
+        parts.append(_accuracy(beside_torch))
+    if caches := accuracy.get("int4 per token"):
+        parts.append(_caches(caches))
+    parts.append(losses([row for row in results["rows"] if row["suite"] != "accuracy"], "cell"))
     return "\n\n".join(parts)
 
 

@@ -317,6 +317,21 @@ def test_varlen_calls_that_cannot_be_right(name, device):
         minfer.attention_varlen(*args, **options)
 
 
+def test_operands_of_another_device():
+    q, k, v = make_case(2, (5, 7), (4, 2), (32, 16), torch.float16)
+    sinks = torch.zeros(4).half().to("meta")
+    args = make_varlen([(5, 7)], (4, 2), (32, 16), torch.float16)
+    for name, function in (
+        ("attention: k", lambda: minfer.attention(q, k.to("meta"), v)),
+        ("attention: v", lambda: minfer.attention(q, k, v.to("meta"))),
+        ("attention: sinks", lambda: minfer.attention(q, k, v, sinks=sinks)),
+        ("attention_varlen: cu_seqlens_q", lambda: minfer.attention_varlen(*args[:3], args[3].to("meta"), *args[4:])),
+        ("attention_varlen: cu_seqlens_k", lambda: minfer.attention_varlen(*args[:4], args[4].to("meta"), *args[5:])),
+    ):
+        with pytest.raises(RuntimeError, match=f"minfer::{name} must be on q's device cpu, got meta"):
+            function()
+
+
 def test_lengths_that_cannot_be_right():
     """The values of cu_seqlens, which are the host's on CPU."""
     q, k, v, q_ends, k_ends, *_ = make_varlen([(3, 5), (4, 2)], (4, 2), (16, 8), torch.float16)

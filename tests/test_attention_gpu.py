@@ -19,6 +19,7 @@ from attention_cases import (
     bad_varlen_calls,
     call_options,
     cu_seqlens_of,
+    kernels_here,
     make_case,
     make_varlen,
     random_call,
@@ -31,8 +32,8 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 DTYPE_OF = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-PREFILL = [k for k in minfer.kernels("attention") if k["schedule"] != "split_kv"]  # others read caches: test_attention_paged_gpu
-KERNELS = {k["name"]: k for k in PREFILL if k["compiled"]} or {k["name"]: k for k in PREFILL}
+# Others read caches: test_attention_paged_gpu.
+KERNELS = {k["name"]: k for k in kernels_here() if k["schedule"] != "split_kv" and k["b_format"] == "dense"}
 HEAD_DIMS = (
     (64, 64),
     (80, 80),

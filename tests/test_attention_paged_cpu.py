@@ -270,6 +270,20 @@ def test_calls_that_cannot_be_right(device):
         assert re.search(f"minfer::attention_paged: .*{message}", str(error.value)), (name, error.value)
 
 
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_operands_of_another_device(kv_format):
+    cache, seq_lens, table = make_cache((5, 70), kv_format, 2, (64, 64), torch.float16)
+    args = (make_q(2, 1, 4, 64, dtype=torch.float16), cache.k, cache.v, seq_lens)
+    options = dict(block_table=table, sinks=torch.zeros(4).half()) | cache.scales()
+    names = ("k_cache", "v_cache", "seq_lens")
+    calls = {name: ((*args[:i], args[i].to("meta"), *args[i + 1 :]), options) for i, name in enumerate(names, 1)}
+    calls |= {name: (args, options | {name: x.to("meta")}) for name, x in options.items() if isinstance(x, torch.Tensor)}
+    assert len(calls) == {"16bit": 5, "int4": 9}.get(kv_format, 7)
+    for name, (positional, keywords) in calls.items():
+        with pytest.raises(RuntimeError, match=f"minfer::attention_paged: {name} must be on q's device cpu, got meta"):
+            minfer.attention_paged(*positional, **keywords)
+
+
 def test_values_that_cannot_be_right():
     """Lengths, pages and cu_seqlens_q, which are the host's on CPU."""
     cache, seq_lens, table = make_cache((40, 100), "16bit", 2, (32, 16), torch.float16)

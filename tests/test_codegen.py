@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -117,8 +118,8 @@ def test_the_projects_own_table():
     for kernel in kernels:
         assert kernel.smem_bytes <= (gemm.SM90_SMEM_LIMIT if kernel.arch == 90 else gemm.SM80_SMEM_LIMIT)
         if kernel.family == "attention":
-            what = r"(_fp8_e4m3|_int8|_int4)?_decode" if kernel.schedule == "split_kv" else r"(x\d+)?_\d+x\d+_prefill"
-            assert re.fullmatch(rf"attention_sm90_b?f16_d\d+{what}", kernel.name)
+            what = r"(_fp8_e4m3|_int8|_int4)?_decode" if kernel.schedule == "split_kv" else r"(x\d+)?(_codes)?_\d+x\d+_prefill"
+            assert re.fullmatch(rf"attention_sm(80|90)_b?f16_d\d+{what}", kernel.name)
             continue
         quantised = kernel.b_format != "dense"
         grouped = "moe_" if kernel.family == "moe_w4a16" else ""
@@ -130,8 +131,13 @@ def test_the_projects_own_table():
             assert any(k.unaligned and k.arch == 80 and (k.element, k.layout) == (element, layout) for k in kernels)
         # and 4-bit weights one that takes every group size on any GPU.
         assert any(k.family == "w4a16" and k.arch == 80 and (k.element, k.group_multiple) == (element, 32) for k in kernels)
-    # At most 40 kernels of attention in a wheel.
-    assert sum(k.family == "attention" for k in kernels) <= 40
+    # At most 40 kernels of attention in a wheel for sm_90a.
+    assert sum(k.family == "attention" for k in configs.buildable(kernels, ["90a"])) <= 40
+    # Portable ones read every cache, and compute what sm_90's do.
+    attention_kernels = [k for k in kernels if k.family == "attention"]
+    for element, cache in itertools.product(("f16", "bf16"), attention.CACHES):
+        own = [k for k in attention_kernels if (k.arch, k.element, k.b_format, k.schedule) == (80, element, cache, "split_kv")]
+        assert max(k.tile[2] for k in own) == 256
     tuned.read_folder(ROOT / "cpp" / "configs" / "tuned", kernels)
 
 
@@ -141,7 +147,7 @@ DECODE = dict(arch="sm90", elements=["f16"], variant="decode", head_dim=128, cac
 @pytest.mark.parametrize(
     ("changes", "field", "rule"),
     [
-        ({"arch": "sm80"}, "arch", "must be sm90"),
+        ({"arch": "sm70"}, "arch", "must be sm90 or sm80"),
         ({"variant": "verify"}, "variant", "must be one of prefill, decode"),
         ({"tile": [64, 64]}, "tile", "no such field for decode"),
         ({"head_dim": 96}, "head_dim", "must be 64, 128, 192 or 256"),
@@ -163,6 +169,77 @@ def test_decode_rows():
     assert (dense.tile, int4.tile) == ((16, 32, 128), (8, 64, 128))
     for kernel in (dense, int4):  # the ring fills what a block may have
         assert gemm.SM90_SMEM_LIMIT - 33000 < kernel.smem_bytes <= gemm.SM90_SMEM_LIMIT
+
+
+PORTABLE_DECODE = DECODE | dict(arch="sm80", slices=[16, 32], warps=[4, 2])
+PORTABLE_PREFILL = dict(arch="sm80", elements=["bf16"], variant="prefill", head_dim=128, tile=[128, 64])
+
+
+def test_portable_attention_rows():
+    dense, int4 = attention.expand(PORTABLE_DECODE, "row 1")
+    assert (dense.name, int4.name) == ("attention_sm80_f16_d128_decode", "attention_sm80_f16_d128_int4_decode")
+    assert (dense.tile, dense.threads, int4.tile, int4.threads) == ((16, 16, 128), 128, (8, 32, 128), 64)
+    for kernel in (dense, int4):  # two are resident on 8.0 and leave no room for a stage, unless there are as many as are of use
+        stage = kernel.threads // 32 * 2 * kernel.tile[1] * 128 * (2 if kernel is dense else 0.5)
+        assert kernel.ctas_per_sm == 2 and 2 * (kernel.smem_bytes + 1024) <= 164 * 1024
+        assert kernel.stages == 8 or 2 * (kernel.smem_bytes + 1.3 * stage + 1024) > 164 * 1024
+    (large,) = attention.expand(PORTABLE_DECODE | dict(head_dim=256, caches=["fp8_e4m3"], slices=[32], warps=[2]), "row 1")
+    assert large.stages >= 2 and large.smem_bytes <= gemm.SM80_SMEM_LIMIT
+    (prefill,) = attention.expand(PORTABLE_PREFILL, "row 1")
+    assert prefill.name == "attention_sm80_bf16_d128_128x64_prefill"
+    assert (prefill.threads, prefill.schedule, prefill.stages, prefill.ctas_per_sm) == (256, "multistage", 2, 1)
+    assert "launch_prefill_sm80<attention_sm80_bf16_d128_128x64_prefill>" in attention.definition(prefill)
+    assert shards.shard_group(prefill) == "attention_sm80_bf16_prefill"
+    assert '#include "attention/prefill_sm80.cuh"' in shards.shard_text([prefill])
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "field", "rule"),
+    [
+        (PORTABLE_DECODE, {"warps": [4]}, "warps", "must be 1, 2 or 4 for each cache"),
+        (PORTABLE_DECODE, {"warps": [4, 8]}, "warps", "must be 1, 2 or 4 for each cache"),
+        (PORTABLE_DECODE, {"slices": [64, 64]}, "slices", "64 keys of dense leave 0 stages"),
+        (PORTABLE_DECODE, {"slices": [8, 64]}, "slices", "a multiple of the 16"),
+        (PORTABLE_DECODE, {"tile": [64, 64]}, "tile", "no such field for decode on sm80"),
+        (PORTABLE_PREFILL, {"schedule": "pingpong"}, "schedule", "no such field for prefill on sm80"),
+        (PORTABLE_PREFILL, {"tile": [192, 64]}, "tile", "must be 64 or 128 queries"),
+        (PORTABLE_PREFILL, {"head_dim": 256}, "tile", "bytes of shared memory, the limit is 101376"),
+    ],
+)
+def test_portable_attention_rows_that_cannot_be_right(base, changes, field, rule):
+    with pytest.raises(ConfigError, match=f"row 1, {field} = .*{rule}"):
+        attention.expand(base | changes, "row 1")
+
+
+def test_portable_attention_is_not_built_for_90a():
+    kernels = [*attention.expand(PORTABLE_PREFILL, "row 1"), *attention.expand(DECODE, "row 2"), *expand(SM80)]
+    portable, native = kernels[0], kernels[1]
+    assert portable not in configs.buildable(kernels, ["90a"]) and native in configs.buildable(kernels, ["90a"])
+    assert portable in configs.buildable(kernels, ["90"]) and native not in configs.buildable(kernels, ["90"])
+    assert {portable, native} <= set(configs.buildable(kernels, ["80", "90a"]))
+    listing = shards.write_list(shards.assign(kernels), "generated")
+    lists = {block.split("\n")[0]: block for block in listing.split("set(")[1:]}
+    assert list(lists) == ["MINFER_SM90_SHARDS", "MINFER_PORTABLE_SHARDS", "MINFER_NOT_SM90A_SHARDS"]
+    assert "attention_sm90" in lists["MINFER_SM90_SHARDS"] and "gemm_sm80" in lists["MINFER_PORTABLE_SHARDS"]
+    assert "attention_sm80" in lists["MINFER_NOT_SM90A_SHARDS"] and listing.count("attention_sm80") == 1
+
+
+OVER_CODES = dict(arch="sm90", elements=["bf16"], variant="prefill", head_dim=128, tile=[128, 128], schedule="pingpong", codes=True)
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 64}, {"head_dim_v": 64}, {"tile": [192, 64]}, {"tile": [128, 96]}, {"codes": 1}])
+def test_rows_over_codes_that_cannot_be_right(changes):
+    rule = "must be true or false" if changes == {"codes": 1} else "is for equal head dimensions of 128 or 256"
+    with pytest.raises(ConfigError, match=f"row 1, codes = .*{rule}"):
+        attention.expand(OVER_CODES | changes, "row 1")
+
+
+def test_rows_over_codes():
+    ((codes,), (dense,)) = (attention.expand(OVER_CODES | dict(codes=value), "row 1") for value in (True, False))
+    assert (codes.name, codes.b_format) == ("attention_sm90_bf16_d128_codes_128x128_prefill", "codes")
+    assert (dense.name, dense.b_format) == ("attention_sm90_bf16_d128_128x128_prefill", "dense")
+    assert "kConverts = true" in attention.definition(codes) and "kConverts = false" in attention.definition(dense)
+    assert shards.shard_group(codes) != shards.shard_group(dense)
 
 
 # ---- legality -----------------------------------------------------------------------------------------------------------------

@@ -411,6 +411,19 @@ def test_calls_that_cannot_be_right(device):
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_operands_of_another_device(kv_format):
+    k, v, slots, cache, ends = append_args(kv_format)
+    args, options = (k, v, cache.k, cache.v, slots), dict(cu_seqlens=ends) | cache.scales()
+    names = ("v", "k_cache", "v_cache", "slot_mapping")
+    calls = {name: ((*args[:i], args[i].to("meta"), *args[i + 1 :]), options) for i, name in enumerate(names, 1)}
+    calls |= {name: (args, options | {name: x.to("meta")}) for name, x in options.items() if isinstance(x, torch.Tensor)}
+    assert len(calls) == {"16bit": 5, "int4": 9}.get(kv_format, 7)
+    for name, (positional, keywords) in calls.items():
+        with pytest.raises(RuntimeError, match=f"minfer::kv_cache_append: {name} must be on k's device cpu, got meta"):
+            minfer.kv_cache_append(*positional, **keywords)
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_values_that_cannot_be_right(kv_format):
     """Slots and cu_seqlens, which are the host's on CPU: refused, and nothing is stored."""
     k, v, slots, cache, ends = append_args(kv_format)

@@ -3,7 +3,7 @@
 #   sets   MINFER_WITH_CUDA (0 or 1), MINFER_ARCHS (list), MINFER_NVCC (path); enables the language CUDA
 include("${CMAKE_CURRENT_LIST_DIR}/locate.cmake")
 
-set(minfer_known_archs 80 86 89 90a 120)
+set(minfer_known_archs 80 86 89 90 90a 120)  # 90: the portable kernels alone, on Hopper
 list(JOIN minfer_known_archs " " minfer_known_archs_text)
 # The wheels pin each other loosely, so each must be held to one release (a 13.5 header beside a 13.0 compiler does not compile).
 set(minfer_nvcc_wheels "pip install nvidia-cuda-{nvcc,crt,runtime,cccl}==13.0.* nvidia-nvvm==13.0.*")
@@ -119,9 +119,7 @@ if(NOT MINFER_ARCHS)
   set(MINFER_ARCHS "${minfer_gpus}")
 endif()
 foreach(arch IN LISTS MINFER_ARCHS)
-  if(arch STREQUAL "90")
-    message(FATAL_ERROR "MINFER_CUDA_ARCHS=90 has no WGMMA: write 90a.")
-  elseif(NOT arch IN_LIST minfer_known_archs)
+  if(NOT arch IN_LIST minfer_known_archs)
     message(FATAL_ERROR "MINFER_CUDA_ARCHS has no value ${arch}: set it to some of ${minfer_known_archs_text}.")
   endif()
 endforeach()

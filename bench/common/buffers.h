@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <stdexcept>
+#include <vector>
 
 #include "common/check.h"
 
@@ -51,6 +52,15 @@ class Arena {
 inline int64_t rotation_sets(int64_t bytes_per_set, int64_t l2_bytes) {
   int64_t const sets = 3 * l2_bytes / std::max<int64_t>(bytes_per_set, 1) + 1;
   return std::clamp<int64_t>(sets, 1, 512);
+}
+
+/// Waits for the stream.
+template <typename T>
+std::vector<T> download(void const* data, int64_t count, cudaStream_t stream) {
+  std::vector<T> host(static_cast<size_t>(count));
+  check(cudaMemcpyAsync(host.data(), data, host.size() * sizeof(T), cudaMemcpyDeviceToHost, stream), "download");
+  check(cudaStreamSynchronize(stream), "download");
+  return host;
 }
 
 }  // namespace minfer::bench

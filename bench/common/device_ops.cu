@@ -1,29 +1,13 @@
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cmath>
 
 #include "common/check.h"
 #include "common/device_ops.h"
+#include "common/element.cuh"
 
 namespace minfer::bench {
 namespace {
-
-__device__ double load(void const* data, DataType type, int64_t i) {
-  switch (type) {
-    case DataType::kF16: return double(__half2float(static_cast<__half const*>(data)[i]));
-    case DataType::kBF16: return double(__bfloat162float(static_cast<__nv_bfloat16 const*>(data)[i]));
-    default: return double(static_cast<float const*>(data)[i]);
-  }
-}
-
-__device__ void store(void* data, DataType type, int64_t i, float value) {
-  switch (type) {
-    case DataType::kF16: static_cast<__half*>(data)[i] = __float2half(value); break;
-    case DataType::kBF16: static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16(value); break;
-    default: static_cast<float*>(data)[i] = value;
-  }
-}
 
 // splitmix64: counter based, so that any element can be drawn without its predecessors.
 __device__ uint64_t mix(uint64_t x) {
@@ -54,6 +38,21 @@ __global__ void fill_codes_kernel(uint8_t* codes, int64_t count, uint64_t seed) 
   int64_t const stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
     codes[i] = uint8_t(mix(mix(seed) ^ uint64_t(i)) >> 60);
+  }
+}
+
+__global__ void fill_bytes_kernel(uint8_t* data, int64_t count, uint8_t mask, uint8_t set, uint64_t seed) {
+  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
+    data[i] = uint8_t((uint8_t(mix(mix(seed) ^ uint64_t(i)) >> 56) & mask) | set);
+  }
+}
+
+__global__ void fill_scales_and_minima_kernel(__half* data, int64_t count, int64_t run, uint64_t seed) {
+  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
+    float const u = float(mix(mix(seed) ^ uint64_t(i)) >> 40) * 0x1p-24f;
+    data[i] = __float2half(i / run % 2 == 0 ? 0.06f + 0.13f * u : -1.9f + 1.8f * u);
   }
 }
 
@@ -209,6 +208,18 @@ void fill_codes(uint8_t* codes, int64_t count, uint64_t seed, cudaStream_t strea
   if (count == 0) return;
   fill_codes_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(codes, count, seed);
   check(cudaGetLastError(), "fill_codes");
+}
+
+void fill_bytes(void* data, int64_t count, uint8_t mask, uint8_t set, uint64_t seed, cudaStream_t stream) {
+  if (count == 0) return;
+  fill_bytes_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(static_cast<uint8_t*>(data), count, mask, set, seed);
+  check(cudaGetLastError(), "fill_bytes");
+}
+
+void fill_scales_and_minima(void* data, int64_t count, int64_t run, uint64_t seed, cudaStream_t stream) {
+  if (count == 0) return;
+  fill_scales_and_minima_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(static_cast<__half*>(data), count, run, seed);
+  check(cudaGetLastError(), "fill_scales_and_minima");
 }
 
 void dequantise_codes(uint8_t const* codes, void const* scales, void const* zeros, int64_t group_size, int64_t n, int64_t k, DataType type,

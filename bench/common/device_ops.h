@@ -18,6 +18,12 @@ void fill_uniform(void* data, DataType type, int64_t count, float low, float hig
 /// Uniform random 4-bit codes, one to a byte, likewise.
 void fill_codes(uint8_t* codes, int64_t count, uint64_t seed, cudaStream_t stream);
 
+/// Random bytes: (bits & mask) | set, likewise.
+void fill_bytes(void* data, int64_t count, uint8_t mask, uint8_t set, uint64_t seed, cudaStream_t stream);
+
+/// An int4 cache's float16 [.., 2, run]: scales of 0.06 to 0.19, then minima of -1.9 to -0.1, likewise.
+void fill_scales_and_minima(void* data, int64_t count, int64_t run, uint64_t seed, cudaStream_t stream);
+
 /// W [n, k] of `type`, contiguous: (code - zero) * scale, rounded once. codes [n, k]; scales and zeros [ceil(k / group_size), n] of `type`;
 /// zeros null: 8; group_size 0: all of k. Shares no code and no layout with the library's.
 void dequantise_codes(uint8_t const* codes, void const* scales, void const* zeros, int64_t group_size, int64_t n, int64_t k, DataType type,

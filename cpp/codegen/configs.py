@@ -67,5 +67,11 @@ def select(kernels: list[Kernel], globs: str) -> list[Kernel]:
 
 
 def buildable(kernels: list[Kernel], archs: list[str]) -> list[Kernel]:
-    """Those that a build for `archs` ("80", "90a", ...) can hold: sm90 kernels need 90a, sm80 kernels take any."""
-    return [kernel for kernel in kernels if ("90a" in archs if kernel.arch == 90 else bool(archs))]
+    """Those that a build for `archs` ("80", "90a", ...) can hold: sm90 kernels need 90a, sm80 ones take any, of attention any but 90a."""
+
+    def has_code(kernel: Kernel) -> bool:
+        if kernel.arch == 90:
+            return "90a" in archs
+        return any(arch != "90a" or not kernel.skips_sm90a for arch in archs)
+
+    return [kernel for kernel in kernels if has_code(kernel)]

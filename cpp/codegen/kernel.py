@@ -22,6 +22,7 @@ FORMATS = {
     "nvfp4": "WeightFormat::kNvFp4",
     "int8": "WeightFormat::kInt8",
     "fp8_e4m3": "WeightFormat::kFp8E4M3",
+    "codes": "WeightFormat::kCodes",
 }
 BITS = {"int4": 4, "nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8_e4m3": 8}  # of a code, by format
 
@@ -62,10 +63,9 @@ class Kernel:
         cluster = "x".join(map(str, self.cluster))
         if self.family == "attention":
             dims = f"d{self.tile[2]}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.tile[2] else "")
-            if self.variant == "decode":
-                cache = "" if self.b_format == "dense" else f"_{self.b_format}"
-                return f"attention_sm{self.arch}_{self.element}_{dims}{cache}_decode"
-            return f"attention_sm{self.arch}_{self.element}_{dims}_{self.tile[0]}x{self.tile[1]}_{self.variant}"
+            cache = "" if self.b_format == "dense" else f"_{self.b_format}"
+            tile = "" if self.variant == "decode" else f"_{self.tile[0]}x{self.tile[1]}"
+            return f"attention_sm{self.arch}_{self.element}_{dims}{cache}{tile}_{self.variant}"
         if self.b_format != "dense":
             grouped = "moe_" if self.family.startswith("moe") else ""
             return f"{grouped}w{BITS[self.b_format]}a16_sm{self.arch}_{self.element}_{self.b_format}_{tile}_{cluster}_{self.variant}"
@@ -76,6 +76,11 @@ class Kernel:
     def arch_exact(self) -> bool:
         """sm_90a code (WGMMA, TMA multicast) runs on compute capability 9.0 alone; sm_80 code runs on every later one."""
         return self.arch == 90
+
+    @property
+    def skips_sm90a(self) -> bool:
+        """Portable attention is no part of a build for sm_90a: every problem has a better kernel there, and kernels are counted."""
+        return self.family == "attention" and self.arch == 80
 
     @property
     def a_major(self) -> str:

@@ -106,7 +106,7 @@ def _parse(fields: dict, where: str) -> TunedRow:
         ab_type=choice("ab_type", ELEMENTS),
         a_major=choice("a_major", MAJORS),
         b_major=choice("b_major", MAJORS),
-        b_format=choice("b_format", ["dense"] if fields["op"] == "gemm" else [name for name in FORMATS if name != "dense"]),
+        b_format=choice("b_format", ["dense"] if fields["op"] == "gemm" else [name for name in FORMATS if name not in ("dense", "codes")]),
         group_size=_group_size(fields, where),
         kernel=fields["kernel"],
         decomposition=choice("decomposition", DECOMPOSITIONS),

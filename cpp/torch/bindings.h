@@ -60,6 +60,7 @@ std::tuple<Tensor, Tensor> attention_paged(Tensor q, Tensor k_cache, Tensor v_ca
 void kv_cache_append(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping, std::optional<Tensor> k_scale,
                      std::optional<Tensor> v_scale, std::optional<Tensor> k_residual, std::optional<Tensor> v_residual,
                      std::optional<Tensor> cu_seqlens, std::string kv_format);
+std::tuple<Tensor, Tensor> merge_attention_states(std::vector<Tensor> outs, std::vector<Tensor> lses);
 std::string plan_attention_json(std::vector<int64_t> sizes, std::string type, int64_t window_left, int64_t window_right, bool varlen,
                                 std::optional<std::string> kernel, bool only_runnable, int64_t device);
 

@@ -12,11 +12,13 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace minfer::torch_binding {
 
-std::string shape_of(Tensor const& tensor) {
+std::string list_of(std::vector<int64_t> const& values) {
   std::string text = "[";
-  for (int64_t i = 0; i < tensor.dim(); ++i) text += (i ? ", " : "") + std::to_string(tensor.size(i));
+  for (size_t i = 0; i < values.size(); ++i) text += (i ? ", " : "") + std::to_string(values[i]);
   return text + "]";
 }
+
+std::string shape_of(Tensor const& tensor) { return list_of(sizes_of(tensor)); }
 
 char const* dtype_name(ScalarType type) { return torch::headeronly::toString(type); }
 
@@ -46,6 +48,34 @@ Tensor aligned_rows(Tensor const& x) {
   return inside;
 }
 
+namespace {
+
+bool is_aligned(Tensor const& x, int64_t bytes) { return reinterpret_cast<uintptr_t>(x.data_ptr()) % uint64_t(bytes) == 0; }
+
+Tensor copy_of(Tensor const& x) {
+  Tensor copy = torch::stable::new_empty(x, sizes_of(x));
+  torch::stable::copy_(copy, x);
+  return copy;
+}
+
+}  // namespace
+
+bool fits(Tensor const& x, RowAccess const& access) {
+  if (x.numel() == 0) return true;
+  if (!is_aligned(x, access.bytes)) return false;
+  int64_t const element = int64_t(x.element_size()), last = x.dim() - 1;
+  for (int64_t i = 0; i <= last; ++i) {
+    if (x.size(i) == 1) continue;
+    int64_t const stride = x.stride(i);
+    if (i == last ? stride != 1 : stride * element % access.bytes != 0 || (stride == 0 && !access.broadcast)) return false;
+  }
+  return true;
+}
+
+Tensor readable(Tensor const& x, RowAccess const& access) { return fits(x, access) ? x : copy_of(x); }
+
+Tensor aligned_contiguous(Tensor const& x) { return x.is_contiguous() && is_aligned(x, 16) ? x : copy_of(x); }
+
 Stream current_stream(int32_t device) {
   check(aoti_torch_get_current_cuda_stream != nullptr, "minfer: this torch has no CUDA support, so its CUDA stream cannot be asked for");
   void* stream = nullptr;
@@ -73,9 +103,24 @@ int32_t common_alignment(std::initializer_list<uint64_t> values) {
   return int32_t(bits & (~bits + 1));
 }
 
+namespace {
+
+std::string device_of(Tensor const& x) {
+  return x.is_cuda() ? "cuda:" + std::to_string(x.get_device_index()) : x.is_cpu() ? "cpu" : "another kind of device";
+}
+
+}  // namespace
+
+void check_same_device(char const* op, char const* name, Tensor const& x, Beside const& other) {
+  if (x.is_cuda() != other.x.is_cuda() || x.get_device_index() != other.x.get_device_index()) {
+    fail(op, ": ", name, " must be on ", other.name, "'s device ", device_of(other.x), ", got ", device_of(x));
+  }
+}
+
 void check_same_device(char const* op, char const* name, Tensor const& tensor, int32_t device) {
-  check(tensor.is_cuda() && tensor.get_device_index() == device, op, ": ", name, " must be on a's device cuda:", device, ", got ",
-        tensor.is_cuda() ? "cuda:" + std::to_string(tensor.get_device_index()) : std::string("another kind of device"));
+  if (!tensor.is_cuda() || tensor.get_device_index() != device) {
+    fail(op, ": ", name, " must be on a's device cuda:", device, ", got ", device_of(tensor));
+  }
 }
 
 void check_bias(char const* op, Tensor const& bias, int64_t n, ScalarType type, int32_t device) {

@@ -36,6 +36,7 @@ void check(bool condition, Parts const&... parts) {
 }
 
 /// "[2, 3]"
+std::string list_of(std::vector<int64_t> const& values);
 std::string shape_of(Tensor const& tensor);
 std::vector<int64_t> sizes_of(Tensor const& tensor);
 char const* dtype_name(ScalarType type);
@@ -62,7 +63,29 @@ inline Tensor unit_rows(Tensor const& x) {
 /// The rows of a matrix as TMA can address them: unit stride, 16-byte aligned base and row stride; a copy where they are not.
 Tensor aligned_rows(Tensor const& x);
 
-/// Raise unless the argument can be used beside an `a` on `device`.
+/// How a kernel reads or writes the rows of a tensor, which are contiguous along its last mode: so many bytes at a time that base and strides
+/// must be multiples of them, a power of two.
+struct RowAccess {
+  int64_t bytes;
+  bool broadcast;  // other modes may have stride 0
+};
+constexpr RowAccess kTmaRows{16, false}, kVectorRows{16, true};
+
+/// Modes of one element may have any stride, a tensor without elements any strides.
+bool fits(Tensor const& x, RowAccess const& access);
+/// A copy where it does not fit, in memory of its own: contiguous() keeps a contiguous tensor whose base is not aligned.
+Tensor readable(Tensor const& x, RowAccess const& access);
+/// A contiguous tensor whose base is a multiple of 16 bytes; a copy where it is not.
+Tensor aligned_contiguous(Tensor const& x);
+
+/// An operand that others are compared with, by its name in messages.
+struct Beside {
+  char const* name;
+  Tensor const& x;
+};
+
+/// Raise unless the argument can be used beside another, or an `a` on `device`.
+void check_same_device(char const* op, char const* name, Tensor const& x, Beside const& other);
 void check_same_device(char const* op, char const* name, Tensor const& tensor, int32_t device);
 void check_bias(char const* op, Tensor const& bias, int64_t n, ScalarType type, int32_t device);
 

@@ -38,22 +38,38 @@ void set_activation(GroupedCall* call, std::string const& activation, std::strin
   o.gate_layout = gate_layout == "halves" ? GateLayout::kHalves : gate_layout == "blocks" ? GateLayout::kBlocks : GateLayout::kAlternating;
 }
 
+void check_shape_and_type(char const* op, char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape) {
+  bool same = x.dim() == int64_t(shape.size());
+  for (size_t i = 0; same && i < shape.size(); ++i) same = x.size(int64_t(i)) == shape[i];
+  if (!same) fail(op, ": ", name, " must be ", list_of(shape), ", got ", shape_of(x));
+  check(x.scalar_type() == type, op, ": ", name, " must be ", dtype_name(type), ", got ", dtype_name(x.scalar_type()));
+}
+
 }  // namespace
 
 void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape, int32_t device) {
-  bool same = x.dim() == int64_t(shape.size());
-  for (size_t i = 0; same && i < shape.size(); ++i) same = x.size(int64_t(i)) == shape[i];
-  if (!same) {
-    std::string expected;
-    for (size_t i = 0; i < shape.size(); ++i) expected += (i ? ", " : "") + std::to_string(shape[i]);
-    fail(op, ": ", name, " must be [", expected, "], got ", shape_of(x));
-  }
-  check(x.scalar_type() == type, op, ": ", name, " must be ", dtype_name(type), ", got ", dtype_name(x.scalar_type()));
+  check_shape_and_type(op, name, x, type, shape);
   check_same_device(op, name, x, device);
+}
+
+void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape,
+                   Beside const& other) {
+  check_shape_and_type(op, name, x, type, shape);
+  check_same_device(op, name, x, other);
 }
 
 void check_16bit(char const* op, char const* name, Tensor const& x) {
   check(is_16bit_float(x.scalar_type()), op, ": ", name, " must be float16 or bfloat16, got ", dtype_name(x.scalar_type()));
+}
+
+void check_16bit(char const* op, char const* name, Tensor const& x, Beside const& other) {
+  check_16bit(op, other.name, other.x);
+  ScalarType const type = other.x.scalar_type();
+  if (x.scalar_type() != type) {
+    fail(op, ": ", name, " must be float16 or bfloat16 like ", other.name, ", got ", dtype_name(x.scalar_type()), " beside ",
+         dtype_name(type));
+  }
+  check_same_device(op, name, x, other);
 }
 
 void check_experts(char const* op, char const* name, Tensor const& weight, int64_t experts) {

@@ -29,9 +29,13 @@ struct GroupedCall {
   int64_t columns() const { return problem.gated ? problem.n / 2 : problem.n; }  // of d
 };
 
-/// Shape, type and device.
+/// Shape, type and device; that of an `a`, or of another operand.
 void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape, int32_t device);
+void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape,
+                   Beside const& other);
 void check_16bit(char const* op, char const* name, Tensor const& x);
+/// Of the other operand's 16-bit type, and on its device.
+void check_16bit(char const* op, char const* name, Tensor const& x, Beside const& other);
 /// That a weight has as many experts as a launch takes.
 void check_experts(char const* op, char const* name, Tensor const& weight, int64_t experts);
 

@@ -169,6 +169,7 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) {
   m.impl("attention_varlen", TORCH_BOX(&attention_varlen));
   m.impl("attention_paged", TORCH_BOX(&attention_paged));
   m.impl("kv_cache_append", TORCH_BOX(&kv_cache_append));
+  m.impl("merge_attention_states", TORCH_BOX(&merge_attention_states));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {

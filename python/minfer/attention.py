@@ -212,9 +212,10 @@ def attention_paged(
     seq_lens, block_table, cu_seqlens_q and the scales are read on the device: no host synchronises, and a captured graph follows them.
     Unused pages, rows behind seq_lens and pages before a window may hold anything, NaN included; other keys and values must be finite.
 
-    Numerics: as :func:`attention`, code * scale (int4: + minimum) being the keys and values. On CUDA codes become float16 exactly, and what
-    multiplies them is rounded to float16: exponentials times V's scales, queries (int4: times K's scales). Parts of the keys are summed in
-    order in float32. The same inputs, shapes, kernel and num_splits give the same bits in every run. There is no backward.
+    Numerics: as :func:`attention`, code * scale (int4: + minimum) being the keys and values. On CUDA, with few queries, codes become
+    float16 exactly, and what multiplies them is rounded to float16: exponentials times V's scales, queries (int4: times K's scales); parts
+    of the keys are summed in order in float32. With many queries, keys and values are rounded to q's dtype, once (fp8: codes, exactly). The
+    same inputs, shapes, kernel and num_splits give the same bits in every run. There is no backward.
 
     Source: FlashDecoding (Dao et al., 2023) for the splits, PagedAttention (Kwon et al., 2023) for the pages.
     """
@@ -264,7 +265,8 @@ def merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tu
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is.
 
     Numerics: in float32 in the order of the parts, out rounded once. The same inputs give the same bits in every run. There is no backward.
-    A composition of torch operators on every device.
+    On CUDA up to 16 parts are one launch, more a launch for each 16. Views are read as they are where head_dim_v is contiguous, bases and
+    strides being multiples of 16 bytes, and where a row of head_dim_v is none; others are copied first.
 
     Source: the merge operator of cascade inference (FlashInfer, Ye et al., 2024).
     """

@@ -1,6 +1,6 @@
 """CPU kernels of attention, as ATen compositions; in float64 the same functions are the truth that the GPU tests measure by.
 
-``merge_attention_states`` is the same composition on every device.
+``merge_attention_states`` is the same composition on every device but CUDA.
 """
 
 from __future__ import annotations

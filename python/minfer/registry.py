@@ -15,14 +15,14 @@ def build_info() -> dict[str, Any]:
 
     Returns:
       ``version``, ``cuda`` (bool), ``archs`` ("90a;80"), ``cutlass``, ``stable_abi_target``, ``kernels_total`` (all configurations),
-      ``kernels_compiled`` (those this build can run).
+      ``kernels_compiled`` (those this build has code for).
     """
     return json.loads(torch.ops.minfer._build_info())
 
 
 @functools.cache
 def kernels(family: str = "gemm") -> tuple[dict[str, Any], ...]:
-    """Every kernel configuration of a family in table order, with ``compiled`` saying whether this build can run it."""
+    """Every kernel configuration of a family in table order, with ``compiled`` saying whether this build has code for it."""
     return tuple(json.loads(torch.ops.minfer._kernels(family)))
 
 

@@ -57,7 +57,8 @@ struct AttentionPlan {
   int64_t box_rows = 0;  // rows of a TMA load of K and V
   // Split-KV kernels: units of up to 8 * columns rows, shares of at least min_slices, partial results in slots; CTAs of so many neighbouring
   // KV heads take the same keys.
-  int64_t columns = 0, min_slices = 0, ctas = 0, slots = 0, lockstep = 1;
+  int64_t columns = 0, min_slices = 0, slots = 0, lockstep = 1;
+  int64_t ctas = 0;            // of split-KV and portable kernels
   size_t workspace_bytes = 0;  // any content; 256-byte aligned
   double predicted_us = 0, floor_us = 0;
   PlanSource source = PlanSource::kAnalytic;
@@ -77,5 +78,29 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
 /// Launches the plan on `stream`; `workspace` holds plan.workspace_bytes bytes. Every element of out and lse is written.
 Status run_attention(AttentionPlan const& plan, AttentionProblem const& problem, AttentionOperands const& operands,
                      DeviceProperties const& device, void* workspace, size_t workspace_bytes, Stream stream);
+
+/// Attention over a part of the keys; strides in elements.
+struct AttentionState {
+  void const* out = nullptr;              // [batch, seqlen, heads, head_dim_v]
+  float const* lse = nullptr;             // [batch, heads, seqlen]; -inf: of no key, whatever out holds
+  int64_t out_strides[4] = {0, 0, 0, 0};  // rows that are contiguous and 16-byte aligned in all states are faster
+  int64_t lse_strides[3] = {0, 0, 0};
+};
+
+/// Attention over the keys of all states together: out = sum of out_i exp(lse_i - lse), lse = log(sum of exp(lse_i)).
+struct AttentionMerge {
+  DataType type = DataType::kF16;          // of outs
+  AttentionState const* states = nullptr;  // on the host
+  int64_t count = 0;                       // >= 1
+  int64_t batch = 0, seqlen = 0, heads = 0, head_dim_v = 0;
+  void* out = nullptr;   // [batch, seqlen, heads, head_dim_v], contiguous, 16-byte aligned; no state's memory
+  float* lse = nullptr;  // [batch, heads, seqlen], contiguous
+};
+
+/// Bytes, 256-byte aligned and of any content, that a merge of many states keeps between its launches; 0 up to 16 states, which are one launch.
+size_t merge_attention_states_workspace(AttentionMerge const& merge);
+
+/// In float32, in the order of the states; out is rounded once. programmatic: as append_to_kv_cache().
+Status merge_attention_states(AttentionMerge const& merge, void* workspace, size_t workspace_bytes, bool programmatic, Stream stream);
 
 }  // namespace minfer

@@ -23,7 +23,8 @@ enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3
 ///   kNf4             nf4[code] * scale (QLoRA's normal-float table); scales of A's type
 ///   kMxFp4, kNvFp4   e2m1[code] * scale; scales E8M0 (a byte for 32 of k) or E4M3 (a byte for 16 of k)
 ///   kFp8E4M3         e4m3[code] * scale; scales of A's type
-enum class WeightFormat : int32_t { kDense = 0, kInt4 = 1, kNf4 = 2, kMxFp4 = 3, kNvFp4 = 4, kInt8 = 5, kFp8E4M3 = 6 };
+/// kCodes is of kernels alone: a cache of keys and values as kFp8E4M3, kInt8 or kInt4, whichever a call has.
+enum class WeightFormat : int32_t { kDense = 0, kInt4 = 1, kNf4 = 2, kMxFp4 = 3, kNvFp4 = 4, kInt8 = 5, kFp8E4M3 = 6, kCodes = 7 };
 constexpr WeightFormat kWeightFormats[] = {WeightFormat::kInt4,  WeightFormat::kNf4,  WeightFormat::kMxFp4,
                                            WeightFormat::kNvFp4, WeightFormat::kInt8, WeightFormat::kFp8E4M3};
 
@@ -57,6 +58,7 @@ inline char const* name_of(WeightFormat f) {
     case WeightFormat::kNvFp4: return "nvfp4";
     case WeightFormat::kInt8: return "int8";
     case WeightFormat::kFp8E4M3: return "fp8_e4m3";
+    case WeightFormat::kCodes: return "codes";
   }
   return "?";
 }

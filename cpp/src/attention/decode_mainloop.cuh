@@ -29,15 +29,7 @@ struct DecodeMainloop : Traits {
     return base + chunk / kChunks * (kSlice * kSwizzle) + token * kSwizzle + (chunk % kChunks ^ turn) * 16;
   }
 
-  static CUTLASS_DEVICE uint32_t pack(float low, float high) {
-    uint32_t packed;
-    if constexpr (kMmaType == DataType::kF16) {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    } else {
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    }
-    return packed;
-  }
+  static CUTLASS_DEVICE uint32_t pack(float low, float high) { return round_pair<kMmaType>(low, high); }
   static CUTLASS_DEVICE uint32_t multiply(uint32_t x, uint32_t y) {
     uint32_t z;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
@@ -83,8 +75,7 @@ struct DecodeMainloop : Traits {
   template <int kCols>
   struct Scores {
     float factor[kCols][2], cap;  // cap > 0: score = cap * tanh(product * factor)
-    int32_t aligned[kCols][2];    // key that the column's query is aligned to
-    int32_t left, right;
+    int32_t first_row, shift;     // of the piece's rows; query i is aligned to key i + shift
     int32_t first_key, last_key;  // keys before, and from there on, are nobody's, and what the cache holds for them may be anything
   };
 
@@ -92,7 +83,7 @@ struct DecodeMainloop : Traits {
   /// than 2^kSlack.
   /// key_scale: of the lane's tokens, lane / 4 and 8 behind; `raise`: int8's unit is to grow by 1 / raise, 1 where it does not.
   template <bool kMasked, int kTiles, int kCols>
-  static CUTLASS_DEVICE void soften(float (&s)[kTiles][kCols][4], State<kCols>& state, Scores<kCols> const& scores,
+  static CUTLASS_DEVICE void soften(Params const& params, float (&s)[kTiles][kCols][4], State<kCols>& state, Scores<kCols> const& scores,
                                     float const (&key_scale)[kTiles][2], int key, int lane, float largest_value, float& inverse_unit) {
     constexpr float kSlack = kInt4 ? 3.0f : 8.0f;  // int4: probabilities times scales of V are f16
     bool grown = kInt8 && largest_value > 16.0f * state.unit;
@@ -115,13 +106,18 @@ struct DecodeMainloop : Traits {
         }
       }
       if constexpr (kMasked) {
+        int column = 8 * i + 2 * (lane % 4);
+        asm volatile("" : "+r"(column));  // bounds of columns, kept for all slices, would be spilled
+        int const left = params.window_left, right = params.window_right;
+        int const aligned[2] = {params.by_group.div(scores.first_row + column) + scores.shift,
+                                params.by_group.div(scores.first_row + column + 1) + scores.shift};
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
-            int const token = key + 16 * t + 8 * (x / 2) + lane / 4, aligned = scores.aligned[i][x % 2];
-            bool const hidden = token >= scores.last_key || (scores.right >= 0 && token > aligned + scores.right) ||
-                                (scores.left >= 0 && token < aligned - scores.left);
+            int const token = key + 16 * t + 8 * (x / 2) + lane / 4;
+            bool const hidden =
+                token >= scores.last_key || (right >= 0 && token > aligned[x % 2] + right) || (left >= 0 && token < aligned[x % 2] - left);
             if (hidden) s[t][i][x] = -INFINITY;
           }
         }
@@ -142,7 +138,7 @@ struct DecodeMainloop : Traits {
         for (int x = 16; x > 0; x /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, x));
         if (largest > state.unit) {
           float const unit = __int_as_float(__float_as_int(largest) & 0x7f800000);
-          lift = unit > 0.0f ? state.unit / unit : 1.0f;
+          lift = unit > 0.0f ? state.unit * inverse_of(unit) : 1.0f;
           if (unit > 0.0f) state.unit = unit;
         }
       }
@@ -169,7 +165,7 @@ struct DecodeMainloop : Traits {
         }
       }
     }
-    if constexpr (kInt8) inverse_unit = state.unit > 0.0f ? 1.0f / state.unit : 0.0f;
+    if constexpr (kInt8) inverse_unit = state.unit > 0.0f ? inverse_of(state.unit) : 0.0f;
 #pragma unroll
     for (int i = 0; i < kCols; ++i) {
 #pragma unroll
@@ -220,7 +216,8 @@ struct DecodeMainloop : Traits {
   static CUTLASS_DEVICE void take_part(Params const& params, SliceAddress const& slice, Queries const& queries, State<kCols>& state,
                                        Scores<kCols> const& scores, int first, int key, int lane) {
     constexpr int kPairs = kRowBytes / 32, kPer = Codes::kPerPair;
-    if constexpr (kInt4) asm volatile("" : "+r"(lane));  // addresses are made again for each slice: kept, they would be spilled
+    if constexpr (!k16Bit || kCols == 2 || kHeadDim > 128 || !kAsyncLoads)
+      asm volatile("" : "+r"(lane));  // addresses are made again for each slice: kept, they would be spilled
     int const g = lane / 4, c = lane % 4;
     uint32_t const keys = slice.keys, values = slice.values, scales = slice.scales;
     uint32_t const group_scales = scales + (kInt4 && first >= params.group_tokens ? kGroupBytes : 0);
@@ -294,7 +291,7 @@ struct DecodeMainloop : Traits {
         }
       }
     }
-    soften<kMasked>(s, state, scores, key_scale, key, lane, largest, inverse_unit);
+    soften<kMasked>(params, s, state, scores, key_scale, key, lane, largest, inverse_unit);
     if constexpr (kInt8) {
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
@@ -390,9 +387,9 @@ struct DecodeMainloop : Traits {
   template <int kCols>
   static CUTLASS_DEVICE void take_residual(Params const& params, uint32_t room, DecodePiece const& piece, Queries const& queries,
                                            State<kCols>& state, Scores<kCols> const& scores, int first, int in_codes, int lane) {
-    constexpr int kVectors = 16 * kHalf / 8 / 32, kAtOnce = kHeadDim <= 128 ? kVectors : 2;  // of 16 bytes, of a lane
-    asm volatile("" : "+r"(lane));                                                           // as in take_part
-    auto const room_at = [&](int token, int chunk) {                                         // rows of kHalf f16, chunks of 16 bytes
+    constexpr int kVectors = 16 * kHalf / 8 / 32, kAtOnce = kHeadDim <= 128 ? kVectors / 2 : 2;  // of 16 bytes, of a lane
+    asm volatile("" : "+r"(lane));                                                               // as in take_part
+    auto const room_at = [&](int token, int chunk) {                                             // rows of kHalf f16, chunks of 16 bytes
       return room + token * (kHalf * 2) + (chunk ^ token % 8) * 16;
     };
     int const valid = piece.seqlen_k - in_codes - first;
@@ -442,7 +439,7 @@ struct DecodeMainloop : Traits {
     }
     float const no_scale[1][2] = {};
     float no_unit;
-    soften<true>(s, state, scores, no_scale, in_codes + first, lane, 0.0f, no_unit);
+    soften<true>(params, s, state, scores, no_scale, in_codes + first, lane, 0.0f, no_unit);
     uint32_t p[1][kCols][2];
     transpose(s, p);
 #pragma unroll
@@ -461,8 +458,8 @@ struct DecodeMainloop : Traits {
     __syncwarp();
   }
 
-  /// The slices of a piece that are this warp's: number `warp`, and every kWarps-th from there on. `slice_at(i)` waits for the i-th of the
-  /// piece and gives its address, `release(i)` gives it back. room: take_residual's.
+  /// The slices of a piece that are this warp's: number `warp`, and every kWarps-th from there on. `slice_at(i)` waits for slice i of
+  /// the sequence and gives its address, `release(i)` gives it back. room: take_residual's.
   template <int kCols, class SliceAt, class Release>
   static CUTLASS_DEVICE void take_piece(Params const& params, uint32_t room, DecodePiece const& piece, Queries const& queries,
                                         State<kCols>& state, int warp, int lane, SliceAt const& slice_at, Release const& release) {
@@ -470,8 +467,8 @@ struct DecodeMainloop : Traits {
     Mask const mask(piece.seqlen_q, piece.seqlen_k, params.window_left, params.window_right);
     Scores<kCols> scores;
     scores.cap = params.softcap * kLog2E;
-    scores.left = params.window_left;
-    scores.right = params.window_right;
+    scores.first_row = piece.row;
+    scores.shift = mask.shift;
     scores.first_key = mask.begin(0);
     float scale = params.softcap > 0.0f ? params.scale / params.softcap : params.scale * kLog2E;
     if constexpr (kFormat == WeightFormat::kFp8E4M3) {
@@ -483,7 +480,6 @@ struct DecodeMainloop : Traits {
       for (int e = 0; e < 2; ++e) {
         int const row = 8 * i + 2 * c + e;
         scores.factor[i][e] = k16Bit ? scale : scale * queries.scale[row];
-        scores.aligned[i][e] = params.by_group.div(piece.row + row) + mask.shift;
       }
     }
     int const in_codes = Pieces::in_codes(params, piece.seqlen_k), codes_end = Pieces::codes_end(params, piece.seqlen_k);
@@ -494,7 +490,7 @@ struct DecodeMainloop : Traits {
     state.clear();
     int slice = piece.slice_begin + warp;
     for (; slice < end; slice += kWarps) {
-      SliceAddress const at = slice_at(slice - piece.slice_begin);
+      SliceAddress const at = slice_at(slice);
 #pragma unroll 1
       for (int first = 0; first < kSlice; first += kPart) {
         int const key = slice * kSlice + first;
@@ -504,7 +500,7 @@ struct DecodeMainloop : Traits {
           take_part<true>(params, at, queries, state, scores, first, key, lane);
         }
       }
-      release(slice - piece.slice_begin);
+      release(slice);
     }
     if constexpr (kInt4) {
       scores.last_key = piece.seqlen_k;

@@ -1,8 +1,9 @@
 // The parts of a decode piece become one, and pieces of a unit its output: partial softmax results of the warps meet in shared memory, those
-// of other CTAs in slots of the workspace, whose flags say when they are complete. After FlashDecoding (Dao et al., 2023).
+// of other CTAs in slots of the workspace, as packets. After FlashDecoding (Dao et al., 2023).
 #pragma once
 
 #include "attention/decode_mainloop.cuh"
+#include "attention/packet.cuh"
 
 namespace minfer::attention {
 
@@ -10,7 +11,7 @@ template <class Traits>
 struct DecodeMerge : Traits {
   using Mainloop = DecodeMainloop<Traits>;
   using Traits::kConsumerThreads, Traits::kFormat, Traits::kHalf, Traits::kHalves, Traits::kHeadDim, Traits::kInt4, Traits::kInt8;
-  using Traits::kMaxColumns, Traits::kPitch, Traits::kRowsOfWarp, Traits::kVector, Traits::kWarps;
+  using Traits::kMaxColumns, Traits::kPitch, Traits::kWarps;
   using typename Traits::Codes, typename Traits::Element, typename Traits::Params;
   template <int kCols>
   using State = typename Mainloop::template State<kCols>;
@@ -21,23 +22,6 @@ struct DecodeMerge : Traits {
   };
 
   static CUTLASS_DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
-
-  /// A row of a piece, or of several: of a thread's elements of head_dim.
-  struct Part {
-    float highest, sum, output[kHalves][kVector];
-  };
-
-  static CUTLASS_DEVICE void add(Part& total, float highest, float sum, float const (&output)[kHalves][kVector]) {
-    float const higher = fmaxf(total.highest, highest), base = higher == -INFINITY ? 0.0f : higher;
-    float const keep = exp2_fast(total.highest - base), take = exp2_fast(highest - base);
-    total.highest = higher;
-    total.sum = total.sum * keep + (take > 0.0f ? sum * take : 0.0f);
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-#pragma unroll
-      for (int x = 0; x < kVector; ++x) total.output[h][x] = total.output[h][x] * keep + (take > 0.0f ? output[h][x] * take : 0.0f);
-    }
-  }
 
   /// The warps' parts of a piece become one, which is left in its slot, or merged with the others' and stored.
   template <int kCols>
@@ -72,14 +56,12 @@ struct DecodeMerge : Traits {
         if (g == 0) storage.states[warp][8 * i + 2 * c + e] = make_float2(state.highest[i][e], sum);
       }
     }
-    Part part[kCols][kRowsOfWarp];  // of row row_of(i, r)
-    auto const row_of = [&](int i, int r) { return 8 * i + kWarps * r + warp; };
 #pragma unroll
     for (int i = 0; i < kCols; ++i) {
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         float const unit = kInt8 ? state.unit : 1.0f;
-        if (i + half > 0) meet();  // the part before was read
+        if (i + half > 0) meet();  // the columns before were read
 #pragma unroll
         for (int tile = 0; tile < kHalf / 16; ++tile) {
 #pragma unroll
@@ -88,112 +70,108 @@ struct DecodeMerge : Traits {
           }
         }
         meet();
-#pragma unroll
-        for (int r = 0; r < kRowsOfWarp; ++r) {
-          Part& own = part[i][r];
-          float highest = -INFINITY;
-#pragma unroll
-          for (int w = 0; w < kWarps; ++w) highest = fmaxf(highest, storage.states[w][row_of(i, r)].x);
-          float const base = highest == -INFINITY ? 0.0f : highest;
-          own.highest = highest;
-          own.sum = 0.0f;
-#pragma unroll
-          for (int x = 0; x < kVector; ++x) own.output[half][x] = 0.0f;
-#pragma unroll
-          for (int w = 0; w < kWarps; ++w) {
-            float2 const of_warp = storage.states[w][row_of(i, r)];
-            float const weight = exp2_fast(of_warp.x - base);
-            own.sum += of_warp.y * weight;
-            auto const* const from = &storage.output[w][kWarps * r + warp][kVector * lane];
-#pragma unroll
-            for (int x = 0; x < kVector; ++x) own.output[half][x] += from[x] * weight;
-          }
+        constexpr int kChunks = kHalf / 64;
+        int const rows = min(piece.rows - 8 * i, 8);
+#pragma unroll 1
+        for (int n = warp; n < rows * kChunks; n += kWarps) {
+          finish_chunk(params, storage, piece, 8 * i + n / kChunks, n % kChunks, half * kChunks + n % kChunks, lane);
         }
-      }
-    }
-
-    if (piece.parts == 0) {
-      int64_t const slot = piece.slot;
-#pragma unroll
-      for (int i = 0; i < kCols; ++i) {
-#pragma unroll
-        for (int r = 0; r < kRowsOfWarp; ++r) {
-          if (row_of(i, r) >= piece.rows) continue;
-          int64_t const at = slot * (8 * kCols) + row_of(i, r);
-#pragma unroll
-          for (int half = 0; half < kHalves; ++half) {
-#pragma unroll
-            for (int x = 0; x < kVector; x += 2) {
-              *reinterpret_cast<float2*>(params.partials + at * kHeadDim + half * kHalf + kVector * lane + x) =
-                  make_float2(part[i][r].output[half][x], part[i][r].output[half][x + 1]);
-            }
-          }
-          if (lane == 0) params.states[at] = make_float2(part[i][r].highest, part[i][r].sum);
-        }
-      }
-      meet();
-      if (warp == 0 && lane == 0) {  // of all threads' writes, which the barrier put before it
-        asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(params.arrived + slot), "l"(params.nonce) : "memory");
-      }
-      return;
-    }
-    int const lockstep = params.by_lockstep.divisor;
-    if (piece.parts > 1) {
-      for (int k = 32 * warp + lane; k < piece.parts; k += kConsumerThreads) {
-        if (k == piece.own) continue;
-        unsigned long long seen;
-        do {
-          asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(params.arrived + piece.slot + k * lockstep) : "memory");
-        } while (seen != params.nonce);
-        params.arrived[piece.slot + k * lockstep] = 0;  // a replay of the launch finds it empty
-      }
-      meet();
-    }
-#pragma unroll
-    for (int i = 0; i < kCols; ++i) {
-#pragma unroll
-      for (int r = 0; r < kRowsOfWarp; ++r) {
-        int const row = row_of(i, r);
-        if (row >= piece.rows) continue;
-        Part total = part[i][r];
-        if (piece.parts > 1) merge_parts(params, piece, part[i][r], total, int64_t(8 * kCols), row, lane);
-        store(params, piece, total, row, lane);
       }
     }
     meet();  // outputs and states in shared memory were read
   }
 
-  /// All parts of a unit's row, `own` among them, in order, whoever left them.
-  static CUTLASS_DEVICE void merge_parts(Params const& params, DecodePiece const& piece, Part const& own, Part& total, int64_t rows_of_slot,
-                                         int row, int lane) {
-    int const lockstep = params.by_lockstep.divisor;
-    total.highest = -INFINITY;
-    total.sum = 0.0f;
+  /// A row's part of a piece, or of several: 64 of its elements, two in a lane.
+  struct Part {
+    float highest, sum;
+    float2 output;
+  };
+
+  /// Chunk `chunk` of a row, number `in_room` of those in shared memory.
+  static CUTLASS_DEVICE void finish_chunk(Params const& params, Storage const& storage, DecodePiece const& piece, int row, int in_room,
+                                          int chunk, int lane) {
+    if (64 * chunk >= params.head_dim_v) return;
+    Part part{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
+    for (int w = 0; w < kWarps; ++w) part.highest = fmaxf(part.highest, storage.states[w][row].x);
+    float const base = part.highest == -INFINITY ? 0.0f : part.highest;
 #pragma unroll
-      for (int x = 0; x < kVector; ++x) total.output[half][x] = 0.0f;
+    for (int w = 0; w < kWarps; ++w) {
+      float2 const of_warp = storage.states[w][row];
+      float2 const output = *reinterpret_cast<float2 const*>(&storage.output[w][row % 8][64 * in_room + 2 * lane]);
+      float const weight = exp2_fast(of_warp.x - base);
+      part.sum = fmaf(of_warp.y, weight, part.sum);
+      part.output.x = fmaf(output.x, weight, part.output.x);
+      part.output.y = fmaf(output.y, weight, part.output.y);
     }
-#pragma unroll 8
-    for (int k = 0; k < piece.parts; ++k) {
-      int64_t const at = int64_t(piece.slot + k * lockstep) * rows_of_slot + row;
-      float2 of_slot = __ldcg(params.states + at);
-      float output[kHalves][kVector];
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-#pragma unroll
-        for (int x = 0; x < kVector; x += 2) {
-          float2 const pair = __ldcg(reinterpret_cast<float2 const*>(params.partials + at * kHeadDim + half * kHalf + kVector * lane + x));
-          output[half][x] = k == piece.own ? own.output[half][x] : pair.x;
-          output[half][x + 1] = k == piece.own ? own.output[half][x + 1] : pair.y;
-        }
-      }
-      if (k == piece.own) of_slot = make_float2(own.highest, own.sum);
-      add(total, of_slot.x, of_slot.y, output);
+    if (piece.parts == 0) {
+      Packet* const to = chunk_in_slot(params, piece.slot, row, chunk);
+      if (lane == 0) send(to, part.highest, part.sum, params.nonce);
+      send(to + 1 + lane, part.output.x, part.output.y, params.nonce);
+      return;
     }
+    if (piece.parts > 1) part = merge_parts(params, piece, part, row, chunk, lane);
+    store(params, piece, part, row, chunk, lane);
   }
 
-  static CUTLASS_DEVICE void store(Params const& params, DecodePiece const& piece, Part& total, int row, int lane) {
+  // A chunk of a row in a slot: maximum and sum, then a packet of each lane.
+  static constexpr int kPackets = 33;
+  static CUTLASS_DEVICE Packet* chunk_in_slot(Params const& params, int64_t slot, int row, int chunk) {
+    return params.slots + ((slot * (8 * params.columns) + row) * (kHeadDim / 64) + chunk) * kPackets;
+  }
+
+  /// All parts of a chunk of a unit's row, `own` among them, in order, whoever left them.
+  static CUTLASS_DEVICE Part merge_parts(Params const& params, DecodePiece const& piece, Part const& own, int row, int chunk, int lane) {
+    constexpr int kAtOnce = Traits::kAsyncLoads ? 8 : 4;  // beside a warp that loads for itself, more would be spilled
+    int64_t const next = int64_t(params.by_lockstep.divisor) * (8 * params.columns) * (kHeadDim / 64) * kPackets;
+    Packet* const first = chunk_in_slot(params, piece.slot, row, chunk);
+    Part total{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
+#pragma unroll 1
+    for (int begin = 0; begin < piece.parts; begin += kAtOnce) {
+      Packet states[kAtOnce], outputs[kAtOnce];
+      auto const place = [&](int k) { return first + (begin + k) * next; };
+      auto const wanted = [&](int k) { return begin + k < piece.parts && begin + k != piece.own; };
+      bool missing;
+      do {
+        missing = false;
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          if (!wanted(k)) continue;
+          states[k] = peek(place(k));
+          outputs[k] = peek(place(k) + 1 + lane);
+        }
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k) {
+          missing = missing || (wanted(k) && (states[k].nonce != params.nonce || outputs[k].nonce != params.nonce));
+        }
+      } while (__any_sync(0xffffffffu, missing));
+      Part parts[kAtOnce];
+      float highest = total.highest;
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        parts[k] = Part{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
+        if (begin + k == piece.own) parts[k] = own;
+        if (wanted(k)) {
+          parts[k] = Part{states[k].get().x, states[k].get().y, outputs[k].get()};
+          if (lane == 0) forget(place(k));
+          forget(place(k) + 1 + lane);
+        }
+        highest = fmaxf(highest, parts[k].highest);
+      }
+      float const base = highest == -INFINITY ? 0.0f : highest, keep = exp2_fast(total.highest - base);
+      total = Part{highest, total.sum * keep, make_float2(total.output.x * keep, total.output.y * keep)};
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        float const take = exp2_fast(parts[k].highest - base);
+        total.sum = fmaf(parts[k].sum, take, total.sum);
+        total.output.x = fmaf(parts[k].output.x, take, total.output.x);
+        total.output.y = fmaf(parts[k].output.y, take, total.output.y);
+      }
+    }
+    return total;
+  }
+
+  static CUTLASS_DEVICE void store(Params const& params, DecodePiece const& piece, Part const& total, int row, int chunk, int lane) {
     int query, head;
     params.by_group(query, head, piece.row + row);
     head += piece.kv_head * params.group;
@@ -209,23 +187,15 @@ struct DecodeMerge : Traits {
       factor = sum == 0.0f ? 0.0f : 1.0f / sum;
       lse = sum == 0.0f ? -INFINITY : (top + log2f(sum)) * kLn2;
     }
-    if (lane == 0 && params.lse != nullptr) params.lse[batch * params.lse_batch + head * params.lse_head + at] = lse;
+    if (chunk == 0 && lane == 0 && params.lse != nullptr) params.lse[batch * params.lse_batch + head * params.lse_head + at] = lse;
     if constexpr (kFormat == WeightFormat::kFp8E4M3) {
       factor *= __ldg(static_cast<float const*>(params.v_scale) + piece.kv_head * params.scale_stride);
     }
-    auto* const out =
-        static_cast<Element*>(params.out) + batch * params.out_batch + at * params.out_row + int64_t(head) * params.head_dim_v;
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      int const d = half * kHalf + kVector * lane;
-      if (d < params.head_dim_v) {
-        cute::conditional_t<kVector == 4, uint2, uint32_t> packed;
-        auto* const pairs = reinterpret_cast<Element*>(&packed);
-#pragma unroll
-        for (int x = 0; x < kVector; ++x) pairs[x] = Element(total.output[half][x] * factor);
-        *reinterpret_cast<decltype(packed)*>(out + d) = packed;
-      }
-    }
+    int const d = 64 * chunk + 2 * lane;
+    if (d >= params.head_dim_v) return;
+    Element const pair[2] = {Element(total.output.x * factor), Element(total.output.y * factor)};
+    *reinterpret_cast<uint32_t*>(static_cast<Element*>(params.out) + batch * params.out_batch + at * params.out_row +
+                                 int64_t(head) * params.head_dim_v + d) = reinterpret_cast<uint32_t const&>(pair);
   }
 };
 

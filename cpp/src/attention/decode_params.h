@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "attention/packet.cuh"
 #include "cutlass/fast_math.h"
 
 namespace minfer::attention {
@@ -27,7 +28,8 @@ struct DecodeParams {
   int32_t const* seq_lens;      // [batch] keys in the cache, the queries' own with them
   int32_t const* block_table;   // [batch, ..] pages, or null
   int64_t block_table_stride, block_table_bytes;
-  int32_t page_size;
+  int32_t block_table_columns;
+  int32_t pages, page_size;
   int32_t box_rows, boxes_of_slice;  // rows of one TMA load of K and V: a power of two from 8 on, divides the page and the slice
   int32_t batch, tokens_q, heads_q, heads_kv, group, seqlen_q, head_dim, head_dim_v;
   int32_t columns;                    // tiles of 8 rows that a unit has: 1 or 2
@@ -45,10 +47,8 @@ struct DecodeParams {
   cutlass::FastDivmod by_group, by_page, by_ranges, by_lockstep;  // ranges * lockstep CTAs; lockstep divides heads_kv
   int32_t num_splits;                                             // of a unit's keys, or 0: as many as fill the CTAs
   int32_t min_slices;                                             // of a CTA, with num_splits 0
-  float* partials;                                                // [slots, 8 * columns, head_dim_v padded]
-  float2* states;                                                 // [slots, 8 * columns]: maximum in units of log2, sum
-  unsigned long long* arrived;                                    // [slots]
-  unsigned long long nonce;  // what a slot of `arrived` holds when its partial is complete; no other launch's
+  Packet* slots;                                                  // of parts: [slots, 8 * columns, kHeadDim / 64, 33]
+  uint64_t nonce;                                                 // of a complete packet; no other launch's
 };
 
 }  // namespace minfer::attention

@@ -1,12 +1,12 @@
 // How a decode launch shares out the keys. A unit is a sequence, a KV head and up to 8 * columns of its rows; its keys are cut into slices.
 // CTAs stand in rows of `lockstep`, neighbours for neighbouring heads: a row of the cache, which holds all heads of a token, is read at one
-// time. All slices of a head's units lie end to end, and each row of CTAs takes as many in a row as the others: a piece is the part of a unit
-// that a CTA has. With a number of splits given, every unit is cut into so many pieces by its own length alone, whatever else is in the batch,
-// and CTAs take whole pieces.
+// time. All slices of a head's units lie end to end, and each row of CTAs has a range of them, as many as the others: a piece is the part of a
+// unit in a range. With a number of splits given, every unit is cut into so many pieces by its own length alone, whatever else is in the
+// batch, and CTAs take whole pieces.
 //
-// A unit in several pieces is merged by its owner, the CTA of its first: the others leave theirs in slots of the workspace. CTAs are numbered
-// against the hardware's order, so that an owner waits for blocks that were started before it; and since a CTA's pieces ascend, an owner's is
-// its last, and those it waits for are the others' first.
+// A unit in several pieces is merged with its last one: the others leave theirs in slots of the workspace. A CTA goes through a range from its
+// end: the piece that others wait for comes first, and that which waits, last. It waits for lower ranges: those of blocks that were started
+// before it.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +27,17 @@ struct DecodePiece {
   int32_t slot, own;  // parts == 0: the piece itself is left in `slot`
 };
 
+/// What a warp has read from shared memory; the compiler then knows that all lanes have the same.
+__device__ __forceinline__ DecodePiece same_in_warp(DecodePiece const& piece) {
+  static_assert(sizeof(DecodePiece) % 4 == 0);
+  DecodePiece same;
+#pragma unroll
+  for (int i = 0; i < int(sizeof(DecodePiece) / 4); ++i) {
+    reinterpret_cast<int32_t*>(&same)[i] = __shfl_sync(0xffffffffu, reinterpret_cast<int32_t const*>(&piece)[i], 0);
+  }
+  return same;
+}
+
 /// kSlice: tokens of a slice. kResidual: tokens behind the last whole group are stored apart, and make slices of 16.
 /// Made and asked by whole warps. Up to 32 sequences, each lane knows one; more are in a table in shared memory, which the CTA builds first.
 template <int kSlice, bool kResidual>
@@ -36,21 +47,98 @@ class DecodePieces {
   /// Slices of codes end here, those of the residual follow.
   static __device__ int codes_end(DecodeParams const& p, int keys) { return (in_codes(p, keys) + kSlice - 1) / kSlice; }
 
+  /// Slices of codes in a piece, which are loaded.
+  static __device__ int codes_of(DecodeParams const& p, DecodePiece const& piece) {
+    int const end = codes_end(p, piece.seqlen_k), last = piece.slice_end < end ? piece.slice_end : end;
+    return last > piece.slice_begin ? last - piece.slice_begin : 0;
+  }
+
   /// By all `threads` of the CTA; nothing to do with few sequences.
   static __device__ void build(SequenceTable::Storage& storage, DecodeParams const& p, int thread, int threads) {
     if (p.batch > 32) SequenceTable::build(storage, p.batch, items_of(p), thread, threads);
   }
 
-  __device__ DecodePieces(DecodeParams const& p, SequenceTable::Storage const& storage) : p(p), storage(storage) {
+  /// guess: what the lengths are before the launch's predecessor has finished, which may still write them; see confirm().
+  __device__ DecodePieces(DecodeParams const& p, SequenceTable::Storage const& storage, bool guess = false) : p(p), storage(storage) {
     int const lane = int(threadIdx.x) % 32;
+    queries = keys = 0;
+    if (p.batch <= 32 && lane < p.batch) {
+      queries = queries_of(p, lane);
+      if (guess) {
+        asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(keys) : "l"(p.seq_lens + lane) : "memory");
+        keys = max(keys, 0);
+      } else {
+        keys = keys_of(p, lane);
+      }
+    }
+    lay_out();
+  }
+  /// Where pieces can be guessed: by lengths that each lane knows.
+  static __device__ bool can_guess(DecodeParams const& p) {
+    return p.batch <= 32 && p.cu_seqlens_q == nullptr && (p.block_table == nullptr || p.block_table_columns > 0);
+  }
+  /// After the predecessor: whether the guess was right; if not, pieces begin anew. By the whole warp.
+  __device__ bool confirm() {
+    int const lane = int(threadIdx.x) % 32, now = lane < p.batch ? keys_of(p, lane) : 0;
+    if (__all_sync(0xffffffffu, now == keys)) return true;
+    keys = now;
+    lay_out();
+    return false;
+  }
+
+  __device__ DecodePiece take() {
+    DecodePiece piece;
+    piece.batch = -1;
+    if (next <= begin) return piece;
+    int32_t const last = next - 1;
+    int32_t own;
+    if (p.batch <= 32) {  // the last sequence that has items and begins at `last` or before
+      int const lane = int(threadIdx.x) % 32;
+      piece.batch = 31 - __clz(__ballot_sync(0xffffffffu, lane < p.batch && items > 0 && first <= last));
+      own = last - __shfl_sync(0xffffffffu, first, piece.batch);
+      piece.seqlen_q = __shfl_sync(0xffffffffu, queries, piece.batch);
+      piece.seqlen_k = __shfl_sync(0xffffffffu, keys, piece.batch);
+    } else {
+      piece.batch = SequenceTable::find(storage, p.batch, items_of(p), last, &own);
+      piece.seqlen_q = queries_of(p, piece.batch);
+      piece.seqlen_k = keys_of(p, piece.batch);
+    }
+    piece.row_q = p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + piece.batch) : 0;
+    int const first_slice = slices_begin(p, piece.seqlen_q, piece.seqlen_k), slices = slices_of(p, piece.seqlen_q, piece.seqlen_k);
+    int const of_unit = p.num_splits > 0 ? p.num_splits : slices, unit = divide(own, of_unit), item = own - unit * of_unit;
+    int const all_rows = piece.seqlen_q * p.group, tiles = tiles_of(p, all_rows);
+    int const heads = tiles == 1 ? unit : unit / tiles, lockstep = p.by_lockstep.divisor;
+    piece.kv_head = heads * lockstep + head;
+    piece.row = (unit - heads * tiles) * 8 * p.columns;
+    piece.rows = all_rows - piece.row < 8 * p.columns ? all_rows - piece.row : 8 * p.columns;
+    int32_t const unit_begin = last - item, unit_end = unit_begin + of_unit;
+    if (p.num_splits > 0) {
+      piece.slice_begin = first_slice + int(int64_t(slices) * item / of_unit);
+      piece.slice_end = first_slice + int(int64_t(slices) * (item + 1) / of_unit);
+      bool const owner = unit_end <= int64_t(range + 1) * per_range, last_here = last == begin || item == 0;
+      piece.parts = owner && last_here ? of_unit : 0;
+      piece.slot = (piece.parts > 0 ? unit_begin : last) * lockstep + head;
+      piece.own = item;
+      next = last;
+    } else {
+      int32_t const start = unit_begin > begin ? unit_begin : begin;
+      piece.slice_begin = first_slice + (start - unit_begin);
+      piece.slice_end = first_slice + item + 1;
+      int const first_range = start == unit_begin ? range : divide(unit_begin, per_range);
+      piece.parts = next == unit_end ? range - first_range + 1 : 0;
+      piece.slot = (piece.parts > 0 ? first_range : range) * lockstep + head;
+      piece.own = piece.parts - 1;
+      next = start;
+    }
+    return piece;
+  }
+
+ private:
+  __device__ void lay_out() {
     int32_t total;
     if (p.batch <= 32) {
-      queries = keys = items = 0;
-      if (lane < p.batch) {
-        queries = queries_of(p, lane);
-        keys = keys_of(p, lane);
-        items = items_with(p, queries, keys);
-      }
+      int const lane = int(threadIdx.x) % 32;
+      items = lane < p.batch ? items_with(p, queries, keys) : 0;
       first = items;
       for (int s = 1; s < p.batch; s *= 2) {
         int32_t const before = __shfl_up_sync(0xffffffffu, first, s);
@@ -61,60 +149,13 @@ class DecodePieces {
     } else {
       total = SequenceTable::total(storage, p.batch);
     }
-    per_cta = p.by_ranges.div(total + p.by_ranges.divisor - 1);
-    if (p.num_splits == 0 && per_cta < p.min_slices) per_cta = p.min_slices;
-    p.by_lockstep(cta, head, int(gridDim.x) - 1 - int(blockIdx.x));
-    int64_t const begin = int64_t(cta) * per_cta;
-    next = begin < total ? int32_t(begin) : total;
-    end = begin + per_cta < total ? int32_t(begin + per_cta) : total;
+    per_range = p.by_ranges.div(total + p.by_ranges.divisor - 1);
+    if (p.num_splits == 0 && per_range < p.min_slices) per_range = p.min_slices;
+    p.by_lockstep(range, head, int(blockIdx.x));
+    int64_t const first_item = int64_t(range) * per_range;
+    begin = first_item < total ? int32_t(first_item) : total;
+    next = first_item + per_range < total ? int32_t(first_item + per_range) : total;
   }
-
-  __device__ DecodePiece take() {
-    DecodePiece piece;
-    piece.batch = -1;
-    if (next >= end) return piece;
-    int32_t own;
-    if (p.batch <= 32) {  // the last sequence that has items and begins at `next` or before
-      int const lane = int(threadIdx.x) % 32;
-      piece.batch = 31 - __clz(__ballot_sync(0xffffffffu, lane < p.batch && items > 0 && first <= next));
-      own = next - __shfl_sync(0xffffffffu, first, piece.batch);
-      piece.seqlen_q = __shfl_sync(0xffffffffu, queries, piece.batch);
-      piece.seqlen_k = __shfl_sync(0xffffffffu, keys, piece.batch);
-    } else {
-      piece.batch = SequenceTable::find(storage, p.batch, items_of(p), next, &own);
-      piece.seqlen_q = queries_of(p, piece.batch);
-      piece.seqlen_k = keys_of(p, piece.batch);
-    }
-    piece.row_q = p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + piece.batch) : 0;
-    int const begin = slices_begin(p, piece.seqlen_q, piece.seqlen_k), slices = slices_of(p, piece.seqlen_q, piece.seqlen_k);
-    int const of_unit = p.num_splits > 0 ? p.num_splits : slices, unit = divide(own, of_unit), item = own - unit * of_unit;
-    int const all_rows = piece.seqlen_q * p.group, tiles = tiles_of(p, all_rows);
-    int const heads = tiles == 1 ? unit : unit / tiles, lockstep = p.by_lockstep.divisor;
-    piece.kv_head = heads * lockstep + head;
-    piece.row = (unit - heads * tiles) * 8 * p.columns;
-    piece.rows = all_rows - piece.row < 8 * p.columns ? all_rows - piece.row : 8 * p.columns;
-    int32_t const unit_begin = next - item, unit_end = unit_begin + of_unit;
-    if (p.num_splits > 0) {
-      piece.slice_begin = begin + int(int64_t(slices) * item / of_unit);
-      piece.slice_end = begin + int(int64_t(slices) * (item + 1) / of_unit);
-      bool const owner = unit_begin >= int64_t(cta) * per_cta, last_here = next + 1 == end || item + 1 == of_unit;
-      piece.parts = owner && last_here ? of_unit : 0;
-      piece.slot = (piece.parts > 0 ? unit_begin : next) * lockstep + head;
-      piece.own = item;
-      ++next;
-    } else {
-      int32_t const stop = unit_end < end ? unit_end : end;
-      piece.slice_begin = begin + item;
-      piece.slice_end = begin + item + (stop - next);
-      piece.parts = item == 0 ? divide(unit_end - 1, per_cta) - cta + 1 : 0;
-      piece.slot = cta * lockstep + head;
-      piece.own = 0;
-      next = stop;
-    }
-    return piece;
-  }
-
- private:
   /// a / b by way of floats: an integer division is a chain of many more instructions; a >= 0, b > 0, the quotient below 2^20.
   static __device__ int divide(int a, int b) {
     int quotient = int(__fdividef(float(a), float(b)));
@@ -151,8 +192,10 @@ class DecodePieces {
 
   DecodeParams const& p;
   SequenceTable::Storage const& storage;
-  int32_t next, end, per_cta, cta, head;  // cta: the row of CTAs; head: of `lockstep` heads
-  int32_t queries, keys, items, first;    // of sequence number lane
+  int32_t per_range;                    // items
+  int32_t range, head;                  // that the CTA has; of `lockstep` heads
+  int32_t begin, next;                  // its first item, and the end of those that are left
+  int32_t queries, keys, items, first;  // of sequence number lane
 };
 
 }  // namespace minfer::attention

@@ -11,14 +11,15 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 
+#include "attention/decode_arguments.cuh"
+#include "attention/decode_boxes.cuh"
 #include "attention/decode_mainloop.cuh"
 #include "attention/decode_merge.cuh"
 #include "attention/decode_queries.cuh"
-#include "attention/launch.h"
+#include "attention/decode_scales.cuh"
+#include "attention/launch_kernel.cuh"
 #include "attention/outside_rows.cuh"
-#include "common/cuda_check.h"
 #include "common/dependent_launch.cuh"
 #include "common/mma_sm80.cuh"
 #include "common/tensor_map.h"
@@ -46,7 +47,9 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   using Traits::kSwizzle, Traits::kWarps;
   using typename Traits::Element, typename Traits::Params, typename Traits::Pieces, typename Traits::Queries, typename Traits::SliceAddress;
   static constexpr int kThreads = 384;
-  static constexpr int kProducerRegisters = kHeadDim <= 128 ? 72 : 88, kConsumerRegisters = kHeadDim <= 128 ? 216 : 208;
+  // Codes: producers quantise queries; two columns of 16-bit keys want all they can have.
+  static constexpr int kProducerRegisters = k16Bit && kHeadDim <= 128 ? 72 : 88, kConsumerRegisters = k16Bit && kHeadDim <= 128 ? 216 : 208;
+  static constexpr int kPrefetched = 4;  // slices at most, into L2 before the launch's predecessor has finished
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
@@ -89,8 +92,10 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     }
     prefetch_lengths(params, thread);
     __syncthreads();
-    wait_for_predecessor();
-    Pieces::build(storage.sequences, params, thread, kThreads);
+    if (!Pieces::can_guess(params)) {
+      wait_for_predecessor();
+      Pieces::build(storage.sequences, params, thread, kThreads);
+    }
     if (warp < 4) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       int const lane = thread % 32;
@@ -105,11 +110,12 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      wait_for_predecessor();
       clear_rows_outside(params, thread - 128, Traits::kConsumerThreads);
       if (params.columns == 1) {
-        consume<1>(params, storage, thread - 128);
+        consume<1>(params, storage);
       } else if constexpr (kMaxColumns == 2) {
-        consume<2>(params, storage, thread - 128);
+        consume<2>(params, storage);
       }
     }
   }
@@ -132,54 +138,38 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 
   // ---- keys and values: warps 0, 2, 3 -------------------------------------------------------------------------------------------
 
-  /// Where the boxes of a piece lie: 32 of them, a lane each, and the 32 after them. Boxes whose keys nobody sees stand for their neighbours:
-  /// their pages may be gone.
-  struct Boxes {
-    Params const& params;
-    int batch, first, last, window, lane;
-    int page, row, next_page, next_row;
-
-    CUTLASS_DEVICE Boxes(Params const& params, DecodePiece const& piece, int slice, int lane)
-        : params(params), batch(piece.batch), lane(lane) {
-      Mask const mask(piece.seqlen_q, piece.seqlen_k, params.window_left, params.window_right);
-      int const shift = 31 - __clz(params.box_rows);
-      first = mask.begin(0) >> shift;
-      last = (Pieces::in_codes(params, piece.seqlen_k) - 1) >> shift;
-      window = slice * params.boxes_of_slice / 32;
-      find(window, page, row);
-      find(window + 1, next_page, next_row);
-    }
-    CUTLASS_DEVICE void find(int of_window, int& page, int& row) const {
-      int const token = min(max(32 * of_window + lane, first), last) * params.box_rows;
-      page = batch;
-      row = token;
-      if (params.block_table != nullptr) {
-        int index;
-        params.by_page(index, row, token);
-        page = __ldg(params.block_table + batch * params.block_table_stride + index);
-      }
-    }
-    CUTLASS_DEVICE void advance_to(int box) {
-      if (box >> 5 == window) return;
-      ++window;
-      page = next_page;
-      row = next_row;
-      find(window + 1, next_page, next_row);
-    }
-  };
+  using Boxes = DecodeBoxes<Pieces>;
 
   /// Calls `load` with the piece, the place of its boxes, a slice and its stage, for all slices of codes in turn, each when its stage is empty.
-  template <class Load>
-  static CUTLASS_DEVICE void for_each_slice(Params const& params, SharedStorage& storage, int lane, Load const& load) {
-    Pieces pieces(params, storage.sequences);
-    int const boxes_of_slice = params.boxes_of_slice;
+  /// Before the launch's predecessor has finished, the first piece is guessed; `prefetch` is called with its boxes and slices, which are right
+  /// but for a predecessor that writes lengths or pages.
+  template <class Load, class Prefetch>
+  static CUTLASS_DEVICE void for_each_slice(Params const& params, SharedStorage& storage, int lane, Load const& load,
+                                            Prefetch const& prefetch) {
+    bool guess = Pieces::can_guess(params);
+    Pieces pieces(params, storage.sequences, guess);
+    DecodePiece piece = pieces.take();
+    Boxes boxes;
+    if (guess) {
+      bool const any = piece.batch >= 0 && Pieces::codes_of(params, piece) > 0;
+      if (any) {
+        boxes = Boxes(params, piece, piece.slice_begin, lane);
+        prefetch(piece, boxes);
+      }
+      wait_for_predecessor();
+      if (any) boxes.find_all(params, lane);
+      if (!pieces.confirm()) {
+        piece = pieces.take();
+        guess = false;
+      }
+    }
     uint32_t stage = 0, phase = 1;  // a fresh barrier's previous phase counts as passed
-    for (DecodePiece piece = pieces.take(); piece.batch >= 0; piece = pieces.take()) {
-      int const codes_end = Pieces::codes_end(params, piece.seqlen_k), end = piece.slice_end < codes_end ? piece.slice_end : codes_end;
-      if (piece.slice_begin >= end) continue;
-      Boxes boxes(params, piece, piece.slice_begin, lane);
+    for (; piece.batch >= 0; piece = pieces.take(), guess = false) {
+      int const end = piece.slice_begin + Pieces::codes_of(params, piece);
+      if (piece.slice_begin == end) continue;
+      if (!guess) boxes = Boxes(params, piece, piece.slice_begin, lane);
       for (int slice = piece.slice_begin; slice < end; ++slice) {
-        boxes.advance_to(slice * boxes_of_slice);
+        boxes.advance_to(params, slice * params.boxes_of_slice, lane);
         EmptyBarrier::wait(&storage.empty[stage], phase);
         load(piece, boxes, slice, stage);
         if (++stage == kStages) {
@@ -190,66 +180,21 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     }
   }
 
-  template <int kBytes>
-  static CUTLASS_DEVICE void copy_async(uint32_t to, void const* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes) : "memory");
-  }
-
   /// Scales of a slice's keys (kWhich = 0) or values; the stage is full when they are there, too.
   template <int kWhich>
   static CUTLASS_DEVICE void load_scales(Params const& params, SharedStorage& storage, int lane) {
-    for_each_slice(params, storage, lane, [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t stage) {
-      load_scales_of<kWhich>(params, storage, piece, boxes, slice * params.boxes_of_slice, stage, lane);
-    });
-    asm volatile("cp.async.wait_all;" ::: "memory");
-  }
-
-  template <int kWhich>
-  static CUTLASS_DEVICE void load_scales_of(Params const& params, SharedStorage& storage, DecodePiece const& piece, Boxes const& boxes,
-                                            int first_box, uint32_t stage, int lane) {
-    uint32_t const scales = shared_address(storage.scales[stage]);
-    uint32_t const in_box = uint32_t(params.box_rows) - 1, shift = uint32_t(31 - __clz(params.box_rows));
-    auto const page_at = [&](int token) { return int64_t(__shfl_sync(0xffffffffu, boxes.page, (first_box + (token >> shift)) & 31)); };
-    auto const row_at = [&](int token) {
-      return __shfl_sync(0xffffffffu, boxes.row, (first_box + (token >> shift)) & 31) + int(token & in_box);
+    auto const load = [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t stage) {
+      DecodeScales<Traits>::template load<kWhich>(params, shared_address(storage.scales[stage]), piece.kv_head, boxes,
+                                                  slice * params.boxes_of_slice, lane);
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
     };
-    if constexpr (kInt8) {
-#pragma unroll
-      for (int token = lane; token < (kSlice + 31) / 32 * 32; token += 32) {
-        int64_t const from =
-            page_at(token % kSlice) * params.k_scale_page + int64_t(piece.kv_head) * params.page_size + row_at(token % kSlice);
-        if (token < kSlice) {
-          auto const* const scale = static_cast<float const*>(kWhich == 0 ? params.k_scale : params.v_scale);
-          copy_async<4>(scales + (kWhich * kSlice + token) * 4, scale + from);
-        }
-      }
-    } else if constexpr (kWhich == 0) {
-      int const group_shift = params.group_tokens == 64 ? 6 : 5, chunks = params.head_dim / 8;  // of 16 bytes
-#pragma unroll
-      for (int g = 0; g < kMaxGroups; ++g) {
-        int const token = g << group_shift;
-        if (token >= kSlice) break;
-        int64_t const page = page_at(token), group = int64_t(piece.kv_head) * params.groups_of_page + (row_at(token) >> group_shift);
-        auto const* const from = static_cast<__half const*>(params.k_scale) + page * params.k_scale_page + group * 2 * params.head_dim;
-#pragma unroll
-        for (int i = lane; i < kHeadDim / 4; i += 32) {
-          if (i < 2 * chunks) {
-            copy_async<16>(scales + g * kGroupBytes + (i < chunks ? i : kHeadDim / 8 + i - chunks) * 16, from + i * 8);
-          }
-        }
-      }
-    } else {
-      constexpr int kChunks = kSlice / 8, kAtOnce = 32 / kChunks;  // of 8 tokens; planes at a time
-      int const token = lane % kChunks * 8;
-      int64_t const plane = int64_t(piece.kv_head) * 2 * params.groups_v + lane / kChunks;
-      auto const* from =
-          static_cast<__half const*>(params.v_scale) + page_at(token) * params.v_scale_page + plane * params.page_size + row_at(token);
-      for (int p = lane / kChunks; p < 2 * params.groups_v; p += kAtOnce) {
-        copy_async<16>(scales + kMaxGroups * kGroupBytes + (p * kChunks + lane % kChunks) * 16, from);
-        from += kAtOnce * params.page_size;
-      }
-    }
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
+    auto const prefetch = [&](DecodePiece const& piece, Boxes const& boxes) {
+      if (params.boxes_of_slice != 1) return;
+      int const slices = min(Pieces::codes_of(params, piece), kPrefetched);
+      DecodeScales<Traits>::template prefetch<kWhich>(params, piece.kv_head, boxes, piece.slice_begin, slices, lane);
+    };
+    for_each_slice(params, storage, lane, load, prefetch);
+    asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
   /// Keys (kFirst = 0) or values (kLast = 1), or both.
@@ -260,7 +205,17 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     int const boxes_of_slice = params.boxes_of_slice, box_rows = params.box_rows;
     bool const elected = cute::elect_one_sync(), simple = boxes_of_slice == 1 && params.k_loads == 1 && params.v_loads == 1;
     uint32_t issued = 0;
-    for_each_slice(params, storage, lane, [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t stage) {
+    // Of a whole slice, or of none: what a predecessor leaves of the memory's rate.
+    auto const prefetch = [&](DecodePiece const& piece, Boxes const& boxes) {
+      int const slices = min(Pieces::codes_of(params, piece), kPrefetched);
+      for (int slice = piece.slice_begin; simple && slice < piece.slice_begin + slices && slice / 32 == boxes.window; ++slice) {
+        int const page = boxes.page_of(slice), row = boxes.row_of(slice);
+        if (!elected) continue;
+        if (kFirst == 0) cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.k, 0, row, 0, piece.kv_head, page);
+        if (kLast == 1) cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.v, 0, row, 0, piece.kv_head, page);
+      }
+    };
+    auto const load_slice = [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t stage) {
       if (issued++ == 0) loads_under_way();
       if (elected) {
         FullBarrier::arrive_and_expect_tx(&storage.full[stage], kCodeBytes * (kLast - kFirst + 1));
@@ -269,7 +224,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
         }
       }
       if (simple) {
-        int const page = __shfl_sync(0xffffffffu, boxes.page, slice & 31), row = __shfl_sync(0xffffffffu, boxes.row, slice & 31);
+        int const page = boxes.page_of(slice), row = boxes.row_of(slice);
         if (elected) {
           auto const load = [&](CUtensorMap const& map, int which) {
             cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, storage.codes[stage][which], 0, row, 0, piece.kv_head, page);
@@ -281,7 +236,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 #pragma unroll 1
       for (int i = simple ? boxes_of_slice : 0; i < boxes_of_slice; ++i) {
         int const box = slice * boxes_of_slice + i;
-        int const page = __shfl_sync(0xffffffffu, boxes.page, box & 31), row = __shfl_sync(0xffffffffu, boxes.row, box & 31);
+        int const page = boxes.page_of(box), row = boxes.row_of(box);
         if (elected) {
           auto const load = [&](CUtensorMap const& map, int which, int loads) {
             uint8_t* const to = storage.codes[stage][which] + i * box_rows * kSwizzle;
@@ -295,7 +250,8 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
           if (kLast == 1) load(params.v, 1, params.v_loads);
         }
       }
-    });
+    };
+    for_each_slice(params, storage, lane, load_slice, prefetch);
     if (issued == 0) loads_under_way();
   }
 
@@ -305,23 +261,34 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   static CUTLASS_DEVICE void loads_under_way() { asm volatile("bar.sync 2, %0;" ::"n"(kScales ? 64 : 96) : "memory"); }
 
   static CUTLASS_DEVICE void bring_queries(Params const& params, SharedStorage& storage, int lane) {
-    Pieces pieces(params, storage.sequences);
-    for (uint32_t turn = 0;; ++turn) {
-      DecodePiece const piece = pieces.take();
+    bool const guess = Pieces::can_guess(params);
+    Pieces pieces(params, storage.sequences, guess);
+    DecodePiece piece = pieces.take();
+    if (guess) {
+      wait_for_predecessor();
+      if (!pieces.confirm()) piece = pieces.take();
+    }
+    uint32_t loaded = 0;
+    for (uint32_t turn = 0;; ++turn, piece = pieces.take()) {
       Queries& queries = storage.queries[turn % 2];
       EmptyBarrier::wait(&storage.empty_q[turn % 2], turn / 2 % 2 ^ 1);
-      auto const loaded = [&] {
+      if (lane == 0) {
+        queries.piece = piece;
+        queries.loaded = loaded;
+      }
+      loaded += uint32_t(Pieces::codes_of(params, piece));
+      bool const none = piece.batch < 0;
+      auto const under_way = [&] {
         if (turn == 0) loads_under_way();
       };
-      if (piece.batch >= 0) {
-        DecodeQueries<Traits>::bring(params, piece, queries, lane, loaded);
+      if (none) {
+        under_way();
       } else {
-        loaded();
+        DecodeQueries<Traits>::bring(params, piece, queries, lane, under_way);
       }
-      if (lane == 0) queries.piece = piece;
       __syncwarp();
       if (lane == 0) EmptyBarrier::arrive(&storage.full_q[turn % 2]);
-      if (piece.batch < 0) return;
+      if (none) return;
     }
   }
 
@@ -337,31 +304,39 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     FullBarrier::wait(&storage.full[at % kStages], at / kStages % 2);
   }
 
+  /// Again and again: what follows from it, kept for the next piece, would be spilled.
+  static CUTLASS_DEVICE void ask_thread(int& warp, int& lane) {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    warp = thread / 32 - 4;
+    lane = thread % 32;
+  }
+
   template <int kCols>
-  static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int thread) {
-    int const warp = thread / 32, lane = thread % 32;
-    uint32_t loaded = 0;  // slices of the pieces before this one
+  static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage) {
     for (uint32_t turn = 0;; ++turn) {
       Queries const& queries = storage.queries[turn % 2];
       EmptyBarrier::wait(&storage.full_q[turn % 2], turn / 2 % 2);
-      DecodePiece const piece = queries.piece;
+      DecodePiece const piece = same_in_warp(queries.piece);
       if (piece.batch < 0) return;
-      auto const slice_at = [&](int i) {
-        uint32_t const stage = (loaded + uint32_t(i)) % kStages;
-        wait_for_slice(storage, loaded + uint32_t(i));
+      int warp, lane;
+      ask_thread(warp, lane);
+      uint32_t const before = __shfl_sync(0xffffffffu, queries.loaded, 0) - uint32_t(piece.slice_begin);
+      auto const slice_at = [&](int slice) {
+        uint32_t const at = before + uint32_t(slice), stage = at % kStages;
+        wait_for_slice(storage, at);
         return SliceAddress{shared_address(storage.codes[stage][0]), shared_address(storage.codes[stage][1]),
                             shared_address(storage.scales[stage])};
       };
-      auto const release = [&](int i) {
+      auto const release = [&](int slice) {
         __syncwarp();
-        if (lane == 0) EmptyBarrier::arrive(&storage.empty[(loaded + uint32_t(i)) % kStages]);
+        if (lane == 0) EmptyBarrier::arrive(&storage.empty[(before + uint32_t(slice)) % kStages]);
       };
       typename Mainloop::template State<kCols> state;
       Mainloop::take_piece(params, shared_address(storage.merge.output[warp]), piece, queries, state, warp, lane, slice_at, release);
-      int const codes_end = Pieces::codes_end(params, piece.seqlen_k), end = piece.slice_end < codes_end ? piece.slice_end : codes_end;
-      if (end > piece.slice_begin) loaded += uint32_t(end - piece.slice_begin);
       __syncwarp();
       if (lane == 0) EmptyBarrier::arrive(&storage.empty_q[turn % 2]);
+      ask_thread(warp, lane);
       Merge::finish(params, storage.merge, piece, state, warp, lane);
     }
   }
@@ -399,78 +374,8 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
     if (status.ok()) status = describe(&params.v, &params.v_loads, o.v, p.head_dim_v, o.v_strides);
     if (!status.ok()) return status;
   }
-  params.q = o.q;
-  params.q_bytes = o.q_strides[1] == p.heads_q * p.head_dim ? p.tokens_q * o.q_strides[1] * 2 : 0;
-  params.q_batch = o.q_strides[0];
-  params.q_row = o.q_strides[1];
-  params.q_head = o.q_strides[2];
-  params.out = o.out;
-  params.out_row = p.heads_q * p.head_dim_v;
-  params.out_batch = p.seqlen_q * params.out_row;
-  params.lse = o.lse;
-  params.lse_batch = o.lse_strides[0];
-  params.lse_head = o.lse_strides[1];
-  params.cu_seqlens_q = o.cu_seqlens_q;
-  params.seq_lens = o.seq_lens;
-  params.block_table = o.block_table;
-  params.block_table_stride = o.block_table_stride;
-  params.block_table_bytes = p.batch * o.block_table_stride * 4;
-  params.page_size = int32_t(p.page_size);
-  params.box_rows = int32_t(plan.box_rows);
-  params.boxes_of_slice = int32_t(Kernel::kSlice / plan.box_rows);
-  params.by_group = cutlass::FastDivmod(int(p.heads_q / p.heads_kv));
-  params.by_page = cutlass::FastDivmod(int(std::max<int64_t>(p.page_size, 1)));
-  params.by_lockstep = cutlass::FastDivmod(int(plan.lockstep));
-  params.by_ranges = cutlass::FastDivmod(int(plan.ctas / plan.lockstep));
-  params.batch = int32_t(p.batch);
-  params.tokens_q = int32_t(p.tokens_q);
-  params.heads_q = int32_t(p.heads_q);
-  params.heads_kv = int32_t(p.heads_kv);
-  params.group = int32_t(p.heads_q / p.heads_kv);
-  params.seqlen_q = int32_t(p.seqlen_q);
-  params.head_dim = int32_t(p.head_dim);
-  params.head_dim_v = int32_t(p.head_dim_v);
-  params.columns = int32_t(plan.columns);
-  params.window_left = int32_t(p.window_left);
-  params.window_right = int32_t(p.window_right);
-  params.scale = o.scale;
-  params.softcap = o.softcap;
-  params.sinks = o.sinks;
-  params.k_scale = o.k_scale;
-  params.v_scale = o.v_scale;
-  params.scale_stride = int32_t(p.scale_per_head);
-  params.group_tokens = int32_t(p.group_tokens);
-  params.groups_v = int32_t(p.groups_v);
-  params.k_scale_page = p.heads_kv * (Kernel::kInt4 ? p.page_size / std::max<int64_t>(p.group_tokens, 1) * 2 * p.head_dim : p.page_size);
-  params.v_scale_page = p.heads_kv * p.page_size * (Kernel::kInt4 ? 2 * p.groups_v : 1);
-  params.groups_of_page = int32_t(p.group_tokens > 0 ? p.page_size / p.group_tokens : 0);
-  params.k_residual = o.k_residual;
-  params.v_residual = o.v_residual;
-  params.num_splits = int32_t(p.num_splits);
-  params.min_slices = int32_t(plan.min_slices);
-  auto* const workspace = static_cast<char*>(arguments.workspace);
-  params.partials = reinterpret_cast<float*>(workspace);
-  params.states = reinterpret_cast<float2*>(workspace + plan.slots * 8 * plan.columns * Kernel::kHeadDim * 4);
-  params.arrived = reinterpret_cast<unsigned long long*>(params.states + plan.slots * 8 * plan.columns);
-  params.nonce = arguments.nonce;
-
-  static std::atomic<uint64_t> shared_memory_allowed{0};
-  if (cudaError_t const error =
-          allow_shared_memory(reinterpret_cast<void const*>(&decode_sm90_kernel<Config>), Kernel::kSmemBytes, shared_memory_allowed);
-      error != cudaSuccess) {
-    return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
-  }
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(plan.ctas));
-  config.blockDim = dim3(unsigned(Kernel::kThreads));
-  config.dynamicSmemBytes = size_t(Kernel::kSmemBytes);
-  config.stream = arguments.stream;
-  config.attrs = &attribute;
-  config.numAttrs = arguments.programmatic_launch ? 1 : 0;
-  return cuda_status(cudaLaunchKernelEx(&config, &decode_sm90_kernel<Config>, params), "launch");
+  set_decode_arguments<Kernel>(arguments, &params);
+  return launch_kernel<Kernel>(&decode_sm90_kernel<Config>, params, arguments, plan.ctas);
 }
 
 }  // namespace minfer::attention

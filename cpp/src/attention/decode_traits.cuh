@@ -11,8 +11,12 @@
 
 namespace minfer::attention {
 
-/// kWarps_: that take slices, one each; 8 / kWarps rows of a tile of 8 are a warp's when their parts are merged.
-template <class Config, int kWarps_>
+/// Of a power of two, normal as x; a division is a call.
+__device__ __forceinline__ float inverse_of(float x) { return __int_as_float((254 << 23) - __float_as_int(x)); }
+
+/// kWarps_: that take slices, one each; 8 / kWarps rows of a tile of 8 are a warp's when their parts are merged, kMerged elements of head_dim
+/// at a time.
+template <class Config, int kWarps_, int kMerged = 128>
 struct DecodeTraits {
   static constexpr DataType kType = Config::kType;
   static constexpr WeightFormat kFormat = Config::kFormat;
@@ -23,7 +27,7 @@ struct DecodeTraits {
   static constexpr bool k16Bit = kFormat == WeightFormat::kDense, kInt8 = kFormat == WeightFormat::kInt8,
                         kInt4 = kFormat == WeightFormat::kInt4;
   static constexpr DataType kMmaType = k16Bit ? kType : DataType::kF16;
-  static constexpr int kWarps = kWarps_, kConsumerThreads = 32 * kWarps, kRowsOfWarp = 8 / kWarps;
+  static constexpr int kWarps = kWarps_, kConsumerThreads = 32 * kWarps;
   static constexpr int kMaxColumns = Config::kRows / 8;  // tiles of 8 rows: 1 or 2, as registers allow
   static constexpr int kRowBytes = kHeadDim * Codes::kBits / 8, kSwizzle = kRowBytes < 128 ? kRowBytes : 128, kBoxes = kRowBytes / kSwizzle;
   static constexpr int kCodeBytes = kSlice * kRowBytes;  // of K, and of V, in a slice
@@ -35,7 +39,7 @@ struct DecodeTraits {
                        kMaxGroups = kSlice < 32 ? 1 : kSlice / 32;  // int4: of a group of tokens; in a slice
   static constexpr int kScaleBytes = kInt8 ? 2 * kSlice * 4 : kInt4 ? kMaxGroups * kGroupBytes + 2 * kMaxGroupsV * kSlice * 2 : 16;
   static constexpr bool kScales = kInt8 || kInt4;
-  static constexpr int kHalf = kHeadDim < 128 ? kHeadDim : 128, kHalves = kHeadDim / kHalf, kVector = kHalf / 32;
+  static constexpr int kHalf = kHeadDim < kMerged ? kHeadDim : kMerged, kHalves = kHeadDim / kHalf;
   static constexpr int kPitch = kHalf + 4;
   static_assert(kHeadDim % 64 == 0 && kSlice % kPart == 0 && kSwizzle * 8 % 128 == 0 && 8 % kWarps == 0);
 
@@ -47,6 +51,7 @@ struct DecodeTraits {
     uint2 of[kMaxColumns][kSteps][32];  // B operands
     float scale[8 * kMaxColumns];       // what a row was divided by
     DecodePiece piece;
+    uint32_t loaded;  // slices of the pieces before it
   };
   /// A slice in shared memory.
   struct SliceAddress {

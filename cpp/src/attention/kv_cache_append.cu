@@ -22,8 +22,8 @@
 #include <algorithm>
 
 #include "common/dependent_launch.cuh"
+#include "common/kernel_launch.h"
 #include "minfer/kv_cache.h"
-#include "moe/routing_launch.h"
 
 namespace minfer {
 
@@ -547,7 +547,7 @@ bool is_wide(KvRows const& rows, KvAppend const& append) {
 
 template <WeightFormat kFormat, class T, int kWidth>
 Status launch_append(AppendParams const& params, DeviceProperties const& device, bool programmatic, Stream stream) {
-  moe::LaunchShape shape;
+  LaunchShape shape;
   shape.programmatic = programmatic;
   shape.stream = stream;
   if constexpr (kFormat == WeightFormat::kInt4) {
@@ -557,12 +557,12 @@ Status launch_append(AppendParams const& params, DeviceProperties const& device,
     own.cta_tokens = int32_t(std::clamp<int64_t>((pairs + wave - 1) / wave, 1, kGroupThreads / kWarp));
     shape.grid = dim3((params.tokens + unsigned(own.cta_tokens) - 1) / unsigned(own.cta_tokens) * params.heads);
     shape.threads = kGroupThreads;
-    return moe::launch(shape, "launch of kv_cache_append", &append_groups_kernel<T, kWidth>, own);
+    return launch(shape, "launch of kv_cache_append", &append_groups_kernel<T, kWidth>, own);
   } else {
     constexpr unsigned kWarps = kRowThreads / kWarp;
     shape.grid = dim3((params.tokens * params.heads + kWarps - 1) / kWarps);
     shape.threads = kRowThreads;
-    return moe::launch(shape, "launch of kv_cache_append", &append_rows_kernel<kFormat, T, kWidth>, params);
+    return launch(shape, "launch of kv_cache_append", &append_rows_kernel<kFormat, T, kWidth>, params);
   }
 }
 

@@ -8,7 +8,8 @@
 //   8 bits    keys: k = 2c, 2c + 1 are elements 4c, 4c + 1 of 16, k = 8 + 2c, .. are 4c + 2, 4c + 3. Values: rows g, g + 8 are 2g, 2g + 1 of 16
 //   4 bits    keys: of 32 elements, k = 2c, 2c + 1 of the first product are 8c, 8c + 4, k = 8 + 2c, .. are 8c + 1, 8c + 5; of the second
 //             8c + 2, 8c + 6 and 8c + 3, 8c + 7. Values: rows g, g + 8 of the first tile are 4g, 4g + 1 of 32, of the second 4g + 2, 4g + 3
-// Codes become f16 exactly: int8 as 1024 + (code + 128) - 1152, int4 as 1024 + code - 1024 or (1024 + 16 code) / 16 - 64, e4m3 by conversion.
+// Codes become f16 exactly: int8 as 1024 + (code + 128) - 1152, int4 as 1024 + code - 1024 or (1024 + 16 code) / 16 - 64, e4m3 by conversion, which
+// GPUs have from sm_89 on.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -53,7 +54,18 @@ struct KvCodes {
   }
   static __device__ uint32_t from_e4m3(uint32_t low_half) {
     uint32_t z;
+#if __CUDA_ARCH__ >= 890
     asm("{ .reg .b16 x; cvt.u16.u32 x, %1; cvt.rn.f16x2.e4m3x2 %0, x; }" : "=r"(z) : "r"(low_half));
+#else
+    // A code's seven bits in the place of f16's exponent and upper mantissa are 1 / 256 of its number, subnormal ones too. NaN's would be
+    // 480: it alone is too large for f16 when multiplied by 36000 / 256, and 0 * inf is NaN.
+    uint32_t const x = select(low_half, 0, 0x1404);  // bytes 0 and 1, each the upper one of a half
+    uint32_t const small = (x >> 1 & 0x3f803f80) | (x & 0x80008000);
+    uint32_t large;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(large) : "r"(small), "r"(0x78657865u));  // 36000
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(small), "r"(0x5c005c00u));      // 256
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(large), "r"(0u), "r"(z));
+#endif
     return z;
   }
   /// Codes kIndex and kIndex + 4 of eight.

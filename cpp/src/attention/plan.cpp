@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <numeric>
 #include <random>
@@ -17,11 +18,14 @@ namespace {
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr size_t kCounterBytes = 256;
-constexpr int64_t kDecodeRows =
-    32;                            // of a KV head; a cache of 16-bit numbers with more is read by tiles of queries (a guess, not measured)
+// Of a KV head; up to here the split-KV kernel is no slower (H200, 16 rows, 64 sequences of 2048 keys: 136 us, by tiles of queries 140).
+constexpr int64_t kDecodeRows = 32;
 constexpr int64_t kMinKeys = 128;  // of a CTA
 
 bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
+
+/// Tiles of queries over a cache of codes.
+bool converts(KernelInfo const& kernel) { return kernel.b_format == WeightFormat::kCodes; }
 
 /// Rows of a KV head in a sequence: queries of all heads of its group.
 int64_t rows_of(AttentionProblem const& p) { return p.heads_kv > 0 ? p.seqlen_q * (p.heads_q / p.heads_kv) : 0; }
@@ -29,7 +33,29 @@ int64_t rows_of(AttentionProblem const& p) { return p.heads_kv > 0 ? p.seqlen_q 
 // Of the tensor cores' rate, what a mainloop reaches with long sequences (H200, head_dim 128, 16384 keys: 710 and 625 TFLOP/s), and what a tile
 // costs beside it: first loads, first and last product, output (512 queries, causal: 2.7 us of a tile with 128 rows, 3.6 with 192).
 constexpr double kStartUs = 4.0, kTileUs = 1.4, kTileRowUs = 0.0115;
-double rate_of(KernelInfo const& kernel) { return kernel.tile_m >= 192 ? 0.94 : 0.83; }
+double rate_of(KernelInfo const& kernel) { return kernel.arch < 90 ? 0.6 : kernel.tile_m >= 192 ? 0.94 : 0.83; }  // portable: a guess
+
+/// CTAs of a persistent kernel: all that are resident.
+int64_t workers_of(KernelInfo const& kernel, DeviceProperties const& device) {
+  constexpr int64_t kReserved = 1024;  // bytes of an SM's shared memory that each block costs more than it has
+  int64_t const fit = (device.smem_per_block + kReserved) / (kernel.smem_bytes + kReserved);
+  return device.sm_count * std::clamp<int64_t>(fit, 1, kernel.ctas_per_sm);
+}
+
+/// Whether this build holds code of the kernel that the device runs: portable kernels are compiled for all of build_archs() but 90a, and code
+/// for x.y runs on x.z, z >= y.
+bool has_code(KernelInfo const& kernel, DeviceProperties const& device) {
+  if (kernel.launch == nullptr) return false;
+  if (kernel.arch_exact) return true;
+  for (char const* at = build_archs(); *at != 0;) {
+    char* end = nullptr;
+    long const arch = std::strtol(at, &end, 10);
+    if (*end != 'a' && arch / 10 == device.compute_major && arch % 10 <= device.compute_minor) return true;
+    at = end;
+    while (*at != 0 && (*at < '0' || *at > '9')) ++at;
+  }
+  return false;
+}
 
 /// Keys that the queries of a sequence see, on average.
 double keys_seen(AttentionProblem const& p) {
@@ -83,7 +109,10 @@ double predict_us(KernelInfo const& kernel, AttentionProblem const& p, DevicePro
   double const keys = keys_met(p, kernel, pack);
   double const mma_us =
       2.0 * kernel.tile_m * keys * double(kernel.tile_k + kernel.head_dim_v) / (device.matrix_rate / sms * rate_of(kernel));
-  double const tile_us = mma_us + kTileUs + kTileRowUs * kernel.tile_m;
+  // K and V of 128 keys and 128 columns: what a tile takes for them where one warpgroup converts (H200, 8192 and 65536 keys).
+  double const block_us = p.kv_format == WeightFormat::kInt4 ? 3.1 : p.kv_format == WeightFormat::kInt8 ? 2.6 : 2.4;
+  double const convert_us = converts(kernel) ? keys * double(p.head_dim + p.head_dim_v) / 32768 * block_us : 0.0;
+  double const tile_us = std::max(mma_us, convert_us) + kTileUs + kTileRowUs * kernel.tile_m;
   return kStartUs + std::max(1.0, tiles / sms + (tiles > sms ? 0.4 : 0.0)) * tile_us;
 }
 
@@ -95,8 +124,12 @@ char const* illegal(KernelInfo const& kernel, AttentionProblem const& p, DeviceP
   if (kernel.ab_type != p.type) return "it computes another element type";
   if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
   if (p.head_dim > kernel.tile_k || p.head_dim_v > kernel.head_dim_v) return "its head dimensions are smaller";
-  if (splits_keys(kernel) && !p.cached) return "it reads keys and values from a cache";
-  if (splits_keys(kernel) ? p.kv_format != kernel.b_format : p.kv_format != WeightFormat::kDense) return "it reads another cache format";
+  if ((splits_keys(kernel) || converts(kernel)) && !p.cached) return "it reads keys and values from a cache";
+  if (converts(kernel) ? p.kv_format == WeightFormat::kDense : p.kv_format != kernel.b_format) return "it reads another cache format";
+  int64_t const bits = bits_of(p.kv_format);
+  if (converts(kernel) && (p.head_dim * bits % 128 != 0 || p.head_dim_v * bits % 128 != 0)) {
+    return "it reads codes of 16 bytes at a time, which head dimensions must be multiples of";
+  }
   if (!splits_keys(kernel) && p.num_splits > 1) return "it does not split the keys";
   return nullptr;
 }
@@ -131,23 +164,23 @@ int64_t choose_pack(KernelInfo const& kernel, AttentionProblem const& p) {
   return tiles_of(p, kernel.tile_m, group) < tiles_of(p, kernel.tile_m, 1) ? group : 1;
 }
 
-/// Split-KV: the bytes of the keys, or the instructions where rows are many. Its rates but the
-/// bandwidth are guesses: no kernel is chosen by them, one format and head dimension has one.
+/// Split-KV: the bytes of the keys, from memory and again from L2 for every tile of rows, or the instructions. Of the tensor cores' rate it
+/// reaches a sixth, over int4 a ninth (H200, head_dim 128, 64 rows and more: 95 to 147 TFLOP/s, 79 to 86).
 double predict_decode_us(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
   constexpr double kLaunchUs = 6.0;
   int64_t const tiles = (rows_of(p) + kernel.tile_m - 1) / kernel.tile_m;
   double const codes = double(p.batch) * double(p.seqlen_k) * p.heads_kv * (p.head_dim + p.head_dim_v) * bits_of(p.kv_format) / 8.0;
   double const reads_us = codes / device.read_bandwidth, l2_us = codes * double(tiles - 1) / (2.0 * device.read_bandwidth);
-  double const mma_us = 6.0 * flops_of(p) / device.matrix_rate;
+  double const mma_us = (p.kv_format == WeightFormat::kInt4 ? 9.0 : 6.0) * flops_of(p) / device.matrix_rate;
   return kLaunchUs + std::max(reads_us + l2_us, mma_us);
 }
 
-/// The most heads that leave no more than a few SMs idle.
-int64_t choose_lockstep(AttentionProblem const& p, DeviceProperties const& device) {
+/// The most heads that leave no more than a few of the CTAs idle.
+int64_t choose_lockstep(AttentionProblem const& p, int64_t ctas) {
   constexpr double kUsed = 0.96;
   int64_t best = 1;
-  for (int64_t heads = 2; heads <= std::min<int64_t>(p.heads_kv, device.sm_count); ++heads) {
-    if (p.heads_kv % heads != 0 || double(device.sm_count / heads * heads) < kUsed * double(device.sm_count)) continue;
+  for (int64_t heads = 2; heads <= std::min(p.heads_kv, ctas); ++heads) {
+    if (p.heads_kv % heads != 0 || double(ctas / heads * heads) < kUsed * double(ctas)) continue;
     best = heads;
   }
   return best;
@@ -165,11 +198,12 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     int64_t const rows = 8 * plan.columns;
     int64_t const tiles = p.varlen ? p.batch + p.tokens_q * (p.heads_q / p.heads_kv) / rows : p.batch * ((rows_of(p) + rows - 1) / rows);
     plan.min_slices = std::max<int64_t>(kMinKeys / kernel.tile_n, 1);
-    plan.lockstep = choose_lockstep(p, device);
-    int64_t const units = tiles * p.heads_kv / plan.lockstep, ranges = device.sm_count / plan.lockstep;
+    int64_t const workers = workers_of(kernel, device);
+    plan.lockstep = choose_lockstep(p, workers);
+    int64_t const units = tiles * p.heads_kv / plan.lockstep, ranges = workers / plan.lockstep;
     plan.ctas = (p.num_splits > 0 ? std::clamp<int64_t>(units * p.num_splits, 1, ranges) : ranges) * plan.lockstep;
     plan.slots = p.num_splits > 0 ? units * p.num_splits * plan.lockstep : plan.ctas;
-    plan.workspace_bytes = size_t(plan.slots * (rows * (kernel.tile_k * 4 + 8) + 8));
+    plan.workspace_bytes = size_t(plan.slots * rows * (kernel.tile_k / 64) * 33 * 16);  // packets: decode_merge.cuh
     plan.predicted_us = std::max(predict_decode_us(kernel, p, device), plan.floor_us);
     return plan;
   }
@@ -177,15 +211,38 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
   plan.predicted_us = std::max(predict_us(kernel, p, device, plan.pack), plan.floor_us);
   bool const even = !p.varlen && !p.cached && p.window_left < 0 && p.window_right < 0;
   plan.counted = !even && (p.varlen || tiles_of(p, kernel.tile_m, plan.pack) > device.sm_count);
+  if (kernel.arch < 90) {  // a CTA for each tile, where they are known; else persistent ones and a counter
+    constexpr double kMaxCtas = double(1 << 20);
+    plan.counted = p.varlen;
+    plan.ctas = p.varlen ? workers_of(kernel, device) : int64_t(std::clamp(tiles_of(p, kernel.tile_m, plan.pack), 1.0, kMaxCtas));
+  }
   plan.workspace_bytes = plan.counted ? kCounterBytes : 0;
   return plan;
 }
 
-/// Whether the analytic model takes it into account: rows few enough for a cache are the split-KV kernel's, many are the tiles'.
+/// Whether the analytic model takes it into account: rows few enough for a cache are the split-KV kernel's. More may be either's: tiles that
+/// leave SMs idle lose to parts of the keys, which fill them all but are read again for every few rows.
 bool considered(KernelInfo const& kernel, AttentionProblem const& p) {
-  if (!p.cached || p.kv_format != WeightFormat::kDense) return true;
+  if (!p.cached) return true;
   if (p.num_splits > 0) return splits_keys(kernel);  // whatever the batch is
-  return splits_keys(kernel) == (rows_of(p) <= kDecodeRows);
+  return rows_of(p) > kDecodeRows || splits_keys(kernel);
+}
+
+/// From the family's first kernel in the registry to its last: the others, several times as many, are not looked at in every call.
+struct Candidates {
+  KernelInfo const *begin, *end;
+};
+Candidates const& candidates_of_family() {
+  static Candidates const found = [] {
+    int64_t count = 0;
+    KernelInfo const* begin = registry(&count);
+    KernelInfo const* end = begin + count;
+    auto const ours = [](KernelInfo const& kernel) { return std::strcmp(kernel.family, "attention") == 0; };
+    while (begin != end && !ours(*begin)) ++begin;
+    while (begin != end && !ours(end[-1])) --end;
+    return Candidates{begin, end};
+  }();
+  return found;
 }
 
 /// Different in every launch of every process, but for chance.
@@ -212,7 +269,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     if (char const* why = illegal(*kernel, problem, device)) {
       return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot compute this problem: %s", kernel->name, why);
     }
-    if (options.only_runnable && kernel->launch == nullptr) {
+    if (options.only_runnable && !has_code(*kernel, device)) {
       return Status::failure(StatusCode::kNotCompiled, "kernel %s is in the table but not in this build (archs: %s)", kernel->name,
                              build_archs()[0] ? build_archs() : "none");
     }
@@ -221,15 +278,16 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     std::snprintf(plan->reason, sizeof(plan->reason), "asked for by name");
     return Status::success();
   }
-  int64_t count = 0;
   int candidates = 0;
-  KernelInfo const* kernels = registry(&count);
-  for (int64_t i = 0; i < count; ++i) {
-    KernelInfo const& kernel = kernels[i];
-    if ((options.only_runnable && kernel.launch == nullptr) || illegal(kernel, problem, device) != nullptr) continue;
-    if (!considered(kernel, problem)) continue;
+  auto const [begin, end] = candidates_of_family();
+  for (KernelInfo const* at = begin; at != end; ++at) {
+    KernelInfo const& kernel = *at;
+    if (illegal(kernel, problem, device) != nullptr || !considered(kernel, problem)) continue;
+    if (options.only_runnable && !has_code(kernel, device)) continue;
     AttentionPlan const found = describe(kernel, problem, device);
-    if (candidates == 0 || found.predicted_us < plan->predicted_us) *plan = found;
+    // sm_90's kernels before portable ones; among equals the fewest microseconds.
+    int const newer = candidates == 0 ? 1 : kernel.arch - plan->kernel->arch;
+    if (newer > 0 || (newer == 0 && found.predicted_us < plan->predicted_us)) *plan = found;
     ++candidates;
   }
   if (candidates == 0) {

@@ -5,6 +5,10 @@
 
 #include <cstdint>
 
+#include "attention/key_rows.cuh"
+#include "cutlass/fast_math.h"
+#include "minfer/types.h"
+
 namespace minfer::attention {
 
 /// Queries of up to `pack` heads that share a KV head lie side by side in a tile: row r is query r / pack of head r % pack.
@@ -32,6 +36,26 @@ struct PrefillParams {
   int32_t* tile_counter;              // zero before the launch, or null: tiles at a fixed distance
   void const* sinks;                  // [heads_q], or null
   bool keys_end_at_extent;            // rows behind the last key are zeros of the TMA load
+};
+
+/// Keys or values of a cache as codes; see attention_paged's documentation for the scales.
+struct CodesSide {
+  KeyRows rows;          // [pages, page_size, heads_kv, head_dim]
+  void const* scale;     // fp8: float32, one or [heads_kv]. int8: float32 [pages, heads_kv, page_size]. int4: f16 scales and minima,
+                         // of K [pages, heads_kv, page_size / group_tokens, 2, head_dim], of V [pages, heads_kv, 2 * groups_v, page_size]
+  int64_t scale_page;    // elements of a page
+  void const* residual;  // int4: [batch, group_tokens, heads_kv, head_dim] of q's type: tokens of no whole group
+  int32_t head_dim;      // a multiple of what 16 bytes hold
+};
+
+/// k and v of PrefillParams are not used.
+struct PrefillCodesParams : PrefillParams {
+  CodesSide keys, values;
+  WeightFormat format;                // kFp8E4M3, kInt8 or kInt4
+  cutlass::FastDivmod by_page;        // page_size
+  int32_t scale_stride;               // fp8: of heads, 0 or 1
+  int32_t group_tokens;               // int4: tokens of a scale of K, 32 or 64; else 0
+  int32_t groups_v, chunks_of_group;  // int4: scales of a token of V, and chunks of 32 channels of each
 };
 
 }  // namespace minfer::attention

@@ -7,6 +7,8 @@
 // Rows of a tile. `pack` query heads of a KV head lie side by side: with few queries they share the loads of K and V.
 // Scores never leave registers: S = Q.K^T accumulates in fp32, P = exp2(S - max) is rounded to 16 bits in place, in the layout of an A operand.
 // Values behind the last key are set to zero in shared memory before they are used (0 * NaN is NaN); their scores are masked.
+// kConverts: keys and values are codes of a cache. The whole of warpgroup 0 is the producer then: it converts them into the stages
+// (prefill_convert.cuh), whose full barriers count its warps; one lane loads the queries and hands out the tiles.
 // Tile walk: tile_scheduler.cuh. Masks: mask.h; only blocks on an edge are masked.
 // Limits: 16-bit, q, k and v 16-byte aligned in base and strides, head_dim a multiple of 8 up to kHeadDim (TMA fills with zeros).
 #pragma once
@@ -14,14 +16,15 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include <algorithm>
-#include <atomic>
 
-#include "attention/launch.h"
+#include "attention/launch_kernel.cuh"
 #include "attention/mask.h"
+#include "attention/outside_rows.cuh"
+#include "attention/prefill_arguments.cuh"
+#include "attention/prefill_convert.cuh"
 #include "attention/prefill_params.h"
 #include "attention/softmax.cuh"
 #include "attention/tile_scheduler.cuh"
-#include "common/cuda_check.h"
 #include "common/dependent_launch.cuh"
 #include "common/tensor_map.h"
 #include "cute/tensor.hpp"
@@ -41,14 +44,16 @@ struct PrefillSm90 {
   static constexpr int kConsumers = kTileM / 64, kThreads = 128 * (kConsumers + 1);
   static constexpr bool kPingpong = Config::kPingpong;
   static constexpr bool kOwnOutput = Config::kOwnOutput;  // output is staged in room of its own; else in that of the queries
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24, kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr bool kConverts = Config::kConverts;    // keys and values from codes
+  static constexpr int kConsumerRegisters = kConverts ? (kHeadDim == 256 ? 208 : 192) : kConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kConverts ? 504 - 2 * kConsumerRegisters : kConsumers == 3 ? 32 : 24;
   static constexpr int kScores = kTileN / 2, kOutputs = kHeadDimV / 2;  // of a thread
   static_assert(kTileM % 64 == 0 && kTileN % 16 == 0 && kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kHeadDimV <= kHeadDim);
 
   using Tiles = PrefillTiles<kTileM>;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
-  using Params = PrefillParams;
+  using Params = cute::conditional_t<kConverts, PrefillCodesParams, PrefillParams>;
 
   struct OutputStorage {
     alignas(1024) Element of[kTileM * kHeadDimV];
@@ -92,15 +97,21 @@ struct PrefillSm90 {
       EmptyBarrier::init(&storage.empty_q, 4 * kConsumers);
       for (int s = 0; s < 2; ++s) {
         EmptyBarrier::init(&storage.full_tile[s], 1);
-        EmptyBarrier::init(&storage.empty_tile[s], 4 * kConsumers);
+        EmptyBarrier::init(&storage.empty_tile[s], 4 * (kConsumers + kConverts));
       }
       for (int s = 0; s < kStages; ++s) {
-        FullBarrier::init(&storage.full_k[s], 1);
-        FullBarrier::init(&storage.full_v[s], 1);
+        FullBarrier::init(&storage.full_k[s], kConverts ? 4 : 1);
+        FullBarrier::init(&storage.full_v[s], kConverts ? 4 : 1);
         EmptyBarrier::init(&storage.empty_k[s], 4 * kConsumers);
         EmptyBarrier::init(&storage.empty_v[s], 4 * kConsumers);
       }
       cutlass::arch::fence_barrier_init();
+    }
+    if constexpr (kConverts) {
+      if (params.keys.head_dim < kHeadDim || params.values.head_dim < kHeadDimV) {
+        clear_padding(cute::cast_smem_ptr_to_uint(storage.k), int(sizeof(storage.k) + sizeof(storage.v)), thread, kThreads);
+        cutlass::arch::fence_view_async_shared();
+      }
     }
     wait_for_predecessor();
     Tiles::build(storage.tiles, params, thread, kThreads);
@@ -108,7 +119,15 @@ struct PrefillSm90 {
 
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-      if (warp == 0) produce(params, storage, thread);
+      if constexpr (kConverts) {
+        switch (params.format) {
+          case WeightFormat::kFp8E4M3: convert<WeightFormat::kFp8E4M3>(params, storage, warp, thread % 32); break;
+          case WeightFormat::kInt8: convert<WeightFormat::kInt8>(params, storage, warp, thread % 32); break;
+          default: convert<WeightFormat::kInt4>(params, storage, warp, thread % 32);
+        }
+      } else {
+        if (warp == 0) produce(params, storage, thread);
+      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       consume(params, storage, warpgroup - 1, thread % 128);
@@ -155,20 +174,42 @@ struct PrefillSm90 {
     }
   }
 
-  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
+  /// By a warp.
+  static CUTLASS_DEVICE void hand_out(SharedStorage& storage, int turn, int tile, int lane) {
+    EmptyBarrier::wait(&storage.empty_tile[turn % 2], turn / 2 % 2 ^ 1);
+    if (lane == 0) {
+      storage.tile[turn % 2] = tile;
+      EmptyBarrier::arrive(&storage.full_tile[turn % 2]);
+    }
+    __syncwarp();
+  }
+
+  /// By a warp.
+  static CUTLASS_DEVICE void load_queries(Params const& params, SharedStorage& storage, QueryTile const& tile, uint32_t& phase, int lane) {
     using Hint = cute::TMA::CacheHintSm90;
+    EmptyBarrier::wait(&storage.empty_q, phase);
+    phase ^= 1;
+    if (lane == 0) {
+      FullBarrier::arrive_and_expect_tx(&storage.full_q, uint32_t(kTileM * kHeadDim * 2));
+#pragma unroll
+      for (int column = 0; column < kHeadDim / 64; ++column) {
+        cute::SM90_TMA_LOAD_5D::copy(&params.q, &storage.full_q, uint64_t(Hint::EVICT_FIRST), &storage.q[column * kTileM * 64], column * 64,
+                                     0, tile.row_q + tile.first, tile.head_unit, params.cu_seqlens_q != nullptr ? 0 : tile.batch);
+      }
+    }
+    __syncwarp();
+  }
+
+  static CUTLASS_DEVICE int kv_head_of(Params const& params, QueryTile const& tile) { return tile.head_unit * params.pack / params.group; }
+
+  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
     Ring keys, values;
     keys.phase = values.phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
     uint32_t q_phase = 1;
     int const tiles = Tiles::count(storage.tiles, params);
     int t = int(blockIdx.x);
     for (int turn = 0;; ++turn) {
-      EmptyBarrier::wait(&storage.empty_tile[turn % 2], turn / 2 % 2 ^ 1);
-      if (lane == 0) {
-        storage.tile[turn % 2] = t;
-        EmptyBarrier::arrive(&storage.full_tile[turn % 2]);
-      }
-      __syncwarp();
+      hand_out(storage, turn, t, lane);
       if (t >= tiles) break;
       QueryTile const tile = Tiles::at(storage.tiles, params, t);
       if (lane == 0) t = Tiles::next(params, t);
@@ -176,7 +217,7 @@ struct PrefillSm90 {
       Rows const rows = rows_of(params, tile);
       KeyBlocks<kTileN> const blocks(Mask(tile.seqlen_q, tile.seqlen_k, params.window_left, params.window_right), rows.first, rows.last);
       if (blocks.begin >= blocks.end) continue;
-      int const kv_head = tile.head_unit * params.pack / params.group;
+      int const kv_head = kv_head_of(params, tile);
       auto const load_key = [&](int block) {
         EmptyBarrier::wait(&storage.empty_k[keys.index], keys.phase);
         load_block<kHeadDim>(params, params.k, &storage.full_k[keys.index], storage.k[keys.index], tile, kv_head, block, lane);
@@ -187,18 +228,7 @@ struct PrefillSm90 {
         load_block<kHeadDimV>(params, params.v, &storage.full_v[values.index], storage.v[values.index], tile, kv_head, block, lane);
         values.advance();
       };
-      EmptyBarrier::wait(&storage.empty_q, q_phase);
-      q_phase ^= 1;
-      if (lane == 0) {
-        FullBarrier::arrive_and_expect_tx(&storage.full_q, uint32_t(kTileM * kHeadDim * 2));
-#pragma unroll
-        for (int column = 0; column < kHeadDim / 64; ++column) {
-          cute::SM90_TMA_LOAD_5D::copy(&params.q, &storage.full_q, uint64_t(Hint::EVICT_FIRST), &storage.q[column * kTileM * 64],
-                                       column * 64, 0, tile.row_q + tile.first, tile.head_unit,
-                                       params.cu_seqlens_q != nullptr ? 0 : tile.batch);
-        }
-      }
-      __syncwarp();
+      load_queries(params, storage, tile, q_phase, lane);
       load_key(blocks.end - 1);
       for (int block = blocks.end - 2; block >= blocks.begin; --block) {
         load_key(block);
@@ -206,6 +236,57 @@ struct PrefillSm90 {
       }
       load_value(blocks.begin);
     }
+  }
+
+  // ---- producer of codes: a warpgroup ---------------------------------------------------------------------------------------------
+
+  template <WeightFormat kFormat>
+  static CUTLASS_DEVICE void convert(Params const& params, SharedStorage& storage, int warp, int lane) {
+    static_assert(!kConverts || kHeadDim == kHeadDimV);
+    using Converter = BlockConverter<Config::kType, kFormat, kTileN, kHeadDim>;
+    uint32_t fills = 0, q_phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
+    for (int turn = 0;; ++turn) {
+      if (warp == 0) {
+        int next = int(blockIdx.x);
+        if (turn > 0 && lane == 0) next = Tiles::next(params, storage.tile[(turn - 1) % 2]);
+        hand_out(storage, turn, next, lane);
+      }
+      EmptyBarrier::wait(&storage.full_tile[turn % 2], turn / 2 % 2);
+      int const t = __shfl_sync(0xffffffffu, storage.tile[turn % 2], 0);
+      release(&storage.empty_tile[turn % 2], lane);
+      if (t >= Tiles::count(storage.tiles, params)) break;
+      QueryTile const tile = Tiles::at(storage.tiles, params, t);
+      Rows const rows = rows_of(params, tile);
+      Mask const mask(tile.seqlen_q, tile.seqlen_k, params.window_left, params.window_right);
+      KeyBlocks<kTileN> const blocks(mask, rows.first, rows.last);
+      if (blocks.begin >= blocks.end) continue;
+      Converter const converter(params, tile.batch, kv_head_of(params, tile), mask.begin(rows.first), mask.end(rows.last), tile.seqlen_k,
+                                warp, lane);
+      int block = blocks.end - 1, page = converter.page_of(block);
+      typename Converter::Block codes;
+      converter.load(codes, converter.template source<true>(block, page));
+      if (warp == 0) load_queries(params, storage, tile, q_phase, lane);
+      for (; (block + 1) * kTileN > converter.first_key; --block, ++fills) {
+        int const before = converter.page_of(block - 1);  // the nearest page where there is no such block, of which no row is seen
+        uint32_t const stage = fills % kStages, phase = fills / kStages % 2 ^ 1;
+        EmptyBarrier::wait(&storage.empty_k[stage], phase);
+        converter.template store<true>(codes, block, cute::cast_smem_ptr_to_uint(storage.k[stage]),
+                                       converter.template source<false>(block, page));
+        filled(&storage.full_k[stage], lane);
+        EmptyBarrier::wait(&storage.empty_v[stage], phase);
+        converter.template store<false>(codes, block, cute::cast_smem_ptr_to_uint(storage.v[stage]),
+                                        converter.template source<true>(block - 1, before));
+        filled(&storage.full_v[stage], lane);
+        page = before;
+      }
+    }
+  }
+
+  /// A warp's part of a stage is written.
+  static CUTLASS_DEVICE void filled(uint64_t* full, int lane) {
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if (lane == 0) FullBarrier::arrive(full);
   }
 
   // ---- consumers: warpgroups ----------------------------------------------------------------------------------------------------
@@ -235,6 +316,14 @@ struct PrefillSm90 {
   }
   static CUTLASS_DEVICE void pass_turn(int consumer) {
     if constexpr (kPingpong) asm volatile("bar.arrive %0, 256;" ::"r"(1 + (consumer + 1) % kConsumers) : "memory");
+  }
+  /// What products are multiplied by.
+  static CUTLASS_DEVICE float scale_of(Params const& params, QueryTile const& tile) {
+    if constexpr (kConverts) {
+      return params.scale * scale_of_scores(params, kv_head_of(params, tile));
+    } else {
+      return params.scale;
+    }
   }
   static CUTLASS_DEVICE void release(uint64_t* empty, int thread) {
     if (thread % 32 == 0) EmptyBarrier::arrive(empty);
@@ -269,7 +358,7 @@ struct PrefillSm90 {
     if constexpr (kPingpong) {
       if (consumer == kConsumers - 1) pass_turn(consumer);
     }
-    clear_rows_outside(params, consumer * 128 + thread);
+    clear_rows_outside(params, consumer * 128 + thread, kConsumers * 128);
     int const tiles = Tiles::count(storage.tiles, params);
     for (int turn = 0;; ++turn) {
       EmptyBarrier::wait(&storage.full_tile[turn % 2], turn / 2 % 2);
@@ -284,7 +373,7 @@ struct PrefillSm90 {
       Tensor output = partition_fragment_C(mma_output, Shape<_64, Int<kHeadDimV>>{});  // (MMA,MMA_M,MMA_N)
       clear(output);
       bool const capped = params.softcap > 0.0f;
-      OnlineSoftmax<kScores> softmax((capped ? 1.0f : params.scale) * kLog2E);
+      OnlineSoftmax<kScores> softmax((capped ? 1.0f : scale_of(params, tile)) * kLog2E);
       if (blocks.begin < blocks.end) {
         int block = blocks.end - 1;
         float rescale[2];
@@ -294,9 +383,16 @@ struct PrefillSm90 {
         mma_output.accumulate_ = GMMA::ScaleOut::One;
         auto const multiply_keys = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
           mma_scores.accumulate_ = GMMA::ScaleOut::Zero;
+          auto queries = tSrQ;
+          if constexpr (kConverts) {  // descriptors are worked out here: those of all slabs, kept, would cost registers in every block
+            Element* q = &storage.q[consumer * 64 * 64];
+            asm volatile("" : "+l"(q));
+            Tensor own = make_tensor(make_smem_ptr(q), KMajor<64, kTileM, kHeadDim>{})(_, _, _0{});
+            queries = mma_scores.get_slice(thread).partition_fragment_A(own);
+          }
           CUTLASS_PRAGMA_UNROLL
           for (int slab = 0; slab < kHeadDim / 16; ++slab) {
-            cute::gemm(mma_scores, tSrQ(_, _, slab), tSrK(_, _, slab, keys.index), scores);
+            cute::gemm(mma_scores, queries(_, _, slab), tSrK(_, _, slab, keys.index), scores);
             mma_scores.accumulate_ = GMMA::ScaleOut::One;
           }
           warpgroup_commit_batch();
@@ -316,19 +412,34 @@ struct PrefillSm90 {
           release(&storage.empty_v[values.index], thread);
           values.advance();
         };
+        auto const tile_again = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+          return Tiles::at(storage.tiles, params, __shfl_sync(0xffffffffu, storage.tile[turn % 2], 0));
+        };
         auto const cap_and_mask = [&](auto masked) CUTLASS_LAMBDA_FUNC_INLINE {
           if (capped) {
-            float const inner = params.scale / params.softcap;
+            float inner = params.scale / params.softcap;
+            if constexpr (kConverts) inner = scale_of(params, tile_again()) / params.softcap;
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < kScores; ++i) scores(i) = params.softcap * tanh_fast(scores(i) * inner);
           }
           if constexpr (decltype(masked)::value) {  // limits are worked out here: kept, they would cost registers in every block
             int32_t begin[2], end[2];
-            CUTLASS_PRAGMA_UNROLL
-            for (int h = 0; h < 2; ++h) {
-              int const query = tile.first + (row + 8 * h) / params.pack;
-              begin[h] = mask.begin(query);
-              end[h] = mask.end(query);
+            if constexpr (kConverts) {  // registers are fewer still: the tile is worked out again, too
+              QueryTile const again = tile_again();
+              Mask const limits(again.seqlen_q, again.seqlen_k, params.window_left, params.window_right);
+              CUTLASS_PRAGMA_UNROLL
+              for (int h = 0; h < 2; ++h) {
+                int const query = again.first + (row + 8 * h) / params.pack;
+                begin[h] = limits.begin(query);
+                end[h] = limits.end(query);
+              }
+            } else {
+              CUTLASS_PRAGMA_UNROLL
+              for (int h = 0; h < 2; ++h) {
+                int const query = tile.first + (row + 8 * h) / params.pack;
+                begin[h] = mask.begin(query);
+                end[h] = mask.end(query);
+              }
             }
             apply_mask<kScores>(scores, begin, end, block * kTileN, lane);
           }
@@ -357,10 +468,12 @@ struct PrefillSm90 {
         cap_and_mask(true_type{});
         softmax.step(scores, rescale);
         round();
-        int const valid = tile.seqlen_k - block * kTileN;
-        if (valid < kTileN && !params.keys_end_at_extent) {
-          FullBarrier::wait(&storage.full_v[values.index], values.phase);
-          clear_values(storage.v[values.index], valid, consumer, thread);
+        if constexpr (!kConverts) {
+          int const valid = tile.seqlen_k - block * kTileN;
+          if (valid < kTileN && !params.keys_end_at_extent) {
+            FullBarrier::wait(&storage.full_v[values.index], values.phase);
+            clear_values(storage.v[values.index], valid, consumer, thread);
+          }
         }
         // The softmax of a block; beside it the tensor cores have the values of the block before it, and the other warpgroups' products.
         auto const step = [&](auto masked) CUTLASS_LAMBDA_FUNC_INLINE {
@@ -421,22 +534,6 @@ struct PrefillSm90 {
     if (thread == 0) tma_store_wait<0>();  // shared memory must outlive the reads of the last stores
   }
 
-  /// Varlen: rows before the first and behind the last sequence are nobody's: zeros, and -inf.
-  static CUTLASS_DEVICE void clear_rows_outside(Params const& params, int thread) {
-    if (params.cu_seqlens_q == nullptr) return;
-    int const first = __ldg(params.cu_seqlens_q), last = __ldg(params.cu_seqlens_q + params.batch);
-    int const outside = params.tokens_q - (last - first);
-    for (int i = int(blockIdx.x); i < outside; i += int(gridDim.x)) {
-      int64_t const row = i < first ? i : last + (i - first);
-      for (int column = thread; column < params.heads_q * params.head_dim_v; column += kConsumers * 128) {
-        static_cast<uint16_t*>(params.out)[row * params.out_row + column] = 0;
-      }
-      for (int head = thread; head < params.heads_q && params.lse != nullptr; head += kConsumers * 128) {
-        params.lse[head * params.lse_head + row] = -INFINITY;
-      }
-    }
-  }
-
   /// Where 16 bytes of the warpgroup's output go: block i % (head_dim_v / 8) of its row i / (head_dim_v / 8); null: nowhere.
   static CUTLASS_DEVICE uint4* output_unit(Params const& params, QueryTile const& tile, int i, int consumer) {
     int const block = i % (kHeadDimV / 8), in_tile = consumer * 64 + i / (kHeadDimV / 8);
@@ -451,6 +548,8 @@ struct PrefillSm90 {
   static CUTLASS_DEVICE void store(Params const& params, SharedStorage& storage, QueryTile const& tile, Softmax& softmax, Output& output,
                                    bool sees_keys, int consumer, int thread) {
     using namespace cute;
+    if constexpr (kConverts || kHeadDim == 256)
+      asm volatile("" : "+r"(thread), "+r"(consumer));  // addresses worked out before the mainloop would be spilled
     int const lane = thread % 32, barrier = kOwnBarrier + consumer;
     int const row = consumer * 64 + thread / 32 * 16 + lane / 4;  // of the tile; the thread's other one is 8 below
     Element* staged;
@@ -467,6 +566,7 @@ struct PrefillSm90 {
       float sink = -INFINITY, lse;
       if (params.sinks != nullptr && inside) sink = float(static_cast<Element const*>(params.sinks)[head]);
       factor[h] = softmax.finish(h, sink, &lse);
+      if constexpr (kConverts) factor[h] *= scale_of_output(params, kv_head_of(params, tile));
       if (params.lse != nullptr && inside && lane % 4 == 0) {
         params.lse[(params.cu_seqlens_q != nullptr ? 0 : tile.batch) * params.lse_batch + head * params.lse_head + tile.row_q + query] =
             lse;
@@ -525,7 +625,8 @@ struct PrefillSm90 {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(PrefillSm90<Config>::kThreads, 1) prefill_sm90_kernel(__grid_constant__ PrefillParams const params) {
+__global__ void __launch_bounds__(PrefillSm90<Config>::kThreads, 1)
+    prefill_sm90_kernel(__grid_constant__ typename PrefillSm90<Config>::Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   PrefillSm90<Config>::run(params, smem);
@@ -563,76 +664,24 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   AttentionOperands const& o = *arguments.operands;
   AttentionPlan const& plan = *arguments.plan;
   int64_t const pack = plan.pack, out_row = p.heads_q * p.head_dim_v;
-  PrefillParams params{};
+  typename Kernel::Params params{};
   Status status = describe_queries(&params.q, o.q, p, pack, p.head_dim, o.q_strides[0], o.q_strides[1], o.q_strides[2], Config::kTileM);
   if (status.ok()) status = describe_queries(&params.o, o.out, p, pack, p.head_dim_v, p.seqlen_q * out_row, out_row, p.head_dim_v, 64);
   if (!status.ok()) return status;
-  if (p.tokens_k > 0) {  // without keys nothing is loaded
+  if constexpr (Config::kConverts) {
+    describe_codes(&params, p, o);
+    params.k = params.v = params.q;
+  } else if (p.tokens_k > 0) {  // without keys nothing is loaded
     status = describe_keys(&params.k, o.k, p, p.head_dim, o.k_strides, int(plan.box_rows));
     if (status.ok()) status = describe_keys(&params.v, o.v, p, p.head_dim_v, o.v_strides, int(plan.box_rows));
     if (!status.ok()) return status;
   } else {
     params.k = params.v = params.q;
   }
-  params.out = o.out;
-  params.out_batch = p.seqlen_q * out_row;
-  params.out_row = out_row;
-  params.out_head = p.head_dim_v;
-  params.lse = o.lse;
-  params.lse_batch = o.lse_strides[0];
-  params.lse_head = o.lse_strides[1];
-  params.cu_seqlens_q = o.cu_seqlens_q;
-  params.cu_seqlens_k = o.cu_seqlens_k;
-  params.seq_lens = o.seq_lens;
-  params.block_table = o.block_table;
-  params.block_table_stride = o.block_table_stride;
-  params.page_size = int32_t(p.page_size);
-  params.box_rows = int32_t(plan.box_rows);
-  params.batch = int32_t(p.batch);
-  params.tokens_q = int32_t(p.tokens_q);
-  params.heads_q = int32_t(p.heads_q);
-  params.heads_kv = int32_t(p.heads_kv);
-  params.seqlen_q = int32_t(p.seqlen_q);
-  params.seqlen_k = int32_t(p.tokens_k > 0 ? p.seqlen_k : 0);
-  params.pack = int32_t(pack);
-  params.head_units = int32_t(p.heads_q / pack);
-  params.group = int32_t(p.heads_q / p.heads_kv);
-  params.head_dim_v = int32_t(p.head_dim_v);
-  params.q_tiles = int32_t((p.seqlen_q * pack + Config::kTileM - 1) / Config::kTileM);
-  int64_t const kv_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
-  int64_t const kv_heads = std::max<int64_t>(1, arguments.device->l2_bytes / 2 / kv_bytes);
-  params.section = int32_t(std::min<int64_t>(kv_heads * params.group / pack, int64_t(params.batch) * params.head_units));
-  params.window_left = int32_t(p.window_left);
-  params.window_right = int32_t(p.window_right);
-  params.scale = o.scale;
-  params.softcap = o.softcap;
-  params.tile_counter = plan.counted ? static_cast<int32_t*>(arguments.workspace) : nullptr;
-  params.sinks = o.sinks;
-  params.keys_end_at_extent = !p.varlen && !p.cached;
-
-  static std::atomic<uint64_t> shared_memory_allowed{0};
-  if (cudaError_t const error =
-          allow_shared_memory(reinterpret_cast<void const*>(&prefill_sm90_kernel<Config>), Kernel::kSmemBytes, shared_memory_allowed);
-      error != cudaSuccess) {
-    return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
-  }
-  if (plan.counted) {
-    if (cudaError_t const error = cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), arguments.stream); error != cudaSuccess) {
-      return cuda_status(error, "cudaMemsetAsync(tile counter)");
-    }
-  }
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  set_prefill_arguments(arguments, Config::kTileM, &params);
+  if (status = clear_tile_counter(arguments, params); !status.ok()) return status;
   int64_t const tiles = p.varlen ? arguments.device->sm_count : int64_t(params.q_tiles) * params.head_units * params.batch;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(std::min<int64_t>(arguments.device->sm_count, tiles)));
-  config.blockDim = dim3(unsigned(Kernel::kThreads));
-  config.dynamicSmemBytes = size_t(Kernel::kSmemBytes);
-  config.stream = arguments.stream;
-  config.attrs = &attribute;
-  config.numAttrs = arguments.programmatic_launch ? 1 : 0;
-  return cuda_status(cudaLaunchKernelEx(&config, &prefill_sm90_kernel<Config>, params), "launch");
+  return launch_kernel<Kernel>(&prefill_sm90_kernel<Config>, params, arguments, std::min<int64_t>(arguments.device->sm_count, tiles));
 }
 
 }  // namespace minfer::attention

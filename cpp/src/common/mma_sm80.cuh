@@ -9,10 +9,19 @@ namespace minfer {
 
 __device__ __forceinline__ uint32_t shared_address(void const* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-/// 16 bytes from global to shared memory, past L1; zeros when not `inside`, and then `source` is not read.
+/// 16 bytes from global to shared memory, past L1: `bytes` of them are read, the others are zeros.
+__device__ __forceinline__ void copy_async_16(uint32_t destination, void const* source, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+/// Zeros when not `inside`, and then `source` is not read.
 __device__ __forceinline__ void copy_async_16(void* destination, void const* source, bool inside) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(destination)), "l"(source), "r"(inside ? 16 : 0)
-               : "memory");
+  copy_async_16(shared_address(destination), source, inside ? 16 : 0);
+}
+
+/// kBytes (4, 8 or 16), by way of L1.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32_t destination, void const* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(destination), "l"(source), "n"(kBytes) : "memory");
 }
 
 /// Copies issued since the last call become one group, which may be empty.
@@ -47,6 +56,18 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
+}
+
+/// Two numbers, rounded: the operand of lower index is the lower half.
+template <DataType kType>
+__device__ __forceinline__ uint32_t round_pair(float low, float high) {
+  uint32_t packed;
+  if constexpr (kType == DataType::kF16) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
 }
 
 /// d += A.B, m16n8k16. Lane l has of A: a[i] = row l / 4 + 8 (i % 2), columns 2 (l % 4) + 8 (i / 2) and the next; of B, rows of k: b0 = rows

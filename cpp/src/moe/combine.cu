@@ -6,8 +6,8 @@
 #include <cuda_fp16.h>
 
 #include "common/dependent_launch.cuh"
+#include "common/kernel_launch.h"
 #include "minfer/moe_routing.h"
-#include "moe/routing_launch.h"
 
 namespace minfer {
 

@@ -1,7 +1,7 @@
 // Rows in the order of the experts: what the loader of a grouped GEMM does where that is fast enough.
 #include "common/dependent_launch.cuh"
+#include "common/kernel_launch.h"
 #include "moe/launch.h"
-#include "moe/routing_launch.h"
 
 namespace minfer::moe {
 

@@ -3,8 +3,8 @@
 #include <cuda_fp16.h>
 
 #include "common/dependent_launch.cuh"
+#include "common/kernel_launch.h"
 #include "moe/expert_choice.cuh"
-#include "moe/routing_launch.h"
 
 namespace minfer {
 

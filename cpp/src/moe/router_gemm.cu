@@ -12,12 +12,12 @@
 // only after it has published all that it owes, and CTAs are not more than SMs, with room for two on each: all of them come to run.
 // The weights' lines are asked into L2 before the predecessor is waited for (dependent_launch.cuh).
 #include "common/dependent_launch.cuh"
+#include "common/kernel_launch.h"
 #include "common/mma_sm80.cuh"
 #include "gemm/schedule.h"
 #include "gemm/split_reduction.cuh"
 #include "moe/expert_choice.cuh"
 #include "moe/router_gemm_plan.h"
-#include "moe/routing_launch.h"
 
 namespace minfer {
 

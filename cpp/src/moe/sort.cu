@@ -12,8 +12,8 @@
 // eight SMs a clock each.
 // Shared memory: sorted pairs and weights of a tile, 4 bytes each; 2-byte counters of warps and bins; four numbers a bin.
 #include "common/dependent_launch.cuh"
+#include "common/kernel_launch.h"
 #include "minfer/moe_routing.h"
-#include "moe/routing_launch.h"
 
 namespace minfer {
 

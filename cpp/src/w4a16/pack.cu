@@ -150,7 +150,8 @@ void launch_dequantize(QuantizedWeight const& weight, dim3 grid, void* out, Stre
     case WeightFormat::kNvFp4: return launch(&dequantize_kernel<kType, WeightFormat::kNvFp4>);
     case WeightFormat::kInt8: return launch(&dequantize_kernel<kType, WeightFormat::kInt8>);
     case WeightFormat::kFp8E4M3: return launch(&dequantize_kernel<kType, WeightFormat::kFp8E4M3>);
-    case WeightFormat::kDense: return;
+    case WeightFormat::kDense:
+    case WeightFormat::kCodes: return;
   }
 }
 

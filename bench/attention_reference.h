@@ -1,0 +1,18 @@
+// Attention by the plainest code, for some queries: what kernels are checked against. Shares nothing with the library but its public header.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "minfer/attention.h"
+
+namespace minfer::bench {
+
+/// out [heads_q, head_dim_v] and lse [heads_q] of query `query` of sequence `sequence`, in float64, rounded once to float32. Operands are
+/// contiguous and have no window, cap or sink; all lengths are seqlen_k.
+/// @param scores [heads_q, seqlen_k] float64 of any content
+void attention_reference(AttentionProblem const& problem, AttentionOperands const& operands, int64_t sequence, int64_t query,
+                         double* scores, float* out, float* lse, cudaStream_t stream);
+
+}  // namespace minfer::bench

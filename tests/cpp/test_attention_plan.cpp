@@ -1,0 +1,170 @@
+// Plans of attention on GPUs that are not here: every problem has a kernel, of sm_90 on Hopper and a portable one elsewhere, which fits.
+#include <cstring>
+#include <functional>
+#include <sstream>
+
+#include "gemm_problems.h"
+#include "minfer/attention.h"
+#include "testing.h"
+
+using namespace minfer;
+using namespace minfer::testing;
+
+namespace {
+
+std::string text_of(AttentionProblem const& p) {
+  std::ostringstream text;
+  text << name_of(p.type) << " batch " << p.batch << ", " << p.seqlen_q << " queries, " << p.seqlen_k << " keys, heads " << p.heads_q << "/"
+       << p.heads_kv << ", head_dim " << p.head_dim << "/" << p.head_dim_v << (p.varlen ? ", varlen" : "") << (p.cached ? ", cached " : " ")
+       << name_of(p.kv_format) << (p.paged ? ", pages of " : " ") << p.page_size << ", splits " << p.num_splits;
+  return text.str();
+}
+
+AttentionProblem problem_of(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads_q, int64_t heads_kv, int64_t head_dim,
+                            int64_t head_dim_v) {
+  AttentionProblem p;
+  p.batch = batch, p.heads_q = heads_q, p.heads_kv = heads_kv;
+  p.seqlen_q = seqlen_q, p.seqlen_k = seqlen_k;
+  p.tokens_q = batch * seqlen_q, p.tokens_k = batch * seqlen_k;
+  p.head_dim = head_dim, p.head_dim_v = head_dim_v;
+  return p;
+}
+
+AttentionProblem cached(AttentionProblem p, WeightFormat format, int64_t page_size) {
+  p.cached = true;
+  p.kv_format = format;
+  p.paged = page_size > 0;
+  p.page_size = page_size > 0 ? page_size : p.seqlen_k;
+  p.pages = p.paged ? p.batch * (p.seqlen_k / page_size + 1) : p.batch;
+  p.tokens_k = p.pages * p.page_size;
+  p.window_right = 0;
+  if (format == WeightFormat::kInt4) p.group_tokens = 32, p.groups_v = 1;
+  return p;
+}
+
+/// Calls `visit` with attention over tensors and over caches of every format, few queries and many.
+void for_each_problem(std::function<void(AttentionProblem const&)> const& visit) {
+  int64_t const dims[][2] = {{8, 8}, {64, 64}, {80, 80}, {96, 64}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
+  int64_t const heads[][2] = {{1, 1}, {8, 8}, {32, 8}, {64, 1}, {24, 2}};
+  for (auto const& dim : dims) {
+    for (auto const& head : heads) {
+      for (int64_t batch : {1, 7, 300}) {
+        for (int64_t queries : {1, 5, 130, 4096}) {
+          for (int64_t keys : {0, 64, 1024, 131072}) {
+            AttentionProblem p = problem_of(batch, queries, keys, head[0], head[1], dim[0], dim[1]);
+            p.type = (batch + queries) % 2 ? DataType::kF16 : DataType::kBF16;
+            p.varlen = queries == 130;
+            visit(p);
+            p.window_left = 100, p.window_right = 0;
+            visit(p);
+            for (WeightFormat format : {WeightFormat::kDense, WeightFormat::kFp8E4M3, WeightFormat::kInt8, WeightFormat::kInt4}) {
+              if (format == WeightFormat::kInt4 && (dim[0] % 32 || dim[1] % 32)) continue;
+              for (int64_t page_size : {0, 32, 96, 1024}) {
+                AttentionProblem q = cached(p, format, page_size);
+                visit(q);
+                q.num_splits = 3;
+                visit(q);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+AttentionPlan plan_of(AttentionProblem const& p, DeviceProperties const& device) {
+  AttentionPlanOptions options;
+  options.only_runnable = false;
+  AttentionPlan plan;
+  Status const status = plan_attention(p, device, options, &plan);
+  if (!status.ok()) fail(__FILE__, __LINE__, status.message);
+  return plan;
+}
+
+/// The plan's kernel can compute the problem on the device.
+void check_plan(AttentionPlan const& plan, AttentionProblem const& p, DeviceProperties const& device) {
+  KernelInfo const& kernel = *plan.kernel;
+  CHECK(kernel.ab_type == p.type && kernel.tile_k >= p.head_dim && kernel.head_dim_v >= p.head_dim_v);
+  CHECK(kernel.smem_bytes <= device.smem_per_block);
+  int64_t const group = p.heads_q / p.heads_kv;
+  CHECK(plan.predicted_us >= plan.floor_us && plan.floor_us >= 0);
+  if (p.cached) CHECK(plan.box_rows > 0 && kernel.tile_n % plan.box_rows == 0 && (!p.paged || p.page_size % plan.box_rows == 0));
+  if (kernel.schedule == Schedule::kSplitKv) {
+    CHECK(p.cached && kernel.b_format == p.kv_format);
+    CHECK((plan.box_rows & (plan.box_rows - 1)) == 0);
+    CHECK(plan.columns == 1 ? true : plan.columns == kernel.tile_m / 8);
+    CHECK(plan.ctas >= 1 && plan.ctas % plan.lockstep == 0 && p.heads_kv % plan.lockstep == 0 && plan.min_slices >= 1);
+    CHECK(plan.ctas <= device.sm_count * kernel.ctas_per_sm);
+    CHECK(p.num_splits > 0 || plan.slots == plan.ctas);
+    CHECK(plan.workspace_bytes >= size_t(plan.slots * 8 * plan.columns * kernel.tile_k * 4));
+  } else {
+    CHECK(p.num_splits == 0 && group % plan.pack == 0 && kernel.tile_m % plan.pack == 0);
+    CHECK_EQUAL(plan.counted, plan.workspace_bytes > 0);
+  }
+}
+
+}  // namespace
+
+TEST_CASE(attention_plans_always_answer_on_portable_devices) {
+  int count = 0;
+  DeviceProperties const* devices = portable_devices(&count);
+  for (int i = 0; i < count; ++i) {
+    DeviceProperties const& device = devices[i];
+    for_each_problem([&](AttentionProblem const& p) {
+      Context const at(std::string(device.name) + ": " + text_of(p));
+      AttentionPlan const plan = plan_of(p, device);
+      check_plan(plan, p, device);
+      CHECK_EQUAL(plan.kernel->arch, 80);
+      CHECK(!plan.kernel->arch_exact);
+      if (plan.kernel->schedule == Schedule::kSplitKv) return;
+      // A CTA for each tile; persistent ones that share a counter where the device alone knows the tiles.
+      CHECK_EQUAL(plan.counted, p.varlen);
+      int64_t const tiles = (p.seqlen_q * plan.pack + plan.kernel->tile_m - 1) / plan.kernel->tile_m * p.batch * (p.heads_q / plan.pack);
+      CHECK(plan.ctas >= 1 && (p.varlen ? plan.ctas <= 2 * device.sm_count : plan.ctas == std::min<int64_t>(tiles, 1 << 20)));
+    });
+  }
+}
+
+TEST_CASE(attention_plans_on_hopper_are_of_hopper_kernels) {
+  DeviceProperties const device = h200_properties();
+  for_each_problem([&](AttentionProblem const& p) {
+    Context const at(text_of(p));
+    AttentionPlan const plan = plan_of(p, device);
+    check_plan(plan, p, device);
+    CHECK_EQUAL(plan.kernel->arch, 90);
+  });
+}
+
+TEST_CASE(portable_decode_fills_the_shared_memory_of_an_sm) {
+  int count = 0;
+  DeviceProperties const* devices = portable_devices(&count);
+  for (int i = 0; i < count; ++i) {
+    for (int64_t head_dim : {64, 128, 256}) {
+      for (WeightFormat format : {WeightFormat::kDense, WeightFormat::kFp8E4M3, WeightFormat::kInt8, WeightFormat::kInt4}) {
+        AttentionProblem const p = cached(problem_of(4, 1, 8192, 32, 8, head_dim, head_dim), format, 64);
+        Context const at(std::string(devices[i].name) + ": " + text_of(p));
+        AttentionPlan const plan = plan_of(p, devices[i]);
+        int64_t const per_sm = devices[i].compute_capability() == 80 ? 2 : 1;
+        CHECK(plan.ctas > 0.95 * per_sm * devices[i].sm_count && plan.ctas <= per_sm * devices[i].sm_count);
+        CHECK(per_sm * (plan.kernel->smem_bytes + 1024) <= devices[i].smem_per_block + 1024);  // a block costs 1 KiB more than it has
+      }
+    }
+  }
+}
+
+TEST_CASE(kernels_of_the_other_architecture_are_refused_by_name) {
+  AttentionProblem const p = problem_of(2, 300, 300, 8, 2, 128, 128);
+  AttentionPlanOptions options;
+  options.only_runnable = false;
+  AttentionPlan plan;
+  int count = 0;
+  DeviceProperties const ampere = portable_devices(&count)[0];
+  AttentionPlan const native = plan_of(p, h200_properties()), portable = plan_of(p, ampere);
+  options.kernel = native.kernel->name;
+  Status const status = plan_attention(p, ampere, options, &plan);
+  CHECK(status.code == StatusCode::kInvalidArgument && std::strstr(status.message, "compute capability") != nullptr);
+  options.kernel = portable.kernel->name;
+  CHECK(plan_attention(p, h200_properties(), options, &plan).ok());  // a build for 90 holds it
+  CHECK(plan.kernel == portable.kernel && plan.source == PlanSource::kOverride);
+}
