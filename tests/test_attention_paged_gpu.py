@@ -205,7 +205,7 @@ class PagedTruth(Truth):
         k, v = k.to(q.dtype), v.to(q.dtype)
         if "codes" in (options.get("kernel") or ""):  # keys are rounded to q's type on their way into shared memory
             _, rounded = reference_attention.attention_varlen(flat.double(), k.double(), v.double(), ends, k_ends, **up)
-            self.lse_error += 2 * (rounded - lse).nan_to_num(0.0).abs().max().item() if lse.numel() else 0.0
+            self.score_error = 2 * (rounded - lse).nan_to_num(0.0).abs().max().item() if lse.numel() else 0.0
         for (first, last), (begin, end) in zip(pairwise(ends), pairwise(k_ends), strict=True):
             by_torch[first:last] = peer(flat[first:last], k[begin:end], v[begin:end], **self.options)
         self.peer_error = torch.linalg.vector_norm(by_torch.double() - out)
