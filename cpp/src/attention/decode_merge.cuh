@@ -122,48 +122,49 @@ struct DecodeMerge : Traits {
 
   /// All parts of a chunk of a unit's row, `own` among them, in order, whoever left them.
   static CUTLASS_DEVICE Part merge_parts(Params const& params, DecodePiece const& piece, Part const& own, int row, int chunk, int lane) {
-    constexpr int kAtOnce = Traits::kAsyncLoads ? 16 : 8;  // beside a warp that loads for itself, more would be spilled
+    constexpr int kAtOnce = Traits::kAsyncLoads && kHeadDim <= 128 ? 8 : 4;  // more would be spilled
     int64_t const next = int64_t(params.by_lockstep.divisor) * (8 * params.columns) * (kHeadDim / 64) * kPackets;
     Packet* const first = chunk_in_slot(params, piece.slot, row, chunk);
     Part total{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
 #pragma unroll 1
     for (int begin = 0; begin < piece.parts; begin += kAtOnce) {
+      Packet states[kAtOnce], outputs[kAtOnce];
       auto const place = [&](int k) { return first + (begin + k) * next; };
       auto const wanted = [&](int k) { return begin + k < piece.parts && begin + k != piece.own; };
-      bool const knows = lane < kAtOnce && wanted(lane);  // the maximum and sum of part begin + lane
-      Packet state{0, 0}, outputs[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) states[k].nonce = outputs[k].nonce = wanted(k) ? 0 : params.nonce;
       bool missing;
-      do {
-        if (knows) state = peek(place(lane));
+      do {  // only for what is not there yet: reading all of it again would keep it from coming
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-          if (wanted(k)) outputs[k] = peek(place(k) + 1 + lane);
+          if (states[k].nonce != params.nonce) states[k] = peek(place(k));
+          if (outputs[k].nonce != params.nonce) outputs[k] = peek(place(k) + 1 + lane);
         }
-        missing = knows && state.nonce != params.nonce;
+        missing = false;
 #pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) missing = missing || (wanted(k) && outputs[k].nonce != params.nonce);
+        for (int k = 0; k < kAtOnce; ++k) missing = missing || states[k].nonce != params.nonce || outputs[k].nonce != params.nonce;
       } while (__any_sync(0xffffffffu, missing));
-      float2 pair = knows ? state.get() : make_float2(-INFINITY, 0.0f);
-      if (begin + lane == piece.own && lane < kAtOnce) pair = make_float2(own.highest, own.sum);
-      if (knows) forget(place(lane));
-      float highest = fmaxf(total.highest, pair.x);
-#pragma unroll
-      for (int x = 16; x > 0; x /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, x));
-      float const base = highest == -INFINITY ? 0.0f : highest, keep = exp2_fast(total.highest - base), take = exp2_fast(pair.x - base);
-      float sum = pair.y * take;
-#pragma unroll
-      for (int x = 16; x > 0; x /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-      total = Part{highest, fmaf(total.sum, keep, sum), make_float2(total.output.x * keep, total.output.y * keep)};
+      Part parts[kAtOnce];
+      float highest = total.highest;
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        float const weight = __shfl_sync(0xffffffffu, take, k);
-        float2 output = begin + k == piece.own ? own.output : make_float2(0.0f, 0.0f);
+        parts[k] = Part{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
+        if (begin + k == piece.own) parts[k] = own;
         if (wanted(k)) {
-          output = outputs[k].get();
+          parts[k] = Part{states[k].get().x, states[k].get().y, outputs[k].get()};
+          if (lane == 0) forget(place(k));
           forget(place(k) + 1 + lane);
         }
-        total.output.x = fmaf(output.x, weight, total.output.x);
-        total.output.y = fmaf(output.y, weight, total.output.y);
+        highest = fmaxf(highest, parts[k].highest);
+      }
+      float const base = highest == -INFINITY ? 0.0f : highest, keep = exp2_fast(total.highest - base);
+      total = Part{highest, total.sum * keep, make_float2(total.output.x * keep, total.output.y * keep)};
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        float const take = exp2_fast(parts[k].highest - base);
+        total.sum = fmaf(parts[k].sum, take, total.sum);
+        total.output.x = fmaf(parts[k].output.x, take, total.output.x);
+        total.output.y = fmaf(parts[k].output.y, take, total.output.y);
       }
     }
     return total;
