@@ -42,9 +42,8 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   using Traits = DecodeSm90Traits<Config>;
   using Mainloop = DecodeMainloop<Traits>;
   using Merge = DecodeMerge<Traits>;
-  using Traits::k16Bit, Traits::kBoxes, Traits::kCodeBytes, Traits::kFormat, Traits::kGroupBytes, Traits::kHeadDim, Traits::kInt4;
-  using Traits::kInt8, Traits::kMaxColumns, Traits::kMaxGroups, Traits::kScaleBytes, Traits::kScales, Traits::kSlice, Traits::kStages;
-  using Traits::kSwizzle, Traits::kWarps;
+  using Traits::k16Bit, Traits::kBoxes, Traits::kCodeBytes, Traits::kFormat, Traits::kHeadDim, Traits::kInt4, Traits::kMaxColumns;
+  using Traits::kScaleBytes, Traits::kScales, Traits::kSlice, Traits::kStages, Traits::kSwizzle, Traits::kWarps;
   using typename Traits::Element, typename Traits::Params, typename Traits::Pieces, typename Traits::Queries, typename Traits::SliceAddress;
   static constexpr int kThreads = 384;
   // Codes: producers quantise queries; two columns of 16-bit keys want all they can have.
@@ -367,7 +366,7 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
                                  stride(p.pages, strides[0])};
     int const box[5] = {int(width), int(plan.box_rows), whole ? Kernel::kBoxes : 1, 1, 1};
     *loads = whole ? 1 : Kernel::kBoxes;
-    return encode_tensor_map_rows(map, 5, base, extents, in_bytes, box, bytes);
+    return encode_tensor_map_rows(map, 5, base, extents, in_bytes, box, bytes, RowFetch::kAlone);
   };
   if (p.pages > 0 && p.page_size > 0) {
     Status status = describe(&params.k, &params.k_loads, o.k, p.head_dim, o.k_strides);

@@ -14,8 +14,7 @@ namespace minfer::attention {
 /// Of a power of two, normal as x; a division is a call.
 __device__ __forceinline__ float inverse_of(float x) { return __int_as_float((254 << 23) - __float_as_int(x)); }
 
-/// kWarps_: that take slices, one each; 8 / kWarps rows of a tile of 8 are a warp's when their parts are merged, kMerged elements of head_dim
-/// at a time.
+/// kWarps_: that take slices, one each. kMerged: elements of head_dim whose parts are merged at a time.
 template <class Config, int kWarps_, int kMerged = 128>
 struct DecodeTraits {
   static constexpr DataType kType = Config::kType;
@@ -41,7 +40,7 @@ struct DecodeTraits {
   static constexpr bool kScales = kInt8 || kInt4;
   static constexpr int kHalf = kHeadDim < kMerged ? kHeadDim : kMerged, kHalves = kHeadDim / kHalf;
   static constexpr int kPitch = kHalf + 4;
-  static_assert(kHeadDim % 64 == 0 && kSlice % kPart == 0 && kSwizzle * 8 % 128 == 0 && 8 % kWarps == 0);
+  static_assert(kHeadDim % 64 == 0 && kSlice % kPart == 0 && kSwizzle * 8 % 128 == 0);
 
   using Pieces = DecodePieces<kSlice, kInt4>;
   using Params = DecodeParams;

@@ -644,7 +644,7 @@ inline Status describe_queries(CUtensorMap* map, void const* base, AttentionProb
   int64_t const strides[4] = {stride_bytes(pack, head), stride_bytes(rows, row), stride_bytes(units, pack * head),
                               stride_bytes(batches, batch)};
   int const box[5] = {64, int(pack), int(box_rows / pack), 1, 1};
-  return encode_tensor_map_rows(map, 5, base, extents, strides, box);
+  return encode_tensor_map_rows(map, 5, base, extents, strides, box, 2, RowFetch::kAlone);
 }
 
 /// Keys or values: [batch, rows, heads_kv, head_dim], or the pages of a cache.
@@ -654,7 +654,7 @@ inline Status describe_keys(CUtensorMap* map, void const* base, AttentionProblem
   int64_t const extents[4] = {head_dim, p.heads_kv, rows, batches};
   int64_t const strides[3] = {stride_bytes(p.heads_kv, stride[2]), stride_bytes(rows, stride[1]), stride_bytes(batches, stride[0])};
   int const box[4] = {64, 1, box_rows, 1};
-  return encode_tensor_map_rows(map, 4, base, extents, strides, box);
+  return encode_tensor_map_rows(map, 4, base, extents, strides, box, 2, RowFetch::kAlone);
 }
 
 template <class Config>
