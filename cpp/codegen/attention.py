@@ -110,7 +110,9 @@ def expand(row: dict, where: str) -> list[Kernel]:
     require(type(stages) is int and stages >= 2, "stages", "must be 2 or more")
     own_output = row.get("own_output", False)
     require(type(own_output) is bool, "own_output", "must be true or false")
-    smem = 2 * (tile_m * head_dim + stages * tile_n * (head_dim + head_dim_v) + own_output * tile_m * head_dim_v) + TABLE_BYTES
+    # With output of its own, queries have a second stage.
+    smem = 2 * ((1 + own_output) * tile_m * head_dim + stages * tile_n * (head_dim + head_dim_v) + own_output * tile_m * head_dim_v)
+    smem += TABLE_BYTES
     require(smem <= gemm.SM90_SMEM_LIMIT, "tile", f"takes {smem} bytes of shared memory, the limit is {gemm.SM90_SMEM_LIMIT}")
     smem = min(-(-smem // gemm.SM90_SMEM_ALIGNMENT) * gemm.SM90_SMEM_ALIGNMENT, gemm.SM90_SMEM_LIMIT)
 

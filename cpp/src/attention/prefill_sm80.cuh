@@ -163,7 +163,7 @@ struct PrefillSm80 {
     Accumulators<kHeadDim> output;
     output.clear();
     bool const capped = params.softcap > 0.0f;
-    OnlineSoftmax<kScores> softmax((capped ? 1.0f : params.scale) * kLog2E);
+    OnlineSoftmax<kScores> softmax((capped ? params.softcap : params.scale) * kLog2E);
     if (walk.sees_keys()) {
       uint32_t queries[kQueriesInRegisters ? kHeadDim / 16 : 1][4];
       // Matrices of 8 rows x 8 columns. Of queries: rows 0-7 and 8-15 of a chunk, then of the next.
@@ -205,7 +205,7 @@ struct PrefillSm80 {
         if (capped) {
           float const inner = params.scale / params.softcap;
 #pragma unroll
-          for (int i = 0; i < kScores; ++i) scores(i) = params.softcap * tanh_fast(scores(i) * inner);
+          for (int i = 0; i < kScores; ++i) scores(i) = tanh_fast(scores(i) * inner);
         }
         if (block >= walk.blocks.full_end || block < walk.blocks.full_begin) {
           int32_t begin[2], end[2];
@@ -218,7 +218,7 @@ struct PrefillSm80 {
           apply_mask<kScores>(scores, begin, end, block * kTileN, lane);
         }
         float rescale[2];
-        if (softmax.step(scores, rescale)) {
+        if (softmax.step(scores, rescale, capped)) {
 #pragma unroll
           for (int i = 0; i < kHeadDim / 2; ++i) output(i) *= rescale[i / 2 % 2];
         }

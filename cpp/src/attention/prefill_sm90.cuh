@@ -44,7 +44,8 @@ struct PrefillSm90 {
   static constexpr int kConsumers = kTileM / 64, kThreads = 128 * (kConsumers + 1);
   static constexpr bool kPingpong = Config::kPingpong;
   static constexpr bool kOwnOutput = Config::kOwnOutput;  // output is staged in room of its own; else in that of the queries
-  static constexpr bool kConverts = Config::kConverts;    // keys and values from codes
+  static constexpr int kQueryStages = kOwnOutput ? 2 : 1;
+  static constexpr bool kConverts = Config::kConverts;  // keys and values from codes
   static constexpr int kConsumerRegisters = kConverts ? (kHeadDim == 256 ? 208 : 192) : kConsumers == 3 ? 160 : 240;
   static constexpr int kProducerRegisters = kConverts ? 504 - 2 * kConsumerRegisters : kConsumers == 3 ? 32 : 24;
   static constexpr int kScores = kTileN / 2, kOutputs = kHeadDimV / 2;  // of a thread
@@ -59,13 +60,13 @@ struct PrefillSm90 {
     alignas(1024) Element of[kTileM * kHeadDimV];
   };
   struct SharedStorage {
-    alignas(1024) Element q[kTileM * kHeadDim];  // [head_dim / 64][row][64], as all of them
+    alignas(1024) Element q[kQueryStages][kTileM * kHeadDim];  // [head_dim / 64][row][64], as all of them
     alignas(1024) Element k[kStages][kTileN * kHeadDim];
     alignas(1024) Element v[kStages][kTileN * kHeadDimV];
     [[no_unique_address]] cute::conditional_t<kOwnOutput, OutputStorage, cute::tuple<>> output;
-    alignas(8) uint64_t full_q, empty_q, full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
+    alignas(8) uint64_t full_q[kQueryStages], empty_q[kQueryStages], full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
     alignas(8) uint64_t full_tile[2], empty_tile[2];
-    int32_t tile[2];  // what the producer hands to the consumers
+    QueryTile tile[2];  // what the producer hands to the consumers
     typename Tiles::Storage tiles;
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
@@ -81,6 +82,8 @@ struct PrefillSm90 {
       }
     }
   };
+  static __device__ int query_stage(int turn) { return turn % kQueryStages; }
+  static __device__ uint32_t query_phase(int turn) { return turn / kQueryStages % 2; }
 
   static CUTLASS_DEVICE void run(Params const& params, char* smem) {
     SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem);
@@ -93,8 +96,10 @@ struct PrefillSm90 {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.q));
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.k));
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.v));
-      FullBarrier::init(&storage.full_q, 1);
-      EmptyBarrier::init(&storage.empty_q, 4 * kConsumers);
+      for (int s = 0; s < kQueryStages; ++s) {
+        FullBarrier::init(&storage.full_q[s], 1);
+        EmptyBarrier::init(&storage.empty_q[s], 4 * kConsumers);
+      }
       for (int s = 0; s < 2; ++s) {
         EmptyBarrier::init(&storage.full_tile[s], 1);
         EmptyBarrier::init(&storage.empty_tile[s], 4 * (kConsumers + kConverts));
@@ -134,28 +139,32 @@ struct PrefillSm90 {
     }
   }
 
-  struct Rows {  // queries of a tile
+  struct Rows {  // queries of a tile, or of a warpgroup's part of it: none where last < first
     int32_t first, last;
   };
   static CUTLASS_DEVICE Rows rows_of(Params const& params, QueryTile const& tile) {
-    int32_t const last = tile.first + kTileM / params.pack - 1;
+    int32_t const last = tile.first + over_pack(params, kTileM) - 1;
     return {tile.first, last < tile.seqlen_q ? last : tile.seqlen_q - 1};
   }
+  static CUTLASS_DEVICE Rows rows_of(Params const& params, QueryTile const& tile, int consumer) {
+    int32_t const rows = over_pack(params, 64), first = tile.first + consumer * rows, last = first + rows - 1;
+    return {first, last < tile.seqlen_q ? last : tile.seqlen_q - 1};
+  }
+  /// x / pack, which divides 64.
+  static CUTLASS_DEVICE int32_t over_pack(Params const& params, int32_t x) { return x >> (31 - __clz(params.pack)); }
 
-  static CUTLASS_DEVICE bool sees_any(Params const& params, QueryTile const& tile) {
-    Rows const rows = rows_of(params, tile);
-    KeyBlocks<kTileN> const blocks(Mask(tile.seqlen_q, tile.seqlen_k, params.window_left, params.window_right), rows.first, rows.last);
-    return blocks.begin < blocks.end;
+  static CUTLASS_DEVICE Mask mask_of(Params const& params, QueryTile const& tile) {
+    return Mask(tile.seqlen_q, tile.seqlen_k, params.window_left, params.window_right);
+  }
+  static CUTLASS_DEVICE KeyBlocks<kTileN> blocks_of(Params const& params, QueryTile const& tile, Rows rows) {
+    return KeyBlocks<kTileN>(mask_of(params, tile), rows.first, rows.last);
   }
 
   // ---- producer: a warp ---------------------------------------------------------------------------------------------------------
 
-  template <int kDim>
-  static CUTLASS_DEVICE void load_block(Params const& params, CUtensorMap const& map, uint64_t* full, Element* to, QueryTile const& tile,
-                                        int kv_head, int block, int lane) {
-    using Hint = cute::TMA::CacheHintSm90;
-    if (lane == 0) FullBarrier::arrive_and_expect_tx(full, uint32_t(kTileN * kDim * 2));
-    __syncwarp();
+  /// Calls load(box, row, page) for each TMA box of a block of keys or values, a lane each: its number in the block and what it begins with.
+  template <class Load>
+  static CUTLASS_DEVICE void for_boxes(Params const& params, QueryTile const& tile, int block, int lane, Load const& load) {
     for (int box = lane; box * params.box_rows < kTileN; box += 32) {
       int key = block * kTileN + box * params.box_rows, row = tile.row_k + key, page = 0;
       if (params.block_table != nullptr) {
@@ -166,16 +175,39 @@ struct PrefillSm90 {
       } else if (params.cu_seqlens_k == nullptr) {
         page = tile.batch;
       }
+      load(box, row, page);
+    }
+  }
+
+  template <int kDim>
+  static CUTLASS_DEVICE void load_block(Params const& params, CUtensorMap const& map, uint64_t* full, Element* to, QueryTile const& tile,
+                                        int kv_head, int block, int lane) {
+    using Hint = cute::TMA::CacheHintSm90;
+    if (lane == 0) FullBarrier::arrive_and_expect_tx(full, uint32_t(kTileN * kDim * 2));
+    __syncwarp();
+    for_boxes(params, tile, block, lane, [&](int box, int row, int page) {
 #pragma unroll
       for (int column = 0; column < kDim / 64; ++column) {
         cute::SM90_TMA_LOAD_4D::copy(&map, full, uint64_t(Hint::EVICT_NORMAL), to + (column * kTileN + box * params.box_rows) * 64,
                                      column * 64, kv_head, row, page);
       }
-    }
+    });
+  }
+
+  /// To L2.
+  template <int kDim>
+  static CUTLASS_DEVICE void prefetch_block(Params const& params, CUtensorMap const& map, QueryTile const& tile, int kv_head, int block,
+                                            int lane) {
+    for_boxes(params, tile, block, lane, [&](int, int row, int page) {
+#pragma unroll
+      for (int column = 0; column < kDim / 64; ++column) {
+        cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&map, column * 64, kv_head, row, page);
+      }
+    });
   }
 
   /// By a warp.
-  static CUTLASS_DEVICE void hand_out(SharedStorage& storage, int turn, int tile, int lane) {
+  static CUTLASS_DEVICE void hand_out(SharedStorage& storage, int turn, QueryTile const& tile, int lane) {
     EmptyBarrier::wait(&storage.empty_tile[turn % 2], turn / 2 % 2 ^ 1);
     if (lane == 0) {
       storage.tile[turn % 2] = tile;
@@ -184,17 +216,28 @@ struct PrefillSm90 {
     __syncwarp();
   }
 
-  /// By a warp.
-  static CUTLASS_DEVICE void load_queries(Params const& params, SharedStorage& storage, QueryTile const& tile, uint32_t& phase, int lane) {
+  /// The tile that was handed out, by a warp; the compiler knows then that all of its lanes have the same.
+  static CUTLASS_DEVICE QueryTile handed_out(SharedStorage& storage, int turn, int lane) {
+    constexpr int kWords = sizeof(QueryTile) / 4;
+    static_assert(kWords == 7);
+    int32_t const word = reinterpret_cast<int32_t const*>(&storage.tile[turn % 2])[lane < kWords ? lane : 0];
+    auto const of = [word](int i) { return __shfl_sync(0xffffffffu, word, i); };
+    return {of(0), of(1), of(2), of(3), of(4), of(5), of(6)};
+  }
+
+  /// The queries of a tile, if it meets any keys; by a warp.
+  static CUTLASS_DEVICE void load_queries(Params const& params, SharedStorage& storage, QueryTile const& tile, bool any, int turn,
+                                          int lane) {
     using Hint = cute::TMA::CacheHintSm90;
-    EmptyBarrier::wait(&storage.empty_q, phase);
-    phase ^= 1;
+    uint64_t* const full = &storage.full_q[query_stage(turn)];
+    Element* const to = storage.q[query_stage(turn)];
+    EmptyBarrier::wait(&storage.empty_q[query_stage(turn)], query_phase(turn) ^ 1);
     if (lane == 0) {
-      FullBarrier::arrive_and_expect_tx(&storage.full_q, uint32_t(kTileM * kHeadDim * 2));
+      FullBarrier::arrive_and_expect_tx(full, any ? uint32_t(kTileM * kHeadDim * 2) : 0);
 #pragma unroll
-      for (int column = 0; column < kHeadDim / 64; ++column) {
-        cute::SM90_TMA_LOAD_5D::copy(&params.q, &storage.full_q, uint64_t(Hint::EVICT_FIRST), &storage.q[column * kTileM * 64], column * 64,
-                                     0, tile.row_q + tile.first, tile.head_unit, params.cu_seqlens_q != nullptr ? 0 : tile.batch);
+      for (int column = 0; column < kHeadDim / 64 && any; ++column) {
+        cute::SM90_TMA_LOAD_5D::copy(&params.q, full, uint64_t(Hint::EVICT_FIRST), to + column * kTileM * 64, column * 64, 0,
+                                     tile.row_q + tile.first, tile.head_unit, params.cu_seqlens_q != nullptr ? 0 : tile.batch);
       }
     }
     __syncwarp();
@@ -205,36 +248,42 @@ struct PrefillSm90 {
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
     Ring keys, values;
     keys.phase = values.phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
-    uint32_t q_phase = 1;
     int const tiles = Tiles::count(storage.tiles, params);
     int t = int(blockIdx.x);
+    // A tile is announced, and its queries and first block are on their way, while the one before it has most of its blocks ahead.
+    auto const announce = [&](int turn) CUTLASS_LAMBDA_FUNC_INLINE {
+      QueryTile const tile = t < tiles ? Tiles::at(storage.tiles, params, t) : QueryTile::none();
+      hand_out(storage, turn, tile, lane);
+      if (tile.is_none()) return;
+      KeyBlocks<kTileN> const blocks = blocks_of(params, tile, rows_of(params, tile));
+      load_queries(params, storage, tile, blocks.begin < blocks.end, turn, lane);
+      if (turn > 0 && blocks.begin < blocks.end) {
+        prefetch_block<kHeadDim>(params, params.k, tile, kv_head_of(params, tile), blocks.end - 1, lane);
+        prefetch_block<kHeadDimV>(params, params.v, tile, kv_head_of(params, tile), blocks.end - 1, lane);
+      }
+    };
+    announce(0);
     for (int turn = 0;; ++turn) {
-      hand_out(storage, turn, t, lane);
-      if (t >= tiles) break;
-      QueryTile const tile = Tiles::at(storage.tiles, params, t);
+      QueryTile const tile = handed_out(storage, turn, lane);
+      if (tile.is_none()) break;
       if (lane == 0) t = Tiles::next(params, t);
       t = __shfl_sync(0xffffffffu, t, 0);
-      Rows const rows = rows_of(params, tile);
-      KeyBlocks<kTileN> const blocks(Mask(tile.seqlen_q, tile.seqlen_k, params.window_left, params.window_right), rows.first, rows.last);
-      if (blocks.begin >= blocks.end) continue;
+      KeyBlocks<kTileN> const blocks = blocks_of(params, tile, rows_of(params, tile));
       int const kv_head = kv_head_of(params, tile);
-      auto const load_key = [&](int block) {
-        EmptyBarrier::wait(&storage.empty_k[keys.index], keys.phase);
-        load_block<kHeadDim>(params, params.k, &storage.full_k[keys.index], storage.k[keys.index], tile, kv_head, block, lane);
-        keys.advance();
-      };
-      auto const load_value = [&](int block) {
-        EmptyBarrier::wait(&storage.empty_v[values.index], values.phase);
-        load_block<kHeadDimV>(params, params.v, &storage.full_v[values.index], storage.v[values.index], tile, kv_head, block, lane);
-        values.advance();
-      };
-      load_queries(params, storage, tile, q_phase, lane);
-      load_key(blocks.end - 1);
-      for (int block = blocks.end - 2; block >= blocks.begin; --block) {
-        load_key(block);
-        load_value(block + 1);
+      for (int block = blocks.end; block >= blocks.begin && blocks.begin < blocks.end; --block) {  // keys of block - 1, values of block
+        if (block > blocks.begin) {
+          EmptyBarrier::wait(&storage.empty_k[keys.index], keys.phase);
+          load_block<kHeadDim>(params, params.k, &storage.full_k[keys.index], storage.k[keys.index], tile, kv_head, block - 1, lane);
+          keys.advance();
+        }
+        if (block < blocks.end) {
+          EmptyBarrier::wait(&storage.empty_v[values.index], values.phase);
+          load_block<kHeadDimV>(params, params.v, &storage.full_v[values.index], storage.v[values.index], tile, kv_head, block, lane);
+          values.advance();
+        }
+        if (block == blocks.end - 1) announce(turn + 1);
       }
-      load_value(blocks.begin);
+      if (blocks.begin >= blocks.end) announce(turn + 1);
     }
   }
 
@@ -244,28 +293,27 @@ struct PrefillSm90 {
   static CUTLASS_DEVICE void convert(Params const& params, SharedStorage& storage, int warp, int lane) {
     static_assert(!kConverts || kHeadDim == kHeadDimV);
     using Converter = BlockConverter<Config::kType, kFormat, kTileN, kHeadDim>;
-    uint32_t fills = 0, q_phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
+    uint32_t fills = 0;
+    int t = int(blockIdx.x);
     for (int turn = 0;; ++turn) {
       if (warp == 0) {
-        int next = int(blockIdx.x);
-        if (turn > 0 && lane == 0) next = Tiles::next(params, storage.tile[(turn - 1) % 2]);
-        hand_out(storage, turn, next, lane);
+        if (turn > 0) t = __shfl_sync(0xffffffffu, lane == 0 ? Tiles::next(params, t) : 0, 0);
+        hand_out(storage, turn, t < Tiles::count(storage.tiles, params) ? Tiles::at(storage.tiles, params, t) : QueryTile::none(), lane);
       }
       EmptyBarrier::wait(&storage.full_tile[turn % 2], turn / 2 % 2);
-      int const t = __shfl_sync(0xffffffffu, storage.tile[turn % 2], 0);
+      QueryTile const tile = handed_out(storage, turn, lane);
       release(&storage.empty_tile[turn % 2], lane);
-      if (t >= Tiles::count(storage.tiles, params)) break;
-      QueryTile const tile = Tiles::at(storage.tiles, params, t);
+      if (tile.is_none()) break;
       Rows const rows = rows_of(params, tile);
-      Mask const mask(tile.seqlen_q, tile.seqlen_k, params.window_left, params.window_right);
+      Mask const mask = mask_of(params, tile);
       KeyBlocks<kTileN> const blocks(mask, rows.first, rows.last);
+      if (warp == 0) load_queries(params, storage, tile, blocks.begin < blocks.end, turn, lane);
       if (blocks.begin >= blocks.end) continue;
       Converter const converter(params, tile.batch, kv_head_of(params, tile), mask.begin(rows.first), mask.end(rows.last), tile.seqlen_k,
                                 warp, lane);
       int block = blocks.end - 1, page = converter.page_of(block);
       typename Converter::Block codes;
       converter.load(codes, converter.template source<true>(block, page));
-      if (warp == 0) load_queries(params, storage, tile, q_phase, lane);
       for (; (block + 1) * kTileN > converter.first_key; --block, ++fills) {
         int const before = converter.page_of(block - 1);  // the nearest page where there is no such block, of which no row is seen
         uint32_t const stage = fills % kStages, phase = fills / kStages % 2 ^ 1;
@@ -291,11 +339,11 @@ struct PrefillSm90 {
 
   // ---- consumers: warpgroups ----------------------------------------------------------------------------------------------------
 
-  template <int kRows, int kPitch, int kDim>
+  template <int kRows, int kPitch, int kDim, int kDepth>
   using KMajor = cute::ComposedLayout<
       cute::Swizzle<3, 4, 3>, cute::smem_ptr_flag_bits<16>,
       cute::Layout<
-          cute::Shape<cute::Shape<cute::_8, cute::Int<kRows / 8>>, cute::Shape<cute::_64, cute::Int<kDim / 64>>, cute::Int<kStages>>,
+          cute::Shape<cute::Shape<cute::_8, cute::Int<kRows / 8>>, cute::Shape<cute::_64, cute::Int<kDim / 64>>, cute::Int<kDepth>>,
           cute::Stride<cute::Stride<cute::_64, cute::Int<512>>, cute::Stride<cute::_1, cute::Int<kPitch * 64>>, cute::Int<kPitch * kDim>>>>;
   using ValuesLayout =
       cute::ComposedLayout<cute::Swizzle<3, 4, 3>, cute::smem_ptr_flag_bits<16>,
@@ -341,41 +389,58 @@ struct PrefillSm90 {
     asm volatile("bar.sync %0, %1;" ::"n"(kAllBarrier), "n"(kConsumers * 128) : "memory");
   }
 
+  /// A block that a warpgroup's own rows do not meet: its turn and its stages are passed on.
+  static CUTLASS_DEVICE void pass_block(SharedStorage& storage, Ring& keys, Ring& values, int valid, bool clears, int consumer,
+                                        int thread) {
+    take_turn(consumer);
+    pass_turn(consumer);
+    FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
+    release(&storage.empty_k[keys.index], thread);
+    FullBarrier::wait(&storage.full_v[values.index], values.phase);
+    if (valid < kTileN && clears) clear_values(storage.v[values.index], valid, consumer, thread);
+    release(&storage.empty_v[values.index], thread);
+    keys.advance();
+    values.advance();
+  }
+
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int consumer, int thread) {
     using namespace cute;
     int const lane = thread % 32;
     Ring keys, values;
-    uint32_t q_phase = 0;
     MmaScores mma_scores;
     MmaOutput mma_output;
-    Tensor sQ = make_tensor(make_smem_ptr(&storage.q[consumer * 64 * 64]), KMajor<64, kTileM, kHeadDim>{})(_, _, _0{});  // (64,head_dim)
-    Tensor sK = make_tensor(make_smem_ptr(&storage.k[0][0]), KMajor<kTileN, kTileN, kHeadDim>{});  // (N,head_dim,PIPE)
-    Tensor sV = make_tensor(make_smem_ptr(&storage.v[0][0]), ValuesLayout{});                      // (head_dim_v,N,PIPE)
-    Tensor tSrQ = mma_scores.get_slice(thread).partition_fragment_A(sQ);                           // (MMA,MMA_M,MMA_K), descriptors
-    Tensor tSrK = mma_scores.get_slice(thread).partition_fragment_B(sK);                           // (MMA,MMA_N,MMA_K,PIPE)
-    Tensor tOrV = mma_output.get_slice(thread).partition_fragment_B(sV);                           // (MMA,MMA_N,MMA_K,PIPE)
+    using QueriesLayout = KMajor<64, kTileM, kHeadDim, kQueryStages>;
+    Tensor sQ = make_tensor(make_smem_ptr(&storage.q[0][consumer * 64 * 64]), QueriesLayout{});             // (64,head_dim,PIPE)
+    Tensor sK = make_tensor(make_smem_ptr(&storage.k[0][0]), KMajor<kTileN, kTileN, kHeadDim, kStages>{});  // (N,head_dim,PIPE)
+    Tensor sV = make_tensor(make_smem_ptr(&storage.v[0][0]), ValuesLayout{});                               // (head_dim_v,N,PIPE)
+    Tensor tSrQ = mma_scores.get_slice(thread).partition_fragment_A(sQ);  // (MMA,MMA_M,MMA_K,PIPE), descriptors
+    Tensor tSrK = mma_scores.get_slice(thread).partition_fragment_B(sK);  // (MMA,MMA_N,MMA_K,PIPE)
+    Tensor tOrV = mma_output.get_slice(thread).partition_fragment_B(sV);  // (MMA,MMA_N,MMA_K,PIPE)
 
     if constexpr (kPingpong) {
       if (consumer == kConsumers - 1) pass_turn(consumer);
     }
     clear_rows_outside(params, consumer * 128 + thread, kConsumers * 128);
-    int const tiles = Tiles::count(storage.tiles, params);
     for (int turn = 0;; ++turn) {
       EmptyBarrier::wait(&storage.full_tile[turn % 2], turn / 2 % 2);
-      int const t = __shfl_sync(0xffffffffu, storage.tile[turn % 2], 0);  // the compiler then knows that all of a warp have the same
-      if (t >= tiles) break;
-      QueryTile const tile = Tiles::at(storage.tiles, params, t);
-      Rows const rows = rows_of(params, tile);
-      Mask const mask(tile.seqlen_q, tile.seqlen_k, params.window_left, params.window_right);
-      KeyBlocks<kTileN> const blocks(mask, rows.first, rows.last);
+      QueryTile const tile = handed_out(storage, turn, lane);
+      if (tile.is_none()) break;
+      KeyBlocks<kTileN> const blocks = blocks_of(params, tile, rows_of(params, tile));
+      Rows const own_rows = rows_of(params, tile, consumer);
+      KeyBlocks<kTileN> const own = blocks_of(params, tile, own_rows);
       int const row = consumer * 64 + thread / 32 * 16 + lane / 4;  // of the tile; the thread's other one is 8 below
 
       Tensor output = partition_fragment_C(mma_output, Shape<_64, Int<kHeadDimV>>{});  // (MMA,MMA_M,MMA_N)
       clear(output);
       bool const capped = params.softcap > 0.0f;
-      OnlineSoftmax<kScores> softmax((capped ? 1.0f : scale_of(params, tile)) * kLog2E);
-      if (blocks.begin < blocks.end) {
-        int block = blocks.end - 1;
+      OnlineSoftmax<kScores> softmax((capped ? params.softcap : scale_of(params, tile)) * kLog2E);
+      FullBarrier::wait(&storage.full_q[query_stage(turn)], query_phase(turn));
+      bool const clears = !kConverts && !params.keys_end_at_extent;
+      int block = blocks.end - 1;
+      for (int const own_end = own_rows.first <= own_rows.last ? own.end : 0; block >= own_end && block >= blocks.begin; --block) {
+        pass_block(storage, keys, values, tile.seqlen_k - block * kTileN, clears, consumer, thread);
+      }
+      if (block >= blocks.begin) {
         float rescale[2];
         Tensor scores = partition_fragment_C(mma_scores, Shape<_64, Int<kTileN>>{});                            // (MMA,MMA_M,MMA_N)
         Tensor probabilities = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileN / 16>>>{});  // (MMA,MMA_M,MMA_K)
@@ -383,16 +448,15 @@ struct PrefillSm90 {
         mma_output.accumulate_ = GMMA::ScaleOut::One;
         auto const multiply_keys = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
           mma_scores.accumulate_ = GMMA::ScaleOut::Zero;
-          auto queries = tSrQ;
+          auto rows = tSrQ;
           if constexpr (kConverts) {  // descriptors are worked out here: those of all slabs, kept, would cost registers in every block
-            Element* q = &storage.q[consumer * 64 * 64];
+            Element* q = &storage.q[0][consumer * 64 * 64];
             asm volatile("" : "+l"(q));
-            Tensor own = make_tensor(make_smem_ptr(q), KMajor<64, kTileM, kHeadDim>{})(_, _, _0{});
-            queries = mma_scores.get_slice(thread).partition_fragment_A(own);
+            rows = mma_scores.get_slice(thread).partition_fragment_A(make_tensor(make_smem_ptr(q), QueriesLayout{}));
           }
           CUTLASS_PRAGMA_UNROLL
           for (int slab = 0; slab < kHeadDim / 16; ++slab) {
-            cute::gemm(mma_scores, queries(_, _, slab), tSrK(_, _, slab, keys.index), scores);
+            cute::gemm(mma_scores, rows(_, _, slab, query_stage(turn)), tSrK(_, _, slab, keys.index), scores);
             mma_scores.accumulate_ = GMMA::ScaleOut::One;
           }
           warpgroup_commit_batch();
@@ -404,42 +468,21 @@ struct PrefillSm90 {
           }
           warpgroup_commit_batch();
         };
-        auto const keys_done = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
-          release(&storage.empty_k[keys.index], thread);
-          keys.advance();
-        };
-        auto const values_done = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
-          release(&storage.empty_v[values.index], thread);
-          values.advance();
-        };
-        auto const tile_again = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
-          return Tiles::at(storage.tiles, params, __shfl_sync(0xffffffffu, storage.tile[turn % 2], 0));
-        };
         auto const cap_and_mask = [&](auto masked) CUTLASS_LAMBDA_FUNC_INLINE {
           if (capped) {
             float inner = params.scale / params.softcap;
-            if constexpr (kConverts) inner = scale_of(params, tile_again()) / params.softcap;
+            if constexpr (kConverts) inner = scale_of(params, storage.tile[turn % 2]) / params.softcap;
             CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < kScores; ++i) scores(i) = params.softcap * tanh_fast(scores(i) * inner);
+            for (int i = 0; i < kScores; ++i) scores(i) = tanh_fast(scores(i) * inner);
           }
-          if constexpr (decltype(masked)::value) {  // limits are worked out here: kept, they would cost registers in every block
+          if (bool(masked)) {  // limits are worked out here: kept, they would cost registers in every block
+            Mask const mask = mask_of(params, storage.tile[turn % 2]);
             int32_t begin[2], end[2];
-            if constexpr (kConverts) {  // registers are fewer still: the tile is worked out again, too
-              QueryTile const again = tile_again();
-              Mask const limits(again.seqlen_q, again.seqlen_k, params.window_left, params.window_right);
-              CUTLASS_PRAGMA_UNROLL
-              for (int h = 0; h < 2; ++h) {
-                int const query = again.first + (row + 8 * h) / params.pack;
-                begin[h] = limits.begin(query);
-                end[h] = limits.end(query);
-              }
-            } else {
-              CUTLASS_PRAGMA_UNROLL
-              for (int h = 0; h < 2; ++h) {
-                int const query = tile.first + (row + 8 * h) / params.pack;
-                begin[h] = mask.begin(query);
-                end[h] = mask.end(query);
-              }
+            CUTLASS_PRAGMA_UNROLL
+            for (int h = 0; h < 2; ++h) {
+              int const query = storage.tile[turn % 2].first + over_pack(params, row + 8 * h);
+              begin[h] = mask.begin(query);
+              end[h] = mask.end(query);
             }
             apply_mask<kScores>(scores, begin, end, block * kTileN, lane);
           }
@@ -455,7 +498,6 @@ struct PrefillSm90 {
           }
         };
 
-        FullBarrier::wait(&storage.full_q, q_phase);
         FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
         take_turn(consumer);
         warpgroup_fence_operand(scores);
@@ -464,13 +506,14 @@ struct PrefillSm90 {
         pass_turn(consumer);
         warpgroup_wait<0>();
         warpgroup_fence_operand(scores);
-        keys_done();
-        cap_and_mask(true_type{});
-        softmax.step(scores, rescale);
+        release(&storage.empty_k[keys.index], thread);
+        keys.advance();
+        cap_and_mask(block >= own.full_end || block < own.full_begin);
+        softmax.step(scores, rescale, capped && kHeadDim < 256);
         round();
         if constexpr (!kConverts) {
           int const valid = tile.seqlen_k - block * kTileN;
-          if (valid < kTileN && !params.keys_end_at_extent) {
+          if (valid < kTileN && clears) {
             FullBarrier::wait(&storage.full_v[values.index], values.phase);
             clear_values(storage.v[values.index], valid, consumer, thread);
           }
@@ -489,25 +532,27 @@ struct PrefillSm90 {
           pass_turn(consumer);
           warpgroup_wait<1>();
           warpgroup_fence_operand(scores);
-          keys_done();
+          release(&storage.empty_k[keys.index], thread);
+          keys.advance();
           cap_and_mask(masked);
-          bool const grown = softmax.step(scores, rescale);
+          bool const grown = softmax.step(scores, rescale, capped && kHeadDim < 256);
           warpgroup_wait<0>();
           warpgroup_fence_operand(output);
-          values_done();
+          release(&storage.empty_v[values.index], thread);
+          values.advance();
           round();
           if (grown) {
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < kOutputs; ++i) output(i) *= rescale[i / 2 % 2];
           }
         };
-        int const last_full = blocks.full_end - 1;
-        for (--block; block > last_full && block >= blocks.begin; --block) step(true_type{});
-        int const first_full = blocks.full_begin > blocks.begin ? blocks.full_begin : blocks.begin;
+        int const last_full = own.full_end - 1;
+        for (--block; block > last_full && block >= own.begin; --block) step(true_type{});
+        int const first_full = own.full_begin > own.begin ? own.full_begin : own.begin;
         for (; block >= first_full; --block) step(false_type{});
-        for (; block >= blocks.begin; --block) step(true_type{});
+        for (; block >= own.begin; --block) step(true_type{});
 
-        if constexpr (kOwnOutput) release(&storage.empty_q, thread);
+        if constexpr (kOwnOutput) release(&storage.empty_q[query_stage(turn)], thread);
         FullBarrier::wait(&storage.full_v[values.index], values.phase);
         warpgroup_fence_operand(output);
         warpgroup_fence_operand(packed);
@@ -515,20 +560,26 @@ struct PrefillSm90 {
         multiply_values();
         warpgroup_wait<0>();
         warpgroup_fence_operand(output);
-        values_done();
+        release(&storage.empty_v[values.index], thread);
+        values.advance();
+      } else if constexpr (kOwnOutput) {
+        release(&storage.empty_q[query_stage(turn)], thread);
       }
-      // What is known of the tile is worked out again: kept over the mainloop, it would be spilled.
-      QueryTile const done = Tiles::at(storage.tiles, params, __shfl_sync(0xffffffffu, storage.tile[turn % 2], 0));
+      // What is known of the tile is read again: kept over the mainloop, it would be spilled.
+      QueryTile const done = handed_out(storage, turn, lane);
       release(&storage.empty_tile[turn % 2], thread);
-      bool const sees_keys = sees_any(params, done);
-      store(params, storage, done, softmax, output, sees_keys, consumer, thread);
-      if (sees_keys) {
-        q_phase ^= 1;
-        if constexpr (!kOwnOutput) {
-          if (thread == 0) tma_store_wait<0>();
-          asm volatile("bar.sync %0, 128;" ::"r"(kOwnBarrier + consumer) : "memory");
-          release(&storage.empty_q, thread);
+      if (params.window_left >= 0) {  // blocks before the window of this warpgroup's rows
+        Rows const rows = rows_of(params, done, consumer);
+        int32_t const first = blocks_of(params, done, rows_of(params, done)).begin, own_first = blocks_of(params, done, rows).begin;
+        for (int n = rows.first <= rows.last ? own_first - first : 0; n > 0; --n) {
+          pass_block(storage, keys, values, kTileN, false, consumer, thread);
         }
+      }
+      store(params, storage, done, softmax, output, consumer, thread);
+      if constexpr (!kOwnOutput) {
+        if (thread == 0) tma_store_wait<0>();
+        asm volatile("bar.sync %0, 128;" ::"r"(kOwnBarrier + consumer) : "memory");
+        release(&storage.empty_q[query_stage(turn)], thread);
       }
     }
     if (thread == 0) tma_store_wait<0>();  // shared memory must outlive the reads of the last stores
@@ -537,7 +588,7 @@ struct PrefillSm90 {
   /// Where 16 bytes of the warpgroup's output go: block i % (head_dim_v / 8) of its row i / (head_dim_v / 8); null: nowhere.
   static CUTLASS_DEVICE uint4* output_unit(Params const& params, QueryTile const& tile, int i, int consumer) {
     int const block = i % (kHeadDimV / 8), in_tile = consumer * 64 + i / (kHeadDimV / 8);
-    int const query = tile.first + in_tile / params.pack, head = tile.head_unit * params.pack + in_tile % params.pack;
+    int const query = tile.first + over_pack(params, in_tile), head = tile.head_unit * params.pack + (in_tile & (params.pack - 1));
     if (query >= tile.seqlen_q || block * 8 >= params.head_dim_v) return nullptr;
     int64_t const batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
     return reinterpret_cast<uint4*>(static_cast<Element*>(params.out) + batch * params.out_batch + (tile.row_q + query) * params.out_row +
@@ -546,37 +597,28 @@ struct PrefillSm90 {
 
   template <class Softmax, class Output>
   static CUTLASS_DEVICE void store(Params const& params, SharedStorage& storage, QueryTile const& tile, Softmax& softmax, Output& output,
-                                   bool sees_keys, int consumer, int thread) {
+                                   int consumer, int thread) {
     using namespace cute;
-    if constexpr (kConverts || kHeadDim == 256)
-      asm volatile("" : "+r"(thread), "+r"(consumer));  // addresses worked out before the mainloop would be spilled
+    asm volatile("" : "+r"(thread), "+r"(consumer));  // addresses worked out before the mainloop would be spilled
     int const lane = thread % 32, barrier = kOwnBarrier + consumer;
     int const row = consumer * 64 + thread / 32 * 16 + lane / 4;  // of the tile; the thread's other one is 8 below
     Element* staged;
     if constexpr (kOwnOutput) {
       staged = storage.output.of + consumer * 64 * 64;
     } else {
-      staged = storage.q + consumer * 64 * 64;
+      staged = storage.q[0] + consumer * 64 * 64;
     }
-    float factor[2];
+    Rows const own = rows_of(params, tile, consumer);
+    if (own.first > own.last) return;
+    float factor[2], lse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      int const query = tile.first + (row + 8 * h) / params.pack, head = tile.head_unit * params.pack + (row + 8 * h) % params.pack;
-      bool const inside = query < tile.seqlen_q;
-      float sink = -INFINITY, lse;
-      if (params.sinks != nullptr && inside) sink = float(static_cast<Element const*>(params.sinks)[head]);
-      factor[h] = softmax.finish(h, sink, &lse);
+      int const query = tile.first + over_pack(params, row + 8 * h);
+      int const head = tile.head_unit * params.pack + (row + 8 * h & (params.pack - 1));
+      float sink = -INFINITY;
+      if (params.sinks != nullptr && query < tile.seqlen_q) sink = float(static_cast<Element const*>(params.sinks)[head]);
+      factor[h] = softmax.finish(h, sink, &lse[h]);
       if constexpr (kConverts) factor[h] *= scale_of_output(params, kv_head_of(params, tile));
-      if (params.lse != nullptr && inside && lane % 4 == 0) {
-        params.lse[(params.cu_seqlens_q != nullptr ? 0 : tile.batch) * params.lse_batch + head * params.lse_head + tile.row_q + query] =
-            lse;
-      }
-    }
-    if (!sees_keys) {  // its queries were not loaded, and where they would be may be the next tile's by now: nothing is staged there
-      for (int i = thread; i < 64 * (kHeadDimV / 8); i += 128) {
-        if (uint4* const to = output_unit(params, tile, i, consumer)) *to = make_uint4(0, 0, 0, 0);
-      }
-      return;
     }
     if (thread == 0) tma_store_wait<0>();  // the tile before this one has been read
     asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
@@ -601,25 +643,32 @@ struct PrefillSm90 {
                    : "memory");
     }
     int const batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
-    if (params.cu_seqlens_q == nullptr || tile.first + kTileM / params.pack <= tile.seqlen_q) {
+    if (params.cu_seqlens_q == nullptr || own.first + over_pack(params, 64) <= tile.seqlen_q) {
       cutlass::arch::fence_view_async_shared();
       asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
       if (thread == 0) {
 #pragma unroll
         for (int column = 0; column < kHeadDimV / 64; ++column) {
-          SM90_TMA_STORE_5D::copy(&params.o, staged + column * (kTileM * 64), column * 64, 0,
-                                  tile.row_q + tile.first + consumer * (64 / params.pack), tile.head_unit, batch);
+          SM90_TMA_STORE_5D::copy(&params.o, staged + column * (kTileM * 64), column * 64, 0, tile.row_q + own.first, tile.head_unit,
+                                  batch);
         }
         tma_store_arrive();
       }
-      return;
+    } else {
+      asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+#pragma unroll 4
+      for (int i = thread; i < 64 * (kHeadDimV / 8); i += 128) {
+        int const block = i % (kHeadDimV / 8), r = i / (kHeadDimV / 8);
+        auto const* const from = reinterpret_cast<uint4 const*>(staged + block / 8 * (kTileM * 64) + r * 64 + (block % 8 ^ r % 8) * 8);
+        if (uint4* const to = output_unit(params, tile, i, consumer)) *to = *from;
+      }
     }
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
-#pragma unroll 1
-    for (int i = thread; i < 64 * (kHeadDimV / 8); i += 128) {
-      int const block = i % (kHeadDimV / 8), r = i / (kHeadDimV / 8);
-      auto const* const from = reinterpret_cast<uint4 const*>(staged + block / 8 * (kTileM * 64) + r * 64 + (block % 8 ^ r % 8) * 8);
-      if (uint4* const to = output_unit(params, tile, i, consumer)) *to = *from;
+    if (params.lse == nullptr || lane % 4 != 0) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {  // last: the fence above would wait for it
+      int const query = tile.first + over_pack(params, row + 8 * h);
+      int const head = tile.head_unit * params.pack + (row + 8 * h & (params.pack - 1));
+      if (query < tile.seqlen_q) params.lse[batch * params.lse_batch + head * params.lse_head + tile.row_q + query] = lse[h];
     }
   }
 };

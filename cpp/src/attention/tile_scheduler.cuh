@@ -18,6 +18,9 @@ struct QueryTile {
   int32_t first;  // query of the sequence that the tile's row 0 belongs to
   int32_t seqlen_q, seqlen_k;
   int32_t row_q, row_k;  // where the sequence begins in q and k
+
+  static __device__ QueryTile none() { return {-1}; }
+  __device__ bool is_none() const { return batch < 0; }
 };
 
 template <int kTileM>
