@@ -211,6 +211,34 @@ struct DecodeMainloop : Traits {
     if constexpr (kTile + 1 < Codes::kPerPair) multiply_values<kTile + 1>(output, first_tile, x, p);
   }
 
+  /// int4: queries times the scales of K's channels in chunks 2 j and 2 j + 1, and what its minima add to the scores of a group's tokens.
+  template <int kCols>
+  static CUTLASS_DEVICE void scale_queries(uint32_t (&b)[Codes::kPerPair][kCols][2], float (&least)[kCols][4], uint32_t scales, int j,
+                                           int c) {
+    constexpr uint32_t kUpper = 0x2c002c00;  // 1 / 16
+#pragma unroll
+    for (int chunk = 0; chunk < 2; ++chunk) {
+      uint4 const scale = load_16_bytes(scales + ((2 * j + chunk) * 32 + 8 * c) * 2);
+      uint4 const minimum = load_16_bytes(scales + (kHeadDim + (2 * j + chunk) * 32 + 8 * c) * 2);
+      // Elements 0 and 4, 1 and 5; 2 and 6, 3 and 7.
+      uint32_t const of[4] = {Codes::select(scale.x, scale.z, 0x5410), Codes::select(scale.x, scale.z, 0x7632),
+                              Codes::select(scale.y, scale.w, 0x5410), Codes::select(scale.y, scale.w, 0x7632)};
+      uint32_t const least_of[4] = {Codes::select(minimum.x, minimum.z, 0x5410), Codes::select(minimum.x, minimum.z, 0x7632),
+                                    Codes::select(minimum.y, minimum.w, 0x5410), Codes::select(minimum.y, minimum.w, 0x7632)};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t const a[4] = {least_of[2 * half], least_of[2 * half], least_of[2 * half + 1], least_of[2 * half + 1]};
+#pragma unroll
+        for (int i = 0; i < kCols; ++i) {
+          auto& of_product = b[2 * chunk + half][i];
+          multiply_16x8x16<kMmaType>(least[i], a, of_product[0], of_product[1]);
+          of_product[0] = multiply(of_product[0], of[2 * half]);
+          of_product[1] = multiply(multiply(of_product[1], of[2 * half + 1]), kUpper);
+        }
+      }
+    }
+  }
+
   /// kPart tokens of a slice, from number `first` of it on, which is token `key`.
   template <bool kMasked, int kCols>
   static CUTLASS_DEVICE void take_part(Params const& params, SliceAddress const& slice, Queries const& queries, State<kCols>& state,
@@ -223,47 +251,32 @@ struct DecodeMainloop : Traits {
     uint32_t const group_scales = scales + (kInt4 && first >= params.group_tokens ? kGroupBytes : 0);
 
     // Matrices: tokens 0-7 and 8-15 of one chunk, then of the next.
-    float s[kTokenTiles][kCols][4] = {}, least[kCols][4] = {};
+    constexpr int kGroupTiles = kInt4 && kTokenTiles > 2 ? 2 : kTokenTiles, kGroups = kTokenTiles / kGroupTiles;  // of tiles with one scale
+    bool const one_group = !kInt4 || kGroups == 1 || params.group_tokens == 64;
+    float s[kTokenTiles][kCols][4] = {}, least[kGroups][kCols][4] = {};
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {
       uint32_t b[kPer][kCols][2];
 #pragma unroll
-      for (int product = 0; product < kPer; ++product) {
+      for (int group = 0; group < kGroups; ++group) {
+        if (group == 0 || !one_group) {
 #pragma unroll
-        for (int i = 0; i < kCols; ++i) {
-          uint2 const q = queries.of[i][j * kPer + product][lane];
-          b[product][i][0] = q.x;
-          b[product][i][1] = q.y;
-        }
-      }
-      if constexpr (kInt4) {
-#pragma unroll
-        for (int chunk = 0; chunk < 2; ++chunk) {
-          uint4 const scale = load_16_bytes(group_scales + ((2 * j + chunk) * 32 + 8 * c) * 2);
-          uint4 const minimum = load_16_bytes(group_scales + (kHeadDim + (2 * j + chunk) * 32 + 8 * c) * 2);
-          // Elements 0 and 4, 1 and 5; 2 and 6, 3 and 7.
-          uint32_t const of[4] = {Codes::select(scale.x, scale.z, 0x5410), Codes::select(scale.x, scale.z, 0x7632),
-                                  Codes::select(scale.y, scale.w, 0x5410), Codes::select(scale.y, scale.w, 0x7632)};
-          uint32_t const least_of[4] = {Codes::select(minimum.x, minimum.z, 0x5410), Codes::select(minimum.x, minimum.z, 0x7632),
-                                        Codes::select(minimum.y, minimum.w, 0x5410), Codes::select(minimum.y, minimum.w, 0x7632)};
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            uint32_t const a[4] = {least_of[2 * half], least_of[2 * half], least_of[2 * half + 1], least_of[2 * half + 1]};
+          for (int product = 0; product < kPer; ++product) {
 #pragma unroll
             for (int i = 0; i < kCols; ++i) {
-              auto& of_product = b[2 * chunk + half][i];
-              multiply_16x8x16<kMmaType>(least[i], a, of_product[0], of_product[1]);
-              of_product[0] = multiply(of_product[0], of[2 * half]);
-              of_product[1] = multiply(of_product[1], of[2 * half + 1]);
+              uint2 const q = queries.of[i][j * kPer + product][lane];
+              b[product][i][0] = q.x;
+              b[product][i][1] = q.y;
             }
           }
+          if constexpr (kInt4) scale_queries(b, least[group], group_scales + group * kGroupBytes, j, c);
         }
-      }
 #pragma unroll
-      for (int t = 0; t < kTokenTiles; ++t) {
-        uint32_t x[4];
-        load_matrices(address_of(keys, first + 16 * t + lane % 16, 2 * j + lane / 16), x);
-        multiply_keys<0>(s[t], x, b);
+        for (int t = group * kGroupTiles; t < (group + 1) * kGroupTiles; ++t) {
+          uint32_t x[4];
+          load_matrices(address_of(keys, first + 16 * t + lane % 16, 2 * j + lane / 16), x);
+          multiply_keys<0>(s[t], x, b);
+        }
       }
     }
     if constexpr (kInt4) {
@@ -272,7 +285,9 @@ struct DecodeMainloop : Traits {
 #pragma unroll
         for (int i = 0; i < kCols; ++i) {
 #pragma unroll
-          for (int x = 0; x < 4; ++x) s[t][i][x] += least[i][x];
+          for (int x = 0; x < 4; ++x) {
+            s[t][i][x] = fmaf(s[t][i][x], Codes::kInt4Unit, one_group ? least[0][i][x] : least[t / kGroupTiles][i][x]);
+          }
         }
       }
     }
@@ -503,6 +518,14 @@ struct DecodeMainloop : Traits {
       release(slice);
     }
     if constexpr (kInt4) {
+#pragma unroll
+      for (int m = 0; m < kSteps; ++m) {
+#pragma unroll
+        for (int i = 0; i < kCols; ++i) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) state.output[m][i][x] *= x < 2 ? Codes::kInt4Unit : Codes::kInt4UpperUnit;
+        }
+      }
       scores.last_key = piece.seqlen_k;
       for (; slice < piece.slice_end; slice += kWarps) {
         int const first = (slice - codes_end) * 16;

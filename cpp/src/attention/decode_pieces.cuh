@@ -66,7 +66,8 @@ class DecodePieces {
       queries = queries_of(p, lane);
       if (guess) {
         asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(keys) : "l"(p.seq_lens + lane) : "memory");
-        keys = max(keys, 0);
+        int64_t const room = p.block_table != nullptr ? int64_t(p.block_table_columns) * p.page_size : p.page_size;
+        keys = int32_t(min(int64_t(max(keys, 0)), room));  // what is read may be anything
       } else {
         keys = keys_of(p, lane);
       }

@@ -20,11 +20,12 @@ struct DecodeTraits {
   static constexpr DataType kType = Config::kType;
   static constexpr WeightFormat kFormat = Config::kFormat;
   static constexpr int kHeadDim = Config::kHeadDim, kSlice = Config::kSlice, kStages = Config::kStages;
-  static constexpr int kPart = kHeadDim <= 128 && kSlice >= 32 ? 32 : 16;  // tokens of a slice that are in registers at a time
   using Element = cute::conditional_t<kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
   using Codes = KvCodes<kFormat>;
   static constexpr bool k16Bit = kFormat == WeightFormat::kDense, kInt8 = kFormat == WeightFormat::kInt8,
                         kInt4 = kFormat == WeightFormat::kInt4;
+  static constexpr int kMostAtOnce = (kHeadDim <= 128 ? 32 : 16) * (kInt4 ? 2 : 1);  // int4: scales of K's channels are of 32 or 64 tokens
+  static constexpr int kPart = kSlice < kMostAtOnce ? kSlice : kMostAtOnce;          // tokens of a slice that are in registers at a time
   static constexpr DataType kMmaType = k16Bit ? kType : DataType::kF16;
   static constexpr int kWarps = kWarps_, kConsumerThreads = 32 * kWarps;
   static constexpr int kMaxColumns = Config::kRows / 8;  // tiles of 8 rows: 1 or 2, as registers allow

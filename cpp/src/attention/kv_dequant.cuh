@@ -8,8 +8,9 @@
 //   8 bits    keys: k = 2c, 2c + 1 are elements 4c, 4c + 1 of 16, k = 8 + 2c, .. are 4c + 2, 4c + 3. Values: rows g, g + 8 are 2g, 2g + 1 of 16
 //   4 bits    keys: of 32 elements, k = 2c, 2c + 1 of the first product are 8c, 8c + 4, k = 8 + 2c, .. are 8c + 1, 8c + 5; of the second
 //             8c + 2, 8c + 6 and 8c + 3, 8c + 7. Values: rows g, g + 8 of the first tile are 4g, 4g + 1 of 32, of the second 4g + 2, 4g + 3
-// Codes become f16 exactly: int8 as 1024 + (code + 128) - 1152, int4 as 1024 + code - 1024 or (1024 + 16 code) / 16 - 64, e4m3 by conversion, which
-// GPUs have from sm_89 on.
+// Codes become f16 exactly: int8 as 1024 + (code + 128) - 1152, e4m3 by conversion, which GPUs have from sm_89 on. int4 as f16's subnormal numbers,
+// 2^-24 code, which tensor cores take as they take others: four bits where they are, all others zero. Of a register's eight codes every other
+// one is 4 bits higher, 2^-20 code: keys' second halves of k (8 to 15), values' rows g + 8.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -68,18 +69,11 @@ struct KvCodes {
 #endif
     return z;
   }
-  /// Codes kIndex and kIndex + 4 of eight.
+  static constexpr float kInt4Unit = 0x1p24f, kInt4UpperUnit = 0x1p20f;  // what the lower and the upper ones' numbers are multiplied by
+  /// Codes kIndex and kIndex + 4 of eight; odd ones are the upper ones.
   template <int kIndex>
   static __device__ uint32_t from_int4(uint32_t x) {
-    uint32_t y = kIndex / 2 ? x >> 8 : x, z;
-    if constexpr (kIndex % 2 == 0) {
-      asm("lop3.b32 %0, %1, 0x000f000f, 0x64006400, 0xea;" : "=r"(y) : "r"(y));
-      return add(y, 0xe400e400);  // -1024
-    } else {
-      asm("lop3.b32 %0, %1, 0x00f000f0, 0x64006400, 0xea;" : "=r"(y) : "r"(y));
-      asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(y), "r"(0x2c002c00u), "r"(0xd400d400u));  // / 16 - 64
-      return z;
-    }
+    return (kIndex / 2 ? x >> 8 : x) & (kIndex % 2 == 0 ? 0x000f000fu : 0x00f000f0u);
   }
 
   /// x: two chunks of keys, {tokens 0-7, 8-15 of the first, of the second}; A of the kProduct-th product over them.

@@ -218,7 +218,7 @@ struct PrefillSm80 {
           apply_mask<kScores>(scores, begin, end, block * kTileN, lane);
         }
         float rescale[2];
-        if (softmax.step(scores, rescale, capped)) {
+        if (softmax.step(scores, rescale)) {
 #pragma unroll
           for (int i = 0; i < kHeadDim / 2; ++i) output(i) *= rescale[i / 2 % 2];
         }
@@ -249,6 +249,7 @@ struct PrefillSm80 {
                                    Accumulators<kHeadDim>& output, int warp, int lane) {
     uint32_t const staged = shared_address(storage.q);
     __syncwarp();
+    softmax.add_up();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int const row = warp * 16 + lane / 4 + 8 * h, query = walk.query(params, row), head = walk.head(params, row);

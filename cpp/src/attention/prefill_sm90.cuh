@@ -509,7 +509,7 @@ struct PrefillSm90 {
         release(&storage.empty_k[keys.index], thread);
         keys.advance();
         cap_and_mask(block >= own.full_end || block < own.full_begin);
-        softmax.step(scores, rescale, capped && kHeadDim < 256);
+        softmax.step(scores, rescale);
         round();
         if constexpr (!kConverts) {
           int const valid = tile.seqlen_k - block * kTileN;
@@ -535,7 +535,7 @@ struct PrefillSm90 {
           release(&storage.empty_k[keys.index], thread);
           keys.advance();
           cap_and_mask(masked);
-          bool const grown = softmax.step(scores, rescale, capped && kHeadDim < 256);
+          bool const grown = softmax.step(scores, rescale);
           warpgroup_wait<0>();
           warpgroup_fence_operand(output);
           release(&storage.empty_v[values.index], thread);
@@ -610,6 +610,7 @@ struct PrefillSm90 {
     }
     Rows const own = rows_of(params, tile, consumer);
     if (own.first > own.last) return;
+    softmax.add_up();
     float factor[2], lse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

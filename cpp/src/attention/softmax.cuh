@@ -16,21 +16,14 @@ __device__ __forceinline__ float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-/// exp2 by the FMA pipe, beside a busy special function unit: 2^i from rounding, 2^f, |f| <= 1/2, by a polynomial (relative error 3e-6).
-/// Of -infinity 0.
-__device__ __forceinline__ float exp2_polynomial(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: its sum with x ends in x's integer
-  x = fmaxf(x, -127.0f);
-  float const rounded = x + kRound, f = x - (rounded - kRound);
-  float y = fmaf(f, 0.00958285294f, 0.0559064262f);
-  y = fmaf(y, f, 0.240240991f);
-  y = fmaf(y, f, 0.693124175f);
-  y = fmaf(y, f, 1.0f);
-  return __int_as_float(__float_as_int(y) + (__float_as_int(rounded) << 23));
-}
 __device__ __forceinline__ float log2_fast(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float inverse_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 __device__ __forceinline__ float tanh_fast(float x) {
@@ -42,8 +35,6 @@ __device__ __forceinline__ float tanh_fast(float x) {
 /// kValues: scores of a thread in a block.
 template <int kValues>
 struct OnlineSoftmax {
-  static constexpr int kByPolynomial = 2;  // of so many exponentials one, where another function takes as many of the unit's slots
-
   float scale_log2;  // of scores, log2(e) in it
   float highest[2];  // of a row so far, of unscaled scores; -inf: no key yet
   float sum[2];      // of this thread's columns
@@ -52,9 +43,8 @@ struct OnlineSoftmax {
 
   /// Scores become exp(score - highest). Returns whether sums so far are to be multiplied by `rescale`, the same for a warp: a maximum that
   /// grows by less than a factor 2^8 of the exponentials is not followed (FlashAttention-4), P stays below 2^8.
-  /// capped: scores are tanh of something, which took as long as their exponentials.
   template <class Scores>
-  __device__ bool step(Scores& scores, float (&rescale)[2], bool capped) {
+  __device__ bool step(Scores& scores, float (&rescale)[2]) {
     constexpr float kSlack = 8.0f;
     float top[2][2];  // two chains each, for their latency
 #pragma unroll
@@ -82,40 +72,32 @@ struct OnlineSoftmax {
       offset[h] = highest[h] == -INFINITY ? 0.0f : highest[h] * scale_log2;
     }
     float total[2][2] = {};
-    if (capped) {
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        float const x = fmaf(scores(i), scale_log2, -offset[i / 2 % 2]);
-        scores(i) = i % kByPolynomial == 0 ? exp2_polynomial(x) : exp2_fast(x);
-        total[i % 2][i / 2 % 2] += scores(i);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        scores(i) = exp2_fast(fmaf(scores(i), scale_log2, -offset[i / 2 % 2]));
-        total[i % 2][i / 2 % 2] += scores(i);
-      }
+    for (int i = 0; i < kValues; ++i) {
+      scores(i) = exp2_fast(fmaf(scores(i), scale_log2, -offset[i / 2 % 2]));
+      total[i % 2][i / 2 % 2] += scores(i);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) sum[h] = fmaf(sum[h], rescale[h], total[0][h] + total[1][h]);
     return __any_sync(0xffffffffu, grown);
   }
 
+  /// Sums of the whole rows; before finish(), once.
+  __device__ void add_up() {
+#pragma unroll
+    for (int x = 1; x < 4; x *= 2) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], x);
+    }
+  }
+
   /// What the row's output is to be multiplied by. lse: natural logarithm of what it was divided by, so that output * exp(lse) adds up over
   /// parts of the keys; a sink is a key without a value and counts.
-  __device__ float finish(int h, float sink, float* lse) {
-    float total = sum[h];
-    total += __shfl_xor_sync(0xffffffffu, total, 1);
-    total += __shfl_xor_sync(0xffffffffu, total, 2);
-    float top = highest[h] * scale_log2;
-    if (sink > -INFINITY) {
-      float const higher = fmaxf(top, sink * kLog2E);
-      total = total * exp2_fast(top - higher) + exp2_fast(sink * kLog2E - higher);
-      *lse = (higher + log2_fast(total)) * kLn2;
-      return __fdividef(exp2_fast(top - higher), total);
-    }
-    *lse = total == 0.0f ? -INFINITY : (top + log2_fast(total)) * kLn2;
-    return total == 0.0f ? 0.0f : __fdividef(1.0f, total);
+  __device__ float finish(int h, float sink, float* lse) const {
+    float const top = highest[h] * scale_log2, higher = fmaxf(top, sink * kLog2E), base = higher == -INFINITY ? 0.0f : higher;
+    float const keep = exp2_fast(top - base), total = fmaf(sum[h], keep, exp2_fast(sink * kLog2E - base));
+    *lse = (base + log2_fast(total)) * kLn2;
+    return total == 0.0f ? 0.0f : keep * inverse_fast(total);
   }
 };
 
