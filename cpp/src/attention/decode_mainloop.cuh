@@ -349,13 +349,16 @@ struct DecodeMainloop : Traits {
       // A scale and a minimum of each group and token, f16, [2 * groups][tokens]; a group is head_dim_v / groups_v elements.
       int const per_chunk = params.groups_v * 32;
       uint32_t const of_values = scales + kMaxGroups * kGroupBytes + (first + 2 * c) * 2;
+      auto const seen = [&](int t) {  // whether anyone sees some of its tokens; scales of others may be anything
+        return !kMasked || (key + 16 * t < scores.last_key && key + 16 * t + 16 > scores.first_key);
+      };
       auto const pair_at = [&](int plane, int token) {  // of tokens `token` + 2 c and the next
         return load_4_bytes(of_values + plane * (kSlice * 2) + token * 2);
       };
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
         uint32_t a[4] = {0, 0, 0, 0};
-        if (g < params.groups_v) {
+        if (g < params.groups_v && seen(t)) {
           a[0] = pair_at(params.groups_v + g, 16 * t);
           a[2] = pair_at(params.groups_v + g, 16 * t + 8);
         }
@@ -371,7 +374,7 @@ struct DecodeMainloop : Traits {
 #pragma unroll
           for (int chunk = 0; chunk < 2; ++chunk) {  // 32 of head_dim: of one group
             int const group = min((2 * j + chunk) * per_chunk / params.head_dim_v, params.groups_v - 1);
-            uint32_t const low = pair_at(group, 16 * t), high = pair_at(group, 16 * t + 8);
+            uint32_t const low = seen(t) ? pair_at(group, 16 * t) : 0, high = seen(t) ? pair_at(group, 16 * t + 8) : 0;
             uint32_t weighted[kCols][2], a[2][4];
 #pragma unroll
             for (int i = 0; i < kCols; ++i) {

@@ -250,7 +250,8 @@ struct PrefillSm90 {
     keys.phase = values.phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
     int const tiles = Tiles::count(storage.tiles, params);
     int t = int(blockIdx.x);
-    // A tile is announced, and its queries and first block are on their way, while the one before it has most of its blocks ahead.
+    // Where queries have a second stage, a tile is announced, and its queries and first block are on their way, while the one before it has most
+    // of its blocks ahead.
     auto const announce = [&](int turn) CUTLASS_LAMBDA_FUNC_INLINE {
       QueryTile const tile = t < tiles ? Tiles::at(storage.tiles, params, t) : QueryTile::none();
       hand_out(storage, turn, tile, lane);
@@ -281,9 +282,9 @@ struct PrefillSm90 {
           load_block<kHeadDimV>(params, params.v, &storage.full_v[values.index], storage.v[values.index], tile, kv_head, block, lane);
           values.advance();
         }
-        if (block == blocks.end - 1) announce(turn + 1);
+        if (kQueryStages > 1 && block == blocks.end - 1) announce(turn + 1);
       }
-      if (blocks.begin >= blocks.end) announce(turn + 1);
+      if (kQueryStages == 1 || blocks.begin >= blocks.end) announce(turn + 1);
     }
   }
 
