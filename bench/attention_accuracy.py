@@ -1,11 +1,12 @@
 """Accuracy: how far results are from float64, and what a cache's format costs before any kernel reads it.
 
   prefill, decode     16 bits: our error beside that of torch's scaled_dot_product_attention; at most twice as large
-  decode over codes   our error against float64 over the values that codes stand for, beside torch's in 16 bits over these values
+  over codes          our error against float64 over the values that codes stand for, beside torch's in 16 bits over these values: decode,
+                      and a chunk of queries at the end by the kernel that converts codes on their way (the CPU has one for both)
   cache               float64 over these values against float64 over what was stored, on Gaussian keys and on keys with outlier channels;
                       beside int4 whose keys, too, have a scale for each token, where KIVI's have one for each channel
 
-Nothing is timed. The first two run our operators; the last does not depend on the device. All run on CPU, too.
+Nothing is timed. All but the last run our operators; the last does not depend on the device. All run on CPU, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import minfer
 import torch
-from attention_common import DTYPES, decode_kernel, planned_kernel, truth_of
+from attention_common import DTYPES, codes_kernel, decode_kernel, planned_kernel, truth_of
 from minfer import reference_kv_cache
 from minfer.kv_cache import KV_FORMATS
 from moe_suites import relative_error
@@ -26,7 +27,7 @@ PER_TOKEN = "int4 per token"  # the yardstick of caches
 FORMATS = tuple(kv_format for kv_format in KV_FORMATS if kv_format != "16bit")
 PREFILL = {64: (4, 2), 128: (4, 2), 256: (2, 1)}  # head_dim: heads
 PREFILL_KEYS, DECODE_KEYS = 1024, 4096
-DECODE_HEADS, BATCH, PAGE, GROUP = (8, 2), 4, 64, 64
+DECODE_HEADS, BATCH, PAGE, GROUP, CHUNK = (8, 2), 4, 64, 64, 192
 OUTLIERS, OUTLIER_SCALE = 4, 10.0  # channels of each KV head, and how much larger their keys are
 KEYS = ("Gaussian", "outlier channels")
 
@@ -42,6 +43,8 @@ def cells(dtypes: list[str], head_dims: list[int]) -> list[dict[str, Any]]:
             found += [prefill | dict(model=f"prefill, {mask}", kind="prefill") for mask in ("causal", "full")]
             shape |= dict(m=DECODE_KEYS, heads_q=DECODE_HEADS[0], heads_kv=DECODE_HEADS[1])
             found += [shape | dict(model=f"decode, {kv_format}", kind="decode", format=kv_format) for kv_format in KV_FORMATS]
+            chunk = shape | dict(queries=CHUNK, kind="decode")
+            found += [chunk | dict(model=f"chunk of {CHUNK}, {kv_format}", format=kv_format) for kv_format in FORMATS]
             if head_dim == 128:
                 found += [
                     shape | dict(model=f"{kv_format} cache, {keys} K", kind="cache", format=kv_format, keys=keys)
@@ -52,10 +55,12 @@ def cells(dtypes: list[str], head_dims: list[int]) -> list[dict[str, Any]]:
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """torch's own, [batch, seqlen, heads, head_dim]."""
+    """torch's own, [batch, seqlen, heads, head_dim]; causal masks are aligned to the bottom right, as ours."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    attend, queries, keys = torch.nn.functional.scaled_dot_product_attention, q.shape[2], k.shape[2]
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries) if causal and 1 < queries < keys else None
+    causal = causal and queries == keys
+    return attend(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
 def errors_of(outs: Iterable[torch.Tensor], truth: torch.Tensor) -> list[float]:
@@ -66,9 +71,12 @@ def errors_of(outs: Iterable[torch.Tensor], truth: torch.Tensor) -> list[float]:
 
 
 def draw(cell: dict[str, Any], device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [batch, heads_q, head_dim], k and v [batch, m, heads_kv, head_dim]: the same numbers on every device."""
+    """q [batch, queries, heads_q, head_dim], k and v [batch, m, heads_kv, head_dim]: the same numbers on every device."""
     generator, sizes = torch.Generator().manual_seed(cell["head_dim"]), (BATCH, cell["m"], cell["heads_kv"], cell["head_dim"])
-    q, k, v = (torch.randn(shape, generator=generator) for shape in ((BATCH, cell["heads_q"], cell["head_dim"]), sizes, sizes))
+    q, k, v = (
+        torch.randn(shape, generator=generator)
+        for shape in ((BATCH, cell.get("queries", 1), cell["heads_q"], cell["head_dim"]), sizes, sizes)
+    )
     if cell.get("keys") == "outlier channels":
         for head in range(cell["heads_kv"]):
             k[:, :, head, torch.randperm(cell["head_dim"], generator=generator)[:OUTLIERS]] *= OUTLIER_SCALE
@@ -103,9 +111,9 @@ def per_token(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """The last query of each sequence: [batch, heads_q, head_dim]."""
-    row = torch.zeros(1, dtype=torch.long, device=q.device)
-    return torch.cat([truth_of(q[b : b + 1], k[b], v[b], row, dict(causal=True), dtype) for b in range(len(q))])
+    """The last queries of each sequence: [batch, queries, heads_q, head_dim]."""
+    rows = torch.arange(q.shape[1], device=q.device)
+    return torch.stack([truth_of(q[b], k[b], v[b], rows, dict(causal=True), dtype) for b in range(len(q))])
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------------------
@@ -133,11 +141,12 @@ def decode(cell: dict[str, Any], device: str) -> tuple[str, str, float, float]:
         cache.k_residual[:, : GROUP // 2] = k[:, m:]
         cache.v_residual[:, : GROUP // 2] = v[:, m:]
     lengths = torch.full((BATCH,), m, dtype=torch.int32, device=device)
-    out = minfer.attention_paged(q, cache.k, cache.v, lengths, block_table=table, **cache.scales())[0]
+    kernel_of = codes_kernel if "queries" in cell else decode_kernel
+    kernel = kernel_of(cell["dtype"], cell["head_dim"], cell["format"]) if device == "cuda" else None
+    out = minfer.attention_paged(q, cache.k, cache.v, lengths, block_table=table, kernel=kernel, **cache.scales())[0]
     keys, values = values_of(cache, table, m)
-    peer = sdpa(q[:, None], keys.to(q.dtype), values.to(q.dtype), False)[:, 0]
-    kernel = decode_kernel(cell["dtype"], cell["head_dim"], cell["format"]) if device == "cuda" else "cpu"
-    return "attention_paged", kernel, *errors_of((out, peer), attend(q, keys, values))
+    peer = sdpa(q, keys.to(q.dtype), values.to(q.dtype), True)
+    return "attention_paged", kernel or "cpu", *errors_of((out, peer), attend(q, keys, values))
 
 
 def cache_error(cell: dict[str, Any], device: str) -> tuple[str, str, float, float]:

@@ -85,6 +85,13 @@ def decode_kernel(dtype: str, head_dim: int, kv_format: str) -> str:
     return max(found, key=lambda kernel: (kernel["compiled"], kernel["arch"]))["name"]
 
 
+def codes_kernel(dtype: str, head_dim: int, kv_format: str) -> str:
+    """The prefill kernel over codes of any format, the smallest that has the head dimension."""
+    own = dict(ab_type=dtype, b_format="codes")
+    found = [kernel for kernel in minfer.kernels("attention") if own.items() <= kernel.items() and kernel["tile_k"] >= head_dim]
+    return min(found, key=lambda kernel: kernel["tile_k"])["name"]
+
+
 class AttentionResults(CellResults):
     """Rows are kept cell by cell: the dtype and the heads tell cells apart, too; models name batch, format and layout where they differ."""
 

@@ -79,7 +79,10 @@ class Rows(list):
         self.append(row)
 
 
-@pytest.mark.parametrize("model", ["prefill, causal", *(f"decode, {f}" for f in minfer.kv_cache.KV_FORMATS)])
+CHUNKS = [f"chunk of {attention_accuracy.CHUNK}, {f}" for f in attention_accuracy.FORMATS]
+
+
+@pytest.mark.parametrize("model", ["prefill, causal", *(f"decode, {f}" for f in minfer.kv_cache.KV_FORMATS), *CHUNKS])
 def test_accuracy(model, monkeypatch):
     """Ours is not worse than twice torch's; on CPU it computes in float32."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
