@@ -49,7 +49,7 @@ struct DecodeMainloop : Traits {
   /// A warp's part of a piece. Columns of tile i that a lane has: rows 8 i + 2 (lane % 4) and the next.
   template <int kCols>
   struct State {
-    float output[kSteps][kCols][4];  // of d (by Codes::row_of), columns as above
+    float output[kSteps][kCols][4];  // of d (by Codes::row_of), columns as above; int4: in the codes' units until take_piece has taken them
     float highest[kCols][2];         // that the exponentials are relative to, in units of log2; -inf: no key yet
     float sum[kCols][2];             // of this lane's tokens
     float unit;                      // int8: a power of two that scales of V are relative to; 0: none yet

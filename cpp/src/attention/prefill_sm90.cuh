@@ -1,9 +1,11 @@
 // Attention forward for sm_90a, many queries: TMA + WGMMA, persistent, warp specialised. After FlashAttention-3 (Shah et al., 2024).
 //
 // Warp roles. Warpgroup 0: its warp 0 is the producer, which loads a tile's queries and its blocks of keys and values, the last block first.
-// Warpgroups 1 to kConsumers: 64 rows of the tile each. While a warpgroup's softmax of one block runs, the tensor cores have its product with
-// the values of the block before and, where kPingpong, the other warpgroup's two products: ordered barriers let them issue in turns.
-// Pipelines. q: full (TMA's bytes), empty (an arrival of each consumer warp). k and v: a ring of kStages blocks each, likewise.
+// Warpgroups 1 to kConsumers: 64 rows of the tile each, and of its blocks those that they meet; the others they pass on. While a warpgroup's
+// softmax of one block runs, the tensor cores have its product with the values of the block before and, where kPingpong, the other warpgroups'
+// two products: ordered barriers let them issue in turns.
+// Pipelines. q: full (TMA's bytes), empty (an arrival of each consumer warp), kQueryStages tiles. k and v: a ring of kStages blocks each,
+// likewise. Tiles: two, as the producer hands them out.
 // Rows of a tile. `pack` query heads of a KV head lie side by side: with few queries they share the loads of K and V.
 // Scores never leave registers: S = Q.K^T accumulates in fp32, P = exp2(S - max) is rounded to 16 bits in place, in the layout of an A operand.
 // Values behind the last key are set to zero in shared memory before they are used (0 * NaN is NaN); their scores are masked.
@@ -43,9 +45,9 @@ struct PrefillSm90 {
   static constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   static constexpr int kConsumers = kTileM / 64, kThreads = 128 * (kConsumers + 1);
   static constexpr bool kPingpong = Config::kPingpong;
-  static constexpr bool kOwnOutput = Config::kOwnOutput;  // output is staged in room of its own; else in that of the queries
-  static constexpr int kQueryStages = kOwnOutput ? 2 : 1;
-  static constexpr bool kConverts = Config::kConverts;  // keys and values from codes
+  static constexpr bool kOwnOutput = Config::kOwnOutput;   // output is staged in room of its own; else in that of the queries
+  static constexpr int kQueryStages = kOwnOutput ? 2 : 1;  // of two, one is the next tile's
+  static constexpr bool kConverts = Config::kConverts;     // keys and values from codes
   static constexpr int kConsumerRegisters = kConverts ? (kHeadDim == 256 ? 208 : 192) : kConsumers == 3 ? 160 : 240;
   static constexpr int kProducerRegisters = kConverts ? 504 - 2 * kConsumerRegisters : kConsumers == 3 ? 32 : 24;
   static constexpr int kScores = kTileN / 2, kOutputs = kHeadDimV / 2;  // of a thread
