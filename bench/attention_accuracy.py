@@ -141,8 +141,9 @@ def decode(cell: dict[str, Any], device: str) -> tuple[str, str, float, float]:
         cache.k_residual[:, : GROUP // 2] = k[:, m:]
         cache.v_residual[:, : GROUP // 2] = v[:, m:]
     lengths = torch.full((BATCH,), m, dtype=torch.int32, device=device)
-    kernel_of = codes_kernel if "queries" in cell else decode_kernel
-    kernel = kernel_of(cell["dtype"], cell["head_dim"], cell["format"]) if device == "cuda" else None
+    sizes, kernel = (cell["dtype"], cell["head_dim"]), None
+    if device == "cuda":
+        kernel = codes_kernel(*sizes) if "queries" in cell else decode_kernel(*sizes, cell["format"])
     out = minfer.attention_paged(q, cache.k, cache.v, lengths, block_table=table, kernel=kernel, **cache.scales())[0]
     keys, values = values_of(cache, table, m)
     peer = sdpa(q, keys.to(q.dtype), values.to(q.dtype), True)

@@ -85,7 +85,7 @@ def decode_kernel(dtype: str, head_dim: int, kv_format: str) -> str:
     return max(found, key=lambda kernel: (kernel["compiled"], kernel["arch"]))["name"]
 
 
-def codes_kernel(dtype: str, head_dim: int, kv_format: str) -> str:
+def codes_kernel(dtype: str, head_dim: int) -> str:
     """The prefill kernel over codes of any format, the smallest that has the head dimension."""
     own = dict(ab_type=dtype, b_format="codes")
     found = [kernel for kernel in minfer.kernels("attention") if own.items() <= kernel.items() and kernel["tile_k"] >= head_dim]

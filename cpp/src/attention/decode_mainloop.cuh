@@ -252,6 +252,7 @@ struct DecodeMainloop : Traits {
 
     // Matrices: tokens 0-7 and 8-15 of one chunk, then of the next.
     constexpr int kGroupTiles = kInt4 && kTokenTiles > 2 ? 2 : kTokenTiles, kGroups = kTokenTiles / kGroupTiles;  // of tiles with one scale
+    static_assert(kTokenTiles % kGroupTiles == 0);
     bool const one_group = !kInt4 || kGroups == 1 || params.group_tokens == 64;
     float s[kTokenTiles][kCols][4] = {}, least[kGroups][kCols][4] = {};
 #pragma unroll

@@ -101,13 +101,13 @@ struct TileKeys {
   double all = 0.0, longest = 0.0;
 };
 TileKeys keys_met(AttentionProblem const& p, KernelInfo const& kernel, int64_t pack) {
-  constexpr int64_t kRows = 64;
+  constexpr int64_t kRows = 64, kSamples = 8;  // tiles that are looked at, evenly spread: this runs at every call
   int64_t const seqlen_q = std::max<int64_t>(p.seqlen_q, 1), shift = p.seqlen_k - p.seqlen_q;
   int64_t const rows = kernel.arch < 90 ? kernel.tile_m : kRows;  // portable kernels' warps meet the tile's keys
-  int64_t const tiles = (seqlen_q * pack + kernel.tile_m - 1) / kernel.tile_m, samples = std::min<int64_t>(tiles, 64);
+  int64_t const tiles = (seqlen_q * pack + kernel.tile_m - 1) / kernel.tile_m, samples = std::min(tiles, kSamples);
   TileKeys met;
   for (int64_t i = 0; i < samples; ++i) {
-    int64_t const tile = tiles > samples ? i * tiles / samples : i;
+    int64_t const tile = (2 * i + 1) * tiles / (2 * samples);
     int64_t longest = 0;
     for (int64_t row = tile * kernel.tile_m; row < std::min((tile + 1) * kernel.tile_m, seqlen_q * pack); row += rows) {
       int64_t const first = row / pack, last = std::min((row + rows - 1) / pack, seqlen_q - 1);
