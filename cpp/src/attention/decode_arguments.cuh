@@ -57,6 +57,9 @@ void set_decode_arguments(AttentionLaunchArguments const& arguments, DecodeParam
   params->scale_stride = int32_t(p.scale_per_head);
   params->group_tokens = int32_t(p.group_tokens);
   params->groups_v = int32_t(p.groups_v);
+  for (int chunk = 0; chunk < 8 && p.groups_v > 0; ++chunk) {
+    params->groups_of_v |= uint32_t(std::min(chunk * 32 * p.groups_v / p.head_dim_v, p.groups_v - 1)) << 4 * chunk;
+  }
   params->k_scale_page = p.heads_kv * (Traits::kInt4 ? p.page_size / std::max<int64_t>(p.group_tokens, 1) * 2 * p.head_dim : p.page_size);
   params->v_scale_page = p.heads_kv * p.page_size * (Traits::kInt4 ? 2 * p.groups_v : 1);
   params->groups_of_page = int32_t(p.group_tokens > 0 ? p.page_size / p.group_tokens : 0);

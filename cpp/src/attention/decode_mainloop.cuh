@@ -22,11 +22,15 @@ struct DecodeMainloop : Traits {
   using typename Traits::Codes, typename Traits::Element, typename Traits::Params, typename Traits::Pieces, typename Traits::Queries;
   using typename Traits::SliceAddress;
 
+  static constexpr uint32_t kChunks = kSwizzle / 16;  // of 16 bytes, of a row of shared memory
   /// Where 16 bytes of a slice lie: chunk `chunk` of the row bytes of token `token`. As TMA leaves them.
-  static CUTLASS_DEVICE uint32_t address_of(uint32_t base, int token, int chunk) {
-    constexpr int kChunks = kSwizzle / 16;
-    int const turn = kSwizzle == 128 ? token % 8 : kSwizzle == 64 ? token / 2 % 4 : token / 4 % 2;
+  static CUTLASS_DEVICE uint32_t address_of(uint32_t base, uint32_t token, uint32_t chunk) {
+    uint32_t const turn = kSwizzle == 128 ? token % 8 : kSwizzle == 64 ? token / 2 % 4 : token / 4 % 2;
     return base + chunk / kChunks * (kSlice * kSwizzle) + token * kSwizzle + (chunk % kChunks ^ turn) * 16;
+  }
+  /// As address_of, of chunk 2 j + c of token 16 t + r, from that of chunk c of token r: the swizzle has a period of 8 tokens.
+  static CUTLASS_DEVICE uint32_t move_address(uint32_t first, uint32_t t, uint32_t j) {
+    return (first ^ 2 * j % kChunks * 16) + 2 * j / kChunks * (kSlice * kSwizzle) + t * (16 * kSwizzle);
   }
 
   static CUTLASS_DEVICE uint32_t pack(float low, float high) { return round_pair<kMmaType>(low, high); }
@@ -213,8 +217,8 @@ struct DecodeMainloop : Traits {
 
   /// int4: queries times the scales of K's channels in chunks 2 j and 2 j + 1, and what its minima add to the scores of a group's tokens.
   template <int kCols>
-  static CUTLASS_DEVICE void scale_queries(uint32_t (&b)[Codes::kPerPair][kCols][2], float (&least)[kCols][4], uint32_t scales, int j,
-                                           int c) {
+  static CUTLASS_DEVICE void scale_queries(uint32_t (&b)[Codes::kPerPair][kCols][2], float (&least)[kCols][4], uint32_t scales,
+                                           uint32_t j, uint32_t c) {
     constexpr uint32_t kUpper = 0x2c002c00;  // 1 / 16
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
@@ -246,8 +250,9 @@ struct DecodeMainloop : Traits {
     constexpr int kPairs = kRowBytes / 32, kPer = Codes::kPerPair;
     if constexpr (!k16Bit || kCols == 2 || kHeadDim > 128 || !kAsyncLoads)
       asm volatile("" : "+r"(lane));  // addresses are made again for each slice: kept, they would be spilled
-    int const g = lane / 4, c = lane % 4;
-    uint32_t const keys = slice.keys, values = slice.values, scales = slice.scales;
+    uint32_t const own = uint32_t(lane), g = own / 4, c = own % 4;
+    uint32_t const keys = address_of(slice.keys + first * kSwizzle, own % 16, own / 16);
+    uint32_t const values = address_of(slice.values + first * kSwizzle, own / 16 * 8 + own % 8, own / 8 % 2), scales = slice.scales;
     uint32_t const group_scales = scales + (kInt4 && first >= params.group_tokens ? kGroupBytes : 0);
 
     // Matrices: tokens 0-7 and 8-15 of one chunk, then of the next.
@@ -275,7 +280,7 @@ struct DecodeMainloop : Traits {
 #pragma unroll
         for (int t = group * kGroupTiles; t < (group + 1) * kGroupTiles; ++t) {
           uint32_t x[4];
-          load_matrices(address_of(keys, first + 16 * t + lane % 16, 2 * j + lane / 16), x);
+          load_matrices(move_address(keys, t, j), x);
           multiply_keys<0>(s[t], x, b);
         }
       }
@@ -299,7 +304,7 @@ struct DecodeMainloop : Traits {
       for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          int const token = 16 * t + 8 * h + g;
+          int const token = 16 * t + 8 * h + int(g);
           key_scale[t][h] = __uint_as_float(load_4_bytes(scales + (first + token) * 4));
           value_scale[t][h] = __uint_as_float(load_4_bytes(scales + (kSlice + first + token) * 4));
           if (kMasked && (key + token >= scores.last_key || key + token < scores.first_key)) value_scale[t][h] = 0.0f;
@@ -328,7 +333,7 @@ struct DecodeMainloop : Traits {
         for (int i = lane; i < kPart * (kRowBytes / 16); i += 32) {
           int const token = i / (kRowBytes / 16);
           if (token >= begin && token < end) continue;
-          uint32_t const at = address_of(values, first + token, i % (kRowBytes / 16));
+          uint32_t const at = address_of(slice.values, first + token, i % (kRowBytes / 16));
           asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
         }
         if constexpr (kAsyncLoads) cutlass::arch::fence_view_async_shared();  // before the stage's next load
@@ -342,40 +347,39 @@ struct DecodeMainloop : Traits {
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           uint32_t x[4];
-          load_matrices_transposed(address_of(values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
+          load_matrices_transposed(move_address(values, t, j), x);
           multiply_values<0>(state.output, j * kPer, x, p[t]);
         }
       }
     } else {
-      // A scale and a minimum of each group and token, f16, [2 * groups][tokens]; a group is head_dim_v / groups_v elements.
-      int const per_chunk = params.groups_v * 32;
+      // A scale and a minimum of each group and token, f16, [2 * groups][tokens].
       uint32_t const of_values = scales + kMaxGroups * kGroupBytes + (first + 2 * c) * 2;
       auto const seen = [&](int t) {  // whether anyone sees some of its tokens; scales of others may be anything
         return !kMasked || (key + 16 * t < scores.last_key && key + 16 * t + 16 > scores.first_key);
       };
-      auto const pair_at = [&](int plane, int token) {  // of tokens `token` + 2 c and the next
-        return load_4_bytes(of_values + plane * (kSlice * 2) + token * 2);
-      };
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
         uint32_t a[4] = {0, 0, 0, 0};
-        if (g < params.groups_v && seen(t)) {
-          a[0] = pair_at(params.groups_v + g, 16 * t);
-          a[2] = pair_at(params.groups_v + g, 16 * t + 8);
+        if (int(g) < params.groups_v && seen(t)) {  // tokens 2 c and the next, and 8 behind them
+          uint32_t const from = of_values + (params.groups_v + g) * (kSlice * 2) + t * 32;
+          a[0] = load_4_bytes(from);
+          a[2] = load_4_bytes(from + 16);
         }
 #pragma unroll
         for (int i = 0; i < kCols; ++i) multiply_16x8x16<kMmaType>(state.least[i], a, p[t][i][0], p[t][i][1]);
       }
 #pragma unroll
       for (int j = 0; j < kPairs; ++j) {
+        uint32_t from[2];  // scales of each chunk of 32 of head_dim, which is of one group
+#pragma unroll
+        for (int chunk = 0; chunk < 2; ++chunk) from[chunk] = of_values + params.group_v_of(2 * j + chunk) * (kSlice * 2);
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           uint32_t x[4];
-          load_matrices_transposed(address_of(values, first + 16 * t + lane / 16 * 8 + lane % 8, 2 * j + lane / 8 % 2), x);
+          load_matrices_transposed(move_address(values, t, j), x);
 #pragma unroll
-          for (int chunk = 0; chunk < 2; ++chunk) {  // 32 of head_dim: of one group
-            int const group = min((2 * j + chunk) * per_chunk / params.head_dim_v, params.groups_v - 1);
-            uint32_t const low = seen(t) ? pair_at(group, 16 * t) : 0, high = seen(t) ? pair_at(group, 16 * t + 8) : 0;
+          for (int chunk = 0; chunk < 2; ++chunk) {
+            uint32_t const low = seen(t) ? load_4_bytes(from[chunk] + t * 32) : 0, high = seen(t) ? load_4_bytes(from[chunk] + t * 32 + 16) : 0;
             uint32_t weighted[kCols][2], a[2][4];
 #pragma unroll
             for (int i = 0; i < kCols; ++i) {

@@ -31,7 +31,7 @@ struct DecodeMerge : Traits {
     if constexpr (kInt4) {  // minima of V: group g's sums are lane 4 g + c's
 #pragma unroll
       for (int chunk = 0; chunk < kHeadDim / 32; ++chunk) {
-        int const group = min(chunk * 32 * params.groups_v / params.head_dim_v, params.groups_v - 1);
+        int const group = int(params.group_v_of(chunk));
 #pragma unroll
         for (int i = 0; i < kCols; ++i) {
 #pragma unroll

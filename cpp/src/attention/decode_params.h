@@ -42,6 +42,7 @@ struct DecodeParams {
   int64_t k_scale_page, v_scale_page;  // elements of a page
   int32_t scale_stride;
   int32_t group_tokens, groups_of_page, groups_v;  // int4: tokens of a scale of K, scales of a page; scales of a token of V
+  uint32_t groups_of_v;                            // int4: see group_v_of
   void const *k_residual, *v_residual;  // int4: [batch, group_tokens, heads_kv, head_dim(_v)] of q's type: tokens of no whole group
   // Work: see decode_pieces.cuh.
   cutlass::FastDivmod by_group, by_page, by_ranges, by_lockstep;  // ranges * lockstep CTAs; lockstep divides heads_kv
@@ -49,6 +50,9 @@ struct DecodeParams {
   int32_t min_slices;                                             // of a CTA, with num_splits 0
   Packet* slots;                                                  // of parts: [slots, 8 * columns, kHeadDim / 64, 33]
   uint64_t nonce;                                                 // of a complete packet; no other launch's
+
+  /// int4: the group of V that has elements 32 chunk to 32 chunk + 31 of head_dim; where head_dim_v has none, the last.
+  CUTLASS_HOST_DEVICE uint32_t group_v_of(int chunk) const { return groups_of_v >> 4 * chunk & 15; }
 };
 
 }  // namespace minfer::attention

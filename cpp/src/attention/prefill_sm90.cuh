@@ -227,6 +227,15 @@ struct PrefillSm90 {
     return {of(0), of(1), of(2), of(3), of(4), of(5), of(6)};
   }
 
+  /// Calls load(column, coordinates ..) for each TMA box of a tile's queries.
+  template <class Load>
+  static CUTLASS_DEVICE void for_columns(Params const& params, QueryTile const& tile, Load const& load) {
+#pragma unroll
+    for (int column = 0; column < kHeadDim / 64; ++column) {
+      load(column, column * 64, 0, tile.row_q + tile.first, tile.head_unit, params.cu_seqlens_q != nullptr ? 0 : tile.batch);
+    }
+  }
+
   /// The queries of a tile, if it meets any keys; by a warp.
   static CUTLASS_DEVICE void load_queries(Params const& params, SharedStorage& storage, QueryTile const& tile, bool any, int turn,
                                           int lane) {
@@ -236,11 +245,10 @@ struct PrefillSm90 {
     EmptyBarrier::wait(&storage.empty_q[query_stage(turn)], query_phase(turn) ^ 1);
     if (lane == 0) {
       FullBarrier::arrive_and_expect_tx(full, any ? uint32_t(kTileM * kHeadDim * 2) : 0);
-#pragma unroll
-      for (int column = 0; column < kHeadDim / 64 && any; ++column) {
-        cute::SM90_TMA_LOAD_5D::copy(&params.q, full, uint64_t(Hint::EVICT_FIRST), to + column * kTileM * 64, column * 64, 0,
-                                     tile.row_q + tile.first, tile.head_unit, params.cu_seqlens_q != nullptr ? 0 : tile.batch);
-      }
+      if (any)
+        for_columns(params, tile, [&](int column, auto const&... at) {
+          cute::SM90_TMA_LOAD_5D::copy(&params.q, full, uint64_t(Hint::EVICT_FIRST), to + column * kTileM * 64, at...);
+        });
     }
     __syncwarp();
   }
@@ -252,18 +260,19 @@ struct PrefillSm90 {
     keys.phase = values.phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
     int const tiles = Tiles::count(storage.tiles, params);
     int t = int(blockIdx.x);
-    // Where queries have a second stage, a tile is announced, and its queries and first block are on their way, while the one before it has most
-    // of its blocks ahead.
+    // A tile is announced, and what it begins with on its way, at least into L2, while the one before it has most of its blocks ahead.
+    auto const meets_any = [&](KeyBlocks<kTileN> const& blocks) { return blocks.begin < blocks.end; };
     auto const announce = [&](int turn) CUTLASS_LAMBDA_FUNC_INLINE {
       QueryTile const tile = t < tiles ? Tiles::at(storage.tiles, params, t) : QueryTile::none();
       hand_out(storage, turn, tile, lane);
       if (tile.is_none()) return;
       KeyBlocks<kTileN> const blocks = blocks_of(params, tile, rows_of(params, tile));
-      load_queries(params, storage, tile, blocks.begin < blocks.end, turn, lane);
-      if (turn > 0 && blocks.begin < blocks.end) {
-        prefetch_block<kHeadDim>(params, params.k, tile, kv_head_of(params, tile), blocks.end - 1, lane);
-        prefetch_block<kHeadDimV>(params, params.v, tile, kv_head_of(params, tile), blocks.end - 1, lane);
-      }
+      if (kQueryStages > 1 || turn == 0) load_queries(params, storage, tile, meets_any(blocks), turn, lane);
+      if (turn == 0 || !meets_any(blocks)) return;
+      if (kQueryStages == 1 && lane == 0)
+        for_columns(params, tile, [&](int, auto const&... at) { cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.q, at...); });
+      prefetch_block<kHeadDim>(params, params.k, tile, kv_head_of(params, tile), blocks.end - 1, lane);
+      prefetch_block<kHeadDimV>(params, params.v, tile, kv_head_of(params, tile), blocks.end - 1, lane);
     };
     announce(0);
     for (int turn = 0;; ++turn) {
@@ -273,7 +282,7 @@ struct PrefillSm90 {
       t = __shfl_sync(0xffffffffu, t, 0);
       KeyBlocks<kTileN> const blocks = blocks_of(params, tile, rows_of(params, tile));
       int const kv_head = kv_head_of(params, tile);
-      for (int block = blocks.end; block >= blocks.begin && blocks.begin < blocks.end; --block) {  // keys of block - 1, values of block
+      for (int block = blocks.end; block >= blocks.begin && meets_any(blocks); --block) {  // keys of block - 1, values of block
         if (block > blocks.begin) {
           EmptyBarrier::wait(&storage.empty_k[keys.index], keys.phase);
           load_block<kHeadDim>(params, params.k, &storage.full_k[keys.index], storage.k[keys.index], tile, kv_head, block - 1, lane);
@@ -284,9 +293,13 @@ struct PrefillSm90 {
           load_block<kHeadDimV>(params, params.v, &storage.full_v[values.index], storage.v[values.index], tile, kv_head, block, lane);
           values.advance();
         }
-        if (kQueryStages > 1 && block == blocks.end - 1) announce(turn + 1);
+        if (block == blocks.end - 1) announce(turn + 1);
       }
-      if (kQueryStages == 1 || blocks.begin >= blocks.end) announce(turn + 1);
+      if (!meets_any(blocks)) announce(turn + 1);
+      if constexpr (kQueryStages == 1) {  // free when this tile's last product with them is done
+        QueryTile const next = handed_out(storage, turn + 1, lane);
+        if (!next.is_none()) load_queries(params, storage, next, meets_any(blocks_of(params, next, rows_of(params, next))), turn + 1, lane);
+      }
     }
   }
 
@@ -555,7 +568,7 @@ struct PrefillSm90 {
         for (; block >= first_full; --block) step(false_type{});
         for (; block >= own.begin; --block) step(true_type{});
 
-        if constexpr (kOwnOutput) release(&storage.empty_q[query_stage(turn)], thread);
+        release(&storage.empty_q[query_stage(turn)], thread);
         FullBarrier::wait(&storage.full_v[values.index], values.phase);
         warpgroup_fence_operand(output);
         warpgroup_fence_operand(packed);
@@ -565,7 +578,7 @@ struct PrefillSm90 {
         warpgroup_fence_operand(output);
         release(&storage.empty_v[values.index], thread);
         values.advance();
-      } else if constexpr (kOwnOutput) {
+      } else {
         release(&storage.empty_q[query_stage(turn)], thread);
       }
       // What is known of the tile is read again: kept over the mainloop, it would be spilled.
@@ -579,100 +592,107 @@ struct PrefillSm90 {
         }
       }
       store(params, storage, done, softmax, output, consumer, thread);
-      if constexpr (!kOwnOutput) {
-        if (thread == 0) tma_store_wait<0>();
-        asm volatile("bar.sync %0, 128;" ::"r"(kOwnBarrier + consumer) : "memory");
-        release(&storage.empty_q[query_stage(turn)], thread);
-      }
     }
     if (thread == 0) tma_store_wait<0>();  // shared memory must outlive the reads of the last stores
-  }
-
-  /// Where 16 bytes of the warpgroup's output go: block i % (head_dim_v / 8) of its row i / (head_dim_v / 8); null: nowhere.
-  static CUTLASS_DEVICE uint4* output_unit(Params const& params, QueryTile const& tile, int i, int consumer) {
-    int const block = i % (kHeadDimV / 8), in_tile = consumer * 64 + i / (kHeadDimV / 8);
-    int const query = tile.first + over_pack(params, in_tile), head = tile.head_unit * params.pack + (in_tile & (params.pack - 1));
-    if (query >= tile.seqlen_q || block * 8 >= params.head_dim_v) return nullptr;
-    int64_t const batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
-    return reinterpret_cast<uint4*>(static_cast<Element*>(params.out) + batch * params.out_batch + (tile.row_q + query) * params.out_row +
-                                    head * params.out_head + block * 8);
   }
 
   template <class Softmax, class Output>
   static CUTLASS_DEVICE void store(Params const& params, SharedStorage& storage, QueryTile const& tile, Softmax& softmax, Output& output,
                                    int consumer, int thread) {
-    using namespace cute;
     asm volatile("" : "+r"(thread), "+r"(consumer));  // addresses worked out before the mainloop would be spilled
-    int const lane = thread % 32, barrier = kOwnBarrier + consumer;
-    int const row = consumer * 64 + thread / 32 * 16 + lane / 4;  // of the tile; the thread's other one is 8 below
-    Element* staged;
-    if constexpr (kOwnOutput) {
-      staged = storage.output.of + consumer * 64 * 64;
-    } else {
-      staged = storage.q[0] + consumer * 64 * 64;
-    }
+    int const lane = thread % 32, row = consumer * 64 + thread / 32 * 16 + lane / 4;  // of the tile; the thread's other one is 8 below
     Rows const own = rows_of(params, tile, consumer);
     if (own.first > own.last) return;
     softmax.add_up();
     float factor[2], lse[2];
+    int query[2], head[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      int const query = tile.first + over_pack(params, row + 8 * h);
-      int const head = tile.head_unit * params.pack + (row + 8 * h & (params.pack - 1));
+      query[h] = tile.first + over_pack(params, row + 8 * h);
+      head[h] = tile.head_unit * params.pack + (row + 8 * h & (params.pack - 1));
       float sink = -INFINITY;
-      if (params.sinks != nullptr && query < tile.seqlen_q) sink = float(static_cast<Element const*>(params.sinks)[head]);
+      if (params.sinks != nullptr && query[h] < tile.seqlen_q) sink = float(static_cast<Element const*>(params.sinks)[head[h]]);
       factor[h] = softmax.finish(h, sink, &lse[h]);
       if constexpr (kConverts) factor[h] *= scale_of_output(params, kv_head_of(params, tile));
     }
-    if (thread == 0) tma_store_wait<0>();  // the tile before this one has been read
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
-    // Matrices of 8 rows x 8 columns: lane l addresses row l % 8 of the (l / 8)-th, which are the two halves of 16 rows, of two blocks of columns.
-    int const at_row = thread / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
-#pragma unroll
-    for (int j = 0; j < kHeadDimV / 8; j += 2) {
-      uint32_t packed[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        cutlass::NumericArrayConverter<Element, float, 2> const convert;
-        cutlass::Array<float, 2> pair;
-        pair[0] = output(4 * j + 2 * i) * factor[i % 2];
-        pair[1] = output(4 * j + 2 * i + 1) * factor[i % 2];
-        auto const rounded = convert(pair);
-        packed[i] = reinterpret_cast<uint32_t const&>(rounded);
-      }
-      int const block = j + lane / 16;
-      Element* const to = staged + block / 8 * (kTileM * 64) + at_row * 64 + (block % 8 ^ at_row % 8) * 8;
-      asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(cast_smem_ptr_to_uint(to)), "r"(packed[0]),
-                   "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
-                   : "memory");
-    }
     int const batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
-    if (params.cu_seqlens_q == nullptr || own.first + over_pack(params, 64) <= tile.seqlen_q) {
-      cutlass::arch::fence_view_async_shared();
-      asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
-      if (thread == 0) {
-#pragma unroll
-        for (int column = 0; column < kHeadDimV / 64; ++column) {
-          SM90_TMA_STORE_5D::copy(&params.o, staged + column * (kTileM * 64), column * 64, 0, tile.row_q + own.first, tile.head_unit,
-                                  batch);
-        }
-        tma_store_arrive();
-      }
+    bool const whole = params.cu_seqlens_q == nullptr || own.first + over_pack(params, 64) <= tile.seqlen_q;  // TMA cuts at extents alone
+    auto const rounded = [&](int block, int h) {  // columns 8 block + 2 (lane % 4) and the next
+      cutlass::NumericArrayConverter<Element, float, 2> const convert;
+      cutlass::Array<float, 2> pair;
+      pair[0] = output(4 * block + 2 * h) * factor[h];
+      pair[1] = output(4 * block + 2 * h + 1) * factor[h];
+      auto const x = convert(pair);
+      return reinterpret_cast<uint32_t const&>(x);
+    };
+    if (kOwnOutput && whole) {
+      store_staged(params, storage, tile, rounded, own.first, batch, consumer, thread);
     } else {
-      asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
-#pragma unroll 4
-      for (int i = thread; i < 64 * (kHeadDimV / 8); i += 128) {
-        int const block = i % (kHeadDimV / 8), r = i / (kHeadDimV / 8);
-        auto const* const from = reinterpret_cast<uint4 const*>(staged + block / 8 * (kTileM * 64) + r * 64 + (block % 8 ^ r % 8) * 8);
-        if (uint4* const to = output_unit(params, tile, i, consumer)) *to = *from;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        auto* const to = static_cast<Element*>(params.out) + batch * params.out_batch + (tile.row_q + query[h]) * params.out_row +
+                         head[h] * params.out_head;
+#pragma unroll
+        for (int block = 0; block < kHeadDimV / 8; block += 4) {
+          uint32_t x[4] = {rounded(block, h), rounded(block + 1, h), rounded(block + 2, h), rounded(block + 3, h)};
+          turn_quad(x, lane);
+          int const column = 8 * (block + lane % 4);
+          if (query[h] < tile.seqlen_q && column < params.head_dim_v)
+            *reinterpret_cast<uint4*>(to + column) = make_uint4(x[0], x[1], x[2], x[3]);
+        }
       }
     }
     if (params.lse == nullptr || lane % 4 != 0) return;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {  // last: the fence above would wait for it
-      int const query = tile.first + over_pack(params, row + 8 * h);
-      int const head = tile.head_unit * params.pack + (row + 8 * h & (params.pack - 1));
-      if (query < tile.seqlen_q) params.lse[batch * params.lse_batch + head * params.lse_head + tile.row_q + query] = lse[h];
+    for (int h = 0; h < 2; ++h) {  // last: a fence would wait for it
+      if (query[h] < tile.seqlen_q) params.lse[batch * params.lse_batch + head[h] * params.lse_head + tile.row_q + query[h]] = lse[h];
+    }
+  }
+
+  /// x[i] of lane c of four becomes x[c] of lane i.
+  static CUTLASS_DEVICE void turn_quad(uint32_t (&x)[4], int lane) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+      bool const upper = lane & bit;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & bit) continue;
+        uint32_t const other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + bit], bit);
+        x[i] = upper ? other : x[i];
+        x[i + bit] = upper ? x[i + bit] : other;
+      }
+    }
+  }
+
+  /// By way of shared memory and TMA.
+  template <class Rounded>
+  static CUTLASS_DEVICE void store_staged(Params const& params, SharedStorage& storage, QueryTile const& tile, Rounded const& rounded,
+                                          int first, int batch, int consumer, int thread) {
+    if constexpr (kOwnOutput) {
+      int const lane = thread % 32, barrier = kOwnBarrier + consumer;
+      Element* const staged = storage.output.of + consumer * 64 * 64;
+      if (thread == 0) cute::tma_store_wait<0>();  // the tile before this one has been read
+      asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+      // Matrices of 8 rows x 8 columns: lane l addresses row l % 8 of the (l / 8)-th, which are the two halves of 16 rows, of two blocks of
+      // columns.
+      int const at_row = thread / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+      for (int j = 0; j < kHeadDimV / 8; j += 2) {
+        int const block = j + lane / 16;
+        Element* const to = staged + block / 8 * (kTileM * 64) + at_row * 64 + (block % 8 ^ at_row % 8) * 8;
+        asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(cute::cast_smem_ptr_to_uint(to)),
+                     "r"(rounded(j, 0)), "r"(rounded(j, 1)), "r"(rounded(j + 1, 0)), "r"(rounded(j + 1, 1))
+                     : "memory");
+      }
+      cutlass::arch::fence_view_async_shared();
+      asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+      if (thread != 0) return;
+#pragma unroll
+      for (int column = 0; column < kHeadDimV / 64; ++column) {
+        cute::SM90_TMA_STORE_5D::copy(&params.o, staged + column * (kTileM * 64), column * 64, 0, tile.row_q + first, tile.head_unit,
+                                      batch);
+      }
+      cute::tma_store_arrive();
     }
   }
 };
