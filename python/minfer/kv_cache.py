@@ -5,7 +5,9 @@
     out, lse = minfer.attention_paged(q, cache.k, cache.v, seq_lens, block_table=block_table, **cache.scales())
 
 Layouts. A paged cache is [pages, page_size, heads_kv, head_dim]; a contiguous one is [batch, length, heads_kv, head_dim], which is a page
-for each sequence: below, "pages" and "page_size" stand for both. Slot s is row s % page_size of page s // page_size.
+for each sequence: below, "pages" and "page_size" stand for both. Slot s is row s % page_size of page s // page_size. The operators take
+any order of pages, tokens and heads in memory. 8 and 4-bit codes that :func:`allocate_kv_cache` gives have heads before tokens: a head's rows
+of a page follow each other, and decode reads rows of less than 128 bytes several at a time.
 
 ==========  ===============  ======================================================================  =================================
 kv_format   codes            scales                                                                  value
@@ -105,9 +107,15 @@ def allocate_kv_cache(
     def zeros(*shape: int, of: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=of, device=device)
 
+    def zero_codes(d: int) -> Tensor:
+        if kv_format == "16bit":
+            return zeros(pages, page_size, heads_kv, d, of=codes)
+        strides = (heads_kv * page_size * d, d, page_size * d, 1)
+        return torch.empty_strided((pages, page_size, heads_kv, d), strides, dtype=codes, device=device).zero_()
+
     codes = dtype if kv_format == "16bit" else checks_kv_cache.FORMATS[kv_format][0]
     per_byte = 2 if kv_format == "int4" else 1
-    k, v = (zeros(pages, page_size, heads_kv, d // per_byte, of=codes) for d in (head_dim, head_dim_v))
+    k, v = (zero_codes(d // per_byte) for d in (head_dim, head_dim_v))
     if kv_format == "16bit":
         return KvCache(kv_format, k, v)
     if kv_format == "fp8_e4m3":

@@ -22,15 +22,22 @@ struct DecodeMainloop : Traits {
   using typename Traits::Codes, typename Traits::Element, typename Traits::Params, typename Traits::Pieces, typename Traits::Queries;
   using typename Traits::SliceAddress;
 
-  static constexpr uint32_t kChunks = kSwizzle / 16;  // of 16 bytes, of a row of shared memory
-  /// Where 16 bytes of a slice lie: chunk `chunk` of the row bytes of token `token`. As TMA leaves them.
-  static CUTLASS_DEVICE uint32_t address_of(uint32_t base, uint32_t token, uint32_t chunk) {
-    uint32_t const turn = kSwizzle == 128 ? token % 8 : kSwizzle == 64 ? token / 2 % 4 : token / 4 % 2;
-    return base + chunk / kChunks * (kSlice * kSwizzle) + token * kSwizzle + (chunk % kChunks ^ turn) * 16;
+  static constexpr uint32_t kChunks = kSwizzle / 16;  // of 16 bytes, of a token's row in shared memory
+  /// TMA's swizzle: these bits of an address are turned by the bits three places above them.
+  static CUTLASS_DEVICE uint32_t swizzle(Params const& params) {
+    constexpr uint32_t kOwn = kSwizzle - 16, kWhole = 0x70;
+    return kAsyncLoads && kOwn != kWhole && params.row_shift > 0 ? kWhole : kOwn;
   }
-  /// As address_of, of chunk 2 j + c of token 16 t + r, from that of chunk c of token r: the swizzle has a period of 8 tokens.
-  static CUTLASS_DEVICE uint32_t move_address(uint32_t first, uint32_t t, uint32_t j) {
-    return (first ^ 2 * j % kChunks * 16) + 2 * j / kChunks * (kSlice * kSwizzle) + t * (16 * kSwizzle);
+  /// Where 16 bytes of a slice lie: chunk `chunk` of the row bytes of token `token`. As TMA leaves them.
+  static CUTLASS_DEVICE uint32_t address_of(Params const& params, uint32_t base, uint32_t token, uint32_t chunk) {
+    uint32_t const at = token * kSwizzle + chunk % kChunks * 16;
+    return base + chunk / kChunks * (kSlice * kSwizzle) + (at ^ at >> 3 & swizzle(params));
+  }
+  /// As address_of, of chunk 2 j + c of token 16 t + r, from that of chunk c of token r.
+  static CUTLASS_DEVICE uint32_t move_address(Params const& params, uint32_t first, uint32_t t, uint32_t j) {
+    uint32_t turned = first ^ 2 * j % kChunks * 16;
+    if (16 * kSwizzle < 1024 && t % 2 == 1) turned ^= swizzle(params) & 0x40;
+    return turned + 2 * j / kChunks * (kSlice * kSwizzle) + t * (16 * kSwizzle);
   }
 
   static CUTLASS_DEVICE uint32_t pack(float low, float high) { return round_pair<kMmaType>(low, high); }
@@ -251,8 +258,9 @@ struct DecodeMainloop : Traits {
     if constexpr (!k16Bit || kCols == 2 || kHeadDim > 128 || !kAsyncLoads)
       asm volatile("" : "+r"(lane));  // addresses are made again for each slice: kept, they would be spilled
     uint32_t const own = uint32_t(lane), g = own / 4, c = own % 4;
-    uint32_t const keys = address_of(slice.keys + first * kSwizzle, own % 16, own / 16);
-    uint32_t const values = address_of(slice.values + first * kSwizzle, own / 16 * 8 + own % 8, own / 8 % 2), scales = slice.scales;
+    uint32_t const keys = address_of(params, slice.keys + first * kSwizzle, own % 16, own / 16);
+    uint32_t const values = address_of(params, slice.values + first * kSwizzle, own / 16 * 8 + own % 8, own / 8 % 2);
+    uint32_t const scales = slice.scales;
     uint32_t const group_scales = scales + (kInt4 && first >= params.group_tokens ? kGroupBytes : 0);
 
     // Matrices: tokens 0-7 and 8-15 of one chunk, then of the next.
@@ -280,7 +288,7 @@ struct DecodeMainloop : Traits {
 #pragma unroll
         for (int t = group * kGroupTiles; t < (group + 1) * kGroupTiles; ++t) {
           uint32_t x[4];
-          load_matrices(move_address(keys, t, j), x);
+          load_matrices(move_address(params, keys, t, j), x);
           multiply_keys<0>(s[t], x, b);
         }
       }
@@ -333,7 +341,7 @@ struct DecodeMainloop : Traits {
         for (int i = lane; i < kPart * (kRowBytes / 16); i += 32) {
           int const token = i / (kRowBytes / 16);
           if (token >= begin && token < end) continue;
-          uint32_t const at = address_of(slice.values, first + token, i % (kRowBytes / 16));
+          uint32_t const at = address_of(params, slice.values, first + token, i % (kRowBytes / 16));
           asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
         }
         if constexpr (kAsyncLoads) cutlass::arch::fence_view_async_shared();  // before the stage's next load
@@ -347,7 +355,7 @@ struct DecodeMainloop : Traits {
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           uint32_t x[4];
-          load_matrices_transposed(move_address(values, t, j), x);
+          load_matrices_transposed(move_address(params, values, t, j), x);
           multiply_values<0>(state.output, j * kPer, x, p[t]);
         }
       }
@@ -376,7 +384,7 @@ struct DecodeMainloop : Traits {
 #pragma unroll
         for (int t = 0; t < kTokenTiles; ++t) {
           uint32_t x[4];
-          load_matrices_transposed(move_address(values, t, j), x);
+          load_matrices_transposed(move_address(params, values, t, j), x);
 #pragma unroll
           for (int chunk = 0; chunk < 2; ++chunk) {
             uint32_t const low = seen(t) ? load_4_bytes(from[chunk] + t * 32) : 0, high = seen(t) ? load_4_bytes(from[chunk] + t * 32 + 16) : 0;

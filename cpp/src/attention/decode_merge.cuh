@@ -180,11 +180,11 @@ struct DecodeMerge : Traits {
       float const sink = float(static_cast<Element const*>(params.sinks)[head]) * kLog2E, higher = fmaxf(top, sink);
       float const keep = higher == -INFINITY ? 0.0f : exp2_fast(top - higher);
       sum = sum * keep + (higher == -INFINITY ? 0.0f : exp2_fast(sink - higher));
-      factor = sum == 0.0f ? 0.0f : keep / sum;
-      lse = sum == 0.0f ? -INFINITY : (higher + log2f(sum)) * kLn2;
+      factor = sum == 0.0f ? 0.0f : keep * inverse_fast(sum);
+      lse = sum == 0.0f ? -INFINITY : (higher + log2_fast(sum)) * kLn2;
     } else {
-      factor = sum == 0.0f ? 0.0f : 1.0f / sum;
-      lse = sum == 0.0f ? -INFINITY : (top + log2f(sum)) * kLn2;
+      factor = sum == 0.0f ? 0.0f : inverse_fast(sum);
+      lse = sum == 0.0f ? -INFINITY : (top + log2_fast(sum)) * kLn2;
     }
     if (chunk == 0 && lane == 0 && params.lse != nullptr) params.lse[batch * params.lse_batch + head * params.lse_head + at] = lse;
     if constexpr (kFormat == WeightFormat::kFp8E4M3) {

@@ -17,6 +17,7 @@ struct DecodeParams {
   // shared-memory row's width.
   CUtensorMap k, v;
   int32_t k_loads, v_loads;  // of a box
+  int32_t row_shift;         // tokens of a row of K's and V's maps, log2: where codes of tokens follow each other, rows are 128 bytes
   void const* q;
   int64_t q_bytes;                 // of the whole, 0 where it has gaps
   int64_t q_batch, q_row, q_head;  // strides in elements; without cu_seqlens_q, sequence b begins at b * q_batch

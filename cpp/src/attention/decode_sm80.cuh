@@ -123,8 +123,8 @@ struct DecodeSm80 : DecodeSm80Traits<Config> {
       SliceAddress const to = oldest();
       auto const copy_row = [&](int token, char const* key, char const* value) {
         bool const inside = token < readable;
-        copy_async_16(Mainloop::address_of(to.keys, token, chunk), key + 16 * chunk, inside ? key_bytes : 0);
-        copy_async_16(Mainloop::address_of(to.values, token, chunk), value + 16 * chunk, inside ? value_bytes : 0);
+        copy_async_16(Mainloop::address_of(params, to.keys, token, chunk), key + 16 * chunk, inside ? key_bytes : 0);
+        copy_async_16(Mainloop::address_of(params, to.values, token, chunk), value + 16 * chunk, inside ? value_bytes : 0);
       };
       if (params.boxes_of_slice == 1) {
         int const page = boxes.page_of(first_box), row = boxes.row_of(first_box) + own;

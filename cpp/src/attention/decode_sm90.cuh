@@ -43,7 +43,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   using Mainloop = DecodeMainloop<Traits>;
   using Merge = DecodeMerge<Traits>;
   using Traits::k16Bit, Traits::kBoxes, Traits::kCodeBytes, Traits::kFormat, Traits::kHeadDim, Traits::kInt4, Traits::kMaxColumns;
-  using Traits::kScaleBytes, Traits::kScales, Traits::kSlice, Traits::kStages, Traits::kSwizzle, Traits::kWarps;
+  using Traits::kRowBytes, Traits::kScaleBytes, Traits::kScales, Traits::kSlice, Traits::kStages, Traits::kSwizzle, Traits::kWarps;
   using typename Traits::Element, typename Traits::Params, typename Traits::Pieces, typename Traits::Queries, typename Traits::SliceAddress;
   static constexpr int kThreads = 384;
   // Codes: producers quantise queries; two columns of 16-bit keys want all they can have.
@@ -201,14 +201,14 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   static CUTLASS_DEVICE void load_codes(Params const& params, SharedStorage& storage, int lane) {
     using Hint = cute::TMA::CacheHintSm90;
     uint64_t const hint = uint64_t(params.seqlen_q * params.group > 8 * params.columns ? Hint::EVICT_NORMAL : Hint::EVICT_FIRST);
-    int const boxes_of_slice = params.boxes_of_slice, box_rows = params.box_rows;
+    int const boxes_of_slice = params.boxes_of_slice, box_rows = params.box_rows, row_shift = kSwizzle < 128 ? params.row_shift : 0;
     bool const elected = cute::elect_one_sync(), simple = boxes_of_slice == 1 && params.k_loads == 1 && params.v_loads == 1;
     uint32_t issued = 0;
     // Of a whole slice, or of none: what a predecessor leaves of the memory's rate.
     auto const prefetch = [&](DecodePiece const& piece, Boxes const& boxes) {
       int const slices = min(Pieces::codes_of(params, piece), kPrefetched);
       for (int slice = piece.slice_begin; simple && slice < piece.slice_begin + slices && slice / 32 == boxes.window; ++slice) {
-        int const page = boxes.page_of(slice), row = boxes.row_of(slice);
+        int const page = boxes.page_of(slice), row = boxes.row_of(slice) >> row_shift;
         if (!elected) continue;
         if (kFirst == 0) cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.k, 0, row, 0, piece.kv_head, page);
         if (kLast == 1) cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.v, 0, row, 0, piece.kv_head, page);
@@ -223,7 +223,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
         }
       }
       if (simple) {
-        int const page = boxes.page_of(slice), row = boxes.row_of(slice);
+        int const page = boxes.page_of(slice), row = boxes.row_of(slice) >> row_shift;
         if (elected) {
           auto const load = [&](CUtensorMap const& map, int which) {
             cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, storage.codes[stage][which], 0, row, 0, piece.kv_head, page);
@@ -235,7 +235,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 #pragma unroll 1
       for (int i = simple ? boxes_of_slice : 0; i < boxes_of_slice; ++i) {
         int const box = slice * boxes_of_slice + i;
-        int const page = boxes.page_of(box), row = boxes.row_of(box);
+        int const page = boxes.page_of(box), row = boxes.row_of(box) >> row_shift;
         if (elected) {
           auto const load = [&](CUtensorMap const& map, int which, int loads) {
             uint8_t* const to = storage.codes[stage][which] + i * box_rows * kSwizzle;
@@ -356,8 +356,22 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
   AttentionOperands const& o = *arguments.operands;
   AttentionPlan const& plan = *arguments.plan;
   DecodeParams params{};
+  // TMA's rate is one of rows as well as of bytes: narrow ones that follow each other are loaded as wide ones.
+  auto const follow = [](int64_t head_dim, int64_t const(&strides)[3]) {
+    return head_dim == Kernel::kHeadDim && strides[1] == Kernel::kRowBytes;
+  };
+  if (Kernel::kSwizzle < 128 && follow(p.head_dim, o.k_strides) && follow(p.head_dim_v, o.v_strides)) {
+    params.row_shift = Kernel::kSwizzle == 64 ? 1 : 2;
+  }
   auto const describe = [&](CUtensorMap* map, int32_t* loads, void const* base, int64_t head_dim, int64_t const(&strides)[3]) {
     int const bytes = Kernel::k16Bit ? 2 : 1;
+    if (params.row_shift > 0) {
+      int64_t const extents[5] = {128, p.page_size >> params.row_shift, 1, p.heads_kv, p.pages};
+      int64_t const in_bytes[4] = {128, 128, p.heads_kv > 1 ? strides[2] : 128, p.pages > 1 ? strides[0] : 128};
+      int const box[5] = {128, int(plan.box_rows) >> params.row_shift, 1, 1, 1};
+      *loads = 1;
+      return encode_tensor_map_rows(map, 5, base, extents, in_bytes, box, bytes, RowFetch::kAlone);
+    }
     int64_t const columns = head_dim * bits_of(Kernel::kFormat) / 8 / bytes, width = Kernel::kSwizzle / bytes;
     bool const whole = columns % width == 0 && plan.box_rows == Kernel::kSlice;  // a box's column blocks lie box_rows apart
     auto const stride = [&](int64_t extent, int64_t elements) { return extent > 1 ? elements * bytes : 16; };
