@@ -206,10 +206,10 @@ std::tuple<Tensor, Tensor> attention_varlen(Tensor q, Tensor k, Tensor v, Tensor
 
 namespace {
 
-/// As kernels read them: int4's 16 bytes at a time, the others one by one.
+/// As kernels read them: those of tokens 16 bytes at a time, fp8's one by one.
 void set_scales(AttentionCall* call, KvScales const& scales) {
   AttentionOperands& o = call->operands;
-  bool const wide = call->problem.kv_format == WeightFormat::kInt4;
+  bool const wide = call->problem.kv_format != WeightFormat::kFp8E4M3;
   auto const take = [&](std::optional<Tensor> const& x, std::optional<Tensor>* to, void const** data) {
     if (!x) return;
     *to = wide ? aligned_contiguous(*x) : torch::stable::contiguous(*x);

@@ -12,48 +12,39 @@ struct DecodeScales : Traits {
   using Traits::kGroupBytes, Traits::kHeadDim, Traits::kInt4, Traits::kInt8, Traits::kMaxGroups, Traits::kSlice;
   using typename Traits::Pieces;
 
-  /// Of keys (kWhich = 0) or values; `to` has kScaleBytes. Of channels and groups that the cache does not have, nothing is written.
+  /// Where the scales of a token of keys (kWhich = 0) or values begin; int4: of its group, the first plane.
+  template <int kWhich>
+  static CUTLASS_DEVICE char const* source_of(DecodeParams const& params, int kv_head, int64_t page, int64_t row) {
+    if constexpr (kInt8) {
+      auto const* const scale = static_cast<float const*>(kWhich == 0 ? params.k_scale : params.v_scale);
+      return reinterpret_cast<char const*>(scale + page * params.k_scale_page + int64_t(kv_head) * params.page_size + row);
+    } else if constexpr (kWhich == 0) {
+      int64_t const group = int64_t(kv_head) * params.groups_of_page + (row >> group_shift(params));
+      return static_cast<char const*>(params.k_scale) + (page * params.k_scale_page + group * 2 * params.head_dim) * 2;
+    } else {
+      int64_t const plane = int64_t(kv_head) * 2 * params.groups_v;
+      return static_cast<char const*>(params.v_scale) + (page * params.v_scale_page + plane * params.page_size + row) * 2;
+    }
+  }
+
+  /// Of a slice's keys or values; `to` has kScaleBytes. Of channels and groups that the cache does not have, nothing is written.
   template <int kWhich>
   static CUTLASS_DEVICE void load(DecodeParams const& params, uint32_t to, int kv_head, DecodeBoxes<Pieces> const& boxes, int first_box,
                                   int lane) {
     uint32_t const in_box = uint32_t(params.box_rows) - 1, shift = uint32_t(31 - __clz(params.box_rows));
-    auto const page_at = [&](int token) { return int64_t(boxes.page_of(first_box + (token >> shift))); };
-    auto const row_at = [&](int token) { return boxes.row_of(first_box + (token >> shift)) + int(token & in_box); };
-    if constexpr (kInt8) {
-#pragma unroll
-      for (int first = 0; first < kSlice; first += 32) {
-        int const token = first + lane;
-        int64_t const page = page_at(token % kSlice), row = row_at(token % kSlice);
-        int64_t const from = page * params.k_scale_page + int64_t(kv_head) * params.page_size + row;
-        if (token < kSlice) {
-          auto const* const scale = static_cast<float const*>(kWhich == 0 ? params.k_scale : params.v_scale);
-          copy_async<4>(to + (kWhich * kSlice + token) * 4, scale + from);
-        }
-      }
-    } else if constexpr (kInt4 && kWhich == 0) {
-      int const group_shift = params.group_tokens == 64 ? 6 : 5, chunks = params.head_dim / 8;  // of 16 bytes
-#pragma unroll
-      for (int g = 0; g < kMaxGroups; ++g) {
-        int const token = g << group_shift;
-        if (token >= kSlice) break;
-        int64_t const page = page_at(token), group = int64_t(kv_head) * params.groups_of_page + (row_at(token) >> group_shift);
-        auto const* const from = static_cast<__half const*>(params.k_scale) + page * params.k_scale_page + group * 2 * params.head_dim;
-#pragma unroll
-        for (int first = 0; first < kHeadDim / 4; first += 32) {
-          int const i = first + lane;
-          if (i < 2 * chunks) copy_async<16>(to + g * kGroupBytes + (i < chunks ? i : kHeadDim / 8 + i - chunks) * 16, from + i * 8);
-        }
-      }
-    } else if constexpr (kInt4) {
-      constexpr int kChunks = kSlice / 8, kAtOnce = 32 / kChunks;  // of 8 tokens; planes at a time
-      int const token = lane % kChunks * 8;
-      int64_t const page = page_at(token), row = row_at(token), plane = int64_t(kv_head) * 2 * params.groups_v + lane / kChunks;
-      auto const* from = static_cast<__half const*>(params.v_scale) + page * params.v_scale_page + plane * params.page_size + row;
-      for (int p = lane / kChunks; p < 2 * params.groups_v; p += kAtOnce) {
-        copy_async<16>(to + kMaxGroups * kGroupBytes + (p * kChunks + lane % kChunks) * 16, from);
-        from += kAtOnce * params.page_size;
-      }
-    }
+    auto const source = [&](int token) {
+      int const box = first_box + (token >> shift);
+      return source_of<kWhich>(params, kv_head, boxes.page_of(box), boxes.row_of(box) + int(token & in_box));
+    };
+    load_from<kWhich>(params, to, source, lane);
+  }
+  /// The same where the slice is of one box, whose scales are at `from`.
+  template <int kWhich>
+  static CUTLASS_DEVICE void load_box(DecodeParams const& params, uint32_t to, char const* from, int lane) {
+    auto const source = [&](int token) {
+      return from + (kInt8 ? token * 4 : kWhich == 1 ? token * 2 : (token >> group_shift(params)) * (4 * params.head_dim));
+    };
+    load_from<kWhich>(params, to, source, lane);
   }
 
   /// Into L2: of slices from `slice` on, `slices` or fewer, each of one box.
@@ -64,22 +55,51 @@ struct DecodeScales : Traits {
     int const mine = slice + lane / kLines, line = lane % kLines;
     // A guess of the lengths and pages, which may be anything.
     int64_t const page = min(max(boxes.page_of(mine), 0), params.pages - 1), row = min(max(boxes.row_of(mine), 0), params.page_size - 1);
-    char const* from;
+    char const* from = source_of<kWhich>(params, kv_head, page, row);
     bool wanted = lane / kLines < min(slices, kAtOnce) && mine / 32 == boxes.window;
-    if constexpr (kInt8) {
-      auto const* const scale = static_cast<float const*>(kWhich == 0 ? params.k_scale : params.v_scale);
-      from = reinterpret_cast<char const*>(scale + page * params.k_scale_page + int64_t(kv_head) * params.page_size + row);
-    } else if constexpr (kWhich == 0) {
-      int64_t const group = int64_t(kv_head) * params.groups_of_page + row / params.group_tokens;
-      int const bytes = 4 * params.head_dim * max(kSlice / params.group_tokens, 1);
-      from = static_cast<char const*>(params.k_scale) + (page * params.k_scale_page + group * 2 * params.head_dim) * 2 + line * 128;
-      wanted = wanted && line * 128 < bytes;
-    } else {
-      int64_t const plane = int64_t(kv_head) * 2 * params.groups_v + line;
-      from = static_cast<char const*>(params.v_scale) + (page * params.v_scale_page + plane * params.page_size + row) * 2;
+    if constexpr (kInt4 && kWhich == 0) {
+      from += line * 128;
+      wanted = wanted && line * 128 < 4 * params.head_dim * max(kSlice / params.group_tokens, 1);
+    } else if constexpr (kInt4) {
+      from += int64_t(line) * params.page_size * 2;
       wanted = wanted && line < 2 * params.groups_v;
     }
     if (wanted) asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  }
+
+ private:
+  static CUTLASS_DEVICE int group_shift(DecodeParams const& params) { return params.group_tokens == 64 ? 6 : 5; }
+
+  /// source(token): source_of a token of the slice; called by the whole warp.
+  template <int kWhich, class Source>
+  static CUTLASS_DEVICE void load_from(DecodeParams const& params, uint32_t to, Source const& source, int lane) {
+    if constexpr (kInt8) {
+      constexpr int kLanes = kSlice / 4;  // with 4 tokens each
+      char const* const from = source(lane % kLanes * 4);
+      if (lane < kLanes) copy_async<16>(to + kWhich * kSlice * 4 + lane * 16, from);
+    } else if constexpr (kWhich == 0) {
+      int const chunks = params.head_dim / 8;  // of 16 bytes
+#pragma unroll
+      for (int g = 0; g < kMaxGroups; ++g) {
+        int const token = g << group_shift(params);
+        if (token >= kSlice) break;
+        char const* const from = source(token);
+#pragma unroll
+        for (int first = 0; first < kHeadDim / 4; first += 32) {
+          int const i = first + lane;
+          if (i < 2 * chunks) copy_async<16>(to + g * kGroupBytes + (i < chunks ? i : kHeadDim / 8 + i - chunks) * 16, from + i * 16);
+        }
+      }
+    } else {
+      constexpr int kLanes = kSlice / 8, kAtOnce = 32 / kLanes;  // with 8 tokens of a plane each; planes at a time
+      char const* from = source(lane % kLanes * 8) + int64_t(lane / kLanes) * params.page_size * 2;
+      to += kMaxGroups * kGroupBytes + lane * 16;
+      for (int plane = lane / kLanes; plane < 2 * params.groups_v; plane += kAtOnce) {
+        copy_async<16>(to, from);
+        from += int64_t(kAtOnce) * params.page_size * 2;
+        to += 32 * 16;
+      }
+    }
   }
 };
 

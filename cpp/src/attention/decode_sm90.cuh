@@ -98,6 +98,9 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     if (warp < 4) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       int const lane = thread % 32;
+      // Loops of producers are chains of a few instructions: the base of addresses stays in a register, and the compiler knows it for a warp's.
+      uint32_t const base = __shfl_sync(0xffffffffu, shared_address(smem), 0);
+      SharedStorage& storage = *static_cast<SharedStorage*>(__cvta_shared_to_generic(base));
       if (warp == 1) bring_queries(params, storage, lane);
       if constexpr (kScales) {
         if (warp == 0) load_codes<0, 1>(params, storage, lane);
@@ -139,12 +142,12 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 
   using Boxes = DecodeBoxes<Pieces>;
 
-  /// Calls `load` with the piece, the place of its boxes, a slice and its stage, for all slices of codes in turn, each when its stage is empty.
-  /// Before the launch's predecessor has finished, the first piece is guessed; `prefetch` is called with its boxes and slices, which are right
-  /// but for a predecessor that writes lengths or pages.
-  template <class Load, class Prefetch>
-  static CUTLASS_DEVICE void for_each_slice(Params const& params, SharedStorage& storage, int lane, Load const& load,
-                                            Prefetch const& prefetch) {
+  /// Has `loader` load all slices of codes in turn, each when its stage is empty. A loader is told of each window of boxes, finds a slice's place
+  /// in it, and then loads it.
+  /// Before the launch's predecessor has finished, the first piece is guessed; it is prefetched from boxes and slices that are right but for a
+  /// predecessor that writes lengths or pages.
+  template <class Loader>
+  static CUTLASS_DEVICE void for_each_slice(Params const& params, SharedStorage& storage, int lane, Loader& loader) {
     bool guess = Pieces::can_guess(params);
     Pieces pieces(params, storage.sequences, guess);
     DecodePiece piece = pieces.take();
@@ -153,7 +156,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       bool const any = piece.batch >= 0 && Pieces::codes_of(params, piece) > 0;
       if (any) {
         boxes = Boxes(params, piece, piece.slice_begin, lane);
-        prefetch(piece, boxes);
+        loader.prefetch(piece, boxes, min(Pieces::codes_of(params, piece), kPrefetched));
       }
       wait_for_predecessor();
       if (any) boxes.find_all(params, lane);
@@ -164,16 +167,23 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     }
     uint32_t stage = 0, phase = 1;  // a fresh barrier's previous phase counts as passed
     for (; piece.batch >= 0; piece = pieces.take(), guess = false) {
-      int const end = piece.slice_begin + Pieces::codes_of(params, piece);
-      if (piece.slice_begin == end) continue;
-      if (!guess) boxes = Boxes(params, piece, piece.slice_begin, lane);
-      for (int slice = piece.slice_begin; slice < end; ++slice) {
+      int slice = __shfl_sync(0xffffffffu, piece.slice_begin, 0);  // that all lanes have the same, the compiler knows then
+      int const end = slice + __shfl_sync(0xffffffffu, Pieces::codes_of(params, piece), 0);
+      if (slice == end) continue;
+      if (!guess) boxes = Boxes(params, piece, slice, lane);
+      while (slice < end) {
         boxes.advance_to(params, slice * params.boxes_of_slice, lane);
-        EmptyBarrier::wait(&storage.empty[stage], phase);
-        load(piece, boxes, slice, stage);
-        if (++stage == kStages) {
-          stage = 0;
-          phase ^= 1;
+        loader.look(piece, boxes);
+        int const stop = min(end, __shfl_sync(0xffffffffu, (boxes.window + 1) * 32 / params.boxes_of_slice, 0));
+#pragma unroll 1
+        for (; slice < stop; ++slice) {
+          auto const place = loader.find(boxes, slice);
+          EmptyBarrier::wait(&storage.empty[stage], phase);
+          loader.load(boxes, place, slice, stage);
+          if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+          }
         }
       }
     }
@@ -181,77 +191,110 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 
   /// Scales of a slice's keys (kWhich = 0) or values; the stage is full when they are there, too.
   template <int kWhich>
-  static CUTLASS_DEVICE void load_scales(Params const& params, SharedStorage& storage, int lane) {
-    auto const load = [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t stage) {
-      DecodeScales<Traits>::template load<kWhich>(params, shared_address(storage.scales[stage]), piece.kv_head, boxes,
-                                                  slice * params.boxes_of_slice, lane);
+  struct ScaleLoader {
+    using Scales = DecodeScales<Traits>;
+    Params const& params;
+    SharedStorage& storage;
+    int lane, kv_head;
+    char const* from;  // of this lane's box
+
+    CUTLASS_DEVICE void prefetch(DecodePiece const& piece, Boxes const& boxes, int slices) const {
+      if (params.boxes_of_slice == 1) {
+        Scales::template prefetch<kWhich>(params, piece.kv_head, boxes, piece.slice_begin, slices, lane);
+      }
+    }
+    CUTLASS_DEVICE void look(DecodePiece const& piece, Boxes const& boxes) {
+      kv_head = piece.kv_head;
+      from = Scales::template source_of<kWhich>(params, kv_head, boxes.page, boxes.row);
+    }
+    CUTLASS_DEVICE char const* find(Boxes const&, int slice) const {
+      return reinterpret_cast<char const*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(from), slice & 31));
+    }
+    CUTLASS_DEVICE void load(Boxes const& boxes, char const* place, int slice, uint32_t stage) const {
+      uint32_t const to = shared_address(storage.scales[stage]);
+      if (params.boxes_of_slice == 1) {
+        Scales::template load_box<kWhich>(params, to, place, lane);
+      } else {
+        Scales::template load<kWhich>(params, to, kv_head, boxes, slice * params.boxes_of_slice, lane);
+      }
       asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
-    };
-    auto const prefetch = [&](DecodePiece const& piece, Boxes const& boxes) {
-      if (params.boxes_of_slice != 1) return;
-      int const slices = min(Pieces::codes_of(params, piece), kPrefetched);
-      DecodeScales<Traits>::template prefetch<kWhich>(params, piece.kv_head, boxes, piece.slice_begin, slices, lane);
-    };
-    for_each_slice(params, storage, lane, load, prefetch);
+    }
+  };
+  template <int kWhich>
+  static CUTLASS_DEVICE void load_scales(Params const& params, SharedStorage& storage, int lane) {
+    ScaleLoader<kWhich> loader{params, storage, lane};
+    for_each_slice(params, storage, lane, loader);
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
   /// Keys (kFirst = 0) or values (kLast = 1), or both.
   template <int kFirst, int kLast>
-  static CUTLASS_DEVICE void load_codes(Params const& params, SharedStorage& storage, int lane) {
-    using Hint = cute::TMA::CacheHintSm90;
-    uint64_t const hint = uint64_t(params.seqlen_q * params.group > 8 * params.columns ? Hint::EVICT_NORMAL : Hint::EVICT_FIRST);
-    int const boxes_of_slice = params.boxes_of_slice, box_rows = params.box_rows, row_shift = kSwizzle < 128 ? params.row_shift : 0;
-    bool const elected = cute::elect_one_sync(), simple = boxes_of_slice == 1 && params.k_loads == 1 && params.v_loads == 1;
-    uint32_t issued = 0;
-    // Of a whole slice, or of none: what a predecessor leaves of the memory's rate.
-    auto const prefetch = [&](DecodePiece const& piece, Boxes const& boxes) {
-      int const slices = min(Pieces::codes_of(params, piece), kPrefetched);
-      for (int slice = piece.slice_begin; simple && slice < piece.slice_begin + slices && slice / 32 == boxes.window; ++slice) {
-        int const page = boxes.page_of(slice), row = boxes.row_of(slice) >> row_shift;
-        if (!elected) continue;
-        if (kFirst == 0) cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.k, 0, row, 0, piece.kv_head, page);
-        if (kLast == 1) cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.v, 0, row, 0, piece.kv_head, page);
-      }
+  struct CodeLoader {
+    struct Place {
+      int page, row;
     };
-    auto const load_slice = [&](DecodePiece const& piece, Boxes const& boxes, int slice, uint32_t stage) {
+    Params const& params;
+    SharedStorage& storage;
+    uint64_t hint;
+    bool elected, simple;  // simple: one load of each
+    int row_shift, kv_head;
+    uint32_t issued;
+
+    CUTLASS_DEVICE CodeLoader(Params const& params, SharedStorage& storage) : params(params), storage(storage), issued(0) {
+      using Hint = cute::TMA::CacheHintSm90;
+      hint = uint64_t(params.seqlen_q * params.group > 8 * params.columns ? Hint::EVICT_NORMAL : Hint::EVICT_FIRST);
+      elected = cute::elect_one_sync();
+      simple = params.boxes_of_slice == 1 && params.k_loads == 1 && params.v_loads == 1;
+      row_shift = kSwizzle < 128 ? params.row_shift : 0;
+    }
+    /// Of a whole slice, or of none: what a predecessor leaves of the memory's rate.
+    CUTLASS_DEVICE void prefetch(DecodePiece const& piece, Boxes const& boxes, int slices) const {
+      for (int slice = piece.slice_begin; simple && slice < piece.slice_begin + slices && slice / 32 == boxes.window; ++slice) {
+        Place const place = find(boxes, slice);
+        if (!elected) continue;
+        if (kFirst == 0) cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.k, 0, place.row, 0, piece.kv_head, place.page);
+        if (kLast == 1) cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.v, 0, place.row, 0, piece.kv_head, place.page);
+      }
+    }
+    CUTLASS_DEVICE void look(DecodePiece const& piece, Boxes const&) { kv_head = piece.kv_head; }
+    CUTLASS_DEVICE Place find(Boxes const& boxes, int box) const { return {boxes.page_of(box), boxes.row_of(box) >> row_shift}; }
+    CUTLASS_DEVICE void load(Boxes const& boxes, Place const& place, int slice, uint32_t stage) {
       if (issued++ == 0) loads_under_way();
       if (elected) {
         FullBarrier::arrive_and_expect_tx(&storage.full[stage], kCodeBytes * (kLast - kFirst + 1));
         if (kFirst == 0) {
           asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(issued) : "memory");
         }
-      }
-      if (simple) {
-        int const page = boxes.page_of(slice), row = boxes.row_of(slice) >> row_shift;
-        if (elected) {
-          auto const load = [&](CUtensorMap const& map, int which) {
-            cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, storage.codes[stage][which], 0, row, 0, piece.kv_head, page);
-          };
-          if (kFirst == 0) load(params.k, 0);
-          if (kLast == 1) load(params.v, 1);
+        if (simple) {
+          if (kFirst == 0) copy(params.k, stage, storage.codes[stage][0], 0, place);
+          if (kLast == 1) copy(params.v, stage, storage.codes[stage][1], 0, place);
         }
       }
 #pragma unroll 1
-      for (int i = simple ? boxes_of_slice : 0; i < boxes_of_slice; ++i) {
-        int const box = slice * boxes_of_slice + i;
-        int const page = boxes.page_of(box), row = boxes.row_of(box) >> row_shift;
+      for (int i = simple ? params.boxes_of_slice : 0; i < params.boxes_of_slice; ++i) {
+        Place const of_box = find(boxes, slice * params.boxes_of_slice + i);
         if (elected) {
           auto const load = [&](CUtensorMap const& map, int which, int loads) {
-            uint8_t* const to = storage.codes[stage][which] + i * box_rows * kSwizzle;
+            uint8_t* const to = storage.codes[stage][which] + i * params.box_rows * kSwizzle;
 #pragma unroll 1
             for (int column = 0; column < loads; ++column) {
-              cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, to + column * (kSlice * kSwizzle),
-                                           column * (kSwizzle / (k16Bit ? 2 : 1)), row, 0, piece.kv_head, page);
+              copy(map, stage, to + column * (kSlice * kSwizzle), column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
             }
           };
           if (kFirst == 0) load(params.k, 0, params.k_loads);
           if (kLast == 1) load(params.v, 1, params.v_loads);
         }
       }
-    };
-    for_each_slice(params, storage, lane, load_slice, prefetch);
-    if (issued == 0) loads_under_way();
+    }
+    CUTLASS_DEVICE void copy(CUtensorMap const& map, uint32_t stage, uint8_t* to, int column, Place const& from) const {
+      cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, to, column, from.row, 0, kv_head, from.page);
+    }
+  };
+  template <int kFirst, int kLast>
+  static CUTLASS_DEVICE void load_codes(Params const& params, SharedStorage& storage, int lane) {
+    CodeLoader<kFirst, kLast> loader(params, storage);
+    for_each_slice(params, storage, lane, loader);
+    if (loader.issued == 0) loads_under_way();
   }
 
   // ---- queries: warp 1 ----------------------------------------------------------------------------------------------------------
