@@ -18,7 +18,7 @@ struct DecodeMainloop : Traits {
   using Traits::k16Bit, Traits::kFormat, Traits::kGroupBytes, Traits::kHalf, Traits::kHalves, Traits::kHeadDim, Traits::kInt4,
       Traits::kInt8;
   using Traits::kAsyncLoads, Traits::kTokenTiles, Traits::kWarps;
-  using Traits::kMaxGroups, Traits::kMmaType, Traits::kPart, Traits::kRowBytes, Traits::kSlice, Traits::kSteps, Traits::kSwizzle;
+  using Traits::kMaxGroups, Traits::kMmaType, Traits::kPart, Traits::kParts, Traits::kRowBytes, Traits::kSlice, Traits::kSteps, Traits::kSwizzle;
   using typename Traits::Codes, typename Traits::Element, typename Traits::Params, typename Traits::Pieces, typename Traits::Queries;
   using typename Traits::SliceAddress;
 
@@ -489,8 +489,9 @@ struct DecodeMainloop : Traits {
     __syncwarp();
   }
 
-  /// The slices of a piece that are this warp's: number `warp`, and every kWarps-th from there on. `slice_at(i)` waits for slice i of
-  /// the sequence and gives its address, `release(i)` gives it back. room: take_residual's.
+  static constexpr int kShared = kAsyncLoads ? kParts : 1;  // warps that share a slice, a part each; without TMA, a warp has its own slices
+  /// What of a piece is this warp's: of the slices' kShared shares number `warp`, and every kWarps-th from there on. `slice_at(i)` waits for
+  /// slice i of the sequence and gives its address, `release(i)` gives the share back. room: take_residual's.
   template <int kCols, class SliceAt, class Release>
   static CUTLASS_DEVICE void take_piece(Params const& params, uint32_t room, DecodePiece const& piece, Queries const& queries,
                                         State<kCols>& state, int warp, int lane, SliceAt const& slice_at, Release const& release) {
@@ -519,11 +520,12 @@ struct DecodeMainloop : Traits {
     int const full_begin = mask.begin(last_query), full_end = min(mask.end(first_query), in_codes);
     scores.last_key = in_codes;
     state.clear();
-    int slice = piece.slice_begin + warp;
-    for (; slice < end; slice += kWarps) {
+    int share = piece.slice_begin * kShared + warp;
+    for (; share < end * kShared; share += kWarps) {
+      int const slice = share / kShared, begin = share % kShared * (kSlice / kShared);
       SliceAddress const at = slice_at(slice);
 #pragma unroll 1
-      for (int first = 0; first < kSlice; first += kPart) {
+      for (int first = begin; first < begin + kSlice / kShared; first += kPart) {
         int const key = slice * kSlice + first;
         if (key >= full_begin && key + kPart <= full_end) {
           take_part<false>(params, at, queries, state, scores, first, key, lane);
@@ -543,8 +545,8 @@ struct DecodeMainloop : Traits {
         }
       }
       scores.last_key = piece.seqlen_k;
-      for (; slice < piece.slice_end; slice += kWarps) {
-        int const first = (slice - codes_end) * 16;
+      for (; share < piece.slice_end; share += kWarps) {
+        int const first = (share - codes_end) * 16;
         if (first + in_codes < piece.seqlen_k) {
           take_residual(params, room, piece, queries, state, scores, first, in_codes, lane);
         }

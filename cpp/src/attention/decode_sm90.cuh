@@ -3,8 +3,8 @@
 //
 // Bytes are the cost, so all is arranged around a ring of loads that never runs dry.
 // Warp roles. Warps 0, 2 and 3 fill the ring with slices of K and V (kSlice tokens each) and their scales: with scales, codes by warp 0, else K
-// and V by two. Warp 1 brings the queries of the next piece in the order of B operands. Warps 4 to 11 are the consumers: slice i of a piece is
-// warp i % 8's, which keeps a softmax and an output of its own; they meet when the piece ends.
+// and V by two. Warp 1 brings the queries of the next piece in the order of B operands. Warps 4 to 11 are the consumers: slice i of a piece, or
+// where a slice has parts, part i, is warp i % 8's, which keeps a softmax and an output of its own; they meet when the piece ends.
 // Pipelines. ring: full (the bytes of two TMA loads, the copies of scales), empty (its warp), and a count of the slices that were asked for.
 // queries: two slots, full (warp 1), empty (each consumer warp).
 // Pieces, and who merges those of a unit: decode_pieces.cuh. What a warp does with a slice: decode_mainloop.cuh.
@@ -74,7 +74,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.v));
       for (int s = 0; s < kStages; ++s) {
         FullBarrier::init(&storage.full[s], kScales ? 1 + 64 : 2);
-        EmptyBarrier::init(&storage.empty[s], 1);
+        EmptyBarrier::init(&storage.empty[s], Mainloop::kShared);
       }
       for (int s = 0; s < 2; ++s) {
         EmptyBarrier::init(&storage.full_q[s], 1);
@@ -150,27 +150,26 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   static CUTLASS_DEVICE void for_each_slice(Params const& params, SharedStorage& storage, int lane, Loader& loader) {
     bool guess = Pieces::can_guess(params);
     Pieces pieces(params, storage.sequences, guess);
-    DecodePiece piece = pieces.take();
-    Boxes boxes;
-    if (guess) {
-      bool const any = piece.batch >= 0 && Pieces::codes_of(params, piece) > 0;
-      if (any) {
-        boxes = Boxes(params, piece, piece.slice_begin, lane);
-        loader.prefetch(piece, boxes, min(Pieces::codes_of(params, piece), kPrefetched));
-      }
-      wait_for_predecessor();
-      if (any) boxes.find_all(params, lane);
-      if (!pieces.confirm()) {
-        piece = pieces.take();
-        guess = false;
-      }
-    }
     uint32_t stage = 0, phase = 1;  // a fresh barrier's previous phase counts as passed
-    for (; piece.batch >= 0; piece = pieces.take(), guess = false) {
-      int slice = __shfl_sync(0xffffffffu, piece.slice_begin, 0);  // that all lanes have the same, the compiler knows then
-      int const end = slice + __shfl_sync(0xffffffffu, Pieces::codes_of(params, piece), 0);
-      if (slice == end) continue;
-      if (!guess) boxes = Boxes(params, piece, slice, lane);
+#pragma unroll 1
+    while (true) {  // one place for all that is done with a piece: instructions of a piece are fetched anew for each
+      DecodePiece const piece = pieces.take();
+      int slice = 0, end = 0;
+      Boxes boxes;
+      if (piece.batch >= 0) {
+        slice = __shfl_sync(0xffffffffu, piece.slice_begin, 0);  // that all lanes have the same, the compiler knows then
+        end = slice + __shfl_sync(0xffffffffu, Pieces::codes_of(params, piece), 0);
+      }
+      if (slice < end) boxes = Boxes(params, piece, slice, lane);
+      if (guess) {
+        guess = false;
+        if (slice < end) loader.prefetch(piece, boxes, min(end - slice, kPrefetched));
+        wait_for_predecessor();
+        if (!pieces.confirm()) continue;
+        if (slice < end) boxes.find_all(params, lane);
+      }
+      if (piece.batch < 0) break;
+#pragma unroll 1
       while (slice < end) {
         boxes.advance_to(params, slice * params.boxes_of_slice, lane);
         loader.look(piece, boxes);
@@ -303,15 +302,17 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   static CUTLASS_DEVICE void loads_under_way() { asm volatile("bar.sync 2, %0;" ::"n"(kScales ? 64 : 96) : "memory"); }
 
   static CUTLASS_DEVICE void bring_queries(Params const& params, SharedStorage& storage, int lane) {
-    bool const guess = Pieces::can_guess(params);
+    bool guess = Pieces::can_guess(params);
     Pieces pieces(params, storage.sequences, guess);
-    DecodePiece piece = pieces.take();
-    if (guess) {
-      wait_for_predecessor();
-      if (!pieces.confirm()) piece = pieces.take();
-    }
-    uint32_t loaded = 0;
-    for (uint32_t turn = 0;; ++turn, piece = pieces.take()) {
+    uint32_t loaded = 0, turn = 0;
+#pragma unroll 1
+    while (true) {
+      DecodePiece const piece = pieces.take();
+      if (guess) {
+        guess = false;
+        wait_for_predecessor();
+        if (!pieces.confirm()) continue;
+      }
       Queries& queries = storage.queries[turn % 2];
       EmptyBarrier::wait(&storage.empty_q[turn % 2], turn / 2 % 2 ^ 1);
       if (lane == 0) {
@@ -331,6 +332,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       __syncwarp();
       if (lane == 0) EmptyBarrier::arrive(&storage.full_q[turn % 2]);
       if (none) return;
+      ++turn;
     }
   }
 

@@ -26,6 +26,7 @@ struct DecodeTraits {
                         kInt4 = kFormat == WeightFormat::kInt4;
   static constexpr int kMostAtOnce = (kHeadDim <= 128 ? 32 : 16) * (kInt4 ? 2 : 1);  // int4: scales of K's channels are of 32 or 64 tokens
   static constexpr int kPart = kSlice < kMostAtOnce ? kSlice : kMostAtOnce;          // tokens of a slice that are in registers at a time
+  static constexpr int kParts = kSlice / kPart;
   static constexpr DataType kMmaType = k16Bit ? kType : DataType::kF16;
   static constexpr int kWarps = kWarps_, kConsumerThreads = 32 * kWarps;
   static constexpr int kMaxColumns = Config::kRows / 8;  // tiles of 8 rows: 1 or 2, as registers allow
@@ -41,7 +42,7 @@ struct DecodeTraits {
   static constexpr bool kScales = kInt8 || kInt4;
   static constexpr int kHalf = kHeadDim < kMerged ? kHeadDim : kMerged, kHalves = kHeadDim / kHalf;
   static constexpr int kPitch = kHalf + 4;
-  static_assert(kHeadDim % 64 == 0 && kSlice % kPart == 0 && kSwizzle * 8 % 128 == 0);
+  static_assert(kHeadDim % 64 == 0 && kSlice % kPart == 0 && (!kInt4 || kParts == 1) && kSwizzle * 8 % 128 == 0);
 
   using Pieces = DecodePieces<kSlice, kInt4>;
   using Params = DecodeParams;
