@@ -60,10 +60,11 @@ struct DecodeMainloop : Traits {
   /// A warp's part of a piece. Columns of tile i that a lane has: rows 8 i + 2 (lane % 4) and the next.
   template <int kCols>
   struct State {
-    float output[kSteps][kCols][4];  // of d (by Codes::row_of), columns as above; int4: in the codes' units until take_piece has taken them
+    float output[kSteps][kCols][4];  // of d (by Codes::row_of), columns as above; int4: in units of `unit_of_codes`
     float highest[kCols][2];         // that the exponentials are relative to, in units of log2; -inf: no key yet
     float sum[kCols][2];             // of this lane's tokens
     float unit;                      // int8: a power of two that scales of V are relative to; 0: none yet
+    float unit_of_codes[2];          // int4: of rows g, and g + 8
     float least[kCols][4];           // int4: sums of minima of V: group lane / 4, columns as above
 
     CUTLASS_DEVICE void clear() {
@@ -79,6 +80,8 @@ struct DecodeMainloop : Traits {
         sum[i][0] = sum[i][1] = 0.0f;
       }
       unit = 0.0f;
+      unit_of_codes[0] = Codes::kInt4Unit;
+      unit_of_codes[1] = Codes::kInt4UpperUnit;
     }
   };
 
@@ -536,6 +539,7 @@ struct DecodeMainloop : Traits {
       release(slice);
     }
     if constexpr (kInt4) {
+      if (share >= piece.slice_end) return;
 #pragma unroll
       for (int m = 0; m < kSteps; ++m) {
 #pragma unroll
@@ -544,6 +548,7 @@ struct DecodeMainloop : Traits {
           for (int x = 0; x < 4; ++x) state.output[m][i][x] *= x < 2 ? Codes::kInt4Unit : Codes::kInt4UpperUnit;
         }
       }
+      state.unit_of_codes[0] = state.unit_of_codes[1] = 1.0f;
       scores.last_key = piece.seqlen_k;
       for (; share < piece.slice_end; share += kWarps) {
         int const first = (share - codes_end) * 16;

@@ -39,8 +39,8 @@ struct DecodeMerge : Traits {
             float const least = __shfl_sync(0xffffffffu, state.least[i][e], 4 * group + c);
 #pragma unroll
             for (int x = e; x < 4; x += 2) {
-              state.output[2 * chunk][i][x] += least;
-              state.output[2 * chunk + 1][i][x] += least;
+              state.output[2 * chunk][i][x] = fmaf(state.output[2 * chunk][i][x], state.unit_of_codes[x / 2], least);
+              state.output[2 * chunk + 1][i][x] = fmaf(state.output[2 * chunk + 1][i][x], state.unit_of_codes[x / 2], least);
             }
           }
         }
