@@ -101,14 +101,13 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       // Loops of producers are chains of a few instructions: the base of addresses stays in a register, and the compiler knows it for a warp's.
       uint32_t const base = __shfl_sync(0xffffffffu, shared_address(smem), 0);
       SharedStorage& storage = *static_cast<SharedStorage*>(__cvta_shared_to_generic(base));
-      if (warp == 1) bring_queries(params, storage, lane);
-      if constexpr (kScales) {
-        if (warp == 0) load_codes<0, 1>(params, storage, lane);
-        if (warp == 2) load_scales<0>(params, storage, lane);
-        if (warp == 3) load_scales<1>(params, storage, lane);
-      } else {
-        if (warp == 0) load_codes<0, 0>(params, storage, lane);
-        if (warp == 2) load_codes<1, 1>(params, storage, lane);
+      int const role = warp == 1 ? kQueries : warp == 0 ? 0 : warp - 1;
+      if constexpr (!kScales && kHeadDim <= 128) {
+        if (warp < 3) produce<true, true>(params, storage, lane, role);
+      } else if (role == kQueries) {
+        produce<false, true>(params, storage, lane, role);
+      } else if (kScales || warp < 3) {
+        produce<true, false>(params, storage, lane, role);
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
@@ -142,17 +141,176 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 
   using Boxes = DecodeBoxes<Pieces>;
 
-  /// Has `loader` load all slices of codes in turn, each when its stage is empty. A loader is told of each window of boxes, finds a slice's place
-  /// in it, and then loads it.
+  static constexpr int kQueries = 3;  // a role
+  /// What a warp loads of each slice. With scales role 0 has the codes of keys and values, 1 and 2 the scales of keys and of values; else role 0
+  /// has keys and 1 values. One class, for warps that share their instructions fetch them once.
+  struct Loader {
+    using Scales = DecodeScales<Traits>;
+    using Place = uint2;  // page and row of a box, or the address of its scales
+    Params const& params;
+    SharedStorage& storage;
+    int const lane, role;
+    bool const elected, simple;  // simple: a box a slice, a load each
+    int const row_shift;
+    uint64_t hint;
+    int kv_head;
+    uint32_t issued = 0;
+    Place own;  // of this lane's box
+
+    CUTLASS_DEVICE Loader(Params const& params, SharedStorage& storage, int lane, int role)
+        : params(params),
+          storage(storage),
+          lane(lane),
+          role(role),
+          elected(cute::elect_one_sync()),
+          simple(params.boxes_of_slice == 1 && params.k_loads == 1 && params.v_loads == 1),
+          row_shift(kSwizzle < 128 ? params.row_shift : 0) {
+      using Hint = cute::TMA::CacheHintSm90;
+      hint = uint64_t(params.seqlen_q * params.group > 8 * params.columns ? Hint::EVICT_NORMAL : Hint::EVICT_FIRST);
+    }
+    CUTLASS_DEVICE bool has_scales() const { return kScales && role > 0; }
+
+    /// Of whole slices that are a box: what a predecessor leaves of the memory's rate.
+    CUTLASS_DEVICE void prefetch(DecodePiece const& piece, Boxes const& boxes, int slices) {
+      if (!has_scales()) {
+        look(piece, boxes);
+        for (int slice = piece.slice_begin; simple && slice < piece.slice_begin + slices && slice / 32 == boxes.window; ++slice) {
+          Place const place = find(slice);
+          if (!elected) continue;
+          auto const prefetch = [&](CUtensorMap const& map) {
+            cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&map, 0, int(place.y), 0, kv_head, int(place.x));
+          };
+          prefetch(kScales || role == 0 ? params.k : params.v);
+          if (kScales) prefetch(params.v);
+        }
+      } else if (params.boxes_of_slice == 1) {
+        if (role == 1) Scales::template prefetch<0>(params, piece.kv_head, boxes, piece.slice_begin, slices, lane);
+        if (role == 2) Scales::template prefetch<1>(params, piece.kv_head, boxes, piece.slice_begin, slices, lane);
+      }
+    }
+    /// At another window of boxes.
+    CUTLASS_DEVICE void look(DecodePiece const& piece, Boxes const& boxes) {
+      kv_head = piece.kv_head;
+      own = make_uint2(uint32_t(boxes.page), uint32_t(boxes.row >> row_shift));
+      if (has_scales()) {
+        uint64_t const from = reinterpret_cast<uint64_t>(role == 1 ? Scales::template source_of<0>(params, kv_head, boxes.page, boxes.row)
+                                                                   : Scales::template source_of<1>(params, kv_head, boxes.page, boxes.row));
+        own = make_uint2(uint32_t(from), uint32_t(from >> 32));
+      }
+    }
+    CUTLASS_DEVICE Place find(int box) const {
+      return make_uint2(__shfl_sync(0xffffffffu, own.x, box & 31), __shfl_sync(0xffffffffu, own.y, box & 31));
+    }
+    /// The slices from `slice` to `end`, which are of one window.
+    CUTLASS_DEVICE void load(Boxes const& boxes, int slice, int end, uint32_t& stage, uint32_t& phase) {
+      auto const each = [&](auto const& load) {
+#pragma unroll 1
+        for (; slice < end; ++slice) {
+          Place const place = find(slice * params.boxes_of_slice);
+          EmptyBarrier::wait(&storage.empty[stage], phase);
+          load(place);
+          if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+          }
+        }
+      };
+      if (!has_scales()) each([&](Place const& place) { load_codes(place, slice, stage); });
+      if constexpr (kScales) {
+        if (role == 1) each([&](Place const& place) { load_scales<0>(boxes, place, slice, stage); });
+        if (role == 2) each([&](Place const& place) { load_scales<1>(boxes, place, slice, stage); });
+      }
+    }
+    template <int kWhich>
+    CUTLASS_DEVICE void load_scales(Boxes const& boxes, Place const& place, int slice, uint32_t stage) const {
+      uint32_t const to = shared_address(storage.scales[stage]);
+      if (params.boxes_of_slice == 1) {
+        Scales::template load_box<kWhich>(params, to, reinterpret_cast<char const*>(uint64_t(place.y) << 32 | place.x), lane);
+      } else {
+        Scales::template load<kWhich>(params, to, kv_head, boxes, slice * params.boxes_of_slice, lane);
+      }
+      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
+    }
+    CUTLASS_DEVICE void load_codes(Place const& place, int slice, uint32_t stage) {
+      if (issued++ == 0) loads_under_way();
+      if (elected) {
+        FullBarrier::arrive_and_expect_tx(&storage.full[stage], kCodeBytes * (kScales ? 2 : 1));
+        if (role == 0) {
+          asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(issued) : "memory");
+        }
+        if (simple) {
+          copy(kScales ? 0 : role, stage, 0, 0, place);
+          if (kScales) copy(1, stage, 0, 0, place);
+        }
+      }
+#pragma unroll 1
+      for (int i = simple ? params.boxes_of_slice : 0; i < params.boxes_of_slice; ++i) {
+        Place const of_box = find(slice * params.boxes_of_slice + i);
+        if (!elected) continue;
+        for (int which = kScales ? 0 : role; which < (kScales ? 2 : role + 1); ++which) {
+          int const loads = which == 0 ? params.k_loads : params.v_loads;
+#pragma unroll 1
+          for (int column = 0; column < loads; ++column) {
+            copy(which, stage, column * (kSlice * kSwizzle) + i * params.box_rows * kSwizzle, column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
+          }
+        }
+      }
+    }
+    CUTLASS_DEVICE void copy(int which, uint32_t stage, int to, int column, Place const& from) const {
+      cute::SM90_TMA_LOAD_5D::copy(which == 0 ? &params.k : &params.v, &storage.full[stage], hint, storage.codes[stage][which] + to, column,
+                                   int(from.y), 0, kv_head, int(from.x));
+    }
+    CUTLASS_DEVICE void finish() const {
+      if (has_scales()) {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+      } else if (issued == 0) {
+        loads_under_way();
+      }
+    }
+  };
+
+  // ---- queries: warp 1 ----------------------------------------------------------------------------------------------------------
+
+  /// Warp 1 and those that load codes: the first of these come after the queries', which would wait behind a whole ring of them.
+  static CUTLASS_DEVICE void loads_under_way() { asm volatile("bar.sync 2, %0;" ::"n"(kScales ? 64 : 96) : "memory"); }
+
+  /// Of the next piece, number `turn`; `loaded`: slices of those before it.
+  static CUTLASS_DEVICE void bring_queries(Params const& params, SharedStorage& storage, DecodePiece const& piece, uint32_t turn,
+                                           uint32_t loaded, int lane) {
+    Queries& queries = storage.queries[turn % 2];
+    EmptyBarrier::wait(&storage.empty_q[turn % 2], turn / 2 % 2 ^ 1);
+    if (lane == 0) {
+      queries.piece = piece;
+      queries.loaded = loaded;
+    }
+    auto const under_way = [&] {
+      if (turn == 0) loads_under_way();
+    };
+    if (piece.batch < 0) {
+      under_way();
+    } else {
+      DecodeQueries<Traits>::bring(params, piece, queries, lane, under_way);
+    }
+    __syncwarp();
+    if (lane == 0) EmptyBarrier::arrive(&storage.full_q[turn % 2]);
+  }
+
+  // ---- pieces: warps 0 to 3 -----------------------------------------------------------------------------------------------------
+
+  /// Goes through the pieces of the CTA: a role is the Loader's, or kQueries. Roles share what is done with a piece: by then its instructions have
+  /// to be fetched anew, which takes longer than they do. kLoads, kBrings: which roles do; where all would be spilled, queries go alone.
   /// Before the launch's predecessor has finished, the first piece is guessed; it is prefetched from boxes and slices that are right but for a
   /// predecessor that writes lengths or pages.
-  template <class Loader>
-  static CUTLASS_DEVICE void for_each_slice(Params const& params, SharedStorage& storage, int lane, Loader& loader) {
+  template <bool kLoads, bool kBrings>
+  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane, int role) {
+    Loader loader(params, storage, lane, role);
     bool guess = Pieces::can_guess(params);
     Pieces pieces(params, storage.sequences, guess);
     uint32_t stage = 0, phase = 1;  // a fresh barrier's previous phase counts as passed
+    bool const brings = kBrings && (!kLoads || role == kQueries);
+    uint32_t turn = 0, loaded = 0;
 #pragma unroll 1
-    while (true) {  // one place for all that is done with a piece: instructions of a piece are fetched anew for each
+    while (true) {
       DecodePiece const piece = pieces.take();
       int slice = 0, end = 0;
       Boxes boxes;
@@ -160,180 +318,28 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
         slice = __shfl_sync(0xffffffffu, piece.slice_begin, 0);  // that all lanes have the same, the compiler knows then
         end = slice + __shfl_sync(0xffffffffu, Pieces::codes_of(params, piece), 0);
       }
-      if (slice < end) boxes = Boxes(params, piece, slice, lane);
+      bool const loads = !brings && slice < end;
+      if (loads) boxes = Boxes(params, piece, slice, lane);
       if (guess) {
         guess = false;
-        if (slice < end) loader.prefetch(piece, boxes, min(end - slice, kPrefetched));
+        if (loads) loader.prefetch(piece, boxes, min(end - slice, kPrefetched));
         wait_for_predecessor();
         if (!pieces.confirm()) continue;
-        if (slice < end) boxes.find_all(params, lane);
+        if (loads) boxes.find_all(params, lane);
       }
+      if (brings) bring_queries(params, storage, piece, turn++, loaded, lane);
       if (piece.batch < 0) break;
+      loaded += uint32_t(end - slice);
 #pragma unroll 1
-      while (slice < end) {
+      while (loads && slice < end) {
         boxes.advance_to(params, slice * params.boxes_of_slice, lane);
         loader.look(piece, boxes);
         int const stop = min(end, __shfl_sync(0xffffffffu, (boxes.window + 1) * 32 / params.boxes_of_slice, 0));
-#pragma unroll 1
-        for (; slice < stop; ++slice) {
-          auto const place = loader.find(boxes, slice);
-          EmptyBarrier::wait(&storage.empty[stage], phase);
-          loader.load(boxes, place, slice, stage);
-          if (++stage == kStages) {
-            stage = 0;
-            phase ^= 1;
-          }
-        }
+        loader.load(boxes, slice, stop, stage, phase);
+        slice = stop;
       }
     }
-  }
-
-  /// Scales of a slice's keys (kWhich = 0) or values; the stage is full when they are there, too.
-  template <int kWhich>
-  struct ScaleLoader {
-    using Scales = DecodeScales<Traits>;
-    Params const& params;
-    SharedStorage& storage;
-    int lane, kv_head;
-    char const* from;  // of this lane's box
-
-    CUTLASS_DEVICE void prefetch(DecodePiece const& piece, Boxes const& boxes, int slices) const {
-      if (params.boxes_of_slice == 1) {
-        Scales::template prefetch<kWhich>(params, piece.kv_head, boxes, piece.slice_begin, slices, lane);
-      }
-    }
-    CUTLASS_DEVICE void look(DecodePiece const& piece, Boxes const& boxes) {
-      kv_head = piece.kv_head;
-      from = Scales::template source_of<kWhich>(params, kv_head, boxes.page, boxes.row);
-    }
-    CUTLASS_DEVICE char const* find(Boxes const&, int slice) const {
-      return reinterpret_cast<char const*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(from), slice & 31));
-    }
-    CUTLASS_DEVICE void load(Boxes const& boxes, char const* place, int slice, uint32_t stage) const {
-      uint32_t const to = shared_address(storage.scales[stage]);
-      if (params.boxes_of_slice == 1) {
-        Scales::template load_box<kWhich>(params, to, place, lane);
-      } else {
-        Scales::template load<kWhich>(params, to, kv_head, boxes, slice * params.boxes_of_slice, lane);
-      }
-      asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
-    }
-  };
-  template <int kWhich>
-  static CUTLASS_DEVICE void load_scales(Params const& params, SharedStorage& storage, int lane) {
-    ScaleLoader<kWhich> loader{params, storage, lane};
-    for_each_slice(params, storage, lane, loader);
-    asm volatile("cp.async.wait_all;" ::: "memory");
-  }
-
-  /// Keys (kFirst = 0) or values (kLast = 1), or both.
-  template <int kFirst, int kLast>
-  struct CodeLoader {
-    struct Place {
-      int page, row;
-    };
-    Params const& params;
-    SharedStorage& storage;
-    uint64_t hint;
-    bool elected, simple;  // simple: one load of each
-    int row_shift, kv_head;
-    uint32_t issued;
-
-    CUTLASS_DEVICE CodeLoader(Params const& params, SharedStorage& storage) : params(params), storage(storage), issued(0) {
-      using Hint = cute::TMA::CacheHintSm90;
-      hint = uint64_t(params.seqlen_q * params.group > 8 * params.columns ? Hint::EVICT_NORMAL : Hint::EVICT_FIRST);
-      elected = cute::elect_one_sync();
-      simple = params.boxes_of_slice == 1 && params.k_loads == 1 && params.v_loads == 1;
-      row_shift = kSwizzle < 128 ? params.row_shift : 0;
-    }
-    /// Of a whole slice, or of none: what a predecessor leaves of the memory's rate.
-    CUTLASS_DEVICE void prefetch(DecodePiece const& piece, Boxes const& boxes, int slices) const {
-      for (int slice = piece.slice_begin; simple && slice < piece.slice_begin + slices && slice / 32 == boxes.window; ++slice) {
-        Place const place = find(boxes, slice);
-        if (!elected) continue;
-        if (kFirst == 0) cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.k, 0, place.row, 0, piece.kv_head, place.page);
-        if (kLast == 1) cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.v, 0, place.row, 0, piece.kv_head, place.page);
-      }
-    }
-    CUTLASS_DEVICE void look(DecodePiece const& piece, Boxes const&) { kv_head = piece.kv_head; }
-    CUTLASS_DEVICE Place find(Boxes const& boxes, int box) const { return {boxes.page_of(box), boxes.row_of(box) >> row_shift}; }
-    CUTLASS_DEVICE void load(Boxes const& boxes, Place const& place, int slice, uint32_t stage) {
-      if (issued++ == 0) loads_under_way();
-      if (elected) {
-        FullBarrier::arrive_and_expect_tx(&storage.full[stage], kCodeBytes * (kLast - kFirst + 1));
-        if (kFirst == 0) {
-          asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(issued) : "memory");
-        }
-        if (simple) {
-          if (kFirst == 0) copy(params.k, stage, storage.codes[stage][0], 0, place);
-          if (kLast == 1) copy(params.v, stage, storage.codes[stage][1], 0, place);
-        }
-      }
-#pragma unroll 1
-      for (int i = simple ? params.boxes_of_slice : 0; i < params.boxes_of_slice; ++i) {
-        Place const of_box = find(boxes, slice * params.boxes_of_slice + i);
-        if (elected) {
-          auto const load = [&](CUtensorMap const& map, int which, int loads) {
-            uint8_t* const to = storage.codes[stage][which] + i * params.box_rows * kSwizzle;
-#pragma unroll 1
-            for (int column = 0; column < loads; ++column) {
-              copy(map, stage, to + column * (kSlice * kSwizzle), column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
-            }
-          };
-          if (kFirst == 0) load(params.k, 0, params.k_loads);
-          if (kLast == 1) load(params.v, 1, params.v_loads);
-        }
-      }
-    }
-    CUTLASS_DEVICE void copy(CUtensorMap const& map, uint32_t stage, uint8_t* to, int column, Place const& from) const {
-      cute::SM90_TMA_LOAD_5D::copy(&map, &storage.full[stage], hint, to, column, from.row, 0, kv_head, from.page);
-    }
-  };
-  template <int kFirst, int kLast>
-  static CUTLASS_DEVICE void load_codes(Params const& params, SharedStorage& storage, int lane) {
-    CodeLoader<kFirst, kLast> loader(params, storage);
-    for_each_slice(params, storage, lane, loader);
-    if (loader.issued == 0) loads_under_way();
-  }
-
-  // ---- queries: warp 1 ----------------------------------------------------------------------------------------------------------
-
-  /// Warp 1 and those that load codes: the first of these come after the queries', which would wait behind a whole ring of them.
-  static CUTLASS_DEVICE void loads_under_way() { asm volatile("bar.sync 2, %0;" ::"n"(kScales ? 64 : 96) : "memory"); }
-
-  static CUTLASS_DEVICE void bring_queries(Params const& params, SharedStorage& storage, int lane) {
-    bool guess = Pieces::can_guess(params);
-    Pieces pieces(params, storage.sequences, guess);
-    uint32_t loaded = 0, turn = 0;
-#pragma unroll 1
-    while (true) {
-      DecodePiece const piece = pieces.take();
-      if (guess) {
-        guess = false;
-        wait_for_predecessor();
-        if (!pieces.confirm()) continue;
-      }
-      Queries& queries = storage.queries[turn % 2];
-      EmptyBarrier::wait(&storage.empty_q[turn % 2], turn / 2 % 2 ^ 1);
-      if (lane == 0) {
-        queries.piece = piece;
-        queries.loaded = loaded;
-      }
-      loaded += uint32_t(Pieces::codes_of(params, piece));
-      bool const none = piece.batch < 0;
-      auto const under_way = [&] {
-        if (turn == 0) loads_under_way();
-      };
-      if (none) {
-        under_way();
-      } else {
-        DecodeQueries<Traits>::bring(params, piece, queries, lane, under_way);
-      }
-      __syncwarp();
-      if (lane == 0) EmptyBarrier::arrive(&storage.full_q[turn % 2]);
-      if (none) return;
-      ++turn;
-    }
+    if (!brings) loader.finish();
   }
 
   // ---- consumers: warps ---------------------------------------------------------------------------------------------------------
