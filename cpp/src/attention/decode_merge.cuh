@@ -73,8 +73,8 @@ struct DecodeMerge : Traits {
         constexpr int kChunks = kHalf / 64;
         int const rows = min(piece.rows - 8 * i, 8);
 #pragma unroll 1
-        for (int n = warp; n < rows * kChunks; n += kWarps) {
-          finish_chunk(params, storage, piece, 8 * i + n / kChunks, n % kChunks, half * kChunks + n % kChunks, lane);
+        for (uint32_t n = uint32_t(warp); int(n) < rows * kChunks; n += kWarps) {
+          finish_chunk(params, storage, piece, 8 * i + int(n / kChunks), int(n % kChunks), half * kChunks + int(n % kChunks), lane);
         }
       }
     }
@@ -110,7 +110,7 @@ struct DecodeMerge : Traits {
       send(to + 1 + lane, part.output.x, part.output.y, params.nonce);
       return;
     }
-    if (piece.parts > 1) part = merge_parts(params, piece, part, row, chunk, lane);
+    if (__builtin_expect(piece.parts > 1, false)) part = merge_parts(params, piece, part, row, chunk, lane);
     store(params, piece, part, row, chunk, lane);
   }
 
@@ -175,17 +175,12 @@ struct DecodeMerge : Traits {
     params.by_group(query, head, piece.row + row);
     head += piece.kv_head * params.group;
     int64_t const batch = params.cu_seqlens_q != nullptr ? 0 : piece.batch, at = piece.row_q + query;
-    float top = total.highest, sum = total.sum, factor, lse;
-    if (params.sinks != nullptr) {
-      float const sink = float(static_cast<Element const*>(params.sinks)[head]) * kLog2E, higher = fmaxf(top, sink);
-      float const keep = higher == -INFINITY ? 0.0f : exp2_fast(top - higher);
-      sum = sum * keep + (higher == -INFINITY ? 0.0f : exp2_fast(sink - higher));
-      factor = sum == 0.0f ? 0.0f : keep * inverse_fast(sum);
-      lse = sum == 0.0f ? -INFINITY : (higher + log2_fast(sum)) * kLn2;
-    } else {
-      factor = sum == 0.0f ? 0.0f : inverse_fast(sum);
-      lse = sum == 0.0f ? -INFINITY : (top + log2_fast(sum)) * kLn2;
-    }
+    float sink = -INFINITY;
+    if (params.sinks != nullptr) sink = float(static_cast<Element const*>(params.sinks)[head]) * kLog2E;
+    float const higher = fmaxf(total.highest, sink), base = higher == -INFINITY ? 0.0f : higher;
+    float const keep = exp2_fast(total.highest - base), sum = fmaf(total.sum, keep, exp2_fast(sink - base));
+    float factor = sum == 0.0f ? 0.0f : keep * inverse_fast(sum);
+    float const lse = (base + log2_fast(sum)) * kLn2;
     if (chunk == 0 && lane == 0 && params.lse != nullptr) params.lse[batch * params.lse_batch + head * params.lse_head + at] = lse;
     if constexpr (kFormat == WeightFormat::kFp8E4M3) {
       factor *= __ldg(static_cast<float const*>(params.v_scale) + piece.kv_head * params.scale_stride);

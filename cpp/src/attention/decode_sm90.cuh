@@ -46,8 +46,9 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   using Traits::kRowBytes, Traits::kScaleBytes, Traits::kScales, Traits::kSlice, Traits::kStages, Traits::kSwizzle, Traits::kWarps;
   using typename Traits::Element, typename Traits::Params, typename Traits::Pieces, typename Traits::Queries, typename Traits::SliceAddress;
   static constexpr int kThreads = 384;
+  static constexpr bool kTogether = !kScales && kHeadDim <= 128;  // loads and queries: see produce()
   // Codes: producers quantise queries; two columns of 16-bit keys want all they can have.
-  static constexpr int kProducerRegisters = k16Bit && kHeadDim <= 128 ? 72 : 88, kConsumerRegisters = k16Bit && kHeadDim <= 128 ? 216 : 208;
+  static constexpr int kProducerRegisters = !kTogether ? 88 : k16Bit ? 72 : 104, kConsumerRegisters = !kTogether ? 208 : k16Bit ? 216 : 200;
   static constexpr int kPrefetched = 4;  // slices at most, into L2 before the launch's predecessor has finished
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
@@ -102,7 +103,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       uint32_t const base = __shfl_sync(0xffffffffu, shared_address(smem), 0);
       SharedStorage& storage = *static_cast<SharedStorage*>(__cvta_shared_to_generic(base));
       int const role = warp == 1 ? kQueries : warp == 0 ? 0 : warp - 1;
-      if constexpr (!kScales && kHeadDim <= 128) {
+      if constexpr (kTogether) {
         if (warp < 3) produce<true, true>(params, storage, lane, role);
       } else if (role == kQueries) {
         produce<false, true>(params, storage, lane, role);
@@ -356,10 +357,10 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 
   /// Again and again: what follows from it, kept for the next piece, would be spilled.
   static CUTLASS_DEVICE void ask_thread(int& warp, int& lane) {
-    int thread;
+    uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    warp = thread / 32 - 4;
-    lane = thread % 32;
+    warp = int(thread / 32) - 4;
+    lane = int(thread % 32);
   }
 
   template <int kCols>
