@@ -139,8 +139,12 @@ class AttentionSets {
       o.lse = static_cast<float*>(operand[8]);
       int64_t const row = p.kv_format == WeightFormat::kInt4 ? p.head_dim / 2 : p.head_dim;  // elements of a head of K and V
       set_strides(o.q_strides, p.seqlen_q, p.heads_q, p.head_dim);
-      set_strides(o.k_strides, p.cached ? p.page_size : p.seqlen_k, p.heads_kv, row);
-      set_strides(o.v_strides, p.cached ? p.page_size : p.seqlen_k, p.heads_kv, row);
+      for (auto* strides : {&o.k_strides, &o.v_strides}) {
+        set_strides(*strides, p.cached ? p.page_size : p.seqlen_k, p.heads_kv, row);
+        if (p.kv_format == WeightFormat::kDense) continue;
+        (*strides)[1] = row;  // as minfer.allocate_kv_cache lays codes out: a head's rows of a page follow each other
+        (*strides)[2] = p.page_size * row;
+      }
       o.lse_strides[0] = p.heads_q * p.seqlen_q;
       o.lse_strides[1] = p.seqlen_q;
       o.scale = 1.0f / std::sqrt(float(p.head_dim));

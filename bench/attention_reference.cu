@@ -36,7 +36,8 @@ __device__ double value_of(ReferenceParams const& params, KvView const& view, in
   AttentionProblem const& p = params.problem;
   int64_t const rows = p.cached ? p.page_size : p.seqlen_k, b = params.sequence;
   int64_t const page = p.paged ? params.operands.block_table[b * params.operands.block_table_stride + token / rows] : b, row = token % rows;
-  int64_t const place = (page * rows + row) * p.heads_kv + head;
+  bool const heads_first = p.kv_format != WeightFormat::kDense;
+  int64_t const place = heads_first ? (page * p.heads_kv + head) * rows + row : (page * rows + row) * p.heads_kv + head;
   switch (p.kv_format) {
     case WeightFormat::kFp8E4M3:
       return e4m3(static_cast<uint8_t const*>(view.codes)[place * view.head_dim + d]) * double(static_cast<float const*>(view.scale)[head]);

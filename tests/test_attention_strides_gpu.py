@@ -5,6 +5,7 @@ contiguous tensor may begin between two 16-byte boundaries, too. All around an o
 """
 
 import dataclasses
+import itertools
 import math
 
 import minfer
@@ -193,6 +194,37 @@ def test_lengths_and_tables(kv_format, queries):
     want = dataclasses.replace(call, table=shared.contiguous()).run()
     check_same(call, want, "one row for all", table=shared)
     assert not bool(want[0].isnan().any())
+
+
+def orders_of(x):
+    """name -> a view of a cache that has pages, tokens and heads in each order in memory, or rows with a gap between them."""
+    views = {}
+    for order in itertools.permutations(range(3)):
+        inner = x.permute(*order, 3).contiguous()
+        views[str(order)] = inner.permute(*(order.index(i) for i in range(3)), 3)
+    pages, tokens, heads, d = x.shape
+    gap = 16 // x.element_size()
+    filler = torch.full((pages, heads, tokens, d + gap), 85, device=x.device, dtype=torch.uint8) if x.element_size() == 1 else None
+    room = around(x, pages, heads, tokens, d + gap) if filler is None else filler.view(x.dtype)
+    views["gaps between rows"] = room[..., :d].transpose(1, 2).copy_(x)
+    room = room.new_zeros(pages, heads, tokens + 8, d)
+    views["gaps between heads"] = room[:, :, 8:].transpose(1, 2).copy_(x)
+    return views
+
+
+@pytest.mark.parametrize("page_size", (32, 64, None), ids=("pages of 32", "pages of 64", "contiguous"))
+@pytest.mark.parametrize("head_dims", ((64, 64), (128, 128), (256, 256), (96, 64)), ids=str)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_orders_of_a_cache(kv_format, head_dims, page_size):
+    """Codes of less than 128 bytes a row are loaded several rows at a time, where they follow each other in both caches."""
+    for queries, dtype in ((1, torch.bfloat16), (3, torch.float16), (70, torch.bfloat16)):
+        call = paged_call(kv_format, queries, head_dims, dtype, page_size=page_size, groups=(32, None))
+        want = call.run()
+        assert not any(bool(x.isnan().any()) for x in want)
+        keys, values = orders_of(call.cache.k), orders_of(call.cache.v)
+        for name in keys:
+            check_same(call, want, (queries, name, "k"), cache=call.cache._replace(k=keys[name]))
+            check_same(call, want, (queries, name, "both"), cache=call.cache._replace(k=keys[name], v=values[name]))
 
 
 @pytest.mark.parametrize("page_size", (64, None), ids=("paged", "contiguous"))

@@ -46,7 +46,7 @@ struct AttentionOperands {
   int32_t const* seq_lens = nullptr;     // [batch]
   int32_t const* block_table = nullptr;  // [batch, ..] pages of each sequence
   int64_t block_table_stride = 0;
-  void const *k_scale = nullptr, *v_scale = nullptr;        // see attention_paged's documentation
+  void const *k_scale = nullptr, *v_scale = nullptr;        // see attention_paged's documentation; int8's and int4's 16-byte aligned
   void const *k_residual = nullptr, *v_residual = nullptr;  // int4: [batch, group_tokens, heads_kv, head_dim] of q's type
 };
 

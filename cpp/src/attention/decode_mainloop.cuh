@@ -18,7 +18,8 @@ struct DecodeMainloop : Traits {
   using Traits::k16Bit, Traits::kFormat, Traits::kGroupBytes, Traits::kHalf, Traits::kHalves, Traits::kHeadDim, Traits::kInt4,
       Traits::kInt8;
   using Traits::kAsyncLoads, Traits::kTokenTiles, Traits::kWarps;
-  using Traits::kMaxGroups, Traits::kMmaType, Traits::kPart, Traits::kParts, Traits::kRowBytes, Traits::kSlice, Traits::kSteps, Traits::kSwizzle;
+  using Traits::kMaxGroups, Traits::kMmaType, Traits::kPart, Traits::kParts, Traits::kRowBytes, Traits::kSlice, Traits::kSteps,
+      Traits::kSwizzle;
   using typename Traits::Codes, typename Traits::Element, typename Traits::Params, typename Traits::Pieces, typename Traits::Queries;
   using typename Traits::SliceAddress;
 
@@ -227,8 +228,8 @@ struct DecodeMainloop : Traits {
 
   /// int4: queries times the scales of K's channels in chunks 2 j and 2 j + 1, and what its minima add to the scores of a group's tokens.
   template <int kCols>
-  static CUTLASS_DEVICE void scale_queries(uint32_t (&b)[Codes::kPerPair][kCols][2], float (&least)[kCols][4], uint32_t scales,
-                                           uint32_t j, uint32_t c) {
+  static CUTLASS_DEVICE void scale_queries(uint32_t (&b)[Codes::kPerPair][kCols][2], float (&least)[kCols][4], uint32_t scales, uint32_t j,
+                                           uint32_t c) {
     constexpr uint32_t kUpper = 0x2c002c00;  // 1 / 16
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
@@ -390,7 +391,8 @@ struct DecodeMainloop : Traits {
           load_matrices_transposed(move_address(params, values, t, j), x);
 #pragma unroll
           for (int chunk = 0; chunk < 2; ++chunk) {
-            uint32_t const low = seen(t) ? load_4_bytes(from[chunk] + t * 32) : 0, high = seen(t) ? load_4_bytes(from[chunk] + t * 32 + 16) : 0;
+            uint32_t const low = seen(t) ? load_4_bytes(from[chunk] + t * 32) : 0;
+            uint32_t const high = seen(t) ? load_4_bytes(from[chunk] + t * 32 + 16) : 0;
             uint32_t weighted[kCols][2], a[2][4];
 #pragma unroll
             for (int i = 0; i < kCols; ++i) {

@@ -252,7 +252,8 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
           int const loads = which == 0 ? params.k_loads : params.v_loads;
 #pragma unroll 1
           for (int column = 0; column < loads; ++column) {
-            copy(which, stage, column * (kSlice * kSwizzle) + i * params.box_rows * kSwizzle, column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
+            int const to = (column * kSlice + i * params.box_rows) * kSwizzle;
+            copy(which, stage, to, column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
           }
         }
       }
