@@ -89,6 +89,15 @@ def test_allocate():
             minfer.allocate_kv_cache(**dict(pages=2, page_size=64, heads_kv=1, head_dim=64) | options)
 
 
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_order_in_memory(kv_format):
+    """Of codes, a head's rows of a page follow each other."""
+    cache = minfer.allocate_kv_cache(5, 128, 3, 128, head_dim_v=64, kv_format=kv_format, batch=2)
+    for x in (cache.k, cache.v):
+        assert x._base is None and not bool(x.view(torch.uint8).any())
+        assert (x if kv_format == "16bit" else x.transpose(1, 2)).is_contiguous()
+
+
 # ---- values: each format by its definition ---------------------------------------------------------------------------------------
 
 
