@@ -84,7 +84,7 @@ class Caches:
             if cache.kv_format == "16bit":
                 codes.normal_()
             elif cache.kv_format == "fp8_e4m3":
-                for part in codes.view(torch.uint8).view(-1).split(1 << 28):
+                for part in codes.view(torch.uint8).as_strided((codes.numel(),), (1,)).split(1 << 28):  # whatever their order
                     part.copy_(torch.randn(part.numel(), dtype=torch.bfloat16, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8))
             else:
                 codes.view(torch.uint8).random_(0, 256)

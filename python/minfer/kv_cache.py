@@ -6,8 +6,8 @@
 
 Layouts. A paged cache is [pages, page_size, heads_kv, head_dim]; a contiguous one is [batch, length, heads_kv, head_dim], which is a page
 for each sequence: below, "pages" and "page_size" stand for both. Slot s is row s % page_size of page s // page_size. The operators take
-any order of pages, tokens and heads in memory. 8 and 4-bit codes that :func:`allocate_kv_cache` gives have heads before tokens: a head's rows
-of a page follow each other, and decode reads rows of less than 128 bytes several at a time.
+any order of pages, tokens and heads in memory. 8 and 4-bit codes that :func:`allocate_kv_cache` gives have heads before tokens: a head's
+rows of a page follow each other, and decode on Hopper reads those of less than 128 bytes several at a time.
 
 ==========  ===============  ======================================================================  =================================
 kv_format   codes            scales                                                                  value
