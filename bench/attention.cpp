@@ -200,15 +200,15 @@ class AttentionReference {
     lse_ = download<float>(lse, samples_ * p.heads_q, stream);
   }
 
-  /// Of out, norm-wise; infinite where lse is wrong.
-  double error() const {
+  /// Of out, norm-wise; infinite where lse is wrong by more than `lse_limit`.
+  double error(double lse_limit) const {
     AttentionProblem const& p = c_.problem;
     std::vector<float> const lse = download<float>(sets_[0].lse, p.tokens_q * p.heads_q, stream_);
     for (int64_t i = 0; i < samples_; ++i) {
       int64_t const sequence = tokens_[size_t(i)] / p.seqlen_q, query = tokens_[size_t(i)] % p.seqlen_q;
       for (int64_t head = 0; head < p.heads_q; ++head) {
         float const have = lse[size_t((sequence * p.heads_q + head) * p.seqlen_q + query)], want = lse_[size_t(i * p.heads_q + head)];
-        if (have != want && !(std::fabs(have - want) <= kLseErrorLimit)) return std::numeric_limits<double>::infinity();
+        if (have != want && !(std::fabs(have - want) <= lse_limit)) return std::numeric_limits<double>::infinity();
       }
     }
     gather_rows(sets_[0].out, index_, samples_, row_, gathered_, stream_);
@@ -278,7 +278,7 @@ class Runner {
         sets.poison_results(stream_);
         ours.launch(0, stream_);
         check(cudaStreamSynchronize(stream_), ours.name.c_str());
-        error = reference[0].error();
+        error = reference[0].error(lse_error_limit(c.problem, *plan.kernel));
       }
       if (checking && !(error <= attention_error_limit(c.problem.type))) {
         ++wrong_;
