@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 
 #include <limits>
+#include <optional>
 
 #include "attention_case.h"
 #include "common/table.h"
@@ -178,8 +179,10 @@ void print_plan(AttentionCase const& c, AttentionPlan const& plan) {
 /// What set 0's results must be, for up to kSamples queries of all sequences, the first and the last among them.
 class AttentionReference {
  public:
-  AttentionReference(Arena& arena, AttentionCase const& c, AttentionSets const& sets, cudaStream_t stream)
-      : c_(c), sets_(sets), stream_(stream), samples_(std::min<int64_t>(c.problem.tokens_q, kSamples)) {
+  bool const rounds_keys;
+
+  AttentionReference(Arena& arena, AttentionCase const& c, AttentionSets const& sets, bool rounds_keys, cudaStream_t stream)
+      : rounds_keys(rounds_keys), c_(c), sets_(sets), stream_(stream), samples_(std::min<int64_t>(c.problem.tokens_q, kSamples)) {
     AttentionProblem const& p = c.problem;
     row_ = p.heads_q * p.head_dim_v;
     int64_t const bytes[] = {p.heads_q * p.seqlen_k * 8, samples_ * row_ * 4, samples_ * p.heads_q * 4, samples_ * 4, samples_ * row_ * 2};
@@ -194,21 +197,22 @@ class AttentionReference {
     for (int64_t i = 0; i < samples_; ++i) {
       int64_t const token = samples_ > 1 ? i * (p.tokens_q - 1) / (samples_ - 1) : 0;
       tokens_.push_back(int32_t(token));
-      attention_reference(p, sets[0], token / p.seqlen_q, token % p.seqlen_q, scores, out_ + i * row_, lse + i * p.heads_q, stream);
+      attention_reference(p, sets[0], rounds_keys, token / p.seqlen_q, token % p.seqlen_q, scores, out_ + i * row_, lse + i * p.heads_q,
+                          stream);
     }
     check(cudaMemcpyAsync(index_, tokens_.data(), size_t(samples_) * 4, cudaMemcpyHostToDevice, stream), "upload");
     lse_ = download<float>(lse, samples_ * p.heads_q, stream);
   }
 
-  /// Of out, norm-wise; infinite where lse is wrong by more than `lse_limit`.
-  double error(double lse_limit) const {
+  /// Of out, norm-wise; infinite where lse is wrong.
+  double error() const {
     AttentionProblem const& p = c_.problem;
     std::vector<float> const lse = download<float>(sets_[0].lse, p.tokens_q * p.heads_q, stream_);
     for (int64_t i = 0; i < samples_; ++i) {
       int64_t const sequence = tokens_[size_t(i)] / p.seqlen_q, query = tokens_[size_t(i)] % p.seqlen_q;
       for (int64_t head = 0; head < p.heads_q; ++head) {
         float const have = lse[size_t((sequence * p.heads_q + head) * p.seqlen_q + query)], want = lse_[size_t(i * p.heads_q + head)];
-        if (have != want && !(std::fabs(have - want) <= lse_limit)) return std::numeric_limits<double>::infinity();
+        if (have != want && !(std::fabs(have - want) <= kLseErrorLimit)) return std::numeric_limits<double>::infinity();
       }
     }
     gather_rows(sets_[0].out, index_, samples_, row_, gathered_, stream_);
@@ -254,8 +258,7 @@ class Runner {
     void* const workspace = workspace_.carve(int64_t(workspace_bytes));
     poison(workspace, int64_t(workspace_bytes), stream_);
     bool const checking = !arguments_.given("no-check");
-    std::vector<AttentionReference> reference;  // none or one
-    if (checking) reference.emplace_back(reference_, c, sets, stream_);
+    std::optional<AttentionReference> reference;
 
     std::vector<Contestant> group;
     std::vector<AttentionPlan const*> group_plans;
@@ -275,10 +278,13 @@ class Runner {
                       }};
       double error = std::numeric_limits<double>::quiet_NaN();
       if (checking) {
+        bool const scaled = c.problem.kv_format == WeightFormat::kInt8 || c.problem.kv_format == WeightFormat::kInt4;
+        bool const rounds_keys = scaled && plan.kernel->schedule != Schedule::kSplitKv;
+        if (!reference || reference->rounds_keys != rounds_keys) reference.emplace(reference_, c, sets, rounds_keys, stream_);
         sets.poison_results(stream_);
         ours.launch(0, stream_);
         check(cudaStreamSynchronize(stream_), ours.name.c_str());
-        error = reference[0].error(lse_error_limit(c.problem, *plan.kernel));
+        error = reference->error();
       }
       if (checking && !(error <= attention_error_limit(c.problem.type))) {
         ++wrong_;

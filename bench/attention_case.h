@@ -205,11 +205,7 @@ class AttentionSets {
 /// Norm-wise error that a correct kernel stays under: exponentials and out are rounded to 16 bits, quantised keys' and values' scales with the
 /// queries and the exponentials.
 inline double attention_error_limit(DataType type) { return 2 * (type == DataType::kF16 ? 0x1p-11 : 0x1p-8); }
-/// Of lse, absolute. Tiles of queries round keys to q's type, which int8 and int4 stand for exactly in other kernels: a query that sees one key
-/// above all others has the error of that score.
-inline double lse_error_limit(AttentionProblem const& problem, KernelInfo const& kernel) {
-  bool const scaled = problem.kv_format == WeightFormat::kInt8 || problem.kv_format == WeightFormat::kInt4;
-  return 2e-3 + (scaled && kernel.schedule != Schedule::kSplitKv ? attention_error_limit(problem.type) : 0.0);
-}
+/// Of lse, absolute.
+constexpr double kLseErrorLimit = 2e-3;
 
 }  // namespace minfer::bench

@@ -19,6 +19,7 @@ __device__ double e4m3(uint8_t bits) {
 /// K or V, in a tensor or a cache.
 struct KvView {
   void const *codes, *scale, *residual;
+  int64_t page_stride, row_stride, head_stride;  // of codes; of tensors, a page is a sequence
   int64_t head_dim;
   bool keys;
 };
@@ -27,6 +28,7 @@ struct ReferenceParams {
   AttentionProblem problem;
   AttentionOperands operands;
   int64_t sequence, query, keys;  // keys: that the query sees, the first of the sequence
+  bool rounds_keys;
   KvView k, v;
   double* scores;
   float *out, *lse;
@@ -36,22 +38,21 @@ __device__ double value_of(ReferenceParams const& params, KvView const& view, in
   AttentionProblem const& p = params.problem;
   int64_t const rows = p.cached ? p.page_size : p.seqlen_k, b = params.sequence;
   int64_t const page = p.paged ? params.operands.block_table[b * params.operands.block_table_stride + token / rows] : b, row = token % rows;
-  bool const heads_first = p.kv_format != WeightFormat::kDense;
-  int64_t const place = heads_first ? (page * p.heads_kv + head) * rows + row : (page * rows + row) * p.heads_kv + head;
+  int64_t const place = page * view.page_stride + row * view.row_stride + head * view.head_stride;
   switch (p.kv_format) {
     case WeightFormat::kFp8E4M3:
-      return e4m3(static_cast<uint8_t const*>(view.codes)[place * view.head_dim + d]) * double(static_cast<float const*>(view.scale)[head]);
+      return e4m3(static_cast<uint8_t const*>(view.codes)[place + d]) * double(static_cast<float const*>(view.scale)[head]);
     case WeightFormat::kInt8:
-      return double(static_cast<int8_t const*>(view.codes)[place * view.head_dim + d]) *
+      return double(static_cast<int8_t const*>(view.codes)[place + d]) *
              double(static_cast<float const*>(view.scale)[(page * p.heads_kv + head) * rows + row]);
     case WeightFormat::kInt4: break;
-    default: return load(view.codes, p.type, place * view.head_dim + d);
+    default: return load(view.codes, p.type, place + d);
   }
   int64_t const in_codes = p.seqlen_k / p.group_tokens * p.group_tokens;
   if (token >= in_codes) {
     return load(view.residual, p.type, ((b * p.group_tokens + token - in_codes) * p.heads_kv + head) * view.head_dim + d);
   }
-  uint8_t const pair = static_cast<uint8_t const*>(view.codes)[place * (view.head_dim / 2) + d / 2];
+  uint8_t const pair = static_cast<uint8_t const*>(view.codes)[place + d / 2];
   int const code = d % 2 == 0 ? pair & 15 : pair >> 4;
   int64_t scale, minimum;
   if (view.keys) {
@@ -71,7 +72,10 @@ __global__ void scores_kernel(ReferenceParams const params) {
   int64_t const q = ((params.sequence * p.seqlen_q + params.query) * p.heads_q + head) * p.head_dim;
   double sum = 0;
   for (int64_t d = 0; d < p.head_dim; ++d) {
-    sum += load(params.operands.q, p.type, q + d) * value_of(params, params.k, key, head / (p.heads_q / p.heads_kv), d);
+    double k = value_of(params, params.k, key, head / (p.heads_q / p.heads_kv), d);
+    if (params.rounds_keys)
+      k = p.type == DataType::kF16 ? double(__half2float(__double2half(k))) : double(__bfloat162float(__double2bfloat16(k)));
+    sum += load(params.operands.q, p.type, q + d) * k;
   }
   params.scores[head * p.seqlen_k + key] = sum * double(params.operands.scale);
 }
@@ -122,17 +126,19 @@ __global__ void __launch_bounds__(kHeadThreads) softmax_kernel(ReferenceParams c
 
 }  // namespace
 
-void attention_reference(AttentionProblem const& problem, AttentionOperands const& operands, int64_t sequence, int64_t query,
-                         double* scores, float* out, float* lse, cudaStream_t stream) {
+void attention_reference(AttentionProblem const& problem, AttentionOperands const& operands, bool rounds_keys, int64_t sequence,
+                         int64_t query, double* scores, float* out, float* lse, cudaStream_t stream) {
   int64_t const aligned = query + problem.seqlen_k - problem.seqlen_q + 1;
   int64_t const keys = problem.window_right < 0 ? problem.seqlen_k : aligned < 0 ? 0 : aligned;
+  AttentionOperands const& o = operands;
   ReferenceParams const params{problem,
                                operands,
                                sequence,
                                query,
                                keys,
-                               {operands.k, operands.k_scale, operands.k_residual, problem.head_dim, true},
-                               {operands.v, operands.v_scale, operands.v_residual, problem.head_dim_v, false},
+                               rounds_keys,
+                               {o.k, o.k_scale, o.k_residual, o.k_strides[0], o.k_strides[1], o.k_strides[2], problem.head_dim, true},
+                               {o.v, o.v_scale, o.v_residual, o.v_strides[0], o.v_strides[1], o.v_strides[2], problem.head_dim_v, false},
                                scores,
                                out,
                                lse};

@@ -104,11 +104,11 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       SharedStorage& storage = *static_cast<SharedStorage*>(__cvta_shared_to_generic(base));
       int const role = warp == 1 ? kQueries : warp == 0 ? 0 : warp - 1;
       if constexpr (kTogether) {
-        if (warp < 3) produce<true, true>(params, storage, lane, role);
+        if (warp < 3) produce<Roles::kAll>(params, storage, lane, role);
       } else if (role == kQueries) {
-        produce<false, true>(params, storage, lane, role);
+        produce<Roles::kQueries>(params, storage, lane, role);
       } else if (kScales || warp < 3) {
-        produce<true, false>(params, storage, lane, role);
+        produce<Roles::kLoaders>(params, storage, lane, role);
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
@@ -299,17 +299,18 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 
   // ---- pieces: warps 0 to 3 -----------------------------------------------------------------------------------------------------
 
+  enum class Roles { kAll, kLoaders, kQueries };
   /// Goes through the pieces of the CTA: a role is the Loader's, or kQueries. Roles share what is done with a piece: by then its instructions have
-  /// to be fetched anew, which takes longer than they do. kLoads, kBrings: which roles do; where all would be spilled, queries go alone.
+  /// to be fetched anew, which takes longer than they do. kRoles: those that do; where all would be spilled, queries go alone.
   /// Before the launch's predecessor has finished, the first piece is guessed; it is prefetched from boxes and slices that are right but for a
   /// predecessor that writes lengths or pages.
-  template <bool kLoads, bool kBrings>
+  template <Roles kRoles>
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane, int role) {
     Loader loader(params, storage, lane, role);
     bool guess = Pieces::can_guess(params);
     Pieces pieces(params, storage.sequences, guess);
     uint32_t stage = 0, phase = 1;  // a fresh barrier's previous phase counts as passed
-    bool const brings = kBrings && (!kLoads || role == kQueries);
+    bool const brings = kRoles == Roles::kAll ? role == kQueries : kRoles == Roles::kQueries;
     uint32_t turn = 0, loaded = 0;
 #pragma unroll 1
     while (true) {
@@ -409,7 +410,7 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
   AttentionOperands const& o = *arguments.operands;
   AttentionPlan const& plan = *arguments.plan;
   DecodeParams params{};
-  // TMA's rate is one of rows as well as of bytes: narrow ones that follow each other are loaded as wide ones.
+  // Narrow rows that follow each other are loaded as rows of 128 bytes.
   auto const follow = [](int64_t head_dim, int64_t const(&strides)[3]) {
     return head_dim == Kernel::kHeadDim && strides[1] == Kernel::kRowBytes;
   };
