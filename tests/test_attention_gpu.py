@@ -257,6 +257,29 @@ def test_empty():
 # ---- varlen ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_order_of_tiles(name):
+    """Keys and values of far more heads than stay in L2, whose tiles are taken in sections: the bits of each sequence alone."""
+    dtype, (dim, dim_v) = DTYPE_OF[KERNELS[name]["ab_type"]], head_dims_of(name)
+    masks = (dict(), dict(causal=True), dict(causal=True, window_left=60))
+    for batch, seqlen, heads in ((96, 200, (8, 8)), (40, 384, (16, 16)), (160, 200, (8, 2))):
+        args = make_case(batch, (seqlen, seqlen), heads, (dim, dim_v), dtype, DEVICE)
+        for mask in masks:
+            have = call(args, mask | dict(kernel=name))
+            for b in range(batch):
+                want = call([x[b : b + 1] for x in args], mask | dict(kernel=name))
+                assert same_bits([x[b : b + 1] for x in have], want), (batch, seqlen, heads, mask, b)
+    lengths = ((2600, 2600), (40, 40), (1100, 3000), (7, 900))
+    args = make_varlen(lengths, (32, 32), (dim, dim_v), dtype, DEVICE)
+    q_ends, k_ends = (x.tolist() for x in args[3:5])
+    for mask in masks:
+        out, lse = call(args, mask | dict(kernel=name))
+        for b in range(len(lengths)):
+            rows, keys = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
+            want = call((args[0][None, rows], args[1][None, keys], args[2][None, keys]), mask | dict(kernel=name))
+            assert same_bits((out[None, rows], lse[None, :, rows].contiguous()), want), (mask, b)
+
+
 @pytest.mark.parametrize("name", ("plain", "causal", "gpt-oss", "all"))
 def test_ragged(name):
     """Many sequences, most of them short, and a few long ones; bounds that are exact and that are far too large."""

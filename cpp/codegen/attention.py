@@ -16,7 +16,7 @@ TEMPLATES = {
 LAUNCH_HEADER = "attention/launch.h"
 ARGUMENTS = "attention::AttentionLaunchArguments"
 
-TABLE_BYTES = 3072  # what the tile table and barriers need: tile_scheduler.cuh, prefill_sm90.cuh
+TABLE_BYTES = 3072  # what the tile table and barriers need: tile_scheduler.cuh, prefill_traits.cuh
 REGISTERS = {1: 240, 2: 240, 3: 160}  # of a consumer thread, by warpgroups
 CODES_REGISTERS = {128: 192, 256: 208}  # beside a converter, by head_dim
 SPARE_REGISTERS = 24  # beside scores, probabilities and output

@@ -47,8 +47,8 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   using typename Traits::Element, typename Traits::Params, typename Traits::Pieces, typename Traits::Queries, typename Traits::SliceAddress;
   static constexpr int kThreads = 384;
   static constexpr bool kTogether = !kScales && kHeadDim <= 128;  // loads and queries: see produce()
-  // Codes: producers quantise queries; two columns of 16-bit keys want all they can have.
-  static constexpr int kProducerRegisters = !kTogether ? 88 : k16Bit ? 72 : 104, kConsumerRegisters = !kTogether ? 208 : k16Bit ? 216 : 200;
+  // Producers that also quantise queries take more.
+  static constexpr int kProducerRegisters = kTogether && !k16Bit ? 104 : 88, kConsumerRegisters = kTogether && !k16Bit ? 200 : 208;
   static constexpr int kPrefetched = 4;  // slices at most, into L2 before the launch's predecessor has finished
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
@@ -248,14 +248,16 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       for (int i = simple ? params.boxes_of_slice : 0; i < params.boxes_of_slice; ++i) {
         Place const of_box = find(slice * params.boxes_of_slice + i);
         if (!elected) continue;
-        for (int which = kScales ? 0 : role; which < (kScales ? 2 : role + 1); ++which) {
+        auto const copy_columns = [&](int which) {
           int const loads = which == 0 ? params.k_loads : params.v_loads;
-#pragma unroll 1
-          for (int column = 0; column < loads; ++column) {
+#pragma unroll
+          for (int column = 0; column < kBoxes; ++column) {
             int const to = (column * kSlice + i * params.box_rows) * kSwizzle;
-            copy(which, stage, to, column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
+            if (column < loads) copy(which, stage, to, column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
           }
-        }
+        };
+        copy_columns(kScales ? 0 : role);
+        if (kScales) copy_columns(1);
       }
     }
     CUTLASS_DEVICE void copy(int which, uint32_t stage, int to, int column, Place const& from) const {

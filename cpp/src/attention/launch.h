@@ -16,6 +16,9 @@ struct AttentionLaunchArguments {
   Stream stream;
 };
 
+/// Whether all tiles of queries meet as many keys.
+inline bool alike(AttentionProblem const& p) { return !p.varlen && !p.cached && p.window_left < 0 && p.window_right < 0; }
+
 using LaunchFunction = Status (*)(AttentionLaunchArguments const&);
 
 }  // namespace minfer::attention

@@ -29,7 +29,8 @@ struct PrefillParams {
   int32_t batch, tokens_q, heads_q, heads_kv, seqlen_q, seqlen_k;
   int32_t pack, head_units, group;    // head_units * pack = heads_q; group = heads_q / heads_kv
   int32_t q_tiles;                    // of a sequence of seqlen_q queries
-  int32_t section;                    // (batch, head unit) pairs whose K and V share L2
+  int32_t section, last_section;      // (batch, head unit) pairs of a section; number of the last one, which has all that are left
+  int32_t section_keys, last_tiles;   // varlen: keys of all KV heads of a section of a sequence; tiles of the last one, at least
   int32_t head_dim_v;                 // of the output
   int32_t window_left, window_right;  // < 0: unlimited
   float scale, softcap;               // softcap 0: none

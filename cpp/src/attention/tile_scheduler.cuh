@@ -1,9 +1,9 @@
 // Which tile of queries comes next: persistent CTAs, the longest tiles first.
 //
-// Sequences of one length: (batch, head unit) pairs are cut into sections whose K and V fit in L2 together; a section's tiles go from the last
-// queries to the first, so that under a causal mask the long ones come first. Varlen: the same for each sequence, see sequence_table.cuh. A
-// CTA's first tile is its number; the next are handed out by a counter in global memory, or, where all tiles cost the same, follow at a fixed
-// distance.
+// Sequences of one length: (batch, head unit) pairs are cut into sections whose K and V stay in L2 together; a section's tiles go from the last
+// queries to the first, so that under a causal mask the long ones come first. The last section is larger where tiles differ: with few tiles a
+// CTA would end long after the others. Varlen: head units of each sequence likewise, see sequence_table.cuh. A CTA's first tile is its number;
+// the next are handed out by a counter in global memory, or, where all tiles cost the same, follow at a fixed distance.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +28,11 @@ struct PrefillTiles {
   using Storage = SequenceTable::Storage;
 
   static __device__ int queries_of(PrefillParams const& p, int b) { return __ldg(p.cu_seqlens_q + b + 1) - __ldg(p.cu_seqlens_q + b); }
+  static __device__ int keys_of(PrefillParams const& p, int b) {
+    return p.cu_seqlens_k != nullptr ? __ldg(p.cu_seqlens_k + b + 1) - __ldg(p.cu_seqlens_k + b)
+           : p.seq_lens != nullptr   ? __ldg(p.seq_lens + b)
+                                     : p.seqlen_k;
+  }
   static __device__ int blocks_of(PrefillParams const& p, int b) { return (queries_of(p, b) * p.pack + kTileM - 1) / kTileM; }
   static __device__ auto tiles_of(PrefillParams const& p) {
     return [&p](int b) { return blocks_of(p, b) * p.head_units; };
@@ -49,32 +54,34 @@ struct PrefillTiles {
 
   static __device__ QueryTile at(Storage const& storage, PrefillParams const& p, int32_t tile) {
     QueryTile found;
-    int32_t block;
-    if (p.cu_seqlens_q == nullptr) {
-      int32_t const pairs = p.batch * p.head_units, section = tile / (p.section * p.q_tiles);
-      int32_t const inside = tile - section * p.section * p.q_tiles;
-      int32_t const width = pairs - section * p.section < p.section ? pairs - section * p.section : p.section;
-      int32_t const from_end = inside / width, pair = section * p.section + inside - from_end * width;
-      found.batch = pair / p.head_units;
-      found.head_unit = pair - found.batch * p.head_units;
-      block = p.q_tiles - 1 - from_end;
-      found.seqlen_q = p.seqlen_q;
-      found.row_q = 0;
-    } else {
-      int32_t rest;
-      int const b = SequenceTable::find(storage, p.batch, tiles_of(p), tile, &rest);
-      int32_t const from_end = rest / p.head_units;
-      found.batch = b;
-      found.head_unit = rest - from_end * p.head_units;
-      block = blocks_of(p, b) - 1 - from_end;
-      found.row_q = __ldg(p.cu_seqlens_q + b);
-      found.seqlen_q = queries_of(p, b);
+    bool const varlen = p.cu_seqlens_q != nullptr;
+    // Units are (batch, head unit) pairs or, of varlen, head units of the tile's sequence; `last` is the number of the last section.
+    int32_t number = tile, units = p.batch * p.head_units, blocks = p.q_tiles, section = p.section, last = p.last_section;
+    if (varlen) {
+      found.batch = SequenceTable::find(storage, p.batch, tiles_of(p), tile, &number);
+      int32_t const keys = keys_of(p, found.batch);
+      blocks = blocks_of(p, found.batch);
+      units = section = p.head_units;
+      last = 0;
+      if (int64_t(keys) * p.heads_kv > p.section_keys) {
+        section = max(p.section_keys / keys, 1) * (p.group / p.pack);
+        last = max(units - (p.last_tiles + blocks - 1) / blocks, 0) / section;
+      }
     }
-    found.first = block * (kTileM / p.pack);
+    int32_t const in_section = last == 0 ? 0 : min(number / (section * blocks), last), first_unit = in_section * section;
+    int32_t const width = in_section < last ? section : units - first_unit;
+    number -= first_unit * blocks;
+    int32_t const from_end = number / width;
+    found.head_unit = first_unit + number - from_end * width;
+    found.first = (blocks - 1 - from_end) * (kTileM / p.pack);
+    if (!varlen) {
+      found.batch = found.head_unit / p.head_units;
+      found.head_unit -= found.batch * p.head_units;
+    }
+    found.seqlen_q = varlen ? queries_of(p, found.batch) : p.seqlen_q;
+    found.row_q = varlen ? __ldg(p.cu_seqlens_q + found.batch) : 0;
+    found.seqlen_k = keys_of(p, found.batch);
     found.row_k = p.cu_seqlens_k != nullptr ? __ldg(p.cu_seqlens_k + found.batch) : 0;
-    found.seqlen_k = p.cu_seqlens_k != nullptr ? __ldg(p.cu_seqlens_k + found.batch + 1) - found.row_k
-                     : p.seq_lens != nullptr   ? __ldg(p.seq_lens + found.batch)
-                                               : p.seqlen_k;
     return found;
   }
 };
