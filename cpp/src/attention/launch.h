@@ -17,7 +17,7 @@ struct AttentionLaunchArguments {
 };
 
 /// Whether all tiles of queries meet as many keys.
-inline bool alike(AttentionProblem const& p) { return !p.varlen && !p.cached && p.window_left < 0 && p.window_right < 0; }
+inline bool tiles_alike(AttentionProblem const& p) { return !p.varlen && !p.cached && p.window_left < 0 && p.window_right < 0; }
 
 using LaunchFunction = Status (*)(AttentionLaunchArguments const&);
 

@@ -229,7 +229,7 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
   }
   plan.pack = choose_pack(kernel, p);
   plan.predicted_us = std::max(predict_us(kernel, p, device, plan.pack), plan.floor_us);
-  plan.counted = !alike(p) && (p.varlen || tiles_of(p, kernel.tile_m, plan.pack) > device.sm_count);
+  plan.counted = !tiles_alike(p) && (p.varlen || tiles_of(p, kernel.tile_m, plan.pack) > device.sm_count);
   if (kernel.arch < 90) {  // a CTA for each tile, where they are known; else persistent ones and a counter
     constexpr double kMaxCtas = double(1 << 20);
     plan.counted = p.varlen;

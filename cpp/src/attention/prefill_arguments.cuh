@@ -19,9 +19,9 @@ inline void set_sections(AttentionLaunchArguments const& arguments, int tile_m, 
   int64_t const pairs = int64_t(params->batch) * params->head_units, of_kv_head = params->group / params->pack;
   int64_t const key_bytes = std::max<int64_t>((p.head_dim + p.head_dim_v) * bits_of(p.kv_format) / 8, 1);
   params->section_keys = int32_t(arguments.device->l2_bytes / kOfL2 / key_bytes);
-  params->last_tiles = alike(p) ? 1 : int32_t(kLastTiles * sms);
+  params->last_tiles = tiles_alike(p) ? 1 : int32_t(kLastTiles * sms);
   int64_t section = of_kv_head * std::max<int64_t>(params->section_keys / std::max<int64_t>(p.seqlen_k, 1), 1);
-  if (!alike(p)) {
+  if (!tiles_alike(p)) {
     section = std::max(section, (sms + tiles * of_kv_head - 1) / (tiles * of_kv_head) * of_kv_head);
   } else if (p.seqlen_q * params->pack % tile_m == 0) {  // without a shorter one that some CTAs would always get
     section = of_kv_head;                                // neighbours read the same K and V at once

@@ -10,7 +10,7 @@ namespace minfer::attention {
 
 template <class Traits>
 struct PrefillProducer : Traits {
-  using Traits::blocks_of, Traits::handed_out, Traits::kConsumers, Traits::kConverts, Traits::kHeadDim, Traits::kHeadDimV;
+  using Traits::blocks_of, Traits::handed_out, Traits::kConverts, Traits::kHeadDim, Traits::kHeadDimV;
   using Traits::kQueryStages, Traits::kStages, Traits::kTileM, Traits::kTileN, Traits::kv_head_of, Traits::mask_of, Traits::query_phase;
   using Traits::query_stage, Traits::release, Traits::rows_of;
   using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params,

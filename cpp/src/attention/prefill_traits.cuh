@@ -24,7 +24,7 @@ struct PrefillTraits {
   static constexpr bool kOwnOutput = Config::kOwnOutput;   // output is staged in room of its own; else in that of the queries
   static constexpr int kQueryStages = kOwnOutput ? 2 : 1;  // of two, one is the next tile's
   static constexpr bool kConverts = Config::kConverts;     // keys and values from codes
-  // Of a thread, of the 504 or 512 that a launch gives to a thread of each warpgroup together.
+  // Registers of a thread; those of a thread of each warpgroup are 504 together or, of four, 512.
   static constexpr int kConsumerRegisters = kConverts ? (kHeadDim == 256 ? 208 : 192) : kConsumers == 3 ? 160 : kHeadDim == 256 ? 240 : 232;
   static constexpr int kProducerRegisters = (kConsumers == 3 ? 512 : 504) - kConsumers * kConsumerRegisters;
   static constexpr int kScores = kTileN / 2, kOutputs = kHeadDimV / 2;  // of a thread
