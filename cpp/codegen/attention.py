@@ -17,7 +17,7 @@ LAUNCH_HEADER = "attention/launch.h"
 ARGUMENTS = "attention::AttentionLaunchArguments"
 
 TABLE_BYTES = 3072  # what the tile table and barriers need: tile_scheduler.cuh, prefill_traits.cuh
-REGISTERS = {1: 240, 2: 240, 3: 160}  # of a consumer thread, by warpgroups
+REGISTERS = {1: 240, 2: 232, 3: 160}  # of a consumer thread, at least, by warpgroups: prefill_traits.cuh
 CODES_REGISTERS = {128: 192, 256: 208}  # beside a converter, by head_dim
 SPARE_REGISTERS = 24  # beside scores, probabilities and output
 FIELDS = {

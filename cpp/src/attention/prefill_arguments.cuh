@@ -10,7 +10,7 @@
 namespace minfer::attention {
 
 /// Sections of tiles, see tile_scheduler.cuh. Queries and output pass through L2 beside a section's K and V, and each of its halves may hold a
-/// copy of them (H200, 512 tokens: with 30 MB of K and V a section 1.35 to 2 times the operands' bytes came from memory, with 8 MB 1.0).
+/// copy of them (H200, 512 tokens: with 30 MB of K and V a section 1.0 to 2.1 times the operands' bytes came from memory, with 8 MB 1.0 to 1.2).
 inline void set_sections(AttentionLaunchArguments const& arguments, int tile_m, PrefillParams* params) {
   constexpr int64_t kOfL2 = 8;       // one part in so many
   constexpr int64_t kLastTiles = 2;  // of a CTA in the last section, where tiles differ

@@ -24,9 +24,15 @@ struct PrefillTraits {
   static constexpr bool kOwnOutput = Config::kOwnOutput;   // output is staged in room of its own; else in that of the queries
   static constexpr int kQueryStages = kOwnOutput ? 2 : 1;  // of two, one is the next tile's
   static constexpr bool kConverts = Config::kConverts;     // keys and values from codes
-  // Registers of a thread; those of a thread of each warpgroup are 504 together or, of four, 512.
-  static constexpr int kConsumerRegisters = kConverts ? (kHeadDim == 256 ? 208 : 192) : kConsumers == 3 ? 160 : kHeadDim == 256 ? 240 : 232;
-  static constexpr int kProducerRegisters = (kConsumers == 3 ? 512 : 504) - kConsumers * kConsumerRegisters;
+  // Of a thread. Those of all warpgroups add up to what a launch gives them, 504 for three, 512 for four, or less.
+  static constexpr int kConsumerRegisters = kConverts                           ? (kHeadDim == 256 ? 208 : 192)
+                                            : kConsumers == 3                   ? 160
+                                            : kConsumers == 2 && kHeadDim < 256 ? 232
+                                                                                : 240;
+  static constexpr int kProducerRegisters = kConverts                   ? 504 - 2 * kConsumerRegisters
+                                            : kConsumers == 3           ? 32
+                                            : kConsumerRegisters == 232 ? 40
+                                                                        : 24;
   static constexpr int kScores = kTileN / 2, kOutputs = kHeadDimV / 2;  // of a thread
   static_assert(kTileM % 64 == 0 && kTileN % 16 == 0 && kHeadDim % 64 == 0 && kHeadDimV % 64 == 0 && kHeadDimV <= kHeadDim);
 
