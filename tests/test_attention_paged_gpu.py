@@ -502,6 +502,18 @@ def test_splits(kv_format, dtype):
     judge(cases())
 
 
+def test_numbers_of_parts():
+    """As many as are merged at once, as a warp has lanes, and one more or less."""
+
+    def cases():
+        for splits in (8, 9, 15, 16, 17, 31, 32, 33, 34, 64, 65, 131):
+            for heads, queries in (((4, 1), 1), ((16, 1), 1), ((8, 1), 3)):
+                call = make([131 * 64 * 3 + 5], "16bit", heads, (128, 128), torch.bfloat16, queries=queries)
+                yield (splits, heads, queries), call, dict(num_splits=splits)
+
+    judge(cases())
+
+
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_long_contexts(kv_format):
     def cases():
@@ -773,6 +785,19 @@ def test_graph_of_a_growing_cache(kv_format):
         if step % 8 == 0:
             problem = PagedTruth(now, {}).mismatch(*have)
             assert problem is None, (step, lengths, problem)
+
+
+@pytest.mark.parametrize("splits", (None, 16, 33))
+def test_graph_of_new_values(splits):
+    """Scores stay as they are: parts of a replay differ from those of the one before in their outputs alone."""
+    for heads, length in (((8, 8), 3000), ((64, 8), 4096), ((8, 1), 20000)):
+        call = make([length], "16bit", heads, (128, 128), torch.bfloat16)
+        graph, have = captured(call, num_splits=splits)
+        for step in range(200):
+            call.cache.v.normal_()
+            graph.replay()
+            graph.replay()
+            assert same_bits(have, call.run(num_splits=splits)), (heads, step)
 
 
 def test_other_stream():

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/decode_mainloop.cuh"
+#include "attention/launch.h"
 #include "attention/packet.cuh"
 
 namespace minfer::attention {
@@ -19,6 +20,7 @@ struct DecodeMerge : Traits {
   struct Storage {
     alignas(16) float output[kWarps][8][kPitch];
     float2 states[kWarps][8 * kMaxColumns];
+    uint64_t stamp;  // of this CTA's packets in this launch
   };
 
   static CUTLASS_DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
@@ -81,6 +83,19 @@ struct DecodeMerge : Traits {
     meet();  // outputs and states in shared memory were read
   }
 
+  static CUTLASS_DEVICE uint64_t warp_xor(uint64_t x) {
+    return uint64_t(__reduce_xor_sync(0xffffffffu, uint32_t(x >> 32))) << 32 | __reduce_xor_sync(0xffffffffu, uint32_t(x));
+  }
+  static CUTLASS_DEVICE float warp_max(float x) {  // of integers: the smaller a negative float, the larger its bits
+    auto const flip = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+    return __int_as_float(flip(__reduce_max_sync(0xffffffffu, flip(__float_as_int(x)))));
+  }
+  static CUTLASS_DEVICE float warp_sum(float x) {
+#pragma unroll
+    for (int with = 1; with < 32; with *= 2) x += __shfl_xor_sync(0xffffffffu, x, with);
+    return x;
+  }
+
   /// A row's part of a piece, or of several: 64 of its elements, two in a lane.
   struct Part {
     float highest, sum;
@@ -106,65 +121,77 @@ struct DecodeMerge : Traits {
     }
     if (piece.parts == 0) {
       Packet* const to = chunk_in_slot(params, piece.slot, row, chunk);
-      if (lane == 0) send(to, part.highest, part.sum, params.nonce);
-      send(to + 1 + lane, part.output.x, part.output.y, params.nonce);
+      send(to + 2 + lane, numbers_of(part.output.x, part.output.y), storage.stamp);
+      if (lane < 2) send(to + lane, lane == 0 ? numbers_of(part.highest, part.sum) : storage.stamp, params.nonce);
       return;
     }
     if (__builtin_expect(piece.parts > 1, false)) part = merge_parts(params, piece, part, row, chunk, lane);
     store(params, piece, part, row, chunk, lane);
   }
 
-  // A chunk of a row in a slot: maximum and sum, then a packet of each lane.
-  static constexpr int kPackets = 33;
+  // A chunk of a row in a slot: maximum and sum, the stamp of what follows, a packet of each lane.
   static CUTLASS_DEVICE Packet* chunk_in_slot(Params const& params, int64_t slot, int row, int chunk) {
-    return params.slots + ((slot * (8 * params.columns) + row) * (kHeadDim / 64) + chunk) * kPackets;
+    return params.slots + ((slot * (8 * params.columns) + row) * (kHeadDim / 64) + chunk) * kPacketsOfChunk;
   }
 
   /// All parts of a chunk of a unit's row, `own` among them, in order, whoever left them.
   static CUTLASS_DEVICE Part merge_parts(Params const& params, DecodePiece const& piece, Part const& own, int row, int chunk, int lane) {
-    constexpr int kAtOnce = Traits::kAsyncLoads && kHeadDim <= 128 ? 8 : 4;  // more would be spilled
-    int64_t const next = int64_t(params.by_lockstep.divisor) * (8 * params.columns) * (kHeadDim / 64) * kPackets;
+    constexpr int kAtOnce = Traits::kAsyncLoads ? 8 : 4;  // 16 take longer: more instructions to fetch, seldom as many parts
+    int64_t const next = int64_t(params.by_lockstep.divisor) * (8 * params.columns) * (kHeadDim / 64) * kPacketsOfChunk;
     Packet* const first = chunk_in_slot(params, piece.slot, row, chunk);
     Part total{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
 #pragma unroll 1
-    for (int begin = 0; begin < piece.parts; begin += kAtOnce) {
-      Packet states[kAtOnce], outputs[kAtOnce];
-      auto const place = [&](int k) { return first + (begin + k) * next; };
-      auto const wanted = [&](int k) { return begin + k < piece.parts && begin + k != piece.own; };
+    for (int begin = 0; begin < piece.parts; begin += 32) {  // a part for each lane
+      int const end = min(piece.parts - begin, 32);
+      bool const is_own = begin + lane == piece.own, wanted = lane < end && !is_own;
+      Packet* const place = first + (begin + lane) * next;
+      Packet state{0, 0}, stamp{0, 0};
+      uint32_t const all = __ballot_sync(0xffffffffu, wanted);
+      uint32_t missing = all;
+      float weight = 0.0f;
+#pragma unroll 1
+      for (int group = 0; group < end; group += kAtOnce) {
+        Packet outputs[kAtOnce] = {};
+        auto const peek_outputs = [&](uint32_t of_parts) {
+          Packet const* from = first + (begin + group) * next + 2 + lane;
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) states[k].nonce = outputs[k].nonce = wanted(k) ? 0 : params.nonce;
-      bool missing;
-      do {  // only for what is not there yet: reading all of it again would keep it from coming
+          for (int k = 0; k < kAtOnce; ++k, from += next) {
+            asm volatile("" : "+l"(from));  // an address at a time: as many registers as outputs take, otherwise
+            peek(of_parts >> (group + k) & 1, outputs[k], from);
+          }
+        };
+        if (group == 0) {
+          do {  // only for what is not there yet: reading all of it again would keep it from coming
+            bool const is_missing = missing >> lane & 1;
+            peek(is_missing, state, place);
+            peek(is_missing, stamp, place + 1);
+            peek_outputs(missing);  // sent before its state, and looked at after: there, if that is
+            missing = all & __ballot_sync(0xffffffffu, state.tag != params.nonce || stamp.tag != params.nonce);
+          } while (missing != 0);
+          if (wanted) forget(place), forget(place + 1);
+          float2 const of_part = is_own ? make_float2(own.highest, own.sum) : wanted ? state.get() : make_float2(-INFINITY, 0.0f);
+          float const highest = fmaxf(total.highest, warp_max(of_part.x));
+          float const base = highest == -INFINITY ? 0.0f : highest, keep = exp2_fast(total.highest - base);
+          weight = exp2_fast(of_part.x - base);
+          total =
+              Part{highest, fmaf(total.sum, keep, warp_sum(of_part.y * weight)), make_float2(total.output.x * keep, total.output.y * keep)};
+        }
+        uint64_t const of_group = warp_xor(wanted && lane >= group && lane < group + kAtOnce ? stamp.numbers : 0);
+        auto const found = [&] {
+          uint64_t tags = 0;
+#pragma unroll
+          for (int k = 0; k < kAtOnce; ++k) tags ^= all >> (group + k) & 1 ? outputs[k].tag : 0;
+          return tags;
+        };
+        while (__any_sync(0xffffffffu, found() != of_group)) peek_outputs(all);
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-          if (states[k].nonce != params.nonce) states[k] = peek(place(k));
-          if (outputs[k].nonce != params.nonce) outputs[k] = peek(place(k) + 1 + lane);
+          float const take = __shfl_sync(0xffffffffu, weight, (group + k) % 32);
+          float2 const output = begin + group + k == piece.own ? own.output : outputs[k].get();
+          if (group + k >= end) continue;
+          total.output.x = fmaf(output.x, take, total.output.x);
+          total.output.y = fmaf(output.y, take, total.output.y);
         }
-        missing = false;
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) missing = missing || states[k].nonce != params.nonce || outputs[k].nonce != params.nonce;
-      } while (__any_sync(0xffffffffu, missing));
-      Part parts[kAtOnce];
-      float highest = total.highest;
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        parts[k] = Part{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
-        if (begin + k == piece.own) parts[k] = own;
-        if (wanted(k)) {
-          parts[k] = Part{states[k].get().x, states[k].get().y, outputs[k].get()};
-          if (lane == 0) forget(place(k));
-          forget(place(k) + 1 + lane);
-        }
-        highest = fmaxf(highest, parts[k].highest);
-      }
-      float const base = highest == -INFINITY ? 0.0f : highest, keep = exp2_fast(total.highest - base);
-      total = Part{highest, total.sum * keep, make_float2(total.output.x * keep, total.output.y * keep)};
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        float const take = exp2_fast(parts[k].highest - base);
-        total.sum = fmaf(parts[k].sum, take, total.sum);
-        total.output.x = fmaf(parts[k].output.x, take, total.output.x);
-        total.output.y = fmaf(parts[k].output.y, take, total.output.y);
       }
     }
     return total;

@@ -49,8 +49,8 @@ struct DecodeParams {
   cutlass::FastDivmod by_group, by_page, by_ranges, by_lockstep;  // ranges * lockstep CTAs; lockstep divides heads_kv
   int32_t num_splits;                                             // of a unit's keys, or 0: as many as fill the CTAs
   int32_t min_slices;                                             // of a CTA, with num_splits 0
-  Packet* slots;                                                  // of parts: [slots, 8 * columns, kHeadDim / 64, 33]
-  uint64_t nonce;                                                 // of a complete packet; no other launch's
+  Packet* slots;                                                  // of parts: [slots, 8 * columns, kHeadDim / 64, kPacketsOfChunk]
+  uint64_t nonce;                                                 // no other launch's: packet.cuh
 
   /// int4: the group of V that has elements 32 chunk to 32 chunk + 31 of head_dim; where head_dim_v has none, the last.
   CUTLASS_HOST_DEVICE uint32_t group_v_of(int chunk) const { return groups_of_v >> 4 * chunk & 15; }

@@ -166,6 +166,7 @@ struct DecodeSm80 : DecodeSm80Traits<Config> {
 #if __CUDA_ARCH__ >= 900
     wait_for_predecessor();
 #endif
+    if (thread == 0) storage.merge.stamp = new_stamp(params.nonce);
     Pieces::build(storage.sequences, params, thread, kThreads);
     __syncthreads();
     clear_rows_outside(params, thread, kThreads);

@@ -90,6 +90,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       }
       cutlass::arch::fence_view_async_shared();
     }
+    if (thread == kThreads - 1) storage.merge.stamp = new_stamp(params.nonce);
     prefetch_lengths(params, thread);
     __syncthreads();
     if (!Pieces::can_guess(params)) {

@@ -5,6 +5,9 @@
 
 namespace minfer::attention {
 
+/// 16 bytes each, that a decode kernel's CTA leaves of 64 elements of a row of output: maximum and sum, the others' stamp, and 32 pairs.
+constexpr int kPacketsOfChunk = 34;
+
 struct AttentionLaunchArguments {
   AttentionPlan const* plan;
   AttentionProblem const* problem;

@@ -223,7 +223,7 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     int64_t const units = tiles * p.heads_kv / plan.lockstep, ranges = workers / plan.lockstep;
     plan.ctas = (p.num_splits > 0 ? std::clamp<int64_t>(units * p.num_splits, 1, ranges) : ranges) * plan.lockstep;
     plan.slots = p.num_splits > 0 ? units * p.num_splits * plan.lockstep : plan.ctas;
-    plan.workspace_bytes = size_t(plan.slots * rows * (kernel.tile_k / 64) * 33 * 16);  // packets: decode_merge.cuh
+    plan.workspace_bytes = size_t(plan.slots * rows * (kernel.tile_k / 64) * kPacketsOfChunk * 16);
     plan.predicted_us = std::max(predict_decode_us(kernel, p, device), plan.floor_us);
     return plan;
   }
