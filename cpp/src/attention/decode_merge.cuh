@@ -20,7 +20,7 @@ struct DecodeMerge : Traits {
   struct Storage {
     alignas(16) float output[kWarps][8][kPitch];
     float2 states[kWarps][8 * kMaxColumns];
-    uint64_t stamp;  // of this CTA's packets in this launch
+    uint64_t stamp;  // of packets of this CTA's piece
   };
 
   static CUTLASS_DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
@@ -81,6 +81,7 @@ struct DecodeMerge : Traits {
       }
     }
     meet();  // outputs and states in shared memory were read
+    if (warp == 0 && lane == 0) storage.stamp = next_stamp(storage.stamp);
   }
 
   static CUTLASS_DEVICE uint64_t warp_xor(uint64_t x) {

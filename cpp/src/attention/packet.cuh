@@ -41,8 +41,8 @@ __device__ __forceinline__ void forget(Packet* packet) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(&packet->tag), "l"(uint64_t(0)) : "memory");
 }
 
-/// What no packet had before: made from the cycles of this SM's clock, the SM, the block and the launch's nonce. Stamps look like random numbers:
-/// that tags of many packets have the exclusive or that is waited for says that each is the one waited for.
+/// Of a block's first packets, and what none had before: made from the cycles of this SM's clock, the SM, the block and the launch's nonce.
+/// Stamps look like random numbers: that tags of many packets have the exclusive or that is waited for says that each is the one waited for.
 __device__ __forceinline__ uint64_t new_stamp(uint64_t nonce) {
   uint32_t sm;
   asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
@@ -51,5 +51,8 @@ __device__ __forceinline__ uint64_t new_stamp(uint64_t nonce) {
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   return x ^ (x >> 31);
 }
+
+/// Of its next ones. Two pieces of a unit in the same block must not have the same stamp: an exclusive or would not show whether both are there.
+__device__ __forceinline__ uint64_t next_stamp(uint64_t stamp) { return stamp * 0xd1342543de82ef95u + 1; }
 
 }  // namespace minfer::attention
