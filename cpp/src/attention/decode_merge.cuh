@@ -137,7 +137,7 @@ struct DecodeMerge : Traits {
 
   /// All parts of a chunk of a unit's row, `own` among them, in order, whoever left them.
   static CUTLASS_DEVICE Part merge_parts(Params const& params, DecodePiece const& piece, Part const& own, int row, int chunk, int lane) {
-    constexpr int kAtOnce = Traits::kAsyncLoads ? 8 : 4;  // 16 take longer: more instructions to fetch, seldom as many parts
+    constexpr int kAtOnce = Traits::kAsyncLoads ? 8 : 4;  // 16: slower (H200; more instructions to fetch); portable: registers
     int64_t const next = int64_t(params.by_lockstep.divisor) * (8 * params.columns) * (kHeadDim / 64) * kPacketsOfChunk;
     Packet* const first = chunk_in_slot(params, piece.slot, row, chunk);
     Part total{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
