@@ -178,6 +178,26 @@ def test_options(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_small_and_large_scores_are_capped(dtype):
+    """Blocks of scores that are small beside the cap have a tanh of their own, and very low scores need none: no key, some and all of them
+    large, keys that every query scores low, and a few large queries."""
+
+    def cases():
+        for (head_dim, heads), cap in itertools.product(((64, (2, 2)), (128, (4, 1)), (256, (2, 1))), (0.5, 5.0, 30.0, 50.0)):
+            for keys, what in ((slice(0), "none"), (slice(150, 290), "large"), (slice(None), "large"), (slice(150, 400), "low")):
+                q, k, v = make_case(1, (300, 500), heads, (head_dim, head_dim), dtype, DEVICE)
+                q[:, 100:107] *= 4
+                if what == "large":
+                    k[:, keys] *= 8
+                else:
+                    q[..., 0] = 8
+                    k[:, keys, :, 0] = -60
+                yield (head_dim, cap, keys, what), (q, k, v), dict(softcap=cap, causal=True)
+
+    judge(cases())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_windows(dtype):
     """Window edges at, before and behind the edges of tiles, with both sides open or closed."""
     edges = (-1, 0, 1, 63, 64, 79, 80, 127, 128, 129, 191, 400, 2**31 - 1)

@@ -79,6 +79,8 @@ struct PrefillConsumer : Traits {
     values.advance();
   }
 
+  enum class Block { kFull, kMasked, kCapped };  // kCapped: full, beneath a softcap
+
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int consumer, int thread) {
     using namespace cute;
     int const lane = thread % 32;
@@ -118,6 +120,7 @@ struct PrefillConsumer : Traits {
       }
       if (block >= blocks.begin) {
         float rescale[2];
+        bool settled = false;
         Tensor scores = partition_fragment_C(mma_scores, Shape<_64, Int<kTileN>>{});                            // (MMA,MMA_M,MMA_N)
         Tensor probabilities = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kTileN / 16>>>{});  // (MMA,MMA_M,MMA_K)
         Tensor packed = recast<uint32_t>(probabilities);
@@ -144,14 +147,13 @@ struct PrefillConsumer : Traits {
           }
           warpgroup_commit_batch();
         };
-        auto const cap_and_mask = [&](auto masked) CUTLASS_LAMBDA_FUNC_INLINE {
+        auto const cap_and_mask = [&](bool masked, bool capped) CUTLASS_LAMBDA_FUNC_INLINE {
           if (capped) {
-            float inner = params.scale / params.softcap;
+            float inner = params.cap.inner;
             if constexpr (kConverts) inner = scale_of(params, storage.tile[turn % 2]) / params.softcap;
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < kScores; ++i) scores(i) = tanh_fast(scores(i) * inner);
+            cap_scores<kScores>(scores, inner);
           }
-          if (bool(masked)) {  // limits are worked out here: kept, they would cost registers in every block
+          if (masked) {  // limits are worked out here: kept, they would cost registers in every block
             Mask const mask = mask_of(params, storage.tile[turn % 2]);
             int32_t begin[2], end[2];
             CUTLASS_PRAGMA_UNROLL
@@ -184,7 +186,7 @@ struct PrefillConsumer : Traits {
         warpgroup_fence_operand(scores);
         release(&storage.empty_k[keys.index], thread);
         keys.advance();
-        cap_and_mask(block >= own.full_end || block < own.full_begin);
+        cap_and_mask(block >= own.full_end || block < own.full_begin, capped);
         softmax.step(scores, rescale);
         round();
         if constexpr (!kConverts) {
@@ -195,8 +197,10 @@ struct PrefillConsumer : Traits {
           }
         }
         // The products of a block and of the values before it, and its softmax. The compiler moves the wait for the values before the softmax;
-        // kept behind it, by a branch between them, most lengths from 512 to 16384 tokens took up to 3 % longer (H200).
-        auto const step = [&](auto masked) CUTLASS_LAMBDA_FUNC_INLINE {
+        // kept behind it, by a branch between them, most lengths from 512 to 16384 tokens took up to 3 % longer (H200). Beneath a softcap, it
+        // stays behind: moved, head_dim 128 took as long and 256 4 % longer.
+        auto const step = [&](auto kind) CUTLASS_LAMBDA_FUNC_INLINE {
+          constexpr Block kBlock = kind;
           FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
           FullBarrier::wait(&storage.full_v[values.index], values.phase);
           take_turn(consumer);
@@ -211,8 +215,18 @@ struct PrefillConsumer : Traits {
           warpgroup_fence_operand(scores);
           release(&storage.empty_k[keys.index], thread);
           keys.advance();
-          cap_and_mask(masked);
-          bool const grown = softmax.step(scores, rescale);
+          bool grown;
+          if constexpr (kBlock == Block::kCapped) {
+            float top[2];
+            if (softmax.are_small(scores, top, params.cap, settled)) {
+              grown = softmax.step_small(scores, rescale, top, params.cap, settled);
+            } else {
+              grown = softmax.step_large(scores, rescale, top, params.cap);
+            }
+          } else {
+            cap_and_mask(kBlock == Block::kMasked, capped && (kConverts || kBlock == Block::kMasked));
+            grown = softmax.step(scores, rescale);
+          }
           warpgroup_wait<0>();
           warpgroup_fence_operand(output);
           release(&storage.empty_v[values.index], thread);
@@ -224,10 +238,13 @@ struct PrefillConsumer : Traits {
           }
         };
         int const last_full = own.full_end - 1;
-        for (--block; block > last_full && block >= own.begin; --block) step(true_type{});
+        for (--block; block > last_full && block >= own.begin; --block) step(constant<Block, Block::kMasked>{});
         int const first_full = own.full_begin > own.begin ? own.full_begin : own.begin;
-        for (; block >= first_full; --block) step(false_type{});
-        for (; block >= own.begin; --block) step(true_type{});
+        if (capped && !kConverts) {  // codes' K scale is known on the device alone
+          for (; block >= first_full; --block) step(constant<Block, Block::kCapped>{});
+        }
+        for (; block >= first_full; --block) step(constant<Block, Block::kFull>{});
+        for (; block >= own.begin; --block) step(constant<Block, Block::kMasked>{});
 
         release(&storage.empty_q[query_stage(turn)], thread);
         FullBarrier::wait(&storage.full_v[values.index], values.phase);

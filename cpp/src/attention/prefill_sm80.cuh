@@ -65,6 +65,7 @@ struct PrefillSm80 {
   struct Accumulators {
     float of[kColumns / 8][4];
     CUTLASS_DEVICE float& operator()(int i) { return of[i / 4][i % 4]; }
+    CUTLASS_DEVICE float operator()(int i) const { return of[i / 4][i % 4]; }
     CUTLASS_DEVICE void clear() {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
@@ -163,6 +164,7 @@ struct PrefillSm80 {
     Accumulators<kHeadDim> output;
     output.clear();
     bool const capped = params.softcap > 0.0f;
+    bool settled = false;
     OnlineSoftmax<kScores> softmax((capped ? params.softcap : params.scale) * kLog2E);
     if (walk.sees_keys()) {
       uint32_t queries[kQueriesInRegisters ? kHeadDim / 16 : 1][4];
@@ -202,23 +204,29 @@ struct PrefillSm80 {
             multiply_16x8x16<Config::kType>(scores.of[2 * pair + 1], a, b[2], b[3]);
           }
         }
-        if (capped) {
-          float const inner = params.scale / params.softcap;
-#pragma unroll
-          for (int i = 0; i < kScores; ++i) scores(i) = tanh_fast(scores(i) * inner);
-        }
-        if (block >= walk.blocks.full_end || block < walk.blocks.full_begin) {
-          int32_t begin[2], end[2];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            int const query = walk.query(params, warp * 16 + lane / 4 + 8 * h);
-            begin[h] = walk.mask.begin(query);
-            end[h] = walk.mask.end(query);
-          }
-          apply_mask<kScores>(scores, begin, end, block * kTileN, lane);
-        }
+        bool const masked = block >= walk.blocks.full_end || block < walk.blocks.full_begin;
         float rescale[2];
-        if (softmax.step(scores, rescale)) {
+        bool grown;
+        if (kHeadDim <= 128 && capped && !masked) {  // above, registers are few
+          float top[2];
+          bool const small = softmax.are_small(scores, top, params.cap, settled);
+          grown =
+              small ? softmax.step_small(scores, rescale, top, params.cap, settled) : softmax.step_large(scores, rescale, top, params.cap);
+        } else {
+          if (capped) cap_scores<kScores>(scores, params.cap.inner);
+          if (masked) {
+            int32_t begin[2], end[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              int const query = walk.query(params, warp * 16 + lane / 4 + 8 * h);
+              begin[h] = walk.mask.begin(query);
+              end[h] = walk.mask.end(query);
+            }
+            apply_mask<kScores>(scores, begin, end, block * kTileN, lane);
+          }
+          grown = softmax.step(scores, rescale);
+        }
+        if (grown) {
 #pragma unroll
           for (int i = 0; i < kHeadDim / 2; ++i) output(i) *= rescale[i / 2 % 2];
         }
