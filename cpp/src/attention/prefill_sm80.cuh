@@ -34,6 +34,7 @@ struct PrefillSm80Params : PrefillParams {
   KeyRows q_rows, key_rows, value_rows;
   cutlass::FastDivmod by_page;
   int32_t keys_stored;  // of a sequence, at most: what lies behind them is not read
+  float scale_log2;     // the softmax's; worked out on the device, it would cost a register
 };
 
 template <class Config>
@@ -125,6 +126,7 @@ struct PrefillSm80 {
   }
 
   static CUTLASS_DEVICE void load_queries(Params const& params, SharedStorage& storage, Walk const& walk, int thread) {
+    asm volatile("" : "+r"(thread));  // as in load_block
     int const chunk = thread % kChunks, bytes = params.q_rows.bytes_from(16 * chunk);
     uint32_t const to = shared_address(storage.q);
 #pragma unroll 2
@@ -165,7 +167,7 @@ struct PrefillSm80 {
     output.clear();
     bool const capped = params.softcap > 0.0f;
     bool settled = false;
-    OnlineSoftmax<kScores> softmax((capped ? params.softcap : params.scale) * kLog2E);
+    OnlineSoftmax<kScores> softmax(params.scale_log2);
     if (walk.sees_keys()) {
       uint32_t queries[kQueriesInRegisters ? kHeadDim / 16 : 1][4];
       // Matrices of 8 rows x 8 columns. Of queries: rows 0-7 and 8-15 of a chunk, then of the next.
@@ -205,26 +207,26 @@ struct PrefillSm80 {
           }
         }
         bool const masked = block >= walk.blocks.full_end || block < walk.blocks.full_begin;
-        float rescale[2];
-        bool grown;
-        if (kHeadDim <= 128 && capped && !masked) {  // above, registers are few
-          float top[2];
-          bool const small = softmax.are_small(scores, top, params.cap, settled);
-          grown =
-              small ? softmax.step_small(scores, rescale, top, params.cap, settled) : softmax.step_large(scores, rescale, top, params.cap);
-        } else {
-          if (capped) cap_scores<kScores>(scores, params.cap.inner);
-          if (masked) {
-            int32_t begin[2], end[2];
+        bool const by_size = kHeadDim <= 128 && capped && !masked;  // above, registers are few
+        if (capped && !by_size) cap_scores<kScores>(scores, params.cap.inner);
+        if (masked) {
+          int32_t begin[2], end[2];
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              int const query = walk.query(params, warp * 16 + lane / 4 + 8 * h);
-              begin[h] = walk.mask.begin(query);
-              end[h] = walk.mask.end(query);
-            }
-            apply_mask<kScores>(scores, begin, end, block * kTileN, lane);
+          for (int h = 0; h < 2; ++h) {
+            int const query = walk.query(params, warp * 16 + lane / 4 + 8 * h);
+            begin[h] = walk.mask.begin(query);
+            end[h] = walk.mask.end(query);
           }
+          apply_mask<kScores>(scores, begin, end, block * kTileN, lane);
+        }
+        float rescale[2], top[2];
+        bool grown;
+        if (!by_size) {
           grown = softmax.step(scores, rescale);
+        } else if (softmax.are_small(scores, top, params.cap, settled)) {
+          grown = softmax.step_small(scores, rescale, top, params.cap, settled);
+        } else {
+          grown = softmax.step_large(scores, rescale, top, params.cap);
         }
         if (grown) {
 #pragma unroll
@@ -309,6 +311,7 @@ Status launch_prefill_sm80(AttentionLaunchArguments const& arguments) {
   params.value_rows = KeyRows::of(o.v, o.v_strides, p.head_dim_v, 16);
   params.by_page = cutlass::FastDivmod(int(std::max<int64_t>(p.page_size, 1)));
   params.keys_stored = p.varlen && !p.cached ? INT32_MAX : int32_t(p.seqlen_k);
+  params.scale_log2 = (o.softcap > 0.0f ? o.softcap : o.scale) * kLog2E;
   if (Status const status = clear_tile_counter(arguments, params); !status.ok()) return status;
   return launch_kernel<Kernel>(&prefill_sm80_kernel<Config>, params, arguments, arguments.plan->ctas);
 }
