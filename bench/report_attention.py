@@ -101,8 +101,9 @@ def _decode(best: Sequence[Row]) -> str:
     by_m = grouped(best, "m")
     lines.append(["all", *(geomean_and_min(by_m[m]) for m in contexts)])
     text = (
-        "`decode`, one query a sequence, head_dim 128, 16-bit caches with pages of 64 tokens, by context: us, share of the read bandwidth"
-        f" ({READ_RATE} TB/s): times faster than the best peer.\n\n"
+        "`decode`, one query a sequence, head_dim 128, by context: us over the 16-bit cache that the best peer reads (contiguous beside"
+        f" cuDNN, pages of 64 tokens in random order beside the others), share of the read bandwidth ({READ_RATE} TB/s): times faster than"
+        " that peer.\n\n"
     )
     return text + table(["element, heads, batch", *map(str, contexts)], lines)
 
@@ -193,8 +194,8 @@ def section(results: dict[str, Any]) -> str:
     suites = suites_of(results)
     protocol = (
         " Queries were checked against float64 first; times are medians of CUDA-graph replays on random data, ours and the peers in turn."
-        " cuDNN is torch's scaled_dot_product_attention, of decode over contiguous caches. A ratio above 1 means that minfer is faster;"
-        " flops count keys that are seen."
+        " cuDNN is torch's scaled_dot_product_attention; it reads no pages: in decode both read the same contiguous cache. A ratio above 1"
+        " means that minfer is faster; flops count keys that are seen."
     )
     compared = {suite: {p: rows for p, rows in suites[suite].items() if not p.startswith("ours:")} for suite in COMPARED if suite in suites}
     parts = [facts(results) + protocol, *([overview(compared)] if compared else [])]
