@@ -48,7 +48,7 @@ def attention(
       window_left: query i sees the keys from i + seqlen_k - seqlen_q - window_left on; all of them if negative.
       window_right: query i sees the keys up to i + seqlen_k - seqlen_q + window_right; all of them if negative. ``causal`` is a
         window_right of 0.
-      softcap: scores become softcap * tanh(scale * q.k / softcap), before masks (Gemma 2); 0 is none.
+      softcap: scores become softcap * tanh(scale * q.k / softcap), before masks (Gemma 2), tanh to 2^-11 of itself; 0 is none.
       sinks: [heads_q], q's dtype: the score, neither scaled nor capped, of a key without a value that all queries of a head see (gpt-oss).
         It adds exp(sink) to the softmax's denominator.
       kernel: for measurements: a name of ``minfer.kernels("attention")``. On CPU it is checked and otherwise ignored.
