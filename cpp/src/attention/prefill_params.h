@@ -35,10 +35,10 @@ struct PrefillParams {
   int32_t head_dim_v;                 // of the output
   int32_t window_left, window_right;  // < 0: unlimited
   float scale, softcap;               // softcap 0: none
-  Softcap cap;
-  int32_t* tile_counter;    // zero before the launch, or null: tiles at a fixed distance
-  void const* sinks;        // [heads_q], or null
-  bool keys_end_at_extent;  // rows behind the last key are zeros of the TMA load
+  Softcap cap;                        // where there is one
+  int32_t* tile_counter;              // zero before the launch, or null: tiles at a fixed distance
+  void const* sinks;                  // [heads_q], or null
+  bool keys_end_at_extent;            // rows behind the last key are zeros of the TMA load
 };
 
 /// Keys or values of a cache as codes; see attention_paged's documentation for the scales.
