@@ -147,8 +147,8 @@ struct PrefillConsumer : Traits {
           }
           warpgroup_commit_batch();
         };
-        auto const cap_and_mask = [&](bool masked, bool capped) CUTLASS_LAMBDA_FUNC_INLINE {
-          if (capped) {
+        auto const cap_and_mask = [&](bool masked, bool caps) CUTLASS_LAMBDA_FUNC_INLINE {
+          if (caps) {
             float inner = params.cap.inner;
             if constexpr (kConverts) inner = scale_of(params, storage.tile[turn % 2]) / params.softcap;
             cap_scores<kScores>(scores, inner);
