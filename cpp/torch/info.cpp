@@ -1,7 +1,10 @@
-// What the build holds: _build_info, _kernels, _device_properties.
+// What the build holds: _build_info, _kernels, _device_properties; and _allocate.
 #include "bindings.h"
+#include "device.h"
+#include "json.h"
 #include "minfer/gemm.h"
 #include "minfer/registry.h"
+#include "torch_calls.h"
 
 namespace minfer::torch_binding {
 
@@ -16,7 +19,7 @@ std::string build_info() {
   return json.text();
 }
 
-std::string kernels(std::string family) {
+std::string kernels(std::string const& family) {
   int64_t count = 0;
   KernelInfo const* all = registry(&count);
   Json json;
@@ -70,6 +73,10 @@ std::string device_properties_json(int64_t index) {
   shipped_gemm_rows(p.name, &rows);
   json.key("shipped_rows").value(rows).close('}');
   return json.text();
+}
+
+Tensor allocate_for_tests(Tensor const& like, std::vector<int64_t> const& shape, std::string const& what) {
+  return allocate("minfer::_allocate", like, shape, like.scalar_type(), what, " beside ", like);
 }
 
 }  // namespace minfer::torch_binding
