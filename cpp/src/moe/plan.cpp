@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "common/context.h"
 #include "gemm/launch.h"
 #include "moe/launch.h"
 
@@ -291,6 +292,7 @@ Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, Group
   if (plan.kernel == nullptr || plan.kernel->launch == nullptr) {
     return Status::failure(StatusCode::kNotCompiled, "the plan's kernel is not in this build");
   }
+  if (Status status = bind_context(device); !status.ok()) return status;
   GroupedProblem launched = problem;
   GroupedOperands rows = operands;
   bool const programmatic = gemm::programmatic_launch_enabled();
