@@ -141,7 +141,8 @@ def floats(count: int, device="cpu") -> torch.Tensor:
 
 # ---- section 4: quantised weights --------------------------------------------------------------------------------------------------
 
-NF4_FACTOR = {torch.float16: 1.0, torch.bfloat16: 1.0}  # section 4.3: of the code book in shared memory
+# Section 4.3: of the code book in shared memory, as float32 has it.
+NF4_FACTOR = {torch.float16: torch.tensor(0.6831).item(), torch.bfloat16: torch.tensor(0.71843).item()}
 ZEROS = {"int4": ("none", "integer", "fractional"), "int8": ("none", "integer", "fractional")}
 PATHS = ("accumulators", "fragments", "dequantize")
 
@@ -223,8 +224,8 @@ def model(weight: Weight, path: str) -> torch.Tensor:
 
 
 def book_error(dtype) -> float:
-    """Section 4.3: of nf4's code book, relative; in units of u 0.666 and 0.798."""
-    return {torch.float16: 0.666, torch.bfloat16: 0.798}[dtype] * UNIT[dtype]
+    """Section 4.3: of nf4's code book, relative."""
+    return {torch.float16: 0.36, torch.bfloat16: 0.47}[dtype] * UNIT[dtype]
 
 
 def weight_bound(weight: Weight, path: str) -> torch.Tensor:
@@ -243,7 +244,7 @@ def weight_bound(weight: Weight, path: str) -> torch.Tensor:
     if path == "fragments" and weight.name not in ("mxfp4", "nvfp4"):
         relative = relative + u + relative * u
         absolute = absolute * (1 + u) + t * (1 / NF4_FACTOR[dtype] if weight.name == "nf4" else 1.0)
-    return size * (relative + 2.0**-23 * (weight.name == "nf4")) + absolute
+    return size * (relative + 2.0**-22 * (weight.name == "nf4")) + absolute
 
 
 def expose(gemm, weight: Weight, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,8 +271,9 @@ def check_weight(gemm, weight: Weight, path: str, columns: torch.Tensor, what: s
     """Sections 4.2 and 4.3: the elements on a path are within their bound of the unrounded weight, and are the model's."""
     seen, doubt = expose(gemm, weight, columns)
     exact, bound = parts_of(weight).exact[:, columns], weight_bound(weight, path)[:, columns]
-    judge(seen, model(weight, path)[:, columns], doubt + 2.0**-24 * exact.abs(), f"{what}, against the model of {path}")
-    return judge(seen, exact, bound + doubt + 2.0**-24 * exact.abs(), f"{what}, weights on {path}")
+    doubt = doubt + exact.abs() * (2.0**-22 if weight.name == "nf4" else 2.0**-24)  # nf4: the sums are divided by the book's factor
+    judge(seen, model(weight, path)[:, columns], doubt, f"{what}, against the model of {path}")
+    return judge(seen, exact, bound + doubt, f"{what}, weights on {path}")
 
 
 def check_sums(gemm, weight: Weight, path: str, a: torch.Tensor, what: str, **epilogue) -> float:
