@@ -64,7 +64,8 @@ def attention(
 
     Numerics: scores and the sum of values are accumulated in float32, the softmax is float32, its exponentials are rounded to q's dtype
     for the product with v (not on CPU), out is rounded once. v must be finite in masked keys too: where a tile holds both, 0 * NaN reaches
-    queries that do not see the key. The same inputs, shapes and kernel give the same bits in every run. There is no backward.
+    queries that do not see the key. docs/numerics.md has the bounds. The same inputs, shapes and kernel give the same bits in every run.
+    There is no backward.
 
     Source: FlashAttention-3 (Shah et al., 2024); the online softmax is Milakov and Gimelshein's (2018).
     """

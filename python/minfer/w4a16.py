@@ -59,8 +59,9 @@ def w4a16_gemm(
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
 
-    Numerics: a weight is rounded to a's dtype or left unrounded, as the kernel does; products are accumulated in float32, the epilogue
-    is float32, D is rounded once. The same inputs, shapes and kernel give the same bits in every run. There is no backward.
+    Numerics: a weight is exact or has one or two roundings to a's dtype, as its format and the kernel have it; products are accumulated
+    in float32, the epilogue is float32, D is rounded once; docs/numerics.md has the bounds. The same inputs, shapes and kernel give the
+    same bits in every run. There is no backward.
     """
     if out is None:
         return torch.ops.minfer.w4a16_gemm.default(

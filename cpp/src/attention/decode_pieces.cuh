@@ -4,9 +4,15 @@
 // unit in a range. With a number of splits given, every unit is cut into so many pieces by its own length alone, whatever else is in the
 // batch, and CTAs take whole pieces.
 //
-// A unit in several pieces is merged with its last one: the others leave theirs in slots of the workspace. A CTA goes through a range from its
-// end: the piece that others wait for comes first, and that which waits, last. It waits for lower ranges: those of blocks that were started
-// before it.
+// A unit in several pieces is merged by the CTA that has its last slices: the other pieces are left in slots of the workspace.
+//
+// Progress. A CTA goes through its range from the end, and waits in a piece that merges alone.
+//   As many pieces as fill the CTAs: a unit that lies across ranges is the end of all of them but its last, whose beginning it is. What
+//   others wait for is thus what a CTA does first, and left without waiting; the piece for which it waits itself is its last.
+//   A number of splits: units lie across ranges likewise, several pieces to a range. The last of a unit's ranges leaves its own pieces
+//   in slots, too, but for the first one, which it takes last and merges with; lower ranges take theirs before all else.
+// So a CTA waits for lower ranges alone, those of the same head of blocks with lower numbers, and for what they do before any wait. Blocks are
+// started in order and keep their SM: a launch ends however few of its CTAs are resident together (see gemm/tile_scheduler.h).
 #pragma once
 
 #include <cstdint>
