@@ -94,6 +94,26 @@ def test_nvfp4_has_two_levels():
     assert scaled.alpha == 1024 * weight.alpha and torch.equal(scaled.qweight, weight.qweight)
 
 
+@pytest.mark.parametrize("name", ["int4", "nf4", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("group_size", [128, 2**31, 2**62])
+def test_a_group_that_covers_k(name, group_size):
+    """Any group size from k on is one group: the bits of -1, and no tensor of that size."""
+    dense, a = torch.randn(16, 72).half(), torch.randn(3, 72).half()
+    for symmetric in (True, False) if name in ("int4", "int8") else (True,):
+        whole, same = (quantizer(name)(dense, size, symmetric, name) for size in (-1, group_size))
+        assert same.group_size == group_size and same.scales.shape == (1, 16)
+        for of_whole, of_same in ((whole, same), (whole.dequantize(), same.dequantize()), (whole.gemm(a), same.gemm(a))):
+            if isinstance(of_whole, torch.Tensor):
+                assert torch.equal(of_whole, of_same)
+            else:
+                same_weights(of_whole, replace(of_same, group_size=-1))
+        module = (minfer.nn.W4Linear if BITS[name] == 4 else minfer.nn.W8Linear).from_weight(same)
+        assert torch.equal(module(a), whole.gemm(a))
+    for size in (2**63, 2**100, 128.0, "128", True):
+        with pytest.raises(ValueError, match="group_size must be -1 or a power of two >= 32, got"):
+            quantizer(name)(dense, size, format=name)
+
+
 def test_e2m1_ties_go_to_the_even_code():
     magnitudes = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
     dense = torch.tensor(magnitudes + [-x for x in magnitudes]).repeat(8, 2)

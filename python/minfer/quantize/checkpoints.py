@@ -80,7 +80,7 @@ class _Loader:
 
     def order(self, g_idx: Tensor, k: int, group_size: int) -> Tensor | None:
         """The columns sorted by their group, as perm; None where they are sorted already."""
-        size = k if group_size == -1 else group_size
+        size = weight_layout.group_columns(k, group_size)
         sorted_groups = torch.arange(k, device=g_idx.device) // size
         if bool((g_idx == sorted_groups).all()):
             return None

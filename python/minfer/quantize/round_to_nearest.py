@@ -99,7 +99,7 @@ def _search(
 
 def _groups_of(weight: Tensor, group_size: int) -> Tensor:
     """float32 [rows, G, size], zeros behind a short last group."""
-    size = weight.shape[1] if group_size == -1 else group_size
+    size = weight_layout.group_columns(weight.shape[1], group_size)
     tail = -weight.shape[1] % size
     return torch.nn.functional.pad(weight.float(), (0, tail)).unflatten(1, (-1, size))
 
