@@ -503,8 +503,8 @@ def test_bad_quantize():
         (torch.zeros(2, 24, 64).half(), {"gated": True}, "quantize_w4_experts: gate and up rows must be a multiple of 16 together, got 24"),
         (torch.zeros(2, 16, 64).half(), {"bias": torch.zeros(16)}, r"quantize_w4_experts: bias must be \[2, 16\], got \[16\]"),
         (torch.zeros(2, 16, 64).half(), {"gate_layout": "blocks"}, "quantize_w4_experts: gate_layout blocks needs gated = True"),
-        (torch.zeros(2, 16, 60).half(), {}, r"quantize_w4: weight must be \[n, k\] in multiples of 8, got \[16, 60\]"),
-        (torch.full((2, 16, 64), math.nan).half(), {}, "quantize_w4: weight must be finite"),
+        (torch.zeros(2, 16, 60).half(), {}, r"quantize_w4_experts: weight must be \[n, k\] in multiples of 8, got \[16, 60\]"),
+        (torch.full((2, 16, 64), math.nan).half(), {}, "quantize_w4_experts: weight must be finite"),
     ):
         with pytest.raises(ValueError, match=message):
             quantize.quantize_w4_experts(weight, **keywords)

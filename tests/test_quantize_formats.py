@@ -252,7 +252,7 @@ def test_compressed_tensors_float_quantized(shape):
     quantized = torch.randn(N, K).mul_(100).to(torch.float8_e4m3fn)
     scale = torch.rand(shape).add_(0.5).mul_(0.002)
     tensors = {"weight": quantized, "weight_scale": scale}
-    with pytest.raises(ValueError, match="scales must be float16 or bfloat16, got torch.float32; pass dtype= to round them"):
+    with pytest.raises(ValueError, match="weight_scale must be torch.float16 or torch.bfloat16, got torch.float32; pass dtype= to round them"):
         quantize.from_compressed_tensors(tensors, format="float-quantized")
     weight = quantize.from_compressed_tensors(tensors, format="float-quantized", dtype=torch.bfloat16)
     assert weight.w8_format == "fp8_e4m3" and weight.group_size == -1
@@ -298,11 +298,11 @@ def test_bad_compressed_formats():
     }
     quantize.from_compressed_tensors(good, format="nvfp4-pack-quantized", num_bits=4, group_size=16)
     bad = [
-        ({}, {"format": "marlin-24"}, "format must be one of pack-quantized, .*, got 'marlin-24'"),
+        ({}, {"format": "marlin-24"}, "format must be pack-quantized, .* or mxfp4-pack-quantized, got 'marlin-24'"),
         ({}, {"num_bits": 8}, "num_bits must be 4 for nvfp4-pack-quantized, got 8"),
         ({}, {"group_size": 32}, "group_size must be 16 for nvfp4, got 32"),
         ({"weight_scale": torch.zeros(N, 8).byte()}, {}, r"weight_scale must be \[48, 16\], got \[48, 8\]"),
-        ({"weight_scale": torch.zeros(N, 16)}, {}, "weight_scale must be torch.uint8 or an 8-bit float, got torch.float32"),
+        ({"weight_scale": torch.zeros(N, 16)}, {}, "weight_scale must be torch.uint8 or torch.float8_e4m3fn, got torch.float32"),
         ({"weight_global_scale": torch.ones(2)}, {}, r"weight_global_scale must be one number, got \[2\]"),
         ({"weight": torch.zeros(N, K)}, {"format": "int-quantized"}, "weight must be torch.int8, got torch.float32"),
         ({"weight": torch.zeros(N, K).char()}, {"format": "float-quantized"}, "weight must be torch.float8_e4m3fn, got torch.int8"),
@@ -409,7 +409,7 @@ def test_bad_bitsandbytes():
     key = "weight.quant_state.bitsandbytes__nf4"
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [N, K]}
     bad = [
-        ({}, "scales must be float16 or bfloat16, got torch.float32; pass dtype= to round them"),
+        ({}, "weight.absmax must be torch.float16 or torch.bfloat16, got torch.float32; pass dtype= to round them"),
         ({key: json_tensor(state | {"quant_type": "fp4"})}, "quant_type must be nf4, got fp4"),
         ({key: json_tensor(state | {"shape": [2 * N, K // 2], "blocksize": 256})}, "k must be a multiple of the blocksize 256, got shape"),
         ({key: json_tensor(state), "weight.quant_map": torch.linspace(-1, 1, 16)}, "weight.quant_map must be the code book of NF4"),
