@@ -309,7 +309,7 @@ def test_bad_compressed_formats():
         (
             {"weight": torch.zeros(N, K).char(), "weight_scale": torch.ones(N, 3).half()},
             {"format": "int-quantized"},
-            "group_size must be given: weight_scale has 3 groups for k = 256",
+            "weight_scale must have one group, or one for 32, 64, .. columns, unless group_size is given; got 3 for k = 256",
         ),
     ]
     for change, arguments, message in bad:
@@ -502,6 +502,8 @@ def test_weight(name):
     # The weight is rounded to 16 bits without alpha, which is a factor of the float32 sums.
     w, epilogue = replace(weight, alpha=1.0).dequantize().t(), {"alpha": weight.alpha, "bias": weight.bias, "activation": "relu"}
     assert gemm_mismatch(out.view(6, N), a.view(6, K), w, c=c, beta=1.0, **epilogue) is None
+    operator = minfer.w4a16_gemm if BITS[name] == 4 else minfer.w8a16_gemm
+    assert torch.equal(operator(a, **weight.arguments(), activation="relu", c=c), out)
     assert weight.to("meta").dequantize().shape == (N, K) and weight.to("meta").alpha == weight.alpha
     same_weights(weight, weight.to("cpu"))
 

@@ -49,15 +49,12 @@ class _Checker:
         torch._check(condition, lambda: f"minfer::{self.op}: " + template.format(*map(_text, values)))
 
 
-class ValueChecker:
-    """The same for a function that is no operator: raises ValueError, "<function>: " in front of the text."""
-
-    def __init__(self, function: str):
-        self.function = function
+class ValueChecker(_Checker):
+    """The same for a function that is no operator: ValueErrors with its name in front."""
 
     def __call__(self, condition: Any, template: str, *values: Any) -> None:
         if not condition:
-            raise ValueError(f"{self.function}: " + template.format(*map(_text, values)))
+            raise ValueError(f"{self.op}: " + template.format(*map(_text, values)))
 
 
 def is_integer(value: Any) -> bool:

@@ -80,7 +80,7 @@ def from_gptq(
     usual = 2 ** (bits - 1)
     load.require(not sym or bool((zeros == usual).all()), f"sym is set, but not all zero points are {usual}; is checkpoint_format right?")
     codes = _unpacked(words, 0, bits).t()
-    perm = load.order("g_idx", k, group_size) if load.has("g_idx") and tensors["g_idx"].numel() > 0 else None
+    perm = load.order("g_idx", k, group_size) if load.has("g_idx") and load.get("g_idx").numel() > 0 else None
     load.require(desc_act is not False or perm is None, "desc_act is not set, but g_idx is out of order")
     if perm is not None:
         codes = codes.index_select(1, perm)
@@ -187,7 +187,8 @@ def _group_size_of(load: Loader, group_size: int | None, count: int, k: int) -> 
         return group_size
     derived = -1 if count == 1 else k // count if count > 0 and k % count == 0 else 0
     good = weight_formats.legal_group_size("int4", derived)
-    load.require(good, f"group_size must be given: weight_scale has {count} groups for k = {k}, none or not of 32, 64, .. columns each")
+    text = f"weight_scale must have one group, or one for 32, 64, .. columns, unless group_size is given; got {count} for k = {k}"
+    load.require(good, text)
     return derived
 
 

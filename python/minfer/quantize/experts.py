@@ -21,7 +21,8 @@ from .weight import W4Weight, _Weight
 
 @dataclass(frozen=True, eq=False)
 class W4Experts(_Weight):
-    """Weights [experts, n, k] of 4-bit codes, as :func:`minfer.grouped_w4a16_gemm` takes them.
+    """Weights [experts, n, k] of 4-bit codes, as :func:`minfer.grouped_w4a16_gemm` takes them:
+    ``minfer.grouped_w4a16_gemm(a, offsets=offsets, **weight.arguments())``.
 
     Attributes:
       qweight: int32 [experts, ceil(n / 64), ceil(k / 64), 512].
@@ -46,9 +47,11 @@ class W4Experts(_Weight):
     bias: Tensor | None = None
     alpha: Tensor | None = None
 
+    _arguments = ("qweight", "scales", "zeros", "group_size", "w4_format", "alpha", "bias", "gated")
+
     @property
     def packed(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """qweight, scales and zeros, as the operators take them."""
+        """qweight, scales and zeros: not all that a product needs, which is :meth:`arguments`."""
         return self._packed()
 
     def dequantize(self, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -65,8 +68,36 @@ class W4Experts(_Weight):
     def gemm(self, a: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
         """:func:`minfer.grouped_w4a16_gemm` with these weights and biases, gated where they are; gather, row_scale, activation, kernel and
         out as there."""
-        form = {"group_size": self.group_size, "w4_format": self.w4_format, "alpha": self.alpha, "bias": self.bias, "gated": self.gated}
-        return moe_w4a16.grouped_w4a16_gemm(a, *self.packed, offsets, **form, **arguments)
+        return moe_w4a16.grouped_w4a16_gemm(a, offsets=offsets, **self.arguments(), **arguments)
+
+    def ffn(self, x: Tensor, down: W4Experts, weights: Tensor, ids: Tensor, *, activation: str = "silu") -> Tensor:
+        """A layer: :func:`minfer.moe_ffn_w4a16` with these weights for w13 and ``down`` for w2, with the alphas and biases of both.
+
+        Args:
+          x, weights, ids, activation: as there.
+          down: of the same format and group size, not gated; these are gated.
+
+        Raises:
+          ValueError: the two are no gate-and-up and down projections, or differ in format or group size. RuntimeError: as there.
+        """
+        _require("ffn", self.gated and not down.gated, f"w13 must be gated and down must not be, got {self.gated} and {down.gated}")
+        for name in ("w4_format", "group_size"):
+            own, other = getattr(self, name), getattr(down, name)
+            _require("ffn", own == other, f"down must have the {name} of w13, {own}, got {other}")
+        return moe_w4a16.moe_ffn_w4a16(
+            x,
+            *self.packed,
+            *down.packed,
+            weights,
+            ids,
+            group_size=self.group_size,
+            w4_format=self.w4_format,
+            alpha13=self.alpha,
+            alpha2=down.alpha,
+            activation=activation,
+            b13=self.bias,
+            b2=down.bias,
+        )
 
 
 def _require(function: str, condition: bool, message: str) -> None:
