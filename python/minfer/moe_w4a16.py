@@ -2,7 +2,7 @@
 
 w13 = minfer.quantize.quantize_w4_experts(w13, gated=True)     # or from_gpt_oss, stack_experts
 w2 = minfer.quantize.quantize_w4_experts(w2)
-out = minfer.moe_ffn_w4a16(x, *w13.packed, *w2.packed, weights, ids)          # or, step by step:
+out = w13.ffn(x, w2, weights, ids)          # moe_ffn_w4a16 with all that is in the two; or, step by step:
 
 token_index, offsets, inverse, scale = minfer.moe_sort(ids, num_experts, weights=weights)
 h = w13.gemm(x, offsets, gather=token_index, activation="silu")
