@@ -222,10 +222,10 @@ class Arena:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(raw_bytes(a), raw_bytes(b))
 
 
-def _bytes(x: Tensor) -> Tensor:
-    x = x.detach()
-    x = _raw(x).contiguous()
-    return x.view(torch.uint8) if x.dim() > 0 else x.reshape(1).view(torch.uint8)
+def raw_bytes(x: Tensor) -> Tensor:
+    """The bytes of a tensor's elements in order; of a contiguous one the memory itself."""
+    x = _raw(x.detach()).contiguous()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
