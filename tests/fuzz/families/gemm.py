@@ -141,7 +141,9 @@ class Gemm(Family):
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, object, str]]:
         found = [*wrong_scalars("alpha", "beta"), *WRONG_ACTIVATIONS, *WRONG_KERNELS]
-        found += [("out_dtype", x, "out_dtype") for x in (torch.float64, torch.int32, torch.float16, torch.bfloat16) if x != DTYPES[p["dtype"]]]
+        found += [
+            ("out_dtype", x, "out_dtype") for x in (torch.float64, torch.int32, torch.float16, torch.bfloat16) if x != DTYPES[p["dtype"]]
+        ]
         if p["c"] is None:
             found.append(("beta", 1.0, "c"))
         return found

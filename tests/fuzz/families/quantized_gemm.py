@@ -86,7 +86,12 @@ class QuantizedGemm(Family):
             p["lead"] = (m,)
         p |= {"alpha": alpha_of(draw, p["format"]), "perm": draw.chance(0.25)}
         p |= {"activation": draw.weighted({"none": 1 if self.is_gated else 5} | dict.fromkeys(ACTIVATIONS[1:], 1))}
-        p |= {"bias": draw_addend(draw, dtype) if draw.chance(0.4) else None, "c": None, "c_type": draw_addend(draw, dtype), "form": "functional"}
+        p |= {
+            "bias": draw_addend(draw, dtype) if draw.chance(0.4) else None,
+            "c": None,
+            "c_type": draw_addend(draw, dtype),
+            "form": "functional",
+        }
         if self.is_gated:
             return p
         shape = (*p["lead"], n)
@@ -165,9 +170,13 @@ class QuantizedGemm(Family):
         stored = (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn) if p["format"] in weights.BYTE_SCALES else (dtype,)
         lead = ("",) * len(p["lead"])
         found = {
-            "a": Argument(HALVES, (*lead, "k" if p["perm"] else ""), ("qweight", "scales", "perm", "c", "out", "k "), ranks=(1, 2, 3, 4, 5)),
+            "a": Argument(
+                HALVES, (*lead, "k" if p["perm"] else ""), ("qweight", "scales", "perm", "c", "out", "k "), ranks=(1, 2, 3, 4, 5)
+            ),
             "qweight": Argument((torch.int32,), ("", "", ""), ("scales",)),
-            "scales": Argument(stored, ("groups" if p["zeros"] != "none" else "", "n" if p["bias"] else ""), ("qweight", "zeros", "a", "bias")),
+            "scales": Argument(
+                stored, ("groups" if p["zeros"] != "none" else "", "n" if p["bias"] else ""), ("qweight", "zeros", "a", "bias")
+            ),
         }
         if p["zeros"] != "none":
             found["zeros"] = Argument((dtype,), ("groups", ""), ("scales",))
