@@ -1,15 +1,27 @@
 """Checks an installed minfer on a machine without a GPU: check_package.py [ARCHS].
 
 ARCHS is what the build was made for ("90a"; nothing: a build without CUDA). The registry must list every kernel of the table, all that
-ARCHS can hold compiled; the operators must run on the CPU; importing minfer may add 0.3 s to importing torch.
+ARCHS can hold compiled; the library must not name a place on the machine it was built on; the operators must run on the CPU; importing
+minfer may add 0.3 s to importing torch.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
+
+SOURCE_FILE = re.compile(rb"(?<![\w.+-])/[\w.+/-]+\.(?:cpp|cu|cuh|h|hpp|inl)(?![\w.])")  # by its absolute path
+
+
+def paths_of_the_build(library: Path) -> set[str]:
+    """Strings in a library that name a place on the machine where it was built: sources, the environment, the user's home."""
+    content = library.read_bytes()
+    found = {match.group().decode() for match in SOURCE_FILE.finditer(content)}
+    places = [f"{place}/" for place in (Path(__file__).resolve().parents[1], Path(sys.prefix).resolve(), Path.home())]
+    return found | {place for place in [*places, "site-packages"] if place not in ("//", "/usr/") and place.encode() in content}
 
 
 def main(archs: str) -> None:
@@ -38,6 +50,8 @@ def main(archs: str) -> None:
     table = json.loads((Path(minfer.__path__[0]) / "kernels.json").read_text())
     if [row["name"] for row in table] != [kernel["name"] for kernel in kernels]:
         sys.exit("check_package: kernels.json and the registry list different kernels")
+    if paths := paths_of_the_build(Path(minfer.__path__[0]) / "_C.so"):
+        sys.exit(f"check_package: the library names places on the machine it was built on: {', '.join(sorted(paths))}")
     if not (Path(minfer.__path__[0]) / "configs" / "gemm.toml").is_file():
         sys.exit("check_package: configs/gemm.toml is not in the package")
 

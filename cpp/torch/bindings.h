@@ -105,6 +105,6 @@ std::string enumerate_w4a16_json(std::vector<int64_t> sizes, std::string ab_type
                                  bool has_c, bool gated, bool only_runnable, int64_t device, int64_t limit);
 std::string plan_grouped_json(std::vector<int64_t> sizes, std::string type, bool gated, bool gathered, std::optional<std::string> kernel,
                               bool only_runnable, int64_t device, std::optional<std::string> w4_format, int64_t group_size, bool has_zeros);
-int64_t load_tuned(std::string csv);
+int64_t load_tuned(std::string csv, int64_t device);
 
 }  // namespace minfer::torch_binding

@@ -1,33 +1,19 @@
 #include "gemm_planning.h"
 
-#include <algorithm>
-#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <map>
-#include <memory>
-#include <mutex>
 #include <unordered_map>
 
 #include "bindings.h"
 #include "minfer/w4a16.h"
+#include "tuned_rows.h"
 
 namespace minfer::torch_binding {
 
 namespace {
-
-struct UserRows {
-  std::deque<std::string> names;  // stable storage for the rows' kernel names
-  std::vector<GemmTunedRow> rows;
-};
-
-std::mutex user_rows_mutex;
-std::shared_ptr<UserRows const> user_rows = std::make_shared<UserRows const>();
-std::atomic<uint64_t> generation{0};  // plans cached before a load are forgotten
 
 struct Key {
   int64_t m, n, k, batch;
@@ -47,53 +33,6 @@ struct Hash {
     return size_t(h);
   }
 };
-
-std::vector<std::string> split(std::string const& text, char separator) {
-  std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
-  return parts;
-}
-
-int64_t parse_integer(char const* what, std::string const& text) {
-  char* end = nullptr;
-  long long const value = std::strtoll(text.c_str(), &end, 10);
-  check(end != text.c_str() && *end == 0, what, " must be an integer, got '", text, "'");
-  return value;
-}
-
-Decomposition parse_decomposition(char const* what, std::string const& text) {
-  for (Decomposition d : {Decomposition::kDataParallel, Decomposition::kStreamK, Decomposition::kSplitK}) {
-    if (text == name_of(d)) return d;
-  }
-  fail(what, " must be persistent, stream_k or split_k, got '", text, "'");
-}
-
-RasterOrder parse_raster(char const* what, std::string const& text) {
-  for (RasterOrder order : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
-    if (text == name_of(order)) return order;
-  }
-  fail(what, " must be along_m or along_n, got '", text, "'");
-}
-
-DataType parse_type(char const* what, std::string const& text) {
-  for (DataType type : {DataType::kF16, DataType::kBF16, DataType::kF32}) {
-    if (text == name_of(type)) return type;
-  }
-  fail(what, " must be f16, bf16 or f32, got '", text, "'");
-}
-
-Major parse_major(char const* what, std::string const& text) {
-  check(text == "k" || text == "mn", what, " must be k or mn, got '", text, "'");
-  return text == "k" ? Major::kK : Major::kMN;
-}
-
-/// A group size as the operators take it, -1 for all of k, as GemmProblem has it.
-int32_t group_of(char const* what, int64_t group_size) {
-  check(group_size == -1 || (group_size >= 0 && group_size <= INT32_MAX), what,
-        ": group_size must be -1 (all of k) or a power of two, got ", group_size);
-  return group_size == -1 ? 0 : int32_t(group_size);
-}
 
 GemmProblem dense_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
                           std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
@@ -134,6 +73,8 @@ GemmProblem w4_problem(char const* op, std::vector<int64_t> const& sizes, std::s
   return p;
 }
 
+/// Of a plan's device; negative: an H200 that need not be here.
+int32_t device_of(int64_t device) { return device < 0 ? kAnyDevice : int32_t(device); }
 DeviceProperties properties_of(int64_t device) { return device < 0 ? h200_properties() : device_properties(int32_t(device)); }
 
 void write_plan(Json& json, GemmPlan const& plan) {
@@ -163,7 +104,7 @@ std::string plan_json(char const* op, GemmProblem problem, std::optional<std::st
   options.use_tuned = use_tuned && tuned_enabled();
   options.only_runnable = only_runnable;
   options.force_arch = forced_arch();
-  use_user_rows(&options);
+  use_user_rows(&options, device_of(device));
   DeviceProperties const properties = properties_of(device);
   if (!kernel) {
     Status const status = dequantize_first(problem, properties, options, &first);
@@ -213,9 +154,7 @@ KernelOverride parse_override(char const* op, std::string const& text) {
     if (key == "decomposition") {
       launch.decomposition = parse_decomposition(what.c_str(), value);
     } else if (key == "splits" || key == "swizzle") {
-      int64_t const number = parse_integer(what.c_str(), value);
-      check(number >= 1 && number <= 4096, what, " must be 1 to 4096, got ", number);
-      (key == "splits" ? launch.splits : launch.max_swizzle_size) = int32_t(number);
+      (key == "splits" ? launch.splits : launch.max_swizzle_size) = parse_launch_number(what.c_str(), value);
     } else if (key == "raster") {
       launch.raster_order = parse_raster(what.c_str(), value);
     } else {
@@ -224,23 +163,6 @@ KernelOverride parse_override(char const* op, std::string const& text) {
   }
   result.launch = launch;
   return result;
-}
-
-WeightFormat parse_format(char const* op, int bits, std::string const& name) {
-  std::string known;
-  for (WeightFormat format : kWeightFormats) {
-    if (bits != 0 && bits_of(format) != bits) continue;
-    if (name == name_of(format)) return format;
-    known += (known.empty() ? "" : ", ") + std::string(name_of(format));
-  }
-  fail(op, ": ", bits == 8 ? "w8_format" : "w4_format", " must be one of ", known, ", got '", name, "'");
-}
-
-Activation parse_activation(char const* op, std::string const& name) {
-  for (Activation a : {Activation::kNone, Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu}) {
-    if (name == name_of(a)) return a;
-  }
-  fail(op, ": activation must be one of none, relu, gelu, gelu_tanh, silu, got '", name, "'");
 }
 
 bool tuned_enabled() {
@@ -257,16 +179,6 @@ int32_t forced_arch() {
     return value == nullptr ? 0 : int32_t(std::atoi(value));
   }();
   return arch;
-}
-
-void use_user_rows(GemmPlanOptions* options) {
-  thread_local std::shared_ptr<UserRows const> held;
-  {
-    std::lock_guard<std::mutex> lock(user_rows_mutex);
-    held = user_rows;
-  }
-  options->user_rows = held->rows.data();
-  options->user_row_count = int64_t(held->rows.size());
 }
 
 namespace {
@@ -288,7 +200,7 @@ struct Cache {
 
   template <class Make>
   Value const& get(GemmProblem const& problem, int32_t device, Make&& make) {
-    uint64_t const now = generation.load(std::memory_order_acquire);
+    uint64_t const now = user_rows_generation();
     if (seen != now || map.size() > 16384) {
       map.clear();
       seen = now;
@@ -299,11 +211,11 @@ struct Cache {
   }
 };
 
-GemmPlanOptions options_of_calls() {
+GemmPlanOptions options_of_calls(int32_t device) {
   GemmPlanOptions options;
   options.use_tuned = tuned_enabled();
   options.force_arch = forced_arch();
-  use_user_rows(&options);
+  use_user_rows(&options, device);
   return options;
 }
 
@@ -313,7 +225,7 @@ GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t 
   thread_local Cache<GemmPlan> cache;
   return cache.get(problem, device, [&] {
     GemmPlan plan;
-    Status const status = plan_gemm(problem, device_properties(device), options_of_calls(), &plan);
+    Status const status = plan_gemm(problem, device_properties(device), options_of_calls(device), &plan);
     check(status.ok(), op, ": ", status.message);
     return plan;
   });
@@ -323,7 +235,7 @@ bool cached_dequantize_first(char const* op, GemmProblem const& problem, int32_t
   thread_local Cache<bool> cache;
   return cache.get(problem, device, [&] {
     bool first = false;
-    Status const status = dequantize_first(problem, device_properties(device), options_of_calls(), &first);
+    Status const status = dequantize_first(problem, device_properties(device), options_of_calls(device), &first);
     check(status.ok(), op, ": ", status.message);
     return first;
   });
@@ -359,81 +271,6 @@ std::string enumerate_w4a16_json(std::vector<int64_t> sizes, std::string ab_type
   char const* op = "minfer::_enumerate_w4a16";
   GemmProblem const problem = w4_problem(op, sizes, ab_type, w4_format, group_size, has_zeros, has_c, gated);
   return enumerate_json(op, problem, only_runnable, device, limit);
-}
-
-int64_t load_tuned(std::string csv) {
-  auto next = std::make_shared<UserRows>();
-  if (!csv.empty()) {
-    std::shared_ptr<UserRows const> before;
-    {
-      std::lock_guard<std::mutex> lock(user_rows_mutex);
-      before = user_rows;
-    }
-    for (GemmTunedRow row : before->rows) {
-      next->names.push_back(row.kernel);
-      row.kernel = next->names.back().c_str();
-      next->rows.push_back(row);
-    }
-  }
-  // The columns of minfer/tuned.py, in order.
-  std::string const expected =
-      "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us";
-  std::vector<std::string> const columns = split(expected, ',');
-  int64_t loaded = 0;
-  bool header = false;
-  int line_number = 0;
-  for (std::string line : split(csv, '\n')) {
-    ++line_number;
-    if (!line.empty() && line.back() == '\r') line.pop_back();
-    if (line.empty() || line[0] == '#') continue;
-    std::string const where = "minfer::_load_tuned: line " + std::to_string(line_number);
-    if (!header) {
-      check(line == expected, where, ": the header must be ", expected, ", got '", line,
-            "'; this table is of another version: remove it and tune again");
-      header = true;
-      continue;
-    }
-    std::vector<std::string> const cells = split(line, ',');
-    check(cells.size() == columns.size(), where, ": expected ", columns.size(), " cells, got ", cells.size());
-    auto const cell = [&](char const* column) -> std::string const& {
-      return cells[size_t(std::find(columns.begin(), columns.end(), column) - columns.begin())];
-    };
-    auto const what = [&](char const* column) { return where + ": " + column; };
-    auto const number = [&](char const* column) { return parse_integer(what(column).c_str(), cell(column)); };
-    if (cell("op") != "gemm" && cell("op") != "w4a16_gemm") continue;
-    GemmTunedRow row{};
-    row.m = number("m");
-    row.n = number("n");
-    row.k = number("k");
-    row.batch = number("batch");
-    row.ab_type = parse_type(what("ab_type").c_str(), cell("ab_type"));
-    row.a_major = parse_major(what("a_major").c_str(), cell("a_major"));
-    row.b_major = parse_major(what("b_major").c_str(), cell("b_major"));
-    if (cell("op") == "gemm") {
-      check(cell("b_format") == name_of(WeightFormat::kDense), what("b_format"), " of gemm must be dense, got '", cell("b_format"), "'");
-    } else {
-      row.b_format = parse_format(where.c_str(), 0, cell("b_format"));
-      row.group_size = group_of(where.c_str(), number("group_size"));
-      row.has_zeros = cell("has_zeros") == "1";
-    }
-    row.has_c = cell("has_c") == "1";
-    row.gated = cell("gated") == "1";
-    next->names.push_back(cell("kernel"));
-    row.kernel = next->names.back().c_str();
-    row.launch.decomposition = parse_decomposition(what("decomposition").c_str(), cell("decomposition"));
-    row.launch.splits = int32_t(number("splits"));
-    row.launch.max_swizzle_size = int32_t(number("swizzle"));
-    row.launch.raster_order = parse_raster(what("raster").c_str(), cell("raster"));
-    row.us = float(std::atof(cell("us").c_str()));
-    next->rows.push_back(row);
-    ++loaded;
-  }
-  {
-    std::lock_guard<std::mutex> lock(user_rows_mutex);
-    user_rows = next;
-  }
-  generation.fetch_add(1, std::memory_order_release);
-  return loaded;
 }
 
 }  // namespace minfer::torch_binding

@@ -3,6 +3,7 @@
 
 #include "common.h"
 #include "minfer/gemm.h"
+#include "parse.h"
 
 namespace minfer::torch_binding {
 
@@ -13,10 +14,6 @@ struct KernelOverride {
 };
 KernelOverride parse_override(char const* op, std::string const& text);
 
-/// A weight format of `bits` bits a code; 0: of any.
-WeightFormat parse_format(char const* op, int bits, std::string const& name);
-Activation parse_activation(char const* op, std::string const& name);
-
 /// Whether a copy of misaligned operands pays: TMA's kernels are several times faster than the element-wise ones, so it does as soon as the
 /// product is more than a launch or two of work.
 inline bool worth_realigning(int64_t m, int64_t n, int64_t k, int64_t batch) {
@@ -26,9 +23,6 @@ inline bool worth_realigning(int64_t m, int64_t n, int64_t k, int64_t batch) {
 /// MINFER_TUNED and MINFER_FORCE_ARCH, read once.
 bool tuned_enabled();
 int32_t forced_arch();
-
-/// Rows loaded by load_tuned for `device`; options points into them, valid until the next load.
-void use_user_rows(GemmPlanOptions* options);
 
 /// plan_gemm with the process's options, remembered per thread.
 GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t device);

@@ -135,7 +135,7 @@ STABLE_TORCH_LIBRARY(minfer, m) {
   m.def(
       "_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device) "
       "-> str");
-  m.def("_load_tuned(str csv) -> int");
+  m.def("_load_tuned(str csv, int device=-1) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) {

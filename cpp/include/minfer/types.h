@@ -67,6 +67,7 @@ inline char const* name_of(RasterOrder order) { return order == RasterOrder::kAl
 /// What planning needs to know of a GPU. Filled by query_device() on a machine that has one, by hand in tests.
 struct DeviceProperties {
   char name[64] = {0};
+  int32_t index = -1;  // of this machine's devices; none of them: -1
   int32_t compute_major = 0;
   int32_t compute_minor = 0;
   int32_t sm_count = 0;

@@ -366,16 +366,21 @@ struct DecodeMainloop : Traits {
     } else {
       // A scale and a minimum of each group and token, f16, [2 * groups][tokens].
       uint32_t const of_values = scales + kMaxGroups * kGroupBytes + (first + 2 * c) * 2;
-      auto const seen = [&](int t) {  // whether anyone sees some of its tokens; scales of others may be anything
-        return !kMasked || (key + 16 * t < scores.last_key && key + 16 * t + 16 > scores.first_key);
+      // Scales of tokens 2 c and the next of eight, from number `token` of the part on. Those of what nobody sees may be anything, NaN too: zeros
+      // in their place. The first key that is seen may be any, the last ones make whole groups.
+      auto const load_seen = [&](uint32_t address, int token) -> uint32_t {
+        if constexpr (!kMasked) return load_4_bytes(address);
+        int const before = scores.first_key - (key + token + 2 * int(c));
+        if (before >= 2 || key + token >= scores.last_key) return 0;
+        return before == 1 ? load_4_bytes(address) & 0xffff0000u : load_4_bytes(address);
       };
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
         uint32_t a[4] = {0, 0, 0, 0};
-        if (int(g) < params.groups_v && seen(t)) {  // tokens 2 c and the next, and 8 behind them
+        if (int(g) < params.groups_v) {
           uint32_t const from = of_values + (params.groups_v + g) * (kSlice * 2) + t * 32;
-          a[0] = load_4_bytes(from);
-          a[2] = load_4_bytes(from + 16);
+          a[0] = load_seen(from, 16 * t);
+          a[2] = load_seen(from + 16, 16 * t + 8);
         }
 #pragma unroll
         for (int i = 0; i < kCols; ++i) multiply_16x8x16<kMmaType>(state.least[i], a, p[t][i][0], p[t][i][1]);
@@ -391,8 +396,7 @@ struct DecodeMainloop : Traits {
           load_matrices_transposed(move_address(params, values, t, j), x);
 #pragma unroll
           for (int chunk = 0; chunk < 2; ++chunk) {
-            uint32_t const low = seen(t) ? load_4_bytes(from[chunk] + t * 32) : 0;
-            uint32_t const high = seen(t) ? load_4_bytes(from[chunk] + t * 32 + 16) : 0;
+            uint32_t const low = load_seen(from[chunk] + t * 32, 16 * t), high = load_seen(from[chunk] + t * 32 + 16, 16 * t + 8);
             uint32_t weighted[kCols][2], a[2][4];
 #pragma unroll
             for (int i = 0; i < kCols; ++i) {
@@ -428,7 +432,7 @@ struct DecodeMainloop : Traits {
     auto const room_at = [&](int token, int chunk) {                                             // rows of kHalf f16, chunks of 16 bytes
       return room + token * (kHalf * 2) + (chunk ^ token % 8) * 16;
     };
-    int const valid = piece.seqlen_k - in_codes - first;
+    int const begin = scores.first_key - in_codes - first, end = piece.seqlen_k - in_codes - first;  // tokens that are seen
     // Elements are laid out in the order of the codes' operands, so that ldmatrix finds them where the queries and outputs have them.
     auto const bring = [&](void const* base, int head_dim, int half) {
       int64_t const row = int64_t(params.heads_kv) * head_dim;
@@ -442,7 +446,9 @@ struct DecodeMainloop : Traits {
         for (int i = 0; i < kAtOnce; ++i) {
           int const token = ((done + i) * 32 + lane) / (kHalf / 8), d = ((done + i) * 32 + lane) % (kHalf / 8) * 8;
           loads[i] = make_uint4(0, 0, 0, 0);
-          if (token < valid && half * kHalf + d < head_dim) loads[i] = __ldcg(reinterpret_cast<uint4 const*>(from + token * row + d));
+          if (token >= begin && token < end && half * kHalf + d < head_dim) {
+            loads[i] = __ldcg(reinterpret_cast<uint4 const*>(from + token * row + d));
+          }
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -509,7 +515,7 @@ struct DecodeMainloop : Traits {
     scores.first_key = mask.begin(0);
     float scale = params.softcap > 0.0f ? params.scale / params.softcap : params.scale * kLog2E;
     if constexpr (kFormat == WeightFormat::kFp8E4M3) {
-      scale *= __ldg(static_cast<float const*>(params.k_scale) + piece.kv_head * params.scale_stride);
+      scale *= load_operand(static_cast<float const*>(params.k_scale) + piece.kv_head * params.scale_stride);
     }
 #pragma unroll
     for (int i = 0; i < kCols; ++i) {

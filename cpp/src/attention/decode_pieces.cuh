@@ -55,7 +55,7 @@ class DecodePieces {
 
   /// By all `threads` of the CTA; nothing to do with few sequences.
   static __device__ void build(SequenceTable::Storage& storage, DecodeParams const& p, int thread, int threads) {
-    if (p.batch > 32) SequenceTable::build(storage, p.batch, items_of(p), thread, threads);
+    if (p.batch > 32) SequenceTable::build(storage, p.batch, items_of(p), p.max_items, thread, threads);
   }
 
   /// guess: what the lengths are before the launch's predecessor has finished, which may still write them; see confirm().
@@ -63,13 +63,12 @@ class DecodePieces {
     int const lane = int(threadIdx.x) % 32;
     queries = keys = 0;
     if (p.batch <= 32 && lane < p.batch) {
-      queries = queries_of(p, lane);
+      queries = p.queries(lane).count;
       if (guess) {
         asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(keys) : "l"(p.seq_lens + lane) : "memory");
-        int64_t const room = p.block_table != nullptr ? int64_t(p.block_table_columns) * p.page_size : p.page_size;
-        keys = int32_t(min(int64_t(max(keys, 0)), room));  // what is read may be anything
+        keys = p.in_cache(keys);
       } else {
-        keys = keys_of(p, lane);
+        keys = p.keys(lane).count;
       }
     }
     lay_out();
@@ -80,7 +79,7 @@ class DecodePieces {
   }
   /// After the predecessor: whether the guess was right; if not, pieces begin anew. By the whole warp.
   __device__ bool confirm() {
-    int const lane = int(threadIdx.x) % 32, now = lane < p.batch ? keys_of(p, lane) : 0;
+    int const lane = int(threadIdx.x) % 32, now = lane < p.batch ? p.keys(lane).count : 0;
     if (__all_sync(0xffffffffu, now == keys)) return true;
     keys = now;
     lay_out();
@@ -101,10 +100,10 @@ class DecodePieces {
       piece.seqlen_k = __shfl_sync(0xffffffffu, keys, piece.batch);
     } else {
       piece.batch = SequenceTable::find(storage, p.batch, items_of(p), last, &own);
-      piece.seqlen_q = queries_of(p, piece.batch);
-      piece.seqlen_k = keys_of(p, piece.batch);
+      piece.seqlen_q = p.queries(piece.batch).count;
+      piece.seqlen_k = p.keys(piece.batch).count;
     }
-    piece.row_q = p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + piece.batch) : 0;
+    piece.row_q = p.first_query(piece.batch);
     int const first_slice = slices_begin(p, piece.seqlen_q, piece.seqlen_k), slices = slices_of(p, piece.seqlen_q, piece.seqlen_k);
     int const of_unit = p.num_splits > 0 ? p.num_splits : slices, unit = divide(own, of_unit), item = own - unit * of_unit;
     int const all_rows = piece.seqlen_q * p.group, tiles = tiles_of(p, all_rows);
@@ -140,13 +139,14 @@ class DecodePieces {
     if (p.batch <= 32) {
       int const lane = int(threadIdx.x) % 32;
       items = lane < p.batch ? items_with(p, queries, keys) : 0;
-      first = items;
+      int32_t end = min(items, p.max_items);
       for (int s = 1; s < p.batch; s *= 2) {
-        int32_t const before = __shfl_up_sync(0xffffffffu, first, s);
-        if (lane >= s) first += before;
+        int32_t const before = __shfl_up_sync(0xffffffffu, end, s);
+        if (lane >= s) end = SequenceTable::add(end, before, p.max_items);
       }
-      total = __shfl_sync(0xffffffffu, first, p.batch > 0 ? p.batch - 1 : 0);
-      first -= items;
+      total = __shfl_sync(0xffffffffu, end, p.batch > 0 ? p.batch - 1 : 0);
+      first = __shfl_up_sync(0xffffffffu, end, 1);
+      if (lane == 0) first = 0;
     } else {
       total = SequenceTable::total(storage, p.batch);
     }
@@ -165,16 +165,10 @@ class DecodePieces {
     return rest >= b ? quotient + 1 : quotient;
   }
   static __device__ int tiles_of(DecodeParams const& p, int rows) { return (rows + 8 * p.columns - 1) >> (p.columns == 1 ? 3 : 4); }
-  static __device__ int queries_of(DecodeParams const& p, int b) {
-    return p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + b + 1) - __ldg(p.cu_seqlens_q + b) : p.seqlen_q;
-  }
-  static __device__ int keys_of(DecodeParams const& p, int b) {
-    int const keys = __ldg(p.seq_lens + b);
-    return keys > 0 ? keys : 0;
-  }
+  /// The first slice that holds a key of codes that a query sees; where none does, that of the residual.
   static __device__ int slices_begin(DecodeParams const& p, int queries, int keys) {
-    int const begin = Mask(queries, keys, p.window_left, p.window_right).begin(0) / kSlice, end = codes_end(p, keys);
-    return begin < end ? begin : end;
+    int const begin = Mask(queries, keys, p.window_left, p.window_right).begin(0);
+    return begin < in_codes(p, keys) ? begin / kSlice : codes_end(p, keys);
   }
   /// A unit without a key is visited too: its output is zeros.
   static __device__ int slices_of(DecodeParams const& p, int queries, int keys) {
@@ -188,7 +182,7 @@ class DecodePieces {
     return units * (p.num_splits > 0 ? p.num_splits : slices_of(p, queries, keys));
   }
   static __device__ auto items_of(DecodeParams const& p) {
-    return [&p](int b) { return items_with(p, queries_of(p, b), keys_of(p, b)); };
+    return [&p](int b) { return items_with(p, p.queries(b).count, p.keys(b).count); };
   }
 
   DecodeParams const& p;

@@ -9,6 +9,7 @@
 #include <random>
 
 #include "attention/launch.h"
+#include "common/context.h"
 #include "gemm/launch.h"
 
 namespace minfer {
@@ -333,6 +334,7 @@ Status run_attention(AttentionPlan const& plan, AttentionProblem const& problem,
     return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", workspace_bytes,
                            plan.workspace_bytes);
   }
+  if (Status status = bind_context(device); !status.ok()) return status;
   attention::AttentionLaunchArguments const arguments{
       &plan, &problem, &operands, &device, workspace, attention::next_nonce(), gemm::programmatic_launch_enabled(), stream};
   return reinterpret_cast<attention::LaunchFunction>(const_cast<void*>(plan.kernel->launch))(arguments);

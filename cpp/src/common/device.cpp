@@ -1,5 +1,6 @@
 #include <cstdio>
 
+#include "common/context.h"
 #include "minfer/registry.h"
 
 namespace minfer {
@@ -20,6 +21,8 @@ DeviceProperties h200_properties() {
 }
 
 #if !MINFER_WITH_CUDA
+Status bind_context(DeviceProperties const&) { return Status::success(); }
+
 Status query_device(int32_t device_index, DeviceProperties*) {
   return Status::failure(StatusCode::kNotSupported, "device %d cannot be queried: this build has no CUDA (configure with MINFER_CUDA=ON)",
                          device_index);

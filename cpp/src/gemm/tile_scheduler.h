@@ -153,8 +153,10 @@ inline TileSchedulerParams make_schedule(int64_t tiles_m, int64_t tiles_n, int64
   p.tiles_n = int32_t(tiles_n);
   p.batch = int32_t(batch);
   p.k_tiles = int32_t(k_tiles);
-  p.swizzle = swizzle < 1 ? 1 : swizzle;
   p.raster_along_n = raster == RasterOrder::kAlongN;
+  // More than all tiles across, side by side, are the same walk, in products that 32 bits may not hold.
+  int64_t const along = p.raster_along_n ? tiles_n : tiles_m, across = p.raster_along_n ? tiles_m : tiles_n;
+  p.swizzle = swizzle < 1 ? 1 : along * swizzle > INT32_MAX && swizzle > across ? int32_t(across) : swizzle;
   int64_t const tiles = tiles_m * tiles_n * batch;
   p.workers = int32_t(tiles < max_workers ? tiles : max_workers);
   if (decomposition == Decomposition::kSplitK && splits > 1 && k_tiles > 1) {

@@ -46,7 +46,7 @@ __device__ __forceinline__ void copy_async_4(void* destination, void const* sour
 template <bool kVectors>
 __device__ __forceinline__ uint4 load_8(uint16_t const* row, int k, int hidden, bool inside) {
   if constexpr (kVectors) {
-    return inside && k < hidden ? __ldg(reinterpret_cast<uint4 const*>(row + k)) : make_uint4(0, 0, 0, 0);
+    return inside && k < hidden ? load_operand(reinterpret_cast<uint4 const*>(row + k)) : make_uint4(0, 0, 0, 0);
   } else {
     uint32_t word[4];
 #pragma unroll

@@ -1,0 +1,169 @@
+#include "tuned_rows.h"
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "bindings.h"
+#include "parse.h"
+
+namespace minfer::torch_binding {
+
+namespace {
+
+/// Never changed once they are in use: a load makes new ones.
+struct UserRows {
+  std::map<int32_t, std::vector<GemmTunedRow>> loaded;  // by device, as they were loaded
+  std::map<int32_t, std::vector<GemmTunedRow>> used;    // by device: its own, then everyone's
+  std::shared_ptr<std::deque<std::string>> names;       // of the rows' kernels
+};
+
+std::mutex user_rows_mutex;
+std::shared_ptr<UserRows const> user_rows = std::make_shared<UserRows const>();
+std::atomic<uint64_t> generation{0};
+
+std::shared_ptr<UserRows const> current() {
+  std::lock_guard<std::mutex> lock(user_rows_mutex);
+  return user_rows;
+}
+
+/// The columns of minfer/tuned.py, in order.
+constexpr char const* kHeader =
+    "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us";
+
+/// A line's cells by column, and how messages name them.
+class Line {
+ public:
+  Line(int number, std::string const& text) : where_("minfer::_load_tuned: line " + std::to_string(number)), cells_(split(text, ',')) {
+    if (cells_.size() != columns().size()) fail(where_, ": expected ", columns().size(), " cells, got ", cells_.size());
+  }
+
+  std::string const& where() const { return where_; }
+  std::string const& cell(char const* column) const {
+    return cells_[size_t(std::find(columns().begin(), columns().end(), column) - columns().begin())];
+  }
+  template <class Parse, class... Limits>
+  auto parsed(Parse&& parse, char const* column, Limits... limits) const {
+    return parse((where_ + ": " + column).c_str(), cell(column), limits...);
+  }
+
+ private:
+  static std::vector<std::string> const& columns() {
+    static std::vector<std::string> const all = split(kHeader, ',');
+    return all;
+  }
+
+  std::string where_;
+  std::vector<std::string> cells_;
+};
+
+/// All but the kernel's name.
+GemmTunedRow row_of(Line const& line) {
+  constexpr int64_t kMost = INT32_MAX;  // plans take no more
+  GemmTunedRow row{};
+  row.m = line.parsed(parse_integer, "m", 0, kMost);
+  row.n = line.parsed(parse_integer, "n", 0, kMost);
+  row.k = line.parsed(parse_integer, "k", 0, kMost);
+  row.batch = line.parsed(parse_integer, "batch", 0, kMost);
+  row.ab_type = line.parsed(parse_type, "ab_type");
+  row.a_major = line.parsed(parse_major, "a_major");
+  row.b_major = line.parsed(parse_major, "b_major");
+  if (line.cell("op") == "gemm") {
+    if (line.cell("b_format") != name_of(WeightFormat::kDense)) {
+      fail(line.where(), ": b_format of gemm must be dense, got '", line.cell("b_format"), "'");
+    }
+  } else {
+    row.b_format = parse_format(line.where().c_str(), 0, line.cell("b_format"));
+    row.group_size = group_of(line.where().c_str(), line.parsed(parse_integer, "group_size", -1, INT64_MAX));
+    row.has_zeros = line.parsed(parse_flag, "has_zeros");
+  }
+  row.has_c = line.parsed(parse_flag, "has_c");
+  row.gated = line.parsed(parse_flag, "gated");
+  row.launch.decomposition = line.parsed(parse_decomposition, "decomposition");
+  row.launch.splits = line.parsed(parse_launch_number, "splits");
+  row.launch.max_swizzle_size = line.parsed(parse_launch_number, "swizzle");
+  row.launch.raster_order = line.parsed(parse_raster, "raster");
+  row.us = line.parsed(parse_positive, "us");
+  return row;
+}
+
+/// Appends a text's rows; returns how many.
+int64_t read_rows(std::string const& csv, std::vector<GemmTunedRow>* rows, std::deque<std::string>* names) {
+  int64_t count = 0;
+  bool header = false;
+  int number = 0;
+  for (std::string text : split(csv, '\n')) {
+    ++number;
+    if (!text.empty() && text.back() == '\r') text.pop_back();
+    if (text.empty() || text[0] == '#') continue;
+    if (!header) {
+      if (text != kHeader) {
+        fail("minfer::_load_tuned: line ", number, ": the header must be ", kHeader, ", got '", text,
+             "'; this table is of another version: remove it and tune again");
+      }
+      header = true;
+      continue;
+    }
+    Line const line(number, text);
+    if (line.cell("op") != "gemm" && line.cell("op") != "w4a16_gemm") continue;
+    GemmTunedRow row = row_of(line);
+    names->push_back(line.cell("kernel"));
+    row.kernel = names->back().c_str();
+    rows->push_back(row);
+    ++count;
+  }
+  return count;
+}
+
+}  // namespace
+
+void use_user_rows(GemmPlanOptions* options, int32_t device) {
+  thread_local std::shared_ptr<UserRows const> held;
+  held = current();
+  auto found = held->used.find(device);
+  if (found == held->used.end()) found = held->used.find(kAnyDevice);
+  if (found == held->used.end()) return;
+  options->user_rows = found->second.data();
+  options->user_row_count = int64_t(found->second.size());
+}
+
+uint64_t user_rows_generation() { return generation.load(std::memory_order_acquire); }
+
+int64_t load_tuned(std::string csv, int64_t device) {
+  if (device < kAnyDevice || device > INT16_MAX) fail("minfer::_load_tuned: device must be an index, or -1 for all devices, got ", device);
+  static std::mutex one_at_a_time;
+  std::lock_guard<std::mutex> const alone(one_at_a_time);
+  int32_t const index = int32_t(device);
+  auto next = std::make_shared<UserRows>();
+  next->names = std::make_shared<std::deque<std::string>>();
+  if (!csv.empty() || index != kAnyDevice) {
+    std::shared_ptr<UserRows const> const before = current();
+    for (auto const& [of, rows] : before->loaded) {
+      if (csv.empty() && of == index) continue;
+      for (GemmTunedRow row : rows) {
+        next->names->push_back(row.kernel);
+        row.kernel = next->names->back().c_str();
+        next->loaded[of].push_back(row);
+      }
+    }
+  }
+  int64_t const count = csv.empty() ? 0 : read_rows(csv, &next->loaded[index], next->names.get());
+  std::vector<GemmTunedRow> const everyones = next->loaded[kAnyDevice];
+  for (auto const& [of, rows] : next->loaded) {
+    std::vector<GemmTunedRow>& used = next->used[of];
+    used = rows;
+    if (of != kAnyDevice) used.insert(used.end(), everyones.begin(), everyones.end());
+  }
+  {
+    std::lock_guard<std::mutex> lock(user_rows_mutex);
+    user_rows = next;
+  }
+  generation.fetch_add(1, std::memory_order_release);
+  return count;
+}
+
+}  // namespace minfer::torch_binding
