@@ -22,7 +22,8 @@ class Rule(NamedTuple):
     """Which views of a tensor an operator takes, by its documentation.
 
     ``unit``: bytes that base and strides are multiples of (0: of the element); ``last``: the last mode is contiguous; ``order``: modes may
-    lie in any order; ``expand``: strides of 0 are legal; ``dense``: contiguous and nothing else (at any base that is a multiple of unit).
+    lie in any order; ``expand``: strides of 0 are legal; ``dense``: contiguous and nothing else, at any base; ``run``: all modes but the
+    last are one run of rows; ``usual``: an order of modes in memory that comes often.
     """
 
     unit: int = 0
@@ -30,6 +31,8 @@ class Rule(NamedTuple):
     order: bool = True
     expand: bool = True
     dense: bool = False
+    run: bool = False
+    usual: tuple[int, ...] = ()
 
 
 ANY = Rule()
@@ -37,7 +40,7 @@ VIEW = Rule(expand=False)  # any view that does not overlap itself
 ROWS = Rule(last=True, order=False, expand=False)  # rows contiguous, any leading dimension
 TMA = Rule(unit=16, last=True, expand=False)
 DENSE = Rule(dense=True)
-DENSE16 = Rule(unit=16, dense=True)
+RUN = Rule(last=True, order=False, expand=False, run=True)
 
 
 class Layout(NamedTuple):
@@ -66,56 +69,53 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
 
 
+def _draw_strides(draw: Draw, rule: Rule, shape: Sequence[int], unit: int) -> list[int]:
+    """``unit``: elements that strides are multiples of, but for that of a contiguous last mode."""
+    modes = len(shape)
+    strides, order = list(contiguous_strides(shape)), list(range(modes))  # order: from the outermost mode to the innermost
+    if rule.dense or modes == 0:
+        return strides
+    style = draw.weighted({"plain": 4, "padded": 3, "order": 2, "step": 1, "expand": 0.5})
+    legal = {"order": rule.order, "step": not rule.last, "expand": rule.expand}.get(style, True)
+    style = style if legal else "padded"
+    usual = bool(rule.usual) and draw.chance(0.5)
+    if usual:
+        order, style = list(rule.usual), "plain" if draw.chance(0.7) else "padded"
+    elif style == "order":
+        movable = order[:-1] if rule.last else order
+        draw.shuffle(movable)
+        order = movable + order[len(movable) :]
+    step = draw.pick(2, 3, 8) if style == "step" else 1
+    for mode in reversed(order):
+        strides[mode] = step
+        step *= max(shape[mode], 1)
+        if style != "plain" and draw.chance(0.6) and not (rule.run and mode < modes - 1):
+            step += draw.pick(1, 2, 3, 8, 16, 64) if unit == 1 else unit * draw.pick(1, 2, 3, 8)
+        step = -(-step // unit) * unit
+    if style == "expand":
+        strides[draw.randrange(modes)] = 0
+    for mode, size in enumerate(shape):  # what a mode of one element has for a stride says nothing
+        if size == 1 and draw.chance(0.2) and not (rule.run or (rule.last and mode == modes - 1)):
+            strides[mode] = unit * draw.pick(1, 5, 1000)
+    return strides
+
+
 def draw_layout(draw: Draw, rule: Rule, shape: Sequence[int], dtype: torch.dtype, *, limit: int = 1 << 26) -> Layout:
     """A view that the rule allows; plain ones come often, for they are what is used most and have kernels of their own."""
-    each, modes = dtype.itemsize, len(shape)
+    each = dtype.itemsize
     unit = max(1, rule.unit // each)
-    strides = list(contiguous_strides(shape))
-    style = draw.weighted({"plain": 4, "padded": 3, "order": 2, "step": 1, "expand": 0.5}) if not rule.dense and modes > 0 else "plain"
-    if style == "order" and not rule.order:
-        style = "padded"
-    if style == "step" and rule.last:
-        style = "padded"
-    if style == "expand" and not rule.expand:
-        style = "padded"
-    if style != "plain":
-        modes_in_memory = list(range(modes))  # from the outermost to the innermost
-        if style == "order":
-            movable = modes_in_memory[:-1] if rule.last else modes_in_memory
-            draw.shuffle(movable)
-            modes_in_memory = movable + modes_in_memory[len(movable) :]
-        step = 1 if style != "step" else draw.pick(2, 3, 8)
-        for mode in reversed(modes_in_memory):
-            strides[mode] = step
-            step *= max(shape[mode], 1)
-            if draw.chance(0.6):
-                step += draw.pick(1, 2, 3, 8, 16, 64) if unit == 1 else unit * draw.pick(1, 2, 3, 8)
-            if rule.unit:  # a mode's stride is a multiple of the unit, the contiguous last one's aside
-                step = -(-step // unit) * unit
-        if style == "expand":
-            strides[draw.randrange(modes)] = 0
-        if _extent(shape, strides) > limit:
-            strides = list(contiguous_strides(shape))
-    elif rule.unit and not rule.dense:
-        step = 1
-        for mode in reversed(range(modes)):
-            strides[mode] = step
-            step *= max(shape[mode], 1)
-            if mode == modes - 1:
-                step = -(-step // unit) * unit
-    for mode, size in enumerate(shape):  # what a mode of one element has for a stride says nothing
-        if size == 1 and not rule.dense and draw.chance(0.2) and not (rule.last and mode == modes - 1):
-            strides[mode] = unit * draw.pick(1, 5, 1000)
+    strides = _draw_strides(draw, rule, shape, unit)
+    while _extent(shape, strides) > limit:
+        strides = _draw_strides(draw, rule, shape, unit)
     extent = _extent(shape, strides)
-    band = max(BAND, min(extent, 4096))
     lane = max(1, 64 // each)
-    offset = -(-band // lane) * lane  # a multiple of 64 bytes, plus ..
+    band = -(-max(BAND, min(extent, 4096)) // lane) * lane
+    offset = band  # a multiple of 64 bytes, plus ..
     if rule.unit:
         offset += unit * draw.pick(0, 0, 1, 2)
     elif draw.chance(0.4):
         offset += draw.pick(1, 2, 4, 8)
-    floating = dtype.is_floating_point
-    filling = 0xFF if floating else draw.choice(FILLINGS)
+    filling = 0xFF if dtype.is_floating_point else draw.choice(FILLINGS)
     return Layout(tuple(strides), offset, offset + extent + band, filling)
 
 
@@ -222,10 +222,10 @@ class Arena:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(raw_bytes(a), raw_bytes(b))
 
 
-def _bytes(x: Tensor) -> Tensor:
-    x = x.detach()
-    x = _raw(x).contiguous()
-    return x.view(torch.uint8) if x.dim() > 0 else x.reshape(1).view(torch.uint8)
+def raw_bytes(x: Tensor) -> Tensor:
+    """The bytes of a tensor's elements in order; of a contiguous one the memory itself."""
+    x = _raw(x.detach()).contiguous()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

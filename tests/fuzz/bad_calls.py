@@ -31,7 +31,9 @@ def draw_wrong(family: Family, p: Parameters, tensors: dict[str, Tensor | None],
     """A wrong call of what the family says about its arguments, made of a legal one's; None where it says nothing."""
     arguments = {name: a for name, a in family.arguments(p).items() if tensors.get(name) is not None}
     options = family.wrong_options(p)
-    kinds = {"dtype": 3, "rank": 2, "size": 4, "device": 2} if arguments else {}
+    kinds = {"dtype": 3, "rank": 2, "size": 4} if arguments else {}
+    if len(arguments) > 1:
+        kinds["device"] = 2
     if options:
         kinds["option"] = 4
     if not kinds:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arena import Arena, same_bits
+from .arena import Arena, raw_bytes, same_bits
 from .family import Contents, Family, Parameters
 
 THREADS = 4
@@ -67,7 +67,7 @@ def difference(have: dict[str, Tensor], want: dict[str, Tensor]) -> str | None:
             off = (have[name].double() - x.double()).abs().nan_to_num(nan=torch.inf) if have[name].shape == x.shape else None
             if off is None:
                 return f"{name} is {list(have[name].shape)} instead of {list(x.shape)}"
-            raw = have[name].contiguous().view(torch.uint8) != x.contiguous().view(torch.uint8)
+            raw = raw_bytes(have[name]) != raw_bytes(x)
             return f"{name}: {int(raw.sum())} bytes differ, by up to {off.max().item() if off.numel() else 0:.4g}"
     return None
 
@@ -146,8 +146,9 @@ def fake(call: Call, want: dict[str, Tensor]) -> str | None:
         y = have[name]
         same = y.shape == x.shape and y.dtype == x.dtype and y.device == x.device
         # Of a tensor without elements, and of modes of one, strides say nothing; what is written has the caller's.
+        modes = zip(x.shape, x.stride(), y.stride(), strict=True)
         strides = (
-            name in call.written or x.numel() == 0 or all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), y.stride(), strict=True))
+            name in call.written or call.family.out(call.p) is not None or x.numel() == 0 or all(n == 1 or a == b for n, a, b in modes)
         )
         if not same or not strides:
             of = lambda z: f"{z.dtype} {list(z.shape)} with strides {z.stride()} on {z.device}"  # noqa: E731
@@ -231,8 +232,8 @@ def graph(call: Call, want: dict[str, Tensor], other: Contents) -> str | None:
 
     def replay() -> dict[str, Tensor]:
         for name, x in results.items():
-            if name not in call.written and name != "out":
-                x.view(torch.uint8).fill_(0xFF) if x.dim() else None
+            if name not in call.written and call.family.out(call.p) is None:
+                raw_bytes(x).fill_(0xFF)
         arena.restore(call.written)
         recorded.replay()
         have = copies(results)

@@ -142,10 +142,16 @@ class _Case:
         draw = self.draw
         if self.device.type != "cuda":
             chances = {"again": 0.3, "inference": 0.15, "threads": 0.1, "fake": 0.1, "compiled": 0.004}
+            if not self.family.traced:
+                del chances["fake"], chances["compiled"]
+            elif self.family.out(self.p) is not None and not call.tensors()[self.p.get("out_is", "out")].is_contiguous():
+                del chances["compiled"]  # Dynamo takes no other out=
             return [mode for mode, chance in chances.items() if draw.chance(chance)]
         chances = {"busy": 0.6, "inference": 0.2, "threads": 0.25, "fresh_thread": 0.3, "other_device": 0.3, "fake": 0.02}
         if torch.cuda.device_count() < 2:
             del chances["other_device"]
+        if not self.family.traced:
+            return [mode for mode, chance in chances.items() if mode != "fake" and draw.chance(chance)]
         chosen = [mode for mode, chance in chances.items() if draw.chance(chance)]
         return chosen + (["graph"] if draw.chance(0.5) else [])  # the last one: it leaves other contents
 
