@@ -1,8 +1,8 @@
 """Two builds of minfer against each other: ``python bench/compare_builds.py OLD NEW [--families ..] [--seed N] [--out FILE]``.
 
 OLD and NEW are folders that hold a package ``minfer`` each. A process runs each build, for two cannot be loaded into one; the processes
-prepare the same cell and replay it in turn (A B A B), one at a time, as :mod:`minfer.benchmarking` says: CUDA graphs, operands rotated through
-three L2s. Cells are drawn by a seeded generator, so they are on no table. The ratio is old / new: above 1, the new build is faster.
+prepare the same cell and replay it in turn (A B A B), one at a time, as :mod:`minfer.benchmarking` says: CUDA graphs, operands rotated
+through three L2s. Cells are drawn by a seeded generator, so they are on no table. The ratio is old / new: above 1, the new build is faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ROUNDS = 9
+ROUNDS = 21
 
 
 @dataclass(frozen=True)
@@ -231,18 +231,19 @@ def caches(o: dict[str, Any], normal: Callable[..., Any]) -> tuple[Callable[[Any
     if o["op"] == "merge":
         make = lambda: ([normal(tokens, 32, head_dim) for _ in range(3)], [normal(32, tokens, dtype=torch.float32) for _ in range(3)])  # noqa: E731
         return lambda x: minfer.merge_attention_states(*x), make
-    cache = minfer.allocate_kv_cache(max(64, tokens // 64 + 1), 64, heads, head_dim, kv_format=o["kv_format"], device="cuda", batch=tokens)
-    if tokens > 64:
-        slots, ends = torch.arange(tokens, device="cuda"), torch.tensor([0, tokens], device="cuda", dtype=torch.int32)
-        return lambda x: minfer.kv_cache_append(*x, cache.k, cache.v, slots, cu_seqlens=ends, **cache.scales()), lambda: (
-            normal(tokens, heads, head_dim),
-            normal(tokens, heads, head_dim),
-        )
-    slots = torch.arange(tokens, device="cuda") * 64 + torch.arange(tokens, device="cuda") % 64
-    return lambda x: minfer.kv_cache_append(*x, cache.k, cache.v, slots, **cache.scales()), lambda: (
-        normal(tokens, heads, head_dim),
-        normal(tokens, heads, head_dim),
+    prompt = tokens > 64  # of one sequence; else a token each
+    sequences = 1 if prompt else tokens
+    cache = minfer.allocate_kv_cache(
+        max(64, tokens // 64 + 1), 64, heads, head_dim, kv_format=o["kv_format"], device="cuda", batch=sequences
     )
+    tokens_at = torch.arange(tokens, device="cuda")
+    slots = tokens_at if prompt else tokens_at * 64 + tokens_at
+    ends = torch.tensor([0, tokens], device="cuda", dtype=torch.int32) if prompt else None
+
+    def append(x: Any) -> None:
+        minfer.kv_cache_append(*x, cache.k, cache.v, slots, cu_seqlens=ends, **cache.scales())
+
+    return append, lambda: (normal(tokens, heads, head_dim), normal(tokens, heads, head_dim))
 
 
 def attention(family: str, o: dict[str, Any], normal: Callable[..., Any]) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
@@ -254,10 +255,8 @@ def attention(family: str, o: dict[str, Any], normal: Callable[..., Any]) -> tup
     kind = o.get("kind", "")
     integers = dict(device="cuda", dtype=torch.int32)
     if family == "prefill" and kind == "":
-        make = lambda: tuple(
-            normal(batch, length, heads, d) for length, heads in ((o["q"], heads_q), (o["k"], heads_kv), (o["k"], heads_kv))
-        )  # noqa: E731
-        return lambda x: minfer.attention(*x, **options), make
+        shapes = [(batch, o["q"], heads_q, d), *[(batch, o["k"], heads_kv, d)] * 2]
+        return lambda x: minfer.attention(*x, **options), lambda: tuple(normal(*shape) for shape in shapes)
     lengths = (
         [max(1, round(o["k"] * (0.5 + i / batch))) for i in range(batch)] if family == "decode" or kind == "varlen" else [o["k"]] * batch
     )

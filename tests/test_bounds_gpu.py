@@ -1,7 +1,7 @@
 """No value of an index tensor leads outside of the tensors that were passed, and what nobody may see does not reach a result.
 
-Lengths, pages, rows and permutations come out of engines and checkpoints. What the lengths do not need is never looked at; what they need and
-is not there counts as zeros; nothing is written outside of the results. Under compute-sanitizer these tests say more than without it.
+Lengths, pages, rows and permutations come out of engines and checkpoints. What the lengths do not need is never looked at; what they
+need and is not there counts as zeros; nothing is written outside of the results. Under compute-sanitizer these tests say more than without.
 """
 
 import math
@@ -31,7 +31,7 @@ def integers(*values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-# ---- attention over caches: what the lengths do not need ------------------------------------------------------------------------------
+# ---- attention over caches: what the lengths do not need -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("queries", (1, 40), ids=("decode", "prefill"))
@@ -137,7 +137,7 @@ def test_rows_before_every_window_in_tensors(head_dim):
             assert torch.allclose(out.float(), want[0].flatten(0, 1).float(), atol=2e-2, rtol=2e-2)
 
 
-# ---- attention: what is needed and not there ---------------------------------------------------------------------------------------------
+# ---- attention: what is needed and not there -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("queries", (1, 100), ids=("decode", "prefill"))
@@ -209,7 +209,22 @@ def test_ends_of_sequences_that_cannot_be(ends):
     assert all(bool((x == 3).all()) for x in guards)
 
 
-# ---- rows of experts, columns of a permutation ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_sequences_that_are_longer_than_was_said(kv_format):
+    """max_seqlen_q sizes a launch, and no more."""
+    lengths, queries = [300, 77, 150], [90, 3, 41]
+    cache, seq_lens, table = make_cache(lengths, kv_format, 2, (128, 128), torch.float16, DEVICE)
+    q, ends = torch.randn(sum(queries), 8, 128, device=DEVICE).half(), integers(0, 90, 93, 134)
+    options = dict(block_table=table, cu_seqlens_q=ends, **cache.scales())
+    want = minfer.attention_paged(q, cache.k, cache.v, seq_lens, max_seqlen_q=90, **options)
+    for said in (0, 1, 7, 40):
+        for splits in (None, 3):
+            have = minfer.attention_paged(q, cache.k, cache.v, seq_lens, max_seqlen_q=said, num_splits=splits, **options)
+            assert torch.allclose(have[0].float(), want[0].float(), atol=1e-2, rtol=1e-2), (said, splits)
+            assert torch.allclose(have[1], want[1], atol=1e-2), (said, splits)
+
+
+# ---- rows of experts, columns of a permutation ---------------------------------------------------------------------------------
 
 
 def rows_that_are_not_there(rows: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,7 +271,7 @@ def test_ends_of_experts_that_cannot_be():
 
 @pytest.mark.parametrize("k", (512, 9216, 32768), ids=lambda k: f"k{k}")
 def test_permuted_columns_that_are_not_there_are_zeros(k):
-    """act-order's permutation comes out of checkpoints. Rows in shared memory, behind an early start or not, and rows that do not fit there."""
+    """Of act-order, out of a checkpoint. Rows in shared memory, behind an early start or not, and rows that do not fit there."""
     n = 128
     codes = torch.randint(0, 16, (n, k), device=DEVICE, dtype=torch.uint8)
     packed, scales = minfer.w4a16_pack(codes), (torch.rand(k // 128, n, device=DEVICE) / 64).bfloat16()
