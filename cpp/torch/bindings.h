@@ -110,6 +110,7 @@ Tensor moe_ffn_w4a16(Tensor const& x, Tensor const& w13, Tensor const& w13_scale
 std::string build_info();
 std::string kernels(std::string const& family);
 std::string device_properties_json(int64_t index);
+std::string device_file_name_text(std::string const& device_name);
 std::string plan_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
                            std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
                            bool gated, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable, int64_t device);

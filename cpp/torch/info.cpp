@@ -1,4 +1,4 @@
-// What the build holds: _build_info, _kernels, _device_properties; and _allocate.
+// What the build holds: _build_info, _kernels, _device_properties, _device_file_name; and _allocate.
 #include "bindings.h"
 #include "device.h"
 #include "json.h"
@@ -74,6 +74,8 @@ std::string device_properties_json(int64_t index) {
   json.key("shipped_rows").value(rows).close('}');
   return json.text();
 }
+
+std::string device_file_name_text(std::string const& device_name) { return device_file_name(device_name.c_str()).text; }
 
 Tensor allocate_for_tests(Tensor const& like, std::vector<int64_t> const& shape, std::string const& what) {
   return allocate("minfer::_allocate", like, shape, like.scalar_type(), what, " beside ", like);

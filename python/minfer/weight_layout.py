@@ -62,6 +62,11 @@ def groups(k: Any, group_size: int) -> Any:
     return 1 if group_size == -1 else (k + (group_size - 1)) // group_size
 
 
+def group_columns(k: int, group_size: int) -> int:
+    """Columns of a group: a group_size that is -1 or covers k is all of k, and nothing is ever padded to it."""
+    return k if group_size == -1 or group_size >= k else group_size
+
+
 def _units_shape(rows: int, columns: int, bits: int) -> tuple[int, ...]:
     """Of the units in a weight of so many blocks, before they are moved."""
     warp, _, lane = _ROW
@@ -126,6 +131,8 @@ def unpack(qweight: torch.Tensor, n: int, k: int, order: str = "plain") -> torch
     """The inverse of :func:`pack`, whose bits it knows from the shape: uint8 [n, k], a view where n or k are not multiples of 64."""
     book = order == "book"
     rows, columns, words = qweight.shape
+    if rows == 0 or columns == 0:  # any strides are contiguous then, but not all can be viewed as bytes
+        return torch.empty(n, k, dtype=torch.uint8, device=qweight.device)
     bits = words * 32 // (BLOCK * BLOCK)
     shape, qweight = _units_shape(rows, columns, bits), qweight.contiguous()
     if order == "e2m1":
