@@ -147,6 +147,16 @@ def test_input_is_left_alone(layout):
     assert torch.equal(codes, before) and torch.equal(packed, kept)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_views_without_words(shape, layout):
+    """Whatever strides they have, they count as contiguous, but not all can be viewed as bytes."""
+    bits, order = LAYOUTS[layout]
+    empty = torch.zeros(64, dtype=torch.int32).as_strided((*shape, weight_layout.block_words(bits)), (1, 4, 16))
+    unpacked = weight_layout.unpack(empty, 64 * shape[0], 64 * shape[1], order)
+    assert unpacked.shape == (64 * shape[0], 64 * shape[1]) and unpacked.dtype == torch.uint8
+
+
 @pytest.mark.parametrize("order", ["plain", "book", "e2m1"])
 def test_high_bits_do_not_leak(order):
     """Where codes are not looked at (CUDA), only their low four bits are packed."""

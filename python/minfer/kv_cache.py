@@ -174,7 +174,8 @@ def kv_cache_append(
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was stored. Values of
-        slot_mapping and cu_seqlens that cannot be right are errors on CPU and undefined on CUDA. Also where an argument requires grad.
+        slot_mapping and cu_seqlens that cannot be right are errors on CPU; on CUDA a token whose slot the cache does not have is stored
+        nowhere, and nothing outside of the tensors is read or written. Also where an argument requires grad.
 
     slot_mapping, cu_seqlens and fp8's scales are read on the device: no host synchronises, and a captured graph follows them. Slots that
     are not named keep their bits. In a compiled graph, caches that are views of other tensors have fixed sizes, dynamic or not.

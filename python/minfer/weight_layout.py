@@ -131,6 +131,8 @@ def unpack(qweight: torch.Tensor, n: int, k: int, order: str = "plain") -> torch
     """The inverse of :func:`pack`, whose bits it knows from the shape: uint8 [n, k], a view where n or k are not multiples of 64."""
     book = order == "book"
     rows, columns, words = qweight.shape
+    if rows == 0 or columns == 0:  # any strides are contiguous then, but not all can be viewed as bytes
+        return torch.empty(n, k, dtype=torch.uint8, device=qweight.device)
     bits = words * 32 // (BLOCK * BLOCK)
     shape, qweight = _units_shape(rows, columns, bits), qweight.contiguous()
     if order == "e2m1":

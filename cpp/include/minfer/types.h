@@ -67,6 +67,7 @@ inline char const* name_of(RasterOrder order) { return order == RasterOrder::kAl
 /// What planning needs to know of a GPU. Filled by query_device() on a machine that has one, by hand in tests.
 struct DeviceProperties {
   char name[256] = {0};  // whole, as CUDA has it: the tuned table is found by it
+  int32_t index = -1;    // of this machine's devices; none of them: -1
   int32_t compute_major = 0;
   int32_t compute_minor = 0;
   int32_t sm_count = 0;
@@ -74,6 +75,7 @@ struct DeviceProperties {
                                            // cluster share a GPC, so 132 SMs hold fewer than 33 clusters of 4
   int32_t smem_per_block = 0;              // bytes, with opt-in
   int64_t l2_bytes = 0;
+  int64_t memory_bytes = 0;   // all of it; 0: unknown
   double read_bandwidth = 0;  // bytes / us, sustained
   double matrix_rate = 0;     // 16-bit multiply-adds x 2 / us, dense, sustained
 

@@ -5,6 +5,7 @@
 
 #include "attention/decode_params.h"
 #include "attention/launch.h"
+#include "attention/sequence_arguments.cuh"
 
 namespace minfer::attention {
 
@@ -24,26 +25,16 @@ void set_decode_arguments(AttentionLaunchArguments const& arguments, DecodeParam
   params->lse = o.lse;
   params->lse_batch = o.lse_strides[0];
   params->lse_head = o.lse_strides[1];
-  params->cu_seqlens_q = o.cu_seqlens_q;
-  params->seq_lens = o.seq_lens;
-  params->block_table = o.block_table;
-  params->block_table_stride = o.block_table_stride;
+  set_sequences(arguments, params, params);
   params->block_table_bytes = p.paged && p.batch > 0 ? ((p.batch - 1) * o.block_table_stride + p.seqlen_k / p.page_size) * 4 : 0;
-  params->block_table_columns = int32_t(p.page_size > 0 ? p.seqlen_k / p.page_size : 0);
-  params->pages = int32_t(p.pages);
-  params->page_size = int32_t(p.page_size);
   params->box_rows = int32_t(plan.box_rows);
   params->boxes_of_slice = int32_t(Traits::kSlice / plan.box_rows);
   params->by_group = cutlass::FastDivmod(int(p.heads_q / p.heads_kv));
-  params->by_page = cutlass::FastDivmod(int(std::max<int64_t>(p.page_size, 1)));
   params->by_lockstep = cutlass::FastDivmod(int(plan.lockstep));
   params->by_ranges = cutlass::FastDivmod(int(plan.ctas / plan.lockstep));
-  params->batch = int32_t(p.batch);
-  params->tokens_q = int32_t(p.tokens_q);
   params->heads_q = int32_t(p.heads_q);
   params->heads_kv = int32_t(p.heads_kv);
   params->group = int32_t(p.heads_q / p.heads_kv);
-  params->seqlen_q = int32_t(p.seqlen_q);
   params->head_dim = int32_t(p.head_dim);
   params->head_dim_v = int32_t(p.head_dim_v);
   params->columns = int32_t(plan.columns);
@@ -67,6 +58,7 @@ void set_decode_arguments(AttentionLaunchArguments const& arguments, DecodeParam
   params->v_residual = o.v_residual;
   params->num_splits = int32_t(p.num_splits);
   params->min_slices = int32_t(plan.min_slices);
+  params->max_items = int32_t(p.num_splits > 0 ? plan.slots / plan.lockstep : kMaxCounted);
   params->slots = static_cast<Packet*>(arguments.workspace);
   params->nonce = arguments.nonce;
 }

@@ -27,16 +27,9 @@ struct DecodeBoxes {
     find(params, window + 1, lane, next_page, next_row);
   }
   CUTLASS_DEVICE void find(DecodeParams const& params, int of_window, int lane, int& page, int& row) const {
-    int const token = min(max(32 * of_window + lane, first), last) * params.box_rows;
-    page = batch;
-    row = token;
-    if (params.block_table != nullptr) {
-      int index;
-      params.by_page(index, row, token);
-      index = min(max(index, 0), params.block_table_columns - 1);  // lengths may be a guess
-      auto const* const from = params.block_table + batch * params.block_table_stride + index;
-      asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(page) : "l"(from) : "memory");  // and the table, not written yet
-    }
+    PageTable::Place const place = params.guess(batch, min(max(32 * of_window + lane, first), last) * params.box_rows);
+    page = place.page;
+    row = place.row;
   }
   /// To the window of a box that is no more than 32 behind the last one.
   CUTLASS_DEVICE void advance_to(DecodeParams const& params, int box, int lane) {

@@ -352,6 +352,17 @@ struct DecodeMainloop : Traits {
         __syncwarp();
       }
     }
+    if constexpr (kMasked && kInt4) {  // likewise scales and minima of V before the first key, beside those of others in a tile
+      int const unseen = (scores.first_key - key) & 15, tile = scores.first_key - key - unseen;
+      if (tile >= 0 && tile < kPart && unseen > 0) {
+        uint32_t const at = scales + kMaxGroups * kGroupBytes + (first + tile + lane % 16) * 2;
+#pragma unroll 1
+        for (int plane = lane / 16; plane < 2 * params.groups_v && lane % 16 < unseen; plane += 2) {
+          asm volatile("st.shared.u16 [%0], %1;" ::"r"(at + plane * (kSlice * 2)), "h"(uint16_t(0)) : "memory");
+        }
+        __syncwarp();
+      }
+    }
     // Matrices: one chunk of tokens 0-7, the next chunk, then of tokens 8-15.
     if constexpr (!kInt4) {
 #pragma unroll
@@ -428,7 +439,7 @@ struct DecodeMainloop : Traits {
     auto const room_at = [&](int token, int chunk) {                                             // rows of kHalf f16, chunks of 16 bytes
       return room + token * (kHalf * 2) + (chunk ^ token % 8) * 16;
     };
-    int const valid = piece.seqlen_k - in_codes - first;
+    int const begin = scores.first_key - in_codes - first, end = piece.seqlen_k - in_codes - first;  // tokens that are seen
     // Elements are laid out in the order of the codes' operands, so that ldmatrix finds them where the queries and outputs have them.
     auto const bring = [&](void const* base, int head_dim, int half) {
       int64_t const row = int64_t(params.heads_kv) * head_dim;
@@ -442,7 +453,9 @@ struct DecodeMainloop : Traits {
         for (int i = 0; i < kAtOnce; ++i) {
           int const token = ((done + i) * 32 + lane) / (kHalf / 8), d = ((done + i) * 32 + lane) % (kHalf / 8) * 8;
           loads[i] = make_uint4(0, 0, 0, 0);
-          if (token < valid && half * kHalf + d < head_dim) loads[i] = __ldcg(reinterpret_cast<uint4 const*>(from + token * row + d));
+          if (token >= begin && token < end && half * kHalf + d < head_dim) {
+            loads[i] = __ldcg(reinterpret_cast<uint4 const*>(from + token * row + d));
+          }
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -509,7 +522,7 @@ struct DecodeMainloop : Traits {
     scores.first_key = mask.begin(0);
     float scale = params.softcap > 0.0f ? params.scale / params.softcap : params.scale * kLog2E;
     if constexpr (kFormat == WeightFormat::kFp8E4M3) {
-      scale *= __ldg(static_cast<float const*>(params.k_scale) + piece.kv_head * params.scale_stride);
+      scale *= load_operand(static_cast<float const*>(params.k_scale) + piece.kv_head * params.scale_stride);
     }
 #pragma unroll
     for (int i = 0; i < kCols; ++i) {

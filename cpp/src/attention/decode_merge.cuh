@@ -211,7 +211,7 @@ struct DecodeMerge : Traits {
     float const lse = (base + log2_fast(sum)) * kLn2;
     if (chunk == 0 && lane == 0 && params.lse != nullptr) params.lse[batch * params.lse_batch + head * params.lse_head + at] = lse;
     if constexpr (kFormat == WeightFormat::kFp8E4M3) {
-      factor *= __ldg(static_cast<float const*>(params.v_scale) + piece.kv_head * params.scale_stride);
+      factor *= load_operand(static_cast<float const*>(params.v_scale) + piece.kv_head * params.scale_stride);
     }
     int const d = 64 * chunk + 2 * lane;
     if (d >= params.head_dim_v) return;

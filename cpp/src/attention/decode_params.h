@@ -6,13 +6,14 @@
 #include <cstdint>
 
 #include "attention/packet.cuh"
+#include "attention/sequences.cuh"
 #include "cutlass/fast_math.h"
 
 namespace minfer::attention {
 
 /// The cache is [pages, page_size, heads_kv, head_dim(_v)] of codes; a contiguous one is a page for each sequence.
 /// Rows of a unit are the queries that share a KV head: row r is query r / group of the sequence, of head r % group.
-struct DecodeParams {
+struct DecodeParams : Sequences, PageTable {
   // [pages, heads_kv, column blocks, page_size, columns of a shared-memory row]; or one block of all columns, which takes a load for each
   // shared-memory row's width.
   CUtensorMap k, v;
@@ -25,14 +26,9 @@ struct DecodeParams {
   int64_t out_batch, out_row;  // heads are head_dim_v apart
   float* lse;
   int64_t lse_batch, lse_head;
-  int32_t const* cu_seqlens_q;  // [batch + 1], or null: every sequence has seqlen_q queries
-  int32_t const* seq_lens;      // [batch] keys in the cache, the queries' own with them
-  int32_t const* block_table;   // [batch, ..] pages, or null
-  int64_t block_table_stride, block_table_bytes;
-  int32_t block_table_columns;
-  int32_t pages, page_size;
+  int64_t block_table_bytes;
   int32_t box_rows, boxes_of_slice;  // rows of one TMA load of K and V: a power of two from 8 on, divides the page and the slice
-  int32_t batch, tokens_q, heads_q, heads_kv, group, seqlen_q, head_dim, head_dim_v;
+  int32_t heads_q, heads_kv, group, head_dim, head_dim_v;
   int32_t columns;                    // tiles of 8 rows that a unit has: 1 or 2
   int32_t window_left, window_right;  // < 0: unlimited
   float scale, softcap;               // softcap 0: none
@@ -46,11 +42,12 @@ struct DecodeParams {
   uint32_t groups_of_v;                            // int4: see group_v_of
   void const *k_residual, *v_residual;  // int4: [batch, group_tokens, heads_kv, head_dim(_v)] of q's type: tokens of no whole group
   // Work: see decode_pieces.cuh.
-  cutlass::FastDivmod by_group, by_page, by_ranges, by_lockstep;  // ranges * lockstep CTAs; lockstep divides heads_kv
-  int32_t num_splits;                                             // of a unit's keys, or 0: as many as fill the CTAs
-  int32_t min_slices;                                             // of a CTA, with num_splits 0
-  Packet* slots;                                                  // of parts: [slots, 8 * columns, kHeadDim / 64, kPacketsOfChunk]
-  uint64_t nonce;                                                 // no other launch's: packet.cuh
+  cutlass::FastDivmod by_group, by_ranges, by_lockstep;  // ranges * lockstep CTAs; lockstep divides heads_kv
+  int32_t num_splits;                                    // of a unit's keys, or 0: as many as fill the CTAs
+  int32_t min_slices;                                    // of a CTA, with num_splits 0
+  int32_t max_items;                                     // what rows of CTAs share out, at most: with num_splits, what there are slots for
+  Packet* slots;                                         // of parts: [slots, 8 * columns, kHeadDim / 64, kPacketsOfChunk]
+  uint64_t nonce;                                        // no other launch's: packet.cuh
 
   /// int4: the group of V that has elements 32 chunk to 32 chunk + 31 of head_dim; where head_dim_v has none, the last.
   CUTLASS_HOST_DEVICE uint32_t group_v_of(int chunk) const { return groups_of_v >> 4 * chunk & 15; }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/decode_traits.cuh"
+#include "common/dependent_launch.cuh"
 #include "cutlass/cutlass.h"
 
 namespace minfer::attention {
@@ -30,7 +31,8 @@ struct DecodeQueries : Traits {
           int query, head;
           params.by_group(query, head, piece.row + first + r);
           head += piece.kv_head * params.group;
-          loads[r] = __ldg(reinterpret_cast<Vector const*>(q + (piece.row_q + query) * params.q_row + head * params.q_head + lane * kOwn));
+          loads[r] =
+              load_operand(reinterpret_cast<Vector const*>(q + (piece.row_q + query) * params.q_row + head * params.q_head + lane * kOwn));
         }
       }
       if (first == 0) loaded();

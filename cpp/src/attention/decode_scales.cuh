@@ -12,9 +12,11 @@ struct DecodeScales : Traits {
   using Traits::kGroupBytes, Traits::kHeadDim, Traits::kInt4, Traits::kInt8, Traits::kMaxGroups, Traits::kSlice;
   using typename Traits::Pieces;
 
-  /// Where the scales of a token of keys (kWhich = 0) or values begin; int4: of its group, the first plane.
+  /// Where the scales of a token of keys (kWhich = 0) or values begin; int4: of its group, the first plane. Null where there is no page.
   template <int kWhich>
-  static CUTLASS_DEVICE char const* source_of(DecodeParams const& params, int kv_head, int64_t page, int64_t row) {
+  static CUTLASS_DEVICE char const* source_of(DecodeParams const& params, int kv_head, int32_t of_page, int64_t row) {
+    if (!params.has(of_page)) return nullptr;
+    int64_t const page = of_page;
     if constexpr (kInt8) {
       auto const* const scale = static_cast<float const*>(kWhich == 0 ? params.k_scale : params.v_scale);
       return reinterpret_cast<char const*>(scale + page * params.k_scale_page + int64_t(kv_head) * params.page_size + row);
@@ -27,7 +29,8 @@ struct DecodeScales : Traits {
     }
   }
 
-  /// Of a slice's keys or values; `to` has kScaleBytes. Of channels and groups that the cache does not have, nothing is written.
+  /// Of a slice's keys or values; `to` has kScaleBytes. Of channels and groups that the cache does not have, nothing is written; zeros without a
+  /// page.
   template <int kWhich>
   static CUTLASS_DEVICE void load(DecodeParams const& params, uint32_t to, int kv_head, DecodeBoxes<Pieces> const& boxes, int first_box,
                                   int lane) {
@@ -38,10 +41,11 @@ struct DecodeScales : Traits {
     };
     load_from<kWhich>(params, to, source, lane);
   }
-  /// The same where the slice is of one box, whose scales are at `from`.
+  /// The same where the slice is of one box, whose scales are at `from`, or which has no page.
   template <int kWhich>
   static CUTLASS_DEVICE void load_box(DecodeParams const& params, uint32_t to, char const* from, int lane) {
-    auto const source = [&](int token) {
+    auto const source = [&](int token) -> char const* {
+      if (from == nullptr) return nullptr;
       return from + (kInt8 ? token * 4 : kWhich == 1 ? token * 2 : (token >> group_shift(params)) * (4 * params.head_dim));
     };
     load_from<kWhich>(params, to, source, lane);
@@ -53,10 +57,8 @@ struct DecodeScales : Traits {
                                       int lane) {
     constexpr int kLines = kInt8 ? 1 : 8, kAtOnce = 32 / kLines;  // of 128 bytes, of a slice; slices
     int const mine = slice + lane / kLines, line = lane % kLines;
-    // A guess of the lengths and pages, which may be anything.
-    int64_t const page = min(max(boxes.page_of(mine), 0), params.pages - 1), row = min(max(boxes.row_of(mine), 0), params.page_size - 1);
-    char const* from = source_of<kWhich>(params, kv_head, page, row);
-    bool wanted = lane / kLines < min(slices, kAtOnce) && mine / 32 == boxes.window;
+    char const* from = source_of<kWhich>(params, kv_head, boxes.page_of(mine), boxes.row_of(mine));
+    bool wanted = from != nullptr && lane / kLines < min(slices, kAtOnce) && mine / 32 == boxes.window;
     if constexpr (kInt4 && kWhich == 0) {
       from += line * 128;
       wanted = wanted && line * 128 < 4 * params.head_dim * max(kSlice / params.group_tokens, 1);
@@ -76,7 +78,7 @@ struct DecodeScales : Traits {
     if constexpr (kInt8) {
       constexpr int kLanes = kSlice / 4;  // with 4 tokens each
       char const* const from = source(lane % kLanes * 4);
-      if (lane < kLanes) copy_async<16>(to + kWhich * kSlice * 4 + lane * 16, from);
+      if (lane < kLanes) copy_async_16(to + kWhich * kSlice * 4 + lane * 16, from, from != nullptr ? 16 : 0);
     } else if constexpr (kWhich == 0) {
       int const chunks = params.head_dim / 8;  // of 16 bytes
 #pragma unroll
@@ -87,15 +89,20 @@ struct DecodeScales : Traits {
 #pragma unroll
         for (int first = 0; first < kHeadDim / 4; first += 32) {
           int const i = first + lane;
-          if (i < 2 * chunks) copy_async<16>(to + g * kGroupBytes + (i < chunks ? i : kHeadDim / 8 + i - chunks) * 16, from + i * 16);
+          if (i < 2 * chunks) {
+            copy_async_16(to + g * kGroupBytes + (i < chunks ? i : kHeadDim / 8 + i - chunks) * 16, from + i * 16,
+                          from != nullptr ? 16 : 0);
+          }
         }
       }
     } else {
       constexpr int kLanes = kSlice / 8, kAtOnce = 32 / kLanes;  // with 8 tokens of a plane each; planes at a time
-      char const* from = source(lane % kLanes * 8) + int64_t(lane / kLanes) * params.page_size * 2;
+      char const* from = source(lane % kLanes * 8);
+      int const bytes = from != nullptr ? 16 : 0;
+      from += int64_t(lane / kLanes) * params.page_size * 2;
       to += kMaxGroups * kGroupBytes + lane * 16;
       for (int plane = lane / kLanes; plane < 2 * params.groups_v; plane += kAtOnce) {
-        copy_async<16>(to, from);
+        copy_async_16(to, from, bytes);
         from += int64_t(kAtOnce) * params.page_size * 2;
         to += 32 * 16;
       }

@@ -116,13 +116,11 @@ struct DecodeSm80 : DecodeSm80Traits<Config> {
       asm volatile("" : "+r"(lane));  // addresses are made again for each slice: kept, they would be spilled
       int const first_box = slice * params.boxes_of_slice, chunk = lane % kChunks, own = lane / kChunks;
       boxes.advance_to(params, first_box, lane);
-      // Behind the last key, and behind the end of a sequence's cache, nothing is read.
-      int const keys = Pieces::in_codes(params, piece.seqlen_k);
-      int const readable = (params.block_table != nullptr ? keys : min(keys, params.page_size)) - slice * kSlice;
+      int const readable = Pieces::in_codes(params, piece.seqlen_k) - slice * kSlice;  // behind the last key, nothing is read
       int const key_bytes = params.key_rows.bytes_from(16 * chunk), value_bytes = params.value_rows.bytes_from(16 * chunk);
       SliceAddress const to = oldest();
-      auto const copy_row = [&](int token, char const* key, char const* value) {
-        bool const inside = token < readable;
+      auto const copy_row = [&](int page, int token, char const* key, char const* value) {
+        bool const inside = token < readable && params.has(page);
         copy_async_16(Mainloop::address_of(params, to.keys, token, chunk), key + 16 * chunk, inside ? key_bytes : 0);
         copy_async_16(Mainloop::address_of(params, to.values, token, chunk), value + 16 * chunk, inside ? value_bytes : 0);
       };
@@ -132,7 +130,7 @@ struct DecodeSm80 : DecodeSm80Traits<Config> {
         char const* value = params.value_rows.at(page, row, piece.kv_head);
 #pragma unroll 2
         for (int first = 0; first < kSlice; first += kAtOnce) {
-          copy_row(first + own, key, value);
+          copy_row(page, first + own, key, value);
           key += kAtOnce * params.key_rows.row;
           value += kAtOnce * params.value_rows.row;
         }
@@ -142,7 +140,7 @@ struct DecodeSm80 : DecodeSm80Traits<Config> {
         for (int first = 0; first < kSlice; first += kAtOnce) {
           int const token = first + own, box = first_box + (token >> shift);
           int const page = boxes.page_of(box), row = boxes.row_of(box) + (token & in_box);
-          copy_row(token, params.key_rows.at(page, row, piece.kv_head), params.value_rows.at(page, row, piece.kv_head));
+          copy_row(page, token, params.key_rows.at(page, row, piece.kv_head), params.value_rows.at(page, row, piece.kv_head));
         }
       }
       if constexpr (kScales) {

@@ -4,16 +4,18 @@
 #include <cmath>
 #include <cstdint>
 
+#include "attention/sequences.cuh"
+
 namespace minfer::attention {
 
 /// Params: a launch's parameters, of prefill or decode. By `threads` threads of every CTA.
 template <class Params>
 __device__ __forceinline__ void clear_rows_outside(Params const& params, int thread, int threads) {
   if (params.cu_seqlens_q == nullptr) return;
-  int const first = __ldg(params.cu_seqlens_q), last = __ldg(params.cu_seqlens_q + params.batch);
-  int const outside = params.tokens_q - (last - first);
+  RowRange const inside = params.all_queries();
+  int const outside = params.tokens_q - inside.count;
   for (int i = int(blockIdx.x); i < outside; i += int(gridDim.x)) {
-    int64_t const row = i < first ? i : last + (i - first);
+    int64_t const row = i < inside.first ? i : i + inside.count;
     for (int column = thread; column < params.heads_q * params.head_dim_v; column += threads) {
       static_cast<uint16_t*>(params.out)[row * params.out_row + column] = 0;
     }

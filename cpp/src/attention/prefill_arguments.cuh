@@ -5,6 +5,7 @@
 
 #include "attention/launch.h"
 #include "attention/prefill_params.h"
+#include "attention/sequence_arguments.cuh"
 #include "common/cuda_check.h"
 
 namespace minfer::attention {
@@ -42,24 +43,16 @@ inline void set_prefill_arguments(AttentionLaunchArguments const& arguments, int
   params->lse = o.lse;
   params->lse_batch = o.lse_strides[0];
   params->lse_head = o.lse_strides[1];
-  params->cu_seqlens_q = o.cu_seqlens_q;
-  params->cu_seqlens_k = o.cu_seqlens_k;
-  params->seq_lens = o.seq_lens;
-  params->block_table = o.block_table;
-  params->block_table_stride = o.block_table_stride;
-  params->page_size = int32_t(p.page_size);
+  set_sequences(arguments, params, params);
   params->box_rows = int32_t(plan.box_rows);
-  params->batch = int32_t(p.batch);
-  params->tokens_q = int32_t(p.tokens_q);
   params->heads_q = int32_t(p.heads_q);
   params->heads_kv = int32_t(p.heads_kv);
-  params->seqlen_q = int32_t(p.seqlen_q);
-  params->seqlen_k = int32_t(p.tokens_k > 0 ? p.seqlen_k : 0);
   params->pack = int32_t(pack);
   params->head_units = int32_t(p.heads_q / pack);
   params->group = int32_t(p.heads_q / p.heads_kv);
   params->head_dim_v = int32_t(p.head_dim_v);
   params->q_tiles = int32_t((p.seqlen_q * pack + tile_m - 1) / tile_m);
+  params->max_tiles = int32_t(std::min((p.tokens_q * pack / tile_m + p.batch) * params->head_units, kMaxCounted));
   set_sections(arguments, tile_m, params);
   params->window_left = int32_t(p.window_left);
   params->window_right = int32_t(p.window_right);

@@ -53,27 +53,43 @@ struct PrefillConsumer : Traits {
       return params.scale;
     }
   }
-  /// Rows of a block of values from `valid` on become zeros; by all consumers.
-  static CUTLASS_DEVICE void clear_values(Element* values, int valid, int consumer, int thread) {
-    int const units = (kTileN - valid) * 8;
+  // Rows of a block of values that no query of the sequence sees become zeros, for what they hold is multiplied by probabilities of zero, and
+  // 0 * NaN is NaN: those behind the last key, and those before all windows, which the tile's first block may begin with. By all consumers, of
+  // each block once, when it has arrived. The converter of codes leaves zeros itself.
+
+  static CUTLASS_DEVICE bool has_unseen_end(Params const& params, QueryTile const& tile, int block) {
+    return !kConverts && !params.keys_end_at_extent && tile.seqlen_k < (block + 1) * kTileN;
+  }
+  static CUTLASS_DEVICE void clear_end(QueryTile const& tile, Element* values, int block) {
+    clear_values(values, tile.seqlen_k - block * kTileN, kTileN);
+  }
+  static CUTLASS_DEVICE bool has_unseen_begin(QueryTile const& tile, int block) { return !kConverts && tile.first_key > block * kTileN; }
+  static CUTLASS_DEVICE void clear_begin(QueryTile const& tile, Element* values, int block) {
+    clear_values(values, 0, min(tile.first_key - block * kTileN, kTileN));
+  }
+  static CUTLASS_DEVICE void clear_values(Element* values, int begin, int end) {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // asked for here: kept over the mainloop, it would be spilled
+    int const units = (end - begin) * 8;
 #pragma unroll 1
-    for (int i = consumer * 128 + thread; i < units * (kHeadDimV / 64); i += kConsumers * 128) {
+    for (int i = thread - 128; i < units * (kHeadDimV / 64); i += kConsumers * 128) {
       int const column = i / units, unit = i - column * units;
-      *reinterpret_cast<uint4*>(values + (column * kTileN + valid) * 64 + unit * 8) = make_uint4(0, 0, 0, 0);
+      *reinterpret_cast<uint4*>(values + (column * kTileN + begin) * 64 + unit * 8) = make_uint4(0, 0, 0, 0);
     }
     cutlass::arch::fence_view_async_shared();
     asm volatile("bar.sync %0, %1;" ::"n"(kAllBarrier), "n"(kConsumers * 128) : "memory");
   }
 
   /// A block that a warpgroup's own rows do not meet: its turn and its stages are passed on.
-  static CUTLASS_DEVICE void pass_block(SharedStorage& storage, Ring& keys, Ring& values, int valid, bool clears, int consumer,
-                                        int thread) {
+  static CUTLASS_DEVICE void pass_block(Params const& params, SharedStorage& storage, QueryTile const& tile, int block, Ring& keys,
+                                        Ring& values, int consumer, int thread) {
     take_turn(consumer);
     pass_turn(consumer);
     FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
     release(&storage.empty_k[keys.index], thread);
     FullBarrier::wait(&storage.full_v[values.index], values.phase);
-    if (valid < kTileN && clears) clear_values(storage.v[values.index], valid, consumer, thread);
+    if (has_unseen_end(params, tile, block)) clear_end(tile, storage.v[values.index], block);
+    if (has_unseen_begin(tile, block)) clear_begin(tile, storage.v[values.index], block);
     release(&storage.empty_v[values.index], thread);
     keys.advance();
     values.advance();
@@ -113,10 +129,9 @@ struct PrefillConsumer : Traits {
       bool const capped = params.softcap > 0.0f;
       OnlineSoftmax<kScores> softmax((capped ? params.softcap : scale_of(params, tile)) * kLog2E);
       FullBarrier::wait(&storage.full_q[query_stage(turn)], query_phase(turn));
-      bool const clears = !kConverts && !params.keys_end_at_extent;
       int block = blocks.end - 1;
       for (int const own_end = own_rows.first <= own_rows.last ? own.end : 0; block >= own_end && block >= blocks.begin; --block) {
-        pass_block(storage, keys, values, tile.seqlen_k - block * kTileN, clears, consumer, thread);
+        pass_block(params, storage, tile, block, keys, values, consumer, thread);
       }
       if (block >= blocks.begin) {
         float rescale[2];
@@ -189,12 +204,9 @@ struct PrefillConsumer : Traits {
         cap_and_mask(block >= own.full_end || block < own.full_begin, capped);
         softmax.step(scores, rescale);
         round();
-        if constexpr (!kConverts) {
-          int const valid = tile.seqlen_k - block * kTileN;
-          if (valid < kTileN && clears) {
-            FullBarrier::wait(&storage.full_v[values.index], values.phase);
-            clear_values(storage.v[values.index], valid, consumer, thread);
-          }
+        if (has_unseen_end(params, tile, block)) {
+          FullBarrier::wait(&storage.full_v[values.index], values.phase);
+          clear_end(tile, storage.v[values.index], block);
         }
         // The products of a block and of the values before it, and its softmax. The compiler moves the wait for the values before the softmax;
         // kept behind it, by a branch between them, most lengths from 512 to 16384 tokens took up to 3 % longer (H200). Beneath a softcap, it
@@ -248,6 +260,9 @@ struct PrefillConsumer : Traits {
 
         release(&storage.empty_q[query_stage(turn)], thread);
         FullBarrier::wait(&storage.full_v[values.index], values.phase);
+        if (has_unseen_begin(storage.tile[turn % 2], own.begin)) {
+          clear_begin(storage.tile[turn % 2], storage.v[values.index], own.begin);
+        }
         warpgroup_fence_operand(output);
         warpgroup_fence_operand(packed);
         warpgroup_arrive();
@@ -265,8 +280,8 @@ struct PrefillConsumer : Traits {
       if (params.window_left >= 0) {  // blocks before the window of this warpgroup's rows
         Rows const rows = rows_of(params, done, consumer);
         int32_t const first = blocks_of(params, done, rows_of(params, done)).begin, own_first = blocks_of(params, done, rows).begin;
-        for (int n = rows.first <= rows.last ? own_first - first : 0; n > 0; --n) {
-          pass_block(storage, keys, values, kTileN, false, consumer, thread);
+        for (int before = rows.first <= rows.last ? own_first - 1 : first - 1; before >= first; --before) {
+          pass_block(params, storage, done, before, keys, values, consumer, thread);
         }
       }
       store(params, storage, done, softmax, output, consumer, thread);

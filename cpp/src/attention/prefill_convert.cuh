@@ -28,7 +28,7 @@
 namespace minfer::attention {
 
 CUTLASS_DEVICE float fp8_scale(PrefillCodesParams const& params, CodesSide const& side, int kv_head) {
-  return __ldg(static_cast<float const*>(side.scale) + kv_head * params.scale_stride);
+  return load_operand(static_cast<float const*>(side.scale) + kv_head * params.scale_stride);
 }
 
 /// A lane's part of a block of keys or values, on its way.
@@ -57,6 +57,7 @@ struct BlockConverter {
   PrefillCodesParams const& params;
   int batch, kv_head, warp, lane;
   int first_key, last_key, in_codes;  // seen by the tile: [first_key, last_key); keys in pages
+  float key_scale;                    // fp8
 
   CUTLASS_DEVICE BlockConverter(PrefillCodesParams const& params, int batch, int kv_head, int first_key, int last_key, int seqlen_k,
                                 int warp, int lane)
@@ -67,7 +68,8 @@ struct BlockConverter {
         lane(lane),
         first_key(first_key),
         last_key(last_key),
-        in_codes(kInt4 ? seqlen_k & -params.group_tokens : seqlen_k) {}
+        in_codes(kInt4 ? seqlen_k & -params.group_tokens : seqlen_k),
+        key_scale(kFp8 ? fp8_scale(params, params.keys, kv_head) : 0.0f) {}
 
   // ---- which lane has what --------------------------------------------------------------------------------------------------------
 
@@ -99,25 +101,12 @@ struct BlockConverter {
   CUTLASS_DEVICE int key_of(int block) const { return min(max(first_of(block) + lane % kRows, first_key), codes_end() - 1); }
 
   /// Page of key_of(block); blocks may lie outside of what is seen.
-  CUTLASS_DEVICE int page_of(int block) const {
-    if (params.block_table == nullptr || codes_end() <= first_key) return batch;
-    return __ldg(params.block_table + batch * params.block_table_stride + params.by_page.div(key_of(block)));
-  }
+  CUTLASS_DEVICE int page_of(int block) const { return codes_end() <= first_key ? -1 : params.find(batch, key_of(block)).page; }
 
-  // Not through the read-only path: a predecessor may have written the cache after this kernel has begun (dependent_launch.cuh).
+  /// load_operand of what is used once.
   static CUTLASS_DEVICE uint4 load_16_bytes(void const* from) {
     uint4 x;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
-    return x;
-  }
-  static CUTLASS_DEVICE uint32_t load_4_bytes(void const* from) {
-    uint32_t x;
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(x) : "l"(from));
-    return x;
-  }
-  static CUTLASS_DEVICE uint32_t load_2_bytes(void const* from) {
-    uint16_t x;
-    asm volatile("ld.global.u16 %0, [%1];" : "=h"(x) : "l"(from));
     return x;
   }
 
@@ -126,7 +115,7 @@ struct BlockConverter {
   struct Source {
     int first;  // key of the warp's first row
     int page, row;
-    bool seen;
+    bool seen;          // by a query of the tile, in a page that there is
     char const* codes;  // of the lane's row; null where it is not seen
   };
   /// page: page_of(block).
@@ -134,8 +123,8 @@ struct BlockConverter {
   CUTLASS_DEVICE Source<kKeys> source(int block, int page) const {
     CodesSide const& from = side<kKeys>();
     int const key = key_of(block), own = first_of(block) + lane % kRows;
-    int const row = params.block_table == nullptr ? key : key - params.by_page.div(key) * params.page_size;
-    bool const seen = own >= first_key && own < codes_end();
+    int const row = params.row_of(key);
+    bool const seen = own >= first_key && own < codes_end() && params.has(page);
     return {first_of(block), page, row, seen, seen ? from.rows.at(page, row, kv_head) : nullptr};
   }
 
@@ -154,15 +143,15 @@ struct BlockConverter {
     if constexpr (kInt8) {
       to.scales[0] = 0;
       if (from.seen) {
-        to.scales[0] =
-            load_4_bytes(static_cast<float const*>(of.scale) + from.page * of.scale_page + int64_t(kv_head) * params.page_size + from.row);
+        to.scales[0] = load_operand(static_cast<uint32_t const*>(of.scale) + from.page * of.scale_page +
+                                    int64_t(kv_head) * params.page_size + from.row);
       }
     } else if constexpr (kInt4 && kKeys) {  // of the warp's only group: eight of the 32 channels that the lanes of a chunk share
       int const page = __shfl_sync(0xffffffffu, from.page, 0), row = __shfl_sync(0xffffffffu, from.row, 0);
       int const shift = params.group_tokens == 64 ? 6 : 5;
       int64_t const group = int64_t(kv_head) * (params.page_size >> shift) + (row >> shift);
       uint4 scales = make_uint4(0, 0, 0, 0), minima = scales;
-      if (from.first < codes_end() && from.first + kRows > first_key && active<kKeys>()) {
+      if (from.first < codes_end() && from.first + kRows > first_key && params.has(page) && active<kKeys>()) {
         auto const* const scale =
             static_cast<__half const*>(of.scale) + page * of.scale_page + group * 2 * of.head_dim + chunk() * 32 + lane / 2 % 4 * 8;
         scales = load_16_bytes(scale);
@@ -172,15 +161,15 @@ struct BlockConverter {
       to.scales[4] = minima.x, to.scales[5] = minima.y, to.scales[6] = minima.z, to.scales[7] = minima.w;
     } else if constexpr (kInt4) {
       int64_t const plane = int64_t(kv_head) * 2 * params.groups_v + chunk() / params.chunks_of_group;
-      auto const* const scale = static_cast<__half const*>(of.scale) + plane * params.page_size;
+      auto const* const scale = static_cast<uint16_t const*>(of.scale) + plane * params.page_size;
       int64_t const own = from.seen ? from.page * of.scale_page + from.row : -1;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         int64_t const token = __shfl_sync(0xffffffffu, own, row_of(i));
         to.scales[2 * i] = to.scales[2 * i + 1] = 0;
         if (token >= 0 && active<kKeys>()) {
-          to.scales[2 * i] = load_2_bytes(scale + token);
-          to.scales[2 * i + 1] = load_2_bytes(scale + token + int64_t(params.groups_v) * params.page_size);
+          to.scales[2 * i] = load_operand(scale + token);
+          to.scales[2 * i + 1] = load_operand(scale + token + int64_t(params.groups_v) * params.page_size);
         }
       }
     }
@@ -318,9 +307,8 @@ struct BlockConverter {
         own_scale = __fsub_rn(wide, __fsub_rn(wide, s));
         load_scales(codes, next);
       } else if constexpr (kKeys) {
-        float const s = fp8_scale(params, params.keys, kv_head);
-        keep = s == 0.0f ? 0 : keep;
-        flip = s < 0.0f ? 0x80808080u : 0;
+        keep = key_scale == 0.0f ? 0 : keep;
+        flip = key_scale < 0.0f ? 0x80808080u : 0;
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
@@ -398,7 +386,6 @@ inline void describe_codes(PrefillCodesParams* params, AttentionProblem const& p
   describe(&params->keys, o.k, o.k_strides, o.k_scale, o.k_residual, p.head_dim);
   describe(&params->values, o.v, o.v_strides, o.v_scale, o.v_residual, p.head_dim_v);
   params->format = p.kv_format;
-  params->by_page = cutlass::FastDivmod(int(std::max<int64_t>(p.page_size, 1)));
   params->scale_stride = int32_t(p.scale_per_head);
   if (p.kv_format == WeightFormat::kInt4) {
     params->keys.scale_page = p.heads_kv * (p.page_size / std::max<int64_t>(p.group_tokens, 1)) * 2 * p.head_dim;

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/key_rows.cuh"
+#include "attention/sequences.cuh"
 #include "attention/softmax.cuh"
 #include "cutlass/fast_math.h"
 #include "minfer/types.h"
@@ -13,7 +14,7 @@
 namespace minfer::attention {
 
 /// Queries of up to `pack` heads that share a KV head lie side by side in a tile: row r is query r / pack of head r % pack.
-struct PrefillParams {
+struct PrefillParams : Sequences, PageTable {
   CUtensorMap q;     // [batch, head units, seqlen_q, pack, head_dim]; varlen: batch 1, tokens for seqlen_q
   CUtensorMap k, v;  // [batch, rows, heads_kv, head_dim(_v)]; paged: [pages, page_size, heads_kv, head_dim(_v)]
   CUtensorMap o;     // as q, in boxes of 64 rows
@@ -21,15 +22,11 @@ struct PrefillParams {
   int64_t out_batch, out_row, out_head;  // strides in elements
   float* lse;                            // or null
   int64_t lse_batch, lse_head;
-  int32_t const* cu_seqlens_q;  // [batch + 1], or null: every sequence has seqlen_q queries
-  int32_t const* cu_seqlens_k;  // [batch + 1], or null
-  int32_t const* seq_lens;      // [batch] keys in the cache, or null: seqlen_k
-  int32_t const* block_table;   // [batch, ..] pages, or null
-  int64_t block_table_stride;
-  int32_t page_size, box_rows;  // rows of one TMA load of K and V: a divisor of the page and of the tile
-  int32_t batch, tokens_q, heads_q, heads_kv, seqlen_q, seqlen_k;
+  int32_t box_rows;  // rows of one TMA load of K and V: a divisor of the page and of the tile
+  int32_t heads_q, heads_kv;
   int32_t pack, head_units, group;    // head_units * pack = heads_q; group = heads_q / heads_kv
   int32_t q_tiles;                    // of a sequence of seqlen_q queries
+  int32_t max_tiles;                  // of the launch: those of sequences that do not overlap
   int32_t section, last_section;      // (batch, head unit) pairs of a section; number of the last one, which has all that are left
   int32_t section_keys, last_tiles;   // varlen: keys of all KV heads of a section of a sequence; tiles of the last one, at least
   int32_t head_dim_v;                 // of the output
@@ -55,7 +52,6 @@ struct CodesSide {
 struct PrefillCodesParams : PrefillParams {
   CodesSide keys, values;
   WeightFormat format;                // kFp8E4M3, kInt8 or kInt4
-  cutlass::FastDivmod by_page;        // page_size
   int32_t scale_stride;               // fp8: of heads, 0 or 1
   int32_t group_tokens;               // int4: tokens of a scale of K, 32 or 64; else 0
   int32_t groups_v, chunks_of_group;  // int4: scales of a token of V, and chunks of 32 channels of each

@@ -23,10 +23,11 @@ struct PrefillProducer : Traits {
     for (int box = lane; box * params.box_rows < kTileN; box += 32) {
       int key = block * kTileN + box * params.box_rows, row = tile.row_k + key, page = 0;
       if (params.block_table != nullptr) {
-        int const last = (tile.seqlen_k - 1) / params.box_rows * params.box_rows;  // behind it, it is loaded again: masked
-        key = key < last ? key : last;
-        page = __ldg(params.block_table + tile.batch * params.block_table_stride + key / params.page_size);
-        row = key % params.page_size;
+        // Boxes whose keys nobody sees stand for their neighbours: their pages may be gone. Their scores are masked, their values cleared.
+        int const seen = min(max(key, tile.first_key), tile.seqlen_k - 1);
+        PageTable::Place const place = params.find(tile.batch, seen / params.box_rows * params.box_rows);
+        page = place.page;
+        row = place.row;
       } else if (params.cu_seqlens_k == nullptr) {
         page = tile.batch;
       }

@@ -32,9 +32,7 @@ namespace minfer::attention {
 
 struct PrefillSm80Params : PrefillParams {
   KeyRows q_rows, key_rows, value_rows;
-  cutlass::FastDivmod by_page;
-  int32_t keys_stored;  // of a sequence, at most: what lies behind them is not read
-  float scale_log2;     // the softmax's; worked out on the device, it would cost a register
+  float scale_log2;  // the softmax's; worked out on the device, it would cost a register
 };
 
 template <class Config>
@@ -143,15 +141,17 @@ struct PrefillSm80 {
     int const chunk = thread % kChunks, kv_head = walk.tile.head_unit * params.pack / params.group;
     int const key_bytes = params.key_rows.bytes_from(16 * chunk), value_bytes = params.value_rows.bytes_from(16 * chunk);
     uint32_t const keys = shared_address(storage.k[stage]), values = shared_address(storage.v[stage]);
-    int const begin = walk.mask.begin(walk.tile.first), end = min(walk.mask.end(walk.last), params.keys_stored);
+    int const begin = walk.mask.begin(walk.tile.first), end = walk.mask.end(walk.last);
 #pragma unroll
     for (int r = 0; r < kTileN; r += kRowsAtOnce) {
       int const own = r + thread / kChunks, key = block * kTileN + own;
-      bool const inside = key >= begin && key < end;
+      bool inside = key >= begin && key < end;
       int page = params.cu_seqlens_k != nullptr ? 0 : walk.tile.batch, row = walk.tile.row_k + key;
       if (params.block_table != nullptr) {
-        params.by_page(page, row, key);
-        page = inside ? __ldg(params.block_table + walk.tile.batch * params.block_table_stride + page) : 0;
+        PageTable::Place const place = inside ? params.find(walk.tile.batch, key) : PageTable::Place{-1, 0};
+        page = place.page;
+        row = place.row;
+        inside = params.has(page);
       }
       copy_async_16(address_of<kTileN>(keys, own, chunk), params.key_rows.at(page, row, kv_head) + 16 * chunk, inside ? key_bytes : 0);
       copy_async_16(address_of<kTileN>(values, own, chunk), params.value_rows.at(page, row, kv_head) + 16 * chunk,
@@ -309,8 +309,6 @@ Status launch_prefill_sm80(AttentionLaunchArguments const& arguments) {
   params.q_rows = KeyRows::of(o.q, o.q_strides, p.head_dim, 16);
   params.key_rows = KeyRows::of(o.k, o.k_strides, p.head_dim, 16);
   params.value_rows = KeyRows::of(o.v, o.v_strides, p.head_dim_v, 16);
-  params.by_page = cutlass::FastDivmod(int(std::max<int64_t>(p.page_size, 1)));
-  params.keys_stored = p.varlen && !p.cached ? INT32_MAX : int32_t(p.seqlen_k);
   params.scale_log2 = (o.softcap > 0.0f ? o.softcap : o.scale) * kLog2E;
   if (Status const status = clear_tile_counter(arguments, params); !status.ok()) return status;
   return launch_kernel<Kernel>(&prefill_sm80_kernel<Config>, params, arguments, arguments.plan->ctas);

@@ -8,7 +8,8 @@
 // likewise. Tiles: two, as the producer hands them out.
 // Rows of a tile. `pack` query heads of a KV head lie side by side: with few queries they share the loads of K and V.
 // Scores never leave registers: S = Q.K^T accumulates in fp32, P = exp2(S - max) is rounded to 16 bits in place, in the layout of an A operand.
-// Values behind the last key are set to zero in shared memory before they are used (0 * NaN is NaN); their scores are masked.
+// Values that nobody sees, behind the last key or before all windows, are set to zero in shared memory before they are used (0 * NaN is NaN);
+// their scores are masked.
 // kConverts: keys and values are codes of a cache. The whole of warpgroup 0 is the producer then: it converts them into the stages
 // (prefill_convert.cuh), whose full barriers count its warps; one lane loads the queries and hands out the tiles.
 // Files: prefill_traits.cuh, prefill_producer.cuh, prefill_consumer.cuh. Tile walk: tile_scheduler.cuh. Masks: mask.h; only blocks on an edge

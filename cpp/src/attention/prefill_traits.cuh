@@ -93,10 +93,10 @@ struct PrefillTraits {
   /// The tile that was handed out, by a warp; the compiler knows then that all of its lanes have the same.
   static CUTLASS_DEVICE QueryTile handed_out(SharedStorage& storage, int turn, int lane) {
     constexpr int kWords = sizeof(QueryTile) / 4;
-    static_assert(kWords == 7);
+    static_assert(kWords == 8);
     int32_t const word = reinterpret_cast<int32_t const*>(&storage.tile[turn % 2])[lane < kWords ? lane : 0];
     auto const of = [word](int i) { return __shfl_sync(0xffffffffu, word, i); };
-    return {of(0), of(1), of(2), of(3), of(4), of(5), of(6)};
+    return {of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)};
   }
 
   static CUTLASS_DEVICE int kv_head_of(Params const& params, QueryTile const& tile) { return tile.head_unit * params.pack / params.group; }

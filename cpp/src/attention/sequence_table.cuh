@@ -1,5 +1,6 @@
 // Items of all sequences numbered end to end, where only the device knows how many each has: a table in shared memory finds the sequence of
-// an item. Sequence b has count(b) items; beyond kGroups sequences, an entry of the table is a group of them.
+// an item. Sequence b has count(b) items; beyond kGroups sequences, an entry of the table is a group of them. Items from number `limit` on are
+// left out: lengths that fit into the operands make no more, others must not lead out of what the launch has made room for.
 #pragma once
 
 #include <cstdint>
@@ -16,31 +17,36 @@ struct SequenceTable {
   static __device__ int step(int batch) { return batch > kGroups ? (batch + kGroups - 1) / kGroups : 1; }
   static __device__ int groups(int batch) { return (batch + step(batch) - 1) / step(batch); }
 
+  /// x + y, at most limit; all of them from 0 to 2^31 - 1.
+  static __device__ __forceinline__ int32_t add(int32_t x, int32_t y, int32_t limit) {
+    return int32_t(min(uint32_t(x) + uint32_t(y), uint32_t(limit)));
+  }
+
   /// By all `threads` of the CTA; ends with a barrier.
   template <class Count>
-  static __device__ void build(Storage& storage, int batch, Count const& count, int thread, int threads) {
+  static __device__ void build(Storage& storage, int batch, Count const& count, int32_t limit, int thread, int threads) {
     int const lane = thread % 32, warp = thread / 32, in_group = step(batch), all_groups = groups(batch);
     int32_t carry = 0;
     if (thread == 0) storage.first[0] = 0;
     for (int base = 0; base < all_groups; base += threads) {
       int const g = base + thread;
       int32_t sum = 0;
-      for (int b = g * in_group; g < all_groups && b < (g + 1) * in_group && b < batch; ++b) sum += count(b);
+      for (int b = g * in_group; g < all_groups && b < (g + 1) * in_group && b < batch; ++b) sum = add(sum, count(b), limit);
 #pragma unroll
       for (int s = 1; s < 32; s *= 2) {
         int32_t const before = __shfl_up_sync(0xffffffffu, sum, s);
-        if (lane >= s) sum += before;
+        if (lane >= s) sum = add(sum, before, limit);
       }
       if (lane == 31) storage.warp_total[warp] = sum;
       __syncthreads();
       int32_t all = 0;
       for (int w = 0; w < threads / 32; ++w) {
         int32_t const total = storage.warp_total[w];
-        if (w < warp) sum += total;
-        all += total;
+        if (w < warp) sum = add(sum, total, limit);
+        all = add(all, total, limit);
       }
-      if (g < all_groups) storage.first[g + 1] = carry + sum;
-      carry += all;
+      if (g < all_groups) storage.first[g + 1] = add(carry, sum, limit);
+      carry = add(carry, all, limit);
       __syncthreads();
     }
   }

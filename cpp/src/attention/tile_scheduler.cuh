@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "attention/mask.h"
 #include "attention/prefill_params.h"
 #include "attention/sequence_table.cuh"
 
@@ -18,6 +19,7 @@ struct QueryTile {
   int32_t first;  // query of the sequence that the tile's row 0 belongs to
   int32_t seqlen_q, seqlen_k;
   int32_t row_q, row_k;  // where the sequence begins in q and k
+  int32_t first_key;     // that a query of the sequence sees: what lies before it is nobody's
 
   static __device__ QueryTile none() { return {-1}; }
   __device__ bool is_none() const { return batch < 0; }
@@ -27,20 +29,14 @@ template <int kTileM>
 struct PrefillTiles {
   using Storage = SequenceTable::Storage;
 
-  static __device__ int queries_of(PrefillParams const& p, int b) { return __ldg(p.cu_seqlens_q + b + 1) - __ldg(p.cu_seqlens_q + b); }
-  static __device__ int keys_of(PrefillParams const& p, int b) {
-    return p.cu_seqlens_k != nullptr ? __ldg(p.cu_seqlens_k + b + 1) - __ldg(p.cu_seqlens_k + b)
-           : p.seq_lens != nullptr   ? __ldg(p.seq_lens + b)
-                                     : p.seqlen_k;
-  }
-  static __device__ int blocks_of(PrefillParams const& p, int b) { return (queries_of(p, b) * p.pack + kTileM - 1) / kTileM; }
+  static __device__ int blocks_of(PrefillParams const& p, int b) { return (p.queries(b).count * p.pack + kTileM - 1) / kTileM; }
   static __device__ auto tiles_of(PrefillParams const& p) {
     return [&p](int b) { return blocks_of(p, b) * p.head_units; };
   }
 
   /// By all `threads` of the CTA, after the kernel's predecessor has finished.
   static __device__ void build(Storage& storage, PrefillParams const& p, int thread, int threads) {
-    if (p.cu_seqlens_q != nullptr) SequenceTable::build(storage, p.batch, tiles_of(p), thread, threads);
+    if (p.cu_seqlens_q != nullptr) SequenceTable::build(storage, p.batch, tiles_of(p), p.max_tiles, thread, threads);
   }
 
   static __device__ int32_t count(Storage const& storage, PrefillParams const& p) {
@@ -59,7 +55,7 @@ struct PrefillTiles {
     int32_t number = tile, units = p.batch * p.head_units, blocks = p.q_tiles, section = p.section, last = p.last_section;
     if (varlen) {
       found.batch = SequenceTable::find(storage, p.batch, tiles_of(p), tile, &number);
-      int32_t const keys = keys_of(p, found.batch);
+      int32_t const keys = p.keys(found.batch).count;
       blocks = blocks_of(p, found.batch);
       units = section = p.head_units;
       last = 0;
@@ -78,10 +74,12 @@ struct PrefillTiles {
       found.batch = found.head_unit / p.head_units;
       found.head_unit -= found.batch * p.head_units;
     }
-    found.seqlen_q = varlen ? queries_of(p, found.batch) : p.seqlen_q;
-    found.row_q = varlen ? __ldg(p.cu_seqlens_q + found.batch) : 0;
-    found.seqlen_k = keys_of(p, found.batch);
-    found.row_k = p.cu_seqlens_k != nullptr ? __ldg(p.cu_seqlens_k + found.batch) : 0;
+    RowRange const queries = p.queries(found.batch), keys = p.keys(found.batch);
+    found.seqlen_q = queries.count;
+    found.row_q = queries.first;
+    found.seqlen_k = keys.count;
+    found.row_k = keys.first;
+    found.first_key = Mask(queries.count, keys.count, p.window_left, p.window_right).begin(0);
     return found;
   }
 };

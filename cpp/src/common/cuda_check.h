@@ -16,14 +16,15 @@ inline Status cuda_status(cudaError_t error, char const* what) {
   return status;
 }
 
-/// Raises a kernel's dynamic shared memory limit once per device; `done` is the kernel's own bit set of devices.
+/// Raises a kernel's dynamic shared memory limit once for each of the first 64 devices, at every call for others; `done` is the kernel's own bit
+/// set of devices.
 inline cudaError_t allow_shared_memory(void const* kernel, int bytes, std::atomic<uint64_t>& done) {
   int device = 0;
   if (cudaError_t const error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  uint64_t const bit = uint64_t(1) << (device % 64);
-  if (device < 64 && (done.load(std::memory_order_relaxed) & bit)) return cudaSuccess;
+  uint64_t const bit = device < 64 ? uint64_t(1) << device : 0;
+  if (done.load(std::memory_order_acquire) & bit) return cudaSuccess;
   cudaError_t const error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_relaxed);
+  if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_release);
   return error;
 }
 

@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cstring>
+#include <system_error>
+#include <thread>
 
 #include "common/cuda_check.h"
 #include "minfer/registry.h"
@@ -25,6 +27,16 @@ int32_t resident_clusters(int32_t cluster_size, int32_t smem_bytes) {
   return cudaOccupancyMaxActiveClusters(&clusters, fill_one_sm, &config) == cudaSuccess ? clusters : 0;
 }
 
+/// Makes the device the calling thread's.
+void set_resident_clusters(int32_t device_index, DeviceProperties* properties) {
+  int32_t const smem = properties->smem_per_block - 1024;
+  if (cudaSetDevice(device_index) != cudaSuccess ||
+      cudaFuncSetAttribute(fill_one_sm, cudaFuncAttributeMaxDynamicSharedMemorySize, smem) != cudaSuccess) {
+    return;
+  }
+  for (int i = 1; i < 4; ++i) properties->max_clusters[i] = resident_clusters(1 << i, smem);
+}
+
 }  // namespace
 
 Status query_device(int32_t device_index, DeviceProperties* properties) {
@@ -33,21 +45,25 @@ Status query_device(int32_t device_index, DeviceProperties* properties) {
   if (!status.ok()) return status;
   DeviceProperties out;
   std::memcpy(out.name, p.name, std::min(sizeof(out.name) - 1, std::strlen(p.name)));
+  out.index = device_index;
   out.compute_major = p.major;
   out.compute_minor = p.minor;
   out.sm_count = p.multiProcessorCount;
   out.smem_per_block = int32_t(p.sharedMemPerBlockOptin);
   out.l2_bytes = p.l2CacheSize;
+  out.memory_bytes = int64_t(p.totalGlobalMem);
   out.max_clusters[0] = p.multiProcessorCount;
   if (p.major >= 9) {
-    int current = 0;
-    cudaGetDevice(&current);
-    cudaSetDevice(device_index);
-    int32_t const smem = out.smem_per_block - 1024;
-    if (cudaFuncSetAttribute(fill_one_sm, cudaFuncAttributeMaxDynamicSharedMemorySize, smem) == cudaSuccess) {
-      for (int i = 1; i < 4; ++i) out.max_clusters[i] = resident_clusters(1 << i, smem);
+    int current = -1;
+    if (cudaGetDevice(&current) == cudaSuccess && current == device_index) {
+      set_resident_clusters(device_index, &out);
+    } else {  // on another thread: going back to this one's device would make a context there, of 500 MB, which nobody may want
+      try {
+        std::thread(set_resident_clusters, device_index, &out).join();
+      } catch (std::system_error const&) {
+        return Status::failure(StatusCode::kInternal, "device %d cannot be queried: no thread could be started", device_index);
+      }
     }
-    cudaSetDevice(current);
   }
   int memory_khz = 0, clock_khz = 0;
   cudaDeviceGetAttribute(&memory_khz, cudaDevAttrMemoryClockRate, device_index);
@@ -64,6 +80,15 @@ Status query_device(int32_t device_index, DeviceProperties* properties) {
   }
   *properties = out;
   return Status::success();
+}
+
+Status query_memory(int32_t device_index, int64_t* free, int64_t* total) {
+  size_t free_bytes = 0, total_bytes = 0;
+  cudaError_t error = cudaSetDevice(device_index);
+  if (error == cudaSuccess) error = cudaMemGetInfo(&free_bytes, &total_bytes);
+  *free = int64_t(free_bytes);
+  *total = int64_t(total_bytes);
+  return cuda_status(error, "cudaMemGetInfo");
 }
 
 }  // namespace minfer

@@ -18,12 +18,6 @@ __device__ __forceinline__ void copy_async_16(void* destination, void const* sou
   copy_async_16(shared_address(destination), source, inside ? 16 : 0);
 }
 
-/// kBytes (4, 8 or 16), by way of L1.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32_t destination, void const* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(destination), "l"(source), "n"(kBytes) : "memory");
-}
-
 /// Copies issued since the last call become one group, which may be empty.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -1,6 +1,6 @@
 #include "common/tensor_map.h"
 
-#include <cuda_runtime.h>
+#include "common/driver.h"
 
 namespace minfer {
 
@@ -10,17 +10,8 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  cuuint32_t const*, cuuint32_t const*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                                  CUtensorMapFloatOOBfill);
 
-// Through the runtime, so that the library does not link libcuda and also loads on a machine without a driver.
 EncodeTiled encode_tiled() {
-  static EncodeTiled const function = [] {
-    void* pointer = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &pointer, 12000, cudaEnableDefault, &found) != cudaSuccess ||
-        found != cudaDriverEntryPointSuccess) {
-      return static_cast<EncodeTiled>(nullptr);
-    }
-    return reinterpret_cast<EncodeTiled>(pointer);
-  }();
+  static auto const function = driver_function<EncodeTiled>("cuTensorMapEncodeTiled");
   return function;
 }
 

@@ -164,7 +164,7 @@ __device__ __forceinline__ float load_c(EpilogueParams const& e, int m, int n, i
 
 template <DataType kType>
 __device__ __forceinline__ float load_bias(EpilogueParams const& e, int n) {
-  return e.bias_f32 ? __ldg(static_cast<float const*>(e.bias) + n)
+  return e.bias_f32 ? static_cast<float const*>(e.bias)[n]
                     : ElementOf<kType>::to_float(static_cast<typename ElementOf<kType>::Type const*>(e.bias)[n]);
 }
 

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "common/context.h"
 #include "gemm/launch.h"
 #include "gemm/schedule.h"
 #include "minfer/gemm.h"
@@ -59,6 +60,7 @@ Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands c
     return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", workspace_bytes,
                            plan.workspace_bytes);
   }
+  if (Status status = bind_context(device); !status.ok()) return status;
   gemm::GemmLaunchArguments arguments{};
   arguments.problem = &problem;
   arguments.operands = &operands;

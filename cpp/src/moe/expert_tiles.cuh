@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/dependent_launch.cuh"
 #include "minfer/moe.h"
 
 namespace minfer::moe {
@@ -40,6 +41,9 @@ struct ExpertTiles {
     int32_t warp_total[32];
   };
 
+  /// Tiles are numbers of 32 bits, also where offsets do not ascend and experts' rows overlap.
+  static __device__ __forceinline__ int32_t add(int32_t x, int32_t y) { return int32_t(min(uint32_t(x) + uint32_t(y), 0x7fffffffu)); }
+
   /// By all `threads` of the CTA, after the kernel's predecessor has finished. `weight_tiles`: of an expert.
   static __device__ void build(Storage& storage, ExpertRows const& rows, int weight_tiles, int thread, int threads) {
     int const lane = thread % 32, warp = thread / 32;
@@ -50,12 +54,12 @@ struct ExpertTiles {
       int const e = base + thread;
       int32_t tiles = 0;
       if (e < rows.experts) {
-        int32_t const limit = rows.rows, value = __ldcg(rows.offsets + e);
+        int32_t const limit = rows.rows, value = load_operand(rows.offsets + e);
         int32_t begin = 0, count = value;
         if (rows.masked) {
           begin = e * rows.rows;
         } else {
-          begin = e > 0 ? __ldcg(rows.offsets + e - 1) : 0;
+          begin = e > 0 ? load_operand(rows.offsets + e - 1) : 0;
           begin = begin < 0 ? 0 : begin > limit ? limit : begin;
           count = (value < limit ? value : limit) - begin;
         }
@@ -68,18 +72,18 @@ struct ExpertTiles {
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         int32_t const before = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += before;
+        if (lane >= step) sum = add(sum, before);
       }
       if (lane == 31) storage.warp_total[warp] = sum;
       __syncthreads();
       int32_t all = 0;
       for (int w = 0; w < threads / 32; ++w) {
         int32_t const total = storage.warp_total[w];
-        if (w < warp) sum += total;
-        all += total;
+        if (w < warp) sum = add(sum, total);
+        all = add(all, total);
       }
-      if (e < rows.experts) storage.first_tile[e + 1] = carry + sum;
-      carry += all;
+      if (e < rows.experts) storage.first_tile[e + 1] = add(carry, sum);
+      carry = add(carry, all);
       __syncthreads();
     }
   }

@@ -67,7 +67,7 @@ struct GroupedEpilogue {
 
   /// Before store: the bias of the warpgroup's rows of the weight, from first_row on, and alpha.
   __device__ void prefetch(ExpertTile const& tile, int first_row) {
-    if (kHasAlpha && params.alpha != nullptr) alpha = __ldg(params.alpha + tile.expert);
+    if (kHasAlpha && params.alpha != nullptr) alpha = load_operand(params.alpha + tile.expert);
     if (params.bias == nullptr) return;
     auto const* of_expert = static_cast<typename Element::Type const*>(params.bias) + tile.expert * params.bias_stride;
 #pragma unroll
@@ -92,7 +92,9 @@ struct GroupedEpilogue {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             int const token = 8 * j + 2 * (lane % 4) + e;
-            scale[j][e] = params.row_scale != nullptr && token < left ? __ldg(params.row_scale + tile.row + chunk * kChunk + token) : 1.0f;
+            scale[j][e] = 1.0f;
+            if (params.row_scale != nullptr && token < left)
+              scale[j][e] = load_operand(params.row_scale + tile.row + chunk * kChunk + token);
           }
         }
         synchronize();  // the previous chunk has been read

@@ -62,14 +62,12 @@ Status describe_tokens(GroupedLaunchArguments const& arguments, typename Kernel:
   box[1] = Kernel::kSmallBox;
   if (Status status = encode_tensor_map_rows(&params->few_tokens, 3, operands.a, extents, strides, box); !status.ok()) return status;
   params->rows = describe_rows(problem, operands);
-  params->a = static_cast<typename Kernel::Element const*>(operands.a);
-  params->gather = operands.gather;
-  if (problem.gathered && double(operands.a_rows) * operands.lda * 2 >= 16.0 * 4294967295.0) {
+  if (problem.gathered && double(operands.a_rows) * operands.lda * 2 >= 16.0 * Kernel::Gather::kZeroRow) {
     return Status::failure(StatusCode::kNotSupported, "rows are gathered from up to 64 GiB, got %lld rows of %lld elements",
                            (long long)operands.a_rows, (long long)operands.lda);
   }
-  params->row_units = uint32_t(operands.lda / 8);
-  params->k = int32_t(problem.k);
+  params->source = {static_cast<typename Kernel::Element const*>(operands.a), operands.gather, uint32_t(operands.a_rows),
+                    uint32_t(operands.lda / 8), int32_t(problem.k)};
   params->k_tiles = int32_t((problem.k + Kernel::kTileK - 1) / Kernel::kTileK);
   params->weight_tiles = int32_t((problem.n + Kernel::kTileM - 1) / Kernel::kTileM);
   // All tokens stay in L2 where they are few beside it.

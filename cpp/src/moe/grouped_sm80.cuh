@@ -31,6 +31,7 @@ struct GroupedSm80 {
     Element const* b;
     int32_t const* gather;
     int64_t lda, ldb, b_expert_stride;
+    int32_t a_rows;
     GroupedEpilogueParams epilogue;
     int32_t k, weight_tiles;
     bool vectors;  // a and b are read 16 bytes at a time
@@ -73,9 +74,11 @@ struct GroupedSm80 {
     }
 #pragma unroll
     for (int row = thread / 8; row < kTileN; row += kThreads / 8) {
-      bool const inside = row < tile.tokens;
-      int64_t const source = !inside ? 0 : params.gather != nullptr ? params.gather[tile.row + row] : tile.row + row;
-      copy_unit(params, &storage.tokens[stage][row * kTileK + (unit ^ row % 8) * 8], params.a + source * params.lda, inside, column);
+      uint32_t source = uint32_t(tile.row + row);
+      if (params.gather != nullptr && row < tile.tokens) source = uint32_t(params.gather[source]);
+      bool const inside = row < tile.tokens && source < uint32_t(params.a_rows);  // a row that a does not have is zeros
+      copy_unit(params, &storage.tokens[stage][row * kTileK + (unit ^ row % 8) * 8], params.a + (inside ? source : 0) * params.lda, inside,
+                column);
     }
   }
 
@@ -163,6 +166,7 @@ Status launch_grouped_sm80(GroupedLaunchArguments const& arguments) {
   params.b = static_cast<typename Kernel::Element const*>(operands.b);
   params.gather = operands.gather;
   params.lda = operands.lda;
+  params.a_rows = int32_t(operands.a_rows);
   params.ldb = operands.ldb;
   params.b_expert_stride = operands.b_expert_stride;
   params.epilogue = describe_epilogue(problem, operands);

@@ -59,9 +59,7 @@ struct GroupedSm90 {
     CUtensorMap weights;             // [experts, n, k] or, gated, [experts, n / 16, 2, 8, k]
     CUtensorMap tokens, few_tokens;  // [1, rows, k], in boxes of kLargeBox and kSmallBox rows
     ExpertRows rows;
-    Element const* a;       // [.., k], gathered
-    int32_t const* gather;  // [rows]: row of a, or null: tokens lie in order
-    uint32_t row_units;     // of 16 bytes, from one row of a to the next
+    typename Gather::template Source<Element> source;  // gather is null where tokens lie in order
     GroupedEpilogueParams epilogue;
     int32_t k, k_tiles, weight_tiles;
     uint64_t hint_tokens;
@@ -106,7 +104,7 @@ struct GroupedSm90 {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.weights));
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tokens));
       for (int s = 0; s < kStages; ++s) {
-        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + Gather::kThreads : 1);
+        FullBarrier::init(&storage.full[s], params.source.gather != nullptr ? 1 + Gather::kThreads : 1);
         EmptyBarrier::init(&storage.empty[s], kPingpong ? 4 : 4 * kConsumers);
       }
       cutlass::arch::fence_barrier_init();
@@ -119,7 +117,7 @@ struct GroupedSm90 {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       if (warp == 0) {
         if (cute::elect_one_sync()) produce(params, storage);
-      } else if (params.gather != nullptr && warp <= Gather::kWarps) {
+      } else if (params.source.gather != nullptr && warp <= Gather::kWarps) {
         gather(params, storage, thread - 32);
       }
     } else {
@@ -135,7 +133,7 @@ struct GroupedSm90 {
     Ring ring;
     ring.phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
     int const tiles = Tiles::count(storage.tiles, params.rows);
-    bool const gated = params.epilogue.gated, ordered = params.gather == nullptr;
+    bool const gated = params.epilogue.gated, ordered = params.source.gather == nullptr;
     for (int t = int(blockIdx.x); t < tiles; t += int(gridDim.x)) {
       ExpertTile const tile = Tiles::at(storage.tiles, params.rows, params.weight_tiles, t);
       int const tokens = ordered ? (tile.tokens + kStep - 1) / kStep * kStep : 0;
@@ -174,8 +172,7 @@ struct GroupedSm90 {
   static CUTLASS_DEVICE void gather(Params const& params, SharedStorage& storage, int thread) {
     typename Gather::Ring const ring{storage.source, storage.full, storage.empty, cute::cast_smem_ptr_to_uint(&storage.tokens[0][0])};
     auto const at = [&](int t) { return Tiles::at(storage.tiles, params.rows, params.weight_tiles, t); };
-    Gather::run(ring, at, int(blockIdx.x), Tiles::count(storage.tiles, params.rows), int(gridDim.x), params.k_tiles, params.a,
-                params.gather, params.row_units, params.k, thread);
+    Gather::run(ring, at, int(blockIdx.x), Tiles::count(storage.tiles, params.rows), int(gridDim.x), params.k_tiles, params.source, thread);
   }
 
   // ---- consumers ----------------------------------------------------------------------------------------------------------------
@@ -266,7 +263,7 @@ struct GroupedSm90 {
       epilogue.prefetch(tile, row);
       Tensor accumulator = make_tensor<float>(Int<kValues>{});
       if constexpr (kPingpong) order.wait();
-      multiply_at_most<kTileN>(tile.tokens, storage, ring, accumulator, params.k_tiles, params.gather != nullptr, slab, thread, [&] {
+      multiply_at_most<kTileN>(tile.tokens, storage, ring, accumulator, params.k_tiles, params.source.gather != nullptr, slab, thread, [&] {
         if constexpr (kPingpong) order.arrive();
       });
       ring.advance(params.k_tiles);

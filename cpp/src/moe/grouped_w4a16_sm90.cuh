@@ -60,9 +60,7 @@ struct GroupedW4A16Sm90 {
     CUtensorMap scales, zeros;       // [experts, k / group, n]
     CUtensorMap tokens, few_tokens;  // [1, rows, k], in boxes of kLargeBox and kSmallBox rows
     ExpertRows rows;
-    Element const* a;       // [.., k], gathered
-    int32_t const* gather;  // [rows]: row of a, or null: tokens lie in order
-    uint32_t row_units;     // of 16 bytes, from one row of a to the next
+    typename Gather::template Source<Element> source;  // gather is null where tokens lie in order
     GroupedEpilogueParams epilogue;
     int32_t k, k_tiles, weight_tiles, row_blocks;  // row_blocks: of 64, of an expert's weight
     int32_t group_shift;                           // log2 of the group size; 30: one group
@@ -84,7 +82,7 @@ struct GroupedW4A16Sm90 {
       if (params.has_zeros) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.zeros));
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tokens));
       for (int s = 0; s < S::kStages; ++s) {
-        FullBarrier::init(&storage.full[s], params.gather != nullptr ? 1 + Gather::kThreads : 1);
+        FullBarrier::init(&storage.full[s], params.source.gather != nullptr ? 1 + Gather::kThreads : 1);
         EmptyBarrier::init(&storage.empty[s], S::kConsumers * 4);
       }
       cutlass::arch::fence_barrier_init();
@@ -100,7 +98,7 @@ struct GroupedW4A16Sm90 {
       cutlass::arch::warpgroup_reg_dealloc<S::kProducerRegisters>();
       if (warp == 0) {
         if (cute::elect_one_sync()) produce(params, storage);
-      } else if (params.gather != nullptr && warp <= Gather::kWarps) {
+      } else if (params.source.gather != nullptr && warp <= Gather::kWarps) {
         gather(params, storage, thread - 32);
       }
     } else {
@@ -118,7 +116,7 @@ struct GroupedW4A16Sm90 {
     ring.phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
     typename Tiles::Storage const& walk = storage.epilogue_small.tiles;
     int const tiles = Tiles::count(walk, params.rows);
-    bool const ordered = params.gather == nullptr;
+    bool const ordered = params.source.gather == nullptr;
     for (int t = int(blockIdx.x); t < tiles; t += int(gridDim.x)) {
       ExpertTile const tile = Tiles::at(walk, params.rows, params.weight_tiles, t);
       int const tokens = ordered ? (tile.tokens + kStep - 1) / kStep * kStep : 0;
@@ -163,7 +161,7 @@ struct GroupedW4A16Sm90 {
                                      cute::cast_smem_ptr_to_uint(&storage.activations[0][0])};
     auto const at = [&](int t) { return Tiles::at(storage.epilogue_small.tiles, params.rows, params.weight_tiles, t); };
     Gather::run(ring, at, int(blockIdx.x), Tiles::count(storage.epilogue_small.tiles, params.rows), int(gridDim.x), params.k_tiles,
-                params.a, params.gather, params.row_units, params.k, thread);
+                params.source, thread);
   }
 
   // ---- consumers ----------------------------------------------------------------------------------------------------------------

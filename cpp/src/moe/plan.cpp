@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "common/context.h"
 #include "gemm/launch.h"
 #include "moe/launch.h"
 
@@ -245,7 +246,7 @@ int choose(GroupedProblem const& problem, DeviceProperties const& device, Groupe
 }  // namespace
 
 #if !MINFER_WITH_CUDA
-Status gather_rows(void const*, int64_t, int32_t const*, int64_t, int64_t, void*, bool, Stream) {
+Status gather_rows(void const*, int64_t, int64_t, int32_t const*, int64_t, int64_t, void*, bool, Stream) {
   return Status::failure(StatusCode::kNotCompiled, "this build has no CUDA");
 }
 #endif
@@ -291,6 +292,7 @@ Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, Group
   if (plan.kernel == nullptr || plan.kernel->launch == nullptr) {
     return Status::failure(StatusCode::kNotCompiled, "the plan's kernel is not in this build");
   }
+  if (Status status = bind_context(device); !status.ok()) return status;
   GroupedProblem launched = problem;
   GroupedOperands rows = operands;
   bool const programmatic = gemm::programmatic_launch_enabled();
@@ -299,7 +301,7 @@ Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, Group
       return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", workspace_bytes,
                              plan.workspace_bytes);
     }
-    Status const status = moe::gather_rows(operands.a, operands.lda, operands.gather, problem.rows, problem.k, workspace,
+    Status const status = moe::gather_rows(operands.a, operands.lda, operands.a_rows, operands.gather, problem.rows, problem.k, workspace,
                                            programmatic && device.compute_capability() >= 90, stream);
     if (!status.ok()) return status;
     launched.gathered = false;

@@ -3,10 +3,12 @@
 // A stage's tokens are columns of 64 elements, [kRows][128 bytes] each, 16-byte units at u ^ row % 8, as TMA would put them. While the ring's
 // weights are under way a load takes as long as they do, microseconds: all stages' copies are in flight together, and a tile's rows are looked up
 // a tile ahead. The fence between cp.async's proxy and the tensor cores' is the consumers': here it would wait for the copies under way.
+// A row that `a` does not have is zeros: no value of `gather` leads outside of it.
 #pragma once
 
 #include <cstdint>
 
+#include "common/dependent_launch.cuh"
 #include "cutlass/arch/barrier.h"
 #include "moe/expert_tiles.cuh"
 
@@ -19,7 +21,7 @@ struct RowGather {
   static constexpr int kRowsAtOnce = kThreads / 8;                                             // eight threads fetch the 128 bytes of a row
   static constexpr int kBatch = kRows >= 6 * kRowsAtOnce ? 6 : (kRows - 1) / kRowsAtOnce + 1;  // copies whose sources are read together
   static constexpr int kMine = (kRows + kThreads - 1) / kThreads;                              // rows whose sources a thread looks up
-  static constexpr uint32_t kNoRow = ~0u;
+  static constexpr uint32_t kNoRow = ~0u, kZeroRow = kNoRow - 1;  // of no token; of one whose row `a` does not have
 
   static __device__ void synchronize() {
     if constexpr (kWarps == 1) {
@@ -37,10 +39,20 @@ struct RowGather {
     uint32_t stages;
   };
 
-  /// Walks the CTA's tiles. at(t): the t-th tile; row_units: 16-byte units from one row of a to the next.
+  /// Where a token's row comes from.
+  template <class Element>
+  struct Source {
+    Element const* a;       // [a_rows, k]
+    int32_t const* gather;  // [rows]
+    uint32_t a_rows;
+    uint32_t row_units;  // of 16 bytes, from one row of a to the next; a_rows of them are fewer than kZeroRow
+    int32_t k;
+  };
+
+  /// Walks the CTA's tiles. at(t): the t-th tile.
   template <class Element, class At>
-  static __device__ void run(Ring const& ring, At const& at, int first, int tiles, int step, int k_tiles, Element const* a,
-                             int32_t const* gather, uint32_t row_units, int k, int thread) {
+  static __device__ void run(Ring const& ring, At const& at, int first, int tiles, int step, int k_tiles, Source<Element> const& from,
+                             int thread) {
     int stage = 0, tokens = 0;
     uint32_t phase = 1, mine[kMine];
     auto const look_up = [&](int t) {  // ahead of its use by a tile
@@ -49,7 +61,11 @@ struct RowGather {
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
         int const row = thread + i * kThreads;
-        mine[i] = row < tile.tokens ? uint32_t(__ldg(gather + tile.row + row)) * row_units : kNoRow;
+        mine[i] = kNoRow;
+        if (row < tile.tokens) {
+          uint32_t const source = uint32_t(load_operand(from.gather + tile.row + row));
+          mine[i] = source < from.a_rows ? source * from.row_units : kZeroRow;
+        }
       }
     };
     if (first < tiles) look_up(first);
@@ -65,7 +81,7 @@ struct RowGather {
 #pragma unroll 1
       for (int i = 0; i < k_tiles; ++i) {
         cutlass::arch::ClusterBarrier::wait(&ring.empty[stage], phase);
-        fetch(ring.stages + stage * (kRows * kHalves * 128), ring.source, a, i * kHalves * 64, k, rows, thread);
+        fetch(ring.stages + stage * (kRows * kHalves * 128), ring.source, from.a, i * kHalves * 64, from.k, rows, thread);
         cutlass::arch::cpasync_barrier_arrive_noinc(&ring.full[stage]);
         if (++stage == kStages) {
           stage = 0;
@@ -96,7 +112,7 @@ struct RowGather {
           if (at[i] != kNoRow) {
             uint32_t const destination = to + half * (kRows * 128) + r * 128 + (unit ^ r % 8) * 16;
             asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(from + uint64_t(at[i]) * 16),
-                         "r"(bytes));
+                         "r"(at[i] != kZeroRow ? bytes : 0));
           }
         }
       }

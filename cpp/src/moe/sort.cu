@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kMaxThreads) sort_kernel(__grid_constant__ Sor
       if (params.weights == nullptr) return;
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        weight[i] = mine + (from + i) * 32 < count ? __ldg(params.weights + first + mine + (from + i) * 32) : 0.0f;
+        weight[i] = mine + (from + i) * 32 < count ? load_operand(params.weights + first + mine + (from + i) * 32) : 0.0f;
       }
     };
     if constexpr (kGroup == kItems) load_weights(0);

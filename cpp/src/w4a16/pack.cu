@@ -160,24 +160,33 @@ constexpr int kStagedBytes = 48 * 1024;  // of rows in shared memory
 [[maybe_unused]] constexpr int64_t kEarlyColumns = 8192;
 
 // A block reads `rows` whole rows into shared memory, where two bytes at a time cost what they should, and writes 4096 of their columns in the new
-// order. Few blocks: the GEMM starts beside them, and its clusters find no place on an SM that is partly taken. The permutation is a constant
-// like the weights: it is read under the predecessor's tail, and before the GEMM may start, behind whose weights it would queue. Behind long rows
-// the GEMM starts when the gather is done (1 x 4096 x 14336: 14 us for both, 17 with the early start).
+// order. Few blocks: the GEMM starts beside them, and its clusters find no place on an SM that is partly taken. The permutation comes into L2
+// under the predecessor's tail, and is read before the GEMM may start, behind whose weights it would queue. Behind long rows the GEMM starts when
+// the gather is done (1 x 4096 x 14336: 14 us for both, 17 with the early start). A column that a row does not have is a zero.
 template <bool kStaged>
 __global__ void __launch_bounds__(kGatherThreads, 2)
     gather_kernel(uint16_t const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, uint16_t* out, int rows) {
   extern __shared__ uint4 staged[];
   int const thread = int(threadIdx.x), units = int(k / 8), unit = int(blockIdx.y) * kGatherThreads + thread;
   int32_t from[8] = {};
+  uint32_t keep[4] = {};  // of pairs of columns
+#if __CUDA_ARCH__ >= 900
+  if (unit < units) asm volatile("prefetch.global.L2 [%0];" ::"l"(perm + 8 * unit));
+  wait_for_predecessor();
+#endif
   if (unit < units) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) from[i] = __ldg(perm + 8 * unit + i);
+    for (int i = 0; i < 8; ++i) {
+      int32_t const column = load_operand(perm + 8 * unit + i);
+      bool const inside = uint64_t(int64_t(column)) < uint64_t(k);
+      from[i] = inside ? column : 0;
+      keep[i / 2] |= inside ? 0xffffu << 16 * (i % 2) : 0;
+    }
   }
 #if __CUDA_ARCH__ >= 900
   bool const early = k <= kEarlyColumns;
   asm volatile("" ::"r"(from[0]), "r"(from[7]) : "memory");  // they have arrived
   if (early) allow_dependent_launch();
-  wait_for_predecessor();
 #endif
   bool const vectors = lda % 8 == 0 && reinterpret_cast<uintptr_t>(a) % 16 == 0;
   for (int64_t row0 = int64_t(blockIdx.x) * rows; row0 < m; row0 += int64_t(gridDim.x) * rows) {
@@ -201,7 +210,7 @@ __global__ void __launch_bounds__(kGatherThreads, 2)
       uint16_t const* const source = kStaged ? reinterpret_cast<uint16_t const*>(staged) + r * k : a + (row0 + r) * lda;
       uint32_t pairs[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = uint32_t(source[from[2 * i]]) | uint32_t(source[from[2 * i + 1]]) << 16;
+      for (int i = 0; i < 4; ++i) pairs[i] = (uint32_t(source[from[2 * i]]) | uint32_t(source[from[2 * i + 1]]) << 16) & keep[i];
       *reinterpret_cast<uint4*>(out + (row0 + r) * k + unit * 8) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
     if constexpr (kStaged) __syncthreads();  // the rows have been read

@@ -1,0 +1,21 @@
+// The driver's functions, through the runtime: the library does not link libcuda and also loads on a machine without a driver.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+namespace minfer {
+
+/// As of CUDA 12.0; null where the driver has none.
+template <class Function>
+Function driver_function(char const* name) {
+  void* pointer = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  if (cudaGetDriverEntryPointByVersion(name, &pointer, 12000, cudaEnableDefault, &found) != cudaSuccess ||
+      found != cudaDriverEntryPointSuccess) {
+    return nullptr;
+  }
+  return reinterpret_cast<Function>(pointer);
+}
+
+}  // namespace minfer

@@ -1,0 +1,32 @@
+"""The operators: one object for each, by its public name."""
+
+from __future__ import annotations
+
+from ..family import Family
+from .attention import Attention, AttentionVarlen, MergeAttentionStates
+from .attention_paged import AttentionPaged
+from .gemm import Gemm, GemmGated
+from .grouped import GROUPED_FAMILIES
+from .kv_cache_append import KvCacheAppend
+from .moe_layer import LAYER_FAMILIES
+from .moe_routing import ROUTING_FAMILIES
+from .quantized_gemm import QuantizedGemm
+from .weights import WEIGHT_FAMILIES
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Attention(),
+        AttentionVarlen(),
+        AttentionPaged(),
+        KvCacheAppend(),
+        MergeAttentionStates(),
+        Gemm(),
+        GemmGated(),
+        *(QuantizedGemm(bits, gated) for bits in (4, 8) for gated in (False, True)),
+        *WEIGHT_FAMILIES,
+        *ROUTING_FAMILIES,
+        *GROUPED_FAMILIES,
+        *LAYER_FAMILIES,
+    )
+}

@@ -1,0 +1,439 @@
+"""minfer.grouped_gemm, grouped_gemm_masked and grouped_w4a16_gemm: the products of mixture-of-experts layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import minfer
+import torch
+from torch import Tensor
+
+from .. import arena
+from ..compare import Expected, name_of
+from ..draw import Data, Draw, Limits
+from ..family import Argument, Contents, Family, Hostile, Parameters
+from ..truth import weights
+from ..truth.epilogue import ACTIVATIONS, Bounded, activate, activate_float32, affine, gated, gated_float32, product, result
+from .attention import DTYPES, HALVES
+from .quantized_gemm import draw_weight, fill_weight, pack
+
+EXPERTS = arena.Rule(expand=False, usual=(0, 2, 1))  # [experts, k, n], as weights [experts, n, k] are passed
+GATE_LAYOUTS = ("halves", "alternating", "blocks")
+
+
+@dataclass
+class ExpertWeight:
+    """What a row of an expert is multiplied by, [k, n] in float64; ``rounding``: of a quantised one, magnitude of what is rounded."""
+
+    value: Tensor
+    peer: Tensor
+    quantized: weights.Weight | None = None
+    alpha: float = 1.0
+
+
+@dataclass
+class Rows:
+    """Results of rows: value and bound, torch's in float32, and what each element is off by on average."""
+
+    d: Bounded
+    peer: Tensor
+    average: Tensor
+
+
+def expert_product(a: Tensor, w: ExpertWeight, bias: Tensor | None, dtype: torch.dtype, activation: str, gate: str | None) -> Rows:
+    """activation(alpha a.W + bias), gated where there is a ``gate`` layout; a [rows, k] of ``dtype``."""
+    bound, average = (0.0, None) if w.quantized is None else weights.error_of_sum(a.double(), w.quantized, dtype)
+    x, magnitude = product(a.double(), w.value, bound)
+    x = affine(x, magnitude, w.alpha, None if bias is None else bias.double())
+    peer = w.alpha * (a.float() @ w.peer)
+    peer = peer if bias is None else peer + bias.float()
+    usual = Bounded(x.value, x.error if average is None else abs(w.alpha) * average)
+    if gate is None:
+        return Rows(activate(x, activation), activate_float32(peer, activation), activate(usual, activation).error)
+    return Rows(gated(x, activation, gate), gated_float32(peer, activation, gate), gated(usual, activation, gate).error)
+
+
+def draw_epilogue(draw: Draw, layouts: tuple[str, ...]) -> Parameters:
+    gate = draw.choice(layouts) if draw.chance(0.45) else None
+    kinds = dict.fromkeys(ACTIVATIONS, 1.0) | {"none": 3.0}
+    if gate:
+        kinds = dict.fromkeys(ACTIVATIONS, 1.0) | {"silu": 3.0, "swigluoai": 2.0}
+    return {"gate": gate, "activation": draw.weighted(kinds), "bias": draw.chance(0.4), "row_scale": draw.chance(0.4)}
+
+
+def draw_group_sizes(draw: Draw, limits: Limits, unit_n: int, unit_k: int) -> tuple[int, int, int, int]:
+    """experts, rows, n and k."""
+    while True:
+        experts = draw.weighted({1: 1, 2: 1, 3: 1, 8: 3, 16: 1, 64: 1, 128: 0 if limits.small else 2, 512: 0.1})
+        rows = draw.extent(150 if limits.small else 3000, zero=0.03)
+        n = unit_n * draw.extent((200 if limits.small else 3000) // unit_n, zero=0.02)
+        k = unit_k * draw.extent((200 if limits.small else 3000) // unit_k, zero=0.02)
+        if experts * n * k <= limits.elements and rows * max(n, k) <= limits.elements and rows * n * k <= limits.work:
+            return experts, rows, n, k
+
+
+def draw_offsets(p: Parameters, draw: Draw) -> tuple[list[int], list[int]]:
+    """Ends of the experts, as they are passed, and the rows that each has; some rows belong to nobody."""
+    used = p["rows"] if draw.chance(0.6) else draw.randint(0, p["rows"])
+    sizes = draw.split(used, p["experts"], empty=draw.pick(0.0, 0.2, 0.8))
+    ends, at = [], 0
+    for size in sizes:
+        at += size
+        ends.append(at)
+    if draw.chance(0.1) and used == p["rows"]:  # beyond the rows there are: clamped
+        extra = draw.pick(1, 100, 10**6)
+        ends = [end + extra if end >= used else end for end in ends]
+    return ends, sizes
+
+
+class Grouped(Family):
+    """What products of sorted rows have in common."""
+
+    views = {"a": arena.ANY, "out": arena.ROWS}
+
+    def out(self, p: Parameters) -> tuple[tuple[int, ...], torch.dtype] | None:
+        return ((p["rows"], self.columns(p)), DTYPES[p["dtype"]]) if p["form"] == "out" else None
+
+    @staticmethod
+    def columns(p: Parameters) -> int:
+        return p["n"] // 2 if p["gate"] else p["n"]
+
+    def rule(self, p: Parameters, name: str) -> arena.Rule:
+        return arena.VIEW if name == "a" else super().rule(p, name)  # rows of nobody are NaN: no row may be another
+
+    def draw_rows(self, p: Parameters, draw: Draw) -> Parameters:
+        p["gather"] = draw.chance(0.45)
+        p["a_rows"] = max(1, draw.extent(p["rows"] + 5, zero=0.0)) + 1 if p["gather"] else p["rows"]
+        p["form"] = draw.pick("functional", "functional", "out")
+        return p
+
+    def fill_rows(self, p: Parameters, draw: Draw, data: Data) -> Contents:
+        """a, offsets, gather and row_scale; what is nobody's is NaN."""
+        dtype, rows = DTYPES[p["dtype"]], p["rows"]
+        ends, sizes = draw_offsets(p, draw)
+        used = min(ends[-1], rows) if ends else 0
+        a = data.normal(p["a_rows"], p["k"], dtype=dtype)
+        gather = None
+        if p["gather"]:
+            seen = data.integers(0, p["a_rows"] - 1, rows, dtype=torch.int32)  # the last row of a is nobody's
+            unseen = torch.ones(p["a_rows"], dtype=torch.bool, device=data.device)
+            unseen[seen[:used].long()] = False
+            gather = seen
+            gather[used:] = p["a_rows"] - 1
+            a[unseen] = math.nan
+        else:
+            a[used:] = math.nan
+        row_scale = data.normal(rows) if p["row_scale"] else None
+        if row_scale is not None:
+            row_scale[used:] = math.nan
+        tensors = {"a": a, "offsets": data.tensor(ends, torch.int32), "gather": gather, "row_scale": row_scale}
+        return Contents(tensors, {"sizes": sizes, "used": used, "zero_rows": None})
+
+    def expect_rows(self, p: Parameters, contents: Contents, weight: Any, bias: Tensor | None) -> list[Expected]:
+        """``weight``: of an expert, asked only of those that have rows."""
+        t, facts, dtype = contents.tensors, contents.facts, DTYPES[p["dtype"]]
+        device = t["a"].device
+        shape = (p["rows"], self.columns(p))
+        truth, error, average = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3))
+        peer = torch.zeros(shape, device=device)
+        begin = 0
+        for expert, size in enumerate(facts["sizes"]):
+            rows = slice(begin, begin + size)
+            begin += size
+            if size == 0:
+                continue
+            a = t["a"][rows] if t["gather"] is None else t["a"][t["gather"][rows].long().clamp(0, max(p["a_rows"] - 1, 0))]
+            if facts["zero_rows"] is not None:
+                a = a.masked_fill(facts["zero_rows"][rows, None], 0.0)
+            own = None if bias is None else bias[expert]
+            found = expert_product(a, weight(expert), own, dtype, p["activation"], p["gate"])
+            d, scale = found.d, None if t["row_scale"] is None else t["row_scale"][rows, None]
+            if scale is not None:
+                d, found.peer, found.average = d.times(scale.double()), found.peer * scale, found.average * scale.abs()
+            truth[rows], error[rows], peer[rows], average[rows] = d.value, d.error, found.peer, found.average
+        return [result("out", Bounded(truth, error), dtype, peer.to(dtype), average)]
+
+    def row_arguments(self, p: Parameters) -> dict[str, Argument]:
+        dtype = DTYPES[p["dtype"]]
+        rows = "rows" if p["form"] == "out" or p["row_scale"] else ""
+        found = {
+            "a": Argument(HALVES, ("" if p["gather"] else rows, "k"), ("b", "row_scale", "out", "scales", "qweight")),
+            "offsets": Argument((torch.int32,), ("experts",), ()),
+        }
+        if p["gather"]:
+            found["gather"] = Argument((torch.int32,), (rows,), ("row_scale", "out"))
+        if p["row_scale"]:
+            found["row_scale"] = Argument((torch.float32,), ("rows",), ())
+        if p["form"] == "out":
+            found["out"] = Argument((dtype,), ("rows", "columns"), ())
+        return found
+
+    def hostile(self, p: Parameters, contents: Contents, draw: Draw) -> Hostile | None:
+        t, facts = contents.tensors, contents.facts
+        if p["gather"] and facts["used"] and draw.chance(0.6):
+            at = draw.sample(range(facts["used"]), min(facts["used"], draw.pick(1, 1, 4, facts["used"])))
+            value = draw.pick(-1, p["a_rows"], p["a_rows"] + 3, 10**6, 2**31 - 1, -(2**31))
+            t["gather"][torch.tensor(at, device=t["a"].device)] = value
+            # Reads as a row of zeros.
+            facts["zero_rows"] = torch.zeros(p["rows"], dtype=torch.bool, device=t["a"].device)
+            facts["zero_rows"][torch.tensor(at, device=t["a"].device)] = True
+            return Hostile(f"gather = {value} in {len(at)} places, first {at[0]}", lambda before, have: self.expect(p, contents, before))
+        if p["rows"] == 0:
+            return None
+        at = draw.randrange(p["experts"])
+        value = draw.pick(-1, -(2**31), 2**31 - 1, p["rows"] + 1, 0, 10**6)
+        t["offsets"][at] = value
+        return Hostile(f"offsets[{at}] = {value}", cpu_raises=False)
+
+
+class GroupedGemm(Grouped):
+    name = "grouped_gemm"
+    share = 3.0
+
+    def rule(self, p: Parameters, name: str) -> arena.Rule:
+        return EXPERTS if name == "b" else super().rule(p, name)
+
+    def draw(self, draw: Draw, limits: Limits) -> Parameters:
+        p: Parameters = {"dtype": name_of(draw.choice(HALVES))} | draw_epilogue(draw, GATE_LAYOUTS)
+        unit = {"blocks": 16, "halves": 2, "alternating": 2}.get(p["gate"], 1)
+        p["experts"], p["rows"], p["n"], p["k"] = draw_group_sizes(draw, limits, unit, 1)
+        return self.draw_rows(p, draw)
+
+    def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
+        contents, dtype = self.fill_rows(p, draw, data), DTYPES[p["dtype"]]
+        b = data.normal(p["experts"], p["k"], p["n"], dtype=dtype, scale=1.0 / math.sqrt(max(p["k"], 1)))
+        bias = data.normal(p["experts"], p["n"], dtype=dtype) if p["bias"] else None
+        for expert, size in enumerate(contents.facts["sizes"]):
+            if size == 0:  # nobody's weights
+                b[expert] = math.nan
+                if bias is not None:
+                    bias[expert] = math.nan
+        contents.tensors |= {"b": b, "bias": bias}
+        return contents
+
+    def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        options = {name: t[name] for name in ("bias", "gather", "row_scale")}
+        options |= {"activation": p["activation"], "gated": p["gate"] is not None, "gate_layout": p["gate"] or "halves"}
+        if p["form"] == "out":
+            options["out"] = t["out"]
+        return {"out": minfer.grouped_gemm(t["a"], t["b"], t["offsets"], **(options | p.get("extra", {})))}
+
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+        b = contents.tensors["b"]
+        return self.expect_rows(p, contents, lambda e: ExpertWeight(b[e].double(), b[e].float()), contents.tensors["bias"])
+
+    def arguments(self, p: Parameters) -> dict[str, Argument]:
+        dtype = DTYPES[p["dtype"]]
+        found = self.row_arguments(p)
+        found["b"] = Argument((dtype,), ("experts", "k", "n" if p["bias"] else ""), ("a", "bias", "offsets"))
+        found["offsets"].beside = ("b",)
+        if p["bias"]:
+            found["bias"] = Argument((dtype,), ("experts", "n"), ("b",))
+        return found
+
+    def wrong_options(self, p: Parameters) -> list[tuple[str, Any, str]]:
+        found = [("activation", x, "activation") for x in ("swish", "", "SiLU")] + [("gate_layout", x, "gate_layout") for x in ("rows", "")]
+        found += [("kernel", x, "kernel") for x in ("", "nothing")]
+        if not p["gate"]:
+            found += [("activation", "swigluoai", "swigluoai"), ("gate_layout", "blocks", "gate_layout")]
+        return found
+
+
+class GroupedGemmMasked(Family):
+    name = "grouped_gemm_masked"
+    share = 2.0
+    views = {"out": arena.RUN, "b": EXPERTS}
+
+    def draw(self, draw: Draw, limits: Limits) -> Parameters:
+        p: Parameters = {"dtype": name_of(draw.choice(HALVES))} | draw_epilogue(draw, GATE_LAYOUTS)
+        unit = {"blocks": 16, "halves": 2, "alternating": 2}.get(p["gate"], 1)
+        while True:
+            p["experts"], rows, p["n"], p["k"] = draw_group_sizes(draw, limits, unit, 1)
+            p["max_rows"] = rows // p["experts"] + draw.pick(0, 1, 7) if draw.chance(0.8) else rows
+            if p["experts"] * p["max_rows"] * max(p["n"], p["k"]) <= limits.elements:
+                break
+        return p | {"form": draw.pick("functional", "functional", "out")}
+
+    def _shape(self, p: Parameters) -> tuple[int, int, int]:
+        return p["experts"], p["max_rows"], Grouped.columns(p)
+
+    def out(self, p: Parameters) -> tuple[tuple[int, ...], torch.dtype] | None:
+        return (self._shape(p), DTYPES[p["dtype"]]) if p["form"] == "out" else None
+
+    def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
+        dtype, most = DTYPES[p["dtype"]], p["max_rows"]
+        # Clamped to 0 .. max_rows.
+        counts = [draw.pick(0, 1, most, draw.randint(0, most), draw.randint(0, most), -3, most + 5) for _ in range(p["experts"])]
+        if draw.chance(0.1):
+            counts[draw.randrange(p["experts"])] = draw.pick(-(2**31), 2**31 - 1)
+        sizes = [min(max(count, 0), most) for count in counts]
+        a = data.normal(p["experts"], most, p["k"], dtype=dtype)
+        b = data.normal(p["experts"], p["k"], p["n"], dtype=dtype, scale=1.0 / math.sqrt(max(p["k"], 1)))
+        bias = data.normal(p["experts"], p["n"], dtype=dtype) if p["bias"] else None
+        row_scale = data.normal(p["experts"], most) if p["row_scale"] else None
+        for expert, size in enumerate(sizes):
+            a[expert, size:] = math.nan
+            if row_scale is not None:
+                row_scale[expert, size:] = math.nan
+            if size == 0:
+                b[expert] = math.nan
+                if bias is not None:
+                    bias[expert] = math.nan
+        tensors = {"a": a, "b": b, "counts": data.tensor(counts, torch.int32), "bias": bias, "row_scale": row_scale}
+        return Contents(tensors, {"sizes": sizes})
+
+    def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        options = {name: t[name] for name in ("bias", "row_scale")}
+        options |= {"activation": p["activation"], "gated": p["gate"] is not None, "gate_layout": p["gate"] or "halves"}
+        if p["form"] == "out":
+            options["out"] = t["out"]
+        return {"out": minfer.grouped_gemm_masked(t["a"], t["b"], t["counts"], **(options | p.get("extra", {})))}
+
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+        t, dtype, shape = contents.tensors, DTYPES[p["dtype"]], self._shape(p)
+        device = t["a"].device
+        truth, error, average = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3))
+        peer, ours = torch.zeros(shape, device=device), torch.zeros(shape, dtype=torch.bool, device=device)
+        for expert, size in enumerate(contents.facts["sizes"]):
+            if size == 0:
+                continue
+            own = None if t["bias"] is None else t["bias"][expert]
+            w = ExpertWeight(t["b"][expert].double(), t["b"][expert].float())
+            found = expert_product(t["a"][expert, :size], w, own, dtype, p["activation"], p["gate"])
+            d, factor = found.d, None if t["row_scale"] is None else t["row_scale"][expert, :size, None]
+            if factor is not None:
+                d, found.peer = d.times(factor.double()), found.peer * factor
+            truth[expert, :size], error[expert, :size], peer[expert, :size] = d.value, d.error, found.peer
+            average[expert, :size] = found.average if factor is None else found.average * factor.abs()
+            ours[expert, :size] = True
+        found = result("out", Bounded(truth, error), dtype, peer.to(dtype), average)
+        if p["form"] == "out":  # rows behind a count are left as they are
+            found.truth = torch.where(ours, found.truth, before["out"].double())
+        return [found]
+
+    def arguments(self, p: Parameters) -> dict[str, Argument]:
+        dtype = DTYPES[p["dtype"]]
+        rows = "rows" if p["row_scale"] or p["form"] == "out" else ""
+        found = {
+            "a": Argument(HALVES, ("experts", rows, "k"), ("b", "row_scale", "out")),
+            "b": Argument((dtype,), ("experts", "k", "n" if p["bias"] else ""), ("a", "bias")),
+            "counts": Argument((torch.int32,), ("experts",), ()),
+        }
+        if p["bias"]:
+            found["bias"] = Argument((dtype,), ("experts", "n"), ("b",))
+        if p["row_scale"]:
+            found["row_scale"] = Argument((torch.float32,), ("experts", "rows"))
+        if p["form"] == "out":
+            found["out"] = Argument((dtype,), ("experts", "rows", "columns"))
+        return found
+
+    def wrong_options(self, p: Parameters) -> list[tuple[str, Any, str]]:
+        return GroupedGemm.wrong_options(self, p)
+
+
+def fill_experts(p: Parameters, data: Data, experts: int, n: int, k: int, sizes: list[int]) -> tuple[dict[str, Tensor | None], Tensor]:
+    """qweight, scales, zeros and alpha of quantised experts, NaN where an expert has no rows; and the codes [experts, n, k]."""
+    size = 1.0 / math.sqrt(max(k, 1))
+    own = [fill_weight(p, data, n, k, size) for _ in range(experts)]
+    codes = torch.stack([w["codes"] for w in own])
+    qweight = torch.stack([pack(x, p["format"]) for x in codes])
+    found: dict[str, Tensor | None] = {"qweight": qweight, "scales": torch.stack([w["scales"] for w in own])}
+    found["zeros"] = None if p["zeros"] == "none" else torch.stack([w["zeros"] for w in own])
+    found["alpha"] = None
+    if p["alpha"] or p["format"] == "nvfp4":
+        low, high = (1e-3, 4e-3) if p["format"] == "nvfp4" else (-2.0, 2.0)
+        found["alpha"] = data.uniform(experts, low=low, high=high)
+    for expert, rows in enumerate(sizes):
+        if rows == 0:
+            for name in ("scales", "zeros", "alpha"):
+                if found[name] is not None:
+                    found[name][expert] = 0xFF if found[name].dtype == torch.uint8 else math.nan
+    return found, codes
+
+
+def expert_weight(p: Parameters, t: dict[str, Tensor | None], codes: Tensor, expert: int, names: tuple[str, str, str]) -> ExpertWeight:
+    """``names``: of scales, zeros and alpha."""
+    scales, zeros, alpha = (t[name] for name in names)
+    w = weights.weight(codes[expert], scales[expert], None if zeros is None else zeros[expert], p["format"], p["group_size"])
+    factor = 1.0 if alpha is None else float(alpha[expert])
+    return ExpertWeight(w.value.t(), w.value.to(DTYPES[p["dtype"]]).float().t(), w, factor)
+
+
+def draw_experts_format(draw: Draw, limits: Limits, dtype: str) -> Parameters:
+    """On CUDA int4, mxfp4 and nvfp4 have kernels."""
+    while True:
+        p = draw_weight(draw, 4, dtype) | {"alpha": draw.chance(0.3)}
+        if limits.small or p["format"] != "nf4":
+            return p
+
+
+class GroupedW4(Grouped):
+    name = "grouped_w4a16_gemm"
+    share = 2.0
+    views = Grouped.views | dict.fromkeys(("qweight", "scales", "zeros"), arena.DENSE)
+
+    def draw(self, draw: Draw, limits: Limits) -> Parameters:
+        p: Parameters = {"dtype": name_of(draw.choice(HALVES))} | draw_epilogue(draw, ("blocks",))
+        p |= draw_experts_format(draw, limits, p["dtype"])
+        unit = 16 if p["gate"] or p["format"] in weights.BYTE_SCALES else 8
+        while True:
+            p["experts"], p["rows"], p["n"], p["k"] = draw_group_sizes(draw, limits, unit, 8)
+            if p["experts"] <= (16 if limits.small else 128):
+                break
+        return self.draw_rows(p, draw)
+
+    def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
+        contents, dtype = self.fill_rows(p, draw, data), DTYPES[p["dtype"]]
+        sizes = contents.facts["sizes"]
+        tensors, contents.facts["codes"] = fill_experts(p, data, p["experts"], p["n"], p["k"], sizes)
+        tensors["bias"] = data.normal(p["experts"], p["n"], dtype=dtype) if p["bias"] else None
+        if tensors["bias"] is not None:
+            tensors["bias"][torch.tensor(sizes, device=data.device) == 0] = math.nan
+        contents.tensors |= tensors
+        return contents
+
+    def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        options = {name: t[name] for name in ("alpha", "bias", "gather", "row_scale")}
+        options |= {"group_size": p["group_size"], "w4_format": p["format"], "activation": p["activation"], "gated": p["gate"] is not None}
+        if p["form"] == "out":
+            options["out"] = t["out"]
+        operands = (t["a"], t["qweight"], t["scales"], t["zeros"], t["offsets"])
+        return {"out": minfer.grouped_w4a16_gemm(*operands, **(options | p.get("extra", {})))}
+
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+        t, codes = contents.tensors, contents.facts["codes"]
+        return self.expect_rows(p, contents, lambda e: expert_weight(p, t, codes, e, ("scales", "zeros", "alpha")), t["bias"])
+
+    def arguments(self, p: Parameters) -> dict[str, Argument]:
+        dtype = DTYPES[p["dtype"]]
+        stored = (torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn) if p["format"] in weights.BYTE_SCALES else (dtype,)
+        found = self.row_arguments(p)
+        found["a"].shape = (found["a"].shape[0], "")
+        n = "n" if p["bias"] else ""
+        beside = ("qweight", "zeros", "offsets", "bias", "alpha")
+        found["qweight"] = Argument((torch.int32,), ("experts", "", "", ""), ("scales",))
+        found["scales"] = Argument(stored, ("experts", "groups" if p["zeros"] != "none" else "", n), beside)
+        found["offsets"].beside = ("scales",)
+        if p["zeros"] != "none":
+            found["zeros"] = Argument((dtype,), ("experts", "groups", ""), ("scales",))
+        if contents_has_alpha(p):
+            found["alpha"] = Argument((torch.float32,), ("experts",))
+        if p["bias"]:
+            found["bias"] = Argument((dtype,), ("experts", "n"))
+        return found
+
+    def wrong_options(self, p: Parameters) -> list[tuple[str, Any, str]]:
+        found = [("activation", x, "activation") for x in ("swish", "")] + [("w4_format", x, "w4_format") for x in ("int8", "")]
+        found += [("group_size", x, "group_size") for x in (0, -2, 48)] + [("kernel", "nothing", "kernel")]
+        if not p["gate"]:
+            found.append(("activation", "swigluoai", "swigluoai"))
+        return found
+
+
+def contents_has_alpha(p: Parameters) -> bool:
+    return p["alpha"] or p["format"] == "nvfp4"
+
+
+GROUPED_FAMILIES = (GroupedGemm(), GroupedGemmMasked(), GroupedW4())

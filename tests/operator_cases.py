@@ -1,0 +1,118 @@
+"""A call of every operator on a small problem, for tests of what all of them have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import minfer
+import torch
+
+DTYPE = torch.bfloat16
+Call = Callable[[], tuple[torch.Tensor, ...]]
+
+
+def names() -> set[str]:
+    """Operators of the library, but for those that ask what it holds."""
+    found = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    return {name.partition(".")[0] for library, _, name in found if library == "minfer" and not name.startswith("_")}
+
+
+def calls(device: str) -> dict[str, list[Call]]:
+    """operator -> its calls, of every kind of kernel; each can be repeated, also at the same time. Nothing is left running."""
+    generator = torch.Generator("cpu").manual_seed(7)
+
+    def randn(*shape: int, dtype: torch.dtype = DTYPE, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
+
+    def randint(low: int, high: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator).to(dtype).to(device)
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    found: dict[str, list[Call]] = {}
+
+    def add(name: str, *arguments: Any, **options: Any) -> None:
+        def call() -> tuple[torch.Tensor, ...]:
+            out = getattr(minfer, name)(*arguments, **options)
+            return out if isinstance(out, tuple) else (out,)
+
+        found.setdefault(name, []).append(call)
+
+    # ---- products
+    a, w = randn(24, 512), randn(256, 512, scale=0.05)
+    add("gemm", a, w.t())
+    add("gemm", a, w.t(), c=randn(24, 256), beta=0.5, bias=randn(256), activation="silu")
+    add("gemm", a[:, 1:], w.t()[1:])  # no TMA: copied, or element by element
+    add("gemm", randn(3, 24, 512), w.t(), out_dtype=torch.float32)
+    add("gemm", randn(5, 4096), randn(4096, 136, scale=0.02))  # a long k: a workspace
+    add("gemm_gated", a, w.t())
+    codes = randint(0, 16, (256, 512), torch.uint8)
+    scales, perm = randn(4, 256, scale=0.02), torch.randperm(512, generator=generator).to(torch.int32).to(device)
+    packed = minfer.w4a16_pack(codes)
+    for zeros in (None, randint(0, 16, (4, 256), DTYPE)):
+        add("w4a16_gemm", a, packed, scales, zeros)
+    add("w4a16_gemm", a, packed, scales, perm=perm, kernel="dequantize")
+    add("w4a16_gemm_gated", a, packed, scales)
+    add("w4a16_pack", codes)
+    add("w4a16_dequantize", packed, scales, n=256, k=512)
+    wide, wide_scales = minfer.w8a16_pack(randint(0, 256, (256, 512), torch.uint8)), randn(1, 256, scale=0.002)
+    add("w8a16_gemm", a, wide, wide_scales)
+    add("w8a16_gemm_gated", a, wide, wide_scales)
+    add("w8a16_pack", randint(0, 256, (256, 512), torch.uint8))
+    add("w8a16_dequantize", wide, wide_scales, n=256, k=512)
+
+    # ---- experts
+    tokens, experts, top_k, hidden, inter = 24, 4, 2, 512, 128
+    x, gate = randn(tokens, hidden), randn(experts, hidden, scale=0.05)
+    add("moe_router", randn(tokens, experts), top_k)
+    add("moe_router_gemm", x, gate, top_k)
+    add("moe_router_gemm", randn(96, hidden), gate, top_k)  # more tokens than its own kernel takes
+    weights, ids = minfer.moe_router_gemm(x, gate, top_k)
+    add("moe_sort", ids, experts, weights=weights)
+    token_index, offsets, inverse, scale = minfer.moe_sort(ids, experts, weights=weights)
+    w13, w2 = randn(experts, 2 * inter, hidden, scale=0.05), randn(experts, hidden, inter, scale=0.05)
+    add("grouped_gemm", x, w13.mT, offsets, gather=token_index, activation="silu", gated=True)
+    add("grouped_gemm", randn(tokens * top_k, inter), w2.mT, offsets, row_scale=scale)
+    add("grouped_gemm_masked", randn(experts, 8, hidden), w13.mT, integers(3, 8, 0, 1))
+    add("moe_combine", randn(tokens * top_k, hidden), inverse, weights)
+    add("moe_ffn", x, w13, w2, weights, ids)
+    packed13 = torch.stack([minfer.w4a16_pack(randint(0, 16, (2 * inter, hidden), torch.uint8)) for _ in range(experts)])
+    packed2 = torch.stack([minfer.w4a16_pack(randint(0, 16, (hidden, inter), torch.uint8)) for _ in range(experts)])
+    scales13, scales2 = randn(experts, hidden // 128, 2 * inter, scale=0.02), randn(experts, inter // 128, hidden, scale=0.02)
+    add("grouped_w4a16_gemm", x, packed13, scales13, None, offsets, gather=token_index, activation="silu", gated=True)
+    add("moe_ffn_w4a16", x, packed13, scales13, None, packed2, scales2, None, weights, ids)
+
+    # ---- attention
+    heads, heads_kv, d = 8, 2, 64
+    q, k, v = randn(2, 96, heads, d), randn(2, 96, heads_kv, d), randn(2, 96, heads_kv, d)
+    add("attention", q, k, v, causal=True)
+    add("attention_varlen", q[0], k[0], v[0], integers(0, 40, 96), integers(0, 40, 96), 56, 56, causal=True)
+    pages, page = 8, 64
+    lengths, table = integers(100, 37), torch.randperm(pages, generator=generator).to(torch.int32).to(device).view(2, 4)
+    new_k, new_v = randn(2, heads_kv, d), randn(2, heads_kv, d)
+    slots = torch.tensor([5, 200], device=device)
+    for kv_format in ("16bit", "fp8_e4m3", "int8", "int4"):
+        cache = minfer.allocate_kv_cache(pages, page, heads_kv, d, kv_format=kv_format, dtype=DTYPE, device=device, batch=2)
+        every = torch.arange(pages * page, device=device)
+        fill = dict(cu_seqlens=integers(0, 256, 512)) if kv_format == "int4" else {}
+        minfer.kv_cache_append(
+            randn(pages * page, heads_kv, d), randn(pages * page, heads_kv, d), cache.k, cache.v, every, **cache.scales(), **fill
+        )
+        for queries in (1, 64):
+            add("attention_paged", randn(2, queries, heads, d), cache.k, cache.v, lengths, block_table=table, **cache.scales())
+
+        own = type(cache)(*(x.clone() if isinstance(x, torch.Tensor) else x for x in cache))
+
+        def append(cache=own) -> tuple[torch.Tensor, ...]:  # again and again the same into the same slots
+            minfer.kv_cache_append(new_k, new_v, cache.k, cache.v, slots, **cache.scales())
+            return tuple(x for x in cache if isinstance(x, torch.Tensor))
+
+        found.setdefault("kv_cache_append", []).append(append)
+    add("attention_paged", randn(2, 1, heads, d), cache.k, cache.v, lengths, block_table=table, num_splits=4, **cache.scales())
+    parts = [minfer.attention(q, k[:, s], v[:, s]) for s in (slice(0, 40), slice(40, 96))]
+    add("merge_attention_states", *zip(*parts, strict=True))
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return found
