@@ -121,7 +121,7 @@ class Grouped(Family):
             unseen = torch.ones(p["a_rows"], dtype=torch.bool, device=data.device)
             unseen[seen[:used].long()] = False
             gather = seen
-            gather[used:] = p["a_rows"] - 1
+            gather[used:] = draw.pick(p["a_rows"] - 1, -1, p["a_rows"], 10**6, 2**31 - 1, -(2**31))  # anything
             a[unseen] = math.nan
         else:
             a[used:] = math.nan
@@ -343,7 +343,7 @@ def fill_experts(p: Parameters, data: Data, experts: int, n: int, k: int, sizes:
     found["zeros"] = None if p["zeros"] == "none" else torch.stack([w["zeros"] for w in own])
     found["alpha"] = None
     if p["alpha"] or p["format"] == "nvfp4":
-        low, high = (1e-3, 4e-3) if p["format"] == "nvfp4" else (-2.0, 2.0)
+        low, high = (1e-4, 4e-4) if p["format"] == "nvfp4" else (-2.0, 2.0)
         found["alpha"] = data.uniform(experts, low=low, high=high)
     for expert, rows in enumerate(sizes):
         if rows == 0:

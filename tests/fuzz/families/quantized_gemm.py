@@ -59,7 +59,7 @@ def pack(codes: Tensor, form: str) -> Tensor:
 
 
 def alpha_of(draw: Draw, form: str) -> float:
-    return draw.pick(2e-3, 7e-3) if form == "nvfp4" else draw.pick(1.0, 1.0, 1.0, 0.37, -2.0, 0.0, 3e-5)
+    return draw.pick(1e-4, 5e-4) if form == "nvfp4" else draw.pick(1.0, 1.0, 1.0, 0.37, -2.0, 0.0, 3e-5)
 
 
 class QuantizedGemm(Family):
