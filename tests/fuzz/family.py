@@ -103,11 +103,11 @@ class Family:
 @dataclass
 class Hostile:
     """``what``: the change, for the log. ``expected``: (contents before, results) -> values, where they can be stated; None: only memory is
-    checked. ``cpu_raises``: whether the CPU refuses the call, as it does where documentation calls it undefined on CUDA."""
+    checked. ``cpu_raises``: whether the CPU refuses the call, as it does where documentation calls it undefined on CUDA; None: it may."""
 
     what: str
     expected: Callable[[dict[str, Tensor], dict[str, Tensor]], list[Expected]] | None = None
-    cpu_raises: bool = True
+    cpu_raises: bool | None = True
 
 
 def limits_of(device: torch.device) -> Limits:

@@ -185,7 +185,7 @@ class Grouped(Family):
         at = draw.randrange(p["experts"])
         value = draw.pick(-1, -(2**31), 2**31 - 1, p["rows"] + 1, 0, 10**6)
         t["offsets"][at] = value
-        return Hostile(f"offsets[{at}] = {value}", cpu_raises=False)
+        return Hostile(f"offsets[{at}] = {value}", cpu_raises=None)
 
 
 class GroupedGemm(Grouped):
