@@ -43,6 +43,10 @@ class Argument:
     ranks: tuple[int, ...] = ()
 
 
+# What is wrong, tensors instead of those of the call, and what the message may name.
+WrongTensors = tuple[str, dict[str, Tensor | None], tuple[str, ...]]
+
+
 class Family:
     """An operator."""
 
@@ -87,6 +91,10 @@ class Family:
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, Any, str]]:
         """(option, a value that it cannot have, what the message must name)."""
+        return []
+
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        """Beside dtypes, ranks, sizes and devices."""
         return []
 
     def operator_names(self) -> tuple[str, ...]:

@@ -212,7 +212,7 @@ class _Case:
         self.result.kind = "bad"
         self.result.parameters += f"; {wrong.what}"
         self.result.comparisons += 1
-        self.result.failures += bad_calls.judge(self.family, self.p, wrong, self.device)
+        self.result.failures += bad_calls.judge(self.family, self.p, contents, wrong, self.device)
         return True
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import arena
 from ..compare import Expected, name_of
 from ..draw import Data, Draw, Limits
-from ..family import Argument, Contents, Family, Hostile, Parameters
+from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTensors
 from ..truth import weights
 from ..truth.epilogue import ACTIVATIONS, Bounded, activate, activate_float32, affine, gated, gated_float32, product, result
 from .attention import DTYPES, HALVES
@@ -422,6 +422,16 @@ class GroupedW4(Grouped):
             found["alpha"] = Argument((torch.float32,), ("experts",))
         if p["bias"]:
             found["bias"] = Argument((dtype,), ("experts", "n"))
+        return found
+
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        found: list[WrongTensors] = []
+        for name in ("qweight", "scales", "zeros"):
+            x = tensors[name]
+            if x is not None and x.numel() and min(x.shape[-2:]) > 1:
+                found.append((f"{name} is strided", {name: x.mT.contiguous().mT}, (name,)))
+        if p["format"] not in weights.ZERO:
+            found.append(("zeros are given", {"zeros": torch.zeros_like(tensors["scales"])}, ("zeros",)))
         return found
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, Any, str]]:
