@@ -48,7 +48,7 @@ def make_cache(
     columns = max(1, -(-max(lengths, default=1) // page_size))
     pages = sum(-(-length // page_size) for length in lengths) + spare if paged else batch
     length = page_size if paged else columns * page_size
-    options = dict(head_dim_v=head_dim_v, kv_format=kv_format, dtype=dtype, batch=batch)
+    options = dict(head_dim_v=head_dim_v, kv_format=kv_format, dtype=dtype, batch=batch, paged=paged)
     if kv_format == "int4":
         options |= dict(group_tokens=group_tokens, group_channels=group_channels)
     cache = minfer.allocate_kv_cache(pages, length, heads_kv, head_dim, **options)

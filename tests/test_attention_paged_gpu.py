@@ -157,6 +157,7 @@ def make(
     else:
         pages = (sum(counts) if most is None else batch * columns) + SPARE_PAGES
     options = dict(group_tokens=groups[0], group_channels=groups[1]) if int4 else {}
+    options["paged"] = page_size is not None
     cache = minfer.allocate_kv_cache(
         pages, rows, heads_kv, head_dim, head_dim_v=head_dim_v, kv_format=kv_format, dtype=dtype, device=DEVICE, batch=batch, **options
     )

@@ -385,10 +385,27 @@ def test_experts_multiply(name):
     dense = (x, *(replace(w, alpha=None).dequantize() for w in (first, second)), weights, ids)
     how = {"gate_layout": "blocks", "alpha13": first.alpha, "alpha2": second.alpha, "b13": first.bias}
     assert layer_mismatch(out, dense, how) is None
+    assert torch.equal(first.ffn(x, second, weights, ids), out), "alphas, biases and all"
     token_index, offsets, inverse, scale = minfer.moe_sort(ids, 4, weights=weights)
     h = first.gemm(x, offsets, gather=token_index, activation="silu")
     assert layer_mismatch(minfer.moe_combine(second.gemm(h, offsets, row_scale=scale), inverse), dense, how) is None
+    again = minfer.grouped_w4a16_gemm(x, offsets=offsets, gather=token_index, activation="silu", **first.arguments())
+    assert torch.equal(again, h)
     assert first.to("meta").gemm(x.to("meta"), offsets.to("meta")).shape == (9, 32)
+
+
+def test_layers_that_do_not_fit():
+    w13, w2 = torch.randn(2, 64, 64).half(), torch.randn(2, 64, 32).half()
+    first, second = quantize.quantize_w4_experts(w13, 32, gated=True), quantize.quantize_w4_experts(w2, 32)
+    x, weights, ids = torch.randn(3, 64).half(), torch.rand(3, 1), torch.zeros(3, 1).int()
+    for gate_up, down, message in (
+        (second, first, "ffn: w13 must be gated and down must not be, got False and True"),
+        (first, first, "ffn: w13 must be gated and down must not be, got True and True"),
+        (first, quantize.quantize_w4_experts(w2, 64), "ffn: down must have the group_size of w13, 32, got 64"),
+        (first, quantize.quantize_w4_experts(w2, 32, format="nf4"), "ffn: down must have the w4_format of w13, int4, got nf4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gate_up.ffn(x, down, weights, ids)
 
 
 def test_stack_of_gate_and_up():
@@ -503,8 +520,8 @@ def test_bad_quantize():
         (torch.zeros(2, 24, 64).half(), {"gated": True}, "quantize_w4_experts: gate and up rows must be a multiple of 16 together, got 24"),
         (torch.zeros(2, 16, 64).half(), {"bias": torch.zeros(16)}, r"quantize_w4_experts: bias must be \[2, 16\], got \[16\]"),
         (torch.zeros(2, 16, 64).half(), {"gate_layout": "blocks"}, "quantize_w4_experts: gate_layout blocks needs gated = True"),
-        (torch.zeros(2, 16, 60).half(), {}, r"quantize_w4: weight must be \[n, k\] in multiples of 8, got \[16, 60\]"),
-        (torch.full((2, 16, 64), math.nan).half(), {}, "quantize_w4: weight must be finite"),
+        (torch.zeros(2, 16, 60).half(), {}, r"quantize_w4_experts: weight must be \[n, k\] in multiples of 8, got \[16, 60\]"),
+        (torch.full((2, 16, 64), math.nan).half(), {}, "quantize_w4_experts: weight must be finite"),
     ):
         with pytest.raises(ValueError, match=message):
             quantize.quantize_w4_experts(weight, **keywords)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 import re
 
 import minfer
@@ -73,20 +74,84 @@ def test_allocate():
     small = shapes(5, 96, 3, 160, head_dim_v=96, kv_format="int4", batch=2, group_tokens=32)
     assert small == [(5, 3, 3, 2, 160), (5, 3, 6, 96), (2, 32, 3, 160), (2, 32, 3, 96)]
     assert minfer.allocate_kv_cache(1, 64, 1, 64, kv_format="int4", dtype=torch.float16).k_residual.dtype == torch.float16
-    assert minfer.allocate_kv_cache(1, 13, 1, 8, device="meta").k.shape == (1, 13, 1, 8)
-    for options, message in (
-        (dict(kv_format="int3"), "kv_format must be one of 16bit, fp8_e4m3, int8, int4, got 'int3'"),
-        (dict(head_dim=12), "16bit: head_dim and head_dim_v must be multiples of 8, got 12 and 12"),
-        (dict(head_dim=64, head_dim_v=24, kv_format="int8"), "int8: head_dim and head_dim_v must be multiples of 16, got 64 and 24"),
-        (dict(head_dim=80, kv_format="int4"), "int4: head_dim and head_dim_v must be multiples of 32, got 80 and 80"),
-        (dict(page_size=12, kv_format="fp8_e4m3"), "fp8_e4m3: page_size must be a multiple of 8, got 12"),
-        (dict(page_size=96, kv_format="int4"), "int4: group_tokens must be 32 or 64 and divide page_size 96, got 64"),
-        (dict(group_tokens=16, kv_format="int4"), "int4: group_tokens must be 32 or 64 and divide page_size 64, got 16"),
-        (dict(group_channels=0, kv_format="int4"), "int4: group_channels must be a multiple of 32 that divides head_dim_v 64, got 0"),
-        (dict(group_channels=128, kv_format="int4"), "int4: group_channels must be a multiple of 32 that divides head_dim_v 64, got 128"),
+    assert minfer.allocate_kv_cache(1, 13, 1, 8, device="meta", paged=False).k.shape == (1, 13, 1, 8)
+
+
+BAD_ALLOCATIONS = (
+    (dict(kv_format="int3"), "kv_format must be one of 16bit, fp8_e4m3, int8, int4, got 'int3'"),
+    (dict(dtype=torch.float32), "dtype must be float16 or bfloat16, as the queries are, got float32"),
+    (dict(dtype=torch.float32, kv_format="int4"), "dtype must be float16 or bfloat16"),
+    (dict(pages=-1), "pages must be an integer, 0 or more, got -1"),
+    (dict(pages=2.0), "pages must be an integer, 0 or more, got 2.0"),
+    (dict(heads_kv=-2), "heads_kv must be an integer, 0 or more, got -2"),
+    (dict(batch=-1, kv_format="int4"), "batch must be an integer, 0 or more, got -1"),
+    (dict(page_size=-8), "page_size must be an integer, 0 or more, got -8"),
+    (dict(page_size=True, paged=False), "page_size must be an integer, 0 or more, got True"),
+    (dict(page_size=12), "page_size must be a positive multiple of 8 where paged is True, got 12"),
+    (dict(page_size=0), "page_size must be a positive multiple of 8 where paged is True, got 0"),
+    (dict(page_size=12, kv_format="fp8_e4m3", paged=False), "page_size must be a multiple of 8 for fp8_e4m3, got 12"),
+    (dict(page_size=0, kv_format="int4", paged=False), "page_size must be positive for int4, got 0"),
+    (dict(head_dim=0), "head_dim must be a multiple of 8 up to 256 for 16bit, got 0"),
+    (dict(head_dim=12), "head_dim must be a multiple of 8 up to 256 for 16bit, got 12"),
+    (dict(head_dim=264), "head_dim must be a multiple of 8 up to 256 for 16bit, got 264"),
+    (dict(head_dim=-64), "head_dim must be a multiple of 8 up to 256 for 16bit, got -64"),
+    (dict(head_dim=64.0), "head_dim must be a multiple of 8 up to 256 for 16bit, got 64.0"),
+    (dict(head_dim=272, kv_format="int8"), "head_dim must be a multiple of 16 up to 256 for int8, got 272"),
+    (dict(head_dim=80, kv_format="int4"), "head_dim must be a multiple of 32 up to 256 for int4, got 80"),
+    (dict(head_dim_v=0), "head_dim_v must be a multiple of 8 up to head_dim 64 for 16bit, got 0"),
+    (dict(head_dim_v=72), "head_dim_v must be a multiple of 8 up to head_dim 64 for 16bit, got 72"),
+    (dict(head_dim_v=24, kv_format="int8"), "head_dim_v must be a multiple of 16 up to head_dim 64 for int8, got 24"),
+    (dict(page_size=96, kv_format="int4"), "group_tokens must be 32 or 64 and divide page_size 96, got 64"),
+    (dict(group_tokens=16, kv_format="int4"), "group_tokens must be 32 or 64 and divide page_size 64, got 16"),
+    (dict(group_channels=0, kv_format="int4"), "group_channels must be a multiple of 32 that divides head_dim_v 64, got 0"),
+    (dict(group_channels=128, kv_format="int4"), "group_channels must be a multiple of 32 that divides head_dim_v 64, got 128"),
+)
+
+
+@pytest.mark.parametrize("options, message", BAD_ALLOCATIONS, ids=lambda x: "" if isinstance(x, str) else ",".join(map(str, x.values())))
+def test_bad_allocation(options, message):
+    with pytest.raises(ValueError, match="^allocate_kv_cache: " + re.escape(message)):
+        minfer.allocate_kv_cache(**dict(pages=2, page_size=64, heads_kv=1, head_dim=64, device="meta") | options)
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_allocated_is_taken(kv_format, seed):
+    """Of arguments at and around every limit: a ValueError, or a cache that both operators take, paged and contiguous."""
+    draw = random.Random(seed)
+    taken = refused = 0
+    for _ in range(400):
+        paged, dtype = draw.choice((True, False)), draw.choice((torch.float16, torch.bfloat16))
+        sizes = [draw.choice(x) for x in ((0, 1, 3), (0, 8, 12, 32, 64, 96, 128), (0, 1, 2))]
+        dims = dict(
+            head_dim=draw.choice((0, 8, 16, 32, 64, 96, 192, 256, 264, 288)), head_dim_v=draw.choice((None, 0, 8, 16, 32, 64, 96, 264))
+        )
+        groups = dict(group_tokens=draw.choice((16, 32, 64)), group_channels=draw.choice((None, 16, 32, 64, 96)))
+        options = dims | groups | dict(kv_format=kv_format, dtype=dtype, paged=paged, device="meta")
+        pages, page_size, heads_kv = sizes
+        try:
+            cache = minfer.allocate_kv_cache(*sizes, **options, batch=pages)
+        except ValueError:
+            refused += 1
+            continue
+        taken += 1
+        head_dim = dims["head_dim"]
+        head_dim_v = head_dim if dims["head_dim_v"] is None else dims["head_dim_v"]
+        q = torch.empty(pages, 1, 2 * heads_kv, head_dim, dtype=dtype, device="meta")
+        lens, table = (torch.empty(*shape, dtype=torch.int32, device="meta") for shape in ((pages,), (pages, 4)))
+        for block_table in (table, None) if paged else (None,):
+            out, _ = minfer.attention_paged(q, cache.k, cache.v, lens, block_table=block_table, **cache.scales())
+            assert out.shape == (pages, 1, 2 * heads_kv, head_dim_v)
+        k, v = (torch.empty(pages, heads_kv, d, dtype=dtype, device="meta") for d in (head_dim, head_dim_v))
+        minfer.kv_cache_append(k, v, cache.k, cache.v, torch.empty(pages, dtype=torch.int64, device="meta"), **cache.scales())
+    assert taken > 5 and refused > 100, (taken, refused)
+
+
+def test_more_memory_than_there_is():
+    with pytest.raises(
+        RuntimeError, match=r"allocate_kv_cache: could not allocate 8388608.0 GiB for a cache of 17179869184 x 64 tokens, 8 heads"
     ):
-        with pytest.raises(ValueError, match=message):
-            minfer.allocate_kv_cache(**dict(pages=2, page_size=64, heads_kv=1, head_dim=64) | options)
+        minfer.allocate_kv_cache(2**34, 64, 8, 512 // 2, head_dim_v=256)
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)

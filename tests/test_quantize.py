@@ -123,9 +123,9 @@ BAD_GPTQ = {
     "groups": (lambda t: None, {"group_size": 64}, r"scales must be \[4, 48\], got \[2, 48\]"),
     "qweight dtype": (lambda t: t.update(qweight=t["qweight"].long()), {}, "qweight must be torch.int32, got torch.int64"),
     "qzeros": (lambda t: t.update(qzeros=t["qzeros"][:, 1:]), {}, r"qzeros must be \[2, 6\], got \[2, 5\]"),
-    "scales dtype": (lambda t: t.update(scales=t["scales"].float()), {}, "scales must be float16 or bfloat16, got torch.float32"),
+    "scales dtype": (lambda t: t.update(scales=t["scales"].float()), {}, "scales must be .*float16 or .*bfloat16, got torch.float32"),
     "format": (lambda t: None, {"checkpoint_format": "gptq_v3"}, "checkpoint_format must be gptq or gptq_v2, got 'gptq_v3'"),
-    "g_idx": (lambda t: t.update(g_idx=torch.zeros(K).int()), {}, "the group index must give each group 128 columns"),
+    "g_idx": (lambda t: t.update(g_idx=torch.zeros(K).int()), {}, "g_idx must give each of the groups 0 to 1 its 128 columns, .* 0 to 0"),
     "desc_act": (lambda t: t.update(g_idx=1 - torch.arange(K).int() // 128), {"desc_act": False}, "desc_act is not set"),
 }
 

@@ -94,6 +94,26 @@ def test_nvfp4_has_two_levels():
     assert scaled.alpha == 1024 * weight.alpha and torch.equal(scaled.qweight, weight.qweight)
 
 
+@pytest.mark.parametrize("name", ["int4", "nf4", "int8", "fp8_e4m3"])
+@pytest.mark.parametrize("group_size", [128, 2**31, 2**62])
+def test_a_group_that_covers_k(name, group_size):
+    """Any group size from k on is one group: the bits of -1, and no tensor of that size."""
+    dense, a = torch.randn(16, 72).half(), torch.randn(3, 72).half()
+    for symmetric in (True, False) if name in ("int4", "int8") else (True,):
+        whole, same = (quantizer(name)(dense, size, symmetric, name) for size in (-1, group_size))
+        assert same.group_size == group_size and same.scales.shape == (1, 16)
+        for of_whole, of_same in ((whole, same), (whole.dequantize(), same.dequantize()), (whole.gemm(a), same.gemm(a))):
+            if isinstance(of_whole, torch.Tensor):
+                assert torch.equal(of_whole, of_same)
+            else:
+                same_weights(of_whole, replace(of_same, group_size=-1))
+        module = (minfer.nn.W4Linear if BITS[name] == 4 else minfer.nn.W8Linear).from_weight(same)
+        assert torch.equal(module(a), whole.gemm(a))
+    for size in (2**63, 2**100, 128.0, "128", True):
+        with pytest.raises(ValueError, match="group_size must be -1 or a power of two >= 32, got"):
+            quantizer(name)(dense, size, format=name)
+
+
 def test_e2m1_ties_go_to_the_even_code():
     magnitudes = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
     dense = torch.tensor(magnitudes + [-x for x in magnitudes]).repeat(8, 2)
@@ -232,7 +252,7 @@ def test_compressed_tensors_float_quantized(shape):
     quantized = torch.randn(N, K).mul_(100).to(torch.float8_e4m3fn)
     scale = torch.rand(shape).add_(0.5).mul_(0.002)
     tensors = {"weight": quantized, "weight_scale": scale}
-    with pytest.raises(ValueError, match="scales must be float16 or bfloat16, got torch.float32; pass dtype= to round them"):
+    with pytest.raises(ValueError, match="weight_scale must be .*float16 or .*bfloat16, got torch.float32; pass dtype= to round them"):
         quantize.from_compressed_tensors(tensors, format="float-quantized")
     weight = quantize.from_compressed_tensors(tensors, format="float-quantized", dtype=torch.bfloat16)
     assert weight.w8_format == "fp8_e4m3" and weight.group_size == -1
@@ -278,18 +298,18 @@ def test_bad_compressed_formats():
     }
     quantize.from_compressed_tensors(good, format="nvfp4-pack-quantized", num_bits=4, group_size=16)
     bad = [
-        ({}, {"format": "marlin-24"}, "format must be one of pack-quantized, .*, got 'marlin-24'"),
+        ({}, {"format": "marlin-24"}, "format must be pack-quantized, .* or mxfp4-pack-quantized, got 'marlin-24'"),
         ({}, {"num_bits": 8}, "num_bits must be 4 for nvfp4-pack-quantized, got 8"),
         ({}, {"group_size": 32}, "group_size must be 16 for nvfp4, got 32"),
         ({"weight_scale": torch.zeros(N, 8).byte()}, {}, r"weight_scale must be \[48, 16\], got \[48, 8\]"),
-        ({"weight_scale": torch.zeros(N, 16)}, {}, "weight_scale must be torch.uint8 or an 8-bit float, got torch.float32"),
+        ({"weight_scale": torch.zeros(N, 16)}, {}, "weight_scale must be torch.uint8 or torch.float8_e4m3fn, got torch.float32"),
         ({"weight_global_scale": torch.ones(2)}, {}, r"weight_global_scale must be one number, got \[2\]"),
         ({"weight": torch.zeros(N, K)}, {"format": "int-quantized"}, "weight must be torch.int8, got torch.float32"),
         ({"weight": torch.zeros(N, K).char()}, {"format": "float-quantized"}, "weight must be torch.float8_e4m3fn, got torch.int8"),
         (
             {"weight": torch.zeros(N, K).char(), "weight_scale": torch.ones(N, 3).half()},
             {"format": "int-quantized"},
-            "group_size must be given: weight_scale has 3 groups for k = 256",
+            "weight_scale must have one group, or one for 32, 64, .. columns, unless group_size is given; got 3 for k = 256",
         ),
     ]
     for change, arguments, message in bad:
@@ -389,7 +409,7 @@ def test_bad_bitsandbytes():
     key = "weight.quant_state.bitsandbytes__nf4"
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [N, K]}
     bad = [
-        ({}, "scales must be float16 or bfloat16, got torch.float32; pass dtype= to round them"),
+        ({}, "weight.absmax must be torch.float16 or torch.bfloat16, got torch.float32; pass dtype= to round them"),
         ({key: json_tensor(state | {"quant_type": "fp4"})}, "quant_type must be nf4, got fp4"),
         ({key: json_tensor(state | {"shape": [2 * N, K // 2], "blocksize": 256})}, "k must be a multiple of the blocksize 256, got shape"),
         ({key: json_tensor(state), "weight.quant_map": torch.linspace(-1, 1, 16)}, "weight.quant_map must be the code book of NF4"),
@@ -482,6 +502,8 @@ def test_weight(name):
     # The weight is rounded to 16 bits without alpha, which is a factor of the float32 sums.
     w, epilogue = replace(weight, alpha=1.0).dequantize().t(), {"alpha": weight.alpha, "bias": weight.bias, "activation": "relu"}
     assert gemm_mismatch(out.view(6, N), a.view(6, K), w, c=c, beta=1.0, **epilogue) is None
+    operator = minfer.w4a16_gemm if BITS[name] == 4 else minfer.w8a16_gemm
+    assert torch.equal(operator(a, **weight.arguments(), activation="relu", c=c), out)
     assert weight.to("meta").dequantize().shape == (N, K) and weight.to("meta").alpha == weight.alpha
     same_weights(weight, weight.to("cpu"))
 

@@ -1,6 +1,8 @@
 """Tuned tables: the file format, merging, loading, and that planning uses the rows."""
 
 import dataclasses
+import subprocess
+import sys
 
 import minfer
 import pytest
@@ -176,29 +178,108 @@ def test_table_of_another_version_is_refused(tmp_path, no_user_rows):
 
 def test_cache_folder(cache_dir, monkeypatch):
     assert tuned.user_table("NVIDIA H200") == cache_dir / minfer.__version__ / "nvidia-h200.csv"
-    assert tuned.device_file_name("NVIDIA GeForce RTX 4090 (x)") == "nvidia-geforce-rtx-4090-x"
     monkeypatch.delenv("MINFER_CACHE_DIR")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert str(tuned.cache_folder()) == f"/home/somebody/.cache/minfer/{minfer.__version__}"
 
 
-def test_loading_waits_for_cuda(cache_dir, monkeypatch, no_user_rows):
-    """Import arranges for the table to be read at CUDA's initialisation, and only where there is one."""
+@pytest.mark.parametrize(
+    "name, file_name",
+    [
+        ("NVIDIA H200", "nvidia-h200"),
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("NVIDIA A100-SXM4-40GB (MIG 1g.5gb)", "nvidia-a100-sxm4-40gb-mig-1g-5gb"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "nvidia-a100-sxm4-40gb-mig-1g-5gb"),
+        ("NVIDIA GeForce RTX 4090 (x)", "nvidia-geforce-rtx-4090-x"),
+        ("nvidia-h200", "nvidia-h200"),
+        ("Quadro K620\u212a \u00c9lite\u2122 \u0130", "quadro-k620-lite"),  # lower() of the first and the last has ASCII letters
+        ("../../etc/passwd", "etc-passwd"),
+        ("a/b\\c:d\te\nf", "a-b-c-d-e-f"),
+        ("", "device"),
+        ("\u03b1/\u03b2", "device"),
+        ("x" * 300, "x" * 254),
+        ("x " * 300, "x-" * 127 + "x"),
+    ],
+)
+def test_a_table_is_named_after_its_device(name, file_name):
+    assert tuned.device_file_name(name) == file_name
+    assert tuned.device_file_name(file_name) == file_name, "naming twice is naming once"
+
+
+def test_processes_merge_at_once(tmp_path):
+    """Tuners on several devices of one name: no row is lost."""
+    row, path = some_row(), tmp_path / "table.csv"
+    program = "import sys; from minfer import tuned; [tuned.merge_into(sys.argv[1], [r]) for r in tuned.parse_rows(sys.stdin.read())]"
+    texts = [format_rows([dataclasses.replace(row, m=1000 * i + j) for j in range(40)]) for i in range(3)]
+    running = [subprocess.Popen([sys.executable, "-c", program, path], stdin=subprocess.PIPE, text=True) for _ in texts]
+    for process, text in zip(running, texts, strict=True):
+        process.stdin.write(text)
+        process.stdin.close()
+    assert [process.wait(120) for process in running] == [0, 0, 0]
+    assert len(parse_rows(path.read_text())) == 120
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.fixture
+def devices(cache_dir, monkeypatch, no_user_rows):
+    """A function that sets the names of the CUDA devices that there are, and what was deferred to CUDA's initialisation."""
     deferred = []
     monkeypatch.setattr(torch.cuda, "_lazy_call", deferred.append)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr(tuned, "build_info", lambda: minfer.build_info() | {"cuda": True})
+
+    def are(*names):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: names[device])
+        return deferred
+
+    return are
+
+
+def test_loading_waits_for_cuda(devices):
+    """Import arranges for the table to be read at CUDA's initialisation, and only where there is one."""
+    deferred = devices("NVIDIA H200")
     tuned.load_at_first_use()
     assert deferred == []
     merge_into(tuned.user_table("NVIDIA H200"), [some_row()])
     tuned.load_at_first_use()
     assert len(deferred) == 1
-    assert tuned.user_rows() == 0
+    assert tuned.user_rows(0) == 0
     deferred[0]()
-    assert tuned.user_rows() == 1
+    assert (tuned.user_rows(), tuned.user_rows(0), tuned.user_rows(1)) == (0, 1, 0)
     tuned.user_table("NVIDIA H200").write_text("nonsense\n")
-    with pytest.warns(UserWarning, match="nvidia-h200.csv was not loaded: .*header"):
+    with pytest.warns(UserWarning, match="a tuned table of device 0 was not loaded: .*nvidia-h200.csv: .*header"):
         deferred[0]()
+    assert tuned.user_rows(0) == 0
+    tuned.user_table("NVIDIA H200").write_bytes(b"\xff\xfe")
+    with pytest.warns(UserWarning, match="nvidia-h200.csv: .*decode"):
+        deferred[0]()
+
+
+def test_each_device_has_its_own_table(devices, monkeypatch):
+    """Every device gets the table of its name, whatever the others' are, and whichever is the current one."""
+    (deferred,) = [devices("NVIDIA H200", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H200", "NVIDIA L40S")]
+    calls, load = [], torch.ops.minfer._load_tuned
+    monkeypatch.setattr(torch.ops.minfer, "_load_tuned", lambda text, device: calls.append((text, device)) or load(text, device))
+    tables = {"NVIDIA H200": [some_row()], "NVIDIA A100-SXM4-40GB MIG 1g.5gb": [some_row(m=1), some_row(m=2)]}
+    for name, rows in tables.items():
+        merge_into(tuned.user_table(name), rows)
+    tuned.load_at_first_use()
+    deferred[0]()
+    assert [tuned.user_rows(device) for device in range(4)] == [1, 2, 1, 0]
+    given = {device: [row.m for row in parse_rows(text)] for text, device in calls if text}
+    assert given == {0: [64], 1: [1, 2], 2: [64]}
+    assert "user" not in plan_problem(PROBLEM, device=H200).reason, "rows of devices are not everyone's"
+    # One broken table is one warning, and the other devices' are loaded.
+    tuned.user_table("NVIDIA H200").write_text("nonsense\n")
+    with pytest.warns(UserWarning) as warned:
+        tuned.load_user_tables()
+    assert [str(w.message).split(" was")[0] for w in warned] == [f"minfer: a tuned table of device {i}" for i in (0, 2)]
+    assert [tuned.user_rows(device) for device in range(4)] == [0, 2, 0, 0]
+    # Rows for all devices take the place of everything.
+    assert tuned.load_rows(format_rows([some_row()])) == 1
+    assert [tuned.user_rows(device) for device in (None, 0, 1)] == [1, 1, 1]
+    assert tuned.load_rows(format_rows([some_row(m=1)]), 1) == 1
+    assert [tuned.user_rows(device) for device in (None, 0, 1)] == [1, 1, 2]
 
 
 def test_suites():

@@ -1,6 +1,7 @@
 """minfer.nn.W4Linear and W8Linear."""
 
 import copy
+import dataclasses
 
 import minfer
 import pytest
@@ -64,6 +65,62 @@ def test_state_dict(full):
         other.load_state_dict(source.state_dict())
 
 
+BAD_PERMS = {
+    "twice": (lambda perm: perm.index_copy(0, torch.tensor([3]), perm[:1]), "got 0 to 255, 255 different numbers"),
+    "too large": (lambda perm: perm + 1, "got 1 to 256, 256 different numbers"),
+    "negative": (lambda perm: perm - 1, "got -1 to 254, 256 different numbers"),
+    "wraps in 32 bits": (lambda perm: perm.long() + (perm == 5) * 2**32, "got 0 to 4294967301, 256 different numbers"),
+    "fractions": (lambda perm: perm.float() + 0.25, "got numbers of float32"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PERMS)
+def test_perm_is_checked_when_it_is_loaded(case, monkeypatch):
+    """Once, and not in forward: values that no operator looks at. A module that refuses a state dict is what it was."""
+    change, message = BAD_PERMS[case]
+    weight = dataclasses.replace(act_order_weight(), perm=torch.cat((torch.arange(4, 256), torch.arange(4))).int())
+    module, x = torch.nn.Sequential(W4Linear.from_weight(weight)), torch.randn(3, 256).half()
+    before, out = {name: t.clone() for name, t in module.state_dict().items()}, module(x)
+    bad = {name: change(t) if name == "0.perm" else t + 1 for name, t in before.items()}
+    for arguments in ({}, {"assign": True}, {"strict": False}):
+        with pytest.raises(ValueError, match="W4Linear: 0.perm must be a permutation of 0 to 255, " + message):
+            module.load_state_dict(bad, **arguments)
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+    with pytest.raises(ValueError, match="W4Linear: perm must be a permutation of 0 to 255, " + message):
+        W4Linear.from_weight(dataclasses.replace(weight, perm=change(weight.perm)))
+    monkeypatch.setattr("minfer.nn.check_permutation", lambda *_: pytest.fail("forward looks at values"))
+    assert torch.equal(module(x), out)
+
+
+def test_what_torch_says_of_a_perm():
+    """Its shape and its absence are torch's to complain of; on the meta device there are no values."""
+    module = W4Linear.from_weight(act_order_weight())
+    state = module.state_dict()
+    with pytest.raises(RuntimeError, match="size mismatch for perm"):
+        module.load_state_dict(state | {"perm": torch.arange(8).int()})
+    with pytest.raises(RuntimeError, match="Missing key.*perm"):
+        module.load_state_dict({name: t for name, t in state.items() if name != "perm"})
+    meta = W4Linear(256, 48, zeros=True, perm=True, device="meta")
+    meta.load_state_dict({name: t.to("meta") for name, t in state.items()})
+    meta.load_state_dict(state, assign=True)
+    x = torch.randn(3, 256).half()
+    assert torch.equal(meta(x), module(x))
+
+
+def test_bad_alpha():
+    module = linear_of("nvfp4")[1]
+    for value, message in (
+        (torch.ones(2), r"alpha must be one number, got \[2\]"),
+        (torch.tensor([]), r"alpha must be one number, got \[0\]"),
+        (torch.tensor(float("nan")), "alpha must be finite in float32, got nan"),
+        (torch.tensor(1e300, dtype=torch.float64), r"alpha must be finite in float32, got 1e\+300"),
+    ):
+        before = module.alpha
+        with pytest.raises(ValueError, match="W4Linear: " + message):
+            module.load_state_dict(module.state_dict() | {"alpha": value})
+        assert module.alpha == before
+
+
 def test_module_behaviour():
     """Moves, copies and casts like a module: codes and perm stay integers."""
     module = W4Linear.from_weight(act_order_weight())
@@ -94,6 +151,16 @@ def test_bad_sizes():
         W4Linear(64, 0)
     with pytest.raises(ValueError, match="group_size must be -1 or a power of two >= 32, got 24"):
         W4Linear(64, 16, group_size=24)
+    with pytest.raises(ValueError, match="in_features must be a positive multiple of 8, got 64.0"):
+        W4Linear(64.0, 16)
+    with pytest.raises(ValueError, match="W4Linear: dtype must be float16 or bfloat16, got float32"):
+        W4Linear(64, 16, dtype=torch.float32)
+    with pytest.raises(ValueError, match="W4Linear: zeros must be False for nf4, which has no zero points"):
+        W4Linear(64, 16, group_size=64, w4_format="nf4", zeros=True)
+    with pytest.raises(ValueError, match="W4Linear: alpha must be finite in float32, got inf"):
+        W4Linear(64, 16, group_size=16, w4_format="nvfp4", alpha=float("inf"))
+    with pytest.raises(ValueError, match="W8Linear: weight must be a W8Weight, got W4Weight"):
+        W8Linear.from_weight(act_order_weight())
 
 
 def test_compile():

@@ -55,15 +55,10 @@ class TunedRow:
         return (self.m, self.n, self.k, self.batch, *enums, *weights, self.has_c, self.gated)
 
 
-def device_slug(name: str) -> str:
-    """ "NVIDIA H200" -> "nvidia-h200": the file name of a device's table. tuned_table.cpp repeats this rule at run time."""
-    return "".join(c if c.isascii() and c.isalnum() else "-" for c in name).lower()
-
-
 def read_csv(path: Path, kernels: dict[str, Kernel]) -> list[TunedRow]:
     """A device's rows, sorted by key. ConfigError for a malformed value, an unknown kernel or one of another problem, a repeated key."""
-    if not re.fullmatch(r"[a-z0-9-]+", path.stem):
-        raise ConfigError(f"tuned/{path.name}: a device's table must be named '{device_slug(path.stem)}.csv'")
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", path.stem):
+        raise ConfigError(f"tuned/{path.name}: a table must be named as minfer::device_file_name names its device, such as nvidia-h200.csv")
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if reader.fieldnames != COLUMNS:
@@ -147,12 +142,11 @@ def _check_kernel(row: TunedRow, kernels: dict[str, Kernel], where: str) -> None
 
 
 def read_folder(folder: Path, kernels: list[Kernel]) -> dict[str, list[TunedRow]]:
-    """Device slug -> rows, for every csv of the folder; empty when there is none."""
+    """A device's file name -> rows, for every csv of the folder; empty when there is none."""
     by_name = {kernel.name: kernel for kernel in kernels}
     return {path.stem: read_csv(path, by_name) for path in sorted(folder.glob("*.csv"))}
 
 
-# The lookup is text of the generated file: it and device_slug() above are the two ends of one rule.
 _LOOKUP = """\
 struct Table {
   char const* device;  // file name of the table
@@ -161,24 +155,14 @@ struct Table {
 };
 
 %TABLES%
-// The device name in lower case, every character but ASCII letters and digits as '-', equals the table's file name.
-bool names_device(char const* name, char const* device) {
-  for (; *name != '\\0' && *device != '\\0'; ++name, ++device) {
-    char c = *name;
-    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
-    if (!((c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'))) c = '-';
-    if (c != *device) return false;
-  }
-  return *name == *device;
-}
-
 }  // namespace
 
 GemmTunedRow const* shipped_gemm_rows(char const* device_name, int64_t* count) {
   *count = 0;
   if (device_name == nullptr) return nullptr;
+  DeviceFileName const file = device_file_name(device_name);
   for (Table const& table : kTables) {
-    if (table.device != nullptr && names_device(device_name, table.device)) {
+    if (table.device != nullptr && std::strcmp(file.text, table.device) == 0) {
       *count = table.count;
       return table.rows;
     }
@@ -192,7 +176,7 @@ GemmTunedRow const* shipped_gemm_rows(char const* device_name, int64_t* count) {
 
 def tuned_text(tables: dict[str, list[TunedRow]]) -> str:
     """tuned_table.cpp: minfer::shipped_gemm_rows over the tables."""
-    parts = [BANNER, '#include "minfer/gemm.h"\n\nnamespace minfer {\nnamespace {\n\n']
+    parts = [BANNER, '#include <cstring>\n\n#include "minfer/gemm.h"\n\nnamespace minfer {\nnamespace {\n\n']
     entries = []
     for index, (device, rows) in enumerate(tables.items()):
         if not rows:

@@ -93,6 +93,7 @@ Tensor moe_ffn_w4a16(Tensor x, Tensor w13, Tensor w13_scales, std::optional<Tens
 std::string build_info();
 std::string kernels(std::string family);
 std::string device_properties_json(int64_t index);
+std::string device_file_name_text(std::string device_name);
 std::string plan_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major, std::string b_major,
                            std::vector<int64_t> alignments, bool has_c, bool gated, std::optional<std::string> kernel, bool use_tuned,
                            bool only_runnable, int64_t device);

@@ -1,4 +1,4 @@
-// What the build holds: _build_info, _kernels, _device_properties.
+// What the build holds: _build_info, _kernels, _device_properties, _device_file_name.
 #include "bindings.h"
 #include "minfer/gemm.h"
 #include "minfer/registry.h"
@@ -71,5 +71,7 @@ std::string device_properties_json(int64_t index) {
   json.key("shipped_rows").value(rows).close('}');
   return json.text();
 }
+
+std::string device_file_name_text(std::string device_name) { return device_file_name(device_name.c_str()).text; }
 
 }  // namespace minfer::torch_binding

@@ -117,6 +117,7 @@ STABLE_TORCH_LIBRARY(minfer, m) {
   m.def("_build_info() -> str");
   m.def("_kernels(str family) -> str");
   m.def("_device_properties(int index) -> str");
+  m.def("_device_file_name(str device_name) -> str");
   m.def(
       "_plan_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, str? kernel, "
       "bool use_tuned, bool only_runnable, int device) -> str");
@@ -177,6 +178,7 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
   m.impl("_build_info", TORCH_BOX(&build_info));
   m.impl("_kernels", TORCH_BOX(&kernels));
   m.impl("_device_properties", TORCH_BOX(&device_properties_json));
+  m.impl("_device_file_name", TORCH_BOX(&device_file_name_text));
   m.impl("_plan_gemm", TORCH_BOX(&plan_gemm_json));
   m.impl("_enumerate_gemm", TORCH_BOX(&enumerate_gemm_json));
   m.impl("_plan_w4a16", TORCH_BOX(&plan_w4a16_json));

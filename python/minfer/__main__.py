@@ -112,18 +112,14 @@ def info(list_kernels: Annotated[bool, typer.Option("--kernels", help="List ever
     )
     rows = [("torch", torch.__version__ + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU only"))]
     if planning.runs_here():
-        tuned.load_user_table()
-        path = tuned.user_table(torch.cuda.get_device_name(0))
+        tuned.load_user_tables()
         for i in range(torch.cuda.device_count()):
-            p = device_properties(i)
+            p, path = device_properties(i), tuned.user_table(torch.cuda.get_device_name(i))
             rows.append((f"device {i}", f"{p['name']}, compute capability {p['compute_major']}.{p['compute_minor']}, {p['sm_count']} SMs"))
-        where = str(path) if path.exists() else f"no {path}"
+            rows.append(("  plan table", _plan_table(p, i, str(path) if path.exists() else f"no {path}")))
     else:
         rows.append(("device", "no GPU that this build has kernels for; plans are made for the built-in H200"))
-        where = f"none in {tuned.cache_folder()}"
-    properties = device_properties()
-    tables = f"{properties.get('shipped_rows', '?')} shipped rows, {tuned.user_rows()} user rows ({where})"
-    rows.append(("plan table", f"{properties['name']}: {tables}, then the model"))
+        rows.append(("  plan table", _plan_table(device_properties(), None, f"none in {tuned.cache_folder()}")))
     console.print()
     _columns("run time", rows)
     if list_kernels:
@@ -139,6 +135,11 @@ def info(list_kernels: Annotated[bool, typer.Option("--kernels", help="List ever
                 kernel["note"],
             )
         console.print(table)
+
+
+def _plan_table(properties: dict[str, Any], device: int | None, where: str) -> str:
+    tables = f"{properties['shipped_rows']} shipped rows, {tuned.user_rows(device)} user rows ({where})"
+    return f"{properties['name']}: {tables}, then the model"
 
 
 # ---- plan -----------------------------------------------------------------------------------------------------------------------

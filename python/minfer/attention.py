@@ -63,8 +63,10 @@ def attention(
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
 
     Numerics: scores and the sum of values are accumulated in float32, the softmax is float32, its exponentials are rounded to q's dtype
-    for the product with v (not on CPU), out is rounded once. v must be finite in masked keys too: where a tile holds both, 0 * NaN reaches
-    queries that do not see the key. The same inputs, shapes and kernel give the same bits in every run. There is no backward.
+    for the product with v (not on CPU), out is rounded once. v must be finite in keys that some query of the sequence sees, also for
+    the other queries: where a tile holds both, 0 * NaN reaches those that do not see the key. Keys before all windows may hold anything.
+    docs/numerics.md has the bounds. The same inputs, shapes and kernel give the same bits in every run.
+    There is no backward.
 
     Source: FlashAttention-3 (Shah et al., 2024); the online softmax is Milakov and Gimelshein's (2018).
     """
@@ -115,9 +117,10 @@ def attention_varlen(
       k, v: [tokens_k, heads_kv, head_dim] and [tokens_k, heads_kv, head_dim_v], q's dtype, with the rows cu_seqlens_k[b] to
         cu_seqlens_k[b + 1]. Heads, head dimensions and views as in :func:`attention`.
       cu_seqlens_q, cu_seqlens_k: int32 [batch + 1] on q's device. They must ascend within the rows there are; a sequence may be empty on
-        either side. On CUDA they are read on the device and not checked: there, others are undefined.
-      max_seqlen_q, max_seqlen_k: upper bounds of the lengths, which only size the launch. A longer sequence is an error on CPU and
-        undefined on CUDA. In a CUDA graph they are those of the capture.
+        either side. On CUDA they are read on the device and not checked: others are cut to the rows that there are, and of what such a
+        call returns no more is said than that nothing outside of its tensors was read or written.
+      max_seqlen_q, max_seqlen_k: upper bounds of the lengths, which only size the launch. A longer sequence is an error on CPU; on
+        CUDA it only takes longer. In a CUDA graph they are those of the capture.
       causal, scale, window_left, window_right, softcap, sinks, kernel: as in :func:`attention`, of each sequence by its own lengths.
 
     Returns:
@@ -191,7 +194,7 @@ def attention_paged(
         anything.
       cu_seqlens_q: int32 [batch + 1] on q's device, as in :func:`attention_varlen`.
       max_seqlen_q: of a q of 3 modes: its sequences' length, with cu_seqlens_q an upper bound of it, which only sizes the launch. A longer
-        sequence is an error on CPU and undefined on CUDA. Of a q of 4 modes it is not used.
+        sequence is an error on CPU; on CUDA it only takes longer. Of a q of 4 modes it is not used.
       k_scale, v_scale, k_residual, v_residual: what the cache's format has beside codes: ``**cache.scales()`` of a :class:`minfer.KvCache`.
       kv_format: "16bit", "fp8_e4m3", "int8" or "int4"; "auto" is told by the caches' dtype, of which uint8 is int4.
       causal: the last query is aligned to the last key: query i sees the keys up to i + seq_lens[b] - seqlen_q. False: all of them.
@@ -206,11 +209,13 @@ def attention_paged(
       Queries that see no key, and rows of q outside every sequence, as in :func:`attention` and :func:`attention_varlen`.
 
     Raises:
-      RuntimeError: as :func:`attention`. Values that cannot be right, lengths and pages beyond the cache, are errors on CPU and undefined
-        on CUDA.
+      RuntimeError: as :func:`attention`. Values that cannot be right, lengths and pages beyond the cache, are errors on CPU. On CUDA
+        lengths are taken as 0 to what the table, or the sequence's own cache, has room for, and a page that there is not as one of zeros
+        (codes and scales): no value of an index leads outside of the tensors.
 
     seq_lens, block_table, cu_seqlens_q and the scales are read on the device: no host synchronises, and a captured graph follows them.
-    Unused pages, rows behind seq_lens and pages before a window may hold anything, NaN included; other keys and values must be finite.
+    Unused pages, rows behind seq_lens and rows before all windows may hold anything, NaN included, and so may their entries in block_table
+    where a whole page is of such rows; other keys and values must be finite.
 
     Numerics: as :func:`attention`, code * scale (int4: + minimum) being the keys and values. On CUDA, with few queries, codes become
     float16 exactly, and what multiplies them is rounded to float16: exponentials times V's scales, queries (int4: times K's scales); parts

@@ -8,6 +8,7 @@ size with a hint and leaves a run-time assertion for one without.
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,19 @@ class _Checker:
 
     def __call__(self, condition: Any, template: str, *values: Any) -> None:
         torch._check(condition, lambda: f"minfer::{self.op}: " + template.format(*map(_text, values)))
+
+
+class ValueChecker(_Checker):
+    """The same for a function that is no operator: ValueErrors with its name in front."""
+
+    def __call__(self, condition: Any, template: str, *values: Any) -> None:
+        if not condition:
+            raise ValueError(f"{self.op}: " + template.format(*map(_text, values)))
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it can be a size: an int, of any kind but bool, or a symbolic one."""
+    return isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
 def _text(value: Any) -> str:

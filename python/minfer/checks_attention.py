@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .checks import DTYPES, _Checker, check_kernel, check_scalar
 from .checks_kv_cache import (
+    PAGE_MULTIPLE,
     SCALES,
     check_ascending,
     check_cache,
@@ -151,8 +152,8 @@ def check_attention_paged(
         check(block_table.dim() == 2, "block_table must be [batch, pages], got {}", block_table.shape)
         check_shape(check, "block_table", block_table, (batch, block_table.shape[1]))
         check_tensor(check, "block_table", block_table, torch.int32, "q", q)
-        for good in (page_size > 0, page_size % 8 == 0):
-            check(good, "the page size must be a multiple of 8, got {}", page_size)
+        for good in (page_size > 0, page_size % PAGE_MULTIPLE == 0):
+            check(good, "the page size must be a multiple of {}, got {}", PAGE_MULTIPLE, page_size)
     else:
         check(pages == batch, "without a block_table, k_cache must have seq_lens' batch {}, got {}", batch, k_cache.shape)
     if num_splits is not None:

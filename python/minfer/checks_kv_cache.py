@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import DTYPES, _Checker
+from .checks import DTYPES, ValueChecker, _Checker, is_integer
 
 MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+PAGE_MULTIPLE = 8  # tokens of a page; of 8 and 4-bit codes also of a contiguous cache's length
 GROUPS_OF_TOKENS = (32, 64)  # int4: that a scale of K may be of
+CHANNELS_MULTIPLE = 32  # int4: head dimensions, and elements of a scale of V
 # Types of the codes, the first of them the one that "auto" tells a format by; 16bit's is that of the operands.
 FORMATS: dict[str, tuple[torch.dtype, ...]] = {
     "16bit": (),
@@ -21,6 +24,8 @@ FORMATS: dict[str, tuple[torch.dtype, ...]] = {
     "int4": (torch.uint8,),
 }
 SCALES = ("k_scale", "v_scale", "k_residual", "v_residual")
+# What head dimensions of caches are multiples of: whole 16 bytes of codes (see check_strides), for int4 whole groups of channels.
+CACHE_HEAD_DIM_MULTIPLES = {"16bit": HEAD_DIM_MULTIPLE, "fp8_e4m3": 16, "int8": 16, "int4": CHANNELS_MULTIPLE}
 
 
 def _certain(condition: Any) -> bool:
@@ -47,10 +52,11 @@ def check_shape(check: _Checker, name: str, x: Tensor, shape: Sequence[Any]) -> 
 
 def check_head_dims(check: _Checker, other: str, head_dim: Any, head_dim_v: Any) -> None:
     """``other``: whose head_dim limits that of v."""
-    for good in (head_dim > 0, head_dim % 8 == 0, head_dim <= MAX_HEAD_DIM):
-        check(good, "head_dim must be a multiple of 8 up to {}, got {}", MAX_HEAD_DIM, head_dim)
-    for good in (head_dim_v > 0, head_dim_v % 8 == 0, head_dim_v <= head_dim):
-        check(good, "v's head_dim must be a multiple of 8 up to {}'s {}, got {}", other, head_dim, head_dim_v)
+    unit = HEAD_DIM_MULTIPLE
+    for good in (head_dim > 0, head_dim % unit == 0, head_dim <= MAX_HEAD_DIM):
+        check(good, "head_dim must be a multiple of {} up to {}, got {}", unit, MAX_HEAD_DIM, head_dim)
+    for good in (head_dim_v > 0, head_dim_v % unit == 0, head_dim_v <= head_dim):
+        check(good, "v's head_dim must be a multiple of {} up to {}'s {}, got {}", unit, other, head_dim, head_dim_v)
 
 
 def check_ascending(check: _Checker, name: str, ends: list[int], tokens_name: str, tokens: int) -> None:
@@ -59,6 +65,46 @@ def check_ascending(check: _Checker, name: str, ends: list[int], tokens_name: st
     check(inside, "{} must lie in 0 to {} = {}, got {} to {}", name, tokens_name, tokens, ends[0], ends[-1])
     for begin, end in pairwise(ends):
         check(begin <= end, "{} must ascend, got {} before {}", name, begin, end)
+
+
+# ---- allocation ------------------------------------------------------------------------------------------------------------------
+
+
+def check_allocate_kv_cache(
+    pages: Any,
+    page_size: Any,
+    heads_kv: Any,
+    head_dim: Any,
+    head_dim_v: Any,
+    kv_format: str,
+    dtype: torch.dtype,
+    batch: Any,
+    group_tokens: Any,
+    group_channels: Any,
+    paged: bool,
+) -> None:
+    """That the operators take the cache that these make; ValueErrors."""
+    check = ValueChecker("allocate_kv_cache")
+    check(kv_format in FORMATS, "kv_format must be one of {}, got '{}'", ", ".join(FORMATS), kv_format)
+    check(dtype in DTYPES, "dtype must be float16 or bfloat16, as the queries are, got {}", dtype)
+    for name, size in (("pages", pages), ("page_size", page_size), ("heads_kv", heads_kv), ("batch", batch)):
+        check(is_integer(size) and size >= 0, "{} must be an integer, 0 or more, got {}", name, size)
+    unit = CACHE_HEAD_DIM_MULTIPLES[kv_format]
+    for name, size, limit, most in (("head_dim", head_dim, "", MAX_HEAD_DIM), ("head_dim_v", head_dim_v, "head_dim ", head_dim)):
+        good = is_integer(size) and 0 < size <= most and size % unit == 0
+        check(good, "{} must be a multiple of {} up to {}{} for {}, got {}", name, unit, limit, most, kv_format, size)
+    whole = page_size % PAGE_MULTIPLE == 0
+    if paged:
+        text = "page_size must be a positive multiple of {} where paged is True, got {}"
+        check(whole and page_size > 0, text, PAGE_MULTIPLE, page_size)
+    check(whole or kv_format == "16bit", "page_size must be a multiple of {} for {}, got {}", PAGE_MULTIPLE, kv_format, page_size)
+    if kv_format == "int4":
+        check(page_size > 0, "page_size must be positive for int4, got {}", page_size)
+        good = group_tokens in GROUPS_OF_TOKENS and page_size % group_tokens == 0
+        sizes = " or ".join(map(str, GROUPS_OF_TOKENS))
+        check(good, "group_tokens must be {} and divide page_size {}, got {}", sizes, page_size, group_tokens)
+        good = is_integer(group_channels) and group_channels > 0 and group_channels % unit == 0 and head_dim_v % group_channels == 0
+        check(good, "group_channels must be a multiple of {} that divides head_dim_v {}, got {}", unit, head_dim_v, group_channels)
 
 
 # ---- the cache -----------------------------------------------------------------------------------------------------------------
@@ -123,8 +169,8 @@ def check_scales(
     if kv_format == "16bit":
         return
     pages, page_size, heads_kv, _ = k_cache.shape
-    text = "kv_format '{}' needs a page size, or length of a contiguous cache, that is a multiple of 8, got {}"
-    check(page_size % 8 == 0, text, kv_format, page_size)
+    text = "kv_format '{}' needs a page size, or length of a contiguous cache, that is a multiple of {}, got {}"
+    check(page_size % PAGE_MULTIPLE == 0, text, kv_format, PAGE_MULTIPLE, page_size)
 
     def take(name: str, dtype: torch.dtype, *shape: Any) -> None:
         check_shape(check, name, scales[name], shape)
@@ -155,11 +201,12 @@ def check_scales(
     group_tokens = page_size // groups if groups > 0 and page_size % groups == 0 else 0
     legal = page_size == 0 or group_tokens in GROUPS_OF_TOKENS
     check(legal, "k_scale must have a group for 32 or 64 tokens of a page, got {} for {}", groups, page_size)
-    for good in (head_dim % 32 == 0, head_dim_v % 32 == 0):
-        check(good, "kv_format 'int4' needs head dimensions that are multiples of 32, got {} and {}", head_dim, head_dim_v)
+    unit = CHANNELS_MULTIPLE
+    for good in (head_dim % unit == 0, head_dim_v % unit == 0):
+        check(good, "kv_format 'int4' needs head dimensions that are multiples of {}, got {} and {}", unit, head_dim, head_dim_v)
     rows = v_scale.shape[2]
     text = "v_scale must have a scale and a minimum for groups of 32, or multiples, of v's head_dim {}, got {}"
-    for good in (rows >= 2, rows % 2 == 0, rows >= 2 and head_dim_v // 32 % (rows // 2) == 0):
+    for good in (rows >= 2, rows % 2 == 0, rows >= 2 and head_dim_v // unit % (rows // 2) == 0):
         check(good, text, head_dim_v, v_scale.shape)
     take("k_scale", torch.float16, pages, heads_kv, groups, 2, head_dim)
     take("v_scale", torch.float16, pages, heads_kv, rows, page_size)

@@ -223,6 +223,14 @@ def check_codes(codes: torch.Tensor) -> None:
         _Checker("w4a16_pack")(largest <= 15, "codes must be 0 to 15, got {}", largest)
 
 
+def check_permutation(check: _Checker, name: str, perm: torch.Tensor, k: int) -> None:
+    """That an integer tensor [k] holds every column once; reads it on its device, and waits for that."""
+    ordered = perm.sort().values
+    if not torch.equal(ordered.long(), torch.arange(k, device=perm.device)):
+        got = (int(ordered[0]), int(ordered[-1]), ordered.unique_consecutive().numel())
+        check(False, "{} must be a permutation of 0 to {}, got {} to {}, {} different numbers", name, k - 1, *got)
+
+
 def check_perm_values(op: str, perm: torch.Tensor | None, k: int) -> None:
     """That perm holds column numbers; reads it."""
     if perm is not None and perm.numel() > 0:

@@ -30,17 +30,16 @@ token t of a call's sequence b in row t % group of [b].
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import checks_kv_cache
+from . import checks, checks_kv_cache
 from .ops import _differentiated
 
 KV_FORMATS = tuple(checks_kv_cache.FORMATS)
-# Head dimensions are multiples of so many: whole 16 bytes of codes, for int4 whole groups of channels.
-_HEAD_DIM_UNITS = {"16bit": 8, "fp8_e4m3": 16, "int8": 16, "int4": 32}
 
 _library = torch.library.Library("minfer", "IMPL")
 
@@ -74,65 +73,72 @@ def allocate_kv_cache(
     batch: int | None = None,
     group_tokens: int = 64,
     group_channels: int | None = None,
+    paged: bool = True,
 ) -> KvCache:
     """A cache of ``pages`` pages of ``page_size`` tokens, or of ``pages`` sequences of up to ``page_size``.
 
     Args:
       pages, page_size: of a paged cache; the batch and the length of a contiguous one. page_size is a multiple of 8, of group_tokens for
-        int4; the length of a contiguous 16-bit cache is any.
-      heads_kv, head_dim, head_dim_v: of the keys and values; head_dim_v is head_dim if None. Multiples of 8 up to 256, of 16 for fp8 and
-        int8, of 32 for int4.
+        int4; with ``paged=False`` the length of a 16-bit cache is any.
+      heads_kv, head_dim, head_dim_v: of the keys and values; head_dim_v is head_dim if None, and at most that. Multiples of 8 up to 256,
+        of 16 for fp8 and int8, of 32 for int4.
       kv_format: "16bit", "fp8_e4m3", "int8" or "int4".
-      dtype: of 16-bit codes and of residuals: that of the queries.
+      dtype: of 16-bit codes and of residuals: that of the queries, float16 or bfloat16.
       batch: int4: the sequences that residuals are kept for; ``pages`` if None.
       group_tokens: int4: tokens of a scale of K, 32 or 64.
       group_channels: int4: elements of head_dim_v of a scale of V, a multiple of 32 that divides head_dim_v; if None 64, or 32 where 64
         does not divide it.
+      paged: whether there will be a block table. A cache made with True can be used without one, too.
 
     Returns:
       KvCache of zeros; fp8's scales are ones, one for each head.
 
     Raises:
-      ValueError: an argument cannot be right.
+      ValueError: an argument cannot be right: no operator would take the cache. The message names it, what it must be and what it is.
+      RuntimeError: torch could not allocate it (torch.OutOfMemoryError on CUDA); the message says how much that was, and for what.
     """
-    if kv_format not in KV_FORMATS:
-        raise ValueError(f"kv_format must be one of {', '.join(KV_FORMATS)}, got {kv_format!r}")
-    head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    unit = _HEAD_DIM_UNITS[kv_format]
-    if head_dim % unit != 0 or head_dim_v % unit != 0:
-        raise ValueError(f"{kv_format}: head_dim and head_dim_v must be multiples of {unit}, got {head_dim} and {head_dim_v}")
-    if kv_format != "16bit" and page_size % 8 != 0:
-        raise ValueError(f"{kv_format}: page_size must be a multiple of 8, got {page_size}")
-
-    def zeros(*shape: int, of: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=of, device=device)
-
-    def zero_codes(d: int) -> Tensor:
-        if kv_format == "16bit":
-            return zeros(pages, page_size, heads_kv, d, of=codes)
-        strides = (heads_kv * page_size * d, d, page_size * d, 1)
-        return torch.empty_strided((pages, page_size, heads_kv, d), strides, dtype=codes, device=device).zero_()
-
-    codes = dtype if kv_format == "16bit" else checks_kv_cache.FORMATS[kv_format][0]
+    if head_dim_v is None:
+        head_dim_v = head_dim
+    if group_channels is None and kv_format == "int4":
+        group_channels = 64 if checks.is_integer(head_dim_v) and head_dim_v % 64 == 0 else 32
+    batch = pages if batch is None else batch
+    checks_kv_cache.check_allocate_kv_cache(
+        pages, page_size, heads_kv, head_dim, head_dim_v, kv_format, dtype, batch, group_tokens, group_channels, paged
+    )
     per_byte = 2 if kv_format == "int4" else 1
-    k, v = (zero_codes(d // per_byte) for d in (head_dim, head_dim_v))
-    if kv_format == "16bit":
-        return KvCache(kv_format, k, v)
+    codes = dtype if kv_format == "16bit" else checks_kv_cache.FORMATS[kv_format][0]
+    shapes = {name: ((pages, page_size, heads_kv, d // per_byte), codes) for name, d in (("k", head_dim), ("v", head_dim_v))}
     if kv_format == "fp8_e4m3":
-        return KvCache(kv_format, k, v, *(torch.ones(heads_kv, dtype=torch.float32, device=device) for _ in range(2)))
-    if kv_format == "int8":
-        return KvCache(kv_format, k, v, *(zeros(pages, heads_kv, page_size, of=torch.float32) for _ in range(2)))
-    if group_tokens not in checks_kv_cache.GROUPS_OF_TOKENS or page_size % group_tokens != 0:
-        raise ValueError(f"int4: group_tokens must be 32 or 64 and divide page_size {page_size}, got {group_tokens}")
-    if group_channels is None:
-        group_channels = 64 if head_dim_v % 64 == 0 else 32
-    if group_channels < 32 or group_channels % 32 != 0 or head_dim_v % group_channels != 0:
-        raise ValueError(f"int4: group_channels must be a multiple of 32 that divides head_dim_v {head_dim_v}, got {group_channels}")
-    k_scale = zeros(pages, heads_kv, page_size // group_tokens, 2, head_dim, of=torch.float16)
-    v_scale = zeros(pages, heads_kv, 2 * (head_dim_v // group_channels), page_size, of=torch.float16)
-    sequences = pages if batch is None else batch
-    residuals = (zeros(sequences, group_tokens, heads_kv, d, of=dtype) for d in (head_dim, head_dim_v))
-    return KvCache(kv_format, k, v, k_scale, v_scale, *residuals)
+        shapes |= {name: ((heads_kv,), torch.float32) for name in ("k_scale", "v_scale")}
+    elif kv_format == "int8":
+        shapes |= {name: ((pages, heads_kv, page_size), torch.float32) for name in ("k_scale", "v_scale")}
+    elif kv_format == "int4":
+        shapes |= {
+            "k_scale": ((pages, heads_kv, page_size // group_tokens, 2, head_dim), torch.float16),
+            "v_scale": ((pages, heads_kv, 2 * (head_dim_v // group_channels), page_size), torch.float16),
+            "k_residual": ((batch, group_tokens, heads_kv, head_dim), dtype),
+            "v_residual": ((batch, group_tokens, heads_kv, head_dim_v), dtype),
+        }
+    try:
+        tensors = {name: _zeros(shape, of, device, kv_format != "16bit" and name in ("k", "v")) for name, (shape, of) in shapes.items()}
+    except RuntimeError as error:
+        size = sum(math.prod(shape) * of.itemsize for shape, of in shapes.values())
+        what = f"a cache of {pages} x {page_size} tokens, {heads_kv} heads of {head_dim} and {head_dim_v}, {kv_format}"
+        kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
+        raise kind(f"allocate_kv_cache: could not allocate {size / 2**30:.1f} GiB for {what}: {error}") from error
+    if kv_format == "fp8_e4m3":
+        for name in ("k_scale", "v_scale"):
+            tensors[name].fill_(1.0)
+    return KvCache(kv_format, **tensors)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None, heads_first: bool) -> Tensor:
+    """``heads_first``: a cache [pages, page_size, heads_kv, width] with heads before tokens in memory."""
+    if not heads_first:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    _, page_size, heads_kv, width = shape
+    strides = (heads_kv * page_size * width, width, page_size * width, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
 def kv_cache_append(
@@ -169,7 +175,8 @@ def kv_cache_append(
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was stored. Values of
-        slot_mapping and cu_seqlens that cannot be right are errors on CPU and undefined on CUDA. Also where an argument requires grad.
+        slot_mapping and cu_seqlens that cannot be right are errors on CPU; on CUDA a token whose slot the cache does not have is stored
+        nowhere, and nothing outside of the tensors is read or written. Also where an argument requires grad.
 
     slot_mapping, cu_seqlens and fp8's scales are read on the device: no host synchronises, and a captured graph follows them. Slots that
     are not named keep their bits. In a compiled graph, caches that are views of other tensors have fixed sizes, dynamic or not.

@@ -2,7 +2,7 @@
 
 w13 = minfer.quantize.quantize_w4_experts(w13, gated=True)     # or from_gpt_oss, stack_experts
 w2 = minfer.quantize.quantize_w4_experts(w2)
-out = minfer.moe_ffn_w4a16(x, *w13.packed, *w2.packed, weights, ids)          # or, step by step:
+out = w13.ffn(x, w2, weights, ids)          # moe_ffn_w4a16 with all that is in the two; or, step by step:
 
 token_index, offsets, inverse, scale = minfer.moe_sort(ids, num_experts, weights=weights)
 h = w13.gemm(x, offsets, gather=token_index, activation="silu")
@@ -71,8 +71,9 @@ def grouped_w4a16_gemm(
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched. On CUDA
         also a format or a group size that no kernel of this build reads.
 
-    Numerics: a weight is rounded to a's dtype or left unrounded, as the kernel does; products are accumulated in float32, the epilogue is
-    float32, D is rounded once. The same inputs, shapes and kernel give the same bits in every run. There is no backward.
+    Numerics: a weight is exact or has one or two roundings to a's dtype, as its format and the kernel have it; products are accumulated
+    in float32, the epilogue is float32, D is rounded once; docs/numerics.md has the bounds. The same inputs, shapes and kernel give the
+    same bits in every run. There is no backward.
     """
     name = torch.ops.minfer.grouped_w4a16_gemm
     op, extra = (name.default, {}) if out is None else (name.out, {"out": out})

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from . import weight_formats, weight_layout
+from .checks import DTYPES, ValueChecker, check_scalar, is_integer
+from .checks_w4a16 import check_format, check_group_size, check_permutation
 from .quantize import W4Weight, W8Weight, quantize_w4, quantize_w8
 from .w4a16 import w4a16_gemm
 from .w8a16 import w8a16_gemm
@@ -35,15 +37,15 @@ class _PackedLinear(torch.nn.Module):
         device: torch.device | str | None,
     ):
         super().__init__()
-        name = type(self).__name__
+        check, unit = self._checker(), weight_layout.MULTIPLE
         for argument, extent in (("in_features", in_features), ("out_features", out_features)):
-            if extent <= 0 or extent % weight_layout.MULTIPLE:
-                raise ValueError(f"{name}: {argument} must be a positive multiple of {weight_layout.MULTIPLE}, got {extent}")
-        names = weight_formats.names(self._bits)
-        if form not in names:
-            raise ValueError(f"{name}: w{self._bits}_format must be one of {', '.join(names)}, got '{form}'")
-        if not weight_formats.legal_group_size(form, group_size):
-            raise ValueError(f"{name}: group_size must be {weight_formats.group_size_rule(form)}, got {group_size}")
+            good = is_integer(extent) and extent > 0 and extent % unit == 0
+            check(good, "{} must be a positive multiple of {}, got {}", argument, unit, extent)
+        check_format(check, self._bits, form)
+        check_group_size(check, group_size, form)
+        check(not zeros or weight_formats.FORMATS[form].zero is not None, "zeros must be False for {}, which has no zero points", form)
+        check(dtype in DTYPES, "dtype must be float16 or bfloat16, got {}", dtype)
+        check_scalar(check, "alpha", alpha)
         scales_dtype = dtype if weight_formats.FORMATS[form].scale_type is None else torch.uint8
         self.in_features, self.out_features = in_features, out_features
         self.group_size, self.alpha = group_size, float(alpha)
@@ -59,13 +61,20 @@ class _PackedLinear(torch.nn.Module):
         buffer("perm", perm, (in_features,), torch.int32)
         buffer("bias", bias, (out_features,), dtype)
 
+    @classmethod
+    def _checker(cls) -> ValueChecker:
+        return ValueChecker(cls.__name__)
+
     @property
     def _form(self) -> str:
         return f"w{self._bits}_format"
 
     @classmethod
     def _from_weight(cls, weight: Any) -> Any:
+        check = cls._checker()
+        check(isinstance(weight, cls._kind), "weight must be a {}, got {}", cls._kind.__name__, type(weight).__name__)
         form = f"w{cls._bits}_format"
+        cls._check_perm("perm", weight.perm, weight.k)
         module = cls(
             weight.k,
             weight.n,
@@ -92,8 +101,26 @@ class _PackedLinear(torch.nn.Module):
         if self.alpha != 1.0:
             destination[prefix + "alpha"] = torch.tensor(self.alpha, dtype=torch.float64)
 
+    @classmethod
+    def _check_perm(cls, name: str, perm: Tensor | None, k: int) -> None:
+        """That it is a permutation, where it is one of k numbers: once, when it is loaded, for the operators do not look at values."""
+        if not isinstance(perm, Tensor) or perm.is_meta or tuple(perm.shape) != (k,):
+            return
+        check = cls._checker()
+        whole = not (perm.is_floating_point() or perm.is_complex() or perm.dtype == torch.bool)
+        check(whole, "{} must be a permutation of 0 to {}, got numbers of {}", name, k - 1, perm.dtype)
+        check_permutation(check, name, perm, k)
+
     def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        # Before anything is copied: a state dict that cannot be right changes nothing here. What torch sees by itself is left to it.
+        if self.perm is not None:
+            self._check_perm(prefix + "perm", state_dict.get(prefix + "perm"), self.in_features)
         own = prefix + "alpha"
+        if own in state_dict:
+            check, alpha = self._checker(), torch.as_tensor(state_dict[own])
+            good = alpha.numel() == 1 and not alpha.is_complex()
+            check(good, "{} must be one number, got {}", own, alpha.shape)
+            check_scalar(check, own, float(alpha))
         self.alpha = float(state_dict.get(own, 1.0))
         if own in state_dict:
             state_dict = {key: x for key, x in state_dict.items() if key != own}
@@ -123,7 +150,8 @@ class W4Linear(_PackedLinear):
       device: of the buffers.
 
     Raises:
-      ValueError: a size or the format cannot be right.
+      ValueError: an argument cannot be right; in ``load_state_dict``, perm is no permutation of the columns or alpha no finite number: this
+        is looked at once, when they are loaded, and nothing of the module has changed then.
     """
 
     _kind, _bits = W4Weight, 4
@@ -187,7 +215,7 @@ class W8Linear(_PackedLinear):
       in_features, out_features, bias, zeros, perm, dtype, device: as in :class:`W4Linear`.
 
     Raises:
-      ValueError: a size or the format cannot be right.
+      ValueError: as :class:`W4Linear`.
     """
 
     _kind, _bits = W8Weight, 8

@@ -6,6 +6,7 @@ once, like the CUDA kernels; float32 and float64 inputs are computed in their ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -14,10 +15,16 @@ import torch.nn.functional as F
 from . import checks
 from .packing import GATE_BLOCK
 
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    """x * Phi(x) by erfc: 1 + erf cancels where x is negative, and torch's own is NaN of infinity on a CPU."""
+    return torch.special.erfc(x * -math.sqrt(0.5)).mul(x * 0.5)
+
+
 _ACTIVATION: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,
-    "gelu": F.gelu,
+    "gelu": _gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
 }

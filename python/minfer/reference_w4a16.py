@@ -28,7 +28,7 @@ def _dequantize(
 ) -> torch.Tensor:
     form = weight_formats.FORMATS[name]
     rows = weight_layout.groups(k, group_size)
-    size = k if group_size == -1 else group_size
+    size = weight_layout.group_columns(k, group_size)
     w = form.decode(weight_layout.unpack(qweight, n, k, form.order))
     w = torch.nn.functional.pad(w, (0, rows * size - k)).view(n, rows, size)
     if form.zero is not None:

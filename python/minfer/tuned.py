@@ -1,18 +1,19 @@
 """Tuned tables: rows saying which kernel and launch configuration measured fastest for one problem on one device.
 
 A table that ships is compiled into the library (``cpp/configs/tuned/<device>.csv``). A user's own is
-``<cache>/<version>/<device>.csv`` with the same columns, is consulted first, and is loaded when CUDA is first used. <cache> is
-``MINFER_CACHE_DIR`` or ``~/.cache/minfer``.
+``<cache>/<version>/<device>.csv`` with the same columns, is consulted first, and is loaded when CUDA is first used: of several devices
+each has its own. <cache> is ``MINFER_CACHE_DIR`` or ``~/.cache/minfer``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import fcntl
 import io
 import os
-import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
@@ -116,19 +117,34 @@ def read_table(path: str | Path) -> list[TunedRow]:
         raise ValueError(f"{path}: {error}") from None
 
 
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """For one process at a time, where the file system has locks."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
+
+
 def merge_into(path: str | Path, rows: Iterable[TunedRow]) -> int:
     """Adds rows to a table, replacing those of the same problems; comment lines on top stay. Returns the table's number of rows.
+
+    Processes may do so at once, tuning on several devices of one name.
 
     Raises:
       ValueError: see :func:`read_table`; the file is left as it was.
     """
     path = Path(path)
-    merged = {row.key: row for row in (*read_table(path), *rows)}
-    comments = [line for line in path.read_text().splitlines() if line.startswith("#")] if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".part")
-    fresh.write_text("".join(line + "\n" for line in comments) + format_rows(merged.values()))
-    fresh.replace(path)  # a process that is starting up never reads half a table
+    with _locked(path.parent):
+        merged = {row.key: row for row in (*read_table(path), *rows)}
+        comments = [line for line in path.read_text().splitlines() if line.startswith("#")] if path.exists() else []
+        fresh = path.with_suffix(f".{os.getpid()}.part")
+        fresh.write_text("".join(line + "\n" for line in comments) + format_rows(merged.values()))
+        fresh.replace(path)  # a process that is starting up never reads half a table
     return len(merged)
 
 
@@ -136,8 +152,8 @@ def merge_into(path: str | Path, rows: Iterable[TunedRow]) -> int:
 
 
 def device_file_name(device_name: str) -> str:
-    """A device's name as a file name: NVIDIA H200 is nvidia-h200."""
-    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    """A device's name as a file name, by the library's rule for the tables that ship: NVIDIA H200 is nvidia-h200."""
+    return torch.ops.minfer._device_file_name(device_name)
 
 
 def cache_folder() -> Path:
@@ -150,47 +166,62 @@ def user_table(device_name: str) -> Path:
     return cache_folder() / f"{device_file_name(device_name)}.csv"
 
 
-_user_rows = 0
+_ALL_DEVICES = -1  # as _load_tuned has it
+_user_rows: dict[int, int] = {}  # by device
 
 
-def user_rows() -> int:
-    """Rows of the user's table that planning now uses."""
-    return _user_rows
+def user_rows(device: int | None = None) -> int:
+    """Rows of users' tables that planning now uses for every device, and with its index those for one of them."""
+    return sum(_user_rows.get(index, 0) for index in {_ALL_DEVICES, _ALL_DEVICES if device is None else device})
 
 
-def load_rows(text: str) -> int:
+def load_rows(text: str, device: int | None = None) -> int:
     """Replaces the user rows that planning uses by those of a CSV text; empty forgets them. Returns how many there are.
 
+    Args:
+      device: CUDA index of the device that they are for; the rows of others stay. None: of all devices, and no other rows stay.
+
     Raises:
-      RuntimeError: the text is malformed (the line is named); there are no user rows then.
+      RuntimeError: the text is malformed (the line is named); there are no user rows, of that device, then.
     """
-    global _user_rows
-    _user_rows = 0
-    torch.ops.minfer._load_tuned("")
+    index = _ALL_DEVICES if device is None else device
+    torch.ops.minfer._load_tuned("", index)
+    if device is None:
+        _user_rows.clear()
+    _user_rows[index] = 0
     if text:
-        _user_rows = torch.ops.minfer._load_tuned(text)
-    return _user_rows
+        _user_rows[index] = torch.ops.minfer._load_tuned(text, index)
+    return _user_rows[index]
 
 
-def load_user_table() -> int:
-    """Loads the user's table of CUDA device 0, if there is one, in place of the rows loaded before; returns the number of rows."""
-    path = user_table(torch.cuda.get_device_name(0))
-    return load_rows(path.read_text() if path.exists() else "")
+def load_user_table(device: int) -> int:
+    """Loads the user's table of one CUDA device, if there is one, in place of the rows that it had; returns the number of rows.
+
+    Raises:
+      ValueError: the table cannot be used; names the file. OSError: it cannot be read.
+    """
+    path = user_table(torch.cuda.get_device_name(device))
+    try:
+        return load_rows(path.read_text() if path.exists() else "", device)
+    except (RuntimeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def load_at_first_use() -> None:
-    """Arranges for the user's table to be loaded when CUDA is initialised: asking for the device's name now would initialise it."""
+    """Arranges for each device's own table to be loaded when CUDA is initialised: asking for the devices' names now would initialise it."""
     try:
         present = build_info()["cuda"] and any(cache_folder().glob("*.csv"))
     except (OSError, RuntimeError):  # no home folder, or one that cannot be read
         return
     if present:
-        torch.cuda._lazy_call(_load_or_warn)
+        torch.cuda._lazy_call(load_user_tables)
 
 
-def _load_or_warn() -> None:
-    # A broken table must not make CUDA unusable, which is what an exception in a deferred call does.
-    try:
-        load_user_table()
-    except (OSError, RuntimeError) as error:
-        warnings.warn(f"minfer: the tuned table {user_table(torch.cuda.get_device_name(0))} was not loaded: {error}", stacklevel=2)
+def load_user_tables() -> None:
+    """:func:`load_user_table` of every CUDA device of the process. One that cannot be loaded is a warning, and the others are loaded: an
+    exception while CUDA is initialised would make it unusable."""
+    for device in range(torch.cuda.device_count()):
+        try:
+            load_user_table(device)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"minfer: a tuned table of device {device} was not loaded: {error}", stacklevel=2)

@@ -38,7 +38,8 @@ def w4a16_gemm(
       group_size: columns of W that share a scale and a zero: -1 (all of them, G = 1) or a power of two >= 32, unless ``w4_format``
         prescribes it.
       alpha: of the whole weight, finite in float32; nvfp4's global scale.
-      perm: int32 [k]: the packed columns are W[:, perm], as act-order quantisation leaves them, and A's columns are gathered to match.
+      perm: int32 [k]: the packed columns are W[:, perm], as act-order quantisation leaves them, and A's columns are gathered to match. A
+        column that A does not have is an error on CPU; on CUDA it is one of zeros. Loaders check it once.
       c: broadcastable to D ([..., n], [n], [m, 1], a scalar, ...), a's dtype or float32.
       bias: [n], a's dtype or float32.
       activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
@@ -59,8 +60,9 @@ def w4a16_gemm(
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
 
-    Numerics: a weight is rounded to a's dtype or left unrounded, as the kernel does; products are accumulated in float32, the epilogue
-    is float32, D is rounded once. The same inputs, shapes and kernel give the same bits in every run. There is no backward.
+    Numerics: a weight is exact or has one or two roundings to a's dtype, as its format and the kernel have it; products are accumulated
+    in float32, the epilogue is float32, D is rounded once; docs/numerics.md has the bounds. The same inputs, shapes and kernel give the
+    same bits in every run. There is no backward.
     """
     if out is None:
         return torch.ops.minfer.w4a16_gemm.default(

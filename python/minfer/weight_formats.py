@@ -15,7 +15,10 @@ from typing import NamedTuple
 
 import torch
 
+from .checks import is_integer
+
 MIN_GROUP = 32  # where group_size is free
+_MAX_GROUP = 2**62  # the largest power of two that an operator's int argument holds
 
 NF4 = (
     -1.0,
@@ -82,7 +85,9 @@ def legal_group_size(name: str, group_size: int) -> bool:
     wanted = FORMATS[name].group_size
     if wanted is not None:
         return group_size == wanted
-    return group_size == -1 or (group_size >= MIN_GROUP and group_size & (group_size - 1) == 0)
+    if not is_integer(group_size):
+        return False
+    return group_size == -1 or (MIN_GROUP <= group_size <= _MAX_GROUP and group_size & (group_size - 1) == 0)
 
 
 def scale_values(scales: torch.Tensor, form: WeightFormat) -> torch.Tensor:

@@ -62,6 +62,11 @@ def groups(k: Any, group_size: int) -> Any:
     return 1 if group_size == -1 else (k + (group_size - 1)) // group_size
 
 
+def group_columns(k: int, group_size: int) -> int:
+    """Columns of a group: a group_size that is -1 or covers k is all of k, and nothing is ever padded to it."""
+    return k if group_size == -1 or group_size >= k else group_size
+
+
 def _units_shape(rows: int, columns: int, bits: int) -> tuple[int, ...]:
     """Of the units in a weight of so many blocks, before they are moved."""
     warp, _, lane = _ROW

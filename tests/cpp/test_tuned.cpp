@@ -222,4 +222,7 @@ TEST_CASE(tuned_tables_are_found_by_device_name) {
   CHECK_EQUAL(same, count);
   shipped_gemm_rows("Some Other GPU", &none);
   CHECK_EQUAL(none, 0);
+  none = -1;
+  shipped_gemm_rows("NVIDIA H200 MIG 1g.18gb", &none);
+  CHECK_EQUAL(none, 0);
 }

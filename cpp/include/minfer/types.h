@@ -66,8 +66,8 @@ inline char const* name_of(RasterOrder order) { return order == RasterOrder::kAl
 
 /// What planning needs to know of a GPU. Filled by query_device() on a machine that has one, by hand in tests.
 struct DeviceProperties {
-  char name[64] = {0};
-  int32_t index = -1;  // of this machine's devices; none of them: -1
+  char name[256] = {0};  // whole, as CUDA has it: the tuned table is found by it
+  int32_t index = -1;    // of this machine's devices; none of them: -1
   int32_t compute_major = 0;
   int32_t compute_minor = 0;
   int32_t sm_count = 0;
@@ -83,5 +83,14 @@ struct DeviceProperties {
 
 /// The H200 as measured (4.45 TB/s read, 750 TFLOP/s dense 16-bit): plans can be read and tested without a GPU.
 DeviceProperties h200_properties();
+
+/// Without its ending, the name of the file that a device's tuned table is in.
+struct DeviceFileName {
+  char text[256] = {0};
+};
+
+/// A device's name in lower case, each run of bytes that are neither ASCII letters nor digits being one '-', but none at the ends; "device" where
+/// nothing is left: "NVIDIA A100-SXM4-40GB (MIG 1g.5gb)" is nvidia-a100-sxm4-40gb-mig-1g-5gb. This is the only place that knows the rule.
+DeviceFileName device_file_name(char const* device_name);
 
 }  // namespace minfer

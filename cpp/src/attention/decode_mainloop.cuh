@@ -352,6 +352,17 @@ struct DecodeMainloop : Traits {
         __syncwarp();
       }
     }
+    if constexpr (kMasked && kInt4) {  // likewise scales and minima of V before the first key, beside those of others in a tile
+      int const unseen = (scores.first_key - key) & 15, tile = scores.first_key - key - unseen;
+      if (tile >= 0 && tile < kPart && unseen > 0) {
+        uint32_t const at = scales + kMaxGroups * kGroupBytes + (first + tile + lane % 16) * 2;
+#pragma unroll 1
+        for (int plane = lane / 16; plane < 2 * params.groups_v && lane % 16 < unseen; plane += 2) {
+          asm volatile("st.shared.u16 [%0], %1;" ::"r"(at + plane * (kSlice * 2)), "h"(uint16_t(0)) : "memory");
+        }
+        __syncwarp();
+      }
+    }
     // Matrices: one chunk of tokens 0-7, the next chunk, then of tokens 8-15.
     if constexpr (!kInt4) {
 #pragma unroll
@@ -366,21 +377,16 @@ struct DecodeMainloop : Traits {
     } else {
       // A scale and a minimum of each group and token, f16, [2 * groups][tokens].
       uint32_t const of_values = scales + kMaxGroups * kGroupBytes + (first + 2 * c) * 2;
-      // Scales of tokens 2 c and the next of eight, from number `token` of the part on. Those of what nobody sees may be anything, NaN too: zeros
-      // in their place. The first key that is seen may be any, the last ones make whole groups.
-      auto const load_seen = [&](uint32_t address, int token) -> uint32_t {
-        if constexpr (!kMasked) return load_4_bytes(address);
-        int const before = scores.first_key - (key + token + 2 * int(c));
-        if (before >= 2 || key + token >= scores.last_key) return 0;
-        return before == 1 ? load_4_bytes(address) & 0xffff0000u : load_4_bytes(address);
+      auto const seen = [&](int t) {  // whether anyone sees some of its tokens; scales of others may be anything
+        return !kMasked || (key + 16 * t < scores.last_key && key + 16 * t + 16 > scores.first_key);
       };
 #pragma unroll
       for (int t = 0; t < kTokenTiles; ++t) {
         uint32_t a[4] = {0, 0, 0, 0};
-        if (int(g) < params.groups_v) {
+        if (int(g) < params.groups_v && seen(t)) {  // tokens 2 c and the next, and 8 behind them
           uint32_t const from = of_values + (params.groups_v + g) * (kSlice * 2) + t * 32;
-          a[0] = load_seen(from, 16 * t);
-          a[2] = load_seen(from + 16, 16 * t + 8);
+          a[0] = load_4_bytes(from);
+          a[2] = load_4_bytes(from + 16);
         }
 #pragma unroll
         for (int i = 0; i < kCols; ++i) multiply_16x8x16<kMmaType>(state.least[i], a, p[t][i][0], p[t][i][1]);
@@ -396,7 +402,8 @@ struct DecodeMainloop : Traits {
           load_matrices_transposed(move_address(params, values, t, j), x);
 #pragma unroll
           for (int chunk = 0; chunk < 2; ++chunk) {
-            uint32_t const low = load_seen(from[chunk] + t * 32, 16 * t), high = load_seen(from[chunk] + t * 32 + 16, 16 * t + 8);
+            uint32_t const low = seen(t) ? load_4_bytes(from[chunk] + t * 32) : 0;
+            uint32_t const high = seen(t) ? load_4_bytes(from[chunk] + t * 32 + 16) : 0;
             uint32_t weighted[kCols][2], a[2][4];
 #pragma unroll
             for (int i = 0; i < kCols; ++i) {

@@ -4,9 +4,15 @@
 // unit in a range. With a number of splits given, every unit is cut into so many pieces by its own length alone, whatever else is in the
 // batch, and CTAs take whole pieces.
 //
-// A unit in several pieces is merged with its last one: the others leave theirs in slots of the workspace. A CTA goes through a range from its
-// end: the piece that others wait for comes first, and that which waits, last. It waits for lower ranges: those of blocks that were started
-// before it.
+// A unit in several pieces is merged by the CTA that has its last slices: the other pieces are left in slots of the workspace.
+//
+// Progress. A CTA goes through its range from the end, and waits in a piece that merges alone.
+//   As many pieces as fill the CTAs: a unit that lies across ranges is the end of all of them but its last, whose beginning it is. What
+//   others wait for is thus what a CTA does first, and left without waiting; the piece for which it waits itself is its last.
+//   A number of splits: units lie across ranges likewise, several pieces to a range. The last of a unit's ranges leaves its own pieces
+//   in slots, too, but for the first one, which it takes last and merges with; lower ranges take theirs before all else.
+// So a CTA waits for lower ranges alone, those of the same head of blocks with lower numbers, and for what they do before any wait. Blocks are
+// started in order and keep their SM: a launch ends however few of its CTAs are resident together (see gemm/tile_scheduler.h).
 #pragma once
 
 #include <cstdint>
@@ -61,25 +67,24 @@ class DecodePieces {
   /// guess: what the lengths are before the launch's predecessor has finished, which may still write them; see confirm().
   __device__ DecodePieces(DecodeParams const& p, SequenceTable::Storage const& storage, bool guess = false) : p(p), storage(storage) {
     int const lane = int(threadIdx.x) % 32;
-    queries = keys = 0;
+    rows = {0, 0};
+    keys = 0;
     if (p.batch <= 32 && lane < p.batch) {
-      queries = p.queries(lane).count;
+      rows = p.queries(lane);
       if (guess) {
         asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(keys) : "l"(p.seq_lens + lane) : "memory");
         keys = p.in_cache(keys);
       } else {
-        keys = p.keys(lane).count;
+        keys = p.keys_in_cache(lane);
       }
     }
     lay_out();
   }
   /// Where pieces can be guessed: by lengths that each lane knows.
-  static __device__ bool can_guess(DecodeParams const& p) {
-    return p.batch <= 32 && p.cu_seqlens_q == nullptr && (p.block_table == nullptr || p.block_table_columns > 0);
-  }
+  static __device__ bool can_guess(DecodeParams const& p) { return p.batch <= 32 && p.cu_seqlens_q == nullptr; }
   /// After the predecessor: whether the guess was right; if not, pieces begin anew. By the whole warp.
   __device__ bool confirm() {
-    int const lane = int(threadIdx.x) % 32, now = lane < p.batch ? p.keys(lane).count : 0;
+    int const lane = int(threadIdx.x) % 32, now = lane < p.batch ? p.keys_in_cache(lane) : 0;
     if (__all_sync(0xffffffffu, now == keys)) return true;
     keys = now;
     lay_out();
@@ -96,14 +101,16 @@ class DecodePieces {
       int const lane = int(threadIdx.x) % 32;
       piece.batch = 31 - __clz(__ballot_sync(0xffffffffu, lane < p.batch && items > 0 && first <= last));
       own = last - __shfl_sync(0xffffffffu, first, piece.batch);
-      piece.seqlen_q = __shfl_sync(0xffffffffu, queries, piece.batch);
+      piece.row_q = __shfl_sync(0xffffffffu, rows.first, piece.batch);
+      piece.seqlen_q = __shfl_sync(0xffffffffu, rows.count, piece.batch);
       piece.seqlen_k = __shfl_sync(0xffffffffu, keys, piece.batch);
     } else {
       piece.batch = SequenceTable::find(storage, p.batch, items_of(p), last, &own);
-      piece.seqlen_q = p.queries(piece.batch).count;
-      piece.seqlen_k = p.keys(piece.batch).count;
+      RowRange const rows = p.queries(piece.batch);
+      piece.row_q = rows.first;
+      piece.seqlen_q = rows.count;
+      piece.seqlen_k = p.keys_in_cache(piece.batch);
     }
-    piece.row_q = p.first_query(piece.batch);
     int const first_slice = slices_begin(p, piece.seqlen_q, piece.seqlen_k), slices = slices_of(p, piece.seqlen_q, piece.seqlen_k);
     int const of_unit = p.num_splits > 0 ? p.num_splits : slices, unit = divide(own, of_unit), item = own - unit * of_unit;
     int const all_rows = piece.seqlen_q * p.group, tiles = tiles_of(p, all_rows);
@@ -138,7 +145,7 @@ class DecodePieces {
     int32_t total;
     if (p.batch <= 32) {
       int const lane = int(threadIdx.x) % 32;
-      items = lane < p.batch ? items_with(p, queries, keys) : 0;
+      items = lane < p.batch ? items_with(p, rows.count, keys) : 0;
       int32_t end = min(items, p.max_items);
       for (int s = 1; s < p.batch; s *= 2) {
         int32_t const before = __shfl_up_sync(0xffffffffu, end, s);
@@ -182,15 +189,16 @@ class DecodePieces {
     return units * (p.num_splits > 0 ? p.num_splits : slices_of(p, queries, keys));
   }
   static __device__ auto items_of(DecodeParams const& p) {
-    return [&p](int b) { return items_with(p, p.queries(b).count, p.keys(b).count); };
+    return [&p](int b) { return items_with(p, p.queries(b).count, p.keys_in_cache(b)); };
   }
 
   DecodeParams const& p;
   SequenceTable::Storage const& storage;
-  int32_t per_range;                    // items
-  int32_t range, head;                  // that the CTA has; of `lockstep` heads
-  int32_t begin, next;                  // its first item, and the end of those that are left
-  int32_t queries, keys, items, first;  // of sequence number lane
+  int32_t per_range;           // items
+  int32_t range, head;         // that the CTA has; of `lockstep` heads
+  int32_t begin, next;         // its first item, and the end of those that are left
+  RowRange rows;               // of q: sequence number lane's
+  int32_t keys, items, first;  // likewise
 };
 
 }  // namespace minfer::attention

@@ -15,7 +15,7 @@ struct DecodeScales : Traits {
   /// Where the scales of a token of keys (kWhich = 0) or values begin; int4: of its group, the first plane. Null where there is no page.
   template <int kWhich>
   static CUTLASS_DEVICE char const* source_of(DecodeParams const& params, int kv_head, int32_t of_page, int64_t row) {
-    if (of_page == PageTable::kNoPage) return nullptr;
+    if (!params.has(of_page)) return nullptr;
     int64_t const page = of_page;
     if constexpr (kInt8) {
       auto const* const scale = static_cast<float const*>(kWhich == 0 ? params.k_scale : params.v_scale);
@@ -72,18 +72,13 @@ struct DecodeScales : Traits {
  private:
   static CUTLASS_DEVICE int group_shift(DecodeParams const& params) { return params.group_tokens == 64 ? 6 : 5; }
 
-  /// From `from + offset`, or zeros.
-  static CUTLASS_DEVICE void copy(uint32_t to, char const* from, int64_t offset) {
-    copy_async_16(to, from + offset, from != nullptr ? 16 : 0);
-  }
-
   /// source(token): source_of a token of the slice; called by the whole warp.
   template <int kWhich, class Source>
   static CUTLASS_DEVICE void load_from(DecodeParams const& params, uint32_t to, Source const& source, int lane) {
     if constexpr (kInt8) {
       constexpr int kLanes = kSlice / 4;  // with 4 tokens each
       char const* const from = source(lane % kLanes * 4);
-      if (lane < kLanes) copy(to + kWhich * kSlice * 4 + lane * 16, from, 0);
+      if (lane < kLanes) copy_async_16(to + kWhich * kSlice * 4 + lane * 16, from, from != nullptr ? 16 : 0);
     } else if constexpr (kWhich == 0) {
       int const chunks = params.head_dim / 8;  // of 16 bytes
 #pragma unroll
@@ -94,17 +89,21 @@ struct DecodeScales : Traits {
 #pragma unroll
         for (int first = 0; first < kHeadDim / 4; first += 32) {
           int const i = first + lane;
-          if (i < 2 * chunks) copy(to + g * kGroupBytes + (i < chunks ? i : kHeadDim / 8 + i - chunks) * 16, from, i * 16);
+          if (i < 2 * chunks) {
+            copy_async_16(to + g * kGroupBytes + (i < chunks ? i : kHeadDim / 8 + i - chunks) * 16, from + i * 16,
+                          from != nullptr ? 16 : 0);
+          }
         }
       }
     } else {
       constexpr int kLanes = kSlice / 8, kAtOnce = 32 / kLanes;  // with 8 tokens of a plane each; planes at a time
-      char const* const from = source(lane % kLanes * 8);
-      int64_t plane_at = int64_t(lane / kLanes) * params.page_size * 2;
+      char const* from = source(lane % kLanes * 8);
+      int const bytes = from != nullptr ? 16 : 0;
+      from += int64_t(lane / kLanes) * params.page_size * 2;
       to += kMaxGroups * kGroupBytes + lane * 16;
       for (int plane = lane / kLanes; plane < 2 * params.groups_v; plane += kAtOnce) {
-        copy(to, from, plane_at);
-        plane_at += int64_t(kAtOnce) * params.page_size * 2;
+        copy_async_16(to, from, bytes);
+        from += int64_t(kAtOnce) * params.page_size * 2;
         to += 32 * 16;
       }
     }

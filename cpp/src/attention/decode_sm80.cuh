@@ -120,7 +120,7 @@ struct DecodeSm80 : DecodeSm80Traits<Config> {
       int const key_bytes = params.key_rows.bytes_from(16 * chunk), value_bytes = params.value_rows.bytes_from(16 * chunk);
       SliceAddress const to = oldest();
       auto const copy_row = [&](int page, int token, char const* key, char const* value) {
-        bool const inside = token < readable && page != PageTable::kNoPage;
+        bool const inside = token < readable && params.has(page);
         copy_async_16(Mainloop::address_of(params, to.keys, token, chunk), key + 16 * chunk, inside ? key_bytes : 0);
         copy_async_16(Mainloop::address_of(params, to.values, token, chunk), value + 16 * chunk, inside ? value_bytes : 0);
       };

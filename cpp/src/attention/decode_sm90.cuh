@@ -130,6 +130,10 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       prefetch(params.seq_lens + (thread - 64) * 32);
       if (params.cu_seqlens_q != nullptr) prefetch(params.cu_seqlens_q + (thread - 64) * 32);
     }
+    if constexpr (Traits::kFormat == WeightFormat::kFp8E4M3) {
+      if (thread == 97) prefetch(params.k_scale);
+      if (thread == 98) prefetch(params.v_scale);
+    }
     // Queries too, a part by each CTA, ahead of the keys that would stand before them in line.
     if (int64_t const line = int64_t(blockIdx.x) * 128 + thread - 256; thread >= 256 && line * 128 < params.q_bytes) {
       prefetch(static_cast<char const*>(params.q) + line * 128);

@@ -57,6 +57,7 @@ struct BlockConverter {
   PrefillCodesParams const& params;
   int batch, kv_head, warp, lane;
   int first_key, last_key, in_codes;  // seen by the tile: [first_key, last_key); keys in pages
+  float key_scale;                    // fp8
 
   CUTLASS_DEVICE BlockConverter(PrefillCodesParams const& params, int batch, int kv_head, int first_key, int last_key, int seqlen_k,
                                 int warp, int lane)
@@ -67,7 +68,8 @@ struct BlockConverter {
         lane(lane),
         first_key(first_key),
         last_key(last_key),
-        in_codes(kInt4 ? seqlen_k & -params.group_tokens : seqlen_k) {}
+        in_codes(kInt4 ? seqlen_k & -params.group_tokens : seqlen_k),
+        key_scale(kFp8 ? fp8_scale(params, params.keys, kv_head) : 0.0f) {}
 
   // ---- which lane has what --------------------------------------------------------------------------------------------------------
 
@@ -99,9 +101,7 @@ struct BlockConverter {
   CUTLASS_DEVICE int key_of(int block) const { return min(max(first_of(block) + lane % kRows, first_key), codes_end() - 1); }
 
   /// Page of key_of(block); blocks may lie outside of what is seen.
-  CUTLASS_DEVICE int page_of(int block) const {
-    return codes_end() <= first_key ? PageTable::kNoPage : params.find(batch, key_of(block)).page;
-  }
+  CUTLASS_DEVICE int page_of(int block) const { return codes_end() <= first_key ? -1 : params.find(batch, key_of(block)).page; }
 
   /// load_operand of what is used once.
   static CUTLASS_DEVICE uint4 load_16_bytes(void const* from) {
@@ -124,7 +124,7 @@ struct BlockConverter {
     CodesSide const& from = side<kKeys>();
     int const key = key_of(block), own = first_of(block) + lane % kRows;
     int const row = params.row_of(key);
-    bool const seen = own >= first_key && own < codes_end() && page != PageTable::kNoPage;
+    bool const seen = own >= first_key && own < codes_end() && params.has(page);
     return {first_of(block), page, row, seen, seen ? from.rows.at(page, row, kv_head) : nullptr};
   }
 
@@ -151,7 +151,7 @@ struct BlockConverter {
       int const shift = params.group_tokens == 64 ? 6 : 5;
       int64_t const group = int64_t(kv_head) * (params.page_size >> shift) + (row >> shift);
       uint4 scales = make_uint4(0, 0, 0, 0), minima = scales;
-      if (from.first < codes_end() && from.first + kRows > first_key && page != PageTable::kNoPage && active<kKeys>()) {
+      if (from.first < codes_end() && from.first + kRows > first_key && params.has(page) && active<kKeys>()) {
         auto const* const scale =
             static_cast<__half const*>(of.scale) + page * of.scale_page + group * 2 * of.head_dim + chunk() * 32 + lane / 2 % 4 * 8;
         scales = load_16_bytes(scale);
@@ -307,9 +307,8 @@ struct BlockConverter {
         own_scale = __fsub_rn(wide, __fsub_rn(wide, s));
         load_scales(codes, next);
       } else if constexpr (kKeys) {
-        float const s = fp8_scale(params, params.keys, kv_head);
-        keep = s == 0.0f ? 0 : keep;
-        flip = s < 0.0f ? 0x80808080u : 0;
+        keep = key_scale == 0.0f ? 0 : keep;
+        flip = key_scale < 0.0f ? 0x80808080u : 0;
       }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {

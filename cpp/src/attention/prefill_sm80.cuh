@@ -148,10 +148,10 @@ struct PrefillSm80 {
       bool inside = key >= begin && key < end;
       int page = params.cu_seqlens_k != nullptr ? 0 : walk.tile.batch, row = walk.tile.row_k + key;
       if (params.block_table != nullptr) {
-        PageTable::Place const place = inside ? params.find(walk.tile.batch, key) : PageTable::Place{PageTable::kNoPage, 0};
+        PageTable::Place const place = inside ? params.find(walk.tile.batch, key) : PageTable::Place{-1, 0};
         page = place.page;
         row = place.row;
-        inside = page != PageTable::kNoPage;
+        inside = params.has(page);
       }
       copy_async_16(address_of<kTileN>(keys, own, chunk), params.key_rows.at(page, row, kv_head) + 16 * chunk, inside ? key_bytes : 0);
       copy_async_16(address_of<kTileN>(values, own, chunk), params.value_rows.at(page, row, kv_head) + 16 * chunk,

@@ -21,7 +21,6 @@ inline void set_sequences(AttentionLaunchArguments const& arguments, Sequences* 
   sequences->seqlen_k = int32_t(p.tokens_k > 0 ? std::min(p.seqlen_k, kMaxCounted) : 0);
   pages->block_table = o.block_table;
   pages->block_table_stride = o.block_table_stride;
-  pages->block_table_columns = int32_t(p.paged && p.page_size > 0 ? p.seqlen_k / p.page_size : 0);
   pages->pages = int32_t(p.pages);
   pages->page_size = int32_t(p.page_size);
   pages->by_page = cutlass::FastDivmod(int(std::max<int64_t>(p.page_size, 1)));

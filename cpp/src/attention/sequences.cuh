@@ -2,7 +2,7 @@
 // value of these tensors leads outside of q, k, v, the cache or the output, whatever it is:
 //   cu_seqlens_q, cu_seqlens_k   are taken as rows within those there are; a sequence that ends before it begins is empty
 //   seq_lens                     are taken as 0 to what the block table, or the sequence's own cache, has room for
-//   block_table                  columns behind its last and pages that there are not hold zeros; what is not asked for is not looked at
+//   block_table                  pages that there are not hold zeros; entries that no key needs are not looked at
 #pragma once
 
 #include <cstdint>
@@ -30,14 +30,12 @@ struct Sequences {
   __device__ __forceinline__ RowRange queries(int b) const {
     return cu_seqlens_q == nullptr ? RowRange{0, seqlen_q} : between(cu_seqlens_q + b, cu_seqlens_q + b + 1, tokens_q);
   }
-  __device__ __forceinline__ int32_t first_query(int b) const {
-    return cu_seqlens_q == nullptr ? 0 : min(max(load_operand(cu_seqlens_q + b), 0), tokens_q);
-  }
   /// Likewise of k and v.
   __device__ __forceinline__ RowRange keys(int b) const {
     if (cu_seqlens_k != nullptr) return between(cu_seqlens_k + b, cu_seqlens_k + b + 1, tokens_k);
-    return {0, seq_lens != nullptr ? in_cache(load_operand(seq_lens + b)) : seqlen_k};
+    return {0, seq_lens != nullptr ? keys_in_cache(b) : seqlen_k};
   }
+  __device__ __forceinline__ int32_t keys_in_cache(int b) const { return in_cache(load_operand(seq_lens + b)); }
   /// Rows of q that are some sequence's, from the first to the last: all of them without cu_seqlens_q.
   __device__ __forceinline__ RowRange all_queries() const {
     return cu_seqlens_q == nullptr ? RowRange{0, tokens_q} : between(cu_seqlens_q, cu_seqlens_q + batch, tokens_q);
@@ -51,19 +49,18 @@ struct Sequences {
   }
 };
 
-/// A contiguous cache is a page for each sequence.
+/// A contiguous cache is a page for each sequence. What the table holds is handed out as it is: TMA answers a coordinate outside of the cache
+/// with zeros, whatever it is; who forms addresses asks has() first.
 struct PageTable {
-  static constexpr int32_t kNoPage = -1;  // TMA fills in zeros for it; others must not load
-
   int32_t const* block_table;  // [batch, columns] pages, or null
   int64_t block_table_stride;
-  int32_t block_table_columns, pages, page_size;
+  int32_t pages, page_size;
   cutlass::FastDivmod by_page;
 
   struct Place {
-    int32_t page, row;  // row < page_size for keys that the cache has room for
+    int32_t page, row;  // row < page_size
   };
-  /// Where key `key` >= 0 of sequence `b` lies.
+  /// Where key `key` of sequence `b` lies, which is one of Sequences::keys(b): others' entries may be anything.
   __device__ __forceinline__ Place find(int b, int key) const {
     return find_by(b, key, [](int32_t const* from) { return load_operand(from); });
   }
@@ -76,15 +73,15 @@ struct PageTable {
     });
   }
   __device__ __forceinline__ int32_t row_of(int key) const { return block_table == nullptr ? key : key - by_page.div(key) * page_size; }
+  __device__ __forceinline__ bool has(int32_t page) const { return uint32_t(page) < uint32_t(pages); }
 
  private:
   template <class Load>
   __device__ __forceinline__ Place find_by(int b, int key, Load const& load) const {
     if (block_table == nullptr) return {b, key};
-    int column, row, page = kNoPage;
+    int column, row;
     by_page(column, row, key);
-    if (column < block_table_columns) page = load(block_table + b * block_table_stride + column);
-    return {uint32_t(page) < uint32_t(pages) ? page : kNoPage, row};
+    return {load(block_table + b * block_table_stride + column), row};
   }
 };
 

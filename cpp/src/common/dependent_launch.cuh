@@ -8,8 +8,6 @@
 // Every CTA executes the wait, so completion stays transitive along a stream.
 #pragma once
 
-#include <cstdint>
-
 namespace minfer {
 
 __device__ __forceinline__ void allow_dependent_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -19,20 +17,7 @@ __device__ __forceinline__ void wait_for_predecessor() { asm volatile("griddepco
 /// the wait; its loads may be moved in front of the wait, and the wait says nothing of the cache that serves them.
 template <class T>
 __device__ __forceinline__ T load_operand(T const* from) {
-  static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
-  T x;
-  if constexpr (sizeof(T) == 2) {
-    asm volatile("ld.global.u16 %0, [%1];" : "=h"(reinterpret_cast<uint16_t&>(x)) : "l"(from));
-  } else if constexpr (sizeof(T) == 4) {
-    asm volatile("ld.global.u32 %0, [%1];" : "=r"(reinterpret_cast<uint32_t&>(x)) : "l"(from));
-  } else if constexpr (sizeof(T) == 8) {
-    uint2& words = reinterpret_cast<uint2&>(x);
-    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "l"(from));
-  } else {
-    uint4& words = reinterpret_cast<uint4&>(x);
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(from));
-  }
-  return x;
+  return *from;
 }
 
 }  // namespace minfer

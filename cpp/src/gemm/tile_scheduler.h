@@ -4,14 +4,26 @@
 // warps step through it independently and no queue lives in memory.
 //
 //   persistent  worker w takes tiles w, w + workers, ...
-//   split_k     every tile is cut in `splits` k-ranges; items (tile, split) are dealt out like tiles
+//   split_k     every tile is cut in `splits` k-ranges; items (tile, split) are dealt out like tiles, to a multiple of `splits` workers
+//               where there are more of them than workers
 //   stream_k    the first `stream_tiles` tiles are laid end to end as one line of k-iterations which is cut in `workers` equal stretches;
 //               the remaining tiles, a whole number of waves, are dealt out data-parallel afterwards
 //
 // Pieces and owners. The piece that holds a tile's last k-iteration owns the tile: it adds the other pieces, in ascending k order (so the
-// sum is the same in every run), and runs the epilogue. A stretch is walked from its end to its start: its first piece is then the head of a
-// tile owned by the next worker, ready long before that worker, which takes its own tail last, asks for it. An owner only waits for workers
-// with lower indices, which the hardware starts first: no deadlock, also when not all CTAs are resident.
+// sum is the same in every run), and runs the epilogue.
+//
+// Progress. A worker takes its items one after the other (the two halves of a pingpong CTA in turns), and hands a piece over as soon as it
+// is computed, without waiting. It waits only in items that own a tile, for the tile's other pieces, and these are
+//   split_k   of the splits - 1 workers before its own: a launch with more items than workers has a multiple of `splits` workers, so that
+//             worker w has split w % splits of all its tiles, and those who are waited for never wait;
+//   stream_k  what lower workers begin with: a stretch is walked from its end to its start, so that its first piece is the head of a tile
+//             that a later worker owns, and its last the tail of one that is its own.
+// So a worker waits for lower ones alone, and for what they do before any wait of their own. Workers are started in the order of blockIdx
+// and keep their SM, and the next launch starts none before all are started (dependent_launch.cuh): whoever waits, waits for some that run
+// or have ended. A launch ends with any number of workers resident together, one too, whoever has the other SMs (MPS, a green context, a
+// second stream whose kernels wait as well): tests/cpp/test_schedule_progress.cpp.
+// Dealt out to any number of workers, tiles would lie across the end of a round, owners at the next one's start would wait for the last
+// workers, and resident ones could all wait for some that have no place to start: 132 workers, 5 splits and 1057 tiles hang on 113 SMs.
 #pragma once
 
 #include <cstdint>
@@ -161,8 +173,9 @@ inline TileSchedulerParams make_schedule(int64_t tiles_m, int64_t tiles_n, int64
   p.workers = int32_t(tiles < max_workers ? tiles : max_workers);
   if (decomposition == Decomposition::kSplitK && splits > 1 && k_tiles > 1) {
     p.splits = int32_t(splits < k_tiles ? splits : k_tiles);
+    if (p.splits > max_workers) p.splits = max_workers;
     int64_t const items = tiles * p.splits;
-    p.workers = int32_t(items < max_workers ? items : max_workers);
+    p.workers = int32_t(items <= max_workers ? items : max_workers / p.splits * p.splits);  // see Progress
   } else if (decomposition == Decomposition::kStreamK && k_tiles > 1) {
     // Whole waves but the last run data-parallel; the last full wave joins the tail so that every stretch is at least a tile long.
     int64_t const waves = tiles / max_workers;

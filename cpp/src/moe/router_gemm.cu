@@ -8,8 +8,10 @@
 // Sums. Warps meet in shared memory, CTAs in the workspace as tagged 16-byte vectors (split_reduction.cuh): two logits, of experts e and
 // e + 8, and the launch's nonce, for every token, split and pair. A vector is its own flag, so no CTA waits for a fence or a counter; its reader
 // clears it for a replay. Everything is added in ascending order of k.
-// Choice. Token t belongs to CTA t % CTAs, which gathers its logits by all threads and gives it to one warp (expert_choice.cuh). A CTA waits
-// only after it has published all that it owes, and CTAs are not more than SMs, with room for two on each: all of them come to run.
+// Choice. Token t belongs to CTA t % CTAs, which gathers its logits by all threads and gives it to one warp (expert_choice.cuh).
+// Progress. A CTA waits only after it has published all that it owes, and one without a token does not wait. But a token's CTA needs all
+// others, those with higher numbers too: places for min(tokens + 1, CTAs) CTAs must come to be there at once, 65 at most, of two on each
+// SM. A whole device has them, also beside other kernels, for these end; a part of one with fewer than 33 SMs (a green context) may not.
 // The weights' lines are asked into L2 before the predecessor is waited for (dependent_launch.cuh).
 #include "common/dependent_launch.cuh"
 #include "common/kernel_launch.h"

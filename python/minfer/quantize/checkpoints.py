@@ -1,19 +1,21 @@
 """Loaders of checkpoints with 4-bit and 8-bit weights: the codes, scales and zero points as they are, in another order of bits. Nothing is
 requantised; float32 scales are rounded to the 16-bit type of the activations, but for a weight's only scale, which becomes its alpha.
 
-Each takes the tensors of one linear layer by their names in the file, without the layer's prefix.
+Each takes the tensors of one linear layer by their names in the file, without the layer's prefix; those that are optional may be None.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import weight_formats, weight_layout
-from ..checks import DTYPES
+from ..checks import FLOAT32_MAX, is_integer
+from .loader import FLOATS, INTEGERS, Loader
 from .weight import W4Weight, W8Weight, weight_of_codes
 
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds the word's column _AWQ_COLUMNS[i]
@@ -35,59 +37,6 @@ def _nibbles(octets: Tensor, high_first: bool = False) -> Tensor:
     """uint8 [..., x] -> codes [..., 2 x], the low four bits first or the high ones."""
     low, high = octets & 15, octets >> 4
     return torch.stack((high, low) if high_first else (low, high), dim=-1).flatten(-2)
-
-
-class _Loader:
-    """Reads tensors of one checkpoint format; every complaint begins with the loader's name."""
-
-    def __init__(self, name: str, tensors: Mapping[str, Tensor]):
-        self.name, self.tensors = name, tensors
-
-    def require(self, condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"{self.name}: {message}")
-
-    def get(self, name: str, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None) -> Tensor:
-        self.require(name in self.tensors, f"tensor '{name}' is missing, got {', '.join(sorted(self.tensors)) or 'none'}")
-        x = self.tensors[name]
-        self.require(dtype is None or x.dtype == dtype, f"{name} must be {dtype}, got {x.dtype}")
-        self.require(shape is None or list(x.shape) == list(shape), f"{name} must be {list(shape or ())}, got {list(x.shape)}")
-        return x
-
-    def words(self, name: str) -> Tensor:
-        x = self.get(name, torch.int32)
-        self.require(x.dim() == 2, f"{name} must have two dimensions, got {list(x.shape)}")
-        return x
-
-    def scales(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
-        dtype = dtype or x.dtype
-        self.require(dtype in DTYPES, f"scales must be float16 or bfloat16, got {dtype}; pass dtype= to round them")
-        return x.to(dtype)
-
-    def group_size(self, group_size: int, name: str = "int4") -> None:
-        rule = weight_formats.group_size_rule(name)
-        self.require(weight_formats.legal_group_size(name, group_size), f"group_size must be {rule}, got {group_size}")
-
-    def octets(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """A uint8 tensor, or one of an 8-bit float as uint8."""
-        x = self.get(name, shape=shape)
-        self.require(x.element_size() == 1 and x.dtype != torch.int8, f"{name} must be torch.uint8 or an 8-bit float, got {x.dtype}")
-        return x.view(torch.uint8)
-
-    def bias(self, dtype: torch.dtype | None) -> Tensor | None:
-        bias = self.tensors.get("bias")
-        return bias if bias is None or dtype is None or bias.dtype == torch.float32 else bias.to(dtype)
-
-    def order(self, g_idx: Tensor, k: int, group_size: int) -> Tensor | None:
-        """The columns sorted by their group, as perm; None where they are sorted already."""
-        size = k if group_size == -1 else group_size
-        sorted_groups = torch.arange(k, device=g_idx.device) // size
-        if bool((g_idx == sorted_groups).all()):
-            return None
-        order = torch.argsort(g_idx, stable=True)
-        full = bool((g_idx[order] == sorted_groups).all())
-        self.require(full, f"the group index must give each group {size} columns")
-        return order.to(torch.int32)
 
 
 def from_gptq(
@@ -116,27 +65,27 @@ def from_gptq(
     Raises:
       ValueError: a tensor is missing, or it or an argument cannot be right.
     """
-    load = _Loader("from_gptq", tensors)
-    load.require(bits in (4, 8), f"bits must be 4 or 8, got {bits}")
-    load.require(checkpoint_format in ("gptq", "gptq_v2"), f"checkpoint_format must be gptq or gptq_v2, got '{checkpoint_format}'")
+    load = Loader("from_gptq", tensors)
+    load.choice("bits", bits, (4, 8))
+    load.choice("checkpoint_format", checkpoint_format, ("gptq", "gptq_v2"))
     load.group_size(group_size)
-    words, in_a_word = load.words("qweight"), 32 // bits
+    words, in_a_word = load.get("qweight", (torch.int32,), dims=2), 32 // bits
     k, n = in_a_word * words.shape[0], words.shape[1]
+    load.extents("qweight", n, k)
     rows = weight_layout.groups(k, group_size)
-    scales = load.scales(load.get("scales", shape=(rows, n)), dtype)
-    zeros = _unpacked(load.get("qzeros", torch.int32, (rows, n // in_a_word)), 1, bits)
+    scales = load.scales("scales", load.get("scales", FLOATS, (rows, n)), dtype)
+    zeros = _unpacked(load.get("qzeros", (torch.int32,), (rows, n // in_a_word)), 1, bits)
     if checkpoint_format == "gptq":
         zeros = (zeros + 1) & (2**bits - 1)  # the byte wraps too
     usual = 2 ** (bits - 1)
     load.require(not sym or bool((zeros == usual).all()), f"sym is set, but not all zero points are {usual}; is checkpoint_format right?")
     codes = _unpacked(words, 0, bits).t()
-    perm = None
-    if tensors.get("g_idx") is not None and tensors["g_idx"].numel() > 0:
-        perm = load.order(load.get("g_idx", shape=(k,)), k, group_size)
+    perm = load.order("g_idx", k, group_size) if load.has("g_idx") and load.get("g_idx").numel() > 0 else None
     load.require(desc_act is not False or perm is None, "desc_act is not set, but g_idx is out of order")
     if perm is not None:
         codes = codes.index_select(1, perm)
-    return weight_of_codes(codes, scales, zeros, group_size=group_size, format=f"int{bits}", perm=perm, bias=load.bias(scales.dtype))
+    bias = load.bias((n,), scales.dtype)
+    return weight_of_codes(codes, scales, zeros, group_size=group_size, format=f"int{bits}", perm=perm, bias=bias)
 
 
 def from_awq(
@@ -156,18 +105,19 @@ def from_awq(
     Raises:
       ValueError: a tensor is missing, or it or an argument cannot be right.
     """
-    load = _Loader("from_awq", tensors)
-    load.require(bits == 4, f"bits must be 4, got {bits}")
-    load.require(version.lower() == "gemm", f"version must be gemm, got '{version}'")
+    load = Loader("from_awq", tensors)
+    load.choice("bits", bits, (4,))
+    load.require(isinstance(version, str) and version.lower() == "gemm", f"version must be gemm, got {version!r}")
     load.group_size(group_size)
-    words = load.words("qweight")
+    words = load.get("qweight", (torch.int32,), dims=2)
     k, n = words.shape[0], 8 * words.shape[1]
+    load.extents("qweight", n, k)
     rows = weight_layout.groups(k, group_size)
-    scales = load.scales(load.get("scales", shape=(rows, n)), dtype)
+    scales = load.scales("scales", load.get("scales", FLOATS, (rows, n)), dtype)
     nibbles = [_AWQ_COLUMNS.index(column) for column in range(8)]
-    zeros = _unpacked(load.get("qzeros", torch.int32, (rows, n // 8)), 1, nibbles=nibbles)
+    zeros = _unpacked(load.get("qzeros", (torch.int32,), (rows, n // 8)), 1, nibbles=nibbles)
     codes = _unpacked(words, 1, nibbles=nibbles).t()
-    return weight_of_codes(codes, scales, zeros, group_size=group_size, bias=load.bias(scales.dtype))
+    return weight_of_codes(codes, scales, zeros, group_size=group_size, bias=load.bias((n,), scales.dtype))
 
 
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -206,90 +156,93 @@ def from_compressed_tensors(
     Raises:
       ValueError: a tensor is missing, or it or an argument cannot be right.
     """
-    load = _Loader("from_compressed_tensors", tensors)
-    load.require(format in _COMPRESSED, f"format must be one of {', '.join(_COMPRESSED)}, got '{format}'")
+    load = Loader("from_compressed_tensors", tensors)
+    load.choice("format", format, _COMPRESSED)
     if format == "pack-quantized":
         return _pack_quantized(load, group_size, 4 if num_bits is None else num_bits, dtype)
     bits = 4 if "fp4" in format else 8
-    load.require(num_bits in (None, bits), f"num_bits must be {bits} for {format}, got {num_bits}")
+    load.require(num_bits is None or (is_integer(num_bits) and num_bits == bits), f"num_bits must be {bits} for {format}, got {num_bits}")
     if bits == 8:
         return _byte_quantized(load, group_size, format, dtype)
     name = format.partition("-")[0]
-    wanted = weight_formats.FORMATS[name].group_size
-    load.group_size(wanted if group_size is None else group_size, name)
-    packed = load.octets("weight_packed")
-    load.require(packed.dim() == 2, f"weight_packed must have two dimensions, got {list(packed.shape)}")
+    form = weight_formats.FORMATS[name]
+    load.group_size(form.group_size if group_size is None else group_size, name)
+    load.activations(dtype)
+    packed = load.octets("weight_packed", torch.uint8, dims=2)
     n, k = packed.shape[0], 2 * packed.shape[1]
-    scales = load.octets("weight_scale", (n, weight_layout.groups(k, wanted))).t()
+    load.extents("weight_packed", n, k)
+    scales = load.octets("weight_scale", form.scale_type, (n, weight_layout.groups(k, form.group_size))).t()
     alpha = 1.0
     if name == "nvfp4":
-        whole = load.get("weight_global_scale")
-        load.require(whole.numel() == 1, f"weight_global_scale must be one number, got {list(whole.shape)}")
-        alpha = 1.0 / float(whole)
-    return weight_of_codes(_nibbles(packed), scales, group_size=wanted, format=name, bias=load.bias(dtype), alpha=alpha)
+        whole = load.number("weight_global_scale")
+        load.require(whole > 0 and 1.0 / whole <= FLOAT32_MAX, f"weight_global_scale must be positive and its inverse finite, got {whole}")
+        alpha = 1.0 / whole
+    return weight_of_codes(_nibbles(packed), scales, group_size=form.group_size, format=name, bias=load.bias((n,), dtype), alpha=alpha)
 
 
-def _group_size_of(load: _Loader, group_size: int | None, count: int, k: int) -> int:
+def _group_size_of(load: Loader, group_size: int | None, count: int, k: int) -> int:
     """What was given, or what follows from the number of groups."""
-    if group_size is None:
-        load.require(count == 1 or (count > 1 and k % count == 0), f"group_size must be given: weight_scale has {count} groups for k = {k}")
-        group_size = -1 if count == 1 else k // count
-    load.group_size(group_size)
-    return group_size
+    if group_size is not None:
+        load.group_size(group_size)
+        return group_size
+    derived = -1 if count == 1 else k // count if count > 0 and k % count == 0 else 0
+    good = weight_formats.legal_group_size("int4", derived)
+    text = f"weight_scale must have one group, or one for 32, 64, .. columns, unless group_size is given; got {count} for k = {k}"
+    load.require(good, text)
+    return derived
 
 
-def _pack_quantized(load: _Loader, group_size: int | None, bits: int, dtype: torch.dtype | None) -> W4Weight | W8Weight:
-    load.require(bits in (4, 8), f"num_bits must be 4 or 8, got {bits}")
-    n, k = (int(x) for x in load.get("weight_shape", shape=(2,)))
+def _pack_quantized(load: Loader, group_size: int | None, bits: int, dtype: torch.dtype | None) -> W4Weight | W8Weight:
+    load.choice("num_bits", bits, (4, 8))
+    n, k = (int(x) for x in load.get("weight_shape", INTEGERS, (2,)))
+    load.extents("weight_shape", n, k)
     in_a_word = 32 // bits
-    words = load.get("weight_packed", torch.int32, (n, -(-k // in_a_word)))
-    scale = load.get("weight_scale")
-    load.require(scale.dim() == 2 and scale.shape[0] == n, f"weight_scale must be [{n}, groups], got {list(scale.shape)}")
+    words = load.get("weight_packed", (torch.int32,), (n, k // in_a_word))
+    scale = load.get("weight_scale", FLOATS, dims=2)
     group_size = _group_size_of(load, group_size, scale.shape[1], k)
     rows = weight_layout.groups(k, group_size)
-    scales = load.scales(load.get("weight_scale", shape=(n, rows)).t(), dtype)
-    codes = _unpacked(words, 1, bits)[:, :k]
+    scales = load.scales("weight_scale", load.get("weight_scale", shape=(n, rows)).t(), dtype)
+    codes = _unpacked(words, 1, bits)
     zeros = None
-    if load.tensors.get("weight_zero_point") is not None:
-        zeros = _unpacked(load.get("weight_zero_point", torch.int32, (-(-n // in_a_word), rows)), 0, bits)[:n].t()
+    if load.has("weight_zero_point"):
+        zeros = _unpacked(load.get("weight_zero_point", (torch.int32,), (n // in_a_word, rows)), 0, bits).t()
     perm = None
-    g_idx = load.tensors.get("weight_g_idx")
-    if g_idx is not None and not bool((g_idx == -1).all()):
-        perm = load.order(load.get("weight_g_idx", shape=(k,)), k, group_size)
+    if load.has("weight_g_idx") and not bool((load.get("weight_g_idx", INTEGERS, (k,)) == -1).all()):
+        perm = load.order("weight_g_idx", k, group_size)
         if perm is not None:
             codes = codes.index_select(1, perm)
-    return weight_of_codes(codes, scales, zeros, group_size=group_size, format=f"int{bits}", perm=perm, bias=load.bias(scales.dtype))
+    bias = load.bias((n,), scales.dtype)
+    return weight_of_codes(codes, scales, zeros, group_size=group_size, format=f"int{bits}", perm=perm, bias=bias)
 
 
-def _byte_quantized(load: _Loader, group_size: int | None, format: str, dtype: torch.dtype | None) -> W8Weight:
+def _byte_quantized(load: Loader, group_size: int | None, format: str, dtype: torch.dtype | None) -> W8Weight:
     legal = {"int-quantized": (torch.int8,), "float-quantized": (torch.float8_e4m3fn,)}.get(format, (torch.int8, torch.float8_e4m3fn))
-    weight, scale, zero = load.get("weight"), load.get("weight_scale"), load.tensors.get("weight_zero_point")
-    load.require(weight.dtype in legal, f"weight must be {' or '.join(map(str, legal))}, got {weight.dtype}")
-    load.require(weight.dim() == 2, f"weight must have two dimensions, got {list(weight.shape)}")
+    weight, scale = load.get("weight", legal, dims=2), load.get("weight_scale", FLOATS)
     n, k = weight.shape
-    codes = weight.view(torch.uint8)
-    name, alpha = "fp8_e4m3", 1.0
+    load.extents("weight", n, k)
+    shape = list(scale.shape)
+    codes, name, alpha, zero = weight.view(torch.uint8), "fp8_e4m3", 1.0, None
     if weight.dtype == torch.int8:
         name, codes = "int8", codes ^ 128  # value + 128
-        if zero is not None:
-            load.require(zero.shape == scale.shape, f"weight_zero_point must be {list(scale.shape)}, got {list(zero.shape)}")
-            zero = zero.to(torch.int16) + 128
-    else:
-        load.require(zero is None or not bool(zero.any()), "weight_zero_point must be 0 for float8_e4m3fn weights")
-        zero = None
-    if scale.numel() == 1 and n > 1:  # of the whole weight: alpha keeps it in full
-        alpha = float(scale)
-        scale = load.scales(scale, dtype).new_ones(n, 1)
-        zero = None if zero is None else zero.expand(n).unsqueeze(1) if zero.dim() == 0 else zero.reshape(1, 1).expand(n, 1)
+        if load.has("weight_zero_point"):
+            zero = load.get("weight_zero_point", (torch.int8,), scale.shape).to(torch.int16) + 128
+    elif load.has("weight_zero_point"):
+        absent = bool((load.get("weight_zero_point").float() == 0).all())
+        load.require(absent, "weight_zero_point must be 0 for float8_e4m3fn weights, got others")
+    if scale.numel() == 1:  # of the whole weight: alpha keeps it in full
+        alpha = load.number("weight_scale")
+        scale = torch.ones(n, 1, dtype=load.scales_dtype("weight_scale", scale.dtype, dtype), device=scale.device)
+        zero = None if zero is None else zero.reshape(1, 1).expand(n, 1)
     elif scale.dim() == 1:
         scale, zero = scale.unsqueeze(1), None if zero is None else zero.unsqueeze(1)
-    load.require(scale.dim() == 2 and scale.shape[0] == n, f"weight_scale must be [{n}, groups], got {list(scale.shape)}")
-    group_size = _group_size_of(load, group_size if scale.shape[1] > 1 else None, scale.shape[1], k)
+    good = scale.dim() == 2 and scale.shape[0] == n
+    load.require(good, f"weight_scale must be [{n}, groups], [{n}] or one number, got {shape}")
+    group_size = _group_size_of(load, group_size, scale.shape[1], k)
     rows = weight_layout.groups(k, group_size)
-    load.require(scale.shape[1] == rows, f"weight_scale must be [{n}, {rows}], got {list(scale.shape)}")
-    scales = load.scales(scale.t(), dtype)
+    load.require(scale.shape[1] == rows, f"weight_scale must be [{n}, {rows}] for group_size {group_size}, got {shape}")
+    scales = load.scales("weight_scale", scale.t(), dtype)
     zeros = None if zero is None else zero.t()
-    return weight_of_codes(codes, scales, zeros, group_size=group_size, format=name, bias=load.bias(scales.dtype), alpha=alpha)
+    return weight_of_codes(codes, scales, zeros, group_size=group_size, format=name, bias=load.bias((n,), scales.dtype), alpha=alpha)
 
 
 def from_bitsandbytes(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> W4Weight:
@@ -309,31 +262,68 @@ def from_bitsandbytes(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | Non
     Raises:
       ValueError: a tensor is missing, or it or an argument cannot be right; fp4; rows that are not whole blocks.
     """
-    load = _Loader("from_bitsandbytes", tensors)
-    text = load.get("weight.quant_state.bitsandbytes__nf4", torch.uint8)
-    state = json.loads(bytes(text.tolist()).decode())
-    load.require(state.get("quant_type") == "nf4", f"quant_type must be nf4, got {state.get('quant_type')}")
-    shape, size = state["shape"], state["blocksize"]
-    load.require(len(shape) == 2, f"shape must be [n, k], got {shape}")
-    n, k = shape
+    load = Loader("from_bitsandbytes", tensors)
+    state = _BitsAndBytesState(load)
+    (n, k), size = state.shape, state.positive("blocksize")
     load.group_size(size, "nf4")
-    load.require(k % size == 0 and n * k > 0, f"k must be a multiple of the blocksize {size}, got shape {shape}")
-    book = load.tensors.get("weight.quant_map")
-    fits = book is None or (book.numel() == 16 and torch.allclose(book.float().cpu(), torch.tensor(weight_formats.NF4), rtol=0, atol=1e-6))
-    load.require(fits, "weight.quant_map must be the code book of NF4")
-    packed = load.get("weight").contiguous().view(torch.uint8).flatten()
-    load.require(2 * packed.numel() == n * k, f"weight must have {n * k // 2} bytes for shape {shape}, got {packed.numel()}")
-    absmax = load.get("weight.absmax").flatten()
-    load.require(absmax.numel() == n * k // size, f"weight.absmax must have {n * k // size} elements, got {absmax.numel()}")
+    load.extents(state.name, n, k)
+    load.require(k % size == 0, f"k must be a multiple of the blocksize {size}, got shape {[n, k]}")
+    if load.has("weight.quant_map"):
+        book = load.get("weight.quant_map", FLOATS, (16,)).cpu().float()
+        same = torch.allclose(book, torch.tensor(weight_formats.NF4), rtol=0, atol=1e-6)
+        load.require(same, f"weight.quant_map must be the code book of NF4, got {book.tolist()}")
+    packed = load.get("weight").clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+    load.require(2 * packed.numel() == n * k, f"weight must have {n * k // 2} bytes for shape {[n, k]}, got {packed.numel()}")
+    blocks = n * k // size
+    absmax = load.get("weight.absmax", (torch.float32, torch.uint8)).flatten()
+    load.require(absmax.numel() == blocks, f"weight.absmax must have {blocks} elements, got {absmax.numel()}")
     if absmax.dtype == torch.uint8:
-        nested, offset = state["nested_blocksize"], torch.tensor(state["nested_offset"], dtype=torch.float32, device=absmax.device)
-        outer = load.get("weight.nested_absmax", torch.float32, (-(-absmax.numel() // nested),)).repeat_interleave(nested)
-        inner = load.get("weight.nested_quant_map", torch.float32, (256,))[absmax.int()]
-        absmax = inner * outer[: absmax.numel()] + offset
-    default = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(state.get("dtype"), absmax.dtype)
-    scales = load.scales(absmax.view(n, k // size).t(), dtype or default)
+        nested, offset = state.positive("nested_blocksize"), state.finite("nested_offset")
+        outer = load.get("weight.nested_absmax", (torch.float32,), (-(-blocks // nested),))
+        inner = load.get("weight.nested_quant_map", (torch.float32,), (256,))
+        absmax = inner[absmax.int()] * outer[torch.arange(blocks, device=outer.device) // nested] + offset
+    scales = load.scales("weight.absmax", absmax.view(n, k // size).t(), dtype or state.dtype)
     codes = _nibbles(packed, high_first=True).view(n, k)
-    return weight_of_codes(codes, scales, group_size=size, format="nf4", bias=load.bias(scales.dtype))
+    return weight_of_codes(codes, scales, group_size=size, format="nf4", bias=load.bias((n,), scales.dtype))
+
+
+class _BitsAndBytesState:
+    """The JSON text of a layer: an object."""
+
+    name = "weight.quant_state.bitsandbytes__nf4"
+
+    def __init__(self, load: Loader):
+        self.load = load
+        text = load.get(self.name, (torch.uint8,), dims=1)
+        try:
+            self.fields = json.loads(bytes(text.tolist()).decode())
+        except (ValueError, RecursionError) as error:  # of the encoding, of the syntax
+            raise ValueError(f"{load.function}: {self.name} must be a JSON text, got {error}") from None
+        load.require(isinstance(self.fields, dict), f"{self.name} must be a JSON object, got {self.fields!r}")
+        kind = self.fields.get("quant_type")
+        load.require(kind == "nf4", f"quant_type must be nf4, got {kind}")
+
+    def field(self, name: str, good: Callable[[Any], bool], what: str) -> Any:
+        value = self.fields.get(name)
+        self.load.require(good(value), f"{name} of {self.name} must be {what}, got {value!r}")
+        return value
+
+    def positive(self, name: str) -> int:
+        return self.field(name, lambda x: is_integer(x) and x > 0, "a positive integer")
+
+    def finite(self, name: str) -> float:
+        good = lambda x: isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= FLOAT32_MAX  # noqa: E731
+        return float(self.field(name, good, "a number that is finite in float32"))
+
+    @property
+    def shape(self) -> list[int]:
+        return self.field("shape", lambda x: isinstance(x, list) and len(x) == 2 and all(map(is_integer, x)), "[n, k]")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the weight before it was quantised, where activations can have it; None: the file's."""
+        known = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+        return known.get(self.field("dtype", lambda x: x is None or isinstance(x, str), "a name"))
 
 
 def from_mxfp4(tensors: Mapping[str, Tensor]) -> W4Weight | list[W4Weight]:
@@ -349,18 +339,25 @@ def from_mxfp4(tensors: Mapping[str, Tensor]) -> W4Weight | list[W4Weight]:
     Raises:
       ValueError: a tensor is missing, or cannot be right.
     """
-    load = _Loader("from_mxfp4", tensors)
-    blocks = load.octets("blocks")
-    good = blocks.dim() >= 3 and blocks.shape[-1] == 16
-    load.require(good, f"blocks must be [..., n, k / 32, 16], got {list(blocks.shape)}")
-    scales = load.octets("scales", blocks.shape[:-1])
-    bias = load.get("bias", shape=blocks.shape[:-2]) if load.tensors.get("bias") is not None else None
-    codes = _nibbles(blocks.flatten(-2))
+    blocks, scales, bias = mxfp4_tensors(Loader("from_mxfp4", tensors))
     if blocks.dim() == 3:
-        return weight_of_codes(codes, scales.t(), group_size=32, format="mxfp4", bias=bias)
-    experts = zip(codes.flatten(0, -3), scales.flatten(0, -3), strict=True)
-    biases = [None] * codes.flatten(0, -3).shape[0] if bias is None else bias.flatten(0, -2)
-    return [
-        weight_of_codes(code, scale.t(), group_size=32, format="mxfp4", bias=own)
-        for (code, scale), own in zip(experts, biases, strict=True)
-    ]
+        return mxfp4_weight(blocks, scales, bias)
+    blocks, scales = blocks.flatten(0, -4), scales.flatten(0, -3)
+    biases = [None] * len(blocks) if bias is None else bias.flatten(0, -2)
+    return [mxfp4_weight(*expert) for expert in zip(blocks, scales, biases, strict=True)]
+
+
+def mxfp4_tensors(load: Loader, prefix: str = "", lead: str = "...") -> tuple[Tensor, Tensor, Tensor | None]:
+    """``blocks`` and ``scales`` as uint8, and ``bias``; ``lead``: their leading dimensions, "..." any."""
+    name = f"{prefix}blocks"
+    blocks = load.octets(name, torch.uint8)
+    good = (blocks.dim() >= 3 if lead == "..." else blocks.dim() == 4) and blocks.shape[-1] == 16
+    load.require(good, f"{name} must be [{lead}, n, k / 32, 16], got {list(blocks.shape)}")
+    load.extents(name, blocks.shape[-3], 32 * blocks.shape[-2])
+    scales = load.octets(f"{prefix}scales", weight_formats.FORMATS["mxfp4"].scale_type, blocks.shape[:-1])
+    return blocks, scales, load.bias(blocks.shape[:-2], None, f"{prefix}bias")
+
+
+def mxfp4_weight(blocks: Tensor, scales: Tensor, bias: Tensor | None) -> W4Weight:
+    """Of one matrix: uint8 [n, k / 32, 16] and [n, k / 32]."""
+    return weight_of_codes(_nibbles(blocks.flatten(-2)), scales.t(), group_size=32, format="mxfp4", bias=bias)

@@ -13,14 +13,16 @@ from .. import moe_w4a16, w4a16, weight_layout
 from ..checks_moe import GATE_LAYOUTS
 from ..packing import GATE_BLOCK
 from ..weight_formats import FORMATS
-from .checkpoints import from_mxfp4
-from .round_to_nearest import quantize_w4
+from .checkpoints import mxfp4_tensors, mxfp4_weight
+from .loader import Loader
+from .round_to_nearest import quantize
 from .weight import W4Weight, _Weight
 
 
 @dataclass(frozen=True, eq=False)
 class W4Experts(_Weight):
-    """Weights [experts, n, k] of 4-bit codes, as :func:`minfer.grouped_w4a16_gemm` takes them.
+    """Weights [experts, n, k] of 4-bit codes, as :func:`minfer.grouped_w4a16_gemm` takes them:
+    ``minfer.grouped_w4a16_gemm(a, offsets=offsets, **weight.arguments())``.
 
     Attributes:
       qweight: int32 [experts, ceil(n / 64), ceil(k / 64), 512].
@@ -45,9 +47,11 @@ class W4Experts(_Weight):
     bias: Tensor | None = None
     alpha: Tensor | None = None
 
+    _arguments = ("qweight", "scales", "zeros", "group_size", "w4_format", "alpha", "bias", "gated")
+
     @property
     def packed(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """qweight, scales and zeros, as the operators take them."""
+        """qweight, scales and zeros: not all that a product needs, which is :meth:`arguments`."""
         return self._packed()
 
     def dequantize(self, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -64,8 +68,36 @@ class W4Experts(_Weight):
     def gemm(self, a: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
         """:func:`minfer.grouped_w4a16_gemm` with these weights and biases, gated where they are; gather, row_scale, activation, kernel and
         out as there."""
-        form = {"group_size": self.group_size, "w4_format": self.w4_format, "alpha": self.alpha, "bias": self.bias, "gated": self.gated}
-        return moe_w4a16.grouped_w4a16_gemm(a, *self.packed, offsets, **form, **arguments)
+        return moe_w4a16.grouped_w4a16_gemm(a, offsets=offsets, **self.arguments(), **arguments)
+
+    def ffn(self, x: Tensor, down: W4Experts, weights: Tensor, ids: Tensor, *, activation: str = "silu") -> Tensor:
+        """A layer: :func:`minfer.moe_ffn_w4a16` with these weights for w13 and ``down`` for w2, with the alphas and biases of both.
+
+        Args:
+          x, weights, ids, activation: as there.
+          down: of the same format and group size, not gated; these are gated.
+
+        Raises:
+          ValueError: the two are no gate-and-up and down projections, or differ in format or group size. RuntimeError: as there.
+        """
+        _require("ffn", self.gated and not down.gated, f"w13 must be gated and down must not be, got {self.gated} and {down.gated}")
+        for name in ("w4_format", "group_size"):
+            own, other = getattr(self, name), getattr(down, name)
+            _require("ffn", own == other, f"down must have the {name} of w13, {own}, got {other}")
+        return moe_w4a16.moe_ffn_w4a16(
+            x,
+            *self.packed,
+            *down.packed,
+            weights,
+            ids,
+            group_size=self.group_size,
+            w4_format=self.w4_format,
+            alpha13=self.alpha,
+            alpha2=down.alpha,
+            activation=activation,
+            b13=self.bias,
+            b2=down.bias,
+        )
 
 
 def _require(function: str, condition: bool, message: str) -> None:
@@ -144,6 +176,8 @@ def _agree(function: str, weights: list[W4Weight]) -> None:
         bias = None if weight.bias is None else weight.bias.dtype
         return shared | {"dtype": weight.scales.dtype, "device": weight.qweight.device, "bias": bias}
 
+    for i, weight in enumerate(weights):
+        _require(function, isinstance(weight, W4Weight), f"weights must be W4Weights, got {type(weight).__name__} as weight {i}")
     first = facts(weights[0])
     for i, weight in enumerate(weights):
         _require(function, weight.perm is None, f"weight {i} has a perm: grouped products take no act-order")
@@ -231,7 +265,7 @@ def quantize_w4_experts(
         if gated:
             rows = _in_blocks(rows, 0, gate_layout)
             own_bias = None if own_bias is None else _in_blocks(own_bias, 0, gate_layout)
-        return quantize_w4(rows, group_size, symmetric, format, dtype=dtype, bias=own_bias, clip=clip)
+        return quantize(function, 4, rows, group_size, symmetric, format, dtype, own_bias, clip)
 
     return _stacked([[own(expert)] for expert in range(experts)], n, "blocks" if gated else None)
 
@@ -251,34 +285,23 @@ def from_gpt_oss(tensors: Mapping[str, Tensor]) -> tuple[W4Experts, W4Experts]:
     Raises:
       ValueError: a tensor is missing, or cannot be right.
     """
-    function = "from_gpt_oss"
+    load = Loader("from_gpt_oss", tensors)
 
-    def projection(prefix: str, gated: bool) -> W4Experts:
-        own = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-        names = ", ".join(sorted(tensors)) or "none"
-        for name in ("blocks", "scales"):
-            _require(function, name in own, f"tensor '{prefix}{name}' is missing, got {names}")
-        own = {name: own[name] for name in ("blocks", "scales", "bias") if own.get(name) is not None}
-        blocks = own["blocks"]
-        _require(function, blocks.dim() == 4, f"{prefix}blocks must be [experts, n, k / 32, 16], got {list(blocks.shape)}")
-        experts, n = blocks.shape[:2]
-        _require(function, experts > 0, f"{prefix}blocks must have an expert, got {list(blocks.shape)}")
-        for name, x in own.items():
-            expected = [experts, n, *blocks.shape[2 : {"blocks": 4, "scales": 3, "bias": 2}[name]]]
-            _require(function, list(x.shape) == expected, f"{prefix}{name} must be {expected}, got {list(x.shape)}")
+    def projection(name: str, gated: bool) -> W4Experts:
+        parts = mxfp4_tensors(load, f"{name}_", "experts")
+        experts, n = parts[0].shape[:2]
+        load.require(experts > 0, f"{name}_blocks must have an expert, got {list(parts[0].shape)}")
         if gated:
-            _check_gate(function, n, True, "alternating")
+            _check_gate(load.function, n, True, "alternating")
 
         def weight(expert: int) -> W4Weight:
-            # As bytes, for few operations know float8_e8m0fnu.
-            parts = {name: (x.view(torch.uint8) if x.element_size() == 1 else x)[expert] for name, x in own.items()}
-            return from_mxfp4({name: _in_blocks(x, 0, "alternating") if gated else x for name, x in parts.items()})
+            own = [None if x is None else x[expert] for x in parts]
+            return mxfp4_weight(*(x if x is None or not gated else _in_blocks(x, 0, "alternating") for x in own))
 
         return _stacked([[weight(expert)] for expert in range(experts)], n, "blocks" if gated else None)
 
-    gate_up, down = projection("gate_up_proj_", True), projection("down_proj_", False)
+    gate_up, down = projection("gate_up_proj", True), projection("down_proj", False)
     shapes = (gate_up.qweight.shape[0], gate_up.k, gate_up.n // 2), (down.qweight.shape[0], down.n, down.k)
-    _require(
-        function, shapes[0] == shapes[1], f"the projections must have the same experts, hidden and inter, got {shapes[0]} and {shapes[1]}"
-    )
+    same = shapes[0] == shapes[1]
+    load.require(same, f"the projections must have the same experts, hidden and inter, got {shapes[0]} and {shapes[1]}")
     return gate_up, down

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import weight_formats, weight_layout
 from ..checks import DTYPES
 from ..weight_formats import FORMATS, WeightFormat
+from .loader import FLOATS, rounded
 from .weight import W4Weight, W8Weight, weight_of_codes
 
 _CHUNK = 1 << 20  # elements searched at a time: 4 MiB a float32 temporary
@@ -99,12 +100,12 @@ def _search(
 
 def _groups_of(weight: Tensor, group_size: int) -> Tensor:
     """float32 [rows, G, size], zeros behind a short last group."""
-    size = weight.shape[1] if group_size == -1 else group_size
+    size = weight_layout.group_columns(weight.shape[1], group_size)
     tail = -weight.shape[1] % size
     return torch.nn.functional.pad(weight.float(), (0, tail)).unflatten(1, (-1, size))
 
 
-def _quantize(
+def quantize(
     function: str,
     bits: int,
     weight: Tensor,
@@ -115,6 +116,8 @@ def _quantize(
     bias: Tensor | None,
     clip: bool,
 ) -> W4Weight | W8Weight:
+    """What :func:`quantize_w4` and :func:`quantize_w8` do, for ``function``, whose name errors begin with."""
+
     def require(condition: bool, message: str) -> None:
         if not condition:
             raise ValueError(f"{function}: {message}")
@@ -136,8 +139,18 @@ def _quantize(
         stored_dtype = torch.uint8
     weight = weight.detach()
     n, k = weight.shape
+    if bias is not None:
+        good = tuple(bias.shape) == (n,) and bias.dtype in FLOATS and bias.device == weight.device
+        got = f"{list(bias.shape)}, {bias.dtype}, {bias.device}"
+        require(good, f"bias must be {[n]}, floating-point, on the weight's device {weight.device}, got {got}")
+        wide = bias.dtype in (torch.float32, torch.float64)
+        own = torch.float32 if wide else dtype if form.scale_type is None else bias.dtype
+        bias = rounded(function, "bias", bias.detach(), own)
     largest = float(weight.abs().amax())
     require(largest <= torch.finfo(torch.float32).max, "weight must be finite, got a NaN or infinity")  # also where NaN
+    if form.scale_type is None:
+        most = _LARGEST[name] * torch.finfo(dtype).max
+        require(largest <= most, f"weight must be at most {most:g}, for its scales are {dtype}, got {largest:g}")
     alpha = 1.0
     if name == "nvfp4" and largest > 0:  # two levels: the largest block scale is E4M3's largest number
         alpha = float(torch.tensor(largest) / (_LARGEST[name] * _E4M3_LARGEST))
@@ -152,7 +165,6 @@ def _quantize(
         scales[:, part] = scale.t()
         if zeros is not None:
             zeros[:, part] = zero.t()
-    bias = None if bias is None else bias.detach()
     return weight_of_codes(codes, scales, zeros, group_size=group_size, format=name, bias=bias, alpha=alpha)
 
 
@@ -177,7 +189,7 @@ def quantize_w4(
         block scales under a global one, which is W4Weight.alpha = largest magnitude / (6 * 448).
       dtype: of 16-bit scales and so of the activations: float16 or bfloat16. Default: the weight's, which then must be one of them.
         Formats with byte scales do not look at it.
-      bias: [n], kept beside the weight.
+      bias: [n], kept beside the weight: in float32 as it is, in 16 bits rounded to the dtype of 16-bit scales.
       clip: False: no search, a scale covers its group's whole range (mxfp4: the OCP rule), as most other tools do.
 
     Returns:
@@ -188,7 +200,7 @@ def quantize_w4(
 
     Numerics: searched in float32 with the scales rounded to what is stored.
     """
-    return _quantize("quantize_w4", 4, weight, group_size, symmetric, format, dtype, bias, clip)
+    return quantize("quantize_w4", 4, weight, group_size, symmetric, format, dtype, bias, clip)
 
 
 def quantize_w8(
@@ -215,4 +227,4 @@ def quantize_w8(
     Raises:
       ValueError: an argument cannot be right, or the weight has a NaN or infinity.
     """
-    return _quantize("quantize_w8", 8, weight, group_size, symmetric, format, dtype, bias, clip)
+    return quantize("quantize_w8", 8, weight, group_size, symmetric, format, dtype, bias, clip)

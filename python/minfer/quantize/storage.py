@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from .. import weight_formats, weight_layout
+from ..checks import DTYPES, FLOAT32_MAX, ValueChecker, is_integer
+from ..checks_kv_cache import check_shape, check_tensor
+from ..checks_w4a16 import check_group_size, check_permutation, check_weight
+from ..packing import GATE_BLOCK
 from .experts import W4Experts
 from .weight import W4Weight, W8Weight
 
@@ -58,29 +63,89 @@ def from_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
 
     Raises:
       ImportError: the package safetensors is not installed.
-      ValueError: the file holds no packed weights, or some in a layout that this version does not read.
+      ValueError: the file holds no packed weights, some in a layout that this version does not read, or some that no operator would take.
     """
-    with _safetensors().safe_open(path, framework="pt", device=str(device)) as file:
+    file_name = os.fspath(path)
+
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"from_safetensors: {file_name} {message}")
+
+    package = _safetensors()
+    try:
+        opened = package.safe_open(path, framework="pt", device=str(device))
+    except package.SafetensorError as error:
+        raise ValueError(f"from_safetensors: {file_name} is no safetensors file: {error}") from None
+    with opened as file:
         metadata = file.metadata() or {}
-        if not any(key in metadata for key in _KINDS):
-            raise ValueError(f"from_safetensors: {os.fspath(path)} was not written by minfer: its metadata have no '{next(iter(_KINDS))}'")
-        names, layout = set(file.keys()), int(metadata.get(_LAYOUT, "1"))
-        if layout > weight_layout.VERSION:
-            raise ValueError(
-                f"from_safetensors: {os.fspath(path)} has packed layout {layout}, this version reads up to {weight_layout.VERSION}"
-            )
-
-        def tensor(name: str) -> torch.Tensor | None:
-            return file.get_tensor(name) if name in names else None
-
+        known = any(key in metadata for key in _KINDS)
+        require(known, f"was not written by minfer: its metadata have no '{next(iter(_KINDS))}'")
+        names, layout = set(file.keys()), metadata.get(_LAYOUT, "1")
+        require(layout.isdecimal(), f"has '{layout}' for a {_LAYOUT}, which must be a number")
+        require(int(layout) <= weight_layout.VERSION, f"has packed layout {layout}, this version reads up to {weight_layout.VERSION}")
         weights = {}
         for key, (kind, tensors, fields) in _KINDS.items():
-            form = fields[-1]
-            for name, rest in json.loads(metadata.get(key, "{}")).items():
-                if not weight_layout.readable(weight_formats.FORMATS[rest[form]].order, layout):
-                    raise ValueError(
-                        f"from_safetensors: {os.fspath(path)} has {name} in an earlier packed layout of {rest[form]}: quantise it again"
-                    )
-                parts = {part: tensor(f"{name}.{part}") for part in tensors}
-                weights[name] = kind(**parts, **rest)
+            for name, rest in _objects(require, key, metadata.get(key, "{}")).items():
+                unknown = sorted(set(rest) - set(fields))
+                missing = sorted(set(fields) - set(rest) - {"alpha"})  # there are files from before there was one
+                require(not unknown and not missing, f"must have {', '.join(fields)} of {name}; unknown: {unknown}, missing: {missing}")
+                form, value = fields[-1], rest[fields[-1]]
+                known = isinstance(value, str) and value in weight_formats.FORMATS
+                require(known, f"has {name} in a {form} that this version does not know: {value!r}")
+                order = weight_formats.FORMATS[value].order
+                readable = weight_layout.readable(order, int(layout))
+                require(readable, f"has {name} in an earlier packed layout of {value}: quantise it again")
+                parts = {part: file.get_tensor(f"{name}.{part}") for part in tensors if f"{name}.{part}" in names}
+                for part in ("qweight", "scales"):
+                    require(part in parts, f"has no tensor {name}.{part}")
+                weights[name] = kind(**dict.fromkeys(tensors) | parts | rest)
+                _check(f"from_safetensors: {file_name}: {name}", weights[name])
         return weights
+
+
+def _objects(require: Callable[[bool, str], None], key: str, text: str) -> dict[str, dict[str, Any]]:
+    """The metadata of one kind of weight: a JSON object of JSON objects."""
+    try:
+        objects = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        objects = error
+    good = isinstance(objects, dict) and all(isinstance(x, dict) for x in objects.values())
+    require(good, f"must have a JSON object of objects in its metadata's {key}, got {objects!r}")
+    return objects
+
+
+def _check(where: str, weight: W4Weight | W8Weight | W4Experts) -> None:
+    """That the operators take a weight, its perm's values included."""
+    check = ValueChecker(where)
+    bits = 8 if isinstance(weight, W8Weight) else 4
+    name, names = getattr(weight, f"w{bits}_format"), weight_formats.names(bits)
+    check(name in names, "w{}_format must be one of {}, got '{}'", bits, ", ".join(names), name)
+    for size in ("n", "k"):
+        extent = getattr(weight, size)
+        check(is_integer(extent) and extent > 0, "{} must be a positive integer, got {!r}", size, extent)
+    n, k, form = weight.n, weight.k, weight_formats.FORMATS[name]
+    check_group_size(check, weight.group_size, name)
+    types = DTYPES if form.scale_type is None else (torch.uint8,)
+    check(weight.scales.dtype in types, "scales must be {}, got {}", " or ".join(map(str, types)), weight.scales.dtype)
+    experts = ()
+    if isinstance(weight, W4Experts):
+        check(weight.scales.dim() == 3, "scales must be [experts, ceil(k / group_size), n], got {}", weight.scales.shape)
+        experts = (weight.scales.shape[0],)
+        gates = weight.gated is False or (weight.gated is True and n % (2 * GATE_BLOCK) == 0)
+        check(gates, "gated must be False, or True with n a multiple of {}, got {} and {}", 2 * GATE_BLOCK, weight.gated, n)
+        if weight.alpha is not None:
+            check_tensor(check, "alpha", weight.alpha, torch.float32, "scales", weight.scales)
+            check_shape(check, "alpha", weight.alpha, experts)
+    else:
+        number = isinstance(weight.alpha, int | float) and abs(weight.alpha) <= FLOAT32_MAX
+        check(number, "alpha must be a number that is finite in float32, got {}", weight.alpha)
+    check_weight(check, weight.qweight, weight.scales, weight.zeros, name, weight.group_size, n, k, experts)
+    if weight.bias is not None:
+        types = (weight.scales.dtype,) if form.scale_type is None else DTYPES
+        types = (*types, torch.float32)
+        check(weight.bias.dtype in types, "bias must be {}, got {}", " or ".join(map(str, types)), weight.bias.dtype)
+        check_shape(check, "bias", weight.bias, (*experts, n))
+    if getattr(weight, "perm", None) is not None:
+        check_tensor(check, "perm", weight.perm, torch.int32, "scales", weight.scales)
+        check_shape(check, "perm", weight.perm, (k,))
+        check_permutation(check, "perm", weight.perm, k)

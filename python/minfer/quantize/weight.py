@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,12 @@ _Self = TypeVar("_Self", bound="_Weight")
 
 class _Weight:
     """What weights of 4 and of 8 bits have in common."""
+
+    _arguments: ClassVar[tuple[str, ...]]  # the fields that operators take, by the same names
+
+    def arguments(self) -> dict[str, Any]:
+        """All that the operators take of the weight, by keyword: what is left out of a call would be left out of the product."""
+        return {name: getattr(self, name) for name in self._arguments}
 
     def _packed(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.qweight, self.scales, self.zeros
@@ -35,7 +41,7 @@ class _Weight:
 
 @dataclass(frozen=True, eq=False)
 class W4Weight(_Weight):
-    """A weight [n, k] of 4-bit codes, as :func:`minfer.w4a16_gemm` takes it.
+    """A weight [n, k] of 4-bit codes, as :func:`minfer.w4a16_gemm` takes it: ``minfer.w4a16_gemm(a, **weight.arguments())``.
 
     Attributes:
       qweight: int32 [ceil(n / 64), ceil(k / 64), 512], see :func:`minfer.w4a16_pack`.
@@ -60,6 +66,8 @@ class W4Weight(_Weight):
     bias: Tensor | None = None
     alpha: float = 1.0
 
+    _arguments = ("qweight", "scales", "zeros", "group_size", "alpha", "perm", "bias", "w4_format")
+
     def dequantize(self, out_dtype: torch.dtype | None = None) -> Tensor:
         """W [n, k], columns in their original order; of the dtype of 16-bit scales, otherwise of ``out_dtype`` (None: bfloat16)."""
         form = {"group_size": self.group_size, "alpha": self.alpha, "w4_format": self.w4_format}
@@ -67,13 +75,12 @@ class W4Weight(_Weight):
 
     def gemm(self, a: Tensor, **arguments: Any) -> Tensor:
         """activation(A.W^T + C + bias): :func:`minfer.w4a16_gemm` with this weight and bias; c, activation, kernel, out as there."""
-        form = {"group_size": self.group_size, "alpha": self.alpha, "w4_format": self.w4_format}
-        return w4a16.w4a16_gemm(a, *self._packed(), **form, perm=self.perm, bias=self.bias, **arguments)
+        return w4a16.w4a16_gemm(a, **self.arguments(), **arguments)
 
 
 @dataclass(frozen=True, eq=False)
 class W8Weight(_Weight):
-    """A weight [n, k] of 8-bit codes, as :func:`minfer.w8a16_gemm` takes it.
+    """A weight [n, k] of 8-bit codes, as :func:`minfer.w8a16_gemm` takes it: ``minfer.w8a16_gemm(a, **weight.arguments())``.
 
     Attributes:
       qweight: int32 [ceil(n / 64), ceil(k / 64), 1024], see :func:`minfer.w8a16_pack`.
@@ -94,6 +101,8 @@ class W8Weight(_Weight):
     bias: Tensor | None = None
     alpha: float = 1.0
 
+    _arguments = ("qweight", "scales", "zeros", "group_size", "alpha", "perm", "bias", "w8_format")
+
     def dequantize(self) -> Tensor:
         """W [n, k] of the dtype of scales, columns in their original order."""
         form = {"group_size": self.group_size, "alpha": self.alpha, "w8_format": self.w8_format}
@@ -101,8 +110,7 @@ class W8Weight(_Weight):
 
     def gemm(self, a: Tensor, **arguments: Any) -> Tensor:
         """activation(A.W^T + C + bias): :func:`minfer.w8a16_gemm` with this weight and bias; c, activation, kernel, out as there."""
-        form = {"group_size": self.group_size, "alpha": self.alpha, "w8_format": self.w8_format}
-        return w8a16.w8a16_gemm(a, *self._packed(), **form, perm=self.perm, bias=self.bias, **arguments)
+        return w8a16.w8a16_gemm(a, **self.arguments(), **arguments)
 
 
 def weight_of_codes(

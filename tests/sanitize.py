@@ -1,0 +1,233 @@
+"""compute-sanitizer over a small call of every compiled kernel: ``python -m tests.sanitize [--tool memcheck ..] [--only GLOB]``.
+
+A kernel of the registry is called by name, twice where a launch divides its work; the others (packing, routing, caches, merges) by the
+operators that launch them. Needs a GPU, and compute-sanitizer on PATH or in CUDA_HOME. Exit status 1 if a tool reports anything.
+
+racecheck follows shared memory that is handed over by barriers of a CTA. It does not follow mbarriers that TMA and asynchronous copies
+arrive at, so what it says of kernels with such pipelines is counted apart, by kernel, and is no failure; of all other kernels it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PIPELINES = re.compile(r"_sm90_|decode|prefill")  # kernels whose shared memory is handed over by mbarriers
+DEVICE = "cuda"
+
+
+# ---- the calls ---------------------------------------------------------------------------------------------------------------------
+
+
+def calls(only: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Name and call of every compiled kernel, then of every operator."""
+    import minfer
+    import torch
+    from minfer.planning import DTYPE_NAMES
+
+    dtype_of = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    torch.manual_seed(3)
+
+    def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device=DEVICE) * scale).to(dtype)
+
+    portable = {f"{major}{x}" for major, minor in [torch.cuda.get_device_capability()] for x in range(minor + 1)}
+    has_portable = bool(portable & set(minfer.build_info()["archs"].split(";")))
+    for family, call in (
+        ("gemm", _gemm),
+        ("w4a16", _quantised),
+        ("moe", _grouped),
+        ("moe_w4a16", _grouped_quantised),
+        ("attention", _attention),
+    ):
+        for kernel in minfer.kernels(family):
+            runs = kernel["compiled"] and (family != "attention" or kernel["arch_exact"] or has_portable)
+            if runs and fnmatch(kernel["name"], only):
+                for number, function in enumerate(call(kernel, dtype_of[kernel["ab_type"]], normal)):
+                    yield f"{kernel['name']} #{number}", function
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import operator_cases
+
+    for name, functions in operator_cases.calls(DEVICE).items():
+        for number, function in enumerate(functions):
+            if fnmatch(name, only):
+                yield f"{name} #{number}", function
+
+
+def _gemm(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
+    import minfer
+
+    m, n, k = 72, 200, 264
+    a = normal(m, k, dtype=dtype) if kernel["a_major"] == "k" else normal(k, m, dtype=dtype).t()
+    b = normal(n, k, dtype=dtype).t() if kernel["b_major"] == "k" else normal(k, n, dtype=dtype)
+    c, bias = normal(m, n, dtype=dtype), normal(n, dtype=dtype)
+    yield lambda: minfer.gemm(a, b, kernel=kernel["name"])
+    yield lambda: minfer.gemm(a, b, c=c, beta=1.0, bias=bias, activation="silu", kernel=f"{kernel['name']}@decomposition=split_k,splits=2")
+
+
+def _weight(kernel: dict, n: int, k: int, dtype):
+    import minfer
+    import torch
+
+    w_format = kernel["b_format"]
+    weight = torch.randn(n, k, device=DEVICE).to(dtype) / 16
+    quantise = minfer.quantize.quantize_w8 if w_format in ("int8", "fp8_e4m3") else minfer.quantize.quantize_w4
+    group = None if w_format in ("mxfp4", "nvfp4") else 32 if "fine" in kernel["name"] else 128
+    return quantise(weight, group, format=w_format, clip=False)
+
+
+def _quantised(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
+    import minfer
+
+    n, k = 256, 1024
+    w = _weight(kernel, n, k, dtype)
+    bits = 8 if kernel["b_format"] in ("int8", "fp8_e4m3") else 4
+    call = minfer.w8a16_gemm if bits == 8 else minfer.w4a16_gemm
+    options = {"group_size": w.group_size, "alpha": w.alpha, f"w{bits}_format": kernel["b_format"]}
+    a = normal(24, k, dtype=dtype)
+    for launch in ("", "@decomposition=split_k,splits=2"):
+        yield lambda launch=launch: call(a, w.qweight, w.scales, w.zeros, kernel=kernel["name"] + launch, **options)
+
+
+def _grouped(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
+    import minfer
+    import torch
+
+    a, b = normal(50, 256, dtype=dtype), normal(3, 256, 256, dtype=dtype, scale=0.05)
+    ends, gather = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ((7, 7, 50), list(range(49, -1, -1))))
+    yield lambda: minfer.grouped_gemm(a, b.mT, ends, kernel=kernel["name"])
+    yield lambda: minfer.grouped_gemm(a, b.mT, ends, gather=gather, gated=True, activation="silu", kernel=kernel["name"])
+
+
+def _grouped_quantised(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
+    import minfer
+    import torch
+
+    weights = [_weight(kernel, 256, 512, dtype) for _ in range(3)]
+    packed, scales = (torch.stack([getattr(w, name) for w in weights]) for name in ("qweight", "scales"))
+    alpha = torch.tensor([w.alpha for w in weights], device=DEVICE)
+    a = normal(50, 512, dtype=dtype)
+    ends, gather = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ((7, 7, 50), list(range(49, -1, -1))))
+    options = dict(group_size=weights[0].group_size, w4_format=kernel["b_format"], alpha=alpha, kernel=kernel["name"])
+    yield lambda: minfer.grouped_w4a16_gemm(a, packed, scales, None, ends, **options)
+    yield lambda: minfer.grouped_w4a16_gemm(a, packed, scales, None, ends, gather=gather, gated=True, activation="silu", **options)
+
+
+def _attention(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
+    import minfer
+    import torch
+
+    d, dv, name = kernel["tile_k"], kernel["head_dim_v"] or kernel["tile_k"], kernel["name"]
+    decode = name.endswith("_decode")
+    if not decode and kernel["b_format"] == "dense":
+        q, k, v = normal(2, 200, 4, d, dtype=dtype), normal(2, 300, 2, d, dtype=dtype), normal(2, 300, 2, dv, dtype=dtype)
+        yield lambda: minfer.attention(q, k, v, causal=True, window_left=70, kernel=name)
+        yield lambda: minfer.attention(q, k, v, softcap=9.0, kernel=name)
+    formats = (
+        ("fp8_e4m3", "int8", "int4")
+        if kernel["b_format"] == "codes"
+        else ("16bit" if kernel["b_format"] == "dense" else kernel["b_format"],)
+    )
+    table = torch.tensor([[3, 1, 2, 2**31 - 1], [0, 5, -1, -1]], dtype=torch.int32, device=DEVICE)
+    lengths = torch.tensor([150, 70], dtype=torch.int32, device=DEVICE)
+    for kv_format in formats:
+        cache = minfer.allocate_kv_cache(6, 64, 2, d, head_dim_v=dv, kv_format=kv_format, dtype=dtype, device=DEVICE, batch=2)
+        for x in (y for y in cache if isinstance(y, torch.Tensor)):
+            x.view(torch.uint8).random_(0, 60)
+        q = normal(2, 2 if decode else 70, 4, d, dtype=dtype)
+        for options in ({}, {"window_left": 40}, *([{"num_splits": 3}] if decode else [])):
+            yield lambda q=q, cache=cache, options=options: minfer.attention_paged(
+                q, cache.k, cache.v, lengths, block_table=table, kernel=name, **options, **cache.scales()
+            )
+
+
+def run(only: str) -> int:
+    import torch
+
+    count = 0
+    for name, call in calls(only):
+        try:
+            call()
+            torch.cuda.synchronize()
+        except Exception as error:  # noqa: BLE001
+            print(f"REFUSED {name}: {str(error).splitlines()[0]}", flush=True)
+            continue
+        count += 1
+    print(f"CALLS {count}", flush=True)
+    return count
+
+
+# ---- the tools -----------------------------------------------------------------------------------------------------------------------
+
+
+def sanitizer() -> str:
+    for place in (
+        shutil.which("compute-sanitizer"),
+        *(f"{home}/bin/compute-sanitizer" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda")),
+    ):
+        if place and Path(place).exists():
+            return place
+    sys.exit("compute-sanitizer is neither on PATH nor in CUDA_HOME")
+
+
+def check(tool: str, only: str, timeout: float) -> bool:
+    """Runs all calls under a tool; whether it found nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        command = [sanitizer(), f"--tool={tool}", f"--log-file={log}", "--print-limit=200"]
+        if tool == "racecheck":
+            command.append("--racecheck-report=analysis")
+        command += [sys.executable, "-m", "tests.sanitize", "--run", "--only", only]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+            output = done.stdout
+        except subprocess.TimeoutExpired as error:
+            output = (error.stdout or b"").decode()
+            print(f"{tool}: not done after {timeout:.0f} s")
+        report = log.read_text() if log.exists() else ""
+    found = Counter()
+    for block in re.split(r"\n=+ \n", report):
+        kernel = re.search(r"(?:at|in) (?:void )?(?:minfer::)?([\w:<>, ]*?(?:kernel|sort|append|merge)\w*[^\n(]*)", block)
+        if (
+            re.search(r"(Invalid|Error|hazard|Uninitialized|Barrier|Race)", block)
+            and "ERROR SUMMARY" not in block
+            and "RACECHECK SUMMARY" not in block
+        ):
+            found[kernel.group(1).strip() if kernel else block.strip().splitlines()[0][:120]] += 1
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: ([^\n]*)", report)
+    ran = re.findall(r"CALLS (\d+)", output)
+    print(f"{tool}: {ran[-1] if ran else 'an unknown number of'} calls, {summary[-1] if summary else 'no summary'}")
+    for line in re.findall(r"REFUSED [^\n]*", output):
+        print(f"  {line}")
+    ignored = {name: n for name, n in found.items() if tool == "racecheck" and PIPELINES.search(name)}
+    for name, n in found.most_common(40):
+        print(f"  {n} x {name}" + ("  (mbarriers are not followed)" if name in ignored else ""))
+    return bool(ran) and bool(summary) and found.keys() == ignored.keys()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", action="append", choices=TOOLS, default=[], help="all of them unless given; may be repeated")
+    parser.add_argument("--only", default="*", help="a glob of kernels and operators")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for a tool")
+    parser.add_argument("--run", action="store_true", help="make the calls, without a tool")
+    options = parser.parse_args()
+    if options.run:
+        run(options.only)
+        return 0
+    return 0 if all([check(tool, options.only, options.timeout) for tool in options.tool or TOOLS]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
