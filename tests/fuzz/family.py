@@ -43,6 +43,10 @@ class Argument:
     ranks: tuple[int, ...] = ()
 
 
+# What is wrong, tensors instead of those of the call, and what the message may name.
+WrongTensors = tuple[str, dict[str, Tensor | None], tuple[str, ...]]
+
+
 class Family:
     """An operator."""
 
@@ -89,6 +93,10 @@ class Family:
         """(option, a value that it cannot have, what the message must name)."""
         return []
 
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        """Beside dtypes, ranks, sizes and devices."""
+        return []
+
     def operator_names(self) -> tuple[str, ...]:
         """How messages may begin."""
         return (f"minfer::{self.name}:", f"minfer::{self.name}.out:")
@@ -103,11 +111,11 @@ class Family:
 @dataclass
 class Hostile:
     """``what``: the change, for the log. ``expected``: (contents before, results) -> values, where they can be stated; None: only memory is
-    checked. ``cpu_raises``: whether the CPU refuses the call, as it does where documentation calls it undefined on CUDA."""
+    checked. ``cpu_raises``: whether the CPU refuses the call, as it does where documentation calls it undefined on CUDA; None: it may."""
 
     what: str
     expected: Callable[[dict[str, Tensor], dict[str, Tensor]], list[Expected]] | None = None
-    cpu_raises: bool = True
+    cpu_raises: bool | None = True
 
 
 def limits_of(device: torch.device) -> Limits:

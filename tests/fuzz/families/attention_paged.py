@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import arena
 from ..compare import Expected, name_of
 from ..draw import Data, Draw, Limits
-from ..family import Argument, Contents, Family, Hostile, Parameters
+from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTensors
 from ..truth.attention import Codes, attend, expected_of, expected_rows, visible
 from .attention import DTYPES, HALVES, OPTIONS, draw_head_dims, draw_heads, draw_options, draw_sinks, hostile_ends, wrong_attention_options
 from .kv_caches import (
@@ -28,6 +28,7 @@ from .kv_caches import (
     shape_of,
     spoil,
     values_at,
+    wrong_caches,
 )
 
 
@@ -278,6 +279,16 @@ class AttentionPaged(Family):
         if form == "fp8_e4m3":
             for name in ("k_scale", "v_scale"):
                 found[name] = Argument((torch.float32,), (), ("v_scale", "k_scale"), ranks=(0, 1))
+        return found
+
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        found = wrong_caches(p, tensors)
+        if p["paged"] and p["kv_format"] == "16bit" and p["page_size"] > 4:
+            narrow = {name: tensors[name][:, : p["page_size"] - 4] for name in ("k_cache", "v_cache")}
+            found.append((f"pages have {p['page_size'] - 4} rows", narrow, ("page", "k_cache")))
+        if not p["paged"] and p["batch"] > 1:
+            narrow = {name: tensors[name][:-1] for name in ("k_cache", "v_cache")}
+            found.append(("a contiguous cache lacks a sequence", narrow, ("k_cache", "k_scale")))
         return found
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, object, str]]:

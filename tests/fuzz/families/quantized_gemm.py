@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import arena
 from ..compare import Expected, name_of
 from ..draw import Data, Draw, Limits
-from ..family import Argument, Contents, Family, Hostile, Parameters
+from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTensors
 from ..truth import weights
 from ..truth.epilogue import ACTIVATIONS, Bounded, activate, activate_float32, affine, gated, gated_float32, product, result
 from .attention import DTYPES, HALVES
@@ -59,7 +59,7 @@ def pack(codes: Tensor, form: str) -> Tensor:
 
 
 def alpha_of(draw: Draw, form: str) -> float:
-    return draw.pick(2e-3, 7e-3) if form == "nvfp4" else draw.pick(1.0, 1.0, 1.0, 0.37, -2.0, 0.0, 3e-5)
+    return draw.pick(1e-4, 5e-4) if form == "nvfp4" else draw.pick(1.0, 1.0, 1.0, 0.37, -2.0, 0.0, 3e-5)
 
 
 class QuantizedGemm(Family):
@@ -190,6 +190,16 @@ class QuantizedGemm(Family):
             names = tuple(f"lead{i}" for i in range(len(lead)))
             found["out"] = Argument((dtype,), (*names, "n"), ())
             found["a"].shape = (*names, found["a"].shape[-1])
+        return found
+
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        found: list[WrongTensors] = []
+        scales = tensors["scales"]
+        if p["format"] not in weights.ZERO:
+            found.append(("zeros are given", {"zeros": torch.zeros_like(scales)}, ("zeros",)))
+        if p["n"] >= 8:
+            found.append(("scales have four columns less", {"scales": scales[:, :-4]}, ("scales", "qweight")))
+        found.append(("a has four columns more", {"a": tensors["a"].new_zeros(*p["lead"], p["k"] + 4)}, ("k ", "perm")))
         return found
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, object, str]]:

@@ -1,8 +1,8 @@
 """What happens to a sum of products: alpha, addends, activations, gates. Values in float64, each with a bound on its error.
 
 Epilogues are float32. Activations are off by the error of what they are given, times their steepest slope, and by their own: silu is
-x / (1 + exp(-x)) of float32, relative errors of a few roundings and of the exponential, whose argument is rounded; the gelus are differences
-of numbers near 1 (CPU) or fits (CUDA), exact to some 1e-7 of max(1, |x|).
+x / (1 + exp(-x)) of float32, relative errors of a few roundings and of the exponential, whose argument is rounded; the gelus are
+differences of numbers near 1 (CPU) or fits (CUDA), exact to some 1e-7 of max(1, |x|).
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     nvfp4        E2M1[code] * e4m3(byte), for 16 columns                bytes
     fp8_e4m3     e4m3(code) * scale                                     scales 16-bit
 
-Error model: "a weight is rounded to a's dtype or left unrounded, as the kernel does". One rounding of the weight; of nf4 two, the code book's number
-being rounded as well; fractional zero points are subtracted after both sides have been multiplied by the scale, so that either product is
-rounded; E2M1 times a byte scale has six significant bits and is exact.
+Error model: "a weight is rounded to a's dtype or left unrounded, as the kernel does". One rounding of the weight; of nf4 two, the code
+book's number being rounded as well; fractional zero points are subtracted after both sides have been multiplied by the scale, so that
+either product is rounded; E2M1 times a byte scale has six significant bits and is exact.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # code = sign << 3 | magnitude
 
 @cache
 def nf4() -> tuple[float, ...]:
-    """4-bit NormalFloat (QLoRA, Dettmers et al., 2023): quantiles of the normal distribution, eight above zero, zero, seven below, the largest
-    being 1."""
+    """4-bit NormalFloat (QLoRA, Dettmers et al., 2023): quantiles of the normal distribution, eight above zero, zero, seven below, the
+    largest being 1."""
     offset = 0.9677083
     quantiles = lambda n: torch.special.ndtri(torch.linspace(offset, 0.5, n, dtype=torch.float64))[:-1]  # noqa: E731
     values = torch.cat([quantiles(9), torch.zeros(1, dtype=torch.float64), -quantiles(8)]).sort().values
