@@ -32,6 +32,7 @@ from .kv_caches import (
     SCALES,
     Shape,
     as_operands,
+    dense_rows,
     draw_format,
     kv_format_option,
     poison_of,
@@ -253,6 +254,9 @@ class AttentionPaged(Family):
         if p["layout"] == "4d":
             return expected_of(attended, dtype)
         return expected_rows(attended, facts["queries"], facts["starts"], q.shape[0], dtype)
+
+    def dense(self, p: Parameters) -> bool:
+        return dense_rows(p)
 
     # ---- calls that cannot be right ----------------------------------------------------------------------------------------------------
 

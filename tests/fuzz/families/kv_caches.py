@@ -69,6 +69,12 @@ def draw_format(draw: Draw, p: Parameters) -> Parameters:
     }
 
 
+def dense_rows(p: Parameters) -> bool:
+    """Whether rows of a contiguous cache are whole 16 bytes, as TMA wants them."""
+    bits = {"16bit": 16, "int4": 4}.get(p["kv_format"], 8)
+    return all(d * bits % 128 == 0 for d in p["dims"])
+
+
 def kv_format_option(shape: Shape, draw_explicit: bool) -> str:
     """auto, where that is told by the dtype, or the name."""
     needed = shape.kv_format == "fp8_e4m3" and shape.fp8_as_bytes
