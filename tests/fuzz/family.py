@@ -84,6 +84,10 @@ class Family:
     def rule(self, p: Parameters, name: str) -> arena.Rule:
         return self.views.get(name, arena.VIEW)
 
+    def dense(self, p: Parameters) -> bool:
+        """Whether all operands may be contiguous."""
+        return True
+
     # ---- calls that cannot be right ------------------------------------------------------------------------------------------------
 
     def arguments(self, p: Parameters) -> dict[str, Argument]:

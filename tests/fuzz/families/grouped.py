@@ -365,7 +365,7 @@ def draw_experts_format(draw: Draw, limits: Limits, dtype: str) -> Parameters:
     """On CUDA int4, mxfp4 and nvfp4 have kernels."""
     while True:
         p = draw_weight(draw, 4, dtype) | {"alpha": draw.chance(0.3)}
-        if limits.small or p["format"] != "nf4":
+        if not limits.cuda or p["format"] != "nf4":
             return p
 
 
