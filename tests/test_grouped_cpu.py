@@ -208,3 +208,15 @@ def test_layers_that_cannot_be_right():
     ):
         with pytest.raises(RuntimeError, match=message):
             minfer.moe_ffn(*args, **kwargs)
+
+
+@pytest.mark.parametrize("value", (-1, 6, 10**6, 2**31 - 1, -(2**31)))
+@pytest.mark.parametrize("out", (False, True))
+def test_gather_leads_outside(value, out):
+    a, b, gather = torch.randn(6, 16).half(), torch.randn(2, 16, 8).half(), torch.tensor([5, 0, value, 2], dtype=torch.int32)
+    options = {"out": torch.empty(4, 8).half()} if out else {}
+    with pytest.raises(RuntimeError, match=r"minfer::grouped_gemm: gather must be rows of a, 0 to 5, where an expert has them, got "):
+        minfer.grouped_gemm(a, b, torch.tensor([1, 4], dtype=torch.int32), gather=gather, **options)
+    # Behind the last offset nobody looks.
+    have = minfer.grouped_gemm(a, b, torch.tensor([1, 2], dtype=torch.int32), gather=gather, **options)
+    assert torch.equal(have[2:], torch.zeros(2, 8).half()) and torch.equal(have[:1], minfer.gemm(a[5:], b[0]))

@@ -63,6 +63,12 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
+def allocation_error(function: str, size: int, what: str, error: RuntimeError) -> RuntimeError:
+    """What to raise where torch could not allocate: of torch's kind, so that who frees memory and tries again can tell, with the reason."""
+    kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
+    return kind(f"{function}: could not allocate {size / 2**30:.1f} GiB for {what}: {error}")
+
+
 def _text(value: Any) -> str:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")

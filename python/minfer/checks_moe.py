@@ -102,6 +102,17 @@ def _check_layer(check: _Checker, x: Tensor, experts, n, weights: Tensor, ids: T
             _check_operand(check, name, bias, x, x.dtype, (experts, columns))
 
 
+def check_gather_values(op: str, a: Tensor, offsets: Tensor, gather: Tensor | None) -> None:
+    """The rows that experts have, which only CPU kernels know, must be rows of a; reads them."""
+    if gather is None or offsets.numel() == 0:
+        return
+    needed = gather[: max(int(offsets.max()), 0)]
+    if needed.numel() > 0:
+        low, high = (int(x) for x in needed.aminmax())
+        text = "gather must be rows of a, 0 to {}, where an expert has them, got {} to {}"
+        _Checker(op)(0 <= low and high < a.shape[0], text, a.shape[0] - 1, low, high)
+
+
 def check_grouped_gemm(
     a: Tensor,
     b: Tensor,

@@ -53,13 +53,14 @@ def by_expert(
 ) -> Tensor:
     """Grouped GEMM whose ``weight`` gives an expert's [k, n], asked only of experts that have rows; alpha[e] multiplies it."""
     dtype = _compute_dtype(a)
-    rows = a if gather is None else a.index_select(0, gather.long())
-    out = torch.zeros((rows.shape[0], n // 2 if gated else n), dtype=dtype, device=a.device)
+    rows = (a if gather is None else gather).shape[0]
+    out = torch.zeros((rows, n // 2 if gated else n), dtype=dtype, device=a.device)
     ends = offsets.tolist()
     for expert, end in enumerate(ends):
-        begin, end = min(max(ends[expert - 1] if expert else 0, 0), rows.shape[0]), min(end, rows.shape[0])
+        begin, end = min(max(ends[expert - 1] if expert else 0, 0), rows), min(end, rows)
         if end > begin:
-            y = rows[begin:end].to(dtype) @ weight(expert).to(dtype)
+            own = a[begin:end] if gather is None else a.index_select(0, gather[begin:end].long())
+            y = own.to(dtype) @ weight(expert).to(dtype)
             if alpha is not None:
                 y = y * alpha[expert].to(dtype)
             if bias is not None:
@@ -132,12 +133,14 @@ def _without_kernel(arguments: dict) -> dict:
 
 def _grouped_gemm_cpu(a, b, offsets, **arguments):
     checks_moe.check_grouped_gemm(a, b, offsets, **arguments)
+    checks_moe.check_gather_values("grouped_gemm", a, offsets, arguments.get("gather"))
     return grouped_gemm(a, b, offsets, **_without_kernel(arguments))
 
 
 def _grouped_gemm_out_cpu(a, b, offsets, *, out, **arguments):
     checks_moe.check_grouped_gemm(a, b, offsets, out=out, **arguments)
     checks.check_no_overlap("grouped_gemm.out", out, a=a, b=b)
+    checks_moe.check_gather_values("grouped_gemm", a, offsets, arguments.get("gather"))
     return out.copy_(grouped_gemm(a, b, offsets, **_without_kernel(arguments)))
 
 

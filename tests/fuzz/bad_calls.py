@@ -11,31 +11,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compare import mismatch
 from .draw import Draw
-from .family import Argument, Family, Parameters
+from .family import Argument, Contents, Family, Parameters, WrongTensors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 
 
 @dataclass
 class Wrong:
-    """what: the change. names: arguments of which the message must name one."""
+    """what: the change. names: arguments of which the message must name one. or_right: it may be accepted where the result is right."""
 
     what: str
     tensors: dict[str, Tensor | None]
     parameters: Parameters
     names: tuple[str, ...]
+    or_right: bool = False
 
 
 def draw_wrong(family: Family, p: Parameters, tensors: dict[str, Tensor | None], draw: Draw) -> Wrong | None:
     """A wrong call of what the family says about its arguments, made of a legal one's; None where it says nothing."""
     arguments = {name: a for name, a in family.arguments(p).items() if tensors.get(name) is not None}
-    options = family.wrong_options(p)
+    options, others = family.wrong_options(p), [*family.wrong_tensors(p, tensors), *_wrong_outs(family, p, tensors)]
     kinds = {"dtype": 3, "rank": 2, "size": 4} if arguments else {}
     if len(arguments) > 1:
         kinds["device"] = 2
     if options:
         kinds["option"] = 4
+    if others:
+        kinds["other"] = 3
+    overlapping = _overlap(family, p, tensors)
+    if overlapping is not None:
+        kinds["overlap"] = 1
     if not kinds:
         return None
     for _ in range(8):  # not every kind fits to every argument
@@ -43,11 +50,43 @@ def draw_wrong(family: Family, p: Parameters, tensors: dict[str, Tensor | None],
         if kind == "option":
             name, value, named = draw.choice(options)
             return Wrong(f"{name} = {value!r}", tensors, p | {"extra": {name: value}}, (named,))
+        if kind == "other":
+            what, instead, names = draw.choice(others)
+            return Wrong(what, tensors | instead, p, names)
+        if kind == "overlap":
+            return Wrong("out overlaps an input", tensors | {"out": overlapping}, p, ("out",), or_right=True)
         name = draw.choice(list(arguments))
         changed = _changed(kind, name, tensors, arguments, draw)
         if changed is not None:
             what, x = changed
             return Wrong(f"{name} {what}", tensors | {name: x}, p, (name, *arguments[name].beside))
+    return None
+
+
+def _wrong_outs(family: Family, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+    """out= whose elements share memory: no order of writing them would be right."""
+    if family.out(p) is None or "out_is" in p:
+        return []
+    out = tensors["out"]
+    found: list[WrongTensors] = []
+    for mode, size in enumerate(out.shape):
+        if size > 1 and out.numel():
+            found.append((f"out repeats itself along mode {mode}", {"out": out.narrow(mode, 0, 1).expand(out.shape)}, ("out",)))
+    if out.dim() == 2 and min(out.shape) > 1:
+        windows = out.new_zeros(sum(out.shape)).as_strided(out.shape, (1, 1))
+        found.append(("out's rows overlap", {"out": windows}, ("out",)))
+    return found
+
+
+def _overlap(family: Family, p: Parameters, tensors: dict[str, Tensor | None]) -> Tensor | None:
+    """An out= in the memory of an operand that is read."""
+    out = None if family.out(p) is None or "out_is" in p else tensors["out"]
+    if out is None or out.numel() == 0:
+        return None
+    for name in ("a", "b"):
+        x = tensors.get(name)
+        if x is not None and x.dtype == out.dtype and x.is_contiguous() and x.numel() >= out.numel():
+            return x.flatten()[x.numel() - out.numel() :].view(out.shape)
     return None
 
 
@@ -99,13 +138,17 @@ def refusal(call: Callable[[], Any], names: tuple[str, ...], arguments: tuple[st
     return None
 
 
-def judge(family: Family, p: Parameters, wrong: Wrong, device: torch.device) -> list[str]:
+def judge(family: Family, p: Parameters, contents: Contents, wrong: Wrong, device: torch.device) -> list[str]:
+    """What was wrong about how a wrong call was taken."""
+
     def call(tensors: dict[str, Tensor | None]) -> None:
         family.call(wrong.parameters, tensors)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     names = family.operator_names()
+    if wrong.or_right:
+        return _right_or_refused(family, p, contents, wrong, device)
     problem = refusal(lambda: call(wrong.tensors), names, wrong.names, anywhere=device.type == "cuda")
     if problem:
         return [f"a call where {wrong.what} {problem}"]
@@ -116,6 +159,20 @@ def judge(family: Family, p: Parameters, wrong: Wrong, device: torch.device) -> 
     if texts[0] != texts[1]:
         return [f"a call where {wrong.what} raises {texts[0]!r}, without contents {texts[1]!r}"]
     return []
+
+
+def _right_or_refused(family: Family, p: Parameters, contents: Contents, wrong: Wrong, device: torch.device) -> list[str]:
+    wants = family.expect(p, contents, {"out": wrong.tensors["out"].clone()})
+    try:
+        results = family.call(wrong.parameters, wrong.tensors)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        text = str(error)
+        good = any(name in text for name in family.operator_names()) and any(name in text for name in wrong.names)
+        return [] if good else [f"a call where {wrong.what} raised {text.splitlines()[0][:300]!r}"]
+    problems = [mismatch(results[want.name], want, strided=True) for want in wants]
+    return [f"a call where {wrong.what} was accepted, and {problem}" for problem in problems if problem]
 
 
 def _without_contents(x: Tensor) -> Tensor:

@@ -88,6 +88,9 @@ def mismatch(have: Tensor, want: Expected, *, strided: bool = False) -> str | No
     truth, value = want.truth, have.double()
     # Equal infinities and NaN where NaN is due have no error; any other NaN or infinity is one of infinity.
     same = (value == truth) | (value.isnan() & truth.isnan())
+    if have.dtype.is_floating_point:  # numbers beyond the dtype's largest are infinite; beside it they may be
+        largest = torch.finfo(have.dtype).max * (1 + unit(have.dtype) / 2)
+        same |= value.isinf() & (value.sign() == truth.sign()) & (truth.abs() + want.bound >= largest)
     error = torch.where(same, 0.0, (value - truth).abs()).nan_to_num(nan=math.inf, posinf=math.inf)
     bound = want.bound
     if want.defined is not None:
@@ -108,7 +111,7 @@ def mismatch(have: Tensor, want: Expected, *, strided: bool = False) -> str | No
 
 
 def _norms(want: Expected, error: Tensor) -> list[Tensor]:
-    finite = want.truth.isfinite()
+    finite = want.truth.abs() <= torch.finfo(want.dtype).max if want.dtype.is_floating_point else want.truth.isfinite()
     if want.defined is not None:
         finite = finite & want.defined
     truth = torch.where(finite, want.truth, 0.0)

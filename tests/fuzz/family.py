@@ -43,6 +43,10 @@ class Argument:
     ranks: tuple[int, ...] = ()
 
 
+# What is wrong, tensors instead of those of the call, and what the message may name.
+WrongTensors = tuple[str, dict[str, Tensor | None], tuple[str, ...]]
+
+
 class Family:
     """An operator."""
 
@@ -80,6 +84,10 @@ class Family:
     def rule(self, p: Parameters, name: str) -> arena.Rule:
         return self.views.get(name, arena.VIEW)
 
+    def dense(self, p: Parameters) -> bool:
+        """Whether all operands may be contiguous."""
+        return True
+
     # ---- calls that cannot be right ------------------------------------------------------------------------------------------------
 
     def arguments(self, p: Parameters) -> dict[str, Argument]:
@@ -87,6 +95,10 @@ class Family:
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, Any, str]]:
         """(option, a value that it cannot have, what the message must name)."""
+        return []
+
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        """Beside dtypes, ranks, sizes and devices."""
         return []
 
     def operator_names(self) -> tuple[str, ...]:
@@ -103,11 +115,11 @@ class Family:
 @dataclass
 class Hostile:
     """``what``: the change, for the log. ``expected``: (contents before, results) -> values, where they can be stated; None: only memory is
-    checked. ``cpu_raises``: whether the CPU refuses the call, as it does where documentation calls it undefined on CUDA."""
+    checked. ``cpu_raises``: whether the CPU refuses the call, as it does where documentation calls it undefined on CUDA; None: it may."""
 
     what: str
     expected: Callable[[dict[str, Tensor], dict[str, Tensor]], list[Expected]] | None = None
-    cpu_raises: bool = True
+    cpu_raises: bool | None = True
 
 
 def limits_of(device: torch.device) -> Limits:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import bad_calls, modes
+from . import bad_calls, late_writer, modes
 from .arena import Arena, Storage, draw_layout
 from .compare import mismatch
 from .draw import Data, Draw
@@ -123,20 +123,27 @@ class _Case:
         family, p, draw, device = self.family, self.p, self.draw, self.device
         chosen = self._modes(call)
         other = None
-        if "graph" in chosen:
+        if "graph" in chosen or "late" in chosen:
             other = family.fill(p, draw, self.data)
         want = self._eager(call, contents)
         if want is None:
             return
         for mode in chosen:
             try:
-                problem = modes.graph(call, want, other) if mode == "graph" else getattr(modes, mode)(call, want)
+                problem = self._mode(mode, call, want, contents, other)
             except Exception as error:  # noqa: BLE001
                 problem = f"raised {type(error).__name__}: {_first_lines(error)} [{_place(error)}]"
             self.result.comparisons += 1
             if problem:
                 self.result.failures.append(f"{mode}: {problem}")
             modes.synchronize(device)
+
+    def _mode(self, mode: str, call: modes.Call, want: dict[str, Tensor], contents: Contents, other: Contents | None) -> str | None:
+        if mode == "graph":
+            return modes.graph(call, want, other)
+        if mode == "late":
+            return late_writer.late(call, contents, other, self.draw)
+        return getattr(modes, mode)(call, want)
 
     def _modes(self, call: modes.Call) -> list[str]:
         draw = self.draw
@@ -152,6 +159,8 @@ class _Case:
             del chances["other_device"]
         if not self.family.traced:
             return [mode for mode, chance in chances.items() if mode != "fake" and draw.chance(chance)]
+        if torch.cuda.get_device_capability(self.device) >= (9, 0):
+            chances["late"] = 0.08
         chosen = [mode for mode, chance in chances.items() if draw.chance(chance)]
         return chosen + (["graph"] if draw.chance(0.5) else [])  # the last one: it leaves other contents
 
@@ -187,7 +196,12 @@ class _Case:
             if problem:
                 result.failures.append(f"a call that cannot be right {problem}")
             return
-        results = call()
+        try:
+            results = call()
+        except RuntimeError:
+            if self.device.type == "cuda" or hostile.cpu_raises is not None:
+                raise
+            return
         modes.synchronize(self.device)
         result.comparisons += 1
         result.failures += call.arena.changed(call.written)
@@ -207,7 +221,7 @@ class _Case:
         self.result.kind = "bad"
         self.result.parameters += f"; {wrong.what}"
         self.result.comparisons += 1
-        self.result.failures += bad_calls.judge(self.family, self.p, wrong, self.device)
+        self.result.failures += bad_calls.judge(self.family, self.p, contents, wrong, self.device)
         return True
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import arena
 from ..compare import Expected, name_of
 from ..draw import Data, Draw, Limits
-from ..family import Argument, Contents, Family, Hostile, Parameters
+from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTensors
 from ..truth import weights
 from ..truth.epilogue import ACTIVATIONS, Bounded, activate, activate_float32, affine, gated, gated_float32, product, result
 from .attention import DTYPES, HALVES
@@ -121,7 +121,7 @@ class Grouped(Family):
             unseen = torch.ones(p["a_rows"], dtype=torch.bool, device=data.device)
             unseen[seen[:used].long()] = False
             gather = seen
-            gather[used:] = p["a_rows"] - 1
+            gather[used:] = draw.pick(p["a_rows"] - 1, -1, p["a_rows"], 10**6, 2**31 - 1, -(2**31))  # anything
             a[unseen] = math.nan
         else:
             a[used:] = math.nan
@@ -185,7 +185,7 @@ class Grouped(Family):
         at = draw.randrange(p["experts"])
         value = draw.pick(-1, -(2**31), 2**31 - 1, p["rows"] + 1, 0, 10**6)
         t["offsets"][at] = value
-        return Hostile(f"offsets[{at}] = {value}", cpu_raises=False)
+        return Hostile(f"offsets[{at}] = {value}", cpu_raises=None)
 
 
 class GroupedGemm(Grouped):
@@ -343,7 +343,7 @@ def fill_experts(p: Parameters, data: Data, experts: int, n: int, k: int, sizes:
     found["zeros"] = None if p["zeros"] == "none" else torch.stack([w["zeros"] for w in own])
     found["alpha"] = None
     if p["alpha"] or p["format"] == "nvfp4":
-        low, high = (1e-3, 4e-3) if p["format"] == "nvfp4" else (-2.0, 2.0)
+        low, high = (1e-4, 4e-4) if p["format"] == "nvfp4" else (-2.0, 2.0)
         found["alpha"] = data.uniform(experts, low=low, high=high)
     for expert, rows in enumerate(sizes):
         if rows == 0:
@@ -365,7 +365,7 @@ def draw_experts_format(draw: Draw, limits: Limits, dtype: str) -> Parameters:
     """On CUDA int4, mxfp4 and nvfp4 have kernels."""
     while True:
         p = draw_weight(draw, 4, dtype) | {"alpha": draw.chance(0.3)}
-        if limits.small or p["format"] != "nf4":
+        if not limits.cuda or p["format"] != "nf4":
             return p
 
 
@@ -422,6 +422,16 @@ class GroupedW4(Grouped):
             found["alpha"] = Argument((torch.float32,), ("experts",))
         if p["bias"]:
             found["bias"] = Argument((dtype,), ("experts", "n"))
+        return found
+
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        found: list[WrongTensors] = []
+        for name in ("qweight", "scales", "zeros"):
+            x = tensors[name]
+            if x is not None and x.numel() and min(x.shape[-2:]) > 1:
+                found.append((f"{name} is strided", {name: x.mT.contiguous().mT}, (name,)))
+        if p["format"] not in weights.ZERO:
+            found.append(("zeros are given", {"zeros": torch.zeros_like(tensors["scales"])}, ("zeros",)))
         return found
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, Any, str]]:

@@ -12,10 +12,21 @@ from torch import Tensor
 from .. import arena
 from ..compare import Expected, name_of, smallest, unit
 from ..draw import Data, Draw, Limits
-from ..family import Argument, Contents, Family, Hostile, Parameters
+from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTensors
 from ..truth.kv_formats import e4m3, nibbles
 from .attention import DTYPES, HALVES, draw_head_dims, hostile_ends
-from .kv_caches import FORMATS, HEAD_DIM_UNITS, SCALES, as_operands, draw_format, kv_format_option, random_cache, shape_of
+from .kv_caches import (
+    FORMATS,
+    HEAD_DIM_UNITS,
+    SCALES,
+    as_operands,
+    dense_rows,
+    draw_format,
+    kv_format_option,
+    random_cache,
+    shape_of,
+    wrong_caches,
+)
 
 FP32 = 2.0**-20  # of a quotient: a few float32 roundings
 LARGEST_E4M3 = 448.0
@@ -230,6 +241,9 @@ class KvCacheAppend(Family):
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
         raise NotImplementedError("what codes must be depends on the scales that were stored")
 
+    def dense(self, p: Parameters) -> bool:
+        return dense_rows(p)
+
     # ---- calls that cannot be right ------------------------------------------------------------------------------------------------------
 
     def arguments(self, p: Parameters) -> dict[str, Argument]:
@@ -252,6 +266,14 @@ class KvCacheAppend(Family):
             found["v_scale"] = Argument((torch.float16,), ("pages", "heads", "", "page_size"), ("k_scale",))
             found["k_residual"] = Argument((dtype,), ("batch", "group", "heads", "head_dim"))
             found["v_residual"] = Argument((dtype,), ("batch", "group", "heads", "head_dim_v"))
+        return found
+
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        found = wrong_caches(p, tensors)
+        for name in SCALES:
+            x = tensors[name]
+            if x is not None and p["kv_format"] != "fp8_e4m3" and x.numel() and min(x.shape[-2:]) > 1:
+                found.append((f"{name} is strided", {name: x.mT.contiguous().mT}, (name,)))
         return found
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, object, str]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..draw import Data, Draw
-from ..family import Parameters
+from ..family import Parameters, WrongTensors
 from ..truth.kv_formats import E4M3_NAN, e4m3, nibbles
 
 FORMATS = ("16bit", "fp8_e4m3", "int8", "int4")
@@ -67,6 +67,12 @@ def draw_format(draw: Draw, p: Parameters) -> Parameters:
         "scale_per_head": draw.chance(0.7),
         "fp8_as_bytes": draw.chance(0.3),
     }
+
+
+def dense_rows(p: Parameters) -> bool:
+    """Whether rows of a contiguous cache are whole 16 bytes, as TMA wants them."""
+    bits = {"16bit": 16, "int4": 4}.get(p["kv_format"], 8)
+    return all(d * bits % 128 == 0 for d in p["dims"])
 
 
 def kv_format_option(shape: Shape, draw_explicit: bool) -> str:
@@ -132,11 +138,11 @@ def as_operands(cache: dict[str, Tensor | None], shape: Shape) -> dict[str, Tens
 
 @dataclass
 class Values:
-    """K or V of padded sequences in float64, [batch, keys, heads, d]; magnitude: |code * scale| + |minimum|; codes: |code|."""
+    """K or V of padded sequences in float64, [batch, keys, heads, d], with what errors are relative to, see truth.attention.Codes."""
 
     value: Tensor
     magnitude: Tensor
-    codes: Tensor
+    floor: Tensor
 
 
 def values_at(cache: dict[str, Tensor | None], shape: Shape, name: str, page: Tensor, row: Tensor, wanted: Tensor) -> Values:
@@ -159,12 +165,45 @@ def values_at(cache: dict[str, Tensor | None], shape: Shape, name: str, page: Te
         own = scale.permute(0, 3, 1, 2)[at, row_at].double().repeat_interleave(shape.group_channels, -1)
         code, factor, minimum = nibbles(raw).double(), own[..., : shape.head_dim_v], own[..., shape.head_dim_v :]
     low = minimum if isinstance(minimum, Tensor) else torch.zeros_like(code)
+    magnitude = (code * factor).abs() + low.abs()
+    floor = magnitude
+    if shape.kv_format == "int8":  # exponentials times scales, relative to the largest scale
+        floor = code.abs() * (factor.amax() if code.numel() else 1.0)
+    elif shape.kv_format == "int4":
+        floor = magnitude + code
     found = []
-    for x in (code * factor + low, (code * factor).abs() + low.abs(), code.abs()):
+    for x in (code * factor + low, magnitude, floor):
         whole = torch.zeros(*wanted.shape, *x.shape[1:], dtype=torch.float64, device=codes.device)
         whole[wanted] = x
         found.append(whole)
     return Values(*found)
+
+
+def wrong_caches(p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+    """Scales that a format lacks or has not, and views that TMA does not address."""
+    form, k, v = p["kv_format"], tensors["k_cache"], tensors["v_cache"]
+    device = k.device
+    found: list[WrongTensors] = []
+    needed = {"16bit": (), "int4": SCALES}.get(form, SCALES[:2])
+    for name in SCALES:
+        if name in needed:
+            found.append((f"{name} is missing", {name: None}, (name,)))
+        else:
+            found.append((f"{name} is given", {name: torch.ones(1, device=device)}, (name,)))
+    if form == "fp8_e4m3":
+        found.append(
+            ("k_scale has other elements than heads", {"k_scale": torch.ones(k.shape[2] + 2, device=device)}, ("k_scale", "v_scale"))
+        )
+    for name, x in (("k_cache", k), ("v_cache", v)):
+        if x.numel() == 0 or x.shape[3] < 2:
+            continue
+        room = torch.zeros((x.numel() * 2 + 8) * x.element_size(), dtype=torch.uint8, device=device).view(x.dtype)
+        dense = [x.shape[1] * x.shape[2] * x.shape[3], x.shape[2] * x.shape[3], x.shape[3], 1]
+        found.append((f"{name} begins at an odd address", {name: room.as_strided(x.shape, dense, 1)}, (name,)))
+        found.append((f"{name} has steps along head_dim", {name: room.as_strided(x.shape, [2 * s for s in dense], 0)}, (name,)))
+        if x.shape[0] > 1:
+            found.append((f"{name} repeats a page", {name: room.as_strided(x.shape, [0, *dense[1:]], 0)}, (name,)))
+    return found
 
 
 def poison_of(draw: Draw) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import minfer
@@ -180,11 +181,10 @@ class MoeFfnW4(Layer):
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
         t, facts = contents.tensors, contents.facts
-        own = (
-            lambda name: (  # noqa: E731
-                lambda e: expert_weight(p, t, facts[name], e, (f"{name}_scales", f"{name}_zeros", f"alpha{name[1:]}"))
-            )
-        )
+
+        def own(name: str) -> Callable[[int], ExpertWeight]:
+            return lambda e: expert_weight(p, t, facts[name], e, (f"{name}_scales", f"{name}_zeros", f"alpha{name[1:]}"))
+
         return self.expect_layer(p, t, own("w13"), own("w2"), "blocks")
 
     def arguments(self, p: Parameters) -> dict[str, Argument]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import arena
 from ..compare import Expected, name_of
 from ..draw import Data, Draw, Limits
-from ..family import Argument, Contents, Family, Hostile, Parameters
+from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTensors
 from ..truth import weights
 from ..truth.epilogue import ACTIVATIONS, Bounded, activate, activate_float32, affine, gated, gated_float32, product, result
 from .attention import DTYPES, HALVES
@@ -59,7 +59,7 @@ def pack(codes: Tensor, form: str) -> Tensor:
 
 
 def alpha_of(draw: Draw, form: str) -> float:
-    return draw.pick(2e-3, 7e-3) if form == "nvfp4" else draw.pick(1.0, 1.0, 1.0, 0.37, -2.0, 0.0, 3e-5)
+    return draw.pick(1e-4, 5e-4) if form == "nvfp4" else draw.pick(1.0, 1.0, 1.0, 0.37, -2.0, 0.0, 3e-5)
 
 
 class QuantizedGemm(Family):
@@ -142,7 +142,8 @@ class QuantizedGemm(Family):
         t, alpha, dtype = contents.tensors, p["alpha"], DTYPES[p["dtype"]]
         a = t["a"].reshape(math.prod(p["lead"]), p["k"])
         if t["perm"] is not None:
-            a = a[:, t["perm"].long()]
+            inside = (t["perm"] >= 0) & (t["perm"] < p["k"])
+            a = a[:, t["perm"].long().clamp(0, max(p["k"] - 1, 0))].masked_fill(~inside, 0.0)
         w = weights.weight(contents.facts["codes"], t["scales"], t["zeros"], p["format"], p["group_size"])
         bound, average = weights.error_of_sum(a.double(), w, dtype)
         x, magnitude = product(a.double(), w.value.t(), bound)
@@ -192,6 +193,16 @@ class QuantizedGemm(Family):
             found["a"].shape = (*names, found["a"].shape[-1])
         return found
 
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        found: list[WrongTensors] = []
+        scales = tensors["scales"]
+        if p["format"] not in weights.ZERO:
+            found.append(("zeros are given", {"zeros": torch.zeros_like(scales)}, ("zeros",)))
+        if p["n"] >= 8:
+            found.append(("scales have four columns less", {"scales": scales[:, :-4]}, ("scales", "qweight")))
+        found.append(("a has four columns more", {"a": tensors["a"].new_zeros(*p["lead"], p["k"] + 4)}, ("k ", "perm")))
+        return found
+
     def wrong_options(self, p: Parameters) -> list[tuple[str, object, str]]:
         found = [*wrong_scalars("alpha"), *WRONG_ACTIVATIONS, *WRONG_KERNELS]
         found += [("group_size", x, "group_size") for x in (0, -2, 8, 31, 33, 48, 96, 2**40 + 1)]
@@ -207,4 +218,5 @@ class QuantizedGemm(Family):
         at = draw.sample(range(p["k"]), min(p["k"], draw.pick(1, 1, 5, p["k"])))
         value = draw.pick(-1, p["k"], p["k"] + 1, 10**6, 2**31 - 1, -(2**31))
         perm[torch.tensor(at, device=perm.device)] = value
-        return Hostile(f"perm = {value} in {len(at)} places, first {at[0]}")
+        # A column that a does not have is one of zeros.
+        return Hostile(f"perm = {value} in {len(at)} places, first {at[0]}", lambda before, have: self.expect(p, contents, before))

@@ -134,8 +134,8 @@ class Dequantize(Family):
 
 
 class Quantize(Family):
-    """minfer.quantize.quantize_w4 and quantize_w8, by what they say about the error: half a step of a scale that covers the group's range, and
-    with a search no more squared error than without."""
+    """minfer.quantize.quantize_w4 and quantize_w8, by what they say about the error: half a step of a scale that covers the group's range,
+    and with a search no more squared error than without."""
 
     share = 0.4
     traced = False  # it looks at the weight
@@ -184,7 +184,8 @@ class Quantize(Family):
         spread = groups.amax(2, keepdim=True).clamp(min=0) - groups.amin(2, keepdim=True).clamp(max=0)
         levels = 2.0**self.bits - 1
         step = largest / self.LARGEST[form] if p["symmetric"] else spread / levels
-        # An integer zero point moves the range by up to half a step; a scale is rounded to what is stored, so that the ends of the range move.
+        # An integer zero point moves the range by up to half a step; a scale is rounded to what is stored, so that the ends of the range
+        # move.
         farthest = self.FARTHEST[form] + (0.0 if p["symmetric"] else 0.5)
         stored = {"mxfp4": 0.0, "nvfp4": 2.0**-4}.get(form, unit(dtype))
         bound = farthest * step * (1 + stored) + 2 * stored * (largest if p["symmetric"] else spread)
