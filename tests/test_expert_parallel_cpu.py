@@ -239,5 +239,21 @@ def test_calls_that_cannot_be_right(alone, name):
 
 def test_experts_that_cannot_be_divided(alone):
     assert local_experts(24) == slice(0, 24)
-    with pytest.raises(RuntimeError, match="minfer::local_experts: num_experts must be a multiple of the 1 ranks, got 0"):
-        local_experts(0)
+    for bad in (0, -8, 8.0, True):
+        with pytest.raises(RuntimeError, match=f"minfer::local_experts: num_experts must be a positive multiple of the 1 ranks, got {bad}"):
+            local_experts(bad)
+
+
+def test_more_memory_than_there_is(alone, monkeypatch):
+    """Of torch's kind, so that whoever frees memory and tries again knows it, and with what it was for."""
+
+    def empty(*_, **__):
+        raise torch.OutOfMemoryError("Tried to allocate 9 GiB.")
+
+    args, _ = make_layer(Case(), 0, 1, "cpu")
+    monkeypatch.setattr(torch, "empty", empty)
+    what = (
+        "minfer::expert_parallel_moe: could not allocate .* GiB for 40 rows of .* bytes that the ranks exchange: Tried to allocate 9 GiB."
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=what):
+        expert_parallel_moe(*args, capacity=40)

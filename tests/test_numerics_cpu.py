@@ -51,8 +51,8 @@ def test_judge_says_which_element_is_worst():
 @pytest.mark.parametrize("name, zeros", WEIGHTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_models_are_within_their_bounds(dtype, name, zeros, path):
-    """Section 4.2's table, which is sharp: over 2^18 weights the worst comes near it, and exact formats are exact."""
-    weight = cases.make_weight(name, 256, 1024, GROUP[name], zeros, dtype)
+    """Section 4.2's table, which is sharp: over 2^17 weights the worst comes near it, and exact formats are exact."""
+    weight = cases.make_weight(name, 128, 1024, GROUP[name], zeros, dtype)
     parts, bound = cases.parts_of(weight), cases.weight_bound(weight, path)
     exact = parts.exact
     ratio = cases.judge(cases.model(weight, path), exact, bound, f"{name}, zeros {zeros}, {path}")
@@ -150,8 +150,8 @@ def test_activations_of_every_16_bit_number(dtype, activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_activations_over_float32(activation):
     """Section 3: over the whole range of float32."""
-    x = cases.floats(2**20).view(1024, 1024)
-    a, b = torch.zeros(1024, 8, dtype=torch.float16), torch.zeros(8, 1024, dtype=torch.float16)
+    x = cases.floats(2**18).view(512, 512)
+    a, b = torch.zeros(512, 8, dtype=torch.float16), torch.zeros(8, 512, dtype=torch.float16)
     got = minfer.gemm(a, b, c=x, beta=1.0, activation=activation, out_dtype=torch.float32)
     cases.judge(got, *cases.activation_bound(x, activation, "cpu", torch.float32), activation)
 
@@ -178,7 +178,7 @@ def emulated(x: torch.Tensor, activation: str, power_error: float, inverse_error
 @pytest.mark.parametrize("activation", ("silu", "gelu", "gelu_tanh"))
 def test_bounds_of_activations_hold_for_their_instructions(activation):
     """Section 3's bounds from what PTX says of ex2.approx (2^-22) and rcp.approx (2^-23), each at its worst; room is 2.5 at most."""
-    x = cases.floats(2**21)
+    x = cases.floats(2**19)
     exact, bound = cases.activation_bound(x, activation, "cuda", torch.float32)
     ratios = []
     for power, inverse in itertools.product((-(2.0**-22), 0.0, 2.0**-22), (-(2.0**-23), 2.0**-23)):
@@ -237,7 +237,7 @@ def test_softcap(dtype, keys):
         return attend(q, k, k)(**options)[1][0]
 
     for softcap, scale in cases.CAPS:
-        cases.check_softcap(lse_of, dtype, keys, softcap, scale, 512, "cpu", "cpu")
+        cases.check_softcap(lse_of, dtype, keys, softcap, scale, 128, "cpu", "cpu")
 
 
 def test_polynomial_of_softcap():

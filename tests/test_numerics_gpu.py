@@ -237,7 +237,7 @@ def test_activations_of_grouped_kernels(dtype, activation):
     x = cases.patterns(dtype, DEVICE).view(16, 4096)
     a, offsets = torch.zeros(16, 64, dtype=dtype, device=DEVICE), torch.arange(1, 17, dtype=torch.int32, device=DEVICE)
     exact, bound = cases.activation_bound(x, activation, "cuda", dtype)
-    w = torch.zeros(16, 4096, 64, dtype=dtype, device=DEVICE)
+    w = torch.zeros(16, 4096, 64, dtype=dtype, device=DEVICE).mT
     cases.judge(minfer.grouped_gemm(a, w, offsets, bias=x, activation=activation), exact, bound, f"{activation} of {dtype}, 16-bit")
     weight = cases.make_weight("int4", 4096, 64, 32, "none", dtype, DEVICE)
     packed = [t.expand(16, *t.shape).contiguous() for t in (weight.qweight, weight.scales)]

@@ -5,40 +5,24 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <unordered_map>
 
 #include "bindings.h"
+#include "device.h"
+#include "failure.h"
+#include "json.h"
 #include "minfer/w4a16.h"
+#include "plan_cache.h"
 #include "tuned_rows.h"
 
 namespace minfer::torch_binding {
 
 namespace {
 
-struct Key {
-  int64_t m, n, k, batch;
-  uint64_t rest;
-  int64_t device;
-  bool operator==(Key const& o) const {
-    return m == o.m && n == o.n && k == o.k && batch == o.batch && rest == o.rest && device == o.device;
-  }
-};
-struct Hash {
-  size_t operator()(Key const& key) const {
-    uint64_t h = 0xcbf29ce484222325ull;
-    for (uint64_t v : {uint64_t(key.m), uint64_t(key.n), uint64_t(key.k), uint64_t(key.batch), key.rest, uint64_t(key.device)}) {
-      h = (h ^ v) * 0x9e3779b97f4a7c15ull;
-      h ^= h >> 29;
-    }
-    return size_t(h);
-  }
-};
-
 GemmProblem dense_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
                           std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
                           bool gated) {
-  check(sizes.size() == 4, op, ": sizes must be [m, n, k, batch], got ", sizes.size(), " values");
-  check(alignments.size() == 4, op, ": alignments must be [a, b, c, d], got ", alignments.size(), " values");
+  if (sizes.size() != 4) fail(op, ": sizes must be [m, n, k, batch], got ", sizes.size(), " values");
+  if (alignments.size() != 4) fail(op, ": alignments must be [a, b, c, d], got ", alignments.size(), " values");
   GemmProblem p;
   p.m = sizes[0];
   p.n = sizes[1];
@@ -59,7 +43,7 @@ GemmProblem dense_problem(char const* op, std::vector<int64_t> const& sizes, std
 
 GemmProblem w4_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format,
                        int64_t group_size, bool has_zeros, bool has_c, bool gated) {
-  check(sizes.size() == 3, op, ": sizes must be [m, n, k], got ", sizes.size(), " values");
+  if (sizes.size() != 3) fail(op, ": sizes must be [m, n, k], got ", sizes.size(), " values");
   GemmProblem p;
   p.m = sizes[0];
   p.n = sizes[1];
@@ -108,13 +92,13 @@ std::string plan_json(char const* op, GemmProblem problem, std::optional<std::st
   DeviceProperties const properties = properties_of(device);
   if (!kernel) {
     Status const status = dequantize_first(problem, properties, options, &first);
-    check(status.ok(), op, ": ", status.message);
+    if (!status.ok()) fail(op, ": ", status.message);
   }
   double const write_us = first ? dequantize_us(problem, properties) : 0.0;
   if (first) problem = dequantized(problem);
   GemmPlan plan;
   Status const status = plan_gemm(problem, properties, options, &plan);
-  check(status.ok(), op, ": ", status.message);
+  if (!status.ok()) fail(op, ": ", status.message);
   if (first) {
     std::string const reason = std::string("after dequantisation: ") + plan.reason;
     std::snprintf(plan.reason, sizeof(plan.reason), "%s", reason.c_str());
@@ -132,7 +116,7 @@ std::string enumerate_json(char const* op, GemmProblem const& problem, bool only
   std::vector<GemmPlan> plans(size_t(limit > 0 ? limit : 0));
   int64_t count = 0;
   Status const status = enumerate_gemm(problem, properties_of(device), options, plans.data(), int64_t(plans.size()), &count);
-  check(status.ok(), op, ": ", status.message);
+  if (!status.ok()) fail(op, ": ", status.message);
   Json json;
   json.open('[');
   for (int64_t i = 0; i < count && i < limit; ++i) write_plan(json, plans[size_t(i)]);
@@ -183,33 +167,14 @@ int32_t forced_arch() {
 
 namespace {
 
-Key key_of(GemmProblem const& problem, int32_t device) {
+PlanKey<6> key_of(GemmProblem const& problem, int32_t device) {
   uint64_t const rest = uint64_t(problem.ab_type) | uint64_t(problem.d_type) << 2 | uint64_t(problem.a_major) << 4 |
                         uint64_t(problem.b_major) << 5 | uint64_t(problem.a_alignment) << 8 | uint64_t(problem.b_alignment) << 16 |
                         uint64_t(problem.c_alignment) << 24 | uint64_t(problem.d_alignment) << 32 | uint64_t(problem.has_c) << 40 |
                         uint64_t(problem.gated) << 41 | uint64_t(problem.b_format) << 42 | uint64_t(problem.has_zeros) << 47 |
                         uint64_t(std::bit_width(uint32_t(problem.group_size))) << 48;  // a power of two
-  return {problem.m, problem.n, problem.k, problem.batch, rest, device};
+  return {uint64_t(problem.m), uint64_t(problem.n), uint64_t(problem.k), uint64_t(problem.batch), rest, uint64_t(device)};
 }
-
-/// A thread's answers by problem, forgotten when the tuned tables change.
-template <class Value>
-struct Cache {
-  std::unordered_map<Key, Value, Hash> map;
-  uint64_t seen = 0;
-
-  template <class Make>
-  Value const& get(GemmProblem const& problem, int32_t device, Make&& make) {
-    uint64_t const now = user_rows_generation();
-    if (seen != now || map.size() > 16384) {
-      map.clear();
-      seen = now;
-    }
-    Key const key = key_of(problem, device);
-    auto const found = map.find(key);
-    return found != map.end() ? found->second : map.emplace(key, make()).first->second;
-  }
-};
 
 GemmPlanOptions options_of_calls(int32_t device) {
   GemmPlanOptions options;
@@ -222,52 +187,54 @@ GemmPlanOptions options_of_calls(int32_t device) {
 }  // namespace
 
 GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t device) {
-  thread_local Cache<GemmPlan> cache;
-  return cache.get(problem, device, [&] {
+  thread_local PlanCache<6, GemmPlan> cache;
+  return cache.get(key_of(problem, device), user_rows_generation(), [&] {
     GemmPlan plan;
     Status const status = plan_gemm(problem, device_properties(device), options_of_calls(device), &plan);
-    check(status.ok(), op, ": ", status.message);
+    if (!status.ok()) fail(op, ": ", status.message);
     return plan;
   });
 }
 
 bool cached_dequantize_first(char const* op, GemmProblem const& problem, int32_t device) {
-  thread_local Cache<bool> cache;
-  return cache.get(problem, device, [&] {
+  thread_local PlanCache<6, bool> cache;
+  return cache.get(key_of(problem, device), user_rows_generation(), [&] {
     bool first = false;
     Status const status = dequantize_first(problem, device_properties(device), options_of_calls(device), &first);
-    check(status.ok(), op, ": ", status.message);
+    if (!status.ok()) fail(op, ": ", status.message);
     return first;
   });
 }
 
-std::string plan_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major, std::string b_major,
-                           std::vector<int64_t> alignments, bool has_c, bool gated, std::optional<std::string> kernel, bool use_tuned,
-                           bool only_runnable, int64_t device) {
+std::string plan_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
+                           std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
+                           bool gated, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable, int64_t device) {
   char const* op = "minfer::_plan_gemm";
   GemmProblem problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
   if (!kernel) realign(&problem);
   return plan_json(op, problem, kernel, use_tuned, only_runnable, device);
 }
 
-std::string enumerate_gemm_json(std::vector<int64_t> sizes, std::string ab_type, std::string d_type, std::string a_major,
-                                std::string b_major, std::vector<int64_t> alignments, bool has_c, bool gated, bool only_runnable,
-                                int64_t device, int64_t limit) {
+std::string enumerate_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
+                                std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
+                                bool gated, bool only_runnable, int64_t device, int64_t limit) {
   char const* op = "minfer::_enumerate_gemm";
   GemmProblem problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
   realign(&problem);
   return enumerate_json(op, problem, only_runnable, device, limit);
 }
 
-std::string plan_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std::string w4_format, int64_t group_size, bool has_zeros,
-                            bool has_c, bool gated, std::optional<std::string> kernel, bool use_tuned, bool only_runnable, int64_t device) {
+std::string plan_w4a16_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format, int64_t group_size,
+                            bool has_zeros, bool has_c, bool gated, std::optional<std::string> const& kernel, bool use_tuned,
+                            bool only_runnable, int64_t device) {
   char const* op = "minfer::_plan_w4a16";
   GemmProblem const problem = w4_problem(op, sizes, ab_type, w4_format, group_size, has_zeros, has_c, gated);
   return plan_json(op, problem, kernel, use_tuned, only_runnable, device);
 }
 
-std::string enumerate_w4a16_json(std::vector<int64_t> sizes, std::string ab_type, std::string w4_format, int64_t group_size, bool has_zeros,
-                                 bool has_c, bool gated, bool only_runnable, int64_t device, int64_t limit) {
+std::string enumerate_w4a16_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format,
+                                 int64_t group_size, bool has_zeros, bool has_c, bool gated, bool only_runnable, int64_t device,
+                                 int64_t limit) {
   char const* op = "minfer::_enumerate_w4a16";
   GemmProblem const problem = w4_problem(op, sizes, ab_type, w4_format, group_size, has_zeros, has_c, gated);
   return enumerate_json(op, problem, only_runnable, device, limit);

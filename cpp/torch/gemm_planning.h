@@ -1,7 +1,9 @@
 // Planning as the bindings do it: environment switches, users' tuned rows, and a per-thread cache in front of plan_gemm.
 #pragma once
 
-#include "common.h"
+#include <optional>
+#include <string>
+
 #include "minfer/gemm.h"
 #include "parse.h"
 

@@ -3,6 +3,9 @@
 #include <limits>
 
 #include "gemm_planning.h"
+#include "plan_cache.h"
+#include "readable.h"
+#include "torch_calls.h"
 
 namespace minfer::torch_binding {
 
@@ -11,22 +14,84 @@ namespace {
 /// gpt-oss's clamped swiglu: gate * sigmoid(1.702 * gate) * (up + 1) of gate <= 7 and |up| <= 7.
 constexpr char const* kSwigluOai = "swigluoai";
 
-/// Raises unless a product can have the activation and, gated, the order of gate and up rows.
-void check_gate(char const* op, std::string const& activation, bool gated, std::string const& gate_layout) {
-  if (activation == kSwigluOai) {
-    check(gated, op, ": activation ", kSwigluOai, " needs gated = True");
-  } else {
-    parse_activation(op, activation);
+PlanKey<8> key_of(GroupedProblem const& p, int32_t device) {
+  uint64_t const rest = uint64_t(p.type) | uint64_t(p.gated) << 2 | uint64_t(p.gathered) << 3 | uint64_t(p.has_zeros) << 4 |
+                        uint64_t(p.a_alignment) << 8 | uint64_t(p.b_alignment) << 16 | uint64_t(p.d_alignment) << 24 |
+                        uint64_t(p.b_format) << 32;
+  return {uint64_t(p.rows),     uint64_t(p.experts),    uint64_t(p.n), uint64_t(p.k),
+          uint64_t(p.max_rows), uint64_t(p.group_size), rest,          uint64_t(device)};
+}
+
+GroupedPlan make_plan(char const* op, GroupedProblem const& problem, DeviceProperties const& device, char const* kernel) {
+  GroupedPlanOptions options;
+  options.force_arch = forced_arch();
+  options.kernel = kernel;
+  GroupedPlan plan;
+  Status const status = plan_grouped(problem, device, options, &plan);
+  if (!status.ok()) fail(op, ": ", status.message);
+  return plan;
+}
+
+}  // namespace
+
+void check_experts(char const* op, char const* name, Tensor const& weight, int64_t experts) {
+  if (experts < 1 || experts > kMaxGroupedExperts) {
+    fail(op, ": ", name, " must have 1 to ", kMaxGroupedExperts, " experts, got ", weight);
   }
-  check(gate_layout == "halves" || gate_layout == "alternating" || gate_layout == "blocks", op,
-        ": gate_layout must be halves, alternating or blocks, got '", gate_layout, "'");
-  check(gated || gate_layout == "halves", op, ": gate_layout ", gate_layout, " needs gated = True");
+}
+
+int64_t grouped_rows(char const* op, Tensor const& a, std::optional<Tensor> const& gather) {
+  if (a.dim() != 2) fail(op, ": a must be [rows, k], got a ", a);
+  check_16bit(op, "a", a);
+  if (!gather) return a.size(0);
+  if (gather->dim() != 1) fail(op, ": gather must be [rows], got ", *gather);
+  if (gather->size(0) > 0 && a.size(0) == 0) fail(op, ": a must have the rows that gather names, got a ", a);
+  return gather->size(0);
+}
+
+void check_gate(char const* op, char const* weight, char const* extent, int64_t n, std::string const& activation, bool gated,
+                std::string const& gate_layout) {
+  if (activation != kSwigluOai) {
+    parse_activation(op, activation);
+  } else if (!gated) {
+    fail(op, ": activation ", kSwigluOai, " needs gated = True");
+  }
+  if (gate_layout != "halves" && gate_layout != "alternating" && gate_layout != "blocks") {
+    fail(op, ": gate_layout must be halves, alternating or blocks, got '", gate_layout, "'");
+  }
+  if (!gated && gate_layout != "halves") fail(op, ": gate_layout ", gate_layout, " needs gated = True");
+  if (gated && n % 2 != 0) fail(op, ": ", weight, " must have an even number of ", extent, " when gated, got n = ", n);
+  if (gated && gate_layout == "blocks" && n % 16 != 0) {
+    fail(op, ": ", weight, " must have a multiple of 16 ", extent, " in blocks of 8 gate and 8 up ", extent, ", got n = ", n);
+  }
+}
+
+void check_grouped(char const* op, Tensor const& a, int64_t rows, int64_t experts, int64_t n, char const* weight,
+                   GroupedArguments const& arguments) {
+  auto const& [bias, gather, row_scale, activation, gated, gate_layout, kernel] = arguments;
+  Beside const beside{"a", a};
+  if (bias) check_operand(op, "bias", *bias, a.scalar_type(), {experts, n}, beside);
+  if (gather) check_operand(op, "gather", *gather, ScalarType::Int, {rows}, beside);
+  if (row_scale) check_operand(op, "row_scale", *row_scale, ScalarType::Float, {rows}, beside);
+  check_gate(op, weight, "columns", n, activation, gated, gate_layout);
+}
+
+void check_offsets(char const* op, char const* name, Tensor const& offsets, int64_t experts, Beside const& a) {
+  check_operand(op, name, offsets, ScalarType::Int, {experts}, a);
+}
+
+void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, Beside const& a) {
+  check_operand(op, "out", out, a.x.scalar_type(), {rows, columns}, a);
+  if (out.stride(1) != 1 && columns > 1) {
+    fail(op, ": out must have unit stride along its rows, got strides ", out.stride(0), " and ", out.stride(1));
+  }
+  if (rows > 1 && out.stride(0) < columns) fail(op, ": out's rows must not overlap, got a row stride of ", out.stride(0));
+  check_no_overlap(op, out, a.name, a.x);
 }
 
 void set_activation(GroupedCall* call, std::string const& activation, std::string const& gate_layout) {
   GroupedOperands& o = call->operands;
-  float const infinity = std::numeric_limits<float>::infinity();
-  o.gate_max = o.up_max = infinity;
+  o.gate_max = o.up_max = std::numeric_limits<float>::infinity();
   if (activation == kSwigluOai) {
     o.activation = Activation::kSilu;
     o.silu_scale = 1.702f;
@@ -38,165 +103,101 @@ void set_activation(GroupedCall* call, std::string const& activation, std::strin
   o.gate_layout = gate_layout == "halves" ? GateLayout::kHalves : gate_layout == "blocks" ? GateLayout::kBlocks : GateLayout::kAlternating;
 }
 
-void check_shape_and_type(char const* op, char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape) {
-  bool same = x.dim() == int64_t(shape.size());
-  for (size_t i = 0; same && i < shape.size(); ++i) same = x.size(int64_t(i)) == shape[i];
-  if (!same) fail(op, ": ", name, " must be ", list_of(shape), ", got ", shape_of(x));
-  check(x.scalar_type() == type, op, ": ", name, " must be ", dtype_name(type), ", got ", dtype_name(x.scalar_type()));
+void set_rows(GroupedCall* call, void const* a, int64_t rows, int64_t lda) {
+  call->operands.a = a;
+  call->operands.a_rows = rows;
+  call->operands.lda = lda;
+  call->problem.a_alignment = common_alignment({address_of(a), uint64_t(lda * 2)});
 }
 
-}  // namespace
-
-void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape, int32_t device) {
-  check_shape_and_type(op, name, x, type, shape);
-  check_same_device(op, name, x, device);
+void set_rows(GroupedCall* call, char const* name, Tensor const& a) {
+  bool const readable = (a.stride(1) == 1 || a.size(1) <= 1) && (a.size(0) <= 1 || a.stride(0) != 0);  // TMA has no stride 0
+  Tensor const rows = readable ? a : copy_of(call->op, name, a);
+  set_rows(call, call->keep(rows), rows.size(0), rows.size(0) > 1 ? rows.stride(0) : round_up(call->problem.k, 8));
 }
 
-void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape,
-                   Beside const& other) {
-  check_shape_and_type(op, name, x, type, shape);
-  check_same_device(op, name, x, other);
+void set_bias(GroupedCall* call, char const* name, std::optional<Tensor> const& bias) {
+  if (!bias) return;
+  Tensor const rows = unit_rows(call->op, name, *bias);
+  call->operands.bias = call->keep(rows);
+  call->operands.bias_stride = rows.stride(0);
 }
 
-void check_16bit(char const* op, char const* name, Tensor const& x) {
-  check(is_16bit_float(x.scalar_type()), op, ": ", name, " must be float16 or bfloat16, got ", dtype_name(x.scalar_type()));
-}
-
-void check_16bit(char const* op, char const* name, Tensor const& x, Beside const& other) {
-  check_16bit(op, other.name, other.x);
-  ScalarType const type = other.x.scalar_type();
-  if (x.scalar_type() != type) {
-    fail(op, ": ", name, " must be float16 or bfloat16 like ", other.name, ", got ", dtype_name(x.scalar_type()), " beside ",
-         dtype_name(type));
+void set_weight(GroupedCall* call, char const* name, Tensor const& weight, bool transposed) {
+  GroupedProblem& p = call->problem;
+  GroupedOperands& o = call->operands;
+  int64_t const n_mode = transposed ? 2 : 1, k_mode = transposed ? 1 : 2;
+  bool const usable =
+      (weight.stride(k_mode) == 1 || p.k <= 1) && (p.n <= 1 || weight.stride(n_mode) >= p.k) && (p.experts <= 1 || weight.stride(0) > 0);
+  int64_t row = weight.stride(n_mode), expert = weight.stride(0);
+  Tensor read = weight;
+  if (!usable) {
+    row = p.k;
+    expert = p.n * p.k;
+    int64_t strides[3] = {expert, 0, 0};
+    strides[n_mode] = row;
+    strides[k_mode] = 1;
+    read = copy_with_strides(call->op, name, weight, strides, p.experts * expert);
   }
-  check_same_device(op, name, x, other);
+  o.b = call->keep(read);
+  o.ldb = p.n > 1 ? row : round_up(p.k, 8);
+  o.b_expert_stride = p.experts > 1 ? expert : round_up(p.n * o.ldb, 8);
+  p.b_alignment = common_alignment({address_of(o.b), uint64_t(o.ldb * 2), uint64_t(o.b_expert_stride * 2)});
 }
 
-void check_experts(char const* op, char const* name, Tensor const& weight, int64_t experts) {
-  check(experts >= 1 && experts <= kMaxGroupedExperts, op, ": ", name, " must have 1 to ", kMaxGroupedExperts, " experts, got ",
-        shape_of(weight));
-}
-
-int64_t grouped_rows(char const* op, Tensor const& a, std::optional<Tensor> const& gather) {
-  check(a.dim() == 2, op, ": a must be [rows, k], got a ", shape_of(a));
-  check(!gather || gather->dim() == 1, op, ": gather must be [rows], got ", gather ? shape_of(*gather) : std::string());
-  int64_t const rows = gather ? gather->size(0) : a.size(0);
-  check(!gather || rows == 0 || a.size(0) > 0, op, ": a must have the rows that gather names, got a ", shape_of(a));
-  check_16bit(op, "a", a);
-  return rows;
-}
-
-GroupedCall grouped_call(char const* op, Tensor const& a, int64_t rows, int64_t experts, int64_t n, char const* weight,
-                         GroupedArguments const& arguments) {
-  auto const& [bias, gather, row_scale, activation, gated, gate_layout, kernel] = arguments;
-  GroupedCall call;
-  call.op = op;
-  call.kernel = kernel;
-  call.device = a.get_device_index();
-  GroupedProblem& p = call.problem;
-  GroupedOperands& o = call.operands;
-  p.experts = experts;
-  p.k = a.size(1);
-  p.n = n;
-  p.rows = rows;
-  p.type = data_type(a.scalar_type());
-  p.gated = gated;
-  if (bias) check_operand(op, "bias", *bias, a.scalar_type(), {experts, n}, call.device);
-  if (gather) check_operand(op, "gather", *gather, ScalarType::Int, {rows}, call.device);
-  if (row_scale) check_operand(op, "row_scale", *row_scale, ScalarType::Float, {rows}, call.device);
-  check_gate(op, activation, gated, gate_layout);
-  set_activation(&call, activation, gate_layout);
-  check(!gated || n % 2 == 0, op, ": ", weight, " must have an even number of columns when gated, got n = ", n);
-  check(!gated || gate_layout != "blocks" || n % 16 == 0, op, ": ", weight,
-        " must have a multiple of 16 columns in blocks of 8 gate and 8 up columns, got n = ", n);
-
-  torch::stable::accelerator::DeviceGuard const guard(call.device);
-  call.a = unit_rows(a);
-  o.a = call.a.data_ptr();
-  o.a_rows = a.size(0);
-  o.lda = a.size(0) > 1 ? call.a.stride(0) : round_up(p.k, 8);
-  p.a_alignment = common_alignment({uint64_t(reinterpret_cast<uintptr_t>(o.a)), uint64_t(o.lda * 2)});
-  if (bias) {
-    call.bias = unit_rows(*bias);
-    o.bias = call.bias->data_ptr();
-    o.bias_stride = call.bias->stride(0);
+void set_arguments(GroupedCall* call, GroupedArguments const& arguments, char const* offsets_name, Tensor const& offsets) {
+  char const* op = call->op;
+  GroupedOperands& o = call->operands;
+  call->problem.gated = arguments.gated;
+  set_activation(call, arguments.activation, arguments.gate_layout);
+  set_bias(call, "bias", arguments.bias);
+  if (arguments.gather) {
+    call->problem.gathered = true;
+    o.gather = static_cast<int32_t const*>(call->keep(contiguous(op, "gather", *arguments.gather)));
   }
-  if (gather) {
-    p.gathered = true;
-    call.gather = torch::stable::contiguous(*gather);
-    o.gather = static_cast<int32_t const*>(call.gather->data_ptr());
-  }
-  if (row_scale) {
-    call.row_scale = torch::stable::contiguous(*row_scale);
-    o.row_scale = static_cast<float const*>(call.row_scale->data_ptr());
-  }
-  return call;
+  if (arguments.row_scale) o.row_scale = static_cast<float const*>(call->keep(contiguous(op, "row_scale", *arguments.row_scale)));
+  o.offsets = static_cast<int32_t const*>(call->keep(contiguous(op, offsets_name, offsets)));
 }
 
-void set_offsets(GroupedCall* call, char const* name, Tensor const& offsets) {
-  check_operand(call->op, name, offsets, ScalarType::Int, {call->problem.experts}, call->device);
-  torch::stable::accelerator::DeviceGuard const guard(call->device);
-  call->offsets = torch::stable::contiguous(offsets);
-  call->operands.offsets = static_cast<int32_t const*>(call->offsets.data_ptr());
+void set_output(GroupedCall* call, void* d, int64_t ldd) {
+  call->operands.d = d;
+  call->operands.ldd = ldd;
+  call->problem.d_alignment = common_alignment({address_of(d), uint64_t(ldd * 2)});
 }
 
-void launch_grouped(GroupedCall& call, Tensor const& d, int64_t ldd) {
-  GroupedProblem& p = call.problem;
-  if (p.rows == 0 || p.n == 0) return;
-  torch::stable::accelerator::DeviceGuard const guard(call.device);
-  call.operands.d = d.data_ptr();
-  call.operands.ldd = ldd;
-  p.d_alignment = common_alignment({uint64_t(reinterpret_cast<uintptr_t>(call.operands.d)), uint64_t(ldd * 2)});
-  GroupedPlanOptions options;
-  options.force_arch = forced_arch();
-  if (call.kernel) options.kernel = call.kernel->c_str();
-  GroupedPlan plan;
-  Status status = plan_grouped(p, device_properties(call.device), options, &plan);
-  check(status.ok(), call.op, ": ", status.message);
-  Tensor workspace;
-  if (plan.workspace_bytes > 0) {
-    std::vector<int64_t> const bytes = {int64_t(plan.workspace_bytes)};
-    workspace = torch::stable::new_empty(d, bytes, ScalarType::Byte);
+GroupedPlan plan_of(GroupedCall const& call, std::optional<std::string> const& kernel, OnDevice const& on) {
+  if (kernel) return make_plan(call.op, call.problem, on.properties(), kernel->c_str());
+  thread_local PlanCache<8, GroupedPlan> cache;
+  return cache.get(key_of(call.problem, on.index()), 0, [&] { return make_plan(call.op, call.problem, on.properties(), nullptr); });
+}
+
+void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDevice const& on) {
+  GroupedProblem const& p = call.problem;
+  Status const status = run_grouped(plan, p, call.operands, on.properties(), workspace, plan.workspace_bytes, on.stream());
+  if (!status.ok()) {
+    fail(call.op, ": ", plan.kernel->name, " on rows = ", p.rows, ", experts = ", p.experts, ", n = ", p.n, ", k = ", p.k, ": ",
+         status.message);
   }
-  status = run_grouped(plan, p, call.operands, device_properties(call.device), plan.workspace_bytes > 0 ? workspace.data_ptr() : nullptr,
-                       plan.workspace_bytes, current_stream(call.device));
-  check(status.ok(), call.op, ": ", plan.kernel->name, " on rows = ", p.rows, ", experts = ", p.experts, ", n = ", p.n, ", k = ", p.k, ": ",
-        status.message);
 }
 
-Tensor launch_grouped(GroupedCall& call) {
-  std::vector<int64_t> const shape = {call.problem.rows, call.columns()};
-  Tensor out = torch::stable::new_empty(call.a, shape);
-  launch_grouped(call, out, shape[1]);
+void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& d, int64_t ldd, OnDevice const& on) {
+  if (is_empty(call)) return;
+  set_output(&call, d.data_ptr(), ldd);
+  GroupedPlan const plan = plan_of(call, kernel, on);
+  Workspace const workspace(call.op, d, plan.workspace_bytes, plan.kernel->name, ", gathered rows [", call.problem.rows, ", ",
+                            call.problem.k, ']');
+  run(call, plan, workspace.data(), on);
+}
+
+Tensor launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& like, OnDevice const& on) {
+  Tensor const out = allocate(call.op, like, {call.problem.rows, call.columns()}, like.scalar_type(), "the output of a ", like, ", ",
+                              call.problem.experts, " experts, n = ", call.problem.n);
+  launch(call, kernel, out, call.columns(), on);
   return out;
 }
 
-Tensor launch_grouped_out(GroupedCall& call, Tensor const& out) {
-  int64_t const columns = call.columns();
-  check_operand(call.op, "out", out, call.a.scalar_type(), {call.problem.rows, columns}, call.device);
-  check(out.stride(1) == 1 || columns <= 1, call.op, ": out must have unit stride along its rows, got strides ", out.stride(0), " and ",
-        out.stride(1));
-  check(out.size(0) <= 1 || out.stride(0) >= columns, call.op, ": out's rows must not overlap, got a row stride of ", out.stride(0));
-  launch_grouped(call, out, out.size(0) > 1 ? out.stride(0) : round_up(columns, 8));
-  return out;
-}
-
-void check_tokens(char const* op, Tensor const& x) {
-  check(x.dim() == 2, op, ": x must be [tokens, hidden], got ", shape_of(x));
-  check_16bit(op, "x", x);
-}
-
-void check_layer(char const* op, Tensor const& x, int64_t experts, int64_t n, Tensor const& weights, Tensor const& ids,
-                 std::optional<Tensor> const& b13, std::optional<Tensor> const& b2, std::string const& activation,
-                 std::string const& gate_layout) {
-  int32_t const device = x.get_device_index();
-  check(ids.dim() == 2, op, ": ids must be [tokens, top_k], got ", shape_of(ids));
-  int64_t const tokens = x.size(0), hidden = x.size(1), top_k = ids.size(1);
-  check_operand(op, "ids", ids, ScalarType::Int, {tokens, top_k}, device);
-  check_operand(op, "weights", weights, ScalarType::Float, {tokens, top_k}, device);
-  if (b13) check_operand(op, "b13", *b13, x.scalar_type(), {experts, n}, device);
-  if (b2) check_operand(op, "b2", *b2, x.scalar_type(), {experts, hidden}, device);
-  check_gate(op, activation, true, gate_layout);
+void launch_out(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& out, OnDevice const& on) {
+  launch(call, kernel, out, out.size(0) > 1 ? out.stride(0) : round_up(call.columns(), 8), on);
 }
 
 }  // namespace minfer::torch_binding

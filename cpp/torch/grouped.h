@@ -1,65 +1,81 @@
-// What the grouped operators share, whatever their weights: checks, description, launch.
+// What the grouped operators share, whatever their weights: checks, description, plan, launch.
 #pragma once
 
-#include "common.h"
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "checks.h"
+#include "device.h"
 #include "minfer/moe.h"
+#include "tensor.h"
 
 namespace minfer::torch_binding {
 
 /// Arguments beside a, the weight and the offsets.
 struct GroupedArguments {
-  std::optional<Tensor> bias, gather, row_scale;
-  std::string activation;
+  std::optional<Tensor> const &bias, &gather, &row_scale;
+  std::string const& activation;
   bool gated;
-  std::string gate_layout;
-  std::optional<std::string> kernel;
+  std::string const& gate_layout;
+  std::optional<std::string> const& kernel;
 };
 
-/// A call, checked and described; its tensors are what the operands point to, copies where they had to be.
+/// A product: what is computed, and where its operands are, which the tensors keep.
 struct GroupedCall {
   char const* op;
-  Tensor a, b, offsets;
-  std::optional<Tensor> scales, zeros, alpha;  // of quantised weights
-  std::optional<Tensor> bias, gather, row_scale;
-  std::optional<std::string> kernel;
-  GroupedProblem problem;
-  GroupedOperands operands;
-  int32_t device;
+  GroupedProblem problem{};
+  GroupedOperands operands{};
+  std::vector<Tensor> held{};  // copies, where operands could not be read as they were
 
   int64_t columns() const { return problem.gated ? problem.n / 2 : problem.n; }  // of d
+  /// The tensor as it is read, in memory that lives as long as the call.
+  void* keep(Tensor const& x) {
+    held.push_back(x);
+    return x.data_ptr();
+  }
 };
 
-/// Shape, type and device; that of an `a`, or of another operand.
-void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape, int32_t device);
-void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, std::vector<int64_t> const& shape,
-                   Beside const& other);
-void check_16bit(char const* op, char const* name, Tensor const& x);
-/// Of the other operand's 16-bit type, and on its device.
-void check_16bit(char const* op, char const* name, Tensor const& x, Beside const& other);
 /// That a weight has as many experts as a launch takes.
 void check_experts(char const* op, char const* name, Tensor const& weight, int64_t experts);
-
 /// Rows of d, of a [rows, k] or of its gather; checks both, a's type too.
 int64_t grouped_rows(char const* op, Tensor const& a, std::optional<Tensor> const& gather);
+/// Activation, gate layout, and what a gated weight of n columns or rows, `weight` of them, needs.
+void check_gate(char const* op, char const* weight, char const* extent, int64_t n, std::string const& activation, bool gated,
+                std::string const& gate_layout);
+/// The arguments, for d of so many rows; experts and n are the weight's, whose name messages give.
+void check_grouped(char const* op, Tensor const& a, int64_t rows, int64_t experts, int64_t n, char const* weight,
+                   GroupedArguments const& arguments);
+/// `offsets`, or `counts` of the masked form.
+void check_offsets(char const* op, char const* name, Tensor const& offsets, int64_t experts, Beside const& a);
+/// An output [rows, columns].
+void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, Beside const& a);
 
-/// The call without weight and offsets; checks the arguments. a [.., k] of 16 bits; experts and n are the weight's, whose name messages give.
-GroupedCall grouped_call(char const* op, Tensor const& a, int64_t rows, int64_t experts, int64_t n, char const* weight,
-                         GroupedArguments const& arguments);
+void set_activation(GroupedCall* call, std::string const& activation, std::string const& gate_layout);
+/// Rows of a, lda apart with unit stride along them.
+void set_rows(GroupedCall* call, void const* a, int64_t rows, int64_t lda);
+/// A matrix, copied where it has no such rows.
+void set_rows(GroupedCall* call, char const* name, Tensor const& a);
+/// [experts, n], or none.
+void set_bias(GroupedCall* call, char const* name, std::optional<Tensor> const& bias);
+/// A weight's [experts, n, k], or with `transposed` [experts, k, n], of 16 bits; copied where k is not contiguous.
+void set_weight(GroupedCall* call, char const* name, Tensor const& weight, bool transposed);
+/// What check_grouped() has checked but the rows of a, and the offsets.
+void set_arguments(GroupedCall* call, GroupedArguments const& arguments, char const* offsets_name, Tensor const& offsets);
+/// Rows of d, ldd apart.
+void set_output(GroupedCall* call, void* d, int64_t ldd);
 
-/// Offsets, or counts of the masked form.
-void set_offsets(GroupedCall* call, char const* name, Tensor const& offsets);
+/// Whether there is anything to run.
+inline bool is_empty(GroupedCall const& call) { return call.problem.rows == 0 || call.problem.n == 0; }
+/// The plan for what has been described; remembered where no kernel was asked for.
+GroupedPlan plan_of(GroupedCall const& call, std::optional<std::string> const& kernel, OnDevice const& on);
+void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDevice const& on);
 
-/// Plans, allocates the workspace and runs; rows of d are ldd apart.
-void launch_grouped(GroupedCall& call, Tensor const& d, int64_t ldd);
-/// Into a new d [rows, columns].
-Tensor launch_grouped(GroupedCall& call);
-/// Into `out`, which is checked.
-Tensor launch_grouped_out(GroupedCall& call, Tensor const& out);
-
-/// A layer's x [tokens, hidden]; then all else beside its weights, n being the gate and up rows of an expert.
-void check_tokens(char const* op, Tensor const& x);
-void check_layer(char const* op, Tensor const& x, int64_t experts, int64_t n, Tensor const& weights, Tensor const& ids,
-                 std::optional<Tensor> const& b13, std::optional<Tensor> const& b2, std::string const& activation,
-                 std::string const& gate_layout);
+/// Plans, allocates the workspace and runs.
+void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& d, int64_t ldd, OnDevice const& on);
+/// .. into a new d [rows, columns], on like's device and of its type.
+Tensor launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& like, OnDevice const& on);
+/// .. into an output that has been checked.
+void launch_out(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& out, OnDevice const& on);
 
 }  // namespace minfer::torch_binding

@@ -1,7 +1,10 @@
-// What the build holds: _build_info, _kernels, _device_properties, _device_file_name.
+// What the build holds: _build_info, _kernels, _device_properties, _device_file_name; and _allocate.
 #include "bindings.h"
+#include "device.h"
+#include "json.h"
 #include "minfer/gemm.h"
 #include "minfer/registry.h"
+#include "torch_calls.h"
 
 namespace minfer::torch_binding {
 
@@ -16,7 +19,7 @@ std::string build_info() {
   return json.text();
 }
 
-std::string kernels(std::string family) {
+std::string kernels(std::string const& family) {
   int64_t count = 0;
   KernelInfo const* all = registry(&count);
   Json json;
@@ -72,6 +75,10 @@ std::string device_properties_json(int64_t index) {
   return json.text();
 }
 
-std::string device_file_name_text(std::string device_name) { return device_file_name(device_name.c_str()).text; }
+std::string device_file_name_text(std::string const& device_name) { return device_file_name(device_name.c_str()).text; }
+
+Tensor allocate_for_tests(Tensor const& like, std::vector<int64_t> const& shape, std::string const& what) {
+  return allocate("minfer::_allocate", like, shape, like.scalar_type(), what, " beside ", like);
+}
 
 }  // namespace minfer::torch_binding

@@ -2,8 +2,8 @@
 #include "minfer/kv_cache.h"
 
 #include "bindings.h"
-#include "gemm/launch.h"
-#include "grouped.h"
+#include "checks.h"
+#include "device.h"
 #include "kv_formats.h"
 
 namespace minfer::torch_binding {
@@ -27,18 +27,18 @@ void set_rows(KvRows* rows, Tensor const& x, Tensor const& cache, std::optional<
 
 }  // namespace
 
-void kv_cache_append(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping, std::optional<Tensor> k_scale,
-                     std::optional<Tensor> v_scale, std::optional<Tensor> k_residual, std::optional<Tensor> v_residual,
-                     std::optional<Tensor> cu_seqlens, std::string kv_format) {
+void kv_cache_append(Tensor const& k, Tensor const& v, Tensor const& k_cache, Tensor const& v_cache, Tensor const& slot_mapping,
+                     std::optional<Tensor> const& k_scale, std::optional<Tensor> const& v_scale, std::optional<Tensor> const& k_residual,
+                     std::optional<Tensor> const& v_residual, std::optional<Tensor> const& cu_seqlens, std::string const& kv_format) {
   char const* op = "minfer::kv_cache_append";
   Beside const beside{"k", k};
   KvAppend p;
   for (auto const& [name, x] : {std::pair{"k", &k}, std::pair{"v", &v}}) {
-    if (x->dim() != 3) fail(op, ": ", name, " must be [tokens, heads_kv, head_dim], got ", shape_of(*x));
+    if (x->dim() != 3) fail(op, ": ", name, " must be [tokens, heads_kv, head_dim], got ", *x);
     check_16bit(op, name, *x, beside);
   }
   if (v.size(0) != k.size(0) || v.size(1) != k.size(1)) {
-    fail(op, ": v must have k's modes but the last, got k ", shape_of(k), " and v ", shape_of(v));
+    fail(op, ": v must have k's modes but the last, got k ", k, " and v ", v);
   }
   p.type = data_type(k.scalar_type());
   p.tokens = k.size(0);
@@ -54,14 +54,14 @@ void kv_cache_append(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor 
   for (auto const& [name, cache, own] : {std::tuple{"k", &k_cache, p.k.head_dim}, std::tuple{"v", &v_cache, p.v.head_dim}}) {
     if (cache->size(2) != p.heads_kv || cache->size(3) * per_byte != own) {
       fail(op, ": ", name, "_cache must have ", name, "'s heads_kv = ", p.heads_kv, " and head_dim = ", own,
-           per_byte == 2 ? ", two to a byte" : "", ", got ", shape_of(*cache));
+           per_byte == 2 ? ", two to a byte" : "", ", got ", *cache);
     }
   }
   check_operand(op, "slot_mapping", slot_mapping, ScalarType::Long, {p.tokens}, beside);
   p.batch = p.tokens;
   if (cu_seqlens) {
-    if (cu_seqlens->dim() != 1 || cu_seqlens->size(0) < 1) fail(op, ": cu_seqlens must be [batch + 1], got ", shape_of(*cu_seqlens));
-    check_operand(op, "cu_seqlens", *cu_seqlens, ScalarType::Int, sizes_of(*cu_seqlens), beside);
+    if (cu_seqlens->dim() != 1 || cu_seqlens->size(0) < 1) fail(op, ": cu_seqlens must be [batch + 1], got ", *cu_seqlens);
+    check_operand(op, "cu_seqlens", *cu_seqlens, ScalarType::Int, cu_seqlens->sizes(), beside);
     p.batch = cu_seqlens->size(0) - 1;
     p.cu_seqlens = static_cast<int32_t const*>(cu_seqlens->data_ptr());
     p.cu_seqlens_stride = cu_seqlens->stride(0);
@@ -75,21 +75,16 @@ void kv_cache_append(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor 
     for (auto const& [name, x] : {std::pair{"k_scale", &k_scale}, std::pair{"v_scale", &v_scale}, std::pair{"k_residual", &k_residual},
                                   std::pair{"v_residual", &v_residual}}) {
       if (!*x || (*x)->is_contiguous()) continue;
-      std::vector<int64_t> strides;
-      for (int64_t i = 0; i < (*x)->dim(); ++i) strides.push_back((*x)->stride(i));
-      fail(op, ": ", name, " must be contiguous, for it is written, got strides ", list_of(strides));
+      fail(op, ": ", name, " must be contiguous, for it is written, got strides ", Listed{(*x)->strides()});
     }
   }
   set_rows(&p.k, k, k_cache, k_scale, k_residual);
   set_rows(&p.v, v, v_cache, v_scale, v_residual);
   p.slots = static_cast<int64_t const*>(slot_mapping.data_ptr());
   p.slots_stride = slot_mapping.stride(0);
-  int32_t const index = k.get_device_index();
-  torch::stable::accelerator::DeviceGuard const guard(index);
-  DeviceProperties const& device = device_properties(index);
-  bool const programmatic = device.compute_capability() >= 90 && gemm::programmatic_launch_enabled();
-  Status const status = append_to_kv_cache(p, device, programmatic, current_stream(index));
-  check(status.ok(), op, ": ", status.message);
+  OnDevice const on(k);
+  Status const status = append_to_kv_cache(p, on.properties(), on.programmatic(), on.stream());
+  if (!status.ok()) fail(op, ": k ", k, ", v ", v, " to a cache ", k_cache, ": ", status.message);
 }
 
 }  // namespace minfer::torch_binding

@@ -1,7 +1,7 @@
 #include "kv_formats.h"
 
-#include "grouped.h"
 #include "minfer/kv_cache.h"
+#include "readable.h"
 
 namespace minfer::torch_binding {
 
@@ -18,12 +18,12 @@ WeightFormat check_format(char const* op, std::string const& name, ScalarType co
   for (auto const& f : formats) {
     if (name == "auto" ? codes != f.type : name != f.name) continue;
     if (codes != f.type && codes != f.or_type) {
-      fail(op, ": a cache of kv_format '", f.name, "' must be ", dtype_name(f.type), ", got ", dtype_name(codes));
+      fail(op, ": a cache of kv_format '", f.name, "' must be ", f.type, ", got ", codes);
     }
     return f.format;
   }
   if (name != "auto") fail(op, ": kv_format must be auto, 16bit, fp8_e4m3, int8 or int4, got '", name, "'");
-  fail(op, ": k_cache must be ", dtype_name(type), " like ", other.name, ", float8_e4m3fn, int8 or uint8 (int4), got ", dtype_name(codes));
+  fail(op, ": k_cache must be ", type, " like ", other.name, ", float8_e4m3fn, int8 or uint8 (int4), got ", codes);
 }
 
 void check_head_dims(char const* op, Beside const& other, int64_t head_dim, int64_t head_dim_v) {
@@ -37,15 +37,15 @@ void check_head_dims(char const* op, Beside const& other, int64_t head_dim, int6
 
 void check_cache(char const* op, Tensor const& k_cache, Tensor const& v_cache, Beside const& other) {
   for (auto const& [name, x] : {std::pair{"k_cache", &k_cache}, std::pair{"v_cache", &v_cache}}) {
-    if (x->dim() != 4) fail(op, ": ", name, " must be [pages or batch, page_size or length, heads_kv, head_dim], got ", shape_of(*x));
+    if (x->dim() != 4) fail(op, ": ", name, " must be [pages or batch, page_size or length, heads_kv, head_dim], got ", *x);
     check_same_device(op, name, *x, other);
   }
   if (v_cache.scalar_type() != k_cache.scalar_type()) {
-    fail(op, ": v_cache must be ", dtype_name(k_cache.scalar_type()), " like k_cache, got ", dtype_name(v_cache.scalar_type()));
+    fail(op, ": v_cache must be ", k_cache.scalar_type(), " like k_cache, got ", v_cache.scalar_type());
   }
   for (int64_t i = 0; i < 3; ++i) {
     if (k_cache.size(i) != v_cache.size(i)) {
-      fail(op, ": v_cache must have k_cache's modes but the last, got k_cache ", shape_of(k_cache), " and v_cache ", shape_of(v_cache));
+      fail(op, ": v_cache must have k_cache's modes but the last, got k_cache ", k_cache, " and v_cache ", v_cache);
     }
   }
 }
@@ -53,7 +53,7 @@ void check_cache(char const* op, Tensor const& k_cache, Tensor const& v_cache, B
 void check_cache_strides(char const* op, Tensor const& k_cache, Tensor const& v_cache) {
   for (auto const& [name, x] : {std::pair{"k_cache", &k_cache}, std::pair{"v_cache", &v_cache}}) {
     if (!fits(*x, kTmaRows)) {
-      fail(op, ": ", name, " must have a contiguous head_dim, and a base and strides that are multiples of 16 bytes, got ", shape_of(*x));
+      fail(op, ": ", name, " must have a contiguous head_dim, and a base and strides that are multiples of 16 bytes, got ", *x);
     }
   }
 }
@@ -65,9 +65,9 @@ KvGroups check_scales_of_heads(char const* op, KvSizes const& sizes, KvScales co
   int64_t const numel = scales.k_scale->numel();
   for (auto const& [name, x] : {std::pair{"k_scale", &*scales.k_scale}, std::pair{"v_scale", &*scales.v_scale}}) {
     if (x->dim() > 1 || (numel != 1 && numel != sizes.heads_kv) || x->numel() != numel) {
-      fail(op, ": ", name, " must be [1] or [", sizes.heads_kv, "], both alike, got ", shape_of(*x));
+      fail(op, ": ", name, " must be [1] or [", sizes.heads_kv, "], both alike, got ", *x);
     }
-    check_operand(op, name, *x, ScalarType::Float, sizes_of(*x), other);
+    check_operand(op, name, *x, ScalarType::Float, x->sizes(), other);
   }
   KvGroups groups;
   groups.scale_per_head = numel != 1;
@@ -79,7 +79,7 @@ KvGroups check_scales_of_groups(char const* op, KvSizes const& sizes, KvScales c
   Tensor const &k_scale = *scales.k_scale, &v_scale = *scales.v_scale;
   if (k_scale.dim() != 5 || v_scale.dim() != 4) {
     fail(op, ": int4 scales must be k_scale [pages, heads_kv, page_size / group, 2, head_dim] and v_scale [pages, heads_kv, 2 * groups, ",
-         "page_size], got ", shape_of(k_scale), " and ", shape_of(v_scale));
+         "page_size], got ", k_scale, " and ", v_scale);
   }
   int64_t const groups_k = k_scale.size(2), rows_v = v_scale.size(2);
   KvGroups groups;
@@ -93,7 +93,7 @@ KvGroups check_scales_of_groups(char const* op, KvSizes const& sizes, KvScales c
   groups.groups_v = rows_v / 2;
   if (rows_v < 2 || rows_v % 2 != 0 || sizes.head_dim_v / 32 % groups.groups_v != 0) {
     fail(op, ": v_scale must have a scale and a minimum for groups of 32, or multiples, of v's head_dim ", sizes.head_dim_v, ", got ",
-         shape_of(v_scale));
+         v_scale);
   }
   auto const [format, pages, page_size, heads_kv, head_dim, head_dim_v, batch] = sizes;
   ScalarType const type = other.x.scalar_type();
@@ -128,7 +128,7 @@ KvGroups check_scales(char const* op, KvSizes const& sizes, KvScales const& scal
   }
   if (sizes.format == WeightFormat::kFp8E4M3) return check_scales_of_heads(op, sizes, scales, other);
   if (int4) return check_scales_of_groups(op, sizes, scales, other);
-  std::vector<int64_t> const shape = {sizes.pages, sizes.heads_kv, sizes.page_size};
+  int64_t const shape[] = {sizes.pages, sizes.heads_kv, sizes.page_size};
   check_operand(op, "k_scale", *scales.k_scale, ScalarType::Float, shape, other);
   check_operand(op, "v_scale", *scales.v_scale, ScalarType::Float, shape, other);
   return {};

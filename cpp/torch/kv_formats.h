@@ -2,7 +2,10 @@
 // in their order. `other` is the operand that a cache is compared with: the new keys of an append, the queries of attention.
 #pragma once
 
-#include "common.h"
+#include <optional>
+#include <string>
+
+#include "checks.h"
 
 namespace minfer::torch_binding {
 

@@ -1,5 +1,6 @@
 // Every operator's schema, on one screen. CUDA implementations are registered here; the CPU ones (ATen compositions) and the fakes are Python's.
 #include "bindings.h"
+#include "boxing.h"
 
 STABLE_TORCH_LIBRARY(minfer, m) {
   // D = activation(alpha * A.B + beta * C + bias)
@@ -137,53 +138,55 @@ STABLE_TORCH_LIBRARY(minfer, m) {
       "_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device) "
       "-> str");
   m.def("_load_tuned(str csv, int device=-1) -> int");
+  m.def("_allocate(Tensor like, int[] shape, str what) -> Tensor");  // as operators do; for tests
 }
 
 STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) {
   using namespace minfer::torch_binding;
-  m.impl("gemm", TORCH_BOX(&gemm));
-  m.impl("gemm.out", TORCH_BOX(&gemm_out));
-  m.impl("gemm_gated", TORCH_BOX(&gemm_gated));
-  m.impl("w4a16_gemm", TORCH_BOX(&w4a16_gemm));
-  m.impl("w4a16_gemm.out", TORCH_BOX(&w4a16_gemm_out));
-  m.impl("w4a16_gemm_gated", TORCH_BOX(&w4a16_gemm_gated));
-  m.impl("w4a16_pack", TORCH_BOX(&w4a16_pack));
-  m.impl("w4a16_dequantize", TORCH_BOX(&w4a16_dequantize));
-  m.impl("w8a16_gemm", TORCH_BOX(&w8a16_gemm));
-  m.impl("w8a16_gemm.out", TORCH_BOX(&w8a16_gemm_out));
-  m.impl("w8a16_gemm_gated", TORCH_BOX(&w8a16_gemm_gated));
-  m.impl("w8a16_pack", TORCH_BOX(&w8a16_pack));
-  m.impl("w8a16_dequantize", TORCH_BOX(&w8a16_dequantize));
-  m.impl("moe_router", TORCH_BOX(&moe_router));
-  m.impl("moe_router_gemm", TORCH_BOX(&moe_router_gemm));
-  m.impl("moe_sort", TORCH_BOX(&moe_sort));
-  m.impl("moe_combine", TORCH_BOX(&moe_combine));
-  m.impl("moe_ffn", TORCH_BOX(&moe_ffn));
-  m.impl("grouped_gemm", TORCH_BOX(&grouped_gemm));
-  m.impl("grouped_gemm.out", TORCH_BOX(&grouped_gemm_out));
-  m.impl("grouped_gemm_masked", TORCH_BOX(&grouped_gemm_masked));
-  m.impl("grouped_gemm_masked.out", TORCH_BOX(&grouped_gemm_masked_out));
-  m.impl("grouped_w4a16_gemm", TORCH_BOX(&grouped_w4a16_gemm));
-  m.impl("grouped_w4a16_gemm.out", TORCH_BOX(&grouped_w4a16_gemm_out));
-  m.impl("moe_ffn_w4a16", TORCH_BOX(&moe_ffn_w4a16));
-  m.impl("attention", TORCH_BOX(&attention));
-  m.impl("attention_varlen", TORCH_BOX(&attention_varlen));
-  m.impl("attention_paged", TORCH_BOX(&attention_paged));
-  m.impl("kv_cache_append", TORCH_BOX(&kv_cache_append));
-  m.impl("merge_attention_states", TORCH_BOX(&merge_attention_states));
+  m.impl("gemm", boxed<&gemm>);
+  m.impl("gemm.out", boxed<&gemm_out>);
+  m.impl("gemm_gated", boxed<&gemm_gated>);
+  m.impl("w4a16_gemm", boxed<&w4a16_gemm>);
+  m.impl("w4a16_gemm.out", boxed<&w4a16_gemm_out>);
+  m.impl("w4a16_gemm_gated", boxed<&w4a16_gemm_gated>);
+  m.impl("w4a16_pack", boxed<&w4a16_pack>);
+  m.impl("w4a16_dequantize", boxed<&w4a16_dequantize>);
+  m.impl("w8a16_gemm", boxed<&w8a16_gemm>);
+  m.impl("w8a16_gemm.out", boxed<&w8a16_gemm_out>);
+  m.impl("w8a16_gemm_gated", boxed<&w8a16_gemm_gated>);
+  m.impl("w8a16_pack", boxed<&w8a16_pack>);
+  m.impl("w8a16_dequantize", boxed<&w8a16_dequantize>);
+  m.impl("moe_router", boxed<&moe_router>);
+  m.impl("moe_router_gemm", boxed<&moe_router_gemm>);
+  m.impl("moe_sort", boxed<&moe_sort>);
+  m.impl("moe_combine", boxed<&moe_combine>);
+  m.impl("moe_ffn", boxed<&moe_ffn>);
+  m.impl("grouped_gemm", boxed<&grouped_gemm>);
+  m.impl("grouped_gemm.out", boxed<&grouped_gemm_out>);
+  m.impl("grouped_gemm_masked", boxed<&grouped_gemm_masked>);
+  m.impl("grouped_gemm_masked.out", boxed<&grouped_gemm_masked_out>);
+  m.impl("grouped_w4a16_gemm", boxed<&grouped_w4a16_gemm>);
+  m.impl("grouped_w4a16_gemm.out", boxed<&grouped_w4a16_gemm_out>);
+  m.impl("moe_ffn_w4a16", boxed<&moe_ffn_w4a16>);
+  m.impl("attention", boxed<&attention>);
+  m.impl("attention_varlen", boxed<&attention_varlen>);
+  m.impl("attention_paged", boxed<&attention_paged>);
+  m.impl("kv_cache_append", boxed<&kv_cache_append>);
+  m.impl("merge_attention_states", boxed<&merge_attention_states>);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
   using namespace minfer::torch_binding;
-  m.impl("_build_info", TORCH_BOX(&build_info));
-  m.impl("_kernels", TORCH_BOX(&kernels));
-  m.impl("_device_properties", TORCH_BOX(&device_properties_json));
-  m.impl("_device_file_name", TORCH_BOX(&device_file_name_text));
-  m.impl("_plan_gemm", TORCH_BOX(&plan_gemm_json));
-  m.impl("_enumerate_gemm", TORCH_BOX(&enumerate_gemm_json));
-  m.impl("_plan_w4a16", TORCH_BOX(&plan_w4a16_json));
-  m.impl("_enumerate_w4a16", TORCH_BOX(&enumerate_w4a16_json));
-  m.impl("_plan_grouped", TORCH_BOX(&plan_grouped_json));
-  m.impl("_plan_attention", TORCH_BOX(&plan_attention_json));
-  m.impl("_load_tuned", TORCH_BOX(&load_tuned));
+  m.impl("_build_info", boxed<&build_info>);
+  m.impl("_kernels", boxed<&kernels>);
+  m.impl("_device_properties", boxed<&device_properties_json>);
+  m.impl("_device_file_name", boxed<&device_file_name_text>);
+  m.impl("_plan_gemm", boxed<&plan_gemm_json>);
+  m.impl("_enumerate_gemm", boxed<&enumerate_gemm_json>);
+  m.impl("_plan_w4a16", boxed<&plan_w4a16_json>);
+  m.impl("_enumerate_w4a16", boxed<&enumerate_w4a16_json>);
+  m.impl("_plan_grouped", boxed<&plan_grouped_json>);
+  m.impl("_plan_attention", boxed<&plan_attention_json>);
+  m.impl("_load_tuned", boxed<&load_tuned>);
+  m.impl("_allocate", boxed<&allocate_for_tests>);
 }

@@ -1,142 +1,175 @@
-// torch.ops.minfer.grouped_gemm and grouped_gemm_masked on CUDA tensors: check, describe, plan, allocate, run.
+// torch.ops.minfer.grouped_gemm, grouped_gemm_masked and moe_ffn on CUDA tensors.
 #include "minfer/moe.h"
 
 #include "bindings.h"
 #include "gemm_planning.h"
 #include "grouped.h"
+#include "json.h"
+#include "moe_layer.h"
 #include "packed_weight.h"
+#include "readable.h"
+#include "torch_calls.h"
 
 namespace minfer::torch_binding {
 
 namespace {
 
-/// b [experts, k, n] with k contiguous; a copy where it is not.
-void set_weight(GroupedCall* call, Tensor const& b) {
-  GroupedProblem& p = call->problem;
-  GroupedOperands& o = call->operands;
-  torch::stable::accelerator::DeviceGuard const guard(call->device);
-  Tensor weights = torch::stable::transpose(b, 1, 2);  // [experts, n, k]
-  bool const usable = (weights.stride(2) == 1 || p.k <= 1) && (weights.size(1) <= 1 || weights.stride(1) >= p.k) &&
-                      (weights.size(0) <= 1 || weights.stride(0) > 0);
-  call->b = usable ? weights : torch::stable::contiguous(weights);
-  o.b = call->b.data_ptr();
-  o.ldb = call->b.size(1) > 1 ? call->b.stride(1) : round_up(p.k, 8);
-  o.b_expert_stride = call->b.size(0) > 1 ? call->b.stride(0) : round_up(p.n * o.ldb, 8);
-  p.b_alignment = common_alignment({uint64_t(reinterpret_cast<uintptr_t>(o.b)), uint64_t(o.ldb * 2), uint64_t(o.b_expert_stride * 2)});
-}
-
-/// All but what a masked call lays out differently.
-GroupedCall prepare(char const* op, Tensor const& a, Tensor const& b, int64_t rows, GroupedArguments const& arguments) {
-  int64_t const k = a.size(1);
-  check(b.dim() == 3 && b.size(1) == k, op, ": b must be [experts, k, n] with k = ", k, " to match a ", shape_of(a), ", got b ",
-        shape_of(b));
-  int64_t const experts = b.size(0), n = b.size(2);
-  check_experts(op, "b", b, experts);
-  check_operand(op, "b", b, a.scalar_type(), {experts, k, n}, a.get_device_index());
-  GroupedCall call = grouped_call(op, a, rows, experts, n, "b", arguments);
-  set_weight(&call, b);
-  return call;
-}
-
-GroupedCall prepare_sorted(char const* op, Tensor const& a, Tensor const& b, Tensor const& offsets, GroupedArguments const& arguments) {
-  int64_t const rows = grouped_rows(op, a, arguments.gather);
-  GroupedCall call = prepare(op, a, b, rows, arguments);
-  set_offsets(&call, "offsets", offsets);
-  return call;
-}
-
-GroupedCall prepare_masked(char const* op, Tensor const& a, Tensor const& b, Tensor const& counts, GroupedArguments arguments) {
-  check(a.dim() == 3 && b.dim() == 3 && a.size(0) == b.size(0), op, ": a must be [experts, max_rows, k] and b [experts, k, n], got a ",
-        shape_of(a), " and b ", shape_of(b));
-  check_16bit(op, "a", a);
-  int64_t const experts = a.size(0), max_rows = a.size(1), k = a.size(2);
-  bool const walks = (a.stride(2) == 1 || k <= 1) && (experts <= 1 || max_rows == 0 || a.stride(0) == max_rows * a.stride(1));
-  Tensor const plain = walks ? a : torch::stable::contiguous(a);
-  std::vector<int64_t> const shape = {experts * max_rows, k};
-  Tensor const rows = torch::stable::view(plain, shape);
-  if (std::optional<Tensor>& scale = arguments.row_scale) {
-    check_operand(op, "row_scale", *scale, ScalarType::Float, {experts, max_rows}, a.get_device_index());
-    std::vector<int64_t> const flat = {experts * max_rows};
-    scale = torch::stable::view(torch::stable::contiguous(*scale), flat);
+/// b [experts, k, n] of a's type; returns n.
+int64_t check_experts_of(char const* op, Tensor const& a, Tensor const& b, int64_t k) {
+  if (b.dim() != 3 || b.size(1) != k) {
+    fail(op, ": b must be [experts, k, n] with k = ", k, " to match a ", a, ", got b ", b);
   }
-  GroupedCall call = prepare(op, rows, b, experts * max_rows, arguments);
-  call.problem.max_rows = max_rows;
-  set_offsets(&call, "counts", counts);
+  check_experts(op, "b", b, b.size(0));
+  check_operand(op, "b", b, a.scalar_type(), b.sizes(), {"a", a});
+  return b.size(2);
+}
+
+GroupedCall described(char const* op, Tensor const& a, Tensor const& b, int64_t rows, GroupedArguments const& arguments,
+                      char const* offsets_name, Tensor const& offsets) {
+  GroupedCall call{op};
+  GroupedProblem& p = call.problem;
+  p.rows = rows;
+  p.experts = b.size(0);
+  p.n = b.size(2);
+  p.k = b.size(1);
+  p.type = data_type(a.scalar_type());
+  set_arguments(&call, arguments, offsets_name, offsets);
+  set_weight(&call, "b", b, true);
   return call;
 }
+
+/// Returns the rows of d.
+int64_t check_sorted(char const* op, Tensor const& a, Tensor const& b, Tensor const& offsets, GroupedArguments const& arguments) {
+  int64_t const rows = grouped_rows(op, a, arguments.gather), n = check_experts_of(op, a, b, a.size(1));
+  check_grouped(op, a, rows, b.size(0), n, "b", arguments);
+  check_offsets(op, "offsets", offsets, b.size(0), {"a", a});
+  return rows;
+}
+
+GroupedCall described_sorted(char const* op, Tensor const& a, Tensor const& b, Tensor const& offsets, int64_t rows,
+                             GroupedArguments const& arguments) {
+  GroupedCall call = described(op, a, b, rows, arguments, "offsets", offsets);
+  set_rows(&call, "a", a);
+  return call;
+}
+
+void check_masked(char const* op, Tensor const& a, Tensor const& b, Tensor const& counts, GroupedArguments const& arguments) {
+  if (a.dim() != 3 || b.dim() != 3 || a.size(0) != b.size(0)) {
+    fail(op, ": a must be [experts, max_rows, k] and b [experts, k, n], got a ", a, " and b ", b);
+  }
+  check_16bit(op, "a", a);
+  int64_t const n = check_experts_of(op, a, b, a.size(2)), experts = a.size(0), max_rows = a.size(1);
+  Beside const beside{"a", a};
+  if (arguments.bias) check_operand(op, "bias", *arguments.bias, a.scalar_type(), {experts, n}, beside);
+  if (arguments.row_scale) check_operand(op, "row_scale", *arguments.row_scale, ScalarType::Float, {experts, max_rows}, beside);
+  check_gate(op, "b", "columns", n, arguments.activation, arguments.gated, arguments.gate_layout);
+  check_offsets(op, "counts", counts, experts, beside);
+}
+
+GroupedCall described_masked(char const* op, Tensor const& a, Tensor const& b, Tensor const& counts, GroupedArguments const& arguments) {
+  int64_t const experts = a.size(0), max_rows = a.size(1), k = a.size(2);
+  GroupedCall call = described(op, a, b, experts * max_rows, arguments, "counts", counts);
+  call.problem.max_rows = max_rows;
+  bool const walks = (a.stride(2) == 1 || k <= 1) && (experts <= 1 || max_rows <= 1 || a.stride(0) == max_rows * a.stride(1));
+  int64_t const all = experts * max_rows;
+  bool const repeated = all > 1 && a.stride(max_rows > 1 ? 1 : 0) == 0;  // TMA has no stride 0
+  Tensor const rows = walks && !repeated ? a : copy_of(op, "a", a);
+  set_rows(&call, call.keep(rows), all, all > 1 ? rows.stride(max_rows > 1 ? 1 : 0) : round_up(k, 8));
+  return call;
+}
+
+std::optional<Tensor> const kNoGather;
 
 }  // namespace
 
-Tensor grouped_gemm(Tensor a, Tensor b, Tensor offsets, std::optional<Tensor> bias, std::optional<Tensor> gather,
-                    std::optional<Tensor> row_scale, std::string activation, bool gated, std::string gate_layout,
-                    std::optional<std::string> kernel) {
-  GroupedCall call =
-      prepare_sorted("minfer::grouped_gemm", a, b, offsets, {bias, gather, row_scale, activation, gated, gate_layout, kernel});
-  return launch_grouped(call);
+Tensor grouped_gemm(Tensor const& a, Tensor const& b, Tensor const& offsets, std::optional<Tensor> const& bias,
+                    std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
+                    std::string const& gate_layout, std::optional<std::string> const& kernel) {
+  char const* op = "minfer::grouped_gemm";
+  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, kernel};
+  int64_t const rows = check_sorted(op, a, b, offsets, arguments);
+  OnDevice const on(a);
+  GroupedCall call = described_sorted(op, a, b, offsets, rows, arguments);
+  return launch(call, kernel, a, on);
 }
 
-Tensor grouped_gemm_out(Tensor a, Tensor b, Tensor offsets, std::optional<Tensor> bias, std::optional<Tensor> gather,
-                        std::optional<Tensor> row_scale, std::string activation, bool gated, std::string gate_layout,
-                        std::optional<std::string> kernel, Tensor out) {
-  GroupedCall call =
-      prepare_sorted("minfer::grouped_gemm.out", a, b, offsets, {bias, gather, row_scale, activation, gated, gate_layout, kernel});
-  return launch_grouped_out(call, out);
-}
-
-Tensor grouped_gemm_masked(Tensor a, Tensor b, Tensor counts, std::optional<Tensor> bias, std::optional<Tensor> row_scale,
-                           std::string activation, bool gated, std::string gate_layout, std::optional<std::string> kernel) {
-  GroupedCall call =
-      prepare_masked("minfer::grouped_gemm_masked", a, b, counts, {bias, std::nullopt, row_scale, activation, gated, gate_layout, kernel});
-  std::vector<int64_t> const shape = {call.problem.experts, call.problem.max_rows, call.columns()};
-  Tensor out = torch::stable::new_zeros(a, shape);
-  launch_grouped(call, out, shape[2]);
+Tensor grouped_gemm_out(Tensor const& a, Tensor const& b, Tensor const& offsets, std::optional<Tensor> const& bias,
+                        std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale, std::string const& activation,
+                        bool gated, std::string const& gate_layout, std::optional<std::string> const& kernel, Tensor const& out) {
+  char const* op = "minfer::grouped_gemm.out";
+  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, kernel};
+  int64_t const rows = check_sorted(op, a, b, offsets, arguments);
+  check_grouped_out(op, out, rows, gated ? b.size(2) / 2 : b.size(2), {"a", a});
+  check_no_overlap(op, out, "b", b);
+  OnDevice const on(a);
+  GroupedCall call = described_sorted(op, a, b, offsets, rows, arguments);
+  launch_out(call, kernel, out, on);
   return out;
 }
 
-Tensor grouped_gemm_masked_out(Tensor a, Tensor b, Tensor counts, std::optional<Tensor> bias, std::optional<Tensor> row_scale,
-                               std::string activation, bool gated, std::string gate_layout, std::optional<std::string> kernel, Tensor out) {
+Tensor grouped_gemm_masked(Tensor const& a, Tensor const& b, Tensor const& counts, std::optional<Tensor> const& bias,
+                           std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
+                           std::string const& gate_layout, std::optional<std::string> const& kernel) {
+  char const* op = "minfer::grouped_gemm_masked";
+  GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, kernel};
+  check_masked(op, a, b, counts, arguments);
+  OnDevice const on(a);
+  GroupedCall call = described_masked(op, a, b, counts, arguments);
+  Tensor const out =
+      allocate(op, a, {call.problem.experts, call.problem.max_rows, call.columns()}, a.scalar_type(), "the output of a ", a, " and b ", b);
+  fill_with_zeros(op, "the output", out);
+  launch(call, kernel, out, call.columns(), on);
+  return out;
+}
+
+Tensor grouped_gemm_masked_out(Tensor const& a, Tensor const& b, Tensor const& counts, std::optional<Tensor> const& bias,
+                               std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
+                               std::string const& gate_layout, std::optional<std::string> const& kernel, Tensor const& out) {
   char const* op = "minfer::grouped_gemm_masked.out";
-  GroupedCall call = prepare_masked(op, a, b, counts, {bias, std::nullopt, row_scale, activation, gated, gate_layout, kernel});
-  GroupedProblem const& p = call.problem;
-  int64_t const columns = call.columns();
-  check_operand(op, "out", out, a.scalar_type(), {p.experts, p.max_rows, columns}, call.device);
-  bool const walks = (out.stride(2) == 1 || columns <= 1) && (p.max_rows <= 1 || out.stride(1) >= columns) &&
-                     (p.experts <= 1 || p.max_rows == 0 || out.stride(0) == p.max_rows * out.stride(1));
-  check(walks, op, ": out must be one run of rows with unit stride along them, got strides ", out.stride(0), ", ", out.stride(1), " and ",
-        out.stride(2));
-  launch_grouped(call, out, out.stride(1));
+  GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, kernel};
+  check_masked(op, a, b, counts, arguments);
+  int64_t const experts = a.size(0), max_rows = a.size(1), columns = gated ? b.size(2) / 2 : b.size(2);
+  check_operand(op, "out", out, a.scalar_type(), {experts, max_rows, columns}, {"a", a});
+  bool const walks = (out.stride(2) == 1 || columns <= 1) && (max_rows <= 1 || out.stride(1) >= columns) &&
+                     (experts <= 1 || max_rows == 0 || out.stride(0) == max_rows * out.stride(1));
+  if (!walks) fail(op, ": out must be one run of rows with unit stride along them, got strides ", Listed{out.strides()});
+  check_apart(op, out);
+  check_no_overlap(op, out, "a", a);
+  check_no_overlap(op, out, "b", b);
+  OnDevice const on(a);
+  GroupedCall call = described_masked(op, a, b, counts, arguments);
+  launch(call, kernel, out, out.stride(1), on);
   return out;
 }
 
-Tensor moe_ffn(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, std::string activation, std::optional<Tensor> b13,
-               std::optional<Tensor> b2, std::string gate_layout) {
+Tensor moe_ffn(Tensor const& x, Tensor const& w13, Tensor const& w2, Tensor const& weights, Tensor const& ids,
+               std::string const& activation, std::optional<Tensor> const& b13, std::optional<Tensor> const& b2,
+               std::string const& gate_layout) {
   char const* op = "minfer::moe_ffn";
   check_tokens(op, x);
   int64_t const hidden = x.size(1);
-  check(w13.dim() == 3 && w13.size(1) % 2 == 0, op, ": w13 must be [experts, 2 * inter, hidden], got ", shape_of(w13));
+  if (w13.dim() != 3 || w13.size(1) % 2 != 0) fail(op, ": w13 must be [experts, 2 * inter, hidden], got ", w13);
   int64_t const experts = w13.size(0), n = w13.size(1);
   check_experts(op, "w13", w13, experts);
-  int32_t const device = x.get_device_index();
-  check_operand(op, "w13", w13, x.scalar_type(), {experts, n, hidden}, device);
-  check_operand(op, "w2", w2, x.scalar_type(), {experts, hidden, n / 2}, device);
-  check_layer(op, x, experts, n, weights, ids, b13, b2, activation, gate_layout);
-  check(gate_layout != "blocks" || n % 16 == 0, op, ": w13 must have a multiple of 16 rows in blocks of 8 gate and 8 up rows, got ",
-        shape_of(w13));
-  torch::stable::accelerator::DeviceGuard const guard(device);
-  auto const [token_index, offsets, inverse, scale] = moe_sort(ids, experts, weights);
-  Tensor const h = grouped_gemm(x, torch::stable::transpose(w13, 1, 2), offsets, b13, token_index, std::nullopt, activation, true,
-                                gate_layout, std::nullopt);
-  Tensor const y =
-      grouped_gemm(h, torch::stable::transpose(w2, 1, 2), offsets, b2, std::nullopt, scale, "none", false, "halves", std::nullopt);
-  return moe_combine(y, inverse, std::nullopt);
+  Beside const beside{"x", x};
+  check_operand(op, "w13", w13, x.scalar_type(), {experts, n, hidden}, beside);
+  check_operand(op, "w2", w2, x.scalar_type(), {experts, hidden, n / 2}, beside);
+  LayerArguments const arguments{x, weights, ids, b13, b2, activation, gate_layout};
+  check_layer(op, arguments, experts, n, "w13");
+  OnDevice const on(x);
+  GroupedCall up = layer_product(op, arguments, experts, n, hidden, true);
+  set_weight(&up, "w13", w13, false);
+  GroupedCall down = layer_product(op, arguments, experts, hidden, n / 2, false);
+  set_weight(&down, "w2", w2, false);
+  return run_layer(op, arguments, up, down, on);
 }
 
 namespace {
 
 GroupedProblem problem_of(char const* op, std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool gathered,
                           std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros) {
-  check(sizes.size() == 4, op, ": sizes must be [rows, experts, n, k], got ", sizes.size(), " numbers");
-  check(type == "f16" || type == "bf16", op, ": type must be f16 or bf16, got '", type, "'");
+  if (sizes.size() != 4) fail(op, ": sizes must be [rows, experts, n, k], got ", sizes.size(), " numbers");
+  if (type != "f16" && type != "bf16") fail(op, ": type must be f16 or bf16, got '", type, "'");
   GroupedProblem p;
   p.rows = sizes[0];
   p.experts = sizes[1];
@@ -149,7 +182,7 @@ GroupedProblem problem_of(char const* op, std::vector<int64_t> const& sizes, std
   if (w4_format) {
     p.b_format = parse_format(op, 4, *w4_format);
     check_group_size(op, p.b_format, group_size);
-    check(!has_zeros || has_zero_points(p.b_format), op, ": has_zeros must be False for ", *w4_format);
+    if (has_zeros && !has_zero_points(p.b_format)) fail(op, ": has_zeros must be False for ", *w4_format);
     p.group_size = planned_group(group_size, p.k);
     p.has_zeros = has_zeros;
   }
@@ -165,9 +198,9 @@ void write_plan(Json& json, GroupedPlan const& plan) {
 
 }  // namespace
 
-std::string plan_grouped_json(std::vector<int64_t> sizes, std::string type, bool gated, bool gathered, std::optional<std::string> kernel,
-                              bool only_runnable, int64_t device, std::optional<std::string> w4_format, int64_t group_size,
-                              bool has_zeros) {
+std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool gathered,
+                              std::optional<std::string> const& kernel, bool only_runnable, int64_t device,
+                              std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros) {
   char const* op = "_plan_grouped";
   GroupedPlanOptions options;
   options.only_runnable = only_runnable;
@@ -176,7 +209,7 @@ std::string plan_grouped_json(std::vector<int64_t> sizes, std::string type, bool
   GroupedPlan plan;
   Status const status = plan_grouped(problem_of(op, sizes, type, gated, gathered, w4_format, group_size, has_zeros),
                                      device < 0 ? h200_properties() : device_properties(int32_t(device)), options, &plan);
-  check(status.ok(), op, ": ", status.message);
+  if (!status.ok()) fail(op, ": ", status.message);
   Json json;
   write_plan(json, plan);
   return json.text();

@@ -2,7 +2,10 @@
 #include "bindings.h"
 #include "gemm_planning.h"
 #include "grouped.h"
+#include "moe_layer.h"
 #include "packed_weight.h"
+#include "readable.h"
+#include "torch_calls.h"
 
 namespace minfer::torch_binding {
 
@@ -10,131 +13,155 @@ namespace {
 
 struct ExpertWeights {
   char const *name, *scales_name, *zeros_name, *alpha_name;  // of the arguments
-  Tensor packed, scales;
-  std::optional<Tensor> zeros, alpha;
+  Tensor const &packed, &scales;
+  std::optional<Tensor> const &zeros, &alpha;
   WeightFormat format;
   int64_t group_size;
 
   /// [experts, groups, n], as far as it can be read without k.
   int64_t experts(char const* op) const {
-    check(scales.dim() == 3, op, ": ", scales_name, " must be [experts, groups, n], got ", shape_of(scales));
+    if (scales.dim() != 3) fail(op, ": ", scales_name, " must be [experts, groups, n], got ", scales);
     check_experts(op, scales_name, scales, scales.size(0));
     return scales.size(0);
   }
   int64_t n() const { return scales.size(2); }
-
-  /// Against experts that have been counted, k, and activations of `type` on `device`.
-  void check_all(char const* op, int64_t experts, int64_t n, int64_t k, ScalarType type, int32_t device) const {
-    check_group_size(op, format, group_size);
-    check(k % 8 == 0, op, ": k must be a multiple of 8, got ", k);
-    check(n % 8 == 0, op, ": ", scales_name, " must have n = ", n, " columns, a multiple of 8, got ", shape_of(scales));
-    check_scale_type(op, scales_name, scales, format, type);
-    std::vector<int64_t> const groups = {experts, groups_of(group_size, k), n};
-    check_operand(op, scales_name, scales, scales.scalar_type(), groups, device);
-    std::vector<int64_t> blocks = packed_shape(format, n, k);
-    blocks.insert(blocks.begin(), experts);
-    check_operand(op, name, packed, ScalarType::Int, blocks, device);
-    check(!zeros || has_zero_points(format), op, ": ", zeros_name, " must be None for ", name_of(format));
-    if (zeros) check_operand(op, zeros_name, *zeros, scales.scalar_type(), groups, device);
-    if (alpha) check_operand(op, alpha_name, *alpha, ScalarType::Float, {experts}, device);
-    check_contiguous(op, name, packed);
-    check_contiguous(op, scales_name, scales);
-    if (zeros) check_contiguous(op, zeros_name, *zeros);
-    check(is_aligned(packed), op, ": ", name, " must be 16-byte aligned");
-  }
-
-  static void check_contiguous(char const* op, char const* name, Tensor const& x) {
-    check(x.is_contiguous(), op, ": ", name, " must be contiguous, got a view of ", shape_of(x));
-  }
-  static bool is_aligned(Tensor const& x) { return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 == 0; }
 };
 
-/// Contiguous scales where TMA can read them.
-Tensor aligned(Tensor const& x) { return ExpertWeights::is_aligned(x) ? x : torch::stable::clone(x); }
+/// Against experts that have been counted, k, and activations.
+void check_weights(char const* op, ExpertWeights const& w, int64_t n, int64_t k, Beside const& a) {
+  int64_t const experts = w.scales.size(0);
+  check_group_size(op, w.format, w.group_size);
+  if (k % 8 != 0) fail(op, ": k must be a multiple of 8, got ", k);
+  if (n % 8 != 0) fail(op, ": ", w.scales_name, " must have n = ", n, " columns, a multiple of 8, got ", w.scales);
+  check_scale_type(op, w.scales_name, w.scales, w.format, a.x.scalar_type());
+  int64_t const groups[] = {experts, groups_of(w.group_size, k), n};
+  check_operand(op, w.scales_name, w.scales, w.scales.scalar_type(), groups, a);
+  auto const blocks = packed_shape(w.format, n, k);
+  check_operand(op, w.name, w.packed, ScalarType::Int, {experts, blocks[0], blocks[1], blocks[2]}, a);
+  if (w.zeros) {
+    if (!has_zero_points(w.format)) fail(op, ": ", w.zeros_name, " must be None for ", name_of(w.format));
+    check_operand(op, w.zeros_name, *w.zeros, w.scales.scalar_type(), groups, a);
+  }
+  if (w.alpha) check_operand(op, w.alpha_name, *w.alpha, ScalarType::Float, {experts}, a);
+  auto const check_contiguous = [&](char const* name, Tensor const& x) {
+    if (!x.is_contiguous()) fail(op, ": ", name, " must be contiguous, got a view of ", x);
+  };
+  check_contiguous(w.name, w.packed);
+  check_contiguous(w.scales_name, w.scales);
+  if (w.zeros) check_contiguous(w.zeros_name, *w.zeros);
+}
 
-GroupedCall prepare(char const* op, Tensor const& a, ExpertWeights const& w, Tensor const& offsets, GroupedArguments const& arguments) {
-  int64_t const rows = grouped_rows(op, a, arguments.gather);
-  int64_t const experts = w.experts(op), n = w.n(), k = a.size(1);
-  int32_t const device = a.get_device_index();
-  w.check_all(op, experts, n, k, a.scalar_type(), device);
-  torch::stable::accelerator::DeviceGuard const guard(device);
-  GroupedCall call = grouped_call(op, aligned_rows(a), rows, experts, n, w.scales_name, arguments);
-  set_offsets(&call, "offsets", offsets);
-  GroupedProblem& p = call.problem;
-  GroupedOperands& o = call.operands;
-  call.b = w.packed;
-  o.b = call.b.data_ptr();
-  if (k == 0) {  // only the epilogue is left, which the kernels of 16-bit weights compute
-    check(!call.kernel, op, ": kernel ", call.kernel.value_or(""), " cannot compute this problem: it needs k > 0");
+/// Codes, scales and zero points as TMA reads them.
+void set_weights(GroupedCall* call, ExpertWeights const& w) {
+  char const* op = call->op;
+  GroupedProblem& p = call->problem;
+  GroupedOperands& o = call->operands;
+  o.b = call->keep(aligned_contiguous(op, w.name, w.packed));
+  if (p.k == 0) {  // only the epilogue is left, which the kernels of 16-bit weights compute
     o.ldb = 8;
-    o.b_expert_stride = n * o.ldb;
-    return call;
+    o.b_expert_stride = p.n * o.ldb;
+    return;
   }
   p.b_format = w.format;
-  p.group_size = planned_group(w.group_size, k);
+  p.group_size = planned_group(w.group_size, p.k);
   p.has_zeros = w.zeros.has_value();
-  call.scales = aligned(w.scales);
-  o.b_scales = call.scales->data_ptr();
-  if (w.zeros) {
-    call.zeros = aligned(*w.zeros);
-    o.b_zeros = call.zeros->data_ptr();
-  }
-  if (w.alpha) {
-    call.alpha = torch::stable::contiguous(*w.alpha);
-    o.alpha = static_cast<float const*>(call.alpha->data_ptr());
-  }
+  o.b_scales = call->keep(aligned_contiguous(op, w.scales_name, w.scales));
+  if (w.zeros) o.b_zeros = call->keep(aligned_contiguous(op, w.zeros_name, *w.zeros));
+  if (w.alpha) o.alpha = static_cast<float const*>(call->keep(contiguous(op, w.alpha_name, *w.alpha)));
+}
+
+/// A grouped product, checked; returns the rows of d.
+int64_t check_call(char const* op, Tensor const& a, ExpertWeights const& w, Tensor const& offsets, GroupedArguments const& arguments) {
+  int64_t const rows = grouped_rows(op, a, arguments.gather), experts = w.experts(op), n = w.n();
+  Beside const beside{"a", a};
+  check_weights(op, w, n, a.size(1), beside);
+  check_grouped(op, a, rows, experts, n, w.scales_name, arguments);
+  check_offsets(op, "offsets", offsets, experts, beside);
+  if (a.size(1) == 0 && arguments.kernel) fail(op, ": kernel ", *arguments.kernel, " cannot compute this problem: it needs k > 0");
+  return rows;
+}
+
+GroupedCall described(char const* op, Tensor const& a, ExpertWeights const& w, Tensor const& offsets, int64_t rows,
+                      GroupedArguments const& arguments) {
+  GroupedCall call{op};
+  GroupedProblem& p = call.problem;
+  p.rows = rows;
+  p.experts = w.scales.size(0);
+  p.n = w.n();
+  p.k = a.size(1);
+  p.type = data_type(a.scalar_type());
+  set_arguments(&call, arguments, "offsets", offsets);
+  set_weights(&call, w);
+  set_rows(&call, "a", aligned_rows(op, "a", a));
   return call;
 }
 
-GroupedCall prepare(char const* op, Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
-                    Tensor const& offsets, int64_t group_size, std::string const& w4_format, std::optional<Tensor> const& alpha,
-                    std::optional<Tensor> const& bias, std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale,
-                    std::string const& activation, bool gated, std::optional<std::string> const& kernel) {
-  ExpertWeights const w = {"qweight", "scales", "zeros", "alpha", qweight, scales, zeros, alpha, parse_format(op, 4, w4_format),
-                           group_size};
-  return prepare(op, a, w, offsets, {bias, gather, row_scale, activation, gated, gated ? "blocks" : "halves", kernel});
+ExpertWeights weights_of(char const* op, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
+                         std::optional<Tensor> const& alpha, std::string const& w4_format, int64_t group_size) {
+  return {"qweight", "scales", "zeros", "alpha", qweight, scales, zeros, alpha, parse_format(op, 4, w4_format), group_size};
 }
+
+std::string const kBlocks = "blocks", kHalves = "halves";
 
 }  // namespace
 
-Tensor grouped_w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, Tensor offsets, int64_t group_size,
-                          std::string w4_format, std::optional<Tensor> alpha, std::optional<Tensor> bias, std::optional<Tensor> gather,
-                          std::optional<Tensor> row_scale, std::string activation, bool gated, std::optional<std::string> kernel) {
-  GroupedCall call = prepare("minfer::grouped_w4a16_gemm", a, qweight, scales, zeros, offsets, group_size, w4_format, alpha, bias, gather,
-                             row_scale, activation, gated, kernel);
-  return launch_grouped(call);
+Tensor grouped_w4a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
+                          Tensor const& offsets, int64_t group_size, std::string const& w4_format, std::optional<Tensor> const& alpha,
+                          std::optional<Tensor> const& bias, std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale,
+                          std::string const& activation, bool gated, std::optional<std::string> const& kernel) {
+  char const* op = "minfer::grouped_w4a16_gemm";
+  ExpertWeights const w = weights_of(op, qweight, scales, zeros, alpha, w4_format, group_size);
+  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gated ? kBlocks : kHalves, kernel};
+  int64_t const rows = check_call(op, a, w, offsets, arguments);
+  OnDevice const on(a);
+  GroupedCall call = described(op, a, w, offsets, rows, arguments);
+  return launch(call, kernel, a, on);
 }
 
-Tensor grouped_w4a16_gemm_out(Tensor a, Tensor qweight, Tensor scales, std::optional<Tensor> zeros, Tensor offsets, int64_t group_size,
-                              std::string w4_format, std::optional<Tensor> alpha, std::optional<Tensor> bias, std::optional<Tensor> gather,
-                              std::optional<Tensor> row_scale, std::string activation, bool gated, std::optional<std::string> kernel,
-                              Tensor out) {
-  GroupedCall call = prepare("minfer::grouped_w4a16_gemm.out", a, qweight, scales, zeros, offsets, group_size, w4_format, alpha, bias,
-                             gather, row_scale, activation, gated, kernel);
-  return launch_grouped_out(call, out);
+Tensor grouped_w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
+                              Tensor const& offsets, int64_t group_size, std::string const& w4_format, std::optional<Tensor> const& alpha,
+                              std::optional<Tensor> const& bias, std::optional<Tensor> const& gather,
+                              std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
+                              std::optional<std::string> const& kernel, Tensor const& out) {
+  char const* op = "minfer::grouped_w4a16_gemm.out";
+  ExpertWeights const w = weights_of(op, qweight, scales, zeros, alpha, w4_format, group_size);
+  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gated ? kBlocks : kHalves, kernel};
+  int64_t const rows = check_call(op, a, w, offsets, arguments);
+  check_grouped_out(op, out, rows, gated ? w.n() / 2 : w.n(), {"a", a});
+  check_no_overlap(op, out, "qweight", qweight);
+  check_no_overlap(op, out, "scales", scales);
+  OnDevice const on(a);
+  GroupedCall call = described(op, a, w, offsets, rows, arguments);
+  launch_out(call, kernel, out, on);
+  return out;
 }
 
-Tensor moe_ffn_w4a16(Tensor x, Tensor w13, Tensor w13_scales, std::optional<Tensor> w13_zeros, Tensor w2, Tensor w2_scales,
-                     std::optional<Tensor> w2_zeros, Tensor weights, Tensor ids, int64_t group_size, std::string w4_format,
-                     std::optional<Tensor> alpha13, std::optional<Tensor> alpha2, std::string activation, std::optional<Tensor> b13,
-                     std::optional<Tensor> b2) {
+Tensor moe_ffn_w4a16(Tensor const& x, Tensor const& w13, Tensor const& w13_scales, std::optional<Tensor> const& w13_zeros, Tensor const& w2,
+                     Tensor const& w2_scales, std::optional<Tensor> const& w2_zeros, Tensor const& weights, Tensor const& ids,
+                     int64_t group_size, std::string const& w4_format, std::optional<Tensor> const& alpha13,
+                     std::optional<Tensor> const& alpha2, std::string const& activation, std::optional<Tensor> const& b13,
+                     std::optional<Tensor> const& b2) {
   char const* op = "minfer::moe_ffn_w4a16";
   check_tokens(op, x);
   WeightFormat const format = parse_format(op, 4, w4_format);
   ExpertWeights const first = {"w13", "w13_scales", "w13_zeros", "alpha13", w13, w13_scales, w13_zeros, alpha13, format, group_size};
   ExpertWeights const second = {"w2", "w2_scales", "w2_zeros", "alpha2", w2, w2_scales, w2_zeros, alpha2, format, group_size};
   int64_t const experts = first.experts(op), n = first.n(), hidden = x.size(1);
-  int32_t const device = x.get_device_index();
-  check(n % 16 == 0, op, ": w13_scales must have a multiple of 16 columns in blocks of 8 gate and 8 up columns, got n = ", n);
-  first.check_all(op, experts, n, hidden, x.scalar_type(), device);
-  second.check_all(op, experts, hidden, n / 2, x.scalar_type(), device);
-  check_layer(op, x, experts, n, weights, ids, b13, b2, activation, "blocks");
-  torch::stable::accelerator::DeviceGuard const guard(device);
-  auto const [token_index, offsets, inverse, scale] = moe_sort(ids, experts, weights);
-  GroupedCall up = prepare(op, x, first, offsets, {b13, token_index, std::nullopt, activation, true, "blocks", std::nullopt});
-  Tensor const h = launch_grouped(up);
-  GroupedCall down = prepare(op, h, second, offsets, {b2, std::nullopt, scale, "none", false, "halves", std::nullopt});
-  return moe_combine(launch_grouped(down), inverse, std::nullopt);
+  if (n % 16 != 0) fail(op, ": w13_scales must have a multiple of 16 columns in blocks of 8 gate and 8 up columns, got n = ", n);
+  if (second.experts(op) != experts) {
+    fail(op, ": w2_scales must have w13_scales' ", experts, " experts, got ", w2_scales);
+  }
+  Beside const beside{"x", x};
+  check_weights(op, first, n, hidden, beside);
+  check_weights(op, second, hidden, n / 2, beside);
+  LayerArguments const arguments{x, weights, ids, b13, b2, activation, kBlocks};
+  check_layer(op, arguments, experts, n, "w13");
+  OnDevice const on(x);
+  GroupedCall up = layer_product(op, arguments, experts, n, hidden, true);
+  set_weights(&up, first);
+  GroupedCall down = layer_product(op, arguments, experts, hidden, n / 2, false);
+  set_weights(&down, second);
+  return run_layer(op, arguments, up, down, on);
 }
 
 }  // namespace minfer::torch_binding

@@ -1,17 +1,19 @@
 // Packed weights as operators take them: shapes and types of codes and scales.
 #pragma once
 
-#include "common.h"
+#include <array>
+
+#include "failure.h"
+#include "tensor.h"
 #include "w4a16/w4_layout.h"
 
 namespace minfer::torch_binding {
 
 inline void check_group_size(char const* op, WeightFormat format, int64_t group_size) {
   if (int const fixed = fixed_group_of(format); fixed != 0) {
-    check(group_size == fixed, op, ": group_size must be ", fixed, " for ", name_of(format), ", got ", group_size);
-  } else {
-    bool const power = group_size >= 32 && (group_size & (group_size - 1)) == 0;
-    check(group_size == -1 || power, op, ": group_size must be -1 (all of k) or a power of two from 32 on, got ", group_size);
+    if (group_size != fixed) fail(op, ": group_size must be ", fixed, " for ", name_of(format), ", got ", group_size);
+  } else if (group_size != -1 && (group_size < 32 || (group_size & (group_size - 1)) != 0)) {
+    fail(op, ": group_size must be -1 (all of k) or a power of two from 32 on, got ", group_size);
   }
 }
 
@@ -22,18 +24,18 @@ inline int64_t planned_group(int64_t group_size, int64_t k) { return group_size 
 inline int64_t groups_of(int64_t group_size, int64_t k) { return group_size == -1 ? 1 : (k + group_size - 1) / group_size; }
 
 /// [ceil(n / 64), ceil(k / 64), words of a block].
-inline std::vector<int64_t> packed_shape(WeightFormat format, int64_t n, int64_t k) {
+inline std::array<int64_t, 3> packed_shape(WeightFormat format, int64_t n, int64_t k) {
   return {(n + w4a16::kBlockN - 1) / w4a16::kBlockN, (k + w4a16::kBlockK - 1) / w4a16::kBlockK, w4a16::block_words(bits_of(format))};
 }
 
 /// Scales beside activations of `type`.
 inline void check_scale_type(char const* op, char const* name, Tensor const& scales, WeightFormat format, ScalarType type) {
   if (scale_bytes_of(format) == 1) {
-    check(scales.scalar_type() == ScalarType::Byte, op, ": ", name, " must be Byte for ", name_of(format), ", got ",
-          dtype_name(scales.scalar_type()));
-  } else {
-    check(scales.scalar_type() == type, op, ": ", name, " must have a's dtype ", dtype_name(type), ", got ",
-          dtype_name(scales.scalar_type()));
+    if (scales.scalar_type() != ScalarType::Byte) {
+      fail(op, ": ", name, " must be Byte for ", name_of(format), ", got ", scales.scalar_type());
+    }
+  } else if (scales.scalar_type() != type) {
+    fail(op, ": ", name, " must have a's dtype ", type, ", got ", scales.scalar_type());
   }
 }
 

@@ -3,6 +3,9 @@
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
+#include <sstream>
+
+#include "failure.h"
 
 namespace minfer::torch_binding {
 

@@ -4,7 +4,6 @@
 #include <string>
 #include <vector>
 
-#include "common.h"
 #include "minfer/gemm.h"
 
 namespace minfer::torch_binding {

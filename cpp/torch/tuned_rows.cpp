@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "bindings.h"
+#include "failure.h"
 #include "parse.h"
 
 namespace minfer::torch_binding {
@@ -133,7 +133,7 @@ void use_user_rows(GemmPlanOptions* options, int32_t device) {
 
 uint64_t user_rows_generation() { return generation.load(std::memory_order_acquire); }
 
-int64_t load_tuned(std::string csv, int64_t device) {
+int64_t load_tuned(std::string const& csv, int64_t device) {
   if (device < kAnyDevice || device > INT16_MAX) fail("minfer::_load_tuned: device must be an index, or -1 for all devices, got ", device);
   static std::mutex one_at_a_time;
   std::lock_guard<std::mutex> const alone(one_at_a_time);

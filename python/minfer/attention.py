@@ -200,7 +200,9 @@ def attention_paged(
       causal: the last query is aligned to the last key: query i sees the keys up to i + seq_lens[b] - seqlen_q. False: all of them.
       scale, window_left, softcap, sinks: as in :func:`attention`, of each sequence by its own lengths.
       num_splits: parts that every sequence's keys are cut into, 1 to 256: the bits of a sequence's results do not depend on the rest of the
-        batch. None: as many as fill the device, and they may. On CPU it is checked and otherwise ignored.
+        batch. None: as many as fill the device, and they may. On CPU it is checked and otherwise ignored; on CUDA each part takes memory
+        until the parts are added up, 8.5 bytes for each of q's elements (rounded up to rows of 64), and more than a quarter of the
+        device's memory is an error.
       kernel: as in :func:`attention`.
 
     Returns:

@@ -108,6 +108,8 @@ class GraphTimer:
         target_us: float = 1000.0,
         most_launches: int = 1024,
     ):
+        if not sets:
+            raise ValueError("GraphTimer: sets must hold a set of operands or more, got none")
         if launches is None:
             launches = min(most_launches, math.ceil(target_us / max(estimate_us, 1.0)))
         self.launches = math.ceil(max(launches, len(sets)) / len(sets)) * len(sets)

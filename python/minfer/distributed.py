@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import checks_moe
-from .checks import _Checker
+from .checks import _Checker, allocation_error, is_integer
 from .moe import grouped_gemm
 from .moe_routing import moe_combine, moe_sort
 
@@ -45,7 +45,8 @@ def local_experts(num_experts: int, group: dist.ProcessGroup | None = None) -> s
     """
     check = _Checker("local_experts")
     ranks, rank = _place_in(check, group)
-    check(num_experts >= 1 and num_experts % ranks == 0, "num_experts must be a multiple of the {} ranks, got {}", ranks, num_experts)
+    good = is_integer(num_experts) and num_experts >= 1 and num_experts % ranks == 0
+    check(good, "num_experts must be a positive multiple of the {} ranks, got {}", ranks, num_experts)
     share = num_experts // ranks
     return slice(rank * share, (rank + 1) * share)
 
@@ -108,8 +109,7 @@ def expert_parallel_moe(
     check(capacity is not None or not capturing, "capacity must be given in a CUDA graph: without it the host reads sizes")
     check(overflow is None or capacity is not None, "overflow needs capacity: without it nothing is lost")
     if capacity is not None:
-        whole = isinstance(capacity, int) and not isinstance(capacity, bool)
-        check(whole and capacity >= 1, "capacity must be a positive integer, got {}", capacity)
+        check(is_integer(capacity) and capacity >= 1, "capacity must be a positive integer, got {}", capacity)
         places = ranks * capacity * max(ids.shape[1], 1)
         check(places < _MOST_PLACES, "capacity * ranks * top_k must be below 2^31, got {} * {} * {}", capacity, ranks, ids.shape[1])
     if overflow is not None:
@@ -167,7 +167,11 @@ def _empty_rows(rows: int, x: Tensor, top_k: int) -> _Rows:
     ids_begin = _round_up(x.shape[1] * x.dtype.itemsize)
     weights_begin = ids_begin + 4 * top_k
     size = max(_round_up(weights_begin + 4 * top_k), _ALIGNMENT)  # never 0: a view as wider numbers divides the stride
-    data = torch.empty((rows, size), dtype=torch.uint8, device=x.device)
+    try:
+        data = torch.empty((rows, size), dtype=torch.uint8, device=x.device)
+    except RuntimeError as error:
+        what = f"{rows} rows of {size} bytes that the ranks exchange"
+        raise allocation_error(f"minfer::{_OP}", rows * size, what, error) from error
 
     def part(begin: int, columns: int, dtype: torch.dtype) -> Tensor:
         return data[:, begin : begin + columns * dtype.itemsize].view(dtype)

@@ -124,8 +124,7 @@ def allocate_kv_cache(
     except RuntimeError as error:
         size = sum(math.prod(shape) * of.itemsize for shape, of in shapes.values())
         what = f"a cache of {pages} x {page_size} tokens, {heads_kv} heads of {head_dim} and {head_dim_v}, {kv_format}"
-        kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
-        raise kind(f"allocate_kv_cache: could not allocate {size / 2**30:.1f} GiB for {what}: {error}") from error
+        raise checks.allocation_error("allocate_kv_cache", size, what, error) from error
     if kv_format == "fp8_e4m3":
         for name in ("k_scale", "v_scale"):
             tensors[name].fill_(1.0)

@@ -47,7 +47,8 @@ def grouped_w4a16_gemm(
     Args:
       a: [rows, k], float16 or bfloat16; with ``gather`` any number of rows. k is a multiple of 8.
       qweight: int32 [experts, ceil(n / 64), ceil(k / 64), 512], contiguous: each expert's codes, packed by :func:`minfer.w4a16_pack` with
-        the same ``w4_format``. 1 to 512 experts.
+        the same ``w4_format``. 1 to 512 experts. A view that does not begin at a multiple of 16 bytes is copied at every call; so are
+        such scales and zeros.
       scales: [experts, G, n], contiguous, G = ceil(k / group_size), of the type that ``w4_format`` says. n is a multiple of 8.
       zeros: [experts, G, n], contiguous, a's dtype, in units of codes, integers or fractions; int4 only. None is 8: symmetric weights.
       offsets: int32 [experts], as in :func:`minfer.grouped_gemm`.
@@ -62,7 +63,7 @@ def grouped_w4a16_gemm(
       gated: W's rows are in the order of ``minfer.pack_gate_up``, 8 gate rows, then their 8 up rows, and so is ``bias``. n is a multiple
         of 16. Checkpoints have another order; :mod:`minfer.quantize` makes this one.
       kernel: for measurements: a name of ``minfer.kernels("moe_w4a16")``. On CPU it is checked and otherwise ignored.
-      out: D itself, a's dtype, rows contiguous (any leading dimension).
+      out: D itself, a's dtype, rows contiguous (any leading dimension). It must not overlap itself, a or the weight.
 
     Returns:
       D, [rows, n] (gated: n / 2), contiguous, or ``out``. Rows behind the last offset are zero.

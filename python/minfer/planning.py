@@ -9,21 +9,24 @@ from typing import Any, ClassVar
 import torch
 
 from . import weight_formats, weight_layout
+from .checks import DTYPES, ValueChecker, is_integer
+from .packing import GATE_BLOCK
 from .registry import build_info, device_index, device_properties
 
 DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 LAYOUTS = ("tn", "tt", "nn", "nt")
 
 
-def _check_sizes(problem: Problem | W4Problem, *names: str) -> None:
+def _checker_of(problem: Problem | W4Problem, *names: str) -> ValueChecker:
+    """After what both kinds check: the sizes of these names, the dtype, and n where the product is gated."""
+    check = ValueChecker(problem.op)
     for name in names:
         value = getattr(problem, name)
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype must be torch.float16 or torch.bfloat16, got {problem.dtype}")
-    if problem.gated and problem.n % 16:
-        raise ValueError(f"n must be a multiple of 16 for a gated GEMM, got {problem.n}")
+        check(is_integer(value) and 0 <= value < 2**63, "{} must be an integer >= 0, got {}", name, value)
+    check(problem.dtype in DTYPES, "dtype must be float16 or bfloat16, got {}", problem.dtype)
+    unit = 2 * GATE_BLOCK
+    check(not problem.gated or problem.n % unit == 0, "n must be a multiple of {} for a gated GEMM, got {}", unit, problem.n)
+    return check
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,10 @@ class Problem:
     zeros: ClassVar[bool] = False
 
     def __post_init__(self):
-        _check_sizes(self, "m", "n", "k", "batch")
-        if self.out_dtype not in (None, self.dtype, torch.float32):
-            raise ValueError(f"out_dtype must be {self.dtype}, torch.float32 or None, got {self.out_dtype}")
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+        check = _checker_of(self, "m", "n", "k", "batch")
+        good = self.out_dtype in (None, self.dtype, torch.float32)
+        check(good, "out_dtype must be {}, float32 or None, got {}", self.dtype, self.out_dtype)
+        check(self.layout in LAYOUTS, "layout must be one of {}, got '{}'", ", ".join(LAYOUTS), self.layout)
 
     @property
     def a_major(self) -> str:
@@ -118,18 +120,15 @@ class W4Problem:
     b_major: ClassVar[str] = "k"
 
     def __post_init__(self):
-        _check_sizes(self, "m", "n", "k")
+        check, unit = _checker_of(self, "m", "n", "k"), weight_layout.MULTIPLE
         for name in ("n", "k"):
-            if getattr(self, name) % weight_layout.MULTIPLE:
-                raise ValueError(f"{name} must be a multiple of {weight_layout.MULTIPLE}, got {getattr(self, name)}")
+            check(getattr(self, name) % unit == 0, "{} must be a multiple of {}, got {}", name, unit, getattr(self, name))
         names = tuple(weight_formats.FORMATS)
-        if self.w4_format not in names:
-            raise ValueError(f"w4_format must be one of {', '.join(names)}, got {self.w4_format!r}")
-        size = self.group_size
-        if not isinstance(size, int) or not weight_formats.legal_group_size(self.w4_format, size):
-            raise ValueError(f"group_size must be {weight_formats.group_size_rule(self.w4_format)}, got {size!r}")
-        if self.zeros and weight_formats.FORMATS[self.w4_format].zero is None:
-            raise ValueError(f"zeros must be False for {self.w4_format}, which has no zero points")
+        check(self.w4_format in names, "w4_format must be one of {}, got '{}'", ", ".join(names), self.w4_format)
+        size, form = self.group_size, weight_formats.FORMATS[self.w4_format]
+        legal = weight_formats.legal_group_size(self.w4_format, size)
+        check(legal, "group_size must be {}, got {}", weight_formats.group_size_rule(self.w4_format), size)
+        check(not self.zeros or form.zero is not None, "zeros must be False for {}, which has no zero points, got True", self.w4_format)
         if size >= self.k:
             object.__setattr__(self, "group_size", -1)
 

@@ -32,7 +32,8 @@ def w4a16_gemm(
 
     Args:
       a: [..., k], float16 or bfloat16, of one dimension or more; the leading ones are m rows. k is a multiple of 8.
-      qweight: int32 [ceil(n / 64), ceil(k / 64), 512], codes packed by :func:`w4a16_pack` with the same ``w4_format``.
+      qweight: int32 [ceil(n / 64), ceil(k / 64), 512], codes packed by :func:`w4a16_pack` with the same ``w4_format``. A view that is not
+        contiguous, or that does not begin at a multiple of 16 bytes, is copied at every call; so are scales and zeros whose rows do not.
       scales: [G, n], G = ceil(k / group_size), of the type that ``w4_format`` says. n is a multiple of 8.
       zeros: [G, n], a's dtype, in units of codes, integers or fractions; int4 only. None is 8: symmetric weights.
       group_size: columns of W that share a scale and a zero: -1 (all of them, G = 1) or a power of two >= 32, unless ``w4_format``
@@ -52,7 +53,7 @@ def w4a16_gemm(
         "nvfp4": E2M1[code] * e4m3(scale), times alpha. scales float8_e4m3fn or their bytes in uint8; group_size must be 16.
       kernel: for measurements, as in :func:`minfer.gemm`, with a name of ``minfer.kernels("w4a16")`` of the same format; or
         "dequantize", which writes the weight out in 16 bits and multiplies by that.
-      out: D itself, a's dtype; as in :func:`minfer.gemm`. It may be ``c``, but must not overlap another argument.
+      out: D itself, a's dtype; as in :func:`minfer.gemm`. It may be ``c``, but must not overlap itself or another argument.
 
     Returns:
       D, [..., n] of a's dtype, contiguous (or ``out``). Any m >= 0.

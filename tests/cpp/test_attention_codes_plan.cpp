@@ -93,3 +93,25 @@ TEST_CASE(attention_over_codes_by_name) {
   CHECK(plan(chunk(WeightFormat::kInt8, 8, 2048, 8192, 24), &found).ok());
   CHECK(found.kernel->schedule == Schedule::kSplitKv);
 }
+
+// 64 prompts of 2048 tokens, 32 heads: each part of the keys takes more than a GiB.
+TEST_CASE(attention_refuses_splits_that_take_too_much_memory) {
+  AttentionPlan found;
+  AttentionProblem split = chunk(WeightFormat::kInt8, 64, 2048, 8192);
+  split.num_splits = 256;
+  Status const status = plan(split, &found);
+  CHECK(status.code == StatusCode::kNotSupported);
+  std::string const message = status.message, limit = "it can be at most ";
+  CHECK(message.find("num_splits = 256 would take a workspace of ") == 0);
+  size_t const at = message.find(limit);
+  CHECK(at != std::string::npos);
+  int64_t const most = std::stoll(message.substr(at + limit.size()));
+  CHECK(most > 1 && most < 256);
+  split.num_splits = most;
+  CHECK(plan(split, &found).ok() && found.workspace_bytes <= size_t(h200_properties().memory_bytes / 4));
+  split.num_splits = most + 1;
+  std::string const kernel = found.kernel->name;
+  CHECK(!plan(split, &found).ok() && !plan(split, &found, kernel.c_str()).ok());
+  split.num_splits = 1;
+  CHECK(plan(split, &found).ok() && found.workspace_bytes == 0);
+}

@@ -60,4 +60,7 @@ char const* build_cutlass_version();
 /// Fills `properties` for a device of this machine. kNotSupported in a build without CUDA.
 Status query_device(int32_t device_index, DeviceProperties* properties);
 
+/// Bytes of a device's memory: those that no process has, and all. It becomes the calling thread's device. kNotSupported without CUDA.
+Status query_memory(int32_t device_index, int64_t* free, int64_t* total);
+
 }  // namespace minfer

@@ -75,6 +75,7 @@ struct DeviceProperties {
                                            // cluster share a GPC, so 132 SMs hold fewer than 33 clusters of 4
   int32_t smem_per_block = 0;              // bytes, with opt-in
   int64_t l2_bytes = 0;
+  int64_t memory_bytes = 0;   // all of it; 0: unknown
   double read_bandwidth = 0;  // bytes / us, sustained
   double matrix_rate = 0;     // 16-bit multiply-adds x 2 / us, dense, sustained
 

@@ -22,6 +22,8 @@ constexpr size_t kCounterBytes = 256;
 // Of a KV head; up to here the split-KV kernel is no slower (H200, 16 rows, 64 sequences of 2048 keys: 136 us, by tiles of queries 140).
 constexpr int64_t kDecodeRows = 32;
 constexpr int64_t kMinKeys = 128;  // of a CTA
+// Of a device's memory, what num_splits may ask for: each part of each unit has a slot, and many splits of many queries would be hundreds of GiB.
+constexpr double kMostOfMemory = 0.25;
 
 bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
 
@@ -224,7 +226,8 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     int64_t const units = tiles * p.heads_kv / plan.lockstep, ranges = workers / plan.lockstep;
     plan.ctas = (p.num_splits > 0 ? std::clamp<int64_t>(units * p.num_splits, 1, ranges) : ranges) * plan.lockstep;
     plan.slots = p.num_splits > 0 ? units * p.num_splits * plan.lockstep : plan.ctas;
-    plan.workspace_bytes = size_t(plan.slots * rows * (kernel.tile_k / 64) * kPacketsOfChunk * 16);
+    // One part of a unit is its output, and left in no slot.
+    plan.workspace_bytes = p.num_splits == 1 ? 0 : size_t(plan.slots * rows * (kernel.tile_k / 64) * kPacketsOfChunk * 16);
     plan.predicted_us = std::max(predict_decode_us(kernel, p, device), plan.floor_us);
     return plan;
   }
@@ -238,6 +241,18 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
   }
   plan.workspace_bytes = plan.counted ? kCounterBytes : 0;
   return plan;
+}
+
+/// Refuses parts that take more memory than they may.
+Status check_splits(AttentionPlan const& plan, AttentionProblem const& p, DeviceProperties const& device) {
+  double const bytes = double(plan.workspace_bytes), most = kMostOfMemory * double(device.memory_bytes);
+  if (p.num_splits == 0 || device.memory_bytes == 0 || bytes <= most) return Status::success();
+  constexpr double kGiB = double(1 << 30);
+  return Status::failure(StatusCode::kNotSupported,
+                         "num_splits = %lld would take a workspace of %.1f GiB for the parts of %lld tokens and %lld KV heads, more than a "
+                         "quarter of the device's %.1f GiB; with these it can be at most %lld",
+                         (long long)p.num_splits, bytes / kGiB, (long long)p.tokens_q, (long long)p.heads_kv,
+                         double(device.memory_bytes) / kGiB, (long long)std::max(1.0, most * double(p.num_splits) / bytes));
 }
 
 /// Whether the analytic model takes it into account: rows few enough for a cache are the split-KV kernel's. More may be either's: tiles that
@@ -296,7 +311,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     *plan = describe(*kernel, problem, device);
     plan->source = PlanSource::kOverride;
     std::snprintf(plan->reason, sizeof(plan->reason), "asked for by name");
-    return Status::success();
+    return check_splits(*plan, problem, device);
   }
   int candidates = 0;
   auto const [begin, end] = candidates_of_family();
@@ -321,7 +336,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   }
   std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted microseconds of %d candidates: %.1f, floor %.1f", candidates,
                 plan->predicted_us, plan->floor_us);
-  return Status::success();
+  return check_splits(*plan, problem, device);
 }
 
 Status run_attention(AttentionPlan const& plan, AttentionProblem const& problem, AttentionOperands const& operands,

@@ -15,6 +15,7 @@ DeviceProperties h200_properties() {
   for (int i = 0; i < 4; ++i) p.max_clusters[i] = clusters[i];
   p.smem_per_block = 232448;
   p.l2_bytes = int64_t(60) << 20;
+  p.memory_bytes = int64_t(143771) << 20;
   p.read_bandwidth = 4.45e6;  // bytes / us
   p.matrix_rate = 750e6;      // flop / us
   return p;
@@ -24,6 +25,11 @@ DeviceProperties h200_properties() {
 Status bind_context(DeviceProperties const&) { return Status::success(); }
 
 Status query_device(int32_t device_index, DeviceProperties*) {
+  return Status::failure(StatusCode::kNotSupported, "device %d cannot be queried: this build has no CUDA (configure with MINFER_CUDA=ON)",
+                         device_index);
+}
+
+Status query_memory(int32_t device_index, int64_t*, int64_t*) {
   return Status::failure(StatusCode::kNotSupported, "device %d cannot be queried: this build has no CUDA (configure with MINFER_CUDA=ON)",
                          device_index);
 }

@@ -51,6 +51,7 @@ Status query_device(int32_t device_index, DeviceProperties* properties) {
   out.sm_count = p.multiProcessorCount;
   out.smem_per_block = int32_t(p.sharedMemPerBlockOptin);
   out.l2_bytes = p.l2CacheSize;
+  out.memory_bytes = int64_t(p.totalGlobalMem);
   out.max_clusters[0] = p.multiProcessorCount;
   if (p.major >= 9) {
     int current = -1;
@@ -79,6 +80,15 @@ Status query_device(int32_t device_index, DeviceProperties* properties) {
   }
   *properties = out;
   return Status::success();
+}
+
+Status query_memory(int32_t device_index, int64_t* free, int64_t* total) {
+  size_t free_bytes = 0, total_bytes = 0;
+  cudaError_t error = cudaSetDevice(device_index);
+  if (error == cudaSuccess) error = cudaMemGetInfo(&free_bytes, &total_bytes);
+  *free = int64_t(free_bytes);
+  *total = int64_t(total_bytes);
+  return cuda_status(error, "cudaMemGetInfo");
 }
 
 }  // namespace minfer

@@ -122,7 +122,7 @@ def _check(where: str, weight: W4Weight | W8Weight | W4Experts) -> None:
     check(name in names, "w{}_format must be one of {}, got '{}'", bits, ", ".join(names), name)
     for size in ("n", "k"):
         extent = getattr(weight, size)
-        check(is_integer(extent) and extent > 0, "{} must be a positive integer, got {!r}", size, extent)
+        check(is_integer(extent) and extent > 0, "{} must be a positive integer, got {}", size, extent)
     n, k, form = weight.n, weight.k, weight_formats.FORMATS[name]
     check_group_size(check, weight.group_size, name)
     types = DTYPES if form.scale_type is None else (torch.uint8,)

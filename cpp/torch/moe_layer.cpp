@@ -1,0 +1,128 @@
+#include "moe_layer.h"
+
+#include <algorithm>
+
+#include "minfer/moe_routing.h"
+#include "readable.h"
+#include "torch_calls.h"
+
+namespace minfer::torch_binding {
+
+namespace {
+
+/// Parts of one piece of memory, each 256-byte aligned, as torch's allocations are.
+class Parts {
+ public:
+  /// The next part's place in it.
+  int64_t add(int64_t bytes) {
+    int64_t const place = bytes_;
+    bytes_ += round_up(bytes, 256);
+    return place;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  int64_t bytes_ = 0;
+};
+
+}  // namespace
+
+void check_tokens(char const* op, Tensor const& x) {
+  if (x.dim() != 2) fail(op, ": x must be [tokens, hidden], got ", x);
+  check_16bit(op, "x", x);
+}
+
+void check_layer(char const* op, LayerArguments const& arguments, int64_t experts, int64_t n, char const* w13) {
+  auto const& [x, weights, ids, b13, b2, activation, gate_layout] = arguments;
+  Beside const beside{"x", x};
+  if (ids.dim() != 2) fail(op, ": ids must be [tokens, top_k], got ", ids);
+  int64_t const tokens = x.size(0), hidden = x.size(1), top_k = ids.size(1);
+  check_operand(op, "ids", ids, ScalarType::Int, {tokens, top_k}, beside);
+  check_operand(op, "weights", weights, ScalarType::Float, {tokens, top_k}, beside);
+  if (b13) check_operand(op, "b13", *b13, x.scalar_type(), {experts, n}, beside);
+  if (b2) check_operand(op, "b2", *b2, x.scalar_type(), {experts, hidden}, beside);
+  check_gate(op, w13, "rows", n, activation, true, gate_layout);
+}
+
+GroupedCall layer_product(char const* op, LayerArguments const& arguments, int64_t experts, int64_t n, int64_t k, bool gated) {
+  static std::string const none = "none", halves = "halves";
+  GroupedCall call{op};
+  GroupedProblem& p = call.problem;
+  p.rows = arguments.ids.numel();
+  p.experts = experts;
+  p.n = n;
+  p.k = k;
+  p.type = data_type(arguments.x.scalar_type());
+  p.gated = gated;
+  set_activation(&call, gated ? arguments.activation : none, gated ? arguments.gate_layout : halves);
+  set_bias(&call, gated ? "b13" : "b2", gated ? arguments.b13 : arguments.b2);
+  return call;
+}
+
+Tensor run_layer(char const* op, LayerArguments const& arguments, GroupedCall& up, GroupedCall& down, OnDevice const& on) {
+  std::optional<std::string> const any_kernel;
+  Tensor const& x = arguments.x;
+  Tensor const ids = contiguous(op, "ids", arguments.ids), weights = contiguous(op, "weights", arguments.weights);
+  int64_t const tokens = x.size(0), hidden = x.size(1), pairs = ids.numel(), inter = up.columns(), experts = up.problem.experts;
+  int64_t const bytes = x.element_size(), numbers = 4;
+
+  // Plans first: they say how much memory is needed, and want to know of it only that it is aligned.
+  bool const quantised = up.problem.b_format != WeightFormat::kDense;
+  set_rows(&up, "x", quantised ? aligned_rows(op, "x", x) : x);
+  up.problem.gathered = true;
+  set_output(&up, nullptr, inter);
+  set_rows(&down, nullptr, pairs, pairs > 1 ? inter : round_up(inter, 8));
+  set_output(&down, nullptr, hidden);
+  GroupedPlan const plan_up = is_empty(up) ? GroupedPlan() : plan_of(up, any_kernel, on);
+  GroupedPlan const plan_down = is_empty(down) ? GroupedPlan() : plan_of(down, any_kernel, on);
+
+  Parts parts;
+  int64_t const token_index = parts.add(pairs * numbers), scale = parts.add(pairs * numbers), inverse = parts.add(pairs * numbers);
+  int64_t const offsets = parts.add(experts * numbers), h = parts.add(pairs * inter * bytes);
+  // The second product writes where the first one is done with its workspace: launches on a stream follow each other.
+  int64_t const y = parts.add(std::max(pairs * hidden * bytes, int64_t(plan_up.workspace_bytes)));
+  int64_t const workspace = parts.add(int64_t(plan_down.workspace_bytes));
+  Tensor const memory = allocate(op, x, {parts.bytes()}, ScalarType::Byte, "what lies between the products of x ", x, ", ids ", ids, ", ",
+                                 experts, " experts and inter = ", inter);
+  Tensor const out = allocate(op, x, {tokens, hidden}, x.scalar_type(), "the output of x ", x);
+  auto const at = [&](int64_t place) { return static_cast<char*>(memory.data_ptr()) + place; };
+
+  ExpertSort sort;
+  sort.ids = static_cast<int32_t const*>(ids.data_ptr());
+  sort.tokens = tokens;
+  sort.top_k = ids.size(1);
+  sort.experts = experts;
+  sort.token_index = reinterpret_cast<int32_t*>(at(token_index));
+  sort.offsets = reinterpret_cast<int32_t*>(at(offsets));
+  sort.inverse = reinterpret_cast<int32_t*>(at(inverse));
+  if (pairs > 0) {
+    sort.weights = static_cast<float const*>(weights.data_ptr());
+    sort.sorted_weights = reinterpret_cast<float*>(at(scale));
+  }
+  Status status = sort_by_expert(sort, on.properties(), on.programmatic(), on.stream());
+  if (!status.ok()) fail(op, ": sorting ids ", ids, ": ", status.message);
+
+  up.operands.gather = sort.token_index;
+  up.operands.offsets = down.operands.offsets = sort.offsets;
+  up.operands.d = at(h);
+  down.operands.a = at(h);
+  down.operands.row_scale = sort.sorted_weights;
+  down.operands.d = at(y);
+  if (!is_empty(up)) run(up, plan_up, at(y), on);
+  if (!is_empty(down)) run(down, plan_down, at(workspace), on);
+
+  ExpertSum sum;
+  sum.y = at(y);
+  sum.type = data_type(x.scalar_type());
+  sum.rows = pairs;
+  sum.n = sum.ld = hidden;
+  sum.inverse = sort.inverse;
+  sum.tokens = tokens;
+  sum.top_k = ids.size(1);
+  sum.out = out.data_ptr();
+  status = sum_experts(sum, on.programmatic(), on.stream());
+  if (!status.ok()) fail(op, ": the sum of ids ", ids, " rows of ", hidden, ": ", status.message);
+  return out;
+}
+
+}  // namespace minfer::torch_binding

@@ -1,0 +1,112 @@
+// A torch tensor as the bindings see it: what they ask of it is asked once, for every question is a call through the stable ABI's C functions.
+// Only cpp/torch includes torch's headers.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+#include <iosfwd>
+#include <memory>
+#include <vector>
+
+#include "minfer/types.h"
+
+namespace minfer::torch_binding {
+
+using torch::headeronly::ScalarType;
+/// Extents, or strides, of a tensor's modes; they lie elsewhere, those in braces as long as the call that takes them.
+using Shape = torch::headeronly::IntHeaderOnlyArrayRef;
+
+/// Extents, or strides, that lie here: of up to eight modes on the stack.
+class OwnShape {
+ public:
+  explicit OwnShape(size_t modes) : count_(modes) {
+    if (modes > few_.size()) many_.resize(modes);
+  }
+  explicit OwnShape(Shape from) : OwnShape(from.size()) { std::copy(from.begin(), from.end(), data()); }
+
+  int64_t* data() { return many_.empty() ? few_.data() : many_.data(); }
+  int64_t& operator[](size_t mode) { return data()[mode]; }
+  int64_t& back() { return data()[count_ - 1]; }
+  size_t size() const { return count_; }
+  operator Shape() const { return {many_.empty() ? few_.data() : many_.data(), count_}; }
+
+ private:
+  size_t count_;
+  std::array<int64_t, 8> few_;
+  std::vector<int64_t> many_;
+};
+
+/// A reference, as at::Tensor is; empty: no tensor. Its tensor must not be resized meanwhile.
+class Tensor {
+ public:
+  Tensor() = default;
+  /// Takes the handle over.
+  explicit Tensor(AtenTensorHandle handle);
+
+  bool defined() const { return handle_ != nullptr; }
+  AtenTensorHandle handle() const { return handle_.get(); }
+
+  int64_t dim() const { return dim_; }
+  Shape sizes() const { return {sizes_, size_t(dim_)}; }
+  Shape strides() const { return {strides_, size_t(dim_)}; }
+  int64_t size(int64_t mode) const { return sizes_[mode]; }
+  int64_t stride(int64_t mode) const { return strides_[mode]; }  // in elements
+  int64_t numel() const;
+  bool is_contiguous() const;
+  ScalarType scalar_type() const { return type_; }
+  int64_t element_size() const { return element_size_; }
+  void* data_ptr() const { return data_; }
+  bool is_aligned(int64_t bytes) const { return reinterpret_cast<uintptr_t>(data_) % uint64_t(bytes) == 0; }
+  bool is_cuda() const;
+  bool is_cpu() const;
+  int32_t device_type() const { return device_type_; }  // as the C functions number them
+  int32_t device() const { return device_; }
+
+ private:
+  std::shared_ptr<AtenTensorOpaque> handle_;
+  int64_t const *sizes_ = nullptr, *strides_ = nullptr;  // torch's own
+  void* data_ = nullptr;
+  int32_t dim_ = 0, element_size_ = 0, device_type_ = -1, device_ = -1;
+  ScalarType type_ = ScalarType::Undefined;
+};
+
+bool same(Shape a, Shape b);
+
+/// A tensor in a message is its shape, "[2, 3]".
+std::ostream& operator<<(std::ostream& out, Tensor const& x);
+/// A shape in a message: ArrayRef's own operator has other parentheses.
+struct Listed {
+  Shape shape;
+};
+std::ostream& operator<<(std::ostream& out, Listed const& x);
+/// Where a tensor is, in a message: "cuda:1".
+struct PlaceOf {
+  Tensor const& x;
+};
+std::ostream& operator<<(std::ostream& out, PlaceOf const& x);
+
+/// Types as the C functions number them; those that no operator takes are Undefined.
+ScalarType type_of_code(int32_t code);
+int32_t type_code(ScalarType type);
+int64_t bytes_of(ScalarType type);
+inline bool is_16bit_float(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
+/// float32 where it is no 16-bit float.
+DataType data_type(ScalarType type);
+
+/// Largest power of two, at most 16, that divides all of `values` (bytes).
+inline int32_t common_alignment(std::initializer_list<uint64_t> values) {
+  uint64_t bits = 16;
+  for (uint64_t value : values) bits |= value;
+  return int32_t(bits & (~bits + 1));
+}
+inline uint64_t address_of(void const* data) { return reinterpret_cast<uintptr_t>(data); }
+
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+}  // namespace minfer::torch_binding
