@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import bad_calls, late_writer, modes
 from .arena import Arena, Storage, draw_layout
-from .compare import mismatch
+from .compare import Expected, mismatch
 from .draw import Data, Draw
 from .families import FAMILIES
 from .family import Contents, Family, Parameters, limits_of
@@ -73,6 +73,7 @@ class _Case:
         self.draw = Draw(f"{seed}/{name}")
         self.data = Data(device, self.draw.getrandbits(62))
         self.p: Parameters = {}
+        self.wants: list[Expected] = []
 
     def run(self) -> None:
         family, draw = self.family, self.draw
@@ -141,9 +142,39 @@ class _Case:
     def _mode(self, mode: str, call: modes.Call, want: dict[str, Tensor], contents: Contents, other: Contents | None) -> str | None:
         if mode == "graph":
             return modes.graph(call, want, other)
+        if mode == "forced":
+            return self._forced(call)
         if mode == "late":
             return late_writer.late(call, contents, other, self.draw)
         return getattr(modes, mode)(call, want)
+
+    def _forced(self, call: modes.Call) -> str | None:
+        """By kernels that would not be chosen: each is right, or refuses and says why."""
+        family, p, draw = self.family, self.p, self.draw
+        form = p.get("format") or p.get("kv_format") or "dense"
+        names = modes.kernels_of(family.kernels, p["dtype"], "dense" if form == "16bit" else form)
+        if family.kernels == "w4a16":
+            names = [*names, "dequantize"]
+        for name in draw.sample(names, min(len(names), 4)):
+            if family.kernels == "gemm" and draw.chance(0.4):
+                name += draw.pick("@decomposition=split_k,splits=3", "@decomposition=stream_k", "@decomposition=persistent,swizzle=4")
+            call.arena.restore(call.written)
+            try:
+                results = family.call(p | {"extra": {"kernel": name}}, call.tensors())
+            except RuntimeError as error:
+                if "kernel" not in str(error):
+                    raise
+                continue
+            modes.synchronize(self.device)
+            for want in self.wants:
+                problem = mismatch(results[want.name], want, strided=family.out(p) is not None)
+                self.result.comparisons += 1
+                if problem:
+                    return f"by {name}: {problem}"
+            changed = call.arena.changed(call.written)
+            if changed:
+                return f"by {name}: {changed[0]}"
+        return None
 
     def _modes(self, call: modes.Call) -> list[str]:
         draw = self.draw
@@ -159,6 +190,8 @@ class _Case:
             del chances["other_device"]
         if not self.family.traced:
             return [mode for mode, chance in chances.items() if mode != "fake" and draw.chance(chance)]
+        if self.family.kernels:
+            chances["forced"] = 0.25
         if torch.cuda.get_device_capability(self.device) >= (9, 0):
             chances["late"] = 0.08
         chosen = [mode for mode, chance in chances.items() if draw.chance(chance)]
@@ -178,7 +211,8 @@ class _Case:
             target = call.tensors()[p.get("out_is", "out")]
             if results["out"].data_ptr() != target.data_ptr() or results["out"].stride() != target.stride():
                 result.failures.append("what was returned is not out")
-        for want in family.expect_of_results(p, contents, before, results):
+        self.wants = family.expect_of_results(p, contents, before, results)
+        for want in self.wants:
             strided = form is not None and want.name == "out"
             problem = mismatch(results[want.name], want, strided=strided)
             result.comparisons += 1

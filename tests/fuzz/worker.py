@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -18,6 +19,15 @@ class Plan:
     names: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     threads: int = 1
+
+
+def _meet_fate(name: str) -> None:
+    """For the tests of the supervisor: MINFER_FUZZ_FATE has die:CASE and hang:CASE."""
+    fates = os.environ.get("MINFER_FUZZ_FATE", "").split()
+    if f"die:{name}" in fates:
+        os._exit(7)
+    if f"hang:{name}" in fates:
+        time.sleep(3600)
 
 
 def work(plan: Plan, pipe: Connection) -> None:
@@ -37,6 +47,7 @@ def work(plan: Plan, pipe: Connection) -> None:
     while not plan.names or index < len(plan.names):
         name = plan.names[index] if plan.names else case_of(plan.seed, index, list(plan.families))
         pipe.send(("begin", index, name))
+        _meet_fate(name)
         result = run_case(name, plan.seed, device)
         pipe.send(("end", index, result.as_dict()))
         if result.fatal:
