@@ -54,6 +54,7 @@ class Family:
     share = 1.0  # of the cases of a run over all families
     views: Mapping[str, arena.Rule] = {}  # of its tensor arguments; arena.VIEW of those not named
     in_place: tuple[str, ...] = ()  # arguments that the operator writes without being asked to by out=
+    error: type[Exception] = RuntimeError  # of calls that cannot be right
     kernels = ""  # the family of minfer.kernels() that kernel= may name
     traced = True  # whether it can be one graph of torch.compile, and has a rule for tensors without contents
 
