@@ -16,7 +16,7 @@ from .arena import Arena, Storage, draw_layout, far_modes
 from .compare import Expected, mismatch
 from .draw import Data, Draw
 from .families import FAMILIES
-from .family import Contents, Family, Parameters, limits_of
+from .family import Contents, Family, Hostile, Parameters, limits_of
 
 
 @dataclass
@@ -233,9 +233,9 @@ class _Case:
             result.comparisons += 1
             if problem:
                 result.failures.append(problem)
-        return copies_of(results) if not result.failures else None
+        return modes.copies(results) if not result.failures else None
 
-    def _hostile(self, call: modes.Call, hostile: Any) -> None:
+    def _hostile(self, call: modes.Call, hostile: Hostile) -> None:
         """On CUDA memory stays intact and, where they are defined, values are right; the CPU refuses."""
         family, p, result = self.family, self.p, self.result
         before = {name: call.arena.before(name) for name in call.written}
@@ -272,10 +272,6 @@ class _Case:
         self.result.comparisons += 1
         self.result.failures += bad_calls.judge(self.family, self.p, contents, wrong, self.device)
         return True
-
-
-def copies_of(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    return modes.copies(results)
 
 
 def describe(p: Parameters) -> str:

@@ -74,7 +74,7 @@ class _Watched:
                         fate = f"hangs: no answer within {self.patience if ready else START:.0f} s"
                         break
                     message = ours.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     self.process.join(10)
                     fate = f"ended the process (exit code {self.process.exitcode})"
                     break
