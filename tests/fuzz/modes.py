@@ -18,12 +18,11 @@ THREADS = 4
 
 
 class Call:
-    """A case's operator on the operands of an arena; results are copies, so that nothing that runs later changes them."""
+    """A case's operator on the operands of an arena."""
 
     def __init__(self, family: Family, p: Parameters, arena: Arena, names: list[str]):
         self.family, self.p, self.arena, self.names = family, p, arena, names
         self.written = family.written(p)
-        self.inputs_written = [name for name in self.written if name != "out"]
 
     def tensors(self, arena: Arena | None = None) -> dict[str, Tensor | None]:
         views = (arena or self.arena).views()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 from . import bad_calls, late_writer, modes
-from .arena import Arena, Storage, draw_layout
+from .arena import Arena, Storage, draw_layout, far_modes
 from .compare import Expected, mismatch
 from .draw import Data, Draw
 from .families import FAMILIES
-from .family import Contents, Family, Parameters, limits_of
+from .family import Contents, Family, Hostile, Parameters, limits_of
 
 
 @dataclass
@@ -40,12 +41,12 @@ def case_of(seed: int, index: int, only: list[str] | None = None) -> str:
     return f"{Draw(f'{seed}/{index}').weighted(shares)}:{index}"
 
 
-def run_case(name: str, seed: int, device: torch.device) -> Result:
-    """``name``: FAMILY:INDEX."""
+def run_case(name: str, seed: int, device: torch.device, announce: Callable[[str], None] = lambda parameters: None) -> Result:
+    """``name``: FAMILY:INDEX. ``announce`` is told what was drawn before it is called."""
     family_name, _, _ = name.partition(":")
     result, begin = Result(name), time.monotonic()
     try:
-        _Case(FAMILIES[family_name], name, seed, device, result).run()
+        _Case(FAMILIES[family_name], name, seed, device, result).run(announce)
     except Exception as error:  # noqa: BLE001  an operator that raises is a failure like others
         result.failures.append(f"raised {type(error).__name__}: {_first_lines(error)} [{_place(error)}]")
     if device.type == "cuda":
@@ -75,7 +76,7 @@ class _Case:
         self.p: Parameters = {}
         self.wants: list[Expected] = []
 
-    def run(self) -> None:
+    def run(self, announce: Callable[[str], None]) -> None:
         family, draw = self.family, self.draw
         kind = draw.weighted({"legal": 80, "bad": 12, "hostile": 8})
         self.p = family.draw(draw, limits_of(self.device))
@@ -83,6 +84,7 @@ class _Case:
         contents = family.fill(self.p, draw, self.data)
         hostile = family.hostile(self.p, contents, draw) if kind == "hostile" else None
         arena = self._arena(contents)
+        announce(f"{kind}: {self.result.parameters}" + (f"; {hostile.what}" if hostile is not None else ""))
         if kind == "bad" and self._bad(arena, contents):
             return
         call = modes.Call(family, self.p, arena, list(contents.tensors))
@@ -98,9 +100,11 @@ class _Case:
     def _arena(self, contents: Contents) -> Arena:
         """Places contents; where a view repeats elements, they become what it shows."""
         arena, layouts = Arena(self.device), []
+        far = self._far_operand(contents)
         for name, x in contents.tensors.items():
             if x is not None:
-                layout = draw_layout(self.draw, self.family.rule(self.p, name), x.shape, x.dtype)
+                mode = far[1] if far is not None and far[0] == name else None
+                layout = draw_layout(self.draw, self.family.rule(self.p, name), x.shape, x.dtype, far=mode)
                 arena.put(name, x, layout)
                 contents.tensors[name] = arena.storages[name].content()
                 layouts.append(self._layout_text(name, arena.storages[name]))
@@ -112,6 +116,16 @@ class _Case:
         arena.remember()
         self.result.parameters += "; " + ", ".join(text for text in layouts if text)
         return arena
+
+    def _far_operand(self, contents: Contents) -> tuple[str, int] | None:
+        """Rarely, an operand of 16 bits or fewer of which a mode spans 2^31 elements."""
+        if self.device.type != "cuda" or not self.draw.chance(0.005):
+            return None
+        found = []
+        for name, x in contents.tensors.items():
+            if x is not None and x.dtype.itemsize <= 2:
+                found += [(name, mode) for mode in far_modes(self.family.rule(self.p, name), x.shape)]
+        return self.draw.choice(found) if found else None
 
     @staticmethod
     def _layout_text(name: str, storage: Storage) -> str:
@@ -138,6 +152,7 @@ class _Case:
             if problem:
                 self.result.failures.append(f"{mode}: {problem}")
             modes.synchronize(device)
+        self.result.failures += call.arena.changed(call.written)
 
     def _mode(self, mode: str, call: modes.Call, want: dict[str, Tensor], contents: Contents, other: Contents | None) -> str | None:
         if mode == "graph":
@@ -218,9 +233,9 @@ class _Case:
             result.comparisons += 1
             if problem:
                 result.failures.append(problem)
-        return copies_of(results) if not result.failures else None
+        return modes.copies(results) if not result.failures else None
 
-    def _hostile(self, call: modes.Call, hostile: Any) -> None:
+    def _hostile(self, call: modes.Call, hostile: Hostile) -> None:
         """On CUDA memory stays intact and, where they are defined, values are right; the CPU refuses."""
         family, p, result = self.family, self.p, self.result
         before = {name: call.arena.before(name) for name in call.written}
@@ -257,10 +272,6 @@ class _Case:
         self.result.comparisons += 1
         self.result.failures += bad_calls.judge(self.family, self.p, contents, wrong, self.device)
         return True
-
-
-def copies_of(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    return modes.copies(results)
 
 
 def describe(p: Parameters) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -31,10 +32,12 @@ def _meet_fate(name: str) -> None:
 
 
 def work(plan: Plan, pipe: Connection) -> None:
-    """Sends ("ready",), then ("begin", index, name) and ("end", index, result) of each case; ("done",) where names come to an end."""
+    """Sends ("ready",), then ("begin", index, name), ("drawn", parameters) and ("end", index, result) of each case; ("done",) where names
+    come to an end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the watcher ends it
     import torch
 
+    warnings.filterwarnings("ignore", message="torch.searchsorted")  # of strided weights that are quantised
     torch.set_num_threads(plan.threads)
     from .runner import case_of, run_case
 
@@ -48,7 +51,7 @@ def work(plan: Plan, pipe: Connection) -> None:
         name = plan.names[index] if plan.names else case_of(plan.seed, index, list(plan.families))
         pipe.send(("begin", index, name))
         _meet_fate(name)
-        result = run_case(name, plan.seed, device)
+        result = run_case(name, plan.seed, device, lambda parameters: pipe.send(("drawn", parameters)))
         pipe.send(("end", index, result.as_dict()))
         if result.fatal:
             os._exit(3)  # a lost CUDA context: an orderly end would raise again
