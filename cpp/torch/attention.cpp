@@ -207,7 +207,7 @@ std::tuple<Tensor, Tensor> attention(Tensor const& q, Tensor const& k, Tensor co
   p.seqlen_k = k.size(1);
   p.tokens_q = p.batch * p.seqlen_q;
   p.tokens_k = p.batch * p.seqlen_k;
-  OnDevice const on(q);
+  OnDevice const on(op, q);
   set_sinks(&call, sinks);
   return launch(call, {p.batch, p.seqlen_q, p.heads_q, p.head_dim_v}, {p.batch, p.heads_q, p.seqlen_q}, on);
 }
@@ -232,7 +232,7 @@ std::tuple<Tensor, Tensor> attention_varlen(Tensor const& q, Tensor const& k, Te
   p.tokens_k = k.size(0);
   p.seqlen_q = std::min(max_seqlen_q, p.tokens_q);
   p.seqlen_k = std::min(max_seqlen_k, p.tokens_k);
-  OnDevice const on(q);
+  OnDevice const on(op, q);
   set_sinks(&call, sinks);
   call.operands.cu_seqlens_q = call.keep_lengths("cu_seqlens_q", cu_seqlens_q);
   call.operands.cu_seqlens_k = call.keep_lengths("cu_seqlens_k", cu_seqlens_k);
@@ -327,7 +327,7 @@ std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cach
   p.groups_v = groups.groups_v;
   check_cache_strides(op, k_cache, v_cache);
   set_options(&call, {causal, scale, window_left, -1, softcap, sinks});
-  OnDevice const on(q);
+  OnDevice const on(op, q);
   AttentionOperands& o = call.operands;
   set_sinks(&call, sinks);
   set_scales(&call, scales);
@@ -364,7 +364,7 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   options.only_runnable = only_runnable;
   if (kernel) options.kernel = kernel->c_str();
   AttentionPlan plan;
-  Status const status = plan_attention(p, device < 0 ? h200_properties() : device_properties(int32_t(device)), options, &plan);
+  Status const status = plan_attention(p, device_properties(op, device), options, &plan);
   if (!status.ok()) fail(op, ": ", status.message);
   Json json;
   json.open('{').key("kernel").value(plan.kernel->name).key("pack").value(plan.pack).key("counted").value(plan.counted);

@@ -113,7 +113,7 @@ Tensor grouped_w4a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& 
   ExpertWeights const w = weights_of(op, qweight, scales, zeros, alpha, w4_format, group_size);
   GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gated ? kBlocks : kHalves, kernel};
   int64_t const rows = check_call(op, a, w, offsets, arguments);
-  OnDevice const on(a);
+  OnDevice const on(op, a);
   GroupedCall call = described(op, a, w, offsets, rows, arguments);
   return launch(call, kernel, a, on);
 }
@@ -130,7 +130,7 @@ Tensor grouped_w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor con
   check_grouped_out(op, out, rows, gated ? w.n() / 2 : w.n(), {"a", a});
   check_no_overlap(op, out, "qweight", qweight);
   check_no_overlap(op, out, "scales", scales);
-  OnDevice const on(a);
+  OnDevice const on(op, a);
   GroupedCall call = described(op, a, w, offsets, rows, arguments);
   launch_out(call, kernel, out, on);
   return out;
@@ -156,7 +156,7 @@ Tensor moe_ffn_w4a16(Tensor const& x, Tensor const& w13, Tensor const& w13_scale
   check_weights(op, second, hidden, n / 2, beside);
   LayerArguments const arguments{x, weights, ids, b13, b2, activation, kBlocks};
   check_layer(op, arguments, experts, n, "w13");
-  OnDevice const on(x);
+  OnDevice const on(op, x);
   GroupedCall up = layer_product(op, arguments, experts, n, hidden, true);
   set_weights(&up, first);
   GroupedCall down = layer_product(op, arguments, experts, hidden, n / 2, false);

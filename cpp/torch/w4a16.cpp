@@ -295,13 +295,13 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
     if (!status.ok()) fail(op, ": ", status.message);
     if (k == 0) fail(op, ": kernel ", override.name, " cannot compute this problem: it needs k > 0");
     plan = &forced;
-  } else if (k > 0 && (first_asked || cached_dequantize_first(op, problem, on.index()))) {
+  } else if (k > 0 && (first_asked || cached_dequantize_first(op, problem, on))) {
     dense = dequantized_weight(call, w, on);
     problem = dequantized(problem);
     operands.b = dense.data_ptr();
     operands.ldb = k;
   }
-  if (plan == nullptr) plan = &cached_plan(op, problem, on.index());
+  if (plan == nullptr) plan = &cached_plan(op, problem, on);
   Workspace const workspace(op, out, plan->workspace_bytes, plan->kernel->name, " on a ", call.a, " and a weight [", n, ", ", k, ']');
   Status const status = run_gemm(*plan, problem, operands, on.properties(), workspace.data(), workspace.bytes(), on.stream());
   if (!status.ok()) {
@@ -316,7 +316,7 @@ Tensor allocate_output(Call const& call) {
 
 Tensor gemm_quantized(Call const& call) {
   check_call(call);
-  OnDevice const on(call.a);
+  OnDevice const on(call.op, call.a);
   Tensor const out = allocate_output(call);
   run(call, out, on);
   return out;
@@ -338,7 +338,7 @@ Tensor gemm_quantized_out(Call const& call, Tensor const& out) {
   if (call.perm) check_no_overlap(op, out, "perm", *call.perm);
   if (call.bias) check_no_overlap(op, out, "bias", *call.bias);
   if (call.c && !is_same_view(out, *call.c)) check_no_overlap(op, out, "c", *call.c);
-  OnDevice const on(a);
+  OnDevice const on(op, a);
   if (out.is_contiguous()) {
     run(call, out, on);
   } else {
@@ -355,7 +355,7 @@ Tensor pack(char const* op, WeightFormat format, Tensor const& codes) {
   int64_t const n = codes.size(0), k = codes.size(1);
   if (n % 8 != 0) fail(op, ": codes must have n rows, a multiple of 8, got ", codes);
   if (k % 8 != 0) fail(op, ": codes must have k columns, a multiple of 8, got ", codes);
-  OnDevice const on(codes);
+  OnDevice const on(op, codes);
   Tensor const rows = unit_rows(op, "codes", codes);
   Tensor const packed = allocate(op, codes, packed_shape(format, n, k), ScalarType::Int, "the packed weight of codes ", codes);
   Status const status =
@@ -378,7 +378,7 @@ Tensor dequantize(char const* op, PackedWeight const& weight, int64_t n, int64_t
   if (n < 0 || k < 0) fail(op, ": n and k must not be negative, got ", n, " and ", k);
   if (scales.dim() != 2 || scales.size(1) != n) fail(op, ": scales must be [groups, n] with n = ", n, ", got ", scales);
   check_weight(op, weight, n, k);
-  OnDevice const on(qweight);
+  OnDevice const on(op, qweight);
   Weight const w = describe(op, weight, n, k);
   Tensor const out = allocate(op, scales, {n, k}, type, "the weight [", n, ", ", k, "] in 16 bits");
   Status const status = dequantize_weight(w.described(), data_type(type), out.data_ptr(), on.stream());
