@@ -125,10 +125,11 @@ def threads(call: Call, want: dict[str, Tensor]) -> str | None:
     device = call.arena.device
     arenas = [call.own() for _ in range(THREADS)]
     synchronize(device)
-    ready = threading.Barrier(THREADS)
+    ready, cores = threading.Barrier(THREADS), torch.get_num_threads()
 
     def work(i: int) -> dict[str, Tensor]:
         if device.type != "cuda":
+            torch.set_num_threads(cores)  # a thread of its own: torch's products divide k by their number, which decides on the bits
             ready.wait()
             return copies(call(arenas[i]))
         stream = torch.cuda.Stream(device)
