@@ -9,6 +9,7 @@
 #include "device.h"
 #include "json.h"
 #include "kv_formats.h"
+#include "parse.h"
 #include "plan_cache.h"
 #include "readable.h"
 #include "torch_calls.h"
@@ -169,7 +170,10 @@ std::tuple<Tensor, Tensor> launch(AttentionCall& call, Shape shape, Shape lse_sh
   AttentionProblem const& p = call.problem;
   Tensor const out = allocate(op, call.q, shape, call.q.scalar_type(), "the output of q ", call.q);
   Tensor const lse = allocate(op, call.q, lse_shape, ScalarType::Float, "the lse of q ", call.q);
-  if (p.tokens_q == 0 || p.heads_q == 0) return {out, lse};
+  if (p.tokens_q == 0 || p.heads_q == 0) {
+    if (call.kernel) check_kernel_name(op, *call.kernel);
+    return {out, lse};
+  }
   call.operands.out = out.data_ptr();
   call.operands.lse = static_cast<float*>(lse.data_ptr());
   int64_t const lse_modes = lse.dim();  // [batch, heads, seqlen_q] or [heads, tokens]

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "gemm_planning.h"
+#include "parse.h"
 #include "plan_cache.h"
 #include "torch_calls.h"
 
@@ -180,7 +181,10 @@ void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDe
 }
 
 void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& d, int64_t ldd, OnDevice const& on) {
-  if (is_empty(call)) return;
+  if (is_empty(call)) {
+    if (kernel) check_kernel_name(call.op, *kernel);
+    return;
+  }
   set_output(&call, d.data_ptr(), ldd);
   GroupedPlan const plan = plan_of(call, kernel, on);
   Workspace const workspace(call.op, d, plan.workspace_bytes, plan.kernel->name, ", gathered rows [", call.problem.rows, ", ",

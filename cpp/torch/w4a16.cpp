@@ -9,6 +9,7 @@
 #include "gemm_planning.h"
 #include "minfer/gemm.h"
 #include "packed_weight.h"
+#include "parse.h"
 #include "readable.h"
 #include "torch_calls.h"
 
@@ -175,6 +176,7 @@ void check_call(Call const& call) {
   if (call.gated && n % 16 != 0) {
     fail(op, ": scales must have a multiple of 16 columns (blocks of 8 gate and 8 up rows), got ", scales);
   }
+  check_weight(op, call.weight, n, k);
   if (call.bias) check_bias(op, *call.bias, n, beside);
   if (call.perm) {
     Tensor const& perm = *call.perm;
@@ -183,7 +185,6 @@ void check_call(Call const& call) {
     check_same_device(op, "perm", perm, beside);
   }
   if (call.c) check_addend(call);
-  check_weight(op, call.weight, n, k);
 }
 
 /// The operands' and the problem's part of C; returns what they point to.
@@ -226,7 +227,10 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
   char const* op = call.op;
   int64_t const k = call.k(), n = call.n(), columns = call.columns();
   Rows a = flatten_rows(op, "a", call.a);
-  if (a.m == 0 || n == 0) return;
+  if (a.m == 0 || n == 0) {
+    if (call.kernel && *call.kernel != kDequantizeFirst) check_kernel_name(op, parse_override(op, *call.kernel).name);
+    return;
+  }
   Weight const w = describe(op, call.weight, n, k);
 
   GemmProblem problem;

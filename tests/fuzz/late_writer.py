@@ -1,10 +1,12 @@
 """Operands that the launch in front writes late: nothing may be read before the wait of a programmatic dependent launch.
 
-A kernel of minfer's lets the next one begin at once (griddepcontrol.launch_dependents), so that a second minfer operator on the same stream is
-running, up to its wait, while the first still computes. Whatever the second one reads before its wait, it reads stale. Torch's kernels do not
-allow that; the writer must therefore be one of ours, and a slow one. It is ``minfer.gemm`` with ``out=`` over the operand's bytes, taken as
+A kernel of minfer's lets the next one begin at once (griddepcontrol.launch_dependents), so that a second minfer operator on the same stream
+is running, up to its wait, while the first still computes. Whatever the second one reads before its wait, it reads stale. Torch's kernels
+do not allow that; the writer must therefore be one of ours, and a slow one. It is ``minfer.gemm`` with ``out=`` over the operand's bytes,
+taken as
 float16: [content, 0] . [I; 0] with k of 32768, which few thread blocks add up in 100 us or so, while the other multiprocessors are free for
-the operator under test. float16 numbers that are finite and not -0 come out of it bit by bit, so that codes, indices and float32 numbers can
+the operator under test. float16 numbers that are finite and not -0 come out of it bit by bit, so that codes, indices and float32 numbers
+can
 be written in the same way: contents that are others are changed a little first (:func:`writable`), which for any operand is still legal.
 
 The operand holds other valid data before. Results must have the bits of a call whose operands were all there before it was made.

@@ -73,6 +73,7 @@ def wrong_attention_options() -> list[tuple[str, object, str]]:
 class Attention(Family):
     name = "attention"
     share = 2.0
+    kernels = "attention"
     views = dict.fromkeys(("q", "k", "v", "sinks"), arena.ANY)
 
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
@@ -146,6 +147,7 @@ class Attention(Family):
 class AttentionVarlen(Family):
     name = "attention_varlen"
     share = 2.0
+    kernels = "attention"
 
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
         heads, dims = draw_heads(draw), draw_head_dims(draw)

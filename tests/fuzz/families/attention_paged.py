@@ -47,6 +47,7 @@ from .kv_caches import (
 class AttentionPaged(Family):
     name = "attention_paged"
     share = 8.0
+    kernels = "attention"
     views = {"k_cache": arena.TMA, "v_cache": arena.TMA}
 
     def draw(self, draw: Draw, limits: Limits) -> Parameters:

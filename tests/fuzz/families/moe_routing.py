@@ -57,7 +57,8 @@ class Router(Family):
         different = (have["ids"].long() != ids).any(1).nonzero()[:, 0].tolist() if have["ids"].shape == ids.shape else []
         for token in different:
             theirs = have["ids"][token].tolist()
-            if float(choice_error[token].max()) > 0 and also_a_choice(theirs, choice[token], choice_error[token], *rules):
+            own, own_error = choice[token].cpu(), choice_error[token].cpu()
+            if float(own_error.max()) > 0 and also_a_choice(theirs, own, own_error, *rules):
                 ids[token] = have["ids"][token].long()
         truth, spread = scores.gather(1, ids), relative.gather(1, ids).amax(1, keepdim=True)
         total = truth.sum(1, keepdim=True)

@@ -66,6 +66,7 @@ class QuantizedGemm(Family):
     """``bits`` 4 or 8; gated or not."""
 
     share = 2.0
+    kernels = "w4a16"
     views = {"a": arena.ANY, "c": arena.ANY, "bias": arena.ANY}
 
     def __init__(self, bits: int, is_gated: bool):

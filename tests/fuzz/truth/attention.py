@@ -158,6 +158,8 @@ def attend(
         v_squares = times(p * p, v_magnitude.square())
         bound = bound + of_roundings(rounding, times(p, v_magnitude), v_squares)
         variance = variance + (DEVIATION * rounding) ** 2 * v_squares
+    if codes is not None and codes.int4 and cuda:
+        bound = bound + 2.0**-24  # the residual becomes float16
     bound = bound + unit(dtype) * (out.abs() + bound) + smallest(dtype)
     lse_bound = farthest + sums + 2.0**-21 * lse.abs().nan_to_num(posinf=0.0)
     variance = variance.masked_fill(~mask.any(-1, keepdim=True), 0.0)
