@@ -7,7 +7,6 @@
 #include "json.h"
 #include "moe_layer.h"
 #include "packed_weight.h"
-#include "readable.h"
 #include "torch_calls.h"
 
 namespace minfer::torch_binding {
@@ -74,7 +73,7 @@ GroupedCall described_masked(char const* op, Tensor const& a, Tensor const& b, T
   int64_t const all = experts * max_rows;
   bool const repeated = all > 1 && a.stride(max_rows > 1 ? 1 : 0) == 0;  // TMA has no stride 0
   Tensor const rows = walks && !repeated ? a : copy_of(op, "a", a);
-  set_rows(&call, call.keep(rows), all, all > 1 ? rows.stride(max_rows > 1 ? 1 : 0) : round_up(k, 8));
+  set_rows(&call, call.held.keep(rows), all, all > 1 ? rows.stride(max_rows > 1 ? 1 : 0) : round_up(k, 8));
   return call;
 }
 

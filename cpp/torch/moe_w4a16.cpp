@@ -4,7 +4,6 @@
 #include "grouped.h"
 #include "moe_layer.h"
 #include "packed_weight.h"
-#include "readable.h"
 #include "torch_calls.h"
 
 namespace minfer::torch_binding {
@@ -56,7 +55,7 @@ void set_weights(GroupedCall* call, ExpertWeights const& w) {
   char const* op = call->op;
   GroupedProblem& p = call->problem;
   GroupedOperands& o = call->operands;
-  o.b = call->keep(aligned_contiguous(op, w.name, w.packed));
+  o.b = call->held.keep(aligned_contiguous(op, w.name, w.packed));
   if (p.k == 0) {  // only the epilogue is left, which the kernels of 16-bit weights compute
     o.ldb = 8;
     o.b_expert_stride = p.n * o.ldb;
@@ -65,9 +64,9 @@ void set_weights(GroupedCall* call, ExpertWeights const& w) {
   p.b_format = w.format;
   p.group_size = planned_group(w.group_size, p.k);
   p.has_zeros = w.zeros.has_value();
-  o.b_scales = call->keep(aligned_contiguous(op, w.scales_name, w.scales));
-  if (w.zeros) o.b_zeros = call->keep(aligned_contiguous(op, w.zeros_name, *w.zeros));
-  if (w.alpha) o.alpha = static_cast<float const*>(call->keep(contiguous(op, w.alpha_name, *w.alpha)));
+  o.b_scales = call->held.keep(aligned_contiguous(op, w.scales_name, w.scales));
+  if (w.zeros) o.b_zeros = call->held.keep(aligned_contiguous(op, w.zeros_name, *w.zeros));
+  if (w.alpha) o.alpha = static_cast<float const*>(call->held.keep(contiguous(op, w.alpha_name, *w.alpha)));
 }
 
 /// A grouped product, checked; returns the rows of d.
