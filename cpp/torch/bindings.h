@@ -21,25 +21,29 @@ Tensor gemm_gated(Tensor const& a, Tensor const& b, std::optional<Tensor> const&
 
 Tensor w4a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                   double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                  std::string const& activation, std::string const& w4_format, std::optional<std::string> const& kernel);
+                  std::string const& activation, std::string const& w4_format, bool constant_weights,
+                  std::optional<std::string> const& kernel);
 Tensor w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                       double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                      std::string const& activation, std::string const& w4_format, std::optional<std::string> const& kernel,
-                      Tensor const& out);
+                      std::string const& activation, std::string const& w4_format, bool constant_weights,
+                      std::optional<std::string> const& kernel, Tensor const& out);
 Tensor w4a16_gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
                         int64_t group_size, double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& bias,
-                        std::string const& activation, std::string const& w4_format, std::optional<std::string> const& kernel);
+                        std::string const& activation, std::string const& w4_format, bool constant_weights,
+                        std::optional<std::string> const& kernel);
 Tensor w4a16_pack(Tensor const& codes, std::string const& w4_format);
 Tensor w8a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                   double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                  std::string const& activation, std::string const& w8_format, std::optional<std::string> const& kernel);
+                  std::string const& activation, std::string const& w8_format, bool constant_weights,
+                  std::optional<std::string> const& kernel);
 Tensor w8a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                       double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                      std::string const& activation, std::string const& w8_format, std::optional<std::string> const& kernel,
-                      Tensor const& out);
+                      std::string const& activation, std::string const& w8_format, bool constant_weights,
+                      std::optional<std::string> const& kernel, Tensor const& out);
 Tensor w8a16_gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
                         int64_t group_size, double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& bias,
-                        std::string const& activation, std::string const& w8_format, std::optional<std::string> const& kernel);
+                        std::string const& activation, std::string const& w8_format, bool constant_weights,
+                        std::optional<std::string> const& kernel);
 Tensor w8a16_pack(Tensor const& codes);
 Tensor w4a16_dequantize(Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size, double alpha,
                         int64_t n, int64_t k, std::string const& w4_format, std::optional<ScalarType> out_dtype);
