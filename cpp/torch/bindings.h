@@ -131,6 +131,7 @@ std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string con
                               std::optional<std::string> const& kernel, bool only_runnable, int64_t device,
                               std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros);
 int64_t load_tuned(std::string const& csv, int64_t device);
+bool is_done(int64_t event);
 Tensor allocate_for_tests(Tensor const& like, std::vector<int64_t> const& shape, std::string const& what);
 
 }  // namespace minfer::torch_binding

@@ -142,6 +142,7 @@ STABLE_TORCH_LIBRARY(minfer, m) {
       "_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device) "
       "-> str");
   m.def("_load_tuned(str csv, int device=-1) -> int");
+  m.def("_is_done(int event) -> bool");                              // a CUDA event's handle
   m.def("_allocate(Tensor like, int[] shape, str what) -> Tensor");  // as operators do; for tests
 }
 
@@ -192,5 +193,6 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
   m.impl("_plan_grouped", boxed<&plan_grouped_json>);
   m.impl("_plan_attention", boxed<&plan_attention_json>);
   m.impl("_load_tuned", boxed<&load_tuned>);
+  m.impl("_is_done", boxed<&is_done>);
   m.impl("_allocate", boxed<&allocate_for_tests>);
 }
