@@ -294,14 +294,12 @@ def test_schemas():
     weight = "Tensor qweight, Tensor scales, Tensor? zeros=None"
     common = "*, int group_size=128, float alpha=1., Tensor? perm=None"
     ops = torch.ops.minfer
-    gemm = (
-        f'(Tensor a, {weight}, {common}, Tensor? c=None, Tensor? bias=None, str activation="none", str w4_format="int4", str? kernel=None'
-    )
+    last = 'str w4_format="int4", bool constant_weights=False, str? kernel=None'
+    gemm = f'(Tensor a, {weight}, {common}, Tensor? c=None, Tensor? bias=None, str activation="none", {last}'
     assert str(ops.w4a16_gemm.default._schema) == f"minfer::w4a16_gemm{gemm}) -> Tensor"
     assert str(ops.w4a16_gemm.out._schema) == f"minfer::w4a16_gemm.out{gemm}, Tensor(a!) out) -> Tensor(a!)"
     assert str(ops.w4a16_gemm_gated.default._schema) == (
-        f"minfer::w4a16_gemm_gated(Tensor a, {weight}, {common}, Tensor? bias=None, "
-        'str activation="silu", str w4_format="int4", str? kernel=None) -> Tensor'
+        f'minfer::w4a16_gemm_gated(Tensor a, {weight}, {common}, Tensor? bias=None, str activation="silu", {last}) -> Tensor'
     )
     assert str(ops.w4a16_pack.default._schema) == 'minfer::w4a16_pack(Tensor codes, *, str w4_format="int4") -> Tensor'
     assert str(ops.w4a16_dequantize.default._schema) == (
@@ -322,13 +320,13 @@ def test_opcheck(zeros, rank, kernel):
         {},
         {"bias": bias, "activation": "silu"},
         {"c": activations(*out_shape), "perm": perm},
-        {"c": torch.randn(32)},
+        {"c": torch.randn(32), "constant_weights": True},
         {"kernel": kernel},
     )
     for case in cases:
         check_op(torch.ops.minfer.w4a16_gemm.default, (a, *args), kwargs | case)
         check_op(torch.ops.minfer.w4a16_gemm.out, (a, *args), kwargs | case | {"out": torch.empty(out_shape).half()})
-    for case in ({}, {"bias": bias, "perm": perm, "activation": "gelu"}, {"kernel": kernel}):
+    for case in ({}, {"bias": bias, "perm": perm, "activation": "gelu"}, {"kernel": kernel, "constant_weights": True}):
         check_op(torch.ops.minfer.w4a16_gemm_gated.default, (a, *args), kwargs | case)
     check_op(torch.ops.minfer.w4a16_dequantize.default, args, kwargs | {"n": 32, "k": 64})
     check_op(torch.ops.minfer.w4a16_pack.default, (weight.codes,), {})
@@ -400,8 +398,8 @@ def test_compile_with_kernel_and_out(backend, kernel):
     a = activations(5, 64)
 
     def with_kernel(a):
-        y = minfer.w4a16_gemm(a, *args, **kwargs, activation="relu", kernel=kernel)
-        return y + 1, minfer.w4a16_gemm_gated(a, *args[:2], **kwargs, kernel=kernel)
+        y = minfer.w4a16_gemm(a, *args, **kwargs, activation="relu", constant_weights=True, kernel=kernel)
+        return y + 1, minfer.w4a16_gemm_gated(a, *args[:2], **kwargs, constant_weights=True, kernel=kernel)
 
     def with_out(a):
         out = torch.empty(5, 32).half()

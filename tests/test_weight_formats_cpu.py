@@ -249,14 +249,12 @@ def test_schemas():
     weight = "Tensor qweight, Tensor scales, Tensor? zeros=None"
     common = "*, int group_size=-1, float alpha=1., Tensor? perm=None"
     ops = torch.ops.minfer
-    gemm = (
-        f'(Tensor a, {weight}, {common}, Tensor? c=None, Tensor? bias=None, str activation="none", str w8_format="int8", str? kernel=None'
-    )
+    last = 'str w8_format="int8", bool constant_weights=False, str? kernel=None'
+    gemm = f'(Tensor a, {weight}, {common}, Tensor? c=None, Tensor? bias=None, str activation="none", {last}'
     assert str(ops.w8a16_gemm.default._schema) == f"minfer::w8a16_gemm{gemm}) -> Tensor"
     assert str(ops.w8a16_gemm.out._schema) == f"minfer::w8a16_gemm.out{gemm}, Tensor(a!) out) -> Tensor(a!)"
     assert str(ops.w8a16_gemm_gated.default._schema) == (
-        f"minfer::w8a16_gemm_gated(Tensor a, {weight}, {common}, Tensor? bias=None, "
-        'str activation="silu", str w8_format="int8", str? kernel=None) -> Tensor'
+        f'minfer::w8a16_gemm_gated(Tensor a, {weight}, {common}, Tensor? bias=None, str activation="silu", {last}) -> Tensor'
     )
     assert str(ops.w8a16_pack.default._schema) == "minfer::w8a16_pack(Tensor codes) -> Tensor"
     assert str(ops.w8a16_dequantize.default._schema) == (
@@ -271,10 +269,11 @@ def test_opcheck(name):
     ops = torch.ops.minfer
     gemm, gated, dequantize, packer = (getattr(ops, f"w{BITS[name]}a16_{op}") for op in ("gemm", "gemm_gated", "dequantize", "pack"))
     a, perm, bias = activations(2, 3, 64), torch.randperm(64).int(), torch.randn(32)
-    for case in ({}, {"bias": bias, "activation": "silu"}, {"c": activations(2, 3, 32), "perm": perm}, {"kernel": "dequantize"}):
+    forced = {"kernel": "dequantize", "constant_weights": True}
+    for case in ({}, {"bias": bias, "activation": "silu"}, {"c": activations(2, 3, 32), "perm": perm}, forced):
         check_op(gemm.default, (a, *args), kwargs | case)
         check_op(gemm.out, (a, *args), kwargs | case | {"out": torch.empty(2, 3, 32).half()})
-    for case in ({}, {"bias": bias, "perm": perm, "activation": "gelu"}, {"kernel": "dequantize"}):
+    for case in ({}, {"bias": bias, "perm": perm, "activation": "gelu"}, forced):
         check_op(gated.default, (a, *args), kwargs | case)
     check_op(dequantize.default, args, kwargs | {"n": 32, "k": 64})
     check_op(packer.default, (weight.codes,), {"w4_format": name} if BITS[name] == 4 else {})

@@ -21,25 +21,29 @@ Tensor gemm_gated(Tensor const& a, Tensor const& b, std::optional<Tensor> const&
 
 Tensor w4a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                   double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                  std::string const& activation, std::string const& w4_format, std::optional<std::string> const& kernel);
+                  std::string const& activation, std::string const& w4_format, bool constant_weights,
+                  std::optional<std::string> const& kernel);
 Tensor w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                       double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                      std::string const& activation, std::string const& w4_format, std::optional<std::string> const& kernel,
-                      Tensor const& out);
+                      std::string const& activation, std::string const& w4_format, bool constant_weights,
+                      std::optional<std::string> const& kernel, Tensor const& out);
 Tensor w4a16_gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
                         int64_t group_size, double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& bias,
-                        std::string const& activation, std::string const& w4_format, std::optional<std::string> const& kernel);
+                        std::string const& activation, std::string const& w4_format, bool constant_weights,
+                        std::optional<std::string> const& kernel);
 Tensor w4a16_pack(Tensor const& codes, std::string const& w4_format);
 Tensor w8a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                   double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                  std::string const& activation, std::string const& w8_format, std::optional<std::string> const& kernel);
+                  std::string const& activation, std::string const& w8_format, bool constant_weights,
+                  std::optional<std::string> const& kernel);
 Tensor w8a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                       double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                      std::string const& activation, std::string const& w8_format, std::optional<std::string> const& kernel,
-                      Tensor const& out);
+                      std::string const& activation, std::string const& w8_format, bool constant_weights,
+                      std::optional<std::string> const& kernel, Tensor const& out);
 Tensor w8a16_gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
                         int64_t group_size, double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& bias,
-                        std::string const& activation, std::string const& w8_format, std::optional<std::string> const& kernel);
+                        std::string const& activation, std::string const& w8_format, bool constant_weights,
+                        std::optional<std::string> const& kernel);
 Tensor w8a16_pack(Tensor const& codes);
 Tensor w4a16_dequantize(Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size, double alpha,
                         int64_t n, int64_t k, std::string const& w4_format, std::optional<ScalarType> out_dtype);
@@ -127,6 +131,7 @@ std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string con
                               std::optional<std::string> const& kernel, bool only_runnable, int64_t device,
                               std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros);
 int64_t load_tuned(std::string const& csv, int64_t device);
+bool is_done(int64_t event);
 Tensor allocate_for_tests(Tensor const& like, std::vector<int64_t> const& shape, std::string const& what);
 
 }  // namespace minfer::torch_binding

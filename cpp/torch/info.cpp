@@ -1,4 +1,4 @@
-// What the build holds: _build_info, _kernels, _device_properties, _device_file_name; and _allocate.
+// What the build holds: _build_info, _kernels, _device_properties, _device_file_name; and _allocate, _is_done.
 #include "bindings.h"
 #include "device.h"
 #include "json.h"
@@ -79,6 +79,13 @@ std::string device_file_name_text(std::string const& device_name) { return devic
 
 Tensor allocate_for_tests(Tensor const& like, std::vector<int64_t> const& shape, std::string const& what) {
   return allocate("minfer::_allocate", like, shape, like.scalar_type(), what, " beside ", like);
+}
+
+bool is_done(int64_t event) {
+  bool done = false;
+  Status const status = query_event(reinterpret_cast<void*>(event), &done);
+  if (!status.ok()) fail("minfer::_is_done: ", status.message);
+  return done;
 }
 
 }  // namespace minfer::torch_binding

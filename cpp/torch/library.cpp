@@ -15,14 +15,16 @@ STABLE_TORCH_LIBRARY(minfer, m) {
   // D = activation(alpha * A.W^T + C + bias) with W [n, k] in packed 4-bit codes: (code - zero) * scale, or a code book's value * scale
   m.def(
       "w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, Tensor? perm=None, "
-      "Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w4_format=\"int4\", str? kernel=None) -> Tensor");
+      "Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w4_format=\"int4\", bool constant_weights=False, str? kernel=None) "
+      "-> Tensor");
   m.def(
       "w4a16_gemm.out(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, Tensor? "
-      "perm=None, Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w4_format=\"int4\", str? kernel=None, Tensor(a!) out) -> "
-      "Tensor(a!)");
+      "perm=None, Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w4_format=\"int4\", bool constant_weights=False, str? "
+      "kernel=None, Tensor(a!) out) -> Tensor(a!)");
   m.def(
       "w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, Tensor? "
-      "perm=None, Tensor? bias=None, str activation=\"silu\", str w4_format=\"int4\", str? kernel=None) -> Tensor");
+      "perm=None, Tensor? bias=None, str activation=\"silu\", str w4_format=\"int4\", bool constant_weights=False, str? kernel=None) -> "
+      "Tensor");
   m.def("w4a16_pack(Tensor codes, *, str w4_format=\"int4\") -> Tensor");
   m.def(
       "w4a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, int n, int k, str "
@@ -30,14 +32,16 @@ STABLE_TORCH_LIBRARY(minfer, m) {
   // likewise in 8-bit codes
   m.def(
       "w8a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, Tensor? perm=None, "
-      "Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w8_format=\"int8\", str? kernel=None) -> Tensor");
+      "Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w8_format=\"int8\", bool constant_weights=False, str? kernel=None) "
+      "-> Tensor");
   m.def(
       "w8a16_gemm.out(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, Tensor? "
-      "perm=None, Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w8_format=\"int8\", str? kernel=None, Tensor(a!) out) -> "
-      "Tensor(a!)");
+      "perm=None, Tensor? c=None, Tensor? bias=None, str activation=\"none\", str w8_format=\"int8\", bool constant_weights=False, str? "
+      "kernel=None, Tensor(a!) out) -> Tensor(a!)");
   m.def(
       "w8a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, Tensor? "
-      "perm=None, Tensor? bias=None, str activation=\"silu\", str w8_format=\"int8\", str? kernel=None) -> Tensor");
+      "perm=None, Tensor? bias=None, str activation=\"silu\", str w8_format=\"int8\", bool constant_weights=False, str? kernel=None) -> "
+      "Tensor");
   m.def("w8a16_pack(Tensor codes) -> Tensor");
   m.def(
       "w8a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, int n, int k, str "
@@ -138,6 +142,7 @@ STABLE_TORCH_LIBRARY(minfer, m) {
       "_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device) "
       "-> str");
   m.def("_load_tuned(str csv, int device=-1) -> int");
+  m.def("_is_done(int event) -> bool");                              // a CUDA event's handle
   m.def("_allocate(Tensor like, int[] shape, str what) -> Tensor");  // as operators do; for tests
 }
 
@@ -188,5 +193,6 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) {
   m.impl("_plan_grouped", boxed<&plan_grouped_json>);
   m.impl("_plan_attention", boxed<&plan_attention_json>);
   m.impl("_load_tuned", boxed<&load_tuned>);
+  m.impl("_is_done", boxed<&is_done>);
   m.impl("_allocate", boxed<&allocate_for_tests>);
 }

@@ -34,6 +34,11 @@ struct Weight {
   double alpha = 1.0;
 
   int64_t ld(Tensor const& x) const { return x.size(0) > 1 ? x.stride(0) : round_up(n, 16); }
+  /// Whether all of it is the caller's own memory; a copy has been written by the work in front of the kernel that reads it.
+  bool is_callers(PackedWeight const& w) const {
+    return packed.data_ptr() == w.packed.data_ptr() && scales.data_ptr() == w.scales.data_ptr() &&
+           (!zeros.defined() || zeros.data_ptr() == w.zeros->data_ptr());
+  }
   QuantizedWeight described() const {
     QuantizedWeight w;
     w.format = format;
@@ -137,6 +142,7 @@ struct Call {
   std::optional<Tensor> const &perm, &c, &bias;
   Activation activation;
   bool gated;
+  bool constant_weights;  // nothing that still runs writes qweight, scales or zeros
   std::optional<std::string> const& kernel;
 
   int64_t n() const { return weight.scales.size(1); }  // of a checked call
@@ -251,6 +257,7 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
       operands.b_zeros = w.zeros.data_ptr();
       operands.ld_zeros = w.ld(w.zeros);
     }
+    operands.b_is_constant = call.constant_weights && w.is_callers(call.weight);
     operands.alpha = float(w.alpha);
     if (call.perm) {
       Tensor const perm = contiguous(op, "perm", *call.perm);
@@ -299,6 +306,7 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
     dense = dequantized_weight(call, w, on);
     problem = dequantized(problem);
     operands.b = dense.data_ptr();
+    operands.b_is_constant = false;
     operands.ldb = k;
   }
   if (plan == nullptr) plan = &cached_plan(op, problem, on);
@@ -394,24 +402,27 @@ std::optional<Tensor> const kNoAddend;
 
 Tensor w4a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                   double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                  std::string const& activation, std::string const& w4_format, std::optional<std::string> const& kernel) {
+                  std::string const& activation, std::string const& w4_format, bool constant_weights,
+                  std::optional<std::string> const& kernel) {
   PackedWeight const weight{qweight, scales, zeros, parse_format(kW4, 4, w4_format), group_size, alpha};
-  return gemm_quantized({kW4, a, weight, perm, c, bias, parse_activation(kW4, activation), false, kernel});
+  return gemm_quantized({kW4, a, weight, perm, c, bias, parse_activation(kW4, activation), false, constant_weights, kernel});
 }
 
 Tensor w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                       double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                      std::string const& activation, std::string const& w4_format, std::optional<std::string> const& kernel,
-                      Tensor const& out) {
+                      std::string const& activation, std::string const& w4_format, bool constant_weights,
+                      std::optional<std::string> const& kernel, Tensor const& out) {
   PackedWeight const weight{qweight, scales, zeros, parse_format(kW4, 4, w4_format), group_size, alpha};
-  return gemm_quantized_out({kW4, a, weight, perm, c, bias, parse_activation(kW4, activation), false, kernel}, out);
+  return gemm_quantized_out({kW4, a, weight, perm, c, bias, parse_activation(kW4, activation), false, constant_weights, kernel}, out);
 }
 
 Tensor w4a16_gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
                         int64_t group_size, double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& bias,
-                        std::string const& activation, std::string const& w4_format, std::optional<std::string> const& kernel) {
+                        std::string const& activation, std::string const& w4_format, bool constant_weights,
+                        std::optional<std::string> const& kernel) {
   PackedWeight const weight{qweight, scales, zeros, parse_format(kW4Gated, 4, w4_format), group_size, alpha};
-  return gemm_quantized({kW4Gated, a, weight, perm, kNoAddend, bias, parse_activation(kW4Gated, activation), true, kernel});
+  return gemm_quantized(
+      {kW4Gated, a, weight, perm, kNoAddend, bias, parse_activation(kW4Gated, activation), true, constant_weights, kernel});
 }
 
 Tensor w4a16_pack(Tensor const& codes, std::string const& w4_format) {
@@ -421,24 +432,27 @@ Tensor w4a16_pack(Tensor const& codes, std::string const& w4_format) {
 
 Tensor w8a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                   double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                  std::string const& activation, std::string const& w8_format, std::optional<std::string> const& kernel) {
+                  std::string const& activation, std::string const& w8_format, bool constant_weights,
+                  std::optional<std::string> const& kernel) {
   PackedWeight const weight{qweight, scales, zeros, parse_format(kW8, 8, w8_format), group_size, alpha};
-  return gemm_quantized({kW8, a, weight, perm, c, bias, parse_activation(kW8, activation), false, kernel});
+  return gemm_quantized({kW8, a, weight, perm, c, bias, parse_activation(kW8, activation), false, constant_weights, kernel});
 }
 
 Tensor w8a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                       double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                      std::string const& activation, std::string const& w8_format, std::optional<std::string> const& kernel,
-                      Tensor const& out) {
+                      std::string const& activation, std::string const& w8_format, bool constant_weights,
+                      std::optional<std::string> const& kernel, Tensor const& out) {
   PackedWeight const weight{qweight, scales, zeros, parse_format(kW8, 8, w8_format), group_size, alpha};
-  return gemm_quantized_out({kW8, a, weight, perm, c, bias, parse_activation(kW8, activation), false, kernel}, out);
+  return gemm_quantized_out({kW8, a, weight, perm, c, bias, parse_activation(kW8, activation), false, constant_weights, kernel}, out);
 }
 
 Tensor w8a16_gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
                         int64_t group_size, double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& bias,
-                        std::string const& activation, std::string const& w8_format, std::optional<std::string> const& kernel) {
+                        std::string const& activation, std::string const& w8_format, bool constant_weights,
+                        std::optional<std::string> const& kernel) {
   PackedWeight const weight{qweight, scales, zeros, parse_format(kW8Gated, 8, w8_format), group_size, alpha};
-  return gemm_quantized({kW8Gated, a, weight, perm, kNoAddend, bias, parse_activation(kW8Gated, activation), true, kernel});
+  return gemm_quantized(
+      {kW8Gated, a, weight, perm, kNoAddend, bias, parse_activation(kW8Gated, activation), true, constant_weights, kernel});
 }
 
 Tensor w8a16_pack(Tensor const& codes) { return pack("minfer::w8a16_pack", WeightFormat::kInt8, codes); }

@@ -120,6 +120,7 @@ def _check_gemm(
     c: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     activation: str = "none",
+    constant_weights: bool = False,  # either is right
     kernel: str | None = None,
     out: torch.Tensor | None = None,
 ) -> GemmShape:

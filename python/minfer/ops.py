@@ -141,11 +141,19 @@ def register_autograd(op: torch._ops.OpOverload) -> None:
             not _differentiated(args, kwargs),
             lambda: f"{op._schema.name}: out= cannot be differentiated, but an argument requires grad; call it under torch.no_grad()",
         )
-        op.redispatch(keyset & below, *args, **kwargs)
+        return counted(keyset, *args, **kwargs)
+
+    def counted(keyset, *args, **kwargs):
+        """Under inference_mode, too, where a tensor that was not made there keeps its count of writes."""
+        op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
         torch.autograd.graph.increment_version(kwargs["out"])
         return kwargs["out"]
 
-    _library.impl(op, out_form if op._overloadname == "out" else functional, "Autograd", with_keyset=True)
+    if op._overloadname != "out":
+        _library.impl(op, functional, "Autograd", with_keyset=True)
+        return
+    _library.impl(op, out_form, "Autograd", with_keyset=True)
+    _library.impl(op, counted, "ADInplaceOrView", with_keyset=True)
 
 
 for _op in (torch.ops.minfer.gemm.default, torch.ops.minfer.gemm.out, torch.ops.minfer.gemm_gated.default):

@@ -124,7 +124,7 @@ def _register(family: str, bits: int) -> None:
     functions = {name: globals()[f"{family}_{name}"] for name in ("gemm", "gemm_gated", "pack", "dequantize")}
     check = {name: getattr(checks_w4a16, f"check_{family}_{name}") for name in functions}
 
-    def checked(name, a, *weight, perm=None, kernel=None, out=None, **arguments):
+    def checked(name, a, *weight, perm=None, constant_weights=False, kernel=None, out=None, **arguments):
         own = arguments if out is None else arguments | {"out": out}
         shape = check[name](a, *weight, perm=perm, kernel=kernel, **own)
         checks_w4a16.check_perm_values(f"{family}_{name}", perm, shape.k)

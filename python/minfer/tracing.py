@@ -30,7 +30,7 @@ _OVERRIDES = (
     | {
         f"w{bits}a16_{name}": (
             "Tensor a, Tensor qweight, Tensor scales, Tensor? zeros",
-            f"int group_size, float alpha, Tensor? perm, {c}Tensor? bias, str activation, str w{bits}_format",
+            f"int group_size, float alpha, Tensor? perm, {c}Tensor? bias, str activation, str w{bits}_format, bool constant_weights",
         )
         for bits in (4, 8)
         for name, c in (("gemm", "Tensor? c, "), ("gemm_gated", ""))

@@ -42,6 +42,7 @@ def w4a16_gemm(
     bias: Tensor | None = None,
     activation: str = "none",
     w4_format: str = "int4",
+    constant_weights: bool = False,
     kernel: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -68,6 +69,10 @@ def w4a16_gemm(
         must be 32. The GEMM kernels take byte 255 for infinity and byte 0 for 0; :func:`w4a16_dequantize`, and with it the CPU and
         ``kernel="dequantize"``, for NaN and 2^-127.
         "nvfp4": E2M1[code] * e4m3(scale), times alpha. scales float8_e4m3fn or their bytes in uint8; group_size must be 16.
+      constant_weights: a promise that whatever wrote qweight, scales and zeros has finished before this call is launched, as after loading
+        and a synchronisation; while a CUDA graph is captured, that no kernel of the graph in front of this one writes them. On compute
+        capability 9.0 the kernel then reads them while the work in front of it still runs. It changes no bit of the result; where the
+        promise is broken, D is of old weights, new ones or a mixture. Copies that the operator makes of them itself are exempt.
       kernel: for measurements, as in :func:`minfer.gemm`, with a name of ``minfer.kernels("w4a16")`` of the same format; or
         "dequantize", which writes the weight out in 16 bits and multiplies by that.
       out: D itself, a's dtype; as in :func:`minfer.gemm`. It may be ``c``, but must not overlap itself or another argument.
@@ -108,13 +113,14 @@ def w4a16_gemm_gated(
     bias: Tensor | None = None,
     activation: str = "silu",
     w4_format: str = "int4",
+    constant_weights: bool = False,
     kernel: str | None = None,
 ) -> Tensor:
     """D = activation(alpha * A.W_gate^T + bias_gate) * (alpha * A.W_up^T + bias_up) in one kernel: the first half of a SwiGLU
     (GeGLU, ...) MLP.
 
     Args:
-      a, group_size, alpha, perm, w4_format, kernel: as in :func:`w4a16_gemm`.
+      a, group_size, alpha, perm, w4_format, constant_weights, kernel: as in :func:`w4a16_gemm`.
       qweight, scales, zeros, bias: as in :func:`w4a16_gemm`, of n = 2 * n_half interleaved rows: ``minfer.pack_gate_up`` of the codes
         before :func:`w4a16_pack`, of the transposed scales and zeros, and of the biases. n is a multiple of 16.
       activation: of the gate.

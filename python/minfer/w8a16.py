@@ -26,6 +26,7 @@ def w8a16_gemm(
     bias: Tensor | None = None,
     activation: str = "none",
     w8_format: str = "int8",
+    constant_weights: bool = False,
     kernel: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -38,7 +39,7 @@ def w8a16_gemm(
       group_size: columns of W that share a scale and a zero: -1 (all of them, G = 1) or a power of two >= 32.
       w8_format: what a code stands for. "int8": (code - zero) * scale, a signed q being code q + 128. "fp8_e4m3": the float8_e4m3fn
         of these bits, times scale.
-      a, alpha, perm, c, bias, activation, kernel, out: as in :func:`minfer.w4a16_gemm`.
+      a, alpha, perm, c, bias, activation, constant_weights, kernel, out: as in :func:`minfer.w4a16_gemm`.
 
     Returns:
       D, [..., n] of a's dtype, contiguous (or ``out``). Any m >= 0.
@@ -74,13 +75,14 @@ def w8a16_gemm_gated(
     bias: Tensor | None = None,
     activation: str = "silu",
     w8_format: str = "int8",
+    constant_weights: bool = False,
     kernel: str | None = None,
 ) -> Tensor:
     """D = activation(alpha * A.W_gate^T + bias_gate) * (alpha * A.W_up^T + bias_up) in one kernel: the first half of a SwiGLU
     (GeGLU, ...) MLP.
 
     Args:
-      a, group_size, alpha, perm, w8_format, kernel: as in :func:`w8a16_gemm`.
+      a, group_size, alpha, perm, w8_format, constant_weights, kernel: as in :func:`w8a16_gemm`.
       qweight, scales, zeros, bias: as in :func:`w8a16_gemm`, of n = 2 * n_half interleaved rows: ``minfer.pack_gate_up`` of the codes
         before :func:`w8a16_pack`, of the transposed scales and zeros, and of the biases. n is a multiple of 16.
       activation: of the gate.

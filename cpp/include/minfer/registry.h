@@ -63,4 +63,7 @@ Status query_device(int32_t device_index, DeviceProperties* properties);
 /// Bytes of a device's memory: those that no process has, and all. It becomes the calling thread's device. kNotSupported without CUDA.
 Status query_memory(int32_t device_index, int64_t* free, int64_t* total);
 
+/// Whether the work in front of an event (cudaEvent_t) has finished; also while any thread captures a graph. kNotSupported without CUDA.
+Status query_event(void* event, bool* done);
+
 }  // namespace minfer

@@ -33,6 +33,10 @@ Status query_memory(int32_t device_index, int64_t*, int64_t*) {
   return Status::failure(StatusCode::kNotSupported, "device %d cannot be queried: this build has no CUDA (configure with MINFER_CUDA=ON)",
                          device_index);
 }
+
+Status query_event(void*, bool*) {
+  return Status::failure(StatusCode::kNotSupported, "an event cannot be queried: this build has no CUDA (configure with MINFER_CUDA=ON)");
+}
 #endif
 
 }  // namespace minfer

@@ -91,4 +91,17 @@ Status query_memory(int32_t device_index, int64_t* free, int64_t* total) {
   return cuda_status(error, "cudaMemGetInfo");
 }
 
+Status query_event(void* event, bool* done) {
+  // A capture whose mode is global, torch's default, is broken by such a question of any thread that is not relaxed.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
+  if (error != cudaSuccess) return cuda_status(error, "cudaThreadExchangeStreamCaptureMode");
+  error = cudaEventQuery(static_cast<cudaEvent_t>(event));
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  *done = error == cudaSuccess;
+  if (error != cudaErrorNotReady) return cuda_status(error, "cudaEventQuery");
+  cudaGetLastError();  // it is remembered as an error, which it is not
+  return Status::success();
+}
+
 }  // namespace minfer

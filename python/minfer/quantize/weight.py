@@ -74,7 +74,7 @@ class W4Weight(_Weight):
         return self._original_order(w4a16.w4a16_dequantize(*self._packed(), **form, n=self.n, k=self.k, out_dtype=out_dtype))
 
     def gemm(self, a: Tensor, **arguments: Any) -> Tensor:
-        """activation(A.W^T + C + bias): :func:`minfer.w4a16_gemm` with this weight and bias; c, activation, kernel, out as there."""
+        """activation(A.W^T + C + bias): :func:`minfer.w4a16_gemm` with this weight and bias; the other arguments as there."""
         return w4a16.w4a16_gemm(a, **self.arguments(), **arguments)
 
 
@@ -109,7 +109,7 @@ class W8Weight(_Weight):
         return self._original_order(w8a16.w8a16_dequantize(*self._packed(), **form, n=self.n, k=self.k))
 
     def gemm(self, a: Tensor, **arguments: Any) -> Tensor:
-        """activation(A.W^T + C + bias): :func:`minfer.w8a16_gemm` with this weight and bias; c, activation, kernel, out as there."""
+        """activation(A.W^T + C + bias): :func:`minfer.w8a16_gemm` with this weight and bias; the other arguments as there."""
         return w8a16.w8a16_gemm(a, **self.arguments(), **arguments)
 
 
