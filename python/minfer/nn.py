@@ -62,7 +62,7 @@ class _PackedLinear(torch.nn.Module):
         buffer("zeros", zeros, (rows, out_features), scales_dtype)
         buffer("perm", perm, (in_features,), torch.int32)
         buffer("bias", bias, (out_features,), dtype)
-        self.constant_weights: bool | None = None
+        self.constant_weights: bool | None = False
         self._known = ConstantWeights()
 
     @classmethod
@@ -167,9 +167,9 @@ class W4Linear(_PackedLinear):
       device: of the buffers.
 
     Attributes:
-      constant_weights: the operator's argument of that name. None (the default): True in calls where it is proven that the work which
-        wrote the weights has finished (:mod:`minfer.constant_weights` says how), some 0.4 us of host time; False in graphs of
-        torch.compile and for weights made under inference_mode. True: your promise, for all calls from now on. False: never.
+      constant_weights: the operator's argument of that name. False (the default): never. None: True in calls where it is proven that the
+        work which wrote the weights has finished (:mod:`minfer.constant_weights` says how), some 0.4 us of host time; False in graphs of
+        torch.compile and for weights made under inference_mode. True: your promise, for all calls from now on.
 
     Raises:
       ValueError: an argument cannot be right; in ``load_state_dict``, perm is no permutation of the columns or alpha no finite number: this

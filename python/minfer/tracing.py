@@ -18,7 +18,7 @@ _library = torch.library.Library("minfer", "FRAGMENT")
 
 _ATTENTION_OPTIONS = "bool causal, float? scale, int window_left, int window_right, float softcap, Tensor? sinks"
 # Arguments of the operators that take ``kernel``, and what they return if it is not one tensor; in their overrides ``str override`` follows
-# the positional ones.
+# the positional ones. A keyword that an operator gets later has a default here: graphs in torch.compile's cache on disk do not have it.
 _OVERRIDES = (
     {
         "gemm": (
@@ -30,7 +30,7 @@ _OVERRIDES = (
     | {
         f"w{bits}a16_{name}": (
             "Tensor a, Tensor qweight, Tensor scales, Tensor? zeros",
-            f"int group_size, float alpha, Tensor? perm, {c}Tensor? bias, str activation, str w{bits}_format, bool constant_weights",
+            f"int group_size, float alpha, Tensor? perm, {c}Tensor? bias, str activation, str w{bits}_format, bool constant_weights=False",
         )
         for bits in (4, 8)
         for name, c in (("gemm", "Tensor? c, "), ("gemm_gated", ""))
