@@ -6,12 +6,27 @@
 // + 7 of row l / 4, of both operands, and hands them to two MMAs as if they were pairs 0 and 1, 2 and 3 of their k. Any order of k will do
 // where both operands have the same.
 // Sums. Warps meet in shared memory, CTAs in the workspace as tagged 16-byte vectors (split_reduction.cuh): two logits, of experts e and
-// e + 8, and the launch's nonce, for every token, split and pair. A vector is its own flag, so no CTA waits for a fence or a counter; its reader
-// clears it for a replay. Everything is added in ascending order of k.
-// Choice. Token t belongs to CTA t % CTAs, which gathers its logits by all threads and gives it to one warp (expert_choice.cuh).
-// Progress. A CTA waits only after it has published all that it owes, and one without a token does not wait. But a token's CTA needs all
-// others, those with higher numbers too: places for min(tokens + 1, CTAs) CTAs must come to be there at once, 65 at most, of two on each
-// SM. A whole device has them, also beside other kernels, for these end; a part of one with fewer than 33 SMs (a green context) may not.
+// e + 8, and the launch's nonce, for every token, split and pair. A vector is its own flag, so no CTA waits for a fence or a counter.
+// Everything is added in ascending order of k.
+// Choice. Tokens belong to the last CTAs (router_owners.h). A token's CTA gathers its logits by all threads and gives it to one warp
+// (expert_choice.cuh). Then, and not before its sum is complete, its vectors are cleared for a replay, by warps that have no token.
+//
+// Progress. A CTA waits only after it has published all that it owes, and one without a token does not wait. A token's CTA waits for all
+// CTAs, so, unless it is the last one, for some that are started after it, and these may have no place: in a part of a device (MPS, a green
+// context), beside kernels that hold the SMs. Hence it waits for a number of polls, and then leaves its tokens to the last CTA, if that has
+// not begun. The two agree by a mark in the workspace, into which both exchange the launch's nonce, the last CTA into those of all others
+// as soon as it begins; who finds the nonce there was second.
+//   If that is the other CTA, the last one has begun and will not look again. But CTAs are started in the order of blockIdx, so all have
+//   been: the CTA stays, and waits as long as it takes.
+//   If that is the last CTA, the other one has left. It has cleared nothing, so the last CTA finds, or will find, all of the vectors, and
+//   chooses for those tokens after its own.
+// So whoever waits without end waits for CTAs that have been started, keep their SM and publish without waiting: a launch ends with any
+// number of CTAs resident together, one too (tests/cpp/test_router_progress.cpp).
+// Who sums a token clears its vectors, and each was written once. A mark that the last CTA finds set is cleared by it. Any other is cleared
+// by the CTA whose it is, when its tokens are complete and it sees the nonce there: the last CTA's, which has begun, since its vectors have
+// come, or its own on top of that. No order is asked of different words, so nothing is fenced. When all are resident, this costs the last
+// CTA an exchange under the loads of the weights, the others a look and a store in a warp that has no token, and with one token nothing.
+//
 // The weights' lines are asked into L2 before the predecessor is waited for (dependent_launch.cuh).
 #include "common/dependent_launch.cuh"
 #include "common/kernel_launch.h"
@@ -20,6 +35,7 @@
 #include "gemm/split_reduction.cuh"
 #include "moe/expert_choice.cuh"
 #include "moe/router_gemm_plan.h"
+#include "moe/router_owners.h"
 
 namespace minfer {
 
@@ -35,14 +51,32 @@ struct RouterGemmParams {
   int64_t ldx, ldw;
   int32_t tokens, hidden;
   int32_t tiles, splits, chunk;
-  int32_t vectors;  // of a token and split: 8 to a block of 16 experts
+  int32_t vectors;             // of a token and split: 8 to a block of 16 experts
+  int32_t parts, part_splits;  // where several threads share a vector in `gather`, each sums a part of it, consecutive splits
+  RouterOwners owners;
   char* partials;   // [tokens][splits][vectors] of 16 bytes
+  uint64_t* marks;  // [owners.count()] by rank; rank 0 has no use for its own
   uint64_t nonce;
   bool prefetch;
 };
 
 __device__ __forceinline__ void copy_async_4(void* destination, void const* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(destination)), "l"(source) : "memory");
+}
+
+/// Sets the mark; returns the nonce if it had been set before.
+__device__ __forceinline__ uint64_t exchange_mark(uint64_t* mark, uint64_t nonce) {
+  uint64_t before;
+  asm volatile("atom.relaxed.gpu.global.exch.b64 %0, [%1], %2;" : "=l"(before) : "l"(mark), "l"(nonce) : "memory");
+  return before;
+}
+__device__ __forceinline__ uint64_t load_mark(uint64_t const* mark) {
+  uint64_t now;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(mark) : "memory");
+  return now;
+}
+__device__ __forceinline__ void clear_mark(uint64_t* mark) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(mark), "l"(uint64_t(0)) : "memory");
 }
 
 template <bool kVectors>
@@ -166,44 +200,36 @@ struct RouterTile {
     }
   }
 
-  /// Where several threads share a vector, each has consecutive splits: `parts` sums a logit, part after part in `gathered`.
-  struct Parts {
-    int count, splits;
-
-    __device__ __forceinline__ explicit Parts(RouterGemmParams const& params) {
-      int const most = max(1, kThreads / params.vectors);
-      splits = (params.splits + most - 1) / most;
-      count = (params.splits + splits - 1) / splits;
-    }
-  };
-
-  static __device__ __forceinline__ void gather(RouterGemmParams const& params, Parts const& parts, int token, float* gathered) {
+  /// Whether all vectors were there before `patience` polls (RouterOwners) were over. They stay there.
+  static __device__ __forceinline__ bool gather(RouterGemmParams const& params, int token, float* gathered, int patience) {
     constexpr int kTogether = 4;
 #pragma unroll 1
-    for (int i = int(threadIdx.x); i < parts.count * params.vectors; i += kThreads) {
+    for (int i = int(threadIdx.x); i < params.parts * params.vectors; i += kThreads) {
       int const vector = i % params.vectors, part = i / params.vectors;
-      int const begin = part * parts.splits, end = min(begin + parts.splits, params.splits);
+      int const begin = part * params.part_splits, end = min(begin + params.part_splits, params.splits);
       float low = 0.0f, high = 0.0f;
 #pragma unroll 1
       for (int split = begin; split < end; split += kTogether) {
         uint64_t values[kTogether];
-        bool all;
-        do {
+#pragma unroll 1
+        for (;;) {
           uint64_t tags[kTogether];
-          all = true;
+          bool all = true;
 #pragma unroll
           for (int j = 0; j < kTogether; ++j) {
             Tagged::load(vector_at(params, token, min(split + j, end - 1), vector), values[j], tags[j]);
           }
 #pragma unroll
           for (int j = 0; j < kTogether; ++j) all = all && tags[j] == params.nonce;
-        } while (!all);
+          if (all) break;
+          if (patience == 0) return false;
+          patience -= patience > 0 ? 1 : 0;
+        }
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
           if (split + j < end) {
             low += __uint_as_float(uint32_t(values[j]));
             high += __uint_as_float(uint32_t(values[j] >> 32));
-            Tagged::store(vector_at(params, token, split + j, vector), 0, 0);
           }
         }
       }
@@ -211,11 +237,17 @@ struct RouterTile {
       gathered[part * 2 * params.vectors + expert] = low;
       gathered[part * 2 * params.vectors + expert + 8] = high;
     }
+    return true;
+  }
+
+  /// A token's vectors, by `threads` threads.
+  static __device__ __forceinline__ void clear(RouterGemmParams const& params, int token, int thread, int threads) {
+#pragma unroll 1
+    for (int i = thread; i < params.splits * params.vectors; i += threads) Tagged::store(vector_at(params, token, 0, i), 0, 0);
   }
 
   template <int kPerLane>
-  static __device__ __forceinline__ void choose(RouterGemmParams const& params, Parts const& parts, int token, float* gathered,
-                                                float const* biases, int lane) {
+  static __device__ __forceinline__ void choose(RouterGemmParams const& params, int token, float* gathered, float const* biases, int lane) {
     float logit[kPerLane];
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
@@ -223,7 +255,7 @@ struct RouterTile {
       logit[i] = 0.0f;
       if (expert < params.choice.rules.experts) {
 #pragma unroll 1
-        for (int part = 0; part < parts.count; ++part) logit[i] += gathered[part * 2 * params.vectors + expert];
+        for (int part = 0; part < params.parts; ++part) logit[i] += gathered[part * 2 * params.vectors + expert];
       }
     }
     __syncwarp();  // the logits have been read, their memory is the scores'
@@ -236,6 +268,8 @@ __global__ void __launch_bounds__(kThreads, 2) router_gemm_kernel(__grid_constan
   using Tile = RouterTile<kType, kMmaM, kMmaN, kTokenWarps>;
   __shared__ typename Tile::Shared shared;
   __shared__ float biases[kMaxExperts];
+  __shared__ uint64_t next_tokens;
+  __shared__ uint32_t left[2];
   RouterRules const& rules = params.choice.rules;
   int const thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
   int const warp_k = warp / kTokenWarps, token_warp = warp % kTokenWarps;
@@ -243,6 +277,8 @@ __global__ void __launch_bounds__(kThreads, 2) router_gemm_kernel(__grid_constan
   int const steps = (params.hidden + kRouterUnit - 1) / kRouterUnit;
   auto const first_step = [&](int item) { return item / params.tiles * params.chunk + warp_k; };
   auto const end_step = [&](int item) { return min((item / params.tiles + 1) * params.chunk, steps); };
+  RouterOwners const& owners = params.owners;
+  int const rank = owners.rank_of(int(blockIdx.x));
 
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
@@ -252,6 +288,8 @@ __global__ void __launch_bounds__(kThreads, 2) router_gemm_kernel(__grid_constan
   }
   wait_for_predecessor();
 #endif
+  uint64_t found = 0;  // the nonce: the CTA of rank `thread` has left its tokens to this one
+  if (rank == 0 && thread > 0 && thread < owners.count()) found = exchange_mark(params.marks + thread, params.nonce);
   if (rules.correction_bias != nullptr) {  // on its way beside the weights
 #pragma unroll 1
     for (int expert = thread; expert < rules.experts; expert += kThreads) copy_async_4(&biases[expert], rules.correction_bias + expert);
@@ -269,24 +307,63 @@ __global__ void __launch_bounds__(kThreads, 2) router_gemm_kernel(__grid_constan
   commit_copies();
   wait_for_copies<0>();
 
-  typename Tile::Parts const parts(params);
-  int const stride = int(gridDim.x);
+  if (rank >= owners.count()) return;
+  bool more = false;
 #pragma unroll 1
-  for (int first = int(blockIdx.x); first < params.tokens; first += stride * kWarps) {
-    __syncthreads();  // what lay in `shared` has been read
+  for (bool begins = true; begins || more; begins = false) {  // up to kWarps tokens at a time
+    __syncthreads();                                          // what lay in `shared` has been read
+    uint64_t const todo = begins ? owners.tokens_of(uint64_t(1) << rank) : next_tokens;
+    bool const clears_mark = begins && rank > 0 && thread == kThreads - 1;
+    uint64_t mark = clears_mark ? load_mark(params.marks + rank) : 0;
+    int patience = begins ? owners.patience(rank) : RouterOwners::kForever;  // where one token is complete all CTAs have begun
+    uint64_t rest;
+    int count;
 #pragma unroll 1
-    for (int i = 0; i < kWarps && first + i * stride < params.tokens; ++i) {
-      Tile::gather(params, parts, first + i * stride, shared.gathered[i]);
+    for (;;) {
+      bool all = true;
+      rest = todo;
+      count = 0;
+#pragma unroll 1
+      for (; rest != 0 && count < kWarps && all; rest &= rest - 1, ++count) {
+        all = Tile::gather(params, __ffsll(int64_t(rest)) - 1, shared.gathered[count], patience);
+      }
+      if (!__syncthreads_or(!all || found == params.nonce)) break;
+      if (rank == 0) {  // its patience has no end: some have left
+        if (warp < 2) left[warp] = __ballot_sync(0xffffffffu, found == params.nonce);
+        __syncthreads();
+        rest |= owners.tokens_of(uint64_t(left[1]) << 32 | left[0]);
+        if (found == params.nonce) clear_mark(params.marks + thread);
+        break;
+      }
+      if (__syncthreads_or(thread == 0 && exchange_mark(params.marks + rank, params.nonce) != params.nonce)) return;
+      patience = RouterOwners::kForever;
     }
-    __syncthreads();
-    int const token = first + warp * stride;
-    if (token < params.tokens) {
+    // In shared memory, and `found` known again: choose_experts leaves no register for 64 bits.
+    found = 0;
+    more = rest != 0;
+    if (thread == 0) next_tokens = rest;
+    if (int const first = count < kWarps ? count : 0; warp >= first) {  // warps that have no token, if there are some
+      uint64_t set = todo;
+#pragma unroll 1
+      for (int i = 0; i < count; ++i, set &= set - 1) {
+        Tile::clear(params, __ffsll(int64_t(set)) - 1, thread - first * 32, kThreads - first * 32);
+      }
+      if (clears_mark) {
+        while (mark != params.nonce) mark = load_mark(params.marks + rank);
+        clear_mark(params.marks + rank);
+      }
+    }
+    if (warp < count) {
+      uint64_t set = todo;
+#pragma unroll 1
+      for (int i = 0; i < warp; ++i) set &= set - 1;
+      int const token = __ffsll(int64_t(set)) - 1;
       if (rules.experts <= 64) {
-        Tile::template choose<2>(params, parts, token, shared.gathered[warp], biases, lane);
+        Tile::template choose<2>(params, token, shared.gathered[warp], biases, lane);
       } else if (rules.experts <= 256) {
-        Tile::template choose<8>(params, parts, token, shared.gathered[warp], biases, lane);
+        Tile::template choose<8>(params, token, shared.gathered[warp], biases, lane);
       } else {
-        Tile::template choose<32>(params, parts, token, shared.gathered[warp], biases, lane);
+        Tile::template choose<32>(params, token, shared.gathered[warp], biases, lane);
       }
     }
   }
@@ -331,7 +408,12 @@ Status route_tokens(RouterGemm const& gemm, RouterRules const& rules, Routes con
   params.splits = plan.splits;
   params.chunk = plan.chunk;
   params.vectors = int32_t(plan.vectors(rules.experts));
+  int32_t const threads_to_vector = std::max(1, kThreads / params.vectors);
+  params.part_splits = (plan.splits + threads_to_vector - 1) / threads_to_vector;
+  params.parts = (plan.splits + params.part_splits - 1) / params.part_splits;
+  params.owners = RouterOwners(params.tokens, plan.ctas);
   params.partials = static_cast<char*>(workspace);
+  params.marks = reinterpret_cast<uint64_t*>(params.partials + plan.partials_bytes(gemm.tokens, rules.experts));
   params.nonce = gemm::next_nonce();
   params.prefetch = programmatic;
   LaunchShape shape;

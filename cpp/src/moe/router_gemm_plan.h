@@ -18,13 +18,17 @@ struct RouterGemmPlan {
   int32_t ctas;
 
   int64_t vectors(int64_t experts) const { return (experts + kRouterBlock - 1) / kRouterBlock * (kRouterBlock / 2); }
-  size_t workspace_bytes(int64_t token_count, int64_t experts) const {
+  /// The workspace: partial sums, and behind them a mark of 8 bytes for each CTA that has tokens.
+  size_t partials_bytes(int64_t token_count, int64_t experts) const {
     return size_t(token_count) * size_t(splits) * size_t(vectors(experts)) * 16;
+  }
+  size_t workspace_bytes(int64_t token_count, int64_t experts) const {
+    return partials_bytes(token_count, experts) + size_t(std::min<int64_t>(token_count, ctas)) * 8;
   }
 };
 
 /// Up to 16 tokens the weights are most of the bytes: narrow tiles, k in as few pieces as fill the SMs, since each is summed again. From 17 on
-/// 32 experts share what is read of x. A piece gives every warp something to read; not more CTAs than SMs, because they wait for each other.
+/// 32 experts share what is read of x. A piece gives every warp something to read; not more CTAs than SMs, as each waits for the slowest.
 inline RouterGemmPlan plan_router_gemm(int64_t tokens, int64_t hidden, int64_t experts, int32_t sm_count) {
   RouterGemmPlan p;
   p.tokens = tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64;
