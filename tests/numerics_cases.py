@@ -11,18 +11,13 @@ from dataclasses import dataclass
 
 import minfer
 import torch
-from weight_format_cases import BITS, Weight, e4m3, e8m0, pack, random_codes, values
+from weight_format_cases import BITS, Weight, e4m3, e8m0, pack, power_of_two, random_codes, values
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24, torch.float64: 0.0}  # section 1: u
 TINY = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.float32: 2.0**-149, torch.float64: 0.0}  # t, half of the least number
 
 
 # ---- rounding and judging --------------------------------------------------------------------------------------------------------
-
-
-def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """float64 2^exponent of integers from -1022 to 1023, exactly, on any device."""
-    return (exponent.long() + 1023 << 52).view(torch.float64)
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -164,6 +164,21 @@ def test_neighbours_do_not_leak():
     assert torch.equal(lse[:, :4], want_lse[:, :4]) and torch.equal(lse[:, 9:], want_lse[:, 9:])
 
 
+@pytest.mark.parametrize("window", (0, 1, 7))
+def test_keys_before_all_windows_may_hold_anything(window):
+    q, k, v = make_case(2, (3, 20), (4, 2), (16, 8), torch.float16)
+    want = minfer.attention(q, k, v, causal=True, window_left=window)
+    first = 20 - 3 - window
+    for x in (k, v):
+        x[:, :first] = math.nan
+    have = minfer.attention(q, k, v, causal=True, window_left=window)
+    ends = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (3, 20)]
+    varlen = minfer.attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *ends, 3, 20, causal=True, window_left=window)
+    for x, y in zip(have, want, strict=True):
+        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(varlen[0].view(2, 3, 4, 8), want[0])
+
+
 def test_views():
     """What the operator sees of a view is its values."""
     q, k, v = make_case(2, (5, 9), (4, 2), (16, 8), torch.float16)

@@ -261,7 +261,7 @@ def test_ends_of_experts_that_cannot_be():
     a = torch.randn(300, 256, device=DEVICE).bfloat16()
     b = torch.randn(4, 128, 256, device=DEVICE).bfloat16().mT
     out = torch.full((302, 128), 5.0, device=DEVICE).bfloat16()
-    for ends in ((300, 200, 100, 0), (-5, 2**31 - 1, 7, 10**6), (2**31 - 1,) * 4, (0, 300, 0, 300)):
+    for ends in ((300, 200, 100, 0), (-5, 2**31 - 1, 7, 10**6), (2**31 - 1,) * 4, (0, 300, 0, 300), (40, -(2**31), 300, -(2**31))):
         minfer.grouped_gemm(a, b, integers(*ends), out=out[1:-1])
         minfer.grouped_gemm_masked(a[:288].view(4, 72, 256), b, integers(*ends))
     torch.cuda.synchronize()

@@ -263,9 +263,8 @@ def test_views():
             return flat.view(x.shape).copy_(x)
 
         moved = {name: shifted(x, 8) for name, x in vars(experts).items() if name in ("scales", "zeros") and x is not None}
-        assert torch.equal(replace(experts, qweight=shifted(experts.qweight, 4), **moved).gemm(a, offsets), want)
-        with pytest.raises(RuntimeError, match="qweight must be 16-byte aligned"):
-            replace(experts, qweight=shifted(experts.qweight, 1)).gemm(a, offsets)
+        for by in (4, 1):  # 16-byte aligned or not: copied then
+            assert torch.equal(replace(experts, qweight=shifted(experts.qweight, by), **moved).gemm(a, offsets), want), by
 
 
 def test_inputs_are_left_alone():

@@ -303,6 +303,17 @@ def check_bench(script, words, monkeypatch):
             assert f'"{option}"' in text, option
 
 
+def check_module(module, words):
+    """That a module of this repository that `python -m` runs is there and knows the options."""
+    path = ROOT / Path(*module.split("."))
+    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    assert file.is_file(), module
+    text = file.read_text()
+    assert 'if __name__ == "__main__":' in text, module
+    for option in (word for word in words if word.startswith("--")):
+        assert f'"{option}"' in text, option
+
+
 def check_cpp_bench(program, words):
     source = ROOT / "bench" / f"{program}.cpp"
     assert source.is_file(), program
@@ -330,6 +341,8 @@ def test_command(place, command, monkeypatch):
     program, rest = words[0], words[1:]
     if words[:3] == ["python", "-m", "minfer"]:
         check_minfer([word for word in words[3:] if word])
+    elif words[:2] == ["python", "-m"]:
+        check_module(words[2], words[3:])
     elif program == "python":
         check_bench(rest[0], rest[1:], monkeypatch)
     elif program.startswith("build/bench/bench/"):

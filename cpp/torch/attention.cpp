@@ -9,6 +9,7 @@
 #include "device.h"
 #include "json.h"
 #include "kv_formats.h"
+#include "parse.h"
 #include "plan_cache.h"
 #include "readable.h"
 #include "torch_calls.h"
@@ -25,21 +26,16 @@ struct AttentionArguments {
   std::optional<Tensor> const& sinks;
 };
 
-/// A call: what is computed, and where its operands are, which the tensors keep.
+/// A call: what is computed, and where its operands are.
 struct AttentionCall {
   char const* op;
   Tensor const &q, &k, &v;
   std::optional<std::string> const& kernel;
   AttentionProblem problem{};
   AttentionOperands operands{};
-  std::vector<Tensor> held{};  // copies, where operands could not be read as they were
+  Held held{};
 
-  /// The tensor as it is read, in memory that lives as long as the call.
-  void* keep(Tensor const& x) {
-    held.push_back(x);
-    return x.data_ptr();
-  }
-  int32_t const* keep_lengths(char const* name, Tensor const& x) { return static_cast<int32_t const*>(keep(contiguous(op, name, x))); }
+  int32_t const* keep_lengths(char const* name, Tensor const& x) { return static_cast<int32_t const*>(held.keep(contiguous(op, name, x))); }
 };
 
 void set_strides(int64_t (&strides)[3], Tensor const& x) {
@@ -80,7 +76,7 @@ void set_options(AttentionCall* call, AttentionArguments const& arguments) {
 }
 
 void set_sinks(AttentionCall* call, std::optional<Tensor> const& sinks) {
-  if (sinks) call->operands.sinks = call->keep(contiguous(call->op, "sinks", *sinks));
+  if (sinks) call->operands.sinks = call->held.keep(contiguous(call->op, "sinks", *sinks));
 }
 
 /// How a kernel reads q: split-KV ones without TMA, by a load of each lane's part of a row, a 32nd (decode_queries.cuh).
@@ -95,13 +91,13 @@ void set_inputs(AttentionCall* call, KernelInfo const& kernel) {
   AttentionProblem const& p = call->problem;
   AttentionOperands& o = call->operands;
   Tensor const q = readable(op, "q", call->q, access_to_queries(kernel));
-  o.q = call->keep(q);
+  o.q = call->held.keep(q);
   set_strides(o.q_strides, q);
   if (q.dim() == 3 && !p.varlen) o.q_strides[0] = p.seqlen_q * o.q_strides[1];
   // A cache fits, which was checked.
   Tensor const k = p.cached ? call->k : readable(op, "k", call->k, kTmaRows), v = p.cached ? call->v : readable(op, "v", call->v, kTmaRows);
-  o.k = call->keep(k);
-  o.v = call->keep(v);
+  o.k = call->held.keep(k);
+  o.v = call->held.keep(v);
   set_strides(o.k_strides, k);
   set_strides(o.v_strides, v);
 }
@@ -174,7 +170,10 @@ std::tuple<Tensor, Tensor> launch(AttentionCall& call, Shape shape, Shape lse_sh
   AttentionProblem const& p = call.problem;
   Tensor const out = allocate(op, call.q, shape, call.q.scalar_type(), "the output of q ", call.q);
   Tensor const lse = allocate(op, call.q, lse_shape, ScalarType::Float, "the lse of q ", call.q);
-  if (p.tokens_q == 0 || p.heads_q == 0) return {out, lse};
+  if (p.tokens_q == 0 || p.heads_q == 0) {
+    if (call.kernel) check_kernel_name(op, *call.kernel);
+    return {out, lse};
+  }
   call.operands.out = out.data_ptr();
   call.operands.lse = static_cast<float*>(lse.data_ptr());
   int64_t const lse_modes = lse.dim();  // [batch, heads, seqlen_q] or [heads, tokens]
@@ -203,7 +202,7 @@ std::tuple<Tensor, Tensor> attention(Tensor const& q, Tensor const& k, Tensor co
   p.seqlen_k = k.size(1);
   p.tokens_q = p.batch * p.seqlen_q;
   p.tokens_k = p.batch * p.seqlen_k;
-  OnDevice const on(q);
+  OnDevice const on(op, q);
   set_sinks(&call, sinks);
   return launch(call, {p.batch, p.seqlen_q, p.heads_q, p.head_dim_v}, {p.batch, p.heads_q, p.seqlen_q}, on);
 }
@@ -228,7 +227,7 @@ std::tuple<Tensor, Tensor> attention_varlen(Tensor const& q, Tensor const& k, Te
   p.tokens_k = k.size(0);
   p.seqlen_q = std::min(max_seqlen_q, p.tokens_q);
   p.seqlen_k = std::min(max_seqlen_k, p.tokens_k);
-  OnDevice const on(q);
+  OnDevice const on(op, q);
   set_sinks(&call, sinks);
   call.operands.cu_seqlens_q = call.keep_lengths("cu_seqlens_q", cu_seqlens_q);
   call.operands.cu_seqlens_k = call.keep_lengths("cu_seqlens_k", cu_seqlens_k);
@@ -242,7 +241,7 @@ void set_scales(AttentionCall* call, KvScales const& scales) {
   AttentionOperands& o = call->operands;
   bool const wide = call->problem.kv_format != WeightFormat::kFp8E4M3;
   auto const take = [&](char const* name, std::optional<Tensor> const& x, void const** data) {
-    if (x) *data = call->keep(wide ? aligned_contiguous(call->op, name, *x) : contiguous(call->op, name, *x));
+    if (x) *data = call->held.keep(wide ? aligned_contiguous(call->op, name, *x) : contiguous(call->op, name, *x));
   };
   take("k_scale", scales.k_scale, &o.k_scale);
   take("v_scale", scales.v_scale, &o.v_scale);
@@ -323,7 +322,7 @@ std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cach
   p.groups_v = groups.groups_v;
   check_cache_strides(op, k_cache, v_cache);
   set_options(&call, {causal, scale, window_left, -1, softcap, sinks});
-  OnDevice const on(q);
+  OnDevice const on(op, q);
   AttentionOperands& o = call.operands;
   set_sinks(&call, sinks);
   set_scales(&call, scales);
@@ -331,7 +330,7 @@ std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cach
   if (p.varlen) o.cu_seqlens_q = call.keep_lengths("cu_seqlens_q", *cu_seqlens_q);
   if (p.paged) {
     Tensor const table = unit_rows(op, "block_table", *block_table);
-    o.block_table = static_cast<int32_t const*>(call.keep(table));
+    o.block_table = static_cast<int32_t const*>(call.held.keep(table));
     o.block_table_stride = table.stride(0);
   }
   if (modes == 4) return launch(call, {p.batch, p.seqlen_q, p.heads_q, p.head_dim_v}, {p.batch, p.heads_q, p.seqlen_q}, on);
@@ -360,7 +359,7 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   options.only_runnable = only_runnable;
   if (kernel) options.kernel = kernel->c_str();
   AttentionPlan plan;
-  Status const status = plan_attention(p, device < 0 ? h200_properties() : device_properties(int32_t(device)), options, &plan);
+  Status const status = plan_attention(p, device_properties(op, device), options, &plan);
   if (!status.ok()) fail(op, ": ", status.message);
   Json json;
   json.open('{').key("kernel").value(plan.kernel->name).key("pack").value(plan.pack).key("counted").value(plan.counted);

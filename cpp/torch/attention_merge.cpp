@@ -48,7 +48,7 @@ std::tuple<Tensor, Tensor> merge_attention_states(std::vector<Tensor> const& out
     check_operand(op, out_name, outs[i], type, first.sizes(), beside);
     check_operand(op, lse_name, lses[i], ScalarType::Float, lse_shape, beside);
   }
-  OnDevice const on(first);
+  OnDevice const on(op, first);
   Tensor const out = allocate(op, first, first.sizes(), type, "the output of ", outs.size(), " parts ", first);
   Tensor const lse = allocate(op, first, lse_shape, ScalarType::Float, "the lse of ", outs.size(), " parts ", first);
   std::vector<AttentionState> states(outs.size());

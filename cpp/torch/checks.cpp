@@ -80,8 +80,7 @@ int64_t extent_of(Tensor const& x) {
 }  // namespace
 
 void check_apart(char const* op, Tensor const& out) {
-  if (out.is_contiguous()) [[likely]]
-    return;
+  if (out.is_contiguous()) return;
   if (overlaps_itself(out)) fail(op, ": out must not overlap itself, got ", out, " with strides ", Listed{out.strides()});
 }
 
@@ -90,8 +89,7 @@ void check_no_overlap(char const* op, Tensor const& out, char const* name, Tenso
   if (elements == 0 || others == 0) return;
   uint64_t const begin = address_of(out.data_ptr()), other = address_of(x.data_ptr());
   int64_t const extent = extent_of(out), reach = extent_of(x);
-  if (begin + uint64_t(extent) <= other || other + uint64_t(reach) <= begin) [[likely]]
-    return;
+  if (begin + uint64_t(extent) <= other || other + uint64_t(reach) <= begin) return;
   bool const dense = extent == elements * out.element_size() && reach == others * x.element_size();
   if (begin == other || dense) fail(op, ": out must not overlap ", name, ", got ", out, " and ", name, ' ', x, " in one memory");
 }

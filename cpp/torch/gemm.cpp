@@ -274,7 +274,7 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
     if (!status.ok()) fail(op, ": ", status.message);
     plan = &forced;
   } else {
-    plan = &cached_plan(op, problem, on.index());
+    plan = &cached_plan(op, problem, on);
   }
 
   Workspace const workspace(op, out, plan->workspace_bytes, plan->kernel->name, " on a ", call.a, " and b ", call.b);
@@ -315,7 +315,7 @@ Tensor gemm(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c, st
   Call call{"minfer::gemm", a, b, c, bias, kernel};
   check_call(call, alpha, beta, activation);
   ScalarType const type = check_output_type(call.op, a, out_dtype.value_or(a.scalar_type()));
-  return run(call, type, OnDevice(a));
+  return run(call, type, OnDevice(call.op, a));
 }
 
 Tensor gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c, std::optional<Tensor> const& bias, double alpha,
@@ -336,7 +336,7 @@ Tensor gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c
   check_no_overlap(op, out, "b", b);
   if (bias) check_no_overlap(op, out, "bias", *bias);
   if (c && call.beta != 0.0f && !is_same_view(out, *c)) check_no_overlap(op, out, "c", *c);
-  OnDevice const on(a);
+  OnDevice const on(op, a);
   int64_t const last = out.dim() - 1;
   bool const rows_contiguous = (out.stride(last) == 1 || s.n <= 1) && (s.m <= 1 || out.stride(last - 1) >= s.n);
   if (rows_contiguous) {
@@ -356,7 +356,7 @@ Tensor gemm_gated(Tensor const& a, Tensor const& b, std::optional<Tensor> const&
     fail(call.op, ": b must have a multiple of 16 columns (pack_gate_up: blocks of 8 gate and 8 up columns), got b ", b);
   }
   call.gated = true;
-  return run(call, a.scalar_type(), OnDevice(a));
+  return run(call, a.scalar_type(), OnDevice(call.op, a));
 }
 
 Tensor product_in_float(char const* op, Tensor const& x, Tensor const& w, OnDevice const& on) {

@@ -59,7 +59,6 @@ GemmProblem w4_problem(char const* op, std::vector<int64_t> const& sizes, std::s
 
 /// Of a plan's device; negative: an H200 that need not be here.
 int32_t device_of(int64_t device) { return device < 0 ? kAnyDevice : int32_t(device); }
-DeviceProperties properties_of(int64_t device) { return device < 0 ? h200_properties() : device_properties(int32_t(device)); }
 
 void write_plan(Json& json, GemmPlan const& plan) {
   json.open('{').key("kernel").value(plan.kernel->name).key("launch").open('{');
@@ -89,7 +88,7 @@ std::string plan_json(char const* op, GemmProblem problem, std::optional<std::st
   options.only_runnable = only_runnable;
   options.force_arch = forced_arch();
   use_user_rows(&options, device_of(device));
-  DeviceProperties const properties = properties_of(device);
+  DeviceProperties const& properties = device_properties(op, device);
   if (!kernel) {
     Status const status = dequantize_first(problem, properties, options, &first);
     if (!status.ok()) fail(op, ": ", status.message);
@@ -115,7 +114,7 @@ std::string enumerate_json(char const* op, GemmProblem const& problem, bool only
   options.force_arch = forced_arch();
   std::vector<GemmPlan> plans(size_t(limit > 0 ? limit : 0));
   int64_t count = 0;
-  Status const status = enumerate_gemm(problem, properties_of(device), options, plans.data(), int64_t(plans.size()), &count);
+  Status const status = enumerate_gemm(problem, device_properties(op, device), options, plans.data(), int64_t(plans.size()), &count);
   if (!status.ok()) fail(op, ": ", status.message);
   Json json;
   json.open('[');
@@ -186,21 +185,21 @@ GemmPlanOptions options_of_calls(int32_t device) {
 
 }  // namespace
 
-GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t device) {
+GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice const& on) {
   thread_local PlanCache<6, GemmPlan> cache;
-  return cache.get(key_of(problem, device), user_rows_generation(), [&] {
+  return cache.get(key_of(problem, on.index()), user_rows_generation(), [&] {
     GemmPlan plan;
-    Status const status = plan_gemm(problem, device_properties(device), options_of_calls(device), &plan);
+    Status const status = plan_gemm(problem, on.properties(), options_of_calls(on.index()), &plan);
     if (!status.ok()) fail(op, ": ", status.message);
     return plan;
   });
 }
 
-bool cached_dequantize_first(char const* op, GemmProblem const& problem, int32_t device) {
+bool cached_dequantize_first(char const* op, GemmProblem const& problem, OnDevice const& on) {
   thread_local PlanCache<6, bool> cache;
-  return cache.get(key_of(problem, device), user_rows_generation(), [&] {
+  return cache.get(key_of(problem, on.index()), user_rows_generation(), [&] {
     bool first = false;
-    Status const status = dequantize_first(problem, device_properties(device), options_of_calls(device), &first);
+    Status const status = dequantize_first(problem, on.properties(), options_of_calls(on.index()), &first);
     if (!status.ok()) fail(op, ": ", status.message);
     return first;
   });

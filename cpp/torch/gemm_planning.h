@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 
+#include "device.h"
 #include "minfer/gemm.h"
 #include "parse.h"
 
@@ -27,10 +28,10 @@ bool tuned_enabled();
 int32_t forced_arch();
 
 /// plan_gemm with the process's options, remembered per thread.
-GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, int32_t device);
+GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice const& on);
 
 /// dequantize_first likewise.
-bool cached_dequantize_first(char const* op, GemmProblem const& problem, int32_t device);
+bool cached_dequantize_first(char const* op, GemmProblem const& problem, OnDevice const& on);
 
 /// The `kernel=` of quantised GEMMs that writes the weight out in 16 bits and runs the dense plan.
 constexpr char const* kDequantizeFirst = "dequantize";

@@ -3,8 +3,8 @@
 #include <limits>
 
 #include "gemm_planning.h"
+#include "parse.h"
 #include "plan_cache.h"
-#include "readable.h"
 #include "torch_calls.h"
 
 namespace minfer::torch_binding {
@@ -113,13 +113,13 @@ void set_rows(GroupedCall* call, void const* a, int64_t rows, int64_t lda) {
 void set_rows(GroupedCall* call, char const* name, Tensor const& a) {
   bool const readable = (a.stride(1) == 1 || a.size(1) <= 1) && (a.size(0) <= 1 || a.stride(0) != 0);  // TMA has no stride 0
   Tensor const rows = readable ? a : copy_of(call->op, name, a);
-  set_rows(call, call->keep(rows), rows.size(0), rows.size(0) > 1 ? rows.stride(0) : round_up(call->problem.k, 8));
+  set_rows(call, call->held.keep(rows), rows.size(0), rows.size(0) > 1 ? rows.stride(0) : round_up(call->problem.k, 8));
 }
 
 void set_bias(GroupedCall* call, char const* name, std::optional<Tensor> const& bias) {
   if (!bias) return;
   Tensor const rows = unit_rows(call->op, name, *bias);
-  call->operands.bias = call->keep(rows);
+  call->operands.bias = call->held.keep(rows);
   call->operands.bias_stride = rows.stride(0);
 }
 
@@ -139,7 +139,7 @@ void set_weight(GroupedCall* call, char const* name, Tensor const& weight, bool 
     strides[k_mode] = 1;
     read = copy_with_strides(call->op, name, weight, strides, p.experts * expert);
   }
-  o.b = call->keep(read);
+  o.b = call->held.keep(read);
   o.ldb = p.n > 1 ? row : round_up(p.k, 8);
   o.b_expert_stride = p.experts > 1 ? expert : round_up(p.n * o.ldb, 8);
   p.b_alignment = common_alignment({address_of(o.b), uint64_t(o.ldb * 2), uint64_t(o.b_expert_stride * 2)});
@@ -153,10 +153,10 @@ void set_arguments(GroupedCall* call, GroupedArguments const& arguments, char co
   set_bias(call, "bias", arguments.bias);
   if (arguments.gather) {
     call->problem.gathered = true;
-    o.gather = static_cast<int32_t const*>(call->keep(contiguous(op, "gather", *arguments.gather)));
+    o.gather = static_cast<int32_t const*>(call->held.keep(contiguous(op, "gather", *arguments.gather)));
   }
-  if (arguments.row_scale) o.row_scale = static_cast<float const*>(call->keep(contiguous(op, "row_scale", *arguments.row_scale)));
-  o.offsets = static_cast<int32_t const*>(call->keep(contiguous(op, offsets_name, offsets)));
+  if (arguments.row_scale) o.row_scale = static_cast<float const*>(call->held.keep(contiguous(op, "row_scale", *arguments.row_scale)));
+  o.offsets = static_cast<int32_t const*>(call->held.keep(contiguous(op, offsets_name, offsets)));
 }
 
 void set_output(GroupedCall* call, void* d, int64_t ldd) {
@@ -181,7 +181,10 @@ void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDe
 }
 
 void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& d, int64_t ldd, OnDevice const& on) {
-  if (is_empty(call)) return;
+  if (is_empty(call)) {
+    if (kernel) check_kernel_name(call.op, *kernel);
+    return;
+  }
   set_output(&call, d.data_ptr(), ldd);
   GroupedPlan const plan = plan_of(call, kernel, on);
   Workspace const workspace(call.op, d, plan.workspace_bytes, plan.kernel->name, ", gathered rows [", call.problem.rows, ", ",

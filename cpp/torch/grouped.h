@@ -3,12 +3,11 @@
 
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "checks.h"
 #include "device.h"
 #include "minfer/moe.h"
-#include "tensor.h"
+#include "readable.h"
 
 namespace minfer::torch_binding {
 
@@ -21,19 +20,14 @@ struct GroupedArguments {
   std::optional<std::string> const& kernel;
 };
 
-/// A product: what is computed, and where its operands are, which the tensors keep.
+/// A product: what is computed, and where its operands are.
 struct GroupedCall {
   char const* op;
   GroupedProblem problem{};
   GroupedOperands operands{};
-  std::vector<Tensor> held{};  // copies, where operands could not be read as they were
+  Held held{};
 
   int64_t columns() const { return problem.gated ? problem.n / 2 : problem.n; }  // of d
-  /// The tensor as it is read, in memory that lives as long as the call.
-  void* keep(Tensor const& x) {
-    held.push_back(x);
-    return x.data_ptr();
-  }
 };
 
 /// That a weight has as many experts as a launch takes.

@@ -55,7 +55,7 @@ std::string kernels(std::string const& family) {
 }
 
 std::string device_properties_json(int64_t index) {
-  DeviceProperties const p = index < 0 ? h200_properties() : device_properties(int32_t(index));
+  DeviceProperties const& p = device_properties("minfer::_device_properties", index);
   Json json;
   json.open('{')
       .key("name")

@@ -82,7 +82,7 @@ void kv_cache_append(Tensor const& k, Tensor const& v, Tensor const& k_cache, Te
   set_rows(&p.v, v, v_cache, v_scale, v_residual);
   p.slots = static_cast<int64_t const*>(slot_mapping.data_ptr());
   p.slots_stride = slot_mapping.stride(0);
-  OnDevice const on(k);
+  OnDevice const on(op, k);
   Status const status = append_to_kv_cache(p, on.properties(), on.programmatic(), on.stream());
   if (!status.ok()) fail(op, ": k ", k, ", v ", v, " to a cache ", k_cache, ": ", status.message);
 }

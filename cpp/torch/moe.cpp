@@ -7,7 +7,6 @@
 #include "json.h"
 #include "moe_layer.h"
 #include "packed_weight.h"
-#include "readable.h"
 #include "torch_calls.h"
 
 namespace minfer::torch_binding {
@@ -74,7 +73,7 @@ GroupedCall described_masked(char const* op, Tensor const& a, Tensor const& b, T
   int64_t const all = experts * max_rows;
   bool const repeated = all > 1 && a.stride(max_rows > 1 ? 1 : 0) == 0;  // TMA has no stride 0
   Tensor const rows = walks && !repeated ? a : copy_of(op, "a", a);
-  set_rows(&call, call.keep(rows), all, all > 1 ? rows.stride(max_rows > 1 ? 1 : 0) : round_up(k, 8));
+  set_rows(&call, call.held.keep(rows), all, all > 1 ? rows.stride(max_rows > 1 ? 1 : 0) : round_up(k, 8));
   return call;
 }
 
@@ -88,7 +87,7 @@ Tensor grouped_gemm(Tensor const& a, Tensor const& b, Tensor const& offsets, std
   char const* op = "minfer::grouped_gemm";
   GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, kernel};
   int64_t const rows = check_sorted(op, a, b, offsets, arguments);
-  OnDevice const on(a);
+  OnDevice const on(op, a);
   GroupedCall call = described_sorted(op, a, b, offsets, rows, arguments);
   return launch(call, kernel, a, on);
 }
@@ -101,7 +100,7 @@ Tensor grouped_gemm_out(Tensor const& a, Tensor const& b, Tensor const& offsets,
   int64_t const rows = check_sorted(op, a, b, offsets, arguments);
   check_grouped_out(op, out, rows, gated ? b.size(2) / 2 : b.size(2), {"a", a});
   check_no_overlap(op, out, "b", b);
-  OnDevice const on(a);
+  OnDevice const on(op, a);
   GroupedCall call = described_sorted(op, a, b, offsets, rows, arguments);
   launch_out(call, kernel, out, on);
   return out;
@@ -113,7 +112,7 @@ Tensor grouped_gemm_masked(Tensor const& a, Tensor const& b, Tensor const& count
   char const* op = "minfer::grouped_gemm_masked";
   GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, kernel};
   check_masked(op, a, b, counts, arguments);
-  OnDevice const on(a);
+  OnDevice const on(op, a);
   GroupedCall call = described_masked(op, a, b, counts, arguments);
   Tensor const out =
       allocate(op, a, {call.problem.experts, call.problem.max_rows, call.columns()}, a.scalar_type(), "the output of a ", a, " and b ", b);
@@ -136,7 +135,7 @@ Tensor grouped_gemm_masked_out(Tensor const& a, Tensor const& b, Tensor const& c
   check_apart(op, out);
   check_no_overlap(op, out, "a", a);
   check_no_overlap(op, out, "b", b);
-  OnDevice const on(a);
+  OnDevice const on(op, a);
   GroupedCall call = described_masked(op, a, b, counts, arguments);
   launch(call, kernel, out, out.stride(1), on);
   return out;
@@ -156,7 +155,7 @@ Tensor moe_ffn(Tensor const& x, Tensor const& w13, Tensor const& w2, Tensor cons
   check_operand(op, "w2", w2, x.scalar_type(), {experts, hidden, n / 2}, beside);
   LayerArguments const arguments{x, weights, ids, b13, b2, activation, gate_layout};
   check_layer(op, arguments, experts, n, "w13");
-  OnDevice const on(x);
+  OnDevice const on(op, x);
   GroupedCall up = layer_product(op, arguments, experts, n, hidden, true);
   set_weight(&up, "w13", w13, false);
   GroupedCall down = layer_product(op, arguments, experts, hidden, n / 2, false);
@@ -208,7 +207,7 @@ std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string con
   if (kernel) options.kernel = kernel->c_str();
   GroupedPlan plan;
   Status const status = plan_grouped(problem_of(op, sizes, type, gated, gathered, w4_format, group_size, has_zeros),
-                                     device < 0 ? h200_properties() : device_properties(int32_t(device)), options, &plan);
+                                     device_properties(op, device), options, &plan);
   if (!status.ok()) fail(op, ": ", status.message);
   Json json;
   write_plan(json, plan);

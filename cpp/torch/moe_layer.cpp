@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "minfer/moe_routing.h"
-#include "readable.h"
 #include "torch_calls.h"
 
 namespace minfer::torch_binding {

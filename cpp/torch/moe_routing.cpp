@@ -103,7 +103,7 @@ std::tuple<Tensor, Tensor> moe_router(Tensor const& logits, int64_t top_k, std::
   if (experts < 1 || experts > kMaxExperts) fail(op, ": logits must have 1 to ", kMaxExperts, " experts, got ", logits);
   RouterRules rules =
       check_rules(op, {top_k, scoring, renormalize, correction_bias, n_group, topk_group, scale}, experts, {"logits", logits});
-  OnDevice const on(logits);
+  OnDevice const on(op, logits);
   Routed const routed(op, logits, tokens, top_k);
   Tensor const rows = unit_rows(op, "logits", logits), bias = hold_bias(op, correction_bias, &rules);
   Status const status = route_logits(rows.data_ptr(), data_type(rows.scalar_type()), leading(rows), tokens, rules, routed.routes(),
@@ -129,7 +129,7 @@ std::tuple<Tensor, Tensor> moe_router_gemm(Tensor const& x, Tensor const& w_gate
   check_device(op, "w_gate", w_gate, beside);
   if (hidden >= int64_t(1) << 31) fail(op, ": x must have less than 2^31 columns, got ", x);
   RouterRules rules = check_rules(op, {top_k, scoring, renormalize, correction_bias, n_group, topk_group, scale}, experts, beside);
-  OnDevice const on(x);
+  OnDevice const on(op, x);
   Routed const routed(op, x, tokens, top_k);
   Tensor const bias = hold_bias(op, correction_bias, &rules);
   Status status;
@@ -162,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_sort(Tensor const& ids, int64_t n
     fail(op, ": num_experts must be 1 to ", kMaxExperts, ", got ", num_experts);
   }
   if (weights) check_pair_weights(op, *weights, ids, {"ids", ids});
-  OnDevice const on(ids);
+  OnDevice const on(op, ids);
   ExpertSort sort;
   sort.tokens = ids.size(0);
   sort.top_k = ids.size(1);
@@ -197,7 +197,7 @@ Tensor moe_combine(Tensor const& y, Tensor const& inverse, std::optional<Tensor>
   Beside const beside{"y", y};
   check_device(op, "inverse", inverse, beside);
   if (weights) check_pair_weights(op, *weights, inverse, beside);
-  OnDevice const on(y);
+  OnDevice const on(op, y);
   Tensor const rows = unit_rows(op, "y", y), held_inverse = contiguous(op, "inverse", inverse);
   Tensor const held_weights = weights ? contiguous(op, "weights", *weights) : Tensor();
   Tensor const out = allocate(op, y, {inverse.size(0), y.size(1)}, y.scalar_type(), "the output of y ", y, " and inverse ", inverse);

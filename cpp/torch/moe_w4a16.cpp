@@ -4,7 +4,6 @@
 #include "grouped.h"
 #include "moe_layer.h"
 #include "packed_weight.h"
-#include "readable.h"
 #include "torch_calls.h"
 
 namespace minfer::torch_binding {
@@ -56,7 +55,7 @@ void set_weights(GroupedCall* call, ExpertWeights const& w) {
   char const* op = call->op;
   GroupedProblem& p = call->problem;
   GroupedOperands& o = call->operands;
-  o.b = call->keep(aligned_contiguous(op, w.name, w.packed));
+  o.b = call->held.keep(aligned_contiguous(op, w.name, w.packed));
   if (p.k == 0) {  // only the epilogue is left, which the kernels of 16-bit weights compute
     o.ldb = 8;
     o.b_expert_stride = p.n * o.ldb;
@@ -65,9 +64,9 @@ void set_weights(GroupedCall* call, ExpertWeights const& w) {
   p.b_format = w.format;
   p.group_size = planned_group(w.group_size, p.k);
   p.has_zeros = w.zeros.has_value();
-  o.b_scales = call->keep(aligned_contiguous(op, w.scales_name, w.scales));
-  if (w.zeros) o.b_zeros = call->keep(aligned_contiguous(op, w.zeros_name, *w.zeros));
-  if (w.alpha) o.alpha = static_cast<float const*>(call->keep(contiguous(op, w.alpha_name, *w.alpha)));
+  o.b_scales = call->held.keep(aligned_contiguous(op, w.scales_name, w.scales));
+  if (w.zeros) o.b_zeros = call->held.keep(aligned_contiguous(op, w.zeros_name, *w.zeros));
+  if (w.alpha) o.alpha = static_cast<float const*>(call->held.keep(contiguous(op, w.alpha_name, *w.alpha)));
 }
 
 /// A grouped product, checked; returns the rows of d.
@@ -113,7 +112,7 @@ Tensor grouped_w4a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& 
   ExpertWeights const w = weights_of(op, qweight, scales, zeros, alpha, w4_format, group_size);
   GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gated ? kBlocks : kHalves, kernel};
   int64_t const rows = check_call(op, a, w, offsets, arguments);
-  OnDevice const on(a);
+  OnDevice const on(op, a);
   GroupedCall call = described(op, a, w, offsets, rows, arguments);
   return launch(call, kernel, a, on);
 }
@@ -130,7 +129,7 @@ Tensor grouped_w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor con
   check_grouped_out(op, out, rows, gated ? w.n() / 2 : w.n(), {"a", a});
   check_no_overlap(op, out, "qweight", qweight);
   check_no_overlap(op, out, "scales", scales);
-  OnDevice const on(a);
+  OnDevice const on(op, a);
   GroupedCall call = described(op, a, w, offsets, rows, arguments);
   launch_out(call, kernel, out, on);
   return out;
@@ -156,7 +155,7 @@ Tensor moe_ffn_w4a16(Tensor const& x, Tensor const& w13, Tensor const& w13_scale
   check_weights(op, second, hidden, n / 2, beside);
   LayerArguments const arguments{x, weights, ids, b13, b2, activation, kBlocks};
   check_layer(op, arguments, experts, n, "w13");
-  OnDevice const on(x);
+  OnDevice const on(op, x);
   GroupedCall up = layer_product(op, arguments, experts, n, hidden, true);
   set_weights(&up, first);
   GroupedCall down = layer_product(op, arguments, experts, hidden, n / 2, false);

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "failure.h"
+#include "minfer/registry.h"
 
 namespace minfer::torch_binding {
 
@@ -82,6 +83,10 @@ Activation parse_activation(char const* what, std::string const& name) {
     if (name == name_of(a)) return a;
   }
   fail(what, ": activation must be one of none, relu, gelu, gelu_tanh, silu, got '", name, "'");
+}
+
+void check_kernel_name(char const* what, std::string const& name) {
+  if (find_kernel(name.c_str()) == nullptr) fail(what, ": kernel '", name, "' is not in the registry");
 }
 
 int32_t group_of(char const* what, int64_t group_size) {

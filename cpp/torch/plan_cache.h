@@ -30,7 +30,7 @@ class PlanCache {
   }
 
  private:
-  static constexpr size_t kMost = 8192;
+  static constexpr size_t kMost = 16384;
 
   struct Hash {
     size_t operator()(Key const& key) const {

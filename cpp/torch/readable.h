@@ -1,6 +1,8 @@
 // Operands as kernels read them: themselves, or copies where they cannot.
 #pragma once
 
+#include <vector>
+
 #include "tensor.h"
 #include "torch_calls.h"
 
@@ -35,6 +37,19 @@ inline Tensor aligned_contiguous(char const* op, char const* name, Tensor const&
 
 /// The rows of a matrix as TMA can address them: unit stride, 16-byte aligned base and row stride.
 Tensor aligned_rows(char const* op, char const* name, Tensor const& x);
+
+/// What the operands of a call point to, until it is over: the caller's tensors, or copies of them.
+class Held {
+ public:
+  Held() { tensors_.reserve(12); }
+  void* keep(Tensor const& x) {
+    tensors_.push_back(x);
+    return x.data_ptr();
+  }
+
+ private:
+  std::vector<Tensor> tensors_;
+};
 
 /// From one row of a matrix to the next; of one row, its columns.
 inline int64_t leading(Tensor const& x) { return x.size(0) > 1 ? x.stride(0) : x.size(1); }

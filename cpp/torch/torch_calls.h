@@ -27,8 +27,7 @@ template <class... Parts>
 template <class... What>
 Tensor allocate(char const* op, Tensor const& like, Shape shape, ScalarType type, What const&... what) {
   Tensor x = try_allocate(like, shape, type);
-  if (!x.defined()) [[unlikely]]
-    no_memory(op, like, shape, type, text_of(what...));
+  if (!x.defined()) no_memory(op, like, shape, type, text_of(what...));
   return x;
 }
 

@@ -9,6 +9,7 @@
 #include "gemm_planning.h"
 #include "minfer/gemm.h"
 #include "packed_weight.h"
+#include "parse.h"
 #include "readable.h"
 #include "torch_calls.h"
 
@@ -181,6 +182,7 @@ void check_call(Call const& call) {
   if (call.gated && n % 16 != 0) {
     fail(op, ": scales must have a multiple of 16 columns (blocks of 8 gate and 8 up rows), got ", scales);
   }
+  check_weight(op, call.weight, n, k);
   if (call.bias) check_bias(op, *call.bias, n, beside);
   if (call.perm) {
     Tensor const& perm = *call.perm;
@@ -189,7 +191,6 @@ void check_call(Call const& call) {
     check_same_device(op, "perm", perm, beside);
   }
   if (call.c) check_addend(call);
-  check_weight(op, call.weight, n, k);
 }
 
 /// The operands' and the problem's part of C; returns what they point to.
@@ -232,7 +233,10 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
   char const* op = call.op;
   int64_t const k = call.k(), n = call.n(), columns = call.columns();
   Rows a = flatten_rows(op, "a", call.a);
-  if (a.m == 0 || n == 0) return;
+  if (a.m == 0 || n == 0) {
+    if (call.kernel && *call.kernel != kDequantizeFirst) check_kernel_name(op, parse_override(op, *call.kernel).name);
+    return;
+  }
   Weight const w = describe(op, call.weight, n, k);
 
   GemmProblem problem;
@@ -298,14 +302,14 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
     if (!status.ok()) fail(op, ": ", status.message);
     if (k == 0) fail(op, ": kernel ", override.name, " cannot compute this problem: it needs k > 0");
     plan = &forced;
-  } else if (k > 0 && (first_asked || cached_dequantize_first(op, problem, on.index()))) {
+  } else if (k > 0 && (first_asked || cached_dequantize_first(op, problem, on))) {
     dense = dequantized_weight(call, w, on);
     problem = dequantized(problem);
     operands.b = dense.data_ptr();
     operands.b_is_constant = false;
     operands.ldb = k;
   }
-  if (plan == nullptr) plan = &cached_plan(op, problem, on.index());
+  if (plan == nullptr) plan = &cached_plan(op, problem, on);
   Workspace const workspace(op, out, plan->workspace_bytes, plan->kernel->name, " on a ", call.a, " and a weight [", n, ", ", k, ']');
   Status const status = run_gemm(*plan, problem, operands, on.properties(), workspace.data(), workspace.bytes(), on.stream());
   if (!status.ok()) {
@@ -320,7 +324,7 @@ Tensor allocate_output(Call const& call) {
 
 Tensor gemm_quantized(Call const& call) {
   check_call(call);
-  OnDevice const on(call.a);
+  OnDevice const on(call.op, call.a);
   Tensor const out = allocate_output(call);
   run(call, out, on);
   return out;
@@ -342,7 +346,7 @@ Tensor gemm_quantized_out(Call const& call, Tensor const& out) {
   if (call.perm) check_no_overlap(op, out, "perm", *call.perm);
   if (call.bias) check_no_overlap(op, out, "bias", *call.bias);
   if (call.c && !is_same_view(out, *call.c)) check_no_overlap(op, out, "c", *call.c);
-  OnDevice const on(a);
+  OnDevice const on(op, a);
   if (out.is_contiguous()) {
     run(call, out, on);
   } else {
@@ -359,7 +363,7 @@ Tensor pack(char const* op, WeightFormat format, Tensor const& codes) {
   int64_t const n = codes.size(0), k = codes.size(1);
   if (n % 8 != 0) fail(op, ": codes must have n rows, a multiple of 8, got ", codes);
   if (k % 8 != 0) fail(op, ": codes must have k columns, a multiple of 8, got ", codes);
-  OnDevice const on(codes);
+  OnDevice const on(op, codes);
   Tensor const rows = unit_rows(op, "codes", codes);
   Tensor const packed = allocate(op, codes, packed_shape(format, n, k), ScalarType::Int, "the packed weight of codes ", codes);
   Status const status =
@@ -382,7 +386,7 @@ Tensor dequantize(char const* op, PackedWeight const& weight, int64_t n, int64_t
   if (n < 0 || k < 0) fail(op, ": n and k must not be negative, got ", n, " and ", k);
   if (scales.dim() != 2 || scales.size(1) != n) fail(op, ": scales must be [groups, n] with n = ", n, ", got ", scales);
   check_weight(op, weight, n, k);
-  OnDevice const on(qweight);
+  OnDevice const on(op, qweight);
   Weight const w = describe(op, weight, n, k);
   Tensor const out = allocate(op, scales, {n, k}, type, "the weight [", n, ", ", k, "] in 16 bits");
   Status const status = dequantize_weight(w.described(), data_type(type), out.data_ptr(), on.stream());

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from . import checks_attention
 from .ops import register_autograd
+from .signatures import signature_of
 
 _library = torch.library.Library("minfer", "IMPL")
 
 
+@signature_of(torch.ops.minfer.attention.default)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -70,18 +72,6 @@ def attention(
 
     Source: FlashAttention-3 (Shah et al., 2024); the online softmax is Milakov and Gimelshein's (2018).
     """
-    return torch.ops.minfer.attention.default(
-        q,
-        k,
-        v,
-        causal=causal,
-        scale=scale,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        sinks=sinks,
-        kernel=kernel,
-    )
 
 
 def _state(q: Tensor, shapes: tuple[tuple, tuple]) -> tuple[Tensor, Tensor]:
@@ -93,6 +83,7 @@ def _attention_fake(q, k, v, **options):
     return _state(q, checks_attention.check_attention(q, k, v, **options))
 
 
+@signature_of(torch.ops.minfer.attention_varlen.default)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -133,22 +124,6 @@ def attention_varlen(
 
     Numerics and source: as :func:`attention`. What lies behind or between the sequences' rows is never used, NaN included.
     """
-    return torch.ops.minfer.attention_varlen.default(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        causal=causal,
-        scale=scale,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        sinks=sinks,
-        kernel=kernel,
-    )
 
 
 @torch.library.register_fake("minfer::attention_varlen", lib=_library)
@@ -157,6 +132,7 @@ def _attention_varlen_fake(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     return _state(q, checks_attention.check_attention_varlen(q, k, v, *arguments, **options))
 
 
+@signature_of(torch.ops.minfer.attention_paged.default)
 def attention_paged(
     q: Tensor,
     k_cache: Tensor,
@@ -226,27 +202,6 @@ def attention_paged(
 
     Source: FlashDecoding (Dao et al., 2023) for the splits, PagedAttention (Kwon et al., 2023) for the pages.
     """
-    return torch.ops.minfer.attention_paged.default(
-        q,
-        k_cache,
-        v_cache,
-        seq_lens,
-        block_table=block_table,
-        cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_residual=k_residual,
-        v_residual=v_residual,
-        kv_format=kv_format,
-        causal=causal,
-        scale=scale,
-        window_left=window_left,
-        softcap=softcap,
-        sinks=sinks,
-        num_splits=num_splits,
-        kernel=kernel,
-    )
 
 
 @torch.library.register_fake("minfer::attention_paged", lib=_library)

@@ -8,6 +8,7 @@ size with a hint and leaves a run-time assertion for one without.
 from __future__ import annotations
 
 import difflib
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -138,7 +139,8 @@ def check_activation(check: _Checker, activation: str) -> None:
 
 
 def check_out(check: _Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequence[int], out_dtype: torch.dtype | None) -> None:
-    """``out`` has D's shape and a dtype that D may have; any strides (what no kernel can store to is written through a copy)."""
+    """``out`` has D's shape and a dtype that D may have; any strides that keep its elements apart (what no kernel can store to is written
+    through a copy)."""
     check(out.layout == torch.strided, "out must be a dense tensor, got layout {}", out.layout)
     check(out.dtype in (a.dtype, torch.float32), "out must be {} or float32, got {}", a.dtype, out.dtype)
     if out_dtype is not None:
@@ -147,6 +149,54 @@ def check_out(check: _Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequen
     check(out.dim() == len(shape), "out must be {}, got {}", list(shape), out.shape)
     for have, want in zip(out.shape, shape, strict=True):
         check(have == want, "out must be {}, got {}", list(shape), out.shape)
+    check(not overlaps_itself(out), "out must not overlap itself, got {} with strides {}", out.shape, list(out.stride()))
+
+
+def overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether two elements of a tensor have one place. Of three modes and more, what a walk from the narrowest to the widest does not show
+    to lie apart counts as overlapping; what is symbolic, as apart."""
+    modes = [(stride, size) for size, stride in zip(x.shape, x.stride(), strict=True)]
+    if any(isinstance(number, torch.SymInt) for mode in modes for number in mode) or 0 in x.shape:
+        return False
+    modes = sorted(mode for mode in modes if mode[1] != 1)
+    reach, apart = 0, True
+    for stride, size in modes:
+        apart = apart and stride > reach
+        reach += (size - 1) * stride
+    if apart or len(modes) != 2:
+        return not apart
+    (narrow, width), (wide, height) = modes
+    divisor = math.gcd(narrow, wide)
+    return divisor == 0 or (wide // divisor < width and narrow // divisor < height)
+
+
+def check_no_overlap(op: str, out: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """``out`` shares no memory with the others, as far as can be told from where each begins and ends: no two begin at one address, and
+    where neither has gaps they have no byte in common. Views that take turns in one memory pass. For tensors that have memory.
+
+    Raises:
+      RuntimeError: it does.
+    """
+    check = _Checker(op)
+    begin, end = _span(out)
+    for name, x in others.items():
+        if x is None or x.numel() == 0 or out.numel() == 0:
+            continue
+        other, last = _span(x)
+        dense = end - begin == out.nbytes and last - other == x.nbytes
+        meets = begin < last and other < end and (begin == other or dense)
+        check(not meets, "out must not overlap {}, got {} and {} {} in one memory", name, out.shape, name, x.shape)
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte, and behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def is_same_view(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    """Whether each element of one is the other's."""
+    return b is not None and (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
 
 
 # ---- kernel override ---------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import ACTIVATIONS, DTYPES, _Checker, check_kernel
+from .checks import ACTIVATIONS, DTYPES, _Checker, check_kernel, overlaps_itself
 
 MAX_EXPERTS = 512
 SWIGLUOAI = "swigluoai"
@@ -167,7 +167,8 @@ def check_grouped_gemm_masked(
         _check_operand(check, "out", out, a, a.dtype, (experts, max_rows, columns))
         walks = (out.stride(2) == 1 or columns <= 1) and (max_rows <= 1 or out.stride(1) >= columns)
         walks = walks and (experts <= 1 or max_rows == 0 or out.stride(0) == max_rows * out.stride(1))
-        check(walks, "out must be one run of rows with unit stride along them, got strides {}", tuple(out.stride()))
+        check(walks, "out must be one run of rows with unit stride along them, got strides {}", list(out.stride()))
+        check(not overlaps_itself(out), "out must not overlap itself, got {} with strides {}", out.shape, list(out.stride()))
     return experts, max_rows, columns
 
 

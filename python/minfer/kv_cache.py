@@ -38,6 +38,7 @@ from torch import Tensor
 
 from . import checks, checks_kv_cache
 from .ops import _differentiated
+from .signatures import signature_of
 
 KV_FORMATS = tuple(checks_kv_cache.FORMATS)
 
@@ -140,6 +141,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | st
     return torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
 
 
+@signature_of(torch.ops.minfer.kv_cache_append.default)
 def kv_cache_append(
     k: Tensor,
     v: Tensor,
@@ -189,19 +191,6 @@ def kv_cache_append(
 
     Source: int4 is KIVI's (Liu et al., 2024).
     """
-    torch.ops.minfer.kv_cache_append.default(
-        k,
-        v,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_residual=k_residual,
-        v_residual=v_residual,
-        cu_seqlens=cu_seqlens,
-        kv_format=kv_format,
-    )
 
 
 def _specialize(x: Tensor) -> None:

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from . import checks_moe
 from .ops import register_autograd
+from .signatures import signature_of, with_out
 
 _library = torch.library.Library("minfer", "IMPL")
 
 
+@signature_of(with_out(torch.ops.minfer.grouped_gemm))
 def grouped_gemm(
     a: Tensor,
     b: Tensor,
@@ -56,7 +58,7 @@ def grouped_gemm(
       gate_layout: their order: "halves" (all gate, then all up, the checkpoints' w13), "alternating" (gpt-oss) or "blocks" (8 and 8,
         ``minfer.pack_gate_up``). ``bias`` has the same order.
       kernel: for measurements: a name of ``minfer.kernels("moe")``. On CPU it is checked and otherwise ignored.
-      out: D itself, a's dtype, rows contiguous (any leading dimension).
+      out: D itself, a's dtype, rows contiguous (any leading dimension). It must not overlap itself, a or the weight.
 
     Returns:
       D, [rows, n] (gated: n / 2), contiguous, or ``out``. Rows behind the last offset are zero.
@@ -67,20 +69,6 @@ def grouped_gemm(
     Numerics: products are accumulated in float32 in k's order, the epilogue is float32, D is rounded once. The same inputs, shapes and
     kernel give the same bits in every run. There is no backward.
     """
-    op, extra = (torch.ops.minfer.grouped_gemm.default, {}) if out is None else (torch.ops.minfer.grouped_gemm.out, {"out": out})
-    return op(
-        a,
-        b,
-        offsets,
-        bias=bias,
-        gather=gather,
-        row_scale=row_scale,
-        activation=activation,
-        gated=gated,
-        gate_layout=gate_layout,
-        kernel=kernel,
-        **extra,
-    )
 
 
 @torch.library.register_fake("minfer::grouped_gemm", lib=_library)
@@ -94,6 +82,7 @@ def _grouped_gemm_out_fake(a, b, offsets, *, out, **arguments):
     return out
 
 
+@signature_of(with_out(torch.ops.minfer.grouped_gemm_masked))
 def grouped_gemm_masked(
     a: Tensor,
     b: Tensor,
@@ -125,20 +114,6 @@ def grouped_gemm_masked(
 
     Numerics: as :func:`grouped_gemm`.
     """
-    name = torch.ops.minfer.grouped_gemm_masked
-    op, extra = (name.default, {}) if out is None else (name.out, {"out": out})
-    return op(
-        a,
-        b,
-        counts,
-        bias=bias,
-        row_scale=row_scale,
-        activation=activation,
-        gated=gated,
-        gate_layout=gate_layout,
-        kernel=kernel,
-        **extra,
-    )
 
 
 @torch.library.register_fake("minfer::grouped_gemm_masked", lib=_library)
@@ -152,6 +127,7 @@ def _grouped_gemm_masked_out_fake(a, b, counts, *, out, **arguments):
     return out
 
 
+@signature_of(torch.ops.minfer.moe_ffn.default)
 def moe_ffn(
     x: Tensor,
     w13: Tensor,
@@ -188,8 +164,6 @@ def moe_ffn(
     Numerics: as :func:`grouped_gemm`; what an expert returns, weighed, is rounded to x's dtype before the sum over a token's experts, which
     is float32 and in the order of j. The same inputs give the same bits in every run. There is no backward.
     """
-    arguments = dict(activation=activation, b13=b13, b2=b2, gate_layout=gate_layout)
-    return torch.ops.minfer.moe_ffn.default(x, w13, w2, weights, ids, **arguments)
 
 
 @torch.library.register_fake("minfer::moe_ffn", lib=_library)

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from . import checks_moe_routing
 from .ops import register_autograd
+from .signatures import signature_of
 
 _library = torch.library.Library("minfer", "IMPL")
 
 
+@signature_of(torch.ops.minfer.moe_router.default)
 def moe_router(
     logits: Tensor,
     top_k: int,
@@ -54,16 +56,6 @@ def moe_router(
     rounding. A NaN among a token's logits makes its weights NaN; in the choice it counts as -inf, so that ids are always valid and
     distinct. In a softmax, logits of +inf, and logits that are all -inf, share the weight equally. There is no backward.
     """
-    return torch.ops.minfer.moe_router.default(
-        logits,
-        top_k,
-        scoring=scoring,
-        renormalize=renormalize,
-        correction_bias=correction_bias,
-        n_group=n_group,
-        topk_group=topk_group,
-        scale=scale,
-    )
 
 
 def _routes(like, tokens, top_k):
@@ -76,6 +68,7 @@ def _moe_router_fake(logits, top_k, **arguments):
     return _routes(logits, logits.shape[0], top_k)
 
 
+@signature_of(torch.ops.minfer.moe_router_gemm.default)
 def moe_router_gemm(
     x: Tensor,
     w_gate: Tensor,
@@ -107,17 +100,6 @@ def moe_router_gemm(
     Numerics: products are accumulated in float32 in a fixed order and never rounded to 16 bits; the order depends on the number of tokens.
     Then as :func:`moe_router`. There is no backward.
     """
-    return torch.ops.minfer.moe_router_gemm.default(
-        x,
-        w_gate,
-        top_k,
-        scoring=scoring,
-        renormalize=renormalize,
-        correction_bias=correction_bias,
-        n_group=n_group,
-        topk_group=topk_group,
-        scale=scale,
-    )
 
 
 @torch.library.register_fake("minfer::moe_router_gemm", lib=_library)
@@ -126,6 +108,7 @@ def _moe_router_gemm_fake(x, w_gate, top_k, **arguments):
     return _routes(x, x.shape[0], top_k)
 
 
+@signature_of(torch.ops.minfer.moe_sort.default)
 def moe_sort(ids: Tensor, num_experts: int, *, weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The (token, expert) pairs in the order of the experts: what a grouped GEMM reads and :func:`moe_combine` undoes.
 
@@ -145,7 +128,6 @@ def moe_sort(ids: Tensor, num_experts: int, *, weights: Tensor | None = None) ->
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
     """
-    return torch.ops.minfer.moe_sort.default(ids, num_experts, weights=weights)
 
 
 @torch.library.register_fake("minfer::moe_sort", lib=_library)
@@ -157,6 +139,7 @@ def _moe_sort_fake(ids, num_experts, *, weights=None):
     return ids.new_empty((pairs,)), ids.new_empty((num_experts,)), ids.new_empty((tokens, top_k)), sorted_weights
 
 
+@signature_of(torch.ops.minfer.moe_combine.default)
 def moe_combine(y: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Tensor:
     """out[t] = sum over j of weights[t, j] * y[inverse[t, j]]: the experts' rows of each token, added up.
 
@@ -173,7 +156,6 @@ def moe_combine(y: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Te
 
     Numerics: added in float32 in the order of j, rounded once. There is no backward.
     """
-    return torch.ops.minfer.moe_combine.default(y, inverse, weights)
 
 
 @torch.library.register_fake("minfer::moe_combine", lib=_library)

@@ -17,11 +17,24 @@ from torch import Tensor
 
 from . import checks_moe_w4a16
 from .ops import register_autograd
+from .signatures import signature_of, with_out
 from .weight_formats import stored_scales
 
 _library = torch.library.Library("minfer", "IMPL")
 
+_grouped_form = with_out(torch.ops.minfer.grouped_w4a16_gemm)
 
+
+def _grouped(a, qweight, scales, zeros, offsets, *, w4_format="int4", **options):
+    return _grouped_form(a, qweight, stored_scales(scales, w4_format), zeros, offsets, w4_format=w4_format, **options)
+
+
+def _layer(x, w13, w13_scales, w13_zeros, w2, w2_scales, w2_zeros, weights, ids, *, w4_format="int4", **options):
+    first, second = (w13, stored_scales(w13_scales, w4_format), w13_zeros), (w2, stored_scales(w2_scales, w4_format), w2_zeros)
+    return torch.ops.minfer.moe_ffn_w4a16.default(x, *first, *second, weights, ids, w4_format=w4_format, **options)
+
+
+@signature_of(_grouped)
 def grouped_w4a16_gemm(
     a: Tensor,
     qweight: Tensor,
@@ -47,7 +60,8 @@ def grouped_w4a16_gemm(
     Args:
       a: [rows, k], float16 or bfloat16; with ``gather`` any number of rows. k is a multiple of 8.
       qweight: int32 [experts, ceil(n / 64), ceil(k / 64), 512], contiguous: each expert's codes, packed by :func:`minfer.w4a16_pack` with
-        the same ``w4_format``. 1 to 512 experts.
+        the same ``w4_format``. 1 to 512 experts. A view that does not begin at a multiple of 16 bytes is copied at every call; so are
+        such scales and zeros.
       scales: [experts, G, n], contiguous, G = ceil(k / group_size), of the type that ``w4_format`` says. n is a multiple of 8.
       zeros: [experts, G, n], contiguous, a's dtype, in units of codes, integers or fractions; int4 only. None is 8: symmetric weights.
       offsets: int32 [experts], as in :func:`minfer.grouped_gemm`.
@@ -62,7 +76,7 @@ def grouped_w4a16_gemm(
       gated: W's rows are in the order of ``minfer.pack_gate_up``, 8 gate rows, then their 8 up rows, and so is ``bias``. n is a multiple
         of 16. Checkpoints have another order; :mod:`minfer.quantize` makes this one.
       kernel: for measurements: a name of ``minfer.kernels("moe_w4a16")``. On CPU it is checked and otherwise ignored.
-      out: D itself, a's dtype, rows contiguous (any leading dimension).
+      out: D itself, a's dtype, rows contiguous (any leading dimension). It must not overlap itself, a or the weight.
 
     Returns:
       D, [rows, n] (gated: n / 2), contiguous, or ``out``. Rows behind the last offset are zero.
@@ -75,25 +89,6 @@ def grouped_w4a16_gemm(
     in float32, the epilogue is float32, D is rounded once; docs/numerics.md has the bounds. The same inputs, shapes and kernel give the
     same bits in every run. There is no backward.
     """
-    name = torch.ops.minfer.grouped_w4a16_gemm
-    op, extra = (name.default, {}) if out is None else (name.out, {"out": out})
-    return op(
-        a,
-        qweight,
-        stored_scales(scales, w4_format),
-        zeros,
-        offsets,
-        group_size=group_size,
-        w4_format=w4_format,
-        alpha=alpha,
-        bias=bias,
-        gather=gather,
-        row_scale=row_scale,
-        activation=activation,
-        gated=gated,
-        kernel=kernel,
-        **extra,
-    )
 
 
 @torch.library.register_fake("minfer::grouped_w4a16_gemm", lib=_library)
@@ -107,6 +102,7 @@ def _grouped_w4a16_gemm_out_fake(a, qweight, scales, zeros, offsets, *, out, **a
     return out
 
 
+@signature_of(_layer)
 def moe_ffn_w4a16(
     x: Tensor,
     w13: Tensor,
@@ -150,24 +146,6 @@ def moe_ffn_w4a16(
 
     Numerics: as :func:`grouped_w4a16_gemm`, and between the products as :func:`minfer.moe_ffn`. There is no backward.
     """
-    return torch.ops.minfer.moe_ffn_w4a16.default(
-        x,
-        w13,
-        stored_scales(w13_scales, w4_format),
-        w13_zeros,
-        w2,
-        stored_scales(w2_scales, w4_format),
-        w2_zeros,
-        weights,
-        ids,
-        group_size=group_size,
-        w4_format=w4_format,
-        alpha13=alpha13,
-        alpha2=alpha2,
-        activation=activation,
-        b13=b13,
-        b2=b2,
-    )
 
 
 @torch.library.register_fake("minfer::moe_ffn_w4a16", lib=_library)

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .signatures import signature_of, with_out
 
 _library = torch.library.Library("minfer", "IMPL")
 
 
+@signature_of(with_out(torch.ops.minfer.gemm))
 def gemm(
     a: Tensor,
     b: Tensor,
@@ -39,7 +41,8 @@ def gemm(
       kernel: for measurements: NAME[@decomposition=persistent|stream_k|split_k,splits=N,swizzle=N,raster=along_m|along_n], a name of
         :func:`minfer.kernels`. On CPU it is checked and otherwise ignored.
       out: D itself, a's dtype or float32. Written in place where its rows are contiguous (any leading dimension), otherwise through a
-        copy. It may be ``c``, but must not overlap a, b or bias. Not under ``torch.compile(fullgraph=True)`` unless contiguous.
+        copy. It may be ``c``, but must not overlap itself, a, b or bias, which is an error where it can be told from where they begin and
+        end. Not under ``torch.compile(fullgraph=True)`` unless contiguous.
 
     Returns:
       D, [m, n] or [batch, m, n], contiguous (or ``out``). Any m, n, k >= 0.
@@ -51,13 +54,6 @@ def gemm(
     ordered: the same inputs, shapes and kernel give the same bits in every run. For inference: there is no backward, and calling
     it raises.
     """
-    if out is None:
-        return torch.ops.minfer.gemm.default(
-            a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype, kernel=kernel
-        )
-    return torch.ops.minfer.gemm.out(
-        a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype, kernel=kernel, out=out
-    )
 
 
 @torch.library.register_fake("minfer::gemm", lib=_library)
@@ -72,6 +68,7 @@ def _gemm_out_fake(a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="
     return out
 
 
+@signature_of(torch.ops.minfer.gemm_gated.default)
 def gemm_gated(a: Tensor, b: Tensor, *, bias: Tensor | None = None, activation: str = "silu", kernel: str | None = None) -> Tensor:
     """D = activation(A.B_gate + bias_gate) * (A.B_up + bias_up) in one kernel: the first half of a SwiGLU (GeGLU, ...) MLP.
 
@@ -91,7 +88,6 @@ def gemm_gated(a: Tensor, b: Tensor, *, bias: Tensor | None = None, activation: 
 
     Numerics: as in :func:`gemm`; gate and up stay in float32 until D is rounded.
     """
-    return torch.ops.minfer.gemm_gated.default(a, b, bias=bias, activation=activation, kernel=kernel)
 
 
 @torch.library.register_fake("minfer::gemm_gated", lib=_library)

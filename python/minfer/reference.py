@@ -94,6 +94,7 @@ def _gemm_cpu(a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="none"
 
 def _gemm_out_cpu(a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="none", out_dtype=None, kernel=None, out):
     checks.check_gemm(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype, kernel=kernel, out=out)
+    checks.check_no_overlap("gemm", out, a=a, b=b, bias=bias, c=None if beta == 0 or checks.is_same_view(out, c) else c)
     return out.copy_(gemm(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out.dtype))
 
 

@@ -63,6 +63,8 @@ def _sequence(q, k, v, out, lse, *, causal=False, scale=None, window_left=-1, wi
     (seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv, _) = q.shape, k.shape
     if seqlen_q == 0 or heads_q == 0:
         return
+    first = _first_key(seqlen_q, seqlen_k, window_left)  # what lies before all windows may be anything
+    k, v, seqlen_k = k[first:], v[first:], seqlen_k - first
     dtype, group = _compute_dtype(q), heads_q // heads_kv
     scale = head_dim**-0.5 if scale is None else scale
     block = max(1, _SCORES // (group * max(seqlen_k, 1)))

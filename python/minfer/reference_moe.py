@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import checks_moe
+from . import checks, checks_moe
 from .packing import GATE_BLOCK
 from .reference import _ACTIVATION, _compute_dtype
 
@@ -139,6 +139,7 @@ def _grouped_gemm_cpu(a, b, offsets, **arguments):
 
 def _grouped_gemm_out_cpu(a, b, offsets, *, out, **arguments):
     checks_moe.check_grouped_gemm(a, b, offsets, out=out, **arguments)
+    checks.check_no_overlap("grouped_gemm.out", out, a=a, b=b)
     checks_moe.check_gather_values("grouped_gemm", a, offsets, arguments.get("gather"))
     return out.copy_(grouped_gemm(a, b, offsets, **_without_kernel(arguments)))
 
@@ -150,6 +151,7 @@ def _grouped_gemm_masked_cpu(a, b, counts, **arguments):
 
 def _grouped_gemm_masked_out_cpu(a, b, counts, *, out, **arguments):
     checks_moe.check_grouped_gemm_masked(a, b, counts, out=out, **arguments)
+    checks.check_no_overlap("grouped_gemm_masked.out", out, a=a, b=b)
     result = grouped_gemm_masked(a, b, counts, **_without_kernel(arguments))
     for expert, count in enumerate(counts.tolist()):
         count = min(max(count, 0), out.shape[1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import checks_moe, checks_moe_w4a16, reference_moe, reference_w4a16
+from . import checks, checks_moe, checks_moe_w4a16, reference_moe, reference_w4a16
 
 _library = torch.library.Library("minfer", "IMPL")
 
@@ -77,6 +77,7 @@ def _grouped_w4a16_gemm_cpu(a, qweight, scales, zeros, offsets, *, kernel=None, 
 
 def _grouped_w4a16_gemm_out_cpu(a, qweight, scales, zeros, offsets, *, kernel=None, out, **arguments):
     checks_moe_w4a16.check_grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, kernel=kernel, out=out, **arguments)
+    checks.check_no_overlap("grouped_w4a16_gemm.out", out, a=a, qweight=qweight, scales=scales)
     checks_moe.check_gather_values("grouped_w4a16_gemm", a, offsets, arguments.get("gather"))
     return out.copy_(grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, **arguments))
 

@@ -133,8 +133,13 @@ def _register(family: str, bits: int) -> None:
     def gemm(*tensors, **arguments):
         return checked("gemm", *tensors, **arguments)
 
-    def gemm_out(*tensors, out, **arguments):
-        return out.copy_(checked("gemm", *tensors, out=out, **arguments))
+    def gemm_out(a, qweight, scales, zeros=None, *, out, **arguments):
+        result = checked("gemm", a, qweight, scales, zeros, out=out, **arguments)
+        own = {name: arguments.get(name) for name in ("perm", "bias", "c")}
+        if checks.is_same_view(out, own["c"]):
+            del own["c"]
+        checks.check_no_overlap(f"{family}_gemm", out, a=a, qweight=qweight, scales=scales, zeros=zeros, **own)
+        return out.copy_(result)
 
     def gemm_gated(*tensors, **arguments):
         return checked("gemm_gated", *tensors, **arguments)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from . import checks_w4a16
 from .ops import register_autograd
+from .signatures import signature_of, with_out
 from .weight_formats import stored_scales
 
 _library = torch.library.Library("minfer", "IMPL")
 
 
+def _with_stored_scales(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(a, qweight, scales, zeros=None, *, w4_format="int4", **options):
+        if w4_format != "int4":
+            scales, options["w4_format"] = stored_scales(scales, w4_format), w4_format
+        return call(a, qweight, scales, zeros, **options)
+
+    return run
+
+
+def _dequantize(qweight, scales, zeros=None, *, w4_format="int4", **options):
+    return torch.ops.minfer.w4a16_dequantize.default(qweight, stored_scales(scales, w4_format), zeros, w4_format=w4_format, **options)
+
+
+@signature_of(_with_stored_scales(with_out(torch.ops.minfer.w4a16_gemm)))
 def w4a16_gemm(
     a: Tensor,
     qweight: Tensor,
@@ -33,7 +50,8 @@ def w4a16_gemm(
 
     Args:
       a: [..., k], float16 or bfloat16, of one dimension or more; the leading ones are m rows. k is a multiple of 8.
-      qweight: int32 [ceil(n / 64), ceil(k / 64), 512], codes packed by :func:`w4a16_pack` with the same ``w4_format``.
+      qweight: int32 [ceil(n / 64), ceil(k / 64), 512], codes packed by :func:`w4a16_pack` with the same ``w4_format``. A view that is not
+        contiguous, or that does not begin at a multiple of 16 bytes, is copied at every call; so are scales and zeros whose rows do not.
       scales: [G, n], G = ceil(k / group_size), of the type that ``w4_format`` says. n is a multiple of 8.
       zeros: [G, n], a's dtype, in units of codes, integers or fractions; int4 only. None is 8: symmetric weights.
       group_size: columns of W that share a scale and a zero: -1 (all of them, G = 1) or a power of two >= 32, unless ``w4_format``
@@ -57,7 +75,7 @@ def w4a16_gemm(
         promise is broken, D is of old weights, new ones or a mixture. Copies that the operator makes of them itself are exempt.
       kernel: for measurements, as in :func:`minfer.gemm`, with a name of ``minfer.kernels("w4a16")`` of the same format; or
         "dequantize", which writes the weight out in 16 bits and multiplies by that.
-      out: D itself, a's dtype; as in :func:`minfer.gemm`. It may be ``c``, but must not overlap another argument.
+      out: D itself, a's dtype; as in :func:`minfer.gemm`. It may be ``c``, but must not overlap itself or another argument.
 
     Returns:
       D, [..., n] of a's dtype, contiguous (or ``out``). Any m >= 0.
@@ -69,38 +87,6 @@ def w4a16_gemm(
     in float32, the epilogue is float32, D is rounded once; docs/numerics.md has the bounds. The same inputs, shapes and kernel give the
     same bits in every run. There is no backward.
     """
-    if out is None:
-        return torch.ops.minfer.w4a16_gemm.default(
-            a,
-            qweight,
-            stored_scales(scales, w4_format),
-            zeros,
-            group_size=group_size,
-            alpha=alpha,
-            perm=perm,
-            c=c,
-            bias=bias,
-            activation=activation,
-            w4_format=w4_format,
-            constant_weights=constant_weights,
-            kernel=kernel,
-        )
-    return torch.ops.minfer.w4a16_gemm.out(
-        a,
-        qweight,
-        stored_scales(scales, w4_format),
-        zeros,
-        group_size=group_size,
-        alpha=alpha,
-        perm=perm,
-        c=c,
-        bias=bias,
-        activation=activation,
-        w4_format=w4_format,
-        constant_weights=constant_weights,
-        kernel=kernel,
-        out=out,
-    )
 
 
 @torch.library.register_fake("minfer::w4a16_gemm", lib=_library)
@@ -114,6 +100,7 @@ def _w4a16_gemm_out_fake(a, qweight, scales, zeros=None, **arguments):
     return arguments["out"]
 
 
+@signature_of(_with_stored_scales(torch.ops.minfer.w4a16_gemm_gated.default))
 def w4a16_gemm_gated(
     a: Tensor,
     qweight: Tensor,
@@ -146,20 +133,6 @@ def w4a16_gemm_gated(
 
     Numerics: as in :func:`w4a16_gemm`; gate and up stay in float32 until D is rounded.
     """
-    return torch.ops.minfer.w4a16_gemm_gated.default(
-        a,
-        qweight,
-        stored_scales(scales, w4_format),
-        zeros,
-        group_size=group_size,
-        alpha=alpha,
-        perm=perm,
-        bias=bias,
-        activation=activation,
-        w4_format=w4_format,
-        constant_weights=constant_weights,
-        kernel=kernel,
-    )
 
 
 @torch.library.register_fake("minfer::w4a16_gemm_gated", lib=_library)
@@ -167,6 +140,7 @@ def _w4a16_gemm_gated_fake(a, qweight, scales, zeros=None, **arguments):
     return a.new_empty(checks_w4a16.check_w4a16_gemm_gated(a, qweight, scales, zeros, **arguments).out)
 
 
+@signature_of(torch.ops.minfer.w4a16_pack.default)
 def w4a16_pack(codes: Tensor, *, w4_format: str = "int4") -> Tensor:
     """Packs 4-bit codes in the order in which the kernels read them (:mod:`minfer.weight_layout`).
 
@@ -182,7 +156,6 @@ def w4a16_pack(codes: Tensor, *, w4_format: str = "int4") -> Tensor:
       RuntimeError: dtype, shape or format cannot be right; on CPU also a code above 15. CUDA packs the low four bits instead of waiting
         to look.
     """
-    return torch.ops.minfer.w4a16_pack.default(codes, w4_format=w4_format)
 
 
 @torch.library.register_fake("minfer::w4a16_pack", lib=_library)
@@ -190,6 +163,7 @@ def _w4a16_pack_fake(codes, **arguments):
     return codes.new_empty(checks_w4a16.check_w4a16_pack(codes, **arguments), dtype=torch.int32)
 
 
+@signature_of(_dequantize)
 def w4a16_dequantize(
     qweight: Tensor,
     scales: Tensor,
@@ -217,17 +191,6 @@ def w4a16_dequantize(
 
     Numerics: computed in float32 and rounded once, (code - zero) * (scale * alpha).
     """
-    return torch.ops.minfer.w4a16_dequantize.default(
-        qweight,
-        stored_scales(scales, w4_format),
-        zeros,
-        group_size=group_size,
-        alpha=alpha,
-        n=n,
-        k=k,
-        w4_format=w4_format,
-        out_dtype=out_dtype,
-    )
 
 
 @torch.library.register_fake("minfer::w4a16_dequantize", lib=_library)

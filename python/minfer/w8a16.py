@@ -7,10 +7,12 @@ from torch import Tensor
 
 from . import checks_w4a16
 from .ops import register_autograd
+from .signatures import signature_of, with_out
 
 _library = torch.library.Library("minfer", "IMPL")
 
 
+@signature_of(with_out(torch.ops.minfer.w8a16_gemm))
 def w8a16_gemm(
     a: Tensor,
     qweight: Tensor,
@@ -47,38 +49,6 @@ def w8a16_gemm(
 
     Numerics: as in :func:`minfer.w4a16_gemm`. There is no backward.
     """
-    if out is None:
-        return torch.ops.minfer.w8a16_gemm.default(
-            a,
-            qweight,
-            scales,
-            zeros,
-            group_size=group_size,
-            alpha=alpha,
-            perm=perm,
-            c=c,
-            bias=bias,
-            activation=activation,
-            w8_format=w8_format,
-            constant_weights=constant_weights,
-            kernel=kernel,
-        )
-    return torch.ops.minfer.w8a16_gemm.out(
-        a,
-        qweight,
-        scales,
-        zeros,
-        group_size=group_size,
-        alpha=alpha,
-        perm=perm,
-        c=c,
-        bias=bias,
-        activation=activation,
-        w8_format=w8_format,
-        constant_weights=constant_weights,
-        kernel=kernel,
-        out=out,
-    )
 
 
 @torch.library.register_fake("minfer::w8a16_gemm", lib=_library)
@@ -92,6 +62,7 @@ def _w8a16_gemm_out_fake(a, qweight, scales, zeros=None, **arguments):
     return arguments["out"]
 
 
+@signature_of(torch.ops.minfer.w8a16_gemm_gated.default)
 def w8a16_gemm_gated(
     a: Tensor,
     qweight: Tensor,
@@ -124,20 +95,6 @@ def w8a16_gemm_gated(
 
     Numerics: as in :func:`w8a16_gemm`; gate and up stay in float32 until D is rounded.
     """
-    return torch.ops.minfer.w8a16_gemm_gated.default(
-        a,
-        qweight,
-        scales,
-        zeros,
-        group_size=group_size,
-        alpha=alpha,
-        perm=perm,
-        bias=bias,
-        activation=activation,
-        w8_format=w8_format,
-        constant_weights=constant_weights,
-        kernel=kernel,
-    )
 
 
 @torch.library.register_fake("minfer::w8a16_gemm_gated", lib=_library)
@@ -170,6 +127,7 @@ def _w8a16_pack_fake(codes):
     return codes.new_empty(checks_w4a16.check_w8a16_pack(codes), dtype=torch.int32)
 
 
+@signature_of(torch.ops.minfer.w8a16_dequantize.default)
 def w8a16_dequantize(
     qweight: Tensor,
     scales: Tensor,
@@ -195,9 +153,6 @@ def w8a16_dequantize(
 
     Numerics: computed in float32 and rounded once, (code - zero) * (scale * alpha).
     """
-    return torch.ops.minfer.w8a16_dequantize.default(
-        qweight, scales, zeros, group_size=group_size, alpha=alpha, n=n, k=k, w8_format=w8_format
-    )
 
 
 @torch.library.register_fake("minfer::w8a16_dequantize", lib=_library)

@@ -12,6 +12,8 @@ from typing import Any
 from . import supervisor
 from .worker import Plan
 
+PROGRESS = 60.0  # seconds from one line about it to the next
+
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description="Random tests of every operator against float64.")
@@ -47,8 +49,13 @@ def main(argv: list[str] | None = None) -> int:
     plan = Plan(options.seed, options.device, options.first, tuple(options.case), tuple(options.family), options.threads)
     seconds = options.seconds if options.seconds is not None or options.cases is not None or options.case else 60.0
     begin, failed = time.monotonic(), []
+    progress = {"cases": 0, "next": begin + PROGRESS}
 
     def report(result: dict[str, Any]) -> None:
+        progress["cases"] += 1
+        if time.monotonic() >= progress["next"]:
+            progress["next"] = time.monotonic() + PROGRESS
+            print(f"{time.monotonic() - begin:.0f} s: {progress['cases']} cases, {len(failed)} failed", file=sys.stderr)
         if options.case:
             state = "failed" if result["failures"] else "passed"
             print(f"{result['name']} ({result['kind']}) {state}, {result['comparisons']} comparisons, {result['seconds']:.2f} s")

@@ -100,13 +100,24 @@ def _draw_strides(draw: Draw, rule: Rule, shape: Sequence[int], unit: int) -> li
     return strides
 
 
-def draw_layout(draw: Draw, rule: Rule, shape: Sequence[int], dtype: torch.dtype, *, limit: int = 1 << 26) -> Layout:
-    """A view that the rule allows; plain ones come often, for they are what is used most and have kernels of their own."""
+def far_modes(rule: Rule, shape: Sequence[int]) -> list[int]:
+    """Modes whose few elements may lie gigabytes apart."""
+    last = len(shape) - (1 if rule.last else 0)
+    return [] if rule.dense or rule.run or 0 in shape else [mode for mode in range(last) if shape[mode] in (2, 3)]
+
+
+def draw_layout(
+    draw: Draw, rule: Rule, shape: Sequence[int], dtype: torch.dtype, *, limit: int = 1 << 26, far: int | None = None
+) -> Layout:
+    """A view that the rule allows; plain ones come often, for they are what is used most and have kernels of their own. ``far``: a mode
+    whose elements lie so far apart that the last one's offset does not fit in 32 bits."""
     each = dtype.itemsize
     unit = max(1, rule.unit // each)
     strides = _draw_strides(draw, rule, shape, unit)
     while _extent(shape, strides) > limit:
         strides = _draw_strides(draw, rule, shape, unit)
+    if far is not None:
+        strides[far] = 2**31 // (shape[far] - 1) + 64
     extent = _extent(shape, strides)
     lane = max(1, 64 // each)
     band = -(-max(BAND, min(extent, 4096)) // lane) * lane
@@ -206,9 +217,9 @@ class Arena:
                 now = now.clone()
                 _raw(storage.typed(now)).copy_(_raw(storage.typed(before)))
             if not torch.equal(now, before):
-                where = int((now != before).nonzero()[0]) // storage.dtype.itemsize
+                first, count = _differences(now, before)
+                where = first // storage.dtype.itemsize
                 place = "guard band" if name in written else "input"
-                count = int((now != before).sum())
                 begin, end = storage.layout.offset, storage.layout.size
                 found.append(f"{place} of {name}: {count} bytes changed, first element {where} of a view from {begin} in {end}")
         return found
@@ -219,6 +230,17 @@ class Arena:
         other.storages = {name: storage.clone() if name in names else storage for name, storage in self.storages.items()}
         other._before = self._before
         return other
+
+
+def _differences(a: Tensor, b: Tensor) -> tuple[int, int]:
+    """The first byte that differs, and how many do; in pieces, for some storages have more bytes than an int32 counts."""
+    first, count, step = -1, 0, 1 << 28
+    for begin in range(0, a.numel(), step):
+        different = (a[begin : begin + step] != b[begin : begin + step]).nonzero()
+        if first < 0 and len(different):
+            first = begin + int(different[0])
+        count += len(different)
+    return first, count
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

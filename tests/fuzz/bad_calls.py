@@ -119,20 +119,27 @@ def _changed(
     return f"is {shape} instead of {list(x.shape)}", y.to(x.dtype)
 
 
-def refusal(call: Callable[[], Any], names: tuple[str, ...], arguments: tuple[str, ...], *, anywhere: bool = False) -> str | None:
-    """Why a call was not refused as it should be, or None."""
+def refusal(
+    call: Callable[[], Any],
+    names: tuple[str, ...],
+    arguments: tuple[str, ...],
+    *,
+    error: type[Exception] = RuntimeError,
+    anywhere: bool = False,
+) -> str | None:
+    """Why a call was not refused as it should be, or None. ``anywhere``: the operator's name need not be the text's beginning."""
     try:
         call()
-    except RuntimeError as error:
-        text = str(error)
-    except Exception as error:  # noqa: BLE001  the wrong kind of error is what is looked for
-        return f"raised {type(error).__name__} instead of RuntimeError: {str(error).splitlines()[0][:300] if str(error) else ''}"
+    except error as raised:
+        text = str(raised)
+    except Exception as raised:  # noqa: BLE001  the wrong kind of error is what is looked for
+        return f"raised {type(raised).__name__} instead of {error.__name__}: {str(raised).splitlines()[0][:300] if str(raised) else ''}"
     else:
         return "was accepted"
-    begins = any(name in text for name in names) if anywhere else text.startswith(names)
-    if not begins:
+    places = [text.find(name) for name in names]
+    if not any(place == 0 or (anywhere and place > 0) for place in places):
         return f"raised a text that does not begin with {names[0]} {text.splitlines()[0][:300]!r}"
-    message = text[text.index("minfer::") :]
+    message = text[max(places) :]
     if arguments and not any(re.search(rf"\b{re.escape(name)}", message) for name in arguments):
         return f"raised a text that names none of {', '.join(arguments)}: {message.splitlines()[0][:300]!r}"
     return None
@@ -149,10 +156,10 @@ def judge(family: Family, p: Parameters, contents: Contents, wrong: Wrong, devic
     names = family.operator_names()
     if wrong.or_right:
         return _right_or_refused(family, p, contents, wrong, device)
-    problem = refusal(lambda: call(wrong.tensors), names, wrong.names, anywhere=device.type == "cuda")
+    problem = refusal(lambda: call(wrong.tensors), names, wrong.names, error=family.error, anywhere=device.type == "cuda")
     if problem:
         return [f"a call where {wrong.what} {problem}"]
-    if device.type != "cpu" or any(x is not None and x.device.type == "meta" for x in wrong.tensors.values()):
+    if device.type != "cpu" or not family.traced or any(x is not None and x.device.type == "meta" for x in wrong.tensors.values()):
         return []
     empty = {name: None if x is None else _without_contents(x) for name, x in wrong.tensors.items()}
     texts = [_text(lambda: call(wrong.tensors)), _text(lambda: call(empty))]

@@ -24,15 +24,16 @@ class Limits(NamedTuple):
     elements: int
     work: int
     scores: int
+    cuda: bool
 
     @property
     def small(self) -> bool:
-        """Whether this is the CPU, where a case should take tens of milliseconds."""
+        """Whether a case should be one for the CPU, of tens of milliseconds."""
         return self.work < 1 << 30
 
 
-CPU = Limits(elements=1 << 17, work=1 << 23, scores=1 << 17)
-CUDA = Limits(elements=1 << 24, work=1 << 32, scores=1 << 23)
+CPU = Limits(elements=1 << 17, work=1 << 23, scores=1 << 17, cuda=False)
+CUDA = Limits(elements=1 << 24, work=1 << 32, scores=1 << 23, cuda=True)
 
 
 class Draw(random.Random):

@@ -33,8 +33,8 @@ class Contents:
 class Argument:
     """What the documentation says about a tensor argument, for calls that cannot be right.
 
-    dtypes: legal ones. shape: a symbol for each mode; changing the size of one that ``others`` have, too, cannot be right. beside:
-    arguments that a message about this one may name instead.
+    dtypes: legal ones. shape: a symbol for each mode, "" where its size is free; one that another argument has, too, cannot be changed
+    alone. beside: arguments that a message about this one may name instead. ranks: legal ones, if not only that of ``shape``.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -48,12 +48,14 @@ WrongTensors = tuple[str, dict[str, Tensor | None], tuple[str, ...]]
 
 
 class Family:
-    """An operator."""
+    """An operator: what the driver calls, compares and changes. Only ``draw``, ``fill``, ``call`` and ``expect`` must be given."""
 
     name = ""
     share = 1.0  # of the cases of a run over all families
     views: Mapping[str, arena.Rule] = {}  # of its tensor arguments; arena.VIEW of those not named
     in_place: tuple[str, ...] = ()  # arguments that the operator writes without being asked to by out=
+    error: type[Exception] = RuntimeError  # of calls that cannot be right
+    kernels = ""  # the family of minfer.kernels() that kernel= may name
     traced = True  # whether it can be one graph of torch.compile, and has a rule for tensors without contents
 
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
@@ -83,6 +85,10 @@ class Family:
 
     def rule(self, p: Parameters, name: str) -> arena.Rule:
         return self.views.get(name, arena.VIEW)
+
+    def dense(self, p: Parameters) -> bool:
+        """Whether all operands may be contiguous."""
+        return True
 
     # ---- calls that cannot be right ------------------------------------------------------------------------------------------------
 

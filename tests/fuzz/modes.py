@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import minfer
 import torch
 from torch import Tensor
 
@@ -16,12 +18,11 @@ THREADS = 4
 
 
 class Call:
-    """A case's operator on the operands of an arena; results are copies, so that nothing that runs later changes them."""
+    """A case's operator on the operands of an arena."""
 
     def __init__(self, family: Family, p: Parameters, arena: Arena, names: list[str]):
         self.family, self.p, self.arena, self.names = family, p, arena, names
         self.written = family.written(p)
-        self.inputs_written = [name for name in self.written if name != "out"]
 
     def tensors(self, arena: Arena | None = None) -> dict[str, Tensor | None]:
         views = (arena or self.arena).views()
@@ -45,6 +46,14 @@ def copies(results: dict[str, Tensor]) -> dict[str, Tensor]:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@cache
+def kernels_of(family: str, dtype: str, form: str) -> list[str]:
+    """Names of the kernels that this build has for a dtype and a format of weights or of a cache ("dense": 16 bits)."""
+    short, forms = {"float16": "f16", "bfloat16": "bf16"}[dtype], {form} if form == "dense" else {form, "codes"}
+    found = [kernel for kernel in minfer.kernels(family) if kernel["compiled"] and kernel["ab_type"] == short]
+    return [kernel["name"] for kernel in found if kernel["b_format"] in forms]
 
 
 def poison_free_memory(device: torch.device, like: list[Tensor] | None = None) -> None:
@@ -116,10 +125,11 @@ def threads(call: Call, want: dict[str, Tensor]) -> str | None:
     device = call.arena.device
     arenas = [call.own() for _ in range(THREADS)]
     synchronize(device)
-    ready = threading.Barrier(THREADS)
+    ready, cores = threading.Barrier(THREADS), torch.get_num_threads()
 
     def work(i: int) -> dict[str, Tensor]:
         if device.type != "cuda":
+            torch.set_num_threads(cores)  # a thread of its own: torch's products divide k by their number, which decides on the bits
             ready.wait()
             return copies(call(arenas[i]))
         stream = torch.cuda.Stream(device)
@@ -173,10 +183,13 @@ def compiled(call: Call, want: dict[str, Tensor]) -> str | None:
 # ---- CUDA ----------------------------------------------------------------------------------------------------------------------------
 
 
+_sides: dict[torch.device, torch.cuda.Stream] = {}
+
+
 def busy(call: Call, want: dict[str, Tensor]) -> str | None:
     """Beside a stream that keeps the device's SMs and memory occupied."""
     device = call.arena.device
-    side = torch.cuda.Stream(device)
+    side = _sides.setdefault(device, torch.cuda.Stream(device))
     with torch.cuda.stream(side):
         x = torch.full((2048, 2048), 1e-3, dtype=torch.float16, device=device)
         y, far = torch.empty_like(x), torch.empty(1 << 24, dtype=torch.uint8, device=device)

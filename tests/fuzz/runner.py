@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import bad_calls, modes
-from .arena import Arena, Storage, draw_layout
-from .compare import mismatch
+from . import bad_calls, late_writer, modes
+from .arena import Arena, Storage, draw_layout, far_modes
+from .compare import Expected, mismatch
 from .draw import Data, Draw
 from .families import FAMILIES
-from .family import Contents, Family, Parameters, limits_of
+from .family import Contents, Family, Hostile, Parameters, limits_of
 
 
 @dataclass
@@ -40,12 +41,12 @@ def case_of(seed: int, index: int, only: list[str] | None = None) -> str:
     return f"{Draw(f'{seed}/{index}').weighted(shares)}:{index}"
 
 
-def run_case(name: str, seed: int, device: torch.device) -> Result:
-    """``name``: FAMILY:INDEX."""
+def run_case(name: str, seed: int, device: torch.device, announce: Callable[[str], None] = lambda parameters: None) -> Result:
+    """``name``: FAMILY:INDEX. ``announce`` is told what was drawn before it is called."""
     family_name, _, _ = name.partition(":")
     result, begin = Result(name), time.monotonic()
     try:
-        _Case(FAMILIES[family_name], name, seed, device, result).run()
+        _Case(FAMILIES[family_name], name, seed, device, result).run(announce)
     except Exception as error:  # noqa: BLE001  an operator that raises is a failure like others
         result.failures.append(f"raised {type(error).__name__}: {_first_lines(error)} [{_place(error)}]")
     if device.type == "cuda":
@@ -73,8 +74,9 @@ class _Case:
         self.draw = Draw(f"{seed}/{name}")
         self.data = Data(device, self.draw.getrandbits(62))
         self.p: Parameters = {}
+        self.wants: list[Expected] = []
 
-    def run(self) -> None:
+    def run(self, announce: Callable[[str], None]) -> None:
         family, draw = self.family, self.draw
         kind = draw.weighted({"legal": 80, "bad": 12, "hostile": 8})
         self.p = family.draw(draw, limits_of(self.device))
@@ -82,6 +84,7 @@ class _Case:
         contents = family.fill(self.p, draw, self.data)
         hostile = family.hostile(self.p, contents, draw) if kind == "hostile" else None
         arena = self._arena(contents)
+        announce(f"{kind}: {self.result.parameters}" + (f"; {hostile.what}" if hostile is not None else ""))
         if kind == "bad" and self._bad(arena, contents):
             return
         call = modes.Call(family, self.p, arena, list(contents.tensors))
@@ -97,9 +100,11 @@ class _Case:
     def _arena(self, contents: Contents) -> Arena:
         """Places contents; where a view repeats elements, they become what it shows."""
         arena, layouts = Arena(self.device), []
+        far = self._far_operand(contents)
         for name, x in contents.tensors.items():
             if x is not None:
-                layout = draw_layout(self.draw, self.family.rule(self.p, name), x.shape, x.dtype)
+                mode = far[1] if far is not None and far[0] == name else None
+                layout = draw_layout(self.draw, self.family.rule(self.p, name), x.shape, x.dtype, far=mode)
                 arena.put(name, x, layout)
                 contents.tensors[name] = arena.storages[name].content()
                 layouts.append(self._layout_text(name, arena.storages[name]))
@@ -112,6 +117,16 @@ class _Case:
         self.result.parameters += "; " + ", ".join(text for text in layouts if text)
         return arena
 
+    def _far_operand(self, contents: Contents) -> tuple[str, int] | None:
+        """Rarely, an operand of 16 bits or fewer of which a mode spans 2^31 elements."""
+        if self.device.type != "cuda" or not self.draw.chance(0.005):
+            return None
+        found = []
+        for name, x in contents.tensors.items():
+            if x is not None and x.dtype.itemsize <= 2:
+                found += [(name, mode) for mode in far_modes(self.family.rule(self.p, name), x.shape)]
+        return self.draw.choice(found) if found else None
+
     @staticmethod
     def _layout_text(name: str, storage: Storage) -> str:
         text = storage.layout.text(storage.shape, storage.dtype.itemsize)
@@ -123,20 +138,58 @@ class _Case:
         family, p, draw, device = self.family, self.p, self.draw, self.device
         chosen = self._modes(call)
         other = None
-        if "graph" in chosen:
+        if "graph" in chosen or "late" in chosen:
             other = family.fill(p, draw, self.data)
         want = self._eager(call, contents)
         if want is None:
             return
         for mode in chosen:
             try:
-                problem = modes.graph(call, want, other) if mode == "graph" else getattr(modes, mode)(call, want)
+                problem = self._mode(mode, call, want, contents, other)
             except Exception as error:  # noqa: BLE001
                 problem = f"raised {type(error).__name__}: {_first_lines(error)} [{_place(error)}]"
             self.result.comparisons += 1
             if problem:
                 self.result.failures.append(f"{mode}: {problem}")
             modes.synchronize(device)
+        self.result.failures += call.arena.changed(call.written)
+
+    def _mode(self, mode: str, call: modes.Call, want: dict[str, Tensor], contents: Contents, other: Contents | None) -> str | None:
+        if mode == "graph":
+            return modes.graph(call, want, other)
+        if mode == "forced":
+            return self._forced(call)
+        if mode == "late":
+            return late_writer.late(call, contents, other, self.draw)
+        return getattr(modes, mode)(call, want)
+
+    def _forced(self, call: modes.Call) -> str | None:
+        """By kernels that would not be chosen: each is right, or refuses and says why."""
+        family, p, draw = self.family, self.p, self.draw
+        form = p.get("format") or p.get("kv_format") or "dense"
+        names = modes.kernels_of(family.kernels, p["dtype"], "dense" if form == "16bit" else form)
+        if family.kernels == "w4a16":
+            names = [*names, "dequantize"]
+        for name in draw.sample(names, min(len(names), 4)):
+            if family.kernels == "gemm" and draw.chance(0.4):
+                name += draw.pick("@decomposition=split_k,splits=3", "@decomposition=stream_k", "@decomposition=persistent,swizzle=4")
+            call.arena.restore(call.written)
+            try:
+                results = family.call(p | {"extra": {"kernel": name}}, call.tensors())
+            except RuntimeError as error:
+                if "kernel" not in str(error):
+                    raise
+                continue
+            modes.synchronize(self.device)
+            for want in self.wants:
+                problem = mismatch(results[want.name], want, strided=family.out(p) is not None)
+                self.result.comparisons += 1
+                if problem:
+                    return f"by {name}: {problem}"
+            changed = call.arena.changed(call.written)
+            if changed:
+                return f"by {name}: {changed[0]}"
+        return None
 
     def _modes(self, call: modes.Call) -> list[str]:
         draw = self.draw
@@ -152,6 +205,10 @@ class _Case:
             del chances["other_device"]
         if not self.family.traced:
             return [mode for mode, chance in chances.items() if mode != "fake" and draw.chance(chance)]
+        if self.family.kernels:
+            chances["forced"] = 0.25
+        if torch.cuda.get_device_capability(self.device) >= (9, 0):
+            chances["late"] = 0.08
         chosen = [mode for mode, chance in chances.items() if draw.chance(chance)]
         return chosen + (["graph"] if draw.chance(0.5) else [])  # the last one: it leaves other contents
 
@@ -169,15 +226,16 @@ class _Case:
             target = call.tensors()[p.get("out_is", "out")]
             if results["out"].data_ptr() != target.data_ptr() or results["out"].stride() != target.stride():
                 result.failures.append("what was returned is not out")
-        for want in family.expect_of_results(p, contents, before, results):
+        self.wants = family.expect_of_results(p, contents, before, results)
+        for want in self.wants:
             strided = form is not None and want.name == "out"
             problem = mismatch(results[want.name], want, strided=strided)
             result.comparisons += 1
             if problem:
                 result.failures.append(problem)
-        return copies_of(results) if not result.failures else None
+        return modes.copies(results) if not result.failures else None
 
-    def _hostile(self, call: modes.Call, hostile: Any) -> None:
+    def _hostile(self, call: modes.Call, hostile: Hostile) -> None:
         """On CUDA memory stays intact and, where they are defined, values are right; the CPU refuses."""
         family, p, result = self.family, self.p, self.result
         before = {name: call.arena.before(name) for name in call.written}
@@ -214,10 +272,6 @@ class _Case:
         self.result.comparisons += 1
         self.result.failures += bad_calls.judge(self.family, self.p, contents, wrong, self.device)
         return True
-
-
-def copies_of(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    return modes.copies(results)
 
 
 def describe(p: Parameters) -> str:

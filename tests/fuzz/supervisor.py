@@ -67,21 +67,23 @@ class _Watched:
             self.process.start()
             theirs.close()
             running: str | None = None
-            ready = False
+            ready, drawn = False, ""
             while True:
                 try:
                     if not ours.poll(self.patience if ready else START):
                         fate = f"hangs: no answer within {self.patience if ready else START:.0f} s"
                         break
                     message = ours.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     self.process.join(10)
                     fate = f"ended the process (exit code {self.process.exitcode})"
                     break
                 if message[0] == "ready":
                     ready = True
                 elif message[0] == "begin":
-                    index, running = message[1], message[2]
+                    index, running, drawn = message[1], message[2], ""
+                elif message[0] == "drawn":
+                    drawn = message[1]
                 elif message[0] == "end":
                     index, running = message[1] + 1, None
                     lost_starts = 0
@@ -95,7 +97,7 @@ class _Watched:
                 yield {
                     "name": running,
                     "kind": "legal",
-                    "parameters": "",
+                    "parameters": drawn,
                     "comparisons": 0,
                     "failures": [fate],
                     "fatal": True,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -20,11 +22,22 @@ class Plan:
     threads: int = 1
 
 
+def _meet_fate(name: str) -> None:
+    """For the tests of the supervisor: MINFER_FUZZ_FATE has die:CASE and hang:CASE."""
+    fates = os.environ.get("MINFER_FUZZ_FATE", "").split()
+    if f"die:{name}" in fates:
+        os._exit(7)
+    if f"hang:{name}" in fates:
+        time.sleep(3600)
+
+
 def work(plan: Plan, pipe: Connection) -> None:
-    """Sends ("ready",), then ("begin", index, name) and ("end", index, result) of each case; ("done",) where names come to an end."""
+    """Sends ("ready",), then ("begin", index, name), ("drawn", parameters) and ("end", index, result) of each case; ("done",) where names
+    come to an end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the watcher ends it
     import torch
 
+    warnings.filterwarnings("ignore", message="torch.searchsorted")  # of strided weights that are quantised
     torch.set_num_threads(plan.threads)
     from .runner import case_of, run_case
 
@@ -37,7 +50,8 @@ def work(plan: Plan, pipe: Connection) -> None:
     while not plan.names or index < len(plan.names):
         name = plan.names[index] if plan.names else case_of(plan.seed, index, list(plan.families))
         pipe.send(("begin", index, name))
-        result = run_case(name, plan.seed, device)
+        _meet_fate(name)
+        result = run_case(name, plan.seed, device, lambda parameters: pipe.send(("drawn", parameters)))
         pipe.send(("end", index, result.as_dict()))
         if result.fatal:
             os._exit(3)  # a lost CUDA context: an orderly end would raise again

@@ -225,9 +225,9 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     plan.lockstep = choose_lockstep(p, workers);
     int64_t const units = tiles * p.heads_kv / plan.lockstep, ranges = workers / plan.lockstep;
     plan.ctas = (p.num_splits > 0 ? std::clamp<int64_t>(units * p.num_splits, 1, ranges) : ranges) * plan.lockstep;
-    // One part of a unit is its output, and left nowhere.
-    plan.slots = p.num_splits > 1 ? units * p.num_splits * plan.lockstep : p.num_splits == 1 ? 0 : plan.ctas;
-    plan.workspace_bytes = size_t(plan.slots * rows * (kernel.tile_k / 64) * kPacketsOfChunk * 16);
+    plan.slots = p.num_splits > 0 ? units * p.num_splits * plan.lockstep : plan.ctas;
+    // One part of a unit is its output, and left in no slot.
+    plan.workspace_bytes = p.num_splits == 1 ? 0 : size_t(plan.slots * rows * (kernel.tile_k / 64) * kPacketsOfChunk * 16);
     plan.predicted_us = std::max(predict_decode_us(kernel, p, device), plan.floor_us);
     return plan;
   }

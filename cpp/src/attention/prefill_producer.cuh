@@ -157,15 +157,16 @@ struct PrefillProducer : Traits {
       typename Converter::Block codes;
       converter.load(codes, converter.template source<true>(block, page));
       for (; (block + 1) * kTileN > converter.first_key; --block, ++fills) {
-        int const before = converter.page_of(block - 1);  // the nearest page where there is no such block, of which no row is seen
+        int before;
+        auto const look_up = [&] { before = converter.page_of(block - 1); };  // the nearest page where no row of such a block is seen
         uint32_t const stage = fills % kStages, phase = fills / kStages % 2 ^ 1;
         EmptyBarrier::wait(&storage.empty_k[stage], phase);
         converter.template store<true>(codes, block, cute::cast_smem_ptr_to_uint(storage.k[stage]),
-                                       converter.template source<false>(block, page));
+                                       converter.template source<false>(block, page), look_up);
         filled(&storage.full_k[stage], lane);
         EmptyBarrier::wait(&storage.empty_v[stage], phase);
         converter.template store<false>(codes, block, cute::cast_smem_ptr_to_uint(storage.v[stage]),
-                                        converter.template source<true>(block - 1, before));
+                                        converter.template source<true>(block - 1, before), [] {});
         filled(&storage.full_v[stage], lane);
         page = before;
       }

@@ -55,16 +55,9 @@ struct ExpertTiles {
       int32_t tiles = 0;
       if (e < rows.experts) {
         int32_t const limit = rows.rows, value = load_operand(rows.offsets + e);
-        int32_t begin = 0, count = value;
-        if (rows.masked) {
-          begin = e * rows.rows;
-        } else {
-          begin = e > 0 ? load_operand(rows.offsets + e - 1) : 0;
-          begin = begin < 0 ? 0 : begin > limit ? limit : begin;
-          count = (value < limit ? value : limit) - begin;
-        }
-        count = count < 0 ? 0 : count > limit ? limit : count;
-        storage.first_row[e] = begin;
+        int32_t const before = rows.masked || e == 0 ? 0 : min(max(load_operand(rows.offsets + e - 1), 0), limit);
+        int32_t const count = min(max(value, before), limit) - before;
+        storage.first_row[e] = rows.masked ? e * limit : before;
         storage.count[e] = count;
         tiles = (count + kTileN - 1) / kTileN * weight_tiles;
       }

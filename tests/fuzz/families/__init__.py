@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..family import Family
+from .allocate_kv_cache import AllocateKvCache
 from .attention import Attention, AttentionVarlen, MergeAttentionStates
 from .attention_paged import AttentionPaged
 from .gemm import Gemm, GemmGated
@@ -21,6 +22,7 @@ FAMILIES: dict[str, Family] = {
         AttentionPaged(),
         KvCacheAppend(),
         MergeAttentionStates(),
+        AllocateKvCache(),
         Gemm(),
         GemmGated(),
         *(QuantizedGemm(bits, gated) for bits in (4, 8) for gated in (False, True)),

@@ -73,6 +73,7 @@ def wrong_attention_options() -> list[tuple[str, object, str]]:
 class Attention(Family):
     name = "attention"
     share = 2.0
+    kernels = "attention"
     views = dict.fromkeys(("q", "k", "v", "sinks"), arena.ANY)
 
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
@@ -100,14 +101,17 @@ class Attention(Family):
     def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
         (heads_q, heads_kv), (head_dim, head_dim_v), (seqlen_q, seqlen_k) = p["heads"], p["dims"], p["seqlens"]
         dtype, batch = DTYPES[p["dtype"]], p["batch"]
-        return Contents(
-            {
-                "q": data.normal(batch, seqlen_q, heads_q, head_dim, dtype=dtype, scale=p["sharpness"]),
-                "k": data.normal(batch, seqlen_k, heads_kv, head_dim, dtype=dtype),
-                "v": data.normal(batch, seqlen_k, heads_kv, head_dim_v, dtype=dtype, scale=draw.pick(1.0, 1.0, 0.01, 30.0)),
-                "sinks": draw_sinks(p, data),
-            }
-        )
+        q = data.normal(batch, seqlen_q, heads_q, head_dim, dtype=dtype, scale=p["sharpness"])
+        k = data.normal(batch, seqlen_k, heads_kv, head_dim, dtype=dtype)
+        v = data.normal(batch, seqlen_k, heads_kv, head_dim_v, dtype=dtype, scale=draw.pick(1.0, 1.0, 0.01, 30.0))
+        for x in (k, v):  # what lies before all windows
+            x[:, : first_key(seqlen_q, seqlen_k, p["window_left"])] = draw.pick(math.nan, math.inf)
+        return Contents({"q": q, "k": k, "v": v, "sinks": draw_sinks(p, data)})
+
+    def rule(self, p: Parameters, name: str) -> arena.Rule:
+        # Where some keys are NaN, none may be another's memory.
+        hidden = name in ("k", "v") and first_key(*p["seqlens"], p["window_left"]) > 0
+        return arena.VIEW if hidden else super().rule(p, name)
 
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         options = {name: p[name] for name in (*OPTIONS, "window_right")} | p.get("extra", {})
@@ -118,8 +122,11 @@ class Attention(Family):
         q, k, v, sinks = (contents.tensors[name] for name in ("q", "k", "v", "sinks"))
         lengths = [torch.tensor([x] * q.shape[0], device=q.device) for x in p["seqlens"]]
         seen = visible(*lengths, q.shape[1], k.shape[1], p["causal"], p["window_left"], p["window_right"])
+        k, v = (x.double() for x in (k, v))
+        for x in (k, v):
+            x[:, : first_key(*p["seqlens"], p["window_left"])] = 0.0
         options = {"scale": p["scale"], "softcap": p["softcap"], "sinks": sinks}
-        return expected_of(attend(q.double(), k.double(), v.double(), seen, dtype=q.dtype, **options), q.dtype)
+        return expected_of(attend(q.double(), k, v, seen, dtype=q.dtype, **options), q.dtype)
 
     def arguments(self, p: Parameters) -> dict[str, Argument]:
         found = {
@@ -140,6 +147,7 @@ class Attention(Family):
 class AttentionVarlen(Family):
     name = "attention_varlen"
     share = 2.0
+    kernels = "attention"
 
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
         heads, dims = draw_heads(draw), draw_head_dims(draw)
@@ -177,6 +185,10 @@ class AttentionVarlen(Family):
             x[:start] = math.nan  # what no sequence has
             x[start + sum(lengths) :] = math.nan
         ends = [list(accumulate(lengths, initial=start)) for lengths, start in zip((queries, keys), first, strict=True)]
+        for queries_of, keys_of, start in zip(queries, keys, accumulate(keys, initial=first[1]), strict=False):
+            unseen = first_key(queries_of, keys_of, p["window_left"]) if queries_of else keys_of  # before all windows, or nobody looks
+            k[start : start + unseen] = math.nan
+            v[start : start + unseen] = draw.pick(math.nan, math.inf)
         tensors = {"q": q, "k": k, "v": v, "sinks": draw_sinks(p, data)}
         tensors |= {f"cu_seqlens_{x}": data.tensor(e, torch.int32) for x, e in zip("qk", ends, strict=True)}
         return Contents(tensors, {"queries": queries, "keys": keys, "starts": [e[:-1] for e in ends]})
@@ -195,6 +207,9 @@ class AttentionVarlen(Family):
         padded = []
         for name, lengths, starts in (("q", "queries", 0), ("k", "keys", 1), ("v", "keys", 1)):
             padded.append(pad_rows(t[name], facts[lengths], facts["starts"][starts]))
+        for b, (n, keys) in enumerate(zip(facts["queries"], facts["keys"], strict=True)):
+            for x in padded[1:]:
+                x[b, : first_key(n, keys, p["window_left"]) if n else keys] = 0.0
         queries, keys = (torch.tensor(facts[x], dtype=torch.long, device=t["q"].device) for x in ("queries", "keys"))
         seen = visible(queries, keys, padded[0].shape[1], padded[1].shape[1], p["causal"], p["window_left"], p["window_right"])
         options = {"scale": p["scale"], "softcap": p["softcap"], "sinks": t["sinks"]}
@@ -219,6 +234,11 @@ class AttentionVarlen(Family):
 
     def hostile(self, p: Parameters, contents: Contents, draw: Draw) -> Hostile | None:
         return hostile_ends(contents, draw, [("cu_seqlens_q", p["rows"][0]), ("cu_seqlens_k", p["rows"][1])])
+
+
+def first_key(queries: int, keys: int, window_left: int) -> int:
+    """The first key that one of a sequence's queries sees: its first query is aligned to key keys - queries."""
+    return min(keys, max(0, keys - queries - window_left)) if window_left >= 0 else 0
 
 
 def hostile_ends(contents: Contents, draw: Draw, names: list[tuple[str, int]]) -> Hostile | None:
@@ -288,11 +308,12 @@ class MergeAttentionStates(Family):
         terms = torch.where(weights == 0, 0.0, outs * weights)
         out, magnitude = terms.sum(0), terms.abs().sum(0)
         # A weight is the exponential of a float32 difference: relative to it, the difference's error.
-        off = 2.0**-21 * (2.0 + lses.abs().nan_to_num(posinf=0.0).amax(0))
-        bound = (off.transpose(-1, -2).unsqueeze(-1) + 2.0**-23 * (p["parts"] + 4)) * magnitude + unit(dtype) * out.abs() + smallest(dtype)
+        size = lambda x: x.abs().nan_to_num(posinf=0.0)  # noqa: E731
+        off = 2.0**-22 * (size(lses).amax(0) + size(lse) + p["parts"] + 8)  # docs/numerics.md, 5.7
+        bound = 2 * off.transpose(-1, -2).unsqueeze(-1) * magnitude * (1 + unit(dtype)) + unit(dtype) * out.abs() + smallest(dtype)
         return [
             Expected("out", dtype, out, bound),
-            Expected("lse", torch.float32, lse, 2.0**-22 * (2.0 + lse.abs().nan_to_num(posinf=0.0)) + 2.0**-23 * p["parts"]),
+            Expected("lse", torch.float32, lse, off),
         ]
 
     def arguments(self, p: Parameters) -> dict[str, Argument]:

@@ -13,7 +13,18 @@ from ..compare import Expected, name_of
 from ..draw import Data, Draw, Limits
 from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTensors
 from ..truth.attention import Codes, attend, expected_of, expected_rows, visible
-from .attention import DTYPES, HALVES, OPTIONS, draw_head_dims, draw_heads, draw_options, draw_sinks, hostile_ends, wrong_attention_options
+from .attention import (
+    DTYPES,
+    HALVES,
+    OPTIONS,
+    draw_head_dims,
+    draw_heads,
+    draw_options,
+    draw_sinks,
+    first_key,
+    hostile_ends,
+    wrong_attention_options,
+)
 from .kv_caches import (
     FORMATS,
     HEAD_DIM_UNITS,
@@ -21,6 +32,7 @@ from .kv_caches import (
     SCALES,
     Shape,
     as_operands,
+    dense_rows,
     draw_format,
     kv_format_option,
     poison_of,
@@ -35,6 +47,7 @@ from .kv_caches import (
 class AttentionPaged(Family):
     name = "attention_paged"
     share = 8.0
+    kernels = "attention"
     views = {"k_cache": arena.TMA, "v_cache": arena.TMA}
 
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
@@ -226,7 +239,7 @@ class AttentionPaged(Family):
             sequence, token = late.nonzero(as_tuple=True)
             for found, name in ((k, "k"), (v, "v")):
                 own = t[f"{name}_residual"][sequence, token % shape.group_tokens].double()
-                found.value[late], found.magnitude[late], found.codes[late] = own, own.abs(), own.abs()
+                found.value[late], found.magnitude[late], found.floor[late] = own, own.abs(), own.abs()
         device = t["q"].device
         queries, lengths = (torch.tensor(facts[x], dtype=torch.long, device=device) for x in ("queries", "lengths"))
         q = t["q"].flatten(0, 1) if p["layout"] == "4d" else t["q"]
@@ -235,12 +248,16 @@ class AttentionPaged(Family):
         for b, (start, n) in enumerate(zip(facts["starts"], facts["queries"], strict=True)):
             padded[b, :n] = q[start : start + n].double()
         seen = visible(queries, lengths, most, facts["wanted"].shape[1], p["causal"], p["window_left"], -1) & facts["wanted"][:, None]
-        codes = None if shape.kv_format == "16bit" else Codes(k.magnitude, v.magnitude, v.codes)
+        form = shape.kv_format
+        codes = None if form == "16bit" else Codes(k.magnitude, v.magnitude, v.floor, form != "fp8_e4m3", form == "int4")
         options = {"scale": p["scale"], "softcap": p["softcap"], "sinks": t["sinks"], "codes": codes}
         attended = attend(padded, k.value, v.value, seen, dtype=dtype, **options)
         if p["layout"] == "4d":
             return expected_of(attended, dtype)
         return expected_rows(attended, facts["queries"], facts["starts"], q.shape[0], dtype)
+
+    def dense(self, p: Parameters) -> bool:
+        return dense_rows(p)
 
     # ---- calls that cannot be right ----------------------------------------------------------------------------------------------------
 
@@ -355,8 +372,3 @@ class AttentionPaged(Family):
             tensors[name] = torch.cat([raw, raw.new_zeros(1, *raw.shape[1:])])
         page = torch.where(gone, torch.full_like(facts["page"], p["pages"]), facts["page"])
         return self.expect(p, Contents(tensors, facts | {"page": page}), {})
-
-
-def first_key(queries: int, keys: int, window_left: int) -> int:
-    """The first key that one of a sequence's queries sees: its first query is aligned to key keys - queries."""
-    return min(keys, max(0, keys - queries - window_left)) if window_left >= 0 else 0

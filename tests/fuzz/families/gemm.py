@@ -48,6 +48,7 @@ WRONG_KERNELS: list[tuple[str, object, str]] = [
 class Gemm(Family):
     name = "gemm"
     share = 4.0
+    kernels = "gemm"
     views = dict.fromkeys(("a", "b", "c", "bias"), arena.ANY)
 
     def rule(self, p: Parameters, name: str) -> arena.Rule:
@@ -152,6 +153,7 @@ class Gemm(Family):
 class GemmGated(Family):
     name = "gemm_gated"
     share = 2.0
+    kernels = "gemm"
     views = dict.fromkeys(("a", "b", "bias"), arena.ANY)
 
     def draw(self, draw: Draw, limits: Limits) -> Parameters:

@@ -191,6 +191,7 @@ class Grouped(Family):
 class GroupedGemm(Grouped):
     name = "grouped_gemm"
     share = 3.0
+    kernels = "moe"
 
     def rule(self, p: Parameters, name: str) -> arena.Rule:
         return EXPERTS if name == "b" else super().rule(p, name)
@@ -244,6 +245,7 @@ class GroupedGemm(Grouped):
 class GroupedGemmMasked(Family):
     name = "grouped_gemm_masked"
     share = 2.0
+    kernels = "moe"
     views = {"out": arena.RUN, "b": EXPERTS}
 
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
@@ -365,13 +367,14 @@ def draw_experts_format(draw: Draw, limits: Limits, dtype: str) -> Parameters:
     """On CUDA int4, mxfp4 and nvfp4 have kernels."""
     while True:
         p = draw_weight(draw, 4, dtype) | {"alpha": draw.chance(0.3)}
-        if limits.small or p["format"] != "nf4":
+        if not limits.cuda or p["format"] != "nf4":
             return p
 
 
 class GroupedW4(Grouped):
     name = "grouped_w4a16_gemm"
     share = 2.0
+    kernels = "moe_w4a16"
     views = Grouped.views | dict.fromkeys(("qweight", "scales", "zeros"), arena.DENSE)
 
     def draw(self, draw: Draw, limits: Limits) -> Parameters:

@@ -20,6 +20,7 @@ from .kv_caches import (
     HEAD_DIM_UNITS,
     SCALES,
     as_operands,
+    dense_rows,
     draw_format,
     kv_format_option,
     random_cache,
@@ -239,6 +240,9 @@ class KvCacheAppend(Family):
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
         raise NotImplementedError("what codes must be depends on the scales that were stored")
+
+    def dense(self, p: Parameters) -> bool:
+        return dense_rows(p)
 
     # ---- calls that cannot be right ------------------------------------------------------------------------------------------------------
 

@@ -69,6 +69,12 @@ def draw_format(draw: Draw, p: Parameters) -> Parameters:
     }
 
 
+def dense_rows(p: Parameters) -> bool:
+    """Whether rows of a contiguous cache are whole 16 bytes, as TMA wants them."""
+    bits = {"16bit": 16, "int4": 4}.get(p["kv_format"], 8)
+    return all(d * bits % 128 == 0 for d in p["dims"])
+
+
 def kv_format_option(shape: Shape, draw_explicit: bool) -> str:
     """auto, where that is told by the dtype, or the name."""
     needed = shape.kv_format == "fp8_e4m3" and shape.fp8_as_bytes
@@ -132,11 +138,11 @@ def as_operands(cache: dict[str, Tensor | None], shape: Shape) -> dict[str, Tens
 
 @dataclass
 class Values:
-    """K or V of padded sequences in float64, [batch, keys, heads, d]; magnitude: |code * scale| + |minimum|; codes: |code|."""
+    """K or V of padded sequences in float64, [batch, keys, heads, d], with what errors are relative to, see truth.attention.Codes."""
 
     value: Tensor
     magnitude: Tensor
-    codes: Tensor
+    floor: Tensor
 
 
 def values_at(cache: dict[str, Tensor | None], shape: Shape, name: str, page: Tensor, row: Tensor, wanted: Tensor) -> Values:
@@ -159,8 +165,14 @@ def values_at(cache: dict[str, Tensor | None], shape: Shape, name: str, page: Te
         own = scale.permute(0, 3, 1, 2)[at, row_at].double().repeat_interleave(shape.group_channels, -1)
         code, factor, minimum = nibbles(raw).double(), own[..., : shape.head_dim_v], own[..., shape.head_dim_v :]
     low = minimum if isinstance(minimum, Tensor) else torch.zeros_like(code)
+    magnitude = (code * factor).abs() + low.abs()
+    floor = magnitude
+    if shape.kv_format == "int8":  # exponentials times scales, relative to the largest scale
+        floor = code.abs() * (factor.amax() if code.numel() else 1.0)
+    elif shape.kv_format == "int4":
+        floor = magnitude + code
     found = []
-    for x in (code * factor + low, (code * factor).abs() + low.abs(), code.abs()):
+    for x in (code * factor + low, magnitude, floor):
         whole = torch.zeros(*wanted.shape, *x.shape[1:], dtype=torch.float64, device=codes.device)
         whole[wanted] = x
         found.append(whole)

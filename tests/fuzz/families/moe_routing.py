@@ -47,7 +47,7 @@ class Router(Family):
         # The exponential's argument is rounded; a score is off by its logit's error and this.
         finite = torch.where(known.isfinite(), known, 0.0)
         distance = finite.abs() if p["scoring"] == "sigmoid" else (finite.amax(1, keepdim=True) - finite).abs()
-        relative = 4 * error + 2.0**-21 * (4.0 + distance)
+        relative = 4 * error + 2.0**-22 * (p["experts"] / 32 + 32 + distance)  # docs/numerics.md, 6.1
         choice, choice_error = known, error
         if bias is not None:
             choice = (scores + bias.double()).masked_fill(nan, -math.inf)
@@ -57,13 +57,14 @@ class Router(Family):
         different = (have["ids"].long() != ids).any(1).nonzero()[:, 0].tolist() if have["ids"].shape == ids.shape else []
         for token in different:
             theirs = have["ids"][token].tolist()
-            if float(choice_error[token].max()) > 0 and also_a_choice(theirs, choice[token], choice_error[token], *rules):
+            own, own_error = choice[token].cpu(), choice_error[token].cpu()
+            if float(own_error.max()) > 0 and also_a_choice(theirs, own, own_error, *rules):
                 ids[token] = have["ids"][token].long()
         truth, spread = scores.gather(1, ids), relative.gather(1, ids).amax(1, keepdim=True)
         total = truth.sum(1, keepdim=True)
         if p["renormalize"]:
             truth = torch.where(total > 0, truth / total.clamp(min=1e-300), 0.0)
-            spread = 2 * spread
+            spread = 1.5 * spread
         bound = abs(p["scale"]) * (truth * spread + 2.0**-22 * truth + 2.0**-120)
         truth = (p["scale"] * truth).masked_fill(nan.any(1, keepdim=True), math.nan)
         return [Expected("ids", torch.int32, ids), Expected("weights", torch.float32, truth, bound)]
@@ -281,7 +282,7 @@ class MoeCombine(Family):
             part = part if weights is None else part * weights[own, j].double()[:, None]
             truth[own] += part
             magnitude[own] += part.abs()
-        return [Expected("out", y.dtype, truth, 2.0**-23 * (2 + p["top_k"]) * magnitude + unit(y.dtype) * truth.abs() + smallest(y.dtype))]
+        return [Expected("out", y.dtype, truth, 2.0**-23 * (1 + p["top_k"]) * magnitude + unit(y.dtype) * truth.abs() + smallest(y.dtype))]
 
     def arguments(self, p: Parameters) -> dict[str, Argument]:
         pairs = ("tokens", "top_k") if p["weights"] else ("", "")

@@ -66,6 +66,7 @@ class QuantizedGemm(Family):
     """``bits`` 4 or 8; gated or not."""
 
     share = 2.0
+    kernels = "w4a16"
     views = {"a": arena.ANY, "c": arena.ANY, "bias": arena.ANY}
 
     def __init__(self, bits: int, is_gated: bool):
@@ -142,7 +143,8 @@ class QuantizedGemm(Family):
         t, alpha, dtype = contents.tensors, p["alpha"], DTYPES[p["dtype"]]
         a = t["a"].reshape(math.prod(p["lead"]), p["k"])
         if t["perm"] is not None:
-            a = a[:, t["perm"].long()]
+            inside = (t["perm"] >= 0) & (t["perm"] < p["k"])
+            a = a[:, t["perm"].long().clamp(0, max(p["k"] - 1, 0))].masked_fill(~inside, 0.0)
         w = weights.weight(contents.facts["codes"], t["scales"], t["zeros"], p["format"], p["group_size"])
         bound, average = weights.error_of_sum(a.double(), w, dtype)
         x, magnitude = product(a.double(), w.value.t(), bound)
@@ -217,4 +219,5 @@ class QuantizedGemm(Family):
         at = draw.sample(range(p["k"]), min(p["k"], draw.pick(1, 1, 5, p["k"])))
         value = draw.pick(-1, p["k"], p["k"] + 1, 10**6, 2**31 - 1, -(2**31))
         perm[torch.tensor(at, device=perm.device)] = value
-        return Hostile(f"perm = {value} in {len(at)} places, first {at[0]}")
+        # A column that a does not have is one of zeros.
+        return Hostile(f"perm = {value} in {len(at)} places, first {at[0]}", lambda before, have: self.expect(p, contents, before))

@@ -6,9 +6,10 @@ import minfer
 import torch
 from torch import Tensor
 
+from .. import arena
 from ..compare import Expected, name_of, smallest, unit
 from ..draw import Data, Draw, Limits
-from ..family import Argument, Contents, Family, Hostile, Parameters
+from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTensors
 from ..truth import weights
 from ..truth.packing import ORDERS, pack4, pack8
 from .attention import DTYPES, HALVES
@@ -139,6 +140,7 @@ class Quantize(Family):
 
     share = 0.4
     traced = False  # it looks at the weight
+    error = ValueError
     # The largest distance of a number in the range from the next code's, in scales.
     FARTHEST = {"int4": 0.5, "nf4": 0.1520, "mxfp4": 2.0, "nvfp4": 1.0, "int8": 0.5, "fp8_e4m3": 16.0}
     LARGEST = {"int4": 7.0, "nf4": 1.0, "mxfp4": 4.0, "nvfp4": 6.0, "int8": 127.0, "fp8_e4m3": 448.0}
@@ -166,9 +168,10 @@ class Quantize(Family):
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         found = {}
         for name, clip in (("whole", False), ("searched", True)):
-            options = {"dtype": DTYPES[p["dtype"]]} if p["format"] not in weights.BYTE_SCALES else {}
-            quantize = getattr(minfer.quantize, self.name)
-            w = quantize(t["weight"], p["group_size"], p["symmetric"], p["format"], clip=clip, **options)
+            options = {name: p[name] for name in ("group_size", "symmetric", "format")} | {"clip": clip}
+            if p["format"] not in weights.BYTE_SCALES:
+                options["dtype"] = DTYPES[p["dtype"]]
+            w = getattr(minfer.quantize, self.name)(t["weight"], **(options | p.get("extra", {})))
             # alpha apart: a small one would take float16 weights among its subnormals.
             found[name] = w.dequantize(torch.bfloat16) if p["format"] in weights.BYTE_SCALES else w.dequantize()
         return found
@@ -199,5 +202,65 @@ class Quantize(Family):
         searched = back(of_group) * (1 + 2.0**-8) + 2 * rounding * size**0.5
         return [Expected("whole", dtype, w, back(bound)), Expected("searched", dtype, w, searched, contiguous=False)]
 
+    def operator_names(self) -> tuple[str, ...]:
+        return (f"{self.name}:",)
 
-WEIGHT_FAMILIES = (W4Pack(), W8Pack(), Dequantize(4), Dequantize(8), Quantize(4), Quantize(8))
+    def arguments(self, p: Parameters) -> dict[str, Argument]:
+        return {"weight": Argument((*HALVES, torch.float32, torch.float64), ("", ""))}
+
+    def wrong_options(self, p: Parameters) -> list[tuple[str, object, str]]:
+        found = [("format", x, "format") for x in ("int3", "", *FORMATS[12 - self.bits])]
+        found += [("group_size", x, "group_size") for x in (0, -2, 48, 31)]
+        if p["format"] not in weights.ZERO:
+            found.append(("symmetric", False, "symmetric"))
+        if p["format"] not in weights.BYTE_SCALES:
+            found.append(("dtype", torch.float32, "dtype"))
+        return found
+
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        w = tensors["weight"]
+        nan = w.clone()
+        nan[-1, -1] = torch.nan
+        narrow = {"a row less": w[:-1], "a column less": w[:, :-1], "no rows": w[:0], "a NaN": nan}
+        return [(f"weight has {what}", {"weight": x}, ("weight",)) for what, x in narrow.items()]
+
+
+class PackGateUp(Family):
+    """Blocks of 8 gate rows and 8 up rows, and back."""
+
+    name = "pack_gate_up"
+    share = 0.3
+    traced = False  # no operator: tensors are rearranged by torch
+    error = ValueError
+    views = {"gate": arena.ANY, "up": arena.ANY}
+
+    def draw(self, draw: Draw, limits: Limits) -> Parameters:
+        shape = (8 * draw.extent(40, zero=0.05),) + ((draw.extent(100),) if draw.chance(0.7) else ())
+        return {"dtype": draw.pick(*DTYPES), "shape": shape}
+
+    def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
+        return Contents({name: data.normal(*p["shape"], dtype=DTYPES[p["dtype"]]) for name in ("gate", "up")})
+
+    def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        packed = minfer.pack_gate_up(t["gate"], t["up"])
+        return {"packed": packed} | dict(zip(("gate", "up"), minfer.unpack_gate_up(packed), strict=True))
+
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+        gate, up = contents.tensors["gate"], contents.tensors["up"]
+        rows = torch.arange(2 * len(gate), device=gate.device)
+        own = rows // 16 * 8 + rows % 8
+        packed = torch.empty(2 * len(gate), *gate.shape[1:], dtype=gate.dtype, device=gate.device)
+        for x, half in ((gate, rows % 16 < 8), (up, rows % 16 >= 8)):
+            packed[half] = x[own[half]]
+        found = {"packed": packed, "gate": gate, "up": up}
+        return [Expected(name, gate.dtype, x.double()) for name, x in found.items()]
+
+    def operator_names(self) -> tuple[str, ...]:
+        return ("pack_gate_up:",)
+
+    def arguments(self, p: Parameters) -> dict[str, Argument]:
+        modes = ("n", "k")[: len(p["shape"])]
+        return {name: Argument((DTYPES[p["dtype"]],), modes, ("gate", "up"), ranks=(1, 2)) for name in ("gate", "up")}
+
+
+WEIGHT_FAMILIES = (W4Pack(), W8Pack(), Dequantize(4), Dequantize(8), Quantize(4), Quantize(8), PackGateUp())

@@ -1,15 +1,20 @@
-"""Attention of padded sequences in float64, from the docstrings of minfer.attention and minfer.attention_paged.
+"""Attention of padded sequences in float64, from the docstrings of minfer.attention and minfer.attention_paged and docs/numerics.md,
+section 5.
 
-Error model, of one query, with p the probabilities and s the scores (minfer.attention, "Numerics"):
+Error model, of one query, with p the probabilities and s the scores:
 
-* scores are float32 sums of products: off by accumulation(head_dim) * scale * sum |q k|;
-* on CUDA tanh is off by 2^-11 of itself, with softcap so a score by as much;
-* on CUDA exponentials are rounded to q's dtype (float16 over codes) before they meet v: one rounding of each term p v. In float16 those
-  below
-  2^-14 of the largest are subnormal: 2^-25 each;
-* over codes on CUDA, keys and values, or queries and exponentials times scales, are rounded as well: one rounding of each term q k and p v;
+* a score is a float32 sum of products: off by accumulation(head_dim) * scale * sum |q k|, in which its own rounding is;
+* on CUDA, with softcap, a capped score is off by 1.02 * 2^-11 of itself;
+* on CUDA exponentials are rounded to q's dtype (over codes also to float16) before they meet v: one rounding of each term p v. Those near 0
+  are subnormal in float16: 2^-25 each, of a row whose sum is at least 1;
+* over int8 and int4 codes on CUDA keys, or queries times scales, are rounded, and values, or exponentials times scales: one rounding of
+  each
+  term q k and p v, over codes in whole tiles a little more. fp8 codes are exact. int4's products of queries and scales near 0 are
+  subnormal;
 * an error e of a score changes its probability by a factor exp(+-e), and the sum that it is divided by likewise;
 * out is rounded once.
+
+The documented bounds are those of the worst case; here roundings of different terms count as independent (compare.of_roundings).
 """
 
 from __future__ import annotations
@@ -20,24 +25,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compare import SIGMAS, Expected, accumulation, of_roundings, smallest, unit
+from ..compare import Expected, accumulation, of_roundings, smallest, unit
 
-TANH = 2.0**-11
+TANH = 1.02 * 2.0**-11
 HALF = unit(torch.float16)
 HALF_SUBNORMAL = 2.0**-25  # half a unit in the last place of float16's subnormal numbers
+DEVIATION = 0.58  # the standard deviation of a rounding, in units of the largest that it may be
 
 
 @dataclass
 class Codes:
-    """What K and V are stored in, if not in q's dtype: magnitudes of what is multiplied, for roundings that are relative to it.
+    """What K and V are stored in, if not in q's dtype.
 
-    k: [batch, keys, heads_kv, head_dim], sum of the magnitudes that make a key (int4: |code * scale| + |minimum|); v likewise. v_codes:
-    |code|.
+    k, v: magnitudes of what keys and values are made of, for roundings that are relative to it (int4: |code * scale| + |minimum|); floor:
+    what an exponential near 0, which is off by 2^-25, multiplies. All [batch, keys, heads_kv, ..]. rounded: not fp8.
     """
 
     k: Tensor
     v: Tensor
-    v_codes: Tensor
+    floor: Tensor
+    rounded: bool
+    int4: bool
 
 
 @dataclass
@@ -117,36 +125,43 @@ def attend(
 
     out, magnitude, squares = times(p, values), times(p, values.abs()), times(p * p, values * values)
 
-    # Errors of scores: [batch, heads_kv, group, queries, keys], of the keys that are seen.
-    off = accumulation(head_dim) * absolute
+    # Errors of scores, [batch, heads_kv, group, queries, keys], of the keys that are seen; `moved`: their variance.
+    off, moved = accumulation(head_dim) * absolute, torch.zeros_like(absolute)
     if cuda and softcap > 0:
-        off = off + TANH * capped.masked_fill(~mask, 0.0).abs()
-    key_rounding = 0.0 if codes is None or not cuda else max(unit(dtype), HALF)
-    if key_rounding:
+        cap = TANH * capped.masked_fill(~mask, 0.0).abs()
+        off, moved = off + cap, moved + (DEVIATION * cap).square()
+    coded = codes is not None and codes.rounded and cuda
+    rounding = 1.1 * max(unit(dtype), HALF)
+    if coded:
         squared = scale * scale * of_group(grouped.square() @ by_head(codes.k).square().mT)
-        # Queries times K's scales are float16: subnormal ones are rounded by 2^-25, of keys as large as codes are.
-        off = off + of_roundings(key_rounding, absolute, squared) + HALF_SUBNORMAL * 16 * head_dim * scale
+        off, moved = off + of_roundings(rounding, absolute, squared), moved + 2 * (DEVIATION * rounding) ** 2 * squared
+    if codes is not None and cuda:
+        largest = of_group(grouped.abs().amax(-1, keepdim=True))
+        off = off + HALF_SUBNORMAL * largest * scale * of_group(torch.ones_like(grouped) @ by_head(codes.k).mT)
+        if codes.int4:
+            off = off + 15 * 2.0**-21 * scale * head_dim * largest
     farthest = off.masked_fill(~mask, 0.0).amax(-1) if keys else off.new_zeros(off.shape[:-1])
 
     probability = unit(dtype) if codes is None else max(unit(dtype), HALF)
-    bound = 2.0 * torch.expm1(farthest.clamp(max=20.0))[..., None] * magnitude + accumulation(keys) * magnitude
-    variance = torch.zeros_like(out)
+    sums = 2.0**-20 + accumulation(keys) + (2.0**-24 * keys if cuda and softcap > 0 else 0.0)
+    bound = (torch.expm1(2.0 * farthest.clamp(max=20.0)) + sums)[..., None] * magnitude
+    weighed = p * p * moved.masked_fill(~mask, 0.0)
+    variance = times(weighed, values.square()) + weighed.sum(-1, keepdim=True) * out.square()
     if cuda:
         bound = bound + of_roundings(probability, magnitude, squares)
-        variance = variance + (probability * 0.58) ** 2 * squares
+        variance = variance + (DEVIATION * probability) ** 2 * squares
         if codes is not None or dtype == torch.float16:
-            small = (values if codes is None else by_head(codes.v_codes)).abs()
-            over = total.clamp(min=1.0)[..., None]
-            bound = bound + HALF_SUBNORMAL * times(mask.expand_as(capped).double(), small) / over
-    if codes is not None and cuda:
+            small = values.abs() if codes is None else by_head(codes.floor)
+            bound = bound + HALF_SUBNORMAL * times(mask.expand_as(capped).double(), small) / total.clamp(min=1.0)[..., None]
+    if coded:
         v_magnitude = by_head(codes.v)
         v_squares = times(p * p, v_magnitude.square())
-        bound = bound + of_roundings(max(unit(dtype), HALF), times(p, v_magnitude), v_squares)
-        variance = variance + (unit(dtype) * 0.58) ** 2 * v_squares
-        moved = (unit(dtype) * 0.58) ** 2 * squared.masked_fill(~mask, 0.0)
-        variance = variance + times(p * p * moved, values.square()) + times(p * p * moved, torch.ones_like(values)) * out.square()
+        bound = bound + of_roundings(rounding, times(p, v_magnitude), v_squares)
+        variance = variance + (DEVIATION * rounding) ** 2 * v_squares
+    if codes is not None and codes.int4 and cuda:
+        bound = bound + 2.0**-24  # the residual becomes float16
     bound = bound + unit(dtype) * (out.abs() + bound) + smallest(dtype)
-    lse_bound = 2.0**-22 * (2.0 + lse.abs().nan_to_num(posinf=0.0)) + farthest + accumulation(keys)
+    lse_bound = farthest + sums + 2.0**-21 * lse.abs().nan_to_num(posinf=0.0)
     variance = variance.masked_fill(~mask.any(-1, keepdim=True), 0.0)
 
     # torch: products of 16-bit operands summed in float32, probabilities rounded to 16 bits, out rounded once, as its fused attention does.
@@ -162,7 +177,7 @@ def attend(
     return Attended(back(out), back(bound), lse_back(lse), lse_back(lse_bound), back(peer), back(variance))
 
 
-def expected_of(a: Attended, dtype: torch.dtype, *, lse_first: bool = True) -> list[Expected]:
+def expected_of(a: Attended, dtype: torch.dtype) -> list[Expected]:
     """Results of a call with a batch mode: out as it is, lse [batch, heads, queries]."""
     return [
         Expected("out", dtype, a.out, a.out_bound, a.peer, usual=float(a.variance.sum().sqrt())),
@@ -188,6 +203,3 @@ def expected_rows(a: Attended, queries: list[int], starts: list[int], tokens: in
     lse = Expected("lse", torch.float32, spread(a.lse, -math.inf).t(), spread(a.lse_bound, 0.0).t())
     assert out.truth.shape == (tokens, heads, d_v)
     return [out, lse]
-
-
-__all__ = ["SIGMAS", "Attended", "Codes", "attend", "expected_of", "expected_rows", "visible"]

@@ -1,8 +1,8 @@
 """What happens to a sum of products: alpha, addends, activations, gates. Values in float64, each with a bound on its error.
 
-Epilogues are float32. Activations are off by the error of what they are given, times their steepest slope, and by their own: silu is
-x / (1 + exp(-x)) of float32, relative errors of a few roundings and of the exponential, whose argument is rounded; the gelus are
-differences of numbers near 1 (CPU) or fits (CUDA), exact to some 1e-7 of max(1, |x|).
+Epilogues are float32 (docs/numerics.md, sections 2 and 3). Activations are off by the error of what they are given, times their steepest
+slope, and by their own: x sigmoid(y) of float32, whose exponent y is rounded, is off by (4 + max(0, -y)) 2^-22 of itself; gelu by its
+polynomial's 2^-23, and on CPU gelu_tanh, where 1 + tanh cancels, by 2^-24 |x|.
 """
 
 from __future__ import annotations
@@ -62,16 +62,15 @@ def activate(x: Bounded, activation: str) -> Bounded:
         return x
     if activation == "relu":
         return Bounded(v.clamp(min=0.0), x.error)
-    if activation == "silu":
-        y = v * torch.sigmoid(v)
-        return Bounded(y, slack + 2.0**-21 * (2.0 + v.abs()) * y.abs())
     if activation == "gelu":
         y = 0.5 * v * torch.erfc(-v / math.sqrt(2.0))
-    elif activation == "gelu_tanh":
-        y = v * torch.sigmoid(2.0 * math.sqrt(2.0 / math.pi) * (v + 0.044715 * v**3))
-    else:
-        raise ValueError(activation)
-    return Bounded(y, slack + 2.0**-22 * (1.0 + v.abs()))
+        return Bounded(y, slack + 2.0**-20 * y.abs() + 2.0**-23)
+    exponent = v if activation == "silu" else 2.0 * math.sqrt(2.0 / math.pi) * (v + 0.044715 * v**3)
+    y = v * torch.sigmoid(exponent)
+    own = (5.0 + (-exponent).clamp(min=0.0)) * 2.0**-22 * y.abs() + 2.0**-119
+    if activation == "gelu_tanh":
+        own = own + (2.0**-69 if v.device.type == "cuda" else 2.0**-23 * v.abs())
+    return Bounded(y, slack + own)
 
 
 def gated(x: Bounded, activation: str, layout: str) -> Bounded:
@@ -83,7 +82,8 @@ def gated(x: Bounded, activation: str, layout: str) -> Bounded:
     # gate * sigmoid(1.702 gate) * (up + 1) of gate <= 7 and -7 <= up <= 7
     g = Bounded(g.value.clamp(max=CLAMP), g.error)
     value = g.value * torch.sigmoid(1.702 * g.value)
-    swish = Bounded(value, SLOPE * g.error + 2.0**-20 * (2.0 + g.value.abs()) * value.abs())
+    own = (5.0 + (-1.702 * g.value).clamp(min=0.0)) * 2.0**-22 * value.abs() + 2.0**-119
+    swish = Bounded(value, SLOPE * g.error + own)
     return swish.times(Bounded(u.value.clamp(-CLAMP, CLAMP) + 1.0, u.error + 2.0**-22 * 8))
 
 

@@ -38,7 +38,7 @@ def _eligible(choice: Tensor, n_group: int, topk_group: int, biased: bool) -> Te
 
 
 def also_a_choice(ids: list[int], choice: Tensor, error: Tensor, n_group: int, topk_group: int, biased: bool) -> bool:
-    """Whether one token's ids are the choice of some numbers that are each within ``error`` of ``choice`` [experts]."""
+    """Whether one token's ids are the choice of some numbers that are each within ``error`` of ``choice`` [experts]; both on the CPU."""
     experts = choice.shape[0]
     if len(set(ids)) != len(ids) or not all(0 <= i < experts for i in ids):
         return False
@@ -60,4 +60,4 @@ def also_a_choice(ids: list[int], choice: Tensor, error: Tensor, n_group: int, t
     left_out[ids] = False
     left_out &= must.repeat_interleave(size)
     worst = min((float(high[i]) for i in ids), default=math.inf)
-    return not bool((low.cpu()[left_out] > worst).any())
+    return not bool((low[left_out] > worst).any())

@@ -6,9 +6,9 @@
     nvfp4        E2M1[code] * e4m3(byte), for 16 columns                bytes
     fp8_e4m3     e4m3(code) * scale                                     scales 16-bit
 
-Error model: "a weight is rounded to a's dtype or left unrounded, as the kernel does". One rounding of the weight; of nf4 two, the code
-book's number being rounded as well; fractional zero points are subtracted after both sides have been multiplied by the scale, so that
-either product is rounded; E2M1 times a byte scale has six significant bits and is exact.
+Error model (docs/numerics.md, section 4): a weight is rounded once to a's dtype; fractional zero points cost a second rounding and, in
+float16, 2^-16 of the scale; nf4's code book is off by half a rounding more; E2M1 times a byte scale is exact. Small float16 weights are
+subnormal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..compare import of_roundings, unit
+from ..compare import of_roundings, smallest, unit
 from .kv_formats import e4m3
 
 BITS = {"int4": 4, "nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8_e4m3": 8}
@@ -75,17 +75,19 @@ def weight(codes: Tensor, scales: Tensor, zeros: Tensor | None, form: str, group
     of_columns = lambda x: x.t()[:, group]  # noqa: E731  [groups, n] -> [n, k]
     factor = of_columns(scale_values(scales, form))
     value = decode(codes, form)
+    subnormal = smallest(scales.dtype) / unit(scales.dtype) if scales.dtype.is_floating_point and scales.dtype.itemsize == 2 else 0.0
     if form not in ZERO:
-        rounds = {"nf4": 2.0, "fp8_e4m3": 1.0}.get(form, 0.0)
+        rounds = {"nf4": 1.55, "fp8_e4m3": 1.0}.get(form, 0.0)
         w = value * factor
-        return Weight(w, rounds * w.abs())
+        return Weight(w, rounds * (w.abs() + subnormal))
     if zeros is None:
         w = (value - ZERO[form]) * factor
-        return Weight(w, w.abs())
+        return Weight(w, w.abs() + subnormal)
     zero = of_columns(zeros.double())
     w = (value - zero) * factor
-    fractional = zero != zero.round()
-    return Weight(w, w.abs() + torch.where(fractional, (value + zero.abs()) * factor.abs(), 0.0))
+    small = 2.0**-16 / unit(torch.float16) if scales.dtype == torch.float16 else 0.0
+    fractional = torch.where(zero != zero.round(), w.abs() + small * factor.abs(), 0.0)
+    return Weight(w, 1.001 * (w.abs() + fractional) + subnormal)
 
 
 def error_of_sum(a: Tensor, w: Weight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,414 @@
+"""Bugs that the driver must find, put between the caller and an operator: what a kernel, a binding or a check could do wrong.
+
+Each replaces ``minfer.<operator>`` while it is injected. None of them is in minfer.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import minfer
+import torch
+from torch import Tensor
+
+from .compare import unit
+
+Operator = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Bug:
+    """``wrap`` makes the faulty operator of the right one."""
+
+    name: str
+    operator: str
+    wrap: Callable[[Operator], Operator]
+
+
+BUGS: list[Bug] = []
+
+
+def bug(operator: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a function (right operator, *its arguments) -> what the faulty one returns."""
+
+    def register(faulty: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap(right: Operator) -> Operator:
+            return lambda *args, **kwargs: faulty(right, *args, **kwargs)
+
+        BUGS.append(Bug(faulty.__name__, operator, wrap))
+        return faulty
+
+    return register
+
+
+@contextmanager
+def injected(found: Bug) -> Iterator[None]:
+    right = getattr(minfer, found.operator)
+    setattr(minfer, found.operator, found.wrap(right))
+    try:
+        yield
+    finally:
+        setattr(minfer, found.operator, right)
+
+
+def _is_fake(x: Tensor) -> bool:
+    return x.device.type == "meta" or type(x) is not Tensor
+
+
+# ---- gemm ----------------------------------------------------------------------------------------------------------------------------
+
+
+@bug("gemm")
+def last_row_is_not_written(right, a, b, **options):
+    d = right(a, b, **options)
+    if d.shape[-2] > 1:
+        d[..., -1, :] = math.nan
+    return d
+
+
+@bug("gemm")
+def one_element_is_off_by_four_roundings(right, a, b, **options):
+    d = right(a, b, **options)
+    if d.numel() and not _is_fake(d):
+        at = int(d.abs().argmax())  # not one of those that are near zero beside their terms
+        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), d.shape))
+        d[place] *= 1 + 4 * unit(d.dtype)
+    return d
+
+
+@bug("gemm")
+def bias_is_dropped_behind_the_last_whole_tile(right, a, b, **options):
+    bias = options.get("bias")
+    if bias is not None and bias.dim() == 1:
+        bias = bias.clone()
+        bias[bias.shape[0] // 64 * 64 :] = 0
+    return right(a, b, **(options | {"bias": bias}))
+
+
+@bug("gemm")
+def alpha_is_dropped(right, a, b, **options):
+    alpha = options.get("alpha", 1.0)
+    return right(a, b, **(options | {"alpha": 1.0 if math.isfinite(alpha) and alpha != 0 and abs(alpha) < 1e30 else alpha}))
+
+
+@bug("gemm")
+def out_has_another_dtype(right, a, b, **options):
+    d = right(a, b, **options)
+    return d.float() if options.get("out") is None else d
+
+
+@bug("gemm")
+def guard_band_is_written(right, a, b, **options):
+    d = right(a, b, **options)
+    out = options.get("out")
+    if out is not None and out.numel() and not _is_fake(out):
+        behind = out.storage_offset() + sum((n - 1) * s for n, s in zip(out.shape, out.stride(), strict=True)) + 1
+        out.as_strided((1,), (1,), behind).zero_()
+    return d
+
+
+@bug("gemm")
+def an_input_is_modified(right, a, b, **options):
+    d = right(a, b, **options)
+    if a.numel() and not _is_fake(a):
+        a.select(0, 0).neg_()
+    return d
+
+
+@bug("gemm")
+def c_is_read_though_beta_is_zero(right, a, b, **options):
+    d, c = right(a, b, **options), options.get("c")
+    return d + 0 * c.to(d.dtype) if c is not None and options.get("beta", 0.0) == 0 and options.get("out") is None else d
+
+
+@bug("gemm")
+def gelu_is_the_other_gelu(right, a, b, **options):
+    swapped = {"gelu": "gelu_tanh", "gelu_tanh": "gelu"}
+    activation = options.get("activation", "none")
+    return right(a, b, **(options | {"activation": swapped.get(activation, activation)}))
+
+
+@bug("gemm")
+def batch_entries_are_mixed_up(right, a, b, **options):
+    d = right(a, b, **options)
+    return d.flip(0) if d.dim() == 3 and options.get("out") is None else d
+
+
+@bug("gemm")
+def bits_differ_from_run_to_run(right, a, b, **options):
+    d = right(a, b, **options)
+    if d.numel() and not _is_fake(d):
+        with _lock:
+            again = _last_operands[0] == (a.data_ptr(), b.data_ptr())
+            _last_operands[0] = (a.data_ptr(), b.data_ptr())
+        if again:
+            d[tuple(0 for _ in d.shape)] *= 1 + 2 * unit(d.dtype)
+    return d
+
+
+_last_operands: list[tuple[int, int]] = [(0, 0)]
+_lock = threading.Lock()
+_shared: list[Tensor | None] = [None]
+
+
+@bug("gemm")
+def threads_share_a_workspace(right, a, b, **options):
+    d = right(a, b, **options)
+    if options.get("out") is not None or _is_fake(d):
+        return d
+    buffer = _shared[0]
+    if buffer is None or buffer.shape != d.shape or buffer.dtype != d.dtype or threading.current_thread() is threading.main_thread():
+        buffer = _shared[0] = d.clone()
+    else:
+        buffer.fill_(math.nan)
+        time.sleep(0.002)
+        buffer.copy_(d)
+    return buffer
+
+
+@bug("gemm")
+def an_infinite_alpha_is_accepted(right, a, b, **options):
+    if not math.isfinite(options.get("alpha", 1.0)):
+        options = options | {"alpha": 1.0}
+    return right(a, b, **options)
+
+
+@bug("gemm")
+def errors_do_not_name_the_operator(right, a, b, **options):
+    try:
+        return right(a, b, **options)
+    except RuntimeError:
+        raise RuntimeError("CUDA error: invalid argument") from None
+
+
+@bug("gemm_gated")
+def gate_and_up_are_swapped(right, a, b, **options):
+    n = b.shape[-1]
+    if n % 16 == 0 and n:
+        order = torch.arange(n).view(-1, 2, 8).flip(1).flatten()
+        b = b.index_select(-1, order)
+        bias = options.get("bias")
+        if bias is not None and bias.dim() == 1 and bias.shape[0] == n:
+            options = options | {"bias": bias.index_select(0, order)}
+    return right(a, b, **options)
+
+
+# ---- quantised weights -----------------------------------------------------------------------------------------------------------------
+
+
+@bug("w4a16_gemm")
+def scales_are_those_of_the_next_group(right, a, qweight, scales, zeros=None, **options):
+    if scales.dim() == 2:
+        raw = scales.view(torch.uint8) if scales.dtype.itemsize == 1 else scales
+        scales = raw.roll(-1, 0).view(scales.dtype)
+    return right(a, qweight, scales, zeros, **options)
+
+
+@bug("w4a16_gemm")
+def zero_points_are_one_too_many(right, a, qweight, scales, zeros=None, **options):
+    return right(a, qweight, scales, None if zeros is None or not zeros.dtype.is_floating_point else zeros + 1, **options)
+
+
+@bug("w8a16_gemm")
+def act_order_is_ignored(right, a, qweight, scales, zeros=None, **options):
+    perm = options.get("perm")
+    if (
+        perm is not None
+        and perm.dtype == torch.int32
+        and perm.dim() == 1
+        and bool((perm.sort().values == torch.arange(perm.shape[0])).all())
+    ):
+        options = options | {"perm": None}
+    return right(a, qweight, scales, zeros, **options)
+
+
+@bug("w4a16_dequantize")
+def small_codes_are_rounded_twice(right, qweight, scales, zeros=None, **options):
+    w = right(qweight, scales, zeros, **options)
+    return (w.float() * (1 + 2 * unit(w.dtype))).to(w.dtype)
+
+
+@bug("w4a16_pack")
+def padding_is_not_zero(right, codes, **options):
+    packed = right(codes, **options)
+    if codes.shape[1] % 64 and packed.numel() and not _is_fake(packed):
+        packed[0, -1, -1] |= 0x70000000
+    return packed
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------------------------
+
+
+@bug("grouped_gemm")
+def an_expert_without_rows_shifts_those_behind(right, a, b, offsets, **options):
+    if offsets.dim() == 1 and offsets.shape[0] == b.shape[0] and offsets.dtype == torch.int32 and not _is_fake(offsets):
+        sizes = torch.diff(offsets, prepend=offsets.new_zeros(1))
+        used = sizes[sizes > 0]
+        ends = used.cumsum(0).int()
+        offsets = torch.cat([ends, offsets[-1:].expand(offsets.shape[0] - ends.shape[0])])
+    return right(a, b, offsets, **options)
+
+
+@bug("grouped_gemm")
+def row_scale_is_applied_before_the_activation(right, a, b, offsets, **options):
+    scale = options.get("row_scale")
+    if scale is None or options.get("gather") is not None or options.get("bias") is not None or scale.dim() != 1 or len(scale) != len(a):
+        return right(a, b, offsets, **options)
+    return right((a.float() * scale[:, None]).to(a.dtype), b, offsets, **(options | {"row_scale": None}))
+
+
+@bug("grouped_gemm_masked")
+def rows_behind_the_count_are_written_to_out(right, a, b, counts, **options):
+    out = right(a, b, counts, **options)
+    if options.get("out") is not None and not _is_fake(out) and counts.dim() == 1:
+        for expert, count in enumerate(counts.tolist()):
+            out[expert, min(max(count, 0), out.shape[1]) :] = 0
+    return out
+
+
+@bug("moe_ffn")
+def ids_outside_go_to_the_first_expert(right, x, w13, w2, weights, ids, **options):
+    experts = w13.shape[0]
+    inside = (ids >= 0) & (ids < experts)
+    return right(x, w13, w2, weights, torch.where(inside, ids, 0) if ids.dtype == torch.int32 else ids, **options)
+
+
+@bug("moe_combine")
+def weights_are_those_of_other_slots(right, y, inverse, weights=None):
+    return right(y, inverse, None if weights is None else weights.flip(1) if weights.dim() == 2 else weights)
+
+
+@bug("moe_sort")
+def sort_is_not_stable(right, ids, num_experts, *, weights=None):
+    token_index, offsets, inverse, sorted_weights = right(ids, num_experts, weights=weights)
+    if not _is_fake(offsets):
+        begin = 0
+        for end in offsets.tolist():
+            token_index[begin:end] = token_index[begin:end].flip(0)
+            begin = end
+    return token_index, offsets, inverse, sorted_weights
+
+
+@bug("moe_router")
+def ties_go_to_the_higher_index(right, logits, top_k, **options):
+    if logits.dim() != 2 or options.get("n_group", 1) != 1 or options.get("correction_bias") is not None:
+        return right(logits, top_k, **options)
+    weights, ids = right(logits.flip(1), top_k, **options)
+    return weights, logits.shape[1] - 1 - ids
+
+
+@bug("moe_router")
+def weights_are_not_scaled(right, logits, top_k, **options):
+    scale = options.get("scale", 1.0)
+    return right(logits, top_k, **(options | {"scale": 1.0 if math.isfinite(scale) and abs(scale) < 1e30 else scale}))
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------------------------
+
+
+@bug("attention")
+def mask_is_aligned_to_the_first_key(right, q, k, v, **options):
+    if options.get("causal") and q.dim() == k.dim() == v.dim() == 4 and k.shape[1] == v.shape[1] > q.shape[1]:
+        k, v = k[:, : q.shape[1]], v[:, : q.shape[1]]
+    return right(q, k, v, **options)
+
+
+@bug("attention")
+def lse_is_in_units_of_log2(right, q, k, v, **options):
+    out, lse = right(q, k, v, **options)
+    return out, lse / math.log(2)
+
+
+@bug("attention_varlen")
+def the_key_behind_the_last_sequence_is_seen(right, q, k, v, cu_seqlens_q, cu_seqlens_k, *, max_seqlen_k, **options):
+    if cu_seqlens_k.dtype == torch.int32 and cu_seqlens_k.dim() == 1 and len(cu_seqlens_k) and not _is_fake(q):
+        cu_seqlens_k = cu_seqlens_k.clone()
+        cu_seqlens_k[-1] = min(int(cu_seqlens_k[-1]) + 1, k.shape[0])
+        max_seqlen_k += max_seqlen_k >= 0
+    return right(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_k=max_seqlen_k, **options)
+
+
+@bug("attention_paged")
+def the_row_behind_a_sequence_is_seen(right, q, k_cache, v_cache, seq_lens, **options):
+    return right(q, k_cache, v_cache, seq_lens + 1 if seq_lens.dtype == torch.int32 else seq_lens, **options)
+
+
+@bug("attention_paged")
+def window_is_one_too_wide(right, q, k_cache, v_cache, seq_lens, **options):
+    window = options.get("window_left", -1)
+    return right(q, k_cache, v_cache, seq_lens, **(options | {"window_left": window + 1 if window >= 0 else window}))
+
+
+@bug("attention_paged")
+def softcap_is_ignored(right, q, k_cache, v_cache, seq_lens, **options):
+    softcap = options.get("softcap", 0.0)
+    return right(q, k_cache, v_cache, seq_lens, **(options | {"softcap": 0.0 if 0 < softcap < 1e30 else softcap}))
+
+
+@bug("attention_paged")
+def sinks_count_twice(right, q, k_cache, v_cache, seq_lens, **options):
+    sinks = options.get("sinks")
+    if sinks is not None and sinks.dtype.is_floating_point:
+        options = options | {"sinks": sinks + math.log(2)}
+    return right(q, k_cache, v_cache, seq_lens, **options)
+
+
+@bug("attention_paged")
+def a_stale_page_is_read(right, q, k_cache, v_cache, seq_lens, **options):
+    table = options.get("block_table")
+    if table is not None and table.dim() == 2 and table.shape[1] > 1 and table.dtype == torch.int32:
+        table = table.clone()
+        table[:, 1] = table[:, 0]
+        options = options | {"block_table": table}
+    return right(q, k_cache, v_cache, seq_lens, **options)
+
+
+@bug("attention_paged")
+def entries_that_nobody_needs_are_checked(right, q, k_cache, v_cache, seq_lens, **options):
+    table = options.get("block_table")
+    if table is not None and not _is_fake(table) and bool(((table < 0) | (table >= k_cache.shape[0])).any()):
+        raise RuntimeError("minfer::attention_paged: block_table must name one of the pages")
+    return right(q, k_cache, v_cache, seq_lens, **options)
+
+
+@bug("attention_paged")
+def scales_of_v_are_those_of_k(right, q, k_cache, v_cache, seq_lens, **options):
+    k_scale, v_scale = options.get("k_scale"), options.get("v_scale")
+    if k_scale is not None and v_scale is not None and k_scale.shape == v_scale.shape and k_scale.dtype == v_scale.dtype:
+        options = options | {"v_scale": k_scale}
+    return right(q, k_cache, v_cache, seq_lens, **options)
+
+
+@bug("merge_attention_states")
+def the_last_part_is_left_out(right, outs, lses):
+    return right(outs[:-1], lses[:-1]) if len(outs) == len(lses) > 1 else right(outs, lses)
+
+
+@bug("kv_cache_append")
+def a_token_is_stored_one_row_late(right, k, v, k_cache, v_cache, slot_mapping, **options):
+    if slot_mapping.dtype == torch.int64 and slot_mapping.dim() == 1 and len(slot_mapping) and k_cache.dim() == 4:
+        last = k_cache.shape[0] * k_cache.shape[1] - 1
+        slot_mapping = slot_mapping.clone()
+        slot_mapping[-1] = torch.where(slot_mapping[-1] >= 0, (slot_mapping[-1] + 1).clamp(max=last), slot_mapping[-1])
+    return right(k, v, k_cache, v_cache, slot_mapping, **options)
+
+
+@bug("kv_cache_append")
+def tokens_without_a_slot_go_to_the_first(right, k, v, k_cache, v_cache, slot_mapping, **options):
+    right(k, v, k_cache, v_cache, slot_mapping, **options)
+    if k_cache.numel() and bool((slot_mapping < 0).any()) and not _is_fake(k_cache):
+        k_cache[0, 0].view(torch.uint8).zero_()
+
+
+@bug("kv_cache_append")
+def scales_are_one_rounding_of_float16_off(right, k, v, k_cache, v_cache, slot_mapping, **options):
+    right(k, v, k_cache, v_cache, slot_mapping, **options)
+    scale = options.get("v_scale")
+    if scale is not None and k_cache.dtype != torch.float8_e4m3fn and options.get("kv_format") != "fp8_e4m3" and not _is_fake(scale):
+        scale.copy_((scale.float() * (1 + 2 * unit(torch.float16))).to(scale.dtype))
