@@ -184,7 +184,10 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
   char const* op = call.op;
   Sizes s = call.sizes;
   int64_t const columns = call.columns();
-  if (s.batch == 0 || s.m == 0 || s.n == 0) return;
+  if (s.batch == 0 || s.m == 0 || s.n == 0) {
+    if (call.kernel) check_kernel_name(op, parse_override(op, *call.kernel).name);
+    return;
+  }
 
   GemmProblem problem;
   GemmOperands operands;
