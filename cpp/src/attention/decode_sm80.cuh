@@ -144,8 +144,8 @@ struct DecodeSm80 : DecodeSm80Traits<Config> {
         }
       }
       if constexpr (kScales) {
-        Scales::template load<0>(params, to.scales, piece.kv_head, boxes, first_box, lane);
-        Scales::template load<1>(params, to.scales, piece.kv_head, boxes, first_box, lane);
+        Scales::template load<0, false>(params, to.scales, piece.kv_head, boxes, first_box, lane);
+        Scales::template load<1, false>(params, to.scales, piece.kv_head, boxes, first_box, lane);
       }
     }
   };

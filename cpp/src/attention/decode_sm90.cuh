@@ -161,7 +161,8 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     uint64_t hint;
     int kv_head;
     uint32_t issued = 0;
-    Place own;  // of this lane's box
+    Place own;   // of this lane's box
+    bool whole;  // all pages of the window's boxes are there
 
     CUTLASS_DEVICE Loader(Params const& params, SharedStorage& storage, int lane, int role)
         : params(params),
@@ -199,6 +200,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       kv_head = piece.kv_head;
       own = make_uint2(uint32_t(boxes.page), uint32_t(boxes.row >> row_shift));
       if (has_scales()) {
+        whole = __all_sync(0xffffffffu, params.has(boxes.page));
         uint64_t const from = reinterpret_cast<uint64_t>(role == 1 ? Scales::template source_of<0>(params, kv_head, boxes.page, boxes.row)
                                                                    : Scales::template source_of<1>(params, kv_head, boxes.page, boxes.row));
         own = make_uint2(uint32_t(from), uint32_t(from >> 32));
@@ -230,10 +232,13 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     template <int kWhich>
     CUTLASS_DEVICE void load_scales(Boxes const& boxes, Place const& place, int slice, uint32_t stage) const {
       uint32_t const to = shared_address(storage.scales[stage]);
-      if (params.boxes_of_slice == 1) {
+      int const box = slice * params.boxes_of_slice;
+      if (!whole) {
+        Scales::template load<kWhich, false>(params, to, kv_head, boxes, box, lane);
+      } else if (params.boxes_of_slice == 1) {
         Scales::template load_box<kWhich>(params, to, reinterpret_cast<char const*>(uint64_t(place.y) << 32 | place.x), lane);
       } else {
-        Scales::template load<kWhich>(params, to, kv_head, boxes, slice * params.boxes_of_slice, lane);
+        Scales::template load<kWhich, true>(params, to, kv_head, boxes, box, lane);
       }
       asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
     }
