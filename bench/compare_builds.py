@@ -59,6 +59,14 @@ def w4a16_cells(rng: random.Random) -> Iterator[Cell]:
             yield Cell("w4a16", {"m": m, **sizes, "w_format": w_format, "dtype": "bfloat16"})
 
 
+def constant_cells(rng: random.Random) -> Iterator[Cell]:
+    """Weights that the caller says are constant; a build that does not know the word is not told."""
+    for w_format in ("int4", "int4_zeros", "int8"):
+        for m in (1, 3, 8, 16, 32, 100):
+            sizes = {"n": multiple(rng, 2048, 20000, 128), "k": multiple(rng, 2048, 12000, 128)}
+            yield Cell("constant", {"m": m, **sizes, "w_format": w_format, "dtype": "bfloat16"})
+
+
 def moe_cells(rng: random.Random) -> Iterator[Cell]:
     for tokens in (1, 4, 30, 200, 1000, 6000):
         sizes = {"hidden": multiple(rng, 1024, 5000, 128), "inter": multiple(rng, 512, 4000, 128)}
@@ -120,6 +128,7 @@ def cache_cells(rng: random.Random) -> Iterator[Cell]:
 CELLS: dict[str, Callable[[random.Random], Iterator[Cell]]] = {
     "gemm": gemm_cells,
     "w4a16": w4a16_cells,
+    "constant": constant_cells,
     "moe": moe_cells,
     "routing": routing_cells,
     "prefill": prefill_cells,
@@ -155,8 +164,8 @@ def contest(cell: Cell) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
             c = normal(o["m"], o["n"], dtype=dtype)
             return lambda x: minfer.gemm(x[0], x[1].t(), c=c, alpha=2.0, beta=3.0), make
         return lambda x: minfer.gemm(x[0], x[1].t()), make
-    if cell.family == "w4a16":
-        return quantised(o, normal)
+    if cell.family in ("w4a16", "constant"):
+        return quantised(o, normal, cell.family == "constant")
     if cell.family == "moe":
         return experts_of(o, normal)
     if cell.family == "routing":
@@ -166,7 +175,9 @@ def contest(cell: Cell) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
     return attention(cell.family, o, normal)
 
 
-def quantised(o: dict[str, Any], normal: Callable[..., Any]) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
+def quantised(o: dict[str, Any], normal: Callable[..., Any], constant: bool) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
+    import inspect
+
     import minfer
     import torch
 
@@ -177,6 +188,8 @@ def quantised(o: dict[str, Any], normal: Callable[..., Any]) -> tuple[Callable[[
     group = None if w_format in ("mxfp4", "nvfp4") else 32 if variant == "g32" else 128
     weight = quantise(normal(o["n"], o["k"], dtype=dtype, scale=0.02), group, format=w_format, clip=False)
     options = {"group_size": weight.group_size, f"w{bits}_format": w_format, "alpha": weight.alpha}
+    if constant and "constant_weights" in inspect.signature(call).parameters:
+        options["constant_weights"] = True
     if variant == "perm":
         options["perm"] = torch.randperm(o["k"], device="cuda").int()
     zeros = torch.full_like(weight.scales, 7) if variant == "zeros" else None
