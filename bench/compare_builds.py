@@ -315,11 +315,14 @@ def serve() -> None:
 
     answer = lambda **x: print(json.dumps(x), file=sys.stdout, flush=True)  # noqa: E731
     timer = fn = sets = None
-    torch.zeros(1, device="cuda")
     for line in sys.stdin:
         told = json.loads(line)
         try:
-            if told["what"] == "prepare":
+            if told["what"] == "where":
+                import minfer
+
+                answer(file=minfer.__file__, cuda=minfer.build_info()["archs"])
+            elif told["what"] == "prepare":
                 timer = fn = sets = None
                 torch.cuda.empty_cache()
                 with torch.inference_mode():
@@ -336,17 +339,24 @@ def serve() -> None:
 
 class Build:
     def __init__(self, folder: str):
+        self.folder = folder
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]),
             "MINFER_CACHE_DIR": "/nonexistent",
         }
         command = [sys.executable, str(HERE / "compare_builds.py"), "--serve"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        found = self.ask(what="where")
+        if not Path(found.get("file", "")).is_relative_to(Path(folder).resolve()):
+            sys.exit(f"compare_builds: {folder} holds no package minfer that can be imported: {found}")
 
     def ask(self, **told: Any) -> dict[str, Any]:
         self.process.stdin.write(json.dumps(told) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        answer = self.process.stdout.readline()
+        if not answer:
+            sys.exit(f"compare_builds: the process of {self.folder} has ended")
+        return json.loads(answer)
 
 
 def main() -> None:
