@@ -5,6 +5,7 @@ simulated in tests/cpp/test_router_progress.cpp. Every result must have the bits
 
 import contextlib
 import ctypes
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import torch
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
+NO_BINDINGS = "requires a GPU and cuda.bindings with NVRTC and green contexts"
 DEADLINE = 20.0  # seconds, of launches that take milliseconds at most
 SIZES = ((256, 7168, 8), (8, 4096, 2), (128, 2048, 8), (1024, 512, 8))
 TOKENS = (1, 2, 9, 33, 64)
@@ -39,8 +41,8 @@ def succeed(result):
 @pytest.fixture(scope="module")
 def hold():
     """A kernel of one thread whose block fills an SM, by shared memory, until it is released."""
-    driver = pytest.importorskip("cuda.bindings.driver")
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
+    driver = pytest.importorskip("cuda.bindings.driver", reason=NO_BINDINGS)
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason=NO_BINDINGS)
     properties = torch.cuda.get_device_properties(0)
     torch.cuda.synchronize()  # binds a context
     program = succeed(nvrtc.nvrtcCreateProgram(HOLD.encode(), b"hold.cu", 0, [], []))
@@ -51,7 +53,7 @@ def hold():
     function = succeed(driver.cuModuleGetFunction(succeed(driver.cuModuleLoadData(cubin)), b"hold"))
     size = properties.shared_memory_per_block_optin
     succeed(driver.cuFuncSetAttribute(function, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, size))
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream(priority=-1)  # of another pool than the routers': torch hands out 32 streams of a priority again and again
 
     @contextlib.contextmanager
     def all_but(free_sms):
@@ -209,10 +211,11 @@ def route_in_green_context(sms):
 
 @pytest.mark.parametrize("sms", [8, 16, 32])
 def test_ends_in_a_green_context(sms):
-    driver = pytest.importorskip("cuda.bindings.driver")
+    driver = pytest.importorskip("cuda.bindings.driver", reason=NO_BINDINGS)
     if not hasattr(driver, "cuGreenCtxStreamCreate"):
-        pytest.skip("requires cuda.bindings with green contexts")
+        pytest.skip(NO_BINDINGS)
     script = f"import test_router_progress_gpu as tests; tests.route_in_green_context({sms})"
     command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in sys.path if path)}
+    done = subprocess.run(command, cwd=Path(__file__).parent, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["ended"], done.stderr

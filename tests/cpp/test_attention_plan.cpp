@@ -168,3 +168,28 @@ TEST_CASE(kernels_of_the_other_architecture_are_refused_by_name) {
   CHECK(plan_attention(p, h200_properties(), options, &plan).ok());  // a build for 90 holds it
   CHECK(plan.kernel == portable.kernel && plan.source == PlanSource::kOverride);
 }
+
+TEST_CASE(pieces_beyond_32_bits_are_another_kernels) {
+  DeviceProperties const device = h200_properties();
+  // 64 tiles of rows and 2^25 slices of keys, by a table of few pages again and again.
+  AttentionProblem p = problem_of(2, 128, int64_t(1) << 30, 8, 1, 128, 128);
+  p.cached = p.paged = true;
+  p.page_size = 256;
+  p.pages = 16;
+  p.tokens_k = p.pages * p.page_size;
+  p.window_right = 0;
+  AttentionPlan plan = plan_of(p, device);
+  CHECK(plan.kernel->schedule != Schedule::kSplitKv);
+  AttentionProblem decode = p;
+  decode.seqlen_q = 1, decode.tokens_q = 2;
+  plan = plan_of(decode, device);
+  CHECK(plan.kernel->schedule == Schedule::kSplitKv);
+  AttentionPlanOptions options;
+  options.only_runnable = false;
+  options.kernel = plan.kernel->name;
+  Status const status = plan_attention(p, device, options, &plan);
+  CHECK(status.code == StatusCode::kInvalidArgument && std::strstr(status.message, "more pieces than it can number") != nullptr);
+  decode.heads_q = decode.heads_kv = 113;  // a prime: no heads in lockstep
+  options.kernel = nullptr;
+  CHECK(plan_attention(decode, device, options, &plan).ok() && plan.kernel->schedule != Schedule::kSplitKv);
+}

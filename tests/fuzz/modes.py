@@ -14,7 +14,9 @@ from torch import Tensor
 from .arena import Arena, raw_bytes, same_bits
 from .family import Contents, Family, Parameters
 
-THREADS = 4
+OTHER_THREADS = 3
+LARGEST_POISONED = 1 << 26  # bytes of a free block of memory
+MORE_POISONED = (*[1 << 20] * 4, LARGEST_POISONED)  # of both pools of the allocator, up to 1 MiB and more, whatever is free in them
 
 
 class Call:
@@ -59,9 +61,15 @@ def kernels_of(family: str, dtype: str, form: str) -> list[str]:
 def poison_free_memory(device: torch.device, like: list[Tensor] | None = None) -> None:
     """Fills memory that is handed out next with NaN, so that what an operator leaves unwritten shows, in results and in its workspace."""
     if device.type == "cuda":
-        # The caching allocator keeps requests up to 1 MiB and larger ones in two pools.
-        blocks = [torch.empty(1 << 20, dtype=torch.uint8, device=device) for _ in range(4)]
-        blocks.append(torch.empty(1 << 26, dtype=torch.uint8, device=device))
+        # The caching allocator hands out the smallest free block that is large enough: each is asked for by its size, small ones first.
+        free = [
+            block["size"]
+            for segment in torch.cuda.memory_snapshot()
+            if segment["device"] == device.index
+            for block in segment["blocks"]
+            if block["state"] == "inactive" and block["size"] <= LARGEST_POISONED
+        ]
+        blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in (*sorted(free), *MORE_POISONED)]
         for block in blocks:
             block.fill_(0xFF)
         return
@@ -110,8 +118,8 @@ def _in_threads(count: int, work: Callable[[int], dict[str, Tensor]]) -> list[di
     return found
 
 
-def _judge(found: list[dict[str, Tensor] | BaseException], want: dict[str, Tensor]) -> str | None:
-    for i, have in enumerate(found):
+def _judge(found: list[dict[str, Tensor] | BaseException], wants: list[dict[str, Tensor]]) -> str | None:
+    for i, (have, want) in enumerate(zip(found, wants, strict=True)):
         if isinstance(have, BaseException):
             return f"thread {i} raised {type(have).__name__}: {have}"
         text = difference(have, want)
@@ -120,12 +128,18 @@ def _judge(found: list[dict[str, Tensor] | BaseException], want: dict[str, Tenso
     return None
 
 
-def threads(call: Call, want: dict[str, Tensor]) -> str | None:
-    """Four threads at once, on CUDA each with a stream of its own."""
+def threads(call: Call, want: dict[str, Tensor], others: list[Contents]) -> str | None:
+    """Several threads at once, each with contents of its own (without ``others``: the same), on CUDA on a stream of its own."""
     device = call.arena.device
-    arenas = [call.own() for _ in range(THREADS)]
+    own = 1 if others else 1 + OTHER_THREADS
+    arenas, wants = [call.own() for _ in range(own)], [want] * own
+    for other in others:
+        arenas.append(call.arena.clone(list(call.arena.storages)))
+        arenas[-1].refill(other.tensors)
+        arenas[-1].remember()
+        wants.append(copies(call(arenas[-1])))
     synchronize(device)
-    ready, cores = threading.Barrier(THREADS), torch.get_num_threads()
+    ready, cores = threading.Barrier(len(arenas)), torch.get_num_threads()
 
     def work(i: int) -> dict[str, Tensor]:
         if device.type != "cuda":
@@ -139,7 +153,7 @@ def threads(call: Call, want: dict[str, Tensor]) -> str | None:
         stream.synchronize()
         return have
 
-    return _judge(_in_threads(THREADS, work), want)
+    return _judge(_in_threads(len(arenas), work), wants)
 
 
 # ---- CPU -----------------------------------------------------------------------------------------------------------------------------
@@ -273,7 +287,7 @@ def fresh_thread(call: Call, want: dict[str, Tensor]) -> str | None:
     torch.cuda.synchronize(device)
     found = _in_threads(1, lambda i: call.family.call(call.p, call.tensors(arena)))
     torch.cuda.synchronize(device)
-    return _judge(found, want)
+    return _judge(found, [want])
 
 
 def other_device(call: Call, want: dict[str, Tensor]) -> str | None:
@@ -292,4 +306,4 @@ def other_device(call: Call, want: dict[str, Tensor]) -> str | None:
 
     found = _in_threads(1, work)
     torch.cuda.synchronize(device)
-    return _judge(found, want)
+    return _judge(found, [want])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +18,10 @@ from .compare import Expected, mismatch
 from .draw import Data, Draw
 from .families import FAMILIES
 from .family import Contents, Family, Hostile, Parameters, limits_of
+
+# What an operator says of a kernel that was asked for by name and is not of this build, this device or this problem.
+REFUSED = re.compile(r"cannot compute this problem|is in the table but not in this build|needs more than 2\^31 work items")
+LARGEST_COPIED = 1 << 26  # elements of a storage that each thread has a copy of
 
 
 @dataclass
@@ -140,15 +145,18 @@ class _Case:
         other = None
         if "graph" in chosen or "late" in chosen:
             other = family.fill(p, draw, self.data)
+        others = []
+        if "threads" in chosen and all(storage.layout.size <= LARGEST_COPIED for storage in call.arena.storages.values()):
+            others = [family.fill(p, draw, self.data) for _ in range(modes.OTHER_THREADS)]
         want = self._eager(call, contents)
         if want is None:
             return
         for mode in chosen:
             try:
-                problem = self._mode(mode, call, want, contents, other)
+                problem = modes.threads(call, want, others) if mode == "threads" else self._mode(mode, call, want, contents, other)
             except Exception as error:  # noqa: BLE001
                 problem = f"raised {type(error).__name__}: {_first_lines(error)} [{_place(error)}]"
-            self.result.comparisons += 1
+            self.result.comparisons += mode != "forced"  # which counts its own
             if problem:
                 self.result.failures.append(f"{mode}: {problem}")
             modes.synchronize(device)
@@ -177,7 +185,7 @@ class _Case:
             try:
                 results = family.call(p | {"extra": {"kernel": name}}, call.tensors())
             except RuntimeError as error:
-                if "kernel" not in str(error):
+                if not REFUSED.search(str(error)):
                     raise
                 continue
             modes.synchronize(self.device)
@@ -200,17 +208,20 @@ class _Case:
             elif self.family.out(self.p) is not None and not call.tensors()[self.p.get("out_is", "out")].is_contiguous():
                 del chances["compiled"]  # Dynamo takes no other out=
             return [mode for mode, chance in chances.items() if draw.chance(chance)]
+        # All are drawn, whatever this machine has: a case is the same elsewhere but for the modes that are not there.
         chances = {"busy": 0.6, "inference": 0.2, "threads": 0.25, "fresh_thread": 0.3, "other_device": 0.3, "fake": 0.02}
-        if torch.cuda.device_count() < 2:
-            del chances["other_device"]
-        if not self.family.traced:
-            return [mode for mode, chance in chances.items() if mode != "fake" and draw.chance(chance)]
-        if self.family.kernels:
-            chances["forced"] = 0.25
-        if torch.cuda.get_device_capability(self.device) >= (9, 0):
-            chances["late"] = 0.08
+        chances |= {"forced": 0.25, "late": 0.08, "graph": 0.5}  # graph is the last one: it leaves other contents
         chosen = [mode for mode, chance in chances.items() if draw.chance(chance)]
-        return chosen + (["graph"] if draw.chance(0.5) else [])  # the last one: it leaves other contents
+        missing = set()
+        if torch.cuda.device_count() < 2:
+            missing.add("other_device")
+        if not self.family.traced:
+            missing |= {"fake", "graph", "late", "forced"}
+        if not self.family.kernels:
+            missing.add("forced")
+        if torch.cuda.get_device_capability(self.device) < (9, 0):
+            missing.add("late")
+        return [mode for mode in chosen if mode not in missing]
 
     def _eager(self, call: modes.Call, contents: Contents) -> dict[str, Tensor] | None:
         """The run that is compared with the truth; copies of its results, None where it failed."""

@@ -183,10 +183,11 @@ class DecodePieces {
     int const slices = slices_end - slices_begin(p, queries, keys);
     return slices > 1 ? slices : 1;
   }
-  /// What rows of CTAs share out: slices, or pieces where their number is given.
+  /// What rows of CTAs share out: slices, or pieces where their number is given. The product saturates: lengths may be anything that the
+  /// table has room for, and that may be more than the cache holds.
   static __device__ int items_with(DecodeParams const& p, int queries, int keys) {
     int const units = p.by_lockstep.div(p.heads_kv) * tiles_of(p, queries * p.group);
-    return units * (p.num_splits > 0 ? p.num_splits : slices_of(p, queries, keys));
+    return int(min(int64_t(units) * (p.num_splits > 0 ? p.num_splits : slices_of(p, queries, keys)), int64_t(p.max_items)));
   }
   static __device__ auto items_of(DecodeParams const& p) {
     return [&p](int b) { return items_with(p, p.queries(b).count, p.keys_in_cache(b)); };

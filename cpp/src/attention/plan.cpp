@@ -139,6 +139,28 @@ double predict_us(KernelInfo const& kernel, AttentionProblem const& p, DevicePro
   return kStartUs + std::max(1.0, tiles / sms + (tiles > sms ? 0.4 : 0.0)) * tile_us;
 }
 
+/// The most heads that leave no more than a few of the CTAs idle.
+int64_t choose_lockstep(AttentionProblem const& p, int64_t ctas) {
+  constexpr double kUsed = 0.96;
+  int64_t best = 1;
+  for (int64_t heads = 2; heads <= std::min(p.heads_kv, ctas); ++heads) {
+    if (p.heads_kv % heads != 0 || double(ctas / heads * heads) < kUsed * double(ctas)) continue;
+    best = heads;
+  }
+  return best;
+}
+
+/// Whether the pieces of a split-KV launch are more than it can number: tiles of rows of all queries that there may be, and their slices of as
+/// many keys as there is room for.
+bool too_many_pieces(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
+  constexpr double kMostTiles = double(1 << 20), kMostItems = double(1 << 30);
+  if (p.heads_kv == 0) return false;
+  double const group = double(p.heads_q / p.heads_kv), heads = double(p.heads_kv / choose_lockstep(p, workers_of(kernel, device)));
+  auto const tiles = [&](int64_t queries) { return heads * (std::floor(double(queries) * group / 8.0) + 1.0); };
+  double const slices = p.num_splits > 0 ? double(p.num_splits) : double(p.seqlen_k) / kernel.tile_n + 8.0;
+  return tiles(p.varlen ? p.tokens_q : p.seqlen_q) >= kMostTiles || tiles(p.seqlen_q) * slices >= kMostItems;
+}
+
 char const* illegal(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
   if (std::strcmp(kernel.family, "attention") != 0) return "it is not an attention kernel";
   if (kernel.arch_exact ? device.compute_capability() != kernel.arch : device.compute_capability() < kernel.arch) {
@@ -154,6 +176,8 @@ char const* illegal(KernelInfo const& kernel, AttentionProblem const& p, DeviceP
     return "it reads codes of 16 bytes at a time, which head dimensions must be multiples of";
   }
   if (!splits_keys(kernel) && p.num_splits > 1) return "it does not split the keys";
+  if (splits_keys(kernel) && too_many_pieces(kernel, p, device))
+    return "it would cut the keys of all rows into more pieces than it can number";
   return nullptr;
 }
 
@@ -196,17 +220,6 @@ double predict_decode_us(KernelInfo const& kernel, AttentionProblem const& p, De
   double const reads_us = codes / device.read_bandwidth, l2_us = codes * double(tiles - 1) / (2.0 * device.read_bandwidth);
   double const mma_us = (p.kv_format == WeightFormat::kInt4 ? 9.0 : 6.0) * flops_of(p) / device.matrix_rate;
   return kLaunchUs + std::max(reads_us + l2_us, mma_us);
-}
-
-/// The most heads that leave no more than a few of the CTAs idle.
-int64_t choose_lockstep(AttentionProblem const& p, int64_t ctas) {
-  constexpr double kUsed = 0.96;
-  int64_t best = 1;
-  for (int64_t heads = 2; heads <= std::min(p.heads_kv, ctas); ++heads) {
-    if (p.heads_kv % heads != 0 || double(ctas / heads * heads) < kUsed * double(ctas)) continue;
-    best = heads;
-  }
-  return best;
 }
 
 AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
@@ -315,16 +328,20 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   }
   int candidates = 0;
   auto const [begin, end] = candidates_of_family();
-  for (KernelInfo const* at = begin; at != end; ++at) {
-    KernelInfo const& kernel = *at;
-    if (illegal(kernel, problem, device) != nullptr || !considered(kernel, problem)) continue;
-    if (options.only_runnable && !has_code(kernel, device)) continue;
-    AttentionPlan const found = describe(kernel, problem, device);
-    // sm_90's kernels before portable ones; among equals the fewest microseconds.
-    int const newer = candidates == 0 ? 1 : kernel.arch - plan->kernel->arch;
-    if (newer > 0 || (newer == 0 && found.predicted_us < plan->predicted_us)) *plan = found;
-    ++candidates;
-  }
+  auto const choose = [&](bool all) {
+    for (KernelInfo const* at = begin; at != end; ++at) {
+      KernelInfo const& kernel = *at;
+      if (illegal(kernel, problem, device) != nullptr || (!all && !considered(kernel, problem))) continue;
+      if (options.only_runnable && !has_code(kernel, device)) continue;
+      AttentionPlan const found = describe(kernel, problem, device);
+      // sm_90's kernels before portable ones; among equals the fewest microseconds.
+      int const newer = candidates == 0 ? 1 : kernel.arch - plan->kernel->arch;
+      if (newer > 0 || (newer == 0 && found.predicted_us < plan->predicted_us)) *plan = found;
+      ++candidates;
+    }
+  };
+  choose(false);
+  if (candidates == 0 && problem.num_splits == 0) choose(true);  // what no split-KV kernel can number
   if (candidates == 0) {
     return Status::failure(
         StatusCode::kNotSupported,

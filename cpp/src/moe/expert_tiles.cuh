@@ -41,8 +41,11 @@ struct ExpertTiles {
     int32_t warp_total[32];
   };
 
-  /// Tiles are numbers of 32 bits, also where offsets do not ascend and experts' rows overlap.
-  static __device__ __forceinline__ int32_t add(int32_t x, int32_t y) { return int32_t(min(uint32_t(x) + uint32_t(y), 0x7fffffffu)); }
+  /// Tiles are numbers of 32 bits, also where offsets do not ascend and experts' rows overlap, and also one grid behind the last of them.
+  static __device__ __forceinline__ int32_t add(int32_t x, int32_t y) {
+    constexpr uint32_t kMost = 0x7fffffffu - 0xffffu;
+    return int32_t(min(uint32_t(x) + uint32_t(y), kMost));
+  }
 
   /// By all `threads` of the CTA, after the kernel's predecessor has finished. `weight_tiles`: of an expert.
   static __device__ void build(Storage& storage, ExpertRows const& rows, int weight_tiles, int thread, int threads) {

@@ -203,7 +203,7 @@ Status check(GroupedProblem const& p) {
   }
   // Tiles of the smallest kernel are numbered in 32 bits.
   double const tiles = (double(p.rows) / 16 + double(p.experts)) * (double(p.n) / 64 + 1);
-  if (tiles >= 2147483648.0) {
+  if (tiles >= 2147483648.0 - 65536.0) {
     return Status::failure(StatusCode::kNotSupported, "rows = %lld and n = %lld are more tiles than are numbered in 32 bits",
                            (long long)p.rows, (long long)p.n);
   }
