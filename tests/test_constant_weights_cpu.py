@@ -11,6 +11,7 @@ import torch
 from minfer import constant_weights
 from minfer.nn import W4Linear, W8Linear
 from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.proxy_tensor import make_fx
 
 K, N = 256, 48
 
@@ -177,7 +178,7 @@ def test_what_is_no_weight_may_change(said, device):
 def test_a_call_with_other_tensors(said, device):
     """functional_call lends the module weights; with its own it begins anew."""
     proven(said, device)
-    lent = {name: x.clone() for name, x in said.module.state_dict().items()}
+    lent = {name: x.clone() for name, x in said.module.named_buffers()}
     torch.func.functional_call(said.module, lent, (said.x,))
     assert said.calls[-1] is False
     assert said() is False
@@ -222,6 +223,48 @@ def test_a_forward_of_another_thread_while_asking(said, device):
     assert said() is False
     device.finish()
     assert said() is True
+
+
+def test_a_forward_that_reads_nothing(said, device):
+    """The operator has not read the weights, so nobody had to wait for who writes them."""
+    rows, said.x = said.x, said.x[:0]
+    assert [said(), said()] == [False, False] and not device.events
+    said.x = rows.float()  # the operator raises
+    with pytest.raises(RuntimeError, match="a must be"):
+        said.module(said.x)
+    assert len(device.events) == 1
+    device.finish()
+    said.x = rows
+    assert said() is False and len(device.events) == 2
+    device.finish()
+    assert said() is True
+
+
+TRACERS = {
+    "torch.fx": lambda module, x: torch.fx.symbolic_trace(module, concrete_args=None),
+    "make_fx": lambda module, x: make_fx(module)(x),
+    "make_fx, before autograd": lambda module, x: make_fx(module, pre_dispatch=True)(x),
+    "make_fx of fake tensors": lambda module, x: make_fx(module, tracing_mode="fake", _allow_non_fake_inputs=True)(x),
+    "torch.export": lambda module, x: torch.export.export(module, (x,)).graph_module,
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_traced_graphs_have_the_users_word_alone(tracer, said, device):
+    proven(said, device)
+    assert said() is True
+    for word in (None, True):
+        said.module.constant_weights = word
+        traced = TRACERS[tracer](said.module, said.x)
+        assert said.calls[-1] is bool(word)
+        assert "gemm" in traced.code
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traced_by_jit(said, device):
+    proven(said, device)
+    torch.jit.trace(said.module, said.x, check_trace=False)
+    assert said.calls[-1] is False and said() is True
 
 
 def test_in_a_capture(said, device):
@@ -277,7 +320,7 @@ def test_copies_know_nothing(copied, said, device):
     other = copied(said.module)
     assert other._known._seen is None and said.module._known._seen is not None
     assert torch.equal(other(said.x), said.module(said.x))
-    assert set(said.module.state_dict()) == {"qweight", "scales", "zeros", "bias"}
+    assert set(said.module.state_dict()) == {"qweight", "scales", "zeros", "bias", "alpha"}
     said.module.constant_weights = True
     assert copied(said.module).constant_weights is True
 

@@ -56,7 +56,7 @@ def test_state_dict(full):
     source = W4Linear.from_weight(act_order_weight()) if full else W4Linear.from_linear(torch.nn.Linear(64, 16, bias=False).half(), -1)
     n, k = source.out_features, source.in_features
     target = W4Linear(k, n, bias=full, zeros=full, perm=full, group_size=source.group_size)
-    assert set(source.state_dict()) == (set(BUFFERS) if full else {"qweight", "scales"})
+    assert set(source.state_dict()) == (set(BUFFERS) if full else {"qweight", "scales"}) | {"alpha"}
     target.load_state_dict(source.state_dict())
     x = torch.randn(3, k).half()
     assert torch.equal(target(x), source(x))
@@ -197,15 +197,32 @@ def test_formats(name):
 
 @pytest.mark.parametrize("name", NEW)
 def test_state_dict_of_formats(name):
-    """alpha travels with the tensors where it is not 1, inside a larger model too, and is forgotten where there is none."""
+    """alpha travels with the tensors, inside a larger model too."""
     _, source = linear_of(name)
     again = type(source)(256, 48, group_size=source.group_size, alpha=7.0, **{f"w{BITS[name]}_format": name}, dtype=torch.bfloat16)
-    assert set(source.state_dict()) == {"qweight", "scales", "bias"} | ({"alpha"} if name == "nvfp4" else set())
+    assert set(source.state_dict()) == {"qweight", "scales", "bias", "alpha"}
     torch.nn.Sequential(again).load_state_dict(torch.nn.Sequential(source).state_dict())
     x = torch.randn(3, 256).bfloat16()
     assert again.alpha == source.alpha and torch.equal(again(x), source(x))
     assert torch.equal(copy.deepcopy(source)(x), source(x))
     assert source.to("meta").weight().alpha == again.alpha
+
+
+def test_parts_of_a_state_dict():
+    """Of a checkpoint in several files, in any order; what a part does not have stays as it is, and is missing where it must not be."""
+    _, source = linear_of("nvfp4")
+    state, x = source.state_dict(), torch.randn(3, 256).bfloat16()
+    for order in (1, -1):
+        again = W4Linear(256, 48, group_size=16, w4_format="nvfp4", dtype=torch.bfloat16)
+        for part in ({"alpha"}, {"qweight", "bias"}, {"scales"}, set())[::order]:
+            again.load_state_dict({name: t for name, t in state.items() if name in part}, strict=False)
+        assert torch.equal(again(x), source(x))
+    without = {name: t for name, t in state.items() if name != "alpha"}
+    with pytest.raises(RuntimeError, match="Missing key.*alpha"):
+        again.load_state_dict(without)
+    fresh = W4Linear(256, 48, group_size=16, w4_format="nvfp4", dtype=torch.bfloat16)
+    fresh.load_state_dict(without)  # as written before alpha was always there
+    assert fresh.alpha == 1.0
 
 
 def test_scales_keep_their_bytes():

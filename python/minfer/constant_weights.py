@@ -5,7 +5,8 @@ A kernel may begin while the kernel in front of it on its stream still runs, if 
 torch counts (``_version``) has come to the tensors since an earlier forward of the module, and
 
 * in an eager call, all work in front of that forward has finished. An event on the forward's stream has said so. That covers writers on
-  other streams: the stream must have waited for them, or the forward itself would have read what was still being written.
+  other streams: the stream must have waited for them, or the forward itself would have read what was still being written. A forward
+  without a row, or one that raised, has read nothing, and does not count.
 * while a CUDA graph is captured, that forward was outside of captures: so no kernel of the graph, up to this one, writes the weights.
   What stands in front of a replay, another graph or the writer of new weights, has finished when the graph begins: launches overlap
   within a graph or outside of graphs, but not across.
@@ -24,12 +25,18 @@ import torch
 from torch import Tensor
 
 _DEVICE = "cuda"
+_modes, _modes_before_autograd = torch._C._len_torch_dispatch_stack, torch._ops._len_torch_dispatch_stack_pre_dispatch
 _PLAIN = (Tensor, torch.nn.Parameter)  # others may be made up by a tracer
 
 
 def _is_done(event: torch.cuda.Event) -> bool:
     # Not event.query(): that breaks a capture of another thread, unless the capture's error mode is thread_local.
     return torch.ops.minfer._is_done(event.cuda_event)
+
+
+def is_tracing(x: Tensor) -> bool:
+    """Whether this call becomes part of a graph: of torch.compile, torch.fx, make_fx, torch.jit.trace, or on tensors without contents."""
+    return type(x) not in _PLAIN or torch.compiler.is_compiling() or torch.jit.is_tracing() or _modes() > 0 or _modes_before_autograd() > 0
 
 
 def _nothing() -> None:
@@ -60,6 +67,10 @@ class ConstantWeights:
 
     def __reduce__(self):
         return ConstantWeights, ()
+
+    def forget(self) -> None:
+        """After a forward that did not come to read the weights."""
+        self._seen = None
 
     def proven(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
         """Whether a call with these tensors, on the current stream, may say ``constant_weights``. It never waits."""

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from . import weight_formats, weight_layout
 from .checks import DTYPES, ValueChecker, check_scalar, is_integer
 from .checks_w4a16 import check_format, check_group_size, check_permutation
-from .constant_weights import ConstantWeights
+from .constant_weights import ConstantWeights, is_tracing
 from .quantize import W4Weight, W8Weight, quantize_w4, quantize_w8
 from .w4a16 import w4a16_gemm
 from .w8a16 import w8a16_gemm
@@ -20,7 +19,7 @@ _BUFFERS = ("qweight", "scales", "zeros", "perm", "bias")
 
 
 class _PackedLinear(torch.nn.Module):
-    """What W4Linear and W8Linear have in common. ``alpha`` is a number, in the state dict where it is not 1."""
+    """What W4Linear and W8Linear have in common. ``alpha`` is a number, and in the state dict one of float64."""
 
     _kind: type[W4Weight] | type[W8Weight]
     _bits: int
@@ -102,8 +101,7 @@ class _PackedLinear(torch.nn.Module):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.alpha != 1.0:
-            destination[prefix + "alpha"] = torch.tensor(self.alpha, dtype=torch.float64)
+        destination[prefix + "alpha"] = torch.tensor(self.alpha, dtype=torch.float64)
 
     @classmethod
     def _check_perm(cls, name: str, perm: Tensor | None, k: int) -> None:
@@ -115,7 +113,7 @@ class _PackedLinear(torch.nn.Module):
         check(whole, "{} must be a permutation of 0 to {}, got numbers of {}", name, k - 1, perm.dtype)
         check_permutation(check, name, perm, k)
 
-    def _load_from_state_dict(self, state_dict, prefix, *arguments):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, *arguments):
         # Before anything is copied: a state dict that cannot be right changes nothing here. What torch sees by itself is left to it.
         if self.perm is not None:
             self._check_perm(prefix + "perm", state_dict.get(prefix + "perm"), self.in_features)
@@ -124,11 +122,14 @@ class _PackedLinear(torch.nn.Module):
             check, alpha = self._checker(), torch.as_tensor(state_dict[own])
             good = alpha.numel() == 1 and not alpha.is_complex()
             check(good, "{} must be one number, got {}", own, alpha.shape)
-            check_scalar(check, own, float(alpha))
-        self.alpha = float(state_dict.get(own, 1.0))
-        if own in state_dict:
+            if not alpha.is_meta:  # a number without a value stays away, as the values of buffers do
+                check_scalar(check, own, float(alpha))
+                self.alpha = float(alpha)
             state_dict = {key: x for key, x in state_dict.items() if key != own}
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        elif prefix + "qweight" in state_dict and self.alpha != 1.0:
+            # Another part of a checkpoint may have it. One from before it was always written has none where it is 1.
+            missing_keys.append(own)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *arguments)
 
     def _tensors(self) -> tuple[Tensor | None, ...]:
         buffers = self._buffers
@@ -137,11 +138,12 @@ class _PackedLinear(torch.nn.Module):
         except KeyError:  # somebody has made parameters of them
             return tuple([getattr(self, name) for name in _BUFFERS])
 
-    def _constant_weights(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
-        """Of this call; a graph of torch.compile, which outlives it, gets no more than the user's word."""
+    def _constant_weights(self, x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
+        """Of this call; a graph that is traced outlives it, and gets no more than the user's word."""
         if self.constant_weights is not None:
             return self.constant_weights
-        return not is_compiling() and self._known.proven(qweight, scales, zeros)
+        # Without a row the operator reads no weights: such a call says nothing of what was written in front of it.
+        return not is_tracing(x) and x.numel() > 0 and self._known.proven(qweight, scales, zeros)
 
     def extra_repr(self) -> str:
         present = ", ".join(f"{name}={getattr(self, name) is not None}" for name in ("bias", "zeros", "perm"))
@@ -215,18 +217,22 @@ class W4Linear(_PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features], float16 or bfloat16 and of the dtype of 16-bit scales -> [..., out_features]."""
         qweight, scales, zeros, perm, bias = self._tensors()
-        return w4a16_gemm(
-            x,
-            qweight,
-            scales,
-            zeros,
-            group_size=self.group_size,
-            alpha=self.alpha,
-            perm=perm,
-            bias=bias,
-            w4_format=self.w4_format,
-            constant_weights=self._constant_weights(qweight, scales, zeros),
-        )
+        try:
+            return w4a16_gemm(
+                x,
+                qweight,
+                scales,
+                zeros,
+                group_size=self.group_size,
+                alpha=self.alpha,
+                perm=perm,
+                bias=bias,
+                w4_format=self.w4_format,
+                constant_weights=self._constant_weights(x, qweight, scales, zeros),
+            )
+        except BaseException:
+            self._known.forget()  # nobody has read the weights
+            raise
 
 
 class W8Linear(_PackedLinear):
@@ -284,15 +290,19 @@ class W8Linear(_PackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features], float16 or bfloat16 and of the dtype of 16-bit scales -> [..., out_features]."""
         qweight, scales, zeros, perm, bias = self._tensors()
-        return w8a16_gemm(
-            x,
-            qweight,
-            scales,
-            zeros,
-            group_size=self.group_size,
-            alpha=self.alpha,
-            perm=perm,
-            bias=bias,
-            w8_format=self.w8_format,
-            constant_weights=self._constant_weights(qweight, scales, zeros),
-        )
+        try:
+            return w8a16_gemm(
+                x,
+                qweight,
+                scales,
+                zeros,
+                group_size=self.group_size,
+                alpha=self.alpha,
+                perm=perm,
+                bias=bias,
+                w8_format=self.w8_format,
+                constant_weights=self._constant_weights(x, qweight, scales, zeros),
+            )
+        except BaseException:
+            self._known.forget()  # nobody has read the weights
+            raise
