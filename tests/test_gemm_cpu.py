@@ -197,3 +197,14 @@ def test_kernel_is_checked_then_ignored():
     name = minfer.kernels()[0]["name"]
     launch = "decomposition=split_k,splits=3,swizzle=2,raster=along_n"
     assert torch.equal(minfer.gemm(a, b, kernel=f"{name}@{launch}"), minfer.gemm(a, b))
+
+
+def test_numbers_that_are_zero_in_float32():
+    """Operators compute with float32 numbers: a smaller one is 0, which reads nothing."""
+    a, b = activations_of(3, 64), activations_of(64, 8)
+    assert torch.equal(minfer.gemm(a, b, beta=1e-50), minfer.gemm(a, b))
+    assert torch.equal(minfer.gemm(a * math.nan, b, alpha=1e-50), torch.zeros(3, 8).half())
+
+
+def activations_of(*shape):
+    return torch.randn(shape).half()

@@ -54,6 +54,17 @@ BAD_GEMM = {
     "kernel raster": (lambda t: {"kernel": NAME + "@raster=up"}, "kernel option raster must be .*, got 'up'"),
     "kernel splits": (lambda t: {"kernel": NAME + "@decomposition=split_k,splits=0"}, "kernel option splits must be .*, got '?0"),
     "kernel splits text": (lambda t: {"kernel": NAME + "@splits=two"}, "kernel option splits must be .*, got 'two'"),
+    "kernel without options": (lambda t: {"kernel": NAME + "@"}, "kernel option '' is not known"),
+    "kernel end": (lambda t: {"kernel": NAME + "@decomposition=split_k,splits=2,"}, "kernel option '' is not known"),
+    "kernel twice": (lambda t: {"kernel": NAME + "@swizzle=2,swizzle=2"}, "kernel option swizzle is given twice"),
+    "kernel splits alone": (
+        lambda t: {"kernel": NAME + "@splits=2"},
+        "kernel option splits needs decomposition=split_k, got splits=2 with persistent",
+    ),
+    "kernel splits of stream_k": (
+        lambda t: {"kernel": NAME + "@decomposition=stream_k,splits=7"},
+        "kernel option splits needs .* stream_k",
+    ),
 }
 
 

@@ -94,6 +94,18 @@ def test_calls_that_cannot_be_right(name):
         minfer.grouped_gemm(*args, **kwargs)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_masked_outputs_with_modes_of_one(device):
+    """The stride of a mode of one element is no address."""
+    for experts, rows in ((1, 4), (1, 1)):
+        a, b = (torch.randn(shape, device=device).half() for shape in ((experts, rows, 64), (experts, 64, 16)))
+        counts = torch.full((experts,), rows, dtype=torch.int32, device=device)
+        out = torch.zeros(rows, experts, 16, dtype=torch.float16, device=device).transpose(0, 1)
+        assert out.is_contiguous() and (rows == 1 or out.stride(0) != rows * out.stride(1))
+        minfer.grouped_gemm_masked(a, b, counts, out=out)
+        assert torch.equal(out, minfer.grouped_gemm_masked(a, b, counts))
+
+
 def test_masked_calls_that_cannot_be_right():
     a, b, counts = torch.randn(4, 7, 24).half(), torch.randn(4, 24, 32).half(), torch.zeros(4, dtype=torch.int32)
     for args, kwargs, message in (

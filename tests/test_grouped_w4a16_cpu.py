@@ -333,7 +333,9 @@ def test_plans():
 def test_plans_always_answer():
     """int4 with every group size and kind of zeros, mxfp4 and nvfp4, from one row to many."""
     forms = [(name, group_size, zeros != "none") for name, group_size, zeros in FORMS if name != "nf4"]
-    for form, rows, (experts, n, k) in itertools.product(forms, (0, 1, 64, 4096), ((8, 28672, 4096), (128, 1536, 2048), (3, 48, 136))):
+    for form, rows, (experts, n, k) in itertools.product(
+        forms, (0, 1, 64, 4096), ((8, 28672, 4096), (128, 1536, 2048), (3, 48, 136), (2, 24, 72))
+    ):
         p = plan(rows, experts, n, k, *form)
         assert f"_{form[0]}_" in p["kernel"] and p["predicted_us"] >= p["floor_us"], (form, rows, p)
 

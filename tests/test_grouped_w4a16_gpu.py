@@ -137,6 +137,20 @@ def test_formats(dtype, form):
     report(failures, number)
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form[0] in ("int4", "mxfp4", "nvfp4")], ids=str)
+@pytest.mark.parametrize("n", [8, 24, 72, 1048])
+def test_rows_of_scales_that_are_no_multiple_of_16(form, n):
+    failures, number = [], 0
+    experts, dense = case(form, torch.bfloat16, (n, 136), True)
+    for gather, row_scale, bias, behind, epilogue in VARIANTS:
+        if "gated" not in epilogue:
+            args, kwargs = make_call(experts, COUNTS, gather=gather, row_scale=row_scale, bias=bias, behind=behind)
+            problem = run_and_judge(experts, args, kwargs | epilogue, dense)
+            failures += [] if problem is None else [f"{described(kwargs | epilogue)}: {problem}"]
+            number += 1
+    report(failures, number)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels(name):
     """Every kernel by name: all that an epilogue and a loader can be asked for, each group size that it takes, all kinds of zeros."""

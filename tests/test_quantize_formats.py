@@ -521,6 +521,27 @@ def test_safetensors(tmp_path):
         assert torch.equal(loaded[name].dequantize(), weight.dequantize())
 
 
+def test_safetensors_of_tied_weights(tmp_path):
+    """One weight under two names is written twice; so are tensors that two weights share."""
+    pytest.importorskip("safetensors")
+    weight = quantize.quantize_w4(torch.randn(64, 128).half())
+    path = tmp_path / "weights.safetensors"
+    quantize.to_safetensors({"embedding": weight, "head": weight}, path)
+    loaded = quantize.from_safetensors(path)
+    assert loaded.keys() == {"embedding", "head"}
+    for x in loaded.values():
+        same_weights(x, weight)
+
+
+def test_safetensors_without_experts(tmp_path):
+    pytest.importorskip("safetensors")
+    one = quantize.quantize_w4(torch.randn(64, 128).half())
+    none = quantize.W4Experts(one.qweight[None][:0], one.scales[None][:0], None, one.group_size, 64, 128)
+    quantize.to_safetensors({"experts": none}, tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match="must have 1 to 512 experts"):
+        quantize.from_safetensors(tmp_path / "weights.safetensors")
+
+
 def test_safetensors_of_other_layouts(tmp_path):
     """nf4 and the fp4s were packed like int4 once, the fp4s like nf4 after that: such a file is refused, and so is one from the future."""
     safetensors = pytest.importorskip("safetensors")

@@ -68,8 +68,9 @@ def test_round_trip():
     "text, message",
     [
         ("op,m\n", "the header must be op,m,n,k"),
-        (HEADER + "\ngemm,1,2\n", "row 2: expected 19 cells, got 3"),
-        (HEADER + "\n" + "gemm,x,4096,4096,1,bf16,k,k,dense,0,0,0,0,kernel,persistent,1,1,along_m,1.0\n", "row 2: invalid literal .*'x'"),
+        (HEADER + "\ngemm,1,2\n", "line 2: expected 19 cells, got 3"),
+        ("# tuned\n\n" + HEADER + "\n# a comment\ngemm,1,2\n", "line 5: expected 19 cells, got 3"),
+        (HEADER + "\n" + "gemm,x,4096,4096,1,bf16,k,k,dense,0,0,0,0,kernel,persistent,1,1,along_m,1.0\n", "line 2: invalid literal .*'x'"),
     ],
 )
 def test_malformed(text, message):

@@ -107,6 +107,12 @@ def test_what_torch_says_of_a_perm():
     assert torch.equal(meta(x), module(x))
 
 
+@pytest.mark.parametrize(("form", "group_size"), [("mxfp4", 32.0), ("nvfp4", 16.0), ("int4", 64.0)])
+def test_group_sizes_are_integers(form, group_size):
+    with pytest.raises(ValueError, match="group_size must be"):
+        W4Linear(64, 64, group_size=group_size, w4_format=form)
+
+
 def test_bad_alpha():
     module = linear_of("nvfp4")[1]
     for value, message in (

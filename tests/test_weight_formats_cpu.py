@@ -192,7 +192,7 @@ def test_kernel_is_checked_then_ignored(monkeypatch):
     for name in NEW:
         weight = make_weight(name, 16, 64, GROUPS[name][0])
         a = activations(2, 64)
-        for kernel in ("w4a16_kernel@splits=2", "dequantize"):
+        for kernel in ("w4a16_kernel@decomposition=split_k,splits=2", "dequantize"):
             assert torch.equal(weight.gemm(a, kernel=kernel), weight.gemm(a))
             assert torch.equal(weight.gemm_gated(a, kernel=kernel), weight.gemm_gated(a))
         with pytest.raises(RuntimeError, match="kernel 'dequantise' is not in the registry"):

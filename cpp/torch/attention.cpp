@@ -171,7 +171,7 @@ std::tuple<Tensor, Tensor> launch(AttentionCall& call, Shape shape, Shape lse_sh
   Tensor const out = allocate(op, call.q, shape, call.q.scalar_type(), "the output of q ", call.q);
   Tensor const lse = allocate(op, call.q, lse_shape, ScalarType::Float, "the lse of q ", call.q);
   if (p.tokens_q == 0 || p.heads_q == 0) {
-    if (call.kernel) check_kernel_name(op, *call.kernel);
+    if (call.kernel) check_kernel_name(op, "attention", *call.kernel);
     return {out, lse};
   }
   call.operands.out = out.data_ptr();
@@ -339,7 +339,7 @@ std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cach
 
 std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string const& type, int64_t window_left, int64_t window_right,
                                 bool varlen, std::optional<std::string> const& kernel, bool only_runnable, int64_t device) {
-  char const* op = "_plan_attention";
+  char const* op = "minfer::_plan_attention";
   if (sizes.size() != 7) fail(op, ": sizes must be batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim and head_dim_v");
   AttentionProblem p;
   p.batch = sizes[0];
@@ -354,6 +354,7 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   p.window_left = window_left;
   p.window_right = window_right;
   p.varlen = varlen;
+  if (type != "f16" && type != "bf16") fail(op, ": type must be f16 or bf16, got '", type, "'");
   p.type = type == "f16" ? DataType::kF16 : DataType::kBF16;
   AttentionPlanOptions options;
   options.only_runnable = only_runnable;

@@ -185,7 +185,7 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
   Sizes s = call.sizes;
   int64_t const columns = call.columns();
   if (s.batch == 0 || s.m == 0 || s.n == 0) {
-    if (call.kernel) check_kernel_name(op, parse_override(op, *call.kernel).name);
+    if (call.kernel) check_kernel_name(op, "gemm", parse_override(op, *call.kernel).name);
     return;
   }
 

@@ -1,5 +1,6 @@
 #include "gemm_planning.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdio>
@@ -28,10 +29,10 @@ GemmProblem dense_problem(char const* op, std::vector<int64_t> const& sizes, std
   p.n = sizes[1];
   p.k = sizes[2];
   p.batch = sizes[3];
-  p.ab_type = parse_type("ab_type", ab_type);
-  p.d_type = parse_type("d_type", d_type);
-  p.a_major = parse_major("a_major", a_major);
-  p.b_major = parse_major("b_major", b_major);
+  p.ab_type = parse_type((op + std::string(": ab_type")).c_str(), ab_type);
+  p.d_type = parse_type((op + std::string(": d_type")).c_str(), d_type);
+  p.a_major = parse_major((op + std::string(": a_major")).c_str(), a_major);
+  p.b_major = parse_major((op + std::string(": b_major")).c_str(), b_major);
   p.a_alignment = int32_t(alignments[0]);
   p.b_alignment = int32_t(alignments[1]);
   p.c_alignment = int32_t(alignments[2]);
@@ -48,7 +49,7 @@ GemmProblem w4_problem(char const* op, std::vector<int64_t> const& sizes, std::s
   p.m = sizes[0];
   p.n = sizes[1];
   p.k = sizes[2];
-  p.ab_type = p.d_type = parse_type("ab_type", ab_type);
+  p.ab_type = p.d_type = parse_type((op + std::string(": ab_type")).c_str(), ab_type);
   p.b_format = parse_format(op, 0, w4_format);
   p.group_size = group_of(op, group_size);
   p.has_zeros = has_zeros;
@@ -112,13 +113,17 @@ std::string enumerate_json(char const* op, GemmProblem const& problem, bool only
   GemmPlanOptions options;
   options.only_runnable = only_runnable;
   options.force_arch = forced_arch();
-  std::vector<GemmPlan> plans(size_t(limit > 0 ? limit : 0));
   int64_t count = 0;
-  Status const status = enumerate_gemm(problem, device_properties(op, device), options, plans.data(), int64_t(plans.size()), &count);
-  if (!status.ok()) fail(op, ": ", status.message);
+  auto const enumerate = [&](std::vector<GemmPlan>&& plans) {
+    Status const status = enumerate_gemm(problem, device_properties(op, device), options, plans.data(), int64_t(plans.size()), &count);
+    if (!status.ok()) fail(op, ": ", status.message);
+    return std::move(plans);
+  };
+  enumerate({});  // how many there are
+  std::vector<GemmPlan> const plans = enumerate(std::vector<GemmPlan>(size_t(std::clamp<int64_t>(limit, 0, count))));
   Json json;
   json.open('[');
-  for (int64_t i = 0; i < count && i < limit; ++i) write_plan(json, plans[size_t(i)]);
+  for (GemmPlan const& plan : plans) write_plan(json, plan);
   return json.close(']').text();
 }
 
@@ -130,10 +135,13 @@ KernelOverride parse_override(char const* op, std::string const& text) {
   result.name = text.substr(0, at);
   if (at == std::string::npos) return result;
   GemmLaunch launch;
+  std::vector<std::string> seen;
   for (std::string const& item : split(text.substr(at + 1), ',')) {
     size_t const equals = item.find('=');
     std::string const key = item.substr(0, equals), value = equals == std::string::npos ? "" : item.substr(equals + 1);
     std::string const what = std::string(op) + ": kernel option " + key;
+    if (std::find(seen.begin(), seen.end(), key) != seen.end()) fail(what, " is given twice");
+    seen.push_back(key);
     if (key == "decomposition") {
       launch.decomposition = parse_decomposition(what.c_str(), value);
     } else if (key == "splits" || key == "swizzle") {
@@ -143,6 +151,9 @@ KernelOverride parse_override(char const* op, std::string const& text) {
     } else {
       fail(op, ": kernel option '", key, "' is not known; expected decomposition, splits, swizzle or raster");
     }
+  }
+  if (launch.splits > 1 && launch.decomposition != Decomposition::kSplitK) {
+    fail(op, ": kernel option splits needs decomposition=split_k, got splits=", launch.splits, " with ", name_of(launch.decomposition));
   }
   result.launch = launch;
   return result;

@@ -182,7 +182,7 @@ void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDe
 
 void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& d, int64_t ldd, OnDevice const& on) {
   if (is_empty(call)) {
-    if (kernel) check_kernel_name(call.op, *kernel);
+    if (kernel) check_kernel_name(call.op, call.problem.b_format == WeightFormat::kDense ? "moe" : "moe_w4a16", *kernel);
     return;
   }
   set_output(&call, d.data_ptr(), ldd);

@@ -129,15 +129,16 @@ Tensor grouped_gemm_masked_out(Tensor const& a, Tensor const& b, Tensor const& c
   check_masked(op, a, b, counts, arguments);
   int64_t const experts = a.size(0), max_rows = a.size(1), columns = gated ? b.size(2) / 2 : b.size(2);
   check_operand(op, "out", out, a.scalar_type(), {experts, max_rows, columns}, {"a", a});
-  bool const walks = (out.stride(2) == 1 || columns <= 1) && (max_rows <= 1 || out.stride(1) >= columns) &&
-                     (experts <= 1 || max_rows == 0 || out.stride(0) == max_rows * out.stride(1));
+  int64_t const row = max_rows > 1 ? out.stride(1) : experts > 1 ? out.stride(0) : columns;  // of slabs of one row, an expert's
+  bool const walks =
+      (out.stride(2) == 1 || columns <= 1) && row >= columns && (experts <= 1 || max_rows == 0 || out.stride(0) == max_rows * row);
   if (!walks) fail(op, ": out must be one run of rows with unit stride along them, got strides ", Listed{out.strides()});
   check_apart(op, out);
   check_no_overlap(op, out, "a", a);
   check_no_overlap(op, out, "b", b);
   OnDevice const on(op, a);
   GroupedCall call = described_masked(op, a, b, counts, arguments);
-  launch(call, kernel, out, out.stride(1), on);
+  launch(call, kernel, out, row, on);
   return out;
 }
 
@@ -200,7 +201,7 @@ void write_plan(Json& json, GroupedPlan const& plan) {
 std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool gathered,
                               std::optional<std::string> const& kernel, bool only_runnable, int64_t device,
                               std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros) {
-  char const* op = "_plan_grouped";
+  char const* op = "minfer::_plan_grouped";
   GroupedPlanOptions options;
   options.only_runnable = only_runnable;
   options.force_arch = forced_arch();

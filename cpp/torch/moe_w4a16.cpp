@@ -64,7 +64,12 @@ void set_weights(GroupedCall* call, ExpertWeights const& w) {
   p.b_format = w.format;
   p.group_size = planned_group(w.group_size, p.k);
   p.has_zeros = w.zeros.has_value();
-  o.b_scales = call->held.keep(aligned_contiguous(op, w.scales_name, w.scales));
+  int64_t const groups = w.scales.size(1), row = round_up(p.n, 16 / w.scales.element_size());
+  bool const padded = row != p.n;  // of bytes
+  Tensor const scales = padded ? copy_with_strides(op, w.scales_name, w.scales, {groups * row, row, 1}, p.experts * groups * row)
+                               : aligned_contiguous(op, w.scales_name, w.scales);
+  o.b_scales = call->held.keep(scales);
+  o.ld_scales = row;
   if (w.zeros) o.b_zeros = call->held.keep(aligned_contiguous(op, w.zeros_name, *w.zeros));
   if (w.alpha) o.alpha = static_cast<float const*>(call->held.keep(contiguous(op, w.alpha_name, *w.alpha)));
 }

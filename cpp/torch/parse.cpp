@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <sstream>
 
 #include "failure.h"
@@ -12,9 +13,12 @@ namespace minfer::torch_binding {
 
 std::vector<std::string> split(std::string const& text, char separator) {
   std::vector<std::string> parts;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
-  return parts;
+  for (size_t begin = 0;;) {
+    size_t const end = text.find(separator, begin);
+    parts.push_back(text.substr(begin, end == std::string::npos ? end : end - begin));
+    if (end == std::string::npos) return parts;
+    begin = end + 1;
+  }
 }
 
 int64_t parse_integer(char const* what, std::string const& text, int64_t least, int64_t most) {
@@ -85,8 +89,9 @@ Activation parse_activation(char const* what, std::string const& name) {
   fail(what, ": activation must be one of none, relu, gelu, gelu_tanh, silu, got '", name, "'");
 }
 
-void check_kernel_name(char const* what, std::string const& name) {
-  if (find_kernel(name.c_str()) == nullptr) fail(what, ": kernel '", name, "' is not in the registry");
+void check_kernel_name(char const* what, char const* family, std::string const& name) {
+  KernelInfo const* const kernel = find_kernel(name.c_str());
+  if (kernel == nullptr || std::strcmp(kernel->family, family) != 0) fail(what, ": kernel '", name, "' is not in the registry of ", family);
 }
 
 int32_t group_of(char const* what, int64_t group_size) {

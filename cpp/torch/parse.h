@@ -29,7 +29,7 @@ WeightFormat parse_format(char const* what, int bits, std::string const& name);
 Activation parse_activation(char const* what, std::string const& name);
 
 /// That the registry has the kernel; for calls that have nothing to compute, which no plan looks at.
-void check_kernel_name(char const* what, std::string const& name);
+void check_kernel_name(char const* what, char const* family, std::string const& name);
 
 /// A group size as the operators take it, -1 for all of k, as GemmProblem has it.
 int32_t group_of(char const* what, int64_t group_size);

@@ -234,7 +234,7 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
   int64_t const k = call.k(), n = call.n(), columns = call.columns();
   Rows a = flatten_rows(op, "a", call.a);
   if (a.m == 0 || n == 0) {
-    if (call.kernel && *call.kernel != kDequantizeFirst) check_kernel_name(op, parse_override(op, *call.kernel).name);
+    if (call.kernel && *call.kernel != kDequantizeFirst) check_kernel_name(op, "w4a16", parse_override(op, *call.kernel).name);
     return;
   }
   Weight const w = describe(op, call.weight, n, k);

@@ -7,6 +7,7 @@ size with a hint and leaves a run-time assertion for one without.
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import math
 import numbers
@@ -134,6 +135,11 @@ def check_scalar(check: _Checker, name: str, value: Any) -> None:
         check(abs(value) <= FLOAT32_MAX, "{} must be finite in float32, got {}", name, value)
 
 
+def in_float32(value: Any) -> Any:
+    """A number as the operators compute with it; a symbolic one stays what it is."""
+    return value if isinstance(value, torch.SymFloat) else ctypes.c_float(value).value
+
+
 def check_activation(check: _Checker, activation: str) -> None:
     check(activation in ACTIVATIONS, "activation must be one of {}, got '{}'", ", ".join(ACTIVATIONS), activation)
 
@@ -217,8 +223,11 @@ def check_kernel(check: _Checker, kernel: str | None, family: str = "gemm") -> N
 
 def check_launch_text(check: _Checker, launch: str) -> None:
     """The part of an override behind the @: decomposition=, splits=, swizzle=, raster=, separated by commas."""
+    given: dict[str, str] = {}
     for item in launch.split(","):
         key, equals, value = item.partition("=")
+        check(key not in given, "kernel option {} is given twice", key)
+        given[key] = value
         if key == "decomposition":
             legal = value in DECOMPOSITIONS
             expected = ", ".join(DECOMPOSITIONS)
@@ -231,6 +240,9 @@ def check_launch_text(check: _Checker, launch: str) -> None:
         else:
             check(False, "kernel option '{}' is not known; expected decomposition, splits, swizzle or raster", key)
         check(legal, "kernel option {} must be one of {}, got '{}'", key, expected, value)
+    splits, decomposition = given.get("splits", "1"), given.get("decomposition", DECOMPOSITIONS[0])
+    alone = int(splits) == 1 or decomposition == "split_k"
+    check(alone, "kernel option splits needs decomposition=split_k, got splits={} with {}", splits, decomposition)
 
 
 # ---- whole operators -----------------------------------------------------------------------------------------------------------
@@ -260,7 +272,7 @@ def check_gemm(
     if bias is not None:
         check_bias(check, bias, a, n)
     if c is None:
-        check(beta == 0, "c must be given when beta is not 0, got beta = {}", beta)
+        check(in_float32(beta) == 0, "c must be given when beta is not 0, got beta = {}", beta)
     else:
         check_c(check, c, a, (*batch, m, n))
     check_kernel(check, kernel)

@@ -165,8 +165,9 @@ def check_grouped_gemm_masked(
     _check_operand(check, "counts", counts, a, torch.int32, (experts,))
     if out is not None:
         _check_operand(check, "out", out, a, a.dtype, (experts, max_rows, columns))
-        walks = (out.stride(2) == 1 or columns <= 1) and (max_rows <= 1 or out.stride(1) >= columns)
-        walks = walks and (experts <= 1 or max_rows == 0 or out.stride(0) == max_rows * out.stride(1))
+        row = out.stride(1) if max_rows > 1 else out.stride(0) if experts > 1 else columns  # of slabs of one row, an expert's
+        walks = (out.stride(2) == 1 or columns <= 1) and row >= columns
+        walks = walks and (experts <= 1 or max_rows == 0 or out.stride(0) == max_rows * row)
         check(walks, "out must be one run of rows with unit stride along them, got strides {}", list(out.stride()))
         check(not overlaps_itself(out), "out must not overlap itself, got {} with strides {}", out.shape, list(out.stride()))
     return experts, max_rows, columns

@@ -62,7 +62,8 @@ def grouped_w4a16_gemm(
       qweight: int32 [experts, ceil(n / 64), ceil(k / 64), 512], contiguous: each expert's codes, packed by :func:`minfer.w4a16_pack` with
         the same ``w4_format``. 1 to 512 experts. A view that does not begin at a multiple of 16 bytes is copied at every call; so are
         such scales and zeros.
-      scales: [experts, G, n], contiguous, G = ceil(k / group_size), of the type that ``w4_format`` says. n is a multiple of 8.
+      scales: [experts, G, n], contiguous, G = ceil(k / group_size), of the type that ``w4_format`` says. n is a multiple of 8; on CUDA,
+        scales of one byte are copied at every call where it is none of 16.
       zeros: [experts, G, n], contiguous, a's dtype, in units of codes, integers or fractions; int4 only. None is 8: symmetric weights.
       offsets: int32 [experts], as in :func:`minfer.grouped_gemm`.
       group_size: columns of W that share a scale and a zero: -1 (all of them, G = 1) or a power of two >= 32, unless ``w4_format``

@@ -35,8 +35,10 @@ def _compute_dtype(a: torch.Tensor) -> torch.dtype:
 
 
 def _affine(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, bias: torch.Tensor | None, alpha: float, beta: float) -> torch.Tensor:
-    """alpha * A.B + beta * C + bias in the compute type. BLAS rules: a zero alpha reads no A and B, a zero beta no C."""
+    """alpha * A.B + beta * C + bias in the compute type. BLAS rules: a zero alpha reads no A and B, a zero beta no C (zero in it)."""
     dtype = _compute_dtype(a)
+    if dtype == torch.float32:
+        alpha, beta = checks.in_float32(alpha), checks.in_float32(beta)
     if alpha == 0 or a.shape[-1] == 0:
         batch = a.shape[:-2] if a.dim() >= b.dim() else b.shape[:-2]
         y = torch.zeros((*batch, a.shape[-2], b.shape[-1]), dtype=dtype, device=a.device)
@@ -94,7 +96,7 @@ def _gemm_cpu(a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="none"
 
 def _gemm_out_cpu(a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="none", out_dtype=None, kernel=None, out):
     checks.check_gemm(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype, kernel=kernel, out=out)
-    checks.check_no_overlap("gemm", out, a=a, b=b, bias=bias, c=None if beta == 0 or checks.is_same_view(out, c) else c)
+    checks.check_no_overlap("gemm", out, a=a, b=b, bias=bias, c=None if checks.in_float32(beta) == 0 or checks.is_same_view(out, c) else c)
     return out.copy_(gemm(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out.dtype))
 
 

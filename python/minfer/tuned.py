@@ -74,23 +74,23 @@ def parse_rows(text: str) -> list[TunedRow]:
     Raises:
       ValueError: the header is not COLUMNS (a table of another version), or a row has too few cells or a malformed number; names the line.
     """
-    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line and not line.startswith("#")]
     if not lines:
         return []
-    reader = csv.reader(lines)
+    reader = csv.reader([line for _, line in lines])
     header = next(reader)
     if tuple(header) != COLUMNS:
         raise ValueError(
             f"the header must be {','.join(COLUMNS)}, got {','.join(header)}; this table is of another version: remove it and tune again"
         )
     rows = []
-    for number, cells in enumerate(reader, start=2):
+    for (number, _), cells in zip(lines[1:], reader, strict=False):
         if len(cells) != len(COLUMNS):
-            raise ValueError(f"row {number}: expected {len(COLUMNS)} cells, got {len(cells)}")
+            raise ValueError(f"line {number}: expected {len(COLUMNS)} cells, got {len(cells)}")
         try:
             rows.append(TunedRow(*(_TYPES[field.type](cell) for field, cell in zip(fields(TunedRow), cells, strict=True))))
         except ValueError as error:
-            raise ValueError(f"row {number}: {error}") from None
+            raise ValueError(f"line {number}: {error}") from None
     return rows
 
 

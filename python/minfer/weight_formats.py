@@ -83,10 +83,10 @@ def group_size_rule(name: str) -> str:
 
 def legal_group_size(name: str, group_size: int) -> bool:
     wanted = FORMATS[name].group_size
-    if wanted is not None:
-        return group_size == wanted
     if not is_integer(group_size):
         return False
+    if wanted is not None:
+        return group_size == wanted
     return group_size == -1 or (MIN_GROUP <= group_size <= _MAX_GROUP and group_size & (group_size - 1) == 0)
 
 

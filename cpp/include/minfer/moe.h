@@ -47,8 +47,9 @@ struct GroupedOperands {
   int64_t lda = 0, a_rows = 0;
   void const* b = nullptr;               // [experts, n, k], k contiguous; quantised: [experts, ceil(n / 64), ceil(k / 64), block]
   int64_t ldb = 0, b_expert_stride = 0;  // of 16-bit weights
-  // Quantised: [experts, groups of k, n], of a's type, mxfp4 and nvfp4: bytes. zeros: of a's type, or null.
+  // Quantised: [experts, groups of k, n], of a's type, mxfp4 and nvfp4: bytes. zeros: of a's type, or null; their rows follow each other.
   void const *b_scales = nullptr, *b_zeros = nullptr;
+  int64_t ld_scales = 0;             // from a row of scales to the next one, also from an expert's last; a multiple of 16 bytes
   float const* alpha = nullptr;      // quantised: [experts], or null
   int32_t const* offsets = nullptr;  // [experts]: where each expert's rows end; masked: how many it has
   int32_t const* gather = nullptr;   // [rows]: the row of a that is multiplied, or null

@@ -169,7 +169,7 @@ char const* illegal(KernelInfo const& kernel, GroupedProblem const& p, DevicePro
   if (kernel.arch >= 90) {
     if (p.a_alignment < 16 || p.b_alignment < 16) return "an operand's pointer or stride is not a multiple of 16 bytes";
     if (p.k % 8 != 0 || p.k == 0) return "k is not a positive multiple of 8";
-    if (quantised(p) && p.n * scale_bytes_of(p.b_format) % 16 != 0) return "a row of scales is not a multiple of 16 bytes";
+    if (quantised(p) && p.n % 8 != 0) return "n is not a multiple of 8";
     if (p.gated && p.n % 16 != 0) return "half of n is not a multiple of 8";
   }
   return nullptr;

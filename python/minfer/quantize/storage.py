@@ -12,6 +12,7 @@ import torch
 from .. import weight_formats, weight_layout
 from ..checks import DTYPES, FLOAT32_MAX, ValueChecker, is_integer
 from ..checks_kv_cache import check_shape, check_tensor
+from ..checks_moe import MAX_EXPERTS
 from ..checks_w4a16 import check_group_size, check_permutation, check_weight
 from ..packing import GATE_BLOCK
 from .experts import W4Experts
@@ -48,7 +49,13 @@ def to_safetensors(weights: Mapping[str, W4Weight | W8Weight | W4Experts], path:
       ImportError: the package safetensors is not installed.
     """
     package = _safetensors()
-    tensors = {f"{name}.{part}": x.contiguous() for name, weight in weights.items() for part, x in weight.tensors().items()}
+    tensors, seen = {}, set()
+    for name, weight in weights.items():
+        for part, x in weight.tensors().items():
+            x = x.contiguous()
+            memory = (x.device, x.untyped_storage().data_ptr())
+            tensors[f"{name}.{part}"] = x.clone() if memory in seen and x.numel() else x  # weights that are tied are written twice
+            seen.add(memory)
     metadata = {"format": "pt", _LAYOUT: str(weight_layout.VERSION)}
     for key, (kind, _, fields) in _KINDS.items():
         of_kind = {name: weight for name, weight in weights.items() if isinstance(weight, kind)}
@@ -131,6 +138,7 @@ def _check(where: str, weight: W4Weight | W8Weight | W4Experts) -> None:
     if isinstance(weight, W4Experts):
         check(weight.scales.dim() == 3, "scales must be [experts, ceil(k / group_size), n], got {}", weight.scales.shape)
         experts = (weight.scales.shape[0],)
+        check(1 <= experts[0] <= MAX_EXPERTS, "scales must have 1 to {} experts, got {}", MAX_EXPERTS, weight.scales.shape)
         gates = weight.gated is False or (weight.gated is True and n % (2 * GATE_BLOCK) == 0)
         check(gates, "gated must be False, or True with n a multiple of {}, got {} and {}", 2 * GATE_BLOCK, weight.gated, n)
         if weight.alpha is not None:
