@@ -229,6 +229,10 @@ Status launch_grouped_w4a16_sm90(GroupedLaunchArguments const& arguments) {
   int const scale_box[3] = {Config::kTileM, group_rows, 1};
   constexpr int kScaleBytes = scale_bytes_of(Config::kFormat);
   constexpr auto kScaleType = kScaleBytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
+  if (operands.ld_scales < n || operands.ld_scales * kScaleBytes % 16 != 0) {
+    return Status::failure(StatusCode::kInvalidArgument, "ld_scales must be at least n = %lld and a multiple of 16 bytes, got %lld",
+                           (long long)n, (long long)operands.ld_scales);
+  }
   int64_t const scale_strides[2] = {operands.ld_scales * kScaleBytes, operands.ld_scales * kScaleBytes * groups};
   status = encode_tensor_map(&params.scales, kScaleType, 3, operands.b_scales, scale_extents, scale_strides, scale_box);
   if (status.ok() && params.has_zeros) {
