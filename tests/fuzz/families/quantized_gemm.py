@@ -85,7 +85,7 @@ class QuantizedGemm(Family):
         p["lead"] = draw.weighted({(m,): 5, (2, m): 1, (m, 1): 0.5, (1, 2, m): 0.5, (): 1})
         if math.prod(p["lead"]) * max(n, k) > limits.elements:
             p["lead"] = (m,)
-        p |= {"alpha": alpha_of(draw, p["format"]), "perm": draw.chance(0.25)}
+        p |= {"alpha": alpha_of(draw, p["format"]), "perm": draw.chance(0.25), "constant": draw.chance(1 / 3)}
         p |= {"activation": draw.weighted({"none": 1 if self.is_gated else 5} | dict.fromkeys(ACTIVATIONS[1:], 1))}
         p |= {
             "bias": draw_addend(draw, dtype) if draw.chance(0.4) else None,
@@ -133,6 +133,9 @@ class QuantizedGemm(Family):
             scales = scales.view(torch.float8_e8m0fnu if p["format"] == "mxfp4" else torch.float8_e4m3fn)
         options: dict[str, Any] = {name: p[name] for name in ("group_size", "alpha", "activation")}
         options |= {"perm": t["perm"], "bias": t["bias"], f"w{self.bits}_format": p["format"]}
+        # True promises that nothing which still runs writes the weights. Here they are written by torch, whose kernels let none begin beside
+        # them, and no captured graph writes them; late_writer takes the promise back where it breaks it.
+        options["constant_weights"] = p["constant"]
         if not self.is_gated:
             options["c"] = t["c"]
         if self.out(p) is not None:
