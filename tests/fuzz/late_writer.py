@@ -64,7 +64,7 @@ OPERANDS: dict[str, tuple[str, ...]] = {
 }
 WEIGHTS = ("qweight", "scales", "zeros")  # of which ``constant_weights`` says that nothing still writes them
 LARGEST = 1 << 18  # bytes of an operand that is written: a few thread blocks, so that there is room beside them
-SIZES = Limits(elements=1 << 16, work=1 << 26, scores=1 << 18, cuda=True)
+SIZES = Limits(elements=1 << 16, work=1 << 26, scores=1 << 18, cuda=True)  # on the CPU what the CPU takes
 DEPTH = 32768  # k of the writer's product
 ROUNDS = 4  # of writing late, eagerly and from a graph
 
@@ -138,8 +138,9 @@ class Case:
 
 def draw_case(family: Family, operand: str, draw: Draw, data: Data) -> Case | None:
     """A case that has the operand, with elements, and none that is too large."""
+    limits = SIZES._replace(cuda=data.device.type == "cuda")
     for _ in range(400):
-        p = family.draw(draw, SIZES)
+        p = family.draw(draw, limits)
         if not family.dense(p):
             continue
         now = family.fill(p, draw, data)

@@ -17,7 +17,7 @@ from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTenso
 from ..truth import weights
 from ..truth.epilogue import ACTIVATIONS, Bounded, activate, activate_float32, affine, gated, gated_float32, product, result
 from .attention import DTYPES, HALVES
-from .quantized_gemm import draw_weight, fill_weight, pack
+from .quantized_gemm import draw_weight, fill_weight, pack, passed_scales
 
 EXPERTS = arena.Rule(expand=False, usual=(0, 2, 1))  # [experts, k, n], as weights [experts, n, k] are passed
 GATE_LAYOUTS = ("halves", "alternating", "blocks")
@@ -371,6 +371,11 @@ def draw_experts_format(draw: Draw, limits: Limits, dtype: str) -> Parameters:
             return p
 
 
+def narrow_rows(p: Parameters, limits: Limits) -> bool:
+    """Whether n must be a multiple of 16: kernels read rows of scales that are whole 16 bytes, and refuse others."""
+    return limits.cuda and p["format"] in weights.BYTE_SCALES
+
+
 class GroupedW4(Grouped):
     name = "grouped_w4a16_gemm"
     share = 2.0
@@ -380,7 +385,7 @@ class GroupedW4(Grouped):
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
         p: Parameters = {"dtype": name_of(draw.choice(HALVES))} | draw_epilogue(draw, ("blocks",))
         p |= draw_experts_format(draw, limits, p["dtype"])
-        unit = 16 if p["gate"] or p["format"] in weights.BYTE_SCALES else 8
+        unit = 16 if p["gate"] or narrow_rows(p, limits) else 8
         while True:
             p["experts"], p["rows"], p["n"], p["k"] = draw_group_sizes(draw, limits, unit, 8)
             if p["experts"] <= (16 if limits.small else 128):
@@ -402,7 +407,7 @@ class GroupedW4(Grouped):
         options |= {"group_size": p["group_size"], "w4_format": p["format"], "activation": p["activation"], "gated": p["gate"] is not None}
         if p["form"] == "out":
             options["out"] = t["out"]
-        operands = (t["a"], t["qweight"], t["scales"], t["zeros"], t["offsets"])
+        operands = (t["a"], t["qweight"], passed_scales(p, t["scales"]), t["zeros"], t["offsets"])
         return {"out": minfer.grouped_w4a16_gemm(*operands, **(options | p.get("extra", {})))}
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:

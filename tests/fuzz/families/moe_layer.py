@@ -17,8 +17,9 @@ from ..family import Argument, Contents, Family, Parameters
 from ..truth import weights
 from ..truth.epilogue import ACTIVATIONS
 from .attention import DTYPES, HALVES
-from .grouped import GATE_LAYOUTS, ExpertWeight, draw_experts_format, expert_product, expert_weight, fill_experts
+from .grouped import GATE_LAYOUTS, ExpertWeight, draw_experts_format, expert_product, expert_weight, fill_experts, narrow_rows
 from .moe_routing import ID_KINDS, draw_ids
+from .quantized_gemm import passed_scales
 
 
 class Layer(Family):
@@ -160,9 +161,9 @@ class MoeFfnW4(Layer):
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
         p = self.draw_layer(draw, limits, 8, 16 if limits.small else 128)
         p |= draw_experts_format(draw, limits, p["dtype"])
-        if p["format"] in weights.BYTE_SCALES:  # n in multiples of 16
+        if narrow_rows(p, limits):
             p["hidden"] = p["hidden"] // 16 * 16
-        return p
+        return p | {"typed2": draw.chance(0.5)}  # w2's byte scales need not be passed as w13's are
 
     def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
         tensors, sizes = self.fill_tokens(p, data)
@@ -176,7 +177,9 @@ class MoeFfnW4(Layer):
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         options = {"activation": p["activation"], "group_size": p["group_size"], "w4_format": p["format"]}
         options |= {name: t[name] for name in ("alpha13", "alpha2", "b13", "b2")} | p.get("extra", {})
-        operands = [t[name] for name in ("x", "w13", "w13_scales", "w13_zeros", "w2", "w2_scales", "w2_zeros", "weights", "ids")]
+        first = (t["w13"], passed_scales(p, t["w13_scales"]), t["w13_zeros"])
+        second = (t["w2"], passed_scales(p, t["w2_scales"], "typed2"), t["w2_zeros"])
+        operands = (t["x"], *first, *second, t["weights"], t["ids"])
         return {"out": minfer.moe_ffn_w4a16(*operands, **options)}
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:

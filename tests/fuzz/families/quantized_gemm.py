@@ -18,15 +18,16 @@ from ..truth.epilogue import ACTIVATIONS, Bounded, activate, activate_float32, a
 from .attention import DTYPES, HALVES
 from .gemm import WRONG_ACTIVATIONS, WRONG_KERNELS, draw_addend, draw_sizes, wrong_scalars
 
+SCALE_TYPES = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
 FORMATS = {4: ("int4", "nf4", "mxfp4", "nvfp4"), 8: ("int8", "fp8_e4m3")}
 
 
 def draw_weight(draw: Draw, bits: int, dtype: str) -> Parameters:
-    """Format, groups and zero points of a weight."""
+    """Format, groups and zero points of a weight; ``typed``: whether byte scales are passed in their own type."""
     form = draw.weighted({name: 2.0 if name in weights.ZERO else 1.0 for name in FORMATS[bits]})
     group = weights.BYTE_SCALES.get(form) or draw.weighted({-1: 3, 32: 3, 64: 2, 128: 4, 256: 1, 1024: 0.5, 2**40: 0.1})
     zeros = draw.weighted({"none": 3, "integers": 2, "fractions": 1}) if form in weights.ZERO else "none"
-    return {"format": form, "group_size": group, "zeros": zeros}
+    return {"format": form, "group_size": group, "zeros": zeros, "typed": form in weights.BYTE_SCALES and draw.chance(0.5)}
 
 
 def fill_weight(p: Parameters, data: Data, n: int, k: int, size: float = 1.0) -> dict[str, Tensor | None]:
@@ -56,6 +57,13 @@ def fill_weight(p: Parameters, data: Data, n: int, k: int, size: float = 1.0) ->
 
 def pack(codes: Tensor, form: str) -> Tensor:
     return minfer.w4a16_pack(codes, w4_format=form) if weights.BITS[form] == 4 else minfer.w8a16_pack(codes)
+
+
+def passed_scales(p: Parameters, scales: Tensor, typed: str = "typed") -> Tensor:
+    """Scales as a caller has them: those of byte formats are bytes or, where p's ``typed`` says so, float8 numbers of the same bits."""
+    if not p[typed] or scales.dtype != torch.uint8:
+        return scales
+    return scales.view(SCALE_TYPES[p["format"]])
 
 
 def alpha_of(draw: Draw, form: str) -> float:
@@ -125,12 +133,10 @@ class QuantizedGemm(Family):
             "c": None if p["c"] is None else data.normal(*p["c"], dtype=DTYPES[p["c_type"]]),
             "bias": None if p["bias"] is None else data.normal(n, dtype=DTYPES[p["bias"]]),
         }
-        return Contents(tensors, {"codes": w["codes"], "typed": draw.chance(0.5)})
+        return Contents(tensors, {"codes": w["codes"]})
 
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        scales = t["scales"]
-        if p["format"] in weights.BYTE_SCALES and p["n"] % 16 == 0 and scales.dtype == torch.uint8:  # in their own type, or as bytes
-            scales = scales.view(torch.float8_e8m0fnu if p["format"] == "mxfp4" else torch.float8_e4m3fn)
+        scales = passed_scales(p, t["scales"])
         options: dict[str, Any] = {name: p[name] for name in ("group_size", "alpha", "activation")}
         options |= {"perm": t["perm"], "bias": t["bias"], f"w{self.bits}_format": p["format"]}
         # True promises that nothing which still runs writes the weights. Here they are written by torch, whose kernels let none begin beside

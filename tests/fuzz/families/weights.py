@@ -14,7 +14,7 @@ from ..truth import weights
 from ..truth.packing import ORDERS, pack4, pack8
 from .attention import DTYPES, HALVES
 from .gemm import wrong_scalars
-from .quantized_gemm import FORMATS, alpha_of, draw_weight, fill_weight, pack
+from .quantized_gemm import FORMATS, alpha_of, draw_weight, fill_weight, pack, passed_scales
 
 
 def draw_extents(draw: Draw, limits: Limits) -> tuple[int, int]:
@@ -107,7 +107,8 @@ class Dequantize(Family):
         options = {name: p[name] for name in ("group_size", "alpha", "n", "k")} | {f"w{self.bits}_format": p["format"]}
         if p["say_type"]:
             options["out_dtype"] = DTYPES[p["out_type"]]
-        return {"w": getattr(minfer, self.name)(t["qweight"], t["scales"], t["zeros"], **(options | p.get("extra", {})))}
+        scales = passed_scales(p, t["scales"])
+        return {"w": getattr(minfer, self.name)(t["qweight"], scales, t["zeros"], **(options | p.get("extra", {})))}
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
         """Computed in float32, (code - zero) * (scale * alpha), and rounded once."""
