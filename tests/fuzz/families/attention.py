@@ -18,6 +18,9 @@ from ..truth.attention import attend, expected_of, expected_rows, visible
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = {name_of(dtype): dtype for dtype in (*HALVES, torch.float32)}
 WINDOWS = (0, 1, 7, 31, 64, 200)
+# More sequences than a kernel's table of them has entries, which are then groups of two or three.
+CROWDS = (513, 600, 1100)
+CROWD_SHARE = 0.02
 
 
 def draw_heads(draw: Draw) -> tuple[int, int]:
@@ -33,6 +36,21 @@ def draw_head_dims(draw: Draw, unit: int = 8) -> tuple[int, int]:
     head_dim = draw.pick(64, 128, 256, 192) if draw.chance(0.5) else unit * draw.randint(1, 256 // unit)
     head_dim = max(unit, head_dim // unit * unit)
     return head_dim, head_dim if draw.chance(0.7) else unit * draw.randint(1, head_dim // unit)
+
+
+def draw_crowd(draw: Draw, limits: Limits, unit: int) -> Parameters:
+    """A batch of very many short sequences, with heads so few and small that the CPU is quick; ``unit``: of head dimensions."""
+    dims = draw.pick((unit, unit), (2 * unit, unit), (32, 32))
+    if not limits.small and draw.chance(0.5):
+        dims = draw.pick((64, 64), (128, 128))
+    return {"batch": draw.choice(CROWDS), "heads": draw.pick((1, 1), (2, 1), (2, 2), (4, 1)), "dims": dims}
+
+
+def draw_slack(draw: Draw, limits: Limits, longest: int, *more: int) -> int:
+    """What max_seqlen says beyond the longest sequence. Less than that is an error on the CPU, on CUDA it only takes longer."""
+    if limits.cuda and draw.chance(0.15):
+        return -draw.pick(1, longest // 2, longest)
+    return draw.pick(0, 0, 1, 1000, *more)
 
 
 def draw_options(draw: Draw, head_dim: int, longest: int) -> Parameters:
@@ -152,9 +170,14 @@ class AttentionVarlen(Family):
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
         heads, dims = draw_heads(draw), draw_head_dims(draw)
         most = 60 if limits.small else 1000
+        crowded = draw.chance(CROWD_SHARE)
         while True:
             batch = draw.weighted({1: 2, 2: 2, 3: 2, 5: 2, 17: 1, 40: 1, 0: 0.1})
             longest = (max(1, draw.extent(most)), max(1, draw.extent(most)))
+            if crowded:
+                crowd = draw_crowd(draw, limits, 8)
+                batch, heads, dims = crowd["batch"], crowd["heads"], crowd["dims"]
+                longest = draw.pick(1, 1, 2, 5), draw.pick(1, 3, 7)
             if batch * max(heads[0], 1) * longest[0] * longest[1] <= limits.scores:
                 if batch * max(longest[0] * heads[0], longest[1] * heads[1]) * dims[0] <= limits.elements:
                     break
@@ -164,7 +187,7 @@ class AttentionVarlen(Family):
         p["same_lengths"] = draw.chance(0.2)
         # Rows in front of the first sequence and behind the last.
         p["spare"] = tuple(draw.pick(0, 0, 1, 3, 70) for _ in range(4))
-        p["slack"] = tuple(draw.pick(0, 0, 1, 1000, 2**31) for _ in range(2))
+        p["slack"] = tuple(draw_slack(draw, limits, x, 2**31) for x in longest)
         p["rows"] = tuple(batch * x + sum(p["spare"][2 * i : 2 * i + 2]) for i, x in enumerate(longest))
         return p
 

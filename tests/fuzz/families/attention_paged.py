@@ -14,13 +14,16 @@ from ..draw import Data, Draw, Limits
 from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTensors
 from ..truth.attention import Codes, attend, expected_of, expected_rows, visible
 from .attention import (
+    CROWD_SHARE,
     DTYPES,
     HALVES,
     OPTIONS,
+    draw_crowd,
     draw_head_dims,
     draw_heads,
     draw_options,
     draw_sinks,
+    draw_slack,
     first_key,
     hostile_ends,
     wrong_attention_options,
@@ -44,6 +47,15 @@ from .kv_caches import (
 )
 
 
+def draw_splits(draw: Draw, p: Parameters) -> int:
+    """num_splits. On CUDA each part takes 8.5 bytes for each of q's elements, rows of a KV head's group rounded up to 64: many parts only
+    where that is not gigabytes."""
+    group = p["heads"][0] // max(p["heads"][1], 1)
+    rows = p["batch"] * p["heads"][1] * (-(-p["queries"] * group // 64) * 64)
+    part = 8.5 * rows * (-(-p["dims"][0] // 64) * 64)
+    return draw.choice([1, 2, 3, 8, 16, 33] + [splits for splits in (64, 200, 256) if splits * part <= 1 << 30])
+
+
 class AttentionPaged(Family):
     name = "attention_paged"
     share = 8.0
@@ -51,24 +63,35 @@ class AttentionPaged(Family):
     views = {"k_cache": arena.TMA, "v_cache": arena.TMA}
 
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
-        """Three kinds of cases: anything; many short sequences, of which most have less than a group of tokens; windows that leave pages
-        behind."""
+        """Four kinds of cases: anything; many short sequences, of which most have less than a group of tokens; windows that leave pages
+        behind; crowds, more sequences than kernels keep apart."""
         kind = draw.weighted({"any": 4, "many": 3, "window": 3})
+        kind = "crowd" if draw.chance(CROWD_SHARE) else kind
         small = limits.small
+        # int4's pages and residuals have room for 32 tokens at least.
+        elements = 16 * limits.elements if small and kind == "crowd" else limits.elements
         while True:
-            kv_format = draw.weighted({"16bit": 2, "fp8_e4m3": 1, "int8": 1, "int4": 3 if kind == "many" else 1.5})
+            kv_format = draw.weighted({"16bit": 2, "fp8_e4m3": 1, "int8": 1, "int4": 1.5 if kind in ("any", "window") else 3})
             heads = draw_heads(draw)
             dims = draw_head_dims(draw, HEAD_DIM_UNITS[kv_format])
             if kind == "many" and draw.chance(0.6):
                 dims = (64, 64)
             paged = draw.chance(0.85)
             page_units = 32 if kv_format == "int4" else 8
-            page_size = draw.pick(32, 64, 128, 256) if draw.chance(0.5) else page_units * draw.randint(1, 256 // page_units)
+            page_size = page_units * draw.randint(1, 256 // page_units)
+            if draw.chance(0.5):
+                page_size = draw.weighted({32: 3, 64: 3, 128: 3, 256: 3, 512: 1.5, 1024: 1.5})
             page_size = 32 if kind == "many" and draw.chance(0.5) else page_size
             if kind == "many":
                 batch = draw.pick(40, 40, 17, 64, 100, 200)
                 longest = draw.pick(200, 50, 31) if small else draw.pick(200, 2000, 2000, 63)
                 queries = draw.weighted({1: 6, 2: 1, 5: 1})
+            elif kind == "crowd":
+                crowd = draw_crowd(draw, limits, HEAD_DIM_UNITS[kv_format])
+                batch, heads, dims = crowd["batch"], crowd["heads"], crowd["dims"]
+                page_size = page_units * draw.pick(1, 1, 1, 2)
+                longest = draw.pick(1, 3, 7, 20, 40)
+                queries = draw.weighted({1: 6, 2: 1, 3: 1})
             else:
                 batch = draw.weighted({1: 4, 2: 3, 3: 2, 8: 1, 40: 0.5, 0: 0.1})
                 longest = max(1, draw.extent(500 if small else 5000, tiles=(8, 32, 64, 128, 256, 512)))
@@ -79,12 +102,12 @@ class AttentionPaged(Family):
             length = columns * page_size if paged or kv_format != "16bit" else longest
             keys = batch * (columns * page_size if paged else length) * heads[1] * dims[0]
             work = batch * max(heads[0], 1) * queries * longest
-            if keys <= limits.elements and work <= limits.scores and batch * queries * heads[0] * dims[0] <= limits.elements:
+            if keys <= elements and work <= limits.scores and batch * queries * heads[0] * dims[0] <= limits.elements:
                 break
         p: Parameters = {"dtype": name_of(draw.choice(HALVES)), "kv_format": kv_format, "heads": heads, "dims": dims, "batch": batch}
         p |= {"paged": paged, "page_size": page_size if paged else length, "longest": longest, "queries": queries}
         p |= {"layout": draw.weighted({"4d": 3, "3d": 1, "cu": 2}), "spare": (draw.pick(0, 0, 1, 5), draw.pick(0, 0, 1, 70))}
-        p |= {"slack": draw.pick(0, 0, 1, 1000), "columns": columns + draw.pick(0, 1, 3, 17) if paged else 0}
+        p |= {"slack": draw_slack(draw, limits, queries), "columns": columns + draw.pick(0, 1, 3, 17) if paged else 0}
         # Fewer pages than sequences want: lengths are cut to what is there, or pages are shared.
         p["pages"] = max(1, int(batch * columns * draw.pick(1.0, 1.0, 0.7)) + draw.pick(0, 1, 3)) if paged else batch
         p |= {"shared": paged and draw.chance(0.2), "explicit": draw.chance(0.3)}
@@ -93,7 +116,7 @@ class AttentionPaged(Family):
         p["causal"] = draw.chance(0.8)
         if kind == "window":
             p["window_left"] = draw.pick(0, 1, 7, 31, 64, 200)
-        p["num_splits"] = draw.pick(1, 2, 3, 8, 16, 33) if draw.chance(0.35) else None
+        p["num_splits"] = draw_splits(draw, p) if draw.chance(0.35) else None
         return p
 
     # ---- contents ------------------------------------------------------------------------------------------------------------------

@@ -139,8 +139,8 @@ class QuantizedGemm(Family):
         scales = passed_scales(p, t["scales"])
         options: dict[str, Any] = {name: p[name] for name in ("group_size", "alpha", "activation")}
         options |= {"perm": t["perm"], "bias": t["bias"], f"w{self.bits}_format": p["format"]}
-        # True promises that nothing which still runs writes the weights. Here they are written by torch, whose kernels let none begin beside
-        # them, and no captured graph writes them; late_writer takes the promise back where it breaks it.
+        # True promises that nothing which still runs writes the weights. Torch writes them here, whose kernels let no other begin
+        # beside them, and no captured graph does; late_writer does not say it where it would be broken.
         options["constant_weights"] = p["constant"]
         if not self.is_gated:
             options["c"] = t["c"]
