@@ -53,7 +53,9 @@ class KvCacheAppend(Family):
             heads, dims = draw.weighted({1: 3, 2: 3, 3: 1, 8: 1, 0: 0.1}), draw_head_dims(draw, HEAD_DIM_UNITS[kv_format])
             unit_of_pages = 32 if kv_format == "int4" else 8
             paged = draw.chance(0.85)
-            page_size = draw.pick(32, 64, 128, 256) if draw.chance(0.6) else unit_of_pages * draw.randint(1, 256 // unit_of_pages)
+            page_size = unit_of_pages * draw.randint(1, 256 // unit_of_pages)
+            if draw.chance(0.6):
+                page_size = draw.weighted({32: 3, 64: 3, 128: 3, 256: 3, 512: 1, 1024: 1})
             if kv_format == "16bit" and draw.chance(0.2):
                 page_size = draw.randint(1, 100)
             sequences = draw.weighted({1: 3, 2: 2, 5: 1, 40: 1, 200: 0.5, 0: 0.1})
@@ -72,8 +74,10 @@ class KvCacheAppend(Family):
         p |= {"spare": (draw.pick(0, 0, 2), draw.pick(0, 0, 5)) if p["ends"] else (0, 0), "explicit": draw.chance(0.3)}
         p |= {
             "negative": draw.pick(0.0, 0.0, 0.1, 0.6),
-            "kind": draw.weighted({"normal": 4, "outliers": 1, "constant": 1, "zero": 0.5, "tiny": 1}),
+            "kind": draw.weighted({"normal": 4, "outliers": 1, "constant": 1, "zero": 0.5, "tiny": 1, "huge": 2.5}),
         }
+        # Numbers of kind "huge": beyond what fp8 holds; bfloat16 ones also beyond what int4's minima, and then its scales, hold.
+        p["huge"] = draw.pick(1e3, 1e5, 1e7, 1e7, 1e30) if p["dtype"] == "bfloat16" else 1e3
         p["tokens"] = sequences * most + sum(p["spare"])
         return p | draw_format(draw, p)
 
@@ -87,6 +91,8 @@ class KvCacheAppend(Family):
             x[:] = 0.0
         elif p["kind"] == "tiny":
             x *= 1e-4
+        elif p["kind"] == "huge":
+            x *= p["huge"]
         return x.to(DTYPES[p["dtype"]])
 
     def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
@@ -320,4 +326,6 @@ def steps(high: Tensor, minimum: Tensor) -> Tensor:
 
 
 def step_bound(step: Tensor) -> Tensor:
-    return unit(torch.float16) * step * (1 + 2.0**-9) + 2.0**-25 * (1 + 2.0**-9)
+    """One rounding to float16, and so little that a step which is saturated must not be infinite, as a number from 65520 on would be."""
+    bound = unit(torch.float16) * step * (1 + 2.0**-9) + 2.0**-25 * (1 + 2.0**-9)
+    return torch.minimum(bound, 65519.0 - step)
