@@ -49,7 +49,7 @@ def draw_crowd(draw: Draw, limits: Limits, unit: int) -> Parameters:
 def draw_slack(draw: Draw, limits: Limits, longest: int, *more: int) -> int:
     """What max_seqlen says beyond the longest sequence. Less than that is an error on the CPU, on CUDA it only takes longer."""
     if limits.cuda and draw.chance(0.15):
-        return -draw.pick(1, longest // 2, longest)
+        return -draw.pick(min(1, longest), longest // 2, longest)
     return draw.pick(0, 0, 1, 1000, *more)
 
 
