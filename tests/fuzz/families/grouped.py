@@ -371,11 +371,6 @@ def draw_experts_format(draw: Draw, limits: Limits, dtype: str) -> Parameters:
             return p
 
 
-def narrow_rows(p: Parameters, limits: Limits) -> bool:
-    """Whether n must be a multiple of 16: kernels read rows of scales that are whole 16 bytes, and refuse others."""
-    return limits.cuda and p["format"] in weights.BYTE_SCALES
-
-
 class GroupedW4(Grouped):
     name = "grouped_w4a16_gemm"
     share = 2.0
@@ -385,7 +380,7 @@ class GroupedW4(Grouped):
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
         p: Parameters = {"dtype": name_of(draw.choice(HALVES))} | draw_epilogue(draw, ("blocks",))
         p |= draw_experts_format(draw, limits, p["dtype"])
-        unit = 16 if p["gate"] or narrow_rows(p, limits) else 8
+        unit = 16 if p["gate"] else 8
         while True:
             p["experts"], p["rows"], p["n"], p["k"] = draw_group_sizes(draw, limits, unit, 8)
             if p["experts"] <= (16 if limits.small else 128):

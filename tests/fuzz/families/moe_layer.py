@@ -17,7 +17,7 @@ from ..family import Argument, Contents, Family, Parameters
 from ..truth import weights
 from ..truth.epilogue import ACTIVATIONS
 from .attention import DTYPES, HALVES
-from .grouped import GATE_LAYOUTS, ExpertWeight, draw_experts_format, expert_product, expert_weight, fill_experts, narrow_rows
+from .grouped import GATE_LAYOUTS, ExpertWeight, draw_experts_format, expert_product, expert_weight, fill_experts
 from .moe_routing import ID_KINDS, draw_ids
 from .quantized_gemm import passed_scales
 
@@ -161,8 +161,6 @@ class MoeFfnW4(Layer):
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
         p = self.draw_layer(draw, limits, 8, 16 if limits.small else 128)
         p |= draw_experts_format(draw, limits, p["dtype"])
-        if narrow_rows(p, limits):
-            p["hidden"] = p["hidden"] // 16 * 16
         return p | {"typed2": draw.chance(0.5)}  # w2's byte scales need not be passed as w13's are
 
     def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
