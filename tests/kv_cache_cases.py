@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import accumulate
 
 import minfer
 import torch
@@ -232,12 +233,14 @@ def scale_calls(kv_format, cache, heads_kv, page_size, other, batch):
 
 
 def append_args(kv_format, device="cpu", dtype=torch.float16, *, lengths=(3, 2), head_dims=(64, 64), page_size=64, pages=4):
-    """k, v, slots of new tokens of sequences that begin on pages 1, 2, .., an empty cache and cu_seqlens."""
+    """k, v, slots of new tokens of sequences that begin on a page each, from page 1 on, an empty cache and cu_seqlens."""
     cache = minfer.allocate_kv_cache(
         pages, page_size, 2, head_dims[0], head_dim_v=head_dims[1], kv_format=kv_format, dtype=dtype, batch=len(lengths), device=device
     )
     k, v = (torch.randn(sum(lengths), 2, d).to(device, dtype) for d in head_dims)
-    slots = torch.tensor([page_size * (b + 1) + i for b, n in enumerate(lengths) for i in range(n)], dtype=torch.int64, device=device)
+    first = accumulate((-(-n // page_size) for n in lengths), initial=1)  # page of each sequence
+    slots = [page_size * page + i for page, n in zip(first, lengths, strict=False) for i in range(n)]
+    slots = torch.tensor(slots, dtype=torch.int64, device=device)
     ends = torch.tensor([sum(lengths[:b]) for b in range(len(lengths) + 1)], dtype=torch.int32, device=device)
     return k, v, slots, cache, ends
 

@@ -295,6 +295,21 @@ def test_places_that_are_not_there_add_nothing():
     assert int(token_index.max()) < 20 and int(token_index.min()) >= 0
 
 
+@pytest.mark.parametrize("slots", [(5, 63, 74), (63, 5), (0, 127, 64, 3), (64, 62, 63, 1), (30, 31, 95)])
+def test_slots_that_do_not_follow_each_other_read_no_other_tokens(slots):
+    """int4: rows of a group that no token of the call has. What lies before k and v is NaN here, and must not be in the residual."""
+    cache = minfer.allocate_kv_cache(2, 64, 2, 128, kv_format="int4", device=DEVICE, batch=1)
+    for x in (cache.k_residual, cache.v_residual, cache.k_scale, cache.v_scale):
+        x.zero_()
+    memory = torch.full((2, 64 + len(slots), 2, 128), math.nan, device=DEVICE).bfloat16()
+    memory[:, 64:] = 1.0
+    k, v = memory[0, 64:], memory[1, 64:]
+    own = torch.tensor(slots, device=DEVICE)
+    minfer.kv_cache_append(k, v, cache.k, cache.v, own, cu_seqlens=integers(0, len(slots)), **cache.scales())
+    for x in (cache.k_residual, cache.v_residual, cache.k_scale, cache.v_scale):
+        assert not bool(x.isnan().any())
+
+
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_slots_that_are_not_there_are_not_written(kv_format):
     cache = minfer.allocate_kv_cache(4, 64, 2, 128, kv_format=kv_format, device=DEVICE, batch=3)

@@ -383,8 +383,10 @@ def test_other_slots_keep_their_bits(kv_format, paged):
     k, v, _, cache, _ = append_args(kv_format, lengths=(70, 3, 4), pages=3)
     fill(cache)
     before = copy_of(cache)
-    first = 64 if paged else 0  # sequence 0: a whole group and 3 tokens behind it, of which the last 3 are skipped; 1: skipped; 2: 4 tokens
-    slots = [*range(first, first + 67), -1, -1, -(2**40), -1, -1, -1, 7 + 128 - 7, 129, 130, 131]
+    first, other = (
+        (64, 0) if paged else (0, 128)
+    )  # sequence 0: a whole group and 3 tokens behind it, of which the last 3 are skipped; 1: skipped; 2: 4 tokens
+    slots = [*range(first, first + 67), -1, -1, -(2**40), -1, -1, -1, *range(other, other + 4)]
     append(k, v, cache, slots, [0, 70, 73, 77])
     named = torch.zeros(3 * 64, dtype=torch.bool)
     stored = [s for s in slots if s >= 0]
@@ -482,6 +484,34 @@ def test_calls_that_cannot_be_right(device):
         with pytest.raises(RuntimeError) as error:
             minfer.kv_cache_append(*args, **options)
         assert re.search(f"minfer::kv_cache_append: {message}", str(error.value)), (name, error.value)
+
+
+def test_slots_are_named_once():
+    k, v, slots, cache, _ = append_args("int8", lengths=(3,))
+    slots = torch.as_tensor(slots).clone()
+    slots[2] = slots[0]
+    with pytest.raises(RuntimeError, match=f"slot_mapping must name a slot once, got {int(slots[0])} for tokens 0 and 2"):
+        append(k, v, cache, slots)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_written_lies_apart(device):
+    """Two tensors that are written, and what is read and written."""
+    options = dict(dtype=torch.float16, device=device, batch=2)
+    k, v = (torch.randn(2, 2, 64, device=device).half() for _ in range(2))
+    slots = torch.arange(2, device=device) * 64
+    int4 = minfer.allocate_kv_cache(2, 64, 2, 64, kv_format="int4", **options)
+    int8 = minfer.allocate_kv_cache(2, 64, 2, 64, kv_format="int8", **options)
+    dense = minfer.allocate_kv_cache(2, 64, 2, 64, **options)
+    for cache, keys, message in (
+        (int4._replace(v_residual=int4.k_residual), k, "k_residual must not overlap v_residual"),
+        (int8._replace(v_scale=int8.k_scale), k, "k_scale must not overlap v_scale"),
+        (dense, dense.k[0, :2], "k_cache must not overlap k"),
+    ):
+        before = cache.k.clone()
+        with pytest.raises(RuntimeError, match=f"minfer::kv_cache_append: {message}, got"):
+            minfer.kv_cache_append(keys, v, cache.k, cache.v, slots, **cache.scales())
+        assert torch.equal(cache.k, before)
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)

@@ -127,6 +127,14 @@ BAD_GPTQ = {
     "format": (lambda t: None, {"checkpoint_format": "gptq_v3"}, "checkpoint_format must be gptq or gptq_v2, got 'gptq_v3'"),
     "g_idx": (lambda t: t.update(g_idx=torch.zeros(K).int()), {}, "g_idx must give each of the groups 0 to 1 its 128 columns, .* 0 to 0"),
     "desc_act": (lambda t: t.update(g_idx=1 - torch.arange(K).int() // 128), {"desc_act": False}, "desc_act is not set"),
+    "no g_idx": (lambda t: None, {"desc_act": True}, "desc_act is set, but there is no g_idx"),
+    "flags": (lambda t: None, {"desc_act": "GEMM"}, "desc_act must be a bool or None, got 'GEMM'"),
+    "sym": (lambda t: None, {"sym": torch.tensor([4, 8])}, "sym must be a bool or None"),
+    "scales of nothing": (
+        lambda t: t.update(scales=t["scales"].float() * 1e-12),
+        {"dtype": torch.float16},
+        "scales must not all round to 0 in torch.float16",
+    ),
 }
 
 
@@ -225,6 +233,18 @@ def test_compressed_tensors_act_order():
     unused = quantize.from_compressed_tensors(compressed(codes - 8, scales, zeros - 8, torch.full((K,), -1)))
     assert unused.perm is None
     assert torch.equal(unused.dequantize(), formula(codes - 8, scales, zeros - 8, torch.arange(K) // 64))
+
+
+@pytest.mark.parametrize("format", ["int-quantized", "naive-quantized"])
+def test_compressed_tensors_act_order_of_bytes(format):
+    scales, values = torch.rand(4, N).half() / 100, torch.randint(-128, 128, (N, K), dtype=torch.int8)
+    g_idx = (torch.arange(K) // 64)[torch.randperm(K)]
+    tensors = {"weight": values, "weight_scale": scales.t().contiguous(), "weight_g_idx": g_idx.int()}
+    dense = (values.float() * scales.float().t()[:, g_idx]).half()
+    weight = quantize.from_compressed_tensors(tensors, format=format)
+    assert torch.equal(weight.dequantize(), dense) and weight.perm is not None
+    unused = quantize.from_compressed_tensors(tensors | {"weight_g_idx": torch.full((K,), -1)}, format=format)
+    assert unused.perm is None and not torch.equal(unused.dequantize(), dense)
 
 
 def test_bad_compressed_tensors():

@@ -84,14 +84,14 @@ void check_apart(char const* op, Tensor const& out) {
   if (overlaps_itself(out)) fail(op, ": out must not overlap itself, got ", out, " with strides ", Listed{out.strides()});
 }
 
-void check_no_overlap(char const* op, Tensor const& out, char const* name, Tensor const& x) {
+void check_no_overlap(char const* op, Tensor const& out, char const* name, Tensor const& x, char const* out_name) {
   int64_t const elements = out.numel(), others = x.numel();
   if (elements == 0 || others == 0) return;
   uint64_t const begin = address_of(out.data_ptr()), other = address_of(x.data_ptr());
   int64_t const extent = extent_of(out), reach = extent_of(x);
   if (begin + uint64_t(extent) <= other || other + uint64_t(reach) <= begin) return;
   bool const dense = extent == elements * out.element_size() && reach == others * x.element_size();
-  if (begin == other || dense) fail(op, ": out must not overlap ", name, ", got ", out, " and ", name, ' ', x, " in one memory");
+  if (begin == other || dense) fail(op, ": ", out_name, " must not overlap ", name, ", got ", out, " and ", name, ' ', x, " in one memory");
 }
 
 bool is_same_view(Tensor const& a, Tensor const& b) {

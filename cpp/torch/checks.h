@@ -30,7 +30,7 @@ void check_bias(char const* op, Tensor const& bias, int64_t n, Beside const& a);
 void check_apart(char const* op, Tensor const& out);
 /// That an output shares no memory with an argument, as far as can be told from where both begin and end: they do not begin at one address, and
 /// where neither has gaps they have no byte in common. Views that take turns in one memory pass.
-void check_no_overlap(char const* op, Tensor const& out, char const* name, Tensor const& x);
+void check_no_overlap(char const* op, Tensor const& out, char const* name, Tensor const& x, char const* out_name = "out");
 
 /// Whether each element of one is the other's.
 bool is_same_view(Tensor const& a, Tensor const& b);

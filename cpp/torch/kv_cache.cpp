@@ -78,6 +78,10 @@ void kv_cache_append(Tensor const& k, Tensor const& v, Tensor const& k_cache, Te
       fail(op, ": ", name, " must be contiguous, for it is written, got strides ", Listed{(*x)->strides()});
     }
   }
+  if (k_scale && v_scale && p.kv_format != WeightFormat::kFp8E4M3) check_no_overlap(op, *k_scale, "v_scale", *v_scale, "k_scale");
+  if (k_residual && v_residual) check_no_overlap(op, *k_residual, "v_residual", *v_residual, "k_residual");
+  check_no_overlap(op, k_cache, "k", k, "k_cache");
+  check_no_overlap(op, v_cache, "v", v, "v_cache");
   set_rows(&p.k, k, k_cache, k_scale, k_residual);
   set_rows(&p.v, v, v_cache, v_scale, v_residual);
   p.slots = static_cast<int64_t const*>(slot_mapping.data_ptr());

@@ -176,7 +176,7 @@ def overlaps_itself(x: torch.Tensor) -> bool:
     return divisor == 0 or (wide // divisor < width and narrow // divisor < height)
 
 
-def check_no_overlap(op: str, out: torch.Tensor, **others: torch.Tensor | None) -> None:
+def check_no_overlap(op: str, out: torch.Tensor, written: str = "out", **others: torch.Tensor | None) -> None:
     """``out`` shares no memory with the others, as far as can be told from where each begins and ends: no two begin at one address, and
     where neither has gaps they have no byte in common. Views that take turns in one memory pass. For tensors that have memory.
 
@@ -191,7 +191,7 @@ def check_no_overlap(op: str, out: torch.Tensor, **others: torch.Tensor | None) 
         other, last = _span(x)
         dense = end - begin == out.nbytes and last - other == x.nbytes
         meets = begin < last and other < end and (begin == other or dense)
-        check(not meets, "out must not overlap {}, got {} and {} {} in one memory", name, out.shape, name, x.shape)
+        check(not meets, "{} must not overlap {}, got {} and {} {} in one memory", written, name, out.shape, name, x.shape)
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:

@@ -275,12 +275,16 @@ def check_append_values(slots: list[int], ends: list[int] | None, capacity: int,
     check = _Checker("kv_cache_append")
     for i, slot in enumerate(slots):
         check(slot < capacity, "slot_mapping must name one of the cache's {} slots, got {} for token {}", capacity, slot, i)
-    if ends is None:
-        return
-    check_ascending(check, "cu_seqlens", ends, "tokens", len(slots))
-    if group is None:
-        return
-    text = "slot_mapping must follow the positions of a sequence's tokens where kv_format is 'int4', got {} behind {}"
-    for begin, end in pairwise(ends):
-        for before, slot in pairwise(x for x in slots[begin:end] if x >= 0):
-            check(slot == before + 1 if (before + 1) % group else slot % group == 0, text, slot, before)
+    if ends is not None:
+        check_ascending(check, "cu_seqlens", ends, "tokens", len(slots))
+    whole = ends is None or group is None  # else tokens of no sequence are stored nowhere
+    if not whole:
+        text = "slot_mapping must follow the positions of a sequence's tokens where kv_format is 'int4', got {} behind {}"
+        for begin, end in pairwise(ends):
+            for before, slot in pairwise(x for x in slots[begin:end] if x >= 0):
+                check(slot == before + 1 if (before + 1) % group else slot % group == 0, text, slot, before)
+    first: dict[int, int] = {}
+    for i in range(len(slots)) if whole else range(ends[0], ends[-1]):
+        slot = slots[i]
+        once = slot < 0 or first.setdefault(slot, i) == i
+        check(once, "slot_mapping must name a slot once, got {} for tokens {} and {}", slot, first.get(slot), i)

@@ -165,7 +165,8 @@ def kv_cache_append(
       slot_mapping: int64 [tokens] on k's device: the slot of each token, see :mod:`minfer.kv_cache`. A token with a negative one is stored
         nowhere. The others must differ.
       k_scale, v_scale: fp8: read. int8 and int4: written, contiguous.
-      k_residual, v_residual: int4: k's dtype, contiguous, written; of as many sequences as there are in the call.
+      k_residual, v_residual: int4: k's dtype, contiguous, written; of as many sequences as there are in the call. They, scales that are
+        written, and the caches and what they are written from, must not overlap each other, which is an error where it can be told.
       cu_seqlens: int32 [batch + 1] on k's device: tokens cu_seqlens[b] to cu_seqlens[b + 1] are of sequence b. Only int4 needs to know,
         whose residuals are sequences'; it stores no token outside of all sequences. None: token i is of sequence i, as in decode.
       kv_format: "16bit", "fp8_e4m3", "int8" or "int4"; "auto" is told by the caches' dtype, of which uint8 is int4.

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from . import checks_kv_cache
+from . import checks, checks_kv_cache
 from .kv_cache import KvCache
 
 
@@ -158,6 +158,12 @@ def _kv_cache_append_cpu(k, v, k_cache, v_cache, slot_mapping, *, cu_seqlens=Non
     arguments = (k, v, k_cache, v_cache, slot_mapping)
     kv_format = checks_kv_cache.check_kv_cache_append(*arguments, cu_seqlens=cu_seqlens, kv_format=kv_format, **scales)
     cache = KvCache(kv_format, k_cache, v_cache, **scales)
+    if kv_format in ("int8", "int4"):
+        checks.check_no_overlap("kv_cache_append", scales["k_scale"], "k_scale", v_scale=scales["v_scale"])
+    if kv_format == "int4":
+        checks.check_no_overlap("kv_cache_append", scales["k_residual"], "k_residual", v_residual=scales["v_residual"])
+    checks.check_no_overlap("kv_cache_append", k_cache, "k_cache", k=k)
+    checks.check_no_overlap("kv_cache_append", v_cache, "v_cache", v=v)
     ends = None if cu_seqlens is None else cu_seqlens.tolist()
     group = group_tokens_of(k_cache, cache.k_scale) if kv_format == "int4" else None
     checks_kv_cache.check_append_values(slot_mapping.tolist(), ends, k_cache.shape[0] * k_cache.shape[1], group)

@@ -410,3 +410,28 @@ def scales_are_one_rounding_of_float16_off(right, k, v, k_cache, v_cache, slot_m
     scale = options.get("v_scale")
     if scale is not None and k_cache.dtype != torch.float8_e4m3fn and options.get("kv_format") != "fp8_e4m3" and not _is_fake(scale):
         scale.copy_((scale.float() * (1 + 2 * unit(torch.float16))).to(scale.dtype))
+
+
+@bug("kv_cache_append")
+def what_fp8_does_not_hold_becomes_nan(right, k, v, k_cache, v_cache, slot_mapping, **options):
+    right(k, v, k_cache, v_cache, slot_mapping, **options)
+    scale = options.get("v_scale")
+    if scale is not None and scale.dim() <= 1 and not _is_fake(v_cache):
+        codes = v_cache.view(torch.uint8)
+        codes.copy_(torch.where((codes & 0x7F) == 0x7E, codes | 1, codes))  # 448
+
+
+@bug("kv_cache_append")
+def scales_are_infinite_instead_of_saturated(right, k, v, k_cache, v_cache, slot_mapping, **options):
+    right(k, v, k_cache, v_cache, slot_mapping, **options)
+    scale = options.get("v_scale")
+    if scale is not None and scale.dtype == torch.float16 and not _is_fake(scale):
+        scale.copy_(torch.where(scale.abs() == 65504, scale * 2, scale))
+
+
+@bug("attention_paged")
+def sequences_behind_512_have_no_keys(right, q, k_cache, v_cache, seq_lens, **options):
+    if seq_lens.dim() == 1:
+        behind = torch.arange(len(seq_lens), device=seq_lens.device) >= 512
+        seq_lens = seq_lens.masked_fill(behind, 0)
+    return right(q, k_cache, v_cache, seq_lens, **options)

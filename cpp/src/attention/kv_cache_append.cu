@@ -462,8 +462,10 @@ __device__ __forceinline__ void complete_group(AppendParams const& params, Group
     }
   }
   for (int r = thread / kWarp; r < task.taken; r += kSideThreads / kWarp) {
-    uint16_t const* const row = x_head + shared.taken[r] * side.x_token;
-    if (lane < chunks) store_chunk<kWidth>(load_chunk<kWidth>(row, side.x_element, lane), residual + r * residual_stride, lane);
+    int32_t const token = shared.taken[r];  // negative where slots that do not follow each other name a row that no token has
+    uint16_t const* const row = x_head + token * side.x_token;
+    if (token >= 0 && lane < chunks)
+      store_chunk<kWidth>(load_chunk<kWidth>(row, side.x_element, lane), residual + r * residual_stride, lane);
   }
   __syncthreads();
 

@@ -69,6 +69,8 @@ def from_gptq(
     load.choice("bits", bits, (4, 8))
     load.choice("checkpoint_format", checkpoint_format, ("gptq", "gptq_v2"))
     load.group_size(group_size)
+    load.flag("sym", sym)
+    load.flag("desc_act", desc_act)
     words, in_a_word = load.get("qweight", (torch.int32,), dims=2), 32 // bits
     k, n = in_a_word * words.shape[0], words.shape[1]
     load.extents("qweight", n, k)
@@ -80,7 +82,9 @@ def from_gptq(
     usual = 2 ** (bits - 1)
     load.require(not sym or bool((zeros == usual).all()), f"sym is set, but not all zero points are {usual}; is checkpoint_format right?")
     codes = _unpacked(words, 0, bits).t()
-    perm = load.order("g_idx", k, group_size) if load.has("g_idx") and load.get("g_idx").numel() > 0 else None
+    ordered = load.has("g_idx") and load.get("g_idx").numel() > 0
+    load.require(ordered or not desc_act or rows == 1, "desc_act is set, but there is no g_idx, which says the columns' groups")
+    perm = load.order("g_idx", k, group_size) if ordered else None
     load.require(desc_act is not False or perm is None, "desc_act is not set, but g_idx is out of order")
     if perm is not None:
         codes = codes.index_select(1, perm)
@@ -206,13 +210,17 @@ def _pack_quantized(load: Loader, group_size: int | None, bits: int, dtype: torc
     zeros = None
     if load.has("weight_zero_point"):
         zeros = _unpacked(load.get("weight_zero_point", (torch.int32,), (n // in_a_word, rows)), 0, bits).t()
-    perm = None
-    if load.has("weight_g_idx") and not bool((load.get("weight_g_idx", INTEGERS, (k,)) == -1).all()):
-        perm = load.order("weight_g_idx", k, group_size)
-        if perm is not None:
-            codes = codes.index_select(1, perm)
+    codes, perm = _sorted_columns(load, codes, k, group_size)
     bias = load.bias((n,), scales.dtype)
     return weight_of_codes(codes, scales, zeros, group_size=group_size, format=f"int{bits}", perm=perm, bias=bias)
+
+
+def _sorted_columns(load: Loader, codes: Tensor, k: int, group_size: int) -> tuple[Tensor, Tensor | None]:
+    """Codes with the columns in the order of their groups, which weight_g_idx says where it is used, and that order."""
+    if not load.has("weight_g_idx") or bool((load.get("weight_g_idx", INTEGERS, (k,)) == -1).all()):
+        return codes, None
+    perm = load.order("weight_g_idx", k, group_size)
+    return (codes if perm is None else codes.index_select(1, perm)), perm
 
 
 def _byte_quantized(load: Loader, group_size: int | None, format: str, dtype: torch.dtype | None) -> W8Weight:
@@ -241,8 +249,9 @@ def _byte_quantized(load: Loader, group_size: int | None, format: str, dtype: to
     rows = weight_layout.groups(k, group_size)
     load.require(scale.shape[1] == rows, f"weight_scale must be [{n}, {rows}] for group_size {group_size}, got {shape}")
     scales = load.scales("weight_scale", scale.t(), dtype)
-    zeros = None if zero is None else zero.t()
-    return weight_of_codes(codes, scales, zeros, group_size=group_size, format=name, bias=load.bias((n,), scales.dtype), alpha=alpha)
+    zeros, bias = None if zero is None else zero.t(), load.bias((n,), scales.dtype)
+    codes, perm = _sorted_columns(load, codes, k, group_size)
+    return weight_of_codes(codes, scales, zeros, group_size=group_size, format=name, perm=perm, bias=bias, alpha=alpha)
 
 
 def from_bitsandbytes(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> W4Weight:
@@ -282,7 +291,7 @@ def from_bitsandbytes(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | Non
         outer = load.get("weight.nested_absmax", (torch.float32,), (-(-blocks // nested),))
         inner = load.get("weight.nested_quant_map", (torch.float32,), (256,))
         absmax = inner[absmax.int()] * outer[torch.arange(blocks, device=outer.device) // nested] + offset
-    scales = load.scales("weight.absmax", absmax.view(n, k // size).t(), dtype or state.dtype)
+    scales = load.scales("weight.absmax", absmax.view(n, k // size).t(), state.dtype if dtype is None else dtype)
     codes = _nibbles(packed, high_first=True).view(n, k)
     return weight_of_codes(codes, scales, group_size=size, format="nf4", bias=load.bias((n,), scales.dtype))
 

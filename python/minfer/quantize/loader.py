@@ -53,6 +53,9 @@ class Loader:
         good = isinstance(value, kind) and not isinstance(value, bool) and value in options
         self.require(good, f"{name} must be {_names(options)}, got {value!r}")
 
+    def flag(self, name: str, value: Any) -> None:
+        self.require(value is None or isinstance(value, bool), f"{name} must be a bool or None, got {value!r}")
+
     def group_size(self, group_size: Any, form: str = "int4") -> None:
         rule = weight_formats.group_size_rule(form)
         self.require(weight_formats.legal_group_size(form, group_size), f"group_size must be {rule}, got {group_size}")
@@ -110,13 +113,16 @@ class Loader:
     def scales_dtype(self, name: str, stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
         """The 16-bit type that scales, and activations, will have."""
         self.activations(dtype)
-        dtype = dtype or stored
+        dtype = stored if dtype is None else dtype
         self.require(dtype in DTYPES, f"{name} must be {_names(DTYPES)}, got {dtype}; pass dtype= to round them")
         return dtype
 
     def scales(self, name: str, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Tensor ``name``, or what was made of it, in 16 bits."""
-        return rounded(self.function, name, x, self.scales_dtype(name, x.dtype, dtype))
+        y = rounded(self.function, name, x, self.scales_dtype(name, x.dtype, dtype))
+        gone = bool((x != 0).any()) and not bool((y != 0).any())
+        self.require(not gone, f"{name} must not all round to 0 in {y.dtype}, got magnitudes up to {float(x.abs().max()):g}")
+        return y
 
     def bias(self, shape: Sequence[int], dtype: torch.dtype | None, name: str = "bias") -> Tensor | None:
         """float32 or rounded to ``dtype``; None where there is none."""
