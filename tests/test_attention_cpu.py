@@ -509,3 +509,12 @@ def test_no_backward():
         with torch.no_grad():
             assert not minfer.attention(q, k, v, sinks=sinks)[0].requires_grad
         x.requires_grad_(False)
+
+
+@pytest.mark.parametrize("window", [2**31, 2**62, 2**63 - 1])
+def test_windows_wider_than_any_sequence(window):
+    """They limit nothing, whatever their sum with a position is."""
+    q, k = torch.randn(1, 7, 2, 16).half(), torch.randn(1, 5, 2, 16).half()
+    for limits in ({"window_left": window}, {"window_right": window}, {"window_left": window, "window_right": window}):
+        for have, want in zip(minfer.attention(q, k, k, **limits), minfer.attention(q, k, k), strict=True):
+            assert torch.equal(have, want)

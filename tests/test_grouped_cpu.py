@@ -106,6 +106,13 @@ def test_masked_outputs_with_modes_of_one(device):
         assert torch.equal(out, minfer.grouped_gemm_masked(a, b, counts))
 
 
+@pytest.mark.parametrize("ends", [[5, 3, 10], [-1, 3, 10]])
+def test_offsets_ascend(ends):
+    a, b = torch.randn(10, 16).half(), torch.randn(3, 16, 8).half()
+    with pytest.raises(RuntimeError, match="minfer::grouped_gemm: offsets must not descend or be negative, got"):
+        minfer.grouped_gemm(a, b, torch.tensor(ends).int())
+
+
 def test_masked_calls_that_cannot_be_right():
     a, b, counts = torch.randn(4, 7, 24).half(), torch.randn(4, 24, 32).half(), torch.zeros(4, dtype=torch.int32)
     for args, kwargs, message in (

@@ -494,7 +494,7 @@ def test_bad_stacks():
     other = quantize.quantize_w4(torch.randn(16, 64).half(), 64)
     nvfp4 = [quantize.quantize_w4(torch.randn(16, 64).half() * s, format="nvfp4") for s in (1, 2)]
     for arguments, message in (
-        (([],), "weights must not be empty"),
+        (([],), "there must be 1 to 512 experts, got 0"),
         (([*good, other],), "weights must have the same group_size, got 32 and, of weight 3, 64"),
         ((good_weights(perm=torch.arange(64).int()),), "weight 2 has a perm: grouped products take no act-order"),
         ((good_weights(scales=good[0].scales.bfloat16()),), "weights must have the same dtype, got torch.float16 and, of weight 2"),

@@ -114,6 +114,33 @@ def test_out_and_addends(device):
     assert torch.isfinite(call(a, out, c=out[0], beta=0.0)).all(), "with a beta of 0, c is not read"
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_and_what_experts_read(device):
+    """Of grouped products: everything beside a and the weight, too."""
+    offsets = torch.tensor([2, M], dtype=torch.int32, device=device)
+    out = randn(device, M, N)
+    b, w4 = randn(device, EXPERTS, N, K).mT, packed(device, 4, EXPERTS)
+    scales = torch.rand(EXPERTS, 2, N, device=device).to(DTYPE)
+    as_numbers = out.view(torch.int32).view(-1)
+    call = lambda **o: minfer.grouped_gemm(randn(device, M, K), b, o.pop("offsets", offsets), out=out, **o)  # noqa: E731
+    name = "minfer::grouped_gemm.out: out must not overlap"
+    refused(f"{name} bias, got", call, bias=out[:EXPERTS])
+    refused(f"{name} offsets, got", call, offsets=as_numbers[:EXPERTS])
+    refused(f"{name} gather, got", call, gather=as_numbers[:M])
+    refused(f"{name} row_scale, got", call, row_scale=as_numbers[:M].view(torch.float32))
+    whole = randn(device, EXPERTS * 2, N)
+    own = {"offsets": offsets, "zeros": None}
+
+    def quantised(out, **o):
+        o = own | o
+        return minfer.grouped_w4a16_gemm(randn(device, M, K), w4, scales, o.pop("zeros"), o.pop("offsets"), group_size=32, out=out, **o)
+
+    name = "minfer::grouped_w4a16_gemm.out: out must not overlap"
+    refused(f"{name} zeros, got", quantised, whole[:M], zeros=whole.view(EXPERTS, 2, N))
+    refused(f"{name} alpha, got", quantised, out, alpha=as_numbers[:EXPERTS].view(torch.float32))
+    refused(f"{name} bias, got", quantised, out, bias=out[:EXPERTS])
+
+
 @pytest.mark.parametrize(
     ("sizes", "strides", "overlaps"),
     [

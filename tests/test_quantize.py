@@ -341,7 +341,7 @@ def test_dtype_and_bias():
     [
         (torch.zeros(8), {}, r"weight must be \[n, k\] in multiples of 8, got \[8\]"),
         (torch.zeros(12, 64).half(), {}, r"weight must be \[n, k\] in multiples of 8, got \[12, 64\]"),
-        (torch.zeros(8, 64).int(), {}, "weight must be a floating-point tensor, got torch.int32"),
+        (torch.zeros(8, 64).int(), {}, "weight must be float16, bfloat16, float32 or float64, got torch.int32"),
         (torch.zeros(8, 64), {}, "dtype must be torch.float16 or torch.bfloat16 .*, got torch.float32"),
         (torch.zeros(8, 64).half(), {"group_size": 100}, "group_size must be -1 or a power of two >= 32, got 100"),
         (torch.zeros(8, 64).half(), {"format": "int8"}, "format must be one of int4, nf4, mxfp4, nvfp4, got 'int8'"),

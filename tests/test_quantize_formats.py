@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import minfer
+import numpy
 import pytest
 import torch
 from gemm_cases import DTYPES, gemm_mismatch, name_of
@@ -537,9 +538,32 @@ def test_safetensors_without_experts(tmp_path):
     pytest.importorskip("safetensors")
     one = quantize.quantize_w4(torch.randn(64, 128).half())
     none = quantize.W4Experts(one.qweight[None][:0], one.scales[None][:0], None, one.group_size, 64, 128)
-    quantize.to_safetensors({"experts": none}, tmp_path / "weights.safetensors")
-    with pytest.raises(ValueError, match="must have 1 to 512 experts"):
-        quantize.from_safetensors(tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match="to_safetensors: experts: scales must have 1 to 512 experts"):
+        quantize.to_safetensors({"experts": none}, tmp_path / "weights.safetensors")
+    with pytest.raises(ValueError, match="there must be 1 to 512 experts, got 513"):
+        quantize.quantize_w4_experts(torch.zeros(513, 8, 32).half(), 32)
+
+
+def test_what_is_not_written(tmp_path):
+    pytest.importorskip("safetensors")
+    path, linear = tmp_path / "weights.safetensors", minfer.nn.W4Linear(64, 64, group_size=32)
+    weight = quantize.quantize_w4(torch.randn(64, 64), numpy.int64(32), dtype=torch.float16)
+    quantize.to_safetensors({"a": weight}, path)  # numpy's integers are sizes, too
+    same_weights(quantize.from_safetensors(path)["a"], weight)
+    for wrong, message in (
+        (linear, "a must be a W4Weight, W8Weight or W4Experts .*, got W4Linear"),
+        (linear.to("meta").weight(), "a must have values"),
+        (replace(weight, alpha=float("nan")), "a: alpha must be a number that is finite in float32"),
+    ):
+        with pytest.raises(ValueError, match=f"to_safetensors: {message}"):
+            quantize.to_safetensors({"a": wrong}, path)
+    with pytest.raises(ValueError, match="device must be one that holds values, got meta"):
+        quantize.from_safetensors(path, "meta")
+    for dtype in (torch.float8_e4m3fn, torch.int32):
+        with pytest.raises(ValueError, match="quantize_w4: weight must be float16, bfloat16, float32 or float64"):
+            quantize.quantize_w4(torch.zeros(8, 32).to(dtype), 32, dtype=torch.float16)
+    with pytest.raises(ValueError, match="quantize_w4: weight must have values"):
+        quantize.quantize_w4(torch.zeros(8, 32, device="meta"), 32, dtype=torch.float16)
 
 
 def test_safetensors_of_other_layouts(tmp_path):

@@ -240,8 +240,7 @@ def test_scales_keep_their_bytes():
 
 def test_repr_of_formats():
     assert repr(W4Linear(64, 16, group_size=16, w4_format="nvfp4", alpha=0.5)) == (
-        "W4Linear(in_features=64, out_features=16, bias=True, zeros=False, perm=False, group_size=16, w4_format=nvfp4, alpha=0.5, "
-        "dtype=torch.uint8)"
+        "W4Linear(in_features=64, out_features=16, bias=True, zeros=False, perm=False, group_size=16, w4_format=nvfp4, alpha=0.5)"
     )
     assert "w8_format=fp8_e4m3, dtype=torch.bfloat16" in repr(W8Linear(64, 16, w8_format="fp8_e4m3", dtype=torch.bfloat16))
 

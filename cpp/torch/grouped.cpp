@@ -52,7 +52,7 @@ int64_t grouped_rows(char const* op, Tensor const& a, std::optional<Tensor> cons
 void check_gate(char const* op, char const* weight, char const* extent, int64_t n, std::string const& activation, bool gated,
                 std::string const& gate_layout) {
   if (activation != kSwigluOai) {
-    parse_activation(op, activation);
+    parse_activation(op, activation, gated ? ", swigluoai" : "");
   } else if (!gated) {
     fail(op, ": activation ", kSwigluOai, " needs gated = True");
   }
@@ -78,6 +78,13 @@ void check_grouped(char const* op, Tensor const& a, int64_t rows, int64_t expert
 
 void check_offsets(char const* op, char const* name, Tensor const& offsets, int64_t experts, Beside const& a) {
   check_operand(op, name, offsets, ScalarType::Int, {experts}, a);
+}
+
+void check_no_overlap(char const* op, Tensor const& out, GroupedArguments const& arguments) {
+  for (auto const& [name, x] :
+       {std::pair{"bias", &arguments.bias}, std::pair{"gather", &arguments.gather}, std::pair{"row_scale", &arguments.row_scale}}) {
+    if (*x) check_no_overlap(op, out, name, **x);
+  }
 }
 
 void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, Beside const& a) {

@@ -43,6 +43,8 @@ void check_grouped(char const* op, Tensor const& a, int64_t rows, int64_t expert
 /// `offsets`, or `counts` of the masked form.
 void check_offsets(char const* op, char const* name, Tensor const& offsets, int64_t experts, Beside const& a);
 /// An output [rows, columns].
+/// Bias, gather and row_scale, where there are any, share no memory with an output.
+void check_no_overlap(char const* op, Tensor const& out, GroupedArguments const& arguments);
 void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, Beside const& a);
 
 void set_activation(GroupedCall* call, std::string const& activation, std::string const& gate_layout);

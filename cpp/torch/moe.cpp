@@ -100,6 +100,8 @@ Tensor grouped_gemm_out(Tensor const& a, Tensor const& b, Tensor const& offsets,
   int64_t const rows = check_sorted(op, a, b, offsets, arguments);
   check_grouped_out(op, out, rows, gated ? b.size(2) / 2 : b.size(2), {"a", a});
   check_no_overlap(op, out, "b", b);
+  check_no_overlap(op, out, "offsets", offsets);
+  check_no_overlap(op, out, arguments);
   OnDevice const on(op, a);
   GroupedCall call = described_sorted(op, a, b, offsets, rows, arguments);
   launch_out(call, kernel, out, on);
@@ -136,6 +138,8 @@ Tensor grouped_gemm_masked_out(Tensor const& a, Tensor const& b, Tensor const& c
   check_apart(op, out);
   check_no_overlap(op, out, "a", a);
   check_no_overlap(op, out, "b", b);
+  check_no_overlap(op, out, "counts", counts);
+  check_no_overlap(op, out, arguments);
   OnDevice const on(op, a);
   GroupedCall call = described_masked(op, a, b, counts, arguments);
   launch(call, kernel, out, row, on);

@@ -134,6 +134,10 @@ Tensor grouped_w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor con
   check_grouped_out(op, out, rows, gated ? w.n() / 2 : w.n(), {"a", a});
   check_no_overlap(op, out, "qweight", qweight);
   check_no_overlap(op, out, "scales", scales);
+  if (zeros) check_no_overlap(op, out, "zeros", *zeros);
+  if (alpha) check_no_overlap(op, out, "alpha", *alpha);
+  check_no_overlap(op, out, "offsets", offsets);
+  check_no_overlap(op, out, arguments);
   OnDevice const on(op, a);
   GroupedCall call = described(op, a, w, offsets, rows, arguments);
   launch_out(call, kernel, out, on);

@@ -82,11 +82,11 @@ WeightFormat parse_format(char const* what, int bits, std::string const& name) {
   fail(what, ": ", bits == 8 ? "w8_format" : "w4_format", " must be one of ", known, ", got '", name, "'");
 }
 
-Activation parse_activation(char const* what, std::string const& name) {
+Activation parse_activation(char const* what, std::string const& name, char const* more) {
   for (Activation a : {Activation::kNone, Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu}) {
     if (name == name_of(a)) return a;
   }
-  fail(what, ": activation must be one of none, relu, gelu, gelu_tanh, silu, got '", name, "'");
+  fail(what, ": activation must be one of none, relu, gelu, gelu_tanh, silu", more, ", got '", name, "'");
 }
 
 void check_kernel_name(char const* what, char const* family, std::string const& name) {

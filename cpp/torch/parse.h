@@ -26,7 +26,8 @@ DataType parse_type(char const* what, std::string const& text);
 Major parse_major(char const* what, std::string const& text);
 /// A weight format of `bits` bits a code; 0: of any.
 WeightFormat parse_format(char const* what, int bits, std::string const& name);
-Activation parse_activation(char const* what, std::string const& name);
+/// more: names beside these that are legal there, in the message, ", swigluoai".
+Activation parse_activation(char const* what, std::string const& name, char const* more = "");
 
 /// That the registry has the kernel; for calls that have nothing to compute, which no plan looks at.
 void check_kernel_name(char const* what, char const* family, std::string const& name);

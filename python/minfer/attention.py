@@ -170,7 +170,8 @@ def attention_paged(
         anything.
       cu_seqlens_q: int32 [batch + 1] on q's device, as in :func:`attention_varlen`.
       max_seqlen_q: of a q of 3 modes: its sequences' length, with cu_seqlens_q an upper bound of it, which only sizes the launch. A longer
-        sequence is an error on CPU; on CUDA it only takes longer. Of a q of 4 modes it is not used.
+        sequence is an error on CPU; on CUDA it only takes longer. Of a q of 4 modes it is
+        not used, but not negative either.
       k_scale, v_scale, k_residual, v_residual: what the cache's format has beside codes: ``**cache.scales()`` of a :class:`minfer.KvCache`.
       kv_format: "16bit", "fp8_e4m3", "int8" or "int4"; "auto" is told by the caches' dtype, of which uint8 is int4.
       causal: the last query is aligned to the last key: query i sees the keys up to i + seq_lens[b] - seqlen_q. False: all of them.

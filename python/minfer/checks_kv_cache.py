@@ -88,7 +88,7 @@ def check_allocate_kv_cache(
     check(kv_format in FORMATS, "kv_format must be one of {}, got '{}'", ", ".join(FORMATS), kv_format)
     check(dtype in DTYPES, "dtype must be float16 or bfloat16, as the queries are, got {}", dtype)
     for name, size in (("pages", pages), ("page_size", page_size), ("heads_kv", heads_kv), ("batch", batch)):
-        check(is_integer(size) and size >= 0, "{} must be an integer, 0 or more, got {}", name, size)
+        check(is_integer(size) and 0 <= size < 1 << 63, "{} must be an integer, 0 or more, got {}", name, size)
     unit = CACHE_HEAD_DIM_MULTIPLES[kv_format]
     for name, size, limit, most in (("head_dim", head_dim, "", MAX_HEAD_DIM), ("head_dim_v", head_dim_v, "head_dim ", head_dim)):
         good = is_integer(size) and 0 < size <= most and size % unit == 0
@@ -100,7 +100,7 @@ def check_allocate_kv_cache(
     check(whole or kv_format == "16bit", "page_size must be a multiple of {} for {}, got {}", PAGE_MULTIPLE, kv_format, page_size)
     if kv_format == "int4":
         check(page_size > 0, "page_size must be positive for int4, got {}", page_size)
-        good = group_tokens in GROUPS_OF_TOKENS and page_size % group_tokens == 0
+        good = is_integer(group_tokens) and group_tokens in GROUPS_OF_TOKENS and page_size % group_tokens == 0
         sizes = " or ".join(map(str, GROUPS_OF_TOKENS))
         check(good, "group_tokens must be {} and divide page_size {}, got {}", sizes, page_size, group_tokens)
         good = is_integer(group_channels) and group_channels > 0 and group_channels % unit == 0 and head_dim_v % group_channels == 0

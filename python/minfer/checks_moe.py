@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -12,13 +14,14 @@ SWIGLUOAI = "swigluoai"
 GATE_LAYOUTS = ("halves", "alternating", "blocks")
 
 
-def _check_operand(check: _Checker, name: str, x: Tensor, like: Tensor, dtype: torch.dtype, shape: tuple) -> None:
+def _check_operand(check: _Checker, name: str, x: Tensor, like: Tensor, dtype: torch.dtype, shape: tuple, beside: str = "a") -> None:
+    """Shape, dtype, and the device of ``like``, which is the operand ``beside``."""
     expected = "[" + ", ".join(str(s) for s in shape) + "]"
     check(x.dim() == len(shape), "{} must be {}, got {}", name, expected, x.shape)
     for size, wanted in zip(x.shape, shape, strict=True):
         check(size == wanted, "{} must be {}, got {}", name, expected, x.shape)
     check(x.dtype == dtype, "{} must be {}, got {}", name, dtype, x.dtype)
-    check(x.device == like.device, "{} must be on a's device {}, got {}", name, like.device, x.device)
+    check(x.device == like.device, "{} must be on {}'s device {}, got {}", name, beside, like.device, x.device)
 
 
 def _check_experts(check: _Checker, name: str, weight: Tensor, experts) -> None:
@@ -30,7 +33,8 @@ def _check_activation(check: _Checker, activation: str, gated: bool) -> None:
     if activation == SWIGLUOAI:
         check(gated, "activation swigluoai needs gated = True")
     else:
-        check(activation in ACTIVATIONS, "activation must be one of none, relu, gelu, gelu_tanh, silu, got '{}'", activation)
+        names = ", ".join((*ACTIVATIONS, SWIGLUOAI) if gated else ACTIVATIONS)
+        check(activation in ACTIVATIONS, "activation must be one of {}, got '{}'", names, activation)
 
 
 def _check_gate(check: _Checker, name: str, extent: str, weight: Tensor, n, gate_layout: str) -> None:
@@ -95,15 +99,18 @@ def _check_layer(check: _Checker, x: Tensor, experts, n, weights: Tensor, ids: T
     tokens, hidden = x.shape
     check(ids.dim() == 2, "ids must be [tokens, top_k], got {}", ids.shape)
     top_k = ids.shape[1]
-    _check_operand(check, "ids", ids, x, torch.int32, (tokens, top_k))
-    _check_operand(check, "weights", weights, x, torch.float32, (tokens, top_k))
+    _check_operand(check, "ids", ids, x, torch.int32, (tokens, top_k), "x")
+    _check_operand(check, "weights", weights, x, torch.float32, (tokens, top_k), "x")
     for name, bias, columns in (("b13", b13, n), ("b2", b2, hidden)):
         if bias is not None:
-            _check_operand(check, name, bias, x, x.dtype, (experts, columns))
+            _check_operand(check, name, bias, x, x.dtype, (experts, columns), "x")
 
 
-def check_gather_values(op: str, a: Tensor, offsets: Tensor, gather: Tensor | None) -> None:
-    """The rows that experts have, which only CPU kernels know, must be rows of a; reads them."""
+def check_rows_of_experts(op: str, a: Tensor, offsets: Tensor, gather: Tensor | None) -> None:
+    """The rows that experts have, which only CPU kernels know, ascend, and what is gathered for them are rows of a; reads both."""
+    ends = offsets.tolist()
+    for before, end in pairwise([0, *ends]):
+        _Checker(op)(end >= before, "offsets must not descend or be negative, got {} behind {}", end, before)
     if gather is None or offsets.numel() == 0:
         return
     needed = gather[: max(int(offsets.max()), 0)]
@@ -194,8 +201,8 @@ def check_moe_ffn(
     experts, n = w13.shape[0], w13.shape[1]
     check(n % 2 == 0, "w13 must be [experts, 2 * inter, hidden], got {}", w13.shape)
     _check_experts(check, "w13", w13, experts)
-    _check_operand(check, "w13", w13, x, x.dtype, (experts, n, hidden))
-    _check_operand(check, "w2", w2, x, x.dtype, (experts, hidden, n // 2))
+    _check_operand(check, "w13", w13, x, x.dtype, (experts, n, hidden), "x")
+    _check_operand(check, "w2", w2, x, x.dtype, (experts, hidden, n // 2), "x")
     _check_layer(check, x, experts, n, weights, ids, b13, b2)
     _check_activation(check, activation, gated=True)
     _check_gate(check, "w13", "rows", w13, n, gate_layout)

@@ -52,6 +52,8 @@ def check_group_size(check: _Checker, group_size: int, name: str) -> None:
 
 def _check_byte_scales(check: _Checker, scales: torch.Tensor, name: str, argument: str = "scales") -> None:
     scale_type = FORMATS[name].scale_type
+    text = "{} must be viewed as uint8 for torch.ops.minfer, which minfer's own functions do, got {}"
+    check(scales.dtype != scale_type, text, argument, scales.dtype)
     check(scales.dtype == torch.uint8, "{} must be uint8 or {} for {}, got {}", argument, scale_type, name, scales.dtype)
 
 

@@ -13,7 +13,7 @@ rows of a page follow each other, and decode on Hopper reads those of less than 
 kv_format   codes            scales                                                                  value
 ==========  ===============  ======================================================================  =================================
 16bit       q's dtype        none                                                                    code
-fp8_e4m3    float8_e4m3fn    float32 [1] or [heads_kv], given by the caller                          code * scale
+fp8_e4m3    float8_e4m3fn    float32 [], [1] or [heads_kv], of the caller                             code * scale
             (or uint8)
 int8        int8             float32 [pages, heads_kv, page_size], of K and of V: a token's          code * scale
                              largest magnitude / 127

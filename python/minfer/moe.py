@@ -58,7 +58,7 @@ def grouped_gemm(
       gate_layout: their order: "halves" (all gate, then all up, the checkpoints' w13), "alternating" (gpt-oss) or "blocks" (8 and 8,
         ``minfer.pack_gate_up``). ``bias`` has the same order.
       kernel: for measurements: a name of ``minfer.kernels("moe")``. On CPU it is checked and otherwise ignored.
-      out: D itself, a's dtype, rows contiguous (any leading dimension). It must not overlap itself, a or the weight.
+      out: D itself, a's dtype, rows contiguous (any leading dimension). It must not overlap itself or another argument.
 
     Returns:
       D, [rows, n] (gated: n / 2), contiguous, or ``out``. Rows behind the last offset are zero.

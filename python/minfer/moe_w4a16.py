@@ -77,7 +77,7 @@ def grouped_w4a16_gemm(
       gated: W's rows are in the order of ``minfer.pack_gate_up``, 8 gate rows, then their 8 up rows, and so is ``bias``. n is a multiple
         of 16. Checkpoints have another order; :mod:`minfer.quantize` makes this one.
       kernel: for measurements: a name of ``minfer.kernels("moe_w4a16")``. On CPU it is checked and otherwise ignored.
-      out: D itself, a's dtype, rows contiguous (any leading dimension). It must not overlap itself, a or the weight.
+      out: D itself, a's dtype, rows contiguous (any leading dimension). It must not overlap itself or another argument.
 
     Returns:
       D, [rows, n] (gated: n / 2), contiguous, or ``out``. Rows behind the last offset are zero.

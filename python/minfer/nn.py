@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -46,8 +47,10 @@ class _PackedLinear(torch.nn.Module):
         check_group_size(check, group_size, form)
         check(not zeros or weight_formats.FORMATS[form].zero is not None, "zeros must be False for {}, which has no zero points", form)
         check(dtype in DTYPES, "dtype must be float16 or bfloat16, got {}", dtype)
+        check(isinstance(alpha, numbers.Real), "alpha must be a number, got {}", type(alpha).__name__)
         check_scalar(check, "alpha", alpha)
         scales_dtype = dtype if weight_formats.FORMATS[form].scale_type is None else torch.uint8
+        in_features, out_features, group_size = int(in_features), int(out_features), int(group_size)
         self.in_features, self.out_features = in_features, out_features
         self.group_size, self.alpha = group_size, float(alpha)
         setattr(self, self._form, form)
@@ -119,7 +122,9 @@ class _PackedLinear(torch.nn.Module):
             self._check_perm(prefix + "perm", state_dict.get(prefix + "perm"), self.in_features)
         own = prefix + "alpha"
         if own in state_dict:
-            check, alpha = self._checker(), torch.as_tensor(state_dict[own])
+            check, alpha = self._checker(), state_dict[own]
+            check(isinstance(alpha, Tensor | numbers.Real), "{} must be one number, got {}", own, type(alpha).__name__)
+            alpha = torch.as_tensor(alpha)
             good = alpha.numel() == 1 and not alpha.is_complex()
             check(good, "{} must be one number, got {}", own, alpha.shape)
             if not alpha.is_meta:  # a number without a value stays away, as the values of buffers do
@@ -147,10 +152,11 @@ class _PackedLinear(torch.nn.Module):
 
     def extra_repr(self) -> str:
         present = ", ".join(f"{name}={getattr(self, name) is not None}" for name in ("bias", "zeros", "perm"))
-        alpha = "" if self.alpha == 1.0 else f"alpha={self.alpha:g}, "
+        alpha = "" if self.alpha == 1.0 else f", alpha={self.alpha:g}"
+        dtype = "" if self.scales.dtype == torch.uint8 else f", dtype={self.scales.dtype}"
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, {present}, group_size={self.group_size}, "
-            f"{self._form}={getattr(self, self._form)}, {alpha}dtype={self.scales.dtype}"
+            f"{self._form}={getattr(self, self._form)}{alpha}{dtype}"
         )
 
 

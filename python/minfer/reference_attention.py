@@ -20,9 +20,14 @@ from .reference import _compute_dtype
 _SCORES = 1 << 24
 
 
+def window_of(keys: int) -> int:
+    """A window, -1 where it limits nothing: negative, or wider than any sequence."""
+    return keys if 0 <= keys < 1 << 30 else -1
+
+
 def visible(begin: int, end: int, seqlen_q: int, seqlen_k: int, causal: bool, left: int, right: int, device=None) -> Tensor | None:
     """[end - begin, seqlen_k]: which keys the queries begin .. end - 1 see, the last query aligned to the last key; None: all of them."""
-    right = 0 if causal else right
+    left, right = window_of(left), 0 if causal else window_of(right)
     if left < 0 and right < 0:
         return None
     aligned = torch.arange(begin, end, device=device)[:, None] + (seqlen_k - seqlen_q)
@@ -116,7 +121,8 @@ def _query_ends(q: Tensor, batch: int, cu_seqlens_q: Sequence[int] | Tensor | No
 
 def _first_key(seqlen_q: int, seqlen_k: int, window_left: int) -> int:
     """That a sequence's queries see."""
-    return max(0, seqlen_k - seqlen_q - window_left) if window_left >= 0 else 0
+    left = window_of(window_left)
+    return max(0, seqlen_k - seqlen_q - left) if left >= 0 else 0
 
 
 def attention_paged(

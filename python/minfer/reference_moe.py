@@ -131,16 +131,21 @@ def _without_kernel(arguments: dict) -> dict:
     return {name: value for name, value in arguments.items() if name != "kernel"}
 
 
+def _read(arguments: dict) -> dict:
+    """Those that are tensors."""
+    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+
+
 def _grouped_gemm_cpu(a, b, offsets, **arguments):
     checks_moe.check_grouped_gemm(a, b, offsets, **arguments)
-    checks_moe.check_gather_values("grouped_gemm", a, offsets, arguments.get("gather"))
+    checks_moe.check_rows_of_experts("grouped_gemm", a, offsets, arguments.get("gather"))
     return grouped_gemm(a, b, offsets, **_without_kernel(arguments))
 
 
 def _grouped_gemm_out_cpu(a, b, offsets, *, out, **arguments):
     checks_moe.check_grouped_gemm(a, b, offsets, out=out, **arguments)
-    checks.check_no_overlap("grouped_gemm.out", out, a=a, b=b)
-    checks_moe.check_gather_values("grouped_gemm", a, offsets, arguments.get("gather"))
+    checks.check_no_overlap("grouped_gemm.out", out, a=a, b=b, offsets=offsets, **_read(arguments))
+    checks_moe.check_rows_of_experts("grouped_gemm", a, offsets, arguments.get("gather"))
     return out.copy_(grouped_gemm(a, b, offsets, **_without_kernel(arguments)))
 
 
@@ -151,7 +156,7 @@ def _grouped_gemm_masked_cpu(a, b, counts, **arguments):
 
 def _grouped_gemm_masked_out_cpu(a, b, counts, *, out, **arguments):
     checks_moe.check_grouped_gemm_masked(a, b, counts, out=out, **arguments)
-    checks.check_no_overlap("grouped_gemm_masked.out", out, a=a, b=b)
+    checks.check_no_overlap("grouped_gemm_masked.out", out, a=a, b=b, counts=counts, **_read(arguments))
     result = grouped_gemm_masked(a, b, counts, **_without_kernel(arguments))
     for expert, count in enumerate(counts.tolist()):
         count = min(max(count, 0), out.shape[1])

@@ -71,14 +71,15 @@ def moe_ffn_w4a16(
 
 def _grouped_w4a16_gemm_cpu(a, qweight, scales, zeros, offsets, *, kernel=None, **arguments):
     checks_moe_w4a16.check_grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, kernel=kernel, **arguments)
-    checks_moe.check_gather_values("grouped_w4a16_gemm", a, offsets, arguments.get("gather"))
+    checks_moe.check_rows_of_experts("grouped_w4a16_gemm", a, offsets, arguments.get("gather"))
     return grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, **arguments)
 
 
 def _grouped_w4a16_gemm_out_cpu(a, qweight, scales, zeros, offsets, *, kernel=None, out, **arguments):
     checks_moe_w4a16.check_grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, kernel=kernel, out=out, **arguments)
-    checks.check_no_overlap("grouped_w4a16_gemm.out", out, a=a, qweight=qweight, scales=scales)
-    checks_moe.check_gather_values("grouped_w4a16_gemm", a, offsets, arguments.get("gather"))
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    checks.check_no_overlap("grouped_w4a16_gemm.out", out, a=a, qweight=qweight, scales=scales, zeros=zeros, offsets=offsets, **tensors)
+    checks_moe.check_rows_of_experts("grouped_w4a16_gemm", a, offsets, arguments.get("gather"))
     return out.copy_(grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, **arguments))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import moe_w4a16, w4a16, weight_layout
-from ..checks_moe import GATE_LAYOUTS
+from ..checks_moe import GATE_LAYOUTS, MAX_EXPERTS
 from ..packing import GATE_BLOCK
 from ..weight_formats import FORMATS
 from .checkpoints import mxfp4_tensors, mxfp4_weight
@@ -108,6 +108,10 @@ def _require(function: str, condition: bool, message: str) -> None:
 # ---- gate and up rows ------------------------------------------------------------------------------------------------------------
 
 
+def _check_number(function: str, experts: int) -> None:
+    _require(function, 1 <= experts <= MAX_EXPERTS, f"there must be 1 to {MAX_EXPERTS} experts, got {experts}")
+
+
 def _check_gate(function: str, n: int, gated: bool, gate_layout: str) -> None:
     _require(function, gate_layout in GATE_LAYOUTS, f"gate_layout must be one of {', '.join(GATE_LAYOUTS)}, got '{gate_layout}'")
     _require(function, gated or gate_layout == "halves", f"gate_layout {gate_layout} needs gated = True")
@@ -152,7 +156,7 @@ def stack_experts(
     """
     function = "stack_experts"
     weights, ups = list(weights), list(up or [])
-    _require(function, len(weights) > 0, "weights must not be empty")
+    _check_number(function, len(weights))
     _agree(function, weights + ups)
     if up is None:
         experts = [[weight] for weight in weights]
@@ -254,8 +258,9 @@ def quantize_w4_experts(
       ValueError: an argument cannot be right, or the weight has a NaN or infinity.
     """
     function = "quantize_w4_experts"
-    _require(function, weight.dim() == 3 and weight.shape[0] > 0, f"weight must be [experts, n, k], got {list(weight.shape)}")
+    _require(function, weight.dim() == 3, f"weight must be [experts, n, k], got {list(weight.shape)}")
     experts, n, _ = weight.shape
+    _check_number(function, experts)
     good = bias is None or tuple(bias.shape) == (experts, n)
     _require(function, good, f"bias must be {[experts, n]}, got {None if bias is None else list(bias.shape)}")
     _check_gate(function, n, gated, gate_layout)
@@ -290,7 +295,7 @@ def from_gpt_oss(tensors: Mapping[str, Tensor]) -> tuple[W4Experts, W4Experts]:
     def projection(name: str, gated: bool) -> W4Experts:
         parts = mxfp4_tensors(load, f"{name}_", "experts")
         experts, n = parts[0].shape[:2]
-        load.require(experts > 0, f"{name}_blocks must have an expert, got {list(parts[0].shape)}")
+        _check_number(load.function, experts)
         if gated:
             _check_gate(load.function, n, True, "alternating")
 

@@ -126,13 +126,14 @@ def quantize(
     form, multiple = FORMATS[name], weight_layout.MULTIPLE
     shape_fits = weight.dim() == 2 and not any(extent % multiple or extent == 0 for extent in weight.shape)
     require(shape_fits, f"weight must be [n, k] in multiples of {multiple}, got {list(weight.shape)}")
-    require(weight.is_floating_point(), f"weight must be a floating-point tensor, got {weight.dtype}")
+    require(weight.dtype in FLOATS, f"weight must be float16, bfloat16, float32 or float64, got {weight.dtype}")
+    require(not weight.is_meta, "weight must have values, got a tensor on the meta device")
     group_size = _USUAL_GROUP[name] if group_size is None else group_size
     legal = weight_formats.legal_group_size(name, group_size)
     require(legal, f"group_size must be {weight_formats.group_size_rule(name)}, got {group_size}")
     require(symmetric or form.zero is not None, f"symmetric must be True for {name}, which has no zero points, got False")
     if form.scale_type is None:
-        dtype = dtype or weight.dtype
+        dtype = weight.dtype if dtype is None else dtype
         require(dtype in DTYPES, f"dtype must be torch.float16 or torch.bfloat16 (default: the weight's), got {dtype}")
         stored_dtype = dtype
     else:
@@ -181,7 +182,8 @@ def quantize_w4(
     """Rounds a weight to 4-bit codes; the scale of each group is chosen where the squared error of the weights is least.
 
     Args:
-      weight: [n, k], an ``nn.Linear`` weight; finite, any floating-point dtype and device. n and k are multiples of 8.
+      weight: [n, k], an ``nn.Linear`` weight, float16, bfloat16, float32 or float64, finite in float32; any device. n and k are multiples
+        of 8.
       group_size: columns that share a scale: -1 (all) or a power of two >= 32; of mxfp4 32, of nvfp4 16. None: the format's usual,
         128 for int4 and 64 for nf4.
       symmetric: zero points of 8 (none are stored); otherwise, int4 only, an integer zero point for each group.

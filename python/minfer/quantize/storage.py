@@ -47,10 +47,17 @@ def to_safetensors(weights: Mapping[str, W4Weight | W8Weight | W4Experts], path:
 
     Raises:
       ImportError: the package safetensors is not installed.
+      ValueError: one is no packed weight, or none that :func:`from_safetensors` would read.
     """
     package = _safetensors()
     tensors, seen = {}, set()
     for name, weight in weights.items():
+        if not isinstance(weight, W4Weight | W8Weight | W4Experts):
+            kinds = "W4Weight, W8Weight or W4Experts"
+            raise ValueError(f"to_safetensors: {name} must be a {kinds} (of a module: module.weight()), got {type(weight).__name__}")
+        if any(x.is_meta for x in weight.tensors().values()):
+            raise ValueError(f"to_safetensors: {name} must have values, got tensors on the meta device")
+        _check(f"to_safetensors: {name}", weight)
         for part, x in weight.tensors().items():
             x = x.contiguous()
             memory = (x.device, x.untyped_storage().data_ptr())
@@ -70,6 +77,8 @@ def from_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
 
     Raises:
       ImportError: the package safetensors is not installed.
+      FileNotFoundError: there is no such file.
+      RuntimeError: torch knows no such device.
       ValueError: the file holds no packed weights, some in a layout that this version does not read, or some that no operator would take.
     """
     file_name = os.fspath(path)
@@ -78,9 +87,11 @@ def from_safetensors(path: str | os.PathLike[str], device: torch.device | str = 
         if not condition:
             raise ValueError(f"from_safetensors: {file_name} {message}")
 
-    package = _safetensors()
+    package, place = _safetensors(), torch.device(device)
+    if place.type == "meta":
+        raise ValueError("from_safetensors: device must be one that holds values, got meta")
     try:
-        opened = package.safe_open(path, framework="pt", device=str(device))
+        opened = package.safe_open(path, framework="pt", device=str(place))
     except package.SafetensorError as error:
         raise ValueError(f"from_safetensors: {file_name} is no safetensors file: {error}") from None
     with opened as file:

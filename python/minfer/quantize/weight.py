@@ -132,4 +132,4 @@ def weight_of_codes(
         kind, qweight = W4Weight, w4a16.w4a16_pack(codes, w4_format=format)
     else:
         kind, qweight = W8Weight, w8a16.w8a16_pack(codes)
-    return kind(qweight, scales.contiguous(), zeros, perm, group_size, n, k, format, bias, alpha)
+    return kind(qweight, scales.contiguous(), zeros, perm, int(group_size), n, k, format, bias, alpha)
