@@ -1,10 +1,12 @@
 """Bad input: a RuntimeError that names the argument, what it must be and what it is, on CPU, meta and CUDA alike; nothing is launched."""
 
+import itertools
 import math
 
 import minfer
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 DEVICES = ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAME = minfer.kernels()[0]["name"]
@@ -178,6 +180,62 @@ def test_no_backward():
         minfer.gemm(a, weight.t(), out=torch.empty(3, 32).half())
     with torch.no_grad():
         assert not minfer.gemm(a, weight.t()).requires_grad
+
+
+WITH_VALUES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", WITH_VALUES)
+def test_no_forward_mode(device):
+    """A tangent is refused, whoever made it, with and without grad mode; inference_mode drops it."""
+    a, b, tangent = make(device, 3, 16), make(device, 16, 32), make(device, 3, 16)
+    refused = "minfer::gemm(_gated)?: has no derivative, it is an inference operator; its arguments must have no tangent"
+    calls = (
+        lambda x: minfer.gemm(x, b),
+        lambda x: minfer.gemm(a, b, c=x[:, :1], beta=1.0),
+        lambda x: minfer.gemm_gated(x, b),
+        lambda x: minfer.gemm(x, b, out=torch.empty(3, 32, dtype=a.dtype, device=device)),
+        lambda x: minfer.gemm(a, b[:, :16], out=x.clone()),
+    )
+    for call, mode in itertools.product(calls, (torch.enable_grad, torch.no_grad)):
+        with pytest.raises(RuntimeError, match=refused), mode():
+            torch.func.jvp(call, (a,), (tangent,))
+        with pytest.raises(RuntimeError, match=refused), mode(), forward_ad.dual_level():
+            call(forward_ad.make_dual(a, tangent))
+        with pytest.raises(RuntimeError, match=refused), mode(), forward_ad.dual_level():
+            call(forward_ad.make_dual(a.clone().requires_grad_(), tangent))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(a, tangent)
+        assert forward_ad.unpack_dual(minfer.gemm(a, b)).tangent is None, "an operand that has none"
+        with torch.inference_mode():
+            assert forward_ad.unpack_dual(minfer.gemm(dual, b)).tangent is None
+    assert torch.equal(torch.func.jvp(lambda x: x[:, :1] + minfer.gemm(a, b), (a,), (tangent,))[1], tangent[:, :1].expand(3, 32))
+
+
+@pytest.mark.parametrize("device", WITH_VALUES)
+def test_no_derivative_of_lists(device):
+    """Of an operator that returns several tensors."""
+    with pytest.raises(RuntimeError, match="minfer::moe_router: has no derivative"):
+        torch.func.jvp(lambda x: minfer.moe_router(x, 2)[0], (torch.ones(3, 8, device=device),), (torch.ones(3, 8, device=device),))
+
+
+@pytest.mark.parametrize("device", WITH_VALUES)
+def test_no_backward_under_func(device):
+    a, b = make(device, 3, 16), make(device, 16, 32)
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        with pytest.raises(RuntimeError, match="minfer::gemm: has no backward, it is an inference operator"):
+            transform(lambda x: minfer.gemm(x, b).sum())(a)
+    with pytest.raises(RuntimeError, match="minfer::gemm: has no backward"):
+        torch.func.vjp(lambda x: minfer.gemm(x, b), a)
+    with pytest.raises(RuntimeError, match="minfer::gemm: out= cannot be differentiated"):
+        torch.func.grad(lambda x: minfer.gemm(x, b, out=torch.empty(3, 32, dtype=a.dtype, device=device)).sum())(a)
+    assert torch.equal(torch.func.grad(lambda x: (x[:, :1] * minfer.gemm(a, b)).sum())(a)[:, 1:], torch.zeros_like(a[:, 1:]))
+
+    def constant(x):
+        with torch.no_grad():
+            return x.sum() + minfer.gemm(x, b).sum()
+
+    assert not torch.func.grad(lambda x: x.sum() + constant(x))(a).sub(1).any()
 
 
 @pytest.mark.gpu

@@ -160,6 +160,48 @@ def test_compile_with_kernel_and_out(backend):
     assert torch.equal(out, minfer.gemm(a, b, out_dtype=torch.float32))
 
 
+def test_compile_traces_the_backward():
+    """Documented: where gradients are enabled and an argument requires them, the compiled forward raises; under no_grad it works."""
+    torch._dynamo.reset()
+    a, b = operands(5, 24, 16, torch.float16, "tn")
+    b.requires_grad_()
+    compiled = torch.compile(lambda a, b: minfer.gemm(a, b), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="minfer::gemm: has no backward"):
+        compiled(a, b)
+    with torch.no_grad():
+        assert torch.equal(compiled(a, b), minfer.gemm(a, b))
+
+
+def test_compile_makes_constants_of_integers():
+    """Documented: every new value of an integer argument compiles anew, with dynamic=True as well; new sizes do not."""
+    q, lengths = torch.randn(1, 40, 4, 64).bfloat16(), torch.tensor([0, 16, 32], dtype=torch.int32)
+    ids, logits = torch.randint(0, 4, (6, 2), dtype=torch.int32), torch.randn(6, 8)
+    cache = minfer.allocate_kv_cache(2, 32, 2, 64, dtype=torch.bfloat16, device="cpu")
+    cache.k.zero_(), cache.v.zero_()
+    used = torch.tensor([16, 16], dtype=torch.int32)
+    functions = {
+        "max_seqlen_q": lambda n: minfer.attention_varlen(q[0], q[0], q[0], lengths, lengths, n, 32),
+        "max_seqlen_k": lambda n: minfer.attention_varlen(q[0], q[0], q[0], lengths, lengths, 32, n),
+        "num_experts": lambda n: minfer.moe_sort(ids, n),
+        "top_k": lambda n: minfer.moe_router(logits, n - 15),
+        "window_left": lambda n: minfer.attention(q, q, q, window_left=n),
+        "window_right": lambda n: minfer.attention(q, q, q, window_right=n),
+        "num_splits": lambda n: minfer.attention_paged(q[:, :1].expand(2, -1, -1, -1), cache.k, cache.v, used, num_splits=n),
+    }
+    for name, function in functions.items():
+        torch._dynamo.reset()
+        graphs = []
+
+        def count(graph, inputs, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        compiled = torch.compile(function, fullgraph=True, backend=count, dynamic=True)
+        for n in (16, 17, 19, 17):
+            compiled(n)
+        assert len(graphs) == 3, name
+
+
 def test_compile_keeps_operand_strides():
     """The graph must call the operator with the strides of eager mode: the layout chooses the kernel."""
     from torch._dynamo.backends.common import aot_autograd

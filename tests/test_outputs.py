@@ -97,6 +97,26 @@ def test_out_that_overlaps_what_is_read(name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_out_made_under_inference_mode(name, device):
+    """Outside of it torch would refuse it, but only when it is written."""
+    call, a_shape, shape = forms(device)[name]
+    a = randn(device, *a_shape)
+    with torch.inference_mode():
+        out, like = torch.full(shape, 7.0, dtype=DTYPE, device=device), a.clone()
+    head = f"minfer::{name.removesuffix('.out')}: "
+    message = f"{head}out must not be an inference tensor outside of torch.inference_mode(), got one of {list(shape)}"
+    refused(message, call, a, out)
+    refused(message, call, like, out)
+    with torch.no_grad():
+        refused(message, call, a, out)
+    assert (out == 7).all(), "nothing was launched"
+    want = call(like, torch.empty(shape, dtype=DTYPE, device=device))
+    with torch.inference_mode():
+        assert torch.equal(call(a, out), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_out_and_addends(device):
     """It may be c, and nothing else that is read."""
     memory = randn(device, K * N)

@@ -6,8 +6,8 @@ import minfer
 import pytest
 import torch
 from gemm_cases import DTYPES, LAYOUTS, name_of
-from minfer.planning import DTYPE_NAMES, Problem, enumerate_plans, plan_problem
-from minfer.registry import device_properties
+from minfer.planning import DTYPE_NAMES, MAX_EXTENT, Problem, enumerate_plans, plan_problem, runs_here
+from minfer.registry import device_index, device_properties
 from minfer.weight_formats import FORMATS
 
 H200 = -1
@@ -48,11 +48,26 @@ def test_always_answers(dtype, layout):
         assert p.floor_us >= 0 and p.predicted_us >= 0
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("out_dtype", [None, torch.float32])
-def test_gated_and_float32(gated, out_dtype):
+@pytest.mark.parametrize(
+    "options", [{}, {"gated": True}, {"gated": True, "out_dtype": torch.bfloat16}, {"out_dtype": torch.float32}], ids=str
+)
+def test_gated_and_float32(options):
     for m, n, k in ((1, 28672, 4096), (512, 4096, 96), (77, 160, 35)):
-        check_legal(plan(m, n, k, gated=gated, out_dtype=out_dtype))
+        check_legal(plan(m, n, k, **options))
+
+
+def test_largest_extents():
+    """planning.MAX_EXTENT is the library's: one more is refused by it, too."""
+    for name, sizes in {"m": (0, 8, 8, 1), "n": (1, 0, 8, 1), "k": (1, 8, 0, 1), "batch": (1, 8, 8, 0)}.items():
+        most = dict(zip(("m", "n", "k", "batch"), (size or MAX_EXTENT for size in sizes), strict=True))
+        p = plan(**most)
+        check_legal(p)
+        arguments = p.problem.arguments()
+        above = [size or MAX_EXTENT + 1 for size in sizes]
+        with pytest.raises(RuntimeError, match=f"an extent above {MAX_EXTENT} is not supported"):
+            torch.ops.minfer._plan_gemm(above, *arguments[1:], None, False, False, H200)
+        with pytest.raises(ValueError, match=f"gemm: {name} must be at most {MAX_EXTENT}, got {MAX_EXTENT + 1}"):
+            plan(**most | {name: MAX_EXTENT + 1})
 
 
 def test_floor():
@@ -143,11 +158,23 @@ def test_override_errors():
         ({"out_dtype": torch.float16}, "out_dtype must be bfloat16, float32 or None, got float16"),
         ({"layout": "rr"}, "layout must be one of tn, tt, nn, nt, got 'rr'"),
         ({"gated": True, "n": 24}, "n must be a multiple of 16 for a gated GEMM, got 24"),
-        ({"device": "cpu"}, "device must be a CUDA device, an index or None, got cpu"),
+        ({"gated": True, "c": True}, "gemm: c must be False for a gated GEMM, which has no C, got True"),
+        ({"gated": True, "out_dtype": torch.float32}, "gemm: out_dtype must be bfloat16 or None for a gated GEMM, got float32"),
+        ({"op": "w4a16_gemm", "gated": True, "c": True}, "w4a16_gemm: c must be False for a gated GEMM, which has no C, got True"),
+        ({"m": 2**31}, "gemm: m must be at most 2147483136, got 2147483648"),
+        ({"batch": 2**31}, "gemm: batch must be at most 2147483136, got 2147483648"),
+        ({"op": "w4a16_gemm", "k": 2**31}, "w4a16_gemm: k must be at most 2147483136, got 2147483648"),
+        ({"device": "cpu"}, "device must be a CUDA device, its index, -1 .* or None, got 'cpu'"),
+        ({"device": "banana"}, "device must be .* got 'banana'"),
+        ({"device": -7}, "device must be .* got -7"),
+        ({"device": True}, "device must be .* got True"),
+        ({"device": 1.5}, "device must be .* got 1.5"),
+        ({"device": 2**40}, "device must be .* got 1099511627776"),
+        ({"device": "cuda:100"}, "device must be .* got 'cuda:100'"),
         ({"op": "w4a16_gemm", "layout": "tn"}, "w4a16_gemm has no layout; its options are m, n, k, dtype, group_size"),
         ({"op": "w4a16_gemm", "m": -1}, "w4a16_gemm: m must be an integer >= 0, got -1"),
         ({"m": True}, "gemm: m must be an integer >= 0, got True"),
-        ({"n": 2**63}, "gemm: n must be an integer >= 0, got 9223372036854775808"),
+        ({"n": 2**63}, "gemm: n must be at most 2147483136, got 9223372036854775808"),
         ({"op": "w4a16_gemm", "group_size": 2**63}, "group_size must be -1 or a power of two >= 32, got 9223372036854775808"),
         ({"op": "w4a16_gemm", "n": 20}, "n must be a multiple of 8, got 20"),
         ({"op": "w4a16_gemm", "k": 12}, "k must be a multiple of 8, got 12"),
@@ -162,6 +189,25 @@ def test_bad_arguments(options, message):
     arguments = {"op": "gemm", "m": 8, "n": 16, "k": 8} | options
     with pytest.raises(ValueError, match=message):
         minfer.plan(arguments.pop("op"), **arguments)
+
+
+def test_device():
+    assert device_index(-1) == -1
+    for device in (None, "cuda", torch.device("cuda")):
+        if runs_here():
+            assert device_index(device) == torch.cuda.current_device()
+        elif device is None:
+            assert device_index(device) == -1
+        elif not torch.cuda.is_available():
+            with pytest.raises(ValueError, match="got .*cuda.*; this machine or build has no CUDA devices"):
+                minfer.plan("gemm", m=8, n=8, k=8, device=device)
+
+
+def test_unknown_family():
+    for family in ("nope", "GEMM", "gemm ", None):
+        with pytest.raises(ValueError, match=r"family must be one of attention, gemm, moe, moe_w4a16, w4a16, or '' for all, got"):
+            minfer.kernels(family)
+    assert {kernel["family"] for kernel in minfer.kernels("")} == {"attention", "gemm", "moe", "moe_w4a16", "w4a16"}
 
 
 def test_text():

@@ -254,9 +254,24 @@ def commands() -> list[tuple[str, str]]:
         for number, line in enumerate(text.splitlines(), start=1):
             for command in re.findall(r"`((?:python|cmake|ctest|make|pip) [^`]+)`", line):
                 found.append((f"{path.relative_to(ROOT)}:{number}", command))
-    # Comments go, and so do the brackets of what may be left out.
-    cleaned = [(place, re.sub(r"(^|\s)#.*", "", line).replace("[", "").replace("]", "").strip()) for place, line in found]
+    # Comments go, and so do the brackets of what may be left out; of alternatives in brackets, each is a command.
+    cleaned = [(place, re.sub(r"(^|\s)#.*", "", line)) for place, line in found]
+    cleaned = [(place, line.replace("[", "").replace("]", "").strip()) for place, text in cleaned for line in alternatives_of(text)]
     return [(place, line) for place, line in cleaned if line]
+
+
+def alternatives_of(line: str) -> list[str]:
+    """ "a [b | c] d" -> "a b d", "a c d" """
+    bars = re.search(r"\[([^][]* \| [^][]*)\]", line)
+    if bars is None:
+        return [line]
+    return [found for way in bars[1].split(" | ") for found in alternatives_of(line[: bars.start()] + way + line[bars.end() :])]
+
+
+def test_alternatives():
+    assert alternatives_of("a [b | c] [d]") == ["a b [d]", "a c [d]"]
+    assert alternatives_of("a | b [c]") == ["a | b [c]"]
+    assert len({line for _, line in COMMANDS if "tune gemm --shapes" in line}) >= 2
 
 
 COMMANDS = commands()

@@ -56,8 +56,8 @@ K = Annotated[int, typer.Option("--k", min=0, help="The reduced size.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of A, D and a dense B.")]
 LayoutOption = Annotated[Layout, typer.Option("--layout", help="A, then B: tn is A row-major, B column-major (weight.t()).")]
 BatchOption = Annotated[int, typer.Option("--batch", min=0)]
-COption = Annotated[bool, typer.Option("--c", help="There is a C that is read (beta != 0).")]
-GatedOption = Annotated[bool, typer.Option("--gated", help="The operator's gated form.")]
+COption = Annotated[bool, typer.Option("--c", help="There is a C that is read (beta != 0); not with --gated.")]
+GatedOption = Annotated[bool, typer.Option("--gated", help="The operator's gated form, which has no C.")]
 GroupOption = Annotated[
     int | None, typer.Option("--group-size", help="Columns of the weight that share a scale, -1: all. [default: the format's, or 128]")
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import checks
 from .signatures import signature_of, with_out
@@ -42,7 +43,7 @@ def gemm(
         :func:`minfer.kernels`. On CPU it is checked and otherwise ignored.
       out: D itself, a's dtype or float32. Written in place where its rows are contiguous (any leading dimension), otherwise through a
         copy. It may be ``c``, but must not overlap itself, a, b or bias, which is an error where it can be told from where they begin and
-        end. Not under ``torch.compile(fullgraph=True)`` unless contiguous.
+        end. Not under ``torch.compile(fullgraph=True)`` unless contiguous. A tensor made under ``torch.inference_mode()`` only there.
 
     Returns:
       D, [m, n] or [batch, m, n], contiguous (or ``out``). Any m, n, k >= 0.
@@ -52,7 +53,7 @@ def gemm(
 
     Numerics: products are accumulated in float32, the epilogue is float32, D is rounded once. Reductions across thread blocks are
     ordered: the same inputs, shapes and kernel give the same bits in every run. For inference: there is no backward, and calling
-    it raises.
+    it raises; forward-mode differentiation and ``torch.func.grad`` raise in the forward pass.
     """
 
 
@@ -96,11 +97,15 @@ def _gemm_gated_fake(a, b, *, bias=None, activation="silu", kernel=None):
     return a.new_empty(shape.out, dtype=shape.out_dtype)
 
 
-# ---- autograd: forward works, backward raises --------------------------------------------------------------------------------
+# ---- autograd: forward works, backward raises, and so does forward-mode differentiation ---------------------------------------
 #
 # Without a rule the dispatcher lets gradients stop at a CUDA kernel with only a warning, and follows the ATen calls of a CPU kernel.
 # These rules make every device say the same thing. They cost 2-3 us of host time per eager call under no_grad and nothing under
 # inference_mode, in a compiled graph or in a CUDA graph.
+
+
+def _no_backward(name: str) -> str:
+    return f"{name}: has no backward, it is an inference operator; call it under torch.inference_mode() or no_grad()"
 
 
 class _InferenceOnly(torch.autograd.Function):
@@ -111,11 +116,17 @@ class _InferenceOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_grads):
-        raise RuntimeError(f"{ctx.name}: has no backward, it is an inference operator; call it under torch.inference_mode() or no_grad()")
+        raise RuntimeError(_no_backward(ctx.name))
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _differentiated(args, kwargs) -> list[Tensor]:
-    if not torch.is_grad_enabled():
+    """The arguments that autograd follows: those that require grad where it is enabled, and those with a tangent, which no_grad() keeps."""
+    grad = torch.is_grad_enabled()
+    if not grad and forward_ad._current_level < 0:
         return []
     tensors: list[Tensor] = []
     for x in (*args, *kwargs.values()):
@@ -123,31 +134,52 @@ def _differentiated(args, kwargs) -> list[Tensor]:
             tensors.append(x)
         elif isinstance(x, list | tuple):  # a schema's Tensor[]
             tensors += [y for y in x if isinstance(y, Tensor)]
-    return [x for x in tensors if x.requires_grad]
+    return [x for x in tensors if (grad and x.requires_grad) or _has_tangent(x)]
+
+
+def _refuse_tangents(op: torch._ops.OpOverload, tensors: list[Tensor]) -> None:
+    """Without this rule a tangent is followed through the ATen calls of a CPU kernel, and is lost at a CUDA kernel."""
+    torch._check(
+        not any(map(_has_tangent, tensors)),
+        lambda: (
+            f"{op._schema.name}: has no derivative, it is an inference operator; its arguments must have no tangent of forward-mode "
+            "differentiation, got one that has"
+        ),
+    )
 
 
 def register_autograd(op: torch._ops.OpOverload) -> None:
-    """Forward works, backward raises, whatever the device; for an overload that returns tensors or writes its argument ``out``."""
+    """Forward works, backward and forward mode raise, whatever the device; for an overload that returns tensors or writes ``out``."""
     below = torch._C._after_autograd_keyset
 
     def functional(keyset, *args, **kwargs):
         tensors = _differentiated(args, kwargs)
         if tensors:
+            _refuse_tangents(op, tensors)
+            # A transform of torch.func (grad, vjp, jacrev) takes no autograd.Function of this kind, and would call its backward at once.
+            torch._check(not torch._C._are_functorch_transforms_active(), lambda: _no_backward(op._schema.name))
             return _InferenceOnly.apply(op, keyset & below, args, kwargs, *tensors)
         return op.redispatch(keyset & below, *args, **kwargs)
 
     def out_form(keyset, *args, **kwargs):
+        tensors = _differentiated(args, kwargs)
+        _refuse_tangents(op, tensors)
         torch._check(
-            not _differentiated(args, kwargs),
+            not tensors,
             lambda: f"{op._schema.name}: out= cannot be differentiated, but an argument requires grad; call it under torch.no_grad()",
         )
         return counted(keyset, *args, **kwargs)
 
     def counted(keyset, *args, **kwargs):
         """Under inference_mode, too, where a tensor that was not made there keeps its count of writes."""
+        out = kwargs["out"]
+        if out.is_inference() and not torch.is_inference_mode_enabled():  # torch would refuse to count the write when it is done
+            raise RuntimeError(
+                f"{op._schema.name}: out must not be an inference tensor outside of torch.inference_mode(), got one of {list(out.shape)}"
+            )
         op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
-        torch.autograd.graph.increment_version(kwargs["out"])
-        return kwargs["out"]
+        torch.autograd.graph.increment_version(out)
+        return out
 
     if op._overloadname != "out":
         _library.impl(op, functional, "Autograd", with_keyset=True)

@@ -15,17 +15,20 @@ from .registry import build_info, device_index, device_properties
 
 DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 LAYOUTS = ("tn", "tt", "nn", "nt")
+MAX_EXTENT = 2**31 - 512  # of m, n, k and batch: the library's kMaxExtent
 
 
 def _checker_of(problem: Problem | W4Problem, *names: str) -> ValueChecker:
-    """After what both kinds check: the sizes of these names, the dtype, and n where the product is gated."""
+    """After what both kinds check: the sizes of these names, the dtype, and n and C where the product is gated."""
     check = ValueChecker(problem.op)
     for name in names:
         value = getattr(problem, name)
-        check(is_integer(value) and 0 <= value < 2**63, "{} must be an integer >= 0, got {}", name, value)
+        check(is_integer(value) and value >= 0, "{} must be an integer >= 0, got {}", name, value)
+        check(value <= MAX_EXTENT, "{} must be at most {}, got {}", name, MAX_EXTENT, value)
     check(problem.dtype in DTYPES, "dtype must be float16 or bfloat16, got {}", problem.dtype)
     unit = 2 * GATE_BLOCK
     check(not problem.gated or problem.n % unit == 0, "n must be a multiple of {} for a gated GEMM, got {}", unit, problem.n)
+    check(not (problem.gated and problem.c), "c must be False for a gated GEMM, which has no C, got True")
     return check
 
 
@@ -57,6 +60,8 @@ class Problem:
         check = _checker_of(self, "m", "n", "k", "batch")
         good = self.out_dtype in (None, self.dtype, torch.float32)
         check(good, "out_dtype must be {}, float32 or None, got {}", self.dtype, self.out_dtype)
+        good = not self.gated or self.out_dtype in (None, self.dtype)
+        check(good, "out_dtype must be {} or None for a gated GEMM, got {}", self.dtype, self.out_dtype)
         check(self.layout in LAYOUTS, "layout must be one of {}, got '{}'", ", ".join(LAYOUTS), self.layout)
 
     @property
@@ -274,18 +279,20 @@ def plan(
       dtype: of A, D and what B stands for: torch.float16 or torch.bfloat16.
       kernel: an override, as the operator's ``kernel=``.
       use_tuned: False asks the analytic model alone.
-      device: CUDA device or index. None: the current one, or the H200 as measured where there is none (or the build has no CUDA);
-        the plan may then name kernels that this build did not compile (``compiled`` says so).
-      options: of both: ``c`` (there is a C that is read), ``gated``.
+      device: CUDA device or its index. -1: the H200 as measured. None: the current device, or the H200 as measured where there is none
+        (or the build has no CUDA). For the H200 as measured the plan may name kernels that this build did not compile (``compiled``
+        says so).
+      options: of both: ``c`` (there is a C that is read) or ``gated``, which has no C.
         Of gemm: ``batch``; ``layout``, "tn" (A row-major, B column-major: ``weight.t()``, the default), "tt", "nn" or "nt"; ``out_dtype``
-        of D, dtype or torch.float32.
-        Of w4a16_gemm: ``group_size`` (128; -1: all of k), ``zeros`` (there are zero points), ``w4_format`` ("int4").
+        of D, dtype or, where it is not gated, torch.float32.
+        Of w4a16_gemm: ``group_size`` (128; -1: all of k; "mxfp4" and "nvfp4" have one size each), ``zeros`` (there are zero points),
+        ``w4_format``: "int4" (the default), "nf4", "mxfp4" or "nvfp4", and, for what w8a16_gemm would run, "int8" or "fp8_e4m3".
 
     Returns:
       A :class:`Plan`; ``print`` it.
 
     Raises:
-      ValueError: an argument cannot be right. RuntimeError: the override names no legal kernel.
+      ValueError: an argument cannot be right. RuntimeError: the override names no legal kernel, or no kernel takes so large a product.
     """
     if op not in PROBLEMS:
         raise ValueError(f"op must be one of {', '.join(PROBLEMS)}, got {op!r}")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import numbers
 from typing import Any
 
 import torch
+
+H200 = -1  # stands for a device: the H200 as measured, on any machine
 
 
 @functools.cache
@@ -22,8 +25,19 @@ def build_info() -> dict[str, Any]:
 
 @functools.cache
 def kernels(family: str = "gemm") -> tuple[dict[str, Any], ...]:
-    """Every kernel configuration of a family in table order, with ``compiled`` saying whether this build has code for it."""
-    return tuple(json.loads(torch.ops.minfer._kernels(family)))
+    """Every kernel configuration of a family in table order, with ``compiled`` saying whether this build has code for it.
+
+    Args:
+      family: "attention", "gemm", "moe", "moe_w4a16" or "w4a16"; "" is all of them.
+
+    Raises:
+      ValueError: there is no such family.
+    """
+    found = tuple(json.loads(torch.ops.minfer._kernels(family))) if isinstance(family, str) else ()
+    if not found:
+        known = sorted({kernel["family"] for kernel in json.loads(torch.ops.minfer._kernels(""))})
+        raise ValueError(f"minfer.kernels: family must be one of {', '.join(known)}, or '' for all, got {family!r}")
+    return found
 
 
 @functools.cache
@@ -32,15 +46,32 @@ def kernel_names(family: str = "gemm") -> frozenset[str]:
 
 
 def device_index(device: torch.device | int | str | None) -> int:
-    """CUDA index of ``device``; None is the current CUDA device, or -1, the H200 as measured, on a machine without one."""
+    """CUDA index of ``device``; None is the current CUDA device, or -1, the H200 as measured, on a machine without one.
+
+    Raises:
+      ValueError: it is something else, or a device that is not there (no device is, where the build has no CUDA).
+    """
+    count = torch.cuda.device_count() if build_info()["cuda"] else 0
     if device is None:
-        return torch.cuda.current_device() if build_info()["cuda"] and torch.cuda.is_available() else -1
-    if isinstance(device, int):
-        return device
-    device = torch.device(device)
-    if device.type != "cuda":
-        raise ValueError(f"device must be a CUDA device, an index or None, got {device}")
-    return torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.current_device() if count else H200
+    must = f"device must be a CUDA device, its index, {H200} (the H200 as measured) or None, got {device!r}"
+    if isinstance(device, numbers.Integral) and not isinstance(device, bool):
+        index = int(device)
+    else:
+        if not isinstance(device, (str, torch.device)):
+            raise ValueError(must)
+        try:
+            device = torch.device(device)
+        except RuntimeError as error:  # no name of a device
+            raise ValueError(must) from error
+        if device.type != "cuda":
+            raise ValueError(must)
+        index = device.index
+        if index is None:
+            index = torch.cuda.current_device() if count else 0
+    if not H200 <= index < count:
+        raise ValueError(f"{must}; {'there are ' + str(count) if count else 'this machine or build has no'} CUDA devices")
+    return index
 
 
 def device_properties(device: torch.device | int | str | None = None) -> dict[str, Any]:
