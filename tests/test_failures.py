@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 
 import minfer
@@ -94,3 +95,14 @@ def test_splits_that_take_too_much_memory():
     message = r"minfer::attention_paged: num_splits = 256 would take a workspace of [\d.]+ GiB .*; with these it can be at most \d+"
     with pytest.raises(RuntimeError, match=message):
         minfer.attention_paged(q, cache.k, cache.v, lengths, num_splits=256)
+
+
+@pytest.mark.parametrize(
+    ("variable", "legal"), [("MINFER_TUNED=false", "0 or 1"), ("MINFER_PDL=off", "0 or 1"), ("MINFER_FORCE_ARCH=banana", "80 or 90")]
+)
+def test_environment_variables_that_mean_nothing(variable, legal):
+    name, _, value = variable.partition("=")
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
+    command = [sys.executable, "-c", "import minfer"]
+    done = subprocess.run(command, env=os.environ | {name: value, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120)
+    assert f"ImportError: minfer: the environment variable {name} must be {legal}, got '{value}'" in done.stderr

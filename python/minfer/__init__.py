@@ -6,9 +6,18 @@
 Loading registers ``torch.ops.minfer.*`` for CUDA (ahead-of-time kernels), CPU (ATen compositions) and meta tensors.
 """
 
+import os as _os
 from pathlib import Path as _Path
 
 import torch as _torch
+
+
+def _check_environment() -> None:
+    """The library reads these once and takes what it does not know for the default, which nobody would notice."""
+    for name, legal in {"MINFER_TUNED": ("0", "1"), "MINFER_PDL": ("0", "1"), "MINFER_FORCE_ARCH": ("80", "90")}.items():
+        value = _os.environ.get(name, "")
+        if value and value not in legal:
+            raise ImportError(f"minfer: the environment variable {name} must be {' or '.join(legal)}, got {value!r}")
 
 
 def _load_library() -> None:
@@ -23,6 +32,7 @@ def _load_library() -> None:
     raise ImportError(f"minfer: _C.so is not in {', '.join(__path__)}: the package was not built; run `pip install .` in its repository")
 
 
+_check_environment()
 _load_library()
 
 from . import (  # noqa: E402, F401  some register kernels and rules with torch
