@@ -213,9 +213,7 @@ def _kv_cache_append_autograd(keyset, *args, **kwargs):
     op = torch.ops.minfer.kv_cache_append.default
     torch._check(
         not _differentiated(args, kwargs),
-        lambda: (
-            "minfer::kv_cache_append: cannot be differentiated, but an argument requires grad or has a tangent; call it under torch.no_grad()"
-        ),
+        lambda: "minfer::kv_cache_append: cannot be differentiated, but an argument requires grad; call it under torch.no_grad()",
     )
     op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
     written = [args[2], args[3], *(kwargs.get(name) for name in checks_kv_cache.SCALES)]
