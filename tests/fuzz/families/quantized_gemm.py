@@ -61,7 +61,7 @@ def pack(codes: Tensor, form: str) -> Tensor:
 
 def passed_scales(p: Parameters, scales: Tensor, typed: str = "typed") -> Tensor:
     """Scales as a caller has them: those of byte formats are bytes or, where p's ``typed`` says so, float8 numbers of the same bits."""
-    if not p[typed] or scales.dtype != torch.uint8:
+    if not p[typed] or p["format"] not in weights.BYTE_SCALES or scales.dtype != torch.uint8:
         return scales
     return scales.view(SCALE_TYPES[p["format"]])
 
