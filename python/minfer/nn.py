@@ -176,8 +176,8 @@ class W4Linear(_PackedLinear):
 
     Attributes:
       constant_weights: the operator's argument of that name. False (the default): never. None: True in calls where it is proven that the
-        work which wrote the weights has finished (:mod:`minfer.constant_weights` says how), some 0.4 us of host time; False in graphs of
-        torch.compile and for weights made under inference_mode. True: your promise, for all calls from now on.
+        work which wrote the weights has finished (:mod:`minfer.constant_weights` says how); False in graphs that are traced, by
+        torch.compile and others, and for weights made under inference_mode. True: your promise, for all calls from now on.
 
     Raises:
       ValueError: an argument cannot be right; in ``load_state_dict``, perm is no permutation of the columns or alpha no finite number: this

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -35,6 +36,9 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
+    if importlib.util.find_spec("minfer") is None:  # else each worker would say so at length, and start again
+        print("the package minfer cannot be imported: install it first, `pip install .`", file=sys.stderr)
+        return 2
     if options.list or options.family or options.case:
         from .families import FAMILIES
 
