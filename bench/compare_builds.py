@@ -1,8 +1,9 @@
-"""Two builds of minfer against each other: ``python bench/compare_builds.py OLD NEW [--families ..] [--seed N] [--out FILE]``.
+"""Two builds of minfer against each other: ``python -m bench.compare_builds OLD NEW [--families ..] [--seed N] [--out FILE]``.
 
 OLD and NEW are folders that hold a package ``minfer`` each. A process runs each build, for two cannot be loaded into one; the processes
-prepare the same cell and replay it in turn (A B A B), one at a time, as :mod:`minfer.benchmarking` says: CUDA graphs, operands rotated
-through three L2s. Cells are drawn by a seeded generator, so they are on no table. The ratio is old / new: above 1, the new build is faster.
+prepare the same cell and replay it in turn (A B A B), one at a time, as :mod:`minfer.measure.benchmarking` says: CUDA graphs, operands
+rotated through three L2s. Cells are drawn by a seeded generator, so they are on no table. The ratio is old / new: above 1, the new build is
+faster.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
 ROUNDS = 21
 
 
@@ -311,7 +311,11 @@ def attention(family: str, o: dict[str, Any], normal: Callable[..., Any]) -> tup
 def serve() -> None:
     """A build's process: prepares the cells it is told to, replays them when it is told to."""
     import torch
-    from minfer.benchmarking import GraphTimer, estimate_us, rotation
+
+    try:
+        from minfer.measure.benchmarking import GraphTimer, estimate_us, rotation
+    except ModuleNotFoundError:  # a build from before the package had folders
+        from minfer.benchmarking import GraphTimer, estimate_us, rotation
 
     answer = lambda **x: print(json.dumps(x), file=sys.stdout, flush=True)  # noqa: E731
     timer = fn = sets = None
@@ -344,7 +348,7 @@ class Build:
             "PYTHONPATH": os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]),
             "MINFER_CACHE_DIR": "/nonexistent",
         }
-        command = [sys.executable, str(HERE / "compare_builds.py"), "--serve"]
+        command = [sys.executable, __file__, "--serve"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         found = self.ask(what="where")
         if not Path(found.get("file", "")).is_relative_to(Path(folder).resolve()):

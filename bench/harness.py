@@ -1,7 +1,7 @@
 """What the evidence suites share: operands carved from arenas, interleaved timing behind a full queue, results written as they come.
 
-The protocol is that of ``minfer.benchmarking`` (CUDA-graph replays, operands rotated through three L2s, contestants in turn). A suite
-of hundreds of cells has to fit in minutes, so operands are carved from arenas that are filled once, and every replay of a round is
+The protocol is that of ``minfer.measure.benchmarking`` (CUDA-graph replays, operands rotated through three L2s, contestants in turn). A
+suite of hundreds of cells has to fit in minutes, so operands are carved from arenas that are filled once, and every replay of a round is
 enqueued before the first starts: none is charged the launch latency of a graph on an idle GPU, and the host stays out of the way.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from minfer import benchmarking
-from minfer.benchmarking import Timing
+from minfer.measure import benchmarking
+from minfer.measure.benchmarking import Timing
 
 CARVE_BYTES = 256  # alignment of a carved tensor: what an allocation of its own would have
 LEAST_ROUNDS = 7
@@ -163,7 +163,7 @@ def measure(
 
 
 class Results:
-    """Rows of a run, merged into a results file a few seconds after they are measured (:func:`minfer.benchmarking.write_results`)."""
+    """Rows of a run, merged into a results file seconds after they are measured (:func:`minfer.measure.benchmarking.write_results`)."""
 
     def __init__(self, path: Path | None, commit: str | None = None):
         self.path = path

@@ -1,5 +1,4 @@
-#!/usr/bin/env python3
-"""What an eager call costs the host: `python bench/host_time.py --out bench/results/<device>/host.json`.
+"""What an eager call costs the host: `python -m bench.host_time --out bench/results/<device>/host.json`.
 
 Needs the installed package and a GPU. Problems are so small that the GPU is done before the next call arrives: a burst of calls is timed on
 the host's clock, then the device is waited for, outside of the time. Ours, torch's own operator and an allocation with one launch
@@ -24,8 +23,8 @@ from typing import Any
 import minfer
 import torch
 import torch.nn.functional as F
-from minfer import benchmarking
-from minfer.benchmarking import Timing, relative_error, result_row
+from minfer.measure import benchmarking
+from minfer.measure.benchmarking import Timing, relative_error, result_row
 from torch import Tensor
 
 PROTOCOL = (
@@ -243,7 +242,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="cpu: try the script out")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.exit(2, "bench/host_time.py: there is no GPU\n")
+        parser.exit(2, "bench.host_time: there is no GPU\n")
     synchronize = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     torch.manual_seed(1)
     facts = benchmarking.run_facts() | {"protocol": PROTOCOL}

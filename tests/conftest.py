@@ -11,7 +11,7 @@ def pytest_collection_modifyitems(items):
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:
         return
-    from minfer.planning import runs_here
+    from minfer.planning.plan import runs_here
 
     if not runs_here():
         for item in gpu_items:

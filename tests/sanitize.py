@@ -38,7 +38,7 @@ def calls(only: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Name and call of every compiled kernel, then of every operator."""
     import minfer
     import torch
-    from minfer.planning import DTYPE_NAMES
+    from minfer.planning.plan import DTYPE_NAMES
 
     dtype_of = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     torch.manual_seed(3)
@@ -60,8 +60,7 @@ def calls(only: str) -> Iterator[tuple[str, Callable[[], Any]]]:
             if runs and fnmatch(kernel["name"], only):
                 for number, function in enumerate(call(kernel, dtype_of[kernel["ab_type"]], normal)):
                     yield f"{kernel['name']} #{number}", function
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
-    import operator_cases
+    from tests.contracts import operator_cases
 
     for name, functions in operator_cases.calls(DEVICE).items():
         for number, function in enumerate(functions):

@@ -5,7 +5,13 @@ from __future__ import annotations
 import fnmatch
 from pathlib import Path
 
-from codegen import attention, gemm, moe, moe_w4a16, w4a16
+from codegen.families import (
+    attention,
+    gemm,
+    grouped_gemm as moe,
+    grouped_quantized_gemm as moe_w4a16,
+    quantized_gemm as w4a16,
+)
 from codegen.kernel import ConfigError, Kernel
 
 try:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 
 from codegen.configs import FAMILIES
-from codegen.kernel import ELEMENTS, FORMATS, MAJORS, SCHEDULES, Kernel, cpp_bool, cpp_string
+from codegen.kernel import (
+    ELEMENTS,
+    FORMATS,
+    MAJORS,
+    SCHEDULES,
+    Kernel,
+    cpp_bool,
+    cpp_string,
+)
 from codegen.shards import BANNER
 
 

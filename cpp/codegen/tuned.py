@@ -7,9 +7,17 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from codegen.kernel import ELEMENTS, FORMATS, MAJORS, ConfigError, Kernel, cpp_bool, cpp_string
+from codegen.families.quantized_gemm import FIXED_GROUP
+from codegen.kernel import (
+    ELEMENTS,
+    FORMATS,
+    MAJORS,
+    ConfigError,
+    Kernel,
+    cpp_bool,
+    cpp_string,
+)
 from codegen.shards import BANNER
-from codegen.w4a16 import FIXED_GROUP
 
 COLUMNS = (
     "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us"

@@ -5,14 +5,14 @@
 #include <cmath>
 
 #include "bindings.h"
-#include "checks.h"
-#include "device.h"
-#include "json.h"
+#include "core/checks.h"
+#include "core/device.h"
+#include "core/json.h"
+#include "core/parse.h"
+#include "core/plan_cache.h"
+#include "core/readable.h"
+#include "core/torch_calls.h"
 #include "kv_formats.h"
-#include "parse.h"
-#include "plan_cache.h"
-#include "readable.h"
-#include "torch_calls.h"
 
 namespace minfer::torch_binding {
 

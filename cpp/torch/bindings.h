@@ -7,7 +7,7 @@
 #include <tuple>
 #include <vector>
 
-#include "tensor.h"
+#include "core/tensor.h"
 
 namespace minfer::torch_binding {
 

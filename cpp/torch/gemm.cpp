@@ -5,10 +5,10 @@
 #include <cmath>
 
 #include "bindings.h"
-#include "checks.h"
+#include "core/checks.h"
+#include "core/torch_calls.h"
 #include "gemm_planning.h"
 #include "minfer/gemm.h"
-#include "torch_calls.h"
 
 namespace minfer::torch_binding {
 

@@ -1,8 +1,8 @@
 // What other operators take of the dense GEMM.
 #pragma once
 
-#include "device.h"
-#include "tensor.h"
+#include "core/device.h"
+#include "core/tensor.h"
 
 namespace minfer::torch_binding {
 

@@ -8,11 +8,11 @@
 #include <cstring>
 
 #include "bindings.h"
-#include "device.h"
-#include "failure.h"
-#include "json.h"
+#include "core/device.h"
+#include "core/failure.h"
+#include "core/json.h"
+#include "core/plan_cache.h"
 #include "minfer/w4a16.h"
-#include "plan_cache.h"
 #include "tuned_rows.h"
 
 namespace minfer::torch_binding {

@@ -4,9 +4,9 @@
 #include <optional>
 #include <string>
 
-#include "device.h"
+#include "core/device.h"
+#include "core/parse.h"
 #include "minfer/gemm.h"
-#include "parse.h"
 
 namespace minfer::torch_binding {
 

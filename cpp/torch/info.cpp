@@ -1,10 +1,10 @@
 // What the build holds: _build_info, _kernels, _device_properties, _device_file_name; and _allocate, _is_done.
 #include "bindings.h"
-#include "device.h"
-#include "json.h"
+#include "core/device.h"
+#include "core/json.h"
+#include "core/torch_calls.h"
 #include "minfer/gemm.h"
 #include "minfer/registry.h"
-#include "torch_calls.h"
 
 namespace minfer::torch_binding {
 

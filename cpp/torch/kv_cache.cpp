@@ -1,9 +1,9 @@
-// torch.ops.minfer.kv_cache_append on CUDA tensors. The checks are those of python/minfer/checks_kv_cache.py, in their order.
+// torch.ops.minfer.kv_cache_append on CUDA tensors. The checks are those of python/minfer/checks/kv_cache.py, in their order.
 #include "minfer/kv_cache.h"
 
 #include "bindings.h"
-#include "checks.h"
-#include "device.h"
+#include "core/checks.h"
+#include "core/device.h"
 #include "kv_formats.h"
 
 namespace minfer::torch_binding {

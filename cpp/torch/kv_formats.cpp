@@ -1,7 +1,7 @@
 #include "kv_formats.h"
 
+#include "core/readable.h"
 #include "minfer/kv_cache.h"
-#include "readable.h"
 
 namespace minfer::torch_binding {
 

@@ -1,11 +1,11 @@
-// A KV cache among an operator's arguments: its format, its rows, its scales and residuals. Checks are those of python/minfer/checks_kv_cache.py,
+// A KV cache among an operator's arguments: its format, its rows, its scales and residuals. Checks are those of python/minfer/checks/kv_cache.py,
 // in their order. `other` is the operand that a cache is compared with: the new keys of an append, the queries of attention.
 #pragma once
 
 #include <optional>
 #include <string>
 
-#include "checks.h"
+#include "core/checks.h"
 
 namespace minfer::torch_binding {
 

@@ -1,6 +1,6 @@
 // Every operator's schema, on one screen. CUDA implementations are registered here; the CPU ones (ATen compositions) and the fakes are Python's.
 #include "bindings.h"
-#include "boxing.h"
+#include "core/boxing.h"
 
 STABLE_TORCH_LIBRARY(minfer, m) {
   // D = activation(alpha * A.B + beta * C + bias)

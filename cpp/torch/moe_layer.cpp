@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "core/torch_calls.h"
 #include "minfer/moe_routing.h"
-#include "torch_calls.h"
 
 namespace minfer::torch_binding {
 

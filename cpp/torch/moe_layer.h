@@ -1,7 +1,7 @@
 // A layer of experts, whatever its weights: sort, two products, sum. What lies between them is one piece of memory.
 #pragma once
 
-#include "grouped.h"
+#include "grouped_problem.h"
 
 namespace minfer::torch_binding {
 

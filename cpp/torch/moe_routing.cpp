@@ -5,11 +5,11 @@
 #include <cmath>
 
 #include "bindings.h"
-#include "checks.h"
-#include "device.h"
+#include "core/checks.h"
+#include "core/device.h"
+#include "core/readable.h"
+#include "core/torch_calls.h"
 #include "gemm.h"
-#include "readable.h"
-#include "torch_calls.h"
 
 namespace minfer::torch_binding {
 

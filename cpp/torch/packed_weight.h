@@ -3,9 +3,9 @@
 
 #include <array>
 
-#include "failure.h"
-#include "tensor.h"
-#include "w4a16/w4_layout.h"
+#include "core/failure.h"
+#include "core/tensor.h"
+#include "quantized_gemm/w4_layout.h"
 
 namespace minfer::torch_binding {
 

@@ -8,8 +8,8 @@
 #include <mutex>
 #include <vector>
 
-#include "failure.h"
-#include "parse.h"
+#include "core/failure.h"
+#include "core/parse.h"
 
 namespace minfer::torch_binding {
 

@@ -18,8 +18,8 @@
 #include <utility>
 #include <vector>
 
-#include "moe/router_gemm_plan.h"
-#include "moe/router_owners.h"
+#include "moe/routing/router_gemm_plan.h"
+#include "moe/routing/router_owners.h"
 #include "testing.h"
 
 using namespace minfer;

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <random>
 
-#include "attention/launch.h"
+#include "attention/shared/launch.h"
 #include "common/context.h"
 #include "gemm/launch.h"
 

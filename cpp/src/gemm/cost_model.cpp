@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "w4a16/cost_model.h"
+#include "quantized_gemm/cost_model.h"
 
 namespace minfer::gemm {
 

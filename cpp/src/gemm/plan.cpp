@@ -7,7 +7,7 @@
 #include "gemm/cost_model.h"
 #include "gemm/schedule.h"
 #include "minfer/gemm.h"
-#include "w4a16/cost_model.h"
+#include "quantized_gemm/cost_model.h"
 
 namespace minfer {
 

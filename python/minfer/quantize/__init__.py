@@ -7,7 +7,13 @@ y = weight.gemm(x)
 experts = minfer.quantize.quantize_w4_experts(w13, gated=True)    # of a mixture of experts; or stack_experts, from_gpt_oss
 """
 
-from .checkpoints import from_awq, from_bitsandbytes, from_compressed_tensors, from_gptq, from_mxfp4
+from .checkpoints import (
+    from_awq,
+    from_bitsandbytes,
+    from_compressed_tensors,
+    from_gptq,
+    from_mxfp4,
+)
 from .experts import W4Experts, from_gpt_oss, quantize_w4_experts, stack_experts
 from .round_to_nearest import quantize_w4, quantize_w8
 from .storage import from_safetensors, to_safetensors

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import weight_formats, weight_layout
-from ..checks import FLOAT32_MAX, is_integer
+from ..checks.common import FLOAT32_MAX, is_integer
+from ..formats import weight_formats, weight_layout
 from .loader import FLOATS, INTEGERS, Loader
 from .weight import W4Weight, W8Weight, weight_of_codes
 

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import moe_w4a16, w4a16, weight_layout
-from ..checks_moe import GATE_LAYOUTS, MAX_EXPERTS
-from ..packing import GATE_BLOCK
-from ..weight_formats import FORMATS
+from ..checks.grouped_gemm import GATE_LAYOUTS, MAX_EXPERTS
+from ..formats import weight_layout
+from ..formats.gate_up import GATE_BLOCK
+from ..formats.weight_formats import FORMATS
+from ..ops.grouped_quantized_gemm import grouped_w4a16_gemm, moe_ffn_w4a16
+from ..ops.quantized_gemm import w4a16_dequantize, w4a16_pack
 from .checkpoints import mxfp4_tensors, mxfp4_weight
 from .loader import Loader
 from .round_to_nearest import quantize
@@ -61,14 +63,14 @@ class W4Experts(_Weight):
             weight = [None if x is None else x[expert] for x in self.packed]
             alpha = 1.0 if self.alpha is None else float(self.alpha[expert])
             form = {"group_size": self.group_size, "alpha": alpha, "w4_format": self.w4_format}
-            return w4a16.w4a16_dequantize(*weight, **form, n=self.n, k=self.k, out_dtype=out_dtype)
+            return w4a16_dequantize(*weight, **form, n=self.n, k=self.k, out_dtype=out_dtype)
 
         return torch.stack([own(expert) for expert in range(self.qweight.shape[0])])
 
     def gemm(self, a: Tensor, offsets: Tensor, **arguments: Any) -> Tensor:
         """:func:`minfer.grouped_w4a16_gemm` with these weights and biases, gated where they are; gather, row_scale, activation, kernel and
         out as there."""
-        return moe_w4a16.grouped_w4a16_gemm(a, offsets=offsets, **self.arguments(), **arguments)
+        return grouped_w4a16_gemm(a, offsets=offsets, **self.arguments(), **arguments)
 
     def ffn(self, x: Tensor, down: W4Experts, weights: Tensor, ids: Tensor, *, activation: str = "silu") -> Tensor:
         """A layer: :func:`minfer.moe_ffn_w4a16` with these weights for w13 and ``down`` for w2, with the alphas and biases of both.
@@ -84,7 +86,7 @@ class W4Experts(_Weight):
         for name in ("w4_format", "group_size"):
             own, other = getattr(self, name), getattr(down, name)
             _require("ffn", own == other, f"down must have the {name} of w13, {own}, got {other}")
-        return moe_w4a16.moe_ffn_w4a16(
+        return moe_ffn_w4a16(
             x,
             *self.packed,
             *down.packed,
@@ -203,7 +205,7 @@ def _stacked(experts: list[list[W4Weight]], n: int, gate_layout: str | None) -> 
         if not moved and len(parts) == 1:
             return parts[0].qweight
         unpacked = [weight_layout.unpack(w.qweight, w.n, w.k, form.order) for w in parts]
-        return w4a16.w4a16_pack(rows(unpacked, 0), w4_format=like.w4_format)
+        return w4a16_pack(rows(unpacked, 0), w4_format=like.w4_format)
 
     def zeros(weight: W4Weight) -> Tensor:
         return torch.full_like(weight.scales, form.zero) if weight.zeros is None else weight.zeros

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import weight_formats, weight_layout
-from ..checks import DTYPES, FLOAT32_MAX
+from ..checks.common import DTYPES, FLOAT32_MAX
+from ..formats import weight_formats, weight_layout
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

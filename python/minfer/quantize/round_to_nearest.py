@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .. import weight_formats, weight_layout
-from ..checks import DTYPES
-from ..weight_formats import FORMATS, WeightFormat
+from ..checks.common import DTYPES
+from ..formats import weight_formats, weight_layout
+from ..formats.weight_formats import FORMATS, WeightFormat
 from .loader import FLOATS, rounded
 from .weight import W4Weight, W8Weight, weight_of_codes
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from .. import weight_formats, weight_layout
-from ..checks import DTYPES, FLOAT32_MAX, ValueChecker, is_integer
-from ..checks_kv_cache import check_shape, check_tensor
-from ..checks_moe import MAX_EXPERTS
-from ..checks_w4a16 import check_group_size, check_permutation, check_weight
-from ..packing import GATE_BLOCK
+from ..checks.common import DTYPES, FLOAT32_MAX, ValueChecker, is_integer
+from ..checks.grouped_gemm import MAX_EXPERTS
+from ..checks.kv_cache import check_shape, check_tensor
+from ..checks.quantized_gemm import check_group_size, check_permutation, check_weight
+from ..formats import weight_formats, weight_layout
+from ..formats.gate_up import GATE_BLOCK
 from .experts import W4Experts
 from .weight import W4Weight, W8Weight
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from .. import w4a16, w8a16
-from ..weight_formats import FORMATS
+from ..formats.weight_formats import FORMATS
+from ..ops.quantized_gemm import w4a16_dequantize, w4a16_gemm, w4a16_pack, w8a16_dequantize, w8a16_gemm, w8a16_pack
 
 _Self = TypeVar("_Self", bound="_Weight")
 
@@ -71,11 +71,11 @@ class W4Weight(_Weight):
     def dequantize(self, out_dtype: torch.dtype | None = None) -> Tensor:
         """W [n, k], columns in their original order; of the dtype of 16-bit scales, otherwise of ``out_dtype`` (None: bfloat16)."""
         form = {"group_size": self.group_size, "alpha": self.alpha, "w4_format": self.w4_format}
-        return self._original_order(w4a16.w4a16_dequantize(*self._packed(), **form, n=self.n, k=self.k, out_dtype=out_dtype))
+        return self._original_order(w4a16_dequantize(*self._packed(), **form, n=self.n, k=self.k, out_dtype=out_dtype))
 
     def gemm(self, a: Tensor, **arguments: Any) -> Tensor:
         """activation(A.W^T + C + bias): :func:`minfer.w4a16_gemm` with this weight and bias; the other arguments as there."""
-        return w4a16.w4a16_gemm(a, **self.arguments(), **arguments)
+        return w4a16_gemm(a, **self.arguments(), **arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,11 +106,11 @@ class W8Weight(_Weight):
     def dequantize(self) -> Tensor:
         """W [n, k] of the dtype of scales, columns in their original order."""
         form = {"group_size": self.group_size, "alpha": self.alpha, "w8_format": self.w8_format}
-        return self._original_order(w8a16.w8a16_dequantize(*self._packed(), **form, n=self.n, k=self.k))
+        return self._original_order(w8a16_dequantize(*self._packed(), **form, n=self.n, k=self.k))
 
     def gemm(self, a: Tensor, **arguments: Any) -> Tensor:
         """activation(A.W^T + C + bias): :func:`minfer.w8a16_gemm` with this weight and bias; the other arguments as there."""
-        return w8a16.w8a16_gemm(a, **self.arguments(), **arguments)
+        return w8a16_gemm(a, **self.arguments(), **arguments)
 
 
 def weight_of_codes(
@@ -129,7 +129,7 @@ def weight_of_codes(
     if zeros is not None:
         zeros = None if bool((zeros == form.zero).all()) else zeros.to(scales.dtype).contiguous()
     if form.bits == 4:
-        kind, qweight = W4Weight, w4a16.w4a16_pack(codes, w4_format=format)
+        kind, qweight = W4Weight, w4a16_pack(codes, w4_format=format)
     else:
-        kind, qweight = W8Weight, w8a16.w8a16_pack(codes)
+        kind, qweight = W8Weight, w8a16_pack(codes)
     return kind(qweight, scales.contiguous(), zeros, perm, int(group_size), n, k, format, bias, alpha)

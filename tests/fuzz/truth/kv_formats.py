@@ -1,4 +1,4 @@
-"""What the bytes of a KV cache stand for, by the table of minfer.kv_cache, in float64."""
+"""What the bytes of a KV cache stand for, by the table of minfer.ops.kv_cache, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The packed layouts of weights, from the table of minfer.weight_layout: which code lies in which bits of which word."""
+"""The packed layouts of weights, from the table of minfer.formats.weight_layout: which code lies in which bits of which word."""
 
 from __future__ import annotations
 

@@ -1,0 +1,28 @@
+// Rows of q before the first and behind the last of cu_seqlens_q's sequences are nobody's: their output is zeros, their lse -inf.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "attention/shared/sequences.cuh"
+
+namespace minfer::attention {
+
+/// Params: a launch's parameters, of prefill or decode. By `threads` threads of every CTA.
+template <class Params>
+__device__ __forceinline__ void clear_rows_outside(Params const& params, int thread, int threads) {
+  if (params.cu_seqlens_q == nullptr) return;
+  RowRange const inside = params.all_queries();
+  int const outside = params.tokens_q - inside.count;
+  for (int i = int(blockIdx.x); i < outside; i += int(gridDim.x)) {
+    int64_t const row = i < inside.first ? i : i + inside.count;
+    for (int column = thread; column < params.heads_q * params.head_dim_v; column += threads) {
+      static_cast<uint16_t*>(params.out)[row * params.out_row + column] = 0;
+    }
+    for (int head = thread; head < params.heads_q && params.lse != nullptr; head += threads) {
+      params.lse[head * params.lse_head + row] = -INFINITY;
+    }
+  }
+}
+
+}  // namespace minfer::attention

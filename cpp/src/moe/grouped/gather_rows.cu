@@ -1,0 +1,52 @@
+// Rows in the order of the experts: what the loader of a grouped GEMM does where that is fast enough. A row that `a` does not have is zeros.
+#include "common/dependent_launch.cuh"
+#include "common/kernel_launch.h"
+#include "moe/grouped/launch.h"
+
+namespace minfer::moe {
+
+namespace {
+
+constexpr int kThreads = 256, kUnits = 4;  // 16 bytes a thread, so many of them in flight
+
+__global__ void __launch_bounds__(kThreads)
+    gather_rows_kernel(uint4 const* a, int64_t lda, int64_t a_rows, int32_t const* gather, int64_t rows, int32_t units, uint4* out) {
+#if __CUDA_ARCH__ >= 900
+  allow_dependent_launch();
+  wait_for_predecessor();
+#endif
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    int64_t const source = gather[row];
+    bool const inside = uint64_t(source) < uint64_t(a_rows);
+    uint4 const* const from = a + (inside ? source : 0) * lda;
+    uint4* const to = out + row * units;
+    for (int first = int(threadIdx.x); first < units; first += kUnits * kThreads) {
+      uint4 values[kUnits];
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        values[i] = make_uint4(0, 0, 0, 0);
+        if (inside && first + i * kThreads < units) values[i] = load_operand(from + first + i * kThreads);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        if (first + i * kThreads < units) to[first + i * kThreads] = values[i];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Status gather_rows(void const* a, int64_t lda, int64_t a_rows, int32_t const* gather, int64_t rows, int64_t k, void* out, bool programmatic,
+                   Stream stream) {
+  if (rows == 0 || k == 0) return Status::success();
+  LaunchShape shape;
+  shape.grid = dim3(unsigned(rows < 65536 ? rows : 65536));
+  shape.threads = kThreads;
+  shape.programmatic = programmatic;
+  shape.stream = stream;
+  return launch(shape, "launch of gather_rows", &gather_rows_kernel, static_cast<uint4 const*>(a), lda / 8, a_rows, gather, rows,
+                int32_t(k / 8), static_cast<uint4*>(out));
+}
+
+}  // namespace minfer::moe

@@ -1,0 +1,214 @@
+// Epilogue of grouped kernels: d[row] = row_scale * act(acc + bias[expert]), or row_scale * act(gate) * up, for the rows of one expert's tile.
+//
+// The accumulators are D^T (weights on the MMA's rows): value e + 2 h + 4 j of slab mi is weight row 64 mi + 16 warp + 8 h + lane / 4, token
+// 8 j + 2 (lane % 4) + e. kChunk tokens at a time are turned over by stmatrix.trans into shared memory, as [token][column] with 16-byte units at
+// u ^ token % 8, and leave as whole 16-byte units. Rows behind the tile's last token belong to the next expert and are not touched, which is
+// why no TMA store writes them.
+#pragma once
+
+#include "cute/tensor.hpp"
+#include "gemm/epilogue.cuh"
+#include "moe/grouped/expert_tiles.cuh"
+
+namespace minfer::moe {
+
+struct GroupedEpilogueParams {
+  void* d;                 // [rows, n_out] with leading dimension ldd
+  void const* bias;        // [experts, n], of the weights' type, or null; gated: in the weight's own row order
+  float const* alpha;      // [experts], or null: factors of the sums of quantised weights
+  float const* row_scale;  // [rows], or null
+  int64_t ldd, bias_stride;
+  int32_t n;  // rows of an expert's weight
+  gemm::ActivationParams activation;
+  float gate_max, up_max, up_shift;  // gated: gate = min(gate, gate_max), up = clamp(up, +-up_max) + up_shift
+  bool gated;
+  int32_t gate_row_stride, up_row_offset;  // gate i is row i * gate_row_stride of the weight, its up row up_row_offset behind it
+  bool gate_blocks;                        // rows are in the tiles' own order
+  bool vectors;                            // d and its rows are 16-byte aligned
+};
+
+/// The weight's row that row `row` of an expert's tiles is, or -1. Gated, tiles hold 8 gate rows, then their 8 up rows.
+__device__ __forceinline__ int weight_row(GroupedEpilogueParams const& params, int row) {
+  if (!params.gated) return row < params.n ? row : -1;
+  int const output = row / 16 * 8 + row % 8;
+  if (output >= params.n / 2) return -1;
+  return params.gate_blocks ? row : output * params.gate_row_stride + row / 8 % 2 * params.up_row_offset;
+}
+
+/// Rows behind the last expert's are nobody's: zeros. By `threads` of every CTA.
+template <class Storage>
+__device__ void clear_rows_behind(ExpertRows const& rows, Storage const& tiles, GroupedEpilogueParams const& e, int thread, int threads) {
+  if (rows.masked) return;
+  int const n_out = e.gated ? e.n / 2 : e.n, last = rows.experts - 1;
+  for (int row = tiles.first_row[last] + tiles.count[last] + int(blockIdx.x); row < rows.rows; row += int(gridDim.x)) {
+    for (int column = thread; column < n_out; column += threads) static_cast<uint16_t*>(e.d)[row * e.ldd + column] = 0;
+  }
+}
+
+template <DataType kType, int kTileM, int kTileN, bool kHasAlpha = false>  // of one warpgroup
+struct GroupedEpilogue {
+  using Element = gemm::ElementOf<kType>;
+  static constexpr int kChunk = kTileN < 32 ? kTileN : 32;  // tokens staged together
+  static constexpr int kBlocks = kChunk / 8;
+  static constexpr int kMmaM = kTileM / 64;
+  static constexpr int kUnits = kTileM / 8;  // 16-byte units of a staged row
+  static constexpr int kBytes = kChunk * kTileM * 2;
+
+  GroupedEpilogueParams const& params;
+  char* staged;
+  int thread, barrier_id;
+  float bias[kMmaM][2] = {};
+  float alpha = 1.0f;
+
+  __device__ GroupedEpilogue(GroupedEpilogueParams const& params, char* staged, int thread, int barrier_id)
+      : params(params), staged(staged), thread(thread), barrier_id(barrier_id) {}
+
+  __device__ void synchronize() const { asm volatile("bar.sync %0, 128;" ::"r"(barrier_id) : "memory"); }
+
+  /// Before store: the bias of the warpgroup's rows of the weight, from first_row on, and alpha.
+  __device__ void prefetch(ExpertTile const& tile, int first_row) {
+    if (kHasAlpha && params.alpha != nullptr) alpha = load_operand(params.alpha + tile.expert);
+    if (params.bias == nullptr) return;
+    auto const* of_expert = static_cast<typename Element::Type const*>(params.bias) + tile.expert * params.bias_stride;
+#pragma unroll
+    for (int mi = 0; mi < kMmaM; ++mi) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        int const row = weight_row(params, first_row + 64 * mi + thread / 32 * 16 + 8 * h + thread % 32 / 4);
+        bias[mi][h] = row >= 0 ? Element::to_float(of_expert[row]) : 0.0f;
+      }
+    }
+  }
+  template <class Accumulator>
+  __device__ void store(Accumulator const& accumulator, ExpertTile const& tile, int first_row) {
+    int const lane = thread % 32, warp = thread / 32;
+#pragma unroll
+    for (int chunk = 0; chunk < kTileN / kChunk; ++chunk) {
+      int const left = tile.tokens - chunk * kChunk;
+      if (left > 0) {
+        float scale[kBlocks][2];
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            int const token = 8 * j + 2 * (lane % 4) + e;
+            scale[j][e] = 1.0f;
+            if (params.row_scale != nullptr && token < left)
+              scale[j][e] = load_operand(params.row_scale + tile.row + chunk * kChunk + token);
+          }
+        }
+        synchronize();  // the previous chunk has been read
+#pragma unroll
+        for (int mi = 0; mi < kMmaM; ++mi) {
+          float v[4 * kBlocks];
+          auto const value = [&](int i) -> float& { return v[i]; };
+#pragma unroll
+          for (int i = 0; i < 4 * kBlocks; ++i) {
+            float const sum = accumulator(mi * (kTileN / 2) + chunk * (kChunk / 2) + i);
+            v[i] = kHasAlpha ? fmaf(sum, alpha, bias[mi][i / 2 % 2]) : sum + bias[mi][i / 2 % 2];
+          }
+          if (!params.gated) {
+            gemm::activate_all<4 * kBlocks>(params.activation, value);
+#pragma unroll
+            for (int j = 0; j < kBlocks; j += 2) {
+              constexpr bool kPair = kBlocks > 1;
+              uint32_t packed[4];
+#pragma unroll
+              for (int i = 0; i < (kPair ? 4 : 2); ++i) {
+                int const block = j + i / 2;
+                packed[i] = Element::pack(v[4 * block + 2 * (i % 2)] * scale[block][0], v[4 * block + 2 * (i % 2) + 1] * scale[block][1]);
+              }
+              int const q = lane / 8, r = lane % 8;
+              write<kPair ? 4 : 2>(8 * (j + (kPair ? q / 2 : 0)) + r, 8 * mi + 2 * warp + q % 2, packed);
+            }
+          } else {
+#pragma unroll
+            for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+              for (int e = 0; e < 2; ++e) v[4 * j + e] = v[4 * j + e] > params.gate_max ? params.gate_max : v[4 * j + e];
+            }
+            gemm::activate_all<2 * kBlocks>(params.activation, [&](int i) -> float& { return v[i / 2 * 4 + i % 2]; });
+            uint32_t packed[4];
+#pragma unroll
+            for (int j = 0; j < kBlocks; ++j) {
+              float product[2];
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                float up = v[4 * j + 2 + e];  // compared and not fminf: NaN stays
+                up = up > params.up_max ? params.up_max : up < -params.up_max ? -params.up_max : up;
+                product[e] = v[4 * j + e] * (up + params.up_shift) * scale[j][e];
+              }
+              packed[j] = Element::pack(product[0], product[1]);
+            }
+            int const q = lane / 8 < kBlocks ? lane / 8 : kBlocks - 1, r = lane % 8;
+            write<kBlocks>(8 * q + r, 4 * mi + warp, packed);
+          }
+        }
+        synchronize();
+        copy_out(tile, first_row, chunk, left < kChunk ? left : kChunk);
+      }
+    }
+  }
+
+  /// Matrices of 8 tokens x 8 columns: lane 8 q + r addresses row r of the q-th.
+  template <int kMatrices>
+  __device__ void write(int token, int unit, uint32_t const (&d)[4]) const {
+#if __CUDA_ARCH__ < 900
+    write_elements<kMatrices>(token, unit, d);
+#else
+    uint32_t const address = cute::cast_smem_ptr_to_uint(staged) + token * (kTileM * 2) + (unit ^ token % 8) * 16;
+    if constexpr (kMatrices == 4) {
+      asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(d[0]), "r"(d[1]), "r"(d[2]),
+                   "r"(d[3])
+                   : "memory");
+    } else if constexpr (kMatrices == 2) {
+      asm volatile("stmatrix.sync.aligned.x2.trans.m8n8.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(d[0]), "r"(d[1]) : "memory");
+    } else {
+      static_assert(kMatrices == 1);
+      asm volatile("stmatrix.sync.aligned.x1.trans.m8n8.shared.b16 [%0], {%1};" ::"r"(address), "r"(d[0]) : "memory");
+    }
+#endif
+  }
+  /// The same without stmatrix: lane l holds columns 2 (l % 4) and the next (tokens) of row l / 4 (a column of d) of every matrix.
+  template <int kMatrices>
+  __device__ void write_elements(int token, int unit, uint32_t const (&d)[4]) const {
+    int const lane = thread % 32;
+#pragma unroll
+    for (int q = 0; q < kMatrices; ++q) {
+      int const first = __shfl_sync(0xffffffffu, token, 8 * q), column = __shfl_sync(0xffffffffu, unit, 8 * q) * 8 + lane / 4;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        int const row = first + 2 * (lane % 4) + e;
+        char* const at = staged + row * (kTileM * 2) + (column / 8 ^ row % 8) * 16 + column % 8 * 2;
+        *reinterpret_cast<uint16_t*>(at) = uint16_t(d[q] >> (16 * e));
+      }
+    }
+  }
+
+  __device__ void copy_out(ExpertTile const& tile, int first_row, int chunk, int tokens) const {
+    using Type = typename Element::Type;
+    int const n_out = params.gated ? params.n / 2 : params.n;
+    int const units = params.gated ? kUnits / 2 : kUnits;
+    int const column0 = params.gated ? first_row / 2 : first_row;
+    Type* const d = static_cast<Type*>(params.d) + (tile.row + chunk * kChunk) * params.ldd + column0;
+    int const unit = thread % units, step = 128 / units;
+#pragma unroll 1
+    for (int token = thread / units; token < tokens; token += step) {
+      uint4 const bits = *reinterpret_cast<uint4 const*>(staged + token * (kTileM * 2) + (unit ^ token % 8) * 16);
+      int const inside = n_out - column0 - unit * 8;
+      Type* const at = d + token * params.ldd + unit * 8;
+      if (params.vectors && inside >= 8) {
+        *reinterpret_cast<uint4*>(at) = bits;
+      } else {
+        uint32_t const words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          uint16_t const half = uint16_t(words[i / 2] >> (16 * (i % 2)));
+          if (i < inside) at[i] = *reinterpret_cast<Type const*>(&half);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace minfer::moe

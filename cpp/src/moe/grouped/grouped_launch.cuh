@@ -1,0 +1,99 @@
+// What the launches of all grouped kernels share.
+#pragma once
+
+#include <atomic>
+
+#include "common/cuda_check.h"
+#include "common/tensor_map.h"
+#include "moe/grouped/expert_tiles.cuh"
+#include "moe/grouped/grouped_epilogue.cuh"
+#include "moe/grouped/launch.h"
+
+namespace minfer::moe {
+
+/// Row i of the gate is row i * stride of the weight, its up row up_offset behind it; kBlocks: inside blocks of 16 rows.
+struct GateRows {
+  int64_t stride, up_offset;
+};
+inline GateRows gate_rows(GateLayout layout, int64_t n) {
+  return layout == GateLayout::kHalves ? GateRows{1, n / 2} : layout == GateLayout::kAlternating ? GateRows{2, 1} : GateRows{1, 8};
+}
+
+inline ExpertRows describe_rows(GroupedProblem const& problem, GroupedOperands const& operands) {
+  ExpertRows rows{};
+  rows.offsets = operands.offsets;
+  rows.experts = int32_t(problem.experts);
+  rows.masked = problem.max_rows > 0;
+  rows.rows = int32_t(rows.masked ? problem.max_rows : problem.rows);
+  return rows;
+}
+
+inline GroupedEpilogueParams describe_epilogue(GroupedProblem const& problem, GroupedOperands const& operands) {
+  GroupedEpilogueParams e{};
+  e.d = operands.d;
+  e.bias = operands.bias;
+  e.alpha = operands.alpha;
+  e.row_scale = operands.row_scale;
+  e.ldd = operands.ldd;
+  e.bias_stride = operands.bias_stride;
+  e.n = int32_t(problem.n);
+  e.activation = gemm::make_activation(operands.activation);
+  if (operands.activation == Activation::kSilu) e.activation.p[0] *= operands.silu_scale;
+  e.gate_max = operands.gate_max;
+  e.up_max = operands.up_max;
+  e.up_shift = operands.up_shift;
+  e.gated = problem.gated;
+  GateRows const rows = gate_rows(operands.gate_layout, problem.n);
+  e.gate_row_stride = int32_t(rows.stride);
+  e.up_row_offset = int32_t(rows.up_offset);
+  e.gate_blocks = operands.gate_layout == GateLayout::kBlocks;
+  e.vectors = problem.d_alignment == 16;
+  return e;
+}
+
+/// The rows' part of an sm_90 kernel's parameters.
+template <class Kernel>
+Status describe_tokens(GroupedLaunchArguments const& arguments, typename Kernel::Params* params) {
+  GroupedProblem const& problem = *arguments.problem;
+  GroupedOperands const& operands = *arguments.operands;
+  int64_t const extents[3] = {problem.k, operands.a_rows, 1}, strides[2] = {operands.lda * 2, operands.lda * 2};
+  int box[3] = {64, Kernel::kLargeBox, 1};
+  if (Status status = encode_tensor_map_rows(&params->tokens, 3, operands.a, extents, strides, box); !status.ok()) return status;
+  box[1] = Kernel::kSmallBox;
+  if (Status status = encode_tensor_map_rows(&params->few_tokens, 3, operands.a, extents, strides, box); !status.ok()) return status;
+  params->rows = describe_rows(problem, operands);
+  if (problem.gathered && double(operands.a_rows) * operands.lda * 2 >= 16.0 * Kernel::Gather::kZeroRow) {
+    return Status::failure(StatusCode::kNotSupported, "rows are gathered from up to 64 GiB, got %lld rows of %lld elements",
+                           (long long)operands.a_rows, (long long)operands.lda);
+  }
+  params->source = {static_cast<typename Kernel::Element const*>(operands.a), operands.gather, uint32_t(operands.a_rows),
+                    uint32_t(operands.lda / 8), int32_t(problem.k)};
+  params->k_tiles = int32_t((problem.k + Kernel::kTileK - 1) / Kernel::kTileK);
+  params->weight_tiles = int32_t((problem.n + Kernel::kTileM - 1) / Kernel::kTileM);
+  // All tokens stay in L2 where they are few beside it.
+  bool const keep = problem.rows * problem.k * 2 <= arguments.device->l2_bytes / 4;
+  params->hint_tokens = uint64_t(keep ? cute::TMA::CacheHintSm90::EVICT_LAST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  return Status::success();
+}
+
+template <class Params>
+Status launch_grouped(void (*kernel)(Params const), Params const& params, GroupedLaunchArguments const& arguments, int threads,
+                      int ctas_per_sm, int smem_bytes, std::atomic<uint64_t>& shared_memory_allowed) {
+  if (cudaError_t const error = allow_shared_memory(reinterpret_cast<void const*>(kernel), smem_bytes, shared_memory_allowed);
+      error != cudaSuccess) {
+    return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
+  }
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(arguments.device->sm_count * ctas_per_sm));
+  config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = size_t(smem_bytes);
+  config.stream = arguments.stream;
+  config.attrs = &attribute;
+  config.numAttrs = arguments.programmatic_launch && arguments.device->compute_capability() >= 90 ? 1 : 0;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, params), "launch");
+}
+
+}  // namespace minfer::moe

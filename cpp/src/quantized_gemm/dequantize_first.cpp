@@ -1,0 +1,45 @@
+// Many tokens: when writing the weight out in 16 bits and running a dense GEMM beats dequantising in the mainloop.
+#include "minfer/w4a16.h"
+#include "quantized_gemm/cost_model.h"
+
+namespace minfer {
+
+namespace {
+
+constexpr double kStartUs = 2.0;       // of one more launch
+constexpr double kStreamShare = 0.72;  // of the read bandwidth, read and write together
+constexpr double kFusedShare =
+    1.035;  // time of the fused mainloop against the dense one: the paths meet at m = 8192, where most layers tie
+constexpr int64_t kLeastTokens = 1024;  // below, a weight's way through memory is never paid back
+
+}  // namespace
+
+GemmProblem dequantized(GemmProblem const& problem) {
+  GemmProblem dense = problem;
+  dense.b_format = WeightFormat::kDense;
+  dense.group_size = 0;
+  dense.has_zeros = false;
+  dense.b_major = Major::kK;
+  dense.b_alignment = 16;  // k is a multiple of 8
+  return dense;
+}
+
+double dequantize_us(GemmProblem const& problem, DeviceProperties const& device) {
+  double const bytes = w4a16::weight_bytes(problem) + 2.0 * problem.n * problem.k;
+  return kStartUs + bytes / (kStreamShare * device.read_bandwidth);
+}
+
+Status dequantize_first(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, bool* first) {
+  *first = false;
+  if (problem.b_format == WeightFormat::kDense || problem.k == 0) return Status::success();
+  GemmPlan fused, dense;
+  Status const fused_status = plan_gemm(problem, device, options, &fused);
+  if (fused_status.ok() && problem.m < kLeastTokens) return fused_status;
+  if (!fused_status.ok() && fused_status.code == StatusCode::kInvalidArgument) return fused_status;
+  Status const dense_status = plan_gemm(dequantized(problem), device, options, &dense);
+  if (!dense_status.ok()) return fused_status.ok() ? fused_status : dense_status;
+  *first = !fused_status.ok() || dequantize_us(problem, device) + dense.predicted_us < kFusedShare * fused.predicted_us;
+  return Status::success();
+}
+
+}  // namespace minfer

@@ -1,0 +1,79 @@
+// Mainloop of many tokens: WGMMA, scales on the weights.
+#pragma once
+
+#include "quantized_gemm/stage_sm90.cuh"
+
+namespace minfer::w4a16 {
+
+/// Scales in the fragments. A WGMMA holds its warps until it has read A's registers, so with many tokens the warp is the tensor core's: each
+/// slab of 16 of k is a batch of its own, dequantised while the one before runs, in a ring of four fragments.
+template <class S, class Accumulator>
+CUTLASS_DEVICE void mainloop_fragments(typename S::SharedStorage& storage, typename S::Ring& ring, Accumulator& accumulator, int k_count,
+                                       int group_shift, int consumer, int thread) {
+  using Element = typename S::Element;
+  using TiledMma = typename S::TiledMma;
+  using SmemLayoutB = typename S::SmemLayoutB;
+  using Codes = typename S::Codes;
+  using Scale = typename S::Scale;
+  using namespace cute;
+  using H = Half2<S::kType>;
+  TiledMma mma;
+  Tensor sB = make_tensor(make_smem_ptr(&storage.activations[0][0]), SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
+  auto thread_mma = mma.get_slice(thread);
+  Tensor tCrB = thread_mma.make_fragment_B(thread_mma.partition_B(sB));           // (MMA,MMA_N,MMA_K,PIPE), descriptors
+  Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, Int<S::kRing>>{});  // (MMA,RING)
+  auto registers = recast<uint32_t>(tCrA);
+
+  w4a16::Book const book = S::book_of(storage, thread);
+  int previous = 0;
+  warpgroup_fence_operand(accumulator);
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int i = 0; i < k_count; ++i) {
+    int const stage = ring.index;
+    S::wait(storage, ring);
+    uint4 codes[S::kMmaM][S::kChunks];
+    CUTLASS_PRAGMA_UNROLL
+    for (int u = 0; u < S::kChunks * S::kMmaM; ++u)
+      codes[u % S::kMmaM][u / S::kMmaM] = S::load_codes(storage, stage, u % S::kMmaM, u / S::kMmaM, consumer, thread);
+    uint32_t scale[S::kMmaM][2], zero[S::kMmaM][2];  // [slab][row]
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < S::kTileK / 16 * S::kMmaM; ++step) {
+      int const mi = step % S::kMmaM, slab = step / S::kMmaM;
+      if (slab % (S::kGroup / 16) == 0) {
+        int const row = (mi * S::kConsumers + consumer) * 64 + thread / 32 * 16 + thread % 32 / 4;
+        int const group = S::kFine ? (slab * 16) >> group_shift : 0;
+        typename Scale::Stored const* scales = &storage.scales[stage][group][row];
+        S::scales_of_rows(scales, scale[mi]);
+        S::load_zeros(storage, stage, group, row, zero[mi]);
+      }
+      uint32_t words[Codes::kWords];
+      S::words_of(codes[mi], slab, words);
+      warpgroup_wait<S::kRing - 1>();                                          // this fragment's last reader
+      if (step == S::kRing - 1) S::release(storage, previous, thread, i > 0);  // with it all of the previous stage has retired
+      uint32_t a[4];
+      Codes::fragment(words, zero[mi], book, a);
+      CUTLASS_PRAGMA_UNROLL
+      for (int r = 0; r < 4; ++r) {
+        registers(r + 4 * (step % S::kRing)) = H::mul(a[r], scale[mi][r % 2]);
+        warpgroup_fence_operand(registers(r + 4 * (step % S::kRing)));
+      }
+      warpgroup_fence_operand(accumulator);
+      warpgroup_arrive();
+      mma.accumulate_ = slab == 0 && i == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+      cute::gemm(mma, tCrA(_, step % S::kRing), tCrB(_, _0{}, slab, stage), accumulator(_, mi, _0{}));
+      warpgroup_commit_batch();
+      warpgroup_fence_operand(accumulator);
+    }
+    previous = stage;
+    ring.advance();
+  }
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(accumulator);
+  S::release(storage, previous, thread);
+  if constexpr (Scale::kRest != 1.0f) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < S::kValues; ++v) accumulator(v) *= Scale::kRest;
+  }
+}
+
+}  // namespace minfer::w4a16

@@ -1,0 +1,218 @@
+// What a stage of the sm_90 kernels holds, how the warpgroups share it out, and how a thread reads its part: common to the mainloops.
+#pragma once
+
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/cutlass.h"
+#include "gemm/epilogue_sm90.cuh"
+#include "gemm/split_reduction.cuh"
+#include "quantized_gemm/cluster_split.h"
+#include "quantized_gemm/dequantize.cuh"
+#include "quantized_gemm/w4_layout.h"
+
+namespace minfer::w4a16 {
+
+/// The epilogue of the warpgroups that have a tile's sums in the end: not of those with a slice of k.
+template <class Config>
+struct RowGroups : Config {
+  static constexpr int kThreads = 128 * ((Config::kThreads / 128 - 1) / Config::kSlices + 1);
+};
+template <class Config>
+struct DenseEpilogue : gemm::EpilogueSm90<RowGroups<Config>> {
+  using gemm::EpilogueSm90<RowGroups<Config>>::EpilogueSm90;
+  static constexpr bool kGathers = false;
+};
+
+/// TileEpilogue: its Buffers and Small are kept here; kGathers: whether tokens may come by cp.async. kPieces: of a cluster's other CTAs.
+template <class Config, class TileEpilogue = DenseEpilogue<Config>, int kPieces = max_cluster_pieces(Config::kFormat, Config::kTileN)>
+struct StageSm90 {
+  static constexpr DataType kType = Config::kType;
+  using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
+  static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kTileK = Config::kTileK;  // rows of weights, tokens, k
+  static constexpr int kThreads = Config::kThreads, kConsumers = kThreads / 128 - 1;
+  static constexpr int kStages = Config::kStages;
+  static constexpr int kSlices = Config::kSlices, kSliceK = kTileK / kSlices;  // a stage's k is shared out to so many warpgroups
+  static constexpr int kRowGroups = kConsumers / kSlices;                      // warpgroups with rows of their own
+  static constexpr int kBlocks = kSliceK / kBlockK;                            // of a warpgroup's rows, in a stage
+  // What the warpgroups hold together must fit what the launch gave the CTA: more is waited for, forever.
+  static constexpr int kLaunchRegisters = 65536 / (kThreads * Config::kCtasPerSm) / 8 * 8;
+  static constexpr int kProducerRegisters = kConsumers >= 4 || (Config::kCtasPerSm == 2 && TileEpilogue::kGathers) ? 32
+                                            : Config::kCtasPerSm == 2                                              ? 24
+                                                                                                                   : 40;
+  static constexpr int kConsumerRegisters =
+      cute::min(232, (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (kConsumers * 128) / 8 * 8);
+  static_assert(kProducerRegisters * 128 + kConsumerRegisters * 128 * kConsumers <= kLaunchRegisters * kThreads);
+  static constexpr int kMmaM = kTileM / (64 * kRowGroups);  // 64-row slabs of a warpgroup: slab mi of row group w is mi * kRowGroups + w
+  static constexpr int kCluster = Config::kClusterM;
+  static_assert(kConsumers % kSlices == 0 && kTileM % (64 * kRowGroups) == 0 && kTileK % (kSlices * kBlockK) == 0);
+  static_assert(Config::kSwap && Config::kSchedule == Schedule::kCooperative && Config::kClusterN == 1 && kTileN % (8 * kCluster) == 0);
+
+  // Few tokens: scales go in fp32 to the accumulators of a stage, kTileN / 2 multiply-adds; many: to the fragments, 16 multiplies a block.
+  static constexpr Scaling kScaling = Config::kScaling;
+  static constexpr bool kFine = kScaling == Scaling::kFine || kScaling == Scaling::kFineAccumulators;
+  static_assert(kScaling == Scaling::kFragments || kScaling == Scaling::kFine || (kMmaM == 1 && kBlocks == 2));
+
+  static constexpr WeightFormat kFormat = Config::kFormat;
+  static constexpr bool kHasZeros = has_zero_points(kFormat), kHasBook = has_code_book(kFormat);
+  // mma.sync, not WGMMA. With 16 tokens that is slower where WGMMA needs no wait for every 32 of k, and with code books (28672 x 4096: 19.3 us
+  // against 18.6, nf4 26.5 against 21.8): every warp reads all tokens from shared memory, where the books are, too.
+  static constexpr bool kSync = kTileN == 8 || (kTileN == 16 && kFine && !kHasBook);
+  static_assert(!kSync || kMmaM == 1);
+  static_assert(kSlices == 1 || kSync || kScaling == Scaling::kAccumulators || kScaling == Scaling::kFineAccumulators);
+  static constexpr int kGroup = !kFine ? kSliceK : fixed_group_of(kFormat) != 0 ? fixed_group_of(kFormat) : 32;  // the smallest
+  static_assert(kGroup >= 32 || kScaling == Scaling::kFine);
+  static constexpr int kScaleRows = kTileK / kGroup;  // groups that may begin in a stage
+  static constexpr int kRing = 4;                     // A fragments in use
+  static constexpr int kValues = kMmaM * kTileN / 2;  // accumulators of a thread
+  using Epilogue = TileEpilogue;
+  static constexpr bool kTagged = kValues <= gemm::kMaxTaggedValues;
+  using Reduction = cute::conditional_t<kTagged, gemm::TaggedReduction<128, cute::min(kValues, gemm::kMaxTaggedValues)>,
+                                        gemm::SplitReduction<128, kValues>>;
+  using Codes = w4a16::Codes<Config::kType, kFormat, kScaling == Scaling::kFragments || kScaling == Scaling::kFine>;
+  using Scale = w4a16::Scale<Config::kType, kFormat>;
+  static constexpr int kChunkSlabs = 4 / Codes::kWords;       // slabs of 16 of k in a thread's 16 bytes
+  static constexpr int kChunks = kSliceK / 16 / kChunkSlabs;  // of a slab of 64 rows, in a warpgroup's slice of a stage
+
+  using Atom = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileN>, cute::_64>>());
+  using TiledMma = decltype(cute::make_tiled_mma(Atom{}));
+  using SmemLayoutB = decltype(cute::tile_to_shape(cute::SM90::GMMA::Layout_K_SW128_Atom<Element>{},
+                                                   cute::Shape<cute::Int<kTileN>, cute::Int<kTileK>, cute::Int<kStages>>{}));
+
+  struct BookStorage {
+    alignas(128) char bytes[kBookBytes];
+  };
+  struct Zeros {
+    alignas(128) uint16_t of[kStages][kScaleRows][kTileM];
+  };
+  static constexpr int kBookBarrier = 15;  // of all consumers
+  // Of kernels with no register to spare: what is known of a thread's place is not kept over the mainloop but read again.
+  static constexpr bool kForget = kConsumers >= 4 && kValues >= 16;
+  static constexpr int kMaxPieces = kPieces;
+  struct Pieces {
+    alignas(16) float4 of[cute::max(1, kMaxPieces)][kRowGroups][kValues / 4][128];
+    alignas(8) uint64_t full[kRowGroups];
+  };
+  struct Slices {
+    alignas(16) float4 of[cute::max(1, kSlices - 1)][kRowGroups][kValues / 4][128];
+  };
+  struct SharedStorage {
+    alignas(1024) Element activations[kStages][kTileN * kTileK];
+    alignas(1024) uint4 weights[kStages][kTileM / 64][kSlices * kChunks][128];
+    [[no_unique_address]] cute::conditional_t<kHasBook, BookStorage, cute::tuple<>> book;
+    typename Epilogue::Buffers epilogue;
+    alignas(128) typename Scale::Stored scales[kStages][kScaleRows][kTileM];
+    [[no_unique_address]] cute::conditional_t<kHasZeros, Zeros, cute::tuple<>> zeros;
+    [[no_unique_address]] cute::conditional_t<(kMaxPieces > 0), Pieces, cute::tuple<>> pieces;
+    [[no_unique_address]] cute::conditional_t<(kSlices > 1), Slices, cute::tuple<>> slices;
+    alignas(8) uint64_t full[kStages], empty[kStages];
+    typename Epilogue::Small epilogue_small;
+  };
+  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
+  static_assert(kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
+
+  using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+  using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+  struct Ring {
+    int index = 0;
+    uint32_t phase = 0;
+    __device__ void advance() {
+      if (++index == kStages) {
+        index = 0;
+        phase ^= 1;
+      }
+    }
+  };
+
+  /// Waits for the ring's stage. cp.async writes through another proxy than WGMMA reads by.
+  static CUTLASS_DEVICE void wait(SharedStorage& storage, Ring const& ring) {
+    FullBarrier::wait(&storage.full[ring.index], ring.phase);
+    if constexpr (TileEpilogue::kGathers && !kSync) cutlass::arch::fence_view_async_shared();
+  }
+
+  // A stage is free again: each warp tells the producer of every CTA that writes into it. One arrival for a warpgroup would not do: its warps do
+  // not wait for each other in WGMMAs, and one that comes late still has codes and scales to read (seen with cold caches and groups of 32).
+  // A predicate and no branch: control flow between WGMMAs makes ptxas serialise them.
+  static CUTLASS_DEVICE void release(SharedStorage& storage, int stage, int thread, bool when = true) {
+    if constexpr (kCluster > 1) {
+      EmptyBarrier::arrive(&storage.empty[stage], uint32_t(thread) % kCluster, uint32_t(when && thread % 32 < kCluster));
+    } else {
+      asm volatile(
+          "{\n"
+          ".reg .pred chosen;\n"
+          "setp.ne.u32 chosen, %1, 0;\n"
+          "@chosen mbarrier.arrive.shared::cta.b64 _, [%0];\n"
+          "}" ::"r"(cute::cast_smem_ptr_to_uint(&storage.empty[stage])),
+          "r"(uint32_t(when && thread % 32 == 0))
+          : "memory");
+    }
+  }
+
+  // -zero * factor of a thread's two rows. Without a branch for symmetric weights: control flow between WGMMAs makes ptxas serialise them.
+  static CUTLASS_DEVICE void load_zeros(SharedStorage const& storage, int stage, int group, int row, uint32_t (&z)[2]) {
+    if constexpr (kHasZeros) {
+      uint16_t const* zeros = &storage.zeros.of[stage][group][row];
+      z[0] = Half2<Config::kType>::mul(both_halves(zeros[0]), Codes::factor(0) ^ 0x80008000u);
+      z[1] = Half2<Config::kType>::mul(both_halves(zeros[8]), Codes::factor(1) ^ 0x80008000u);
+    }
+  }
+
+  // The scales of a thread's two rows, twice in a register, for its fragments.
+  static CUTLASS_DEVICE void scales_of_rows(typename Scale::Stored const* scales, uint32_t (&twice)[2]) {
+    typename Scale::Stored const of_rows[2] = {scales[0], scales[8]};
+    Scale::rows(of_rows, twice);
+    if constexpr (kHasZeros) {
+      twice[0] = Half2<Config::kType>::mul(twice[0], Codes::inverse(0));
+      twice[1] = Half2<Config::kType>::mul(twice[1], Codes::inverse(1));
+    }
+  }
+
+  // The zero point of symmetric weights, in this warpgroup's rows of every stage.
+  static CUTLASS_DEVICE void fill_zeros(SharedStorage& storage, int consumer, int thread) {
+    for (int i = consumer / kRowGroups * 128 + thread; i < kStages * kScaleRows * kMmaM * 32; i += kSlices * 128) {
+      int const slab = i / 32 % kMmaM, stage_row = i / 32 / kMmaM;
+      uint32_t* rows = reinterpret_cast<uint32_t*>(&storage.zeros.of[stage_row / kScaleRows][stage_row % kScaleRows][0]);
+      rows[(slab * kRowGroups + consumer % kRowGroups) * 32 + i % 32] = Codes::kSymmetricZero;
+    }
+  }
+
+  template <class Registers>
+  static CUTLASS_DEVICE void set(Registers& registers, int set, int slab, uint32_t const (&a)[4]) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < 4; ++r) registers(r + 4 * slab + 16 * set) = a[r];
+  }
+
+  // The compiler must not move the fragments' arithmetic between WGMMAs: it would have to serialise them.
+  template <class Registers>
+  static CUTLASS_DEVICE void pin(Registers& registers, int set) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < 16; ++i) cute::warpgroup_fence_operand(registers(i + 16 * set));
+  }
+
+  // A slab's words out of the chunks of 16 bytes that hold its block's codes.
+  static CUTLASS_DEVICE void words_of(uint4 const* chunks, int slab, uint32_t (&words)[Codes::kWords]) {
+    uint4 const& chunk = chunks[slab / kChunkSlabs];
+    CUTLASS_PRAGMA_UNROLL
+    for (int w = 0; w < Codes::kWords; ++w) {
+      int const i = slab % kChunkSlabs * Codes::kWords + w;
+      words[w] = i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
+    }
+  }
+
+  // The 64-row slab mi of a warpgroup, in its slice of the stage.
+  static CUTLASS_DEVICE uint4 load_codes(SharedStorage const& storage, int stage, int mi, int chunk, int consumer, int thread) {
+    return storage.weights[stage][mi * kRowGroups + consumer % kRowGroups][consumer / kRowGroups * kChunks + chunk][thread];
+  }
+
+  static CUTLASS_DEVICE w4a16::Book book_of(SharedStorage const& storage, int thread) {
+    if constexpr (kHasBook) {
+      return {storage.book.bytes, uint32_t(thread % 32 * 4)};
+    } else {
+      return {};
+    }
+  }
+};
+
+}  // namespace minfer::w4a16

@@ -1,0 +1,102 @@
+#include "core/parse.h"
+
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
+
+#include "core/failure.h"
+#include "minfer/registry.h"
+
+namespace minfer::torch_binding {
+
+std::vector<std::string> split(std::string const& text, char separator) {
+  std::vector<std::string> parts;
+  for (size_t begin = 0;;) {
+    size_t const end = text.find(separator, begin);
+    parts.push_back(text.substr(begin, end == std::string::npos ? end : end - begin));
+    if (end == std::string::npos) return parts;
+    begin = end + 1;
+  }
+}
+
+int64_t parse_integer(char const* what, std::string const& text, int64_t least, int64_t most) {
+  int64_t value = 0;
+  char const* const end = text.data() + text.size();
+  auto const [stop, error] = std::from_chars(text.data(), end, value);
+  bool const whole = stop == end && (error == std::errc() || error == std::errc::result_out_of_range);
+  if (!whole) fail(what, " must be an integer, got '", text, "'");
+  if (error != std::errc() || value < least || value > most) fail(what, " must be ", least, " to ", most, ", got ", text);
+  return value;
+}
+
+float parse_positive(char const* what, std::string const& text) {
+  char* end = nullptr;
+  float const value = std::strtof(text.c_str(), &end);
+  if (end == text.c_str() || *end != 0 || !(value > 0.0f) || !std::isfinite(value))
+    fail(what, " must be a positive number, got '", text, "'");
+  return value;
+}
+
+bool parse_flag(char const* what, std::string const& text) {
+  if (text != "0" && text != "1") fail(what, " must be 0 or 1, got '", text, "'");
+  return text == "1";
+}
+
+Decomposition parse_decomposition(char const* what, std::string const& text) {
+  for (Decomposition d : {Decomposition::kDataParallel, Decomposition::kStreamK, Decomposition::kSplitK}) {
+    if (text == name_of(d)) return d;
+  }
+  fail(what, " must be persistent, stream_k or split_k, got '", text, "'");
+}
+
+RasterOrder parse_raster(char const* what, std::string const& text) {
+  for (RasterOrder order : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
+    if (text == name_of(order)) return order;
+  }
+  fail(what, " must be along_m or along_n, got '", text, "'");
+}
+
+int32_t parse_launch_number(char const* what, std::string const& text) { return int32_t(parse_integer(what, text, 1, 4096)); }
+
+DataType parse_type(char const* what, std::string const& text) {
+  for (DataType type : {DataType::kF16, DataType::kBF16, DataType::kF32}) {
+    if (text == name_of(type)) return type;
+  }
+  fail(what, " must be f16, bf16 or f32, got '", text, "'");
+}
+
+Major parse_major(char const* what, std::string const& text) {
+  if (text != "k" && text != "mn") fail(what, " must be k or mn, got '", text, "'");
+  return text == "k" ? Major::kK : Major::kMN;
+}
+
+WeightFormat parse_format(char const* what, int bits, std::string const& name) {
+  std::string known;
+  for (WeightFormat format : kWeightFormats) {
+    if (bits != 0 && bits_of(format) != bits) continue;
+    if (name == name_of(format)) return format;
+    known += (known.empty() ? "" : ", ") + std::string(name_of(format));
+  }
+  fail(what, ": ", bits == 8 ? "w8_format" : "w4_format", " must be one of ", known, ", got '", name, "'");
+}
+
+Activation parse_activation(char const* what, std::string const& name, char const* more) {
+  for (Activation a : {Activation::kNone, Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu}) {
+    if (name == name_of(a)) return a;
+  }
+  fail(what, ": activation must be one of none, relu, gelu, gelu_tanh, silu", more, ", got '", name, "'");
+}
+
+void check_kernel_name(char const* what, char const* family, std::string const& name) {
+  KernelInfo const* const kernel = find_kernel(name.c_str());
+  if (kernel == nullptr || std::strcmp(kernel->family, family) != 0) fail(what, ": kernel '", name, "' is not in the registry of ", family);
+}
+
+int32_t group_of(char const* what, int64_t group_size) {
+  if (group_size < -1) fail(what, ": group_size must be -1 (all of k) or a power of two, got ", group_size);
+  return group_size == -1 || group_size > INT32_MAX ? 0 : int32_t(group_size);  // k has less than 32 bits
+}
+
+}  // namespace minfer::torch_binding

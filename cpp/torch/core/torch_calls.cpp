@@ -1,0 +1,96 @@
+#include "core/torch_calls.h"
+
+#include <algorithm>
+#include <iomanip>
+
+#include "minfer/registry.h"
+
+// Weak: torch has had it since 2.13; before, the reason is on standard error.
+extern "C" __attribute__((weak)) char const* torch_exception_get_what_without_backtrace();
+
+namespace minfer::torch_binding {
+
+namespace {
+
+constexpr double kKiB = 1024.0;
+
+/// 1536 is "1.5 KiB".
+std::string text_of_bytes(double bytes) {
+  char const* const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
+  size_t unit = 0;
+  for (; bytes >= kKiB && unit + 1 < std::size(units); ++unit) bytes /= kKiB;
+  return text_of(std::fixed, std::setprecision(unit == 0 ? 0 : 1), bytes, ' ', units[unit]);
+}
+
+/// "; 1.5 GiB of cuda:0's 139.8 GiB are free", of a CUDA device that can be asked.
+std::string memory_of(Tensor const& like) {
+  int64_t free = 0, total = 0;
+  if (!like.is_cuda() || !query_memory(like.device(), &free, &total).ok()) return "";
+  return text_of("; ", text_of_bytes(double(free)), " of ", PlaceOf{like}, "'s ", text_of_bytes(double(total)),
+                 " are free, but for what torch holds");
+}
+
+OwnShape contiguous_strides(Shape shape) {
+  OwnShape strides(shape.size());
+  int64_t stride = 1;
+  for (size_t mode = shape.size(); mode-- > 0;) {
+    strides[mode] = stride;
+    stride *= std::max<int64_t>(shape[mode], 1);
+  }
+  return strides;
+}
+
+[[noreturn, gnu::cold]] void no_copy(char const* op, char const* verb, char const* name, Tensor const& x) {
+  fail(op, ": could not ", verb, " ", name, ' ', x, ": ", reason_of_torch());
+}
+
+}  // namespace
+
+std::string reason_of_torch() {
+  char const* const what = torch_exception_get_what_without_backtrace != nullptr ? torch_exception_get_what_without_backtrace() : nullptr;
+  std::string reason = what != nullptr ? what : "";
+  reason.erase(std::min(reason.find('\n'), reason.size()));
+  return reason.empty() ? "torch gives its reason on standard error" : reason;
+}
+
+Tensor try_allocate(Tensor const& like, Shape shape, ScalarType type) {
+  OwnShape strides = contiguous_strides(shape);
+  AtenTensorHandle handle = nullptr;
+  AOTITorchError const error = aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(), type_code(type),
+                                                        like.device_type(), like.device(), &handle);
+  return error == 0 ? Tensor(handle) : Tensor();
+}
+
+void no_memory(char const* op, Tensor const& like, Shape shape, ScalarType type, std::string const& what) {
+  std::string const reason = reason_of_torch();
+  double bytes = double(bytes_of(type));
+  for (int64_t extent : shape) bytes *= double(extent);
+  fail(op, ": could not allocate ", text_of_bytes(bytes), " for ", what, ": ", reason, memory_of(like));
+}
+
+void copy_into(char const* op, char const* name, Tensor const& to, Tensor const& from) {
+  if (aoti_torch_copy_(to.handle(), from.handle(), 0) != 0) no_copy(op, "copy", name, from);
+}
+
+void fill_with_zeros(char const* op, char const* name, Tensor const& x) {
+  if (aoti_torch_zero_(x.handle()) != 0) no_copy(op, "fill", name, x);
+}
+
+Tensor copy_of(char const* op, char const* name, Tensor const& x) {
+  Tensor copy = allocate(op, x, x.sizes(), x.scalar_type(), "a copy of ", name, ' ', x);
+  copy_into(op, name, copy, x);
+  return copy;
+}
+
+Tensor copy_with_strides(char const* op, char const* name, Tensor const& x, Shape strides, int64_t elements) {
+  Tensor const memory = allocate(op, x, {elements}, x.scalar_type(), "a copy of ", name, ' ', x);
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch__reinterpret_tensor(memory.handle(), x.dim(), x.sizes().data(), strides.data(), 0, &handle) != 0) {
+    no_copy(op, "copy", name, x);
+  }
+  Tensor const copy(handle);
+  copy_into(op, name, copy, x);
+  return copy;
+}
+
+}  // namespace minfer::torch_binding

@@ -1,0 +1,222 @@
+// torch.ops.minfer.grouped_gemm, grouped_gemm_masked and moe_ffn on CUDA tensors.
+#include "minfer/moe.h"
+
+#include "bindings.h"
+#include "core/json.h"
+#include "core/torch_calls.h"
+#include "gemm_planning.h"
+#include "grouped_problem.h"
+#include "moe_layer.h"
+#include "packed_weight.h"
+
+namespace minfer::torch_binding {
+
+namespace {
+
+/// b [experts, k, n] of a's type; returns n.
+int64_t check_experts_of(char const* op, Tensor const& a, Tensor const& b, int64_t k) {
+  if (b.dim() != 3 || b.size(1) != k) {
+    fail(op, ": b must be [experts, k, n] with k = ", k, " to match a ", a, ", got b ", b);
+  }
+  check_experts(op, "b", b, b.size(0));
+  check_operand(op, "b", b, a.scalar_type(), b.sizes(), {"a", a});
+  return b.size(2);
+}
+
+GroupedCall described(char const* op, Tensor const& a, Tensor const& b, int64_t rows, GroupedArguments const& arguments,
+                      char const* offsets_name, Tensor const& offsets) {
+  GroupedCall call{op};
+  GroupedProblem& p = call.problem;
+  p.rows = rows;
+  p.experts = b.size(0);
+  p.n = b.size(2);
+  p.k = b.size(1);
+  p.type = data_type(a.scalar_type());
+  set_arguments(&call, arguments, offsets_name, offsets);
+  set_weight(&call, "b", b, true);
+  return call;
+}
+
+/// Returns the rows of d.
+int64_t check_sorted(char const* op, Tensor const& a, Tensor const& b, Tensor const& offsets, GroupedArguments const& arguments) {
+  int64_t const rows = grouped_rows(op, a, arguments.gather), n = check_experts_of(op, a, b, a.size(1));
+  check_grouped(op, a, rows, b.size(0), n, "b", arguments);
+  check_offsets(op, "offsets", offsets, b.size(0), {"a", a});
+  return rows;
+}
+
+GroupedCall described_sorted(char const* op, Tensor const& a, Tensor const& b, Tensor const& offsets, int64_t rows,
+                             GroupedArguments const& arguments) {
+  GroupedCall call = described(op, a, b, rows, arguments, "offsets", offsets);
+  set_rows(&call, "a", a);
+  return call;
+}
+
+void check_masked(char const* op, Tensor const& a, Tensor const& b, Tensor const& counts, GroupedArguments const& arguments) {
+  if (a.dim() != 3 || b.dim() != 3 || a.size(0) != b.size(0)) {
+    fail(op, ": a must be [experts, max_rows, k] and b [experts, k, n], got a ", a, " and b ", b);
+  }
+  check_16bit(op, "a", a);
+  int64_t const n = check_experts_of(op, a, b, a.size(2)), experts = a.size(0), max_rows = a.size(1);
+  Beside const beside{"a", a};
+  if (arguments.bias) check_operand(op, "bias", *arguments.bias, a.scalar_type(), {experts, n}, beside);
+  if (arguments.row_scale) check_operand(op, "row_scale", *arguments.row_scale, ScalarType::Float, {experts, max_rows}, beside);
+  check_gate(op, "b", "columns", n, arguments.activation, arguments.gated, arguments.gate_layout);
+  check_offsets(op, "counts", counts, experts, beside);
+}
+
+GroupedCall described_masked(char const* op, Tensor const& a, Tensor const& b, Tensor const& counts, GroupedArguments const& arguments) {
+  int64_t const experts = a.size(0), max_rows = a.size(1), k = a.size(2);
+  GroupedCall call = described(op, a, b, experts * max_rows, arguments, "counts", counts);
+  call.problem.max_rows = max_rows;
+  bool const walks = (a.stride(2) == 1 || k <= 1) && (experts <= 1 || max_rows <= 1 || a.stride(0) == max_rows * a.stride(1));
+  int64_t const all = experts * max_rows;
+  bool const repeated = all > 1 && a.stride(max_rows > 1 ? 1 : 0) == 0;  // TMA has no stride 0
+  Tensor const rows = walks && !repeated ? a : copy_of(op, "a", a);
+  set_rows(&call, call.held.keep(rows), all, all > 1 ? rows.stride(max_rows > 1 ? 1 : 0) : round_up(k, 8));
+  return call;
+}
+
+std::optional<Tensor> const kNoGather;
+
+}  // namespace
+
+Tensor grouped_gemm(Tensor const& a, Tensor const& b, Tensor const& offsets, std::optional<Tensor> const& bias,
+                    std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
+                    std::string const& gate_layout, std::optional<std::string> const& kernel) {
+  char const* op = "minfer::grouped_gemm";
+  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, kernel};
+  int64_t const rows = check_sorted(op, a, b, offsets, arguments);
+  OnDevice const on(op, a);
+  GroupedCall call = described_sorted(op, a, b, offsets, rows, arguments);
+  return launch(call, kernel, a, on);
+}
+
+Tensor grouped_gemm_out(Tensor const& a, Tensor const& b, Tensor const& offsets, std::optional<Tensor> const& bias,
+                        std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale, std::string const& activation,
+                        bool gated, std::string const& gate_layout, std::optional<std::string> const& kernel, Tensor const& out) {
+  char const* op = "minfer::grouped_gemm.out";
+  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, kernel};
+  int64_t const rows = check_sorted(op, a, b, offsets, arguments);
+  check_grouped_out(op, out, rows, gated ? b.size(2) / 2 : b.size(2), {"a", a});
+  check_no_overlap(op, out, "b", b);
+  check_no_overlap(op, out, "offsets", offsets);
+  check_no_overlap(op, out, arguments);
+  OnDevice const on(op, a);
+  GroupedCall call = described_sorted(op, a, b, offsets, rows, arguments);
+  launch_out(call, kernel, out, on);
+  return out;
+}
+
+Tensor grouped_gemm_masked(Tensor const& a, Tensor const& b, Tensor const& counts, std::optional<Tensor> const& bias,
+                           std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
+                           std::string const& gate_layout, std::optional<std::string> const& kernel) {
+  char const* op = "minfer::grouped_gemm_masked";
+  GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, kernel};
+  check_masked(op, a, b, counts, arguments);
+  OnDevice const on(op, a);
+  GroupedCall call = described_masked(op, a, b, counts, arguments);
+  Tensor const out =
+      allocate(op, a, {call.problem.experts, call.problem.max_rows, call.columns()}, a.scalar_type(), "the output of a ", a, " and b ", b);
+  fill_with_zeros(op, "the output", out);
+  launch(call, kernel, out, call.columns(), on);
+  return out;
+}
+
+Tensor grouped_gemm_masked_out(Tensor const& a, Tensor const& b, Tensor const& counts, std::optional<Tensor> const& bias,
+                               std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
+                               std::string const& gate_layout, std::optional<std::string> const& kernel, Tensor const& out) {
+  char const* op = "minfer::grouped_gemm_masked.out";
+  GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, kernel};
+  check_masked(op, a, b, counts, arguments);
+  int64_t const experts = a.size(0), max_rows = a.size(1), columns = gated ? b.size(2) / 2 : b.size(2);
+  check_operand(op, "out", out, a.scalar_type(), {experts, max_rows, columns}, {"a", a});
+  int64_t const row = max_rows > 1 ? out.stride(1) : experts > 1 ? out.stride(0) : columns;  // of slabs of one row, an expert's
+  bool const walks =
+      (out.stride(2) == 1 || columns <= 1) && row >= columns && (experts <= 1 || max_rows == 0 || out.stride(0) == max_rows * row);
+  if (!walks) fail(op, ": out must be one run of rows with unit stride along them, got strides ", Listed{out.strides()});
+  check_apart(op, out);
+  check_no_overlap(op, out, "a", a);
+  check_no_overlap(op, out, "b", b);
+  check_no_overlap(op, out, "counts", counts);
+  check_no_overlap(op, out, arguments);
+  OnDevice const on(op, a);
+  GroupedCall call = described_masked(op, a, b, counts, arguments);
+  launch(call, kernel, out, row, on);
+  return out;
+}
+
+Tensor moe_ffn(Tensor const& x, Tensor const& w13, Tensor const& w2, Tensor const& weights, Tensor const& ids,
+               std::string const& activation, std::optional<Tensor> const& b13, std::optional<Tensor> const& b2,
+               std::string const& gate_layout) {
+  char const* op = "minfer::moe_ffn";
+  check_tokens(op, x);
+  int64_t const hidden = x.size(1);
+  if (w13.dim() != 3 || w13.size(1) % 2 != 0) fail(op, ": w13 must be [experts, 2 * inter, hidden], got ", w13);
+  int64_t const experts = w13.size(0), n = w13.size(1);
+  check_experts(op, "w13", w13, experts);
+  Beside const beside{"x", x};
+  check_operand(op, "w13", w13, x.scalar_type(), {experts, n, hidden}, beside);
+  check_operand(op, "w2", w2, x.scalar_type(), {experts, hidden, n / 2}, beside);
+  LayerArguments const arguments{x, weights, ids, b13, b2, activation, gate_layout};
+  check_layer(op, arguments, experts, n, "w13");
+  OnDevice const on(op, x);
+  GroupedCall up = layer_product(op, arguments, experts, n, hidden, true);
+  set_weight(&up, "w13", w13, false);
+  GroupedCall down = layer_product(op, arguments, experts, hidden, n / 2, false);
+  set_weight(&down, "w2", w2, false);
+  return run_layer(op, arguments, up, down, on);
+}
+
+namespace {
+
+GroupedProblem problem_of(char const* op, std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool gathered,
+                          std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros) {
+  if (sizes.size() != 4) fail(op, ": sizes must be [rows, experts, n, k], got ", sizes.size(), " numbers");
+  if (type != "f16" && type != "bf16") fail(op, ": type must be f16 or bf16, got '", type, "'");
+  GroupedProblem p;
+  p.rows = sizes[0];
+  p.experts = sizes[1];
+  p.n = sizes[2];
+  p.k = sizes[3];
+  p.type = type == "f16" ? DataType::kF16 : DataType::kBF16;
+  p.gated = gated;
+  p.gathered = gathered;
+  p.a_alignment = p.b_alignment = p.k % 8 == 0 ? 16 : 2;
+  if (w4_format) {
+    p.b_format = parse_format(op, 4, *w4_format);
+    check_group_size(op, p.b_format, group_size);
+    if (has_zeros && !has_zero_points(p.b_format)) fail(op, ": has_zeros must be False for ", *w4_format);
+    p.group_size = planned_group(group_size, p.k);
+    p.has_zeros = has_zeros;
+  }
+  return p;
+}
+
+void write_plan(Json& json, GroupedPlan const& plan) {
+  json.open('{').key("kernel").value(plan.kernel->name).key("predicted_us").value(plan.predicted_us);
+  json.key("floor_us").value(plan.floor_us).key("source").value(name_of(plan.source)).key("reason").value(plan.reason);
+  json.key("gather_first").value(plan.gather_first).key("workspace_bytes").value(int64_t(plan.workspace_bytes));
+  json.key("compiled").value(plan.kernel->launch != nullptr).close('}');
+}
+
+}  // namespace
+
+std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool gathered,
+                              std::optional<std::string> const& kernel, bool only_runnable, int64_t device,
+                              std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros) {
+  char const* op = "minfer::_plan_grouped";
+  GroupedPlanOptions options;
+  options.only_runnable = only_runnable;
+  options.force_arch = forced_arch();
+  if (kernel) options.kernel = kernel->c_str();
+  GroupedPlan plan;
+  Status const status = plan_grouped(problem_of(op, sizes, type, gated, gathered, w4_format, group_size, has_zeros),
+                                     device_properties(op, device), options, &plan);
+  if (!status.ok()) fail(op, ": ", status.message);
+  Json json;
+  write_plan(json, plan);
+  return json.text();
+}
+
+}  // namespace minfer::torch_binding

@@ -1,0 +1,213 @@
+#include "grouped_problem.h"
+
+#include <limits>
+
+#include "core/parse.h"
+#include "core/plan_cache.h"
+#include "core/torch_calls.h"
+#include "gemm_planning.h"
+
+namespace minfer::torch_binding {
+
+namespace {
+
+/// gpt-oss's clamped swiglu: gate * sigmoid(1.702 * gate) * (up + 1) of gate <= 7 and |up| <= 7.
+constexpr char const* kSwigluOai = "swigluoai";
+
+PlanKey<8> key_of(GroupedProblem const& p, int32_t device) {
+  uint64_t const rest = uint64_t(p.type) | uint64_t(p.gated) << 2 | uint64_t(p.gathered) << 3 | uint64_t(p.has_zeros) << 4 |
+                        uint64_t(p.a_alignment) << 8 | uint64_t(p.b_alignment) << 16 | uint64_t(p.d_alignment) << 24 |
+                        uint64_t(p.b_format) << 32;
+  return {uint64_t(p.rows),     uint64_t(p.experts),    uint64_t(p.n), uint64_t(p.k),
+          uint64_t(p.max_rows), uint64_t(p.group_size), rest,          uint64_t(device)};
+}
+
+GroupedPlan make_plan(char const* op, GroupedProblem const& problem, DeviceProperties const& device, char const* kernel) {
+  GroupedPlanOptions options;
+  options.force_arch = forced_arch();
+  options.kernel = kernel;
+  GroupedPlan plan;
+  Status const status = plan_grouped(problem, device, options, &plan);
+  if (!status.ok()) fail(op, ": ", status.message);
+  return plan;
+}
+
+}  // namespace
+
+void check_experts(char const* op, char const* name, Tensor const& weight, int64_t experts) {
+  if (experts < 1 || experts > kMaxGroupedExperts) {
+    fail(op, ": ", name, " must have 1 to ", kMaxGroupedExperts, " experts, got ", weight);
+  }
+}
+
+int64_t grouped_rows(char const* op, Tensor const& a, std::optional<Tensor> const& gather) {
+  if (a.dim() != 2) fail(op, ": a must be [rows, k], got a ", a);
+  check_16bit(op, "a", a);
+  if (!gather) return a.size(0);
+  if (gather->dim() != 1) fail(op, ": gather must be [rows], got ", *gather);
+  if (gather->size(0) > 0 && a.size(0) == 0) fail(op, ": a must have the rows that gather names, got a ", a);
+  return gather->size(0);
+}
+
+void check_gate(char const* op, char const* weight, char const* extent, int64_t n, std::string const& activation, bool gated,
+                std::string const& gate_layout) {
+  if (activation != kSwigluOai) {
+    parse_activation(op, activation, gated ? ", swigluoai" : "");
+  } else if (!gated) {
+    fail(op, ": activation ", kSwigluOai, " needs gated = True");
+  }
+  if (gate_layout != "halves" && gate_layout != "alternating" && gate_layout != "blocks") {
+    fail(op, ": gate_layout must be halves, alternating or blocks, got '", gate_layout, "'");
+  }
+  if (!gated && gate_layout != "halves") fail(op, ": gate_layout ", gate_layout, " needs gated = True");
+  if (gated && n % 2 != 0) fail(op, ": ", weight, " must have an even number of ", extent, " when gated, got n = ", n);
+  if (gated && gate_layout == "blocks" && n % 16 != 0) {
+    fail(op, ": ", weight, " must have a multiple of 16 ", extent, " in blocks of 8 gate and 8 up ", extent, ", got n = ", n);
+  }
+}
+
+void check_grouped(char const* op, Tensor const& a, int64_t rows, int64_t experts, int64_t n, char const* weight,
+                   GroupedArguments const& arguments) {
+  auto const& [bias, gather, row_scale, activation, gated, gate_layout, kernel] = arguments;
+  Beside const beside{"a", a};
+  if (bias) check_operand(op, "bias", *bias, a.scalar_type(), {experts, n}, beside);
+  if (gather) check_operand(op, "gather", *gather, ScalarType::Int, {rows}, beside);
+  if (row_scale) check_operand(op, "row_scale", *row_scale, ScalarType::Float, {rows}, beside);
+  check_gate(op, weight, "columns", n, activation, gated, gate_layout);
+}
+
+void check_offsets(char const* op, char const* name, Tensor const& offsets, int64_t experts, Beside const& a) {
+  check_operand(op, name, offsets, ScalarType::Int, {experts}, a);
+}
+
+void check_no_overlap(char const* op, Tensor const& out, GroupedArguments const& arguments) {
+  for (auto const& [name, x] :
+       {std::pair{"bias", &arguments.bias}, std::pair{"gather", &arguments.gather}, std::pair{"row_scale", &arguments.row_scale}}) {
+    if (*x) check_no_overlap(op, out, name, **x);
+  }
+}
+
+void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, Beside const& a) {
+  check_operand(op, "out", out, a.x.scalar_type(), {rows, columns}, a);
+  if (out.stride(1) != 1 && columns > 1) {
+    fail(op, ": out must have unit stride along its rows, got strides ", out.stride(0), " and ", out.stride(1));
+  }
+  if (rows > 1 && out.stride(0) < columns) fail(op, ": out's rows must not overlap, got a row stride of ", out.stride(0));
+  check_no_overlap(op, out, a.name, a.x);
+}
+
+void set_activation(GroupedCall* call, std::string const& activation, std::string const& gate_layout) {
+  GroupedOperands& o = call->operands;
+  o.gate_max = o.up_max = std::numeric_limits<float>::infinity();
+  if (activation == kSwigluOai) {
+    o.activation = Activation::kSilu;
+    o.silu_scale = 1.702f;
+    o.gate_max = o.up_max = 7.0f;
+    o.up_shift = 1.0f;
+  } else {
+    o.activation = parse_activation(call->op, activation);
+  }
+  o.gate_layout = gate_layout == "halves" ? GateLayout::kHalves : gate_layout == "blocks" ? GateLayout::kBlocks : GateLayout::kAlternating;
+}
+
+void set_rows(GroupedCall* call, void const* a, int64_t rows, int64_t lda) {
+  call->operands.a = a;
+  call->operands.a_rows = rows;
+  call->operands.lda = lda;
+  call->problem.a_alignment = common_alignment({address_of(a), uint64_t(lda * 2)});
+}
+
+void set_rows(GroupedCall* call, char const* name, Tensor const& a) {
+  bool const readable = (a.stride(1) == 1 || a.size(1) <= 1) && (a.size(0) <= 1 || a.stride(0) != 0);  // TMA has no stride 0
+  Tensor const rows = readable ? a : copy_of(call->op, name, a);
+  set_rows(call, call->held.keep(rows), rows.size(0), rows.size(0) > 1 ? rows.stride(0) : round_up(call->problem.k, 8));
+}
+
+void set_bias(GroupedCall* call, char const* name, std::optional<Tensor> const& bias) {
+  if (!bias) return;
+  Tensor const rows = unit_rows(call->op, name, *bias);
+  call->operands.bias = call->held.keep(rows);
+  call->operands.bias_stride = rows.stride(0);
+}
+
+void set_weight(GroupedCall* call, char const* name, Tensor const& weight, bool transposed) {
+  GroupedProblem& p = call->problem;
+  GroupedOperands& o = call->operands;
+  int64_t const n_mode = transposed ? 2 : 1, k_mode = transposed ? 1 : 2;
+  bool const usable =
+      (weight.stride(k_mode) == 1 || p.k <= 1) && (p.n <= 1 || weight.stride(n_mode) >= p.k) && (p.experts <= 1 || weight.stride(0) > 0);
+  int64_t row = weight.stride(n_mode), expert = weight.stride(0);
+  Tensor read = weight;
+  if (!usable) {
+    row = p.k;
+    expert = p.n * p.k;
+    int64_t strides[3] = {expert, 0, 0};
+    strides[n_mode] = row;
+    strides[k_mode] = 1;
+    read = copy_with_strides(call->op, name, weight, strides, p.experts * expert);
+  }
+  o.b = call->held.keep(read);
+  o.ldb = p.n > 1 ? row : round_up(p.k, 8);
+  o.b_expert_stride = p.experts > 1 ? expert : round_up(p.n * o.ldb, 8);
+  p.b_alignment = common_alignment({address_of(o.b), uint64_t(o.ldb * 2), uint64_t(o.b_expert_stride * 2)});
+}
+
+void set_arguments(GroupedCall* call, GroupedArguments const& arguments, char const* offsets_name, Tensor const& offsets) {
+  char const* op = call->op;
+  GroupedOperands& o = call->operands;
+  call->problem.gated = arguments.gated;
+  set_activation(call, arguments.activation, arguments.gate_layout);
+  set_bias(call, "bias", arguments.bias);
+  if (arguments.gather) {
+    call->problem.gathered = true;
+    o.gather = static_cast<int32_t const*>(call->held.keep(contiguous(op, "gather", *arguments.gather)));
+  }
+  if (arguments.row_scale) o.row_scale = static_cast<float const*>(call->held.keep(contiguous(op, "row_scale", *arguments.row_scale)));
+  o.offsets = static_cast<int32_t const*>(call->held.keep(contiguous(op, offsets_name, offsets)));
+}
+
+void set_output(GroupedCall* call, void* d, int64_t ldd) {
+  call->operands.d = d;
+  call->operands.ldd = ldd;
+  call->problem.d_alignment = common_alignment({address_of(d), uint64_t(ldd * 2)});
+}
+
+GroupedPlan plan_of(GroupedCall const& call, std::optional<std::string> const& kernel, OnDevice const& on) {
+  if (kernel) return make_plan(call.op, call.problem, on.properties(), kernel->c_str());
+  thread_local PlanCache<8, GroupedPlan> cache;
+  return cache.get(key_of(call.problem, on.index()), 0, [&] { return make_plan(call.op, call.problem, on.properties(), nullptr); });
+}
+
+void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDevice const& on) {
+  GroupedProblem const& p = call.problem;
+  Status const status = run_grouped(plan, p, call.operands, on.properties(), workspace, plan.workspace_bytes, on.stream());
+  if (!status.ok()) {
+    fail(call.op, ": ", plan.kernel->name, " on rows = ", p.rows, ", experts = ", p.experts, ", n = ", p.n, ", k = ", p.k, ": ",
+         status.message);
+  }
+}
+
+void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& d, int64_t ldd, OnDevice const& on) {
+  if (is_empty(call)) {
+    if (kernel) check_kernel_name(call.op, call.problem.b_format == WeightFormat::kDense ? "moe" : "moe_w4a16", *kernel);
+    return;
+  }
+  set_output(&call, d.data_ptr(), ldd);
+  GroupedPlan const plan = plan_of(call, kernel, on);
+  Workspace const workspace(call.op, d, plan.workspace_bytes, plan.kernel->name, ", gathered rows [", call.problem.rows, ", ",
+                            call.problem.k, ']');
+  run(call, plan, workspace.data(), on);
+}
+
+Tensor launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& like, OnDevice const& on) {
+  Tensor const out = allocate(call.op, like, {call.problem.rows, call.columns()}, like.scalar_type(), "the output of a ", like, ", ",
+                              call.problem.experts, " experts, n = ", call.problem.n);
+  launch(call, kernel, out, call.columns(), on);
+  return out;
+}
+
+void launch_out(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& out, OnDevice const& on) {
+  launch(call, kernel, out, out.size(0) > 1 ? out.stride(0) : round_up(call.columns(), 8), on);
+}
+
+}  // namespace minfer::torch_binding

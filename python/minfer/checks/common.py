@@ -1,0 +1,209 @@
+"""What the argument checks of all families stand on.
+
+Every message starts with "minfer::<op>: " and names the argument, what it must be and what it is; all are RuntimeErrors, like
+those of the compiled CUDA bindings. Sizes may be symbolic: conditions on them go through ``torch._check``, which guards on a
+size with a hint and leaves a run-time assertion for one without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._core.registry import kernel_names
+
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+DTYPES = (torch.float16, torch.bfloat16)
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+DECOMPOSITIONS = ("persistent", "stream_k", "split_k")
+RASTERS = ("along_m", "along_n")
+
+
+class _Checker:
+    """Raises for one op: ``check(condition, text)``, where text is completed only on failure."""
+
+    def __init__(self, op: str):
+        self.op = op
+
+    def __call__(self, condition: Any, template: str, *values: Any) -> None:
+        torch._check(condition, lambda: f"minfer::{self.op}: " + template.format(*map(_text, values)))
+
+
+class ValueChecker(_Checker):
+    """The same for a function that is no operator: ValueErrors with its name in front."""
+
+    def __call__(self, condition: Any, template: str, *values: Any) -> None:
+        if not condition:
+            raise ValueError(f"{self.op}: " + template.format(*map(_text, values)))
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it can be a size: an int, of any kind but bool, or a symbolic one."""
+    return isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+
+
+def allocation_error(function: str, size: int, what: str, error: RuntimeError) -> RuntimeError:
+    """What to raise where torch could not allocate: of torch's kind, so that who frees memory and tries again can tell, with the reason."""
+    kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
+    return kind(f"{function}: could not allocate {size / 2**30:.1f} GiB for {what}: {error}")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.Size):
+        return str(list(value))
+    return str(value)
+
+
+def check_addend_type(check: _Checker, name: str, x: torch.Tensor, a: torch.Tensor) -> None:
+    check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
+    check(x.dtype in (a.dtype, torch.float32), "{} must be {} or float32, got {}", name, a.dtype, x.dtype)
+    check(x.device == a.device, "{} must be on a's device {}, got {}", name, a.device, x.device)
+
+
+def check_bias(check: _Checker, bias: torch.Tensor, a: torch.Tensor, n: int) -> None:
+    check_addend_type(check, "bias", bias, a)
+    check(bias.dim() == 1, "bias must be [n] = [{}], got {}", n, bias.shape)
+    check(bias.shape[0] == n, "bias must be [n] = [{}], got {}", n, bias.shape)
+
+
+def check_c(check: _Checker, c: torch.Tensor, a: torch.Tensor, out: Sequence[int]) -> None:
+    check_addend_type(check, "c", c, a)
+    text = "c must broadcast to {}, got c {}"
+    check(c.dim() <= len(out), text, list(out), c.shape)
+    for have, want in zip(reversed(c.shape), reversed(out), strict=False):
+        if not is_one(have):
+            check(have == want, text, list(out), c.shape)
+
+
+def is_one(size: Any) -> bool:
+    """Whether a size is 1; a symbolic one without a hint counts as not 1 and is asserted to match at run time."""
+    if isinstance(size, torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return guard_or_false(size == 1)
+    return size == 1
+
+
+def check_scalar(check: _Checker, name: str, value: Any) -> None:
+    # A symbolic float is checked when the compiled graph runs and its value is known.
+    if not isinstance(value, torch.SymFloat):
+        check(abs(value) <= FLOAT32_MAX, "{} must be finite in float32, got {}", name, value)
+
+
+def in_float32(value: Any) -> Any:
+    """A number as the operators compute with it; a symbolic one stays what it is."""
+    return value if isinstance(value, torch.SymFloat) else ctypes.c_float(value).value
+
+
+def check_activation(check: _Checker, activation: str) -> None:
+    check(activation in ACTIVATIONS, "activation must be one of {}, got '{}'", ", ".join(ACTIVATIONS), activation)
+
+
+def check_out(check: _Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequence[int], out_dtype: torch.dtype | None) -> None:
+    """``out`` has D's shape and a dtype that D may have; any strides that keep its elements apart (what no kernel can store to is written
+    through a copy)."""
+    check(out.layout == torch.strided, "out must be a dense tensor, got layout {}", out.layout)
+    check(out.dtype in (a.dtype, torch.float32), "out must be {} or float32, got {}", a.dtype, out.dtype)
+    if out_dtype is not None:
+        check(out.dtype == out_dtype, "out must be {} (out_dtype), got {}", out_dtype, out.dtype)
+    check(out.device == a.device, "out must be on a's device {}, got {}", a.device, out.device)
+    check(out.dim() == len(shape), "out must be {}, got {}", list(shape), out.shape)
+    for have, want in zip(out.shape, shape, strict=True):
+        check(have == want, "out must be {}, got {}", list(shape), out.shape)
+    check(not overlaps_itself(out), "out must not overlap itself, got {} with strides {}", out.shape, list(out.stride()))
+
+
+def overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether two elements of a tensor have one place. Of three modes and more, what a walk from the narrowest to the widest does not show
+    to lie apart counts as overlapping; what is symbolic, as apart."""
+    modes = [(stride, size) for size, stride in zip(x.shape, x.stride(), strict=True)]
+    if any(isinstance(number, torch.SymInt) for mode in modes for number in mode) or 0 in x.shape:
+        return False
+    modes = sorted(mode for mode in modes if mode[1] != 1)
+    reach, apart = 0, True
+    for stride, size in modes:
+        apart = apart and stride > reach
+        reach += (size - 1) * stride
+    if apart or len(modes) != 2:
+        return not apart
+    (narrow, width), (wide, height) = modes
+    divisor = math.gcd(narrow, wide)
+    return divisor == 0 or (wide // divisor < width and narrow // divisor < height)
+
+
+def check_no_overlap(op: str, out: torch.Tensor, written: str = "out", **others: torch.Tensor | None) -> None:
+    """``out`` shares no memory with the others, as far as can be told from where each begins and ends: no two begin at one address, and
+    where neither has gaps they have no byte in common. Views that take turns in one memory pass. For tensors that have memory.
+
+    Raises:
+      RuntimeError: it does.
+    """
+    check = _Checker(op)
+    begin, end = _span(out)
+    for name, x in others.items():
+        if x is None or x.numel() == 0 or out.numel() == 0:
+            continue
+        other, last = _span(x)
+        dense = end - begin == out.nbytes and last - other == x.nbytes
+        meets = begin < last and other < end and (begin == other or dense)
+        check(not meets, "{} must not overlap {}, got {} and {} {} in one memory", written, name, out.shape, name, x.shape)
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte, and behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def is_same_view(a: torch.Tensor, b: torch.Tensor | None) -> bool:
+    """Whether each element of one is the other's."""
+    return b is not None and (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+
+
+# ---- kernel override ---------------------------------------------------------------------------------------------------------
+
+
+def check_kernel(check: _Checker, kernel: str | None, family: str = "gemm") -> None:
+    """``kernel=``: NAME[@key=value,...]. The name must be in the registry, compiled or not; the launch keys must parse."""
+    if kernel is None:
+        return
+    name, at, launch = kernel.partition("@")
+    names = kernel_names(family)
+    if name not in names:
+        nearest = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.0)
+        check(False, "kernel '{}' is not in the registry; nearest: {}", name, ", ".join(nearest))
+    if at:
+        check_launch_text(check, launch)
+
+
+def check_launch_text(check: _Checker, launch: str) -> None:
+    """The part of an override behind the @: decomposition=, splits=, swizzle=, raster=, separated by commas."""
+    given: dict[str, str] = {}
+    for item in launch.split(","):
+        key, equals, value = item.partition("=")
+        check(key not in given, "kernel option {} is given twice", key)
+        given[key] = value
+        if key == "decomposition":
+            legal = value in DECOMPOSITIONS
+            expected = ", ".join(DECOMPOSITIONS)
+        elif key == "raster":
+            legal = value in RASTERS
+            expected = ", ".join(RASTERS)
+        elif key in ("splits", "swizzle"):
+            legal = value.isascii() and value.isdigit() and 1 <= int(value) <= 4096
+            expected = "the integers 1 to 4096"
+        else:
+            check(False, "kernel option '{}' is not known; expected decomposition, splits, swizzle or raster", key)
+        check(legal, "kernel option {} must be one of {}, got '{}'", key, expected, value)
+    splits, decomposition = given.get("splits", "1"), given.get("decomposition", DECOMPOSITIONS[0])
+    alone = int(splits) == 1 or decomposition == "split_k"
+    check(alone, "kernel option splits needs decomposition=split_k, got splits={} with {}", splits, decomposition)

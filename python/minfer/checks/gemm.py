@@ -1,0 +1,115 @@
+"""Argument checks of gemm and gemm_gated; messages as in :mod:`minfer.checks.common`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..formats.gate_up import GATE_BLOCK
+from .common import (
+    DTYPES,
+    _Checker,
+    check_activation,
+    check_bias,
+    check_c,
+    check_kernel,
+    check_out,
+    check_scalar,
+    in_float32,
+)
+
+
+class GemmShape(NamedTuple):
+    """What the checks found: D is [*batch, m, n] of ``out_dtype`` (gated: n / 2)."""
+
+    batch: tuple[int, ...]  # () or (batch,)
+    m: int
+    n: int
+    k: int
+    out_dtype: torch.dtype
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        return (*self.batch, self.m, self.n)
+
+
+def check_operands(check: _Checker, a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[int, ...], int, int, int]:
+    """Rank, dtype, device, k and batch of A and B; returns (batch, m, n, k)."""
+    for name, x in (("a", a), ("b", b)):
+        check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
+    check(a.dim() in (2, 3), "a must be [m, k] or [batch, m, k], got a {}", a.shape)
+    check(b.dim() in (2, 3), "b must be [k, n] or [batch, k, n], got b {}", b.shape)
+    check(a.dtype in DTYPES, "a must be float16 or bfloat16, got {}", a.dtype)
+    check(b.dtype == a.dtype, "b must have a's dtype {}, got {}", a.dtype, b.dtype)
+    check(b.device == a.device, "b must be on a's device {}, got {}", a.device, b.device)
+    k = a.shape[-1]
+    check(b.shape[-2] == k, "b must have k = {} rows to match a {}, got b {}", k, a.shape, b.shape)
+    batch: tuple[int, ...] = ()
+    if a.dim() == 3:
+        batch = (a.shape[0],)
+        if b.dim() == 3:
+            check(b.shape[0] == a.shape[0], "a and b must have the same batch, got a {} and b {}", a.shape, b.shape)
+    elif b.dim() == 3:
+        batch = (b.shape[0],)
+    return batch, a.shape[-2], b.shape[-1], k
+
+
+def check_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    c: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    activation: str = "none",
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    out: torch.Tensor | None = None,
+) -> GemmShape:
+    """All arguments of minfer::gemm and minfer::gemm.out; raises RuntimeError."""
+    check = _Checker("gemm")
+    batch, m, n, k = check_operands(check, a, b)
+    if out_dtype is not None:
+        check(out_dtype in (a.dtype, torch.float32), "out_dtype must be {} or float32, got {}", a.dtype, out_dtype)
+    check_scalar(check, "alpha", alpha)
+    check_scalar(check, "beta", beta)
+    check_activation(check, activation)
+    if bias is not None:
+        check_bias(check, bias, a, n)
+    if c is None:
+        check(in_float32(beta) == 0, "c must be given when beta is not 0, got beta = {}", beta)
+    else:
+        check_c(check, c, a, (*batch, m, n))
+    check_kernel(check, kernel)
+    if out is not None:
+        check_out(check, out, a, (*batch, m, n), out_dtype)
+        out_dtype = out.dtype
+    return GemmShape(batch, m, n, k, out_dtype or a.dtype)
+
+
+def check_gemm_gated(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    kernel: str | None = None,
+) -> GemmShape:
+    """All arguments of minfer::gemm_gated; raises RuntimeError. The shape's n is D's: half of B's columns."""
+    check = _Checker("gemm_gated")
+    batch, m, n, k = check_operands(check, a, b)
+    check(
+        n % (2 * GATE_BLOCK) == 0,
+        "b must have a multiple of {} columns (blocks of {} gate and {} up columns, see pack_gate_up), got b {}",
+        2 * GATE_BLOCK,
+        GATE_BLOCK,
+        GATE_BLOCK,
+        b.shape,
+    )
+    check_activation(check, activation)
+    if bias is not None:
+        check_bias(check, bias, a, n)
+    check_kernel(check, kernel)
+    return GemmShape(batch, m, n // 2, k, a.dtype)

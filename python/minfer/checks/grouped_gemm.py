@@ -1,0 +1,215 @@
+"""Argument checks of grouped GEMM, shared by its CPU kernels and its fakes; messages as in :mod:`minfer.checks.common`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .common import (
+    ACTIVATIONS,
+    DTYPES,
+    _Checker,
+    check_kernel,
+    overlaps_itself,
+)
+
+MAX_EXPERTS = 512
+SWIGLUOAI = "swigluoai"
+GATE_LAYOUTS = ("halves", "alternating", "blocks")
+
+
+def _check_operand(check: _Checker, name: str, x: Tensor, like: Tensor, dtype: torch.dtype, shape: tuple, beside: str = "a") -> None:
+    """Shape, dtype, and the device of ``like``, which is the operand ``beside``."""
+    expected = "[" + ", ".join(str(s) for s in shape) + "]"
+    check(x.dim() == len(shape), "{} must be {}, got {}", name, expected, x.shape)
+    for size, wanted in zip(x.shape, shape, strict=True):
+        check(size == wanted, "{} must be {}, got {}", name, expected, x.shape)
+    check(x.dtype == dtype, "{} must be {}, got {}", name, dtype, x.dtype)
+    check(x.device == like.device, "{} must be on {}'s device {}, got {}", name, beside, like.device, x.device)
+
+
+def _check_experts(check: _Checker, name: str, weight: Tensor, experts) -> None:
+    for good in (experts >= 1, experts <= MAX_EXPERTS):
+        check(good, "{} must have 1 to {} experts, got {}", name, MAX_EXPERTS, weight.shape)
+
+
+def _check_activation(check: _Checker, activation: str, gated: bool) -> None:
+    if activation == SWIGLUOAI:
+        check(gated, "activation swigluoai needs gated = True")
+    else:
+        names = ", ".join((*ACTIVATIONS, SWIGLUOAI) if gated else ACTIVATIONS)
+        check(activation in ACTIVATIONS, "activation must be one of {}, got '{}'", names, activation)
+
+
+def _check_gate(check: _Checker, name: str, extent: str, weight: Tensor, n, gate_layout: str) -> None:
+    """Of a gated weight with n gate and up rows, which ``extent`` calls columns or rows."""
+    check(gate_layout in GATE_LAYOUTS, "gate_layout must be halves, alternating or blocks, got '{}'", gate_layout)
+    check(n % 2 == 0, "{} must have an even number of {} when gated, got {}", name, extent, weight.shape)
+    if gate_layout == "blocks":
+        rule = f"{{}} must have a multiple of 16 {extent} in blocks of 8 gate and 8 up {extent}, got {{}}"
+        check(n % 16 == 0, rule, name, weight.shape)
+
+
+def _check_grouped_kernel(check: _Checker, kernel: str | None, family: str) -> None:
+    if kernel is not None:
+        check("@" not in kernel, "kernel '{}' is not in the registry: grouped kernels have no launch options", kernel)
+        check_kernel(check, kernel, family)
+
+
+def _check_sorted(check: _Checker, a: Tensor, gather: Tensor | None):
+    """a [rows, k] and its gather; returns the product's rows."""
+    check(a.dim() == 2, "a must be [rows, k], got a {}", a.shape)
+    check(a.dtype in DTYPES, "a must be float16 or bfloat16, got {}", a.dtype)
+    if gather is None:
+        return a.shape[0]
+    check(gather.dim() == 1, "gather must be [rows], got {}", gather.shape)
+    _check_operand(check, "gather", gather, a, torch.int32, (gather.shape[0],))
+    return gather.shape[0]
+
+
+def _check_sorted_out(check: _Checker, out: Tensor, a: Tensor, rows, columns) -> None:
+    _check_operand(check, "out", out, a, a.dtype, (rows, columns))
+    contiguous = out.stride(1) == 1 or columns <= 1
+    check(contiguous, "out must have unit stride along its rows, got strides {} and {}", out.stride(0), out.stride(1))
+    check(rows <= 1 or out.stride(0) >= columns, "out's rows must not overlap, got a row stride of {}", out.stride(0))
+
+
+def _check_common(check: _Checker, a: Tensor, b: Tensor, k, bias, activation: str, gated: bool, gate_layout: str, kernel) -> tuple:
+    """Returns (experts, columns of the output)."""
+    check(b.dim() == 3, "b must be [experts, k, n] with k = {} to match a {}, got b {}", k, a.shape, b.shape)
+    check(b.shape[1] == k, "b must be [experts, k, n] with k = {} to match a {}, got b {}", k, a.shape, b.shape)
+    experts, n = b.shape[0], b.shape[2]
+    _check_experts(check, "b", b, experts)
+    _check_operand(check, "b", b, a, a.dtype, (experts, k, n))
+    if bias is not None:
+        _check_operand(check, "bias", bias, a, a.dtype, (experts, n))
+    _check_activation(check, activation, gated)
+    if gated:
+        _check_gate(check, "b", "columns", b, n, gate_layout)
+    else:
+        check(gate_layout in GATE_LAYOUTS, "gate_layout must be halves, alternating or blocks, got '{}'", gate_layout)
+        check(gate_layout == "halves", "gate_layout {} needs gated = True", gate_layout)
+    _check_grouped_kernel(check, kernel, "moe")
+    return experts, n // 2 if gated else n
+
+
+def _check_tokens(check: _Checker, x: Tensor) -> None:
+    check(x.dim() == 2, "x must be [tokens, hidden], got {}", x.shape)
+    check(x.dtype in DTYPES, "x must be float16 or bfloat16, got {}", x.dtype)
+
+
+def _check_layer(check: _Checker, x: Tensor, experts, n, weights: Tensor, ids: Tensor, b13: Tensor | None, b2: Tensor | None) -> None:
+    """A layer's arguments beside its weights, which have n gate and up rows."""
+    tokens, hidden = x.shape
+    check(ids.dim() == 2, "ids must be [tokens, top_k], got {}", ids.shape)
+    top_k = ids.shape[1]
+    _check_operand(check, "ids", ids, x, torch.int32, (tokens, top_k), "x")
+    _check_operand(check, "weights", weights, x, torch.float32, (tokens, top_k), "x")
+    for name, bias, columns in (("b13", b13, n), ("b2", b2, hidden)):
+        if bias is not None:
+            _check_operand(check, name, bias, x, x.dtype, (experts, columns), "x")
+
+
+def check_rows_of_experts(op: str, a: Tensor, offsets: Tensor, gather: Tensor | None) -> None:
+    """The rows that experts have, which only CPU kernels know, ascend, and what is gathered for them are rows of a; reads both."""
+    ends = offsets.tolist()
+    for before, end in pairwise([0, *ends]):
+        _Checker(op)(end >= before, "offsets must not descend or be negative, got {} behind {}", end, before)
+    if gather is None or offsets.numel() == 0:
+        return
+    needed = gather[: ends[-1]]
+    if needed.numel() > 0:
+        low, high = (int(x) for x in needed.aminmax())
+        text = "gather must be rows of a, 0 to {}, where an expert has them, got {} to {}"
+        _Checker(op)(0 <= low and high < a.shape[0], text, a.shape[0] - 1, low, high)
+
+
+def check_grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gather: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    activation: str = "none",
+    gated: bool = False,
+    gate_layout: str = "halves",
+    kernel: str | None = None,
+    out: Tensor | None = None,
+) -> tuple:
+    """Raises for arguments that cannot be right; returns the output's shape."""
+    check = _Checker("grouped_gemm" if out is None else "grouped_gemm.out")
+    rows = _check_sorted(check, a, gather)
+    experts, columns = _check_common(check, a, b, a.shape[1], bias, activation, gated, gate_layout, kernel)
+    if row_scale is not None:
+        _check_operand(check, "row_scale", row_scale, a, torch.float32, (rows,))
+    _check_operand(check, "offsets", offsets, a, torch.int32, (experts,))
+    if out is not None:
+        _check_sorted_out(check, out, a, rows, columns)
+    return rows, columns
+
+
+def check_grouped_gemm_masked(
+    a: Tensor,
+    b: Tensor,
+    counts: Tensor,
+    *,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    activation: str = "none",
+    gated: bool = False,
+    gate_layout: str = "halves",
+    kernel: str | None = None,
+    out: Tensor | None = None,
+) -> tuple:
+    """Raises for arguments that cannot be right; returns the output's shape."""
+    check = _Checker("grouped_gemm_masked" if out is None else "grouped_gemm_masked.out")
+    text = "a must be [experts, max_rows, k] and b [experts, k, n], got a {} and b {}"
+    check(a.dim() == 3 and b.dim() == 3, text, a.shape, b.shape)
+    check(a.shape[0] == b.shape[0], text, a.shape, b.shape)
+    check(a.dtype in DTYPES, "a must be float16 or bfloat16, got {}", a.dtype)
+    max_rows = a.shape[1]
+    experts, columns = _check_common(check, a, b, a.shape[2], bias, activation, gated, gate_layout, kernel)
+    if row_scale is not None:
+        _check_operand(check, "row_scale", row_scale, a, torch.float32, (experts, max_rows))
+    _check_operand(check, "counts", counts, a, torch.int32, (experts,))
+    if out is not None:
+        _check_operand(check, "out", out, a, a.dtype, (experts, max_rows, columns))
+        row = out.stride(1) if max_rows > 1 else out.stride(0) if experts > 1 else columns  # of slabs of one row, an expert's
+        walks = (out.stride(2) == 1 or columns <= 1) and row >= columns
+        walks = walks and (experts <= 1 or max_rows == 0 or out.stride(0) == max_rows * row)
+        check(walks, "out must be one run of rows with unit stride along them, got strides {}", list(out.stride()))
+        check(not overlaps_itself(out), "out must not overlap itself, got {} with strides {}", out.shape, list(out.stride()))
+    return experts, max_rows, columns
+
+
+def check_moe_ffn(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    *,
+    activation: str = "silu",
+    b13: Tensor | None = None,
+    b2: Tensor | None = None,
+    gate_layout: str = "halves",
+    op: str = "moe_ffn",
+) -> tuple:
+    """Raises for arguments that cannot be right, in the name of ``op``; returns the output's shape."""
+    check = _Checker(op)
+    _check_tokens(check, x)
+    tokens, hidden = x.shape
+    check(w13.dim() == 3, "w13 must be [experts, 2 * inter, hidden], got {}", w13.shape)
+    experts, n = w13.shape[0], w13.shape[1]
+    check(n % 2 == 0, "w13 must be [experts, 2 * inter, hidden], got {}", w13.shape)
+    _check_experts(check, "w13", w13, experts)
+    _check_operand(check, "w13", w13, x, x.dtype, (experts, n, hidden), "x")
+    _check_operand(check, "w2", w2, x, x.dtype, (experts, hidden, n // 2), "x")
+    _check_layer(check, x, experts, n, weights, ids, b13, b2)
+    _check_activation(check, activation, gated=True)
+    _check_gate(check, "w13", "rows", w13, n, gate_layout)
+    return tokens, hidden

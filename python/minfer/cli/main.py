@@ -1,0 +1,370 @@
+"""Command line: ``python -m minfer info | plan | tune | demo``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .._core.registry import build_info, device_properties, kernels
+from ..formats import weight_formats
+from ..measure import shapes
+from ..planning import plan as planning, tune as tuner, tuned
+from ..planning.plan import Problem, W4Problem
+from . import demo
+
+app = typer.Typer(
+    help="Operators for LLM inference: what is built, what would run, what is fastest.", no_args_is_help=True, add_completion=False
+)
+plan_app = typer.Typer(help="What an operator would run for a problem, and why. Works without a GPU.", no_args_is_help=True)
+tune_app = typer.Typer(help="Measure kernels and launch configurations on the present GPU.", no_args_is_help=True)
+app.add_typer(plan_app, name="plan")
+app.add_typer(tune_app, name="tune")
+
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 140)
+
+
+class Dtype(str, Enum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+    f16 = "f16"
+
+    @property
+    def torch(self) -> torch.dtype:
+        return torch.bfloat16 if self is Dtype.bf16 else torch.float16
+
+
+class Layout(str, Enum):
+    tn = "tn"
+    tt = "tt"
+    nn = "nn"
+    nt = "nt"
+
+
+W4Format = Enum("W4Format", {name: name for name in weight_formats.names(4)}, type=str)
+
+
+M = Annotated[int, typer.Option("--m", min=0, help="Rows of A and D.")]
+N = Annotated[int, typer.Option("--n", min=0, help="Columns of B, rows of a quantised weight; gated: gate and up together.")]
+K = Annotated[int, typer.Option("--k", min=0, help="The reduced size.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of A, D and a dense B.")]
+LayoutOption = Annotated[Layout, typer.Option("--layout", help="A, then B: tn is A row-major, B column-major (weight.t()).")]
+BatchOption = Annotated[int, typer.Option("--batch", min=0)]
+COption = Annotated[bool, typer.Option("--c", help="There is a C that is read (beta != 0); not with --gated.")]
+GatedOption = Annotated[bool, typer.Option("--gated", help="The operator's gated form, which has no C.")]
+GroupOption = Annotated[
+    int | None, typer.Option("--group-size", help="Columns of the weight that share a scale, -1: all. [default: the format's, or 128]")
+]
+ZerosOption = Annotated[bool, typer.Option("--zeros", help="There are zero points.")]
+FormatOption = Annotated[W4Format, typer.Option("--format", help="What a code stands for.")]
+KernelOption = Annotated[
+    str | None, typer.Option("--kernel", help="Override: NAME[@decomposition=...,splits=...]; w4a16: also dequantize.")
+]
+AllPlansOption = Annotated[bool, typer.Option("--all", help="List every legal kernel and launch configuration, best predicted first.")]
+
+ShapesOption = Annotated[str | None, typer.Option("--shapes", help="MxNxK,...; dense also MxNxKxBATCH.")]
+ShapesFileOption = Annotated[Path | None, typer.Option("--shapes-file", help="One shape a line, # comments.", exists=True)]
+TopOption = Annotated[int, typer.Option("--top", min=1, help="(kernel, decomposition, splits) candidates, best predicted first.")]
+EverythingOption = Annotated[bool, typer.Option("--all", help="Every legal candidate instead.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Table to merge rows into; default: the user's.")]
+ReportOption = Annotated[bool, typer.Option("--report", help="Measure and report the analytic plan's regret; write no rows.")]
+DumpOption = Annotated[Path | None, typer.Option("--dump", help="JSON of every measurement.")]
+SkipKnownOption = Annotated[bool, typer.Option("--skip-known", help="Leave out problems that the table has rows for.")]
+MinutesOption = Annotated[float | None, typer.Option("--minutes", help="Start no further problem after so long.")]
+RoundsOption = Annotated[int, typer.Option("--rounds", min=3, help="Interleaved rounds of the finalists.")]
+TorchOption = Annotated[bool, typer.Option("--torch", help="Time torch (cuBLAS, 16-bit weights) beside the finalists.")]
+
+
+def _stop(message: str) -> typer.Exit:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {message}", markup=False)
+    return typer.Exit(1)
+
+
+# ---- info -----------------------------------------------------------------------------------------------------------------------
+
+
+def _columns(title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+@app.command()
+def info(list_kernels: Annotated[bool, typer.Option("--kernels", help="List every kernel configuration.")] = False) -> None:
+    """What is built, and what it runs on."""
+    build = build_info()
+    _columns(
+        f"minfer {build['version']}",
+        [
+            ("CUDA", "yes" if build["cuda"] else "no: CPU kernels only; plans can be read, not run"),
+            ("architectures", build["archs"] or "none"),
+            ("kernels", f"{build['kernels_compiled']} compiled of {build['kernels_total']}"),
+            ("CUTLASS", build["cutlass"] or "not used"),
+            ("stable-ABI target", f"torch {build['stable_abi_target']}"),
+        ],
+    )
+    rows = [("torch", torch.__version__ + (f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU only"))]
+    if planning.runs_here():
+        tuned.load_user_tables()
+        for i in range(torch.cuda.device_count()):
+            p, path = device_properties(i), tuned.user_table(torch.cuda.get_device_name(i))
+            rows.append((f"device {i}", f"{p['name']}, compute capability {p['compute_major']}.{p['compute_minor']}, {p['sm_count']} SMs"))
+            rows.append(("  plan table", _plan_table(p, i, str(path) if path.exists() else f"no {path}")))
+    else:
+        rows.append(("device", "no GPU that this build has kernels for; plans are made for the built-in H200"))
+        rows.append(("  plan table", _plan_table(device_properties(), None, f"none in {tuned.cache_folder()}")))
+    console.print()
+    _columns("run time", rows)
+    if list_kernels:
+        console.print()
+        table = Table("kernel", "threads", "stages", "shared memory", "compiled", "note", box=None, pad_edge=False)
+        for kernel in kernels():
+            table.add_row(
+                kernel["name"],
+                str(kernel["threads"]),
+                str(kernel["stages"]),
+                str(kernel["smem_bytes"]),
+                "yes" if kernel["compiled"] else "no",
+                kernel["note"],
+            )
+        console.print(table)
+
+
+def _plan_table(properties: dict[str, Any], device: int | None, where: str) -> str:
+    tables = f"{properties['shipped_rows']} shipped rows, {tuned.user_rows(device)} user rows ({where})"
+    return f"{properties['name']}: {tables}, then the model"
+
+
+# ---- plan -----------------------------------------------------------------------------------------------------------------------
+
+
+@plan_app.callback()
+def _plan() -> None:
+    pass
+
+
+@plan_app.command("gemm")
+def plan_gemm(
+    m: M,
+    n: N,
+    k: K,
+    dtype: DtypeOption = Dtype.bf16,
+    layout: LayoutOption = Layout.tn,
+    batch: BatchOption = 1,
+    c: COption = False,
+    gated: GatedOption = False,
+    kernel: KernelOption = None,
+    show_all: AllPlansOption = False,
+) -> None:
+    """Plan one dense GEMM."""
+    _print_plan(lambda: Problem(m, n, k, batch, dtype.torch, None, layout.value, c, gated), kernel, show_all)
+
+
+@plan_app.command("w4a16")
+def plan_w4a16(
+    m: M,
+    n: N,
+    k: K,
+    dtype: DtypeOption = Dtype.bf16,
+    group_size: GroupOption = None,
+    zeros: ZerosOption = False,
+    w4_format: FormatOption = W4Format.int4,
+    c: COption = False,
+    gated: GatedOption = False,
+    kernel: KernelOption = None,
+    show_all: AllPlansOption = False,
+) -> None:
+    """Plan one GEMM with 4-bit weights."""
+    _print_plan(
+        lambda: W4Problem(m, n, k, dtype.torch, _group_size(group_size, w4_format), zeros, w4_format.value, c, gated), kernel, show_all
+    )
+
+
+def _group_size(group_size: int | None, w4_format: W4Format) -> int:
+    return group_size if group_size is not None else weight_formats.FORMATS[w4_format.value].group_size or 128
+
+
+def _print_plan(make_problem: Callable[[], Problem | W4Problem], kernel: str | None, show_all: bool) -> None:
+    try:
+        problem = make_problem()
+        console.print(str(planning.plan_problem(problem, kernel=kernel)), markup=False)
+        plans = planning.enumerate_plans(problem) if show_all else []
+    except (ValueError, RuntimeError) as error:
+        raise _stop(str(error)) from None
+    for plan in plans:
+        runnable = "" if plan.compiled else "  (not in this build)"
+        console.print(f"{plan.predicted_us:10.2f} us  {plan.override}{runnable}", markup=False)
+
+
+# ---- tune -----------------------------------------------------------------------------------------------------------------------
+
+
+@tune_app.callback()
+def _tune() -> None:
+    pass
+
+
+@tune_app.command("gemm")
+def tune_gemm(
+    shape_list: ShapesOption = None,
+    shapes_file: ShapesFileOption = None,
+    suite: Annotated[list[str] | None, typer.Option("--suite", help="square, llm, epilogue or heldout; may be repeated.")] = None,
+    dtype: DtypeOption = Dtype.bf16,
+    layout: LayoutOption = Layout.tn,
+    c: COption = False,
+    gated: GatedOption = False,
+    top: TopOption = 48,
+    everything: EverythingOption = False,
+    out: OutOption = None,
+    report: ReportOption = False,
+    dump: DumpOption = None,
+    skip_known: SkipKnownOption = False,
+    minutes: MinutesOption = None,
+    rounds: RoundsOption = 15,
+    with_torch: TorchOption = False,
+) -> None:
+    """Tune dense GEMM. --dtype, --layout, --c and --gated belong to --shapes and --shapes-file; a suite brings its own."""
+
+    def make_problems() -> list[Problem]:
+        options = {"dtype": dtype.torch, "layout": layout.value, "c": c, "gated": gated}
+        problems = [shapes.parse_shape(text, **options) for text in _shape_texts(shape_list, shapes_file)]
+        return problems + [problem for name in suite or [] for problem in shapes.suite(name)]
+
+    effort = tuner.Effort(top=top, everything=everything, rounds=rounds)
+    _tune_problems(make_problems, effort, out, report=report, dump=dump, skip_known=skip_known, minutes=minutes, with_torch=with_torch)
+
+
+@tune_app.command("w4a16")
+def tune_w4a16(
+    shape_list: ShapesOption = None,
+    shapes_file: ShapesFileOption = None,
+    suite: Annotated[list[str] | None, typer.Option("--suite", help="llm or heldout; may be repeated.")] = None,
+    dtype: DtypeOption = Dtype.bf16,
+    group_size: GroupOption = None,
+    zeros: ZerosOption = False,
+    w4_format: FormatOption = W4Format.int4,
+    c: COption = False,
+    gated: GatedOption = False,
+    top: TopOption = 48,
+    everything: EverythingOption = False,
+    out: OutOption = None,
+    report: ReportOption = False,
+    dump: DumpOption = None,
+    skip_known: SkipKnownOption = False,
+    minutes: MinutesOption = None,
+    rounds: RoundsOption = 15,
+    with_torch: TorchOption = False,
+) -> None:
+    """Tune GEMM with 4-bit weights. --dtype, --group-size, --zeros, --format, --c and --gated belong to shapes and suites alike."""
+
+    def make_problems() -> list[W4Problem]:
+        options = dict(
+            dtype=dtype.torch, group_size=_group_size(group_size, w4_format), zeros=zeros, w4_format=w4_format.value, c=c, gated=gated
+        )
+        problems = [shapes.parse_w4_shape(text, **options) for text in _shape_texts(shape_list, shapes_file)]
+        return problems + [problem for name in suite or [] for problem in shapes.w4_suite(name, **options)]
+
+    effort = tuner.Effort(top=top, everything=everything, rounds=rounds)
+    _tune_problems(make_problems, effort, out, report=report, dump=dump, skip_known=skip_known, minutes=minutes, with_torch=with_torch)
+
+
+def _shape_texts(shape_list: str | None, shapes_file: Path | None) -> list[str]:
+    texts = [text for text in (shape_list or "").split(",") if text.strip()]
+    if shapes_file is not None:
+        texts += [line for line in (line.split("#")[0].strip() for line in shapes_file.read_text().splitlines()) if line]
+    return texts
+
+
+def _tune_problems(
+    make_problems: Callable[[], list[Problem] | list[W4Problem]], effort: tuner.Effort, out: Path | None, *, report: bool, **options: Any
+) -> None:
+    """What the commands of all families do; the options are those of :func:`minfer.planning.tune.tune`."""
+    try:
+        problems = make_problems()
+    except ValueError as error:
+        raise _stop(str(error)) from None
+    if not problems:
+        raise _stop("no shapes: give --shapes, --shapes-file or --suite")
+    if not planning.runs_here():
+        raise _stop("tuning measures kernels, and this machine has no GPU that this build has kernels for")
+    if report and out is not None:
+        raise _stop("--report writes no rows: leave out --out")
+    table = None if report else out or tuned.user_table(torch.cuda.get_device_name())
+    begin = time.monotonic()
+
+    def say(t: tuner.Tuning) -> None:
+        peer = f", torch {t.torch_us:.2f}" if t.torch_us is not None else ""
+        console.print(
+            f"[{time.monotonic() - begin:5.0f} s] {t.problem}: {t.best.final.us:.2f} us (floor {t.best.plan.floor_us:.2f}{peer}), "
+            f"analytic {t.analytic.final.us:.2f}, regret {t.regret:.3f}  {t.best.plan.override}",
+            markup=False,
+        )
+        for reason in t.rejected:
+            console.print(f"    rejected {reason}", markup=False)
+
+    try:
+        found = tuner.tune(problems, out=table, effort=effort, say=say, **options)
+    except (ValueError, RuntimeError) as error:
+        raise _stop(str(error)) from None
+    if not found:
+        console.print("nothing to tune")
+        return
+    summary = tuner.regret_summary(found)
+    console.print(
+        f"{summary['problems']} problems; regret of the analytic plan: geomean {summary['geomean']:.3f}, "
+        f"worst {summary['worst']:.3f} ({summary['worst_problem']})"
+    )
+    if table is not None:
+        console.print(f"rows: {table}", markup=False)
+
+
+# ---- demo -----------------------------------------------------------------------------------------------------------------------
+
+
+@app.command("demo")
+def run_demo(out: Annotated[Path, typer.Option("--out", help="The picture.")] = Path("demo.png")) -> None:
+    """Run the operators on real tensors, verify them, time them where there is a GPU."""
+    notes: list[str] = []
+    outcomes = demo.run(out, notes.append)
+    timed = any(o.us is not None for o in outcomes)
+    where = torch.cuda.get_device_name() if timed else "CPU"
+    table = Table(title=f"torch.ops.minfer on {where}", title_justify="left")
+    for name in ("case", "m x n x k", "error", "torch's", "verified"):
+        table.add_column(name, justify="left" if name == "case" else "right")
+    if timed:
+        for name in ("us", "torch us", "compiled us", "speed-up", "of floor"):
+            table.add_column(name, justify="right")
+    for o in outcomes:
+        p = o.case.problem
+        cells = [o.case.name, f"{p.m} x {p.n} x {p.k}", f"{o.error:.1e}", f"{o.peer_error:.1e}", "yes" if o.verified else "NO"]
+        if timed and o.us is not None:
+            floor_us = planning.plan_problem(p).floor_us
+            compiled = f"{o.compiled_us:.1f}" if o.compiled_us is not None else "-"
+            cells += [f"{o.us:.1f}", f"{o.eager_us:.1f}", compiled, f"{o.best_torch_us / o.us:.2f}x", f"{100 * floor_us / o.us:.0f} %"]
+        table.add_row(*cells)
+    console.print(table)
+    if timed:
+        console.print("us: median of interleaved CUDA-graph replays, operands rotated through 3x the L2; speed-up over the faster torch.")
+    else:
+        console.print("No GPU that this build has kernels for: the CPU kernels ran; errors are against float64.")
+    for note in notes:
+        console.print(note, markup=False)
+    if not all(o.verified for o in outcomes):
+        raise _stop("a result is wrong: " + ", ".join(o.case.name for o in outcomes if not o.verified))
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

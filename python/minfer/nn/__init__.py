@@ -1,0 +1,5 @@
+"""Modules that hold packed weights."""
+
+from .linear import W4Linear, W8Linear
+
+__all__ = ["W4Linear", "W8Linear"]

@@ -1,0 +1,1 @@
+"""What would run for a problem and why, and the tables of what measured fastest."""

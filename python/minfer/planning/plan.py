@@ -1,0 +1,309 @@
+"""``minfer.plan``: what an operator would run for a problem, and why; works without a GPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from .._core.registry import build_info, device_index, device_properties
+from ..checks.common import DTYPES, ValueChecker, is_integer
+from ..formats import weight_formats, weight_layout
+from ..formats.gate_up import GATE_BLOCK
+
+DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+LAYOUTS = ("tn", "tt", "nn", "nt")
+MAX_EXTENT = 2**31 - 512  # of m, n, k and batch: the library's kMaxExtent
+
+
+def _checker_of(problem: Problem | W4Problem, *names: str) -> ValueChecker:
+    """After what both kinds check: the sizes of these names, the dtype, and n and C where the product is gated."""
+    check = ValueChecker(problem.op)
+    for name in names:
+        value = getattr(problem, name)
+        check(is_integer(value) and value >= 0, "{} must be an integer >= 0, got {}", name, value)
+        check(value <= MAX_EXTENT, "{} must be at most {}, got {}", name, MAX_EXTENT, value)
+    check(problem.dtype in DTYPES, "dtype must be float16 or bfloat16, got {}", problem.dtype)
+    unit = 2 * GATE_BLOCK
+    check(not problem.gated or problem.n % unit == 0, "n must be a multiple of {} for a gated GEMM, got {}", unit, problem.n)
+    check(not (problem.gated and problem.c), "c must be False for a gated GEMM, which has no C, got True")
+    return check
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A dense GEMM with contiguous operands: D[m, n] = A[m, k] . B[k, n], ``batch`` of them.
+
+    ``layout``: BLAS letters of A and B. "tn" is A row-major and B column-major (``weight.t()``); A: t row-major, n column-major;
+    B: n column-major, t row-major. ``n`` counts B's columns, so a gated D has n / 2.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+    layout: str = "tn"
+    c: bool = False
+    gated: bool = False
+
+    op: ClassVar[str] = "gemm"
+    family: ClassVar[str] = "gemm"
+    b_format: ClassVar[str] = "dense"  # what a quantised B would say, for tables that hold both
+    group_size: ClassVar[int] = 0
+    zeros: ClassVar[bool] = False
+
+    def __post_init__(self):
+        check = _checker_of(self, "m", "n", "k", "batch")
+        good = self.out_dtype in (None, self.dtype, torch.float32)
+        check(good, "out_dtype must be {}, float32 or None, got {}", self.dtype, self.out_dtype)
+        good = not self.gated or self.out_dtype in (None, self.dtype)
+        check(good, "out_dtype must be {} or None for a gated GEMM, got {}", self.dtype, self.out_dtype)
+        check(self.layout in LAYOUTS, "layout must be one of {}, got '{}'", ", ".join(LAYOUTS), self.layout)
+
+    @property
+    def a_major(self) -> str:
+        return "k" if self.layout[0] == "t" else "mn"
+
+    @property
+    def b_major(self) -> str:
+        return "k" if self.layout[1] == "n" else "mn"
+
+    @property
+    def n_out(self) -> int:
+        return self.n // 2 if self.gated else self.n
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k * self.batch
+
+    def __str__(self) -> str:
+        text = f"{self.m} x {self.n} x {self.k} {DTYPE_NAMES[self.dtype]} {self.layout}"
+        if self.batch != 1:
+            text += f", batch {self.batch}"
+        if self.out_dtype not in (None, self.dtype):
+            text += f", D {DTYPE_NAMES[self.out_dtype]}"
+        return text + (", with C" if self.c else "") + (", gated" if self.gated else "")
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The leading arguments of ``_plan_gemm`` and ``_enumerate_gemm``."""
+        out_type = self.out_dtype or self.dtype
+        d = _row_alignment(self.m, self.n_out, out_type.itemsize)
+        a = _row_alignment(*((self.m, self.k) if self.a_major == "k" else (self.k, self.m)), 2)
+        b = _row_alignment(*((self.n, self.k) if self.b_major == "k" else (self.k, self.n)), 2)
+        sizes = [self.m, self.n, self.k, self.batch]
+        alignments = [a, b, d if self.c and d == 16 else 0, d]
+        return sizes, DTYPE_NAMES[self.dtype], DTYPE_NAMES[out_type], self.a_major, self.b_major, alignments, self.c, self.gated
+
+
+@dataclass(frozen=True)
+class W4Problem:
+    """A product with a 4-bit or 8-bit weight, contiguous: D[m, n] = A[m, k] . W[n, k]^T, W in a format of
+    :mod:`minfer.formats.weight_formats`.
+
+    ``group_size``: columns of W that share a scale, -1 (all), a power of two >= 32, or what the format prescribes; one that covers k
+    becomes -1. ``zeros``: whether there are zero points. ``n`` counts W's rows, so a gated D has n / 2.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.bfloat16
+    group_size: int = 128
+    zeros: bool = False
+    w4_format: str = "int4"
+    c: bool = False
+    gated: bool = False
+
+    op: ClassVar[str] = "w4a16_gemm"
+    family: ClassVar[str] = "w4a16"
+    batch: ClassVar[int] = 1
+    out_dtype: ClassVar[torch.dtype | None] = None
+    a_major: ClassVar[str] = "k"
+    b_major: ClassVar[str] = "k"
+
+    def __post_init__(self):
+        check, unit = _checker_of(self, "m", "n", "k"), weight_layout.MULTIPLE
+        for name in ("n", "k"):
+            check(getattr(self, name) % unit == 0, "{} must be a multiple of {}, got {}", name, unit, getattr(self, name))
+        names = tuple(weight_formats.FORMATS)
+        check(self.w4_format in names, "w4_format must be one of {}, got '{}'", ", ".join(names), self.w4_format)
+        size, form = self.group_size, weight_formats.FORMATS[self.w4_format]
+        legal = weight_formats.legal_group_size(self.w4_format, size)
+        check(legal, "group_size must be {}, got {}", weight_formats.group_size_rule(self.w4_format), size)
+        check(not self.zeros or form.zero is not None, "zeros must be False for {}, which has no zero points, got True", self.w4_format)
+        if size >= self.k:
+            object.__setattr__(self, "group_size", -1)
+
+    @property
+    def b_format(self) -> str:
+        return self.w4_format
+
+    @property
+    def n_out(self) -> int:
+        return self.n // 2 if self.gated else self.n
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    def __str__(self) -> str:
+        groups = "one group" if self.group_size == -1 else f"groups of {self.group_size}"
+        text = f"{self.m} x {self.n} x {self.k} {DTYPE_NAMES[self.dtype]} {self.w4_format}, {groups}"
+        return text + (", zero points" if self.zeros else "") + (", with C" if self.c else "") + (", gated" if self.gated else "")
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The leading arguments of ``_plan_w4a16`` and ``_enumerate_w4a16``."""
+        sizes = [self.m, self.n, self.k]
+        return sizes, DTYPE_NAMES[self.dtype], self.w4_format, self.group_size, self.zeros, self.c, self.gated
+
+
+PROBLEMS: dict[str, type[Problem] | type[W4Problem]] = {kind.op: kind for kind in (Problem, W4Problem)}
+
+
+def _row_alignment(rows: int, columns: int, element_bytes: int) -> int:
+    """Bytes, at most 16, that every row of a contiguous [rows, columns] starts at a multiple of."""
+    if rows <= 1:
+        return 16
+    pitch = columns * element_bytes
+    return min(16, pitch & -pitch) if pitch else 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What would run. ``str(plan)`` is the report that ``python -m minfer plan`` prints."""
+
+    problem: Problem | W4Problem
+    device: str  # its name
+    kernel: str
+    decomposition: str  # persistent, stream_k or split_k
+    splits: int
+    swizzle: int
+    raster: str
+    workspace_bytes: int
+    predicted_us: float  # of the analytic model; a tuned row's measurement
+    floor_us: float  # max(bytes / read bandwidth, flops / matrix rate)
+    source: str  # override, tuned or analytic
+    reason: str
+    compiled: bool  # whether this build can run it
+
+    @property
+    def op(self) -> str:
+        return self.problem.op
+
+    @property
+    def launch(self) -> str:
+        """The run-time knobs as the ``kernel=`` argument takes them."""
+        return f"decomposition={self.decomposition},splits={self.splits},swizzle={self.swizzle},raster={self.raster}"
+
+    @property
+    def override(self) -> str:
+        """A ``kernel=`` argument that runs exactly this."""
+        return f"{self.kernel}@{self.launch}"
+
+    @classmethod
+    def parse(cls, problem: Problem | W4Problem, device: str, found: dict[str, Any]) -> Plan:
+        found = dict(found)
+        return cls(problem=problem, device=device, **found.pop("launch"), **found)
+
+    def __str__(self) -> str:
+        ratio = f", {100 * self.floor_us / self.predicted_us:.0f} % of it reached" if self.predicted_us > 0 else ""
+        runnable = "" if self.compiled else "  (not in this build: not runnable)"
+        return "\n".join(
+            (
+                f"{self.op}  {self.problem}  on {self.device}",
+                f"  kernel     {self.kernel}{runnable}",
+                f"  launch     {self.launch}",
+                f"  workspace  {self.workspace_bytes} bytes",
+                f"  predicted  {self.predicted_us:.2f} us, floor {self.floor_us:.2f} us{ratio}",
+                f"  why        {self.source}: {self.reason}",
+            )
+        )
+
+
+def _device(device: torch.device | int | str | None) -> tuple[int, str]:
+    index = device_index(device)
+    return index, device_properties(index)["name"] + (" (as measured; no GPU here)" if index < 0 else "")
+
+
+def plan_problem(
+    problem: Problem | W4Problem,
+    *,
+    kernel: str | None = None,
+    use_tuned: bool = True,
+    device: torch.device | int | str | None = None,
+    only_runnable: bool | None = None,
+) -> Plan:
+    """:func:`plan` for a problem."""
+    index, name = _device(device)
+    if only_runnable is None:
+        only_runnable = index >= 0
+    planner = getattr(torch.ops.minfer, f"_plan_{problem.family}")
+    return Plan.parse(problem, name, json.loads(planner(*problem.arguments(), kernel, use_tuned, only_runnable, index)))
+
+
+def enumerate_plans(
+    problem: Problem | W4Problem,
+    *,
+    limit: int = 1 << 20,
+    device: torch.device | int | str | None = None,
+    only_runnable: bool | None = None,
+) -> list[Plan]:
+    """Every legal kernel and launch configuration, best predicted first."""
+    index, name = _device(device)
+    if only_runnable is None:
+        only_runnable = index >= 0
+    planner = getattr(torch.ops.minfer, f"_enumerate_{problem.family}")
+    return [Plan.parse(problem, name, found) for found in json.loads(planner(*problem.arguments(), only_runnable, index, limit))]
+
+
+def plan(
+    op: str,
+    *,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype = torch.bfloat16,
+    kernel: str | None = None,
+    use_tuned: bool = True,
+    device: torch.device | int | str | None = None,
+    **options: Any,
+) -> Plan:
+    """What ``op`` would run for contiguous operands: the explicit kernel, else a tuned row, else the analytic model's choice.
+
+    Args:
+      op: "gemm" or "w4a16_gemm".
+      m, n, k: sizes; n counts B's columns (the weight's rows), also of a gated GEMM.
+      dtype: of A, D and what B stands for: torch.float16 or torch.bfloat16.
+      kernel: an override, as the operator's ``kernel=``.
+      use_tuned: False asks the analytic model alone.
+      device: CUDA device or its index. -1: the H200 as measured. None: the current device, or the H200 as measured where there is none
+        (or the build has no CUDA). For the H200 as measured the plan may name kernels that this build did not compile (``compiled``
+        says so).
+      options: of both: ``c`` (there is a C that is read) or ``gated``, which has no C.
+        Of gemm: ``batch``; ``layout``, "tn" (A row-major, B column-major: ``weight.t()``, the default), "tt", "nn" or "nt"; ``out_dtype``
+        of D, dtype or, where it is not gated, torch.float32.
+        Of w4a16_gemm: ``group_size`` (128; -1: all of k; "mxfp4" and "nvfp4" have one size each), ``zeros`` (there are zero points),
+        ``w4_format``: "int4" (the default), "nf4", "mxfp4" or "nvfp4", and, for what w8a16_gemm would run, "int8" or "fp8_e4m3".
+
+    Returns:
+      A :class:`Plan`; ``print`` it.
+
+    Raises:
+      ValueError: an argument cannot be right. RuntimeError: the override names no legal kernel, or no kernel takes so large a product.
+    """
+    if op not in PROBLEMS:
+        raise ValueError(f"op must be one of {', '.join(PROBLEMS)}, got {op!r}")
+    known = [field.name for field in fields(PROBLEMS[op])]
+    for name in options:
+        if name not in known:
+            raise ValueError(f"{op} has no {name}; its options are {', '.join(known)}")
+    return plan_problem(PROBLEMS[op](m=m, n=n, k=k, dtype=dtype, **options), kernel=kernel, use_tuned=use_tuned, device=device)
+
+
+def runs_here() -> bool:
+    """Whether this build has CUDA kernels and there is a GPU to run them on."""
+    return build_info()["kernels_compiled"] > 0 and torch.cuda.is_available()

@@ -1,0 +1,292 @@
+"""docs/numerics.md on the CPU: its models of roundings within its bounds, and the CPU kernels within them. Sections are that page's.
+
+The CPU kernels write weights out in 16 bits ("dequantize") and compute the rest in float32, so every statement about results holds for
+them; what only CUDA kernels do is checked by the models here and by test_numerics_gpu.py.
+"""
+
+import itertools
+import math
+
+import minfer
+import pytest
+import torch
+
+from tests.attention.kv_cache_cases import KV_FORMATS, make_cache
+from tests.contracts import numerics_cases as cases
+from tests.contracts.numerics_cases import PATHS, UNIT, ZEROS, rounded
+from tests.gemm.cases import ACTIVATIONS, DTYPES, name_of
+from tests.quantized_gemm.weight_format_cases import BITS, GROUPS
+
+FORMATS = tuple(BITS)
+WEIGHTS = [(name, zeros) for name in FORMATS for zeros in ZEROS.get(name, ("none",))]
+GROUP = {name: GROUPS.get(name, (32,))[0] for name in FORMATS}
+
+
+# ---- the tools -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float32), ids=name_of)
+def test_rounding_is_torch_s(dtype):
+    """Where float32 holds the number, torch rounds once too; ties, subnormals, overflow and infinities among them."""
+    x = torch.cat([cases.floats(200000), torch.tensor([65519.996, 65520.0, 2.0**-25, 3 * 2.0**-25, 1 + 2.0**-11, 1 + 3 * 2.0**-11])])
+    have, want = rounded(x.double(), dtype), x.to(dtype).double()
+    assert torch.equal(have.isnan(), want.isnan()) and torch.equal(have.nan_to_num(), want.nan_to_num())
+
+
+def test_judge_says_which_element_is_worst():
+    exact, bound = torch.tensor([[1.0, 2.0], [3.0, math.inf]]).double(), torch.full((2, 2), 0.5).double()
+    assert cases.judge(torch.tensor([[1.25, 2.0], [3.0, math.inf]]), exact, bound, "x") == 0.5
+    with pytest.raises(AssertionError, match=r"x: 1 of 4 elements off, worst at \(1, 0\): exact 3, got 4, error 1, bound 0.5, ratio 2"):
+        cases.judge(torch.tensor([[1.25, 2.0], [4.0, math.inf]]), exact, bound, "x")
+    for wrong in (math.nan, -math.inf, 1.0):
+        with pytest.raises(AssertionError, match=r"worst at \(1, 1\)"):
+            cases.judge(torch.tensor([[1.0, 2.0], [3.0, wrong]]), exact, bound, "x")
+    with pytest.raises(AssertionError, match="NaN|nan"):
+        cases.judge(torch.tensor([math.nan]), torch.tensor([1.0]).double(), torch.tensor([1.0]), "x")
+
+
+# ---- section 4: quantised weights --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name, zeros", WEIGHTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_models_are_within_their_bounds(dtype, name, zeros, path):
+    """Section 4.2's table, which is sharp: over 2^17 weights the worst comes near it, and exact formats are exact."""
+    weight = cases.make_weight(name, 128, 1024, GROUP[name], zeros, dtype)
+    parts, bound = cases.parts_of(weight), cases.weight_bound(weight, path)
+    exact = parts.exact
+    ratio = cases.judge(cases.model(weight, path), exact, bound, f"{name}, zeros {zeros}, {path}")
+    exact_path = name in ("mxfp4", "nvfp4") or (
+        path == "accumulators" and (name == "fp8_e4m3" or zeros in ("none", "integer")) and name != "nf4"
+    )
+    assert ratio == 0 if exact_path else ratio > 0.6
+    if not exact_path:  # in roundings of the weight: halves of its last place
+        last_place = cases.power_of_two(torch.frexp(exact).exponent - 1) * UNIT[dtype]
+        normal = (exact.abs() > 2.0**-10) & ((parts.value - parts.zero).abs() > 2.0**-5)  # elsewhere the absolute terms count
+        roundings = ((cases.model(weight, path) - exact).abs() / last_place)[normal].max().item()
+        most = {"accumulators": 2.0, "fragments": 3.0, "dequantize": 1.001}[path]
+        if path == "fragments" and name != "nf4" and zeros != "fractional":
+            most = 1.001
+        assert roundings <= most
+
+
+@pytest.mark.parametrize("name, zeros", WEIGHTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_weights_element_by_element(dtype, name, zeros):
+    """Section 4.1: the CPU writes weights out in 16 bits. Every element is seen alone."""
+    for group_size in GROUPS.get(name, (32, 128, -1)):
+        weight = cases.make_weight(name, 72, 264, group_size, zeros, dtype)
+        cases.check_weight(weight.gemm, weight, "dequantize", torch.arange(264), f"{name}, zeros {zeros}, groups of {group_size}")
+
+
+@pytest.mark.parametrize("name, zeros", WEIGHTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_dequantize_rounds_once(dtype, name, zeros):
+    """Section 4.4."""
+    weight = cases.make_weight(name, 72, 264, GROUP[name], zeros, dtype)
+    exact, bound = cases.parts_of(weight).exact, cases.weight_bound(weight, "dequantize")
+    got = weight.dequantize(**({"out_dtype": dtype} if name in ("mxfp4", "nvfp4") else {}))
+    cases.judge(got, exact, bound, f"{name}, zeros {zeros}")
+    weight.alpha = 0.3
+    got = weight.dequantize(**({"out_dtype": dtype} if name in ("mxfp4", "nvfp4") else {}))
+    bound = 0.3 * (bound + (UNIT[dtype] + 2.0**-22) * exact.abs()) + cases.TINY[dtype]
+    cases.judge(got, exact * 0.3, bound, f"{name}, zeros {zeros}, alpha")
+
+
+@pytest.mark.parametrize("name, zeros", WEIGHTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_sums_of_weights(dtype, name, zeros):
+    """Section 2 with section 4.2's errors."""
+    weight = cases.make_weight(name, 72, 520, GROUP[name], zeros, dtype)
+    weight.alpha = 0.37
+    a = torch.randn(9, 520).to(dtype)
+    epilogue = dict(c=torch.randn(9, 72), bias=torch.randn(72).to(dtype))
+    cases.check_sums(weight.gemm, weight, "dequantize", a, f"{name}, zeros {zeros}", **epilogue)
+
+
+def test_paths_of_kernels():
+    """Every kernel of a quantised weight has a path, by its name."""
+    for family in ("w4a16", "moe_w4a16"):
+        for kernel in minfer.kernels(family):
+            path = cases.path_of(kernel["name"])
+            assert path in PATHS
+            if kernel["b_format"] in ("mxfp4", "nvfp4") and kernel["ab_type"] == "bf16":
+                assert path == "fragments"
+    assert cases.path_of(None) == cases.path_of("dequantize") == "dequantize"
+
+
+# ---- sections 2 and 3: sums and activations ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_gemm(dtype):
+    """Section 2: D of 16 bits and of 32, every term of the epilogue."""
+    a, b, c, bias = (torch.randn(*shape).to(dtype) for shape in ((33, 500), (500, 48), (33, 48), (48,)))
+    for out_dtype in (dtype, torch.float32):
+        exact, bound = cases.gemm_bound(a, b.mT, alpha=-0.37, c=c, bias=bias, out_dtype=out_dtype)
+        cases.judge(minfer.gemm(a, b, c=c, beta=1.0, bias=bias, alpha=-0.37, out_dtype=out_dtype), exact, bound, f"D {out_dtype}")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_gated(dtype, activation):
+    """Section 3."""
+    a, b = (torch.randn(33, 500) / 8).to(dtype), (torch.randn(500, 48) / 4).to(dtype)
+    exact, bound = cases.gated_bound(a, b.mT, activation=activation, out_dtype=dtype)
+    cases.judge(minfer.gemm_gated(a, b, activation=activation), exact, bound + 2.0**-20 * exact.abs(), activation)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_activations_of_every_16_bit_number(dtype, activation):
+    """Section 3: D = act(0 + C) for all 65536 values of C."""
+    x = cases.patterns(dtype).view(256, 256)
+    a, b = torch.zeros(256, 8, dtype=dtype), torch.zeros(8, 256, dtype=dtype)
+    for out_dtype in (dtype, torch.float32):
+        got = minfer.gemm(a, b, c=x, beta=1.0, activation=activation, out_dtype=out_dtype)
+        cases.judge(got, *cases.activation_bound(x, activation, "cpu", out_dtype), f"{activation} of {dtype}, D {out_dtype}")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_activations_over_float32(activation):
+    """Section 3: over the whole range of float32."""
+    x = cases.floats(2**18).view(512, 512)
+    a, b = torch.zeros(512, 8, dtype=torch.float16), torch.zeros(8, 512, dtype=torch.float16)
+    got = minfer.gemm(a, b, c=x, beta=1.0, activation=activation, out_dtype=torch.float32)
+    cases.judge(got, *cases.activation_bound(x, activation, "cpu", torch.float32), activation)
+
+
+def emulated(x: torch.Tensor, activation: str, power_error: float, inverse_error: float) -> torch.Tensor:
+    """float32 ``x`` as the CUDA epilogues (cpp/src/gemm/epilogue.cuh) activate it, with ex2.approx and rcp.approx off by so much."""
+    log2e, polynomial, clamp = torch.tensor(-1.4426950409), [1.0], math.inf
+    if activation == "gelu_tanh":
+        polynomial, clamp = [1.5957691216, 0.0713548163], 64.0
+    elif activation == "gelu":
+        polynomial = [1.5957684517, 0.0726685748, -6.62654493e-05, -1.1047856970e-04, 7.937954251e-06, -2.668744798e-07, 3.610771460e-09]
+        clamp = 30.25
+    t = (x * x).clamp(max=clamp).double()
+    *others, last = ((torch.tensor(coefficient) * log2e).double() for coefficient in polynomial)
+    q = last.float().expand_as(x)
+    for coefficient in reversed(others):
+        q = (q.double() * t + coefficient).float()
+    y = x * q
+    flushed = lambda v: torch.where(v.abs() < 2.0**-126, 0.0, v).float()  # noqa: E731
+    power = flushed(torch.exp2(y.double()) * (1 + power_error))
+    return x * flushed((1 / (1 + power).double()) * (1 + inverse_error))
+
+
+@pytest.mark.parametrize("activation", ("silu", "gelu", "gelu_tanh"))
+def test_bounds_of_activations_hold_for_their_instructions(activation):
+    """Section 3's bounds from what PTX says of ex2.approx (2^-22) and rcp.approx (2^-23), each at its worst; room is 2.5 at most."""
+    x = cases.floats(2**19)
+    exact, bound = cases.activation_bound(x, activation, "cuda", torch.float32)
+    ratios = []
+    for power, inverse in itertools.product((-(2.0**-22), 0.0, 2.0**-22), (-(2.0**-23), 2.0**-23)):
+        ratios.append(cases.judge(emulated(x, activation, power, inverse), exact, bound, f"{activation}, {power}, {inverse}"))
+    assert max(ratios) > 0.4
+
+
+# ---- section 5: attention --------------------------------------------------------------------------------------------------------------
+
+
+def attend(q, k, v):
+    """minfer.attention of one sequence, as ``check_attention`` calls it."""
+
+    def call(**options):
+        out, lse = minfer.attention(q[None], k[None], v[None], **options)
+        return out[0], lse[0]
+
+    return call
+
+
+@pytest.mark.parametrize("softcap", (0.0, 3.0))
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_attention(dtype, softcap):
+    """Section 5.1."""
+    for (rows, length), sharpness, causal in itertools.product(((40, 70), (1, 300)), (1.0, 4.0), (False, True)):
+        q, k, v = (torch.randn(n, heads, 64) for n, heads in ((rows, 4), (length, 2), (length, 2)))
+        q, k, v = (q * sharpness).to(dtype), k.to(dtype), v.to(dtype)
+        options = dict(scale=0.125, softcap=softcap, causal=causal)
+        cases.check_attention(attend(q, k, v), q, cases.dense_keys(k, v), f"{rows} x {length}, {sharpness}", **options)
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_attention_over_caches(dtype, kv_format):
+    """Section 5.4's quantities, which the CPU kernel's float32 is within; "decode" and "prefill" allow no less."""
+    cache, seq_lens, _ = make_cache([192], kv_format, 2, (64, 64), dtype, page_size=64, paged=False)
+    q = torch.randn(1, 5, 4, 64).to(dtype)
+
+    def call(**options):
+        out, lse = minfer.attention_paged(q, cache.k, cache.v, seq_lens, **cache.scales(), **options)
+        return out[0], lse[0]
+
+    for path in ("cpu", "decode", "prefill"):
+        keys = cases.cached_keys(cache, 0, 192, path, dtype)
+        cases.check_attention(call, q[0], keys, f"{kv_format} as {path}", scale=0.125, causal=True)
+
+
+@pytest.mark.parametrize("keys", cases.CAP_KEYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_softcap(dtype, keys):
+    """Section 5.2."""
+
+    def lse_of(q0, k0, **options):
+        q, k = torch.zeros(len(q0), 1, 16, dtype=dtype), torch.zeros(len(k0), 1, 16, dtype=dtype)
+        q[:, 0, 0], k[:, 0, 0] = q0, torch.tensor(k0)
+        return attend(q, k, k)(**options)[1][0]
+
+    for softcap, scale in cases.CAPS:
+        cases.check_softcap(lse_of, dtype, keys, softcap, scale, 128, "cpu", "cpu")
+
+
+def test_polynomial_of_softcap():
+    """Section 5.2: what softmax.cuh computes, in float32: within TANH up to 3 / 4, rising with the score, and below -limit once settled."""
+    middle = -0.3262967 / (2 * math.sqrt(0.09735545))
+    for softcap, scale in cases.CAPS:
+        unit, inner = scale * math.log2(math.e), scale / softcap
+        root, middle_, rest = math.sqrt(math.sqrt(0.09735545 * unit)) * inner, middle * math.sqrt(unit), (0.9997852 - middle**2) * unit
+        score = (torch.linspace(0, 0.75, 100001, dtype=torch.float64) / inner).float()
+        root, middle_, rest = (torch.tensor(x) for x in (root, middle_, rest))
+        inside = ((score * root) ** 2 + middle_) ** 2 + rest
+        got = (score * inside).double() / math.log2(math.e)
+        exact = softcap * torch.tanh(score.double() * inner)
+        cases.judge(got, exact, cases.TANH * exact + 2.0**-140, f"softcap {softcap}, scale {scale}")
+        assert bool((got.diff() >= -(2.0**-20) * exact[1:]).all())
+
+
+@pytest.mark.parametrize("kv_format", ("fp8_e4m3", "int8", "int4"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_append(dtype, kv_format):
+    """Section 5.6."""
+    assert cases.check_append(kv_format, dtype, "cpu", kv_format) > 0.5
+
+
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float32), ids=name_of)
+def test_merge(dtype):
+    """Section 5.7."""
+    outs = [torch.randn(2, 9, 3, 16).to(dtype) for _ in range(5)]
+    lses = [torch.randn(2, 3, 9) * 8 for _ in range(5)]
+    lses[1][0], outs[1][0] = -math.inf, math.nan
+    cases.check_merge(outs, lses, "five states")
+
+
+# ---- section 6: experts ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scoring, renormalize", list(itertools.product(("softmax", "sigmoid"), (False, True))))
+def test_router(scoring, renormalize):
+    """Section 6.1."""
+    logits = torch.randn(100, 128) * 6
+    weights, ids = minfer.moe_router(logits, 8, scoring=scoring, renormalize=renormalize)
+    cases.judge(weights, *cases.router_bound(logits, ids, scoring=scoring, renormalize=renormalize), scoring)
+
+
+@pytest.mark.parametrize("dtype", (*DTYPES, torch.float32), ids=name_of)
+def test_combine(dtype):
+    """Section 6.2."""
+    y, weights = torch.randn(60, 40).to(dtype), torch.rand(20, 3)
+    inverse = torch.randperm(60).int().view(20, 3)
+    for own in (weights, None):
+        cases.judge(minfer.moe_combine(y, inverse, own), *cases.combine_bound(y, own, inverse, dtype), "combine")

@@ -1,0 +1,216 @@
+"""``out`` of every operator that has one: it must not overlap itself or what is read, on every device and in the operator's own words.
+Packed weights at any address."""
+
+import minfer
+import pytest
+import torch
+from minfer.checks import common as checks
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+EVERYWHERE = ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPE = torch.float16
+M, N, K, EXPERTS = 4, 64, 64, 2
+
+
+def randn(device, *shape):
+    return torch.randn(shape).to(DTYPE).to(device)
+
+
+def packed(device, bits, *lead):
+    make = minfer.w4a16_pack if bits == 4 else minfer.w8a16_pack
+    one = make(torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8))
+    return one.expand(*lead, *one.shape).contiguous().to(device)
+
+
+def forms(device):
+    """name in messages -> (call with a and out, a's shape, out's shape)"""
+    offsets = torch.tensor([2, M], dtype=torch.int32, device=device)
+    b, experts = randn(device, K, N), randn(device, EXPERTS, N, K).mT
+    w4, w8, w4_experts = packed(device, 4), packed(device, 8), packed(device, 4, EXPERTS)
+    scales = torch.rand(1, N).to(DTYPE).to(device)
+    expert_scales = torch.rand(EXPERTS, 1, N).to(DTYPE).to(device)
+    group = dict(group_size=-1)
+    return {
+        "gemm": (lambda a, out, **o: minfer.gemm(a, o.pop("b", b), out=out, **o), (M, K), (M, N)),
+        "w4a16_gemm": (lambda a, out, **o: minfer.w4a16_gemm(a, w4, scales, out=out, **group, **o), (M, K), (M, N)),
+        "w8a16_gemm": (lambda a, out, **o: minfer.w8a16_gemm(a, w8, scales, out=out, **group, **o), (M, K), (M, N)),
+        "grouped_gemm.out": (lambda a, out: minfer.grouped_gemm(a, experts, offsets, out=out), (M, K), (M, N)),
+        "grouped_gemm_masked.out": (
+            lambda a, out: minfer.grouped_gemm_masked(a, experts, offsets.clamp(max=M // 2), out=out),
+            (EXPERTS, M // 2, K),
+            (EXPERTS, M // 2, N),
+        ),
+        "grouped_w4a16_gemm.out": (
+            lambda a, out: minfer.grouped_w4a16_gemm(a, w4_experts, expert_scales, None, offsets, out=out, **group),
+            (M, K),
+            (M, N),
+        ),
+    }
+
+
+NAMES = sorted(forms("cpu"))
+
+
+def refused(message, call, *arguments, **options):
+    with pytest.raises(RuntimeError) as raised:
+        call(*arguments, **options)
+    assert message in str(raised.value), raised.value
+
+
+@pytest.mark.parametrize("device", EVERYWHERE)
+@pytest.mark.parametrize("name", NAMES)
+def test_out_that_overlaps_itself(name, device):
+    call, a_shape, shape = forms(device)[name]
+    a = torch.zeros(a_shape, dtype=DTYPE, device=device)
+    memory = torch.zeros(4096, dtype=DTYPE, device=device)
+    rows = shape[:-1]
+    overlapping = {
+        "a row again and again": memory[:N].expand(shape),
+        "an element again and again": memory[:1].expand(shape),
+        "rows that begin in the one before": memory.as_strided(shape, (*([(N - 1) * rows[-1]] * (len(shape) - 2)), N - 1, 1)),
+    }
+    for what, out in overlapping.items():
+        with pytest.raises(RuntimeError) as raised:
+            call(a, out)
+        message = str(raised.value)
+        assert message.startswith(f"minfer::{name}: out") and ("overlap" in message or "stride" in message), (what, message)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_out_that_overlaps_what_is_read(name, device):
+    call, a_shape, shape = forms(device)[name]
+    memory = randn(device, 8192)
+    a = memory[:256].view(a_shape)
+    message = f"minfer::{name}: out must not overlap a, got {list(shape)} and a {list(a_shape)} in one memory"
+    refused(message, call, a, memory[:256].view(shape))
+    refused(message, call, a, memory[64 : 64 + 256].view(shape))  # the last rows of a
+    before = memory.clone()
+    refused(message, call, memory[128:384].view(a_shape), memory[:256].view(shape))
+    assert torch.equal(memory, before)
+    # Apart, or taking turns in one memory: as documented, legal.
+    want = call(a.clone(), torch.empty(shape, dtype=DTYPE, device=device))
+    assert torch.equal(call(a, memory[256:512].view(shape)), want)
+    turns = memory[512:1024].view(*shape[:-1], 2 * N)
+    turns[..., :K] = a
+    assert torch.equal(call(turns[..., :K], turns[..., N:]), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_out_made_under_inference_mode(name, device):
+    """Outside of it torch would refuse it, but only when it is written."""
+    call, a_shape, shape = forms(device)[name]
+    a = randn(device, *a_shape)
+    with torch.inference_mode():
+        out, like = torch.full(shape, 7.0, dtype=DTYPE, device=device), a.clone()
+    head = f"minfer::{name.removesuffix('.out')}: "
+    message = f"{head}out must not be an inference tensor outside of torch.inference_mode(), got one of {list(shape)}"
+    refused(message, call, a, out)
+    refused(message, call, like, out)
+    with torch.no_grad():
+        refused(message, call, a, out)
+    assert (out == 7).all(), "nothing was launched"
+    want = call(like, torch.empty(shape, dtype=DTYPE, device=device))
+    with torch.inference_mode():
+        assert torch.equal(call(a, out), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_and_addends(device):
+    """It may be c, and nothing else that is read."""
+    memory = randn(device, K * N)
+    out = memory[: M * N].view(M, N)
+    table = forms(device)
+    for name, extra in (("gemm", {"beta": 1.0}), ("w4a16_gemm", {}), ("w8a16_gemm", {})):
+        call, a_shape, _ = table[name]
+        a, before = randn(device, *a_shape), out.clone()
+        want = call(a, torch.empty_like(out), c=before, **extra)
+        assert torch.equal(call(a, out, c=out, **extra), want)
+        refused(f"minfer::{name}: out must not overlap c, got", call, a, out, c=out[0], **extra)
+        refused(f"minfer::{name}: out must not overlap bias, got", call, a, out, bias=memory[:N])
+    call = table["gemm"][0]
+    refused("minfer::gemm: out must not overlap b, got", call, a, out, b=memory.view(K, N))
+    assert torch.isfinite(call(a, out, c=out[0], beta=0.0)).all(), "with a beta of 0, c is not read"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_and_what_experts_read(device):
+    """Of grouped products: everything beside a and the weight, too."""
+    offsets = torch.tensor([2, M], dtype=torch.int32, device=device)
+    out = randn(device, M, N)
+    b, w4 = randn(device, EXPERTS, N, K).mT, packed(device, 4, EXPERTS)
+    scales = torch.rand(EXPERTS, 2, N, device=device).to(DTYPE)
+    as_numbers = out.view(torch.int32).view(-1)
+    call = lambda **o: minfer.grouped_gemm(randn(device, M, K), b, o.pop("offsets", offsets), out=out, **o)  # noqa: E731
+    name = "minfer::grouped_gemm.out: out must not overlap"
+    refused(f"{name} bias, got", call, bias=out[:EXPERTS])
+    refused(f"{name} offsets, got", call, offsets=as_numbers[:EXPERTS])
+    refused(f"{name} gather, got", call, gather=as_numbers[:M])
+    refused(f"{name} row_scale, got", call, row_scale=as_numbers[:M].view(torch.float32))
+    whole = randn(device, EXPERTS * 2, N)
+    own = {"offsets": offsets, "zeros": None}
+
+    def quantised(out, **o):
+        o = own | o
+        return minfer.grouped_w4a16_gemm(randn(device, M, K), w4, scales, o.pop("zeros"), o.pop("offsets"), group_size=32, out=out, **o)
+
+    name = "minfer::grouped_w4a16_gemm.out: out must not overlap"
+    refused(f"{name} zeros, got", quantised, whole[:M], zeros=whole.view(EXPERTS, 2, N))
+    refused(f"{name} alpha, got", quantised, out, alpha=as_numbers[:EXPERTS].view(torch.float32))
+    refused(f"{name} bias, got", quantised, out, bias=out[:EXPERTS])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "overlaps"),
+    [
+        ((4, 5), (5, 1), False),
+        ((4, 5), (4, 1), True),
+        ((4, 5), (1, 4), False),
+        ((3, 2), (2, 3), False),  # 0 2 4 and 3 5 7
+        ((4, 2), (2, 4), True),
+        ((1, 5), (0, 1), False),
+        ((2, 1), (0, 1), True),
+        ((0, 5), (0, 0), False),
+        ((2, 3, 4), (12, 4, 1), False),
+        ((2, 3, 4), (4, 8, 1), False),
+        ((2, 3, 4), (2, 8, 1), True),
+        ((), (), False),
+        ((7,), (3,), False),
+    ],
+)
+def test_overlaps_itself(sizes, strides, overlaps):
+    x = torch.zeros(64).as_strided(sizes, strides)
+    places = {sum(i * s for i, s in zip(index, strides, strict=True)) for index in torch.ones(sizes).nonzero().tolist()}
+    assert (len(places) < x.numel()) == overlaps, "the case itself"
+    assert checks.overlaps_itself(x) == overlaps
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_packed_weights_at_any_address(offset, device):
+    """Views of codes, scales and zero points that begin at no multiple of 16 bytes give the same bits."""
+
+    def moved(x):
+        memory = torch.zeros(x.numel() + 8, dtype=x.dtype, device=device)
+        view = memory[offset : offset + x.numel()].view(x.shape)
+        assert device == "cpu" or view.data_ptr() % 16 != 0
+        return view.copy_(x)
+
+    a = randn(device, M, K)
+    scales, zeros = torch.rand(2, N).to(DTYPE).to(device), torch.randint(0, 16, (2, N)).to(DTYPE).to(device)
+    weight = (packed(device, 4), scales, zeros)
+    for call in (minfer.w4a16_gemm, minfer.w4a16_gemm_gated):
+        assert torch.equal(call(a, *map(moved, weight), group_size=32), call(a, *weight, group_size=32))
+    shape = dict(n=N, k=K, group_size=32)
+    assert torch.equal(minfer.w4a16_dequantize(*map(moved, weight), **shape), minfer.w4a16_dequantize(*weight, **shape))
+    wide = (packed(device, 8), scales)
+    assert torch.equal(minfer.w8a16_gemm(a, *map(moved, wide), group_size=32), minfer.w8a16_gemm(a, *wide, group_size=32))
+    experts = (packed(device, 4, EXPERTS), scales.expand(EXPERTS, -1, -1).contiguous(), zeros.expand(EXPERTS, -1, -1).contiguous())
+    offsets = torch.tensor([1, M], dtype=torch.int32, device=device)
+    want = minfer.grouped_w4a16_gemm(a, *experts, offsets, group_size=32)
+    assert torch.equal(minfer.grouped_w4a16_gemm(a, *map(moved, experts), offsets, group_size=32), want)
+    weights, ids = torch.rand(M, 2, device=device), torch.randint(0, EXPERTS, (M, 2), dtype=torch.int32, device=device)
+    down = (packed(device, 4, EXPERTS), experts[1][:, :1].contiguous(), None, weights, ids)
+    want = minfer.moe_ffn_w4a16(a, *experts, *down, group_size=32)
+    assert torch.equal(minfer.moe_ffn_w4a16(a, *map(moved, experts), *down, group_size=32), want)

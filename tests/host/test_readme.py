@@ -1,0 +1,402 @@
+"""What README.md and docs/ show is run: every Python block, and of every command that its program, options and files exist.
+
+Blocks of Python are executed in order, those of one section (a ## heading with all below it) in one namespace; the line numbers of an error
+are those of the file. Where there is no GPU that the build has kernels for, ``device="cuda"`` becomes ``device="cpu"``, and nothing else is
+changed. Blocks of ``>>>`` lines are executed as doctests; output is compared where some is shown. A block that begins with ``# NAME.py, for
+torchrun OPTIONS NAME.py`` is run so.
+"""
+
+import doctest
+import fnmatch
+import importlib
+import linecache
+import os
+import re
+import shlex
+import subprocess
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import NamedTuple
+
+import minfer
+import pytest
+import torch
+from minfer._core.registry import kernel_names
+from minfer.cli import main as cli
+from minfer.planning.plan import runs_here
+from typer.main import get_command
+
+from bench.suites.__main__ import FAMILIES
+from tests.contracts.test_registration import need
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))) if path.exists()]
+TORCHRUN = re.compile(r"# (?P<name>\w+\.py), for torchrun (?P<options>.*) (?P=name)$")
+
+
+class Block(NamedTuple):
+    file: str
+    section: str
+    language: str
+    line: int  # of its first line in the file, from 1 on
+    text: str
+
+
+def blocks_of(path: Path) -> list[Block]:
+    found, section, begin, language = [], "", None, ""
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        if begin is None and line.startswith("## "):
+            section = line[3:]
+        elif line.startswith("```"):
+            if begin is None:
+                begin, language = number + 1, line[3:].strip()
+            else:
+                found.append(Block(str(path.relative_to(ROOT)), section, language, begin, "\n".join(lines[begin - 1 : number - 1])))
+                begin = None
+    assert begin is None, f"{path}: the block of line {begin - 1} has no end"
+    return found
+
+
+BLOCKS = [block for path in FILES for block in blocks_of(path)]
+SECTIONS = list(dict.fromkeys((block.file, block.section) for block in BLOCKS if block.language == "python"))
+
+
+# ---- Python --------------------------------------------------------------------------------------------------------------------
+
+
+def for_this_machine(text: str) -> str:
+    return text if runs_here() else text.replace('device="cuda"', 'device="cpu"')
+
+
+def execute(block: Block, namespace: dict) -> None:
+    """Runs a block; tracebacks and whoever asks for a function's source find it under the file's own line numbers."""
+    text = "\n" * (block.line - 1) + for_this_machine(block.text) + "\n"
+    name = f"<{block.file}, line {block.line}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+    exec(compile(text, name, "exec"), namespace)
+
+
+class _Examples(doctest.OutputChecker):
+    """Where no output is shown, any is right."""
+
+    def check_output(self, want, got, optionflags):
+        return want == "" or super().check_output(want, got, optionflags)
+
+
+def execute_examples(block: Block, namespace: dict) -> None:
+    examples = doctest.DocTestParser().get_doctest(for_this_machine(block.text), namespace, block.section, block.file, block.line - 1)
+    told = []
+    runner = doctest.DocTestRunner(checker=_Examples())
+    runner.run(examples, out=told.append, clear_globs=False)
+    assert runner.failures == 0, "".join(told)
+
+
+def execute_with_torchrun(block: Block, folder: Path) -> None:
+    words = TORCHRUN.match(block.text.partition("\n")[0])
+    path = folder / words["name"]
+    path.write_text(for_this_machine(block.text))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(words["options"]), str(path)]
+    ranks = int(command[command.index("--nproc-per-node") + 1])
+    hidden = {} if runs_here() and torch.cuda.device_count() >= ranks else {"CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | hidden
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def close(have, want, dtype=torch.bfloat16):
+    """Two roundings of ``dtype`` apart at most, by norm."""
+    have, want = have.double(), want.double()
+    assert have.shape == want.shape
+    assert (have - want).norm() <= 2 * torch.finfo(dtype).eps * want.norm(), float((have - want).norm() / want.norm())
+
+
+def check_three_ways(names):
+    product = names["x"].double() @ names["linear"].weight.double().t()
+    close(names["y"], torch.nn.functional.gelu(product + names["linear"].bias.double()))
+    close(names["z"], product + names["y"].double())
+
+
+def check_using(names):
+    x = names["x"].double()
+    gate, up = (x @ names[name].weight.double().t() for name in ("gate", "up"))
+    close(names["h"], torch.nn.functional.silu(gate) * up)
+    close(names["y"], (torch.nn.functional.silu(gate) * up) @ names["down"].weight.double().t() + x)
+
+
+def check_weights(names):
+    weight = names["weight"]
+    product = names["x"].double() @ weight.dequantize().double().t() + names["linear"].bias.double()
+    close(names["y"], torch.nn.functional.silu(product))
+    close(names["layer"](names["x"]), product)
+
+
+def check_moe(names):
+    """The section's names are those of its last blocks: the layer of 4-bit experts."""
+    w13, w2 = names["w13"].dequantize(), names["w2"].dequantize()
+    x, out = names["x"].double(), torch.zeros(names["x"].shape, dtype=torch.float64)
+    for t, experts in enumerate(names["ids"].tolist()):
+        for weight, e in zip(names["weights"][t].double(), experts, strict=True):
+            gate, up = (side.flatten() for side in (w13[e].double() @ x[t]).view(-1, 2, 8).unbind(1))  # in blocks of 8 rows
+            out[t] += weight * (w2[e].double() @ (torch.nn.functional.silu(gate) * up))
+    close(names["out"], out)
+
+
+def check_attention(names):
+    """Only the last token of each sequence was stored: the keys before it are zeros, of the same weight each."""
+    assert names["lse"].shape == (2, 32, 1) and names["cache"].kv_format == "int8"
+    for b, length in enumerate(names["seq_lens"].tolist()):
+        q, k, v = names["q"][b, 0].double(), names["k"][b].double(), names["v"][b].double()
+        score = ((q.view(8, 4, 128) * k[:, None]).sum(-1) * 128**-0.5).exp()
+        want = (score / (score + length - 1))[..., None] * v[:, None]
+        have = names["out"][b, 0].double().view_as(want)
+        assert (have - want).norm() <= 0.02 * want.norm(), "8-bit keys and values"
+
+
+CHECKS = {
+    ("README.md", "Three ways in"): check_three_ways,
+    ("README.md", "Using it from Python"): check_using,
+    ("README.md", "4-bit and 8-bit weights"): check_weights,
+    ("README.md", "Mixture of experts"): check_moe,
+    ("README.md", "Attention"): check_attention,
+}
+
+
+@pytest.mark.parametrize("file, section", SECTIONS, ids=lambda x: x.replace(" ", "-"))
+def test_python(file, section, tmp_path):
+    namespace: dict = {"__name__": "readme"}
+    blocks = [block for block in BLOCKS if (block.file, block.section, block.language) == (file, section, "python")]
+    if any("torch.compile" in block.text for block in blocks):
+        need("inductor")
+    for block in blocks:
+        if TORCHRUN.match(block.text.partition("\n")[0]):
+            execute_with_torchrun(block, tmp_path)
+        elif block.text.startswith(">>>"):
+            execute_examples(block, namespace)
+        else:
+            execute(block, namespace)
+    if (file, section) in CHECKS:
+        CHECKS[file, section](namespace)
+
+
+def test_sections_are_there():
+    """A section that is renamed keeps its check."""
+    assert CHECKS.keys() <= set(SECTIONS)
+    assert {block.language for block in BLOCKS} <= {"python", "bash", ""}, "every block says what it is"
+
+
+def test_a_wrong_block_fails():
+    """What this file is for: an undefined name, and an argument that cannot be right, are errors here."""
+    with pytest.raises(NameError, match="nobody"):
+        execute(Block("README.md", "", "python", 7, "y = nobody.weight"), {})
+    with pytest.raises(RuntimeError, match="minfer::gemm: b must have k"):
+        execute(
+            Block("README.md", "", "python", 7, "import torch, minfer\nminfer.gemm(torch.ones(3, 64).half(), torch.ones(65, 8).half())"), {}
+        )
+    with pytest.raises(AssertionError, match="NameError"):
+        execute_examples(Block("README.md", "", "python", 7, ">>> print(nobody)"), {})
+    execute_examples(Block("README.md", "", "python", 7, ">>> print(1 + 1)\n>>> 1 + 1\n2"), {})
+    with pytest.raises(AssertionError, match="Expected"):
+        execute_examples(Block("README.md", "", "python", 7, ">>> 1 + 1\n3"), {})
+
+
+# ---- texts ---------------------------------------------------------------------------------------------------------------------
+
+
+def error_of(call) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    return str(caught.value)
+
+
+ERRORS = {
+    "b must have": lambda: minfer.gemm(torch.ones(3, 64).half(), torch.ones(65, 8).half()),
+    "activation must be": lambda: minfer.gemm(torch.ones(3, 64).half(), torch.ones(64, 8).half(), activation="swish"),
+    "kernel '": lambda: minfer.gemm(torch.ones(3, 64).half(), torch.ones(64, 8).half(), kernel="gemm_sm90_f16"),
+}
+
+
+def test_errors_are_as_shown():
+    shown = [line for block in BLOCKS if block.language == "" for line in block.text.splitlines() if re.match(r"minfer::\w+: ", line)]
+    assert len(shown) >= 3
+    for line in shown:
+        (call,) = [call for begin, call in ERRORS.items() if line.startswith(f"minfer::gemm: {begin}")]
+        same, nearest, names = line.partition("nearest: ")
+        assert error_of(call) == line or (nearest and error_of(call).startswith(same + nearest)), line
+        assert all(name in kernel_names() for name in names.split(", ") if name not in ("", "...")), "kernels that are nearest are"
+
+
+def test_schemas_are_as_shown():
+    """Blocks that begin with an operator's name and an open bracket."""
+    shown = 0
+    for block in BLOCKS:
+        if block.language or not re.match(r"minfer::\w+\(", block.text):
+            continue
+        for text in re.findall(r"minfer::\w+\(.*?\) -> (?:\([^)]*\)|\S+)", block.text, re.DOTALL):
+            shown += 1
+            name = re.match(r"minfer::(\w+)", text)[1]
+            schema = str(getattr(torch.ops.minfer, name).default._schema)
+            assert re.sub(r"\s+", " ", text).replace("=1.0", "=1.").replace("=0.0", "=0.") == schema
+    assert shown >= 2
+
+
+# ---- commands ------------------------------------------------------------------------------------------------------------------
+
+
+def commands() -> list[tuple[str, str]]:
+    """(place, command) of every block of shell lines, of those without a language that call Python, and of `commands` in the text."""
+    found = []
+    for block in BLOCKS:
+        if block.language == "bash" or (block.language == "" and block.text.startswith("python -m ")):
+            for number, line in enumerate(block.text.splitlines(), start=block.line):
+                found.append((f"{block.file}:{number}", line))
+    for path in FILES:
+        text = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for number, line in enumerate(text.splitlines(), start=1):
+            for command in re.findall(r"`((?:python|cmake|ctest|make|pip) [^`]+)`", line):
+                found.append((f"{path.relative_to(ROOT)}:{number}", command))
+    # Comments go, and so do the brackets of what may be left out; of alternatives in brackets, each is a command.
+    cleaned = [(place, re.sub(r"(^|\s)#.*", "", line)) for place, line in found]
+    cleaned = [(place, line.replace("[", "").replace("]", "").strip()) for place, text in cleaned for line in alternatives_of(text)]
+    return [(place, line) for place, line in cleaned if line]
+
+
+def alternatives_of(line: str) -> list[str]:
+    """ "a [b | c] d" -> "a b d", "a c d" """
+    bars = re.search(r"\[([^][]* \| [^][]*)\]", line)
+    if bars is None:
+        return [line]
+    return [found for way in bars[1].split(" | ") for found in alternatives_of(line[: bars.start()] + way + line[bars.end() :])]
+
+
+def test_alternatives():
+    assert alternatives_of("a [b | c] [d]") == ["a b [d]", "a c [d]"]
+    assert alternatives_of("a | b [c]") == ["a | b [c]"]
+    assert len({line for _, line in COMMANDS if "tune gemm --shapes" in line}) >= 2
+
+
+COMMANDS = commands()
+
+
+def check_minfer(words):
+    """Parses the words as python -m minfer would, and runs nothing."""
+    command, context = get_command(cli.app), None
+    while hasattr(command, "commands"):
+        context = command.make_context(words[0] if words else "minfer", list(words), parent=context, resilient_parsing=True)
+        assert words and words[0] in command.commands, f"{words[0] if words else ''} is not one of {', '.join(command.commands)}"
+        command, words = command.commands[words[0]], words[1:]
+    try:
+        command.make_context("minfer", list(words), parent=context)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # typer's own, of whichever click it has
+            raise
+        raise AssertionError(error.format_message()) from error
+
+
+class _Parser(ArgumentParser):
+    def error(self, message):
+        raise AssertionError(message)
+
+
+def check_suites(words):
+    """That the family's parser takes the options, and the values of choices."""
+    if not words:
+        return
+    parser = _Parser()
+    assert words[0] in FAMILIES, words[0]
+    importlib.import_module(FAMILIES[words[0]]).add_arguments(parser)
+    arguments = parser.parse_args(words[1:])
+    known = re.findall(r"[\w:]+", " ".join(action.help or "" for action in parser._actions if action.dest == "suite"))
+    for suite in (getattr(arguments, "suite", None) or "").split(","):
+        assert not suite or suite in known, f"--suite {suite}: {known}"
+
+
+def check_module(module, words):
+    """That a module of this repository that `python -m` runs is there and knows the options."""
+    path = ROOT / Path(*module.split("."))
+    file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    assert file.is_file(), module
+    text = file.read_text()
+    assert 'if __name__ == "__main__":' in text, module
+    for option in (word for word in words if word.startswith("--")):
+        assert f'"{option}"' in text, option
+
+
+def cpp_bench(program):
+    """The source of a benchmark."""
+    found = list((ROOT / "bench" / "cpp").glob(f"*/{program}.cpp"))
+    assert len(found) == 1, f"{program} is no benchmark"
+    return found[0]
+
+
+def check_cpp_bench(program, words):
+    source = cpp_bench(program)
+    known = set(
+        re.findall(
+            r'^\s*\{"([a-z-]+)", ', source.read_text() + (ROOT / "bench" / "cpp" / "gemm" / "gemm_bench.cpp").read_text(), re.MULTILINE
+        )
+    )
+    for option in (word for word in words if word.startswith("--")):
+        assert option.removeprefix("--") in known | {"help"}, f"{option} is not an option of bench/{program}: {sorted(known)}"
+
+
+def check_cmake(words):
+    text = (ROOT / "CMakeLists.txt").read_text() + (ROOT / "bench" / "cpp" / "CMakeLists.txt").read_text()
+    assert words[0] in ("-B", "-S", "--build")
+    for word in words:
+        if word.startswith("-D"):
+            assert re.search(rf"\b{word[2:].partition('=')[0]}\b", text), word
+    if "--target" in words:
+        targets = [target for target in re.findall(r"add_\w+\((minfer[\w${}]*)", text)]
+        for word in words[words.index("--target") + 1 :]:
+            assert any(fnmatch.fnmatch(word, target.replace("${family}", "*")) for target in targets), f"{word}: {targets}"
+            cpp_bench(word.removeprefix("minfer_bench_"))
+
+
+@pytest.mark.parametrize("place, command", COMMANDS, ids=[f"{place} {command[:60]}" for place, command in COMMANDS])
+def test_command(place, command):
+    words = shlex.split(command.replace("...", ""))
+    program, rest = words[0], words[1:]
+    if words[:3] == ["python", "-m", "minfer"]:
+        check_minfer([word for word in words[3:] if word])
+    elif words[:3] == ["python", "-m", "bench.suites"]:
+        check_suites(words[3:])
+    elif words[:2] == ["python", "-m"]:
+        check_module(words[2], words[3:])
+    elif program.startswith("build/bench/bench/"):
+        check_cpp_bench(program.removeprefix("build/bench/bench/"), rest)
+    elif program == "cmake":
+        check_cmake(rest)
+    elif program == "make":
+        assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in rest), command
+    else:
+        assert program in ("pip", "ctest"), f"{place}: nobody checks {command}"
+
+
+def test_commands_are_found():
+    programs = {command.split()[0].split("/")[0] for _, command in COMMANDS}
+    assert len(COMMANDS) > 30 and programs >= {"make", "cmake", "python", "pip", "build"}
+
+
+@pytest.mark.parametrize(
+    "command, message",
+    [
+        ("python -m minfer plan gem", "gem is not one of"),
+        ("python -m minfer plan gemm --m 1 --n 8", "--k|Missing option"),
+        ("python -m minfer plan gemm --m 1 --n 8 --k 8 --quick", "quick"),
+        ("python -m bench.suites gem", "gem"),
+        ("python -m bench.suites gemm --suit x", "--suite x"),
+        ("python -m bench.suites moe --models x --modes y", "unrecognized arguments: --modes y"),
+        ("python -m bench.nothing", "bench.nothing"),
+        ("python -m bench.suites.expert_parallel --rank 2", "--rank"),
+        ("build/bench/bench/gemm --m 1 --tokens 2", "--tokens is not an option of bench/gemm"),
+        ("cmake -B build -DMINFER_CUDA_ARCH=90a", "MINFER_CUDA_ARCH=90a"),
+        ("cmake --build build --target minfer_bench_gem", "gem is no benchmark"),
+        ("make tests", "make tests"),
+        ("minfer info", "nobody checks minfer info"),
+    ],
+)
+def test_a_wrong_command_fails(command, message):
+    with pytest.raises(AssertionError, match=message):
+        test_command("here", command)
