@@ -162,8 +162,8 @@ def attention_paged(
         each has max_seqlen_q rows. float16 or bfloat16. Views as in :func:`attention`.
       k_cache, v_cache: [pages, page_size, heads_kv, head_dim] and [.., head_dim_v], or without a block_table [batch, length, heads_kv, ..]:
         16-bit numbers of q's dtype, or fp8, int8 or int4 codes, laid out as :mod:`minfer.ops.kv_cache` says. Heads and head dimensions as
-        in :func:`attention`; a page_size is a multiple of 8, and so is the length of a contiguous cache of codes. Strided and offset views are
-        taken as they are, and must be what TMA addresses: last mode contiguous, base and strides multiples of 16 bytes.
+        in :func:`attention`; a page_size is a multiple of 8, and so is the length of a contiguous cache of codes. Strided and offset
+        views are taken as they are, and must be what TMA addresses: last mode contiguous, base and strides multiples of 16 bytes.
       seq_lens: int32 [batch] on q's device: keys of each sequence, its queries' own with them, which :func:`minfer.kv_cache_append` has put
         into the cache already. 0 is legal.
       block_table: int32 [batch, n] on q's device: row b names the pages of sequence b in order. Entries of pages that no query needs may be
