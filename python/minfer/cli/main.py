@@ -20,6 +20,7 @@ from ..measure import shapes
 from ..planning import plan as planning, tune as tuner, tuned
 from ..planning.plan import Problem, W4Problem
 from . import demo
+from .demo import table as demo_table
 
 app = typer.Typer(
     help="Operators for LLM inference: what is built, what would run, what is fastest.", no_args_is_help=True, add_completion=False
@@ -332,34 +333,16 @@ def _tune_problems(
 
 @app.command("demo")
 def run_demo(out: Annotated[Path, typer.Option("--out", help="The picture.")] = Path("demo.png")) -> None:
-    """Run the operators on real tensors, verify them, time them where there is a GPU."""
+    """Run every family of operators on random tensors, verify the values against float64, and on a GPU time them beside PyTorch."""
     notes: list[str] = []
-    outcomes = demo.run(out, notes.append)
-    timed = any(o.us is not None for o in outcomes)
-    where = torch.cuda.get_device_name() if timed else "CPU"
-    table = Table(title=f"torch.ops.minfer on {where}", title_justify="left")
-    for name in ("case", "m x n x k", "error", "torch's", "verified"):
-        table.add_column(name, justify="left" if name == "case" else "right")
-    if timed:
-        for name in ("us", "torch us", "compiled us", "speed-up", "of floor"):
-            table.add_column(name, justify="right")
-    for o in outcomes:
-        p = o.case.problem
-        cells = [o.case.name, f"{p.m} x {p.n} x {p.k}", f"{o.error:.1e}", f"{o.peer_error:.1e}", "yes" if o.verified else "NO"]
-        if timed and o.us is not None:
-            floor_us = planning.plan_problem(p).floor_us
-            compiled = f"{o.compiled_us:.1f}" if o.compiled_us is not None else "-"
-            cells += [f"{o.us:.1f}", f"{o.eager_us:.1f}", compiled, f"{o.best_torch_us / o.us:.2f}x", f"{100 * floor_us / o.us:.0f} %"]
-        table.add_row(*cells)
-    console.print(table)
-    if timed:
-        console.print("us: median of interleaved CUDA-graph replays, operands rotated through 3x the L2; speed-up over the faster torch.")
-    else:
-        console.print("No GPU that this build has kernels for: the CPU kernels ran; errors are against float64.")
-    for note in notes:
-        console.print(note, markup=False)
+    with console.status("demo") as status:  # shown on terminals only
+        outcomes = demo.run(out, notes.append, status.update)
+    console.print(demo_table.table(outcomes, torch.cuda.get_device_name() if demo_table.is_timed(outcomes) else "CPU"))
+    console.print()
+    for line in [*demo_table.legend(outcomes), *notes]:
+        console.print(line, markup=False)
     if not all(o.verified for o in outcomes):
-        raise _stop("a result is wrong: " + ", ".join(o.case.name for o in outcomes if not o.verified))
+        raise _stop("a result is wrong: " + ", ".join(o.label for o in outcomes if not o.verified))
 
 
 def main() -> None:
