@@ -69,20 +69,18 @@ def test_rule():
 
 @pytest.mark.parametrize("name", CASES)
 def test_cases_see_a_wrong_row(name):
-    """Every case is right as it is, and wrong when one row of its result has another sign or comes from a neighbour."""
+    """Every case is right as it is, and wrong when one row of its result has another sign, is shifted by an element or is NaN."""
     case = CASES[name]
     torch.manual_seed(0)
     operands = case.make()
     outcome, truth = runner.verify(case, operands)
     assert outcome.verified, (outcome.error, outcome.allowed)
     assert truth.dtype == torch.float64
-    right = case.read(operands, case.ours(operands)).clone()
-    rows = right.reshape(-1, right.shape[-1])
-    for wrong in (-rows[-1], rows[-1].roll(1)):
-        spoilt = rows.clone()
-        spoilt[-1] = wrong
-        bad = dataclasses.replace(case, ours=lambda s, spoilt=spoilt: spoilt.view(right.shape), read=lambda s, result: result)
-        assert not runner.verify(bad, operands)[0].verified
+    right = case.read(operands, case.ours(operands))
+    for wrong in (-right, right.roll(1, -1), torch.full_like(right, math.nan)):
+        spoilt = right.flatten(0, -2).clone()
+        spoilt[-1] = wrong.flatten(0, -2)[-1]
+        assert not demo_case.worst_row_error(spoilt.view(right.shape), truth) <= outcome.allowed
 
 
 def test_cases_cover_the_package():
@@ -214,6 +212,15 @@ def test_shown(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     assert picture.draw([*outcomes, lonely], tmp_path / "folder" / "demo.png")
     assert (tmp_path / "folder" / "demo.png").stat().st_size > 10_000
+
+
+@pytest.mark.gpu
+def test_demo_on_gpu(tmp_path):
+    """Every case is right, and timed beside one PyTorch expression or more."""
+    outcomes = runner.run(tmp_path / "demo.png", lambda text: None)
+    wrong = [(o.label, o.error, o.allowed) for o in outcomes if not o.verified]
+    assert not wrong
+    assert all(o.us > 0 and o.speed_up is not None for o in outcomes), [o.label for o in outcomes if o.speed_up is None]
 
 
 def test_floor():

@@ -28,6 +28,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> bool:
     rows = range(len(shown))
     bars = axes.barh(rows, values, 0.7, color=[colors[o.case.family] for o in shown])
     axes.set_yticks(rows, [f"{o.case.name}, {o.case.shape}" for o in shown], fontsize=8)
+    axes.margins(y=0.02)
     axes.invert_yaxis()  # in the order of the table
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colors[family], label=family) for family in families]
     if timed:

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ....measure.benchmarking import bytes_of
 from ....ops.attention import attention, attention_paged
-from ....ops.kv_cache import KV_FORMATS
+from ....ops.kv_cache import KV_FORMATS, KvCache
 from ....reference import attention as reference_attention
 from ..case import Case, Operands, Peer, Work
 from ..sizes import Sizes
@@ -68,6 +68,10 @@ def _decode(sizes: Sizes, kv_format: str) -> Case:
         cache = s["cache"]
         return attention_paged(s["q"], cache.k, cache.v, s["seq_lens"], block_table=s["table"], **cache.scales())[0]
 
+    def pages(cache: KvCache) -> list[Tensor | None]:
+        """What a whole context is read from; int4's residual has less than a group of it."""
+        return [cache.k, cache.v, cache.k_scale, cache.v_scale]
+
     def contiguous(s: Operands) -> Operands:
         k, v = gather_all(s["cache"], s["table"], context, sizes.dtype)
         return {"q": s["q"], "k": k, "v": v}
@@ -80,7 +84,7 @@ def _decode(sizes: Sizes, kv_format: str) -> Case:
         ours,
         lambda s: reference_attention.attention_paged(s["q"].double(), s["cache"], s["seq_lens"], s["table"])[0],
         _peers(", 16-bit"),
-        lambda s: Work(bytes_of(s) + bytes_of(s["q"]), 4.0 * heads_q * dim * batch * context),
+        lambda s: Work(bytes_of((s["q"], s["q"], s["table"], *pages(s["cache"]))), 4.0 * heads_q * dim * batch * context),
         sizes.dtype,
         peer_operands=contiguous,
     )
