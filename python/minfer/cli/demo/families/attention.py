@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import minfer
+
 from ....measure.benchmarking import bytes_of
-from ....ops.attention import attention, attention_paged
-from ....ops.kv_cache import KV_FORMATS, KvCache
 from ....reference import attention as reference_attention
 from ..case import Case, Operands, Peer, Work
 from ..sizes import Sizes
-from .kv_cache import filled_cache, gather_all
+from .kv_cache import KV_FORMATS, filled_cache, gather_all
 
 FAMILY = "attention"
 
@@ -48,7 +48,7 @@ def _prefill(sizes: Sizes) -> Case:
         "prompt, causal",
         f"1 x {tokens}, {heads_q}/{heads_kv} heads x {dim}",
         make,
-        lambda s: attention(s["q"], s["k"], s["v"], causal=True)[0],
+        lambda s: minfer.attention(s["q"], s["k"], s["v"], causal=True)[0],
         lambda s: reference_attention.attention(s["q"].double(), s["k"].double(), s["v"].double(), causal=True)[0],
         _peers("", is_causal=True),
         lambda s: Work(bytes_of(s) + bytes_of(s["q"]), 4.0 * heads_q * dim * tokens * (tokens + 1) / 2),
@@ -66,10 +66,13 @@ def _decode(sizes: Sizes, kv_format: str) -> Case:
 
     def ours(s: Operands) -> Tensor:
         cache = s["cache"]
-        return attention_paged(s["q"], cache.k, cache.v, s["seq_lens"], block_table=s["table"], **cache.scales())[0]
+        return minfer.attention_paged(s["q"], cache.k, cache.v, s["seq_lens"], block_table=s["table"], **cache.scales())[0]
 
-    def pages(cache: KvCache) -> list[Tensor | None]:
-        """What a whole context is read from; int4's residual has less than a group of it."""
+    def truth(s: Operands) -> Tensor:
+        return reference_attention.attention(s["q"].double(), *gather_all(s["cache"], s["table"], context, torch.float64), causal=True)[0]
+
+    def pages(cache: minfer.KvCache) -> list[Tensor | None]:
+        """The tensors that hold the context; the residual of int4 holds less than a token group of it."""
         return [cache.k, cache.v, cache.k_scale, cache.v_scale]
 
     def contiguous(s: Operands) -> Operands:
@@ -82,7 +85,7 @@ def _decode(sizes: Sizes, kv_format: str) -> Case:
         f"{batch} x {context}, {heads_q}/{heads_kv} heads x {dim}",
         make,
         ours,
-        lambda s: reference_attention.attention_paged(s["q"].double(), s["cache"], s["seq_lens"], s["table"])[0],
+        truth,
         _peers(", 16-bit"),
         lambda s: Work(bytes_of((s["q"], s["q"], s["table"], *pages(s["cache"]))), 4.0 * heads_q * dim * batch * context),
         sizes.dtype,

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .... import reference
-from ....formats.gate_up import pack_gate_up, unpack_gate_up
+import minfer
+
 from ....measure.benchmarking import bytes_of
-from ....ops.gemm import gemm, gemm_gated
 from ..case import Case, Operands, Peer, Work
 from ..sizes import Sizes
 
@@ -42,17 +41,17 @@ def cases(sizes: Sizes) -> list[Case]:
             m,
             n,
             k,
-            lambda s: gemm(s["x"], s["w"].t()),
-            lambda s: reference.gemm(s["x"].double(), s["w"].t().double()),
+            lambda s: minfer.gemm(s["x"], s["w"].t()),
+            lambda s: minfer.reference.gemm(s["x"].double(), s["w"].t().double()),
             Peer("torch.mm", lambda s: torch.mm(s["x"], s["w"].t())),
         )
 
     def gated_operands() -> Operands:
         gate, up = (normal(intermediate, hidden, scale=hidden**-0.5) for _ in range(2))
-        return {"x": normal(tokens, hidden), "packed": pack_gate_up(gate, up)}
+        return {"x": normal(tokens, hidden), "packed": minfer.pack_gate_up(gate, up)}
 
     def stacked(s: Operands) -> Operands:
-        return {"x": s["x"], "stacked": torch.cat(unpack_gate_up(s["packed"]))}
+        return {"x": s["x"], "stacked": torch.cat(minfer.unpack_gate_up(s["packed"]))}
 
     return [
         plain("linear", tokens, hidden, hidden),
@@ -62,8 +61,8 @@ def cases(sizes: Sizes) -> list[Case]:
             tokens,
             intermediate,
             hidden,
-            lambda s: gemm(s["x"], s["w"].t(), bias=s["bias"], activation="gelu"),
-            lambda s: reference.gemm(s["x"].double(), s["w"].t().double(), bias=s["bias"], activation="gelu"),
+            lambda s: minfer.gemm(s["x"], s["w"].t(), bias=s["bias"], activation="gelu"),
+            lambda s: minfer.reference.gemm(s["x"].double(), s["w"].t().double(), bias=s["bias"], activation="gelu"),
             Peer("F.gelu(F.linear)", lambda s: F.gelu(F.linear(s["x"], s["w"], s["bias"])), compiled=True),
             {"bias": (intermediate,)},
         ),
@@ -72,8 +71,8 @@ def cases(sizes: Sizes) -> list[Case]:
             tokens,
             hidden,
             hidden,
-            lambda s: gemm(s["x"], s["w"].t(), c=s["c"], alpha=0.5, beta=2.0),
-            lambda s: reference.gemm(s["x"].double(), s["w"].t().double(), c=s["c"], alpha=0.5, beta=2.0),
+            lambda s: minfer.gemm(s["x"], s["w"].t(), c=s["c"], alpha=0.5, beta=2.0),
+            lambda s: minfer.reference.gemm(s["x"].double(), s["w"].t().double(), c=s["c"], alpha=0.5, beta=2.0),
             Peer("torch.addmm", lambda s: torch.addmm(s["c"], s["x"], s["w"].t(), alpha=0.5, beta=2.0)),
             {"c": (tokens, hidden)},
         ),
@@ -82,7 +81,7 @@ def cases(sizes: Sizes) -> list[Case]:
             "SwiGLU",
             f"{tokens} x {2 * intermediate} x {hidden}",
             gated_operands,
-            lambda s: gemm_gated(s["x"], s["packed"].t()),
+            lambda s: minfer.gemm_gated(s["x"], s["packed"].t()),
             lambda s: _swiglu(stacked(s), torch.float64),
             (Peer("F.silu(gate) * up", lambda s: _swiglu(s, sizes.dtype), compiled=True),),
             lambda s: gemm_work(s, tokens, 2 * intermediate, hidden, n_out=intermediate),

@@ -9,14 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import minfer
+
 from ....measure.benchmarking import bytes_of
-from ....ops.kv_cache import KV_FORMATS, KvCache, allocate_kv_cache, kv_cache_append
 from ....reference import kv_cache as reference_kv_cache
 from ..case import Case, Operands, Peer, Work
 from ..sizes import Sizes
 
 FAMILY = "KV cache"
-# A row's error is that of its codes, which are the nearest ones here and there; only ties and the last bit of a scale may differ.
+KV_FORMATS = ("16bit", "fp8_e4m3", "int8", "int4")
+# Both sides store the nearest codes, so the errors of a row agree but for ties and the last bit of a scale. The rule of twice the error
+# would also accept codes that are cut off instead of rounded.
 ROOM = 1.05
 PAGE = 64
 GROUP = 64  # int4: tokens that share a scale of K, elements of head_dim that share a scale of V
@@ -29,22 +32,22 @@ def empty_cache(sizes: Sizes, kv_format: str, tokens: int) -> Operands:
     options = {"kv_format": kv_format, "dtype": sizes.dtype, "device": device, "batch": batch}
     if kv_format == "int4":
         options |= {"group_tokens": GROUP, "group_channels": GROUP}
-    cache = allocate_kv_cache(batch * columns, PAGE, heads, dim, **options)
+    cache = minfer.allocate_kv_cache(batch * columns, PAGE, heads, dim, **options)
     table = torch.randperm(batch * columns, device=device).to(torch.int32).view(batch, columns)
     at = torch.arange(tokens, device=device)
     slots = table.long()[:, at // PAGE] * PAGE + at % PAGE
     k, v = (sizes.normal(batch * tokens, heads, dim) for _ in range(2))
-    if kv_format == "fp8_e4m3":  # its scales are the caller's: a head's largest element becomes the format's
+    if kv_format == "fp8_e4m3":  # the caller chooses the scales: here a head's largest element becomes 448, the format's largest
         for scale, x in ((cache.k_scale, k), (cache.v_scale, v)):
             scale.copy_(x.float().abs().amax((0, 2)) / torch.finfo(torch.float8_e4m3fn).max)
     ends = torch.arange(batch + 1, device=device, dtype=torch.int32) * tokens
     return {"cache": cache, "table": table, "k": k, "v": v, "slots": slots.flatten(), "ends": ends}
 
 
-def append(s: Operands) -> KvCache:
+def append(s: Operands) -> minfer.KvCache:
     """Stores all tokens of a set of operands."""
     cache = s["cache"]
-    kv_cache_append(s["k"], s["v"], cache.k, cache.v, s["slots"], cu_seqlens=s["ends"], **cache.scales())
+    minfer.kv_cache_append(s["k"], s["v"], cache.k, cache.v, s["slots"], cu_seqlens=s["ends"], **cache.scales())
     return cache
 
 
@@ -54,7 +57,7 @@ def filled_cache(sizes: Sizes, kv_format: str, tokens: int) -> Operands:
     return s
 
 
-def gather_all(cache: KvCache, table: Tensor, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def gather_all(cache: minfer.KvCache, table: Tensor, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """K and V [batch, tokens, heads_kv, head_dim] that a cache stands for."""
     found = [reference_kv_cache.gather(cache, b, 0, tokens, table, torch.float64) for b in range(table.shape[0])]
     k, v = (torch.stack([pair[i].to(dtype) for pair in found]) for i in range(2))
@@ -78,7 +81,7 @@ def _quantised_by_torch(x: Tensor, kv_format: str, keys: bool, scale: Tensor | N
 def _case(sizes: Sizes, kv_format: str) -> Case:
     batch, tokens = sizes.batch, sizes.chunk
 
-    def stored(s: Operands, cache: KvCache) -> Tensor:
+    def stored(s: Operands, cache: minfer.KvCache) -> Tensor:
         return torch.stack(gather_all(cache, s["table"], tokens, torch.float64))
 
     def by_sequence(s: Operands) -> list[Tensor]:

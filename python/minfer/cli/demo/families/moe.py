@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....formats.gate_up import unpack_gate_up
+import minfer
+
 from ....measure.benchmarking import bytes_of
-from ....ops.grouped_gemm import moe_ffn
-from ....ops.moe_routing import moe_router_gemm
 from ....quantize import W4Experts, quantize_w4_experts
 from ....reference import (
     grouped_gemm as reference_grouped_gemm,
@@ -27,7 +26,7 @@ MARGIN = 1e-3  # between the logits of the last expert that is chosen and of the
 
 
 def separated_tokens(sizes: Sizes, tokens: int, router: Tensor) -> Tensor:
-    """Tokens x [tokens, hidden] whose choice of experts does not hang on a rounding.
+    """Tokens x [tokens, hidden] whose choice of experts does not depend on a rounding.
 
     The order of two logits that differ by less than float32 resolves is a matter of rounding, and with another expert the whole row is a
     different one, although nothing is wrong. Tokens with logits closer than MARGIN are drawn again; float32 sums are off by far less.
@@ -60,10 +59,6 @@ def _torch_experts(s: Operands, top_k: int) -> Tensor:
     return out.to(x.dtype)
 
 
-def _grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    return torch._grouped_mm(a, b, offs=offsets)  # raises where this torch or this GPU does not have it, and the runner says so
-
-
 def _torch_grouped(s: Operands, top_k: int) -> Tensor:
     """The layer by grouped products: rows sorted by expert on the device, nothing padded, no host synchronised."""
     x, w13, w2 = s["x"], s["w13"], s["w2"]
@@ -73,8 +68,8 @@ def _torch_grouped(s: Operands, top_k: int) -> Tensor:
     by_expert, order = ids.flatten().sort(stable=True)
     experts = torch.arange(w13.shape[0], device=x.device)
     offsets = torch.searchsorted(by_expert, experts, right=True).to(torch.int32)
-    gate, up = _grouped_mm(x[order // top_k], w13.mT, offsets).chunk(2, dim=-1)
-    y = _grouped_mm(F.silu(gate) * up, w2.mT, offsets)
+    gate, up = F.grouped_mm(x[order // top_k], w13.mT, offs=offsets).chunk(2, dim=-1)
+    y = F.grouped_mm(F.silu(gate) * up, w2.mT, offs=offsets)
     in_order = torch.empty_like(y).index_copy_(0, order, y).view(*ids.shape, -1)
     return (in_order * weights.to(y.dtype).unsqueeze(-1)).sum(1)
 
@@ -93,7 +88,7 @@ def _exact_expert(weight: W4Experts, expert: int) -> Tensor:
 
 def _halves(blocks: Tensor) -> Tensor:
     """w13 [experts, 2 * inter, hidden] in the order of pack_gate_up -> all gate rows of an expert, then all its up rows."""
-    return torch.stack([torch.cat(unpack_gate_up(expert)) for expert in blocks])
+    return torch.stack([torch.cat(minfer.unpack_gate_up(expert)) for expert in blocks])
 
 
 def cases(sizes: Sizes) -> list[Case]:
@@ -107,16 +102,16 @@ def cases(sizes: Sizes) -> list[Case]:
         return {"x": separated_tokens(sizes, tokens, router), "router": router, "w13": w13, "w2": w2}
 
     def work(s: Operands) -> Work:
-        _, ids = moe_router_gemm(s["x"], s["router"], top_k)
+        _, ids = minfer.moe_router_gemm(s["x"], s["router"], top_k)
         used = ids.unique().numel() / experts  # weights of the others are not read
         moved = bytes_of((s["x"], s["router"])) + used * bytes_of((s["w13"], s["w2"])) + bytes_of(s["x"])
         return Work(moved, 2.0 * s["x"].shape[0] * (top_k * 3 * inter + experts) * hidden)
 
     def dense_layer(s: Operands) -> Tensor:
-        return moe_ffn(s["x"], s["w13"], s["w2"], *moe_router_gemm(s["x"], s["router"], top_k))
+        return minfer.moe_ffn(s["x"], s["w13"], s["w2"], *minfer.moe_router_gemm(s["x"], s["router"], top_k))
 
     def quantised_layer(s: Operands) -> Tensor:
-        return s["w13"].ffn(s["x"], s["w2"], *moe_router_gemm(s["x"], s["router"], top_k))
+        return s["w13"].ffn(s["x"], s["w2"], *minfer.moe_router_gemm(s["x"], s["router"], top_k))
 
     def quantised_operands() -> Operands:
         w13, w2 = weights()
