@@ -1,4 +1,5 @@
-"""What README.md and docs/ show is run: every Python block, and of every command that its program, options and files exist.
+"""What README.md and docs/ show is run: every Python block, and of every command that its program, options and files exist. Links lead
+somewhere, and the README keeps its length.
 
 Blocks of Python are executed in order, those of one section (a ## heading with all below it) in one namespace; the line numbers of an error
 are those of the file. Where there is no GPU that the build has kernels for, ``device="cuda"`` becomes ``device="cpu"``, and nothing else is
@@ -112,17 +113,25 @@ def close(have, want, dtype=torch.bfloat16):
     assert (have - want).norm() <= 2 * torch.finfo(dtype).eps * want.norm(), float((have - want).norm() / want.norm())
 
 
-def check_three_ways(names):
-    product = names["x"].double() @ names["linear"].weight.double().t()
-    close(names["y"], torch.nn.functional.gelu(product + names["linear"].bias.double()))
-    close(names["z"], product + names["y"].double())
+def check_gemm(names):
+    x, linear = names["x"].double(), names["linear"]
+    y = x @ linear.weight.double().t()
+    close(names["y"], y, torch.float32)
+    product = 0.5 * (names["y"].bfloat16().double() @ linear.weight.double())
+    assert (x - product).norm() < product.norm(), "what was C, now D, has become 0.5 A.B + C"
 
 
-def check_using(names):
+def gated_mlp(x, gate, up):
+    return torch.nn.functional.silu(x @ gate.double().t()) * (x @ up.double().t())
+
+
+def check_gated(names):
+    close(names["h"], gated_mlp(names["x"].double(), names["gate"].weight, names["up"].weight))
+
+
+def check_compiled(names):
     x = names["x"].double()
-    gate, up = (x @ names[name].weight.double().t() for name in ("gate", "up"))
-    close(names["h"], torch.nn.functional.silu(gate) * up)
-    close(names["y"], (torch.nn.functional.silu(gate) * up) @ names["down"].weight.double().t() + x)
+    close(names["y"], gated_mlp(x, names["gate"], names["up"]) @ names["down"].double().t() + x)
 
 
 def check_weights(names):
@@ -132,18 +141,59 @@ def check_weights(names):
     close(names["layer"](names["x"]), product)
 
 
+def check_loaded(names):
+    """The checkpoint's words, taken apart here: code, zero point and scale of one weight in each group."""
+    files, weight = names["checkpoint"], names["weight"].dequantize()
+    for group in range(4):
+        column, row = 128 * group + 11, 37
+        code = int(files["qweight"][column // 8, row]) >> 4 * (column % 8) & 15
+        zero = (int(files["qzeros"][group, row // 8]) >> 4 * (row % 8) & 15) + 1 & 15
+        want = (code - zero) * float(files["scales"][group, row])
+        assert abs(float(weight[row, column]) - want) <= 2**-11 * abs(want) + 2**-25
+
+
+def check_module(names):
+    weight = names["module"].weight().dequantize().double()
+    assert (weight - names["linear"].weight.double()).norm() < 0.12 * weight.norm(), "4 bits"
+    assert names["y"].shape == (3, 256) and bool(names["y"].isfinite().all())
+
+
+def check_moe_layer(names):
+    """Of 16-bit experts: the layer at once, and step by step."""
+    want = experts_of(names["x"], names["w13"], names["w2"], names["weights"], names["ids"])
+    close(names["out"], want)
+    close(names["steps"], want)
+
+
+def experts_of(x, w13, w2, weights, ids):
+    x, out = x.double(), torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for t, experts in enumerate(ids.tolist()):
+        for weight, e in zip(weights[t].double(), experts, strict=True):
+            gate, up = w13[e].chunk(2)
+            out[t] += weight * (w2[e].double() @ gated_mlp(x[t], gate, up))
+    return out
+
+
 def check_moe(names):
-    """The section's names are those of its last blocks: the layer of 4-bit experts."""
+    """Of 4-bit experts, whose gate and up rows are in blocks of 8."""
     w13, w2 = names["w13"].dequantize(), names["w2"].dequantize()
-    x, out = names["x"].double(), torch.zeros(names["x"].shape, dtype=torch.float64)
-    for t, experts in enumerate(names["ids"].tolist()):
-        for weight, e in zip(names["weights"][t].double(), experts, strict=True):
-            gate, up = (side.flatten() for side in (w13[e].double() @ x[t]).view(-1, 2, 8).unbind(1))  # in blocks of 8 rows
-            out[t] += weight * (w2[e].double() @ (torch.nn.functional.silu(gate) * up))
-    close(names["out"], out)
+    halves = torch.cat([side.flatten(1, 2) for side in w13.view(w13.shape[0], -1, 2, 8, w13.shape[-1]).unbind(2)], dim=1)
+    close(names["out"], experts_of(names["x"], halves, w2, names["weights"], names["ids"]))
 
 
-def check_attention(names):
+def attention_of(q, k, v):
+    """q [queries, heads_q, head_dim] over all of k and v [keys, heads_kv, ..]."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[2] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def check_merged(names):
+    want = attention_of(names["q"][0], names["k"][0], names["v"][0])
+    assert (names["out"][0].double() - want).norm() <= 4 * torch.finfo(torch.bfloat16).eps * want.norm()
+
+
+def check_decode(names):
     """Only the last token of each sequence was stored: the keys before it are zeros, of the same weight each."""
     assert names["lse"].shape == (2, 32, 1) and names["cache"].kv_format == "int8"
     for b, length in enumerate(names["seq_lens"].tolist()):
@@ -154,12 +204,43 @@ def check_attention(names):
         assert (have - want).norm() <= 0.02 * want.norm(), "8-bit keys and values"
 
 
+def check_int4_cache(names):
+    out, want = names["out"].double(), attention_of(names["q"][0], names["k"], names["v"])
+    assert (out[0] - want).norm() <= 0.25 * want.norm(), "4-bit keys and values"
+    assert not out[1].any() and bool(names["lse"][1].isneginf().all()), "the second sequence has no key"
+
+
+def check_readme(names):
+    x, linear = names["x"].double(), names["linear"]
+    product = x @ linear.weight.double().t() + linear.bias.double()
+    close(names["y"], torch.nn.functional.gelu(product))
+    close(names["z"], names["y"].double() @ linear.weight.double() + x)
+    close(names["h"], gated_mlp(x, names["gate"].weight, names["up"].weight))
+    for result, weight in (("y4", "weight"), ("y8", "weight8")):
+        close(names[result], x @ names[weight].dequantize().double().t() + linear.bias.double())
+    close(names["y_layer"], x @ names["layer"].weight().dequantize().double().t() + linear.bias.double())
+    close(names["moe_out"], experts_of(names["states"], names["w13"], names["w2"], names["weights"], names["ids"]))
+    for b, last in ((0, 255), (1, 0)):
+        want = attention_of(names["q"][b, last : last + 1], names["k"][b, : last + 1], names["v"][b, : last + 1])
+        close(names["out"][b, last : last + 1], want)
+    for b, length in enumerate(names["seq_lens"].tolist()):
+        want = attention_of(names["q_new"][b], names["k"][b, :length], names["v"][b, :length])
+        assert (names["decoded"][b].double() - want).norm() <= 0.02 * want.norm(), "8-bit keys and values"
+
+
 CHECKS = {
-    ("README.md", "Three ways in"): check_three_ways,
-    ("README.md", "Using it from Python"): check_using,
-    ("README.md", "4-bit and 8-bit weights"): check_weights,
-    ("README.md", "Mixture of experts"): check_moe,
-    ("README.md", "Attention"): check_attention,
+    ("README.md", "Examples"): check_readme,
+    ("docs/guides/gemm.md", ""): check_gemm,
+    ("docs/guides/gemm.md", "Gated products"): check_gated,
+    ("docs/guides/torch_compile.md", ""): check_compiled,
+    ("docs/guides/quantized_gemm.md", ""): check_weights,
+    ("docs/guides/quantize.md", "Weights"): check_loaded,
+    ("docs/guides/quantize.md", "Modules"): check_module,
+    ("docs/guides/moe.md", ""): check_moe_layer,
+    ("docs/guides/moe.md", "4-bit experts"): check_moe,
+    ("docs/guides/attention.md", "Merging"): check_merged,
+    ("docs/guides/attention.md", "Decode and chunks of prompts"): check_decode,
+    ("docs/guides/kv_cache.md", ""): check_int4_cache,
 }
 
 
@@ -178,6 +259,61 @@ def test_python(file, section, tmp_path):
             execute(block, namespace)
     if (file, section) in CHECKS:
         CHECKS[file, section](namespace)
+
+
+# ---- documents -----------------------------------------------------------------------------------------------------------------
+
+README_LINES = 250
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def links_of(path: Path) -> list[tuple[int, str]]:
+    """(line, target) of the links to files, pictures and headings; what lies in blocks is no link."""
+    text = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = [(number, target) for number, line in enumerate(text.splitlines(), 1) for target in re.findall(r"\]\(([^)\s]+)\)", line)]
+    return [(number, target) for number, target in found if "://" not in target]
+
+
+def broken(path: Path, target: str) -> bool:
+    file, _, anchor = target.partition("#")
+    to = path.parent / file if file else path
+    if not to.exists() or anchor == "":
+        return not to.exists()
+    return anchor not in {anchor_of(line.lstrip("#")) for line in to.read_text().splitlines() if line.startswith("#")}
+
+
+LINKED = [*FILES, ROOT / "third_party" / "README.md"]
+
+
+@pytest.mark.parametrize("path", LINKED, ids=[str(path.relative_to(ROOT)) for path in LINKED])
+def test_links(path):
+    wrong = [f"{path.relative_to(ROOT)}:{number}: {target}" for number, target in links_of(path) if broken(path, target)]
+    assert not wrong, wrong
+
+
+def test_every_page_is_linked():
+    """From the README, which is where a reader starts."""
+    targets = {(ROOT / target.partition("#")[0]).resolve() for _, target in links_of(ROOT / "README.md")}
+    assert {path.resolve() for path in FILES if path.name != "README.md"} <= targets
+
+
+def test_a_wrong_link_fails(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n[a](other.md) [b](#a-heading-of-2) [c](#no) [d](https://example.com)\n```\n[e](in_a_block.md)\n```\n## A heading, of 2\n"
+    )
+    assert [target for _, target in links_of(page) if broken(page, target)] == ["other.md", "#no"]
+
+
+# ---- Python, continued ---------------------------------------------------------------------------------------------------------
 
 
 def test_sections_are_there():
