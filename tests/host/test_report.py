@@ -107,7 +107,7 @@ def test_headline():
     results = made_up()
     (line,) = [line for line in headlines.HEADLINES if line.family == "w4a16" and "w4a16" in line.suites]
     cells = headlines.headline(results["rows"], line)
-    assert cells[2:] == ["cuBLAS, Marlin, Machete", "24", "**1.12**", "6", "0.80: 256 x 6144 x 4096, Machete"]
+    assert cells[2:] == ["cuBLAS, Marlin, Machete", "24", "**1.07**", "6", "0.80: 256 x 6144 x 4096, Machete"]
     text = headlines.section({"w4a16": results})
     assert "| " + " | ".join(cells) + " |" in text.splitlines() and "2000-01-01." in text
     assert headlines.headline([r for r in results["rows"] if r["peer"].startswith("ours:")], line) is None
