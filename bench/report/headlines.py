@@ -86,7 +86,8 @@ def section(results: dict[str, dict[str, Any]]) -> str:
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     text = (
         f"{first['device']}, CUDA {first['cuda']}, torch {first['torch']}, {when}. The geometric mean is over all cells of (time of the"
-        " fastest peer) / (time of minfer); a cell is lost where that is below 1.\n\n"
+        " fastest peer that was timed on it) / (time of minfer); a cell is lost where that is below 1. Not every peer was timed on every"
+        " cell.\n\n"
     )
     header = ["operator", "measured on", "peers", "cells", "geomean over the best peer", "lost", "worst cell"]
     text += table(header, [line for line in lines if line])
