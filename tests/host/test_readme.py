@@ -316,6 +316,27 @@ def test_paths(path):
     assert not wrong, wrong
 
 
+def test_every_public_name_is_documented():
+    text = "\n".join(path.read_text() for path in FILES)
+    public = [*minfer.__all__, *minfer.quantize.__all__, *minfer.nn.__all__, *minfer.distributed.__all__]
+    assert not [name for name in public if not name.startswith("__") and not re.search(rf"\b{name}\b", text)]
+
+
+def test_every_switch_is_documented():
+    """Environment variables that our code reads and options of CMake, the latter with their defaults."""
+    text = (ROOT / "docs" / "environment.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE))
+    files = (ROOT / "CMakeLists.txt", ROOT / "bench" / "cpp" / "CMakeLists.txt", *(ROOT / "third_party").glob("*.cmake"))
+    cmake = "\n".join(path.read_text() for path in files)
+    options = set(re.findall(r'^set\((\w+) "" CACHE (?:STRING|PATH)', cmake, re.MULTILINE))
+    sources = [path for folder in ("cpp", "python", "bench") for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".cpp")]
+    code = "\n".join(path.read_text() for path in sources)
+    variables = set(re.findall(r'(?:getenv\(|environ\.get\(|environ\[)"(MINFER_\w+)"', code))
+    assert len(options) >= 8 and len(variables) >= 4 and options | variables <= rows.keys()
+    for name, default in re.findall(r"^minfer_option\((\w+) (\w+)\)", cmake, re.MULTILINE):
+        assert f"`{default}`" in rows[name], name
+
+
 def test_a_wrong_link_fails(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
