@@ -7,15 +7,115 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "bindings.h"
 #include "core/device.h"
 #include "core/failure.h"
 #include "core/json.h"
+#include "core/operators.h"
 #include "core/plan_cache.h"
 #include "minfer/w4a16.h"
 #include "tuned_rows.h"
 
 namespace minfer::torch_binding {
+
+KernelOverride parse_override(char const* op, std::string const& text) {
+  KernelOverride result;
+  size_t const at = text.find('@');
+  result.name = text.substr(0, at);
+  if (at == std::string::npos) return result;
+  GemmLaunch launch;
+  std::vector<std::string> seen;
+  for (std::string const& item : split(text.substr(at + 1), ',')) {
+    size_t const equals = item.find('=');
+    std::string const key = item.substr(0, equals), value = equals == std::string::npos ? "" : item.substr(equals + 1);
+    std::string const what = std::string(op) + ": kernel option " + key;
+    if (std::find(seen.begin(), seen.end(), key) != seen.end()) fail(what, " is given twice");
+    seen.push_back(key);
+    if (key == "decomposition") {
+      launch.decomposition = parse_decomposition(what.c_str(), value);
+    } else if (key == "splits" || key == "swizzle") {
+      (key == "splits" ? launch.splits : launch.max_swizzle_size) = parse_launch_number(what.c_str(), value);
+    } else if (key == "raster") {
+      launch.raster_order = parse_raster(what.c_str(), value);
+    } else {
+      fail(op, ": kernel option '", key, "' is not known; expected decomposition, splits, swizzle or raster");
+    }
+  }
+  if (launch.splits > 1 && launch.decomposition != Decomposition::kSplitK) {
+    fail(op, ": kernel option splits needs decomposition=split_k, got splits=", launch.splits, " with ", name_of(launch.decomposition));
+  }
+  result.launch = launch;
+  return result;
+}
+
+bool tuned_enabled() {
+  static bool const enabled = [] {
+    char const* value = std::getenv("MINFER_TUNED");
+    return value == nullptr || std::strcmp(value, "0") != 0;
+  }();
+  return enabled;
+}
+
+int32_t forced_arch() {
+  static int32_t const arch = [] {
+    char const* value = std::getenv("MINFER_FORCE_ARCH");
+    return value == nullptr ? 0 : int32_t(std::atoi(value));
+  }();
+  return arch;
+}
+
+namespace {
+
+/// Eight bits for each number that has few values.
+PlanKey<6> key_of(GemmProblem const& p, int32_t device) {
+  uint64_t const flags = uint64_t(p.a_major == Major::kMN) | uint64_t(p.b_major == Major::kMN) << 1 | uint64_t(p.has_c) << 2 |
+                         uint64_t(p.gated) << 3 | uint64_t(p.has_zeros) << 4;
+  uint64_t const alignments =
+      uint64_t(p.a_alignment) | uint64_t(p.b_alignment) << 8 | uint64_t(p.c_alignment) << 16 | uint64_t(p.d_alignment) << 24;
+  uint64_t const group = uint64_t(std::bit_width(uint32_t(p.group_size)));  // of a power of two
+  uint64_t const formats = uint64_t(p.ab_type) | uint64_t(p.d_type) << 8 | uint64_t(p.b_format) << 16 | group << 24;
+  return {
+      uint64_t(p.m), uint64_t(p.n), uint64_t(p.k), uint64_t(p.batch), flags | alignments << 32, formats | uint64_t(uint32_t(device)) << 32};
+}
+
+/// Those of a call that asks for no kernel.
+GemmPlanOptions options_of_calls(int32_t device) {
+  GemmPlanOptions options;
+  options.use_tuned = tuned_enabled();
+  options.force_arch = forced_arch();
+  use_user_rows(&options, device);
+  return options;
+}
+
+}  // namespace
+
+GemmPlan const& plan_as_asked(char const* op, GemmProblem const& problem, KernelOverride const& asked, OnDevice const& on, GemmPlan* plan) {
+  GemmPlanOptions options;
+  options.kernel = asked.name.c_str();
+  if (asked.launch) options.launch = &*asked.launch;
+  Status const status = plan_gemm(problem, on.properties(), options, plan);
+  if (!status.ok()) fail(op, ": ", status.message);
+  return *plan;
+}
+
+GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice const& on) {
+  thread_local PlanCache<6, GemmPlan> cache;
+  return cache.get(key_of(problem, on.index()), user_rows_generation(), [&] {
+    GemmPlan plan;
+    Status const status = plan_gemm(problem, on.properties(), options_of_calls(on.index()), &plan);
+    if (!status.ok()) fail(op, ": ", status.message);
+    return plan;
+  });
+}
+
+bool cached_dequantize_first(char const* op, GemmProblem const& problem, OnDevice const& on) {
+  thread_local PlanCache<6, bool> cache;
+  return cache.get(key_of(problem, on.index()), user_rows_generation(), [&] {
+    bool first = false;
+    Status const status = dequantize_first(problem, on.properties(), options_of_calls(on.index()), &first);
+    if (!status.ok()) fail(op, ": ", status.message);
+    return first;
+  });
+}
 
 namespace {
 
@@ -127,95 +227,6 @@ std::string enumerate_json(char const* op, GemmProblem const& problem, bool only
   return json.close(']').text();
 }
 
-}  // namespace
-
-KernelOverride parse_override(char const* op, std::string const& text) {
-  KernelOverride result;
-  size_t const at = text.find('@');
-  result.name = text.substr(0, at);
-  if (at == std::string::npos) return result;
-  GemmLaunch launch;
-  std::vector<std::string> seen;
-  for (std::string const& item : split(text.substr(at + 1), ',')) {
-    size_t const equals = item.find('=');
-    std::string const key = item.substr(0, equals), value = equals == std::string::npos ? "" : item.substr(equals + 1);
-    std::string const what = std::string(op) + ": kernel option " + key;
-    if (std::find(seen.begin(), seen.end(), key) != seen.end()) fail(what, " is given twice");
-    seen.push_back(key);
-    if (key == "decomposition") {
-      launch.decomposition = parse_decomposition(what.c_str(), value);
-    } else if (key == "splits" || key == "swizzle") {
-      (key == "splits" ? launch.splits : launch.max_swizzle_size) = parse_launch_number(what.c_str(), value);
-    } else if (key == "raster") {
-      launch.raster_order = parse_raster(what.c_str(), value);
-    } else {
-      fail(op, ": kernel option '", key, "' is not known; expected decomposition, splits, swizzle or raster");
-    }
-  }
-  if (launch.splits > 1 && launch.decomposition != Decomposition::kSplitK) {
-    fail(op, ": kernel option splits needs decomposition=split_k, got splits=", launch.splits, " with ", name_of(launch.decomposition));
-  }
-  result.launch = launch;
-  return result;
-}
-
-bool tuned_enabled() {
-  static bool const enabled = [] {
-    char const* value = std::getenv("MINFER_TUNED");
-    return value == nullptr || std::strcmp(value, "0") != 0;
-  }();
-  return enabled;
-}
-
-int32_t forced_arch() {
-  static int32_t const arch = [] {
-    char const* value = std::getenv("MINFER_FORCE_ARCH");
-    return value == nullptr ? 0 : int32_t(std::atoi(value));
-  }();
-  return arch;
-}
-
-namespace {
-
-PlanKey<6> key_of(GemmProblem const& problem, int32_t device) {
-  uint64_t const rest = uint64_t(problem.ab_type) | uint64_t(problem.d_type) << 2 | uint64_t(problem.a_major) << 4 |
-                        uint64_t(problem.b_major) << 5 | uint64_t(problem.a_alignment) << 8 | uint64_t(problem.b_alignment) << 16 |
-                        uint64_t(problem.c_alignment) << 24 | uint64_t(problem.d_alignment) << 32 | uint64_t(problem.has_c) << 40 |
-                        uint64_t(problem.gated) << 41 | uint64_t(problem.b_format) << 42 | uint64_t(problem.has_zeros) << 47 |
-                        uint64_t(std::bit_width(uint32_t(problem.group_size))) << 48;  // a power of two
-  return {uint64_t(problem.m), uint64_t(problem.n), uint64_t(problem.k), uint64_t(problem.batch), rest, uint64_t(device)};
-}
-
-GemmPlanOptions options_of_calls(int32_t device) {
-  GemmPlanOptions options;
-  options.use_tuned = tuned_enabled();
-  options.force_arch = forced_arch();
-  use_user_rows(&options, device);
-  return options;
-}
-
-}  // namespace
-
-GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice const& on) {
-  thread_local PlanCache<6, GemmPlan> cache;
-  return cache.get(key_of(problem, on.index()), user_rows_generation(), [&] {
-    GemmPlan plan;
-    Status const status = plan_gemm(problem, on.properties(), options_of_calls(on.index()), &plan);
-    if (!status.ok()) fail(op, ": ", status.message);
-    return plan;
-  });
-}
-
-bool cached_dequantize_first(char const* op, GemmProblem const& problem, OnDevice const& on) {
-  thread_local PlanCache<6, bool> cache;
-  return cache.get(key_of(problem, on.index()), user_rows_generation(), [&] {
-    bool first = false;
-    Status const status = dequantize_first(problem, on.properties(), options_of_calls(on.index()), &first);
-    if (!status.ok()) fail(op, ": ", status.message);
-    return first;
-  });
-}
-
 std::string plan_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
                            std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
                            bool gated, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable, int64_t device) {
@@ -249,5 +260,24 @@ std::string enumerate_w4a16_json(std::vector<int64_t> const& sizes, std::string 
   GemmProblem const problem = w4_problem(op, sizes, ab_type, w4_format, group_size, has_zeros, has_c, gated);
   return enumerate_json(op, problem, only_runnable, device, limit);
 }
+
+constexpr Operator kOperators[] = {
+    {"_plan_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, str? kernel, "
+     "bool use_tuned, bool only_runnable, int device) -> str",
+     boxed<&plan_gemm_json>},
+    {"_enumerate_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, "
+     "bool only_runnable, int device, int limit) -> str",
+     boxed<&enumerate_gemm_json>},
+    {"_plan_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, str? kernel, "
+     "bool use_tuned, bool only_runnable, int device) -> str",
+     boxed<&plan_w4a16_json>},
+    {"_enumerate_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, "
+     "bool only_runnable, int device, int limit) -> str",
+     boxed<&enumerate_w4a16_json>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

@@ -1,8 +1,8 @@
-// torch.ops.minfer.grouped_gemm, grouped_gemm_masked and moe_ffn on CUDA tensors.
+// GEMMs of many experts at once with 16-bit weights, and a layer of such experts; on CUDA tensors.
 #include "minfer/moe.h"
 
-#include "bindings.h"
 #include "core/json.h"
+#include "core/operators.h"
 #include "core/torch_calls.h"
 #include "gemm_planning.h"
 #include "grouped_problem.h"
@@ -78,8 +78,6 @@ GroupedCall described_masked(char const* op, Tensor const& a, Tensor const& b, T
 }
 
 std::optional<Tensor> const kNoGather;
-
-}  // namespace
 
 Tensor grouped_gemm(Tensor const& a, Tensor const& b, Tensor const& offsets, std::optional<Tensor> const& bias,
                     std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
@@ -168,7 +166,23 @@ Tensor moe_ffn(Tensor const& x, Tensor const& w13, Tensor const& w2, Tensor cons
   return run_layer(op, arguments, up, down, on);
 }
 
-namespace {
+constexpr Operator kOperators[] = {
+    // Rows of d of expert e = row_scale * activation(a.b[e] + bias[e]), of rows of a, or of a[gather], that are sorted by expert: offsets[e] is
+    // where expert e's rows end. Gated: activation(gate) * up.
+    {"grouped_gemm(Tensor a, Tensor b, Tensor offsets, *, Tensor? bias=None, Tensor? gather=None, Tensor? row_scale=None, "
+     "str activation='none', bool gated=False, str gate_layout='halves', str? kernel=None) -> Tensor",
+     boxed<&grouped_gemm>, boxed<&grouped_gemm_out>},
+    // The same of slabs [experts, max_rows, k], of which expert e has counts[e] rows.
+    {"grouped_gemm_masked(Tensor a, Tensor b, Tensor counts, *, Tensor? bias=None, Tensor? row_scale=None, "
+     "str activation='none', bool gated=False, str gate_layout='halves', str? kernel=None) -> Tensor",
+     boxed<&grouped_gemm_masked>, boxed<&grouped_gemm_masked_out>},
+    // A layer of experts: sort, the two products, the sum. w13 is [experts, 2 * inter, hidden], w2 is [experts, hidden, inter].
+    {"moe_ffn(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, *, str activation='silu', Tensor? b13=None, Tensor? b2=None, "
+     "str gate_layout='halves') -> Tensor",
+     boxed<&moe_ffn>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
 
 GroupedProblem problem_of(char const* op, std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool gathered,
                           std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros) {
@@ -200,8 +214,6 @@ void write_plan(Json& json, GroupedPlan const& plan) {
   json.key("compiled").value(plan.kernel->launch != nullptr).close('}');
 }
 
-}  // namespace
-
 std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool gathered,
                               std::optional<std::string> const& kernel, bool only_runnable, int64_t device,
                               std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros) {
@@ -218,5 +230,16 @@ std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string con
   write_plan(json, plan);
   return json.text();
 }
+
+/// A JSON text of what would run.
+constexpr Operator kPlanning[] = {
+    {"_plan_grouped(int[] sizes, str type, bool gated, bool gathered, str? kernel, bool only_runnable, int device, str? w4_format=None, "
+     "int group_size=128, bool has_zeros=False) -> str",
+     boxed<&plan_grouped_json>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kPlanning); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kPlanning); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

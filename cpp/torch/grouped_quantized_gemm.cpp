@@ -1,5 +1,5 @@
-// torch.ops.minfer.grouped_w4a16_gemm and moe_ffn_w4a16 on CUDA tensors.
-#include "bindings.h"
+// GEMMs of many experts at once with weights in 4-bit codes, and a layer of such experts; on CUDA tensors.
+#include "core/operators.h"
 #include "core/torch_calls.h"
 #include "gemm_planning.h"
 #include "grouped_problem.h"
@@ -107,8 +107,6 @@ ExpertWeights weights_of(char const* op, Tensor const& qweight, Tensor const& sc
 
 std::string const kBlocks = "blocks", kHalves = "halves";
 
-}  // namespace
-
 Tensor grouped_w4a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
                           Tensor const& offsets, int64_t group_size, std::string const& w4_format, std::optional<Tensor> const& alpha,
                           std::optional<Tensor> const& bias, std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale,
@@ -171,5 +169,22 @@ Tensor moe_ffn_w4a16(Tensor const& x, Tensor const& w13, Tensor const& w13_scale
   set_weights(&down, second);
   return run_layer(op, arguments, up, down, on);
 }
+
+constexpr Operator kOperators[] = {
+    // grouped_gemm with b[e] = alpha[e] * (code - zero) * scale, [n, k] in 4-bit codes; gated rows are in blocks of 8 gate and 8 up rows.
+    {"grouped_w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros, Tensor offsets, *, int group_size=128, "
+     "str w4_format='int4', Tensor? alpha=None, Tensor? bias=None, Tensor? gather=None, Tensor? row_scale=None, "
+     "str activation='none', bool gated=False, str? kernel=None) -> Tensor",
+     boxed<&grouped_w4a16_gemm>, boxed<&grouped_w4a16_gemm_out>},
+    // moe_ffn with such weights.
+    {"moe_ffn_w4a16(Tensor x, Tensor w13, Tensor w13_scales, Tensor? w13_zeros, Tensor w2, Tensor w2_scales, Tensor? w2_zeros, "
+     "Tensor weights, Tensor ids, *, int group_size=128, str w4_format='int4', Tensor? alpha13=None, Tensor? alpha2=None, "
+     "str activation='silu', Tensor? b13=None, Tensor? b2=None) -> Tensor",
+     boxed<&moe_ffn_w4a16>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

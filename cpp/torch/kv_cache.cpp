@@ -1,15 +1,16 @@
-// torch.ops.minfer.kv_cache_append on CUDA tensors. The checks are those of python/minfer/checks/kv_cache.py, in their order.
+// Writes new keys and values into a cache of CUDA tensors. The checks are those of python/minfer/checks/kv_cache.py, in their order.
 #include "minfer/kv_cache.h"
 
-#include "bindings.h"
 #include "core/checks.h"
 #include "core/device.h"
+#include "core/operators.h"
 #include "kv_formats.h"
 
 namespace minfer::torch_binding {
 
 namespace {
 
+/// The new rows of K or of V, and the cache that they go to.
 void set_rows(KvRows* rows, Tensor const& x, Tensor const& cache, std::optional<Tensor> const& scale,
               std::optional<Tensor> const& residual) {
   rows->x = x.data_ptr();
@@ -24,8 +25,6 @@ void set_rows(KvRows* rows, Tensor const& x, Tensor const& cache, std::optional<
   }
   if (residual) rows->residual = residual->data_ptr();
 }
-
-}  // namespace
 
 void kv_cache_append(Tensor const& k, Tensor const& v, Tensor const& k_cache, Tensor const& v_cache, Tensor const& slot_mapping,
                      std::optional<Tensor> const& k_scale, std::optional<Tensor> const& v_scale, std::optional<Tensor> const& k_residual,
@@ -90,5 +89,17 @@ void kv_cache_append(Tensor const& k, Tensor const& v, Tensor const& k_cache, Te
   Status const status = append_to_kv_cache(p, on.properties(), on.programmatic(), on.stream());
   if (!status.ok()) fail(op, ": k ", k, ", v ", v, " to a cache ", k_cache, ": ", status.message);
 }
+
+constexpr Operator kOperators[] = {
+    // Row i of k and v goes to row slot_mapping[i] of the cache, pages * page_size rows in all, in the cache's format.
+    {"kv_cache_append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, Tensor(c!)? k_scale=None, "
+     "Tensor(d!)? v_scale=None, Tensor(e!)? k_residual=None, Tensor(f!)? v_residual=None, Tensor? cu_seqlens=None, "
+     "str kv_format='auto') -> ()",
+     boxed<&kv_cache_append>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

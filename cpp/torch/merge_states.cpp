@@ -1,7 +1,9 @@
-// torch.ops.minfer.merge_attention_states on CUDA tensors. The checks are those of python/minfer/checks/attention.py, in their order.
-#include "bindings.h"
+// Merges attention over parts of the keys, on CUDA tensors. The checks are those of python/minfer/checks/attention.py, in their order.
+#include <cstdio>
+
 #include "core/checks.h"
 #include "core/device.h"
+#include "core/operators.h"
 #include "core/readable.h"
 #include "core/torch_calls.h"
 #include "minfer/attention.h"
@@ -10,20 +12,18 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// As 16-byte accesses read it; one of an odd head_dim is read element by element as it is.
+/// A part that kernels read 16 bytes at a time. They read rows that are no multiple of 16 bytes element by element, from wherever these are.
 Tensor readable_part(char const* op, Tensor const& out) {
   bool const odd = out.size(out.dim() - 1) * out.element_size() % kVectorRows.bytes != 0;
   return odd ? out : readable(op, "outs", out, kVectorRows);
 }
-
-}  // namespace
 
 std::tuple<Tensor, Tensor> merge_attention_states(std::vector<Tensor> const& outs, std::vector<Tensor> const& lses) {
   char const* op = "minfer::merge_attention_states";
   if (outs.empty()) fail(op, ": outs must have at least one part, got none");
   if (lses.size() != outs.size()) fail(op, ": lses must have as many parts as outs, ", outs.size(), ", got ", lses.size());
   Tensor const& first = outs[0];
-  int64_t const lead = first.dim() - 3;  // 1 with a batch mode
+  int64_t const lead = first.dim() - 3;  // 1 where there is a batch mode
   if (lead != 0 && lead != 1) {
     fail(op, ": outs[0] must be [batch, seqlen, heads, head_dim_v] or [tokens, heads, head_dim_v], got ", first);
   }
@@ -69,5 +69,14 @@ std::tuple<Tensor, Tensor> merge_attention_states(std::vector<Tensor> const& out
   if (!status.ok()) fail(op, ": ", merge.count, " parts of ", out, ": ", status.message);
   return {out, lse};
 }
+
+constexpr Operator kOperators[] = {
+    // out = sum of outs[i] exp(lses[i] - lse), lse = log(sum of exp(lses[i]))
+    {"merge_attention_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)", boxed<&merge_attention_states>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

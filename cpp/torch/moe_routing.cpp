@@ -1,12 +1,13 @@
-// torch.ops.minfer.moe_router, moe_router_gemm, moe_sort and moe_combine on CUDA tensors.
+// A mixture of experts around its GEMMs, on CUDA tensors: each token's experts, its rows in the experts' order, the weighted sum of what the
+// experts return.
 #include "minfer/moe_routing.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "bindings.h"
 #include "core/checks.h"
 #include "core/device.h"
+#include "core/operators.h"
 #include "core/readable.h"
 #include "core/torch_calls.h"
 #include "gemm.h"
@@ -89,8 +90,6 @@ void check_pair_weights(char const* op, Tensor const& weights, Tensor const& pai
   if (weights.scalar_type() != ScalarType::Float) fail(op, ": weights must be Float, got ", weights.scalar_type());
   check_device(op, "weights", weights, other);
 }
-
-}  // namespace
 
 std::tuple<Tensor, Tensor> moe_router(Tensor const& logits, int64_t top_k, std::string const& scoring, bool renormalize,
                                       std::optional<Tensor> const& correction_bias, int64_t n_group, int64_t topk_group, double scale) {
@@ -216,5 +215,23 @@ Tensor moe_combine(Tensor const& y, Tensor const& inverse, std::optional<Tensor>
   if (!status.ok()) fail(op, ": y ", y, ", inverse ", inverse, ": ", status.message);
   return out;
 }
+
+constexpr Operator kOperators[] = {
+    {"moe_router(Tensor logits, int top_k, *, str scoring='softmax', bool renormalize=True, Tensor? correction_bias=None, "
+     "int n_group=1, int topk_group=1, float scale=1.0) -> (Tensor weights, Tensor ids)",
+     boxed<&moe_router>},
+    // moe_router of the logits x.w_gate^T
+    {"moe_router_gemm(Tensor x, Tensor w_gate, int top_k, *, str scoring='softmax', bool renormalize=True, Tensor? correction_bias=None, "
+     "int n_group=1, int topk_group=1, float scale=1.0) -> (Tensor weights, Tensor ids)",
+     boxed<&moe_router_gemm>},
+    {"moe_sort(Tensor ids, int num_experts, *, Tensor? weights=None) "
+     "-> (Tensor token_index, Tensor offsets, Tensor inverse, Tensor sorted_weights)",
+     boxed<&moe_sort>},
+    {"moe_combine(Tensor y, Tensor inverse, Tensor? weights=None) -> Tensor", boxed<&moe_combine>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

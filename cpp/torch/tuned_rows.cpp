@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/failure.h"
+#include "core/operators.h"
 #include "core/parse.h"
 
 namespace minfer::torch_binding {
@@ -133,6 +134,10 @@ void use_user_rows(GemmPlanOptions* options, int32_t device) {
 
 uint64_t user_rows_generation() { return generation.load(std::memory_order_acquire); }
 
+namespace {
+
+/// Adds the rows of a CSV text (the columns of minfer/tuned.py) to those for `device`, or for all with kAnyDevice; returns how many. An empty
+/// text forgets the rows for the device, or everyone's. A text that cannot be right raises, naming line and column, and changes nothing.
 int64_t load_tuned(std::string const& csv, int64_t device) {
   if (device < kAnyDevice || device > INT16_MAX) fail("minfer::_load_tuned: device must be an index, or -1 for all devices, got ", device);
   static std::mutex one_at_a_time;
@@ -165,5 +170,13 @@ int64_t load_tuned(std::string const& csv, int64_t device) {
   generation.fetch_add(1, std::memory_order_release);
   return count;
 }
+
+constexpr Operator kOperators[] = {
+    {"_load_tuned(str csv, int device=-1) -> int", boxed<&load_tuned>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

@@ -17,8 +17,4 @@ void use_user_rows(GemmPlanOptions* options, int32_t device);
 /// Changes with every load: what was planned before one is forgotten.
 uint64_t user_rows_generation();
 
-/// Adds the rows of a CSV text (the columns of minfer/tuned.py) to those for `device`, or for all with kAnyDevice; returns how many. An empty
-/// text forgets the rows for the device, or everyone's. A text that cannot be right raises, naming line and column, and changes nothing.
-int64_t load_tuned(std::string const& csv, int64_t device);
-
 }  // namespace minfer::torch_binding

@@ -121,7 +121,12 @@ int32_t type_code(ScalarType type) { return type_of(type).code; }
 int64_t bytes_of(ScalarType type) { return type_of(type).bytes; }
 
 DataType data_type(ScalarType type) {
-  return type == ScalarType::Half ? DataType::kF16 : type == ScalarType::BFloat16 ? DataType::kBF16 : DataType::kF32;
+  switch (type) {
+    case ScalarType::Half: return DataType::kF16;
+    case ScalarType::BFloat16: return DataType::kBF16;
+    case ScalarType::Float: return DataType::kF32;
+    default: fail("minfer: no kernel reads or writes elements of ", type);
+  }
 }
 
 }  // namespace minfer::torch_binding

@@ -96,7 +96,7 @@ ScalarType type_of_code(int32_t code);
 int32_t type_code(ScalarType type);
 int64_t bytes_of(ScalarType type);
 inline bool is_16bit_float(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
-/// float32 where it is no 16-bit float.
+/// The type of an operand that has been checked; raises for one that kernels have no name for.
 DataType data_type(ScalarType type);
 
 /// Largest power of two, at most 16, that divides all of `values` (bytes).
@@ -108,5 +108,12 @@ inline int32_t common_alignment(std::initializer_list<uint64_t> values) {
 inline uint64_t address_of(void const* data) { return reinterpret_cast<uintptr_t>(data); }
 
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+/// Whether TMA takes the stride of a mode of the tensor, in elements: a multiple of 16 bytes.
+inline bool is_aligned_stride(int64_t stride, Tensor const& x) { return stride * x.element_size() % 16 == 0; }
+
+/// The stride of a mode that has one element, in elements. No kernel steps along it, but TMA wants it to be a multiple of 16 bytes, and plans
+/// want it to be no less than the extent of the mode within it.
+inline int64_t unused_stride(int64_t extent, int64_t element_bytes) { return round_up(std::max<int64_t>(extent, 1), 16 / element_bytes); }
 
 }  // namespace minfer::torch_binding
