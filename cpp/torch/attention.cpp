@@ -1,5 +1,5 @@
-// Attention over keys and values in tensors, of sequences of one length or of many, and in a cache; on CUDA tensors. Each operator checks and
-// describes its operands; launch(), which they share, plans, allocates the outputs and the workspace, and runs.
+// Attention over keys and values in tensors, of sequences of one length or of many, and in a cache; on CUDA tensors. Each operator checks
+// and describes its operands; launch(), which they share, plans, allocates the outputs and the workspace, and runs.
 #include "minfer/attention.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ struct AttentionOptions {
   std::optional<Tensor> const& sinks;
 };
 
-/// A call as the kernels take it, beside its tensors: what is computed, where the operands are, and what keeps their memory.
+/// A call as the kernels take it, and the caller's tensors: what is computed, where the operands are, and what keeps their memory.
 struct AttentionCall {
   char const* op;
   Tensor const &q, &k, &v;
@@ -109,10 +109,10 @@ void set_inputs(AttentionCall* call, KernelInfo const& kernel) {
 AttentionCall checked_call(char const* op, Tensor const& q, Tensor const& k, Tensor const& v, int64_t modes,
                            AttentionOptions const& options, std::optional<std::string> const& kernel) {
   char const* layout = modes == 4 ? "[batch, seqlen, heads, head_dim]" : "[tokens, heads, head_dim]";
-  Beside const beside{"q", q};
+  NamedTensor const reference{"q", q};
   for (auto const& [name, x] : {std::pair{"q", &q}, std::pair{"k", &k}, std::pair{"v", &v}}) {
     if (x->dim() != modes) fail(op, ": ", name, " must be ", layout, ", got ", *x);
-    check_16bit(op, name, *x, beside);
+    check_16bit(op, name, *x, reference);
   }
   int64_t const lead = modes - 3;
   for (int64_t i = 0; i < lead + 2; ++i) {
@@ -167,7 +167,7 @@ AttentionPlan plan_of(AttentionCall const& call, OnDevice const& on) {
   return cache.get(key_of(call.problem, on.index()), 0, [&] { return make_plan(call, on.properties()); });
 }
 
-/// Plans, copies what the kernel cannot read, allocates the outputs and the workspace, runs.
+/// Plans, copies the inputs that the kernel cannot read, allocates the outputs and the workspace, and runs.
 std::tuple<Tensor, Tensor> launch(AttentionCall& call, Shape shape, Shape lse_shape, OnDevice const& on) {
   char const* op = call.op;
   AttentionProblem const& p = call.problem;
@@ -218,9 +218,9 @@ std::tuple<Tensor, Tensor> attention_varlen(Tensor const& q, Tensor const& k, Te
   if (cu_seqlens_q.dim() != 1 || cu_seqlens_q.size(0) < 1) fail(op, ": cu_seqlens_q must be [batch + 1], got ", cu_seqlens_q);
   p.varlen = true;
   p.batch = cu_seqlens_q.size(0) - 1;
-  Beside const beside{"q", q};
-  check_operand(op, "cu_seqlens_q", cu_seqlens_q, ScalarType::Int, {p.batch + 1}, beside);
-  check_operand(op, "cu_seqlens_k", cu_seqlens_k, ScalarType::Int, {p.batch + 1}, beside);
+  NamedTensor const reference{"q", q};
+  check_operand(op, "cu_seqlens_q", cu_seqlens_q, ScalarType::Int, {p.batch + 1}, reference);
+  check_operand(op, "cu_seqlens_k", cu_seqlens_k, ScalarType::Int, {p.batch + 1}, reference);
   if (max_seqlen_q < 0 || max_seqlen_k < 0) {
     fail(op, ": max_seqlen_q and max_seqlen_k must not be negative, got ", max_seqlen_q, " and ", max_seqlen_k);
   }
@@ -235,16 +235,16 @@ std::tuple<Tensor, Tensor> attention_varlen(Tensor const& q, Tensor const& k, Te
   return launch(call, {p.tokens_q, p.heads_q, p.head_dim_v}, {p.heads_q, p.tokens_q}, on);
 }
 
-/// The format, the sizes and the heads of a cache, beside queries of `modes` modes.
+/// The format, the sizes and the heads of a cache, and the heads of the queries, which have `modes` modes.
 void describe_cache(AttentionCall* call, int64_t modes, std::string const& kv_format) {
   char const* op = call->op;
   AttentionProblem& p = call->problem;
   Tensor const &q = call->q, &k_cache = call->k, &v_cache = call->v;
-  Beside const beside{"q", q};
+  NamedTensor const reference{"q", q};
   p.cached = true;
   p.type = data_type(q.scalar_type());
-  p.kv_format = check_format(op, kv_format, k_cache.scalar_type(), beside);
-  check_cache(op, k_cache, v_cache, beside);
+  p.kv_format = check_format(op, kv_format, k_cache.scalar_type(), reference);
+  check_cache(op, k_cache, v_cache, reference);
   int64_t const per_byte = codes_per_byte(p.kv_format);
   p.heads_q = q.size(modes - 2);
   p.head_dim = q.size(modes - 1);
@@ -265,15 +265,15 @@ void describe_queries(AttentionCall* call, int64_t modes, Tensor const& seq_lens
   char const* op = call->op;
   AttentionProblem& p = call->problem;
   Tensor const& q = call->q;
-  Beside const beside{"q", q};
+  NamedTensor const reference{"q", q};
   if (seq_lens.dim() != 1) fail(op, ": seq_lens must be [batch], got ", seq_lens);
   p.batch = seq_lens.size(0);
-  check_operand(op, "seq_lens", seq_lens, ScalarType::Int, {p.batch}, beside);
+  check_operand(op, "seq_lens", seq_lens, ScalarType::Int, {p.batch}, reference);
   if (max_seqlen_q < 0) fail(op, ": max_seqlen_q must not be negative, got ", max_seqlen_q);
   p.varlen = cu_seqlens_q.has_value();
   if (p.varlen) {
     if (modes != 3) fail(op, ": with cu_seqlens_q, q must be [tokens, heads, head_dim], got ", q);
-    check_operand(op, "cu_seqlens_q", *cu_seqlens_q, ScalarType::Int, {p.batch + 1}, beside);
+    check_operand(op, "cu_seqlens_q", *cu_seqlens_q, ScalarType::Int, {p.batch + 1}, reference);
     p.tokens_q = q.size(0);
     p.seqlen_q = std::min(max_seqlen_q, p.tokens_q);
   } else if (modes == 4) {
@@ -314,7 +314,7 @@ void describe_scales(AttentionCall* call, KvScales const& scales) {
   p.groups_v = groups.groups_v;
 }
 
-/// Scales and residuals as kernels read them: fp8's one by one, the others, which tokens have, 16 bytes at a time.
+/// Scales and residuals as kernels read them: the scales of an fp8 cache one by one, all others in vectors of 16 bytes.
 void set_scales(AttentionCall* call, KvScales const& scales) {
   AttentionOperands& o = call->operands;
   bool const wide = call->problem.kv_format != WeightFormat::kFp8E4M3;
@@ -366,8 +366,9 @@ std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cach
 }
 
 constexpr Operator kOperators[] = {
-    // softmax(scale * q k^T) v over the keys that each query sees (causal and windows are aligned to the last query and the last key), and the
-    // logarithm of what the softmax divided by. q is [batch, seqlen_q, heads_q, head_dim], k and v are [batch, seqlen_k, heads_kv, head_dim].
+    // softmax(scale * q k^T) v over the keys that each query sees (causal and windows are aligned to the last query and the last key), and
+    // the logarithm of what the softmax divided by. q is [batch, seqlen_q, heads_q, head_dim], k and v are [batch, seqlen_k, heads_kv,
+    // head_dim].
     {"attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None, int window_left=-1, int window_right=-1, "
      "float softcap=0.0, Tensor? sinks=None, str? kernel=None) -> (Tensor, Tensor)",
      boxed<&attention>},
@@ -403,8 +404,7 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   p.window_left = window_left;
   p.window_right = window_right;
   p.varlen = varlen;
-  if (type != "f16" && type != "bf16") fail(op, ": type must be f16 or bf16, got '", type, "'");
-  p.type = type == "f16" ? DataType::kF16 : DataType::kBF16;
+  p.type = parse_16bit_type(op, type);
   AttentionPlanOptions options;
   options.only_runnable = only_runnable;
   if (kernel) options.kernel = kernel->c_str();
@@ -418,7 +418,7 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   return json.text();
 }
 
-/// A JSON text of what would run.
+/// JSON texts of what would run.
 constexpr Operator kPlanning[] = {
     {"_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device) "
      "-> str",

@@ -1,5 +1,5 @@
-// The dense GEMM on CUDA tensors. A call goes through check_call(), then run(): describe the operands as a GemmProblem and GemmOperands, plan,
-// allocate the workspace, launch.
+// The dense GEMM on CUDA tensors. A call goes through check_call(), then run(): describe the operands as a GemmProblem and GemmOperands,
+// plan, allocate the workspace, launch.
 #include "gemm.h"
 
 #include <array>
@@ -72,8 +72,8 @@ Matrix realigned(char const* op, char const* name, Matrix const& x) {
   return describe(op, name, copy, x.transposed);
 }
 
-/// A single row has unit stride along either mode, and so has a single column: describes it in the other way where a kernel that was asked for
-/// by name wants that.
+/// A single row has unit stride along either mode, and so has a single column: describes it in the other way where a kernel that was asked
+/// for by name wants that.
 void turn(Matrix& x, bool rows_contiguous) {
   if (x.rows_contiguous == rows_contiguous || (rows_contiguous ? x.rows : x.columns) != 1) return;
   int64_t const bytes = x.tensor.element_size();
@@ -224,7 +224,8 @@ void set_epilogue(Call const& call, Tensor const& out, KernelCall* x) {
   }
 }
 
-/// Where one of A and B has a batch mode and the other has none: evenly spaced rows of A fold into m, otherwise each plane is a GEMM of its own.
+/// Where one of A and B has a batch mode and the other has none: evenly spaced rows of A fold into m, otherwise each plane is a GEMM of its
+/// own.
 void fold_batch(KernelCall* x) {
   GemmProblem& p = x->problem;
   GemmOperands const& o = x->operands;

@@ -65,19 +65,19 @@ int32_t forced_arch() {
 
 namespace {
 
-/// Eight bits for each number that has few values.
+/// Enumerators and alignments take eight bits each.
 PlanKey<6> key_of(GemmProblem const& p, int32_t device) {
   uint64_t const flags = uint64_t(p.a_major == Major::kMN) | uint64_t(p.b_major == Major::kMN) << 1 | uint64_t(p.has_c) << 2 |
                          uint64_t(p.gated) << 3 | uint64_t(p.has_zeros) << 4;
   uint64_t const alignments =
       uint64_t(p.a_alignment) | uint64_t(p.b_alignment) << 8 | uint64_t(p.c_alignment) << 16 | uint64_t(p.d_alignment) << 24;
-  uint64_t const group = uint64_t(std::bit_width(uint32_t(p.group_size)));  // of a power of two
+  uint64_t const group = uint64_t(std::bit_width(uint32_t(p.group_size)));  // group sizes are powers of two
   uint64_t const formats = uint64_t(p.ab_type) | uint64_t(p.d_type) << 8 | uint64_t(p.b_format) << 16 | group << 24;
   return {
       uint64_t(p.m), uint64_t(p.n), uint64_t(p.k), uint64_t(p.batch), flags | alignments << 32, formats | uint64_t(uint32_t(device)) << 32};
 }
 
-/// Those of a call that asks for no kernel.
+/// The options of a call that asks for no kernel.
 GemmPlanOptions options_of_calls(int32_t device) {
   GemmPlanOptions options;
   options.use_tuned = tuned_enabled();
@@ -158,7 +158,7 @@ GemmProblem w4_problem(char const* op, std::vector<int64_t> const& sizes, std::s
   return p;
 }
 
-/// Of a plan's device; negative: an H200 that need not be here.
+/// The index by which tuned rows know a plan's device. A negative one is that of the H200 that need not be here.
 int32_t device_of(int64_t device) { return device < 0 ? kAnyDevice : int32_t(device); }
 
 void write_plan(Json& json, GemmPlan const& plan) {
@@ -170,7 +170,7 @@ void write_plan(Json& json, GemmPlan const& plan) {
   json.key("compiled").value(plan.kernel->launch != nullptr).close('}');
 }
 
-/// The problem as the operator poses it: with misaligned operands copied into aligned rows where that pays.
+/// Does what the operator does: where it pays, misaligned operands are copied into aligned rows.
 void realign(GemmProblem* problem) {
   if (worth_realigning(problem->m, problem->n, problem->k, problem->batch)) problem->a_alignment = problem->b_alignment = 16;
 }
@@ -219,7 +219,7 @@ std::string enumerate_json(char const* op, GemmProblem const& problem, bool only
     if (!status.ok()) fail(op, ": ", status.message);
     return std::move(plans);
   };
-  enumerate({});  // how many there are
+  enumerate({});  // sets the number of candidates
   std::vector<GemmPlan> const plans = enumerate(std::vector<GemmPlan>(size_t(std::clamp<int64_t>(limit, 0, count))));
   Json json;
   json.open('[');

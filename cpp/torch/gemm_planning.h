@@ -1,5 +1,5 @@
-// How an operator call finds its GEMM plan: the kernel that it asks for by name, else plan_gemm with the process's switches and the user's tuned
-// rows, behind a cache for each thread.
+// How an operator call finds its GEMM plan: the kernel that it asks for by name, else plan_gemm with the process's switches and the user's
+// tuned rows, behind a cache for each thread.
 #pragma once
 
 #include <optional>

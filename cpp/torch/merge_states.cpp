@@ -1,4 +1,5 @@
-// Merges attention over parts of the keys, on CUDA tensors. The checks are those of python/minfer/checks/attention.py, in their order.
+// Merges states of attention over disjoint keys, on CUDA tensors. The checks are those of python/minfer/checks/attention.py, in the same
+// order.
 #include <cstdio>
 
 #include "core/checks.h"
@@ -12,7 +13,8 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// A part that kernels read 16 bytes at a time. They read rows that are no multiple of 16 bytes element by element, from wherever these are.
+/// A state's output as kernels read it: in vectors of 16 bytes, or element by element where a row is no multiple of 16 bytes. The latter
+/// works with any strides.
 Tensor readable_part(char const* op, Tensor const& out) {
   bool const odd = out.size(out.dim() - 1) * out.element_size() % kVectorRows.bytes != 0;
   return odd ? out : readable(op, "outs", out, kVectorRows);
@@ -40,13 +42,13 @@ std::tuple<Tensor, Tensor> merge_attention_states(std::vector<Tensor> const& out
   merge.head_dim_v = first.size(lead + 2);
   int64_t const lse_modes[] = {merge.batch, merge.heads, merge.seqlen};
   Shape const lse_shape(lse_modes + (1 - lead), size_t(2 + lead));
-  Beside const beside{"outs[0]", first};
+  NamedTensor const reference{"outs[0]", first};
   for (size_t i = 0; i < outs.size(); ++i) {
     char out_name[32], lse_name[32];
     std::snprintf(out_name, sizeof(out_name), "outs[%zu]", i);
     std::snprintf(lse_name, sizeof(lse_name), "lses[%zu]", i);
-    check_operand(op, out_name, outs[i], type, first.sizes(), beside);
-    check_operand(op, lse_name, lses[i], ScalarType::Float, lse_shape, beside);
+    check_operand(op, out_name, outs[i], type, first.sizes(), reference);
+    check_operand(op, lse_name, lses[i], ScalarType::Float, lse_shape, reference);
   }
   OnDevice const on(op, first);
   Tensor const out = allocate(op, first, first.sizes(), type, "the output of ", outs.size(), " parts ", first);

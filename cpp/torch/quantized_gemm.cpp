@@ -1,6 +1,6 @@
-// GEMMs with weights in 4-bit and 8-bit codes on CUDA tensors. Operators of both widths have one implementation; they differ in defaults, in the
-// formats that they take and in the names that messages give. A call goes through check_call(), then run(): describe the operands, plan,
-// allocate the workspace, launch.
+// GEMMs with weights in 4-bit and 8-bit codes on CUDA tensors. Operators of both widths have one implementation; they differ in defaults,
+// in the formats that they take and in the names that messages give. A call goes through check_call(), then run(): describe the operands,
+// plan, allocate the workspace, launch.
 #include "minfer/w4a16.h"
 
 #include <cmath>
@@ -19,7 +19,8 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// A quantised weight as the caller gives it: packed codes [ceil(n / 64), ceil(k / 64), 512 (8-bit: 1024)], scales and zero points [groups, n].
+/// A quantised weight as the caller gives it: packed codes [ceil(n / 64), ceil(k / 64), 512 (8-bit: 1024)], scales and zero points [groups,
+/// n].
 struct PackedWeight {
   Tensor const &packed, &scales;
   std::optional<Tensor> const& zeros;
@@ -145,14 +146,14 @@ struct Call {
   std::optional<Tensor> const &perm, &c, &bias;
   Activation activation;
   bool gated;
-  bool constant_weights;  // nothing that still runs writes qweight, scales or zeros
+  bool constant_weights;  // no launch that is still running writes qweight, scales or zeros
   std::optional<std::string> const& kernel;
 
   int64_t n() const { return weight.scales.size(1); }  // of a checked call
   int64_t k() const { return a.size(a.dim() - 1); }
   int64_t columns() const { return gated ? n() / 2 : n(); }  // of the output
-  OwnShape output() const {
-    OwnShape shape(a.sizes());
+  ShapeArray output() const {
+    ShapeArray shape(a.sizes());
     shape.back() = columns();
     return shape;
   }
@@ -161,7 +162,7 @@ struct Call {
 void check_addend(Call const& call) {
   char const* op = call.op;
   Tensor const& c = *call.c;
-  OwnShape shape = call.output();
+  ShapeArray shape = call.output();
   bool fits = c.dim() <= int64_t(shape.size());
   for (int64_t i = 0; fits && i < c.dim(); ++i) fits = c.size(i) == 1 || c.size(i) == shape[shape.size() - size_t(c.dim() - i)];
   if (!fits) fail(op, ": c must broadcast to the output, got c ", c);
@@ -179,19 +180,19 @@ void check_call(Call const& call) {
   if (a.dim() < 1) fail(op, ": a must be [..., k], got a ", a);
   check_16bit(op, "a", a);
   check_scale_type(op, "scales", scales, call.weight.format, a.scalar_type());
-  Beside const beside{"a", a};
-  check_same_device(op, "qweight", call.weight.packed, beside);
+  NamedTensor const reference{"a", a};
+  check_same_device(op, "qweight", call.weight.packed, reference);
   int64_t const n = call.n(), k = call.k();
   if (call.gated && n % 16 != 0) {
     fail(op, ": scales must have a multiple of 16 columns (blocks of 8 gate and 8 up rows), got ", scales);
   }
   check_weight(op, call.weight, n, k);
-  if (call.bias) check_bias(op, *call.bias, n, beside);
+  if (call.bias) check_bias(op, *call.bias, n, reference);
   if (call.perm) {
     Tensor const& perm = *call.perm;
     if (!same(perm.sizes(), {k})) fail(op, ": perm must be [k] = [", k, "], got ", perm);
     if (perm.scalar_type() != ScalarType::Int) fail(op, ": perm must be Int, got ", perm.scalar_type());
-    check_same_device(op, "perm", perm, beside);
+    check_same_device(op, "perm", perm, reference);
   }
   if (call.c) check_addend(call);
 }
@@ -303,8 +304,8 @@ void set_epilogue(Call const& call, Tensor const& out, KernelCall* x) {
   }
 }
 
-/// Writes the weight in 16 bits, which makes the call a dense GEMM. alpha stays with the accumulators: a small one would take the weights below
-/// fp16's range.
+/// Writes the weight in 16 bits, which makes the call a dense GEMM. alpha stays with the accumulators: a small one would take the weights
+/// below fp16's range.
 void dequantize_first(Call const& call, OnDevice const& on, KernelCall* x) {
   Weight const& w = x->weight;
   x->dense = allocate(call.op, call.a, {w.n, w.k}, call.a.scalar_type(), "the weight [", w.n, ", ", w.k, "] in 16 bits, beside a ", call.a);
@@ -318,8 +319,8 @@ void dequantize_first(Call const& call, OnDevice const& on, KernelCall* x) {
   x->operands.ldb = w.k;
 }
 
-/// The kernel that the call asks for by name goes into *asked. For many tokens it is predicted to be faster to dequantise the weight first, and
-/// a format that no kernel reads leaves no other way.
+/// The kernel that the call asks for by name goes into *asked. For many tokens it is predicted to be faster to dequantise the weight first,
+/// and a format that no kernel reads leaves no other way.
 GemmPlan const& choose_plan(Call const& call, OnDevice const& on, KernelCall* x, GemmPlan* asked) {
   char const* op = call.op;
   int64_t const k = call.k();
@@ -380,7 +381,7 @@ Tensor run_out(Call const& call, Tensor const& out) {
   check_call(call);
   char const* op = call.op;
   Tensor const& a = call.a;
-  OwnShape const shape = call.output();
+  ShapeArray const shape = call.output();
   if (out.scalar_type() != a.scalar_type()) fail(op, ": out must be ", a.scalar_type(), ", got ", out.scalar_type());
   if (!same(out.sizes(), shape)) fail(op, ": out must be [..., n] = a's shape with n = ", call.columns(), ", got ", out);
   check_same_device(op, "out", out, {"a", a});
@@ -472,25 +473,25 @@ Tensor gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, 
   return run({op, a, weight, perm, no_c, bias, parse_activation(op, activation), true, constant_weights, kernel});
 }
 
-Tensor w4a16_pack(Tensor const& codes, std::string const& format) {
+Tensor w4a16_pack(Tensor const& codes, std::string const& w4_format) {
   char const* op = "minfer::w4a16_pack";
-  return pack(op, parse_format(op, 4, format), codes);
+  return pack(op, parse_format(op, 4, w4_format), codes);
 }
 
 /// All 8-bit formats have one layout.
 Tensor w8a16_pack(Tensor const& codes) { return pack("minfer::w8a16_pack", WeightFormat::kInt8, codes); }
 
 Tensor w4a16_dequantize(Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size, double alpha,
-                        int64_t n, int64_t k, std::string const& format, std::optional<ScalarType> out_dtype) {
+                        int64_t n, int64_t k, std::string const& w4_format, std::optional<ScalarType> out_dtype) {
   char const* op = "minfer::w4a16_dequantize";
-  return dequantize(op, {qweight, scales, zeros, parse_format(op, 4, format), group_size, alpha}, n, k, out_dtype);
+  return dequantize(op, {qweight, scales, zeros, parse_format(op, 4, w4_format), group_size, alpha}, n, k, out_dtype);
 }
 
 /// Every 8-bit format has 16-bit scales, whose type is the output's.
 Tensor w8a16_dequantize(Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size, double alpha,
-                        int64_t n, int64_t k, std::string const& format) {
+                        int64_t n, int64_t k, std::string const& w8_format) {
   char const* op = "minfer::w8a16_dequantize";
-  return dequantize(op, {qweight, scales, zeros, parse_format(op, 8, format), group_size, alpha}, n, k, std::nullopt);
+  return dequantize(op, {qweight, scales, zeros, parse_format(op, 8, w8_format), group_size, alpha}, n, k, std::nullopt);
 }
 
 constexpr Operator kOperators[] = {

@@ -1,6 +1,6 @@
-// Functions in the form that torch's dispatcher calls: arguments and results lie on a stack of StableIValues. TORCH_BOX does the same, but it
-// copies every argument, it asks for a tensor's sizes and strides anew at each use, and from torch 2.10 to 2.13 it leaks 32 bytes for every
-// string.
+// Functions in the form that torch's dispatcher calls: arguments and results lie on a stack of StableIValues. TORCH_BOX does the same, but
+// it copies every argument, it asks for a tensor's sizes and strides anew at each use, and from torch 2.10 to 2.13 it leaks 32 bytes for
+// every string.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -17,7 +17,8 @@
 
 namespace minfer::torch_binding {
 
-/// How an argument of type T is read from the stack. take() owns what the value refers to: the dispatcher hands over a reference of our own.
+/// How an argument of type T is read from the stack. take() owns what the value refers to: the dispatcher hands over a reference of our
+/// own.
 template <class T>
 struct Argument {
   static T take(StableIValue value) { return torch::stable::detail::to<T>(value); }
@@ -35,7 +36,7 @@ struct Argument<ScalarType> {
 
 template <>
 struct Argument<std::string> {
-  static std::string take(StableIValue value) {
+  [[gnu::noinline]] static std::string take(StableIValue value) {
     auto const handle = torch::stable::detail::to<StringHandle>(value);
     size_t length = 0;
     char const* data = nullptr;
@@ -48,7 +49,7 @@ struct Argument<std::string> {
 
 template <class T>
 struct Argument<std::optional<T>> {
-  static std::optional<T> take(StableIValue value) {
+  [[gnu::noinline]] static std::optional<T> take(StableIValue value) {
     auto const inner = torch::stable::detail::to<StableIValue*>(value);
     if (inner == nullptr) return std::nullopt;
     StableIValue const content = *inner;
@@ -77,18 +78,24 @@ StableIValue result_of(T const& x) {
   return torch::stable::detail::from(x);
 }
 
+/// All arguments of an operator. Operators with the same parameters share this code.
+template <class... T, size_t... I>
+std::tuple<T...> take_arguments(StableIValue const* stack, std::index_sequence<I...>) {
+  return {Argument<T>::take(stack[I])...};  // braces evaluate from left to right
+}
+
 /// What StableLibrary::impl takes.
 using BoxedFunction = void(StableIValue* stack, uint64_t arguments, uint64_t results);
 
 template <auto function, class Signature = decltype(function)>
 struct Boxed;
 
-/// Parameters are values or references to const. How many arguments lie on the stack is not asked: Operator has compared the function with the
-/// schema that it is registered under.
+/// Parameters are values or references to const. The number of arguments on the stack needs no check: Operator has compared the function
+/// with the schema that it is registered under.
 template <auto function, class Result, class... Parameters>
 struct Boxed<function, Result (*)(Parameters...)> {
   static void call(StableIValue* stack, uint64_t, uint64_t) {
-    auto arguments = take(stack, std::index_sequence_for<Parameters...>());
+    auto arguments = take_arguments<std::decay_t<Parameters>...>(stack, std::index_sequence_for<Parameters...>());
     if constexpr (std::is_void_v<Result>) {
       std::apply(function, std::move(arguments));
     } else if constexpr (requires { std::tuple_size<Result>::value; }) {
@@ -97,12 +104,6 @@ struct Boxed<function, Result (*)(Parameters...)> {
     } else {
       stack[0] = result_of(std::apply(function, std::move(arguments)));
     }
-  }
-
- private:
-  template <size_t... I>
-  static std::tuple<std::decay_t<Parameters>...> take(StableIValue const* stack, std::index_sequence<I...>) {
-    return {Argument<std::decay_t<Parameters>>::take(stack[I])...};  // braces evaluate from left to right
   }
 };
 

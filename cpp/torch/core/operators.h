@@ -1,4 +1,4 @@
-// An operator is a row of its family's table: the schema, and beside it the function that implements it. The compiler compares the two.
+// An operator is a row of its family's table: its schema, followed by the function that implements it. The compiler compares the two.
 //
 //   constexpr Operator kOperators[] = {
 //       {"moe_combine(Tensor y, Tensor inverse, Tensor? weights=None) -> Tensor", boxed<&moe_combine>},

@@ -9,7 +9,7 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// What cannot fail of a tensor that torch has handed over.
+/// Torch can always answer these questions about a tensor that it has passed to an operator.
 void require(AOTITorchError error, char const* what) {
   if (error != 0) fail("minfer: torch could not say a tensor's ", what);
 }
@@ -19,7 +19,7 @@ struct Type {
   int32_t code, bytes;
 };
 
-/// Those that operators take or name.
+/// The types that operators take, or that messages name.
 std::array<Type, 12> const& types() {
   static std::array<Type, 12> const all{{{ScalarType::Half, aoti_torch_dtype_float16(), 2},
                                          {ScalarType::BFloat16, aoti_torch_dtype_bfloat16(), 2},
@@ -108,7 +108,7 @@ std::ostream& operator<<(std::ostream& out, Listed const& x) {
   return out << ']';
 }
 std::ostream& operator<<(std::ostream& out, Tensor const& x) { return out << Listed{x.sizes()}; }
-std::ostream& operator<<(std::ostream& out, PlaceOf const& place) {
+std::ostream& operator<<(std::ostream& out, DeviceOf const& place) {
   if (place.x.is_cuda()) return out << "cuda:" << place.x.device();
   return out << (place.x.is_cpu() ? "cpu" : "another kind of device");
 }
