@@ -72,9 +72,8 @@ Matrix realigned(char const* op, char const* name, Matrix const& x) {
   return describe(op, name, copy, x.transposed);
 }
 
-/// A single row has unit stride along either mode, and so has a single column: describes it in the other way where a kernel that was asked
-/// for by name wants that.
-void turn(Matrix& x, bool rows_contiguous) {
+/// A single row has unit stride along either mode, and so has a single column. Describes it in the way that the requested kernel reads.
+void choose_major(Matrix& x, bool rows_contiguous) {
   if (x.rows_contiguous == rows_contiguous || (rows_contiguous ? x.rows : x.columns) != 1) return;
   int64_t const bytes = x.tensor.element_size();
   x.rows_contiguous = rows_contiguous;
@@ -167,7 +166,7 @@ struct KernelCall {
   GemmOperands operands;
   Matrix a, b;
   Tensor bias;
-  int64_t planes = 1;  // GEMMs that are launched one after another, one for each plane of a batch that no single GEMM can take
+  int64_t planes = 1;  // GEMMs to launch, one for each plane of a batch that no single GEMM can take
 };
 
 /// Rows of `out` are contiguous.
@@ -256,8 +255,8 @@ void set_inputs(Call const& call, std::optional<KernelOverride> const& override,
   if (s.batched) fold_batch(x);
   if (override) {
     if (KernelInfo const* kernel = find_kernel(override->name.c_str())) {
-      turn(a, kernel->a_major == Major::kMN);
-      turn(b, kernel->b_major == Major::kK);
+      choose_major(a, kernel->a_major == Major::kMN);
+      choose_major(b, kernel->b_major == Major::kK);
     }
   } else if (worth_realigning(p.m, p.n, p.k, p.batch * x->planes)) {
     a = realigned(call.op, "a", a);
@@ -307,8 +306,8 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
   set_output(call, out, &x);
   set_epilogue(call, out, &x);
   set_inputs(call, override, &x);
-  GemmPlan asked;
-  GemmPlan const& plan = override ? plan_as_asked(call.op, x.problem, *override, on, &asked) : cached_plan(call.op, x.problem, on);
+  GemmPlan requested;
+  GemmPlan const& plan = override ? plan_as_requested(call.op, x.problem, *override, on, &requested) : cached_plan(call.op, x.problem, on);
   Workspace const workspace(call.op, out, plan.workspace_bytes, plan.kernel->name, " on a ", call.a, " and b ", call.b);
   launch(call, x, plan, workspace, on);
 }

@@ -77,7 +77,7 @@ PlanKey<6> key_of(GemmProblem const& p, int32_t device) {
       uint64_t(p.m), uint64_t(p.n), uint64_t(p.k), uint64_t(p.batch), flags | alignments << 32, formats | uint64_t(uint32_t(device)) << 32};
 }
 
-/// The options of a call that asks for no kernel.
+/// The options of a call that requests no kernel.
 GemmPlanOptions options_of_calls(int32_t device) {
   GemmPlanOptions options;
   options.use_tuned = tuned_enabled();
@@ -88,10 +88,11 @@ GemmPlanOptions options_of_calls(int32_t device) {
 
 }  // namespace
 
-GemmPlan const& plan_as_asked(char const* op, GemmProblem const& problem, KernelOverride const& asked, OnDevice const& on, GemmPlan* plan) {
+GemmPlan const& plan_as_requested(char const* op, GemmProblem const& problem, KernelOverride const& requested, OnDevice const& on,
+                                  GemmPlan* plan) {
   GemmPlanOptions options;
-  options.kernel = asked.name.c_str();
-  if (asked.launch) options.launch = &*asked.launch;
+  options.kernel = requested.name.c_str();
+  if (requested.launch) options.launch = &*requested.launch;
   Status const status = plan_gemm(problem, on.properties(), options, plan);
   if (!status.ok()) fail(op, ": ", status.message);
   return *plan;

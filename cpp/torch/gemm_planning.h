@@ -1,4 +1,4 @@
-// How an operator call finds its GEMM plan: the kernel that it asks for by name, else plan_gemm with the process's switches and the user's
+// How an operator call finds its GEMM plan: the kernel that it requests by name, else plan_gemm with the process's switches and the user's
 // tuned rows, behind a cache for each thread.
 #pragma once
 
@@ -29,10 +29,11 @@ bool tuned_enabled();
 /// MINFER_FORCE_ARCH: 80 for portable kernels alone; 0 where it is not set. The environment is read once.
 int32_t forced_arch();
 
-/// The plan for the kernel, and the launch configuration, that the call asks for; returns *plan.
-GemmPlan const& plan_as_asked(char const* op, GemmProblem const& problem, KernelOverride const& asked, OnDevice const& on, GemmPlan* plan);
+/// The plan for the kernel, and the launch configuration, that the call requests; returns *plan.
+GemmPlan const& plan_as_requested(char const* op, GemmProblem const& problem, KernelOverride const& requested, OnDevice const& on,
+                                  GemmPlan* plan);
 
-/// What plan_gemm chooses. Each thread remembers its plans; the reference is good until the thread asks again.
+/// What plan_gemm chooses. Each thread remembers its plans; the reference is good until the next call on the thread.
 GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice const& on);
 
 /// What dequantize_first chooses, remembered likewise.

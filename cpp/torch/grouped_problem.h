@@ -64,7 +64,7 @@ void set_output(GroupedCall* call, void* d, int64_t ldd);
 
 /// Whether there is anything to run.
 inline bool is_empty(GroupedCall const& call) { return call.problem.rows == 0 || call.problem.n == 0; }
-/// The plan for a described call. Each thread remembers those of calls that ask for no kernel.
+/// The plan for a described call. Each thread remembers those of calls that request no kernel.
 GroupedPlan plan_of(GroupedCall const& call, std::optional<std::string> const& kernel, OnDevice const& on);
 void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDevice const& on);
 

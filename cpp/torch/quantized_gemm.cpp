@@ -19,8 +19,7 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// A quantised weight as the caller gives it: packed codes [ceil(n / 64), ceil(k / 64), 512 (8-bit: 1024)], scales and zero points [groups,
-/// n].
+/// A quantised weight as the caller gives it: codes in the packed layout, scales and zero points [groups, n].
 struct PackedWeight {
   Tensor const &packed, &scales;
   std::optional<Tensor> const& zeros;
@@ -38,7 +37,7 @@ struct Weight {
 
   /// The leading dimension of the scales or of the zero points.
   int64_t ld(Tensor const& x) const { return x.size(0) > 1 ? x.stride(0) : round_up(n, 16); }
-  /// Whether all of it is the caller's own memory. A copy is not constant: the launch in front of the kernel that reads it writes it.
+  /// Whether all of it is the caller's own memory. A copy is not constant: a preceding launch of the call itself writes it.
   bool is_callers(PackedWeight const& w) const {
     return packed.data_ptr() == w.packed.data_ptr() && scales.data_ptr() == w.scales.data_ptr() &&
            (!zeros.defined() || zeros.data_ptr() == w.zeros->data_ptr());
@@ -100,7 +99,7 @@ Weight describe(char const* op, PackedWeight const& w, int64_t n, int64_t k) {
   return d;
 }
 
-/// A tensor as a matrix: all of its modes but the last are one mode of m rows.
+/// A tensor as a matrix: all modes but the last together are its m rows.
 struct Rows {
   Tensor tensor;
   int64_t m = 1, stride = 0;
@@ -319,9 +318,9 @@ void dequantize_first(Call const& call, OnDevice const& on, KernelCall* x) {
   x->operands.ldb = w.k;
 }
 
-/// The kernel that the call asks for by name goes into *asked. For many tokens it is predicted to be faster to dequantise the weight first,
-/// and a format that no kernel reads leaves no other way.
-GemmPlan const& choose_plan(Call const& call, OnDevice const& on, KernelCall* x, GemmPlan* asked) {
+/// The kernel that the call requests by name goes into *requested. For many tokens it is predicted to be faster to dequantise the weight
+/// first, and a format that no kernel reads leaves no other way.
+GemmPlan const& choose_plan(Call const& call, OnDevice const& on, KernelCall* x, GemmPlan* requested) {
   char const* op = call.op;
   int64_t const k = call.k();
   bool const first = call.kernel && *call.kernel == kDequantizeFirst;
@@ -329,9 +328,9 @@ GemmPlan const& choose_plan(Call const& call, OnDevice const& on, KernelCall* x,
     KernelOverride const override = parse_override(op, *call.kernel);
     GemmProblem problem = x->problem;
     problem.b_format = x->weight.format;  // without k too: a name is checked before it is refused
-    plan_as_asked(op, problem, override, on, asked);
+    plan_as_requested(op, problem, override, on, requested);
     if (k == 0) fail(op, ": kernel ", override.name, " cannot compute this problem: it needs k > 0");
-    return *asked;
+    return *requested;
   }
   if (k > 0 && (first || cached_dequantize_first(op, x->problem, on))) dequantize_first(call, on, x);
   return cached_plan(op, x->problem, on);
@@ -355,8 +354,8 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
   set_input(call, on, &x);
   set_output(call, out, &x);
   set_epilogue(call, out, &x);
-  GemmPlan asked;
-  GemmPlan const& plan = choose_plan(call, on, &x, &asked);
+  GemmPlan requested;
+  GemmPlan const& plan = choose_plan(call, on, &x, &requested);
   Workspace const workspace(op, out, plan.workspace_bytes, plan.kernel->name, " on a ", call.a, " and a weight [", call.n(), ", ", call.k(),
                             ']');
   launch(call, x, plan, workspace, on);
