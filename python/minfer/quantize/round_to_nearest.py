@@ -150,8 +150,8 @@ def quantize(
     largest = float(weight.abs().amax())
     require(largest <= torch.finfo(torch.float32).max, "weight must be finite, got a NaN or infinity")  # also where NaN
     if form.scale_type is None:
-        most = _LARGEST[name] * torch.finfo(dtype).max
-        require(largest <= most, f"weight must be at most {most:g}, for its scales are {dtype}, got {largest:g}")
+        limit = _LARGEST[name] * torch.finfo(dtype).max
+        require(largest <= limit, f"weight must be at most {limit:g}, for its scales are {dtype}, got {largest:g}")
     alpha = 1.0
     if name == "nvfp4" and largest > 0:  # two levels: the largest block scale is E4M3's largest number
         alpha = float(torch.tensor(largest) / (_LARGEST[name] * _E4M3_LARGEST))
