@@ -93,7 +93,7 @@ Tensor grouped_gemm(Tensor const& a, Tensor const& b, Tensor const& offsets, std
 Tensor grouped_gemm_out(Tensor const& a, Tensor const& b, Tensor const& offsets, std::optional<Tensor> const& bias,
                         std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale, std::string const& activation,
                         bool gated, std::string const& gate_layout, std::optional<std::string> const& kernel, Tensor const& out) {
-  char const* op = "minfer::grouped_gemm.out";
+  char const* op = "minfer::grouped_gemm";
   GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, kernel};
   int64_t const rows = check_sorted(op, a, b, offsets, arguments);
   check_grouped_out(op, out, rows, gated ? b.size(2) / 2 : b.size(2), {"a", a});
@@ -124,7 +124,7 @@ Tensor grouped_gemm_masked(Tensor const& a, Tensor const& b, Tensor const& count
 Tensor grouped_gemm_masked_out(Tensor const& a, Tensor const& b, Tensor const& counts, std::optional<Tensor> const& bias,
                                std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
                                std::string const& gate_layout, std::optional<std::string> const& kernel, Tensor const& out) {
-  char const* op = "minfer::grouped_gemm_masked.out";
+  char const* op = "minfer::grouped_gemm_masked";
   GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, kernel};
   check_masked(op, a, b, counts, arguments);
   int64_t const experts = a.size(0), max_rows = a.size(1), columns = gated ? b.size(2) / 2 : b.size(2);

@@ -125,7 +125,7 @@ Tensor grouped_w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor con
                               std::optional<Tensor> const& bias, std::optional<Tensor> const& gather,
                               std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
                               std::optional<std::string> const& kernel, Tensor const& out) {
-  char const* op = "minfer::grouped_w4a16_gemm.out";
+  char const* op = "minfer::grouped_w4a16_gemm";
   ExpertWeights const w = weights_of(op, qweight, scales, zeros, alpha, w4_format, group_size);
   GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gated ? kBlocks : kHalves, kernel};
   int64_t const rows = check_call(op, a, w, offsets, arguments);
