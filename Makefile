@@ -19,7 +19,7 @@ OPTIONS := $(MINFER_CUDA);$(MINFER_CUDA_ARCHS);$(MINFER_KERNELS);$(CUTLASS_DIR);
 
 .PHONY: help demo test environment format clean
 help:
-	@echo "make demo   build, run the operators on real tensors, verify and time them"
+	@echo "make demo   build, run every family of operators on real tensors, verify and time them"
 	@echo "make test   build, run the C++ and the Python tests"
 	@echo "also: make format, make clean"
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 DTYPE_OF = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-# Others read caches: test_attention_paged_gpu.
+# Others read caches: test_paged_decode_gpu and test_paged_prefill_gpu.
 KERNELS = {k["name"]: k for k in kernels_here() if k["schedule"] != "split_kv" and k["b_format"] == "dense"}
 HEAD_DIMS = (
     (64, 64),

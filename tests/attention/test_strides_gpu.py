@@ -21,8 +21,8 @@ from tests.attention.cases import (
     make_varlen,
 )
 from tests.attention.kv_cache_cases import KV_FORMATS, NOWHERE, PAGED_OPTIONS
+from tests.attention.paged_cases import format_of, make
 from tests.attention.test_gpu import call, same_bits, views_of
-from tests.attention.test_paged_gpu import format_of, make
 from tests.gemm.cases import DTYPES, name_of
 
 pytestmark = pytest.mark.gpu

@@ -3,6 +3,7 @@
 import json
 import math
 
+import minfer
 import pytest
 import torch
 from minfer.measure import benchmarking, workloads
@@ -27,6 +28,8 @@ def test_rotation_size():
     operands = {"a": torch.empty(512, 512).half(), "rest": [torch.empty(512, 512).half(), None], "number": 3}
     size = benchmarking.bytes_of(operands)
     assert size == 2 * 512 * 512 * 2
+    weight = minfer.quantize.quantize_w4(torch.randn(64, 128).half())
+    assert benchmarking.bytes_of({"weight": weight}) == 64 * 128 // 2 + 64 * 2, "a dataclass of tensors"
     copies = benchmarking.copies_to_flush(size, l2)
     assert (copies - 1) * size >= 3 * l2, "between two uses of a set, more than three times the L2 is touched"
     assert benchmarking.copies_to_flush(1 << 30, l2) == 2

@@ -7,6 +7,8 @@ import minfer
 import pytest
 import torch
 from minfer.cli import main as cli
+from minfer.cli.demo import sizes
+from minfer.cli.demo.families import cases as demo_cases
 from minfer.planning.plan import runs_here
 from typer.testing import CliRunner
 
@@ -38,6 +40,17 @@ def test_info(cache_dir):
         assert expected in text, text
     code, text = invoke("info", "--kernels")
     assert code == 0 and all(kernel["name"] in text for kernel in minfer.kernels())
+
+
+@pytest.mark.parametrize("command", ["info", "plan gemm", "plan w4a16", "tune gemm", "tune w4a16", "demo"])
+def test_help_is_shown_as_it_is_written(command, monkeypatch):
+    """Typer reads help as markup, in which a word in square brackets is a style and disappears."""
+    monkeypatch.setenv("COLUMNS", "200")
+    code, text = invoke(*command.split(), "--help")
+    assert code == 0 and "Show this message and exit." in text
+    for name, option in vars(cli).items():
+        for parameter in getattr(option, "__metadata__", ()):
+            assert "[" not in parameter.help, name
 
 
 def test_plan():
@@ -117,7 +130,9 @@ def test_demo_on_cpu(tmp_path):
     picture = tmp_path / "folder" / "demo.png"
     code, text = invoke("demo", "--out", str(picture))
     assert code == 0
-    assert "SwiGLU" in text and "NO" not in text.replace("No GPU", "")
+    for expected in ("SwiGLU", "int4 weight", "int4 experts", "prompt, causal", "decode, int4 cache", "append, fp8_e4m3", "No GPU"):
+        assert expected in text
+    assert "NO" not in text and text.count(" yes") == len(demo_cases(sizes.CPU))
     try:
         import matplotlib  # noqa: F401
     except ImportError:

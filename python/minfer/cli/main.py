@@ -20,6 +20,7 @@ from ..measure import shapes
 from ..planning import plan as planning, tune as tuner, tuned
 from ..planning.plan import Problem, W4Problem
 from . import demo
+from .demo import table as demo_table
 
 app = typer.Typer(
     help="Operators for LLM inference: what is built, what would run, what is fastest.", no_args_is_help=True, add_completion=False
@@ -52,35 +53,38 @@ class Layout(str, Enum):
 W4Format = Enum("W4Format", {name: name for name in weight_formats.names(4)}, type=str)
 
 
-M = Annotated[int, typer.Option("--m", min=0, help="Rows of A and D.")]
-N = Annotated[int, typer.Option("--n", min=0, help="Columns of B, rows of a quantised weight; gated: gate and up together.")]
-K = Annotated[int, typer.Option("--k", min=0, help="The reduced size.")]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of A, D and a dense B.")]
-LayoutOption = Annotated[Layout, typer.Option("--layout", help="A, then B: tn is A row-major, B column-major (weight.t()).")]
-BatchOption = Annotated[int, typer.Option("--batch", min=0)]
-COption = Annotated[bool, typer.Option("--c", help="There is a C that is read (beta != 0); not with --gated.")]
-GatedOption = Annotated[bool, typer.Option("--gated", help="The operator's gated form, which has no C.")]
+M = Annotated[int, typer.Option("--m", min=0, help="Rows of A and D: tokens.")]
+N = Annotated[int, typer.Option("--n", min=0, help="Columns of B, or rows of a quantised weight; with --gated, gate and up together.")]
+K = Annotated[int, typer.Option("--k", min=0, help="The dimension that is summed over.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Element type of A and D, and of B unless it is quantised.")]
+LayoutOption = Annotated[Layout, typer.Option("--layout", help="Layouts of A and B; tn: A is row-major, B column-major, as weight.t() is.")]
+BatchOption = Annotated[int, typer.Option("--batch", min=0, help="Number of products in a batched GEMM.")]
+COption = Annotated[bool, typer.Option("--c", help="C is read (beta is not 0); not with --gated.")]
+GatedOption = Annotated[bool, typer.Option("--gated", help="The gated form of the operator, which has no C.")]
 GroupOption = Annotated[
-    int | None, typer.Option("--group-size", help="Columns of the weight that share a scale, -1: all. [default: the format's, or 128]")
+    int | None,
+    typer.Option("--group-size", help="Columns of the weight that share a scale; -1: all. Default: the format's, or 128."),
 ]
-ZerosOption = Annotated[bool, typer.Option("--zeros", help="There are zero points.")]
-FormatOption = Annotated[W4Format, typer.Option("--format", help="What a code stands for.")]
+ZerosOption = Annotated[bool, typer.Option("--zeros", help="The weight has zero points.")]
+FormatOption = Annotated[W4Format, typer.Option("--format", help="Weight format.")]
 KernelOption = Annotated[
-    str | None, typer.Option("--kernel", help="Override: NAME[@decomposition=...,splits=...]; w4a16: also dequantize.")
+    str | None, typer.Option("--kernel", help="Kernel to plan with: NAME or NAME@decomposition=...,splits=...; for w4a16 also dequantize.")
 ]
-AllPlansOption = Annotated[bool, typer.Option("--all", help="List every legal kernel and launch configuration, best predicted first.")]
+AllPlansOption = Annotated[bool, typer.Option("--all", help="List all legal kernels and launch configurations, by predicted time.")]
 
-ShapesOption = Annotated[str | None, typer.Option("--shapes", help="MxNxK,...; dense also MxNxKxBATCH.")]
-ShapesFileOption = Annotated[Path | None, typer.Option("--shapes-file", help="One shape a line, # comments.", exists=True)]
-TopOption = Annotated[int, typer.Option("--top", min=1, help="(kernel, decomposition, splits) candidates, best predicted first.")]
-EverythingOption = Annotated[bool, typer.Option("--all", help="Every legal candidate instead.")]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Table to merge rows into; default: the user's.")]
-ReportOption = Annotated[bool, typer.Option("--report", help="Measure and report the analytic plan's regret; write no rows.")]
-DumpOption = Annotated[Path | None, typer.Option("--dump", help="JSON of every measurement.")]
-SkipKnownOption = Annotated[bool, typer.Option("--skip-known", help="Leave out problems that the table has rows for.")]
-MinutesOption = Annotated[float | None, typer.Option("--minutes", help="Start no further problem after so long.")]
-RoundsOption = Annotated[int, typer.Option("--rounds", min=3, help="Interleaved rounds of the finalists.")]
-TorchOption = Annotated[bool, typer.Option("--torch", help="Time torch (cuBLAS, 16-bit weights) beside the finalists.")]
+ShapesOption = Annotated[str | None, typer.Option("--shapes", help="Comma-separated shapes MxNxK; dense GEMM also takes MxNxKxBATCH.")]
+ShapesFileOption = Annotated[
+    Path | None, typer.Option("--shapes-file", help="File with one shape a line; # begins a comment.", exists=True)
+]
+TopOption = Annotated[int, typer.Option("--top", min=1, help="Candidates to measure, by predicted time.")]
+EverythingOption = Annotated[bool, typer.Option("--all", help="Measure all legal candidates.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Table that the rows are merged into. Default: the user's table.")]
+ReportOption = Annotated[bool, typer.Option("--report", help="Measure and report the regret of the analytic plan, but write no rows.")]
+DumpOption = Annotated[Path | None, typer.Option("--dump", help="JSON file for all measurements.")]
+SkipKnownOption = Annotated[bool, typer.Option("--skip-known", help="Skip problems that the table already has rows for.")]
+MinutesOption = Annotated[float | None, typer.Option("--minutes", help="Start no further problem after this many minutes.")]
+RoundsOption = Annotated[int, typer.Option("--rounds", min=3, help="Interleaved rounds in which the finalists are timed.")]
+TorchOption = Annotated[bool, typer.Option("--torch", help="Also time torch (cuBLAS with 16-bit weights), interleaved with the finalists.")]
 
 
 def _stop(message: str) -> typer.Exit:
@@ -217,7 +221,7 @@ def _tune() -> None:
 def tune_gemm(
     shape_list: ShapesOption = None,
     shapes_file: ShapesFileOption = None,
-    suite: Annotated[list[str] | None, typer.Option("--suite", help="square, llm, epilogue or heldout; may be repeated.")] = None,
+    suite: Annotated[list[str] | None, typer.Option("--suite", help="Suite: square, llm, epilogue or heldout; may be repeated.")] = None,
     dtype: DtypeOption = Dtype.bf16,
     layout: LayoutOption = Layout.tn,
     c: COption = False,
@@ -232,7 +236,7 @@ def tune_gemm(
     rounds: RoundsOption = 15,
     with_torch: TorchOption = False,
 ) -> None:
-    """Tune dense GEMM. --dtype, --layout, --c and --gated belong to --shapes and --shapes-file; a suite brings its own."""
+    """Tune dense GEMM. --dtype, --layout, --c and --gated apply to --shapes and --shapes-file; a suite has its own."""
 
     def make_problems() -> list[Problem]:
         options = {"dtype": dtype.torch, "layout": layout.value, "c": c, "gated": gated}
@@ -247,7 +251,7 @@ def tune_gemm(
 def tune_w4a16(
     shape_list: ShapesOption = None,
     shapes_file: ShapesFileOption = None,
-    suite: Annotated[list[str] | None, typer.Option("--suite", help="llm or heldout; may be repeated.")] = None,
+    suite: Annotated[list[str] | None, typer.Option("--suite", help="Suite: llm or heldout; may be repeated.")] = None,
     dtype: DtypeOption = Dtype.bf16,
     group_size: GroupOption = None,
     zeros: ZerosOption = False,
@@ -264,7 +268,7 @@ def tune_w4a16(
     rounds: RoundsOption = 15,
     with_torch: TorchOption = False,
 ) -> None:
-    """Tune GEMM with 4-bit weights. --dtype, --group-size, --zeros, --format, --c and --gated belong to shapes and suites alike."""
+    """Tune GEMM with 4-bit weights. --dtype, --group-size, --zeros, --format, --c and --gated apply to shapes and suites alike."""
 
     def make_problems() -> list[W4Problem]:
         options = dict(
@@ -287,7 +291,7 @@ def _shape_texts(shape_list: str | None, shapes_file: Path | None) -> list[str]:
 def _tune_problems(
     make_problems: Callable[[], list[Problem] | list[W4Problem]], effort: tuner.Effort, out: Path | None, *, report: bool, **options: Any
 ) -> None:
-    """What the commands of all families do; the options are those of :func:`minfer.planning.tune.tune`."""
+    """The body of the tune commands of all families; the options are those of :func:`minfer.planning.tune.tune`."""
     try:
         problems = make_problems()
     except ValueError as error:
@@ -331,35 +335,17 @@ def _tune_problems(
 
 
 @app.command("demo")
-def run_demo(out: Annotated[Path, typer.Option("--out", help="The picture.")] = Path("demo.png")) -> None:
-    """Run the operators on real tensors, verify them, time them where there is a GPU."""
+def run_demo(out: Annotated[Path, typer.Option("--out", help="File that the picture is written to.")] = Path("demo.png")) -> None:
+    """Run every family of operators on random tensors, verify the values against float64, and on a GPU time them beside PyTorch."""
     notes: list[str] = []
-    outcomes = demo.run(out, notes.append)
-    timed = any(o.us is not None for o in outcomes)
-    where = torch.cuda.get_device_name() if timed else "CPU"
-    table = Table(title=f"torch.ops.minfer on {where}", title_justify="left")
-    for name in ("case", "m x n x k", "error", "torch's", "verified"):
-        table.add_column(name, justify="left" if name == "case" else "right")
-    if timed:
-        for name in ("us", "torch us", "compiled us", "speed-up", "of floor"):
-            table.add_column(name, justify="right")
-    for o in outcomes:
-        p = o.case.problem
-        cells = [o.case.name, f"{p.m} x {p.n} x {p.k}", f"{o.error:.1e}", f"{o.peer_error:.1e}", "yes" if o.verified else "NO"]
-        if timed and o.us is not None:
-            floor_us = planning.plan_problem(p).floor_us
-            compiled = f"{o.compiled_us:.1f}" if o.compiled_us is not None else "-"
-            cells += [f"{o.us:.1f}", f"{o.eager_us:.1f}", compiled, f"{o.best_torch_us / o.us:.2f}x", f"{100 * floor_us / o.us:.0f} %"]
-        table.add_row(*cells)
-    console.print(table)
-    if timed:
-        console.print("us: median of interleaved CUDA-graph replays, operands rotated through 3x the L2; speed-up over the faster torch.")
-    else:
-        console.print("No GPU that this build has kernels for: the CPU kernels ran; errors are against float64.")
-    for note in notes:
-        console.print(note, markup=False)
+    with console.status("demo") as status:  # shown on terminals only
+        outcomes = demo.run(out, notes.append, status.update)
+    console.print(demo_table.table(outcomes, torch.cuda.get_device_name() if demo_table.is_timed(outcomes) else "CPU"))
+    console.print()
+    for line in [*demo_table.legend(outcomes), *notes]:
+        console.print(line, markup=False)
     if not all(o.verified for o in outcomes):
-        raise _stop("a result is wrong: " + ", ".join(o.case.name for o in outcomes if not o.verified))
+        raise _stop("a result is wrong: " + ", ".join(o.label for o in outcomes if not o.verified))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ host for anything under 10 us, and separate runs differ by the GPU's power state
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
@@ -48,13 +49,15 @@ def rounding_unit(dtype: torch.dtype) -> float:
 
 
 def bytes_of(operands: Any) -> int:
-    """Bytes of all tensors in a tensor, tuple, list or dict."""
+    """Bytes of all tensors in a tensor, tuple, list, dict or dataclass, such as a quantised weight."""
     if isinstance(operands, torch.Tensor):
         return operands.numel() * operands.element_size()
     if isinstance(operands, dict):
         return sum(bytes_of(v) for v in operands.values())
     if isinstance(operands, (tuple, list)):
         return sum(bytes_of(v) for v in operands)
+    if dataclasses.is_dataclass(operands):
+        return sum(bytes_of(getattr(operands, f.name)) for f in dataclasses.fields(operands))
     return 0
 
 
