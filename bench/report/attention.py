@@ -26,9 +26,9 @@ READ_RATE = 4.45  # TB/s of the floors
 APPEND_US = 4.0  # of an append of one token of 64 sequences
 VARIANT_TOKENS = 16384
 VARIANT_TEXTS = {
-    "ours:causal": "speed by flops against plain causal attention of one sequence (1: they cost nothing).",
-    "ours:even": "speed by flops against as many sequences of the mean length.",
-    "fa3": "times faster than FlashAttention-3 with the same lengths and options.",
+    "ours:causal": "FLOP/s relative to plain causal attention of one sequence (1: the option costs nothing).",
+    "ours:even": "FLOP/s relative to the same number of sequences, all of the mean length.",
+    "fa3": "how many times as fast as FlashAttention-3 with the same lengths and options.",
 }
 VARIANT_NAMES = {
     "varlen": "64 sequences of lognormal lengths",
@@ -80,7 +80,10 @@ def _prefill(best: Sequence[Row]) -> str:
             lines.append([f"{dtype}, {head_dim}, {heads_q}/{heads_kv}, {mask}", *cells])
     by_m = grouped(best, "m")
     lines.append(["all", *(geomean_and_min(by_m[m]) for m in lengths)])
-    text = "`prefill`, 16384 tokens in sequences of so many (32768: one): TFLOP/s: times faster than the best peer.\n\n"
+    text = (
+        "`prefill`, 16384 tokens in sequences of the given length (at 32768: one sequence): TFLOP/s: how many times as fast as the best"
+        " peer.\n\n"
+    )
     return text + table(["element, head_dim, heads, mask", *map(str, lengths)], lines)
 
 
@@ -109,8 +112,8 @@ def _decode(best: Sequence[Row]) -> str:
     by_m = grouped(best, "m")
     lines.append(["all", *(geomean_and_min(by_m[m]) for m in contexts)])
     text = (
-        "`decode`, one query a sequence, head_dim 128, by context: us over the 16-bit cache that the best peer reads (contiguous beside"
-        f" cuDNN, pages of 64 tokens in random order beside the others), share of the read bandwidth ({READ_RATE} TB/s): times faster than"
+        "`decode`, one query a sequence, head_dim 128, by context: us over the 16-bit cache that the best peer reads (contiguous for"
+        f" cuDNN, otherwise pages of 64 tokens in random order), share of the read bandwidth ({READ_RATE} TB/s): how many times as fast as"
         " that peer.\n\n"
     )
     return text + table(["element, heads, batch", *map(str, contexts)], lines)
@@ -129,7 +132,10 @@ def _quantised(rows: Sequence[Row]) -> str:
         for name in QUANTISED
         if name in by_format
     )
-    text = f"`decode` over {' / '.join(QUANTISED)} caches: times faster than over 16-bit ones. Over all, geomean (least): {reached}.\n\n"
+    text = (
+        f"`decode` over {' / '.join(QUANTISED)} caches: how many times as fast as over 16-bit caches. Geometric mean (worst cell):"
+        f" {reached}.\n\n"
+    )
     return text + table(["heads, batch", *map(str, contexts)], lines)
 
 
@@ -141,7 +147,7 @@ def _layouts(rows: Sequence[Row]) -> str:
         ratios = {row["shape"]["page"] or 0: f"{row['ratio']:.2f}" for row in own}
         lines.append([f"{batch} x {context}", f"{own[0]['peer_us']:.1f}", *(ratios.get(page, "-") for page in pages)])
     header = ["batch x context", "pages of 64, us", *(f"pages of {page}" if page else "contiguous" for page in pages)]
-    return "`decode` by layout, 16-bit caches: times faster than with pages of 64.\n\n" + table(header, lines)
+    return "`decode` by layout, 16-bit caches: how many times as fast as with pages of 64.\n\n" + table(header, lines)
 
 
 def _append(peers: dict[str, list[Row]]) -> str:
@@ -174,8 +180,8 @@ def _accuracy(rows: Sequence[Row]) -> str:
             lines.append([f"{dtype}, {head_dim}", *(cells.get(model, "-") for model in models)])
     worst = max(row["rel_err"] / row["peer_err"] for row in rows)
     text = (
-        "`accuracy`, error against float64, over codes against float64 over the values they stand for: ours, and as a multiple of that of"
-        f" torch's scaled_dot_product_attention in 16 bits (at most {worst:.2f}).\n\n"
+        "`accuracy`: our error against float64 (over codes, against float64 over the values that the codes stand for), and its ratio to the"
+        f" error of torch's scaled_dot_product_attention in 16 bits (at most {worst:.2f}).\n\n"
     )
     return text + table(["element, head_dim", *models], lines)
 
@@ -191,8 +197,8 @@ def _caches(rows: Sequence[Row]) -> str:
     lines = [[names.get(f, f), *(f"{errors[f, kind]:.1%}" if (f, kind) in errors else "-" for kind in kinds)] for f in formats]
     shape = rows[0]["shape"]
     text = (
-        f"`accuracy`, what a cache's format costs: attention of one query over {shape['m']} stored keys against attention over the keys"
-        f" themselves, both in float64, head_dim {shape['head_dim']}. Outliers: a few channels of K are ten times as large.\n\n"
+        f"`accuracy`, the error that a cache format adds: attention of one query over {shape['m']} stored keys against attention over the"
+        f" original keys, both in float64, head_dim {shape['head_dim']}. Outliers: a few channels of K are ten times as large.\n\n"
     )
     return text + table(["format", *(f"{kind} K" for kind in kinds)], lines)
 
@@ -201,9 +207,9 @@ def section(results: dict[str, Any]) -> str:
     """Markdown of the whole family."""
     suites = suites_of(results)
     protocol = (
-        " Queries were checked against float64 first; times are medians of CUDA-graph replays on random data, ours and the peers in turn."
-        " cuDNN is torch's scaled_dot_product_attention; it reads no pages: in decode both read the same contiguous cache. A ratio above 1"
-        " means that minfer is faster; flops count keys that are seen."
+        " Outputs were checked against float64 before they were timed. Times are medians of CUDA-graph replays on random data, ours and the"
+        " peers in turn. cuDNN is torch's scaled_dot_product_attention, which reads no pages: in decode it and minfer read the same"
+        " contiguous cache. A ratio above 1 means that minfer is faster. Masked keys count no flops."
     )
     compared = {suite: {p: rows for p, rows in suites[suite].items() if not p.startswith("ours:")} for suite in COMPARED if suite in suites}
     parts = [facts(results) + protocol, *([overview(compared)] if compared else [])]

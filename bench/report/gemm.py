@@ -28,7 +28,7 @@ from bench.report.tables import (
     table,
 )
 
-# ---- the README's section --------------------------------------------------------------------------------------------------------
+# ---- the page's section --------------------------------------------------------------------------------------------------------
 
 
 def _square(peers: dict[str, list[Row]]) -> str:
@@ -46,7 +46,7 @@ def _square(peers: dict[str, list[Row]]) -> str:
         lines.append(cells)
     header = ["m = n = k", *(f"({alpha:g}, {beta:g})" for alpha, beta in pairs)]
     names = " / ".join(peer_name(peer) for peer in peers)
-    return f"`square`, fp16, by (alpha, beta): our time, then times faster than {names}.\n\n" + table(header, lines)
+    return f"`square`, fp16, by (alpha, beta): our time, then how many times as fast as {names}.\n\n" + table(header, lines)
 
 
 def _llm(peers: dict[str, list[Row]]) -> str:
@@ -54,14 +54,17 @@ def _llm(peers: dict[str, list[Row]]) -> str:
     by_m = {peer: grouped(rows, "m") for peer, rows in peers.items()}
     models = list(grouped(peers[main], "model"))
     lines = []
-    for m, rows in by_m[main].items():
+    for m, rows in sorted(by_m[main].items()):
         of_model = grouped(rows, "model")
         others = [geomean_and_min(by_m[peer].get(m)) for peer in peers if peer != main]
         floors = statistics.median(row["fraction"] for row in rows)
         lines.append([str(m), *(geomean_and_min(of_model.get(model)) for model in models), *others, f"{floors:.0%}"])
     header = ["m", *(f"{MODEL_NAMES.get(m, m)} vs {peer_name(main)}" for m in models)]
     header += [f"all vs {peer_name(peer)}" for peer in peers if peer != main] + ["of the floor"]
-    text = "`llm`, bf16: times faster over a model's linear layers, geomean (least), and the median share of the floor reached.\n\n"
+    text = (
+        "`llm`, bf16: how many times as fast as the peers, geometric mean over a model's linear layers (worst layer), and the median share"
+        " of the floor that is reached.\n\n"
+    )
     text += table(header, lines)
     streams = list({shape_text(row): row for rows in peers.values() for row in rows if is_stream(row)}.values())
     if streams:
@@ -69,7 +72,7 @@ def _llm(peers: dict[str, list[Row]]) -> str:
         reached = sum(fraction >= STREAM_FRACTION for fraction in fractions)
         text += (
             f"\n\nWeight streams (m <= 16, weights of 64 MB or more): {reached} of {len(streams)} cells reach {STREAM_FRACTION:.0%} of the"
-            f" read bandwidth; least {fractions[0]:.0%}, median {statistics.median(fractions):.0%}."
+            f" read bandwidth; minimum {fractions[0]:.0%}, median {statistics.median(fractions):.0%}."
         )
     return text
 
@@ -79,7 +82,7 @@ def _odd(peers: dict[str, list[Row]]) -> str:
     for peer, rows in peers.items():
         aligned = grouped(rows, "aligned")
         lines.append([peer_name(peer), geomean_and_min(aligned.get(True)), geomean_and_min(aligned.get(False)), str(len(rows))])
-    return "`odd`, random shapes, fp16 and bf16: times faster, geomean (least).\n\n" + table(
+    return "`odd`, random shapes, fp16 and bf16: how many times as fast, geometric mean (worst cell).\n\n" + table(
         ["peer", "rows of 16 bytes", "any other alignment", "cells"], lines
     )
 
@@ -92,7 +95,7 @@ def _epilogue(peers: dict[str, list[Row]]) -> str:
         for m, of_m in grouped(rows, "m").items():
             of_epilogue = grouped(of_m, "epilogue")
             lines.append([str(m), *(geomean_and_min(of_epilogue.get(e)) for e in epilogues)])
-        text = f"`epilogue`, bf16, Llama-3.1-8B's layers: times faster than {peer_name(peer)}, geomean (least).\n\n"
+        text = f"`epilogue`, bf16, Llama-3.1-8B's layers: how many times as fast as {peer_name(peer)}, geometric mean (worst layer).\n\n"
         parts.append(text + table(["m", *(e.replace("_", " + ") for e in epilogues)], lines))
     return "\n\n".join(parts)
 
@@ -102,9 +105,9 @@ def section(results: dict[str, Any]) -> str:
     rows: list[Row] = results["rows"]
     suites = by_suite_and_peer(rows)
     protocol = (
-        " Every cell was checked against float64 first; times are medians of CUDA-graph replays over operands rotated"
-        " through three L2s, ours and the peers in turn. cuBLAS is torch.mm / addmm in the faster of its layouts. A ratio above 1 means"
-        " that minfer is faster."
+        " Every cell was checked against float64 before it was timed. Times are medians of CUDA-graph replays whose operands rotate through"
+        " more than three times the L2 cache, ours and the peers in turn. cuBLAS is torch.mm or addmm in the faster of its layouts. A ratio"
+        " above 1 means that minfer is faster."
     )
     parts = [facts(results) + protocol, overview(suites)]
     for suite, describe in (("square", _square), ("llm", _llm), ("odd", _odd), ("epilogue", _epilogue)):

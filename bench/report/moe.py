@@ -78,7 +78,7 @@ def model_name(model: str) -> str:
     return MODEL_NAMES.get(model, model)
 
 
-# ---- the README's section --------------------------------------------------------------------------------------------------------
+# ---- the page's section --------------------------------------------------------------------------------------------------------
 
 
 def _grouped(suite: str, routing: str, best: Sequence[Row]) -> str:
@@ -91,7 +91,7 @@ def _grouped(suite: str, routing: str, best: Sequence[Row]) -> str:
         lines.append([f"{model_name(model)} {step}: {shape['experts']} x {shape['n']} x {shape['k']}", *cells])
     by_m = grouped(best, "m")
     lines.append(["all", *(geomean_and_min(by_m[m]) for m in tokens)])
-    text = f"`{suite}`, {routing} routing, by tokens: our time, share of the floor: times faster than the best peer.\n\n"
+    text = f"`{suite}`, {routing} routing, by tokens: our time, share of the floor: how many times as fast as the best peer.\n\n"
     return text + table(["experts x n x k", *map(str, tokens)], lines)
 
 
@@ -122,9 +122,9 @@ def _grouped_goals(best: Sequence[Row]) -> str:
     if streams:
         fractions = sorted(row["fraction"] for row in streams)
         lines.append(
-            f"* Weight streams ({STREAM_SHARE:.0%} of the bytes are weights, and the flops would take less than half their time):"
-            f" {sum(f >= STREAM_FRACTION for f in fractions)} of {len(streams)} cells reach {STREAM_FRACTION:.0%} of the read bandwidth;"
-            f" least {fractions[0]:.0%}, median {statistics.median(fractions):.0%}."
+            f"* Weight streams (at least {STREAM_SHARE:.0%} of the bytes are weights, and the flops alone would take less than half the"
+            f" time): {sum(f >= STREAM_FRACTION for f in fractions)} of {len(streams)} cells reach {STREAM_FRACTION:.0%} of the read"
+            f" bandwidth; minimum {fractions[0]:.0%}, median {statistics.median(fractions):.0%}."
         )
     tiled = [_rate(r) for r in best if r["shape"]["m"] * r["shape"]["top_k"] >= TILED_ROWS * r["shape"]["active"]]
     if tiled:
@@ -153,7 +153,10 @@ def _router(peers: dict[str, list[Row]]) -> str:
         together = f" / {whole['peer_us']:.1f}" if whole else ""
         return f"{own['us']:.1f}{together} us" + (f": {torch['ratio']:.1f}" if torch else "")
 
-    text = "`router`: router and sort together from logits / from x; from logits, times faster than torch's operators.\n\n"
+    text = (
+        "`router`: the time of router and sort together, from logits / from x, and from logits how many times as fast as torch's"
+        " operators.\n\n"
+    )
     text += _by_tokens_and_model(rows, cell)
     bound = [row for row in rows if row["shape"]["experts"] == MANY_EXPERTS and row["shape"]["m"] <= ROUTER_TOKENS]
     if bound:
@@ -172,7 +175,7 @@ def _layer(suite: str, routing: str, peers: dict[str, list[Row]]) -> str:
         return f"{time_text(own['us'])} us, {own['fraction']:.0%}: {ratios}"
 
     names = " / ".join(map(peer_name, peers))
-    text = f"`{suite}`, `moe_ffn`, {routing} routing: our time, share of the floor: times faster than {names}.\n\n"
+    text = f"`{suite}`, `moe_ffn`, {routing} routing: our time, share of the floor: how many times as fast as {names}.\n\n"
     return text + _by_tokens_and_model([row for rows in peers.values() for row in rows], cell)
 
 
@@ -202,10 +205,10 @@ def section(results: dict[str, Any]) -> str:
     """Markdown of the whole family."""
     suites = suites_of(results)
     protocol = (
-        " bf16. Products were checked against float64 first, routers and layers against torch's operators; times are medians of CUDA-graph"
-        " replays, weights rotated, ours and the peers in turn. w13 is an expert's first product without its epilogue, w2 the second; peers"
-        " get their rows as they want them (vLLM's kernel gathers, the others read rows in order, and so do ours). A ratio above 1 means"
-        " that minfer is faster."
+        " bf16. Before they were timed, products were checked against float64, routers and layers against torch's operators. Times are"
+        " medians of CUDA-graph replays with rotated weights, ours and the peers in turn. w13 is an expert's first product without its"
+        " epilogue, w2 the second. Each peer gets its rows in the order that it prefers: vLLM's kernel gathers them, the others and ours"
+        " read them in expert order. A ratio above 1 means that minfer is faster."
     )
     parts = [facts(results) + protocol]
     if compared := {suite: peers for suite, peers in suites.items() if SUITES.get(suite, ("",))[0] != "stages"}:

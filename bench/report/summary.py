@@ -1,4 +1,4 @@
-"""What rows of a results file amount to: geomeans, least ratios, goals. Needs nothing but the rows."""
+"""What rows of a results file add up to: geometric means, worst ratios, goals. Needs nothing but the rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# suite -> peer -> (least geomean, least ratio of a cell); None: no such goal.
+# suite -> peer -> (geomean that is the goal, ratio that is the goal of every cell); None: no such goal.
 GOALS: dict[str, dict[str, tuple[float | None, float | None]]] = {
     "square": {"cublas": (1.10, 0.98), "cublaslt_best": (1.02, None)},
     "llm": {"cublas": (1.08, 0.95)},
@@ -35,14 +35,14 @@ def is_stream(row: Row) -> bool:
     return shape["m"] <= 16 and shape["n"] * shape["k"] * 2 >= 64e6
 
 
-def least_ratio(row: Row) -> float | None:
+def required_ratio(row: Row) -> float | None:
     """The ratio that a cell must reach, if its suite and peer have such a goal."""
-    least = GOALS.get(row["suite"], {}).get(row["peer"], (None, None))[1]
-    if least is None or (row["suite"] == "odd" and not row["shape"].get("aligned", True)):
+    required = GOALS.get(row["suite"], {}).get(row["peer"], (None, None))[1]
+    if required is None or (row["suite"] == "odd" and not row["shape"].get("aligned", True)):
         return None
     if row["suite"] == "epilogue" and row["shape"]["m"] <= EPILOGUE_SMALL_M[0]:
         return EPILOGUE_SMALL_M[1]
-    return least
+    return required
 
 
 def shape_text(row: Row) -> str:
@@ -74,12 +74,12 @@ def _distinct_cells(rows: Iterable[Row]) -> list[Row]:
 def verdict(suite: str, peer: str, rows: Sequence[Row]) -> str:
     """The goals of a suite against a peer, and whether the rows reach them."""
     parts = []
-    least_geomean = GOALS.get(suite, {}).get(peer, ANY_SUITE.get(peer, (None, None)))[0]
-    if least_geomean is not None:
-        parts.append(f"geomean >= {least_geomean:.3f}: {'yes' if geomean(rows) >= least_geomean else 'no'}")
-    bound = [(row, least) for row in rows if (least := least_ratio(row)) is not None]
+    required_geomean = GOALS.get(suite, {}).get(peer, ANY_SUITE.get(peer, (None, None)))[0]
+    if required_geomean is not None:
+        parts.append(f"geomean >= {required_geomean:.3f}: {'yes' if geomean(rows) >= required_geomean else 'no'}")
+    bound = [(row, required) for row in rows if (required := required_ratio(row)) is not None]
     if bound:
-        missed = sum(row["ratio"] < least for row, least in bound)
+        missed = sum(row["ratio"] < required for row, required in bound)
         parts.append(f"cells under their goal: {missed} of {len(bound)}")
     return ", ".join(parts)
 
@@ -101,7 +101,7 @@ def text(rows: Sequence[Row], worst: int = 12) -> str:
         reached = sum(fraction >= STREAM_FRACTION for fraction in fractions)
         lines.append(
             f"llm, m <= 16 and weights >= 64 MB: {reached} of {len(streams)} cells reach {STREAM_FRACTION:.0%} of the read bandwidth"
-            f" (least {fractions[0]:.3f}, median {statistics.median(fractions):.3f})"
+            f" (minimum {fractions[0]:.3f}, median {statistics.median(fractions):.3f})"
         )
     # Against the first peer of each suite, the one with the goals; a tuned plan of ours is no peer.
     main = [row for peers in grouped.values() for row in next(iter(peers.values())) if not row["peer"].startswith("ours:")]

@@ -31,6 +31,8 @@ PEER_NAMES = {
     "ours:causal": "own, causal, by flops",
     "ours:gather": "own, with the gather",
     "ours:with its GEMM": "own, with the router's GEMM",
+    "ours:16bit": "own, 16-bit weights",
+    "ours:mxfp4": "own, mxfp4",
 }
 MODEL_NAMES = {
     "llama-3.1-8b": "Llama-3.1-8B",
@@ -114,7 +116,7 @@ def overview(suites: dict[str, dict[str, list[Row]]]) -> str:
                 [f"`{suite}`", peer_name(peer), str(len(of_peer)), f"**{geomean(of_peer):.3f}**",
                  f"{worst['ratio']:.2f} at {shape_text(worst)}", str(slower), goal or "-"]
             )  # fmt: skip
-    header = ["suite", "peer", "cells", "geomean", "least", "cells where the peer is faster", "goals"]
+    header = ["suite", "peer", "cells", "geomean", "worst cell", "lost", "goals"]
     shown = len(header) if any(row[-1] != "-" for row in rows) else len(header) - 1
     return table(header[:shown], [row[:shown] for row in rows])
 

@@ -42,7 +42,7 @@ def best_peer(peers: dict[str, list[Row]]) -> dict[tuple, Row]:
     return best
 
 
-# ---- the README's section --------------------------------------------------------------------------------------------------------
+# ---- the page's section --------------------------------------------------------------------------------------------------------
 
 
 def _by_m(peers: dict[str, list[Row]]) -> str:
@@ -62,7 +62,7 @@ def _by_m(peers: dict[str, list[Row]]) -> str:
     if any(m <= DECODE_M for m in ms) and any(m > DECODE_M for m in ms):
         lines += [line(f"up to {DECODE_M}", lambda m: m <= DECODE_M), line(f"above {DECODE_M}", lambda m: m > DECODE_M)]
     lines += [line(str(m), lambda other, m=m: other == m) for m in ms]
-    text = "Times faster over the layers, geomean (least), and the median share of the floor reached.\n\n"
+    text = "How many times as fast, geometric mean over the layers (worst layer), and the median share of the floor that is reached.\n\n"
     return text + table(["m", *columns, "of the floor"], lines)
 
 
@@ -91,7 +91,8 @@ def _layers(peers: dict[str, list[Row]]) -> str:
             header = [f"{LAYER_NAMES[i + j]} {n} x {k}" if named else f"{n} x {k}" for j, ((n, k), _) in enumerate(across)]
             title = f"{MODEL_NAMES.get(model, model)}: " if model is not None else ""
             parts.append(
-                f"{title}our time, share of the floor: times faster than cuBLAS / the best 4-bit peer.\n\n" + table(["m", *header], lines)
+                f"{title}our time, share of the floor: how many times as fast as cuBLAS / the best 4-bit peer.\n\n"
+                + table(["m", *header], lines)
             )
     return "\n\n".join(parts)
 
@@ -103,14 +104,18 @@ def _variants(suite: str, rows: list[Row]) -> str:
     for m, of_m in grouped(rows, "m").items():
         of_variant = grouped(of_m, "variant")
         lines.append([str(m), *(geomean_and_min(of_variant.get(variant)) for variant in variants)])
-    text = f"`{suite}`: speed against groups of 128 without zero points, the same weights (1: it costs nothing), geomean (least).\n\n"
+    text = (
+        f"`{suite}`: speed relative to int4 in groups of 128 without zero points, same weight shapes (1: the variant costs nothing),"
+        " geometric mean (worst layer).\n\n"
+    )
     return text + table(["m", *(names.get(variant, variant) for variant in variants)], lines)
 
 
 def _gated(peers: dict[str, list[Row]]) -> str:
     by_m = {peer: grouped(rows, "m") for peer, rows in peers.items()}
     lines = [[str(m), *(geomean_and_min(of_peer.get(m)) for of_peer in by_m.values())] for m in next(iter(by_m.values()))]
-    return "`gated`: times faster, geomean (least).\n\n" + table(["m", *(f"than {peer_name(peer)}" for peer in peers)], lines)
+    text = "`gated`: how many times as fast, geometric mean (worst layer).\n\n"
+    return text + table(["m", *(f"as {peer_name(peer)}" for peer in peers)], lines)
 
 
 def section(results: dict[str, Any]) -> str:
@@ -119,9 +124,10 @@ def section(results: dict[str, Any]) -> str:
     suites = by_suite_and_peer(rows)
     dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows))
     protocol = (
-        f" {dtypes}, int4 in groups of 128. Every cell was checked against float64 first, the largest against float32; times are medians of"
-        " CUDA-graph replays over operands rotated through three L2s, ours and the peers in turn. cuBLAS multiplies the same weights in 16"
-        " bits; the floor counts the 4-bit weights and their scales. A ratio above 1 means that minfer is faster."
+        f" {dtypes}, int4 in groups of 128. Every cell was checked against float64 before it was timed, the largest against float32. Times"
+        " are medians of CUDA-graph replays whose operands rotate through more than three times the L2 cache, ours and the peers in turn."
+        " cuBLAS multiplies the same weights in 16 bits; the floor counts the 4-bit weights and their scales. A ratio above 1 means that"
+        " minfer is faster."
     )
     parts = [facts(results) + protocol, overview(suites)]
     if "w4a16" in suites:

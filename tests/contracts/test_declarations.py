@@ -1,6 +1,8 @@
 """Every operator has one declaration, and it says what the schema says: names, order, kinds, types and defaults of arguments."""
 
+import ast
 import inspect
+import textwrap
 
 import minfer
 import pytest
@@ -59,6 +61,14 @@ def test_every_operator_is_declared():
     assert sorted(OPERATORS) == NAMES
     for name, declared in OPERATORS.items():
         assert getattr(minfer, name) is declared.wrapper, name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_declarations_have_no_body(name):
+    """A body would never run: what a function does before the operator is its declaration's ``before``."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(minfer, name))))).body
+    (documentation,) = function.body
+    assert isinstance(documentation, ast.Expr) and isinstance(documentation.value, ast.Constant)
 
 
 def test_what_references_do_not_take_is_in_a_schema():

@@ -1,4 +1,5 @@
-"""What README.md and docs/ show is run: every Python block, and of every command that its program, options and files exist.
+"""What README.md and docs/ show is run: every Python block, and of every command that its program, options and files exist. Links lead
+somewhere, and the README keeps its length.
 
 Blocks of Python are executed in order, those of one section (a ## heading with all below it) in one namespace; the line numbers of an error
 are those of the file. Where there is no GPU that the build has kernels for, ``device="cuda"`` becomes ``device="cpu"``, and nothing else is
@@ -112,17 +113,23 @@ def close(have, want, dtype=torch.bfloat16):
     assert (have - want).norm() <= 2 * torch.finfo(dtype).eps * want.norm(), float((have - want).norm() / want.norm())
 
 
-def check_three_ways(names):
-    product = names["x"].double() @ names["linear"].weight.double().t()
-    close(names["y"], torch.nn.functional.gelu(product + names["linear"].bias.double()))
-    close(names["z"], product + names["y"].double())
+def check_gemm(names):
+    x, weight = names["x"].double(), names["linear"].weight.detach().double()
+    assert (names["y"].double() - x @ weight.t()).norm() <= 1e-5 * names["y"].double().norm(), "float32, not rounded to 16 bits"
+    close(names["d"], 0.5 * (names["y"].bfloat16().double() @ weight) + x)
 
 
-def check_using(names):
+def gated_mlp(x, gate, up):
+    return torch.nn.functional.silu(x @ gate.double().t()) * (x @ up.double().t())
+
+
+def check_gated(names):
+    close(names["h"], gated_mlp(names["x"].double(), names["gate"].weight, names["up"].weight))
+
+
+def check_compiled(names):
     x = names["x"].double()
-    gate, up = (x @ names[name].weight.double().t() for name in ("gate", "up"))
-    close(names["h"], torch.nn.functional.silu(gate) * up)
-    close(names["y"], (torch.nn.functional.silu(gate) * up) @ names["down"].weight.double().t() + x)
+    close(names["y"], gated_mlp(x, names["gate"], names["up"]) @ names["down"].double().t() + x)
 
 
 def check_weights(names):
@@ -132,18 +139,59 @@ def check_weights(names):
     close(names["layer"](names["x"]), product)
 
 
+def check_loaded(names):
+    """The checkpoint's words, taken apart here: code, zero point and scale of one weight in each group."""
+    files, weight = names["checkpoint"], names["weight"].dequantize()
+    for group in range(4):
+        column, row = 128 * group + 11, 37
+        code = int(files["qweight"][column // 8, row]) >> 4 * (column % 8) & 15
+        zero = (int(files["qzeros"][group, row // 8]) >> 4 * (row % 8) & 15) + 1 & 15
+        want = (code - zero) * float(files["scales"][group, row])
+        assert abs(float(weight[row, column]) - want) <= 2**-11 * abs(want) + 2**-25
+
+
+def check_module(names):
+    weight = names["module"].weight().dequantize().double()
+    assert (weight - names["linear"].weight.double()).norm() < 0.12 * weight.norm(), "4 bits"
+    assert names["y"].shape == (3, 256) and bool(names["y"].isfinite().all())
+
+
+def check_moe_layer(names):
+    """Of 16-bit experts: the layer at once, and step by step."""
+    want = experts_of(names["x"], names["w13"], names["w2"], names["weights"], names["ids"])
+    close(names["out"], want)
+    close(names["steps"], want)
+
+
+def experts_of(x, w13, w2, weights, ids):
+    x, out = x.double(), torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for t, experts in enumerate(ids.tolist()):
+        for weight, e in zip(weights[t].double(), experts, strict=True):
+            gate, up = w13[e].chunk(2)
+            out[t] += weight * (w2[e].double() @ gated_mlp(x[t], gate, up))
+    return out
+
+
 def check_moe(names):
-    """The section's names are those of its last blocks: the layer of 4-bit experts."""
+    """Of 4-bit experts, whose gate and up rows are in blocks of 8."""
     w13, w2 = names["w13"].dequantize(), names["w2"].dequantize()
-    x, out = names["x"].double(), torch.zeros(names["x"].shape, dtype=torch.float64)
-    for t, experts in enumerate(names["ids"].tolist()):
-        for weight, e in zip(names["weights"][t].double(), experts, strict=True):
-            gate, up = (side.flatten() for side in (w13[e].double() @ x[t]).view(-1, 2, 8).unbind(1))  # in blocks of 8 rows
-            out[t] += weight * (w2[e].double() @ (torch.nn.functional.silu(gate) * up))
-    close(names["out"], out)
+    halves = torch.cat([side.flatten(1, 2) for side in w13.view(w13.shape[0], -1, 2, 8, w13.shape[-1]).unbind(2)], dim=1)
+    close(names["out"], experts_of(names["x"], halves, w2, names["weights"], names["ids"]))
 
 
-def check_attention(names):
+def attention_of(q, k, v):
+    """q [queries, heads_q, head_dim] over all of k and v [keys, heads_kv, ..]."""
+    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[2] ** -0.5
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+def check_merged(names):
+    want = attention_of(names["q"][0], names["k"][0], names["v"][0])
+    assert (names["out"][0].double() - want).norm() <= 4 * torch.finfo(torch.bfloat16).eps * want.norm()
+
+
+def check_decode(names):
     """Only the last token of each sequence was stored: the keys before it are zeros, of the same weight each."""
     assert names["lse"].shape == (2, 32, 1) and names["cache"].kv_format == "int8"
     for b, length in enumerate(names["seq_lens"].tolist()):
@@ -154,12 +202,43 @@ def check_attention(names):
         assert (have - want).norm() <= 0.02 * want.norm(), "8-bit keys and values"
 
 
+def check_int4_cache(names):
+    out, want = names["out"].double(), attention_of(names["q"][0], names["k"], names["v"])
+    assert (out[0] - want).norm() <= 0.25 * want.norm(), "4-bit keys and values"
+    assert not out[1].any() and bool(names["lse"][1].isneginf().all()), "the second sequence has no key"
+
+
+def check_readme(names):
+    x, linear = names["x"].double(), names["linear"]
+    product = x @ linear.weight.double().t() + linear.bias.double()
+    close(names["y"], torch.nn.functional.gelu(product))
+    close(names["z"], names["y"].double() @ linear.weight.double() + x)
+    close(names["h"], gated_mlp(x, names["gate"].weight, names["up"].weight))
+    for result, weight in (("y4", "weight"), ("y8", "weight8")):
+        close(names[result], x @ names[weight].dequantize().double().t() + linear.bias.double())
+    close(names["y_layer"], x @ names["layer"].weight().dequantize().double().t() + linear.bias.double())
+    close(names["moe_out"], experts_of(names["states"], names["w13"], names["w2"], names["weights"], names["ids"]))
+    for b, last in ((0, 255), (1, 0)):
+        want = attention_of(names["q"][b, last : last + 1], names["k"][b, : last + 1], names["v"][b, : last + 1])
+        close(names["out"][b, last : last + 1], want)
+    for b, length in enumerate(names["seq_lens"].tolist()):
+        want = attention_of(names["q_new"][b], names["k"][b, :length], names["v"][b, :length])
+        assert (names["decoded"][b].double() - want).norm() <= 0.02 * want.norm(), "8-bit keys and values"
+
+
 CHECKS = {
-    ("README.md", "Three ways in"): check_three_ways,
-    ("README.md", "Using it from Python"): check_using,
-    ("README.md", "4-bit and 8-bit weights"): check_weights,
-    ("README.md", "Mixture of experts"): check_moe,
-    ("README.md", "Attention"): check_attention,
+    ("README.md", "Examples"): check_readme,
+    ("docs/guides/gemm.md", ""): check_gemm,
+    ("docs/guides/gemm.md", "Gated products"): check_gated,
+    ("docs/guides/torch_compile.md", ""): check_compiled,
+    ("docs/guides/quantized_gemm.md", ""): check_weights,
+    ("docs/guides/quantize.md", "Weights"): check_loaded,
+    ("docs/guides/quantize.md", "Modules"): check_module,
+    ("docs/guides/moe.md", ""): check_moe_layer,
+    ("docs/guides/moe.md", "4-bit experts"): check_moe,
+    ("docs/guides/attention.md", "Merging"): check_merged,
+    ("docs/guides/attention.md", "Decode and chunks of prompts"): check_decode,
+    ("docs/guides/kv_cache.md", ""): check_int4_cache,
 }
 
 
@@ -178,6 +257,97 @@ def test_python(file, section, tmp_path):
             execute(block, namespace)
     if (file, section) in CHECKS:
         CHECKS[file, section](namespace)
+
+
+# ---- documents -----------------------------------------------------------------------------------------------------------------
+
+README_LINES = 250
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def links_of(path: Path) -> list[tuple[int, str]]:
+    """(line, target) of the links to files, pictures and headings; what lies in blocks is no link."""
+    text = re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = [(number, target) for number, line in enumerate(text.splitlines(), 1) for target in re.findall(r"\]\(([^)\s]+)\)", line)]
+    return [(number, target) for number, target in found if "://" not in target]
+
+
+def broken(path: Path, target: str) -> bool:
+    file, _, anchor = target.partition("#")
+    to = path.parent / file if file else path
+    if not to.exists() or anchor == "":
+        return not to.exists()
+    return anchor not in {anchor_of(line.lstrip("#")) for line in to.read_text().splitlines() if line.startswith("#")}
+
+
+LINKED = [*FILES, ROOT / "third_party" / "README.md"]
+
+
+@pytest.mark.parametrize("path", LINKED, ids=[str(path.relative_to(ROOT)) for path in LINKED])
+def test_links(path):
+    wrong = [f"{path.relative_to(ROOT)}:{number}: {target}" for number, target in links_of(path) if broken(path, target)]
+    assert not wrong, wrong
+
+
+def test_every_page_is_linked():
+    """From the README, which is where a reader starts."""
+    targets = {(ROOT / target.partition("#")[0]).resolve() for _, target in links_of(ROOT / "README.md")}
+    assert {path.resolve() for path in FILES if path.name != "README.md"} <= targets
+
+
+def paths_of(path: Path) -> list[tuple[int, str]]:
+    """(line, path) of what the text names in backticks and lies in a folder of this repository; names with <> stand for several."""
+    folders = ("cpp/", "python/", "tests/", "bench/", "docs/", "third_party/", ".ci/")
+    found = [(n, word) for n, line in enumerate(path.read_text().splitlines(), 1) for word in re.findall(r"`([\w./-]+)`", line)]
+    return [(number, word) for number, word in found if word.startswith(folders)]
+
+
+@pytest.mark.parametrize("path", LINKED, ids=[str(path.relative_to(ROOT)) for path in LINKED])
+def test_paths(path):
+    wrong = [f"{path.relative_to(ROOT)}:{number}: {word}" for number, word in paths_of(path) if not (ROOT / word).exists()]
+    assert not wrong, wrong
+
+
+def test_every_public_name_is_documented():
+    text = "\n".join(path.read_text() for path in FILES)
+    public = [*minfer.__all__, *minfer.quantize.__all__, *minfer.nn.__all__, *minfer.distributed.__all__]
+    assert not [name for name in public if not name.startswith("__") and not re.search(rf"\b{name}\b", text)]
+
+
+def test_every_switch_is_documented():
+    """Environment variables that our code reads and options of CMake, the latter with their defaults."""
+    text = (ROOT / "docs" / "environment.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE))
+    files = (ROOT / "CMakeLists.txt", ROOT / "bench" / "cpp" / "CMakeLists.txt", *(ROOT / "third_party").glob("*.cmake"))
+    cmake = "\n".join(path.read_text() for path in files)
+    options = set(re.findall(r'^set\((\w+) "" CACHE (?:STRING|PATH)', cmake, re.MULTILINE))
+    sources = [path for folder in ("cpp", "python", "bench") for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".cpp")]
+    code = "\n".join(path.read_text() for path in sources)
+    variables = set(re.findall(r'(?:getenv\(|environ\.get\(|environ\[)"(MINFER_\w+)"', code))
+    assert len(options) >= 8 and len(variables) >= 4 and options | variables <= rows.keys()
+    for name, default in re.findall(r"^minfer_option\((\w+) (\w+)\)", cmake, re.MULTILINE):
+        assert f"`{default}`" in rows[name], name
+
+
+def test_a_wrong_link_fails(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n[a](other.md) [b](#a-heading-of-2) [c](#no) [d](https://example.com)\n```\n[e](in_a_block.md)\n```\n## A heading, of 2\n"
+    )
+    assert [target for _, target in links_of(page) if broken(page, target)] == ["other.md", "#no"]
+    page.write_text("`cpp/src` and `cpp/nothing.cpp` and `cpp/src/<family>` and `x.py`\n")
+    assert [word for _, word in paths_of(page) if not (ROOT / word).exists()] == ["cpp/nothing.cpp"]
+
+
+# ---- Python, continued ---------------------------------------------------------------------------------------------------------
 
 
 def test_sections_are_there():
@@ -314,6 +484,9 @@ def check_suites(words):
 
 def check_module(module, words):
     """That a module of this repository that `python -m` runs is there and knows the options."""
+    if module == "pytest":
+        assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), words
+        return
     path = ROOT / Path(*module.split("."))
     file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     assert file.is_file(), module
@@ -351,7 +524,8 @@ def check_cmake(words):
         targets = [target for target in re.findall(r"add_\w+\((minfer[\w${}]*)", text)]
         for word in words[words.index("--target") + 1 :]:
             assert any(fnmatch.fnmatch(word, target.replace("${family}", "*")) for target in targets), f"{word}: {targets}"
-            cpp_bench(word.removeprefix("minfer_bench_"))
+            if word.startswith("minfer_bench_"):
+                cpp_bench(word.removeprefix("minfer_bench_"))
 
 
 @pytest.mark.parametrize("place, command", COMMANDS, ids=[f"{place} {command[:60]}" for place, command in COMMANDS])
@@ -362,6 +536,9 @@ def test_command(place, command):
         check_minfer([word for word in words[3:] if word])
     elif words[:3] == ["python", "-m", "bench.suites"]:
         check_suites(words[3:])
+    elif program == "python" and rest[0].endswith(".py"):
+        text = (ROOT / rest[0]).read_text()
+        assert all(f'"{option}"' in text for option in rest[1:] if option.startswith("--")), command
     elif words[:2] == ["python", "-m"]:
         check_module(words[2], words[3:])
     elif program.startswith("build/bench/bench/"):
@@ -389,6 +566,8 @@ def test_commands_are_found():
         ("python -m bench.suites gemm --suit x", "--suite x"),
         ("python -m bench.suites moe --models x --modes y", "unrecognized arguments: --modes y"),
         ("python -m bench.nothing", "bench.nothing"),
+        ("python -m pytest tests/host/test_nothing.py", "test_nothing"),
+        ("python cpp/codegen/generate.py --lists", "--lists"),
         ("python -m bench.suites.expert_parallel --rank 2", "--rank"),
         ("build/bench/bench/gemm --m 1 --tokens 2", "--tokens is not an option of bench/gemm"),
         ("cmake -B build -DMINFER_CUDA_ARCH=90a", "MINFER_CUDA_ARCH=90a"),

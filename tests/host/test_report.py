@@ -1,4 +1,4 @@
-"""The README's tables and plots: made of results files alone, losses included; a family without one is left as it is."""
+"""The README's table, the pages of docs/results and the plots: made of results files alone, losses included."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 
 from bench.report import (
     __main__ as report,
+    expert_parallel as report_expert_parallel,
+    headlines,
     w4a16 as report_w4a16,
 )
 from bench.report.summary import shape_text
@@ -14,7 +16,7 @@ from bench.report.summary import shape_text
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = {"llama-3.1-8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)), "llama-3.1-70b": ((10240, 8192), (8192, 8192))}
 MS = (1, 16, 64, 256)
-README = "# x\n<!-- results:gemm -->\nolder\n<!-- /results -->\n<!-- results:w4a16 -->\nnone yet\n<!-- /results -->\nend\n"
+README = "# x\n<!-- results:nvidia-h200 -->\nolder\n<!-- /results -->\nend\n"
 
 
 def row(suite, m, n, k, peer, ratio, us=10.0, fraction=0.6, **shape):
@@ -47,10 +49,11 @@ def folder(tmp_path):
 
 
 def run(folder, *arguments):
-    return report.main(["--results", str(folder / "results"), "--readme", str(folder / "README.md"), *arguments])
+    folders = ["--results", str(folder / "results"), "--pages", str(folder / "pages"), "--readme", str(folder / "README.md")]
+    return report.main([*folders, *arguments])
 
 
-def test_own_readme():
+def test_own_pages():
     """What is committed is what the results files say."""
     assert report.main(["--check"]) == 0
 
@@ -74,7 +77,7 @@ def test_section():
     assert "| 16 | 2.00 (2.00) | 1.20 (1.20) | 1.10 (1.10) | 1.10 (1.10) | 60% |" in lines
     assert any(line.startswith("| up to 64 | ") for line in lines) and any(line.startswith("| above 64 | 0.90 (0.90)") for line in lines)
     assert "| m | groups of 32 | zero points |" in lines and "| 1 | 0.80 (0.80) | 0.97 (0.97) |" in lines
-    assert "| m | than own GEMM, then silu and multiply |" in lines and "| 16 | 1.20 (1.20) |" in lines
+    assert "| m | as own GEMM, then silu and multiply |" in lines and "| 16 | 1.20 (1.20) |" in lines
     assert (
         "Where a peer is faster: 12 of 73 comparisons:" in text
         and "| `w4a16` | 256 x 8192 x 8192 | f16 | 261.00 | Machete 208.80 | 0.80 |" in lines
@@ -99,33 +102,70 @@ def test_best_peer():
     assert [r["peer"] for r in report_w4a16.best_peer(peers).values()] == ["machete", "marlin"]
 
 
-def test_readme_is_rewritten(folder):
+def test_headline():
+    """The best peer of each cell; who is slower than the best counts as a loss once, and forms of our own are no peers."""
+    results = made_up()
+    (line,) = [line for line in headlines.HEADLINES if line.family == "w4a16" and "w4a16" in line.suites]
+    cells = headlines.headline(results["rows"], line)
+    assert cells[2:] == ["cuBLAS, Marlin, Machete", "24", "**1.07**", "6", "0.80: 256 x 6144 x 4096, Machete"]
+    text = headlines.section({"w4a16": results})
+    assert "| " + " | ".join(cells) + " |" in text.splitlines() and "2000-01-01." in text
+    assert headlines.headline([r for r in results["rows"] if r["peer"].startswith("ours:")], line) is None
+    paged = [row("decode", 1, 8, 8, peer, ratio, page=page) for peer, ratio, page in (("cudnn", 0.9, None), ("fa3", 1.2, 64))]
+    assert [r["peer"] for r in headlines.best_of_cells(paged)] == ["cudnn"], "a layout of the keys makes no cell of its own"
+    assert len(headlines.best_of_cells([row("w8a16", 1, 8, 8, "cublas", 1.0, variant=v) for v in ("int8", "fp8_e4m3")])) == 2
+
+
+def test_every_compared_suite_has_a_headline():
+    """No suite with peers is left out of the README, whatever it says."""
+    shown = {(line.family, suite) for line in headlines.HEADLINES for suite in line.suites}
+    for family, results in report.read_results(ROOT / "bench" / "results" / "nvidia-h200").items():
+        rows = [r for r in results["rows"] if not r["peer"].startswith("ours:") and r["suite"] != "accuracy"]
+        assert {(family, r["suite"]) for r in rows} <= shown
+
+
+def test_expert_parallel():
+    shape = dict(model="mixtral-8x7b", ranks=2, top_k=2)
+    rows = [row("expert_parallel", m, 8, 8, "ours:moe_ffn on one GPU", r, us=100.0, mode=mode, **shape)
+            for mode, m, r in (("capacity", 16, 1.5), ("needed", 16, 0.5))]  # fmt: skip
+    lines = report_expert_parallel.section(made_up() | {"rows": rows}).splitlines()
+    assert "| tokens of all 2 ranks | Mixtral-8x7B |" in lines
+    assert (
+        "| 16, with `capacity`, in a CUDA graph | 100 us: 1.50 |" in lines and "| 16, without `capacity`, eager | 100 us: 0.50 |" in lines
+    )
+
+
+def test_files_are_written(folder):
     pytest.importorskip("matplotlib")
     (folder / "results" / "nvidia-h200" / "w4a16.json").write_text(json.dumps(made_up()))
     before = README
     assert run(folder, "--check") == 1
-    assert (folder / "README.md").read_text() == before
+    assert (folder / "README.md").read_text() == before and not (folder / "pages").exists()
     assert run(folder) == 0
     text = (folder / "README.md").read_text()
-    assert text.startswith(before[: before.index("<!-- results:w4a16")]) and text.endswith("<!-- /results -->\nend\n"), (
-        "the rest is left alone"
-    )
-    assert "older" in text and "none yet" not in text and "![w4a16 on NVIDIA H200](" in text
+    assert text.startswith("# x\n<!-- results:nvidia-h200 -->\nNVIDIA H200") and text.endswith("<!-- /results -->\nend\n")
+    assert "older" not in text and "| GEMM, 4-bit weights |" in text
+    page = (folder / "pages" / "nvidia-h200.md").read_text()
+    assert page.startswith("# Results on NVIDIA H200\n") and "## GEMM with 4-bit and 8-bit weights" in page and "## Attention" not in page
+    assert "](../results/nvidia-h200/w4a16.png)" in page, "from the page's folder"
     picture = folder / "results" / "nvidia-h200" / "w4a16.png"
     assert picture.stat().st_size > 10_000 and picture.read_bytes()[:4] == b"\x89PNG"
     assert run(folder, "--check") == 0
+    (folder / "pages" / "nvidia-h200.md").write_text(page.replace("1.612", "1.712"))
+    assert run(folder, "--check") == 1, "a number that was typed"
 
 
 def test_no_results(folder, capsys):
-    """Without a results file the section stays; asked for it by name, the command says what is missing."""
-    gemm = json.loads((ROOT / "bench" / "results" / "nvidia-h200" / "gemm.json").read_text())
-    (folder / "results" / "nvidia-h200" / "gemm.json").write_text(json.dumps(gemm))
-    assert run(folder, "--check") == 1
-    assert run(folder, "--stdout") == 0
-    assert "int4" not in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        run(folder, "w4a16", "--device", "nvidia-h200")
-    assert "has none of w4a16.json" in capsys.readouterr().err
+        run(folder, "--check")
+    assert "has no folder with one of gemm.json" in capsys.readouterr().err
+    (folder / "results" / "nvidia-h100").mkdir()
+    (folder / "results" / "nvidia-h100" / "w4a16.json").write_text(json.dumps(made_up()))
+    assert run(folder, "--stdout") == 0
+    assert "int4" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run(folder, "--check")
+    assert "a table of nvidia-h200, but" in capsys.readouterr().err
 
 
 def test_plot_needs_cublas(tmp_path):

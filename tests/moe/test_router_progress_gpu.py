@@ -96,13 +96,13 @@ class Replayed:
     def __init__(self, tokens, experts, hidden, top_k, inputs=4):
         self.stream = torch.cuda.Stream()
         self.name = f"{tokens} tokens, {experts} experts of {hidden}"
-        self.x, w_gate = gate(tokens, experts, hidden)
+        self.x, self.w_gate = gate(tokens, experts, hidden)  # the graph keeps neither
         self.inputs = [torch.randn_like(self.x) for _ in range(inputs)]
-        self.expected = [minfer.moe_router_gemm(x, w_gate, top_k) for x in self.inputs]
+        self.expected = [minfer.moe_router_gemm(x, self.w_gate, top_k) for x in self.inputs]
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, stream=self.stream):
-            self.out = minfer.moe_router_gemm(self.x, w_gate, top_k)
+            self.out = minfer.moe_router_gemm(self.x, self.w_gate, top_k)
         self.seen = []
         self.replay(0)  # whatever is done at the first one
         torch.cuda.synchronize()

@@ -44,6 +44,19 @@ def _dequantize_stored(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def _of_typed_codes(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Codes may come as numbers of their own type; the operator takes them as uint8."""
+
+    def run(codes: Tensor) -> Tensor:
+        if codes.dtype == torch.int8:
+            codes = codes.view(torch.uint8) ^ 128  # adding 128 modulo 256 flips the sign bit
+        elif codes.dtype == torch.float8_e4m3fn:
+            codes = codes.view(torch.uint8)
+        return call(codes)
+
+    return run
+
+
 def _gemm(name: str) -> dict[str, Any]:
     """What the declarations of all GEMMs have in common."""
     return dict(check=getattr(checks, f"check_{name}"), reference=getattr(reference, name), values=partial(checks.check_perm_values, name))
@@ -267,7 +280,7 @@ def w8a16_gemm_gated(
     """
 
 
-@operator(check=checks.check_w8a16_pack, reference=reference.w8a16_pack)
+@operator(check=checks.check_w8a16_pack, reference=reference.w8a16_pack, before=_of_typed_codes)
 def w8a16_pack(codes: Tensor) -> Tensor:
     """Packs 8-bit codes in the order in which the kernels read them (:mod:`minfer.formats.weight_layout`).
 
@@ -281,10 +294,6 @@ def w8a16_pack(codes: Tensor) -> Tensor:
     Raises:
       RuntimeError: dtype or shape cannot be right.
     """
-    if codes.dtype == torch.int8:
-        codes = codes.view(torch.uint8) ^ 128  # the sign bit is what 128 more or less changes
-    elif codes.dtype == torch.float8_e4m3fn:
-        codes = codes.view(torch.uint8)
 
 
 @operator(check=checks.check_w8a16_dequantize, reference=reference.w8a16_dequantize)

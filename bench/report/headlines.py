@@ -1,0 +1,101 @@
+"""The README's one table: every family against the best peer of each cell, the losses counted.
+
+A cell is one shape, variant and element type of a suite. Its best peer is the fastest of the other libraries that were timed on it;
+forms of our own are no peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from bench.report.summary import Row, geomean, shape_text
+from bench.report.tables import geomean_and_min, grouped, peer_name, table
+
+
+class Headline(NamedTuple):
+    """A line of the table: what is compared, the results file and the suites whose cells it sums up."""
+
+    what: str
+    shapes: str
+    family: str
+    suites: tuple[str, ...]
+
+
+HEADLINES = (
+    Headline("dense GEMM", "linear layers of three models, m = 1 to 8192", "gemm", ("llm",)),
+    Headline("dense GEMM", "squares, four pairs of (alpha, beta)", "gemm", ("square",)),
+    Headline("dense GEMM", "fused epilogues and gated products", "gemm", ("epilogue",)),
+    Headline("dense GEMM", "shapes that no tuned table holds", "gemm", ("heldout",)),
+    Headline("dense GEMM", "random odd shapes, any alignment", "gemm", ("odd",)),
+    Headline("GEMM, 4-bit weights", "linear layers of two models, m = 1 to 8192", "w4a16", ("w4a16", "w4a16_bf16")),
+    Headline("GEMM, 8-bit weights", "four linear layers, int8 and fp8, m = 1 to 1024", "w4a16", ("w8a16",)),
+    Headline("grouped GEMM", "five models, uniform routing", "moe", ("grouped",)),
+    Headline("grouped GEMM", "five models, Zipf routing", "moe", ("grouped_zipf",)),
+    Headline("grouped GEMM", "five models, every token to the same experts", "moe", ("grouped_one_hot",)),
+    Headline("grouped GEMM, 4-bit weights", "two models, uniform routing", "moe", ("w4a16",)),
+    Headline("MoE router and sort", "five models, 1 to 4096 tokens", "moe", ("router",)),
+    Headline("MoE layer", "three models, 1 to 4096 tokens", "moe", ("layer",)),
+    Headline("attention, prefill", "head_dim 64, 128, 256, causal and full", "attention", ("prefill",)),
+    Headline("attention, prefill", "varlen, windows, softcap, sinks", "attention", ("variants",)),
+    Headline("attention, decode", "16-bit caches, batch 1 to 256", "attention", ("decode",)),
+    Headline("KV-cache append", "16-bit cache, 64 sequences", "attention", ("append",)),
+)
+
+
+def cell_of(row: Row) -> tuple:
+    """What tells two cells apart; a peer that reads no pages is compared on the same keys stored contiguously."""
+    return (row["suite"], row["dtype"], *sorted((key, str(value)) for key, value in row["shape"].items() if key != "page"))
+
+
+def best_of_cells(rows: Iterable[Row]) -> list[Row]:
+    """The row of each cell's fastest peer, in order of first appearance."""
+    best: dict[tuple, Row] = {}
+    for row in rows:
+        if row["peer"].startswith("ours:"):
+            continue
+        key = cell_of(row)
+        if key not in best or row["ratio"] < best[key]["ratio"]:
+            best[key] = row
+    return list(best.values())
+
+
+def headline(rows: Iterable[Row], line: Headline) -> list[str] | None:
+    """The cells of one line of the table; None where nothing was measured."""
+    best = best_of_cells(row for row in rows if row["suite"] in line.suites)
+    if not best:
+        return None
+    worst = min(best, key=lambda row: row["ratio"])
+    peers = dict.fromkeys(peer_name(row["peer"]) for row in rows if row["suite"] in line.suites and not row["peer"].startswith("ours:"))
+    return [
+        line.what,
+        line.shapes,
+        ", ".join(peers),
+        str(len(best)),
+        f"**{geomean(best):.2f}**",
+        str(sum(row["ratio"] < 1 for row in best)),
+        f"{worst['ratio']:.2f}: {shape_text(worst)}, {peer_name(worst['peer'])}",
+    ]
+
+
+def section(results: dict[str, dict[str, Any]]) -> str:
+    """Markdown of the table; ``results``: of each family's file."""
+    lines = [headline(results[line.family]["rows"], line) for line in HEADLINES if line.family in results]
+    dates = sorted({family["date"] for family in results.values()})
+    first = next(iter(results.values()))
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    text = (
+        f"{first['device']}, CUDA {first['cuda']}, torch {first['torch']}, {when}. The geometric mean is over all cells of (time of the"
+        " fastest peer that was timed on it) / (time of minfer); a cell is lost where that is below 1. Not every peer was timed on every"
+        " cell.\n\n"
+    )
+    header = ["operator", "measured on", "peers", "cells", "geomean over the best peer", "lost", "worst cell"]
+    text += table(header, [line for line in lines if line])
+    codes = [row for row in results.get("attention", {"rows": []})["rows"] if row["suite"] == "decode" and row["peer"] == "ours:16bit"]
+    if codes:
+        of_format = [f"{name} {geomean_and_min(rows)}" for name, rows in grouped(codes, "format").items()]
+        text += (
+            "\n\nNo peer was timed on quantised caches. Decode over them, relative to decode over our own 16-bit cache, geometric mean"
+            f" (worst cell): {', '.join(of_format)}."
+        )
+    return text
