@@ -1,13 +1,14 @@
-// torch.ops.minfer.attention, attention_varlen and attention_paged on CUDA tensors: check, describe, plan, allocate, run.
+// Attention over keys and values in tensors, of sequences of one length or of many, and in a cache; on CUDA tensors. Each operator checks
+// and describes its operands; launch(), which they share, plans, allocates the outputs and the workspace, and runs.
 #include "minfer/attention.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "bindings.h"
 #include "core/checks.h"
 #include "core/device.h"
 #include "core/json.h"
+#include "core/operators.h"
 #include "core/parse.h"
 #include "core/plan_cache.h"
 #include "core/readable.h"
@@ -18,7 +19,8 @@ namespace minfer::torch_binding {
 
 namespace {
 
-struct AttentionArguments {
+/// The keywords that all three operators have.
+struct AttentionOptions {
   bool causal;
   std::optional<double> scale;
   int64_t window_left, window_right;
@@ -26,7 +28,7 @@ struct AttentionArguments {
   std::optional<Tensor> const& sinks;
 };
 
-/// A call: what is computed, and where its operands are.
+/// A call as the kernels take it, and the caller's tensors: what is computed, where the operands are, and what keeps their memory.
 struct AttentionCall {
   char const* op;
   Tensor const &q, &k, &v;
@@ -38,14 +40,15 @@ struct AttentionCall {
   int32_t const* keep_lengths(char const* name, Tensor const& x) { return static_cast<int32_t const*>(held.keep(contiguous(op, name, x))); }
 };
 
+/// The strides of batch, row and head.
 void set_strides(int64_t (&strides)[3], Tensor const& x) {
-  int64_t const lead = x.dim() - 3;  // 1 with a batch mode
+  int64_t const lead = x.dim() - 3;  // 1 where there is a batch mode
   strides[0] = lead > 0 ? x.stride(0) : 0;
   strides[1] = x.stride(lead);
   strides[2] = x.stride(lead + 1);
 }
 
-/// Heads and head dimensions, which the problem has already.
+/// Checks heads and head dimensions, which are in the problem already.
 void check_sizes(char const* op, AttentionProblem const& p, Tensor const& q) {
   if (p.heads_kv == 0 ? p.heads_q != 0 : p.heads_q % p.heads_kv != 0) {
     fail(op, ": q's heads must be a multiple of k's, got ", p.heads_q, " and ", p.heads_kv);
@@ -53,33 +56,33 @@ void check_sizes(char const* op, AttentionProblem const& p, Tensor const& q) {
   check_head_dims(op, {"q", q}, p.head_dim, p.head_dim_v);
 }
 
-/// Scale, softcap, windows and sinks, checked; sinks are described later.
-void set_options(AttentionCall* call, AttentionArguments const& arguments) {
+/// Scale, softcap and windows, checked. Sinks are checked alone: set_sinks() may copy them, on the call's device.
+void set_options(AttentionCall* call, AttentionOptions const& options) {
   AttentionProblem& p = call->problem;
   char const* op = call->op;
-  double const scale = arguments.scale ? *arguments.scale : 1.0 / std::sqrt(double(p.head_dim));
+  double const scale = options.scale ? *options.scale : 1.0 / std::sqrt(double(p.head_dim));
   if (!(scale > 0.0)) fail(op, ": scale must be positive, got ", scale);
   if (!std::isfinite(float(scale))) fail(op, ": scale must be finite in float32, got ", scale);
-  if (!(arguments.softcap >= 0.0)) fail(op, ": softcap must be 0 (none) or positive, got ", arguments.softcap);
-  if (!std::isfinite(float(arguments.softcap))) fail(op, ": softcap must be finite in float32, got ", arguments.softcap);
-  p.window_left = arguments.window_left;
-  p.window_right = arguments.window_right;
-  if (arguments.causal && (p.window_right < 0 || p.window_right > 0)) p.window_right = 0;
-  // Negative windows, and those beyond every sequence, do not limit anything; kernels count keys in 32 bits.
+  if (!(options.softcap >= 0.0)) fail(op, ": softcap must be 0 (none) or positive, got ", options.softcap);
+  if (!std::isfinite(float(options.softcap))) fail(op, ": softcap must be finite in float32, got ", options.softcap);
+  p.window_left = options.window_left;
+  p.window_right = options.window_right;
+  if (options.causal && (p.window_right < 0 || p.window_right > 0)) p.window_right = 0;
+  // A negative window limits nothing, and neither does one that is longer than every sequence; kernels count keys in 32 bits.
   constexpr int64_t kUnlimited = int64_t(1) << 30;
   for (int64_t* const window : {&p.window_left, &p.window_right}) {
     if (*window < 0 || *window >= kUnlimited) *window = -1;
   }
   call->operands.scale = float(scale);
-  call->operands.softcap = float(arguments.softcap);
-  if (arguments.sinks) check_operand(op, "sinks", *arguments.sinks, call->q.scalar_type(), {p.heads_q}, {"q", call->q});
+  call->operands.softcap = float(options.softcap);
+  if (options.sinks) check_operand(op, "sinks", *options.sinks, call->q.scalar_type(), {p.heads_q}, {"q", call->q});
 }
 
 void set_sinks(AttentionCall* call, std::optional<Tensor> const& sinks) {
   if (sinks) call->operands.sinks = call->held.keep(contiguous(call->op, "sinks", *sinks));
 }
 
-/// How a kernel reads q: split-KV ones without TMA, by a load of each lane's part of a row, a 32nd (decode_queries.cuh).
+/// How a kernel reads q: by TMA, but in split-KV kernels each of a warp's 32 lanes loads its part of a row (decode_queries.cuh).
 RowAccess access_to_queries(KernelInfo const& kernel) {
   if (kernel.schedule != Schedule::kSplitKv) return kTmaRows;
   return {kernel.tile_k / 32 * size_of(kernel.ab_type), false};
@@ -94,7 +97,7 @@ void set_inputs(AttentionCall* call, KernelInfo const& kernel) {
   o.q = call->held.keep(q);
   set_strides(o.q_strides, q);
   if (q.dim() == 3 && !p.varlen) o.q_strides[0] = p.seqlen_q * o.q_strides[1];
-  // A cache fits, which was checked.
+  // A cache is never copied: check_cache_strides() has seen that TMA can address it.
   Tensor const k = p.cached ? call->k : readable(op, "k", call->k, kTmaRows), v = p.cached ? call->v : readable(op, "v", call->v, kTmaRows);
   o.k = call->held.keep(k);
   o.v = call->held.keep(v);
@@ -102,14 +105,14 @@ void set_inputs(AttentionCall* call, KernelInfo const& kernel) {
   set_strides(o.v_strides, v);
 }
 
-/// All checks but those of lengths. q, k and v have `modes` modes.
+/// Checks and describes all but the lengths. q, k and v have `modes` modes.
 AttentionCall checked_call(char const* op, Tensor const& q, Tensor const& k, Tensor const& v, int64_t modes,
-                           AttentionArguments const& arguments, std::optional<std::string> const& kernel) {
+                           AttentionOptions const& options, std::optional<std::string> const& kernel) {
   char const* layout = modes == 4 ? "[batch, seqlen, heads, head_dim]" : "[tokens, heads, head_dim]";
-  Beside const beside{"q", q};
+  NamedTensor const reference{"q", q};
   for (auto const& [name, x] : {std::pair{"q", &q}, std::pair{"k", &k}, std::pair{"v", &v}}) {
     if (x->dim() != modes) fail(op, ": ", name, " must be ", layout, ", got ", *x);
-    check_16bit(op, name, *x, beside);
+    check_16bit(op, name, *x, reference);
   }
   int64_t const lead = modes - 3;
   for (int64_t i = 0; i < lead + 2; ++i) {
@@ -124,14 +127,14 @@ AttentionCall checked_call(char const* op, Tensor const& q, Tensor const& k, Ten
   p.type = data_type(q.scalar_type());
   if (k.size(lead + 2) != p.head_dim) fail(op, ": k must have q's head_dim = ", p.head_dim, ", got k ", k);
   check_sizes(op, p, q);
-  set_options(&call, arguments);
+  set_options(&call, options);
   return call;
 }
 
 PlanKey<14> key_of(AttentionProblem const& p, int32_t device) {
-  uint64_t const flags = uint64_t(p.type) | uint64_t(p.varlen) << 2 | uint64_t(p.cached) << 3 | uint64_t(p.paged) << 4 |
-                         uint64_t(p.scale_per_head) << 5 | uint64_t(p.kv_format) << 8 | uint64_t(uint32_t(device)) << 32;
-  uint64_t const dimensions = uint64_t(p.head_dim) | uint64_t(p.head_dim_v) << 32;  // 9 bits each, which was checked
+  uint64_t const flags = uint64_t(p.varlen) | uint64_t(p.cached) << 1 | uint64_t(p.paged) << 2 | uint64_t(p.scale_per_head) << 3;
+  uint64_t const formats = flags | uint64_t(p.type) << 8 | uint64_t(p.kv_format) << 16 | uint64_t(uint32_t(device)) << 32;
+  uint64_t const dimensions = uint64_t(p.head_dim) | uint64_t(p.head_dim_v) << 32;  // check_head_dims() bounds both
   uint64_t const groups = uint64_t(p.group_tokens) | uint64_t(p.groups_v) << 16 | uint64_t(p.num_splits) << 32;
   return {uint64_t(p.batch),
           uint64_t(p.heads_q),
@@ -144,7 +147,7 @@ PlanKey<14> key_of(AttentionProblem const& p, int32_t device) {
           uint64_t(p.page_size),
           uint64_t(p.window_left),
           uint64_t(p.window_right),
-          flags,
+          formats,
           dimensions,
           groups};
 }
@@ -164,7 +167,7 @@ AttentionPlan plan_of(AttentionCall const& call, OnDevice const& on) {
   return cache.get(key_of(call.problem, on.index()), 0, [&] { return make_plan(call, on.properties()); });
 }
 
-/// Plans, copies what the kernel cannot read, allocates the outputs and the workspace, runs.
+/// Plans, copies the inputs that the kernel cannot read, allocates the outputs and the workspace, and runs.
 std::tuple<Tensor, Tensor> launch(AttentionCall& call, Shape shape, Shape lse_shape, OnDevice const& on) {
   char const* op = call.op;
   AttentionProblem const& p = call.problem;
@@ -187,8 +190,6 @@ std::tuple<Tensor, Tensor> launch(AttentionCall& call, Shape shape, Shape lse_sh
   if (!status.ok()) fail(op, ": ", plan.kernel->name, " on q ", call.q, ", k ", call.k, ": ", status.message);
   return {out, lse};
 }
-
-}  // namespace
 
 std::tuple<Tensor, Tensor> attention(Tensor const& q, Tensor const& k, Tensor const& v, bool causal, std::optional<double> scale,
                                      int64_t window_left, int64_t window_right, double softcap, std::optional<Tensor> const& sinks,
@@ -217,9 +218,9 @@ std::tuple<Tensor, Tensor> attention_varlen(Tensor const& q, Tensor const& k, Te
   if (cu_seqlens_q.dim() != 1 || cu_seqlens_q.size(0) < 1) fail(op, ": cu_seqlens_q must be [batch + 1], got ", cu_seqlens_q);
   p.varlen = true;
   p.batch = cu_seqlens_q.size(0) - 1;
-  Beside const beside{"q", q};
-  check_operand(op, "cu_seqlens_q", cu_seqlens_q, ScalarType::Int, {p.batch + 1}, beside);
-  check_operand(op, "cu_seqlens_k", cu_seqlens_k, ScalarType::Int, {p.batch + 1}, beside);
+  NamedTensor const reference{"q", q};
+  check_operand(op, "cu_seqlens_q", cu_seqlens_q, ScalarType::Int, {p.batch + 1}, reference);
+  check_operand(op, "cu_seqlens_k", cu_seqlens_k, ScalarType::Int, {p.batch + 1}, reference);
   if (max_seqlen_q < 0 || max_seqlen_k < 0) {
     fail(op, ": max_seqlen_q and max_seqlen_k must not be negative, got ", max_seqlen_q, " and ", max_seqlen_k);
   }
@@ -234,60 +235,45 @@ std::tuple<Tensor, Tensor> attention_varlen(Tensor const& q, Tensor const& k, Te
   return launch(call, {p.tokens_q, p.heads_q, p.head_dim_v}, {p.heads_q, p.tokens_q}, on);
 }
 
-namespace {
-
-/// As kernels read them: those of tokens 16 bytes at a time, fp8's one by one.
-void set_scales(AttentionCall* call, KvScales const& scales) {
-  AttentionOperands& o = call->operands;
-  bool const wide = call->problem.kv_format != WeightFormat::kFp8E4M3;
-  auto const take = [&](char const* name, std::optional<Tensor> const& x, void const** data) {
-    if (x) *data = call->held.keep(wide ? aligned_contiguous(call->op, name, *x) : contiguous(call->op, name, *x));
-  };
-  take("k_scale", scales.k_scale, &o.k_scale);
-  take("v_scale", scales.v_scale, &o.v_scale);
-  take("k_residual", scales.k_residual, &o.k_residual);
-  take("v_residual", scales.v_residual, &o.v_residual);
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cache, Tensor const& v_cache, Tensor const& seq_lens,
-                                           std::optional<Tensor> const& block_table, std::optional<Tensor> const& cu_seqlens_q,
-                                           int64_t max_seqlen_q, std::optional<Tensor> const& k_scale, std::optional<Tensor> const& v_scale,
-                                           std::optional<Tensor> const& k_residual, std::optional<Tensor> const& v_residual,
-                                           std::string const& kv_format, bool causal, std::optional<double> scale, int64_t window_left,
-                                           double softcap, std::optional<Tensor> const& sinks, std::optional<int64_t> num_splits,
-                                           std::optional<std::string> const& kernel) {
-  char const* op = "minfer::attention_paged";
-  int64_t const modes = q.dim() == 4 ? 4 : 3, lead = modes - 3;
-  if (q.dim() != modes) fail(op, ": q must be [batch, seqlen_q, heads, head_dim] or [tokens, heads, head_dim], got ", q);
-  check_16bit(op, "q", q);
-  Beside const beside{"q", q};
-  AttentionCall call{op, q, k_cache, v_cache, kernel};
-  AttentionProblem& p = call.problem;
-  p.type = data_type(q.scalar_type());
+/// The format, the sizes and the heads of a cache, and the heads of the queries, which have `modes` modes.
+void describe_cache(AttentionCall* call, int64_t modes, std::string const& kv_format) {
+  char const* op = call->op;
+  AttentionProblem& p = call->problem;
+  Tensor const &q = call->q, &k_cache = call->k, &v_cache = call->v;
+  NamedTensor const reference{"q", q};
   p.cached = true;
-  p.kv_format = check_format(op, kv_format, k_cache.scalar_type(), beside);
+  p.type = data_type(q.scalar_type());
+  p.kv_format = check_format(op, kv_format, k_cache.scalar_type(), reference);
+  check_cache(op, k_cache, v_cache, reference);
   int64_t const per_byte = codes_per_byte(p.kv_format);
-  check_cache(op, k_cache, v_cache, beside);
-  p.heads_q = q.size(lead + 1);
-  p.head_dim = q.size(lead + 2);
+  p.heads_q = q.size(modes - 2);
+  p.head_dim = q.size(modes - 1);
   p.pages = k_cache.size(0);
   p.page_size = k_cache.size(1);
   p.heads_kv = k_cache.size(2);
   p.head_dim_v = v_cache.size(3) * per_byte;
+  p.tokens_k = p.pages * p.page_size;
   if (k_cache.size(3) * per_byte != p.head_dim) {
     fail(op, ": k_cache must have q's head_dim = ", p.head_dim, per_byte == 2 ? ", two to a byte" : "", ", got ", k_cache);
   }
   check_sizes(op, p, q);
+}
+
+/// The batch, and how its queries lie in q: all sequences have as many, or cu_seqlens_q says where each one's end.
+void describe_queries(AttentionCall* call, int64_t modes, Tensor const& seq_lens, std::optional<Tensor> const& cu_seqlens_q,
+                      int64_t max_seqlen_q) {
+  char const* op = call->op;
+  AttentionProblem& p = call->problem;
+  Tensor const& q = call->q;
+  NamedTensor const reference{"q", q};
   if (seq_lens.dim() != 1) fail(op, ": seq_lens must be [batch], got ", seq_lens);
   p.batch = seq_lens.size(0);
-  check_operand(op, "seq_lens", seq_lens, ScalarType::Int, {p.batch}, beside);
+  check_operand(op, "seq_lens", seq_lens, ScalarType::Int, {p.batch}, reference);
   if (max_seqlen_q < 0) fail(op, ": max_seqlen_q must not be negative, got ", max_seqlen_q);
   p.varlen = cu_seqlens_q.has_value();
   if (p.varlen) {
     if (modes != 3) fail(op, ": with cu_seqlens_q, q must be [tokens, heads, head_dim], got ", q);
-    check_operand(op, "cu_seqlens_q", *cu_seqlens_q, ScalarType::Int, {p.batch + 1}, beside);
+    check_operand(op, "cu_seqlens_q", *cu_seqlens_q, ScalarType::Int, {p.batch + 1}, reference);
     p.tokens_q = q.size(0);
     p.seqlen_q = std::min(max_seqlen_q, p.tokens_q);
   } else if (modes == 4) {
@@ -301,41 +287,105 @@ std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cach
       fail(op, ": without cu_seqlens_q, q must have batch * max_seqlen_q = ", p.batch * p.seqlen_q, " tokens, got ", q);
     }
   }
+}
+
+/// The most keys that a sequence can have: those of its row of the block table, or those of its own part of a contiguous cache.
+void describe_pages(AttentionCall* call, std::optional<Tensor> const& block_table) {
+  char const* op = call->op;
+  AttentionProblem& p = call->problem;
   p.paged = block_table.has_value();
   if (p.paged) {
     if (block_table->dim() != 2) fail(op, ": block_table must be [batch, pages], got ", *block_table);
-    check_operand(op, "block_table", *block_table, ScalarType::Int, {p.batch, block_table->size(1)}, beside);
+    check_operand(op, "block_table", *block_table, ScalarType::Int, {p.batch, block_table->size(1)}, {"q", call->q});
     if (p.page_size <= 0 || p.page_size % 8 != 0) fail(op, ": the page size must be a multiple of 8, got ", p.page_size);
     p.seqlen_k = block_table->size(1) * p.page_size;
   } else {
-    if (p.pages != p.batch) fail(op, ": without a block_table, k_cache must have seq_lens' batch ", p.batch, ", got ", k_cache);
+    if (p.pages != p.batch) fail(op, ": without a block_table, k_cache must have seq_lens' batch ", p.batch, ", got ", call->k);
     p.seqlen_k = p.page_size;
   }
-  p.tokens_k = p.pages * p.page_size;
-  if (num_splits && (*num_splits < 1 || *num_splits > 256)) fail(op, ": num_splits must be 1 to 256, got ", *num_splits);
-  p.num_splits = num_splits ? *num_splits : 0;
-  KvScales const scales{k_scale, v_scale, k_residual, v_residual};
-  KvGroups const groups =
-      check_scales(op, {p.kv_format, p.pages, p.page_size, p.heads_kv, p.head_dim, p.head_dim_v, p.batch}, scales, beside);
+}
+
+void describe_scales(AttentionCall* call, KvScales const& scales) {
+  AttentionProblem& p = call->problem;
+  KvSizes const sizes{p.kv_format, p.pages, p.page_size, p.heads_kv, p.head_dim, p.head_dim_v, p.batch};
+  KvGroups const groups = check_scales(call->op, sizes, scales, {"q", call->q});
   p.scale_per_head = groups.scale_per_head;
   p.group_tokens = groups.group_tokens;
   p.groups_v = groups.groups_v;
+}
+
+/// Scales and residuals as kernels read them: the scales of an fp8 cache one by one, all others in vectors of 16 bytes.
+void set_scales(AttentionCall* call, KvScales const& scales) {
+  AttentionOperands& o = call->operands;
+  bool const wide = call->problem.kv_format != WeightFormat::kFp8E4M3;
+  auto const take = [&](char const* name, std::optional<Tensor> const& x, void const** data) {
+    if (x) *data = call->held.keep(wide ? aligned_contiguous(call->op, name, *x) : contiguous(call->op, name, *x));
+  };
+  take("k_scale", scales.k_scale, &o.k_scale);
+  take("v_scale", scales.v_scale, &o.v_scale);
+  take("k_residual", scales.k_residual, &o.k_residual);
+  take("v_residual", scales.v_residual, &o.v_residual);
+}
+
+void set_block_table(AttentionCall* call, Tensor const& block_table) {
+  Tensor const rows = unit_rows(call->op, "block_table", block_table);
+  call->operands.block_table = static_cast<int32_t const*>(call->held.keep(rows));
+  call->operands.block_table_stride = rows.stride(0);
+}
+
+std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cache, Tensor const& v_cache, Tensor const& seq_lens,
+                                           std::optional<Tensor> const& block_table, std::optional<Tensor> const& cu_seqlens_q,
+                                           int64_t max_seqlen_q, std::optional<Tensor> const& k_scale, std::optional<Tensor> const& v_scale,
+                                           std::optional<Tensor> const& k_residual, std::optional<Tensor> const& v_residual,
+                                           std::string const& kv_format, bool causal, std::optional<double> scale, int64_t window_left,
+                                           double softcap, std::optional<Tensor> const& sinks, std::optional<int64_t> num_splits,
+                                           std::optional<std::string> const& kernel) {
+  char const* op = "minfer::attention_paged";
+  int64_t const modes = q.dim();
+  if (modes != 3 && modes != 4) fail(op, ": q must be [batch, seqlen_q, heads, head_dim] or [tokens, heads, head_dim], got ", q);
+  check_16bit(op, "q", q);
+  AttentionCall call{op, q, k_cache, v_cache, kernel};
+  AttentionProblem& p = call.problem;
+  KvScales const scales{k_scale, v_scale, k_residual, v_residual};
+  describe_cache(&call, modes, kv_format);
+  describe_queries(&call, modes, seq_lens, cu_seqlens_q, max_seqlen_q);
+  describe_pages(&call, block_table);
+  if (num_splits && (*num_splits < 1 || *num_splits > 256)) fail(op, ": num_splits must be 1 to 256, got ", *num_splits);
+  p.num_splits = num_splits ? *num_splits : 0;
+  describe_scales(&call, scales);
   check_cache_strides(op, k_cache, v_cache);
   set_options(&call, {causal, scale, window_left, -1, softcap, sinks});
   OnDevice const on(op, q);
-  AttentionOperands& o = call.operands;
   set_sinks(&call, sinks);
   set_scales(&call, scales);
-  o.seq_lens = call.keep_lengths("seq_lens", seq_lens);
-  if (p.varlen) o.cu_seqlens_q = call.keep_lengths("cu_seqlens_q", *cu_seqlens_q);
-  if (p.paged) {
-    Tensor const table = unit_rows(op, "block_table", *block_table);
-    o.block_table = static_cast<int32_t const*>(call.held.keep(table));
-    o.block_table_stride = table.stride(0);
-  }
+  call.operands.seq_lens = call.keep_lengths("seq_lens", seq_lens);
+  if (p.varlen) call.operands.cu_seqlens_q = call.keep_lengths("cu_seqlens_q", *cu_seqlens_q);
+  if (p.paged) set_block_table(&call, *block_table);
   if (modes == 4) return launch(call, {p.batch, p.seqlen_q, p.heads_q, p.head_dim_v}, {p.batch, p.heads_q, p.seqlen_q}, on);
   return launch(call, {p.tokens_q, p.heads_q, p.head_dim_v}, {p.heads_q, p.tokens_q}, on);
 }
+
+constexpr Operator kOperators[] = {
+    // softmax(scale * q k^T) v over the keys that each query sees (causal and windows are aligned to the last query and the last key), and
+    // the logarithm of what the softmax divided by. q is [batch, seqlen_q, heads_q, head_dim], k and v are [batch, seqlen_k, heads_kv,
+    // head_dim].
+    {"attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None, int window_left=-1, int window_right=-1, "
+     "float softcap=0.0, Tensor? sinks=None, str? kernel=None) -> (Tensor, Tensor)",
+     boxed<&attention>},
+    // The sequences lie end to end: q, k and v are [tokens, heads, head_dim].
+    {"attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, *, "
+     "bool causal=False, float? scale=None, int window_left=-1, int window_right=-1, float softcap=0.0, Tensor? sinks=None, "
+     "str? kernel=None) -> (Tensor, Tensor)",
+     boxed<&attention_varlen>},
+    // Keys and values in a cache [pages, page_size, heads_kv, head_dim], or without a block_table [batch, length, heads_kv, head_dim].
+    {"attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, *, Tensor? block_table=None, Tensor? cu_seqlens_q=None, "
+     "int max_seqlen_q=1, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? k_residual=None, Tensor? v_residual=None, "
+     "str kv_format='auto', bool causal=True, float? scale=None, int window_left=-1, float softcap=0.0, Tensor? sinks=None, "
+     "int? num_splits=None, str? kernel=None) -> (Tensor, Tensor)",
+     boxed<&attention_paged>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
 
 std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string const& type, int64_t window_left, int64_t window_right,
                                 bool varlen, std::optional<std::string> const& kernel, bool only_runnable, int64_t device) {
@@ -354,8 +404,7 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   p.window_left = window_left;
   p.window_right = window_right;
   p.varlen = varlen;
-  if (type != "f16" && type != "bf16") fail(op, ": type must be f16 or bf16, got '", type, "'");
-  p.type = type == "f16" ? DataType::kF16 : DataType::kBF16;
+  p.type = parse_16bit_type(op, type);
   AttentionPlanOptions options;
   options.only_runnable = only_runnable;
   if (kernel) options.kernel = kernel->c_str();
@@ -368,5 +417,16 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   json.key("floor_us").value(plan.floor_us).key("reason").value(plan.reason).close('}');
   return json.text();
 }
+
+/// JSON texts of what would run.
+constexpr Operator kPlanning[] = {
+    {"_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device) "
+     "-> str",
+     boxed<&plan_attention_json>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kPlanning); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kPlanning); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

@@ -1,11 +1,12 @@
-// torch.ops.minfer.gemm, gemm.out and gemm_gated on CUDA tensors: check, describe, plan, allocate, run.
+// The dense GEMM on CUDA tensors. A call goes through check_call(), then run(): describe the operands as a GemmProblem and GemmOperands,
+// plan, allocate the workspace, launch.
 #include "gemm.h"
 
 #include <array>
 #include <cmath>
 
-#include "bindings.h"
 #include "core/checks.h"
+#include "core/operators.h"
 #include "core/torch_calls.h"
 #include "gemm_planning.h"
 #include "minfer/gemm.h"
@@ -14,23 +15,23 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// One operand as the kernels see it: [batch, rows, columns] with one unit stride among rows and columns.
+/// A or B as the kernels read it: [batch, rows, columns] with unit stride along rows or along columns.
 struct Matrix {
-  Tensor tensor;  // keeps the memory; the operand itself or a copy of it
-  bool transposed = false;
+  Tensor tensor;            // keeps the memory; the operand itself or a copy of it
+  bool transposed = false;  // the last two modes of the tensor are [columns, rows]
   int64_t rows = 0, columns = 0, batch = 1;
-  bool batched = false;          // has a batch mode of its own
+  bool batched = false;          // the tensor has a batch mode
   bool rows_contiguous = false;  // unit stride along rows (column-major)
-  int64_t leading = 0;           // stride of the other mode, elements
+  int64_t leading = 0;           // stride of the other mode, in elements
   int64_t batch_stride = 0;
-  int32_t alignment = 16;  // bytes, of base and strides
+  int32_t alignment = 16;  // in bytes, of the base and the strides
 
   bool empty() const { return rows == 0 || columns == 0 || batch == 0; }
   int64_t row_mode() const { return (batched ? 1 : 0) + (transposed ? 1 : 0); }
   int64_t column_mode() const { return (batched ? 1 : 0) + (transposed ? 0 : 1); }
 };
 
-/// Describes a 2-D or 3-D tensor, or its transpose. A layout no kernel addresses (no unit stride, overlapping rows) is copied.
+/// Describes a 2-D or 3-D tensor, or its transpose. A layout that no kernel addresses (no unit stride, overlapping rows) is copied.
 Matrix describe(char const* op, char const* name, Tensor const& tensor, bool transposed = false) {
   Matrix x;
   x.tensor = tensor;
@@ -39,44 +40,47 @@ Matrix describe(char const* op, char const* name, Tensor const& tensor, bool tra
   x.rows = tensor.size(x.row_mode());
   x.columns = tensor.size(x.column_mode());
   x.batch = x.batched ? tensor.size(0) : 1;
+  int64_t const bytes = tensor.element_size();
   if (x.empty()) {
-    x.leading = round_up(std::max<int64_t>(x.columns, 1), 8);
+    x.leading = unused_stride(x.columns, bytes);
     return x;
   }
   int64_t const row_stride = tensor.stride(x.row_mode()), column_stride = tensor.stride(x.column_mode());
-  int64_t const bytes = tensor.element_size();
   bool const by_rows = (column_stride == 1 || x.columns == 1) && (x.rows == 1 || row_stride >= x.columns);
   bool const by_columns = (row_stride == 1 || x.rows == 1) && (x.columns == 1 || column_stride >= x.rows);
   x.batch_stride = x.batch > 1 ? tensor.stride(0) : 0;
-  bool const repeated = x.batch > 1 && x.batch_stride == 0;  // a plane again and again cannot be a TMA mode
+  bool const repeated = x.batch > 1 && x.batch_stride == 0;  // TMA has no stride 0
   if ((!by_rows && !by_columns) || repeated) return describe(op, name, copy_of(op, name, tensor), transposed);
   x.rows_contiguous = !by_rows;
   x.leading = by_rows ? row_stride : column_stride;
-  if ((by_rows ? x.rows : x.columns) == 1) x.leading = round_up(by_rows ? x.columns : x.rows, 8);  // never stepped over, but must be legal
+  if ((by_rows ? x.rows : x.columns) == 1) x.leading = unused_stride(by_rows ? x.columns : x.rows, bytes);
   x.alignment = common_alignment({address_of(tensor.data_ptr()), uint64_t(x.leading * bytes), uint64_t(x.batch_stride * bytes)});
-  if (x.batch == 1) x.batch_stride = round_up((by_rows ? x.rows : x.columns) * x.leading, 8);
+  if (x.batch == 1) x.batch_stride = unused_stride((by_rows ? x.rows : x.columns) * x.leading, bytes);
   return x;
 }
 
 /// Copies an operand whose base or strides TMA cannot address into one with 16-byte aligned rows (columns, where those are contiguous).
 Matrix realigned(char const* op, char const* name, Matrix const& x) {
   if (x.alignment >= 16 || x.empty()) return x;
-  int64_t const lines = x.rows_contiguous ? x.columns : x.rows, line = round_up(x.rows_contiguous ? x.rows : x.columns, 8);
+  int64_t const lines = x.rows_contiguous ? x.columns : x.rows;
+  int64_t const line = round_up(x.rows_contiguous ? x.rows : x.columns, 16 / x.tensor.element_size());
   std::array<int64_t, 3> strides;
-  strides[0] = lines * line;  // of the batch, if there is one
+  strides[0] = lines * line;  // of the batch mode, where there is one
   strides[size_t(x.row_mode())] = x.rows_contiguous ? 1 : line;
   strides[size_t(x.column_mode())] = x.rows_contiguous ? line : 1;
   Tensor const copy = copy_with_strides(op, name, x.tensor, Shape(strides.data(), size_t(x.tensor.dim())), x.batch * lines * line);
   return describe(op, name, copy, x.transposed);
 }
 
-/// A single row or column has no direction of its own: describes it the other way round where a kernel asked for by name wants that.
-void turn(Matrix& x, bool rows_contiguous) {
+/// A single row has unit stride along either mode, and so has a single column. Describes it in the way that the requested kernel reads.
+void choose_major(Matrix& x, bool rows_contiguous) {
   if (x.rows_contiguous == rows_contiguous || (rows_contiguous ? x.rows : x.columns) != 1) return;
+  int64_t const bytes = x.tensor.element_size();
   x.rows_contiguous = rows_contiguous;
-  x.leading = (rows_contiguous ? x.columns : x.rows) == 1 ? 8 : x.tensor.stride(rows_contiguous ? x.column_mode() : x.row_mode());
+  x.leading = (rows_contiguous ? x.columns : x.rows) == 1 ? unused_stride(1, bytes)
+                                                          : x.tensor.stride(rows_contiguous ? x.column_mode() : x.row_mode());
   x.alignment =
-      common_alignment({address_of(x.tensor.data_ptr()), uint64_t(x.leading * 2), uint64_t(x.batch > 1 ? x.batch_stride * 2 : 0)});
+      common_alignment({address_of(x.tensor.data_ptr()), uint64_t(x.leading * bytes), uint64_t(x.batch > 1 ? x.batch_stride * bytes : 0)});
 }
 
 struct Sizes {
@@ -84,7 +88,7 @@ struct Sizes {
   bool batched;
 
   int64_t modes() const { return batched ? 3 : 2; }
-  /// Of an output of so many columns; as many modes as modes().
+  /// The shape of an output of so many columns; the first modes() numbers count.
   std::array<int64_t, 3> output(int64_t columns) const {
     return batched ? std::array<int64_t, 3>{batch, m, columns} : std::array<int64_t, 3>{m, columns, 0};
   }
@@ -156,143 +160,156 @@ void check_call(Call& call, double alpha, double beta, std::string const& activa
   if (call.kernel) parse_override(op, *call.kernel);
 }
 
-/// The operands' part of C; whether it is a full matrix of out's 16-bit type, which kernels can read by TMA.
-bool describe_addend(Call const& call, Tensor const& out, GemmOperands* operands) {
+/// A call as the kernels take it, and the tensors whose memory the operands point to.
+struct KernelCall {
+  GemmProblem problem;
+  GemmOperands operands;
+  Matrix a, b;
+  Tensor bias;
+  int64_t planes = 1;  // GEMMs to launch, one for each plane of a batch that no single GEMM can take
+};
+
+/// Rows of `out` are contiguous.
+void set_output(Call const& call, Tensor const& out, KernelCall* x) {
+  GemmOperands& o = x->operands;
+  int64_t const m = call.sizes.m, bytes = out.element_size();
+  bool const batched = out.dim() == 3;
+  o.d = out.data_ptr();
+  o.ldd = m > 1 ? out.stride(batched ? 1 : 0) : unused_stride(call.columns(), bytes);
+  o.d_batch_stride = batched && call.sizes.batch > 1 ? out.stride(0) : unused_stride(m * o.ldd, bytes);
+  x->problem.d_type = data_type(out.scalar_type());
+  x->problem.d_alignment = common_alignment({address_of(o.d), uint64_t(o.ldd * bytes), uint64_t(o.d_batch_stride * bytes)});
+}
+
+/// C, which may be broadcast. TMA reads a full matrix of out's 16-bit type; c_alignment 0 says that it does not.
+void set_addend(Call const& call, Tensor const& out, KernelCall* x) {
+  GemmOperands& o = x->operands;
   Tensor const& c = *call.c;
   Sizes const& s = call.sizes;
-  int64_t const extents[3] = {s.batch, s.m, call.columns()};
+  int64_t const extents[3] = {s.batch, s.m, call.columns()}, bytes = c.element_size();
   int64_t strides[3] = {0, 0, 0};
   for (int64_t i = 0; i < c.dim(); ++i) {
     if (c.size(i) != 1) strides[3 - c.dim() + i] = c.stride(i);
   }
-  operands->c = c.data_ptr();
-  operands->c_type = data_type(c.scalar_type());
   bool full = true;
   for (int mode = 0; mode < 3; ++mode) full = full && (extents[mode] == 1 || strides[mode] != 0);
   full = full && (strides[2] == 1 || extents[2] == 1) && c.scalar_type() == out.scalar_type() && out.scalar_type() != ScalarType::Float;
-  if (full && s.m == 1) strides[1] = round_up(extents[2], 8);
-  if (full && s.batch == 1) strides[0] = round_up(s.m * strides[1], 8);
+  if (full && s.m == 1) strides[1] = unused_stride(extents[2], bytes);
+  if (full && s.batch == 1) strides[0] = unused_stride(s.m * strides[1], bytes);
   full = full && strides[1] >= extents[2];
-  operands->c_batch_stride = strides[0];
-  operands->c_stride_m = strides[1];
-  operands->c_stride_n = strides[2];
-  return full;
+  o.c = c.data_ptr();
+  o.c_type = data_type(c.scalar_type());
+  o.c_batch_stride = strides[0];
+  o.c_stride_m = strides[1];
+  o.c_stride_n = strides[2];
+  x->problem.has_c = true;
+  int32_t const alignment = common_alignment({address_of(o.c), uint64_t(strides[1] * bytes), uint64_t(strides[0] * bytes)});
+  x->problem.c_alignment = full && alignment == 16 ? 16 : 0;
+}
+
+/// alpha, beta, C, bias and the activation.
+void set_epilogue(Call const& call, Tensor const& out, KernelCall* x) {
+  GemmOperands& o = x->operands;
+  o.alpha = call.alpha;
+  o.beta = call.beta;
+  o.activation = call.activation;
+  x->problem.gated = call.gated;
+  x->problem.c_alignment = 0;
+  if (call.c && call.beta != 0.0f) set_addend(call, out, x);
+  if (call.bias) {
+    x->bias = call.bias->stride(0) == 1 || call.sizes.n == 1 ? *call.bias : copy_of(call.op, "bias", *call.bias);
+    o.bias = x->bias.data_ptr();
+    o.bias_type = data_type(x->bias.scalar_type());
+  }
+}
+
+/// Where one of A and B has a batch mode and the other has none: evenly spaced rows of A fold into m, otherwise each plane is a GEMM of its
+/// own.
+void fold_batch(KernelCall* x) {
+  GemmProblem& p = x->problem;
+  GemmOperands const& o = x->operands;
+  Matrix const& a = x->a;
+  if (a.batch == x->b.batch) return;
+  bool const c_folds = !p.has_c || o.c_batch_stride == p.m * o.c_stride_m;
+  bool const folds = a.batched && !a.rows_contiguous && a.batch_stride == p.m * a.leading && o.d_batch_stride == p.m * o.ldd && c_folds;
+  if (folds) {
+    p.m *= p.batch;
+  } else {
+    x->planes = p.batch;
+  }
+  p.batch = 1;
+}
+
+/// A and B, and the sizes, once the output and C have been described.
+void set_inputs(Call const& call, std::optional<KernelOverride> const& override, KernelCall* x) {
+  GemmProblem& p = x->problem;
+  GemmOperands& o = x->operands;
+  Sizes const& s = call.sizes;
+  p.m = s.m;
+  p.n = s.n;
+  p.k = call.alpha == 0.0f ? 0 : s.k;  // BLAS: alpha = 0 means that A and B are not read
+  p.batch = s.batch;
+  Matrix &a = x->a, &b = x->b;
+  a = describe(call.op, "a", call.a);
+  b = describe(call.op, "b", call.b, call.b_transposed);
+  if (s.batched) fold_batch(x);
+  if (override) {
+    if (KernelInfo const* kernel = find_kernel(override->name.c_str())) {
+      choose_major(a, kernel->a_major == Major::kMN);
+      choose_major(b, kernel->b_major == Major::kK);
+    }
+  } else if (worth_realigning(p.m, p.n, p.k, p.batch * x->planes)) {
+    a = realigned(call.op, "a", a);
+    b = realigned(call.op, "b", b);
+  }
+  p.ab_type = data_type(call.a.scalar_type());
+  p.a_major = a.rows_contiguous ? Major::kMN : Major::kK;
+  p.b_major = b.rows_contiguous ? Major::kK : Major::kMN;
+  p.a_alignment = a.alignment;
+  p.b_alignment = b.alignment;
+  o.a = a.tensor.data_ptr();
+  o.lda = a.leading;
+  o.a_batch_stride = a.batch_stride;
+  o.b = b.tensor.data_ptr();
+  o.ldb = b.leading;
+  o.b_batch_stride = b.batch_stride;
+}
+
+/// One launch a plane. An operand without a batch mode is the same for all of them.
+void launch(Call const& call, KernelCall const& x, GemmPlan const& plan, Workspace const& workspace, OnDevice const& on) {
+  GemmProblem const& p = x.problem;
+  GemmOperands o = x.operands;
+  int64_t const a_plane = x.a.batched ? o.a_batch_stride * x.a.tensor.element_size() : 0;
+  int64_t const b_plane = x.b.batched ? o.b_batch_stride * x.b.tensor.element_size() : 0;
+  int64_t const c_plane = p.has_c ? o.c_batch_stride * call.c->element_size() : 0;
+  int64_t const d_plane = o.d_batch_stride * size_of(p.d_type);
+  for (int64_t plane = 0; plane < x.planes; ++plane) {
+    Status const status = run_gemm(plan, p, o, on.properties(), workspace.data(), workspace.bytes(), on.stream());
+    if (!status.ok()) fail(call.op, ": ", plan.kernel->name, " on m = ", p.m, ", n = ", p.n, ", k = ", p.k, ": ", status.message);
+    o.a = static_cast<char const*>(o.a) + a_plane;
+    o.b = static_cast<char const*>(o.b) + b_plane;
+    if (p.has_c) o.c = static_cast<char const*>(o.c) + c_plane;
+    o.d = static_cast<char*>(o.d) + d_plane;
+  }
 }
 
 /// Runs the call into `out` [batch, m, columns] or [m, columns], whose rows are contiguous.
 void run(Call const& call, Tensor const& out, OnDevice const& on) {
-  char const* op = call.op;
-  Sizes s = call.sizes;
-  int64_t const columns = call.columns();
+  Sizes const& s = call.sizes;
+  std::optional<KernelOverride> override;
+  if (call.kernel) override = parse_override(call.op, *call.kernel);
   if (s.batch == 0 || s.m == 0 || s.n == 0) {
-    if (call.kernel) check_kernel_name(op, "gemm", parse_override(op, *call.kernel).name);
+    if (override) check_kernel_name(call.op, "gemm", override->name);
     return;
   }
-
-  GemmProblem problem;
-  GemmOperands operands;
-  problem.ab_type = data_type(call.a.scalar_type());
-  problem.d_type = data_type(out.scalar_type());
-  problem.gated = call.gated;
-  operands.alpha = call.alpha;
-  operands.beta = call.beta;
-  operands.activation = call.activation;
-
-  int64_t const out_bytes = out.element_size();
-  bool const out_batched = out.dim() == 3;
-  operands.d = out.data_ptr();
-  operands.ldd = s.m > 1 ? out.stride(out_batched ? 1 : 0) : round_up(columns, 8);
-  operands.d_batch_stride = out_batched && s.batch > 1 ? out.stride(0) : round_up(s.m * operands.ldd, 8);
-
-  bool c_full = false;
-  if (call.c && call.beta != 0.0f) {
-    problem.has_c = true;
-    c_full = describe_addend(call, out, &operands);
-  }
-  Tensor bias;
-  if (call.bias) {
-    bias = call.bias->stride(0) == 1 || s.n == 1 ? *call.bias : copy_of(op, "bias", *call.bias);
-    operands.bias = bias.data_ptr();
-    operands.bias_type = data_type(bias.scalar_type());
-  }
-
-  // One side without a batch: rows of a fold into m when they are evenly spaced, otherwise each plane is a GEMM of its own.
-  Matrix a = describe(op, "a", call.a), b = describe(op, "b", call.b, call.b_transposed);
-  int64_t planes = 1;
-  if (s.batched && a.batch != b.batch) {
-    bool const c_folds = !problem.has_c || (operands.c_batch_stride == s.m * operands.c_stride_m);
-    bool const folds =
-        a.batched && !a.rows_contiguous && a.batch_stride == s.m * a.leading && operands.d_batch_stride == s.m * operands.ldd && c_folds;
-    if (folds) {
-      s.m *= s.batch;
-    } else {
-      planes = s.batch;
-    }
-    s.batch = 1;
-  }
-
-  if (!call.kernel && call.alpha != 0.0f && worth_realigning(s.m, s.n, s.k, s.batch * planes)) {
-    a = realigned(op, "a", a);
-    b = realigned(op, "b", b);
-  }
-  std::optional<KernelOverride> override;
-  if (call.kernel) {
-    override = parse_override(op, *call.kernel);
-    if (KernelInfo const* kernel = find_kernel(override->name.c_str())) {
-      turn(a, kernel->a_major == Major::kMN);
-      turn(b, kernel->b_major == Major::kK);
-    }
-  }
-
-  problem.m = s.m;
-  problem.n = s.n;
-  problem.k = call.alpha == 0.0f ? 0 : s.k;  // BLAS: alpha = 0 means that A and B are not read
-  problem.batch = s.batch;
-  problem.a_major = a.rows_contiguous ? Major::kMN : Major::kK;
-  problem.b_major = b.rows_contiguous ? Major::kK : Major::kMN;
-  problem.a_alignment = a.alignment;
-  problem.b_alignment = b.alignment;
-  problem.d_alignment =
-      common_alignment({address_of(operands.d), uint64_t(operands.ldd * out_bytes), uint64_t(operands.d_batch_stride * out_bytes)});
-  problem.c_alignment = 0;
-  if (c_full) {
-    problem.c_alignment = common_alignment(
-        {address_of(operands.c), uint64_t(operands.c_stride_m * out_bytes), uint64_t(operands.c_batch_stride * out_bytes)});
-    if (problem.c_alignment < 16) problem.c_alignment = 0;
-  }
-  operands.lda = a.leading;
-  operands.a_batch_stride = a.batch_stride;
-  operands.ldb = b.leading;
-  operands.b_batch_stride = b.batch_stride;
-  operands.a = a.tensor.data_ptr();
-  operands.b = b.tensor.data_ptr();
-
-  GemmPlan forced;
-  GemmPlan const* plan;
-  if (override) {
-    GemmPlanOptions options;
-    options.kernel = override->name.c_str();
-    if (override->launch) options.launch = &*override->launch;
-    Status const status = plan_gemm(problem, on.properties(), options, &forced);
-    if (!status.ok()) fail(op, ": ", status.message);
-    plan = &forced;
-  } else {
-    plan = &cached_plan(op, problem, on);
-  }
-
-  Workspace const workspace(op, out, plan->workspace_bytes, plan->kernel->name, " on a ", call.a, " and b ", call.b);
-  int64_t const c_bytes = call.c ? call.c->element_size() : 0;
-  int64_t const c_plane = problem.has_c ? operands.c_batch_stride : 0, d_plane = operands.d_batch_stride;
-  for (int64_t plane = 0; plane < planes; ++plane) {
-    Status const status = run_gemm(*plan, problem, operands, on.properties(), workspace.data(), workspace.bytes(), on.stream());
-    if (!status.ok()) {
-      fail(op, ": ", plan->kernel->name, " on m = ", problem.m, ", n = ", problem.n, ", k = ", problem.k, ": ", status.message);
-    }
-    if (a.batched) operands.a = static_cast<char const*>(operands.a) + a.batch_stride * a.tensor.element_size();
-    if (b.batched) operands.b = static_cast<char const*>(operands.b) + b.batch_stride * b.tensor.element_size();
-    if (operands.c != nullptr) operands.c = static_cast<char const*>(operands.c) + c_plane * c_bytes;
-    operands.d = static_cast<char*>(operands.d) + d_plane * out_bytes;
-  }
+  KernelCall x;
+  set_output(call, out, &x);
+  set_epilogue(call, out, &x);
+  set_inputs(call, override, &x);
+  GemmPlan requested;
+  GemmPlan const& plan = override ? plan_as_requested(call.op, x.problem, *override, on, &requested) : cached_plan(call.op, x.problem, on);
+  Workspace const workspace(call.op, out, plan.workspace_bytes, plan.kernel->name, " on a ", call.a, " and b ", call.b);
+  launch(call, x, plan, workspace, on);
 }
 
 ScalarType check_output_type(char const* op, Tensor const& a, ScalarType type) {
@@ -310,8 +327,6 @@ Tensor run(Call const& call, ScalarType type, OnDevice const& on) {
   run(call, out, on);
   return out;
 }
-
-}  // namespace
 
 Tensor gemm(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c, std::optional<Tensor> const& bias, double alpha, double beta,
             std::string const& activation, std::optional<ScalarType> out_dtype, std::optional<std::string> const& kernel) {
@@ -361,6 +376,19 @@ Tensor gemm_gated(Tensor const& a, Tensor const& b, std::optional<Tensor> const&
   call.gated = true;
   return run(call, a.scalar_type(), OnDevice(call.op, a));
 }
+
+constexpr Operator kOperators[] = {
+    // D = activation(alpha * A.B + beta * C + bias)
+    {"gemm(Tensor a, Tensor b, *, Tensor? c=None, Tensor? bias=None, float alpha=1.0, float beta=0.0, str activation='none', "
+     "ScalarType? out_dtype=None, str? kernel=None) -> Tensor",
+     boxed<&gemm>, boxed<&gemm_out>},
+    // D = activation(gate) * up of A.B + bias, where 8 columns of B are gate columns and the next 8 are up columns
+    {"gemm_gated(Tensor a, Tensor b, *, Tensor? bias=None, str activation='silu', str? kernel=None) -> Tensor", boxed<&gemm_gated>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+
+}  // namespace
 
 Tensor product_in_float(char const* op, Tensor const& x, Tensor const& w, OnDevice const& on) {
   std::optional<Tensor> const none;

@@ -1,4 +1,4 @@
-// What other operators take of the dense GEMM.
+// The dense GEMM as a part of other operators.
 #pragma once
 
 #include "core/device.h"
@@ -6,7 +6,7 @@
 
 namespace minfer::torch_binding {
 
-/// x.w^T of 16-bit x [m, k] and w [n, k], in float32.
+/// x.w^T in float32, of x [m, k] and w [n, k] in 16 bits.
 Tensor product_in_float(char const* op, Tensor const& x, Tensor const& w, OnDevice const& on);
 
 }  // namespace minfer::torch_binding

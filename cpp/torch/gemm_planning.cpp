@@ -7,127 +7,15 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "bindings.h"
 #include "core/device.h"
 #include "core/failure.h"
 #include "core/json.h"
+#include "core/operators.h"
 #include "core/plan_cache.h"
 #include "minfer/w4a16.h"
 #include "tuned_rows.h"
 
 namespace minfer::torch_binding {
-
-namespace {
-
-GemmProblem dense_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
-                          std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
-                          bool gated) {
-  if (sizes.size() != 4) fail(op, ": sizes must be [m, n, k, batch], got ", sizes.size(), " values");
-  if (alignments.size() != 4) fail(op, ": alignments must be [a, b, c, d], got ", alignments.size(), " values");
-  GemmProblem p;
-  p.m = sizes[0];
-  p.n = sizes[1];
-  p.k = sizes[2];
-  p.batch = sizes[3];
-  p.ab_type = parse_type((op + std::string(": ab_type")).c_str(), ab_type);
-  p.d_type = parse_type((op + std::string(": d_type")).c_str(), d_type);
-  p.a_major = parse_major((op + std::string(": a_major")).c_str(), a_major);
-  p.b_major = parse_major((op + std::string(": b_major")).c_str(), b_major);
-  p.a_alignment = int32_t(alignments[0]);
-  p.b_alignment = int32_t(alignments[1]);
-  p.c_alignment = int32_t(alignments[2]);
-  p.d_alignment = int32_t(alignments[3]);
-  p.has_c = has_c;
-  p.gated = gated;
-  return p;
-}
-
-GemmProblem w4_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format,
-                       int64_t group_size, bool has_zeros, bool has_c, bool gated) {
-  if (sizes.size() != 3) fail(op, ": sizes must be [m, n, k], got ", sizes.size(), " values");
-  GemmProblem p;
-  p.m = sizes[0];
-  p.n = sizes[1];
-  p.k = sizes[2];
-  p.ab_type = p.d_type = parse_type((op + std::string(": ab_type")).c_str(), ab_type);
-  p.b_format = parse_format(op, 0, w4_format);
-  p.group_size = group_of(op, group_size);
-  p.has_zeros = has_zeros;
-  p.has_c = has_c;
-  p.gated = gated;
-  return p;
-}
-
-/// Of a plan's device; negative: an H200 that need not be here.
-int32_t device_of(int64_t device) { return device < 0 ? kAnyDevice : int32_t(device); }
-
-void write_plan(Json& json, GemmPlan const& plan) {
-  json.open('{').key("kernel").value(plan.kernel->name).key("launch").open('{');
-  json.key("decomposition").value(name_of(plan.launch.decomposition)).key("splits").value(int64_t(plan.launch.splits));
-  json.key("swizzle").value(int64_t(plan.launch.max_swizzle_size)).key("raster").value(name_of(plan.launch.raster_order)).close('}');
-  json.key("workspace_bytes").value(int64_t(plan.workspace_bytes)).key("predicted_us").value(plan.predicted_us);
-  json.key("floor_us").value(plan.floor_us).key("source").value(name_of(plan.source)).key("reason").value(plan.reason);
-  json.key("compiled").value(plan.kernel->launch != nullptr).close('}');
-}
-
-/// The problem as the operator poses it: with misaligned operands copied into aligned rows where that pays.
-void realign(GemmProblem* problem) {
-  if (worth_realigning(problem->m, problem->n, problem->k, problem->batch)) problem->a_alignment = problem->b_alignment = 16;
-}
-
-std::string plan_json(char const* op, GemmProblem problem, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable,
-                      int64_t device) {
-  GemmPlanOptions options;
-  KernelOverride override;
-  bool first = problem.b_format != WeightFormat::kDense && kernel && *kernel == kDequantizeFirst;
-  if (kernel && !first) {
-    override = parse_override(op, *kernel);
-    options.kernel = override.name.c_str();
-    if (override.launch) options.launch = &*override.launch;
-  }
-  options.use_tuned = use_tuned && tuned_enabled();
-  options.only_runnable = only_runnable;
-  options.force_arch = forced_arch();
-  use_user_rows(&options, device_of(device));
-  DeviceProperties const& properties = device_properties(op, device);
-  if (!kernel) {
-    Status const status = dequantize_first(problem, properties, options, &first);
-    if (!status.ok()) fail(op, ": ", status.message);
-  }
-  double const write_us = first ? dequantize_us(problem, properties) : 0.0;
-  if (first) problem = dequantized(problem);
-  GemmPlan plan;
-  Status const status = plan_gemm(problem, properties, options, &plan);
-  if (!status.ok()) fail(op, ": ", status.message);
-  if (first) {
-    std::string const reason = std::string("after dequantisation: ") + plan.reason;
-    std::snprintf(plan.reason, sizeof(plan.reason), "%s", reason.c_str());
-    plan.predicted_us += write_us;
-  }
-  Json json;
-  write_plan(json, plan);
-  return json.text();
-}
-
-std::string enumerate_json(char const* op, GemmProblem const& problem, bool only_runnable, int64_t device, int64_t limit) {
-  GemmPlanOptions options;
-  options.only_runnable = only_runnable;
-  options.force_arch = forced_arch();
-  int64_t count = 0;
-  auto const enumerate = [&](std::vector<GemmPlan>&& plans) {
-    Status const status = enumerate_gemm(problem, device_properties(op, device), options, plans.data(), int64_t(plans.size()), &count);
-    if (!status.ok()) fail(op, ": ", status.message);
-    return std::move(plans);
-  };
-  enumerate({});  // how many there are
-  std::vector<GemmPlan> const plans = enumerate(std::vector<GemmPlan>(size_t(std::clamp<int64_t>(limit, 0, count))));
-  Json json;
-  json.open('[');
-  for (GemmPlan const& plan : plans) write_plan(json, plan);
-  return json.close(']').text();
-}
-
-}  // namespace
 
 KernelOverride parse_override(char const* op, std::string const& text) {
   KernelOverride result;
@@ -177,15 +65,19 @@ int32_t forced_arch() {
 
 namespace {
 
-PlanKey<6> key_of(GemmProblem const& problem, int32_t device) {
-  uint64_t const rest = uint64_t(problem.ab_type) | uint64_t(problem.d_type) << 2 | uint64_t(problem.a_major) << 4 |
-                        uint64_t(problem.b_major) << 5 | uint64_t(problem.a_alignment) << 8 | uint64_t(problem.b_alignment) << 16 |
-                        uint64_t(problem.c_alignment) << 24 | uint64_t(problem.d_alignment) << 32 | uint64_t(problem.has_c) << 40 |
-                        uint64_t(problem.gated) << 41 | uint64_t(problem.b_format) << 42 | uint64_t(problem.has_zeros) << 47 |
-                        uint64_t(std::bit_width(uint32_t(problem.group_size))) << 48;  // a power of two
-  return {uint64_t(problem.m), uint64_t(problem.n), uint64_t(problem.k), uint64_t(problem.batch), rest, uint64_t(device)};
+/// Enumerators and alignments take eight bits each.
+PlanKey<6> key_of(GemmProblem const& p, int32_t device) {
+  uint64_t const flags = uint64_t(p.a_major == Major::kMN) | uint64_t(p.b_major == Major::kMN) << 1 | uint64_t(p.has_c) << 2 |
+                         uint64_t(p.gated) << 3 | uint64_t(p.has_zeros) << 4;
+  uint64_t const alignments =
+      uint64_t(p.a_alignment) | uint64_t(p.b_alignment) << 8 | uint64_t(p.c_alignment) << 16 | uint64_t(p.d_alignment) << 24;
+  uint64_t const group = uint64_t(std::bit_width(uint32_t(p.group_size)));  // group sizes are powers of two
+  uint64_t const formats = uint64_t(p.ab_type) | uint64_t(p.d_type) << 8 | uint64_t(p.b_format) << 16 | group << 24;
+  return {
+      uint64_t(p.m), uint64_t(p.n), uint64_t(p.k), uint64_t(p.batch), flags | alignments << 32, formats | uint64_t(uint32_t(device)) << 32};
 }
 
+/// The options of a call that requests no kernel.
 GemmPlanOptions options_of_calls(int32_t device) {
   GemmPlanOptions options;
   options.use_tuned = tuned_enabled();
@@ -195,6 +87,16 @@ GemmPlanOptions options_of_calls(int32_t device) {
 }
 
 }  // namespace
+
+GemmPlan const& plan_as_requested(char const* op, GemmProblem const& problem, KernelOverride const& requested, OnDevice const& on,
+                                  GemmPlan* plan) {
+  GemmPlanOptions options;
+  options.kernel = requested.name.c_str();
+  if (requested.launch) options.launch = &*requested.launch;
+  Status const status = plan_gemm(problem, on.properties(), options, plan);
+  if (!status.ok()) fail(op, ": ", status.message);
+  return *plan;
+}
 
 GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice const& on) {
   thread_local PlanCache<6, GemmPlan> cache;
@@ -214,6 +116,116 @@ bool cached_dequantize_first(char const* op, GemmProblem const& problem, OnDevic
     if (!status.ok()) fail(op, ": ", status.message);
     return first;
   });
+}
+
+namespace {
+
+GemmProblem dense_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
+                          std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
+                          bool gated) {
+  if (sizes.size() != 4) fail(op, ": sizes must be [m, n, k, batch], got ", sizes.size(), " values");
+  if (alignments.size() != 4) fail(op, ": alignments must be [a, b, c, d], got ", alignments.size(), " values");
+  GemmProblem p;
+  p.m = sizes[0];
+  p.n = sizes[1];
+  p.k = sizes[2];
+  p.batch = sizes[3];
+  p.ab_type = parse_type((op + std::string(": ab_type")).c_str(), ab_type);
+  p.d_type = parse_type((op + std::string(": d_type")).c_str(), d_type);
+  p.a_major = parse_major((op + std::string(": a_major")).c_str(), a_major);
+  p.b_major = parse_major((op + std::string(": b_major")).c_str(), b_major);
+  p.a_alignment = int32_t(alignments[0]);
+  p.b_alignment = int32_t(alignments[1]);
+  p.c_alignment = int32_t(alignments[2]);
+  p.d_alignment = int32_t(alignments[3]);
+  p.has_c = has_c;
+  p.gated = gated;
+  return p;
+}
+
+GemmProblem w4_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format,
+                       int64_t group_size, bool has_zeros, bool has_c, bool gated) {
+  if (sizes.size() != 3) fail(op, ": sizes must be [m, n, k], got ", sizes.size(), " values");
+  GemmProblem p;
+  p.m = sizes[0];
+  p.n = sizes[1];
+  p.k = sizes[2];
+  p.ab_type = p.d_type = parse_type((op + std::string(": ab_type")).c_str(), ab_type);
+  p.b_format = parse_format(op, 0, w4_format);
+  p.group_size = group_of(op, group_size);
+  p.has_zeros = has_zeros;
+  p.has_c = has_c;
+  p.gated = gated;
+  return p;
+}
+
+/// The index by which tuned rows know a plan's device. A negative one is that of the H200 that need not be here.
+int32_t device_of(int64_t device) { return device < 0 ? kAnyDevice : int32_t(device); }
+
+void write_plan(Json& json, GemmPlan const& plan) {
+  json.open('{').key("kernel").value(plan.kernel->name).key("launch").open('{');
+  json.key("decomposition").value(name_of(plan.launch.decomposition)).key("splits").value(int64_t(plan.launch.splits));
+  json.key("swizzle").value(int64_t(plan.launch.max_swizzle_size)).key("raster").value(name_of(plan.launch.raster_order)).close('}');
+  json.key("workspace_bytes").value(int64_t(plan.workspace_bytes)).key("predicted_us").value(plan.predicted_us);
+  json.key("floor_us").value(plan.floor_us).key("source").value(name_of(plan.source)).key("reason").value(plan.reason);
+  json.key("compiled").value(plan.kernel->launch != nullptr).close('}');
+}
+
+/// Does what the operator does: where it pays, misaligned operands are copied into aligned rows.
+void realign(GemmProblem* problem) {
+  if (worth_realigning(problem->m, problem->n, problem->k, problem->batch)) problem->a_alignment = problem->b_alignment = 16;
+}
+
+std::string plan_json(char const* op, GemmProblem problem, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable,
+                      int64_t device) {
+  GemmPlanOptions options;
+  KernelOverride override;
+  bool first = problem.b_format != WeightFormat::kDense && kernel && *kernel == kDequantizeFirst;
+  if (kernel && !first) {
+    override = parse_override(op, *kernel);
+    options.kernel = override.name.c_str();
+    if (override.launch) options.launch = &*override.launch;
+  }
+  options.use_tuned = use_tuned && tuned_enabled();
+  options.only_runnable = only_runnable;
+  options.force_arch = forced_arch();
+  use_user_rows(&options, device_of(device));
+  DeviceProperties const& properties = device_properties(op, device);
+  if (!kernel) {
+    Status const status = dequantize_first(problem, properties, options, &first);
+    if (!status.ok()) fail(op, ": ", status.message);
+  }
+  double const write_us = first ? dequantize_us(problem, properties) : 0.0;
+  if (first) problem = dequantized(problem);
+  GemmPlan plan;
+  Status const status = plan_gemm(problem, properties, options, &plan);
+  if (!status.ok()) fail(op, ": ", status.message);
+  if (first) {
+    std::string const reason = std::string("after dequantisation: ") + plan.reason;
+    std::snprintf(plan.reason, sizeof(plan.reason), "%s", reason.c_str());
+    plan.predicted_us += write_us;
+  }
+  Json json;
+  write_plan(json, plan);
+  return json.text();
+}
+
+std::string enumerate_json(char const* op, GemmProblem const& problem, bool only_runnable, int64_t device, int64_t limit) {
+  GemmPlanOptions options;
+  options.only_runnable = only_runnable;
+  options.force_arch = forced_arch();
+  int64_t count = 0;
+  auto const enumerate = [&](std::vector<GemmPlan>&& plans) {
+    Status const status = enumerate_gemm(problem, device_properties(op, device), options, plans.data(), int64_t(plans.size()), &count);
+    if (!status.ok()) fail(op, ": ", status.message);
+    return std::move(plans);
+  };
+  enumerate({});  // sets the number of candidates
+  std::vector<GemmPlan> const plans = enumerate(std::vector<GemmPlan>(size_t(std::clamp<int64_t>(limit, 0, count))));
+  Json json;
+  json.open('[');
+  for (GemmPlan const& plan : plans) write_plan(json, plan);
+  return json.close(']').text();
 }
 
 std::string plan_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
@@ -249,5 +261,24 @@ std::string enumerate_w4a16_json(std::vector<int64_t> const& sizes, std::string 
   GemmProblem const problem = w4_problem(op, sizes, ab_type, w4_format, group_size, has_zeros, has_c, gated);
   return enumerate_json(op, problem, only_runnable, device, limit);
 }
+
+constexpr Operator kOperators[] = {
+    {"_plan_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, str? kernel, "
+     "bool use_tuned, bool only_runnable, int device) -> str",
+     boxed<&plan_gemm_json>},
+    {"_enumerate_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, "
+     "bool only_runnable, int device, int limit) -> str",
+     boxed<&enumerate_gemm_json>},
+    {"_plan_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, str? kernel, "
+     "bool use_tuned, bool only_runnable, int device) -> str",
+     boxed<&plan_w4a16_json>},
+    {"_enumerate_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, "
+     "bool only_runnable, int device, int limit) -> str",
+     boxed<&enumerate_w4a16_json>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

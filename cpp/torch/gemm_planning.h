@@ -1,4 +1,5 @@
-// Planning as the bindings do it: environment switches, users' tuned rows, and a per-thread cache in front of plan_gemm.
+// How an operator call finds its GEMM plan: the kernel that it requests by name, else plan_gemm with the process's switches and the user's
+// tuned rows, behind a cache for each thread.
 #pragma once
 
 #include <optional>
@@ -23,17 +24,22 @@ inline bool worth_realigning(int64_t m, int64_t n, int64_t k, int64_t batch) {
   return double(m) * double(n) * double(k) * double(batch) > 4e6;
 }
 
-/// MINFER_TUNED and MINFER_FORCE_ARCH, read once.
+/// Whether MINFER_TUNED allows tuned tables (default: it does). The environment is read once.
 bool tuned_enabled();
+/// MINFER_FORCE_ARCH: 80 for portable kernels alone; 0 where it is not set. The environment is read once.
 int32_t forced_arch();
 
-/// plan_gemm with the process's options, remembered per thread.
+/// The plan for the kernel, and the launch configuration, that the call requests; returns *plan.
+GemmPlan const& plan_as_requested(char const* op, GemmProblem const& problem, KernelOverride const& requested, OnDevice const& on,
+                                  GemmPlan* plan);
+
+/// What plan_gemm chooses. Each thread remembers its plans; the reference is good until the next call on the thread.
 GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice const& on);
 
-/// dequantize_first likewise.
+/// What dequantize_first chooses, remembered likewise.
 bool cached_dequantize_first(char const* op, GemmProblem const& problem, OnDevice const& on);
 
-/// The `kernel=` of quantised GEMMs that writes the weight out in 16 bits and runs the dense plan.
+/// The `kernel=` of quantised GEMMs that writes the weight in 16 bits and runs the dense plan.
 constexpr char const* kDequantizeFirst = "dequantize";
 
 }  // namespace minfer::torch_binding

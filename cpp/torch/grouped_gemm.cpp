@@ -1,8 +1,8 @@
-// torch.ops.minfer.grouped_gemm, grouped_gemm_masked and moe_ffn on CUDA tensors.
+// GEMMs of many experts at once with 16-bit weights, and a layer of such experts; on CUDA tensors.
 #include "minfer/moe.h"
 
-#include "bindings.h"
 #include "core/json.h"
+#include "core/operators.h"
 #include "core/torch_calls.h"
 #include "gemm_planning.h"
 #include "grouped_problem.h"
@@ -13,7 +13,7 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// b [experts, k, n] of a's type; returns n.
+/// b is [experts, k, n], of a's type; returns n.
 int64_t check_experts_of(char const* op, Tensor const& a, Tensor const& b, int64_t k) {
   if (b.dim() != 3 || b.size(1) != k) {
     fail(op, ": b must be [experts, k, n] with k = ", k, " to match a ", a, ", got b ", b);
@@ -37,7 +37,7 @@ GroupedCall described(char const* op, Tensor const& a, Tensor const& b, int64_t 
   return call;
 }
 
-/// Returns the rows of d.
+/// Checks a product of rows in expert order; returns the number of rows of d.
 int64_t check_sorted(char const* op, Tensor const& a, Tensor const& b, Tensor const& offsets, GroupedArguments const& arguments) {
   int64_t const rows = grouped_rows(op, a, arguments.gather), n = check_experts_of(op, a, b, a.size(1));
   check_grouped(op, a, rows, b.size(0), n, "b", arguments);
@@ -58,11 +58,11 @@ void check_masked(char const* op, Tensor const& a, Tensor const& b, Tensor const
   }
   check_16bit(op, "a", a);
   int64_t const n = check_experts_of(op, a, b, a.size(2)), experts = a.size(0), max_rows = a.size(1);
-  Beside const beside{"a", a};
-  if (arguments.bias) check_operand(op, "bias", *arguments.bias, a.scalar_type(), {experts, n}, beside);
-  if (arguments.row_scale) check_operand(op, "row_scale", *arguments.row_scale, ScalarType::Float, {experts, max_rows}, beside);
+  NamedTensor const reference{"a", a};
+  if (arguments.bias) check_operand(op, "bias", *arguments.bias, a.scalar_type(), {experts, n}, reference);
+  if (arguments.row_scale) check_operand(op, "row_scale", *arguments.row_scale, ScalarType::Float, {experts, max_rows}, reference);
   check_gate(op, "b", "columns", n, arguments.activation, arguments.gated, arguments.gate_layout);
-  check_offsets(op, "counts", counts, experts, beside);
+  check_offsets(op, "counts", counts, experts, reference);
 }
 
 GroupedCall described_masked(char const* op, Tensor const& a, Tensor const& b, Tensor const& counts, GroupedArguments const& arguments) {
@@ -73,13 +73,11 @@ GroupedCall described_masked(char const* op, Tensor const& a, Tensor const& b, T
   int64_t const all = experts * max_rows;
   bool const repeated = all > 1 && a.stride(max_rows > 1 ? 1 : 0) == 0;  // TMA has no stride 0
   Tensor const rows = walks && !repeated ? a : copy_of(op, "a", a);
-  set_rows(&call, call.held.keep(rows), all, all > 1 ? rows.stride(max_rows > 1 ? 1 : 0) : round_up(k, 8));
+  set_rows(&call, call.held.keep(rows), all, all > 1 ? rows.stride(max_rows > 1 ? 1 : 0) : unused_stride(k, a.element_size()));
   return call;
 }
 
 std::optional<Tensor> const kNoGather;
-
-}  // namespace
 
 Tensor grouped_gemm(Tensor const& a, Tensor const& b, Tensor const& offsets, std::optional<Tensor> const& bias,
                     std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
@@ -95,7 +93,7 @@ Tensor grouped_gemm(Tensor const& a, Tensor const& b, Tensor const& offsets, std
 Tensor grouped_gemm_out(Tensor const& a, Tensor const& b, Tensor const& offsets, std::optional<Tensor> const& bias,
                         std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale, std::string const& activation,
                         bool gated, std::string const& gate_layout, std::optional<std::string> const& kernel, Tensor const& out) {
-  char const* op = "minfer::grouped_gemm.out";
+  char const* op = "minfer::grouped_gemm";
   GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, kernel};
   int64_t const rows = check_sorted(op, a, b, offsets, arguments);
   check_grouped_out(op, out, rows, gated ? b.size(2) / 2 : b.size(2), {"a", a});
@@ -126,12 +124,13 @@ Tensor grouped_gemm_masked(Tensor const& a, Tensor const& b, Tensor const& count
 Tensor grouped_gemm_masked_out(Tensor const& a, Tensor const& b, Tensor const& counts, std::optional<Tensor> const& bias,
                                std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
                                std::string const& gate_layout, std::optional<std::string> const& kernel, Tensor const& out) {
-  char const* op = "minfer::grouped_gemm_masked.out";
+  char const* op = "minfer::grouped_gemm_masked";
   GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, kernel};
   check_masked(op, a, b, counts, arguments);
   int64_t const experts = a.size(0), max_rows = a.size(1), columns = gated ? b.size(2) / 2 : b.size(2);
   check_operand(op, "out", out, a.scalar_type(), {experts, max_rows, columns}, {"a", a});
-  int64_t const row = max_rows > 1 ? out.stride(1) : experts > 1 ? out.stride(0) : columns;  // of slabs of one row, an expert's
+  // From one row of out to the next; where every expert has a single row, that is from one expert to the next.
+  int64_t const row = max_rows > 1 ? out.stride(1) : experts > 1 ? out.stride(0) : columns;
   bool const walks =
       (out.stride(2) == 1 || columns <= 1) && row >= columns && (experts <= 1 || max_rows == 0 || out.stride(0) == max_rows * row);
   if (!walks) fail(op, ": out must be one run of rows with unit stride along them, got strides ", Listed{out.strides()});
@@ -155,9 +154,9 @@ Tensor moe_ffn(Tensor const& x, Tensor const& w13, Tensor const& w2, Tensor cons
   if (w13.dim() != 3 || w13.size(1) % 2 != 0) fail(op, ": w13 must be [experts, 2 * inter, hidden], got ", w13);
   int64_t const experts = w13.size(0), n = w13.size(1);
   check_experts(op, "w13", w13, experts);
-  Beside const beside{"x", x};
-  check_operand(op, "w13", w13, x.scalar_type(), {experts, n, hidden}, beside);
-  check_operand(op, "w2", w2, x.scalar_type(), {experts, hidden, n / 2}, beside);
+  NamedTensor const reference{"x", x};
+  check_operand(op, "w13", w13, x.scalar_type(), {experts, n, hidden}, reference);
+  check_operand(op, "w2", w2, x.scalar_type(), {experts, hidden, n / 2}, reference);
   LayerArguments const arguments{x, weights, ids, b13, b2, activation, gate_layout};
   check_layer(op, arguments, experts, n, "w13");
   OnDevice const on(op, x);
@@ -168,21 +167,36 @@ Tensor moe_ffn(Tensor const& x, Tensor const& w13, Tensor const& w2, Tensor cons
   return run_layer(op, arguments, up, down, on);
 }
 
-namespace {
+constexpr Operator kOperators[] = {
+    // d = row_scale * activation(a.b[e] + bias[e]), where the rows of a, or of a[gather], are in expert order and those of expert e end at
+    // offsets[e]. Gated: activation(gate) * up.
+    {"grouped_gemm(Tensor a, Tensor b, Tensor offsets, *, Tensor? bias=None, Tensor? gather=None, Tensor? row_scale=None, "
+     "str activation='none', bool gated=False, str gate_layout='halves', str? kernel=None) -> Tensor",
+     boxed<&grouped_gemm>, boxed<&grouped_gemm_out>},
+    // The same of masked rows: a is [experts, max_rows, k], and expert e uses the first counts[e] of its rows.
+    {"grouped_gemm_masked(Tensor a, Tensor b, Tensor counts, *, Tensor? bias=None, Tensor? row_scale=None, "
+     "str activation='none', bool gated=False, str gate_layout='halves', str? kernel=None) -> Tensor",
+     boxed<&grouped_gemm_masked>, boxed<&grouped_gemm_masked_out>},
+    // A layer of experts: sort, the two products, the sum. w13 is [experts, 2 * inter, hidden], w2 is [experts, hidden, inter].
+    {"moe_ffn(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, *, str activation='silu', Tensor? b13=None, Tensor? b2=None, "
+     "str gate_layout='halves') -> Tensor",
+     boxed<&moe_ffn>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
 
 GroupedProblem problem_of(char const* op, std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool gathered,
                           std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros) {
   if (sizes.size() != 4) fail(op, ": sizes must be [rows, experts, n, k], got ", sizes.size(), " numbers");
-  if (type != "f16" && type != "bf16") fail(op, ": type must be f16 or bf16, got '", type, "'");
   GroupedProblem p;
   p.rows = sizes[0];
   p.experts = sizes[1];
   p.n = sizes[2];
   p.k = sizes[3];
-  p.type = type == "f16" ? DataType::kF16 : DataType::kBF16;
+  p.type = parse_16bit_type(op, type);
   p.gated = gated;
   p.gathered = gathered;
-  p.a_alignment = p.b_alignment = p.k % 8 == 0 ? 16 : 2;
+  p.a_alignment = p.b_alignment = p.k * size_of(p.type) % 16 == 0 ? 16 : size_of(p.type);
   if (w4_format) {
     p.b_format = parse_format(op, 4, *w4_format);
     check_group_size(op, p.b_format, group_size);
@@ -200,8 +214,6 @@ void write_plan(Json& json, GroupedPlan const& plan) {
   json.key("compiled").value(plan.kernel->launch != nullptr).close('}');
 }
 
-}  // namespace
-
 std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool gathered,
                               std::optional<std::string> const& kernel, bool only_runnable, int64_t device,
                               std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros) {
@@ -218,5 +230,16 @@ std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string con
   write_plan(json, plan);
   return json.text();
 }
+
+/// JSON texts of what would run.
+constexpr Operator kPlanning[] = {
+    {"_plan_grouped(int[] sizes, str type, bool gated, bool gathered, str? kernel, bool only_runnable, int device, str? w4_format=None, "
+     "int group_size=128, bool has_zeros=False) -> str",
+     boxed<&plan_grouped_json>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kPlanning); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kPlanning); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

@@ -11,15 +11,15 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// gpt-oss's clamped swiglu: gate * sigmoid(1.702 * gate) * (up + 1) of gate <= 7 and |up| <= 7.
+/// gpt-oss's clamped SwiGLU: gate * sigmoid(1.702 * gate) * (up + 1), where gate is clamped to at most 7 and up to [-7, 7].
 constexpr char const* kSwigluOai = "swigluoai";
 
 PlanKey<8> key_of(GroupedProblem const& p, int32_t device) {
-  uint64_t const rest = uint64_t(p.type) | uint64_t(p.gated) << 2 | uint64_t(p.gathered) << 3 | uint64_t(p.has_zeros) << 4 |
-                        uint64_t(p.a_alignment) << 8 | uint64_t(p.b_alignment) << 16 | uint64_t(p.d_alignment) << 24 |
-                        uint64_t(p.b_format) << 32;
+  uint64_t const flags = uint64_t(p.gated) | uint64_t(p.gathered) << 1 | uint64_t(p.has_zeros) << 2;
+  uint64_t const alignments = uint64_t(p.a_alignment) | uint64_t(p.b_alignment) << 8 | uint64_t(p.d_alignment) << 16;
+  uint64_t const formats = uint64_t(p.type) | uint64_t(p.b_format) << 8 | flags << 16 | alignments << 32;
   return {uint64_t(p.rows),     uint64_t(p.experts),    uint64_t(p.n), uint64_t(p.k),
-          uint64_t(p.max_rows), uint64_t(p.group_size), rest,          uint64_t(device)};
+          uint64_t(p.max_rows), uint64_t(p.group_size), formats,       uint64_t(uint32_t(device))};
 }
 
 GroupedPlan make_plan(char const* op, GroupedProblem const& problem, DeviceProperties const& device, char const* kernel) {
@@ -69,14 +69,14 @@ void check_gate(char const* op, char const* weight, char const* extent, int64_t 
 void check_grouped(char const* op, Tensor const& a, int64_t rows, int64_t experts, int64_t n, char const* weight,
                    GroupedArguments const& arguments) {
   auto const& [bias, gather, row_scale, activation, gated, gate_layout, kernel] = arguments;
-  Beside const beside{"a", a};
-  if (bias) check_operand(op, "bias", *bias, a.scalar_type(), {experts, n}, beside);
-  if (gather) check_operand(op, "gather", *gather, ScalarType::Int, {rows}, beside);
-  if (row_scale) check_operand(op, "row_scale", *row_scale, ScalarType::Float, {rows}, beside);
+  NamedTensor const reference{"a", a};
+  if (bias) check_operand(op, "bias", *bias, a.scalar_type(), {experts, n}, reference);
+  if (gather) check_operand(op, "gather", *gather, ScalarType::Int, {rows}, reference);
+  if (row_scale) check_operand(op, "row_scale", *row_scale, ScalarType::Float, {rows}, reference);
   check_gate(op, weight, "columns", n, activation, gated, gate_layout);
 }
 
-void check_offsets(char const* op, char const* name, Tensor const& offsets, int64_t experts, Beside const& a) {
+void check_offsets(char const* op, char const* name, Tensor const& offsets, int64_t experts, NamedTensor const& a) {
   check_operand(op, name, offsets, ScalarType::Int, {experts}, a);
 }
 
@@ -87,7 +87,7 @@ void check_no_overlap(char const* op, Tensor const& out, GroupedArguments const&
   }
 }
 
-void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, Beside const& a) {
+void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, NamedTensor const& a) {
   check_operand(op, "out", out, a.x.scalar_type(), {rows, columns}, a);
   if (out.stride(1) != 1 && columns > 1) {
     fail(op, ": out must have unit stride along its rows, got strides ", out.stride(0), " and ", out.stride(1));
@@ -114,13 +114,14 @@ void set_rows(GroupedCall* call, void const* a, int64_t rows, int64_t lda) {
   call->operands.a = a;
   call->operands.a_rows = rows;
   call->operands.lda = lda;
-  call->problem.a_alignment = common_alignment({address_of(a), uint64_t(lda * 2)});
+  call->problem.a_alignment = common_alignment({address_of(a), uint64_t(lda * size_of(call->problem.type))});
 }
 
 void set_rows(GroupedCall* call, char const* name, Tensor const& a) {
   bool const readable = (a.stride(1) == 1 || a.size(1) <= 1) && (a.size(0) <= 1 || a.stride(0) != 0);  // TMA has no stride 0
   Tensor const rows = readable ? a : copy_of(call->op, name, a);
-  set_rows(call, call->held.keep(rows), rows.size(0), rows.size(0) > 1 ? rows.stride(0) : round_up(call->problem.k, 8));
+  set_rows(call, call->held.keep(rows), rows.size(0),
+           rows.size(0) > 1 ? rows.stride(0) : unused_stride(call->problem.k, rows.element_size()));
 }
 
 void set_bias(GroupedCall* call, char const* name, std::optional<Tensor> const& bias) {
@@ -147,9 +148,10 @@ void set_weight(GroupedCall* call, char const* name, Tensor const& weight, bool 
     read = copy_with_strides(call->op, name, weight, strides, p.experts * expert);
   }
   o.b = call->held.keep(read);
-  o.ldb = p.n > 1 ? row : round_up(p.k, 8);
-  o.b_expert_stride = p.experts > 1 ? expert : round_up(p.n * o.ldb, 8);
-  p.b_alignment = common_alignment({address_of(o.b), uint64_t(o.ldb * 2), uint64_t(o.b_expert_stride * 2)});
+  int64_t const bytes = weight.element_size();
+  o.ldb = p.n > 1 ? row : unused_stride(p.k, bytes);
+  o.b_expert_stride = p.experts > 1 ? expert : unused_stride(p.n * o.ldb, bytes);
+  p.b_alignment = common_alignment({address_of(o.b), uint64_t(o.ldb * bytes), uint64_t(o.b_expert_stride * bytes)});
 }
 
 void set_arguments(GroupedCall* call, GroupedArguments const& arguments, char const* offsets_name, Tensor const& offsets) {
@@ -169,7 +171,7 @@ void set_arguments(GroupedCall* call, GroupedArguments const& arguments, char co
 void set_output(GroupedCall* call, void* d, int64_t ldd) {
   call->operands.d = d;
   call->operands.ldd = ldd;
-  call->problem.d_alignment = common_alignment({address_of(d), uint64_t(ldd * 2)});
+  call->problem.d_alignment = common_alignment({address_of(d), uint64_t(ldd * size_of(call->problem.type))});
 }
 
 GroupedPlan plan_of(GroupedCall const& call, std::optional<std::string> const& kernel, OnDevice const& on) {
@@ -207,7 +209,7 @@ Tensor launch(GroupedCall& call, std::optional<std::string> const& kernel, Tenso
 }
 
 void launch_out(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& out, OnDevice const& on) {
-  launch(call, kernel, out, out.size(0) > 1 ? out.stride(0) : round_up(call.columns(), 8), on);
+  launch(call, kernel, out, out.size(0) > 1 ? out.stride(0) : unused_stride(call.columns(), out.element_size()), on);
 }
 
 }  // namespace minfer::torch_binding

@@ -1,5 +1,5 @@
-// torch.ops.minfer.grouped_w4a16_gemm and moe_ffn_w4a16 on CUDA tensors.
-#include "bindings.h"
+// GEMMs of many experts at once with weights in 4-bit codes, and a layer of such experts; on CUDA tensors.
+#include "core/operators.h"
 #include "core/torch_calls.h"
 #include "gemm_planning.h"
 #include "grouped_problem.h"
@@ -11,13 +11,13 @@ namespace minfer::torch_binding {
 namespace {
 
 struct ExpertWeights {
-  char const *name, *scales_name, *zeros_name, *alpha_name;  // of the arguments
+  char const *name, *scales_name, *zeros_name, *alpha_name;  // as the operator calls its arguments
   Tensor const &packed, &scales;
   std::optional<Tensor> const &zeros, &alpha;
   WeightFormat format;
   int64_t group_size;
 
-  /// [experts, groups, n], as far as it can be read without k.
+  /// Of scales [experts, groups, n]; how many groups there are is checked later, with k.
   int64_t experts(char const* op) const {
     if (scales.dim() != 3) fail(op, ": ", scales_name, " must be [experts, groups, n], got ", scales);
     check_experts(op, scales_name, scales, scales.size(0));
@@ -26,8 +26,8 @@ struct ExpertWeights {
   int64_t n() const { return scales.size(2); }
 };
 
-/// Against experts that have been counted, k, and activations.
-void check_weights(char const* op, ExpertWeights const& w, int64_t n, int64_t k, Beside const& a) {
+/// The weights of a product with k columns of a and n outputs, whose experts have been checked.
+void check_weights(char const* op, ExpertWeights const& w, int64_t n, int64_t k, NamedTensor const& a) {
   int64_t const experts = w.scales.size(0);
   check_group_size(op, w.format, w.group_size);
   if (k % 8 != 0) fail(op, ": k must be a multiple of 8, got ", k);
@@ -50,14 +50,14 @@ void check_weights(char const* op, ExpertWeights const& w, int64_t n, int64_t k,
   if (w.zeros) check_contiguous(w.zeros_name, *w.zeros);
 }
 
-/// Codes, scales and zero points as TMA reads them.
+/// Codes, scales and zero points, copied where TMA cannot read them.
 void set_weights(GroupedCall* call, ExpertWeights const& w) {
   char const* op = call->op;
   GroupedProblem& p = call->problem;
   GroupedOperands& o = call->operands;
   o.b = call->held.keep(aligned_contiguous(op, w.name, w.packed));
   if (p.k == 0) {  // only the epilogue is left, which the kernels of 16-bit weights compute
-    o.ldb = 8;
+    o.ldb = unused_stride(0, size_of(p.type));
     o.b_expert_stride = p.n * o.ldb;
     return;
   }
@@ -65,7 +65,7 @@ void set_weights(GroupedCall* call, ExpertWeights const& w) {
   p.group_size = planned_group(w.group_size, p.k);
   p.has_zeros = w.zeros.has_value();
   int64_t const groups = w.scales.size(1), row = round_up(p.n, 16 / w.scales.element_size());
-  bool const padded = row != p.n;  // of bytes
+  bool const padded = row != p.n;  // scales of one byte, n no multiple of 16
   Tensor const scales = padded ? copy_with_strides(op, w.scales_name, w.scales, {groups * row, row, 1}, p.experts * groups * row)
                                : aligned_contiguous(op, w.scales_name, w.scales);
   o.b_scales = call->held.keep(scales);
@@ -74,13 +74,13 @@ void set_weights(GroupedCall* call, ExpertWeights const& w) {
   if (w.alpha) o.alpha = static_cast<float const*>(call->held.keep(contiguous(op, w.alpha_name, *w.alpha)));
 }
 
-/// A grouped product, checked; returns the rows of d.
+/// Checks a grouped product; returns the number of rows of d.
 int64_t check_call(char const* op, Tensor const& a, ExpertWeights const& w, Tensor const& offsets, GroupedArguments const& arguments) {
   int64_t const rows = grouped_rows(op, a, arguments.gather), experts = w.experts(op), n = w.n();
-  Beside const beside{"a", a};
-  check_weights(op, w, n, a.size(1), beside);
+  NamedTensor const reference{"a", a};
+  check_weights(op, w, n, a.size(1), reference);
   check_grouped(op, a, rows, experts, n, w.scales_name, arguments);
-  check_offsets(op, "offsets", offsets, experts, beside);
+  check_offsets(op, "offsets", offsets, experts, reference);
   if (a.size(1) == 0 && arguments.kernel) fail(op, ": kernel ", *arguments.kernel, " cannot compute this problem: it needs k > 0");
   return rows;
 }
@@ -107,8 +107,6 @@ ExpertWeights weights_of(char const* op, Tensor const& qweight, Tensor const& sc
 
 std::string const kBlocks = "blocks", kHalves = "halves";
 
-}  // namespace
-
 Tensor grouped_w4a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
                           Tensor const& offsets, int64_t group_size, std::string const& w4_format, std::optional<Tensor> const& alpha,
                           std::optional<Tensor> const& bias, std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale,
@@ -127,7 +125,7 @@ Tensor grouped_w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor con
                               std::optional<Tensor> const& bias, std::optional<Tensor> const& gather,
                               std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
                               std::optional<std::string> const& kernel, Tensor const& out) {
-  char const* op = "minfer::grouped_w4a16_gemm.out";
+  char const* op = "minfer::grouped_w4a16_gemm";
   ExpertWeights const w = weights_of(op, qweight, scales, zeros, alpha, w4_format, group_size);
   GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gated ? kBlocks : kHalves, kernel};
   int64_t const rows = check_call(op, a, w, offsets, arguments);
@@ -159,9 +157,9 @@ Tensor moe_ffn_w4a16(Tensor const& x, Tensor const& w13, Tensor const& w13_scale
   if (second.experts(op) != experts) {
     fail(op, ": w2_scales must have w13_scales' ", experts, " experts, got ", w2_scales);
   }
-  Beside const beside{"x", x};
-  check_weights(op, first, n, hidden, beside);
-  check_weights(op, second, hidden, n / 2, beside);
+  NamedTensor const reference{"x", x};
+  check_weights(op, first, n, hidden, reference);
+  check_weights(op, second, hidden, n / 2, reference);
   LayerArguments const arguments{x, weights, ids, b13, b2, activation, kBlocks};
   check_layer(op, arguments, experts, n, "w13");
   OnDevice const on(op, x);
@@ -171,5 +169,22 @@ Tensor moe_ffn_w4a16(Tensor const& x, Tensor const& w13, Tensor const& w13_scale
   set_weights(&down, second);
   return run_layer(op, arguments, up, down, on);
 }
+
+constexpr Operator kOperators[] = {
+    // grouped_gemm with b[e] = alpha[e] * (code - zero) * scale, [n, k] in 4-bit codes; gated rows are in blocks of 8 gate and 8 up rows.
+    {"grouped_w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros, Tensor offsets, *, int group_size=128, "
+     "str w4_format='int4', Tensor? alpha=None, Tensor? bias=None, Tensor? gather=None, Tensor? row_scale=None, "
+     "str activation='none', bool gated=False, str? kernel=None) -> Tensor",
+     boxed<&grouped_w4a16_gemm>, boxed<&grouped_w4a16_gemm_out>},
+    // moe_ffn with such weights.
+    {"moe_ffn_w4a16(Tensor x, Tensor w13, Tensor w13_scales, Tensor? w13_zeros, Tensor w2, Tensor w2_scales, Tensor? w2_zeros, "
+     "Tensor weights, Tensor ids, *, int group_size=128, str w4_format='int4', Tensor? alpha13=None, Tensor? alpha2=None, "
+     "str activation='silu', Tensor? b13=None, Tensor? b2=None) -> Tensor",
+     boxed<&moe_ffn_w4a16>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

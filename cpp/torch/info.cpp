@@ -1,12 +1,14 @@
-// What the build holds: _build_info, _kernels, _device_properties, _device_file_name; and _allocate, _is_done.
-#include "bindings.h"
+// Private operators that say what the build holds and what a device is, as JSON texts, and two that tests and tools need.
 #include "core/device.h"
 #include "core/json.h"
+#include "core/operators.h"
 #include "core/torch_calls.h"
 #include "minfer/gemm.h"
 #include "minfer/registry.h"
 
 namespace minfer::torch_binding {
+
+namespace {
 
 std::string build_info() {
   int64_t count = 0, compiled = 0;
@@ -77,15 +79,30 @@ std::string device_properties_json(int64_t index) {
 
 std::string device_file_name_text(std::string const& device_name) { return device_file_name(device_name.c_str()).text; }
 
+/// Allocates as operators do, so that tests see what is said when there is no memory.
 Tensor allocate_for_tests(Tensor const& like, std::vector<int64_t> const& shape, std::string const& what) {
   return allocate("minfer::_allocate", like, shape, like.scalar_type(), what, " beside ", like);
 }
 
+/// event: the handle of a CUDA event.
 bool is_done(int64_t event) {
   bool done = false;
   Status const status = query_event(reinterpret_cast<void*>(event), &done);
   if (!status.ok()) fail("minfer::_is_done: ", status.message);
   return done;
 }
+
+constexpr Operator kOperators[] = {
+    {"_build_info() -> str", boxed<&build_info>},
+    {"_kernels(str family) -> str", boxed<&kernels>},
+    {"_device_properties(int index) -> str", boxed<&device_properties_json>},
+    {"_device_file_name(str device_name) -> str", boxed<&device_file_name_text>},
+    {"_is_done(int event) -> bool", boxed<&is_done>},
+    {"_allocate(Tensor like, int[] shape, str what) -> Tensor", boxed<&allocate_for_tests>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

@@ -1,15 +1,16 @@
-// torch.ops.minfer.kv_cache_append on CUDA tensors. The checks are those of python/minfer/checks/kv_cache.py, in their order.
+// Writes new keys and values into a cache, on CUDA tensors. The checks are those of python/minfer/checks/kv_cache.py, in the same order.
 #include "minfer/kv_cache.h"
 
-#include "bindings.h"
 #include "core/checks.h"
 #include "core/device.h"
+#include "core/operators.h"
 #include "kv_formats.h"
 
 namespace minfer::torch_binding {
 
 namespace {
 
+/// The new rows of K or of V, and the cache that they go to.
 void set_rows(KvRows* rows, Tensor const& x, Tensor const& cache, std::optional<Tensor> const& scale,
               std::optional<Tensor> const& residual) {
   rows->x = x.data_ptr();
@@ -25,17 +26,15 @@ void set_rows(KvRows* rows, Tensor const& x, Tensor const& cache, std::optional<
   if (residual) rows->residual = residual->data_ptr();
 }
 
-}  // namespace
-
 void kv_cache_append(Tensor const& k, Tensor const& v, Tensor const& k_cache, Tensor const& v_cache, Tensor const& slot_mapping,
                      std::optional<Tensor> const& k_scale, std::optional<Tensor> const& v_scale, std::optional<Tensor> const& k_residual,
                      std::optional<Tensor> const& v_residual, std::optional<Tensor> const& cu_seqlens, std::string const& kv_format) {
   char const* op = "minfer::kv_cache_append";
-  Beside const beside{"k", k};
+  NamedTensor const reference{"k", k};
   KvAppend p;
   for (auto const& [name, x] : {std::pair{"k", &k}, std::pair{"v", &v}}) {
     if (x->dim() != 3) fail(op, ": ", name, " must be [tokens, heads_kv, head_dim], got ", *x);
-    check_16bit(op, name, *x, beside);
+    check_16bit(op, name, *x, reference);
   }
   if (v.size(0) != k.size(0) || v.size(1) != k.size(1)) {
     fail(op, ": v must have k's modes but the last, got k ", k, " and v ", v);
@@ -45,9 +44,9 @@ void kv_cache_append(Tensor const& k, Tensor const& v, Tensor const& k_cache, Te
   p.heads_kv = k.size(1);
   p.k.head_dim = k.size(2);
   p.v.head_dim = v.size(2);
-  check_head_dims(op, beside, p.k.head_dim, p.v.head_dim);
-  p.kv_format = check_format(op, kv_format, k_cache.scalar_type(), beside);
-  check_cache(op, k_cache, v_cache, beside);
+  check_head_dims(op, reference, p.k.head_dim, p.v.head_dim);
+  p.kv_format = check_format(op, kv_format, k_cache.scalar_type(), reference);
+  check_cache(op, k_cache, v_cache, reference);
   p.pages = k_cache.size(0);
   p.page_size = k_cache.size(1);
   int64_t const per_byte = codes_per_byte(p.kv_format);
@@ -57,17 +56,17 @@ void kv_cache_append(Tensor const& k, Tensor const& v, Tensor const& k_cache, Te
            per_byte == 2 ? ", two to a byte" : "", ", got ", *cache);
     }
   }
-  check_operand(op, "slot_mapping", slot_mapping, ScalarType::Long, {p.tokens}, beside);
+  check_operand(op, "slot_mapping", slot_mapping, ScalarType::Long, {p.tokens}, reference);
   p.batch = p.tokens;
   if (cu_seqlens) {
     if (cu_seqlens->dim() != 1 || cu_seqlens->size(0) < 1) fail(op, ": cu_seqlens must be [batch + 1], got ", *cu_seqlens);
-    check_operand(op, "cu_seqlens", *cu_seqlens, ScalarType::Int, cu_seqlens->sizes(), beside);
+    check_operand(op, "cu_seqlens", *cu_seqlens, ScalarType::Int, cu_seqlens->sizes(), reference);
     p.batch = cu_seqlens->size(0) - 1;
     p.cu_seqlens = static_cast<int32_t const*>(cu_seqlens->data_ptr());
     p.cu_seqlens_stride = cu_seqlens->stride(0);
   }
   KvSizes const sizes{p.kv_format, p.pages, p.page_size, p.heads_kv, p.k.head_dim, p.v.head_dim, p.batch};
-  KvGroups const groups = check_scales(op, sizes, {k_scale, v_scale, k_residual, v_residual}, beside);
+  KvGroups const groups = check_scales(op, sizes, {k_scale, v_scale, k_residual, v_residual}, reference);
   p.group_tokens = groups.group_tokens;
   p.groups_v = groups.groups_v;
   check_cache_strides(op, k_cache, v_cache);
@@ -90,5 +89,17 @@ void kv_cache_append(Tensor const& k, Tensor const& v, Tensor const& k_cache, Te
   Status const status = append_to_kv_cache(p, on.properties(), on.programmatic(), on.stream());
   if (!status.ok()) fail(op, ": k ", k, ", v ", v, " to a cache ", k_cache, ": ", status.message);
 }
+
+constexpr Operator kOperators[] = {
+    // Token i of k and v goes to slot slot_mapping[i] of the cache, in the cache's format.
+    {"kv_cache_append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, *, Tensor(c!)? k_scale=None, "
+     "Tensor(d!)? v_scale=None, Tensor(e!)? k_residual=None, Tensor(f!)? v_residual=None, Tensor? cu_seqlens=None, "
+     "str kv_format='auto') -> ()",
+     boxed<&kv_cache_append>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

@@ -5,7 +5,7 @@
 
 namespace minfer::torch_binding {
 
-WeightFormat check_format(char const* op, std::string const& name, ScalarType codes, Beside const& other) {
+WeightFormat check_format(char const* op, std::string const& name, ScalarType codes, NamedTensor const& other) {
   ScalarType const type = other.x.scalar_type();
   struct {
     char const* name;
@@ -26,7 +26,7 @@ WeightFormat check_format(char const* op, std::string const& name, ScalarType co
   fail(op, ": k_cache must be ", type, " like ", other.name, ", float8_e4m3fn, int8 or uint8 (int4), got ", codes);
 }
 
-void check_head_dims(char const* op, Beside const& other, int64_t head_dim, int64_t head_dim_v) {
+void check_head_dims(char const* op, NamedTensor const& other, int64_t head_dim, int64_t head_dim_v) {
   if (head_dim <= 0 || head_dim % 8 != 0 || head_dim > kMaxCacheHeadDim) {
     fail(op, ": head_dim must be a multiple of 8 up to ", kMaxCacheHeadDim, ", got ", head_dim);
   }
@@ -35,7 +35,7 @@ void check_head_dims(char const* op, Beside const& other, int64_t head_dim, int6
   }
 }
 
-void check_cache(char const* op, Tensor const& k_cache, Tensor const& v_cache, Beside const& other) {
+void check_cache(char const* op, Tensor const& k_cache, Tensor const& v_cache, NamedTensor const& other) {
   for (auto const& [name, x] : {std::pair{"k_cache", &k_cache}, std::pair{"v_cache", &v_cache}}) {
     if (x->dim() != 4) fail(op, ": ", name, " must be [pages or batch, page_size or length, heads_kv, head_dim], got ", *x);
     check_same_device(op, name, *x, other);
@@ -60,8 +60,8 @@ void check_cache_strides(char const* op, Tensor const& k_cache, Tensor const& v_
 
 namespace {
 
-/// fp8: a scale for all heads, or one for each.
-KvGroups check_scales_of_heads(char const* op, KvSizes const& sizes, KvScales const& scales, Beside const& other) {
+/// fp8: one scale for all heads, or one for each head.
+KvGroups check_scales_of_heads(char const* op, KvSizes const& sizes, KvScales const& scales, NamedTensor const& other) {
   int64_t const numel = scales.k_scale->numel();
   for (auto const& [name, x] : {std::pair{"k_scale", &*scales.k_scale}, std::pair{"v_scale", &*scales.v_scale}}) {
     if (x->dim() > 1 || (numel != 1 && numel != sizes.heads_kv) || x->numel() != numel) {
@@ -74,8 +74,8 @@ KvGroups check_scales_of_heads(char const* op, KvSizes const& sizes, KvScales co
   return groups;
 }
 
-/// int4: of K a scale and a minimum for a channel of a group of tokens, of V for a token's group of channels.
-KvGroups check_scales_of_groups(char const* op, KvSizes const& sizes, KvScales const& scales, Beside const& other) {
+/// int4: K has a scale and a minimum for each channel of a token group, V has them for each group of channels of a token.
+KvGroups check_scales_of_groups(char const* op, KvSizes const& sizes, KvScales const& scales, NamedTensor const& other) {
   Tensor const &k_scale = *scales.k_scale, &v_scale = *scales.v_scale;
   if (k_scale.dim() != 5 || v_scale.dim() != 4) {
     fail(op, ": int4 scales must be k_scale [pages, heads_kv, page_size / group, 2, head_dim] and v_scale [pages, heads_kv, 2 * groups, ",
@@ -106,7 +106,7 @@ KvGroups check_scales_of_groups(char const* op, KvSizes const& sizes, KvScales c
 
 }  // namespace
 
-KvGroups check_scales(char const* op, KvSizes const& sizes, KvScales const& scales, Beside const& other) {
+KvGroups check_scales(char const* op, KvSizes const& sizes, KvScales const& scales, NamedTensor const& other) {
   bool const dense = sizes.format == WeightFormat::kDense, int4 = sizes.format == WeightFormat::kInt4;
   char const* format = dense ? "16bit" : name_of(sizes.format);
   struct {

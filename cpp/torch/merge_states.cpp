@@ -1,7 +1,10 @@
-// torch.ops.minfer.merge_attention_states on CUDA tensors. The checks are those of python/minfer/checks/attention.py, in their order.
-#include "bindings.h"
+// Merges states of attention over disjoint keys, on CUDA tensors. The checks are those of python/minfer/checks/attention.py, in the same
+// order.
+#include <cstdio>
+
 #include "core/checks.h"
 #include "core/device.h"
+#include "core/operators.h"
 #include "core/readable.h"
 #include "core/torch_calls.h"
 #include "minfer/attention.h"
@@ -10,20 +13,19 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// As 16-byte accesses read it; one of an odd head_dim is read element by element as it is.
+/// A state's output as kernels read it: in vectors of 16 bytes, or element by element where a row is no multiple of 16 bytes. The latter
+/// works with any strides.
 Tensor readable_part(char const* op, Tensor const& out) {
   bool const odd = out.size(out.dim() - 1) * out.element_size() % kVectorRows.bytes != 0;
   return odd ? out : readable(op, "outs", out, kVectorRows);
 }
-
-}  // namespace
 
 std::tuple<Tensor, Tensor> merge_attention_states(std::vector<Tensor> const& outs, std::vector<Tensor> const& lses) {
   char const* op = "minfer::merge_attention_states";
   if (outs.empty()) fail(op, ": outs must have at least one part, got none");
   if (lses.size() != outs.size()) fail(op, ": lses must have as many parts as outs, ", outs.size(), ", got ", lses.size());
   Tensor const& first = outs[0];
-  int64_t const lead = first.dim() - 3;  // 1 with a batch mode
+  int64_t const lead = first.dim() - 3;  // 1 where there is a batch mode
   if (lead != 0 && lead != 1) {
     fail(op, ": outs[0] must be [batch, seqlen, heads, head_dim_v] or [tokens, heads, head_dim_v], got ", first);
   }
@@ -40,13 +42,13 @@ std::tuple<Tensor, Tensor> merge_attention_states(std::vector<Tensor> const& out
   merge.head_dim_v = first.size(lead + 2);
   int64_t const lse_modes[] = {merge.batch, merge.heads, merge.seqlen};
   Shape const lse_shape(lse_modes + (1 - lead), size_t(2 + lead));
-  Beside const beside{"outs[0]", first};
+  NamedTensor const reference{"outs[0]", first};
   for (size_t i = 0; i < outs.size(); ++i) {
     char out_name[32], lse_name[32];
     std::snprintf(out_name, sizeof(out_name), "outs[%zu]", i);
     std::snprintf(lse_name, sizeof(lse_name), "lses[%zu]", i);
-    check_operand(op, out_name, outs[i], type, first.sizes(), beside);
-    check_operand(op, lse_name, lses[i], ScalarType::Float, lse_shape, beside);
+    check_operand(op, out_name, outs[i], type, first.sizes(), reference);
+    check_operand(op, lse_name, lses[i], ScalarType::Float, lse_shape, reference);
   }
   OnDevice const on(op, first);
   Tensor const out = allocate(op, first, first.sizes(), type, "the output of ", outs.size(), " parts ", first);
@@ -69,5 +71,14 @@ std::tuple<Tensor, Tensor> merge_attention_states(std::vector<Tensor> const& out
   if (!status.ok()) fail(op, ": ", merge.count, " parts of ", out, ": ", status.message);
   return {out, lse};
 }
+
+constexpr Operator kOperators[] = {
+    // out = sum of outs[i] exp(lses[i] - lse), lse = log(sum of exp(lses[i]))
+    {"merge_attention_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)", boxed<&merge_attention_states>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

@@ -9,14 +9,14 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// Parts of one piece of memory, each 256-byte aligned, as torch's allocations are.
-class Parts {
+/// Divides one allocation among several buffers, each 256-byte aligned, as torch's allocations are.
+class BufferOffsets {
  public:
-  /// The next part's place in it.
+  /// The offset of the next buffer.
   int64_t add(int64_t bytes) {
-    int64_t const place = bytes_;
+    int64_t const offset = bytes_;
     bytes_ += round_up(bytes, 256);
-    return place;
+    return offset;
   }
   int64_t bytes() const { return bytes_; }
 
@@ -33,13 +33,13 @@ void check_tokens(char const* op, Tensor const& x) {
 
 void check_layer(char const* op, LayerArguments const& arguments, int64_t experts, int64_t n, char const* w13) {
   auto const& [x, weights, ids, b13, b2, activation, gate_layout] = arguments;
-  Beside const beside{"x", x};
+  NamedTensor const reference{"x", x};
   if (ids.dim() != 2) fail(op, ": ids must be [tokens, top_k], got ", ids);
   int64_t const tokens = x.size(0), hidden = x.size(1), top_k = ids.size(1);
-  check_operand(op, "ids", ids, ScalarType::Int, {tokens, top_k}, beside);
-  check_operand(op, "weights", weights, ScalarType::Float, {tokens, top_k}, beside);
-  if (b13) check_operand(op, "b13", *b13, x.scalar_type(), {experts, n}, beside);
-  if (b2) check_operand(op, "b2", *b2, x.scalar_type(), {experts, hidden}, beside);
+  check_operand(op, "ids", ids, ScalarType::Int, {tokens, top_k}, reference);
+  check_operand(op, "weights", weights, ScalarType::Float, {tokens, top_k}, reference);
+  if (b13) check_operand(op, "b13", *b13, x.scalar_type(), {experts, n}, reference);
+  if (b2) check_operand(op, "b2", *b2, x.scalar_type(), {experts, hidden}, reference);
   check_gate(op, w13, "rows", n, activation, true, gate_layout);
 }
 
@@ -63,28 +63,29 @@ Tensor run_layer(char const* op, LayerArguments const& arguments, GroupedCall& u
   Tensor const& x = arguments.x;
   Tensor const ids = contiguous(op, "ids", arguments.ids), weights = contiguous(op, "weights", arguments.weights);
   int64_t const tokens = x.size(0), hidden = x.size(1), pairs = ids.numel(), inter = up.columns(), experts = up.problem.experts;
-  int64_t const bytes = x.element_size(), numbers = 4;
+  int64_t const bytes = x.element_size(), number_bytes = 4;  // of int32 and float32
 
-  // Plans first: they say how much memory is needed, and want to know of it only that it is aligned.
+  // The plans come first, since they say how much workspace is needed. They depend on the alignment of buffers, not on where these lie.
   bool const quantised = up.problem.b_format != WeightFormat::kDense;
   set_rows(&up, "x", quantised ? aligned_rows(op, "x", x) : x);
   up.problem.gathered = true;
   set_output(&up, nullptr, inter);
-  set_rows(&down, nullptr, pairs, pairs > 1 ? inter : round_up(inter, 8));
+  set_rows(&down, nullptr, pairs, pairs > 1 ? inter : unused_stride(inter, bytes));
   set_output(&down, nullptr, hidden);
   GroupedPlan const plan_up = is_empty(up) ? GroupedPlan() : plan_of(up, any_kernel, on);
   GroupedPlan const plan_down = is_empty(down) ? GroupedPlan() : plan_of(down, any_kernel, on);
 
-  Parts parts;
-  int64_t const token_index = parts.add(pairs * numbers), scale = parts.add(pairs * numbers), inverse = parts.add(pairs * numbers);
-  int64_t const offsets = parts.add(experts * numbers), h = parts.add(pairs * inter * bytes);
-  // The second product writes where the first one is done with its workspace: launches on a stream follow each other.
-  int64_t const y = parts.add(std::max(pairs * hidden * bytes, int64_t(plan_up.workspace_bytes)));
-  int64_t const workspace = parts.add(int64_t(plan_down.workspace_bytes));
-  Tensor const memory = allocate(op, x, {parts.bytes()}, ScalarType::Byte, "what lies between the products of x ", x, ", ids ", ids, ", ",
+  BufferOffsets buffers;
+  int64_t const token_index = buffers.add(pairs * number_bytes), scale = buffers.add(pairs * number_bytes),
+                inverse = buffers.add(pairs * number_bytes);
+  int64_t const offsets = buffers.add(experts * number_bytes), h = buffers.add(pairs * inter * bytes);
+  // The output of the second product shares memory with the workspace of the first, which is done before the second begins.
+  int64_t const y = buffers.add(std::max(pairs * hidden * bytes, int64_t(plan_up.workspace_bytes)));
+  int64_t const workspace = buffers.add(int64_t(plan_down.workspace_bytes));
+  Tensor const memory = allocate(op, x, {buffers.bytes()}, ScalarType::Byte, "what lies between the products of x ", x, ", ids ", ids, ", ",
                                  experts, " experts and inter = ", inter);
   Tensor const out = allocate(op, x, {tokens, hidden}, x.scalar_type(), "the output of x ", x);
-  auto const at = [&](int64_t place) { return static_cast<char*>(memory.data_ptr()) + place; };
+  auto const at = [&](int64_t offset) { return static_cast<char*>(memory.data_ptr()) + offset; };
 
   ExpertSort sort;
   sort.ids = static_cast<int32_t const*>(ids.data_ptr());

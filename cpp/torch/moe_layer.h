@@ -1,26 +1,26 @@
-// A layer of experts, whatever its weights: sort, two products, sum. What lies between them is one piece of memory.
+// A layer of experts with weights of any format: sort, two products, sum. One allocation holds all intermediate results.
 #pragma once
 
 #include "grouped_problem.h"
 
 namespace minfer::torch_binding {
 
-/// Arguments of a layer beside its weights; n: gate and up rows of an expert.
+/// All arguments of a layer but its weights.
 struct LayerArguments {
   Tensor const &x, &weights, &ids;
   std::optional<Tensor> const &b13, &b2;
   std::string const &activation, &gate_layout;
 };
 
-/// x [tokens, hidden].
+/// x is [tokens, hidden].
 void check_tokens(char const* op, Tensor const& x);
-/// All else; w13 is the name of the weight that has the n rows.
+/// The other arguments. n counts the gate and up rows of an expert in the weight that messages call `w13`.
 void check_layer(char const* op, LayerArguments const& arguments, int64_t experts, int64_t n, char const* w13);
 
-/// Runs the layer. up and down are the products, of which everything is described but rows, gather, offsets, scales of rows and outputs.
+/// Runs the layer. The products `up` and `down` are described but for a, gather, offsets, row_scale and d, which are intermediate results.
 Tensor run_layer(char const* op, LayerArguments const& arguments, GroupedCall& up, GroupedCall& down, OnDevice const& on);
 
-/// A product of a layer: `rows` of d, k columns of a and n of the weight.
+/// A product of the layer: sizes, activation and bias, without weight. The gated one is `up`.
 GroupedCall layer_product(char const* op, LayerArguments const& arguments, int64_t experts, int64_t n, int64_t k, bool gated);
 
 }  // namespace minfer::torch_binding

@@ -1,12 +1,13 @@
-// torch.ops.minfer.moe_router, moe_router_gemm, moe_sort and moe_combine on CUDA tensors.
+// A mixture of experts around its GEMMs, on CUDA tensors: each token's experts, its rows in the experts' order, the weighted sum of what
+// the experts return.
 #include "minfer/moe_routing.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "bindings.h"
 #include "core/checks.h"
 #include "core/device.h"
+#include "core/operators.h"
 #include "core/readable.h"
 #include "core/torch_calls.h"
 #include "gemm.h"
@@ -15,9 +16,9 @@ namespace minfer::torch_binding {
 
 namespace {
 
-void check_device(char const* op, char const* name, Tensor const& x, Beside const& other) {
+void check_device(char const* op, char const* name, Tensor const& x, NamedTensor const& other) {
   if (x.device_type() != other.x.device_type() || x.device() != other.x.device()) {
-    fail(op, ": ", name, " must be on the device of ", other.name, ", ", PlaceOf{other.x}, ", got ", PlaceOf{x});
+    fail(op, ": ", name, " must be on the device of ", other.name, ", ", DeviceOf{other.x}, ", got ", DeviceOf{x});
   }
 }
 
@@ -33,8 +34,8 @@ struct RouterArguments {
   double scale;
 };
 
-/// Without the bias' address.
-RouterRules check_rules(char const* op, RouterArguments const& a, int64_t experts, Beside const& other) {
+/// All rules but the address of the bias.
+RouterRules check_rules(char const* op, RouterArguments const& a, int64_t experts, NamedTensor const& other) {
   RouterRules rules;
   rules.experts = int32_t(experts);
   int64_t const most = std::min(experts, kMaxTopK);
@@ -66,7 +67,7 @@ RouterRules check_rules(char const* op, RouterArguments const& a, int64_t expert
   return rules;
 }
 
-/// Sets the rules' bias; the tensor keeps its memory.
+/// Sets the address of the bias in the rules. The tensor that is returned keeps its memory.
 Tensor hold_bias(char const* op, std::optional<Tensor> const& bias, RouterRules* rules) {
   if (!bias) return Tensor();
   Tensor const held = contiguous(op, "correction_bias", *bias);
@@ -83,14 +84,12 @@ struct Routed {
   Routes routes() const { return {static_cast<float*>(weights.data_ptr()), static_cast<int32_t*>(ids.data_ptr())}; }
 };
 
-/// [tokens, top_k] of float32 beside ids or their places.
-void check_pair_weights(char const* op, Tensor const& weights, Tensor const& pairs, Beside const& other) {
+/// The weights of token-expert pairs: float32, of the shape of `pairs`.
+void check_pair_weights(char const* op, Tensor const& weights, Tensor const& pairs, NamedTensor const& other) {
   if (!same(weights.sizes(), pairs.sizes())) fail(op, ": weights must be [tokens, top_k] = ", pairs, ", got ", weights);
   if (weights.scalar_type() != ScalarType::Float) fail(op, ": weights must be Float, got ", weights.scalar_type());
   check_device(op, "weights", weights, other);
 }
-
-}  // namespace
 
 std::tuple<Tensor, Tensor> moe_router(Tensor const& logits, int64_t top_k, std::string const& scoring, bool renormalize,
                                       std::optional<Tensor> const& correction_bias, int64_t n_group, int64_t topk_group, double scale) {
@@ -125,10 +124,10 @@ std::tuple<Tensor, Tensor> moe_router_gemm(Tensor const& x, Tensor const& w_gate
   if (w_gate.scalar_type() != x.scalar_type()) {
     fail(op, ": w_gate must have x's dtype ", x.scalar_type(), ", got ", w_gate.scalar_type());
   }
-  Beside const beside{"x", x};
-  check_device(op, "w_gate", w_gate, beside);
+  NamedTensor const reference{"x", x};
+  check_device(op, "w_gate", w_gate, reference);
   if (hidden >= int64_t(1) << 31) fail(op, ": x must have less than 2^31 columns, got ", x);
-  RouterRules rules = check_rules(op, {top_k, scoring, renormalize, correction_bias, n_group, topk_group, scale}, experts, beside);
+  RouterRules rules = check_rules(op, {top_k, scoring, renormalize, correction_bias, n_group, topk_group, scale}, experts, reference);
   OnDevice const on(op, x);
   Routed const routed(op, x, tokens, top_k);
   Tensor const bias = hold_bias(op, correction_bias, &rules);
@@ -194,9 +193,9 @@ Tensor moe_combine(Tensor const& y, Tensor const& inverse, std::optional<Tensor>
   if (!is_router_type(y.scalar_type())) fail(op, ": y must be float16, bfloat16 or float32, got ", y.scalar_type());
   if (inverse.dim() != 2) fail(op, ": inverse must be [tokens, top_k], got ", inverse);
   if (inverse.scalar_type() != ScalarType::Int) fail(op, ": inverse must be Int, got ", inverse.scalar_type());
-  Beside const beside{"y", y};
-  check_device(op, "inverse", inverse, beside);
-  if (weights) check_pair_weights(op, *weights, inverse, beside);
+  NamedTensor const reference{"y", y};
+  check_device(op, "inverse", inverse, reference);
+  if (weights) check_pair_weights(op, *weights, inverse, reference);
   OnDevice const on(op, y);
   Tensor const rows = unit_rows(op, "y", y), held_inverse = contiguous(op, "inverse", inverse);
   Tensor const held_weights = weights ? contiguous(op, "weights", *weights) : Tensor();
@@ -216,5 +215,26 @@ Tensor moe_combine(Tensor const& y, Tensor const& inverse, std::optional<Tensor>
   if (!status.ok()) fail(op, ": y ", y, ", inverse ", inverse, ": ", status.message);
   return out;
 }
+
+constexpr Operator kOperators[] = {
+    // The top_k experts of each token and their weights.
+    {"moe_router(Tensor logits, int top_k, *, str scoring='softmax', bool renormalize=True, Tensor? correction_bias=None, "
+     "int n_group=1, int topk_group=1, float scale=1.0) -> (Tensor weights, Tensor ids)",
+     boxed<&moe_router>},
+    // moe_router of the logits x.w_gate^T.
+    {"moe_router_gemm(Tensor x, Tensor w_gate, int top_k, *, str scoring='softmax', bool renormalize=True, Tensor? correction_bias=None, "
+     "int n_group=1, int topk_group=1, float scale=1.0) -> (Tensor weights, Tensor ids)",
+     boxed<&moe_router_gemm>},
+    // The expert order of the token-expert pairs, where each expert ends in it, and where each pair went.
+    {"moe_sort(Tensor ids, int num_experts, *, Tensor? weights=None) "
+     "-> (Tensor token_index, Tensor offsets, Tensor inverse, Tensor sorted_weights)",
+     boxed<&moe_sort>},
+    // out[token] = sum over the token's pairs of weights * y[inverse].
+    {"moe_combine(Tensor y, Tensor inverse, Tensor? weights=None) -> Tensor", boxed<&moe_combine>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

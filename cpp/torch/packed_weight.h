@@ -1,4 +1,4 @@
-// Packed weights as operators take them: shapes and types of codes and scales.
+// Checks of packed weights among an operator's arguments: shapes and types of codes and scales.
 #pragma once
 
 #include <array>
@@ -17,18 +17,18 @@ inline void check_group_size(char const* op, WeightFormat format, int64_t group_
   }
 }
 
-/// A legal group_size as kernels take it: 0 for all of k.
+/// A legal group_size as kernels take it: 0 says that one group holds all of k.
 inline int64_t planned_group(int64_t group_size, int64_t k) { return group_size == -1 || group_size >= k ? 0 : group_size; }
 
-/// Rows of scales.
+/// Groups of k, which are the rows of the scales.
 inline int64_t groups_of(int64_t group_size, int64_t k) { return group_size == -1 ? 1 : (k + group_size - 1) / group_size; }
 
-/// [ceil(n / 64), ceil(k / 64), words of a block].
+/// The packed codes are [ceil(n / 64), ceil(k / 64), 32-bit words of a weight block].
 inline std::array<int64_t, 3> packed_shape(WeightFormat format, int64_t n, int64_t k) {
   return {(n + w4a16::kBlockN - 1) / w4a16::kBlockN, (k + w4a16::kBlockK - 1) / w4a16::kBlockK, w4a16::block_words(bits_of(format))};
 }
 
-/// Scales beside activations of `type`.
+/// Scales for activations of `type`: bytes or of that type, whichever the format has.
 inline void check_scale_type(char const* op, char const* name, Tensor const& scales, WeightFormat format, ScalarType type) {
   if (scale_bytes_of(format) == 1) {
     if (scales.scalar_type() != ScalarType::Byte) {

@@ -1,11 +1,13 @@
-// torch.ops.minfer.w4a16_* and w8a16_* on CUDA tensors.
+// GEMMs with weights in 4-bit and 8-bit codes on CUDA tensors. Operators of both widths have one implementation; they differ in defaults,
+// in the formats that they take and in the names that messages give. A call goes through check_call(), then run(): describe the operands,
+// plan, allocate the workspace, launch.
 #include "minfer/w4a16.h"
 
 #include <cmath>
 
-#include "bindings.h"
 #include "core/checks.h"
 #include "core/device.h"
+#include "core/operators.h"
 #include "core/parse.h"
 #include "core/readable.h"
 #include "core/torch_calls.h"
@@ -17,7 +19,7 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// A quantised weight as the caller gives it: qweight [n / 64, k / 64, 512 (8-bit: 1024)], scales and zeros [groups, n].
+/// A quantised weight as the caller gives it: codes in the packed layout, scales and zero points [groups, n].
 struct PackedWeight {
   Tensor const &packed, &scales;
   std::optional<Tensor> const& zeros;
@@ -26,20 +28,21 @@ struct PackedWeight {
   double alpha;
 };
 
-/// .. as kernels read it.
+/// The same weight as kernels read it.
 struct Weight {
-  Tensor packed, scales, zeros;  // without zero points no tensor
-  WeightFormat format;
-  int64_t n = 0, k = 0, group_size = 0;  // group_size 0: all of k
+  Tensor packed, scales, zeros;  // zeros is undefined where there are no zero points
+  WeightFormat format = WeightFormat::kDense;
+  int64_t n = 0, k = 0, group_size = 0;  // group_size 0: one group holds all of k
   double alpha = 1.0;
 
+  /// The leading dimension of the scales or of the zero points.
   int64_t ld(Tensor const& x) const { return x.size(0) > 1 ? x.stride(0) : round_up(n, 16); }
-  /// Whether all of it is the caller's own memory; a copy has been written by the work in front of the kernel that reads it.
+  /// Whether all of it is the caller's own memory. A copy is not constant: a preceding launch of the call itself writes it.
   bool is_callers(PackedWeight const& w) const {
     return packed.data_ptr() == w.packed.data_ptr() && scales.data_ptr() == w.scales.data_ptr() &&
            (!zeros.defined() || zeros.data_ptr() == w.zeros->data_ptr());
   }
-  QuantizedWeight described() const {
+  QuantizedWeight to_dequantize() const {
     QuantizedWeight w;
     w.format = format;
     w.packed = packed.data_ptr();
@@ -96,7 +99,7 @@ Weight describe(char const* op, PackedWeight const& w, int64_t n, int64_t k) {
   return d;
 }
 
-/// [m, columns] of a tensor whose leading modes are walked as one.
+/// A tensor as a matrix: all modes but the last together are its m rows.
 struct Rows {
   Tensor tensor;
   int64_t m = 1, stride = 0;
@@ -108,10 +111,10 @@ int64_t rows_of(Tensor const& x) {
   return m;
 }
 
-/// Whether rows are evenly spaced, contiguous and aligned as TMA wants them; the stride between them.
-bool walks(Tensor const& x, int64_t m, int64_t* stride) {
+/// Whether a tensor's m rows are evenly spaced, contiguous and aligned as TMA wants them; `stride` is from one row to the next.
+bool are_rows_of_a_matrix(Tensor const& x, int64_t m, int64_t* stride) {
   int64_t const last = x.dim() - 1;
-  *stride = round_up(std::max<int64_t>(x.size(last), 1), 8);
+  *stride = unused_stride(x.size(last), x.element_size());
   if (m == 0 || x.size(last) == 0) return true;
   bool even = x.stride(last) == 1 || x.size(last) == 1;
   int64_t expected = -1;
@@ -124,12 +127,12 @@ bool walks(Tensor const& x, int64_t m, int64_t* stride) {
     }
     expected = x.stride(i) * x.size(i);
   }
-  return even && x.is_aligned(16) && *stride % 8 == 0 && (m <= 1 || *stride >= x.size(last));
+  return even && x.is_aligned(16) && is_aligned_stride(*stride, x) && (m <= 1 || *stride >= x.size(last));
 }
 
 Rows flatten_rows(char const* op, char const* name, Tensor const& x) {
   Rows r{x, rows_of(x), 0};
-  if (walks(x, r.m, &r.stride)) return r;
+  if (are_rows_of_a_matrix(x, r.m, &r.stride)) return r;
   r.tensor = copy_of(op, name, x);
   r.stride = x.size(x.dim() - 1);
   return r;
@@ -142,14 +145,14 @@ struct Call {
   std::optional<Tensor> const &perm, &c, &bias;
   Activation activation;
   bool gated;
-  bool constant_weights;  // nothing that still runs writes qweight, scales or zeros
+  bool constant_weights;  // no launch that is still running writes qweight, scales or zeros
   std::optional<std::string> const& kernel;
 
   int64_t n() const { return weight.scales.size(1); }  // of a checked call
   int64_t k() const { return a.size(a.dim() - 1); }
   int64_t columns() const { return gated ? n() / 2 : n(); }  // of the output
-  OwnShape output() const {
-    OwnShape shape(a.sizes());
+  ShapeArray output() const {
+    ShapeArray shape(a.sizes());
     shape.back() = columns();
     return shape;
   }
@@ -158,7 +161,7 @@ struct Call {
 void check_addend(Call const& call) {
   char const* op = call.op;
   Tensor const& c = *call.c;
-  OwnShape shape = call.output();
+  ShapeArray shape = call.output();
   bool fits = c.dim() <= int64_t(shape.size());
   for (int64_t i = 0; fits && i < c.dim(); ++i) fits = c.size(i) == 1 || c.size(i) == shape[shape.size() - size_t(c.dim() - i)];
   if (!fits) fail(op, ": c must broadcast to the output, got c ", c);
@@ -176,145 +179,186 @@ void check_call(Call const& call) {
   if (a.dim() < 1) fail(op, ": a must be [..., k], got a ", a);
   check_16bit(op, "a", a);
   check_scale_type(op, "scales", scales, call.weight.format, a.scalar_type());
-  Beside const beside{"a", a};
-  check_same_device(op, "qweight", call.weight.packed, beside);
+  NamedTensor const reference{"a", a};
+  check_same_device(op, "qweight", call.weight.packed, reference);
   int64_t const n = call.n(), k = call.k();
   if (call.gated && n % 16 != 0) {
     fail(op, ": scales must have a multiple of 16 columns (blocks of 8 gate and 8 up rows), got ", scales);
   }
   check_weight(op, call.weight, n, k);
-  if (call.bias) check_bias(op, *call.bias, n, beside);
+  if (call.bias) check_bias(op, *call.bias, n, reference);
   if (call.perm) {
     Tensor const& perm = *call.perm;
     if (!same(perm.sizes(), {k})) fail(op, ": perm must be [k] = [", k, "], got ", perm);
     if (perm.scalar_type() != ScalarType::Int) fail(op, ": perm must be Int, got ", perm.scalar_type());
-    check_same_device(op, "perm", perm, beside);
+    check_same_device(op, "perm", perm, reference);
   }
   if (call.c) check_addend(call);
 }
 
-/// The operands' and the problem's part of C; returns what they point to.
-Tensor describe_addend(Call const& call, int64_t m, Tensor const& out, GemmProblem* problem, GemmOperands* operands) {
-  operands->beta = 1.0f;
-  problem->has_c = true;
+/// A call as the kernels take it, and the tensors whose memory the operands point to.
+struct KernelCall {
+  GemmProblem problem;
+  GemmOperands operands;
+  Rows a;
+  Weight weight;
+  Tensor c, bias, dense;  // dense: the weight in 16 bits, where it was dequantised for this call
+};
+
+/// a, or with act-order a[:, perm].
+void set_input(Call const& call, OnDevice const& on, KernelCall* x) {
+  char const* op = call.op;
+  int64_t const k = call.k(), bytes = call.a.element_size();
+  x->a = flatten_rows(op, "a", call.a);
+  Rows& a = x->a;
+  if (call.perm && k > 0) {
+    Tensor const perm = contiguous(op, "perm", *call.perm);
+    Tensor const gathered = allocate(op, call.a, {a.m, k}, call.a.scalar_type(), "a[:, perm] of a ", call.a);
+    Status const status = gather_columns(a.tensor.data_ptr(), a.stride, static_cast<int32_t const*>(perm.data_ptr()), a.m, k,
+                                         gathered.data_ptr(), on.programmatic(), on.stream());
+    if (!status.ok()) fail(op, ": a[:, perm] of a ", call.a, ": ", status.message);
+    a.tensor = gathered;
+    a.stride = k;
+  }
+  x->problem.m = a.m;
+  x->problem.k = k;
+  x->problem.ab_type = data_type(call.a.scalar_type());
+  x->operands.a = a.tensor.data_ptr();
+  x->operands.lda = a.stride;
+  x->operands.a_batch_stride = unused_stride(a.m * a.stride, bytes);
+}
+
+void set_weight(Call const& call, KernelCall* x) {
+  GemmProblem& p = x->problem;
+  GemmOperands& o = x->operands;
+  x->weight = describe(call.op, call.weight, call.n(), call.k());
+  Weight const& w = x->weight;
+  p.n = w.n;
+  o.ldb = unused_stride(w.k, call.a.element_size());
+  if (w.k == 0) return;  // only the epilogue is left, which the dense kernels compute
+  p.b_format = w.format;
+  p.group_size = int32_t(w.group_size);
+  p.has_zeros = w.zeros.defined();
+  o.b = w.packed.data_ptr();
+  o.b_scales = w.scales.data_ptr();
+  o.ld_scales = w.ld(w.scales);
+  if (p.has_zeros) {
+    o.b_zeros = w.zeros.data_ptr();
+    o.ld_zeros = w.ld(w.zeros);
+  }
+  o.b_is_constant = call.constant_weights && w.is_callers(call.weight);
+  o.alpha = float(w.alpha);
+}
+
+/// `out` is contiguous.
+void set_output(Call const& call, Tensor const& out, KernelCall* x) {
+  GemmOperands& o = x->operands;
+  int64_t const columns = call.columns(), bytes = out.element_size();
+  o.d = out.data_ptr();
+  o.ldd = columns;
+  o.d_batch_stride = unused_stride(x->a.m * columns, bytes);
+  x->problem.d_type = data_type(out.scalar_type());
+  x->problem.d_alignment = common_alignment({address_of(o.d), uint64_t(columns * bytes)});
+}
+
+/// C: a number or a row, which kernels repeat, or a matrix, into which every other tensor is copied. TMA reads a matrix of out's type;
+/// c_alignment 0 says that it does not.
+void set_addend(Call const& call, Tensor const& out, KernelCall* x) {
+  GemmOperands& o = x->operands;
+  int64_t const m = x->a.m;
   Tensor c = *call.c;
-  operands->c_type = data_type(c.scalar_type());
   if (c.dim() <= 1) {
-    operands->c_stride_n = c.dim() == 1 && c.size(0) != 1 ? c.stride(0) : 0;
+    o.c_stride_n = c.dim() == 1 && c.size(0) != 1 ? c.stride(0) : 0;
   } else {
     int64_t stride = 0;
-    if (!same(c.sizes(), out.sizes()) || !walks(c, m, &stride)) {
+    if (!same(c.sizes(), out.sizes()) || !are_rows_of_a_matrix(c, m, &stride)) {
       c = allocate(call.op, out, out.sizes(), c.scalar_type(), "c ", *call.c, " of the output's shape");
       copy_into(call.op, "c", c, *call.c);
       stride = c.size(c.dim() - 1);
     }
-    operands->c_stride_m = stride;
-    operands->c_stride_n = 1;
-    operands->c_batch_stride = round_up(m * stride, 8);
-    problem->c_alignment = c.scalar_type() == out.scalar_type() && stride % 8 == 0 && c.is_aligned(16) ? 16 : 0;
+    o.c_stride_m = stride;
+    o.c_stride_n = 1;
+    o.c_batch_stride = unused_stride(m * stride, c.element_size());
+    bool const by_tma = c.scalar_type() == out.scalar_type() && is_aligned_stride(stride, c) && c.is_aligned(16);
+    x->problem.c_alignment = by_tma ? 16 : 0;
   }
-  operands->c = c.data_ptr();
-  return c;
+  o.beta = 1.0f;
+  o.c = c.data_ptr();
+  o.c_type = data_type(c.scalar_type());
+  x->problem.has_c = true;
+  x->c = c;
 }
 
-/// The weight in 16 bits; alpha stays with the accumulators, for a small one would take the weights below fp16's range.
-Tensor dequantized_weight(Call const& call, Weight const& w, OnDevice const& on) {
-  Tensor const dense =
-      allocate(call.op, call.a, {w.n, w.k}, call.a.scalar_type(), "the weight [", w.n, ", ", w.k, "] in 16 bits, beside a ", call.a);
-  QuantizedWeight weight = w.described();
+/// C, bias and the activation.
+void set_epilogue(Call const& call, Tensor const& out, KernelCall* x) {
+  GemmOperands& o = x->operands;
+  x->problem.gated = call.gated;
+  x->problem.c_alignment = 0;
+  o.activation = call.activation;
+  if (call.c) set_addend(call, out, x);
+  if (call.bias) {
+    x->bias = unit_rows(call.op, "bias", *call.bias);
+    o.bias = x->bias.data_ptr();
+    o.bias_type = data_type(x->bias.scalar_type());
+  }
+}
+
+/// Writes the weight in 16 bits, which makes the call a dense GEMM. alpha stays with the accumulators: a small one would take the weights
+/// below fp16's range.
+void dequantize_first(Call const& call, OnDevice const& on, KernelCall* x) {
+  Weight const& w = x->weight;
+  x->dense = allocate(call.op, call.a, {w.n, w.k}, call.a.scalar_type(), "the weight [", w.n, ", ", w.k, "] in 16 bits, beside a ", call.a);
+  QuantizedWeight weight = w.to_dequantize();
   weight.alpha = 1.0f;
-  Status const status = dequantize_weight(weight, data_type(call.a.scalar_type()), dense.data_ptr(), on.stream());
+  Status const status = dequantize_weight(weight, x->problem.ab_type, x->dense.data_ptr(), on.stream());
   if (!status.ok()) fail(call.op, ": writing the weight [", w.n, ", ", w.k, "] in 16 bits: ", status.message);
-  return dense;
+  x->problem = dequantized(x->problem);
+  x->operands.b = x->dense.data_ptr();
+  x->operands.b_is_constant = false;
+  x->operands.ldb = w.k;
 }
 
-/// Runs the call into `out`, contiguous.
+/// The kernel that the call requests by name goes into *requested. For many tokens it is predicted to be faster to dequantise the weight
+/// first, and a format that no kernel reads leaves no other way.
+GemmPlan const& choose_plan(Call const& call, OnDevice const& on, KernelCall* x, GemmPlan* requested) {
+  char const* op = call.op;
+  int64_t const k = call.k();
+  bool const first = call.kernel && *call.kernel == kDequantizeFirst;
+  if (call.kernel && !first) {
+    KernelOverride const override = parse_override(op, *call.kernel);
+    GemmProblem problem = x->problem;
+    problem.b_format = x->weight.format;  // without k too: a name is checked before it is refused
+    plan_as_requested(op, problem, override, on, requested);
+    if (k == 0) fail(op, ": kernel ", override.name, " cannot compute this problem: it needs k > 0");
+    return *requested;
+  }
+  if (k > 0 && (first || cached_dequantize_first(op, x->problem, on))) dequantize_first(call, on, x);
+  return cached_plan(op, x->problem, on);
+}
+
+void launch(Call const& call, KernelCall const& x, GemmPlan const& plan, Workspace const& workspace, OnDevice const& on) {
+  GemmProblem const& p = x.problem;
+  Status const status = run_gemm(plan, p, x.operands, on.properties(), workspace.data(), workspace.bytes(), on.stream());
+  if (!status.ok()) fail(call.op, ": ", plan.kernel->name, " on m = ", p.m, ", n = ", p.n, ", k = ", p.k, ": ", status.message);
+}
+
+/// Runs the call into `out`, which is contiguous.
 void run(Call const& call, Tensor const& out, OnDevice const& on) {
   char const* op = call.op;
-  int64_t const k = call.k(), n = call.n(), columns = call.columns();
-  Rows a = flatten_rows(op, "a", call.a);
-  if (a.m == 0 || n == 0) {
+  if (rows_of(call.a) == 0 || call.n() == 0) {
     if (call.kernel && *call.kernel != kDequantizeFirst) check_kernel_name(op, "w4a16", parse_override(op, *call.kernel).name);
     return;
   }
-  Weight const w = describe(op, call.weight, n, k);
-
-  GemmProblem problem;
-  GemmOperands operands;
-  problem.m = a.m;
-  problem.n = n;
-  problem.k = k;
-  problem.ab_type = problem.d_type = data_type(call.a.scalar_type());
-  problem.gated = call.gated;
-  if (k > 0) {  // without k only the epilogue is left, which the dense kernels compute
-    problem.b_format = w.format;
-    problem.group_size = int32_t(w.group_size);
-    problem.has_zeros = w.zeros.defined();
-    operands.b = w.packed.data_ptr();
-    operands.b_scales = w.scales.data_ptr();
-    operands.ld_scales = w.ld(w.scales);
-    if (w.zeros.defined()) {
-      operands.b_zeros = w.zeros.data_ptr();
-      operands.ld_zeros = w.ld(w.zeros);
-    }
-    operands.b_is_constant = call.constant_weights && w.is_callers(call.weight);
-    operands.alpha = float(w.alpha);
-    if (call.perm) {
-      Tensor const perm = contiguous(op, "perm", *call.perm);
-      Tensor const gathered = allocate(op, call.a, {a.m, k}, call.a.scalar_type(), "a[:, perm] of a ", call.a);
-      Status const status = gather_columns(a.tensor.data_ptr(), a.stride, static_cast<int32_t const*>(perm.data_ptr()), a.m, k,
-                                           gathered.data_ptr(), on.programmatic(), on.stream());
-      if (!status.ok()) fail(op, ": a[:, perm] of a ", call.a, ": ", status.message);
-      a.tensor = gathered;
-      a.stride = k;
-    }
-  }
-  operands.a = a.tensor.data_ptr();
-  operands.lda = a.stride;
-  operands.a_batch_stride = round_up(a.m * a.stride, 8);
-  operands.ldb = round_up(std::max<int64_t>(k, 1), 8);
-  operands.d = out.data_ptr();
-  operands.ldd = columns;
-  operands.d_batch_stride = round_up(a.m * columns, 8);
-  problem.d_alignment = common_alignment({address_of(operands.d), uint64_t(columns * 2)});
-  operands.activation = call.activation;
-  problem.c_alignment = 0;
-  Tensor const c = call.c ? describe_addend(call, a.m, out, &problem, &operands) : Tensor();
-  Tensor const bias = call.bias ? unit_rows(op, "bias", *call.bias) : Tensor();
-  if (call.bias) {
-    operands.bias = bias.data_ptr();
-    operands.bias_type = data_type(bias.scalar_type());
-  }
-
-  // Many tokens: the weight written out in 16 bits and a dense GEMM, where that is predicted to be faster, or where no kernel reads the format.
-  Tensor dense;
-  GemmPlan forced;
-  GemmPlan const* plan = nullptr;
-  bool const first_asked = call.kernel && *call.kernel == kDequantizeFirst;
-  if (call.kernel && !first_asked) {
-    KernelOverride const override = parse_override(op, *call.kernel);
-    GemmPlanOptions options;
-    options.kernel = override.name.c_str();
-    if (override.launch) options.launch = &*override.launch;
-    GemmProblem asked = problem;
-    asked.b_format = w.format;  // without k too: a name is checked before it is refused
-    Status const status = plan_gemm(asked, on.properties(), options, &forced);
-    if (!status.ok()) fail(op, ": ", status.message);
-    if (k == 0) fail(op, ": kernel ", override.name, " cannot compute this problem: it needs k > 0");
-    plan = &forced;
-  } else if (k > 0 && (first_asked || cached_dequantize_first(op, problem, on))) {
-    dense = dequantized_weight(call, w, on);
-    problem = dequantized(problem);
-    operands.b = dense.data_ptr();
-    operands.b_is_constant = false;
-    operands.ldb = k;
-  }
-  if (plan == nullptr) plan = &cached_plan(op, problem, on);
-  Workspace const workspace(op, out, plan->workspace_bytes, plan->kernel->name, " on a ", call.a, " and a weight [", n, ", ", k, ']');
-  Status const status = run_gemm(*plan, problem, operands, on.properties(), workspace.data(), workspace.bytes(), on.stream());
-  if (!status.ok()) {
-    fail(op, ": ", plan->kernel->name, " on m = ", problem.m, ", n = ", problem.n, ", k = ", problem.k, ": ", status.message);
-  }
+  KernelCall x;
+  set_weight(call, &x);
+  set_input(call, on, &x);
+  set_output(call, out, &x);
+  set_epilogue(call, out, &x);
+  GemmPlan requested;
+  GemmPlan const& plan = choose_plan(call, on, &x, &requested);
+  Workspace const workspace(op, out, plan.workspace_bytes, plan.kernel->name, " on a ", call.a, " and a weight [", call.n(), ", ", call.k(),
+                            ']');
+  launch(call, x, plan, workspace, on);
 }
 
 Tensor allocate_output(Call const& call) {
@@ -322,7 +366,8 @@ Tensor allocate_output(Call const& call) {
                   call.k(), ']');
 }
 
-Tensor gemm_quantized(Call const& call) {
+/// Checks the call and runs it into a new tensor.
+Tensor run(Call const& call) {
   check_call(call);
   OnDevice const on(call.op, call.a);
   Tensor const out = allocate_output(call);
@@ -330,11 +375,12 @@ Tensor gemm_quantized(Call const& call) {
   return out;
 }
 
-Tensor gemm_quantized_out(Call const& call, Tensor const& out) {
+/// Checks the call and runs it into the caller's tensor.
+Tensor run_out(Call const& call, Tensor const& out) {
   check_call(call);
   char const* op = call.op;
   Tensor const& a = call.a;
-  OwnShape const shape = call.output();
+  ShapeArray const shape = call.output();
   if (out.scalar_type() != a.scalar_type()) fail(op, ": out must be ", a.scalar_type(), ", got ", out.scalar_type());
   if (!same(out.sizes(), shape)) fail(op, ": out must be [..., n] = a's shape with n = ", call.columns(), ", got ", out);
   check_same_device(op, "out", out, {"a", a});
@@ -389,40 +435,41 @@ Tensor dequantize(char const* op, PackedWeight const& weight, int64_t n, int64_t
   OnDevice const on(op, qweight);
   Weight const w = describe(op, weight, n, k);
   Tensor const out = allocate(op, scales, {n, k}, type, "the weight [", n, ", ", k, "] in 16 bits");
-  Status const status = dequantize_weight(w.described(), data_type(type), out.data_ptr(), on.stream());
+  Status const status = dequantize_weight(w.to_dequantize(), data_type(type), out.data_ptr(), on.stream());
   if (!status.ok()) fail(op, ": a weight [", n, ", ", k, "]: ", status.message);
   return out;
 }
 
-constexpr char const *kW4 = "minfer::w4a16_gemm", *kW4Gated = "minfer::w4a16_gemm_gated", *kW8 = "minfer::w8a16_gemm",
-                     *kW8Gated = "minfer::w8a16_gemm_gated";
-std::optional<Tensor> const kNoAddend;
+template <int bits>
+constexpr char const* kGemm = bits == 4 ? "minfer::w4a16_gemm" : "minfer::w8a16_gemm";
 
-}  // namespace
-
-Tensor w4a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
-                  double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                  std::string const& activation, std::string const& w4_format, bool constant_weights,
-                  std::optional<std::string> const& kernel) {
-  PackedWeight const weight{qweight, scales, zeros, parse_format(kW4, 4, w4_format), group_size, alpha};
-  return gemm_quantized({kW4, a, weight, perm, c, bias, parse_activation(kW4, activation), false, constant_weights, kernel});
+template <int bits>
+Tensor gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
+            double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
+            std::string const& activation, std::string const& format, bool constant_weights, std::optional<std::string> const& kernel) {
+  char const* op = kGemm<bits>;
+  PackedWeight const weight{qweight, scales, zeros, parse_format(op, bits, format), group_size, alpha};
+  return run({op, a, weight, perm, c, bias, parse_activation(op, activation), false, constant_weights, kernel});
 }
 
-Tensor w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
-                      double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                      std::string const& activation, std::string const& w4_format, bool constant_weights,
-                      std::optional<std::string> const& kernel, Tensor const& out) {
-  PackedWeight const weight{qweight, scales, zeros, parse_format(kW4, 4, w4_format), group_size, alpha};
-  return gemm_quantized_out({kW4, a, weight, perm, c, bias, parse_activation(kW4, activation), false, constant_weights, kernel}, out);
+template <int bits>
+Tensor gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
+                double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
+                std::string const& activation, std::string const& format, bool constant_weights, std::optional<std::string> const& kernel,
+                Tensor const& out) {
+  char const* op = kGemm<bits>;
+  PackedWeight const weight{qweight, scales, zeros, parse_format(op, bits, format), group_size, alpha};
+  return run_out({op, a, weight, perm, c, bias, parse_activation(op, activation), false, constant_weights, kernel}, out);
 }
 
-Tensor w4a16_gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
-                        int64_t group_size, double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& bias,
-                        std::string const& activation, std::string const& w4_format, bool constant_weights,
-                        std::optional<std::string> const& kernel) {
-  PackedWeight const weight{qweight, scales, zeros, parse_format(kW4Gated, 4, w4_format), group_size, alpha};
-  return gemm_quantized(
-      {kW4Gated, a, weight, perm, kNoAddend, bias, parse_activation(kW4Gated, activation), true, constant_weights, kernel});
+template <int bits>
+Tensor gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
+                  double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& bias, std::string const& activation,
+                  std::string const& format, bool constant_weights, std::optional<std::string> const& kernel) {
+  char const* op = bits == 4 ? "minfer::w4a16_gemm_gated" : "minfer::w8a16_gemm_gated";
+  std::optional<Tensor> const no_c;
+  PackedWeight const weight{qweight, scales, zeros, parse_format(op, bits, format), group_size, alpha};
+  return run({op, a, weight, perm, no_c, bias, parse_activation(op, activation), true, constant_weights, kernel});
 }
 
 Tensor w4a16_pack(Tensor const& codes, std::string const& w4_format) {
@@ -430,31 +477,7 @@ Tensor w4a16_pack(Tensor const& codes, std::string const& w4_format) {
   return pack(op, parse_format(op, 4, w4_format), codes);
 }
 
-Tensor w8a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
-                  double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                  std::string const& activation, std::string const& w8_format, bool constant_weights,
-                  std::optional<std::string> const& kernel) {
-  PackedWeight const weight{qweight, scales, zeros, parse_format(kW8, 8, w8_format), group_size, alpha};
-  return gemm_quantized({kW8, a, weight, perm, c, bias, parse_activation(kW8, activation), false, constant_weights, kernel});
-}
-
-Tensor w8a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
-                      double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                      std::string const& activation, std::string const& w8_format, bool constant_weights,
-                      std::optional<std::string> const& kernel, Tensor const& out) {
-  PackedWeight const weight{qweight, scales, zeros, parse_format(kW8, 8, w8_format), group_size, alpha};
-  return gemm_quantized_out({kW8, a, weight, perm, c, bias, parse_activation(kW8, activation), false, constant_weights, kernel}, out);
-}
-
-Tensor w8a16_gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
-                        int64_t group_size, double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& bias,
-                        std::string const& activation, std::string const& w8_format, bool constant_weights,
-                        std::optional<std::string> const& kernel) {
-  PackedWeight const weight{qweight, scales, zeros, parse_format(kW8Gated, 8, w8_format), group_size, alpha};
-  return gemm_quantized(
-      {kW8Gated, a, weight, perm, kNoAddend, bias, parse_activation(kW8Gated, activation), true, constant_weights, kernel});
-}
-
+/// All 8-bit formats have one layout.
 Tensor w8a16_pack(Tensor const& codes) { return pack("minfer::w8a16_pack", WeightFormat::kInt8, codes); }
 
 Tensor w4a16_dequantize(Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size, double alpha,
@@ -463,10 +486,44 @@ Tensor w4a16_dequantize(Tensor const& qweight, Tensor const& scales, std::option
   return dequantize(op, {qweight, scales, zeros, parse_format(op, 4, w4_format), group_size, alpha}, n, k, out_dtype);
 }
 
+/// Every 8-bit format has 16-bit scales, whose type is the output's.
 Tensor w8a16_dequantize(Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size, double alpha,
                         int64_t n, int64_t k, std::string const& w8_format) {
   char const* op = "minfer::w8a16_dequantize";
   return dequantize(op, {qweight, scales, zeros, parse_format(op, 8, w8_format), group_size, alpha}, n, k, std::nullopt);
 }
+
+constexpr Operator kOperators[] = {
+    // D = activation(alpha * A.W^T + C + bias), where W [n, k] is (code - zero) * scale, or a code book's value * scale, of 4-bit codes
+    {"w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, Tensor? perm=None, "
+     "Tensor? c=None, Tensor? bias=None, str activation='none', str w4_format='int4', bool constant_weights=False, str? kernel=None) "
+     "-> Tensor",
+     boxed<&gemm<4>>, boxed<&gemm_out<4>>},
+    {"w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, "
+     "Tensor? perm=None, Tensor? bias=None, str activation='silu', str w4_format='int4', bool constant_weights=False, str? kernel=None) "
+     "-> Tensor",
+     boxed<&gemm_gated<4>>},
+    {"w4a16_pack(Tensor codes, *, str w4_format='int4') -> Tensor", boxed<&w4a16_pack>},
+    {"w4a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, int n, int k, "
+     "str w4_format='int4', ScalarType? out_dtype=None) -> Tensor",
+     boxed<&w4a16_dequantize>},
+    // The same of 8-bit codes
+    {"w8a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, Tensor? perm=None, "
+     "Tensor? c=None, Tensor? bias=None, str activation='none', str w8_format='int8', bool constant_weights=False, str? kernel=None) "
+     "-> Tensor",
+     boxed<&gemm<8>>, boxed<&gemm_out<8>>},
+    {"w8a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, "
+     "Tensor? perm=None, Tensor? bias=None, str activation='silu', str w8_format='int8', bool constant_weights=False, str? kernel=None) "
+     "-> Tensor",
+     boxed<&gemm_gated<8>>},
+    {"w8a16_pack(Tensor codes) -> Tensor", boxed<&w8a16_pack>},
+    {"w8a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, int n, int k, "
+     "str w8_format='int8') -> Tensor",
+     boxed<&w8a16_dequantize>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

@@ -9,17 +9,18 @@
 #include <vector>
 
 #include "core/failure.h"
+#include "core/operators.h"
 #include "core/parse.h"
 
 namespace minfer::torch_binding {
 
 namespace {
 
-/// Never changed once they are in use: a load makes new ones.
+/// Immutable once in use: a load makes a new one.
 struct UserRows {
-  std::map<int32_t, std::vector<GemmTunedRow>> loaded;  // by device, as they were loaded
-  std::map<int32_t, std::vector<GemmTunedRow>> used;    // by device: its own, then everyone's
-  std::shared_ptr<std::deque<std::string>> names;       // of the rows' kernels
+  std::map<int32_t, std::vector<GemmTunedRow>> loaded;  // by device index, in the order of loading
+  std::map<int32_t, std::vector<GemmTunedRow>> used;    // by device index: its own rows, then the rows for all devices
+  std::shared_ptr<std::deque<std::string>> names;       // kernel names that rows point to
 };
 
 std::mutex user_rows_mutex;
@@ -35,7 +36,7 @@ std::shared_ptr<UserRows const> current() {
 constexpr char const* kHeader =
     "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us";
 
-/// A line's cells by column, and how messages name them.
+/// One line of the table: its cells by column name, and its number for messages.
 class Line {
  public:
   Line(int number, std::string const& text) : where_("minfer::_load_tuned: line " + std::to_string(number)), cells_(split(text, ',')) {
@@ -61,14 +62,14 @@ class Line {
   std::vector<std::string> cells_;
 };
 
-/// All but the kernel's name.
+/// A row without the kernel's name, which needs memory that outlives the line.
 GemmTunedRow row_of(Line const& line) {
-  constexpr int64_t kMost = INT32_MAX;  // plans take no more
+  constexpr int64_t kMaxSize = INT32_MAX;  // plans take no larger sizes
   GemmTunedRow row{};
-  row.m = line.parsed(parse_integer, "m", 0, kMost);
-  row.n = line.parsed(parse_integer, "n", 0, kMost);
-  row.k = line.parsed(parse_integer, "k", 0, kMost);
-  row.batch = line.parsed(parse_integer, "batch", 0, kMost);
+  row.m = line.parsed(parse_integer, "m", 0, kMaxSize);
+  row.n = line.parsed(parse_integer, "n", 0, kMaxSize);
+  row.k = line.parsed(parse_integer, "k", 0, kMaxSize);
+  row.batch = line.parsed(parse_integer, "batch", 0, kMaxSize);
   row.ab_type = line.parsed(parse_type, "ab_type");
   row.a_major = line.parsed(parse_major, "a_major");
   row.b_major = line.parsed(parse_major, "b_major");
@@ -91,7 +92,7 @@ GemmTunedRow row_of(Line const& line) {
   return row;
 }
 
-/// Appends a text's rows; returns how many.
+/// Appends the rows of a CSV text; returns their number.
 int64_t read_rows(std::string const& csv, std::vector<GemmTunedRow>* rows, std::deque<std::string>* names) {
   int64_t count = 0;
   bool header = false;
@@ -133,6 +134,10 @@ void use_user_rows(GemmPlanOptions* options, int32_t device) {
 
 uint64_t user_rows_generation() { return generation.load(std::memory_order_acquire); }
 
+namespace {
+
+/// Adds the rows of a CSV text to the rows for `device`, or for all devices with kAnyDevice, and returns their number. An empty text
+/// removes the rows for the device, or all rows. A text with an error raises with its line and column, and changes nothing.
 int64_t load_tuned(std::string const& csv, int64_t device) {
   if (device < kAnyDevice || device > INT16_MAX) fail("minfer::_load_tuned: device must be an index, or -1 for all devices, got ", device);
   static std::mutex one_at_a_time;
@@ -152,11 +157,11 @@ int64_t load_tuned(std::string const& csv, int64_t device) {
     }
   }
   int64_t const count = csv.empty() ? 0 : read_rows(csv, &next->loaded[index], next->names.get());
-  std::vector<GemmTunedRow> const everyones = next->loaded[kAnyDevice];
+  std::vector<GemmTunedRow> const for_all = next->loaded[kAnyDevice];
   for (auto const& [of, rows] : next->loaded) {
     std::vector<GemmTunedRow>& used = next->used[of];
     used = rows;
-    if (of != kAnyDevice) used.insert(used.end(), everyones.begin(), everyones.end());
+    if (of != kAnyDevice) used.insert(used.end(), for_all.begin(), for_all.end());
   }
   {
     std::lock_guard<std::mutex> lock(user_rows_mutex);
@@ -165,5 +170,13 @@ int64_t load_tuned(std::string const& csv, int64_t device) {
   generation.fetch_add(1, std::memory_order_release);
   return count;
 }
+
+constexpr Operator kOperators[] = {
+    {"_load_tuned(str csv, int device=-1) -> int", boxed<&load_tuned>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kOperators); }
+
+}  // namespace
 
 }  // namespace minfer::torch_binding

@@ -1,4 +1,4 @@
-// The user's tuned rows: what _load_tuned was given, for one device of this machine or for all.
+// The user's tuned rows, which _load_tuned loads for one device of this machine or for all.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,14 @@
 
 namespace minfer::torch_binding {
 
-/// For a device that has no index, such as the H200 that plans are read for without a GPU, and as load_tuned's: all of them.
+/// All devices. Also the index of a device that this machine need not have, such as the H200 whose plans can be read without a GPU.
 constexpr int32_t kAnyDevice = -1;
 
-/// Points options at the rows for `device`, its own before those for all; they stay where they are until the thread asks again.
+/// Points the options at the rows for `device`, followed by the rows for all devices. The rows stay valid until the thread calls this
+/// again.
 void use_user_rows(GemmPlanOptions* options, int32_t device);
 
-/// Changes with every load: what was planned before one is forgotten.
+/// A number that changes with every load, so that plans made before it are not used again.
 uint64_t user_rows_generation();
-
-/// Adds the rows of a CSV text (the columns of minfer/tuned.py) to those for `device`, or for all with kAnyDevice; returns how many. An empty
-/// text forgets the rows for the device, or everyone's. A text that cannot be right raises, naming line and column, and changes nothing.
-int64_t load_tuned(std::string const& csv, int64_t device);
 
 }  // namespace minfer::torch_binding

@@ -6,13 +6,13 @@
 
 namespace minfer::torch_binding {
 
-void check_same_device(char const* op, char const* name, Tensor const& x, Beside const& other) {
+void check_same_device(char const* op, char const* name, Tensor const& x, NamedTensor const& other) {
   if (x.device_type() != other.x.device_type() || x.device() != other.x.device()) {
-    fail(op, ": ", name, " must be on ", other.name, "'s device ", PlaceOf{other.x}, ", got ", PlaceOf{x});
+    fail(op, ": ", name, " must be on ", other.name, "'s device ", DeviceOf{other.x}, ", got ", DeviceOf{x});
   }
 }
 
-void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, Shape shape, Beside const& other) {
+void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, Shape shape, NamedTensor const& other) {
   if (!same(x.sizes(), shape)) fail(op, ": ", name, " must be ", Listed{shape}, ", got ", x);
   if (x.scalar_type() != type) fail(op, ": ", name, " must be ", type, ", got ", x.scalar_type());
   check_same_device(op, name, x, other);
@@ -22,7 +22,7 @@ void check_16bit(char const* op, char const* name, Tensor const& x) {
   if (!is_16bit_float(x.scalar_type())) fail(op, ": ", name, " must be float16 or bfloat16, got ", x.scalar_type());
 }
 
-void check_16bit(char const* op, char const* name, Tensor const& x, Beside const& other) {
+void check_16bit(char const* op, char const* name, Tensor const& x, NamedTensor const& other) {
   check_16bit(op, other.name, other.x);
   if (x.scalar_type() != other.x.scalar_type()) {
     fail(op, ": ", name, " must be float16 or bfloat16 like ", other.name, ", got ", x.scalar_type(), " beside ", other.x.scalar_type());
@@ -30,7 +30,7 @@ void check_16bit(char const* op, char const* name, Tensor const& x, Beside const
   check_same_device(op, name, x, other);
 }
 
-void check_bias(char const* op, Tensor const& bias, int64_t n, Beside const& a) {
+void check_bias(char const* op, Tensor const& bias, int64_t n, NamedTensor const& a) {
   if (bias.dim() != 1 || bias.size(0) != n) fail(op, ": bias must be [n] = [", n, "], got ", bias);
   if (bias.scalar_type() != a.x.scalar_type() && bias.scalar_type() != ScalarType::Float) {
     fail(op, ": bias must be ", a.x.scalar_type(), " or Float, got ", bias.scalar_type());
@@ -44,13 +44,14 @@ struct Mode {
   int64_t size, stride;
 };
 
-/// Whether two elements of a tensor of two modes have one address: i * a.stride == j * b.stride with i and j within the modes.
+/// Whether two elements of a tensor of two modes have the same address: i * a.stride == j * b.stride with i and j within the modes.
 bool meet(Mode const& a, Mode const& b) {
   int64_t const divisor = std::gcd(a.stride, b.stride);
   return divisor == 0 || (b.stride / divisor < a.size && a.stride / divisor < b.size);
 }
 
-/// Of more than two modes, those that cannot be shown to lie apart by walking from the narrowest to the widest count as overlapping.
+/// Exact for two modes. With more, a tensor counts as overlapping unless every mode, by ascending stride, steps over all elements of those
+/// before it.
 bool overlaps_itself(Tensor const& x) {
   std::array<Mode, 64> modes;
   size_t count = 0;
@@ -61,7 +62,7 @@ bool overlaps_itself(Tensor const& x) {
     modes[count++] = {x.size(i), x.stride(i)};
   }
   std::sort(modes.begin(), modes.begin() + int64_t(count), [](Mode const& a, Mode const& b) { return a.stride < b.stride; });
-  int64_t reach = 0;  // from the first element of what was walked to its last
+  int64_t reach = 0;  // from the first to the last element of the modes so far
   bool apart = true;
   for (size_t i = 0; i < count; ++i) {
     apart = apart && modes[i].stride > reach;
@@ -70,7 +71,7 @@ bool overlaps_itself(Tensor const& x) {
   return !apart && (count != 2 || meet(modes[0], modes[1]));
 }
 
-/// Bytes from a tensor's first element to its last one's end.
+/// Bytes from the beginning of a tensor's first element to the end of its last one.
 int64_t extent_of(Tensor const& x) {
   int64_t last = 0;
   for (int64_t i = 0; i < x.dim(); ++i) last += (x.size(i) - 1) * x.stride(i);

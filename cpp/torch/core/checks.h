@@ -1,4 +1,5 @@
-// What operators check of their arguments in common. Each raises, in the name of `op`, with the argument's name, what it must be and what it is.
+// Checks of arguments that operators have in common. A check that fails raises with the names of operator and argument, what the argument
+// must be and what it is.
 #pragma once
 
 #include <cstdint>
@@ -8,31 +9,32 @@
 
 namespace minfer::torch_binding {
 
-/// An operand that others are compared with, by its name in messages.
-struct Beside {
+/// An operand and its name in messages. Other operands are compared with it.
+struct NamedTensor {
   char const* name;
   Tensor const& x;
 };
 
-/// That the argument is on the other's device.
-void check_same_device(char const* op, char const* name, Tensor const& x, Beside const& other);
-/// Shape, type and device.
-void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, Shape shape, Beside const& other);
+/// The argument is on the other's device.
+void check_same_device(char const* op, char const* name, Tensor const& x, NamedTensor const& other);
+/// The argument has this shape and type, and is on the other's device.
+void check_operand(char const* op, char const* name, Tensor const& x, ScalarType type, Shape shape, NamedTensor const& other);
 
+/// float16 or bfloat16.
 void check_16bit(char const* op, char const* name, Tensor const& x);
-/// Of the other operand's 16-bit type, and on its device.
-void check_16bit(char const* op, char const* name, Tensor const& x, Beside const& other);
+/// Both are of one 16-bit type and on one device.
+void check_16bit(char const* op, char const* name, Tensor const& x, NamedTensor const& other);
 
-/// [n], of a's type or float32.
-void check_bias(char const* op, Tensor const& bias, int64_t n, Beside const& a);
+/// [n], of a's type or float32, on a's device.
+void check_bias(char const* op, Tensor const& bias, int64_t n, NamedTensor const& a);
 
-/// That no element of an output lies where another one does.
+/// No two elements of an output have the same address.
 void check_apart(char const* op, Tensor const& out);
-/// That an output shares no memory with an argument, as far as can be told from where both begin and end: they do not begin at one address, and
-/// where neither has gaps they have no byte in common. Views that take turns in one memory pass.
+/// An output shares no memory with an argument, as far as their first and last addresses show: they do not begin at the same address, and
+/// where neither has gaps they have no byte in common. Interleaved views of the same memory pass.
 void check_no_overlap(char const* op, Tensor const& out, char const* name, Tensor const& x, char const* out_name = "out");
 
-/// Whether each element of one is the other's.
+/// Whether both have the same elements at the same addresses.
 bool is_same_view(Tensor const& a, Tensor const& b);
 
 }  // namespace minfer::torch_binding

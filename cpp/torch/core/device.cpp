@@ -8,14 +8,14 @@
 #include "gemm/launch.h"
 #include "minfer/registry.h"
 
-// Weak: a CPU-only torch has no such function, and the module must load there too.
+// Weak, since a CPU-only torch has no such function and the module must load there too.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace minfer::torch_binding {
 
 DeviceProperties const& device_properties(char const* op, int64_t device) {
   static DeviceProperties const h200 = h200_properties();
-  static std::array<std::atomic<DeviceProperties const*>, 128> known{};  // torch's indices have 8 bits
+  static std::array<std::atomic<DeviceProperties const*>, 128> known{};  // torch's device indices are int8
   if (device < 0) return h200;
   if (device >= int64_t(known.size())) fail(op, ": there is no CUDA device ", device);
   auto& place = known[size_t(device)];
@@ -34,13 +34,13 @@ DeviceProperties const& device_properties(char const* op, int64_t device) {
 OnDevice::OnDevice(char const* op, Tensor const& x) : index_(x.device()) {
   DeviceGuardHandle guard = nullptr;
   if (aoti_torch_create_device_guard(index_, &guard) != 0) {
-    fail(op, ": ", PlaceOf{x}, " could not be made the current device: ", reason_of_torch());
+    fail(op, ": ", DeviceOf{x}, " could not be made the current device: ", reason_of_torch());
   }
   guard_.reset(guard);
   properties_ = &device_properties(op, index_);
   void* stream = nullptr;
   if (aoti_torch_get_current_cuda_stream == nullptr || aoti_torch_get_current_cuda_stream(index_, &stream) != 0) {
-    fail(op, ": torch gave no current stream of ", PlaceOf{x});
+    fail(op, ": torch gave no current stream of ", DeviceOf{x});
   }
   stream_ = static_cast<Stream>(stream);
 }

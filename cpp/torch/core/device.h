@@ -1,4 +1,4 @@
-// The device of a call.
+// The device that a call runs on.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -11,19 +11,19 @@
 
 namespace minfer::torch_binding {
 
-/// Facts of a device of this machine, asked for once per process; where the index is negative, of an H200, which need not be here.
+/// The properties of a device of this machine, queried once per process. A negative index means an H200, which need not be here.
 DeviceProperties const& device_properties(char const* op, int64_t device);
 
-/// A tensor's device: the current one while this lives, and what a launch on it needs to know.
+/// Makes a tensor's device the current one while the object lives, and holds what a launch on it needs.
 class OnDevice {
  public:
   OnDevice(char const* op, Tensor const& x);
 
   int32_t index() const { return index_; }
   DeviceProperties const& properties() const { return *properties_; }
-  /// The one torch runs on now.
+  /// Torch's current stream of the device.
   Stream stream() const { return stream_; }
-  /// Whether launches may begin under their predecessor's tail.
+  /// Whether kernels are launched as dependent launches (PDL).
   bool programmatic() const;
 
  private:

@@ -1,4 +1,4 @@
-// How a binding says no.
+// Errors of operators.
 #pragma once
 
 #include <sstream>
@@ -6,8 +6,8 @@
 
 namespace minfer::torch_binding {
 
-/// Raises a Python RuntimeError whose text is the parts, streamed one after the other: `if (x.dim() != 2) fail(op, ": x must be ..., got ", x)`.
-/// Nothing of a text is made before it is known to be needed: it would cost more than all of a call's checks.
+/// Raises a Python RuntimeError whose text is the parts, streamed one after the other: `if (x.dim() != 2) fail(op, ": x must be ..., got ",
+/// x)`. The text is made only when it is needed: to make it costs more than all checks of a call.
 template <class... Parts>
 [[noreturn, gnu::cold, gnu::noinline]] void fail(Parts const&... parts) {
   std::ostringstream text;

@@ -1,4 +1,4 @@
-// JSON texts, which plans and lists of kernels arrive in Python as.
+// JSON texts: the form in which plans and lists of kernels reach Python.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace minfer::torch_binding {
 
-/// A JSON object or list built left to right; strings are escaped.
+/// A JSON text built from left to right. Strings are escaped.
 class Json {
  public:
   Json& open(char bracket);

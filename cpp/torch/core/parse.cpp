@@ -21,13 +21,13 @@ std::vector<std::string> split(std::string const& text, char separator) {
   }
 }
 
-int64_t parse_integer(char const* what, std::string const& text, int64_t least, int64_t most) {
+int64_t parse_integer(char const* what, std::string const& text, int64_t min, int64_t max) {
   int64_t value = 0;
   char const* const end = text.data() + text.size();
   auto const [stop, error] = std::from_chars(text.data(), end, value);
   bool const whole = stop == end && (error == std::errc() || error == std::errc::result_out_of_range);
   if (!whole) fail(what, " must be an integer, got '", text, "'");
-  if (error != std::errc() || value < least || value > most) fail(what, " must be ", least, " to ", most, ", got ", text);
+  if (error != std::errc() || value < min || value > max) fail(what, " must be ", min, " to ", max, ", got ", text);
   return value;
 }
 
@@ -67,6 +67,13 @@ DataType parse_type(char const* what, std::string const& text) {
   fail(what, " must be f16, bf16 or f32, got '", text, "'");
 }
 
+DataType parse_16bit_type(char const* what, std::string const& text) {
+  for (DataType type : {DataType::kF16, DataType::kBF16}) {
+    if (text == name_of(type)) return type;
+  }
+  fail(what, ": type must be f16 or bf16, got '", text, "'");
+}
+
 Major parse_major(char const* what, std::string const& text) {
   if (text != "k" && text != "mn") fail(what, " must be k or mn, got '", text, "'");
   return text == "k" ? Major::kK : Major::kMN;
@@ -96,7 +103,7 @@ void check_kernel_name(char const* what, char const* family, std::string const& 
 
 int32_t group_of(char const* what, int64_t group_size) {
   if (group_size < -1) fail(what, ": group_size must be -1 (all of k) or a power of two, got ", group_size);
-  return group_size == -1 || group_size > INT32_MAX ? 0 : int32_t(group_size);  // k has less than 32 bits
+  return group_size == -1 || group_size > INT32_MAX ? 0 : int32_t(group_size);  // k has fewer than 32 bits
 }
 
 }  // namespace minfer::torch_binding

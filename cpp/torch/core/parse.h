@@ -1,4 +1,5 @@
-// Texts of users and of tables as numbers and enumerators. What a text cannot be raises, beginning with `what`: an operator, or a place in a table.
+// Texts of users and of tables as numbers and enumerators. A text that is not legal raises with a message that begins with `what`: an
+// operator, or a line and column of a table.
 #pragma once
 
 #include <string>
@@ -8,11 +9,11 @@
 
 namespace minfer::torch_binding {
 
-/// The parts between separators; none behind one that ends the text.
+/// The texts between separators. A separator at the end has none after it.
 std::vector<std::string> split(std::string const& text, char separator);
 
-/// A whole number within [least, most].
-int64_t parse_integer(char const* what, std::string const& text, int64_t least, int64_t most);
+/// A whole number in [min, max].
+int64_t parse_integer(char const* what, std::string const& text, int64_t min, int64_t max);
 /// A positive, finite number.
 float parse_positive(char const* what, std::string const& text);
 /// "0" or "1".
@@ -20,19 +21,22 @@ bool parse_flag(char const* what, std::string const& text);
 
 Decomposition parse_decomposition(char const* what, std::string const& text);
 RasterOrder parse_raster(char const* what, std::string const& text);
-/// Splits of k, or tiles that are walked side by side.
+/// A number of a launch configuration: splits of k, or tiles walked side by side.
 int32_t parse_launch_number(char const* what, std::string const& text);
+/// f16, bf16 or f32.
 DataType parse_type(char const* what, std::string const& text);
+/// The argument `type`, f16 or bf16.
+DataType parse_16bit_type(char const* what, std::string const& text);
 Major parse_major(char const* what, std::string const& text);
-/// A weight format of `bits` bits a code; 0: of any.
+/// A weight format with codes of this many bits; with 0, any weight format.
 WeightFormat parse_format(char const* what, int bits, std::string const& name);
-/// more: names beside these that are legal there, in the message, ", swigluoai".
+/// more: further names for the message, ", swigluoai", which the caller handles itself.
 Activation parse_activation(char const* what, std::string const& name, char const* more = "");
 
-/// That the registry has the kernel; for calls that have nothing to compute, which no plan looks at.
+/// Raises where the registry has no such kernel. For calls with nothing to compute, which are not planned.
 void check_kernel_name(char const* what, char const* family, std::string const& name);
 
-/// A group size as the operators take it, -1 for all of k, as GemmProblem has it.
+/// Turns an operator's group size, -1 for all of k, into GemmProblem's, 0 for all of k.
 int32_t group_of(char const* what, int64_t group_size);
 
 }  // namespace minfer::torch_binding

@@ -1,4 +1,4 @@
-// Plans that were made before.
+// A cache of plans.
 #pragma once
 
 #include <array>
@@ -7,21 +7,22 @@
 
 namespace minfer::torch_binding {
 
-/// All that a plan depends on, as numbers.
+/// Everything that a plan depends on, as numbers.
 template <size_t kNumbers>
 using PlanKey = std::array<uint64_t, kNumbers>;
 
-/// A thread's plans by problem and device: no lock is taken, and what get() returns stays until the thread asks for another. Nothing of a user's
-/// is kept, only numbers and the registry's kernels. Forgotten when there are too many, and when the tuned tables change.
+/// The plans of one thread by problem and device, so that no lock is needed. What get() returns is valid until the next get(). A plan holds
+/// numbers and pointers to the registry's kernels, nothing that belongs to a caller. All plans are dropped when there are too many, and
+/// when the tuned tables have changed.
 template <size_t kNumbers, class Plan>
 class PlanCache {
  public:
   using Key = PlanKey<kNumbers>;
 
-  /// generation: of what plans depend on beside the key.
+  /// generation: changes with everything that plans depend on and the key does not hold, such as the tuned tables.
   template <class Make>
   Plan const& get(Key const& key, uint64_t generation, Make&& make) {
-    if (generation != generation_ || plans_.size() >= kMost) {
+    if (generation != generation_ || plans_.size() >= kMaxPlans) {
       plans_.clear();
       generation_ = generation;
     }
@@ -30,7 +31,7 @@ class PlanCache {
   }
 
  private:
-  static constexpr size_t kMost = 16384;
+  static constexpr size_t kMaxPlans = 16384;
 
   struct Hash {
     size_t operator()(Key const& key) const {

@@ -9,7 +9,7 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// What cannot fail of a tensor that torch has handed over.
+/// Torch can always answer these questions about a tensor that it has passed to an operator.
 void require(AOTITorchError error, char const* what) {
   if (error != 0) fail("minfer: torch could not say a tensor's ", what);
 }
@@ -19,7 +19,7 @@ struct Type {
   int32_t code, bytes;
 };
 
-/// Those that operators take or name.
+/// The types that operators take, or that messages name.
 std::array<Type, 12> const& types() {
   static std::array<Type, 12> const all{{{ScalarType::Half, aoti_torch_dtype_float16(), 2},
                                          {ScalarType::BFloat16, aoti_torch_dtype_bfloat16(), 2},
@@ -108,7 +108,7 @@ std::ostream& operator<<(std::ostream& out, Listed const& x) {
   return out << ']';
 }
 std::ostream& operator<<(std::ostream& out, Tensor const& x) { return out << Listed{x.sizes()}; }
-std::ostream& operator<<(std::ostream& out, PlaceOf const& place) {
+std::ostream& operator<<(std::ostream& out, DeviceOf const& place) {
   if (place.x.is_cuda()) return out << "cuda:" << place.x.device();
   return out << (place.x.is_cpu() ? "cpu" : "another kind of device");
 }
@@ -121,7 +121,12 @@ int32_t type_code(ScalarType type) { return type_of(type).code; }
 int64_t bytes_of(ScalarType type) { return type_of(type).bytes; }
 
 DataType data_type(ScalarType type) {
-  return type == ScalarType::Half ? DataType::kF16 : type == ScalarType::BFloat16 ? DataType::kBF16 : DataType::kF32;
+  switch (type) {
+    case ScalarType::Half: return DataType::kF16;
+    case ScalarType::BFloat16: return DataType::kBF16;
+    case ScalarType::Float: return DataType::kF32;
+    default: fail("minfer: no kernel reads or writes elements of ", type);
+  }
 }
 
 }  // namespace minfer::torch_binding

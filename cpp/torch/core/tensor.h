@@ -1,5 +1,5 @@
-// A torch tensor as the bindings see it: what they ask of it is asked once, for every question is a call through the stable ABI's C functions.
-// Only cpp/torch includes torch's headers.
+// A torch tensor. Its sizes, strides, type, device and address are read once, when it is made: each of them costs a call of the stable
+// ABI's C functions. Only cpp/torch includes torch's headers.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -19,16 +19,16 @@
 namespace minfer::torch_binding {
 
 using torch::headeronly::ScalarType;
-/// Extents, or strides, of a tensor's modes; they lie elsewhere, those in braces as long as the call that takes them.
+/// Extents or strides of a tensor's modes, which lie elsewhere. A list in braces lives as long as the call that takes it.
 using Shape = torch::headeronly::IntHeaderOnlyArrayRef;
 
-/// Extents, or strides, that lie here: of up to eight modes on the stack.
-class OwnShape {
+/// Extents or strides that lie in the object itself, without an allocation for up to eight modes.
+class ShapeArray {
  public:
-  explicit OwnShape(size_t modes) : count_(modes) {
+  explicit ShapeArray(size_t modes) : count_(modes) {
     if (modes > few_.size()) many_.resize(modes);
   }
-  explicit OwnShape(Shape from) : OwnShape(from.size()) { std::copy(from.begin(), from.end(), data()); }
+  explicit ShapeArray(Shape from) : ShapeArray(from.size()) { std::copy(from.begin(), from.end(), data()); }
 
   int64_t* data() { return many_.empty() ? few_.data() : many_.data(); }
   int64_t& operator[](size_t mode) { return data()[mode]; }
@@ -42,11 +42,11 @@ class OwnShape {
   std::vector<int64_t> many_;
 };
 
-/// A reference, as at::Tensor is; empty: no tensor. Its tensor must not be resized meanwhile.
+/// A reference to a tensor, as at::Tensor is; by default to none. The tensor must not be resized while this lives.
 class Tensor {
  public:
   Tensor() = default;
-  /// Takes the handle over.
+  /// Takes ownership of the handle.
   explicit Tensor(AtenTensorHandle handle);
 
   bool defined() const { return handle_ != nullptr; }
@@ -65,12 +65,12 @@ class Tensor {
   bool is_aligned(int64_t bytes) const { return reinterpret_cast<uintptr_t>(data_) % uint64_t(bytes) == 0; }
   bool is_cuda() const;
   bool is_cpu() const;
-  int32_t device_type() const { return device_type_; }  // as the C functions number them
+  int32_t device_type() const { return device_type_; }  // in the numbering of the C functions
   int32_t device() const { return device_; }
 
  private:
   std::shared_ptr<AtenTensorOpaque> handle_;
-  int64_t const *sizes_ = nullptr, *strides_ = nullptr;  // torch's own
+  int64_t const *sizes_ = nullptr, *strides_ = nullptr;  // memory of the tensor
   void* data_ = nullptr;
   int32_t dim_ = 0, element_size_ = 0, device_type_ = -1, device_ = -1;
   ScalarType type_ = ScalarType::Undefined;
@@ -78,28 +78,28 @@ class Tensor {
 
 bool same(Shape a, Shape b);
 
-/// A tensor in a message is its shape, "[2, 3]".
+/// A message shows a tensor by its shape, "[2, 3]".
 std::ostream& operator<<(std::ostream& out, Tensor const& x);
-/// A shape in a message: ArrayRef's own operator has other parentheses.
+/// A shape in a message, since ArrayRef's own operator writes "{2, 3}".
 struct Listed {
   Shape shape;
 };
 std::ostream& operator<<(std::ostream& out, Listed const& x);
-/// Where a tensor is, in a message: "cuda:1".
-struct PlaceOf {
+/// The device of a tensor in a message: "cuda:1".
+struct DeviceOf {
   Tensor const& x;
 };
-std::ostream& operator<<(std::ostream& out, PlaceOf const& x);
+std::ostream& operator<<(std::ostream& out, DeviceOf const& x);
 
-/// Types as the C functions number them; those that no operator takes are Undefined.
+/// Types in the numbering of the C functions. Those that no operator takes are Undefined.
 ScalarType type_of_code(int32_t code);
 int32_t type_code(ScalarType type);
 int64_t bytes_of(ScalarType type);
 inline bool is_16bit_float(ScalarType type) { return type == ScalarType::Half || type == ScalarType::BFloat16; }
-/// float32 where it is no 16-bit float.
+/// The type as kernels name it; raises for one that no kernel reads or writes.
 DataType data_type(ScalarType type);
 
-/// Largest power of two, at most 16, that divides all of `values` (bytes).
+/// The largest power of two, at most 16, that divides all values, which are in bytes.
 inline int32_t common_alignment(std::initializer_list<uint64_t> values) {
   uint64_t bits = 16;
   for (uint64_t value : values) bits |= value;
@@ -108,5 +108,12 @@ inline int32_t common_alignment(std::initializer_list<uint64_t> values) {
 inline uint64_t address_of(void const* data) { return reinterpret_cast<uintptr_t>(data); }
 
 inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+/// Whether TMA takes this stride, in elements of the tensor: it must be a multiple of 16 bytes.
+inline bool is_aligned_stride(int64_t stride, Tensor const& x) { return stride * x.element_size() % 16 == 0; }
+
+/// The stride, in elements, of a mode of size 1. No kernel steps along it, but TMA requires a multiple of 16 bytes, and it must be no less
+/// than the extent of the modes that it steps over.
+inline int64_t unused_stride(int64_t extent, int64_t element_bytes) { return round_up(std::max<int64_t>(extent, 1), 16 / element_bytes); }
 
 }  // namespace minfer::torch_binding

@@ -5,7 +5,7 @@
 
 #include "minfer/registry.h"
 
-// Weak: torch has had it since 2.13; before, the reason is on standard error.
+// Weak, since torch has it from 2.13 on. Older versions write the reason to standard error.
 extern "C" __attribute__((weak)) char const* torch_exception_get_what_without_backtrace();
 
 namespace minfer::torch_binding {
@@ -14,7 +14,7 @@ namespace {
 
 constexpr double kKiB = 1024.0;
 
-/// 1536 is "1.5 KiB".
+/// "1.5 KiB" for 1536.
 std::string text_of_bytes(double bytes) {
   char const* const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"};
   size_t unit = 0;
@@ -22,16 +22,16 @@ std::string text_of_bytes(double bytes) {
   return text_of(std::fixed, std::setprecision(unit == 0 ? 0 : 1), bytes, ' ', units[unit]);
 }
 
-/// "; 1.5 GiB of cuda:0's 139.8 GiB are free", of a CUDA device that can be asked.
+/// "; 1.5 GiB of cuda:0's 139.8 GiB are free", or nothing where the device cannot be queried.
 std::string memory_of(Tensor const& like) {
   int64_t free = 0, total = 0;
   if (!like.is_cuda() || !query_memory(like.device(), &free, &total).ok()) return "";
-  return text_of("; ", text_of_bytes(double(free)), " of ", PlaceOf{like}, "'s ", text_of_bytes(double(total)),
+  return text_of("; ", text_of_bytes(double(free)), " of ", DeviceOf{like}, "'s ", text_of_bytes(double(total)),
                  " are free, but for what torch holds");
 }
 
-OwnShape contiguous_strides(Shape shape) {
-  OwnShape strides(shape.size());
+ShapeArray contiguous_strides(Shape shape) {
+  ShapeArray strides(shape.size());
   int64_t stride = 1;
   for (size_t mode = shape.size(); mode-- > 0;) {
     strides[mode] = stride;
@@ -54,7 +54,7 @@ std::string reason_of_torch() {
 }
 
 Tensor try_allocate(Tensor const& like, Shape shape, ScalarType type) {
-  OwnShape strides = contiguous_strides(shape);
+  ShapeArray strides = contiguous_strides(shape);
   AtenTensorHandle handle = nullptr;
   AOTITorchError const error = aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(), type_code(type),
                                                         like.device_type(), like.device(), &handle);

@@ -1,4 +1,5 @@
-// The calls of torch that can fail: memory, and copies. What has failed, for which operator, of how many bytes and why is in the message.
+// The calls of torch that can fail: allocations and copies. The message of a failure says which operator it was for, how many bytes were
+// asked for and why it failed.
 #pragma once
 
 #include <string>
@@ -9,11 +10,12 @@
 
 namespace minfer::torch_binding {
 
-/// Torch's reason for the failure of the thread's last call, its first line.
+/// The first line of torch's message about the thread's last failed call.
 std::string reason_of_torch();
 
-/// Uninitialised and contiguous, on like's device; an empty tensor where torch could not.
+/// Uninitialised and contiguous, on like's device; undefined where torch could not allocate it.
 Tensor try_allocate(Tensor const& like, Shape shape, ScalarType type);
+/// Raises; torch's message must still be that of the failed allocation.
 [[noreturn]] void no_memory(char const* op, Tensor const& like, Shape shape, ScalarType type, std::string const& what);
 
 template <class... Parts>
@@ -23,7 +25,7 @@ template <class... Parts>
   return text.str();
 }
 
-/// Uninitialised and contiguous, on like's device. what: streamed into the message when there is no memory, "out", or "a copy of ", name.
+/// Uninitialised and contiguous, on like's device. The parts of `what`, such as "a copy of ", name, are the message's words for the tensor.
 template <class... What>
 Tensor allocate(char const* op, Tensor const& like, Shape shape, ScalarType type, What const&... what) {
   Tensor x = try_allocate(like, shape, type);
@@ -31,7 +33,7 @@ Tensor allocate(char const* op, Tensor const& like, Shape shape, ScalarType type
   return x;
 }
 
-/// Bytes for a launch, if it needs any: 256-byte aligned, of any content.
+/// The workspace of a launch: 256-byte aligned and uninitialised. No allocation where it needs none.
 class Workspace {
  public:
   template <class... What>
@@ -46,14 +48,14 @@ class Workspace {
   Tensor memory_;
 };
 
-/// to = from, element by element, with from's type; they do not overlap. name: of the argument, in messages.
+/// to = from, element by element, of one type and without overlap. name: the argument's, for messages.
 void copy_into(char const* op, char const* name, Tensor const& to, Tensor const& from);
 /// Writes zeros everywhere.
 void fill_with_zeros(char const* op, char const* name, Tensor const& x);
 
-/// A contiguous copy in memory of its own, which is aligned.
+/// A contiguous copy in a new allocation, which is aligned.
 Tensor copy_of(char const* op, char const* name, Tensor const& x);
-/// A copy of x with other strides, of `elements` of memory.
+/// A copy of x with these strides, which reach over this many elements.
 Tensor copy_with_strides(char const* op, char const* name, Tensor const& x, Shape strides, int64_t elements);
 
 }  // namespace minfer::torch_binding
