@@ -26,9 +26,9 @@ _USUAL_SHRINKS = torch.linspace(1.0, 0.7, 13).tolist()
 
 
 def _largest(form: WeightFormat) -> float:
-    """What the largest magnitude of a group becomes, before its range is shrunk."""
+    """What the largest magnitude of a group becomes, before its range is shrunk: a number that codes of both signs reach."""
     if form.book is not None:
-        return max(abs(value) for value in form.book)
+        return min(max(form.book), -min(form.book))
     return _E4M3_LARGEST if form.values == "e4m3" else 2.0 ** (form.bits - 1) - 1
 
 
