@@ -17,7 +17,7 @@ from typing import Any
 
 import minfer
 import torch
-from minfer.ops.kv_cache import KV_FORMATS
+from minfer.formats.kv_cache import KV_FORMATS
 from minfer.reference import kv_cache as reference_kv_cache
 
 from bench.suites.attention_common import (

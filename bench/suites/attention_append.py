@@ -9,8 +9,8 @@ from typing import Any
 
 import minfer
 import torch
+from minfer.formats.kv_cache import KV_FORMATS
 from minfer.measure.benchmarking import result_row
-from minfer.ops.kv_cache import KV_FORMATS
 from minfer.reference import kv_cache as reference_kv_cache
 
 from bench import harness

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import minfer
 import torch
-from minfer.ops.kv_cache import KV_FORMATS
+from minfer.formats.kv_cache import KV_FORMATS
 
 # Options of attention_paged beside its lengths. True stands for random sinks, see attention_cases.call_options.
 PAGED_OPTIONS = {

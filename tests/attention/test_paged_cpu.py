@@ -154,11 +154,11 @@ def test_every_key_counts(kv_format):
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_in_float64_it_is_the_definition(kv_format):
-    """reference_attention.attention_paged of a float64 q: the truth of the GPU tests."""
+    """reference_attention.attention_over_cache of a float64 q: the truth of the GPU tests."""
     cache, seq_lens, table = make_cache((1, 70, 0, 64), kv_format, 2, head_dims_of(kv_format), torch.bfloat16)
     q = torch.randn(4, 3, 4, head_dims_of(kv_format)[0], dtype=torch.float64)
     sinks = torch.randn(4).bfloat16()
-    out, lse = reference_attention.attention_paged(q, cache, seq_lens, table, window_left=40, softcap=5.0, sinks=sinks)
+    out, lse = reference_attention.attention_over_cache(q, cache, seq_lens, table, window_left=40, softcap=5.0, sinks=sinks)
     assert out.dtype == lse.dtype == torch.float64
     contents = Contents(cache, table)
     for b, length in enumerate(seq_lens.tolist()):

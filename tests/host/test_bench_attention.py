@@ -5,9 +5,9 @@ import argparse
 import minfer
 import pytest
 import torch
+from minfer.formats.kv_cache import KV_FORMATS
 from minfer.measure import benchmarking
 from minfer.measure.benchmarking import Timing
-from minfer.ops.kv_cache import KV_FORMATS
 from minfer.reference import kv_cache as reference_kv_cache
 
 from bench.report import attention as report_attention

@@ -231,7 +231,7 @@ def test_many_merge_at_once(tmp_path):
 def devices(cache_dir, monkeypatch, no_user_rows):
     """A function that sets the names of the CUDA devices that there are, and what was deferred to CUDA's initialisation."""
     deferred = []
-    monkeypatch.setattr(torch.cuda, "_lazy_call", deferred.append)
+    monkeypatch.setattr(tuned, "when_cuda_is_first_used", deferred.append)
     monkeypatch.setattr(tuned, "build_info", lambda: minfer.build_info() | {"cuda": True})
 
     def are(*names):

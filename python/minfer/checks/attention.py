@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import DTYPES, _Checker, check_kernel, check_scalar
+from .common import DTYPES, Checker, Result, check_kernel, check_scalar
 from .kv_cache import (
     PAGE_MULTIPLE,
     SCALES,
@@ -29,13 +29,13 @@ MERGED_DTYPES = (*DTYPES, torch.float32)
 LAYOUTS = {4: "[batch, seqlen, heads, head_dim]", 3: "[tokens, heads, head_dim]"}
 
 
-def _check_sizes(check: _Checker, heads_q: Any, heads_kv: Any, head_dim: Any, head_dim_v: Any) -> None:
+def _check_sizes(check: Checker, heads_q: Any, heads_kv: Any, head_dim: Any, head_dim_v: Any) -> None:
     divides = heads_q == 0 if heads_kv == 0 else heads_q % heads_kv == 0
     check(divides, "q's heads must be a multiple of k's, got {} and {}", heads_q, heads_kv)
     check_head_dims(check, "q", head_dim, head_dim_v)
 
 
-def _check_operands(check: _Checker, q: Tensor, k: Tensor, v: Tensor, modes: int) -> tuple[Any, Any]:
+def _check_operands(check: Checker, q: Tensor, k: Tensor, v: Tensor, modes: int) -> tuple[Any, Any]:
     """q, k and v of ``modes`` modes; returns (heads_q, head_dim_v)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
@@ -52,7 +52,7 @@ def _check_operands(check: _Checker, q: Tensor, k: Tensor, v: Tensor, modes: int
 
 
 def _check_options(
-    check: _Checker,
+    check: Checker,
     q: Tensor,
     causal: bool = False,
     scale: float | None = None,
@@ -77,21 +77,25 @@ def _check_options(
         check_kernel(check, kernel, FAMILY)
 
 
-def check_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[tuple, tuple]:
-    """All arguments of minfer::attention; returns the shapes of out and lse."""
-    check = _Checker("attention")
+def _states(like: Tensor, out: Sequence[Any], lse: Sequence[Any]) -> tuple[Result, Result]:
+    return Result(like, out, like.dtype), Result(like, lse, torch.float32)
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Result, Result]:
+    """All arguments of minfer::attention."""
+    check = Checker("attention")
     heads, head_dim_v = _check_operands(check, q, k, v, 4)
     _check_options(check, q, **options)
     batch, seqlen_q = q.shape[:2]
     check(k.shape[0] == batch, "k and v must have q's batch {}, got k {}", batch, k.shape)
-    return (batch, seqlen_q, heads, head_dim_v), (batch, heads, seqlen_q)
+    return _states(q, (batch, seqlen_q, heads, head_dim_v), (batch, heads, seqlen_q))
 
 
 def check_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, **options: Any
-) -> tuple[tuple, tuple]:
-    """All arguments of minfer::attention_varlen but the values of cu_seqlens; returns the shapes of out and lse."""
-    check = _Checker("attention_varlen")
+) -> tuple[Result, Result]:
+    """All arguments of minfer::attention_varlen but the values of cu_seqlens."""
+    check = Checker("attention_varlen")
     heads, head_dim_v = _check_operands(check, q, k, v, 3)
     text = "cu_seqlens_q must be [batch + 1], got {}"
     check(cu_seqlens_q.dim() == 1, text, cu_seqlens_q.shape)
@@ -102,7 +106,7 @@ def check_attention_varlen(
     for value in (max_seqlen_q, max_seqlen_k):
         check(value >= 0, "max_seqlen_q and max_seqlen_k must not be negative, got {} and {}", max_seqlen_q, max_seqlen_k)
     _check_options(check, q, **options)
-    return (q.shape[0], heads, head_dim_v), (heads, q.shape[0])
+    return _states(q, (q.shape[0], heads, head_dim_v), (heads, q.shape[0]))
 
 
 def check_attention_paged(
@@ -121,9 +125,9 @@ def check_attention_paged(
     kv_format: str = "auto",
     num_splits: int | None = None,
     **options: Any,
-) -> tuple[str, tuple, tuple]:
-    """All arguments of minfer::attention_paged but values; returns the cache's format and the shapes of out and lse."""
-    check = _Checker("attention_paged")
+) -> tuple[Result, Result]:
+    """All arguments of minfer::attention_paged but values."""
+    check = Checker("attention_paged")
     layouts = "[batch, seqlen_q, heads, head_dim] or [tokens, heads, head_dim]"
     check(q.layout == torch.strided, "q must be a dense tensor, got layout {}", q.layout)
     check(q.dim() in (3, 4), "q must be {}, got {}", layouts, q.shape)
@@ -163,13 +167,12 @@ def check_attention_paged(
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_strides(check, name, x)
     _check_options(check, q, **options)
-    out = (*lead, heads_q, head_dim_v)
-    return kv_format, out, (*lead[:-1], heads_q, lead[-1])
+    return _states(q, (*lead, heads_q, head_dim_v), (*lead[:-1], heads_q, lead[-1]))
 
 
 def check_cu_seqlens(op: str, name: str, cu_seqlens: list[int], side: str, tokens: int, max_seqlen: int) -> None:
     """The values, which only the CPU kernel knows: they ascend within the rows, and no sequence is longer than was said."""
-    check = _Checker(op)
+    check = Checker(op)
     check_ascending(check, name, cu_seqlens, f"tokens_{side}", tokens)
     for b, (begin, end) in enumerate(pairwise(cu_seqlens)):
         text = "max_seqlen_{} must be at least the {} rows of sequence {}, got {}"
@@ -178,7 +181,7 @@ def check_cu_seqlens(op: str, name: str, cu_seqlens: list[int], side: str, token
 
 def check_seq_lens(seq_lens: list[int], rows: int) -> None:
     """The values, which only the CPU kernel knows; ``rows``: that the cache can have for a sequence."""
-    check = _Checker("attention_paged")
+    check = Checker("attention_paged")
     for b, length in enumerate(seq_lens):
         check(length >= 0, "seq_lens must not be negative, got {} of sequence {}", length, b)
         check(length <= rows, "seq_lens must be at most the {} rows of a sequence, got {} of sequence {}", rows, length, b)
@@ -186,14 +189,14 @@ def check_seq_lens(seq_lens: list[int], rows: int) -> None:
 
 def check_pages(block_table: list[int], pages: int, b: int) -> None:
     """The entries that sequence ``b`` needs, which only the CPU kernel knows."""
-    check = _Checker("attention_paged")
+    check = Checker("attention_paged")
     for page in block_table:
         check(0 <= page < pages, "block_table must name one of the {} pages, got {} of sequence {}", pages, page, b)
 
 
-def check_merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Any, ...]:
-    """All arguments of minfer::merge_attention_states; returns the shape of lse."""
-    check = _Checker("merge_attention_states")
+def check_merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Result, Result]:
+    """All arguments of minfer::merge_attention_states."""
+    check = Checker("merge_attention_states")
     check(len(outs) >= 1, "outs must have at least one part, got none")
     check(len(lses) == len(outs), "lses must have as many parts as outs, {}, got {}", len(outs), len(lses))
     first = outs[0]
@@ -206,4 +209,4 @@ def check_merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor])
         check_tensor(check, f"outs[{i}]", out, first.dtype, "outs[0]", first)
         check_shape(check, f"lses[{i}]", lse, lse_shape)
         check_tensor(check, f"lses[{i}]", lse, torch.float32, "outs[0]", first)
-    return lse_shape
+    return _states(first, first.shape, lse_shape)

@@ -12,11 +12,12 @@ import difflib
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .._core.registry import kernel_names
+from .._core.torch_private import is_certain
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
 DTYPES = (torch.float16, torch.bfloat16)
@@ -26,7 +27,18 @@ DECOMPOSITIONS = ("persistent", "stream_k", "split_k")
 RASTERS = ("along_m", "along_n")
 
 
-class _Checker:
+class Result(NamedTuple):
+    """A tensor that an operator returns: contiguous, on the device of ``like``."""
+
+    like: torch.Tensor
+    shape: Sequence[Any]
+    dtype: torch.dtype
+
+    def empty(self) -> torch.Tensor:
+        return self.like.new_empty(tuple(self.shape), dtype=self.dtype)
+
+
+class Checker:
     """Raises for one op: ``check(condition, text)``, where text is completed only on failure."""
 
     def __init__(self, op: str):
@@ -36,7 +48,7 @@ class _Checker:
         torch._check(condition, lambda: f"minfer::{self.op}: " + template.format(*map(_text, values)))
 
 
-class ValueChecker(_Checker):
+class ValueChecker(Checker):
     """The same for a function that is no operator: ValueErrors with its name in front."""
 
     def __call__(self, condition: Any, template: str, *values: Any) -> None:
@@ -63,37 +75,28 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def check_addend_type(check: _Checker, name: str, x: torch.Tensor, a: torch.Tensor) -> None:
+def check_addend_type(check: Checker, name: str, x: torch.Tensor, a: torch.Tensor) -> None:
     check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
     check(x.dtype in (a.dtype, torch.float32), "{} must be {} or float32, got {}", name, a.dtype, x.dtype)
     check(x.device == a.device, "{} must be on a's device {}, got {}", name, a.device, x.device)
 
 
-def check_bias(check: _Checker, bias: torch.Tensor, a: torch.Tensor, n: int) -> None:
+def check_bias(check: Checker, bias: torch.Tensor, a: torch.Tensor, n: int) -> None:
     check_addend_type(check, "bias", bias, a)
     check(bias.dim() == 1, "bias must be [n] = [{}], got {}", n, bias.shape)
     check(bias.shape[0] == n, "bias must be [n] = [{}], got {}", n, bias.shape)
 
 
-def check_c(check: _Checker, c: torch.Tensor, a: torch.Tensor, out: Sequence[int]) -> None:
+def check_c(check: Checker, c: torch.Tensor, a: torch.Tensor, out: Sequence[int]) -> None:
     check_addend_type(check, "c", c, a)
     text = "c must broadcast to {}, got c {}"
     check(c.dim() <= len(out), text, list(out), c.shape)
     for have, want in zip(reversed(c.shape), reversed(out), strict=False):
-        if not is_one(have):
+        if not is_certain(have == 1):  # a size without a hint is asserted to match at run time
             check(have == want, text, list(out), c.shape)
 
 
-def is_one(size: Any) -> bool:
-    """Whether a size is 1; a symbolic one without a hint counts as not 1 and is asserted to match at run time."""
-    if isinstance(size, torch.SymInt):
-        from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-        return guard_or_false(size == 1)
-    return size == 1
-
-
-def check_scalar(check: _Checker, name: str, value: Any) -> None:
+def check_scalar(check: Checker, name: str, value: Any) -> None:
     # A symbolic float is checked when the compiled graph runs and its value is known.
     if not isinstance(value, torch.SymFloat):
         check(abs(value) <= FLOAT32_MAX, "{} must be finite in float32, got {}", name, value)
@@ -104,11 +107,11 @@ def in_float32(value: Any) -> Any:
     return value if isinstance(value, torch.SymFloat) else ctypes.c_float(value).value
 
 
-def check_activation(check: _Checker, activation: str) -> None:
+def check_activation(check: Checker, activation: str) -> None:
     check(activation in ACTIVATIONS, "activation must be one of {}, got '{}'", ", ".join(ACTIVATIONS), activation)
 
 
-def check_out(check: _Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequence[int], out_dtype: torch.dtype | None) -> None:
+def check_out(check: Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequence[int], out_dtype: torch.dtype | None) -> None:
     """``out`` has D's shape and a dtype that D may have; any strides that keep its elements apart (what no kernel can store to is written
     through a copy)."""
     check(out.layout == torch.strided, "out must be a dense tensor, got layout {}", out.layout)
@@ -147,7 +150,7 @@ def check_no_overlap(op: str, out: torch.Tensor, written: str = "out", **others:
     Raises:
       RuntimeError: it does.
     """
-    check = _Checker(op)
+    check = Checker(op)
     begin, end = _span(out)
     for name, x in others.items():
         if x is None or x.numel() == 0 or out.numel() == 0:
@@ -172,7 +175,7 @@ def is_same_view(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 # ---- kernel override ---------------------------------------------------------------------------------------------------------
 
 
-def check_kernel(check: _Checker, kernel: str | None, family: str = "gemm") -> None:
+def check_kernel(check: Checker, kernel: str | None, family: str = "gemm") -> None:
     """``kernel=``: NAME[@key=value,...]. The name must be in the registry, compiled or not; the launch keys must parse."""
     if kernel is None:
         return
@@ -185,7 +188,7 @@ def check_kernel(check: _Checker, kernel: str | None, family: str = "gemm") -> N
         check_launch_text(check, launch)
 
 
-def check_launch_text(check: _Checker, launch: str) -> None:
+def check_launch_text(check: Checker, launch: str) -> None:
     """The part of an override behind the @: decomposition=, splits=, swizzle=, raster=, separated by commas."""
     given: dict[str, str] = {}
     for item in launch.split(","):

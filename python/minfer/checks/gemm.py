@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from ..formats.gate_up import GATE_BLOCK
 from .common import (
     DTYPES,
-    _Checker,
+    Checker,
+    Result,
     check_activation,
     check_bias,
     check_c,
@@ -20,21 +19,7 @@ from .common import (
 )
 
 
-class GemmShape(NamedTuple):
-    """What the checks found: D is [*batch, m, n] of ``out_dtype`` (gated: n / 2)."""
-
-    batch: tuple[int, ...]  # () or (batch,)
-    m: int
-    n: int
-    k: int
-    out_dtype: torch.dtype
-
-    @property
-    def out(self) -> tuple[int, ...]:
-        return (*self.batch, self.m, self.n)
-
-
-def check_operands(check: _Checker, a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[int, ...], int, int, int]:
+def check_operands(check: Checker, a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[int, ...], int, int, int]:
     """Rank, dtype, device, k and batch of A and B; returns (batch, m, n, k)."""
     for name, x in (("a", a), ("b", b)):
         check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
@@ -67,9 +52,9 @@ def check_gemm(
     out_dtype: torch.dtype | None = None,
     kernel: str | None = None,
     out: torch.Tensor | None = None,
-) -> GemmShape:
+) -> Result:
     """All arguments of minfer::gemm and minfer::gemm.out; raises RuntimeError."""
-    check = _Checker("gemm")
+    check = Checker("gemm")
     batch, m, n, k = check_operands(check, a, b)
     if out_dtype is not None:
         check(out_dtype in (a.dtype, torch.float32), "out_dtype must be {} or float32, got {}", a.dtype, out_dtype)
@@ -86,7 +71,7 @@ def check_gemm(
     if out is not None:
         check_out(check, out, a, (*batch, m, n), out_dtype)
         out_dtype = out.dtype
-    return GemmShape(batch, m, n, k, out_dtype or a.dtype)
+    return Result(a, (*batch, m, n), out_dtype or a.dtype)
 
 
 def check_gemm_gated(
@@ -96,9 +81,9 @@ def check_gemm_gated(
     bias: torch.Tensor | None = None,
     activation: str = "silu",
     kernel: str | None = None,
-) -> GemmShape:
-    """All arguments of minfer::gemm_gated; raises RuntimeError. The shape's n is D's: half of B's columns."""
-    check = _Checker("gemm_gated")
+) -> Result:
+    """All arguments of minfer::gemm_gated; raises RuntimeError."""
+    check = Checker("gemm_gated")
     batch, m, n, k = check_operands(check, a, b)
     check(
         n % (2 * GATE_BLOCK) == 0,
@@ -112,4 +97,4 @@ def check_gemm_gated(
     if bias is not None:
         check_bias(check, bias, a, n)
     check_kernel(check, kernel)
-    return GemmShape(batch, m, n // 2, k, a.dtype)
+    return Result(a, (*batch, m, n // 2), a.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from .common import (
     ACTIVATIONS,
     DTYPES,
-    _Checker,
+    Checker,
+    Result,
     check_kernel,
     overlaps_itself,
 )
@@ -20,7 +22,7 @@ SWIGLUOAI = "swigluoai"
 GATE_LAYOUTS = ("halves", "alternating", "blocks")
 
 
-def _check_operand(check: _Checker, name: str, x: Tensor, like: Tensor, dtype: torch.dtype, shape: tuple, beside: str = "a") -> None:
+def _check_operand(check: Checker, name: str, x: Tensor, like: Tensor, dtype: torch.dtype, shape: tuple, beside: str = "a") -> None:
     """Shape, dtype, and the device of ``like``, which is the operand ``beside``."""
     expected = "[" + ", ".join(str(s) for s in shape) + "]"
     check(x.dim() == len(shape), "{} must be {}, got {}", name, expected, x.shape)
@@ -30,12 +32,12 @@ def _check_operand(check: _Checker, name: str, x: Tensor, like: Tensor, dtype: t
     check(x.device == like.device, "{} must be on {}'s device {}, got {}", name, beside, like.device, x.device)
 
 
-def _check_experts(check: _Checker, name: str, weight: Tensor, experts) -> None:
+def _check_experts(check: Checker, name: str, weight: Tensor, experts) -> None:
     for good in (experts >= 1, experts <= MAX_EXPERTS):
         check(good, "{} must have 1 to {} experts, got {}", name, MAX_EXPERTS, weight.shape)
 
 
-def _check_activation(check: _Checker, activation: str, gated: bool) -> None:
+def _check_activation(check: Checker, activation: str, gated: bool) -> None:
     if activation == SWIGLUOAI:
         check(gated, "activation swigluoai needs gated = True")
     else:
@@ -43,7 +45,7 @@ def _check_activation(check: _Checker, activation: str, gated: bool) -> None:
         check(activation in ACTIVATIONS, "activation must be one of {}, got '{}'", names, activation)
 
 
-def _check_gate(check: _Checker, name: str, extent: str, weight: Tensor, n, gate_layout: str) -> None:
+def _check_gate(check: Checker, name: str, extent: str, weight: Tensor, n, gate_layout: str) -> None:
     """Of a gated weight with n gate and up rows, which ``extent`` calls columns or rows."""
     check(gate_layout in GATE_LAYOUTS, "gate_layout must be halves, alternating or blocks, got '{}'", gate_layout)
     check(n % 2 == 0, "{} must have an even number of {} when gated, got {}", name, extent, weight.shape)
@@ -52,13 +54,13 @@ def _check_gate(check: _Checker, name: str, extent: str, weight: Tensor, n, gate
         check(n % 16 == 0, rule, name, weight.shape)
 
 
-def _check_grouped_kernel(check: _Checker, kernel: str | None, family: str) -> None:
+def _check_grouped_kernel(check: Checker, kernel: str | None, family: str) -> None:
     if kernel is not None:
         check("@" not in kernel, "kernel '{}' is not in the registry: grouped kernels have no launch options", kernel)
         check_kernel(check, kernel, family)
 
 
-def _check_sorted(check: _Checker, a: Tensor, gather: Tensor | None):
+def _check_sorted(check: Checker, a: Tensor, gather: Tensor | None):
     """a [rows, k] and its gather; returns the product's rows."""
     check(a.dim() == 2, "a must be [rows, k], got a {}", a.shape)
     check(a.dtype in DTYPES, "a must be float16 or bfloat16, got {}", a.dtype)
@@ -69,14 +71,14 @@ def _check_sorted(check: _Checker, a: Tensor, gather: Tensor | None):
     return gather.shape[0]
 
 
-def _check_sorted_out(check: _Checker, out: Tensor, a: Tensor, rows, columns) -> None:
+def _check_sorted_out(check: Checker, out: Tensor, a: Tensor, rows, columns) -> None:
     _check_operand(check, "out", out, a, a.dtype, (rows, columns))
     contiguous = out.stride(1) == 1 or columns <= 1
     check(contiguous, "out must have unit stride along its rows, got strides {} and {}", out.stride(0), out.stride(1))
     check(rows <= 1 or out.stride(0) >= columns, "out's rows must not overlap, got a row stride of {}", out.stride(0))
 
 
-def _check_common(check: _Checker, a: Tensor, b: Tensor, k, bias, activation: str, gated: bool, gate_layout: str, kernel) -> tuple:
+def _check_common(check: Checker, a: Tensor, b: Tensor, k, bias, activation: str, gated: bool, gate_layout: str, kernel) -> tuple:
     """Returns (experts, columns of the output)."""
     check(b.dim() == 3, "b must be [experts, k, n] with k = {} to match a {}, got b {}", k, a.shape, b.shape)
     check(b.shape[1] == k, "b must be [experts, k, n] with k = {} to match a {}, got b {}", k, a.shape, b.shape)
@@ -95,12 +97,12 @@ def _check_common(check: _Checker, a: Tensor, b: Tensor, k, bias, activation: st
     return experts, n // 2 if gated else n
 
 
-def _check_tokens(check: _Checker, x: Tensor) -> None:
+def _check_tokens(check: Checker, x: Tensor) -> None:
     check(x.dim() == 2, "x must be [tokens, hidden], got {}", x.shape)
     check(x.dtype in DTYPES, "x must be float16 or bfloat16, got {}", x.dtype)
 
 
-def _check_layer(check: _Checker, x: Tensor, experts, n, weights: Tensor, ids: Tensor, b13: Tensor | None, b2: Tensor | None) -> None:
+def _check_layer(check: Checker, x: Tensor, experts, n, weights: Tensor, ids: Tensor, b13: Tensor | None, b2: Tensor | None) -> None:
     """A layer's arguments beside its weights, which have n gate and up rows."""
     tokens, hidden = x.shape
     check(ids.dim() == 2, "ids must be [tokens, top_k], got {}", ids.shape)
@@ -112,18 +114,18 @@ def _check_layer(check: _Checker, x: Tensor, experts, n, weights: Tensor, ids: T
             _check_operand(check, name, bias, x, x.dtype, (experts, columns), "x")
 
 
-def check_rows_of_experts(op: str, a: Tensor, offsets: Tensor, gather: Tensor | None) -> None:
+def check_rows_of_experts(op: str, a: Tensor, offsets: Tensor, gather: Tensor | None = None) -> None:
     """The rows that experts have, which only CPU kernels know, ascend, and what is gathered for them are rows of a; reads both."""
     ends = offsets.tolist()
     for before, end in pairwise([0, *ends]):
-        _Checker(op)(end >= before, "offsets must not descend or be negative, got {} behind {}", end, before)
+        Checker(op)(end >= before, "offsets must not descend or be negative, got {} behind {}", end, before)
     if gather is None or offsets.numel() == 0:
         return
     needed = gather[: ends[-1]]
     if needed.numel() > 0:
         low, high = (int(x) for x in needed.aminmax())
         text = "gather must be rows of a, 0 to {}, where an expert has them, got {} to {}"
-        _Checker(op)(0 <= low and high < a.shape[0], text, a.shape[0] - 1, low, high)
+        Checker(op)(0 <= low and high < a.shape[0], text, a.shape[0] - 1, low, high)
 
 
 def check_grouped_gemm(
@@ -139,9 +141,9 @@ def check_grouped_gemm(
     gate_layout: str = "halves",
     kernel: str | None = None,
     out: Tensor | None = None,
-) -> tuple:
-    """Raises for arguments that cannot be right; returns the output's shape."""
-    check = _Checker("grouped_gemm" if out is None else "grouped_gemm.out")
+) -> Result:
+    """All arguments but values; raises RuntimeError."""
+    check = Checker("grouped_gemm")
     rows = _check_sorted(check, a, gather)
     experts, columns = _check_common(check, a, b, a.shape[1], bias, activation, gated, gate_layout, kernel)
     if row_scale is not None:
@@ -149,7 +151,11 @@ def check_grouped_gemm(
     _check_operand(check, "offsets", offsets, a, torch.int32, (experts,))
     if out is not None:
         _check_sorted_out(check, out, a, rows, columns)
-    return rows, columns
+    return Result(a, (rows, columns), a.dtype)
+
+
+def check_grouped_gemm_values(a: Tensor, b: Tensor, offsets: Tensor, *, gather: Tensor | None = None, **_: Any) -> None:
+    check_rows_of_experts("grouped_gemm", a, offsets, gather)
 
 
 def check_grouped_gemm_masked(
@@ -164,9 +170,9 @@ def check_grouped_gemm_masked(
     gate_layout: str = "halves",
     kernel: str | None = None,
     out: Tensor | None = None,
-) -> tuple:
-    """Raises for arguments that cannot be right; returns the output's shape."""
-    check = _Checker("grouped_gemm_masked" if out is None else "grouped_gemm_masked.out")
+) -> Result:
+    """All arguments but values; raises RuntimeError."""
+    check = Checker("grouped_gemm_masked")
     text = "a must be [experts, max_rows, k] and b [experts, k, n], got a {} and b {}"
     check(a.dim() == 3 and b.dim() == 3, text, a.shape, b.shape)
     check(a.shape[0] == b.shape[0], text, a.shape, b.shape)
@@ -183,7 +189,7 @@ def check_grouped_gemm_masked(
         walks = walks and (experts <= 1 or max_rows == 0 or out.stride(0) == max_rows * row)
         check(walks, "out must be one run of rows with unit stride along them, got strides {}", list(out.stride()))
         check(not overlaps_itself(out), "out must not overlap itself, got {} with strides {}", out.shape, list(out.stride()))
-    return experts, max_rows, columns
+    return Result(a, (experts, max_rows, columns), a.dtype)
 
 
 def check_moe_ffn(
@@ -198,9 +204,9 @@ def check_moe_ffn(
     b2: Tensor | None = None,
     gate_layout: str = "halves",
     op: str = "moe_ffn",
-) -> tuple:
-    """Raises for arguments that cannot be right, in the name of ``op``; returns the output's shape."""
-    check = _Checker(op)
+) -> Result:
+    """All arguments, in the name of ``op``; raises RuntimeError."""
+    check = Checker(op)
     _check_tokens(check, x)
     tokens, hidden = x.shape
     check(w13.dim() == 3, "w13 must be [experts, 2 * inter, hidden], got {}", w13.shape)
@@ -212,4 +218,4 @@ def check_moe_ffn(
     _check_layer(check, x, experts, n, weights, ids, b13, b2)
     _check_activation(check, activation, gated=True)
     _check_gate(check, "w13", "rows", w13, n, gate_layout)
-    return tokens, hidden
+    return Result(x, (tokens, hidden), x.dtype)

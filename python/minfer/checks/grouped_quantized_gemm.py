@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .common import _Checker
+from .common import Checker, Result
 from .grouped_gemm import (
     _check_activation,
     _check_experts,
@@ -16,6 +18,7 @@ from .grouped_gemm import (
     _check_sorted,
     _check_sorted_out,
     _check_tokens,
+    check_rows_of_experts,
 )
 from .quantized_gemm import check_format, check_group_size, check_scales, check_weight
 
@@ -23,7 +26,7 @@ FAMILY = "moe_w4a16"  # of the kernels
 
 
 def _check_expert_weights(
-    check: _Checker,
+    check: Checker,
     a: Tensor,
     qweight: Tensor,
     scales: Tensor,
@@ -44,7 +47,7 @@ def _check_expert_weights(
         check(x is None or x.is_contiguous(), "{} must be contiguous, got a view of {}", argument, None if x is None else x.shape)
 
 
-def _experts_and_rows(check: _Checker, argument: str, scales: Tensor) -> tuple:
+def _experts_and_rows(check: Checker, argument: str, scales: Tensor) -> tuple:
     """(experts, n), which scales say."""
     check(scales.dim() == 3, "{} must be [experts, ceil(k / group_size), n], got {}", argument, scales.shape)
     _check_experts(check, argument, scales, scales.shape[0])
@@ -68,9 +71,9 @@ def check_grouped_w4a16_gemm(
     gated: bool = False,
     kernel: str | None = None,
     out: Tensor | None = None,
-) -> tuple:
-    """Raises for arguments that cannot be right; returns the output's shape."""
-    check = _Checker("grouped_w4a16_gemm" if out is None else "grouped_w4a16_gemm.out")
+) -> Result:
+    """All arguments but values; raises RuntimeError."""
+    check = Checker("grouped_w4a16_gemm")
     check_format(check, 4, w4_format)
     check_group_size(check, group_size, w4_format)
     rows = _check_sorted(check, a, gather)
@@ -88,7 +91,13 @@ def check_grouped_w4a16_gemm(
     columns = n // 2 if gated else n
     if out is not None:
         _check_sorted_out(check, out, a, rows, columns)
-    return rows, columns
+    return Result(a, (rows, columns), a.dtype)
+
+
+def check_grouped_w4a16_gemm_values(
+    a: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, offsets: Tensor, *, gather: Tensor | None = None, **_: Any
+) -> None:
+    check_rows_of_experts("grouped_w4a16_gemm", a, offsets, gather)
 
 
 def check_moe_ffn_w4a16(
@@ -109,9 +118,9 @@ def check_moe_ffn_w4a16(
     activation: str = "silu",
     b13: Tensor | None = None,
     b2: Tensor | None = None,
-) -> tuple:
-    """Raises for arguments that cannot be right; returns the output's shape."""
-    check = _Checker("moe_ffn_w4a16")
+) -> Result:
+    """All arguments but values; raises RuntimeError."""
+    check = Checker("moe_ffn_w4a16")
     check_format(check, 4, w4_format)
     check_group_size(check, group_size, w4_format)
     _check_tokens(check, x)
@@ -124,4 +133,4 @@ def check_moe_ffn_w4a16(
     _check_expert_weights(check, x, w2, w2_scales, w2_zeros, alpha2, *form, (experts, hidden, n // 2), names2)
     _check_layer(check, x, experts, n, weights, ids, b13, b2)
     _check_activation(check, activation, gated=True)
-    return tokens, hidden
+    return Result(x, (tokens, hidden), x.dtype)

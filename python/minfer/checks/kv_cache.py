@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.torch_private import is_certain
 from ..formats import table
-from .common import DTYPES, ValueChecker, _Checker, is_integer
+from .common import DTYPES, Checker, ValueChecker, is_integer
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
@@ -27,29 +28,20 @@ SCALES = ("k_scale", "v_scale", "k_residual", "v_residual")
 CACHE_HEAD_DIM_MULTIPLES = {name: multiple for name, (_, multiple) in table.CACHES.items()}
 
 
-def _certain(condition: Any) -> bool:
-    """Whether it holds; a symbolic one that no hint decides counts as false."""
-    if isinstance(condition, torch.SymBool):
-        from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-        return guard_or_false(condition)
-    return condition
-
-
-def check_tensor(check: _Checker, name: str, x: Tensor, dtype: torch.dtype, other: str, like: Tensor) -> None:
+def check_tensor(check: Checker, name: str, x: Tensor, dtype: torch.dtype, other: str, like: Tensor) -> None:
     check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
     check(x.dtype == dtype, "{} must be {}, got {}", name, dtype, x.dtype)
     check(x.device == like.device, "{} must be on {}'s device {}, got {}", name, other, like.device, x.device)
 
 
-def check_shape(check: _Checker, name: str, x: Tensor, shape: Sequence[Any]) -> None:
+def check_shape(check: Checker, name: str, x: Tensor, shape: Sequence[Any]) -> None:
     text, expected = "{} must be [{}], got {}", ", ".join(str(size) for size in shape)
     check(x.dim() == len(shape), text, name, expected, x.shape)
     for have, want in zip(x.shape, shape, strict=True):
         check(have == want, text, name, expected, x.shape)
 
 
-def check_head_dims(check: _Checker, other: str, head_dim: Any, head_dim_v: Any) -> None:
+def check_head_dims(check: Checker, other: str, head_dim: Any, head_dim_v: Any) -> None:
     """``other``: whose head_dim limits that of v."""
     unit = HEAD_DIM_MULTIPLE
     for good in (head_dim > 0, head_dim % unit == 0, head_dim <= MAX_HEAD_DIM):
@@ -58,7 +50,7 @@ def check_head_dims(check: _Checker, other: str, head_dim: Any, head_dim_v: Any)
         check(good, "v's head_dim must be a multiple of {} up to {}'s {}, got {}", unit, other, head_dim, head_dim_v)
 
 
-def check_ascending(check: _Checker, name: str, ends: list[int], tokens_name: str, tokens: int) -> None:
+def check_ascending(check: Checker, name: str, ends: list[int], tokens_name: str, tokens: int) -> None:
     """Values of cu_seqlens, which only CPU kernels know."""
     inside = ends[0] >= 0 and ends[-1] <= tokens
     check(inside, "{} must lie in 0 to {} = {}, got {} to {}", name, tokens_name, tokens, ends[0], ends[-1])
@@ -89,9 +81,9 @@ def check_allocate_kv_cache(
     for name, size in (("pages", pages), ("page_size", page_size), ("heads_kv", heads_kv), ("batch", batch)):
         check(is_integer(size) and 0 <= size < 1 << 63, "{} must be an integer, 0 or more, got {}", name, size)
     unit = CACHE_HEAD_DIM_MULTIPLES[kv_format]
-    for name, size, limit, most in (("head_dim", head_dim, "", MAX_HEAD_DIM), ("head_dim_v", head_dim_v, "head_dim ", head_dim)):
-        good = is_integer(size) and 0 < size <= most and size % unit == 0
-        check(good, "{} must be a multiple of {} up to {}{} for {}, got {}", name, unit, limit, most, kv_format, size)
+    for name, size, limit, maximum in (("head_dim", head_dim, "", MAX_HEAD_DIM), ("head_dim_v", head_dim_v, "head_dim ", head_dim)):
+        good = is_integer(size) and 0 < size <= maximum and size % unit == 0
+        check(good, "{} must be a multiple of {} up to {}{} for {}, got {}", name, unit, limit, maximum, kv_format, size)
     whole = page_size % PAGE_MULTIPLE == 0
     if paged:
         text = "page_size must be a positive multiple of {} where paged is True, got {}"
@@ -109,7 +101,7 @@ def check_allocate_kv_cache(
 # ---- the cache -----------------------------------------------------------------------------------------------------------------
 
 
-def check_format(check: _Checker, kv_format: str, codes: torch.dtype, other: str, dtype: torch.dtype) -> str:
+def check_format(check: Checker, kv_format: str, codes: torch.dtype, other: str, dtype: torch.dtype) -> str:
     """Which format codes of a dtype are, by name or by "auto"; ``dtype`` is that of operand ``other``."""
     formats = FORMATS | {"16bit": (dtype,)}
     if kv_format == "auto":
@@ -123,7 +115,7 @@ def check_format(check: _Checker, kv_format: str, codes: torch.dtype, other: str
     return kv_format
 
 
-def check_cache(check: _Checker, k_cache: Tensor, v_cache: Tensor, other: str, like: Tensor) -> None:
+def check_cache(check: Checker, k_cache: Tensor, v_cache: Tensor, other: str, like: Tensor) -> None:
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         text = "{} must be [pages or batch, page_size or length, heads_kv, head_dim], got {}"
         check(x.dim() == 4, text, name, x.shape)
@@ -134,14 +126,14 @@ def check_cache(check: _Checker, k_cache: Tensor, v_cache: Tensor, other: str, l
         check(of_k == of_v, text, k_cache.shape, v_cache.shape)
 
 
-def check_strides(check: _Checker, name: str, x: Tensor) -> None:
+def check_strides(check: Checker, name: str, x: Tensor) -> None:
     """That TMA addresses it as it is: caches are never copied. The allocation itself is taken to be aligned."""
-    if _certain(x.numel() == 0):
+    if is_certain(x.numel() == 0):
         return
     text, unit = "{} must have a contiguous head_dim, and a base and strides that are multiples of 16 bytes, got {}", 16 // x.element_size()
     check(x.storage_offset() % unit == 0, text, name, x.shape)
     for i, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
-        if _certain(size == 1):
+        if is_certain(size == 1):
             continue
         if i + 1 == x.dim():
             check(stride == 1, text, name, x.shape)
@@ -151,7 +143,7 @@ def check_strides(check: _Checker, name: str, x: Tensor) -> None:
 
 
 def check_scales(
-    check: _Checker,
+    check: Checker,
     kv_format: str,
     k_cache: Tensor,
     scales: dict[str, Tensor | None],
@@ -181,7 +173,7 @@ def check_scales(
         for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
             text = "{} must be [1] or [{}], both alike, got {}"
             check(x.dim() <= 1, text, name, heads_kv, x.shape)
-            if not _certain(numel == 1):
+            if not is_certain(numel == 1):
                 check(numel == heads_kv, text, name, heads_kv, x.shape)
             check(x.numel() == numel, text, name, heads_kv, x.shape)
             check_tensor(check, name, x, torch.float32, other, like)
@@ -229,9 +221,9 @@ def check_kv_cache_append(
     v_residual: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     kv_format: str = "auto",
-) -> str:
-    """All arguments of minfer::kv_cache_append but values; returns the format."""
-    check = _Checker("kv_cache_append")
+) -> None:
+    """All arguments of minfer::kv_cache_append but values."""
+    check = Checker("kv_cache_append")
     for name, x in (("k", k), ("v", v)):
         check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
         check(x.dim() == 3, "{} must be [tokens, heads_kv, head_dim], got {}", name, x.shape)
@@ -266,12 +258,11 @@ def check_kv_cache_append(
     for name, x in scales.items():
         if x is not None and kv_format != "fp8_e4m3":
             check(x.is_contiguous(), "{} must be contiguous, for it is written, got strides {}", name, list(x.stride()))
-    return kv_format
 
 
 def check_append_values(slots: list[int], ends: list[int] | None, capacity: int, group: int | None) -> None:
     """Values of slot_mapping and cu_seqlens, which only the CPU kernel knows; ``group``: int4's tokens of a scale of K."""
-    check = _Checker("kv_cache_append")
+    check = Checker("kv_cache_append")
     for i, slot in enumerate(slots):
         check(slot < capacity, "slot_mapping must name one of the cache's {} slots, got {} for token {}", capacity, slot, i)
     if ends is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .common import DTYPES, _Checker, check_scalar
+from .common import DTYPES, Checker, Result, check_scalar
 from .quantized_gemm import _check_dense, _check_shape
 
 MAX_EXPERTS = 1024
@@ -15,26 +15,26 @@ SCORINGS = ("softmax", "sigmoid")
 ROUTED_DTYPES = (*DTYPES, torch.float32)
 
 
-def _check_matrix(check: _Checker, name: str, x: torch.Tensor, what: str) -> None:
+def _check_matrix(check: Checker, name: str, x: torch.Tensor, what: str) -> None:
     _check_dense(check, name, x)
     check(x.dim() == 2, "{} must be {}, got {}", name, what, x.shape)
 
 
-def _check_dtype(check: _Checker, name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+def _check_dtype(check: Checker, name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
     check(x.dtype == dtype, "{} must be {}, got {}", name, dtype, x.dtype)
 
 
-def _check_device(check: _Checker, name: str, x: torch.Tensor, other: str, like: torch.Tensor) -> None:
+def _check_device(check: Checker, name: str, x: torch.Tensor, other: str, like: torch.Tensor) -> None:
     check(x.device == like.device, "{} must be on the device of {}, {}, got {}", name, other, like.device, x.device)
 
 
-def _check_experts(check: _Checker, text: str, experts: Any, got: Any) -> None:
+def _check_experts(check: Checker, text: str, experts: Any, got: Any) -> None:
     check(experts >= 1, text, MAX_EXPERTS, got)
     check(experts <= MAX_EXPERTS, text, MAX_EXPERTS, got)
 
 
 def _check_rules(
-    check: _Checker,
+    check: Checker,
     experts: Any,
     other: str,
     like: torch.Tensor,
@@ -46,8 +46,8 @@ def _check_rules(
     topk_group: int = 1,
     scale: float = 1.0,
 ) -> None:
-    most = min(experts, MAX_TOP_K)
-    check(1 <= top_k <= most, "top_k must be 1 to {} for {} experts, got {}", most, experts, top_k)
+    max_top_k = min(experts, MAX_TOP_K)
+    check(1 <= top_k <= max_top_k, "top_k must be 1 to {} for {} experts, got {}", max_top_k, experts, top_k)
     check(scoring in SCORINGS, "scoring must be softmax or sigmoid, got '{}'", scoring)
     divides = 1 <= n_group <= experts and experts % n_group == 0
     check(divides, "n_group must divide the {} experts, got {}", experts, n_group)
@@ -62,27 +62,33 @@ def _check_rules(
         _check_device(check, "correction_bias", correction_bias, other, like)
 
 
-def _check_weights(check: _Checker, weights: torch.Tensor, other: str, pairs: torch.Tensor, like: torch.Tensor) -> None:
+def _check_weights(check: Checker, weights: torch.Tensor, other: str, pairs: torch.Tensor, like: torch.Tensor) -> None:
     _check_dense(check, "weights", weights)
     _check_shape(check, "weights", weights, "[tokens, top_k]", pairs.shape)
     _check_dtype(check, "weights", weights, torch.float32)
     _check_device(check, "weights", weights, other, like)
 
 
+def _routes(like: torch.Tensor, top_k: int) -> tuple[Result, Result]:
+    shape = (like.shape[0], top_k)
+    return Result(like, shape, torch.float32), Result(like, shape, torch.int32)
+
+
 # ---- whole operators: arguments and defaults are the schemas', all raise RuntimeError -------------------------------------------
 
 
-def check_moe_router(logits: torch.Tensor, top_k: int, **rules: Any) -> None:
-    check = _Checker("moe_router")
+def check_moe_router(logits: torch.Tensor, top_k: int, **rules: Any) -> tuple[Result, Result]:
+    check = Checker("moe_router")
     _check_matrix(check, "logits", logits, "[tokens, experts]")
     check(logits.dtype in ROUTED_DTYPES, "logits must be float16, bfloat16 or float32, got {}", logits.dtype)
     experts = logits.shape[1]
     _check_experts(check, "logits must have 1 to {} experts, got {}", experts, logits.shape)
     _check_rules(check, experts, "logits", logits, top_k, **rules)
+    return _routes(logits, top_k)
 
 
-def check_moe_router_gemm(x: torch.Tensor, w_gate: torch.Tensor, top_k: int, **rules: Any) -> None:
-    check = _Checker("moe_router_gemm")
+def check_moe_router_gemm(x: torch.Tensor, w_gate: torch.Tensor, top_k: int, **rules: Any) -> tuple[Result, Result]:
+    check = Checker("moe_router_gemm")
     _check_matrix(check, "x", x, "[tokens, hidden]")
     check(x.dtype in DTYPES, "x must be float16 or bfloat16, got {}", x.dtype)
     _check_dense(check, "w_gate", w_gate)
@@ -94,19 +100,24 @@ def check_moe_router_gemm(x: torch.Tensor, w_gate: torch.Tensor, top_k: int, **r
     check(w_gate.dtype == x.dtype, "w_gate must have x's dtype {}, got {}", x.dtype, w_gate.dtype)
     _check_device(check, "w_gate", w_gate, "x", x)
     _check_rules(check, experts, "x", x, top_k, **rules)
+    return _routes(x, top_k)
 
 
-def check_moe_sort(ids: torch.Tensor, num_experts: int, *, weights: torch.Tensor | None = None) -> None:
-    check = _Checker("moe_sort")
+def check_moe_sort(ids: torch.Tensor, num_experts: int, *, weights: torch.Tensor | None = None) -> tuple[Result, ...]:
+    check = Checker("moe_sort")
     _check_matrix(check, "ids", ids, "[tokens, top_k]")
     _check_dtype(check, "ids", ids, torch.int32)
     _check_experts(check, "num_experts must be 1 to {}, got {}", num_experts, num_experts)
     if weights is not None:
         _check_weights(check, weights, "ids", ids, ids)
+    tokens, top_k = ids.shape
+    pairs = tokens * top_k
+    integers = [Result(ids, shape, torch.int32) for shape in ((pairs,), (num_experts,), (tokens, top_k))]
+    return *integers, Result(ids, (0 if weights is None else pairs,), torch.float32)
 
 
-def check_moe_combine(y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-    check = _Checker("moe_combine")
+def check_moe_combine(y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor | None = None) -> Result:
+    check = Checker("moe_combine")
     _check_matrix(check, "y", y, "[rows, n]")
     check(y.dtype in ROUTED_DTYPES, "y must be float16, bfloat16 or float32, got {}", y.dtype)
     _check_matrix(check, "inverse", inverse, "[tokens, top_k]")
@@ -114,3 +125,4 @@ def check_moe_combine(y: torch.Tensor, inverse: torch.Tensor, weights: torch.Ten
     _check_device(check, "inverse", inverse, "y", y)
     if weights is not None:
         _check_weights(check, weights, "y", inverse, y)
+    return Result(y, (inverse.shape[0], y.shape[1]), y.dtype)

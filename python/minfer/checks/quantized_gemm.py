@@ -13,7 +13,8 @@ from ..formats.gate_up import GATE_BLOCK
 from ..formats.weight_formats import FORMATS, WeightFormat
 from .common import (
     DTYPES,
-    _Checker,
+    Checker,
+    Result,
     check_activation,
     check_bias,
     check_c,
@@ -34,30 +35,30 @@ class GemmShape(NamedTuple):
     out: tuple[int, ...]
 
 
-def _check_dense(check: _Checker, name: str, x: torch.Tensor) -> None:
+def _check_dense(check: Checker, name: str, x: torch.Tensor) -> None:
     check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
 
 
-def check_format(check: _Checker, bits: int, name: str) -> WeightFormat:
+def check_format(check: Checker, bits: int, name: str) -> WeightFormat:
     """``w4_format`` or ``w8_format``, by bits."""
     names = weight_formats.names(bits)
     check(name in names, "w{}_format must be one of {}, got '{}'", bits, ", ".join(names), name)
     return FORMATS[name]
 
 
-def check_group_size(check: _Checker, group_size: int, name: str) -> None:
+def check_group_size(check: Checker, group_size: int, name: str) -> None:
     legal = weight_formats.legal_group_size(name, group_size)
     check(legal, "group_size must be {}, got {}", weight_formats.group_size_rule(name), group_size)
 
 
-def _check_byte_scales(check: _Checker, scales: torch.Tensor, name: str, argument: str = "scales") -> None:
+def _check_byte_scales(check: Checker, scales: torch.Tensor, name: str, argument: str = "scales") -> None:
     scale_type = FORMATS[name].scale_type
     text = "{} must be viewed as uint8 for torch.ops.minfer, which minfer's own functions do, got {}"
     check(scales.dtype != scale_type, text, argument, scales.dtype)
     check(scales.dtype == torch.uint8, "{} must be uint8 or {} for {}, got {}", argument, scale_type, name, scales.dtype)
 
 
-def check_scales(check: _Checker, a: torch.Tensor, scales: torch.Tensor, name: str, argument: str = "scales") -> None:
+def check_scales(check: Checker, a: torch.Tensor, scales: torch.Tensor, name: str, argument: str = "scales") -> None:
     """Type and device beside activations."""
     _check_dense(check, argument, scales)
     if FORMATS[name].scale_type is None:
@@ -67,7 +68,7 @@ def check_scales(check: _Checker, a: torch.Tensor, scales: torch.Tensor, name: s
     check(scales.device == a.device, "{} must be on a's device {}, got {}", argument, a.device, scales.device)
 
 
-def _check_shape(check: _Checker, name: str, x: torch.Tensor, what: str, shape: Sequence[Any]) -> None:
+def _check_shape(check: Checker, name: str, x: torch.Tensor, what: str, shape: Sequence[Any]) -> None:
     text = "{} must be {} = {}, got {}"
     check(x.dim() == len(shape), text, name, what, list(shape), x.shape)
     for have, want in zip(x.shape, shape, strict=True):
@@ -75,7 +76,7 @@ def _check_shape(check: _Checker, name: str, x: torch.Tensor, what: str, shape: 
 
 
 def check_weight(
-    check: _Checker,
+    check: Checker,
     qweight: torch.Tensor,
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
@@ -127,7 +128,7 @@ def _check_gemm(
     out: torch.Tensor | None = None,
 ) -> GemmShape:
     """All arguments of a GEMM or gated GEMM but for what only one of them asks; D is the GEMM's."""
-    check = _Checker(op)
+    check = Checker(op)
     check_format(check, bits, name)
     check_group_size(check, group_size, name)
     check_scalar(check, "alpha", alpha)
@@ -162,7 +163,7 @@ def _check_gated(
     op: str, bits: int, a: torch.Tensor, qweight: torch.Tensor, scales: torch.Tensor, *weight: Any, **epilogue: Any
 ) -> GemmShape:
     shape = _check_gemm(op, bits, a, qweight, scales, *weight, **epilogue)
-    _Checker(op)(
+    Checker(op)(
         shape.n % (2 * GATE_BLOCK) == 0,
         "scales must have a multiple of {} columns (blocks of {} gate and {} up rows, see pack_gate_up), got {}",
         2 * GATE_BLOCK,
@@ -173,15 +174,15 @@ def _check_gated(
     return shape._replace(out=(*a.shape[:-1], shape.n // 2))
 
 
-def _check_pack(op: str, bits: int, codes: torch.Tensor, name: str) -> tuple[Any, Any, int]:
-    check = _Checker(op)
+def _check_pack(op: str, bits: int, codes: torch.Tensor, name: str) -> Result:
+    check = Checker(op)
     check_format(check, bits, name)
     _check_dense(check, "codes", codes)
     check(codes.dtype == torch.uint8, "codes must be uint8, got {}", codes.dtype)
     check(codes.dim() == 2, "codes must be [n, k], got {}", codes.shape)
     for extent in codes.shape:
         check(extent % weight_layout.MULTIPLE == 0, "codes must be [n, k] in multiples of {}, got {}", weight_layout.MULTIPLE, codes.shape)
-    return weight_layout.packed_shape(*codes.shape, bits)
+    return Result(codes, weight_layout.packed_shape(*codes.shape, bits), torch.int32)
 
 
 def _check_dequantize(
@@ -197,9 +198,9 @@ def _check_dequantize(
     k: int,
     alpha: float = 1.0,
     out_dtype: torch.dtype | None = None,
-) -> torch.dtype:
-    """All arguments of a dequantisation; returns the dtype of its result."""
-    check = _Checker(op)
+) -> Result:
+    """All arguments of a dequantisation."""
+    check = Checker(op)
     form = check_format(check, bits, name)
     check_group_size(check, group_size, name)
     check_scalar(check, "alpha", alpha)
@@ -216,17 +217,17 @@ def _check_dequantize(
         check(out_dtype in DTYPES, "out_dtype must be float16 or bfloat16, got {}", out_dtype)
         check(form.scale_type is not None or out_dtype == natural, "out_dtype must be the dtype of scales, {}, got {}", natural, out_dtype)
     check_weight(check, qweight, scales, zeros, name, group_size, n, k)
-    return out_dtype or natural
+    return Result(scales, (n, k), out_dtype or natural)
 
 
-def check_codes(codes: torch.Tensor) -> None:
+def check_codes(codes: torch.Tensor, **_: Any) -> None:
     """That codes have four bits; reads them."""
     if codes.numel() > 0:
         largest = int(codes.max())
-        _Checker("w4a16_pack")(largest <= 15, "codes must be 0 to 15, got {}", largest)
+        Checker("w4a16_pack")(largest <= 15, "codes must be 0 to 15, got {}", largest)
 
 
-def check_permutation(check: _Checker, name: str, perm: torch.Tensor, k: int) -> None:
+def check_permutation(check: Checker, name: str, perm: torch.Tensor, k: int) -> None:
     """That an integer tensor [k] holds every column once; reads it on its device, and waits for that."""
     ordered = perm.sort().values
     if not torch.equal(ordered.long(), torch.arange(k, device=perm.device)):
@@ -234,11 +235,11 @@ def check_permutation(check: _Checker, name: str, perm: torch.Tensor, k: int) ->
         check(False, "{} must be a permutation of 0 to {}, got {} to {}, {} different numbers", name, k - 1, *got)
 
 
-def check_perm_values(op: str, perm: torch.Tensor | None, k: int) -> None:
-    """That perm holds column numbers; reads it."""
+def check_perm_values(op: str, a: torch.Tensor, *weight: Any, perm: torch.Tensor | None = None, **_: Any) -> None:
+    """That perm, among the operator's arguments, holds column numbers; reads it."""
     if perm is not None and perm.numel() > 0:
-        low, high = (int(x) for x in perm.aminmax())
-        _Checker(op)(0 <= low and high < k, "perm must be column numbers from 0 to {}, got {} to {}", k - 1, low, high)
+        k, (low, high) = a.shape[-1], (int(x) for x in perm.aminmax())
+        Checker(op)(0 <= low and high < k, "perm must be column numbers from 0 to {}, got {} to {}", k - 1, low, high)
 
 
 # ---- whole operators: arguments and defaults are the schemas', all raise RuntimeError -------------------------------------------
@@ -246,35 +247,34 @@ def check_perm_values(op: str, perm: torch.Tensor | None, k: int) -> None:
 # The shape of a gated operator counts the weight's rows in n; D has half of them.
 
 
-def check_w4a16_gemm(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **epilogue) -> GemmShape:
-    return _check_gemm("w4a16_gemm", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue)
+def check_w4a16_gemm(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **epilogue) -> Result:
+    return Result(a, _check_gemm("w4a16_gemm", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue).out, a.dtype)
 
 
-def check_w4a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **epilogue) -> GemmShape:
-    return _check_gated("w4a16_gemm_gated", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue)
+def check_w4a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **epilogue) -> Result:
+    return Result(a, _check_gated("w4a16_gemm_gated", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue).out, a.dtype)
 
 
-def check_w4a16_pack(codes, *, w4_format="int4") -> tuple[Any, Any, int]:
-    """All that can be checked without reading codes; returns qweight's shape."""
+def check_w4a16_pack(codes, *, w4_format="int4") -> Result:
+    """All that can be checked without reading codes."""
     return _check_pack("w4a16_pack", 4, codes, w4_format)
 
 
-def check_w4a16_dequantize(qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **arguments) -> torch.dtype:
+def check_w4a16_dequantize(qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **arguments) -> Result:
     return _check_dequantize("w4a16_dequantize", 4, qweight, scales, zeros, w4_format, group_size, **arguments)
 
 
-def check_w8a16_gemm(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **epilogue) -> GemmShape:
-    return _check_gemm("w8a16_gemm", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue)
+def check_w8a16_gemm(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **epilogue) -> Result:
+    return Result(a, _check_gemm("w8a16_gemm", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue).out, a.dtype)
 
 
-def check_w8a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **epilogue) -> GemmShape:
-    return _check_gated("w8a16_gemm_gated", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue)
+def check_w8a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **epilogue) -> Result:
+    return Result(a, _check_gated("w8a16_gemm_gated", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue).out, a.dtype)
 
 
-def check_w8a16_pack(codes) -> tuple[Any, Any, int]:
-    """Returns qweight's shape."""
+def check_w8a16_pack(codes) -> Result:
     return _check_pack("w8a16_pack", 8, codes, "int8")
 
 
-def check_w8a16_dequantize(qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **arguments) -> torch.dtype:
+def check_w8a16_dequantize(qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **arguments) -> Result:
     return _check_dequantize("w8a16_dequantize", 8, qweight, scales, zeros, w8_format, group_size, **arguments)

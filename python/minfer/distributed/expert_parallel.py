@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import grouped_gemm as checks_moe
-from ..checks.common import _Checker, allocation_error, is_integer
+from ..checks.common import Checker, allocation_error, is_integer
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.moe_routing import moe_combine, moe_sort
 
@@ -43,7 +43,7 @@ def local_experts(num_experts: int, group: dist.ProcessGroup | None = None) -> s
     Raises:
       RuntimeError: the experts cannot be divided, or there is no group.
     """
-    check = _Checker("local_experts")
+    check = Checker("local_experts")
     ranks, rank = _place_in(check, group)
     good = is_integer(num_experts) and num_experts >= 1 and num_experts % ranks == 0
     check(good, "num_experts must be a positive multiple of the {} ranks, got {}", ranks, num_experts)
@@ -102,7 +102,7 @@ def expert_parallel_moe(
     What travels: for each token and each rank that has experts of it, x, ids and weights there (2 * hidden + 8 * top_k bytes, rounded up
     to 16), and 2 * hidden bytes back; with ``capacity`` as much for each of its rows.
     """
-    check = _Checker(_OP)
+    check = Checker(_OP)
     ranks, rank = _place_in(check, group)
     checks_moe.check_moe_ffn(x, w13, w2, weights, ids, activation=activation, b13=b13, b2=b2, gate_layout=gate_layout, op=_OP)
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -126,7 +126,7 @@ def expert_parallel_moe(
     return call()
 
 
-def _place_in(check: _Checker, group: dist.ProcessGroup | None) -> tuple[int, int]:
+def _place_in(check: Checker, group: dist.ProcessGroup | None) -> tuple[int, int]:
     """(ranks, this rank) of the group."""
     up = dist.is_available() and dist.is_initialized()
     check(up, "a process group must be initialised first: torch.distributed.init_process_group")
@@ -217,7 +217,7 @@ def _needed_rows(x: Tensor, weights: Tensor, ids: Tensor, experts: int, ranks: i
     (ours, theirs) = torch.stack([ours, theirs]).tolist()
     for rank, (_, _, their_signature) in enumerate(theirs):
         text = "ranks must agree, this one has {} and rank {} has {}"
-        _Checker(_OP)(their_signature == signature, text, _read_signature(signature), rank, _read_signature(their_signature))
+        Checker(_OP)(their_signature == signature, text, _read_signature(signature), rank, _read_signature(their_signature))
     sent, received = [size[0] for size in ours], [size[0] for size in theirs]
     rows = _empty_rows(sum(sent), x, ids.shape[1])
     _fill(rows, x, weights, ids, by_rank.token_index[: sum(sent)])

@@ -24,8 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.torch_private import dispatch_modes_are_active, version_of
+
 _DEVICE = "cuda"
-_modes, _modes_before_autograd = torch._C._len_torch_dispatch_stack, torch._ops._len_torch_dispatch_stack_pre_dispatch
 _PLAIN = (Tensor, torch.nn.Parameter)  # others may be made up by a tracer
 
 
@@ -36,7 +37,7 @@ def _is_done(event: torch.cuda.Event) -> bool:
 
 def is_tracing(x: Tensor) -> bool:
     """Whether this call becomes part of a graph: of torch.compile, torch.fx, make_fx, torch.jit.trace, or on tensors without contents."""
-    return type(x) not in _PLAIN or torch.compiler.is_compiling() or torch.jit.is_tracing() or _modes() > 0 or _modes_before_autograd() > 0
+    return type(x) not in _PLAIN or torch.compiler.is_compiling() or torch.jit.is_tracing() or dispatch_modes_are_active()
 
 
 def _nothing() -> None:
@@ -82,7 +83,7 @@ class ConstantWeights:
             q() is not qweight
             or s() is not scales
             or z() is not zeros
-            or versions != (qweight._version, scales._version, 0 if zeros is None else zeros._version)
+            or versions != (version_of(qweight), version_of(scales), 0 if zeros is None else version_of(zeros))
             or addresses != (qweight.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
         ):
             seen = None
@@ -106,7 +107,7 @@ class ConstantWeights:
                 return True
             # Versions before the event: a write in between is of another version at the next forward.
             references = tuple(map(weakref.ref, tensors))
-            versions, addresses = tuple(x._version for x in tensors), tuple(x.data_ptr() for x in tensors)
+            versions, addresses = tuple(map(version_of, tensors)), tuple(x.data_ptr() for x in tensors)
             if zeros is None:
                 references, versions, addresses = (*references, _nothing), (*versions, 0), (*addresses, 0)
             event = torch.cuda.Event()

@@ -1,1 +1,23 @@
 """The operators, a file a family: each declared once, with its signature, its documentation, its checks and its reference."""
+
+from . import attention, gemm, grouped_gemm, grouped_quantized_gemm, kv_cache, moe_routing, quantized_gemm
+
+__all__ = [
+    *attention.__all__,
+    *gemm.__all__,
+    *grouped_gemm.__all__,
+    *grouped_quantized_gemm.__all__,
+    *kv_cache.__all__,
+    *moe_routing.__all__,
+    *quantized_gemm.__all__,
+]
+
+# From here on gemm and attention are the operators of these names, as they are in minfer; the modules are imported by their whole names.
+# ruff: noqa: E402, F403
+from .attention import *
+from .gemm import *
+from .grouped_gemm import *
+from .grouped_quantized_gemm import *
+from .kv_cache import *
+from .moe_routing import *
+from .quantized_gemm import *

@@ -1,4 +1,4 @@
-"""Attention over keys and values in tensors and in caches: typed wrapper, fake and autograd rule side by side.
+"""Attention over keys and values in tensors and in caches.
 
     out, lse = minfer.attention(q, k, v, causal=True)                                             # sequences of one length
     out, lse = minfer.attention_varlen(q, k, v, cu_q, cu_k, max_q, max_k, causal=True)            # sequences end to end
@@ -10,19 +10,23 @@ Scores never reach memory. Lengths and block tables are read on the device: no h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from .._core.signatures import signature_of
-from ..checks import attention as checks_attention
-from .gemm import register_autograd
+from .._core.operator import operator
+from ..checks import attention as checks
+from ..reference import attention as reference
 
-_library = torch.library.Library("minfer", "IMPL")
+__all__ = [
+    "attention",
+    "attention_varlen",
+    "attention_paged",
+    "merge_attention_states",
+]
 
 
-@signature_of(torch.ops.minfer.attention.default)
+@operator(check=checks.check_attention, reference=reference.attention)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -74,16 +78,7 @@ def attention(
     """
 
 
-def _state(q: Tensor, shapes: tuple[tuple, tuple]) -> tuple[Tensor, Tensor]:
-    return q.new_empty(shapes[0]), q.new_empty(shapes[1], dtype=torch.float32)
-
-
-@torch.library.register_fake("minfer::attention", lib=_library)
-def _attention_fake(q, k, v, **options):
-    return _state(q, checks_attention.check_attention(q, k, v, **options))
-
-
-@signature_of(torch.ops.minfer.attention_varlen.default)
+@operator(check=checks.check_attention_varlen, reference=reference.attention_varlen, values=reference.check_varlen_values)
 def attention_varlen(
     q: Tensor,
     k: Tensor,
@@ -126,13 +121,7 @@ def attention_varlen(
     """
 
 
-@torch.library.register_fake("minfer::attention_varlen", lib=_library)
-def _attention_varlen_fake(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _state(q, checks_attention.check_attention_varlen(q, k, v, *arguments, **options))
-
-
-@signature_of(torch.ops.minfer.attention_paged.default)
+@operator(check=checks.check_attention_paged, reference=reference.attention_paged, values=reference.check_paged_values)
 def attention_paged(
     q: Tensor,
     k_cache: Tensor,
@@ -205,11 +194,16 @@ def attention_paged(
     """
 
 
-@torch.library.register_fake("minfer::attention_paged", lib=_library)
-def _attention_paged_fake(q, k_cache, v_cache, seq_lens, **options):
-    return _state(q, checks_attention.check_attention_paged(q, k_cache, v_cache, seq_lens, **options)[1:])
+def _of_lists(call: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The operator takes lists and tuples; others of a sequence's kind become lists."""
+
+    def run(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return call(list(outs), list(lses))
+
+    return run
 
 
+@operator(check=checks.check_merge_attention_states, reference=reference.merge_attention_states, before=_of_lists)
 def merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The attention over all keys, of the attention over disjoint parts of them: shared prefixes, split KV caches, chunks, other ranks.
 
@@ -233,19 +227,3 @@ def merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tu
 
     Source: the merge operator of cascade inference (FlashInfer, Ye et al., 2024).
     """
-    return torch.ops.minfer.merge_attention_states.default(list(outs), list(lses))
-
-
-@torch.library.register_fake("minfer::merge_attention_states", lib=_library)
-def _merge_attention_states_fake(outs, lses):
-    lse_shape = checks_attention.check_merge_attention_states(outs, lses)
-    return outs[0].new_empty(outs[0].shape), lses[0].new_empty(lse_shape)
-
-
-for _op in (
-    torch.ops.minfer.attention.default,
-    torch.ops.minfer.attention_varlen.default,
-    torch.ops.minfer.attention_paged.default,
-    torch.ops.minfer.merge_attention_states.default,
-):
-    register_autograd(_op)

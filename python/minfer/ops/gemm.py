@@ -1,18 +1,29 @@
-"""The operators: typed wrapper, fake and autograd rule side by side. Schemas live in the compiled library."""
+"""GEMM with an epilogue, and gated GEMM, of 16-bit operands."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from .._core.signatures import signature_of, with_out
-from ..checks import gemm as checks
+from .. import reference
+from .._core.operator import OutForm, operator
+from ..checks.common import in_float32
+from ..checks.gemm import check_gemm, check_gemm_gated
 
-_library = torch.library.Library("minfer", "IMPL")
+__all__ = [
+    "gemm",
+    "gemm_gated",
+]
 
 
-@signature_of(with_out(torch.ops.minfer.gemm))
+def _unread(*, beta: float = 0.0, **_: Any) -> tuple[str, ...]:
+    """BLAS: a zero beta reads no C, and so ``out`` may overlap it."""
+    return ("c",) if in_float32(beta) == 0 else ()
+
+
+@operator(check=check_gemm, reference=reference.gemm, out=OutForm(may_be=("c",), unread=_unread))
 def gemm(
     a: Tensor,
     b: Tensor,
@@ -57,19 +68,7 @@ def gemm(
     """
 
 
-@torch.library.register_fake("minfer::gemm", lib=_library)
-def _gemm_fake(a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="none", out_dtype=None, kernel=None):
-    shape = checks.check_gemm(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype, kernel=kernel)
-    return a.new_empty(shape.out, dtype=shape.out_dtype)
-
-
-@torch.library.register_fake("minfer::gemm.out", lib=_library)
-def _gemm_out_fake(a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="none", out_dtype=None, kernel=None, out):
-    checks.check_gemm(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype, kernel=kernel, out=out)
-    return out
-
-
-@signature_of(torch.ops.minfer.gemm_gated.default)
+@operator(check=check_gemm_gated, reference=reference.gemm_gated)
 def gemm_gated(a: Tensor, b: Tensor, *, bias: Tensor | None = None, activation: str = "silu", kernel: str | None = None) -> Tensor:
     """D = activation(A.B_gate + bias_gate) * (A.B_up + bias_up) in one kernel: the first half of a SwiGLU (GeGLU, ...) MLP.
 
@@ -89,104 +88,3 @@ def gemm_gated(a: Tensor, b: Tensor, *, bias: Tensor | None = None, activation: 
 
     Numerics: as in :func:`gemm`; gate and up stay in float32 until D is rounded.
     """
-
-
-@torch.library.register_fake("minfer::gemm_gated", lib=_library)
-def _gemm_gated_fake(a, b, *, bias=None, activation="silu", kernel=None):
-    shape = checks.check_gemm_gated(a, b, bias=bias, activation=activation, kernel=kernel)
-    return a.new_empty(shape.out, dtype=shape.out_dtype)
-
-
-# ---- autograd: forward works, backward raises, and so does forward-mode differentiation ---------------------------------------
-#
-# Without a rule the dispatcher lets gradients stop at a CUDA kernel with only a warning, and follows the ATen calls of a CPU kernel.
-# These rules make every device say the same thing. They cost 2-3 us of host time per eager call under no_grad and nothing under
-# inference_mode, in a compiled graph or in a CUDA graph.
-
-
-def _no_backward(name: str) -> str:
-    return f"{name}: has no backward, it is an inference operator; call it under torch.inference_mode() or no_grad()"
-
-
-class _InferenceOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, op, keyset, args, kwargs, *_tensors):
-        ctx.name = op._schema.name
-        return op.redispatch(keyset, *args, **kwargs)
-
-    @staticmethod
-    def backward(ctx, *_grads):
-        raise RuntimeError(_no_backward(ctx.name))
-
-
-def _has_tangent(x: Tensor) -> bool:
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
-
-
-def _differentiated(args, kwargs) -> list[Tensor]:
-    """The arguments that autograd follows: those that require grad where it is enabled, and those with a tangent, which no_grad() keeps."""
-    grad = torch.is_grad_enabled()
-    if not grad and forward_ad._current_level < 0:
-        return []
-    tensors: list[Tensor] = []
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, Tensor):
-            tensors.append(x)
-        elif isinstance(x, list | tuple):  # a schema's Tensor[]
-            tensors += [y for y in x if isinstance(y, Tensor)]
-    return [x for x in tensors if (grad and x.requires_grad) or _has_tangent(x)]
-
-
-def _refuse_tangents(op: torch._ops.OpOverload, tensors: list[Tensor]) -> None:
-    """Without this rule a tangent is followed through the ATen calls of a CPU kernel, and is lost at a CUDA kernel."""
-    torch._check(
-        not any(map(_has_tangent, tensors)),
-        lambda: (
-            f"{op._schema.name}: has no derivative, it is an inference operator; its arguments must have no tangent of forward-mode "
-            "differentiation, got one that has"
-        ),
-    )
-
-
-def register_autograd(op: torch._ops.OpOverload) -> None:
-    """Forward works, backward and forward mode raise, whatever the device; for an overload that returns tensors or writes ``out``."""
-    below = torch._C._after_autograd_keyset
-
-    def functional(keyset, *args, **kwargs):
-        tensors = _differentiated(args, kwargs)
-        if tensors:
-            _refuse_tangents(op, tensors)
-            # A transform of torch.func (grad, vjp, jacrev) takes no autograd.Function of this kind, and would call its backward at once.
-            torch._check(not torch._C._are_functorch_transforms_active(), lambda: _no_backward(op._schema.name))
-            return _InferenceOnly.apply(op, keyset & below, args, kwargs, *tensors)
-        return op.redispatch(keyset & below, *args, **kwargs)
-
-    def out_form(keyset, *args, **kwargs):
-        tensors = _differentiated(args, kwargs)
-        _refuse_tangents(op, tensors)
-        torch._check(
-            not tensors,
-            lambda: f"{op._schema.name}: out= cannot be differentiated, but an argument requires grad; call it under torch.no_grad()",
-        )
-        return counted(keyset, *args, **kwargs)
-
-    def counted(keyset, *args, **kwargs):
-        """Under inference_mode, too, where a tensor that was not made there keeps its count of writes."""
-        out = kwargs["out"]
-        if out.is_inference() and not torch.is_inference_mode_enabled():  # torch would refuse to count the write when it is done
-            raise RuntimeError(
-                f"{op._schema.name}: out must not be an inference tensor outside of torch.inference_mode(), got one of {list(out.shape)}"
-            )
-        op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
-        torch.autograd.graph.increment_version(out)
-        return out
-
-    if op._overloadname != "out":
-        _library.impl(op, functional, "Autograd", with_keyset=True)
-        return
-    _library.impl(op, out_form, "Autograd", with_keyset=True)
-    _library.impl(op, counted, "ADInplaceOrView", with_keyset=True)
-
-
-for _op in (torch.ops.minfer.gemm.default, torch.ops.minfer.gemm.out, torch.ops.minfer.gemm_gated.default):
-    register_autograd(_op)

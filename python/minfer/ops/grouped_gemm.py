@@ -1,4 +1,4 @@
-"""Grouped GEMM, the products of mixture-of-experts layers: typed wrapper, fake and autograd rule side by side.
+"""Grouped GEMM, the products of mixture-of-experts layers.
 
     out = minfer.moe_ffn(x, w13, w2, weights, ids)                 # or, step by step:
 
@@ -15,14 +15,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._core.signatures import signature_of, with_out
-from ..checks import grouped_gemm as checks_moe
-from .gemm import register_autograd
+from .._core.operator import OutForm, operator
+from ..checks import grouped_gemm as checks
+from ..reference import grouped_gemm as reference
 
-_library = torch.library.Library("minfer", "IMPL")
+__all__ = [
+    "grouped_gemm",
+    "grouped_gemm_masked",
+    "moe_ffn",
+]
 
 
-@signature_of(with_out(torch.ops.minfer.grouped_gemm))
+def _behind_counts(result: Tensor, out: Tensor, a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """The masked form writes no row behind an expert's count."""
+    inside = torch.arange(result.shape[1], device=result.device)[None, :, None] < counts[:, None, None]
+    return torch.where(inside, result, out)
+
+
+@operator(check=checks.check_grouped_gemm, reference=reference.grouped_gemm, values=checks.check_grouped_gemm_values)
 def grouped_gemm(
     a: Tensor,
     b: Tensor,
@@ -71,18 +81,7 @@ def grouped_gemm(
     """
 
 
-@torch.library.register_fake("minfer::grouped_gemm", lib=_library)
-def _grouped_gemm_fake(a, b, offsets, **arguments):
-    return a.new_empty(checks_moe.check_grouped_gemm(a, b, offsets, **arguments))
-
-
-@torch.library.register_fake("minfer::grouped_gemm.out", lib=_library)
-def _grouped_gemm_out_fake(a, b, offsets, *, out, **arguments):
-    checks_moe.check_grouped_gemm(a, b, offsets, out=out, **arguments)
-    return out
-
-
-@signature_of(with_out(torch.ops.minfer.grouped_gemm_masked))
+@operator(check=checks.check_grouped_gemm_masked, reference=reference.grouped_gemm_masked, out=OutForm(written=_behind_counts))
 def grouped_gemm_masked(
     a: Tensor,
     b: Tensor,
@@ -116,18 +115,7 @@ def grouped_gemm_masked(
     """
 
 
-@torch.library.register_fake("minfer::grouped_gemm_masked", lib=_library)
-def _grouped_gemm_masked_fake(a, b, counts, **arguments):
-    return a.new_empty(checks_moe.check_grouped_gemm_masked(a, b, counts, **arguments))
-
-
-@torch.library.register_fake("minfer::grouped_gemm_masked.out", lib=_library)
-def _grouped_gemm_masked_out_fake(a, b, counts, *, out, **arguments):
-    checks_moe.check_grouped_gemm_masked(a, b, counts, out=out, **arguments)
-    return out
-
-
-@signature_of(torch.ops.minfer.moe_ffn.default)
+@operator(check=checks.check_moe_ffn, reference=reference.moe_ffn)
 def moe_ffn(
     x: Tensor,
     w13: Tensor,
@@ -164,14 +152,3 @@ def moe_ffn(
     Numerics: as :func:`grouped_gemm`; what an expert returns, weighed, is rounded to x's dtype before the sum over a token's experts, which
     is float32 and in the order of j. The same inputs give the same bits in every run. There is no backward.
     """
-
-
-@torch.library.register_fake("minfer::moe_ffn", lib=_library)
-def _moe_ffn_fake(x, w13, w2, weights, ids, **arguments):
-    return x.new_empty(checks_moe.check_moe_ffn(x, w13, w2, weights, ids, **arguments))
-
-
-register_autograd(torch.ops.minfer.moe_ffn.default)
-for _op in (torch.ops.minfer.grouped_gemm, torch.ops.minfer.grouped_gemm_masked):
-    register_autograd(_op.default)
-    register_autograd(_op.out)

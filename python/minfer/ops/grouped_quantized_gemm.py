@@ -1,4 +1,4 @@
-"""Grouped GEMM with 4-bit weights, the products of quantised mixture-of-experts layers: typed wrapper, fake and autograd rule side by side.
+"""Grouped GEMM with 4-bit weights, the products of quantised mixture-of-experts layers.
 
 w13 = minfer.quantize.quantize_w4_experts(w13, gated=True)     # or from_gpt_oss, stack_experts
 w2 = minfer.quantize.quantize_w4_experts(w2)
@@ -12,29 +12,45 @@ out = minfer.moe_combine(y, inverse)
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
-from .._core.signatures import signature_of, with_out
-from ..checks import grouped_quantized_gemm as checks_moe_w4a16
+from .._core.operator import operator
+from ..checks import grouped_quantized_gemm as checks
 from ..formats.weight_formats import stored_scales
-from .gemm import register_autograd
+from ..reference import grouped_quantized_gemm as reference
 
-_library = torch.library.Library("minfer", "IMPL")
-
-_grouped_form = with_out(torch.ops.minfer.grouped_w4a16_gemm)
-
-
-def _grouped(a, qweight, scales, zeros, offsets, *, w4_format="int4", **options):
-    return _grouped_form(a, qweight, stored_scales(scales, w4_format), zeros, offsets, w4_format=w4_format, **options)
+__all__ = [
+    "grouped_w4a16_gemm",
+    "moe_ffn_w4a16",
+]
 
 
-def _layer(x, w13, w13_scales, w13_zeros, w2, w2_scales, w2_zeros, weights, ids, *, w4_format="int4", **options):
-    first, second = (w13, stored_scales(w13_scales, w4_format), w13_zeros), (w2, stored_scales(w2_scales, w4_format), w2_zeros)
-    return torch.ops.minfer.moe_ffn_w4a16.default(x, *first, *second, weights, ids, w4_format=w4_format, **options)
+def _with_stored_scales(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Scales of a byte may come in their own type; the operators take them as uint8."""
+
+    def run(a, qweight, scales, zeros, offsets, *, w4_format: str = "int4", **options: Any) -> Tensor:
+        return call(a, qweight, stored_scales(scales, w4_format), zeros, offsets, w4_format=w4_format, **options)
+
+    return run
 
 
-@signature_of(_grouped)
+def _layer_with_stored_scales(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(x, w13, w13_scales, w13_zeros, w2, w2_scales, w2_zeros, weights, ids, *, w4_format: str = "int4", **options: Any) -> Tensor:
+        first, second = (w13, stored_scales(w13_scales, w4_format), w13_zeros), (w2, stored_scales(w2_scales, w4_format), w2_zeros)
+        return call(x, *first, *second, weights, ids, w4_format=w4_format, **options)
+
+    return run
+
+
+@operator(
+    check=checks.check_grouped_w4a16_gemm,
+    reference=reference.grouped_w4a16_gemm,
+    values=checks.check_grouped_w4a16_gemm_values,
+    before=_with_stored_scales,
+)
 def grouped_w4a16_gemm(
     a: Tensor,
     qweight: Tensor,
@@ -92,18 +108,7 @@ def grouped_w4a16_gemm(
     """
 
 
-@torch.library.register_fake("minfer::grouped_w4a16_gemm", lib=_library)
-def _grouped_w4a16_gemm_fake(a, qweight, scales, zeros, offsets, **arguments):
-    return a.new_empty(checks_moe_w4a16.check_grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, **arguments))
-
-
-@torch.library.register_fake("minfer::grouped_w4a16_gemm.out", lib=_library)
-def _grouped_w4a16_gemm_out_fake(a, qweight, scales, zeros, offsets, *, out, **arguments):
-    checks_moe_w4a16.check_grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, out=out, **arguments)
-    return out
-
-
-@signature_of(_layer)
+@operator(check=checks.check_moe_ffn_w4a16, reference=reference.moe_ffn_w4a16, before=_layer_with_stored_scales)
 def moe_ffn_w4a16(
     x: Tensor,
     w13: Tensor,
@@ -147,16 +152,3 @@ def moe_ffn_w4a16(
 
     Numerics: as :func:`grouped_w4a16_gemm`, and between the products as :func:`minfer.moe_ffn`. There is no backward.
     """
-
-
-@torch.library.register_fake("minfer::moe_ffn_w4a16", lib=_library)
-def _moe_ffn_w4a16_fake(x, *tensors, **arguments):
-    return x.new_empty(checks_moe_w4a16.check_moe_ffn_w4a16(x, *tensors, **arguments))
-
-
-for _op in (
-    torch.ops.minfer.grouped_w4a16_gemm.default,
-    torch.ops.minfer.grouped_w4a16_gemm.out,
-    torch.ops.minfer.moe_ffn_w4a16.default,
-):
-    register_autograd(_op)

@@ -1,4 +1,4 @@
-"""The routing operators of mixture-of-experts layers: typed wrapper, fake and autograd rule side by side.
+"""The routing operators of mixture-of-experts layers.
 
     weights, ids = minfer.moe_router_gemm(x, w_gate, top_k)
     token_index, offsets, inverse, _ = minfer.moe_sort(ids, num_experts)
@@ -11,17 +11,21 @@ run.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from .._core.signatures import signature_of
-from ..checks import moe_routing as checks_moe_routing
-from .gemm import register_autograd
+from .._core.operator import operator
+from ..checks import moe_routing as checks
+from ..reference import moe_routing as reference
 
-_library = torch.library.Library("minfer", "IMPL")
+__all__ = [
+    "moe_router",
+    "moe_router_gemm",
+    "moe_sort",
+    "moe_combine",
+]
 
 
-@signature_of(torch.ops.minfer.moe_router.default)
+@operator(check=checks.check_moe_router, reference=reference.moe_router)
 def moe_router(
     logits: Tensor,
     top_k: int,
@@ -58,17 +62,7 @@ def moe_router(
     """
 
 
-def _routes(like, tokens, top_k):
-    return like.new_empty((tokens, top_k), dtype=torch.float32), like.new_empty((tokens, top_k), dtype=torch.int32)
-
-
-@torch.library.register_fake("minfer::moe_router", lib=_library)
-def _moe_router_fake(logits, top_k, **arguments):
-    checks_moe_routing.check_moe_router(logits, top_k, **arguments)
-    return _routes(logits, logits.shape[0], top_k)
-
-
-@signature_of(torch.ops.minfer.moe_router_gemm.default)
+@operator(check=checks.check_moe_router_gemm, reference=reference.moe_router_gemm)
 def moe_router_gemm(
     x: Tensor,
     w_gate: Tensor,
@@ -102,13 +96,7 @@ def moe_router_gemm(
     """
 
 
-@torch.library.register_fake("minfer::moe_router_gemm", lib=_library)
-def _moe_router_gemm_fake(x, w_gate, top_k, **arguments):
-    checks_moe_routing.check_moe_router_gemm(x, w_gate, top_k, **arguments)
-    return _routes(x, x.shape[0], top_k)
-
-
-@signature_of(torch.ops.minfer.moe_sort.default)
+@operator(check=checks.check_moe_sort, reference=reference.moe_sort)
 def moe_sort(ids: Tensor, num_experts: int, *, weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The (token, expert) pairs in the order of the experts: what a grouped GEMM reads and :func:`moe_combine` undoes.
 
@@ -130,16 +118,7 @@ def moe_sort(ids: Tensor, num_experts: int, *, weights: Tensor | None = None) ->
     """
 
 
-@torch.library.register_fake("minfer::moe_sort", lib=_library)
-def _moe_sort_fake(ids, num_experts, *, weights=None):
-    checks_moe_routing.check_moe_sort(ids, num_experts, weights=weights)
-    tokens, top_k = ids.shape
-    pairs = tokens * top_k
-    sorted_weights = ids.new_empty((0 if weights is None else pairs,), dtype=torch.float32)
-    return ids.new_empty((pairs,)), ids.new_empty((num_experts,)), ids.new_empty((tokens, top_k)), sorted_weights
-
-
-@signature_of(torch.ops.minfer.moe_combine.default)
+@operator(check=checks.check_moe_combine, reference=reference.moe_combine)
 def moe_combine(y: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Tensor:
     """out[t] = sum over j of weights[t, j] * y[inverse[t, j]]: the experts' rows of each token, added up.
 
@@ -156,19 +135,3 @@ def moe_combine(y: Tensor, inverse: Tensor, weights: Tensor | None = None) -> Te
 
     Numerics: added in float32 in the order of j, rounded once. There is no backward.
     """
-
-
-@torch.library.register_fake("minfer::moe_combine", lib=_library)
-def _moe_combine_fake(y, inverse, weights=None):
-    checks_moe_routing.check_moe_combine(y, inverse, weights)
-    return y.new_empty((inverse.shape[0], y.shape[1]))
-
-
-for _op in (
-    torch.ops.minfer.moe_router.default,
-    torch.ops.minfer.moe_router_gemm.default,
-    torch.ops.minfer.moe_sort.default,
-    torch.ops.minfer.moe_combine.default,
-):
-    register_autograd(_op)
-    _op.tags.append(torch.Tag.needs_fixed_stride_order)

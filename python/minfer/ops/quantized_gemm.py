@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._core.signatures import signature_of, with_out
-from ..checks import quantized_gemm as checks_w4a16
+from .._core.operator import OutForm, operator
+from ..checks import quantized_gemm as checks
 from ..formats.weight_formats import stored_scales
-from .gemm import register_autograd
+from ..reference import quantized_gemm as reference
 
-_library = torch.library.Library("minfer", "IMPL")
+__all__ = [
+    "w4a16_gemm",
+    "w4a16_gemm_gated",
+    "w4a16_pack",
+    "w4a16_dequantize",
+    "w8a16_gemm",
+    "w8a16_gemm_gated",
+    "w8a16_pack",
+    "w8a16_dequantize",
+]
 
 
 def _with_stored_scales(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(a, qweight, scales, zeros=None, *, w4_format="int4", **options):
+    """Scales of a byte may come in their own type; the operators take them as uint8."""
+
+    def run(a: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None = None, *, w4_format: str = "int4", **options: Any) -> Tensor:
         if w4_format != "int4":
             scales, options["w4_format"] = stored_scales(scales, w4_format), w4_format
         return call(a, qweight, scales, zeros, **options)
@@ -24,11 +37,19 @@ def _with_stored_scales(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def _dequantize(qweight, scales, zeros=None, *, w4_format="int4", **options):
-    return torch.ops.minfer.w4a16_dequantize.default(qweight, stored_scales(scales, w4_format), zeros, w4_format=w4_format, **options)
+def _dequantize_stored(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(qweight: Tensor, scales: Tensor, zeros: Tensor | None = None, *, w4_format: str = "int4", **options: Any) -> Tensor:
+        return call(qweight, stored_scales(scales, w4_format), zeros, w4_format=w4_format, **options)
+
+    return run
 
 
-@signature_of(_with_stored_scales(with_out(torch.ops.minfer.w4a16_gemm)))
+def _gemm(name: str) -> dict[str, Any]:
+    """What the declarations of all GEMMs have in common."""
+    return dict(check=getattr(checks, f"check_{name}"), reference=getattr(reference, name), values=partial(checks.check_perm_values, name))
+
+
+@operator(**_gemm("w4a16_gemm"), out=OutForm(may_be=("c",)), before=_with_stored_scales)
 def w4a16_gemm(
     a: Tensor,
     qweight: Tensor,
@@ -89,18 +110,7 @@ def w4a16_gemm(
     """
 
 
-@torch.library.register_fake("minfer::w4a16_gemm", lib=_library)
-def _w4a16_gemm_fake(a, qweight, scales, zeros=None, **arguments):
-    return a.new_empty(checks_w4a16.check_w4a16_gemm(a, qweight, scales, zeros, **arguments).out)
-
-
-@torch.library.register_fake("minfer::w4a16_gemm.out", lib=_library)
-def _w4a16_gemm_out_fake(a, qweight, scales, zeros=None, **arguments):
-    checks_w4a16.check_w4a16_gemm(a, qweight, scales, zeros, **arguments)
-    return arguments["out"]
-
-
-@signature_of(_with_stored_scales(torch.ops.minfer.w4a16_gemm_gated.default))
+@operator(**_gemm("w4a16_gemm_gated"), before=_with_stored_scales)
 def w4a16_gemm_gated(
     a: Tensor,
     qweight: Tensor,
@@ -135,12 +145,7 @@ def w4a16_gemm_gated(
     """
 
 
-@torch.library.register_fake("minfer::w4a16_gemm_gated", lib=_library)
-def _w4a16_gemm_gated_fake(a, qweight, scales, zeros=None, **arguments):
-    return a.new_empty(checks_w4a16.check_w4a16_gemm_gated(a, qweight, scales, zeros, **arguments).out)
-
-
-@signature_of(torch.ops.minfer.w4a16_pack.default)
+@operator(check=checks.check_w4a16_pack, reference=reference.w4a16_pack, values=checks.check_codes)
 def w4a16_pack(codes: Tensor, *, w4_format: str = "int4") -> Tensor:
     """Packs 4-bit codes in the order in which the kernels read them (:mod:`minfer.formats.weight_layout`).
 
@@ -158,12 +163,7 @@ def w4a16_pack(codes: Tensor, *, w4_format: str = "int4") -> Tensor:
     """
 
 
-@torch.library.register_fake("minfer::w4a16_pack", lib=_library)
-def _w4a16_pack_fake(codes, **arguments):
-    return codes.new_empty(checks_w4a16.check_w4a16_pack(codes, **arguments), dtype=torch.int32)
-
-
-@signature_of(_dequantize)
+@operator(check=checks.check_w4a16_dequantize, reference=reference.w4a16_dequantize, before=_dequantize_stored)
 def w4a16_dequantize(
     qweight: Tensor,
     scales: Tensor,
@@ -193,21 +193,7 @@ def w4a16_dequantize(
     """
 
 
-@torch.library.register_fake("minfer::w4a16_dequantize", lib=_library)
-def _w4a16_dequantize_fake(qweight, scales, zeros=None, *, n, k, **arguments):
-    return scales.new_empty((n, k), dtype=checks_w4a16.check_w4a16_dequantize(qweight, scales, zeros, n=n, k=k, **arguments))
-
-
-for _op in (
-    torch.ops.minfer.w4a16_gemm.default,
-    torch.ops.minfer.w4a16_gemm.out,
-    torch.ops.minfer.w4a16_gemm_gated.default,
-    torch.ops.minfer.w4a16_dequantize.default,
-):
-    register_autograd(_op)
-
-
-@signature_of(with_out(torch.ops.minfer.w8a16_gemm))
+@operator(**_gemm("w8a16_gemm"), out=OutForm(may_be=("c",)))
 def w8a16_gemm(
     a: Tensor,
     qweight: Tensor,
@@ -246,18 +232,7 @@ def w8a16_gemm(
     """
 
 
-@torch.library.register_fake("minfer::w8a16_gemm", lib=_library)
-def _w8a16_gemm_fake(a, qweight, scales, zeros=None, **arguments):
-    return a.new_empty(checks_w4a16.check_w8a16_gemm(a, qweight, scales, zeros, **arguments).out)
-
-
-@torch.library.register_fake("minfer::w8a16_gemm.out", lib=_library)
-def _w8a16_gemm_out_fake(a, qweight, scales, zeros=None, **arguments):
-    checks_w4a16.check_w8a16_gemm(a, qweight, scales, zeros, **arguments)
-    return arguments["out"]
-
-
-@signature_of(torch.ops.minfer.w8a16_gemm_gated.default)
+@operator(**_gemm("w8a16_gemm_gated"))
 def w8a16_gemm_gated(
     a: Tensor,
     qweight: Tensor,
@@ -292,11 +267,7 @@ def w8a16_gemm_gated(
     """
 
 
-@torch.library.register_fake("minfer::w8a16_gemm_gated", lib=_library)
-def _w8a16_gemm_gated_fake(a, qweight, scales, zeros=None, **arguments):
-    return a.new_empty(checks_w4a16.check_w8a16_gemm_gated(a, qweight, scales, zeros, **arguments).out)
-
-
+@operator(check=checks.check_w8a16_pack, reference=reference.w8a16_pack)
 def w8a16_pack(codes: Tensor) -> Tensor:
     """Packs 8-bit codes in the order in which the kernels read them (:mod:`minfer.formats.weight_layout`).
 
@@ -314,15 +285,9 @@ def w8a16_pack(codes: Tensor) -> Tensor:
         codes = codes.view(torch.uint8) ^ 128  # the sign bit is what 128 more or less changes
     elif codes.dtype == torch.float8_e4m3fn:
         codes = codes.view(torch.uint8)
-    return torch.ops.minfer.w8a16_pack.default(codes)
 
 
-@torch.library.register_fake("minfer::w8a16_pack", lib=_library)
-def _w8a16_pack_fake(codes):
-    return codes.new_empty(checks_w4a16.check_w8a16_pack(codes), dtype=torch.int32)
-
-
-@signature_of(torch.ops.minfer.w8a16_dequantize.default)
+@operator(check=checks.check_w8a16_dequantize, reference=reference.w8a16_dequantize)
 def w8a16_dequantize(
     qweight: Tensor,
     scales: Tensor,
@@ -348,17 +313,3 @@ def w8a16_dequantize(
 
     Numerics: computed in float32 and rounded once, (code - zero) * (scale * alpha).
     """
-
-
-@torch.library.register_fake("minfer::w8a16_dequantize", lib=_library)
-def _w8a16_dequantize_fake(qweight, scales, zeros=None, *, n, k, **arguments):
-    return scales.new_empty((n, k), dtype=checks_w4a16.check_w8a16_dequantize(qweight, scales, zeros, n=n, k=k, **arguments))
-
-
-for _op in (
-    torch.ops.minfer.w8a16_gemm.default,
-    torch.ops.minfer.w8a16_gemm.out,
-    torch.ops.minfer.w8a16_gemm_gated.default,
-    torch.ops.minfer.w8a16_dequantize.default,
-):
-    register_autograd(_op)

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from .._core.registry import build_info
+from .._core.torch_private import when_cuda_is_first_used
 from .plan import DTYPE_NAMES, Plan
 
 
@@ -214,7 +215,7 @@ def load_at_first_use() -> None:
     except (OSError, RuntimeError):  # no home folder, or one that cannot be read
         return
     if present:
-        torch.cuda._lazy_call(load_user_tables)
+        when_cuda_is_first_used(load_user_tables)
 
 
 def load_user_tables() -> None:

@@ -152,8 +152,8 @@ def quantize(
     largest = float(weight.abs().amax())
     require(largest <= torch.finfo(torch.float32).max, "weight must be finite, got a NaN or infinity")  # also where NaN
     if form.scale_type is None:
-        most = _largest(form) * torch.finfo(dtype).max
-        require(largest <= most, f"weight must be at most {most:g}, for its scales are {dtype}, got {largest:g}")
+        limit = _largest(form) * torch.finfo(dtype).max
+        require(largest <= limit, f"weight must be at most {limit:g}, for its scales are {dtype}, got {largest:g}")
     alpha = 1.0
     if form.scale_type == torch.float8_e4m3fn and largest > 0:  # two levels: the largest block scale is E4M3's largest number
         alpha = float(torch.tensor(largest) / (_largest(form) * _E4M3_LARGEST))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..checks import attention as checks_attention, kv_cache as checks_kv_cache
-from ..ops.kv_cache import KvCache
+from ..checks.common import Checker
+from ..formats.kv_cache import KvCache
 from . import kv_cache as reference_kv_cache
 from .epilogue import compute_dtype
 
@@ -101,8 +102,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options) -> tuple[Tensor, Tenso
     return out, lse
 
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, **options) -> tuple[Tensor, Tensor]:
-    """What :func:`minfer.attention_varlen` computes, as :func:`attention`; cu_seqlens are lists or tensors."""
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q: int = 0, max_seqlen_k: int = 0, **options
+) -> tuple[Tensor, Tensor]:
+    """What :func:`minfer.attention_varlen` computes, as :func:`attention`; cu_seqlens are lists or tensors, and what no sequence is longer
+    than does not matter here."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=_lse_dtype(q))
     q_ends, k_ends = (x.tolist() if isinstance(x, Tensor) else x for x in (cu_seqlens_q, cu_seqlens_k))
@@ -126,7 +130,7 @@ def _first_key(seqlen_q: int, seqlen_k: int, window_left: int) -> int:
     return max(0, seqlen_k - seqlen_q - left) if left >= 0 else 0
 
 
-def attention_paged(
+def attention_over_cache(
     q: Tensor,
     cache: KvCache,
     seq_lens: Sequence[int] | Tensor,
@@ -157,6 +161,21 @@ def attention_paged(
     return out, lse
 
 
+def _cache_of(q: Tensor, k_cache: Tensor, v_cache: Tensor, kv_format: str, options: dict) -> KvCache:
+    """Takes the scales and residuals out of ``options``."""
+    kv_format = checks_kv_cache.check_format(Checker("attention_paged"), kv_format, k_cache.dtype, "q", q.dtype)
+    return KvCache(kv_format, k_cache, v_cache, **{name: options.pop(name, None) for name in checks_kv_cache.SCALES})
+
+
+def attention_paged(
+    q, k_cache, v_cache, seq_lens, *, block_table=None, cu_seqlens_q=None, max_seqlen_q=1, kv_format="auto", **options
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention_over_cache` with the operator's arguments."""
+    cache = _cache_of(q, k_cache, v_cache, kv_format, options)
+    ends = _query_ends(q, len(seq_lens), cu_seqlens_q, max_seqlen_q) if q.dim() == 3 else None
+    return attention_over_cache(q, cache, seq_lens.tolist(), block_table, ends, **options)
+
+
 def merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """What :func:`minfer.merge_attention_states` computes, in float32 (float64 of float64); any device."""
     highest = lses[0].contiguous()
@@ -177,54 +196,26 @@ def merge_attention_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tu
     return out.to(outs[0].dtype), merged
 
 
-# ---- kernels -----------------------------------------------------------------------------------------------------------------
-
-_library = torch.library.Library("minfer", "IMPL")
+# ---- what only reading memory can check: values of index tensors ----------------------------------------------------------------
 
 
-def _without_kernel(options: dict) -> dict:
-    return {name: value for name, value in options.items() if name != "kernel"}
+def check_varlen_values(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **_) -> None:
+    for name, ends, side, x, longest in (
+        ("cu_seqlens_q", cu_seqlens_q, "q", q, max_seqlen_q),
+        ("cu_seqlens_k", cu_seqlens_k, "k", k, max_seqlen_k),
+    ):
+        checks_attention.check_cu_seqlens("attention_varlen", name, ends.tolist(), side, x.shape[0], longest)
 
 
-def _attention_cpu(q, k, v, **options):
-    checks_attention.check_attention(q, k, v, **options)
-    return attention(q, k, v, **_without_kernel(options))
-
-
-def _attention_varlen_cpu(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    checks_attention.check_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options)
-    q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    checks_attention.check_cu_seqlens("attention_varlen", "cu_seqlens_q", q_ends, "q", q.shape[0], max_seqlen_q)
-    checks_attention.check_cu_seqlens("attention_varlen", "cu_seqlens_k", k_ends, "k", k.shape[0], max_seqlen_k)
-    return attention_varlen(q, k, v, q_ends, k_ends, **_without_kernel(options))
-
-
-def _attention_paged_cpu(
-    q, k_cache, v_cache, seq_lens, *, block_table=None, cu_seqlens_q=None, max_seqlen_q=1, num_splits=None, kernel=None, **options
-):
-    arguments = dict(block_table=block_table, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, num_splits=num_splits, kernel=kernel)
-    kv_format, *_ = checks_attention.check_attention_paged(q, k_cache, v_cache, seq_lens, **arguments, **options)
-    scales = {name: options.pop(name, None) for name in checks_kv_cache.SCALES}
-    options.pop("kv_format", None)
-    cache, lengths = KvCache(kv_format, k_cache, v_cache, **scales), seq_lens.tolist()
-    rows = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    checks_attention.check_seq_lens(lengths, rows)
+def check_paged_values(
+    q, k_cache, v_cache, seq_lens, *, block_table=None, cu_seqlens_q=None, max_seqlen_q=1, kv_format="auto", window_left=-1, **options
+) -> None:
+    cache, lengths = _cache_of(q, k_cache, v_cache, kv_format, options), seq_lens.tolist()
+    checks_attention.check_seq_lens(lengths, k_cache.shape[1] * (1 if block_table is None else block_table.shape[1]))
     ends = _query_ends(q, len(lengths), cu_seqlens_q, max_seqlen_q)
     if cu_seqlens_q is not None:
         checks_attention.check_cu_seqlens("attention_paged", "cu_seqlens_q", ends, "q", q.shape[0], max_seqlen_q)
     for b, (first, last) in enumerate(pairwise(ends)):
         if block_table is not None and first < last:
-            pages = reference_kv_cache.pages_of(cache, _first_key(last - first, lengths[b], options.get("window_left", -1)), lengths[b])
+            pages = reference_kv_cache.pages_of(cache, _first_key(last - first, lengths[b], window_left), lengths[b])
             checks_attention.check_pages(block_table[b, pages.start : pages.stop].tolist(), k_cache.shape[0], b)
-    return attention_paged(q, cache, lengths, block_table, ends if q.dim() == 3 else None, **options)
-
-
-def _merge_attention_states(outs, lses):
-    checks_attention.check_merge_attention_states(outs, lses)
-    return merge_attention_states(outs, lses)
-
-
-_library.impl("attention", _attention_cpu, "CPU")
-_library.impl("attention_varlen", _attention_varlen_cpu, "CPU")
-_library.impl("attention_paged", _attention_paged_cpu, "CPU")
-_library.impl("merge_attention_states", _merge_attention_states, "CompositeExplicitAutograd")

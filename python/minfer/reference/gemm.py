@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..checks import common as checks, gemm as checks_gemm
+from ..checks import common as checks
 from ..formats.gate_up import GATE_BLOCK
 from .epilogue import ACTIVATION, compute_dtype
 
@@ -61,29 +61,3 @@ def gemm_gated(
     blocks = y.unflatten(-1, (n // (2 * GATE_BLOCK), 2, GATE_BLOCK))
     d = ACTIVATION[activation](blocks[..., 0, :]) * blocks[..., 1, :]
     return d.flatten(-2).to(a.dtype).contiguous()
-
-
-# ---- CPU kernels -------------------------------------------------------------------------------------------------------------
-
-_library = torch.library.Library("minfer", "IMPL")
-
-
-def _gemm_cpu(a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="none", out_dtype=None, kernel=None):
-    checks_gemm.check_gemm(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype, kernel=kernel)
-    return gemm(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype)
-
-
-def _gemm_out_cpu(a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="none", out_dtype=None, kernel=None, out):
-    checks_gemm.check_gemm(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out_dtype, kernel=kernel, out=out)
-    checks.check_no_overlap("gemm", out, a=a, b=b, bias=bias, c=None if checks.in_float32(beta) == 0 or checks.is_same_view(out, c) else c)
-    return out.copy_(gemm(a, b, c=c, bias=bias, alpha=alpha, beta=beta, activation=activation, out_dtype=out.dtype))
-
-
-def _gemm_gated_cpu(a, b, *, bias=None, activation="silu", kernel=None):
-    checks_gemm.check_gemm_gated(a, b, bias=bias, activation=activation, kernel=kernel)
-    return gemm_gated(a, b, bias=bias, activation=activation)
-
-
-_library.impl("gemm", _gemm_cpu, "CPU")
-_library.impl("gemm.out", _gemm_out_cpu, "CPU")
-_library.impl("gemm_gated", _gemm_gated_cpu, "CPU")

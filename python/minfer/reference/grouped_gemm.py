@@ -7,11 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..checks import common as checks, grouped_gemm as checks_moe
+from ..checks import grouped_gemm as checks_moe
 from ..formats.gate_up import GATE_BLOCK
 from .epilogue import ACTIVATION, compute_dtype
-
-_library = torch.library.Library("minfer", "IMPL")
 
 
 def _gate_and_up(y: Tensor, gate_layout: str) -> tuple[Tensor, Tensor]:
@@ -125,52 +123,3 @@ def layer_by_expert(
 def moe_ffn(x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, **arguments) -> Tensor:
     """What :func:`minfer.moe_ffn` computes, expert by expert, in x's type (16-bit: in float32 but for the inner activations)."""
     return layer_by_expert(x, lambda e: w13[e], lambda e: w2[e], w13.shape[0], w2.shape[1], weights, ids, **arguments)
-
-
-def _without_kernel(arguments: dict) -> dict:
-    return {name: value for name, value in arguments.items() if name != "kernel"}
-
-
-def _read(arguments: dict) -> dict:
-    """Those that are tensors."""
-    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-
-
-def _grouped_gemm_cpu(a, b, offsets, **arguments):
-    checks_moe.check_grouped_gemm(a, b, offsets, **arguments)
-    checks_moe.check_rows_of_experts("grouped_gemm", a, offsets, arguments.get("gather"))
-    return grouped_gemm(a, b, offsets, **_without_kernel(arguments))
-
-
-def _grouped_gemm_out_cpu(a, b, offsets, *, out, **arguments):
-    checks_moe.check_grouped_gemm(a, b, offsets, out=out, **arguments)
-    checks.check_no_overlap("grouped_gemm.out", out, a=a, b=b, offsets=offsets, **_read(arguments))
-    checks_moe.check_rows_of_experts("grouped_gemm", a, offsets, arguments.get("gather"))
-    return out.copy_(grouped_gemm(a, b, offsets, **_without_kernel(arguments)))
-
-
-def _grouped_gemm_masked_cpu(a, b, counts, **arguments):
-    checks_moe.check_grouped_gemm_masked(a, b, counts, **arguments)
-    return grouped_gemm_masked(a, b, counts, **_without_kernel(arguments))
-
-
-def _grouped_gemm_masked_out_cpu(a, b, counts, *, out, **arguments):
-    checks_moe.check_grouped_gemm_masked(a, b, counts, out=out, **arguments)
-    checks.check_no_overlap("grouped_gemm_masked.out", out, a=a, b=b, counts=counts, **_read(arguments))
-    result = grouped_gemm_masked(a, b, counts, **_without_kernel(arguments))
-    for expert, count in enumerate(counts.tolist()):
-        count = min(max(count, 0), out.shape[1])
-        out[expert, :count] = result[expert, :count]
-    return out
-
-
-def _moe_ffn_cpu(x, w13, w2, weights, ids, **arguments):
-    checks_moe.check_moe_ffn(x, w13, w2, weights, ids, **arguments)
-    return moe_ffn(x, w13, w2, weights, ids, **arguments)
-
-
-_library.impl("moe_ffn", _moe_ffn_cpu, "CPU")
-_library.impl("grouped_gemm", _grouped_gemm_cpu, "CPU")
-_library.impl("grouped_gemm.out", _grouped_gemm_out_cpu, "CPU")
-_library.impl("grouped_gemm_masked", _grouped_gemm_masked_cpu, "CPU")
-_library.impl("grouped_gemm_masked.out", _grouped_gemm_masked_out_cpu, "CPU")

@@ -5,17 +5,9 @@ An expert's weight without alpha is rounded to 16 bits first, as in :mod:`minfer
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..checks import (
-    common as checks,
-    grouped_gemm as checks_moe,
-    grouped_quantized_gemm as checks_moe_w4a16,
-)
 from . import grouped_gemm as reference_moe, quantized_gemm as reference_w4a16
-
-_library = torch.library.Library("minfer", "IMPL")
 
 
 def _weight(a: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None, name: str, group_size: int, expert: int) -> Tensor:
@@ -69,30 +61,3 @@ def moe_ffn_w4a16(
         return _weight(x.new_empty(0, inter), w2, w2_scales, w2_zeros, w4_format, group_size, expert)
 
     return reference_moe.layer_by_expert(x, first, second, experts, hidden, weights, ids, gate_layout="blocks", **arguments)
-
-
-# ---- CPU kernels -------------------------------------------------------------------------------------------------------------
-
-
-def _grouped_w4a16_gemm_cpu(a, qweight, scales, zeros, offsets, *, kernel=None, **arguments):
-    checks_moe_w4a16.check_grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, kernel=kernel, **arguments)
-    checks_moe.check_rows_of_experts("grouped_w4a16_gemm", a, offsets, arguments.get("gather"))
-    return grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, **arguments)
-
-
-def _grouped_w4a16_gemm_out_cpu(a, qweight, scales, zeros, offsets, *, kernel=None, out, **arguments):
-    checks_moe_w4a16.check_grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, kernel=kernel, out=out, **arguments)
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    checks.check_no_overlap("grouped_w4a16_gemm.out", out, a=a, qweight=qweight, scales=scales, zeros=zeros, offsets=offsets, **tensors)
-    checks_moe.check_rows_of_experts("grouped_w4a16_gemm", a, offsets, arguments.get("gather"))
-    return out.copy_(grouped_w4a16_gemm(a, qweight, scales, zeros, offsets, **arguments))
-
-
-def _moe_ffn_w4a16_cpu(*tensors, **arguments):
-    checks_moe_w4a16.check_moe_ffn_w4a16(*tensors, **arguments)
-    return moe_ffn_w4a16(*tensors, **arguments)
-
-
-_library.impl("grouped_w4a16_gemm", _grouped_w4a16_gemm_cpu, "CPU")
-_library.impl("grouped_w4a16_gemm.out", _grouped_w4a16_gemm_out_cpu, "CPU")
-_library.impl("moe_ffn_w4a16", _moe_ffn_w4a16_cpu, "CPU")

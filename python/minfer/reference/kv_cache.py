@@ -1,6 +1,5 @@
-"""What KV caches hold, as ATen compositions on any device: codes to values, values to codes. Layouts: :mod:`minfer.ops.kv_cache`.
-
-``append`` is the CPU kernel of :func:`minfer.kv_cache_append`.
+"""What KV caches hold, as ATen compositions on any device: codes to values, values to codes. Layouts:
+:mod:`minfer.formats.kv_cache`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checks import common as checks, kv_cache as checks_kv_cache
-from ..ops.kv_cache import KvCache
+from ..formats.kv_cache import KvCache
 
 
 def group_tokens_of(k_cache: Tensor, k_scale: Tensor) -> int:
@@ -98,9 +97,9 @@ def quantize_int4(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Over all of ``dim``: codes 0 to 15 (uint8) and float16 scale and minimum, which keep the mode."""
     x = x.float()
     limit = torch.finfo(torch.float16).max
-    least, most = (x.amin(dim, keepdim=True), x.amax(dim, keepdim=True))
-    minimum = least.clamp(-limit, limit).half()
-    scale = ((most - minimum.float()) / 15.0).clamp(0, limit).half()
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    minimum = low.clamp(-limit, limit).half()
+    scale = ((high - minimum.float()) / 15.0).clamp(0, limit).half()
     steps = torch.where(scale == 0, 1.0, scale.float())
     return ((x - minimum.float()) / steps).round().clamp(0, 15).to(torch.uint8), scale, minimum
 
@@ -149,25 +148,25 @@ def _append_groups(k: Tensor, v: Tensor, cache: KvCache, b: int, tokens: list[in
         cache.v_scale[page, :, :, rows] = torch.cat([scale[..., 0], minimum[..., 0]], -1).permute(1, 2, 0)
 
 
-# ---- kernel ------------------------------------------------------------------------------------------------------------------------
+def _cache_of(k: Tensor, k_cache: Tensor, v_cache: Tensor, kv_format: str, scales: dict[str, Tensor | None]) -> KvCache:
+    kv_format = checks_kv_cache.check_format(checks.Checker("kv_cache_append"), kv_format, k_cache.dtype, "k", k.dtype)
+    return KvCache(kv_format, k_cache, v_cache, **scales)
 
-_library = torch.library.Library("minfer", "IMPL")
 
-
-def _kv_cache_append_cpu(k, v, k_cache, v_cache, slot_mapping, *, cu_seqlens=None, kv_format="auto", **scales):
-    arguments = (k, v, k_cache, v_cache, slot_mapping)
-    kv_format = checks_kv_cache.check_kv_cache_append(*arguments, cu_seqlens=cu_seqlens, kv_format=kv_format, **scales)
-    cache = KvCache(kv_format, k_cache, v_cache, **scales)
-    if kv_format in ("int8", "int4"):
-        checks.check_no_overlap("kv_cache_append", scales["k_scale"], "k_scale", v_scale=scales["v_scale"])
-    if kv_format == "int4":
-        checks.check_no_overlap("kv_cache_append", scales["k_residual"], "k_residual", v_residual=scales["v_residual"])
+def check_values(k, v, k_cache, v_cache, slot_mapping, *, cu_seqlens=None, kv_format="auto", **scales) -> None:
+    """What only reading memory can check of :func:`minfer.kv_cache_append`: slots and ends, and that what is written overlaps nothing."""
+    cache = _cache_of(k, k_cache, v_cache, kv_format, scales)
+    if cache.kv_format in ("int8", "int4"):
+        checks.check_no_overlap("kv_cache_append", cache.k_scale, "k_scale", v_scale=cache.v_scale)
+    if cache.kv_format == "int4":
+        checks.check_no_overlap("kv_cache_append", cache.k_residual, "k_residual", v_residual=cache.v_residual)
     checks.check_no_overlap("kv_cache_append", k_cache, "k_cache", k=k)
     checks.check_no_overlap("kv_cache_append", v_cache, "v_cache", v=v)
     ends = None if cu_seqlens is None else cu_seqlens.tolist()
-    group = group_tokens_of(k_cache, cache.k_scale) if kv_format == "int4" else None
+    group = group_tokens_of(k_cache, cache.k_scale) if cache.kv_format == "int4" else None
     checks_kv_cache.check_append_values(slot_mapping.tolist(), ends, k_cache.shape[0] * k_cache.shape[1], group)
-    append(k, v, cache, slot_mapping, ends)
 
 
-_library.impl("kv_cache_append", _kv_cache_append_cpu, "CPU")
+def kv_cache_append(k, v, k_cache, v_cache, slot_mapping, *, cu_seqlens=None, kv_format="auto", **scales) -> None:
+    """:func:`append` with the operator's arguments."""
+    append(k, v, _cache_of(k, k_cache, v_cache, kv_format, scales), slot_mapping, None if cu_seqlens is None else cu_seqlens.tolist())

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from ..checks import moe_routing as checks_moe_routing
-
 # ---- routers -----------------------------------------------------------------------------------------------------------------
 
 
@@ -110,22 +108,3 @@ def moe_combine(y: torch.Tensor, inverse: torch.Tensor, weights: torch.Tensor | 
             part = part * weights[:, j : j + 1].to(dtype)
         out += part.masked_fill(~valid[:, j : j + 1], 0)
     return out.to(y.dtype)
-
-
-# ---- CPU kernels -------------------------------------------------------------------------------------------------------------
-
-_library = torch.library.Library("minfer", "IMPL")
-
-
-def _register(name: str) -> None:
-    check, compute = getattr(checks_moe_routing, f"check_{name}"), globals()[name]
-
-    def kernel(*tensors: Any, **arguments: Any):
-        check(*tensors, **arguments)
-        return compute(*tensors, **arguments)
-
-    _library.impl(name, kernel, "CPU")
-
-
-for _name in ("moe_router", "moe_router_gemm", "moe_sort", "moe_combine"):
-    _register(_name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..checks import common as checks, quantized_gemm as checks_w4a16
+from ..checks import common as checks
 from ..formats import weight_formats, weight_layout
 from .gemm import gemm, gemm_gated
 
@@ -114,54 +114,3 @@ def w8a16_dequantize(qweight, scales, zeros=None, *, group_size=-1, w8_format="i
 def w8a16_pack(codes) -> torch.Tensor:
     """As :func:`w4a16_pack`; all 8-bit formats have one order."""
     return weight_layout.pack(codes, 8)
-
-
-# ---- CPU kernels -------------------------------------------------------------------------------------------------------------
-
-_library = torch.library.Library("minfer", "IMPL")
-
-
-def _register(family: str, bits: int) -> None:
-    """The five CPU kernels of w4a16 or w8a16: check, then compute."""
-    functions = {name: globals()[f"{family}_{name}"] for name in ("gemm", "gemm_gated", "pack", "dequantize")}
-    check = {name: getattr(checks_w4a16, f"check_{family}_{name}") for name in functions}
-
-    def checked(name, a, *weight, perm=None, constant_weights=False, kernel=None, out=None, **arguments):
-        own = arguments if out is None else arguments | {"out": out}
-        shape = check[name](a, *weight, perm=perm, kernel=kernel, **own)
-        checks_w4a16.check_perm_values(f"{family}_{name}", perm, shape.k)
-        return functions[name](a, *weight, perm=perm, **arguments)
-
-    def gemm(*tensors, **arguments):
-        return checked("gemm", *tensors, **arguments)
-
-    def gemm_out(a, qweight, scales, zeros=None, *, out, **arguments):
-        result = checked("gemm", a, qweight, scales, zeros, out=out, **arguments)
-        own = {name: arguments.get(name) for name in ("perm", "bias", "c")}
-        if checks.is_same_view(out, own["c"]):
-            del own["c"]
-        checks.check_no_overlap(f"{family}_gemm", out, a=a, qweight=qweight, scales=scales, zeros=zeros, **own)
-        return out.copy_(result)
-
-    def gemm_gated(*tensors, **arguments):
-        return checked("gemm_gated", *tensors, **arguments)
-
-    def pack(codes, **arguments):
-        check["pack"](codes, **arguments)
-        if bits == 4:
-            checks_w4a16.check_codes(codes)
-        return functions["pack"](codes, **arguments)
-
-    def dequantize(*tensors, **arguments):
-        check["dequantize"](*tensors, **arguments)
-        return functions["dequantize"](*tensors, **arguments)
-
-    _library.impl(f"{family}_gemm", gemm, "CPU")
-    _library.impl(f"{family}_gemm.out", gemm_out, "CPU")
-    _library.impl(f"{family}_gemm_gated", gemm_gated, "CPU")
-    _library.impl(f"{family}_pack", pack, "CPU")
-    _library.impl(f"{family}_dequantize", dequantize, "CPU")
-
-
-_register("w4a16", 4)
-_register("w8a16", 8)

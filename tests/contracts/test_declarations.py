@@ -1,11 +1,12 @@
-"""What a wrapper says and what its operator's schema says are the same: names, order, kinds and defaults of arguments."""
+"""Every operator has one declaration, and it says what the schema says: names, order, kinds, types and defaults of arguments."""
 
 import inspect
 
 import minfer
 import pytest
 import torch
-from minfer._core.signatures import signature_of, with_out
+from minfer._core.operator import HOW, OPERATORS, _with_out, _wrapper_of
+from minfer._core.tracing import override_schema
 
 from tests.contracts import operator_cases
 
@@ -54,25 +55,56 @@ def test_wrapper_and_schema(name):
     assert getattr(minfer, name).__doc__ and getattr(minfer, name).__name__ == name
 
 
+def test_every_operator_is_declared():
+    assert sorted(OPERATORS) == NAMES
+    for name, declared in OPERATORS.items():
+        assert getattr(minfer, name) is declared.wrapper, name
+
+
+def test_what_references_do_not_take_is_in_a_schema():
+    taken = {a.name for name in NAMES for a in getattr(torch.ops.minfer, name).default._schema.arguments}
+    assert HOW <= taken
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "kernel" in inspect.signature(getattr(minfer, name)).parameters])
+def test_overrides_have_the_arguments_of_their_operators(name):
+    """And defaults of all keywords: a graph in torch.compile's cache on disk lacks those that the operator got later."""
+    operator, override = getattr(torch.ops.minfer, name).default, getattr(torch.ops.minfer, f"_{name}_override").default
+    own = [argument for argument in operator._schema.arguments if argument.name != "kernel"]
+    others = list(override._schema.arguments)
+    (kernel,) = [argument for argument in others if argument.name == "override"]
+    assert str(kernel.type) == "str" and not kernel.kwarg_only
+    others.remove(kernel)
+    assert [facts(a)[:3] for a in own] == [facts(a)[:3] for a in others]
+    assert [a.default_value for a in own if a.kwarg_only] == [a.default_value for a in others if a.kwarg_only]
+    assert all(a.has_default_value() == b.has_default_value() for a, b in zip(own, others, strict=True) if a.kwarg_only)
+    assert str(operator._schema).partition(" -> ")[2] == str(override._schema).partition(" -> ")[2]
+    assert torch.Tag.needs_fixed_stride_order in operator.tags and torch.Tag.needs_fixed_stride_order in override.tags
+
+
+def test_override_schema():
+    assert (
+        override_schema('minfer::f(Tensor a, Tensor? b=None, *, str s="x", str? kernel=None, int n=2) -> (Tensor, Tensor)')
+        == '_f_override(Tensor a, Tensor? b, str override, *, str s="x", int n=2) -> (Tensor, Tensor)'
+    )
+    assert override_schema("minfer::f(Tensor a, *, str? kernel=None) -> Tensor") == "_f_override(Tensor a, str override) -> Tensor"
+
+
 def test_only_what_is_given_is_handed_on():
     given = []
 
-    @signature_of(lambda *args, **options: given.append((args, options)))
     def documented(a, b=1, *, c=2, d=3):
         """What it is."""
 
-    documented(5)
-    documented(5, 6, d=None)
+    call = _wrapper_of(documented, lambda *args, **options: given.append((args, options)))
+    call(5)
+    call(5, 6, d=None)
     assert given == [((5,), {}), ((5, 6), {"d": None})]
-    assert documented.__doc__ == "What it is." and list(inspect.signature(documented).parameters) == ["a", "b", "c", "d"]
+    assert call.__doc__ == "What it is." and list(inspect.signature(call).parameters) == ["a", "b", "c", "d"]
 
 
 def test_out_chooses_the_overload():
-    class Packet:
-        default = staticmethod(lambda *args, **options: ("default", args, options))
-        out = staticmethod(lambda *args, **options: ("out", args, options))
-
-    call = with_out(Packet)
+    call = _with_out(lambda *args, **options: ("default", args, options), lambda *args, **options: ("out", args, options))
     assert call(1, k=2) == call(1, k=2, out=None) == ("default", (1,), {"k": 2})
     assert call(1, k=2, out="x") == ("out", (1,), {"k": 2, "out": "x"})
 

@@ -1,0 +1,92 @@
+"""What minfer uses of torch's private interfaces is there and does what it is used for; in a torch that lacks it, the import says so."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import minfer
+import pytest
+import torch
+from minfer._core import torch_private as private
+
+GEMM = torch.ops.minfer.gemm
+SOURCES = Path(private.__file__).parents[1]
+
+
+def test_overloads_and_schemas():
+    functional, out = private.overloads_of(GEMM)
+    assert (functional, out) == (GEMM.default, GEMM.out) and private.overloads_of(torch.ops.minfer.moe_sort)[1] is None
+    assert private.schema_of(out).name == "minfer::gemm" and private.schema_of(out).overload_name == "out"
+    assert [private.is_written(x) for x in private.schema_of(out).arguments][-2:] == [False, True]
+
+
+def test_versions_count_writes():
+    x = torch.zeros(3)
+    before = private.version_of(x)
+    x.add_(1)
+    assert private.version_of(x) == before + 1
+
+
+def test_transforms_and_forward_mode():
+    seen = []
+
+    def look(x):
+        seen.append((private.transforms_are_active(), private.forward_mode_is_active()))
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.jvp(look, (torch.ones(2),), (torch.ones(2),))
+    assert seen == [(False, False), (True, False), (True, True)]
+
+
+def test_dispatch_modes():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    assert not private.dispatch_modes_are_active()
+    with Mode():
+        assert private.dispatch_modes_are_active()
+
+
+def test_certainty_of_sizes():
+    assert private.is_certain(1 == 1) and not private.is_certain(1 == 2)
+    known = []
+
+    @torch.compile(backend="eager", dynamic=True, fullgraph=True)
+    def unknown(x):
+        size = x.nonzero().shape[0]
+        known.append(private.is_certain(size == 1))
+        return x
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        unknown(torch.ones(4))
+    assert known and not any(known)
+
+
+def test_all_private_names_are_in_one_file():
+    """torch._check and torch._grouped_mm are documented in spite of their names."""
+    private_name = re.compile(
+        r"\btorch\.(?!_check\b|_grouped_mm\b|ops\.minfer\b)(?:\w+\.)*_(?!_version__)\w+|fx\.experimental|\._schema\b|\._version\b"
+    )
+    found = [
+        f"{path.relative_to(SOURCES)}:{number}: {line.strip()}"
+        for path in sorted(SOURCES.rglob("*.py"))
+        if path != Path(private.__file__)
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if private_name.search(line)
+    ]
+    assert not found, found
+
+
+@pytest.mark.parametrize("name", ["_C._after_autograd_keyset", "_ops._len_torch_dispatch_stack_pre_dispatch"])
+def test_a_torch_without_it(name):
+    script = f"import torch; del torch.{name}\ntry:\n  import minfer\nexcept ImportError as error:\n  print(error)"
+    paths = [str(Path(path).resolve()) for path in sys.path if path]
+    done = subprocess.run([sys.executable, "-c", f"import sys; sys.path = {paths!r}; {script}"], capture_output=True, text=True)
+    assert f"needs torch.{name}, which torch {torch.__version__} does not have" in done.stdout, done.stderr
+    assert minfer.__version__ and private.TESTED in done.stdout
