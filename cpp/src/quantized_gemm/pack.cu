@@ -50,28 +50,6 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(uint8_t const* codes, in
   }
 }
 
-/// A code's value, before zero point and scale.
-template <WeightFormat kFormat>
-__device__ __forceinline__ float value_of(uint32_t code, [[maybe_unused]] float const* book) {
-  if constexpr (values_of(kFormat) == CodeValues::kInteger) {
-    return __uint_as_float(0x4b000000u | code) - 8388608.0f;  // conversions have an eighth of an addition's rate
-  } else if constexpr (values_of(kFormat) == CodeValues::kE4M3) {
-    return Scale<DataType::kBF16, WeightFormat::kNvFp4>::to_float(uint8_t(code));
-  } else if constexpr (is_e2m1(kFormat)) {
-    return e2m1_value(code);
-  } else {
-    return book[code];
-  }
-}
-
-/// A stored scale in fp32; of E8M0 also its ends, which the GEMM's kernels simplify.
-template <DataType kType, WeightFormat kFormat>
-__device__ __forceinline__ float exact_scale(typename Scale<kType, kFormat>::Stored v) {
-  float const scale = Scale<kType, kFormat>::to_float(v);
-  if constexpr (kFormat == WeightFormat::kMxFp4) return v == 0 ? 0x1p-127f : v == 255 ? __uint_as_float(0x7fc00000u) : scale;
-  return scale;
-}
-
 constexpr int kSpan = 4;  // blocks along k of a CTA: their codes are in flight together
 
 template <DataType kType, WeightFormat kFormat>
