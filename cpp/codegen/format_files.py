@@ -49,86 +49,90 @@ def _function(result: str, name: str, kind: str, values: dict[str, str], default
 
 def header_text(formats: Formats) -> str:
     """cpp/include/minfer/formats.h."""
-    elements, forms, weights = formats.elements, formats.formats, formats.weights
-    books = [values for values in formats.values.values() if values.order == "book"]
+    head = (
+        f"// {ORIGIN}\n// Number types, and how weights and caches of keys and values are stored.\n#pragma once\n\n#include <cstdint>\n\n"
+    )
+    body = "\n".join((_number_types(formats), _weight_formats(formats), _codes(formats), _code_books(formats)))
+    return f"{head}// clang-format off\nnamespace minfer {{\n\n{body}\n}}  // namespace minfer\n"
 
-    def of_elements(function) -> dict[str, str]:
-        return {element.enumerator: function(element) for element in elements.values()}
 
-    def of_formats(function) -> dict[str, str]:
-        return {form.enumerator: function(form) for form in forms.values()}
+def _number_types(formats: Formats) -> str:
+    def function(result: str, name: str, value, default: str) -> str:
+        return _function(result, name, "DataType", {e.enumerator: value(e) for e in formats.elements.values()}, default)
 
+    return "".join([
+        "/// A number type of operands, results or scales.\n",
+        _enum("DataType", (element.enumerator for element in formats.elements.values())),
+        function("int", "bits_of", lambda element: str(element.bits), "0"),
+        "/// Bytes of a number.\nconstexpr int size_of(DataType of) { return bits_of(of) / 8; }\n",
+        function("char const*", "name_of", lambda element: f'"{element.name}"', '"?"'),
+    ])  # fmt: skip
+
+
+def _of_formats(formats: Formats, result: str, name: str, value, default: str) -> str:
+    return _function(result, name, "WeightFormat", {form.enumerator: value(form) for form in formats.formats.values()}, default)
+
+
+def _weight_formats(formats: Formats) -> str:
+    return "".join([
+        "/// How B is stored. kDense: as numbers of A's type. Otherwise as codes in the packed layout of quantized_gemm/w4_layout.h,\n"
+        "/// with scales for groups of consecutive k: (value of the code - zero point) * scale. kCodes is of attention kernels alone: a\n"
+        "/// cache of keys and values as kFp8E4M3, kInt8 or kInt4, whichever a call has.\n",
+        _enum("WeightFormat", (form.enumerator for form in formats.formats.values())),
+        "/// Those of quantised weights.\n",
+        _list("WeightFormat", "kWeightFormats", (form.enumerator for form in formats.weights.values())),
+        _of_formats(formats, "char const*", "name_of", lambda form: f'"{form.name}"', '"?"'),
+        "/// Of a code; of kCodes 0.\n",
+        _of_formats(formats, "int", "bits_of", lambda form: str(form.bits), "0"),
+        "/// Bytes of a stored scale.\n",
+        _of_formats(formats, "int", "scale_bytes_of", lambda form: str(formats.scale_bytes(form.name)), "2"),
+        "/// k of a scale where the format prescribes it, else 0.\n",
+        _of_formats(formats, "int", "fixed_group_of", lambda form: str(form.group), "0"),
+        _of_formats(formats, "bool", "has_zero_points", lambda form: "false" if form.zero is None else "true", "false"),
+        "/// The zero point where none are stored.\n",
+        _of_formats(formats, "float", "symmetric_zero_of", lambda form: f"{form.zero or 0.0!r}f", "0.0f"),
+    ])  # fmt: skip
+
+
+def _codes(formats: Formats) -> str:
     def values_of(form) -> str:
         return f"CodeValues::{formats.values[form.values].enumerator if form.values else 'kNone'}"
+
+    def order_of(form) -> str:
+        return f"CodeOrder::{ORDERS[formats.order(form.name)]}"
+
+    return "".join([
+        "/// What a code stands for, before zero point and scale. kInteger: itself, unsigned.\n",
+        _enum("CodeValues", ["kNone", *(values.enumerator for values in formats.values.values())]),
+        _of_formats(formats, "CodeValues", "values_of", values_of, "CodeValues::kNone"),
+        "/// Where the bits of a code are in the packed layout.\n",
+        _enum("CodeOrder", ORDERS.values()),
+        _of_formats(formats, "CodeOrder", "order_of", order_of, "CodeOrder::kPlain"),
+    ])  # fmt: skip
+
+
+def _code_books(formats: Formats) -> str:
+    books = [values for values in formats.values.values() if values.order == "book"]
 
     def book_of(form) -> str:
         values = formats.values.get(form.values)
         return str(books.index(values)) if values in books else "-1"
 
-    def factors_of(form) -> list[tuple[str, float]]:
-        return list(formats.values[form.values].factor.items()) if form.values else []
-
-    def rows_of(book) -> str:
-        rows = ("".join(f" {value!r}f," for value in book.table[first : first + 4]) for first in range(0, 16, 4))
-        return "    {\n" + "".join(f"     {row}\n" for row in rows) + "    },\n"
-
-    factors = "".join(
-        f"  if (format == {form.cpp} && type == {elements[element].cpp}) return {factor!r}f;\n"
-        for form in weights.values()
-        for element, factor in factors_of(form)
-    )
-    parts = [
-        f"// {ORIGIN}\n// Number types, and how weights and caches of keys and values are stored.\n",
-        "#pragma once\n\n#include <cstdint>\n\n// clang-format off\nnamespace minfer {\n\n",
-        "/// A number type of operands, results or scales.\n",
-        _enum("DataType", (element.enumerator for element in elements.values())),
-        _list("DataType", "kDataTypes", (element.enumerator for element in elements.values())),
-        _function("int", "bits_of", "DataType", of_elements(lambda element: str(element.bits)), "0"),
-        "/// Bytes of a number.\nconstexpr int size_of(DataType of) { return bits_of(of) / 8; }\n",
-        _function("char const*", "name_of", "DataType", of_elements(lambda element: f'"{element.name}"'), '"?"'),
-        "\n/// How B is stored. kDense: as numbers of A's type. Otherwise as codes in the packed layout of quantized_gemm/w4_layout.h,\n"
-        "/// with scales for groups of consecutive k: (value of the code - zero point) * scale. kCodes is of attention kernels alone: a\n"
-        "/// cache of keys and values as kFp8E4M3, kInt8 or kInt4, whichever a call has.\n",
-        _enum("WeightFormat", (form.enumerator for form in forms.values())),
-        "/// Those of quantised weights.\n",
-        _list("WeightFormat", "kWeightFormats", (form.enumerator for form in weights.values())),
-        _function("char const*", "name_of", "WeightFormat", of_formats(lambda form: f'"{form.name}"'), '"?"'),
-        "/// Of a code; of kCodes 0.\n",
-        _function("int", "bits_of", "WeightFormat", of_formats(lambda form: str(form.bits)), "0"),
-        "\n/// What a code stands for, before zero point and scale. kInteger: itself, unsigned.\n",
-        _enum("CodeValues", ["kNone", *(values.enumerator for values in formats.values.values())]),
-        _function("CodeValues", "values_of", "WeightFormat", of_formats(values_of), "CodeValues::kNone"),
-        "/// Where the bits of a code are in the packed layout.\n",
-        _enum("CodeOrder", ORDERS.values()),
-        _function(
-            "CodeOrder",
-            "order_of",
-            "WeightFormat",
-            of_formats(lambda form: f"CodeOrder::{ORDERS[formats.order(form.name)]}"),
-            "CodeOrder::kPlain",
-        ),
-        "/// Bytes of a stored scale.\n",
-        _function("int", "scale_bytes_of", "WeightFormat", of_formats(lambda form: str(formats.scale_bytes(form.name))), "2"),
-        "/// k of a scale where the format prescribes it, else 0.\n",
-        _function("int", "fixed_group_of", "WeightFormat", of_formats(lambda form: str(form.group)), "0"),
-        _function(
-            "bool",
-            "has_zero_points",
-            "WeightFormat",
-            of_formats(lambda form: "false" if form.zero is None else "true"),
-            "false",
-        ),
-        "/// The zero point where none are stored.\n",
-        _function("float", "symmetric_zero_of", "WeightFormat", of_formats(lambda form: f"{form.zero or 0.0!r}f"), "0.0f"),
-        "\n/// The code books, and which of them a format has; -1 for none.\n",
+    tables = factors = ""
+    for book in books:
+        rows = (", ".join(f"{value!r}f" for value in book.table[first : first + 4]) for first in range(0, 16, 4))
+        tables += "    {\n" + "".join(f"      {row},\n" for row in rows) + "    },\n"
+    for form in formats.weights.values():
+        for element, factor in formats.values[form.values].factor.items():
+            factors += f"  if (format == {form.cpp} && type == {formats.elements[element].cpp}) return {factor!r}f;\n"
+    return "".join([
+        "/// The code books, and which of them a format has; -1 for none.\n",
         f"struct CodeBooks {{\n  float values[{len(books)}][16];\n}};\n",
-        "constexpr CodeBooks kCodeBooks = {{\n" + "".join(map(rows_of, books)) + "}};\n",
-        _function("int", "code_book_of", "WeightFormat", of_formats(book_of), "-1"),
+        f"constexpr CodeBooks kCodeBooks = {{{{\n{tables}}}}};\n",
+        _of_formats(formats, "int", "code_book_of", book_of, "-1"),
         "/// What kernels multiply a code book by, so that its values lie nearer to numbers of the type; the sums make up for it.\n",
         f"constexpr float book_factor_of(WeightFormat format, DataType type) {{\n{factors}  return 1.0f;\n}}\n",
-        "\n}  // namespace minfer\n",
-    ]
-    return "".join(parts)
+    ])  # fmt: skip
 
 
 def python_text(formats: Formats) -> str:

@@ -16,14 +16,6 @@ enum class DataType : int32_t {
   kS8 = 4,
   kE8M0 = 5,
 };
-constexpr DataType kDataTypes[] = {
-    DataType::kF16,
-    DataType::kBF16,
-    DataType::kF32,
-    DataType::kE4M3,
-    DataType::kS8,
-    DataType::kE8M0,
-};
 constexpr int bits_of(DataType of) {
   switch (of) {
     case DataType::kF16: return 16;
@@ -97,6 +89,37 @@ constexpr int bits_of(WeightFormat of) {
     default: return 0;
   }
 }
+/// Bytes of a stored scale.
+constexpr int scale_bytes_of(WeightFormat of) {
+  switch (of) {
+    case WeightFormat::kMxFp4: return 1;
+    case WeightFormat::kNvFp4: return 1;
+    default: return 2;
+  }
+}
+/// k of a scale where the format prescribes it, else 0.
+constexpr int fixed_group_of(WeightFormat of) {
+  switch (of) {
+    case WeightFormat::kMxFp4: return 32;
+    case WeightFormat::kNvFp4: return 16;
+    default: return 0;
+  }
+}
+constexpr bool has_zero_points(WeightFormat of) {
+  switch (of) {
+    case WeightFormat::kInt4: return true;
+    case WeightFormat::kInt8: return true;
+    default: return false;
+  }
+}
+/// The zero point where none are stored.
+constexpr float symmetric_zero_of(WeightFormat of) {
+  switch (of) {
+    case WeightFormat::kInt4: return 8.0f;
+    case WeightFormat::kInt8: return 128.0f;
+    default: return 0.0f;
+  }
+}
 
 /// What a code stands for, before zero point and scale. kInteger: itself, unsigned.
 enum class CodeValues : int32_t {
@@ -129,37 +152,6 @@ constexpr CodeOrder order_of(WeightFormat of) {
     case WeightFormat::kMxFp4: return CodeOrder::kE2M1;
     case WeightFormat::kNvFp4: return CodeOrder::kE2M1;
     default: return CodeOrder::kPlain;
-  }
-}
-/// Bytes of a stored scale.
-constexpr int scale_bytes_of(WeightFormat of) {
-  switch (of) {
-    case WeightFormat::kMxFp4: return 1;
-    case WeightFormat::kNvFp4: return 1;
-    default: return 2;
-  }
-}
-/// k of a scale where the format prescribes it, else 0.
-constexpr int fixed_group_of(WeightFormat of) {
-  switch (of) {
-    case WeightFormat::kMxFp4: return 32;
-    case WeightFormat::kNvFp4: return 16;
-    default: return 0;
-  }
-}
-constexpr bool has_zero_points(WeightFormat of) {
-  switch (of) {
-    case WeightFormat::kInt4: return true;
-    case WeightFormat::kInt8: return true;
-    default: return false;
-  }
-}
-/// The zero point where none are stored.
-constexpr float symmetric_zero_of(WeightFormat of) {
-  switch (of) {
-    case WeightFormat::kInt4: return 8.0f;
-    case WeightFormat::kInt8: return 128.0f;
-    default: return 0.0f;
   }
 }
 
