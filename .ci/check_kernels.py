@@ -70,7 +70,7 @@ def kernels_in(symbol: str, names: set[str]) -> set[str]:
     """The registry names in a mangled symbol, where each stands behind its length: ...45gemm_sm90_f16_tn_..."""
     found = set()
     for match in re.finditer(r"(\d+)(?=[a-z][a-z0-9_]*_sm\d\d_)", symbol):
-        digits = match.group(1)  # a namespace that ends in digits stands before them: 9moe_w4a1650moe_w4a16_sm90_...
+        digits = match.group(1)  # those that end a namespace's name may stand in front: 9moe_w4a1650moe_w4a16_sm90_...
         found |= {symbol[match.end() : match.end() + int(digits[i:])] for i in range(len(digits))} & names
     return found
 
@@ -90,8 +90,8 @@ def main(library: str, registry: str, archs: list[str]) -> int:
 
     print(f"{'kernel':<72} {'arch':>5} {'regs':>5} {'static':>7} {'dynamic':>8} {'HGMMA':>6} {'HMMA':>5}")
     for name, row in kernels.items():
-        others = [arch for arch in archs if arch != "90a" or row["family"] != "attention"]  # portable attention is for all but 90a
-        for arch in ["90a"] if row["arch_exact"] else others:
+        others = [arch for arch in archs if arch != "90a" or row["targets"] == "portable"]
+        for arch in ["90a"] if row["targets"] == "sm90a" else others:
             symbols = functions.get((name, arch))
             if not symbols:
                 errors.append(f"sm_{arch} {name}: the registry calls it compiled, the library has no code for it")

@@ -38,16 +38,13 @@ def main(archs: str) -> None:
         sys.exit(f"check_package: importing minfer took {seconds:.2f} s, the limit is 0.3")
     if info["archs"] != archs or info["cuda"] != bool(archs):
         sys.exit(f"check_package: built for '{info['archs']}', expected '{archs}'")
-    every, not_90a = archs.split(";") if archs else [], [arch for arch in archs.split(";") if arch not in ("", "90a")]
-
-    def expected(kernel) -> bool:  # portable attention is for all but 90a
-        return "90a" in every if kernel["arch"] == 90 else bool(not_90a if kernel["family"] == "attention" else every)
-
-    wanted = {kernel["name"] for kernel in kernels if expected(kernel)}
+    table = json.loads((Path(minfer.__path__[0]) / "kernels.json").read_text())
+    every = set(archs.split(";")) if archs else set()
+    having = {"sm90a": every & {"90a"}, "not_sm90a": every - {"90a"}, "portable": every}  # architectures with the code, by targets
+    wanted = {row["name"] for row in table if having[row["targets"]]}
     compiled = {kernel["name"] for kernel in kernels if kernel["compiled"]}
     if compiled != wanted or info["kernels_compiled"] != len(wanted):
         sys.exit(f"check_package: compiled and expected kernels differ: {sorted(compiled ^ wanted)}")
-    table = json.loads((Path(minfer.__path__[0]) / "kernels.json").read_text())
     if [row["name"] for row in table] != [kernel["name"] for kernel in kernels]:
         sys.exit("check_package: kernels.json and the registry list different kernels")
     if paths := paths_of_the_build(Path(minfer.__path__[0]) / "_C.so"):

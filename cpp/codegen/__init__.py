@@ -1,10 +1,15 @@
-"""Turns the kernel tables of cpp/configs into C++ sources. Standard library only, so that any Python >= 3.10 can run it.
+"""Turns the tables of cpp/configs into C++ sources. Standard library only, so that any Python >= 3.10 can run it.
 
-kernel.py    one compile-time configuration: its fields, its name, its registry row
-gemm.py      the GEMM family: which table rows are legal, their shared-memory budget, their C++ struct
-configs.py   cpp/configs/*.toml -> kernels
-tuned.py     cpp/configs/tuned/*.csv -> rows that name kernels
-shards.py    kernels -> .cu files of at most eight kernels each
-registry.py  kernels -> registry.cpp and kernels.json
-generate.py  the command line
+toml.py          reads a table; ConfigError, what everything here raises
+row.py           one row of a table: reads its fields, says what cannot be right
+formats.py       formats.toml: number types, weight formats, cache formats
+format_files.py  formats.h and table.py, the committed files that state them to C++ and to Python
+hardware.py      what kernels are budgeted for
+kernel.py        one kernel: what every family's has, its registry row
+families/        a dataclass for each family: legal rows, shared-memory budget, name, C++ struct, source file
+configs.py       cpp/configs/*.toml -> kernels
+tuned.py         cpp/configs/tuned/*.csv -> rows that name kernels
+shards.py        kernels -> .cu files of at most eight kernels each
+registry.py      kernels -> registry.cpp and kernels.json
+generate.py      the command line
 """

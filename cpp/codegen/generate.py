@@ -2,6 +2,7 @@
 
     python cpp/codegen/generate.py --out BUILD/generated --archs "90a;80" [--kernels "gemm_sm90_*"]   write the sources
     python cpp/codegen/generate.py --list [--kernels GLOBS]                                            print kernel names
+    python cpp/codegen/generate.py --formats                                          write formats.h and table.py from formats.toml
 
 A file is written only when its text differs, so an unchanged table recompiles nothing; shards that no table asks for are deleted.
 """
@@ -14,8 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from codegen import configs, registry, shards, tuned
-from codegen.kernel import ConfigError
+from codegen import configs, format_files, registry, shards, tuned
+from codegen.formats import project_formats
+from codegen.toml import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -32,6 +34,7 @@ def write_if_different(path: Path, text: str) -> bool:
 
 def generate(folder: Path, out: Path, archs: list[str], globs: str, cutlass_version: str) -> dict:
     """Writes everything below `out` and returns what was done. An empty `archs` is a build without CUDA: nothing is compiled."""
+    format_files.check(project_formats())
     kernels = configs.read_tables(folder)
     tables = tuned.read_folder(folder / "tuned", kernels)
     chosen = configs.buildable(configs.select(kernels, globs), archs)
@@ -63,15 +66,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--archs", default="", help="';' list of architectures to compile for; empty: a build without CUDA")
     parser.add_argument("--kernels", default="", help="';' list of globs: which kernels to compile (default: all)")
     parser.add_argument("--cutlass-version", default="", help="recorded in the registry")
+    parser.add_argument("--formats", action="store_true", help="write the committed files that state the facts of formats.toml, and stop")
     parser.add_argument("--list", action="store_true", help="print the kernels' names and stop")
     options = parser.parse_args(arguments)
     try:
+        if options.formats:
+            for path, text in format_files.texts(project_formats()).items():
+                print(f"{path.relative_to(format_files.ROOT)}: {'written' if write_if_different(path, text) else 'up to date'}")
+            return 0
         if options.list:
             for kernel in configs.select(configs.read_tables(options.configs), options.kernels):
                 print(kernel.name)
             return 0
         if options.out is None:
-            parser.error("--out is required unless --list is given")
+            parser.error("--out is required unless --formats or --list is given")
         archs = configs.split_list(options.archs)
         done = generate(options.configs, options.out, archs, options.kernels, options.cutlass_version)
     except ConfigError as error:

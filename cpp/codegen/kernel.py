@@ -1,10 +1,13 @@
-"""One kernel: what its name, its C++ struct and its registry row are derived from."""
+"""One kernel: what its name, its C++ struct and its registry row are derived from. Each family adds its own fields and methods."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-ELEMENTS = {"f16": "DataType::kF16", "bf16": "DataType::kBF16"}
+from codegen.formats import project_formats
+from codegen.row import Row
+
 MAJORS = {"k": "Major::kK", "mn": "Major::kMN"}
 SCHEDULES = {
     "cooperative": "Schedule::kCooperative",
@@ -12,75 +15,78 @@ SCHEDULES = {
     "multistage": "Schedule::kMultistage",
     "split_kv": "Schedule::kSplitKv",
 }
+# Where a kernel is compiled: WGMMA and TMA multicast need sm_90a, portable code runs on every architecture from sm_80 on, and portable
+# code that sm_90a has a better kernel for in every case is left out of that build.
+TARGETS = ("sm90a", "portable", "not_sm90a")
 
 
-FORMATS = {
-    "dense": "WeightFormat::kDense",
-    "int4": "WeightFormat::kInt4",
-    "nf4": "WeightFormat::kNf4",
-    "mxfp4": "WeightFormat::kMxFp4",
-    "nvfp4": "WeightFormat::kNvFp4",
-    "int8": "WeightFormat::kInt8",
-    "fp8_e4m3": "WeightFormat::kFp8E4M3",
-    "codes": "WeightFormat::kCodes",
-}
-BITS = {"int4": 4, "nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8_e4m3": 8}  # of a code, by format
-
-
-class ConfigError(Exception):
-    """A table says something illegal. The message names the file, the row, the field and the values."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Kernel:
-    family: str  # "gemm"
+    """The fields are those of minfer::KernelInfo, beside what a family adds."""
+
+    FAMILY: ClassVar[str]  # name of the family, its namespace, and what its tables say
+    LAUNCH_HEADER: ClassVar[str]  # declares ARGUMENTS
+    ARGUMENTS: ClassVar[str]  # type of the launch functions' argument
+    OPERANDS: ClassVar[tuple[str, ...]] = ("f16", "bf16")  # number types that the family's mainloops multiply
+
     arch: int  # lowest compute capability: 80 or 90
-    element: str  # a key of ELEMENTS
-    layout: str  # BLAS letters of the caller's A and B: "tn" is row-major A, column-major B
+    element: str  # number type of A and B, or of the activations: a name of formats.toml
+    output: str | None = None  # number type of D where it is not that of the operands
+    layout: str = "tn"  # BLAS letters of the caller's A and B: "tn" is row-major A, column-major B
+    b_format: str = "dense"  # a format of formats.toml
+    group_multiple: int = 0  # quantised B: k per scale must be a multiple of this, or all of k
+    swap: bool = False
     tile: tuple[int, int, int]
-    cluster: tuple[int, int, int]
-    schedule: str
-    swap: bool
-    unaligned: bool
+    head_dim_v: int = 0  # attention: of the values
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    schedule: str  # a key of SCHEDULES
     stages: int
-    epilogue_chunks: int  # sm90 only, 0 elsewhere
-    warps: tuple[int, int]  # sm80 only, (0, 0) elsewhere
     threads: int
     smem_bytes: int
-    note: str
-    b_format: str = "dense"  # a key of FORMATS
-    group_multiple: int = 0  # quantised B: k per scale must be a multiple of this, or all of k
     ctas_per_sm: int = 1
-    variant: str = ""  # w4a16: what else tells two kernels apart, the end of the name
-    scaling: str = ""  # w4a16 sm90: where scales are applied, a key of w4a16.SCALINGS
-    slices: int = 1  # w4a16 sm90: warpgroups that share out each stage's k
-    head_dim_v: int = 0  # attention: of the values; tile is [queries, keys, head_dim]
-    own_output: bool = False  # attention sm90: output is staged in room of its own, not in that of the queries
+    note: str = ""
+
+    @classmethod
+    def expand(cls, row: Row) -> list[Kernel]:
+        """One table row -> its kernels, elements outermost. ConfigError where the row is illegal."""
+        raise NotImplementedError
 
     @property
     def name(self) -> str:
-        tile = "x".join(map(str, self.tile))
-        cluster = "x".join(map(str, self.cluster))
-        if self.family == "attention":
-            dims = f"d{self.tile[2]}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.tile[2] else "")
-            cache = "" if self.b_format == "dense" else f"_{self.b_format}"
-            tile = "" if self.variant == "decode" else f"_{self.tile[0]}x{self.tile[1]}"
-            return f"attention_sm{self.arch}_{self.element}_{dims}{cache}{tile}_{self.variant}"
-        if self.b_format != "dense":
-            grouped = "moe_" if self.family.startswith("moe") else ""
-            return f"{grouped}w{BITS[self.b_format]}a16_sm{self.arch}_{self.element}_{self.b_format}_{tile}_{cluster}_{self.variant}"
-        suffix = ("_swap" if self.swap else "") + ("_unaligned" if self.unaligned else "")
-        return f"{self.family}_sm{self.arch}_{self.element}_{self.layout}_{tile}_{cluster}_{self.schedule}{suffix}"
+        raise NotImplementedError
+
+    @property
+    def shard_group(self) -> str:
+        """Kernels of one group may share a source file; all are of one family, architecture and template."""
+        raise NotImplementedError
+
+    @property
+    def template(self) -> tuple[str, str]:
+        """The header that a source file includes, and the function template of it that the launch function calls."""
+        raise NotImplementedError
+
+    def constants(self) -> list[str]:
+        """The members of the kernel's struct."""
+        raise NotImplementedError
+
+    @property
+    def targets(self) -> str:
+        """Where it is compiled: one of TARGETS."""
+        return "sm90a" if self.arch == 90 else "portable"
+
+    def is_built_for(self, arch: str) -> bool:
+        """Whether a build for an architecture ("80", "90a", ...) holds its code."""
+        return self.targets == "portable" or (self.targets == "sm90a") == (arch == "90a")
+
+    @property
+    def types(self) -> str:
+        """The number types in its name."""
+        return self.element if self.output is None else f"{self.element}_{self.output}"
 
     @property
     def arch_exact(self) -> bool:
         """sm_90a code (WGMMA, TMA multicast) runs on compute capability 9.0 alone; sm_80 code runs on every later one."""
         return self.arch == 90
-
-    @property
-    def skips_sm90a(self) -> bool:
-        """Portable attention is no part of a build for sm_90a: every problem has a better kernel there, and kernels are counted."""
-        return self.family == "attention" and self.arch == 80
 
     @property
     def a_major(self) -> str:
@@ -94,14 +100,31 @@ class Kernel:
 
     @property
     def alignment(self) -> int:
-        """Bytes that operands' pointers and strides must be multiples of: 16 for TMA and cp.async, one element for element-wise copies."""
-        return 2 if self.unaligned else 16
+        """Bytes that operands' pointers and strides must be multiples of: 16 for TMA and cp.async."""
+        return 16
+
+    def type_constants(self) -> list[str]:
+        """kType, and kOutputType where it is another."""
+        elements = project_formats().elements
+        lines = [f"static constexpr DataType kType = {elements[self.element].cpp};"]
+        if self.output is not None:
+            lines.append(f"static constexpr DataType kOutputType = {elements[self.output].cpp};")
+        return lines
+
+    def definition(self) -> str:
+        """The struct of constants, and the launch function, which instantiates the family's template with it."""
+        body = "\n".join(f"  {line}" for line in self.constants())
+        return (
+            f"struct {self.name} {{\n{body}\n}};\n"
+            f"Status launch_{self.name}({self.ARGUMENTS} const& arguments) {{\n"
+            f"  return {self.template[1]}<{self.name}>(arguments);\n}}\n"
+        )
 
     def info(self) -> dict:
         """The fields of minfer::KernelInfo (all but `launch`), in the header's order."""
         return {
             "name": self.name,
-            "family": self.family,
+            "family": self.FAMILY,
             "arch": self.arch,
             "arch_exact": self.arch_exact,
             "ab_type": self.element,
@@ -134,3 +157,8 @@ def cpp_string(text: str) -> str:
     """A C++ string literal."""
     escaped = "".join({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t"}.get(c, c) for c in text)
     return f'"{escaped}"'
+
+
+def shape_name(shape: tuple[int, ...]) -> str:
+    """(128, 256, 64) -> 128x256x64."""
+    return "x".join(map(str, shape))

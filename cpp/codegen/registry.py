@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 
-from codegen.configs import FAMILIES
-from codegen.kernel import (
-    ELEMENTS,
-    FORMATS,
-    MAJORS,
-    SCHEDULES,
-    Kernel,
-    cpp_bool,
-    cpp_string,
-)
+from codegen.families import FAMILIES
+from codegen.formats import project_formats
+from codegen.kernel import MAJORS, SCHEDULES, Kernel, cpp_bool, cpp_string
 from codegen.shards import BANNER
 
 
 def registry_text(kernels: list[Kernel], compiled: set[str], archs: list[str], cutlass_version: str) -> str:
     """Lists every kernel, in table order; `launch` is null for those this build leaves out."""
-    families = sorted({kernel.family for kernel in kernels if kernel.name in compiled})
+    families = sorted({kernel.FAMILY for kernel in kernels if kernel.name in compiled})
     parts = [BANNER, '#include "minfer/registry.h"\n\n']
     parts += [f'#include "{header}"\n' for header in sorted({FAMILIES[family].LAUNCH_HEADER for family in families})]
     for family in families:
         parts.append(f"\nnamespace minfer::{family} {{\n")
         for kernel in kernels:
-            if kernel.family == family and kernel.name in compiled:
+            if kernel.FAMILY == family and kernel.name in compiled:
                 parts.append(f"Status launch_{kernel.name}({FAMILIES[family].ARGUMENTS} const&);\n")
         parts.append(f"}}  // namespace minfer::{family}\n")
     parts.append("\nnamespace minfer {\nnamespace {\n\nKernelInfo const kKernels[] = {\n")
@@ -40,15 +33,15 @@ def registry_text(kernels: list[Kernel], compiled: set[str], archs: list[str], c
 
 
 def _row(kernel: Kernel, compiled: bool) -> str:
-    launch = f"reinterpret_cast<void const*>(&{kernel.family}::launch_{kernel.name})" if compiled else "nullptr"
-    fields = []
+    launch = f"reinterpret_cast<void const*>(&{kernel.FAMILY}::launch_{kernel.name})" if compiled else "nullptr"
+    fields, formats = [], project_formats()
     for field, value in kernel.info().items():
         if field == "ab_type":
-            value = ELEMENTS[value]
+            value = formats.elements[value].cpp
         elif field in ("a_major", "b_major"):
             value = MAJORS[value]
         elif field == "b_format":
-            value = FORMATS[value]
+            value = formats.formats[value].cpp
         elif field == "schedule":
             value = SCHEDULES[value]
         elif isinstance(value, bool):
@@ -60,6 +53,6 @@ def _row(kernel: Kernel, compiled: bool) -> str:
 
 
 def kernels_json(kernels: list[Kernel], compiled: set[str]) -> str:
-    """The same rows for readers without the library: KernelInfo's fields and "compiled"."""
-    rows = [json.dumps({**kernel.info(), "compiled": kernel.name in compiled}) for kernel in kernels]
+    """The same rows for readers without the library: KernelInfo's fields, where a kernel is compiled (kernel.TARGETS), and "compiled"."""
+    rows = [json.dumps({**kernel.info(), "targets": kernel.targets, "compiled": kernel.name in compiled}) for kernel in kernels]
     return "[\n" + ",\n".join(rows) + "\n]\n"

@@ -7,22 +7,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from codegen.families.quantized_gemm import FIXED_GROUP
-from codegen.kernel import (
-    ELEMENTS,
-    FORMATS,
-    MAJORS,
-    ConfigError,
-    Kernel,
-    cpp_bool,
-    cpp_string,
-)
+from codegen.formats import project_formats
+from codegen.kernel import MAJORS, Kernel, cpp_bool, cpp_string
 from codegen.shards import BANNER
+from codegen.toml import ConfigError
 
 COLUMNS = (
     "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us"
 ).split(",")
-OPS = ("gemm", "w4a16_gemm")  # of dense B, of 4-bit B
+OPS = {"gemm": False, "w4a16_gemm": True}  # whether B is quantised
 DECOMPOSITIONS = {
     "persistent": "Decomposition::kDataParallel",
     "stream_k": "Decomposition::kStreamK",
@@ -57,9 +50,9 @@ class TunedRow:
     @property
     def key(self) -> tuple:
         """The problem, in the order of minfer::GemmTunedRow's fields; enumerators compare by their C++ value, as in the sorted table."""
-        majors = list(MAJORS)
-        enums = (list(ELEMENTS).index(self.ab_type), majors.index(self.a_major), majors.index(self.b_major))
-        weights = (list(FORMATS).index(self.b_format), self.group_size, self.has_zeros)
+        majors, formats = list(MAJORS), project_formats()
+        enums = (list(formats.elements).index(self.ab_type), majors.index(self.a_major), majors.index(self.b_major))
+        weights = (list(formats.formats).index(self.b_format), self.group_size, self.has_zeros)
         return (self.m, self.n, self.k, self.batch, *enums, *weights, self.has_c, self.gated)
 
 
@@ -106,10 +99,10 @@ def _parse(fields: dict, where: str) -> TunedRow:
     return TunedRow(
         **{column: number(column) for column in ("m", "n", "k", "batch", "splits")},
         **{column: BOOLS[choice(column, BOOLS)] for column in ("has_zeros", "has_c", "gated")},
-        ab_type=choice("ab_type", ELEMENTS),
+        ab_type=choice("ab_type", project_formats().elements),
         a_major=choice("a_major", MAJORS),
         b_major=choice("b_major", MAJORS),
-        b_format=choice("b_format", ["dense"] if fields["op"] == "gemm" else [name for name in FORMATS if name not in ("dense", "codes")]),
+        b_format=choice("b_format", project_formats().weights if OPS[fields["op"]] else ["dense"]),
         group_size=_group_size(fields, where),
         kernel=fields["kernel"],
         decomposition=choice("decomposition", DECOMPOSITIONS),
@@ -122,14 +115,14 @@ def _parse(fields: dict, where: str) -> TunedRow:
 def _group_size(fields: dict, where: str) -> int:
     """Dense: 0. Quantised: what the format prescribes, -1 for all of k, which is 0 here, or a power of two from 32 on and less than k."""
     text, powers = fields["group_size"], [str(1 << i) for i in range(5, 31)]
-    if fields["op"] == "gemm":
+    if not OPS[fields["op"]]:
         if text != "0" or fields["has_zeros"] != "0":
             raise ConfigError(f"{where}: a dense B has group_size = 0 and has_zeros = 0, got {text!r} and {fields['has_zeros']!r}")
         return 0
     if fields["batch"] != "1":
         raise ConfigError(f"{where}, batch = {fields['batch']}: must be 1 where B is quantised")
-    prescribed = FIXED_GROUP.get(fields["b_format"])
-    if prescribed is not None:
+    prescribed = project_formats().formats[fields["b_format"]].group
+    if prescribed:
         if text != str(prescribed):
             raise ConfigError(f"{where}, group_size = {text!r}: must be {prescribed} for {fields['b_format']}")
         return prescribed
@@ -199,7 +192,8 @@ def tuned_text(tables: dict[str, list[TunedRow]]) -> str:
 
 def _row(row: TunedRow) -> str:
     launch = f"{{{DECOMPOSITIONS[row.decomposition]}, {row.splits}, {row.swizzle}, {RASTERS[row.raster]}}}"
-    types = f"{ELEMENTS[row.ab_type]}, {MAJORS[row.a_major]}, {MAJORS[row.b_major]}"
-    weights = f"{FORMATS[row.b_format]}, {row.group_size}, {cpp_bool(row.has_zeros)}"
+    formats = project_formats()
+    types = f"{formats.elements[row.ab_type].cpp}, {MAJORS[row.a_major]}, {MAJORS[row.b_major]}"
+    weights = f"{formats.formats[row.b_format].cpp}, {row.group_size}, {cpp_bool(row.has_zeros)}"
     rest = f"{cpp_bool(row.has_c)}, {cpp_bool(row.gated)}, {cpp_string(row.kernel)}, {launch}, {row.us!r}f"
     return f"    {{{row.m}, {row.n}, {row.k}, {row.batch}, {types}, {weights}, {rest}}},\n"

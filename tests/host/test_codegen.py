@@ -17,13 +17,19 @@ sys.path.insert(0, str(ROOT / "cpp"))
 
 from codegen import (
     configs,
+    format_files,
+    formats,
     generate,
     registry,
     shards,
     tuned,
 )
-from codegen.families import attention, gemm, quantized_gemm as w4a16
-from codegen.kernel import ConfigError
+from codegen.families.attention import AttentionKernel
+from codegen.families.gemm import GemmKernel
+from codegen.families.quantized_gemm import QuantizedGemmKernel
+from codegen.hardware import SM80_SMEM_LIMIT, SM90_SMEM_LIMIT
+from codegen.row import Row
+from codegen.toml import ConfigError
 
 SM90 = {
     "arch": "sm90",
@@ -66,15 +72,18 @@ W4A16_SM80 = {
 
 def expand(base: dict, **changes) -> list:
     row = {**base, **changes}
-    family = w4a16 if "formats" in base else gemm
-    return family.expand({key: value for key, value in row.items() if value is not None}, "gemm.toml: kernel row 7")
+    family = QuantizedGemmKernel if "formats" in base else GemmKernel
+    return family.expand(Row({key: value for key, value in row.items() if value is not None}, "gemm.toml: kernel row 7"))
+
+
+def expand_attention(fields: dict) -> list:
+    return AttentionKernel.expand(Row(fields, "row 1"))
 
 
 def table_text(*rows: dict) -> str:
-    text = '[family]\nname = "gemm"\n'
-    for row in rows:
-        text += "\n[[kernel]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in row.items())
-    return text
+    """One group, a line for each row."""
+    lines = ("  { " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in row.items()) + " },\n" for row in rows)
+    return '[family]\nname = "gemm"\n\n[[group]]\nkernels = [\n' + "".join(lines) + "]\n"
 
 
 @pytest.fixture
@@ -123,26 +132,28 @@ def test_the_projects_own_table():
     names = [kernel.name for kernel in kernels]
     assert len(set(names)) == len(names)
     for kernel in kernels:
-        assert kernel.smem_bytes <= (gemm.SM90_SMEM_LIMIT if kernel.arch == 90 else gemm.SM80_SMEM_LIMIT)
-        if kernel.family == "attention":
+        assert kernel.smem_bytes <= (SM90_SMEM_LIMIT if kernel.arch == 90 else SM80_SMEM_LIMIT)
+        if kernel.FAMILY == "attention":
             what = r"(_fp8_e4m3|_int8|_int4)?_decode" if kernel.schedule == "split_kv" else r"(x\d+)?(_codes)?_\d+x\d+_prefill"
             assert re.fullmatch(rf"attention_sm(80|90)_b?f16_d\d+{what}", kernel.name)
             continue
         quantised = kernel.b_format != "dense"
-        grouped = "moe_" if kernel.family == "moe_w4a16" else ""
-        start, what = (f"{grouped}w[48]a16", "(int4|nf4|mxfp4|nvfp4|int8|fp8_e4m3)") if quantised else (kernel.family, "[tn]{2}")
+        grouped = "moe_" if kernel.FAMILY == "moe_w4a16" else ""
+        start, what = (
+            (f"{grouped}w[48]a16", f"({'|'.join(formats.project_formats().weights)})") if quantised else (kernel.FAMILY, "[tn]{2}")
+        )
         assert re.fullmatch(rf"{start}_sm(80|90)_b?f16_{what}_\d+x\d+x\d+_\dx\dx1_[a-z0-9_]+", kernel.name)
     # "Any shape, one answer": each element type and layout has a kernel that takes any pointer and stride on any GPU.
     for element in ("f16", "bf16"):
         for layout in ("tn", "tt", "nn", "nt"):
-            assert any(k.unaligned and k.arch == 80 and (k.element, k.layout) == (element, layout) for k in kernels)
+            assert any(isinstance(k, GemmKernel) and k.unaligned and (k.element, k.layout) == (element, layout) for k in kernels)
         # and 4-bit weights one that takes every group size on any GPU.
-        assert any(k.family == "w4a16" and k.arch == 80 and (k.element, k.group_multiple) == (element, 32) for k in kernels)
+        assert any(k.FAMILY == "w4a16" and k.arch == 80 and (k.element, k.group_multiple) == (element, 32) for k in kernels)
     # At most 40 kernels of attention in a wheel for sm_90a.
-    assert sum(k.family == "attention" for k in configs.buildable(kernels, ["90a"])) <= 40
+    assert sum(k.FAMILY == "attention" for k in configs.buildable(kernels, ["90a"])) <= 40
     # Portable ones read every cache, and compute what sm_90's do.
-    attention_kernels = [k for k in kernels if k.family == "attention"]
-    for element, cache in itertools.product(("f16", "bf16"), attention.CACHES):
+    attention_kernels = [k for k in kernels if k.FAMILY == "attention"]
+    for element, cache in itertools.product(("f16", "bf16"), ("dense", "fp8_e4m3", "int8", "int4")):
         own = [k for k in attention_kernels if (k.arch, k.element, k.b_format, k.schedule) == (80, element, cache, "split_kv")]
         assert max(k.tile[2] for k in own) == 256
     tuned.read_folder(ROOT / "cpp" / "configs" / "tuned", kernels)
@@ -167,15 +178,15 @@ DECODE = dict(arch="sm90", elements=["f16"], variant="decode", head_dim=128, cac
 )
 def test_decode_rows_that_cannot_be_right(changes, field, rule):
     with pytest.raises(ConfigError, match=f"row 1, {field} = .*{rule}"):
-        attention.expand(DECODE | changes, "row 1")
+        expand_attention(DECODE | changes)
 
 
 def test_decode_rows():
-    dense, int4 = attention.expand(DECODE, "row 1")
+    dense, int4 = expand_attention(DECODE)
     assert (dense.name, int4.name) == ("attention_sm90_f16_d128_decode", "attention_sm90_f16_d128_int4_decode")
     assert (dense.tile, int4.tile) == ((16, 32, 128), (8, 64, 128))
     for kernel in (dense, int4):  # the ring fills what a block may have
-        assert gemm.SM90_SMEM_LIMIT - 33000 < kernel.smem_bytes <= gemm.SM90_SMEM_LIMIT
+        assert SM90_SMEM_LIMIT - 33000 < kernel.smem_bytes <= SM90_SMEM_LIMIT
 
 
 PORTABLE_DECODE = DECODE | dict(arch="sm80", slices=[16, 32], warps=[4, 2])
@@ -183,20 +194,20 @@ PORTABLE_PREFILL = dict(arch="sm80", elements=["bf16"], variant="prefill", head_
 
 
 def test_portable_attention_rows():
-    dense, int4 = attention.expand(PORTABLE_DECODE, "row 1")
+    dense, int4 = expand_attention(PORTABLE_DECODE)
     assert (dense.name, int4.name) == ("attention_sm80_f16_d128_decode", "attention_sm80_f16_d128_int4_decode")
     assert (dense.tile, dense.threads, int4.tile, int4.threads) == ((16, 16, 128), 128, (8, 32, 128), 64)
     for kernel in (dense, int4):  # two are resident on 8.0 and leave no room for a stage, unless there are as many as are of use
         stage = kernel.threads // 32 * 2 * kernel.tile[1] * 128 * (2 if kernel is dense else 0.5)
         assert kernel.ctas_per_sm == 2 and 2 * (kernel.smem_bytes + 1024) <= 164 * 1024
         assert kernel.stages == 8 or 2 * (kernel.smem_bytes + 1.3 * stage + 1024) > 164 * 1024
-    (large,) = attention.expand(PORTABLE_DECODE | dict(head_dim=256, caches=["fp8_e4m3"], slices=[32], warps=[2]), "row 1")
-    assert large.stages >= 2 and large.smem_bytes <= gemm.SM80_SMEM_LIMIT
-    (prefill,) = attention.expand(PORTABLE_PREFILL, "row 1")
+    (large,) = expand_attention(PORTABLE_DECODE | dict(head_dim=256, caches=["fp8_e4m3"], slices=[32], warps=[2]))
+    assert large.stages >= 2 and large.smem_bytes <= SM80_SMEM_LIMIT
+    (prefill,) = expand_attention(PORTABLE_PREFILL)
     assert prefill.name == "attention_sm80_bf16_d128_128x64_prefill"
     assert (prefill.threads, prefill.schedule, prefill.stages, prefill.ctas_per_sm) == (256, "multistage", 2, 1)
-    assert "launch_prefill_sm80<attention_sm80_bf16_d128_128x64_prefill>" in attention.definition(prefill)
-    assert shards.shard_group(prefill) == "attention_sm80_bf16_prefill"
+    assert "launch_prefill_sm80<attention_sm80_bf16_d128_128x64_prefill>" in prefill.definition()
+    assert prefill.shard_group == "attention_sm80_bf16_prefill"
     assert '#include "attention/prefill/prefill_sm80.cuh"' in shards.shard_text([prefill])
 
 
@@ -215,19 +226,19 @@ def test_portable_attention_rows():
 )
 def test_portable_attention_rows_that_cannot_be_right(base, changes, field, rule):
     with pytest.raises(ConfigError, match=f"row 1, {field} = .*{rule}"):
-        attention.expand(base | changes, "row 1")
+        expand_attention(base | changes)
 
 
 def test_portable_attention_is_not_built_for_90a():
-    kernels = [*attention.expand(PORTABLE_PREFILL, "row 1"), *attention.expand(DECODE, "row 2"), *expand(SM80)]
+    kernels = [*expand_attention(PORTABLE_PREFILL), *expand_attention(DECODE), *expand(SM80)]
     portable, native = kernels[0], kernels[1]
     assert portable not in configs.buildable(kernels, ["90a"]) and native in configs.buildable(kernels, ["90a"])
     assert portable in configs.buildable(kernels, ["90"]) and native not in configs.buildable(kernels, ["90"])
     assert {portable, native} <= set(configs.buildable(kernels, ["80", "90a"]))
     listing = shards.write_list(shards.assign(kernels), "generated")
     lists = {block.split("\n")[0]: block for block in listing.split("set(")[1:]}
-    assert list(lists) == ["MINFER_SM90_SHARDS", "MINFER_PORTABLE_SHARDS", "MINFER_NOT_SM90A_SHARDS"]
-    assert "attention_sm90" in lists["MINFER_SM90_SHARDS"] and "gemm_sm80" in lists["MINFER_PORTABLE_SHARDS"]
+    assert list(lists) == ["MINFER_SM90A_SHARDS", "MINFER_PORTABLE_SHARDS", "MINFER_NOT_SM90A_SHARDS"]
+    assert "attention_sm90" in lists["MINFER_SM90A_SHARDS"] and "gemm_sm80" in lists["MINFER_PORTABLE_SHARDS"]
     assert "attention_sm80" in lists["MINFER_NOT_SM90A_SHARDS"] and listing.count("attention_sm80") == 1
 
 
@@ -238,15 +249,15 @@ OVER_CODES = dict(arch="sm90", elements=["bf16"], variant="prefill", head_dim=12
 def test_rows_over_codes_that_cannot_be_right(changes):
     rule = "must be true or false" if changes == {"codes": 1} else "is for equal head dimensions of 128 or 256"
     with pytest.raises(ConfigError, match=f"row 1, codes = .*{rule}"):
-        attention.expand(OVER_CODES | changes, "row 1")
+        expand_attention(OVER_CODES | changes)
 
 
 def test_rows_over_codes():
-    ((codes,), (dense,)) = (attention.expand(OVER_CODES | dict(codes=value), "row 1") for value in (True, False))
+    ((codes,), (dense,)) = (expand_attention(OVER_CODES | dict(codes=value)) for value in (True, False))
     assert (codes.name, codes.b_format) == ("attention_sm90_bf16_d128_codes_128x128_prefill", "codes")
     assert (dense.name, dense.b_format) == ("attention_sm90_bf16_d128_128x128_prefill", "dense")
-    assert "kConverts = true" in attention.definition(codes) and "kConverts = false" in attention.definition(dense)
-    assert shards.shard_group(codes) != shards.shard_group(dense)
+    assert "kConverts = true" in codes.definition() and "kConverts = false" in dense.definition()
+    assert codes.shard_group != dense.shard_group
 
 
 # ---- legality -----------------------------------------------------------------------------------------------------------------
@@ -320,7 +331,7 @@ def test_a_repeated_kernel_names_both_rows(folder):
 
 
 def test_bad_tables(folder):
-    (folder / "gemm.toml").write_text("[[kernel]\n")
+    (folder / "gemm.toml").write_text("[[group]\n")
     with pytest.raises(ConfigError, match=r"^gemm\.toml: "):
         configs.read_tables(folder)
     (folder / "gemm.toml").write_text('[family]\nname = "conv"\n')
@@ -373,7 +384,7 @@ def test_budget_of_a_portable_tile_of_4_bit_weights():
 
 def test_struct_carries_the_numbers():
     kernel = expand(SM90)[1]
-    text = gemm.definition(kernel)
+    text = kernel.definition()
     for line in (
         f"struct {kernel.name} {{",
         "kType = DataType::kF16;",
@@ -387,12 +398,180 @@ def test_struct_carries_the_numbers():
         f"return launch_gemm_sm90<{kernel.name}>(arguments);",
     ):
         assert line in text
-    assert "kWarpsM = 2, kWarpsN = 2;" in gemm.definition(expand(SM80)[0])
-    fine, portable = (w4a16.definition(expand(row)[0]) for row in ({**W4A16_SM90, "scaling": "fine"}, W4A16_SM80))
+    assert "kWarpsM = 2, kWarpsN = 2;" in expand(SM80)[0].definition()
+    fine, portable = (expand(row)[0].definition() for row in ({**W4A16_SM90, "scaling": "fine"}, W4A16_SM80))
     assert "kScaling = w4a16::Scaling::kFine;" in fine and "launch_w4a16_sm90<" in fine
     assert "kScaling" not in portable and "kEpilogueChunks" not in portable
     for line in ("kSwap = true;", "kThreads = 128;", "kStages = 3;", "kSchedule = Schedule::kMultistage;", "return launch_w4a16_sm80<"):
         assert line in portable
+
+
+# ---- 8-bit operands ---------------------------------------------------------------------------------------------------------------
+
+E4M3 = {**SM90, "elements": ["e4m3"], "outputs": ["f16", "bf16"], "layouts": ["tn"], "tile": [128, 256, 128]}
+
+
+@pytest.fixture
+def with_e4m3(monkeypatch):
+    """As if the mainloops multiplied e4m3."""
+    monkeypatch.setattr(GemmKernel, "OPERANDS", (*GemmKernel.OPERANDS, "e4m3"))
+
+
+def test_an_8_bit_operand_is_a_row(with_e4m3):
+    """A tile of 128 e4m3 is as many bytes as one of 64 f16: the same ring, and an output type in the name and in the struct."""
+    narrow, wide = expand(E4M3), expand(SM90)[0]
+    assert [kernel.name for kernel in narrow] == [
+        "gemm_sm90_e4m3_f16_tn_128x256x128_2x1x1_cooperative",
+        "gemm_sm90_e4m3_bf16_tn_128x256x128_2x1x1_cooperative",
+    ]
+    assert {(k.stages, k.smem_bytes, k.alignment) for k in narrow} == {(wide.stages, wide.smem_bytes, wide.alignment)}
+    text = narrow[1].definition()
+    assert "kType = DataType::kE4M3;" in text and "kOutputType = DataType::kBF16;" in text
+    assert "kOutputType" not in wide.definition()
+    assert expand(E4M3, tile=[64, 8, 128], cluster=[1, 1, 1], schedule="pingpong", swap=True)[0].stages == 16
+    assert narrow[0].info()["ab_type"] == "e4m3" and narrow[0].shard_group == "gemm_sm90_e4m3_f16_cooperative_tn_m128"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "rule"),
+    [
+        ({"tile": [128, 256, 64]}, "tile", "a multiple of 128"),
+        ({"outputs": None}, "outputs", "different values from f16, bf16"),
+        ({"outputs": ["e4m3"]}, "outputs", "different values from f16, bf16"),
+        ({"layouts": ["tn", "tt"]}, "layouts", "must be tn"),
+        ({"elements": ["f16"]}, "outputs", "is not for f16"),
+        ({"elements": ["s8"]}, "elements", "different values from f16, bf16, e4m3"),
+    ],
+)
+def test_8_bit_rows_that_cannot_be_right(with_e4m3, changes, field, rule):
+    with pytest.raises(ConfigError, match=f"row 7, {field} = .*{rule}"):
+        expand(E4M3, **changes)
+
+
+# ---- formats --------------------------------------------------------------------------------------------------------------------
+
+
+def test_committed_files_are_what_formats_toml_says(monkeypatch, tmp_path):
+    format_files.check(formats.project_formats())
+    for name in ("HEADER", "PYTHON"):
+        stale = ROOT / "build" / "stale"
+        monkeypatch.setattr(format_files, name, stale)
+        with pytest.raises(ConfigError, match="build/stale is not what .* run python cpp/codegen/generate.py --formats"):
+            format_files.check(formats.project_formats())
+        monkeypatch.undo()
+
+
+FORMATS_TEXT = formats.FORMATS_FILE.read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            'name = "nf4"\nenumerator = "kNf4"\nbits',
+            'name = "int4"\nenumerator = "kNf4"\nbits',
+            "format row 3, name = 'int4': is given twice",
+        ),
+        ('enumerator = "kMxFp4"', 'enumerator = "kInt4"', "format row 4, enumerator = 'kInt4': must be one of its own"),
+        ('enumerator = "kMxFp4"', 'enumerator = "MxFp4"', "enumerator = 'MxFp4': must be one of its own"),
+        ("bits = 4\nvalues", "bits = 5\nvalues", "format row 2, bits = 5: must be one of 4, 8"),
+        ('bits = 4\nvalues = "nf4"', 'bits = 8\nvalues = "nf4"', "bits = 8: must be 4 where values are those of a table"),
+        ('values = "nf4"', 'values = "nf5"', "values = 'nf5': must be one of integer, nf4, "),
+        ('scales = "e8m0"', 'scales = "e9m0"', "scales = 'e9m0': must be one of operand, f16"),
+        ("group = 32", "group = 24", "group = 24: must be a power of two from 16 on"),
+        ("group = 32", "group = 32\nusual_group = 64", "usual_group = 64: is of formats that prescribe no group"),
+        ('values = "nf4"', 'values = "nf4"\nzero = 8.0', "zero = 8.0: is of integers"),
+        ("-0.6961928009986877", "-1.5", "values row 2, table = .*: of a book must rise from code to code"),
+        ("  1.0,\n", "", "values row 2, table = .*: must be 16 floating-point numbers"),
+        ("f16 = 0.6831", "f16 = 1.6831", "factor = .*: is of a book's element types, above 0 and at most 1"),
+        ('storage = ["int8"]', 'stored = ["int8"]', "cache row 3, stored = .*: no such field for cache"),
+        ("[[cache]]", "[[cash]]", "got cash"),
+    ],
+)
+def test_formats_that_cannot_be_right(tmp_path, old, new, message):
+    assert old in FORMATS_TEXT
+    (tmp_path / "formats.toml").write_text(FORMATS_TEXT.replace(old, new, FORMATS_TEXT.count("[[cache]]") if "[[" in old else 1))
+    with pytest.raises(ConfigError, match=message):
+        formats.read_formats(tmp_path / "formats.toml")
+
+
+def test_a_further_format_is_a_row(tmp_path):
+    """What C++ and Python are told of a made-up code book; nothing else of the two files changes."""
+    book = ", ".join(str(3.0 * (code - 8)) for code in range(16))
+    row = 'enumerator = "kOdd"\nbits = 4\nvalues = "odd"\nscales = "operand"\nusual_group = 64\n'
+    values = f'\n[[values]]\nname = "odd"\nenumerator = "kOdd"\norder = "book"\ntable = [{book}]\n'
+    (tmp_path / "formats.toml").write_text(f'{FORMATS_TEXT}{values}\n[[format]]\nname = "odd"\n{row}')
+    more = format_files.texts(formats.read_formats(tmp_path / "formats.toml"))
+    for path, text in format_files.texts(formats.project_formats()).items():
+        new = [line for line in more[path].splitlines() if line not in text.splitlines()]
+        assert new and not [line for line in text.splitlines() if line not in more[path].splitlines() and "values[" not in line]
+    header, python = more[format_files.HEADER], more[format_files.PYTHON]
+    own = formats.project_formats()
+    books = sum(values.order == "book" for values in own.values.values())
+    for line in (
+        f"kOdd = {len(own.formats)},",
+        "WeightFormat::kOdd,",
+        'case WeightFormat::kOdd: return "odd";',
+        "kOdd: return CodeOrder::kBook;",
+    ):
+        assert line in header
+    assert f"float values[{books + 1}][16];" in header and f"case WeightFormat::kOdd: return {books};" in header
+    assert "-24.0f, -21.0f, -18.0f, -15.0f," in header
+    names: dict = {}
+    exec(python, names)
+    assert names["FORMATS"]["odd"]["values"] == "odd" and names["VALUES"]["odd"] == ("book", tuple(3.0 * (c - 8) for c in range(16)))
+
+
+# ---- rows and groups ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_defaults_then_group_then_its_own(folder):
+    text = """
+[family]
+name = "gemm"
+[defaults]
+elements = ["f16"]
+layouts = ["tn"]
+[[group]]
+arch = "sm90"
+cluster = [1, 1, 1]
+schedule = "pingpong"
+kernels = [
+  { tile = [64, 128, 64] },
+  { tile = [128, 128, 64], layouts = ["tt"], schedule = "cooperative" },
+]
+[[group]]
+arch = "sm80"
+elements = ["bf16"]
+warps = [2, 2]
+stages = 3
+schedule = "multistage"
+kernels = [{ tile = [64, 64, 32] }]
+"""
+    (folder / "gemm.toml").write_text(text)
+    assert [kernel.name for kernel in configs.read_tables(folder)] == [
+        "gemm_sm90_f16_tn_64x128x64_1x1x1_pingpong",
+        "gemm_sm90_f16_tt_128x128x64_1x1x1_cooperative",
+        "gemm_sm80_bf16_tn_64x64x32_1x1x1_multistage",
+    ]
+    (folder / "gemm.toml").write_text(text.replace("[64, 64, 32]", "[64, 64, 24]"))
+    with pytest.raises(ConfigError, match="kernel row 3, tile = "):  # counted over the groups
+        configs.read_tables(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("kernels = [", "kernel = [", "group 1, kernels = None: must be a list of rows"),
+        ("[[group]]", "[[kernel]]", "has .family., .defaults. and ..group.., got kernel"),
+        ('name = "gemm"\n', 'name = "gemm"\n[[kernel]]\n', "got kernel"),
+    ],
+)
+def test_groups_that_cannot_be_right(folder, old, new, message):
+    text = (folder / "gemm.toml").read_text()
+    (folder / "gemm.toml").write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
+        configs.read_tables(folder)
 
 
 # ---- shards -------------------------------------------------------------------------------------------------------------------
@@ -404,7 +583,7 @@ def test_shards_hold_every_kernel_once_and_at_most_eight():
     assert sorted(k.name for members in assigned.values() for k in members) == sorted(k.name for k in kernels)
     for name, members in assigned.items():
         assert 1 <= len(members) <= 8
-        assert {shards.shard_group(k) for k in members} == {name.rpartition("_")[0]}
+        assert {k.shard_group for k in members} == {name.rpartition("_")[0]}
 
 
 def test_a_new_row_rewrites_only_the_last_shard_of_its_group():
@@ -484,7 +663,7 @@ def test_registry_lists_all_and_marks_what_is_compiled(folder):
     header = (ROOT / "cpp" / "include" / "minfer" / "registry.h").read_text()
     struct = header[header.index("struct KernelInfo {") : header.index("};", header.index("struct KernelInfo {"))]
     fields = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", struct))
-    assert [*rows[0], "launch"] == [*fields[: fields.index("launch")], "compiled", "launch"]
+    assert [*rows[0], "launch"] == [*fields[: fields.index("launch")], "targets", "compiled", "launch"]
 
 
 # ---- tuned tables -------------------------------------------------------------------------------------------------------------
@@ -544,7 +723,7 @@ def test_bad_tuned_rows(folder, text, message):
 
 def w4_row(kernels, *, group_size=128, fine=False, **changes):
     """A row of quantised weights whose kernel takes groups of 32 (fine) or of 128."""
-    kernel = next(k for k in kernels if k.family == "w4a16" and k.element == "f16" and (k.group_multiple == 32) == fine)
+    kernel = next(k for k in kernels if k.FAMILY == "w4a16" and k.element == "f16" and (k.group_multiple == 32) == fine)
     cells = dict(
         op="w4a16_gemm", m=16, n=4096, k=4096, batch=1, ab_type="f16", a_major="k", b_major="k", b_format="int4", group_size=group_size,
         has_zeros=0, has_c=0, gated=0, kernel=kernel.name, decomposition="split_k", splits=2, swizzle=1, raster="along_m", us=5.5,

@@ -67,7 +67,8 @@ def test_small_floats():
 
 
 def test_names():
-    assert weight_formats.names(4) == ("int4", "nf4", "mxfp4", "nvfp4") and weight_formats.names(8) == ("int8", "fp8_e4m3")
+    assert weight_formats.names(4) + weight_formats.names(8) == ("int4", *NEW)
+    assert weight_formats.names(4)[:4] == ("int4", "nf4", "mxfp4", "nvfp4") and weight_formats.names(8)[:2] == ("int8", "fp8_e4m3")
 
 
 # ---- values --------------------------------------------------------------------------------------------------------------------

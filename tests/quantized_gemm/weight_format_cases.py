@@ -11,9 +11,11 @@ from minfer.formats import weight_formats
 from tests.gemm.cases import Expected, gemm_expected
 from tests.quantized_gemm.cases import gated_expected, make_zeros, slack
 
+# What the tests know of a format: its name, its group sizes, the error of quantised normal weights and, below, what its codes stand for.
 NEW = ("nf4", "mxfp4", "nvfp4", "int8", "fp8_e4m3")
-BITS = {"int4": 4, "nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8_e4m3": 8}
+BITS = {name: form.bits for name, form in weight_formats.FORMATS.items()}  # test_weight_layout.py holds them against the layouts
 GROUPS = {"nf4": (32, 64, 128, -1), "mxfp4": (32,), "nvfp4": (16,), "int8": (32, 128, -1), "fp8_e4m3": (32, 128, -1)}
+QUANTISED_ERROR = {"nf4": 0.10, "mxfp4": 0.14, "nvfp4": 0.11, "int8": 0.012, "fp8_e4m3": 0.03}  # relative, at most
 ZEROS = {"int8": ("none", "integer", "fractional")}  # the others: none
 CASES = [(name, group_size) for name in NEW for group_size in GROUPS[name]]
 

@@ -1,1 +1,14 @@
-"""One module for each family of kernels."""
+"""One module for each family of kernels: a dataclass whose methods say all that is particular to the family."""
+
+from __future__ import annotations
+
+from codegen.families.attention import AttentionKernel
+from codegen.families.gemm import GemmKernel
+from codegen.families.grouped_gemm import GroupedGemmKernel
+from codegen.families.grouped_quantized_gemm import GroupedQuantizedGemmKernel
+from codegen.families.quantized_gemm import QuantizedGemmKernel
+
+# By the name that a table gives its family.
+FAMILIES = {
+    family.FAMILY: family for family in (AttentionKernel, GemmKernel, GroupedGemmKernel, GroupedQuantizedGemmKernel, QuantizedGemmKernel)
+}

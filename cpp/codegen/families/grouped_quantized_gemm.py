@@ -5,28 +5,28 @@ Rows are those of w4a16.toml for sm90, without clusters; the kernels' tile is [r
 
 from __future__ import annotations
 
-from codegen.families import gemm, grouped_gemm as moe, quantized_gemm as w4a16
-from codegen.kernel import Kernel
+from dataclasses import dataclass
 
-TEMPLATES = {90: ("moe/grouped/grouped_w4a16_sm90.cuh", "moe::launch_grouped_w4a16_sm90")}
-LAUNCH_HEADER = moe.LAUNCH_HEADER
-ARGUMENTS = moe.ARGUMENTS
-
-FIELDS = {"sm90": w4a16.FIELDS["sm90"] - {"cluster"}}
+from codegen.families.grouped_gemm import OUTPUT_BYTES, STAGED_TOKENS, TILES_BYTES, GroupedGemmKernel
+from codegen.families.quantized_gemm import QuantizedGemmKernel
+from codegen.hardware import round_up
 
 
-def epilogue_bytes(name: str, tile: tuple[int, ...], row_groups: int) -> int:
-    """Shared memory of the epilogue, the experts' tiles and the barriers."""
-    tile_m, tile_n, _ = tile
-    staged = -(-min(tile_n, 32) * (tile_m // row_groups) * 2 // 1024) * 1024
-    return row_groups * (staged + 20) + 4 * tile_n + moe.TILES_BYTES
+@dataclass(frozen=True, kw_only=True)
+class GroupedQuantizedGemmKernel(QuantizedGemmKernel):
+    FAMILY = "moe_w4a16"
+    LAUNCH_HEADER = GroupedGemmKernel.LAUNCH_HEADER
+    ARGUMENTS = GroupedGemmKernel.ARGUMENTS
+    PREFIX = "moe_"
+    FIELDS = {"sm90": QuantizedGemmKernel.FIELDS["sm90"] - {"cluster"}}
 
+    @property
+    def template(self) -> tuple[str, str]:
+        return "moe/grouped/grouped_w4a16_sm90.cuh", "moe::launch_grouped_w4a16_sm90"
 
-def expand(row: dict, where: str) -> list[Kernel]:
-    """One table row -> its kernels, elements outermost. `where` is how errors name the row."""
-    return w4a16.expand_family(row, where, "moe_w4a16", FIELDS, epilogue_bytes)
-
-
-def definition(kernel: Kernel) -> str:
-    """The struct and the launch function of one kernel."""
-    return gemm.struct(kernel, w4a16.constants(kernel), TEMPLATES[kernel.arch][1], ARGUMENTS)
+    @classmethod
+    def fixed_bytes(cls, format_name: str, tile: tuple[int, ...], row_groups: int) -> int:
+        """Shared memory of the epilogue, the experts' tiles and the barriers."""
+        tile_m, tile_n, _ = tile
+        staged = round_up(min(tile_n, STAGED_TOKENS) * (tile_m // row_groups) * OUTPUT_BYTES, 1024)
+        return row_groups * (staged + 20) + 4 * tile_n + TILES_BYTES

@@ -1,8 +1,10 @@
-// Types that every operator family shares: element types, operand majors, activations, device facts, stream.
+// Types that every operator family shares: number types and formats (formats.h), operand majors, activations, device facts, stream.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#include "minfer/formats.h"
 
 struct CUstream_st;  // cudaStream_t without CUDA's headers
 
@@ -10,28 +12,13 @@ namespace minfer {
 
 using Stream = CUstream_st*;
 
-enum class DataType : int32_t { kF16 = 0, kBF16 = 1, kF32 = 2 };
-
 /// Which mode of an operand is contiguous: k, or the mode it shares with the output (m for A, n for B).
 enum class Major : int32_t { kK = 0, kMN = 1 };
 
 enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
 
-/// How B is stored. kDense: as 16-bit numbers of A's type. Otherwise codes in the packed layout of w4a16/w4_layout.h, with scales for groups
-/// of consecutive k.
-///   kInt4, kInt8     (code - zero) * scale, unsigned codes; scales and zeros of A's type
-///   kNf4             nf4[code] * scale (QLoRA's normal-float table); scales of A's type
-///   kMxFp4, kNvFp4   e2m1[code] * scale; scales E8M0 (a byte for 32 of k) or E4M3 (a byte for 16 of k)
-///   kFp8E4M3         e4m3[code] * scale; scales of A's type
-/// kCodes is of kernels alone: a cache of keys and values as kFp8E4M3, kInt8 or kInt4, whichever a call has.
-enum class WeightFormat : int32_t { kDense = 0, kInt4 = 1, kNf4 = 2, kMxFp4 = 3, kNvFp4 = 4, kInt8 = 5, kFp8E4M3 = 6, kCodes = 7 };
-constexpr WeightFormat kWeightFormats[] = {WeightFormat::kInt4,  WeightFormat::kNf4,  WeightFormat::kMxFp4,
-                                           WeightFormat::kNvFp4, WeightFormat::kInt8, WeightFormat::kFp8E4M3};
-
 enum class RasterOrder : int32_t { kAlongM = 0, kAlongN = 1 };
 
-inline int size_of(DataType type) { return type == DataType::kF32 ? 4 : 2; }
-inline char const* name_of(DataType type) { return type == DataType::kF16 ? "f16" : type == DataType::kBF16 ? "bf16" : "f32"; }
 inline char const* name_of(Activation a) {
   switch (a) {
     case Activation::kNone: return "none";
@@ -39,26 +26,6 @@ inline char const* name_of(Activation a) {
     case Activation::kGelu: return "gelu";
     case Activation::kGeluTanh: return "gelu_tanh";
     case Activation::kSilu: return "silu";
-  }
-  return "?";
-}
-constexpr int bits_of(WeightFormat f) {
-  return f == WeightFormat::kDense ? 16 : f == WeightFormat::kInt8 || f == WeightFormat::kFp8E4M3 ? 8 : 4;
-}
-constexpr int scale_bytes_of(WeightFormat f) { return f == WeightFormat::kMxFp4 || f == WeightFormat::kNvFp4 ? 1 : 2; }
-constexpr bool has_zero_points(WeightFormat f) { return f == WeightFormat::kInt4 || f == WeightFormat::kInt8; }
-/// k of a scale where the format prescribes it, else 0.
-constexpr int fixed_group_of(WeightFormat f) { return f == WeightFormat::kMxFp4 ? 32 : f == WeightFormat::kNvFp4 ? 16 : 0; }
-inline char const* name_of(WeightFormat f) {
-  switch (f) {
-    case WeightFormat::kDense: return "dense";
-    case WeightFormat::kInt4: return "int4";
-    case WeightFormat::kNf4: return "nf4";
-    case WeightFormat::kMxFp4: return "mxfp4";
-    case WeightFormat::kNvFp4: return "nvfp4";
-    case WeightFormat::kInt8: return "int8";
-    case WeightFormat::kFp8E4M3: return "fp8_e4m3";
-    case WeightFormat::kCodes: return "codes";
   }
   return "?";
 }

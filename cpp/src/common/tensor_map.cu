@@ -19,32 +19,44 @@ Status no_encoder() {
   return Status::failure(StatusCode::kNotSupported, "the driver has no cuTensorMapEncodeTiled (CUDA 12.0 or newer is needed)");
 }
 
+/// TMA moves bits: of a number's type it needs the size alone.
+CUtensorMapDataType unsigned_type(int element_bytes) {
+  return element_bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+         : element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                              : CU_TENSOR_MAP_DATA_TYPE_UINT32;
+}
+
+/// The swizzle whose span is a row of so many bytes; none for 16.
+CUtensorMapSwizzle swizzle_of(int row_bytes) {
+  return row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+         : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+         : row_bytes == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                           : CU_TENSOR_MAP_SWIZZLE_NONE;
+}
+
 }  // namespace
 
-Status encode_tensor_map_16bit(CUtensorMap* map, void const* base, int64_t columns, int64_t rows, int64_t planes, int64_t row_stride,
-                               int64_t plane_stride, int box_columns, int box_rows) {
+Status encode_tensor_map_planes(CUtensorMap* map, DataType type, void const* base, int64_t columns, int64_t rows, int64_t planes,
+                                int64_t row_stride, int64_t plane_stride, int box_columns, int box_rows) {
   EncodeTiled const encode = encode_tiled();
   if (encode == nullptr) return no_encoder();
-  if (reinterpret_cast<uintptr_t>(base) % 16 != 0 || row_stride % 8 != 0 || plane_stride % 8 != 0) {
+  int const bytes = size_of(type), unit = 16 / bytes;  // elements of 16 bytes
+  if (reinterpret_cast<uintptr_t>(base) % 16 != 0 || row_stride % unit != 0 || plane_stride % unit != 0) {
     return Status::failure(
         StatusCode::kInvalidArgument,
         "TMA needs 16-byte aligned pointers and strides, got base %% 16 = %d, row stride %lld, plane stride %lld elements",
         int(reinterpret_cast<uintptr_t>(base) % 16), (long long)row_stride, (long long)plane_stride);
   }
   // A stride of an extent-1 mode is never used but must be legal.
-  int64_t const legal_row_stride = row_stride >= columns ? row_stride : (columns + 7) / 8 * 8;
+  int64_t const legal_row_stride = row_stride >= columns ? row_stride : (columns + unit - 1) / unit * unit;
   int64_t const legal_plane_stride = planes > 1 ? plane_stride : legal_row_stride;
   cuuint64_t const extents[3] = {cuuint64_t(columns), cuuint64_t(rows), cuuint64_t(planes)};
-  cuuint64_t const strides[2] = {cuuint64_t(legal_row_stride) * 2, cuuint64_t(legal_plane_stride) * 2};
+  cuuint64_t const strides[2] = {cuuint64_t(legal_row_stride) * bytes, cuuint64_t(legal_plane_stride) * bytes};
   cuuint32_t const box[3] = {cuuint32_t(box_columns), cuuint32_t(box_rows), 1};
   cuuint32_t const steps[3] = {1, 1, 1};
-  CUtensorMapSwizzle const swizzle = box_columns * 2 == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : box_columns * 2 == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                     : box_columns * 2 == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
-                                                             : CU_TENSOR_MAP_SWIZZLE_NONE;
   CUresult const result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 3, const_cast<void*>(base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, unsigned_type(bytes), 3, const_cast<void*>(base), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle_of(box_columns * bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     Status status = Status::failure(
         StatusCode::kCudaError, "cuTensorMapEncodeTiled failed (%d) for [%lld, %lld, %lld], strides %lld, %lld elements", int(result),
@@ -93,15 +105,11 @@ Status encode_modes(CUtensorMap* map, CUtensorMapDataType type, int rank, void c
 Status encode_tensor_map_rows(CUtensorMap* map, int rank, void const* base, int64_t const* extents, int64_t const* strides, int const* box,
                               int element_bytes, RowFetch fetch) {
   int const bytes = box[0] * element_bytes;
-  CUtensorMapSwizzle const swizzle = bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                   : CU_TENSOR_MAP_SWIZZLE_32B;
   CUtensorMapL2promotion const promotion = element_bytes == 2 && fetch == RowFetch::kWide ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
                                            : bytes == 128                                 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                                            : bytes == 64                                  ? CU_TENSOR_MAP_L2_PROMOTION_L2_64B
                                                                                           : CU_TENSOR_MAP_L2_PROMOTION_NONE;
-  return encode_modes(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, rank, base, extents,
-                      strides, box, swizzle, promotion);
+  return encode_modes(map, unsigned_type(element_bytes), rank, base, extents, strides, box, swizzle_of(bytes), promotion);
 }
 
 Status encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void const* base, int64_t const* extents,

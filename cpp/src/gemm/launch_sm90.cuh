@@ -18,12 +18,12 @@ Status describe_epilogue(GemmProblem const& problem, GemmOperands const& operand
   params->store_by_tma = problem.d_alignment == 16 && n_out % 8 == 0 && problem.d_type != DataType::kF32 && (!problem.has_c || c_fits);
   params->load_c_by_tma = params->store_by_tma && c_fits;
   if (!params->store_by_tma) return Status::success();
-  Status status =
-      encode_tensor_map_16bit(&params->tma_d, operands.d, n_out, problem.m, problem.batch, operands.ldd, operands.d_batch_stride,
-                              problem.gated ? Epilogue::kGatedColumns : Epilogue::kBoxColumns, Epilogue::kBoxRows);
+  Status status = encode_tensor_map_planes(&params->tma_d, problem.d_type, operands.d, n_out, problem.m, problem.batch, operands.ldd,
+                                           operands.d_batch_stride, problem.gated ? Epilogue::kGatedColumns : Epilogue::kBoxColumns,
+                                           Epilogue::kBoxRows);
   if (status.ok() && params->load_c_by_tma) {
-    status = encode_tensor_map_16bit(&params->tma_c, operands.c, problem.n, problem.m, problem.batch, operands.c_stride_m,
-                                     operands.c_batch_stride, Epilogue::kBoxColumns, Epilogue::kBoxRows);
+    status = encode_tensor_map_planes(&params->tma_c, problem.d_type, operands.c, problem.n, problem.m, problem.batch, operands.c_stride_m,
+                                      operands.c_batch_stride, Epilogue::kBoxColumns, Epilogue::kBoxRows);
   }
   return status;
 }

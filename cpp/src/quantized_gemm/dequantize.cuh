@@ -151,41 +151,21 @@ struct Codes<kType, WeightFormat::kFp8E4M3, kOnFragments> : UnitFactor {
   }
 };
 
-/// QLoRA's table (Dettmers et al. 2023): quantiles of the normal distribution scaled to [-1, 1], as bitsandbytes lists them.
-static __constant__ float const kNf4Values[16] = {
-    -1.0f,
-    -0.6961928009986877f,
-    -0.5250730514526367f,
-    -0.39491748809814453f,
-    -0.28444138169288635f,
-    -0.18477343022823334f,
-    -0.09105003625154495f,
-    0.0f,
-    0.07958029955625534f,
-    0.16093020141124725f,
-    0.24611230194568634f,
-    0.33791524171829224f,
-    0.44070982933044434f,
-    0.5626170039176941f,
-    0.7229568362236023f,
-    1.0f,
-};
+/// The tables of formats.toml, where device code can read them.
+static __constant__ CodeBooks const kBookValues = kCodeBooks;
 
 /// E2M1: sign, exponent and mantissa at fp32's places, 2^126 for the biases.
 __device__ __forceinline__ float e2m1_value(uint32_t code) { return __uint_as_float((code & 8) << 28 | (code & 7) << 22) * 0x1p126f; }
 
-/// What the code book is multiplied by, for which the sums make up: a factor, at most 1, with which its values lie nearer to numbers of the
-/// type. They are off by up to 0.36 (fp16) and 0.47 (bf16) of a rounding then, 0.67 and 0.80 as they are, and half as much on average.
-template <DataType kType>
-constexpr float kBookFactor = kType == DataType::kF16 ? 0.6831f : 0.71843f;
-
 constexpr int kBookEntryBytes = 256, kBookBytes = 256 * kBookEntryBytes - 128;  // an entry: the pair of values, once for each bank
 
-/// Writes the code book; `thread` of `threads`, which divide 256.
-template <DataType kType>
+/// Writes the format's code book; `thread` of `threads`, which divide 256.
+template <DataType kType, WeightFormat kFormat>
 __device__ __forceinline__ void fill_book(char* book, int thread, int threads) {
+  constexpr float kFactor = book_factor_of(kFormat, kType);
   for (int pair = thread; pair < 256; pair += threads) {
-    float const low = kNf4Values[pair & 15] * kBookFactor<kType>, high = kNf4Values[pair >> 4] * kBookFactor<kType>;
+    auto const& values = kBookValues.values[code_book_of(kFormat)];
+    float const low = values[pair & 15] * kFactor, high = values[pair >> 4] * kFactor;
     uint32_t value;
     if constexpr (kType == DataType::kF16) {
       __half2 const v = __floats2half2_rn(low, high);
@@ -200,12 +180,13 @@ __device__ __forceinline__ void fill_book(char* book, int thread, int threads) {
   }
 }
 
-template <DataType kType, bool kOnFragments>
-struct Codes<kType, WeightFormat::kNf4, kOnFragments> : UnitFactor {
+template <DataType kType, WeightFormat kFormat, bool kOnFragments>
+  requires(order_of(kFormat) == CodeOrder::kBook)
+struct Codes<kType, kFormat, kOnFragments> : UnitFactor {
   static constexpr int kWords = 1;
   static __device__ constexpr uint32_t factor(int) { return kType == DataType::kF16 ? 0x3c003c00u : 0x3f803f80u; }
   static __device__ constexpr uint32_t inverse(int) { return factor(0); }
-  static __device__ constexpr float inverse_float(int) { return 1.0f / kBookFactor<kType>; }
+  static __device__ constexpr float inverse_float(int) { return 1.0f / book_factor_of(kFormat, kType); }
   static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&)[2], Book book, uint32_t (&a)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // byte i of the word above the bank's byte
@@ -257,7 +238,7 @@ struct Codes<DataType::kF16, WeightFormat::kMxFp4, true> : E2M1Codes<DataType::k
 template <DataType kType, WeightFormat kFormat>
 struct Scale {
   using Stored = uint16_t;
-  static constexpr float kRest = kFormat == WeightFormat::kNf4 ? 1.0f / kBookFactor<kType> : 1.0f;
+  static constexpr float kRest = 1.0f / book_factor_of(kFormat, kType);
   static __device__ __forceinline__ void rows(Stored const (&v)[2], uint32_t (&twice)[2]) {
     twice[0] = both_halves(v[0]);
     twice[1] = both_halves(v[1]);
@@ -315,5 +296,27 @@ struct Scale<kType, WeightFormat::kNvFp4> {
     twice[1] = __byte_perm(both, 0, 0x3232);
   }
 };
+
+/// One code's value in fp32, before zero point and scale; `book`: of a format that has one, its values.
+template <WeightFormat kFormat>
+__device__ __forceinline__ float value_of(uint32_t code, [[maybe_unused]] float const* book) {
+  if constexpr (values_of(kFormat) == CodeValues::kInteger) {
+    return __uint_as_float(0x4b000000u | code) - 8388608.0f;  // conversions have an eighth of an addition's rate
+  } else if constexpr (values_of(kFormat) == CodeValues::kE4M3) {
+    return Scale<DataType::kBF16, WeightFormat::kNvFp4>::to_float(uint8_t(code));
+  } else if constexpr (values_of(kFormat) == CodeValues::kE2M1) {
+    return e2m1_value(code);
+  } else {
+    return book[code];
+  }
+}
+
+/// A stored scale in fp32; of E8M0 also its ends, which the GEMM's kernels simplify.
+template <DataType kType, WeightFormat kFormat>
+__device__ __forceinline__ float exact_scale(typename Scale<kType, kFormat>::Stored v) {
+  float const scale = Scale<kType, kFormat>::to_float(v);
+  if constexpr (kFormat == WeightFormat::kMxFp4) return v == 0 ? 0x1p-127f : v == 255 ? __uint_as_float(0x7fc00000u) : scale;
+  return scale;
+}
 
 }  // namespace minfer::w4a16

@@ -1,5 +1,7 @@
 // Packing, dequantisation and column gather: memory-bound helpers of the GEMMs with quantised weights. 128 threads to a 64 x 64 block.
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include "common/cuda_check.h"
 #include "common/dependent_launch.cuh"
@@ -48,28 +50,6 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(uint8_t const* codes, in
   }
 }
 
-/// A code's value, before zero point and scale.
-template <WeightFormat kFormat>
-__device__ __forceinline__ float value_of(uint32_t code, [[maybe_unused]] float const* book) {
-  if constexpr (has_zero_points(kFormat)) {
-    return __uint_as_float(0x4b000000u | code) - 8388608.0f;  // conversions have an eighth of an addition's rate
-  } else if constexpr (kFormat == WeightFormat::kFp8E4M3) {
-    return Scale<DataType::kBF16, WeightFormat::kNvFp4>::to_float(uint8_t(code));
-  } else if constexpr (is_e2m1(kFormat)) {
-    return e2m1_value(code);
-  } else {
-    return book[code];
-  }
-}
-
-/// A stored scale in fp32; of E8M0 also its ends, which the GEMM's kernels simplify.
-template <DataType kType, WeightFormat kFormat>
-__device__ __forceinline__ float exact_scale(typename Scale<kType, kFormat>::Stored v) {
-  float const scale = Scale<kType, kFormat>::to_float(v);
-  if constexpr (kFormat == WeightFormat::kMxFp4) return v == 0 ? 0x1p-127f : v == 255 ? __uint_as_float(0x7fc00000u) : scale;
-  return scale;
-}
-
 constexpr int kSpan = 4;  // blocks along k of a CTA: their codes are in flight together
 
 template <DataType kType, WeightFormat kFormat>
@@ -93,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
       codes[b][w] = first + b < blocks_k ? __ldcs(packed + (b * kWords + w) * kThreads) : make_uint4(0, 0, 0, 0);
   }
   if constexpr (has_code_book(kFormat)) {
-    if (thread < 16) book[thread] = kNf4Values[thread];
+    if (thread < 16) book[thread] = kBookValues.values[code_book_of(kFormat)][thread];
     __syncthreads();
   }
 #pragma unroll
@@ -111,7 +91,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
           bool const inside = at < n && k0 + 16 * slab < k;
           scale[r] = inside ? exact_scale<kType, kFormat>(static_cast<Stored const*>(weight.scales)[group * weight.ld_scales + at]) : 0.0f;
           scale[r] *= weight.alpha;
-          zero[r] = kFormat == WeightFormat::kInt8 ? 128.0f : 8.0f;
+          zero[r] = symmetric_zero_of(kFormat);
           if (kHasZeros && weight.zeros != nullptr && inside) {
             zero[r] = Int4<kType>::to_float(static_cast<uint16_t const*>(weight.zeros)[group * weight.ld_zeros + at]);
           }
@@ -139,20 +119,16 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
   }
 }
 
-template <DataType kType>
-void launch_dequantize(QuantizedWeight const& weight, dim3 grid, void* out, Stream stream) {
+template <DataType kType, WeightFormat kFormat>
+void launch_if_stored_as(QuantizedWeight const& weight, dim3 grid, void* out, Stream stream) {
+  if (weight.format != kFormat) return;
   int const shift = group_shift(weight.group_size, weight.k);
-  auto const launch = [&](auto kernel) { kernel<<<grid, kThreads, 0, stream>>>(weight, shift, static_cast<uint4*>(out)); };
-  switch (weight.format) {
-    case WeightFormat::kInt4: return launch(&dequantize_kernel<kType, WeightFormat::kInt4>);
-    case WeightFormat::kNf4: return launch(&dequantize_kernel<kType, WeightFormat::kNf4>);
-    case WeightFormat::kMxFp4: return launch(&dequantize_kernel<kType, WeightFormat::kMxFp4>);
-    case WeightFormat::kNvFp4: return launch(&dequantize_kernel<kType, WeightFormat::kNvFp4>);
-    case WeightFormat::kInt8: return launch(&dequantize_kernel<kType, WeightFormat::kInt8>);
-    case WeightFormat::kFp8E4M3: return launch(&dequantize_kernel<kType, WeightFormat::kFp8E4M3>);
-    case WeightFormat::kDense:
-    case WeightFormat::kCodes: return;
-  }
+  dequantize_kernel<kType, kFormat><<<grid, kThreads, 0, stream>>>(weight, shift, static_cast<uint4*>(out));
+}
+
+template <DataType kType, size_t... kIndex>
+void launch_dequantize(QuantizedWeight const& weight, dim3 grid, void* out, Stream stream, std::index_sequence<kIndex...>) {
+  (launch_if_stored_as<kType, kWeightFormats[kIndex]>(weight, grid, out, stream), ...);
 }
 
 constexpr int kGatherThreads = 512;
@@ -242,10 +218,11 @@ Status dequantize_weight(QuantizedWeight const& weight, DataType type, void* out
   dim3 const grid(unsigned((blocks_k + kSpan - 1) / kSpan), unsigned((weight.n + kBlockN - 1) / kBlockN));
   if (grid.x == 0 || grid.y == 0) return Status::success();
   if (grid.y > 65535) return Status::failure(StatusCode::kNotSupported, "n = %lld is more than a launch covers", (long long)weight.n);
+  constexpr auto kEach = std::make_index_sequence<std::size(kWeightFormats)>();
   if (type == DataType::kF16) {
-    launch_dequantize<DataType::kF16>(weight, grid, out, stream);
+    launch_dequantize<DataType::kF16>(weight, grid, out, stream, kEach);
   } else {
-    launch_dequantize<DataType::kBF16>(weight, grid, out, stream);
+    launch_dequantize<DataType::kBF16>(weight, grid, out, stream, kEach);
   }
   return cuda_status(cudaGetLastError(), "launch of dequantize_weight");
 }

@@ -34,10 +34,10 @@ constexpr int block_words(int bits) { return kBlockN * kBlockK * bits / 32; }
 constexpr int kBlockWords4 = block_words(4), kBlockBytes4 = 4 * kBlockWords4;
 
 /// Formats whose codes are looked up in a table.
-constexpr bool has_code_book(WeightFormat format) { return format == WeightFormat::kNf4; }
+constexpr bool has_code_book(WeightFormat format) { return order_of(format) == CodeOrder::kBook; }
 
 /// Formats with E2M1 codes, sign << 3 | magnitude.
-constexpr bool is_e2m1(WeightFormat format) { return format == WeightFormat::kMxFp4 || format == WeightFormat::kNvFp4; }
+constexpr bool is_e2m1(WeightFormat format) { return order_of(format) == CodeOrder::kE2M1; }
 
 /// Where the magnitude and the sign of E2M1 code i are in a half of 16 bits.
 constexpr int e2m1_magnitude(int i) { return i == 0 ? 6 : i == 1 ? 3 : i == 2 ? 0 : 9; }

@@ -208,7 +208,7 @@ struct W4A16Sm90 {
       }
     }
     if constexpr (S::kHasBook) {
-      fill_book<S::kType>(storage.book.bytes, consumer * 128 + thread, S::kConsumers * 128);
+      fill_book<S::kType, S::kFormat>(storage.book.bytes, consumer * 128 + thread, S::kConsumers * 128);
       asm volatile("bar.sync %0, %1;" ::"n"(S::kBookBarrier), "n"(S::kConsumers * 128) : "memory");
     }
     wait_for_predecessor();  // C, bias, D and the workspace are read and written from here
@@ -293,8 +293,8 @@ Status launch_w4a16_sm90(gemm::GemmLaunchArguments const& arguments) {
   Status status =
       encode_tensor_map(&params.weights, CU_TENSOR_MAP_DATA_TYPE_UINT64, 3, operands.b, weight_extents, weight_strides, weight_box);
   if (!status.ok()) return status;
-  status = encode_tensor_map_16bit(&params.activations, operands.a, problem.k, problem.m, 1, operands.lda, 0, kBlockK,
-                                   Config::kTileN / Kernel::S::kCluster);
+  status = encode_tensor_map_planes(&params.activations, problem.ab_type, operands.a, problem.k, problem.m, 1, operands.lda, 0, kBlockK,
+                                    Config::kTileN / Kernel::S::kCluster);
   if (!status.ok()) return status;
   int const group_rows = std::max(1, Config::kTileK >> params.group_shift);
   int64_t const groups = params.group_shift >= 30 ? 1 : gemm::ceil_div(problem.k, problem.group_size);

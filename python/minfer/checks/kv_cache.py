@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._core.torch_private import is_certain
+from ..formats import table
 from .common import DTYPES, Checker, ValueChecker, is_integer
 
 MAX_HEAD_DIM = 256
@@ -20,14 +21,11 @@ GROUPS_OF_TOKENS = (32, 64)  # int4: that a scale of K may be of
 CHANNELS_MULTIPLE = 32  # int4: head dimensions, and elements of a scale of V
 # Types of the codes, the first of them the one that "auto" tells a format by; 16bit's is that of the operands.
 FORMATS: dict[str, tuple[torch.dtype, ...]] = {
-    "16bit": (),
-    "fp8_e4m3": (torch.float8_e4m3fn, torch.uint8),
-    "int8": (torch.int8,),
-    "int4": (torch.uint8,),
+    name: tuple(getattr(torch, dtype) for dtype in storage) for name, (storage, _) in table.CACHES.items()
 }
 SCALES = ("k_scale", "v_scale", "k_residual", "v_residual")
 # What head dimensions of caches are multiples of: whole 16 bytes of codes (see check_strides), for int4 whole groups of channels.
-CACHE_HEAD_DIM_MULTIPLES = {"16bit": HEAD_DIM_MULTIPLE, "fp8_e4m3": 16, "int8": 16, "int4": CHANNELS_MULTIPLE}
+CACHE_HEAD_DIM_MULTIPLES = {name: multiple for name, (_, multiple) in table.CACHES.items()}
 
 
 def check_tensor(check: Checker, name: str, x: Tensor, dtype: torch.dtype, other: str, like: Tensor) -> None:

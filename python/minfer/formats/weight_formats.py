@@ -1,4 +1,4 @@
-"""What the codes and scales of a quantised weight stand for; the Python twin of WeightFormat in cpp/include/minfer/types.h.
+"""What the codes and scales of a quantised weight stand for; the facts are those of cpp/configs/formats.toml (:mod:`.table`).
 
     int4, int8       (code - zero) * scale, unsigned codes; scales and zeros are 16-bit
     nf4              NF4[code] * scale (QLoRA's 4-bit NormalFloat); scales are 16-bit
@@ -16,29 +16,10 @@ from typing import NamedTuple
 import torch
 
 from ..checks.common import is_integer
+from . import table
 
 MIN_GROUP = 32  # where group_size is free
 _MAX_GROUP = 2**62  # the largest power of two that an operator's int argument holds
-
-NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class WeightFormat(NamedTuple):
@@ -50,24 +31,27 @@ class WeightFormat(NamedTuple):
     group_size: int | None = None  # prescribed
     scale_type: torch.dtype | None = None  # of which the scales are the bytes, in uint8; None: 16-bit scales
     order: str = "plain"  # of the codes' bits in the packed layout (weight_layout)
+    values: str = "integer"  # what a code stands for, a key of table.VALUES
+    book: tuple[float, ...] | None = None  # the value of each code, where a table has it
+    usual_group_size: int = -1
 
 
-def _book(values: tuple[float, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda codes: torch.tensor(values, device=codes.device)[codes.int()]
+def _decoder(values: str, book: tuple[float, ...] | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    if book is not None:
+        return lambda codes: torch.tensor(book, device=codes.device)[codes.int()]
+    if values == "e4m3":
+        return lambda codes: codes.view(torch.float8_e4m3fn).float()
+    return lambda codes: codes.float()
 
 
-def _e4m3(codes: torch.Tensor) -> torch.Tensor:
-    return codes.view(torch.float8_e4m3fn).float()
+def _format(bits: int, values: str, scales: str, **facts) -> WeightFormat:
+    order, book = table.VALUES[values]
+    scale_type = None if scales == "operand" else getattr(torch, table.ELEMENTS[scales])
+    return WeightFormat(bits, _decoder(values, book), scale_type=scale_type, order=order, values=values, book=book, **facts)
 
 
-FORMATS = {
-    "int4": WeightFormat(4, lambda codes: codes.float(), zero=8.0),
-    "nf4": WeightFormat(4, _book(NF4), order="book"),
-    "mxfp4": WeightFormat(4, _book(E2M1), group_size=32, scale_type=torch.float8_e8m0fnu, order="e2m1"),
-    "nvfp4": WeightFormat(4, _book(E2M1), group_size=16, scale_type=torch.float8_e4m3fn, order="e2m1"),
-    "int8": WeightFormat(8, lambda codes: codes.float(), zero=128.0),
-    "fp8_e4m3": WeightFormat(8, _e4m3),
-}
+FORMATS = {name: _format(**facts) for name, facts in table.FORMATS.items()}
+NF4, E2M1 = FORMATS["nf4"].book, FORMATS["mxfp4"].book
 
 
 def names(bits: int) -> tuple[str, ...]:

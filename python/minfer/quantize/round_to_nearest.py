@@ -14,41 +14,42 @@ from .loader import FLOATS, rounded
 from .weight import W4Weight, W8Weight, weight_of_codes
 
 _CHUNK = 1 << 20  # elements searched at a time: 4 MiB a float32 temporary
-_USUAL_GROUP = {"int4": 128, "nf4": 64, "mxfp4": 32, "nvfp4": 16, "int8": -1, "fp8_e4m3": -1}
-
-# What the largest magnitude of a group becomes, before its range is shrunk.
-_LARGEST = {"int4": 7.0, "nf4": 1.0, "mxfp4": 6.0, "nvfp4": 6.0, "int8": 127.0, "fp8_e4m3": 448.0}
 _E4M3_SMALLEST, _E4M3_LARGEST = 2.0**-9, 448.0
 
 # Candidates: factors of the scale that covers a group's whole range, the whole range first.
 _SHRINKS = {
     "int4": torch.linspace(1.0, 0.5, 41).tolist(),
-    "nf4": torch.linspace(1.0, 0.7, 13).tolist(),
     "nvfp4": [1.0, *torch.linspace(0.95, 0.6, 8).tolist(), *torch.linspace(1.05, 1.5, 10).tolist()],  # up to 4 as the largest code
-    "int8": torch.linspace(1.0, 0.7, 13).tolist(),
     "fp8_e4m3": torch.linspace(1.0, 0.5, 9).tolist(),
 }
+_USUAL_SHRINKS = torch.linspace(1.0, 0.7, 13).tolist()
+
+
+def _largest(form: WeightFormat) -> float:
+    """What the largest magnitude of a group becomes, before its range is shrunk: a number that codes of both signs reach."""
+    if form.book is not None:
+        return min(max(form.book), -min(form.book))
+    return _E4M3_LARGEST if form.values == "e4m3" else 2.0 ** (form.bits - 1) - 1
 
 
 def _middles(values: tuple[float, ...]) -> list[float]:
     return [(low + high) / 2 for low, high in zip(values, values[1:], strict=False)]
 
 
-_NF4_BOUNDS = _middles(weight_formats.NF4)
 # Magnitudes of E2M1, ties to the even code: a bound belongs to the code below it, so those whose lower code is odd are moved down a bit.
 _E2M1_BOUNDS = [bound * (1.0 - 2.0**-23 * (i % 2)) for i, bound in enumerate(_middles(weight_formats.E2M1[:8]))]
 
 
-def _encode(x: Tensor, name: str) -> Tensor:
+def _encode(x: Tensor, form: WeightFormat) -> Tensor:
     """The codes nearest to values in units of the scale, plus the zero point; uint8 or, of integers, float32."""
-    if name in ("int4", "int8"):
-        return x.round_().clamp_(0, 2.0 ** FORMATS[name].bits - 1)
-    if name == "fp8_e4m3":
+    if form.values == "integer":
+        return x.round_().clamp_(0, 2.0**form.bits - 1)
+    if form.values == "e4m3":
         return x.clamp_(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
-    if name == "nf4":
-        return torch.bucketize(x, torch.tensor(_NF4_BOUNDS, device=x.device), out_int32=True).to(torch.uint8)
-    magnitude = torch.bucketize(x.abs(), torch.tensor(_E2M1_BOUNDS, device=x.device), out_int32=True)
-    return (magnitude + 8 * torch.signbit(x)).to(torch.uint8)
+    if form.values == "e2m1":
+        magnitude = torch.bucketize(x.abs(), torch.tensor(_E2M1_BOUNDS, device=x.device), out_int32=True)
+        return (magnitude + 8 * torch.signbit(x)).to(torch.uint8)
+    return torch.bucketize(x, torch.tensor(_middles(form.book), device=x.device), out_int32=True).to(torch.uint8)
 
 
 def _candidates(
@@ -58,20 +59,21 @@ def _candidates(
     low = groups.amin(2, keepdim=True).clamp_(max=0)
     high = groups.amax(2, keepdim=True).clamp_(min=0)
     largest = torch.maximum(-low, high)
-    if name == "mxfp4":
+    form = FORMATS[name]
+    if form.scale_type == torch.float8_e8m0fnu:
         # OCP MX 1.0: floor(log2(largest)) less the exponent of E2M1's largest number; one more loses no range, one less clips more.
         exponent = torch.frexp(largest).exponent - 1 - 2
         for step in (0, 1, -1) if clip else (0,):
             yield (exponent + (127 + step)).clamp_(0, 254).to(torch.uint8), torch.zeros_like(low)
         return
-    levels = 2.0 ** FORMATS[name].bits - 1
-    for shrink in _SHRINKS[name] if clip else [1.0]:
-        scale = shrink * (largest / (_LARGEST[name] * alpha) if symmetric else (high - low) / levels)
-        if name == "nvfp4":
+    levels = 2.0**form.bits - 1
+    for shrink in _SHRINKS.get(name, _USUAL_SHRINKS) if clip else [1.0]:
+        scale = shrink * (largest / (_largest(form) * alpha) if symmetric else (high - low) / levels)
+        if form.scale_type is not None:
             stored = scale.clamp_(_E4M3_SMALLEST, _E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
         else:
             stored = scale.clamp_(min=torch.finfo(dtype).smallest_normal, max=torch.finfo(dtype).max).to(dtype)
-        zero = FORMATS[name].zero or 0.0
+        zero = form.zero or 0.0
         yield stored, torch.full_like(low, zero) if symmetric else (-shrink * low / stored.float()).round_().clamp_(0, levels)
 
 
@@ -83,7 +85,7 @@ def _search(
     for stored, zero in _candidates(groups, name, symmetric, dtype, alpha, clip):
         scale = weight_formats.scale_values(stored, form) * alpha  # what is stored, so that the error is the real one
         if clip:
-            value = form.decode(_encode((groups / scale).add_(zero), name))
+            value = form.decode(_encode((groups / scale).add_(zero), form))
             error = value.sub_(zero).mul_(scale).sub_(groups).square_().sum(2, keepdim=True)
         else:
             error = torch.zeros_like(scale)
@@ -94,7 +96,7 @@ def _search(
             best_error = torch.where(better, error, best_error)
             best_scale = torch.where(better, stored, best_scale)
             best_zero = torch.where(better, zero, best_zero)
-    codes = _encode((groups / (weight_formats.scale_values(best_scale, form) * alpha)).add_(best_zero), name)
+    codes = _encode((groups / (weight_formats.scale_values(best_scale, form) * alpha)).add_(best_zero), form)
     return best_scale[..., 0], best_zero[..., 0], codes
 
 
@@ -128,7 +130,7 @@ def quantize(
     require(shape_fits, f"weight must be [n, k] in multiples of {multiple}, got {list(weight.shape)}")
     require(weight.dtype in FLOATS, f"weight must be float16, bfloat16, float32 or float64, got {weight.dtype}")
     require(not weight.is_meta, "weight must have values, got a tensor on the meta device")
-    group_size = _USUAL_GROUP[name] if group_size is None else group_size
+    group_size = form.usual_group_size if group_size is None else group_size
     legal = weight_formats.legal_group_size(name, group_size)
     require(legal, f"group_size must be {weight_formats.group_size_rule(name)}, got {group_size}")
     require(symmetric or form.zero is not None, f"symmetric must be True for {name}, which has no zero points, got False")
@@ -150,11 +152,11 @@ def quantize(
     largest = float(weight.abs().amax())
     require(largest <= torch.finfo(torch.float32).max, "weight must be finite, got a NaN or infinity")  # also where NaN
     if form.scale_type is None:
-        limit = _LARGEST[name] * torch.finfo(dtype).max
+        limit = _largest(form) * torch.finfo(dtype).max
         require(largest <= limit, f"weight must be at most {limit:g}, for its scales are {dtype}, got {largest:g}")
     alpha = 1.0
-    if name == "nvfp4" and largest > 0:  # two levels: the largest block scale is E4M3's largest number
-        alpha = float(torch.tensor(largest) / (_LARGEST[name] * _E4M3_LARGEST))
+    if form.scale_type == torch.float8_e4m3fn and largest > 0:  # two levels: the largest block scale is E4M3's largest number
+        alpha = float(torch.tensor(largest) / (_largest(form) * _E4M3_LARGEST))
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(weight_layout.groups(k, group_size), n, dtype=stored_dtype, device=weight.device)
     zeros = None if symmetric else torch.empty_like(scales)

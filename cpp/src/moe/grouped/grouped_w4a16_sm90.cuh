@@ -88,7 +88,7 @@ struct GroupedW4A16Sm90 {
       cutlass::arch::fence_barrier_init();
     }
     if constexpr (S::kHasBook) {
-      if (warpgroup == 0) w4a16::fill_book<S::kType>(storage.book.bytes, thread, 128);
+      if (warpgroup == 0) w4a16::fill_book<S::kType, S::kFormat>(storage.book.bytes, thread, 128);
     }
     wait_for_predecessor();
     Tiles::build(storage.epilogue_small.tiles, params.rows, params.weight_tiles, thread,

@@ -1,0 +1,64 @@
+"""The attention kernels for sm_90a: which rows of attention.toml are legal and the shared memory they need."""
+
+from __future__ import annotations
+
+from codegen.families import attention_caches
+from codegen.hardware import SM90_SMEM_ALIGNMENT, SM90_SMEM_LIMIT, round_up
+from codegen.row import Row
+
+FIELDS = {
+    "prefill": {"arch", "elements", "variant", "head_dim", "head_dim_v", "tile", "schedule", "stages", "own_output", "codes", "note"},
+    "decode": {"arch", "elements", "variant", "head_dim", "caches", "slices", "note"},
+}
+TABLE_BYTES = 3072  # what the tile table and barriers need: tile_scheduler.cuh, prefill_traits.cuh
+REGISTERS = {1: 240, 2: 232, 3: 160}  # of a consumer thread, at least, by warpgroups: prefill_traits.cuh
+CODES_REGISTERS = {128: 192, 256: 208}  # beside a converter, by head_dim
+SPARE_REGISTERS = 24  # beside scores, probabilities and output
+DECODE_WARPS, DECODE_THREADS, DECODE_MAX_STAGES = 8, 384, 32
+
+
+def decode(row: Row) -> list[dict]:
+    """The fields of each cache's kernel."""
+    head_dim, caches = row.get("head_dim"), attention_caches.formats_of(row)
+    kernels = []
+    for cache, tokens in zip(caches, attention_caches.slices_of(row, caches, 32 if head_dim <= 128 else 16), strict=True):
+        rows = attention_caches.rows_of(cache, head_dim)
+        # Queries of two pieces, outputs and states of the warps, the table of sequences: decode_sm90.cuh's SharedStorage.
+        fixed = 2 * (2 * rows * head_dim + 4 * rows + 64) + DECODE_WARPS * (32 * (min(head_dim, 128) + 4) + 8 * rows) + TABLE_BYTES
+        slice_bytes = attention_caches.code_bytes(cache, tokens, head_dim) + attention_caches.scale_bytes(cache, tokens, head_dim) + 16
+        stages = min((SM90_SMEM_LIMIT - fixed) // slice_bytes, DECODE_MAX_STAGES)
+        smem = min(round_up(fixed + stages * slice_bytes, SM90_SMEM_ALIGNMENT), SM90_SMEM_LIMIT)
+        fields = dict(tile=(rows, tokens, head_dim), b_format=cache, schedule="split_kv", stages=stages)
+        kernels.append(fields | dict(threads=DECODE_THREADS, smem_bytes=smem))
+    return kernels
+
+
+def prefill(row: Row) -> list[dict]:
+    """The fields of the kernel."""
+    head_dim = row.get("head_dim")
+    head_dim_v = row.get("head_dim_v", head_dim)
+    tile_m, tile_n = row.integers("tile", 2)
+    warpgroups = tile_m // 64
+    row.require(tile_m % 64 == 0 and warpgroups in REGISTERS, "tile", "must have 64, 128 or 192 queries: a warpgroup has 64")
+    row.require(tile_n % 16 == 0 and tile_n <= 256, "tile", "keys must be a multiple of 16 up to 256")
+    codes = row.flag("codes")
+    # Of the converter: two consumer warpgroups leave it enough registers, each of its warps has 8, 16 or 32 rows of a block.
+    good = head_dim in CODES_REGISTERS and head_dim_v == head_dim and warpgroups == 2 and tile_n in (64, 128)
+    row.require(not codes or good, "codes", "is for equal head dimensions of 128 or 256 and tiles of 128 queries and 64 or 128 keys")
+    # Scores and output in fp32, probabilities in 16 bits.
+    used = tile_n // 2 + tile_n // 4 + head_dim_v // 2
+    limit = (CODES_REGISTERS[head_dim] if codes else REGISTERS[warpgroups]) - SPARE_REGISTERS
+    row.require(used <= limit, "tile", f"scores, probabilities and output take {used} registers of a thread, the limit is {limit}")
+    schedule = row.get("schedule")
+    row.require(schedule in ("cooperative", "pingpong"), "schedule", "sm90 has cooperative and pingpong")
+    row.require(schedule != "pingpong" or warpgroups > 1, "schedule", "pingpong takes two warpgroups or three")
+    stages = row.get("stages", 2)
+    row.require(type(stages) is int and stages >= 2, "stages", "must be 2 or more")
+    own_output = row.flag("own_output")
+    # With output of its own, queries have a second stage.
+    smem = 2 * ((1 + own_output) * tile_m * head_dim + stages * tile_n * (head_dim + head_dim_v) + own_output * tile_m * head_dim_v)
+    smem += TABLE_BYTES
+    row.require(smem <= SM90_SMEM_LIMIT, "tile", f"takes {smem} bytes of shared memory, the limit is {SM90_SMEM_LIMIT}")
+    smem = min(round_up(smem, SM90_SMEM_ALIGNMENT), SM90_SMEM_LIMIT)
+    fields = dict(tile=(tile_m, tile_n, head_dim), b_format="codes" if codes else "dense", schedule=schedule, stages=stages)
+    return [fields | dict(threads=128 * (warpgroups + 1), smem_bytes=smem, own_output=own_output)]
