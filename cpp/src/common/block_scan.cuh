@@ -24,15 +24,14 @@ __device__ __forceinline__ T warp_inclusive_scan(T value, int lane, Add const& a
 }
 
 /// The values of the CTA's threads up to and with this one; *total gets those of all. `warp_totals`: shared memory, one for each warp, written
-/// before the one barrier that stands inside; the caller has another barrier between two scans. `threads` is all of the CTA's, a multiple of 32.
+/// before the one barrier inside; the caller has another barrier between two scans. `warps`: of the CTA.
 template <class T, class Add = Sum>
-__device__ __forceinline__ T block_inclusive_scan(T value, T* warp_totals, int thread, int threads, T* total, Add const& add = {}) {
-  int const warp = thread / 32;
-  T sum = warp_inclusive_scan(value, thread % 32, add);
-  if (thread % 32 == 31) warp_totals[warp] = sum;
+__device__ __forceinline__ T block_inclusive_scan(T value, T* warp_totals, int lane, int warp, int warps, T* total, Add const& add = {}) {
+  T sum = warp_inclusive_scan(value, lane, add);
+  if (lane == 31) warp_totals[warp] = sum;
   __syncthreads();
   T all = 0;
-  for (int w = 0; w < threads / 32; ++w) {
+  for (int w = 0; w < warps; ++w) {
     T const of_warp = warp_totals[w];
     if (w < warp) sum = add(sum, of_warp);
     all = add(all, of_warp);
@@ -44,12 +43,11 @@ __device__ __forceinline__ T block_inclusive_scan(T value, T* warp_totals, int t
 /// Sum of the values of the CTA's threads before this one, without their total: the warps' sums are then added across lanes, in five steps for up
 /// to 32 warps. Memory and barriers as in block_inclusive_scan.
 template <class T>
-__device__ __forceinline__ T block_exclusive_sum(T value, T* warp_totals, int thread, int threads) {
-  int const lane = thread % 32, warp = thread / 32;
+__device__ __forceinline__ T block_exclusive_sum(T value, T* warp_totals, int lane, int warp, int warps) {
   T const inclusive = warp_inclusive_scan(value, lane);
   if (lane == 31) warp_totals[warp] = inclusive;
   __syncthreads();
-  T before = lane < warp && lane < threads / 32 ? warp_totals[lane] : 0;
+  T before = lane < warp && lane < warps ? warp_totals[lane] : 0;
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) before += __shfl_xor_sync(0xffffffffu, before, distance);
   return before + inclusive - value;

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "common/block_scan.cuh"
 #include "common/dependent_launch.cuh"
 #include "minfer/moe.h"
 
@@ -64,20 +65,8 @@ struct ExpertTiles {
         storage.count[e] = count;
         tiles = (count + kTileN - 1) / kTileN * weight_tiles;
       }
-      int32_t sum = tiles;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        int32_t const before = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum = add(sum, before);
-      }
-      if (lane == 31) storage.warp_total[warp] = sum;
-      __syncthreads();
-      int32_t all = 0;
-      for (int w = 0; w < threads / 32; ++w) {
-        int32_t const total = storage.warp_total[w];
-        if (w < warp) sum = add(sum, total);
-        all = add(all, total);
-      }
+      int32_t all;
+      int32_t const sum = block_inclusive_scan(tiles, storage.warp_total, lane, warp, threads / 32, &all, add);
       if (e < rows.experts) storage.first_tile[e + 1] = add(carry, sum);
       carry = add(carry, all);
       __syncthreads();
