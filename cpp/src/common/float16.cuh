@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "minfer/types.h"
 
@@ -35,33 +36,28 @@ __device__ __forceinline__ float from_float<float>(float x) {
 
 /// The CUDA types of kF16 and kBF16, and the conversions of pairs: the first number is the lower half of the word.
 template <DataType kType>
-struct Float16;
+struct Float16 {
+  static_assert(kType == DataType::kF16 || kType == DataType::kBF16);
+  static constexpr bool kIsHalf = kType == DataType::kF16;
+  using Type = std::conditional_t<kIsHalf, __half, __nv_bfloat16>;
+  using Pair = std::conditional_t<kIsHalf, __half2, __nv_bfloat162>;
 
-template <>
-struct Float16<DataType::kF16> {
-  using Type = __half;
-  using Pair = __half2;
-
-  static __device__ __forceinline__ Type of_bits(uint16_t bits) { return __ushort_as_half(bits); }
-  static __device__ __forceinline__ float to_float(Type x) { return minfer::to_float(x); }
-  static __device__ __forceinline__ Type from_float(float x) { return minfer::from_float<Type>(x); }
-  static __device__ __forceinline__ uint32_t pack(float low, float high) {
-    Pair const pair = __floats2half2_rn(low, high);
-    return reinterpret_cast<uint32_t const&>(pair);
+  static __device__ __forceinline__ Type of_bits(uint16_t bits) {
+    if constexpr (kIsHalf) {
+      return __ushort_as_half(bits);
+    } else {
+      return __ushort_as_bfloat16(bits);
+    }
   }
-  static __device__ __forceinline__ float2 unpack(uint32_t pair) { return to_floats(reinterpret_cast<Pair const&>(pair)); }
-};
-
-template <>
-struct Float16<DataType::kBF16> {
-  using Type = __nv_bfloat16;
-  using Pair = __nv_bfloat162;
-
-  static __device__ __forceinline__ Type of_bits(uint16_t bits) { return __ushort_as_bfloat16(bits); }
   static __device__ __forceinline__ float to_float(Type x) { return minfer::to_float(x); }
   static __device__ __forceinline__ Type from_float(float x) { return minfer::from_float<Type>(x); }
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
-    Pair const pair = __floats2bfloat162_rn(low, high);
+    Pair pair;
+    if constexpr (kIsHalf) {
+      pair = __floats2half2_rn(low, high);
+    } else {
+      pair = __floats2bfloat162_rn(low, high);
+    }
     return reinterpret_cast<uint32_t const&>(pair);
   }
   static __device__ __forceinline__ float2 unpack(uint32_t pair) { return to_floats(reinterpret_cast<Pair const&>(pair)); }
