@@ -23,8 +23,8 @@ __device__ __forceinline__ T warp_inclusive_scan(T value, int lane, Add const& a
   return value;
 }
 
-/// The values of the CTA's threads up to and with this one; *total gets those of all. `warp_totals`: shared memory, one for each warp, written
-/// before the one barrier inside; the caller has another barrier between two scans. `warps`: of the CTA.
+/// The values of the CTA's threads up to and with this one; *total gets those of all. `warp_totals`: shared memory, one for each warp,
+/// written before the one barrier inside; the caller has another barrier between two scans. `warps`: of the CTA.
 template <class T, class Add = Sum>
 __device__ __forceinline__ T block_inclusive_scan(T value, T* warp_totals, int lane, int warp, int warps, T* total, Add const& add = {}) {
   T sum = warp_inclusive_scan(value, lane, add);
@@ -40,8 +40,8 @@ __device__ __forceinline__ T block_inclusive_scan(T value, T* warp_totals, int l
   return sum;
 }
 
-/// Sum of the values of the CTA's threads before this one, without their total: the warps' sums are then added across lanes, in five steps for up
-/// to 32 warps. Memory and barriers as in block_inclusive_scan.
+/// Sum of the values of the CTA's threads before this one, without their total: the warps' sums are then added across lanes, in five steps
+/// for up to 32 warps. Memory and barriers as in block_inclusive_scan.
 template <class T>
 __device__ __forceinline__ T block_exclusive_sum(T value, T* warp_totals, int lane, int warp, int warps) {
   T const inclusive = warp_inclusive_scan(value, lane);

@@ -10,7 +10,7 @@ namespace minfer {
 
 namespace {
 
-// Stands for every sm_90 kernel of the library in the occupancy question: a CTA that fills an SM.
+// Represents every sm_90 kernel of the library in the occupancy query: a CTA that fills an SM.
 __global__ void __launch_bounds__(384, 1) fill_one_sm() {}
 
 int32_t resident_clusters(int32_t cluster_size, int32_t smem_bytes) {
@@ -24,7 +24,7 @@ int32_t resident_clusters(int32_t cluster_size, int32_t smem_bytes) {
   return cudaOccupancyMaxActiveClusters(&clusters, fill_one_sm, &launch_config.config) == cudaSuccess ? clusters : 0;
 }
 
-/// Makes the device the calling thread's.
+/// Makes the device current on the calling thread.
 void set_resident_clusters(int32_t device_index, DeviceProperties* properties) {
   int32_t const smem = properties->smem_per_block - 1024;
   if (cudaSetDevice(device_index) != cudaSuccess ||

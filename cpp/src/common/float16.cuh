@@ -1,5 +1,5 @@
-// Conversions between the 16-bit floating-point types and fp32, rounded to nearest even: by C++ type, and by DataType for code that holds pairs of
-// numbers as 32-bit words.
+// Conversions between the 16-bit floating-point types and fp32, rounded to nearest even: by C++ type, and by DataType for code that holds
+// pairs of numbers as 32-bit words.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,4 +1,4 @@
-// How kernels are launched: plain, or with the attributes of sm_90.
+// How kernels are launched: with or without a cluster and programmatic stream serialization, which sm_90 has.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@ struct LaunchShape {
   dim3 grid;
   unsigned threads = 0;
   size_t smem_bytes = 0;
-  // For kernels that take more than 48 KB, always the same number of bytes: the kernel's own bit set of devices (allow_shared_memory).
+  // For kernels with more than 48 KB of dynamic shared memory, always the same number of bytes: the bit set of allow_shared_memory.
   std::atomic<uint64_t>* shared_memory_allowed = nullptr;
   dim3 cluster;               // CTAs
   bool programmatic = false;  // dependent_launch.cuh
@@ -45,7 +45,7 @@ struct LaunchConfig {
   LaunchConfig& operator=(LaunchConfig const&) = delete;
 };
 
-/// what: the call, in the message of a launch that fails.
+/// `what` names the call in the message of a launch that fails.
 template <class... Params, class... Arguments>
 Status launch(LaunchShape const& shape, char const* what, void (*kernel)(Params...), Arguments const&... arguments) {
   if (shape.shared_memory_allowed != nullptr) {

@@ -1,7 +1,7 @@
 // Named barriers: of the sixteen that a CTA has, those by which some of its warps meet. Number 0 is __syncthreads's.
 //
-// cutlass::arch::NamedBarrier adds 8 to the numbers of its callers and keeps the lower ones for CUTLASS itself. Kernels here use up to 15 of
-// them and no part of CUTLASS that takes any, so these are the hardware's numbers.
+// cutlass::arch::NamedBarrier adds 8 to the numbers of its callers and keeps the lower ones for CUTLASS itself. Kernels here use up to 15
+// of them and no part of CUTLASS that takes any, so these are the hardware's numbers.
 #pragma once
 
 namespace minfer {

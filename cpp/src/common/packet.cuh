@@ -1,12 +1,12 @@
-// Packets: how CTAs hand numbers to each other within a launch. A packet is 16 bytes that are written and read at once: 8 of data, and a tag that
-// says that they are there. So a reader waits for nothing but the data itself, where a flag for many numbers would cost the writer a fence and
-// the reader a second trip to L2. After NCCL's LL protocol.
+// Packets: how CTAs pass numbers to each other within a launch. A packet is 16 bytes that are written and read at once: 8 of data, and a
+// tag that says that they are there. So a reader waits for nothing but the data itself, where a flag for many numbers would cost the writer
+// a fence and the reader a second trip to L2. After NCCL's LL protocol.
 //
 // Tags are of two kinds.
-//   The launch's nonce (nonce.h) is known to all CTAs, but a replay of the launch in a CUDA graph has the same one: such a packet is cleared
-//   after its last reader.
-//   A stamp is made up by the packet's writer and no earlier packet has it; readers learn it from a packet with the nonce. Packets with a stamp
-//   need not be cleared, which would cost as much as reading them.
+//   The launch's nonce (nonce.h) is known to all CTAs, but a replay of the launch in a CUDA graph has the same one: such a packet is
+//   cleared after its last reader.
+//   A stamp is made up by the packet's writer and no earlier packet has it; readers learn it from a packet with the nonce. Packets with a
+//   stamp need not be cleared, which would cost as much as reading them.
 #pragma once
 
 #include <cstdint>
@@ -56,8 +56,8 @@ __device__ __forceinline__ void clear_tag(Packet* packet) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(&packet->tag), "l"(uint64_t(0)) : "memory");
 }
 
-/// A stamp for a CTA's first packets, made from this SM's clock, the SM, the CTA and the launch's nonce. Stamps look like random numbers: if the
-/// exclusive or of several packets' tags is the one that is waited for, each of the tags is.
+/// A stamp for a CTA's first packets, made from this SM's clock, the SM, the CTA and the launch's nonce. Stamps look like random numbers:
+/// if the exclusive or of several packets' tags is the one that is waited for, each of the tags is.
 __device__ __forceinline__ uint64_t new_stamp(uint64_t nonce) {
   uint32_t sm;
   asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
@@ -67,8 +67,8 @@ __device__ __forceinline__ uint64_t new_stamp(uint64_t nonce) {
   return x ^ (x >> 31);
 }
 
-/// The stamp of the CTA's next packets. Two groups of packets from the same CTA must differ in it: an exclusive or of equal tags would not show
-/// whether both groups are there.
+/// The stamp of the CTA's next packets. Two groups of packets from the same CTA must differ in it: an exclusive or of equal tags would not
+/// show whether both groups are there.
 __device__ __forceinline__ uint64_t next_stamp(uint64_t stamp) { return stamp * 0xd1342543de82ef95u + 1; }
 
 }  // namespace minfer

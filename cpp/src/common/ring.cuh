@@ -11,8 +11,8 @@ struct Ring {
   int index = 0;       // of the stage
   uint32_t phase = 0;  // parity to wait for
 
-  /// A fresh mbarrier counts the phase before its first, of parity 1, as complete: a producer that starts with this parity finds every stage
-  /// empty and waits for no consumer in its first round.
+  /// A fresh mbarrier counts the phase before its first, of parity 1, as complete: a producer that starts with this parity finds every
+  /// stage empty and waits for no consumer in its first round.
   static __device__ __forceinline__ Ring of_producer() { return {0, 1}; }
 
   __device__ __forceinline__ void advance() {

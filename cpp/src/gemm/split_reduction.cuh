@@ -1,15 +1,16 @@
 // Split reduction: the partials of one output tile are passed through the workspace and added in ascending k order.
 //
-// Workspace: [slots] flags of 8 bytes, rounded up to 256 bytes, then [slots] partials of fp32, each in fragment order (value i of thread t at
-// (i / 4 * threads + t) * 4 + i % 4), so that every access is a coalesced 16-byte one.
+// Workspace: [slots] flags of 8 bytes, rounded up to 256 bytes, then [slots] partials of fp32, each in fragment order (value i of thread t
+// at (i / 4 * threads + t) * 4 + i % 4), so that every access is a coalesced 16-byte one.
 //
-// The flags need neither initialisation nor a memset node: a flag is raised by writing the launch's nonce (common/nonce.h), and cleared by the
-// owner that has read it. Whatever the memory held before differs from the nonce, and a replayed CUDA graph, whose nonce is the same each time,
-// finds the flags cleared by its previous run. Each launch has a workspace of its own, so launches on several streams cannot interfere.
+// The flags need neither initialisation nor a memset node: a flag is raised by writing the launch's nonce (common/nonce.h), and cleared by
+// the owner that has read it. Whatever the memory held before differs from the nonce, and a replayed CUDA graph, whose nonce is the same
+// each time, finds the flags cleared by its previous run. Each launch has a workspace of its own, so launches on several streams cannot
+// interfere.
 //
-// Tagged (kernels with few values a thread): the partials are packets (common/packet.cuh) of two values and the nonce. There is no fence and no
-// barrier, and one trip to L2 in each direction instead of three (values, fence, flag). They take twice the bytes, which is why large tiles have
-// flags.
+// Tagged (kernels with few values a thread): the partials are packets (common/packet.cuh) of two values and the nonce. There is no fence
+// and no barrier, and one trip to L2 in each direction instead of three (values, fence, flag). They take twice the bytes, which is why
+// large tiles have flags.
 #pragma once
 
 #include <cstddef>

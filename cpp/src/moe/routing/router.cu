@@ -1,4 +1,5 @@
-// Router: a warp to a token, its logits in registers (expert_choice.cuh). Four tokens to a CTA: 4096 tokens are 1024 CTAs, about eight an SM.
+// The router: a warp chooses the experts of a token from logits that it holds in registers (expert_choice.cuh). A CTA has four tokens: 4096
+// tokens are 1024 CTAs, about eight to an SM.
 #include "common/dependent_launch.cuh"
 #include "common/float16.cuh"
 #include "common/kernel_launch.h"

@@ -1,33 +1,30 @@
 // The router with its matrix: logits = x.w_gate^T for up to 64 tokens, and each token's experts, in one launch.
 //
-// The weights are 0.1 to 4 MB, and how fast they arrive depends on the number of requests in flight alone. So they are spread over all SMs: a work
-// item is a tile of experts and a split of k, the warps of a CTA divide the split in steps of 32 of k, and a warp issues all loads of several steps
-// before their first MMA.
-// The MMAs are mma.sync with the experts as m and the tokens as n. Fragments come straight from global memory, 16 bytes a lane: lane l reads k
-// 8 (l % 4) to 8 (l % 4) + 7 of row l / 4 of both operands and passes them to two MMAs as their k pairs 0 and 1, and 2 and 3. Any order of k is
-// right where both operands have the same.
-// Sums. Warps add up in shared memory, CTAs in the workspace, by packets (common/packet.cuh) with the launch's nonce as the tag: one for every
-// token, split and pair of logits, of experts e and e + 8. No CTA waits for a fence or a counter. Everything is added in ascending order of k.
-// Choice. The tokens are owned by the last CTAs (router_owners.h). All threads of a token's owner add up its logits, and one warp chooses its
-// experts (expert_choice.cuh). Warps without a token meanwhile clear the token's packets for a replay of the launch, and not before its sums are
-// complete.
+// The weights are 0.1 to 4 MB, and how fast they arrive depends on the number of requests in flight alone. So they are spread over all SMs:
+// a work item is a tile of experts and a split of k, the warps of a CTA divide the split in steps of 32 of k, and a warp issues all loads
+// of several steps before their first MMA. The MMAs are mma.sync with the experts as m and the tokens as n. Fragments come straight from
+// global memory, 16 bytes a lane: lane l reads k 8 (l % 4) to 8 (l % 4) + 7 of row l / 4 of both operands and passes them to two MMAs as
+// their k pairs 0 and 1, and 2 and 3. Any order of k is right where both operands have the same. Sums. Warps add up in shared memory, CTAs
+// in the workspace, by packets (common/packet.cuh) with the launch's nonce as the tag: one for every token, split and pair of logits, of
+// experts e and e + 8. No CTA waits for a fence or a counter. Everything is added in ascending order of k. Choice. The tokens are owned by
+// the last CTAs (router_owners.h). All threads of a token's owner add up its logits, and one warp chooses its experts (expert_choice.cuh).
+// Warps without a token meanwhile clear the token's packets for a replay of the launch, and not before its sums are complete.
 //
-// Progress. A CTA waits only after it has published all of its packets, and a CTA that owns no token does not wait. An owner waits for all CTAs,
-// so, unless it is the last one, for some that start after it, and these may never become resident while it waits: in a part of a device (MPS, a
-// green context), or next to kernels that hold the SMs. Hence an owner polls a limited number of times and then leaves its tokens to the last CTA,
-// if that has not begun. The two agree by the owner's flag in the workspace: both exchange the launch's nonce into it, the last CTA into the flags
-// of all owners as soon as it begins, and whichever finds the nonce there came second.
-//   If the owner came second, the last CTA has begun and will not read the flag again. But CTAs start in the order of blockIdx, so all have
-//   started: the owner stays and waits without a limit.
-//   If the last CTA came second, the owner has left. It has cleared nothing, so the last CTA finds, or will find, all of the packets, and chooses
-//   for those tokens after its own.
-// So a CTA that waits without a limit waits for CTAs that have started, keep their SM and publish without waiting: a launch ends with any number of
-// resident CTAs, also with one (tests/cpp/test_router_progress.cpp).
-// The CTA that adds up a token clears its packets, and each of them was written once. A flag that the last CTA finds raised is cleared by it. Any
-// other is cleared by its owner, when its tokens are complete and it reads the nonce there: the last CTA's, which has begun, since its packets
-// have arrived, or its own on top of that. No order of accesses to different words is needed, so there is no fence. When all CTAs are resident,
-// this costs the last CTA an exchange during the loads of the weights, the other owners a load and a store in a warp that has no token, and
-// nothing where there is one token.
+// Progress. A CTA waits only after it has published all of its packets, and a CTA that owns no token does not wait. An owner waits for all
+// CTAs, so, unless it is the last one, for some that start after it, and these may never become resident while it waits: in a part of a
+// device (MPS, a green context), or next to kernels that hold the SMs. Hence an owner polls a limited number of times and then leaves its
+// tokens to the last CTA, if that has not begun. The two agree by the owner's flag in the workspace: both exchange the launch's nonce into
+// it, the last CTA into the flags of all owners as soon as it begins, and whichever finds the nonce there came second.
+//   If the owner came second, the last CTA has begun and will not read the flag again. But CTAs start in the order of blockIdx, so all
+//   have started: the owner stays and waits without a limit.
+//   If the last CTA came second, the owner has left. It has cleared nothing, so the last CTA finds, or will find, all of the packets, and
+//   chooses for those tokens after its own.
+// So a CTA that waits without a limit waits for CTAs that have started, keep their SM and publish without waiting: a launch ends with any
+// number of resident CTAs, also with one (tests/cpp/test_router_progress.cpp). The CTA that adds up a token clears its packets, and each of
+// them was written once. A flag that the last CTA finds raised is cleared by it. Any other is cleared by its owner, when its tokens are
+// complete and it reads the nonce there: the last CTA's, which has begun, since its packets have arrived, or its own on top of that. No
+// order of accesses to different words is needed, so there is no fence. When all CTAs are resident, this costs the last CTA an exchange
+// during the loads of the weights, the other owners a load and a store in a warp that has no token, and nothing where there is one token.
 //
 // The weights' lines are prefetched into L2 before the wait for the predecessor (common/dependent_launch.cuh).
 #include "common/dependent_launch.cuh"
@@ -97,8 +94,8 @@ __device__ __forceinline__ uint4 load_8(uint16_t const* row, int k, int hidden, 
   }
 }
 
-/// A work item's tile: kMmaM times 16 experts. A warp has all of them and kMmaN times 8 tokens; kTokenWarps warps divide the tokens among them, and
-/// kWarpsK such groups divide k.
+/// A work item's tile: kMmaM times 16 experts. A warp has all of them and kMmaN times 8 tokens; kTokenWarps warps divide the tokens among
+/// them, and kWarpsK such groups divide k.
 template <DataType kType, int kMmaM, int kMmaN, int kTokenWarps>
 struct RouterTile {
   static constexpr int kExperts = kMmaM * kRouterMmaExperts, kWarpTokens = kMmaN * 8, kTokens = kWarpTokens * kTokenWarps,
@@ -203,7 +200,8 @@ struct RouterTile {
     }
   }
 
-  /// Adds up a token's packets, which stay where they are. Returns false if they have not all arrived after `patience` polls (RouterOwners).
+  /// Adds up a token's packets, which stay where they are. Returns false if they have not all arrived after `patience` polls
+  /// (RouterOwners).
   static __device__ __forceinline__ bool gather(RouterGemmParams const& params, int token, float* gathered, int patience) {
     constexpr int kTogether = 4;
 #pragma unroll 1
@@ -272,9 +270,9 @@ struct RouterTile {
   }
 };
 
-/// Adds up the logits of up to kWarps tokens of `todo`; their number is `count`, and `rest` are the tokens of later rounds. The last CTA, of rank 0,
-/// adds to `rest` the tokens of the owners that have left: `found` of thread r is the nonce if the owner of rank r has. Returns false if this
-/// owner has left its tokens.
+/// Adds up the logits of up to kWarps tokens of `todo`; their number is `count`, and `rest` are the tokens of later rounds. The last CTA,
+/// of rank 0, adds to `rest` the tokens of the owners that have left: `found` of thread r is the nonce if the owner of rank r has. Returns
+/// false if this owner has left its tokens.
 template <class Tile>
 __device__ __forceinline__ bool gather_round(RouterGemmParams const& params, typename Tile::Shared& shared, uint32_t (&left)[2],
                                              uint64_t todo, uint64_t found, int patience, int rank, int thread, int warp, uint64_t& rest,

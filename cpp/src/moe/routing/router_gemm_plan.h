@@ -28,9 +28,9 @@ struct RouterGemmPlan {
   }
 };
 
-/// Up to 16 tokens the weights are most of the bytes: tiles are narrow, and k has as few splits as fill the SMs, since every split is added up
-/// again. From 17 tokens on 32 experts share what is read of x. A split has at least one step for every warp. There are no more CTAs than SMs: the
-/// owners wait for the slowest CTA, and a second wave would come after the first.
+/// Up to 16 tokens the weights are most of the bytes: tiles are narrow, and k has as few splits as fill the SMs, since every split is added
+/// up again. From 17 tokens on 32 experts share what is read of x. A split has at least one step for every warp. There are no more CTAs
+/// than SMs: the owners wait for the slowest CTA, and a second wave would come after the first.
 inline RouterGemmPlan plan_router_gemm(int64_t tokens, int64_t hidden, int64_t experts, int32_t sm_count) {
   RouterGemmPlan p;
   p.tokens = tokens <= 8 ? 8 : tokens <= 16 ? 16 : tokens <= 32 ? 32 : 64;

@@ -1,8 +1,8 @@
-// Which CTA of a launch of route_tokens owns which tokens, and how long it waits for the packets of the others. Why the launch ends is told in
-// router_gemm.cu.
+// Which CTA of a launch of route_tokens owns which tokens, and how long it waits for the packets of the others. Why the launch ends is told
+// in router_gemm.cu.
 //
-// A CTA's rank is the number of CTAs that start after it. Rank r owns the tokens r, r + ctas, ...: the last CTAs own the tokens, and the last one,
-// of rank 0, owns token 0.
+// A CTA's rank is the number of CTAs that start after it. Rank r owns the tokens r, r + ctas, ...: the last CTAs own the tokens, and the
+// last one, of rank 0, owns token 0.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +32,9 @@ struct RouterOwners {
   /// The tokens of a set of ranks. A product without carries: the tokens of rank 0 are `ctas` apart, and ranks are below `ctas`.
   MINFER_HOST_DEVICE uint64_t tokens_of(uint64_t ranks) const { return of_last * ranks & ~uint64_t(0) >> (64 - tokens); }
 
-  /// Polls before an owner leaves its tokens to rank 0, which itself waits without a limit, for CTAs that have started. CTAs that started earlier
-  /// leave earlier, one after the other: rank 0 needs the place of one CTA only, and chooses for the tokens that are left to it one by one.
+  /// Polls before an owner leaves its tokens to rank 0, which itself waits without a limit, for CTAs that have started. CTAs that started
+  /// earlier leave earlier, one after the other: rank 0 needs the place of one CTA only, and chooses for the tokens that are left to it one
+  /// by one.
   MINFER_HOST_DEVICE int32_t patience(int32_t rank) const { return rank == 0 ? kForever : kPatience + count() - 1 - rank; }
 };
 

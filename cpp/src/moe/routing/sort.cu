@@ -1,16 +1,16 @@
 // Stable counting sort of token-expert pairs by expert, in one launch: of one CTA, or above 4096 pairs of a cluster of eight (sm_90).
 //
-// A CTA sorts a range of consecutive pairs, in tiles whose size shared memory bounds; a range of up to 16384 pairs is one tile. A tile's pairs are
-// divided among the warps, and a warp's pairs are read in steps of 32, in order. A pair's position in the result is
+// A CTA sorts a range of consecutive pairs, in tiles whose size shared memory bounds; a range of up to 16384 pairs is one tile. A tile's
+// pairs are divided among the warps, and a warp's pairs are read in steps of 32, in order. A pair's position in the result is
 //   the expert's first position                     from the totals of all CTAs, by a scan over the experts
 //   + the expert's pairs in CTAs and tiles before   from totals that the CTAs of the cluster read from each other
 //   + ... in warps before                           from counters [warps][bins], by a scan over the warps
 //   + ... in steps before                           from the warp's own counter, as it goes
 //   + ... in lanes before                           from one ballot for each bit of the bin's number
-// and nothing depends on the order of atomics. A bin is an expert; ids outside 0..experts - 1 go to one more bin, behind all others.
-// A tile is first sorted in shared memory, so that an expert's pairs of a tile leave in coalesced stores: each scattered store would take a clock
-// of an SM, and there are at most eight SMs.
-// Shared memory: a tile's sorted pairs and weights, 4 bytes each; a 2-byte counter for each warp and bin; four numbers for each bin.
+// and nothing depends on the order of atomics. A bin is an expert; ids outside 0..experts - 1 go to one more bin, behind all others. A tile
+// is first sorted in shared memory, so that an expert's pairs of a tile leave in coalesced stores: each scattered store would take a clock
+// of an SM, and there are at most eight SMs. Shared memory: a tile's sorted pairs and weights, 4 bytes each; a 2-byte counter for each warp
+// and bin; four numbers for each bin.
 #include "common/block_scan.cuh"
 #include "common/cluster.cuh"
 #include "common/dependent_launch.cuh"
