@@ -1,4 +1,4 @@
-// The router's protocol (moe/router_gemm.cu): that a launch ends, sums rightly and leaves its workspace clean, however few CTAs are
+// The router's protocol (moe/routing/router_gemm.cu): that a launch ends, sums rightly and leaves its workspace clean, however few CTAs are
 // resident together and in whatever order their accesses to memory are done.
 //
 // A CTA is a coroutine that stops before every access. CTAs start in order, as many as there are places, and keep theirs to the end; some
@@ -28,21 +28,21 @@ using namespace minfer::testing;
 
 namespace {
 
-constexpr int kVectors = 2;  // of a token and item: enough for one to be there and the other not
+constexpr int kPackets = 2;  // of a token and item: enough for one to be there and the other not
 constexpr int kBatch = 8;    // tokens that are gathered together, by as many warps
 
 /// What the protocol would be without one of its rules.
 enum class Without {
   kNothing,
   kPatience,        // nobody leaves
-  kExchange,        // the mark is read, and then written
-  kWaitForMark,     // a mark is cleared as soon as the sums are complete
-  kClearingAtLast,  // vectors are cleared one by one as they are summed
-  kTakingOver,      // the last CTA looks for marks, but leaves them
+  kExchange,        // the flag is read, and then written
+  kWaitForFlag,     // a flag is cleared as soon as the sums are complete
+  kClearingAtLast,  // packets are cleared one by one as they are summed
+  kTakingOver,      // the last CTA looks for flags, but leaves them
 };
 
 struct Word {
-  uint64_t value = 0, tag = 0;  // a mark has a tag only
+  uint64_t value = 0, tag = 0;  // a flag has a tag only
 };
 
 /// What takes 1 to 1000 units of time, a few units as often as hundreds.
@@ -143,13 +143,13 @@ struct Launch {
 
   Launch(int tokens, int ctas, int items, uint64_t nonce) : owners(tokens, ctas), items(items), nonce(nonce) {}
 
-  size_t vector_at(int token, int item, int vector) const {
-    return (size_t(token) * size_t(items) + size_t(item)) * kVectors + size_t(vector);
+  size_t packet_at(int token, int item, int packet) const {
+    return (size_t(token) * size_t(items) + size_t(item)) * kPackets + size_t(packet);
   }
-  size_t mark_at(int rank) const { return vector_at(owners.tokens, 0, 0) + size_t(rank); }
-  size_t words() const { return mark_at(owners.count()); }
-  uint64_t value(int token, int item, int vector) const {
-    return ((uint64_t(run) * 1009 + uint64_t(token)) * 1013 + uint64_t(item)) * 3 + uint64_t(vector);
+  size_t flag_at(int rank) const { return packet_at(owners.tokens, 0, 0) + size_t(rank); }
+  size_t words() const { return flag_at(owners.count()); }
+  uint64_t value(int token, int item, int packet) const {
+    return ((uint64_t(run) * 1009 + uint64_t(token)) * 1013 + uint64_t(item)) * 3 + uint64_t(packet);
   }
   static uint64_t add(uint64_t sum, uint64_t term) { return sum * 0x9e3779b97f4a7c15u + term; }
 };
@@ -165,18 +165,18 @@ Coroutine run_cta(Launch& launch, Memory& memory, int cta) {
   for (int other = 1; rank == 0 && other < owners.count(); ++other) {
     co_await access;
     if (without == Without::kExchange) {
-      found[size_t(other)] = memory.load(cta, launch.mark_at(other));
+      found[size_t(other)] = memory.load(cta, launch.flag_at(other));
       co_await access;
-      memory.store(cta, launch.mark_at(other), set);
+      memory.store(cta, launch.flag_at(other), set);
     } else {
-      memory.exchange(cta, launch.mark_at(other), set, &found[size_t(other)]);
+      memory.exchange(cta, launch.flag_at(other), set, &found[size_t(other)]);
     }
   }
   for (int item = cta; item < launch.items; item += owners.ctas) {
     for (int token = 0; token < owners.tokens; ++token) {
-      for (int vector = 0; vector < kVectors; ++vector) {
+      for (int packet = 0; packet < kPackets; ++packet) {
         co_await access;
-        memory.store(cta, launch.vector_at(token, item, vector), {launch.value(token, item, vector), launch.nonce});
+        memory.store(cta, launch.packet_at(token, item, packet), {launch.value(token, item, packet), launch.nonce});
       }
     }
   }
@@ -193,20 +193,20 @@ Coroutine run_cta(Launch& launch, Memory& memory, int cta) {
       next = todo;
       for (; next != 0 && sums.size() < kBatch && all; next &= next - 1) {
         int const token = std::countr_zero(next);
-        uint64_t sum = 0;  // of all vectors
-        for (int vector = 0; vector < kVectors && all; ++vector) {
+        uint64_t sum = 0;  // of all packets
+        for (int packet = 0; packet < kPackets && all; ++packet) {
           int polls = patience;
           for (int item = 0; item < launch.items && all; ++item) {
             co_await access;
-            Word word = memory.load(cta, launch.vector_at(token, item, vector));
+            Word word = memory.load(cta, launch.packet_at(token, item, packet));
             while (word.tag != launch.nonce && polls != 0) {
               polls -= polls > 0 ? 1 : 0;
               co_await access;
-              word = memory.load(cta, launch.vector_at(token, item, vector));
+              word = memory.load(cta, launch.packet_at(token, item, packet));
             }
             all = word.tag == launch.nonce;
             sum = Launch::add(sum, word.value);
-            if (all && without == Without::kClearingAtLast) memory.store(cta, launch.vector_at(token, item, vector), cleared);
+            if (all && without == Without::kClearingAtLast) memory.store(cta, launch.packet_at(token, item, packet), cleared);
           }
         }
         sums.push_back(sum);
@@ -215,11 +215,11 @@ Coroutine run_cta(Launch& launch, Memory& memory, int cta) {
       std::optional<Word> before;
       if (without == Without::kExchange) {
         co_await access;
-        before = memory.load(cta, launch.mark_at(rank));
+        before = memory.load(cta, launch.flag_at(rank));
         co_await access;
-        memory.store(cta, launch.mark_at(rank), set);
+        memory.store(cta, launch.flag_at(rank), set);
       } else {
-        memory.exchange(cta, launch.mark_at(rank), set, &before);
+        memory.exchange(cta, launch.flag_at(rank), set, &before);
         while (!before) co_await access;
       }
       if (before->tag != launch.nonce) {
@@ -234,7 +234,7 @@ Coroutine run_cta(Launch& launch, Memory& memory, int cta) {
         while (!found[size_t(other)]) co_await access;
         if (found[size_t(other)]->tag != launch.nonce) continue;
         ranks |= uint64_t(1) << other;
-        memory.store(cta, launch.mark_at(other), cleared);
+        memory.store(cta, launch.flag_at(other), cleared);
       }
       if (without != Without::kTakingOver) next |= owners.tokens_of(ranks);
     }
@@ -242,9 +242,9 @@ Coroutine run_cta(Launch& launch, Memory& memory, int cta) {
     for (size_t i = 0; i < sums.size(); ++i, batch &= batch - 1) {
       int const token = std::countr_zero(batch);
       for (int item = 0; item < launch.items; ++item) {
-        for (int vector = 0; vector < kVectors; ++vector) {
+        for (int packet = 0; packet < kPackets; ++packet) {
           co_await access;
-          memory.store(cta, launch.vector_at(token, item, vector), cleared);
+          memory.store(cta, launch.packet_at(token, item, packet), cleared);
         }
       }
       launch.sums[size_t(token)].push_back(sums[i]);
@@ -252,8 +252,8 @@ Coroutine run_cta(Launch& launch, Memory& memory, int cta) {
     if (begins && rank > 0) {
       do {
         co_await access;
-      } while (without != Without::kWaitForMark && memory.load(cta, launch.mark_at(rank)).tag != launch.nonce);
-      memory.store(cta, launch.mark_at(rank), cleared);
+      } while (without != Without::kWaitForFlag && memory.load(cta, launch.flag_at(rank)).tag != launch.nonce);
+      memory.store(cta, launch.flag_at(rank), cleared);
     }
   }
 }
@@ -288,8 +288,8 @@ std::string fault_of(Launch& launch, Memory& memory, int resident, std::mt19937_
   }
   for (int token = 0; token < launch.owners.tokens; ++token) {
     uint64_t sum = 0;
-    for (int vector = 0; vector < kVectors; ++vector) {
-      for (int item = 0; item < launch.items; ++item) sum = Launch::add(sum, launch.value(token, item, vector));
+    for (int packet = 0; packet < kPackets; ++packet) {
+      for (int item = 0; item < launch.items; ++item) sum = Launch::add(sum, launch.value(token, item, packet));
     }
     std::vector<uint64_t> const& sums = launch.sums[size_t(token)];
     if (sums.size() != 1) return "token " + std::to_string(token) + " was chosen for " + std::to_string(sums.size()) + " times";
@@ -350,14 +350,14 @@ TEST_CASE(router_tokens_have_one_owner) {
   }
 }
 
-TEST_CASE(router_workspace_holds_the_marks) {
+TEST_CASE(router_workspace_holds_the_flags) {
   for (int64_t tokens : {1, 8, 33, 64}) {
     for (int64_t experts : {5, 128, 1024}) {
       for (int32_t sms : {1, 16, 132}) {
         RouterGemmPlan const plan = plan_router_gemm(tokens, 2048, experts, sms);
-        size_t const marks = plan.workspace_bytes(tokens, experts) - plan.partials_bytes(tokens, experts);
-        CHECK_EQUAL(marks, size_t(RouterOwners(int32_t(tokens), plan.ctas).count()) * 8);
-        CHECK_EQUAL(plan.partials_bytes(tokens, experts), size_t(tokens * plan.splits * plan.vectors(experts)) * 16);
+        size_t const flags = plan.workspace_bytes(tokens, experts) - plan.partials_bytes(tokens, experts);
+        CHECK_EQUAL(flags, size_t(RouterOwners(int32_t(tokens), plan.ctas).count()) * 8);
+        CHECK_EQUAL(plan.partials_bytes(tokens, experts), size_t(tokens * plan.splits * plan.packets(experts)) * 16);
       }
     }
   }
@@ -405,7 +405,7 @@ TEST_CASE(router_of_one_token_waits_for_lower_ctas) {
 /// What the simulation is for: without any of its rules the protocol fails, and that is seen.
 TEST_CASE(router_progress_needs_its_rules) {
   Launch const small(2, 3, 3, 2), large(6, 9, 9, 2);
-  for (Without without : {Without::kExchange, Without::kWaitForMark, Without::kClearingAtLast, Without::kTakingOver}) {
+  for (Without without : {Without::kExchange, Without::kWaitForFlag, Without::kClearingAtLast, Without::kTakingOver}) {
     Context const at("without rule " + std::to_string(int(without)));
     CHECK(fails(small, without, 3) || fails(large, without, 5));
   }

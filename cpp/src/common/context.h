@@ -6,8 +6,9 @@
 
 namespace minfer {
 
-/// Binds the device's primary context where the thread has no context: a thread that nothing but this library asks for CUDA has none, and the
-/// driver's own functions, which encode tensor maps, want one. The runtime's would bind it. Nothing but a look at the thread otherwise.
+/// Binds the device's primary context if the thread has no context. The runtime's functions bind it by themselves, but the driver's
+/// functions that encode tensor maps need one, and a thread that uses CUDA through this library alone has none. Otherwise this only queries
+/// the thread's context.
 Status bind_context(DeviceProperties const& device);
 
 }  // namespace minfer

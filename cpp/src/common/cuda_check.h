@@ -16,8 +16,8 @@ inline Status cuda_status(cudaError_t error, char const* what) {
   return status;
 }
 
-/// Raises a kernel's dynamic shared memory limit once for each of the first 64 devices, at every call for others; `done` is the kernel's own bit
-/// set of devices.
+/// Raises the limit of a kernel's dynamic shared memory on the current device: once for each of the first 64 devices, at every call for
+/// others. `done` is a bit set of devices that belongs to this kernel.
 inline cudaError_t allow_shared_memory(void const* kernel, int bytes, std::atomic<uint64_t>& done) {
   int device = 0;
   if (cudaError_t const error = cudaGetDevice(&device); error != cudaSuccess) return error;

@@ -3,31 +3,28 @@
 #include <system_error>
 #include <thread>
 
-#include "common/cuda_check.h"
+#include "common/kernel_launch.h"
 #include "minfer/registry.h"
 
 namespace minfer {
 
 namespace {
 
-// Stands for every sm_90 kernel of the library in the occupancy question: a CTA that fills an SM.
+// Represents every sm_90 kernel of the library in the occupancy query: a CTA that fills an SM.
 __global__ void __launch_bounds__(384, 1) fill_one_sm() {}
 
 int32_t resident_clusters(int32_t cluster_size, int32_t smem_bytes) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {unsigned(cluster_size), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(cluster_size) * 512, 1, 1);
-  config.blockDim = dim3(384, 1, 1);
-  config.dynamicSmemBytes = size_t(smem_bytes);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  LaunchShape shape;
+  shape.grid = dim3(unsigned(cluster_size) * 512);
+  shape.threads = 384;
+  shape.smem_bytes = size_t(smem_bytes);
+  shape.cluster = dim3(unsigned(cluster_size));
+  LaunchConfig const launch_config(shape);
   int clusters = 0;
-  return cudaOccupancyMaxActiveClusters(&clusters, fill_one_sm, &config) == cudaSuccess ? clusters : 0;
+  return cudaOccupancyMaxActiveClusters(&clusters, fill_one_sm, &launch_config.config) == cudaSuccess ? clusters : 0;
 }
 
-/// Makes the device the calling thread's.
+/// Makes the device current on the calling thread.
 void set_resident_clusters(int32_t device_index, DeviceProperties* properties) {
   int32_t const smem = properties->smem_per_block - 1024;
   if (cudaSetDevice(device_index) != cudaSuccess ||

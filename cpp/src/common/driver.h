@@ -1,4 +1,4 @@
-// The driver's functions, through the runtime: the library does not link libcuda and also loads on a machine without a driver.
+// Functions of the driver, obtained through the runtime: the library does not link libcuda, and loads on a machine without a driver.
 #pragma once
 
 #include <cuda.h>
@@ -6,7 +6,7 @@
 
 namespace minfer {
 
-/// As of CUDA 12.0; null where the driver has none.
+/// In the version of CUDA 12.0; null if the driver does not have the function.
 template <class Function>
 Function driver_function(char const* name) {
   void* pointer = nullptr;

@@ -3,17 +3,18 @@
 
 #include <cstdint>
 
+#include "common/float16.cuh"
 #include "minfer/types.h"
 
 namespace minfer {
 
 __device__ __forceinline__ uint32_t shared_address(void const* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-/// 16 bytes from global to shared memory, past L1: `bytes` of them are read, the others are zeros.
+/// Copies 16 bytes from global to shared memory, bypassing L1: the first `bytes` of them are read, the others are zeros.
 __device__ __forceinline__ void copy_async_16(uint32_t destination, void const* source, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
 }
-/// Zeros when not `inside`, and then `source` is not read.
+/// The same; zeros if not `inside`, and then `source` is not read.
 __device__ __forceinline__ void copy_async_16(void* destination, void const* source, bool inside) {
   copy_async_16(shared_address(destination), source, inside ? 16 : 0);
 }
@@ -21,7 +22,7 @@ __device__ __forceinline__ void copy_async_16(void* destination, void const* sou
 /// Copies issued since the last call become one group, which may be empty.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/// Waits until at most kPending of this thread's groups are under way; other threads' copies need a barrier after it.
+/// Waits until at most kPending groups of this thread are in flight. A barrier after it covers the copies of other threads.
 template <int kPending>
 __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -44,8 +45,8 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t address, uint3
                : "memory");
 }
 
-/// An 8 x 8 matrix of 16-bit elements in registers: lane l gives columns 2 (l % 4) and the next of row l / 4, and gets rows 2 (l % 4) and the
-/// next of column l / 4.
+/// An 8 x 8 matrix of 16-bit elements in registers: lane l gives columns 2 (l % 4) and the next of row l / 4, and gets rows 2 (l % 4) and
+/// the next of column l / 4.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
@@ -55,17 +56,13 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
 /// Two numbers, rounded: the operand of lower index is the lower half.
 template <DataType kType>
 __device__ __forceinline__ uint32_t round_pair(float low, float high) {
-  uint32_t packed;
-  if constexpr (kType == DataType::kF16) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
+  return Float16<kType>::pack(low, high);
 }
 
-/// d += A.B, m16n8k16. Lane l has of A: a[i] = row l / 4 + 8 (i % 2), columns 2 (l % 4) + 8 (i / 2) and the next; of B, rows of k: b0 = rows
-/// 2 (l % 4) and the next, b1 = those + 8, of column l / 4; of the accumulators: d[i] = row l / 4 + 8 (i / 2), column 2 (l % 4) + i % 2.
+/// d += A.B, m16n8k16. Lane l holds
+///   of A    a[i]: row l / 4 + 8 (i % 2), columns 2 (l % 4) + 8 (i / 2) and the next
+///   of B    b0: rows 2 (l % 4) and the next of column l / 4; b1: the rows 8 below
+///   of D    d[i]: row l / 4 + 8 (i / 2), column 2 (l % 4) + i % 2
 template <DataType kType>
 __device__ __forceinline__ void multiply_16x8x16(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (kType == DataType::kF16) {

@@ -1,19 +1,24 @@
-// Split reduction: pieces of one output tile meet in the workspace and are added in ascending k order.
+// Split reduction: the partials of one output tile are passed through the workspace and added in ascending k order.
 //
-// Workspace: [slots] flags of 8 bytes, rounded up to 256, then [slots] partial tiles of fp32, each in fragment order (value i of thread t at
-// (i / 4 * threads + t) * 4 + i % 4), so that every access is a coalesced 16-byte one.
+// Workspace: [slots] flags of 8 bytes, rounded up to 256 bytes, then [slots] partials of fp32, each in fragment order (value i of thread t
+// at (i / 4 * threads + t) * 4 + i % 4), so that every access is a coalesced 16-byte one.
 //
-// The flags need no initialisation and no memset node: a flag is raised by writing the launch's 64-bit nonce, which no earlier launch used,
-// and lowered by the owner that consumed it. Whatever the memory held before differs from the nonce (but for one chance in 2^64), and a
-// replayed CUDA graph, whose nonce is the same each time, finds the flags lowered by its previous run. Each launch has a workspace of its own,
-// so launches on several streams cannot meet.
+// The flags need neither initialisation nor a memset node: a flag is raised by writing the launch's nonce (common/nonce.h), and cleared by
+// the owner that has read it. Whatever the memory held before differs from the nonce, and a replayed CUDA graph, whose nonce is the same
+// each time, finds the flags cleared by its previous run. Each launch has a workspace of its own, so launches on several streams cannot
+// interfere.
 //
-// Tagged (kernels with few values a thread): every 16 bytes hold two values and the nonce, written and read as one, so the data is its own flag:
-// no fence, no barrier, and one trip to L2 each way instead of three (values, fence, flag). Twice the bytes, which is why large tiles have flags.
+// Tagged (kernels with few values a thread): the partials are packets (common/packet.cuh) of two values and the nonce. There is no fence
+// and no barrier, and one trip to L2 in each direction instead of three (values, fence, flag). They take twice the bytes, which is why
+// large tiles have flags.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#if defined(__CUDACC__)
+#include "common/packet.cuh"
+#endif
 
 namespace minfer::gemm {
 
@@ -23,7 +28,7 @@ struct SplitWorkspace {
   uint64_t nonce = 0;
 };
 
-constexpr int kMaxTaggedValues = 16;  // a thread
+constexpr int kMaxTaggedValues = 16;  // of a thread
 
 inline size_t split_flag_bytes(int64_t slots) { return size_t((slots * 8 + 255) / 256 * 256); }
 inline size_t split_workspace_bytes(int64_t slots, int64_t tile_elements, bool tagged = false) {
@@ -33,7 +38,7 @@ inline size_t split_workspace_bytes(int64_t slots, int64_t tile_elements, bool t
 
 #if defined(__CUDACC__)
 
-/// One group of kThreads threads that holds a tile, or its share of one, as kValues floats a thread. `barrier` synchronises the group.
+/// For kThreads threads that hold a tile, or a part of its rows, as kValues floats a thread. `barrier` synchronises them.
 template <int kThreads, int kValues>
 struct SplitReduction {
   static_assert(kValues % 4 == 0, "a fragment is moved in 16-byte accesses");
@@ -84,73 +89,63 @@ struct SplitReduction {
   }
 };
 
-/// The same with tags: `partials` is the whole workspace, vector i (two values) of thread t at 16 (i * kThreads + t) bytes of its slot.
+/// The same by packets: `partials` is the whole workspace, packet i (two values) of thread t is number i * kThreads + t of its slot.
 template <int kThreads, int kValues>
 struct TaggedReduction {
   static_assert(kValues % 2 == 0 && kValues <= kMaxTaggedValues);
-  static constexpr int kVectors = kValues / 2;
+  static constexpr int kPackets = kValues / 2;
 
-  static __device__ char* address(SplitWorkspace const& workspace, int64_t slot, int thread) {
-    return reinterpret_cast<char*>(workspace.partials) + (slot * kVectors * kThreads + thread) * 16;
-  }
-  static __device__ void store(char* at, uint64_t values, uint64_t tag) {
-    asm volatile("{.reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.gpu.global.b128 [%0], v;}" ::"l"(at), "l"(values), "l"(tag) : "memory");
-  }
-  static __device__ void load(char const* at, uint64_t& values, uint64_t& tag) {
-    asm volatile("{.reg .b128 v; ld.relaxed.gpu.global.b128 v, [%2]; mov.b128 {%0, %1}, v;}"
-                 : "=l"(values), "=l"(tag)
-                 : "l"(at)
-                 : "memory");
+  static __device__ Packet* packets_of(SplitWorkspace const& workspace, int64_t slot, int thread) {
+    return reinterpret_cast<Packet*>(workspace.partials) + slot * kPackets * kThreads + thread;
   }
 
   template <class Fragment>
   static __device__ void publish(SplitWorkspace const& workspace, int64_t slot, Fragment const& fragment, int thread) {
-    char* at = address(workspace, slot, thread);
+    Packet* const packets = packets_of(workspace, slot, thread);
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      store(at + i * kThreads * 16, uint64_t(__float_as_uint(fragment(2 * i + 1))) << 32 | __float_as_uint(fragment(2 * i)),
-            workspace.nonce);
+    for (int i = 0; i < kPackets; ++i) {
+      store_packet(packets + i * kThreads, numbers_of(fragment(2 * i), fragment(2 * i + 1)), workspace.nonce);
     }
   }
 
-  /// Adds `pieces` pieces in ascending order, slot_of(i) being where the i-th lies; several are awaited together.
+  /// Adds `count` partials in ascending order, of which the i-th is in slot_of(i). Several are waited for together.
   template <class Fragment, class SlotOf>
-  static __device__ void gather(SplitWorkspace const& workspace, SlotOf&& slot_of, int pieces, Fragment& fragment, int thread) {
-    constexpr int kTogether = 8 / kVectors;  // 8 loads in flight a thread
+  static __device__ void gather(SplitWorkspace const& workspace, SlotOf&& slot_of, int count, Fragment& fragment, int thread) {
+    constexpr int kTogether = 8 / kPackets;  // 8 loads in flight a thread
 #pragma unroll 1
-    for (int first = 0; first < pieces; first += kTogether) {
-      uint64_t values[kTogether][kVectors];
+    for (int first = 0; first < count; first += kTogether) {
+      Packet packets[kTogether][kPackets];
       bool all;
       do {
-        uint64_t tags[kTogether][kVectors];
         all = true;
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) {
-          char const* at = address(workspace, slot_of(first + p < pieces ? first + p : pieces - 1), thread);
+          Packet const* const from = packets_of(workspace, slot_of(first + p < count ? first + p : count - 1), thread);
 #pragma unroll
-          for (int i = 0; i < kVectors; ++i) load(at + i * kThreads * 16, values[p][i], tags[p][i]);
+          for (int i = 0; i < kPackets; ++i) poll_packet(packets[p][i], from + i * kThreads);
         }
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) {
 #pragma unroll
-          for (int i = 0; i < kVectors; ++i) all = all && tags[p][i] == workspace.nonce;
+          for (int i = 0; i < kPackets; ++i) all = all && packets[p][i].tag == workspace.nonce;
         }
       } while (!all);
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {
-        bool const counts = first + p < pieces;
+        bool const inside = first + p < count;
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          fragment(2 * i) += counts ? __uint_as_float(uint32_t(values[p][i])) : 0.0f;
-          fragment(2 * i + 1) += counts ? __uint_as_float(uint32_t(values[p][i] >> 32)) : 0.0f;
+        for (int i = 0; i < kPackets; ++i) {
+          float2 const part = packets[p][i].get();
+          fragment(2 * i) += inside ? part.x : 0.0f;
+          fragment(2 * i + 1) += inside ? part.y : 0.0f;
         }
       }
 #pragma unroll
-      for (int p = 0; p < kTogether; ++p) {  // lowered for a replay of the same launch
-        if (first + p < pieces) {
-          char* at = address(workspace, slot_of(first + p), thread);
+      for (int p = 0; p < kTogether; ++p) {  // cleared for a replay of the launch
+        if (first + p < count) {
+          Packet* const read = packets_of(workspace, slot_of(first + p), thread);
 #pragma unroll
-          for (int i = 0; i < kVectors; ++i) store(at + i * kThreads * 16, 0, 0);
+          for (int i = 0; i < kPackets; ++i) clear_packet(read + i * kThreads);
         }
       }
     }

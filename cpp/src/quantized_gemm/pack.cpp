@@ -1,6 +1,7 @@
-// The host side of packing, and what a build without CUDA answers.
+// The size of a packed weight, and the entry points of a build without CUDA.
 #include "minfer/w4a16.h"
 
+#include "common/without_cuda.h"
 #include "quantized_gemm/w4_layout.h"
 
 namespace minfer {
@@ -12,10 +13,6 @@ int64_t packed_weight_bytes(WeightFormat format, int64_t n, int64_t k) {
 }
 
 #if !MINFER_WITH_CUDA
-namespace {
-Status without_cuda() { return Status::failure(StatusCode::kNotCompiled, "this build has no CUDA code"); }
-}  // namespace
-
 Status pack_weight(WeightFormat, uint8_t const*, int64_t, int64_t, int64_t, void*, Stream) { return without_cuda(); }
 Status dequantize_weight(QuantizedWeight const&, DataType, void*, Stream) { return without_cuda(); }
 Status gather_columns(void const*, int64_t, int32_t const*, int64_t, int64_t, void*, bool, Stream) { return without_cuda(); }

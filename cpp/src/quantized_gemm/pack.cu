@@ -3,9 +3,10 @@
 #include <iterator>
 #include <utility>
 
-#include "common/cuda_check.h"
 #include "common/dependent_launch.cuh"
-#include "gemm/epilogue.cuh"
+#include "common/float16.cuh"
+#include "common/kernel_launch.h"
+#include "common/opaque.cuh"
 #include "minfer/w4a16.h"
 #include "quantized_gemm/dequantize.cuh"
 #include "quantized_gemm/w4_layout.h"
@@ -17,8 +18,8 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// Codes go through shared memory: rows are read coalesced, words written coalesced. A row of 64 codes takes 68 bytes there, so that the eight
-// rows of a warp's codes are in different banks.
+// Codes pass through shared memory, so that rows are read and words are written by coalesced accesses. A row of 64 codes takes 68 bytes
+// there, which puts the eight rows of a warp's codes into different banks.
 template <WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads) pack_kernel(uint8_t const* codes, int64_t n, int64_t k, int64_t ld, uint4* packed) {
   constexpr int kBits = bits_of(kFormat), kWords = kBits / 4;  // words of a thread, for 16 columns
@@ -50,16 +51,16 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(uint8_t const* codes, in
   }
 }
 
-constexpr int kSpan = 4;  // blocks along k of a CTA: their codes are in flight together
+constexpr int kSpan = 4;  // weight blocks of a CTA, along k: their codes are in flight together
 
 template <DataType kType, WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight const weight, int group_shift, uint4* out) {
-  using Element = gemm::ElementOf<kType>;
+  using Element = Float16<kType>;
   using Stored = typename Scale<kType, kFormat>::Stored;
   constexpr int kBits = bits_of(kFormat), kWords = kBits / 4;
   constexpr bool kHasZeros = has_zero_points(kFormat);
   __shared__ alignas(16)
-      uint32_t tile[2][kBlockN][kBlockK / 2 + 4];  // pairs along k; the pad keeps a warp's stores out of each other's banks
+      uint32_t tile[2][kBlockN][kBlockK / 2 + 4];  // pairs along k; padded so that the stores of a warp go to different banks
   __shared__ float book[16];
   int64_t const n = weight.n, k = weight.k, blocks_k = (k + kBlockK - 1) / kBlockK;
   int64_t const n0 = int64_t(blockIdx.y) * kBlockN, first = int64_t(blockIdx.x) * kSpan;
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
         tile[b % 2][row + 8 * (i % 2)][8 * slab + 4 * (i / 2) + lane % 4] = Element::pack(low * scale[i % 2], high * scale[i % 2]);
       }
     }
-    __syncthreads();  // one a block: the next block fills the other tile, the one after it comes after the next barrier
+    __syncthreads();  // one for each weight block: the next one fills the other tile, and a barrier precedes the one after it
 #pragma unroll
     for (int i = thread; i < kBlockN * kBlockK / 8; i += kThreads) {
       int64_t const r = n0 + i / 8, column = k0 + i % 8 * 8;
@@ -132,28 +133,29 @@ void launch_dequantize(QuantizedWeight const& weight, dim3 grid, void* out, Stre
 }
 
 constexpr int kGatherThreads = 512;
-constexpr int kStagedBytes = 48 * 1024;  // of rows in shared memory
+constexpr int kMaxStagedBytes = 48 * 1024;  // of rows in shared memory
 [[maybe_unused]] constexpr int64_t kEarlyColumns = 8192;
 
-// A block reads `rows` whole rows into shared memory, where two bytes at a time cost what they should, and writes 4096 of their columns in the new
-// order. Few blocks: the GEMM starts beside them, and its clusters find no place on an SM that is partly taken. The permutation comes into L2
-// under the predecessor's tail, and is read before the GEMM may start, behind whose weights it would queue. Behind long rows the GEMM starts when
-// the gather is done (1 x 4096 x 14336: 14 us for both, 17 with the early start). A column that a row does not have is a zero.
+// A CTA reads `rows` whole rows into shared memory, where an access to two bytes costs no more than its bytes, and writes 4096 of their
+// columns in the new order. There are few CTAs, because the GEMM starts while they run, and its clusters do not fit on an SM that is partly
+// occupied. The permutation is prefetched into L2 while the predecessor ends, and is read before the GEMM may start, as it would queue
+// behind the GEMM's weights. With long rows the GEMM starts when the gather is done (1 x 4096 x 14336: 14 us for both, 17 us with the early
+// start). A column number outside of the row gives a zero.
 template <bool kStaged>
 __global__ void __launch_bounds__(kGatherThreads, 2)
     gather_kernel(uint16_t const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, uint16_t* out, int rows) {
   extern __shared__ uint4 staged[];
-  int const thread = int(threadIdx.x), units = int(k / 8), unit = int(blockIdx.y) * kGatherThreads + thread;
+  int const thread = int(threadIdx.x), vectors = int(k / 8), vector = int(blockIdx.y) * kGatherThreads + thread;
   int32_t from[8] = {};
-  uint32_t keep[4] = {};  // of pairs of columns
+  uint32_t keep[4] = {};  // masks of pairs of columns
 #if __CUDA_ARCH__ >= 900
-  if (unit < units) asm volatile("prefetch.global.L2 [%0];" ::"l"(perm + 8 * unit));
+  if (vector < vectors) asm volatile("prefetch.global.L2 [%0];" ::"l"(perm + 8 * vector));
   wait_for_predecessor();
 #endif
-  if (unit < units) {
+  if (vector < vectors) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      int32_t const column = load_operand(perm + 8 * unit + i);
+      int32_t const column = load_operand(perm + 8 * vector + i);
       bool const inside = uint64_t(int64_t(column)) < uint64_t(k);
       from[i] = inside ? column : 0;
       keep[i / 2] |= inside ? 0xffffu << 16 * (i % 2) : 0;
@@ -161,17 +163,18 @@ __global__ void __launch_bounds__(kGatherThreads, 2)
   }
 #if __CUDA_ARCH__ >= 900
   bool const early = k <= kEarlyColumns;
-  asm volatile("" ::"r"(from[0]), "r"(from[7]) : "memory");  // they have arrived
+  wait_for_load(from[0]);
+  wait_for_load(from[7]);
   if (early) allow_dependent_launch();
 #endif
-  bool const vectors = lda % 8 == 0 && reinterpret_cast<uintptr_t>(a) % 16 == 0;
+  bool const aligned = lda % 8 == 0 && reinterpret_cast<uintptr_t>(a) % 16 == 0;
   for (int64_t row0 = int64_t(blockIdx.x) * rows; row0 < m; row0 += int64_t(gridDim.x) * rows) {
     int const count = int(m - row0 < rows ? m - row0 : rows);
     if constexpr (kStaged) {
-      if (vectors) {
+      if (aligned) {
         for (int r = 0; r < count; ++r) {
           uint4 const* source = reinterpret_cast<uint4 const*>(a + (row0 + r) * lda);
-          for (int i = thread; i < units; i += kGatherThreads) staged[r * units + i] = source[i];
+          for (int i = thread; i < vectors; i += kGatherThreads) staged[r * vectors + i] = source[i];
         }
       } else {
         for (int r = 0; r < count; ++r) {
@@ -182,14 +185,14 @@ __global__ void __launch_bounds__(kGatherThreads, 2)
       }
       __syncthreads();
     }
-    for (int r = 0; r < count && unit < units; ++r) {
+    for (int r = 0; r < count && vector < vectors; ++r) {
       uint16_t const* const source = kStaged ? reinterpret_cast<uint16_t const*>(staged) + r * k : a + (row0 + r) * lda;
       uint32_t pairs[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) pairs[i] = (uint32_t(source[from[2 * i]]) | uint32_t(source[from[2 * i + 1]]) << 16) & keep[i];
-      *reinterpret_cast<uint4*>(out + (row0 + r) * k + unit * 8) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      *reinterpret_cast<uint4*>(out + (row0 + r) * k + vector * 8) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
-    if constexpr (kStaged) __syncthreads();  // the rows have been read
+    if constexpr (kStaged) __syncthreads();  // all threads have read the rows
   }
 #if __CUDA_ARCH__ >= 900
   if (!early) allow_dependent_launch();
@@ -229,22 +232,17 @@ Status dequantize_weight(QuantizedWeight const& weight, DataType type, void* out
 
 Status gather_columns(void const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, void* out, bool programmatic, Stream stream) {
   if (m == 0 || k == 0) return Status::success();
-  bool const staged = k * 2 <= w4a16::kStagedBytes;
-  int64_t const fit = staged ? w4a16::kStagedBytes / (k * 2) : 1, rows = std::min<int64_t>(std::min<int64_t>(fit, 2), m);
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim =
+  bool const staged = k * 2 <= w4a16::kMaxStagedBytes;
+  int64_t const fit = staged ? w4a16::kMaxStagedBytes / (k * 2) : 1, rows = std::min<int64_t>(std::min<int64_t>(fit, 2), m);
+  LaunchShape shape;
+  shape.grid =
       dim3(unsigned(std::min<int64_t>((m + rows - 1) / rows, 1024)), unsigned((k / 8 + w4a16::kGatherThreads - 1) / w4a16::kGatherThreads));
-  config.blockDim = dim3(w4a16::kGatherThreads);
-  config.dynamicSmemBytes = staged ? size_t(rows * k) * 2 : 0;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = programmatic ? 1 : 0;
-  return cuda_status(cudaLaunchKernelEx(&config, staged ? &w4a16::gather_kernel<true> : &w4a16::gather_kernel<false>,
-                                        static_cast<uint16_t const*>(a), lda, perm, m, k, static_cast<uint16_t*>(out), int(rows)),
-                     "launch of gather_columns");
+  shape.threads = w4a16::kGatherThreads;
+  shape.smem_bytes = staged ? size_t(rows * k) * 2 : 0;
+  shape.programmatic = programmatic;
+  shape.stream = stream;
+  return launch(shape, "launch of gather_columns", staged ? &w4a16::gather_kernel<true> : &w4a16::gather_kernel<false>,
+                static_cast<uint16_t const*>(a), lda, perm, m, k, static_cast<uint16_t*>(out), int(rows));
 }
 
 }  // namespace minfer

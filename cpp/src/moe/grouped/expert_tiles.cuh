@@ -1,18 +1,22 @@
-// Which tiles a grouped GEMM has: only the device knows how many rows each expert got, so every CTA works it out when it starts.
+// The tile scheduler of grouped GEMM. How many rows each expert has is known on the device only, so every CTA computes the table of tiles
+// when it starts.
 //
-// An expert's rows are cut in as few equal tiles of tokens as fit the kernel, so a ragged end costs no tile of its own size; each of them
-// meets all tiles of the expert's weight. Tiles are numbered expert by expert; inside an expert, panels of kPanel token tiles walk along the
-// weight, the panel's tiles side by side: CTAs that run together read few weight rows and few tokens.
+// An expert's rows are divided into as few equal tiles of tokens as the kernel's tile size allows, so that a ragged end does not cost a
+// tile of the full size. The output tiles of an expert are its token tiles times the tiles of its weight. Tiles are numbered expert by
+// expert; inside an expert, panels of kPanel token tiles walk along the weight, the panel's tiles side by side: CTAs that run together read
+// few weight rows and few tokens.
 #pragma once
 
 #include <cstdint>
 
+#include "common/block_scan.cuh"
 #include "common/dependent_launch.cuh"
 #include "minfer/moe.h"
 
 namespace minfer::moe {
 
-/// Rows of `a` in expert order. Ends (offsets[e] is where expert e's rows end and the next one's begin) or, masked, counts of max_rows-row slabs.
+/// The rows of A in expert order. offsets[e] is where expert e's rows end and those of the next begin; masked: how many of the expert's
+/// max_rows rows are used.
 struct ExpertRows {
   int32_t const* offsets;  // [experts]
   int32_t experts;
@@ -23,13 +27,13 @@ struct ExpertRows {
 struct ExpertTile {
   int32_t expert = 0;
   int32_t weight_tile = 0;
-  int32_t row = 0;     // of a and d
+  int32_t row = 0;     // the first, of A and D
   int32_t tokens = 0;  // 1 to kTileN
   bool alone = true;   // no other tile reads these weights
 };
 
-/// Tiles side by side in a panel: 132 CTAs then cover about as many weight rows as tokens, the fewest bytes through L2 (Mixtral's w2 at 16384
-/// tokens by 128 x 256 tiles: 6320 us in panels of 12, 6100 in panels of 8).
+/// Token tiles of a panel. With these, 132 CTAs cover about as many weight rows as tokens, which makes the fewest bytes pass through L2
+/// (Mixtral's w2 with 16384 tokens in 128 x 256 tiles: 6320 us in panels of 12, 6100 us in panels of 8).
 constexpr int panel_of(int tile_m, int tile_n) { return tile_m >= 2 * tile_n ? 16 : tile_m >= tile_n ? 12 : tile_n < 2 * tile_m ? 10 : 8; }
 
 template <int kTileN, int kStep, int kPanel>
@@ -41,13 +45,14 @@ struct ExpertTiles {
     int32_t warp_total[32];
   };
 
-  /// Tiles are numbers of 32 bits, also where offsets do not ascend and experts' rows overlap, and also one grid behind the last of them.
+  /// Saturates: tile numbers stay within 32 bits where offsets do not ascend and the experts' rows overlap, and one grid behind the last
+  /// tile.
   static __device__ __forceinline__ int32_t add(int32_t x, int32_t y) {
-    constexpr uint32_t kMost = 0x7fffffffu - 0xffffu;
-    return int32_t(min(uint32_t(x) + uint32_t(y), kMost));
+    constexpr uint32_t kMaxTiles = 0x7fffffffu - 0xffffu;
+    return int32_t(min(uint32_t(x) + uint32_t(y), kMaxTiles));
   }
 
-  /// By all `threads` of the CTA, after the kernel's predecessor has finished. `weight_tiles`: of an expert.
+  /// Called by all `threads` of the CTA after the wait for the predecessor; ends with a barrier. `weight_tiles`: of an expert.
   static __device__ void build(Storage& storage, ExpertRows const& rows, int weight_tiles, int thread, int threads) {
     int const lane = thread % 32, warp = thread / 32;
     int32_t carry = 0;
@@ -64,22 +69,10 @@ struct ExpertTiles {
         storage.count[e] = count;
         tiles = (count + kTileN - 1) / kTileN * weight_tiles;
       }
-      int32_t sum = tiles;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        int32_t const before = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum = add(sum, before);
-      }
-      if (lane == 31) storage.warp_total[warp] = sum;
-      __syncthreads();
-      int32_t all = 0;
-      for (int w = 0; w < threads / 32; ++w) {
-        int32_t const total = storage.warp_total[w];
-        if (w < warp) sum = add(sum, total);
-        all = add(all, total);
-      }
+      int32_t all_tiles;
+      int32_t const sum = block_inclusive_scan(tiles, storage.warp_total, lane, warp, threads / 32, &all_tiles, add);
       if (e < rows.experts) storage.first_tile[e + 1] = add(carry, sum);
-      carry = add(carry, all);
+      carry = add(carry, all_tiles);
       __syncthreads();
     }
   }

@@ -1,4 +1,5 @@
-// Rows in the order of the experts: what the loader of a grouped GEMM does where that is fast enough. A row that `a` does not have is zeros.
+// Copies the rows of A into expert order, for the grouped kernels that do not gather rows themselves. A row number outside of A gives
+// zeros.
 #include "common/dependent_launch.cuh"
 #include "common/kernel_launch.h"
 #include "moe/grouped/launch.h"
@@ -7,10 +8,10 @@ namespace minfer::moe {
 
 namespace {
 
-constexpr int kThreads = 256, kUnits = 4;  // 16 bytes a thread, so many of them in flight
+constexpr int kThreads = 256, kVectors = 4;  // kVectors: 16-byte loads of a thread in flight
 
 __global__ void __launch_bounds__(kThreads)
-    gather_rows_kernel(uint4 const* a, int64_t lda, int64_t a_rows, int32_t const* gather, int64_t rows, int32_t units, uint4* out) {
+    gather_rows_kernel(uint4 const* a, int64_t lda, int64_t a_rows, int32_t const* gather, int64_t rows, int32_t row_vectors, uint4* out) {
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
   wait_for_predecessor();
@@ -19,17 +20,17 @@ __global__ void __launch_bounds__(kThreads)
     int64_t const source = gather[row];
     bool const inside = uint64_t(source) < uint64_t(a_rows);
     uint4 const* const from = a + (inside ? source : 0) * lda;
-    uint4* const to = out + row * units;
-    for (int first = int(threadIdx.x); first < units; first += kUnits * kThreads) {
-      uint4 values[kUnits];
+    uint4* const to = out + row * row_vectors;
+    for (int first = int(threadIdx.x); first < row_vectors; first += kVectors * kThreads) {
+      uint4 values[kVectors];
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
         values[i] = make_uint4(0, 0, 0, 0);
-        if (inside && first + i * kThreads < units) values[i] = load_operand(from + first + i * kThreads);
+        if (inside && first + i * kThreads < row_vectors) values[i] = load_operand(from + first + i * kThreads);
       }
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        if (first + i * kThreads < units) to[first + i * kThreads] = values[i];
+      for (int i = 0; i < kVectors; ++i) {
+        if (first + i * kThreads < row_vectors) to[first + i * kThreads] = values[i];
       }
     }
   }

@@ -1,11 +1,9 @@
-// Sum of a token's rows: out[t] = sum over j of weights[t, j] * y[inverse[t, j]], in fp32 and in the order of j.
+// Sums the rows of a token: out[t] = sum over j of weights[t, j] * y[inverse[t, j]], in fp32 and in the order of j.
 //
-// A thread has 16 bytes of a token's columns and sends for eight rows of them together, which is what hides the latency; a CTA has 128 threads
-// of one token. Where bases, row stride or n do not allow 16 bytes, a thread has one element.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+// A CTA is 128 threads of one token. A thread sums 16 bytes of its columns and has the loads of eight rows in flight, which hides their
+// latency. Where the bases, the row stride or n do not allow 16-byte accesses, a thread sums one element.
 #include "common/dependent_launch.cuh"
+#include "common/float16.cuh"
 #include "common/kernel_launch.h"
 #include "minfer/moe_routing.h"
 
@@ -14,17 +12,10 @@ namespace minfer {
 namespace moe {
 namespace {
 
-constexpr int kThreads = 128, kTogether = 8;
-
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ void round_to(float x, __half& out) { out = __float2half_rn(x); }
-__device__ __forceinline__ void round_to(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
-__device__ __forceinline__ void round_to(float x, float& out) { out = x; }
+constexpr int kThreads = 128, kTogether = 8;  // kTogether: rows in flight
 
 template <class T, int kWidth>
-struct alignas(sizeof(T) * kWidth) Pack {
+struct alignas(sizeof(T) * kWidth) Vector {
   T value[kWidth];
 };
 
@@ -32,7 +23,7 @@ template <class T>
 struct CombineParams {
   T const* y;              // [rows, n]
   int32_t const* inverse;  // [tokens, top_k]
-  float const* weights;    // likewise, or null: ones
+  float const* weights;    // [tokens, top_k], or null: ones
   T* out;                  // [tokens, n]
   int64_t rows, ld;
   int32_t n, top_k;
@@ -53,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(__grid_constant__ Com
   for (int first = 0; first < params.top_k; first += kTogether) {
     int64_t row[kTogether];
     float weight[kTogether];
-    Pack<T, kWidth> part[kTogether];
+    Vector<T, kWidth> part[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       bool const inside = first + j < params.top_k;
@@ -63,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(__grid_constant__ Com
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       if (uint64_t(row[j]) < uint64_t(params.rows)) {
-        part[j] = *reinterpret_cast<Pack<T, kWidth> const*>(params.y + row[j] * params.ld + column);
+        part[j] = *reinterpret_cast<Vector<T, kWidth> const*>(params.y + row[j] * params.ld + column);
       }
     }
 #pragma unroll
@@ -74,10 +65,10 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(__grid_constant__ Com
       }
     }
   }
-  Pack<T, kWidth> rounded;
+  Vector<T, kWidth> rounded;
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) round_to(sum[i], rounded.value[i]);
-  *reinterpret_cast<Pack<T, kWidth>*>(params.out + token * params.n + column) = rounded;
+  for (int i = 0; i < kWidth; ++i) rounded.value[i] = from_float<T>(sum[i]);
+  *reinterpret_cast<Vector<T, kWidth>*>(params.out + token * params.n + column) = rounded;
 }
 
 template <class T>

@@ -1,7 +1,8 @@
-// A token's experts out of its logits, by one warp: the rules of RouterRules (moe_routing.h).
+// One warp chooses a token's experts from its logits, by the rules of RouterRules (moe_routing.h).
 //
-// Lane l has the experts i * 32 + l. Choices become unsigned keys of the same order, so that a warp finds the best by one redux.sync and its
-// lowest index by another; the chosen one's key is cleared, and top_k such steps are the list. 0 is the key of what cannot be chosen.
+// Lane l holds the experts i * 32 + l. What they are chosen by is mapped to unsigned keys of the same order, so that a warp finds the
+// largest key by one redux.sync and its smallest index by another. The key of the chosen expert is cleared, and top_k such steps give the
+// list. An expert that cannot be chosen has the key 0.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,7 +21,7 @@ struct ChoiceParams {
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 __device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
 
-/// Keys of numbers are from 0x007fffff, -inf's, on. NaN is -inf, and both zeros are one.
+/// The key of a number is at least 0x007fffff, that of -inf. NaN has the key of -inf, and both zeros have the same key.
 __device__ __forceinline__ uint32_t key_of(float choice) {
   if (choice != choice) choice = -infinity();
   uint32_t const bits = __float_as_uint(choice + 0.0f);
@@ -28,7 +29,7 @@ __device__ __forceinline__ uint32_t key_of(float choice) {
 }
 __device__ __forceinline__ float choice_of(uint32_t key) { return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key); }
 
-/// Index of the largest key, the lowest one among equals, whose key becomes 0. The whole warp gets it.
+/// Returns the index of the largest key, the smallest index among equals, to all lanes, and sets that key to 0.
 template <int kPerLane>
 __device__ __forceinline__ int take_best(uint32_t (&key)[kPerLane], int lane) {
   uint32_t best = key[0];
@@ -51,11 +52,12 @@ __device__ __forceinline__ int take_best(uint32_t (&key)[kPerLane], int lane) {
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);  // every lane adds the same pairs: the same bits
+  for (int step = 16; step > 0; step /= 2)
+    x += __shfl_xor_sync(0xffffffffu, x, step);  // all lanes add the same pairs, so they have the same bits
   return x;
 }
 
-/// Clears the keys of all experts outside of the best groups.
+/// Clears the keys of all experts outside of the topk_group best groups.
 template <int kPerLane>
 __device__ __forceinline__ void keep_best_groups(RouterRules const& rules, uint32_t (&key)[kPerLane], int lane) {
   int const size = rules.experts / rules.n_group;
@@ -95,31 +97,32 @@ __device__ __forceinline__ void keep_best_groups(RouterRules const& rules, uint3
   }
 }
 
-/// Writes the token's weights and ids. Of a lane's i-th expert `logit[i]` counts, and bias_of(i) where there is a bias, if there is such an
-/// expert; both may be read in any case. `scores`: the warp's own kPerLane * 32 floats of shared memory.
+/// Writes the token's weights and ids. A lane's i-th expert has the logit logit[i] and, where there is a bias, bias_of(i). Both are defined
+/// also for i without an expert, and are then ignored. `scores`: kPerLane * 32 floats of shared memory for this warp alone.
 template <int kPerLane, class BiasOf>
 __device__ __forceinline__ void choose_experts(ChoiceParams const& params, int64_t token, float const (&logit)[kPerLane], BiasOf&& bias_of,
                                                float* scores, int lane) {
   RouterRules const& rules = params.rules;
   bool const biased = rules.correction_bias != nullptr, softmax = rules.scoring == RouterScoring::kSoftmax;
   bool has_nan = false;
-  float largest = -infinity();
+  float max_logit = -infinity();
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     if (i * 32 + lane < rules.experts) {
       has_nan = has_nan || logit[i] != logit[i];
-      largest = fmaxf(largest, logit[i]);  // of a number and a NaN the number
+      max_logit = fmaxf(max_logit, logit[i]);  // ignores NaN
     }
   }
   has_nan = __any_sync(0xffffffffu, has_nan);
-  largest = choice_of(__reduce_max_sync(0xffffffffu, key_of(largest)));
+  max_logit = choice_of(__reduce_max_sync(0xffffffffu, key_of(max_logit)));
 
-  // One exponential serves both scorings. In a softmax inf - inf would be NaN: equals of the largest logit are 0 from it. The sigmoid's is of
-  // negative numbers only: what is small stays above 0 as long as fp32 has a number for it.
+  // One exponential serves both scorings. Softmax takes that of the difference to the largest logit, which is set to 0 for the largest
+  // logit itself, as inf - inf is NaN. Sigmoid takes that of negative numbers only: a small score stays above 0 as long as fp32 can
+  // represent it.
   float exponential[kPerLane], sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
-    float const x = logit[i], exponent = softmax ? (x == largest ? 0.0f : x - largest) : -fabsf(x);
+    float const x = logit[i], exponent = softmax ? (x == max_logit ? 0.0f : x - max_logit) : -fabsf(x);
     exponential[i] = expf(exponent);
     sum += i * 32 + lane < rules.experts && x == x ? exponential[i] : 0.0f;
   }
@@ -129,13 +132,16 @@ __device__ __forceinline__ void choose_experts(ChoiceParams const& params, int64
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) {
     float const x = logit[i], e = exponential[i];
-    float const score = softmax ? e * inverse : __fdividef(x < 0.0f ? e : 1.0f, 1.0f + e);  // within two units, in a tenth of the code
+    float const score = softmax
+                            ? e * inverse
+                            : __fdividef(x < 0.0f ? e : 1.0f,
+                                         1.0f + e);  // exact to two units in the last place, in a tenth of the code of an exact division
     scores[i * 32 + lane] = score;
     key[i] = i * 32 + lane < rules.experts ? key_of(biased && x == x ? score + bias_of(i) : x) : 0;
   }
   if (rules.topk_group < rules.n_group) keep_best_groups(rules, key, lane);
 
-  int id = 0;  // of the lane's place in the list
+  int id = 0;  // the expert at position `lane` of the list
 #pragma unroll 1
   for (int j = 0; j < rules.top_k; ++j) {
     int const index = take_best(key, lane);

@@ -1,4 +1,5 @@
-// The host side of routing, and what a build without CUDA answers.
+// The workspace of route_tokens, and the entry points of a build without CUDA.
+#include "common/without_cuda.h"
 #include "minfer/moe_routing.h"
 #include "moe/routing/router_gemm_plan.h"
 
@@ -10,10 +11,6 @@ size_t route_tokens_workspace(int64_t tokens, int64_t hidden, int64_t experts, D
 }
 
 #if !MINFER_WITH_CUDA
-namespace {
-Status without_cuda() { return Status::failure(StatusCode::kNotCompiled, "this build has no CUDA code"); }
-}  // namespace
-
 Status route_logits(void const*, DataType, int64_t, int64_t, RouterRules const&, Routes const&, bool, Stream) { return without_cuda(); }
 Status route_tokens(RouterGemm const&, RouterRules const&, Routes const&, DeviceProperties const&, void*, size_t, bool, Stream) {
   return without_cuda();

@@ -1,0 +1,37 @@
+// A thread-block cluster (sm_90): the CTA's rank in it, its barrier, reads of other CTAs' shared memory. Before sm_90 a CTA is alone.
+#pragma once
+
+#include <cstdint>
+
+namespace minfer {
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+__device__ __forceinline__ int cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return int(size);
+}
+/// The two halves of the cluster's barrier, executed by all threads of all its CTAs.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+/// The value at `here`, an address of this CTA's shared memory, in that of CTA `rank`.
+__device__ __forceinline__ int load_from_cta(int const* here, int rank) {
+  uint32_t address = uint32_t(__cvta_generic_to_shared(here)), value;
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return int(value);
+}
+#else
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ int cluster_size() { return 1; }
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ int load_from_cta(int const* here, int) { return *here; }
+#endif
+
+}  // namespace minfer
