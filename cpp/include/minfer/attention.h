@@ -52,14 +52,14 @@ struct AttentionOperands {
 
 struct AttentionPlan {
   KernelInfo const* kernel = nullptr;
-  int64_t pack = 1;      // query heads of a KV head that lie side by side in a tile
-  bool counted = false;  // tiles are handed out by a counter in the workspace
-  int64_t box_rows = 0;  // rows of a TMA load of K and V
-  // Split-KV kernels: units of up to 8 * columns rows, shares of at least min_slices, partial results in slots; CTAs of so many neighbouring
-  // KV heads take the same keys.
-  int64_t columns = 0, min_slices = 0, slots = 0, lockstep = 1;
-  int64_t ctas = 0;            // of split-KV and portable kernels
-  size_t workspace_bytes = 0;  // any content; 256-byte aligned
+  int64_t packed_heads = 1;  // query heads of one KV head that lie next to each other in a tile of queries
+  bool counted = false;      // persistent CTAs take their tiles from a counter in the workspace
+  int64_t box_rows = 0;      // rows of one TMA load of K and V
+  // Split-KV kernels. An output tile has up to 8 * row_tiles rows; a CTA computes at least min_key_blocks key blocks of its work item; partials
+  // are left in partial_slots slots of the workspace; CTAs of `lockstep` neighbouring KV heads compute over the same keys at the same time.
+  int64_t row_tiles = 0, min_key_blocks = 0, partial_slots = 0, lockstep = 1;
+  int64_t ctas = 0;            // set for split-KV and portable kernels
+  size_t workspace_bytes = 0;  // of any content; aligned to 256 bytes
   double predicted_us = 0, floor_us = 0;
   PlanSource source = PlanSource::kAnalytic;
   char reason[200] = {0};

@@ -27,7 +27,7 @@
 
 namespace minfer::attention {
 
-CUTLASS_DEVICE float fp8_scale(PrefillCodesParams const& params, CodesSide const& side, int kv_head) {
+CUTLASS_DEVICE float fp8_scale(PrefillCodesParams const& params, QuantizedRows const& side, int kv_head) {
   return load_operand(static_cast<float const*>(side.scale) + kv_head * params.scale_stride);
 }
 
@@ -85,7 +85,7 @@ struct BlockConverter {
     return row;
   }
   template <bool kKeys>
-  CUTLASS_DEVICE CodesSide const& side() const {
+  CUTLASS_DEVICE QuantizedRows const& side() const {
     return kKeys ? params.keys : params.values;
   }
   template <bool kKeys>
@@ -121,7 +121,7 @@ struct BlockConverter {
   /// page: page_of(block).
   template <bool kKeys>
   CUTLASS_DEVICE Source<kKeys> source(int block, int page) const {
-    CodesSide const& from = side<kKeys>();
+    QuantizedRows const& from = side<kKeys>();
     int const key = key_of(block), own = first_of(block) + lane % kRows;
     int const row = params.row_of(key);
     bool const seen = own >= first_key && own < codes_end() && params.has(page);
@@ -139,7 +139,7 @@ struct BlockConverter {
   /// Begins the loads of all scales; those of rows that are not seen are zeros.
   template <bool kKeys>
   CUTLASS_DEVICE void load_scales(Block& to, Source<kKeys> const& from) const {
-    CodesSide const& of = side<kKeys>();
+    QuantizedRows const& of = side<kKeys>();
     if constexpr (kInt8) {
       to.scales[0] = 0;
       if (from.seen) {
@@ -160,7 +160,7 @@ struct BlockConverter {
       to.scales[0] = scales.x, to.scales[1] = scales.y, to.scales[2] = scales.z, to.scales[3] = scales.w;
       to.scales[4] = minima.x, to.scales[5] = minima.y, to.scales[6] = minima.z, to.scales[7] = minima.w;
     } else if constexpr (kInt4) {
-      int64_t const plane = int64_t(kv_head) * 2 * params.groups_v + chunk() / params.chunks_of_group;
+      int64_t const plane = int64_t(kv_head) * 2 * params.groups_v + chunk() / params.vectors_of_group;
       auto const* const scale = static_cast<uint16_t const*>(of.scale) + plane * params.page_size;
       int64_t const own = from.seen ? from.page * of.scale_page + from.row : -1;
 #pragma unroll
@@ -343,7 +343,7 @@ struct BlockConverter {
   template <bool kKeys>
   CUTLASS_DEVICE void copy_residual(int first, uint32_t stage) const {
     constexpr int kRowUnits = kHeadDim / 8;
-    CodesSide const& from = side<kKeys>();
+    QuantizedRows const& from = side<kKeys>();
     auto const* const base = static_cast<char const*>(from.residual);
     int own = lane;
     asm volatile("" : "+r"(own));  // what is worked out of it stays here: it would cost registers in every block
@@ -384,9 +384,9 @@ CUTLASS_DEVICE void clear_padding(uint32_t from, int bytes, int thread, int thre
 
 /// How a cache is handed to the kernel.
 inline void describe_codes(PrefillCodesParams* params, AttentionProblem const& p, AttentionOperands const& o) {
-  auto const describe = [&](CodesSide* side, void const* codes, int64_t const(&strides)[3], void const* scale, void const* residual,
+  auto const describe = [&](QuantizedRows* side, void const* codes, int64_t const(&strides)[3], void const* scale, void const* residual,
                             int64_t head_dim) {
-    *side = {KeyRows::of(codes, strides, head_dim, bits_of(p.kv_format)), scale, p.heads_kv * p.page_size, residual, int32_t(head_dim)};
+    *side = {PagedRows::of(codes, strides, head_dim, bits_of(p.kv_format)), scale, p.heads_kv * p.page_size, residual, int32_t(head_dim)};
   };
   describe(&params->keys, o.k, o.k_strides, o.k_scale, o.k_residual, p.head_dim);
   describe(&params->values, o.v, o.v_strides, o.v_scale, o.v_residual, p.head_dim_v);
@@ -397,7 +397,7 @@ inline void describe_codes(PrefillCodesParams* params, AttentionProblem const& p
     params->values.scale_page = p.heads_kv * p.page_size * 2 * p.groups_v;
     params->group_tokens = int32_t(p.group_tokens);
     params->groups_v = int32_t(p.groups_v);
-    params->chunks_of_group = int32_t(p.head_dim_v / (32 * p.groups_v));
+    params->vectors_of_group = int32_t(p.head_dim_v / (32 * p.groups_v));
   }
 }
 
