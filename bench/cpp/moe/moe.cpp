@@ -8,10 +8,10 @@
 #include <limits>
 #include <optional>
 
+#include "common/programmatic_launch.h"
 #include "common/table.h"
 #include "common/timing.h"
 #include "gemm/gemm_bench.h"
-#include "gemm/launch.h"
 #include "moe/moe_case.h"
 #include "moe/moe_reference.h"
 
@@ -246,7 +246,7 @@ class Launcher {
         device_(device),
         workspace_(workspace),
         workspace_bytes_(workspace_bytes),
-        programmatic_(device.compute_capability() >= 90 && gemm::programmatic_launch_enabled()) {}
+        programmatic_(device.compute_capability() >= 90 && programmatic_launch_enabled()) {}
 
   void launch(Stage stage, Plans const& plans, int64_t set, cudaStream_t stream) const {
     switch (stage) {

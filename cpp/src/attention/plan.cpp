@@ -1,16 +1,15 @@
 // plan_attention: explicit kernel, else the analytic model over every legal one. run_attention.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
-#include <random>
 
 #include "attention/shared/launch.h"
 #include "common/context.h"
-#include "gemm/launch.h"
+#include "common/nonce.h"
+#include "common/programmatic_launch.h"
 
 namespace minfer {
 
@@ -293,15 +292,6 @@ Candidates const& candidates_of_family() {
   return found;
 }
 
-/// Different in every launch of every process, but for chance.
-uint64_t next_nonce() {
-  static std::atomic<uint64_t> state{(uint64_t(std::random_device{}()) << 32) ^ std::random_device{}()};
-  uint64_t x = state.fetch_add(0x9e3779b97f4a7c15u, std::memory_order_relaxed);  // SplitMix64
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return (x ^ (x >> 31)) | 1;
-}
-
 }  // namespace
 
 }  // namespace attention
@@ -368,7 +358,7 @@ Status run_attention(AttentionPlan const& plan, AttentionProblem const& problem,
   }
   if (Status status = bind_context(device); !status.ok()) return status;
   attention::AttentionLaunchArguments const arguments{
-      &plan, &problem, &operands, &device, workspace, attention::next_nonce(), gemm::programmatic_launch_enabled(), stream};
+      &plan, &problem, &operands, &device, workspace, next_nonce(), programmatic_launch_enabled(), stream};
   return reinterpret_cast<attention::LaunchFunction>(const_cast<void*>(plan.kernel->launch))(arguments);
 }
 

@@ -3,7 +3,7 @@
 #include <system_error>
 #include <thread>
 
-#include "common/cuda_check.h"
+#include "common/kernel_launch.h"
 #include "minfer/registry.h"
 
 namespace minfer {
@@ -14,17 +14,14 @@ namespace {
 __global__ void __launch_bounds__(384, 1) fill_one_sm() {}
 
 int32_t resident_clusters(int32_t cluster_size, int32_t smem_bytes) {
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {unsigned(cluster_size), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(cluster_size) * 512, 1, 1);
-  config.blockDim = dim3(384, 1, 1);
-  config.dynamicSmemBytes = size_t(smem_bytes);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  LaunchShape shape;
+  shape.grid = dim3(unsigned(cluster_size) * 512);
+  shape.threads = 384;
+  shape.smem_bytes = size_t(smem_bytes);
+  shape.cluster = dim3(unsigned(cluster_size));
+  LaunchConfig const launch_config(shape);
   int clusters = 0;
-  return cudaOccupancyMaxActiveClusters(&clusters, fill_one_sm, &config) == cudaSuccess ? clusters : 0;
+  return cudaOccupancyMaxActiveClusters(&clusters, fill_one_sm, &launch_config.config) == cudaSuccess ? clusters : 0;
 }
 
 /// Makes the device the calling thread's.

@@ -14,9 +14,35 @@ struct LaunchShape {
   size_t smem_bytes = 0;
   // For kernels that take more than 48 KB, always the same number of bytes: the kernel's own bit set of devices (allow_shared_memory).
   std::atomic<uint64_t>* shared_memory_allowed = nullptr;
-  unsigned cluster = 1;       // CTAs, along x
+  dim3 cluster;               // CTAs
   bool programmatic = false;  // dependent_launch.cuh
   Stream stream = nullptr;
+};
+
+/// The runtime's form of a LaunchShape, for cudaLaunchKernelEx and the occupancy queries. Points into itself.
+struct LaunchConfig {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{};
+
+  explicit LaunchConfig(LaunchShape const& shape) {
+    config.gridDim = shape.grid;
+    config.blockDim = dim3(shape.threads);
+    config.dynamicSmemBytes = shape.smem_bytes;
+    config.stream = shape.stream;
+    config.attrs = attributes;
+    if (shape.cluster.x * shape.cluster.y * shape.cluster.z > 1) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim = {shape.cluster.x, shape.cluster.y, shape.cluster.z};
+    }
+    if (shape.programmatic) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+  }
+  LaunchConfig(LaunchConfig const&) = delete;
+  LaunchConfig& operator=(LaunchConfig const&) = delete;
 };
 
 /// what: the call, in the message of a launch that fails.
@@ -29,26 +55,8 @@ Status launch(LaunchShape const& shape, char const* what, void (*kernel)(Params.
       return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
     }
   }
-  cudaLaunchAttribute attributes[2];
-  int count = 0;
-  if (shape.cluster > 1) {
-    attributes[count].id = cudaLaunchAttributeClusterDimension;
-    attributes[count].val.clusterDim = {shape.cluster, 1, 1};
-    ++count;
-  }
-  if (shape.programmatic) {
-    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[count].val.programmaticStreamSerializationAllowed = 1;
-    ++count;
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = shape.grid;
-  config.blockDim = dim3(shape.threads);
-  config.dynamicSmemBytes = shape.smem_bytes;
-  config.stream = shape.stream;
-  config.attrs = attributes;
-  config.numAttrs = unsigned(count);
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, arguments...), what);
+  LaunchConfig const launch_config(shape);
+  return cuda_status(cudaLaunchKernelEx(&launch_config.config, kernel, arguments...), what);
 }
 
 }  // namespace minfer

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/float16.cuh"
 #include "minfer/types.h"
 
 namespace minfer {
@@ -55,13 +56,7 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
 /// Two numbers, rounded: the operand of lower index is the lower half.
 template <DataType kType>
 __device__ __forceinline__ uint32_t round_pair(float low, float high) {
-  uint32_t packed;
-  if constexpr (kType == DataType::kF16) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
+  return Float16<kType>::pack(low, high);
 }
 
 /// d += A.B, m16n8k16. Lane l has of A: a[i] = row l / 4 + 8 (i % 2), columns 2 (l % 4) + 8 (i / 2) and the next; of B, rows of k: b0 = rows

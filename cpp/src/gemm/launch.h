@@ -16,9 +16,6 @@ struct GemmLaunchArguments {
   Stream stream;
 };
 
-/// MINFER_PDL, read once; on unless it is 0.
-bool programmatic_launch_enabled();
-
 using LaunchFunction = Status (*)(GemmLaunchArguments const&);
 
 }  // namespace minfer::gemm

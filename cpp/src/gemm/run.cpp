@@ -1,47 +1,10 @@
 // run_gemm: checks what a launch needs and calls the kernel's generated launch function.
-#include <atomic>
-#include <chrono>
-#include <cstdlib>
-#include <cstring>
-
 #include "common/context.h"
+#include "common/programmatic_launch.h"
 #include "gemm/launch.h"
-#include "gemm/schedule.h"
 #include "minfer/gemm.h"
 
 namespace minfer {
-
-namespace gemm {
-
-namespace {
-
-uint64_t mix(uint64_t x) {  // splitmix64's finaliser
-  x ^= x >> 30;
-  x *= 0xbf58476d1ce4e5b9ull;
-  x ^= x >> 27;
-  x *= 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
-
-}  // namespace
-
-bool programmatic_launch_enabled() {
-  static bool const enabled = [] {
-    char const* value = std::getenv("MINFER_PDL");
-    return value == nullptr || std::strcmp(value, "0") != 0;
-  }();
-  return enabled;
-}
-
-uint64_t next_nonce() {
-  static std::atomic<uint64_t> counter{0};
-  static uint64_t const seed =
-      mix(uint64_t(std::chrono::steady_clock::now().time_since_epoch().count()) ^ uint64_t(reinterpret_cast<uintptr_t>(&counter)));
-  uint64_t const nonce = mix(seed + counter.fetch_add(1, std::memory_order_relaxed) * 0x9e3779b97f4a7c15ull);
-  return nonce != 0 ? nonce : 1;  // 0 is a lowered flag
-}
-
-}  // namespace gemm
 
 Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands const& operands, DeviceProperties const& device,
                 void* workspace, size_t workspace_bytes, Stream stream) {
@@ -68,7 +31,7 @@ Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands c
   arguments.device = &device;
   arguments.workspace = workspace;
   arguments.workspace_bytes = workspace_bytes;
-  arguments.programmatic_launch = gemm::programmatic_launch_enabled();
+  arguments.programmatic_launch = programmatic_launch_enabled();
   arguments.stream = stream;
   return reinterpret_cast<gemm::LaunchFunction>(const_cast<void*>(plan.kernel->launch))(arguments);
 }

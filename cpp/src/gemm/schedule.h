@@ -1,6 +1,7 @@
 // The schedule of one (kernel, problem, launch): shared by planning, which sizes the workspace, and by the launch itself.
 #pragma once
 
+#include "common/nonce.h"
 #include "gemm/split_reduction.cuh"
 #include "gemm/tile_scheduler.h"
 #include "minfer/gemm.h"
@@ -58,9 +59,6 @@ inline size_t workspace_of(KernelInfo const& kernel, TileSchedulerParams const& 
   int64_t const elements = int64_t(kernel.tile_m) * kernel.tile_n / split_groups(kernel);
   return split_workspace_bytes(schedule.slots() * groups, elements, split_is_tagged(kernel));
 }
-
-/// A number no earlier launch of this process used, and no memory holds by chance.
-uint64_t next_nonce();
 
 inline SplitWorkspace split_workspace(void* workspace, int64_t slots, bool tagged) {
   SplitWorkspace w;

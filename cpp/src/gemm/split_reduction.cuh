@@ -15,6 +15,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#if defined(__CUDACC__)
+#include "common/packet.cuh"
+#endif
+
 namespace minfer::gemm {
 
 struct SplitWorkspace {
@@ -88,69 +92,59 @@ struct SplitReduction {
 template <int kThreads, int kValues>
 struct TaggedReduction {
   static_assert(kValues % 2 == 0 && kValues <= kMaxTaggedValues);
-  static constexpr int kVectors = kValues / 2;
+  static constexpr int kPackets = kValues / 2;
 
-  static __device__ char* address(SplitWorkspace const& workspace, int64_t slot, int thread) {
-    return reinterpret_cast<char*>(workspace.partials) + (slot * kVectors * kThreads + thread) * 16;
-  }
-  static __device__ void store(char* at, uint64_t values, uint64_t tag) {
-    asm volatile("{.reg .b128 v; mov.b128 v, {%1, %2}; st.relaxed.gpu.global.b128 [%0], v;}" ::"l"(at), "l"(values), "l"(tag) : "memory");
-  }
-  static __device__ void load(char const* at, uint64_t& values, uint64_t& tag) {
-    asm volatile("{.reg .b128 v; ld.relaxed.gpu.global.b128 v, [%2]; mov.b128 {%0, %1}, v;}"
-                 : "=l"(values), "=l"(tag)
-                 : "l"(at)
-                 : "memory");
+  static __device__ Packet* packets_of(SplitWorkspace const& workspace, int64_t slot, int thread) {
+    return reinterpret_cast<Packet*>(workspace.partials) + slot * kPackets * kThreads + thread;
   }
 
   template <class Fragment>
   static __device__ void publish(SplitWorkspace const& workspace, int64_t slot, Fragment const& fragment, int thread) {
-    char* at = address(workspace, slot, thread);
+    Packet* const packets = packets_of(workspace, slot, thread);
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      store(at + i * kThreads * 16, uint64_t(__float_as_uint(fragment(2 * i + 1))) << 32 | __float_as_uint(fragment(2 * i)),
-            workspace.nonce);
+    for (int i = 0; i < kPackets; ++i) {
+      store_packet(packets + i * kThreads, numbers_of(fragment(2 * i), fragment(2 * i + 1)), workspace.nonce);
     }
   }
 
   /// Adds `pieces` pieces in ascending order, slot_of(i) being where the i-th lies; several are awaited together.
   template <class Fragment, class SlotOf>
   static __device__ void gather(SplitWorkspace const& workspace, SlotOf&& slot_of, int pieces, Fragment& fragment, int thread) {
-    constexpr int kTogether = 8 / kVectors;  // 8 loads in flight a thread
+    constexpr int kTogether = 8 / kPackets;  // 8 loads in flight a thread
 #pragma unroll 1
     for (int first = 0; first < pieces; first += kTogether) {
-      uint64_t values[kTogether][kVectors];
+      Packet packets[kTogether][kPackets];
       bool all;
       do {
-        uint64_t tags[kTogether][kVectors];
         all = true;
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) {
-          char const* at = address(workspace, slot_of(first + p < pieces ? first + p : pieces - 1), thread);
+          Packet const* const from = packets_of(workspace, slot_of(first + p < pieces ? first + p : pieces - 1), thread);
 #pragma unroll
-          for (int i = 0; i < kVectors; ++i) load(at + i * kThreads * 16, values[p][i], tags[p][i]);
+          for (int i = 0; i < kPackets; ++i) poll_packet(packets[p][i], from + i * kThreads);
         }
 #pragma unroll
         for (int p = 0; p < kTogether; ++p) {
 #pragma unroll
-          for (int i = 0; i < kVectors; ++i) all = all && tags[p][i] == workspace.nonce;
+          for (int i = 0; i < kPackets; ++i) all = all && packets[p][i].tag == workspace.nonce;
         }
       } while (!all);
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {
         bool const counts = first + p < pieces;
 #pragma unroll
-        for (int i = 0; i < kVectors; ++i) {
-          fragment(2 * i) += counts ? __uint_as_float(uint32_t(values[p][i])) : 0.0f;
-          fragment(2 * i + 1) += counts ? __uint_as_float(uint32_t(values[p][i] >> 32)) : 0.0f;
+        for (int i = 0; i < kPackets; ++i) {
+          float2 const part = packets[p][i].get();
+          fragment(2 * i) += counts ? part.x : 0.0f;
+          fragment(2 * i + 1) += counts ? part.y : 0.0f;
         }
       }
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {  // lowered for a replay of the same launch
         if (first + p < pieces) {
-          char* at = address(workspace, slot_of(first + p), thread);
+          Packet* const read = packets_of(workspace, slot_of(first + p), thread);
 #pragma unroll
-          for (int i = 0; i < kVectors; ++i) store(at + i * kThreads * 16, 0, 0);
+          for (int i = 0; i < kPackets; ++i) clear_packet(read + i * kThreads);
         }
       }
     }

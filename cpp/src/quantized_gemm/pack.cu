@@ -1,9 +1,10 @@
 // Packing, dequantisation and column gather: memory-bound helpers of the GEMMs with quantised weights. 128 threads to a 64 x 64 block.
 #include <algorithm>
 
-#include "common/cuda_check.h"
 #include "common/dependent_launch.cuh"
-#include "gemm/epilogue.cuh"
+#include "common/float16.cuh"
+#include "common/kernel_launch.h"
+#include "common/opaque.cuh"
 #include "minfer/w4a16.h"
 #include "quantized_gemm/dequantize.cuh"
 #include "quantized_gemm/w4_layout.h"
@@ -74,7 +75,7 @@ constexpr int kSpan = 4;  // blocks along k of a CTA: their codes are in flight 
 
 template <DataType kType, WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight const weight, int group_shift, uint4* out) {
-  using Element = gemm::ElementOf<kType>;
+  using Element = Float16<kType>;
   using Stored = typename Scale<kType, kFormat>::Stored;
   constexpr int kBits = bits_of(kFormat), kWords = kBits / 4;
   constexpr bool kHasZeros = has_zero_points(kFormat);
@@ -185,7 +186,8 @@ __global__ void __launch_bounds__(kGatherThreads, 2)
   }
 #if __CUDA_ARCH__ >= 900
   bool const early = k <= kEarlyColumns;
-  asm volatile("" ::"r"(from[0]), "r"(from[7]) : "memory");  // they have arrived
+  wait_for_load(from[0]);
+  wait_for_load(from[7]);
   if (early) allow_dependent_launch();
 #endif
   bool const vectors = lda % 8 == 0 && reinterpret_cast<uintptr_t>(a) % 16 == 0;
@@ -254,20 +256,15 @@ Status gather_columns(void const* a, int64_t lda, int32_t const* perm, int64_t m
   if (m == 0 || k == 0) return Status::success();
   bool const staged = k * 2 <= w4a16::kStagedBytes;
   int64_t const fit = staged ? w4a16::kStagedBytes / (k * 2) : 1, rows = std::min<int64_t>(std::min<int64_t>(fit, 2), m);
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim =
+  LaunchShape shape;
+  shape.grid =
       dim3(unsigned(std::min<int64_t>((m + rows - 1) / rows, 1024)), unsigned((k / 8 + w4a16::kGatherThreads - 1) / w4a16::kGatherThreads));
-  config.blockDim = dim3(w4a16::kGatherThreads);
-  config.dynamicSmemBytes = staged ? size_t(rows * k) * 2 : 0;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = programmatic ? 1 : 0;
-  return cuda_status(cudaLaunchKernelEx(&config, staged ? &w4a16::gather_kernel<true> : &w4a16::gather_kernel<false>,
-                                        static_cast<uint16_t const*>(a), lda, perm, m, k, static_cast<uint16_t*>(out), int(rows)),
-                     "launch of gather_columns");
+  shape.threads = w4a16::kGatherThreads;
+  shape.smem_bytes = staged ? size_t(rows * k) * 2 : 0;
+  shape.programmatic = programmatic;
+  shape.stream = stream;
+  return launch(shape, "launch of gather_columns", staged ? &w4a16::gather_kernel<true> : &w4a16::gather_kernel<false>,
+                static_cast<uint16_t const*>(a), lda, perm, m, k, static_cast<uint16_t*>(out), int(rows));
 }
 
 }  // namespace minfer

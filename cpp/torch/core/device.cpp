@@ -4,8 +4,8 @@
 #include <atomic>
 #include <mutex>
 
+#include "common/programmatic_launch.h"
 #include "core/torch_calls.h"
-#include "gemm/launch.h"
 #include "minfer/registry.h"
 
 // Weak: a CPU-only torch has no such function, and the module must load there too.
@@ -45,6 +45,6 @@ OnDevice::OnDevice(char const* op, Tensor const& x) : index_(x.device()) {
   stream_ = static_cast<Stream>(stream);
 }
 
-bool OnDevice::programmatic() const { return properties_->compute_capability() >= 90 && gemm::programmatic_launch_enabled(); }
+bool OnDevice::programmatic() const { return properties_->compute_capability() >= 90 && programmatic_launch_enabled(); }
 
 }  // namespace minfer::torch_binding

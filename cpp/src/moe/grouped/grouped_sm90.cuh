@@ -170,9 +170,10 @@ struct GroupedSm90 {
   }
 
   static CUTLASS_DEVICE void gather(Params const& params, SharedStorage& storage, int thread) {
-    typename Gather::Ring const ring{storage.source, storage.full, storage.empty, cute::cast_smem_ptr_to_uint(&storage.tokens[0][0])};
+    typename Gather::Stages const stages{storage.source, storage.full, storage.empty, cute::cast_smem_ptr_to_uint(&storage.tokens[0][0])};
     auto const at = [&](int t) { return Tiles::at(storage.tiles, params.rows, params.weight_tiles, t); };
-    Gather::run(ring, at, int(blockIdx.x), Tiles::count(storage.tiles, params.rows), int(gridDim.x), params.k_tiles, params.source, thread);
+    Gather::run(stages, at, int(blockIdx.x), Tiles::count(storage.tiles, params.rows), int(gridDim.x), params.k_tiles, params.source,
+                thread);
   }
 
   // ---- consumers ----------------------------------------------------------------------------------------------------------------

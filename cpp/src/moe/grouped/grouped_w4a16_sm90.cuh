@@ -157,10 +157,10 @@ struct GroupedW4A16Sm90 {
   }
 
   static CUTLASS_DEVICE void gather(Params const& params, SharedStorage& storage, int thread) {
-    typename Gather::Ring const ring{storage.epilogue_small.source, storage.full, storage.empty,
-                                     cute::cast_smem_ptr_to_uint(&storage.activations[0][0])};
+    typename Gather::Stages const stages{storage.epilogue_small.source, storage.full, storage.empty,
+                                         cute::cast_smem_ptr_to_uint(&storage.activations[0][0])};
     auto const at = [&](int t) { return Tiles::at(storage.epilogue_small.tiles, params.rows, params.weight_tiles, t); };
-    Gather::run(ring, at, int(blockIdx.x), Tiles::count(storage.epilogue_small.tiles, params.rows), int(gridDim.x), params.k_tiles,
+    Gather::run(stages, at, int(blockIdx.x), Tiles::count(storage.epilogue_small.tiles, params.rows), int(gridDim.x), params.k_tiles,
                 params.source, thread);
   }
 

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "common/context.h"
-#include "gemm/launch.h"
+#include "common/programmatic_launch.h"
 #include "moe/grouped/launch.h"
 
 namespace minfer {
@@ -295,7 +295,7 @@ Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, Group
   if (Status status = bind_context(device); !status.ok()) return status;
   GroupedProblem launched = problem;
   GroupedOperands rows = operands;
-  bool const programmatic = gemm::programmatic_launch_enabled();
+  bool const programmatic = programmatic_launch_enabled();
   if (plan.gather_first) {
     if (workspace_bytes < plan.workspace_bytes) {
       return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", workspace_bytes,

@@ -9,6 +9,8 @@
 #include <cstdint>
 
 #include "common/dependent_launch.cuh"
+#include "common/named_barrier.cuh"
+#include "common/ring.cuh"
 #include "cutlass/arch/barrier.h"
 #include "moe/grouped/expert_tiles.cuh"
 
@@ -27,16 +29,16 @@ struct RowGather {
     if constexpr (kWarps == 1) {
       __syncwarp();
     } else {
-      asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+      NamedBarrier<kThreads>{kBarrier}.sync();
     }
   }
 
   /// What `run` needs: `source` is kRows words of shared memory; `full` and `empty` the ring's barriers, of which a stage's full one expects
-  /// kThreads arrivals; `stages` is the shared address of the first stage's tokens.
-  struct Ring {
+  /// kThreads arrivals; `tokens` is the shared address of the first stage's tokens.
+  struct Stages {
     uint32_t* source;
     uint64_t *full, *empty;
-    uint32_t stages;
+    uint32_t tokens;
   };
 
   /// Where a token's row comes from.
@@ -51,10 +53,11 @@ struct RowGather {
 
   /// Walks the CTA's tiles. at(t): the t-th tile.
   template <class Element, class At>
-  static __device__ void run(Ring const& ring, At const& at, int first, int tiles, int step, int k_tiles, Source<Element> const& from,
+  static __device__ void run(Stages const& stages, At const& at, int first, int tiles, int step, int k_tiles, Source<Element> const& from,
                              int thread) {
-    int stage = 0, tokens = 0;
-    uint32_t phase = 1, mine[kMine];
+    auto ring = Ring<kStages>::of_producer();
+    int tokens = 0;
+    uint32_t mine[kMine];
     auto const look_up = [&](int t) {  // ahead of its use by a tile
       ExpertTile const tile = at(t);
       tokens = tile.tokens;
@@ -73,20 +76,17 @@ struct RowGather {
       synchronize();  // the previous tile's rows are not needed any more
 #pragma unroll
       for (int i = 0; i < kMine; ++i) {
-        if (kRows % kThreads == 0 || thread + i * kThreads < kRows) ring.source[thread + i * kThreads] = mine[i];
+        if (kRows % kThreads == 0 || thread + i * kThreads < kRows) stages.source[thread + i * kThreads] = mine[i];
       }
       synchronize();
       int const rows = tokens;
       if (t + step < tiles) look_up(t + step);
 #pragma unroll 1
       for (int i = 0; i < k_tiles; ++i) {
-        cutlass::arch::ClusterBarrier::wait(&ring.empty[stage], phase);
-        fetch(ring.stages + stage * (kRows * kHalves * 128), ring.source, from.a, i * kHalves * 64, from.k, rows, thread);
-        cutlass::arch::cpasync_barrier_arrive_noinc(&ring.full[stage]);
-        if (++stage == kStages) {
-          stage = 0;
-          phase ^= 1;
-        }
+        cutlass::arch::ClusterBarrier::wait(&stages.empty[ring.index], ring.phase);
+        fetch(stages.tokens + ring.index * (kRows * kHalves * 128), stages.source, from.a, i * kHalves * 64, from.k, rows, thread);
+        cutlass::arch::cpasync_barrier_arrive_noinc(&stages.full[ring.index]);
+        ring.advance();
       }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");

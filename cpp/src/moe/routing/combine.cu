@@ -2,10 +2,8 @@
 //
 // A thread has 16 bytes of a token's columns and sends for eight rows of them together, which is what hides the latency; a CTA has 128 threads
 // of one token. Where bases, row stride or n do not allow 16 bytes, a thread has one element.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "common/dependent_launch.cuh"
+#include "common/float16.cuh"
 #include "common/kernel_launch.h"
 #include "minfer/moe_routing.h"
 
@@ -15,13 +13,6 @@ namespace moe {
 namespace {
 
 constexpr int kThreads = 128, kTogether = 8;
-
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ void round_to(float x, __half& out) { out = __float2half_rn(x); }
-__device__ __forceinline__ void round_to(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
-__device__ __forceinline__ void round_to(float x, float& out) { out = x; }
 
 template <class T, int kWidth>
 struct alignas(sizeof(T) * kWidth) Pack {
@@ -76,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(__grid_constant__ Com
   }
   Pack<T, kWidth> rounded;
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) round_to(sum[i], rounded.value[i]);
+  for (int i = 0; i < kWidth; ++i) rounded.value[i] = from_float<T>(sum[i]);
   *reinterpret_cast<Pack<T, kWidth>*>(params.out + token * params.n + column) = rounded;
 }
 

@@ -1,8 +1,6 @@
 // Router: a warp to a token, its logits in registers (expert_choice.cuh). Four tokens to a CTA: 4096 tokens are 1024 CTAs, about eight an SM.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "common/dependent_launch.cuh"
+#include "common/float16.cuh"
 #include "common/kernel_launch.h"
 #include "moe/routing/expert_choice.cuh"
 
@@ -12,10 +10,6 @@ namespace moe {
 namespace {
 
 constexpr int kWarps = 4;
-
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(float x) { return x; }
 
 template <class T, int kPerLane>
 __global__ void __launch_bounds__(kWarps * 32)

@@ -31,8 +31,8 @@
 #include "common/dependent_launch.cuh"
 #include "common/kernel_launch.h"
 #include "common/mma_sm80.cuh"
-#include "gemm/schedule.h"
-#include "gemm/split_reduction.cuh"
+#include "common/nonce.h"
+#include "common/packet.cuh"
 #include "moe/routing/expert_choice.cuh"
 #include "moe/routing/router_gemm_plan.h"
 #include "moe/routing/router_owners.h"
@@ -54,8 +54,8 @@ struct RouterGemmParams {
   int32_t vectors;             // of a token and split: 8 to a block of 16 experts
   int32_t parts, part_splits;  // where several threads share a vector in `gather`, each sums a part of it, consecutive splits
   RouterOwners owners;
-  char* partials;   // [tokens][splits][vectors] of 16 bytes
-  uint64_t* marks;  // [owners.count()] by rank; rank 0 has no use for its own
+  Packet* partials;  // [tokens][splits][vectors]
+  uint64_t* marks;   // [owners.count()] by rank; rank 0 has no use for its own
   uint64_t nonce;
   bool prefetch;
 };
@@ -106,7 +106,6 @@ struct RouterTile {
     float sums[kWarpsK][kTokens][kRow];
     float gathered[kWarps][kGathered];
   };
-  using Tagged = gemm::TaggedReduction<kThreads, 2>;
 
   float value[kMmaM][kMmaN][4] = {};
 
@@ -180,8 +179,8 @@ struct RouterTile {
     }
   }
 
-  static __device__ __forceinline__ char* vector_at(RouterGemmParams const& params, int token, int split, int vector) {
-    return params.partials + ((int64_t(token) * params.splits + split) * params.vectors + vector) * 16;
+  static __device__ __forceinline__ Packet* packet_at(RouterGemmParams const& params, int token, int split, int vector) {
+    return params.partials + ((int64_t(token) * params.splits + split) * params.vectors + vector);
   }
 
   /// The sums of the CTA's warps into the workspace.
@@ -196,7 +195,7 @@ struct RouterTile {
         low += shared.sums[w][token][row];
         high += shared.sums[w][token][row + 8];
       }
-      Tagged::store(vector_at(params, token, split, vector), uint64_t(__float_as_uint(high)) << 32 | __float_as_uint(low), params.nonce);
+      store_packet(packet_at(params, token, split, vector), numbers_of(low, high), params.nonce);
     }
   }
 
@@ -210,17 +209,16 @@ struct RouterTile {
       float low = 0.0f, high = 0.0f;
 #pragma unroll 1
       for (int split = begin; split < end; split += kTogether) {
-        uint64_t values[kTogether];
+        Packet packets[kTogether];
 #pragma unroll 1
         for (;;) {
-          uint64_t tags[kTogether];
           bool all = true;
 #pragma unroll
           for (int j = 0; j < kTogether; ++j) {
-            Tagged::load(vector_at(params, token, min(split + j, end - 1), vector), values[j], tags[j]);
+            poll_packet(packets[j], packet_at(params, token, min(split + j, end - 1), vector));
           }
 #pragma unroll
-          for (int j = 0; j < kTogether; ++j) all = all && tags[j] == params.nonce;
+          for (int j = 0; j < kTogether; ++j) all = all && packets[j].tag == params.nonce;
           if (all) break;
           if (patience == 0) return false;
           patience -= patience > 0 ? 1 : 0;
@@ -228,8 +226,9 @@ struct RouterTile {
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
           if (split + j < end) {
-            low += __uint_as_float(uint32_t(values[j]));
-            high += __uint_as_float(uint32_t(values[j] >> 32));
+            float2 const pair = packets[j].get();
+            low += pair.x;
+            high += pair.y;
           }
         }
       }
@@ -243,7 +242,7 @@ struct RouterTile {
   /// A token's vectors, by `threads` threads.
   static __device__ __forceinline__ void clear(RouterGemmParams const& params, int token, int thread, int threads) {
 #pragma unroll 1
-    for (int i = thread; i < params.splits * params.vectors; i += threads) Tagged::store(vector_at(params, token, 0, i), 0, 0);
+    for (int i = thread; i < params.splits * params.vectors; i += threads) clear_packet(packet_at(params, token, 0, i));
   }
 
   template <int kPerLane>
@@ -412,9 +411,9 @@ Status route_tokens(RouterGemm const& gemm, RouterRules const& rules, Routes con
   params.part_splits = (plan.splits + threads_to_vector - 1) / threads_to_vector;
   params.parts = (plan.splits + params.part_splits - 1) / params.part_splits;
   params.owners = RouterOwners(params.tokens, plan.ctas);
-  params.partials = static_cast<char*>(workspace);
-  params.marks = reinterpret_cast<uint64_t*>(params.partials + plan.partials_bytes(gemm.tokens, rules.experts));
-  params.nonce = gemm::next_nonce();
+  params.partials = static_cast<Packet*>(workspace);
+  params.marks = reinterpret_cast<uint64_t*>(static_cast<char*>(workspace) + plan.partials_bytes(gemm.tokens, rules.experts));
+  params.nonce = next_nonce();
   params.prefetch = programmatic;
   LaunchShape shape;
   shape.grid = dim3(unsigned(plan.ctas));

@@ -11,6 +11,7 @@
 // A tile is put in order in shared memory first: an expert's run of it then goes out in coalesced stores, where scattered ones would take the
 // eight SMs a clock each.
 // Shared memory: sorted pairs and weights of a tile, 4 bytes each; 2-byte counters of warps and bins; four numbers a bin.
+#include "common/block_scan.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/kernel_launch.h"
 #include "minfer/moe_routing.h"
@@ -91,23 +92,6 @@ __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ int load_from_cta(int const* own, int) { return *own; }
 #endif
-
-/// Sum of the values of all threads before this one. Barriers stand between two calls.
-__device__ __forceinline__ uint64_t exclusive_scan(uint64_t value, uint64_t* of_warps, int thread) {
-  int const lane = thread % 32, warp = thread / 32, warps = int(blockDim.x) / 32;
-  uint64_t inclusive = value;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    uint64_t const before = __shfl_up_sync(0xffffffffu, inclusive, step);
-    if (lane >= step) inclusive += before;
-  }
-  if (lane == 31) of_warps[warp] = inclusive;
-  __syncthreads();
-  uint64_t before = lane < warp && lane < warps ? of_warps[lane] : 0;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) before += __shfl_xor_sync(0xffffffffu, before, step);
-  return before + inclusive - value;
-}
 
 template <int kItems>
 __global__ void __launch_bounds__(kMaxThreads) sort_kernel(__grid_constant__ SortParams const params) {
@@ -232,7 +216,7 @@ __global__ void __launch_bounds__(kMaxThreads) sort_kernel(__grid_constant__ Sor
       }
     }
     if (t == 0 && ctas > 1) cluster_arrive();  // has read what others hold; they may leave after the wait at the end
-    uint64_t places = exclusive_scan(sum, scan, thread);
+    uint64_t places = block_exclusive_sum(sum, scan, thread, threads);
 #pragma unroll 1
     for (int bin = own_begin; bin < own_end; ++bin) {
       if (t == 0) {
@@ -306,10 +290,10 @@ Status sort_by_expert(ExpertSort const& sort, DeviceProperties const& device, bo
   shape.programmatic = programmatic;
   shape.stream = stream;
   if (device.compute_capability() >= 90 && pairs > kAloneUpTo) {
-    shape.cluster = kClusterSize;
+    shape.cluster = dim3(kClusterSize);
     params.chunk = int32_t(((pairs + kClusterSize - 1) / kClusterSize + 31) / 32 * 32);
   }
-  shape.grid = dim3(shape.cluster);
+  shape.grid = shape.cluster;
   // Few steps of 32 follow each other in a warp, and few warps' counters are added up.
   shape.threads = params.chunk <= 512 ? 256 : params.chunk <= 2048 ? 512 : kMaxThreads;
   int items = 1;

@@ -1,0 +1,22 @@
+// Named barriers: of the sixteen that a CTA has, those by which some of its warps meet. Number 0 is __syncthreads's.
+//
+// cutlass::arch::NamedBarrier adds 8 to the numbers of its callers and keeps the lower ones for CUTLASS itself. Kernels here use up to 15 of
+// them and no part of CUTLASS that takes any, so these are the hardware's numbers.
+#pragma once
+
+namespace minfer {
+
+/// kThreads, a multiple of 32: all that arrive in a phase, by sync or arrive, whole warps of them.
+template <int kThreads>
+struct NamedBarrier {
+  static_assert(kThreads > 0 && kThreads % 32 == 0);
+
+  int number;  // 1 to 15
+
+  /// Arrives and waits for the others.
+  __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory"); }
+  /// Arrives, and does not wait.
+  __device__ __forceinline__ void arrive() const { asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kThreads) : "memory"); }
+};
+
+}  // namespace minfer

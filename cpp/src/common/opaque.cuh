@@ -1,0 +1,33 @@
+// Values whose origin is hidden from the compiler, which steers what it computes where.
+#pragma once
+
+namespace minfer {
+
+/// Makes the compiler forget how `x` came about, without an instruction. What depends on `x` is then computed after this point from the register
+/// that holds it: not before a loop, where the results would occupy registers throughout the loop or be spilled.
+template <class T>
+__device__ __forceinline__ void make_opaque(T& x) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8);
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("" : "+r"(x));
+  } else {
+    asm volatile("" : "+l"(x));
+  }
+}
+
+/// Keeps memory accesses behind this point from being moved in front of it, and so in front of the arrival of `value`, of 32 bits, which is taken
+/// to be used here. The hardware waits for a load where its result is used first.
+template <class T>
+__device__ __forceinline__ void wait_for_load(T const& value) {
+  static_assert(sizeof(T) == 4);
+  asm volatile("" ::"r"(value) : "memory");
+}
+
+/// threadIdx.x, read again from the special register: one instruction, where a copy kept over a mainloop would occupy a register or be spilled.
+__device__ __forceinline__ int reread_thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+}  // namespace minfer
