@@ -28,8 +28,7 @@ struct DecodeBoxes {
     find(params, batch + 1, lane, next_page, next_row);
   }
   CUTLASS_DEVICE void find(DecodeParams const& params, int of_batch, int lane, int& page, int& row) const {
-    PageTable::Location const location =
-        params.find_speculatively(sequence, min(max(32 * of_batch + lane, first), last) * params.box_rows);
+    PageTable::Location const location = params.find_speculatively(sequence, min(max(32 * of_batch + lane, first), last) * params.box_rows);
     page = location.page;
     row = location.row;
   }

@@ -19,11 +19,12 @@
 #include "attention/decode/merge.cuh"
 #include "attention/decode/queries.cuh"
 #include "attention/decode/scales.cuh"
-#include "attention/shared/paged_rows.cuh"
-#include "attention/shared/launch_kernel.cuh"
 #include "attention/shared/clear_rows.cuh"
+#include "attention/shared/launch_kernel.cuh"
+#include "attention/shared/paged_rows.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/mma_sm80.cuh"
+#include "common/opaque.cuh"
 #include "cutlass/cutlass.h"
 #include "minfer/types.h"
 
@@ -115,7 +116,7 @@ struct DecodeSm80 : DecodeSm80Traits<Config> {
       constexpr int kVectors = kRowBytes / 16, kAtOnce = 32 / kVectors;  // vectors of a row; rows at a time
       static_assert(32 % kVectors == 0 && kTileN % kAtOnce == 0);
       int lane = this->lane;
-      asm volatile("" : "+r"(lane));  // addresses are computed anew for each key block: kept, they would be spilled
+      make_opaque(lane);  // addresses are computed anew for each key block: kept, they would be spilled
       int const first_box = block * params.boxes_of_block, vector = lane % kVectors, lane_row = lane / kVectors;
       boxes.advance_to(params, first_box, lane);
       int const readable = TileScheduler::keys_in_codes(params, work.seqlen_k) - block * kTileN;  // rows behind the last key are not read

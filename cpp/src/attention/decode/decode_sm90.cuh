@@ -20,10 +20,12 @@
 #include "attention/decode/merge.cuh"
 #include "attention/decode/queries.cuh"
 #include "attention/decode/scales.cuh"
-#include "attention/shared/launch_kernel.cuh"
 #include "attention/shared/clear_rows.cuh"
+#include "attention/shared/launch_kernel.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/mma_sm80.cuh"
+#include "common/named_barrier.cuh"
+#include "common/opaque.cuh"
 #include "common/tensor_map.h"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
@@ -46,12 +48,14 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   using Merge = DecodeMerge<Traits>;
   using Traits::k16Bit, Traits::kBoxes, Traits::kCodeBytes, Traits::kFormat, Traits::kHeadDim, Traits::kInt4, Traits::kMaxRowTiles;
   using Traits::kRowBytes, Traits::kScaleBytes, Traits::kScales, Traits::kTileN, Traits::kStages, Traits::kSwizzle, Traits::kWarps;
-  using typename Traits::Element, typename Traits::Params, typename Traits::TileScheduler, typename Traits::Queries, typename Traits::KeyBlockAddress;
+  using typename Traits::Element, typename Traits::Params, typename Traits::TileScheduler, typename Traits::Queries,
+      typename Traits::KeyBlockAddress;
   static constexpr int kThreads = 384;
   static constexpr bool kTogether = !kScales && kHeadDim <= 128;  // one function loads keys, values and queries: see produce()
   // Producers that also convert queries need more registers.
   static constexpr int kProducerRegisters = kTogether && !k16Bit ? 104 : 88, kConsumerRegisters = kTogether && !k16Bit ? 200 : 208;
-  static constexpr int kPrefetched = 4;  // key blocks, at most, that are prefetched into L2 before the preceding kernel of the stream has finished
+  static constexpr int kPrefetched =
+      4;  // key blocks, at most, that are prefetched into L2 before the preceding kernel of the stream has finished
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
@@ -163,7 +167,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     uint64_t hint;
     int kv_head;
     uint32_t issued = 0;
-    Location lane_box;   // of this lane's box in the batch
+    Location lane_box;  // of this lane's box in the batch
     bool whole;         // all pages of the batch are in the cache
 
     CUTLASS_DEVICE Loader(Params const& params, SharedStorage& storage, int lane, int role)
@@ -289,11 +293,11 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 
   /// Called by warp 1 when the first queries' loads are issued, and by the warps that load codes before their first load: queries would otherwise
   /// wait behind a whole ring of codes.
-  static CUTLASS_DEVICE void sync_first_loads() { asm volatile("bar.sync 2, %0;" ::"n"(kScales ? 64 : 96) : "memory"); }
+  static CUTLASS_DEVICE void sync_first_loads() { NamedBarrier<kScales ? 64 : 96>{2}.sync(); }
 
   /// Loads the queries of the CTA's work item number `iteration`. loaded: key blocks of the items before it.
   static CUTLASS_DEVICE void load_queries(Params const& params, SharedStorage& storage, DecodeWorkItem const& work, uint32_t iteration,
-                                           uint32_t loaded, int lane) {
+                                          uint32_t loaded, int lane) {
     Queries& queries = storage.queries[iteration % 2];
     EmptyBarrier::wait(&storage.empty_q[iteration % 2], iteration / 2 % 2 ^ 1);
     if (lane == 0) {
@@ -375,8 +379,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 
   /// Reads the thread's number anew: what is computed from it, kept for the next work item, would be spilled.
   static CUTLASS_DEVICE void read_thread(int& warp, int& lane) {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    uint32_t const thread = uint32_t(reread_thread_index());
     warp = int(thread / 32) - 4;
     lane = int(thread % 32);
   }
@@ -395,7 +398,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
         uint32_t const at = before + uint32_t(block), stage = at % kStages;
         wait_for_block(storage, at);
         return KeyBlockAddress{shared_address(storage.codes[stage][0]), shared_address(storage.codes[stage][1]),
-                            shared_address(storage.scales[stage])};
+                               shared_address(storage.scales[stage])};
       };
       auto const release = [&](int block) {
         __syncwarp();

@@ -15,10 +15,11 @@ template <class Traits>
 struct DecodeInt4 : DecodeDirect<Traits> {
   using KeyBlock = DecodeKeyBlock<Traits>;
   using Traits::kGroupBytes, Traits::kHeadDim, Traits::kMaxGroups, Traits::kMmaType, Traits::kSteps, Traits::kTileN, Traits::kTokenTiles;
+  using Traits::kWarpKeys;
   using typename KeyBlock::Fragments, typename Traits::Codes, typename Traits::KeyBlockAddress, typename Traits::Params;
   using typename Traits::Queries;
 
-  static constexpr float kRescaleThreshold = 3.0f;  // probabilities times scales of V must fit into f16
+  static constexpr float kRescaleThreshold = 3.0f;               // probabilities times scales of V must fit into f16
   static constexpr int kScaleOffset = kMaxGroups * kGroupBytes;  // where V's scales begin: f16 [2 * groups_v][kTileN], scales, then minima
   /// Tiles of 16 tokens that surely share the scales of K, and how many such sets a warp's keys are.
   static constexpr int kGroupTiles = kTokenTiles > 2 ? 2 : kTokenTiles, kGroups = kTokenTiles / kGroupTiles;
@@ -26,8 +27,8 @@ struct DecodeInt4 : DecodeDirect<Traits> {
 
   template <int kRowTiles>
   struct State {
-    float code_scale[2];             // the output is in units of these: rows g, and g + 8
-    float v_min_sum[kRowTiles][4];   // sums of probabilities times minima of V: group lane / 4, columns as of the output
+    float code_scale[2];            // the output is in units of these: rows g, and g + 8
+    float v_min_sum[kRowTiles][4];  // sums of probabilities times minima of V: group lane / 4, columns as of the output
     CUTLASS_DEVICE void clear() {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
@@ -43,41 +44,6 @@ struct DecodeInt4 : DecodeDirect<Traits> {
     uint32_t z;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
     return z;
-  }
-
-  template <int kRowTiles>
-  static CUTLASS_DEVICE void multiply_keys(Params const& params, Fragments const& at, Queries const& queries,
-                                           float (&s)[kTokenTiles][kRowTiles][4], int first, int lane) {
-    uint32_t const group_scales = at.scales + (first >= params.group_tokens ? kGroupBytes : 0);
-    bool const one_group = kGroups == 1 || params.group_tokens == 64;
-    float min_scores[kGroups][kRowTiles][4] = {};
-#pragma unroll
-    for (int j = 0; j < KeyBlock::kPairs; ++j) {
-      uint32_t b[Codes::kPerPair][kRowTiles][2];
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        if (group == 0 || !one_group) {
-          KeyBlock::load_queries(queries, j, lane, b);
-          scale_queries(b, min_scores[group], group_scales + group * kGroupBytes, j, uint32_t(lane) % 4);
-        }
-#pragma unroll
-        for (int t = group * kGroupTiles; t < (group + 1) * kGroupTiles; ++t) {
-          uint32_t x[4];
-          load_matrices(KeyBlock::move_address(params, at.keys, t, j), x);
-          KeyBlock::template multiply_keys<0>(s[t], x, b);
-        }
-      }
-    }
-#pragma unroll
-    for (int t = 0; t < kTokenTiles; ++t) {
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int x = 0; x < 4; ++x) {
-          s[t][i][x] = fmaf(s[t][i][x], Codes::kInt4LowScale, one_group ? min_scores[0][i][x] : min_scores[t / kGroupTiles][i][x]);
-        }
-      }
-    }
   }
 
   /// Multiplies the queries of vector pair j by the scales of K's channels there, and adds what the minima contribute to the group's scores.
@@ -113,34 +79,75 @@ struct DecodeInt4 : DecodeDirect<Traits> {
     state.format.v_min_sum[i][x] *= factor;
   }
 
-  /// Sets scales and minima of V of tokens before the first key that is seen to zero, in the tile of 16 that holds also seen ones. Other tiles'
-  /// are not read.
-  template <class Scores>
-  static CUTLASS_DEVICE void clear_unseen(Params const& params, KeyBlockAddress const& block, Scores const& scores, int first, int key,
-                                          int lane) {
-    int const unseen = (scores.first_key - key) & 15, tile = scores.first_key - key - unseen;
-    if (tile >= 0 && tile < Traits::kWarpKeys && unseen > 0) {
-      uint32_t const at = block.scales + kScaleOffset + (first + tile + lane % 16) * 2;
-#pragma unroll 1
-      for (int plane = lane / 16; plane < 2 * params.groups_v && lane % 16 < unseen; plane += 2) {
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(at + plane * (kTileN * 2)), "h"(uint16_t(0)) : "memory");
-      }
-      __syncwarp();
-    }
-  }
+  /// As DecodeDirect's. It is one function on purpose: with the two products in functions of their own, the compiler forms the addresses of scales
+  /// differently and takes up to eight more instructions (sm_90a, head_dim 128).
+  template <class Softmax, bool kMasked, int kRowTiles, class State, class Scores>
+  static CUTLASS_DEVICE void compute_keys(Params const& params, KeyBlockAddress const& block, Queries const& queries, State& state,
+                                          Scores const& scores, int first, int key, int lane) {
+    make_opaque(lane);  // addresses are computed anew for each block: kept, they would be spilled
+    uint32_t const unsigned_lane = uint32_t(lane), g = unsigned_lane / 4, c = unsigned_lane % 4;
+    Fragments const at(params, block, first, unsigned_lane);
+    uint32_t const group_scales = at.scales + (first >= params.group_tokens ? kGroupBytes : 0);
+    bool const one_group = kGroups == 1 || params.group_tokens == 64;
 
-  template <bool kMasked, int kRowTiles, class State, class Scores>
-  static CUTLASS_DEVICE void multiply_values(Params const& params, Fragments const& at, State& state,
-                                             uint32_t const (&p)[kTokenTiles][kRowTiles][2], Scores const& scores, int first, int key,
-                                             uint32_t lane) {
-    uint32_t const g = lane / 4, c = lane % 4, token_scales = at.scales + kScaleOffset + (first + 2 * c) * 2;
-    auto const seen = [&](int t) {  // whether some of its tokens are seen; scales of other tiles may hold anything
+    // S^T = K.Q^T, with queries that are multiplied by the scales of each token group.
+    float s[kTokenTiles][kRowTiles][4] = {}, min_scores[kGroups][kRowTiles][4] = {};
+#pragma unroll
+    for (int j = 0; j < KeyBlock::kPairs; ++j) {
+      uint32_t b[Codes::kPerPair][kRowTiles][2];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        if (group == 0 || !one_group) {
+          KeyBlock::load_queries(queries, j, lane, b);
+          scale_queries(b, min_scores[group], group_scales + group * kGroupBytes, j, c);
+        }
+#pragma unroll
+        for (int t = group * kGroupTiles; t < (group + 1) * kGroupTiles; ++t) {
+          uint32_t x[4];
+          load_matrices(KeyBlock::move_address(params, at.keys, t, j), x);
+          KeyBlock::template multiply_pair_of_keys<0>(s[t], x, b);
+        }
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) {
+          s[t][i][x] = fmaf(s[t][i][x], Codes::kInt4LowScale, one_group ? min_scores[0][i][x] : min_scores[t / kGroupTiles][i][x]);
+        }
+      }
+    }
+
+    typename DecodeDirect<Traits>::template TokenScales<kTokenTiles> no_scales;
+    Softmax::template step<kMasked>(params, s, state, scores, no_scales, key, lane);
+    uint32_t p[kTokenTiles][kRowTiles][2];
+    Softmax::transpose(s, p);
+
+    if constexpr (kMasked) {
+      // Scales and minima of V of tokens before the first key that is seen become zero, in the tile of 16 that also has tokens that are seen. Those of
+      // other tiles are not read.
+      int const unseen = (scores.first_key - key) & 15, tile = scores.first_key - key - unseen;
+      if (tile >= 0 && tile < kWarpKeys && unseen > 0) {
+        uint32_t const to = at.scales + kScaleOffset + (first + tile + lane % 16) * 2;
+#pragma unroll 1
+        for (int plane = lane / 16; plane < 2 * params.groups_v && lane % 16 < unseen; plane += 2) {
+          asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + plane * (kTileN * 2)), "h"(uint16_t(0)) : "memory");
+        }
+        __syncwarp();
+      }
+    }
+
+    // Minima of V: a product with the probabilities for each group of channels.
+    uint32_t const token_scales = at.scales + kScaleOffset + (first + 2 * c) * 2;
+    auto const seen = [&](int t) {  // whether some of the tile's tokens are seen; scales of other tiles may hold anything
       return !kMasked || (key + 16 * t < scores.last_key && key + 16 * t + 16 > scores.first_key);
     };
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
       uint32_t a[4] = {0, 0, 0, 0};
-      if (int(g) < params.groups_v && seen(t)) {  // minima of tokens 2 c and the next, and of those 8 behind
+      if (int(g) < params.groups_v && seen(t)) {  // tokens 2 c and the next, and those 8 behind
         uint32_t const from = token_scales + (params.groups_v + g) * (kTileN * 2) + t * 32;
         a[0] = KeyBlock::load_4_bytes(from);
         a[2] = KeyBlock::load_4_bytes(from + 16);
@@ -148,6 +155,8 @@ struct DecodeInt4 : DecodeDirect<Traits> {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) multiply_16x8x16<kMmaType>(state.format.v_min_sum[i], a, p[t][i][0], p[t][i][1]);
     }
+
+    // O^T += V^T.P^T, with probabilities that are multiplied by the scales of each group of channels.
 #pragma unroll
     for (int j = 0; j < KeyBlock::kPairs; ++j) {
       uint32_t from[2];  // scales of each vector, 32 elements of head_dim that are in one group

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/decode/traits.cuh"
+#include "common/float16.cuh"
 #include "common/mma_sm80.cuh"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
@@ -34,7 +35,7 @@ struct DecodeKeyBlock : Traits {
     return swizzled + 2 * j / kVectors * (kTileN * kSwizzle) + t * (16 * kSwizzle);
   }
 
-  static CUTLASS_DEVICE uint32_t pack(float low, float high) { return round_pair<kMmaType>(low, high); }
+  static CUTLASS_DEVICE uint32_t pack(float low, float high) { return Float16<kMmaType>::pack(low, high); }
   static CUTLASS_DEVICE uint4 load_16_bytes(uint32_t address) {
     uint4 x;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address));
@@ -73,23 +74,54 @@ struct DecodeKeyBlock : Traits {
   }
   /// S^T += K.Q^T of 16 tokens and one pair of vectors, x.
   template <int kProduct, int kRowTiles>
-  static CUTLASS_DEVICE void multiply_keys(float (&s)[kRowTiles][4], uint32_t const (&x)[4],
-                                           uint32_t const (&b)[Codes::kPerPair][kRowTiles][2]) {
+  static CUTLASS_DEVICE void multiply_pair_of_keys(float (&s)[kRowTiles][4], uint32_t const (&x)[4],
+                                                   uint32_t const (&b)[Codes::kPerPair][kRowTiles][2]) {
     uint32_t a[4];
     Codes::template keys<kProduct>(x, a);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) multiply_16x8x16<kMmaType>(s[i], a, b[kProduct][i][0], b[kProduct][i][1]);
-    if constexpr (kProduct + 1 < Codes::kPerPair) multiply_keys<kProduct + 1>(s, x, b);
+    if constexpr (kProduct + 1 < Codes::kPerPair) multiply_pair_of_keys<kProduct + 1>(s, x, b);
   }
   /// O^T += V^T.P^T of 16 tokens and one pair of vectors, x.
   template <int kTile, int kRowTiles>
-  static CUTLASS_DEVICE void multiply_values(float (&output)[kSteps][kRowTiles][4], int first_tile, uint32_t const (&x)[4],
-                                             uint32_t const (&p)[kRowTiles][2]) {
+  static CUTLASS_DEVICE void multiply_pair_of_values(float (&output)[kSteps][kRowTiles][4], int first_tile, uint32_t const (&x)[4],
+                                                     uint32_t const (&p)[kRowTiles][2]) {
     uint32_t a[4];
     Codes::template values<kTile>(x, a);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) multiply_16x8x16<kMmaType>(output[first_tile + kTile][i], a, p[i][0], p[i][1]);
-    if constexpr (kTile + 1 < Codes::kPerPair) multiply_values<kTile + 1>(output, first_tile, x, p);
+    if constexpr (kTile + 1 < Codes::kPerPair) multiply_pair_of_values<kTile + 1>(output, first_tile, x, p);
+  }
+
+  /// S^T += K.Q^T of a warp's keys, for formats whose queries are the same for all tokens.
+  template <int kRowTiles>
+  static CUTLASS_DEVICE void multiply_keys(Params const& params, Fragments const& at, Queries const& queries,
+                                           float (&s)[kTokenTiles][kRowTiles][4], int lane) {
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      uint32_t b[Codes::kPerPair][kRowTiles][2];
+      load_queries(queries, j, lane, b);
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+        uint32_t x[4];
+        load_matrices(move_address(params, at.keys, t, j), x);
+        multiply_pair_of_keys<0>(s[t], x, b);
+      }
+    }
+  }
+  /// O^T += V^T.P^T of a warp's keys, for formats whose probabilities are the same for all channels.
+  template <int kRowTiles>
+  static CUTLASS_DEVICE void multiply_values(Params const& params, Fragments const& at, uint32_t const (&p)[kTokenTiles][kRowTiles][2],
+                                             float (&output)[kSteps][kRowTiles][4]) {
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+        uint32_t x[4];
+        load_matrices_transposed(move_address(params, at.values, t, j), x);
+        multiply_pair_of_values<0>(output, j * Codes::kPerPair, x, p[t]);
+      }
+    }
   }
 
   /// Sets values of tokens outside of [begin, end) to zero: their probabilities are zero, but 0 * NaN is NaN. Called by the warp.

@@ -7,6 +7,7 @@
 #include "attention/decode/residual.cuh"
 #include "attention/decode/softmax.cuh"
 #include "attention/shared/mask.h"
+#include "common/opaque.cuh"
 #include "cutlass/cutlass.h"
 
 namespace minfer::attention {
@@ -24,25 +25,6 @@ struct DecodeMainloop : Traits {
   using State = typename Softmax::template State<kRowTiles>;
   template <int kRowTiles>
   using Scores = typename Softmax::template Scores<kRowTiles>;
-
-  /// Computes kWarpKeys keys of a block, from number `first` of it on, which is key `key` of the sequence.
-  template <bool kMasked, int kRowTiles>
-  static CUTLASS_DEVICE void compute_keys(Params const& params, KeyBlockAddress const& block, Queries const& queries,
-                                          State<kRowTiles>& state, Scores<kRowTiles> const& scores, int first, int key, int lane) {
-    if constexpr (!k16Bit || kRowTiles == 2 || kHeadDim > 128 || !kAsyncLoads)
-      asm volatile("" : "+r"(lane));  // addresses are computed anew for each block: kept, they would be spilled
-    typename KeyBlock::Fragments const at(params, block, first, uint32_t(lane));
-    float s[kTokenTiles][kRowTiles][4] = {};
-    Format::multiply_keys(params, at, queries, s, first, lane);
-    typename Format::template TokenScales<kTokenTiles> token_scales;
-    Format::template load_token_scales<kMasked>(token_scales, at, scores, first, key, uint32_t(lane));
-    Softmax::template step<kMasked>(params, s, state, scores, token_scales, key, lane);
-    Format::scale_probabilities(s, token_scales);
-    uint32_t p[kTokenTiles][kRowTiles][2];
-    Softmax::transpose(s, p);
-    if constexpr (kMasked) Format::clear_unseen(params, block, scores, first, key, lane);
-    Format::template multiply_values<kMasked>(params, at, state, p, scores, first, key, uint32_t(lane));
-  }
 
   /// Warps that share a key block by taking kWarpKeys keys of it each. Without TMA, a warp has its own key blocks.
   static constexpr int kSharedBy = kAsyncLoads ? kWarpsOfBlock : 1;
@@ -75,9 +57,9 @@ struct DecodeMainloop : Traits {
       for (int first = begin; first < begin + kTileN / kSharedBy; first += kWarpKeys) {
         int const key = block * kTileN + first;
         if (key >= full_begin && key + kWarpKeys <= full_end) {
-          compute_keys<false>(params, at, queries, state, scores, first, key, lane);
+          Format::template compute_keys<Softmax, false, kRowTiles>(params, at, queries, state, scores, first, key, lane);
         } else if (key < keys_in_codes && key + kWarpKeys > scores.first_key) {  // scales of other keys may hold anything
-          compute_keys<true>(params, at, queries, state, scores, first, key, lane);
+          Format::template compute_keys<Softmax, true, kRowTiles>(params, at, queries, state, scores, first, key, lane);
         }
       }
       release(block);

@@ -5,7 +5,9 @@
 
 #include "attention/decode/mainloop.cuh"
 #include "attention/shared/launch.h"
-#include "attention/shared/packet.cuh"
+#include "common/named_barrier.cuh"
+#include "common/opaque.cuh"
+#include "common/packet.cuh"
 
 namespace minfer::attention {
 
@@ -24,7 +26,7 @@ struct DecodeMerge : Traits {
     uint64_t stamp;  // the tag of the packets of this CTA's partial
   };
 
-  static CUTLASS_DEVICE void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
+  static CUTLASS_DEVICE void sync_consumers() { NamedBarrier<kConsumerThreads>{1}.sync(); }
 
   /// Merges the warps' partials of a work item, and leaves the result in its partial slot or, as the owner, stores the output.
   template <int kRowTiles>
@@ -52,7 +54,8 @@ struct DecodeMerge : Traits {
         for (int tile = 0; tile < kMergedDim / 16; ++tile) {
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
-            storage.output[warp][2 * c + x % 2][Codes::row_of(tile, g, x / 2)] = state.output[pass * (kMergedDim / 16) + tile][i][x] * scale;
+            storage.output[warp][2 * c + x % 2][Codes::row_of(tile, g, x / 2)] =
+                state.output[pass * (kMergedDim / 16) + tile][i][x] * scale;
           }
         }
         sync_consumers();
@@ -60,7 +63,8 @@ struct DecodeMerge : Traits {
         int const rows = min(work.rows - 8 * i, 8);
 #pragma unroll 1
         for (uint32_t n = uint32_t(warp); int(n) < rows * kSegments; n += kWarps) {
-          finish_segment(params, storage, work, 8 * i + int(n / kSegments), int(n % kSegments), pass * kSegments + int(n % kSegments), lane);
+          finish_segment(params, storage, work, 8 * i + int(n / kSegments), int(n % kSegments), pass * kSegments + int(n % kSegments),
+                         lane);
         }
       }
     }
@@ -90,7 +94,7 @@ struct DecodeMerge : Traits {
 
   /// Merges the warps' partials of segment `segment` of a row, which is number `in_room` of those in shared memory.
   static CUTLASS_DEVICE void finish_segment(Params const& params, Storage const& storage, DecodeWorkItem const& work, int row, int in_room,
-                                          int segment, int lane) {
+                                            int segment, int lane) {
     if (64 * segment >= params.head_dim_v) return;
     Partial partial{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
 #pragma unroll
@@ -107,8 +111,8 @@ struct DecodeMerge : Traits {
     }
     if (work.partials == 0) {
       Packet* const to = segment_in_slot(params, work.partial_slot, row, segment);
-      send(to + 2 + lane, numbers_of(partial.output.x, partial.output.y), storage.stamp);
-      if (lane < 2) send(to + lane, lane == 0 ? numbers_of(partial.max, partial.sum) : storage.stamp, params.nonce);
+      store_packet(to + 2 + lane, numbers_of(partial.output.x, partial.output.y), storage.stamp);
+      if (lane < 2) store_packet(to + lane, lane == 0 ? numbers_of(partial.max, partial.sum) : storage.stamp, params.nonce);
       return;
     }
     if (__builtin_expect(work.partials > 1, false)) partial = merge_partials(params, work, partial, row, segment, lane);
@@ -121,8 +125,10 @@ struct DecodeMerge : Traits {
   }
 
   /// Merges all partials of a segment of an output row in the order of the splits; `owners` is the one that this CTA has computed itself.
-  static CUTLASS_DEVICE Partial merge_partials(Params const& params, DecodeWorkItem const& work, Partial const& owners, int row, int segment, int lane) {
-    constexpr int kAtOnce = Traits::kAsyncLoads ? 8 : 4;  // 16 are slower (H200: more instructions to fetch); the portable kernel has no registers for 8
+  static CUTLASS_DEVICE Partial merge_partials(Params const& params, DecodeWorkItem const& work, Partial const& owners, int row,
+                                               int segment, int lane) {
+    constexpr int kAtOnce =
+        Traits::kAsyncLoads ? 8 : 4;  // 16 are slower (H200: more instructions to fetch); the portable kernel has no registers for 8
     int64_t const next = int64_t(params.by_lockstep.divisor) * (8 * params.row_tiles) * (kHeadDim / 64) * kPacketsOfPartial;
     Packet* const first = segment_in_slot(params, work.partial_slot, row, segment);
     Partial total{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
@@ -142,25 +148,27 @@ struct DecodeMerge : Traits {
           Packet const* from = first + (begin + group) * next + 2 + lane;
 #pragma unroll
           for (int k = 0; k < kAtOnce; ++k, from += next) {
-            asm volatile("" : "+l"(from));  // one address at a time: all of them would take as many registers as the outputs
-            peek(of_partials >> (group + k) & 1, outputs[k], from);
+            make_opaque(from);  // one address at a time: all of them would take as many registers as the outputs
+            poll_packet(of_partials >> (group + k) & 1, outputs[k], from);
           }
         };
         if (group == 0) {
           do {  // poll only what has not arrived: reading all of it again would delay the arrival
             bool const is_missing = missing >> lane & 1;
-            peek(is_missing, state, lane_packets);
-            peek(is_missing, stamp, lane_packets + 1);
+            poll_packet(is_missing, state, lane_packets);
+            poll_packet(is_missing, stamp, lane_packets + 1);
             poll_outputs(missing);  // stored before its state and polled after it: if the state is there, so is mostly the output
             missing = all & __ballot_sync(0xffffffffu, state.tag != params.nonce || stamp.tag != params.nonce);
           } while (missing != 0);
-          if (wanted) forget(lane_packets), forget(lane_packets + 1);
-          float2 const partial_state = is_owners ? make_float2(owners.max, owners.sum) : wanted ? state.get() : make_float2(-INFINITY, 0.0f);
+          if (wanted) clear_tag(lane_packets), clear_tag(lane_packets + 1);
+          float2 const partial_state = is_owners ? make_float2(owners.max, owners.sum)
+                                       : wanted  ? state.get()
+                                                 : make_float2(-INFINITY, 0.0f);
           float const max = fmaxf(total.max, warp_max(partial_state.x));
           float const base = max == -INFINITY ? 0.0f : max, keep = exp2_fast(total.max - base);
           weight = exp2_fast(partial_state.x - base);
-          total =
-              Partial{max, fmaf(total.sum, keep, warp_sum(partial_state.y * weight)), make_float2(total.output.x * keep, total.output.y * keep)};
+          total = Partial{max, fmaf(total.sum, keep, warp_sum(partial_state.y * weight)),
+                          make_float2(total.output.x * keep, total.output.y * keep)};
         }
         uint64_t const group_tags = warp_xor(wanted && lane >= group && lane < group + kAtOnce ? stamp.numbers : 0);
         auto const found = [&] {

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "attention/shared/packet.cuh"
 #include "attention/shared/sequences.cuh"
+#include "common/packet.cuh"
 #include "cutlass/fast_math.h"
 
 namespace minfer::attention {
@@ -41,14 +41,15 @@ struct DecodeParams : Sequences, PageTable {
   int32_t scale_stride;
   int32_t group_tokens, token_groups_of_page, groups_v;  // int4: tokens that share a scale of K; scales of a token of V
   uint32_t v_group_of_vector;                            // int4: four bits for each 32 elements of head_dim_v, see group_v_of
-  void const *k_residual, *v_residual;  // int4: [batch, group_tokens, heads_kv, head_dim(_v)] of q's type, tokens of no complete token group
+  void const *k_residual,
+      *v_residual;  // int4: [batch, group_tokens, heads_kv, head_dim(_v)] of q's type, tokens of no complete token group
   // Distribution of the work: tile_scheduler.cuh.
   cutlass::FastDivmod by_heads_per_kv, by_ranges, by_lockstep;  // there are ranges * lockstep CTAs; lockstep divides heads_kv
   int32_t num_splits;                                           // of an output tile's keys, or 0: as many as fill the CTAs
   int32_t min_key_blocks;                                       // of a CTA, with num_splits 0
-  int32_t max_steps;                                            // upper limit of the steps; with num_splits, what there are partial slots for
-  Packet* partial_slots;                                        // [slots, 8 * row_tiles, kHeadDim / 64, kPacketsOfPartial]
-  uint64_t nonce;                                               // no other launch's: packet.cuh
+  int32_t max_steps;      // upper limit of the steps; with num_splits, what there are partial slots for
+  Packet* partial_slots;  // [slots, 8 * row_tiles, kHeadDim / 64, kPacketsOfPartial]
+  uint64_t nonce;         // no other launch's: packet.cuh
 
   /// int4: the group of V that holds elements 32 * vector to 32 * vector + 31 of head_dim; the last group behind head_dim_v.
   CUTLASS_HOST_DEVICE uint32_t group_v_of(int vector) const { return v_group_of_vector >> 4 * vector & 15; }

@@ -16,7 +16,7 @@ struct DecodeQueries : Traits {
   /// `issued` is called once the first loads are issued. warp: the number of this warp among the `warps` that call.
   template <class Issued>
   static CUTLASS_DEVICE void load(Params const& params, DecodeWorkItem const& work, Queries& queries, int lane, Issued const& issued,
-                                   int warp = 0, int warps = 1) {
+                                  int warp = 0, int warps = 1) {
     constexpr int kPerLane = kHeadDim / 32, kAtOnce = kHeadDim <= 128 ? 4 : 2;  // elements of a row in a lane; rows at a time
     using Vector = cute::conditional_t<kPerLane == 8, uint4, cute::conditional_t<kPerLane == 4, uint2, uint32_t>>;
     static_assert(sizeof(Vector) == kHeadDim / 16, "the alignment that callers guarantee");
@@ -31,8 +31,8 @@ struct DecodeQueries : Traits {
           int query, head;
           params.by_heads_per_kv(query, head, work.row + first + r);
           head += work.kv_head * params.heads_per_kv;
-          loads[r] =
-              load_operand(reinterpret_cast<Vector const*>(q + (work.row_q + query) * params.q_row + head * params.q_head + lane * kPerLane));
+          loads[r] = load_operand(
+              reinterpret_cast<Vector const*>(q + (work.row_q + query) * params.q_row + head * params.q_head + lane * kPerLane));
         }
       }
       if (first == 0) issued();
@@ -53,8 +53,8 @@ struct DecodeQueries : Traits {
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
           auto const operand = Codes::operand_of(lane * kPerLane + i);
-          auto* const to =
-              reinterpret_cast<uint16_t*>(&queries.of[first / 8][operand.step][4 * (first % 8 + r) + operand.c]) + 2 * operand.word + operand.half;
+          auto* const to = reinterpret_cast<uint16_t*>(&queries.of[first / 8][operand.step][4 * (first % 8 + r) + operand.c]) +
+                           2 * operand.word + operand.half;
           if constexpr (k16Bit) {
             *to = reinterpret_cast<uint16_t const&>(elements[i]);
           } else {

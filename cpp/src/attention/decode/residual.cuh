@@ -19,8 +19,8 @@ struct DecodeResidual : Traits {
   template <int kRowTiles>
   using Scores = typename Softmax::template Scores<kRowTiles>;
 
-  static constexpr int kVectors = 16 * kMergedDim / 8 / 32;               // vectors of 16 bytes that a lane loads
-  static constexpr int kAtOnce = kHeadDim <= 128 ? kVectors / 2 : 2;      // loads under way at a time
+  static constexpr int kVectors = 16 * kMergedDim / 8 / 32;           // vectors of 16 bytes that a lane loads
+  static constexpr int kAtOnce = kHeadDim <= 128 ? kVectors / 2 : 2;  // loads under way at a time
 
   /// The address of a vector of a token in the warp's shared memory.
   static CUTLASS_DEVICE uint32_t address_of(uint32_t room, int token, int vector) {
@@ -65,7 +65,7 @@ struct DecodeResidual : Traits {
   template <int kRowTiles>
   static CUTLASS_DEVICE void compute(Params const& params, uint32_t room, DecodeWorkItem const& work, Queries const& queries,
                                      State<kRowTiles>& state, Scores<kRowTiles> const& scores, int first, int keys_in_codes, int lane) {
-    asm volatile("" : "+r"(lane));  // as in DecodeMainloop::compute_keys
+    make_opaque(lane);  // as in DecodeMainloop::compute_keys
     int const begin = scores.first_key - keys_in_codes - first, end = work.seqlen_k - keys_in_codes - first;  // tokens that are seen
     float s[1][kRowTiles][4] = {};
 #pragma unroll

@@ -30,8 +30,8 @@ struct DecodeScales : Traits {
   /// Begins the copies for a block's keys or values, by the whole warp; `to` has kScaleBytes. Nothing is written for channels and groups that the
   /// cache does not have. kAll: all pages are in the cache; otherwise the scales of pages that are not are zeros.
   template <int kWhich, bool kAll>
-  static CUTLASS_DEVICE void load(DecodeParams const& params, uint32_t to, int kv_head, DecodeBoxes<TileScheduler> const& boxes, int first_box,
-                                  int lane) {
+  static CUTLASS_DEVICE void load(DecodeParams const& params, uint32_t to, int kv_head, DecodeBoxes<TileScheduler> const& boxes,
+                                  int first_box, int lane) {
     uint32_t const in_box = uint32_t(params.box_rows) - 1, shift = uint32_t(31 - __clz(params.box_rows));
     auto const source = [&](int token) -> char const* {
       int const box = first_box + (token >> shift), page = boxes.page_of(box), row = boxes.row_of(box) + int(token & in_box);
@@ -50,8 +50,8 @@ struct DecodeScales : Traits {
 
   /// Prefetches the scales of up to `blocks` key blocks from `block` on into L2; each block is one box.
   template <int kWhich>
-  static CUTLASS_DEVICE void prefetch(DecodeParams const& params, int kv_head, DecodeBoxes<TileScheduler> const& boxes, int block, int blocks,
-                                      int lane) {
+  static CUTLASS_DEVICE void prefetch(DecodeParams const& params, int kv_head, DecodeBoxes<TileScheduler> const& boxes, int block,
+                                      int blocks, int lane) {
     constexpr int kLines = kInt8 ? 1 : 8, kAtOnce = 32 / kLines;  // lines of 128 bytes in a key block; key blocks at a time
     int const lane_block = block + lane / kLines, line = lane % kLines;
     int const page = boxes.page_of(lane_block);

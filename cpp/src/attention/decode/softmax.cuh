@@ -8,12 +8,14 @@
 #include "attention/decode/format_int8.cuh"
 #include "attention/shared/mask.h"
 #include "attention/shared/softmax.cuh"
+#include "common/opaque.cuh"
 
 namespace minfer::attention {
 
 template <class Traits>
 struct DecodeSoftmax : Traits {
-  using Format = cute::conditional_t<Traits::kInt4, DecodeInt4<Traits>, cute::conditional_t<Traits::kInt8, DecodeInt8<Traits>, DecodeDirect<Traits>>>;
+  using Format =
+      cute::conditional_t<Traits::kInt4, DecodeInt4<Traits>, cute::conditional_t<Traits::kInt8, DecodeInt8<Traits>, DecodeDirect<Traits>>>;
   using Traits::kSteps;
   using typename Traits::Codes, typename Traits::Params;
 
@@ -52,7 +54,7 @@ struct DecodeSoftmax : Traits {
   /// maxima that grew past the format's threshold, rescaling what was accumulated.
   template <bool kMasked, int kTiles, int kRowTiles>
   static CUTLASS_DEVICE void step(Params const& params, float (&s)[kTiles][kRowTiles][4], State<kRowTiles>& state,
-                                  Scores<kRowTiles> const& scores, typename Format::template TokenScales<kTiles>& token_scales, int key,
+                                  Scores<kRowTiles> const& scores, typename Format::template TokenScales<kTiles> const& token_scales, int key,
                                   int lane) {
     bool grown = Format::exceeds_reference(state, token_scales);
 #pragma unroll
@@ -68,7 +70,6 @@ struct DecodeSoftmax : Traits {
       grown = grown || max[0] > state.row_max[i][0] + Format::kRescaleThreshold || max[1] > state.row_max[i][1] + Format::kRescaleThreshold;
     }
     if (__any_sync(0xffffffffu, grown)) rescale(s, state, token_scales);  // seldom after the first blocks
-    Format::after_rescale(state, token_scales);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -119,7 +120,7 @@ struct DecodeSoftmax : Traits {
   static CUTLASS_DEVICE void mask(Params const& params, float (&s)[kTiles][kRowTiles][4], Scores<kRowTiles> const& scores, int key,
                                   int lane, int i) {
     int column = 8 * i + 2 * (lane % 4);
-    asm volatile("" : "+r"(column));  // bounds of the columns, kept for all key blocks, would be spilled
+    make_opaque(column);  // bounds of the columns, kept for all key blocks, would be spilled
     int const left = params.window_left, right = params.window_right;
     int const aligned[2] = {params.by_heads_per_kv.div(scores.first_row + column) + scores.shift,
                             params.by_heads_per_kv.div(scores.first_row + column + 1) + scores.shift};

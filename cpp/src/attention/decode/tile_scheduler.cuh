@@ -102,7 +102,7 @@ class DecodeTileScheduler {
     work.batch = -1;
     if (next <= begin) return work;
     int32_t const last = next - 1;
-    int32_t in_sequence;   // the number of step `last` among those of its sequence
+    int32_t in_sequence;  // the number of step `last` among those of its sequence
     if (p.batch <= 32) {  // its sequence is the last one that has steps and begins at `last` or before
       int const lane = int(threadIdx.x) % 32;
       work.batch = 31 - __clz(__ballot_sync(0xffffffffu, lane < p.batch && steps > 0 && first <= last));
@@ -180,9 +180,7 @@ class DecodeTileScheduler {
     return rest >= b ? quotient + 1 : quotient;
   }
   /// Output tiles of a sequence and head.
-  static __device__ int row_tiles_of(DecodeParams const& p, int rows) {
-    return (rows + 8 * p.row_tiles - 1) >> (p.row_tiles == 1 ? 3 : 4);
-  }
+  static __device__ int row_tiles_of(DecodeParams const& p, int rows) { return (rows + 8 * p.row_tiles - 1) >> (p.row_tiles == 1 ? 3 : 4); }
   /// The first key block that holds a key of codes that a query sees; where there is none, the residual's first.
   static __device__ int first_block_of(DecodeParams const& p, int queries, int keys) {
     int const begin = Mask(queries, keys, p.window_left, p.window_right).begin(0);

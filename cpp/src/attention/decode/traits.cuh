@@ -37,8 +37,8 @@ struct DecodeTraits {
   // Scales of a key block. int8: a float of K for each token, then of V. int4: for each token group scales and minima of K's channels, then for
   // each token a scale and a minimum of each group of V.
   static constexpr int kMaxGroupsV = kHeadDim / 32;
-  static constexpr int kGroupBytes = 2 * kHeadDim * 2,             // int4: of a token group
-      kMaxGroups = kTileN < 32 ? 1 : kTileN / 32;                  // int4: token groups in a key block
+  static constexpr int kGroupBytes = 2 * kHeadDim * 2,  // int4: of a token group
+      kMaxGroups = kTileN < 32 ? 1 : kTileN / 32;       // int4: token groups in a key block
   static constexpr int kScaleBytes = kInt8 ? 2 * kTileN * 4 : kInt4 ? kMaxGroups * kGroupBytes + 2 * kMaxGroupsV * kTileN * 2 : 16;
   static constexpr bool kScales = kInt8 || kInt4;
   static constexpr int kMergedDim = kHeadDim < kMaxMerged ? kHeadDim : kMaxMerged, kMergePasses = kHeadDim / kMergedDim;

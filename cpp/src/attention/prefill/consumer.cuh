@@ -14,7 +14,8 @@ struct PrefillConsumer : Traits {
   using Mainloop = PrefillMainloop<Traits>;
   using Epilogue = PrefillEpilogue<Traits>;
   using BlockKind = typename Mainloop::BlockKind;
-  using Traits::blocks_of, Traits::kConsumers, Traits::kConverts, Traits::kTileN, Traits::queries_of, Traits::query_phase, Traits::query_stage;
+  using Traits::blocks_of, Traits::kConsumers, Traits::kConverts, Traits::kTileN, Traits::queries_of, Traits::query_phase,
+      Traits::query_stage;
   using Traits::read_tile, Traits::release;
   using typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params, typename Traits::Queries;
   using typename Traits::SharedStorage;

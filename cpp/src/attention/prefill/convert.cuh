@@ -22,6 +22,8 @@
 #include "attention/prefill/params.h"
 #include "attention/shared/kv_dequant.cuh"
 #include "attention/shared/launch.h"
+#include "common/float16.cuh"
+#include "common/opaque.cuh"
 #include "cutlass/cutlass.h"
 #include "minfer/types.h"
 
@@ -184,16 +186,8 @@ struct BlockConverter {
 
   // ---- conversion -------------------------------------------------------------------------------------------------------------------
 
-  static CUTLASS_DEVICE uint32_t pack(float low, float high) {
-    uint32_t packed;
-    if constexpr (kType == DataType::kF16) {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    } else {
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    }
-    return packed;
-  }
-  static CUTLASS_DEVICE float2 to_floats(uint32_t pair) { return __half22float2(reinterpret_cast<__half2 const&>(pair)); }
+  static CUTLASS_DEVICE uint32_t pack(float low, float high) { return Float16<kType>::pack(low, high); }
+  static CUTLASS_DEVICE float2 to_floats(uint32_t pair) { return Float16<DataType::kF16>::unpack(pair); }
   static CUTLASS_DEVICE void store_16_bytes(uint32_t to, uint4 const& x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
   }
@@ -346,7 +340,7 @@ struct BlockConverter {
     QuantizedRows const& from = side<kKeys>();
     auto const* const base = static_cast<char const*>(from.residual);
     int own = lane;
-    asm volatile("" : "+r"(own));  // what is worked out of it stays here: it would cost registers in every block
+    make_opaque(own);  // what is worked out of it stays here: it would cost registers in every block
 #pragma unroll 2
     for (int i = own; i < kRows * kRowUnits; i += 32) {
       int const r = i / kRowUnits, unit = i % kRowUnits, key = first + r;

@@ -5,6 +5,8 @@
 
 #include "attention/prefill/convert.cuh"
 #include "attention/prefill/traits.cuh"
+#include "common/named_barrier.cuh"
+#include "common/opaque.cuh"
 #include "cute/arch/copy_sm90_desc.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/tensor.hpp"
@@ -21,7 +23,8 @@ struct PrefillEpilogue : Traits {
   template <class Softmax, class Output>
   static CUTLASS_DEVICE void store(Params const& params, SharedStorage& storage, QueryTile const& tile, Softmax& softmax, Output& output,
                                    int consumer, int thread) {
-    asm volatile("" : "+r"(thread), "+r"(consumer));  // addresses computed before the mainloop would be spilled
+    make_opaque(thread);
+    make_opaque(consumer);  // addresses computed before the mainloop would be spilled
     int const lane = thread % 32, row = consumer * 64 + thread / 32 * 16 + lane / 4;  // of the tile; the thread's other row is 8 below
     Queries const queries = queries_of(params, tile, consumer);
     if (queries.first > queries.last) return;
@@ -92,10 +95,11 @@ struct PrefillEpilogue : Traits {
   static CUTLASS_DEVICE void store_by_tma(Params const& params, SharedStorage& storage, QueryTile const& tile, Rounded const& rounded,
                                           int first_query, int batch, int consumer, int thread) {
     if constexpr (kOwnOutput) {
-      int const lane = thread % 32, barrier = kWarpgroupBarrier + consumer;
+      NamedBarrier<128> const warpgroup_barrier{kWarpgroupBarrier + consumer};
+      int const lane = thread % 32;
       Element* const staged = storage.output.of + consumer * 64 * 64;
       if (thread == 0) cute::tma_store_wait<0>();  // TMA has read the tile before this one
-      asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+      warpgroup_barrier.sync();
       // stmatrix stores four matrices of 8 rows x 8 columns: lane l gives the address of row l % 8 of matrix l / 8. Matrices 0 and 1 are the upper
       // and lower half of the warp's 16 rows, matrices 2 and 3 the same of the next eight columns.
       int const at_row = thread / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
@@ -108,7 +112,7 @@ struct PrefillEpilogue : Traits {
                      : "memory");
       }
       cutlass::arch::fence_view_async_shared();
-      asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+      warpgroup_barrier.sync();
       if (thread != 0) return;
 #pragma unroll
       for (int column = 0; column < kHeadDimV / 64; ++column) {

@@ -13,6 +13,8 @@
 #include "attention/prefill/convert.cuh"
 #include "attention/prefill/mma.cuh"
 #include "attention/shared/softmax.cuh"
+#include "common/named_barrier.cuh"
+#include "common/opaque.cuh"
 #include "cutlass/numeric_conversion.h"
 
 namespace minfer::attention {
@@ -23,9 +25,9 @@ struct PrefillMainloop : PrefillMma<Traits> {
   using Traits::blocks_of, Traits::kConsumers, Traits::kConsumersBarrier, Traits::kConverts, Traits::kHeadDim, Traits::kHeadDimV;
   using Traits::kOrderBarrier, Traits::kOutputs, Traits::kPingpong, Traits::kScores, Traits::kTileN, Traits::kv_head_of;
   using Traits::mask_of, Traits::over_packed_heads, Traits::query_stage, Traits::queries_of, Traits::release;
+  using typename Mma::MmaOutput, typename Mma::MmaScores, typename Mma::Output, typename Mma::Probabilities, typename Mma::Scores;
   using typename Traits::Element, typename Traits::FullBarrier, typename Traits::Params, typename Traits::Queries;
   using typename Traits::Ring, typename Traits::SharedStorage;
-  using typename Mma::MmaOutput, typename Mma::MmaScores, typename Mma::Output, typename Mma::Probabilities, typename Mma::Scores;
   using Softmax = OnlineSoftmax<kScores>;
   using QueryFragments = decltype(MmaScores{}.get_slice(0).partition_fragment_A(Mma::shared_queries(nullptr)));
   using KeyFragments = decltype(MmaScores{}.get_slice(0).partition_fragment_B(Mma::shared_keys(nullptr)));
@@ -94,10 +96,10 @@ struct PrefillMainloop : PrefillMma<Traits> {
     }
   }
   CUTLASS_DEVICE void wait_for_turn() const {
-    if constexpr (kPingpong) asm volatile("bar.sync %0, 256;" ::"r"(kOrderBarrier + consumer) : "memory");
+    if constexpr (kPingpong) NamedBarrier<256>{kOrderBarrier + consumer}.sync();
   }
   CUTLASS_DEVICE void pass_turn() const {
-    if constexpr (kPingpong) asm volatile("bar.arrive %0, 256;" ::"r"(kOrderBarrier + (consumer + 1) % kConsumers) : "memory");
+    if constexpr (kPingpong) NamedBarrier<256>{kOrderBarrier + (consumer + 1) % kConsumers}.arrive();
   }
 
   // ---- values that no query sees --------------------------------------------------------------------------------------------------
@@ -114,16 +116,15 @@ struct PrefillMainloop : PrefillMma<Traits> {
   }
   /// Rows `begin` to `end` - 1 of a block of values become zeros; called by all consumer warpgroups.
   static CUTLASS_DEVICE void clear_values(Element* values, int begin, int end) {
-    int thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // read here: kept over the mainloop, it would be spilled
-    int const vectors = (end - begin) * 8;                // of 64 columns of these rows
+    int const thread = reread_thread_index();
+    int const vectors = (end - begin) * 8;  // of 64 columns of these rows
 #pragma unroll 1
     for (int i = thread - 128; i < vectors * (kHeadDimV / 64); i += kConsumers * 128) {
       int const column = i / vectors, vector = i - column * vectors;
       *reinterpret_cast<uint4*>(values + (column * kTileN + begin) * 64 + vector * 8) = make_uint4(0, 0, 0, 0);
     }
     cutlass::arch::fence_view_async_shared();
-    asm volatile("bar.sync %0, %1;" ::"n"(kConsumersBarrier), "n"(kConsumers * 128) : "memory");
+    NamedBarrier<kConsumers * 128>{kConsumersBarrier}.sync();
   }
 
   // ---- blocks ---------------------------------------------------------------------------------------------------------------------
@@ -182,7 +183,7 @@ struct PrefillMainloop : PrefillMma<Traits> {
     auto rows = tSrQ;
     if constexpr (kConverts) {  // descriptors are computed here: kept for all k blocks, they would cost registers in every key block
       Element* q = Mma::first_query(storage, consumer);
-      asm volatile("" : "+l"(q));
+      make_opaque(q);
       rows = mma_scores.get_slice(thread).partition_fragment_A(Mma::shared_queries(q));
     }
     CUTLASS_PRAGMA_UNROLL

@@ -35,8 +35,8 @@ struct PrefillMma : Traits {
   using MmaOutput = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::Int<kTileN>>,
                                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>()));
-  using Scores = decltype(cute::partition_fragment_C(MmaScores{}, ScoresShape{}));   // (MMA,MMA_M,MMA_N)
-  using Output = decltype(cute::partition_fragment_C(MmaOutput{}, OutputShape{}));   // (MMA,MMA_M,MMA_N)
+  using Scores = decltype(cute::partition_fragment_C(MmaScores{}, ScoresShape{}));  // (MMA,MMA_M,MMA_N)
+  using Output = decltype(cute::partition_fragment_C(MmaOutput{}, OutputShape{}));  // (MMA,MMA_M,MMA_N)
   using ProbabilitiesLayout = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kTileN / 16>>>;
   using Probabilities = decltype(cute::make_tensor<Element>(ProbabilitiesLayout{}));  // (MMA,MMA_M,MMA_K), the A operand of O += P.V
 

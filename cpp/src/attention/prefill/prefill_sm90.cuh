@@ -146,8 +146,10 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   AttentionPlan const& plan = *arguments.plan;
   int64_t const packed_heads = plan.packed_heads, out_row = p.heads_q * p.head_dim_v;
   typename Kernel::Params params{};
-  Status status = describe_queries(&params.q, o.q, p, packed_heads, p.head_dim, o.q_strides[0], o.q_strides[1], o.q_strides[2], Config::kTileM);
-  if (status.ok()) status = describe_queries(&params.o, o.out, p, packed_heads, p.head_dim_v, p.seqlen_q * out_row, out_row, p.head_dim_v, 64);
+  Status status =
+      describe_queries(&params.q, o.q, p, packed_heads, p.head_dim, o.q_strides[0], o.q_strides[1], o.q_strides[2], Config::kTileM);
+  if (status.ok())
+    status = describe_queries(&params.o, o.out, p, packed_heads, p.head_dim_v, p.seqlen_q * out_row, out_row, p.head_dim_v, 64);
   if (!status.ok()) return status;
   if constexpr (Config::kConverts) {
     describe_codes(&params, p, o);

@@ -95,8 +95,7 @@ struct PrefillProducer : Traits {
   // ---- keys and values by TMA: one warp -------------------------------------------------------------------------------------------
 
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
-    Ring keys, values;
-    keys.phase = values.phase = 1;  // a fresh barrier counts as having passed the phase before, so every stage starts empty
+    Ring keys = Ring::of_producer(), values = Ring::of_producer();
     int const tiles = TileScheduler::count(storage.tiles, params);
     int t = int(blockIdx.x);
     auto const sees_keys = [&](KeyBlocks<kTileN> const& blocks) { return blocks.begin < blocks.end; };

@@ -5,6 +5,7 @@
 #include "attention/prefill/params.h"
 #include "attention/prefill/tile_scheduler.cuh"
 #include "attention/shared/mask.h"
+#include "common/ring.cuh"
 #include "cute/container/tuple.hpp"
 #include "cute/util/type_traits.hpp"
 #include "cutlass/arch/barrier.h"
@@ -60,16 +61,7 @@ struct PrefillTraits {
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
 
-  struct Ring {
-    int index = 0;
-    uint32_t phase = 0;
-    __device__ void advance() {
-      if (++index == kStages) {
-        index = 0;
-        phase ^= 1;
-      }
-    }
-  };
+  using Ring = minfer::Ring<kStages>;
   /// The stage of the queries of the CTA's tile number `iteration`, and its phase. The published tiles have two stages likewise.
   static __device__ int query_stage(int iteration) { return iteration % kQueryStages; }
   static __device__ uint32_t query_phase(int iteration) { return iteration / kQueryStages % 2; }

@@ -10,9 +10,9 @@
 namespace minfer::attention {
 
 struct PagedRows {
-  char const* base;                // [pages, page_size, heads, head_dim]
+  char const* base;                             // [pages, page_size, heads, head_dim]
   int64_t page_bytes, token_bytes, head_bytes;  // strides of the first three modes
-  int32_t row_bytes;               // bytes of one row
+  int32_t row_bytes;                            // bytes of one row
 
   /// strides: of pages, tokens and heads, in elements of the tensor; two codes of int4 are one element.
   static PagedRows of(void const* base, int64_t const (&strides)[3], int64_t head_dim, int bits) {

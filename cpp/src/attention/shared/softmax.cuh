@@ -110,8 +110,7 @@ struct OnlineSoftmax {
   }
 
   template <class Scores>
-  __device__ bool step_polynomial(Scores& scores, float (&rescale)[2], float (&block_max)[2], Softcap const& cap,
-                                  bool& min_is_negligible) {
+  __device__ bool step_polynomial(Scores& scores, float (&rescale)[2], float (&block_max)[2], Softcap const& cap, bool& min_is_negligible) {
     float offset[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
