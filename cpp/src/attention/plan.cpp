@@ -1,4 +1,5 @@
-// plan_attention: the kernel asked for by name, else the legal kernel of which the analytic model predicts the shortest time. run_attention.
+// plan_attention: the kernel asked for by name, else the legal kernel of which the analytic model predicts the shortest time.
+// run_attention.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -18,12 +19,12 @@ namespace {
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr size_t kCounterBytes = 256;
-// Packed query rows of a KV head up to which the split-KV kernel is no slower than prefill (H200, 16 rows, 64 sequences of 2048 keys: 136 us, prefill
-// 140).
+// Packed query rows of a KV head up to which the split-KV kernel is no slower than prefill (H200, 16 rows, 64 sequences of 2048 keys: 136
+// us, prefill 140).
 constexpr int64_t kDecodeRows = 32;
 constexpr int64_t kMinKeys = 128;  // of a split-KV CTA
-// The fraction of a device's memory that num_splits may ask for: each split of each output tile has a partial slot, and many splits of many queries
-// would take hundreds of GiB.
+// The fraction of a device's memory that num_splits may ask for: each split of each output tile has a partial slot, and many splits of many
+// queries would take hundreds of GiB.
 constexpr double kMaxMemoryFraction = 0.25;
 
 bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
@@ -36,10 +37,10 @@ int64_t rows_of(AttentionProblem const& p) { return p.heads_kv > 0 ? p.seqlen_q 
 
 constexpr double kStartUs = 4.0;
 
-/// The time of a tile of queries: fixed_us for its first and last products and its output, plus a multiple of the time that its products would take
-/// at the tensor cores' rate: `all` times that of all its warpgroups, and `longest` times that of the warpgroup with most keys, since under a causal
-/// mask others have fewer. Fitted to 20 times (H200, head_dim 128, causal and full, 256 to 1024 queries, 1 and 4 heads per KV head; error 2 %, at
-/// most 6 %).
+/// The time of a tile of queries: fixed_us for its first and last products and its output, plus a multiple of the time that its products
+/// would take at the tensor cores' rate: `all` times that of all its warpgroups, and `longest` times that of the warpgroup with most keys,
+/// since under a causal mask others have fewer. Fitted to 20 times (H200, head_dim 128, causal and full, 256 to 1024 queries, 1 and 4 heads
+/// per KV head; error 2 %, at most 6 %).
 struct TileCost {
   double fixed_us, all, longest;
 };
@@ -55,8 +56,8 @@ int64_t workers_of(KernelInfo const& kernel, DeviceProperties const& device) {
   return device.sm_count * std::clamp<int64_t>(fit, 1, kernel.ctas_per_sm);
 }
 
-/// Whether this build holds code of the kernel that the device runs: portable kernels are compiled for all of build_archs() but 90a, and code
-/// for x.y runs on x.z, z >= y.
+/// Whether this build holds code of the kernel that the device runs: portable kernels are compiled for all of build_archs() but 90a, and
+/// code for x.y runs on x.z, z >= y.
 bool has_code(KernelInfo const& kernel, DeviceProperties const& device) {
   if (kernel.launch == nullptr) return false;
   if (kernel.arch_exact) return true;
@@ -101,16 +102,17 @@ double tiles_of(AttentionProblem const& p, int tile_m, int64_t packed_heads) {
   return std::ceil(std::max(queries, 1.0) * double(packed_heads) / tile_m) * double(p.batch) * double(p.heads_q / packed_heads);
 }
 
-/// Keys that the warpgroups of a tile meet, on average, in whole blocks: together, and the one that meets the most.
+/// The keys that the warpgroups of a tile visit, in whole key blocks, as a mean over tiles: of all of them, and of the one that visits
+/// most.
 struct TileKeys {
   double all = 0.0, longest = 0.0;
 };
-TileKeys keys_met(AttentionProblem const& p, KernelInfo const& kernel, int64_t packed_heads) {
-  constexpr int64_t kRows = 64, kSamples = 8;  // tiles that are looked at, evenly spread: this runs at every call
+TileKeys keys_visited(AttentionProblem const& p, KernelInfo const& kernel, int64_t packed_heads) {
+  constexpr int64_t kRows = 64, kSamples = 8;  // only kSamples tiles are evaluated, evenly spread, since this runs at every call
   int64_t const seqlen_q = std::max<int64_t>(p.seqlen_q, 1), shift = p.seqlen_k - p.seqlen_q;
-  int64_t const rows = kernel.arch < 90 ? kernel.tile_m : kRows;  // portable kernels' warps meet the tile's keys
+  int64_t const rows = kernel.arch < 90 ? kernel.tile_m : kRows;  // in portable kernels, every warp visits all keys of the tile
   int64_t const tiles = (seqlen_q * packed_heads + kernel.tile_m - 1) / kernel.tile_m, samples = std::min(tiles, kSamples);
-  TileKeys met;
+  TileKeys visited;
   for (int64_t i = 0; i < samples; ++i) {
     int64_t const tile = (2 * i + 1) * tiles / (2 * samples);
     int64_t longest = 0;
@@ -120,21 +122,21 @@ TileKeys keys_met(AttentionProblem const& p, KernelInfo const& kernel, int64_t p
       int64_t const begin = p.window_left < 0 ? 0 : std::max<int64_t>(first + shift - p.window_left, 0);
       int64_t const blocks = (end + kernel.tile_n - 1) / kernel.tile_n - begin / kernel.tile_n;
       int64_t const keys = std::max<int64_t>(blocks, 0) * kernel.tile_n;
-      met.all += double(keys * (rows / kRows)) / double(samples);
+      visited.all += double(keys * (rows / kRows)) / double(samples);
       longest = std::max(longest, keys);
     }
-    met.longest += double(longest) / double(samples);
+    visited.longest += double(longest) / double(samples);
   }
-  return met;
+  return visited;
 }
 
 double predict_us(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device, int64_t packed_heads) {
   double const tiles = tiles_of(p, kernel.tile_m, packed_heads), sms = double(device.sm_count);
-  TileKeys const keys = keys_met(p, kernel, packed_heads);
+  TileKeys const keys = keys_visited(p, kernel, packed_heads);
   TileCost const cost = cost_of(kernel);
   double const key_us = 2.0 * 64 * double(kernel.tile_k + kernel.head_dim_v) / (device.matrix_rate / sms);
   double const mma_us = key_us * (cost.all * keys.all + cost.longest * keys.longest);
-  // K and V of 128 keys and 128 columns: what a tile takes for them where one warpgroup converts (H200, 8192 and 65536 keys).
+  // The time of a tile for K and V of 128 keys and 128 columns where a warpgroup converts them from codes (H200, 8192 and 65536 keys).
   double const block_us = p.kv_format == WeightFormat::kInt4 ? 3.1 : p.kv_format == WeightFormat::kInt8 ? 2.6 : 2.4;
   double const convert_us = converts(kernel) ? keys.longest * double(p.head_dim + p.head_dim_v) / 32768 * block_us : 0.0;
   double const tile_us = std::max(mma_us, convert_us) + cost.fixed_us;
@@ -152,8 +154,8 @@ int64_t choose_lockstep(AttentionProblem const& p, int64_t ctas) {
   return best;
 }
 
-/// Whether a split-KV launch has more steps (decode/tile_scheduler.cuh) than it can number: those of all output tiles that there may be, with as many
-/// keys as there is room for.
+/// Whether a split-KV launch has more steps (decode/tile_scheduler.cuh) than it can number: those of all output tiles that there may be,
+/// with as many keys as there is room for.
 bool too_many_steps(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
   constexpr double kMaxTiles = double(1 << 20), kMaxSteps = double(1 << 30);
   if (p.heads_kv == 0) return false;
@@ -213,8 +215,8 @@ int64_t choose_packed_heads(KernelInfo const& kernel, AttentionProblem const& p)
   return tiles_of(p, kernel.tile_m, group) < tiles_of(p, kernel.tile_m, 1) ? group : 1;
 }
 
-/// Split-KV is bound by the bytes of keys and values, read from memory and again from L2 for every further output tile, or by instructions: it reaches
-/// a sixth of the tensor cores' rate, over int4 a ninth (H200, head_dim 128, 64 rows and more: 95 to 147 TFLOP/s, 79 to 86).
+/// Split-KV is bound by the bytes of keys and values, read from memory and again from L2 for every further output tile, or by instructions:
+/// it reaches a sixth of the tensor cores' rate, over int4 a ninth (H200, head_dim 128, 64 rows and more: 95 to 147 TFLOP/s, 79 to 86).
 double predict_decode_us(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
   constexpr double kLaunchUs = 6.0;
   int64_t const tiles = (rows_of(p) + kernel.tile_m - 1) / kernel.tile_m;
@@ -270,8 +272,8 @@ Status check_splits(AttentionPlan const& plan, AttentionProblem const& p, Device
                          double(device.memory_bytes) / kGiB, (long long)std::max(1.0, max_bytes * double(p.num_splits) / bytes));
 }
 
-/// Whether the analytic model considers the kernel. Few rows over a cache go to the split-KV kernel. More rows may go to either: tiles of queries that
-/// leave SMs idle lose to splits of the keys, which occupy all SMs but read the keys again for every few rows.
+/// Whether the analytic model considers the kernel. Few rows over a cache go to the split-KV kernel. More rows may go to either: tiles of
+/// queries that leave SMs idle lose to splits of the keys, which occupy all SMs but read the keys again for every few rows.
 bool considered(KernelInfo const& kernel, AttentionProblem const& p) {
   if (!p.cached) return true;
   if (p.num_splits > 0) return splits_keys(kernel);  // whatever the batch is

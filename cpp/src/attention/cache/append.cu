@@ -1,5 +1,5 @@
-// append_to_kv_cache: stores new keys and values in a KV cache, in the cache's format, by one launch that writes the tokens' own slots only.
-// Kernels: append_rows.cuh for 16 bits, fp8 and int8, append_groups.cuh for int4.
+// append_to_kv_cache: stores new keys and values in a KV cache, in the cache's format, by one launch that writes the tokens' own slots
+// only. Kernels: append_rows.cuh for 16 bits, fp8 and int8, append_groups.cuh for int4.
 #include <algorithm>
 
 #include "attention/cache/append_groups.cuh"

@@ -1,13 +1,14 @@
 // Appends keys and values to an int4 cache. After KIVI (Liu et al., 2024).
 //
-// K is quantised along tokens, in token groups of 32 or 64. Tokens of a group that is not complete after the call go to the sequence's residual, the
-// others into codes only. A CTA has one head of one to sixteen tokens:
-//   1. A warp for each token finds its sequence, by a search in steps of 32 through cu_seqlens, and whether its group is complete after the call
-//      (token_groups.cuh). If it is not, the warp writes the residual row.
-//   2. The tokens that are the last of their groups are taken one after the other by all warps: the group's rows are loaded, those from before this
-//      call from the residual, all others from k and v; minima and maxima are found through shared memory; scales and codes are stored.
-// Residual rows of a head are read by one CTA only, the one that completes the sequence's first group, and only rows before that of the call's first
-// token. Where tokens of the last group belong in just these rows, that CTA writes them after it has read: no other CTA may.
+// K is quantised along tokens, in token groups of 32 or 64. Tokens of a group that is not complete after the call go to the sequence's
+// residual, the others into codes only. A CTA has one head of one to sixteen tokens:
+//   1. A warp for each token finds its sequence, by a search in steps of 32 through cu_seqlens, and whether its group is complete after the
+//      call (token_groups.cuh). If it is not, the warp writes the residual row.
+//   2. The tokens that are the last of their groups are taken one after the other by all warps: the group's rows are loaded, those from
+//      before this call from the residual, all others from k and v; minima and maxima are found through shared memory; scales and codes are
+//      stored.
+// Residual rows of a head are read by one CTA only, the one that completes the sequence's first group, and only rows before that of the
+// call's first token. Where tokens of the last group belong in just these rows, that CTA writes them after it has read: no other CTA may.
 //
 // Divisions and subtractions are IEEE's, in float32, and roundings to nearest even: codes equal those of the CPU kernel, bit for bit.
 #pragma once
@@ -39,8 +40,8 @@ struct GroupStorage {
   Steps steps_v[kMaxGroupsV * kMaxGroup];                    // V: [groups_v, group]
 };
 
-/// Quantises and stores a token group; called by the whole CTA. It is one function on purpose: with its phases as methods of an object the compiler takes
-/// 40 more instructions (sm_90a).
+/// Quantises and stores a token group; called by the whole CTA. It is one function on purpose: with its phases as functions the compiler
+/// renames registers of four kernels, and as methods of an object it takes 40 more instructions (sm_90a).
 template <class T, int kWidth>
 __device__ __forceinline__ void complete_group(AppendParams const& params, GroupStorage<T>& shared, GroupTask const& task, uint32_t head) {
   using T2 = typename Float16<kDataTypeOf<T>>::Pair;

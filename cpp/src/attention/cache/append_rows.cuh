@@ -1,7 +1,7 @@
 // Appends keys and values to a cache whose tokens are stored one by one: 16 bits, fp8, int8.
 //
-// A warp has one head of one token, and each lane one vector of its K and one of its V: both loads are issued before the slot is known. int8's
-// scale is the largest magnitude over the warp / 127.
+// A warp has one head of one token, and each lane one vector of its K and one of its V: both loads are issued before the slot is known.
+// int8's scale is the largest magnitude over the warp / 127.
 // Divisions are IEEE's, in float32, and roundings to nearest even: codes equal those of the CPU kernel, bit for bit.
 #pragma once
 

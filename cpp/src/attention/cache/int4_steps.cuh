@@ -27,8 +27,9 @@ __device__ __forceinline__ Steps make_steps(T min, T max, __half* scale, __half*
   return {__half2float(bottom), step, __frcp_rn(step)};
 }
 
-/// round((x - minimum) / step), clamped to 0 .. 15; NaN becomes 0. Up to 32 the quotient is IEEE's (Markstein, 1990: a step is a float16, so neither
-/// its reciprocal nor the remainder is subnormal); beyond 32, where the code is 15 or 0 anyway, it may be infinite and has no remainder.
+/// round((x - minimum) / step), clamped to 0 .. 15; NaN becomes 0. Up to 32 the quotient is IEEE's (Markstein, 1990: a step is a float16,
+/// so neither its reciprocal nor the remainder is subnormal); beyond 32, where the code is 15 or 0 anyway, it may be infinite and has no
+/// remainder.
 __device__ __forceinline__ uint32_t code_int4(float x, Steps steps) {
   float const dividend = __fsub_rn(x, steps.minimum), estimate = __fmul_rn(dividend, steps.reciprocal);
   float const exact = __fmaf_rn(__fmaf_rn(-estimate, steps.step, dividend), steps.reciprocal, estimate);

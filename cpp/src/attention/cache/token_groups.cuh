@@ -1,7 +1,8 @@
 // Which tokens of a call belong to which token group of an int4 cache, and which groups the call completes.
 //
-// Slots are consecutive inside a token group, and no other sequence has slots in it. So a token's slot and the slots of its sequence's first and last
-// stored token in the call tell everything: whether its group is complete after the call, and which tokens are the group's other rows.
+// Slots are consecutive inside a token group, and no other sequence has slots in it. So a token's slot and the slots of its sequence's
+// first and last stored token in the call tell everything: whether its group is complete after the call, and which tokens are the group's
+// other rows.
 #pragma once
 
 #include "attention/cache/append_params.cuh"
@@ -33,8 +34,8 @@ __device__ __forceinline__ int64_t starts_up_to(AppendParams const& params, int6
   return low;
 }
 
-/// The stored token nearest to `from` among [from, bound), or kDown among [bound, from], and its slot; called by a warp. The caller knows that there
-/// is one.
+/// The stored token nearest to `from` among [from, bound), or kDown among [bound, from], and its slot; called by a warp. The caller knows
+/// that there is one.
 template <bool kDown>
 __device__ __forceinline__ int64_t find_stored(AppendParams const& params, int64_t from, int64_t bound, int lane, int64_t* slot) {
   constexpr int kDirection = kDown ? -1 : 1;
@@ -52,8 +53,8 @@ __device__ __forceinline__ int64_t find_stored(AppendParams const& params, int64
   return -1;
 }
 
-/// Finds the tokens of a token group's rows: where row `row` is token `last`, source[r] becomes the token of each row r <= row, or -1 where that
-/// came before token `begin`, the first of the call. Called by a warp.
+/// Finds the tokens of a token group's rows: where row `row` is token `last`, source[r] becomes the token of each row r <= row, or -1 where
+/// that came before token `begin`, the first of the call. Called by a warp.
 __device__ __forceinline__ void find_rows(AppendParams const& params, int64_t begin, int64_t last, int row, int lane, int32_t* source) {
   for (int r = lane; r < row; r += kWarp) source[r] = -1;
   if (lane == 0) source[row] = int32_t(last);

@@ -1,6 +1,6 @@
-// Where the boxes of a decode work item lie in the cache. A box is box_rows consecutive tokens, all in one page. A warp holds the locations of a
-// batch of 32 boxes, one in each lane, and those of the next batch, which are read ahead. Boxes whose keys are all masked are loaded from the
-// nearest box that is seen, since their own pages may have been freed.
+// Where the boxes of a decode work item lie in the cache. A box is box_rows consecutive tokens, all in one page. A warp holds the locations
+// of a batch of 32 boxes, one in each lane, and those of the next batch, which are read ahead. Boxes whose keys are all masked are loaded
+// from the nearest box that is seen, since their own pages may have been freed.
 #pragma once
 
 #include "attention/decode/params.h"

@@ -1,14 +1,15 @@
-// Attention forward of few queries over a cache for sm_80 onward: split-KV, cp.async + mma.sync, persistent. Keys and values in 16 bits, or fp8, int8
-// and int4 codes that become f16 in registers. The only decode kernel on A100, Ada and consumer Blackwell. After FlashDecoding (Dao et al., 2023).
+// Attention forward of few queries over a cache for sm_80 onward: split-KV, cp.async + mma.sync, persistent. Keys and values in 16 bits, or
+// fp8, int8 and int4 codes that become f16 in registers. The only decode kernel on A100, Ada and consumer Blackwell. After FlashDecoding
+// (Dao et al., 2023).
 //
-// Warp roles. All warps are alike: key block i of a work item belongs to warp i % kWarps, which loads it, keeps a softmax and an output of its own,
-// and meets the others only when the item ends.
-// Pipelines. Each warp has a ring of kStages key blocks of its own in shared memory. A stage is loaded again as soon as it was read, so that loads run
-// ahead of the computation, across the ends of work items, too. A load is a commit group of the warp, empty when none is left: the oldest stage is
-// full when at most kStages - 1 groups are pending. A lane copies 16 bytes at a time, to where TMA would put them on sm_90. Rows behind the last
-// key are not read; they become zeros.
-// Shared memory. The rings, the partials of the warps at the end of an item, the queries. Two CTAs fit on an SM of 8.0 or 9.0 where the table says so,
-// one into the 99 KiB of 8.6, 8.9 and 12.0.
+// Warp roles. All warps are alike: key block i of a work item belongs to warp i % kWarps, which loads it, keeps a softmax and an output of
+// its own, and meets the others only when the item ends.
+// Pipelines. Each warp has a ring of kStages key blocks of its own in shared memory. A stage is loaded again as soon as it was read, so
+// that loads run ahead of the computation, across the ends of work items, too. A load is a commit group of the warp, empty when none is
+// left: the oldest stage is full when at most kStages - 1 groups are pending. A lane copies 16 bytes at a time, to where TMA would put them
+// on sm_90. Rows behind the last key are not read; they become zeros.
+// Shared memory. The rings, the partials of the warps at the end of an item, the queries. Two CTAs fit on an SM of 8.0 or 9.0 where the
+// table says so, one into the 99 KiB of 8.6, 8.9 and 12.0.
 // Distribution of the work: tile_scheduler.cuh. Mainloop: mainloop.cuh. Merging and the store: merge.cuh.
 // Limits: head_dim a multiple of 8 up to kHeadDim, filled up with zeros; box_rows a power of two >= 8.
 #pragma once

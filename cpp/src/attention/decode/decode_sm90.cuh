@@ -1,13 +1,14 @@
-// Attention forward of few queries over a cache for sm_90a: split-KV, TMA + mma.sync, persistent, warp specialised. Keys and values in 16 bits, or
-// fp8, int8 and int4 codes that become f16 in registers. After FlashDecoding (Dao et al., 2023).
+// Attention forward of few queries over a cache for sm_90a: split-KV, TMA + mma.sync, persistent, warp specialised. Keys and values in 16
+// bits, or fp8, int8 and int4 codes that become f16 in registers. After FlashDecoding (Dao et al., 2023).
 //
 // Decode is bound by the bytes of the cache, so everything is arranged around a ring of loads that never runs empty.
-// Warp roles. Warps 0, 2 and 3 are producers: they fill the ring with key blocks of kTileN tokens of K and V, and with their scales. In formats with
-// scales, warp 0 loads codes and warps 2 and 3 the scales of K and of V; else warp 0 loads K and warp 2 V. Warp 1 loads the queries of the next work
-// item and stores them as B operands. Warps 4 to 11 are the consumers: key block i of a work item (or share i, where several warps share a block)
-// belongs to warp i % 8. Each keeps a softmax and an output of its own, which are merged when the item ends.
-// Pipelines. ring: full by the bytes of TMA and the arrival of copied scales, empty by its warps, and a count of the key blocks whose loads have
-// begun. queries: two stages, full by warp 1, empty by each consumer warp.
+// Warp roles. Warps 0, 2 and 3 are producers: they fill the ring with key blocks of kTileN tokens of K and V, and with their scales. In
+// formats with scales, warp 0 loads codes and warps 2 and 3 the scales of K and of V; else warp 0 loads K and warp 2 V. Warp 1 loads the
+// queries of the next work item and stores them as B operands. Warps 4 to 11 are the consumers: key block i of a work item (or share i,
+// where several warps share a block) belongs to warp i % 8. Each keeps a softmax and an output of its own, which are merged when the item
+// ends.
+// Pipelines. ring: full by the bytes of TMA and the arrival of copied scales, empty by its warps, and a count of the key blocks whose loads
+// have begun. queries: two stages, full by warp 1, empty by each consumer warp.
 // Distribution of the work: tile_scheduler.cuh. Mainloop: mainloop.cuh. Merging and the store: merge.cuh.
 // Limits: head_dim a multiple of 8 up to kHeadDim, filled up with zeros by TMA; box_rows a power of two >= 8.
 #pragma once
@@ -154,8 +155,9 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   using Boxes = DecodeBoxes<TileScheduler>;
 
   static constexpr int kQueries = 3;  // the role of warp 1
-  /// Loads key blocks into the ring. With scales, role 0 loads the codes of keys and values, roles 1 and 2 the scales of keys and of values; else
-  /// role 0 loads keys and role 1 values. It is one class for all roles, since warps that share their instructions fetch them once.
+  /// Loads key blocks into the ring. With scales, role 0 loads the codes of keys and values, roles 1 and 2 the scales of keys and of
+  /// values; else role 0 loads keys and role 1 values. It is one class for all roles, since warps that share their instructions fetch them
+  /// once.
   struct Loader {
     using Scales = DecodeScales<Traits>;
     using Location = uint2;  // page and row of a box, or the address of its scales
@@ -291,8 +293,8 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 
   // ---- queries: warp 1 ----------------------------------------------------------------------------------------------------------
 
-  /// Called by warp 1 when the first queries' loads are issued, and by the warps that load codes before their first load: queries would otherwise
-  /// wait behind a whole ring of codes.
+  /// Called by warp 1 when the first queries' loads are issued, and by the warps that load codes before their first load: queries would
+  /// otherwise wait behind a whole ring of codes.
   static CUTLASS_DEVICE void sync_first_loads() { NamedBarrier<kScales ? 64 : 96>{2}.sync(); }
 
   /// Loads the queries of the CTA's work item number `iteration`. loaded: key blocks of the items before it.
@@ -319,11 +321,11 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   // ---- work items: warps 0 to 3 -----------------------------------------------------------------------------------------------------
 
   enum class Roles { kAll, kLoaders, kQueries };
-  /// Walks the CTA's work items in a producer warp. role: of the Loader, or kQueries. The roles in kRoles share the code for an item: by the time
-  /// of the next item its instructions have to be fetched anew, which takes longer than to execute them. Where all roles together would spill
-  /// registers, the queries have a function of their own.
-  /// Before the preceding kernel of the stream has finished, the first item is read speculatively and prefetched: it is right unless that kernel
-  /// writes lengths or pages.
+  /// Walks the CTA's work items in a producer warp. role: of the Loader, or kQueries. The roles in kRoles share the code for an item: by
+  /// the time of the next item its instructions have to be fetched anew, which takes longer than to execute them. Where all roles together
+  /// would spill registers, the queries have a function of their own.
+  /// Before the preceding kernel of the stream has finished, the first item is read speculatively and prefetched: it is right unless that
+  /// kernel writes lengths or pages.
   template <Roles kRoles>
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane, int role) {
     Loader loader(params, storage, lane, role);
@@ -367,8 +369,8 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 
   // ---- consumers: warps ---------------------------------------------------------------------------------------------------------
 
-  /// Waits for the CTA's key block number `at`. A barrier's parity only tells a phase from its neighbours, and a warp may be a whole ring ahead of
-  /// another warp's load that is late: so it first waits until its own load has begun.
+  /// Waits for the CTA's key block number `at`. A barrier's parity only tells a phase from its neighbours, and a warp may be a whole ring
+  /// ahead of another warp's load that is late: so it first waits until its own load has begun.
   static CUTLASS_DEVICE void wait_for_block(SharedStorage& storage, uint32_t at) {
     uint32_t issued;
     do {

@@ -8,8 +8,8 @@
 //   exceeds_reference(), raise_reference(), rescale()   whether State asks for rescaling, and what it needs then
 //   finish(), output_scale()   what is left to apply to the output when the work item is done
 //
-// DecodeDirect applies no scales in the mainloop: 16-bit keys and values, and fp8, whose scales of a head multiply scores and output as a whole.
-// format_int8.cuh and format_int4.cuh hold the others.
+// DecodeDirect applies no scales in the mainloop: 16-bit keys and values, and fp8, whose scales of a head multiply scores and output as a
+// whole. format_int8.cuh and format_int4.cuh hold the others.
 #pragma once
 
 #include "attention/decode/key_block.cuh"

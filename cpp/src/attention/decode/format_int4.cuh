@@ -1,9 +1,10 @@
-// int4 in decode's mainloop: an element is code * scale + minimum. Scales and minima of K belong to channels of a token group; those of V to
-// groups of channels of a token. No element is dequantised: codes enter the products as f16's subnormal numbers (kv_dequant.cuh), and
+// int4 in decode's mainloop: an element is code * scale + minimum. Scales and minima of K belong to channels of a token group; those of V
+// to groups of channels of a token. No element is dequantised: codes enter the products as f16's subnormal numbers (kv_dequant.cuh), and
 //   scales of K    multiply the queries, anew for each token group
 //   minima of K    make a second product with the queries, one number for all tokens of a group, which is added to their scores
 //   scales of V    multiply probabilities, anew for each group of channels
-//   minima of V    make a second product with the probabilities, one number for each group of channels, which is added to the output at the end
+//   minima of V    make a second product with the probabilities, one number for each group of channels, which is added to the output at the
+//   end
 // The newest tokens, of no complete token group, are in the residual: residual.cuh.
 #pragma once
 
@@ -46,7 +47,8 @@ struct DecodeInt4 : DecodeDirect<Traits> {
     return z;
   }
 
-  /// Multiplies the queries of vector pair j by the scales of K's channels there, and adds what the minima contribute to the group's scores.
+  /// Multiplies the queries of vector pair j by the scales of K's channels there, and adds what the minima contribute to the group's
+  /// scores.
   template <int kRowTiles>
   static CUTLASS_DEVICE void scale_queries(uint32_t (&b)[Codes::kPerPair][kRowTiles][2], float (&min_scores)[kRowTiles][4], uint32_t scales,
                                            uint32_t j, uint32_t c) {
@@ -79,8 +81,8 @@ struct DecodeInt4 : DecodeDirect<Traits> {
     state.format.v_min_sum[i][x] *= factor;
   }
 
-  /// As DecodeDirect's. It is one function on purpose: with the two products in functions of their own, the compiler forms the addresses of scales
-  /// differently and takes up to eight more instructions (sm_90a, head_dim 128).
+  /// As DecodeDirect's. It is one function on purpose: with the two products in functions of their own, the compiler forms the addresses of
+  /// scales differently and takes up to eight more instructions (sm_90a, head_dim 128).
   template <class Softmax, bool kMasked, int kRowTiles, class State, class Scores>
   static CUTLASS_DEVICE void compute_keys(Params const& params, KeyBlockAddress const& block, Queries const& queries, State& state,
                                           Scores const& scores, int first, int key, int lane) {
@@ -126,8 +128,8 @@ struct DecodeInt4 : DecodeDirect<Traits> {
     Softmax::transpose(s, p);
 
     if constexpr (kMasked) {
-      // Scales and minima of V of tokens before the first key that is seen become zero, in the tile of 16 that also has tokens that are seen. Those of
-      // other tiles are not read.
+      // Scales and minima of V of tokens before the first key that is seen become zero, in the tile of 16 that also has tokens that are
+      // seen. Those of other tiles are not read.
       int const unseen = (scores.first_key - key) & 15, tile = scores.first_key - key - unseen;
       if (tile >= 0 && tile < kWarpKeys && unseen > 0) {
         uint32_t const to = at.scales + kScaleOffset + (first + tile + lane % 16) * 2;

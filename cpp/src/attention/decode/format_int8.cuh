@@ -1,6 +1,6 @@
-// int8 in decode's mainloop: every token has a float scale of K and one of V for each head. Scales of K multiply scores. Scales of V multiply
-// probabilities, which are then rounded to 16 bits: so that they stay in range, scales of V are divided by a reference scale, a power of two that
-// grows with the largest one met so far, and the output is multiplied by it at the end.
+// int8 in decode's mainloop: every token has a float scale of K and one of V for each head. Scales of K multiply scores. Scales of V
+// multiply probabilities, which are then rounded to 16 bits: so that they stay in range, scales of V are divided by a reference scale, a
+// power of two that grows with the largest one met so far, and the output is multiplied by it at the end.
 #pragma once
 
 #include "attention/decode/format.cuh"
@@ -45,7 +45,8 @@ struct DecodeInt8 : DecodeDirect<Traits> {
     }
     return output_rescale;
   }
-  /// As DecodeDirect's. Values that no query sees need not be cleared: every code is a finite number, and their scales are set to zero here.
+  /// As DecodeDirect's. Values that no query sees need not be cleared: every code is a finite number, and their scales are set to zero
+  /// here.
   template <class Softmax, bool kMasked, int kRowTiles, class State, class Scores>
   static CUTLASS_DEVICE void compute_keys(Params const& params, KeyBlockAddress const& block, Queries const& queries, State& state,
                                           Scores const& scores, int first, int key, int lane) {

@@ -1,7 +1,7 @@
-// Decode's mainloop: what a warp computes of a work item. For each key block, S^T = K.Q^T, online softmax, O^T += V^T.P^T by mma.sync m16n8k16,
-// with codes that become f16 in registers.
-// Operands are swapped: S^T has 16 keys to a tile, and the 8 or 16 rows of an output tile are its columns, so that one query does not fill a tile of 16 rows.
-// Fragments of codes: kv_dequant.cuh. What the cache format changes: format.cuh. Scores to probabilities: softmax.cuh.
+// Decode's mainloop: what a warp computes of a work item. For each key block, S^T = K.Q^T, online softmax, O^T += V^T.P^T by mma.sync
+// m16n8k16, with codes that become f16 in registers.
+// Operands are swapped: S^T has 16 keys to a tile, and the 8 or 16 rows of an output tile are its columns, so that one query does not fill
+// a tile of 16 rows. Fragments of codes: kv_dequant.cuh. What the cache format changes: format.cuh. Scores to probabilities: softmax.cuh.
 #pragma once
 
 #include "attention/decode/residual.cuh"
@@ -29,9 +29,9 @@ struct DecodeMainloop : Traits {
   /// Warps that share a key block by taking kWarpKeys keys of it each. Without TMA, a warp has its own key blocks.
   static constexpr int kSharedBy = kAsyncLoads ? kWarpsOfBlock : 1;
 
-  /// Computes the warp's part of a work item: of the shares of its key blocks, kSharedBy to a block, share number `warp` and every kWarps-th from
-  /// there on. block_at(i) waits for key block i of the sequence and returns its address, release(i) gives the warp's share of it back. room: the
-  /// shared memory of Residual.
+  /// Computes the warp's part of a work item: of the shares of its key blocks, kSharedBy to a block, share number `warp` and every
+  /// kWarps-th from there on. block_at(i) waits for key block i of the sequence and returns its address, release(i) gives the warp's share
+  /// of it back. room: the shared memory of Residual.
   template <int kRowTiles, class BlockAt, class Release>
   static CUTLASS_DEVICE void compute(Params const& params, uint32_t room, DecodeWorkItem const& work, Queries const& queries,
                                      State<kRowTiles>& state, int warp, int lane, BlockAt const& block_at, Release const& release) {

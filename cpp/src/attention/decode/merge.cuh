@@ -1,6 +1,6 @@
-// Decode's epilogue. The warps' partials of a work item become one in shared memory. Where the output tile has other splits, that one is left in a
-// partial slot of the workspace, as packets, or, by the owner, merged with the others' in the order of the splits, whichever CTA left first. The
-// owner normalises and stores the output. After FlashDecoding (Dao et al., 2023).
+// Decode's epilogue. The warps' partials of a work item become one in shared memory. Where the output tile has other splits, that one is
+// left in a partial slot of the workspace, as packets, or, by the owner, merged with the others' in the order of the splits, whichever CTA
+// left first. The owner normalises and stores the output. After FlashDecoding (Dao et al., 2023).
 #pragma once
 
 #include "attention/decode/mainloop.cuh"
@@ -119,7 +119,8 @@ struct DecodeMerge : Traits {
     store(params, work, partial, row, segment, lane);
   }
 
-  /// The packets of a segment of a row in a partial slot: maximum and sum, the stamp of the packets that follow, then a packet of each lane.
+  /// The packets of a segment of a row in a partial slot: maximum and sum, the stamp of the packets that follow, then a packet of each
+  /// lane.
   static CUTLASS_DEVICE Packet* segment_in_slot(Params const& params, int64_t slot, int row, int segment) {
     return params.partial_slots + ((slot * (8 * params.row_tiles) + row) * (kHeadDim / 64) + segment) * kPacketsOfPartial;
   }

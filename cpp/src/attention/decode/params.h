@@ -11,12 +11,12 @@
 
 namespace minfer::attention {
 
-/// The cache is [pages, page_size, heads_kv, head_dim(_v)] of codes or of 16-bit numbers; a contiguous one counts as a page for each sequence.
-/// The rows of an output tile are queries that share a KV head: row r is query r / heads_per_kv of the sequence and head r % heads_per_kv of
-/// those that read the KV head.
+/// The cache is [pages, page_size, heads_kv, head_dim(_v)] of codes or of 16-bit numbers; a contiguous one counts as a page for each
+/// sequence. The rows of an output tile are queries that share a KV head: row r is query r / heads_per_kv of the sequence and head r %
+/// heads_per_kv of those that read the KV head.
 struct DecodeParams : Sequences, PageTable {
-  // [pages, heads_kv, column blocks, page_size, columns], where a column block is as wide as a row of shared memory; or a single block of all
-  // columns, whose box takes a load for each row of shared memory.
+  // [pages, heads_kv, column blocks, page_size, columns], where a column block is as wide as a row of shared memory; or a single block of
+  // all columns, whose box takes a load for each row of shared memory.
   CUtensorMap k, v;
   int32_t k_loads, v_loads;  // loads of a box
   int32_t row_shift;         // log2 of the tokens in a row of the maps of K and V: where codes of tokens are contiguous, rows are 128 bytes
@@ -35,7 +35,8 @@ struct DecodeParams : Sequences, PageTable {
   float scale, softcap;               // softcap 0: none
   void const* sinks;                  // [heads_q] of q's type, or null
   // Scales. fp8: float32, one or [heads_kv] (stride 0 or 1). int8: float32 [pages, heads_kv, page_size].
-  // int4: f16, of K [pages, heads_kv, page_size / group_tokens, 2, head_dim], of V [pages, heads_kv, 2 * groups_v, page_size]: scale, minimum.
+  // int4: f16, of K [pages, heads_kv, page_size / group_tokens, 2, head_dim], of V [pages, heads_kv, 2 * groups_v, page_size]: scale,
+  // minimum.
   void const *k_scale, *v_scale;
   int64_t k_scale_page, v_scale_page;  // elements of a page
   int32_t scale_stride;

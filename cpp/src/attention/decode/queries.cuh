@@ -1,5 +1,5 @@
-// Loads the queries of a work item and stores them to shared memory as B operands of S^T = K.Q^T; by a warp or several. Where keys are codes, which
-// become f16, bf16 queries become f16, too: each row is divided by a power of two close to its largest element.
+// Loads the queries of a work item and stores them to shared memory as B operands of S^T = K.Q^T; by a warp or several. Where keys are
+// codes, which become f16, bf16 queries become f16, too: each row is divided by a power of two close to its largest element.
 #pragma once
 
 #include "attention/decode/traits.cuh"

@@ -1,6 +1,6 @@
-// The residual of an int4 cache in decode: a sequence's newest tokens, of no complete token group, which are stored in 16 bits. A warp takes 16
-// of them at a time by way of its own shared memory: 16 rows of kMergedDim f16, 16-byte aligned, in the order of the codes' operands, so that
-// ldmatrix finds the elements where queries and output have them.
+// The residual of an int4 cache in decode: a sequence's newest tokens, of no complete token group, which are stored in 16 bits. A warp
+// takes 16 of them at a time by way of its own shared memory: 16 rows of kMergedDim f16, 16-byte aligned, in the order of the codes'
+// operands, so that ldmatrix finds the elements where queries and output have them.
 #pragma once
 
 #include "attention/decode/softmax.cuh"
@@ -27,8 +27,8 @@ struct DecodeResidual : Traits {
     return room + token * (kMergedDim * 2) + (vector ^ token % 8) * 16;
   }
 
-  /// Loads kMergedDim elements of 16 tokens, pass `pass` of head_dim, of which tokens [begin, end) are seen; the others become zeros. from: the
-  /// first token's first element in `base`.
+  /// Loads kMergedDim elements of 16 tokens, pass `pass` of head_dim, of which tokens [begin, end) are seen; the others become zeros. from:
+  /// the first token's first element in `base`.
   static CUTLASS_DEVICE void load(Params const& params, DecodeWorkItem const& work, uint32_t room, void const* base, int head_dim, int pass,
                                   int first, int begin, int end, int lane) {
     int64_t const row = int64_t(params.heads_kv) * head_dim;
@@ -82,7 +82,7 @@ struct DecodeResidual : Traits {
         }
       }
     }
-    typename Softmax::Format::template TokenScales<1> no_scales;
+    typename Softmax::template TokenScales<1> no_scales;
     Softmax::template step<true>(params, s, state, scores, no_scales, keys_in_codes + first, lane);
     uint32_t p[1][kRowTiles][2];
     Softmax::transpose(s, p);

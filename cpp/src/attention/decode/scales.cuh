@@ -12,7 +12,8 @@ struct DecodeScales : Traits {
   using Traits::kGroupBytes, Traits::kHeadDim, Traits::kInt4, Traits::kInt8, Traits::kMaxGroups, Traits::kTileN;
   using typename Traits::TileScheduler;
 
-  /// Where the scales of a token of keys (kWhich = 0) or of values begin; int4: those of its group, in the first plane. The page must be in the cache.
+  /// Where the scales of a token of keys (kWhich = 0) or of values begin; int4: those of its group, in the first plane. The page must be in
+  /// the cache.
   template <int kWhich>
   static CUTLASS_DEVICE char const* source_of(DecodeParams const& params, int kv_head, int64_t page, int64_t row) {
     if constexpr (kInt8) {
@@ -27,8 +28,8 @@ struct DecodeScales : Traits {
     }
   }
 
-  /// Begins the copies for a block's keys or values, by the whole warp; `to` has kScaleBytes. Nothing is written for channels and groups that the
-  /// cache does not have. kAll: all pages are in the cache; otherwise the scales of pages that are not are zeros.
+  /// Begins the copies for a block's keys or values, by the whole warp; `to` has kScaleBytes. Nothing is written for channels and groups
+  /// that the cache does not have. kAll: all pages are in the cache; otherwise the scales of pages that are not are zeros.
   template <int kWhich, bool kAll>
   static CUTLASS_DEVICE void load(DecodeParams const& params, uint32_t to, int kv_head, DecodeBoxes<TileScheduler> const& boxes,
                                   int first_box, int lane) {

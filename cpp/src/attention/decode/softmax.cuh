@@ -1,5 +1,5 @@
-// Decode's online softmax over the transposed scores of a warp, S^T: 16 keys to a tile of rows, output rows in columns. Lane 4 g + c holds of tile
-// t keys 16 t + g and 8 behind, and of row tile i the output rows 8 i + 2 c and the next.
+// Decode's online softmax over the transposed scores of a warp, S^T: 16 keys to a tile of rows, output rows in columns. Lane 4 g + c holds
+// of tile t keys 16 t + g and 8 behind, and of row tile i the output rows 8 i + 2 c and the next.
 #pragma once
 
 #include <cmath>
@@ -18,6 +18,9 @@ struct DecodeSoftmax : Traits {
       cute::conditional_t<Traits::kInt4, DecodeInt4<Traits>, cute::conditional_t<Traits::kInt8, DecodeInt8<Traits>, DecodeDirect<Traits>>>;
   using Traits::kSteps;
   using typename Traits::Codes, typename Traits::Params;
+
+  template <int kTiles>
+  using TokenScales = typename Format::template TokenScales<kTiles>;
 
   /// A warp's partial of a work item.
   template <int kRowTiles>
@@ -50,12 +53,11 @@ struct DecodeSoftmax : Traits {
     int32_t first_key, last_key;      // keys outside of [first_key, last_key) are masked for all rows; their scales may hold anything
   };
 
-  /// Turns the products of kTiles x 16 keys from `key` on into exponentials relative to the rows' maxima, adds them to the sums, and raises the
-  /// maxima that grew past the format's threshold, rescaling what was accumulated.
+  /// Turns the products of kTiles x 16 keys from `key` on into exponentials relative to the rows' maxima, adds them to the sums, and raises
+  /// the maxima that grew past the format's threshold, rescaling what was accumulated.
   template <bool kMasked, int kTiles, int kRowTiles>
   static CUTLASS_DEVICE void step(Params const& params, float (&s)[kTiles][kRowTiles][4], State<kRowTiles>& state,
-                                  Scores<kRowTiles> const& scores, typename Format::template TokenScales<kTiles> const& token_scales, int key,
-                                  int lane) {
+                                  Scores<kRowTiles> const& scores, TokenScales<kTiles> const& token_scales, int key, int lane) {
     bool grown = Format::exceeds_reference(state, token_scales);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -99,9 +101,9 @@ struct DecodeSoftmax : Traits {
   }
 
  private:
-  template <int kTiles, int kRowTiles, class TokenScales>
+  template <int kTiles, int kRowTiles>
   static CUTLASS_DEVICE void scale_and_cap(float (&s)[kTiles][kRowTiles][4], Scores<kRowTiles> const& scores,
-                                           TokenScales const& token_scales, int i) {
+                                           TokenScales<kTiles> const& token_scales, int i) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
@@ -137,8 +139,9 @@ struct DecodeSoftmax : Traits {
   }
 
   /// Raises the maxima of all rows to those of this block and rescales sums and output.
-  template <int kTiles, int kRowTiles, class TokenScales>
-  static CUTLASS_DEVICE void rescale(float const (&s)[kTiles][kRowTiles][4], State<kRowTiles>& state, TokenScales const& token_scales) {
+  template <int kTiles, int kRowTiles>
+  static CUTLASS_DEVICE void rescale(float const (&s)[kTiles][kRowTiles][4], State<kRowTiles>& state,
+                                     TokenScales<kTiles> const& token_scales) {
     float const output_rescale = Format::raise_reference(state, token_scales);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {

@@ -1,20 +1,24 @@
 // Decode's tile scheduler: how a launch distributes the keys of all output tiles over its CTAs (split-KV).
 //
-// An output tile is a sequence, a KV head and up to 8 * row_tiles of its packed query rows. Its keys are divided into key blocks. CTAs stand in
-// rows of `lockstep` neighbours, which compute neighbouring KV heads over the same keys: a token's row in the cache, which holds all heads, is
-// then read at one time. The output tiles of a head are laid end to end, and every row of CTAs has a worker range of the same size in them.
-// What is counted are steps: a step is a key block of an output tile, or, where the number of splits is given, a split. Then every output tile is
-// divided into that many splits by its own length alone, whatever else is in the batch, and worker ranges consist of whole splits.
-// A work item is the part of an output tile that lies in a worker range (one split of it, where splits are given). The owner of an output tile
-// that was divided is the CTA that has its last key blocks: the others leave partials in slots of the workspace, and the owner merges them.
+// An output tile is a sequence, a KV head and up to 8 * row_tiles of its packed query rows. Its keys are divided into key blocks. CTAs
+// stand in rows of `lockstep` neighbours, which compute neighbouring KV heads over the same keys: a token's row in the cache, which holds
+// all heads, is then read at one time. The output tiles of a head are laid end to end, and every row of CTAs has a worker range of the same
+// size in them.
+// What is counted are steps: a step is a key block of an output tile, or, where the number of splits is given, a split. Then every output
+// tile is divided into that many splits by its own length alone, whatever else is in the batch, and worker ranges consist of whole splits.
+// A work item is the part of an output tile that lies in a worker range (one split of it, where splits are given). The owner of an output
+// tile that was divided is the CTA that has its last key blocks: the others leave partials in slots of the workspace, and the owner merges
+// them.
 //
 // Progress. A CTA walks its worker range from the end to the beginning, and waits only in work items that merge.
-//   As many splits as fill the CTAs: an output tile that lies across ranges is at the end of each of these ranges but its last one, of which it is
-//   the beginning. So a CTA computes first what others wait for, and leaves it without waiting; the item in which it waits itself is its last.
-//   A given number of splits: output tiles lie across ranges likewise, with several splits in a range. The owner leaves its own splits in slots,
-//   too, except for the first one, which it takes last and merges with; lower ranges take their splits of that tile before all else.
-// So a CTA waits only for CTAs of lower ranges of the same head, which have lower block numbers, and only for what these do before any wait of their own. Blocks
-// are started in order of their numbers and keep their SM: a launch ends however few of its CTAs are resident together (gemm/tile_scheduler.h).
+//   As many splits as fill the CTAs: an output tile that lies across ranges is at the end of each of these ranges but its last one, of
+//   which it is the beginning. So a CTA computes first what others wait for, and leaves it without waiting; the item in which it waits
+//   itself is its last.
+//   A given number of splits: output tiles lie across ranges likewise, with several splits in a range. The owner leaves its own splits in
+//   slots, too, except for the first one, which it takes last and merges with; lower ranges take their splits of that tile before all else.
+// So a CTA waits only for CTAs of lower ranges of the same head, which have lower block numbers, and only for what these do before any wait
+// of their own. Blocks are started in order of their numbers and keep their SM: a launch ends however few of its CTAs are resident together
+// (gemm/tile_scheduler.h).
 #pragma once
 
 #include <cstdint>
@@ -49,8 +53,8 @@ __device__ __forceinline__ DecodeWorkItem same_in_warp(DecodeWorkItem const& wor
 }
 
 /// kTileN: keys of a block. kResidual: keys of no complete token group are stored apart, in the residual, and make blocks of 16 keys there.
-/// Constructed and called by whole warps. With up to 32 sequences each lane holds one; more are in a table in shared memory, which the CTA builds
-/// first.
+/// Constructed and called by whole warps. With up to 32 sequences each lane holds one; more are in a table in shared memory, which the CTA
+/// builds first.
 template <int kTileN, bool kResidual>
 class DecodeTileScheduler {
  public:
@@ -69,7 +73,8 @@ class DecodeTileScheduler {
     if (p.batch > 32) SequenceTable::build(storage, p.batch, steps_of(p), p.max_steps, thread, threads);
   }
 
-  /// speculate: read the lengths before the preceding kernel of the stream has finished, which may still write them; validate() checks them.
+  /// speculate: read the lengths before the preceding kernel of the stream has finished, which may still write them; validate() checks
+  /// them.
   __device__ DecodeTileScheduler(DecodeParams const& p, SequenceTable::Storage const& storage, bool speculate = false)
       : p(p), storage(storage) {
     int const lane = int(threadIdx.x) % 32;
@@ -192,8 +197,8 @@ class DecodeTileScheduler {
     int const blocks = blocks_end - first_block_of(p, queries, keys);
     return blocks > 1 ? blocks : 1;
   }
-  /// The steps of a sequence with this many queries and keys. The product saturates: the lengths may be anything that the block table has room
-  /// for, which may be more than the cache holds.
+  /// The steps of a sequence with this many queries and keys. The product saturates: the lengths may be anything that the block table has
+  /// room for, which may be more than the cache holds.
   static __device__ int steps_with(DecodeParams const& p, int queries, int keys) {
     int const tiles = p.by_lockstep.div(p.heads_kv) * row_tiles_of(p, queries * p.heads_per_kv);
     return int(min(int64_t(tiles) * (p.num_splits > 0 ? p.num_splits : blocks_of(p, queries, keys)), int64_t(p.max_steps)));

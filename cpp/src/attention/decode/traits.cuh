@@ -24,7 +24,8 @@ struct DecodeTraits {
   using Codes = KvCodes<kFormat>;
   static constexpr bool k16Bit = kFormat == WeightFormat::kDense, kInt8 = kFormat == WeightFormat::kInt8,
                         kInt4 = kFormat == WeightFormat::kInt4;
-  // A warp computes kWarpKeys keys of a block at a time, as registers allow; of int4 more, since a scale of K's channels belongs to 32 or 64 tokens.
+  // A warp computes kWarpKeys keys of a block at a time, as registers allow; of int4 more, since a scale of K's channels belongs to 32 or
+  // 64 tokens.
   static constexpr int kMaxWarpKeys = (kHeadDim <= 128 ? 32 : 16) * (kInt4 ? 2 : 1);
   static constexpr int kWarpKeys = kTileN < kMaxWarpKeys ? kTileN : kMaxWarpKeys, kWarpsOfBlock = kTileN / kWarpKeys;
   static constexpr DataType kMmaType = k16Bit ? kType : DataType::kF16;
@@ -34,8 +35,8 @@ struct DecodeTraits {
   static constexpr int kRowBytes = kHeadDim * Codes::kBits / 8, kSwizzle = kRowBytes < 128 ? kRowBytes : 128, kBoxes = kRowBytes / kSwizzle;
   static constexpr int kCodeBytes = kTileN * kRowBytes;  // of K, and of V, in a key block
   static constexpr int kTokenTiles = kWarpKeys / 16, kSteps = kHeadDim / 16;
-  // Scales of a key block. int8: a float of K for each token, then of V. int4: for each token group scales and minima of K's channels, then for
-  // each token a scale and a minimum of each group of V.
+  // Scales of a key block. int8: a float of K for each token, then of V. int4: for each token group scales and minima of K's channels, then
+  // for each token a scale and a minimum of each group of V.
   static constexpr int kMaxGroupsV = kHeadDim / 32;
   static constexpr int kGroupBytes = 2 * kHeadDim * 2,  // int4: of a token group
       kMaxGroups = kTileN < 32 ? 1 : kTileN / 32;       // int4: token groups in a key block

@@ -10,9 +10,9 @@
 
 namespace minfer::attention {
 
-/// Chooses the sections of tiles (tile_scheduler.cuh). A section takes an eighth of L2: queries and output pass through it together with the
-/// section's K and V, and each half of L2 may hold a copy of these (H200, 512 tokens: with 30 MB of K and V in a section, 1.0 to 2.1 times the
-/// operands' bytes came from memory; with 8 MB, 1.0 to 1.2 times).
+/// Chooses the sections of tiles (tile_scheduler.cuh). A section takes an eighth of L2: queries and output pass through it together with
+/// the section's K and V, and each half of L2 may hold a copy of these (H200, 512 tokens: with 30 MB of K and V in a section, 1.0 to 2.1
+/// times the operands' bytes came from memory; with 8 MB, 1.0 to 1.2 times).
 inline void set_sections(AttentionLaunchArguments const& arguments, int tile_m, PrefillParams* params) {
   constexpr int64_t kL2Fraction = 8;  // a section takes 1 / kL2Fraction of L2
   constexpr int64_t kLastTiles = 2;   // tiles of a CTA in the last section, where tiles differ
@@ -26,7 +26,8 @@ inline void set_sections(AttentionLaunchArguments const& arguments, int tile_m, 
   if (!tiles_cost_the_same(p)) {
     section = std::max(section, (sms + tiles * tiles_per_kv - 1) / (tiles * tiles_per_kv) * tiles_per_kv);
   } else if (p.seqlen_q * params->packed_heads % tile_m == 0) {
-    // All tiles are full, so no CTA always gets the short last tile of a sequence: neighbouring CTAs read the same K and V at the same time.
+    // All tiles are full, so no CTA always gets the short last tile of a sequence: neighbouring CTAs read the same K and V at the same
+    // time.
     section = tiles_per_kv;
   }
   params->section = int32_t(std::max<int64_t>(std::min(section, pairs), 1));

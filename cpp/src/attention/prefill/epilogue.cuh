@@ -1,6 +1,6 @@
-// The epilogue of a consumer warpgroup of prefill: its 64 rows of the output are divided by the softmax's denominator, rounded and stored, and
-// their log-sum-exp is written. A warpgroup whose rows all lie in the sequence stores by TMA from shared memory, where the kernel has room for
-// that (kOwnOutput); otherwise the threads store 16 bytes each.
+// The epilogue of a consumer warpgroup of prefill: its 64 rows of the output are divided by the softmax's denominator, rounded and stored,
+// and their log-sum-exp is written. A warpgroup whose rows all lie in the sequence stores by TMA from shared memory, where the kernel has
+// room for that (kOwnOutput); otherwise the threads store 16 bytes each.
 #pragma once
 
 #include "attention/prefill/convert.cuh"
@@ -100,8 +100,8 @@ struct PrefillEpilogue : Traits {
       Element* const staged = storage.output.of + consumer * 64 * 64;
       if (thread == 0) cute::tma_store_wait<0>();  // TMA has read the tile before this one
       warpgroup_barrier.sync();
-      // stmatrix stores four matrices of 8 rows x 8 columns: lane l gives the address of row l % 8 of matrix l / 8. Matrices 0 and 1 are the upper
-      // and lower half of the warp's 16 rows, matrices 2 and 3 the same of the next eight columns.
+      // stmatrix stores four matrices of 8 rows x 8 columns: lane l gives the address of row l % 8 of matrix l / 8. Matrices 0 and 1 are
+      // the upper and lower half of the warp's 16 rows, matrices 2 and 3 the same of the next eight columns.
       int const at_row = thread / 32 * 16 + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; j += 2) {

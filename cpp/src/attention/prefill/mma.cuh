@@ -1,5 +1,6 @@
-// The two products of prefill attention on sm_90a, for one consumer warpgroup: scores S = Q.K^T and output O += P.V, both by WGMMA with fp32
-// accumulators. Here are the shared-memory layouts, the tiled MMAs and the operand fragments; P comes from registers, the rest from shared memory.
+// The two products of prefill attention on sm_90a, for one consumer warpgroup: scores S = Q.K^T and output O += P.V, both by WGMMA with
+// fp32 accumulators. Here are the shared-memory layouts, the tiled MMAs and the operand fragments; P comes from registers, the rest from
+// shared memory.
 #pragma once
 
 #include "attention/prefill/traits.cuh"
@@ -10,9 +11,10 @@ namespace minfer::attention {
 template <class Traits>
 struct PrefillMma : Traits {
   using Traits::kHeadDim, Traits::kHeadDimV, Traits::kQueryStages, Traits::kStages, Traits::kTileM, Traits::kTileN;
-  using typename Traits::Element, typename Traits::SharedStorage;
+  using typename Traits::Element;
 
-  /// kRows rows of kDim elements as TMA leaves them with the 128-byte shared-memory swizzle: [kDim / 64][kPitch rows][64], in kDepth stages.
+  /// kRows rows of kDim elements as TMA leaves them with the 128-byte shared-memory swizzle: [kDim / 64][kPitch rows][64], in kDepth
+  /// stages.
   template <int kRows, int kPitch, int kDim, int kDepth>
   using KMajor = cute::ComposedLayout<
       cute::Swizzle<3, 4, 3>, cute::smem_ptr_flag_bits<16>,
@@ -35,16 +37,8 @@ struct PrefillMma : Traits {
   using MmaOutput = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::Int<kTileN>>,
                                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>()));
-  using Scores = decltype(cute::partition_fragment_C(MmaScores{}, ScoresShape{}));  // (MMA,MMA_M,MMA_N)
-  using Output = decltype(cute::partition_fragment_C(MmaOutput{}, OutputShape{}));  // (MMA,MMA_M,MMA_N)
+  /// P in registers as the A operand of O += P.V, (MMA,MMA_M,MMA_K).
   using ProbabilitiesLayout = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kTileN / 16>>>;
-  using Probabilities = decltype(cute::make_tensor<Element>(ProbabilitiesLayout{}));  // (MMA,MMA_M,MMA_K), the A operand of O += P.V
-
-  static CUTLASS_DEVICE auto shared_queries(Element* q) { return cute::make_tensor(cute::make_smem_ptr(q), QueriesLayout{}); }
-  static CUTLASS_DEVICE auto shared_keys(Element* k) { return cute::make_tensor(cute::make_smem_ptr(k), KeysLayout{}); }
-  static CUTLASS_DEVICE auto shared_values(Element* v) { return cute::make_tensor(cute::make_smem_ptr(v), ValuesLayout{}); }
-  /// The first row of warpgroup `consumer` in the first stage of the queries.
-  static CUTLASS_DEVICE Element* first_query(SharedStorage& storage, int consumer) { return &storage.q[0][consumer * 64 * 64]; }
 };
 
 }  // namespace minfer::attention

@@ -1,15 +1,16 @@
-// Attention forward of many queries for sm_80 onward: cp.async + mma.sync. The only prefill kernel on A100, Ada and consumer Blackwell. After
-// FlashAttention-2 (Dao, 2023).
+// Attention forward of many queries for sm_80 onward: cp.async + mma.sync. The only prefill kernel on A100, Ada and consumer Blackwell.
+// After FlashAttention-2 (Dao, 2023).
 //
 // Warp roles. All warps are alike: each computes 16 rows of the tile over every key block.
-// Pipelines. All threads load a key block of K and V by cp.async into one of two stages, the last block first, while they compute with the other
-// stage: a block costs one barrier of the CTA.
-// Packed heads. A tile holds `packed_heads` query heads of one KV head next to each other: with few queries they share the loads of K and V.
-// Registers. Scores stay in registers: S = Q.K^T accumulates in fp32, and P = exp2(S - max) is rounded to 16 bits in the layout of an A operand.
-// Queries stay in registers, too, or in shared memory where head_dim leaves no room.
+// Pipelines. All threads load a key block of K and V by cp.async into one of two stages, the last block first, while they compute with the
+// other stage: a block costs one barrier of the CTA.
+// Packed heads. A tile holds `packed_heads` query heads of one KV head next to each other. With few queries they share the loads of K
+// and V.
+// Registers. Scores stay in registers: S = Q.K^T accumulates in fp32, and P = exp2(S - max) is rounded to 16 bits in the layout of an A
+// operand. Queries stay in registers, too, or in shared memory where head_dim leaves no room.
 // Shared memory. Queries, whose room stages the output at the end, and two stages of K and of V.
-// Masks. Only key blocks on the edge of a mask are masked (mask.h). Keys that no query of the tile sees are not read, nor are their pages: they are
-// zeros in shared memory, and their scores are masked.
+// Masks. Only key blocks on the edge of a mask are masked (mask.h). Keys that no query of the tile sees are not read, nor are their pages:
+// they are zeros in shared memory, and their scores are masked.
 // Tile walk: tile_scheduler.cuh. A CTA for each tile; or, where only the device knows their number, persistent CTAs and a counter.
 // Limits: 16-bit; q, k and v aligned to 16 bytes in base and strides; head_dim a multiple of 8 up to kHeadDim, filled up with zeros.
 #pragma once
@@ -123,7 +124,8 @@ struct PrefillSm80 {
     }
   }
 
-  /// The address of a vector of [head_dim / 64][kRows][64] elements, with the shared-memory swizzle that keeps ldmatrix free of bank conflicts.
+  /// The address of a vector of [head_dim / 64][kRows][64] elements, with the shared-memory swizzle that keeps ldmatrix free of bank
+  /// conflicts.
   template <int kRows>
   static CUTLASS_DEVICE uint32_t address_of(uint32_t base, int row, int vector) {
     return base + vector / 8 * (kRows * 128) + row * 128 + (vector % 8 ^ row % 8) * 16;

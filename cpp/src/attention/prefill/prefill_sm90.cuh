@@ -1,21 +1,22 @@
 // Attention forward of many queries for sm_90a: TMA + WGMMA, persistent, warp specialised. After FlashAttention-3 (Shah et al., 2024).
 //
-// Warp roles. Warpgroup 0 is the producer: its warp 0 publishes tiles of queries and loads their queries, keys and values, the last key block
-// first. Warpgroups 1 to kConsumers are the consumers: each computes 64 rows of the tile, over the key blocks that these rows visit, and passes
-// on the stages of the others. While one warpgroup computes the softmax of a block, the tensor cores compute the two products of another; with
-// kPingpong, order barriers let the warpgroups issue their MMAs in turns.
-// Pipelines. q: kQueryStages tiles, full by TMA's bytes, empty by an arrival of each consumer warp. k and v: a ring of kStages key blocks each,
-// likewise. tile: two published tiles, full by the producer, empty by an arrival of each consumer warp.
-// Packed heads. A tile holds `packed_heads` query heads of one KV head next to each other: with few queries they share the loads of K and V.
-// Registers. Scores stay in registers: S = Q.K^T accumulates in fp32, and P = exp2(S - max) is rounded to 16 bits in place, in the layout of
-// the A operand of P.V.
-// Masks. Only key blocks on the edge of a mask are masked (mask.h). Values that no query sees are set to zero in shared memory before they are
-// multiplied, since 0 * NaN is NaN.
+// Warp roles. Warpgroup 0 is the producer: its warp 0 publishes tiles of queries and loads their queries, keys and values, the last key
+// block first. Warpgroups 1 to kConsumers are the consumers: each computes 64 rows of the tile, over the key blocks that these rows visit,
+// and passes on the stages of the others. While one warpgroup computes the softmax of a block, the tensor cores compute the two products of
+// another; with kPingpong, order barriers let the warpgroups issue their MMAs in turns.
+// Pipelines. q: kQueryStages tiles, full by TMA's bytes, empty by an arrival of each consumer warp. k and v: a ring of kStages key blocks
+// each, likewise. tile: two published tiles, full by the producer, empty by an arrival of each consumer warp.
+// Packed heads. A tile holds `packed_heads` query heads of one KV head next to each other. With few queries they share the loads of K
+// and V.
+// Registers. Scores stay in registers: S = Q.K^T accumulates in fp32, and P = exp2(S - max) is rounded to 16 bits in place, in the layout
+// of the A operand of P.V.
+// Masks. Only key blocks on the edge of a mask are masked (mask.h). Values that no query sees are set to zero in shared memory before they
+// are multiplied, since 0 * NaN is NaN.
 // Codes. With kConverts, keys and values are codes of a cache, and all of warpgroup 0 is the producer: it converts them into the stages
 // (convert.cuh), whose full barriers then count its four warps; one of its lanes loads the queries and publishes the tiles.
 // Shared memory: traits.cuh. Tile walk: tile_scheduler.cuh.
-// Limits: 16-bit q and output; q, k and v aligned to 16 bytes in base and strides; head_dim a multiple of 8 up to kHeadDim, filled up with zeros
-// by TMA.
+// Limits: 16-bit q and output; q, k and v aligned to 16 bytes in base and strides; head_dim a multiple of 8 up to kHeadDim, filled up with
+// zeros by TMA.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED

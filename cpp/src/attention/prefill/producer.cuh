@@ -1,5 +1,5 @@
-// The producer of a prefill kernel: it walks the tiles of queries, publishes them to the consumers, and fills the stages of queries, keys and
-// values. One warp does this by TMA (produce); where keys and values are codes of a cache, a warpgroup converts them (convert).
+// The producer of a prefill kernel: it walks the tiles of queries, publishes them to the consumers, and fills the stages of queries, keys
+// and values. One warp does this by TMA (produce); where keys and values are codes of a cache, a warpgroup converts them (convert).
 #pragma once
 
 #include "attention/prefill/convert.cuh"
@@ -19,9 +19,9 @@ struct PrefillProducer : Traits {
 
   // ---- boxes of TMA ---------------------------------------------------------------------------------------------------------------
 
-  /// Calls load(box, row, page) for each TMA box of a key block, one lane a box: the box's number in the block, and the row and page of its first
-  /// key. A box whose keys are all masked is loaded from the nearest box that is seen, since its own page may have been freed; its scores are
-  /// masked and its values cleared.
+  /// Calls load(box, row, page) for each TMA box of a key block, one lane a box: the box's number in the block, and the row and page of its
+  /// first key. A box whose keys are all masked is loaded from the nearest box that is seen, since its own page may have been freed; its
+  /// scores are masked and its values cleared.
   template <class Load>
   static CUTLASS_DEVICE void for_boxes(Params const& params, QueryTile const& tile, int block, int lane, Load const& load) {
     for (int box = lane; box * params.box_rows < kTileN; box += 32) {
@@ -99,7 +99,8 @@ struct PrefillProducer : Traits {
     int const tiles = TileScheduler::count(storage.tiles, params);
     int t = int(blockIdx.x);
     auto const sees_keys = [&](KeyBlocks<kTileN> const& blocks) { return blocks.begin < blocks.end; };
-    // Publishes tile t and begins the load of its queries, at least into L2, while the tile before it still has most of its key blocks ahead.
+    // Publishes tile t and begins the load of its queries, at least into L2, while the tile before it still has most of its key blocks
+    // ahead.
     auto const publish_next = [&](int iteration) CUTLASS_LAMBDA_FUNC_INLINE {
       QueryTile const tile = t < tiles ? TileScheduler::at(storage.tiles, params, t) : QueryTile::none();
       publish_tile(storage, iteration, tile, lane);

@@ -1,11 +1,11 @@
 // Prefill's tile scheduler: which tile of queries comes next. CTAs are persistent, and the longest tiles come first.
 //
-// Sequences of one length: the (batch, head tile) pairs are cut into sections whose K and V stay in L2 together. A section's tiles are walked from
-// the last queries to the first, so that under a causal mask the tiles with most keys come first. Where tiles differ in cost, the last section is
-// larger: with few tiles left, a CTA with a long tile would end long after the others.
+// Sequences of one length: the (batch, head tile) pairs are cut into sections whose K and V stay in L2 together. A section's tiles are
+// walked from the last queries to the first, so that under a causal mask the tiles with most keys come first. Where tiles differ in cost,
+// the last section is larger: with few tiles left, a CTA with a long tile would end long after the others.
 // Varlen: each sequence's head tiles are cut into sections likewise, and sequence_table.cuh finds a tile's sequence.
-// A CTA's first tile is its own number. The following ones come from a counter in global memory, or, where all tiles cost the same, each at a
-// fixed distance from the one before.
+// A CTA's first tile is its own number. The following ones come from a counter in global memory, or, where all tiles cost the same, each at
+// a fixed distance from the one before.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,8 @@ struct PrefillTileScheduler {
   static __device__ QueryTile at(Storage const& storage, PrefillParams const& p, int32_t tile) {
     QueryTile found;
     bool const varlen = p.cu_seqlens_q != nullptr;
-    // `pairs` counts (batch, head tile) pairs; with varlen, the head tiles of the tile's sequence. `last` is the number of the last section.
+    // `pairs` counts (batch, head tile) pairs; with varlen, the head tiles of the tile's sequence. `last` is the number of the last
+    // section.
     int32_t number = tile, pairs = p.batch * p.head_tiles, tiles = p.q_tiles, section = p.section, last = p.last_section;
     if (varlen) {
       found.batch = SequenceTable::find(storage, p.batch, tile_count(p), tile, &number);

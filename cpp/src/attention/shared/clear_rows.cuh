@@ -1,5 +1,5 @@
-// Rows of q before the first sequence of cu_seqlens_q and behind the last one belong to no sequence. Their output is zeros and their log-sum-exp
-// -inf, so that no element of out and lse stays unwritten.
+// Rows of q before the first sequence of cu_seqlens_q and behind the last one belong to no sequence. Their output is zeros and their
+// log-sum-exp -inf, so that no element of out and lse stays unwritten.
 #pragma once
 
 #include <cmath>

@@ -1,16 +1,18 @@
 // Codes of a KV cache as ldmatrix leaves them in registers -> operands of mma.sync m16n8k16, and which element of head_dim each operand is.
 //
-// A vector of 16 bytes of a token holds 8, 16 or 32 elements of head_dim, and a matrix of ldmatrix is 8 tokens x 16 bytes: with 8-bit codes a lane
-// gets two elements for each one that it gets of a 16-bit matrix, with 4-bit codes four. Products over head_dim (K.Q^T) may take the elements
-// in any order, as long as both operands follow it, and rows of the output (head_dim of V) may lie in any order that the store undoes. So codes are
-// never moved between lanes; the order of elements adapts to where they are. For lane 4 g + c:
+// A vector of 16 bytes of a token holds 8, 16 or 32 elements of head_dim, and a matrix of ldmatrix is 8 tokens x 16 bytes: with 8-bit codes
+// a lane gets two elements for each one that it gets of a 16-bit matrix, with 4-bit codes four. Products over head_dim (K.Q^T) may take the
+// elements in any order, as long as both operands follow it, and rows of the output (head_dim of V) may lie in any order that the store
+// undoes. So codes are never moved between lanes; the order of elements adapts to where they are. For lane 4 g + c:
 //   16 bits   elements as in memory
-//   8 bits    keys: k = 2c, 2c + 1 are elements 4c, 4c + 1 of 16, k = 8 + 2c, .. are 4c + 2, 4c + 3. Values: rows g, g + 8 are 2g, 2g + 1 of 16
+//   8 bits    keys: k = 2c, 2c + 1 are elements 4c, 4c + 1 of 16, k = 8 + 2c, .. are 4c + 2, 4c + 3.
+//             Values: rows g, g + 8 are 2g, 2g + 1 of 16
 //   4 bits    keys: of 32 elements, k = 2c, 2c + 1 of the first product are 8c, 8c + 4, k = 8 + 2c, .. are 8c + 1, 8c + 5; of the second
 //             8c + 2, 8c + 6 and 8c + 3, 8c + 7. Values: rows g, g + 8 of the first tile are 4g, 4g + 1 of 32, of the second 4g + 2, 4g + 3
-// Codes become f16 exactly. int8: 1024 + (code + 128) - 1152. e4m3: by the conversion that GPUs have from sm_89 on. int4: as f16's subnormal
-// numbers, which tensor cores multiply as any others: the four bits stay where they are and all others are cleared, which is 2^-24 code. Every other
-// one of a register's eight codes stands four bits higher and is 2^-20 code: the second halves of k (8 to 15) of keys, and rows g + 8 of values.
+// Codes become f16 exactly. int8: 1024 + (code + 128) - 1152. e4m3: by the conversion that GPUs have from sm_89 on. int4: as f16's
+// subnormal numbers, which tensor cores multiply as any others: the four bits stay where they are and all others are cleared, which is
+// 2^-24 code. Every other one of a register's eight codes stands four bits higher and is 2^-20 code: the second halves of k (8 to 15) of
+// keys, and rows g + 8 of values.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -58,8 +60,8 @@ struct KvCodes {
 #if __CUDA_ARCH__ >= 890
     asm("{ .reg .b16 x; cvt.u16.u32 x, %1; cvt.rn.f16x2.e4m3x2 %0, x; }" : "=r"(z) : "r"(low_half));
 #else
-    // The code's seven bits, put where f16 has its exponent and upper mantissa, are 1 / 256 of its value, for subnormal values, too. The code
-    // of NaN would be 480. It is the only one that overflows f16 when it is multiplied by 36000 / 256, and 0 * inf adds the NaN.
+    // The code's seven bits, put where f16 has its exponent and upper mantissa, are 1 / 256 of its value, for subnormal values, too. The
+    // code of NaN would be 480. It is the only one that overflows f16 when it is multiplied by 36000 / 256, and 0 * inf adds the NaN.
     uint32_t const x = select(low_half, 0, 0x1404);  // bytes 0 and 1, each the upper one of a half
     uint32_t const small = (x >> 1 & 0x3f803f80) | (x & 0x80008000);
     uint32_t large;
@@ -105,7 +107,8 @@ struct KvCodes {
     }
   }
 
-  /// The A operand of row tile kTile of two vectors of values, transposed. x: {tokens 0-7 of the first vector, of the second, tokens 8-15 likewise}.
+  /// The A operand of row tile kTile of two vectors of values, transposed. x: {tokens 0-7 of the first vector, of the second, tokens 8-15
+  /// likewise}.
   template <int kTile>
   static __device__ void values(uint32_t const (&x)[4], uint32_t (&a)[4]) {
     if constexpr (kBits == 16) {

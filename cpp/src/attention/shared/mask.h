@@ -1,5 +1,5 @@
-// Which keys a query sees under a causal mask or a sliding window, both aligned to the bottom right: the last query is aligned to the last key.
-// Also which key blocks a tile of queries has to visit, and which of these need a mask.
+// Which keys a query sees under a causal mask or a sliding window, both aligned to the bottom right: the last query is aligned to the last
+// key. Also which key blocks a tile of queries has to visit, and which of these need a mask.
 #pragma once
 
 #include <cstdint>

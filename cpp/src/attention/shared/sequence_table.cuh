@@ -2,8 +2,8 @@
 // item. An item is a tile of queries (prefill) or a key block or split (decode); sequence b has count(b) of them.
 // The table is prefix sums in shared memory. Beyond kBuckets sequences, an entry stands for a bucket of consecutive sequences, which find()
 // searches one by one.
-// Sums are cut off at `limit`: lengths that agree with the operands never exceed it, and lengths that do not must not lead outside of what the
-// launch made room for.
+// Sums are cut off at `limit`: lengths that agree with the operands never exceed it, and lengths that do not must not lead outside of what
+// the launch made room for.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// Where the sequences of a launch lie, how many keys they have, and in which pages the keys are. All of this is data that only the device knows,
-// and every kernel looks it up here, so that no value of these tensors leads to an access outside of q, k, v, the cache or the output:
+// Where the sequences of a launch lie, how many keys they have, and in which pages the keys are. All of this is data that only the device
+// knows, and every kernel looks it up here, so that no value of these tensors leads to an access outside of q, k, v, the cache or the
+// output:
 //   cu_seqlens_q, cu_seqlens_k   are clamped to the rows that exist; a sequence that ends before it begins is empty
 //   seq_lens                     is clamped to 0 .. the keys that the block table, or the sequence's own cache, has room for
 //   block_table                  pages outside of the cache read as zeros; entries that no key needs are never read
@@ -49,8 +50,8 @@ struct Sequences {
   }
 };
 
-/// Finds the page of a key. A contiguous cache counts as one page for each sequence. The table's entries are returned unchecked: TMA answers
-/// coordinates outside of the cache with zeros, and code that forms addresses calls has() first.
+/// Finds the page of a key. A contiguous cache counts as one page for each sequence. The table's entries are returned unchecked: TMA
+/// answers coordinates outside of the cache with zeros, and code that forms addresses calls has() first.
 struct PageTable {
   int32_t const* block_table;  // [batch, columns] pages, or null
   int64_t block_table_stride;

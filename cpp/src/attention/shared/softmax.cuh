@@ -1,5 +1,5 @@
-// Online softmax over blocks of scores that lie in the accumulator layout of WGMMA (and of mma.sync m16n8): value e + 2 h + 4 j of a thread is
-// in row lane / 4 + 8 h of its warp's 16 rows and in column 8 j + 2 (lane % 4) + e. Four neighbouring lanes share a row.
+// Online softmax over blocks of scores that lie in the accumulator layout of WGMMA (and of mma.sync m16n8): value e + 2 h + 4 j of a thread
+// is in row lane / 4 + 8 h of its warp's 16 rows and in column 8 j + 2 (lane % 4) + e. Four neighbouring lanes share a row.
 // Exponentials are powers of two: scores are multiplied by log2(e), so row_max and every exponent below are in units of log2.
 // Sources: online softmax (Milakov and Gimelshein, 2018); the threshold below which a growing maximum is ignored (FlashAttention-4).
 #pragma once
@@ -41,8 +41,8 @@ __device__ __forceinline__ void cap_scores(Scores& scores, float inner) {
   for (int i = 0; i < kValues; ++i) scores(i) = tanh_fast(scores(i) * inner);
 }
 
-/// A softcap replaces each score by softcap * tanh(inner * score). Exponentials already keep the special function units busy, so tanh of small
-/// scores, up to `limit`, is a polynomial (relative error 2^-12.2, where tanh.approx has 2^-11). In units of log2 the polynomial is
+/// A softcap replaces each score by softcap * tanh(inner * score). Exponentials already keep the special function units busy, so tanh of
+/// small scores, up to `limit`, is a polynomial (relative error 2^-12.2, where tanh.approx has 2^-11). In units of log2 the polynomial is
 /// score * (((root * score)^2 + middle)^2 + rest).
 struct Softcap {
   float inner;  // scale / softcap
@@ -70,9 +70,10 @@ struct Softcap {
 
 /// The running maximum and sum of a thread's two rows. kValues: scores that a thread has of a block.
 ///
-/// Each step() takes a block: it replaces the scores by exp(score - maximum), adds them to the sums, and returns whether the output that was
-/// accumulated so far must be multiplied by `rescale`; all lanes of a warp get the same answer. The maximum is only raised when it grows by more
-/// than a factor 2^8 of the exponentials (FlashAttention-4): probabilities then stay below 2^8, and most blocks rescale nothing.
+/// Each step() takes a block: it replaces the scores by exp(score - maximum), adds them to the sums, and returns whether the output that
+/// was accumulated so far must be multiplied by `rescale`; all lanes of a warp get the same answer. The maximum is only raised when it
+/// grows by more than a factor 2^8 of the exponentials (FlashAttention-4): probabilities then stay below 2^8, and most blocks rescale
+/// nothing.
 template <int kValues>
 struct OnlineSoftmax {
   float scale_log2;  // of the scores, times log2(e)
@@ -94,8 +95,8 @@ struct OnlineSoftmax {
   }
 
   /// With a softcap, whose factor is then in scale_log2: whether all of a warp's scores in an unmasked block are within the limit of the
-  /// polynomial, for step_polynomial(); otherwise the block takes step_tanh(). block_max is filled in for both. min_is_negligible: scores below
-  /// the limit do not count, so their minimum need not be found; it is false before the first block, and step_polynomial() sets it.
+  /// polynomial, for step_polynomial(); otherwise the block takes step_tanh(). block_max is filled in for both. min_is_negligible: scores
+  /// below the limit do not count, so their minimum need not be found; it is false before the first block, and step_polynomial() sets it.
   template <class Scores>
   __device__ bool within_polynomial(Scores const& scores, float (&block_max)[2], Softcap const& cap, bool min_is_negligible) const {
     find_max(scores, block_max);
@@ -142,8 +143,8 @@ struct OnlineSoftmax {
     }
   }
 
-  /// Returns what the row's output is to be multiplied by. lse is the natural logarithm of the softmax's denominator, so that outputs over parts
-  /// of the keys add up when each is multiplied by exp(lse). A sink is a key without a value: it counts in the denominator.
+  /// Returns what the row's output is to be multiplied by. lse is the natural logarithm of the softmax's denominator, so that outputs over
+  /// parts of the keys add up when each is multiplied by exp(lse). A sink is a key without a value: it counts in the denominator.
   __device__ float finalize(int h, float sink, float* lse) const {
     float const max_with_sink = fmaxf(row_max[h], sink * kLog2E), base = max_with_sink == -INFINITY ? 0.0f : max_with_sink;
     float const keep = exp2_fast(row_max[h] - base), sum = fmaf(row_sum[h], keep, exp2_fast(sink * kLog2E - base));
@@ -174,7 +175,8 @@ struct OnlineSoftmax {
     return fmaxf(thread_max, __shfl_xor_sync(0xffffffffu, thread_max, 2));
   }
 
-  /// Raises row_max to block_max (in units of log2) where it grew past the threshold. Returns whether one of the thread's two rows was raised.
+  /// Raises row_max to block_max (in units of log2) where it grew past the threshold. Returns whether one of the thread's two rows was
+  /// raised.
   __device__ bool raise_max(float const (&block_max)[2], float (&rescale)[2], float (&offset)[2]) {
     constexpr float kThreshold = 8.0f;
     bool any = false;
