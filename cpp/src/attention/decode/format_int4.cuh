@@ -87,8 +87,8 @@ struct DecodeInt4 : DecodeDirect<Traits> {
   static CUTLASS_DEVICE void compute_keys(Params const& params, KeyBlockAddress const& block, Queries const& queries, State& state,
                                           Scores const& scores, int first, int key, int lane) {
     make_opaque(lane);  // addresses are computed anew for each block: kept, they would be spilled
-    uint32_t const unsigned_lane = uint32_t(lane), g = unsigned_lane / 4, c = unsigned_lane % 4;
-    Fragments const at(params, block, first, unsigned_lane);
+    uint32_t const index = uint32_t(lane), g = index / 4, c = index % 4;
+    Fragments const at(params, block, first, index);
     uint32_t const group_scales = at.scales + (first >= params.group_tokens ? kGroupBytes : 0);
     bool const one_group = kGroups == 1 || params.group_tokens == 64;
 
