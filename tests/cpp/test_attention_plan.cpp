@@ -120,7 +120,8 @@ TEST_CASE(attention_plans_always_answer_on_portable_devices) {
       if (plan.kernel->schedule == Schedule::kSplitKv) return;
       // A CTA for each tile; persistent ones that share a counter where the device alone knows the tiles.
       CHECK_EQUAL(plan.counted, p.varlen);
-      int64_t const tiles = (p.seqlen_q * plan.packed_heads + plan.kernel->tile_m - 1) / plan.kernel->tile_m * p.batch * (p.heads_q / plan.packed_heads);
+      int64_t const tiles =
+          (p.seqlen_q * plan.packed_heads + plan.kernel->tile_m - 1) / plan.kernel->tile_m * p.batch * (p.heads_q / plan.packed_heads);
       CHECK(plan.ctas >= 1 && (p.varlen ? plan.ctas <= 2 * device.sm_count : plan.ctas == std::min<int64_t>(tiles, 1 << 20)));
     });
   }

@@ -45,7 +45,7 @@ struct TileCost {
   double fixed_us, all, longest;
 };
 TileCost cost_of(KernelInfo const& kernel) {
-  if (kernel.arch < 90) return {2.7, 1.7, 0.0};  // a guess
+  if (kernel.arch < 90) return {2.7, 1.7, 0.0};  // estimated, not measured
   return kernel.tile_m >= 192 ? TileCost{3.0, 0.37, 2.2} : TileCost{2.6, 1.0, 0.5};
 }
 

@@ -4,7 +4,7 @@
 // could have written or may still read: that is every operand, weights and other constants too, for the kernel in front may have just copied,
 // packed or quantised them. What runs before the wait touches shared memory, kernel parameters and, by prefetch, the L2 cache only: L2 is where
 // all SMs meet, so a line prefetched too early is updated by its writer, never stale. The one exception is a guess that is confirmed after the
-// wait, before anything follows from it but prefetches (attention/decode_pieces.cuh).
+// wait, before anything follows from it but prefetches (attention/decode/tile_scheduler.cuh).
 // Every CTA executes the wait, so completion stays transitive along a stream.
 #pragma once
 

@@ -3,7 +3,7 @@
 // (Dao et al., 2023).
 //
 // Warp roles. All warps are alike: key block i of a work item belongs to warp i % kWarps, which loads it, keeps a softmax and an output of
-// its own, and meets the others only when the item ends.
+// its own, and is merged with the others only when the item ends.
 // Pipelines. Each warp has a ring of kStages key blocks of its own in shared memory. A stage is loaded again as soon as it was read, so
 // that loads run ahead of the computation, across the ends of work items, too. A load is a commit group of the warp, empty when none is
 // left: the oldest stage is full when at most kStages - 1 groups are pending. A lane copies 16 bytes at a time, to where TMA would put them
