@@ -110,7 +110,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
 
   /// thread: of the warpgroup.
   /// The phases of a block are lambdas of this one function on purpose: as methods of an object that holds the operands, or with the first
-  /// and last block in functions of their own, the compiler orders 2700 of 7024 instructions differently or takes 8 more (sm_90a, head_dim
+  /// and last block in functions of their own, the compiler orders a fifth of 7024 instructions differently or takes 8 more (sm_90a, head_dim
   /// 128).
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int consumer, int thread) {
     using namespace cute;
