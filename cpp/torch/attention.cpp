@@ -412,7 +412,7 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   Status const status = plan_attention(p, device_properties(op, device), options, &plan);
   if (!status.ok()) fail(op, ": ", status.message);
   Json json;
-  json.open('{').key("kernel").value(plan.kernel->name).key("pack").value(plan.pack).key("counted").value(plan.counted);
+  json.open('{').key("kernel").value(plan.kernel->name).key("pack").value(plan.packed_heads).key("counted").value(plan.counted);
   json.key("workspace_bytes").value(int64_t(plan.workspace_bytes)).key("predicted_us").value(plan.predicted_us);
   json.key("floor_us").value(plan.floor_us).key("reason").value(plan.reason).close('}');
   return json.text();

@@ -93,13 +93,13 @@ void check_plan(AttentionPlan const& plan, AttentionProblem const& p, DeviceProp
   if (kernel.schedule == Schedule::kSplitKv) {
     CHECK(p.cached && kernel.b_format == p.kv_format);
     CHECK((plan.box_rows & (plan.box_rows - 1)) == 0);
-    CHECK(plan.columns == 1 ? true : plan.columns == kernel.tile_m / 8);
-    CHECK(plan.ctas >= 1 && plan.ctas % plan.lockstep == 0 && p.heads_kv % plan.lockstep == 0 && plan.min_slices >= 1);
+    CHECK(plan.row_tiles == 1 ? true : plan.row_tiles == kernel.tile_m / 8);
+    CHECK(plan.ctas >= 1 && plan.ctas % plan.lockstep == 0 && p.heads_kv % plan.lockstep == 0 && plan.min_key_blocks >= 1);
     CHECK(plan.ctas <= device.sm_count * kernel.ctas_per_sm);
-    CHECK(p.num_splits > 0 || plan.slots == plan.ctas);
-    CHECK(plan.workspace_bytes >= size_t(plan.slots * 8 * plan.columns * kernel.tile_k * 4));
+    CHECK(p.num_splits > 0 || plan.partial_slots == plan.ctas);
+    CHECK(plan.workspace_bytes >= size_t(plan.partial_slots * 8 * plan.row_tiles * kernel.tile_k * 4));
   } else {
-    CHECK(p.num_splits == 0 && group % plan.pack == 0 && kernel.tile_m % plan.pack == 0);
+    CHECK(p.num_splits == 0 && group % plan.packed_heads == 0 && kernel.tile_m % plan.packed_heads == 0);
     CHECK_EQUAL(plan.counted, plan.workspace_bytes > 0);
   }
 }
@@ -120,7 +120,8 @@ TEST_CASE(attention_plans_always_answer_on_portable_devices) {
       if (plan.kernel->schedule == Schedule::kSplitKv) return;
       // A CTA for each tile; persistent ones that share a counter where the device alone knows the tiles.
       CHECK_EQUAL(plan.counted, p.varlen);
-      int64_t const tiles = (p.seqlen_q * plan.pack + plan.kernel->tile_m - 1) / plan.kernel->tile_m * p.batch * (p.heads_q / plan.pack);
+      int64_t const tiles =
+          (p.seqlen_q * plan.packed_heads + plan.kernel->tile_m - 1) / plan.kernel->tile_m * p.batch * (p.heads_q / plan.packed_heads);
       CHECK(plan.ctas >= 1 && (p.varlen ? plan.ctas <= 2 * device.sm_count : plan.ctas == std::min<int64_t>(tiles, 1 << 20)));
     });
   }

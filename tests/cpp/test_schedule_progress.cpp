@@ -6,7 +6,7 @@
 // handed over stays so, and a worker that has ended leaves its place for good, so letting everybody go as far as possible, in any order,
 // ends in one state. (The halves of a pingpong CTA take items in turns and one goes on while the other waits: that only helps.)
 //
-// Attention's decode (decode_pieces.cuh) waits by the same rule, argued there. It is not simulated: its arithmetic is that of a warp, whose
+// Attention's decode (attention/decode/tile_scheduler.cuh) waits by the same rule, argued there. It is not simulated: its arithmetic is that of a warp, whose
 // lanes know a sequence each, and of values that the device reads, so running it here would mean to write it a second time. The router
 // (router_gemm.cu) waits for higher CTAs, too, but not without end: test_router_progress.cpp.
 #include <algorithm>

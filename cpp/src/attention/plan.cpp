@@ -1,4 +1,5 @@
-// plan_attention: explicit kernel, else the analytic model over every legal one. run_attention.
+// plan_attention: the kernel asked for by name, else the legal kernel of which the analytic model predicts the shortest time.
+// run_attention.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -18,42 +19,45 @@ namespace {
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr size_t kCounterBytes = 256;
-// Of a KV head; up to here the split-KV kernel is no slower (H200, 16 rows, 64 sequences of 2048 keys: 136 us, by tiles of queries 140).
+// Packed query rows of a KV head up to which the split-KV kernel is no slower than prefill (H200, 16 rows, 64 sequences of 2048 keys: 136
+// us, prefill 140).
 constexpr int64_t kDecodeRows = 32;
-constexpr int64_t kMinKeys = 128;  // of a CTA
-// Of a device's memory, what num_splits may ask for: each part of each unit has a slot, and many splits of many queries would be hundreds of GiB.
-constexpr double kMostOfMemory = 0.25;
+constexpr int64_t kMinKeys = 128;  // of a split-KV CTA
+// The fraction of a device's memory that num_splits may ask for: each split of each output tile has a partial slot, and many splits of many
+// queries would take hundreds of GiB.
+constexpr double kMaxMemoryFraction = 0.25;
 
 bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
 
-/// Tiles of queries over a cache of codes.
+/// Whether the kernel is prefill over a cache of codes.
 bool converts(KernelInfo const& kernel) { return kernel.b_format == WeightFormat::kCodes; }
 
-/// Rows of a KV head in a sequence: queries of all heads of its group.
+/// Packed query rows of a KV head in a sequence: the queries of all heads that read it.
 int64_t rows_of(AttentionProblem const& p) { return p.heads_kv > 0 ? p.seqlen_q * (p.heads_q / p.heads_kv) : 0; }
 
 constexpr double kStartUs = 4.0;
 
-/// What a tile takes: `fixed_us` for its first and last products and its output, and of the time that products take at the tensor cores' rate
-/// `all` times that of all its warpgroups and `longest` times that of the one with most keys, which some others do not have. Fitted to 20
-/// times (H200, head_dim 128, causal and full, 256 to 1024 queries, groups of 1 and 4; error 2 %, 6 % at most).
+/// The time of a tile of queries: fixed_us for its first and last products and its output, plus a multiple of the time that its products
+/// would take at the tensor cores' rate: `all` times that of all its warpgroups, and `longest` times that of the warpgroup with most keys,
+/// since under a causal mask others have fewer. Fitted to 20 times (H200, head_dim 128, causal and full, 256 to 1024 queries, 1 and 4 heads
+/// per KV head; error 2 %, at most 6 %).
 struct TileCost {
   double fixed_us, all, longest;
 };
 TileCost cost_of(KernelInfo const& kernel) {
-  if (kernel.arch < 90) return {2.7, 1.7, 0.0};  // a guess
+  if (kernel.arch < 90) return {2.7, 1.7, 0.0};  // estimated, not measured
   return kernel.tile_m >= 192 ? TileCost{3.0, 0.37, 2.2} : TileCost{2.6, 1.0, 0.5};
 }
 
-/// CTAs of a persistent kernel: all that are resident.
+/// CTAs of a persistent kernel: as many as are resident at once.
 int64_t workers_of(KernelInfo const& kernel, DeviceProperties const& device) {
-  constexpr int64_t kReserved = 1024;  // bytes of an SM's shared memory that each block costs more than it has
+  constexpr int64_t kReserved = 1024;  // bytes of shared memory that an SM reserves for each CTA in addition to its own
   int64_t const fit = (device.smem_per_block + kReserved) / (kernel.smem_bytes + kReserved);
   return device.sm_count * std::clamp<int64_t>(fit, 1, kernel.ctas_per_sm);
 }
 
-/// Whether this build holds code of the kernel that the device runs: portable kernels are compiled for all of build_archs() but 90a, and code
-/// for x.y runs on x.z, z >= y.
+/// Whether this build holds code of the kernel that the device runs: portable kernels are compiled for all of build_archs() but 90a, and
+/// code for x.y runs on x.z, z >= y.
 bool has_code(KernelInfo const& kernel, DeviceProperties const& device) {
   if (kernel.launch == nullptr) return false;
   if (kernel.arch_exact) return true;
@@ -67,7 +71,7 @@ bool has_code(KernelInfo const& kernel, DeviceProperties const& device) {
   return false;
 }
 
-/// Keys that the queries of a sequence see, on average.
+/// The mean number of keys that a query of a sequence sees.
 double keys_seen(AttentionProblem const& p) {
   double const q = double(p.seqlen_q), k = double(p.seqlen_k), shift = k - q;
   auto const limit = [&](double x) { return std::clamp(x, 0.0, k); };
@@ -92,53 +96,54 @@ double floor_us(AttentionProblem const& p, DeviceProperties const& device) {
   return std::max(bytes / device.read_bandwidth, flops_of(p) / device.matrix_rate);
 }
 
-/// Tiles of all sequences; varlen: as if all were of the mean length.
-double tiles_of(AttentionProblem const& p, int tile_m, int64_t pack) {
+/// Tiles of queries of all sequences; with varlen, as if all had the mean length.
+double tiles_of(AttentionProblem const& p, int tile_m, int64_t packed_heads) {
   double const queries = p.varlen ? double(p.tokens_q) / double(std::max<int64_t>(p.batch, 1)) : double(p.seqlen_q);
-  return std::ceil(std::max(queries, 1.0) * double(pack) / tile_m) * double(p.batch) * double(p.heads_q / pack);
+  return std::ceil(std::max(queries, 1.0) * double(packed_heads) / tile_m) * double(p.batch) * double(p.heads_q / packed_heads);
 }
 
-/// Keys that the warpgroups of a tile meet, on average, in whole blocks: together, and the one that meets the most.
+/// The keys that the warpgroups of a tile visit, in whole key blocks, as a mean over tiles: of all of them, and of the one that visits
+/// most.
 struct TileKeys {
   double all = 0.0, longest = 0.0;
 };
-TileKeys keys_met(AttentionProblem const& p, KernelInfo const& kernel, int64_t pack) {
-  constexpr int64_t kRows = 64, kSamples = 8;  // tiles that are looked at, evenly spread: this runs at every call
+TileKeys keys_visited(AttentionProblem const& p, KernelInfo const& kernel, int64_t packed_heads) {
+  constexpr int64_t kRows = 64, kSamples = 8;  // only kSamples tiles are evaluated, evenly spread, since this runs at every call
   int64_t const seqlen_q = std::max<int64_t>(p.seqlen_q, 1), shift = p.seqlen_k - p.seqlen_q;
-  int64_t const rows = kernel.arch < 90 ? kernel.tile_m : kRows;  // portable kernels' warps meet the tile's keys
-  int64_t const tiles = (seqlen_q * pack + kernel.tile_m - 1) / kernel.tile_m, samples = std::min(tiles, kSamples);
-  TileKeys met;
+  int64_t const rows = kernel.arch < 90 ? kernel.tile_m : kRows;  // in portable kernels, every warp visits all keys of the tile
+  int64_t const tiles = (seqlen_q * packed_heads + kernel.tile_m - 1) / kernel.tile_m, samples = std::min(tiles, kSamples);
+  TileKeys visited;
   for (int64_t i = 0; i < samples; ++i) {
     int64_t const tile = (2 * i + 1) * tiles / (2 * samples);
     int64_t longest = 0;
-    for (int64_t row = tile * kernel.tile_m; row < std::min((tile + 1) * kernel.tile_m, seqlen_q * pack); row += rows) {
-      int64_t const first = row / pack, last = std::min((row + rows - 1) / pack, seqlen_q - 1);
+    for (int64_t row = tile * kernel.tile_m; row < std::min((tile + 1) * kernel.tile_m, seqlen_q * packed_heads); row += rows) {
+      int64_t const first = row / packed_heads, last = std::min((row + rows - 1) / packed_heads, seqlen_q - 1);
       int64_t const end = p.window_right < 0 ? p.seqlen_k : std::clamp<int64_t>(last + shift + p.window_right + 1, 0, p.seqlen_k);
       int64_t const begin = p.window_left < 0 ? 0 : std::max<int64_t>(first + shift - p.window_left, 0);
       int64_t const blocks = (end + kernel.tile_n - 1) / kernel.tile_n - begin / kernel.tile_n;
       int64_t const keys = std::max<int64_t>(blocks, 0) * kernel.tile_n;
-      met.all += double(keys * (rows / kRows)) / double(samples);
+      visited.all += double(keys * (rows / kRows)) / double(samples);
       longest = std::max(longest, keys);
     }
-    met.longest += double(longest) / double(samples);
+    visited.longest += double(longest) / double(samples);
   }
-  return met;
+  return visited;
 }
 
-double predict_us(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device, int64_t pack) {
-  double const tiles = tiles_of(p, kernel.tile_m, pack), sms = double(device.sm_count);
-  TileKeys const keys = keys_met(p, kernel, pack);
+double predict_us(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device, int64_t packed_heads) {
+  double const tiles = tiles_of(p, kernel.tile_m, packed_heads), sms = double(device.sm_count);
+  TileKeys const keys = keys_visited(p, kernel, packed_heads);
   TileCost const cost = cost_of(kernel);
   double const key_us = 2.0 * 64 * double(kernel.tile_k + kernel.head_dim_v) / (device.matrix_rate / sms);
   double const mma_us = key_us * (cost.all * keys.all + cost.longest * keys.longest);
-  // K and V of 128 keys and 128 columns: what a tile takes for them where one warpgroup converts (H200, 8192 and 65536 keys).
+  // The time of a tile for K and V of 128 keys and 128 columns where a warpgroup converts them from codes (H200, 8192 and 65536 keys).
   double const block_us = p.kv_format == WeightFormat::kInt4 ? 3.1 : p.kv_format == WeightFormat::kInt8 ? 2.6 : 2.4;
   double const convert_us = converts(kernel) ? keys.longest * double(p.head_dim + p.head_dim_v) / 32768 * block_us : 0.0;
   double const tile_us = std::max(mma_us, convert_us) + cost.fixed_us;
   return kStartUs + std::max(1.0, tiles / sms + (tiles > sms ? 0.4 : 0.0)) * tile_us;
 }
 
-/// The most heads that leave no more than a few of the CTAs idle.
+/// The largest number of KV heads in lockstep that leaves no more than a few CTAs idle.
 int64_t choose_lockstep(AttentionProblem const& p, int64_t ctas) {
   constexpr double kUsed = 0.96;
   int64_t best = 1;
@@ -149,15 +154,15 @@ int64_t choose_lockstep(AttentionProblem const& p, int64_t ctas) {
   return best;
 }
 
-/// Whether the pieces of a split-KV launch are more than it can number: tiles of rows of all queries that there may be, and their slices of as
-/// many keys as there is room for.
-bool too_many_pieces(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
-  constexpr double kMostTiles = double(1 << 20), kMostItems = double(1 << 30);
+/// Whether a split-KV launch has more steps (decode/tile_scheduler.cuh) than it can number: those of all output tiles that there may be,
+/// with as many keys as there is room for.
+bool too_many_steps(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
+  constexpr double kMaxTiles = double(1 << 20), kMaxSteps = double(1 << 30);
   if (p.heads_kv == 0) return false;
   double const group = double(p.heads_q / p.heads_kv), heads = double(p.heads_kv / choose_lockstep(p, workers_of(kernel, device)));
   auto const tiles = [&](int64_t queries) { return heads * (std::floor(double(queries) * group / 8.0) + 1.0); };
-  double const slices = p.num_splits > 0 ? double(p.num_splits) : double(p.seqlen_k) / kernel.tile_n + 8.0;
-  return tiles(p.varlen ? p.tokens_q : p.seqlen_q) >= kMostTiles || tiles(p.seqlen_q) * slices >= kMostItems;
+  double const steps = p.num_splits > 0 ? double(p.num_splits) : double(p.seqlen_k) / kernel.tile_n + 8.0;
+  return tiles(p.varlen ? p.tokens_q : p.seqlen_q) >= kMaxTiles || tiles(p.seqlen_q) * steps >= kMaxSteps;
 }
 
 char const* illegal(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
@@ -175,7 +180,7 @@ char const* illegal(KernelInfo const& kernel, AttentionProblem const& p, DeviceP
     return "it reads codes of 16 bytes at a time, which head dimensions must be multiples of";
   }
   if (!splits_keys(kernel) && p.num_splits > 1) return "it does not split the keys";
-  if (splits_keys(kernel) && too_many_pieces(kernel, p, device))
+  if (splits_keys(kernel) && too_many_steps(kernel, p, device))
     return "it would cut the keys of all rows into more pieces than it can number";
   return nullptr;
 }
@@ -203,15 +208,15 @@ Status check(AttentionProblem const& p) {
   return Status::success();
 }
 
-/// All heads of a group in a tile where that makes fewer tiles: short queries, which also share the loads of K and V then.
-int64_t choose_pack(KernelInfo const& kernel, AttentionProblem const& p) {
+/// Packs all heads of a KV head into a tile where that makes fewer tiles: short queries, which then also share the loads of K and V.
+int64_t choose_packed_heads(KernelInfo const& kernel, AttentionProblem const& p) {
   int64_t const group = p.heads_kv > 0 ? p.heads_q / p.heads_kv : 1;
   if (group == 1 || 64 % group != 0) return 1;  // a warpgroup's 64 rows hold whole queries
   return tiles_of(p, kernel.tile_m, group) < tiles_of(p, kernel.tile_m, 1) ? group : 1;
 }
 
-/// Split-KV: the bytes of the keys, from memory and again from L2 for every tile of rows, or the instructions. Of the tensor cores' rate it
-/// reaches a sixth, over int4 a ninth (H200, head_dim 128, 64 rows and more: 95 to 147 TFLOP/s, 79 to 86).
+/// Split-KV is bound by the bytes of keys and values, read from memory and again from L2 for every further output tile, or by instructions:
+/// it reaches a sixth of the tensor cores' rate, over int4 a ninth (H200, head_dim 128, 64 rows and more: 95 to 147 TFLOP/s, 79 to 86).
 double predict_decode_us(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
   constexpr double kLaunchUs = 6.0;
   int64_t const tiles = (rows_of(p) + kernel.tile_m - 1) / kernel.tile_m;
@@ -225,57 +230,57 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
   AttentionPlan plan;
   plan.kernel = &kernel;
   plan.floor_us = floor_us(p, device);
-  // A box lies within a page; where scales lie by tokens beside it, within a contiguous sequence, too.
+  // A box lies within a page; where scales belong to tokens, within the one page of a contiguous sequence, too.
   bool const within = p.paged || p.kv_format == WeightFormat::kInt8 || p.kv_format == WeightFormat::kInt4;
   plan.box_rows = within ? std::gcd(int64_t(kernel.tile_n), p.page_size) : kernel.tile_n;
   if (splits_keys(kernel)) {
-    plan.columns = rows_of(p) <= 8 ? 1 : kernel.tile_m / 8;
-    int64_t const rows = 8 * plan.columns;
+    plan.row_tiles = rows_of(p) <= 8 ? 1 : kernel.tile_m / 8;
+    int64_t const rows = 8 * plan.row_tiles;
     int64_t const tiles = p.varlen ? p.batch + p.tokens_q * (p.heads_q / p.heads_kv) / rows : p.batch * ((rows_of(p) + rows - 1) / rows);
-    plan.min_slices = std::max<int64_t>(kMinKeys / kernel.tile_n, 1);
+    plan.min_key_blocks = std::max<int64_t>(kMinKeys / kernel.tile_n, 1);
     int64_t const workers = workers_of(kernel, device);
     plan.lockstep = choose_lockstep(p, workers);
     int64_t const units = tiles * p.heads_kv / plan.lockstep, ranges = workers / plan.lockstep;
     plan.ctas = (p.num_splits > 0 ? std::clamp<int64_t>(units * p.num_splits, 1, ranges) : ranges) * plan.lockstep;
-    plan.slots = p.num_splits > 0 ? units * p.num_splits * plan.lockstep : plan.ctas;
-    // One part of a unit is its output, and left in no slot.
-    plan.workspace_bytes = p.num_splits == 1 ? 0 : size_t(plan.slots * rows * (kernel.tile_k / 64) * kPacketsOfChunk * 16);
+    plan.partial_slots = p.num_splits > 0 ? units * p.num_splits * plan.lockstep : plan.ctas;
+    // With one split, an output tile has no partials.
+    plan.workspace_bytes = p.num_splits == 1 ? 0 : size_t(plan.partial_slots * rows * (kernel.tile_k / 64) * kPacketsOfPartial * 16);
     plan.predicted_us = std::max(predict_decode_us(kernel, p, device), plan.floor_us);
     return plan;
   }
-  plan.pack = choose_pack(kernel, p);
-  plan.predicted_us = std::max(predict_us(kernel, p, device, plan.pack), plan.floor_us);
-  plan.counted = !tiles_alike(p) && (p.varlen || tiles_of(p, kernel.tile_m, plan.pack) > device.sm_count);
-  if (kernel.arch < 90) {  // a CTA for each tile, where they are known; else persistent ones and a counter
+  plan.packed_heads = choose_packed_heads(kernel, p);
+  plan.predicted_us = std::max(predict_us(kernel, p, device, plan.packed_heads), plan.floor_us);
+  plan.counted = !tiles_cost_the_same(p) && (p.varlen || tiles_of(p, kernel.tile_m, plan.packed_heads) > device.sm_count);
+  if (kernel.arch < 90) {  // a CTA for each tile where the host knows their number; else persistent CTAs and a counter
     constexpr double kMaxCtas = double(1 << 20);
     plan.counted = p.varlen;
-    plan.ctas = p.varlen ? workers_of(kernel, device) : int64_t(std::clamp(tiles_of(p, kernel.tile_m, plan.pack), 1.0, kMaxCtas));
+    plan.ctas = p.varlen ? workers_of(kernel, device) : int64_t(std::clamp(tiles_of(p, kernel.tile_m, plan.packed_heads), 1.0, kMaxCtas));
   }
   plan.workspace_bytes = plan.counted ? kCounterBytes : 0;
   return plan;
 }
 
-/// Refuses parts that take more memory than they may.
+/// Refuses splits whose partials would take more memory than they may.
 Status check_splits(AttentionPlan const& plan, AttentionProblem const& p, DeviceProperties const& device) {
-  double const bytes = double(plan.workspace_bytes), most = kMostOfMemory * double(device.memory_bytes);
-  if (p.num_splits == 0 || device.memory_bytes == 0 || bytes <= most) return Status::success();
+  double const bytes = double(plan.workspace_bytes), max_bytes = kMaxMemoryFraction * double(device.memory_bytes);
+  if (p.num_splits == 0 || device.memory_bytes == 0 || bytes <= max_bytes) return Status::success();
   constexpr double kGiB = double(1 << 30);
   return Status::failure(StatusCode::kNotSupported,
                          "num_splits = %lld would take a workspace of %.1f GiB for the parts of %lld tokens and %lld KV heads, more than a "
                          "quarter of the device's %.1f GiB; with these it can be at most %lld",
                          (long long)p.num_splits, bytes / kGiB, (long long)p.tokens_q, (long long)p.heads_kv,
-                         double(device.memory_bytes) / kGiB, (long long)std::max(1.0, most * double(p.num_splits) / bytes));
+                         double(device.memory_bytes) / kGiB, (long long)std::max(1.0, max_bytes * double(p.num_splits) / bytes));
 }
 
-/// Whether the analytic model takes it into account: rows few enough for a cache are the split-KV kernel's. More may be either's: tiles that
-/// leave SMs idle lose to parts of the keys, which fill them all but are read again for every few rows.
+/// Whether the analytic model considers the kernel. Few rows over a cache go to the split-KV kernel. More rows may go to either: tiles of
+/// queries that leave SMs idle lose to splits of the keys, which occupy all SMs but read the keys again for every few rows.
 bool considered(KernelInfo const& kernel, AttentionProblem const& p) {
   if (!p.cached) return true;
   if (p.num_splits > 0) return splits_keys(kernel);  // whatever the batch is
   return rows_of(p) > kDecodeRows || splits_keys(kernel);
 }
 
-/// From the family's first kernel in the registry to its last: the others, several times as many, are not looked at in every call.
+/// The range of the family's kernels in the registry, so that a call does not look at the others, which are several times as many.
 struct Candidates {
   KernelInfo const *begin, *end;
 };
@@ -331,7 +336,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     }
   };
   choose(false);
-  if (candidates == 0 && problem.num_splits == 0) choose(true);  // what no split-KV kernel can number
+  if (candidates == 0 && problem.num_splits == 0) choose(true);  // more steps than a split-KV kernel can number
   if (candidates == 0) {
     return Status::failure(
         StatusCode::kNotSupported,

@@ -1,4 +1,4 @@
-// What a build without CUDA answers.
+// The answer of a build without CUDA.
 #include "minfer/kv_cache.h"
 
 namespace minfer {

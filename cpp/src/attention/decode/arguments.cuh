@@ -1,4 +1,4 @@
-// What every decode launch, of any architecture, tells its kernel: all of DecodeParams but the tensor maps.
+// Fills in the parameters of a decode launch on any architecture, all but the tensor maps.
 #pragma once
 
 #include <algorithm>
@@ -28,16 +28,16 @@ void set_decode_arguments(AttentionLaunchArguments const& arguments, DecodeParam
   set_sequences(arguments, params, params);
   params->block_table_bytes = p.paged && p.batch > 0 ? ((p.batch - 1) * o.block_table_stride + p.seqlen_k / p.page_size) * 4 : 0;
   params->box_rows = int32_t(plan.box_rows);
-  params->boxes_of_slice = int32_t(Traits::kSlice / plan.box_rows);
-  params->by_group = cutlass::FastDivmod(int(p.heads_q / p.heads_kv));
+  params->boxes_of_block = int32_t(Traits::kTileN / plan.box_rows);
+  params->by_heads_per_kv = cutlass::FastDivmod(int(p.heads_q / p.heads_kv));
   params->by_lockstep = cutlass::FastDivmod(int(plan.lockstep));
   params->by_ranges = cutlass::FastDivmod(int(plan.ctas / plan.lockstep));
   params->heads_q = int32_t(p.heads_q);
   params->heads_kv = int32_t(p.heads_kv);
-  params->group = int32_t(p.heads_q / p.heads_kv);
+  params->heads_per_kv = int32_t(p.heads_q / p.heads_kv);
   params->head_dim = int32_t(p.head_dim);
   params->head_dim_v = int32_t(p.head_dim_v);
-  params->columns = int32_t(plan.columns);
+  params->row_tiles = int32_t(plan.row_tiles);
   params->window_left = int32_t(p.window_left);
   params->window_right = int32_t(p.window_right);
   params->scale = o.scale;
@@ -48,18 +48,18 @@ void set_decode_arguments(AttentionLaunchArguments const& arguments, DecodeParam
   params->scale_stride = int32_t(p.scale_per_head);
   params->group_tokens = int32_t(p.group_tokens);
   params->groups_v = int32_t(p.groups_v);
-  for (int chunk = 0; chunk < 8 && p.groups_v > 0; ++chunk) {
-    params->groups_of_v |= uint32_t(std::min(chunk * 32 * p.groups_v / p.head_dim_v, p.groups_v - 1)) << 4 * chunk;
+  for (int vector = 0; vector < 8 && p.groups_v > 0; ++vector) {
+    params->v_group_of_vector |= uint32_t(std::min(vector * 32 * p.groups_v / p.head_dim_v, p.groups_v - 1)) << 4 * vector;
   }
   params->k_scale_page = p.heads_kv * (Traits::kInt4 ? p.page_size / std::max<int64_t>(p.group_tokens, 1) * 2 * p.head_dim : p.page_size);
   params->v_scale_page = p.heads_kv * p.page_size * (Traits::kInt4 ? 2 * p.groups_v : 1);
-  params->groups_of_page = int32_t(p.group_tokens > 0 ? p.page_size / p.group_tokens : 0);
+  params->token_groups_of_page = int32_t(p.group_tokens > 0 ? p.page_size / p.group_tokens : 0);
   params->k_residual = o.k_residual;
   params->v_residual = o.v_residual;
   params->num_splits = int32_t(p.num_splits);
-  params->min_slices = int32_t(plan.min_slices);
-  params->max_items = int32_t(p.num_splits > 0 ? plan.slots / plan.lockstep : kMaxCounted);
-  params->slots = static_cast<Packet*>(arguments.workspace);
+  params->min_key_blocks = int32_t(plan.min_key_blocks);
+  params->max_steps = int32_t(p.num_splits > 0 ? plan.partial_slots / plan.lockstep : kMaxCount);
+  params->partial_slots = static_cast<Packet*>(arguments.workspace);
   params->nonce = arguments.nonce;
 }
 

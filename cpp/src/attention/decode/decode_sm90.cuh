@@ -1,13 +1,16 @@
-// Attention forward for sm_90a, few queries over a cache: split-KV, TMA + mma.sync, persistent, warp specialised. 16-bit keys and values, or
-// fp8, int8 and int4 codes that become f16 in registers. After FlashDecoding (Dao et al., 2023).
+// Attention forward of few queries over a cache for sm_90a: split-KV, TMA + mma.sync, persistent, warp specialised. Keys and values in 16
+// bits, or fp8, int8 and int4 codes that become f16 in registers. After FlashDecoding (Dao et al., 2023).
 //
-// Bytes are the cost, so all is arranged around a ring of loads that never runs dry.
-// Warp roles. Warps 0, 2 and 3 fill the ring with slices of K and V (kSlice tokens each) and their scales: with scales, codes by warp 0, else K
-// and V by two. Warp 1 brings the queries of the next piece in the order of B operands. Warps 4 to 11 are the consumers: slice i of a piece, or
-// where a slice has parts, part i, is warp i % 8's, which keeps a softmax and an output of its own; they meet when the piece ends.
-// Pipelines. ring: full (the bytes of two TMA loads, the copies of scales), empty (its warp), and a count of the slices that were asked for.
-// queries: two slots, full (warp 1), empty (each consumer warp).
-// Pieces, and who merges those of a unit: decode_pieces.cuh. What a warp does with a slice: decode_mainloop.cuh.
+// Decode is bound by the bytes of the cache, so everything is arranged around a ring of loads that never runs empty.
+// Warp roles. Warps 0, 2 and 3 are producers: they fill the ring with key blocks of kTileN tokens of K and V, and with their scales. In
+// formats with scales, warp 0 loads codes and warps 2 and 3 the scales of K and of V; else warp 0 loads K and warp 2 V. Warp 1 loads the
+// queries of the next work item and stores them as B operands. Warps 4 to 11 are the consumers: key block i of a work item (or share i,
+// where several warps share a block) belongs to warp i % 8. Each keeps a softmax and an output of its own, which are merged when the item
+// ends.
+// Pipelines. ring: full by the bytes of TMA and the arrival of copied scales, empty by its warps, and a count of the key blocks whose loads
+// have begun. queries: two stages, full by warp 1, empty by each consumer warp.
+// Distribution of the work: tile_scheduler.cuh. Mainloop: mainloop.cuh. Merging and the store: merge.cuh.
+// Limits: head_dim a multiple of 8 up to kHeadDim, filled up with zeros by TMA; box_rows a power of two >= 8.
 #pragma once
 
 #include <algorithm>
@@ -18,10 +21,12 @@
 #include "attention/decode/merge.cuh"
 #include "attention/decode/queries.cuh"
 #include "attention/decode/scales.cuh"
+#include "attention/shared/clear_rows.cuh"
 #include "attention/shared/launch_kernel.cuh"
-#include "attention/shared/outside_rows.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/mma_sm80.cuh"
+#include "common/named_barrier.cuh"
+#include "common/opaque.cuh"
 #include "common/tensor_map.h"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
@@ -34,7 +39,7 @@ namespace minfer::attention {
 
 template <class Config>
 struct DecodeSm90Traits : DecodeTraits<Config, 8> {
-  static constexpr bool kAsyncLoads = true;  // by TMA: what is stored into a stage is fenced before its next load
+  static constexpr bool kAsyncLoads = true;  // by TMA: what threads store into a stage must be fenced before its next load
 };
 
 template <class Config>
@@ -42,14 +47,16 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
   using Traits = DecodeSm90Traits<Config>;
   using Mainloop = DecodeMainloop<Traits>;
   using Merge = DecodeMerge<Traits>;
-  using Traits::k16Bit, Traits::kBoxes, Traits::kCodeBytes, Traits::kFormat, Traits::kHeadDim, Traits::kInt4, Traits::kMaxColumns;
-  using Traits::kRowBytes, Traits::kScaleBytes, Traits::kScales, Traits::kSlice, Traits::kStages, Traits::kSwizzle, Traits::kWarps;
-  using typename Traits::Element, typename Traits::Params, typename Traits::Pieces, typename Traits::Queries, typename Traits::SliceAddress;
+  using Traits::k16Bit, Traits::kBoxes, Traits::kCodeBytes, Traits::kFormat, Traits::kHeadDim, Traits::kInt4, Traits::kMaxRowTiles;
+  using Traits::kRowBytes, Traits::kScaleBytes, Traits::kScales, Traits::kTileN, Traits::kStages, Traits::kSwizzle, Traits::kWarps;
+  using typename Traits::Element, typename Traits::Params, typename Traits::TileScheduler, typename Traits::Queries,
+      typename Traits::KeyBlockAddress;
   static constexpr int kThreads = 384;
-  static constexpr bool kTogether = !kScales && kHeadDim <= 128;  // loads and queries: see produce()
-  // Producers that also quantise queries take more.
+  static constexpr bool kTogether = !kScales && kHeadDim <= 128;  // one function loads keys, values and queries: see produce()
+  // Producers that also convert queries need more registers.
   static constexpr int kProducerRegisters = kTogether && !k16Bit ? 104 : 88, kConsumerRegisters = kTogether && !k16Bit ? 200 : 208;
-  static constexpr int kPrefetched = 4;  // slices at most, into L2 before the launch's predecessor has finished
+  static constexpr int kPrefetched =
+      4;  // key blocks, at most, that are prefetched into L2 before the preceding kernel of the stream has finished
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
@@ -59,7 +66,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     typename Merge::Storage merge;
     alignas(16) Queries queries[2];
     alignas(8) uint64_t full[kStages], empty[kStages], full_q[2], empty_q[2];
-    uint32_t issued;  // slices whose loads have begun
+    uint32_t issued;  // key blocks whose loads have begun
     SequenceTable::Storage sequences;
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
@@ -75,7 +82,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.v));
       for (int s = 0; s < kStages; ++s) {
         FullBarrier::init(&storage.full[s], kScales ? 1 + 64 : 2);
-        EmptyBarrier::init(&storage.empty[s], Mainloop::kShared);
+        EmptyBarrier::init(&storage.empty[s], Mainloop::kSharedBy);
       }
       for (int s = 0; s < 2; ++s) {
         EmptyBarrier::init(&storage.full_q[s], 1);
@@ -84,7 +91,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       storage.issued = 0;
       cutlass::arch::fence_barrier_init();
     }
-    if constexpr (kInt4) {  // of channels and groups that the cache does not have, loads leave nothing
+    if constexpr (kInt4) {  // loads write nothing for channels and groups that the cache does not have
       for (int i = thread; i < kStages * kScaleBytes / 16; i += kThreads) {
         reinterpret_cast<uint4*>(&storage.scales[0][0])[i] = make_uint4(0, 0, 0, 0);
       }
@@ -93,14 +100,14 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     if (thread == kThreads - 1) storage.merge.stamp = new_stamp(params.nonce);
     prefetch_lengths(params, thread);
     __syncthreads();
-    if (!Pieces::can_guess(params)) {
+    if (!TileScheduler::can_speculate(params)) {
       wait_for_predecessor();
-      Pieces::build(storage.sequences, params, thread, kThreads);
+      TileScheduler::build(storage.sequences, params, thread, kThreads);
     }
     if (warp < 4) {
       cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
       int const lane = thread % 32;
-      // Loops of producers are chains of a few instructions: the base of addresses stays in a register, and the compiler knows it for a warp's.
+      // The producers' loops are chains of a few instructions: the base address stays in a register that the compiler knows to be uniform.
       uint32_t const base = __shfl_sync(0xffffffffu, shared_address(smem), 0);
       SharedStorage& storage = *static_cast<SharedStorage*>(__cvta_shared_to_generic(base));
       int const role = warp == 1 ? kQueries : warp == 0 ? 0 : warp - 1;
@@ -114,16 +121,16 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
       wait_for_predecessor();
-      clear_rows_outside(params, thread - 128, Traits::kConsumerThreads);
-      if (params.columns == 1) {
+      clear_rows_outside_sequences(params, thread - 128, Traits::kConsumerThreads);
+      if (params.row_tiles == 1) {
         consume<1>(params, storage);
-      } else if constexpr (kMaxColumns == 2) {
+      } else if constexpr (kMaxRowTiles == 2) {
         consume<2>(params, storage);
       }
     }
   }
 
-  /// Into L2, where also a predecessor's late writes go: what every load depends on.
+  /// Prefetches what every load depends on into L2, where late writes of the preceding kernel go, too.
   static CUTLASS_DEVICE void prefetch_lengths(Params const& params, int thread) {
     auto const prefetch = [](void const* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); };
     if (thread >= 64 && thread < 96 && (thread - 64) * 32 < params.batch) {
@@ -134,7 +141,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       if (thread == 97) prefetch(params.k_scale);
       if (thread == 98) prefetch(params.v_scale);
     }
-    // Queries too, a part by each CTA, ahead of the keys that would stand before them in line.
+    // Queries, too, some by each CTA: they would otherwise queue behind the keys.
     if (int64_t const line = int64_t(blockIdx.x) * 128 + thread - 256; thread >= 256 && line * 128 < params.q_bytes) {
       prefetch(static_cast<char const*>(params.q) + line * 128);
     }
@@ -145,24 +152,25 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
 
   // ---- keys and values: warps 0, 2, 3 -------------------------------------------------------------------------------------------
 
-  using Boxes = DecodeBoxes<Pieces>;
+  using Boxes = DecodeBoxes<TileScheduler>;
 
-  static constexpr int kQueries = 3;  // a role
-  /// What a warp loads of each slice. With scales role 0 has the codes of keys and values, 1 and 2 the scales of keys and of values; else role 0
-  /// has keys and 1 values. One class, for warps that share their instructions fetch them once.
+  static constexpr int kQueries = 3;  // the role of warp 1
+  /// Loads key blocks into the ring. With scales, role 0 loads the codes of keys and values, roles 1 and 2 the scales of keys and of
+  /// values; else role 0 loads keys and role 1 values. It is one class for all roles, since warps that share their instructions fetch them
+  /// once.
   struct Loader {
     using Scales = DecodeScales<Traits>;
-    using Place = uint2;  // page and row of a box, or the address of its scales
+    using Location = uint2;  // page and row of a box, or the address of its scales
     Params const& params;
     SharedStorage& storage;
     int const lane, role;
-    bool const elected, simple;  // simple: a box a slice, a load each
+    bool const elected, simple;  // simple: a key block is one box and one load
     int const row_shift;
     uint64_t hint;
     int kv_head;
     uint32_t issued = 0;
-    Place own;   // of this lane's box
-    bool whole;  // all pages of the window's boxes are there
+    Location lane_box;  // of this lane's box in the batch
+    bool whole;         // all pages of the batch are in the cache
 
     CUTLASS_DEVICE Loader(Params const& params, SharedStorage& storage, int lane, int role)
         : params(params),
@@ -170,99 +178,99 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
           lane(lane),
           role(role),
           elected(cute::elect_one_sync()),
-          simple(params.boxes_of_slice == 1 && params.k_loads == 1 && params.v_loads == 1),
+          simple(params.boxes_of_block == 1 && params.k_loads == 1 && params.v_loads == 1),
           row_shift(kSwizzle < 128 ? params.row_shift : 0) {
       using Hint = cute::TMA::CacheHintSm90;
-      hint = uint64_t(params.seqlen_q * params.group > 8 * params.columns ? Hint::EVICT_NORMAL : Hint::EVICT_FIRST);
+      hint = uint64_t(params.seqlen_q * params.heads_per_kv > 8 * params.row_tiles ? Hint::EVICT_NORMAL : Hint::EVICT_FIRST);
     }
     CUTLASS_DEVICE bool has_scales() const { return kScales && role > 0; }
 
-    /// Of whole slices that are a box: what a predecessor leaves of the memory's rate.
-    CUTLASS_DEVICE void prefetch(DecodePiece const& piece, Boxes const& boxes, int slices) {
+    /// Prefetches key blocks that are one box, with the memory bandwidth that the preceding kernel leaves unused.
+    CUTLASS_DEVICE void prefetch(DecodeWorkItem const& work, Boxes const& boxes, int blocks) {
       if (!has_scales()) {
-        look(piece, boxes);
-        for (int slice = piece.slice_begin; simple && slice < piece.slice_begin + slices && slice / 32 == boxes.window; ++slice) {
-          Place const place = find(slice);
+        read_locations(work, boxes);
+        for (int block = work.block_begin; simple && block < work.block_begin + blocks && block / 32 == boxes.batch; ++block) {
+          Location const location = find(block);
           if (!elected) continue;
           auto const prefetch = [&](CUtensorMap const& map) {
-            cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&map, 0, int(place.y), 0, kv_head, int(place.x));
+            cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&map, 0, int(location.y), 0, kv_head, int(location.x));
           };
           prefetch(kScales || role == 0 ? params.k : params.v);
           if (kScales) prefetch(params.v);
         }
-      } else if (params.boxes_of_slice == 1) {
-        if (role == 1) Scales::template prefetch<0>(params, piece.kv_head, boxes, piece.slice_begin, slices, lane);
-        if (role == 2) Scales::template prefetch<1>(params, piece.kv_head, boxes, piece.slice_begin, slices, lane);
+      } else if (params.boxes_of_block == 1) {
+        if (role == 1) Scales::template prefetch<0>(params, work.kv_head, boxes, work.block_begin, blocks, lane);
+        if (role == 2) Scales::template prefetch<1>(params, work.kv_head, boxes, work.block_begin, blocks, lane);
       }
     }
-    /// At another window of boxes.
-    CUTLASS_DEVICE void look(DecodePiece const& piece, Boxes const& boxes) {
-      kv_head = piece.kv_head;
-      own = make_uint2(uint32_t(boxes.page), uint32_t(boxes.row >> row_shift));
+    /// Reads the locations of another batch of boxes.
+    CUTLASS_DEVICE void read_locations(DecodeWorkItem const& work, Boxes const& boxes) {
+      kv_head = work.kv_head;
+      lane_box = make_uint2(uint32_t(boxes.page), uint32_t(boxes.row >> row_shift));
       if (has_scales()) {
         whole = __all_sync(0xffffffffu, params.has(boxes.page));
         uint64_t const from = reinterpret_cast<uint64_t>(role == 1 ? Scales::template source_of<0>(params, kv_head, boxes.page, boxes.row)
                                                                    : Scales::template source_of<1>(params, kv_head, boxes.page, boxes.row));
-        own = make_uint2(uint32_t(from), uint32_t(from >> 32));
+        lane_box = make_uint2(uint32_t(from), uint32_t(from >> 32));
       }
     }
-    CUTLASS_DEVICE Place find(int box) const {
-      return make_uint2(__shfl_sync(0xffffffffu, own.x, box & 31), __shfl_sync(0xffffffffu, own.y, box & 31));
+    CUTLASS_DEVICE Location find(int box) const {
+      return make_uint2(__shfl_sync(0xffffffffu, lane_box.x, box & 31), __shfl_sync(0xffffffffu, lane_box.y, box & 31));
     }
-    /// The slices from `slice` to `end`, which are of one window.
-    CUTLASS_DEVICE void load(Boxes const& boxes, int slice, int end, uint32_t& stage, uint32_t& phase) {
+    /// Loads key blocks `block` to `end` - 1, whose boxes are in one batch.
+    CUTLASS_DEVICE void load(Boxes const& boxes, int block, int end, uint32_t& stage, uint32_t& phase) {
       auto const each = [&](auto const& load) {
 #pragma unroll 1
-        for (; slice < end; ++slice) {
-          Place const place = find(slice * params.boxes_of_slice);
+        for (; block < end; ++block) {
+          Location const location = find(block * params.boxes_of_block);
           EmptyBarrier::wait(&storage.empty[stage], phase);
-          load(place);
+          load(location);
           if (++stage == kStages) {
             stage = 0;
             phase ^= 1;
           }
         }
       };
-      if (!has_scales()) each([&](Place const& place) { load_codes(place, slice, stage); });
+      if (!has_scales()) each([&](Location const& location) { load_codes(location, block, stage); });
       if constexpr (kScales) {
-        if (role == 1) each([&](Place const& place) { load_scales<0>(boxes, place, slice, stage); });
-        if (role == 2) each([&](Place const& place) { load_scales<1>(boxes, place, slice, stage); });
+        if (role == 1) each([&](Location const& location) { load_scales<0>(boxes, location, block, stage); });
+        if (role == 2) each([&](Location const& location) { load_scales<1>(boxes, location, block, stage); });
       }
     }
     template <int kWhich>
-    CUTLASS_DEVICE void load_scales(Boxes const& boxes, Place const& place, int slice, uint32_t stage) const {
+    CUTLASS_DEVICE void load_scales(Boxes const& boxes, Location const& location, int block, uint32_t stage) const {
       uint32_t const to = shared_address(storage.scales[stage]);
-      int const box = slice * params.boxes_of_slice;
+      int const box = block * params.boxes_of_block;
       if (!whole) {
         Scales::template load<kWhich, false>(params, to, kv_head, boxes, box, lane);
-      } else if (params.boxes_of_slice == 1) {
-        Scales::template load_box<kWhich>(params, to, reinterpret_cast<char const*>(uint64_t(place.y) << 32 | place.x), lane);
+      } else if (params.boxes_of_block == 1) {
+        Scales::template load_box<kWhich>(params, to, reinterpret_cast<char const*>(uint64_t(location.y) << 32 | location.x), lane);
       } else {
         Scales::template load<kWhich, true>(params, to, kv_head, boxes, box, lane);
       }
       asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
     }
-    CUTLASS_DEVICE void load_codes(Place const& place, int slice, uint32_t stage) {
-      if (issued++ == 0) loads_under_way();
+    CUTLASS_DEVICE void load_codes(Location const& location, int block, uint32_t stage) {
+      if (issued++ == 0) sync_first_loads();
       if (elected) {
         FullBarrier::arrive_and_expect_tx(&storage.full[stage], kCodeBytes * (kScales ? 2 : 1));
         if (role == 0) {
           asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(issued) : "memory");
         }
         if (simple) {
-          copy(kScales ? 0 : role, stage, 0, 0, place);
-          if (kScales) copy(1, stage, 0, 0, place);
+          copy(kScales ? 0 : role, stage, 0, 0, location);
+          if (kScales) copy(1, stage, 0, 0, location);
         }
       }
 #pragma unroll 1
-      for (int i = simple ? params.boxes_of_slice : 0; i < params.boxes_of_slice; ++i) {
-        Place const of_box = find(slice * params.boxes_of_slice + i);
+      for (int i = simple ? params.boxes_of_block : 0; i < params.boxes_of_block; ++i) {
+        Location const of_box = find(block * params.boxes_of_block + i);
         if (!elected) continue;
         auto const copy_columns = [&](int which) {
           int const loads = which == 0 ? params.k_loads : params.v_loads;
 #pragma unroll
           for (int column = 0; column < kBoxes; ++column) {
-            int const to = (column * kSlice + i * params.box_rows) * kSwizzle;
+            int const to = (column * kTileN + i * params.box_rows) * kSwizzle;
             if (column < loads) copy(which, stage, to, column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
           }
         };
@@ -270,7 +278,7 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
         if (kScales) copy_columns(1);
       }
     }
-    CUTLASS_DEVICE void copy(int which, uint32_t stage, int to, int column, Place const& from) const {
+    CUTLASS_DEVICE void copy(int which, uint32_t stage, int to, int column, Location const& from) const {
       cute::SM90_TMA_LOAD_5D::copy(which == 0 ? &params.k : &params.v, &storage.full[stage], hint, storage.codes[stage][which] + to, column,
                                    int(from.y), 0, kv_head, int(from.x));
     }
@@ -278,90 +286,92 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       if (has_scales()) {
         asm volatile("cp.async.wait_all;" ::: "memory");
       } else if (issued == 0) {
-        loads_under_way();
+        sync_first_loads();
       }
     }
   };
 
   // ---- queries: warp 1 ----------------------------------------------------------------------------------------------------------
 
-  /// Warp 1 and those that load codes: the first of these come after the queries', which would wait behind a whole ring of them.
-  static CUTLASS_DEVICE void loads_under_way() { asm volatile("bar.sync 2, %0;" ::"n"(kScales ? 64 : 96) : "memory"); }
+  /// Called by warp 1 when the first queries' loads are issued, and by the warps that load codes before their first load: queries would
+  /// otherwise wait behind a whole ring of codes.
+  static CUTLASS_DEVICE void sync_first_loads() { NamedBarrier<kScales ? 64 : 96>{2}.sync(); }
 
-  /// Of the next piece, number `turn`; `loaded`: slices of those before it.
-  static CUTLASS_DEVICE void bring_queries(Params const& params, SharedStorage& storage, DecodePiece const& piece, uint32_t turn,
-                                           uint32_t loaded, int lane) {
-    Queries& queries = storage.queries[turn % 2];
-    EmptyBarrier::wait(&storage.empty_q[turn % 2], turn / 2 % 2 ^ 1);
+  /// Loads the queries of the CTA's work item number `iteration`. loaded: key blocks of the items before it.
+  static CUTLASS_DEVICE void load_queries(Params const& params, SharedStorage& storage, DecodeWorkItem const& work, uint32_t iteration,
+                                          uint32_t loaded, int lane) {
+    Queries& queries = storage.queries[iteration % 2];
+    EmptyBarrier::wait(&storage.empty_q[iteration % 2], iteration / 2 % 2 ^ 1);
     if (lane == 0) {
-      queries.piece = piece;
+      queries.work = work;
       queries.loaded = loaded;
     }
-    auto const under_way = [&] {
-      if (turn == 0) loads_under_way();
+    auto const issued = [&] {
+      if (iteration == 0) sync_first_loads();
     };
-    if (piece.batch < 0) {
-      under_way();
+    if (work.batch < 0) {
+      issued();
     } else {
-      DecodeQueries<Traits>::bring(params, piece, queries, lane, under_way);
+      DecodeQueries<Traits>::load(params, work, queries, lane, issued);
     }
     __syncwarp();
-    if (lane == 0) EmptyBarrier::arrive(&storage.full_q[turn % 2]);
+    if (lane == 0) EmptyBarrier::arrive(&storage.full_q[iteration % 2]);
   }
 
-  // ---- pieces: warps 0 to 3 -----------------------------------------------------------------------------------------------------
+  // ---- work items: warps 0 to 3 -----------------------------------------------------------------------------------------------------
 
   enum class Roles { kAll, kLoaders, kQueries };
-  /// Goes through the pieces of the CTA: a role is the Loader's, or kQueries. Roles share what is done with a piece: by then its instructions have
-  /// to be fetched anew, which takes longer than they do. kRoles: those that do; where all would be spilled, queries go alone.
-  /// Before the launch's predecessor has finished, the first piece is guessed; it is prefetched from boxes and slices that are right but for a
-  /// predecessor that writes lengths or pages.
+  /// Walks the CTA's work items in a producer warp. role: of the Loader, or kQueries. The roles in kRoles share the code for an item: by
+  /// the time of the next item its instructions have to be fetched anew, which takes longer than to execute them. Where all roles together
+  /// would spill registers, the queries have a function of their own.
+  /// Before the preceding kernel of the stream has finished, the first item is read speculatively and prefetched: it is right unless that
+  /// kernel writes lengths or pages.
   template <Roles kRoles>
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane, int role) {
     Loader loader(params, storage, lane, role);
-    bool guess = Pieces::can_guess(params);
-    Pieces pieces(params, storage.sequences, guess);
+    bool speculative = TileScheduler::can_speculate(params);
+    TileScheduler scheduler(params, storage.sequences, speculative);
     uint32_t stage = 0, phase = 1;  // a fresh barrier's previous phase counts as passed
-    bool const brings = kRoles == Roles::kAll ? role == kQueries : kRoles == Roles::kQueries;
-    uint32_t turn = 0, loaded = 0;
+    bool const loads_queries = kRoles == Roles::kAll ? role == kQueries : kRoles == Roles::kQueries;
+    uint32_t iteration = 0, loaded = 0;
 #pragma unroll 1
     while (true) {
-      DecodePiece const piece = pieces.take();
-      int slice = 0, end = 0;
+      DecodeWorkItem const work = scheduler.take();
+      int block = 0, end = 0;
       Boxes boxes;
-      if (piece.batch >= 0) {
-        slice = __shfl_sync(0xffffffffu, piece.slice_begin, 0);  // that all lanes have the same, the compiler knows then
-        end = slice + __shfl_sync(0xffffffffu, Pieces::codes_of(params, piece), 0);
+      if (work.batch >= 0) {
+        block = __shfl_sync(0xffffffffu, work.block_begin, 0);  // the compiler then knows that all lanes hold the same value
+        end = block + __shfl_sync(0xffffffffu, TileScheduler::code_blocks(params, work), 0);
       }
-      bool const loads = !brings && slice < end;
-      if (loads) boxes = Boxes(params, piece, slice, lane);
-      if (guess) {
-        guess = false;
-        if (loads) loader.prefetch(piece, boxes, min(end - slice, kPrefetched));
+      bool const loads = !loads_queries && block < end;
+      if (loads) boxes = Boxes(params, work, block, lane);
+      if (speculative) {
+        speculative = false;
+        if (loads) loader.prefetch(work, boxes, min(end - block, kPrefetched));
         wait_for_predecessor();
-        if (!pieces.confirm()) continue;
+        if (!scheduler.validate()) continue;
         if (loads) boxes.find_all(params, lane);
       }
-      if (brings) bring_queries(params, storage, piece, turn++, loaded, lane);
-      if (piece.batch < 0) break;
-      loaded += uint32_t(end - slice);
+      if (loads_queries) load_queries(params, storage, work, iteration++, loaded, lane);
+      if (work.batch < 0) break;
+      loaded += uint32_t(end - block);
 #pragma unroll 1
-      while (loads && slice < end) {
-        boxes.advance_to(params, slice * params.boxes_of_slice, lane);
-        loader.look(piece, boxes);
-        int const stop = min(end, __shfl_sync(0xffffffffu, (boxes.window + 1) * 32 / params.boxes_of_slice, 0));
-        loader.load(boxes, slice, stop, stage, phase);
-        slice = stop;
+      while (loads && block < end) {
+        boxes.advance_to(params, block * params.boxes_of_block, lane);
+        loader.read_locations(work, boxes);
+        int const stop = min(end, __shfl_sync(0xffffffffu, (boxes.batch + 1) * 32 / params.boxes_of_block, 0));
+        loader.load(boxes, block, stop, stage, phase);
+        block = stop;
       }
     }
-    if (!brings) loader.finish();
+    if (!loads_queries) loader.finish();
   }
 
   // ---- consumers: warps ---------------------------------------------------------------------------------------------------------
 
-  /// A parity tells a phase from its neighbours only, and a warp may be a whole ring ahead of a neighbour's load that is late: it waits until
-  /// its own has begun.
-  static CUTLASS_DEVICE void wait_for_slice(SharedStorage& storage, uint32_t at) {
+  /// Waits for the CTA's key block number `at`. A barrier's parity only tells a phase from its neighbours, and a warp may be a whole ring
+  /// ahead of another warp's load that is late: so it first waits until its own load has begun.
+  static CUTLASS_DEVICE void wait_for_block(SharedStorage& storage, uint32_t at) {
     uint32_t issued;
     do {
       asm volatile("ld.relaxed.cta.shared.u32 %0, [%1];" : "=r"(issued) : "r"(shared_address(&storage.issued)) : "memory");
@@ -369,40 +379,39 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     FullBarrier::wait(&storage.full[at % kStages], at / kStages % 2);
   }
 
-  /// Again and again: what follows from it, kept for the next piece, would be spilled.
-  static CUTLASS_DEVICE void ask_thread(int& warp, int& lane) {
-    uint32_t thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  /// Reads the thread's number anew: what is computed from it, kept for the next work item, would be spilled.
+  static CUTLASS_DEVICE void read_thread(int& warp, int& lane) {
+    uint32_t const thread = uint32_t(reread_thread_index());
     warp = int(thread / 32) - 4;
     lane = int(thread % 32);
   }
 
-  template <int kCols>
+  template <int kRowTiles>
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage) {
-    for (uint32_t turn = 0;; ++turn) {
-      Queries const& queries = storage.queries[turn % 2];
-      EmptyBarrier::wait(&storage.full_q[turn % 2], turn / 2 % 2);
-      DecodePiece const piece = same_in_warp(queries.piece);
-      if (piece.batch < 0) return;
+    for (uint32_t iteration = 0;; ++iteration) {
+      Queries const& queries = storage.queries[iteration % 2];
+      EmptyBarrier::wait(&storage.full_q[iteration % 2], iteration / 2 % 2);
+      DecodeWorkItem const work = same_in_warp(queries.work);
+      if (work.batch < 0) return;
       int warp, lane;
-      ask_thread(warp, lane);
-      uint32_t const before = __shfl_sync(0xffffffffu, queries.loaded, 0) - uint32_t(piece.slice_begin);
-      auto const slice_at = [&](int slice) {
-        uint32_t const at = before + uint32_t(slice), stage = at % kStages;
-        wait_for_slice(storage, at);
-        return SliceAddress{shared_address(storage.codes[stage][0]), shared_address(storage.codes[stage][1]),
-                            shared_address(storage.scales[stage])};
+      read_thread(warp, lane);
+      uint32_t const before = __shfl_sync(0xffffffffu, queries.loaded, 0) - uint32_t(work.block_begin);
+      auto const block_at = [&](int block) {
+        uint32_t const at = before + uint32_t(block), stage = at % kStages;
+        wait_for_block(storage, at);
+        return KeyBlockAddress{shared_address(storage.codes[stage][0]), shared_address(storage.codes[stage][1]),
+                               shared_address(storage.scales[stage])};
       };
-      auto const release = [&](int slice) {
+      auto const release = [&](int block) {
         __syncwarp();
-        if (lane == 0) EmptyBarrier::arrive(&storage.empty[(before + uint32_t(slice)) % kStages]);
+        if (lane == 0) EmptyBarrier::arrive(&storage.empty[(before + uint32_t(block)) % kStages]);
       };
-      typename Mainloop::template State<kCols> state;
-      Mainloop::take_piece(params, shared_address(storage.merge.output[warp]), piece, queries, state, warp, lane, slice_at, release);
+      typename Mainloop::template State<kRowTiles> state;
+      Mainloop::compute(params, shared_address(storage.merge.output[warp]), work, queries, state, warp, lane, block_at, release);
       __syncwarp();
-      if (lane == 0) EmptyBarrier::arrive(&storage.empty_q[turn % 2]);
-      ask_thread(warp, lane);
-      Merge::finish(params, storage.merge, piece, state, warp, lane);
+      if (lane == 0) EmptyBarrier::arrive(&storage.empty_q[iteration % 2]);
+      read_thread(warp, lane);
+      Merge::finish(params, storage.merge, work, state, warp, lane);
     }
   }
 };
@@ -422,11 +431,11 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
   AttentionOperands const& o = *arguments.operands;
   AttentionPlan const& plan = *arguments.plan;
   DecodeParams params{};
-  // Narrow rows that follow each other are loaded as rows of 128 bytes.
-  auto const follow = [](int64_t head_dim, int64_t const(&strides)[3]) {
+  // Rows narrower than 128 bytes are loaded as rows of 128 bytes where they are contiguous.
+  auto const contiguous = [](int64_t head_dim, int64_t const(&strides)[3]) {
     return head_dim == Kernel::kHeadDim && strides[1] == Kernel::kRowBytes;
   };
-  if (Kernel::kSwizzle < 128 && follow(p.head_dim, o.k_strides) && follow(p.head_dim_v, o.v_strides)) {
+  if (Kernel::kSwizzle < 128 && contiguous(p.head_dim, o.k_strides) && contiguous(p.head_dim_v, o.v_strides)) {
     params.row_shift = Kernel::kSwizzle == 64 ? 1 : 2;
   }
   auto const describe = [&](CUtensorMap* map, int32_t* loads, void const* base, int64_t head_dim, int64_t const(&strides)[3]) {
@@ -439,7 +448,7 @@ Status launch_decode_sm90(AttentionLaunchArguments const& arguments) {
       return encode_tensor_map_rows(map, 5, base, extents, in_bytes, box, bytes, RowFetch::kAlone);
     }
     int64_t const columns = head_dim * bits_of(Kernel::kFormat) / 8 / bytes, width = Kernel::kSwizzle / bytes;
-    bool const whole = columns % width == 0 && plan.box_rows == Kernel::kSlice;  // a box's column blocks lie box_rows apart
+    bool const whole = columns % width == 0 && plan.box_rows == Kernel::kTileN;  // a box's column blocks would lie box_rows apart
     auto const stride = [&](int64_t extent, int64_t elements) { return extent > 1 ? elements * bytes : 16; };
     int64_t const extents[5] = {whole ? width : columns, p.page_size, whole ? columns / width : 1, p.heads_kv, p.pages};
     int64_t const in_bytes[4] = {stride(p.page_size, strides[1]), whole ? Kernel::kSwizzle : 16, stride(p.heads_kv, strides[2]),

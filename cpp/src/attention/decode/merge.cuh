@@ -1,93 +1,83 @@
-// The parts of a decode piece become one, and pieces of a unit its output: partial softmax results of the warps meet in shared memory, those
-// of other CTAs in slots of the workspace, as packets. After FlashDecoding (Dao et al., 2023).
+// Decode's epilogue. The warps' partials of a work item become one in shared memory. Where the output tile has other splits, that one is
+// left in a partial slot of the workspace, as packets, or, by the owner, merged with the others' in the order of the splits, whichever CTA
+// left first. The owner normalises and stores the output. After FlashDecoding (Dao et al., 2023).
 #pragma once
 
 #include "attention/decode/mainloop.cuh"
 #include "attention/shared/launch.h"
-#include "attention/shared/packet.cuh"
+#include "common/opaque.cuh"
+#include "common/packet.cuh"
 
 namespace minfer::attention {
 
 template <class Traits>
 struct DecodeMerge : Traits {
   using Mainloop = DecodeMainloop<Traits>;
-  using Traits::kConsumerThreads, Traits::kFormat, Traits::kHalf, Traits::kHalves, Traits::kHeadDim, Traits::kInt4, Traits::kInt8;
-  using Traits::kMaxColumns, Traits::kPitch, Traits::kWarps;
+  using Traits::kConsumerThreads, Traits::kFormat, Traits::kMergedDim, Traits::kMergePasses, Traits::kHeadDim, Traits::kMaxRowTiles;
+  using Traits::kPitch, Traits::kWarps;
   using typename Traits::Codes, typename Traits::Element, typename Traits::Params;
-  template <int kCols>
-  using State = typename Mainloop::template State<kCols>;
+  template <int kRowTiles>
+  using State = typename Mainloop::template State<kRowTiles>;
 
   struct Storage {
     alignas(16) float output[kWarps][8][kPitch];
-    float2 states[kWarps][8 * kMaxColumns];
-    uint64_t stamp;  // of packets of this CTA's piece
+    float2 states[kWarps][8 * kMaxRowTiles];
+    uint64_t stamp;  // the tag of the packets of this CTA's partial
   };
 
-  static CUTLASS_DEVICE void meet() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
+  /// Not a NamedBarrier, whose number is a register: the compiler then recomputes other values to make room for it (portable int4 kernel of
+  /// head_dim 64: 8 instructions more).
+  static CUTLASS_DEVICE void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
 
-  /// The warps' parts of a piece become one, which is left in its slot, or merged with the others' and stored.
-  template <int kCols>
-  static CUTLASS_DEVICE void finish(Params const& params, Storage& storage, DecodePiece const& piece, State<kCols>& state, int warp,
+  /// Merges the warps' partials of a work item, and leaves the result in its partial slot or, as the owner, stores the output.
+  template <int kRowTiles>
+  static CUTLASS_DEVICE void finish(Params const& params, Storage& storage, DecodeWorkItem const& work, State<kRowTiles>& state, int warp,
                                     int lane) {
     int const g = lane / 4, c = lane % 4;
-    if constexpr (kInt4) {  // minima of V: group g's sums are lane 4 g + c's
+    Mainloop::Format::template finish<kRowTiles>(params, state, lane);
 #pragma unroll
-      for (int chunk = 0; chunk < kHeadDim / 32; ++chunk) {
-        int const group = int(params.group_v_of(chunk));
-#pragma unroll
-        for (int i = 0; i < kCols; ++i) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float const least = __shfl_sync(0xffffffffu, state.least[i][e], 4 * group + c);
-#pragma unroll
-            for (int x = e; x < 4; x += 2) {
-              state.output[2 * chunk][i][x] = fmaf(state.output[2 * chunk][i][x], state.unit_of_codes[x / 2], least);
-              state.output[2 * chunk + 1][i][x] = fmaf(state.output[2 * chunk + 1][i][x], state.unit_of_codes[x / 2], least);
-            }
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kCols; ++i) {
+    for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float sum = state.sum[i][e];
+        float sum = state.row_sum[i][e];
 #pragma unroll
         for (int x = 4; x < 32; x *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, x);
-        if (g == 0) storage.states[warp][8 * i + 2 * c + e] = make_float2(state.highest[i][e], sum);
+        if (g == 0) storage.states[warp][8 * i + 2 * c + e] = make_float2(state.row_max[i][e], sum);
       }
     }
 #pragma unroll
-    for (int i = 0; i < kCols; ++i) {
+    for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        float const unit = kInt8 ? state.unit : 1.0f;
-        if (i + half > 0) meet();  // the columns before were read
+      for (int pass = 0; pass < kMergePasses; ++pass) {
+        float const scale = Mainloop::Format::output_scale(state);
+        if (i + pass > 0) sync_consumers();  // the columns of the pass before were read
 #pragma unroll
-        for (int tile = 0; tile < kHalf / 16; ++tile) {
+        for (int tile = 0; tile < kMergedDim / 16; ++tile) {
 #pragma unroll
           for (int x = 0; x < 4; ++x) {
-            storage.output[warp][2 * c + x % 2][Codes::row_of(tile, g, x / 2)] = state.output[half * (kHalf / 16) + tile][i][x] * unit;
+            storage.output[warp][2 * c + x % 2][Codes::row_of(tile, g, x / 2)] =
+                state.output[pass * (kMergedDim / 16) + tile][i][x] * scale;
           }
         }
-        meet();
-        constexpr int kChunks = kHalf / 64;
-        int const rows = min(piece.rows - 8 * i, 8);
+        sync_consumers();
+        constexpr int kSegments = kMergedDim / 64;
+        int const rows = min(work.rows - 8 * i, 8);
 #pragma unroll 1
-        for (uint32_t n = uint32_t(warp); int(n) < rows * kChunks; n += kWarps) {
-          finish_chunk(params, storage, piece, 8 * i + int(n / kChunks), int(n % kChunks), half * kChunks + int(n % kChunks), lane);
+        for (uint32_t n = uint32_t(warp); int(n) < rows * kSegments; n += kWarps) {
+          finish_segment(params, storage, work, 8 * i + int(n / kSegments), int(n % kSegments), pass * kSegments + int(n % kSegments),
+                         lane);
         }
       }
     }
-    meet();  // outputs and states in shared memory were read
+    sync_consumers();  // outputs and states in shared memory were read
     if (warp == 0 && lane == 0) storage.stamp = next_stamp(storage.stamp);
   }
 
   static CUTLASS_DEVICE uint64_t warp_xor(uint64_t x) {
     return uint64_t(__reduce_xor_sync(0xffffffffu, uint32_t(x >> 32))) << 32 | __reduce_xor_sync(0xffffffffu, uint32_t(x));
   }
-  static CUTLASS_DEVICE float warp_max(float x) {  // of integers: the smaller a negative float, the larger its bits
+  /// The maximum over the warp, by integers: flip() makes the order of floats that of their bits.
+  static CUTLASS_DEVICE float warp_max(float x) {
     auto const flip = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
     return __int_as_float(flip(__reduce_max_sync(0xffffffffu, flip(__float_as_int(x)))));
   }
@@ -97,55 +87,58 @@ struct DecodeMerge : Traits {
     return x;
   }
 
-  /// A row's part of a piece, or of several: 64 of its elements, two in a lane.
-  struct Part {
-    float highest, sum;
+  /// A segment is 64 elements of an output row, two in each lane. A partial of it is that of one split or of several.
+  struct Partial {
+    float max, sum;
     float2 output;
   };
 
-  /// Chunk `chunk` of a row, number `in_room` of those in shared memory.
-  static CUTLASS_DEVICE void finish_chunk(Params const& params, Storage const& storage, DecodePiece const& piece, int row, int in_room,
-                                          int chunk, int lane) {
-    if (64 * chunk >= params.head_dim_v) return;
-    Part part{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
+  /// Merges the warps' partials of segment `segment` of a row, which is number `in_room` of those in shared memory.
+  static CUTLASS_DEVICE void finish_segment(Params const& params, Storage const& storage, DecodeWorkItem const& work, int row, int in_room,
+                                            int segment, int lane) {
+    if (64 * segment >= params.head_dim_v) return;
+    Partial partial{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) part.highest = fmaxf(part.highest, storage.states[w][row].x);
-    float const base = part.highest == -INFINITY ? 0.0f : part.highest;
+    for (int w = 0; w < kWarps; ++w) partial.max = fmaxf(partial.max, storage.states[w][row].x);
+    float const base = partial.max == -INFINITY ? 0.0f : partial.max;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       float2 const of_warp = storage.states[w][row];
       float2 const output = *reinterpret_cast<float2 const*>(&storage.output[w][row % 8][64 * in_room + 2 * lane]);
       float const weight = exp2_fast(of_warp.x - base);
-      part.sum = fmaf(of_warp.y, weight, part.sum);
-      part.output.x = fmaf(output.x, weight, part.output.x);
-      part.output.y = fmaf(output.y, weight, part.output.y);
+      partial.sum = fmaf(of_warp.y, weight, partial.sum);
+      partial.output.x = fmaf(output.x, weight, partial.output.x);
+      partial.output.y = fmaf(output.y, weight, partial.output.y);
     }
-    if (piece.parts == 0) {
-      Packet* const to = chunk_in_slot(params, piece.slot, row, chunk);
-      send(to + 2 + lane, numbers_of(part.output.x, part.output.y), storage.stamp);
-      if (lane < 2) send(to + lane, lane == 0 ? numbers_of(part.highest, part.sum) : storage.stamp, params.nonce);
+    if (work.partials == 0) {
+      Packet* const to = segment_in_slot(params, work.partial_slot, row, segment);
+      store_packet(to + 2 + lane, numbers_of(partial.output.x, partial.output.y), storage.stamp);
+      if (lane < 2) store_packet(to + lane, lane == 0 ? numbers_of(partial.max, partial.sum) : storage.stamp, params.nonce);
       return;
     }
-    if (__builtin_expect(piece.parts > 1, false)) part = merge_parts(params, piece, part, row, chunk, lane);
-    store(params, piece, part, row, chunk, lane);
+    if (__builtin_expect(work.partials > 1, false)) partial = merge_partials(params, work, partial, row, segment, lane);
+    store(params, work, partial, row, segment, lane);
   }
 
-  // A chunk of a row in a slot: maximum and sum, the stamp of what follows, a packet of each lane.
-  static CUTLASS_DEVICE Packet* chunk_in_slot(Params const& params, int64_t slot, int row, int chunk) {
-    return params.slots + ((slot * (8 * params.columns) + row) * (kHeadDim / 64) + chunk) * kPacketsOfChunk;
+  /// The packets of a segment of a row in a partial slot: maximum and sum, the stamp of the packets that follow, then a packet of each
+  /// lane.
+  static CUTLASS_DEVICE Packet* segment_in_slot(Params const& params, int64_t slot, int row, int segment) {
+    return params.partial_slots + ((slot * (8 * params.row_tiles) + row) * (kHeadDim / 64) + segment) * kPacketsOfPartial;
   }
 
-  /// All parts of a chunk of a unit's row, `own` among them, in order, whoever left them.
-  static CUTLASS_DEVICE Part merge_parts(Params const& params, DecodePiece const& piece, Part const& own, int row, int chunk, int lane) {
-    constexpr int kAtOnce = Traits::kAsyncLoads ? 8 : 4;  // 16: slower (H200; more instructions to fetch); portable: registers
-    int64_t const next = int64_t(params.by_lockstep.divisor) * (8 * params.columns) * (kHeadDim / 64) * kPacketsOfChunk;
-    Packet* const first = chunk_in_slot(params, piece.slot, row, chunk);
-    Part total{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
+  /// Merges all partials of a segment of an output row in the order of the splits; `owners` is the one that this CTA has computed itself.
+  static CUTLASS_DEVICE Partial merge_partials(Params const& params, DecodeWorkItem const& work, Partial const& owners, int row,
+                                               int segment, int lane) {
+    constexpr int kAtOnce =
+        Traits::kAsyncLoads ? 8 : 4;  // 16 are slower (H200: more instructions to fetch); the portable kernel has no registers for 8
+    int64_t const next = int64_t(params.by_lockstep.divisor) * (8 * params.row_tiles) * (kHeadDim / 64) * kPacketsOfPartial;
+    Packet* const first = segment_in_slot(params, work.partial_slot, row, segment);
+    Partial total{-INFINITY, 0.0f, make_float2(0.0f, 0.0f)};
 #pragma unroll 1
-    for (int begin = 0; begin < piece.parts; begin += 32) {  // a part for each lane
-      int const end = min(piece.parts - begin, 32);
-      bool const is_own = begin + lane == piece.own, wanted = lane < end && !is_own;
-      Packet* const place = first + (begin + lane) * next;
+    for (int begin = 0; begin < work.partials; begin += 32) {  // a partial in each lane
+      int const end = min(work.partials - begin, 32);
+      bool const is_owners = begin + lane == work.own_partial, wanted = lane < end && !is_owners;
+      Packet* const lane_packets = first + (begin + lane) * next;
       Packet state{0, 0}, stamp{0, 0};
       uint32_t const all = __ballot_sync(0xffffffffu, wanted);
       uint32_t missing = all;
@@ -153,67 +146,70 @@ struct DecodeMerge : Traits {
 #pragma unroll 1
       for (int group = 0; group < end; group += kAtOnce) {
         Packet outputs[kAtOnce] = {};
-        auto const peek_outputs = [&](uint32_t of_parts) {
+        auto const poll_outputs = [&](uint32_t of_partials) {
           Packet const* from = first + (begin + group) * next + 2 + lane;
 #pragma unroll
           for (int k = 0; k < kAtOnce; ++k, from += next) {
-            asm volatile("" : "+l"(from));  // an address at a time: as many registers as outputs take, otherwise
-            peek(of_parts >> (group + k) & 1, outputs[k], from);
+            make_opaque(from);  // one address at a time: all of them would take as many registers as the outputs
+            poll_packet(of_partials >> (group + k) & 1, outputs[k], from);
           }
         };
         if (group == 0) {
-          do {  // only for what is not there yet: reading all of it again would keep it from coming
+          do {  // poll only what has not arrived: reading all of it again would delay the arrival
             bool const is_missing = missing >> lane & 1;
-            peek(is_missing, state, place);
-            peek(is_missing, stamp, place + 1);
-            peek_outputs(missing);  // sent before its state, and looked at after: there, if that is
+            poll_packet(is_missing, state, lane_packets);
+            poll_packet(is_missing, stamp, lane_packets + 1);
+            poll_outputs(missing);  // stored before its state and polled after it: if the state is there, so is mostly the output
             missing = all & __ballot_sync(0xffffffffu, state.tag != params.nonce || stamp.tag != params.nonce);
           } while (missing != 0);
-          if (wanted) forget(place), forget(place + 1);
-          float2 const of_part = is_own ? make_float2(own.highest, own.sum) : wanted ? state.get() : make_float2(-INFINITY, 0.0f);
-          float const highest = fmaxf(total.highest, warp_max(of_part.x));
-          float const base = highest == -INFINITY ? 0.0f : highest, keep = exp2_fast(total.highest - base);
-          weight = exp2_fast(of_part.x - base);
-          total =
-              Part{highest, fmaf(total.sum, keep, warp_sum(of_part.y * weight)), make_float2(total.output.x * keep, total.output.y * keep)};
+          if (wanted) clear_tag(lane_packets), clear_tag(lane_packets + 1);
+          float2 const partial_state = is_owners ? make_float2(owners.max, owners.sum)
+                                       : wanted  ? state.get()
+                                                 : make_float2(-INFINITY, 0.0f);
+          float const max = fmaxf(total.max, warp_max(partial_state.x));
+          float const base = max == -INFINITY ? 0.0f : max, keep = exp2_fast(total.max - base);
+          weight = exp2_fast(partial_state.x - base);
+          total = Partial{max, fmaf(total.sum, keep, warp_sum(partial_state.y * weight)),
+                          make_float2(total.output.x * keep, total.output.y * keep)};
         }
-        uint64_t const of_group = warp_xor(wanted && lane >= group && lane < group + kAtOnce ? stamp.numbers : 0);
+        uint64_t const group_tags = warp_xor(wanted && lane >= group && lane < group + kAtOnce ? stamp.numbers : 0);
         auto const found = [&] {
           uint64_t tags = 0;
 #pragma unroll
           for (int k = 0; k < kAtOnce; ++k) tags ^= all >> (group + k) & 1 ? outputs[k].tag : 0;
           return tags;
         };
-        while (__any_sync(0xffffffffu, found() != of_group)) peek_outputs(all);
+        while (__any_sync(0xffffffffu, found() != group_tags)) poll_outputs(all);
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) {
-          float const take = __shfl_sync(0xffffffffu, weight, (group + k) % 32);
-          float2 const output = begin + group + k == piece.own ? own.output : outputs[k].get();
+          float const factor = __shfl_sync(0xffffffffu, weight, (group + k) % 32);
+          float2 const output = begin + group + k == work.own_partial ? owners.output : outputs[k].get();
           if (group + k >= end) continue;
-          total.output.x = fmaf(output.x, take, total.output.x);
-          total.output.y = fmaf(output.y, take, total.output.y);
+          total.output.x = fmaf(output.x, factor, total.output.x);
+          total.output.y = fmaf(output.y, factor, total.output.y);
         }
       }
     }
     return total;
   }
 
-  static CUTLASS_DEVICE void store(Params const& params, DecodePiece const& piece, Part const& total, int row, int chunk, int lane) {
+  /// Normalises a segment of an output row and stores it; the row's first segment stores the log-sum-exp, too.
+  static CUTLASS_DEVICE void store(Params const& params, DecodeWorkItem const& work, Partial const& total, int row, int segment, int lane) {
     int query, head;
-    params.by_group(query, head, piece.row + row);
-    head += piece.kv_head * params.group;
-    int64_t const batch = params.cu_seqlens_q != nullptr ? 0 : piece.batch, at = piece.row_q + query;
+    params.by_heads_per_kv(query, head, work.row + row);
+    head += work.kv_head * params.heads_per_kv;
+    int64_t const batch = params.cu_seqlens_q != nullptr ? 0 : work.batch, at = work.row_q + query;
     float sink = -INFINITY;
     if (params.sinks != nullptr) sink = float(static_cast<Element const*>(params.sinks)[head]) * kLog2E;
-    float const higher = fmaxf(total.highest, sink), base = higher == -INFINITY ? 0.0f : higher;
-    float const keep = exp2_fast(total.highest - base), sum = fmaf(total.sum, keep, exp2_fast(sink - base));
+    float const max_with_sink = fmaxf(total.max, sink), base = max_with_sink == -INFINITY ? 0.0f : max_with_sink;
+    float const keep = exp2_fast(total.max - base), sum = fmaf(total.sum, keep, exp2_fast(sink - base));
     float factor = sum == 0.0f ? 0.0f : keep * inverse_fast(sum);
     float const lse = (base + log2_fast(sum)) * kLn2;
-    if (chunk == 0 && lane == 0 && params.lse != nullptr) params.lse[batch * params.lse_batch + head * params.lse_head + at] = lse;
+    if (segment == 0 && lane == 0 && params.lse != nullptr) params.lse[batch * params.lse_batch + head * params.lse_head + at] = lse;
     if constexpr (kFormat == WeightFormat::kFp8E4M3) {
-      factor *= load_operand(static_cast<float const*>(params.v_scale) + piece.kv_head * params.scale_stride);
+      factor *= load_operand(static_cast<float const*>(params.v_scale) + work.kv_head * params.scale_stride);
     }
-    int const d = 64 * chunk + 2 * lane;
+    int const d = 64 * segment + 2 * lane;
     if (d >= params.head_dim_v) return;
     Element const pair[2] = {Element(total.output.x * factor), Element(total.output.y * factor)};
     *reinterpret_cast<uint32_t*>(static_cast<Element*>(params.out) + batch * params.out_batch + at * params.out_row +

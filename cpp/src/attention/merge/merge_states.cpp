@@ -1,4 +1,4 @@
-// What a merge of attention states needs, and what a build without CUDA answers.
+// The workspace of a merge of attention states, and the answer of a build without CUDA.
 #include "attention/merge/merge_states.h"
 
 namespace minfer {

@@ -1,24 +1,23 @@
-// The attention over all keys from the attention over parts of them: out = sum of w_i out_i / sum of w_i with w_i = exp(lse_i - highest lse).
+// Merges attention states, each over a subset of the keys, into the attention over all of them: out = sum of w_i out_i / sum of w_i with
+// w_i = exp(lse_i - max lse). Source: the merge of cascade inference (Ye et al., 2024), which is that of online softmax (Milakov and
+// Gimelshein, 2018).
 //
-// A thread has 16 bytes of a head of a row: it sends for those of the first states and for all lses together, which is what hides the latency,
-// and adds in float32 in the order of the states. A state without a key has weight 0, and what its out holds is not looked at. Neighbouring
-// threads go through a head's elements, then eight rows, then heads: outs are read in whole lines, and lses, of which a head's rows follow each
-// other, in whole sectors. Where bases, strides or head_dim do not allow 16 bytes, a thread has one element.
+// A thread has one vector of 16 bytes of a head of a row. It issues the loads of the first states' vectors and of all lses together, which
+// is what hides the latency, and adds in float32 in the order of the states. A state without a key has weight 0, and its out is not
+// multiplied at all, whatever it holds. Neighbouring threads cover a head's elements, then eight rows, then heads: outs are read in whole
+// lines, and lses, of which a head's rows are contiguous, in whole sectors. Where bases, strides or head_dim do not allow 16 bytes, a
+// thread has one element.
 //
-// States beyond a launch's parameters are added by more launches, to a float32 out and an lse that the one before left in the workspace: the
-// sum over all states is rounded once. The float32 out is replaced in place, each element by the thread that read it; lses alternate between two
-// buffers, for a row's is read by many threads.
-//
-// Source: the merge of cascade inference (Ye et al., 2024), which is online softmax's (Milakov and Gimelshein, 2018).
+// States beyond the number that fits into a launch's parameters are added by more launches, to a float32 out and an lse that the launch
+// before left in the workspace: the sum over all states is rounded once. The float32 out is replaced in place, each element by the thread
+// that read it; lses alternate between two buffers, since each is read by many threads.
 #include "attention/merge/merge_states.h"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <cmath>
 
 #include "common/dependent_launch.cuh"
+#include "common/float16.cuh"
 #include "common/kernel_launch.h"
 
 namespace minfer {
@@ -26,14 +25,7 @@ namespace minfer {
 namespace attention {
 namespace {
 
-constexpr int kThreads = 128, kRows = 8, kTogether = 4;  // kTogether: states whose elements are under way at once
-
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ void round_to(float x, __half& out) { out = __float2half_rn(x); }
-__device__ __forceinline__ void round_to(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
-__device__ __forceinline__ void round_to(float x, float& out) { out = x; }
+constexpr int kThreads = 128, kRows = 8, kTogether = 4;  // kTogether: states whose elements are loaded at a time
 
 template <class T, int kWidth>
 struct alignas(std::min<size_t>(sizeof(T) * kWidth, 16)) Pack {
@@ -42,75 +34,75 @@ struct alignas(std::min<size_t>(sizeof(T) * kWidth, 16)) Pack {
 
 struct MergeParams {
   AttentionState state[kMergedStates];
-  float const* sum_out;                     // of the states before these, [rows, heads, head_dim], or null
-  float const* sum_lse;                     // [batch, heads, seqlen]
-  void* out;                                // [rows, heads, head_dim]
-  float* lse;                               // [batch, heads, seqlen]
-  int64_t rows, seqlen;                     // rows: of all sequences
-  uint32_t count, heads, head_dim, chunks;  // chunks: head_dim / kWidth, at least one
+  float const* sum_out;                      // sum over the states before these, [rows, heads, head_dim], or null
+  float const* sum_lse;                      // [batch, heads, seqlen]
+  void* out;                                 // [rows, heads, head_dim]
+  float* lse;                                // [batch, heads, seqlen]
+  int64_t rows, seqlen;                      // rows of all sequences
+  uint32_t count, heads, head_dim, vectors;  // vectors: head_dim / kWidth, at least one
 };
 
-/// What a thread has: some elements of a head of a row.
-struct Place {
+/// The elements that a thread has: some columns of a head of a row.
+struct Elements {
   int64_t batch, token, row;
   uint32_t head, column;
 };
 
-/// 64-bit divisions take ten times as long.
+/// dividend / divisor in 32 bits where both fit: a 64-bit division takes ten times as long.
 __device__ __forceinline__ uint64_t quotient(uint64_t dividend, uint64_t divisor) {
   return ((dividend | divisor) >> 32) == 0 ? uint32_t(dividend) / uint32_t(divisor) : dividend / divisor;
 }
 
 template <int kWidth>
-__device__ __forceinline__ Place place_of(MergeParams const& params, uint64_t item) {
-  uint64_t const line = quotient(item, params.chunks);  // of kRows rows, of heads, of blocks of rows
-  uint64_t const slab = line / kRows, block = quotient(slab, params.heads);
-  Place at;
-  at.column = uint32_t(item - line * params.chunks) * kWidth;
-  at.head = uint32_t(slab - block * params.heads);
+__device__ __forceinline__ Elements elements_of(MergeParams const& params, uint64_t item) {
+  uint64_t const line = quotient(item, params.vectors);  // threads cover columns, then kRows rows, then heads, then blocks of rows
+  uint64_t const head_rows = line / kRows, block = quotient(head_rows, params.heads);
+  Elements at;
+  at.column = uint32_t(item - line * params.vectors) * kWidth;
+  at.head = uint32_t(head_rows - block * params.heads);
   at.row = int64_t(block * kRows + line % kRows);
   at.batch = int64_t(quotient(uint64_t(at.row), uint64_t(params.seqlen)));
   at.token = at.row - at.batch * params.seqlen;
   return at;
 }
 
-__device__ __forceinline__ float load_lse(AttentionState const& state, Place const& at) {
+__device__ __forceinline__ float load_lse(AttentionState const& state, Elements const& at) {
   return state.lse[at.batch * state.lse_strides[0] + at.head * state.lse_strides[1] + at.token * state.lse_strides[2]];
 }
 
 template <class T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> load_out(AttentionState const& state, Place const& at) {
+__device__ __forceinline__ Pack<T, kWidth> load_out(AttentionState const& state, Elements const& at) {
   int64_t const line = at.batch * state.out_strides[0] + at.token * state.out_strides[1] + at.head * state.out_strides[2];
   T const* const first = static_cast<T const*>(state.out) + line + at.column * state.out_strides[3];
   return *reinterpret_cast<Pack<T, kWidth> const*>(first);
 }
 
-/// T: of the states' outs; Out: of what is written.
+/// T: the type of the states' outs; Out: the type that is written.
 template <class T, class Out, int kWidth>
 __global__ void __launch_bounds__(kThreads) merge_states_kernel(__grid_constant__ MergeParams const params) {
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
   wait_for_predecessor();
 #endif
-  Place const at = place_of<kWidth>(params, uint64_t(blockIdx.x) * kThreads + threadIdx.x);
+  Elements const at = elements_of<kWidth>(params, uint64_t(blockIdx.x) * kThreads + threadIdx.x);
   if (at.row >= params.rows) return;
-  bool const filled = at.column < params.head_dim;  // a head_dim of 0 has lses, too
+  bool const filled = at.column < params.head_dim;  // with a head_dim of 0, there are lses all the same
   int64_t const own_line = (at.row * params.heads + at.head) * params.head_dim + at.column;
   int64_t const own_lse = (at.batch * params.heads + at.head) * params.seqlen + at.token;
 
   Pack<T, kWidth> part[kTogether];
-  auto const send_for = [&](uint32_t first) {
+  auto const load_states = [&](uint32_t first) {
 #pragma unroll
     for (uint32_t j = 0; j < kTogether; ++j) {
       if (filled && first + j < params.count) part[j] = load_out<T, kWidth>(params.state[first + j], at);
     }
   };
-  send_for(0);
-  float highest = params.sum_out == nullptr ? -INFINITY : params.sum_lse[own_lse];
-  float const sum_lse = highest;
+  load_states(0);
+  float max_lse = params.sum_out == nullptr ? -INFINITY : params.sum_lse[own_lse];
+  float const sum_lse = max_lse;
 #pragma unroll 4
-  for (uint32_t i = 0; i < params.count; ++i) highest = fmaxf(highest, load_lse(params.state[i], at));
-  float const base = highest == -INFINITY ? 0.0f : highest;  // -inf - -inf would be NaN
+  for (uint32_t i = 0; i < params.count; ++i) max_lse = fmaxf(max_lse, load_lse(params.state[i], at));
+  float const base = max_lse == -INFINITY ? 0.0f : max_lse;  // -inf - -inf would be NaN
 
   float total = 0.0f, sum[kWidth] = {};
   if (params.sum_out != nullptr) {
@@ -131,19 +123,19 @@ __global__ void __launch_bounds__(kThreads) merge_states_kernel(__grid_constant_
 #pragma unroll
     for (uint32_t j = 0; j < kTogether; ++j) {
       total += weight[j];
-      if (filled && weight[j] != 0.0f) {  // of NaN, too
+      if (filled && weight[j] != 0.0f) {  // a weight of 0 skips NaN, too
 #pragma unroll
         for (int e = 0; e < kWidth; ++e) sum[e] = fmaf(weight[j], to_float(part[j].value[e]), sum[e]);
       }
     }
-    send_for(first + kTogether);
+    load_states(first + kTogether);
   }
   if (at.column == 0) params.lse[own_lse] = base + logf(total);
   if (!filled) return;
   float const scale = total == 0.0f ? 0.0f : 1.0f / total;
   Pack<Out, kWidth> rounded;
 #pragma unroll
-  for (int e = 0; e < kWidth; ++e) round_to(sum[e] * scale, rounded.value[e]);
+  for (int e = 0; e < kWidth; ++e) rounded.value[e] = from_float<Out>(sum[e] * scale);
   *reinterpret_cast<Pack<Out, kWidth>*>(static_cast<Out*>(params.out) + own_line) = rounded;
 }
 
@@ -164,9 +156,9 @@ bool is_wide(AttentionMerge const& merge) {
 
 template <class T, class Out, int kWidth>
 Status launch_merge(MergeParams const& params, bool programmatic, Stream stream) {
-  MergeParams own = params;
-  own.chunks = std::max<uint32_t>(params.head_dim / kWidth, 1);
-  int64_t const blocks = (params.rows + kRows - 1) / kRows, lines = int64_t(params.heads) * own.chunks;
+  MergeParams launch_params = params;
+  launch_params.vectors = std::max<uint32_t>(params.head_dim / kWidth, 1);
+  int64_t const blocks = (params.rows + kRows - 1) / kRows, lines = int64_t(params.heads) * launch_params.vectors;
   if (blocks > int64_t(0x7fffffff) * kThreads / kRows / lines) {
     return Status::failure(StatusCode::kNotSupported, "%lld rows of %u heads of %u elements are more than a launch covers",
                            (long long)params.rows, params.heads, params.head_dim);
@@ -177,7 +169,7 @@ Status launch_merge(MergeParams const& params, bool programmatic, Stream stream)
   shape.threads = kThreads;
   shape.programmatic = programmatic;
   shape.stream = stream;
-  return launch(shape, "launch of merge_attention_states", &merge_states_kernel<T, Out, kWidth>, own);
+  return launch(shape, "launch of merge_attention_states", &merge_states_kernel<T, Out, kWidth>, launch_params);
 }
 
 template <class T>

@@ -5,10 +5,10 @@
 
 namespace minfer::attention {
 
-constexpr int64_t kMergedStates = 16;  // of a launch: 1.2 KB of its 4 KB of parameters
+constexpr int64_t kMergedStates = 16;  // states of a launch: 1.2 KB of its 4 KB of parameters
 
-/// What a merge of more states keeps between launches: out [rows, heads, head_dim_v] in float32, and two lses [batch, heads, seqlen], of which
-/// a launch reads one and writes the other.
+/// The workspace of a merge of more states, which is several launches: out [rows, heads, head_dim_v] in float32, and two lses [batch,
+/// heads, seqlen], of which a launch reads one and writes the other.
 struct MergeWorkspace {
   int64_t out_bytes, lse_bytes;
 

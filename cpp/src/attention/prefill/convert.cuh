@@ -1,20 +1,22 @@
-// Codes of a KV cache in global memory -> blocks of q's 16-bit type in shared memory, as TMA would have left them for WGMMA.
+// Codes of a KV cache in global memory -> key blocks of q's 16-bit type in shared memory, as TMA would have left them for WGMMA.
 //
-// By a warpgroup: a block of keys or values has kTileN rows, of which each warp has a quarter. A lane has 16 bytes of codes of some rows,
-// always the same columns. Keys and values take turns in the same registers (BlockCodes): as soon as a block's codes are converted, the next
-// one's are under way to where they were, and have the time of a block to arrive.
-// Shared memory: rows of 64 elements swizzled as by TMA, [head_dim / 64][row][64], 16 bytes u of row r at u ^ r % 8. Eight neighbouring lanes,
-// which store together, have rows and columns that meet all banks.
-// Pages: each lane knows that of one row, found a block ahead of its loads, and hands the row's address out.
-// Rows that no query of the tile sees are not read (pages may be gone, block tables and scales hold anything) and become zeros.
-// Numbers. Codes become float32 as the mantissa of a power of two: 2^n + code by one byte permutation; one multiply-add subtracts 2^n and
-// scales, and a conversion rounds, once, to q's type: 2.75 instructions an element of int8, about 3.5 of int4.
-//   fp8   codes alone, exact in q's type. The scales are one for a head: K's belongs to the scores' scale, V's to the output, where they cost
-//         nothing and round nothing; the sign of K's is the codes', for the softmax wants a positive scale
-//   int8  code * scale of the token, which neither the scores' scale nor the output could take. The scale is rounded to 15 bits: then it times
-//         2^15 + 128 is exact, so a code of 0 is 0
-//   int4  code * scale + minimum; of K these are a channel's. The newest tokens, of no whole group, are copied from the residual: a warp's rows
-//         are codes all or none, for groups are multiples of 32 tokens, which a warp's rows divide
+// Work. A warpgroup converts a block of kTileN keys or values, each warp a quarter of the rows. A lane has a vector of 16 bytes of codes of
+// some rows, always of the same columns. Keys and values alternate in the same registers (BlockCodes): as soon as a block's codes are
+// converted, the next block's are loaded to where they were, and have the time of a block to arrive.
+// Shared memory. Rows of 64 elements with TMA's shared-memory swizzle, [head_dim / 64][row][64]: vector v of row r is at v ^ r % 8. Eight
+// neighbouring lanes, which store together, have rows and columns that touch all banks.
+// Pages. Each lane holds the page of one row, found a block ahead of its loads, and passes the row's address to the lanes that need it.
+// Rows that no query of the tile sees are not read and become zeros: their pages may have been freed, and block tables and scales may hold
+// anything.
+// Numbers. A code becomes a float32 as the mantissa of a power of two: one byte permutation makes 2^n + code, one multiply-add subtracts
+// 2^n and scales, and one conversion rounds to q's type: 2.75 instructions an element of int8, about 3.5 of int4.
+//   fp8   The code alone, which is exact in q's type. The scales belong to a head: K's becomes part of the scores' scale and V's of the
+//         output, where they cost nothing and round nothing. The sign of K's is applied to the codes, since the softmax requires a positive
+//         scale.
+//   int8  code * scale of the token, which neither the scores' scale nor the output could apply. The scale is rounded to 15 bits: then its
+//         product with 2^15 + 128 is exact, so that a code of 0 is 0.
+//   int4  code * scale + minimum; those of K belong to channels. The newest tokens, of no complete token group, are copied from the
+//         residual: all of a warp's rows are codes or none, since token groups are multiples of 32 tokens, which a warp's rows divide.
 #pragma once
 
 #include <algorithm>
@@ -22,41 +24,43 @@
 #include "attention/prefill/params.h"
 #include "attention/shared/kv_dequant.cuh"
 #include "attention/shared/launch.h"
+#include "common/float16.cuh"
+#include "common/opaque.cuh"
 #include "cutlass/cutlass.h"
 #include "minfer/types.h"
 
 namespace minfer::attention {
 
-CUTLASS_DEVICE float fp8_scale(PrefillCodesParams const& params, CodesSide const& side, int kv_head) {
+CUTLASS_DEVICE float fp8_scale(PrefillCodesParams const& params, QuantizedRows const& side, int kv_head) {
   return load_operand(static_cast<float const*>(side.scale) + kv_head * params.scale_stride);
 }
 
-/// A lane's part of a block of keys or values, on its way.
+/// What a lane holds of a block of keys or values while it is loaded.
 template <WeightFormat kFormat, int kLoads>
 struct BlockCodes {
   static constexpr int kScales = kFormat == WeightFormat::kInt4 ? 8 : 1;
   uint4 codes[kLoads];
-  uint32_t scales[kScales];  // int8: of the lane's row. int4: K: eight channels' scales, then minima; V: scale and minimum of each load
+  uint32_t scales[kScales];  // int8: of the lane's row. int4, K: eight channels' scales, then minima; V: scale and minimum for each load
 };
 
-/// kType: of q. Keys and values are padded to kHeadDim columns.
+/// kType: the type of q. Keys and values are padded to kHeadDim columns.
 template <DataType kType, WeightFormat kFormat, int kTileN, int kHeadDim>
 struct BlockConverter {
   static constexpr bool kFp8 = kFormat == WeightFormat::kFp8E4M3, kInt8 = kFormat == WeightFormat::kInt8,
                         kInt4 = kFormat == WeightFormat::kInt4;
   static_assert(kFp8 || kInt8 || kInt4);
   using Codes = KvCodes<kFormat>;
-  static constexpr int kRows = kTileN / 4;                                            // of a warp
-  static constexpr int kColumns = kHeadDim / 64, kChunks = 64 / Codes::kPerChunk;     // chunks of 16 bytes of codes in a column
-  static constexpr int kUnits = Codes::kPerChunk / 8;                                 // of 16 bytes that a chunk becomes
-  static constexpr int kNear = 8 / kChunks, kRowsOfLoad = 32 / (kChunks * kColumns);  // rows of eight lanes, of a warp
+  static constexpr int kRows = kTileN / 4;                                               // of a warp
+  static constexpr int kColumns = kHeadDim / 64, kCodeVectors = 64 / Codes::kPerVector;  // vectors of codes in a column of 64 elements
+  static constexpr int kVectors = Codes::kPerVector / 8;                                 // of elements that a vector of codes becomes
+  static constexpr int kNear = 8 / kCodeVectors, kRowsOfLoad = 32 / (kCodeVectors * kColumns);  // rows of eight lanes, of a warp
   static constexpr int kLoads = kRows / kRowsOfLoad;
   static_assert(kRows % kRowsOfLoad == 0 && kRowsOfLoad % kNear == 0 && kRows % 8 == 0 && kRows <= 32 && (!kInt4 || 32 % kRows == 0));
   using Block = BlockCodes<kFormat, kLoads>;
 
   PrefillCodesParams const& params;
   int batch, kv_head, warp, lane;
-  int first_key, last_key, in_codes;  // seen by the tile: [first_key, last_key); keys in pages
+  int first_key, last_key, in_codes;  // the tile sees keys [first_key, last_key); in_codes: keys of the sequence that are codes
   float key_scale;                    // fp8
 
   CUTLASS_DEVICE BlockConverter(PrefillCodesParams const& params, int batch, int kv_head, int first_key, int last_key, int seqlen_k,
@@ -74,98 +78,98 @@ struct BlockConverter {
   // ---- which lane has what --------------------------------------------------------------------------------------------------------
 
   CUTLASS_DEVICE int column() const { return lane / 8 % kColumns; }
-  CUTLASS_DEVICE int chunk() const { return column() * kChunks + lane % kChunks; }
-  /// Of a load's rows: the lane's.
-  CUTLASS_DEVICE int own_row() const { return lane / (8 * kColumns) * kNear + lane / kChunks % kNear; }
+  CUTLASS_DEVICE int code_vector() const { return column() * kCodeVectors + lane % kCodeVectors; }
+  /// The lane's row among those of a load.
+  CUTLASS_DEVICE int lane_row() const { return lane / (8 * kColumns) * kNear + lane / kCodeVectors % kNear; }
   CUTLASS_DEVICE int row_of(int load) const {
-    int row = load * kRowsOfLoad + own_row();
-    if constexpr (kFp8) {  // worked out each time: with 256 columns, registers for those of all loads are not there
-      asm volatile("add.s32 %0, %1, %2;" : "=r"(row) : "r"(own_row()), "r"(load * kRowsOfLoad));
+    int row = load * kRowsOfLoad + lane_row();
+    if constexpr (kFp8) {  // computed each time: with 256 columns, there are no registers for the rows of all loads
+      asm volatile("add.s32 %0, %1, %2;" : "=r"(row) : "r"(lane_row()), "r"(load * kRowsOfLoad));
     }
     return row;
   }
   template <bool kKeys>
-  CUTLASS_DEVICE CodesSide const& side() const {
+  CUTLASS_DEVICE QuantizedRows const& side() const {
     return kKeys ? params.keys : params.values;
   }
   template <bool kKeys>
   CUTLASS_DEVICE bool active() const {
-    return chunk() * Codes::kPerChunk < side<kKeys>().head_dim;
+    return code_vector() * Codes::kPerVector < side<kKeys>().head_dim;
   }
 
   // ---- loads ------------------------------------------------------------------------------------------------------------------------
 
   CUTLASS_DEVICE int codes_end() const { return kInt4 ? min(last_key, in_codes) : last_key; }
   CUTLASS_DEVICE int first_of(int block) const { return block * kTileN + warp * kRows; }
-  /// The key that the lane finds for the warp; the nearest one of codes that is seen, where there is one.
+  /// The key whose page the lane finds for the warp: its row's, or the nearest one of codes that is seen, if any is.
   CUTLASS_DEVICE int key_of(int block) const { return min(max(first_of(block) + lane % kRows, first_key), codes_end() - 1); }
 
-  /// Page of key_of(block); blocks may lie outside of what is seen.
+  /// The page of key_of(block). The block may lie outside of what is seen; -1 if nothing is.
   CUTLASS_DEVICE int page_of(int block) const { return codes_end() <= first_key ? -1 : params.find(batch, key_of(block)).page; }
 
-  /// load_operand of what is used once.
+  /// load_operand() of 16 bytes that are used once.
   static CUTLASS_DEVICE uint4 load_16_bytes(void const* from) {
     uint4 x;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
     return x;
   }
 
-  /// Where the rows of a block of keys or values are that a warp has: each lane knows one of them.
+  /// Where a warp's rows of a block of keys or values are; each lane holds one of them.
   template <bool kKeys>
   struct Source {
     int first;  // key of the warp's first row
     int page, row;
-    bool seen;          // by a query of the tile, in a page that there is
+    bool seen;          // the lane's row is seen by a query of the tile, and its page is in the cache
     char const* codes;  // of the lane's row; null where it is not seen
   };
   /// page: page_of(block).
   template <bool kKeys>
   CUTLASS_DEVICE Source<kKeys> source(int block, int page) const {
-    CodesSide const& from = side<kKeys>();
-    int const key = key_of(block), own = first_of(block) + lane % kRows;
+    QuantizedRows const& from = side<kKeys>();
+    int const key = key_of(block), lane_key = first_of(block) + lane % kRows;
     int const row = params.row_of(key);
-    bool const seen = own >= first_key && own < codes_end() && params.has(page);
+    bool const seen = lane_key >= first_key && lane_key < codes_end() && params.has(page);
     return {first_of(block), page, row, seen, seen ? from.rows.at(page, row, kv_head) : nullptr};
   }
 
-  /// Begins a load of codes; rows that are not seen are zeros.
+  /// Begins load number i of codes; rows that are not seen become zeros.
   template <bool kKeys>
   CUTLASS_DEVICE void load_codes(Block& to, int i, Source<kKeys> const& from) const {
     uint64_t const codes = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(from.codes), row_of(i));
     to.codes[i] = make_uint4(0, 0, 0, 0);
-    if (codes != 0 && active<kKeys>()) to.codes[i] = load_16_bytes(reinterpret_cast<char const*>(codes) + chunk() * 16);
+    if (codes != 0 && active<kKeys>()) to.codes[i] = load_16_bytes(reinterpret_cast<char const*>(codes) + code_vector() * 16);
   }
 
-  /// Begins the loads of all scales; those of rows that are not seen are zeros.
+  /// Begins the loads of all scales; those of rows that are not seen become zeros.
   template <bool kKeys>
   CUTLASS_DEVICE void load_scales(Block& to, Source<kKeys> const& from) const {
-    CodesSide const& of = side<kKeys>();
+    QuantizedRows const& of = side<kKeys>();
     if constexpr (kInt8) {
       to.scales[0] = 0;
       if (from.seen) {
         to.scales[0] = load_operand(static_cast<uint32_t const*>(of.scale) + from.page * of.scale_page +
                                     int64_t(kv_head) * params.page_size + from.row);
       }
-    } else if constexpr (kInt4 && kKeys) {  // of the warp's only group: eight of the 32 channels that the lanes of a chunk share
+    } else if constexpr (kInt4 && kKeys) {  // a warp has one token group: four pairs of lanes share the 32 channels of a vector
       int const page = __shfl_sync(0xffffffffu, from.page, 0), row = __shfl_sync(0xffffffffu, from.row, 0);
       int const shift = params.group_tokens == 64 ? 6 : 5;
       int64_t const group = int64_t(kv_head) * (params.page_size >> shift) + (row >> shift);
       uint4 scales = make_uint4(0, 0, 0, 0), minima = scales;
       if (from.first < codes_end() && from.first + kRows > first_key && params.has(page) && active<kKeys>()) {
         auto const* const scale =
-            static_cast<__half const*>(of.scale) + page * of.scale_page + group * 2 * of.head_dim + chunk() * 32 + lane / 2 % 4 * 8;
+            static_cast<__half const*>(of.scale) + page * of.scale_page + group * 2 * of.head_dim + code_vector() * 32 + lane / 2 % 4 * 8;
         scales = load_16_bytes(scale);
         minima = load_16_bytes(scale + of.head_dim);
       }
       to.scales[0] = scales.x, to.scales[1] = scales.y, to.scales[2] = scales.z, to.scales[3] = scales.w;
       to.scales[4] = minima.x, to.scales[5] = minima.y, to.scales[6] = minima.z, to.scales[7] = minima.w;
     } else if constexpr (kInt4) {
-      int64_t const plane = int64_t(kv_head) * 2 * params.groups_v + chunk() / params.chunks_of_group;
+      int64_t const plane = int64_t(kv_head) * 2 * params.groups_v + code_vector() / params.vectors_of_group;
       auto const* const scale = static_cast<uint16_t const*>(of.scale) + plane * params.page_size;
-      int64_t const own = from.seen ? from.page * of.scale_page + from.row : -1;
+      int64_t const lane_token = from.seen ? from.page * of.scale_page + from.row : -1;
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        int64_t const token = __shfl_sync(0xffffffffu, own, row_of(i));
+        int64_t const token = __shfl_sync(0xffffffffu, lane_token, row_of(i));
         to.scales[2 * i] = to.scales[2 * i + 1] = 0;
         if (token >= 0 && active<kKeys>()) {
           to.scales[2 * i] = load_operand(scale + token);
@@ -184,34 +188,26 @@ struct BlockConverter {
 
   // ---- conversion -------------------------------------------------------------------------------------------------------------------
 
-  static CUTLASS_DEVICE uint32_t pack(float low, float high) {
-    uint32_t packed;
-    if constexpr (kType == DataType::kF16) {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    } else {
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    }
-    return packed;
-  }
-  static CUTLASS_DEVICE float2 to_floats(uint32_t pair) { return __half22float2(reinterpret_cast<__half2 const&>(pair)); }
+  static CUTLASS_DEVICE uint32_t pack(float low, float high) { return Float16<kType>::pack(low, high); }
+  static CUTLASS_DEVICE float2 to_floats(uint32_t pair) { return Float16<DataType::kF16>::unpack(pair); }
   static CUTLASS_DEVICE void store_16_bytes(uint32_t to, uint4 const& x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
   }
 
-  /// 2^15 + (code + 128) of int8 `kIndex` of four, biased by 128; the least of what a multiply-add has to subtract.
+  /// 2^15 + (code + 128) of int8 code kIndex of four, which are biased by 128; kInt8Offset is what a multiply-add subtracts.
   static constexpr float kInt8Offset = 32768.0f + 128.0f;
   template <int kIndex>
   static CUTLASS_DEVICE float float_of_int8(uint32_t biased) {
     return __uint_as_float(Codes::select(biased, 0x47000000u, 0x7404 | kIndex << 4));
   }
-  /// 2^7 + code, of the kIndex-th byte.
+  /// 2^7 + the code in byte kIndex.
   static constexpr float kInt4Offset = 128.0f;
   template <int kIndex>
   static CUTLASS_DEVICE float float_of_int4(uint32_t bytes) {
     return __uint_as_float(Codes::select(bytes, 0x43000000u, 0x7044 | kIndex << 8));
   }
 
-  /// Four codes of fp8 or int8.
+  /// Converts four codes of fp8 or int8.
   static CUTLASS_DEVICE void convert(uint32_t codes, float scale, float offset, uint32_t& low, uint32_t& high) {
     if constexpr (kInt8) {
       uint32_t const biased = codes ^ 0x80808080u;
@@ -228,7 +224,7 @@ struct BlockConverter {
     }
   }
 
-  /// Eight codes of int4.
+  /// Converts eight codes of int4.
   static CUTLASS_DEVICE uint4 convert(uint32_t codes, float const (&scale)[8], float const (&offset)[8]) {
     uint32_t const even = codes & 0x0f0f0f0fu, odd = (codes >> 4) & 0x0f0f0f0fu;
     uint4 x;
@@ -239,19 +235,22 @@ struct BlockConverter {
     return x;
   }
 
-  /// Writes the warp's rows of block `block`, which `codes` holds, to the stage at shared address `stage`. A register that is done with takes
-  /// what `next` has for it, the block of values after one of keys or the other way round: it has the time of a block to arrive.
-  /// `look_up()` runs once, when codes of the block have been used: a page that the producer asks for ahead of them is waited for together
-  /// with them, and no longer has the time of a block (fp8 and int8 prefill of a chunk then took 6 % longer on an H200).
+  /// Converts and stores the warp's rows of block `block`, which `codes` holds, to the stage at shared address `stage`. Each register that
+  /// is free again receives what `next` has for it, the block of values after one of keys or the other way round, which has the time of a
+  /// block to arrive. look_up() finds the next pages. It runs once, when codes of the block have been used: a page that was requested ahead
+  /// of them would be waited for together with them, and no longer have the time of a block (fp8 and int8 prefill of a chunk then took 6 %
+  /// longer on an H200). It is one function for all formats: loads of the next block are interleaved with the conversion of this one,
+  /// register by register.
   template <bool kKeys, class LookUp>
   CUTLASS_DEVICE void store(Block& codes, int block, uint32_t stage, Source<!kKeys> const& next, LookUp const& look_up) const {
-    // Bits 4 to 6 of an address are the unit; those of `to` are of the lane's row and first unit, a load and a unit turn some of them over.
-    uint32_t const turn = uint32_t(lane % kChunks * kUnits ^ own_row());
-    uint32_t const to = stage + uint32_t(column() * kTileN + warp * kRows + own_row()) * 128 + turn * 16;
-    auto const put = [&](int load, int unit, uint4 const& x) CUTLASS_LAMBDA_FUNC_INLINE {
-      // In one piece: eight addresses kept for all loads would be eight registers.
+    // Bits 4 to 6 of an address select the vector. Those of `to` are of the lane's row and first vector; each load and vector flips some of
+    // them.
+    uint32_t const swizzled = uint32_t(lane % kCodeVectors * kVectors ^ lane_row());
+    uint32_t const to = stage + uint32_t(column() * kTileN + warp * kRows + lane_row()) * 128 + swizzled * 16;
+    auto const put = [&](int load, int vector, uint4 const& x) CUTLASS_LAMBDA_FUNC_INLINE {
+      // One asm statement for address and store: eight addresses kept for all loads would occupy eight registers.
       asm volatile("{ .reg .b32 a; xor.b32 a, %0, %1; add.u32 a, a, %2; st.shared.v4.u32 [a], {%3, %4, %5, %6}; }" ::"r"(to),
-                   "r"((unit ^ load * kRowsOfLoad % 8) * 16), "r"(load * kRowsOfLoad * 128), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                   "r"((vector ^ load * kRowsOfLoad % 8) * 16), "r"(load * kRowsOfLoad * 128), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                    : "memory");
     };
     bool const columns = active<kKeys>();
@@ -272,20 +271,20 @@ struct BlockConverter {
         load_scales(codes, next);
       }
 #pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
+      for (int vector = 0; vector < kVectors; ++vector) {
         float scale[8], offset[8];
         if constexpr (kKeys) {
 #pragma unroll
           for (int pair = 0; pair < 4; ++pair) {
-            int const lane_of_unit = (lane & ~6) | unit << 1;
-            float2 const scales = to_floats(__shfl_sync(0xffffffffu, codes.scales[pair], lane_of_unit));
-            float2 const minima = to_floats(__shfl_sync(0xffffffffu, codes.scales[4 + pair], lane_of_unit));
+            int const source_lane = (lane & ~6) | vector << 1;
+            float2 const scales = to_floats(__shfl_sync(0xffffffffu, codes.scales[pair], source_lane));
+            float2 const minima = to_floats(__shfl_sync(0xffffffffu, codes.scales[4 + pair], source_lane));
             scale[2 * pair] = scales.x;
             scale[2 * pair + 1] = scales.y;
             offset[2 * pair] = fmaf(scales.x, -kInt4Offset, minima.x);
             offset[2 * pair + 1] = fmaf(scales.y, -kInt4Offset, minima.y);
           }
-          if (unit == kUnits - 1) load_scales(codes, next);
+          if (vector == kVectors - 1) load_scales(codes, next);
         }
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
@@ -297,18 +296,18 @@ struct BlockConverter {
             }
           }
           uint4 const& of = codes.codes[i];
-          uint4 const x = convert(unit == 0 ? of.x : unit == 1 ? of.y : unit == 2 ? of.z : of.w, scale, offset);
-          if (columns) put(i, unit, x);
-          if (unit == kUnits - 1) load_codes(codes, i, next);
-          if (unit == kUnits - 1 && i == 0) look_up();
+          uint4 const x = convert(vector == 0 ? of.x : vector == 1 ? of.y : vector == 2 ? of.z : of.w, scale, offset);
+          if (columns) put(i, vector, x);
+          if (vector == kVectors - 1) load_codes(codes, i, next);
+          if (vector == kVectors - 1 && i == 0) look_up();
         }
       }
     } else {
-      float own_scale = 0.0f;
+      float lane_scale = 0.0f;
       uint32_t keep = 0xffffffffu, flip = 0;
-      if constexpr (kInt8) {  // to 15 bits (Veltkamp)
+      if constexpr (kInt8) {  // rounds the scale to 15 bits (Veltkamp)
         float const s = __uint_as_float(codes.scales[0]), wide = __fmul_rn(s, 513.0f);
-        own_scale = __fsub_rn(wide, __fsub_rn(wide, s));
+        lane_scale = __fsub_rn(wide, __fsub_rn(wide, s));
         load_scales(codes, next);
       } else if constexpr (kKeys) {
         keep = key_scale == 0.0f ? 0 : keep;
@@ -318,20 +317,20 @@ struct BlockConverter {
       for (int i = 0; i < kLoads; ++i) {
         float scale = 0.0f, offset = 0.0f;
         if constexpr (kInt8) {
-          scale = __shfl_sync(0xffffffffu, own_scale, row_of(i));
+          scale = __shfl_sync(0xffffffffu, lane_scale, row_of(i));
           offset = scale * -kInt8Offset;
         }
         uint32_t of[4] = {codes.codes[i].x, codes.codes[i].y, codes.codes[i].z, codes.codes[i].w};
 #pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
+        for (int vector = 0; vector < kVectors; ++vector) {
           uint4 x;
           if constexpr (kFp8 && kKeys) {
-            of[2 * unit] = (of[2 * unit] & keep) ^ flip;
-            of[2 * unit + 1] = (of[2 * unit + 1] & keep) ^ flip;
+            of[2 * vector] = (of[2 * vector] & keep) ^ flip;
+            of[2 * vector + 1] = (of[2 * vector + 1] & keep) ^ flip;
           }
-          convert(of[2 * unit], scale, offset, x.x, x.y);
-          convert(of[2 * unit + 1], scale, offset, x.z, x.w);
-          if (columns) put(i, unit, x);
+          convert(of[2 * vector], scale, offset, x.x, x.y);
+          convert(of[2 * vector + 1], scale, offset, x.z, x.w);
+          if (columns) put(i, vector, x);
         }
         load_codes(codes, i, next);
         if (i == 0) look_up();
@@ -339,54 +338,55 @@ struct BlockConverter {
     }
   }
 
-  /// int4: the warp's rows from key `first` >= in_codes on, of tokens that are in no whole group, or of none.
+  /// int4: copies the warp's rows from key `first` >= in_codes on from the residual; rows without a token become zeros.
   template <bool kKeys>
   CUTLASS_DEVICE void copy_residual(int first, uint32_t stage) const {
-    constexpr int kRowUnits = kHeadDim / 8;
-    CodesSide const& from = side<kKeys>();
+    constexpr int kRowVectors = kHeadDim / 8;
+    QuantizedRows const& from = side<kKeys>();
     auto const* const base = static_cast<char const*>(from.residual);
-    int own = lane;
-    asm volatile("" : "+r"(own));  // what is worked out of it stays here: it would cost registers in every block
+    int lane_index = lane;
+    make_opaque(lane_index);  // what is computed from it stays here: it would cost registers in every block
 #pragma unroll 2
-    for (int i = own; i < kRows * kRowUnits; i += 32) {
-      int const r = i / kRowUnits, unit = i % kRowUnits, key = first + r;
-      if (unit * 8 >= from.head_dim) continue;
+    for (int i = lane_index; i < kRows * kRowVectors; i += 32) {
+      int const r = i / kRowVectors, vector = i % kRowVectors, key = first + r;
+      if (vector * 8 >= from.head_dim) continue;
       uint4 x = make_uint4(0, 0, 0, 0);
       if (key >= first_key && key < last_key) {
         int64_t const token = int64_t(batch) * params.group_tokens + (key - in_codes);
-        x = load_16_bytes(base + ((token * params.heads_kv + kv_head) * from.head_dim + unit * 8) * 2);
+        x = load_16_bytes(base + ((token * params.heads_kv + kv_head) * from.head_dim + vector * 8) * 2);
       }
       int const row = warp * kRows + r;
-      store_16_bytes(stage + uint32_t(unit / 8 * kTileN + row) * 128 + uint32_t(unit % 8 ^ row % 8) * 16, x);
+      store_16_bytes(stage + uint32_t(vector / 8 * kTileN + row) * 128 + uint32_t(vector % 8 ^ row % 8) * 16, x);
     }
   }
 };
 
-/// What scores are to be multiplied by beside the softmax's scale: fp8's scale of K, which codes have the sign of.
+/// What scores are multiplied by in addition to the softmax's scale: the magnitude of fp8's scale of K, whose sign the codes have taken.
 CUTLASS_DEVICE float scale_of_scores(PrefillCodesParams const& params, int kv_head) {
   if (params.format != WeightFormat::kFp8E4M3) return 1.0f;
   float const scale = fabsf(fp8_scale(params, params.keys, kv_head));
   return scale == 0.0f ? 1.0f : scale;
 }
 
-/// What the output is to be multiplied by: fp8's scale of V.
+/// What the output is multiplied by: fp8's scale of V.
 CUTLASS_DEVICE float scale_of_output(PrefillCodesParams const& params, int kv_head) {
   if (params.format != WeightFormat::kFp8E4M3) return 1.0f;
   return fp8_scale(params, params.values, kv_head);
 }
 
-/// Zeros in what no load fills, columns behind head_dim: `bytes` from shared address `from` on; by all threads, before the first block.
+/// Sets what no load fills, columns behind head_dim, to zero: `bytes` from shared address `from` on. Called by all threads before the first
+/// block.
 CUTLASS_DEVICE void clear_padding(uint32_t from, int bytes, int thread, int threads) {
   for (int i = thread * 16; i < bytes; i += threads * 16) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(from + i), "r"(0) : "memory");
   }
 }
 
-/// How a cache is handed to the kernel.
+/// Fills in the parameters of a cache of codes.
 inline void describe_codes(PrefillCodesParams* params, AttentionProblem const& p, AttentionOperands const& o) {
-  auto const describe = [&](CodesSide* side, void const* codes, int64_t const(&strides)[3], void const* scale, void const* residual,
+  auto const describe = [&](QuantizedRows* side, void const* codes, int64_t const(&strides)[3], void const* scale, void const* residual,
                             int64_t head_dim) {
-    *side = {KeyRows::of(codes, strides, head_dim, bits_of(p.kv_format)), scale, p.heads_kv * p.page_size, residual, int32_t(head_dim)};
+    *side = {PagedRows::of(codes, strides, head_dim, bits_of(p.kv_format)), scale, p.heads_kv * p.page_size, residual, int32_t(head_dim)};
   };
   describe(&params->keys, o.k, o.k_strides, o.k_scale, o.k_residual, p.head_dim);
   describe(&params->values, o.v, o.v_strides, o.v_scale, o.v_residual, p.head_dim_v);
@@ -397,7 +397,7 @@ inline void describe_codes(PrefillCodesParams* params, AttentionProblem const& p
     params->values.scale_page = p.heads_kv * p.page_size * 2 * p.groups_v;
     params->group_tokens = int32_t(p.group_tokens);
     params->groups_v = int32_t(p.groups_v);
-    params->chunks_of_group = int32_t(p.head_dim_v / (32 * p.groups_v));
+    params->vectors_of_group = int32_t(p.head_dim_v / (32 * p.groups_v));
   }
 }
 

@@ -1,20 +1,22 @@
-// Attention forward for sm_90a, many queries: TMA + WGMMA, persistent, warp specialised. After FlashAttention-3 (Shah et al., 2024).
+// Attention forward of many queries for sm_90a: TMA + WGMMA, persistent, warp specialised. After FlashAttention-3 (Shah et al., 2024).
 //
-// Warp roles. Warpgroup 0: its warp 0 is the producer, which loads a tile's queries and its blocks of keys and values, the last block first.
-// Warpgroups 1 to kConsumers: 64 rows of the tile each, and of its blocks those that they meet; the others they pass on. While a warpgroup's
-// softmax of one block runs, the tensor cores have the other warpgroups' two products: where kPingpong, ordered barriers let them issue in
-// turns.
-// Pipelines. q: full (TMA's bytes), empty (an arrival of each consumer warp), kQueryStages tiles. k and v: a ring of kStages blocks each,
-// likewise. Tiles: two, as the producer hands them out.
-// Rows of a tile. `pack` query heads of a KV head lie side by side: with few queries they share the loads of K and V.
-// Scores never leave registers: S = Q.K^T accumulates in fp32, P = exp2(S - max) is rounded to 16 bits in place, in the layout of an A operand.
-// Values that nobody sees, behind the last key or before all windows, are set to zero in shared memory before they are used (0 * NaN is NaN);
-// their scores are masked.
-// kConverts: keys and values are codes of a cache. The whole of warpgroup 0 is the producer then: it converts them into the stages
-// (prefill_convert.cuh), whose full barriers count its warps; one lane loads the queries and hands out the tiles.
-// Files: prefill_traits.cuh, prefill_producer.cuh, prefill_consumer.cuh. Tile walk: tile_scheduler.cuh. Masks: mask.h; only blocks on an edge
-// are masked.
-// Limits: 16-bit, q, k and v 16-byte aligned in base and strides, head_dim a multiple of 8 up to kHeadDim (TMA fills with zeros).
+// Warp roles. Warpgroup 0 is the producer: its warp 0 publishes tiles of queries and loads their queries, keys and values, the last key
+// block first. Warpgroups 1 to kConsumers are the consumers: each computes 64 rows of the tile, over the key blocks that these rows visit,
+// and passes on the stages of the others. While one warpgroup computes the softmax of a block, the tensor cores compute the two products of
+// another; with kPingpong, order barriers let the warpgroups issue their MMAs in turns.
+// Pipelines. q: kQueryStages tiles, full by TMA's bytes, empty by an arrival of each consumer warp. k and v: a ring of kStages key blocks
+// each, likewise. tile: two published tiles, full by the producer, empty by an arrival of each consumer warp.
+// Packed heads. A tile holds `packed_heads` query heads of one KV head next to each other. With few queries they share the loads of K
+// and V.
+// Registers. Scores stay in registers: S = Q.K^T accumulates in fp32, and P = exp2(S - max) is rounded to 16 bits in place, in the layout
+// of the A operand of P.V.
+// Masks. Only key blocks on the edge of a mask are masked (mask.h). Values that no query sees are set to zero in shared memory before they
+// are multiplied, since 0 * NaN is NaN.
+// Codes. With kConverts, keys and values are codes of a cache, and all of warpgroup 0 is the producer: it converts them into the stages
+// (convert.cuh), whose full barriers then count its four warps; one of its lanes loads the queries and publishes the tiles.
+// Shared memory: traits.cuh. Tile walk: tile_scheduler.cuh.
+// Limits: 16-bit q and output; q, k and v aligned to 16 bytes in base and strides; head_dim a multiple of 8 up to kHeadDim, filled up with
+// zeros by TMA.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -40,7 +42,7 @@ struct PrefillSm90 {
   using Consumer = PrefillConsumer<Traits>;
   using Params = typename Traits::Params;
   using SharedStorage = typename Traits::SharedStorage;
-  using Tiles = typename Traits::Tiles;
+  using TileScheduler = typename Traits::TileScheduler;
   using FullBarrier = typename Traits::FullBarrier;
   using EmptyBarrier = typename Traits::EmptyBarrier;
   static constexpr int kThreads = Traits::kThreads, kSmemBytes = Traits::kSmemBytes;
@@ -53,26 +55,7 @@ struct PrefillSm90 {
     int const warpgroup = cutlass::canonical_warp_group_idx(), warp = cutlass::canonical_warp_idx_sync();
 
     allow_dependent_launch();
-    if (warp == 0 && cute::elect_one_sync()) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.q));
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.k));
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.v));
-      for (int s = 0; s < Traits::kQueryStages; ++s) {
-        FullBarrier::init(&storage.full_q[s], 1);
-        EmptyBarrier::init(&storage.empty_q[s], 4 * Traits::kConsumers);
-      }
-      for (int s = 0; s < 2; ++s) {
-        EmptyBarrier::init(&storage.full_tile[s], 1);
-        EmptyBarrier::init(&storage.empty_tile[s], 4 * (Traits::kConsumers + Traits::kConverts));
-      }
-      for (int s = 0; s < Traits::kStages; ++s) {
-        FullBarrier::init(&storage.full_k[s], Traits::kConverts ? 4 : 1);
-        FullBarrier::init(&storage.full_v[s], Traits::kConverts ? 4 : 1);
-        EmptyBarrier::init(&storage.empty_k[s], 4 * Traits::kConsumers);
-        EmptyBarrier::init(&storage.empty_v[s], 4 * Traits::kConsumers);
-      }
-      cutlass::arch::fence_barrier_init();
-    }
+    if (warp == 0 && cute::elect_one_sync()) init_barriers(params, storage);
     if constexpr (Traits::kConverts) {
       if (params.keys.head_dim < Traits::kHeadDim || params.values.head_dim < Traits::kHeadDimV) {
         clear_padding(cute::cast_smem_ptr_to_uint(storage.k), int(sizeof(storage.k) + sizeof(storage.v)), thread, kThreads);
@@ -80,7 +63,7 @@ struct PrefillSm90 {
       }
     }
     wait_for_predecessor();
-    Tiles::build(storage.tiles, params, thread, kThreads);
+    TileScheduler::build(storage.tiles, params, thread, kThreads);
     __syncthreads();
 
     if (warpgroup == 0) {
@@ -99,6 +82,28 @@ struct PrefillSm90 {
       Consumer::consume(params, storage, warpgroup - 1, thread % 128);
     }
   }
+
+  static CUTLASS_DEVICE void init_barriers(Params const& params, SharedStorage& storage) {
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.q));
+    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.k));
+    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.v));
+    for (int s = 0; s < Traits::kQueryStages; ++s) {
+      FullBarrier::init(&storage.full_q[s], 1);
+      EmptyBarrier::init(&storage.empty_q[s], kConsumerWarps);
+    }
+    for (int s = 0; s < 2; ++s) {
+      EmptyBarrier::init(&storage.full_tile[s], 1);
+      EmptyBarrier::init(&storage.empty_tile[s], kConsumerWarps + (Traits::kConverts ? 4 : 0));  // converting warps read the tiles, too
+    }
+    for (int s = 0; s < Traits::kStages; ++s) {
+      FullBarrier::init(&storage.full_k[s], Traits::kConverts ? 4 : 1);
+      FullBarrier::init(&storage.full_v[s], Traits::kConverts ? 4 : 1);
+      EmptyBarrier::init(&storage.empty_k[s], kConsumerWarps);
+      EmptyBarrier::init(&storage.empty_v[s], kConsumerWarps);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
 };
 
 template <class Config>
@@ -110,21 +115,21 @@ __global__ void __launch_bounds__(PrefillSm90<Config>::kThreads, 1)
 #endif
 }
 
-/// A mode of extent 1 has any stride; TMA wants a legal one.
+/// The stride of a mode in bytes. A mode of extent 1 may have any stride, but TMA requires a multiple of 16.
 inline int64_t stride_bytes(int64_t extent, int64_t stride) { return extent > 1 ? stride * 2 : 16; }
 
-/// Queries or output: [batch, head units, rows, pack, head_dim].
-inline Status describe_queries(CUtensorMap* map, void const* base, AttentionProblem const& p, int64_t pack, int64_t head_dim, int64_t batch,
-                               int64_t row, int64_t head, int box_rows) {
-  int64_t const units = p.heads_q / pack, rows = p.varlen ? p.tokens_q : p.seqlen_q, batches = p.varlen ? 1 : p.batch;
-  int64_t const extents[5] = {head_dim, pack, rows, units, batches};
-  int64_t const strides[4] = {stride_bytes(pack, head), stride_bytes(rows, row), stride_bytes(units, pack * head),
+/// The tensor map of queries or output: [batch, head tiles, rows, packed heads, head_dim]. batch, row, head: strides in elements.
+inline Status describe_queries(CUtensorMap* map, void const* base, AttentionProblem const& p, int64_t packed_heads, int64_t head_dim,
+                               int64_t batch, int64_t row, int64_t head, int box_rows) {
+  int64_t const head_tiles = p.heads_q / packed_heads, rows = p.varlen ? p.tokens_q : p.seqlen_q, batches = p.varlen ? 1 : p.batch;
+  int64_t const extents[5] = {head_dim, packed_heads, rows, head_tiles, batches};
+  int64_t const strides[4] = {stride_bytes(packed_heads, head), stride_bytes(rows, row), stride_bytes(head_tiles, packed_heads * head),
                               stride_bytes(batches, batch)};
-  int const box[5] = {64, int(pack), int(box_rows / pack), 1, 1};
+  int const box[5] = {64, int(packed_heads), int(box_rows / packed_heads), 1, 1};
   return encode_tensor_map_rows(map, 5, base, extents, strides, box, 2, RowFetch::kAlone);
 }
 
-/// Keys or values: [batch, rows, heads_kv, head_dim], or the pages of a cache.
+/// The tensor map of keys or values: [batch, rows, heads_kv, head_dim], or [pages, page_size, heads_kv, head_dim] of a cache.
 inline Status describe_keys(CUtensorMap* map, void const* base, AttentionProblem const& p, int64_t head_dim, int64_t const (&stride)[3],
                             int box_rows) {
   int64_t const rows = p.cached ? p.page_size : p.varlen ? p.tokens_k : p.seqlen_k, batches = p.cached ? p.pages : p.varlen ? 1 : p.batch;
@@ -140,15 +145,17 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   AttentionProblem const& p = *arguments.problem;
   AttentionOperands const& o = *arguments.operands;
   AttentionPlan const& plan = *arguments.plan;
-  int64_t const pack = plan.pack, out_row = p.heads_q * p.head_dim_v;
+  int64_t const packed_heads = plan.packed_heads, out_row = p.heads_q * p.head_dim_v;
   typename Kernel::Params params{};
-  Status status = describe_queries(&params.q, o.q, p, pack, p.head_dim, o.q_strides[0], o.q_strides[1], o.q_strides[2], Config::kTileM);
-  if (status.ok()) status = describe_queries(&params.o, o.out, p, pack, p.head_dim_v, p.seqlen_q * out_row, out_row, p.head_dim_v, 64);
+  Status status =
+      describe_queries(&params.q, o.q, p, packed_heads, p.head_dim, o.q_strides[0], o.q_strides[1], o.q_strides[2], Config::kTileM);
+  if (status.ok())
+    status = describe_queries(&params.o, o.out, p, packed_heads, p.head_dim_v, p.seqlen_q * out_row, out_row, p.head_dim_v, 64);
   if (!status.ok()) return status;
   if constexpr (Config::kConverts) {
     describe_codes(&params, p, o);
     params.k = params.v = params.q;
-  } else if (p.tokens_k > 0) {  // without keys nothing is loaded
+  } else if (p.tokens_k > 0) {  // without keys, nothing is loaded and the maps are not used
     status = describe_keys(&params.k, o.k, p, p.head_dim, o.k_strides, int(plan.box_rows));
     if (status.ok()) status = describe_keys(&params.v, o.v, p, p.head_dim_v, o.v_strides, int(plan.box_rows));
     if (!status.ok()) return status;
@@ -157,7 +164,7 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   }
   set_prefill_arguments(arguments, Config::kTileM, &params);
   if (status = clear_tile_counter(arguments, params); !status.ok()) return status;
-  int64_t const tiles = p.varlen ? arguments.device->sm_count : int64_t(params.q_tiles) * params.head_units * params.batch;
+  int64_t const tiles = p.varlen ? arguments.device->sm_count : int64_t(params.q_tiles) * params.head_tiles * params.batch;
   return launch_kernel<Kernel>(&prefill_sm90_kernel<Config>, params, arguments, std::min<int64_t>(arguments.device->sm_count, tiles));
 }
 

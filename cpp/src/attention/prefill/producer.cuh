@@ -1,4 +1,5 @@
-// What loads a prefill kernel's tiles: a warp, by TMA, or where keys and values are codes of a cache a warpgroup, which converts them.
+// The producer of a prefill kernel: it walks the tiles of queries, publishes them to the consumers, and fills the stages of queries, keys
+// and values. One warp does this by TMA (produce); where keys and values are codes of a cache, a warpgroup converts them (convert).
 #pragma once
 
 #include "attention/prefill/convert.cuh"
@@ -10,24 +11,26 @@ namespace minfer::attention {
 
 template <class Traits>
 struct PrefillProducer : Traits {
-  using Traits::blocks_of, Traits::handed_out, Traits::kConverts, Traits::kHeadDim, Traits::kHeadDimV;
-  using Traits::kQueryStages, Traits::kStages, Traits::kTileM, Traits::kTileN, Traits::kv_head_of, Traits::mask_of, Traits::query_phase;
-  using Traits::query_stage, Traits::release, Traits::rows_of;
-  using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params,
-      typename Traits::Ring;
-  using typename Traits::Rows, typename Traits::SharedStorage, typename Traits::Tiles;
+  using Traits::blocks_of, Traits::kConverts, Traits::kHeadDim, Traits::kHeadDimV, Traits::kQueryStages, Traits::kStages, Traits::kTileM;
+  using Traits::kTileN, Traits::kv_head_of, Traits::mask_of, Traits::queries_of, Traits::query_phase, Traits::query_stage;
+  using Traits::read_tile, Traits::release;
+  using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params;
+  using typename Traits::Queries, typename Traits::Ring, typename Traits::SharedStorage, typename Traits::TileScheduler;
 
-  /// Calls load(box, row, page) for each TMA box of a block of keys or values, a lane each: its number in the block and what it begins with.
+  // ---- boxes of TMA ---------------------------------------------------------------------------------------------------------------
+
+  /// Calls load(box, row, page) for each TMA box of a key block, one lane a box: the box's number in the block, and the row and page of its
+  /// first key. A box whose keys are all masked is loaded from the nearest box that is seen, since its own page may have been freed; its
+  /// scores are masked and its values cleared.
   template <class Load>
   static CUTLASS_DEVICE void for_boxes(Params const& params, QueryTile const& tile, int block, int lane, Load const& load) {
     for (int box = lane; box * params.box_rows < kTileN; box += 32) {
       int key = block * kTileN + box * params.box_rows, row = tile.row_k + key, page = 0;
       if (params.block_table != nullptr) {
-        // Boxes whose keys nobody sees stand for their neighbours: their pages may be gone. Their scores are masked, their values cleared.
         int const seen = min(max(key, tile.first_key), tile.seqlen_k - 1);
-        PageTable::Place const place = params.find(tile.batch, seen / params.box_rows * params.box_rows);
-        page = place.page;
-        row = place.row;
+        PageTable::Location const location = params.find(tile.batch, seen / params.box_rows * params.box_rows);
+        page = location.page;
+        row = location.row;
       } else if (params.cu_seqlens_k == nullptr) {
         page = tile.batch;
       }
@@ -35,6 +38,7 @@ struct PrefillProducer : Traits {
     }
   }
 
+  /// Begins the loads of a block of keys or values, by a warp.
   template <int kDim>
   static CUTLASS_DEVICE void load_block(Params const& params, CUtensorMap const& map, uint64_t* full, Element* to, QueryTile const& tile,
                                         int kv_head, int block, int lane) {
@@ -50,35 +54,37 @@ struct PrefillProducer : Traits {
     });
   }
 
-  /// By a warp.
-  static CUTLASS_DEVICE void hand_out(SharedStorage& storage, int turn, QueryTile const& tile, int lane) {
-    EmptyBarrier::wait(&storage.empty_tile[turn % 2], turn / 2 % 2 ^ 1);
-    if (lane == 0) {
-      storage.tile[turn % 2] = tile;
-      EmptyBarrier::arrive(&storage.full_tile[turn % 2]);
-    }
-    __syncwarp();
-  }
-
-  /// Calls load(column, coordinates ..) for each TMA box of a tile's queries.
+  /// Calls load(column, coordinates ..) for each TMA box of a tile's queries: 64 columns of all rows.
   template <class Load>
   static CUTLASS_DEVICE void for_columns(Params const& params, QueryTile const& tile, Load const& load) {
 #pragma unroll
     for (int column = 0; column < kHeadDim / 64; ++column) {
-      load(column, column * 64, 0, tile.row_q + tile.first, tile.head_unit, params.cu_seqlens_q != nullptr ? 0 : tile.batch);
+      load(column, column * 64, 0, tile.row_q + tile.first, tile.head_tile, params.cu_seqlens_q != nullptr ? 0 : tile.batch);
     }
   }
 
-  /// The queries of a tile, if it meets any keys; by a warp.
-  static CUTLASS_DEVICE void load_queries(Params const& params, SharedStorage& storage, QueryTile const& tile, bool any, int turn,
-                                          int lane) {
-    using Hint = cute::TMA::CacheHintSm90;
-    uint64_t* const full = &storage.full_q[query_stage(turn)];
-    Element* const to = storage.q[query_stage(turn)];
-    EmptyBarrier::wait(&storage.empty_q[query_stage(turn)], query_phase(turn) ^ 1);
+  // ---- a tile ---------------------------------------------------------------------------------------------------------------------
+
+  /// Publishes the CTA's tile number `iteration` to the consumers, by a warp.
+  static CUTLASS_DEVICE void publish_tile(SharedStorage& storage, int iteration, QueryTile const& tile, int lane) {
+    EmptyBarrier::wait(&storage.empty_tile[iteration % 2], iteration / 2 % 2 ^ 1);
     if (lane == 0) {
-      FullBarrier::arrive_and_expect_tx(full, any ? uint32_t(kTileM * kHeadDim * 2) : 0);
-      if (any)
+      storage.tile[iteration % 2] = tile;
+      EmptyBarrier::arrive(&storage.full_tile[iteration % 2]);
+    }
+    __syncwarp();
+  }
+
+  /// Begins the load of a tile's queries when their stage is empty, by a warp. A tile that sees no keys needs none.
+  static CUTLASS_DEVICE void load_queries(Params const& params, SharedStorage& storage, QueryTile const& tile, bool sees_keys,
+                                          int iteration, int lane) {
+    using Hint = cute::TMA::CacheHintSm90;
+    uint64_t* const full = &storage.full_q[query_stage(iteration)];
+    Element* const to = storage.q[query_stage(iteration)];
+    EmptyBarrier::wait(&storage.empty_q[query_stage(iteration)], query_phase(iteration) ^ 1);
+    if (lane == 0) {
+      FullBarrier::arrive_and_expect_tx(full, sees_keys ? uint32_t(kTileM * kHeadDim * 2) : 0);
+      if (sees_keys)
         for_columns(params, tile, [&](int column, auto const&... at) {
           cute::SM90_TMA_LOAD_5D::copy(&params.q, full, uint64_t(Hint::EVICT_FIRST), to + column * kTileM * 64, at...);
         });
@@ -86,31 +92,34 @@ struct PrefillProducer : Traits {
     __syncwarp();
   }
 
+  // ---- keys and values by TMA: one warp -------------------------------------------------------------------------------------------
+
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
-    Ring keys, values;
-    keys.phase = values.phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
-    int const tiles = Tiles::count(storage.tiles, params);
+    Ring keys = Ring::of_producer(), values = Ring::of_producer();
+    int const tiles = TileScheduler::count(storage.tiles, params);
     int t = int(blockIdx.x);
-    // A tile is announced, and its queries on their way, at least into L2, while the one before it has most of its blocks ahead.
-    auto const meets_any = [&](KeyBlocks<kTileN> const& blocks) { return blocks.begin < blocks.end; };
-    auto const announce = [&](int turn) CUTLASS_LAMBDA_FUNC_INLINE {
-      QueryTile const tile = t < tiles ? Tiles::at(storage.tiles, params, t) : QueryTile::none();
-      hand_out(storage, turn, tile, lane);
+    auto const sees_keys = [&](KeyBlocks<kTileN> const& blocks) { return blocks.begin < blocks.end; };
+    // Publishes tile t and begins the load of its queries, at least into L2, while the tile before it still has most of its key blocks
+    // ahead.
+    auto const publish_next = [&](int iteration) CUTLASS_LAMBDA_FUNC_INLINE {
+      QueryTile const tile = t < tiles ? TileScheduler::at(storage.tiles, params, t) : QueryTile::none();
+      publish_tile(storage, iteration, tile, lane);
       if (tile.is_none()) return;
-      KeyBlocks<kTileN> const blocks = blocks_of(params, tile, rows_of(params, tile));
-      if (kQueryStages > 1 || turn == 0) load_queries(params, storage, tile, meets_any(blocks), turn, lane);
-      if (kQueryStages == 1 && turn > 0 && meets_any(blocks) && lane == 0)
+      KeyBlocks<kTileN> const blocks = blocks_of(params, tile, queries_of(params, tile));
+      if (kQueryStages > 1 || iteration == 0) load_queries(params, storage, tile, sees_keys(blocks), iteration, lane);
+      if (kQueryStages == 1 && iteration > 0 && sees_keys(blocks) && lane == 0)
         for_columns(params, tile, [&](int, auto const&... at) { cute::SM90_TMA_LOAD_5D::PREFETCH::copy(&params.q, at...); });
     };
-    announce(0);
-    for (int turn = 0;; ++turn) {
-      QueryTile const tile = handed_out(storage, turn, lane);
+    publish_next(0);
+    for (int iteration = 0;; ++iteration) {
+      QueryTile const tile = read_tile(storage, iteration, lane);
       if (tile.is_none()) break;
-      if (lane == 0) t = Tiles::next(params, t);
+      if (lane == 0) t = TileScheduler::next(params, t);
       t = __shfl_sync(0xffffffffu, t, 0);
-      KeyBlocks<kTileN> const blocks = blocks_of(params, tile, rows_of(params, tile));
+      KeyBlocks<kTileN> const blocks = blocks_of(params, tile, queries_of(params, tile));
       int const kv_head = kv_head_of(params, tile);
-      for (int block = blocks.end; block >= blocks.begin && meets_any(blocks); --block) {  // keys of block - 1, values of block
+      // Each step loads the keys of block - 1 and the values of block, in the order in which the consumers use them.
+      for (int block = blocks.end; block >= blocks.begin && sees_keys(blocks); --block) {
         if (block > blocks.begin) {
           EmptyBarrier::wait(&storage.empty_k[keys.index], keys.phase);
           load_block<kHeadDim>(params, params.k, &storage.full_k[keys.index], storage.k[keys.index], tile, kv_head, block - 1, lane);
@@ -121,60 +130,66 @@ struct PrefillProducer : Traits {
           load_block<kHeadDimV>(params, params.v, &storage.full_v[values.index], storage.v[values.index], tile, kv_head, block, lane);
           values.advance();
         }
-        if (block == blocks.end - 1) announce(turn + 1);
+        if (block == blocks.end - 1) publish_next(iteration + 1);
       }
-      if (!meets_any(blocks)) announce(turn + 1);
-      if constexpr (kQueryStages == 1) {  // free when this tile's last product with them is done
-        QueryTile const next = handed_out(storage, turn + 1, lane);
-        if (!next.is_none()) load_queries(params, storage, next, meets_any(blocks_of(params, next, rows_of(params, next))), turn + 1, lane);
+      if (!sees_keys(blocks)) publish_next(iteration + 1);
+      if constexpr (kQueryStages == 1) {  // the stage becomes empty when this tile's last product with its queries is done
+        QueryTile const next = read_tile(storage, iteration + 1, lane);
+        if (!next.is_none()) {
+          load_queries(params, storage, next, sees_keys(blocks_of(params, next, queries_of(params, next))), iteration + 1, lane);
+        }
       }
     }
   }
+
+  // ---- keys and values from codes: a warpgroup ------------------------------------------------------------------------------------
 
   template <WeightFormat kFormat>
   static CUTLASS_DEVICE void convert(Params const& params, SharedStorage& storage, int warp, int lane) {
     static_assert(!kConverts || kHeadDim == kHeadDimV);
     using Converter = BlockConverter<Traits::kType, kFormat, kTileN, kHeadDim>;
-    uint32_t fills = 0;
+    uint32_t fills = 0;  // key blocks whose stages were filled
     int t = int(blockIdx.x);
-    for (int turn = 0;; ++turn) {
+    for (int iteration = 0;; ++iteration) {
       if (warp == 0) {
-        if (turn > 0) t = __shfl_sync(0xffffffffu, lane == 0 ? Tiles::next(params, t) : 0, 0);
-        hand_out(storage, turn, t < Tiles::count(storage.tiles, params) ? Tiles::at(storage.tiles, params, t) : QueryTile::none(), lane);
+        if (iteration > 0) t = __shfl_sync(0xffffffffu, lane == 0 ? TileScheduler::next(params, t) : 0, 0);
+        publish_tile(storage, iteration,
+                     t < TileScheduler::count(storage.tiles, params) ? TileScheduler::at(storage.tiles, params, t) : QueryTile::none(),
+                     lane);
       }
-      EmptyBarrier::wait(&storage.full_tile[turn % 2], turn / 2 % 2);
-      QueryTile const tile = handed_out(storage, turn, lane);
-      release(&storage.empty_tile[turn % 2], lane);
+      EmptyBarrier::wait(&storage.full_tile[iteration % 2], iteration / 2 % 2);
+      QueryTile const tile = read_tile(storage, iteration, lane);
+      release(&storage.empty_tile[iteration % 2], lane);
       if (tile.is_none()) break;
-      Rows const rows = rows_of(params, tile);
+      Queries const queries = queries_of(params, tile);
       Mask const mask = mask_of(params, tile);
-      KeyBlocks<kTileN> const blocks(mask, rows.first, rows.last);
-      if (warp == 0) load_queries(params, storage, tile, blocks.begin < blocks.end, turn, lane);
+      KeyBlocks<kTileN> const blocks(mask, queries.first, queries.last);
+      if (warp == 0) load_queries(params, storage, tile, blocks.begin < blocks.end, iteration, lane);
       if (blocks.begin >= blocks.end) continue;
-      Converter const converter(params, tile.batch, kv_head_of(params, tile), mask.begin(rows.first), mask.end(rows.last), tile.seqlen_k,
-                                warp, lane);
+      Converter const converter(params, tile.batch, kv_head_of(params, tile), mask.begin(queries.first), mask.end(queries.last),
+                                tile.seqlen_k, warp, lane);
       int block = blocks.end - 1, page = converter.page_of(block);
       typename Converter::Block codes;
       converter.load(codes, converter.template source<true>(block, page));
       for (; (block + 1) * kTileN > converter.first_key; --block, ++fills) {
-        int before;
-        auto const look_up = [&] { before = converter.page_of(block - 1); };  // the nearest page where no row of such a block is seen
+        int next_page;
+        auto const find_next_page = [&] { next_page = converter.page_of(block - 1); };
         uint32_t const stage = fills % kStages, phase = fills / kStages % 2 ^ 1;
         EmptyBarrier::wait(&storage.empty_k[stage], phase);
         converter.template store<true>(codes, block, cute::cast_smem_ptr_to_uint(storage.k[stage]),
-                                       converter.template source<false>(block, page), look_up);
-        filled(&storage.full_k[stage], lane);
+                                       converter.template source<false>(block, page), find_next_page);
+        publish_stage(&storage.full_k[stage], lane);
         EmptyBarrier::wait(&storage.empty_v[stage], phase);
         converter.template store<false>(codes, block, cute::cast_smem_ptr_to_uint(storage.v[stage]),
-                                        converter.template source<true>(block - 1, before), [] {});
-        filled(&storage.full_v[stage], lane);
-        page = before;
+                                        converter.template source<true>(block - 1, next_page), [] {});
+        publish_stage(&storage.full_v[stage], lane);
+        page = next_page;
       }
     }
   }
 
-  /// A warp's part of a stage is written.
-  static CUTLASS_DEVICE void filled(uint64_t* full, int lane) {
+  /// Publishes a warp's quarter of a stage that it has written.
+  static CUTLASS_DEVICE void publish_stage(uint64_t* full, int lane) {
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if (lane == 0) FullBarrier::arrive(full);

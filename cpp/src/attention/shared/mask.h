@@ -1,4 +1,5 @@
-// Which keys a query sees: causal and windows, aligned to the bottom right; which blocks of keys a tile meets, and which of them need a mask.
+// Which keys a query sees under a causal mask or a sliding window, both aligned to the bottom right: the last query is aligned to the last
+// key. Also which key blocks a tile of queries has to visit, and which of these need a mask.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +14,8 @@ namespace minfer::attention {
 
 /// Query i sees key j when begin(i) <= j < end(i).
 struct Mask {
-  int32_t seqlen_k, shift;  // shift: key that query 0 is aligned to, seqlen_k - seqlen_q
-  int32_t left, right;      // < 0: unlimited
+  int32_t seqlen_k, shift;  // query i is aligned to key i + shift, where shift = seqlen_k - seqlen_q
+  int32_t left, right;      // keys before and behind the aligned one that are seen; < 0: all
 
   MINFER_HOST_DEVICE Mask(int32_t seqlen_q, int32_t seqlen_k, int32_t left, int32_t right)
       : seqlen_k(seqlen_k), shift(seqlen_k - seqlen_q), left(left), right(right) {}
@@ -29,7 +30,7 @@ struct Mask {
   }
 };
 
-/// Blocks of kTileN keys that queries first .. last meet: [begin, end), of which [full_begin, full_end) need no mask.
+/// The key blocks of kTileN keys that queries `first` to `last` visit are [begin, end). Of these, [full_begin, full_end) need no mask.
 template <int kTileN>
 struct KeyBlocks {
   int32_t begin, end, full_begin, full_end;

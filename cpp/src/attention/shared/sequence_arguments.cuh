@@ -1,4 +1,4 @@
-// What every launch over queries, of prefill or decode, tells its kernel about sequences and pages.
+// Fills in what a launch of prefill or decode passes to its kernel about sequences and pages.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ inline void set_sequences(AttentionLaunchArguments const& arguments, Sequences* 
   sequences->tokens_q = int32_t(p.tokens_q);
   sequences->tokens_k = int32_t(p.tokens_k);
   sequences->seqlen_q = int32_t(p.seqlen_q);
-  sequences->seqlen_k = int32_t(p.tokens_k > 0 ? std::min(p.seqlen_k, kMaxCounted) : 0);
+  sequences->seqlen_k = int32_t(p.tokens_k > 0 ? std::min(p.seqlen_k, kMaxCount) : 0);
   pages->block_table = o.block_table;
   pages->block_table_stride = o.block_table_stride;
   pages->pages = int32_t(p.pages);

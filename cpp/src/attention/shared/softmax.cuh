@@ -1,5 +1,7 @@
-// Online softmax over blocks of scores in WGMMA's accumulator layout: value e + 2 h + 4 j of a thread is row lane / 4 + 8 h of its warp's 16,
-// column 8 j + 2 (lane % 4) + e. Four neighbouring lanes share a row.
+// Online softmax over blocks of scores that lie in the accumulator layout of WGMMA (and of mma.sync m16n8): value e + 2 h + 4 j of a thread
+// is in row lane / 4 + 8 h of its warp's 16 rows and in column 8 j + 2 (lane % 4) + e. Four neighbouring lanes share a row.
+// Exponentials are powers of two: scores are multiplied by log2(e), so row_max and every exponent below are in units of log2.
+// Sources: online softmax (Milakov and Gimelshein, 2018); the threshold below which a growing maximum is ignored (FlashAttention-4).
 #pragma once
 
 #include <cmath>
@@ -32,23 +34,24 @@ __device__ __forceinline__ float tanh_fast(float x) {
   return y;
 }
 
-/// Scores become tanh(score * inner).
+/// Replaces each score by tanh(score * inner).
 template <int kValues, class Scores>
 __device__ __forceinline__ void cap_scores(Scores& scores, float inner) {
 #pragma unroll
   for (int i = 0; i < kValues; ++i) scores(i) = tanh_fast(scores(i) * inner);
 }
 
-/// A softcap of scores: softcap * tanh(inner * score). For scores up to `limit` by a polynomial (relative error 2^-12.2; tanh.approx: 2^-11),
-/// as exponentials keep the special function units busy. In units of log2: score * (((root * score)^2 + middle)^2 + rest).
+/// A softcap replaces each score by softcap * tanh(inner * score). Exponentials already keep the special function units busy, so tanh of
+/// small scores, up to `limit`, is a polynomial (relative error 2^-12.2, where tanh.approx has 2^-11). In units of log2 the polynomial is
+/// score * (((root * score)^2 + middle)^2 + rest).
 struct Softcap {
   float inner;  // scale / softcap
   float limit;
   float root, middle, rest;
-  float settled;  // a row's highest from which on what lies under -limit is less than 2^-24 of it
+  float negligible_min;  // where a row's maximum is at least this, a score below -limit weighs less than 2^-24 of the row's largest
 
   static Softcap make(double scale, double softcap) {
-    // tanh(x) = x (0.9997852 - 0.3262967 x^2 + 0.09735545 x^4) to x = 3 / 4; that rises with x everywhere
+    // tanh(x) is approximated by x (0.9997852 - 0.3262967 x^2 + 0.09735545 x^4) up to x = 3 / 4; this polynomial rises with x everywhere.
     constexpr double kLimit = 0.75, kFirst = 0.9997852, kThird = -0.3262967, kFifth = 0.09735545;
     double const inner = scale / softcap, unit = scale * double(kLog2E), middle = kThird / (2 * sqrt(kFifth));
     return {float(inner),
@@ -58,153 +61,160 @@ struct Softcap {
             float((kFirst - middle * middle) * unit),
             float(24.0 - softcap * double(kLog2E) * tanh(kLimit))};
   }
-  /// What a score is multiplied by.
+  /// What a score is multiplied by to become its capped score in units of log2.
   __device__ float factor(float score) const {
     float const x = score * root, inside = fmaf(x, x, middle);
     return fmaf(inside, inside, rest);
   }
 };
 
-/// kValues: scores of a thread in a block.
+/// The running maximum and sum of a thread's two rows. kValues: scores that a thread has of a block.
+///
+/// Each step() takes a block: it replaces the scores by exp(score - maximum), adds them to the sums, and returns whether the output that
+/// was accumulated so far must be multiplied by `rescale`; all lanes of a warp get the same answer. The maximum is only raised when it
+/// grows by more than a factor 2^8 of the exponentials (FlashAttention-4): probabilities then stay below 2^8, and most blocks rescale
+/// nothing.
 template <int kValues>
 struct OnlineSoftmax {
-  float scale_log2;  // of scores, log2(e) in it
-  float highest[2];  // of a row so far, in units of log2; -inf: no key yet
-  float sum[2];      // of this thread's columns
+  float scale_log2;  // of the scores, times log2(e)
+  float row_max[2];  // the maximum that exponentials are relative to, in units of log2; -inf before the first key
+  float row_sum[2];  // over this thread's columns; reduce_sums() adds up the row's four lanes
 
-  __device__ explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2), highest{-INFINITY, -INFINITY}, sum{0.0f, 0.0f} {}
+  __device__ explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2), row_max{-INFINITY, -INFINITY}, row_sum{0.0f, 0.0f} {}
 
-  /// Scores become exp(score - highest). Returns whether sums so far are to be multiplied by `rescale`, the same for a warp: a maximum that
-  /// grows by less than a factor 2^8 of the exponentials is not followed (FlashAttention-4), P stays below 2^8.
+  /// A block of scores without a softcap, or of scores to which cap_scores() was applied.
   template <class Scores>
   __device__ bool step(Scores& scores, float (&rescale)[2]) {
-    float top[2], offset[2];
-    find_highest(scores, top);
+    float block_max[2], offset[2];
+    find_max(scores, block_max);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) top[h] = of_row(top[h]) * scale_log2;
-    bool const grown = follow(top, rescale, offset);
+    for (int h = 0; h < 2; ++h) block_max[h] = reduce_max(block_max[h]) * scale_log2;
+    bool const raised = raise_max(block_max, rescale, offset);
     add_exponentials(scores, rescale, [&](float score, int h) { return fmaf(score, scale_log2, -offset[h]); });
-    return __any_sync(0xffffffffu, grown);
+    return __any_sync(0xffffffffu, raised);
   }
 
-  /// Beneath a softcap, of which scale_log2 is: whether a warp's scores in a block, none of them masked, are small enough for step_small();
-  /// else step_large(). top: what both are to be given. settled: whether low scores do not matter any more; false before the first block.
+  /// With a softcap, whose factor is then in scale_log2: whether all of a warp's scores in an unmasked block are within the limit of the
+  /// polynomial, for step_polynomial(); otherwise the block takes step_tanh(). block_max is filled in for both. min_is_negligible: scores
+  /// below the limit do not count, so their minimum need not be found; it is false before the first block, and step_polynomial() sets it.
   template <class Scores>
-  __device__ bool are_small(Scores const& scores, float (&top)[2], Softcap const& cap, bool settled) const {
-    find_highest(scores, top);
-    float farthest = fmaxf(top[0], top[1]);
-    if (!settled) {
-      float lowest[2] = {scores(0), scores(1)};
+  __device__ bool within_polynomial(Scores const& scores, float (&block_max)[2], Softcap const& cap, bool min_is_negligible) const {
+    find_max(scores, block_max);
+    float largest = fmaxf(block_max[0], block_max[1]);
+    if (!min_is_negligible) {
+      float block_min[2] = {scores(0), scores(1)};
 #pragma unroll
-      for (int i = 2; i < kValues; ++i) lowest[i % 2] = fminf(lowest[i % 2], scores(i));
-      farthest = fmaxf(farthest, -fminf(lowest[0], lowest[1]));
+      for (int i = 2; i < kValues; ++i) block_min[i % 2] = fminf(block_min[i % 2], scores(i));
+      largest = fmaxf(largest, -fminf(block_min[0], block_min[1]));
     }
-    return !__any_sync(0xffffffffu, farthest > cap.limit);
+    return !__any_sync(0xffffffffu, largest > cap.limit);
   }
 
   template <class Scores>
-  __device__ bool step_small(Scores& scores, float (&rescale)[2], float (&top)[2], Softcap const& cap, bool& settled) {
+  __device__ bool step_polynomial(Scores& scores, float (&rescale)[2], float (&block_max)[2], Softcap const& cap, bool& min_is_negligible) {
     float offset[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      top[h] = of_row(top[h]);
-      top[h] *= cap.factor(top[h]);
+      block_max[h] = reduce_max(block_max[h]);
+      block_max[h] *= cap.factor(block_max[h]);
     }
-    bool const grown = follow(top, rescale, offset);
+    bool const raised = raise_max(block_max, rescale, offset);
     add_exponentials(scores, rescale, [&](float score, int h) { return fmaf(score, cap.factor(score), -offset[h]); });
-    if (!settled) settled = __all_sync(0xffffffffu, fminf(highest[0], highest[1]) >= cap.settled);
-    return __any_sync(0xffffffffu, grown);
+    if (!min_is_negligible) min_is_negligible = __all_sync(0xffffffffu, fminf(row_max[0], row_max[1]) >= cap.negligible_min);
+    return __any_sync(0xffffffffu, raised);
   }
 
   template <class Scores>
-  __device__ bool step_large(Scores& scores, float (&rescale)[2], float (&top)[2], Softcap const& cap) {
+  __device__ bool step_tanh(Scores& scores, float (&rescale)[2], float (&block_max)[2], Softcap const& cap) {
     float offset[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) top[h] = tanh_fast(of_row(top[h]) * cap.inner) * scale_log2;
-    bool const grown = follow(top, rescale, offset);
+    for (int h = 0; h < 2; ++h) block_max[h] = tanh_fast(reduce_max(block_max[h]) * cap.inner) * scale_log2;
+    bool const raised = raise_max(block_max, rescale, offset);
     add_exponentials(scores, rescale, [&](float score, int h) { return fmaf(tanh_fast(score * cap.inner), scale_log2, -offset[h]); });
-    return __any_sync(0xffffffffu, grown);
+    return __any_sync(0xffffffffu, raised);
   }
 
-  /// Sums of the whole rows; before finish(), once.
-  __device__ void add_up() {
+  /// Makes row_sum the sum of the whole row; once, before finalize().
+  __device__ void reduce_sums() {
 #pragma unroll
     for (int x = 1; x < 4; x *= 2) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], x);
+      for (int h = 0; h < 2; ++h) row_sum[h] += __shfl_xor_sync(0xffffffffu, row_sum[h], x);
     }
   }
 
-  /// What the row's output is to be multiplied by. lse: natural logarithm of what it was divided by, so that output * exp(lse) adds up over
-  /// parts of the keys; a sink is a key without a value and counts.
-  __device__ float finish(int h, float sink, float* lse) const {
-    float const higher = fmaxf(highest[h], sink * kLog2E), base = higher == -INFINITY ? 0.0f : higher;
-    float const keep = exp2_fast(highest[h] - base), total = fmaf(sum[h], keep, exp2_fast(sink * kLog2E - base));
-    *lse = (base + log2_fast(total)) * kLn2;
-    return total == 0.0f ? 0.0f : keep * inverse_fast(total);
+  /// Returns what the row's output is to be multiplied by. lse is the natural logarithm of the softmax's denominator, so that outputs over
+  /// parts of the keys add up when each is multiplied by exp(lse). A sink is a key without a value: it counts in the denominator.
+  __device__ float finalize(int h, float sink, float* lse) const {
+    float const max_with_sink = fmaxf(row_max[h], sink * kLog2E), base = max_with_sink == -INFINITY ? 0.0f : max_with_sink;
+    float const keep = exp2_fast(row_max[h] - base), sum = fmaf(row_sum[h], keep, exp2_fast(sink * kLog2E - base));
+    *lse = (base + log2_fast(sum)) * kLn2;
+    return sum == 0.0f ? 0.0f : keep * inverse_fast(sum);
   }
 
  private:
-  /// Of a thread's columns.
+  /// The maximum over a thread's own columns of both rows.
   template <class Scores>
-  static __device__ void find_highest(Scores const& scores, float (&highest)[2]) {
-    float top[2][2];  // two chains each, for their latency
+  static __device__ void find_max(Scores const& scores, float (&thread_max)[2]) {
+    float chain[2][2];  // two independent chains for each row hide the latency of fmaxf
 #pragma unroll
-    for (int i = 0; i < 4; ++i) top[i / 2][i % 2] = fmaxf(scores(2 * i), scores(2 * i + 1));
-      // Values 2 i and 2 i + 1 are of row i % 2.
+    for (int i = 0; i < 4; ++i) chain[i / 2][i % 2] = fmaxf(scores(2 * i), scores(2 * i + 1));
+      // Values 2 i and 2 i + 1 are in row i % 2.
 #pragma unroll
     for (int i = 4; i < kValues / 2; ++i) {
-      float& chain = top[i / 2 % 2][i % 2];
-      chain = fmaxf(chain, fmaxf(scores(2 * i), scores(2 * i + 1)));
+      float& longest = chain[i / 2 % 2][i % 2];
+      longest = fmaxf(longest, fmaxf(scores(2 * i), scores(2 * i + 1)));
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) highest[h] = fmaxf(top[0][h], top[1][h]);
+    for (int h = 0; h < 2; ++h) thread_max[h] = fmaxf(chain[0][h], chain[1][h]);
   }
 
-  static __device__ float of_row(float highest) {
-    highest = fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 1));
-    return fmaxf(highest, __shfl_xor_sync(0xffffffffu, highest, 2));
+  /// The maximum over the four lanes that share a row.
+  static __device__ float reduce_max(float thread_max) {
+    thread_max = fmaxf(thread_max, __shfl_xor_sync(0xffffffffu, thread_max, 1));
+    return fmaxf(thread_max, __shfl_xor_sync(0xffffffffu, thread_max, 2));
   }
 
-  /// top: of the block's rows, in units of log2. Returns whether one of the thread's rows is to be rescaled.
-  __device__ bool follow(float const (&top)[2], float (&rescale)[2], float (&offset)[2]) {
-    constexpr float kSlack = 8.0f;
-    bool grown = false;
+  /// Raises row_max to block_max (in units of log2) where it grew past the threshold. Returns whether one of the thread's two rows was
+  /// raised.
+  __device__ bool raise_max(float const (&block_max)[2], float (&rescale)[2], float (&offset)[2]) {
+    constexpr float kThreshold = 8.0f;
+    bool any = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      bool const follow = top[h] > highest[h] + kSlack;
+      bool const raised = block_max[h] > row_max[h] + kThreshold;
       rescale[h] = 1.0f;
-      if (follow) {
-        rescale[h] = exp2_fast(highest[h] - top[h]);
-        highest[h] = top[h];
+      if (raised) {
+        rescale[h] = exp2_fast(row_max[h] - block_max[h]);
+        row_max[h] = block_max[h];
       }
-      grown = grown || follow;
-      offset[h] = highest[h] == -INFINITY ? 0.0f : highest[h];
+      any = any || raised;
+      offset[h] = row_max[h] == -INFINITY ? 0.0f : row_max[h];
     }
-    return grown;
+    return any;
   }
 
-  /// Scores become 2^exponent(score, row).
+  /// Replaces each score by 2^exponent(score, row) and adds it to its row's sum.
   template <class Scores, class Exponent>
   __device__ void add_exponentials(Scores& scores, float const (&rescale)[2], Exponent const& exponent) {
-    float total[2][2] = {};
+    float sum[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       scores(i) = exp2_fast(exponent(scores(i), i / 2 % 2));
-      total[i % 2][i / 2 % 2] += scores(i);
+      sum[i % 2][i / 2 % 2] += scores(i);
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) sum[h] = fmaf(sum[h], rescale[h], total[0][h] + total[1][h]);
+    for (int h = 0; h < 2; ++h) row_sum[h] = fmaf(row_sum[h], rescale[h], sum[0][h] + sum[1][h]);
   }
 };
 
-/// Bits of a thread's columns of a row that lie below `limit`: bit e + 2 j is column 8 j + e, e < 2.
+/// The bits of a thread's columns of a row that lie below `limit`: bit e + 2 j stands for column 8 j + e, where e < 2.
 __device__ __forceinline__ uint32_t columns_below(int limit) {
   int const pairs = limit >> 3, single = limit & 7, bits = limit <= 0 ? 0 : 2 * pairs + (single < 2 ? single : 2);
   return bits < 32 ? (1u << bits) - 1u : 0xffffffffu;
 }
 
-/// Columns of the block from key `block_begin` on that a row does not see become -inf.
+/// Sets the scores of keys that a row does not see to -inf. The block begins at key `block_begin`; row h sees keys begin[h] to end[h] - 1.
 template <int kValues, class Scores>
 __device__ __forceinline__ void apply_mask(Scores& scores, int32_t const (&begin)[2], int32_t const (&end)[2], int32_t block_begin,
                                            int lane) {

@@ -1,4 +1,5 @@
-// Rows of q before the first and behind the last of cu_seqlens_q's sequences are nobody's: their output is zeros, their lse -inf.
+// Rows of q before the first sequence of cu_seqlens_q and behind the last one belong to no sequence. Their output is zeros and their
+// log-sum-exp -inf, so that no element of out and lse stays unwritten.
 #pragma once
 
 #include <cmath>
@@ -8,9 +9,9 @@
 
 namespace minfer::attention {
 
-/// Params: a launch's parameters, of prefill or decode. By `threads` threads of every CTA.
+/// Called by `threads` threads of every CTA. Params: PrefillParams or DecodeParams.
 template <class Params>
-__device__ __forceinline__ void clear_rows_outside(Params const& params, int thread, int threads) {
+__device__ __forceinline__ void clear_rows_outside_sequences(Params const& params, int thread, int threads) {
   if (params.cu_seqlens_q == nullptr) return;
   RowRange const inside = params.all_queries();
   int const outside = params.tokens_q - inside.count;
