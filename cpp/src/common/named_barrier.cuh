@@ -19,4 +19,14 @@ struct NamedBarrier {
   __device__ __forceinline__ void arrive() const { asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kThreads) : "memory"); }
 };
 
+/// The same with a number that is known at compile time and takes no register: a kernel that has none to spare may recompute other values
+/// to free one.
+template <int kNumber, int kThreads>
+struct ConstantNamedBarrier {
+  static_assert(kNumber > 0 && kNumber < 16 && kThreads > 0 && kThreads % 32 == 0);
+
+  static __device__ __forceinline__ void sync() { asm volatile("bar.sync %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory"); }
+  static __device__ __forceinline__ void arrive() { asm volatile("bar.arrive %0, %1;" ::"n"(kNumber), "n"(kThreads) : "memory"); }
+};
+
 }  // namespace minfer

@@ -31,7 +31,7 @@ struct RowGather {
     if constexpr (kWarps == 1) {
       __syncwarp();
     } else {
-      NamedBarrier<kThreads>{kBarrier}.sync();
+      ConstantNamedBarrier<kBarrier, kThreads>::sync();
     }
   }
 
