@@ -3,8 +3,8 @@
 // Fast path (16-bit D that TMA can address, C absent or a full matrix of D's type): registers -> stmatrix -> swizzled shared memory -> TMA
 // store, in boxes of up to 64 contiguous outputs. C arrives by TMA in the very box buffer that D leaves from: it is requested before the
 // mainloop, read with ldmatrix in the fragment's own layout, and overwritten in place. A gated D leaves in boxes of half the width.
-// The arithmetic goes in one pass per term (scale, C, bias, activation) over a group of boxes, so that the run-time choices are a branch per
-// group and each pass has 32 or more independent instructions: a branch per 8-column block cost more than the stores.
+// The arithmetic goes in one pass per term (scale, C, bias, activation) over a group of boxes, so that the run-time choices are a branch
+// per group and each pass has 32 or more independent instructions: a branch per 8-column block cost more than the stores.
 // Bias: each thread loads its share before the mainloop; after it the warpgroup exchanges them through shared memory.
 // General path (float32 D, broadcast or float32 C, unaligned D): 64 x 32 accumulators at a time go through the same shared memory in
 // fp32 and are finished by a rolled, coalesced loop.
@@ -187,8 +187,8 @@ struct EpilogueSm90 {
     });
   }
 
-  // Boxes kChunk to kChunk + kCount of MMA tile kMi, which are finished together. Accumulator e + 2 h + 4 j + (kTileN / 2) mi of a thread is row
-  // 16 (thread / 32) + 8 h + lane / 4 of MMA tile mi, column 8 j + 2 (lane % 4) + e (the WGMMA accumulator layout).
+  // Boxes kChunk to kChunk + kCount of MMA tile kMi, which are finished together. Accumulator e + 2 h + 4 j + (kTileN / 2) mi of a thread
+  // is row 16 (thread / 32) + 8 h + lane / 4 of MMA tile mi, column 8 j + 2 (lane % 4) + e (the WGMMA accumulator layout).
   template <int kMi_, int kChunk, int kCount_>
   struct Group {
     static constexpr int kMi = kMi_, kCount = kCount_;

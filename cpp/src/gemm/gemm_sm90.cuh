@@ -1,12 +1,12 @@
 // Dense GEMM for sm_90a: TMA + WGMMA, persistent, warp specialised.
 //
 // Composition (kernel_sm90.cuh has the warp roles and walks): MainloopSm90 (CUTLASS's CollectiveMma), EpilogueSm90, SplitTileSchedulerSm90.
-// 384 threads: the producer's warpgroup keeps 40 registers, the two consumers have 232 each and share a tile, 64-row blocks alternating between
-// them (cooperative), or have a tile each (pingpong).
-// Pipelines. Ring: CUTLASS's PipelineTmaAsync (full: TMA bytes; empty: consumer warps, through the whole multicast group). C: one mbarrier per
-// epilogue buffer. D: bulk groups of the storing thread.
-// Tile walk: data-parallel, split-K or stream-K, all at run time. A split that does not own its tile goes to the workspace; the owner adds the
-// partials in k order (split_reduction.cuh).
+// 384 threads: the producer's warpgroup keeps 40 registers, the two consumers have 232 each and share a tile, 64-row blocks alternating
+// between them (cooperative), or have a tile each (pingpong).
+// Pipelines. Ring: CUTLASS's PipelineTmaAsync (full: TMA bytes; empty: consumer warps, through the whole multicast group). C: one mbarrier
+// per epilogue buffer. D: bulk groups of the storing thread.
+// Tile walk: data-parallel, split-K or stream-K, all at run time. A split that does not own its tile goes to the workspace; the owner adds
+// the partials in k order (split_reduction.cuh).
 // Shared memory: ring | epilogue buffers | barriers, bias, at most 227 KiB, one CTA per SM.
 // Limits: A, B, and for the fast epilogue D and C, 16-byte aligned in base and strides.
 #pragma once

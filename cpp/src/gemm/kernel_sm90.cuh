@@ -1,16 +1,18 @@
-// The kernel layer of the sm_90 GEMMs, composed as CUTLASS composes its own: a mainloop, an epilogue and a tile scheduler. It says what its kernels
-// have in common once: barriers and descriptors, warp roles and registers, the producer's walk over the work items, the consumers' walk with
-// pingpong's order, the fix-up of split tiles, the tail. gemm_sm90.cuh and quantized_gemm/w4a16_sm90.cuh are compositions.
+// The kernel layer of the sm_90 GEMMs, composed as CUTLASS composes its own: a mainloop, an epilogue and a tile scheduler. It says what
+// its kernels have in common once: barriers and descriptors, warp roles and registers, the producer's walk over the work items, the
+// consumers' walk with pingpong's order, the fix-up of split tiles, the tail. gemm_sm90.cuh and quantized_gemm/w4a16_sm90.cuh are
+// compositions.
 //
-// Warp roles. Warpgroup 0 is the producer's and gives registers away: one thread of its warp 0 walks the work items and fills the mainloop's ring
-// of stages. The other warpgroups are consumers:
+// Warp roles. Warpgroup 0 is the producer's and gives registers away: one thread of its warp 0 walks the work items and fills the
+// mainloop's ring of stages. The other warpgroups are consumers:
 //   cooperative  all of them compute every work item: rows of the tile each, or, sliced-K, a slice of each stage's k;
-//   pingpong     two, with a tile each: they take work items in turns, and an ordered barrier lets one warpgroup's MMAs run at a time, so that
-//                one's epilogue hides under the other's mainloop.
-// Tile walk. Each role walks the schedule on its own: the work items of a worker follow from the kernel's parameters, so no queue is shared.
+//   pingpong     two, with a tile each: they take work items in turns, and an ordered barrier lets one warpgroup's MMAs run at a time,
+//                so that one's epilogue hides under the other's mainloop.
+// Tile walk. Each role walks the schedule on its own: the work items of a worker follow from the kernel's parameters: no queue is shared.
 // Start. Barriers, descriptors and prefetches into L2 run under the preceding kernel's tail. The producer waits for that kernel in
 // `Mainloop::load_first`, the consumers in `WorkItems::begin`, each before its first access to an operand (dependent_launch.cuh).
-// Shared memory. The mainloop lays it out as one flat struct: operands, then the epilogue's staging (both 1 KiB aligned), scales, barriers, bias.
+// Shared memory. The mainloop lays it out as one flat struct: operands, then the epilogue's staging (both 1 KiB aligned), scales,
+// barriers, bias.
 //
 // What differs between kernels, and where it is said. All three parts are given the layer's own parameters and storage, as in CUTLASS.
 //   CollectiveMainloop  Params; SharedStorage<Epilogue, Scheduler>; PipelineState; kThreads, registers of the roles, kPingpong.
@@ -19,11 +21,11 @@
 //                       Consumers: mma_init, make_accumulator, mma, mma_tail (which says whether the warpgroup has sums to store).
 //                       gemm/mainloop_sm90.cuh: 16-bit operands, around the CollectiveMma of CUTLASS's CollectiveBuilder.
 //                       quantized_gemm/mainloop_sm90.cuh: a CollectiveMma specialisation that dequantises, with four inner loops.
-//   CollectiveEpilogue  Params; TensorStorage (staging) and PipelineStorage; locate (a warpgroup's rows of a tile), prefetch (bias, C) before the
-//                       mainloop, store after it, store_tail. gemm/epilogue_sm90.cuh.
-//   TileScheduler       Params, SharedStorage, Location (of a thread, its CTA and its worker), initialize (the barrier behind the set-up); WorkItems,
-//                       one role's walk: first, next, valid, begin, tile, and fixup, which adds the partials of a split tile and has the owner
-//                       store. gemm/tiles_sm90.cuh and quantized_gemm/tiles_sm90.cuh: data-parallel, split-K and stream-K.
+//   CollectiveEpilogue  Params; TensorStorage (staging) and PipelineStorage; locate (a warpgroup's rows of a tile), prefetch (bias,
+//                       C) before the mainloop, store after it, store_tail. gemm/epilogue_sm90.cuh.
+//   TileScheduler       Params, SharedStorage, Location (of a thread, its CTA and its worker), initialize (the barrier behind the set-up);
+//                       WorkItems, one role's walk: first, next, valid, begin, tile, and fixup, which adds the partials of a split tile and
+//                       has the owner store. gemm/tiles_sm90.cuh and quantized_gemm/tiles_sm90.cuh: data-parallel, split-K and stream-K.
 // A new operand type or weight format is a mainloop, not a kernel.
 #pragma once
 

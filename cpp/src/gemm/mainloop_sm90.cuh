@@ -1,6 +1,6 @@
-// Mainloop of 16-bit operands for sm_90: CUTLASS's CollectiveMma (MainloopSm90TmaGmmaWarpSpecialized) from its CollectiveBuilder, stages by TMA, both
-// operands of WGMMA in shared memory. Its mma and mma_tail are CUTLASS's. The load is ours: it takes L2 eviction priorities at run time, any
-// range of k tiles, and starts the first of them for L2 before the predecessor has finished.
+// Mainloop of 16-bit operands for sm_90: CUTLASS's CollectiveMma (MainloopSm90TmaGmmaWarpSpecialized) from its CollectiveBuilder, stages
+// by TMA, both operands of WGMMA in shared memory. Its mma and mma_tail are CUTLASS's. The load is ours: it takes L2 eviction priorities
+// at run time, any range of k tiles, and starts the first of them for L2 before the predecessor has finished.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -13,8 +13,8 @@
 
 namespace minfer::gemm {
 
-/// Operand bytes a CTA sends for before its predecessor has finished. Measured at m = 16 on 4096 x 4096, 6144 x 4096 and 10240 x 8192: 64 to 128 KiB
-/// gain 4 to 9 % over none, 256 KiB lose it again to the predecessor's own stream.
+/// Operand bytes a CTA sends for before its predecessor has finished. Measured at m = 16 on 4096 x 4096, 6144 x 4096 and 10240 x 8192: 64
+/// to 128 KiB gain 4 to 9 % over none, 256 KiB lose it again to the predecessor's own stream.
 constexpr int kPrefetchBytes = 96 * 1024;
 
 template <class Config>

@@ -1,6 +1,6 @@
-// Tile scheduler of the sm_90 kernels whose tiles the host knows: the walk of tile_scheduler.h (data-parallel, split-K or stream-K, chosen at run
-// time) in the form of the kernel layer (kernel_sm90.cuh). Partials of a split tile go through the workspace and are added in k order by the
-// tile's owner (split_reduction.cuh).
+// Tile scheduler of the sm_90 kernels whose tiles the host knows: the walk of tile_scheduler.h (data-parallel, split-K or stream-K, chosen
+// at run time) in the form of the kernel layer (kernel_sm90.cuh). Partials of a split tile go through the workspace and are added in k
+// order by the tile's owner (split_reduction.cuh).
 #pragma once
 
 #include "common/dependent_launch.cuh"
@@ -49,7 +49,7 @@ struct SplitTileSchedulerSm90 {
     uint32_t const rank = cute::block_rank_in_cluster();
     return {in_warpgroup, rank, int(rank) % kClusterM, int(rank) / kClusterM, int(blockIdx.x) / kClusterM};
   }
-  /// Nothing to work out: the CTA's threads meet, with those of the cluster whose barriers they signal.
+  /// The CTA's threads synchronise, in a cluster with the threads of the other CTAs, whose barriers they signal.
   static CUTLASS_DEVICE void initialize(Params const&, SharedStorage&, int) {
     if constexpr (kCluster > 1) {
       cute::cluster_arrive_relaxed();
@@ -79,14 +79,14 @@ struct SplitTileSchedulerSm90 {
     template <class Accumulator, class Barrier, class Store>
     CUTLASS_DEVICE bool fixup(WorkItem const& item, Accumulator& accumulator, int row_group, int thread, Barrier const& barrier,
                               Store const& store) const {
-      // A slot holds the cluster's CTAs, and a CTA's warpgroups, one after the other.
-      auto const place = [&](int slot) { return (slot * kCluster + int(at_.rank)) * kRowGroups + row_group; };
+      // Partial slots hold the cluster's CTAs, and a CTA's warpgroups, one after the other.
+      auto const partial_slot = [&](int slot) { return (slot * kCluster + int(at_.rank)) * kRowGroups + row_group; };
       if (!item.owner()) {
-        Reduction::publish(params_.split, place(item.slot), accumulator, thread, barrier);
+        Reduction::publish(params_.split, partial_slot(item.slot), accumulator, thread, barrier);
         return true;
       }
       for (int piece = 0; piece < item.pieces; ++piece) {
-        Reduction::add(params_.split, place(item.first_piece + piece), accumulator, thread, barrier);
+        Reduction::add(params_.split, partial_slot(item.first_piece + piece), accumulator, thread, barrier);
       }
       store();
       return true;

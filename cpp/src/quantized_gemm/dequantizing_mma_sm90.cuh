@@ -1,5 +1,5 @@
-// What the dequantising mainloops for sm_90 have in common: the consumers' part. How the stages are filled differs: tokens of one matrix
-// (mainloop_sm90.cuh) or of an expert, in order or gathered (moe/grouped/mainloop_dequantize_sm90.cuh).
+// What the dequantising mainloops for sm_90 have in common: the consumers' part. Filling the stages differs: tokens of one matrix
+// (mainloop_sm90.cuh) or of an expert, in order or gathered (moe/grouped/grouped_w4a16_sm90.cuh, which calls multiply alone).
 #pragma once
 
 #include "quantized_gemm/mainloop_accumulators_sm90.cuh"
@@ -10,8 +10,8 @@
 
 namespace minfer::w4a16 {
 
-/// accumulator = (a warpgroup's rows of the weights) x (the tile's tokens)^T over the next k_count stages, which it waits for and releases: one of
-/// four loops. has_zeros: whether zero points are read; constants stand for them elsewhere.
+/// accumulator = (a warpgroup's rows of the weights) x (the tile's tokens)^T over the next k_count stages, which it waits for and
+/// releases: one of four loops. has_zeros: whether zero points are read; constants stand for them elsewhere.
 template <class S, class Storage, class Accumulator>
 CUTLASS_DEVICE void multiply(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count, int group_shift,
                              bool has_zeros, int consumer, int thread) {
@@ -35,7 +35,8 @@ CUTLASS_DEVICE void multiply(Storage& storage, typename S::PipelineState& ring, 
   }
 }
 
-/// S: StageSm90. Its warpgroups take 64 rows of the tile each, or, sliced-K, a slice of each stage's k of 64 rows.
+/// The consumers' part of a CollectiveMma. S: StageSm90. A warpgroup computes 64 rows of the tile (or 128), or, sliced-K, a slice of each
+/// stage's k.
 template <class S>
 class DequantizingMmaSm90 {
  public:
@@ -65,7 +66,7 @@ class DequantizingMmaSm90 {
     if constexpr (S::kHasZeros && !S::kSync) {
       if (!has_zeros) {
         S::fill_zeros(storage, consumer, thread);
-        if constexpr (S::kSlices > 1 || S::kGathers) {  // each warpgroup has filled in a part of its rows'
+        if constexpr (S::kSlices > 1) {  // each warpgroup has filled in a part of its rows'
           asm volatile("bar.sync %0, %1;" ::"n"(S::kBookBarrier), "n"(S::kConsumers * 128) : "memory");
         } else {
           barrier();

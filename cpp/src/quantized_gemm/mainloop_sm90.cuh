@@ -1,11 +1,12 @@
-// Mainloop of the GEMM with quantised weights for sm_90: packed weights, scales, zero points and activations come by TMA, codes go from shared memory
-// through registers, where they are dequantised to A fragments of WGMMA (or mma.sync), and activations are read in shared memory.
+// Mainloop of the GEMM with quantised weights for sm_90: packed weights, scales, zero points and activations come by TMA, codes go from
+// shared memory through registers, where they are dequantised to A fragments of WGMMA (or mma.sync), and activations are read in shared
+// memory.
 //
-// A thread reads its own codes of a 64 x 64 weight block by one 16-byte access (two of 8-bit weights; w4_layout.h), dequantises them to four A
-// fragments and issues four WGMMAs; while these run it dequantises the next block into the other set of registers. With mma.sync several warps
-// of an SM scheduler take each other's time. The inner loop is one of four, by where scales are applied: mainloop_*_sm90.cuh.
-// Pipeline: one pair of mbarriers a stage. Full: TMA's bytes. Empty: one arrival of each consumer warp, when the WGMMAs that read the stage's
-// activations have retired, or mma.sync's sums of them are there.
+// A thread reads its own codes of a 64 x 64 weight block by one 16-byte access (two of 8-bit weights; w4_layout.h), dequantises them to
+// four A fragments and issues four WGMMAs; while these run it dequantises the next block into the other set of registers. With mma.sync
+// several warps of an SM scheduler take each other's time. The inner loop is one of four, by where scales are applied: mainloop_*_sm90.cuh.
+// Pipeline: one pair of mbarriers a stage. Full: TMA's bytes. Empty: one arrival of each consumer warp, when the WGMMAs that read the
+// stage's activations have retired, or mma.sync's sums of them are there.
 #pragma once
 
 #include "common/dependent_launch.cuh"
@@ -29,8 +30,10 @@ struct MainloopSm90TmaDequantize {
 
 namespace cutlass::gemm::collective {
 
-template <class Config, class TileShape_, class... Operands>
-struct CollectiveMma<minfer::w4a16::MainloopSm90TmaDequantize<Config>, TileShape_, Operands...>
+template <class Config, class TileShape_, class Codes, class StrideA, class Element, class StrideB, class TiledMma, class GmemCopyA,
+          class SmemLayoutA, class SmemCopyA, class TransformA, class GmemCopyB, class SmemLayoutB, class SmemCopyB, class TransformB>
+struct CollectiveMma<minfer::w4a16::MainloopSm90TmaDequantize<Config>, TileShape_, Codes, StrideA, Element, StrideB, TiledMma, GmemCopyA,
+                     SmemLayoutA, SmemCopyA, TransformA, GmemCopyB, SmemLayoutB, SmemCopyB, TransformB>
     : minfer::w4a16::DequantizingMmaSm90<minfer::w4a16::StageSm90<Config, false>> {
   using S = minfer::w4a16::StageSm90<Config, false>;
   using Base = minfer::w4a16::DequantizingMmaSm90<S>;
@@ -40,8 +43,8 @@ struct CollectiveMma<minfer::w4a16::MainloopSm90TmaDequantize<Config>, TileShape
   using EmptyBarrier = typename S::EmptyBarrier;
   using typename Base::PipelineState;
   static constexpr bool kRereadsThread = S::kForget;
-  /// Stages. More take the predecessor's bandwidth: on 18 problems of 1 to 1200 tokens (H200) 2 stages were 3.5 % faster than none, 8 stages 1.2,
-  /// 24 stages 4 % slower. Loaded into the ring instead, 2 to 12 stages were 4.7 % faster than none.
+  /// Stages. More take the predecessor's bandwidth: on 18 problems of 1 to 1200 tokens (H200) 2 stages were 3.5 % faster than none, 8
+  /// stages 1.2, 24 stages 4 % slower. Loaded into the ring instead, 2 to 12 stages were 4.7 % faster than none.
   static constexpr int kPrefetched = 2;
 
   struct Params {
@@ -94,8 +97,8 @@ struct CollectiveMma<minfer::w4a16::MainloopSm90TmaDequantize<Config>, TileShape
     return {tile.m(), tile.n()};
   }
 
-  /// The first k tiles find every stage empty. Their weights are on their way, to L2 or, where nobody writes them, into the ring, before the
-  /// predecessor has finished. Returns the k tiles that were loaded.
+  /// The first k tiles find every stage empty. Their weights are on their way, to L2 or, where nobody writes them, into the ring, before
+  /// the predecessor has finished. Returns the k tiles that were loaded.
   template <class Storage>
   static CUTLASS_DEVICE int load_first(Params const& params, Storage& storage, PipelineState& state, LoadInputs const& inputs,
                                        TileInputs const& tile, int k, int k_count) {

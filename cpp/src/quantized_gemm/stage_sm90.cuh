@@ -43,8 +43,8 @@ struct StageSm90 {
 
   static constexpr WeightFormat kFormat = Config::kFormat;
   static constexpr bool kHasZeros = has_zero_points(kFormat), kHasBook = has_code_book(kFormat);
-  // mma.sync, not WGMMA. With 16 tokens that is slower where WGMMA needs no wait for every 32 of k, and with code books (28672 x 4096: 19.3 us
-  // against 18.6, nf4 26.5 against 21.8): every warp reads all tokens from shared memory, where the books are, too.
+  // mma.sync, not WGMMA. With 16 tokens that is slower where WGMMA needs no wait for every 32 of k, and with code books (28672 x 4096:
+  // 19.3 us against 18.6, nf4 26.5 against 21.8): every warp reads all tokens from shared memory, where the books are, too.
   static constexpr bool kSync = kTileN == 8 || (kTileN == 16 && kFine && !kHasBook);
   static_assert(!kSync || kMmaM == 1);
   static_assert(kSlices == 1 || kSync || kScaling == Scaling::kAccumulators || kScaling == Scaling::kFineAccumulators);
@@ -114,8 +114,9 @@ struct StageSm90 {
     if constexpr (kGathers && !kSync) cutlass::arch::fence_view_async_shared();
   }
 
-  // A stage is free again: each warp tells the producer of every CTA that writes into it. One arrival for a warpgroup would not do: its warps do
-  // not wait for each other in WGMMAs, and one that comes late still has codes and scales to read (seen with cold caches and groups of 32).
+  // A stage is free again: each warp tells the producer of every CTA that writes into it. One arrival for a warpgroup would not do: its
+  // warps do not wait for each other in WGMMAs, and one that comes late still has codes and scales to read (seen with cold caches and
+  // groups of 32).
   // A predicate and no branch: control flow between WGMMAs makes ptxas serialise them.
   template <class Storage>
   static CUTLASS_DEVICE void release(Storage& storage, int stage, int thread, bool when = true) {

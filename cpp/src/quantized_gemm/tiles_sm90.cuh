@@ -1,6 +1,6 @@
-// Tile scheduler of the sm_90 GEMM with quantised weights: the dense one's walk (gemm/tiles_sm90.cuh), and two more ways for the partials of a
-// split tile. Few values a thread carry their own tags through the workspace (split_reduction.cuh); split-K of one tile to a cluster sends them
-// straight into the shared memory of the tile's owner (cluster_split.h).
+// Tile scheduler of the sm_90 GEMM with quantised weights: the dense one's walk (gemm/tiles_sm90.cuh), and two more ways for the partials
+// of a split tile. Few values a thread carry their own tags through the workspace (split_reduction.cuh); split-K of one tile to a cluster
+// sends them straight into the shared memory of the tile's owner (cluster_split.h).
 #pragma once
 
 #include "cutlass/arch/barrier.h"
@@ -83,21 +83,22 @@ struct ClusterSplitTileSchedulerSm90 {
           return false;
         }
       }
-      auto const place = [&](int slot) { return (slot * kClusterM + at_.rank) * kRowGroups + row_group; };
+      // Partial slots hold the cluster's CTAs, and a CTA's warpgroups, one after the other.
+      auto const partial_slot = [&](int slot) { return (slot * kClusterM + at_.rank) * kRowGroups + row_group; };
       if (!item.owner()) {
         if constexpr (kTagged) {
-          Reduction::publish(params_.split, place(item.slot), accumulator, thread);
+          Reduction::publish(params_.split, partial_slot(item.slot), accumulator, thread);
         } else {
-          Reduction::publish(params_.split, place(item.slot), accumulator, thread, barrier);
+          Reduction::publish(params_.split, partial_slot(item.slot), accumulator, thread, barrier);
         }
         return true;
       }
       if constexpr (kTagged) {
-        auto const slot_of = [&](int i) { return place(item.first_piece + i); };
+        auto const slot_of = [&](int i) { return partial_slot(item.first_piece + i); };
         if (item.pieces > 0) Reduction::gather(params_.split, slot_of, item.pieces, accumulator, thread);
       } else {
         for (int piece = 0; piece < item.pieces; ++piece) {
-          Reduction::add(params_.split, place(item.first_piece + piece), accumulator, thread, barrier);
+          Reduction::add(params_.split, partial_slot(item.first_piece + piece), accumulator, thread, barrier);
         }
       }
       store();

@@ -1,12 +1,13 @@
-// GEMM with 4-bit and 8-bit weights for sm_90a: TMA + WGMMA with the weights in registers, persistent, warp specialised; in tiles of 8 tokens,
-// and some of 16, mma.sync takes WGMMA's place.
+// GEMM with 4-bit and 8-bit weights for sm_90a: TMA + WGMMA with the weights in registers, persistent, warp specialised; in tiles of 8
+// tokens, and some of 16, mma.sync takes WGMMA's place.
 //
 // The weights' rows (the caller's n) are the MMA's m, the tokens (the caller's m) its n, so that a few tokens are one narrow instruction.
-// Composition (gemm/kernel_sm90.cuh has the warp roles and walks): the dequantising CollectiveMma (mainloop_sm90.cuh), EpilogueSm90 over the
-// warpgroups that have a tile's sums in the end, ClusterSplitTileSchedulerSm90.
-// Consumers: 64 rows of the tile each (or 128), or, sliced-K, a slice of each stage's k of 64 rows, whose sums the first slice's warpgroup adds up.
-// Tile walk: data-parallel, split-K or stream-K at run time; partials are added in the workspace (split_reduction.cuh) or, split-K of one tile to
-// a cluster, in the owner's shared memory (cluster_split.h).
+// Composition (gemm/kernel_sm90.cuh has the warp roles and walks): the dequantising CollectiveMma (mainloop_sm90.cuh), EpilogueSm90 over
+// the warpgroups that have a tile's sums in the end, ClusterSplitTileSchedulerSm90.
+// Consumers: 64 rows of the tile each (or 128), or, sliced-K, a slice of each stage's k of 64 rows, whose sums the first slice's warpgroup
+// adds up.
+// Tile walk: data-parallel, split-K or stream-K at run time; partials are added in the workspace (split_reduction.cuh) or, split-K of one
+// tile to a cluster, in the owner's shared memory (cluster_split.h).
 // Start: the first stages of weights, scales and zeros come into L2 under the predecessor's tail; everything is read after it
 // (dependent_launch.cuh). Where the caller vouches that nobody writes them any more, they come into the ring.
 // Limits: activations 16-byte aligned in base and rows; groups of 32 (fine; nvfp4: 16) or 128 times a power of two, or all of k.
