@@ -3,8 +3,8 @@
 // Fast path (16-bit D that TMA can address, C absent or a full matrix of D's type): registers -> stmatrix -> swizzled shared memory -> TMA
 // store, in boxes of up to 64 contiguous outputs. C arrives by TMA in the very box buffer that D leaves from: it is requested before the
 // mainloop, read with ldmatrix in the fragment's own layout, and overwritten in place. A gated D leaves in boxes of half the width.
-// The arithmetic goes in one pass per term (scale, C, bias, activation) over a group of boxes, so that the run-time choices are a branch per
-// group and each pass has 32 or more independent instructions: a branch per 8-column block cost more than the stores.
+// The arithmetic goes in one pass per term (scale, C, bias, activation) over a group of boxes, so that the run-time choices are a branch
+// per group and each pass has 32 or more independent instructions: a branch per 8-column block cost more than the stores.
 // Bias: each thread loads its share before the mainloop; after it the warpgroup exchanges them through shared memory.
 // General path (float32 D, broadcast or float32 C, unaligned D): 64 x 32 accumulators at a time go through the same shared memory in
 // fp32 and are finished by a rolled, coalesced loop.
@@ -15,9 +15,12 @@
 // Shared memory of a box: rows of kBoxColumns, their 16-byte units in TMA's swizzle for that width. Buffers are a ring of kBuffers boxes.
 #pragma once
 
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+
 #include <cuda.h>
 
 #include "cute/arch/copy_sm90_tma.hpp"
+#include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "gemm/epilogue.cuh"
 
@@ -32,6 +35,7 @@ struct EpilogueSm90Params {
 
 template <class Config>
 struct EpilogueSm90 {
+  using Params = EpilogueSm90Params;
   using Element = ElementOf<Config::kType>;
 
   static constexpr bool kSwap = Config::kSwap;
@@ -59,10 +63,10 @@ struct EpilogueSm90 {
   static_assert(kBuffers >= kGroup && kBuffers <= kBoxes && kBuffers <= 32);
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "every box starts on a whole period of its swizzle");
 
-  struct Buffers {
+  struct TensorStorage {
     alignas(1024) char of[kWarpgroups][kRegionBytes];  // [consumer warpgroup]
   };
-  struct Small {
+  struct PipelineStorage {
     alignas(16) float bias[kWarpgroups][kBiasFloats];
     alignas(8) uint64_t c_full[kWarpgroups][kBuffers];
   };
@@ -76,10 +80,11 @@ struct EpilogueSm90 {
   uint32_t c_phase = 0;
   float bias_share[kBiasValues];
 
-  __device__ EpilogueSm90(EpilogueSm90Params const& params, Buffers& boxes, Small& small, int warpgroup, int thread) : params(params) {
+  __device__ EpilogueSm90(EpilogueSm90Params const& params, TensorStorage& boxes, PipelineStorage& small, int warpgroup, int thread)
+      : params(params) {
     place(boxes, small, warpgroup, thread);
   }
-  __device__ void place(Buffers& boxes, Small& small, int warpgroup, int thread_of_warpgroup) {
+  __device__ void place(TensorStorage& boxes, PipelineStorage& small, int warpgroup, int thread_of_warpgroup) {
     buffers = boxes.of[warpgroup];
     bias = small.bias[warpgroup];
     c_full = &small.c_full[warpgroup][0];
@@ -87,7 +92,11 @@ struct EpilogueSm90 {
     barrier_id = warpgroup + 1;
   }
 
-  static __device__ void initialize(Small& small) {
+  static __device__ void prefetch_tma_descriptors(Params const& params) {
+    if (params.store_by_tma) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tma_d));
+    if (params.load_c_by_tma) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tma_c));
+  }
+  static __device__ void init_barriers(PipelineStorage& small) {
     for (int w = 0; w < kWarpgroups; ++w) {
       for (int b = 0; b < kBuffers; ++b) cutlass::arch::ClusterTransactionBarrier::init(&small.c_full[w][b], 1);
     }
@@ -116,6 +125,22 @@ struct EpilogueSm90 {
                                  buffers + b % kBuffers * kBoxBytes, box_n(b, tile_row, tile_column, warpgroup),
                                  box_m(b, tile_row, tile_column, warpgroup), l);
   }
+
+  /// A warpgroup's rows of a tile: the tile's first row and column, and which 64-row blocks of it are the warpgroup's.
+  struct Output {
+    int row, column, l, row_group;
+  };
+  template <class Tile>
+  static __device__ Output locate(Tile const& tile, int row_group) {
+    return {tile.m() * Config::kTileM, tile.n() * kTileN, tile.l(), row_group};
+  }
+  __device__ void prefetch(Output const& at) { prefetch(at.row, at.column, at.l, at.row_group); }
+  template <class Accumulator>
+  __device__ void store(Accumulator const& acc, Output const& at) {
+    store(acc, at.row, at.column, at.l, at.row_group);
+  }
+  /// By the thread that issued the stores: shared memory must outlive the reads of the last of them.
+  __device__ void store_tail() const { cute::tma_store_wait<0>(); }
 
   /// Before the mainloop of a tile this CTA owns: asks for C and bias while the tensor cores work.
   __device__ void prefetch(int tile_row, int tile_column, int l, int warpgroup) {
@@ -158,122 +183,150 @@ struct EpilogueSm90 {
     cute::for_each(cute::make_int_sequence<kMmaM * kGroups>{}, [&](auto group) {
       constexpr int kMi = decltype(group)::value / kGroups, kChunk = decltype(group)::value % kGroups * kGroup;
       constexpr int kCount = kChunks - kChunk < kGroup ? kChunks - kChunk : kGroup;
-      store_group<kMi, kChunk, kCount>(acc, tile_row, tile_column, l, warpgroup);
+      store_group<Group<kMi, kChunk, kCount>>(acc, tile_row, tile_column, l, warpgroup);
     });
   }
 
-  // Boxes kChunk to kChunk + kCount of MMA tile kMi. Accumulator e + 2 h + 4 j + (kTileN / 2) mi of a thread is row
-  // 16 (thread / 32) + 8 h + lane / 4 of MMA tile mi, column 8 j + 2 (lane % 4) + e (the WGMMA accumulator layout).
-  template <int kMi, int kChunk, int kCount, class Accumulator>
-  __device__ void store_group(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
-    EpilogueParams const& e = params.general;
-    constexpr int kFirstBox = kMi * kChunks + kChunk;
-    constexpr int kFirstBlock = kSwap ? 0 : kChunk * kBoxColumns / 8;  // 8-column blocks of the accumulator
-    constexpr int kBoxBlocks = kBoxValues / 4;
-    constexpr int kValues = kCount * kBoxValues, kBlocks = kValues / 4;
-    int const lane = thread % 32, warp = thread / 32;
-    float v[kValues];  // not in place: WGMMA's registers, once written by others, make ptxas serialise the mainloop of wide pingpong tiles
-    auto const value = [&](int i) -> float& { return v[i]; };
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) v[i] = e.alpha * acc(kMi * (kTileN / 2) + kFirstBlock * 4 + i);
+  // Boxes kChunk to kChunk + kCount of MMA tile kMi, which are finished together. Accumulator e + 2 h + 4 j + (kTileN / 2) mi of a thread
+  // is row 16 (thread / 32) + 8 h + lane / 4 of MMA tile mi, column 8 j + 2 (lane % 4) + e (the WGMMA accumulator layout).
+  template <int kMi_, int kChunk, int kCount_>
+  struct Group {
+    static constexpr int kMi = kMi_, kCount = kCount_;
+    static constexpr int kFirstBox = kMi * kChunks + kChunk;
+    static constexpr int kFirstBlock = kSwap ? 0 : kChunk * kBoxColumns / 8;  // 8-column blocks of the accumulator
+    static constexpr int kBoxBlocks = kBoxValues / 4;
+    static constexpr int kValues = kCount * kBoxValues, kBlocks = kValues / 4;
+  };
 
+  template <class G, class Accumulator>
+  __device__ __forceinline__ void store_group(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
+    EpilogueParams const& e = params.general;
+    float
+        v[G::kValues];  // not in place: WGMMA's registers, once written by others, make ptxas serialise the mainloop of wide pingpong tiles
+#pragma unroll
+    for (int i = 0; i < G::kValues; ++i) v[i] = e.alpha * acc(G::kMi * (kTileN / 2) + G::kFirstBlock * 4 + i);
     if (params.load_c_by_tma) {
-#pragma unroll
-      for (int box = 0; box < kCount; ++box) {
-        int const buffer = (kFirstBox + box) % kBuffers;
-        cutlass::arch::ClusterTransactionBarrier::wait(&c_full[buffer], c_phase >> buffer & 1);
-        c_phase ^= 1u << buffer;
-      }
-#pragma unroll
-      for (int j = 0; j < kBlocks; j += 2) {
-        bool const pair = j % kBoxBlocks + 1 < kBoxBlocks;
-        uint32_t c[4];
-        load_matrices(unit_address(kFirstBox + j / kBoxBlocks, j % kBoxBlocks, pair), c, pair);
-#pragma unroll
-        for (int i = 0; i < (pair ? 4 : 2); ++i) {
-          float2 const pair_of_c = Element::unpack(c[i]);
-          value(4 * j + 2 * i) = fmaf(e.beta, pair_of_c.x, value(4 * j + 2 * i));
-          value(4 * j + 2 * i + 1) = fmaf(e.beta, pair_of_c.y, value(4 * j + 2 * i + 1));
-        }
-      }
-    } else if (kFirstBox + kCount > kBuffers) {
-      if (thread == 0) cute::tma_store_wait<kBuffers - kCount>();  // the stores that last left these buffers have been read
+      add_c<G>(v);
+    } else if (G::kFirstBox + G::kCount > kBuffers) {
+      if (thread == 0) cute::tma_store_wait<kBuffers - G::kCount>();  // the stores that last left these buffers have been read
       synchronize();
     }
-
-    if (e.bias != nullptr) {
-      if constexpr (kSwap) {
-        float const row_bias[2] = {bias[kMi * 64 + 16 * warp + lane / 4], bias[kMi * 64 + 16 * warp + 8 + lane / 4]};
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) value(i) += row_bias[i / 2 % 2];
-      } else {
-        float2 const* columns = reinterpret_cast<float2 const*>(bias + kFirstBlock * 8 + 2 * (lane % 4));
-#pragma unroll
-        for (int j = 0; j < kBlocks; ++j) {
-          float2 const b = columns[4 * j];
-          value(4 * j) += b.x;
-          value(4 * j + 1) += b.y;
-          value(4 * j + 2) += b.x;
-          value(4 * j + 3) += b.y;
-        }
-      }
-    }
-
+    if (e.bias != nullptr) add_bias<G>(v);
     if (!e.gated) {
-      activate_all<kValues>(e.activation, value);
-#pragma unroll
-      for (int j = 0; j < kBlocks; j += 2) {
-        bool const pair = j % kBoxBlocks + 1 < kBoxBlocks;  // a last single block of a swapped tile is stored with .x2
-        uint32_t packed[4];
-#pragma unroll
-        for (int i = 0; i < (pair ? 4 : 2); ++i) packed[i] = Element::pack(value(4 * j + 2 * i), value(4 * j + 2 * i + 1));
-        store_matrices(unit_address(kFirstBox + j / kBoxBlocks, j % kBoxBlocks, pair), packed, pair);
-      }
+      stage<G>(v);
     } else if constexpr (kSwap) {
-      // Gate and up of an output are rows 8 h apart of the same thread.
-      activate_all<kValues / 2>(e.activation, [&](int i) -> float& { return value(i / 2 * 4 + i % 2); });
-#pragma unroll
-      for (int j = 0; j < kBlocks; j += 4) {
-        constexpr int kLast = kBlocks - 1;
-        uint32_t packed[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          int const block = 4 * (j + i < kBlocks ? j + i : kLast);
-          packed[i] = Element::pack(value(block) * value(block + 2), value(block + 1) * value(block + 3));
-        }
-        store_gated_tokens(kFirstBox, j, kBlocks - j < 4 ? kBlocks - j : 4, packed);
-      }
+      stage_gated_tokens<G>(v);
     } else {
-      // 8-column blocks 2 i and 2 i + 1 of the same thread.
-      activate_all<kValues / 2>(e.activation, [&](int i) -> float& { return value(i / 4 * 8 + i % 4); });
-#pragma unroll
-      for (int j = 0; j < kBlocks; j += 2) {
-        uint32_t packed[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          int const gate = 4 * j + 2 * h;
-          packed[h] = Element::pack(value(gate) * value(gate + 4), value(gate + 1) * value(gate + 5));
-        }
-        store_gated_rows(kFirstBox + j / kBoxBlocks, j % kBoxBlocks / 2, packed);
-      }
+      stage_gated_rows<G>(v);
     }
-
     cutlass::arch::fence_view_async_shared();
     synchronize();
-    if (thread == 0) {
+    if (thread == 0) store_boxes<G>(tile_row, tile_column, l, warpgroup);
+  }
+
+  // beta * C, which lies in the group's buffers in the fragment's own layout.
+  template <class G>
+  __device__ __forceinline__ void add_c(float (&v)[G::kValues]) {
 #pragma unroll
-      for (int box = 0; box < kCount; ++box) {
-        int const b = kFirstBox + box, n = box_n(b, tile_row, tile_column, warpgroup);
-        cute::SM90_TMA_STORE_3D::copy(&params.tma_d, buffers + b % kBuffers * kBoxBytes, e.gated ? n / 2 : n,
-                                      box_m(b, tile_row, tile_column, warpgroup), l);
-        cute::tma_store_arrive();
+    for (int box = 0; box < G::kCount; ++box) {
+      int const buffer = (G::kFirstBox + box) % kBuffers;
+      cutlass::arch::ClusterTransactionBarrier::wait(&c_full[buffer], c_phase >> buffer & 1);
+      c_phase ^= 1u << buffer;
+    }
+#pragma unroll
+    for (int j = 0; j < G::kBlocks; j += 2) {
+      bool const pair = j % G::kBoxBlocks + 1 < G::kBoxBlocks;
+      uint32_t c[4];
+      load_matrices(unit_address(G::kFirstBox + j / G::kBoxBlocks, j % G::kBoxBlocks, pair), c, pair);
+#pragma unroll
+      for (int i = 0; i < (pair ? 4 : 2); ++i) {
+        float2 const pair_of_c = Element::unpack(c[i]);
+        v[4 * j + 2 * i] = fmaf(params.general.beta, pair_of_c.x, v[4 * j + 2 * i]);
+        v[4 * j + 2 * i + 1] = fmaf(params.general.beta, pair_of_c.y, v[4 * j + 2 * i + 1]);
       }
-      if (params.load_c_by_tma && kFirstBox + kBuffers < kBoxes) {
-        cute::tma_store_wait<0>();
+    }
+  }
+
+  template <class G>
+  __device__ __forceinline__ void add_bias(float (&v)[G::kValues]) const {
+    int const lane = thread % 32, warp = thread / 32;
+    if constexpr (kSwap) {
+      float const row_bias[2] = {bias[G::kMi * 64 + 16 * warp + lane / 4], bias[G::kMi * 64 + 16 * warp + 8 + lane / 4]};
 #pragma unroll
-        for (int box = 0; box < kCount; ++box) {
-          if (kFirstBox + box + kBuffers < kBoxes) request_c(kFirstBox + box + kBuffers, tile_row, tile_column, l, warpgroup);
-        }
+      for (int i = 0; i < G::kValues; ++i) v[i] += row_bias[i / 2 % 2];
+    } else {
+      float2 const* columns = reinterpret_cast<float2 const*>(bias + G::kFirstBlock * 8 + 2 * (lane % 4));
+#pragma unroll
+      for (int j = 0; j < G::kBlocks; ++j) {
+        float2 const b = columns[4 * j];
+        v[4 * j] += b.x;
+        v[4 * j + 1] += b.y;
+        v[4 * j + 2] += b.x;
+        v[4 * j + 3] += b.y;
+      }
+    }
+  }
+
+  // Activation, rounding, and the way into the group's buffers: not gated.
+  template <class G>
+  __device__ __forceinline__ void stage(float (&v)[G::kValues]) const {
+    activate_all<G::kValues>(params.general.activation, [&](int i) -> float& { return v[i]; });
+#pragma unroll
+    for (int j = 0; j < G::kBlocks; j += 2) {
+      bool const pair = j % G::kBoxBlocks + 1 < G::kBoxBlocks;  // a last single block of a swapped tile is stored with .x2
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < (pair ? 4 : 2); ++i) packed[i] = Element::pack(v[4 * j + 2 * i], v[4 * j + 2 * i + 1]);
+      store_matrices(unit_address(G::kFirstBox + j / G::kBoxBlocks, j % G::kBoxBlocks, pair), packed, pair);
+    }
+  }
+  // The same, gated and swapped: gate and up of an output are rows 8 h apart of the same thread.
+  template <class G>
+  __device__ __forceinline__ void stage_gated_tokens(float (&v)[G::kValues]) const {
+    activate_all<G::kValues / 2>(params.general.activation, [&](int i) -> float& { return v[i / 2 * 4 + i % 2]; });
+#pragma unroll
+    for (int j = 0; j < G::kBlocks; j += 4) {
+      constexpr int kLast = G::kBlocks - 1;
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int const block = 4 * (j + i < G::kBlocks ? j + i : kLast);
+        packed[i] = Element::pack(v[block] * v[block + 2], v[block + 1] * v[block + 3]);
+      }
+      store_gated_tokens(G::kFirstBox, j, G::kBlocks - j < 4 ? G::kBlocks - j : 4, packed);
+    }
+  }
+  // The same, gated: gate and up are 8-column blocks 2 i and 2 i + 1 of the same thread.
+  template <class G>
+  __device__ __forceinline__ void stage_gated_rows(float (&v)[G::kValues]) const {
+    activate_all<G::kValues / 2>(params.general.activation, [&](int i) -> float& { return v[i / 4 * 8 + i % 4]; });
+#pragma unroll
+    for (int j = 0; j < G::kBlocks; j += 2) {
+      uint32_t packed[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        int const gate = 4 * j + 2 * h;
+        packed[h] = Element::pack(v[gate] * v[gate + 4], v[gate + 1] * v[gate + 5]);
+      }
+      store_gated_rows(G::kFirstBox + j / G::kBoxBlocks, j % G::kBoxBlocks / 2, packed);
+    }
+  }
+
+  // By one thread: the boxes leave, and C of the boxes that take their buffers next is requested.
+  template <class G>
+  __device__ __forceinline__ void store_boxes(int tile_row, int tile_column, int l, int warpgroup) {
+#pragma unroll
+    for (int box = 0; box < G::kCount; ++box) {
+      int const b = G::kFirstBox + box, n = box_n(b, tile_row, tile_column, warpgroup);
+      cute::SM90_TMA_STORE_3D::copy(&params.tma_d, buffers + b % kBuffers * kBoxBytes, params.general.gated ? n / 2 : n,
+                                    box_m(b, tile_row, tile_column, warpgroup), l);
+      cute::tma_store_arrive();
+    }
+    if (params.load_c_by_tma && G::kFirstBox + kBuffers < kBoxes) {
+      cute::tma_store_wait<0>();
+#pragma unroll
+      for (int box = 0; box < G::kCount; ++box) {
+        if (G::kFirstBox + box + kBuffers < kBoxes) request_c(G::kFirstBox + box + kBuffers, tile_row, tile_column, l, warpgroup);
       }
     }
   }

@@ -4,6 +4,8 @@
 // gathered, other warps fetch them by cp.async. The other warpgroups are consumers: 64 rows of the tile each, or a slice of each stage's k
 // of 64 rows. Two CTAs to an SM hide each other's starts and ends.
 // A tile always computes kTileN tokens; those it does not have are what an earlier stage left, in columns of the sums that nobody stores.
+// It has a skeleton of its own: composed over gemm/kernel_sm90.cuh the compiler keeps kernel parameters in registers across the walks and makes
+// other code (the 64 x 8 x 256 int4 kernel has 2272 instructions, and 69 registers instead of 62), whose time has not been measured yet.
 // Limits: k and n multiples of 8, activations 16-byte aligned; groups as the kernel's; kMaxGroupedExperts experts.
 #pragma once
 
@@ -16,8 +18,7 @@
 #include "moe/grouped/grouped_epilogue.cuh"
 #include "moe/grouped/grouped_launch.cuh"
 #include "moe/grouped/row_gather.cuh"
-#include "quantized_gemm/mainloop_sm90.cuh"
-#include "quantized_gemm/partial_sums_sm90.cuh"
+#include "quantized_gemm/dequantizing_mma_sm90.cuh"
 
 namespace minfer::moe {
 
@@ -26,7 +27,6 @@ template <class Config>
 struct GroupedW4A16Storage {
   static constexpr int kRowGroups = (Config::kThreads / 128 - 1) / Config::kSlices;
   static constexpr int kTileRows = Config::kTileM / kRowGroups, kStep = 8;
-  static constexpr bool kGathers = true;
   using Tiles = ExpertTiles<Config::kTileN, kStep, panel_of(Config::kTileM, Config::kTileN)>;
   using Epilogue = GroupedEpilogue<Config::kType, kTileRows, Config::kTileN, true>;
   struct Buffers {
@@ -42,9 +42,9 @@ struct GroupedW4A16Storage {
 template <class Config>
 struct GroupedW4A16Sm90 {
   using Storage = GroupedW4A16Storage<Config>;
-  using S = w4a16::StageSm90<Config, Storage, 0>;
-  using SharedStorage = typename S::SharedStorage;
-  using Ring = typename S::Ring;
+  using S = w4a16::StageSm90<Config, true>;
+  using SharedStorage = typename S::template SharedStorage<typename Storage::Buffers, cute::tuple<>, typename Storage::Small>;
+  using Ring = typename S::PipelineState;
   using Tiles = typename Storage::Tiles;
   using Epilogue = typename Storage::Epilogue;
   using FullBarrier = typename S::FullBarrier;
@@ -53,6 +53,8 @@ struct GroupedW4A16Sm90 {
   static constexpr int kTileM = S::kTileM, kTileN = S::kTileN, kTileK = S::kTileK, kHalves = kTileK / 64, kStep = Storage::kStep;
   static constexpr int kSmallBox = kStep, kLargeBox = kTileN >= 64 ? 64 : kStep;  // rows of TMA's loads of tokens
   using Gather = RowGather<kTileN, kHalves, S::kStages, S::kBookBarrier - 1>;
+  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
+  static_assert(kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
   static_assert(S::kMmaM == 1 && S::kCluster == 1 && kTileN % kLargeBox == 0);
 
   struct Params {
@@ -91,7 +93,7 @@ struct GroupedW4A16Sm90 {
       if (warpgroup == 0) w4a16::fill_book<S::kType, S::kFormat>(storage.book.bytes, thread, 128);
     }
     wait_for_predecessor();
-    Tiles::build(storage.epilogue_small.tiles, params.rows, params.weight_tiles, thread,
+    Tiles::build(storage.epilogue.tiles, params.rows, params.weight_tiles, thread,
                  S::kThreads);  // ends with a barrier of all threads
 
     if (warpgroup == 0) {
@@ -114,7 +116,7 @@ struct GroupedW4A16Sm90 {
     auto const last = uint64_t(Hint::EVICT_LAST);
     Ring ring;
     ring.phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
-    typename Tiles::Storage const& walk = storage.epilogue_small.tiles;
+    typename Tiles::Storage const& walk = storage.epilogue.tiles;
     int const tiles = Tiles::count(walk, params.rows);
     bool const ordered = params.source.gather == nullptr;
     for (int t = int(blockIdx.x); t < tiles; t += int(gridDim.x)) {
@@ -157,10 +159,10 @@ struct GroupedW4A16Sm90 {
   }
 
   static CUTLASS_DEVICE void gather(Params const& params, SharedStorage& storage, int thread) {
-    typename Gather::Stages const stages{storage.epilogue_small.source, storage.full, storage.empty,
+    typename Gather::Stages const stages{storage.epilogue.source, storage.full, storage.empty,
                                          cute::cast_smem_ptr_to_uint(&storage.activations[0][0])};
-    auto const at = [&](int t) { return Tiles::at(storage.epilogue_small.tiles, params.rows, params.weight_tiles, t); };
-    Gather::run(stages, at, int(blockIdx.x), Tiles::count(storage.epilogue_small.tiles, params.rows), int(gridDim.x), params.k_tiles,
+    auto const at = [&](int t) { return Tiles::at(storage.epilogue.tiles, params.rows, params.weight_tiles, t); };
+    Gather::run(stages, at, int(blockIdx.x), Tiles::count(storage.epilogue.tiles, params.rows), int(gridDim.x), params.k_tiles,
                 params.source, thread);
   }
 
@@ -169,9 +171,9 @@ struct GroupedW4A16Sm90 {
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int consumer, int thread) {
     using namespace cute;
     int const rows = consumer % S::kRowGroups;
-    Epilogue epilogue(params.epilogue, &storage.epilogue.staged[rows][0], thread, rows + 1);
-    typename Tiles::Storage const& walk = storage.epilogue_small.tiles;
-    ExpertTile& current = storage.epilogue_small.current[rows];
+    Epilogue epilogue(params.epilogue, &storage.staging.staged[rows][0], thread, rows + 1);
+    typename Tiles::Storage const& walk = storage.epilogue.tiles;
+    ExpertTile& current = storage.epilogue.current[rows];
     Ring ring;
     if constexpr (S::kHasZeros && !S::kSync) {
       if (!params.has_zeros) {
@@ -247,7 +249,7 @@ Status launch_grouped_w4a16_sm90(GroupedLaunchArguments const& arguments) {
   params.epilogue = describe_epilogue(problem, operands);
   params.row_blocks = int32_t(blocks_n);
   static std::atomic<uint64_t> shared_memory_allowed{0};
-  return launch_grouped(&grouped_w4a16_sm90_kernel<Config>, params, arguments, Config::kThreads, Config::kCtasPerSm, S::kSmemBytes,
+  return launch_grouped(&grouped_w4a16_sm90_kernel<Config>, params, arguments, Config::kThreads, Config::kCtasPerSm, Kernel::kSmemBytes,
                         shared_memory_allowed);
 }
 
