@@ -221,6 +221,7 @@ Status merge_attention_states(AttentionMerge const& merge, void* workspace, size
       case DataType::kF16: status = launch_type<__half>(params, wide, last, programmatic, stream); break;
       case DataType::kBF16: status = launch_type<__nv_bfloat16>(params, wide, last, programmatic, stream); break;
       case DataType::kF32: status = launch_type<float>(params, wide, last, programmatic, stream); break;
+      default: status = Status::failure(StatusCode::kInvalidArgument, "states of type %s", name_of(merge.type));
     }
     if (!status.ok()) return status;
     params.sum_out = reinterpret_cast<float const*>(base);

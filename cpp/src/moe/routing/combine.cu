@@ -106,8 +106,8 @@ Status sum_experts(ExpertSum const& sum, bool programmatic, Stream stream) {
     case DataType::kF16: return moe::launch_combine<__half>(sum, programmatic, stream);
     case DataType::kBF16: return moe::launch_combine<__nv_bfloat16>(sum, programmatic, stream);
     case DataType::kF32: return moe::launch_combine<float>(sum, programmatic, stream);
+    default: return Status::failure(StatusCode::kInvalidArgument, "y of type %s", name_of(sum.type));
   }
-  return Status::failure(StatusCode::kInvalidArgument, "y of type %d", int(sum.type));
 }
 
 }  // namespace minfer

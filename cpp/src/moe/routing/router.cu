@@ -68,8 +68,8 @@ Status route_logits(void const* logits, DataType type, int64_t ld, int64_t token
     case DataType::kF16: return launch_router<__half>(params, logits, ld, tokens, shape);
     case DataType::kBF16: return launch_router<__nv_bfloat16>(params, logits, ld, tokens, shape);
     case DataType::kF32: return launch_router<float>(params, logits, ld, tokens, shape);
+    default: return Status::failure(StatusCode::kInvalidArgument, "logits of type %s", name_of(type));
   }
-  return Status::failure(StatusCode::kInvalidArgument, "logits of type %d", int(type));
 }
 
 }  // namespace minfer
