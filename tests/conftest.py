@@ -31,6 +31,14 @@ def seed():
         sys.modules["torch"].manual_seed(20)
 
 
+@pytest.fixture(autouse=True)
+def free_memory(request):
+    """What a large GPU test freed goes back to the device, so that the next one, or another process, finds all of it."""
+    yield
+    if "gpu" in request.keywords:
+        sys.modules["torch"].cuda.empty_cache()
+
+
 @pytest.fixture
 def cache_dir(tmp_path, monkeypatch):
     """An empty folder in place of the user's cache."""

@@ -26,12 +26,6 @@ HEAD_DIMS = {
 CASES = [(kv_format, head_dims) for kv_format in KV_FORMATS for head_dims in HEAD_DIMS[kv_format]]
 
 
-@pytest.fixture(autouse=True)
-def free_memory():
-    yield
-    torch.cuda.empty_cache()
-
-
 def on(device, x):
     """A copy there."""
     return x.detach().to(device, copy=True) if isinstance(x, torch.Tensor) else x

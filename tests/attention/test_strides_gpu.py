@@ -33,12 +33,6 @@ KERNELS = {kernel["name"]: kernel for kernel in kernels_here()}
 OFFSETS = (1, 2, 4, 8)  # elements; of 16 bits, the last one's are 16 bytes
 
 
-@pytest.fixture(autouse=True)
-def free_memory():
-    yield
-    torch.cuda.empty_cache()
-
-
 def around(x, *shape):
     return torch.full(shape, math.nan if x.is_floating_point() else NOWHERE, device=x.device, dtype=x.dtype)
 

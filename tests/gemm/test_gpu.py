@@ -40,12 +40,6 @@ COLUMNS_AND_DEPTHS = (
 SCALES = (1.0, 2.0**-6, 16.0)
 
 
-@pytest.fixture(autouse=True)
-def free_memory():
-    yield
-    torch.cuda.empty_cache()
-
-
 def poison(shape, dtype):
     """Leaves NaN in the memory that torch's allocator hands out next for this size."""
     for _ in range(2):

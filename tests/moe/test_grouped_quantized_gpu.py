@@ -57,12 +57,6 @@ VARIANTS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def free_memory():
-    yield
-    torch.cuda.empty_cache()
-
-
 def plan(rows, experts, *, gathered=False, gated=False, kernel=None):
     """The plan for so many rows of these experts; RuntimeError where there is none."""
     number, n, k = experts.codes.shape

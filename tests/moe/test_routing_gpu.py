@@ -38,12 +38,6 @@ OPS = ("moe_router", "moe_router_gemm", "moe_sort", "moe_combine")
 ONE_LAUNCH = 64  # tokens of moe_router_gemm
 
 
-@pytest.fixture(autouse=True)
-def free_memory():
-    yield
-    torch.cuda.empty_cache()
-
-
 def randn(*shape, dtype=torch.float32, scale=1.0):
     return torch.randn(shape, device=DEVICE).mul_(scale).to(dtype)
 

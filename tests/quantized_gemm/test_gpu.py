@@ -51,12 +51,6 @@ DTYPE_OF = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 DECOMPOSITIONS = ("persistent", "stream_k", "split_k,splits=3")
 
 
-@pytest.fixture(autouse=True)
-def free_memory():
-    yield
-    torch.cuda.empty_cache()
-
-
 def randn(*shape, dtype=torch.float16):
     return torch.randn(shape, device=DEVICE, dtype=torch.float32).to(dtype)
 
