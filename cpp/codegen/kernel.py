@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +22,7 @@ TARGETS = ("sm90a", "portable", "not_sm90a")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
+class Kernel(ABC):
     """The fields are those of minfer::KernelInfo, beside what a family adds."""
 
     FAMILY: ClassVar[str]  # name of the family, its namespace, and what its tables say
@@ -47,27 +48,28 @@ class Kernel:
     note: str = ""
 
     @classmethod
+    @abstractmethod
     def expand(cls, row: Row) -> list[Kernel]:
         """One table row -> its kernels, elements outermost. ConfigError where the row is illegal."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        raise NotImplementedError
+        """As the registry, the kernel's symbol and ``kernel=`` have it."""
 
     @property
+    @abstractmethod
     def shard_group(self) -> str:
         """Kernels of one group may share a source file; all are of one family, architecture and template."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def template(self) -> tuple[str, str]:
         """The header that a source file includes, and the function template of it that the launch function calls."""
-        raise NotImplementedError
 
+    @abstractmethod
     def constants(self) -> list[str]:
         """The members of the kernel's struct."""
-        raise NotImplementedError
 
     @property
     def targets(self) -> str:
