@@ -6,6 +6,8 @@ import pytest
 import torch
 from minfer.checks import common as checks
 
+from tests.contracts import operator_cases
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EVERYWHERE = ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPE = torch.float16
@@ -49,6 +51,11 @@ def forms(device):
 
 
 NAMES = sorted(forms("cpu"))
+
+
+def test_every_out_form_is_here():
+    with_out = {name for name in operator_cases.names() if "out" in getattr(torch.ops.minfer, name).overloads()}
+    assert with_out == {name.removesuffix(".out") for name in NAMES}
 
 
 def refused(message, call, *arguments, **options):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.contracts import operator_cases
 from tests.fuzz import late_writer, supervisor
 from tests.fuzz.draw import CPU, Data, Draw
 from tests.fuzz.families import FAMILIES
@@ -50,6 +51,10 @@ def test_finds_nothing_in_what_is_right(name):
 def test_bugs_are_many():
     assert len(BUGS) >= 20 and len({bug.name for bug in BUGS}) == len(BUGS)
     assert {bug.operator for bug in BUGS} <= FAMILIES.keys()
+
+
+def test_every_operator_has_a_family():
+    assert operator_cases.names() <= FAMILIES.keys()
 
 
 def test_a_case_is_its_name():

@@ -7,11 +7,13 @@ namespace {
 /// "gemm" of "gemm(Tensor a, ..) -> Tensor".
 std::string name_of(std::string_view schema) { return std::string(schema.substr(0, schema.find('('))); }
 
-/// "gemm.out(Tensor a, .., Tensor(a!) out) -> Tensor(a!)" of "gemm(Tensor a, ..) -> Tensor".
+/// "gemm.out(Tensor a, .., Tensor(a!) out) -> Tensor(a!)" of "gemm(Tensor a, ..) -> Tensor". `out` is a keyword: where the others are all
+/// positional, a star comes before it.
 std::string out_schema(std::string_view schema) {
   std::string const name = name_of(schema);
   std::string const arguments(schema.substr(name.size(), end_of_arguments(schema) - name.size()));
-  return name + ".out" + arguments + ", Tensor(a!) out) -> Tensor(a!)";
+  char const* const before = arguments.find("*,") == std::string::npos ? ", *, " : ", ";
+  return name + ".out" + arguments + before + "Tensor(a!) out) -> Tensor(a!)";
 }
 
 }  // namespace
