@@ -17,7 +17,7 @@ from .torch_private import (
     Overload,
     forward_mode_is_active,
     is_written,
-    redispatch,
+    redispatcher,
     schema_of,
     transforms_are_active,
 )
@@ -29,9 +29,9 @@ def _no_backward(name: str) -> str:
 
 class _InferenceOnly(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, op, keyset, args, kwargs, *_tensors):
-        ctx.name = schema_of(op).name
-        return redispatch(op, keyset, AFTER_AUTOGRAD, args, kwargs)
+    def forward(ctx, name, call, keys, args, kwargs, *_tensors):
+        ctx.name = name
+        return call(keys, *args, **kwargs)
 
     @staticmethod
     def backward(ctx, *_grads):
@@ -79,19 +79,23 @@ def register(library: torch.library.Library, op: Overload) -> None:
 
 
 def _register_functional(library: torch.library.Library, op: Overload, name: str) -> None:
+    call = redispatcher(op)
+
     def functional(keyset, *args, **kwargs):
         tensors = differentiated(args, kwargs)
         if tensors:
             _refuse_tangents(name, tensors)
             # A transform of torch.func (grad, vjp, jacrev) takes no autograd.Function of this kind, and would call its backward at once.
             torch._check(not transforms_are_active(), lambda: _no_backward(name))
-            return _InferenceOnly.apply(op, keyset, args, kwargs, *tensors)
-        return redispatch(op, keyset, AFTER_AUTOGRAD, args, kwargs)
+            return _InferenceOnly.apply(name, call, keyset & AFTER_AUTOGRAD, args, kwargs, *tensors)
+        return call(keyset & AFTER_AUTOGRAD, *args, **kwargs)
 
     library.impl(op, functional, "Autograd", with_keyset=True)
 
 
 def _register_out(library: torch.library.Library, op: Overload, name: str) -> None:
+    call = redispatcher(op)
+
     def out_form(keyset, *args, **kwargs):
         tensors = differentiated(args, kwargs)
         _refuse_tangents(name, tensors)
@@ -107,7 +111,7 @@ def _register_out(library: torch.library.Library, op: Overload, name: str) -> No
             raise RuntimeError(
                 f"{name}: out must not be an inference tensor outside of torch.inference_mode(), got one of {list(out.shape)}"
             )
-        redispatch(op, keyset, AFTER_INPLACE_OR_VIEW, args, kwargs)
+        call(keyset & AFTER_INPLACE_OR_VIEW, *args, **kwargs)
         torch.autograd.graph.increment_version(out)
         return out
 
@@ -117,6 +121,7 @@ def _register_out(library: torch.library.Library, op: Overload, name: str) -> No
 
 def _register_in_place(library: torch.library.Library, op: Overload, schema: torch.FunctionSchema) -> None:
     """What is stored has no history: nothing that requires grad is taken. Tells autograd which tensors changed."""
+    call = redispatcher(op)
     places = [(i, argument.name) for i, argument in enumerate(schema.arguments) if is_written(argument)]
 
     def in_place(keyset, *args, **kwargs):
@@ -124,7 +129,7 @@ def _register_in_place(library: torch.library.Library, op: Overload, schema: tor
             not differentiated(args, kwargs),
             lambda: f"{schema.name}: cannot be differentiated, but an argument requires grad; call it under torch.no_grad()",
         )
-        redispatch(op, keyset, AFTER_AUTOGRAD, args, kwargs)
+        call(keyset & AFTER_AUTOGRAD, *args, **kwargs)
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
         torch.autograd.graph.increment_version([x for x in written if x is not None and not x.is_inference()])
 

@@ -50,9 +50,9 @@ def overloads_of(packet: Packet) -> tuple[Overload, Overload | None]:
     return packet.default, packet.out if "out" in packet.overloads() else None
 
 
-def redispatch(overload: Overload, keyset: Any, below: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Calls the kernel that is next in the dispatcher's order ``below`` autograd, or below the count of writes."""
-    return overload.redispatch(keyset & below, *args, **kwargs)
+def redispatcher(overload: Overload) -> Callable[..., Any]:
+    """A function of (keys, *args, **kwargs) that calls the operator's kernel for the first of these dispatch keys."""
+    return overload.redispatch
 
 
 def is_written(argument: Any) -> bool:
