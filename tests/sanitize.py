@@ -3,8 +3,11 @@
 A kernel of the registry is called by name, twice where a launch divides its work; the others (packing, routing, caches, merges) by the
 operators that launch them. Needs a GPU, and compute-sanitizer on PATH or in CUDA_HOME. Exit status 1 if a tool reports anything.
 
-racecheck follows shared memory that is handed over by barriers of a CTA. It does not follow mbarriers that TMA and asynchronous copies
-arrive at, so what it says of kernels with such pipelines is counted apart, by kernel, and is no failure; of all other kernels it is.
+What two of the tools cannot follow is counted apart, by kernel, and is no failure; of all other kernels it is:
+
+* racecheck follows shared memory that is handed over by barriers of a CTA, not by mbarriers that TMA and asynchronous copies arrive at.
+* initcheck counts every look at a word of the workspace that nobody has written yet. Kernels whose CTAs hand partial results to each other
+  look for words that carry this call's tag, whatever was there before. It also takes what a TMA store has written for not initialised.
 
 Torch gives every tensor memory of its own here, without its cache: in a block that tensors share, an access beyond one of them is legal to
 the tools, and what another tensor has left counts as initialised.
@@ -27,7 +30,10 @@ from pathlib import Path
 from typing import Any
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-PIPELINES = re.compile(r"sm90_")  # kernels whose shared memory is handed over by mbarriers
+EXCUSED = {
+    "racecheck": re.compile(r"sm90_"),  # kernels whose shared memory is handed over by mbarriers
+    "initcheck": re.compile(r"(gemm|w4a16|decode)_sm90_kernel|router_gemm_kernel"),  # kernels that look for tagged words of the workspace
+}
 DEVICE = "cuda"
 
 
@@ -167,6 +173,8 @@ def run(only: str) -> int:
             print(f"REFUSED {name}: {str(error).splitlines()[0]}", flush=True)
             continue
         count += 1
+        if count % 10 == 0:
+            print(f"CALLS {count}", flush=True)  # what a tool that is stopped has seen
     print(f"CALLS {count}", flush=True)
     return count
 
@@ -186,26 +194,30 @@ def sanitizer() -> str:
 
 @dataclass
 class Report:
-    """What a tool has written: how many errors it counts, and how many of what was printed are of which kernel."""
+    """What a tool has written: how many errors it counts, how many of what was printed are of which kernel, and the first of each."""
 
     errors: int | None  # None: it did not come to its summary
     found: Counter[str]
+    first: dict[str, str]
 
     @staticmethod
     def of(text: str) -> Report:
         found: Counter[str] = Counter()
+        first: dict[str, str] = {}
         for block in re.split(r"^=+ *$", text, flags=re.MULTILINE):
             lines = [line for line in (re.sub(r"^=+ ?", "", line) for line in block.splitlines()) if line.strip()]
             lines = [line for line in lines if "SUMMARY" not in line and not line.startswith("COMPUTE-SANITIZER")]
             if not lines:
                 continue
             kernel = re.search(r"\b(?:at|in|by|to) (?:void )?((?:[\w]+::)*\w*(?:kernel|sort|append|merge|<)[^\n(]*)", "\n".join(lines))
-            found[kernel.group(1).strip() if kernel else lines[0].strip()[:160]] += 1
+            name = kernel.group(1).strip() if kernel else lines[0].strip()[:160]
+            found[name] += 1
+            first.setdefault(name, lines[0].strip()[:160])
         summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
-        return Report(sum(map(int, summaries)) if summaries else None, found)
+        return Report(sum(map(int, summaries)) if summaries else None, found, first)
 
     def excused(self, tool: str) -> set[str]:
-        return {name for name in self.found if tool == "racecheck" and PIPELINES.search(name)}
+        return {name for name in self.found if tool in EXCUSED and EXCUSED[tool].search(name)}
 
     def passes(self, tool: str) -> bool:
         """Errors that were counted and of which nothing was printed are no less errors."""
@@ -214,11 +226,11 @@ class Report:
         return self.errors <= sum(self.found[name] for name in self.excused(tool))
 
 
-def check(tool: str, only: str, timeout: float) -> bool:
-    """Runs all calls under a tool; whether it found nothing."""
+def check(tool: str, only: str, timeout: float, keep: Path | None) -> bool:
+    """Runs all calls under a tool; whether it found nothing. What the tool wrote goes to the folder `keep`."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        command = [sanitizer(), f"--tool={tool}", f"--log-file={log}", "--print-limit=1000"]
+        command = [sanitizer(), f"--tool={tool}", f"--log-file={log}", "--print-limit=100000"]
         if tool == "racecheck":
             command.append("--racecheck-report=analysis")
         command += [sys.executable, "-m", "tests.sanitize", "--run", "--only", only]
@@ -231,6 +243,9 @@ def check(tool: str, only: str, timeout: float) -> bool:
             output = (error.stdout or b"").decode()
             print(f"{tool}: not done after {timeout:.0f} s")
         report = Report.of(log.read_text() if log.exists() else "")
+        if keep and log.exists():
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(log, keep / f"{tool}-{re.sub(r'[^a-z0-9_]', '', only) or 'all'}.txt")
     counted = re.findall(r"CALLS (\d+)", output)
     refused = re.findall(r"REFUSED [^\n]*", output)
     calls = int(counted[-1]) if counted else None
@@ -239,7 +254,7 @@ def check(tool: str, only: str, timeout: float) -> bool:
     for line in refused:
         print(f"  {line}")
     for name, n in report.found.most_common(40):
-        print(f"  {n} x {name}" + ("  (mbarriers are not followed)" if name in report.excused(tool) else ""))
+        print(f"  {n} x {name}: {report.first[name]}" + ("  (not followed)" if name in report.excused(tool) else ""))
     return bool(calls) and not refused and status == 0 and report.passes(tool)
 
 
@@ -248,12 +263,13 @@ def main() -> int:
     parser.add_argument("--tool", action="append", choices=TOOLS, default=[], help="all of them unless given; may be repeated")
     parser.add_argument("--only", default="*", help="a glob of kernels and operators")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for a tool")
+    parser.add_argument("--keep", type=Path, help="a folder for what the tools write")
     parser.add_argument("--run", action="store_true", help="make the calls, without a tool")
     options = parser.parse_args()
     if options.run:
         run(options.only)
         return 0
-    return 0 if all([check(tool, options.only, options.timeout) for tool in options.tool or TOOLS]) else 1
+    return 0 if all([check(tool, options.only, options.timeout, options.keep) for tool in options.tool or TOOLS]) else 1
 
 
 if __name__ == "__main__":

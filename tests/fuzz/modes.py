@@ -16,6 +16,7 @@ from .family import Contents, Family, Parameters
 
 OTHER_THREADS = 3
 LARGEST_POISONED = 1 << 26  # bytes of a free block of memory
+LARGEST_CACHE = 4 << 30  # bytes that torch may keep from case to case: other processes test on the same GPU
 MORE_POISONED = (*[1 << 20] * 4, LARGEST_POISONED)  # of both pools of the allocator, up to 1 MiB and more, whatever is free in them
 
 
@@ -61,6 +62,8 @@ def kernels_of(family: str, dtype: str, form: str) -> list[str]:
 def poison_free_memory(device: torch.device, like: list[Tensor] | None = None) -> None:
     """Fills memory that is handed out next with NaN, so that what an operator leaves unwritten shows, in results and in its workspace."""
     if device.type == "cuda":
+        if torch.cuda.memory_reserved(device) > LARGEST_CACHE:
+            torch.cuda.empty_cache()
         # The caching allocator hands out the smallest free block that is large enough: each is asked for by its size, small ones first.
         free = [
             block["size"]

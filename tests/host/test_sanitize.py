@@ -63,3 +63,13 @@ def test_races_of_pipelines_alone_are_excused():
     portable = RACE.format(kernel=DECODE.replace("sm90", "sm80"))
     assert not Report.of(portable).passes("racecheck")
     assert not Report.of(of_pipeline + portable).passes("racecheck")
+
+
+def test_looks_for_tagged_words_are_excused():
+    assert Report.of(RACE.format(kernel=DECODE)).passes("initcheck")
+    assert not Report.of(RACE.format(kernel=DECODE.replace("decode", "prefill"))).passes("initcheck")
+
+
+def test_first_message_of_a_kernel():
+    report = Report.of(RACE.format(kernel=DECODE) * 2)
+    assert report.first.keys() == report.found.keys() and all(report.first.values())

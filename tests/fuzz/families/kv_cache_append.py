@@ -133,9 +133,9 @@ class KvCacheAppend(Family):
                 if free and draw.chance(0.5):
                     slots[i] = free[0] * size
         k, v = (self._values(p, data, d, p["tokens"]) for d in p["dims"])
-        nowhere = torch.tensor([i for i, slot in enumerate(slots) if slot < 0 or i in set(outside)], dtype=torch.long, device=data.device)
+        nowhere = sorted({i for i, slot in enumerate(slots) if slot < 0}.union(outside))
         for x in (k, v):
-            x[nowhere] = draw.pick(math.nan, math.inf)
+            x[torch.tensor(nowhere, dtype=torch.long, device=data.device)] = draw.pick(math.nan, math.inf)
         if p["kv_format"] == "int4":
             for name, d in zip(SCALES[2:], p["dims"], strict=True):
                 residual = self._values(p, data, d, p["batch"], group)
