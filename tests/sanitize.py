@@ -6,6 +6,8 @@ operators that launch them. Needs a GPU, and compute-sanitizer on PATH or in CUD
 What two of the tools cannot follow is counted apart, by kernel, and is no failure; of all other kernels it is:
 
 * racecheck follows shared memory that is handed over by barriers of a CTA, not by mbarriers that TMA and asynchronous copies arrive at.
+* synccheck takes warps that wait for each other at one named barrier from several places in the code for diverged ones, and stops the
+  kernel. The roles of the attention kernels' warps do that.
 * initcheck counts every look at a word of the workspace that nobody has written yet. Kernels whose CTAs hand partial results to each other
   look for words that carry this call's tag, whatever was there before. It also takes what a TMA store has written for not initialised.
 
@@ -32,6 +34,7 @@ from typing import Any
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXCUSED = {
     "racecheck": re.compile(r"sm90_"),  # kernels whose shared memory is handed over by mbarriers
+    "synccheck": re.compile(r"(prefill|decode)_sm90_kernel"),  # kernels whose roles synchronise by named barriers
     "initcheck": re.compile(r"(gemm|w4a16|decode)_sm90_kernel|router_gemm_kernel"),  # kernels that look for tagged words of the workspace
 }
 DEVICE = "cuda"
@@ -233,6 +236,8 @@ def check(tool: str, only: str, timeout: float, keep: Path | None) -> bool:
         command = [sanitizer(), f"--tool={tool}", f"--log-file={log}", "--print-limit=100000"]
         if tool == "racecheck":
             command.append("--racecheck-report=analysis")
+        if tool == "synccheck":
+            command.append("--destroy-on-device-error=kernel")  # the calls that follow are made all the same
         command += [sys.executable, "-m", "tests.sanitize", "--run", "--only", only]
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         output, status = "", None
@@ -247,7 +252,10 @@ def check(tool: str, only: str, timeout: float, keep: Path | None) -> bool:
             keep.mkdir(parents=True, exist_ok=True)
             shutil.copy(log, keep / f"{tool}-{re.sub(r'[^a-z0-9_]', '', only) or 'all'}.txt")
     counted = re.findall(r"CALLS (\d+)", output)
-    refused = re.findall(r"REFUSED [^\n]*", output)
+    stopped = report.excused(tool) if tool == "synccheck" else set()  # by the tool
+    refused = [
+        line for line in re.findall(r"REFUSED [^\n]*", output) if not any(re.search(rf"\b{line.split()[1]}\b", name) for name in stopped)
+    ]
     calls = int(counted[-1]) if counted else None
     errors = "no summary" if report.errors is None else f"{report.errors} errors"
     print(f"{tool}: {'an unknown number of' if calls is None else calls} calls, {len(refused)} refused, {errors}, exit status {status}")
