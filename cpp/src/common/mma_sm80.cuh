@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "common/float16.cuh"
 #include "minfer/types.h"
 
 namespace minfer {
@@ -51,12 +50,6 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
-}
-
-/// Two numbers, rounded: the operand of lower index is the lower half.
-template <DataType kType>
-__device__ __forceinline__ uint32_t round_pair(float low, float high) {
-  return Float16<kType>::pack(low, high);
 }
 
 /// d += A.B, m16n8k16. Lane l holds
