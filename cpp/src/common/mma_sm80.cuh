@@ -58,6 +58,7 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
 ///   of D    d[i]: row l / 4 + 8 (i / 2), column 2 (l % 4) + i % 2
 template <DataType kType>
 __device__ __forceinline__ void multiply_16x8x16(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  static_assert(kType == DataType::kF16 || kType == DataType::kBF16);
   if constexpr (kType == DataType::kF16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

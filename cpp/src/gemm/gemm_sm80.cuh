@@ -9,6 +9,7 @@
 // Limits: aligned kernels need 16-byte aligned operands whose contiguous extents are multiples of 8; kUnaligned ones need nothing.
 #pragma once
 
+#include "common/cutlass_element.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/collective/collective_mma.hpp"
@@ -68,10 +69,11 @@ struct OperandSm80 {
 
 template <class Config>
 struct GemmSm80 {
-  using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
+  using Element = CutlassElement<Config::kType>;
   static constexpr int kThreads = Config::kThreads;
   static_assert(kThreads == 32 * Config::kWarpsM * Config::kWarpsN && !Config::kSwap);
   using TileShape = cute::Shape<cute::Int<Config::kTileM>, cute::Int<Config::kTileN>, cute::Int<Config::kTileK>>;
+  static_assert(size_of(Config::kType) == 2, "the instructions below are those of 16-bit operands");
   using MmaAtom =
       cute::conditional_t<Config::kType == DataType::kF16, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
   using TiledMma =

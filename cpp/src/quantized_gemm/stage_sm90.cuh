@@ -3,6 +3,7 @@
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
+#include "common/cutlass_element.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
@@ -16,7 +17,7 @@ template <class Config, bool kGathers_>
 struct StageSm90 {
   static constexpr bool kGathers = kGathers_;
   static constexpr DataType kType = Config::kType;
-  using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
+  using Element = CutlassElement<kType>;
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kTileK = Config::kTileK;  // rows of weights, tokens, k
   static constexpr int kThreads = Config::kThreads, kConsumers = kThreads / 128 - 1;
   static constexpr int kStages = Config::kStages;
