@@ -22,15 +22,15 @@ Status encode_tensor_map_planes(CUtensorMap* map, DataType type, void const* bas
 /// bytes at a time, 4.4 with rows alone).
 enum class RowFetch { kWide, kAlone };
 
-/// Describes a tensor of `rank` (3 to 5) modes of elements of `element_bytes` (1 or 2), the first with unit stride, read in boxes whose rows
-/// are swizzled shared-memory rows: box[0] elements are 32, 64 or 128 bytes. `strides` are those of the other modes, in bytes. Boxes reach
-/// beyond the extents: loads fill with zeros.
+/// Describes a tensor of `rank` (3 to 5) modes of elements of `element_bytes` (1 or 2), the first with unit stride, read in boxes whose
+/// rows are swizzled shared-memory rows: box[0] elements are 32, 64 or 128 bytes. `strides` are those of the other modes, in bytes. Boxes
+/// reach beyond the extents: loads fill with zeros.
 /// @return as encode_tensor_map_planes.
 Status encode_tensor_map_rows(CUtensorMap* map, int rank, void const* base, int64_t const* extents, int64_t const* strides, int const* box,
                               int element_bytes = 2, RowFetch fetch = RowFetch::kWide);
 
-/// Describes a tensor of `rank` (2 or 3) modes, the first with unit stride, without a shared-memory swizzle; `strides` are those of the others,
-/// in bytes. Boxes reach beyond the extents: loads fill with zeros.
+/// Describes a tensor of `rank` (2 or 3) modes, the first with unit stride, without a shared-memory swizzle; `strides` are those of the
+/// others, in bytes. Boxes reach beyond the extents: loads fill with zeros.
 /// @return as encode_tensor_map_planes.
 Status encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void const* base, int64_t const* extents,
                          int64_t const* strides, int const* box);

@@ -1,8 +1,8 @@
 // The analytic cost model. A launch takes
-//   start + combined(busiest worker's k-iterations and tiles, HBM traffic) + exposed epilogue + fix-up of pieces
-// in us. The constants are a fit to 19000 timings of 80 kernels over 318 problems on the H200 (m from 1 to 8192, 60 of them with odd extents),
-// weighted towards each problem's fastest candidates, so they describe the choice among good candidates rather than the hardware; rates scale
-// with the device's own.
+//   start + combined(busiest worker's k-iterations and tiles, HBM traffic) + exposed epilogue + fix-up of partials
+// in us. The constants are a fit to 19000 timings of 80 kernels over 318 problems on the H200 (m from 1 to 8192, 60 of them with odd
+// extents), weighted towards each problem's fastest candidates, so they describe the choice among good candidates rather than the hardware;
+// rates scale with the device's own.
 #include "gemm/cost_model.h"
 
 #include <algorithm>
@@ -32,7 +32,7 @@ constexpr double kMulticastShare = 0.741;                   // of the bytes a mu
 constexpr double kTileUs = 0.268, kPingpongTileUs = 0.401;  // a tile's first bytes and its hand-over, beside its epilogue
 constexpr double kEpilogueBytes = 13.8e3;                   // D bytes/us of one SM
 constexpr double kNarrowBoxes = 0.16;                       // exponent: D leaving in boxes of 32 or 16 columns, not 64
-constexpr double kFixupUs = 0.72;                           // a piece's publication, flag and first read
+constexpr double kFixupUs = 0.72;                           // a partial's publication, flag and first read
 constexpr double kFixupBytes = 62.8e3;                      // bytes/us of one SM
 constexpr double kHbmShare = 1.46;                          // of the device's read bandwidth: launches overlap
 constexpr double kHbmSms = 0.15;                            // share of the SMs that draws all of it
@@ -65,16 +65,16 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   // The busiest worker.
   double const tiles = schedule.tiles();
   double const items = std::ceil(tiles * schedule.splits / schedule.workers);
-  double iterations, owned, pieces;
+  double iterations, owned, partials;
   if (schedule.stream_tiles > 0) {
     double const rest = std::ceil((tiles - schedule.stream_tiles) / schedule.workers);
-    iterations = schedule.stretch + (schedule.stretch_remainder > 0 ? 1 : 0) + rest * schedule.k_tiles;
+    iterations = schedule.range_k_tiles + (schedule.range_remainder > 0 ? 1 : 0) + rest * schedule.k_tiles;
     owned = std::ceil(double(schedule.stream_tiles) / schedule.workers) + rest;
-    pieces = std::max(1.0, double(schedule.workers) / schedule.stream_tiles);
+    partials = std::max(1.0, double(schedule.workers) / schedule.stream_tiles);
   } else {
     iterations = items * std::ceil(double(schedule.k_tiles) / schedule.splits);
     owned = schedule.splits > 1 ? std::ceil(tiles / schedule.workers) : items;
-    pieces = schedule.splits - 1;
+    partials = schedule.splits - 1;
   }
   double const idle = !pingpong                                 ? 0.0
                       : schedule.stream_tiles == 0 && items < 2 ? kIdleWarpgroup
@@ -103,7 +103,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   double const exposed_us =
       pingpong ? epilogue_us + 0.5 * std::max(0.0, owned - 1.0) * std::max(0.0, epilogue_us - tile_us) : epilogue_us * owned;
   double const partial_bytes = 4.0 * kernel.tile_m * kernel.tile_n * share;
-  double const fixup_us = pieces > 0 ? pieces * kFixupUs + (pieces + 1.0) * partial_bytes / (kFixupBytes * per_sm_scale) : 0.0;
+  double const fixup_us = partials > 0 ? partials * kFixupUs + (partials + 1.0) * partial_bytes / (kFixupBytes * per_sm_scale) : 0.0;
   bool const overlaps = active <= 0.5 * sms && !portable;
   double const start_us = kStartUs + (portable ? kPortableStartUs : 0.0) - (overlaps ? kOverlapUs : 0.0) + kClusterUs * std::log2(cluster);
   return start_us + main_us + exposed_us + fixup_us;

@@ -1,8 +1,9 @@
-// Dense GEMM for sm_80 onward: cp.async + mma.sync. The only path on A100, Ada and consumer Blackwell; on Hopper it serves operands that TMA
-// cannot address.
+// Dense GEMM for sm_80 onward: cp.async + mma.sync. The only path on A100, Ada and consumer Blackwell; on Hopper it serves operands that
+// TMA cannot address.
 //
-// All warps load and compute: a ring of kStages shared-memory stages filled by cp.async (16 bytes a copy; element by element when kUnaligned),
-// ldmatrix into registers, mma.sync m16n8k16 with fp32 accumulators. The mainloop is CUTLASS's CollectiveMma (MainloopSm80CpAsync).
+// All warps load and compute: a ring of kStages shared-memory stages filled by cp.async (16 bytes a copy; element by element when
+// kUnaligned), ldmatrix into registers, mma.sync m16n8k16 with fp32 accumulators. The mainloop is CUTLASS's CollectiveMma
+// (MainloopSm80CpAsync).
 // Tile walk: the same persistent TileScheduler as on sm_90, so data-parallel, split-K and stream-K, with the ordered fix-up.
 // Epilogue: accumulators through shared memory in fp32, finished by the general, coalesced loop (epilogue.cuh).
 // Shared memory: max(ring, kTileM x (kTileN + 8) fp32), under 99 KiB so that it also fits Ada and consumer Blackwell.
@@ -127,7 +128,7 @@ struct GemmSm80 {
       Tensor accumulator = partition_fragment_C(tiled_mma, take<0, 2>(TileShape{}));  // (MMA,MMA_M,MMA_N)
       static_assert(decltype(size(accumulator))::value == kValues);
       clear(accumulator);
-      // A later piece has no partial tile: it gets the shift without the predicate.
+      // A split that begins later has no partial k tile: it gets the shift without the predicate.
       bool const head = item.k_begin == 0;
       int const shift = head ? 0 : k_residue;
       auto residue = make_tuple(params.m - row, params.n - column, head ? k_residue : 0);
@@ -141,8 +142,7 @@ struct GemmSm80 {
         Reduction::publish(params.split, item.slot, accumulator, thread, barrier);
         continue;
       }
-      for (int piece = 0; piece < item.pieces; ++piece)
-        Reduction::add(params.split, item.first_piece + piece, accumulator, thread, barrier);
+      for (int i = 0; i < item.partials; ++i) Reduction::add(params.split, item.first_partial + i, accumulator, thread, barrier);
 
       // [kTileM][kTileN + 8] fp32: eight columns of padding keep the fragment's eight rows in different banks, and addresses affine
       float* staged = reinterpret_cast<float*>(smem);
