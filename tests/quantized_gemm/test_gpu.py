@@ -409,7 +409,7 @@ def test_cold_runs_repeat(name):
 @pytest.mark.parametrize("splits", (2, 3, 4))
 @pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel["arch"] == 90 and kernel["tile_n"] <= 32])
 def test_partials_in_a_cluster(name, splits):
-    """With few tiles, partials go through distributed shared memory; with many, through the workspace. The sums are the same, bit for bit."""
+    """With few tiles, partials go through distributed shared memory; with many, through the workspace. The sums have the same bits."""
     kernel = KERNELS[name]
     dtype, tokens, k = DTYPE_OF[kernel["ab_type"]], kernel["tile_n"], 4104
     weight = make_weight(1032, k, kernel["group_multiple"], "integer", dtype, DEVICE)

@@ -1,8 +1,8 @@
 // The analytic cost model of kernels with quantised weights: the larger of the weight stream and the busiest CTA's dequantisation and MMAs,
-// plus the launch, the epilogue and the fix-up. The constants are a fit to 2900 timings over 111 problems on the H200 (m from 1 to 256, nine
-// layers, int4, nf4, mxfp4 and nvfp4; the choice costs 1.8 % on the average of them), so they describe the choice and not the hardware;
-// those of 8-bit weights are scaled, those of the fp4s with few tokens were set afterwards by 28672 x 4096, and those of the portable
-// kernels are estimates, on the slow side.
+// plus the launch, the epilogue and the fix-up. The constants are a fit to 2900 timings over 111 problems on the H200 (m from 1 to 256,
+// nine layers, int4, nf4, mxfp4 and nvfp4; the choice costs 1.8 % on the average of them), so they describe the choice and not the
+// hardware; those of 8-bit weights are scaled, those of the fp4s with few tokens were set afterwards by 28672 x 4096, and those of the
+// portable kernels are estimates, on the slow side.
 #include "quantized_gemm/cost_model.h"
 
 #include <algorithm>
