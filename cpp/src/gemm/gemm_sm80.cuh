@@ -44,7 +44,7 @@ struct OperandSm80 {
     }
   }
   using GmemCopy = decltype(gmem_copy());
-  // 128-byte (k-major: kTileK * 2 bytes) rows, 16-byte units XORed so that neither the copies nor ldmatrix meet in a bank.
+  // Rows of 128 bytes (k-major: kTileK * 2 bytes), whose vectors are swizzled so that neither the copies nor ldmatrix have bank conflicts.
   using SmemAtom = cute::conditional_t<
       kMajor == Major::kK,
       cute::conditional_t<kTileK == 64,

@@ -32,14 +32,14 @@ constexpr MmaCycles kMmaInt8 = {26, 50, 51, 42, 46, 43, 67}, kMmaFp8 = {27, 51, 
 constexpr double kMmaPerToken = 0.156, kMmaPerTokenOfMany = 0.314;
 constexpr double kFourWarpgroups = 0.9;                                   // of those cycles, with four consumer warpgroups in a CTA
 constexpr double kMmaLatency = 40;                                        // of one warpgroup that works alone on its scheduler
-constexpr double kTileUs = 1.33;                                          // a tile's first bytes, hand-over and last store
+constexpr double kTileUs = 1.33;                                          // a tile's first bytes, the change of tiles and its last store
 constexpr double kTaggedUs = 0.48, kFlaggedUs = 0.91, kPartialUs = 0.58;  // a partial's way to its owner; of each further partial
 constexpr double kClusterPartialsUs = 0.2;                                // all of them, inside a cluster
 constexpr double kPartialBytes = 107e3;                                   // bytes/us of one SM
 constexpr double kEpilogueBytes = 79e3;
-constexpr double kHbmShare = 0.934;  // of the read bandwidth
-constexpr double kHbmSms = 0.60;     // share of the SMs that draws all of it
-constexpr double kPower = 11.1;      // how much of the smaller limit shows: next to nothing
+constexpr double kHbmFraction = 0.934;  // of the read bandwidth
+constexpr double kHbmSms = 0.60;        // fraction of the SMs that saturates it
+constexpr double kPower = 11.1;         // how much of the smaller limit shows: next to nothing
 // Portable kernels, by counting instructions, not measured: where the sm_90 kernels run, which are measured, they count as slower.
 constexpr double kPortableStartUs = 2.0;  // no prologue under the predecessor's tail
 constexpr double kPortableMma = 35;       // issue cycles of the weights of an m64k16 MMA, of each warpgroup
@@ -47,7 +47,7 @@ constexpr double kPortableMmaPerToken = 0.26;
 constexpr double kPortableL2Bytes = 45e3;  // bytes/us into one SM
 constexpr double kPortableRate = 0.8;      // of the device's matrix rate
 constexpr double kPortablePower = 2;  // issue, L2 and tensor cores hide behind each other in part: else narrow tiles did for many tokens
-constexpr double kPortableHbmShare = 1.0;
+constexpr double kPortableHbmFraction = 1.0;
 constexpr double kPortableMmaBesideWgmma = 80, kPortableRateBesideWgmma = 0.44, kPortableBesideWgmma = 1.3;
 
 double mma_cycles_of(KernelInfo const& kernel) {
@@ -74,7 +74,7 @@ bool is_sliced(KernelInfo const& kernel) { return kernel.arch >= 90 && kernel.ti
 /// Whether the device has WGMMA or its successor, which mma.sync does not keep up with.
 bool has_wgmma(DeviceProperties const& device) { return device.compute_major >= 9 && device.compute_major < 12; }
 
-/// One k-iteration of a CTA, `together` of them at work on its SM.
+/// One k tile of a CTA, while `together` CTAs work on its SM.
 double iteration_us(KernelInfo const& kernel, DeviceProperties const& device, double together, double scale) {
   double const mmas = kernel.tile_m / 64.0 * (kernel.tile_k / 16.0);
   if (kernel.arch < 90) {  // every warpgroup dequantises the whole tile
@@ -104,12 +104,12 @@ double weight_bytes(GemmProblem const& p) {
 
 double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
   gemm::TileSchedulerParams const schedule = gemm::schedule_of(kernel, problem, launch, device);
-  double const sms = device.sm_count, share = gemm::ctas_per_sm(kernel, device);
+  double const sms = device.sm_count, ctas_of_sm = gemm::ctas_per_sm(kernel, device);
   bool const portable = kernel.arch < 90;
   // Clocks and an SM's paths to memory differ less between devices without WGMMA than their matrix rates do.
   double const scale = portable && !has_wgmma(device) ? 1.0 : device.matrix_rate / 750e6 * 132.0 / sms;
   double const ctas = double(schedule.workers) * kernel.cluster_m;
-  double const together = std::max(1.0, std::min(share, ctas / sms));  // CTAs at work on a busy SM
+  double const together = std::max(1.0, std::min(ctas_of_sm, ctas / sms));  // CTAs at work on a busy SM
   double const active = std::min(sms, ctas);
 
   double const tiles = schedule.tiles();
@@ -132,8 +132,8 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
       weight_bytes(problem) <= 0.5 * device.l2_bytes ? 1.0 : std::max(1.0, std::ceil(token_tiles / std::max(1, schedule.swizzle)));
   double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
   double const bytes = weight_bytes(problem) * rereads + 2.0 * problem.m * problem.k + d_bytes * (problem.has_c ? 2.0 : 1.0);
-  double const hbm_share = portable ? kPortableHbmShare : kHbmShare;
-  double const hbm_us = bytes / (device.read_bandwidth * hbm_share * std::min(1.0, active / (kHbmSms * sms)));
+  double const hbm_fraction = portable ? kPortableHbmFraction : kHbmFraction;
+  double const hbm_us = bytes / (device.read_bandwidth * hbm_fraction * std::min(1.0, active / (kHbmSms * sms)));
   double const main_us = std::pow(std::pow(busy_us, kPower) + std::pow(hbm_us, kPower), 1.0 / kPower);
 
   double const epilogue_us = 2.0 * kernel.tile_m * kernel.tile_n * together / (kEpilogueBytes * scale);

@@ -200,7 +200,7 @@ struct E2M1Codes {
   static constexpr int kWords = 1;
   static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&)[2], Book, uint32_t (&a)[4]) {
     uint32_t const word = words[0];
-    // Products put a magnitude and its sign, which move by different distances, in their places; none of their bits meet.
+    // Products put a magnitude and its sign, which move by different distances, in their places, and none of their bits overlap.
     if constexpr (kType == DataType::kBF16) {
       constexpr uint32_t kMask = 0x81c081c0u;
       a[0] = word & kMask;
@@ -233,8 +233,8 @@ struct Codes<DataType::kF16, WeightFormat::kMxFp4, true> : E2M1Codes<DataType::k
   }
 };
 
-/// A stored scale -> fp32, or times a constant in the activations' type, twice in a register. rows: two of them.
-/// kRest: what products of fragments and rows' scales lack to be the weights.
+/// A stored scale -> fp32 (to_float), or the scales of two rows times a constant in the activations' type, each twice in a register (rows).
+/// kRest: the factor that products of fragments and rows' scales still lack to be the weights.
 template <DataType kType, WeightFormat kFormat>
 struct Scale {
   using Stored = uint16_t;
@@ -255,8 +255,8 @@ __device__ __forceinline__ uint32_t twice(float v) {
     return *reinterpret_cast<uint32_t const*>(&pair);
   }
 }
-/// E8M0: 2^(v - 127). In fp32 and fp16 its least value, 2^-127, counts as 0 and its NaN, 255, as infinity: two instructions less of six. In
-/// bf16, where 2^62 of the codes' 2^126 are in the scale, NaN and what is above 2^65 count as infinity.
+/// E8M0: 2^(v - 127). In fp32 and fp16 its smallest value, 2^-127, counts as 0 and its NaN, 255, as infinity: four instructions instead of
+/// six. In bf16, where 2^62 of the codes' 2^126 are in the scale, NaN and values above 2^65 count as infinity.
 template <DataType kType>
 struct Scale<kType, WeightFormat::kMxFp4> {
   using Stored = uint8_t;

@@ -57,7 +57,7 @@ CUTLASS_DEVICE void mainloop_accumulators(Storage& storage, typename S::Pipeline
     CUTLASS_PRAGMA_UNROLL
     for (int v = 0; v < S::kValues; ++v) accumulator(v) = fmaf(scale[v / 2 % 2], partial(v), accumulator(v));
   };
-  // One stage. At most two batches of WGMMAs are in flight, and each has the time of a dequantisation.
+  // One stage. At most two batches of WGMMAs are in flight, and each runs during a dequantisation.
   auto const step = [&](auto& partial, auto& previous_partial) {
     int const stage = ring.index;
     S::wait(storage, ring);
