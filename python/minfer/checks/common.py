@@ -62,7 +62,7 @@ def is_integer(value: Any) -> bool:
 
 
 def allocation_error(function: str, size: int, what: str, error: RuntimeError) -> RuntimeError:
-    """What to raise where torch could not allocate: of torch's kind, so that who frees memory and tries again can tell, with the reason."""
+    """What to raise where torch could not allocate: an error of torch's type, which callers catch to free memory and try again."""
     kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     return kind(f"{function}: could not allocate {size / 2**30:.1f} GiB for {what}: {error}")
 
@@ -159,8 +159,8 @@ def check_out(check: Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequenc
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of a tensor have one place. Of three modes and more, what a walk from the narrowest to the widest does not show
-    to lie apart counts as overlapping; what is symbolic, as apart."""
+    """Whether two elements of a tensor lie at one address. With three modes and more, a tensor counts as overlapping unless each mode, from
+    the narrowest to the widest, steps beyond all narrower ones; with a symbolic size or stride, as not overlapping."""
     modes = [(stride, size) for size, stride in zip(x.shape, x.stride(), strict=True)]
     if any(isinstance(number, torch.SymInt) for mode in modes for number in mode) or 0 in x.shape:
         return False
@@ -177,8 +177,8 @@ def overlaps_itself(x: torch.Tensor) -> bool:
 
 
 def check_no_overlap(op: str, out: torch.Tensor, written: str = "out", **others: torch.Tensor | None) -> None:
-    """``out`` shares no memory with the others, as far as can be told from where each begins and ends: no two begin at one address, and
-    where neither has gaps they have no byte in common. Views that take turns in one memory pass. For tensors that have memory.
+    """``out`` shares no memory with the others, as far as their first and last addresses show it: no two begin at one address, and where
+    neither has gaps they have no byte in common. Interleaved views of one memory pass. For tensors that have memory.
 
     Raises:
       RuntimeError: it does.

@@ -18,7 +18,7 @@ HEAD_DIM_MULTIPLE = 8
 PAGE_MULTIPLE = 8  # tokens of a page; of 8 and 4-bit codes also of a contiguous cache's length
 GROUPS_OF_TOKENS = (32, 64)  # int4: that a scale of K may be of
 CHANNELS_MULTIPLE = 32  # int4: head dimensions, and elements of a scale of V
-# Types of the codes, the first of them the one that "auto" tells a format by; 16bit's is that of the operands.
+# Types of the codes; the first of them is the one from which "auto" infers the format. 16bit's is that of the operands.
 FORMATS: dict[str, tuple[torch.dtype, ...]] = {
     name: tuple(getattr(torch, dtype) for dtype in storage) for name, (storage, _) in table.CACHES.items()
 }

@@ -59,7 +59,7 @@ def _check_byte_scales(check: Checker, scales: torch.Tensor, name: str, argument
 
 
 def check_scales(check: Checker, a: torch.Tensor, scales: torch.Tensor, name: str, argument: str = "scales") -> None:
-    """Type and device beside activations."""
+    """Type and device, which must fit the activations'."""
     check_dense(check, argument, scales)
     if FORMATS[name].scale_type is None:
         check(scales.dtype == a.dtype, "{} must have a's dtype {}, got {}", argument, a.dtype, scales.dtype)
@@ -214,8 +214,8 @@ def _check_dequantize(
 def check_codes(codes: torch.Tensor, **_: Any) -> None:
     """That codes have four bits; reads them."""
     if codes.numel() > 0:
-        largest = int(codes.max())
-        Checker("w4a16_pack")(largest <= 15, "codes must be 0 to 15, got {}", largest)
+        max_code = int(codes.max())
+        Checker("w4a16_pack")(max_code <= 15, "codes must be 0 to 15, got {}", max_code)
 
 
 def check_permutation(check: Checker, name: str, perm: torch.Tensor, k: int) -> None:
