@@ -12,7 +12,7 @@ from codegen.toml import ConfigError, read_toml
 
 FORMATS_FILE = Path(__file__).resolve().parents[1] / "configs" / "formats.toml"
 ORDERS = {"plain": "kPlain", "book": "kBook", "e2m1": "kE2M1"}  # of codes in the packed layout -> enumerator of minfer::CodeOrder
-MIN_GROUP = 16  # k of the smallest group: a k-slab of the packed layout
+MIN_GROUP = 16  # k of the smallest group: a k block of the packed layout
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 
 from tests.attention.kv_cache_cases import E4M3_NAN, KV_FORMATS, make_cache
 from tests.gemm.cases import name_of
+from tests.moe.grouped_quantized_cases import require_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -235,23 +236,38 @@ def rows_that_are_not_there(rows: int, of: int) -> tuple[torch.Tensor, torch.Ten
     return torch.where(lost, garbage((rows,)), index), lost
 
 
-@pytest.mark.parametrize("rows", (5, 70, 900, 6000))
-def test_gathered_rows_that_are_not_there_are_zeros(rows):
-    """By the loader of small and of large tiles, by a launch in front, element by element; 16-bit and 4-bit weights."""
-    experts, n, k, tokens = 4, 256, 512, 77
-    a = torch.randn(tokens, k, device=DEVICE).bfloat16()
+GATHERED_ROWS = (5, 70, 900, 6000)
+EXPERTS, EXPERT_N, EXPERT_K = 4, 256, 512
+
+
+def gathered_rows(rows: int):
+    """Tokens, ends of experts, a gather of which every third row there is not, and which; the same with a row of zeros in their place."""
+    tokens = 77
+    a = torch.randn(tokens, EXPERT_K, device=DEVICE).bfloat16()
     gather, lost = rows_that_are_not_there(rows, tokens)
-    ends = torch.tensor([(e + 1) * rows // experts for e in range(experts)], dtype=torch.int32, device=DEVICE)
-    padded, zero = torch.cat([a, a.new_zeros(1, k)]), gather.masked_fill(lost, tokens)
-    b = (torch.randn(experts, n, k, device=DEVICE) / 16).bfloat16()
+    ends = torch.tensor([(e + 1) * rows // EXPERTS for e in range(EXPERTS)], dtype=torch.int32, device=DEVICE)
+    return a, ends, gather, lost, torch.cat([a, a.new_zeros(1, EXPERT_K)]), gather.masked_fill(lost, tokens)
+
+
+@pytest.mark.parametrize("rows", GATHERED_ROWS)
+def test_gathered_rows_that_are_not_there_are_zeros(rows):
+    """By the loader of small and of large tiles, by a launch in front, element by element."""
+    a, ends, gather, lost, padded, zero = gathered_rows(rows)
+    b = (torch.randn(EXPERTS, EXPERT_N, EXPERT_K, device=DEVICE) / 16).bfloat16()
     for weight, source in ((b.mT, a), (b.mT, a[:, 1:])):
         weight, full = weight[:, : source.shape[1]], padded[:, -source.shape[1] :]
         have = minfer.grouped_gemm(source, weight, ends, gather=gather)
         assert same_bits([have], [minfer.grouped_gemm(full, weight, ends, gather=zero)]), (rows, source.shape)
         assert bool((have[lost] == 0).all())
-    codes = torch.randint(0, 16, (experts * n, k), device=DEVICE, dtype=torch.uint8)
-    packed = minfer.w4a16_pack(codes).view(experts, n // 64, k // 64, 512)
-    scales = (torch.rand(experts, k // 128, n, device=DEVICE) / 8).bfloat16()
+
+
+@pytest.mark.parametrize("rows", GATHERED_ROWS)
+def test_gathered_rows_that_are_not_there_are_zeros_of_4_bit_weights(rows):
+    require_kernels(DEVICE)
+    a, ends, gather, lost, padded, zero = gathered_rows(rows)
+    codes = torch.randint(0, 16, (EXPERTS * EXPERT_N, EXPERT_K), device=DEVICE, dtype=torch.uint8)
+    packed = minfer.w4a16_pack(codes).view(EXPERTS, EXPERT_N // 64, EXPERT_K // 64, 512)
+    scales = (torch.rand(EXPERTS, EXPERT_K // 128, EXPERT_N, device=DEVICE) / 8).bfloat16()
     have = minfer.grouped_w4a16_gemm(a, packed, scales, None, ends, gather=gather)
     assert same_bits([have], [minfer.grouped_w4a16_gemm(padded, packed, scales, None, ends, gather=zero)])
     assert bool((have[lost] == 0).all())

@@ -1,14 +1,14 @@
 // Progress of launches whose workers wait for each other: whether they end, however few workers are resident together.
 //
-// A worker is simulated as the kernels behave (gemm_sm90.cuh, gemm_sm80.cuh, w4a16_sm90.cuh, w4a16_sm80.cuh): it takes TileScheduler's items
-// in order; an item that does not own its tile hands its piece over, one that does waits for all other pieces of the tile. Workers start in
-// order, as many as there are places, and keep theirs to the end. What can ever happen does not depend on who is faster: a piece that was
-// handed over stays so, and a worker that has ended leaves its place for good, so letting everybody go as far as possible, in any order,
-// ends in one state. (The halves of a pingpong CTA take items in turns and one goes on while the other waits: that only helps.)
+// A worker is simulated as the kernels behave (kernel_sm90.cuh, gemm_sm80.cuh, w4a16_sm80.cuh): it takes TileScheduler's items in order; in
+// an item that does not own its tile it publishes its partial, in one that does it waits for all partials of the tile. Workers start in
+// order, as many as can be resident, and stay resident to their end. The outcome does not depend on which worker is faster: a partial that
+// was published stays published, and a worker that has ended frees its SM for good, so letting every worker go as far as it can, in any
+// order, ends in one state. (The halves of a pingpong CTA take items in turns and one goes on while the other waits: that only helps.)
 //
-// Attention's decode (attention/decode/tile_scheduler.cuh) waits by the same rule, argued there. It is not simulated: its arithmetic is that of a warp, whose
-// lanes know a sequence each, and of values that the device reads, so running it here would mean to write it a second time. The router
-// (router_gemm.cu) waits for higher CTAs, too, but not without end: test_router_progress.cpp.
+// Attention's decode (attention/decode/tile_scheduler.cuh) waits by the same rule, argued there. It is not simulated: its arithmetic is
+// that of a warp, each lane of which holds a sequence, and of values that the device reads, so running it here would mean to write it a
+// second time. The router (router_gemm.cu) waits for higher CTAs, too, but not without end: test_router_progress.cpp.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -41,7 +41,7 @@ std::vector<std::vector<WorkItem>> items_of(TileSchedulerParams const& schedule)
 
 /// Whether all workers end when `resident` of them have a place at a time.
 bool ends(std::vector<std::vector<WorkItem>> const& items, int32_t slots, int32_t resident) {
-  std::vector<char> handed_over(size_t(slots), 0);
+  std::vector<char> published(size_t(slots), 0);
   std::vector<size_t> done(items.size(), 0);
   std::vector<size_t> running;
   size_t started = 0, ended = 0;
@@ -53,11 +53,11 @@ bool ends(std::vector<std::vector<WorkItem>> const& items, int32_t slots, int32_
       for (; done[worker] < items[worker].size(); ++done[worker], moves = true) {
         WorkItem const& item = items[worker][done[worker]];
         if (!item.owner()) {
-          handed_over[size_t(item.slot)] = 1;
+          published[size_t(item.slot)] = 1;
           continue;
         }
-        auto const first = handed_over.begin() + item.first_piece;
-        if (std::count(first, first + item.pieces, 1) != item.pieces) break;
+        auto const first = published.begin() + item.first_partial;
+        if (std::count(first, first + item.partials, 1) != item.partials) break;
       }
       if (done[worker] < items[worker].size()) {
         ++i;
@@ -71,8 +71,8 @@ bool ends(std::vector<std::vector<WorkItem>> const& items, int32_t slots, int32_
   return ended == items.size();
 }
 
-/// Every k-iteration of every tile is computed once, every piece is handed over once and awaited once, and only from lower workers, by whom
-/// nothing was waited for before. Then that the launch ends.
+/// Every k tile of every output tile is computed once; every partial is published once, by a lower worker that has waited for nothing
+/// before, and awaited once. Then that the launch ends.
 void check_schedule(TileSchedulerParams const& schedule) {
   Context const at(text_of(schedule));
   auto const items = items_of(schedule);
@@ -87,7 +87,7 @@ void check_schedule(TileSchedulerParams const& schedule) {
       if (item.owner()) {
         CHECK_EQUAL(item.k_begin + item.k_count, schedule.k_tiles);
         ++owners[size_t(item.tile)];
-        waited = waited || item.pieces > 0;
+        waited = waited || item.partials > 0;
       } else {
         CHECK(item.slot < schedule.slots() && sender[size_t(item.slot)] < 0);
         sender[size_t(item.slot)] = int32_t(worker);
@@ -102,12 +102,12 @@ void check_schedule(TileSchedulerParams const& schedule) {
   }
   for (size_t worker = 0; worker < items.size(); ++worker) {
     for (WorkItem const& item : items[worker]) {
-      for (int32_t piece = item.first_piece; item.owner() && piece < item.first_piece + item.pieces; ++piece) {
-        CHECK(piece < schedule.slots() && sender[size_t(piece)] >= 0);
-        CHECK(sender[size_t(piece)] < int32_t(worker));
-        CHECK(!waits_before[size_t(piece)]);
-        CHECK_EQUAL(tile_of[size_t(piece)], item.tile);
-        ++awaited[size_t(piece)];
+      for (int32_t slot = item.first_partial; item.owner() && slot < item.first_partial + item.partials; ++slot) {
+        CHECK(slot < schedule.slots() && sender[size_t(slot)] >= 0);
+        CHECK(sender[size_t(slot)] < int32_t(worker));
+        CHECK(!waits_before[size_t(slot)]);
+        CHECK_EQUAL(tile_of[size_t(slot)], item.tile);
+        ++awaited[size_t(slot)];
       }
     }
   }

@@ -169,7 +169,7 @@ def judge(family: Family, p: Parameters, contents: Contents, wrong: Wrong, devic
 
 
 def _right_or_refused(family: Family, p: Parameters, contents: Contents, wrong: Wrong, device: torch.device) -> list[str]:
-    wants = family.expect(p, contents, {"out": wrong.tensors["out"].clone()})
+    wants = family.expect(p, contents, {"out": wrong.tensors["out"].clone()}, {})
     try:
         results = family.call(wrong.parameters, wrong.tensors)
         if device.type == "cuda":

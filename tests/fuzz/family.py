@@ -7,6 +7,7 @@ others), and the runner on the views in which tensors are passed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,8 +48,8 @@ class Argument:
 WrongTensors = tuple[str, dict[str, Tensor | None], tuple[str, ...]]
 
 
-class Family:
-    """An operator: what the driver calls, compares and changes. Only ``draw``, ``fill``, ``call`` and ``expect`` must be given."""
+class Family(ABC):
+    """An operator: what the driver calls, compares and changes. Only the abstract methods must be given."""
 
     name = ""
     share = 1.0  # of the cases of a run over all families
@@ -58,23 +59,22 @@ class Family:
     kernels = ""  # the family of minfer.kernels() that kernel= may name
     traced = True  # whether it can be one graph of torch.compile, and has a rule for tensors without contents
 
+    @abstractmethod
     def draw(self, draw: Draw, limits: Limits) -> Parameters:
-        raise NotImplementedError
+        """A case: shape, dtypes and options."""
 
+    @abstractmethod
     def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
-        raise NotImplementedError
+        """Contents that fit to a case."""
 
+    @abstractmethod
     def call(self, p: Parameters, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
         """The operator by its public name, so that what stands under that name is what is tested; its results by name."""
-        raise NotImplementedError
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
-        """What ``call`` must give; ``before``: contents of what is written in place."""
-        raise NotImplementedError
-
-    def expect_of_results(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
-        """As ``expect``, of operators where one result decides on what another must be."""
-        return self.expect(p, contents, before)
+    @abstractmethod
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
+        """What ``call`` must give; ``before``: contents of what is written in place; ``have``: its results, for operators where one result
+        decides on what another must be."""
 
     def out(self, p: Parameters) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Shape and dtype of out=, None for the functional form."""

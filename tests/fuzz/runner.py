@@ -237,7 +237,7 @@ class _Case:
             target = call.tensors()[p.get("out_is", "out")]
             if results["out"].data_ptr() != target.data_ptr() or results["out"].stride() != target.stride():
                 result.failures.append("what was returned is not out")
-        self.wants = family.expect_of_results(p, contents, before, results)
+        self.wants = family.expect(p, contents, before, results)
         for want in self.wants:
             strided = form is not None and want.name == "out"
             problem = mismatch(results[want.name], want, strided=strided)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 import minfer
+import pytest
 import torch
 
 from tests.gemm.cases import Expected, rms
@@ -22,6 +23,17 @@ FORMS = [
 ]
 COUNTS = (65, 0, 1, 3, 8, 0, 9, 16, 17, 33, 200, 64)  # rows of each of twelve experts, around every tile's edge
 _DEVIATION = {"int4": 4.6, "nf4": 0.5, "mxfp4": 2.9, "nvfp4": 2.9}  # of what a code stands for
+
+
+def has_kernels(device: str) -> bool:
+    """Whether experts in 4-bit codes can be computed: on a CPU always; on a GPU only by kernels for sm_90a."""
+    return not device.startswith("cuda") or any(kernel["compiled"] for kernel in minfer.kernels("moe_w4a16"))
+
+
+def require_kernels(device: str) -> None:
+    """Skips the test on a GPU where the build has none of them."""
+    if not has_kernels(device):
+        pytest.skip("not in this build")
 
 
 @dataclass

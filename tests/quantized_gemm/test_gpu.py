@@ -408,8 +408,8 @@ def test_cold_runs_repeat(name):
 
 @pytest.mark.parametrize("splits", (2, 3, 4))
 @pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel["arch"] == 90 and kernel["tile_n"] <= 32])
-def test_pieces_in_a_cluster(name, splits):
-    """Few tiles: their pieces meet in distributed shared memory. Many: in the workspace. The sums are the same, bit for bit."""
+def test_partials_in_a_cluster(name, splits):
+    """With few tiles, partials go through distributed shared memory; with many, through the workspace. The sums have the same bits."""
     kernel = KERNELS[name]
     dtype, tokens, k = DTYPE_OF[kernel["ab_type"]], kernel["tile_n"], 4104
     weight = make_weight(1032, k, kernel["group_multiple"], "integer", dtype, DEVICE)
@@ -423,7 +423,7 @@ def test_pieces_in_a_cluster(name, splits):
         assert torch.equal(few, many[first:last]), (first, last)
 
 
-def test_pieces_in_a_cluster_in_graphs():
+def test_partials_in_a_cluster_in_graphs():
     """Replays of launches that overlap through programmatic dependent launch, each with a product that the next one reads."""
     weight = make_weight(2048, 2048, 128, "none", torch.float16, DEVICE)
     weight.scales.mul_(2048**-0.5)

@@ -202,8 +202,8 @@ class AttentionSets {
   std::vector<AttentionOperands> sets_;
 };
 
-/// Norm-wise error that a correct kernel stays under: exponentials and out are rounded to 16 bits, quantised keys' and values' scales with the
-/// queries and the exponentials.
+/// Norm-wise error that a correct kernel stays under: exponentials and out are rounded to 16 bits, quantised keys' and values' scales with
+/// the queries and the exponentials.
 inline double attention_error_limit(DataType type) { return 2 * (type == DataType::kF16 ? 0x1p-11 : 0x1p-8); }
 /// Of lse, absolute.
 constexpr double kLseErrorLimit = 2e-3;

@@ -1,4 +1,4 @@
-// Attention by the plainest code, for some queries: what kernels are checked against. Shares nothing with the library but its public header.
+// Attention by the plainest code, for some queries: kernels are checked against it. It shares only the public header with the library.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,8 +9,8 @@
 
 namespace minfer::bench {
 
-/// out [heads_q, head_dim_v] and lse [heads_q] of query `query` of sequence `sequence`, in float64, rounded once to float32. Operands have no
-/// window, cap or sink, and gaps only where K's and V's strides say so; all lengths are seqlen_k.
+/// out [heads_q, head_dim_v] and lse [heads_q] of query `query` of sequence `sequence`, in float64, rounded once to float32. Operands have
+/// no window, cap or sink, and gaps only where K's and V's strides say so; all lengths are seqlen_k.
 /// @param rounds_keys keys are rounded to q's type first, as int8 and int4 ones are on their way to WGMMA
 /// @param scores [heads_q, seqlen_k] float64 of any content
 void attention_reference(AttentionProblem const& problem, AttentionOperands const& operands, bool rounds_keys, int64_t sequence,

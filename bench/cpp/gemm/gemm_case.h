@@ -65,7 +65,7 @@ inline void set_alignments(GemmProblem* p, int64_t d_columns) {
 class GemmSets {
  public:
   /// @param count 0: enough to pass three L2s' worth of bytes between two uses of a set
-  /// @param all_dense of a quantised B, whether every set has its 16-bit form too, which a baseline walks; else only the first, the reference's
+  /// @param all_dense of a quantised B, whether every set has its 16-bit form too, for a baseline; else only the first, for the reference
   GemmSets(Arena& arena, GemmCase const& c, int64_t l2_bytes, int64_t count, bool all_dense, cudaStream_t stream) {
     GemmProblem const& p = c.problem;
     int64_t const a_count = p.batch * p.m * p.k, b_count = p.batch * p.n * p.k, d_count = p.batch * p.m * c.d_columns();

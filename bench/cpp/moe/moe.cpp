@@ -1,4 +1,4 @@
-// bench/moe: the launches of a mixture-of-experts layer with 16-bit weights, and the whole of them, checked against a reference, then timed.
+// bench/moe: each launch of a mixture-of-experts layer with 16-bit weights, and the whole layer, checked against a reference, then timed.
 //
 //   bench/moe --model qwen3-30b-a3b,deepseek-v3 --tokens 1:4096:x4                   every launch as the layer has it
 //   bench/moe --model gpt-oss-120b --tokens 64 --stage gemm1 --gather on,off --gated on,off --kernel '*'

@@ -82,7 +82,7 @@ class QuantizedGemmKernel(Kernel):
         tile_m, tile_n, _ = tile
         general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
         staging = row_groups * round_up(max(tile_n * 128, general), 1024) + 4 * tile_m
-        return staging + _cluster_pieces(format_name, tile_n) * tile_m * tile_n * 4 + SM90_BARRIER_BYTES
+        return staging + _cluster_partials(format_name, tile_n) * tile_m * tile_n * 4 + SM90_BARRIER_BYTES
 
     @classmethod
     def expand(cls, row: Row) -> list[Kernel]:
@@ -192,6 +192,6 @@ def _expand_sm80(row: Row) -> Callable[[str], dict]:
     return fields
 
 
-def _cluster_pieces(format_name: str, tile_n: int) -> int:
-    """Partial tiles of its cluster that a kernel has room for (max_cluster_pieces of cluster_split.h)."""
+def _cluster_partials(format_name: str, tile_n: int) -> int:
+    """Partials of its cluster that a kernel has room for (max_cluster_partials of cluster_split.h)."""
     return 0 if project_formats().order(format_name) == "book" else 3 if tile_n <= 16 else 1 if tile_n <= 32 else 0

@@ -62,7 +62,7 @@ inline char const* name_of(Decomposition d) {
 /// Run-time knobs: they cost no instantiation.
 struct GemmLaunch {
   Decomposition decomposition = Decomposition::kDataParallel;
-  int32_t splits = 1;            // kSplitK: pieces per tile
+  int32_t splits = 1;            // of each output tile, with kSplitK
   int32_t max_swizzle_size = 1;  // tiles walked side by side before the raster advances (1, 2, 4, 8, 16)
   RasterOrder raster_order = RasterOrder::kAlongM;
 };

@@ -1,4 +1,4 @@
-// Grouped GEMM: rows that are sorted by expert, each expert with a weight of its own. How many rows an expert has is known to the device alone.
+// Grouped GEMM: rows that are sorted by expert, each expert with a weight of its own. Only the device knows how many rows an expert has.
 //
 //   d[r] = row_scale[r] * activation(a[source(r)] . b[e]^T + bias[e])             for the rows r of expert e
 //   d[r] = row_scale[r] * (activation(gate) * up)                                 gated
@@ -69,8 +69,8 @@ struct GroupedPlan {
   KernelInfo const* kernel = nullptr;
   double predicted_us = 0;
   double floor_us = 0;  // for rows that are spread evenly over the experts
-  // Whether rows are gathered into the workspace before, by a launch of its own, and not by the loader: the loader's copies keep up with the
-  // weights' bytes, not with the tensor cores.
+  // Whether rows are gathered into the workspace before, by a launch of its own, and not by the loader: the loader's copies keep up with
+  // the weights' bytes, not with the tensor cores.
   bool gather_first = false;
   size_t workspace_bytes = 0;  // any content; 256-byte aligned
   PlanSource source = PlanSource::kAnalytic;
@@ -88,7 +88,8 @@ struct GroupedPlanOptions {
 /// @return kInvalidArgument (sizes, types), kUnknownKernel, kNotCompiled, kNotSupported.
 Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* plan);
 
-/// Launches the plan on `stream`; `workspace` holds plan.workspace_bytes bytes. Rows of d behind the last offset are set to zero; masked: rows behind an expert's count are left alone.
+/// Launches the plan on `stream`; `workspace` holds plan.workspace_bytes bytes. Rows of d behind the last offset are set to zero; masked:
+/// rows behind an expert's count are left alone.
 Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, GroupedOperands const& operands, DeviceProperties const& device,
                    void* workspace, size_t workspace_bytes, Stream stream);
 

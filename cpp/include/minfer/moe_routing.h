@@ -17,11 +17,11 @@ enum class RouterScoring : int32_t { kSoftmax = 0, kSigmoid = 1 };
 /// How a token's experts are chosen and weighed.
 ///   score    softmax over all experts or sigmoid of the logit, fp32
 ///   choice   score + correction_bias; without a bias the logit, which has the scores' order
-///   groups   n_group equal groups of consecutive experts; the topk_group best stay. A group is as good as its best choice, with a bias as the
-///            sum of its two best (DeepSeek-V2, V3)
+///   groups   n_group equal groups of consecutive experts; the topk_group best stay. A group is as good as its best choice, with a bias
+///            as the sum of its two best (DeepSeek-V2, V3)
 ///   weight   the score, divided by the sum of the chosen ones (renormalize; where that is 0 it stays 0), times scale
-/// Among equals the lower index is the better one. A NaN counts as -inf in the choice and makes the token's weights NaN. Softmax takes logits of
-/// +inf, or all of -inf, for equals beside which nothing else counts.
+/// Among equals the lower index is the better one. A NaN counts as -inf in the choice and makes the token's weights NaN. Softmax
+/// gives equal scores to logits of +inf, or to all if all are -inf, and 0 to all others.
 struct RouterRules {
   int32_t experts = 0;  // 1 to kMaxExperts
   int32_t top_k = 0;    // 1 to kMaxTopK, and not more than the experts of the groups that stay
@@ -62,8 +62,8 @@ size_t route_tokens_workspace(int64_t tokens, int64_t hidden, int64_t experts, D
 Status route_tokens(RouterGemm const& gemm, RouterRules const& rules, Routes const& routes, DeviceProperties const& device, void* workspace,
                     size_t workspace_bytes, bool programmatic, Stream stream);
 
-/// A stable sort of the pairs (t, j), in the order t * top_k + j, by expert. A pair whose id is outside 0..experts - 1 is nobody's: it is left
-/// out, and the places that are missing for it are at the end.
+/// A stable sort of the pairs (t, j), in the order t * top_k + j, by expert. A pair whose id is outside 0..experts - 1 is left out, and as
+/// many positions at the end are unused.
 struct ExpertSort {
   int32_t const* ids = nullptr;     // [tokens, top_k]
   float const* weights = nullptr;   // [tokens, top_k], or null

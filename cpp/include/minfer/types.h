@@ -57,8 +57,8 @@ struct DeviceFileName {
   char text[256] = {0};
 };
 
-/// A device's name in lower case, each run of bytes that are neither ASCII letters nor digits being one '-', but none at the ends; "device" where
-/// nothing is left: "NVIDIA A100-SXM4-40GB (MIG 1g.5gb)" is nvidia-a100-sxm4-40gb-mig-1g-5gb. This is the only place that knows the rule.
+/// A device's name in lower case, each run of bytes that are neither ASCII letters nor digits being one '-', but none at the ends; "device"
+/// where nothing is left: "NVIDIA A100-SXM4-40GB (MIG 1g.5gb)" is nvidia-a100-sxm4-40gb-mig-1g-5gb. The rule stands only here.
 DeviceFileName device_file_name(char const* device_name);
 
 }  // namespace minfer

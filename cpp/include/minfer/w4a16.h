@@ -1,4 +1,4 @@
-// 4-bit and 8-bit weights around the GEMM (gemm.h with GemmProblem::b_format): packing, dequantisation, the gather of act-order checkpoints.
+// 4-bit and 8-bit weights, but for their GEMM (gemm.h with GemmProblem::b_format): packing, dequantisation, the gather for act-order.
 #pragma once
 
 #include "minfer/gemm.h"
@@ -23,11 +23,11 @@ struct QuantizedWeight {
 /// Bytes of a packed [n, k] weight: n and k are rounded up to multiples of 64.
 int64_t packed_weight_bytes(WeightFormat format, int64_t n, int64_t k);
 
-/// codes: uint8 [n, k], leading dimension ld; of 4-bit formats the low four bits count. packed: packed_weight_bytes, 16-byte aligned; padding
-/// codes are 0. The layout depends on the format (w4a16/w4_layout.h).
+/// codes: uint8 [n, k], leading dimension ld; of 4-bit formats the low four bits count. packed: packed_weight_bytes, 16-byte aligned;
+/// padding codes are 0. The layout depends on the format (quantized_gemm/w4_layout.h).
 Status pack_weight(WeightFormat format, uint8_t const* codes, int64_t n, int64_t k, int64_t ld, void* packed, Stream stream);
 
-/// out [n, k] of `type`, contiguous, 16-byte aligned: value * scale * alpha, computed in fp32 and rounded once. 16-bit scales are of `type`.
+/// out [n, k] of `type`, contiguous, 16-byte aligned: value * scale * alpha, computed in fp32, rounded once. 16-bit scales are of `type`.
 Status dequantize_weight(QuantizedWeight const& weight, DataType type, void* out, Stream stream);
 
 /// The GEMM that is left of a quantised one when its weight has been dequantised into a contiguous [n, k].
@@ -39,8 +39,8 @@ Status dequantize_first(GemmProblem const& problem, DeviceProperties const& devi
 /// Predicted time of dequantize_weight for the problem's weight, in us.
 double dequantize_us(GemmProblem const& problem, DeviceProperties const& device);
 
-/// out [m, k] = a[:, perm], 16-bit elements, contiguous, 16-byte aligned; k a multiple of 8; a [m, k] with leading dimension lda, perm int32
-/// [k] in 0..k-1, a constant like the weights: it is read before the stream's previous launch is waited for.
+/// out [m, k] = a[:, perm], 16-bit elements, contiguous, 16-byte aligned; k a multiple of 8; a [m, k] with leading dimension lda, perm
+/// int32 [k] in 0..k-1, a constant like the weights: it is read before the stream's previous launch is waited for.
 /// programmatic: launched with programmatic stream serialization (compute capability 9.0 on).
 Status gather_columns(void const* a, int64_t lda, int32_t const* perm, int64_t m, int64_t k, void* out, bool programmatic, Stream stream);
 

@@ -54,7 +54,7 @@ Status query_device(int32_t device_index, DeviceProperties* properties) {
     int current = -1;
     if (cudaGetDevice(&current) == cudaSuccess && current == device_index) {
       set_resident_clusters(device_index, &out);
-    } else {  // on another thread: going back to this one's device would make a context there, of 500 MB, which nobody may want
+    } else {  // on another thread: switching this one back to its device would create a context there, 500 MB that may never be used
       try {
         std::thread(set_resident_clusters, device_index, &out).join();
       } catch (std::system_error const&) {
@@ -65,7 +65,7 @@ Status query_device(int32_t device_index, DeviceProperties* properties) {
   int memory_khz = 0, clock_khz = 0;
   cudaDeviceGetAttribute(&memory_khz, cudaDevAttrMemoryClockRate, device_index);
   cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, device_index);
-  // Sustained rates as shares of the data sheet's: 93 % of the bus (4.45 of 4.8 TB/s on an H200), 76 % of the matrix units' peak
+  // Sustained rates as fractions of the data sheet's: 93 % of the bus (4.45 of 4.8 TB/s on an H200), 76 % of the matrix units' peak
   // (750 of 989 TFLOP/s, power-limited). Dense 16-bit multiply-adds per SM and clock: 2048 on 9.0, 1024 on 8.0, 512 on 8.6 / 8.9 / 12.0.
   double const fma_per_clock = p.major == 9 || p.major == 10 ? 2048 : (p.major == 8 && p.minor == 0 ? 1024 : 512);
   out.read_bandwidth = memory_khz > 0 ? 0.93 * 2.0 * memory_khz * 1e3 * (p.memoryBusWidth / 8) * 1e-6 : 1e6;
@@ -89,7 +89,7 @@ Status query_memory(int32_t device_index, int64_t* free, int64_t* total) {
 }
 
 Status query_event(void* event, bool* done) {
-  // A capture whose mode is global, torch's default, is broken by such a question of any thread that is not relaxed.
+  // Global capture mode is torch's default: a query by any thread whose own mode is not relaxed then invalidates the capture.
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
   if (error != cudaSuccess) return cuda_status(error, "cudaThreadExchangeStreamCaptureMode");
@@ -97,7 +97,7 @@ Status query_event(void* event, bool* done) {
   cudaThreadExchangeStreamCaptureMode(&mode);
   *done = error == cudaSuccess;
   if (error != cudaErrorNotReady) return cuda_status(error, "cudaEventQuery");
-  cudaGetLastError();  // it is remembered as an error, which it is not
+  cudaGetLastError();  // clears cudaErrorNotReady, which the runtime stores like an error
   return Status::success();
 }
 

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "common/float16.cuh"
 #include "minfer/types.h"
 
 namespace minfer {
@@ -53,18 +52,13 @@ __device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
   return y;
 }
 
-/// Two numbers, rounded: the operand of lower index is the lower half.
-template <DataType kType>
-__device__ __forceinline__ uint32_t round_pair(float low, float high) {
-  return Float16<kType>::pack(low, high);
-}
-
 /// d += A.B, m16n8k16. Lane l holds
 ///   of A    a[i]: row l / 4 + 8 (i % 2), columns 2 (l % 4) + 8 (i / 2) and the next
 ///   of B    b0: rows 2 (l % 4) and the next of column l / 4; b1: the rows 8 below
 ///   of D    d[i]: row l / 4 + 8 (i / 2), column 2 (l % 4) + i % 2
 template <DataType kType>
 __device__ __forceinline__ void multiply_16x8x16(float (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+  static_assert(kType == DataType::kF16 || kType == DataType::kBF16);
   if constexpr (kType == DataType::kF16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

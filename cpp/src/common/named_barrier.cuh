@@ -1,4 +1,4 @@
-// Named barriers: of the sixteen that a CTA has, those by which some of its warps meet. Number 0 is __syncthreads's.
+// Named barriers, of which a CTA has sixteen: each synchronises some of its warps. Number 0 is __syncthreads's.
 //
 // cutlass::arch::NamedBarrier adds 8 to the numbers of its callers and keeps the lower ones for CUTLASS itself. Kernels here use up to 15
 // of them and no part of CUTLASS that takes any, so these are the hardware's numbers.
@@ -6,7 +6,7 @@
 
 namespace minfer {
 
-/// kThreads, a multiple of 32: all that arrive in a phase, by sync or arrive, whole warps of them.
+/// kThreads, a multiple of 32: the threads that arrive in a phase, by sync or arrive, always in whole warps.
 template <int kThreads>
 struct NamedBarrier {
   static_assert(kThreads > 0 && kThreads % 32 == 0);
@@ -19,7 +19,7 @@ struct NamedBarrier {
   __device__ __forceinline__ void arrive() const { asm volatile("bar.arrive %0, %1;" ::"r"(number), "n"(kThreads) : "memory"); }
 };
 
-/// The same with a number that is known at compile time and takes no register: a kernel that has none to spare may recompute other values
+/// The same with a compile-time number, which takes no register: in a kernel with none to spare, the compiler would recompute other values
 /// to free one.
 template <int kNumber, int kThreads>
 struct ConstantNamedBarrier {

@@ -3,8 +3,8 @@
 
 namespace minfer {
 
-/// Makes the compiler forget how `x` came about, without an instruction. What depends on `x` is then computed after this point from the
-/// register that holds it: not before a loop, where the results would occupy registers throughout the loop or be spilled.
+/// Hides from the compiler how `x` was computed, without an instruction. Values that depend on `x` are then computed after this point from
+/// the register that holds it: not before a loop, where the results would occupy registers throughout the loop or be spilled.
 template <class T>
 __device__ __forceinline__ void make_opaque(T& x) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
@@ -15,8 +15,8 @@ __device__ __forceinline__ void make_opaque(T& x) {
   }
 }
 
-/// Keeps memory accesses behind this point from being moved in front of it, and so in front of the arrival of `value`, of 32 bits, which is
-/// taken to be used here. The hardware waits for a load where its result is used first.
+/// Keeps memory accesses behind this point from being moved in front of it, and so in front of the arrival of the loaded `value`, of 32
+/// bits: it counts as used here, and the hardware waits for a load where its result is first used.
 template <class T>
 __device__ __forceinline__ void wait_for_load(T const& value) {
   static_assert(sizeof(T) == 4);

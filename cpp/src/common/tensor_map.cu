@@ -19,14 +19,14 @@ Status no_encoder() {
   return Status::failure(StatusCode::kNotSupported, "the driver has no cuTensorMapEncodeTiled (CUDA 12.0 or newer is needed)");
 }
 
-/// TMA moves bits: of a number's type it needs the size alone.
+/// TMA moves bits, so that only the size of a number matters.
 CUtensorMapDataType unsigned_type(int element_bytes) {
   return element_bytes == 1   ? CU_TENSOR_MAP_DATA_TYPE_UINT8
          : element_bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
                               : CU_TENSOR_MAP_DATA_TYPE_UINT32;
 }
 
-/// The swizzle whose span is a row of so many bytes; none for 16.
+/// The swizzle whose span is a row of row_bytes; none for 16.
 CUtensorMapSwizzle swizzle_of(int row_bytes) {
   return row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
          : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B

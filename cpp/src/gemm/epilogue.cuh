@@ -168,9 +168,9 @@ __device__ __forceinline__ float load_bias(EpilogueParams const& e, int n) {
                     : ElementOf<kType>::to_float(static_cast<typename ElementOf<kType>::Type const*>(e.bias)[n]);
 }
 
-/// Writes the outputs of a rectangle of accumulators, element by element and coalesced along n: any alignment, any C, any output type, gated
-/// or not. `accumulator(row, column)` reads the rectangle in the caller's orientation, row = m - m0 and column = n - n0; n0 is a multiple of 16
-/// when gated; rows, threads and the columns up to 32 are powers of two.
+/// Writes the outputs of a rectangle of accumulators, element by element and coalesced along n: any alignment, any C, any output type,
+/// gated or not. `accumulator(row, column)` reads the rectangle in the caller's orientation, row = m - m0 and column = n - n0; n0 is a
+/// multiple of 16 when gated; rows, threads and the columns up to 32 are powers of two.
 template <DataType kType, class Accumulator>
 __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0, int n0, int l, int rows, int columns, int thread,
                                                 int threads, Accumulator&& accumulator) {

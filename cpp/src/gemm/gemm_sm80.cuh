@@ -1,14 +1,16 @@
-// Dense GEMM for sm_80 onward: cp.async + mma.sync. The only path on A100, Ada and consumer Blackwell; on Hopper it serves operands that TMA
-// cannot address.
+// Dense GEMM for sm_80 onward: cp.async + mma.sync. The only path on A100, Ada and consumer Blackwell; on Hopper it serves operands that
+// TMA cannot address.
 //
-// All warps load and compute: a ring of kStages shared-memory stages filled by cp.async (16 bytes a copy; element by element when kUnaligned),
-// ldmatrix into registers, mma.sync m16n8k16 with fp32 accumulators. The mainloop is CUTLASS's CollectiveMma (MainloopSm80CpAsync).
+// All warps load and compute: a ring of kStages shared-memory stages filled by cp.async (16 bytes a copy; element by element when
+// kUnaligned), ldmatrix into registers, mma.sync m16n8k16 with fp32 accumulators. The mainloop is CUTLASS's CollectiveMma
+// (MainloopSm80CpAsync).
 // Tile walk: the same persistent TileScheduler as on sm_90, so data-parallel, split-K and stream-K, with the ordered fix-up.
 // Epilogue: accumulators through shared memory in fp32, finished by the general, coalesced loop (epilogue.cuh).
 // Shared memory: max(ring, kTileM x (kTileN + 8) fp32), under 99 KiB so that it also fits Ada and consumer Blackwell.
 // Limits: aligned kernels need 16-byte aligned operands whose contiguous extents are multiples of 8; kUnaligned ones need nothing.
 #pragma once
 
+#include "common/cutlass_element.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/gemm/collective/collective_mma.hpp"
@@ -42,7 +44,7 @@ struct OperandSm80 {
     }
   }
   using GmemCopy = decltype(gmem_copy());
-  // 128-byte (k-major: kTileK * 2 bytes) rows, 16-byte units XORed so that neither the copies nor ldmatrix meet in a bank.
+  // Rows of 128 bytes (k-major: kTileK * 2 bytes), whose vectors are swizzled so that neither the copies nor ldmatrix have bank conflicts.
   using SmemAtom = cute::conditional_t<
       kMajor == Major::kK,
       cute::conditional_t<kTileK == 64,
@@ -68,10 +70,11 @@ struct OperandSm80 {
 
 template <class Config>
 struct GemmSm80 {
-  using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
+  using Element = CutlassElement<Config::kType>;
   static constexpr int kThreads = Config::kThreads;
   static_assert(kThreads == 32 * Config::kWarpsM * Config::kWarpsN && !Config::kSwap);
   using TileShape = cute::Shape<cute::Int<Config::kTileM>, cute::Int<Config::kTileN>, cute::Int<Config::kTileK>>;
+  static_assert(size_of(Config::kType) == 2, "the instructions below are those of 16-bit operands");
   using MmaAtom =
       cute::conditional_t<Config::kType == DataType::kF16, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
   using TiledMma =
@@ -125,7 +128,7 @@ struct GemmSm80 {
       Tensor accumulator = partition_fragment_C(tiled_mma, take<0, 2>(TileShape{}));  // (MMA,MMA_M,MMA_N)
       static_assert(decltype(size(accumulator))::value == kValues);
       clear(accumulator);
-      // A later piece has no partial tile: it gets the shift without the predicate.
+      // A split that begins later has no partial k tile: it gets the shift without the predicate.
       bool const head = item.k_begin == 0;
       int const shift = head ? 0 : k_residue;
       auto residue = make_tuple(params.m - row, params.n - column, head ? k_residue : 0);
@@ -139,8 +142,7 @@ struct GemmSm80 {
         Reduction::publish(params.split, item.slot, accumulator, thread, barrier);
         continue;
       }
-      for (int piece = 0; piece < item.pieces; ++piece)
-        Reduction::add(params.split, item.first_piece + piece, accumulator, thread, barrier);
+      for (int i = 0; i < item.partials; ++i) Reduction::add(params.split, item.first_partial + i, accumulator, thread, barrier);
 
       // [kTileM][kTileN + 8] fp32: eight columns of padding keep the fragment's eight rows in different banks, and addresses affine
       float* staged = reinterpret_cast<float*>(smem);

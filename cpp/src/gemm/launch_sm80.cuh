@@ -1,4 +1,4 @@
-// What the launches of all portable GEMM kernels share: a launch without attributes.
+// The launch of a portable GEMM kernel: without attributes.
 #pragma once
 
 #include "common/cuda_check.h"

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;  // tile coordinates are 32-bit; leaves room for the last tile's overhang
 
-/// Of the families that this plan chooses from.
+/// Whether plan_gemm chooses from the kernel's family.
 bool is_gemm(KernelInfo const& kernel) { return std::strcmp(kernel.family, "gemm") == 0 || std::strcmp(kernel.family, "w4a16") == 0; }
 
 /// Why `kernel` cannot compute `problem` on `device`, or null when it can.
@@ -101,7 +101,7 @@ void finish(GemmPlan* plan, KernelInfo const& kernel, GemmProblem const& problem
   plan->predicted_us = std::max(predict_us(kernel, problem, launch, device), plan->floor_us);
 }
 
-/// The launch configurations worth asking about for one kernel: no two that make the same schedule.
+/// The launch configurations that are candidates for one kernel: no two that make the same schedule.
 template <class Visit>
 void for_each_launch(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, Visit&& visit) {
   int64_t const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
@@ -186,11 +186,11 @@ Status unknown_kernel(char const* name) {
   return Status::failure(StatusCode::kUnknownKernel, "kernel '%.90s' is not in the registry; nearest: %s", name, nearest.c_str());
 }
 
-/// k of a scale, 0 where all of k shares one: there are several ways to say that.
+/// k of a scale; 0 where one scale is that of all k, which a problem can state in several ways.
 int64_t normal_group(int64_t group_size, int64_t k) { return group_size >= k || group_size < 0 ? 0 : group_size; }
 
-/// A tuned row answers for its own m and for every smaller m that its kernel covers with the same tiles; for the same weight format and
-/// groups. Whether there are zero points is left to find_row.
+/// Whether a tuned row applies to a problem: of its m, or of a smaller m that its kernel covers with the same tiles, with the same weight
+/// format and groups. find_row considers the zero points.
 bool matches(GemmTunedRow const& row, GemmProblem const& p) {
   if (row.n != p.n || row.k != p.k || row.batch != p.batch || row.ab_type != p.ab_type || row.a_major != p.a_major ||
       row.b_major != p.b_major || row.b_format != p.b_format || row.gated != p.gated || row.has_c != p.has_c || p.m > row.m) {
@@ -205,8 +205,8 @@ bool matches(GemmTunedRow const& row, GemmProblem const& p) {
 }
 
 /// Zero points do not rule a row out: kernels run the same instructions with and without them (symmetric weights subtract a constant
-/// from the same registers), and what more is read, 2 bytes a group, 3 % at groups of 128, moves every candidate alike. A row that was
-/// measured with the problem's own kind comes first.
+/// from the same registers), and the additional bytes, 2 for each group, 3 % with groups of 128, slow all candidates alike. A row that was
+/// measured with zero points where the problem has them, or without where it has none, comes first.
 GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProblem const& problem, GemmPlanOptions const& options,
                              DeviceProperties const& device) {
   GemmTunedRow const* best = nullptr;

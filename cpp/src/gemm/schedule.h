@@ -25,11 +25,12 @@ inline int32_t resident_workers(KernelInfo const& kernel, DeviceProperties const
   return clusters * ctas_per_sm(kernel, device);
 }
 
-/// Workers that share out `iterations` k-iterations: where each would get only a few, one CTA to an SM does, and the next launch starts beside it.
-/// Measured at m = 1 on the H200: 8192 x 8192 (15 iterations a CTA of two) takes 11.2 us so and 12.9 with two, 28672 x 4096 (27) 17.9 and 16.9.
-inline int32_t stream_workers(KernelInfo const& kernel, DeviceProperties const& device, int64_t iterations) {
+/// The workers among which stream-K divides `k_tiles`. Where two CTAs fit on an SM but each would get only a few k tiles, one CTA to an SM
+/// is launched, so that the next launch can start next to it. Measured at m = 1 on the H200: 8192 x 8192 (15 k tiles for each of two CTAs)
+/// takes 11.2 us with one CTA and 12.9 us with two, 28672 x 4096 (27 k tiles) 17.9 and 16.9 us.
+inline int32_t stream_workers(KernelInfo const& kernel, DeviceProperties const& device, int64_t k_tiles) {
   int32_t const resident = resident_workers(kernel, device);
-  return kernel.arch >= 90 && kernel.ctas_per_sm == 2 && iterations < 20 * int64_t(resident) ? resident / 2 : resident;
+  return kernel.arch >= 90 && kernel.ctas_per_sm == 2 && k_tiles < 20 * int64_t(resident) ? resident / 2 : resident;
 }
 
 inline TileSchedulerParams schedule_of(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch,
@@ -45,10 +46,10 @@ inline TileSchedulerParams schedule_of(KernelInfo const& kernel, GemmProblem con
                        launch.raster_order);
 }
 
-/// Groups of threads that each hold, and hand over, a share of a CTA's partial tile: a cooperative CTA's consumer warpgroups.
+/// The warpgroups that publish a CTA's partial, each its own rows of it: the consumer warpgroups of a cooperative CTA, else one.
 inline int32_t split_groups(KernelInfo const& kernel) { return kernel.schedule == Schedule::kCooperative ? kernel.threads / 128 - 1 : 1; }
 
-/// Whether pieces carry their flags (TaggedReduction).
+/// Whether partials carry their flags (TaggedReduction).
 inline bool split_is_tagged(KernelInfo const& kernel) {
   return kernel.b_format != WeightFormat::kDense && kernel.arch >= 90 &&
          kernel.tile_m * kernel.tile_n <= kMaxTaggedValues * 128 * split_groups(kernel);

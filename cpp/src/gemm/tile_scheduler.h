@@ -1,29 +1,31 @@
-// Tile scheduler: which (output tile, k-range) each persistent worker computes, in which order, and who adds up the pieces.
+// Tile scheduler: which work items (an output tile and a range of its k tiles) each persistent worker computes, in which order, and which
+// worker adds the partials of a tile.
 //
 // A worker is a CTA, or a cluster of them. The walk is static: everything follows from (params, worker), so producer and consumer
 // warps step through it independently and no queue lives in memory.
 //
 //   persistent  worker w takes tiles w, w + workers, ...
-//   split_k     every tile is cut in `splits` k-ranges; items (tile, split) are dealt out like tiles, to a multiple of `splits` workers
-//               where there are more of them than workers
-//   stream_k    the first `stream_tiles` tiles are laid end to end as one line of k-iterations which is cut in `workers` equal stretches;
-//               the remaining tiles, a whole number of waves, are dealt out data-parallel afterwards
+//   split_k     the k tiles of every output tile are divided into `splits` ranges; items (tile, split) are assigned like tiles, to a
+//               multiple of `splits` workers where there are more items than workers
+//   stream_k    the k tiles of the first `stream_tiles` output tiles are laid end to end and divided into `workers` equal worker ranges;
+//               the remaining tiles, a whole number of waves, are assigned data-parallel afterwards
 //
-// Pieces and owners. The piece that holds a tile's last k-iteration owns the tile: it adds the other pieces, in ascending k order (so the
-// sum is the same in every run), and runs the epilogue.
+// Partials and owners. The worker of the split with a tile's last k tile owns the tile: it adds the partials of the tile's other splits, in
+// ascending k order (so that the sum is the same in every run), and runs the epilogue.
 //
-// Progress. A worker takes its items one after the other (the two halves of a pingpong CTA in turns), and hands a piece over as soon as it
-// is computed, without waiting. It waits only in items that own a tile, for the tile's other pieces, and these are
-//   split_k   of the splits - 1 workers before its own: a launch with more items than workers has a multiple of `splits` workers, so that
-//             worker w has split w % splits of all its tiles, and those who are waited for never wait;
-//   stream_k  what lower workers begin with: a stretch is walked from its end to its start, so that its first piece is the head of a tile
-//             that a later worker owns, and its last the tail of one that is its own.
-// So a worker waits for lower ones alone, and for what they do before any wait of their own. Workers are started in the order of blockIdx
-// and keep their SM, and the next launch starts none before all are started (dependent_launch.cuh): whoever waits, waits for some that run
-// or have ended. A launch ends with any number of workers resident together, one too, whoever has the other SMs (MPS, a green context, a
-// second stream whose kernels wait as well): tests/cpp/test_schedule_progress.cpp.
-// Dealt out to any number of workers, tiles would lie across the end of a round, owners at the next one's start would wait for the last
-// workers, and resident ones could all wait for some that have no place to start: 132 workers, 5 splits and 1057 tiles hang on 113 SMs.
+// Progress. A worker takes its items one after the other (the two halves of a pingpong CTA in turns), and publishes a partial as soon as it
+// is computed, without waiting. It waits only in items that own a tile, for the tile's partials, and these come from
+//   split_k   the splits - 1 workers before it: a launch with more items than workers has a multiple of `splits` workers, so that worker w
+//             has split w % splits of all its tiles, and workers that are waited for never wait;
+//   stream_k  the first items of lower workers: a worker range is walked from its end to its start, so that its first item is the head of
+//             a tile that a later worker owns, and its last item the tail of a tile that the worker itself owns.
+// So a worker waits only for lower workers, and only for what these do before they wait themselves. Workers are started in the order of
+// blockIdx and keep their SM, and the next launch starts none before all are started (dependent_launch.cuh): every worker that is waited
+// for runs or has ended. A launch therefore ends with any number of workers resident together, even with one, whatever occupies the other
+// SMs (MPS, a green context, a second stream whose kernels wait as well): tests/cpp/test_schedule_progress.cpp.
+// With an arbitrary number of workers, the splits of a tile would lie across the end of a round, owners at the start of the next round
+// would wait for the last workers of this one, and the resident workers could all wait for workers that have no SM to start on: 132
+// workers, 5 splits and 1057 tiles hang on 113 SMs.
 #pragma once
 
 #include <cstdint>
@@ -40,32 +42,33 @@ namespace minfer::gemm {
 
 struct TileSchedulerParams {
   int32_t tiles_m = 0, tiles_n = 0, batch = 1;  // in units of a worker's tile (CTA tile x cluster)
-  int32_t k_tiles = 0;                          // k-iterations of a tile
+  int32_t k_tiles = 0;                          // of an output tile
   int32_t workers = 1;
   int32_t splits = 1;
   int32_t stream_tiles = 0;
   int32_t swizzle = 1;
   bool raster_along_n = false;
-  int32_t stretch = 0, stretch_remainder = 0;  // stream_tiles * k_tiles = workers * stretch + stretch_remainder
+  int32_t range_k_tiles = 0, range_remainder = 0;  // stream_tiles * k_tiles = workers * range_k_tiles + range_remainder
 
   MINFER_HOST_DEVICE int32_t tiles() const { return tiles_m * tiles_n * batch; }
-  /// Partial tiles that may be in flight: one slot each in the workspace.
+  /// Partials that may wait for their owners at once: each has a slot in the workspace.
   MINFER_HOST_DEVICE int32_t slots() const { return stream_tiles > 0 ? workers : (splits > 1 ? tiles() * (splits - 1) : 0); }
 
-  MINFER_HOST_DEVICE int32_t stretch_begin(int32_t worker) const {
-    return worker * stretch + (worker < stretch_remainder ? worker : stretch_remainder);
+  /// stream_k: where a worker's range begins, and whose range a k tile is in, both counted from the first k tile of the first output tile.
+  MINFER_HOST_DEVICE int32_t range_begin(int32_t worker) const {
+    return worker * range_k_tiles + (worker < range_remainder ? worker : range_remainder);
   }
-  MINFER_HOST_DEVICE int32_t worker_of(int32_t iteration) const {
-    int32_t const long_part = stretch_remainder * (stretch + 1);
-    return iteration < long_part ? iteration / (stretch + 1) : stretch_remainder + (iteration - long_part) / stretch;
+  MINFER_HOST_DEVICE int32_t worker_of(int32_t k_tile) const {
+    int32_t const in_long_ranges = range_remainder * (range_k_tiles + 1);
+    return k_tile < in_long_ranges ? k_tile / (range_k_tiles + 1) : range_remainder + (k_tile - in_long_ranges) / range_k_tiles;
   }
 };
 
 struct WorkItem {
   int32_t tile = 0;
   int32_t k_begin = 0, k_count = 0;
-  int32_t slot = -1;                    // >= 0: not the owner, the partial tile goes to this slot
-  int32_t first_piece = 0, pieces = 0;  // owner: slots to add, ascending
+  int32_t slot = -1;                        // >= 0: the worker does not own the tile, and its partial goes to this slot
+  int32_t first_partial = 0, partials = 0;  // of the owner: the slots of the partials to add, ascending
   bool valid = false;
 
   MINFER_HOST_DEVICE bool owner() const { return slot < 0; }
@@ -80,28 +83,28 @@ class TileScheduler {
   MINFER_HOST_DEVICE TileScheduler(TileSchedulerParams const& params, int32_t worker)
       : params_(params), worker_(worker), next_item_(worker) {
     if (params.stream_tiles > 0) {
-      stretch_begin_ = params.stretch_begin(worker);
-      stretch_end_ = params.stretch_begin(worker + 1);
+      range_begin_ = params.range_begin(worker);
+      range_end_ = params.range_begin(worker + 1);
     }
   }
 
   MINFER_HOST_DEVICE WorkItem next() {
     WorkItem item;
     int32_t const k_tiles = params_.k_tiles;
-    if (stretch_end_ > stretch_begin_) {
-      item.tile = (stretch_end_ - 1) / k_tiles;
+    if (range_end_ > range_begin_) {
+      item.tile = (range_end_ - 1) / k_tiles;
       int32_t const tile_begin = item.tile * k_tiles;
-      int32_t const begin = stretch_begin_ > tile_begin ? stretch_begin_ : tile_begin;
+      int32_t const begin = range_begin_ > tile_begin ? range_begin_ : tile_begin;
       item.k_begin = begin - tile_begin;
-      item.k_count = stretch_end_ - begin;
-      if (stretch_end_ < tile_begin + k_tiles) {
+      item.k_count = range_end_ - begin;
+      if (range_end_ < tile_begin + k_tiles) {
         item.slot = worker_;
       } else if (item.k_begin > 0) {
-        item.first_piece = params_.worker_of(tile_begin);
-        item.pieces = worker_ - item.first_piece;
+        item.first_partial = params_.worker_of(tile_begin);
+        item.partials = worker_ - item.first_partial;
       }
       item.valid = true;
-      stretch_end_ = begin;
+      range_end_ = begin;
       return item;
     }
     int32_t const splits = params_.splits;
@@ -116,15 +119,15 @@ class TileScheduler {
     item.valid = tile < params_.tiles();
     if (item.valid) {
       int32_t const split = next_item_ % splits;
-      int32_t const share = k_tiles / splits, rest = k_tiles % splits;
+      int32_t const per_split = k_tiles / splits, rest = k_tiles % splits;
       item.tile = tile;
-      item.k_begin = split * share + (split < rest ? split : rest);
-      item.k_count = share + (split < rest ? 1 : 0);
+      item.k_begin = split * per_split + (split < rest ? split : rest);
+      item.k_count = per_split + (split < rest ? 1 : 0);
       if (split < splits - 1) {
         item.slot = tile * (splits - 1) + split;
       } else {
-        item.first_piece = tile * (splits - 1);
-        item.pieces = splits - 1;
+        item.first_partial = tile * (splits - 1);
+        item.partials = splits - 1;
       }
       next_item_ += params_.workers;
     }
@@ -153,7 +156,7 @@ class TileScheduler {
   TileSchedulerParams const& params_;
   int32_t worker_;
   int32_t next_item_;
-  int32_t stretch_begin_ = 0, stretch_end_ = 0;
+  int32_t range_begin_ = 0, range_end_ = 0;
 };
 
 /// Fills the schedule for a problem of tiles_m x tiles_n x batch worker tiles; `max_workers` are resident at once.
@@ -177,16 +180,16 @@ inline TileSchedulerParams make_schedule(int64_t tiles_m, int64_t tiles_n, int64
     int64_t const items = tiles * p.splits;
     p.workers = int32_t(items <= max_workers ? items : max_workers / p.splits * p.splits);  // see Progress
   } else if (decomposition == Decomposition::kStreamK && k_tiles > 1) {
-    // Whole waves but the last run data-parallel; the last full wave joins the tail so that every stretch is at least a tile long.
+    // Whole waves but the last run data-parallel; the last full wave joins the tail so that every worker range is at least a tile long.
     int64_t const waves = tiles / max_workers;
     int64_t const tail = tiles % max_workers;
     int64_t const stream = tail == 0 ? 0 : (waves == 0 ? tiles : tail + max_workers);
     if (stream > 0) {
-      int64_t const iterations = stream * k_tiles;
-      p.workers = int32_t(iterations < max_workers ? iterations : max_workers);
+      int64_t const stream_k_tiles = stream * k_tiles;
+      p.workers = int32_t(stream_k_tiles < max_workers ? stream_k_tiles : max_workers);
       p.stream_tiles = int32_t(stream);
-      p.stretch = int32_t(iterations / p.workers);
-      p.stretch_remainder = int32_t(iterations % p.workers);
+      p.range_k_tiles = int32_t(stream_k_tiles / p.workers);
+      p.range_remainder = int32_t(stream_k_tiles % p.workers);
     }
   }
   return p;

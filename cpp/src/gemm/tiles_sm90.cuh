@@ -85,8 +85,8 @@ struct SplitTileSchedulerSm90 {
         Reduction::publish(params_.split, partial_slot(item.slot), accumulator, thread, barrier);
         return true;
       }
-      for (int piece = 0; piece < item.pieces; ++piece) {
-        Reduction::add(params_.split, partial_slot(item.first_piece + piece), accumulator, thread, barrier);
+      for (int i = 0; i < item.partials; ++i) {
+        Reduction::add(params_.split, partial_slot(item.first_partial + i), accumulator, thread, barrier);
       }
       store();
       return true;

@@ -1,21 +1,21 @@
-// Codes -> 16-bit weights in registers, in the activations' type: fragments of m64k16 (w4_layout.h), times a power of two that goes into the
-// scale. Scales on the fragments are rounded products, the very numbers that w4a16_dequantize returns (integers and fp4 with zero points that
-// are integers); scales on the accumulators are exact, in fp32.
+// Codes -> 16-bit weights in registers, in the activations' type: fragments of m64k16 (w4_layout.h), times a power of two that goes into
+// the scale. With scales on the fragments, weights are rounded products, the very numbers that w4a16_dequantize returns (integers and fp4,
+// with zero points that are integers); with scales on the accumulators, products are exact, in fp32.
 //
-// int4, int8. Bits cut out of a word are, read as fp16 or bf16, a multiple of the smallest subnormal: code * 2^-24 in fp16 and code * 2^-133 in
-// bf16 from bits 0-3 or 0-7, 16 times that from bits 4-7 (whose top bit may be bf16's lowest exponent bit: subnormals and the first normal
-// numbers are evenly spaced). One multiply-add by the largest power of two brings them into range and subtracts the zero point, exactly. In
-// int4 what is left is a power of two that depends on the row alone (bits 0-3 hold the rows below 8, bits 4-7 those above) and goes into the
-// scale. 9 instructions for 8 codes of int4: 4 LOP3, 1 shift, 4 HFMA2; the usual 1024 + code costs an OR-ed constant per register and, in bf16,
-// 2 shifts more.
+// int4, int8. Bits cut out of a word are, read as fp16 or bf16, a multiple of the smallest subnormal: code * 2^-24 in fp16, code * 2^-133
+// in bf16 from bits 0-3 or 0-7, 16 times that from bits 4-7 (whose top bit may be bf16's lowest exponent bit: subnormals and the first
+// normal numbers are evenly spaced). One multiply-add by the largest power of two brings them into range and subtracts the zero
+// point, exactly. In int4 what is left is a power of two that depends on the row alone (bits 0-3 hold the rows below 8, bits 4-7 those
+// above) and goes into the scale. 9 instructions for 8 codes of int4: 4 LOP3, 1 shift, 4 HFMA2; the usual 1024 + code costs an OR-ed
+// constant per register and, in bf16, 2 shifts more.
 //
 // A code book (nf4): a byte, two codes, is the index of a table of 256 pairs of values in shared memory, one copy for each bank, so that a
-// warp's 32 lookups never collide. Entries lie 256 bytes apart, half of it unused, so that one PRMT puts an address together: 8 instructions
-// for 8 codes, 4 of them loads. (128 bytes apart it takes a shift and a LOP3 each.)
+// warp's 32 lookups never collide. Entries lie 256 bytes apart, half of it unused, so that one PRMT puts an address together: 8
+// instructions for 8 codes, 4 of them loads. (128 bytes apart it takes a shift and a LOP3 each.)
 //
 // E2M1 (mxfp4, nvfp4): sign, exponent and mantissa moved to the places of a 16-bit number's are the value times 2^-14 in fp16 and 2^-126 in
 // bf16, 0.5 as a subnormal number: 10 instructions for 8 codes in bf16, 12 in fp16. The multiplication by the scale makes up for most of
-// the power of two, a constant one is left to the sums (Scale::kRest); fp16 with E8M0 has no room for that and takes another multiplication.
+// the power of two, a constant one is left to the sums (Scale::kRest); fp16 with E8M0 has no room for that and multiplies twice.
 //
 // fp8_e4m3: sign and the other bits are moved to their places, a multiplication makes up for the exponents' biases.
 #pragma once
@@ -31,8 +31,8 @@ namespace minfer::w4a16 {
 
 __device__ __forceinline__ uint32_t both_halves(uint16_t v) { return __byte_perm(v, 0, 0x1010); }
 
-/// Where a kernel applies the scales: in fp32 to the accumulators of 128 of k; to the weights, groups being multiples of 128; to the weights,
-/// groups of 32 or more; in fp32 to the accumulators of 32 of k (nvfp4: 16).
+/// Where a kernel applies the scales: in fp32 to the accumulators of 128 of k; to the weights, groups being multiples of 128; to the
+/// weights, groups of 32 or more; in fp32 to the accumulators of 32 of k (nvfp4: 16).
 enum class Scaling { kAccumulators, kFragments, kFine, kFineAccumulators };
 
 template <DataType kType>
@@ -100,7 +100,7 @@ struct Book {
   uint32_t bank;
 };
 
-/// What a thread does with its codes of a slab, kWords words, by format. A register of row r is (value - zero) * factor(r).
+/// How a thread dequantises its codes of a k block, kWords words, by format. A register of row r is (value - zero) * factor(r).
 /// kOnFragments: the scales are applied to the fragments, not to sums.
 template <DataType kType, WeightFormat kFormat, bool kOnFragments>
 struct Codes;
@@ -200,7 +200,7 @@ struct E2M1Codes {
   static constexpr int kWords = 1;
   static __device__ __forceinline__ void fragment(uint32_t const (&words)[1], uint32_t const (&)[2], Book, uint32_t (&a)[4]) {
     uint32_t const word = words[0];
-    // Products put a magnitude and its sign, which move by different distances, in their places; none of their bits meet.
+    // Products put a magnitude and its sign, which move by different distances, in their places, and none of their bits overlap.
     if constexpr (kType == DataType::kBF16) {
       constexpr uint32_t kMask = 0x81c081c0u;
       a[0] = word & kMask;
@@ -233,8 +233,8 @@ struct Codes<DataType::kF16, WeightFormat::kMxFp4, true> : E2M1Codes<DataType::k
   }
 };
 
-/// A stored scale -> fp32, or times a constant in the activations' type, twice in a register. rows: two of them.
-/// kRest: what products of fragments and rows' scales lack to be the weights.
+/// A stored scale -> fp32 (to_float), or the scales of two rows times a constant in the activations' type, each twice in a register (rows).
+/// kRest: the factor that products of fragments and rows' scales still lack to be the weights.
 template <DataType kType, WeightFormat kFormat>
 struct Scale {
   using Stored = uint16_t;
@@ -255,8 +255,8 @@ __device__ __forceinline__ uint32_t twice(float v) {
     return *reinterpret_cast<uint32_t const*>(&pair);
   }
 }
-/// E8M0: 2^(v - 127). In fp32 and fp16 its least value, 2^-127, counts as 0 and its NaN, 255, as infinity: two instructions less of six. In
-/// bf16, where 2^62 of the codes' 2^126 are in the scale, NaN and what is above 2^65 count as infinity.
+/// E8M0: 2^(v - 127). In fp32 and fp16 its smallest value, 2^-127, counts as 0 and its NaN, 255, as infinity: four instructions instead of
+/// six. In bf16, where 2^62 of the codes' 2^126 are in the scale, NaN and values above 2^65 count as infinity.
 template <DataType kType>
 struct Scale<kType, WeightFormat::kMxFp4> {
   using Stored = uint8_t;

@@ -6,11 +6,11 @@ namespace minfer {
 
 namespace {
 
-constexpr double kStartUs = 2.0;       // of one more launch
-constexpr double kStreamShare = 0.72;  // of the read bandwidth, read and write together
-constexpr double kFusedShare =
-    1.035;  // time of the fused mainloop against the dense one: the paths meet at m = 8192, where most layers tie
-constexpr int64_t kLeastTokens = 1024;  // below, a weight's way through memory is never paid back
+constexpr double kStartUs = 2.0;          // of one more launch
+constexpr double kStreamFraction = 0.72;  // of the read bandwidth, read and write together
+// How much slower than the fused mainloop this way may be predicted: both take the same time for most layers at m = 8192.
+constexpr double kFusedFactor = 1.035;
+constexpr int64_t kMinTokens = 1024;  // below, writing and reading the weight never pays
 
 }  // namespace
 
@@ -26,7 +26,7 @@ GemmProblem dequantized(GemmProblem const& problem) {
 
 double dequantize_us(GemmProblem const& problem, DeviceProperties const& device) {
   double const bytes = w4a16::weight_bytes(problem) + 2.0 * problem.n * problem.k;
-  return kStartUs + bytes / (kStreamShare * device.read_bandwidth);
+  return kStartUs + bytes / (kStreamFraction * device.read_bandwidth);
 }
 
 Status dequantize_first(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, bool* first) {
@@ -34,11 +34,11 @@ Status dequantize_first(GemmProblem const& problem, DeviceProperties const& devi
   if (problem.b_format == WeightFormat::kDense || problem.k == 0) return Status::success();
   GemmPlan fused, dense;
   Status const fused_status = plan_gemm(problem, device, options, &fused);
-  if (fused_status.ok() && problem.m < kLeastTokens) return fused_status;
+  if (fused_status.ok() && problem.m < kMinTokens) return fused_status;
   if (!fused_status.ok() && fused_status.code == StatusCode::kInvalidArgument) return fused_status;
   Status const dense_status = plan_gemm(dequantized(problem), device, options, &dense);
   if (!dense_status.ok()) return fused_status.ok() ? fused_status : dense_status;
-  *first = !fused_status.ok() || dequantize_us(problem, device) + dense.predicted_us < kFusedShare * fused.predicted_us;
+  *first = !fused_status.ok() || dequantize_us(problem, device) + dense.predicted_us < kFusedFactor * fused.predicted_us;
   return Status::success();
 }
 

@@ -19,7 +19,7 @@ CUTLASS_DEVICE void mainloop_accumulators(Storage& storage, typename S::Pipeline
   Tensor sB = make_tensor(make_smem_ptr(&storage.activations[0][0]), SmemLayoutB{});  // (BLK_N,BLK_K,PIPE)
   auto thread_mma = mma.get_slice(thread);
   Tensor tCrB = thread_mma.make_fragment_B(thread_mma.partition_B(sB));        // (MMA,MMA_N,MMA_K,PIPE), descriptors
-  Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, _4, _2>{});  // (MMA,MMA_M,MMA_K of a block,SET)
+  Tensor tCrA = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, _4, _2>{});  // (MMA,MMA_M,MMA_K of a weight block,SET)
   auto registers = recast<uint32_t>(tCrA);
   Tensor even = make_fragment_like(accumulator), odd = make_fragment_like(accumulator);  // (MMA,MMA_M,MMA_N), of a stage
   int const row = consumer % S::kRowGroups * 64 + thread / 32 * 16 + thread % 32 / 4;
@@ -27,23 +27,24 @@ CUTLASS_DEVICE void mainloop_accumulators(Storage& storage, typename S::Pipeline
 
   w4a16::Book const book = S::book_of(storage, thread);
 
-  auto const dequantize = [&](uint4 const* codes, uint32_t const(&zero)[2], int block) {
+  auto const dequantize = [&](uint4 const* codes, uint32_t const(&zero)[2], int weight_block) {
     CUTLASS_PRAGMA_UNROLL
-    for (int slab = 0; slab < 4; ++slab) {
+    for (int k_block = 0; k_block < 4; ++k_block) {
       uint32_t words[Codes::kWords], a[4];
-      S::words_of(codes, block * 4 + slab, words);
+      S::words_of(codes, weight_block * 4 + k_block, words);
       Codes::fragment(words, zero, book, a);
-      S::set(registers, block, slab, a);
+      S::set(registers, weight_block, k_block, a);
     }
   };
-  auto const multiply = [&](int block, int stage, auto& partial) {
-    S::pin(registers, block);
+  auto const multiply = [&](int weight_block, int stage, auto& partial) {
+    S::pin(registers, weight_block);
     warpgroup_fence_operand(partial);
     warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
-    for (int slab = 0; slab < 4; ++slab) {
-      mma.accumulate_ = block == 0 && slab == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-      cute::gemm(mma, tCrA(_, _0{}, slab, block), tCrB(_, _0{}, slice * S::kBlocks * 4 + block * 4 + slab, stage), partial(_, _0{}, _0{}));
+    for (int k_block = 0; k_block < 4; ++k_block) {
+      mma.accumulate_ = weight_block == 0 && k_block == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+      cute::gemm(mma, tCrA(_, _0{}, k_block, weight_block), tCrB(_, _0{}, slice * S::kBlocks * 4 + weight_block * 4 + k_block, stage),
+                 partial(_, _0{}, _0{}));
     }
     warpgroup_commit_batch();
     warpgroup_fence_operand(partial);
@@ -56,7 +57,7 @@ CUTLASS_DEVICE void mainloop_accumulators(Storage& storage, typename S::Pipeline
     CUTLASS_PRAGMA_UNROLL
     for (int v = 0; v < S::kValues; ++v) accumulator(v) = fmaf(scale[v / 2 % 2], partial(v), accumulator(v));
   };
-  // One stage. At most two batches of WGMMAs are in flight, and each has the time of a dequantisation.
+  // One stage. At most two batches of WGMMAs are in flight, and each runs during a dequantisation.
   auto const step = [&](auto& partial, auto& previous_partial) {
     int const stage = ring.index;
     S::wait(storage, ring);

@@ -5,8 +5,8 @@
 
 namespace minfer::w4a16 {
 
-/// Scales in the fragments. A WGMMA holds its warps until it has read A's registers, so with many tokens the warp is the tensor core's: each
-/// slab of 16 of k is a batch of its own, dequantised while the one before runs, in a ring of four fragments.
+/// Scales on the fragments. A WGMMA holds its warps until it has read A's registers, so with many tokens a warp can do little else while
+/// its WGMMAs run: each k block is a batch of its own, dequantised while the previous one runs, in a ring of four fragments.
 template <class S, class Storage, class Accumulator>
 CUTLASS_DEVICE void mainloop_fragments(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count,
                                        int group_shift, int consumer, int thread) {
@@ -35,19 +35,19 @@ CUTLASS_DEVICE void mainloop_fragments(Storage& storage, typename S::PipelineSta
     CUTLASS_PRAGMA_UNROLL
     for (int u = 0; u < S::kChunks * S::kMmaM; ++u)
       codes[u % S::kMmaM][u / S::kMmaM] = S::load_codes(storage, stage, u % S::kMmaM, u / S::kMmaM, consumer, thread);
-    uint32_t scale[S::kMmaM][2], zero[S::kMmaM][2];  // [slab][row]
+    uint32_t scale[S::kMmaM][2], zero[S::kMmaM][2];  // [64 rows][row]
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < S::kTileK / 16 * S::kMmaM; ++step) {
-      int const mi = step % S::kMmaM, slab = step / S::kMmaM;
-      if (slab % (S::kGroup / 16) == 0) {
+      int const mi = step % S::kMmaM, k_block = step / S::kMmaM;
+      if (k_block % (S::kGroup / 16) == 0) {
         int const row = (mi * S::kConsumers + consumer) * 64 + thread / 32 * 16 + thread % 32 / 4;
-        int const group = S::kFine ? (slab * 16) >> group_shift : 0;
+        int const group = S::kFine ? (k_block * 16) >> group_shift : 0;
         typename Scale::Stored const* scales = &storage.scales[stage][group][row];
         S::scales_of_rows(scales, scale[mi]);
         S::load_zeros(storage, stage, group, row, zero[mi]);
       }
       uint32_t words[Codes::kWords];
-      S::words_of(codes[mi], slab, words);
+      S::words_of(codes[mi], k_block, words);
       warpgroup_wait<S::kRing - 1>();                                          // this fragment's last reader
       if (step == S::kRing - 1) S::release(storage, previous, thread, i > 0);  // with it all of the previous stage has retired
       uint32_t a[4];
@@ -59,8 +59,8 @@ CUTLASS_DEVICE void mainloop_fragments(Storage& storage, typename S::PipelineSta
       }
       warpgroup_fence_operand(accumulator);
       warpgroup_arrive();
-      mma.accumulate_ = slab == 0 && i == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-      cute::gemm(mma, tCrA(_, step % S::kRing), tCrB(_, _0{}, slab, stage), accumulator(_, mi, _0{}));
+      mma.accumulate_ = k_block == 0 && i == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
+      cute::gemm(mma, tCrA(_, step % S::kRing), tCrB(_, _0{}, k_block, stage), accumulator(_, mi, _0{}));
       warpgroup_commit_batch();
       warpgroup_fence_operand(accumulator);
     }

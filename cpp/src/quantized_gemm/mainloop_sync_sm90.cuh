@@ -6,8 +6,8 @@
 
 namespace minfer::w4a16 {
 
-/// Few tokens, by mma.sync: fewer instructions than the WGMMA loop and no waiting for its batches (8192 x 8192 at m = 1: 11.8 us, 12.6 by WGMMA).
-/// The accumulators are the WGMMA's.
+/// Few tokens, by mma.sync: fewer instructions than the WGMMA loop and no waiting for its batches (8192 x 8192 at m = 1: 11.8 us, by WGMMA
+/// 12.6). The accumulators are laid out as WGMMA's.
 template <class S, bool kZeroPoints, class Storage, class Accumulator>
 CUTLASS_DEVICE void mainloop_sync(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count, int group_shift,
                                   int consumer, int thread) {
@@ -15,12 +15,12 @@ CUTLASS_DEVICE void mainloop_sync(Storage& storage, typename S::PipelineState& r
   using Scale = typename S::Scale;
   using H = Half2<S::kType>;
   constexpr bool kOnFragments = S::kScaling == Scaling::kFragments || S::kScaling == Scaling::kFine;
-  constexpr int kSlabs = S::kSliceK / 16, kEights = S::kTileN / 8;                       // of k and of tokens
-  constexpr int kPiece = kOnFragments ? kSlabs : cute::min(S::kGroup, S::kSliceK) / 16;  // slabs between scalings of the accumulators
-  constexpr int kChains = kPiece > 2 ? 2 : 1;                                            // sums that take turns
+  constexpr int kKBlocks = S::kSliceK / 16, kEights = S::kTileN / 8;                        // of k and of tokens
+  constexpr int kScaled = kOnFragments ? kKBlocks : cute::min(S::kGroup, S::kSliceK) / 16;  // k blocks between scalings of the accumulators
+  constexpr int kChains = kScaled > 2 ? 2 : 1;                                              // sums to which k blocks are added alternately
   int const slice = consumer / S::kRowGroups, first_group = slice * S::kSliceK >> group_shift;
   int const lane = thread % 32, row = consumer % S::kRowGroups * 64 + thread / 32 * 16 + lane / 4;
-  // ldmatrix: lane l gives the address of unit l / 8 (8 of k) of token l % 8; units lie at u ^ token % 8 of 128 bytes.
+  // ldmatrix: lane l gives the address of vector l / 8 (8 of k) of token l % 8; vector v lies at v ^ token % 8 of the token's 128 bytes.
   uint32_t const tokens =
       cute::cast_smem_ptr_to_uint(&storage.activations[0][slice * S::kSliceK * S::kTileN]) + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
   w4a16::Book const book = S::book_of(storage, thread);
@@ -46,24 +46,24 @@ CUTLASS_DEVICE void mainloop_sync(Storage& storage, typename S::PipelineState& r
     uint4 codes[S::kChunks];
     CUTLASS_PRAGMA_UNROLL
     for (int c = 0; c < S::kChunks; ++c) codes[c] = S::load_codes(storage, stage, 0, c, consumer, thread);
-    uint32_t b[kSlabs / 2][kEights][4];
+    uint32_t b[kKBlocks / 2][kEights][4];
     CUTLASS_PRAGMA_UNROLL
-    for (int u = 0; u < kSlabs / 2 * kEights; ++u) {
-      int const pair = u / kEights, eight = u % kEights;  // [64 of k][tokens][unit]
+    for (int u = 0; u < kKBlocks / 2 * kEights; ++u) {
+      int const pair = u / kEights, eight = u % kEights;  // [32 of k][eight tokens][vector]
       uint32_t const at = tokens + stage * (S::kTileN * S::kTileK * 2) + pair / 2 * (S::kTileN * 128) + eight * 1024;
       load_matrices(at ^ pair % 2 * 64, b[pair][eight]);
     }
     CUTLASS_PRAGMA_UNROLL
-    for (int slab = 0; slab < kSlabs; ++slab) {
-      int const group = first_group + (S::kFine ? slab * 16 >> group_shift : 0);
+    for (int k_block = 0; k_block < kKBlocks; ++k_block) {
+      int const group = first_group + (S::kFine ? k_block * 16 >> group_shift : 0);
       typename Scale::Stored const* scales = &storage.scales[stage][group][row];
-      if (slab % (S::kGroup / 16) == 0) {
+      if (k_block % (S::kGroup / 16) == 0) {
         if constexpr (kZeroPoints) S::load_zeros(storage, stage, group, row, zero);
         if constexpr (kOnFragments) S::scales_of_rows(scales, scale);
       }
-      if (!kOnFragments && slab % kPiece == 0) clear();
+      if (!kOnFragments && k_block % kScaled == 0) clear();
       uint32_t words[Codes::kWords], a[4];
-      S::words_of(codes, slab, words);
+      S::words_of(codes, k_block, words);
       Codes::fragment(words, zero, book, a);
       if constexpr (kOnFragments) {
         CUTLASS_PRAGMA_UNROLL
@@ -71,16 +71,18 @@ CUTLASS_DEVICE void mainloop_sync(Storage& storage, typename S::PipelineState& r
       }
       CUTLASS_PRAGMA_UNROLL
       for (int e = 0; e < kEights; ++e) {
-        multiply_16x8x16<S::kType>(sum[slab % kChains][e], a, b[slab / 2][e][slab % 2 * 2], b[slab / 2][e][slab % 2 * 2 + 1]);
+        multiply_16x8x16<S::kType>(sum[k_block % kChains][e], a, b[k_block / 2][e][k_block % 2 * 2],
+                                   b[k_block / 2][e][k_block % 2 * 2 + 1]);
       }
-      if (!kOnFragments && slab % kPiece == kPiece - 1) {
+      if (!kOnFragments && k_block % kScaled == kScaled - 1) {
         float const factor[2] = {Scale::to_float(scales[0]), Scale::to_float(scales[8])};
         CUTLASS_PRAGMA_UNROLL
         for (int v = 0; v < S::kValues; ++v) accumulator(v) = fmaf(factor[v / 2 % 2], total(v), accumulator(v));
       }
     }
-    // Not before the sums are there, and with them all that was read. Released as soon as the last ldmatrix was issued, stages were overwritten
-    // under it: 2 of 24 test cases with tails in m, n and k were wrong, and none since. No sum has these bits: NaNs of arithmetic have others.
+    // The stage is released only when the sums are complete, and with them all reads of the stage. When it was released as soon as the last
+    // ldmatrix was issued, stages were overwritten under it: 2 of 24 test cases with tails in m, n and k were wrong, and none since. No sum
+    // has these bits: the NaNs of arithmetic have others.
     constexpr uint32_t kNever = 0x7fedcba9u;
     float const low = kOnFragments ? total(0) : accumulator(0), high = kOnFragments ? total(S::kValues - 1) : accumulator(S::kValues - 1);
     S::release(storage, stage, thread, __float_as_uint(low) != kNever && __float_as_uint(high) != kNever);

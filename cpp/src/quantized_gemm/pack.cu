@@ -83,13 +83,13 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
     int64_t const k0 = (first + b) * kBlockK;
     float scale[2], zero[2];
 #pragma unroll
-    for (int slab = 0; slab < 4; ++slab) {
-      int64_t const group = (k0 + 16 * slab) >> group_shift;
-      if (slab == 0 || group_shift < 6) {
+    for (int k_block = 0; k_block < 4; ++k_block) {
+      int64_t const group = (k0 + 16 * k_block) >> group_shift;
+      if (k_block == 0 || group_shift < 6) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           int64_t const at = n0 + row + 8 * r;
-          bool const inside = at < n && k0 + 16 * slab < k;
+          bool const inside = at < n && k0 + 16 * k_block < k;
           scale[r] = inside ? exact_scale<kType, kFormat>(static_cast<Stored const*>(weight.scales)[group * weight.ld_scales + at]) : 0.0f;
           scale[r] *= weight.alpha;
           zero[r] = symmetric_zero_of(kFormat);
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // fragment registers
-        int const w = kWords == 1 ? slab : slab * 2 + i / 2, r = kWords == 1 ? i : i % 2;
+        int const w = kWords == 1 ? k_block : k_block * 2 + i / 2, r = kWords == 1 ? i : i % 2;
         uint4 const& chunk = codes[b][w / 4];
         uint32_t const word = w % 4 == 0 ? chunk.x : w % 4 == 1 ? chunk.y : w % 4 == 2 ? chunk.z : chunk.w;
         float low = value_of<kFormat>(code_at(kFormat, word, r, 0), book), high = value_of<kFormat>(code_at(kFormat, word, r, 1), book);
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(QuantizedWeight co
           low -= zero[i % 2];
           high -= zero[i % 2];
         }
-        tile[b % 2][row + 8 * (i % 2)][8 * slab + 4 * (i / 2) + lane % 4] = Element::pack(low * scale[i % 2], high * scale[i % 2]);
+        tile[b % 2][row + 8 * (i % 2)][8 * k_block + 4 * (i / 2) + lane % 4] = Element::pack(low * scale[i % 2], high * scale[i % 2]);
       }
     }
     __syncthreads();  // one for each weight block: the next one fills the other tile, and a barrier precedes the one after it

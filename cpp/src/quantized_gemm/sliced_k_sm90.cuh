@@ -1,11 +1,12 @@
-// Sliced-K: the warpgroups of a CTA that share out each stage's k bring their sums together in shared memory.
+// Sliced-K: each stage's k is divided among the warpgroups of a CTA, whose sums are added in shared memory.
 #pragma once
 
 #include "quantized_gemm/stage_sm90.cuh"
 
 namespace minfer::w4a16 {
 
-/// The other slices' sums are added to the first one's, in their order. Returns whether this warpgroup has them now.
+/// Adds the sums of the other slices to those of the first slice, in the order of k. Returns whether this warpgroup has the first slice,
+/// and so the total.
 template <class S, class Storage, class Accumulator>
 CUTLASS_DEVICE bool add_slices(Storage& storage, Accumulator& accumulator, int consumer, int thread) {
   if constexpr (S::kSlices > 1) {

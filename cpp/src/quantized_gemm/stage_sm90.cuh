@@ -1,8 +1,10 @@
-// What a stage of the sm_90 kernels holds, how the warpgroups share it out, and how a thread reads its part: common to the mainloops.
+// What a stage of the sm_90 kernels holds, how it is divided among the warpgroups, and how a thread reads its codes: common to the
+// mainloops.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
+#include "common/cutlass_element.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
@@ -16,14 +18,14 @@ template <class Config, bool kGathers_>
 struct StageSm90 {
   static constexpr bool kGathers = kGathers_;
   static constexpr DataType kType = Config::kType;
-  using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
+  using Element = CutlassElement<kType>;
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kTileK = Config::kTileK;  // rows of weights, tokens, k
   static constexpr int kThreads = Config::kThreads, kConsumers = kThreads / 128 - 1;
   static constexpr int kStages = Config::kStages;
-  static constexpr int kSlices = Config::kSlices, kSliceK = kTileK / kSlices;  // a stage's k is shared out to so many warpgroups
-  static constexpr int kRowGroups = kConsumers / kSlices;                      // warpgroups with rows of their own
-  static constexpr int kBlocks = kSliceK / kBlockK;                            // of a warpgroup's rows, in a stage
-  // What the warpgroups hold together must fit what the launch gave the CTA: more is waited for, forever.
+  static constexpr int kSlices = Config::kSlices, kSliceK = kTileK / kSlices;  // warpgroups among which a stage's k is divided
+  static constexpr int kRowGroups = kConsumers / kSlices;                      // warpgroups with different rows
+  static constexpr int kBlocks = kSliceK / kBlockK;                            // weight blocks of 64 rows of a warpgroup, in a stage
+  // The registers of all warpgroups together must be no more than the launch gave the CTA: setmaxnreg would wait for more forever.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Config::kCtasPerSm) / 8 * 8;
   static constexpr int kProducerRegisters = kConsumers >= 4 || (Config::kCtasPerSm == 2 && kGathers) ? 32
                                             : Config::kCtasPerSm == 2                                ? 24
@@ -31,7 +33,8 @@ struct StageSm90 {
   static constexpr int kConsumerRegisters =
       cute::min(232, (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (kConsumers * 128) / 8 * 8);
   static_assert(kProducerRegisters * 128 + kConsumerRegisters * 128 * kConsumers <= kLaunchRegisters * kThreads);
-  static constexpr int kMmaM = kTileM / (64 * kRowGroups);  // 64-row slabs of a warpgroup: slab mi of row group w is mi * kRowGroups + w
+  // A warpgroup has kMmaM times 64 rows; the mi-th 64 rows of row group w are the (mi * kRowGroups + w)-th of the tile.
+  static constexpr int kMmaM = kTileM / (64 * kRowGroups);
   static constexpr int kCluster = Config::kClusterM;
   static_assert(kConsumers % kSlices == 0 && kTileM % (64 * kRowGroups) == 0 && kTileK % (kSlices * kBlockK) == 0);
   static_assert(Config::kSwap && Config::kSchedule == Schedule::kCooperative && Config::kClusterN == 1 && kTileN % (8 * kCluster) == 0);
@@ -55,8 +58,8 @@ struct StageSm90 {
   static constexpr int kValues = kMmaM * kTileN / 2;  // accumulators of a thread
   using Codes = w4a16::Codes<Config::kType, kFormat, kScaling == Scaling::kFragments || kScaling == Scaling::kFine>;
   using Scale = w4a16::Scale<Config::kType, kFormat>;
-  static constexpr int kChunkSlabs = 4 / Codes::kWords;       // slabs of 16 of k in a thread's 16 bytes
-  static constexpr int kChunks = kSliceK / 16 / kChunkSlabs;  // of a slab of 64 rows, in a warpgroup's slice of a stage
+  static constexpr int kChunkSlabs = 4 / Codes::kWords;       // k blocks in a thread's 16 bytes
+  static constexpr int kChunks = kSliceK / 16 / kChunkSlabs;  // of 64 rows, in a warpgroup's slice of a stage
 
   using Atom = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileN>, cute::_64>>());
   using TiledMma = decltype(cute::make_tiled_mma(Atom{}));
@@ -67,7 +70,7 @@ struct StageSm90 {
     alignas(128) uint16_t of[kStages][kScaleRows][kTileM];
   };
   static constexpr int kBookBarrier = 15;  // of all consumers
-  // Of kernels with no register to spare: what is known of a thread's place is not kept over the mainloop but read again.
+  // In kernels with no register to spare, a thread's indices are not kept over the mainloop but computed again.
   static constexpr bool kForget = kConsumers >= 4 && kValues >= 16;
   struct Slices {
     alignas(16) float4 of[cute::max(1, kSlices - 1)][kRowGroups][kValues / 4][128];
@@ -114,8 +117,8 @@ struct StageSm90 {
     if constexpr (kGathers && !kSync) cutlass::arch::fence_view_async_shared();
   }
 
-  // A stage is free again: each warp tells the producer of every CTA that writes into it. One arrival for a warpgroup would not do: its
-  // warps do not wait for each other in WGMMAs, and one that comes late still has codes and scales to read (seen with cold caches and
+  // A stage is free again: each warp arrives at the barrier of every CTA that writes into the stage. One arrival for a warpgroup would not
+  // do: its warps do not wait for each other in WGMMAs, and a late warp still has codes and scales to read (seen with cold caches and
   // groups of 32).
   // A predicate and no branch: control flow between WGMMAs makes ptxas serialise them.
   template <class Storage>
@@ -158,16 +161,16 @@ struct StageSm90 {
   template <class Storage>
   static CUTLASS_DEVICE void fill_zeros(Storage& storage, int consumer, int thread) {
     for (int i = consumer / kRowGroups * 128 + thread; i < kStages * kScaleRows * kMmaM * 32; i += kSlices * 128) {
-      int const slab = i / 32 % kMmaM, stage_row = i / 32 / kMmaM;
+      int const mi = i / 32 % kMmaM, stage_row = i / 32 / kMmaM;
       uint32_t* rows = reinterpret_cast<uint32_t*>(&storage.zeros.of[stage_row / kScaleRows][stage_row % kScaleRows][0]);
-      rows[(slab * kRowGroups + consumer % kRowGroups) * 32 + i % 32] = Codes::kSymmetricZero;
+      rows[(mi * kRowGroups + consumer % kRowGroups) * 32 + i % 32] = Codes::kSymmetricZero;
     }
   }
 
   template <class Registers>
-  static CUTLASS_DEVICE void set(Registers& registers, int set, int slab, uint32_t const (&a)[4]) {
+  static CUTLASS_DEVICE void set(Registers& registers, int set, int k_block, uint32_t const (&a)[4]) {
     CUTLASS_PRAGMA_UNROLL
-    for (int r = 0; r < 4; ++r) registers(r + 4 * slab + 16 * set) = a[r];
+    for (int r = 0; r < 4; ++r) registers(r + 4 * k_block + 16 * set) = a[r];
   }
 
   // The compiler must not move the fragments' arithmetic between WGMMAs: it would have to serialise them.
@@ -177,17 +180,17 @@ struct StageSm90 {
     for (int i = 0; i < 16; ++i) cute::warpgroup_fence_operand(registers(i + 16 * set));
   }
 
-  // A slab's words out of the chunks of 16 bytes that hold its block's codes.
-  static CUTLASS_DEVICE void words_of(uint4 const* chunks, int slab, uint32_t (&words)[Codes::kWords]) {
-    uint4 const& chunk = chunks[slab / kChunkSlabs];
+  // The words of a k block, out of the 16-byte chunks that hold the codes of its weight block.
+  static CUTLASS_DEVICE void words_of(uint4 const* chunks, int k_block, uint32_t (&words)[Codes::kWords]) {
+    uint4 const& chunk = chunks[k_block / kChunkSlabs];
     CUTLASS_PRAGMA_UNROLL
     for (int w = 0; w < Codes::kWords; ++w) {
-      int const i = slab % kChunkSlabs * Codes::kWords + w;
+      int const i = k_block % kChunkSlabs * Codes::kWords + w;
       words[w] = i == 0 ? chunk.x : i == 1 ? chunk.y : i == 2 ? chunk.z : chunk.w;
     }
   }
 
-  // The 64-row slab mi of a warpgroup, in its slice of the stage.
+  // Codes of the mi-th 64 rows of a warpgroup, in its slice of the stage.
   template <class Storage>
   static CUTLASS_DEVICE uint4 load_codes(Storage& storage, int stage, int mi, int chunk, int consumer, int thread) {
     return storage.weights[stage][mi * kRowGroups + consumer % kRowGroups][consumer / kRowGroups * kChunks + chunk][thread];

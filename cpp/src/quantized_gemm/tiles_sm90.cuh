@@ -20,7 +20,7 @@ struct ClusterSplitTileSchedulerSm90 {
   struct Params {
     gemm::TileSchedulerParams schedule;
     gemm::SplitWorkspace split;
-    int32_t cluster_pieces;  // > 0: the splits of a tile are the CTAs of a cluster, its last one owns the tile
+    int32_t cluster_partials;  // > 0: the splits of a tile are the CTAs of a cluster, its last one owns the tile
   };
 
   struct Partials {
@@ -31,10 +31,10 @@ struct ClusterSplitTileSchedulerSm90 {
 
   static CUTLASS_DEVICE void init_barriers(Params const& params, SharedStorage& storage) {
     if constexpr (kMaxPartials > 0) {
-      if (params.cluster_pieces > 0) {
+      if (params.cluster_partials > 0) {
         for (int c = 0; c < kRowGroups; ++c) {
           Barrier::init(&storage.full[c], 1);
-          Barrier::arrive_and_expect_tx(&storage.full[c], uint32_t(params.cluster_pieces * kValues * 128 * 4));
+          Barrier::arrive_and_expect_tx(&storage.full[c], uint32_t(params.cluster_partials * kValues * 128 * 4));
         }
       }
     }
@@ -47,7 +47,7 @@ struct ClusterSplitTileSchedulerSm90 {
   };
   static CUTLASS_DEVICE Location locate(int) { return {kClusterM > 1 ? int(cute::block_rank_in_cluster()) : 0}; }
   static CUTLASS_DEVICE void initialize(Params const& params, SharedStorage&, int) {
-    if (kClusterM > 1 || (kMaxPartials > 0 && params.cluster_pieces > 0)) {
+    if (kClusterM > 1 || (kMaxPartials > 0 && params.cluster_partials > 0)) {
       cute::cluster_arrive_relaxed();
       cute::cluster_wait();
     } else {
@@ -73,12 +73,12 @@ struct ClusterSplitTileSchedulerSm90 {
     CUTLASS_DEVICE bool fixup(gemm::WorkItem item, Accumulator& accumulator, int row_group, int thread, GroupBarrier const& barrier,
                               Store const& store) const {
       if constexpr (kMaxPartials > 0) {
-        if (params_.cluster_pieces > 0) {  // the CTA's only tile
+        if (params_.cluster_partials > 0) {  // the CTA's only tile
           if (!item.owner()) {
-            send_partial(accumulator, int(cute::block_rank_in_cluster()), params_.cluster_pieces, row_group, thread);
+            send_partial(accumulator, int(cute::block_rank_in_cluster()), params_.cluster_partials, row_group, thread);
             return false;
           }
-          add_partials(accumulator, params_.cluster_pieces, row_group, thread);
+          add_partials(accumulator, params_.cluster_partials, row_group, thread);
           store();
           return false;
         }
@@ -94,11 +94,11 @@ struct ClusterSplitTileSchedulerSm90 {
         return true;
       }
       if constexpr (kTagged) {
-        auto const slot_of = [&](int i) { return partial_slot(item.first_piece + i); };
-        if (item.pieces > 0) Reduction::gather(params_.split, slot_of, item.pieces, accumulator, thread);
+        auto const slot_of = [&](int i) { return partial_slot(item.first_partial + i); };
+        if (item.partials > 0) Reduction::gather(params_.split, slot_of, item.partials, accumulator, thread);
       } else {
-        for (int piece = 0; piece < item.pieces; ++piece) {
-          Reduction::add(params_.split, partial_slot(item.first_piece + piece), accumulator, thread, barrier);
+        for (int i = 0; i < item.partials; ++i) {
+          Reduction::add(params_.split, partial_slot(item.first_partial + i), accumulator, thread, barrier);
         }
       }
       store();

@@ -1,21 +1,23 @@
-// GEMM with 4-bit weights for sm_80 onward: cp.async + ldmatrix + mma.sync, the weights dequantised in registers. The only path on A100, Ada and
-// consumer Blackwell.
+// GEMM with 4-bit weights for sm_80 onward: cp.async + ldmatrix + mma.sync, the weights dequantised in registers. The only path on A100,
+// Ada and consumer Blackwell.
 //
 // The weights' rows (the caller's n) are the MMA's m, the tokens (the caller's m) its n, so that a few tokens are one narrow instruction.
-// Warp roles. All warps copy and compute. Each warpgroup (four warps) takes all rows of the tile, 16 of every 64 a warp, and its own share of
-// the tokens: 8 at a time in turns. Two warpgroups dequantise everything twice, but with the 64 tokens of each that is little beside the MMAs,
-// and 32 rows to a warp halve what it reads of the activations: 16 rows would keep shared memory as busy as A100's tensor cores.
-// A thread reads its own codes of a 64 x 64 block by one 16-byte access (w4_layout.h): the A fragments of four k-slabs of 16. Scales go to the
-// fragments: products in the activations' type, as on sm_90.
+// Warp roles. All warps copy and compute. Each warpgroup (four warps) takes all rows of the tile, 16 of every 64 a warp, and every second
+// eight of the tokens where there are two warpgroups. Two warpgroups dequantise all weights twice, but with 64 tokens each that is little
+// compared with the MMAs, and 32 rows to a warp halve what it reads of the activations: 16 rows would keep shared memory as busy as A100's
+// tensor cores.
+// A thread reads its codes of a weight block by one 16-byte access (w4_layout.h): the A fragments of four k blocks. Scales are applied to
+// the fragments: products in the activations' type, as on sm_90.
 // Pipeline. A ring of kStages stages of packed weights, activations, scales and zeros, filled by cp.async with zeros for what lies outside.
-// The copies walk the schedule on their own, kStages - 1 k-tiles ahead of the MMAs and over the ends of tiles, so during an epilogue or a wait for
-// another CTA's piece the next weights arrive. One barrier a k-tile: after it the stage just arrived is everybody's, and the one before it free.
-// Tile walk: TileScheduler (data-parallel, split-K or stream-K at run time); pieces meet in the workspace (split_reduction.cuh).
-// Epilogue: accumulators in fp32 through the one stage that no copy is on its way to, some tokens at a time, finished by the general loop
-// (epilogue.cuh), whose warps write 32 neighbours of n.
+// The copies walk the schedule independently, kStages - 1 k tiles ahead of the MMAs and over the ends of tiles, so that the next weights
+// arrive during an epilogue or a wait for another CTA's partial. One barrier a k tile: after it all warps may read the stage that has just
+// arrived, and the stage before it is free.
+// Tile walk: TileScheduler (data-parallel, split-K or stream-K at run time); partials go through the workspace (split_reduction.cuh).
+// Epilogue: accumulators in fp32 through the one stage that no copy is in flight to, some tokens at a time, finished by the general loop
+// (epilogue.cuh), whose warps write 32 consecutive n.
 // Shared memory: the ring. Up to 49 KiB two CTAs of one warpgroup fit an SM of Ada or consumer Blackwell.
-// Limits: activations, scales and zeros 16-byte aligned in base and rows; n and k multiples of 8; groups of 32 times a power of two, or all of
-// k. Scales times 512 (fp16) must be finite.
+// Limits: activations, scales and zeros 16-byte aligned in base and rows; n and k multiples of 8; groups of 32 times a power of two, or all
+// of k. Scales times 512 (fp16) must be finite.
 #pragma once
 
 #include "common/mma_sm80.cuh"
@@ -59,7 +61,7 @@ struct W4A16Sm80 {
 
   struct Stage {
     uint4 weights[kMmaM][kBlocks][128];
-    uint4 activations[kBlocks][kTileN][8];  // unit u (8 of k) of token t at u ^ t % 8: neither copies nor ldmatrix meet in a bank
+    uint4 activations[kBlocks][kTileN][8];  // vector v (8 of k) of token t at v ^ t % 8, against bank conflicts of copies and ldmatrix
     uint16_t scales[kScaleRows][kTileM], zeros[kScaleRows][kTileM];
   };
   static constexpr int kSmemBytes = kStages * int(sizeof(Stage));
@@ -107,7 +109,7 @@ struct W4A16Sm80 {
       token = tile.n * kTileN;
     }
 
-    /// Sends for the next k-tile, a group of copies; an empty one when the walk is over, so that groups stay in step with k-tiles.
+    /// Issues the copies of the next k tile as one group; after the walk's end an empty one, so that there is one group for each k tile.
     __device__ __forceinline__ void copy(Stage& stage) {
       if (valid) {
         copy_weights(stage);
@@ -134,14 +136,14 @@ struct W4A16Sm80 {
     __device__ __forceinline__ void copy_activations(Stage& stage) const {
       constexpr int kTogether = kThreads / 8;                           // tokens, or tokens of several blocks
       constexpr int kTokens = kTileN < kTogether ? kTileN : kTogether;  // different ones
-      int const unit = thread % 8;
+      int const vector = thread % 8;
 #pragma unroll
       for (int i = 0; i < kBlocks * kTileN; i += kTogether) {
         int const t = thread / 8 % kTokens + i % kTileN, block = i / kTileN + thread / 8 / kTokens;
         if (kBlocks * kTileN % kTogether == 0 || block < kBlocks) {
-          int const column = k * kTileK + block * kBlockK + unit * 8;
+          int const column = k * kTileK + block * kBlockK + vector * 8;
           uint16_t const* source = params.activations + int64_t(token + t) * params.lda + column;
-          copy_async_16(&stage.activations[block][t][unit ^ t % 8], source, token + t < params.m && column < params.k);
+          copy_async_16(&stage.activations[block][t][vector ^ t % 8], source, token + t < params.m && column < params.k);
         }
       }
     }
@@ -161,7 +163,8 @@ struct W4A16Sm80 {
     }
   };
 
-  /// Of a thread's two rows, twice in a register each: the scales by what int4_codes leaves to them, and its -zero * factor.
+  /// For a thread's two rows, each value twice in a register: the scale times the power of two that int4_codes leaves to it, and
+  /// -zero * factor.
   struct Scales {
     uint32_t scale[2], zero[2];
 
@@ -175,14 +178,14 @@ struct W4A16Sm80 {
     }
   };
 
-  /// One k-tile. kFine: groups begin inside of it.
+  /// One k tile. kFine: groups begin inside of it.
   template <bool kFine>
   static __device__ __forceinline__ void multiply(Params const& params, Stage const& stage, Accumulator& accumulator, int thread) {
     int const lane = thread % 32, warpgroup = thread / 128;
     int const row = thread % 128 / 32 * 16 + lane / 4;  // of a block
     bool const has_zeros = params.zeros != nullptr;
-    // Lane l addresses row (a token) l % 8 of matrix (8 of k) l / 8: four matrices are two slabs of eight tokens. The slabs 2 and 3 of a block are
-    // the units 4 to 7.
+    // Lane l addresses row (a token) l % 8 of matrix (8 of k) l / 8: four matrices are two k blocks of eight tokens. The k blocks 2 and 3
+    // of a weight block are the vectors 4 to 7.
     uint32_t const tokens = shared_address(&stage.activations[0][8 * warpgroup][0]);
     uint32_t const lower = lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4), upper = lower ^ 64;
 
@@ -198,7 +201,7 @@ struct W4A16Sm80 {
       for (int mi = 0; mi < kMmaM; ++mi) codes[mi] = stage.weights[mi][block][thread % 128];
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
-        uint32_t b[kMmaN][4];  // [eight tokens][half of a slab]
+        uint32_t b[kMmaN][4];  // [eight tokens][half of a k block]
 #pragma unroll
         for (int j = 0; j < kMmaN; ++j) {
           load_matrices(tokens + (pair == 0 ? lower : upper) + (block * kTileN + j * 8 * kWarpgroups) * 128, b[j]);
@@ -257,7 +260,7 @@ struct W4A16Sm80 {
 
     bool const fine = params.group_shift < (kTileK == 64 ? 6 : 7);
     auto const barrier = [] { __syncthreads(); };
-    int current = 0, freed = kStages - 1;  // stages: of the next k-tile, and of the one before it
+    int current = 0, freed = kStages - 1;  // stages: of the next k tile, and of the one before it
     gemm::TileScheduler scheduler(params.schedule, int(blockIdx.x));
     for (gemm::WorkItem item = scheduler.next(); item.valid; item = scheduler.next()) {
       Accumulator accumulator;
@@ -280,8 +283,7 @@ struct W4A16Sm80 {
         Reduction::publish(params.split, item.slot, accumulator, thread, barrier);
         continue;
       }
-      for (int piece = 0; piece < item.pieces; ++piece)
-        Reduction::add(params.split, item.first_piece + piece, accumulator, thread, barrier);
+      for (int i = 0; i < item.partials; ++i) Reduction::add(params.split, item.first_partial + i, accumulator, thread, barrier);
       store(params, accumulator, reinterpret_cast<float*>(&stages[freed]), gemm::TileScheduler::coordinate(params.schedule, item.tile),
             thread);
     }

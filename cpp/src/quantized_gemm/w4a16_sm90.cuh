@@ -38,7 +38,7 @@ using CollectiveMainloopSm90 =
 template <class Config, class Stage = StageSm90<Config, false>>
 struct W4A16Sm90 : gemm::GemmKernelSm90<CollectiveMainloopSm90<Config>, gemm::EpilogueSm90<RowGroups<Config>>,
                                         ClusterSplitTileSchedulerSm90<Config::kClusterM, Stage::kRowGroups, Stage::kValues,
-                                                                      max_cluster_pieces(Config::kFormat, Config::kTileN)>> {
+                                                                      max_cluster_partials(Config::kFormat, Config::kTileN)>> {
   using S = Stage;
   static_assert(W4A16Sm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
@@ -63,8 +63,8 @@ Status launch_w4a16_sm90(gemm::GemmLaunchArguments const& arguments) {
   if (Status status = gemm::describe_schedule<Config>(arguments, &params.scheduler.schedule, &params.scheduler.split); !status.ok())
     return status;
   int64_t const blocks_n = gemm::ceil_div(problem.n, kBlockN), blocks_k = gemm::ceil_div(problem.k, kBlockK);
-  params.scheduler.cluster_pieces =
-      cluster_pieces(Config::kFormat, Config::kTileN, Config::kCtasPerSm, params.scheduler.schedule, *arguments.device);
+  params.scheduler.cluster_partials =
+      cluster_partials(Config::kFormat, Config::kTileN, Config::kCtasPerSm, params.scheduler.schedule, *arguments.device);
   mainloop.group_shift = group_shift(problem.group_size, problem.k);
   mainloop.has_zeros = Kernel::S::kHasZeros && operands.b_zeros != nullptr;
   mainloop.hint_weights =
@@ -97,11 +97,11 @@ Status launch_w4a16_sm90(gemm::GemmLaunchArguments const& arguments) {
   mainloop.stage_bytes = Config::kTileM * Config::kTileK * bits_of(Config::kFormat) / 8 + Config::kTileN * Config::kTileK * 2 +
                          Config::kTileM * group_rows * (kScaleBytes + (mainloop.has_zeros ? 2 : 0));
   // 4096 x 14336 at m = 16 by clusters: 10.8 us, with all stages 11.7.
-  mainloop.early_stages = !operands.b_is_constant ? 0 : params.scheduler.cluster_pieces > 0 ? 2 : Config::kStages;
+  mainloop.early_stages = !operands.b_is_constant ? 0 : params.scheduler.cluster_partials > 0 ? 2 : Config::kStages;
   status = gemm::describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
   if (!status.ok()) return status;
   static std::atomic<uint64_t> shared_memory_allowed{0};
-  dim3 const cluster(params.scheduler.cluster_pieces > 0 ? params.scheduler.cluster_pieces + 1 : Config::kClusterM);
+  dim3 const cluster(params.scheduler.cluster_partials > 0 ? params.scheduler.cluster_partials + 1 : Config::kClusterM);
   return gemm::launch_sm90<Config>(&w4a16_sm90_kernel<Config>, params, arguments, params.scheduler.schedule.workers, Kernel::kSmemBytes,
                                    shared_memory_allowed, cluster);
 }

@@ -4,12 +4,29 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <sstream>
 
 #include "core/failure.h"
 #include "minfer/registry.h"
 
 namespace minfer::torch_binding {
+
+namespace {
+
+/// The enumerator that a text names, of those that are legal here.
+template <class Enum>
+Enum parse_name(char const* what, std::string const& text, std::initializer_list<Enum> legal) {
+  std::string names;
+  for (Enum const& value : legal) {
+    if (text == name_of(value)) return value;
+    char const* const separator = &value == legal.begin() ? "" : &value + 1 == legal.end() ? " or " : ", ";
+    names += std::string(separator) + name_of(value);
+  }
+  fail(what, " must be ", names, ", got '", text, "'");
+}
+
+}  // namespace
 
 std::vector<std::string> split(std::string const& text, char separator) {
   std::vector<std::string> parts;
@@ -45,33 +62,21 @@ bool parse_flag(char const* what, std::string const& text) {
 }
 
 Decomposition parse_decomposition(char const* what, std::string const& text) {
-  for (Decomposition d : {Decomposition::kDataParallel, Decomposition::kStreamK, Decomposition::kSplitK}) {
-    if (text == name_of(d)) return d;
-  }
-  fail(what, " must be persistent, stream_k or split_k, got '", text, "'");
+  return parse_name(what, text, {Decomposition::kDataParallel, Decomposition::kStreamK, Decomposition::kSplitK});
 }
 
 RasterOrder parse_raster(char const* what, std::string const& text) {
-  for (RasterOrder order : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
-    if (text == name_of(order)) return order;
-  }
-  fail(what, " must be along_m or along_n, got '", text, "'");
+  return parse_name(what, text, {RasterOrder::kAlongM, RasterOrder::kAlongN});
 }
 
 int32_t parse_launch_number(char const* what, std::string const& text) { return int32_t(parse_integer(what, text, 1, 4096)); }
 
 DataType parse_type(char const* what, std::string const& text) {
-  for (DataType type : {DataType::kF16, DataType::kBF16, DataType::kF32}) {
-    if (text == name_of(type)) return type;
-  }
-  fail(what, " must be f16, bf16 or f32, got '", text, "'");
+  return parse_name(what, text, {DataType::kF16, DataType::kBF16, DataType::kF32});
 }
 
 DataType parse_16bit_type(char const* what, std::string const& text) {
-  for (DataType type : {DataType::kF16, DataType::kBF16}) {
-    if (text == name_of(type)) return type;
-  }
-  fail(what, ": type must be f16 or bf16, got '", text, "'");
+  return parse_name((what + std::string(": type")).c_str(), text, {DataType::kF16, DataType::kBF16});
 }
 
 Major parse_major(char const* what, std::string const& text) {

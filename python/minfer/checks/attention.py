@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import DTYPES, Checker, Result, check_kernel, check_scalar
+from .common import DTYPES, Checker, Result, check_dense, check_device, check_kernel, check_scalar, check_shape, check_tensor
 from .kv_cache import (
     PAGE_MULTIPLE,
     SCALES,
@@ -18,9 +18,7 @@ from .kv_cache import (
     check_format,
     check_head_dims,
     check_scales,
-    check_shape,
     check_strides,
-    check_tensor,
 )
 
 FAMILY = "attention"  # of the kernels
@@ -38,11 +36,11 @@ def _check_sizes(check: Checker, heads_q: Any, heads_kv: Any, head_dim: Any, hea
 def _check_operands(check: Checker, q: Tensor, k: Tensor, v: Tensor, modes: int) -> tuple[Any, Any]:
     """q, k and v of ``modes`` modes; returns (heads_q, head_dim_v)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
+        check_dense(check, name, x)
         check(x.dim() == modes, "{} must be {}, got {}", name, LAYOUTS[modes], x.shape)
         check(q.dtype in DTYPES, "q must be float16 or bfloat16, got {}", q.dtype)
         check(x.dtype == q.dtype, "{} must be float16 or bfloat16 like q, got {} beside {}", name, x.dtype, q.dtype)
-        check(x.device == q.device, "{} must be on q's device {}, got {}", name, q.device, x.device)
+        check_device(check, name, x, "q", q)
     for of_k, of_v in zip(k.shape[:-1], v.shape[:-1], strict=True):
         check(of_k == of_v, "v must have k's modes but the last, got k {} and v {}", k.shape, v.shape)
     heads_q, head_dim, heads_kv, head_dim_v = *q.shape[-2:], k.shape[-2], v.shape[-1]
@@ -129,7 +127,7 @@ def check_attention_paged(
     """All arguments of minfer::attention_paged but values."""
     check = Checker("attention_paged")
     layouts = "[batch, seqlen_q, heads, head_dim] or [tokens, heads, head_dim]"
-    check(q.layout == torch.strided, "q must be a dense tensor, got layout {}", q.layout)
+    check_dense(check, "q", q)
     check(q.dim() in (3, 4), "q must be {}, got {}", layouts, q.shape)
     check(q.dtype in DTYPES, "q must be float16 or bfloat16, got {}", q.dtype)
     kv_format = check_format(check, kv_format, k_cache.dtype, "q", q.dtype)

@@ -62,7 +62,7 @@ def is_integer(value: Any) -> bool:
 
 
 def allocation_error(function: str, size: int, what: str, error: RuntimeError) -> RuntimeError:
-    """What to raise where torch could not allocate: of torch's kind, so that who frees memory and tries again can tell, with the reason."""
+    """What to raise where torch could not allocate: an error of torch's type, which callers catch to free memory and try again."""
     kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
     return kind(f"{function}: could not allocate {size / 2**30:.1f} GiB for {what}: {error}")
 
@@ -75,10 +75,45 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def check_addend_type(check: Checker, name: str, x: torch.Tensor, a: torch.Tensor) -> None:
+def check_dense(check: Checker, name: str, x: torch.Tensor) -> None:
     check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
+
+
+def check_dtype(check: Checker, name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+    check(x.dtype == dtype, "{} must be {}, got {}", name, dtype, x.dtype)
+
+
+def check_device(check: Checker, name: str, x: torch.Tensor, other: str, like: torch.Tensor) -> None:
+    """That ``x`` is on the device of ``like``, the operand called ``other``."""
+    check(x.device == like.device, "{} must be on {}'s device {}, got {}", name, other, like.device, x.device)
+
+
+def check_tensor(check: Checker, name: str, x: torch.Tensor, dtype: torch.dtype, other: str, like: torch.Tensor) -> None:
+    """A dense tensor of a dtype, on the device of ``like``, the operand called ``other``."""
+    check_dense(check, name, x)
+    check_dtype(check, name, x, dtype)
+    check_device(check, name, x, other, like)
+
+
+def check_shape(check: Checker, name: str, x: torch.Tensor, shape: Sequence[Any]) -> None:
+    _check_extents(check, x, shape, "{} must be [{}], got {}", name, ", ".join(str(size) for size in shape))
+
+
+def check_named_shape(check: Checker, name: str, x: torch.Tensor, modes: str, shape: Sequence[Any]) -> None:
+    """The same with the modes' names in the message, such as "[experts, n]"."""
+    _check_extents(check, x, shape, "{} must be {} = {}, got {}", name, modes, list(shape))
+
+
+def _check_extents(check: Checker, x: torch.Tensor, shape: Sequence[Any], text: str, *values: Any) -> None:
+    check(x.dim() == len(shape), text, *values, x.shape)
+    for have, want in zip(x.shape, shape, strict=True):
+        check(have == want, text, *values, x.shape)
+
+
+def check_addend_type(check: Checker, name: str, x: torch.Tensor, a: torch.Tensor) -> None:
+    check_dense(check, name, x)
     check(x.dtype in (a.dtype, torch.float32), "{} must be {} or float32, got {}", name, a.dtype, x.dtype)
-    check(x.device == a.device, "{} must be on a's device {}, got {}", name, a.device, x.device)
+    check_device(check, name, x, "a", a)
 
 
 def check_bias(check: Checker, bias: torch.Tensor, a: torch.Tensor, n: int) -> None:
@@ -114,20 +149,18 @@ def check_activation(check: Checker, activation: str) -> None:
 def check_out(check: Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequence[int], out_dtype: torch.dtype | None) -> None:
     """``out`` has D's shape and a dtype that D may have; any strides that keep its elements apart (what no kernel can store to is written
     through a copy)."""
-    check(out.layout == torch.strided, "out must be a dense tensor, got layout {}", out.layout)
+    check_dense(check, "out", out)
     check(out.dtype in (a.dtype, torch.float32), "out must be {} or float32, got {}", a.dtype, out.dtype)
     if out_dtype is not None:
         check(out.dtype == out_dtype, "out must be {} (out_dtype), got {}", out_dtype, out.dtype)
-    check(out.device == a.device, "out must be on a's device {}, got {}", a.device, out.device)
-    check(out.dim() == len(shape), "out must be {}, got {}", list(shape), out.shape)
-    for have, want in zip(out.shape, shape, strict=True):
-        check(have == want, "out must be {}, got {}", list(shape), out.shape)
+    check_device(check, "out", out, "a", a)
+    check_shape(check, "out", out, shape)
     check(not overlaps_itself(out), "out must not overlap itself, got {} with strides {}", out.shape, list(out.stride()))
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether two elements of a tensor have one place. Of three modes and more, what a walk from the narrowest to the widest does not show
-    to lie apart counts as overlapping; what is symbolic, as apart."""
+    """Whether two elements of a tensor lie at one address. With three modes and more, a tensor counts as overlapping unless each mode, from
+    the narrowest to the widest, steps beyond all narrower ones; with a symbolic size or stride, as not overlapping."""
     modes = [(stride, size) for size, stride in zip(x.shape, x.stride(), strict=True)]
     if any(isinstance(number, torch.SymInt) for mode in modes for number in mode) or 0 in x.shape:
         return False
@@ -144,8 +177,8 @@ def overlaps_itself(x: torch.Tensor) -> bool:
 
 
 def check_no_overlap(op: str, out: torch.Tensor, written: str = "out", **others: torch.Tensor | None) -> None:
-    """``out`` shares no memory with the others, as far as can be told from where each begins and ends: no two begin at one address, and
-    where neither has gaps they have no byte in common. Views that take turns in one memory pass. For tensors that have memory.
+    """``out`` shares no memory with the others, as far as their first and last addresses show it: no two begin at one address, and where
+    neither has gaps they have no byte in common. Interleaved views of one memory pass. For tensors that have memory.
 
     Raises:
       RuntimeError: it does.

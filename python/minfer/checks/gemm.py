@@ -12,6 +12,8 @@ from .common import (
     check_activation,
     check_bias,
     check_c,
+    check_dense,
+    check_device,
     check_kernel,
     check_out,
     check_scalar,
@@ -22,12 +24,12 @@ from .common import (
 def check_operands(check: Checker, a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[int, ...], int, int, int]:
     """Rank, dtype, device, k and batch of A and B; returns (batch, m, n, k)."""
     for name, x in (("a", a), ("b", b)):
-        check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
+        check_dense(check, name, x)
     check(a.dim() in (2, 3), "a must be [m, k] or [batch, m, k], got a {}", a.shape)
     check(b.dim() in (2, 3), "b must be [k, n] or [batch, k, n], got b {}", b.shape)
     check(a.dtype in DTYPES, "a must be float16 or bfloat16, got {}", a.dtype)
     check(b.dtype == a.dtype, "b must have a's dtype {}, got {}", a.dtype, b.dtype)
-    check(b.device == a.device, "b must be on a's device {}, got {}", a.device, b.device)
+    check_device(check, "b", b, "a", a)
     k = a.shape[-1]
     check(b.shape[-2] == k, "b must have k = {} rows to match a {}, got b {}", k, a.shape, b.shape)
     batch: tuple[int, ...] = ()

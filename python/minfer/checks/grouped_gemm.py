@@ -13,7 +13,10 @@ from .common import (
     DTYPES,
     Checker,
     Result,
+    check_device,
+    check_dtype,
     check_kernel,
+    check_shape,
     overlaps_itself,
 )
 
@@ -22,14 +25,11 @@ SWIGLUOAI = "swigluoai"
 GATE_LAYOUTS = ("halves", "alternating", "blocks")
 
 
-def _check_operand(check: Checker, name: str, x: Tensor, like: Tensor, dtype: torch.dtype, shape: tuple, beside: str = "a") -> None:
-    """Shape, dtype, and the device of ``like``, which is the operand ``beside``."""
-    expected = "[" + ", ".join(str(s) for s in shape) + "]"
-    check(x.dim() == len(shape), "{} must be {}, got {}", name, expected, x.shape)
-    for size, wanted in zip(x.shape, shape, strict=True):
-        check(size == wanted, "{} must be {}, got {}", name, expected, x.shape)
-    check(x.dtype == dtype, "{} must be {}, got {}", name, dtype, x.dtype)
-    check(x.device == like.device, "{} must be on {}'s device {}, got {}", name, beside, like.device, x.device)
+def _check_operand(check: Checker, name: str, x: Tensor, like: Tensor, dtype: torch.dtype, shape: tuple, other: str = "a") -> None:
+    """Shape, dtype, and that it is on the device of ``like``, the operand called ``other``."""
+    check_shape(check, name, x, shape)
+    check_dtype(check, name, x, dtype)
+    check_device(check, name, x, other, like)
 
 
 def _check_experts(check: Checker, name: str, weight: Tensor, experts) -> None:

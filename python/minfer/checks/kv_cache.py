@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,33 +11,20 @@ from torch import Tensor
 
 from .._core.torch_private import is_certain
 from ..formats import table
-from .common import DTYPES, Checker, ValueChecker, is_integer
+from .common import DTYPES, Checker, ValueChecker, check_dense, check_device, check_shape, check_tensor, is_integer
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
 PAGE_MULTIPLE = 8  # tokens of a page; of 8 and 4-bit codes also of a contiguous cache's length
 GROUPS_OF_TOKENS = (32, 64)  # int4: that a scale of K may be of
 CHANNELS_MULTIPLE = 32  # int4: head dimensions, and elements of a scale of V
-# Types of the codes, the first of them the one that "auto" tells a format by; 16bit's is that of the operands.
+# Types of the codes; the first of them is the one from which "auto" infers the format. 16bit's is that of the operands.
 FORMATS: dict[str, tuple[torch.dtype, ...]] = {
     name: tuple(getattr(torch, dtype) for dtype in storage) for name, (storage, _) in table.CACHES.items()
 }
 SCALES = ("k_scale", "v_scale", "k_residual", "v_residual")
 # What head dimensions of caches are multiples of: whole 16 bytes of codes (see check_strides), for int4 whole groups of channels.
 CACHE_HEAD_DIM_MULTIPLES = {name: multiple for name, (_, multiple) in table.CACHES.items()}
-
-
-def check_tensor(check: Checker, name: str, x: Tensor, dtype: torch.dtype, other: str, like: Tensor) -> None:
-    check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
-    check(x.dtype == dtype, "{} must be {}, got {}", name, dtype, x.dtype)
-    check(x.device == like.device, "{} must be on {}'s device {}, got {}", name, other, like.device, x.device)
-
-
-def check_shape(check: Checker, name: str, x: Tensor, shape: Sequence[Any]) -> None:
-    text, expected = "{} must be [{}], got {}", ", ".join(str(size) for size in shape)
-    check(x.dim() == len(shape), text, name, expected, x.shape)
-    for have, want in zip(x.shape, shape, strict=True):
-        check(have == want, text, name, expected, x.shape)
 
 
 def check_head_dims(check: Checker, other: str, head_dim: Any, head_dim_v: Any) -> None:
@@ -225,11 +211,11 @@ def check_kv_cache_append(
     """All arguments of minfer::kv_cache_append but values."""
     check = Checker("kv_cache_append")
     for name, x in (("k", k), ("v", v)):
-        check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
+        check_dense(check, name, x)
         check(x.dim() == 3, "{} must be [tokens, heads_kv, head_dim], got {}", name, x.shape)
         check(k.dtype in DTYPES, "k must be float16 or bfloat16, got {}", k.dtype)
         check(x.dtype == k.dtype, "{} must be float16 or bfloat16 like k, got {} beside {}", name, x.dtype, k.dtype)
-        check(x.device == k.device, "{} must be on k's device {}, got {}", name, k.device, x.device)
+        check_device(check, name, x, "k", k)
     for of_k, of_v in zip(k.shape[:2], v.shape[:2], strict=True):
         check(of_k == of_v, "v must have k's modes but the last, got k {} and v {}", k.shape, v.shape)
     tokens, heads_kv, head_dim = k.shape

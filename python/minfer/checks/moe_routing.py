@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from .common import DTYPES, Checker, Result, check_scalar
-from .quantized_gemm import _check_dense, _check_shape
+from .common import DTYPES, Checker, Result, check_dense, check_dtype, check_named_shape, check_scalar
 
 MAX_EXPERTS = 1024
 MAX_TOP_K = 32
@@ -16,12 +15,8 @@ ROUTED_DTYPES = (*DTYPES, torch.float32)
 
 
 def _check_matrix(check: Checker, name: str, x: torch.Tensor, what: str) -> None:
-    _check_dense(check, name, x)
+    check_dense(check, name, x)
     check(x.dim() == 2, "{} must be {}, got {}", name, what, x.shape)
-
-
-def _check_dtype(check: Checker, name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
-    check(x.dtype == dtype, "{} must be {}, got {}", name, dtype, x.dtype)
 
 
 def _check_device(check: Checker, name: str, x: torch.Tensor, other: str, like: torch.Tensor) -> None:
@@ -56,16 +51,16 @@ def _check_rules(
     check(top_k <= stay, "top_k must not be more than the {} experts of {} groups, got {}", stay, topk_group, top_k)
     check_scalar(check, "scale", scale)
     if correction_bias is not None:
-        _check_dense(check, "correction_bias", correction_bias)
-        _check_shape(check, "correction_bias", correction_bias, "[experts]", (experts,))
-        _check_dtype(check, "correction_bias", correction_bias, torch.float32)
+        check_dense(check, "correction_bias", correction_bias)
+        check_named_shape(check, "correction_bias", correction_bias, "[experts]", (experts,))
+        check_dtype(check, "correction_bias", correction_bias, torch.float32)
         _check_device(check, "correction_bias", correction_bias, other, like)
 
 
 def _check_weights(check: Checker, weights: torch.Tensor, other: str, pairs: torch.Tensor, like: torch.Tensor) -> None:
-    _check_dense(check, "weights", weights)
-    _check_shape(check, "weights", weights, "[tokens, top_k]", pairs.shape)
-    _check_dtype(check, "weights", weights, torch.float32)
+    check_dense(check, "weights", weights)
+    check_named_shape(check, "weights", weights, "[tokens, top_k]", pairs.shape)
+    check_dtype(check, "weights", weights, torch.float32)
     _check_device(check, "weights", weights, other, like)
 
 
@@ -91,7 +86,7 @@ def check_moe_router_gemm(x: torch.Tensor, w_gate: torch.Tensor, top_k: int, **r
     check = Checker("moe_router_gemm")
     _check_matrix(check, "x", x, "[tokens, hidden]")
     check(x.dtype in DTYPES, "x must be float16 or bfloat16, got {}", x.dtype)
-    _check_dense(check, "w_gate", w_gate)
+    check_dense(check, "w_gate", w_gate)
     text = "w_gate must be [experts, hidden = {}], got {}"
     check(w_gate.dim() == 2, text, x.shape[1], w_gate.shape)
     check(w_gate.shape[1] == x.shape[1], text, x.shape[1], w_gate.shape)
@@ -106,7 +101,7 @@ def check_moe_router_gemm(x: torch.Tensor, w_gate: torch.Tensor, top_k: int, **r
 def check_moe_sort(ids: torch.Tensor, num_experts: int, *, weights: torch.Tensor | None = None) -> tuple[Result, ...]:
     check = Checker("moe_sort")
     _check_matrix(check, "ids", ids, "[tokens, top_k]")
-    _check_dtype(check, "ids", ids, torch.int32)
+    check_dtype(check, "ids", ids, torch.int32)
     _check_experts(check, "num_experts must be 1 to {}, got {}", num_experts, num_experts)
     if weights is not None:
         _check_weights(check, weights, "ids", ids, ids)
@@ -121,7 +116,7 @@ def check_moe_combine(y: torch.Tensor, inverse: torch.Tensor, weights: torch.Ten
     _check_matrix(check, "y", y, "[rows, n]")
     check(y.dtype in ROUTED_DTYPES, "y must be float16, bfloat16 or float32, got {}", y.dtype)
     _check_matrix(check, "inverse", inverse, "[tokens, top_k]")
-    _check_dtype(check, "inverse", inverse, torch.int32)
+    check_dtype(check, "inverse", inverse, torch.int32)
     _check_device(check, "inverse", inverse, "y", y)
     if weights is not None:
         _check_weights(check, weights, "y", inverse, y)

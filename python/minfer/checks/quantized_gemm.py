@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +17,14 @@ from .common import (
     check_activation,
     check_bias,
     check_c,
+    check_dense,
+    check_device,
+    check_dtype,
     check_kernel,
+    check_named_shape,
     check_out,
     check_scalar,
+    check_tensor,
 )
 
 DEQUANTIZE_FIRST = "dequantize"  # the ``kernel=`` that writes the weight out in 16 bits and runs the dense operator's plan
@@ -33,10 +37,6 @@ class GemmShape(NamedTuple):
     n: int
     k: int
     out: tuple[int, ...]
-
-
-def _check_dense(check: Checker, name: str, x: torch.Tensor) -> None:
-    check(x.layout == torch.strided, "{} must be a dense tensor, got layout {}", name, x.layout)
 
 
 def check_format(check: Checker, bits: int, name: str) -> WeightFormat:
@@ -59,20 +59,13 @@ def _check_byte_scales(check: Checker, scales: torch.Tensor, name: str, argument
 
 
 def check_scales(check: Checker, a: torch.Tensor, scales: torch.Tensor, name: str, argument: str = "scales") -> None:
-    """Type and device beside activations."""
-    _check_dense(check, argument, scales)
+    """Type and device, which must fit the activations'."""
+    check_dense(check, argument, scales)
     if FORMATS[name].scale_type is None:
         check(scales.dtype == a.dtype, "{} must have a's dtype {}, got {}", argument, a.dtype, scales.dtype)
     else:
         _check_byte_scales(check, scales, name, argument)
-    check(scales.device == a.device, "{} must be on a's device {}, got {}", argument, a.device, scales.device)
-
-
-def _check_shape(check: Checker, name: str, x: torch.Tensor, what: str, shape: Sequence[Any]) -> None:
-    text = "{} must be {} = {}, got {}"
-    check(x.dim() == len(shape), text, name, what, list(shape), x.shape)
-    for have, want in zip(x.shape, shape, strict=True):
-        check(have == want, text, name, what, list(shape), x.shape)
+    check_device(check, argument, scales, "a", a)
 
 
 def check_weight(
@@ -92,20 +85,20 @@ def check_weight(
     lead = "experts, " if experts else ""
     check(k % weight_layout.MULTIPLE == 0, "k must be a multiple of {}, got {}", weight_layout.MULTIPLE, k)
     groups = (*experts, weight_layout.groups(k, group_size), n)
-    _check_shape(check, s, scales, f"[{lead}ceil(k / group_size), n]", groups)
+    check_named_shape(check, s, scales, f"[{lead}ceil(k / group_size), n]", groups)
     multiple = weight_layout.MULTIPLE
     check(n % multiple == 0, "{} must have n = {} columns, a multiple of {}, got {}", s, n, multiple, scales.shape)
-    _check_dense(check, q, qweight)
-    check(qweight.dtype == torch.int32, "{} must be int32, got {}", q, qweight.dtype)
+    check_dense(check, q, qweight)
+    check_dtype(check, q, qweight, torch.int32)
     check(qweight.device == scales.device, "{} must be on the device of {}, {}, got {}", q, s, scales.device, qweight.device)
     shape = (*experts, *weight_layout.packed_shape(n, k, FORMATS[name].bits))
-    _check_shape(check, q, qweight, f"[{lead}ceil(n / 64), ceil(k / 64), {shape[-1]}]", shape)
+    check_named_shape(check, q, qweight, f"[{lead}ceil(n / 64), ceil(k / 64), {shape[-1]}]", shape)
     if zeros is not None:
         check(FORMATS[name].zero is not None, "{} must be None for {}, got {}", z, name, zeros.shape)
-        _check_dense(check, z, zeros)
+        check_dense(check, z, zeros)
         check(zeros.dtype == scales.dtype, "{} must have the dtype of {}, {}, got {}", z, s, scales.dtype, zeros.dtype)
         check(zeros.device == scales.device, "{} must be on the device of {}, {}, got {}", z, s, scales.device, zeros.device)
-        _check_shape(check, z, zeros, f"[{lead}ceil(k / group_size), n]", groups)
+        check_named_shape(check, z, zeros, f"[{lead}ceil(k / group_size), n]", groups)
 
 
 def _check_gemm(
@@ -132,7 +125,7 @@ def _check_gemm(
     check_format(check, bits, name)
     check_group_size(check, group_size, name)
     check_scalar(check, "alpha", alpha)
-    _check_dense(check, "a", a)
+    check_dense(check, "a", a)
     check(a.dim() >= 1, "a must be [..., k], got a {}", a.shape)
     check(a.dtype in DTYPES, "a must be float16 or bfloat16, got {}", a.dtype)
     k = a.shape[-1]
@@ -141,10 +134,8 @@ def _check_gemm(
     n = scales.shape[1]
     check_weight(check, qweight, scales, zeros, name, group_size, n, k)
     if perm is not None:
-        _check_dense(check, "perm", perm)
-        check(perm.dtype == torch.int32, "perm must be int32, got {}", perm.dtype)
-        check(perm.device == a.device, "perm must be on a's device {}, got {}", a.device, perm.device)
-        _check_shape(check, "perm", perm, "[k]", (k,))
+        check_tensor(check, "perm", perm, torch.int32, "a", a)
+        check_named_shape(check, "perm", perm, "[k]", (k,))
     shape = GemmShape(math.prod(a.shape[:-1]), n, k, (*a.shape[:-1], n))
     if c is not None:
         check_c(check, c, a, shape.out)
@@ -177,8 +168,8 @@ def _check_gated(
 def _check_pack(op: str, bits: int, codes: torch.Tensor, name: str) -> Result:
     check = Checker(op)
     check_format(check, bits, name)
-    _check_dense(check, "codes", codes)
-    check(codes.dtype == torch.uint8, "codes must be uint8, got {}", codes.dtype)
+    check_dense(check, "codes", codes)
+    check_dtype(check, "codes", codes, torch.uint8)
     check(codes.dim() == 2, "codes must be [n, k], got {}", codes.shape)
     for extent in codes.shape:
         check(extent % weight_layout.MULTIPLE == 0, "codes must be [n, k] in multiples of {}, got {}", weight_layout.MULTIPLE, codes.shape)
@@ -206,7 +197,7 @@ def _check_dequantize(
     check_scalar(check, "alpha", alpha)
     for extent in (n, k):
         check(extent >= 0, "n and k must not be negative, got {} and {}", n, k)
-    _check_dense(check, "scales", scales)
+    check_dense(check, "scales", scales)
     if form.scale_type is None:
         check(scales.dtype in DTYPES, "scales must be float16 or bfloat16, got {}", scales.dtype)
         natural = scales.dtype
@@ -223,8 +214,8 @@ def _check_dequantize(
 def check_codes(codes: torch.Tensor, **_: Any) -> None:
     """That codes have four bits; reads them."""
     if codes.numel() > 0:
-        largest = int(codes.max())
-        Checker("w4a16_pack")(largest <= 15, "codes must be 0 to 15, got {}", largest)
+        max_code = int(codes.max())
+        Checker("w4a16_pack")(max_code <= 15, "codes must be 0 to 15, got {}", max_code)
 
 
 def check_permutation(check: Checker, name: str, perm: torch.Tensor, k: int) -> None:

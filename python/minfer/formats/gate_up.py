@@ -1,4 +1,4 @@
-"""Weight layouts that operators ask for."""
+"""Weight layouts that operators take."""
 
 from __future__ import annotations
 

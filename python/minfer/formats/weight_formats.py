@@ -55,7 +55,7 @@ NF4, E2M1 = FORMATS["nf4"].book, FORMATS["mxfp4"].book
 
 
 def names(bits: int) -> tuple[str, ...]:
-    """The formats of so many bits a code."""
+    """The formats whose codes have ``bits`` bits."""
     return tuple(name for name, form in FORMATS.items() if form.bits == bits)
 
 

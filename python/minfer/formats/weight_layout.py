@@ -67,8 +67,8 @@ def group_columns(k: int, group_size: int) -> int:
     return k if group_size == -1 or group_size >= k else group_size
 
 
-def _units_shape(rows: int, columns: int, bits: int) -> tuple[int, ...]:
-    """Of the units in a weight of so many blocks, before they are moved."""
+def _modes_of(rows: int, columns: int, bits: int) -> tuple[int, ...]:
+    """The shape of a weight of rows x columns blocks as separate modes, before they are permuted into the packed order."""
     warp, _, lane = _ROW
     return (rows, warp, lane, columns, *_COLUMN[:-1]) if bits == 4 else (rows, *_ROW, columns, *_COLUMN)
 
@@ -117,7 +117,7 @@ def pack(codes: torch.Tensor, bits: int = 4, order: str = "plain") -> torch.Tens
         halves = codes.contiguous().view(rows, *_ROW, columns * BLOCK)  # a transposed view is faster copied first
         pairs = halves[:, :, 1].bitwise_and(15).bitwise_left_shift_(4).bitwise_or_(halves[:, :, 0].bitwise_and(15))
         units = pairs.reshape(-1).view(_UNIT[4])
-        units = (_exchange_nibbles(units) if book else units).view(_units_shape(rows, columns, bits))
+        units = (_exchange_nibbles(units) if book else units).view(_modes_of(rows, columns, bits))
     else:
         units = codes.unflatten(0, (rows, *_ROW)).unflatten(-1, (columns, *_COLUMN))
     # A clone, for the permutation may leave the strides in order where some extents are 0 or 1.
@@ -134,7 +134,7 @@ def unpack(qweight: torch.Tensor, n: int, k: int, order: str = "plain") -> torch
     if rows == 0 or columns == 0:  # any strides are contiguous then, but not all can be viewed as bytes
         return torch.empty(n, k, dtype=torch.uint8, device=qweight.device)
     bits = words * 32 // (BLOCK * BLOCK)
-    shape, qweight = _units_shape(rows, columns, bits), qweight.contiguous()
+    shape, qweight = _modes_of(rows, columns, bits), qweight.contiguous()
     if order == "e2m1":
         qweight = _moved(qweight, _GATHER)
     if bits == 4 and not book:

@@ -1,18 +1,18 @@
-"""The proof that nothing which still runs writes a module's weights, as ``constant_weights`` of its operator promises.
+"""The proof that no kernel which still runs writes a module's weights, as ``constant_weights`` of its operator promises.
 
-A kernel may begin while the kernel in front of it on its stream still runs, if that one asks for it, as the operators' own do
-(programmatic dependent launch); with ``constant_weights`` it reads weights before the other has finished. The proof: no write that
-torch counts (``_version``) has come to the tensors since an earlier forward of the module, and
+With programmatic dependent launch, a kernel may begin while its predecessor, the preceding kernel of the stream, still runs, if the
+predecessor allows it, as minfer's kernels do; with ``constant_weights`` the kernel reads weights before its predecessor has finished. The
+proof: torch has counted no write to the tensors (``_version``) since an earlier forward of the module, and
 
-* in an eager call, all work in front of that forward has finished. An event on the forward's stream has said so. That covers writers on
-  other streams: the stream must have waited for them, or the forward itself would have read what was still being written. A forward
-  without a row, or one that raised, has read nothing, and does not count.
+* in an eager call, all work that was launched before that forward has finished, as an event on the forward's stream has shown. That covers
+  writers on other streams: the stream must have waited for them, or the forward itself would have read weights that were still being
+  written. A forward without a row, or one that raised, has read nothing, and does not count.
 * while a CUDA graph is captured, that forward was outside of captures: so no kernel of the graph, up to this one, writes the weights.
-  What stands in front of a replay, another graph or the writer of new weights, has finished when the graph begins: launches overlap
-  within a graph or outside of graphs, but not across.
+  Work that precedes a replay, such as another graph or the writer of new weights, has finished when the graph begins: launches overlap
+  within a graph or outside of graphs, but not across the beginning of a graph.
 
-Writes that torch does not count are not seen: through ``.data``, or by a kernel that was given an address. Those of torch's own kernels do
-no harm, which do not ask for the overlap; after others, ``torch.autograd.graph.increment_version`` counts them.
+Torch does not count writes through ``.data``, or by a kernel that was given an address. Those of torch's kernels do no harm, since torch's
+kernels do not allow the overlap; after others, ``torch.autograd.graph.increment_version`` counts a write.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_tracing(x: Tensor) -> bool:
 
 
 def _nothing() -> None:
-    """In place of a reference to a tensor that is not there."""
+    """In place of a reference where there is no tensor."""
 
 
 class _Seen(NamedTuple):
@@ -52,13 +52,13 @@ class _Seen(NamedTuple):
     zeros: Callable[[], Tensor | None]
     versions: tuple[int, ...]
     addresses: tuple[int, ...]
-    event: torch.cuda.Event | None  # behind the work in front of the forward; None: it has happened
+    event: torch.cuda.Event | None  # recorded behind the work that precedes the forward; None: the work has finished
 
 
 class ConstantWeights:
-    """What a module knows of its weights; copies of the module, and pickled ones, begin with nothing.
+    """The state of the proof for one module; in copies of the module, and in pickled ones, it starts anew.
 
-    Threads may share it: what it knows is replaced as a whole.
+    Several threads may use it: the state is replaced as a whole.
     """
 
     __slots__ = ("_seen",)
@@ -69,15 +69,15 @@ class ConstantWeights:
     def __reduce__(self):
         return ConstantWeights, ()
 
-    def forget(self) -> None:
-        """After a forward that did not come to read the weights."""
+    def reset(self) -> None:
+        """Starts anew, after a forward that has not read the weights."""
         self._seen = None
 
     def proven(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
-        """Whether a call with these tensors, on the current stream, may say ``constant_weights``. It never waits."""
+        """Whether a call with these tensors, on the current stream, may pass ``constant_weights``. It never waits."""
         seen = self._seen
         if seen is None:
-            return self._look(None, qweight, scales, zeros)
+            return self._update(None, qweight, scales, zeros)
         q, s, z, versions, addresses, event = seen
         if (
             q() is not qweight
@@ -89,10 +89,10 @@ class ConstantWeights:
             seen = None
         elif event is None:
             return True
-        return self._look(seen, qweight, scales, zeros)
+        return self._update(seen, qweight, scales, zeros)
 
-    def _look(self, seen: _Seen | None, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
-        """``seen``: of these tensors, if they have not changed since."""
+    def _update(self, seen: _Seen | None, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
+        """``seen``: the state, or None where it is of other tensors or these have changed since."""
         tensors = (qweight, scales) if zeros is None else (qweight, scales, zeros)
         # Tensors that were made under inference_mode have no version.
         if seen is None and any(type(x) not in _PLAIN or x.device.type != _DEVICE or x.is_inference() for x in tensors):
@@ -105,7 +105,7 @@ class ConstantWeights:
                     return False
                 self._seen = seen._replace(event=None)
                 return True
-            # Versions before the event: a write in between is of another version at the next forward.
+            # Versions are read before the event is recorded: after a write in between, the next forward finds another version.
             references = tuple(map(weakref.ref, tensors))
             versions, addresses = tuple(map(version_of, tensors)), tuple(x.data_ptr() for x in tensors)
             if zeros is None:

@@ -107,7 +107,7 @@ class _PackedLinear(torch.nn.Module):
 
     @classmethod
     def _check_perm(cls, name: str, perm: Tensor | None, k: int) -> None:
-        """That it is a permutation, where it is one of k numbers: once, when it is loaded, for the operators do not look at values."""
+        """That k numbers are a permutation. It is checked when they are loaded, since the operators do not read values."""
         if not isinstance(perm, Tensor) or perm.is_meta or tuple(perm.shape) != (k,):
             return
         check = cls._checker()
@@ -169,7 +169,7 @@ class W4Linear(_PackedLinear):
       bias, zeros, perm: which of the optional buffers there are.
       group_size: as the format asks: -1 or a power of two >= 32; 32 for mxfp4, 16 for nvfp4.
       w4_format: "int4", "nf4", "mxfp4" or "nvfp4".
-      alpha: factor of the whole weight, nvfp4's global scale; a state dict brings its own.
+      alpha: factor of the whole weight, nvfp4's global scale; loading a state dict replaces it.
       dtype: of scales, zeros, bias, input and output: float16 or bfloat16. Scales of mxfp4 and nvfp4 are uint8.
       device: of the buffers.
 
@@ -236,7 +236,7 @@ class W4Linear(_PackedLinear):
                 constant_weights=self._constant_weights(x, qweight, scales, zeros),
             )
         except BaseException:
-            self._known.forget()  # nobody has read the weights
+            self._known.reset()  # no kernel has read the weights
             raise
 
 
@@ -246,7 +246,7 @@ class W8Linear(_PackedLinear):
     Args:
       group_size: -1 or a power of two >= 32.
       w8_format: "int8" or "fp8_e4m3".
-      alpha: factor of the whole weight; a state dict brings its own.
+      alpha: factor of the whole weight; loading a state dict replaces it.
       in_features, out_features, bias, zeros, perm, dtype, device: as in :class:`W4Linear`.
 
     Attributes:
@@ -309,5 +309,5 @@ class W8Linear(_PackedLinear):
                 constant_weights=self._constant_weights(x, qweight, scales, zeros),
             )
         except BaseException:
-            self._known.forget()  # nobody has read the weights
+            self._known.reset()  # no kernel has read the weights
             raise

@@ -53,8 +53,8 @@ def gemm(
       kernel: for measurements: NAME[@decomposition=persistent|stream_k|split_k,splits=N,swizzle=N,raster=along_m|along_n], a name of
         :func:`minfer.kernels`. On CPU it is checked and otherwise ignored.
       out: D itself, a's dtype or float32. Written in place where its rows are contiguous (any leading dimension), otherwise through a
-        copy. It may be ``c``, but must not overlap itself, a, b or bias, which is an error where it can be told from where they begin and
-        end. Not under ``torch.compile(fullgraph=True)`` unless contiguous. A tensor made under ``torch.inference_mode()`` only there.
+        copy. It may be ``c``, but must not overlap itself, a, b or bias, which is an error where their first and last addresses
+        show it. Not under ``torch.compile(fullgraph=True)`` unless contiguous. A tensor made under ``torch.inference_mode()`` only there.
 
     Returns:
       D, [m, n] or [batch, m, n], contiguous (or ``out``). Any m, n, k >= 0.

@@ -58,9 +58,9 @@ def grouped_gemm(
       offsets: int32 [experts]: expert e's rows are offsets[e - 1] to offsets[e] (from 0 for the first), as :func:`moe_sort` returns them
         and ``torch._grouped_mm`` takes them. They must ascend; read on the device, and clamped to the rows there are.
       bias: [experts, n], a's dtype.
-      gather: int32 [rows]: row r of the product is a[gather[r]]. Up to some 64 rows an expert the loader fetches them, so that no permuted
-        copy of a is made; where the tensor cores are the limit, a launch of its own gathers them first. A row that a does not
-        have is an error on CPU; on CUDA it is one of zeros. Entries behind the last offset may be anything.
+      gather: int32 [rows]: row r of the product is a[gather[r]]. Up to some 64 rows an expert the kernel loads them from a
+        itself, so that no permuted copy of a is made; where the tensor cores are the limit, a launch of its own gathers them first. A row
+        that a does not have is an error on CPU; on CUDA it counts as a row of zeros. Entries behind the last offset may be anything.
       row_scale: float32 [rows], after the activation: the routing weights.
       activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu"; gated, of the gate, and "swigluoai" as well, gpt-oss's clamped form
         gate * sigmoid(1.702 * gate) * (up + 1) of gate <= 7 and -7 <= up <= 7.

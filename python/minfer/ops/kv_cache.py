@@ -37,10 +37,10 @@ def kv_cache_append(
         stored nowhere. The others must differ.
       k_scale, v_scale: fp8: read. int8 and int4: written, contiguous.
       k_residual, v_residual: int4: k's dtype, contiguous, written; of as many sequences as there are in the call. They, scales that are
-        written, and the caches and what they are written from, must not overlap each other, which is an error where it can be told.
-      cu_seqlens: int32 [batch + 1] on k's device: tokens cu_seqlens[b] to cu_seqlens[b + 1] are of sequence b. Only int4 needs to know,
-        whose residuals are sequences'; it stores no token outside of all sequences. None: token i is of sequence i, as in decode.
-      kv_format: "16bit", "fp8_e4m3", "int8" or "int4"; "auto" is told by the caches' dtype, of which uint8 is int4.
+        written, and the caches and what they are written from, must not overlap each other, which is an error where it can be detected.
+      cu_seqlens: int32 [batch + 1] on k's device: tokens cu_seqlens[b] to cu_seqlens[b + 1] are of sequence b. Only int4 needs
+        this, since each sequence has residuals; it stores no token outside of all sequences. None: token i is of sequence i, as in decode.
+      kv_format: "16bit", "fp8_e4m3", "int8" or "int4"; "auto" follows from the caches' dtype, where uint8 means int4.
 
     int4: a sequence's tokens that have a slot follow each other, in the call and from call to call. The last token of a group has the whole
     group, from the residual and the call, quantised and stored: at the slots up to its own. Tokens of no whole group yet are kept in the

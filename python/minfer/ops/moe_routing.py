@@ -101,17 +101,17 @@ def moe_sort(ids: Tensor, num_experts: int, *, weights: Tensor | None = None) ->
     """The (token, expert) pairs in the order of the experts: what a grouped GEMM reads and :func:`moe_combine` undoes.
 
     Args:
-      ids: int32 [tokens, top_k], a router's. What is outside 0 to num_experts - 1, -1 for instance, is nobody's and left out: expert
-        parallelism drops other ranks' pairs so.
+      ids: int32 [tokens, top_k], a router's. Pairs whose id is outside 0 to num_experts - 1, such as -1, are left out: expert parallelism
+        drops other ranks' pairs this way.
       num_experts: 1 to 1024.
       weights: float32 [tokens, top_k], to be put in the same order.
 
     Returns:
-      token_index: int32 [tokens * top_k], the token of each place. The sort is stable: an expert's tokens ascend. 0 in the places that are
-        over at the end where pairs were left out.
-      offsets: int32 [num_experts], the place behind each expert's last; ``torch._grouped_mm`` wants them so.
-      inverse: int32 [tokens, top_k], the place of each pair, or -1.
-      sorted_weights: float32 [tokens * top_k], 0 in the places that are over; [0] without ``weights``.
+      token_index: int32 [tokens * top_k], the token of each sorted row. The sort is stable: an expert's tokens ascend. Where pairs were
+        left out, as many rows at the end are unused, and hold 0.
+      offsets: int32 [num_experts], the row behind each expert's last, as ``torch._grouped_mm`` takes them.
+      inverse: int32 [tokens, top_k], the sorted row of each pair, or -1.
+      sorted_weights: float32 [tokens * top_k], 0 in unused rows; [0] without ``weights``.
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.

@@ -177,7 +177,7 @@ def user_rows(device: int | None = None) -> int:
 
 
 def load_rows(text: str, device: int | None = None) -> int:
-    """Replaces the user rows that planning uses by those of a CSV text; empty forgets them. Returns how many there are.
+    """Replaces the user rows that planning uses by those of a CSV text; an empty text removes them. Returns how many there are.
 
     Args:
       device: CUDA index of the device that they are for; the rows of others stay. None: of all devices, and no other rows stay.

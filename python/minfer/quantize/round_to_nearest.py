@@ -14,7 +14,7 @@ from .loader import FLOATS, rounded
 from .weight import W4Weight, W8Weight, weight_of_codes
 
 _CHUNK = 1 << 20  # elements searched at a time: 4 MiB a float32 temporary
-_E4M3_SMALLEST, _E4M3_LARGEST = 2.0**-9, 448.0
+_E4M3_SMALLEST, _E4M3_MAX = 2.0**-9, 448.0
 
 # Candidates: factors of the scale that covers a group's whole range, the whole range first.
 _SHRINKS = {
@@ -25,11 +25,11 @@ _SHRINKS = {
 _USUAL_SHRINKS = torch.linspace(1.0, 0.7, 13).tolist()
 
 
-def _largest(form: WeightFormat) -> float:
-    """What the largest magnitude of a group becomes, before its range is shrunk: a number that codes of both signs reach."""
+def _max_of_group(form: WeightFormat) -> float:
+    """The value that a group's largest magnitude is scaled to, before the range is shrunk: codes of both signs reach it."""
     if form.book is not None:
         return min(max(form.book), -min(form.book))
-    return _E4M3_LARGEST if form.values == "e4m3" else 2.0 ** (form.bits - 1) - 1
+    return _E4M3_MAX if form.values == "e4m3" else 2.0 ** (form.bits - 1) - 1
 
 
 def _middles(values: tuple[float, ...]) -> list[float]:
@@ -45,7 +45,7 @@ def _encode(x: Tensor, form: WeightFormat) -> Tensor:
     if form.values == "integer":
         return x.round_().clamp_(0, 2.0**form.bits - 1)
     if form.values == "e4m3":
-        return x.clamp_(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+        return x.clamp_(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     if form.values == "e2m1":
         magnitude = torch.bucketize(x.abs(), torch.tensor(_E2M1_BOUNDS, device=x.device), out_int32=True)
         return (magnitude + 8 * torch.signbit(x)).to(torch.uint8)
@@ -58,19 +58,19 @@ def _candidates(
     """Scales as they are stored and zeros, both [rows, G, 1]."""
     low = groups.amin(2, keepdim=True).clamp_(max=0)
     high = groups.amax(2, keepdim=True).clamp_(min=0)
-    largest = torch.maximum(-low, high)
+    max_magnitude = torch.maximum(-low, high)
     form = FORMATS[name]
     if form.scale_type == torch.float8_e8m0fnu:
         # OCP MX 1.0: floor(log2(largest)) less the exponent of E2M1's largest number; one more loses no range, one less clips more.
-        exponent = torch.frexp(largest).exponent - 1 - 2
+        exponent = torch.frexp(max_magnitude).exponent - 1 - 2
         for step in (0, 1, -1) if clip else (0,):
             yield (exponent + (127 + step)).clamp_(0, 254).to(torch.uint8), torch.zeros_like(low)
         return
     levels = 2.0**form.bits - 1
     for shrink in _SHRINKS.get(name, _USUAL_SHRINKS) if clip else [1.0]:
-        scale = shrink * (largest / (_largest(form) * alpha) if symmetric else (high - low) / levels)
+        scale = shrink * (max_magnitude / (_max_of_group(form) * alpha) if symmetric else (high - low) / levels)
         if form.scale_type is not None:
-            stored = scale.clamp_(_E4M3_SMALLEST, _E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+            stored = scale.clamp_(_E4M3_SMALLEST, _E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
         else:
             stored = scale.clamp_(min=torch.finfo(dtype).smallest_normal, max=torch.finfo(dtype).max).to(dtype)
         zero = form.zero or 0.0
@@ -149,14 +149,14 @@ def quantize(
         wide = bias.dtype in (torch.float32, torch.float64)
         own = torch.float32 if wide else dtype if form.scale_type is None else bias.dtype
         bias = rounded(function, "bias", bias.detach(), own)
-    largest = float(weight.abs().amax())
-    require(largest <= torch.finfo(torch.float32).max, "weight must be finite, got a NaN or infinity")  # also where NaN
+    max_magnitude = float(weight.abs().amax())
+    require(max_magnitude <= torch.finfo(torch.float32).max, "weight must be finite, got a NaN or infinity")  # also where NaN
     if form.scale_type is None:
-        limit = _largest(form) * torch.finfo(dtype).max
-        require(largest <= limit, f"weight must be at most {limit:g}, for its scales are {dtype}, got {largest:g}")
+        limit = _max_of_group(form) * torch.finfo(dtype).max
+        require(max_magnitude <= limit, f"weight must be at most {limit:g}, for its scales are {dtype}, got {max_magnitude:g}")
     alpha = 1.0
-    if form.scale_type == torch.float8_e4m3fn and largest > 0:  # two levels: the largest block scale is E4M3's largest number
-        alpha = float(torch.tensor(largest) / (_largest(form) * _E4M3_LARGEST))
+    if form.scale_type == torch.float8_e4m3fn and max_magnitude > 0:  # two levels: the largest block scale is E4M3's largest number
+        alpha = float(torch.tensor(max_magnitude) / (_max_of_group(form) * _E4M3_MAX))
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(weight_layout.groups(k, group_size), n, dtype=stored_dtype, device=weight.device)
     zeros = None if symmetric else torch.empty_like(scales)

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ..checks.common import DTYPES, FLOAT32_MAX, ValueChecker, is_integer
+from ..checks.common import DTYPES, FLOAT32_MAX, ValueChecker, check_shape, check_tensor, is_integer
 from ..checks.grouped_gemm import MAX_EXPERTS
-from ..checks.kv_cache import check_shape, check_tensor
 from ..checks.quantized_gemm import check_group_size, check_permutation, check_weight
 from ..formats import weight_formats, weight_layout
 from ..formats.gate_up import GATE_BLOCK

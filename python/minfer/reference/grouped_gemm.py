@@ -49,7 +49,7 @@ def by_expert(
     gated: bool = False,
     gate_layout: str = "halves",
 ) -> Tensor:
-    """Grouped GEMM whose ``weight`` gives an expert's [k, n], asked only of experts that have rows; alpha[e] multiplies it."""
+    """Grouped GEMM; ``weight`` returns an expert's [k, n] and is called only for experts with rows; alpha[e] multiplies it."""
     dtype = compute_dtype(a)
     rows = (a if gather is None else gather).shape[0]
     out = torch.zeros((rows, n // 2 if gated else n), dtype=dtype, device=a.device)
@@ -57,8 +57,8 @@ def by_expert(
     for expert, end in enumerate(ends):
         begin, end = min(max(ends[expert - 1] if expert else 0, 0), rows), min(end, rows)
         if end > begin:
-            own = a[begin:end] if gather is None else a.index_select(0, gather[begin:end].long())
-            y = own.to(dtype) @ weight(expert).to(dtype)
+            of_expert = a[begin:end] if gather is None else a.index_select(0, gather[begin:end].long())
+            y = of_expert.to(dtype) @ weight(expert).to(dtype)
             if alpha is not None:
                 y = y * alpha[expert].to(dtype)
             if bias is not None:
@@ -75,13 +75,13 @@ def grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, **arguments) -> Tensor:
 def grouped_gemm_masked(a: Tensor, b: Tensor, counts: Tensor, *, bias=None, row_scale=None, **arguments) -> Tensor:
     """What :func:`minfer.grouped_gemm_masked` computes, in a's type (16-bit: in float32, rounded once)."""
     experts, max_rows, _ = a.shape
-    slabs = []
+    outs = []
     for expert in range(experts):
         count = min(max(int(counts[expert]), 0), max_rows)
         end = torch.tensor([count], dtype=torch.int32)
         own = dict(bias=None if bias is None else bias[expert : expert + 1], row_scale=None if row_scale is None else row_scale[expert])
-        slabs.append(grouped_gemm(a[expert], b[expert : expert + 1], end, **own, **arguments))
-    return torch.stack(slabs)
+        outs.append(grouped_gemm(a[expert], b[expert : expert + 1], end, **own, **arguments))
+    return torch.stack(outs)
 
 
 def layer_by_expert(

@@ -16,9 +16,9 @@ import torch
 def _scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
     if scoring == "sigmoid":
         return torch.sigmoid(logits)
-    largest = logits.amax(1, keepdim=True)
-    # inf - inf would be NaN: equals of the largest logit are 0 from it.
-    e = torch.where(logits == largest, torch.zeros_like(logits), logits - largest).exp()
+    row_max = logits.amax(1, keepdim=True)
+    # inf - inf would be NaN: logits equal to the largest one are at a distance of 0.
+    e = torch.where(logits == row_max, torch.zeros_like(logits), logits - row_max).exp()
     return e / e.sum(1, keepdim=True)
 
 

@@ -43,7 +43,7 @@ def _dequantize(
 def weight_beside(
     a: torch.Tensor, qweight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, name: str, group_size: int
 ) -> torch.Tensor:
-    """W [n, k] without alpha, in the 16 bits in which it meets an ``a`` [..., k]."""
+    """W [n, k] without alpha, in the 16-bit type in which it is multiplied by an ``a`` [..., k]."""
     own = weight_formats.FORMATS[name].scale_type is None  # its scales have the weight's dtype
     dtype = None if own or a.dtype not in checks.DTYPES else a.dtype
     return _dequantize(qweight, scales, zeros, name, group_size, n=scales.shape[1], k=a.shape[-1], out_dtype=dtype)

@@ -49,7 +49,7 @@ class AllocateKvCache(Family):
         assert cache.kv_format == p["kv_format"]
         return {name: x for name, x in cache._asdict().items() if isinstance(x, Tensor)}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         form, dtype, pages, size, heads = p["kv_format"], DTYPES[p["dtype"]], p["pages"], p["page_size"], p["heads_kv"]
         head_dim, head_dim_v = p["head_dim"], p["head_dim_v"] or p["head_dim"]
         per_byte = 2 if form == "int4" else 1

@@ -137,7 +137,7 @@ class Attention(Family):
         out, lse = minfer.attention(t["q"], t["k"], t["v"], **options, sinks=t["sinks"])
         return {"out": out, "lse": lse}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         q, k, v, sinks = (contents.tensors[name] for name in ("q", "k", "v", "sinks"))
         lengths = [torch.tensor([x] * q.shape[0], device=q.device) for x in p["seqlens"]]
         seen = visible(*lengths, q.shape[1], k.shape[1], p["causal"], p["window_left"], p["window_right"])
@@ -226,7 +226,7 @@ class AttentionVarlen(Family):
         )
         return {"out": out, "lse": lse}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, facts = contents.tensors, contents.facts
         padded = []
         for name, lengths, starts in (("q", "queries", 0), ("k", "keys", 1), ("v", "keys", 1)):
@@ -323,7 +323,7 @@ class MergeAttentionStates(Family):
         out, lse = minfer.merge_attention_states(outs, lses)
         return {"out": out, "lse": lse}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, parts, dtype = contents.tensors, range(p["parts"]), DTYPES[p["dtype"]]
         lses = torch.stack([t[f"lse{i}"].double() for i in parts])
         lse = torch.logsumexp(lses, 0)

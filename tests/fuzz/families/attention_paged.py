@@ -253,7 +253,7 @@ class AttentionPaged(Family):
         out, lse = minfer.attention_paged(t["q"], t["k_cache"], t["v_cache"], t["seq_lens"], **(options | p.get("extra", {})))
         return {"out": out, "lse": lse}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, facts, dtype = contents.tensors, contents.facts, DTYPES[p["dtype"]]
         shape, batch = shape_of(p, dtype), p["batch"]
         k, v = (values_at(t, shape, name, facts["page"], facts["row"], facts["in_pages"]) for name in ("k", "v"))
@@ -369,7 +369,7 @@ class AttentionPaged(Family):
             facts["lengths"][b] = 0  # no keys
             for name in ("wanted", "in_pages"):
                 facts[name][b] = False
-            return Hostile(what, lambda before, have: self.expect(p, contents, before))
+            return Hostile(what, lambda before, have: self.expect(p, contents, before, have))
         entries = facts["needed"].nonzero().tolist()
         chosen = draw.sample(entries, min(len(entries), draw.pick(1, 1, 3, len(entries))))
         value = draw.pick(p["pages"], 10**6, 2**31 - 1, -1, -(2**31))
@@ -394,4 +394,4 @@ class AttentionPaged(Family):
             raw = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
             tensors[name] = torch.cat([raw, raw.new_zeros(1, *raw.shape[1:])])
         page = torch.where(gone, torch.full_like(facts["page"], p["pages"]), facts["page"])
-        return self.expect(p, Contents(tensors, facts | {"page": page}), {})
+        return self.expect(p, Contents(tensors, facts | {"page": page}), {}, {})

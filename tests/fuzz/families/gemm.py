@@ -107,7 +107,7 @@ class Gemm(Family):
             options["out"] = t[p.get("out_is", "out")]
         return {"out": minfer.gemm(t["a"], t["b"], **(options | p.get("extra", {})))}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, alpha, beta = contents.tensors, p["alpha"], p["beta"]
         a, b = (torch.zeros_like(t[x]) if alpha == 0.0 else t[x] for x in ("a", "b"))
         c = None if t["c"] is None or beta == 0.0 else t["c"]
@@ -175,7 +175,7 @@ class GemmGated(Family):
         options = {"activation": p["activation"], "bias": t["bias"]} | p.get("extra", {})
         return {"out": minfer.gemm_gated(t["a"], t["b"], **options)}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         a, b, bias = (contents.tensors[x] for x in ("a", "b", "bias"))
         x, magnitude = product(a.double(), b.double())
         x = affine(x, magnitude, 1.0, None if bias is None else bias.double())

@@ -179,7 +179,9 @@ class Grouped(Family):
             # Reads as a row of zeros.
             facts["zero_rows"] = torch.zeros(p["rows"], dtype=torch.bool, device=t["a"].device)
             facts["zero_rows"][torch.tensor(at, device=t["a"].device)] = True
-            return Hostile(f"gather = {value} in {len(at)} places, first {at[0]}", lambda before, have: self.expect(p, contents, before))
+            return Hostile(
+                f"gather = {value} in {len(at)} places, first {at[0]}", lambda before, have: self.expect(p, contents, before, have)
+            )
         if p["rows"] == 0:
             return None
         at = draw.randrange(p["experts"])
@@ -221,7 +223,7 @@ class GroupedGemm(Grouped):
             options["out"] = t["out"]
         return {"out": minfer.grouped_gemm(t["a"], t["b"], t["offsets"], **(options | p.get("extra", {})))}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         b = contents.tensors["b"]
         return self.expect_rows(p, contents, lambda e: ExpertWeight(b[e].double(), b[e].float()), contents.tensors["bias"])
 
@@ -293,7 +295,7 @@ class GroupedGemmMasked(Family):
             options["out"] = t["out"]
         return {"out": minfer.grouped_gemm_masked(t["a"], t["b"], t["counts"], **(options | p.get("extra", {})))}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, dtype, shape = contents.tensors, DTYPES[p["dtype"]], self._shape(p)
         device = t["a"].device
         truth, error, average = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3))
@@ -405,7 +407,7 @@ class GroupedW4(Grouped):
         operands = (t["a"], t["qweight"], passed_scales(p, t["scales"]), t["zeros"], t["offsets"])
         return {"out": minfer.grouped_w4a16_gemm(*operands, **(options | p.get("extra", {})))}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, codes = contents.tensors, contents.facts["codes"]
         return self.expect_rows(p, contents, lambda e: expert_weight(p, t, codes, e, ("scales", "zeros", "alpha")), t["bias"])
 

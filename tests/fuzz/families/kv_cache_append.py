@@ -156,7 +156,7 @@ class KvCacheAppend(Family):
 
     # ---- truth -------------------------------------------------------------------------------------------------------------------------
 
-    def expect_of_results(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         if p["kv_format"] == "int4":
             return self._groups(p, contents, before, have)
         t, slots = contents.tensors, contents.facts["slots"]
@@ -244,9 +244,6 @@ class KvCacheAppend(Family):
             found.append(Expected(cache, torch.uint8, codes, bound, contiguous=False, decode=nibbles))
         return found
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
-        raise NotImplementedError("what codes must be depends on the scales that were stored")
-
     def dense(self, p: Parameters) -> bool:
         return dense_rows(p)
 
@@ -303,7 +300,7 @@ class KvCacheAppend(Family):
         facts["slots"][at] = value  # beyond the cache: stored nowhere
         what = f"slot_mapping[{at}] = {value}, the cache has {capacity} slots"
         known = p["kv_format"] != "int4"
-        return Hostile(what, (lambda before, have: self.expect_of_results(p, contents, before, have)) if known else None)
+        return Hostile(what, (lambda before, have: self.expect(p, contents, before, have)) if known else None)
 
 
 def codes_expected(name: str, old: Tensor, at: tuple[Tensor, Tensor], quotient: Tensor, half_step: Tensor, decode=None) -> Expected:

@@ -137,7 +137,7 @@ class MoeFfn(Layer):
         options = {"activation": p["activation"], "b13": t["b13"], "b2": t["b2"], "gate_layout": p["gate"]} | p.get("extra", {})
         return {"out": minfer.moe_ffn(t["x"], t["w13"], t["w2"], t["weights"], t["ids"], **options)}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t = contents.tensors
         own = lambda name: lambda e: ExpertWeight(t[name][e].double().t(), t[name][e].float().t())  # noqa: E731
         return self.expect_layer(p, t, own("w13"), own("w2"), p["gate"])
@@ -180,7 +180,7 @@ class MoeFfnW4(Layer):
         operands = (t["x"], *first, *second, t["weights"], t["ids"])
         return {"out": minfer.moe_ffn_w4a16(*operands, **options)}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, facts = contents.tensors, contents.facts
 
         def own(name: str) -> Callable[[int], ExpertWeight]:

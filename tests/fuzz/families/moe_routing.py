@@ -115,7 +115,7 @@ class MoeRouter(Router):
         weights, ids = minfer.moe_router(t["logits"], **self.rules(p, t))
         return {"weights": weights, "ids": ids}
 
-    def expect_of_results(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         logits = contents.tensors["logits"].double()
         return self.expect_routes(p, logits, torch.zeros_like(logits), contents.tensors["correction_bias"], have)
 
@@ -149,7 +149,7 @@ class MoeRouterGemm(Router):
         weights, ids = minfer.moe_router_gemm(t["x"], t["w_gate"], **self.rules(p, t))
         return {"weights": weights, "ids": ids}
 
-    def expect_of_results(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         x, w = (contents.tensors[name].double() for name in ("x", "w_gate"))
         error = accumulation(p["hidden"]) * (x.abs() @ w.abs().t())
         return self.expect_routes(p, x @ w.t(), error, contents.tensors["correction_bias"], have)
@@ -202,7 +202,7 @@ class MoeSort(Family):
         options = {"num_experts": p["experts"]} | p.get("extra", {})
         return dict(zip(names, minfer.moe_sort(t["ids"], **options, weights=t["weights"]), strict=True))
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         ids, weights, experts = contents.tensors["ids"].flatten().long(), contents.tensors["weights"], p["experts"]
         valid = (ids >= 0) & (ids < experts)
         place = valid.nonzero()[:, 0]
@@ -271,7 +271,7 @@ class MoeCombine(Family):
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         return {"out": minfer.moe_combine(t["y"], t["inverse"], t["weights"])}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         y, inverse, weights = (contents.tensors[name] for name in ("y", "inverse", "weights"))
         inside = (inverse >= 0) & (inverse < p["rows"])
         truth = torch.zeros(p["tokens"], p["n"], dtype=torch.float64, device=y.device)

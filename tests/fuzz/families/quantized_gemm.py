@@ -148,7 +148,7 @@ class QuantizedGemm(Family):
             options["out"] = t[p.get("out_is", "out")]
         return {"out": getattr(minfer, self.name)(t["a"], t["qweight"], scales, t["zeros"], **(options | p.get("extra", {})))}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, alpha, dtype = contents.tensors, p["alpha"], DTYPES[p["dtype"]]
         a = t["a"].reshape(math.prod(p["lead"]), p["k"])
         if t["perm"] is not None:
@@ -229,4 +229,4 @@ class QuantizedGemm(Family):
         value = draw.pick(-1, p["k"], p["k"] + 1, 10**6, 2**31 - 1, -(2**31))
         perm[torch.tensor(at, device=perm.device)] = value
         # A column that a does not have is one of zeros.
-        return Hostile(f"perm = {value} in {len(at)} places, first {at[0]}", lambda before, have: self.expect(p, contents, before))
+        return Hostile(f"perm = {value} in {len(at)} places, first {at[0]}", lambda before, have: self.expect(p, contents, before, have))

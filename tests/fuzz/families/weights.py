@@ -39,7 +39,7 @@ class W4Pack(Family):
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         return {"packed": minfer.w4a16_pack(t["codes"], **({"w4_format": p["format"]} | p.get("extra", {})))}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         return [Expected("packed", torch.int32, pack4(contents.tensors["codes"], ORDERS[p["format"]]))]
 
     def arguments(self, p: Parameters) -> dict[str, Argument]:
@@ -55,7 +55,7 @@ class W4Pack(Family):
             return None
         at = draw.randrange(codes.numel())
         codes.view(-1)[at] = value = draw.randint(16, 255)
-        return Hostile(f"code {at} is {value}", lambda before, have: self.expect(p, contents, before))
+        return Hostile(f"code {at} is {value}", lambda before, have: self.expect(p, contents, before, have))
 
 
 class W8Pack(Family):
@@ -73,7 +73,7 @@ class W8Pack(Family):
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         return {"packed": minfer.w8a16_pack(t["codes"])}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         codes = contents.tensors["codes"].view(torch.uint8).long()
         return [Expected("packed", torch.int32, pack8((codes + 128) % 256 if p["type"] == "int8" else codes))]
 
@@ -110,7 +110,7 @@ class Dequantize(Family):
         scales = passed_scales(p, t["scales"])
         return {"w": getattr(minfer, self.name)(t["qweight"], scales, t["zeros"], **(options | p.get("extra", {})))}
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         """Computed in float32, (code - zero) * (scale * alpha), and rounded once."""
         t, dtype = contents.tensors, DTYPES[p["out_type"]]
         truth = p["alpha"] * weights.weight(contents.facts["codes"], t["scales"], t["zeros"], p["format"], p["group_size"]).value
@@ -177,7 +177,7 @@ class Quantize(Family):
             found[name] = w.dequantize(torch.bfloat16) if p["format"] in weights.BYTE_SCALES else w.dequantize()
         return found
 
-    def expect_of_results(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         w, form = contents.tensors["weight"].double(), p["format"]
         n, k = w.shape
         dtype = torch.bfloat16 if form in weights.BYTE_SCALES else DTYPES[p["dtype"]]
@@ -246,7 +246,7 @@ class PackGateUp(Family):
         packed = minfer.pack_gate_up(t["gate"], t["up"])
         return {"packed": packed} | dict(zip(("gate", "up"), minfer.unpack_gate_up(packed), strict=True))
 
-    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor]) -> list[Expected]:
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         gate, up = contents.tensors["gate"], contents.tensors["up"]
         rows = torch.arange(2 * len(gate), device=gate.device)
         own = rows // 16 * 8 + rows % 8

@@ -4,6 +4,7 @@
 
 #include "attention/cache/append_groups.cuh"
 #include "attention/cache/append_rows.cuh"
+#include "common/aligned_vector.cuh"
 #include "common/kernel_launch.h"
 #include "minfer/kv_cache.h"
 
@@ -31,8 +32,7 @@ RowsParams describe(KvRows const& rows, int64_t code_bytes) {
 
 /// Whether eight elements are one access, of x and of the residual.
 bool is_wide(KvRows const& rows, KvAppend const& append) {
-  auto const aligned = [](void const* base) { return reinterpret_cast<uintptr_t>(base) % 16 == 0; };
-  return aligned(rows.x) && aligned(rows.residual) && rows.x_strides[2] == 1 &&
+  return begins_vector(rows.x) && begins_vector(rows.residual) && rows.x_strides[2] == 1 &&
          (append.tokens <= 1 || rows.x_strides[0] % kPerVector == 0) && (append.heads_kv <= 1 || rows.x_strides[1] % kPerVector == 0);
 }
 

@@ -5,6 +5,7 @@
 #include "attention/decode/params.h"
 #include "attention/decode/tile_scheduler.cuh"
 #include "attention/shared/kv_dequant.cuh"
+#include "common/cutlass_element.cuh"
 #include "cute/util/type_traits.hpp"
 #include "cutlass/numeric_types.h"
 #include "minfer/types.h"
@@ -20,7 +21,7 @@ struct DecodeTraits {
   static constexpr DataType kType = Config::kType;
   static constexpr WeightFormat kFormat = Config::kFormat;
   static constexpr int kHeadDim = Config::kHeadDim, kTileN = Config::kSlice, kStages = Config::kStages;
-  using Element = cute::conditional_t<kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
+  using Element = CutlassElement<kType>;
   using Codes = KvCodes<kFormat>;
   static constexpr bool k16Bit = kFormat == WeightFormat::kDense, kInt8 = kFormat == WeightFormat::kInt8,
                         kInt4 = kFormat == WeightFormat::kInt4;

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "common/aligned_vector.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/float16.cuh"
 #include "common/kernel_launch.h"
@@ -26,11 +27,6 @@ namespace attention {
 namespace {
 
 constexpr int kThreads = 128, kRows = 8, kTogether = 4;  // kTogether: states whose elements are loaded at a time
-
-template <class T, int kWidth>
-struct alignas(std::min<size_t>(sizeof(T) * kWidth, 16)) Pack {
-  T value[kWidth];
-};
 
 struct MergeParams {
   AttentionState state[kMergedStates];
@@ -71,10 +67,10 @@ __device__ __forceinline__ float load_lse(AttentionState const& state, Elements 
 }
 
 template <class T, int kWidth>
-__device__ __forceinline__ Pack<T, kWidth> load_out(AttentionState const& state, Elements const& at) {
+__device__ __forceinline__ AlignedVector<T, kWidth> load_out(AttentionState const& state, Elements const& at) {
   int64_t const line = at.batch * state.out_strides[0] + at.token * state.out_strides[1] + at.head * state.out_strides[2];
   T const* const first = static_cast<T const*>(state.out) + line + at.column * state.out_strides[3];
-  return *reinterpret_cast<Pack<T, kWidth> const*>(first);
+  return *reinterpret_cast<AlignedVector<T, kWidth> const*>(first);
 }
 
 /// T: the type of the states' outs; Out: the type that is written.
@@ -90,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) merge_states_kernel(__grid_constant_
   int64_t const own_line = (at.row * params.heads + at.head) * params.head_dim + at.column;
   int64_t const own_lse = (at.batch * params.heads + at.head) * params.seqlen + at.token;
 
-  Pack<T, kWidth> part[kTogether];
+  AlignedVector<T, kWidth> part[kTogether];
   auto const load_states = [&](uint32_t first) {
 #pragma unroll
     for (uint32_t j = 0; j < kTogether; ++j) {
@@ -108,7 +104,7 @@ __global__ void __launch_bounds__(kThreads) merge_states_kernel(__grid_constant_
   if (params.sum_out != nullptr) {
     total = expf(sum_lse - base);
     if (filled && total != 0.0f) {
-      Pack<float, kWidth> const before = *reinterpret_cast<Pack<float, kWidth> const*>(params.sum_out + own_line);
+      AlignedVector<float, kWidth> const before = *reinterpret_cast<AlignedVector<float, kWidth> const*>(params.sum_out + own_line);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) sum[e] = total * before.value[e];
     }
@@ -133,10 +129,10 @@ __global__ void __launch_bounds__(kThreads) merge_states_kernel(__grid_constant_
   if (at.column == 0) params.lse[own_lse] = base + logf(total);
   if (!filled) return;
   float const scale = total == 0.0f ? 0.0f : 1.0f / total;
-  Pack<Out, kWidth> rounded;
+  AlignedVector<Out, kWidth> rounded;
 #pragma unroll
   for (int e = 0; e < kWidth; ++e) rounded.value[e] = from_float<Out>(sum[e] * scale);
-  *reinterpret_cast<Pack<Out, kWidth>*>(static_cast<Out*>(params.out) + own_line) = rounded;
+  *reinterpret_cast<AlignedVector<Out, kWidth>*>(static_cast<Out*>(params.out) + own_line) = rounded;
 }
 
 // ---- launch ------------------------------------------------------------------------------------------------------------------------
@@ -144,11 +140,10 @@ __global__ void __launch_bounds__(kThreads) merge_states_kernel(__grid_constant_
 /// Whether 16 bytes of every out are one access.
 bool is_wide(AttentionMerge const& merge) {
   int64_t const width = 16 / size_of(merge.type), sizes[] = {merge.batch, merge.seqlen, merge.heads};
-  auto const aligned = [](void const* base) { return reinterpret_cast<uintptr_t>(base) % 16 == 0; };
-  bool wide = merge.head_dim_v % width == 0 && aligned(merge.out);
+  bool wide = merge.head_dim_v % width == 0 && begins_vector(merge.out);
   for (int64_t i = 0; wide && i < merge.count; ++i) {
     AttentionState const& state = merge.states[i];
-    wide = aligned(state.out) && state.out_strides[3] == 1;
+    wide = begins_vector(state.out) && state.out_strides[3] == 1;
     for (int mode = 0; mode < 3; ++mode) wide = wide && (sizes[mode] <= 1 || state.out_strides[mode] % width == 0);
   }
   return wide;

@@ -23,6 +23,7 @@
 #include "attention/shared/mask.h"
 #include "attention/shared/paged_rows.cuh"
 #include "attention/shared/softmax.cuh"
+#include "common/cutlass_element.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/float16.cuh"
 #include "common/mma_sm80.cuh"
@@ -42,7 +43,7 @@ struct PrefillSm80Params : PrefillParams {
 
 template <class Config>
 struct PrefillSm80 {
-  using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
+  using Element = CutlassElement<Config::kType>;
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kHeadDim = Config::kHeadDim;
   static constexpr int kWarps = kTileM / 16, kThreads = 32 * kWarps, kMinCtas = Config::kCtasPerSm;
   static constexpr int kScores = kTileN / 2;

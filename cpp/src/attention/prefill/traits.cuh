@@ -5,6 +5,7 @@
 #include "attention/prefill/params.h"
 #include "attention/prefill/tile_scheduler.cuh"
 #include "attention/shared/mask.h"
+#include "common/cutlass_element.cuh"
 #include "common/ring.cuh"
 #include "cute/container/tuple.hpp"
 #include "cute/util/type_traits.hpp"
@@ -18,7 +19,7 @@ namespace minfer::attention {
 template <class Config>
 struct PrefillTraits {
   static constexpr DataType kType = Config::kType;
-  using Element = cute::conditional_t<kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
+  using Element = CutlassElement<kType>;
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStages = Config::kStages;
   static constexpr int kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
   static constexpr int kConsumers = kTileM / 64, kThreads = 128 * (kConsumers + 1);

@@ -2,6 +2,7 @@
 //
 // A CTA is 128 threads of one token. A thread sums 16 bytes of its columns and has the loads of eight rows in flight, which hides their
 // latency. Where the bases, the row stride or n do not allow 16-byte accesses, a thread sums one element.
+#include "common/aligned_vector.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/float16.cuh"
 #include "common/kernel_launch.h"
@@ -13,11 +14,6 @@ namespace moe {
 namespace {
 
 constexpr int kThreads = 128, kTogether = 8;  // kTogether: rows in flight
-
-template <class T, int kWidth>
-struct alignas(sizeof(T) * kWidth) Vector {
-  T value[kWidth];
-};
 
 template <class T>
 struct CombineParams {
@@ -44,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(__grid_constant__ Com
   for (int first = 0; first < params.top_k; first += kTogether) {
     int64_t row[kTogether];
     float weight[kTogether];
-    Vector<T, kWidth> part[kTogether];
+    AlignedVector<T, kWidth> part[kTogether];
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       bool const inside = first + j < params.top_k;
@@ -54,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(__grid_constant__ Com
 #pragma unroll
     for (int j = 0; j < kTogether; ++j) {
       if (uint64_t(row[j]) < uint64_t(params.rows)) {
-        part[j] = *reinterpret_cast<Vector<T, kWidth> const*>(params.y + row[j] * params.ld + column);
+        part[j] = *reinterpret_cast<AlignedVector<T, kWidth> const*>(params.y + row[j] * params.ld + column);
       }
     }
 #pragma unroll
@@ -65,10 +61,10 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(__grid_constant__ Com
       }
     }
   }
-  Vector<T, kWidth> rounded;
+  AlignedVector<T, kWidth> rounded;
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) rounded.value[i] = from_float<T>(sum[i]);
-  *reinterpret_cast<Vector<T, kWidth>*>(params.out + token * params.n + column) = rounded;
+  *reinterpret_cast<AlignedVector<T, kWidth>*>(params.out + token * params.n + column) = rounded;
 }
 
 template <class T>
@@ -82,8 +78,7 @@ Status launch_combine(ExpertSum const& sum, bool programmatic, Stream stream) {
                           sum.ld,
                           int32_t(sum.n),
                           int32_t(sum.top_k)};
-  auto const aligned = [](void const* base) { return reinterpret_cast<uintptr_t>(base) % 16 == 0; };
-  bool const wide = aligned(sum.y) && aligned(sum.out) && sum.n % kWidth == 0 && (sum.rows <= 1 || sum.ld % kWidth == 0);
+  bool const wide = begins_vector(sum.y) && begins_vector(sum.out) && sum.n % kWidth == 0 && (sum.rows <= 1 || sum.ld % kWidth == 0);
   int64_t const columns = (wide ? sum.n / kWidth : sum.n), chunks = (columns + kThreads - 1) / kThreads;
   if (sum.tokens > 0x7fffffff || chunks > 65535 || sum.n > 0x7fffffff) {
     return Status::failure(StatusCode::kNotSupported, "[%lld, %lld] is more than a launch covers", (long long)sum.tokens, (long long)sum.n);

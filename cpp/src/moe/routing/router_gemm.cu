@@ -27,6 +27,7 @@
 // during the loads of the weights, the other owners a load and a store in a warp that has no token, and nothing where there is one token.
 //
 // The weights' lines are prefetched into L2 before the wait for the predecessor (common/dependent_launch.cuh).
+#include "common/aligned_vector.cuh"
 #include "common/dependent_launch.cuh"
 #include "common/kernel_launch.h"
 #include "common/mma_sm80.cuh"
@@ -435,9 +436,8 @@ Status route_tokens(RouterGemm const& gemm, RouterRules const& rules, Routes con
   shape.threads = kThreads;
   shape.programmatic = programmatic;
   shape.stream = stream;
-  auto const aligned = [](void const* base, int64_t ld) { return reinterpret_cast<uintptr_t>(base) % 16 == 0 && ld % 8 == 0; };
-  bool const vectors =
-      gemm.hidden % 8 == 0 && aligned(gemm.x, gemm.tokens > 1 ? gemm.ldx : 8) && aligned(gemm.w_gate, rules.experts > 1 ? gemm.ldw : 8);
+  bool const vectors = gemm.hidden % 8 == 0 && begins_vector(gemm.x) && (gemm.tokens <= 1 || gemm.ldx % 8 == 0) &&
+                       begins_vector(gemm.w_gate) && (rules.experts <= 1 || gemm.ldw % 8 == 0);
   if (gemm.type == DataType::kF16) {
     return vectors ? launch_router_gemm<DataType::kF16, true>(params, plan.tokens, shape)
                    : launch_router_gemm<DataType::kF16, false>(params, plan.tokens, shape);

@@ -1,5 +1,5 @@
-// Which CTA of a launch of route_tokens owns which tokens, and how long it waits for the packets of the others. Why the launch ends is told
-// in router_gemm.cu.
+// Which CTA of a launch of route_tokens owns which tokens, and how long it waits for the packets of the others. Why the launch ends is
+// explained in router_gemm.cu.
 //
 // A CTA's rank is the number of CTAs that start after it. Rank r owns the tokens r, r + ctas, ...: the last CTAs own the tokens, and the
 // last one, of rank 0, owns token 0.

@@ -1,7 +1,8 @@
 // Stable counting sort of token-expert pairs by expert, in one launch: of one CTA, or above 4096 pairs of a cluster of eight (sm_90).
 //
-// A CTA sorts a range of consecutive pairs, in tiles whose size shared memory bounds: of up to 16384 pairs, so that most ranges are one tile.
-// A tile's pairs are divided among the warps, and a warp's pairs are read in steps of 32, in order. A pair's position in the result is
+// A CTA sorts a range of consecutive pairs, in tiles whose size shared memory bounds: of up to 16384 pairs, so that most ranges are one
+// tile. A tile's pairs are divided among the warps, and a warp's pairs are read in steps of 32, in order. The position of a pair in the
+// result is
 //   the expert's first position                     from the totals of all CTAs, by a scan over the experts
 //   + the expert's pairs in CTAs and tiles before   from totals that the CTAs of the cluster read from each other
 //   + ... in warps before                           from counters [warps][bins], by a scan over the warps

@@ -1,0 +1,20 @@
+// Vectors of elements: 16 bytes, or a single element where addresses do not allow that, that one instruction moves.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace minfer {
+
+constexpr size_t kVectorBytes = 16;
+
+/// kWidth elements. Wider ones than kVectorBytes take several instructions.
+template <class T, int kWidth>
+struct alignas(sizeof(T) * kWidth < kVectorBytes ? sizeof(T) * kWidth : kVectorBytes) AlignedVector {
+  T value[kWidth];
+};
+
+/// Whether a vector of 16 bytes may begin at an address.
+inline bool begins_vector(void const* address) { return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0; }
+
+}  // namespace minfer
