@@ -15,9 +15,12 @@
 // Shared memory of a box: rows of kBoxColumns, their 16-byte units in TMA's swizzle for that width. Buffers are a ring of kBuffers boxes.
 #pragma once
 
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+
 #include <cuda.h>
 
 #include "cute/arch/copy_sm90_tma.hpp"
+#include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "gemm/epilogue.cuh"
 
@@ -32,6 +35,7 @@ struct EpilogueSm90Params {
 
 template <class Config>
 struct EpilogueSm90 {
+  using Params = EpilogueSm90Params;
   using Element = ElementOf<Config::kType>;
 
   static constexpr bool kSwap = Config::kSwap;
@@ -59,10 +63,10 @@ struct EpilogueSm90 {
   static_assert(kBuffers >= kGroup && kBuffers <= kBoxes && kBuffers <= 32);
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "every box starts on a whole period of its swizzle");
 
-  struct Buffers {
+  struct TensorStorage {
     alignas(1024) char of[kWarpgroups][kRegionBytes];  // [consumer warpgroup]
   };
-  struct Small {
+  struct PipelineStorage {
     alignas(16) float bias[kWarpgroups][kBiasFloats];
     alignas(8) uint64_t c_full[kWarpgroups][kBuffers];
   };
@@ -76,10 +80,11 @@ struct EpilogueSm90 {
   uint32_t c_phase = 0;
   float bias_share[kBiasValues];
 
-  __device__ EpilogueSm90(EpilogueSm90Params const& params, Buffers& boxes, Small& small, int warpgroup, int thread) : params(params) {
+  __device__ EpilogueSm90(EpilogueSm90Params const& params, TensorStorage& boxes, PipelineStorage& small, int warpgroup, int thread)
+      : params(params) {
     place(boxes, small, warpgroup, thread);
   }
-  __device__ void place(Buffers& boxes, Small& small, int warpgroup, int thread_of_warpgroup) {
+  __device__ void place(TensorStorage& boxes, PipelineStorage& small, int warpgroup, int thread_of_warpgroup) {
     buffers = boxes.of[warpgroup];
     bias = small.bias[warpgroup];
     c_full = &small.c_full[warpgroup][0];
@@ -87,7 +92,11 @@ struct EpilogueSm90 {
     barrier_id = warpgroup + 1;
   }
 
-  static __device__ void initialize(Small& small) {
+  static __device__ void prefetch_tma_descriptors(Params const& params) {
+    if (params.store_by_tma) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tma_d));
+    if (params.load_c_by_tma) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tma_c));
+  }
+  static __device__ void init_barriers(PipelineStorage& small) {
     for (int w = 0; w < kWarpgroups; ++w) {
       for (int b = 0; b < kBuffers; ++b) cutlass::arch::ClusterTransactionBarrier::init(&small.c_full[w][b], 1);
     }
@@ -116,6 +125,24 @@ struct EpilogueSm90 {
                                  buffers + b % kBuffers * kBoxBytes, box_n(b, tile_row, tile_column, warpgroup),
                                  box_m(b, tile_row, tile_column, warpgroup), l);
   }
+
+  /// A warpgroup's rows of a tile: the tile's first row and column, and which 64-row blocks of it are the warpgroup's.
+  struct Output {
+    int row, column, l, row_group;
+  };
+  template <class Tile>
+  static __device__ Output locate(Tile const& tile, int row_group) {
+    return {tile.m() * Config::kTileM, tile.n() * kTileN, tile.l(), row_group};
+  }
+  template <class SchedulerParams, class SchedulerStorage>
+  __device__ void begin(SchedulerParams const&, SchedulerStorage const&, int, int) const {}
+  __device__ void prefetch(Output const& at) { prefetch(at.row, at.column, at.l, at.row_group); }
+  template <class Accumulator>
+  __device__ void store(Accumulator const& acc, Output const& at) {
+    store(acc, at.row, at.column, at.l, at.row_group);
+  }
+  /// By the thread that issued the stores: shared memory must outlive the reads of the last of them.
+  __device__ void store_tail() const { cute::tma_store_wait<0>(); }
 
   /// Before the mainloop of a tile this CTA owns: asks for C and bias while the tensor cores work.
   __device__ void prefetch(int tile_row, int tile_column, int l, int warpgroup) {

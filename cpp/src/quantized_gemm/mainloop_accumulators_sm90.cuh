@@ -6,8 +6,8 @@
 namespace minfer::w4a16 {
 
 /// Scales on the accumulators of each stage.
-template <class S, class Accumulator>
-CUTLASS_DEVICE void mainloop_accumulators(typename S::SharedStorage& storage, typename S::Ring& ring, Accumulator& accumulator, int k_count,
+template <class S, class Storage, class Accumulator>
+CUTLASS_DEVICE void mainloop_accumulators(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count,
                                           int group_shift, int consumer, int thread) {
   using Element = typename S::Element;
   using TiledMma = typename S::TiledMma;

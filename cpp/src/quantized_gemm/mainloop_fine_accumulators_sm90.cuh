@@ -7,9 +7,9 @@ namespace minfer::w4a16 {
 
 /// Scales on the accumulators of every 32 of k: while a piece's two WGMMAs run the next one's codes are dequantised into the other set.
 /// kZeroPoints: whether they are read; in two forms, as there are as many of them as scales.
-template <class S, bool kZeroPoints, class Accumulator>
-CUTLASS_DEVICE void mainloop_fine_accumulators(typename S::SharedStorage& storage, typename S::Ring& ring, Accumulator& accumulator,
-                                               int k_count, int group_shift, int consumer, int thread) {
+template <class S, bool kZeroPoints, class Storage, class Accumulator>
+CUTLASS_DEVICE void mainloop_fine_accumulators(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count,
+                                               int group_shift, int consumer, int thread) {
   using Element = typename S::Element;
   using TiledMma = typename S::TiledMma;
   using SmemLayoutB = typename S::SmemLayoutB;

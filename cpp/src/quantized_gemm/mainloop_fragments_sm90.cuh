@@ -7,8 +7,8 @@ namespace minfer::w4a16 {
 
 /// Scales in the fragments. A WGMMA holds its warps until it has read A's registers, so with many tokens the warp is the tensor core's: each
 /// slab of 16 of k is a batch of its own, dequantised while the one before runs, in a ring of four fragments.
-template <class S, class Accumulator>
-CUTLASS_DEVICE void mainloop_fragments(typename S::SharedStorage& storage, typename S::Ring& ring, Accumulator& accumulator, int k_count,
+template <class S, class Storage, class Accumulator>
+CUTLASS_DEVICE void mainloop_fragments(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count,
                                        int group_shift, int consumer, int thread) {
   using Element = typename S::Element;
   using TiledMma = typename S::TiledMma;

@@ -8,9 +8,9 @@ namespace minfer::w4a16 {
 
 /// Few tokens, by mma.sync: fewer instructions than the WGMMA loop and no waiting for its batches (8192 x 8192 at m = 1: 11.8 us, 12.6 by WGMMA).
 /// The accumulators are the WGMMA's.
-template <class S, bool kZeroPoints, class Accumulator>
-CUTLASS_DEVICE void mainloop_sync(typename S::SharedStorage& storage, typename S::Ring& ring, Accumulator& accumulator, int k_count,
-                                  int group_shift, int consumer, int thread) {
+template <class S, bool kZeroPoints, class Storage, class Accumulator>
+CUTLASS_DEVICE void mainloop_sync(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count, int group_shift,
+                                  int consumer, int thread) {
   using Codes = typename S::Codes;
   using Scale = typename S::Scale;
   using H = Half2<S::kType>;

@@ -6,28 +6,15 @@
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
-#include "gemm/epilogue_sm90.cuh"
-#include "gemm/split_reduction.cuh"
-#include "quantized_gemm/cluster_split.h"
 #include "quantized_gemm/dequantize.cuh"
 #include "quantized_gemm/w4_layout.h"
 
 namespace minfer::w4a16 {
 
-/// The epilogue of the warpgroups that have a tile's sums in the end: not of those with a slice of k.
-template <class Config>
-struct RowGroups : Config {
-  static constexpr int kThreads = 128 * ((Config::kThreads / 128 - 1) / Config::kSlices + 1);
-};
-template <class Config>
-struct DenseEpilogue : gemm::EpilogueSm90<RowGroups<Config>> {
-  using gemm::EpilogueSm90<RowGroups<Config>>::EpilogueSm90;
-  static constexpr bool kGathers = false;
-};
-
-/// TileEpilogue: its Buffers and Small are kept here; kGathers: whether tokens may come by cp.async. kPieces: of a cluster's other CTAs.
-template <class Config, class TileEpilogue = DenseEpilogue<Config>, int kPieces = max_cluster_pieces(Config::kFormat, Config::kTileN)>
+/// kGathers: whether tokens may come by cp.async.
+template <class Config, bool kGathers_>
 struct StageSm90 {
+  static constexpr bool kGathers = kGathers_;
   static constexpr DataType kType = Config::kType;
   using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kTileK = Config::kTileK;  // rows of weights, tokens, k
@@ -38,9 +25,9 @@ struct StageSm90 {
   static constexpr int kBlocks = kSliceK / kBlockK;                            // of a warpgroup's rows, in a stage
   // What the warpgroups hold together must fit what the launch gave the CTA: more is waited for, forever.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Config::kCtasPerSm) / 8 * 8;
-  static constexpr int kProducerRegisters = kConsumers >= 4 || (Config::kCtasPerSm == 2 && TileEpilogue::kGathers) ? 32
-                                            : Config::kCtasPerSm == 2                                              ? 24
-                                                                                                                   : 40;
+  static constexpr int kProducerRegisters = kConsumers >= 4 || (Config::kCtasPerSm == 2 && kGathers) ? 32
+                                            : Config::kCtasPerSm == 2                                ? 24
+                                                                                                     : 40;
   static constexpr int kConsumerRegisters =
       cute::min(232, (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (kConsumers * 128) / 8 * 8);
   static_assert(kProducerRegisters * 128 + kConsumerRegisters * 128 * kConsumers <= kLaunchRegisters * kThreads);
@@ -66,10 +53,6 @@ struct StageSm90 {
   static constexpr int kScaleRows = kTileK / kGroup;  // groups that may begin in a stage
   static constexpr int kRing = 4;                     // A fragments in use
   static constexpr int kValues = kMmaM * kTileN / 2;  // accumulators of a thread
-  using Epilogue = TileEpilogue;
-  static constexpr bool kTagged = kValues <= gemm::kMaxTaggedValues;
-  using Reduction = cute::conditional_t<kTagged, gemm::TaggedReduction<128, cute::min(kValues, gemm::kMaxTaggedValues)>,
-                                        gemm::SplitReduction<128, kValues>>;
   using Codes = w4a16::Codes<Config::kType, kFormat, kScaling == Scaling::kFragments || kScaling == Scaling::kFine>;
   using Scale = w4a16::Scale<Config::kType, kFormat>;
   static constexpr int kChunkSlabs = 4 / Codes::kWords;       // slabs of 16 of k in a thread's 16 bytes
@@ -80,42 +63,38 @@ struct StageSm90 {
   using SmemLayoutB = decltype(cute::tile_to_shape(cute::SM90::GMMA::Layout_K_SW128_Atom<Element>{},
                                                    cute::Shape<cute::Int<kTileN>, cute::Int<kTileK>, cute::Int<kStages>>{}));
 
-  struct BookStorage {
-    alignas(128) char bytes[kBookBytes];
-  };
   struct Zeros {
     alignas(128) uint16_t of[kStages][kScaleRows][kTileM];
   };
   static constexpr int kBookBarrier = 15;  // of all consumers
   // Of kernels with no register to spare: what is known of a thread's place is not kept over the mainloop but read again.
   static constexpr bool kForget = kConsumers >= 4 && kValues >= 16;
-  static constexpr int kMaxPieces = kPieces;
-  struct Pieces {
-    alignas(16) float4 of[cute::max(1, kMaxPieces)][kRowGroups][kValues / 4][128];
-    alignas(8) uint64_t full[kRowGroups];
-  };
   struct Slices {
     alignas(16) float4 of[cute::max(1, kSlices - 1)][kRowGroups][kValues / 4][128];
   };
+  struct BookStorage {
+    alignas(128) char bytes[kBookBytes];
+  };
+  /// One flat struct: behind a nested one each address of a mainloop would cost an addition. Partials: of the tile scheduler.
+  template <class Staging, class Partials, class EpilogueSmall>
   struct SharedStorage {
     alignas(1024) Element activations[kStages][kTileN * kTileK];
     alignas(1024) uint4 weights[kStages][kTileM / 64][kSlices * kChunks][128];
     [[no_unique_address]] cute::conditional_t<kHasBook, BookStorage, cute::tuple<>> book;
-    typename Epilogue::Buffers epilogue;
+    Staging staging;
     alignas(128) typename Scale::Stored scales[kStages][kScaleRows][kTileM];
     [[no_unique_address]] cute::conditional_t<kHasZeros, Zeros, cute::tuple<>> zeros;
-    [[no_unique_address]] cute::conditional_t<(kMaxPieces > 0), Pieces, cute::tuple<>> pieces;
+    [[no_unique_address]] Partials scheduler;
     [[no_unique_address]] cute::conditional_t<(kSlices > 1), Slices, cute::tuple<>> slices;
     alignas(8) uint64_t full[kStages], empty[kStages];
-    typename Epilogue::Small epilogue_small;
+    EpilogueSmall epilogue;
   };
-  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
-  static_assert(kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
-  struct Ring {
+  /// The ring's position.
+  struct PipelineState {
     int index = 0;
     uint32_t phase = 0;
     __device__ void advance() {
@@ -124,18 +103,22 @@ struct StageSm90 {
         phase ^= 1;
       }
     }
+    /// A fresh barrier's previous phase counts as passed: to the producer every stage starts empty.
+    static __device__ PipelineState of_producer() { return {0, 1}; }
   };
 
   /// Waits for the ring's stage. cp.async writes through another proxy than WGMMA reads by.
-  static CUTLASS_DEVICE void wait(SharedStorage& storage, Ring const& ring) {
+  template <class Storage>
+  static CUTLASS_DEVICE void wait(Storage& storage, PipelineState const& ring) {
     FullBarrier::wait(&storage.full[ring.index], ring.phase);
-    if constexpr (TileEpilogue::kGathers && !kSync) cutlass::arch::fence_view_async_shared();
+    if constexpr (kGathers && !kSync) cutlass::arch::fence_view_async_shared();
   }
 
   // A stage is free again: each warp tells the producer of every CTA that writes into it. One arrival for a warpgroup would not do: its warps do
   // not wait for each other in WGMMAs, and one that comes late still has codes and scales to read (seen with cold caches and groups of 32).
   // A predicate and no branch: control flow between WGMMAs makes ptxas serialise them.
-  static CUTLASS_DEVICE void release(SharedStorage& storage, int stage, int thread, bool when = true) {
+  template <class Storage>
+  static CUTLASS_DEVICE void release(Storage& storage, int stage, int thread, bool when = true) {
     if constexpr (kCluster > 1) {
       EmptyBarrier::arrive(&storage.empty[stage], uint32_t(thread) % kCluster, uint32_t(when && thread % 32 < kCluster));
     } else {
@@ -151,7 +134,8 @@ struct StageSm90 {
   }
 
   // -zero * factor of a thread's two rows. Without a branch for symmetric weights: control flow between WGMMAs makes ptxas serialise them.
-  static CUTLASS_DEVICE void load_zeros(SharedStorage const& storage, int stage, int group, int row, uint32_t (&z)[2]) {
+  template <class Storage>
+  static CUTLASS_DEVICE void load_zeros(Storage& storage, int stage, int group, int row, uint32_t (&z)[2]) {
     if constexpr (kHasZeros) {
       uint16_t const* zeros = &storage.zeros.of[stage][group][row];
       z[0] = Half2<Config::kType>::mul(both_halves(zeros[0]), Codes::factor(0) ^ 0x80008000u);
@@ -170,7 +154,8 @@ struct StageSm90 {
   }
 
   // The zero point of symmetric weights, in this warpgroup's rows of every stage.
-  static CUTLASS_DEVICE void fill_zeros(SharedStorage& storage, int consumer, int thread) {
+  template <class Storage>
+  static CUTLASS_DEVICE void fill_zeros(Storage& storage, int consumer, int thread) {
     for (int i = consumer / kRowGroups * 128 + thread; i < kStages * kScaleRows * kMmaM * 32; i += kSlices * 128) {
       int const slab = i / 32 % kMmaM, stage_row = i / 32 / kMmaM;
       uint32_t* rows = reinterpret_cast<uint32_t*>(&storage.zeros.of[stage_row / kScaleRows][stage_row % kScaleRows][0]);
@@ -202,11 +187,13 @@ struct StageSm90 {
   }
 
   // The 64-row slab mi of a warpgroup, in its slice of the stage.
-  static CUTLASS_DEVICE uint4 load_codes(SharedStorage const& storage, int stage, int mi, int chunk, int consumer, int thread) {
+  template <class Storage>
+  static CUTLASS_DEVICE uint4 load_codes(Storage& storage, int stage, int mi, int chunk, int consumer, int thread) {
     return storage.weights[stage][mi * kRowGroups + consumer % kRowGroups][consumer / kRowGroups * kChunks + chunk][thread];
   }
 
-  static CUTLASS_DEVICE w4a16::Book book_of(SharedStorage const& storage, int thread) {
+  template <class Storage>
+  static CUTLASS_DEVICE w4a16::Book book_of(Storage& storage, int thread) {
     if constexpr (kHasBook) {
       return {storage.book.bytes, uint32_t(thread % 32 * 4)};
     } else {

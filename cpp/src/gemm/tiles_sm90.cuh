@@ -1,0 +1,102 @@
+// Tile scheduler of the sm_90 kernels whose tiles the host knows: the walk of tile_scheduler.h (data-parallel, split-K or stream-K, chosen at run
+// time) in the form of the kernel layer (kernel_sm90.cuh). Partials of a split tile go through the workspace and are added in k order by the
+// tile's owner (split_reduction.cuh).
+#pragma once
+
+#include "common/dependent_launch.cuh"
+#include "cute/arch/cluster_sm90.hpp"
+#include "gemm/split_reduction.cuh"
+#include "gemm/tile_scheduler.h"
+
+namespace minfer::gemm {
+
+/// One role's walk over the work items of its CTA.
+class StaticWorkItems {
+ public:
+  CUTLASS_DEVICE StaticWorkItems(TileSchedulerParams const& schedule, int worker) : scheduler_(schedule, worker) {}
+  CUTLASS_DEVICE WorkItem first() { return scheduler_.next(); }
+  CUTLASS_DEVICE WorkItem next(WorkItem const&) { return scheduler_.next(); }
+  CUTLASS_DEVICE static bool valid(WorkItem const& item) { return item.valid; }
+  CUTLASS_DEVICE static void begin() { wait_for_predecessor(); }
+
+ private:
+  TileScheduler scheduler_;
+};
+
+/// kRowGroups: consumer warpgroups that share a tile. kValues: accumulators of a thread.
+template <int kClusterM, int kClusterN, int kRowGroups, int kValues>
+struct SplitTileSchedulerSm90 {
+  static constexpr int kCluster = kClusterM * kClusterN;
+  using Reduction = SplitReduction<128, kValues>;
+
+  static constexpr bool kTileInSharedMemory = false;
+  struct Params {
+    TileSchedulerParams schedule;
+    SplitWorkspace split;
+  };
+  struct SharedStorage {};
+
+  static CUTLASS_DEVICE void init_barriers(Params const&, SharedStorage&) {}
+
+  /// Where a thread is: in its warpgroup, its CTA in the cluster, and which worker that cluster is.
+  struct Location {
+    int thread;
+    uint32_t rank;
+    int m, n, worker;
+    CUTLASS_DEVICE int thread_in_warpgroup() const { return thread; }
+  };
+  static CUTLASS_DEVICE Location locate(int thread) {
+    int const in_warpgroup = thread % 128;
+    uint32_t const rank = cute::block_rank_in_cluster();
+    return {in_warpgroup, rank, int(rank) % kClusterM, int(rank) / kClusterM, int(blockIdx.x) / kClusterM};
+  }
+  /// Nothing to work out: the CTA's threads meet, with those of the cluster whose barriers they signal.
+  static CUTLASS_DEVICE void initialize(Params const&, SharedStorage&, int) {
+    if constexpr (kCluster > 1) {
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  /// A CTA's tile of a cluster tile, counted in CTA tiles.
+  struct Tile {
+    TileCoord cluster_tile;
+    Location at;
+    CUTLASS_DEVICE int m() const { return cluster_tile.m * kClusterM + at.m; }
+    CUTLASS_DEVICE int n() const { return cluster_tile.n * kClusterN + at.n; }
+    CUTLASS_DEVICE int l() const { return cluster_tile.l; }
+  };
+
+  class WorkItems : public StaticWorkItems {
+   public:
+    CUTLASS_DEVICE WorkItems(Params const& params, SharedStorage const&, Location const& at)
+        : StaticWorkItems(params.schedule, at.worker), params_(params), at_(at) {}
+    CUTLASS_DEVICE Tile tile(WorkItem const& item) const { return {TileScheduler::coordinate(params_.schedule, item.tile), at_}; }
+
+    /// Publishes the partial of a split that does not own its tile; for the owner adds the others' and stores. Returns whether there may be
+    /// another item.
+    template <class Accumulator, class Barrier, class Store>
+    CUTLASS_DEVICE bool fixup(WorkItem const& item, Accumulator& accumulator, int row_group, int thread, Barrier const& barrier,
+                              Store const& store) const {
+      // A slot holds the cluster's CTAs, and a CTA's warpgroups, one after the other.
+      auto const place = [&](int slot) { return (slot * kCluster + int(at_.rank)) * kRowGroups + row_group; };
+      if (!item.owner()) {
+        Reduction::publish(params_.split, place(item.slot), accumulator, thread, barrier);
+        return true;
+      }
+      for (int piece = 0; piece < item.pieces; ++piece) {
+        Reduction::add(params_.split, place(item.first_piece + piece), accumulator, thread, barrier);
+      }
+      store();
+      return true;
+    }
+
+   private:
+    Params const& params_;
+    Location at_;
+  };
+};
+
+}  // namespace minfer::gemm

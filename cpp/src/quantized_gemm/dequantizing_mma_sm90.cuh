@@ -1,0 +1,89 @@
+// What the dequantising mainloops for sm_90 have in common: the consumers' part. How the stages are filled differs: tokens of one matrix
+// (mainloop_sm90.cuh) or of an expert, in order or gathered (moe/grouped/mainloop_dequantize_sm90.cuh).
+#pragma once
+
+#include "quantized_gemm/mainloop_accumulators_sm90.cuh"
+#include "quantized_gemm/mainloop_fine_accumulators_sm90.cuh"
+#include "quantized_gemm/mainloop_fragments_sm90.cuh"
+#include "quantized_gemm/mainloop_sync_sm90.cuh"
+#include "quantized_gemm/sliced_k_sm90.cuh"
+
+namespace minfer::w4a16 {
+
+/// accumulator = (a warpgroup's rows of the weights) x (the tile's tokens)^T over the next k_count stages, which it waits for and releases: one of
+/// four loops. has_zeros: whether zero points are read; constants stand for them elsewhere.
+template <class S, class Storage, class Accumulator>
+CUTLASS_DEVICE void multiply(Storage& storage, typename S::PipelineState& ring, Accumulator& accumulator, int k_count, int group_shift,
+                             bool has_zeros, int consumer, int thread) {
+  if constexpr (S::kSync || S::kScaling == Scaling::kFineAccumulators) {  // compiled with and without zero points
+    auto const run = [&](auto zero_points) {
+      if constexpr (S::kSync) {
+        mainloop_sync<S, zero_points>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
+      } else {
+        mainloop_fine_accumulators<S, zero_points>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
+      }
+    };
+    if (S::kHasZeros && has_zeros) {
+      run(cute::bool_constant<S::kHasZeros>{});
+    } else {
+      run(cute::false_type{});
+    }
+  } else if constexpr (S::kScaling == Scaling::kAccumulators) {
+    mainloop_accumulators<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
+  } else {
+    mainloop_fragments<S>(storage, ring, accumulator, k_count, group_shift, consumer, thread);
+  }
+}
+
+/// S: StageSm90. Its warpgroups take 64 rows of the tile each, or, sliced-K, a slice of each stage's k of 64 rows.
+template <class S>
+class DequantizingMmaSm90 {
+ public:
+  using Stage = S;
+  using Element = typename S::Element;
+  using TiledMma = typename S::TiledMma;
+  using PipelineState = typename S::PipelineState;
+  static constexpr int kThreads = S::kThreads, kValues = S::kValues, kRowGroups = S::kRowGroups;
+  static constexpr int kProducerRegisters = S::kProducerRegisters, kConsumerRegisters = S::kConsumerRegisters;
+  static constexpr bool kPingpong = false, kOrdered = false, kPipelineFences = false;
+
+  static CUTLASS_DEVICE PipelineState producer_start() { return PipelineState::of_producer(); }
+
+  static CUTLASS_DEVICE int output_group(int consumer) { return consumer % S::kRowGroups; }
+  static CUTLASS_DEVICE bool stores(int consumer) { return consumer < S::kRowGroups; }
+
+  static CUTLASS_DEVICE auto make_accumulator() {
+    using namespace cute;
+    auto accumulator = partition_fragment_C(TiledMma{}, Shape<Int<64 * S::kMmaM>, Int<S::kTileN>>{});  // (MMA,MMA_M,MMA_N)
+    static_assert(decltype(size(accumulator))::value == S::kValues);
+    return accumulator;
+  }
+
+ protected:
+  template <class Storage, class Barrier>
+  static CUTLASS_DEVICE void mma_init(Storage& storage, bool has_zeros, int consumer, int thread, Barrier const& barrier) {
+    if constexpr (S::kHasZeros && !S::kSync) {
+      if (!has_zeros) {
+        S::fill_zeros(storage, consumer, thread);
+        if constexpr (S::kSlices > 1 || S::kGathers) {  // each warpgroup has filled in a part of its rows'
+          asm volatile("bar.sync %0, %1;" ::"n"(S::kBookBarrier), "n"(S::kConsumers * 128) : "memory");
+        } else {
+          barrier();
+        }
+      }
+    }
+    if constexpr (S::kHasBook) {
+      fill_book<S::kType>(storage.book.bytes, consumer * 128 + thread, S::kConsumers * 128);
+      asm volatile("bar.sync %0, %1;" ::"n"(S::kBookBarrier), "n"(S::kConsumers * 128) : "memory");
+    }
+  }
+
+ public:
+  /// Adds the slices' sums. Returns whether this warpgroup has them now.
+  template <class Storage, class Accumulator>
+  static CUTLASS_DEVICE bool mma_tail(Storage& storage, PipelineState&, Accumulator& accumulator, int, int consumer, int thread) {
+    return add_slices<S>(storage, accumulator, consumer, thread);
+  }
+};
+
+}  // namespace minfer::w4a16
