@@ -135,7 +135,7 @@ struct EpilogueSm90 {
     return {tile.m() * Config::kTileM, tile.n() * kTileN, tile.l(), row_group};
   }
   template <class SchedulerParams, class SchedulerStorage>
-  __device__ void begin(SchedulerParams const&, SchedulerStorage const&, int, int) const {}
+  static __device__ void begin(Params const&, SchedulerParams const&, SchedulerStorage const&, int, int) {}
   __device__ void prefetch(Output const& at) { prefetch(at.row, at.column, at.l, at.row_group); }
   template <class Accumulator>
   __device__ void store(Accumulator const& acc, Output const& at) {

@@ -136,7 +136,7 @@ struct GemmKernelSm90 {
     auto const synchronize = [&] { epilogue.synchronize(); };
     mainloop.mma_init(params.mainloop, storage, consumer, thread, synchronize);
     items.begin();  // from here on C, bias, D and the workspace are read and written
-    epilogue.begin(params.scheduler, storage.scheduler, consumer * 128 + thread, kConsumers * 128);
+    Epilogue::begin(params.epilogue, params.scheduler, storage.scheduler, consumer * 128 + thread, kConsumers * 128);
     for (; items.valid(item); item = items.next(item)) {
       if constexpr (kPingpong) {
         if ((turn++ & 1) != consumer) {

@@ -28,8 +28,9 @@ struct GroupedEpilogueSm90 : GroupedEpilogue<kType, kGroupM, kTileN, kHasAlpha> 
   static __device__ Output locate(ExpertTile const& tile, int row_group) { return {tile, tile.weight_tile * kTileM + row_group * kGroupM}; }
 
   template <class SchedulerParams, class SchedulerStorage>
-  __device__ void begin(SchedulerParams const& params, SchedulerStorage const& storage, int thread, int threads) const {
-    clear_rows_behind(params.rows, storage.tiles, this->params, thread, threads);
+  static CUTLASS_DEVICE void begin(Params const& params, SchedulerParams const& walk, SchedulerStorage const& storage, int thread,
+                                   int threads) {
+    clear_rows_behind(walk.rows, storage.tiles, params, thread, threads);
   }
   __device__ void prefetch(Output const& at) { Base::prefetch(at.tile, at.row); }
   template <class Accumulator>

@@ -93,9 +93,12 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaDequantizeExperts<Config>, Tile
 
   // ---- producers ----------------------------------------------------------------------------------------------------------------
 
+  struct LoadInputs {
+    bool ordered;
+  };
   template <class Storage, class Location>
-  static CUTLASS_DEVICE cute::tuple<> load_init(Params const&, Storage&, Location const&) {
-    return {};
+  static CUTLASS_DEVICE LoadInputs load_init(Params const& params, Storage&, Location const&) {
+    return {params.source.gather == nullptr};
   }
   struct TileInputs {
     ExpertTile tile;
@@ -104,9 +107,9 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaDequantizeExperts<Config>, Tile
     uint64_t hint;
     int block, row;  // of the weights and of their scales
   };
-  static CUTLASS_DEVICE TileInputs tile_inputs(Params const& params, cute::tuple<> const&, ExpertTile const& tile) {
+  static CUTLASS_DEVICE TileInputs tile_inputs(Params const& params, LoadInputs const& load, ExpertTile const& tile) {
     using Hint = cute::TMA::CacheHintSm90;
-    int const tokens = params.source.gather == nullptr ? (tile.tokens + kStep - 1) / kStep * kStep : 0;
+    int const tokens = load.ordered ? (tile.tokens + kStep - 1) / kStep * kStep : 0;
     return {tile,
             tokens,
             uint32_t(params.weight_bytes + tokens * kTileK * 2),
@@ -115,11 +118,11 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaDequantizeExperts<Config>, Tile
             tile.weight_tile * kTileM};
   }
   template <class Storage>
-  static CUTLASS_DEVICE int load_first(Params const&, Storage&, PipelineState&, cute::tuple<> const&, TileInputs const&, int, int) {
+  static CUTLASS_DEVICE int load_first(Params const&, Storage&, PipelineState&, LoadInputs const&, TileInputs const&, int, int) {
     return 0;
   }
   template <class Storage>
-  static CUTLASS_DEVICE void load(Params const& params, Storage& storage, PipelineState& state, cute::tuple<> const&,
+  static CUTLASS_DEVICE void load(Params const& params, Storage& storage, PipelineState& state, LoadInputs const&,
                                   TileInputs const& inputs, int k_begin, int k_end) {
     auto const last = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
 #pragma unroll 1

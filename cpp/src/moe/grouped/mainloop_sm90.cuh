@@ -126,9 +126,12 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaGmmaExperts<Config>, TileShape_
     state.phase = 1;  // a fresh barrier's previous phase counts as passed: every stage starts empty
     return state;
   }
+  struct LoadInputs {
+    bool gated, ordered;
+  };
   template <class Storage, class Location>
-  static CUTLASS_DEVICE cute::tuple<> load_init(Params const&, Storage&, Location const&) {
-    return {};
+  static CUTLASS_DEVICE LoadInputs load_init(Params const& params, Storage&, Location const&) {
+    return {params.gated, params.source.gather == nullptr};
   }
 
   struct TileInputs {
@@ -137,17 +140,17 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaGmmaExperts<Config>, TileShape_
     uint32_t bytes;
     uint64_t hint;
   };
-  static CUTLASS_DEVICE TileInputs tile_inputs(Params const& params, cute::tuple<> const&, ExpertTile const& tile) {
+  static CUTLASS_DEVICE TileInputs tile_inputs(Params const&, LoadInputs const& load, ExpertTile const& tile) {
     using Hint = cute::TMA::CacheHintSm90;
-    int const tokens = params.source.gather == nullptr ? (tile.tokens + kStep - 1) / kStep * kStep : 0;
+    int const tokens = load.ordered ? (tile.tokens + kStep - 1) / kStep * kStep : 0;
     return {tile, tokens, uint32_t(kTileM + tokens) * kTileK * 2, uint64_t(tile.alone ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL)};
   }
   template <class Storage>
-  static CUTLASS_DEVICE int load_first(Params const&, Storage&, PipelineState&, cute::tuple<> const&, TileInputs const&, int, int) {
+  static CUTLASS_DEVICE int load_first(Params const&, Storage&, PipelineState&, LoadInputs const&, TileInputs const&, int, int) {
     return 0;
   }
   template <class Storage>
-  static CUTLASS_DEVICE void load(Params const& params, Storage& storage, PipelineState& state, cute::tuple<> const&,
+  static CUTLASS_DEVICE void load(Params const& params, Storage& storage, PipelineState& state, LoadInputs const& init,
                                   TileInputs const& inputs, int k_begin, int k_end) {
 #pragma unroll 1
     for (int k = k_begin; k < k_end; ++k) {
@@ -158,7 +161,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaGmmaExperts<Config>, TileShape_
       for (int half = 0; half < kHalves; ++half) {
         int const column = k * kTileK + half * 64;
         Element* const weights = &storage.weights[state.index][half * kTileM * 64];
-        if (params.gated) {
+        if (init.gated) {
           cute::SM90_TMA_LOAD_5D::copy(&params.weights, full, inputs.hint, weights, column, 0, 0, inputs.tile.weight_tile * (kTileM / 16),
                                        inputs.tile.expert);
         } else {
