@@ -8,8 +8,8 @@
 
 namespace minfer::gemm {
 
-/// The fast epilogue takes 16-bit D that TMA addresses, C absent or in D's own form, gated without C. A TMA store of a row that does not end on
-/// 16 bytes was seen to write the element after it (n = 1 and n = 31 on an H200): such rows are stored by threads.
+/// The fast epilogue takes 16-bit D that TMA addresses, C absent or in D's own form, gated without C. A TMA store of a row that does not
+/// end on 16 bytes was seen to write the element after it (n = 1 and n = 31 on an H200): such rows are stored by threads.
 template <class Epilogue>
 Status describe_epilogue(GemmProblem const& problem, GemmOperands const& operands, EpilogueSm90Params* params) {
   params->general = make_epilogue(problem, operands);
