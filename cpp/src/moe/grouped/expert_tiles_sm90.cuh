@@ -20,8 +20,7 @@ struct ExpertTileSchedulerSm90 {
   };
   struct SharedStorage {
     typename Tiles::Storage tiles;
-    [[no_unique_address]] cute::conditional_t<kTileInSharedMemory, cute::array<ExpertTile, cute::max(1, kTileGroups)>, cute::tuple<>>
-        current;
+    ExpertTile current[kTileGroups > 0 ? kTileGroups : 1];  // of each warpgroup that stores
   };
 
   struct Location {
