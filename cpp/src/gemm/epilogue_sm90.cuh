@@ -134,6 +134,8 @@ struct EpilogueSm90 {
   static __device__ Output locate(Tile const& tile, int row_group) {
     return {tile.m() * Config::kTileM, tile.n() * kTileN, tile.l(), row_group};
   }
+  template <class SchedulerParams, class SchedulerStorage>
+  static __device__ void begin(Params const&, SchedulerParams const&, SchedulerStorage const&, int, int) {}
   __device__ void prefetch(Output const& at) { prefetch(at.row, at.column, at.l, at.row_group); }
   template <class Accumulator>
   __device__ void store(Accumulator const& acc, Output const& at) {

@@ -1,31 +1,39 @@
 // The kernel layer of the sm_90 GEMMs, composed as CUTLASS composes its own: a mainloop, an epilogue and a tile scheduler. It says what
 // its kernels have in common once: barriers and descriptors, warp roles and registers, the producer's walk over the work items, the
-// consumers' walk with pingpong's order, the fix-up of split tiles, the tail. gemm_sm90.cuh and quantized_gemm/w4a16_sm90.cuh are
-// compositions.
+// consumers' walk with pingpong's order, the fix-up of split tiles, the tail. Compositions: gemm_sm90.cuh,
+// quantized_gemm/w4a16_sm90.cuh, moe/grouped/grouped_sm90.cuh and moe/grouped/grouped_w4a16_sm90.cuh.
 //
 // Warp roles. Warpgroup 0 is the producer's and gives registers away: one thread of its warp 0 walks the work items and fills the
-// mainloop's ring of stages. The other warpgroups are consumers:
+// mainloop's ring of stages. Where a mainloop has an auxiliary load (rows that are gathered), the warps after warp 0 do that. The other
+// warpgroups are consumers:
 //   cooperative  all of them compute every work item: rows of the tile each, or, sliced-K, a slice of each stage's k;
 //   pingpong     two, with a tile each: they take work items in turns, and an ordered barrier lets one warpgroup's MMAs run at a time,
 //                so that one's epilogue hides under the other's mainloop.
-// Tile walk. Each role walks the schedule on its own: the work items of a worker follow from the kernel's parameters: no queue is shared.
-// Start. Barriers, descriptors and prefetches into L2 run under the preceding kernel's tail. The producer waits for that kernel in
-// `Mainloop::load_first`, the consumers in `WorkItems::begin`, each before its first access to an operand (dependent_launch.cuh).
+// Tile walk. Each role walks the schedule on its own: the work items of a worker follow from the kernel's parameters, or from a table that
+// every CTA works out before the roles part. No queue is shared.
+// Start. Barriers, descriptors and prefetches into L2 run under the preceding kernel's tail. Every role waits for that kernel before its
+// first access to an operand (dependent_launch.cuh): in `Scheduler::initialize` where the tiles follow from device memory, else the
+// producer in `Mainloop::load_first` and the consumers in `WorkItems::begin`.
 // Shared memory. The mainloop lays it out as one flat struct: operands, then the epilogue's staging (both 1 KiB aligned), scales,
 // barriers, bias.
 //
 // What differs between kernels, and where it is said. All three parts are given the layer's own parameters and storage, as in CUTLASS.
 //   CollectiveMainloop  Params; SharedStorage<Epilogue, Scheduler>; PipelineState; kThreads, registers of the roles, kPingpong.
 //                       Set-up: prefetch_tma_descriptors, init_barriers, the constructor (a pipeline object where there is one).
-//                       Producer: load_init once, tile_inputs for each tile, load_first before and around the wait, load, load_tail.
+//                       Producer: load_init once, tile_inputs for each tile, load_first before and around the wait, load, load_tail;
+//                       load_auxiliary on kAuxiliaryWarps warps where has_auxiliary_load says so.
 //                       Consumers: mma_init, make_accumulator, mma, mma_tail (which says whether the warpgroup has sums to store).
 //                       gemm/mainloop_sm90.cuh: 16-bit operands, around the CollectiveMma of CUTLASS's CollectiveBuilder.
 //                       quantized_gemm/mainloop_sm90.cuh: a CollectiveMma specialisation that dequantises, with four inner loops.
-//   CollectiveEpilogue  Params; TensorStorage (staging) and PipelineStorage; locate (a warpgroup's rows of a tile), prefetch (bias,
-//                       C) before the mainloop, store after it, store_tail. gemm/epilogue_sm90.cuh.
+//                       moe/grouped/mainloop_sm90.cuh, mainloop_dequantize_sm90.cuh: an expert's weights, tokens in order or gathered.
+//   CollectiveEpilogue  Params; TensorStorage (staging) and PipelineStorage; begin once, locate (a warpgroup's rows of a tile), prefetch
+//                       (bias, C) before the mainloop, store after it, store_tail. gemm/epilogue_sm90.cuh,
+//                       moe/grouped/grouped_epilogue_sm90.cuh.
 //   TileScheduler       Params, SharedStorage, Location (of a thread, its CTA and its worker), initialize (the barrier behind the set-up);
 //                       WorkItems, one role's walk: first, next, valid, begin, tile, and fixup, which adds the partials of a split tile and
-//                       has the owner store. gemm/tiles_sm90.cuh and quantized_gemm/tiles_sm90.cuh: data-parallel, split-K and stream-K.
+//                       has the owner store. gemm/tiles_sm90.cuh and quantized_gemm/tiles_sm90.cuh: data-parallel, split-K and stream-K;
+//                       moe/grouped/expert_tiles_sm90.cuh: the tiles of the experts. kTileInSharedMemory: a consumer's tile is kept there
+//                       over the mainloop and located after it.
 // A new operand type or weight format is a mainloop, not a kernel.
 #pragma once
 
@@ -88,7 +96,13 @@ struct GemmKernelSm90 {
 
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<Mainloop::kProducerRegisters>();
-      if (warp == 0 && cute::elect_one_sync()) produce(params, storage, mainloop, at);
+      if (warp == 0) {
+        if (cute::elect_one_sync()) produce(params, storage, mainloop, at);
+      } else if constexpr (Mainloop::kAuxiliaryWarps > 0) {
+        if (mainloop.has_auxiliary_load(params.mainloop) && warp <= Mainloop::kAuxiliaryWarps) {
+          mainloop.load_auxiliary(params.mainloop, storage, WorkItems(params.scheduler, storage.scheduler, at), thread - 32);
+        }
+      }
     } else {
       cutlass::arch::warpgroup_reg_alloc<Mainloop::kConsumerRegisters>();
       consume(params, storage, mainloop, order, at, warpgroup - 1, at.thread_in_warpgroup());
@@ -136,6 +150,7 @@ struct GemmKernelSm90 {
     auto const synchronize = [&] { epilogue.synchronize(); };
     mainloop.mma_init(params.mainloop, storage, consumer, thread, synchronize);
     items.begin();  // from here on C, bias, D and the workspace are read and written
+    Epilogue::begin(params.epilogue, params.scheduler, storage.scheduler, consumer * 128 + thread, kConsumers * 128);
     for (; items.valid(item); item = items.next(item)) {
       if constexpr (kPingpong) {
         if ((turn++ & 1) != consumer) {
@@ -143,14 +158,18 @@ struct GemmKernelSm90 {
           continue;
         }
       }
-      auto const tile = items.tile(item);
-      auto const output = Epilogue::locate(tile, row_group);
-      if constexpr (Mainloop::kRereadsThread) epilogue.place(storage.staging, storage.epilogue, group, thread);
-      if (item.owner() && Mainloop::stores(consumer)) epilogue.prefetch(output);
+      typename Epilogue::Output output;
+      if constexpr (Scheduler::kTileInSharedMemory) {
+        if (thread == 0 && Mainloop::stores(consumer)) items.write_tile(item, group);
+      } else {
+        output = Epilogue::locate(items.tile(item), row_group);
+        if constexpr (Mainloop::kRereadsThread) epilogue.place(storage.staging, storage.epilogue, group, thread);
+        if (item.owner() && Mainloop::stores(consumer)) epilogue.prefetch(output);
+      }
 
       auto accumulator = Mainloop::make_accumulator();  // (MMA,MMA_M,MMA_N)
       if constexpr (kPingpong) order.wait();
-      mainloop.mma(params.mainloop, storage, state, accumulator, item.k_count, tile, consumer, thread, [&] {
+      mainloop.mma(params.mainloop, storage, state, accumulator, item.k_count, output, consumer, thread, [&] {
         if constexpr (kPingpong) order.arrive();
       });
       if constexpr (Mainloop::kRereadsThread) {  // no register to spare: what follows from the thread is not kept over the mainloop
@@ -159,6 +178,11 @@ struct GemmKernelSm90 {
         epilogue.place(storage.staging, storage.epilogue, Mainloop::output_group(id / 128 - 1), id % 128);
       }
       if (!mainloop.mma_tail(storage, state, accumulator, item.k_count, consumer, thread)) continue;
+      if constexpr (Scheduler::kTileInSharedMemory) {  // the mainloop has no registers to spare for it
+        epilogue.synchronize();
+        output = Epilogue::locate(items.read_tile(group), row_group);
+        epilogue.prefetch(output);
+      }
 
       bool const more = items.fixup(item, accumulator, row_group, thread, synchronize, [&] { epilogue.store(accumulator, output); });
       if (!more) break;

@@ -175,6 +175,8 @@ struct MainloopSm90 {
     if constexpr (kCluster > 1) pipeline.producer_tail(state);
   }
 
+  static constexpr int kAuxiliaryWarps = 0;
+
   // ---- consumers ----------------------------------------------------------------------------------------------------------------
 
   /// The warpgroup's number among those that share a tile's rows, pingpong: among all. All of them store.
@@ -191,9 +193,9 @@ struct MainloopSm90 {
   }
 
   /// after_last() is called when the last MMA has been issued.
-  template <class Storage, class Accumulator, class Tile, class AfterLast>
-  CUTLASS_DEVICE void mma(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count, Tile const&,
-                          int consumer, int thread, AfterLast const& after_last) {
+  template <class Storage, class Accumulator, class Output, class AfterLast>
+  CUTLASS_DEVICE void mma(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
+                          Output const&, int consumer, int thread, AfterLast const& after_last) {
     Collective{}.mma(pipeline, state, accumulator, k_count, kCooperative ? consumer * 128 + thread : thread, storage.tensors,
                      params.operands);
     after_last();

@@ -27,6 +27,7 @@ class StaticWorkItems {
 template <int kClusterM, int kClusterN, int kRowGroups, int kValues>
 struct SplitTileSchedulerSm90 {
   static constexpr int kCluster = kClusterM * kClusterN;
+  static constexpr bool kTileInSharedMemory = false;
   using Reduction = SplitReduction<128, kValues>;
 
   struct Params {

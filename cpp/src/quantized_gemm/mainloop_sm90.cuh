@@ -130,15 +130,17 @@ struct CollectiveMma<minfer::w4a16::MainloopSm90TmaDequantize<Config>, TileShape
   }
   static CUTLASS_DEVICE void load_tail(PipelineState&) {}
 
+  static constexpr int kAuxiliaryWarps = 0;
+
   // ---- consumers ----------------------------------------------------------------------------------------------------------------
 
   template <class Storage, class Barrier>
   static CUTLASS_DEVICE void mma_init(Params const& params, Storage& storage, int consumer, int thread, Barrier const& barrier) {
     Base::mma_init(storage, params.has_zeros, consumer, thread, barrier);
   }
-  template <class Storage, class Accumulator, class Tile, class AfterLast>
+  template <class Storage, class Accumulator, class Output, class AfterLast>
   static CUTLASS_DEVICE void mma(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
-                                 Tile const&, int consumer, int thread, AfterLast const&) {
+                                 Output const&, int consumer, int thread, AfterLast const&) {
     minfer::w4a16::multiply<S>(storage, state, accumulator, k_count, params.group_shift, params.has_zeros, consumer, thread);
   }
 

@@ -17,6 +17,8 @@ struct ClusterSplitTileSchedulerSm90 {
                                         gemm::SplitReduction<128, kValues>>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
+  static constexpr bool kTileInSharedMemory = false;
+
   struct Params {
     gemm::TileSchedulerParams schedule;
     gemm::SplitWorkspace split;

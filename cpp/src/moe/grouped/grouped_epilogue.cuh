@@ -1,9 +1,10 @@
-// Epilogue of grouped kernels: d[row] = row_scale * act(acc + bias[expert]), or row_scale * act(gate) * up, for the rows of one expert's tile.
+// Epilogue of grouped kernels: d[row] = row_scale * act(acc + bias[expert]), or row_scale * act(gate) * up, for the rows of one expert's
+// tile.
 //
-// The accumulators are D^T (weights on the MMA's rows): value e + 2 h + 4 j of slab mi is weight row 64 mi + 16 warp + 8 h + lane / 4, token
-// 8 j + 2 (lane % 4) + e. kChunk tokens at a time are turned over by stmatrix.trans into shared memory, as [token][column] with 16-byte units at
-// u ^ token % 8, and leave as whole 16-byte units. Rows behind the tile's last token belong to the next expert and are not touched, which is
-// why no TMA store writes them.
+// The accumulators are D^T (weights on the MMA's rows): value e + 2 h + 4 j of slab mi is weight row 64 mi + 16 warp + 8 h + lane / 4,
+// token 8 j + 2 (lane % 4) + e. kChunk tokens at a time are turned over by stmatrix.trans into shared memory, as [token][column] with
+// 16-byte units at u ^ token % 8, and leave as whole 16-byte units. Rows behind the tile's last token belong to the next expert and are not
+// touched, which is why no TMA store writes them.
 #pragma once
 
 #include "cute/tensor.hpp"

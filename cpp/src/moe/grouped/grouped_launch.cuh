@@ -52,27 +52,28 @@ inline GroupedEpilogueParams describe_epilogue(GroupedProblem const& problem, Gr
 }
 
 /// The rows' part of an sm_90 kernel's parameters.
-template <class Kernel>
-Status describe_tokens(GroupedLaunchArguments const& arguments, typename Kernel::Params* params) {
+template <class Mainloop, class Params>
+Status describe_tokens(GroupedLaunchArguments const& arguments, Params* params) {
   GroupedProblem const& problem = *arguments.problem;
   GroupedOperands const& operands = *arguments.operands;
   int64_t const extents[3] = {problem.k, operands.a_rows, 1}, strides[2] = {operands.lda * 2, operands.lda * 2};
-  int box[3] = {64, Kernel::kLargeBox, 1};
-  if (Status status = encode_tensor_map_rows(&params->tokens, 3, operands.a, extents, strides, box); !status.ok()) return status;
-  box[1] = Kernel::kSmallBox;
-  if (Status status = encode_tensor_map_rows(&params->few_tokens, 3, operands.a, extents, strides, box); !status.ok()) return status;
-  params->rows = describe_rows(problem, operands);
-  if (problem.gathered && double(operands.a_rows) * operands.lda * 2 >= 16.0 * Kernel::Gather::kZeroRow) {
+  int box[3] = {64, Mainloop::kLargeBox, 1};
+  if (Status status = encode_tensor_map_rows(&params->mainloop.tokens, 3, operands.a, extents, strides, box); !status.ok()) return status;
+  box[1] = Mainloop::kSmallBox;
+  if (Status status = encode_tensor_map_rows(&params->mainloop.few_tokens, 3, operands.a, extents, strides, box); !status.ok())
+    return status;
+  params->scheduler.rows = describe_rows(problem, operands);
+  if (problem.gathered && double(operands.a_rows) * operands.lda * 2 >= 16.0 * Mainloop::Gather::kZeroRow) {
     return Status::failure(StatusCode::kNotSupported, "rows are gathered from up to 64 GiB, got %lld rows of %lld elements",
                            (long long)operands.a_rows, (long long)operands.lda);
   }
-  params->source = {static_cast<typename Kernel::Element const*>(operands.a), operands.gather, uint32_t(operands.a_rows),
-                    uint32_t(operands.lda / 8), int32_t(problem.k)};
-  params->k_tiles = int32_t((problem.k + Kernel::kTileK - 1) / Kernel::kTileK);
-  params->weight_tiles = int32_t((problem.n + Kernel::kTileM - 1) / Kernel::kTileM);
+  params->mainloop.source = {static_cast<typename Mainloop::Element const*>(operands.a), operands.gather, uint32_t(operands.a_rows),
+                             uint32_t(operands.lda / 8), int32_t(problem.k)};
+  params->scheduler.k_tiles = int32_t((problem.k + Mainloop::kTileK - 1) / Mainloop::kTileK);
+  params->scheduler.weight_tiles = int32_t((problem.n + Mainloop::kTileM - 1) / Mainloop::kTileM);
   // All tokens stay in L2 where they are few beside it.
   bool const keep = problem.rows * problem.k * 2 <= arguments.device->l2_bytes / 4;
-  params->hint_tokens = uint64_t(keep ? cute::TMA::CacheHintSm90::EVICT_LAST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  params->mainloop.hint_tokens = uint64_t(keep ? cute::TMA::CacheHintSm90::EVICT_LAST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
   return Status::success();
 }
 

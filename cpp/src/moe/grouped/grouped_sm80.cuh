@@ -1,9 +1,9 @@
-// Grouped GEMM for sm_80 onward: cp.async + mma.sync, 16-bit weights. The only path on A100, Ada and consumer Blackwell; on Hopper it serves
-// operands that TMA cannot address.
+// Grouped GEMM for sm_80 onward: cp.async + mma.sync, 16-bit weights. The only path on A100, Ada and consumer Blackwell; on Hopper it
+// serves operands that TMA cannot address.
 //
-// Four warps, 16 of every 64 rows of the weight each, all tokens of the tile: the accumulators are those of the sm_90 kernels, and so is the
-// epilogue. All threads load: a ring of kStages stages filled 16 bytes a copy, or element by element where operands are not aligned, units of 16
-// bytes at u ^ row % 8; ldmatrix; m16n8k16. Persistent over the same tiles as on sm_90 (expert_tiles.cuh).
+// Four warps, 16 of every 64 rows of the weight each, all tokens of the tile: the accumulators are those of the sm_90 kernels, and so is
+// the epilogue. All threads load: a ring of kStages stages filled 16 bytes a copy, or element by element where operands are not aligned,
+// units of 16 bytes at u ^ row % 8; ldmatrix; m16n8k16. Persistent over the same tiles as on sm_90 (expert_tiles.cuh).
 // Shared memory: ring | staged output | tiles; under 99 KiB.
 #pragma once
 

@@ -15,9 +15,9 @@ namespace {
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 
-// The analytic model: the larger of the busiest CTA's tiles and the bytes, plus the start. The constants are a fit to 216 timings of 36 problems on
-// the H200 (Mixtral, Qwen3, DeepSeek-V3 and gpt-oss from 1 to 4096 tokens; the choice costs 0.5 % on their average); kNarrowGather, kMany*, kTall* and
-// kDeep* were set afterwards, by a few cells each, and the portable kernels' are a guess.
+// The analytic model: the larger of the busiest CTA's tiles and the bytes, plus the start. The constants are a fit to 216 timings of 36
+// problems on the H200 (Mixtral, Qwen3, DeepSeek-V3 and gpt-oss from 1 to 4096 tokens; the choice costs 0.5 % on their average);
+// kNarrowGather, kMany*, kTall* and kDeep* were set afterwards, by a few cells each, and the portable kernels' are a guess.
 constexpr double kStartUs = 1.6;
 constexpr double kCooperativeTileUs = 2.8,
                  kPingpongTileUs = 0.52;  // a tile's first bytes and stores; the other warpgroup's mainloop hides a part
@@ -26,8 +26,8 @@ constexpr double kPower = 2.9;            // how much of the smaller limit shows
 constexpr double kSpread = 0.085;  // experts differ: standard deviations of a Poisson's below a tile's edge that still need a tile more
 constexpr double kGatherBytes = 23e3, kGatherPower = 4;  // bytes/us into one SM by the loader's gather
 constexpr double kNarrowGather = 1.2;
-// Routing that is not even gives some expert many of the rows, and narrow tiles then read its weights again and again (gpt-oss, 64 tokens that
-// agree: half the speed). Tiles of 64 tokens cost up to 5 % more where routing is even.
+// Routing that is not even gives some expert many of the rows, and narrow tiles then read its weights again and again (gpt-oss, 64 tokens
+// that agree: half the speed). Tiles of 64 tokens cost up to 5 % more where routing is even.
 constexpr double kNarrowRisk = 1.06;
 constexpr int64_t kNarrowRows = 64;  // with so few the risk is small
 constexpr double kManyRows = 2048, kManyRate = 0.96, kTallRate = 0.92;
@@ -76,9 +76,9 @@ double floor_us(GroupedProblem const& p, DeviceProperties const& device) {
   return std::max(bytes_of(p) / device.read_bandwidth, 2.0 * p.rows * p.n * p.k / device.matrix_rate);
 }
 
-// Quantised weights: a stage takes as long with one token as with all that fit. A fit to 258 timings of 71 problems on the H200 (int4 in groups of
-// 128, mxfp4; the choice costs 0.4 % on their average); groups of 32 and nvfp4 are guesses
-// from the W4A16 GEMMs, the tile of 32 tokens and the gather were set afterwards.
+// Quantised weights: a stage takes as long with one token as with all that fit. A fit to 258 timings of 71 problems on the H200 (int4 in
+// groups of 128, mxfp4; the choice costs 0.4 % on their average); groups of 32 and nvfp4 are guesses from the W4A16 GEMMs, the tile of 32
+// tokens and the gather were set afterwards.
 constexpr double kQuantisedStartUs = 3.35, kQuantisedTileUs = 1.19, kQuantisedTail = 0.84, kQuantisedPower = 6.8, kQuantisedShare = 1.05;
 constexpr double kQuantisedGather = 1.55;  // the loader's copies do not keep up with stages this short
 
@@ -137,8 +137,8 @@ double predict_us(KernelInfo const& kernel, GroupedProblem const& p, DevicePrope
   if (kernel.tile_n == 192 && rows > kManyRows) shares.rate *= kManyRate;
   // Mixtral's w2 at 1024 tokens: 475 us with 256 x 128, 398 with 128 x 192; at 2048 807 and 744, at 4096 1578 and 1505 with 128 x 256.
   if (kernel.tile_m == 256 && p.k > 2 * kDeepK && rows < kManyRows) shares.rate *= kTallRate;
-  // Deep rows of many experts' weights, several tiles of tokens for each (not understood). DeepSeek's w13 at 16384 tokens: 13765 us with 128 x 192,
-  // 17403 with 128 x 256, 18925 with 256 x 128, 24111 with 128 x 128; at 4096 4181, 4506, 4669 and 4635.
+  // Deep rows of many experts' weights, several tiles of tokens for each (not understood). DeepSeek's w13 at 16384 tokens: 13765 us with
+  // 128 x 192, 17403 with 128 x 256, 18925 with 256 x 128, 24111 with 128 x 128; at 4096 4181, 4506, 4669 and 4635.
   if (kernel.tile_n >= 128 && kernel.tile_n != 192 && p.k > kDeepK && active > kDeepExperts && rows > kDeepRows) shares.rate *= kDeepRate;
   double tile_us = 2.0 * kernel.tile_m * tokens * p.k / (device.matrix_rate / workers * shares.rate);
   if (p.gathered && !gather_first) {

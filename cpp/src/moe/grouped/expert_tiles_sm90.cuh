@@ -1,0 +1,71 @@
+// Tile scheduler of the sm_90 grouped kernels: the experts' tiles (expert_tiles.cuh) in the form of the kernel layer
+// (gemm/kernel_sm90.cuh). Tiles follow from offsets in device memory, so every CTA works them out when its predecessor has finished; no
+// tile is split.
+#pragma once
+
+#include "common/dependent_launch.cuh"
+#include "cute/tensor.hpp"
+#include "moe/grouped/expert_tiles.cuh"
+
+namespace minfer::moe {
+
+/// kTileGroups: 0, or the consumer warpgroups that keep their tile in shared memory over the mainloop, which has no registers to spare.
+template <class Tiles, int kThreads, int kTileGroups = 0>
+struct ExpertTileSchedulerSm90 {
+  static constexpr bool kTileInSharedMemory = kTileGroups > 0;
+
+  struct Params {
+    ExpertRows rows;
+    int32_t k_tiles, weight_tiles;
+  };
+  struct SharedStorage {
+    typename Tiles::Storage tiles;
+    ExpertTile current[kTileGroups > 0 ? kTileGroups : 1];  // of each warpgroup that stores
+  };
+
+  struct Location {
+    static CUTLASS_DEVICE int thread_in_warpgroup() { return int(threadIdx.x) % 128; }
+  };
+  static CUTLASS_DEVICE Location locate(int) { return {}; }
+  static CUTLASS_DEVICE void init_barriers(Params const&, SharedStorage&) {}
+  static CUTLASS_DEVICE void initialize(Params const& params, SharedStorage& storage, int thread) {
+    wait_for_predecessor();
+    Tiles::build(storage.tiles, params.rows, params.weight_tiles, thread, kThreads);  // ends with a barrier of all threads
+  }
+
+  struct WorkItem {
+    int tile, k_count;
+    static constexpr int k_begin = 0;
+    static CUTLASS_DEVICE bool owner() { return true; }
+  };
+
+  class WorkItems {
+   public:
+    CUTLASS_DEVICE WorkItems(Params const& params, SharedStorage& storage, Location const&)
+        : params_(params), storage_(storage), tiles_(Tiles::count(storage.tiles, params.rows)) {}
+    CUTLASS_DEVICE WorkItem first() const { return {int(blockIdx.x), params_.k_tiles}; }
+    CUTLASS_DEVICE WorkItem next(WorkItem const& item) const { return {item.tile + int(gridDim.x), params_.k_tiles}; }
+    CUTLASS_DEVICE bool valid(WorkItem const& item) const { return item.tile < tiles_; }
+    static CUTLASS_DEVICE void begin() {}
+    CUTLASS_DEVICE ExpertTile tile(WorkItem const& item) const { return at(item.tile); }
+    CUTLASS_DEVICE ExpertTile at(int tile) const { return Tiles::at(storage_.tiles, params_.rows, params_.weight_tiles, tile); }
+    CUTLASS_DEVICE int count() const { return tiles_; }
+    CUTLASS_DEVICE int k_tiles() const { return params_.k_tiles; }
+
+    CUTLASS_DEVICE void write_tile(WorkItem const& item, int group) const { storage_.current[group] = tile(item); }
+    CUTLASS_DEVICE ExpertTile read_tile(int group) const { return storage_.current[group]; }
+
+    template <class Accumulator, class Barrier, class Store>
+    CUTLASS_DEVICE bool fixup(WorkItem const&, Accumulator&, int, int, Barrier const&, Store const& store) const {
+      store();
+      return true;
+    }
+
+   private:
+    Params const& params_;
+    SharedStorage& storage_;
+    int tiles_;
+  };
+};
+
+}  // namespace minfer::moe

@@ -1,0 +1,43 @@
+// Epilogue of the sm_90 grouped kernels: grouped_epilogue.cuh in the form of the kernel layer (gemm/kernel_sm90.cuh).
+#pragma once
+
+#include "moe/grouped/grouped_epilogue.cuh"
+
+namespace minfer::moe {
+
+/// kGroupM: rows of a warpgroup; kTileM: of the CTA; kGroups: warpgroups that store.
+template <DataType kType, int kGroupM, int kTileM, int kTileN, int kGroups, bool kHasAlpha>
+struct GroupedEpilogueSm90 : GroupedEpilogue<kType, kGroupM, kTileN, kHasAlpha> {
+  using Base = GroupedEpilogue<kType, kGroupM, kTileN, kHasAlpha>;
+  using Params = GroupedEpilogueParams;
+  struct TensorStorage {
+    alignas(1024) char staged[kGroups][Base::kBytes];
+  };
+  struct PipelineStorage {};
+
+  __device__ GroupedEpilogueSm90(Params const& params, TensorStorage& storage, PipelineStorage&, int group, int thread)
+      : Base(params, &storage.staged[group][0], thread, group + 1) {}
+  static __device__ void prefetch_tma_descriptors(Params const&) {}
+  static __device__ void init_barriers(PipelineStorage&) {}
+
+  /// A warpgroup's rows of a tile: from which row of the expert's weight on.
+  struct Output {
+    ExpertTile tile;
+    int row;
+  };
+  static __device__ Output locate(ExpertTile const& tile, int row_group) { return {tile, tile.weight_tile * kTileM + row_group * kGroupM}; }
+
+  template <class SchedulerParams, class SchedulerStorage>
+  static CUTLASS_DEVICE void begin(Params const& params, SchedulerParams const& walk, SchedulerStorage const& storage, int thread,
+                                   int threads) {
+    clear_rows_behind(walk.rows, storage.tiles, params, thread, threads);
+  }
+  __device__ void prefetch(Output const& at) { Base::prefetch(at.tile, at.row); }
+  template <class Accumulator>
+  __device__ void store(Accumulator const& accumulator, Output const& at) {
+    Base::store(accumulator, at.tile, at.row);
+  }
+  static __device__ void store_tail() {}
+};
+
+}  // namespace minfer::moe
