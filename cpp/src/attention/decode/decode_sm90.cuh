@@ -233,21 +233,32 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
       };
       if (!has_scales()) each([&](Location const& location) { load_codes(location, block, stage); });
       if constexpr (kScales) {
-        if (role == 1) each([&](Location const& location) { load_scales<0>(boxes, location, block, stage); });
-        if (role == 2) each([&](Location const& location) { load_scales<1>(boxes, location, block, stage); });
+        auto const load_scales = [&](auto which) {  // a loop each, so that the usual ones are short
+          if (!whole) {
+            each([&](Location const&) { load_scales_of_boxes<which, false>(boxes, block, stage); });
+          } else if (params.boxes_of_block == 1) {
+            each([&](Location const& location) { load_scales_of_box<which>(location, stage); });
+          } else {
+            each([&](Location const&) { load_scales_of_boxes<which, true>(boxes, block, stage); });
+          }
+        };
+        if (role == 1) load_scales(cute::Int<0>{});
+        if (role == 2) load_scales(cute::Int<1>{});
       }
     }
     template <int kWhich>
-    CUTLASS_DEVICE void load_scales(Boxes const& boxes, Location const& location, int block, uint32_t stage) const {
-      uint32_t const to = shared_address(storage.scales[stage]);
-      int const box = block * params.boxes_of_block;
-      if (!whole) {
-        Scales::template load<kWhich, false>(params, to, kv_head, boxes, box, lane);
-      } else if (params.boxes_of_block == 1) {
-        Scales::template load_box<kWhich>(params, to, reinterpret_cast<char const*>(uint64_t(location.y) << 32 | location.x), lane);
-      } else {
-        Scales::template load<kWhich, true>(params, to, kv_head, boxes, box, lane);
-      }
+    CUTLASS_DEVICE void load_scales_of_box(Location const& location, uint32_t stage) const {
+      auto const* const from = reinterpret_cast<char const*>(uint64_t(location.y) << 32 | location.x);
+      Scales::template load_box<kWhich>(params, shared_address(storage.scales[stage]), from, lane);
+      arrive_with_copies(stage);
+    }
+    template <int kWhich, bool kAll>
+    CUTLASS_DEVICE void load_scales_of_boxes(Boxes const& boxes, int block, uint32_t stage) const {
+      Scales::template load<kWhich, kAll>(params, shared_address(storage.scales[stage]), kv_head, boxes, block * params.boxes_of_block,
+                                          lane);
+      arrive_with_copies(stage);
+    }
+    CUTLASS_DEVICE void arrive_with_copies(uint32_t stage) const {
       asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
     }
     CUTLASS_DEVICE void load_codes(Location const& location, int block, uint32_t stage) {
@@ -262,20 +273,30 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
           if (kScales) copy(1, stage, 0, 0, location);
         }
       }
+      if (!simple) load_boxes(block, stage);
+    }
+    /// Loads a key block of several boxes, or of several loads for one box. The loop is short of issue slots with pages of 16 tokens: what
+    /// it needs of the parameters is in registers.
+    CUTLASS_DEVICE void load_boxes(int block, uint32_t stage) const {
+      int boxes = params.boxes_of_block, box_bytes = params.box_rows * kSwizzle, loads[2] = {params.k_loads, params.v_loads};
+      make_opaque(boxes);
+      make_opaque(box_bytes);
+      if constexpr (!kScales) loads[0] = role == 0 ? loads[0] : loads[1];
+      make_opaque(loads[0]);
+      if constexpr (kScales) make_opaque(loads[1]);
+      int const first = block * boxes;
 #pragma unroll 1
-      for (int i = simple ? params.boxes_of_block : 0; i < params.boxes_of_block; ++i) {
-        Location const of_box = find(block * params.boxes_of_block + i);
+      for (int i = 0, to = 0; i < boxes; ++i, to += box_bytes) {
+        Location const of_box = find(first + i);
         if (!elected) continue;
-        auto const copy_columns = [&](int which) {
-          int const loads = which == 0 ? params.k_loads : params.v_loads;
+#pragma unroll
+        for (int which = 0; which < (kScales ? 2 : 1); ++which) {
 #pragma unroll
           for (int column = 0; column < kBoxes; ++column) {
-            int const to = (column * kTileN + i * params.box_rows) * kSwizzle;
-            if (column < loads) copy(which, stage, to, column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
+            if (column >= loads[which]) continue;
+            copy(kScales ? which : role, stage, column * kTileN * kSwizzle + to, column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
           }
-        };
-        copy_columns(kScales ? 0 : role);
-        if (kScales) copy_columns(1);
+        }
       }
     }
     CUTLASS_DEVICE void copy(int which, uint32_t stage, int to, int column, Location const& from) const {
