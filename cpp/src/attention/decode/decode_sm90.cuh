@@ -26,7 +26,6 @@
 #include "common/dependent_launch.cuh"
 #include "common/mma_sm80.cuh"
 #include "common/named_barrier.cuh"
-#include "common/opaque.cuh"
 #include "common/tensor_map.h"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
@@ -231,7 +230,12 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
           }
         }
       };
-      if (!has_scales()) each([&](Location const& location) { load_codes(location, block, stage); });
+      if (!has_scales() && simple) {
+        each([&](Location const& location) { load_box(location, stage); });
+      } else if (!has_scales()) {
+        BoxLoads const loads(params, role);
+        each([&](Location const&) { load_boxes(loads, block, stage); });
+      }
       if constexpr (kScales) {
         auto const load_scales = [&](auto which) {  // a loop each, so that the usual ones are short
           if (!whole) {
@@ -261,40 +265,58 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
     CUTLASS_DEVICE void arrive_with_copies(uint32_t stage) const {
       asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
     }
-    CUTLASS_DEVICE void load_codes(Location const& location, int block, uint32_t stage) {
+    /// Before the loads of a key block's codes.
+    CUTLASS_DEVICE void begin_block(uint32_t stage) {
       if (issued++ == 0) sync_first_loads();
       if (elected) {
         FullBarrier::arrive_and_expect_tx(&storage.full[stage], kCodeBytes * (kScales ? 2 : 1));
         if (role == 0) {
           asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(issued) : "memory");
         }
-        if (simple) {
-          copy(kScales ? 0 : role, stage, 0, 0, location);
-          if (kScales) copy(1, stage, 0, 0, location);
-        }
       }
-      if (!simple) load_boxes(block, stage);
     }
-    /// Loads a key block of several boxes, or of several loads for one box. The loop is short of issue slots with pages of 16 tokens: what
-    /// it needs of the parameters is in registers.
-    CUTLASS_DEVICE void load_boxes(int block, uint32_t stage) const {
-      int boxes = params.boxes_of_block, box_bytes = params.box_rows * kSwizzle, loads[2] = {params.k_loads, params.v_loads};
-      make_opaque(boxes);
-      make_opaque(box_bytes);
-      if constexpr (!kScales) loads[0] = role == 0 ? loads[0] : loads[1];
-      make_opaque(loads[0]);
-      if constexpr (kScales) make_opaque(loads[1]);
-      int const first = block * boxes;
+    /// Loads a key block that is one box and one load.
+    CUTLASS_DEVICE void load_box(Location const& location, uint32_t stage) {
+      begin_block(stage);
+      if (!elected) return;
+      copy(kScales ? 0 : role, stage, 0, 0, location);
+      if (kScales) copy(1, stage, 0, 0, location);
+    }
+    /// The loads of key blocks of several boxes. A shuffle keeps the numbers in registers: ptxas would read them from the parameters again
+    /// for every box, and with pages of 16 tokens this loop's latency is what bounds the kernel.
+    struct BoxLoads {
+      int boxes, box_bytes, columns[kScales ? 2 : 1];  // columns: loads of a box
+
+      CUTLASS_DEVICE BoxLoads(Params const& params, int role) {
+        auto const keep = [](int x) { return __shfl_sync(0xffffffffu, x, 0); };
+        boxes = keep(params.boxes_of_block);
+        box_bytes = keep(params.box_rows * kSwizzle);
+        columns[0] = keep(kScales || role == 0 ? params.k_loads : params.v_loads);
+        if constexpr (kScales) columns[1] = keep(params.v_loads);
+      }
+    };
+    /// Loads a key block of several boxes, or of several loads for one box. The locations of kAtOnce boxes are read together.
+    CUTLASS_DEVICE void load_boxes(BoxLoads const& loads, int block, uint32_t stage) {
+      constexpr int kAtOnce = 4;
+      begin_block(stage);
+      int const first = block * loads.boxes;
 #pragma unroll 1
-      for (int i = 0, to = 0; i < boxes; ++i, to += box_bytes) {
-        Location const of_box = find(first + i);
+      for (int i = 0; i < loads.boxes; i += kAtOnce) {
+        Location boxes[kAtOnce];  // some behind the block's last
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) boxes[j] = find(first + i + j);
         if (!elected) continue;
 #pragma unroll
-        for (int which = 0; which < (kScales ? 2 : 1); ++which) {
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (i + j >= loads.boxes) break;
+          int const to = (i + j) * loads.box_bytes;
 #pragma unroll
-          for (int column = 0; column < kBoxes; ++column) {
-            if (column >= loads[which]) continue;
-            copy(kScales ? which : role, stage, column * kTileN * kSwizzle + to, column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
+          for (int which = 0; which < (kScales ? 2 : 1); ++which) {
+#pragma unroll
+            for (int column = 0; column < kBoxes; ++column) {
+              if (column >= loads.columns[which]) continue;
+              copy(kScales ? which : role, stage, column * kTileN * kSwizzle + to, column * (kSwizzle / (k16Bit ? 2 : 1)), boxes[j]);
+            }
           }
         }
       }
