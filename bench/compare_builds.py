@@ -102,19 +102,9 @@ def decode_cells(rng: random.Random) -> Iterator[Cell]:
             heads_q, heads_kv = rng.choice([(32, 8), (64, 8), (28, 4), (40, 8)])
             sizes = {"batch": batch, "k": length, "heads_q": heads_q, "heads_kv": heads_kv, "head_dim": rng.choice([64, 128, 128, 256])}
             yield Cell("decode", {"kv_format": kv_format, **sizes, "page": rng.choice([0, 64, 64, 256])})
-        yield Cell(
-            "decode",
-            {
-                "kv_format": kv_format,
-                "batch": 16,
-                "k": 6000,
-                "heads_q": 32,
-                "heads_kv": 8,
-                "head_dim": 128,
-                "page": 64,
-                "window_left": 4000,
-            },
-        )
+        usual = {"kv_format": kv_format, "batch": 16, "k": 6000, "heads_q": 32, "heads_kv": 8, "head_dim": 128}
+        yield Cell("decode", {**usual, "page": 64, "window_left": 4000})
+        yield Cell("decode", {**usual, "page": 32 if kv_format == "int4" else 16})
 
 
 def cache_cells(rng: random.Random) -> Iterator[Cell]:

@@ -26,7 +26,6 @@
 #include "common/dependent_launch.cuh"
 #include "common/mma_sm80.cuh"
 #include "common/named_barrier.cuh"
-#include "common/opaque.cuh"
 #include "common/tensor_map.h"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
@@ -231,51 +230,95 @@ struct DecodeSm90 : DecodeSm90Traits<Config> {
           }
         }
       };
-      if (!has_scales()) each([&](Location const& location) { load_codes(location, block, stage); });
+      if (!has_scales() && simple) {
+        each([&](Location const& location) { load_box(location, stage); });
+      } else if (!has_scales()) {
+        BoxLoads const loads(params, role);
+        each([&](Location const&) { load_boxes(loads, block, stage); });
+      }
       if constexpr (kScales) {
-        if (role == 1) each([&](Location const& location) { load_scales<0>(boxes, location, block, stage); });
-        if (role == 2) each([&](Location const& location) { load_scales<1>(boxes, location, block, stage); });
+        auto const load_scales = [&](auto which) {  // a loop each, so that the usual ones are short
+          if (!whole) {
+            each([&](Location const&) { load_scales_of_boxes<which, false>(boxes, block, stage); });
+          } else if (params.boxes_of_block == 1) {
+            each([&](Location const& location) { load_scales_of_box<which>(location, stage); });
+          } else {
+            each([&](Location const&) { load_scales_of_boxes<which, true>(boxes, block, stage); });
+          }
+        };
+        if (role == 1) load_scales(cute::Int<0>{});
+        if (role == 2) load_scales(cute::Int<1>{});
       }
     }
     template <int kWhich>
-    CUTLASS_DEVICE void load_scales(Boxes const& boxes, Location const& location, int block, uint32_t stage) const {
-      uint32_t const to = shared_address(storage.scales[stage]);
-      int const box = block * params.boxes_of_block;
-      if (!whole) {
-        Scales::template load<kWhich, false>(params, to, kv_head, boxes, box, lane);
-      } else if (params.boxes_of_block == 1) {
-        Scales::template load_box<kWhich>(params, to, reinterpret_cast<char const*>(uint64_t(location.y) << 32 | location.x), lane);
-      } else {
-        Scales::template load<kWhich, true>(params, to, kv_head, boxes, box, lane);
-      }
+    CUTLASS_DEVICE void load_scales_of_box(Location const& location, uint32_t stage) const {
+      auto const* const from = reinterpret_cast<char const*>(uint64_t(location.y) << 32 | location.x);
+      Scales::template load_box<kWhich>(params, shared_address(storage.scales[stage]), from, lane);
+      arrive_with_copies(stage);
+    }
+    template <int kWhich, bool kAll>
+    CUTLASS_DEVICE void load_scales_of_boxes(Boxes const& boxes, int block, uint32_t stage) const {
+      Scales::template load<kWhich, kAll>(params, shared_address(storage.scales[stage]), kv_head, boxes, block * params.boxes_of_block,
+                                          lane);
+      arrive_with_copies(stage);
+    }
+    CUTLASS_DEVICE void arrive_with_copies(uint32_t stage) const {
       asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&storage.full[stage])) : "memory");
     }
-    CUTLASS_DEVICE void load_codes(Location const& location, int block, uint32_t stage) {
+    /// Before the loads of a key block's codes.
+    CUTLASS_DEVICE void begin_block(uint32_t stage) {
       if (issued++ == 0) sync_first_loads();
       if (elected) {
         FullBarrier::arrive_and_expect_tx(&storage.full[stage], kCodeBytes * (kScales ? 2 : 1));
         if (role == 0) {
           asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&storage.issued)), "r"(issued) : "memory");
         }
-        if (simple) {
-          copy(kScales ? 0 : role, stage, 0, 0, location);
-          if (kScales) copy(1, stage, 0, 0, location);
-        }
       }
+    }
+    /// Loads a key block that is one box and one load.
+    CUTLASS_DEVICE void load_box(Location const& location, uint32_t stage) {
+      begin_block(stage);
+      if (!elected) return;
+      copy(kScales ? 0 : role, stage, 0, 0, location);
+      if (kScales) copy(1, stage, 0, 0, location);
+    }
+    /// The loads of key blocks of several boxes. A shuffle keeps the numbers in registers: ptxas would read them from the parameters again
+    /// for every box, and with pages of 16 tokens this loop's latency is what bounds the kernel.
+    struct BoxLoads {
+      int boxes, box_bytes, columns[kScales ? 2 : 1];  // columns: loads of a box
+
+      CUTLASS_DEVICE BoxLoads(Params const& params, int role) {
+        auto const keep = [](int x) { return __shfl_sync(0xffffffffu, x, 0); };
+        boxes = keep(params.boxes_of_block);
+        box_bytes = keep(params.box_rows * kSwizzle);
+        columns[0] = keep(kScales || role == 0 ? params.k_loads : params.v_loads);
+        if constexpr (kScales) columns[1] = keep(params.v_loads);
+      }
+    };
+    /// Loads a key block of several boxes, or of several loads for one box. The locations of kAtOnce boxes are read together.
+    CUTLASS_DEVICE void load_boxes(BoxLoads const& loads, int block, uint32_t stage) {
+      constexpr int kAtOnce = 4;
+      begin_block(stage);
+      int const first = block * loads.boxes;
 #pragma unroll 1
-      for (int i = simple ? params.boxes_of_block : 0; i < params.boxes_of_block; ++i) {
-        Location const of_box = find(block * params.boxes_of_block + i);
-        if (!elected) continue;
-        auto const copy_columns = [&](int which) {
-          int const loads = which == 0 ? params.k_loads : params.v_loads;
+      for (int i = 0; i < loads.boxes; i += kAtOnce) {
+        Location boxes[kAtOnce];  // some behind the block's last
 #pragma unroll
-          for (int column = 0; column < kBoxes; ++column) {
-            int const to = (column * kTileN + i * params.box_rows) * kSwizzle;
-            if (column < loads) copy(which, stage, to, column * (kSwizzle / (k16Bit ? 2 : 1)), of_box);
+        for (int j = 0; j < kAtOnce; ++j) boxes[j] = find(first + i + j);
+        if (!elected) continue;
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (i + j >= loads.boxes) break;
+          int const to = (i + j) * loads.box_bytes;
+#pragma unroll
+          for (int which = 0; which < (kScales ? 2 : 1); ++which) {
+#pragma unroll
+            for (int column = 0; column < kBoxes; ++column) {
+              if (column >= loads.columns[which]) continue;
+              copy(kScales ? which : role, stage, column * kTileN * kSwizzle + to, column * (kSwizzle / (k16Bit ? 2 : 1)), boxes[j]);
+            }
           }
-        };
-        copy_columns(kScales ? 0 : role);
-        if (kScales) copy_columns(1);
+        }
       }
     }
     CUTLASS_DEVICE void copy(int which, uint32_t stage, int to, int column, Location const& from) const {
