@@ -5,6 +5,7 @@
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
+#include "common/cutlass_element.cuh"
 #include "common/dependent_launch.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
@@ -19,7 +20,7 @@ constexpr int kPrefetchBytes = 96 * 1024;
 
 template <class Config>
 struct MainloopSm90 {
-  using Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>;
+  using Element = CutlassElement<Config::kType>;
   static constexpr bool kSwap = Config::kSwap;
   static constexpr bool kCooperative = Config::kSchedule == Schedule::kCooperative;
   static constexpr bool kPingpong = !kCooperative;

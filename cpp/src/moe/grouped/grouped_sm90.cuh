@@ -8,6 +8,7 @@
 // Limits: k and n multiples of 8, operands 16-byte aligned, kMaxGroupedExperts experts.
 #pragma once
 
+#include "common/cutlass_element.cuh"
 #include "gemm/kernel_sm90.cuh"
 #include "moe/grouped/expert_tiles_sm90.cuh"
 #include "moe/grouped/grouped_epilogue_sm90.cuh"
@@ -16,7 +17,7 @@
 
 namespace minfer::moe {
 
-template <class Config, class Element = cute::conditional_t<Config::kType == DataType::kF16, cutlass::half_t, cutlass::bfloat16_t>>
+template <class Config, class Element = CutlassElement<Config::kType>>
 using CollectiveMainloopSm90 = cutlass::gemm::collective::CollectiveMma<
     MainloopSm90TmaGmmaExperts<Config>, cute::Shape<cute::Int<Config::kTileM>, cute::Int<Config::kTileN>, cute::Int<Config::kTileK>>,
     Element, cute::Stride<int64_t, cute::_1, int64_t>, Element, cute::Stride<int64_t, cute::_1, int64_t>, void, cute::SM90_TMA_LOAD, void,
