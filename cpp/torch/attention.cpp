@@ -19,19 +19,28 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// The keywords that all three operators have.
+/// Options that stand next to each other in all three schemas: their text there, and the parameter that takes them.
+#define MINFER_SOFTMAX_ARGUMENTS "float softcap=0.0, Tensor? sinks=None"
+struct SoftmaxArguments {
+  double softcap;
+  std::optional<Tensor> sinks;
+
+  static constexpr auto kMembers = std::tuple{&SoftmaxArguments::softcap, &SoftmaxArguments::sinks};
+};
+
+/// All options that say what is computed. Without a scale it is head_dim ** -0.5.
 struct AttentionOptions {
   bool causal;
   std::optional<double> scale;
   int64_t window_left, window_right;
-  double softcap;
-  std::optional<Tensor> const& sinks;
+  SoftmaxArguments const& softmax;
 };
 
 /// A call as the kernels take it, and the caller's tensors: what is computed, where the operands are, and what keeps their memory.
 struct AttentionCall {
   char const* op;
   Tensor const &q, &k, &v;
+  AttentionOptions options;
   std::optional<std::string> const& kernel;
   AttentionProblem problem{};
   AttentionOperands operands{};
@@ -56,15 +65,24 @@ void check_sizes(char const* op, AttentionProblem const& p, Tensor const& q) {
   check_head_dims(op, {"q", q}, p.head_dim, p.head_dim_v);
 }
 
-/// Scale, softcap and windows, checked. Sinks are checked alone: set_sinks() may copy them, on the call's device.
-void set_options(AttentionCall* call, AttentionOptions const& options) {
+/// A number as kernels compute with it.
+float in_float32(char const* op, char const* name, double value) {
+  if (!std::isfinite(float(value))) fail(op, ": ", name, " must be finite in float32, got ", value);
+  return float(value);
+}
+
+/// The options, checked; set_softmax_tensors() puts in what may have to be copied, on the call's device.
+void set_options(AttentionCall* call) {
+  AttentionOptions const& options = call->options;
+  auto const& [softcap, sinks] = options.softmax;
   AttentionProblem& p = call->problem;
+  SoftmaxOptions& softmax = call->operands.softmax;
   char const* op = call->op;
   double const scale = options.scale ? *options.scale : 1.0 / std::sqrt(double(p.head_dim));
   if (!(scale > 0.0)) fail(op, ": scale must be positive, got ", scale);
-  if (!std::isfinite(float(scale))) fail(op, ": scale must be finite in float32, got ", scale);
-  if (!(options.softcap >= 0.0)) fail(op, ": softcap must be 0 (none) or positive, got ", options.softcap);
-  if (!std::isfinite(float(options.softcap))) fail(op, ": softcap must be finite in float32, got ", options.softcap);
+  softmax.scale = in_float32(op, "scale", scale);
+  if (!(softcap >= 0.0)) fail(op, ": softcap must be 0 (none) or positive, got ", softcap);
+  softmax.softcap = in_float32(op, "softcap", softcap);
   p.window_left = options.window_left;
   p.window_right = options.window_right;
   if (options.causal && (p.window_right < 0 || p.window_right > 0)) p.window_right = 0;
@@ -73,16 +91,15 @@ void set_options(AttentionCall* call, AttentionOptions const& options) {
   for (int64_t* const window : {&p.window_left, &p.window_right}) {
     if (*window < 0 || *window >= kUnlimited) *window = -1;
   }
-  call->operands.scale = float(scale);
-  call->operands.softcap = float(options.softcap);
-  if (options.sinks) check_operand(op, "sinks", *options.sinks, call->q.scalar_type(), {p.heads_q}, {"q", call->q});
+  if (sinks) check_operand(op, "sinks", *sinks, call->q.scalar_type(), {p.heads_q}, {"q", call->q});
 }
 
-void set_sinks(AttentionCall* call, std::optional<Tensor> const& sinks) {
-  if (sinks) call->operands.sinks = call->held.keep(contiguous(call->op, "sinks", *sinks));
+void set_softmax_tensors(AttentionCall* call) {
+  std::optional<Tensor> const& sinks = call->options.softmax.sinks;
+  if (sinks) call->operands.softmax.sinks = call->held.keep(contiguous(call->op, "sinks", *sinks));
 }
 
-/// How a kernel reads q: by TMA, but in split-KV kernels each of a warp's 32 lanes loads its part of a row (decode_queries.cuh).
+/// How a kernel reads q: by TMA, but in split-KV kernels each of a warp's 32 lanes loads its part of a row (decode/queries.cuh).
 RowAccess access_to_queries(KernelInfo const& kernel) {
   if (kernel.schedule != Schedule::kSplitKv) return kTmaRows;
   return {kernel.tile_k / 32 * size_of(kernel.ab_type), false};
@@ -118,7 +135,7 @@ AttentionCall checked_call(char const* op, Tensor const& q, Tensor const& k, Ten
   for (int64_t i = 0; i < lead + 2; ++i) {
     if (k.size(i) != v.size(i)) fail(op, ": v must have k's modes but the last, got k ", k, " and v ", v);
   }
-  AttentionCall call{op, q, k, v, kernel};
+  AttentionCall call{op, q, k, v, options, kernel};
   AttentionProblem& p = call.problem;
   p.heads_q = q.size(lead + 1);
   p.heads_kv = k.size(lead + 1);
@@ -127,29 +144,25 @@ AttentionCall checked_call(char const* op, Tensor const& q, Tensor const& k, Ten
   p.type = data_type(q.scalar_type());
   if (k.size(lead + 2) != p.head_dim) fail(op, ": k must have q's head_dim = ", p.head_dim, ", got k ", k);
   check_sizes(op, p, q);
-  set_options(&call, options);
+  set_options(&call);
   return call;
 }
 
-PlanKey<14> key_of(AttentionProblem const& p, int32_t device) {
-  uint64_t const flags = uint64_t(p.varlen) | uint64_t(p.cached) << 1 | uint64_t(p.paged) << 2 | uint64_t(p.scale_per_head) << 3;
-  uint64_t const formats = flags | uint64_t(p.type) << 8 | uint64_t(p.kv_format) << 16 | uint64_t(uint32_t(device)) << 32;
-  uint64_t const dimensions = uint64_t(p.head_dim) | uint64_t(p.head_dim_v) << 32;  // check_head_dims() bounds both
-  uint64_t const groups = uint64_t(p.group_tokens) | uint64_t(p.groups_v) << 16 | uint64_t(p.num_splits) << 32;
-  return {uint64_t(p.batch),
-          uint64_t(p.heads_q),
-          uint64_t(p.heads_kv),
-          uint64_t(p.seqlen_q),
-          uint64_t(p.seqlen_k),
-          uint64_t(p.tokens_q),
-          uint64_t(p.tokens_k),
-          uint64_t(p.pages),
-          uint64_t(p.page_size),
-          uint64_t(p.window_left),
-          uint64_t(p.window_right),
-          formats,
-          dimensions,
-          groups};
+/// What a plan depends on. Every member of the problem counts, also one that is added later.
+struct PlanInput {
+  AttentionProblem problem;
+  int32_t device;
+
+  bool operator==(PlanInput const&) const = default;
+};
+
+/// Of the members in which the calls of a process differ most. Problems that differ in others only are told apart by ==.
+size_t hash_of(PlanInput const& x) {
+  AttentionProblem const& p = x.problem;
+  uint64_t const dimensions = uint64_t(p.head_dim) | uint64_t(p.head_dim_v) << 16 | uint64_t(p.kv_format) << 32 | uint64_t(p.type) << 48;
+  return torch_binding::hash_of(PlanKey<11>{uint64_t(p.batch), uint64_t(p.heads_q), uint64_t(p.heads_kv), uint64_t(p.seqlen_q),
+                                            uint64_t(p.seqlen_k), uint64_t(p.tokens_q), uint64_t(p.tokens_k), uint64_t(p.window_left),
+                                            uint64_t(p.window_right), uint64_t(p.num_splits), dimensions});
 }
 
 AttentionPlan make_plan(AttentionCall const& call, DeviceProperties const& device) {
@@ -163,8 +176,8 @@ AttentionPlan make_plan(AttentionCall const& call, DeviceProperties const& devic
 
 AttentionPlan plan_of(AttentionCall const& call, OnDevice const& on) {
   if (call.kernel) return make_plan(call, on.properties());
-  thread_local PlanCache<14, AttentionPlan> cache;
-  return cache.get(key_of(call.problem, on.index()), 0, [&] { return make_plan(call, on.properties()); });
+  thread_local PlanCache<PlanInput, AttentionPlan> cache;
+  return cache.get({call.problem, on.index()}, 0, [&] { return make_plan(call, on.properties()); });
 }
 
 /// Plans, copies the inputs that the kernel cannot read, allocates the outputs and the workspace, and runs.
@@ -184,6 +197,7 @@ std::tuple<Tensor, Tensor> launch(AttentionCall& call, Shape shape, Shape lse_sh
   call.operands.lse_strides[1] = lse.stride(lse_modes - 2);
   AttentionPlan const plan = plan_of(call, on);
   set_inputs(&call, *plan.kernel);
+  set_softmax_tensors(&call);
   Workspace const workspace(op, out, plan.workspace_bytes, plan.kernel->name, " on q ", call.q, " and k ", call.k,
                             p.num_splits > 0 ? ", num_splits = " + std::to_string(p.num_splits) : std::string());
   Status const status = run_attention(plan, p, call.operands, on.properties(), workspace.data(), workspace.bytes(), on.stream());
@@ -192,10 +206,10 @@ std::tuple<Tensor, Tensor> launch(AttentionCall& call, Shape shape, Shape lse_sh
 }
 
 std::tuple<Tensor, Tensor> attention(Tensor const& q, Tensor const& k, Tensor const& v, bool causal, std::optional<double> scale,
-                                     int64_t window_left, int64_t window_right, double softcap, std::optional<Tensor> const& sinks,
+                                     int64_t window_left, int64_t window_right, SoftmaxArguments const& softmax,
                                      std::optional<std::string> const& kernel) {
   char const* op = "minfer::attention";
-  AttentionCall call = checked_call(op, q, k, v, 4, {causal, scale, window_left, window_right, softcap, sinks}, kernel);
+  AttentionCall call = checked_call(op, q, k, v, 4, {causal, scale, window_left, window_right, softmax}, kernel);
   AttentionProblem& p = call.problem;
   p.batch = q.size(0);
   if (k.size(0) != p.batch) fail(op, ": k and v must have q's batch ", p.batch, ", got k ", k);
@@ -204,16 +218,15 @@ std::tuple<Tensor, Tensor> attention(Tensor const& q, Tensor const& k, Tensor co
   p.tokens_q = p.batch * p.seqlen_q;
   p.tokens_k = p.batch * p.seqlen_k;
   OnDevice const on(op, q);
-  set_sinks(&call, sinks);
   return launch(call, {p.batch, p.seqlen_q, p.heads_q, p.head_dim_v}, {p.batch, p.heads_q, p.seqlen_q}, on);
 }
 
 std::tuple<Tensor, Tensor> attention_varlen(Tensor const& q, Tensor const& k, Tensor const& v, Tensor const& cu_seqlens_q,
                                             Tensor const& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, bool causal,
-                                            std::optional<double> scale, int64_t window_left, int64_t window_right, double softcap,
-                                            std::optional<Tensor> const& sinks, std::optional<std::string> const& kernel) {
+                                            std::optional<double> scale, int64_t window_left, int64_t window_right,
+                                            SoftmaxArguments const& softmax, std::optional<std::string> const& kernel) {
   char const* op = "minfer::attention_varlen";
-  AttentionCall call = checked_call(op, q, k, v, 3, {causal, scale, window_left, window_right, softcap, sinks}, kernel);
+  AttentionCall call = checked_call(op, q, k, v, 3, {causal, scale, window_left, window_right, softmax}, kernel);
   AttentionProblem& p = call.problem;
   if (cu_seqlens_q.dim() != 1 || cu_seqlens_q.size(0) < 1) fail(op, ": cu_seqlens_q must be [batch + 1], got ", cu_seqlens_q);
   p.varlen = true;
@@ -229,7 +242,6 @@ std::tuple<Tensor, Tensor> attention_varlen(Tensor const& q, Tensor const& k, Te
   p.seqlen_q = std::min(max_seqlen_q, p.tokens_q);
   p.seqlen_k = std::min(max_seqlen_k, p.tokens_k);
   OnDevice const on(op, q);
-  set_sinks(&call, sinks);
   call.operands.cu_seqlens_q = call.keep_lengths("cu_seqlens_q", cu_seqlens_q);
   call.operands.cu_seqlens_k = call.keep_lengths("cu_seqlens_k", cu_seqlens_k);
   return launch(call, {p.tokens_q, p.heads_q, p.head_dim_v}, {p.heads_q, p.tokens_q}, on);
@@ -338,13 +350,13 @@ std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cach
                                            int64_t max_seqlen_q, std::optional<Tensor> const& k_scale, std::optional<Tensor> const& v_scale,
                                            std::optional<Tensor> const& k_residual, std::optional<Tensor> const& v_residual,
                                            std::string const& kv_format, bool causal, std::optional<double> scale, int64_t window_left,
-                                           double softcap, std::optional<Tensor> const& sinks, std::optional<int64_t> num_splits,
+                                           SoftmaxArguments const& softmax, std::optional<int64_t> num_splits,
                                            std::optional<std::string> const& kernel) {
   char const* op = "minfer::attention_paged";
   int64_t const modes = q.dim();
   if (modes != 3 && modes != 4) fail(op, ": q must be [batch, seqlen_q, heads, head_dim] or [tokens, heads, head_dim], got ", q);
   check_16bit(op, "q", q);
-  AttentionCall call{op, q, k_cache, v_cache, kernel};
+  AttentionCall call{op, q, k_cache, v_cache, {causal, scale, window_left, -1, softmax}, kernel};
   AttentionProblem& p = call.problem;
   KvScales const scales{k_scale, v_scale, k_residual, v_residual};
   describe_cache(&call, modes, kv_format);
@@ -354,9 +366,8 @@ std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cach
   p.num_splits = num_splits ? *num_splits : 0;
   describe_scales(&call, scales);
   check_cache_strides(op, k_cache, v_cache);
-  set_options(&call, {causal, scale, window_left, -1, softcap, sinks});
+  set_options(&call);
   OnDevice const on(op, q);
-  set_sinks(&call, sinks);
   set_scales(&call, scales);
   call.operands.seq_lens = call.keep_lengths("seq_lens", seq_lens);
   if (p.varlen) call.operands.cu_seqlens_q = call.keep_lengths("cu_seqlens_q", *cu_seqlens_q);
@@ -369,19 +380,19 @@ constexpr Operator kOperators[] = {
     // softmax(scale * q k^T) v over the keys that each query sees (causal and windows are aligned to the last query and the last key), and
     // the logarithm of what the softmax divided by. q is [batch, seqlen_q, heads_q, head_dim], k and v are [batch, seqlen_k, heads_kv,
     // head_dim].
-    {"attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None, int window_left=-1, int window_right=-1, "
-     "float softcap=0.0, Tensor? sinks=None, str? kernel=None) -> (Tensor, Tensor)",
+    {"attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, float? scale=None, int window_left=-1, "
+     "int window_right=-1, " MINFER_SOFTMAX_ARGUMENTS ", str? kernel=None) -> (Tensor, Tensor)",
      boxed<&attention>},
     // The sequences lie end to end: q, k and v are [tokens, heads, head_dim].
     {"attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_seqlen_q, int max_seqlen_k, *, "
-     "bool causal=False, float? scale=None, int window_left=-1, int window_right=-1, float softcap=0.0, Tensor? sinks=None, "
-     "str? kernel=None) -> (Tensor, Tensor)",
+     "bool causal=False, float? scale=None, int window_left=-1, int window_right=-1, " MINFER_SOFTMAX_ARGUMENTS
+     ", str? kernel=None) -> (Tensor, Tensor)",
      boxed<&attention_varlen>},
     // Keys and values in a cache [pages, page_size, heads_kv, head_dim], or without a block_table [batch, length, heads_kv, head_dim].
     {"attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, *, Tensor? block_table=None, Tensor? cu_seqlens_q=None, "
      "int max_seqlen_q=1, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? k_residual=None, Tensor? v_residual=None, "
-     "str kv_format='auto', bool causal=True, float? scale=None, int window_left=-1, float softcap=0.0, Tensor? sinks=None, "
-     "int? num_splits=None, str? kernel=None) -> (Tensor, Tensor)",
+     "str kv_format='auto', bool causal=True, float? scale=None, int window_left=-1, " MINFER_SOFTMAX_ARGUMENTS
+     ", int? num_splits=None, str? kernel=None) -> (Tensor, Tensor)",
      boxed<&attention_paged>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }

@@ -99,7 +99,7 @@ GemmPlan const& plan_as_requested(char const* op, GemmProblem const& problem, Ke
 }
 
 GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice const& on) {
-  thread_local PlanCache<6, GemmPlan> cache;
+  thread_local PlanCache<PlanKey<6>, GemmPlan> cache;
   return cache.get(key_of(problem, on.index()), user_rows_generation(), [&] {
     GemmPlan plan;
     Status const status = plan_gemm(problem, on.properties(), options_of_calls(on.index()), &plan);
@@ -109,7 +109,7 @@ GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice
 }
 
 bool cached_dequantize_first(char const* op, GemmProblem const& problem, OnDevice const& on) {
-  thread_local PlanCache<6, bool> cache;
+  thread_local PlanCache<PlanKey<6>, bool> cache;
   return cache.get(key_of(problem, on.index()), user_rows_generation(), [&] {
     bool first = false;
     Status const status = dequantize_first(problem, on.properties(), options_of_calls(on.index()), &first);

@@ -176,7 +176,7 @@ void set_output(GroupedCall* call, void* d, int64_t ldd) {
 
 GroupedPlan plan_of(GroupedCall const& call, std::optional<std::string> const& kernel, OnDevice const& on) {
   if (kernel) return make_plan(call.op, call.problem, on.properties(), kernel->c_str());
-  thread_local PlanCache<8, GroupedPlan> cache;
+  thread_local PlanCache<PlanKey<8>, GroupedPlan> cache;
   return cache.get(key_of(call.problem, on.index()), 0, [&] { return make_plan(call.op, call.problem, on.properties(), nullptr); });
 }
 

@@ -1,4 +1,4 @@
-"""Operands, the definition, the truth and the error rules of the attention tests, and the calls that cannot be right."""
+"""Operands, the truth and the error rules of the attention tests, and the calls that cannot be right."""
 
 from __future__ import annotations
 
@@ -11,25 +11,7 @@ import torch
 from minfer.reference import attention as reference_attention
 
 from tests.attention.kv_cache_cases import make_cache, scale_calls
-
-# Options of both operators. True stands for random sinks, see `call_options`.
-OPTIONS = {
-    "plain": {},
-    "causal": dict(causal=True),
-    "left": dict(window_left=5),
-    "right": dict(window_right=3),
-    "window": dict(window_left=4, window_right=2),
-    "aligned key": dict(window_left=0, window_right=0),
-    "sliding": dict(causal=True, window_left=7),
-    "causal within right": dict(causal=True, window_right=9),
-    "windows past every key": dict(window_left=2**40, window_right=2**31 - 1),
-    "softcap": dict(softcap=4.0),
-    "scale": dict(scale=0.37),
-    "sinks": dict(sinks=True),
-    "gemma": dict(causal=True, window_left=40, softcap=6.0, scale=0.2),
-    "gpt-oss": dict(causal=True, window_left=15, sinks=True),
-    "all": dict(causal=True, window_left=21, window_right=4, softcap=3.0, scale=0.3, sinks=True),
-}
+from tests.attention.options import draw_softmax_options, peer, wrong_options
 
 
 def kernels_here() -> list[dict]:
@@ -43,13 +25,6 @@ def kernels_here() -> list[dict]:
 
 
 GROUPS = ((3, 3), (4, 2), (8, 1), (6, 2))  # heads_q, heads_kv
-
-
-def call_options(options: dict, heads_q: int, dtype, device) -> dict:
-    """Options with sinks drawn: some far below the scores, some above."""
-    if options.get("sinks") is not True:
-        return dict(options)
-    return options | dict(sinks=(torch.randn(heads_q, device=device) * 2).to(dtype))
 
 
 def make_case(batch, seqlens, heads, head_dims, dtype, device="cpu", *, sharpness=1.0):
@@ -85,66 +60,12 @@ def random_call(seed: int, *, longest: int, dims: tuple[int, ...]) -> tuple[dict
     for name in ("window_left", "window_right"):
         if draw.random() < 0.4:
             options[name] = draw.choice((0, 1, draw.randrange(longest), draw.randrange(2 * longest)))
-    if draw.random() < 0.3:
-        options["softcap"] = draw.uniform(1.0, 10.0)
-    if draw.random() < 0.3:
-        options["scale"] = draw.uniform(0.5, 2.0) * head_dim**-0.5
-    if draw.random() < 0.3:
-        options["sinks"] = True
+    options |= draw_softmax_options(draw, head_dim)
     lengths = [(draw.randrange(longest), draw.randrange(longest)) for _ in range(draw.randint(1, 4))]
     return dict(lengths=lengths, heads=draw.choice(GROUPS), head_dims=(head_dim, head_dim_v)), options
 
 
-# ---- the definition ------------------------------------------------------------------------------------------------------------
-
-
-def definition(q, k, v, *, causal=False, scale=None, window_left=-1, window_right=-1, softcap=0.0, sinks=None):
-    """Attention of one sequence, query by query, in float64: out [seqlen_q, heads_q, head_dim_v] and lse [heads_q, seqlen_q]."""
-    (seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv, _) = q.shape, k.shape
-    q, k, v = q.double(), k.double(), v.double()
-    out = torch.zeros(seqlen_q, heads_q, v.shape[-1], dtype=torch.float64)
-    lse = torch.full((heads_q, seqlen_q), -math.inf, dtype=torch.float64)
-    for h in range(heads_q):
-        kv = h // (heads_q // heads_kv)
-        for i in range(seqlen_q):
-            aligned = i + seqlen_k - seqlen_q
-            keys = [
-                j
-                for j in range(seqlen_k)
-                if (not causal or j <= aligned)
-                and (window_left < 0 or j >= aligned - window_left)
-                and (window_right < 0 or j <= aligned + window_right)
-            ]
-            scores = k[keys, kv] @ q[i, h] * (1 / math.sqrt(head_dim) if scale is None else scale)
-            if softcap > 0:
-                scores = softcap * torch.tanh(scores / softcap)
-            terms = scores if sinks is None else torch.cat([scores, sinks[h : h + 1].double()])
-            if len(terms):
-                lse[h, i] = torch.logsumexp(terms, 0)
-                out[i, h] = (scores - lse[h, i]).exp() @ v[keys, kv]
-    return out, lse
-
-
 # ---- truth and tolerance ---------------------------------------------------------------------------------------------------------
-
-
-def peer(q, k, v, *, causal=False, scale=None, window_left=-1, window_right=-1, softcap=0.0, sinks=None, kernel=None):
-    """One sequence by torch in q's dtype: products in it, softmax in float32, probabilities rounded to it."""
-    (seqlen_q, heads_q, head_dim), (seqlen_k, heads_kv, _) = q.shape, k.shape
-    if seqlen_q == 0 or seqlen_k == 0 or heads_q == 0:
-        return q.new_zeros(seqlen_q, heads_q, v.shape[-1])
-    k, v = (x.repeat_interleave(heads_q // heads_kv, 1).transpose(0, 1) for x in (k, v))
-    scores = (q.transpose(0, 1) @ k.mT).float() * (head_dim**-0.5 if scale is None else scale)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    seen = reference_attention.visible(0, seqlen_q, seqlen_q, seqlen_k, causal, window_left, window_right, q.device)
-    if seen is not None:
-        scores = scores.masked_fill(~seen, -math.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, seqlen_q, 1)], -1)
-    # Of a row without a key, softmax is NaN.
-    p = torch.softmax(scores, -1).nan_to_num(0.0)[..., :seqlen_k].to(q.dtype)
-    return (p @ v).transpose(0, 1)
 
 
 class Truth:
@@ -242,18 +163,9 @@ def bad_calls(device="cpu"):
         "head_dim_v of 8": ("v's head_dim must be a multiple of 8 up to q's 32, got 12", q, k, v[..., :12], {}),
         "head_dim_v of 0": ("v's head_dim must be a multiple of 8 up to q's 32, got 0", q, k, v[..., :0], {}),
         "large head_dim_v": ("v's head_dim must be a multiple of 8 up to q's 16, got 32", q[..., :16], k[..., :16], k, {}),
-        "scale of 0": ("scale must be positive, got 0", q, k, v, dict(scale=0.0)),
-        "negative scale": ("scale must be positive, got -1", q, k, v, dict(scale=-1.0)),
-        "NaN scale": ("scale must be positive, got -?nan", q, k, v, dict(scale=math.nan)),
-        "infinite scale": ("scale must be finite in float32, got inf", q, k, v, dict(scale=math.inf)),
-        "softcap": (r"softcap must be 0 \(none\) or positive, got -1", q, k, v, dict(softcap=-1.0)),
-        "infinite softcap": ("softcap must be finite in float32, got inf", q, k, v, dict(softcap=math.inf)),
-        "sinks size": (r"sinks must be \[4\], got \[2\]", q, k, v, dict(sinks=q.new_zeros(2))),
-        "sinks rank": (r"sinks must be \[4\], got \[1, 4\]", q, k, v, dict(sinks=q.new_zeros(1, 4))),
-        "sinks type": ("sinks must be ", q, k, v, dict(sinks=torch.zeros(4, device=device))),
         "kernel": ("is not in the registry", q, k, v, dict(kernel="attention_sm90_f16_d1")),
         "kernel's launch": ("is not in the registry", q, k, v, dict(kernel="attention_sm90_f16_d64_192x128_prefill@splits=2")),
-    }
+    } | {name: (message, q, k, v, options) for name, (message, options) in wrong_options(q).items()}
 
 
 def bad_varlen_calls(device="cpu"):
@@ -265,8 +177,6 @@ def bad_varlen_calls(device="cpu"):
         "v rows": ("v must have k's modes but the last", (q, k, v[:6], *lengths), {}),
         "heads": ("q's heads must be a multiple of k's, got 3 and 2", (q[:, :3], k, v, *lengths), {}),
         "head_dim": ("head_dim must be a multiple of 8 up to 256, got 12", (q[..., :12], k[..., :12], v, *lengths), {}),
-        "scale": ("scale must be positive", (q, k, v, *lengths), dict(scale=0.0)),
-        "sinks": (r"sinks must be \[4\]", (q, k, v, *lengths), dict(sinks=q.new_zeros(7))),
         "cu_seqlens_q rank": (r"cu_seqlens_q must be \[batch \+ 1\], got \[1, 3\]", (q, k, v, q_ends[None], k_ends, *most), {}),
         "cu_seqlens_q of 0": (r"cu_seqlens_q must be \[batch \+ 1\], got \[0\]", (q, k, v, q_ends[:0], k_ends, *most), {}),
         "cu_seqlens_q type": ("cu_seqlens_q must be ", (q, k, v, q_ends.long(), k_ends, *most), {}),
@@ -275,7 +185,7 @@ def bad_varlen_calls(device="cpu"):
         "max_seqlen_q": ("max_seqlen_q and max_seqlen_k must not be negative", (q, k, v, q_ends, k_ends, -1, 5), {}),
         "max_seqlen_k": ("max_seqlen_q and max_seqlen_k must not be negative", (q, k, v, q_ends, k_ends, 4, -1), {}),
         "kernel": ("is not in the registry", (q, k, v, *lengths), dict(kernel="attention_sm90_f16_d1")),
-    }
+    } | {name: (message, (q, k, v, *lengths), options) for name, (message, options) in wrong_options(q).items()}
 
 
 def bad_paged_calls(device="cpu"):
@@ -334,11 +244,8 @@ def bad_paged_calls(device="cpu"):
         "base": (tma, (q, wide[..., 4:36], v, lens), paged),
         "broadcast pages": (tma, (q, k[:1].expand(pages, -1, -1, -1), v, lens), paged),
         "stride of v_cache": (tma.replace("k_", "v_"), (q, k, wide[..., 0:32:2], lens), paged),
-        "scale": ("scale must be positive, got 0", (q, k, v, lens), paged | dict(scale=0.0)),
-        "softcap": (r"softcap must be 0 \(none\) or positive, got -1", (q, k, v, lens), paged | dict(softcap=-1.0)),
-        "sinks": (r"sinks must be \[4\], got \[2\]", (q, k, v, lens), paged | dict(sinks=q.new_zeros(2))),
         "kernel": ("is not in the registry", (q, k, v, lens), paged | dict(kernel="attention_sm90_f16_d1")),
-    }
+    } | {name: (message, (q, k, v, lens), paged | options) for name, (message, options) in wrong_options(q).items()}
     for kv_format in ("16bit", "fp8_e4m3", "int8", "int4"):
         head_dims = (64, 64) if kv_format == "int4" else (32, 16)
         cache, lens, table = make_cache((40, 100), kv_format, 2, head_dims, torch.float16, device)

@@ -10,19 +10,6 @@ import minfer
 import torch
 from minfer.formats.kv_cache import KV_FORMATS
 
-# Options of attention_paged beside its lengths. True stands for random sinks, see attention_cases.call_options.
-PAGED_OPTIONS = {
-    "plain": {},
-    "all keys": dict(causal=False),
-    "window": dict(window_left=21),
-    "aligned key": dict(window_left=0),
-    "window without causal": dict(causal=False, window_left=9),
-    "window past every key": dict(window_left=2**40),
-    "softcap": dict(softcap=4.0),
-    "scale": dict(scale=0.37),
-    "sinks": dict(sinks=True),
-    "all": dict(window_left=40, softcap=3.0, scale=0.3, sinks=True),
-}
 NOWHERE = 2**31 - 1  # a page that no cache has
 E4M3_NAN = 0x7F
 

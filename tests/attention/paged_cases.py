@@ -14,8 +14,9 @@ import torch
 from minfer.planning.plan import DTYPE_NAMES
 from minfer.reference import attention as reference_attention, kv_cache as reference_kv_cache
 
-from tests.attention.cases import Truth, cu_seqlens_of, kernels_here, peer
+from tests.attention.cases import Truth, cu_seqlens_of, kernels_here
 from tests.attention.kv_cache_cases import E4M3_NAN, KV_FORMATS, NOWHERE, group_tokens_of
+from tests.attention.options import peer
 from tests.attention.test_gpu import same_bits
 
 DEVICE = "cuda"

@@ -8,19 +8,8 @@ import pytest
 import torch
 from minfer.reference import attention as reference_attention
 
-from tests.attention.cases import (
-    GROUPS,
-    OPTIONS,
-    Truth,
-    bad_calls,
-    bad_varlen_calls,
-    call_options,
-    cu_seqlens_of,
-    definition,
-    make_case,
-    make_varlen,
-    random_call,
-)
+from tests.attention.cases import GROUPS, Truth, bad_calls, bad_varlen_calls, cu_seqlens_of, make_case, make_varlen, random_call
+from tests.attention.options import OPTIONS, SOFTMAX_SCHEMA, call_options, definition
 from tests.contracts.test_registration import check_op, need
 from tests.gemm.cases import DTYPES, name_of
 
@@ -383,8 +372,7 @@ def test_kernel_is_checked_and_ignored():
 
 def test_schemas():
     options = (
-        "*, bool causal=False, float? scale=None, int window_left=-1, int window_right=-1, float softcap=0., Tensor? sinks=None, "
-        "str? kernel=None) -> (Tensor"
+        f"*, bool causal=False, float? scale=None, int window_left=-1, int window_right=-1, {SOFTMAX_SCHEMA}, str? kernel=None) -> (Tensor"
     )
     ops = torch.ops.minfer
     assert str(ops.attention.default._schema).startswith(f"minfer::attention(Tensor q, Tensor k, Tensor v, {options}")

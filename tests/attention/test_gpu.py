@@ -1,6 +1,6 @@
 """torch.ops.minfer.attention, attention_varlen and merge_attention_states on a GPU: the planner's choice and every compiled kernel by name.
 
-The truth is float64, the yardstick torch's own attention in 16 bits, see `attention_cases.Truth`. Outputs are allocated by the operators:
+The truth is float64, the yardstick torch's own attention in 16 bits, see `cases.Truth`. Outputs are allocated by the operators:
 every call is made after memory of their sizes was filled with NaN and given back, so that what is not written shows.
 """
 
@@ -16,17 +16,16 @@ from minfer.reference import attention as reference_attention
 
 from tests.attention.cases import (
     GROUPS,
-    OPTIONS,
     Truth,
     bad_calls,
     bad_varlen_calls,
-    call_options,
     cu_seqlens_of,
     kernels_here,
     make_case,
     make_varlen,
     random_call,
 )
+from tests.attention.options import OPTIONS, call_options
 from tests.gemm.cases import DTYPES, name_of
 
 pytestmark = pytest.mark.gpu

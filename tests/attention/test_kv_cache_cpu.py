@@ -74,7 +74,10 @@ def test_allocate():
         assert all(not bits_of(x).any() for name, x in tensors_of(cache).items() if kv_format != "fp8_e4m3" or "scale" not in name)
         assert set(cache.scales()) == {"kv_format", *tensors_of(cache)} - {"k", "v"}
         assert cache.kv_format == cache.scales()["kv_format"]
-    shapes = lambda *args, **options: [tuple(x.shape) for x in tensors_of(minfer.allocate_kv_cache(*args, **options)).values()][2:]  # noqa: E731
+
+    def shapes(*args, **options):
+        return [tuple(x.shape) for x in tensors_of(minfer.allocate_kv_cache(*args, **options)).values()][2:]
+
     assert shapes(5, 128, 3, 128) == []
     assert shapes(5, 128, 3, 128, kv_format="fp8_e4m3") == [(3,), (3,)]
     assert shapes(5, 128, 3, 128, kv_format="int8") == [(5, 3, 128)] * 2

@@ -10,8 +10,8 @@ import random
 import pytest
 import torch
 
-from tests.attention.cases import call_options
 from tests.attention.kv_cache_cases import KV_FORMATS
+from tests.attention.options import call_options
 from tests.attention.paged_cases import DEVICE, judge, make
 from tests.attention.test_gpu import same_bits
 from tests.gemm.cases import DTYPES, name_of

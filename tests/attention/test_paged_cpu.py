@@ -9,21 +9,9 @@ import pytest
 import torch
 from minfer.reference import attention as reference_attention, kv_cache as reference_kv_cache
 
-from tests.attention.cases import (
-    GROUPS,
-    bad_paged_calls,
-    call_options,
-    cu_seqlens_of,
-    definition,
-)
-from tests.attention.kv_cache_cases import (
-    KV_FORMATS,
-    NOWHERE,
-    PAGED_OPTIONS,
-    Contents,
-    group_tokens_of,
-    make_cache,
-)
+from tests.attention.cases import GROUPS, bad_calls, bad_paged_calls, bad_varlen_calls, cu_seqlens_of
+from tests.attention.kv_cache_cases import KV_FORMATS, NOWHERE, Contents, group_tokens_of, make_cache
+from tests.attention.options import PAGED_OPTIONS, SOFTMAX_SCHEMA, call_options, definition
 from tests.attention.test_cpu import assert_defined
 from tests.contracts.test_registration import check_op, need
 from tests.gemm.cases import DTYPES
@@ -284,6 +272,18 @@ def test_calls_that_cannot_be_right(device):
         assert re.search(f"minfer::attention_paged: .*{message}", str(error.value)), (name, error.value)
 
 
+def test_checks_of_the_cuda_functions():
+    """Calls that cannot be right are refused before anything needs a device, in the words of the CPU's checks: so are CPU tensors."""
+    ops, cuda = torch.ops.minfer, torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    calls = [(ops.attention, (message, (q, k, v), options)) for message, q, k, v, options in bad_calls().values()]
+    calls += [(ops.attention_varlen, call) for call in bad_varlen_calls().values()]
+    calls += [(ops.attention_paged, call) for call in bad_paged_calls().values()]
+    for op, (message, args, options) in calls:
+        if "kernel" not in options:  # names are looked up last, by the plan
+            with pytest.raises(RuntimeError, match=f"{op._qualified_op_name}: .*{message}"):
+                op.default.redispatch(cuda, *args, **options)
+
+
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_operands_of_another_device(kv_format):
     cache, seq_lens, table = make_cache((5, 70), kv_format, 2, (64, 64), torch.float16)
@@ -334,8 +334,8 @@ def test_schema():
     assert str(op._schema).startswith(
         "minfer::attention_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, *, Tensor? block_table=None, "
         "Tensor? cu_seqlens_q=None, int max_seqlen_q=1, Tensor? k_scale=None, Tensor? v_scale=None, Tensor? k_residual=None, "
-        'Tensor? v_residual=None, str kv_format="auto", bool causal=True, float? scale=None, int window_left=-1, float softcap=0., '
-        "Tensor? sinks=None, int? num_splits=None, str? kernel=None) -> (Tensor"
+        'Tensor? v_residual=None, str kv_format="auto", bool causal=True, float? scale=None, int window_left=-1, '
+        f"{SOFTMAX_SCHEMA}, int? num_splits=None, str? kernel=None) -> (Tensor"
     )
     assert torch.Tag.needs_fixed_stride_order in op.tags and len(op._schema.returns) == 2
 

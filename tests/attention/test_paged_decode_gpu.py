@@ -9,8 +9,8 @@ import minfer
 import pytest
 import torch
 
-from tests.attention.cases import call_options
-from tests.attention.kv_cache_cases import KV_FORMATS, PAGED_OPTIONS
+from tests.attention.kv_cache_cases import KV_FORMATS
+from tests.attention.options import PAGED_OPTIONS, call_options, draw_softmax_options
 from tests.attention.paged_cases import DEVICE, DTYPE_OF, GROUPS, KERNELS, UNITS, format_of, judge, legal, make
 from tests.gemm.cases import DTYPES, name_of
 
@@ -164,12 +164,7 @@ def test_random_calls(seed):
     options = dict(causal=draw.random() < 0.8)
     if draw.random() < 0.4:
         options["window_left"] = draw.choice((0, 1, draw.randrange(longest)))
-    if draw.random() < 0.3:
-        options["softcap"] = draw.uniform(1.0, 10.0)
-    if draw.random() < 0.3:
-        options["scale"] = draw.uniform(0.5, 2.0) * head_dim**-0.5
-    if draw.random() < 0.3:
-        options["sinks"] = True
+    options |= draw_softmax_options(draw, head_dim)
     if draw.random() < 0.5:
         options["num_splits"] = draw.choice((1, 2, 3, 16, 256))
     call = make(lengths, kv_format, heads, (head_dim, head_dim_v), dtype, queries=queries, page_size=page_size, groups=groups)

@@ -8,8 +8,8 @@ import minfer
 import pytest
 import torch
 
-from tests.attention.cases import call_options
-from tests.attention.kv_cache_cases import E4M3_NAN, PAGED_OPTIONS
+from tests.attention.kv_cache_cases import E4M3_NAN
+from tests.attention.options import PAGED_OPTIONS, call_options
 from tests.attention.paged_cases import CODES, DEVICE, DTYPE_OF, PAGE_OFF, PREFILL, QUANTISED, PagedTruth, captured, judge, legal, make, raw
 from tests.attention.test_gpu import same_bits, views_of
 from tests.gemm.cases import DTYPES, name_of

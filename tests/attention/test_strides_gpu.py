@@ -13,14 +13,9 @@ import pytest
 import torch
 from minfer.planning.plan import DTYPE_NAMES
 
-from tests.attention.cases import (
-    OPTIONS,
-    call_options,
-    kernels_here,
-    make_case,
-    make_varlen,
-)
-from tests.attention.kv_cache_cases import KV_FORMATS, NOWHERE, PAGED_OPTIONS
+from tests.attention.cases import kernels_here, make_case, make_varlen
+from tests.attention.kv_cache_cases import KV_FORMATS, NOWHERE
+from tests.attention.options import OPTIONS, PAGED_OPTIONS, call_options
 from tests.attention.paged_cases import format_of, make
 from tests.attention.test_gpu import call, same_bits, views_of
 from tests.gemm.cases import DTYPES, name_of

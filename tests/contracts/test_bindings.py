@@ -9,8 +9,8 @@ import torch
 
 SOURCES = {path.name: path.read_text() for path in sorted((Path(__file__).parents[2] / "cpp" / "torch").glob("*.cpp"))}
 BOXED = r"boxed<&(\w+)(?:<\d>)?>"
-# A row of a table: {"schema " "in pieces", boxed<&function>} or {.., boxed<&function>, boxed<&out_function>}.
-ROW = re.compile(r'\{((?:\s*"[^"]*")+),\s*' + BOXED + r"(?:,\s*" + BOXED + r")?\s*\}")
+# A row of a table: {"schema " MACRO "in pieces", boxed<&function>} or {.., boxed<&function>, boxed<&out_function>}.
+ROW = re.compile(r'\{((?:\s*(?:"[^"]*"|[A-Z_]+))+),\s*' + BOXED + r"(?:,\s*" + BOXED + r")?\s*\}")
 
 
 def rows():
@@ -23,11 +23,19 @@ def rows():
 
 
 def parameters(source, function):
-    """The names of a C++ function's parameters."""
+    """The names of a C++ function's parameters, and in place of one that is an ArgumentGroup (cpp/torch/core/schema.h) its members'."""
     (text,) = re.findall(rf"^[\w:<>, ]+ {function}\(([^(){{}};]*)\) \{{", source, re.MULTILINE)
     while (plain := re.sub(r"<[^<>]*>", "", text)) != text:
         text = plain
-    return [re.findall(r"\w+", parameter)[-1] for parameter in text.split(",") if parameter.strip()]
+    groups = {
+        group: re.findall(rf"&{group}::(\w+)", members)
+        for group, members in re.findall(r"^struct (\w+) \{[^}]*kMembers = std::tuple\{([^}]*)\}", source, re.MULTILINE)
+    }
+    found = []
+    for parameter in text.split(","):
+        if words := re.findall(r"\w+", parameter):
+            found += groups.get(words[0], words[-1:])
+    return found
 
 
 def test_every_function_is_in_a_row():

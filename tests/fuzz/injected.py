@@ -17,6 +17,8 @@ import minfer
 import torch
 from torch import Tensor
 
+from tests.attention.options import SOFTMAX_OPTIONS
+
 from .compare import unit
 
 Operator = Callable[..., Any]
@@ -343,10 +345,23 @@ def window_is_one_too_wide(right, q, k_cache, v_cache, seq_lens, **options):
     return right(q, k_cache, v_cache, seq_lens, **(options | {"window_left": window + 1 if window >= 0 else window}))
 
 
-@bug("attention_paged")
-def softcap_is_ignored(right, q, k_cache, v_cache, seq_lens, **options):
-    softcap = options.get("softcap", 0.0)
-    return right(q, k_cache, v_cache, seq_lens, **(options | {"softcap": 0.0 if 0 < softcap < 1e30 else softcap}))
+def _ignored(name: str) -> None:
+    """Each number among the softmax's options; values that cannot be right are refused as ever."""
+    option = SOFTMAX_OPTIONS[name]
+
+    def faulty(right, *operands, **options):
+        value = options.get(name)
+        if isinstance(value, float) and not any(value is wrong for wrong, _ in option.wrong):
+            options[name] = option.default
+        return right(*operands, **options)
+
+    faulty.__name__ = f"{name}_is_ignored"
+    bug("attention_paged")(faulty)
+
+
+for _name, _option in SOFTMAX_OPTIONS.items():
+    if isinstance(_option.alone, float):
+        _ignored(_name)
 
 
 @bug("attention_paged")

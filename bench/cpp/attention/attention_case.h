@@ -147,7 +147,7 @@ class AttentionSets {
       }
       o.lse_strides[0] = p.heads_q * p.seqlen_q;
       o.lse_strides[1] = p.seqlen_q;
-      o.scale = 1.0f / std::sqrt(float(p.head_dim));
+      o.softmax.scale = 1.0f / std::sqrt(float(p.head_dim));
       if (p.cached) o.seq_lens = lengths;
       if (p.paged) o.block_table = table;
       o.block_table_stride = p.paged ? p.seqlen_k / p.page_size : 0;

@@ -77,7 +77,7 @@ __global__ void scores_kernel(ReferenceParams const params) {
       k = p.type == DataType::kF16 ? double(__half2float(__double2half(k))) : double(__bfloat162float(__double2bfloat16(k)));
     sum += load(params.operands.q, p.type, q + d) * k;
   }
-  params.scores[head * p.seqlen_k + key] = sum * double(params.operands.scale);
+  params.scores[head * p.seqlen_k + key] = sum * double(params.operands.softmax.scale);
 }
 
 /// Of all threads, to all threads.

@@ -30,6 +30,16 @@ struct AttentionProblem {
   bool scale_per_head = false;                    // fp8: every KV head has a scale; else there is one for all
   int64_t group_tokens = 0, groups_v = 0;         // int4: tokens that share a scale of K, scales of a token of V
   int64_t num_splits = 0;                         // splits of each sequence's keys; 0: as many as fill the device
+
+  /// Whether all members are equal, so that a plan of one is a plan of the other.
+  bool operator==(AttentionProblem const& other) const;
+};
+
+/// What is done to scores and to the softmax beside the mask. Kernels take it as it is, as a member of their parameters.
+struct SoftmaxOptions {
+  float scale = 1.0f;           // of the products q . k
+  float softcap = 0.0f;         // > 0: scores are softcap * tanh(score / softcap)
+  void const* sinks = nullptr;  // [heads_q] of q's type: each counts in the denominators of its head; or null
 };
 
 /// Strides are in elements; that of the last mode is 1.
@@ -40,8 +50,7 @@ struct AttentionOperands {
   float* lse = nullptr;
   int64_t lse_strides[2] = {};                                     // of batch (unused with varlen) and head; queries are contiguous
   int32_t const *cu_seqlens_q = nullptr, *cu_seqlens_k = nullptr;  // varlen: [batch + 1]
-  void const* sinks = nullptr;                                     // [heads_q] of q's type, or null
-  float scale = 1.0f, softcap = 0.0f;                              // softcap > 0: scores are softcap * tanh(score / softcap)
+  SoftmaxOptions softmax;
   // With a cache, k and v are [pages, page_size, heads_kv, head_dim] of codes, strides in their elements; an element of int4 is a byte of
   // two codes, of which the even one is the lower half.
   int32_t const* seq_lens = nullptr;     // [batch]

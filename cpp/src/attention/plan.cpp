@@ -301,6 +301,9 @@ Candidates const& candidates_of_family() {
 
 }  // namespace attention
 
+// The compiler's comparison takes in every member, also one that is added later: cached plans depend on that.
+bool AttentionProblem::operator==(AttentionProblem const&) const = default;
+
 Status plan_attention(AttentionProblem const& problem, DeviceProperties const& device, AttentionPlanOptions const& options,
                       AttentionPlan* plan) {
   using namespace attention;

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/schema.h"
 #include "core/tensor.h"
 
 namespace minfer::torch_binding {
@@ -78,10 +79,20 @@ StableIValue result_of(T const& x) {
   return torch::stable::detail::from(x);
 }
 
+/// The next argument of the stack, or for an ArgumentGroup as many as it has members.
+template <class T>
+T take_next(StableIValue const*& stack) {
+  if constexpr (ArgumentGroup<T>) {
+    return with_member_types<T>([&]<class... Each>() { return T{Argument<Each>::take(*stack++)...}; });  // as in take_arguments()
+  } else {
+    return Argument<T>::take(*stack++);
+  }
+}
+
 /// All arguments of an operator. Operators with the same parameters share this code.
-template <class... T, size_t... I>
-std::tuple<T...> take_arguments(StableIValue const* stack, std::index_sequence<I...>) {
-  return {Argument<T>::take(stack[I])...};  // braces evaluate from left to right
+template <class... T>
+std::tuple<T...> take_arguments([[maybe_unused]] StableIValue const* stack) {
+  return {take_next<T>(stack)...};  // braces evaluate from left to right
 }
 
 /// What StableLibrary::impl takes.
@@ -95,7 +106,7 @@ struct Boxed;
 template <auto function, class Result, class... Parameters>
 struct Boxed<function, Result (*)(Parameters...)> {
   static void call(StableIValue* stack, uint64_t, uint64_t) {
-    auto arguments = take_arguments<std::decay_t<Parameters>...>(stack, std::index_sequence_for<Parameters...>());
+    auto arguments = take_arguments<std::decay_t<Parameters>...>(stack);
     if constexpr (std::is_void_v<Result>) {
       std::apply(function, std::move(arguments));
     } else if constexpr (requires { std::tuple_size<Result>::value; }) {

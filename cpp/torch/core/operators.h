@@ -6,6 +6,8 @@
 //   STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
 //   STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
 //
+// Options that several operators share can be one parameter of each: ArgumentGroup (schema.h).
+//
 // The implementations for CPU tensors (ATen compositions) and for fake tensors are Python's.
 #pragma once
 

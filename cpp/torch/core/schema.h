@@ -15,6 +15,19 @@
 
 namespace minfer::torch_binding {
 
+/// A parameter that takes several arguments of the schema, one for each of its members: an aggregate that lists all of these, in order, as
+/// pointers in a tuple kMembers.
+template <class T>
+concept ArgumentGroup = requires { T::kMembers; };
+
+template <class Group, class Member>
+Member member_type(Member Group::*);
+/// Calls function.template operator()<type of the member>...() for the members of a group.
+template <ArgumentGroup Group, class Function>
+constexpr auto with_member_types(Function&& function) {
+  return std::apply([&](auto... members) { return function.template operator()<decltype(member_type(members))...>(); }, Group::kMembers);
+}
+
 template <class T>
 constexpr bool kIsOptional = false;
 template <class T>
@@ -61,6 +74,16 @@ constexpr void match_first(std::string_view* list) {
   if (!is_schema_of<std::decay_t<T>>(entry.substr(0, entry.find(' ')))) throw "the schema and the function differ in a type";
 }
 
+/// The same for a parameter of a function, which takes one argument or a group.
+template <class Parameter>
+constexpr void match_parameter(std::string_view* list) {
+  if constexpr (ArgumentGroup<std::decay_t<Parameter>>) {
+    with_member_types<std::decay_t<Parameter>>([&]<class... Each>() { (match_first<Each>(list), ...); });
+  } else {
+    match_first<Parameter>(list);
+  }
+}
+
 /// The results of a function: one value, a tuple of several, or none.
 template <class Result>
 struct Results {
@@ -96,7 +119,7 @@ template <class Result, class... Parameters>
 constexpr void match(std::string_view schema, Result (*)(Parameters...)) {
   size_t const end = end_of_arguments(schema), begin = schema.find('(') + 1;
   std::string_view arguments = schema.substr(begin, end - begin), results = schema.substr(end + kResult.size());
-  (match_first<Parameters>(&arguments), ...);
+  (match_parameter<Parameters>(&arguments), ...);
   if (!arguments.empty()) throw "the schema has more arguments than the function";
   Results<Result>::match(&results);
   if (!results.empty()) throw "the schema has more results than the function";

@@ -9,6 +9,8 @@ import minfer
 import torch
 from torch import Tensor
 
+from tests.attention.options import SOFTMAX_OPTIONS
+
 from .. import arena
 from ..compare import Expected, name_of, smallest, unit
 from ..draw import Data, Draw, Limits
@@ -55,13 +57,11 @@ def draw_slack(draw: Draw, limits: Limits, longest: int, *more: int) -> int:
 
 
 def draw_options(draw: Draw, head_dim: int, longest: int) -> Parameters:
-    p: Parameters = {"causal": draw.chance(0.6), "window_left": -1, "softcap": 0.0, "scale": None, "sinks": draw.chance(0.3)}
+    p: Parameters = {"causal": draw.chance(0.6), "window_left": -1}
     if draw.chance(0.4):
         p["window_left"] = draw.choice(WINDOWS) if draw.chance(0.7) else draw.pick(draw.randint(0, max(1, longest)), 2**31 - 1, 2**40)
-    if draw.chance(0.25):
-        p["softcap"] = draw.pick(0.5, 3.0, 30.0, 50.0)
-    if draw.chance(0.3):
-        p["scale"] = draw.pick(0.37, 1.0, 2.0) * head_dim**-0.5
+    for name, option in SOFTMAX_OPTIONS.items():
+        p[name] = draw.choice(option.edges(head_dim)) if draw.chance(0.3) else option.default
     p["sharpness"] = draw.pick(0.3, 1.0, 1.0, 4.0)  # of the scores: how few keys have most of the weight
     return p
 
@@ -71,22 +71,18 @@ def draw_sinks(p: Parameters, data: Data) -> Tensor | None:
     return data.normal(p["heads"][0], scale=3.0, dtype=DTYPES[p["dtype"]]) if p["sinks"] else None
 
 
-OPTIONS = ("causal", "window_left", "softcap", "scale")
+MASK_OPTIONS = ("causal", "window_left")
+
+
+def softmax_options(p: Parameters, t: dict[str, Tensor | None]) -> dict[str, object]:
+    """Those of a case, for the operator and for the truth; tensors are among the call's."""
+    return {name: t[name] if name in t else p[name] for name in SOFTMAX_OPTIONS}
 
 
 def wrong_attention_options() -> list[tuple[str, object, str]]:
-    return [
-        ("scale", 0.0, "scale"),
-        ("scale", -1.0, "scale"),
-        ("scale", math.nan, "scale"),
-        ("scale", math.inf, "scale"),
-        ("scale", 1e300, "scale"),
-        ("softcap", -1.0, "softcap"),
-        ("softcap", math.nan, "softcap"),
-        ("softcap", math.inf, "softcap"),
-        ("kernel", "no_such_kernel", "kernel"),
-        ("kernel", "", "kernel"),
-    ]
+    """Beside tensors, which are changed as `arguments` says."""
+    numbers = [(name, value, name) for name, option in SOFTMAX_OPTIONS.items() for value, _ in option.wrong if not callable(value)]
+    return [*numbers, ("kernel", "no_such_kernel", "kernel"), ("kernel", "", "kernel")]
 
 
 class Attention(Family):
@@ -133,19 +129,19 @@ class Attention(Family):
         return arena.VIEW if hidden else super().rule(p, name)
 
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        options = {name: p[name] for name in (*OPTIONS, "window_right")} | p.get("extra", {})
-        out, lse = minfer.attention(t["q"], t["k"], t["v"], **options, sinks=t["sinks"])
+        options = {name: p[name] for name in (*MASK_OPTIONS, "window_right")} | softmax_options(p, t) | p.get("extra", {})
+        out, lse = minfer.attention(t["q"], t["k"], t["v"], **options)
         return {"out": out, "lse": lse}
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
-        q, k, v, sinks = (contents.tensors[name] for name in ("q", "k", "v", "sinks"))
+        q, k, v = (contents.tensors[name] for name in ("q", "k", "v"))
         lengths = [torch.tensor([x] * q.shape[0], device=q.device) for x in p["seqlens"]]
         seen = visible(*lengths, q.shape[1], k.shape[1], p["causal"], p["window_left"], p["window_right"])
         k, v = (x.double() for x in (k, v))
         for x in (k, v):
             x[:, : first_key(*p["seqlens"], p["window_left"])] = 0.0
-        options = {"scale": p["scale"], "softcap": p["softcap"], "sinks": sinks}
-        return expected_of(attend(q.double(), k, v, seen, dtype=q.dtype, **options), q.dtype)
+        attended = attend(q.double(), k, v, seen, dtype=q.dtype, **softmax_options(p, contents.tensors))
+        return expected_of(attended, q.dtype)
 
     def arguments(self, p: Parameters) -> dict[str, Argument]:
         found = {
@@ -219,11 +215,9 @@ class AttentionVarlen(Family):
 
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         most = [min(x + slack, 2**40) for x, slack in zip(p["longest"], p["slack"], strict=True)]
-        options = {name: p[name] for name in (*OPTIONS, "window_right")} | p.get("extra", {})
+        options = {name: p[name] for name in (*MASK_OPTIONS, "window_right")} | softmax_options(p, t) | p.get("extra", {})
         lengths = {"max_seqlen_q": most[0], "max_seqlen_k": most[1]} | {x: options.pop(x) for x in list(options) if x.startswith("max_")}
-        out, lse = minfer.attention_varlen(
-            t["q"], t["k"], t["v"], t["cu_seqlens_q"], t["cu_seqlens_k"], **lengths, **options, sinks=t["sinks"]
-        )
+        out, lse = minfer.attention_varlen(t["q"], t["k"], t["v"], t["cu_seqlens_q"], t["cu_seqlens_k"], **lengths, **options)
         return {"out": out, "lse": lse}
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
@@ -236,8 +230,7 @@ class AttentionVarlen(Family):
                 x[b, : first_key(n, keys, p["window_left"]) if n else keys] = 0.0
         queries, keys = (torch.tensor(facts[x], dtype=torch.long, device=t["q"].device) for x in ("queries", "keys"))
         seen = visible(queries, keys, padded[0].shape[1], padded[1].shape[1], p["causal"], p["window_left"], p["window_right"])
-        options = {"scale": p["scale"], "softcap": p["softcap"], "sinks": t["sinks"]}
-        attended = attend(*padded, seen, dtype=t["q"].dtype, **options)
+        attended = attend(*padded, seen, dtype=t["q"].dtype, **softmax_options(p, t))
         return expected_rows(attended, facts["queries"], facts["starts"][0], t["q"].shape[0], t["q"].dtype)
 
     def arguments(self, p: Parameters) -> dict[str, Argument]:

@@ -17,7 +17,7 @@ from .attention import (
     CROWD_SHARE,
     DTYPES,
     HALVES,
-    OPTIONS,
+    MASK_OPTIONS,
     draw_crowd,
     draw_head_dims,
     draw_heads,
@@ -26,6 +26,7 @@ from .attention import (
     draw_slack,
     first_key,
     hostile_ends,
+    softmax_options,
     wrong_attention_options,
 )
 from .kv_caches import (
@@ -245,8 +246,8 @@ class AttentionPaged(Family):
 
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         shape = shape_of(p, DTYPES[p["dtype"]])
-        options = {name: p[name] for name in (*OPTIONS, "num_splits")}
-        options |= {name: t[name] for name in (*SCALES, "block_table", "cu_seqlens_q", "sinks")}
+        options = {name: p[name] for name in (*MASK_OPTIONS, "num_splits")} | softmax_options(p, t)
+        options |= {name: t[name] for name in (*SCALES, "block_table", "cu_seqlens_q")}
         options["kv_format"] = kv_format_option(shape, p["explicit"])
         if p["layout"] != "4d":
             options["max_seqlen_q"] = p["queries"] + (p["slack"] if p["layout"] == "cu" else 0)
@@ -273,8 +274,7 @@ class AttentionPaged(Family):
         seen = visible(queries, lengths, most, facts["wanted"].shape[1], p["causal"], p["window_left"], -1) & facts["wanted"][:, None]
         form = shape.kv_format
         codes = None if form == "16bit" else Codes(k.magnitude, v.magnitude, v.floor, form != "fp8_e4m3", form == "int4")
-        options = {"scale": p["scale"], "softcap": p["softcap"], "sinks": t["sinks"], "codes": codes}
-        attended = attend(padded, k.value, v.value, seen, dtype=dtype, **options)
+        attended = attend(padded, k.value, v.value, seen, dtype=dtype, codes=codes, **softmax_options(p, t))
         if p["layout"] == "4d":
             return expected_of(attended, dtype)
         return expected_rows(attended, facts["queries"], facts["starts"], q.shape[0], dtype)

@@ -40,9 +40,7 @@ void set_decode_arguments(AttentionLaunchArguments const& arguments, DecodeParam
   params->row_tiles = int32_t(plan.row_tiles);
   params->window_left = int32_t(p.window_left);
   params->window_right = int32_t(p.window_right);
-  params->scale = o.scale;
-  params->softcap = o.softcap;
-  params->sinks = o.sinks;
+  params->softmax = o.softmax;
   params->k_scale = o.k_scale;
   params->v_scale = o.v_scale;
   params->scale_stride = int32_t(p.scale_per_head);

@@ -37,7 +37,7 @@ struct DecodeMainloop : Traits {
                                      State<kRowTiles>& state, int warp, int lane, BlockAt const& block_at, Release const& release) {
     Mask const mask(work.seqlen_q, work.seqlen_k, params.window_left, params.window_right);
     Scores<kRowTiles> scores;
-    scores.cap = params.softcap * kLog2E;
+    scores.cap = params.softmax.softcap * kLog2E;
     scores.first_row = work.row;
     scores.shift = mask.shift;
     scores.first_key = mask.begin(0);
@@ -82,7 +82,7 @@ struct DecodeMainloop : Traits {
   template <int kRowTiles>
   static CUTLASS_DEVICE void set_factors(Params const& params, DecodeWorkItem const& work, Queries const& queries,
                                          Scores<kRowTiles>& scores, int lane) {
-    float scale = params.softcap > 0.0f ? params.scale / params.softcap : params.scale * kLog2E;
+    float scale = params.softmax.softcap > 0.0f ? params.softmax.scale / params.softmax.softcap : params.softmax.scale * kLog2E;
     if constexpr (kFormat == WeightFormat::kFp8E4M3) {
       scale *= load_operand(static_cast<float const*>(params.k_scale) + work.kv_head * params.scale_stride);
     }

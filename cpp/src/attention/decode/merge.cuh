@@ -199,12 +199,8 @@ struct DecodeMerge : Traits {
     params.by_heads_per_kv(query, head, work.row + row);
     head += work.kv_head * params.heads_per_kv;
     int64_t const batch = params.cu_seqlens_q != nullptr ? 0 : work.batch, at = work.row_q + query;
-    float sink = -INFINITY;
-    if (params.sinks != nullptr) sink = float(static_cast<Element const*>(params.sinks)[head]) * kLog2E;
-    float const max_with_sink = fmaxf(total.max, sink), base = max_with_sink == -INFINITY ? 0.0f : max_with_sink;
-    float const keep = exp2_fast(total.max - base), sum = fmaf(total.sum, keep, exp2_fast(sink - base));
-    float factor = sum == 0.0f ? 0.0f : keep * inverse_fast(sum);
-    float const lse = (base + log2_fast(sum)) * kLn2;
+    float lse;
+    float factor = finish_row<Element>(params.softmax, head, true, total.max, total.sum, &lse);
     if (segment == 0 && lane == 0 && params.lse != nullptr) params.lse[batch * params.lse_batch + head * params.lse_head + at] = lse;
     if constexpr (kFormat == WeightFormat::kFp8E4M3) {
       factor *= load_operand(static_cast<float const*>(params.v_scale) + work.kv_head * params.scale_stride);

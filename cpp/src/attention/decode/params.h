@@ -8,6 +8,7 @@
 #include "attention/shared/sequences.cuh"
 #include "common/packet.cuh"
 #include "cutlass/fast_math.h"
+#include "minfer/attention.h"
 
 namespace minfer::attention {
 
@@ -32,8 +33,7 @@ struct DecodeParams : Sequences, PageTable {
   int32_t heads_q, heads_kv, heads_per_kv, head_dim, head_dim_v;
   int32_t row_tiles;                  // tiles of 8 rows in an output tile: 1 or 2
   int32_t window_left, window_right;  // < 0: unlimited
-  float scale, softcap;               // softcap 0: none
-  void const* sinks;                  // [heads_q] of q's type, or null
+  SoftmaxOptions softmax;
   // Scales. fp8: float32, one or [heads_kv] (stride 0 or 1). int8: float32 [pages, heads_kv, page_size].
   // int4: f16, of K [pages, heads_kv, page_size / group_tokens, 2, head_dim], of V [pages, heads_kv, 2 * groups_v, page_size]: scale,
   // minimum.

@@ -59,11 +59,9 @@ inline void set_prefill_arguments(AttentionLaunchArguments const& arguments, int
   set_sections(arguments, tile_m, params);
   params->window_left = int32_t(p.window_left);
   params->window_right = int32_t(p.window_right);
-  params->scale = o.scale;
-  params->softcap = o.softcap;
-  if (o.softcap > 0.0f) params->cap = Softcap::make(o.scale, o.softcap);
+  params->softmax = o.softmax;
+  if (o.softmax.softcap > 0.0f) params->cap = Softcap::make(o.softmax.scale, o.softmax.softcap);
   params->tile_counter = plan.counted ? static_cast<int32_t*>(arguments.workspace) : nullptr;
-  params->sinks = o.sinks;
   params->keys_end_at_extent = !p.varlen && !p.cached;
 }
 

@@ -39,9 +39,9 @@ struct PrefillConsumer : PrefillMma<Traits> {
   /// What scores are multiplied by before the softmax.
   static CUTLASS_DEVICE float scale_of(Params const& params, QueryTile const& tile) {
     if constexpr (kConverts) {
-      return params.scale * scale_of_scores(params, kv_head_of(params, tile));
+      return params.softmax.scale * scale_of_scores(params, kv_head_of(params, tile));
     } else {
-      return params.scale;
+      return params.softmax.scale;
     }
   }
 
@@ -110,8 +110,8 @@ struct PrefillConsumer : PrefillMma<Traits> {
 
   /// thread: of the warpgroup.
   /// The phases of a block are lambdas of this one function on purpose: as methods of an object that holds the operands, or with the first
-  /// and last block in functions of their own, the compiler orders a fifth of 7024 instructions differently or takes 8 more (sm_90a, head_dim
-  /// 128).
+  /// and last block in functions of their own, the compiler orders a fifth of 7024 instructions differently or takes 8 more (sm_90a,
+  /// head_dim 128).
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int consumer, int thread) {
     using namespace cute;
     int const lane = thread % 32;
@@ -140,8 +140,8 @@ struct PrefillConsumer : PrefillMma<Traits> {
 
       Tensor output = partition_fragment_C(mma_output, typename Mma::OutputShape{});  // (MMA,MMA_M,MMA_N)
       clear(output);
-      bool const capped = params.softcap > 0.0f;
-      OnlineSoftmax<kScores> softmax((capped ? params.softcap : scale_of(params, tile)) * kLog2E);
+      bool const capped = params.softmax.softcap > 0.0f;
+      OnlineSoftmax<kScores> softmax((capped ? params.softmax.softcap : scale_of(params, tile)) * kLog2E);
       FullBarrier::wait(&storage.full_q[query_stage(iteration)], query_phase(iteration));
       int block = tile_blocks.end - 1;
       for (int const end = queries.first <= queries.last ? blocks.end : 0; block >= end && block >= tile_blocks.begin; --block) {
@@ -181,7 +181,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
         auto const cap_and_mask = [&](bool masked, bool caps) CUTLASS_LAMBDA_FUNC_INLINE {
           if (caps) {
             float inner = params.cap.inner;
-            if constexpr (kConverts) inner = scale_of(params, storage.tile[iteration % 2]) / params.softcap;
+            if constexpr (kConverts) inner = scale_of(params, storage.tile[iteration % 2]) / params.softmax.softcap;
             cap_scores<kScores>(scores, inner);
           }
           if (masked) {  // limits are computed here: kept, they would cost registers in every block

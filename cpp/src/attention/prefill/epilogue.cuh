@@ -35,9 +35,8 @@ struct PrefillEpilogue : Traits {
     for (int h = 0; h < 2; ++h) {
       query[h] = tile.first + over_packed_heads(params, row + 8 * h);
       head[h] = tile.head_tile * params.packed_heads + (row + 8 * h & (params.packed_heads - 1));
-      float sink = -INFINITY;
-      if (params.sinks != nullptr && query[h] < tile.seqlen_q) sink = float(static_cast<Element const*>(params.sinks)[head[h]]);
-      factor[h] = softmax.finalize(h, sink, &lse[h]);
+      bool const inside = query[h] < tile.seqlen_q;
+      factor[h] = finish_row<Element>(params.softmax, head[h], inside, softmax.row_max[h], softmax.row_sum[h], &lse[h]);
       if constexpr (kConverts) factor[h] *= scale_of_output(params, kv_head_of(params, tile));
     }
     int const batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;

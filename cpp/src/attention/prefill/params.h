@@ -9,7 +9,7 @@
 #include "attention/shared/sequences.cuh"
 #include "attention/shared/softmax.cuh"
 #include "cutlass/fast_math.h"
-#include "minfer/types.h"
+#include "minfer/attention.h"
 
 namespace minfer::attention {
 
@@ -32,11 +32,10 @@ struct PrefillParams : Sequences, PageTable {
   int32_t section_keys, last_tiles;   // varlen: keys of a section, over all KV heads; the minimum number of tiles of the last section
   int32_t head_dim_v;                 // of the output
   int32_t window_left, window_right;  // < 0: unlimited
-  float scale, softcap;               // softcap 0: none
-  Softcap cap;                        // valid where softcap > 0
+  Softcap cap;                        // valid where softmax.softcap > 0
   int32_t* tile_counter;              // zero before the launch; or null, and a CTA takes every gridDim.x-th tile
-  void const* sinks;                  // [heads_q] of q's type, or null
-  bool keys_end_at_extent;            // TMA fills the rows behind the last key with zeros
+  SoftmaxOptions softmax;
+  bool keys_end_at_extent;  // TMA fills the rows behind the last key with zeros
 };
 
 /// The keys or the values of a cache of codes. The scales are documented at attention_paged.

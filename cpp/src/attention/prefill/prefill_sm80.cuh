@@ -175,7 +175,7 @@ struct PrefillSm80 {
     int lane = thread % 32;
     Accumulators<kHeadDim> output;
     output.clear();
-    bool const capped = params.softcap > 0.0f;
+    bool const capped = params.softmax.softcap > 0.0f;
     bool min_is_negligible = false;
     OnlineSoftmax<kScores> softmax(params.scale_log2);
     if (walk.sees_keys()) {
@@ -288,9 +288,8 @@ struct PrefillSm80 {
     for (int h = 0; h < 2; ++h) {
       int const row = warp * 16 + lane / 4 + 8 * h, query = walk.query(params, row), head = walk.head(params, row);
       bool const inside = query <= walk.last;
-      float sink = -INFINITY, lse;
-      if (params.sinks != nullptr && inside) sink = float(static_cast<Element const*>(params.sinks)[head]);
-      float const factor = softmax.finalize(h, sink, &lse);
+      float lse;
+      float const factor = finish_row<Element>(params.softmax, head, inside, softmax.row_max[h], softmax.row_sum[h], &lse);
       if (params.lse != nullptr && inside && lane % 4 == 0) {
         params.lse[walk.batch(params) * params.lse_batch + head * params.lse_head + walk.tile.row_q + query] = lse;
       }
@@ -333,7 +332,7 @@ Status launch_prefill_sm80(AttentionLaunchArguments const& arguments) {
   params.q_rows = PagedRows::of(o.q, o.q_strides, p.head_dim, 16);
   params.key_rows = PagedRows::of(o.k, o.k_strides, p.head_dim, 16);
   params.value_rows = PagedRows::of(o.v, o.v_strides, p.head_dim_v, 16);
-  params.scale_log2 = (o.softcap > 0.0f ? o.softcap : o.scale) * kLog2E;
+  params.scale_log2 = (o.softmax.softcap > 0.0f ? o.softmax.softcap : o.softmax.scale) * kLog2E;
   if (Status const status = clear_tile_counter(arguments, params); !status.ok()) return status;
   return launch_kernel<Kernel>(&prefill_sm80_kernel<Config>, params, arguments, arguments.plan->ctas);
 }

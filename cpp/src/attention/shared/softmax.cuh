@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "attention/shared/mask.h"
+#include "minfer/attention.h"
 
 namespace minfer::attention {
 
@@ -32,6 +33,21 @@ __device__ __forceinline__ float tanh_fast(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+/// The end of a row, for all kernels: returns what the row's output is to be multiplied by, where exponentials are relative to row_max (in
+/// units of log2) and add up to row_sum. lse is the natural logarithm of the softmax's denominator, so that outputs over parts of the keys
+/// add up when each is multiplied by exp(lse). A sink is a key without a value: it counts in the denominator of rows that hold a query.
+template <class Element>
+__device__ __forceinline__ float finish_row(SoftmaxOptions const& options, int head, bool is_query, float row_max, float row_sum,
+                                            float* lse) {
+  float sink = -INFINITY;
+  if (options.sinks != nullptr && is_query) sink = float(static_cast<Element const*>(options.sinks)[head]) * kLog2E;
+  float const max_with_sink = fmaxf(row_max, sink), base = max_with_sink == -INFINITY ? 0.0f : max_with_sink;
+  float const keep = exp2_fast(row_max - base), sum = fmaf(row_sum, keep, exp2_fast(sink - base));
+  float const factor = sum == 0.0f ? 0.0f : keep * inverse_fast(sum);
+  *lse = (base + log2_fast(sum)) * kLn2;
+  return factor;
 }
 
 /// Replaces each score by tanh(score * inner).
@@ -134,22 +150,13 @@ struct OnlineSoftmax {
     return __any_sync(0xffffffffu, raised);
   }
 
-  /// Makes row_sum the sum of the whole row; once, before finalize().
+  /// Makes row_sum the sum of the whole row; once, before finish_row().
   __device__ void reduce_sums() {
 #pragma unroll
     for (int x = 1; x < 4; x *= 2) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) row_sum[h] += __shfl_xor_sync(0xffffffffu, row_sum[h], x);
     }
-  }
-
-  /// Returns what the row's output is to be multiplied by. lse is the natural logarithm of the softmax's denominator, so that outputs over
-  /// parts of the keys add up when each is multiplied by exp(lse). A sink is a key without a value: it counts in the denominator.
-  __device__ float finalize(int h, float sink, float* lse) const {
-    float const max_with_sink = fmaxf(row_max[h], sink * kLog2E), base = max_with_sink == -INFINITY ? 0.0f : max_with_sink;
-    float const keep = exp2_fast(row_max[h] - base), sum = fmaf(row_sum[h], keep, exp2_fast(sink * kLog2E - base));
-    *lse = (base + log2_fast(sum)) * kLn2;
-    return sum == 0.0f ? 0.0f : keep * inverse_fast(sum);
   }
 
  private:
