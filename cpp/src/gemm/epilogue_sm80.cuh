@@ -27,8 +27,8 @@ class EpilogueSm80 {
     return rows;
   }
   static constexpr int kStagedRows = staged_rows();
-  static constexpr int kMmaRows = kSwap ? cute::tile_size<1>(TiledMma{}) : cute::tile_size<0>(TiledMma{});
-  static_assert(kStagedRows % kMmaRows == 0 && (kStagedRows & (kStagedRows - 1)) == 0);
+  static constexpr int kRowMode = kSwap ? 1 : 0, kColumnMode = 1 - kRowMode;  // of the MMA's (m,n)
+  static_assert(kStagedRows % cute::tile_size<kRowMode>(TiledMma{}) == 0 && (kStagedRows & (kStagedRows - 1)) == 0);
 
  public:
   using Params = EpilogueParams;
@@ -55,8 +55,8 @@ class EpilogueSm80 {
     using namespace cute;
     int const first_row = kSwap ? tile.n * Config::kTileN : tile.m * Config::kTileM;
     int const first_column = kSwap ? tile.m * Config::kTileM : tile.n * Config::kTileN;
-    auto const row_of = [](auto const& coordinate) { return get < kSwap ? 1 : 0 > (coordinate); };
-    auto const column_of = [](auto const& coordinate) { return get < kSwap ? 0 : 1 > (coordinate); };
+    auto const row_of = [](auto const& coordinate) { return get<kRowMode>(coordinate); };
+    auto const column_of = [](auto const& coordinate) { return get<kColumnMode>(coordinate); };
     Tensor whole = make_identity_tensor(Shape<Int<Config::kTileM>, Int<Config::kTileN>>{});
     auto const thread_first = TiledMma{}.get_slice(thread_).partition_C(whole)(_0{});
     Tensor value_offsets = TiledMma{}.get_slice(_0{}).partition_C(whole);  // (MMA,MMA_M,MMA_N) -> (m,n), counted from thread_first

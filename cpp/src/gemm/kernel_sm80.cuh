@@ -18,9 +18,9 @@
 //                       gemm/mainloop_sm80.cuh: 16-bit operands, around the CollectiveMma of CUTLASS's MainloopSm80CpAsync.
 //                       quantized_gemm/mainloop_sm80.cuh: a CollectiveMma specialisation that dequantises; its copies run ahead.
 //                       moe/grouped/mainloop_sm80.cuh: one for an expert's weights, tokens in order or gathered.
-//   CollectiveEpilogue  Params; TensorStorage (staging) and PipelineStorage; Output; begin once; locate, prefetch (bias) and store as in
-//                       the layer of sm_90; move_staging where copies run ahead. gemm/epilogue_sm80.cuh: dense and quantised kernels;
-//                       moe/grouped/grouped_epilogue_sm90.cuh.
+//   CollectiveEpilogue  Params; TensorStorage (staging) and PipelineStorage; begin once; Output (a tile, which mma is given too where its
+//                       copies do not run ahead); locate, prefetch (bias) and store as in the layer of sm_90; move_staging where copies
+//                       run ahead. gemm/epilogue_sm80.cuh: dense and quantised kernels; moe/grouped/grouped_epilogue_sm90.cuh.
 //   TileScheduler       Params, SharedStorage, Location; initialize, which waits for the preceding kernel where the launch may depend on
 //                       it; WorkItems with first, next, valid, tile and fixup as in the layer of sm_90. gemm/tiles_sm80.cuh:
 //                       data-parallel, split-K and stream-K; moe/grouped/expert_tiles_sm80.cuh: the tiles of the experts.

@@ -49,9 +49,8 @@ struct MainloopSm80 {
   };
 
   static Params to_underlying_arguments(cute::Shape<int, int, int, int> const& problem, Arguments const& arguments) {
-    int const k = cute::get<2>(problem);
-    return {problem, k - (k + Config::kTileK - 1) / Config::kTileK * Config::kTileK,
-            Collective::to_underlying_arguments(problem, arguments, nullptr)};
+    int const last_k = cute::get<2>(problem) % Config::kTileK;
+    return {problem, last_k == 0 ? 0 : last_k - Config::kTileK, Collective::to_underlying_arguments(problem, arguments, nullptr)};
   }
 
   /// The operands in tiles: (BLK_M,BLK_K,m,k,l) and (BLK_N,BLK_K,n,k,l).
