@@ -1,5 +1,5 @@
 // The copies of the portable GEMM with 4-bit weights: packed weights, activations, scales and zero points by cp.async, zeros where a tile
-// leaves the operands. They walk the schedule on their own, ahead of the MMAs and over the ends of work items.
+// reaches beyond the operands. They walk the schedule on their own, ahead of the MMAs and over the ends of work items.
 #pragma once
 
 #include "common/mma_sm80.cuh"
