@@ -28,11 +28,11 @@
 //                       moe/grouped/mainloop_sm90.cuh, mainloop_dequantize_sm90.cuh: an expert's weights, tokens in order or gathered.
 //   CollectiveEpilogue  Params; TensorStorage (staging) and PipelineStorage; begin once, locate (a warpgroup's rows of a tile), prefetch
 //                       (bias, C) before the mainloop, store after it, store_tail. gemm/epilogue_sm90.cuh,
-//                       moe/grouped/grouped_epilogue_sm90.cuh.
+//                       moe/grouped/grouped_collective_epilogue.cuh.
 //   TileScheduler       Params, SharedStorage, Location (of a thread, its CTA and its worker), initialize (the barrier behind the set-up);
 //                       WorkItems, one role's walk: first, next, valid, begin, tile, and fixup, which adds the partials of a split tile and
 //                       has the owner store. gemm/tiles_sm90.cuh and quantized_gemm/tiles_sm90.cuh: data-parallel, split-K and stream-K;
-//                       moe/grouped/expert_tiles_sm90.cuh: the tiles of the experts. kTileInSharedMemory: a consumer's tile is kept there
+//                       moe/grouped/expert_tile_scheduler.cuh: the tiles of the experts. kTileInSharedMemory: a consumer's tile is kept there
 //                       over the mainloop and located after it.
 // A new operand type or weight format is a mainloop, not a kernel.
 #pragma once

@@ -28,8 +28,10 @@ struct GroupedEpilogueParams {
   bool vectors;                            // d and its rows are 16-byte aligned
 };
 
-/// The weight's row that row `row` of an expert's tiles is, or -1. Gated, tiles hold 8 gate rows, then their 8 up rows.
-__device__ __forceinline__ int weight_row(GroupedEpilogueParams const& params, int row) {
+/// The weight's row that row `row` of an expert's tiles is, or -1. Gated, tiles hold 8 gate rows, then their 8 up rows. `params` are an
+/// epilogue's, or those of a mainloop that reads the weight row by row.
+template <class Params>
+__device__ __forceinline__ int weight_row(Params const& params, int row) {
   if (!params.gated) return row < params.n ? row : -1;
   int const output = row / 16 * 8 + row % 8;
   if (output >= params.n / 2) return -1;

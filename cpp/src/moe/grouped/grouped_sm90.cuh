@@ -1,7 +1,7 @@
 // Grouped GEMM for sm_90a: d[rows of expert e] = epilogue(a[rows of e] . b[e]), 16-bit weights; persistent, warp specialised, WGMMA.
 //
 // Composition (gemm/kernel_sm90.cuh has the warp roles and walks): the CollectiveMma specialisation of mainloop_sm90.cuh,
-// GroupedEpilogueSm90, ExpertTileSchedulerSm90. Consumers are two in pingpong; two that share a tile's rows; or one alone, with a second
+// GroupedCollectiveEpilogue, ExpertTileScheduler. Consumers are two in pingpong; two that share a tile's rows; or one alone, with a second
 // such CTA on the SM, so that the two hide each other's starts and ends.
 // Tile walk: expert_tiles.cuh. Every CTA works it out from the offsets in device memory: nothing is known, or synchronised, on the host.
 // Shared memory: ring | staged tokens of d | barriers, table of the experts' tiles, rows that are gathered.
@@ -10,8 +10,8 @@
 
 #include "common/cutlass_element.cuh"
 #include "gemm/kernel_sm90.cuh"
-#include "moe/grouped/expert_tiles_sm90.cuh"
-#include "moe/grouped/grouped_epilogue_sm90.cuh"
+#include "moe/grouped/expert_tile_scheduler.cuh"
+#include "moe/grouped/grouped_collective_epilogue.cuh"
 #include "moe/grouped/grouped_launch.cuh"
 #include "moe/grouped/mainloop_sm90.cuh"
 
@@ -26,9 +26,9 @@ using CollectiveMainloopSm90 = cutlass::gemm::collective::CollectiveMma<
 template <class Config, class Mainloop = CollectiveMainloopSm90<Config>>
 struct GroupedSm90
     : gemm::GemmKernelSm90<
-          Mainloop, GroupedEpilogueSm90<Config::kType, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers, false>,
-          ExpertTileSchedulerSm90<ExpertTiles<Config::kTileN, Mainloop::kStep, panel_of(Config::kTileM, Config::kTileN)>,
-                                  Config::kThreads>> {
+          Mainloop,
+          GroupedCollectiveEpilogue<Config::kType, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers, false>,
+          ExpertTileScheduler<ExpertTiles<Config::kTileN, Mainloop::kStep, panel_of(Config::kTileM, Config::kTileN)>, Config::kThreads>> {
   static_assert(GroupedSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 

@@ -2,14 +2,14 @@
 // weights.
 //
 // Composition (gemm/kernel_sm90.cuh has the warp roles and walks): the CollectiveMma specialisation of mainloop_dequantize_sm90.cuh,
-// GroupedEpilogueSm90, ExpertTileSchedulerSm90. Consumers have 64 rows of the tile each, or a slice of each stage's k of 64 rows. They have
+// GroupedCollectiveEpilogue, ExpertTileScheduler. Consumers have 64 rows of the tile each, or a slice of each stage's k of 64 rows. They have
 // no registers to spare in the mainloop, so their tile waits in shared memory. Two CTAs to an SM hide each other's starts and ends.
 // Limits: k and n multiples of 8, activations 16-byte aligned; groups as the kernel's; kMaxGroupedExperts experts.
 #pragma once
 
 #include "gemm/kernel_sm90.cuh"
-#include "moe/grouped/expert_tiles_sm90.cuh"
-#include "moe/grouped/grouped_epilogue_sm90.cuh"
+#include "moe/grouped/expert_tile_scheduler.cuh"
+#include "moe/grouped/grouped_collective_epilogue.cuh"
 #include "moe/grouped/grouped_launch.cuh"
 #include "moe/grouped/mainloop_dequantize_sm90.cuh"
 
@@ -26,10 +26,10 @@ using DequantizingMainloopSm90 =
 template <class Config, class Mainloop = DequantizingMainloopSm90<Config>>
 struct GroupedW4A16Sm90
     : gemm::GemmKernelSm90<Mainloop,
-                           GroupedEpilogueSm90<Config::kType, Config::kTileM / Mainloop::kRowGroups, Config::kTileM, Config::kTileN,
-                                               Mainloop::kRowGroups, true>,
-                           ExpertTileSchedulerSm90<ExpertTiles<Config::kTileN, Mainloop::kStep, panel_of(Config::kTileM, Config::kTileN)>,
-                                                   Config::kThreads, Mainloop::kRowGroups>> {
+                           GroupedCollectiveEpilogue<Config::kType, Config::kTileM / Mainloop::kRowGroups, Config::kTileM, Config::kTileN,
+                                                     Mainloop::kRowGroups, true>,
+                           ExpertTileScheduler<ExpertTiles<Config::kTileN, Mainloop::kStep, panel_of(Config::kTileM, Config::kTileN)>,
+                                               Config::kThreads, Mainloop::kRowGroups>> {
   static_assert(GroupedW4A16Sm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 

@@ -1,4 +1,4 @@
-// Epilogue of the sm_90 grouped kernels: grouped_epilogue.cuh in the form of the kernel layer (gemm/kernel_sm90.cuh).
+// Epilogue of the grouped kernels: grouped_epilogue.cuh in the form of the kernel layers (gemm/kernel_sm90.cuh, gemm/kernel_sm80.cuh).
 #pragma once
 
 #include "moe/grouped/grouped_epilogue.cuh"
@@ -7,7 +7,7 @@ namespace minfer::moe {
 
 /// kGroupM: rows of a warpgroup; kTileM: of the CTA; kGroups: warpgroups that store.
 template <DataType kType, int kGroupM, int kTileM, int kTileN, int kGroups, bool kHasAlpha>
-struct GroupedEpilogueSm90 : GroupedEpilogue<kType, kGroupM, kTileN, kHasAlpha> {
+struct GroupedCollectiveEpilogue : GroupedEpilogue<kType, kGroupM, kTileN, kHasAlpha> {
   using Base = GroupedEpilogue<kType, kGroupM, kTileN, kHasAlpha>;
   using Params = GroupedEpilogueParams;
   struct TensorStorage {
@@ -15,7 +15,7 @@ struct GroupedEpilogueSm90 : GroupedEpilogue<kType, kGroupM, kTileN, kHasAlpha> 
   };
   struct PipelineStorage {};
 
-  __device__ GroupedEpilogueSm90(Params const& params, TensorStorage& storage, PipelineStorage&, int group, int thread)
+  __device__ GroupedCollectiveEpilogue(Params const& params, TensorStorage& storage, PipelineStorage&, int group, int thread)
       : Base(params, &storage.staged[group][0], thread, group + 1) {}
   static __device__ void prefetch_tma_descriptors(Params const&) {}
   static __device__ void init_barriers(PipelineStorage&) {}

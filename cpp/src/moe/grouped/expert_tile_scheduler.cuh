@@ -1,6 +1,6 @@
-// Tile scheduler of the sm_90 grouped kernels: the experts' tiles (expert_tiles.cuh) in the form of the kernel layer
-// (gemm/kernel_sm90.cuh). Tiles follow from offsets in device memory, so every CTA works them out when its predecessor has finished; no
-// tile is split.
+// Tile scheduler of the grouped kernels: the experts' tiles (expert_tiles.cuh) in the form of the kernel layers (gemm/kernel_sm90.cuh; with
+// another start, gemm/kernel_sm80.cuh). Tiles follow from offsets in device memory, so every CTA works them out when its predecessor has
+// finished; no tile is split.
 #pragma once
 
 #include "common/dependent_launch.cuh"
@@ -11,7 +11,7 @@ namespace minfer::moe {
 
 /// kTileGroups: 0, or the consumer warpgroups that keep their tile in shared memory over the mainloop, which has no registers to spare.
 template <class Tiles, int kThreads, int kTileGroups = 0>
-struct ExpertTileSchedulerSm90 {
+struct ExpertTileScheduler {
   static constexpr bool kTileInSharedMemory = kTileGroups > 0;
 
   struct Params {
