@@ -32,8 +32,8 @@
 //   TileScheduler       Params, SharedStorage, Location (of a thread, its CTA and its worker), initialize (the barrier behind the set-up);
 //                       WorkItems, one role's walk: first, next, valid, begin, tile, and fixup, which adds the partials of a split tile and
 //                       has the owner store. gemm/tiles_sm90.cuh and quantized_gemm/tiles_sm90.cuh: data-parallel, split-K and stream-K;
-//                       moe/grouped/expert_tile_scheduler.cuh: the tiles of the experts. kTileInSharedMemory: a consumer's tile is kept there
-//                       over the mainloop and located after it.
+//                       moe/grouped/expert_tile_scheduler.cuh: experts' tiles. kTileInSharedMemory: a consumer's tile is kept
+//                       there over the mainloop and located after it.
 // A new operand type or weight format is a mainloop, not a kernel.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Tile scheduler of the portable grouped kernel: the experts' tiles as on sm_90 (expert_tile_scheduler.cuh), in the form of the kernel layer
-// (gemm/kernel_sm80.cuh). Only where it runs on sm_90 and later may its launch depend on its predecessor.
+// Tile scheduler of the portable grouped kernel: the experts' tiles as on sm_90 (expert_tile_scheduler.cuh), in the form of the kernel
+// layer (gemm/kernel_sm80.cuh). Only where it runs on sm_90 and later may its launch depend on its predecessor.
 #pragma once
 
 #include "moe/grouped/expert_tile_scheduler.cuh"

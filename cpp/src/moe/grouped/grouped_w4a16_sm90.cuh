@@ -2,8 +2,8 @@
 // weights.
 //
 // Composition (gemm/kernel_sm90.cuh has the warp roles and walks): the CollectiveMma specialisation of mainloop_dequantize_sm90.cuh,
-// GroupedCollectiveEpilogue, ExpertTileScheduler. Consumers have 64 rows of the tile each, or a slice of each stage's k of 64 rows. They have
-// no registers to spare in the mainloop, so their tile waits in shared memory. Two CTAs to an SM hide each other's starts and ends.
+// GroupedCollectiveEpilogue, ExpertTileScheduler. Consumers have 64 rows of the tile each, or a slice of each stage's k of 64 rows. They
+// have no registers to spare in the mainloop, so their tile waits in shared memory. Two CTAs to an SM hide each other's starts and ends.
 // Limits: k and n multiples of 8, activations 16-byte aligned; groups as the kernel's; kMaxGroupedExperts experts.
 #pragma once
 
