@@ -19,6 +19,7 @@
 
 #include <cuda.h>
 
+#include "common/named_barrier.cuh"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
@@ -102,7 +103,7 @@ struct EpilogueSm90 {
     }
   }
 
-  __device__ void synchronize() const { asm volatile("bar.sync %0, 128;" ::"r"(barrier_id) : "memory"); }
+  __device__ void synchronize() const { NamedBarrier<128>{barrier_id}.sync(); }
 
   // Top left corner of box b in the caller's (m, n); tile_row and tile_column are of the kernel's own tile.
   static __device__ int box_m(int b, int tile_row, int tile_column, int warpgroup) {

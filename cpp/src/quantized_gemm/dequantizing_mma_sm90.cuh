@@ -2,6 +2,7 @@
 // (mainloop_sm90.cuh) or of an expert, in order or gathered (moe/grouped/grouped_w4a16_sm90.cuh, which calls multiply alone).
 #pragma once
 
+#include "common/named_barrier.cuh"
 #include "quantized_gemm/mainloop_accumulators_sm90.cuh"
 #include "quantized_gemm/mainloop_fine_accumulators_sm90.cuh"
 #include "quantized_gemm/mainloop_fragments_sm90.cuh"
@@ -67,7 +68,7 @@ class DequantizingMmaSm90 {
       if (!has_zeros) {
         S::fill_zeros(storage, consumer, thread);
         if constexpr (S::kSlices > 1) {  // each warpgroup has filled in a part of its rows'
-          asm volatile("bar.sync %0, %1;" ::"n"(S::kBookBarrier), "n"(S::kConsumers * 128) : "memory");
+          ConstantNamedBarrier<S::kBookBarrier, S::kConsumers * 128>::sync();
         } else {
           barrier();
         }
@@ -75,7 +76,7 @@ class DequantizingMmaSm90 {
     }
     if constexpr (S::kHasBook) {
       fill_book<S::kType, S::kFormat>(storage.book.bytes, consumer * 128 + thread, S::kConsumers * 128);
-      asm volatile("bar.sync %0, %1;" ::"n"(S::kBookBarrier), "n"(S::kConsumers * 128) : "memory");
+      ConstantNamedBarrier<S::kBookBarrier, S::kConsumers * 128>::sync();
     }
   }
 

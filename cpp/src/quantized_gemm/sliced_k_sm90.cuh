@@ -1,6 +1,7 @@
 // Sliced-K: each stage's k is divided among the warpgroups of a CTA, whose sums are added in shared memory.
 #pragma once
 
+#include "common/named_barrier.cuh"
 #include "quantized_gemm/stage_sm90.cuh"
 
 namespace minfer::w4a16 {
@@ -11,7 +12,7 @@ template <class S, class Storage, class Accumulator>
 CUTLASS_DEVICE bool add_slices(Storage& storage, Accumulator& accumulator, int consumer, int thread) {
   if constexpr (S::kSlices > 1) {
     int const slice = consumer / S::kRowGroups, rows = consumer % S::kRowGroups;
-    int const written = S::kRowGroups + 1 + rows, read = 2 * S::kRowGroups + 1 + rows;  // barriers; the epilogues have 1 to S::kRowGroups
+    NamedBarrier<S::kSlices * 128> const written{S::kRowGroups + 1 + rows}, read{2 * S::kRowGroups + 1 + rows};  // epilogues have the first
     static_assert(3 * S::kRowGroups < S::kBookBarrier);
     if (slice > 0) {
       CUTLASS_PRAGMA_UNROLL
@@ -19,11 +20,11 @@ CUTLASS_DEVICE bool add_slices(Storage& storage, Accumulator& accumulator, int c
         storage.slices.of[slice - 1][rows][i][thread] =
             make_float4(accumulator(4 * i), accumulator(4 * i + 1), accumulator(4 * i + 2), accumulator(4 * i + 3));
       }
-      asm volatile("bar.arrive %0, %1;" ::"r"(written), "n"(S::kSlices * 128) : "memory");
-      asm volatile("bar.sync %0, %1;" ::"r"(read), "n"(S::kSlices * 128) : "memory");
+      written.arrive();
+      read.sync();
       return false;
     }
-    asm volatile("bar.sync %0, %1;" ::"r"(written), "n"(S::kSlices * 128) : "memory");
+    written.sync();
     CUTLASS_PRAGMA_UNROLL
     for (int other = 0; other < S::kSlices - 1; ++other) {
       CUTLASS_PRAGMA_UNROLL
@@ -35,7 +36,7 @@ CUTLASS_DEVICE bool add_slices(Storage& storage, Accumulator& accumulator, int c
         accumulator(4 * i + 3) += part.w;
       }
     }
-    asm volatile("bar.arrive %0, %1;" ::"r"(read), "n"(S::kSlices * 128) : "memory");
+    read.arrive();
   }
   return true;
 }

@@ -5,6 +5,7 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include "common/cutlass_element.cuh"
+#include "common/ring.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
@@ -96,19 +97,7 @@ struct StageSm90 {
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
-  /// The ring's position.
-  struct PipelineState {
-    int index = 0;
-    uint32_t phase = 0;
-    __device__ void advance() {
-      if (++index == kStages) {
-        index = 0;
-        phase ^= 1;
-      }
-    }
-    /// A fresh barrier's previous phase counts as passed: to the producer every stage starts empty.
-    static __device__ PipelineState of_producer() { return {0, 1}; }
-  };
+  using PipelineState = Ring<kStages>;
 
   /// Waits for the ring's stage. cp.async writes through another proxy than WGMMA reads by.
   template <class Storage>

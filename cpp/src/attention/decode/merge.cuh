@@ -5,6 +5,7 @@
 
 #include "attention/decode/mainloop.cuh"
 #include "attention/shared/launch.h"
+#include "common/named_barrier.cuh"
 #include "common/opaque.cuh"
 #include "common/packet.cuh"
 
@@ -25,9 +26,9 @@ struct DecodeMerge : Traits {
     uint64_t stamp;  // the tag of the packets of this CTA's partial
   };
 
-  /// Not a NamedBarrier, whose number is a register: the compiler then recomputes other values to make room for it (portable int4 kernel of
-  /// head_dim 64: 8 instructions more).
-  static CUTLASS_DEVICE void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumerThreads) : "memory"); }
+  /// With the number in a register, the compiler recomputes other values to make room for it (portable int4 kernel of head_dim 64: 8
+  /// instructions more).
+  static CUTLASS_DEVICE void sync_consumers() { ConstantNamedBarrier<1, kConsumerThreads>::sync(); }
 
   /// Merges the warps' partials of a work item, and leaves the result in its partial slot or, as the owner, stores the output.
   template <int kRowTiles>

@@ -7,6 +7,7 @@
 // touched, which is why no TMA store writes them.
 #pragma once
 
+#include "common/named_barrier.cuh"
 #include "cute/tensor.hpp"
 #include "gemm/epilogue.cuh"
 #include "moe/grouped/expert_tiles.cuh"
@@ -66,7 +67,7 @@ struct GroupedEpilogue {
   __device__ GroupedEpilogue(GroupedEpilogueParams const& params, char* staged, int thread, int barrier_id)
       : params(params), staged(staged), thread(thread), barrier_id(barrier_id) {}
 
-  __device__ void synchronize() const { asm volatile("bar.sync %0, 128;" ::"r"(barrier_id) : "memory"); }
+  __device__ void synchronize() const { NamedBarrier<128>{barrier_id}.sync(); }
 
   /// Before store: the bias of the warpgroup's rows of the weight, from first_row on, and alpha.
   __device__ void prefetch(ExpertTile const& tile, int first_row) {
