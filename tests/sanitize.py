@@ -233,7 +233,7 @@ def check(tool: str, only: str, timeout: float, keep: Path | None) -> bool:
     """Runs all calls under a tool; whether it found nothing. What the tool wrote goes to the folder `keep`."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        command = [sanitizer(), f"--tool={tool}", f"--log-file={log}", "--print-limit=100000"]
+        command = [sanitizer(), f"--tool={tool}", f"--log-file={log}", "--print-limit=100000", "--show-backtrace=no"]
         if tool == "racecheck":
             command.append("--racecheck-report=analysis")
         if tool == "synccheck":
