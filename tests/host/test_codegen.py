@@ -207,7 +207,7 @@ def test_portable_attention_rows():
     assert prefill.name == "attention_sm80_bf16_d128_128x64_prefill"
     assert (prefill.threads, prefill.schedule, prefill.stages, prefill.ctas_per_sm) == (256, "multistage", 2, 1)
     assert "launch_prefill_sm80<attention_sm80_bf16_d128_128x64_prefill>" in prefill.definition()
-    assert prefill.shard_group == "attention_sm80_bf16_prefill"
+    assert prefill.shard_group == "attention_sm80_prefill"
     assert '#include "attention/prefill/prefill_sm80.cuh"' in shards.shard_text([prefill])
 
 
@@ -429,7 +429,7 @@ def test_an_8_bit_operand_is_a_row(with_e4m3):
     assert "kType = DataType::kE4M3;" in text and "kOutputType = DataType::kBF16;" in text
     assert "kOutputType" not in wide.definition()
     assert expand(E4M3, tile=[64, 8, 128], cluster=[1, 1, 1], schedule="pingpong", swap=True)[0].stages == 16
-    assert narrow[0].info()["ab_type"] == "e4m3" and narrow[0].shard_group == "gemm_sm90_e4m3_f16_cooperative_tn_m128"
+    assert narrow[0].info()["ab_type"] == "e4m3" and narrow[0].shard_group == "gemm_sm90_cooperative_tn"
 
 
 @pytest.mark.parametrize(
@@ -591,7 +591,7 @@ def test_a_new_row_rewrites_only_the_last_shard_of_its_group():
     before = {name: shards.shard_text(members) for name, members in shards.assign(rows).items()}
     after = shards.assign(rows + expand(SM80, tile=[128, 128, 16], layouts=["tn"]))
     changed = [name for name, members in after.items() if before.get(name) != shards.shard_text(members)]
-    assert changed == ["gemm_sm80_f16_multistage_tn_m128_1.cu"]
+    assert changed == ["gemm_sm80_multistage_tn_1.cu"]
 
 
 def test_unchanged_output_is_not_written_and_stale_shards_go(folder, tmp_path):
@@ -603,11 +603,11 @@ def test_unchanged_output_is_not_written_and_stale_shards_go(folder, tmp_path):
     assert (again["written"], again["deleted"]) == (0, 0)
     assert stamps == {path: path.stat().st_mtime_ns for path in out.rglob("*.*")}
 
-    sm90 = generate.generate(folder, out, ["90a"], "gemm_sm90_f16_*", "4.2.0")
-    assert (sm90["compiled"], sm90["shards"]) == (2, 2)
+    sm90 = generate.generate(folder, out, ["90a"], "gemm_sm90_*", "4.2.0")
+    assert (sm90["compiled"], sm90["shards"]) == (4, 2)
     assert sorted(path.name for path in (out / "kernels").iterdir()) == [
-        "gemm_sm90_f16_cooperative_mn_m128_0.cu",
-        "gemm_sm90_f16_cooperative_tn_m128_0.cu",
+        "gemm_sm90_cooperative_mn_0.cu",
+        "gemm_sm90_cooperative_tn_0.cu",
     ]
     assert all(path.stat().st_mtime_ns == stamps[path] for path in (out / "kernels").iterdir())
     listing = (out / "shards.cmake").read_text()

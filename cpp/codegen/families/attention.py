@@ -39,8 +39,8 @@ class AttentionKernel(Kernel):
 
     @property
     def shard_group(self) -> str:
-        cache = f"_{self.b_format}" if self.variant == "decode" or self.b_format != "dense" else ""
-        return f"attention_sm{self.arch}_{self.types}_{self.variant}{cache}"
+        codes = "_codes" if self.variant == "prefill" and self.b_format != "dense" else ""
+        return f"attention_sm{self.arch}_{self.variant}{codes}"
 
     @property
     def template(self) -> tuple[str, str]:

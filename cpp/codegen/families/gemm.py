@@ -50,7 +50,7 @@ class GemmKernel(Kernel):
     def shard_group(self) -> str:
         """K-major pairs (the layout of weights, most often edited) are kept apart from the rest."""
         layouts = "tn" if self.layout == "tn" else "mn"
-        return f"gemm_sm{self.arch}_{self.types}_{self.schedule}_{layouts}_m{self.tile[0]}"
+        return f"gemm_sm{self.arch}_{self.schedule}_{layouts}"
 
     @property
     def template(self) -> tuple[str, str]:

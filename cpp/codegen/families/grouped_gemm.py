@@ -42,7 +42,7 @@ class GroupedGemmKernel(Kernel):
 
     @property
     def shard_group(self) -> str:
-        return f"moe_sm{self.arch}_{self.types}_{self.schedule}_tn_m{self.tile[0]}"
+        return f"moe_sm{self.arch}_{self.schedule}"
 
     @property
     def template(self) -> tuple[str, str]:

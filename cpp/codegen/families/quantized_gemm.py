@@ -24,7 +24,6 @@ from codegen.row import Row
 
 BOOK_BYTES = 256 * 256 - 128  # of a code book in shared memory
 PORTABLE_FORMATS = ("int4",)  # that sm80 kernels read; weights of the others are dequantised first
-WELL_STOCKED = ("int4",)  # formats with so many kernels that each way of scaling has source files of its own
 
 # sm90: where scales are applied -> (enumerator, in names, k that a group must be a multiple of). sm80 applies them to fragments of 32 of k.
 SCALINGS = {
@@ -69,8 +68,7 @@ class QuantizedGemmKernel(Kernel):
 
     @property
     def shard_group(self) -> str:
-        part = (self.scaling or "portable") if self.b_format in WELL_STOCKED else "all"
-        return f"{self.FAMILY}_sm{self.arch}_{self.types}_{self.b_format}_{part}"
+        return f"{self.FAMILY}_sm{self.arch}_{self.types}"
 
     @property
     def template(self) -> tuple[str, str]:
