@@ -3,11 +3,11 @@
 A kernel of the registry is called by name, twice where a launch divides its work; the others (packing, routing, caches, merges) by the
 operators that launch them. Needs a GPU, and compute-sanitizer on PATH or in CUDA_HOME. Exit status 1 if a tool reports anything.
 
-What two of the tools cannot follow is counted apart, by kernel, and is no failure; of all other kernels it is:
+What three of the tools cannot follow is counted apart, by kernel, and is no failure; of all other kernels it is:
 
 * racecheck follows shared memory that is handed over by barriers of a CTA, not by mbarriers that TMA and asynchronous copies arrive at.
 * synccheck takes warps that wait for each other at one named barrier from several places in the code for diverged ones, and stops the
-  kernel. The roles of the attention kernels' warps do that.
+  kernel: it says nothing of the rest of it. The roles of the attention kernels' warps do that.
 * initcheck counts every look at a word of the workspace that nobody has written yet. Kernels whose CTAs hand partial results to each other
   look for words that carry this call's tag, whatever was there before. It also takes what a TMA store has written for not initialised.
 
@@ -34,8 +34,8 @@ from typing import Any
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXCUSED = {
     "racecheck": re.compile(r"sm90_"),  # kernels whose shared memory is handed over by mbarriers
-    "synccheck": re.compile(r"(prefill|decode)_sm90_kernel"),  # kernels whose roles synchronise by named barriers
-    "initcheck": re.compile(r"(gemm|w4a16|decode)_sm90_kernel|router_gemm_kernel"),  # kernels that look for tagged words of the workspace
+    "synccheck": re.compile(r"\b(prefill|decode)_sm90_kernel"),  # kernels whose roles synchronise by named barriers
+    "initcheck": re.compile(r"\b((gemm|w4a16|decode)_sm90_kernel|router_gemm_kernel)"),  # kernels that look for tagged words of the workspace
 }
 DEVICE = "cuda"
 
@@ -261,6 +261,8 @@ def check(tool: str, only: str, timeout: float, keep: Path | None) -> bool:
     print(f"{tool}: {'an unknown number of' if calls is None else calls} calls, {len(refused)} refused, {errors}, exit status {status}")
     for line in refused:
         print(f"  {line}")
+    for name in sorted(stopped):
+        print(f"  stopped by the tool: {name}")
     for name, n in report.found.most_common(40):
         print(f"  {n} x {name}: {report.first[name]}" + ("  (not followed)" if name in report.excused(tool) else ""))
     return bool(calls) and not refused and status == 0 and report.passes(tool)
