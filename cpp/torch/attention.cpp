@@ -148,21 +148,11 @@ AttentionCall checked_call(char const* op, Tensor const& q, Tensor const& k, Ten
   return call;
 }
 
-/// What a plan depends on. Every member of the problem counts, also one that is added later.
-struct PlanInput {
-  AttentionProblem problem;
-  int32_t device;
-
-  bool operator==(PlanInput const&) const = default;
-};
-
-/// Of the members in which the calls of a process differ most. Problems that differ in others only are told apart by ==.
-size_t hash_of(PlanInput const& x) {
-  AttentionProblem const& p = x.problem;
+size_t hash_of_problem(AttentionProblem const& p) {
   uint64_t const dimensions = uint64_t(p.head_dim) | uint64_t(p.head_dim_v) << 16 | uint64_t(p.kv_format) << 32 | uint64_t(p.type) << 48;
-  return torch_binding::hash_of(PlanKey<11>{uint64_t(p.batch), uint64_t(p.heads_q), uint64_t(p.heads_kv), uint64_t(p.seqlen_q),
-                                            uint64_t(p.seqlen_k), uint64_t(p.tokens_q), uint64_t(p.tokens_k), uint64_t(p.window_left),
-                                            uint64_t(p.window_right), uint64_t(p.num_splits), dimensions});
+  return hash_of({uint64_t(p.batch), uint64_t(p.heads_q), uint64_t(p.heads_kv), uint64_t(p.seqlen_q), uint64_t(p.seqlen_k),
+                  uint64_t(p.tokens_q), uint64_t(p.tokens_k), uint64_t(p.window_left), uint64_t(p.window_right), uint64_t(p.num_splits),
+                  dimensions});
 }
 
 AttentionPlan make_plan(AttentionCall const& call, DeviceProperties const& device) {
@@ -176,8 +166,8 @@ AttentionPlan make_plan(AttentionCall const& call, DeviceProperties const& devic
 
 AttentionPlan plan_of(AttentionCall const& call, OnDevice const& on) {
   if (call.kernel) return make_plan(call, on.properties());
-  thread_local PlanCache<PlanInput, AttentionPlan> cache;
-  return cache.get({call.problem, on.index()}, 0, [&] { return make_plan(call, on.properties()); });
+  thread_local PlanCache<AttentionProblem, AttentionPlan, hash_of_problem> cache;
+  return cache.get(call.problem, on.index(), 0, [&] { return make_plan(call, on.properties()); });
 }
 
 /// Plans, copies the inputs that the kernel cannot read, allocates the outputs and the workspace, and runs.

@@ -1,7 +1,6 @@
 #include "gemm_planning.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -65,16 +64,10 @@ int32_t forced_arch() {
 
 namespace {
 
-/// Enumerators and alignments take eight bits each.
-PlanKey<6> key_of(GemmProblem const& p, int32_t device) {
-  uint64_t const flags = uint64_t(p.a_major == Major::kMN) | uint64_t(p.b_major == Major::kMN) << 1 | uint64_t(p.has_c) << 2 |
-                         uint64_t(p.gated) << 3 | uint64_t(p.has_zeros) << 4;
-  uint64_t const alignments =
-      uint64_t(p.a_alignment) | uint64_t(p.b_alignment) << 8 | uint64_t(p.c_alignment) << 16 | uint64_t(p.d_alignment) << 24;
-  uint64_t const group = uint64_t(std::bit_width(uint32_t(p.group_size)));  // group sizes are powers of two
-  uint64_t const formats = uint64_t(p.ab_type) | uint64_t(p.d_type) << 8 | uint64_t(p.b_format) << 16 | group << 24;
-  return {
-      uint64_t(p.m), uint64_t(p.n), uint64_t(p.k), uint64_t(p.batch), flags | alignments << 32, formats | uint64_t(uint32_t(device)) << 32};
+size_t hash_of_problem(GemmProblem const& p) {
+  uint64_t const formats = uint64_t(p.ab_type) | uint64_t(p.d_type) << 8 | uint64_t(p.b_format) << 16 | uint64_t(p.gated) << 24 |
+                           uint64_t(p.has_zeros) << 25 | uint64_t(uint32_t(p.group_size)) << 32;
+  return hash_of({uint64_t(p.m), uint64_t(p.n), uint64_t(p.k), uint64_t(p.batch), formats});
 }
 
 /// The options of a call that requests no kernel.
@@ -99,8 +92,8 @@ GemmPlan const& plan_as_requested(char const* op, GemmProblem const& problem, Ke
 }
 
 GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice const& on) {
-  thread_local PlanCache<PlanKey<6>, GemmPlan> cache;
-  return cache.get(key_of(problem, on.index()), user_rows_generation(), [&] {
+  thread_local PlanCache<GemmProblem, GemmPlan, hash_of_problem> cache;
+  return cache.get(problem, on.index(), user_rows_generation(), [&] {
     GemmPlan plan;
     Status const status = plan_gemm(problem, on.properties(), options_of_calls(on.index()), &plan);
     if (!status.ok()) fail(op, ": ", status.message);
@@ -109,8 +102,8 @@ GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice
 }
 
 bool cached_dequantize_first(char const* op, GemmProblem const& problem, OnDevice const& on) {
-  thread_local PlanCache<PlanKey<6>, bool> cache;
-  return cache.get(key_of(problem, on.index()), user_rows_generation(), [&] {
+  thread_local PlanCache<GemmProblem, bool, hash_of_problem> cache;
+  return cache.get(problem, on.index(), user_rows_generation(), [&] {
     bool first = false;
     Status const status = dequantize_first(problem, on.properties(), options_of_calls(on.index()), &first);
     if (!status.ok()) fail(op, ": ", status.message);

@@ -14,12 +14,10 @@ namespace {
 /// gpt-oss's clamped SwiGLU: gate * sigmoid(1.702 * gate) * (up + 1), where gate is clamped to at most 7 and up to [-7, 7].
 constexpr char const* kSwigluOai = "swigluoai";
 
-PlanKey<8> key_of(GroupedProblem const& p, int32_t device) {
-  uint64_t const flags = uint64_t(p.gated) | uint64_t(p.gathered) << 1 | uint64_t(p.has_zeros) << 2;
-  uint64_t const alignments = uint64_t(p.a_alignment) | uint64_t(p.b_alignment) << 8 | uint64_t(p.d_alignment) << 16;
-  uint64_t const formats = uint64_t(p.type) | uint64_t(p.b_format) << 8 | flags << 16 | alignments << 32;
-  return {uint64_t(p.rows),     uint64_t(p.experts),    uint64_t(p.n), uint64_t(p.k),
-          uint64_t(p.max_rows), uint64_t(p.group_size), formats,       uint64_t(uint32_t(device))};
+size_t hash_of_problem(GroupedProblem const& p) {
+  uint64_t const formats = uint64_t(p.type) | uint64_t(p.b_format) << 8 | uint64_t(p.gated) << 16 | uint64_t(p.gathered) << 17 |
+                           uint64_t(p.has_zeros) << 18 | uint64_t(p.group_size) << 32;
+  return hash_of({uint64_t(p.rows), uint64_t(p.experts), uint64_t(p.n), uint64_t(p.k), uint64_t(p.max_rows), formats});
 }
 
 GroupedPlan make_plan(char const* op, GroupedProblem const& problem, DeviceProperties const& device, char const* kernel) {
@@ -176,8 +174,8 @@ void set_output(GroupedCall* call, void* d, int64_t ldd) {
 
 GroupedPlan plan_of(GroupedCall const& call, std::optional<std::string> const& kernel, OnDevice const& on) {
   if (kernel) return make_plan(call.op, call.problem, on.properties(), kernel->c_str());
-  thread_local PlanCache<PlanKey<8>, GroupedPlan> cache;
-  return cache.get(key_of(call.problem, on.index()), 0, [&] { return make_plan(call.op, call.problem, on.properties(), nullptr); });
+  thread_local PlanCache<GroupedProblem, GroupedPlan, hash_of_problem> cache;
+  return cache.get(call.problem, on.index(), 0, [&] { return make_plan(call.op, call.problem, on.properties(), nullptr); });
 }
 
 void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDevice const& on) {

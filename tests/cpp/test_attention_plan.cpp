@@ -2,7 +2,6 @@
 #include <cstring>
 #include <functional>
 #include <sstream>
-#include <utility>
 #include <vector>
 
 #include "gemm_problems.h"
@@ -106,31 +105,6 @@ void check_plan(AttentionPlan const& plan, AttentionProblem const& p, DeviceProp
   }
 }
 
-/// Becomes a member of any type, with this value.
-struct Member {
-  int value = 0;
-  template <class T>
-  operator T() const {
-    return static_cast<T>(value);
-  }
-};
-
-/// The number of members of a problem: of values that braces take.
-template <class... Members>
-constexpr size_t members_of_problem() {
-  if constexpr (requires { AttentionProblem{Members{}..., Member{}}; }) {
-    return members_of_problem<Members..., Member>();
-  } else {
-    return sizeof...(Members);
-  }
-}
-
-/// A problem of zeros but for member `one`, which is 1.
-template <size_t... at>
-AttentionProblem with_member(size_t one, std::index_sequence<at...>) {
-  return {Member{at == one}...};
-}
-
 }  // namespace
 
 TEST_CASE(attention_plans_always_answer_on_portable_devices) {
@@ -220,15 +194,4 @@ TEST_CASE(pieces_beyond_32_bits_are_another_kernels) {
   decode.heads_q = decode.heads_kv = 113;  // a prime: no heads in lockstep
   options.kernel = nullptr;
   CHECK(plan_attention(decode, device, options, &plan).ok() && plan.kernel->schedule != Schedule::kSplitKv);
-}
-
-/// Plans are cached by the comparison of problems: no member may be left out, whoever adds one.
-TEST_CASE(attention_problems_differ_by_every_member) {
-  constexpr size_t kMembers = members_of_problem();
-  static_assert(kMembers >= 22);
-  std::vector<AttentionProblem> problems;
-  for (size_t one = 0; one <= kMembers; ++one) problems.push_back(with_member(one, std::make_index_sequence<kMembers>()));
-  for (size_t i = 0; i < problems.size(); ++i) {
-    for (size_t j = 0; j < problems.size(); ++j) CHECK_EQUAL(problems[i] == problems[j], i == j);
-  }
 }

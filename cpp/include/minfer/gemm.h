@@ -26,6 +26,9 @@ struct GemmProblem {
   WeightFormat b_format = WeightFormat::kDense;  // the fields below are of the other formats
   int32_t group_size = 0;                        // k of a scale; 0: all of k
   bool has_zeros = false;
+
+  /// Whether all members are equal, so that a plan of one is a plan of the other.
+  bool operator==(GemmProblem const& other) const;
 };
 
 /// Where it is. Leading dimensions and strides are in elements. B is described as [n, k].

@@ -39,6 +39,9 @@ struct GroupedProblem {
   WeightFormat b_format = WeightFormat::kDense;
   int64_t group_size = 0;  // quantised: columns of k that share a scale; 0: all of k
   bool has_zeros = false;
+
+  /// Whether all members are equal, so that a plan of one is a plan of the other.
+  bool operator==(GroupedProblem const& other) const;
 };
 
 /// Strides are in elements.

@@ -6,12 +6,13 @@
 // weighted minimax fit of logit(Phi(x)) / x on |x| <= 5.5 (|error of gelu| < 1e-7). So no kernel is instantiated per activation.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "minfer/gemm.h"
+
+#if defined(__CUDACC__)
+#include "common/float16.cuh"
+#endif
 
 namespace minfer::gemm {
 
@@ -93,33 +94,6 @@ constexpr int kGateBlock = 8;
 
 #if defined(__CUDACC__)
 
-template <DataType kType>
-struct ElementOf;
-template <>
-struct ElementOf<DataType::kF16> {
-  using Type = __half;
-  using Pair = __half2;
-  static __device__ float to_float(Type v) { return __half2float(v); }
-  static __device__ Type from_float(float v) { return __float2half_rn(v); }
-  static __device__ uint32_t pack(float lo, float hi) {
-    Pair p = __floats2half2_rn(lo, hi);
-    return *reinterpret_cast<uint32_t*>(&p);
-  }
-  static __device__ float2 unpack(uint32_t v) { return __half22float2(*reinterpret_cast<Pair*>(&v)); }
-};
-template <>
-struct ElementOf<DataType::kBF16> {
-  using Type = __nv_bfloat16;
-  using Pair = __nv_bfloat162;
-  static __device__ float to_float(Type v) { return __bfloat162float(v); }
-  static __device__ Type from_float(float v) { return __float2bfloat16_rn(v); }
-  static __device__ uint32_t pack(float lo, float hi) {
-    Pair p = __floats2bfloat162_rn(lo, hi);
-    return *reinterpret_cast<uint32_t*>(&p);
-  }
-  static __device__ float2 unpack(uint32_t v) { return __bfloat1622float2(*reinterpret_cast<Pair*>(&v)); }
-};
-
 /// x * sigmoid(y) with y_log2 = -log2(e) y. Both approximate instructions are good to 2 ulp; an infinite power of two gives x * 0.
 __device__ __forceinline__ float times_sigmoid(float x, float y_log2) {
   float power, sigmoid;
@@ -159,13 +133,13 @@ template <DataType kType>
 __device__ __forceinline__ float load_c(EpilogueParams const& e, int m, int n, int l) {
   int64_t const offset = l * e.c_batch_stride + m * e.c_stride_m + n * e.c_stride_n;
   return e.c_f32 ? static_cast<float const*>(e.c)[offset]
-                 : ElementOf<kType>::to_float(static_cast<typename ElementOf<kType>::Type const*>(e.c)[offset]);
+                 : Float16<kType>::to_float(static_cast<typename Float16<kType>::Type const*>(e.c)[offset]);
 }
 
 template <DataType kType>
 __device__ __forceinline__ float load_bias(EpilogueParams const& e, int n) {
   return e.bias_f32 ? static_cast<float const*>(e.bias)[n]
-                    : ElementOf<kType>::to_float(static_cast<typename ElementOf<kType>::Type const*>(e.bias)[n]);
+                    : Float16<kType>::to_float(static_cast<typename Float16<kType>::Type const*>(e.bias)[n]);
 }
 
 /// Writes the outputs of a rectangle of accumulators, element by element and coalesced along n: any alignment, any C, any output type,
@@ -218,10 +192,10 @@ __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0,
           if (row + i * row_step < rows_inside) static_cast<float*>(e.d)[offset + i * step] = v[i];
         }
       } else {
-        using Type = typename ElementOf<kType>::Type;
+        using Type = typename Float16<kType>::Type;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          if (row + i * row_step < rows_inside) static_cast<Type*>(e.d)[offset + i * step] = ElementOf<kType>::from_float(v[i]);
+          if (row + i * row_step < rows_inside) static_cast<Type*>(e.d)[offset + i * step] = Float16<kType>::from_float(v[i]);
         }
       }
     }

@@ -37,7 +37,7 @@ struct EpilogueSm90Params {
 template <class Config>
 struct EpilogueSm90 {
   using Params = EpilogueSm90Params;
-  using Element = ElementOf<Config::kType>;
+  using Element = Float16<Config::kType>;
 
   static constexpr bool kSwap = Config::kSwap;
   static constexpr int kWarpgroups = Config::kThreads / 128 - 1;                                    // consumers; one more is the producer

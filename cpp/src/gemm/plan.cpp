@@ -243,6 +243,9 @@ double gemm_floor_us(GemmProblem const& p, DeviceProperties const& device) {
   return std::max(gemm_bytes(p) / device.read_bandwidth, flops / device.matrix_rate);
 }
 
+// The compiler's comparison takes in every member, also one that is added later: cached plans depend on that.
+bool GemmProblem::operator==(GemmProblem const&) const = default;
+
 Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plan) {
   using namespace gemm;
   *plan = GemmPlan{};

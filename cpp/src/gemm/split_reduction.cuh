@@ -43,6 +43,19 @@ template <int kThreads, int kValues>
 struct SplitReduction {
   static_assert(kValues % 4 == 0, "a fragment is moved in 16-byte accesses");
 
+  /// After a work item's mainloop. A split that does not own its tile publishes its partial; the owner adds those of the others. Returns
+  /// whether the fragment now holds the tile. slot_of: where the partial with a schedule's slot lies in the workspace.
+  template <class WorkItem, class SlotOf, class Fragment, class Barrier>
+  static __device__ __forceinline__ bool fixup(SplitWorkspace const& workspace, WorkItem const& item, SlotOf const& slot_of,
+                                               Fragment& fragment, int thread, Barrier const& barrier) {
+    if (!item.owner()) {
+      publish(workspace, slot_of(item.slot), fragment, thread, barrier);
+      return false;
+    }
+    for (int i = 0; i < item.partials; ++i) add(workspace, slot_of(item.first_partial + i), fragment, thread, barrier);
+    return true;
+  }
+
   template <class Fragment, class Barrier>
   static __device__ void publish(SplitWorkspace const& workspace, int64_t slot, Fragment const& fragment, int thread, Barrier&& barrier) {
     float4* base = reinterpret_cast<float4*>(workspace.partials + slot * int64_t(kThreads) * kValues) + thread;
@@ -94,6 +107,19 @@ template <int kThreads, int kValues>
 struct TaggedReduction {
   static_assert(kValues % 2 == 0 && kValues <= kMaxTaggedValues);
   static constexpr int kPackets = kValues / 2;
+
+  /// As SplitReduction's, without a barrier: each thread waits for its own packets.
+  template <class WorkItem, class SlotOf, class Fragment, class Barrier>
+  static __device__ __forceinline__ bool fixup(SplitWorkspace const& workspace, WorkItem const& item, SlotOf const& slot_of,
+                                               Fragment& fragment, int thread, Barrier const&) {
+    if (!item.owner()) {
+      publish(workspace, slot_of(item.slot), fragment, thread);
+      return false;
+    }
+    auto const partial_of = [&](int i) { return slot_of(item.first_partial + i); };
+    if (item.partials > 0) gather(workspace, partial_of, item.partials, fragment, thread);
+    return true;
+  }
 
   static __device__ Packet* packets_of(SplitWorkspace const& workspace, int64_t slot, int thread) {
     return reinterpret_cast<Packet*>(workspace.partials) + slot * kPackets * kThreads + thread;

@@ -40,14 +40,8 @@ struct SplitTileSchedulerSm80 {
     template <class Accumulator, class Barrier, class Store>
     CUTLASS_DEVICE bool fixup(WorkItem const& item, Accumulator& accumulator, int, int thread, Barrier const& barrier,
                               Store const& store) const {
-      if (!item.owner()) {
-        Reduction::publish(params_.split, item.slot, accumulator, thread, barrier);
-        return true;
-      }
-      for (int i = 0; i < item.partials; ++i) {
-        Reduction::add(params_.split, item.first_partial + i, accumulator, thread, barrier);
-      }
-      store();
+      auto const slot_of = [](int slot) { return slot; };
+      if (Reduction::fixup(params_.split, item, slot_of, accumulator, thread, barrier)) store();
       return true;
     }
 

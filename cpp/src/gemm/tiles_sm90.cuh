@@ -82,14 +82,7 @@ struct SplitTileSchedulerSm90 {
                               Store const& store) const {
       // Partial slots hold the cluster's CTAs, and a CTA's warpgroups, one after the other.
       auto const partial_slot = [&](int slot) { return (slot * kCluster + int(at_.rank)) * kRowGroups + row_group; };
-      if (!item.owner()) {
-        Reduction::publish(params_.split, partial_slot(item.slot), accumulator, thread, barrier);
-        return true;
-      }
-      for (int i = 0; i < item.partials; ++i) {
-        Reduction::add(params_.split, partial_slot(item.first_partial + i), accumulator, thread, barrier);
-      }
-      store();
+      if (Reduction::fixup(params_.split, item, partial_slot, accumulator, thread, barrier)) store();
       return true;
     }
 

@@ -87,23 +87,7 @@ struct ClusterSplitTileSchedulerSm90 {
       }
       // Partial slots hold the cluster's CTAs, and a CTA's warpgroups, one after the other.
       auto const partial_slot = [&](int slot) { return (slot * kClusterM + at_.rank) * kRowGroups + row_group; };
-      if (!item.owner()) {
-        if constexpr (kTagged) {
-          Reduction::publish(params_.split, partial_slot(item.slot), accumulator, thread);
-        } else {
-          Reduction::publish(params_.split, partial_slot(item.slot), accumulator, thread, barrier);
-        }
-        return true;
-      }
-      if constexpr (kTagged) {
-        auto const slot_of = [&](int i) { return partial_slot(item.first_partial + i); };
-        if (item.partials > 0) Reduction::gather(params_.split, slot_of, item.partials, accumulator, thread);
-      } else {
-        for (int i = 0; i < item.partials; ++i) {
-          Reduction::add(params_.split, partial_slot(item.first_partial + i), accumulator, thread, barrier);
-        }
-      }
-      store();
+      if (Reduction::fixup(params_.split, item, partial_slot, accumulator, thread, barrier)) store();
       return true;
     }
 

@@ -51,7 +51,7 @@ __device__ void clear_rows_behind(ExpertRows const& rows, Storage const& tiles, 
 
 template <DataType kType, int kTileM, int kTileN, bool kHasAlpha = false>  // of one warpgroup
 struct GroupedEpilogue {
-  using Element = gemm::ElementOf<kType>;
+  using Element = Float16<kType>;
   static constexpr int kChunk = kTileN < 32 ? kTileN : 32;  // tokens staged together
   static constexpr int kBlocks = kChunk / 8;
   static constexpr int kMmaM = kTileM / 64;

@@ -15,7 +15,7 @@
 
 namespace minfer::moe {
 
-template <class Config, class Element = typename gemm::ElementOf<Config::kType>::Type>
+template <class Config, class Element = typename Float16<Config::kType>::Type>
 using CollectiveMainloopSm80 = cutlass::gemm::collective::CollectiveMma<
     MainloopSm80CpAsyncExperts<Config>, cute::Shape<cute::Int<Config::kTileM>, cute::Int<Config::kTileN>, cute::Int<Config::kTileK>>,
     Element, cute::Stride<int64_t, cute::_1, int64_t>, Element, cute::Stride<int64_t, cute::_1, int64_t>, void,

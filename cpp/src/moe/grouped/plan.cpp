@@ -253,6 +253,9 @@ Status gather_rows(void const*, int64_t, int64_t, int32_t const*, int64_t, int64
 
 }  // namespace moe
 
+// The compiler's comparison takes in every member, also one that is added later: cached plans depend on that.
+bool GroupedProblem::operator==(GroupedProblem const&) const = default;
+
 Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* plan) {
   using namespace moe;
   *plan = GroupedPlan{};
