@@ -36,10 +36,10 @@ Problem with_member(size_t one, std::index_sequence<at...>) {
   return {Member{at == one}...};
 }
 
-template <class Problem>
-void check_members(size_t at_least) {
+template <class Problem, size_t kAtLeast>
+void check_members() {
   constexpr size_t kMembers = members_of<Problem>();
-  CHECK(kMembers >= at_least);
+  static_assert(kMembers >= kAtLeast);
   std::vector<Problem> problems;
   for (size_t one = 0; one <= kMembers; ++one) problems.push_back(with_member<Problem>(one, std::make_index_sequence<kMembers>()));
   for (size_t i = 0; i < problems.size(); ++i) {
@@ -50,7 +50,7 @@ void check_members(size_t at_least) {
 }  // namespace
 
 TEST_CASE(problems_differ_by_every_member) {
-  check_members<GemmProblem>(17);
-  check_members<GroupedProblem>(14);
-  check_members<AttentionProblem>(22);
+  check_members<GemmProblem, 17>();
+  check_members<GroupedProblem, 14>();
+  check_members<AttentionProblem, 22>();
 }
