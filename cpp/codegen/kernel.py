@@ -37,6 +37,7 @@ class Kernel(ABC):
     b_format: str = "dense"  # a format of formats.toml
     group_multiple: int = 0  # quantised B: k per scale must be a multiple of this, or all of k
     swap: bool = False
+    column_step: int = 0  # > 0: a launch chooses the tile's columns, multiples of this up to the tile's
     tile: tuple[int, int, int]
     head_dim_v: int = 0  # attention: of the values
     cluster: tuple[int, int, int] = (1, 1, 1)
@@ -135,6 +136,7 @@ class Kernel(ABC):
             "b_format": self.b_format,
             "group_multiple": self.group_multiple,
             "swap": self.swap,
+            "column_step": self.column_step,
             "tile_m": self.tile[0],
             "tile_n": self.tile[1],
             "tile_k": self.tile[2],

@@ -25,7 +25,7 @@ OUTPUTS = ("f16", "bf16")
 
 COMMON_FIELDS = {"arch", "elements", "outputs", "layouts", "tile", "schedule", "stages", "note"}
 FIELDS = {
-    "sm90": COMMON_FIELDS | {"cluster", "swap", "epilogue_chunks"},
+    "sm90": COMMON_FIELDS | {"cluster", "swap", "epilogue_chunks", "column_step"},
     "sm80": COMMON_FIELDS | {"warps", "unaligned"},
 }
 
@@ -38,23 +38,26 @@ class GemmKernel(Kernel):
 
     epilogue_chunks: int = 0  # sm90: buffers of a consumer warpgroup that D goes through
     warps: tuple[int, int] = (0, 0)  # sm80: along the tile's m and n
+    ring_bytes: int = 0  # sm90, where a launch chooses the tile's columns: what its stages share
     unaligned: bool = False  # sm80: element-wise copies
 
     @property
     def name(self) -> str:
         suffix = ("_swap" if self.swap else "") + ("_unaligned" if self.unaligned else "")
+        suffix += f"_columns{self.column_step}" if self.column_step else ""
         shape = f"{shape_name(self.tile)}_{shape_name(self.cluster)}"
         return f"gemm_sm{self.arch}_{self.types}_{self.layout}_{shape}_{self.schedule}{suffix}"
 
     @property
     def shard_group(self) -> str:
         """K-major pairs (the layout of weights, most often edited) are kept apart from the rest."""
-        layouts = "tn" if self.layout == "tn" else "mn"
+        layouts = "columns" if self.column_step else "tn" if self.layout == "tn" else "mn"
         return f"gemm_sm{self.arch}_{self.schedule}_{layouts}"
 
     @property
     def template(self) -> tuple[str, str]:
-        return f"gemm/gemm_sm{self.arch}.cuh", f"launch_gemm_sm{self.arch}"
+        name = f"gemm_columns_sm{self.arch}" if self.column_step else f"gemm_sm{self.arch}"
+        return f"gemm/{name}.cuh", f"launch_{name}"
 
     @property
     def alignment(self) -> int:
@@ -83,6 +86,7 @@ class GemmKernel(Kernel):
             f"static constexpr Major kMajorA = {MAJORS[self.a_major]};",
             f"static constexpr Major kMajorB = {MAJORS[self.b_major]};",
             f"static constexpr bool kSwap = {cpp_bool(self.swap)};",
+            f"static constexpr int kColumnStep = {self.column_step};",
             "static constexpr int kTileM = {}, kTileN = {}, kTileK = {};".format(*self.tile),
             f"static constexpr int kClusterM = {self.cluster[0]}, kClusterN = {self.cluster[1]};",
             f"static constexpr Schedule kSchedule = {SCHEDULES[self.schedule]};",
@@ -94,6 +98,8 @@ class GemmKernel(Kernel):
         ]
         if self.arch == 90:
             lines.append(f"static constexpr int kEpilogueChunks = {self.epilogue_chunks};")
+            if self.column_step:
+                lines.append(f"static constexpr int kRingBytes = {self.ring_bytes};")
         else:
             lines.append(f"static constexpr int kWarpsM = {self.warps[0]}, kWarpsN = {self.warps[1]};")
             lines.append(f"static constexpr bool kUnaligned = {cpp_bool(self.unaligned)};")
@@ -103,11 +109,17 @@ class GemmKernel(Kernel):
 def _expand_sm90(row: Row, operand_bytes: int) -> dict:
     tile, stages, cluster = row.integers("tile", 3), row.optional_integer("stages"), row.integers("cluster", 3)
     swap, chunks = row.flag("swap"), row.optional_integer("epilogue_chunks")
+    column_step = row.optional_integer("column_step") or 0
     _check_sm90(row, tile, cluster, operand_bytes)
-    chunks, staging_bytes = _staging(row, tile, swap, chunks)
+    chunks, staging_bytes = _staging(row, tile, swap, column_step, chunks)
     stages = _stages_sm90(row, tile, staging_bytes, stages, operand_bytes)
-    smem = _smem_sm90(stages * _stage_bytes(tile, operand_bytes), staging_bytes)
+    ring_bytes = stages * _stage_bytes(tile, operand_bytes)
+    if column_step:
+        _check_columns(row, tile, cluster, column_step)
+        ring_bytes = (SM90_SMEM_LIMIT - _smem_sm90(0, staging_bytes)) // SM90_SMEM_ALIGNMENT * SM90_SMEM_ALIGNMENT
+    smem = _smem_sm90(ring_bytes, staging_bytes)
     fields = dict(arch=90, tile=tile, cluster=cluster, swap=swap, stages=stages, epilogue_chunks=chunks)
+    fields |= dict(column_step=column_step, ring_bytes=ring_bytes if column_step else 0)
     return fields | dict(threads=THREADS_SM90, smem_bytes=smem)
 
 
@@ -146,24 +158,39 @@ def _check_sm90(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], opera
     row.require(whole, "cluster", "multicast slices must be multiples of 8 rows")
 
 
-def _staging(row: Row, tile: tuple[int, ...], swap: bool, chunks: int | None) -> tuple[int, int]:
+def _check_columns(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], step: int) -> None:
+    """A kernel whose launches choose the columns of a tile."""
+    row.require(row.flag("swap"), "column_step", "is for swapped kernels: the rows of a box of D are chosen, not its columns")
+    row.require(row.names("layouts", ("tn", "tt", "nn", "nt")) == ["tn"], "column_step", "is for layout tn: the operands are K-major")
+    row.require(tile[2] == 64, "tile", "tile_k must be 64 where a launch chooses the columns")
+    rows = 128 if row.get("schedule") == "cooperative" else 64
+    row.require(tile[0] == rows, "tile", f"tile_m must be {rows} where a launch chooses the columns: 64 rows of each warpgroup")
+    whole = step > 0 and step % (8 * cluster[0]) == 0 and tile[1] % step == 0
+    row.require(whole, "column_step", f"must be a multiple of {8 * cluster[0]}, multicast in whole 8-row swizzle atoms, that divides tile_n")
+
+
+def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int | None) -> tuple[int, int]:
     """D leaves through shared memory in boxes -> (box buffers per consumer warpgroup, bytes of all of them and the bias).
 
     A box is as many contiguous outputs as TMA's swizzles allow (64, 32 or 16) for the 64 rows of one MMA tile; swapped, 64 contiguous
-    outputs (the MMA tile's rows) for tile_n rows of D.
+    outputs (the MMA tile's rows) for tile_n rows of D, or for `step` rows where a launch chooses the columns in such steps.
     """
     tile_m, tile_n, _ = tile
     mma_m = tile_m // (128 if row.get("schedule") == "cooperative" else 64)
     if swap:
-        boxes, box_bytes = mma_m, tile_n * 64 * OUTPUT_BYTES
+        rows = step or tile_n
+        boxes, box_bytes = mma_m * tile_n // rows, rows * 64 * OUTPUT_BYTES
     else:
         width = next((w for w in (64, 32, 16) if tile_n % w == 0), 0)
         row.require(width > 0, "tile", "an unswapped tile_n must be a multiple of 16")
         boxes, box_bytes = mma_m * tile_n // width, 64 * width * OUTPUT_BYTES
+    if chunks is None and step:
+        chunks = min(boxes, 2 * max(64 // step, 1))  # a group leaves while the next one is finished
     if chunks is None:
         # A 128 x 256 tile that staged D whole would cost a pipeline stage: it goes through half as many buffers.
         chunks = max(boxes // 2, 1) if tile_m * tile_n > 128 * 192 else boxes
-    together = 1 if swap else min(64 // width, tile_n // width)  # boxes finished, and stored, as a group
+    # Boxes finished, and stored, as a group.
+    together = (max(64 // step, 1) if step else 1) if swap else min(64 // width, tile_n // width)
     row.require(
         together <= chunks <= boxes, "epilogue_chunks", f"a consumer warpgroup has {boxes} boxes, {together} of them in use together"
     )

@@ -95,6 +95,7 @@ class QuantizedGemmKernel(Kernel):
         lines = self.type_constants() + [
             f"static constexpr WeightFormat kFormat = {project_formats().formats[self.b_format].cpp};",
             "static constexpr bool kSwap = true;",
+            "static constexpr int kColumnStep = 0;",
             "static constexpr int kTileM = {}, kTileN = {}, kTileK = {};".format(*self.tile),
             f"static constexpr int kClusterM = {self.cluster[0]}, kClusterN = {self.cluster[1]};",
             f"static constexpr Schedule kSchedule = {SCHEDULES[self.schedule]};",

@@ -68,6 +68,7 @@ struct GemmLaunch {
   int32_t splits = 1;            // of each output tile, with kSplitK
   int32_t max_swizzle_size = 1;  // tiles walked side by side before the raster advances (1, 2, 4, 8, 16)
   RasterOrder raster_order = RasterOrder::kAlongM;
+  int32_t columns = 0;  // of a tile: a multiple of the kernel's column_step up to its tile_n; 0: tile_n
 };
 
 enum class PlanSource : int32_t { kOverride = 0, kTuned = 1, kAnalytic = 2 };

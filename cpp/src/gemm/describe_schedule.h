@@ -11,6 +11,7 @@ template <class Config>
 Status describe_schedule(GemmLaunchArguments const& arguments, TileSchedulerParams* schedule, SplitWorkspace* split) {
   KernelInfo geometry{};
   geometry.swap = Config::kSwap;
+  geometry.column_step = Config::kColumnStep;
   geometry.tile_m = Config::kTileM;
   geometry.tile_n = Config::kTileN;
   geometry.tile_k = Config::kTileK;

@@ -11,7 +11,8 @@
 //
 // Boxes of a warpgroup, kChunks for each MMA tile mi of 64 rows, box = mi * kChunks + chunk:
 //   no swap: 64 rows of m x kBoxColumns (64, 32 or 16) columns of n
-//   swap:    kTileN rows of m x 64 columns of n (the MMA rows are n), one chunk
+//   swap:    kTileN rows of m x 64 columns of n (the MMA rows are n), one chunk; where the launch chooses the tile's columns, kColumnStep
+//            rows of m, as many boxes as the tile has of these
 // Shared memory of a box: rows of kBoxColumns, their 16-byte units in TMA's swizzle for that width. Buffers are a ring of kBuffers boxes.
 #pragma once
 
@@ -32,6 +33,7 @@ struct EpilogueSm90Params {
   EpilogueParams general;
   bool store_by_tma;  // fast path
   bool load_c_by_tma;
+  int32_t columns;  // of a tile, in kernels whose launches choose them
 };
 
 template <class Config>
@@ -44,16 +46,18 @@ struct EpilogueSm90 {
   static constexpr int kConsumers = Config::kSchedule == Schedule::kCooperative ? kWarpgroups : 1;  // of them, those that share a tile
   static constexpr int kMmaM = Config::kTileM / (64 * kConsumers);
   static constexpr int kTileN = Config::kTileN;
-  static constexpr int kBoxRows = kSwap ? kTileN : 64;
+  static constexpr bool kChoosesColumns = Config::kColumnStep > 0;  // up to kTileN, which shared memory and registers are laid out for
+  static constexpr int kBoxRows = kChoosesColumns ? Config::kColumnStep : kSwap ? kTileN : 64;
   static constexpr int kBoxColumns = kSwap || kTileN % 64 == 0 ? 64 : (kTileN % 32 == 0 ? 32 : 16);
   static constexpr int kGatedColumns = kBoxColumns / 2;
   static constexpr int kRowBytes = kBoxColumns * 2;
   static constexpr int kBoxBytes = kBoxRows * kRowBytes;
-  static constexpr int kChunks = kSwap ? 1 : kTileN / kBoxColumns;
+  static constexpr int kChunks = kTileN / (kSwap ? kBoxRows : kBoxColumns);
   static constexpr int kBoxes = kMmaM * kChunks;                            // of a warpgroup
   static constexpr int kBoxValues = kBoxRows * kBoxColumns / 128;           // accumulators of a thread
   static constexpr int kGroupColumns = kMmaM * kTileN / 2 > 128 ? 32 : 64;  // finished together; with more accumulators than 128, 64 spill
-  static constexpr int kGroup = kSwap || kBoxColumns > kGroupColumns ? 1 : cute::min(kChunks, kGroupColumns / kBoxColumns);  // in boxes
+  static constexpr int kGroupBox = kChoosesColumns ? kBoxRows : kSwap ? kGroupColumns : kBoxColumns;  // a box's columns of the tile
+  static constexpr int kGroup = kGroupBox > kGroupColumns ? 1 : cute::min(kChunks, kGroupColumns / kGroupBox);  // in boxes
   static constexpr int kBuffers = Config::kEpilogueChunks;
   static constexpr int kGeneralColumns = kTileN >= 32 ? 32 : (kTileN >= 16 ? 16 : 8);
   static constexpr int kGeneralBytes = 64 * kGeneralColumns * 4;
@@ -62,6 +66,7 @@ struct EpilogueSm90 {
   static constexpr int kBiasValues = (kBiasFloats + 127) / 128;    // of a thread
   static_assert(kTileN % 8 == 0 && kBoxRows <= 256 && (kSwap || kTileN % kBoxColumns == 0));
   static_assert(kBuffers >= kGroup && kBuffers <= kBoxes && kBuffers <= 32);
+  static_assert(!kChoosesColumns || (kSwap && kMmaM == 1), "boxes of D are numbered along the tile's columns");
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "every box starts on a whole period of its swizzle");
 
   struct TensorStorage {
@@ -104,13 +109,17 @@ struct EpilogueSm90 {
   }
 
   __device__ void synchronize() const { NamedBarrier<128>{barrier_id}.sync(); }
+  /// Of a tile.
+  __device__ int columns() const { return kChoosesColumns ? params.columns : kTileN; }
+  /// Whether a tile of this launch has the box.
+  __device__ bool has_box(int b) const { return b < kBoxes && (!kChoosesColumns || b * kBoxRows < params.columns); }
 
   // Top left corner of box b in the caller's (m, n); tile_row and tile_column are of the kernel's own tile.
   static __device__ int box_m(int b, int tile_row, int tile_column, int warpgroup) {
-    return kSwap ? tile_column : mma_row(b / kChunks, tile_row, warpgroup);
+    return kSwap ? tile_column + b % kChunks * kBoxRows : mma_row(b / kChunks, tile_row, warpgroup);
   }
   static __device__ int box_n(int b, int tile_row, int tile_column, int warpgroup) {
-    return kSwap ? mma_row(b, tile_row, warpgroup) : tile_column + b % kChunks * kBoxColumns;
+    return kSwap ? mma_row(b / kChunks, tile_row, warpgroup) : tile_column + b % kChunks * kBoxColumns;
   }
   // TMA's swizzle of the 16-byte units of a row of 128, 64, 32 or 16 bytes.
   template <int kBytes>
@@ -132,8 +141,8 @@ struct EpilogueSm90 {
     int row, column, l, row_group;
   };
   template <class Tile>
-  static __device__ Output locate(Tile const& tile, int row_group) {
-    return {tile.m() * Config::kTileM, tile.n() * kTileN, tile.l(), row_group};
+  __device__ Output locate(Tile const& tile, int row_group) const {
+    return {tile.m() * Config::kTileM, tile.n() * columns(), tile.l(), row_group};
   }
   template <class SchedulerParams, class SchedulerStorage>
   static __device__ void begin(Params const&, SchedulerParams const&, SchedulerStorage const&, int, int) {}
@@ -150,9 +159,9 @@ struct EpilogueSm90 {
     if (params.load_c_by_tma && thread == 0) {
       cute::tma_store_wait<0>();  // the previous tile's stores have left the buffers
 #pragma unroll 1
-      for (int b = 0; b < kBuffers; ++b) request_c(b, tile_row, tile_column, l, warpgroup);
+      for (int b = 0; b < kBuffers && has_box(b); ++b) request_c(b, tile_row, tile_column, l, warpgroup);
 #pragma unroll 1
-      for (int b = kBuffers; b < kBoxes; ++b) {  // asked for when a buffer is free, by then out of L2
+      for (int b = kBuffers; has_box(b); ++b) {  // asked for when a buffer is free, by then out of L2
         cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.tma_c, box_n(b, tile_row, tile_column, warpgroup),
                                                box_m(b, tile_row, tile_column, warpgroup), l);
       }
@@ -186,7 +195,7 @@ struct EpilogueSm90 {
     cute::for_each(cute::make_int_sequence<kMmaM * kGroups>{}, [&](auto group) {
       constexpr int kMi = decltype(group)::value / kGroups, kChunk = decltype(group)::value % kGroups * kGroup;
       constexpr int kCount = kChunks - kChunk < kGroup ? kChunks - kChunk : kGroup;
-      store_group<Group<kMi, kChunk, kCount>>(acc, tile_row, tile_column, l, warpgroup);
+      if (!kChoosesColumns || has_box(kChunk)) store_group<Group<kMi, kChunk, kCount>>(acc, tile_row, tile_column, l, warpgroup);
     });
   }
 
@@ -196,7 +205,7 @@ struct EpilogueSm90 {
   struct Group {
     static constexpr int kMi = kMi_, kCount = kCount_;
     static constexpr int kFirstBox = kMi * kChunks + kChunk;
-    static constexpr int kFirstBlock = kSwap ? 0 : kChunk * kBoxColumns / 8;  // 8-column blocks of the accumulator
+    static constexpr int kFirstBlock = kChunk * (kSwap ? kBoxRows : kBoxColumns) / 8;  // 8-column blocks of the accumulator
     static constexpr int kBoxBlocks = kBoxValues / 4;
     static constexpr int kValues = kCount * kBoxValues, kBlocks = kValues / 4;
   };
@@ -233,6 +242,7 @@ struct EpilogueSm90 {
 #pragma unroll
     for (int box = 0; box < G::kCount; ++box) {
       int const buffer = (G::kFirstBox + box) % kBuffers;
+      if (kChoosesColumns && !has_box(G::kFirstBox + box)) break;
       cutlass::arch::ClusterTransactionBarrier::wait(&c_full[buffer], c_phase >> buffer & 1);
       c_phase ^= 1u << buffer;
     }
@@ -296,7 +306,7 @@ struct EpilogueSm90 {
         int const block = 4 * (j + i < G::kBlocks ? j + i : kLast);
         packed[i] = Element::pack(v[block] * v[block + 2], v[block + 1] * v[block + 3]);
       }
-      store_gated_tokens(G::kFirstBox, j, G::kBlocks - j < 4 ? G::kBlocks - j : 4, packed);
+      store_gated_tokens<G::kBoxBlocks>(G::kFirstBox, j, G::kBlocks - j < 4 ? G::kBlocks - j : 4, packed);
     }
   }
   // The same, gated: gate and up are 8-column blocks 2 i and 2 i + 1 of the same thread.
@@ -321,6 +331,7 @@ struct EpilogueSm90 {
 #pragma unroll
     for (int box = 0; box < G::kCount; ++box) {
       int const b = G::kFirstBox + box, n = box_n(b, tile_row, tile_column, warpgroup);
+      if (kChoosesColumns && !has_box(b)) break;
       cute::SM90_TMA_STORE_3D::copy(&params.tma_d, buffers + b % kBuffers * kBoxBytes, params.general.gated ? n / 2 : n,
                                     box_m(b, tile_row, tile_column, warpgroup), l);
       cute::tma_store_arrive();
@@ -329,7 +340,7 @@ struct EpilogueSm90 {
       cute::tma_store_wait<0>();
 #pragma unroll
       for (int box = 0; box < G::kCount; ++box) {
-        if (G::kFirstBox + box + kBuffers < kBoxes) request_c(G::kFirstBox + box + kBuffers, tile_row, tile_column, l, warpgroup);
+        if (has_box(G::kFirstBox + box + kBuffers)) request_c(G::kFirstBox + box + kBuffers, tile_row, tile_column, l, warpgroup);
       }
     }
   }
@@ -343,11 +354,14 @@ struct EpilogueSm90 {
     return cute::cast_smem_ptr_to_uint(buffers) + box % kBuffers * kBoxBytes + row * kRowBytes + (swizzle<kRowBytes>(unit, row) << 4);
   }
 
-  // Swapped and gated: one matrix (8 outputs of n, 8 tokens) a token block, `count` of them from block j on.
+  // Swapped and gated: one matrix (8 outputs of n, 8 tokens) a token block, `count` of them from block j of the boxes from `box` on.
+  template <int kBoxBlocks>
   __device__ void store_gated_tokens(int box, int j, int count, uint32_t const (&packed)[4]) const {
     int const lane = thread % 32, warp = thread / 32, q = lane / 8, r = lane % 8;
-    int const row = 8 * (j + (q < count ? q : count - 1)) + r;  // matrices beyond count repeat the last one
-    uint32_t const address = cute::cast_smem_ptr_to_uint(buffers) + box % kBuffers * kBoxBytes + row * (kGatedColumns * 2) +
+    int const block = j + (q < count ? q : count - 1);  // matrices beyond count repeat the last one
+    int const row = 8 * (block % kBoxBlocks) + r;
+    uint32_t const address = cute::cast_smem_ptr_to_uint(buffers) + (box + block / kBoxBlocks) % kBuffers * kBoxBytes +
+                             row * (kGatedColumns * 2) +
                              (swizzle<kGatedColumns * 2>(warp, row) << 4);
     asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(packed[0]), "r"(packed[1]),
                  "r"(packed[2]), "r"(packed[3])
@@ -375,6 +389,7 @@ struct EpilogueSm90 {
       int const row0 = mma_row(mi, tile_row, warpgroup);
 #pragma unroll
       for (int column0 = 0; column0 < kTileN; column0 += kGeneralColumns) {
+        if (kChoosesColumns && column0 >= columns()) break;
         constexpr int kBlocks = kGeneralColumns / 8;
         synchronize();
 #pragma unroll
@@ -389,12 +404,12 @@ struct EpilogueSm90 {
           }
         }
         synchronize();
-        int const columns = kTileN - column0 < kGeneralColumns ? kTileN - column0 : kGeneralColumns;
+        int const rest = columns() - column0, width = rest < kGeneralColumns ? rest : kGeneralColumns;
         if constexpr (kSwap) {
-          store_rectangle<Config::kType>(params.general, tile_column + column0, row0, l, columns, 64, thread, 128,
+          store_rectangle<Config::kType>(params.general, tile_column + column0, row0, l, width, 64, thread, 128,
                                          [&](int row, int column) { return at(column, row); });
         } else {
-          store_rectangle<Config::kType>(params.general, row0, tile_column + column0, l, 64, columns, thread, 128,
+          store_rectangle<Config::kType>(params.general, row0, tile_column + column0, l, 64, width, thread, 128,
                                          [&](int row, int column) { return at(row, column); });
         }
       }

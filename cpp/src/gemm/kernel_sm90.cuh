@@ -23,7 +23,8 @@
 //                       Producer: load_init once, tile_inputs for each tile, load_first before and around the wait, load, load_tail;
 //                       load_auxiliary on kAuxiliaryWarps warps where has_auxiliary_load says so.
 //                       Consumers: mma_init, make_accumulator, mma, mma_tail (which says whether the warpgroup has sums to store).
-//                       gemm/mainloop_sm90.cuh: 16-bit operands, around the CollectiveMma of CUTLASS's CollectiveBuilder.
+//                       gemm/mainloop_sm90.cuh: 16-bit operands, around the CollectiveMma of CUTLASS's CollectiveBuilder;
+//                       gemm/mainloop_columns_sm90.cuh: in tiles of a width that the launch chooses.
 //                       quantized_gemm/mainloop_sm90.cuh: a CollectiveMma specialisation that dequantises, with four inner loops.
 //                       moe/grouped/mainloop_sm90.cuh, mainloop_dequantize_sm90.cuh: an expert's weights, tokens in order or gathered.
 //   CollectiveEpilogue  Params; TensorStorage (staging) and PipelineStorage; begin once, locate (a warpgroup's rows of a tile), prefetch
@@ -120,7 +121,7 @@ struct GemmKernelSm90 {
   }
 
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, Mainloop& mainloop, Location const& at) {
-    PipelineState state = Mainloop::producer_start();
+    PipelineState state = Mainloop::producer_start(params.mainloop);
     auto const inputs = mainloop.load_init(params.mainloop, storage, at);
     bool first = true;
     WorkItems items(params.scheduler, storage.scheduler, at);
@@ -143,7 +144,7 @@ struct GemmKernelSm90 {
     int const group = Mainloop::output_group(consumer);
     Epilogue epilogue(params.epilogue, storage.staging, storage.epilogue, group, thread);
     int const row_group = kPingpong ? 0 : group;
-    PipelineState state;
+    PipelineState state = Mainloop::consumer_start(params.mainloop);
     [[maybe_unused]] int turn = 0;
     WorkItems items(params.scheduler, storage.scheduler, at);
     auto item = items.first();
@@ -162,7 +163,7 @@ struct GemmKernelSm90 {
       if constexpr (Scheduler::kTileInSharedMemory) {
         if (thread == 0 && Mainloop::stores(consumer)) items.write_tile(item, group);
       } else {
-        output = Epilogue::locate(items.tile(item), row_group);
+        output = epilogue.locate(items.tile(item), row_group);
         if constexpr (Mainloop::kRereadsThread) epilogue.place(storage.staging, storage.epilogue, group, thread);
         if (item.owner() && Mainloop::stores(consumer)) epilogue.prefetch(output);
       }
@@ -180,7 +181,7 @@ struct GemmKernelSm90 {
       if (!mainloop.mma_tail(storage, state, accumulator, item.k_count, consumer, thread)) continue;
       if constexpr (Scheduler::kTileInSharedMemory) {  // the mainloop has no registers to spare for it
         epilogue.synchronize();
-        output = Epilogue::locate(items.read_tile(group), row_group);
+        output = epilogue.locate(items.read_tile(group), row_group);
         epilogue.prefetch(output);
       }
 

@@ -33,12 +33,17 @@ inline int32_t stream_workers(KernelInfo const& kernel, DeviceProperties const& 
   return kernel.arch >= 90 && kernel.ctas_per_sm == 2 && k_tiles < 20 * int64_t(resident) ? resident / 2 : resident;
 }
 
+/// Columns of a CTA's tile.
+inline int32_t tile_columns(KernelInfo const& kernel, GemmLaunch const& launch) {
+  return kernel.column_step > 0 && launch.columns > 0 ? launch.columns : kernel.tile_n;
+}
+
 inline TileSchedulerParams schedule_of(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch,
                                        DeviceProperties const& device) {
   int64_t const rows = kernel.swap ? problem.n : problem.m;
   int64_t const columns = kernel.swap ? problem.m : problem.n;
   int64_t const tiles_m = ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m);
-  int64_t const tiles_n = ceil_div(columns, int64_t(kernel.tile_n) * kernel.cluster_n), k_tiles = ceil_div(problem.k, kernel.tile_k);
+  int64_t const tiles_n = ceil_div(columns, int64_t(tile_columns(kernel, launch)) * kernel.cluster_n), k_tiles = ceil_div(problem.k, kernel.tile_k);
   int32_t const workers = launch.decomposition == Decomposition::kStreamK
                               ? stream_workers(kernel, device, tiles_m * tiles_n * problem.batch * k_tiles)
                               : resident_workers(kernel, device);

@@ -26,6 +26,7 @@ struct SplitWorkspace {
   uint64_t* flags = nullptr;
   float* partials = nullptr;
   uint64_t nonce = 0;
+  int32_t values = 0;  // of a thread, in kernels whose launches choose the tiles' width
 };
 
 constexpr int kMaxTaggedValues = 16;  // of a thread
@@ -38,8 +39,9 @@ inline size_t split_workspace_bytes(int64_t slots, int64_t tile_elements, bool t
 
 #if defined(__CUDACC__)
 
-/// For kThreads threads that hold a tile, or a part of its rows, as kValues floats a thread. `barrier` synchronises them.
-template <int kThreads, int kValues>
+/// For kThreads threads that hold a tile, or a part of its rows, as kValues floats a thread; with kChosen, the first of them, as many as
+/// the workspace says. `barrier` synchronises the threads.
+template <int kThreads, int kValues, bool kChosen = false>
 struct SplitReduction {
   static_assert(kValues % 4 == 0, "a fragment is moved in 16-byte accesses");
 
@@ -61,6 +63,7 @@ struct SplitReduction {
     float4* base = reinterpret_cast<float4*>(workspace.partials + slot * int64_t(kThreads) * kValues) + thread;
 #pragma unroll
     for (int i = 0; i < kValues / 4; ++i) {
+      if (kChosen && 4 * i >= workspace.values) break;
       __stcg(base + i * kThreads, make_float4(fragment(4 * i), fragment(4 * i + 1), fragment(4 * i + 2), fragment(4 * i + 3)));
     }
     __threadfence();
@@ -84,6 +87,7 @@ struct SplitReduction {
     constexpr int kBatch = kValues / 4 < 8 ? kValues / 4 : 8;  // loads in flight: 8 x 16 bytes a thread
 #pragma unroll
     for (int i = 0; i < kValues / 4; i += kBatch) {
+      if (kChosen && 4 * i >= workspace.values) break;
       float4 part[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {

@@ -23,12 +23,12 @@ class StaticWorkItems {
   TileScheduler scheduler_;
 };
 
-/// kRowGroups: consumer warpgroups that share a tile. kValues: accumulators of a thread.
-template <int kClusterM, int kClusterN, int kRowGroups, int kValues>
+/// kRowGroups: consumer warpgroups that share a tile. kValues: accumulators of a thread, at most where the launch chooses their number.
+template <int kClusterM, int kClusterN, int kRowGroups, int kValues, bool kChosen = false>
 struct SplitTileSchedulerSm90 {
   static constexpr int kCluster = kClusterM * kClusterN;
   static constexpr bool kTileInSharedMemory = false;
-  using Reduction = SplitReduction<128, kValues>;
+  using Reduction = SplitReduction<128, kValues, kChosen>;
 
   struct Params {
     TileSchedulerParams schedule;

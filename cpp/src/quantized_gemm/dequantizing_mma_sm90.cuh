@@ -49,7 +49,14 @@ class DequantizingMmaSm90 {
   static constexpr int kProducerRegisters = S::kProducerRegisters, kConsumerRegisters = S::kConsumerRegisters;
   static constexpr bool kPingpong = false, kOrdered = false, kPipelineFences = false;
 
-  static CUTLASS_DEVICE PipelineState producer_start() { return PipelineState::of_producer(); }
+  template <class AnyParams>
+  static CUTLASS_DEVICE PipelineState producer_start(AnyParams const&) {
+    return PipelineState::of_producer();
+  }
+  template <class AnyParams>
+  static CUTLASS_DEVICE PipelineState consumer_start(AnyParams const&) {
+    return {};
+  }
 
   static CUTLASS_DEVICE int output_group(int consumer) { return consumer % S::kRowGroups; }
   static CUTLASS_DEVICE bool stores(int consumer) { return consumer < S::kRowGroups; }

@@ -6,6 +6,7 @@
 
 #include "common/cutlass_element.cuh"
 #include "common/ring.cuh"
+#include "common/stage_release.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
@@ -109,21 +110,9 @@ struct StageSm90 {
   // A stage is free again: each warp arrives at the barrier of every CTA that writes into the stage. One arrival for a warpgroup would not
   // do: its warps do not wait for each other in WGMMAs, and a late warp still has codes and scales to read (seen with cold caches and
   // groups of 32).
-  // A predicate and no branch: control flow between WGMMAs makes ptxas serialise them.
   template <class Storage>
   static CUTLASS_DEVICE void release(Storage& storage, int stage, int thread, bool when = true) {
-    if constexpr (kCluster > 1) {
-      EmptyBarrier::arrive(&storage.empty[stage], uint32_t(thread) % kCluster, uint32_t(when && thread % 32 < kCluster));
-    } else {
-      asm volatile(
-          "{\n"
-          ".reg .pred chosen;\n"
-          "setp.ne.u32 chosen, %1, 0;\n"
-          "@chosen mbarrier.arrive.shared::cta.b64 _, [%0];\n"
-          "}" ::"r"(cute::cast_smem_ptr_to_uint(&storage.empty[stage])),
-          "r"(uint32_t(when && thread % 32 == 0))
-          : "memory");
-    }
+    release_stage<kCluster>(&storage.empty[stage], thread, when);
   }
 
   // -zero * factor of a thread's two rows. Without a branch for symmetric weights: control flow between WGMMAs makes ptxas serialise them.

@@ -108,7 +108,8 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaGmmaExperts<Config>, TileShape_
 
   // ---- producers ----------------------------------------------------------------------------------------------------------------
 
-  static CUTLASS_DEVICE PipelineState producer_start() { return PipelineState::of_producer(); }
+  static CUTLASS_DEVICE PipelineState producer_start(Params const&) { return PipelineState::of_producer(); }
+  static CUTLASS_DEVICE PipelineState consumer_start(Params const&) { return {}; }
   struct LoadInputs {
     bool gated, ordered;
   };

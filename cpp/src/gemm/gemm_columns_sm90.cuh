@@ -1,0 +1,84 @@
+// Dense GEMM for sm_90a in tiles of a width that the launch chooses: TMA + WGMMA, persistent, warp specialised.
+//
+// The weight's rows (the caller's n) are on the tile's M side, the tokens (the caller's m) on its N side, which the launch divides into
+// tiles of equal width: no instruction multiplies rows that are not there, and the number of tiles can be that of the SMs.
+// Composition (kernel_sm90.cuh has the warp roles and walks): a CollectiveMma under MainloopSm90TmaColumns, EpilogueSm90,
+// SplitTileSchedulerSm90. 384 threads, two consumers with 64 rows each: of one tile (cooperative), or a tile each (pingpong).
+// Tile walk: data-parallel, split-K or stream-K, all at run time.
+// Shared memory: ring, as many stages as fit | epilogue buffers of the widest tile | barriers, bias, at most 227 KiB, one CTA per SM.
+// Limits: both operands K-major and 16-byte aligned in base and strides, for the fast epilogue D and C, too.
+#pragma once
+
+#include "gemm/epilogue_sm90.cuh"
+#include "gemm/kernel_sm90.cuh"
+#include "gemm/launch_sm90.cuh"
+#include "gemm/mainloop_columns_sm90.cuh"
+#include "gemm/tiles_sm90.cuh"
+
+namespace minfer::gemm {
+
+template <class Config>
+using CollectiveMainloopColumnsSm90 = cutlass::gemm::collective::CollectiveMma<
+    MainloopSm90TmaColumns<Config>, cute::Shape<cute::Int<Config::kTileM>, cute::Int<Config::kTileN>, cute::Int<Config::kTileK>>,
+    CutlassElement<Config::kType>, cute::Stride<int64_t, cute::_1, int64_t>, CutlassElement<Config::kType>,
+    cute::Stride<int64_t, cute::_1, int64_t>, void, cute::SM90_TMA_LOAD, void, void, cute::identity, cute::SM90_TMA_LOAD, void, void,
+    cute::identity>;
+
+template <class Config>
+struct GemmColumnsSm90
+    : GemmKernelSm90<CollectiveMainloopColumnsSm90<Config>, EpilogueSm90<Config>,
+                     SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
+                                            CollectiveMainloopColumnsSm90<Config>::kValues, true>> {
+  static_assert(GemmColumnsSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
+};
+
+template <class Config>
+__global__ void __launch_bounds__(GemmColumnsSm90<Config>::kThreads, 1)
+    gemm_columns_sm90_kernel(__grid_constant__ typename GemmColumnsSm90<Config>::Params const params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char smem[];
+  GemmColumnsSm90<Config>::run(params, smem);
+#endif
+}
+
+template <class Config>
+Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
+  using Kernel = GemmColumnsSm90<Config>;
+  using Mainloop = typename Kernel::Mainloop;
+  static_assert(Config::kSwap);
+  GemmProblem const& problem = *arguments.problem;
+  GemmOperands const& operands = *arguments.operands;
+
+  typename Kernel::Params params{};
+  auto& mainloop = params.mainloop;
+  auto& schedule = params.scheduler.schedule;
+  if (Status status = describe_schedule<Config>(arguments, &schedule, &params.scheduler.split); !status.ok()) return status;
+  int const columns = arguments.launch.columns > 0 ? arguments.launch.columns : Config::kTileN;
+  mainloop.columns = params.epilogue.columns = columns;
+  params.scheduler.split.values = columns / 2;
+  mainloop.stage_bytes = (Config::kTileM + columns) * Mainloop::kRowBytes;
+  mainloop.stages = Mainloop::kRingBytes / mainloop.stage_bytes;
+  if (mainloop.stages > Mainloop::kMaxStages) mainloop.stages = Mainloop::kMaxStages;
+
+  // A weight matrix that no second row of tiles reads again leaves L2 to the activations.
+  auto const hint = [](bool streams) {
+    return uint64_t(streams ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  };
+  mainloop.hint_a = hint(schedule.tiles_n == 1);
+  mainloop.hint_b = hint(schedule.tiles_m == 1);
+  mainloop.prefetch = streams_weights(problem, *arguments.device) ? kPrefetchBytes / mainloop.stage_bytes : 0;
+
+  Status status = encode_tensor_map_planes(&mainloop.a, problem.ab_type, operands.b, problem.k, problem.n, problem.batch, operands.ldb,
+                                           operands.b_batch_stride, Mainloop::kTileK, Config::kTileM / Config::kClusterN);
+  if (status.ok()) {
+    status = encode_tensor_map_planes(&mainloop.b, problem.ab_type, operands.a, problem.k, problem.m, problem.batch, operands.lda,
+                                      operands.a_batch_stride, Mainloop::kTileK, columns / Config::kClusterM);
+  }
+  if (status.ok()) status = describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
+  if (!status.ok()) return status;
+  static std::atomic<uint64_t> shared_memory_allowed{0};
+  return launch_sm90<Config>(&gemm_columns_sm90_kernel<Config>, params, arguments, schedule.workers, Kernel::kSmemBytes,
+                             shared_memory_allowed);
+}
+
+}  // namespace minfer::gemm

@@ -1,0 +1,293 @@
+// Mainloop of 16-bit operands for sm_90 whose tiles are as wide as the launch says: kColumnStep, 2 kColumnStep .. kTileN columns.
+//
+// WGMMA has an instruction for every multiple of 8 columns up to 256. The other mainloop (mainloop_sm90.cuh) takes one of them when it is
+// compiled, so that 200 tokens occupy a tile of 256, or a number of tiles that leaves a last wave nearly empty. Here a kernel holds an inner
+// loop for each width; a launch divides the columns into tiles of equal width, and its stages hold no more than these need, so narrow tiles
+// have a deeper ring. Stages, boxes and bytes follow from the width at run time, the instructions and their accumulators do not.
+//
+// CUTLASS's CollectiveMma takes the tile's shape, and with it the stages' layout, from its type; hence a specialisation of our own.
+// Pipeline: one pair of mbarriers a stage. Full: TMA's bytes. Empty: one arrival of each consumer warp, at every CTA that writes into the
+// stage, when the WGMMAs that read it have retired.
+// Limits: both operands K-major.
+#pragma once
+
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+
+#include <cuda.h>
+
+#include "common/cutlass_element.cuh"
+#include "common/dependent_launch.cuh"
+#include "common/stage_release.cuh"
+#include "cute/arch/copy_sm90_tma.hpp"
+#include "cute/tensor.hpp"
+#include "cutlass/arch/barrier.h"
+#include "cutlass/gemm/collective/collective_mma_decl.hpp"
+#include "cutlass/gemm/dispatch_policy.hpp"
+#include "minfer/types.h"
+
+namespace minfer::gemm {
+
+/// Dispatch policy: stages by TMA, tiles of a width that the launch chooses.
+template <class Config_>
+struct MainloopSm90TmaColumns {
+  using Config = Config_;
+  static constexpr int Stages = 0;  // as many as fit
+  using ClusterShape = cute::Shape<cute::Int<Config::kClusterM>, cute::Int<Config::kClusterN>, cute::_1>;
+  using ArchTag = cutlass::arch::Sm90;
+  using Schedule = cute::conditional_t<Config::kSchedule == minfer::Schedule::kCooperative,
+                                       cutlass::gemm::KernelTmaWarpSpecializedCooperative, cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
+};
+
+/// Where a thread stands in a ring of stages whose number is known at run time (common/ring.cuh has the constant ones).
+struct RuntimeRing {
+  int index = 0;       // of the stage
+  uint32_t phase = 0;  // parity to wait for
+  int stages = 1;
+
+  CUTLASS_DEVICE void advance() {
+    if (++index == stages) {
+      index = 0;
+      phase ^= 1;
+    }
+  }
+  CUTLASS_DEVICE void advance(int count) {
+    int const at = index + count, rounds = at / stages;
+    index = at - rounds * stages;
+    phase ^= rounds & 1;
+  }
+};
+
+/// One warpgroup's instruction of `Op` on 64 rows: accumulators += A . B, or = where `keep` is 0.
+template <class Op, int... kAt>
+CUTLASS_DEVICE void multiply(uint64_t a, uint64_t b, float* accumulators, cute::GMMA::ScaleOut keep, std::integer_sequence<int, kAt...>) {
+  Op::fma(a, b, accumulators[kAt]..., keep);
+}
+
+}  // namespace minfer::gemm
+
+namespace cutlass::gemm::collective {
+
+template <class Config, class TileShape_, class Element, class StrideA, class ElementB, class StrideB, class TiledMma, class GmemCopyA,
+          class SmemLayoutA, class SmemCopyA, class TransformA, class GmemCopyB, class SmemLayoutB, class SmemCopyB, class TransformB>
+struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, Element, StrideA, ElementB, StrideB, TiledMma, GmemCopyA,
+                     SmemLayoutA, SmemCopyA, TransformA, GmemCopyB, SmemLayoutB, SmemCopyB, TransformB> {
+  using DispatchPolicy = minfer::gemm::MainloopSm90TmaColumns<Config>;
+  using TileShape = TileShape_;
+  using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+  using EmptyBarrier = cutlass::arch::ClusterBarrier;
+  using PipelineState = minfer::gemm::RuntimeRing;
+
+  static constexpr bool kCooperative = Config::kSchedule == minfer::Schedule::kCooperative;
+  static constexpr bool kPingpong = !kCooperative;
+  static constexpr bool kRereadsThread = false;
+  static constexpr bool kOrdered = kPingpong;
+  static constexpr int kThreads = 384;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static_assert(Config::kThreads == kThreads);
+  static_assert((Config::kSwap ? Config::kMajorB : Config::kMajorA) == minfer::Major::kK &&
+                    (Config::kSwap ? Config::kMajorA : Config::kMajorB) == minfer::Major::kK,
+                "the stages' layout is that of K-major operands");
+
+  static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStep = Config::kColumnStep;
+  static constexpr int kTileK = 64;  // a swizzled row of 128 bytes
+  static_assert(Config::kTileK == kTileK && sizeof(Element) == 2);
+  static constexpr int kCluster = Config::kClusterM * Config::kClusterN;
+  static constexpr int kConsumers = 2, kSharing = kCooperative ? 2 : 1;  // warpgroups, and those that share a tile
+  static_assert(kTileM == 64 * kSharing, "a consumer warpgroup has one block of 64 rows");
+  static constexpr int kValues = kTileN / 2;  // accumulators of a thread; a narrow tile has fewer
+  static constexpr int kMaxStages = 12;
+  static constexpr int kRowBytes = kTileK * 2, kBytesA = kTileM * kRowBytes;
+  static constexpr int kRingBytes = Config::kRingBytes;
+
+  struct Params {
+    CUtensorMap a, b;  // the kernel's own operands, [l, rows, k]
+    int32_t columns;   // of a tile
+    int32_t stages, stage_bytes;
+    int32_t prefetch;         // k tiles sent for before the predecessor has finished
+    uint64_t hint_a, hint_b;  // L2 eviction priorities
+  };
+  template <class Epilogue, class Scheduler>
+  struct SharedStorage {
+    alignas(1024) char ring[kRingBytes];  // of each stage: [kTileM][64], then [columns][64]
+    typename Epilogue::TensorStorage staging;
+    alignas(8) uint64_t full[kMaxStages];
+    uint64_t empty[kMaxStages];
+    typename Epilogue::PipelineStorage epilogue;
+    typename cutlass::OrderedSequenceBarrier<1, 2>::SharedStorage order;
+    typename Scheduler::SharedStorage scheduler;
+  };
+
+  // ---- set-up -------------------------------------------------------------------------------------------------------------------
+
+  static CUTLASS_DEVICE void prefetch_tma_descriptors(Params const& params) {
+    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.a));
+    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.b));
+  }
+  static constexpr bool kPipelineFences = false;
+  template <class Storage>
+  static CUTLASS_DEVICE void init_barriers(Params const& params, Storage& storage) {
+    for (int s = 0; s < params.stages; ++s) {
+      FullBarrier::init(&storage.full[s], 1);
+      EmptyBarrier::init(&storage.empty[s], kSharing * 4 * kCluster);
+    }
+  }
+  template <class Storage, class Location>
+  CUTLASS_DEVICE CollectiveMma(Params const&, Storage&, int, int, Location const&) {}
+
+  // ---- producer -----------------------------------------------------------------------------------------------------------------
+
+  static CUTLASS_DEVICE PipelineState producer_start(Params const& params) { return {0, 1, params.stages}; }
+  static CUTLASS_DEVICE PipelineState consumer_start(Params const& params) { return {0, 0, params.stages}; }
+
+  struct LoadInputs {
+    int m, n;                           // of the CTA in its cluster
+    uint16_t multicast_a, multicast_b;  // the CTAs of its cluster row and column
+  };
+  struct TileInputs {
+    int row, column, l;  // of the part of each operand that this CTA loads
+  };
+  template <class Storage, class Location>
+  static CUTLASS_DEVICE LoadInputs load_init(Params const&, Storage&, Location const& at) {
+    LoadInputs inputs{at.m, at.n, 0, 0};
+    for (int n = 0; n < Config::kClusterN; ++n) inputs.multicast_a |= uint16_t(1) << (at.m + Config::kClusterM * n);
+    for (int m = 0; m < Config::kClusterM; ++m) inputs.multicast_b |= uint16_t(1) << (m + Config::kClusterM * at.n);
+    return inputs;
+  }
+  template <class Tile>
+  static CUTLASS_DEVICE TileInputs tile_inputs(Params const& params, LoadInputs const& inputs, Tile const& tile) {
+    int const part_b = params.columns / Config::kClusterM;
+    return {tile.m() * kTileM + inputs.n * (kTileM / Config::kClusterN), tile.n() * params.columns + inputs.m * part_b, tile.l()};
+  }
+
+  /// Under the predecessor's tail the first k tiles start for L2. Returns how many were loaded: none.
+  template <class Storage>
+  static CUTLASS_DEVICE int load_first(Params const& params, Storage&, PipelineState&, LoadInputs const&, TileInputs const& tile, int k_begin,
+                                       int k_count) {
+    int const ahead = k_count < params.prefetch ? k_count : params.prefetch;
+    for (int k = k_begin; k < k_begin + ahead; ++k) {
+      cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.a, k * kTileK, tile.row, tile.l);
+      cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.b, k * kTileK, tile.column, tile.l);
+    }
+    minfer::wait_for_predecessor();
+    return 0;
+  }
+  template <class Storage>
+  static CUTLASS_DEVICE void load(Params const& params, Storage& storage, PipelineState& state, LoadInputs const& inputs,
+                                  TileInputs const& tile, int k, int k_end) {
+#pragma unroll 1
+    for (; k < k_end; ++k) {
+      EmptyBarrier::wait(&storage.empty[state.index], state.phase);
+      uint64_t* const full = &storage.full[state.index];
+      FullBarrier::arrive_and_expect_tx(full, uint32_t(params.stage_bytes));
+      char* const a = storage.ring + state.index * params.stage_bytes;
+      char* const b = a + kBytesA;
+      copy<Config::kClusterN>(params.a, full, inputs.multicast_a, params.hint_a, a + inputs.n * (kBytesA / Config::kClusterN), k, tile.row,
+                              tile.l);
+      copy<Config::kClusterM>(params.b, full, inputs.multicast_b, params.hint_b,
+                              b + inputs.m * (params.columns / Config::kClusterM) * kRowBytes, k, tile.column, tile.l);
+      state.advance();
+    }
+  }
+  static CUTLASS_DEVICE void load_tail(PipelineState&) {}
+
+  static constexpr int kAuxiliaryWarps = 0;
+
+  // ---- consumers ----------------------------------------------------------------------------------------------------------------
+
+  static CUTLASS_DEVICE int output_group(int consumer) { return consumer; }
+  static CUTLASS_DEVICE bool stores(int) { return true; }
+  template <class Storage, class Barrier>
+  static CUTLASS_DEVICE void mma_init(Params const&, Storage&, int, int, Barrier const&) {}
+
+  static CUTLASS_DEVICE auto make_accumulator() { return cute::make_tensor<float>(cute::Shape<cute::Int<kValues>>{}); }
+
+  /// after_last() is called when the last MMA has been issued. All have retired at the end: what is in flight must not cross the place
+  /// where the widths' loops meet, or ptxas serialises them.
+  template <class Storage, class Accumulator, class Output, class AfterLast>
+  static CUTLASS_DEVICE void mma(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
+                                 Output const&, int consumer, int thread, AfterLast const& after_last) {
+    cute::for_each(cute::make_int_sequence<kTileN / kStep>{}, [&](auto i) {
+      constexpr int kColumns = (decltype(i)::value + 1) * kStep;
+      if (params.columns == kColumns) {
+        mma_columns<kColumns>(params, storage, state, accumulator, k_count, kCooperative ? consumer : 0, thread, after_last);
+      }
+    });
+  }
+  template <class Storage, class Accumulator>
+  static CUTLASS_DEVICE bool mma_tail(Storage&, PipelineState&, Accumulator&, int, int, int) {
+    return true;
+  }
+
+  /// No CTA of a cluster may leave while another still sends to it.
+  static CUTLASS_DEVICE void teardown() {
+    if constexpr (kCluster > 1) {
+      cute::cluster_arrive();
+      cute::cluster_wait();
+    }
+  }
+
+ private:
+  template <int kParts>
+  static CUTLASS_DEVICE void copy(CUtensorMap const& map, uint64_t* full, uint16_t multicast, uint64_t hint, char* to, int k, int row, int l) {
+    if constexpr (kParts > 1) {
+      cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&map, full, multicast, hint, to, k * kTileK, row, l);
+    } else {
+      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, to, k * kTileK, row, l);
+    }
+  }
+
+  /// The descriptor of a K-major operand in rows of 128 swizzled bytes, 8 rows after each other.
+  static CUTLASS_DEVICE uint64_t descriptor(void const* rows) {
+    cute::GmmaDescriptor of{};
+    of.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(rows) >> 4;
+    of.bitfield.leading_byte_offset_ = 1;  // not read with this swizzle
+    of.bitfield.stride_byte_offset_ = 8 * kRowBytes >> 4;
+    of.bitfield.layout_type_ = uint8_t(cute::GMMA::LayoutType::B128);
+    return of.desc_;
+  }
+
+  template <int kColumns, class Storage, class Accumulator, class AfterLast>
+  static CUTLASS_DEVICE void mma_columns(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
+                                         int row_group, int thread, AfterLast const& after_last) {
+    using Op = decltype(cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>,
+                                                   cute::GMMA::Major::K, cute::GMMA::Major::K>());
+    auto const numbers = std::make_integer_sequence<int, kColumns / 2>{};
+    float* const sums = accumulator.data();
+    uint64_t const a = descriptor(storage.ring + row_group * 64 * kRowBytes), b = descriptor(storage.ring + kBytesA);
+    auto const fence = [&] {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
+    };
+    auto const issue = [&](cute::GMMA::ScaleOut keep) {
+      FullBarrier::wait(&storage.full[state.index], state.phase);
+      uint64_t const at = uint64_t(uint32_t(state.index * params.stage_bytes) >> 4);
+      cute::warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < kTileK / 16; ++k) {
+        minfer::gemm::multiply<Op>(a + at + 2 * k, b + at + 2 * k, sums, k == 0 ? keep : cute::GMMA::ScaleOut::One, numbers);
+      }
+      cute::warpgroup_commit_batch();
+    };
+
+    fence();
+    int last = state.index;
+    issue(cute::GMMA::ScaleOut::Zero);
+    state.advance();
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int k = 1; k < k_count; ++k) {
+      int const stage = state.index;
+      issue(cute::GMMA::ScaleOut::One);
+      cute::warpgroup_wait<1>();
+      minfer::release_stage<kCluster>(&storage.empty[last], thread);
+      last = stage;
+      state.advance();
+    }
+    fence();
+    after_last();
+    cute::warpgroup_wait<0>();
+    fence();
+    minfer::release_stage<kCluster>(&storage.empty[last], thread);
+  }
+};
+
+}  // namespace cutlass::gemm::collective
