@@ -13,7 +13,7 @@ from codegen.shards import BANNER
 from codegen.toml import ConfigError
 
 COLUMNS = (
-    "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us"
+    "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,columns,us"
 ).split(",")
 OPS = {"gemm": False, "w4a16_gemm": True}  # whether B is quantised
 DECOMPOSITIONS = {
@@ -45,6 +45,7 @@ class TunedRow:
     splits: int
     swizzle: int
     raster: str
+    columns: int  # of a tile, where launches choose them; else 0
     us: float
 
     @property
@@ -108,6 +109,7 @@ def _parse(fields: dict, where: str) -> TunedRow:
         decomposition=choice("decomposition", DECOMPOSITIONS),
         swizzle=swizzle,
         raster=choice("raster", RASTERS),
+        columns=number("columns", least=0),
         us=number("us", float, 0),
     )
 
@@ -138,6 +140,10 @@ def _check_kernel(row: TunedRow, kernels: dict[str, Kernel], where: str) -> None
     wanted, has = (row.ab_type, row.a_major, row.b_major, row.b_format), (kernel.element, kernel.a_major, kernel.b_major, kernel.b_format)
     if wanted != has:
         raise ConfigError(f"{where}: {row.kernel} computes (ab_type, a_major, b_major, b_format) = {has}, the row's problem is {wanted}")
+    step = kernel.column_step
+    if bool(row.columns) != bool(step) or (step and (row.columns % step or row.columns > kernel.tile[1])):
+        allowed = f"a multiple of {step}, at most {kernel.tile[1]}" if step else "0"
+        raise ConfigError(f"{where}, columns = {row.columns}: must be {allowed} for {row.kernel}")
     if row.group_size and row.group_size % kernel.group_multiple:
         raise ConfigError(f"{where}: {row.kernel} takes groups of {kernel.group_multiple}, the row's are of {row.group_size}")
 
@@ -191,7 +197,7 @@ def tuned_text(tables: dict[str, list[TunedRow]]) -> str:
 
 
 def _row(row: TunedRow) -> str:
-    launch = f"{{{DECOMPOSITIONS[row.decomposition]}, {row.splits}, {row.swizzle}, {RASTERS[row.raster]}}}"
+    launch = f"{{{DECOMPOSITIONS[row.decomposition]}, {row.splits}, {row.swizzle}, {RASTERS[row.raster]}, {row.columns}}}"
     formats = project_formats()
     types = f"{formats.elements[row.ab_type].cpp}, {MAJORS[row.a_major]}, {MAJORS[row.b_major]}"
     weights = f"{formats.formats[row.b_format].cpp}, {row.group_size}, {cpp_bool(row.has_zeros)}"

@@ -33,10 +33,12 @@ KernelOverride parse_override(char const* op, std::string const& text) {
       launch.decomposition = parse_decomposition(what.c_str(), value);
     } else if (key == "splits" || key == "swizzle") {
       (key == "splits" ? launch.splits : launch.max_swizzle_size) = parse_launch_number(what.c_str(), value);
+    } else if (key == "columns") {
+      launch.columns = parse_launch_number(what.c_str(), value);
     } else if (key == "raster") {
       launch.raster_order = parse_raster(what.c_str(), value);
     } else {
-      fail(op, ": kernel option '", key, "' is not known; expected decomposition, splits, swizzle or raster");
+      fail(op, ": kernel option '", key, "' is not known; expected decomposition, splits, swizzle, raster or columns");
     }
   }
   if (launch.splits > 1 && launch.decomposition != Decomposition::kSplitK) {
@@ -158,7 +160,8 @@ int32_t device_of(int64_t device) { return device < 0 ? kAnyDevice : int32_t(dev
 void write_plan(Json& json, GemmPlan const& plan) {
   json.open('{').key("kernel").value(plan.kernel->name).key("launch").open('{');
   json.key("decomposition").value(name_of(plan.launch.decomposition)).key("splits").value(int64_t(plan.launch.splits));
-  json.key("swizzle").value(int64_t(plan.launch.max_swizzle_size)).key("raster").value(name_of(plan.launch.raster_order)).close('}');
+  json.key("swizzle").value(int64_t(plan.launch.max_swizzle_size)).key("raster").value(name_of(plan.launch.raster_order));
+  json.key("columns").value(int64_t(plan.launch.columns)).close('}');
   json.key("workspace_bytes").value(int64_t(plan.workspace_bytes)).key("predicted_us").value(plan.predicted_us);
   json.key("floor_us").value(plan.floor_us).key("source").value(name_of(plan.source)).key("reason").value(plan.reason);
   json.key("compiled").value(plan.kernel->launch != nullptr).close('}');

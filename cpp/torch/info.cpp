@@ -40,6 +40,7 @@ std::string kernels(std::string const& family) {
         .value(k.arch_exact);
     json.key("ab_type").value(name_of(k.ab_type)).key("a_major").value(k.a_major == Major::kK ? "k" : "mn");
     json.key("b_major").value(k.b_major == Major::kK ? "k" : "mn").key("swap").value(k.swap);
+    json.key("column_step").value(int64_t(k.column_step));
     json.key("b_format").value(name_of(k.b_format)).key("group_multiple").value(int64_t(k.group_multiple));
     json.key("tile_m").value(int64_t(k.tile_m)).key("tile_n").value(int64_t(k.tile_n)).key("tile_k").value(int64_t(k.tile_k));
     json.key("head_dim_v").value(int64_t(k.head_dim_v));

@@ -34,7 +34,7 @@ std::shared_ptr<UserRows const> current() {
 
 /// The columns of minfer/tuned.py, in order.
 constexpr char const* kHeader =
-    "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us";
+    "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,columns,us";
 
 /// One line of the table: its cells by column name, and its number for messages.
 class Line {
@@ -88,6 +88,7 @@ GemmTunedRow row_of(Line const& line) {
   row.launch.splits = line.parsed(parse_launch_number, "splits");
   row.launch.max_swizzle_size = line.parsed(parse_launch_number, "swizzle");
   row.launch.raster_order = line.parsed(parse_raster, "raster");
+  row.launch.columns = line.parsed(parse_integer, "columns", 0, 256);
   row.us = line.parsed(parse_positive, "us");
   return row;
 }

@@ -668,9 +668,9 @@ def test_registry_lists_all_and_marks_what_is_compiled(folder):
 
 # ---- tuned tables -------------------------------------------------------------------------------------------------------------
 
-HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us\n"
-ROW = "gemm,16,4096,4096,1,f16,k,k,dense,0,0,0,0,gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative,stream_k,1,2,along_n,9.5\n"
-SMALLER = "gemm,8,4096,4096,1,f16,k,mn,dense,0,0,1,0,gemm_sm90_f16_tt_128x256x64_2x1x1_cooperative,split_k,4,1,along_m,7\n"
+HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,columns,us\n"
+ROW = "gemm,16,4096,4096,1,f16,k,k,dense,0,0,0,0,gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative,stream_k,1,2,along_n,0,9.5\n"
+SMALLER = "gemm,8,4096,4096,1,f16,k,mn,dense,0,0,1,0,gemm_sm90_f16_tt_128x256x64_2x1x1_cooperative,split_k,4,1,along_m,0,7\n"
 
 
 def read(folder: Path, text: str, name: str = "nvidia-h200.csv"):
@@ -682,11 +682,11 @@ def test_tuned_rows_are_sorted_by_problem(folder):
     rows = read(folder, HEADER + ROW + SMALLER)["nvidia-h200"]
     assert [row.m for row in rows] == [8, 16]
     assert rows[0] == tuned.TunedRow(
-        8, 4096, 4096, 1, "f16", "k", "mn", "dense", 0, False, True, False, rows[0].kernel, "split_k", 4, 1, "along_m", 7.0
+        8, 4096, 4096, 1, "f16", "k", "mn", "dense", 0, False, True, False, rows[0].kernel, "split_k", 4, 1, "along_m", 0, 7.0
     )
     text = tuned.tuned_text({"nvidia-h200": rows})
     assert "{8, 4096, 4096, 1, DataType::kF16, Major::kK, Major::kMN, WeightFormat::kDense, 0, false, true, false, " in text
-    assert "{Decomposition::kSplitK, 4, 1, RasterOrder::kAlongM}, 7.0f}," in text
+    assert "{Decomposition::kSplitK, 4, 1, RasterOrder::kAlongM, 0}, 7.0f}," in text
 
 
 def test_no_table_is_fine(folder):
@@ -712,8 +712,8 @@ def test_no_table_is_fine(folder):
         (HEADER + ROW.replace(",1,2,along", ",1,3,along"), "swizzle = 3: must be one of 1, 2, 4, 8, 16"),
         (HEADER + ROW.replace(",0,0,gemm", ",0,yes,gemm"), "gated = 'yes': must be one of 0, 1"),
         (HEADER + ROW.replace(",9.5", ",nan"), "us = 'nan': must be a number"),
-        (HEADER + ROW.replace(",9.5", ""), "must have 19 columns"),
-        (HEADER + ROW.replace("9.5", "9.5,7"), "must have 19 columns"),
+        (HEADER + ROW.replace(",9.5", ""), "must have 20 columns"),
+        (HEADER + ROW.replace("9.5", "9.5,7"), "must have 20 columns"),
     ],
 )
 def test_bad_tuned_rows(folder, text, message):
@@ -726,7 +726,7 @@ def w4_row(kernels, *, group_size=128, fine=False, **changes):
     kernel = next(k for k in kernels if k.FAMILY == "w4a16" and k.element == "f16" and (k.group_multiple == 32) == fine)
     cells = dict(
         op="w4a16_gemm", m=16, n=4096, k=4096, batch=1, ab_type="f16", a_major="k", b_major="k", b_format="int4", group_size=group_size,
-        has_zeros=0, has_c=0, gated=0, kernel=kernel.name, decomposition="split_k", splits=2, swizzle=1, raster="along_m", us=5.5,
+        has_zeros=0, has_c=0, gated=0, kernel=kernel.name, decomposition="split_k", splits=2, swizzle=1, raster="along_m", columns=0, us=5.5,
     )  # fmt: skip
     return ",".join(str(value) for value in (cells | changes).values()) + "\n"
 

@@ -19,7 +19,7 @@ from minfer.planning.tuned import (
 
 H200 = -1
 PROBLEM = Problem(64, 4096, 4096)
-HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,us"
+HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,columns,us"
 W4_PROBLEM = W4Problem(24, 4096, 4160)  # no shipped row answers for it
 
 
@@ -75,9 +75,9 @@ def test_round_trip():
     "text, message",
     [
         ("op,m\n", "the header must be op,m,n,k"),
-        (HEADER + "\ngemm,1,2\n", "line 2: expected 19 cells, got 3"),
-        ("# tuned\n\n" + HEADER + "\n# a comment\ngemm,1,2\n", "line 5: expected 19 cells, got 3"),
-        (HEADER + "\n" + "gemm,x,4096,4096,1,bf16,k,k,dense,0,0,0,0,kernel,persistent,1,1,along_m,1.0\n", "line 2: invalid literal .*'x'"),
+        (HEADER + "\ngemm,1,2\n", "line 2: expected 20 cells, got 3"),
+        ("# tuned\n\n" + HEADER + "\n# a comment\ngemm,1,2\n", "line 5: expected 20 cells, got 3"),
+        (HEADER + "\n" + "gemm,x,4096,4096,1,bf16,k,k,dense,0,0,0,0,kernel,persistent,1,1,along_m,0,1.0\n", "line 2: invalid literal .*'x'"),
     ],
 )
 def test_malformed(text, message):
@@ -173,7 +173,7 @@ def test_malformed_table_is_refused(no_user_rows):
 def test_table_of_another_version_is_refused(tmp_path, no_user_rows):
     """The columns before there were 4-bit weights: said clearly, and the file is left alone."""
     path = tmp_path / "nvidia-h200.csv"
-    before = HEADER.replace("b_format,group_size,has_zeros,", "") + "\ngemm,1,8,8,1,bf16,k,k,0,0,kernel,persistent,1,1,along_m,1.00\n"
+    before = HEADER.replace("b_format,group_size,has_zeros,", "") + "\ngemm,1,8,8,1,bf16,k,k,0,0,kernel,persistent,1,1,along_m,0,1.00\n"
     path.write_text(before)
     for refused in (lambda: merge_into(path, [some_row()]), lambda: tune.tune([PROBLEM], out=path)):
         with pytest.raises(ValueError, match="nvidia-h200.csv: the header must be .*; this table is of another version: remove it"):

@@ -65,7 +65,7 @@ namespace {
 
 Option const kGemmOptions[] = {
     {"kernel", "GLOB", "", "every compiled kernel of that name instead of the plan's choice"},
-    {"launch", "K=V,..", "", "decomposition=persistent|stream_k|split_k, splits=N, swizzle=N, raster=along_m|along_n"},
+    {"launch", "K=V,..", "", "decomposition=persistent|stream_k|split_k, splits=N, swizzle=N, raster=along_m|along_n, columns=N"},
     {"all-launches", nullptr, nullptr, "every legal kernel x launch (of --kernel), best predicted first"},
     {"limit", "N", "0", "with --all-launches: the N best predicted (0: all)"},
     {"no-tuned", nullptr, nullptr, "plan without the tuned table"},
@@ -80,6 +80,8 @@ GemmLaunch parse_launch(std::string const& text) {
     std::string const key = item.substr(0, equals), value = equals == std::string::npos ? "" : item.substr(equals + 1);
     if (key == "splits") {
       launch.splits = int32_t(parse_integer(value, "launch splits"));
+    } else if (key == "columns") {
+      launch.columns = int32_t(parse_integer(value, "launch columns"));
     } else if (key == "swizzle") {
       launch.max_swizzle_size = int32_t(parse_integer(value, "launch swizzle"));
     } else if (key == "raster" && (value == "along_m" || value == "along_n")) {
@@ -96,9 +98,10 @@ GemmLaunch parse_launch(std::string const& text) {
 }
 
 std::string launch_text(GemmLaunch const& launch) {
-  char text[96];
-  std::snprintf(text, sizeof(text), "decomposition=%s,splits=%d,swizzle=%d,raster=%s", name_of(launch.decomposition), launch.splits,
-                launch.max_swizzle_size, name_of(launch.raster_order));
+  char text[112];
+  int const length = std::snprintf(text, sizeof(text), "decomposition=%s,splits=%d,swizzle=%d,raster=%s", name_of(launch.decomposition),
+                                   launch.splits, launch.max_swizzle_size, name_of(launch.raster_order));
+  if (launch.columns > 0) std::snprintf(text + length, sizeof(text) - size_t(length), ",columns=%d", launch.columns);
   return text;
 }
 

@@ -45,6 +45,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   if (problem.m == 0 || problem.n == 0 || problem.batch == 0) return 0.0;  // nothing is launched
   if (problem.b_format != WeightFormat::kDense) return w4a16::predict_us(kernel, problem, launch, device);
   TileSchedulerParams const schedule = schedule_of(kernel, problem, launch, device);
+  double const tile_n = tile_columns(kernel, launch);
   double const scale = device.matrix_rate / 750e6, sms = device.sm_count;
   double const per_sm_scale = scale * 132.0 / sms;
   double const ctas_of_sm = ctas_per_sm(kernel, device);
@@ -55,11 +56,11 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   // One k tile of one CTA: tensor cores, or operands out of L2.
   double const rate = std::min(kSmPeak * per_sm_scale, kMatrixPeak * scale / active) / ctas_of_sm * (portable ? kPortableRate : 1.0);
   bool const pingpong = kernel.schedule == Schedule::kPingpong, uneven = !portable && problem.k % 64 != 0;
-  double const mma_us = 2.0 * kernel.tile_m * (kernel.tile_n + kInstructionColumns) * kernel.tile_k / rate *
-                        (pingpong && kernel.tile_n > 128 ? kWidePingpong : 1.0) *
+  double const mma_us = 2.0 * kernel.tile_m * (tile_n + kInstructionColumns) * kernel.tile_k / rate *
+                        (pingpong && tile_n > 128 ? kWidePingpong : 1.0) *
                         (uneven ? pingpong ? kUnevenPingpong : kUnevenCooperative : 1.0);
   double const a_rows = kernel.tile_m * (1.0 - kMulticastFraction * (1.0 - 1.0 / kernel.cluster_n));
-  double const b_rows = kernel.tile_n * (1.0 - kMulticastFraction * (1.0 - 1.0 / kernel.cluster_m));
+  double const b_rows = tile_n * (1.0 - kMulticastFraction * (1.0 - 1.0 / kernel.cluster_m));
   double const l2_us = 2.0 * kernel.tile_k * (a_rows + b_rows) * ctas_of_sm / (kL2PeakPerSm * per_sm_scale);
 
   // The busiest worker.
@@ -87,7 +88,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   double const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
   double const a_bytes = 2.0 * rows * problem.k, b_bytes = 2.0 * columns * problem.k;
   double const band =
-      double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : kernel.tile_n * kernel.cluster_n);
+      double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : tile_n * kernel.cluster_n);
   double const bands = std::max(1.0, std::ceil((schedule.raster_along_n ? rows : columns) / band));
   double const walked = schedule.raster_along_n ? b_bytes : a_bytes;
   double const rereads = walked <= 0.61 * device.l2_bytes ? 1.0 : bands;
@@ -96,14 +97,14 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   double const hbm_us = bytes / (kHbmFraction * device.read_bandwidth * std::min(1.0, active / (kHbmSms * sms)));
   double const main_us = std::pow(std::pow(busy_us, 4) + std::pow(hbm_us, 4), 0.25);  // the larger, and a little of the other
 
-  double const box = kernel.swap || portable || kernel.tile_n % 64 == 0 ? 64 : kernel.tile_n % 32 == 0 ? 32 : 16;
-  double const epilogue_us = 2.0 * kernel.tile_m * kernel.tile_n * (problem.has_c ? 1.5 : 1.0) * std::pow(64.0 / box, kNarrowBoxes) *
+  double const box = kernel.swap || portable || int(tile_n) % 64 == 0 ? 64 : int(tile_n) % 32 == 0 ? 32 : 16;
+  double const epilogue_us = 2.0 * kernel.tile_m * tile_n * (problem.has_c ? 1.5 : 1.0) * std::pow(64.0 / box, kNarrowBoxes) *
                              ctas_of_sm / (kEpilogueBytes * per_sm_scale);
   // Pingpong shows the last epilogue only, unless they take longer than the mainloops that should hide them.
   double const tile_us = main_us / std::max(1.0, owned);
   double const exposed_us =
       pingpong ? epilogue_us + 0.5 * std::max(0.0, owned - 1.0) * std::max(0.0, epilogue_us - tile_us) : epilogue_us * owned;
-  double const partial_bytes = 4.0 * kernel.tile_m * kernel.tile_n * ctas_of_sm;
+  double const partial_bytes = 4.0 * kernel.tile_m * tile_n * ctas_of_sm;
   double const fixup_us = partials > 0 ? partials * kFixupUs + (partials + 1.0) * partial_bytes / (kFixupBytes * per_sm_scale) : 0.0;
   bool const overlaps = active <= 0.5 * sms && !portable;
   double const start_us = kStartUs + (portable ? kPortableStartUs : 0.0) - (overlaps ? kOverlapUs : 0.0) + kClusterUs * std::log2(cluster);

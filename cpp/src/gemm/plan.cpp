@@ -86,7 +86,7 @@ Status check(GemmProblem const& p) {
 bool fits(KernelInfo const& kernel, GemmProblem const& p, GemmLaunch const& launch) {
   int64_t const rows = kernel.swap ? p.n : p.m, columns = kernel.swap ? p.m : p.n;
   double const tiles = double(ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m)) *
-                       double(ceil_div(columns, int64_t(kernel.tile_n) * kernel.cluster_n)) * double(p.batch);
+                       double(ceil_div(columns, int64_t(tile_columns(kernel, launch)) * kernel.cluster_n)) * double(p.batch);
   double const items = launch.decomposition == Decomposition::kDataParallel ? tiles : tiles * double(ceil_div(p.k, kernel.tile_k) + 1);
   return items < 2147483648.0;
 }
@@ -101,12 +101,12 @@ void finish(GemmPlan* plan, KernelInfo const& kernel, GemmProblem const& problem
   plan->predicted_us = std::max(predict_us(kernel, problem, launch, device), plan->floor_us);
 }
 
-/// The launch configurations that are candidates for one kernel: no two that make the same schedule.
+/// The launch configurations that are candidates for one kernel in tiles of `tile_n` columns: no two that make the same schedule.
 template <class Visit>
-void for_each_launch(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, Visit&& visit) {
+void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const& problem, DeviceProperties const& device, Visit&& visit) {
   int64_t const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
   int64_t const tiles_m = ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m);
-  int64_t const tiles_n = ceil_div(columns, int64_t(kernel.tile_n) * kernel.cluster_n);
+  int64_t const tiles_n = ceil_div(columns, int64_t(tile_n) * kernel.cluster_n);
   int64_t const tiles = tiles_m * tiles_n * problem.batch;
   int64_t const workers = resident_workers(kernel, device);
   int64_t const k_tiles = ceil_div(problem.k, kernel.tile_k);
@@ -135,10 +135,40 @@ void for_each_launch(KernelInfo const& kernel, GemmProblem const& problem, Devic
         GemmLaunch launch = decompositions[i];
         launch.raster_order = raster;
         launch.max_swizzle_size = swizzle;
+        launch.columns = kernel.column_step > 0 ? tile_n : 0;
         visit(launch);
       }
     }
   }
+}
+
+/// The same for the widths worth a look: those that divide the columns into the fewest tiles, and into up to kMoreTiles more, evenly.
+template <class Visit>
+void for_each_launch(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, Visit&& visit) {
+  if (kernel.column_step == 0) {
+    for_each_launch(kernel, kernel.tile_n, problem, device, visit);
+    return;
+  }
+  constexpr int64_t kMoreTiles = 4;
+  int64_t const columns = std::max<int64_t>(1, kernel.swap ? problem.m : problem.n);
+  int64_t const fewest = ceil_div(columns, kernel.tile_n);
+  int32_t before = 0;
+  for (int64_t tiles = fewest; tiles <= fewest + kMoreTiles; ++tiles) {
+    int32_t const tile_n = int32_t(ceil_div(ceil_div(columns, tiles), kernel.column_step) * kernel.column_step);
+    if (tile_n == before) continue;  // wider tiles hold the columns as well
+    before = tile_n;
+    for_each_launch(kernel, tile_n, problem, device, visit);
+  }
+}
+
+/// Why a launch that was asked for is none of the kernel's, or null.
+char const* illegal(KernelInfo const& kernel, GemmLaunch const& launch) {
+  if (launch.columns == 0) return nullptr;
+  if (kernel.column_step == 0) return "its tiles have columns of their own";
+  if (launch.columns < 0 || launch.columns > kernel.tile_n || launch.columns % kernel.column_step != 0) {
+    return "columns must be a multiple of its column_step, at most its tile_n";
+  }
+  return nullptr;
 }
 
 template <class Visit>
@@ -200,7 +230,7 @@ bool matches(GemmTunedRow const& row, GemmProblem const& p) {
   if (p.m == row.m) return true;
   KernelInfo const* kernel = find_kernel(row.kernel);
   if (kernel == nullptr) return false;
-  int64_t const tile = kernel->swap ? kernel->tile_n : kernel->tile_m;
+  int64_t const tile = kernel->swap ? tile_columns(*kernel, row.launch) : kernel->tile_m;
   return ceil_div(p.m, tile) == ceil_div(row.m, tile);
 }
 
@@ -218,7 +248,7 @@ GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProble
   for (int64_t i = 0; i < count; ++i) {
     if (!matches(rows[i], problem) || !better(rows[i])) continue;
     KernelInfo const* kernel = find_kernel(rows[i].kernel);
-    if (kernel == nullptr || (options.only_runnable && kernel->launch == nullptr) ||
+    if (kernel == nullptr || (options.only_runnable && kernel->launch == nullptr) || illegal(*kernel, rows[i].launch) != nullptr ||
         (options.force_arch != 0 && kernel->arch != options.force_arch) || illegal(*kernel, problem, device) != nullptr ||
         !fits(*kernel, problem, rows[i].launch)) {
       continue;
@@ -262,6 +292,10 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
                              build_archs()[0] ? build_archs() : "none");
     }
     if (options.launch != nullptr) {
+      if (char const* why = illegal(*kernel, *options.launch)) {
+        return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot be launched with columns=%d: %s", kernel->name,
+                               options.launch->columns, why);
+      }
       if (!fits(*kernel, problem, *options.launch)) {
         return Status::failure(StatusCode::kNotSupported, "kernel %s needs more than 2^31 work items for this problem", kernel->name);
       }

@@ -222,7 +222,7 @@ def check_kernel(check: Checker, kernel: str | None, family: str = "gemm") -> No
 
 
 def check_launch_text(check: Checker, launch: str) -> None:
-    """The part of an override behind the @: decomposition=, splits=, swizzle=, raster=, separated by commas."""
+    """The part of an override behind the @: decomposition=, splits=, swizzle=, raster=, columns=, separated by commas."""
     given: dict[str, str] = {}
     for item in launch.split(","):
         key, equals, value = item.partition("=")
@@ -234,11 +234,11 @@ def check_launch_text(check: Checker, launch: str) -> None:
         elif key == "raster":
             legal = value in RASTERS
             expected = ", ".join(RASTERS)
-        elif key in ("splits", "swizzle"):
+        elif key in ("splits", "swizzle", "columns"):
             legal = value.isascii() and value.isdigit() and 1 <= int(value) <= 4096
             expected = "the integers 1 to 4096"
         else:
-            check(False, "kernel option '{}' is not known; expected decomposition, splits, swizzle or raster", key)
+            check(False, "kernel option '{}' is not known; expected decomposition, splits, swizzle, raster or columns", key)
         check(legal, "kernel option {} must be one of {}, got '{}'", key, expected, value)
     splits, decomposition = given.get("splits", "1"), given.get("decomposition", DECOMPOSITIONS[0])
     alone = int(splits) == 1 or decomposition == "split_k"

@@ -183,6 +183,7 @@ class Plan:
     splits: int
     swizzle: int
     raster: str
+    columns: int  # of a tile, where launches choose them; else 0
     workspace_bytes: int
     predicted_us: float  # of the analytic model; a tuned row's measurement
     floor_us: float  # max(bytes / read bandwidth, flops / matrix rate)
@@ -197,7 +198,8 @@ class Plan:
     @property
     def launch(self) -> str:
         """The run-time knobs as the ``kernel=`` argument takes them."""
-        return f"decomposition={self.decomposition},splits={self.splits},swizzle={self.swizzle},raster={self.raster}"
+        columns = f",columns={self.columns}" if self.columns else ""
+        return f"decomposition={self.decomposition},splits={self.splits},swizzle={self.swizzle},raster={self.raster}{columns}"
 
     @property
     def override(self) -> str:

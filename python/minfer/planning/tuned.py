@@ -46,6 +46,7 @@ class TunedRow:
     splits: int
     swizzle: int
     raster: str
+    columns: int
     us: float
 
     @property
@@ -61,7 +62,7 @@ class TunedRow:
         p = plan.problem
         return cls(
             plan.op, p.m, p.n, p.k, p.batch, DTYPE_NAMES[p.dtype], p.a_major, p.b_major, p.b_format, p.group_size, int(p.zeros),
-            int(p.c), int(p.gated), plan.kernel, plan.decomposition, plan.splits, plan.swizzle, plan.raster, round(us, 2),
+            int(p.c), int(p.gated), plan.kernel, plan.decomposition, plan.splits, plan.swizzle, plan.raster, plan.columns, round(us, 2),
         )  # fmt: skip
 
 
