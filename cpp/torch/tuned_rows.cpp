@@ -34,7 +34,8 @@ std::shared_ptr<UserRows const> current() {
 
 /// The columns of minfer/tuned.py, in order.
 constexpr char const* kHeader =
-    "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,columns,us";
+    "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,columns,"
+    "us";
 
 /// One line of the table: its cells by column name, and its number for messages.
 class Line {

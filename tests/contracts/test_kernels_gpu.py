@@ -39,6 +39,20 @@ LAUNCHES = [
 ]
 
 
+def launches_of(kernel):
+    """All launches; where they choose the tiles' columns, also every width in every decomposition."""
+    step = kernel["column_step"]
+    widths = range(step, kernel["tile_n"] + 1, step) if step else ()
+    return LAUNCHES + [f"decomposition={decomposition},columns={width}" for width in widths for decomposition in DECOMPOSITIONS[:3]]
+
+
+def decompositions_of(kernel):
+    """The first three; where launches choose the tiles' columns, also in a narrow, a middling and a wide tile."""
+    step, tile_n = kernel["column_step"], kernel["tile_n"]
+    widths = ["", *(f",columns={width}" for width in (step, 5 * step, tile_n - step))] if step else [""]
+    return [f"{decomposition}{width}" for width in widths for decomposition in DECOMPOSITIONS[:3]]
+
+
 @functools.lru_cache(maxsize=32)
 def case(dtype, layout, shape):
     """Operands and what their product should be, shared by all kernels of a layout."""
@@ -72,7 +86,7 @@ def test_launches(name):
         a, b, expected = case(dtype, layout, shape)
         out, whole = padded(shape[:2], dtype, DEVICE)
         seen = {}
-        for launch in LAUNCHES:
+        for launch in launches_of(kernel):
             override = f"{name}@{launch}"
             whole.fill_(math.nan)
             minfer.gemm(a, b, kernel=override, out=out)
@@ -107,7 +121,7 @@ def test_epilogues(name):
         {"c": c.t().contiguous().t(), "beta": 1.0, "activation": "gelu_tanh"},
     )
     cases = [(epilogue, gemm_expected(a, b, **epilogue)) for epilogue in cases]
-    for decomposition in DECOMPOSITIONS[:3]:
+    for decomposition in decompositions_of(kernel):
         override = f"{name}@decomposition={decomposition}"
         for (epilogue, expected), out_dtype in itertools.product(cases, (dtype, torch.float32)):
             out, whole = padded((m, n), out_dtype, DEVICE)

@@ -668,7 +668,10 @@ def test_registry_lists_all_and_marks_what_is_compiled(folder):
 
 # ---- tuned tables -------------------------------------------------------------------------------------------------------------
 
-HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,columns,us\n"
+HEADER = (
+    "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,"
+    "has_c,gated,kernel,decomposition,splits,swizzle,raster,columns,us\n"
+)
 ROW = "gemm,16,4096,4096,1,f16,k,k,dense,0,0,0,0,gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative,stream_k,1,2,along_n,0,9.5\n"
 SMALLER = "gemm,8,4096,4096,1,f16,k,mn,dense,0,0,1,0,gemm_sm90_f16_tt_128x256x64_2x1x1_cooperative,split_k,4,1,along_m,0,7\n"
 
@@ -726,7 +729,8 @@ def w4_row(kernels, *, group_size=128, fine=False, **changes):
     kernel = next(k for k in kernels if k.FAMILY == "w4a16" and k.element == "f16" and (k.group_multiple == 32) == fine)
     cells = dict(
         op="w4a16_gemm", m=16, n=4096, k=4096, batch=1, ab_type="f16", a_major="k", b_major="k", b_format="int4", group_size=group_size,
-        has_zeros=0, has_c=0, gated=0, kernel=kernel.name, decomposition="split_k", splits=2, swizzle=1, raster="along_m", columns=0, us=5.5,
+        has_zeros=0, has_c=0, gated=0, kernel=kernel.name, decomposition="split_k", splits=2, swizzle=1, raster="along_m",
+        columns=0, us=5.5,
     )  # fmt: skip
     return ",".join(str(value) for value in (cells | changes).values()) + "\n"
 

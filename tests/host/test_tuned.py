@@ -19,7 +19,9 @@ from minfer.planning.tuned import (
 
 H200 = -1
 PROBLEM = Problem(64, 4096, 4096)
-HEADER = "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,columns,us"
+HEADER = (
+    "op,m,n,k,batch,ab_type,a_major,b_major,b_format,group_size,has_zeros,has_c,gated,kernel,decomposition,splits,swizzle,raster,columns,us"
+)
 W4_PROBLEM = W4Problem(24, 4096, 4160)  # no shipped row answers for it
 
 
@@ -77,7 +79,10 @@ def test_round_trip():
         ("op,m\n", "the header must be op,m,n,k"),
         (HEADER + "\ngemm,1,2\n", "line 2: expected 20 cells, got 3"),
         ("# tuned\n\n" + HEADER + "\n# a comment\ngemm,1,2\n", "line 5: expected 20 cells, got 3"),
-        (HEADER + "\n" + "gemm,x,4096,4096,1,bf16,k,k,dense,0,0,0,0,kernel,persistent,1,1,along_m,0,1.0\n", "line 2: invalid literal .*'x'"),
+        (
+            HEADER + "\n" + "gemm,x,4096,4096,1,bf16,k,k,dense,0,0,0,0,kernel,persistent,1,1,along_m,0,1.0\n",
+            "line 2: invalid literal .*'x'",
+        ),
     ],
 )
 def test_malformed(text, message):

@@ -166,7 +166,9 @@ def _check_columns(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], st
     rows = 128 if row.get("schedule") == "cooperative" else 64
     row.require(tile[0] == rows, "tile", f"tile_m must be {rows} where a launch chooses the columns: 64 rows of each warpgroup")
     whole = step > 0 and step % (8 * cluster[0]) == 0 and tile[1] % step == 0
-    row.require(whole, "column_step", f"must be a multiple of {8 * cluster[0]}, multicast in whole 8-row swizzle atoms, that divides tile_n")
+    row.require(
+        whole, "column_step", f"must be a multiple of {8 * cluster[0]}, multicast in whole 8-row swizzle atoms, that divides tile_n"
+    )
 
 
 def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int | None) -> tuple[int, int]:

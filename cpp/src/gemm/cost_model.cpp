@@ -57,8 +57,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   double const rate = std::min(kSmPeak * per_sm_scale, kMatrixPeak * scale / active) / ctas_of_sm * (portable ? kPortableRate : 1.0);
   bool const pingpong = kernel.schedule == Schedule::kPingpong, uneven = !portable && problem.k % 64 != 0;
   double const mma_us = 2.0 * kernel.tile_m * (tile_n + kInstructionColumns) * kernel.tile_k / rate *
-                        (pingpong && tile_n > 128 ? kWidePingpong : 1.0) *
-                        (uneven ? pingpong ? kUnevenPingpong : kUnevenCooperative : 1.0);
+                        (pingpong && tile_n > 128 ? kWidePingpong : 1.0) * (uneven ? pingpong ? kUnevenPingpong : kUnevenCooperative : 1.0);
   double const a_rows = kernel.tile_m * (1.0 - kMulticastFraction * (1.0 - 1.0 / kernel.cluster_n));
   double const b_rows = tile_n * (1.0 - kMulticastFraction * (1.0 - 1.0 / kernel.cluster_m));
   double const l2_us = 2.0 * kernel.tile_k * (a_rows + b_rows) * ctas_of_sm / (kL2PeakPerSm * per_sm_scale);
@@ -87,8 +86,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   // HBM: operands once, and the walked one again for every band of tiles when a band's working set leaves L2.
   double const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
   double const a_bytes = 2.0 * rows * problem.k, b_bytes = 2.0 * columns * problem.k;
-  double const band =
-      double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : tile_n * kernel.cluster_n);
+  double const band = double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : tile_n * kernel.cluster_n);
   double const bands = std::max(1.0, std::ceil((schedule.raster_along_n ? rows : columns) / band));
   double const walked = schedule.raster_along_n ? b_bytes : a_bytes;
   double const rereads = walked <= 0.61 * device.l2_bytes ? 1.0 : bands;
@@ -98,8 +96,8 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   double const main_us = std::pow(std::pow(busy_us, 4) + std::pow(hbm_us, 4), 0.25);  // the larger, and a little of the other
 
   double const box = kernel.swap || portable || int(tile_n) % 64 == 0 ? 64 : int(tile_n) % 32 == 0 ? 32 : 16;
-  double const epilogue_us = 2.0 * kernel.tile_m * tile_n * (problem.has_c ? 1.5 : 1.0) * std::pow(64.0 / box, kNarrowBoxes) *
-                             ctas_of_sm / (kEpilogueBytes * per_sm_scale);
+  double const epilogue_us = 2.0 * kernel.tile_m * tile_n * (problem.has_c ? 1.5 : 1.0) * std::pow(64.0 / box, kNarrowBoxes) * ctas_of_sm /
+                             (kEpilogueBytes * per_sm_scale);
   // Pingpong shows the last epilogue only, unless they take longer than the mainloops that should hide them.
   double const tile_us = main_us / std::max(1.0, owned);
   double const exposed_us =

@@ -361,8 +361,7 @@ struct EpilogueSm90 {
     int const block = j + (q < count ? q : count - 1);  // matrices beyond count repeat the last one
     int const row = 8 * (block % kBoxBlocks) + r;
     uint32_t const address = cute::cast_smem_ptr_to_uint(buffers) + (box + block / kBoxBlocks) % kBuffers * kBoxBytes +
-                             row * (kGatedColumns * 2) +
-                             (swizzle<kGatedColumns * 2>(warp, row) << 4);
+                             row * (kGatedColumns * 2) + (swizzle<kGatedColumns * 2>(warp, row) << 4);
     asm volatile("stmatrix.sync.aligned.x4.trans.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(packed[0]), "r"(packed[1]),
                  "r"(packed[2]), "r"(packed[3])
                  : "memory");

@@ -70,7 +70,8 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   params.mainloop.hint_a = uint64_t(stream_a ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
   params.mainloop.hint_b = uint64_t(stream_b ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
-  params.mainloop.prefetch = streams_weights(problem, *arguments.device) ? kPrefetchBytes / ((Config::kTileM + Config::kTileN) * Config::kTileK * 2) : 0;
+  params.mainloop.prefetch =
+      streams_weights(problem, *arguments.device) ? kPrefetchBytes / ((Config::kTileM + Config::kTileN) * Config::kTileK * 2) : 0;
 
   if (Status status = describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue); !status.ok()) return status;
   static std::atomic<uint64_t> shared_memory_allowed{0};

@@ -1,9 +1,9 @@
 // Mainloop of 16-bit operands for sm_90 whose tiles are as wide as the launch says: kColumnStep, 2 kColumnStep .. kTileN columns.
 //
 // WGMMA has an instruction for every multiple of 8 columns up to 256. The other mainloop (mainloop_sm90.cuh) takes one of them when it is
-// compiled, so that 200 tokens occupy a tile of 256, or a number of tiles that leaves a last wave nearly empty. Here a kernel holds an inner
-// loop for each width; a launch divides the columns into tiles of equal width, and its stages hold no more than these need, so narrow tiles
-// have a deeper ring. Stages, boxes and bytes follow from the width at run time, the instructions and their accumulators do not.
+// compiled, so that 200 tokens occupy a tile of 256, or a number of tiles that leaves a last wave nearly empty. Here a kernel holds an
+// inner loop for each width; a launch divides the columns into tiles of equal width, and its stages hold no more than these need, so
+// narrow tiles have a deeper ring. Stages, boxes and bytes follow from the width at run time, instructions and accumulators do not.
 //
 // CUTLASS's CollectiveMma takes the tile's shape, and with it the stages' layout, from its type; hence a specialisation of our own.
 // Pipeline: one pair of mbarriers a stage. Full: TMA's bytes. Empty: one arrival of each consumer warp, at every CTA that writes into the
@@ -161,8 +161,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   /// Under the predecessor's tail the first k tiles start for L2. Returns how many were loaded: none.
   template <class Storage>
-  static CUTLASS_DEVICE int load_first(Params const& params, Storage&, PipelineState&, LoadInputs const&, TileInputs const& tile, int k_begin,
-                                       int k_count) {
+  static CUTLASS_DEVICE int load_first(Params const& params, Storage&, PipelineState&, LoadInputs const&, TileInputs const& tile,
+                                       int k_begin, int k_count) {
     int const ahead = k_count < params.prefetch ? k_count : params.prefetch;
     for (int k = k_begin; k < k_begin + ahead; ++k) {
       cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.a, k * kTileK, tile.row, tile.l);
@@ -228,7 +228,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
  private:
   template <int kParts>
-  static CUTLASS_DEVICE void copy(CUtensorMap const& map, uint64_t* full, uint16_t multicast, uint64_t hint, char* to, int k, int row, int l) {
+  static CUTLASS_DEVICE void copy(CUtensorMap const& map, uint64_t* full, uint16_t multicast, uint64_t hint, char* to, int k, int row,
+                                  int l) {
     if constexpr (kParts > 1) {
       cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&map, full, multicast, hint, to, k * kTileK, row, l);
     } else {
@@ -247,8 +248,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   }
 
   template <int kColumns, class Storage, class Accumulator, class AfterLast>
-  static CUTLASS_DEVICE void mma_columns(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
-                                         int row_group, int thread, AfterLast const& after_last) {
+  static CUTLASS_DEVICE void mma_columns(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
+                                         int k_count, int row_group, int thread, AfterLast const& after_last) {
     using Op = decltype(cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>,
                                                    cute::GMMA::Major::K, cute::GMMA::Major::K>());
     auto const numbers = std::make_integer_sequence<int, kColumns / 2>{};

@@ -43,7 +43,7 @@ struct MainloopSm90 {
   using TiledMma = typename Collective::TiledMma;
   using Pipeline = typename Collective::MainloopPipeline;
   using PipelineState = typename Collective::PipelineState;
-  static constexpr int kValues = Config::kTileM * Config::kTileN / (kCooperative ? 256 : 128);                 // accumulators per thread
+  static constexpr int kValues = Config::kTileM * Config::kTileN / (kCooperative ? 256 : 128);  // accumulators per thread
 
   using Arguments = typename Collective::Arguments;
   struct Params {

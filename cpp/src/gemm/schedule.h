@@ -43,7 +43,8 @@ inline TileSchedulerParams schedule_of(KernelInfo const& kernel, GemmProblem con
   int64_t const rows = kernel.swap ? problem.n : problem.m;
   int64_t const columns = kernel.swap ? problem.m : problem.n;
   int64_t const tiles_m = ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m);
-  int64_t const tiles_n = ceil_div(columns, int64_t(tile_columns(kernel, launch)) * kernel.cluster_n), k_tiles = ceil_div(problem.k, kernel.tile_k);
+  int64_t const tiles_n = ceil_div(columns, int64_t(tile_columns(kernel, launch)) * kernel.cluster_n),
+                k_tiles = ceil_div(problem.k, kernel.tile_k);
   int32_t const workers = launch.decomposition == Decomposition::kStreamK
                               ? stream_workers(kernel, device, tiles_m * tiles_n * problem.batch * k_tiles)
                               : resident_workers(kernel, device);
