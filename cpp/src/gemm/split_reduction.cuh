@@ -91,7 +91,7 @@ struct SplitReduction {
       float4 part[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        if (i + j < kValues / 4) part[j] = __ldcg(base + (i + j) * kThreads);
+        if (i + j < kValues / 4 && (!kChosen || 4 * (i + j) < workspace.values)) part[j] = __ldcg(base + (i + j) * kThreads);
       }
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
