@@ -115,7 +115,7 @@ def _expand_sm90(row: Row, operand_bytes: int) -> dict:
     stages = _stages_sm90(row, tile, staging_bytes, stages, operand_bytes)
     ring_bytes = stages * _stage_bytes(tile, operand_bytes)
     if column_step:
-        _check_columns(row, tile, cluster, column_step)
+        _check_columns(row, tile, column_step)
         ring_bytes = (SM90_SMEM_LIMIT - _smem_sm90(0, staging_bytes)) // SM90_SMEM_ALIGNMENT * SM90_SMEM_ALIGNMENT
     smem = _smem_sm90(ring_bytes, staging_bytes)
     fields = dict(arch=90, tile=tile, cluster=cluster, swap=swap, stages=stages, epilogue_chunks=chunks)
@@ -158,17 +158,25 @@ def _check_sm90(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], opera
     row.require(whole, "cluster", "multicast slices must be multiples of 8 rows")
 
 
-def _check_columns(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], step: int) -> None:
+def _check_columns(row: Row, tile: tuple[int, ...], step: int) -> None:
     """A kernel whose launches choose the columns of a tile."""
     row.require(row.flag("swap"), "column_step", "is for swapped kernels: the rows of a box of D are chosen, not its columns")
     row.require(row.names("layouts", ("tn", "tt", "nn", "nt")) == ["tn"], "column_step", "is for layout tn: the operands are K-major")
     row.require(tile[2] == 64, "tile", "tile_k must be 64 where a launch chooses the columns")
-    rows = 128 if row.get("schedule") == "cooperative" else 64
-    row.require(tile[0] == rows, "tile", f"tile_m must be {rows} where a launch chooses the columns: 64 rows of each warpgroup")
-    whole = step > 0 and step % (8 * cluster[0]) == 0 and tile[1] % step == 0
-    row.require(
-        whole, "column_step", f"must be a multiple of {8 * cluster[0]}, multicast in whole 8-row swizzle atoms, that divides tile_n"
-    )
+    row.require(step % 8 == 0 and tile[1] % step == 0, "column_step", "must be a multiple of 8, a WGMMA's step, that divides tile_n")
+    whole = tile[1] % (step * _boxes_together(row, tile, step)) == 0
+    row.require(whole or _mma_rows(row, tile) == 1, "column_step", "a box of D has as many columns: tile_n must be whole groups of boxes")
+
+
+def _mma_rows(row: Row, tile: tuple[int, ...]) -> int:
+    """Blocks of 64 rows, the MMA's, of a consumer warpgroup."""
+    return tile[0] // (128 if row.get("schedule") == "cooperative" else 64)
+
+
+def _boxes_together(row: Row, tile: tuple[int, ...], step: int) -> int:
+    """Boxes of `step` columns that are finished and stored as a group: 64 columns, or 32 beside more than 128 accumulators."""
+    columns = 32 if _mma_rows(row, tile) * tile[1] // 2 > 128 else 64
+    return min(max(columns // step, 1), tile[1] // step)
 
 
 def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int | None) -> tuple[int, int]:
@@ -178,7 +186,7 @@ def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int
     outputs (the MMA tile's rows) for tile_n rows of D, or for `step` rows where a launch chooses the columns in such steps.
     """
     tile_m, tile_n, _ = tile
-    mma_m = tile_m // (128 if row.get("schedule") == "cooperative" else 64)
+    mma_m = _mma_rows(row, tile)
     if swap:
         rows = step or tile_n
         boxes, box_bytes = mma_m * tile_n // rows, rows * 64 * OUTPUT_BYTES
@@ -187,12 +195,12 @@ def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int
         row.require(width > 0, "tile", "an unswapped tile_n must be a multiple of 16")
         boxes, box_bytes = mma_m * tile_n // width, 64 * width * OUTPUT_BYTES
     if chunks is None and step:
-        chunks = min(boxes, 2 * max(64 // step, 1))  # a group leaves while the next one is finished
+        chunks = min(boxes, 2 * _boxes_together(row, tile, step))  # a group leaves while the next one is finished
     if chunks is None:
         # A 128 x 256 tile that staged D whole would cost a pipeline stage: it goes through half as many buffers.
         chunks = max(boxes // 2, 1) if tile_m * tile_n > 128 * 192 else boxes
     # Boxes finished, and stored, as a group.
-    together = (max(64 // step, 1) if step else 1) if swap else min(64 // width, tile_n // width)
+    together = (_boxes_together(row, tile, step) if step else 1) if swap else min(64 // width, tile_n // width)
     row.require(
         together <= chunks <= boxes, "epilogue_chunks", f"a consumer warpgroup has {boxes} boxes, {together} of them in use together"
     )

@@ -12,7 +12,10 @@
 // Boxes of a warpgroup, kChunks for each MMA tile mi of 64 rows, box = mi * kChunks + chunk:
 //   no swap: 64 rows of m x kBoxColumns (64, 32 or 16) columns of n
 //   swap:    kTileN rows of m x 64 columns of n (the MMA rows are n), one chunk; where the launch chooses the tile's columns, kColumnStep
-//            rows of m, as many boxes as the tile has of these
+//            rows of m, as many chunks as the tile has of these
+// Where the launch chooses the columns, the boxes are numbered by groups of chunks, then by MMA tile, then by chunk of the group, so that
+// a narrow tile lacks the last numbers. It also lacks some where its chunks do not fill their last group: these count as stored, with no
+// bytes, for a buffer is taken again when so many stores after its own have been committed.
 // Shared memory of a box: rows of kBoxColumns, their 16-byte units in TMA's swizzle for that width. Buffers are a ring of kBuffers boxes.
 #pragma once
 
@@ -66,7 +69,7 @@ struct EpilogueSm90 {
   static constexpr int kBiasValues = (kBiasFloats + 127) / 128;    // of a thread
   static_assert(kTileN % 8 == 0 && kBoxRows <= 256 && (kSwap || kTileN % kBoxColumns == 0));
   static_assert(kBuffers >= kGroup && kBuffers <= kBoxes && kBuffers <= 32);
-  static_assert(!kChoosesColumns || (kSwap && kMmaM == 1), "boxes of D are numbered along the tile's columns");
+  static_assert(!kChoosesColumns || (kSwap && (kMmaM == 1 || kChunks % kGroup == 0)), "boxes are numbered by whole groups of chunks");
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "every box starts on a whole period of its swizzle");
 
   struct TensorStorage {
@@ -111,15 +114,18 @@ struct EpilogueSm90 {
   __device__ void synchronize() const { NamedBarrier<128>{barrier_id}.sync(); }
   /// Of a tile.
   __device__ int columns() const { return kChoosesColumns ? params.columns : kTileN; }
+  /// Box b is of this chunk and this MMA tile.
+  static __device__ int box_chunk(int b) { return kChoosesColumns ? b / (kGroup * kMmaM) * kGroup + b % kGroup : b % kChunks; }
+  static __device__ int box_mi(int b) { return kChoosesColumns ? b / kGroup % kMmaM : b / kChunks; }
   /// Whether a tile of this launch has the box.
-  __device__ bool has_box(int b) const { return b < kBoxes && (!kChoosesColumns || b * kBoxRows < params.columns); }
+  __device__ bool has_box(int b) const { return b < kBoxes && (!kChoosesColumns || box_chunk(b) * kBoxRows < params.columns); }
 
   // Top left corner of box b in the caller's (m, n); tile_row and tile_column are of the kernel's own tile.
   static __device__ int box_m(int b, int tile_row, int tile_column, int warpgroup) {
-    return kSwap ? tile_column + b % kChunks * kBoxRows : mma_row(b / kChunks, tile_row, warpgroup);
+    return kSwap ? tile_column + box_chunk(b) * kBoxRows : mma_row(box_mi(b), tile_row, warpgroup);
   }
   static __device__ int box_n(int b, int tile_row, int tile_column, int warpgroup) {
-    return kSwap ? mma_row(b / kChunks, tile_row, warpgroup) : tile_column + b % kChunks * kBoxColumns;
+    return kSwap ? mma_row(box_mi(b), tile_row, warpgroup) : tile_column + box_chunk(b) * kBoxColumns;
   }
   // TMA's swizzle of the 16-byte units of a row of 128, 64, 32 or 16 bytes.
   template <int kBytes>
@@ -159,9 +165,12 @@ struct EpilogueSm90 {
     if (params.load_c_by_tma && thread == 0) {
       cute::tma_store_wait<0>();  // the previous tile's stores have left the buffers
 #pragma unroll 1
-      for (int b = 0; b < kBuffers && has_box(b); ++b) request_c(b, tile_row, tile_column, l, warpgroup);
+      for (int b = 0; b < kBuffers; ++b) {
+        if (!kChoosesColumns || has_box(b)) request_c(b, tile_row, tile_column, l, warpgroup);
+      }
 #pragma unroll 1
-      for (int b = kBuffers; has_box(b); ++b) {  // asked for when a buffer is free, by then out of L2
+      for (int b = kBuffers; b < kBoxes; ++b) {  // asked for when a buffer is free, by then out of L2
+        if (kChoosesColumns && !has_box(b)) continue;
         cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.tma_c, box_n(b, tile_row, tile_column, warpgroup),
                                                box_m(b, tile_row, tile_column, warpgroup), l);
       }
@@ -193,9 +202,11 @@ struct EpilogueSm90 {
     if (!params.load_c_by_tma || biased) synchronize();
     constexpr int kGroups = (kChunks + kGroup - 1) / kGroup;  // of an MMA tile
     cute::for_each(cute::make_int_sequence<kMmaM * kGroups>{}, [&](auto group) {
-      constexpr int kMi = decltype(group)::value / kGroups, kChunk = decltype(group)::value % kGroups * kGroup;
+      constexpr int kAt = decltype(group)::value, kMi = kChoosesColumns ? kAt % kMmaM : kAt / kGroups;
+      constexpr int kChunk = (kChoosesColumns ? kAt / kMmaM : kAt % kGroups) * kGroup;
       constexpr int kCount = kChunks - kChunk < kGroup ? kChunks - kChunk : kGroup;
-      if (!kChoosesColumns || has_box(kChunk)) store_group<Group<kMi, kChunk, kCount>>(acc, tile_row, tile_column, l, warpgroup);
+      if (!kChoosesColumns || kChunk * kBoxRows < params.columns)
+        store_group<Group<kMi, kChunk, kCount>>(acc, tile_row, tile_column, l, warpgroup);
     });
   }
 
@@ -204,7 +215,7 @@ struct EpilogueSm90 {
   template <int kMi_, int kChunk, int kCount_>
   struct Group {
     static constexpr int kMi = kMi_, kCount = kCount_;
-    static constexpr int kFirstBox = kMi * kChunks + kChunk;
+    static constexpr int kFirstBox = kChoosesColumns ? kChunk * kMmaM + kMi * kGroup : kMi * kChunks + kChunk;
     static constexpr int kFirstBlock = kChunk * (kSwap ? kBoxRows : kBoxColumns) / 8;  // 8-column blocks of the accumulator
     static constexpr int kBoxBlocks = kBoxValues / 4;
     static constexpr int kValues = kCount * kBoxValues, kBlocks = kValues / 4;
@@ -331,10 +342,11 @@ struct EpilogueSm90 {
 #pragma unroll
     for (int box = 0; box < G::kCount; ++box) {
       int const b = G::kFirstBox + box, n = box_n(b, tile_row, tile_column, warpgroup);
-      if (kChoosesColumns && !has_box(b)) break;
-      cute::SM90_TMA_STORE_3D::copy(&params.tma_d, buffers + b % kBuffers * kBoxBytes, params.general.gated ? n / 2 : n,
-                                    box_m(b, tile_row, tile_column, warpgroup), l);
-      cute::tma_store_arrive();
+      if (!kChoosesColumns || has_box(b)) {
+        cute::SM90_TMA_STORE_3D::copy(&params.tma_d, buffers + b % kBuffers * kBoxBytes, params.general.gated ? n / 2 : n,
+                                      box_m(b, tile_row, tile_column, warpgroup), l);
+      }
+      cute::tma_store_arrive();  // also of a box that the tile lacks: the wait for a buffer counts them
     }
     if (params.load_c_by_tma && G::kFirstBox + kBuffers < kBoxes) {
       cute::tma_store_wait<0>();

@@ -3,7 +3,8 @@
 // The weight's rows (the caller's n) are on the tile's M side, the tokens (the caller's m) on its N side, which the launch divides into
 // tiles of equal width: no instruction multiplies rows that are not there, and the number of tiles can be that of the SMs.
 // Composition (kernel_sm90.cuh has the warp roles and walks): a CollectiveMma under MainloopSm90TmaColumns, EpilogueSm90,
-// SplitTileSchedulerSm90. 384 threads, two consumers with 64 rows each: of one tile (cooperative), or a tile each (pingpong).
+// SplitTileSchedulerSm90. 384 threads, two consumers with one to three blocks of 64 rows each: of one tile, in turns (cooperative), or a
+// tile each (pingpong).
 // Tile walk: data-parallel, split-K or stream-K, all at run time.
 // Shared memory: ring, as many stages as fit | epilogue buffers of the widest tile | barriers, bias, at most 227 KiB, one CTA per SM.
 // Limits: both operands K-major and 16-byte aligned in base and strides, for the fast epilogue D and C, too.
@@ -26,9 +27,10 @@ using CollectiveMainloopColumnsSm90 = cutlass::gemm::collective::CollectiveMma<
 
 template <class Config>
 struct GemmColumnsSm90
-    : GemmKernelSm90<CollectiveMainloopColumnsSm90<Config>, EpilogueSm90<Config>,
-                     SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
-                                            CollectiveMainloopColumnsSm90<Config>::kValues, true>> {
+    : GemmKernelSm90<
+          CollectiveMainloopColumnsSm90<Config>, EpilogueSm90<Config>,
+          SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
+                                 CollectiveMainloopColumnsSm90<Config>::kValues, CollectiveMainloopColumnsSm90<Config>::kBlockValues>> {
   static_assert(GemmColumnsSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 
@@ -72,7 +74,7 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
                                            operands.b_batch_stride, Mainloop::kTileK, Config::kTileM / Config::kClusterN);
   if (status.ok()) {
     status = encode_tensor_map_planes(&mainloop.b, problem.ab_type, operands.a, problem.k, problem.m, problem.batch, operands.lda,
-                                      operands.a_batch_stride, Mainloop::kTileK, columns / Config::kClusterM);
+                                      operands.a_batch_stride, Mainloop::kTileK, Mainloop::loaded_columns(columns));
   }
   if (status.ok()) status = describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
   if (!status.ok()) return status;

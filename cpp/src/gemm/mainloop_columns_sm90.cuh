@@ -4,10 +4,14 @@
 // compiled, so that 200 tokens occupy a tile of 256, or a number of tiles that leaves a last wave nearly empty. Here a kernel holds an
 // inner loop for each width; a launch divides the columns into tiles of equal width, and its stages hold no more than these need, so
 // narrow tiles have a deeper ring. Stages, boxes and bytes follow from the width at run time, instructions and accumulators do not.
+// A consumer warpgroup has kBlocks blocks of 64 rows, all of which multiply the same columns: the tokens are read from shared memory once
+// for each block, but loaded once for all.
 //
 // CUTLASS's CollectiveMma takes the tile's shape, and with it the stages' layout, from its type; hence a specialisation of our own.
 // Pipeline: one pair of mbarriers a stage. Full: TMA's bytes. Empty: one arrival of each consumer warp, at every CTA that writes into the
 // stage, when the WGMMAs that read it have retired.
+// Multicast: in a cluster the CTAs of a row load a part each of the rows of A that they have in common, those of a column a part each of
+// their columns. Where such a part might end within 8 rows of the swizzle, the CTAs of a column take turns, and each loads all of them.
 // Limits: both operands K-major.
 #pragma once
 
@@ -93,11 +97,13 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static_assert(Config::kTileK == kTileK && sizeof(Element) == 2);
   static constexpr int kCluster = Config::kClusterM * Config::kClusterN;
   static constexpr int kConsumers = 2, kSharing = kCooperative ? 2 : 1;  // warpgroups, and those that share a tile
-  static_assert(kTileM == 64 * kSharing, "a consumer warpgroup has one block of 64 rows");
-  static constexpr int kValues = kTileN / 2;  // accumulators of a thread; a narrow tile has fewer
+  static constexpr int kBlocks = kTileM / (64 * kSharing);  // of 64 rows, of a warpgroup; those that share a tile take turns at them
+  static_assert(kTileM == 64 * kSharing * kBlocks && kBlocks >= 1 && kBlocks <= 3);
+  static constexpr int kBlockValues = kTileN / 2, kValues = kBlocks * kBlockValues;  // accumulators of a thread; narrow tiles have fewer
   static constexpr int kMaxStages = 12;
   static constexpr int kRowBytes = kTileK * 2, kBytesA = kTileM * kRowBytes;
   static constexpr int kRingBytes = Config::kRingBytes;
+  static constexpr bool kTakesTurns = kStep % (8 * Config::kClusterM) != 0;  // at loading the columns, in a cluster
 
   struct Params {
     CUtensorMap a, b;  // the kernel's own operands, [l, rows, k]
@@ -118,6 +124,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   };
 
   // ---- set-up -------------------------------------------------------------------------------------------------------------------
+
+  /// Columns of a tile that a CTA loads at a time.
+  static CUTLASS_HOST_DEVICE int loaded_columns(int columns) { return kTakesTurns ? columns : columns / Config::kClusterM; }
 
   static CUTLASS_DEVICE void prefetch_tma_descriptors(Params const& params) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.a));
@@ -155,18 +164,18 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   }
   template <class Tile>
   static CUTLASS_DEVICE TileInputs tile_inputs(Params const& params, LoadInputs const& inputs, Tile const& tile) {
-    int const part_b = params.columns / Config::kClusterM;
-    return {tile.m() * kTileM + inputs.n * (kTileM / Config::kClusterN), tile.n() * params.columns + inputs.m * part_b, tile.l()};
+    int const column = tile.n() * params.columns + (kTakesTurns ? 0 : inputs.m * loaded_columns(params.columns));
+    return {tile.m() * kTileM + inputs.n * (kTileM / Config::kClusterN), column, tile.l()};
   }
 
   /// Under the predecessor's tail the first k tiles start for L2. Returns how many were loaded: none.
   template <class Storage>
-  static CUTLASS_DEVICE int load_first(Params const& params, Storage&, PipelineState&, LoadInputs const&, TileInputs const& tile,
+  static CUTLASS_DEVICE int load_first(Params const& params, Storage&, PipelineState&, LoadInputs const& inputs, TileInputs const& tile,
                                        int k_begin, int k_count) {
     int const ahead = k_count < params.prefetch ? k_count : params.prefetch;
     for (int k = k_begin; k < k_begin + ahead; ++k) {
       cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.a, k * kTileK, tile.row, tile.l);
-      cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.b, k * kTileK, tile.column, tile.l);
+      if (loads_columns(inputs, k)) cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.b, k * kTileK, tile.column, tile.l);
     }
     minfer::wait_for_predecessor();
     return 0;
@@ -180,11 +189,12 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       uint64_t* const full = &storage.full[state.index];
       FullBarrier::arrive_and_expect_tx(full, uint32_t(params.stage_bytes));
       char* const a = storage.ring + state.index * params.stage_bytes;
-      char* const b = a + kBytesA;
+      char* const b = a + kBytesA + (kTakesTurns ? 0 : inputs.m * loaded_columns(params.columns) * kRowBytes);
       copy<Config::kClusterN>(params.a, full, inputs.multicast_a, params.hint_a, a + inputs.n * (kBytesA / Config::kClusterN), k, tile.row,
                               tile.l);
-      copy<Config::kClusterM>(params.b, full, inputs.multicast_b, params.hint_b,
-                              b + inputs.m * (params.columns / Config::kClusterM) * kRowBytes, k, tile.column, tile.l);
+      if (loads_columns(inputs, k)) {  // an empty stage is empty in every CTA of the cluster
+        copy<Config::kClusterM>(params.b, full, inputs.multicast_b, params.hint_b, b, k, tile.column, tile.l);
+      }
       state.advance();
     }
   }
@@ -199,19 +209,24 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   template <class Storage, class Barrier>
   static CUTLASS_DEVICE void mma_init(Params const&, Storage&, int, int, Barrier const&) {}
 
-  static CUTLASS_DEVICE auto make_accumulator() { return cute::make_tensor<float>(cute::Shape<cute::Int<kValues>>{}); }
+  /// Zeros, which are in no sum: the first WGMMA has the accumulators as operands though it overwrites them, and a narrow tile leaves some
+  /// as they are. Undefined, they would be set again in front of each width's loop.
+  static CUTLASS_DEVICE auto make_accumulator() {
+    auto accumulator = cute::make_tensor<float>(cute::Shape<cute::Int<kValues>>{});
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      accumulator(i) = 0.0f;
+      cute::warpgroup_fence_operand(accumulator(i));
+    }
+    return accumulator;
+  }
 
   /// after_last() is called when the last MMA has been issued. All have retired at the end: what is in flight must not cross the place
   /// where the widths' loops meet, or ptxas serialises them.
   template <class Storage, class Accumulator, class Output, class AfterLast>
   static CUTLASS_DEVICE void mma(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
                                  Output const&, int consumer, int thread, AfterLast const& after_last) {
-    cute::for_each(cute::make_int_sequence<kTileN / kStep>{}, [&](auto i) {
-      constexpr int kColumns = (decltype(i)::value + 1) * kStep;
-      if (params.columns == kColumns) {
-        mma_columns<kColumns>(params, storage, state, accumulator, k_count, kCooperative ? consumer : 0, thread, after_last);
-      }
-    });
+    mma_between<1, kTileN / kStep>(params, storage, state, accumulator, k_count, kCooperative ? consumer : 0, thread, after_last);
   }
   template <class Storage, class Accumulator>
   static CUTLASS_DEVICE bool mma_tail(Storage&, PipelineState&, Accumulator&, int, int, int) {
@@ -227,6 +242,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   }
 
  private:
+  /// Whether this CTA loads columns of k tile `k`, a part of them or, in its turn, all.
+  static CUTLASS_DEVICE bool loads_columns(LoadInputs const& inputs, int k) { return !kTakesTurns || k % Config::kClusterM == inputs.m; }
+
   template <int kParts>
   static CUTLASS_DEVICE void copy(CUtensorMap const& map, uint64_t* full, uint16_t multicast, uint64_t hint, char* to, int k, int row,
                                   int l) {
@@ -237,14 +255,35 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     }
   }
 
-  /// The descriptor of a K-major operand in rows of 128 swizzled bytes, 8 rows after each other.
-  static CUTLASS_DEVICE uint64_t descriptor(void const* rows) {
+  /// The descriptor of a K-major operand in rows of 128 swizzled bytes, 8 rows after each other. Only its low word depends on where they
+  /// are, in units of 16 bytes: addresses are added there, without a carry, in uniform registers.
+  static CUTLASS_DEVICE uint64_t descriptor(uint32_t low) {
+    cute::GmmaDescriptor of{};
+    of.bitfield.stride_byte_offset_ = 8 * kRowBytes >> 4;
+    of.bitfield.layout_type_ = uint8_t(cute::GMMA::LayoutType::B128);
+    return of.desc_ | low;
+  }
+  static CUTLASS_DEVICE uint32_t low_word(void const* rows) {
     cute::GmmaDescriptor of{};
     of.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(rows) >> 4;
     of.bitfield.leading_byte_offset_ = 1;  // not read with this swizzle
-    of.bitfield.stride_byte_offset_ = 8 * kRowBytes >> 4;
-    of.bitfield.layout_type_ = uint8_t(cute::GMMA::LayoutType::B128);
-    return of.desc_;
+    return uint32_t(of.desc_);
+  }
+
+  /// The loop of the launch's width, which is from kFirst to kLast steps.
+  template <int kFirst, int kLast, class Storage, class Accumulator, class AfterLast>
+  static CUTLASS_DEVICE void mma_between(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
+                                         int k_count, int row_group, int thread, AfterLast const& after_last) {
+    if constexpr (kFirst == kLast) {
+      mma_columns<kFirst * kStep>(params, storage, state, accumulator, k_count, row_group, thread, after_last);
+    } else {
+      constexpr int kMiddle = (kFirst + kLast) / 2;
+      if (params.columns <= kMiddle * kStep) {
+        mma_between<kFirst, kMiddle>(params, storage, state, accumulator, k_count, row_group, thread, after_last);
+      } else {
+        mma_between<kMiddle + 1, kLast>(params, storage, state, accumulator, k_count, row_group, thread, after_last);
+      }
+    }
   }
 
   template <int kColumns, class Storage, class Accumulator, class AfterLast>
@@ -253,33 +292,39 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     using Op = decltype(cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>,
                                                    cute::GMMA::Major::K, cute::GMMA::Major::K>());
     auto const numbers = std::make_integer_sequence<int, kColumns / 2>{};
+    constexpr int kBlockUnits = kSharing * 64 * kRowBytes >> 4;  // from a block of 64 rows to the warpgroup's next, as in EpilogueSm90
     float* const sums = accumulator.data();
-    uint64_t const a = descriptor(storage.ring + row_group * 64 * kRowBytes), b = descriptor(storage.ring + kBytesA);
+    uint32_t const a = low_word(storage.ring + row_group * 64 * kRowBytes), b = low_word(storage.ring + kBytesA);
     auto const fence = [&] {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
+      for (int block = 0; block < kBlocks; ++block) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[block * kBlockValues + i]);
+      }
     };
     auto const issue = [&](cute::GMMA::ScaleOut keep) {
       FullBarrier::wait(&storage.full[state.index], state.phase);
-      uint64_t const at = uint64_t(uint32_t(state.index * params.stage_bytes) >> 4);
+      uint32_t const at = uint32_t(state.index * params.stage_bytes) >> 4;
       cute::warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < kTileK / 16; ++k) {
-        minfer::gemm::multiply<Op>(a + at + 2 * k, b + at + 2 * k, sums, k == 0 ? keep : cute::GMMA::ScaleOut::One, numbers);
+        CUTLASS_PRAGMA_UNROLL
+        for (int block = 0; block < kBlocks; ++block) {
+          minfer::gemm::multiply<Op>(descriptor(a + at + 2 * k + block * kBlockUnits), descriptor(b + at + 2 * k),
+                                     sums + block * kBlockValues, k == 0 ? keep : cute::GMMA::ScaleOut::One, numbers);
+        }
       }
       cute::warpgroup_commit_batch();
     };
 
     fence();
     int last = state.index;
-    issue(cute::GMMA::ScaleOut::Zero);
-    state.advance();
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int k = 1; k < k_count; ++k) {
+    for (int k = 0; k < k_count; ++k) {  // with the first k tile in front of the loop, ptxas serialises the WGMMAs of two blocks
       int const stage = state.index;
-      issue(cute::GMMA::ScaleOut::One);
+      issue(k == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One);
       cute::warpgroup_wait<1>();
-      minfer::release_stage<kCluster>(&storage.empty[last], thread);
+      minfer::release_stage<kCluster>(&storage.empty[last], thread, k > 0);
       last = stage;
       state.advance();
     }

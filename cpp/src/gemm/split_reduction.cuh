@@ -26,7 +26,7 @@ struct SplitWorkspace {
   uint64_t* flags = nullptr;
   float* partials = nullptr;
   uint64_t nonce = 0;
-  int32_t values = 0;  // of a thread, in kernels whose launches choose the tiles' width
+  int32_t values = 0;  // of a thread in a block of 64 rows, in kernels whose launches choose the tiles' width
 };
 
 constexpr int kMaxTaggedValues = 16;  // of a thread
@@ -39,11 +39,13 @@ inline size_t split_workspace_bytes(int64_t slots, int64_t tile_elements, bool t
 
 #if defined(__CUDACC__)
 
-/// For kThreads threads that hold a tile, or a part of its rows, as kValues floats a thread; with kChosen, the first of them, as many as
-/// the workspace says. `barrier` synchronises the threads.
-template <int kThreads, int kValues, bool kChosen = false>
+/// For kThreads threads that hold a tile, or a part of its rows, as kValues floats a thread; with kChosenOf, only the first of every
+/// kChosenOf of them, as many as the workspace says. `barrier` synchronises the threads.
+template <int kThreads, int kValues, int kChosenOf = 0>
 struct SplitReduction {
-  static_assert(kValues % 4 == 0, "a fragment is moved in 16-byte accesses");
+  static constexpr bool kChosen = kChosenOf > 0;
+  static constexpr int kBlock = kChosen ? kChosenOf : kValues;  // values
+  static_assert(kBlock % 4 == 0 && kValues % kBlock == 0, "a fragment is moved in 16-byte accesses");
 
   /// After a work item's mainloop. A split that does not own its tile publishes its partial; the owner adds those of the others. Returns
   /// whether the fragment now holds the tile. slot_of: where the partial with a schedule's slot lies in the workspace.
@@ -62,9 +64,12 @@ struct SplitReduction {
   static __device__ void publish(SplitWorkspace const& workspace, int64_t slot, Fragment const& fragment, int thread, Barrier&& barrier) {
     float4* base = reinterpret_cast<float4*>(workspace.partials + slot * int64_t(kThreads) * kValues) + thread;
 #pragma unroll
-    for (int i = 0; i < kValues / 4; ++i) {
-      if (kChosen && 4 * i >= workspace.values) break;
-      __stcg(base + i * kThreads, make_float4(fragment(4 * i), fragment(4 * i + 1), fragment(4 * i + 2), fragment(4 * i + 3)));
+    for (int block = 0; block < kValues / 4; block += kBlock / 4) {
+#pragma unroll
+      for (int i = block; i < block + kBlock / 4; ++i) {
+        if (kChosen && 4 * (i - block) >= workspace.values) break;
+        __stcg(base + i * kThreads, make_float4(fragment(4 * i), fragment(4 * i + 1), fragment(4 * i + 2), fragment(4 * i + 3)));
+      }
     }
     __threadfence();
     barrier();
@@ -84,22 +89,26 @@ struct SplitReduction {
     }
     barrier();
     float4 const* base = reinterpret_cast<float4 const*>(workspace.partials + slot * int64_t(kThreads) * kValues) + thread;
-    constexpr int kBatch = kValues / 4 < 8 ? kValues / 4 : 8;  // loads in flight: 8 x 16 bytes a thread
+    constexpr int kBatch = kBlock / 4 < 8 ? kBlock / 4 : 8;  // loads in flight: 8 x 16 bytes a thread
 #pragma unroll
-    for (int i = 0; i < kValues / 4; i += kBatch) {
-      if (kChosen && 4 * i >= workspace.values) break;
-      float4 part[kBatch];
+    for (int block = 0; block < kValues / 4; block += kBlock / 4) {
+      int const end = block + kBlock / 4;
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        if (i + j < kValues / 4 && (!kChosen || 4 * (i + j) < workspace.values)) part[j] = __ldcg(base + (i + j) * kThreads);
-      }
+      for (int i = block; i < end; i += kBatch) {
+        if (kChosen && 4 * (i - block) >= workspace.values) break;
+        float4 part[kBatch];
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        if (i + j < kValues / 4) {
-          fragment(4 * (i + j)) += part[j].x;
-          fragment(4 * (i + j) + 1) += part[j].y;
-          fragment(4 * (i + j) + 2) += part[j].z;
-          fragment(4 * (i + j) + 3) += part[j].w;
+        for (int j = 0; j < kBatch; ++j) {
+          if (i + j < end && (!kChosen || 4 * (i + j - block) < workspace.values)) part[j] = __ldcg(base + (i + j) * kThreads);
+        }
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          if (i + j < end) {
+            fragment(4 * (i + j)) += part[j].x;
+            fragment(4 * (i + j) + 1) += part[j].y;
+            fragment(4 * (i + j) + 2) += part[j].z;
+            fragment(4 * (i + j) + 3) += part[j].w;
+          }
         }
       }
     }

@@ -23,12 +23,13 @@ class StaticWorkItems {
   TileScheduler scheduler_;
 };
 
-/// kRowGroups: consumer warpgroups that share a tile. kValues: accumulators of a thread, at most where the launch chooses their number.
-template <int kClusterM, int kClusterN, int kRowGroups, int kValues, bool kChosen = false>
+/// kRowGroups: consumer warpgroups that share a tile. kValues: accumulators of a thread. kBlockValues: of a block of 64 rows, where the
+/// launch chooses how many of them a tile has.
+template <int kClusterM, int kClusterN, int kRowGroups, int kValues, int kBlockValues = 0>
 struct SplitTileSchedulerSm90 {
   static constexpr int kCluster = kClusterM * kClusterN;
   static constexpr bool kTileInSharedMemory = false;
-  using Reduction = SplitReduction<128, kValues, kChosen>;
+  using Reduction = SplitReduction<128, kValues, kBlockValues>;
 
   struct Params {
     TileSchedulerParams schedule;
