@@ -151,7 +151,8 @@ def divided_overrides():
     """Stream-K and split-K of kernels with different tiles, for float16 "tn" operands."""
     names = [n for n, k in KERNELS.items() if k["ab_type"] == "f16" and layout_of(k) == "tn"]
     picked = names[:: max(1, len(names) // 6)]
-    return [f"{name}@{launch}" for name in picked for launch in DIVIDED]
+    narrow = [f"{n}@columns={5 * KERNELS[n]['column_step']}," for n in names if KERNELS[n]["column_step"]]
+    return [f"{start}{launch}" for start in [f"{n}@" for n in picked] + narrow[::4] for launch in DIVIDED]
 
 
 def alone(override, shape):

@@ -50,6 +50,8 @@ SM80 = {
     "schedule": "multistage",
 }
 
+COLUMNS = {**SM90, "layouts": ["tn"], "tile": [256, 160, 64], "swap": True, "column_step": 16}
+
 W4A16_SM90 = {
     "arch": "sm90",
     "elements": ["f16"],
@@ -291,6 +293,13 @@ def test_rows_over_codes():
         (SM90, {"stages": 2}, "stages", "stages of 49152 bytes each"),
         (SM90, {"stages": "4"}, "stages", "a positive integer"),
         (SM90, {"epilogue_chunks": 5}, "epilogue_chunks", "has 4 boxes"),
+        (COLUMNS, {"swap": False}, "column_step", "for swapped kernels"),
+        (COLUMNS, {"layouts": ["tt"]}, "column_step", "for layout tn"),
+        (COLUMNS, {"column_step": 12}, "column_step", "multiple of 8"),
+        (COLUMNS, {"column_step": 48}, "column_step", "divides tile_n"),
+        (COLUMNS, {"tile": [256, 144, 64]}, "column_step", "whole groups of boxes"),
+        (COLUMNS, {"tile": [128, 64, 128]}, "tile", "tile_k must be 64"),
+        (COLUMNS, {"epilogue_chunks": 1}, "epilogue_chunks", "2 of them in use together"),
         (SM90, {"swap": 1}, "swap", "true or false"),
         (SM90, {"note": 3}, "note", "a string"),
         (SM80, {"schedule": "pingpong"}, "schedule", "sm80 has multistage"),
@@ -361,6 +370,16 @@ def test_budget_of_a_pingpong_tile_stages_both_tiles():
     kernel = expand(SM90, tile=[128, 128, 64], schedule="pingpong")[0]
     assert (kernel.stages, kernel.epilogue_chunks) == (5, 4)
     assert kernel.smem_bytes == 5 * 256 * 64 * 2 + 2 * (2 * 128 * 64 * 2) + round_up(2 * 4 * 128 + 512, 1024)
+
+
+def test_budget_of_a_tile_of_chosen_columns():
+    """D leaves through the buffers of two groups of boxes, 16 tokens by 64 rows each; the stages have all that is left."""
+    wide = expand(COLUMNS)[0]  # 160 accumulators a thread: 32 tokens a group
+    assert (wide.stages, wide.epilogue_chunks) == (4, 4)
+    assert wide.ring_bytes == 232448 - 2 * (4 * 16 * 128 + 4 * 128) - 512 - 512 >= 4 * (256 + 160) * 64 * 2
+    assert wide.name.endswith("_256x160x64_2x1x1_cooperative_swap_columns16")
+    flat = expand(COLUMNS, tile=[64, 192, 64], cluster=[4, 1, 1], schedule="pingpong")[0]  # 96: 64 tokens a group
+    assert (flat.stages, flat.epilogue_chunks) == (6, 8)
 
 
 def test_a_row_may_choose_fewer_stages():
