@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from codegen import configs, format_files, registry, shards, tuned
+from codegen import configs, cost_models, format_files, registry, shards, tuned
 from codegen.formats import project_formats
 from codegen.toml import ConfigError
 
@@ -49,6 +49,7 @@ def generate(folder: Path, out: Path, archs: list[str], globs: str, cutlass_vers
     texts = {folder_shards / name: shards.shard_text(members) for name, members in parts.items()}
     texts[out / "registry.cpp"] = registry.registry_text(kernels, compiled, archs, cutlass_version)
     texts[out / "tuned_table.cpp"] = tuned.tuned_text(tables)
+    texts[out / "gemm_models.cpp"] = cost_models.models_text(cost_models.read_folder(folder / "models"), kernels)
     texts[out / "kernels.json"] = registry.kernels_json(kernels, compiled)
     texts[out / "shards.cmake"] = shards.write_list(parts, folder_shards.as_posix())
     written = [path for path, text in texts.items() if write_if_different(path, text)]

@@ -11,13 +11,21 @@
 #include "core/failure.h"
 #include "core/operators.h"
 #include "core/parse.h"
+#include "gemm/cost_model.h"
 
 namespace minfer::torch_binding {
 
 namespace {
 
+/// A cost model that was loaded, with its factors in the registry's order.
+struct UserModel {
+  GemmModel model{};
+  std::vector<GemmKernelFactors> factors;
+};
+
 /// Immutable once in use: a load makes a new one.
 struct UserRows {
+  std::map<int32_t, std::shared_ptr<UserModel const>> models;  // by device index
   std::map<int32_t, std::vector<GemmTunedRow>> loaded;  // by device index, in the order of loading
   std::map<int32_t, std::vector<GemmTunedRow>> used;    // by device index: its own rows, then the rows for all devices
   std::shared_ptr<std::deque<std::string>> names;       // kernel names that rows point to
@@ -127,6 +135,12 @@ int64_t read_rows(std::string const& csv, std::vector<GemmTunedRow>* rows, std::
 void use_user_rows(GemmPlanOptions* options, int32_t device) {
   thread_local std::shared_ptr<UserRows const> held;
   held = current();
+  for (int32_t index : {device, kAnyDevice}) {
+    auto const own = held->models.find(index);
+    if (own == held->models.end()) continue;
+    options->model = &own->second->model;
+    break;
+  }
   auto found = held->used.find(device);
   if (found == held->used.end()) found = held->used.find(kAnyDevice);
   if (found == held->used.end()) return;
@@ -147,8 +161,9 @@ int64_t load_tuned(std::string const& csv, int64_t device) {
   int32_t const index = int32_t(device);
   auto next = std::make_shared<UserRows>();
   next->names = std::make_shared<std::deque<std::string>>();
+  std::shared_ptr<UserRows const> const before = current();
+  next->models = before->models;
   if (!csv.empty() || index != kAnyDevice) {
-    std::shared_ptr<UserRows const> const before = current();
     for (auto const& [of, rows] : before->loaded) {
       if (csv.empty() && of == index) continue;
       for (GemmTunedRow row : rows) {
@@ -173,7 +188,55 @@ int64_t load_tuned(std::string const& csv, int64_t device) {
   return count;
 }
 
+/// A table of lines "rate,<name>,<value>" and "kernel,<name>,<compute>,<tile>,<start>,<epilogue>,<latency>": every rate once, kernels as
+/// far as it has them. Kernels that this build does not know are skipped: tables outlive them.
+std::shared_ptr<UserModel const> read_model(std::string const& csv) {
+  char const* const op = "minfer::_load_model";
+  auto result = std::make_shared<UserModel>();
+  std::map<std::string, GemmKernelFactors> factors;
+  std::vector<std::string> seen;
+  int number = 0;
+  for (std::string text : split(csv, '\n')) {
+    ++number;
+    if (!text.empty() && text.back() == '\r') text.pop_back();
+    if (text.empty() || text[0] == '#') continue;
+    std::string const where = op + (": line " + std::to_string(number));
+    std::vector<std::string> const cells = split(text, ',');
+    auto const value = [&](size_t i) { return parse_positive((where + ": " + cells[1]).c_str(), cells[i]); };
+    if (cells[0] == "rate" && cells.size() == 3) {
+      auto const found = std::find_if(std::begin(kGemmRateNames), std::end(kGemmRateNames), [&](auto const& r) { return cells[1] == r.name; });
+      if (found == std::end(kGemmRateNames)) fail(where, ": no rate is named '", cells[1], "'; remove the table and calibrate again");
+      if (std::find(seen.begin(), seen.end(), cells[1]) != seen.end()) fail(where, ": repeats ", cells[1]);
+      seen.push_back(cells[1]);
+      result->model.rates.*found->rate = value(2);
+    } else if (cells[0] == "kernel" && cells.size() == 7) {
+      factors[cells[1]] = {value(2), value(3), value(4), value(5), value(6)};
+    } else {
+      fail(where, ": expected rate,name,value or kernel,name,compute,tile,start,epilogue,latency, got '", text, "'");
+    }
+  }
+  if (seen.size() != std::size(kGemmRateNames)) fail(op, ": ", seen.size(), " rates of ", std::size(kGemmRateNames), "; calibrate again");
+  int64_t count = 0;
+  KernelInfo const* kernels = registry(&count);
+  for (int64_t i = 0; i < count; ++i) result->factors.push_back(factors[model_name_of(kernels[i]).text]);
+  result->model.factors = result->factors.data();
+  return result;
+}
+
+/// Replaces the cost model of a device, or of all that have none of their own; an empty text removes it.
+void load_model(std::string csv, int64_t device) {
+  auto next = std::make_shared<UserRows>(*current());
+  next->models.erase(int32_t(device));
+  if (!csv.empty()) next->models[int32_t(device)] = read_model(csv);
+  {
+    std::lock_guard<std::mutex> lock(user_rows_mutex);
+    user_rows = next;
+  }
+  generation.fetch_add(1, std::memory_order_release);
+}
+
 constexpr Operator kOperators[] = {
+    {"_load_model(str csv, int device=-1) -> ()", boxed<&load_model>},
     {"_load_tuned(str csv, int device=-1) -> int", boxed<&load_tuned>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }

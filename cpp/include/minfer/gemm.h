@@ -100,6 +100,8 @@ struct GemmTunedRow {
   float us;
 };
 
+struct GemmModel;  // constants of the analytic model, gemm/cost_model.h
+
 struct GemmPlanOptions {
   char const* kernel = nullptr;        // force this kernel by name; its launch configuration is still chosen unless `launch` is set
   GemmLaunch const* launch = nullptr;  // with `kernel`: force its launch configuration too
@@ -108,6 +110,7 @@ struct GemmPlanOptions {
   int32_t force_arch = 0;                   // 80: portable kernels only (MINFER_FORCE_ARCH)
   GemmTunedRow const* user_rows = nullptr;  // consulted before the table that ships
   int64_t user_row_count = 0;
+  GemmModel const* model = nullptr;  // instead of the one that ships for the device
 };
 
 /// Chooses kernel and launch: the explicit one, else a tuned row, else the analytic model. Pure and thread-safe.

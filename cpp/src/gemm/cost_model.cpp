@@ -1,112 +1,172 @@
-// The analytic cost model. A launch takes
-//   start + combined(busiest worker's k-iterations and tiles, HBM traffic) + exposed epilogue + fix-up of partials
-// in us. The constants are a fit to 19000 timings of 80 kernels over 318 problems on the H200 (m from 1 to 8192, 60 of them with odd
-// extents), weighted towards each problem's fastest candidates, so they describe the choice among good candidates rather than the hardware;
-// rates scale with the device's own.
+// The analytic cost model of dense GEMM. A launch takes
+//   start + the busiest worker's k tiles and tiles, or HBM traffic + exposed epilogue + fix-up of partials
+// in us. A k tile's time is that of its MMAs on an SM of its own, or of all SMs together, which power holds to less, or that of its bytes'
+// latency over the ring's stages; L2's bandwidth did not show in the fit beside these. The constants are measured: the rates of a device
+// and a few factors of each kernel, fitted to timings of random problems (python/minfer/planning/calibrate.py has the same formula in
+// torch, and tests hold one to the other). configs/models has those that ship.
 #include "gemm/cost_model.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
+#include <cstring>
 
 #include "quantized_gemm/cost_model.h"
+
+namespace minfer {
+
+GemmModelName model_name_of(KernelInfo const& kernel) {
+  GemmModelName name;
+  char const* const element = name_of(kernel.ab_type);
+  char const* const family_end = std::strchr(kernel.name, '_');
+  char const* const from = family_end == nullptr ? kernel.name : family_end + 1;  // <arch>_<element>_<layout>_...
+  char const* const at = std::strstr(from, element);
+  if (at == nullptr) {
+    std::snprintf(name.text, sizeof(name.text), "%s", from);
+  } else {
+    std::snprintf(name.text, sizeof(name.text), "%.*s%s", int(at - from), from, at + std::strlen(element) + 1);
+  }
+  return name;
+}
+
+}  // namespace minfer
 
 namespace minfer::gemm {
 
 namespace {
 
-constexpr double kStartUs = 3.18;      // launch, set-up, first bytes, last store
-constexpr double kOverlapUs = 2.65;    // of it, hidden when the next launch sets up on the SMs this one leaves free
-constexpr double kClusterUs = 0.022;   // cluster launch and the barrier at its start, for each doubling
-constexpr double kSmPeak = 8.1e6;      // flop/us of one busy SM at its highest clock; all of them together are held to kMatrixPeak by power
-constexpr double kMatrixPeak = 949e6;  // before the shared-memory term below: a large tile sustains 750e6
-constexpr double kInstructionColumns = 11;  // columns a WGMMA costs on top of its own: reading A from shared memory
-constexpr double kIdleWarpgroup = 0.349;    // a pingpong CTA with a single tile has no other warpgroup to fill its waits: what it adds
-constexpr double kIdleFactor = 1.91;        // with more tiles, for the first and the last one: factor * tiles ^ -power of it
-constexpr double kIdlePower = 1.61;
-constexpr double kL2PeakPerSm = 75.0e3;  // bytes/us
-// Of the MMAs' time, by schedule, where rows of k do not start on whole lines of 128 bytes: L2 is then the limit sooner.
-constexpr double kUnevenCooperative = 0.68, kUnevenPingpong = 1.04;
-constexpr double kWidePingpong = 0.973;                     // more than 128 columns
-constexpr double kStreamK = 1.017;                          // CTAs are at different k, so less of what they read is shared
-constexpr double kMulticastFraction = 0.741;                // of the bytes that a multicast could save
-constexpr double kTileUs = 0.268, kPingpongTileUs = 0.401;  // a tile's first bytes and the change of tiles, in addition to its epilogue
-constexpr double kEpilogueBytes = 13.8e3;                   // D bytes/us of one SM
-constexpr double kNarrowBoxes = 0.16;                       // exponent: D leaving in boxes of 32 or 16 columns, not 64
-constexpr double kFixupUs = 0.72;                           // a partial's publication, flag and first read
-constexpr double kFixupBytes = 62.8e3;                      // bytes/us of one SM
-constexpr double kHbmFraction = 1.46;                       // of the device's read bandwidth: launches overlap
-constexpr double kHbmSms = 0.15;                            // fraction of the SMs that saturates it
-constexpr double kPortableRate = 0.38;                      // mma.sync against WGMMA, per SM
-constexpr double kPortableStartUs = 1.5;                    // no prologue under the predecessor's tail
+constexpr char kDefaultDevice[] = "NVIDIA H200";
+
+/// (a^4 + b^4 + ..)^(1/4) of sums of fourth powers: the largest, and a little of the others.
+double fourth_root(double x) { return std::sqrt(std::sqrt(x)); }
+double fourth_power(double x) { return x * x * (x * x); }
+
+constexpr double kMostStages = 12;  // of kernels whose launches choose the tiles' columns
+
+/// Stages of a ring: narrow tiles in a kernel for wider ones have more.
+double stages_of(KernelInfo const& kernel, int32_t tile_n) {
+  if (kernel.column_step == 0) return std::max(1, kernel.stages);
+  return std::min(kMostStages, double(kernel.stages) * (kernel.tile_m + kernel.tile_n) / (kernel.tile_m + tile_n));
+}
+
+GemmKernelFactors const& factors_of(GemmModel const& model, KernelInfo const& kernel) {
+  static constexpr GemmKernelFactors kNone;
+  int64_t count = 0;
+  KernelInfo const* kernels = registry(&count);
+  bool const registered = &kernel >= kernels && &kernel < kernels + count;
+  return registered && model.factors != nullptr ? model.factors[&kernel - kernels] : kNone;
+}
 
 }  // namespace
 
-double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
+ScaledModel model_of(GemmPlanOptions const& options, DeviceProperties const& device) {
+  if (options.model != nullptr) return {options.model};
+  if (GemmModel const* own = shipped_gemm_model(device.name)) return {own};
+  static DeviceProperties const h200 = h200_properties();
+  double const sm_scale = device.matrix_rate / device.sm_count * h200.sm_count / h200.matrix_rate;
+  return {shipped_gemm_model(kDefaultDevice), sm_scale, device.read_bandwidth / h200.read_bandwidth};
+}
+
+TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t tile_n, DeviceProperties const& device,
+                   ScaledModel const& scaled)
+    : rates_(scaled.model->rates), factors_(factors_of(*scaled.model, kernel)) {
+  int64_t const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
+  tiles_m_ = ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m);
+  tiles_n_ = ceil_div(columns, int64_t(tile_n) * kernel.cluster_n);
+  tiles_ = tiles_m_ * tiles_n_ * problem.batch;
+  k_tiles_ = ceil_div(problem.k, kernel.tile_k);
+  workers_ = resident_workers(kernel, device);
+  stream_workers_ = stream_workers(kernel, device, tiles_ * k_tiles_);
+  pingpong_ = kernel.schedule == Schedule::kPingpong;
+  portable_ = kernel.arch < 90;
+  sms_ = device.sm_count;
+  cluster_ = double(kernel.cluster_m) * kernel.cluster_n;
+  GemmRates const& r = rates_;
+
+  double const uneven = !portable_ && problem.k % 64 != 0 ? r.uneven : 1.0;
+  double const flops = 2.0 * kernel.tile_m * (tile_n + r.columns) * kernel.tile_k * factors_.compute * uneven;
+  double const rate = scaled.sm_scale;
+  alone_ = fourth_power(flops / (r.sm_rate * rate));
+  latency_ = fourth_power(r.latency / stages_of(kernel, tile_n) * factors_.latency);
+  shared_ = fourth_power(flops / (r.gpu_rate * rate * sms_ / 132.0));
+
+  double const tile_values = double(kernel.tile_m) * tile_n;
+  double const d_bytes = size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
+  bool const by_tma = problem.d_type == problem.ab_type && problem.d_alignment == 16 && (!problem.has_c || problem.c_alignment == 16);
+  epilogue_us_ = (tile_values * d_bytes * (problem.has_c ? r.c_epilogue : 1.0) / (r.epilogue * rate) + (problem.has_c ? r.c_start : 0.0)) *
+                 (by_tma ? 1.0 : r.general) * factors_.epilogue;
+  partial_us_ = 4.0 * tile_values / (r.fixup_bytes * rate) * (pingpong_ ? r.fixup_pingpong : 1.0);
+  tile_us_ = (pingpong_ ? r.tile_pingpong : r.tile) * factors_.tile;
+  double const bytes = problem.batch * (2.0 * (double(rows) + columns) * problem.k +
+                                        double(rows) * columns * d_bytes * (problem.has_c ? 1.0 + r.c_bytes : 1.0));
+  bytes_us_ = bytes / (r.bandwidth * scaled.memory_scale);
+  bytes_sm_us_ = bytes / (r.sm_bandwidth * scaled.memory_scale * 132.0 / sms_);
+  start_us_ = r.start + r.cluster * std::log2(cluster_);
+}
+
+double TileCost::iteration_us(double workers) const {
+  double const ctas = workers * cluster_;
+  double const alone = ctas > sms_ ? alone_ * fourth_power(ctas / sms_) : alone_;  // several CTAs share an SM
+  return fourth_root(alone + shared_ * fourth_power(ctas) + latency_);
+}
+
+double TileCost::us(GemmLaunch const& launch) const {
+  GemmRates const& r = rates_;
+  double const tiles = double(tiles_), k_tiles = double(k_tiles_);
+  double workers = std::min(tiles, double(workers_)), iterations, last = 0, last_workers = 0, owned, partials = 0;
+  bool several, stream = false;
+  int64_t const splits = launch.decomposition == Decomposition::kSplitK ? std::min<int64_t>({launch.splits, k_tiles_, workers_}) : 1;
+  int64_t const waves = tiles_ / stream_workers_, tail = tiles_ - waves * stream_workers_;
+  if (splits > 1) {
+    double const items = tiles * splits;
+    workers = items <= workers_ ? items : double(workers_ / splits * splits);
+    double const rounds = std::ceil(items / workers);
+    iterations = rounds * std::ceil(k_tiles / splits);
+    owned = items <= workers_ ? 1 : std::ceil(tiles / workers);
+    partials = double(splits - 1);
+    several = rounds > 1;
+  } else if (launch.decomposition == Decomposition::kStreamK && k_tiles_ > 1 && tail > 0) {
+    double const shared_tiles = waves == 0 ? tiles : double(tail + stream_workers_), whole = waves > 0 ? double(waves - 1) : 0.0;
+    workers = std::min(shared_tiles * k_tiles, double(stream_workers_));
+    iterations = std::ceil(shared_tiles * k_tiles / workers) + whole * k_tiles;
+    owned = std::ceil(shared_tiles / workers) + whole;
+    partials = std::max(1.0, workers / shared_tiles);
+    several = stream = true;
+  } else {
+    owned = std::ceil(tiles / workers);
+    iterations = owned * k_tiles;
+    last = k_tiles;
+    last_workers = tiles - (owned - 1) * workers;
+    several = owned > 1;
+  }
+
+  double k_us = iteration_us(workers) * (iterations - last);
+  if (last > 0) k_us += iteration_us(last_workers) * last;
+  double const idle = !pingpong_ ? 0.0 : several ? r.idle_tiles / std::sqrt(owned) : r.idle;
+  double const busy_us = k_us * (1.0 + idle) * (stream ? 1.0 + r.stream : 1.0) + owned * tile_us_;
+  double const resident = portable_ ? 1.0 : std::floor(workers_ / workers);  // launches that are
+  double const hbm_us = resident >= 2 ? bytes_us_ : std::max(bytes_us_, bytes_sm_us_ / std::min(sms_, workers * cluster_));
+  double const main_us = std::sqrt(busy_us * busy_us + hbm_us * hbm_us);
+  double const exposed_us = pingpong_ ? epilogue_us_ + r.exposed * (owned - 1) * std::max(0.0, epilogue_us_ - main_us / owned)
+                                      : epilogue_us_ * owned;
+  double const fixup_us = partials > 0 ? partials * r.fixup + (partials + 1) * partial_us_ : 0.0;
+  double const start_us = start_us_ - (resident >= 2 ? r.overlap_two : 0.0) - (resident >= 3 ? r.overlap_three : 0.0) -
+                          (resident >= 4 ? r.overlap_four : 0.0);
+  return start_us * factors_.start + main_us + exposed_us + fixup_us;
+}
+
+double TileCost::least_us() const {
+  double const workers = std::min(double(workers_), double(tiles_) * k_tiles_);
+  double const busy_us = iteration_us(workers) * double(tiles_) * k_tiles_ / workers;
+  GemmRates const& r = rates_;
+  return (start_us_ - r.overlap_two - r.overlap_three - r.overlap_four) * factors_.start + std::max(busy_us, bytes_us_);
+}
+
+double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device,
+                  ScaledModel const& scaled) {
   if (problem.m == 0 || problem.n == 0 || problem.batch == 0) return 0.0;  // nothing is launched
   if (problem.b_format != WeightFormat::kDense) return w4a16::predict_us(kernel, problem, launch, device);
-  TileSchedulerParams const schedule = schedule_of(kernel, problem, launch, device);
-  double const tile_n = tile_columns(kernel, launch);
-  double const scale = device.matrix_rate / 750e6, sms = device.sm_count;
-  double const per_sm_scale = scale * 132.0 / sms;
-  double const ctas_of_sm = ctas_per_sm(kernel, device);
-  double const cluster = kernel.cluster_m * kernel.cluster_n;
-  double const active = std::min(sms, schedule.workers * cluster / ctas_of_sm);  // SMs at work
-  bool const portable = kernel.arch < 90;
-
-  // One k tile of one CTA: tensor cores, or operands out of L2.
-  double const rate = std::min(kSmPeak * per_sm_scale, kMatrixPeak * scale / active) / ctas_of_sm * (portable ? kPortableRate : 1.0);
-  bool const pingpong = kernel.schedule == Schedule::kPingpong, uneven = !portable && problem.k % 64 != 0;
-  double const mma_us = 2.0 * kernel.tile_m * (tile_n + kInstructionColumns) * kernel.tile_k / rate *
-                        (pingpong && tile_n > 128 ? kWidePingpong : 1.0) * (uneven ? pingpong ? kUnevenPingpong : kUnevenCooperative : 1.0);
-  double const a_rows = kernel.tile_m * (1.0 - kMulticastFraction * (1.0 - 1.0 / kernel.cluster_n));
-  double const b_rows = tile_n * (1.0 - kMulticastFraction * (1.0 - 1.0 / kernel.cluster_m));
-  double const l2_us = 2.0 * kernel.tile_k * (a_rows + b_rows) * ctas_of_sm / (kL2PeakPerSm * per_sm_scale);
-
-  // The busiest worker.
-  double const tiles = schedule.tiles();
-  double const items = std::ceil(tiles * schedule.splits / schedule.workers);
-  double iterations, owned, partials;
-  if (schedule.stream_tiles > 0) {
-    double const rest = std::ceil((tiles - schedule.stream_tiles) / schedule.workers);
-    iterations = schedule.range_k_tiles + (schedule.range_remainder > 0 ? 1 : 0) + rest * schedule.k_tiles;
-    owned = std::ceil(double(schedule.stream_tiles) / schedule.workers) + rest;
-    partials = std::max(1.0, double(schedule.workers) / schedule.stream_tiles);
-  } else {
-    iterations = items * std::ceil(double(schedule.k_tiles) / schedule.splits);
-    owned = schedule.splits > 1 ? std::ceil(tiles / schedule.workers) : items;
-    partials = schedule.splits - 1;
-  }
-  double const idle = !pingpong ? 0.0
-                      : schedule.stream_tiles == 0 && items < 2
-                          ? kIdleWarpgroup
-                          : kIdleWarpgroup * kIdleFactor * std::pow(std::max(owned, 1.5), -kIdlePower);
-  double const busy_us = iterations * std::max(mma_us * (1.0 + idle), l2_us) * (schedule.stream_tiles > 0 ? kStreamK : 1.0) +
-                         owned * (pingpong ? kPingpongTileUs : kTileUs);
-
-  // HBM: operands once, and the walked one again for every band of tiles when a band's working set leaves L2.
-  double const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
-  double const a_bytes = 2.0 * rows * problem.k, b_bytes = 2.0 * columns * problem.k;
-  double const band = double(schedule.swizzle) * (schedule.raster_along_n ? kernel.tile_m * kernel.cluster_m : tile_n * kernel.cluster_n);
-  double const bands = std::max(1.0, std::ceil((schedule.raster_along_n ? rows : columns) / band));
-  double const walked = schedule.raster_along_n ? b_bytes : a_bytes;
-  double const rereads = walked <= 0.61 * device.l2_bytes ? 1.0 : bands;
-  double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
-  double const bytes = problem.batch * (a_bytes + b_bytes + walked * (rereads - 1.0) + d_bytes * (problem.has_c ? 2.0 : 1.0));
-  double const hbm_us = bytes / (kHbmFraction * device.read_bandwidth * std::min(1.0, active / (kHbmSms * sms)));
-  double const main_us = std::pow(std::pow(busy_us, 4) + std::pow(hbm_us, 4), 0.25);  // the larger, and a little of the other
-
-  double const box = kernel.swap || portable || int(tile_n) % 64 == 0 ? 64 : int(tile_n) % 32 == 0 ? 32 : 16;
-  double const epilogue_us = 2.0 * kernel.tile_m * tile_n * (problem.has_c ? 1.5 : 1.0) * std::pow(64.0 / box, kNarrowBoxes) * ctas_of_sm /
-                             (kEpilogueBytes * per_sm_scale);
-  // Pingpong shows the last epilogue only, unless they take longer than the mainloops that should hide them.
-  double const tile_us = main_us / std::max(1.0, owned);
-  double const exposed_us =
-      pingpong ? epilogue_us + 0.5 * std::max(0.0, owned - 1.0) * std::max(0.0, epilogue_us - tile_us) : epilogue_us * owned;
-  double const partial_bytes = 4.0 * kernel.tile_m * tile_n * ctas_of_sm;
-  double const fixup_us = partials > 0 ? partials * kFixupUs + (partials + 1.0) * partial_bytes / (kFixupBytes * per_sm_scale) : 0.0;
-  bool const overlaps = active <= 0.5 * sms && !portable;
-  double const start_us = kStartUs + (portable ? kPortableStartUs : 0.0) - (overlaps ? kOverlapUs : 0.0) + kClusterUs * std::log2(cluster);
-  return start_us + main_us + exposed_us + fixup_us;
+  return TileCost(kernel, problem, tile_columns(kernel, launch), device, scaled).us(launch);
 }
 
 }  // namespace minfer::gemm

@@ -1,11 +1,127 @@
-// The analytic cost model of the GEMM planner: microseconds for (kernel, launch, problem, device).
+// The analytic cost model of the GEMM planner: microseconds for (kernel, launch, problem, device), from constants measured on the device.
 #pragma once
 
 #include "gemm/schedule.h"
 
-namespace minfer::gemm {
+namespace minfer {
+
+/// Constants of one GPU, by `minfer tune --device` (python/minfer/planning/calibrate.py, which states the same formula for the fit).
+struct GemmRates {
+  double start;        // us of a launch: set-up, first bytes, last store
+  double overlap_two;  // us of it that are hidden where two launches are resident together
+  double overlap_three, overlap_four;  // and more where three and four are
+  double cluster;                      // us for each doubling of the cluster
+  double sm_rate;                      // flop/us of one SM while the others rest
+  double gpu_rate;                     // flop/us of all together
+  double columns;                      // columns that a k tile costs on top of its own
+  double latency;                      // us in which a CTA's ring of stages can be filled once
+  double tile, tile_pingpong;          // us of a change of tiles
+  double epilogue;                     // D's bytes/us of one SM
+  double c_epilogue, c_start;          // factor and us where C is read
+  double fixup;                        // us of a partial's publication, flag and first read
+  double fixup_bytes;                  // bytes/us of one SM
+  double fixup_pingpong;               // factor where one warpgroup does it
+  double bandwidth, sm_bandwidth;      // bytes/us of all SMs, and of one
+  double c_bytes;                      // share of C's bytes that is felt
+  double idle, idle_tiles;             // share of a tile in which a pingpong CTA has one warpgroup at work: of a single tile, of several
+  double stream;                       // slower k tiles in stream-K
+  double exposed;                      // share of an epilogue longer than its tile's mainloop that pingpong does not hide
+  double uneven;                       // factor of k tiles whose rows do not start on whole lines of 128 bytes
+  double general;                      // factor of an epilogue that TMA cannot store
+};
+
+/// Factors of one kernel on these.
+struct GemmKernelFactors {
+  float compute = 1, tile = 1, start = 1, epilogue = 1, latency = 1;
+};
+
+struct GemmModel {
+  GemmRates rates;
+  GemmKernelFactors const* factors;  // in the registry's order
+};
+
+/// The rates by name, as model tables have them.
+struct GemmRateName {
+  char const* name;
+  double GemmRates::*rate;
+};
+inline constexpr GemmRateName kGemmRateNames[] = {
+    {"start", &GemmRates::start},
+    {"overlap_two", &GemmRates::overlap_two},
+    {"overlap_three", &GemmRates::overlap_three},
+    {"overlap_four", &GemmRates::overlap_four},
+    {"cluster", &GemmRates::cluster},
+    {"sm_rate", &GemmRates::sm_rate},
+    {"gpu_rate", &GemmRates::gpu_rate},
+    {"columns", &GemmRates::columns},
+    {"latency", &GemmRates::latency},
+    {"tile", &GemmRates::tile},
+    {"tile_pingpong", &GemmRates::tile_pingpong},
+    {"epilogue", &GemmRates::epilogue},
+    {"c_epilogue", &GemmRates::c_epilogue},
+    {"c_start", &GemmRates::c_start},
+    {"fixup", &GemmRates::fixup},
+    {"fixup_bytes", &GemmRates::fixup_bytes},
+    {"fixup_pingpong", &GemmRates::fixup_pingpong},
+    {"bandwidth", &GemmRates::bandwidth},
+    {"sm_bandwidth", &GemmRates::sm_bandwidth},
+    {"c_bytes", &GemmRates::c_bytes},
+    {"idle", &GemmRates::idle},
+    {"idle_tiles", &GemmRates::idle_tiles},
+    {"stream", &GemmRates::stream},
+    {"exposed", &GemmRates::exposed},
+    {"uneven", &GemmRates::uneven},
+    {"general", &GemmRates::general},
+};
+
+/// The name by which model tables know a kernel: its registry name without the family and the element type, which share the factors.
+struct GemmModelName {
+  char text[128] = {0};
+};
+GemmModelName model_name_of(KernelInfo const& kernel);
+
+/// The model that ships for a device of this name, or null.
+GemmModel const* shipped_gemm_model(char const* device_name);
+
+namespace gemm {
+
+/// options.model, else the one that ships for the device, else the H200's, whose rates follow the device's own.
+struct ScaledModel {
+  GemmModel const* model;
+  double sm_scale = 1;      // compute rate of an SM against that of the model's device
+  double memory_scale = 1;  // read bandwidth
+};
+ScaledModel model_of(GemmPlanOptions const& options, DeviceProperties const& device);
+
+/// The model for the launches of one kernel in tiles of one width: what they share is computed once.
+class TileCost {
+ public:
+  TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t tile_n, DeviceProperties const& device, ScaledModel const& scaled);
+
+  int64_t tiles() const { return tiles_; }
+  int64_t tiles_m() const { return tiles_m_; }
+  int64_t tiles_n() const { return tiles_n_; }
+  int64_t k_tiles() const { return k_tiles_; }
+  int64_t workers() const { return workers_; }
+  /// Predicted time, us.
+  double us(GemmLaunch const& launch) const;
+  /// No launch of this kernel and width is predicted to take less.
+  double least_us() const;
+
+ private:
+  double iteration_us(double workers) const;
+
+  GemmRates const& rates_;
+  GemmKernelFactors const& factors_;
+  int64_t tiles_m_, tiles_n_, tiles_, k_tiles_, workers_;
+  int32_t stream_workers_;
+  double sms_, cluster_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, bytes_sm_us_, start_us_;
+  bool pingpong_, portable_;
+};
 
 /// Predicted time of a legal candidate, us.
-double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device);
+double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device,
+                  ScaledModel const& scaled);
 
-}  // namespace minfer::gemm
+}  // namespace gemm
+}  // namespace minfer

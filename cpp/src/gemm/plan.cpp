@@ -1,6 +1,7 @@
 // plan_gemm: explicit kernel, else tuned row, else the analytic model over every legal candidate. Always answers for a legal problem.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -91,19 +92,46 @@ bool fits(KernelInfo const& kernel, GemmProblem const& p, GemmLaunch const& laun
   return items < 2147483648.0;
 }
 
-void finish(GemmPlan* plan, KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch,
-            DeviceProperties const& device) {
+void finish(GemmPlan* plan, KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device,
+            double predicted_us) {
   plan->kernel = &kernel;
   plan->launch = launch;
   plan->workspace_bytes =
       problem.m == 0 || problem.n == 0 || problem.batch == 0 ? 0 : workspace_of(kernel, schedule_of(kernel, problem, launch, device));
   plan->floor_us = gemm_floor_us(problem, device);
-  plan->predicted_us = std::max(predict_us(kernel, problem, launch, device), plan->floor_us);
+  plan->predicted_us = std::max(predicted_us, plan->floor_us);
 }
 
-/// The launch configurations that are candidates for one kernel in tiles of `tile_n` columns: no two that make the same schedule.
+/// The order of tiles in which the clusters that run together read the fewest operand bytes: what is read once, of as square a set of
+/// tiles as there is. Up to 8 columns (or rows) of tiles are walked side by side.
+void choose_order(KernelInfo const& kernel, int32_t tile_n, int64_t tiles_m, int64_t tiles_n, int64_t workers, GemmLaunch* launch) {
+  launch->raster_order = RasterOrder::kAlongM;
+  launch->max_swizzle_size = 1;
+  if (tiles_m <= 1 || tiles_n <= 1 || tiles_m * tiles_n <= workers) return;
+  double const rows = double(kernel.tile_m) * kernel.cluster_m, columns = double(tile_n) * kernel.cluster_n;
+  double least = 0;
+  for (RasterOrder raster : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
+    bool const along_m = raster == RasterOrder::kAlongM;
+    int64_t const along = along_m ? tiles_m : tiles_n, across = along_m ? tiles_n : tiles_m;
+    for (int swizzle : {1, 2, 4, 8}) {
+      if (swizzle > 1 && swizzle / 2 >= across) break;
+      int64_t const side = std::min<int64_t>(swizzle, across), length = std::min(along, ceil_div(workers, side));
+      int64_t const width = std::min(across, std::max(side, ceil_div(workers, length)));
+      double const bytes = along_m ? length * rows + width * columns : width * rows + length * columns;
+      if (least == 0 || bytes < least) {
+        least = bytes;
+        launch->raster_order = raster;
+        launch->max_swizzle_size = swizzle;
+      }
+    }
+  }
+}
+
+/// The decompositions that are candidates for one kernel in tiles of `tile_n` columns. Where `all_orders`, each in every order of tiles
+/// that makes another schedule, the chosen one first.
 template <class Visit>
-void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const& problem, DeviceProperties const& device, Visit&& visit) {
+void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const& problem, DeviceProperties const& device, bool all_orders,
+                     Visit&& visit) {
   int64_t const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
   int64_t const tiles_m = ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m);
   int64_t const tiles_n = ceil_div(columns, int64_t(tile_n) * kernel.cluster_n);
@@ -111,42 +139,39 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
   int64_t const workers = resident_workers(kernel, device);
   int64_t const k_tiles = ceil_div(problem.k, kernel.tile_k);
 
-  GemmLaunch decompositions[8];
-  int count = 0;
-  decompositions[count++] = GemmLaunch{};
-  if (k_tiles >= 4 && tiles % workers != 0 && tiles < 8 * workers) {
-    decompositions[count].decomposition = Decomposition::kStreamK;
-    ++count;
-  }
-  for (int splits : {2, 3, 4, 6, 8}) {
-    if (k_tiles >= 2 * splits && tiles * splits <= 3 * workers) {
-      decompositions[count].decomposition = Decomposition::kSplitK;
-      decompositions[count].splits = splits;
-      ++count;
-    }
-  }
+  GemmLaunch chosen;
+  choose_order(kernel, tile_n, tiles_m, tiles_n, workers, &chosen);
+  chosen.columns = kernel.column_step > 0 ? tile_n : 0;
   bool const many = tiles_m > 1 && tiles_n > 1;
-  for (int i = 0; i < count; ++i) {
+  auto const visit_orders = [&](Decomposition decomposition, int splits) {
+    GemmLaunch launch = chosen;
+    launch.decomposition = decomposition;
+    launch.splits = splits;
+    visit(launch);
+    if (!all_orders || !many) return;
     for (RasterOrder raster : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
-      if (!many && raster == RasterOrder::kAlongN) continue;
       int64_t const across = raster == RasterOrder::kAlongM ? tiles_n : tiles_m;
       for (int swizzle : {1, 2, 4, 8}) {
-        if (swizzle > 1 && (!many || swizzle / 2 >= across || tiles <= workers)) continue;
-        GemmLaunch launch = decompositions[i];
+        if (raster == chosen.raster_order && swizzle == chosen.max_swizzle_size) continue;
+        if (swizzle > 1 && (swizzle / 2 >= across || tiles <= workers)) continue;
         launch.raster_order = raster;
         launch.max_swizzle_size = swizzle;
-        launch.columns = kernel.column_step > 0 ? tile_n : 0;
         visit(launch);
       }
     }
+  };
+  visit_orders(Decomposition::kDataParallel, 1);
+  if (k_tiles >= 4 && tiles % workers != 0 && tiles < 8 * workers) visit_orders(Decomposition::kStreamK, 1);
+  for (int splits : {2, 3, 4, 6, 8}) {
+    if (k_tiles >= 2 * splits && tiles * splits <= 3 * workers) visit_orders(Decomposition::kSplitK, splits);
   }
 }
 
-/// The same for the widths worth a look: those that divide the columns into the fewest tiles, and into up to kMoreTiles more, evenly.
+/// The widths of tiles worth a look: those that divide the columns into the fewest tiles, and into up to kMoreTiles more, evenly.
 template <class Visit>
-void for_each_launch(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, Visit&& visit) {
+void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, Visit&& visit) {
   if (kernel.column_step == 0) {
-    for_each_launch(kernel, kernel.tile_n, problem, device, visit);
+    visit(kernel.tile_n);
     return;
   }
   constexpr int64_t kMoreTiles = 4;
@@ -157,8 +182,32 @@ void for_each_launch(KernelInfo const& kernel, GemmProblem const& problem, Devic
     int32_t const tile_n = int32_t(ceil_div(ceil_div(columns, tiles), kernel.column_step) * kernel.column_step);
     if (tile_n == before) continue;  // wider tiles hold the columns as well
     before = tile_n;
-    for_each_launch(kernel, tile_n, problem, device, visit);
+    visit(tile_n);
   }
+}
+
+/// Visits (launch, predicted time), all of the kernel's where `bound_us` is never less than a launch's time: widths that cannot take less
+/// are left out.
+template <class Visit>
+void for_each_prediction(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, ScaledModel const& model,
+                         bool all_orders, double const& bound_us, Visit&& visit) {
+  bool const empty = problem.m == 0 || problem.n == 0 || problem.batch == 0, dense = problem.b_format == WeightFormat::kDense;
+  for_each_width(kernel, problem, [&](int32_t tile_n) {
+    GemmLaunch widest;
+    widest.columns = kernel.column_step > 0 ? tile_n : 0;
+    if (!fits(kernel, problem, widest)) return;
+    if (empty || !dense) {
+      for_each_launch(kernel, tile_n, problem, device, all_orders || !dense, [&](GemmLaunch const& launch) {
+        if (fits(kernel, problem, launch)) visit(launch, empty ? 0.0 : w4a16::predict_us(kernel, problem, launch, device));
+      });
+      return;
+    }
+    TileCost const cost(kernel, problem, tile_n, device, model);
+    if (cost.least_us() > bound_us) return;
+    for_each_launch(kernel, tile_n, problem, device, all_orders, [&](GemmLaunch const& launch) {
+      if (launch.decomposition == Decomposition::kDataParallel || fits(kernel, problem, launch)) visit(launch, cost.us(launch));
+    });
+  });
 }
 
 /// Why a launch that was asked for is none of the kernel's, or null.
@@ -171,8 +220,11 @@ char const* illegal(KernelInfo const& kernel, GemmLaunch const& launch) {
   return nullptr;
 }
 
+/// Visits (kernel, launch, predicted time) of the kernels that can compute the problem; see for_each_prediction.
 template <class Visit>
-void for_each_candidate(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, Visit&& visit) {
+void for_each_candidate(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, bool all_orders,
+                        double const& bound_us, Visit&& visit) {
+  ScaledModel const model = model_of(options, device);
   int64_t count = 0;
   KernelInfo const* kernels = registry(&count);
   for (int64_t i = 0; i < count; ++i) {
@@ -180,9 +232,8 @@ void for_each_candidate(GemmProblem const& problem, DeviceProperties const& devi
     if (options.only_runnable && kernel.launch == nullptr) continue;
     if (options.force_arch != 0 && kernel.arch != options.force_arch) continue;
     if (illegal(kernel, problem, device) != nullptr) continue;
-    for_each_launch(kernel, problem, device, [&](GemmLaunch const& launch) {
-      if (fits(kernel, problem, launch)) visit(kernel, launch);
-    });
+    for_each_prediction(kernel, problem, device, model, all_orders, bound_us,
+                        [&](GemmLaunch const& launch, double us) { visit(kernel, launch, us); });
   }
 }
 
@@ -299,12 +350,14 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
       if (!fits(*kernel, problem, *options.launch)) {
         return Status::failure(StatusCode::kNotSupported, "kernel %s needs more than 2^31 work items for this problem", kernel->name);
       }
-      finish(plan, *kernel, problem, *options.launch, device);
+      finish(plan, *kernel, problem, *options.launch, device,
+             predict_us(*kernel, problem, *options.launch, device, model_of(options, device)));
     } else {
-      for_each_launch(*kernel, problem, device, [&](GemmLaunch const& launch) {
-        double const us = predict_us(*kernel, problem, launch, device);
-        if (fits(*kernel, problem, launch) && (plan->kernel == nullptr || us < plan->predicted_us))
-          finish(plan, *kernel, problem, launch, device);
+      double best_us = std::numeric_limits<double>::infinity();
+      for_each_prediction(*kernel, problem, device, model_of(options, device), false, best_us, [&](GemmLaunch const& launch, double us) {
+        if (us >= best_us && plan->kernel != nullptr) return;
+        best_us = us;
+        finish(plan, *kernel, problem, launch, device, us);
       });
       if (plan->kernel == nullptr) {
         return Status::failure(StatusCode::kNotSupported, "kernel %s needs more than 2^31 work items for this problem", kernel->name);
@@ -325,7 +378,7 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
       table = "shipped table";
     }
     if (row != nullptr) {
-      finish(plan, *find_kernel(row->kernel), problem, row->launch, device);
+      finish(plan, *find_kernel(row->kernel), problem, row->launch, device, row->us);
       plan->predicted_us = row->us;
       plan->source = PlanSource::kTuned;
       char const* other = row->has_zeros == problem.has_zeros ? "" : row->has_zeros ? ", with zero points" : ", without zero points";
@@ -336,16 +389,14 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
 
   KernelInfo const* best = nullptr;
   GemmLaunch best_launch;
-  double best_us = 0;
+  double best_us = std::numeric_limits<double>::infinity();
   int64_t candidates = 0;
-  for_each_candidate(problem, device, options, [&](KernelInfo const& kernel, GemmLaunch const& launch) {
-    double const us = predict_us(kernel, problem, launch, device);
+  for_each_candidate(problem, device, options, false, best_us, [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
     ++candidates;
-    if (best == nullptr || us < best_us) {
-      best = &kernel;
-      best_launch = launch;
-      best_us = us;
-    }
+    if (best != nullptr && us >= best_us) return;
+    best = &kernel;
+    best_launch = launch;
+    best_us = us;
   });
   if (best == nullptr) {
     return Status::failure(
@@ -355,9 +406,9 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
         problem.b_format == WeightFormat::kDense ? "" : name_of(problem.b_format), (long long)problem.m, (long long)problem.n,
         (long long)problem.k, device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
-  finish(plan, *best, problem, best_launch, device);
+  finish(plan, *best, problem, best_launch, device, best_us);
   plan->source = PlanSource::kAnalytic;
-  std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted cycles of %lld candidates: %.1f us, floor %.1f us",
+  std::snprintf(plan->reason, sizeof(plan->reason), "least predicted time of %lld candidates: %.1f us, floor %.1f us",
                 (long long)candidates, plan->predicted_us, plan->floor_us);
   return Status::success();
 }
@@ -368,9 +419,10 @@ Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device
   *count = 0;
   if (Status status = check(problem); !status.ok()) return status;
   std::vector<GemmPlan> all;
-  for_each_candidate(problem, device, options, [&](KernelInfo const& kernel, GemmLaunch const& launch) {
+  double const no_bound = std::numeric_limits<double>::infinity();
+  for_each_candidate(problem, device, options, true, no_bound, [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
     all.emplace_back();
-    finish(&all.back(), kernel, problem, launch, device);
+    finish(&all.back(), kernel, problem, launch, device, us);
   });
   std::stable_sort(all.begin(), all.end(), [](GemmPlan const& a, GemmPlan const& b) { return a.predicted_us < b.predicted_us; });
   *count = int64_t(all.size());
