@@ -10,6 +10,34 @@ from codegen.kernel import Kernel, cpp_string
 from codegen.shards import BANNER
 from codegen.toml import ConfigError
 
+RATES = (  # the fields of minfer::GemmRates, in order
+    "start",
+    "overlap_two",
+    "overlap_three",
+    "overlap_four",
+    "cluster",
+    "sm_rate",
+    "gpu_rate",
+    "columns",
+    "latency",
+    "tile",
+    "tile_pingpong",
+    "epilogue",
+    "c_epilogue",
+    "c_start",
+    "fixup",
+    "fixup_bytes",
+    "fixup_pingpong",
+    "bandwidth",
+    "sm_bandwidth",
+    "c_bytes",
+    "idle",
+    "idle_tiles",
+    "stream",
+    "exposed",
+    "uneven",
+    "general",
+)
 FACTORS = ("compute", "tile", "start", "epilogue", "latency")
 
 
@@ -25,7 +53,7 @@ def model_name(kernel: Kernel) -> str:
 
 
 def read_csv(path: Path) -> CostModel:
-    """A device's model. ConfigError for a malformed line or a name that comes twice; the compiler checks that the rates are all there."""
+    """A device's model. ConfigError for a malformed line, a name that comes twice, and rates that are not RATES in their order."""
     rates: dict[str, float] = {}
     kernels: dict[str, tuple[float, ...]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -43,6 +71,8 @@ def read_csv(path: Path) -> CostModel:
         if name in table:
             raise ConfigError(f"{where}: repeats {name}")
         table[name] = values[0] if kind == "rate" else values
+    if tuple(rates) != RATES:
+        raise ConfigError(f"models/{path.name}: the rates must be {', '.join(RATES)}, got {', '.join(rates)}")
     return CostModel(rates, kernels)
 
 

@@ -26,9 +26,9 @@ struct UserModel {
 /// Immutable once in use: a load makes a new one.
 struct UserRows {
   std::map<int32_t, std::shared_ptr<UserModel const>> models;  // by device index
-  std::map<int32_t, std::vector<GemmTunedRow>> loaded;  // by device index, in the order of loading
-  std::map<int32_t, std::vector<GemmTunedRow>> used;    // by device index: its own rows, then the rows for all devices
-  std::shared_ptr<std::deque<std::string>> names;       // kernel names that rows point to
+  std::map<int32_t, std::vector<GemmTunedRow>> loaded;         // by device index, in the order of loading
+  std::map<int32_t, std::vector<GemmTunedRow>> used;           // by device index: its own rows, then the rows for all devices
+  std::shared_ptr<std::deque<std::string>> names;              // kernel names that rows point to
 };
 
 std::mutex user_rows_mutex;
@@ -204,7 +204,8 @@ std::shared_ptr<UserModel const> read_model(std::string const& csv) {
     std::vector<std::string> const cells = split(text, ',');
     auto const value = [&](size_t i) { return parse_positive((where + ": " + cells[1]).c_str(), cells[i]); };
     if (cells[0] == "rate" && cells.size() == 3) {
-      auto const found = std::find_if(std::begin(kGemmRateNames), std::end(kGemmRateNames), [&](auto const& r) { return cells[1] == r.name; });
+      auto const is_it = [&](GemmRateName const& rate) { return cells[1] == rate.name; };
+      auto const found = std::find_if(std::begin(kGemmRateNames), std::end(kGemmRateNames), is_it);
       if (found == std::end(kGemmRateNames)) fail(where, ": no rate is named '", cells[1], "'; remove the table and calibrate again");
       if (std::find(seen.begin(), seen.end(), cells[1]) != seen.end()) fail(where, ": repeats ", cells[1]);
       seen.push_back(cells[1]);

@@ -22,6 +22,7 @@ from codegen import (
     generate,
     registry,
     shards,
+    cost_models,
     tuned,
 )
 from codegen.families.attention import AttentionKernel
@@ -93,6 +94,7 @@ def folder(tmp_path: Path) -> Path:
     """A configs folder with one sm90 and one sm80 row."""
     (tmp_path / "configs" / "tuned").mkdir(parents=True)
     (tmp_path / "configs" / "gemm.toml").write_text(table_text(SM90, SM80))
+    shutil.copytree(ROOT / "cpp" / "configs" / "models", tmp_path / "configs" / "models")
     return tmp_path / "configs"
 
 
@@ -683,6 +685,45 @@ def test_registry_lists_all_and_marks_what_is_compiled(folder):
     struct = header[header.index("struct KernelInfo {") : header.index("};", header.index("struct KernelInfo {"))]
     fields = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", struct))
     assert [*rows[0], "launch"] == [*fields[: fields.index("launch")], "targets", "compiled", "launch"]
+
+
+# ---- cost models --------------------------------------------------------------------------------------------------------------
+
+
+def test_model_names_leave_out_the_family_and_the_element():
+    names = {cost_models.model_name(kernel) for kernel in configs.read_tables(ROOT / "cpp" / "configs") if kernel.FAMILY == "gemm"}
+    assert {"sm90_tn_64x8x128_1x1x1_pingpong_swap", "sm80_tn_128x128x32_1x1x1_multistage"} <= names
+
+
+def test_shipped_models_have_every_kernel_of_the_table():
+    """A kernel without factors of its own counts as an average one, which none is."""
+    names = {cost_models.model_name(kernel) for kernel in configs.read_tables(ROOT / "cpp" / "configs") if kernel.FAMILY == "gemm"}
+    for device, model in cost_models.read_folder(ROOT / "cpp" / "configs" / "models").items():
+        assert not set(model.kernels) - names, f"{device}: kernels that are gone"
+        assert len(names - set(model.kernels)) <= 2, f"{device}: {sorted(names - set(model.kernels))}"
+
+
+def test_rates_are_the_fields_of_the_library():
+    text = (ROOT / "cpp" / "src" / "gemm" / "cost_model.h").read_text()
+    assert tuple(re.findall(r"&GemmRates::(\w+)}", text)) == cost_models.RATES
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("rate,start,fast", "expected rate,name,value"),
+        ("rate,start,-1", "positive numbers"),
+        ("kernel,sm90_x,1,1,1", "expected rate,name,value or kernel,name,compute"),
+        ("speed,start,1", "expected rate"),
+        ("rate,start,1", "repeats start"),
+        ("rate,speed,1", "the rates must be start, "),
+    ],
+)
+def test_bad_models(tmp_path, line, message):
+    good = (ROOT / "cpp" / "configs" / "models" / "nvidia-h200.csv").read_text()
+    (tmp_path / "nvidia-h200.csv").write_text(good + line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        cost_models.read_csv(tmp_path / "nvidia-h200.csv")
 
 
 # ---- tuned tables -------------------------------------------------------------------------------------------------------------

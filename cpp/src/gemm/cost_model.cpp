@@ -147,11 +147,11 @@ double TileCost::us(GemmLaunch const& launch) const {
   double const resident = portable_ ? 1.0 : std::floor(workers_ / workers);  // launches that are
   double const hbm_us = resident >= 2 ? bytes_us_ : std::max(bytes_us_, bytes_sm_us_ / std::min(sms_, workers * cluster_));
   double const main_us = std::sqrt(busy_us * busy_us + hbm_us * hbm_us);
-  double const exposed_us = pingpong_ ? epilogue_us_ + r.exposed * (owned - 1) * std::max(0.0, epilogue_us_ - main_us / owned)
-                                      : epilogue_us_ * owned;
+  double const exposed_us =
+      pingpong_ ? epilogue_us_ + r.exposed * (owned - 1) * std::max(0.0, epilogue_us_ - main_us / owned) : epilogue_us_ * owned;
   double const fixup_us = partials > 0 ? partials * r.fixup + (partials + 1) * partial_us_ : 0.0;
-  double const start_us = start_us_ - (resident >= 2 ? r.overlap_two : 0.0) - (resident >= 3 ? r.overlap_three : 0.0) -
-                          (resident >= 4 ? r.overlap_four : 0.0);
+  double const start_us =
+      start_us_ - (resident >= 2 ? r.overlap_two : 0.0) - (resident >= 3 ? r.overlap_three : 0.0) - (resident >= 4 ? r.overlap_four : 0.0);
   return start_us * factors_.start + main_us + exposed_us + fixup_us;
 }
 

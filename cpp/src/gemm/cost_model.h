@@ -7,8 +7,8 @@ namespace minfer {
 
 /// Constants of one GPU, by `minfer tune --device` (python/minfer/planning/calibrate.py, which states the same formula for the fit).
 struct GemmRates {
-  double start;        // us of a launch: set-up, first bytes, last store
-  double overlap_two;  // us of it that are hidden where two launches are resident together
+  double start;                        // us of a launch: set-up, first bytes, last store
+  double overlap_two;                  // us of it that are hidden where two launches are resident together
   double overlap_three, overlap_four;  // and more where three and four are
   double cluster;                      // us for each doubling of the cluster
   double sm_rate;                      // flop/us of one SM while the others rest
