@@ -17,12 +17,12 @@ sys.path.insert(0, str(ROOT / "cpp"))
 
 from codegen import (
     configs,
+    cost_models,
     format_files,
     formats,
     generate,
     registry,
     shards,
-    cost_models,
     tuned,
 )
 from codegen.families.attention import AttentionKernel
