@@ -30,6 +30,7 @@ RATES = (  # the fields of minfer::GemmRates, in order
     "fixup_pingpong",
     "bandwidth",
     "sm_bandwidth",
+    "ahead",
     "c_bytes",
     "idle",
     "idle_tiles",
@@ -38,7 +39,7 @@ RATES = (  # the fields of minfer::GemmRates, in order
     "uneven",
     "general",
 )
-FACTORS = ("compute", "tile", "start", "epilogue", "latency")
+FACTORS = ("compute", "tile", "start", "epilogue", "latency", "bytes")
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ int64_t load_tuned(std::string const& csv, int64_t device) {
   return count;
 }
 
-/// A table of lines "rate,<name>,<value>" and "kernel,<name>,<compute>,<tile>,<start>,<epilogue>,<latency>": every rate once, kernels as
+/// A table of lines "rate,<name>,<value>" and "kernel,<name>,<compute>,<tile>,<start>,<epilogue>,<latency>,<bytes>": every rate once, kernels as
 /// far as it has them. Kernels that this build does not know are skipped: tables outlive them.
 std::shared_ptr<UserModel const> read_model(std::string const& csv) {
   char const* const op = "minfer::_load_model";
@@ -210,10 +210,10 @@ std::shared_ptr<UserModel const> read_model(std::string const& csv) {
       if (std::find(seen.begin(), seen.end(), cells[1]) != seen.end()) fail(where, ": repeats ", cells[1]);
       seen.push_back(cells[1]);
       result->model.rates.*found->rate = value(2);
-    } else if (cells[0] == "kernel" && cells.size() == 7) {
-      factors[cells[1]] = {value(2), value(3), value(4), value(5), value(6)};
+    } else if (cells[0] == "kernel" && cells.size() == 8) {
+      factors[cells[1]] = {value(2), value(3), value(4), value(5), value(6), value(7)};
     } else {
-      fail(where, ": expected rate,name,value or kernel,name,compute,tile,start,epilogue,latency, got '", text, "'");
+      fail(where, ": expected rate,name,value or kernel,name,compute,tile,start,epilogue,latency,bytes, got '", text, "'");
     }
   }
   if (seen.size() != std::size(kGemmRateNames)) fail(op, ": ", seen.size(), " rates of ", std::size(kGemmRateNames), "; calibrate again");

@@ -99,8 +99,9 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   tile_us_ = (pingpong_ ? r.tile_pingpong : r.tile) * factors_.tile;
   double const bytes = problem.batch * (2.0 * (double(rows) + columns) * problem.k +
                                         double(rows) * columns * d_bytes * (problem.has_c ? 1.0 + r.c_bytes : 1.0));
-  bytes_us_ = bytes / (r.bandwidth * scaled.memory_scale);
-  bytes_sm_us_ = bytes / (r.sm_bandwidth * scaled.memory_scale * 132.0 / sms_);
+  bytes_us_ = bytes / (r.bandwidth * scaled.memory_scale) * factors_.bytes;
+  bytes_sm_us_ = bytes / (r.sm_bandwidth * scaled.memory_scale * 132.0 / sms_) * factors_.bytes;
+  ahead_us_ = r.ahead * factors_.bytes;
   start_us_ = r.start + r.cluster * std::log2(cluster_);
 }
 
@@ -145,7 +146,7 @@ double TileCost::us(GemmLaunch const& launch) const {
   double const idle = !pingpong_ ? 0.0 : several ? r.idle_tiles / std::sqrt(owned) : r.idle;
   double const busy_us = k_us * (1.0 + idle) * (stream ? 1.0 + r.stream : 1.0) + owned * tile_us_;
   double const resident = portable_ ? 1.0 : std::floor(workers_ / workers);  // launches that are
-  double const hbm_us = resident >= 2 ? bytes_us_ : std::max(bytes_us_, bytes_sm_us_ / std::min(sms_, workers * cluster_));
+  double const hbm_us = std::max(bytes_us_, bytes_sm_us_ / std::min(sms_, workers * cluster_) - (resident >= 2 ? ahead_us_ : 0.0));
   double const main_us = std::sqrt(busy_us * busy_us + hbm_us * hbm_us);
   double const exposed_us =
       pingpong_ ? epilogue_us_ + r.exposed * (owned - 1) * std::max(0.0, epilogue_us_ - main_us / owned) : epilogue_us_ * owned;

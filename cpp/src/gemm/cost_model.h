@@ -22,6 +22,7 @@ struct GemmRates {
   double fixup_bytes;                  // bytes/us of one SM
   double fixup_pingpong;               // factor where one warpgroup does it
   double bandwidth, sm_bandwidth;      // bytes/us of all SMs, and of one
+  double ahead;                        // us of one SM's reading that are done before its launch's turn, where two launches are resident
   double c_bytes;                      // share of C's bytes that is felt
   double idle, idle_tiles;             // share of a tile in which a pingpong CTA has one warpgroup at work: of a single tile, of several
   double stream;                       // slower k tiles in stream-K
@@ -32,7 +33,7 @@ struct GemmRates {
 
 /// Factors of one kernel on these.
 struct GemmKernelFactors {
-  float compute = 1, tile = 1, start = 1, epilogue = 1, latency = 1;
+  float compute = 1, tile = 1, start = 1, epilogue = 1, latency = 1, bytes = 1;
 };
 
 struct GemmModel {
@@ -65,6 +66,7 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"fixup_pingpong", &GemmRates::fixup_pingpong},
     {"bandwidth", &GemmRates::bandwidth},
     {"sm_bandwidth", &GemmRates::sm_bandwidth},
+    {"ahead", &GemmRates::ahead},
     {"c_bytes", &GemmRates::c_bytes},
     {"idle", &GemmRates::idle},
     {"idle_tiles", &GemmRates::idle_tiles},
@@ -115,7 +117,7 @@ class TileCost {
   GemmKernelFactors const& factors_;
   int64_t tiles_m_, tiles_n_, tiles_, k_tiles_, workers_;
   int32_t stream_workers_;
-  double sms_, cluster_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, bytes_sm_us_, start_us_;
+  double sms_, cluster_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, bytes_sm_us_, ahead_us_, start_us_;
   bool pingpong_, portable_;
 };
 

@@ -162,7 +162,7 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
   };
   visit_orders(Decomposition::kDataParallel, 1);
   if (k_tiles >= 4 && tiles % workers != 0 && tiles < 8 * workers) visit_orders(Decomposition::kStreamK, 1);
-  for (int splits : {2, 3, 4, 6, 8}) {
+  for (int splits : {2, 3, 4, 6, 8, 12, 16}) {
     if (k_tiles >= 2 * splits && tiles * splits <= 3 * workers) visit_orders(Decomposition::kSplitK, splits);
   }
 }

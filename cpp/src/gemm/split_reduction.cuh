@@ -56,7 +56,8 @@ struct SplitReduction {
       publish(workspace, slot_of(item.slot), fragment, thread, barrier);
       return false;
     }
-    for (int i = 0; i < item.partials; ++i) add(workspace, slot_of(item.first_partial + i), fragment, thread, barrier);
+    if (item.partials > 0)
+      gather(workspace, [&](int i) { return slot_of(item.first_partial + i); }, item.partials, fragment, thread, barrier);
     return true;
   }
 
@@ -78,36 +79,57 @@ struct SplitReduction {
     }
   }
 
-  template <class Fragment, class Barrier>
-  static __device__ void add(SplitWorkspace const& workspace, int64_t slot, Fragment& fragment, int thread, Barrier&& barrier) {
-    if (thread == 0) {
+  /// Adds `count` partials in ascending order, of which the i-th is in slot_of(i). Their flags are waited for together, and small partials
+  /// are read together: a trip to L2 for each would be most of the fix-up's time.
+  template <class SlotOf, class Fragment, class Barrier>
+  static __device__ void gather(SplitWorkspace const& workspace, SlotOf&& slot_of, int count, Fragment& fragment, int thread,
+                                Barrier&& barrier) {
+    for (int i = thread; i < count; i += kThreads) {
+      uint64_t* const flag = workspace.flags + slot_of(i);
       uint64_t seen;
       do {
-        asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(workspace.flags + slot) : "memory");
+        asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(flag) : "memory");
       } while (seen != workspace.nonce);
-      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(workspace.flags + slot), "l"(uint64_t(0)) : "memory");
+      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(uint64_t(0)) : "memory");
     }
     barrier();
-    float4 const* base = reinterpret_cast<float4 const*>(workspace.partials + slot * int64_t(kThreads) * kValues) + thread;
-    constexpr int kBatch = kBlock / 4 < 8 ? kBlock / 4 : 8;  // loads in flight: 8 x 16 bytes a thread
+    constexpr int kInFlight = kValues <= 96 ? 16 : 8;  // loads of 16 bytes a thread; accumulators and these share the registers
+    constexpr int kTogether = kInFlight / (kValues / 4) > 0 ? kInFlight / (kValues / 4) : 1;  // partials
+    constexpr int kBatch = kBlock / 4 < kInFlight ? kBlock / 4 : kInFlight;
+#pragma unroll 1
+    for (int first = 0; first < count; first += kTogether) {
+      float4 const* base[kTogether];
 #pragma unroll
-    for (int block = 0; block < kValues / 4; block += kBlock / 4) {
-      int const end = block + kBlock / 4;
+      for (int p = 0; p < kTogether; ++p) {
+        int64_t const slot = slot_of(first + p < count ? first + p : count - 1);
+        base[p] = reinterpret_cast<float4 const*>(workspace.partials + slot * int64_t(kThreads) * kValues) + thread;
+      }
 #pragma unroll
-      for (int i = block; i < end; i += kBatch) {
-        if (kChosen && 4 * (i - block) >= workspace.values) break;
-        float4 part[kBatch];
+      for (int block = 0; block < kValues / 4; block += kBlock / 4) {
+        int const end = block + kBlock / 4;
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          if (i + j < end && (!kChosen || 4 * (i + j - block) < workspace.values)) part[j] = __ldcg(base + (i + j) * kThreads);
-        }
+        for (int i = block; i < end; i += kBatch) {
+          if (kChosen && 4 * (i - block) >= workspace.values) break;
+          float4 part[kTogether][kBatch];
 #pragma unroll
-        for (int j = 0; j < kBatch; ++j) {
-          if (i + j < end) {
-            fragment(4 * (i + j)) += part[j].x;
-            fragment(4 * (i + j) + 1) += part[j].y;
-            fragment(4 * (i + j) + 2) += part[j].z;
-            fragment(4 * (i + j) + 3) += part[j].w;
+          for (int p = 0; p < kTogether; ++p) {
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) {
+              if (i + j < end && (!kChosen || 4 * (i + j - block) < workspace.values)) part[p][j] = __ldcg(base[p] + (i + j) * kThreads);
+            }
+          }
+#pragma unroll
+          for (int p = 0; p < kTogether; ++p) {
+            bool const inside = kTogether == 1 || first + p < count;
+#pragma unroll
+            for (int j = 0; j < kBatch; ++j) {
+              if (i + j < end) {
+                fragment(4 * (i + j)) += inside ? part[p][j].x : 0.0f;
+                fragment(4 * (i + j) + 1) += inside ? part[p][j].y : 0.0f;
+                fragment(4 * (i + j) + 2) += inside ? part[p][j].z : 0.0f;
+                fragment(4 * (i + j) + 3) += inside ? part[p][j].w : 0.0f;
+              }
+            }
           }
         }
       }
