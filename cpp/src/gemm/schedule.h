@@ -57,8 +57,7 @@ inline int32_t split_groups(KernelInfo const& kernel) { return kernel.schedule =
 
 /// Whether partials carry their flags (TaggedReduction).
 inline bool split_is_tagged(KernelInfo const& kernel) {
-  return kernel.b_format != WeightFormat::kDense && kernel.arch >= 90 &&
-         kernel.tile_m * kernel.tile_n <= kMaxTaggedValues * 128 * split_groups(kernel);
+  return kernel.arch >= 90 && kernel.tile_m * kernel.tile_n <= kMaxTaggedValues * 128 * split_groups(kernel);
 }
 
 inline size_t workspace_of(KernelInfo const& kernel, TileSchedulerParams const& schedule) {

@@ -101,7 +101,7 @@ struct SplitReduction {
       float4 const* base[kTogether];
 #pragma unroll
       for (int p = 0; p < kTogether; ++p) {
-        int64_t const slot = slot_of(first + p < count ? first + p : count - 1);
+        int64_t const slot = slot_of(first + p);
         base[p] = reinterpret_cast<float4 const*>(workspace.partials + slot * int64_t(kThreads) * kValues) + thread;
       }
 #pragma unroll
@@ -115,12 +115,13 @@ struct SplitReduction {
           for (int p = 0; p < kTogether; ++p) {
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
-              if (i + j < end && (!kChosen || 4 * (i + j - block) < workspace.values)) part[p][j] = __ldcg(base[p] + (i + j) * kThreads);
+              bool const has = (!kChosen || 4 * (i + j - block) < workspace.values) && (p == 0 || first + p < count);
+              if (i + j < end && has) part[p][j] = __ldcg(base[p] + (i + j) * kThreads);
             }
           }
 #pragma unroll
           for (int p = 0; p < kTogether; ++p) {
-            bool const inside = kTogether == 1 || first + p < count;
+            bool const inside = p == 0 || first + p < count;
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
               if (i + j < end) {

@@ -29,7 +29,8 @@ template <int kClusterM, int kClusterN, int kRowGroups, int kValues, int kBlockV
 struct SplitTileSchedulerSm90 {
   static constexpr int kCluster = kClusterM * kClusterN;
   static constexpr bool kTileInSharedMemory = false;
-  using Reduction = SplitReduction<128, kValues, kBlockValues>;
+  using Reduction = cute::conditional_t<kValues <= kMaxTaggedValues, TaggedReduction<128, cute::min(kValues, kMaxTaggedValues)>,
+                                        SplitReduction<128, kValues, kBlockValues>>;
 
   struct Params {
     TileSchedulerParams schedule;
