@@ -38,6 +38,21 @@ RATES = (  # the fields of minfer::GemmRates, in order
     "exposed",
     "uneven",
     "general",
+    "quantized_start",
+    "quantized_overlap_two",
+    "quantized_overlap_three",
+    "quantized_bandwidth",
+    "quantized_sm_bandwidth",
+    "quantized_ahead",
+    "quantized_latency",
+    "quantized_tile",
+    "quantized_epilogue",
+    "quantized_stream",
+    "quantized_tagged",
+    "quantized_flagged",
+    "quantized_partial",
+    "quantized_partial_bytes",
+    "quantized_cluster",
 )
 FACTORS = ("compute", "tile", "start", "epilogue", "latency", "bytes")
 

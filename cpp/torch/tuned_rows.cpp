@@ -188,8 +188,8 @@ int64_t load_tuned(std::string const& csv, int64_t device) {
   return count;
 }
 
-/// A table of lines "rate,<name>,<value>" and "kernel,<name>,<compute>,<tile>,<start>,<epilogue>,<latency>,<bytes>": every rate once, kernels as
-/// far as it has them. Kernels that this build does not know are skipped: tables outlive them.
+/// A table of lines "rate,<name>,<value>" and "kernel,<name>,<compute>,<tile>,<start>,<epilogue>,<latency>,<bytes>": every rate once,
+/// kernels as far as it has them. Kernels that this build does not know are skipped: tables outlive them.
 std::shared_ptr<UserModel const> read_model(std::string const& csv) {
   char const* const op = "minfer::_load_model";
   auto result = std::make_shared<UserModel>();

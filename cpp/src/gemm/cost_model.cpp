@@ -49,6 +49,8 @@ double stages_of(KernelInfo const& kernel, int32_t tile_n) {
   return std::min(kMostStages, double(kernel.stages) * (kernel.tile_m + kernel.tile_n) / (kernel.tile_m + tile_n));
 }
 
+}  // namespace
+
 GemmKernelFactors const& factors_of(GemmModel const& model, KernelInfo const& kernel) {
   static constexpr GemmKernelFactors kNone;
   int64_t count = 0;
@@ -56,8 +58,6 @@ GemmKernelFactors const& factors_of(GemmModel const& model, KernelInfo const& ke
   bool const registered = &kernel >= kernels && &kernel < kernels + count;
   return registered && model.factors != nullptr ? model.factors[&kernel - kernels] : kNone;
 }
-
-}  // namespace
 
 ScaledModel model_of(GemmPlanOptions const& options, DeviceProperties const& device) {
   if (options.model != nullptr) return {options.model};
@@ -166,7 +166,7 @@ double TileCost::least_us() const {
 double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device,
                   ScaledModel const& scaled) {
   if (problem.m == 0 || problem.n == 0 || problem.batch == 0) return 0.0;  // nothing is launched
-  if (problem.b_format != WeightFormat::kDense) return w4a16::predict_us(kernel, problem, launch, device);
+  if (problem.b_format != WeightFormat::kDense) return w4a16::predict_us(kernel, problem, launch, device, scaled);
   return TileCost(kernel, problem, tile_columns(kernel, launch), device, scaled).us(launch);
 }
 

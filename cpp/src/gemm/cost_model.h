@@ -29,6 +29,15 @@ struct GemmRates {
   double exposed;                      // share of an epilogue longer than its tile's mainloop that pingpong does not hide
   double uneven;                       // factor of k tiles whose rows do not start on whole lines of 128 bytes
   double general;                      // factor of an epilogue that TMA cannot store
+  // Of kernels with quantised weights, whose mainloop dequantises and keeps other rates.
+  double quantized_start, quantized_overlap_two, quantized_overlap_three;
+  double quantized_bandwidth, quantized_sm_bandwidth, quantized_ahead;
+  double quantized_latency;  // cycles of an MMA of a warpgroup that works alone
+  double quantized_tile, quantized_epilogue, quantized_stream;
+  double quantized_tagged, quantized_flagged;  // us of a partial with tags, and with a flag
+  double quantized_partial;                    // us of each further partial of a tile
+  double quantized_partial_bytes;              // bytes/us of one SM
+  double quantized_cluster;                    // us of all partials inside a cluster
 };
 
 /// Factors of one kernel on these.
@@ -74,6 +83,21 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"exposed", &GemmRates::exposed},
     {"uneven", &GemmRates::uneven},
     {"general", &GemmRates::general},
+    {"quantized_start", &GemmRates::quantized_start},
+    {"quantized_overlap_two", &GemmRates::quantized_overlap_two},
+    {"quantized_overlap_three", &GemmRates::quantized_overlap_three},
+    {"quantized_bandwidth", &GemmRates::quantized_bandwidth},
+    {"quantized_sm_bandwidth", &GemmRates::quantized_sm_bandwidth},
+    {"quantized_ahead", &GemmRates::quantized_ahead},
+    {"quantized_latency", &GemmRates::quantized_latency},
+    {"quantized_tile", &GemmRates::quantized_tile},
+    {"quantized_epilogue", &GemmRates::quantized_epilogue},
+    {"quantized_stream", &GemmRates::quantized_stream},
+    {"quantized_tagged", &GemmRates::quantized_tagged},
+    {"quantized_flagged", &GemmRates::quantized_flagged},
+    {"quantized_partial", &GemmRates::quantized_partial},
+    {"quantized_partial_bytes", &GemmRates::quantized_partial_bytes},
+    {"quantized_cluster", &GemmRates::quantized_cluster},
 };
 
 /// The name by which model tables know a kernel: its registry name without the family and the element type, which share the factors.
@@ -94,6 +118,9 @@ struct ScaledModel {
   double memory_scale = 1;  // read bandwidth
 };
 ScaledModel model_of(GemmPlanOptions const& options, DeviceProperties const& device);
+
+/// The kernel's factors of the model.
+GemmKernelFactors const& factors_of(GemmModel const& model, KernelInfo const& kernel);
 
 /// The model for the launches of one kernel in tiles of one width: what they share is computed once.
 class TileCost {

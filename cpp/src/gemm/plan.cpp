@@ -198,7 +198,7 @@ void for_each_prediction(KernelInfo const& kernel, GemmProblem const& problem, D
     if (!fits(kernel, problem, widest)) return;
     if (empty || !dense) {
       for_each_launch(kernel, tile_n, problem, device, all_orders || !dense, [&](GemmLaunch const& launch) {
-        if (fits(kernel, problem, launch)) visit(launch, empty ? 0.0 : w4a16::predict_us(kernel, problem, launch, device));
+        if (fits(kernel, problem, launch)) visit(launch, empty ? 0.0 : w4a16::predict_us(kernel, problem, launch, device, model));
       });
       return;
     }
