@@ -173,8 +173,9 @@ void realign(GemmProblem* problem) {
 }
 
 std::string plan_json(char const* op, GemmProblem problem, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable,
-                      int64_t device) {
+                      int64_t device, bool batch_invariant = false) {
   GemmPlanOptions options;
+  options.batch_invariant = batch_invariant;
   KernelOverride override;
   bool first = problem.b_format != WeightFormat::kDense && kernel && *kernel == kDequantizeFirst;
   if (kernel && !first) {
@@ -226,11 +227,12 @@ std::string enumerate_json(char const* op, GemmProblem const& problem, bool only
 
 std::string plan_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
                            std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
-                           bool gated, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable, int64_t device) {
+                           bool gated, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable, int64_t device,
+                           bool batch_invariant) {
   char const* op = "minfer::_plan_gemm";
   GemmProblem problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
   if (!kernel) realign(&problem);
-  return plan_json(op, problem, kernel, use_tuned, only_runnable, device);
+  return plan_json(op, problem, kernel, use_tuned, only_runnable, device, batch_invariant);
 }
 
 std::string enumerate_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
@@ -260,7 +262,7 @@ std::string enumerate_w4a16_json(std::vector<int64_t> const& sizes, std::string 
 
 constexpr Operator kOperators[] = {
     {"_plan_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, str? kernel, "
-     "bool use_tuned, bool only_runnable, int device) -> str",
+     "bool use_tuned, bool only_runnable, int device, bool batch_invariant=False) -> str",
      boxed<&plan_gemm_json>},
     {"_enumerate_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, "
      "bool only_runnable, int device, int limit) -> str",

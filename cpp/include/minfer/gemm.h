@@ -111,6 +111,7 @@ struct GemmPlanOptions {
   GemmTunedRow const* user_rows = nullptr;  // consulted before the table that ships
   int64_t user_row_count = 0;
   GemmModel const* model = nullptr;  // instead of the one that ships for the device
+  bool batch_invariant = false;      // only launches that sum a row of D in an order over k which follows from n, k and the types, not m
 };
 
 /// Chooses kernel and launch: the explicit one, else a tuned row, else the analytic model. Pure and thread-safe.

@@ -127,11 +127,32 @@ void choose_order(KernelInfo const& kernel, int32_t tile_n, int64_t tiles_m, int
   }
 }
 
-/// The decompositions that are candidates for one kernel in tiles of `tile_n` columns. Where `all_orders`, each in every order of tiles
-/// that makes another schedule, the chosen one first.
+constexpr int kSplits[] = {2, 3, 4, 6, 8, 12, 16};
+
+/// Which launches are candidates.
+struct Candidates {
+  bool all_orders = false;  // of tiles: each that makes another schedule, the chosen one first
+  int32_t splits = 0;       // of every tile: 1 for none; 0: any number, and stream-K
+  int32_t arch = 0;         // of the kernels; 0: any
+};
+
+/// Whether the kernel's split-K ranges begin at the same k as those of k tiles of kInvariantTileK: then its partial sums are the same.
+constexpr int64_t kInvariantTileK = 128;
+bool has_invariant_ranges(KernelInfo const& kernel, GemmProblem const& problem, int64_t splits) {
+  auto const begin = [&](int64_t tile_k, int64_t split) {
+    int64_t const k_tiles = ceil_div(problem.k, tile_k);
+    return (k_tiles / splits * split + std::min(split, k_tiles % splits)) * tile_k;
+  };
+  for (int64_t split = 1; split < splits; ++split) {
+    if (begin(kernel.tile_k, split) != begin(kInvariantTileK, split)) return false;
+  }
+  return true;
+}
+
+/// The decompositions that are candidates for one kernel in tiles of `tile_n` columns.
 template <class Visit>
-void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const& problem, DeviceProperties const& device, bool all_orders,
-                     Visit&& visit) {
+void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const& problem, DeviceProperties const& device,
+                     Candidates const& candidates, Visit&& visit) {
   int64_t const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
   int64_t const tiles_m = ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m);
   int64_t const tiles_n = ceil_div(columns, int64_t(tile_n) * kernel.cluster_n);
@@ -148,7 +169,7 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
     launch.decomposition = decomposition;
     launch.splits = splits;
     visit(launch);
-    if (!all_orders || !many) return;
+    if (!candidates.all_orders || !many) return;
     for (RasterOrder raster : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
       int64_t const across = raster == RasterOrder::kAlongM ? tiles_n : tiles_m;
       for (int swizzle : {1, 2, 4, 8}) {
@@ -160,9 +181,14 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
       }
     }
   };
+  if (candidates.splits > 1) {
+    if (has_invariant_ranges(kernel, problem, candidates.splits)) visit_orders(Decomposition::kSplitK, candidates.splits);
+    return;
+  }
   visit_orders(Decomposition::kDataParallel, 1);
+  if (candidates.splits == 1) return;
   if (k_tiles >= 4 && tiles % workers != 0 && tiles < 8 * workers) visit_orders(Decomposition::kStreamK, 1);
-  for (int splits : {2, 3, 4, 6, 8, 12, 16}) {
+  for (int splits : kSplits) {
     if (k_tiles >= 2 * splits && tiles * splits <= 3 * workers) visit_orders(Decomposition::kSplitK, splits);
   }
 }
@@ -190,21 +216,23 @@ void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, Visit&
 /// are left out.
 template <class Visit>
 void for_each_prediction(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, ScaledModel const& model,
-                         bool all_orders, double const& bound_us, Visit&& visit) {
+                         Candidates const& candidates, double const& bound_us, Visit&& visit) {
   bool const empty = problem.m == 0 || problem.n == 0 || problem.batch == 0, dense = problem.b_format == WeightFormat::kDense;
   for_each_width(kernel, problem, [&](int32_t tile_n) {
     GemmLaunch widest;
     widest.columns = kernel.column_step > 0 ? tile_n : 0;
     if (!fits(kernel, problem, widest)) return;
     if (empty || !dense) {
-      for_each_launch(kernel, tile_n, problem, device, all_orders || !dense, [&](GemmLaunch const& launch) {
+      Candidates all = candidates;
+      all.all_orders = candidates.all_orders || !dense;
+      for_each_launch(kernel, tile_n, problem, device, all, [&](GemmLaunch const& launch) {
         if (fits(kernel, problem, launch)) visit(launch, empty ? 0.0 : w4a16::predict_us(kernel, problem, launch, device, model));
       });
       return;
     }
     TileCost const cost(kernel, problem, tile_n, device, model);
     if (cost.least_us() > bound_us) return;
-    for_each_launch(kernel, tile_n, problem, device, all_orders, [&](GemmLaunch const& launch) {
+    for_each_launch(kernel, tile_n, problem, device, candidates, [&](GemmLaunch const& launch) {
       if (launch.decomposition == Decomposition::kDataParallel || fits(kernel, problem, launch)) visit(launch, cost.us(launch));
     });
   });
@@ -222,8 +250,8 @@ char const* illegal(KernelInfo const& kernel, GemmLaunch const& launch) {
 
 /// Visits (kernel, launch, predicted time) of the kernels that can compute the problem; see for_each_prediction.
 template <class Visit>
-void for_each_candidate(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, bool all_orders,
-                        double const& bound_us, Visit&& visit) {
+void for_each_candidate(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options,
+                        Candidates const& candidates, double const& bound_us, Visit&& visit) {
   ScaledModel const model = model_of(options, device);
   int64_t count = 0;
   KernelInfo const* kernels = registry(&count);
@@ -231,10 +259,54 @@ void for_each_candidate(GemmProblem const& problem, DeviceProperties const& devi
     KernelInfo const& kernel = kernels[i];
     if (options.only_runnable && kernel.launch == nullptr) continue;
     if (options.force_arch != 0 && kernel.arch != options.force_arch) continue;
+    if (candidates.arch != 0 && kernel.arch != candidates.arch) continue;
     if (illegal(kernel, problem, device) != nullptr) continue;
-    for_each_prediction(kernel, problem, device, model, all_orders, bound_us,
+    for_each_prediction(kernel, problem, device, model, candidates, bound_us,
                         [&](GemmLaunch const& launch, double us) { visit(kernel, launch, us); });
   }
+}
+
+struct Pick {
+  KernelInfo const* kernel = nullptr;
+  GemmLaunch launch;
+  double us = std::numeric_limits<double>::infinity();
+  int64_t candidates = 0;
+};
+
+/// The candidate with the least predicted time.
+Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, Candidates const& candidates) {
+  Pick best;
+  for_each_candidate(problem, device, options, candidates, best.us, [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
+    ++best.candidates;
+    if (best.kernel != nullptr && us >= best.us) return;
+    best.kernel = &kernel;
+    best.launch = launch;
+    best.us = us;
+  });
+  return best;
+}
+
+/// The candidates among which plans that are batch invariant choose, for every m: kernels of one arch, and the splits that are fastest for
+/// kInvariantRows. All dense kernels of an arch add the products of a range of k in the same order, whatever their tiles.
+constexpr int64_t kInvariantRows = 32;
+Candidates batch_invariant_candidates(GemmProblem problem, DeviceProperties const& device, GemmPlanOptions const& options) {
+  problem.m = kInvariantRows;
+  problem.has_c = problem.gated = false;
+  problem.d_type = problem.ab_type;
+  Pick best;
+  Candidates candidates;
+  auto const consider = [&](int32_t splits) {
+    Pick const found = pick(problem, device, options, {.splits = splits});
+    if (found.kernel == nullptr || found.us >= best.us) return;
+    best = found;
+    candidates = {.splits = splits, .arch = found.kernel->arch};
+  };
+  consider(1);
+  for (int const splits : kSplits) {
+    // Kernels whose k tiles are half as long have the same ranges where these are of equal length.
+    if (problem.k % (kInvariantTileK * splits) == 0 && problem.k >= 2 * kInvariantTileK * splits) consider(splits);
+  }
+  return candidates;
 }
 
 /// Edit distance, for the names nearest to a misspelt one.
@@ -354,7 +426,7 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
              predict_us(*kernel, problem, *options.launch, device, model_of(options, device)));
     } else {
       double best_us = std::numeric_limits<double>::infinity();
-      for_each_prediction(*kernel, problem, device, model_of(options, device), false, best_us, [&](GemmLaunch const& launch, double us) {
+      for_each_prediction(*kernel, problem, device, model_of(options, device), {}, best_us, [&](GemmLaunch const& launch, double us) {
         if (us >= best_us && plan->kernel != nullptr) return;
         best_us = us;
         finish(plan, *kernel, problem, launch, device, us);
@@ -368,7 +440,12 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
     return Status::success();
   }
 
-  if (options.use_tuned && problem.m > 0) {
+  if (options.batch_invariant && problem.b_format != WeightFormat::kDense) {
+    return Status::failure(StatusCode::kNotSupported, "batch-invariant plans are of dense weights, got %s", name_of(problem.b_format));
+  }
+  Candidates const candidates = options.batch_invariant ? batch_invariant_candidates(problem, device, options) : Candidates{};
+
+  if (options.use_tuned && !options.batch_invariant && problem.m > 0) {
     GemmTunedRow const* row = find_row(options.user_rows, options.user_row_count, problem, options, device);
     char const* table = "user table";
     if (row == nullptr) {
@@ -387,18 +464,8 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
     }
   }
 
-  KernelInfo const* best = nullptr;
-  GemmLaunch best_launch;
-  double best_us = std::numeric_limits<double>::infinity();
-  int64_t candidates = 0;
-  for_each_candidate(problem, device, options, false, best_us, [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
-    ++candidates;
-    if (best != nullptr && us >= best_us) return;
-    best = &kernel;
-    best_launch = launch;
-    best_us = us;
-  });
-  if (best == nullptr) {
+  Pick const best = pick(problem, device, options, candidates);
+  if (best.kernel == nullptr) {
     return Status::failure(
         StatusCode::kNotSupported, "no kernel %s computes %s%s%s %lld x %lld x %lld on compute capability %d.%d (archs of the build: %s)",
         options.only_runnable ? "of this build" : "of the table", name_of(problem.ab_type),
@@ -406,10 +473,10 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
         problem.b_format == WeightFormat::kDense ? "" : name_of(problem.b_format), (long long)problem.m, (long long)problem.n,
         (long long)problem.k, device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
-  finish(plan, *best, problem, best_launch, device, best_us);
+  finish(plan, *best.kernel, problem, best.launch, device, best.us);
   plan->source = PlanSource::kAnalytic;
   std::snprintf(plan->reason, sizeof(plan->reason), "least predicted time of %lld candidates: %.1f us, floor %.1f us",
-                (long long)candidates, plan->predicted_us, plan->floor_us);
+                (long long)best.candidates, plan->predicted_us, plan->floor_us);
   return Status::success();
 }
 
@@ -420,10 +487,11 @@ Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device
   if (Status status = check(problem); !status.ok()) return status;
   std::vector<GemmPlan> all;
   double const no_bound = std::numeric_limits<double>::infinity();
-  for_each_candidate(problem, device, options, true, no_bound, [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
-    all.emplace_back();
-    finish(&all.back(), kernel, problem, launch, device, us);
-  });
+  for_each_candidate(problem, device, options, {.all_orders = true}, no_bound,
+                     [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
+                       all.emplace_back();
+                       finish(&all.back(), kernel, problem, launch, device, us);
+                     });
   std::stable_sort(all.begin(), all.end(), [](GemmPlan const& a, GemmPlan const& b) { return a.predicted_us < b.predicted_us; });
   *count = int64_t(all.size());
   for (int64_t i = 0; i < *count && i < capacity; ++i) plans[i] = all[size_t(i)];
