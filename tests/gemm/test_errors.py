@@ -50,7 +50,7 @@ BAD_GEMM = {
     "kernel empty": (lambda t: {"kernel": ""}, "kernel '' is not in the registry; nearest: gemm_"),
     "kernel key": (
         lambda t: {"kernel": NAME + "@stages=3"},
-        "kernel option 'stages' is not known; expected decomposition, splits, swizzle, raster or columns",
+        "kernel option 'stages' is not known; expected decomposition, splits, swizzle, raster, columns, realign_a or realign_b",
     ),
     "kernel value": (lambda t: {"kernel": NAME + "@decomposition=magic"}, "kernel option decomposition must be .*, got 'magic'"),
     "kernel raster": (lambda t: {"kernel": NAME + "@raster=up"}, "kernel option raster must be .*, got 'up'"),

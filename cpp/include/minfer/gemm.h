@@ -102,7 +102,7 @@ struct GemmTunedRow {
   bool has_zeros = false;
   bool has_c, gated;
   char const* kernel;  // registry name
-  GemmLaunch launch;
+  GemmLaunch launch;   // without realign_a and realign_b, which follow from the kernel and the problem
   float us;
 };
 

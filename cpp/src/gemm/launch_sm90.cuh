@@ -41,9 +41,9 @@ inline bool streams_weights(GemmProblem const& problem, DeviceProperties const& 
   return bytes / device.read_bandwidth >= operations / device.matrix_rate;
 }
 
-/// Whether to send for an operand before the predecessor has finished. These prefetches fill L2 alone, which all SMs and TMA read through, so
-/// a line that comes too early is not stale: the copy that writes an operand in front of the kernel writes it there as well. But what they
-/// fetch of such an operand is what its memory held before, so they cost its bytes for nothing, and are left out.
+/// Whether to send for an operand before the predecessor has finished. These prefetches fill L2 alone, which all SMs and TMA read through:
+/// a line that comes too early is not stale, as the copy that writes an operand in front of the kernel writes it there as well. But what
+/// they fetch of such an operand is what its memory held before: they move its bytes for nothing, and are left out.
 struct Prefetches {
   bool a, b;  // the kernel's own
 };

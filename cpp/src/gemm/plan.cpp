@@ -97,8 +97,9 @@ void finish(GemmPlan* plan, KernelInfo const& kernel, GemmProblem const& problem
             double predicted_us) {
   plan->kernel = &kernel;
   plan->launch = launch;
-  plan->workspace_bytes =
-      problem.m == 0 || problem.n == 0 || problem.batch == 0 ? 0 : workspace_of(kernel, schedule_of(kernel, problem, launch, device));
+  plan->workspace_bytes = problem.m == 0 || problem.n == 0 || problem.batch == 0
+                              ? 0
+                              : workspace_of(kernel, schedule_of(kernel, realigned(problem, launch), launch, device));
   if (size_t const copies = copies_bytes(problem, launch)) plan->workspace_bytes = (plan->workspace_bytes + 255) / 256 * 256 + copies;
   plan->floor_us = gemm_floor_us(problem, device);
   plan->predicted_us = std::max(predicted_us, plan->floor_us);
@@ -333,6 +334,22 @@ bool matches(GemmTunedRow const& row, GemmProblem const& p) {
   return ceil_div(p.m, tile) == ceil_div(row.m, tile);
 }
 
+/// The launch of a row, with the copies in front of it: rows are of contiguous operands, and those that its kernel cannot read were copied
+/// when it was measured, no others.
+GemmLaunch launch_of(GemmTunedRow const& row, KernelInfo const& kernel) {
+  GemmLaunch launch = row.launch;
+  if (row.b_format != WeightFormat::kDense || kernel.alignment < 16) return launch;
+  bool const portable = kernel.arch < 90;
+  auto const misplaced = [&](Major major, Major read, int64_t extent) {
+    int64_t const contiguous = major == Major::kK ? row.k : extent, lines = major == Major::kK ? extent : row.k;
+    return major != read || (contiguous % 8 != 0 && (lines > 1 || portable));
+  };
+  launch.realign_a = misplaced(row.a_major, kernel.a_major, row.m);
+  launch.realign_b = misplaced(row.b_major, kernel.b_major, row.n);
+  if (portable && row.k % 8 != 0) launch.realign_a = launch.realign_b = launch.realign_a || launch.realign_b;
+  return launch;
+}
+
 /// Zero points do not rule a row out: kernels run the same instructions with and without them (symmetric weights subtract a constant
 /// from the same registers), and the additional bytes, 2 for each group, 3 % with groups of 128, slow all candidates alike. A row that was
 /// measured with zero points where the problem has them, or without where it has none, comes first.
@@ -348,10 +365,12 @@ GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProble
     if (!matches(rows[i], problem) || !better(rows[i])) continue;
     KernelInfo const* kernel = find_kernel(rows[i].kernel);
     if (kernel == nullptr || (options.only_runnable && kernel->launch == nullptr) || illegal(*kernel, rows[i].launch) != nullptr ||
-        (options.force_arch != 0 && kernel->arch != options.force_arch) || illegal(*kernel, problem, device) != nullptr ||
-        !fits(*kernel, problem, rows[i].launch)) {
+        (options.force_arch != 0 && kernel->arch != options.force_arch)) {
       continue;
     }
+    GemmLaunch const launch = launch_of(rows[i], *kernel);
+    GemmProblem const own = realigned(problem, launch);
+    if (illegal(problem, launch) != nullptr || illegal(*kernel, own, device) != nullptr || !fits(*kernel, own, launch)) continue;
     best = &rows[i];
   }
   return best;
@@ -434,7 +453,8 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
       table = "shipped table";
     }
     if (row != nullptr) {
-      finish(plan, *find_kernel(row->kernel), problem, row->launch, device, row->us);
+      KernelInfo const& kernel = *find_kernel(row->kernel);
+      finish(plan, kernel, problem, launch_of(*row, kernel), device, row->us);
       plan->predicted_us = row->us;
       plan->source = PlanSource::kTuned;
       char const* other = row->has_zeros == problem.has_zeros ? "" : row->has_zeros ? ", with zero points" : ", without zero points";

@@ -5,8 +5,8 @@
 // in registers. The second word is the next thread's first, and comes from L1. A word that holds an element of the line is read whole, as
 // long as it does not reach behind the operand's last element: those few elements are read one by one.
 // Writes. Whole vectors, in which elements behind k are zeros. Lines along k are stored as they come. A transposing CTA puts 128 lines of
-// 64 rows into shared memory, vectors of 8 rows, and reads them by transposing ldmatrix. A matrix of ldmatrix takes lines 2 j and 2 j + 1 of
-// each of four groups of 8, so that its four matrices j give each thread 8 consecutive elements of a row of the copy.
+// 64 rows into shared memory, vectors of 8 rows, and reads them by transposing ldmatrix. Matrix j of an ldmatrix takes lines 2 j and
+// 2 j + 1 of each of four groups of 8, so that the four matrices give each thread 8 consecutive elements of a row of the copy.
 // Bytes in flight. Four vectors for each of 1024 threads of an SM.
 // Walk. Each CTA copies one part of one matrix, those of the first operand come first. Successors are let in at once: when the last CTAs
 // have started, the GEMM sets up on the SMs that are free. It waits for all of this kernel before it reads the copies.
