@@ -54,6 +54,7 @@ BAD_GEMM = {
     ),
     "kernel value": (lambda t: {"kernel": NAME + "@decomposition=magic"}, "kernel option decomposition must be .*, got 'magic'"),
     "kernel raster": (lambda t: {"kernel": NAME + "@raster=up"}, "kernel option raster must be .*, got 'up'"),
+    "kernel realign": (lambda t: {"kernel": NAME + "@realign_a=2"}, "kernel option realign_a must be (one of 0, 1|0 or 1), got '2'"),
     "kernel splits": (lambda t: {"kernel": NAME + "@decomposition=split_k,splits=0"}, "kernel option splits must be .*, got '?0"),
     "kernel splits text": (lambda t: {"kernel": NAME + "@splits=two"}, "kernel option splits must be .*, got 'two'"),
     "kernel without options": (lambda t: {"kernel": NAME + "@"}, "kernel option '' is not known"),

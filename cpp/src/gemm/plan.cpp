@@ -261,18 +261,16 @@ void for_each_copies(GemmProblem const& problem, DeviceProperties const& device,
 }
 
 /// Visits (kernel, launch, predicted time) of the kernels that can compute the problem, as it is or with operands that are copied first;
-/// see for_each_prediction. Behind copies come the kernels of the device's own architecture: sm_90's where there are any, else aligned
-/// ones for sm_80.
+/// see for_each_prediction. Behind copies come kernels for sm_90 on devices of compute capability 9.0, the aligned ones for sm_80 on others.
 template <class Visit>
 void for_each_candidate(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, bool all_orders,
                         double const& bound_us, Visit&& visit) {
   ScaledModel const model = model_of(options, device);
-  double const floor_us = gemm_floor_us(problem, device);
   int64_t count = 0;
   KernelInfo const* kernels = registry(&count);
   int32_t const copied_arch = device.compute_capability() == 90 && options.force_arch != 80 ? 90 : 80;
   for_each_copies(problem, device, copied_arch, [&](Copies const& copies) {
-    if (copies.us > 0 && copies.us + floor_us > bound_us) return;
+    if (copies.us > bound_us) return;
     GemmProblem const own = realigned(problem, copies.flags);
     for (int64_t i = 0; i < count; ++i) {
       KernelInfo const& kernel = kernels[i];
