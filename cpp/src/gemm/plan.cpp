@@ -261,7 +261,7 @@ void for_each_copies(GemmProblem const& problem, DeviceProperties const& device,
 }
 
 /// Visits (kernel, launch, predicted time) of the kernels that can compute the problem, as it is or with operands that are copied first;
-/// see for_each_prediction. Behind copies come kernels for sm_90 on devices of compute capability 9.0, the aligned ones for sm_80 on others.
+/// see for_each_prediction. Behind copies come kernels for sm_90 on devices of compute capability 9.0, aligned ones for sm_80 on others.
 template <class Visit>
 void for_each_candidate(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, bool all_orders,
                         double const& bound_us, Visit&& visit) {
