@@ -243,6 +243,7 @@ char const* illegal(GemmProblem const& problem, GemmLaunch const& launch) {
 
 /// Visits (flags of the copies, and their predicted time) of all copies that are candidates, none of them first. An operand is misplaced
 /// where it is not K-major and 16-byte aligned; kernels for sm_80 have vectors without a tail, so there k must be a multiple of 8, too.
+/// Behind copies no operand is left unaligned: the kernels that would read it need no copies.
 template <class Visit>
 void for_each_copies(GemmProblem const& problem, DeviceProperties const& device, int32_t arch, Visit&& visit) {
   visit(Copies{});
@@ -254,7 +255,9 @@ void for_each_copies(GemmProblem const& problem, DeviceProperties const& device,
     Copies copies;
     copies.flags.realign_a = (flags & 1) != 0;
     copies.flags.realign_b = (flags & 2) != 0;
-    if ((copies.flags.realign_a && !a) || (copies.flags.realign_b && !b) || illegal(problem, copies.flags) != nullptr) continue;
+    bool const needless = (copies.flags.realign_a && !a) || (copies.flags.realign_b && !b);
+    bool const unaligned = realigned(problem, copies.flags).a_alignment < 16 || realigned(problem, copies.flags).b_alignment < 16;
+    if (needless || unaligned || illegal(problem, copies.flags) != nullptr) continue;
     copies.us = predict_copies_us(problem, copies.flags, device);
     visit(copies);
   }
