@@ -87,6 +87,11 @@ def _gemm(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
     c, bias = normal(m, n, dtype=dtype), normal(n, dtype=dtype)
     yield lambda: minfer.gemm(a, b, kernel=kernel["name"])
     yield lambda: minfer.gemm(a, b, c=c, beta=1.0, bias=bias, activation="silu", kernel=f"{kernel['name']}@decomposition=split_k,splits=2")
+    if (kernel["a_major"], kernel["b_major"], kernel["alignment"], kernel["tile_m"], kernel["tile_n"]) == ("k", "k", 16, 128, 128):
+        copied = f"{kernel['name']}@realign_a=1,realign_b=1"  # from columns along k, and from rows that begin anywhere
+        columns, rows = normal(k - 1, m - 1, dtype=dtype).t(), normal(n - 1, k - 1, dtype=dtype).t()
+        yield lambda: minfer.gemm(columns, rows, kernel=copied)
+        yield lambda: minfer.gemm(rows.t(), columns.t(), kernel=copied)
 
 
 def _weight(kernel: dict, n: int, k: int, dtype):

@@ -138,7 +138,9 @@ def _check_kernel(row: TunedRow, kernels: dict[str, Kernel], where: str) -> None
     if kernel is None:
         raise ConfigError(f"{where}: no kernel is named {row.kernel!r}; tune again or remove the row")
     wanted, has = (row.ab_type, row.a_major, row.b_major, row.b_format), (kernel.element, kernel.a_major, kernel.b_major, kernel.b_format)
-    if wanted != has:
+    # A launch may copy dense operands first, into K-major rows.
+    copied = row.b_format == "dense" and all(reads in ("k", major) for reads, major in zip(has[1:3], wanted[1:3], strict=True))
+    if wanted != has and not (copied and (wanted[0], wanted[3]) == (has[0], has[3])):
         raise ConfigError(f"{where}: {row.kernel} computes (ab_type, a_major, b_major, b_format) = {has}, the row's problem is {wanted}")
     step = kernel.column_step
     if bool(row.columns) != bool(step) or (step and (row.columns % step or row.columns > kernel.tile[1])):

@@ -59,19 +59,6 @@ Matrix describe(char const* op, char const* name, Tensor const& tensor, bool tra
   return x;
 }
 
-/// Copies an operand whose base or strides TMA cannot address into one with 16-byte aligned rows (columns, where those are contiguous).
-Matrix realigned(char const* op, char const* name, Matrix const& x) {
-  if (x.alignment >= 16 || x.empty()) return x;
-  int64_t const lines = x.rows_contiguous ? x.columns : x.rows;
-  int64_t const line = round_up(x.rows_contiguous ? x.rows : x.columns, 16 / x.tensor.element_size());
-  std::array<int64_t, 3> strides;
-  strides[0] = lines * line;  // of the batch mode, where there is one
-  strides[size_t(x.row_mode())] = x.rows_contiguous ? 1 : line;
-  strides[size_t(x.column_mode())] = x.rows_contiguous ? line : 1;
-  Tensor const copy = copy_with_strides(op, name, x.tensor, Shape(strides.data(), size_t(x.tensor.dim())), x.batch * lines * line);
-  return describe(op, name, copy, x.transposed);
-}
-
 /// A single row has unit stride along either mode, and so has a single column. Describes it in the way that the requested kernel reads.
 void choose_major(Matrix& x, bool rows_contiguous) {
   if (x.rows_contiguous == rows_contiguous || (rows_contiguous ? x.rows : x.columns) != 1) return;
@@ -258,9 +245,6 @@ void set_inputs(Call const& call, std::optional<KernelOverride> const& override,
       choose_major(a, kernel->a_major == Major::kMN);
       choose_major(b, kernel->b_major == Major::kK);
     }
-  } else if (worth_realigning(p.m, p.n, p.k, p.batch * x->planes)) {
-    a = realigned(call.op, "a", a);
-    b = realigned(call.op, "b", b);
   }
   p.ab_type = data_type(call.a.scalar_type());
   p.a_major = a.rows_contiguous ? Major::kMN : Major::kK;

@@ -35,10 +35,13 @@ KernelOverride parse_override(char const* op, std::string const& text) {
       (key == "splits" ? launch.splits : launch.max_swizzle_size) = parse_launch_number(what.c_str(), value);
     } else if (key == "columns") {
       launch.columns = parse_launch_number(what.c_str(), value);
+    } else if (key == "realign_a" || key == "realign_b") {
+      (key == "realign_a" ? launch.realign_a : launch.realign_b) = parse_flag(what.c_str(), value);
     } else if (key == "raster") {
       launch.raster_order = parse_raster(what.c_str(), value);
     } else {
-      fail(op, ": kernel option '", key, "' is not known; expected decomposition, splits, swizzle, raster or columns");
+      fail(op, ": kernel option '", key,
+           "' is not known; expected decomposition, splits, swizzle, raster, columns, realign_a or realign_b");
     }
   }
   if (launch.splits > 1 && launch.decomposition != Decomposition::kSplitK) {
@@ -161,15 +164,11 @@ void write_plan(Json& json, GemmPlan const& plan) {
   json.open('{').key("kernel").value(plan.kernel->name).key("launch").open('{');
   json.key("decomposition").value(name_of(plan.launch.decomposition)).key("splits").value(int64_t(plan.launch.splits));
   json.key("swizzle").value(int64_t(plan.launch.max_swizzle_size)).key("raster").value(name_of(plan.launch.raster_order));
-  json.key("columns").value(int64_t(plan.launch.columns)).close('}');
+  json.key("columns").value(int64_t(plan.launch.columns));
+  json.key("realign_a").value(plan.launch.realign_a).key("realign_b").value(plan.launch.realign_b).close('}');
   json.key("workspace_bytes").value(int64_t(plan.workspace_bytes)).key("predicted_us").value(plan.predicted_us);
   json.key("floor_us").value(plan.floor_us).key("source").value(name_of(plan.source)).key("reason").value(plan.reason);
   json.key("compiled").value(plan.kernel->launch != nullptr).close('}');
-}
-
-/// Does what the operator does: where it pays, misaligned operands are copied into aligned rows.
-void realign(GemmProblem* problem) {
-  if (worth_realigning(problem->m, problem->n, problem->k, problem->batch)) problem->a_alignment = problem->b_alignment = 16;
 }
 
 std::string plan_json(char const* op, GemmProblem problem, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable,
@@ -230,8 +229,7 @@ std::string plan_gemm_json(std::vector<int64_t> const& sizes, std::string const&
                            bool gated, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable, int64_t device,
                            bool batch_invariant) {
   char const* op = "minfer::_plan_gemm";
-  GemmProblem problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
-  if (!kernel) realign(&problem);
+  GemmProblem const problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
   return plan_json(op, problem, kernel, use_tuned, only_runnable, device, batch_invariant);
 }
 
@@ -239,8 +237,7 @@ std::string enumerate_gemm_json(std::vector<int64_t> const& sizes, std::string c
                                 std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
                                 bool gated, bool only_runnable, int64_t device, int64_t limit) {
   char const* op = "minfer::_enumerate_gemm";
-  GemmProblem problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
-  realign(&problem);
+  GemmProblem const problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
   return enumerate_json(op, problem, only_runnable, device, limit);
 }
 

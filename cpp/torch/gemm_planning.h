@@ -11,18 +11,12 @@
 
 namespace minfer::torch_binding {
 
-/// "NAME" or "NAME@decomposition=stream_k,splits=2,swizzle=4,raster=along_n".
+/// "NAME" or "NAME@decomposition=stream_k,splits=2,swizzle=4,raster=along_n,columns=64,realign_a=1,realign_b=1".
 struct KernelOverride {
   std::string name;
   std::optional<GemmLaunch> launch;
 };
 KernelOverride parse_override(char const* op, std::string const& text);
-
-/// Whether a copy of misaligned operands pays: TMA's kernels are several times faster than the element-wise ones, so it does as soon as the
-/// product is more than a launch or two of work.
-inline bool worth_realigning(int64_t m, int64_t n, int64_t k, int64_t batch) {
-  return double(m) * double(n) * double(k) * double(batch) > 4e6;
-}
 
 /// Whether MINFER_TUNED allows tuned tables (default: it does). The environment is read once.
 bool tuned_enabled();

@@ -3,6 +3,8 @@
 #include <thread>
 #include <vector>
 
+#include "gemm/cost_model.h"
+#include "gemm/realign.h"
 #include "gemm_problems.h"
 #include "minfer/gemm.h"
 #include "testing.h"
@@ -20,15 +22,22 @@ void check_plan(GemmProblem const& problem, GemmPlan const& plan, DeviceProperti
   CHECK(kernel != nullptr);
   Context const at(kernel->name);
   CHECK(kernel->ab_type == problem.ab_type);
-  CHECK(kernel->a_major == problem.a_major && kernel->b_major == problem.b_major);
+  bool const realign_a = plan.launch.realign_a, realign_b = plan.launch.realign_b;
+  CHECK(kernel->a_major == (realign_a ? Major::kK : problem.a_major) && kernel->b_major == (realign_b ? Major::kK : problem.b_major));
   CHECK(kernel->arch_exact ? kernel->arch == device.compute_capability() : kernel->arch <= device.compute_capability());
   CHECK(kernel->smem_bytes <= device.smem_per_block);
-  if (problem.k > 0) CHECK(kernel->alignment <= problem.a_alignment && kernel->alignment <= problem.b_alignment);
+  if (problem.k > 0) {
+    CHECK(realign_a || kernel->alignment <= problem.a_alignment);
+    CHECK(realign_b || kernel->alignment <= problem.b_alignment);
+  }
+  if (realign_a || realign_b) CHECK_EQUAL(kernel->alignment, 16);
   CHECK(plan.launch.splits >= 1);
   CHECK(plan.launch.max_swizzle_size >= 1 && plan.launch.max_swizzle_size <= 16);
   CHECK(plan.launch.decomposition == Decomposition::kSplitK || plan.launch.splits == 1);
   CHECK(plan.workspace_bytes < (size_t(1) << 33));
-  if (plan.launch.decomposition == Decomposition::kDataParallel) CHECK_EQUAL(plan.workspace_bytes, size_t(0));
+  if (plan.launch.decomposition == Decomposition::kDataParallel)
+    CHECK_EQUAL(plan.workspace_bytes, gemm::copies_bytes(problem, plan.launch));
+  CHECK(plan.workspace_bytes >= gemm::copies_bytes(problem, plan.launch));
   CHECK(std::isfinite(plan.predicted_us) && std::isfinite(plan.floor_us));
   CHECK(plan.floor_us >= 0);
   CHECK(plan.predicted_us >= plan.floor_us);
@@ -92,14 +101,158 @@ TEST_CASE(plan_always_answers_for_strided_operands) {
   }
 }
 
-TEST_CASE(plan_sends_unaligned_operands_to_an_unaligned_kernel) {
-  for (int unaligned = 0; unaligned < 2; ++unaligned) {
-    GemmProblem problem = problem_of(512, 512, 512);
-    (unaligned == 0 ? problem.a_alignment : problem.b_alignment) = 2;
+TEST_CASE(plan_copies_unaligned_operands_of_large_problems) {
+  size_t const bytes = size_t(4096) * 4096 * 2;
+  for (int unaligned = 1; unaligned < 4; ++unaligned) {
+    GemmProblem problem = problem_of(4096, 4096, 4096);
+    if (unaligned & 1) problem.a_alignment = 2;
+    if (unaligned & 2) problem.b_alignment = 8;
+    Context const at(text_of(problem));
     GemmPlan plan;
     CHECK(plan_gemm(problem, h200_properties(), analytic_options(), &plan).ok());
-    CHECK_EQUAL(plan.kernel->alignment, 2);
-    CHECK(std::strstr(plan.kernel->name, "_unaligned") != nullptr);
+    CHECK_EQUAL(plan.kernel->arch, 90);
+    CHECK_EQUAL(plan.launch.realign_a, (unaligned & 1) != 0);
+    CHECK_EQUAL(plan.launch.realign_b, (unaligned & 2) != 0);
+    CHECK(plan.workspace_bytes >= bytes * (unaligned == 3 ? 2 : 1));
+    CHECK_EQUAL(gemm::copies_bytes(problem, plan.launch), bytes * (unaligned == 3 ? 2 : 1));
+    check_plan(problem, plan, h200_properties());
+  }
+}
+
+TEST_CASE(plan_copies_nothing_that_kernels_read_as_it_is) {
+  for (int64_t m : {1, 64, 512, 4096}) {
+    GemmPlan plan;
+    CHECK(plan_gemm(problem_of(m, 4096, 4096), h200_properties(), analytic_options(), &plan).ok());
+    CHECK(!plan.launch.realign_a && !plan.launch.realign_b);
+    CHECK_EQUAL(gemm::copies_bytes(problem_of(m, 4096, 4096), plan.launch), size_t(0));
+  }
+}
+
+TEST_CASE(plan_copies_for_portable_kernels_too) {
+  int count = 0;
+  DeviceProperties const* devices = portable_devices(&count);
+  for (int i = 0; i < count; ++i) {
+    Context const at(devices[i].name);
+    for (int64_t k : {4096, 4095}) {  // vectors have no tail: both operands are copied, and k is rounded up over their zeros
+      GemmProblem problem = problem_of(4096, 4096, k);
+      problem.a_alignment = 2;
+      GemmPlan plan;
+      CHECK(plan_gemm(problem, devices[i], analytic_options(), &plan).ok());
+      check_plan(problem, plan, devices[i]);
+      CHECK(plan.launch.realign_a);
+      CHECK_EQUAL(plan.launch.realign_b, k % 8 != 0);
+      CHECK_EQUAL(gemm::realigned(problem, plan.launch).k, int64_t(4096));
+    }
+  }
+}
+
+TEST_CASE(plan_without_products_copies_nothing) {
+  GemmLaunch launch;
+  launch.realign_a = launch.realign_b = true;
+  for (GemmProblem problem : {problem_of(0, 512, 511), problem_of(512, 0, 511), problem_of(512, 512, 0)}) {
+    problem.a_alignment = problem.b_alignment = 2;
+    Context const at(text_of(problem));
+    CHECK_EQUAL(gemm::copies_bytes(problem, launch), size_t(0));
+    CHECK_EQUAL(gemm::predict_copies_us(problem, launch, h200_properties()), 0.0);
+    GemmPlan plan;
+    CHECK(plan_gemm(problem, h200_properties(), analytic_options(), &plan).ok());
+    CHECK(!plan.launch.realign_a && !plan.launch.realign_b);
+    CHECK_EQUAL(plan.workspace_bytes, size_t(0));
+  }
+}
+
+TEST_CASE(plan_override_realigns) {
+  DeviceProperties const h200 = h200_properties();
+  GemmPlan chosen;
+  CHECK(plan_gemm(problem_of(512, 512, 512), h200, analytic_options(), &chosen).ok());
+  CHECK_EQUAL(chosen.kernel->alignment, 16);
+  for (Major a_major : kMajors) {
+    for (Major b_major : kMajors) {
+      for (int flags = 0; flags < 4; ++flags) {
+        GemmProblem problem = problem_of(500, 510, 515, DataType::kF16, a_major, b_major);
+        problem.batch = 3;
+        Context const at(text_of(problem));
+        GemmLaunch launch;
+        launch.realign_a = (flags & 1) != 0;
+        launch.realign_b = (flags & 2) != 0;
+        GemmPlanOptions options = analytic_options();
+        options.kernel = chosen.kernel->name;
+        options.launch = &launch;
+        GemmPlan plan;
+        Status const status = plan_gemm(problem, h200, options, &plan);
+        // No mode is a multiple of 8, so that no operand can stay as it is.
+        CHECK(status.code == (flags == 3 ? StatusCode::kSuccess : StatusCode::kInvalidArgument));
+        if (flags < 3) {
+          CHECK(std::strstr(status.message, "cannot compute this problem") != nullptr);
+          continue;
+        }
+        CHECK(plan.launch == launch);
+        check_plan(problem, plan, h200);
+        // Rows of 515 elements begin on multiples of 128 bytes; copies are multiples of 256.
+        CHECK_EQUAL(plan.workspace_bytes, size_t((3 * 500 * 576 * 2 + 255) / 256 * 256 + 3 * 510 * 576 * 2));
+        GemmOperands const operands;
+        CHECK(!run_gemm(plan, problem, operands, h200, nullptr, 0, nullptr).ok());
+      }
+    }
+  }
+}
+
+TEST_CASE(plan_override_realigns_no_quantised_weight) {
+  GemmProblem problem = problem_of(16, 512, 512);
+  problem.b_format = WeightFormat::kInt4;
+  problem.group_size = 128;
+  GemmPlan chosen;
+  CHECK(plan_gemm(problem, h200_properties(), analytic_options(), &chosen).ok());
+  CHECK(!chosen.launch.realign_a && !chosen.launch.realign_b);
+  GemmLaunch launch = chosen.launch;
+  launch.realign_a = true;
+  GemmPlanOptions options = analytic_options();
+  options.kernel = chosen.kernel->name;
+  options.launch = &launch;
+  GemmPlan plan;
+  Status const status = plan_gemm(problem, h200_properties(), options, &plan);
+  CHECK(status.code == StatusCode::kInvalidArgument);
+  CHECK(std::strstr(status.message, "realign_a=1,realign_b=0: operands of a quantised GEMM are not realigned") != nullptr);
+}
+
+TEST_CASE(plan_of_the_workspace_aligns_the_copies) {
+  GemmProblem const problem = problem_of(77, 999, 1001);
+  GemmPlan chosen;
+  CHECK(plan_gemm(problem_of(512, 512, 512), h200_properties(), analytic_options(), &chosen).ok());
+  GemmLaunch launch;
+  launch.decomposition = Decomposition::kSplitK;
+  launch.splits = 3;
+  launch.realign_a = launch.realign_b = true;
+  GemmPlanOptions options = analytic_options();
+  options.kernel = chosen.kernel->name;
+  options.launch = &launch;
+  GemmPlan plan;
+  CHECK(plan_gemm(problem, h200_properties(), options, &plan).ok());
+  size_t const copies = gemm::copies_bytes(problem, launch);
+  CHECK(copies > 0 && plan.workspace_bytes > copies);
+  CHECK_EQUAL((plan.workspace_bytes - copies) % 256, size_t(0));
+  CHECK_EQUAL(copies % 256, size_t(0));
+}
+
+TEST_CASE(copies_have_ctas_for_every_element) {
+  for (Major major : kMajors) {
+    for (int64_t rows : {1, 7, 8, 63, 65, 1000}) {
+      for (int64_t k : {1, 8, 9, 100, 255, 257, 1023, 5000, 100003}) {
+        gemm::RealignShape const shape(major, rows, k);
+        int64_t const vectors = (k + 7) / 8, of_row = int64_t(1) << (shape.lanes + shape.along);
+        if (major == Major::kMN) {
+          CHECK(shape.blocks_x * shape.kTileRows >= rows && (shape.blocks_x - 1) * shape.kTileRows < rows);
+          CHECK(shape.blocks_y * shape.kTileLines >= k && (shape.blocks_y - 1) * shape.kTileLines < k);
+          continue;
+        }
+        int64_t const rows_of_block = int64_t(shape.kThreads) * shape.kVectors / of_row;
+        CHECK(shape.lanes >= 0 && shape.lanes <= 5 && shape.along >= 0 && (1 << shape.along) <= shape.kVectors);
+        CHECK(shape.along == 0 || shape.lanes == 5);  // vectors of a thread are at least 256 elements apart
+        CHECK(shape.blocks_x * of_row >= vectors && (shape.blocks_x - 1) * of_row < vectors);
+        CHECK(shape.blocks_y * rows_of_block >= rows && (shape.blocks_y - 1) * rows_of_block < rows);
+        CHECK(gemm::realigned_stride(k) >= vectors * 8 && gemm::realigned_stride(k) % 8 == 0);
+      }
+    }
   }
 }
 
@@ -287,8 +440,8 @@ TEST_CASE(plan_is_pure_and_thread_safe) {
       for (size_t i = 0; i < problems.size(); ++i) {
         GemmPlan plan;
         bool const ok = plan_gemm(problems[i], h200_properties(), analytic_options(), &plan).ok();
-        differences[t] += !ok || std::memcmp(&plan.launch, &expected[i].launch, sizeof(GemmLaunch)) != 0 ||
-                          plan.kernel != expected[i].kernel || plan.workspace_bytes != expected[i].workspace_bytes;
+        differences[t] += !ok || plan.launch != expected[i].launch || plan.kernel != expected[i].kernel ||
+                          plan.workspace_bytes != expected[i].workspace_bytes;
       }
     });
   }

@@ -1,3 +1,4 @@
+#include <array>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -77,6 +78,56 @@ TEST_CASE(tuned_user_row_beats_the_model) {
   CHECK_EQUAL(plan.launch.max_swizzle_size, 2);
   CHECK(plan.launch.raster_order == RasterOrder::kAlongN);
   CHECK(plan.predicted_us == 12.5);
+}
+
+TEST_CASE(tuned_rows_copy_what_their_candidates_copied) {
+  int count = 0;
+  DeviceProperties const* portable = portable_devices(&count);
+  DeviceProperties const devices[] = {h200_properties(), portable[0]};
+  int64_t copied = 0;
+  for (DeviceProperties const& device : devices) {
+    for (auto [m, n, k] :
+         {std::array<int64_t, 3>{160, 1736, 1048}, {161, 1736, 1047}, {160, 1735, 1048}, {1, 1733, 1047}, {160, 1, 1048}}) {
+      for (int majors = 0; majors < 4; ++majors) {
+        GemmProblem problem = problem_of(m, n, k, DataType::kF16, majors & 1 ? Major::kMN : Major::kK, majors & 2 ? Major::kMN : Major::kK);
+        if (m == 1 && problem.a_major == Major::kK) problem.a_alignment = 16;  // the stride of a single row is not used
+        if (n == 1 && problem.b_major == Major::kK) problem.b_alignment = 16;
+        Context const at(std::string(device.name) + " " + text_of(problem));
+        GemmPlanOptions options = analytic_options();
+        int64_t candidates = 0;
+        CHECK(enumerate_gemm(problem, device, options, nullptr, 0, &candidates).ok());
+        std::vector<GemmPlan> plans(static_cast<size_t>(candidates));
+        CHECK(enumerate_gemm(problem, device, options, plans.data(), candidates, &candidates).ok());
+        options.use_tuned = true;
+        options.user_row_count = 1;
+        for (GemmPlan const& candidate : plans) {
+          GemmTunedRow row = row_of(problem, candidate.kernel->name);
+          row.launch = candidate.launch;
+          row.launch.realign_a = row.launch.realign_b = false;  // no columns of a table
+          options.user_rows = &row;
+          GemmPlan plan;
+          CHECK(plan_gemm(problem, device, options, &plan).ok());
+          CHECK(plan.source == PlanSource::kTuned);
+          CHECK(plan.kernel == candidate.kernel);
+          CHECK(plan.launch == candidate.launch);
+          CHECK_EQUAL(plan.workspace_bytes, candidate.workspace_bytes);
+          copied += plan.launch.realign_a || plan.launch.realign_b;
+        }
+        // Operands that are not contiguous, as those that were measured are, and so must be copied: the row does not answer.
+        GemmProblem shifted = problem;
+        shifted.a_alignment = shifted.b_alignment = 2;
+        for (GemmPlan const& candidate : plans) {
+          if (candidate.kernel->alignment < 16 || (candidate.launch.realign_a && candidate.launch.realign_b)) continue;
+          GemmTunedRow const row = row_of(problem, candidate.kernel->name);
+          options.user_rows = &row;
+          GemmPlan plan;
+          CHECK(plan_gemm(shifted, device, options, &plan).ok());
+          CHECK(plan.source == PlanSource::kAnalytic);
+        }
+      }
+    }
+  }
+  CHECK(copied > 1000);
 }
 
 TEST_CASE(tuned_rows_can_be_turned_off) {

@@ -180,7 +180,13 @@ class _Case:
             names = [*names, "dequantize"]
         for name in draw.sample(names, min(len(names), 4)):
             if family.kernels == "gemm" and draw.chance(0.4):
-                name += draw.pick("@decomposition=split_k,splits=3", "@decomposition=stream_k", "@decomposition=persistent,swizzle=4")
+                name += draw.pick(
+                    "@decomposition=split_k,splits=3",
+                    "@decomposition=stream_k",
+                    "@decomposition=persistent,swizzle=4",
+                    "@realign_a=1,realign_b=1",
+                    "@decomposition=split_k,splits=2,realign_b=1",
+                )
             call.arena.restore(call.written)
             try:
                 results = family.call(p | {"extra": {"kernel": name}}, call.tensors())

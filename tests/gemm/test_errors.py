@@ -50,10 +50,11 @@ BAD_GEMM = {
     "kernel empty": (lambda t: {"kernel": ""}, "kernel '' is not in the registry; nearest: gemm_"),
     "kernel key": (
         lambda t: {"kernel": NAME + "@stages=3"},
-        "kernel option 'stages' is not known; expected decomposition, splits, swizzle, raster or columns",
+        "kernel option 'stages' is not known; expected decomposition, splits, swizzle, raster, columns, realign_a or realign_b",
     ),
     "kernel value": (lambda t: {"kernel": NAME + "@decomposition=magic"}, "kernel option decomposition must be .*, got 'magic'"),
     "kernel raster": (lambda t: {"kernel": NAME + "@raster=up"}, "kernel option raster must be .*, got 'up'"),
+    "kernel realign": (lambda t: {"kernel": NAME + "@realign_a=2"}, "kernel option realign_a must be (one of 0, 1|0 or 1), got '2'"),
     "kernel splits": (lambda t: {"kernel": NAME + "@decomposition=split_k,splits=0"}, "kernel option splits must be .*, got '?0"),
     "kernel splits text": (lambda t: {"kernel": NAME + "@splits=two"}, "kernel option splits must be .*, got 'two'"),
     "kernel without options": (lambda t: {"kernel": NAME + "@"}, "kernel option '' is not known"),

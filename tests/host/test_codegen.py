@@ -753,6 +753,14 @@ def test_tuned_rows_are_sorted_by_problem(folder):
     assert "{Decomposition::kSplitK, 4, 1, RasterOrder::kAlongM, 0}, 7.0f}," in text
 
 
+def test_tuned_rows_of_operands_that_are_copied_first(folder):
+    """A kernel for K-major operands may have measured fastest for other ones; a kernel for other ones reads no K-major operand."""
+    (row,) = read(folder, HEADER + ROW.replace(",f16,k,k,", ",f16,mn,mn,"))["nvidia-h200"]
+    assert (row.a_major, row.b_major) == ("mn", "mn") and "_tn_" in row.kernel
+    with pytest.raises(ConfigError, match="computes .*'k', 'mn'.* the row's problem is .*'k', 'k'"):
+        read(folder, HEADER + SMALLER.replace(",f16,k,mn,", ",f16,k,k,"))
+
+
 def test_no_table_is_fine(folder):
     (folder / "tuned").rmdir()
     assert tuned.read_folder(folder / "tuned", configs.read_tables(folder)) == {}

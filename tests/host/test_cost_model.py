@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from minfer.planning.plan import Problem, enumerate_plans, plan_problem
 
 SHIPPED = (Path(__file__).resolve().parents[2] / "cpp" / "configs" / "models" / "nvidia-h200.csv").read_text()

@@ -34,10 +34,12 @@ def check_legal(p):
     """The plan's kernel can compute the plan's problem on an H200."""
     problem, kernel = p.problem, KERNELS[p.kernel]
     _, ab_type, _, a_major, b_major, (a_alignment, b_alignment, *_), _, _ = problem.arguments()
-    assert (kernel["ab_type"], kernel["a_major"], kernel["b_major"]) == (ab_type, a_major, b_major)
+    read = ("k" if p.realign_a else a_major, "k" if p.realign_b else b_major)
+    assert (kernel["ab_type"], kernel["a_major"], kernel["b_major"]) == (ab_type, *read)
     assert kernel["arch"] in (80, 90)
-    realigned = problem.m * problem.n * problem.k * problem.batch > 4e6  # misaligned operands are copied into aligned rows first
-    assert problem.k == 0 or realigned or kernel["alignment"] <= min(a_alignment, b_alignment)
+    for realigned, alignment in ((p.realign_a, a_alignment), (p.realign_b, b_alignment)):
+        assert problem.k == 0 or kernel["alignment"] <= (16 if realigned else alignment)
+    assert not (p.realign_a or p.realign_b) or kernel["alignment"] == 16
     assert kernel["smem_bytes"] <= device_properties(H200)["smem_per_block"]
     assert p.decomposition in ("persistent", "stream_k", "split_k")
     assert p.splits >= 1 and (p.splits == 1 or p.decomposition == "split_k")
@@ -143,6 +145,27 @@ def test_override():
         assert plan(64, 4096, 4096, kernel=p.kernel).kernel == p.kernel
 
 
+def test_realigned_override():
+    """What is copied first can be read from a plan, and forced."""
+    chosen = plan(4096, 4096, 4095)
+    assert (chosen.realign_a, chosen.realign_b) == (True, True)
+    assert chosen.launch.endswith(",realign_a=1,realign_b=1")
+    assert chosen.workspace_bytes >= 2 * 4096 * 4096 * 2
+    # a row-major B: some candidates read it as it is, the others copy it alone
+    plans = enumerate_plans(Problem(4096, 4096, 4096, layout="tt"), device=H200)
+    assert {(p.realign_a, p.realign_b) for p in plans} == {(False, False), (False, True)}
+    assert not any(p.realign_a or p.realign_b for p in enumerate_plans(Problem(4096, 4096, 4096), device=H200))
+    for layout in LAYOUTS:
+        problem = Problem(500, 510, 515, layout=layout)
+        plans = enumerate_plans(problem, device=H200)
+        assert {(p.realign_a, p.realign_b) for p in plans} == {(False, False), (True, True)}, "no operand is aligned"
+        for p in [next(p for p in plans if p.realign_a), next(p for p in plans if not p.realign_a)]:
+            forced = plan_problem(problem, kernel=p.override, device=H200)
+            assert (forced.source, forced.override) == ("override", p.override)
+            assert forced.predicted_us == pytest.approx(p.predicted_us, rel=1e-4)
+            assert forced.workspace_bytes == p.workspace_bytes
+
+
 def test_override_errors():
     name = plan(64, 4096, 4096).kernel
     with pytest.raises(RuntimeError, match="is not in the registry; nearest: .*gemm_sm90_bf16"):
@@ -153,6 +176,15 @@ def test_override_errors():
         plan(64, 4096, 4097, kernel=next(k["name"] for k in minfer.kernels() if k["alignment"] == 16 and k["ab_type"] == "bf16"))
     with pytest.raises(RuntimeError, match="decomposition must be"):
         plan(64, 4096, 4096, kernel=name + "@decomposition=x")
+    with pytest.raises(RuntimeError, match="realign_a must be"):
+        plan(64, 4096, 4096, kernel=name + "@realign_a=2")
+    with pytest.raises(RuntimeError, match="realign_c' is not known"):
+        plan(64, 4096, 4096, kernel=name + "@realign_c=1")
+    with pytest.raises(RuntimeError, match="cannot compute this problem: an operand's pointer or stride"):
+        plan(64, 4096, 4097, kernel=name + "@realign_b=1")
+    weight = minfer.plan("w4a16_gemm", m=64, n=4096, k=4096, device=H200).kernel
+    with pytest.raises(RuntimeError, match="realign_a=1,realign_b=0: operands of a quantised GEMM are not realigned"):
+        minfer.plan("w4a16_gemm", m=64, n=4096, k=4096, device=H200, kernel=weight + "@realign_a=1")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ namespace {
 
 Option const kGemmOptions[] = {
     {"kernel", "GLOB", "", "every compiled kernel of that name instead of the plan's choice"},
-    {"launch", "K=V,..", "", "decomposition=persistent|stream_k|split_k, splits=N, swizzle=N, raster=along_m|along_n, columns=N"},
+    {"launch", "K=V,..", "", "decomposition=persistent|stream_k|split_k, splits, swizzle, raster=along_m|along_n, columns, realign_a|b=1"},
     {"all-launches", nullptr, nullptr, "every legal kernel x launch (of --kernel), best predicted first"},
     {"limit", "N", "0", "with --all-launches: the N best predicted (0: all)"},
     {"no-tuned", nullptr, nullptr, "plan without the tuned table"},
@@ -82,6 +82,8 @@ GemmLaunch parse_launch(std::string const& text) {
       launch.splits = int32_t(parse_integer(value, "launch splits"));
     } else if (key == "columns") {
       launch.columns = int32_t(parse_integer(value, "launch columns"));
+    } else if ((key == "realign_a" || key == "realign_b") && (value == "0" || value == "1")) {
+      (key == "realign_a" ? launch.realign_a : launch.realign_b) = value == "1";
     } else if (key == "swizzle") {
       launch.max_swizzle_size = int32_t(parse_integer(value, "launch swizzle"));
     } else if (key == "raster" && (value == "along_m" || value == "along_n")) {
@@ -98,10 +100,11 @@ GemmLaunch parse_launch(std::string const& text) {
 }
 
 std::string launch_text(GemmLaunch const& launch) {
-  char text[112];
-  int const length = std::snprintf(text, sizeof(text), "decomposition=%s,splits=%d,swizzle=%d,raster=%s", name_of(launch.decomposition),
-                                   launch.splits, launch.max_swizzle_size, name_of(launch.raster_order));
-  if (launch.columns > 0) std::snprintf(text + length, sizeof(text) - size_t(length), ",columns=%d", launch.columns);
+  std::string text = std::string("decomposition=") + name_of(launch.decomposition) + ",splits=" + std::to_string(launch.splits) +
+                     ",swizzle=" + std::to_string(launch.max_swizzle_size) + ",raster=" + name_of(launch.raster_order);
+  if (launch.columns > 0) text += ",columns=" + std::to_string(launch.columns);
+  if (launch.realign_a) text += ",realign_a=1";
+  if (launch.realign_b) text += ",realign_b=1";
   return text;
 }
 
@@ -142,8 +145,9 @@ std::vector<GemmPlan> plans_of(GemmCase const& c, Arguments const& arguments, De
   KernelInfo const* kernels = registry(&count);
   for (int64_t i = 0; i < count; ++i) {
     KernelInfo const& kernel = kernels[i];
-    bool const same_operands = kernel.ab_type == c.problem.ab_type && kernel.a_major == c.problem.a_major &&
-                               kernel.b_major == c.problem.b_major && kernel.b_format == c.problem.b_format;
+    bool const realign_a = launch && launch->realign_a, realign_b = launch && launch->realign_b;
+    bool const same_operands = kernel.ab_type == c.problem.ab_type && kernel.a_major == (realign_a ? Major::kK : c.problem.a_major) &&
+                               kernel.b_major == (realign_b ? Major::kK : c.problem.b_major) && kernel.b_format == c.problem.b_format;
     if (!same_operands || !matches(glob, kernel.name)) continue;
     plan_options.kernel = kernel.name;
     GemmPlan plan;

@@ -69,6 +69,12 @@ struct GemmLaunch {
   int32_t max_swizzle_size = 1;  // tiles walked side by side before the raster advances (1, 2, 4, 8, 16)
   RasterOrder raster_order = RasterOrder::kAlongM;
   int32_t columns = 0;  // of a tile: a multiple of the kernel's column_step up to its tile_n; 0: tile_n
+  // A, B are copied first, by one launch in front of the kernel's, into K-major rows in the workspace that TMA addresses. Whatever majors
+  // and alignments the problem has, the kernel computes one in which they are K-major with an alignment of 16. Dense operands only.
+  bool realign_a = false, realign_b = false;
+
+  /// Whether all members are equal.
+  bool operator==(GemmLaunch const& other) const;
 };
 
 enum class PlanSource : int32_t { kOverride = 0, kTuned = 1, kAnalytic = 2 };
@@ -96,7 +102,7 @@ struct GemmTunedRow {
   bool has_zeros = false;
   bool has_c, gated;
   char const* kernel;  // registry name
-  GemmLaunch launch;
+  GemmLaunch launch;   // without realign_a and realign_b, which follow from the kernel and the problem
   float us;
 };
 

@@ -41,6 +41,10 @@ constexpr char kDefaultDevice[] = "NVIDIA H200";
 double fourth_root(double x) { return std::sqrt(std::sqrt(x)); }
 double fourth_power(double x) { return x * x * (x * x); }
 
+// Copies in front of a launch.
+constexpr double kCopyStartUs = 1.6, kCopyStartAloneUs = 3.0;  // us, where the launches overlap and where they do not
+constexpr double kCopyBandwidth = 0.8;                         // of the read bandwidth
+
 constexpr double kMostStages = 12;  // of kernels whose launches choose the tiles' columns
 
 /// Stages of a ring: narrow tiles in a kernel for wider ones have more.
@@ -168,6 +172,16 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   if (problem.m == 0 || problem.n == 0 || problem.batch == 0) return 0.0;  // nothing is launched
   if (problem.b_format != WeightFormat::kDense) return w4a16::predict_us(kernel, problem, launch, device, scaled);
   return TileCost(kernel, problem, tile_columns(kernel, launch), device, scaled).us(launch);
+}
+
+/// A launch, and the bytes that cross HBM. The copies' bytes are read from there. They stay in L2, where the kernel finds them, up to half
+/// of its size; what is more is written to HBM, and the kernel's own prediction has the time in which it is read again.
+double predict_copies_us(GemmProblem const& p, GemmLaunch const& launch, DeviceProperties const& device) {
+  if ((!launch.realign_a && !launch.realign_b) || p.m == 0 || p.n == 0 || p.k == 0 || p.batch == 0) return 0.0;
+  double const bytes = 2.0 * p.batch * double(p.k) * ((launch.realign_a ? double(p.m) : 0.0) + (launch.realign_b ? double(p.n) : 0.0));
+  double const written = std::max(0.0, bytes - 0.5 * double(device.l2_bytes));
+  double const start_us = device.compute_capability() >= 90 ? kCopyStartUs : kCopyStartAloneUs;
+  return start_us + (bytes + written) / (kCopyBandwidth * device.read_bandwidth);
 }
 
 }  // namespace minfer::gemm

@@ -152,5 +152,8 @@ class TileCost {
 double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device,
                   ScaledModel const& scaled);
 
+/// Predicted time of the copies in front of a launch, us: what the kernel's prediction grows by.
+double predict_copies_us(GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device);
+
 }  // namespace gemm
 }  // namespace minfer

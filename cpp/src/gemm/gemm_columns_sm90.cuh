@@ -69,6 +69,9 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
   mainloop.hint_a = hint(schedule.tiles_n == 1);
   mainloop.hint_b = hint(schedule.tiles_m == 1);
   mainloop.prefetch = streams_weights(problem, *arguments.device) ? kPrefetchBytes / mainloop.stage_bytes : 0;
+  auto const [prefetch_a, prefetch_b] = prefetches_of<Config>(arguments.launch);
+  mainloop.prefetch_a = prefetch_a;
+  mainloop.prefetch_b = prefetch_b;
 
   Status status = encode_tensor_map_planes(&mainloop.a, problem.ab_type, operands.b, problem.k, problem.n, problem.batch, operands.ldb,
                                            operands.b_batch_stride, Mainloop::kTileK, Config::kTileM / Config::kClusterN);

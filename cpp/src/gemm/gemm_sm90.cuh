@@ -73,6 +73,10 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   params.mainloop.prefetch =
       streams_weights(problem, *arguments.device) ? kPrefetchBytes / ((Config::kTileM + Config::kTileN) * Config::kTileK * 2) : 0;
 
+  auto const [prefetch_a, prefetch_b] = prefetches_of<Config>(arguments.launch);
+  params.mainloop.prefetch_a = prefetch_a;
+  params.mainloop.prefetch_b = prefetch_b;
+
   if (Status status = describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue); !status.ok()) return status;
   static std::atomic<uint64_t> shared_memory_allowed{0};
   return launch_sm90<Config>(&gemm_sm90_kernel<Config>, params, arguments, schedule.workers, Kernel::kSmemBytes, shared_memory_allowed);

@@ -41,6 +41,17 @@ inline bool streams_weights(GemmProblem const& problem, DeviceProperties const& 
   return bytes / device.read_bandwidth >= operations / device.matrix_rate;
 }
 
+/// Whether to send for an operand before the predecessor has finished. These prefetches fill L2 alone, which all SMs and TMA read through:
+/// a line that comes too early is not stale, as the copy that writes an operand in front of the kernel writes it there as well. But what
+/// they fetch of such an operand is what its memory held before: they move its bytes for nothing, and are left out.
+struct Prefetches {
+  bool a, b;  // the kernel's own
+};
+template <class Config>
+Prefetches prefetches_of(GemmLaunch const& launch) {
+  return {!(Config::kSwap ? launch.realign_b : launch.realign_a), !(Config::kSwap ? launch.realign_a : launch.realign_b)};
+}
+
 /// Launches `kernel` on workers x the kernel's own cluster CTAs; `shared_memory_allowed` is the kernel's own. `cluster`: of the launch.
 template <class Config, class Params>
 Status launch_sm90(void (*kernel)(Params const), Params const& params, GemmLaunchArguments const& arguments, int32_t workers,

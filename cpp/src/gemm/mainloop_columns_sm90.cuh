@@ -109,7 +109,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     CUtensorMap a, b;  // the kernel's own operands, [l, rows, k]
     int32_t columns;   // of a tile
     int32_t stages, stage_bytes;
-    int32_t prefetch;         // k tiles sent for before the predecessor has finished
+    int32_t prefetch;  // k tiles sent for before the predecessor has finished
+    bool prefetch_a, prefetch_b;
     uint64_t hint_a, hint_b;  // L2 eviction priorities
   };
   template <class Epilogue, class Scheduler>
@@ -174,8 +175,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
                                        int k_begin, int k_count) {
     int const ahead = k_count < params.prefetch ? k_count : params.prefetch;
     for (int k = k_begin; k < k_begin + ahead; ++k) {
-      cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.a, k * kTileK, tile.row, tile.l);
-      if (loads_columns(inputs, k)) cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.b, k * kTileK, tile.column, tile.l);
+      if (params.prefetch_a) cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.a, k * kTileK, tile.row, tile.l);
+      if (params.prefetch_b && loads_columns(inputs, k)) cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.b, k * kTileK, tile.column, tile.l);
     }
     minfer::wait_for_predecessor();
     return 0;

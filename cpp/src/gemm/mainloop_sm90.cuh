@@ -49,6 +49,7 @@ struct MainloopSm90 {
   struct Params {
     cute::Shape<int, int, int, int> problem;  // the kernel's own (m, n, k, l)
     int32_t prefetch;                         // k tiles sent for before the predecessor has finished
+    bool prefetch_a, prefetch_b;              // whose
     uint64_t hint_a, hint_b;                  // L2 eviction priorities
     typename Collective::Params operands;
   };
@@ -144,8 +145,8 @@ struct MainloopSm90 {
     auto const& [tAgA, tBgB] = tile;
     int const ahead = k_count < params.prefetch ? k_count : params.prefetch;
     for (int k = 0; k < ahead; ++k) {
-      cute::prefetch(params.operands.tma_load_a, tAgA(_, _, _, k_begin + k));
-      cute::prefetch(params.operands.tma_load_b, tBgB(_, _, _, k_begin + k));
+      if (params.prefetch_a) cute::prefetch(params.operands.tma_load_a, tAgA(_, _, _, k_begin + k));
+      if (params.prefetch_b) cute::prefetch(params.operands.tma_load_b, tBgB(_, _, _, k_begin + k));
     }
     wait_for_predecessor();
     return 0;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gemm/cost_model.h"
+#include "gemm/realign.h"
 #include "gemm/schedule.h"
 #include "minfer/gemm.h"
 #include "quantized_gemm/cost_model.h"
@@ -96,8 +97,10 @@ void finish(GemmPlan* plan, KernelInfo const& kernel, GemmProblem const& problem
             double predicted_us) {
   plan->kernel = &kernel;
   plan->launch = launch;
-  plan->workspace_bytes =
-      problem.m == 0 || problem.n == 0 || problem.batch == 0 ? 0 : workspace_of(kernel, schedule_of(kernel, problem, launch, device));
+  plan->workspace_bytes = problem.m == 0 || problem.n == 0 || problem.batch == 0
+                              ? 0
+                              : workspace_of(kernel, schedule_of(kernel, realigned(problem, launch), launch, device));
+  if (size_t const copies = copies_bytes(problem, launch)) plan->workspace_bytes = (plan->workspace_bytes + 255) / 256 * 256 + copies;
   plan->floor_us = gemm_floor_us(problem, device);
   plan->predicted_us = std::max(predicted_us, plan->floor_us);
 }
@@ -212,11 +215,17 @@ void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, Visit&
   }
 }
 
+/// What a launch does in front of the kernel.
+struct Copies {
+  GemmLaunch flags;  // realign_a and realign_b alone
+  double us = 0;     // predicted
+};
+
 /// Visits (launch, predicted time), all of the kernel's where `bound_us` is never less than a launch's time: widths that cannot take less
-/// are left out.
+/// are left out. `problem` is the kernel's: the realigned one where there are copies.
 template <class Visit>
-void for_each_prediction(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, ScaledModel const& model,
-                         Candidates const& candidates, double const& bound_us, Visit&& visit) {
+void for_each_prediction(KernelInfo const& kernel, GemmProblem const& problem, Copies const& copies, DeviceProperties const& device,
+                         ScaledModel const& model, Candidates const& candidates, double const& bound_us, Visit&& visit) {
   bool const empty = problem.m == 0 || problem.n == 0 || problem.batch == 0, dense = problem.b_format == WeightFormat::kDense;
   for_each_width(kernel, problem, [&](int32_t tile_n) {
     GemmLaunch widest;
@@ -231,9 +240,13 @@ void for_each_prediction(KernelInfo const& kernel, GemmProblem const& problem, D
       return;
     }
     TileCost const cost(kernel, problem, tile_n, device, model);
-    if (cost.least_us() > bound_us) return;
-    for_each_launch(kernel, tile_n, problem, device, candidates, [&](GemmLaunch const& launch) {
-      if (launch.decomposition == Decomposition::kDataParallel || fits(kernel, problem, launch)) visit(launch, cost.us(launch));
+    if (cost.least_us() + copies.us > bound_us) return;
+    for_each_launch(kernel, tile_n, problem, device, candidates, [&](GemmLaunch launch) {
+      launch.realign_a = copies.flags.realign_a;
+      launch.realign_b = copies.flags.realign_b;
+      if (launch.decomposition == Decomposition::kDataParallel || fits(kernel, problem, launch)) {
+        visit(launch, cost.us(launch) + copies.us);
+      }
     });
   });
 }
@@ -248,22 +261,59 @@ char const* illegal(KernelInfo const& kernel, GemmLaunch const& launch) {
   return nullptr;
 }
 
-/// Visits (kernel, launch, predicted time) of the kernels that can compute the problem; see for_each_prediction.
+/// Why the copies of a launch that was asked for cannot be made, or null.
+char const* illegal(GemmProblem const& problem, GemmLaunch const& launch) {
+  if (!launch.realign_a && !launch.realign_b) return nullptr;
+  if (problem.b_format != WeightFormat::kDense) return "operands of a quantised GEMM are not realigned";
+  if (!copies_fit(problem, launch)) return "the copies need more than 2^31 CTAs";
+  return nullptr;
+}
+
+/// Visits (flags of the copies, and their predicted time) of all copies that are candidates, none of them first. An operand is misplaced
+/// where it is not K-major and 16-byte aligned; kernels for sm_80 have vectors without a tail, so there k must be a multiple of 8, too.
+/// Behind copies no operand is left unaligned: the kernels that would read it need no copies.
+template <class Visit>
+void for_each_copies(GemmProblem const& problem, DeviceProperties const& device, int32_t arch, Visit&& visit) {
+  visit(Copies{});
+  if (problem.b_format != WeightFormat::kDense || problem.m == 0 || problem.n == 0 || problem.k == 0 || problem.batch == 0) return;
+  bool const tail = arch < 90 && problem.k % 8 != 0;
+  bool const a = problem.a_major != Major::kK || problem.a_alignment < 16 || tail;
+  bool const b = problem.b_major != Major::kK || problem.b_alignment < 16 || tail;
+  for (int flags = 1; flags < 4; ++flags) {
+    Copies copies;
+    copies.flags.realign_a = (flags & 1) != 0;
+    copies.flags.realign_b = (flags & 2) != 0;
+    bool const needless = (copies.flags.realign_a && !a) || (copies.flags.realign_b && !b);
+    bool const unaligned = realigned(problem, copies.flags).a_alignment < 16 || realigned(problem, copies.flags).b_alignment < 16;
+    if (needless || unaligned || illegal(problem, copies.flags) != nullptr) continue;
+    copies.us = predict_copies_us(problem, copies.flags, device);
+    visit(copies);
+  }
+}
+
+/// Visits (kernel, launch, predicted time) of the kernels that can compute the problem, as it is or with operands that are copied first;
+/// see for_each_prediction. Behind copies come kernels for sm_90 on devices of compute capability 9.0, aligned ones for sm_80 on others.
 template <class Visit>
 void for_each_candidate(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options,
                         Candidates const& candidates, double const& bound_us, Visit&& visit) {
   ScaledModel const model = model_of(options, device);
   int64_t count = 0;
   KernelInfo const* kernels = registry(&count);
-  for (int64_t i = 0; i < count; ++i) {
-    KernelInfo const& kernel = kernels[i];
-    if (options.only_runnable && kernel.launch == nullptr) continue;
-    if (options.force_arch != 0 && kernel.arch != options.force_arch) continue;
-    if (candidates.arch != 0 && kernel.arch != candidates.arch) continue;
-    if (illegal(kernel, problem, device) != nullptr) continue;
-    for_each_prediction(kernel, problem, device, model, candidates, bound_us,
-                        [&](GemmLaunch const& launch, double us) { visit(kernel, launch, us); });
-  }
+  int32_t const copied_arch = device.compute_capability() == 90 && options.force_arch != 80 ? 90 : 80;
+  for_each_copies(problem, device, copied_arch, [&](Copies const& copies) {
+    if (copies.us > bound_us) return;
+    GemmProblem const own = realigned(problem, copies.flags);
+    for (int64_t i = 0; i < count; ++i) {
+      KernelInfo const& kernel = kernels[i];
+      if (options.only_runnable && kernel.launch == nullptr) continue;
+      if (options.force_arch != 0 && kernel.arch != options.force_arch) continue;
+      if (candidates.arch != 0 && kernel.arch != candidates.arch) continue;
+      if (copies.us > 0 && (kernel.arch != copied_arch || kernel.alignment < 16)) continue;
+      if (illegal(kernel, own, device) != nullptr) continue;
+      for_each_prediction(kernel, own, copies, device, model, candidates, bound_us,
+                          [&](GemmLaunch const& launch, double us) { visit(kernel, launch, us); });
+    }
+  });
 }
 
 struct Pick {
@@ -357,6 +407,22 @@ bool matches(GemmTunedRow const& row, GemmProblem const& p) {
   return ceil_div(p.m, tile) == ceil_div(row.m, tile);
 }
 
+/// The launch of a row, with the copies in front of it: rows are of contiguous operands, and those that its kernel cannot read were copied
+/// when it was measured, no others.
+GemmLaunch launch_of(GemmTunedRow const& row, KernelInfo const& kernel) {
+  GemmLaunch launch = row.launch;
+  if (row.b_format != WeightFormat::kDense || kernel.alignment < 16) return launch;
+  bool const portable = kernel.arch < 90;
+  auto const misplaced = [&](Major major, Major read, int64_t extent) {
+    int64_t const contiguous = major == Major::kK ? row.k : extent, lines = major == Major::kK ? extent : row.k;
+    return major != read || (contiguous % 8 != 0 && (lines > 1 || portable));
+  };
+  launch.realign_a = misplaced(row.a_major, kernel.a_major, row.m);
+  launch.realign_b = misplaced(row.b_major, kernel.b_major, row.n);
+  if (portable && row.k % 8 != 0) launch.realign_a = launch.realign_b = launch.realign_a || launch.realign_b;
+  return launch;
+}
+
 /// Zero points do not rule a row out: kernels run the same instructions with and without them (symmetric weights subtract a constant
 /// from the same registers), and the additional bytes, 2 for each group, 3 % with groups of 128, slow all candidates alike. A row that was
 /// measured with zero points where the problem has them, or without where it has none, comes first.
@@ -372,10 +438,12 @@ GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProble
     if (!matches(rows[i], problem) || !better(rows[i])) continue;
     KernelInfo const* kernel = find_kernel(rows[i].kernel);
     if (kernel == nullptr || (options.only_runnable && kernel->launch == nullptr) || illegal(*kernel, rows[i].launch) != nullptr ||
-        (options.force_arch != 0 && kernel->arch != options.force_arch) || illegal(*kernel, problem, device) != nullptr ||
-        !fits(*kernel, problem, rows[i].launch)) {
+        (options.force_arch != 0 && kernel->arch != options.force_arch)) {
       continue;
     }
+    GemmLaunch const launch = launch_of(rows[i], *kernel);
+    GemmProblem const own = realigned(problem, launch);
+    if (illegal(problem, launch) != nullptr || illegal(*kernel, own, device) != nullptr || !fits(*kernel, own, launch)) continue;
     best = &rows[i];
   }
   return best;
@@ -398,6 +466,7 @@ double gemm_floor_us(GemmProblem const& p, DeviceProperties const& device) {
 
 // The compiler's comparison takes in every member, also one that is added later: cached plans depend on that.
 bool GemmProblem::operator==(GemmProblem const&) const = default;
+bool GemmLaunch::operator==(GemmLaunch const&) const = default;
 
 Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plan) {
   using namespace gemm;
@@ -407,7 +476,13 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
   if (options.kernel != nullptr) {
     KernelInfo const* kernel = find_kernel(options.kernel);
     if (kernel == nullptr) return unknown_kernel(options.kernel);
-    if (char const* why = illegal(*kernel, problem, device)) {
+    GemmLaunch const asked = options.launch != nullptr ? *options.launch : GemmLaunch{};
+    if (char const* why = illegal(problem, asked)) {
+      return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot be launched with realign_a=%d,realign_b=%d: %s", kernel->name,
+                             asked.realign_a, asked.realign_b, why);
+    }
+    GemmProblem const own = realigned(problem, asked);
+    if (char const* why = illegal(*kernel, own, device)) {
       return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot compute this problem: %s", kernel->name, why);
     }
     if (options.only_runnable && kernel->launch == nullptr) {
@@ -419,18 +494,19 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
         return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot be launched with columns=%d: %s", kernel->name,
                                options.launch->columns, why);
       }
-      if (!fits(*kernel, problem, *options.launch)) {
+      if (!fits(*kernel, own, asked)) {
         return Status::failure(StatusCode::kNotSupported, "kernel %s needs more than 2^31 work items for this problem", kernel->name);
       }
-      finish(plan, *kernel, problem, *options.launch, device,
-             predict_us(*kernel, problem, *options.launch, device, model_of(options, device)));
+      finish(plan, *kernel, problem, asked, device,
+             predict_us(*kernel, own, asked, device, model_of(options, device)) + predict_copies_us(problem, asked, device));
     } else {
       double best_us = std::numeric_limits<double>::infinity();
-      for_each_prediction(*kernel, problem, device, model_of(options, device), {}, best_us, [&](GemmLaunch const& launch, double us) {
-        if (us >= best_us && plan->kernel != nullptr) return;
-        best_us = us;
-        finish(plan, *kernel, problem, launch, device, us);
-      });
+      for_each_prediction(*kernel, problem, Copies{}, device, model_of(options, device), {}, best_us,
+                          [&](GemmLaunch const& launch, double us) {
+                            if (us >= best_us && plan->kernel != nullptr) return;
+                            best_us = us;
+                            finish(plan, *kernel, problem, launch, device, us);
+                          });
       if (plan->kernel == nullptr) {
         return Status::failure(StatusCode::kNotSupported, "kernel %s needs more than 2^31 work items for this problem", kernel->name);
       }
@@ -455,7 +531,8 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
       table = "shipped table";
     }
     if (row != nullptr) {
-      finish(plan, *find_kernel(row->kernel), problem, row->launch, device, row->us);
+      KernelInfo const& kernel = *find_kernel(row->kernel);
+      finish(plan, kernel, problem, launch_of(*row, kernel), device, row->us);
       plan->predicted_us = row->us;
       plan->source = PlanSource::kTuned;
       char const* other = row->has_zeros == problem.has_zeros ? "" : row->has_zeros ? ", with zero points" : ", without zero points";

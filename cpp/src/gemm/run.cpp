@@ -1,10 +1,36 @@
-// run_gemm: checks what a launch needs and calls the kernel's generated launch function.
+// run_gemm: checks what a launch needs, launches the copy of operands in front of it and calls the kernel's generated launch function.
 #include "common/context.h"
 #include "common/programmatic_launch.h"
 #include "gemm/launch.h"
+#include "gemm/realign.h"
 #include "minfer/gemm.h"
 
 namespace minfer {
+
+namespace {
+
+/// Launches the copies of the operands that `launch` realigns, into `copies`, and puts them in the operands' places.
+Status realign_operands(GemmProblem const& problem, GemmLaunch const& launch, bool programmatic, char* copies, GemmOperands* operands,
+                        Stream stream) {
+  gemm::RealignedOperand a, b;
+  int64_t const stride = gemm::realigned_stride(problem.k);
+  if (launch.realign_a) {
+    a = {operands->a, problem.a_major, problem.m, operands->lda, operands->a_batch_stride, copies};
+    operands->a = copies;
+    operands->lda = stride;
+    operands->a_batch_stride = problem.m * stride;
+    copies += gemm::realigned_bytes(problem.m, problem.k, problem.batch);
+  }
+  if (launch.realign_b) {
+    b = {operands->b, problem.b_major, problem.n, operands->ldb, operands->b_batch_stride, copies};
+    operands->b = copies;
+    operands->ldb = stride;
+    operands->b_batch_stride = problem.n * stride;
+  }
+  return gemm::realign(a, b, problem.k, problem.batch, programmatic, stream);
+}
+
+}  // namespace
 
 Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands const& operands, DeviceProperties const& device,
                 void* workspace, size_t workspace_bytes, Stream stream) {
@@ -24,9 +50,17 @@ Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands c
                            plan.workspace_bytes);
   }
   if (Status status = bind_context(device); !status.ok()) return status;
+  GemmProblem const launched = gemm::realigned(problem, plan.launch);
+  GemmOperands launched_operands = operands;
+  if (size_t const copies = gemm::copies_bytes(problem, plan.launch); copies > 0) {  // behind the kernel's part of the workspace
+    bool const programmatic = programmatic_launch_enabled() && device.compute_capability() >= 90;
+    char* const to = static_cast<char*>(workspace) + (plan.workspace_bytes - copies);
+    Status const status = realign_operands(problem, plan.launch, programmatic, to, &launched_operands, stream);
+    if (!status.ok()) return status;
+  }
   gemm::GemmLaunchArguments arguments{};
-  arguments.problem = &problem;
-  arguments.operands = &operands;
+  arguments.problem = &launched;
+  arguments.operands = &launched_operands;
   arguments.launch = plan.launch;
   arguments.device = &device;
   arguments.workspace = workspace;

@@ -222,7 +222,8 @@ def check_kernel(check: Checker, kernel: str | None, family: str = "gemm") -> No
 
 
 def check_launch_text(check: Checker, launch: str) -> None:
-    """The part of an override behind the @: decomposition=, splits=, swizzle=, raster=, columns=, separated by commas."""
+    """The part of an override behind the @: decomposition=, splits=, swizzle=, raster=, columns=, realign_a=, realign_b=, separated by
+    commas."""
     given: dict[str, str] = {}
     for item in launch.split(","):
         key, equals, value = item.partition("=")
@@ -237,8 +238,12 @@ def check_launch_text(check: Checker, launch: str) -> None:
         elif key in ("splits", "swizzle", "columns"):
             legal = value.isascii() and value.isdigit() and 1 <= int(value) <= 4096
             expected = "the integers 1 to 4096"
+        elif key in ("realign_a", "realign_b"):
+            legal = value in ("0", "1")
+            expected = "0, 1"
         else:
-            check(False, "kernel option '{}' is not known; expected decomposition, splits, swizzle, raster or columns", key)
+            expected = "decomposition, splits, swizzle, raster, columns, realign_a or realign_b"
+            check(False, "kernel option '{}' is not known; expected {}", key, expected)
         check(legal, "kernel option {} must be one of {}, got '{}'", key, expected, value)
     splits, decomposition = given.get("splits", "1"), given.get("decomposition", DECOMPOSITIONS[0])
     alone = int(splits) == 1 or decomposition == "split_k"

@@ -50,8 +50,8 @@ def gemm(
       alpha, beta: finite in float32. With alpha = 0 or k = 0, A and B are not read.
       activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
       out_dtype: a's dtype (default) or float32.
-      kernel: for measurements: NAME[@decomposition=persistent|stream_k|split_k,splits=N,swizzle=N,raster=along_m|along_n,columns=N], of
-        :func:`minfer.kernels`. On CPU it is checked and otherwise ignored.
+      kernel: for measurements: NAME[@decomposition=persistent|stream_k|split_k,splits=N,swizzle=N,raster=along_m|along_n,columns=N,
+        realign_a=0|1,realign_b=0|1], of :func:`minfer.kernels`. On CPU it is checked and otherwise ignored.
       out: D itself, a's dtype or float32. Written in place where its rows are contiguous (any leading dimension), otherwise through a
         copy. It may be ``c``, but must not overlap itself, a, b or bias, which is an error where their first and last addresses
         show it. Not under ``torch.compile(fullgraph=True)`` unless contiguous. A tensor made under ``torch.inference_mode()`` only there.

@@ -184,6 +184,8 @@ class Plan:
     swizzle: int
     raster: str
     columns: int  # of a tile, where launches choose them; else 0
+    realign_a: bool  # whether A is copied first, into K-major, 16-byte aligned rows
+    realign_b: bool
     workspace_bytes: int
     predicted_us: float  # of the analytic model; a tuned row's measurement
     floor_us: float  # max(bytes / read bandwidth, flops / matrix rate)
@@ -198,8 +200,9 @@ class Plan:
     @property
     def launch(self) -> str:
         """The run-time knobs as the ``kernel=`` argument takes them."""
-        columns = f",columns={self.columns}" if self.columns else ""
-        return f"decomposition={self.decomposition},splits={self.splits},swizzle={self.swizzle},raster={self.raster}{columns}"
+        text = f"decomposition={self.decomposition},splits={self.splits},swizzle={self.swizzle},raster={self.raster}"
+        text += f",columns={self.columns}" if self.columns else ""
+        return text + "".join(f",{name}=1" for name in ("realign_a", "realign_b") if getattr(self, name))
 
     @property
     def override(self) -> str:

@@ -42,7 +42,8 @@ class Measurement:
 
     def fields(self) -> dict[str, Any]:
         p = self.plan
-        names = ("kernel", "decomposition", "splits", "swizzle", "raster", "columns", "workspace_bytes", "predicted_us")
+        launch = ("decomposition", "splits", "swizzle", "raster", "columns", "realign_a", "realign_b")
+        names = ("kernel", *launch, "workspace_bytes", "predicted_us")
         return {name: getattr(p, name) for name in names} | {
             "screen_us": round(self.screen_us, 3),
             "us": round(self.final.us, 3) if self.final else None,
@@ -142,8 +143,8 @@ class _Screen:
         return sorted(self.seen.values(), key=lambda m: m.screen_us)
 
 
-def _work(plan: Plan) -> tuple[str, str, int, int]:
-    return plan.kernel, plan.decomposition, plan.splits, plan.columns
+def _work(plan: Plan) -> tuple[str, str, int, int, bool, bool]:
+    return plan.kernel, plan.decomposition, plan.splits, plan.columns, plan.realign_a, plan.realign_b
 
 
 def tune_problem(
