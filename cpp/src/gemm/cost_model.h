@@ -5,7 +5,7 @@
 
 namespace minfer {
 
-/// Constants of one GPU, by `minfer tune --device` (python/minfer/planning/calibrate.py, which states the same formula for the fit).
+/// Constants of one GPU, by `minfer tune --device` (python/minfer/planning/calibrate.py).
 struct GemmRates {
   double start;                        // us of a launch: set-up, first bytes, last store
   double overlap_two;                  // us of it that are hidden where two launches are resident together
@@ -92,6 +92,9 @@ struct ScaledModel {
   double memory_scale = 1;  // read bandwidth
 };
 ScaledModel model_of(GemmPlanOptions const& options, DeviceProperties const& device);
+
+/// The rates with their scales multiplied in: a model of these alone predicts what the scaled one does.
+GemmRates scaled_rates(ScaledModel const& scaled);
 
 /// The model for the launches of one kernel in tiles of one width: what they share is computed once.
 class TileCost {
