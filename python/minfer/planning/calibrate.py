@@ -13,7 +13,7 @@ import gc
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -266,12 +266,13 @@ class Quality:
 
 
 def regrets(predicted: torch.Tensor, data: Data) -> torch.Tensor:
-    """Of each problem that has rows: the time of the candidate of least prediction over the least time, less 1."""
-    least = torch.full((len(data.problems),), math.inf, dtype=torch.float64).scatter_reduce(0, data.problem, predicted, "amin")
-    picked = predicted <= least[data.problem]
-    excess = torch.where(picked, data.us / data.best_us() - 1, math.inf)
-    found = torch.full((len(data.problems),), math.inf, dtype=torch.float64).scatter_reduce(0, data.problem, excess, "amin")
-    return found[torch.isfinite(found)]
+    """Of each problem that has rows: the time of its first candidate of least prediction over the least time, less 1."""
+    rows, problems = torch.arange(len(data.us)), len(data.problems)
+    least = torch.full((problems,), math.inf, dtype=torch.float64).scatter_reduce(0, data.problem, predicted, "amin")
+    candidates = torch.where(predicted <= least[data.problem], rows, len(rows))
+    picks = torch.full((problems,), len(rows)).scatter_reduce(0, data.problem, candidates, "amin")
+    picks = picks[picks < len(rows)]
+    return data.us[picks] / data.best_us()[picks] - 1
 
 
 def quality(model: CostModel, data: Data, device: int = -1) -> Quality:
@@ -294,7 +295,9 @@ class FitOptions:
     near: float = 0.12  # a candidate's weight falls by e for each so much that it is slower than its problem's best
     least_weight: float = 0.02
     shared: float = 0.7  # share of an error that all candidates of a problem have in common and that does not count: it changes no pick
-    steps: int = 20
+    regret: float = 100.0  # weight of each problem's expected regret beside the errors; 0 leaves it out
+    softness: float = 0.03  # a candidate is picked with odds that fall by e for each so much that its prediction is above another's
+    steps: int = 30
     tolerance: float = 1e-4  # a step that gains a smaller share of the loss is the last
 
 
@@ -318,6 +321,7 @@ class _Fit:
         relative = data.us / data.best_us()
         self.weight = torch.exp(-(relative - 1) / options.near) + options.least_weight
         self.log_us = data.us.log()
+        self.log_relative = relative.log().clamp(max=0.5)  # a time that is an outlier does not decide
         self.weights = self._sum(self.weight)
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -340,11 +344,24 @@ class _Fit:
     def residuals(self, theta: torch.Tensor) -> torch.Tensor:
         return self._centred(predict([self.model(theta)], self.data, self.device)[0].log() - self.log_us)
 
+    def expected_regret(self, residuals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sum over the problems of E + 4 E^2, E the mean log regret of picks at odds that fall with the prediction; its gradient by the
+        residuals, and a positive diagonal for its second derivatives. What a problem's residuals have in common changes none of these."""
+        rows = self.data.problem
+        z = -(residuals + self.log_us) / self.options.softness
+        largest = z.new_full((len(self.data.problems),), -math.inf).scatter_reduce(0, rows, z, "amax")
+        odds = (z - largest[rows]).exp()
+        odds = odds / self._sum(odds)[rows]
+        expected = self._sum(odds * self.log_relative)
+        slope = odds * (self.log_relative - expected[rows]) / self.options.softness
+        outer = 1 + 8 * expected[rows]
+        return (expected + 4 * expected.square()).sum(), -outer * slope, outer * slope.abs() / self.options.softness
+
     def loss(self, theta: torch.Tensor, residuals: torch.Tensor) -> float:
         z = residuals.abs() / self.options.noise
         huber = torch.where(z <= _HUBER, 0.5 * z * z, _HUBER * (z - 0.5 * _HUBER))
         prior = 0.5 * ((theta - self.prior) / self.deviation).square().sum()
-        return ((self.weight * huber).sum() + prior).item()
+        return ((self.weight * huber).sum() + self.options.regret * self.expected_regret(residuals)[0] + prior).item()
 
     def jacobian(self, theta: torch.Tensor) -> torch.Tensor:
         """d residuals / d theta, [rows, constants]. One factor of all kernels is moved at once: a row depends on its own kernel's."""
@@ -373,8 +390,10 @@ class _Fit:
             huber = (_HUBER * self.options.noise / residuals.abs().clamp(min=1e-12)).clamp(max=1.0)
             weight = self.weight * huber / noise2
             slopes = self.jacobian(theta)
-            normal = slopes.t() @ (slopes * weight[:, None]) + torch.diag(self.deviation**-2)
-            gradient = slopes.t() @ (weight * residuals) + (theta - self.prior) / self.deviation**2
+            _, of_regret, curvature = self.expected_regret(residuals)
+            curvature = weight + self.options.regret * curvature
+            normal = slopes.t() @ (slopes * curvature[:, None]) + torch.diag(self.deviation**-2)
+            gradient = slopes.t() @ (weight * residuals + self.options.regret * of_regret) + (theta - self.prior) / self.deviation**2
             before = loss
             while damping < 1e6:
                 change = torch.linalg.solve(normal + damping * torch.diag(normal.diagonal()), -gradient).clamp(-0.7, 0.7)
@@ -420,8 +439,3 @@ def measure_regret(problem: Problem, *, near: float = NEAR, most: int = 70) -> t
     if not of_pick:
         raise RuntimeError(f"the plan {pick.override} does not run")
     return Measured(problem, measured.candidates, of_pick[0]), pick
-
-
-def lines_of(problems: Iterable[Measured]) -> Iterator[str]:
-    for measured in problems:
-        yield measured.line() + "\n"
