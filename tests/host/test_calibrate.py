@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import minfer
 import pytest
 import torch
 from minfer.cli.main import app
@@ -239,6 +240,24 @@ def test_a_calibrated_table_decides_plans(tmp_path, monkeypatch):
     assert plan_problem(problem, use_tuned=False, device=H200) == before
     path.unlink()
     assert not tuned.load_user_model(H200)
+
+
+def test_tables_are_read_when_cuda_is_first_used(tmp_path, monkeypatch):
+    """Where there is a table of any kind; one that cannot be used is a warning."""
+    deferred = []
+    monkeypatch.setenv("MINFER_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuned, "when_cuda_is_first_used", deferred.append)
+    monkeypatch.setattr(tuned, "build_info", lambda: minfer.build_info() | {"cuda": True})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: "NVIDIA H300")
+    tuned.load_at_first_use()
+    assert deferred == []
+    path = tuned.write_user_model("NVIDIA H300", CostModel.of_device(H200).text())
+    tuned.load_at_first_use()
+    deferred[0]()
+    path.write_text("rate,speed,1\n")
+    with pytest.warns(UserWarning, match=f"a cost model of device 0 was not loaded: .*{path.name}: .*no rate is named 'speed'"):
+        deferred[0]()
 
 
 def test_table_names_are_the_librarys():

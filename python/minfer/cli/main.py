@@ -223,11 +223,9 @@ def tune_device(
     ] = None,
     from_measurements: Annotated[
         list[Path] | None,
-        typer.Option("--from-measurements", help="With --device: fit to these files instead of measuring; may be repeated.", exists=True),
+        typer.Option("--from-measurements", help="With --device: fit to these files instead of measuring; may be repeated."),
     ] = None,
-    prior: Annotated[
-        Path | None, typer.Option("--prior", help="With --device: table to start from. Default: the device's.", exists=True)
-    ] = None,
+    prior: Annotated[Path | None, typer.Option("--prior", help="With --device: table to start from. Default: the device's.")] = None,
     export: Annotated[Path | None, typer.Option("--export", help="With --device: file for the table, in place of the user's own.")] = None,
 ) -> None:
     """Measure kernels and launch configurations on the present GPU."""

@@ -13,17 +13,18 @@ import gc
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..measure import benchmarking, random_problems
 from ..measure.workloads import workload
-from .plan import DTYPE_NAMES, Plan, Problem, enumerate_plans, plan_problem
+from .plan import DTYPE_NAMES, Plan, Problem, enumerate_plans
 
+_LONGEST_US = 1000.0  # of a problem for calibration
 NEAR = 1.6  # candidates predicted to take up to this times the best are measured
 KINDS = {"gated": {"gated": True}, "f32": {"out_dtype": torch.float32}}  # of measured problems; any other kind is a plain product
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -153,37 +154,55 @@ def choose(plans: Sequence[Plan], near: float, most: int, seen: dict[str, int] |
     return chosen
 
 
-def measure(problem: Problem, plans: Sequence[Plan], *, target_us: float = 200.0, rounds: int = 3) -> Measured:
-    """Brief times of plans of a problem, in turn, the least of a few graph replays each; those that cannot be launched are left out.
+def measure(problem: Problem, plans: Sequence[Plan], *, own: bool = False, target_us: float = 200.0, rounds: int = 3) -> Measured:
+    """Brief times of plans of a problem, in turn, the least of a few graph replays each. Plans that cannot be launched are left out, and a
+    warning says so.
+
+    Args:
+      plans: best predicted first.
+      own: also time what the operator runs by itself, in :attr:`Measured.own_us`.
 
     Raises:
-      RuntimeError: the device is lost.
+      RuntimeError: the operator itself does not run, or the device is lost.
     """
-    work = workload(problem)
-    sets = benchmarking.rotation(work.operands)
-    timers: list[tuple[Plan, Any]] = []
     try:
-        for plan in plans:
-            try:
-                timer = benchmarking.GraphTimer(work.launcher(plan.override), sets, estimate_us=plan.predicted_us, target_us=target_us)
-                timer.replay_us()
-            except RuntimeError:
-                torch.cuda.synchronize()  # raises again where the context is lost
-                continue
-            timers.append((plan, timer))
-        samples = [[timer.replay_us() for _, timer in timers] for _ in range(rounds)]
-        best = [min(of_plan) for of_plan in zip(*samples, strict=True)]
-        return Measured(problem, tuple(Candidate.of(plan, us) for (plan, _), us in zip(timers, best, strict=True)))
+        return _measure(problem, plans, own, target_us, rounds)
     finally:
-        # Every capture has memory of its own, which a graph holds until it is collected.
-        timers.clear()
-        del sets, work
-        gc.collect()
+        gc.collect()  # every capture has memory of its own, which a graph holds until it is collected
         torch.cuda.empty_cache()
 
 
+def _measure(problem: Problem, plans: Sequence[Plan], own: bool, target_us: float, rounds: int) -> Measured:
+    work = workload(problem)
+    sets = benchmarking.rotation(work.operands)
+    timers: list[benchmarking.GraphTimer] = []
+    timed: list[Plan] = []
+    failed: list[str] = []
+    if own:
+        estimate_us = plans[0].predicted_us if plans else 10.0
+        timers.append(benchmarking.GraphTimer(work.launcher(), sets, estimate_us=estimate_us, target_us=target_us))
+        timers[0].replay_us()
+    for plan in plans:
+        try:
+            timer = benchmarking.GraphTimer(work.launcher(plan.override), sets, estimate_us=plan.predicted_us, target_us=target_us)
+            timer.replay_us()
+        except RuntimeError as error:
+            torch.cuda.synchronize()  # raises again where the context is lost
+            failed.append(f"{plan.override}: {error}")
+            continue
+        timers.append(timer)
+        timed.append(plan)
+    if failed:
+        warnings.warn(f"{len(failed)} of {len(plans)} candidates of {problem} were not timed, the first: {failed[0]}", stacklevel=3)
+    samples = [[timer.replay_us() for timer in timers] for _ in range(rounds)]
+    best = [min(of_timer) for of_timer in zip(*samples, strict=True)]
+    own_us = round(best.pop(0), 3) if own else 0.0
+    return Measured(problem, tuple(Candidate.of(plan, us) for plan, us in zip(timed, best, strict=True)), own_us)
+
+
 def measure_device(seconds: float, seed: int = 1, say: Callable[[Measured], None] = lambda measured: None) -> list[Measured]:
-    """Times candidates of random problems on the present GPU for about so long: always the same problems in the same order.
+    """Times candidates of random problems on the present GPU for about so long: always the same problems in the same order, but for
+    those that would take too long on it.
 
     Each problem's best predicted candidates are joined by those of kernels that were timed least so far, so that all constants show.
     """
@@ -193,7 +212,10 @@ def measure_device(seconds: float, seed: int = 1, say: Callable[[Measured], None
     for problem in random_problems.calibration(seed):
         if time.monotonic() - begin > seconds:
             break
-        measured = measure(problem, choose(enumerate_plans(problem), 1.35, 12, seen, 6))
+        plans = enumerate_plans(problem)
+        if plans[0].predicted_us > _LONGEST_US:
+            continue
+        measured = measure(problem, choose(plans, 1.35, 12, seen, 6))
         for candidate in measured.candidates:
             name = table_name(candidate.kernel)
             seen[name] = seen.get(name, 0) + 1
@@ -419,23 +441,3 @@ def fit(
       device: of the measurements, -1 for the H200 as measured; its number of SMs enters the formula.
     """
     return _Fit(data, prior, options, device).run(say)
-
-
-# ---- regret of plans -----------------------------------------------------------------------------------------------------------
-
-
-def measure_regret(problem: Problem, *, near: float = NEAR, most: int = 70) -> tuple[Measured, Plan]:
-    """Times of all candidates near the prediction, and the analytic plan, which is among them.
-
-    Raises:
-      RuntimeError: the plan does not run.
-    """
-    pick = plan_problem(problem, use_tuned=False)
-    chosen = choose(enumerate_plans(problem), near, most)
-    if pick.override not in [plan.override for plan in chosen]:
-        chosen.insert(0, pick)
-    measured = measure(problem, chosen)
-    of_pick = [c.us for c in measured.candidates if c.override == pick.override]
-    if not of_pick:
-        raise RuntimeError(f"the plan {pick.override} does not run")
-    return Measured(problem, measured.candidates, of_pick[0]), pick
