@@ -130,9 +130,9 @@ def _matrix(x: torch.Tensor, rows_first: bool) -> tuple[int, int]:
     k_mode = 1 if rows_first else 0
     other = 1 - k_mode
     if x.stride(k_mode) == 1:
-        return max(x.stride(other), 1), 0
+        return max(x.stride(other), x.shape[k_mode]), 0  # a mode of extent 1 may have any stride
     if x.stride(other) == 1:
-        return max(x.stride(k_mode), 1), 1
+        return max(x.stride(k_mode), x.shape[other]), 1
     raise ValueError(f"operand of strides {x.stride()} has no contiguous mode")
 
 

@@ -24,12 +24,16 @@ from bench.report import (
     gemm as report_gemm,
     headlines,
     moe as report_moe,
+    random as report_random,
+    regret as report_regret,
     w4a16 as report_w4a16,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES: dict[str, tuple[str, ModuleType]] = {
     "gemm": ("Dense GEMM", report_gemm),
+    "random": ("Random problems", report_random),
+    "regret": ("Regret of the plan", report_regret),
     "w4a16": ("GEMM with 4-bit and 8-bit weights", report_w4a16),
     "moe": ("Mixture of experts", report_moe),
     "expert_parallel": ("Expert parallelism", report_expert_parallel),

@@ -28,8 +28,11 @@ HEADLINES = (
     Headline("dense GEMM", "fused epilogues and gated products", "gemm", ("epilogue",)),
     Headline("dense GEMM", "shapes that no tuned table holds", "gemm", ("heldout",)),
     Headline("dense GEMM", "random odd shapes, any alignment", "gemm", ("odd",)),
+    Headline("dense GEMM", "random problems, all layouts, multiples of 64", "random", ("random",)),
+    Headline("dense GEMM", "random problems, all layouts, any n and k", "random", ("random_unaligned",)),
     Headline("GEMM, 4-bit weights", "linear layers of two models, m = 1 to 8192", "w4a16", ("w4a16", "w4a16_bf16")),
     Headline("GEMM, 8-bit weights", "four linear layers, int8 and fp8, m = 1 to 1024", "w4a16", ("w8a16",)),
+    Headline("GEMM, 4-bit weights", "random problems", "random", ("random_w4a16",)),
     Headline("grouped GEMM", "five models, uniform routing", "moe", ("grouped",)),
     Headline("grouped GEMM", "five models, Zipf routing", "moe", ("grouped_zipf",)),
     Headline("grouped GEMM", "five models, every token to the same experts", "moe", ("grouped_one_hot",)),
@@ -52,7 +55,7 @@ def best_of_cells(rows: Iterable[Row]) -> list[Row]:
     """The row of each cell's fastest peer, in order of first appearance."""
     best: dict[tuple, Row] = {}
     for row in rows:
-        if row["peer"].startswith("ours:"):
+        if row["peer"].startswith("ours:") or "error" in row:
             continue
         key = cell_of(row)
         if key not in best or row["ratio"] < best[key]["ratio"]:
@@ -66,7 +69,8 @@ def headline(rows: Iterable[Row], line: Headline) -> list[str] | None:
     if not best:
         return None
     worst = min(best, key=lambda row: row["ratio"])
-    peers = dict.fromkeys(peer_name(row["peer"]) for row in rows if row["suite"] in line.suites and not row["peer"].startswith("ours:"))
+    of_suites = [row for row in rows if row["suite"] in line.suites and "error" not in row]
+    peers = dict.fromkeys(peer_name(row["peer"]) for row in of_suites if not row["peer"].startswith("ours:"))
     return [
         line.what,
         line.shapes,

@@ -16,6 +16,8 @@ FAMILIES = {
     "gemm": "bench.suites.gemm",
     "moe": "bench.suites.moe",
     "moe_w4a16": "bench.suites.moe_w4a16",
+    "random": "bench.suites.random_suites",
+    "regret": "bench.suites.regret",
     "w4a16": "bench.suites.w4a16",
 }
 

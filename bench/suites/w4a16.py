@@ -232,6 +232,23 @@ def measure_cell(cell: dict, layer: Layer, args: argparse.Namespace, results, fa
     return f"{head}; {', '.join(line)}  [{what}]"
 
 
+def available_peers(names: str) -> list[str]:
+    """Those of the peers, comma separated, whose libraries can be loaded; says which cannot."""
+    found = []
+    for peer in names.split(","):
+        try:
+            if peer in LIBRARIES:
+                import peer_ops
+
+                peer_ops.load(LIBRARIES[peer])
+            elif peer in ("humming", "gemlite"):
+                importlib.import_module(peer)
+            found.append(peer)
+        except (ImportError, OSError) as error:
+            print(f"{peer} is left out: {error}")
+    return found
+
+
 def warm_up(seconds: float = 0.3) -> None:
     """Streams memory: a card that has waited for the host to pack a layer runs its first cells some 10 % slow."""
     x = torch.empty(2, 256 << 20, dtype=torch.uint8, device="cuda")
@@ -254,18 +271,7 @@ def main(args: argparse.Namespace) -> int:
     from bench import harness
 
     results = harness.Results(args.out, args.commit)
-    facts: dict[str, Any] = {"peers": []}
-    for peer in args.peers.split(","):
-        try:
-            if peer in LIBRARIES:
-                import peer_ops
-
-                peer_ops.load(LIBRARIES[peer])
-            elif peer in ("humming", "gemlite"):
-                importlib.import_module(peer)
-            facts["peers"].append(peer)
-        except (ImportError, OSError) as error:
-            print(f"{peer} is left out: {error}")
+    facts: dict[str, Any] = {"peers": available_peers(args.peers)}
     begin, wrong, layer = time.monotonic(), [], None
     for cell in chosen:
         if time.monotonic() - begin > args.time_limit:

@@ -44,6 +44,7 @@ RATES = (  # the fields of minfer::GemmRates, in order
     "quantized_bandwidth",
     "quantized_sm_bandwidth",
     "quantized_ahead",
+    "quantized_cycles",
     "quantized_latency",
     "quantized_tile",
     "quantized_epilogue",

@@ -11,6 +11,7 @@
 #include "core/json.h"
 #include "core/operators.h"
 #include "core/plan_cache.h"
+#include "gemm/realign.h"
 #include "minfer/w4a16.h"
 #include "tuned_rows.h"
 
@@ -210,6 +211,7 @@ std::string enumerate_json(char const* op, GemmProblem const& problem, bool only
   GemmPlanOptions options;
   options.only_runnable = only_runnable;
   options.force_arch = forced_arch();
+  use_user_rows(&options, device_of(device));
   int64_t count = 0;
   auto const enumerate = [&](std::vector<GemmPlan>&& plans) {
     Status const status = enumerate_gemm(problem, device_properties(op, device), options, plans.data(), int64_t(plans.size()), &count);
@@ -257,7 +259,88 @@ std::string enumerate_w4a16_json(std::vector<int64_t> const& sizes, std::string 
   return enumerate_json(op, problem, only_runnable, device, limit);
 }
 
+/// The dense cost model that plans for a device use, as a table that _load_model reads.
+std::string gemm_model_csv(int64_t device) {
+  GemmPlanOptions options;
+  use_user_rows(&options, device_of(device));
+  gemm::ScaledModel const scaled = gemm::model_of(options, device_properties("minfer::_gemm_model", device));
+  GemmRates const rates = gemm::scaled_rates(scaled);
+  std::string csv;
+  char line[256];
+  for (GemmRateName const& rate : kGemmRateNames) {
+    std::snprintf(line, sizeof(line), "rate,%s,%.7g\n", rate.name, rates.*rate.rate);
+    csv += line;
+  }
+  std::vector<std::string> seen;
+  int64_t count = 0;
+  KernelInfo const* kernels = registry(&count);
+  for (int64_t i = 0; i < count; ++i) {
+    if (std::strcmp(kernels[i].family, "gemm") != 0 && std::strcmp(kernels[i].family, "w4a16") != 0) continue;
+    std::string const name = model_name_of(kernels[i]).text;
+    if (std::find(seen.begin(), seen.end(), name) != seen.end()) continue;
+    seen.push_back(name);
+    GemmKernelFactors const f = scaled.model->factors == nullptr ? GemmKernelFactors{} : scaled.model->factors[i];
+    std::snprintf(line, sizeof(line), ",%.7g,%.7g,%.7g,%.7g,%.7g,%.7g\n", f.compute, f.tile, f.start, f.epilogue, f.latency, f.bytes);
+    csv += "kernel," + name + line;
+  }
+  return csv;
+}
+
+/// A line of _predict_gemm: what _plan_gemm takes from sizes to gated, and a kernel override, one space between any two.
+struct Candidate {
+  GemmProblem problem;
+  KernelInfo const* kernel;  // null: this build has none of the name
+  GemmLaunch launch;
+};
+
+Candidate candidate_of(char const* op, std::string const& line) {
+  std::vector<std::string> const cells = split(line, ' ');
+  if (cells.size() != 15) fail(op, ": expected 15 cells in a candidate's line, got '", line, "'");
+  auto const number = [&](size_t i) { return parse_integer(op, cells[i], 0, INT32_MAX); };
+  std::vector<int64_t> const sizes = {number(0), number(1), number(2), number(3)},
+                             alignments = {number(8), number(9), number(10), number(11)};
+  Candidate candidate;
+  candidate.problem =
+      dense_problem(op, sizes, cells[4], cells[5], cells[6], cells[7], alignments, parse_flag(op, cells[12]), parse_flag(op, cells[13]));
+  KernelOverride const requested = parse_override(op, cells[14]);
+  candidate.kernel = find_kernel(requested.name.c_str());
+  candidate.launch = requested.launch.value_or(GemmLaunch{});
+  return candidate;
+}
+
+/// Writes us[i, j], what the i-th model predicts of the j-th candidate, NaN where its kernel is unknown. `models`: tables as _load_model
+/// takes them, an empty line between any two. Nothing is loaded.
+void predict_gemm(std::string const& models, std::string const& candidates, int64_t device, Tensor const& us) {
+  char const* op = "minfer::_predict_gemm";
+  std::vector<std::shared_ptr<UserModel const>> read;
+  for (size_t begin = 0; begin < models.size();) {
+    size_t const end = std::min(models.find("\n\n", begin), models.size());
+    read.push_back(read_model(op, models.substr(begin, end - begin)));
+    begin = end + 2;
+  }
+  std::vector<Candidate> parsed;
+  for (std::string const& line : split(candidates, '\n')) {
+    if (!line.empty()) parsed.push_back(candidate_of(op, line));
+  }
+  bool const fits = us.dim() == 2 && us.size(0) == int64_t(read.size()) && us.size(1) == int64_t(parsed.size());
+  if (!fits || us.scalar_type() != ScalarType::Double || !us.is_contiguous() || !us.is_cpu()) {
+    fail(op, ": us must be a contiguous float64 CPU tensor of [", read.size(), ", ", parsed.size(), "], got ", us);
+  }
+  DeviceProperties const& properties = device_properties(op, device);
+  double* out = static_cast<double*>(us.data_ptr());
+  for (std::shared_ptr<UserModel const> const& model : read) {
+    for (Candidate const& c : parsed) {
+      *out++ = c.kernel == nullptr
+                   ? std::nan("")
+                   : gemm::predict_us(*c.kernel, gemm::realigned(c.problem, c.launch), c.launch, properties, {&model->model}) +
+                         gemm::predict_copies_us(c.problem, c.launch, properties);
+    }
+  }
+}
+
 constexpr Operator kOperators[] = {
+    {"_gemm_model(int device) -> str", boxed<&gemm_model_csv>},
+    {"_predict_gemm(str models, str candidates, int device, Tensor(a!) us) -> ()", boxed<&predict_gemm>},
     {"_plan_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, str? kernel, "
      "bool use_tuned, bool only_runnable, int device, bool batch_invariant=False) -> str",
      boxed<&plan_gemm_json>},

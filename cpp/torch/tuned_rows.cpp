@@ -17,12 +17,6 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// A cost model that was loaded, with its factors in the registry's order.
-struct UserModel {
-  GemmModel model{};
-  std::vector<GemmKernelFactors> factors;
-};
-
 /// Immutable once in use: a load makes a new one.
 struct UserRows {
   std::map<int32_t, std::shared_ptr<UserModel const>> models;  // by device index
@@ -148,6 +142,39 @@ void use_user_rows(GemmPlanOptions* options, int32_t device) {
   options->user_row_count = int64_t(found->second.size());
 }
 
+std::shared_ptr<UserModel const> read_model(char const* op, std::string const& csv) {
+  auto result = std::make_shared<UserModel>();
+  std::map<std::string, GemmKernelFactors> factors;
+  std::vector<std::string> seen;
+  int number = 0;
+  for (std::string text : split(csv, '\n')) {
+    ++number;
+    if (!text.empty() && text.back() == '\r') text.pop_back();
+    if (text.empty() || text[0] == '#') continue;
+    std::string const where = std::string(op) + (": line " + std::to_string(number));
+    std::vector<std::string> const cells = split(text, ',');
+    auto const value = [&](size_t i) { return parse_positive((where + ": " + cells[1]).c_str(), cells[i]); };
+    if (cells[0] == "rate" && cells.size() == 3) {
+      auto const is_it = [&](GemmRateName const& rate) { return cells[1] == rate.name; };
+      auto const found = std::find_if(std::begin(kGemmRateNames), std::end(kGemmRateNames), is_it);
+      if (found == std::end(kGemmRateNames)) fail(where, ": no rate is named '", cells[1], "'; remove the table and calibrate again");
+      if (std::find(seen.begin(), seen.end(), cells[1]) != seen.end()) fail(where, ": repeats ", cells[1]);
+      seen.push_back(cells[1]);
+      result->model.rates.*found->rate = value(2);
+    } else if (cells[0] == "kernel" && cells.size() == 8) {
+      factors[cells[1]] = {value(2), value(3), value(4), value(5), value(6), value(7)};
+    } else {
+      fail(where, ": expected rate,name,value or kernel,name,compute,tile,start,epilogue,latency,bytes, got '", text, "'");
+    }
+  }
+  if (seen.size() != std::size(kGemmRateNames)) fail(op, ": ", seen.size(), " rates of ", std::size(kGemmRateNames), "; calibrate again");
+  int64_t count = 0;
+  KernelInfo const* kernels = registry(&count);
+  for (int64_t i = 0; i < count; ++i) result->factors.push_back(factors[model_name_of(kernels[i]).text]);
+  result->model.factors = result->factors.data();
+  return result;
+}
+
 uint64_t user_rows_generation() { return generation.load(std::memory_order_acquire); }
 
 namespace {
@@ -188,47 +215,11 @@ int64_t load_tuned(std::string const& csv, int64_t device) {
   return count;
 }
 
-/// A table of lines "rate,<name>,<value>" and "kernel,<name>,<compute>,<tile>,<start>,<epilogue>,<latency>,<bytes>": every rate once,
-/// kernels as far as it has them. Kernels that this build does not know are skipped: tables outlive them.
-std::shared_ptr<UserModel const> read_model(std::string const& csv) {
-  char const* const op = "minfer::_load_model";
-  auto result = std::make_shared<UserModel>();
-  std::map<std::string, GemmKernelFactors> factors;
-  std::vector<std::string> seen;
-  int number = 0;
-  for (std::string text : split(csv, '\n')) {
-    ++number;
-    if (!text.empty() && text.back() == '\r') text.pop_back();
-    if (text.empty() || text[0] == '#') continue;
-    std::string const where = op + (": line " + std::to_string(number));
-    std::vector<std::string> const cells = split(text, ',');
-    auto const value = [&](size_t i) { return parse_positive((where + ": " + cells[1]).c_str(), cells[i]); };
-    if (cells[0] == "rate" && cells.size() == 3) {
-      auto const is_it = [&](GemmRateName const& rate) { return cells[1] == rate.name; };
-      auto const found = std::find_if(std::begin(kGemmRateNames), std::end(kGemmRateNames), is_it);
-      if (found == std::end(kGemmRateNames)) fail(where, ": no rate is named '", cells[1], "'; remove the table and calibrate again");
-      if (std::find(seen.begin(), seen.end(), cells[1]) != seen.end()) fail(where, ": repeats ", cells[1]);
-      seen.push_back(cells[1]);
-      result->model.rates.*found->rate = value(2);
-    } else if (cells[0] == "kernel" && cells.size() == 8) {
-      factors[cells[1]] = {value(2), value(3), value(4), value(5), value(6), value(7)};
-    } else {
-      fail(where, ": expected rate,name,value or kernel,name,compute,tile,start,epilogue,latency,bytes, got '", text, "'");
-    }
-  }
-  if (seen.size() != std::size(kGemmRateNames)) fail(op, ": ", seen.size(), " rates of ", std::size(kGemmRateNames), "; calibrate again");
-  int64_t count = 0;
-  KernelInfo const* kernels = registry(&count);
-  for (int64_t i = 0; i < count; ++i) result->factors.push_back(factors[model_name_of(kernels[i]).text]);
-  result->model.factors = result->factors.data();
-  return result;
-}
-
 /// Replaces the cost model of a device, or of all that have none of their own; an empty text removes it.
 void load_model(std::string csv, int64_t device) {
   auto next = std::make_shared<UserRows>(*current());
   next->models.erase(int32_t(device));
-  if (!csv.empty()) next->models[int32_t(device)] = read_model(csv);
+  if (!csv.empty()) next->models[int32_t(device)] = read_model("minfer::_load_model", csv);
   {
     std::lock_guard<std::mutex> lock(user_rows_mutex);
     user_rows = next;

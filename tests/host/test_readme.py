@@ -452,7 +452,7 @@ COMMANDS = commands()
 def check_minfer(words):
     """Parses the words as python -m minfer would, and runs nothing."""
     command, context = get_command(cli.app), None
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and not (command.invoke_without_command and words and words[0].startswith("--")):
         context = command.make_context(words[0] if words else "minfer", list(words), parent=context, resilient_parsing=True)
         assert words and words[0] in command.commands, f"{words[0] if words else ''} is not one of {', '.join(command.commands)}"
         command, words = command.commands[words[0]], words[1:]

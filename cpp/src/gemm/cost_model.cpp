@@ -2,8 +2,8 @@
 //   start + the busiest worker's k tiles and tiles, or HBM traffic + exposed epilogue + fix-up of partials
 // in us. A k tile's time is that of its MMAs on an SM of its own, or of all SMs together, which power holds to less, or that of its bytes'
 // latency over the ring's stages; L2's bandwidth did not show in the fit beside these. The constants are measured: the rates of a device
-// and a few factors of each kernel, fitted to timings of random problems (python/minfer/planning/calibrate.py has the same formula in
-// torch, and tests hold one to the other). configs/models has those that ship.
+// and a few factors of each kernel, fitted to timings of random problems (python/minfer/planning/calibrate.py, which evaluates this formula
+// through minfer::_predict_gemm). configs/models has those that ship.
 #include "gemm/cost_model.h"
 
 #include <algorithm>
@@ -69,6 +69,19 @@ ScaledModel model_of(GemmPlanOptions const& options, DeviceProperties const& dev
   static DeviceProperties const h200 = h200_properties();
   double const sm_scale = device.matrix_rate / device.sm_count * h200.sm_count / h200.matrix_rate;
   return {shipped_gemm_model(kDefaultDevice), sm_scale, device.read_bandwidth / h200.read_bandwidth};
+}
+
+GemmRates scaled_rates(ScaledModel const& scaled) {
+  GemmRates rates = scaled.model->rates;
+  for (double GemmRates::*rate : {&GemmRates::sm_rate, &GemmRates::gpu_rate, &GemmRates::epilogue, &GemmRates::fixup_bytes,
+                                  &GemmRates::quantized_cycles, &GemmRates::quantized_epilogue, &GemmRates::quantized_partial_bytes}) {
+    rates.*rate *= scaled.sm_scale;
+  }
+  for (double GemmRates::*rate :
+       {&GemmRates::bandwidth, &GemmRates::sm_bandwidth, &GemmRates::quantized_bandwidth, &GemmRates::quantized_sm_bandwidth}) {
+    rates.*rate *= scaled.memory_scale;
+  }
+  return rates;
 }
 
 TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t tile_n, DeviceProperties const& device,

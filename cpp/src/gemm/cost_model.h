@@ -5,7 +5,7 @@
 
 namespace minfer {
 
-/// Constants of one GPU, by `minfer tune --device` (python/minfer/planning/calibrate.py, which states the same formula for the fit).
+/// Constants of one GPU, by `minfer tune --device` (python/minfer/planning/calibrate.py).
 struct GemmRates {
   double start;                        // us of a launch: set-up, first bytes, last store
   double overlap_two;                  // us of it that are hidden where two launches are resident together
@@ -32,6 +32,7 @@ struct GemmRates {
   // Of kernels with quantised weights, whose mainloop dequantises and keeps other rates.
   double quantized_start, quantized_overlap_two, quantized_overlap_three;
   double quantized_bandwidth, quantized_sm_bandwidth, quantized_ahead;
+  double quantized_cycles;   // of an SM, each us
   double quantized_latency;  // cycles of an MMA of a warpgroup that works alone
   double quantized_tile, quantized_epilogue, quantized_stream;
   double quantized_tagged, quantized_flagged;  // us of a partial with tags, and with a flag
@@ -89,6 +90,7 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"quantized_bandwidth", &GemmRates::quantized_bandwidth},
     {"quantized_sm_bandwidth", &GemmRates::quantized_sm_bandwidth},
     {"quantized_ahead", &GemmRates::quantized_ahead},
+    {"quantized_cycles", &GemmRates::quantized_cycles},
     {"quantized_latency", &GemmRates::quantized_latency},
     {"quantized_tile", &GemmRates::quantized_tile},
     {"quantized_epilogue", &GemmRates::quantized_epilogue},
@@ -121,6 +123,9 @@ ScaledModel model_of(GemmPlanOptions const& options, DeviceProperties const& dev
 
 /// The kernel's factors of the model.
 GemmKernelFactors const& factors_of(GemmModel const& model, KernelInfo const& kernel);
+
+/// The rates with their scales multiplied in: a model of these alone predicts what the scaled one does.
+GemmRates scaled_rates(ScaledModel const& scaled);
 
 /// The model for the launches of one kernel in tiles of one width: what they share is computed once.
 class TileCost {

@@ -17,7 +17,6 @@ double weight_bytes(GemmProblem const& p) {
 
 namespace {
 
-constexpr double kCyclesPerUs = 1755;  // of an SM
 // Cycles of the weights of an m64k16 MMA on an SM, by format, tokens of the tile and where the scales are applied; and for each token of
 // the tile.
 struct MmaCycles {
@@ -30,7 +29,8 @@ constexpr MmaCycles kMmaInt8 = {26, 50, 51, 42, 46, 43, 67}, kMmaFp8 = {27, 51, 
 constexpr double kMmaPerToken = 0.156, kMmaPerTokenOfMany = 0.314;
 // Portable kernels, by counting instructions, not measured: where the sm_90 kernels run, which are measured, they count as slower.
 constexpr double kPortableStartUs = 4.0;  // no prologue under the predecessor's tail
-constexpr double kPortableMma = 35;       // issue cycles of the weights of an m64k16 MMA, of each warpgroup
+constexpr double kPortableCyclesPerUs = 1755;
+constexpr double kPortableMma = 35;  // issue cycles of the weights of an m64k16 MMA, of each warpgroup
 constexpr double kPortableMmaPerToken = 0.26;
 constexpr double kPortableL2Bytes = 45e3;  // bytes/us into one SM
 constexpr double kPortableRate = 0.8;      // of the device's matrix rate
@@ -109,7 +109,7 @@ double portable_us(KernelInfo const& kernel, GemmProblem const& problem, gemm::T
 
   double const mmas = kernel.tile_m / 64.0 * (kernel.tile_k / 16.0), warpgroups = kernel.threads / 128.0;
   double const mma_cycles = (wgmma ? kPortableMmaBesideWgmma : kPortableMma) * warpgroups + kPortableMmaPerToken * kernel.tile_n;
-  double const issue_us = std::max(mmas * mma_cycles * together, mmas * kPortableMmaLatency) / (kCyclesPerUs * scale);
+  double const issue_us = std::max(mmas * mma_cycles * together, mmas * kPortableMmaLatency) / (kPortableCyclesPerUs * scale);
   double const l2_us = kernel.tile_k * (0.5 * kernel.tile_m + 2.0 * kernel.tile_n) * together / kPortableL2Bytes;
   double const rate = device.matrix_rate / sms * (wgmma ? kPortableRateBesideWgmma : kPortableRate);
   double const tensor_us = mmas * 2.0 * 64 * 16 * kernel.tile_n * together / rate;
@@ -145,7 +145,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   double const warpgroups = kernel.threads / 128.0 - 1.0, mmas = kernel.tile_m / 64.0 * (kernel.tile_k / 16.0);
   double const cycles = mmas * mma_cycles_of(kernel) * factors.compute * together, latency = mmas / warpgroups * r.quantized_latency;
   double const iteration_us =
-      std::sqrt(std::sqrt(cycles * cycles * cycles * cycles + latency * latency * latency * latency)) / (kCyclesPerUs * rate);
+      std::sqrt(std::sqrt(cycles * cycles * cycles * cycles + latency * latency * latency * latency)) / (r.quantized_cycles * rate);
   double const busy_us = work.iterations * iteration_us * (schedule.stream_tiles > 0 ? 1.0 + r.quantized_stream : 1.0) +
                          work.owned * r.quantized_tile * factors.tile;
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from .._core.registry import build_info, device_properties, kernels
 from ..formats import weight_formats
 from ..measure import shapes
-from ..planning import plan as planning, tune as tuner, tuned
+from ..planning import calibrate, plan as planning, tune as tuner, tuned
 from ..planning.plan import Problem, W4Problem
 from . import demo
 from .demo import table as demo_table
@@ -212,9 +212,70 @@ def _print_plan(make_problem: Callable[[], Problem | W4Problem], kernel: str | N
 # ---- tune -----------------------------------------------------------------------------------------------------------------------
 
 
-@tune_app.callback()
-def _tune() -> None:
-    pass
+@tune_app.callback(invoke_without_command=True)
+def tune_device(
+    context: typer.Context,
+    device: Annotated[bool, typer.Option("--device", help="Calibrate the plan's cost model for the present GPU.")] = False,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="With --device: how long to measure.")] = 60.0,
+    seed: Annotated[int, typer.Option("--seed", help="With --device: of the problems that are measured.")] = 1,
+    measurements: Annotated[
+        Path | None, typer.Option("--measurements", help="With --device: file for all times, a problem a line.")
+    ] = None,
+    from_measurements: Annotated[
+        list[Path] | None,
+        typer.Option("--from-measurements", help="With --device: fit to these files instead of measuring; may be repeated."),
+    ] = None,
+    prior: Annotated[Path | None, typer.Option("--prior", help="With --device: table to start from. Default: the device's.")] = None,
+    export: Annotated[Path | None, typer.Option("--export", help="With --device: file for the table, in place of the user's own.")] = None,
+) -> None:
+    """Measure kernels and launch configurations on the present GPU."""
+    if context.invoked_subcommand is not None:
+        if device:
+            raise _stop("--device takes no command after it")
+        return
+    if not device:
+        raise _stop("give --device, or a command: gemm or w4a16")
+    try:
+        _calibrate(seconds, seed, measurements, from_measurements, prior, export)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise _stop(str(error)) from None
+
+
+def _calibrate(
+    seconds: float, seed: int, measurements: Path | None, from_measurements: list[Path] | None, prior: Path | None, export: Path | None
+) -> None:
+    here = planning.runs_here()
+    if not here and not from_measurements:
+        raise ValueError("calibrating measures kernels, and this machine has no GPU that this build has kernels for")
+    if not here and export is None:
+        raise ValueError("without a GPU there is no device whose table this would be: give --export")
+    index = torch.cuda.current_device() if here else -1
+    if here:
+        torch.cuda.init()  # loads what was calibrated before
+        torch.ops.minfer._load_model("", index)  # and the model that ships chooses the candidates, and is the prior
+    if from_measurements:
+        found = calibrate.read_measurements(from_measurements)
+    else:
+        with console.status("measuring"):  # shown on terminals only
+            found = calibrate.measure_device(seconds, seed)
+    if measurements is not None:
+        measurements.parent.mkdir(parents=True, exist_ok=True)
+        measurements.write_text("".join(measured.line() + "\n" for measured in found))
+    data = calibrate.Data(found)
+    before = calibrate.CostModel.parse(prior.read_text()) if prior is not None else calibrate.CostModel.of_device(index)
+    console.print(f"{len(found)} problems, {len(data.us)} candidates of {len(data.names)} kernels")
+    console.print(f"before: {calibrate.quality(before, data, index)}")
+    model = calibrate.fit(data, before, device=index)
+    console.print(f"after:  {calibrate.quality(model, data, index)}")
+    text = f"# Fitted to the times of {len(data.us)} candidates of {len(found)} problems.\n{model.text()}"
+    if export is not None:
+        export.parent.mkdir(parents=True, exist_ok=True)
+        export.write_text(text)
+        console.print(f"model: {export}", markup=False)
+    else:
+        path = tuned.write_user_model(torch.cuda.get_device_name(index), text)
+        tuned.load_user_model(index)
+        console.print(f"model: {path}", markup=False)
 
 
 @tune_app.command("gemm")

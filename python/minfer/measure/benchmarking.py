@@ -249,8 +249,16 @@ def result_row(
     }
 
 
-def write_results(path: str | Path, rows: Sequence[dict[str, Any]], facts: dict[str, str] | None = None) -> None:
+def write_results(
+    path: str | Path,
+    rows: Sequence[dict[str, Any]],
+    facts: dict[str, Any] | None = None,
+    *,
+    keeps: Callable[[dict[str, Any]], bool] | None = None,
+) -> None:
     """Writes rows to a results file; (suite, peer) pairs that the rows do not contain keep theirs, the head becomes this run's.
+
+    keeps: which rows of the file stay, where that is another choice.
 
     A kept row that was measured at another commit than the head's says so in its own "commit". One row per line, so that a diff shows
     which shapes moved.
@@ -261,7 +269,7 @@ def write_results(path: str | Path, rows: Sequence[dict[str, Any]], facts: dict[
     before = json.loads(path.read_text()) if path.exists() else {"rows": []}
     kept = []
     for row in before["rows"]:
-        if (row["suite"], row["peer"]) in fresh:
+        if not (keeps(row) if keeps else (row["suite"], row["peer"]) not in fresh):
             continue
         commit = row.get("commit", before["commit"])
         own = {} if commit == head["commit"] else {"commit": commit}

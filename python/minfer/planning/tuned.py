@@ -2,7 +2,8 @@
 
 A table that ships is compiled into the library (``cpp/configs/tuned/<device>.csv``). A user's own is
 ``<cache>/<version>/<device>.csv`` with the same columns, is consulted first, and is loaded when CUDA is first used: of several devices
-each has its own. <cache> is ``MINFER_CACHE_DIR`` or ``~/.cache/minfer``.
+each has its own. <cache> is ``MINFER_CACHE_DIR`` or ``~/.cache/minfer``. A device's calibrated cost model, ``<device>.csv`` in the
+folder ``models`` there, is loaded at the same time.
 """
 
 from __future__ import annotations
@@ -168,6 +169,11 @@ def user_table(device_name: str) -> Path:
     return cache_folder() / f"{device_file_name(device_name)}.csv"
 
 
+def user_model(device_name: str) -> Path:
+    """The table of a device's calibrated cost model."""
+    return cache_folder() / "models" / f"{device_file_name(device_name)}.csv"
+
+
 _ALL_DEVICES = -1  # as _load_tuned has it
 _user_rows: dict[int, int] = {}  # by device
 
@@ -209,10 +215,37 @@ def load_user_table(device: int) -> int:
         raise ValueError(f"{path}: {error}") from None
 
 
+def write_user_model(device_name: str, text: str) -> Path:
+    """Stores a calibrated cost model where :func:`load_user_model` finds it."""
+    path = user_model(device_name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        fresh = path.with_suffix(f".{os.getpid()}.part")
+        fresh.write_text(text)
+        fresh.replace(path)
+    return path
+
+
+def load_user_model(device: int) -> bool:
+    """Loads the calibrated cost model of one CUDA device; where there is none, plans use the one that ships. Returns whether there is one.
+
+    Raises:
+      ValueError: the table cannot be used, and the model that ships is; names the file. OSError: it cannot be read.
+    """
+    path = user_model(torch.cuda.get_device_name(device))
+    try:
+        torch.ops.minfer._load_model("", device)
+        if path.exists():
+            torch.ops.minfer._load_model(path.read_text(), device)
+        return path.exists()
+    except (RuntimeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def load_at_first_use() -> None:
     """Arranges for each device's own table to be loaded when CUDA is initialised: asking for the devices' names now would initialise it."""
     try:
-        present = build_info()["cuda"] and any(cache_folder().glob("*.csv"))
+        present = build_info()["cuda"] and any(any(cache_folder().glob(pattern)) for pattern in ("*.csv", "models/*.csv"))
     except (OSError, RuntimeError):  # no home folder, or one that cannot be read
         return
     if present:
@@ -220,10 +253,11 @@ def load_at_first_use() -> None:
 
 
 def load_user_tables() -> None:
-    """:func:`load_user_table` of every CUDA device of the process. One that cannot be loaded is a warning, and the others are loaded: an
-    exception while CUDA is initialised would make it unusable."""
+    """:func:`load_user_table` and :func:`load_user_model` of every CUDA device of the process. One that cannot be loaded is a warning,
+    and the others are loaded: an exception while CUDA is initialised would make it unusable."""
     for device in range(torch.cuda.device_count()):
-        try:
-            load_user_table(device)
-        except (OSError, ValueError) as error:
-            warnings.warn(f"minfer: a tuned table of device {device} was not loaded: {error}", stacklevel=2)
+        for what, load in (("tuned table", load_user_table), ("cost model", load_user_model)):
+            try:
+                load(device)
+            except (OSError, ValueError) as error:
+                warnings.warn(f"minfer: a {what} of device {device} was not loaded: {error}", stacklevel=2)

@@ -1,0 +1,96 @@
+"""The plan's regret: on random problems, the analytic plan's time over the best of all candidates near the prediction.
+
+`python -m bench.suites regret --out bench/results/<device>/regret.json --measurements measured.jsonl`; the measurements are what
+`minfer tune --device --from-measurements` fits the cost model to. Tuned rows take no part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from minfer.measure import random_problems
+from minfer.planning import calibrate
+from minfer.planning.plan import (
+    DTYPE_NAMES,
+    Problem,
+    enumerate_plans,
+    plan_problem,
+)
+
+from bench.suites import drawn
+
+COUNTS = {"regret": 200, "regret_unaligned": 100}
+GENERATORS = {"regret": random_problems.aligned, "regret_unaligned": random_problems.unaligned}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--suite", default=",".join(COUNTS), help=f"of {', '.join(COUNTS)}")
+    parser.add_argument("--out", type=Path, help="results file to merge rows into, bench/results/<device>/regret.json")
+    parser.add_argument("--measurements", type=Path, help="file that all times are appended to, a problem a line")
+    parser.add_argument("--near", type=float, default=calibrate.NEAR, help="candidates predicted within so many times the best are timed")
+    parser.add_argument("--most", type=int, default=70, help="candidates of a problem")
+    drawn.add_arguments(parser)
+    parser.set_defaults(seed=1000)  # not the seed of the tables' measurements
+
+
+def problem_of(seed: int, suite: str, index: int) -> Problem:
+    return GENERATORS[suite](seed, index)
+
+
+def describe(problem: Problem) -> dict[str, Any]:
+    """op, shape and dtype of a problem's row."""
+    shape = {"m": problem.m, "n": problem.n, "k": problem.k, "layout": problem.layout, "c": problem.c}
+    return {"op": problem.op, "shape": shape, "dtype": DTYPE_NAMES[problem.dtype]}
+
+
+def row_of(suite: str, measured: calibrate.Measured, kernel: str, launch: str, floor_us: float) -> dict[str, Any]:
+    """Like a comparison with our own best candidate, which the pick may be: ratio = best / pick, so regret = 1 / ratio - 1."""
+    best = min(measured.candidates, key=lambda c: c.us)
+    best_us, best_plan = min((measured.own_us, f"{kernel}@{launch}"), (best.us, best.override))
+    return {
+        "suite": suite, **describe(measured.problem), "kernel": kernel, "launch": launch, "us": measured.own_us, "peer": "ours:best",
+        "peer_us": best_us, "ratio": round(best_us / measured.own_us, 4), "regret": round(measured.own_us / best_us - 1, 4),
+        "best": best_plan, "candidates": len(measured.candidates), "floor_us": round(floor_us, 3),
+        "fraction": round(floor_us / measured.own_us, 4),
+    }  # fmt: skip
+
+
+def main(args: argparse.Namespace) -> int:
+    names = args.suite.split(",")
+    for name in names:
+        if name not in COUNTS:
+            raise ValueError(f"--suite must be of {', '.join(COUNTS)}, got {name!r}")
+    counts = {name: min(COUNTS[name], args.limit) if args.limit else COUNTS[name] for name in names}
+    if args.dry_run:
+        for suite, count in counts.items():
+            for index in drawn.part_of(args.part, count):
+                print(suite, index, problem_of(args.seed, suite, index))
+        return 0
+    if not torch.cuda.is_available():
+        print("bench.suites measures on a GPU, and there is none; --dry-run lists the problems")
+        return 2
+    from minfer.measure import benchmarking
+
+    os.environ["MINFER_TUNED"] = "0"  # read when the first plan is made: the operator runs the analytic one
+
+    def measure(suite: str, index: int) -> tuple[list[dict[str, Any]], str]:
+        problem = problem_of(args.seed, suite, index)
+        plan = plan_problem(problem, use_tuned=False)
+        measured = calibrate.measure(problem, calibrate.choose(enumerate_plans(problem), args.near, args.most), own=True)
+        if not measured.candidates:
+            raise RuntimeError("no candidate could be timed")
+        if args.measurements is not None:
+            args.measurements.parent.mkdir(parents=True, exist_ok=True)
+            with args.measurements.open("a") as file:
+                file.write(measured.line() + "\n")
+        row = row_of(suite, measured, plan.kernel, plan.launch, plan.floor_us)
+        return [row], f"{suite} {problem}: {row['us']:.2f} us, regret {row['regret']:.1%} of {row['candidates']} [{plan.override}]"
+
+    facts = benchmarking.run_facts() | ({"commit": args.commit} if args.commit else {})
+    facts["protocol"] = "CUDA-graph replays, inputs rotated through > 3x L2, candidates in turn, least of 3 brief replays"
+    results = drawn.DrawnResults(args.out, facts, args.seed, counts)
+    return drawn.run(results, args, measure, lambda suite, index: describe(problem_of(args.seed, suite, index)))
