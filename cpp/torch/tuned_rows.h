@@ -20,8 +20,8 @@ struct UserModel {
   std::vector<GemmKernelFactors> factors;
 };
 
-/// A table of lines "rate,<name>,<value>" and "kernel,<name>,<compute>,<tile>,<start>,<epilogue>,<latency>,<bytes>": every rate once, kernels as
-/// far as it has them. Kernels that this build does not know are skipped: tables outlive them. Raises with `op` and the line.
+/// A table of lines "rate,<name>,<value>" and "kernel,<name>,<compute>,<tile>,<start>,<epilogue>,<latency>,<bytes>": every rate once,
+/// kernels as far as it has them. Kernels that this build does not know are skipped: tables outlive them. Raises with `op` and the line.
 std::shared_ptr<UserModel const> read_model(char const* op, std::string const& csv);
 
 /// Points the options at the rows for `device`, followed by the rows for all devices, and at its cost model, if one was loaded. They stay

@@ -165,7 +165,7 @@ def test_planted_constants_are_found(problems):
     prior = CostModel.of_device(H200)
     of_kernel = [calibrate.table_name(c.kernel) for p in problems for c in candidates(p).candidates]
     often = max(set(of_kernel), key=of_kernel.count)
-    truth = scaled(prior, {"start": 1.4, "bandwidth": 0.7, "gpu_rate": 0.8, "epilogue": 0.75}, {often: (1.25, 1, 1, 1, 1)})
+    truth = scaled(prior, {"start": 1.4, "bandwidth": 0.7, "gpu_rate": 0.8, "epilogue": 0.75}, {often: (1.25, 1, 1, 1, 1, 1)})
     measured = timed_by(truth, problems)
     train, test = Data(measured[::2]), Data(measured[1::2])
     before = calibrate.quality(prior, test)
