@@ -333,7 +333,7 @@ void predict_gemm(std::string const& models, std::string const& candidates, int6
       *out++ = c.kernel == nullptr
                    ? std::nan("")
                    : gemm::predict_us(*c.kernel, gemm::realigned(c.problem, c.launch), c.launch, properties, {&model->model}) +
-                         gemm::predict_copies_us(c.problem, c.launch, properties);
+                         gemm::predict_copies_us(c.problem, c.launch, properties, {&model->model});
     }
   }
 }

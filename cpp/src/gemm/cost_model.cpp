@@ -41,9 +41,7 @@ constexpr char kDefaultDevice[] = "NVIDIA H200";
 double fourth_root(double x) { return std::sqrt(std::sqrt(x)); }
 double fourth_power(double x) { return x * x * (x * x); }
 
-// Copies in front of a launch.
-constexpr double kCopyStartUs = 1.6, kCopyStartAloneUs = 3.0;  // us, where the launches overlap and where they do not
-constexpr double kCopyBandwidth = 0.8;                         // of the read bandwidth
+constexpr double kCopyStartAloneUs = 1.4;  // us of a copy's launch that no other one overlaps, before compute capability 9.0
 
 constexpr double kMostStages = 12;  // of kernels whose launches choose the tiles' columns
 
@@ -77,8 +75,8 @@ GemmRates scaled_rates(ScaledModel const& scaled) {
                                   &GemmRates::quantized_cycles, &GemmRates::quantized_epilogue, &GemmRates::quantized_partial_bytes}) {
     rates.*rate *= scaled.sm_scale;
   }
-  for (double GemmRates::*rate :
-       {&GemmRates::bandwidth, &GemmRates::sm_bandwidth, &GemmRates::quantized_bandwidth, &GemmRates::quantized_sm_bandwidth}) {
+  for (double GemmRates::*rate : {&GemmRates::bandwidth, &GemmRates::sm_bandwidth, &GemmRates::copy_bandwidth,
+                                  &GemmRates::quantized_bandwidth, &GemmRates::quantized_sm_bandwidth}) {
     rates.*rate *= scaled.memory_scale;
   }
   return rates;
@@ -189,12 +187,15 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
 
 /// A launch, and the bytes that cross HBM. The copies' bytes are read from there. They stay in L2, where the kernel finds them, up to half
 /// of its size; what is more is written to HBM, and the kernel's own prediction has the time in which it is read again.
-double predict_copies_us(GemmProblem const& p, GemmLaunch const& launch, DeviceProperties const& device) {
+double predict_copies_us(GemmProblem const& p, GemmLaunch const& launch, DeviceProperties const& device, ScaledModel const& scaled) {
   if ((!launch.realign_a && !launch.realign_b) || p.m == 0 || p.n == 0 || p.k == 0 || p.batch == 0) return 0.0;
-  double const bytes = 2.0 * p.batch * double(p.k) * ((launch.realign_a ? double(p.m) : 0.0) + (launch.realign_b ? double(p.n) : 0.0));
-  double const written = std::max(0.0, bytes - 0.5 * double(device.l2_bytes));
-  double const start_us = device.compute_capability() >= 90 ? kCopyStartUs : kCopyStartAloneUs;
-  return start_us + (bytes + written) / (kCopyBandwidth * device.read_bandwidth);
+  GemmRates const& r = scaled.model->rates;
+  double const a = launch.realign_a ? 2.0 * p.batch * double(p.m) * p.k : 0.0,
+               b = launch.realign_b ? 2.0 * p.batch * double(p.n) * p.k : 0.0;
+  double const transposed = (p.a_major == Major::kMN ? a : 0.0) + (p.b_major == Major::kMN ? b : 0.0);
+  double const written = std::max(0.0, a + b - 0.5 * double(device.l2_bytes));
+  double const start_us = r.copy + (device.compute_capability() >= 90 ? 0.0 : kCopyStartAloneUs);
+  return start_us + (a + b + written + r.copy_transposed * transposed) / (r.copy_bandwidth * scaled.memory_scale);
 }
 
 }  // namespace minfer::gemm

@@ -29,6 +29,9 @@ struct GemmRates {
   double exposed;                      // share of an epilogue longer than its tile's mainloop that pingpong does not hide
   double uneven;                       // factor of k tiles whose rows do not start on whole lines of 128 bytes
   double general;                      // factor of an epilogue that TMA cannot store
+  double copy;                         // us of a realigning copy in front of the kernel
+  double copy_bandwidth;               // its bytes/us, of what crosses HBM
+  double copy_transposed;              // transposed bytes count as so many times more
   // Of kernels with quantised weights, whose mainloop dequantises and keeps other rates.
   double quantized_start, quantized_overlap_two, quantized_overlap_three;
   double quantized_bandwidth, quantized_sm_bandwidth, quantized_ahead;
@@ -84,6 +87,9 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"exposed", &GemmRates::exposed},
     {"uneven", &GemmRates::uneven},
     {"general", &GemmRates::general},
+    {"copy", &GemmRates::copy},
+    {"copy_bandwidth", &GemmRates::copy_bandwidth},
+    {"copy_transposed", &GemmRates::copy_transposed},
     {"quantized_start", &GemmRates::quantized_start},
     {"quantized_overlap_two", &GemmRates::quantized_overlap_two},
     {"quantized_overlap_three", &GemmRates::quantized_overlap_three},
@@ -158,7 +164,7 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
                   ScaledModel const& scaled);
 
 /// Predicted time of the copies in front of a launch, us: what the kernel's prediction grows by.
-double predict_copies_us(GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device);
+double predict_copies_us(GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device, ScaledModel const& scaled);
 
 }  // namespace gemm
 }  // namespace minfer

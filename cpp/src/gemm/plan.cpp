@@ -273,7 +273,7 @@ char const* illegal(GemmProblem const& problem, GemmLaunch const& launch) {
 /// where it is not K-major and 16-byte aligned; kernels for sm_80 have vectors without a tail, so there k must be a multiple of 8, too.
 /// Behind copies no operand is left unaligned: the kernels that would read it need no copies.
 template <class Visit>
-void for_each_copies(GemmProblem const& problem, DeviceProperties const& device, int32_t arch, Visit&& visit) {
+void for_each_copies(GemmProblem const& problem, DeviceProperties const& device, ScaledModel const& model, int32_t arch, Visit&& visit) {
   visit(Copies{});
   if (problem.b_format != WeightFormat::kDense || problem.m == 0 || problem.n == 0 || problem.k == 0 || problem.batch == 0) return;
   bool const tail = arch < 90 && problem.k % 8 != 0;
@@ -286,7 +286,7 @@ void for_each_copies(GemmProblem const& problem, DeviceProperties const& device,
     bool const needless = (copies.flags.realign_a && !a) || (copies.flags.realign_b && !b);
     bool const unaligned = realigned(problem, copies.flags).a_alignment < 16 || realigned(problem, copies.flags).b_alignment < 16;
     if (needless || unaligned || illegal(problem, copies.flags) != nullptr) continue;
-    copies.us = predict_copies_us(problem, copies.flags, device);
+    copies.us = predict_copies_us(problem, copies.flags, device, model);
     visit(copies);
   }
 }
@@ -300,7 +300,7 @@ void for_each_candidate(GemmProblem const& problem, DeviceProperties const& devi
   int64_t count = 0;
   KernelInfo const* kernels = registry(&count);
   int32_t const copied_arch = device.compute_capability() == 90 && options.force_arch != 80 ? 90 : 80;
-  for_each_copies(problem, device, copied_arch, [&](Copies const& copies) {
+  for_each_copies(problem, device, model, copied_arch, [&](Copies const& copies) {
     if (copies.us > bound_us) return;
     GemmProblem const own = realigned(problem, copies.flags);
     for (int64_t i = 0; i < count; ++i) {
@@ -498,7 +498,8 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
         return Status::failure(StatusCode::kNotSupported, "kernel %s needs more than 2^31 work items for this problem", kernel->name);
       }
       finish(plan, *kernel, problem, asked, device,
-             predict_us(*kernel, own, asked, device, model_of(options, device)) + predict_copies_us(problem, asked, device));
+             predict_us(*kernel, own, asked, device, model_of(options, device)) +
+                 predict_copies_us(problem, asked, device, model_of(options, device)));
     } else {
       double best_us = std::numeric_limits<double>::infinity();
       for_each_prediction(*kernel, problem, Copies{}, device, model_of(options, device), {}, best_us,
