@@ -38,6 +38,7 @@ RATES = (  # the fields of minfer::GemmRates, in order
     "exposed",
     "uneven",
     "general",
+    "general_c",
     "copy",
     "copy_bandwidth",
     "copy_transposed",

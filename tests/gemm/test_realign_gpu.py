@@ -31,7 +31,7 @@ COMPILED = [k for k in READ_ROWS if k["compiled"]] or READ_ROWS
 KINDS = {(k["arch"], k["schedule"], k["swap"], bool(k["column_step"]), k["ab_type"]): k["name"] for k in COMPILED}
 KERNELS = {name: next(k for k in COMPILED if k["name"] == name) for name in KINDS.values()}
 DTYPE_OF = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-SHAPES = ((1, 1, 1), (3, 17, 9), (33, 57, 40), (65, 131, 127), (130, 255, 129), (257, 520, 1031), (7, 1033, 4099), (1000, 31, 264))
+SHAPES = ((1, 2, 1), (3, 17, 9), (33, 57, 40), (65, 131, 127), (130, 255, 129), (257, 520, 1031), (7, 1033, 4099), (1000, 31, 264))
 OFFSETS = (0, 1, 2, 3, 5)
 # An operand's places: elements from a 16-byte boundary to its first one, and elements between its lines.
 PLACES = [(offset, gap) for offset in OFFSETS for gap in (0, 1, 6)]

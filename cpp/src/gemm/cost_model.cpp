@@ -109,7 +109,10 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   double const d_bytes = size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
   bool const by_tma = problem.d_type == problem.ab_type && problem.d_alignment == 16 && (!problem.has_c || problem.c_alignment == 16);
   epilogue_us_ = (tile_values * d_bytes * (problem.has_c ? r.c_epilogue : 1.0) / (r.epilogue * rate) + (problem.has_c ? r.c_start : 0.0)) *
-                 (by_tma ? 1.0 : r.general) * factors_.epilogue;
+                 (by_tma          ? 1.0
+                  : problem.has_c ? r.general_c
+                                  : r.general) *
+                 factors_.epilogue;
   partial_us_ = 4.0 * tile_values / (r.fixup_bytes * rate) * (pingpong_ ? r.fixup_pingpong : 1.0);
   tile_us_ = (pingpong_ ? r.tile_pingpong : r.tile) * factors_.tile;
   double const bytes = problem.batch * (2.0 * (double(rows) + columns) * problem.k +

@@ -28,7 +28,7 @@ struct GemmRates {
   double stream;                       // slower k tiles in stream-K
   double exposed;                      // share of an epilogue longer than its tile's mainloop that pingpong does not hide
   double uneven;                       // factor of k tiles whose rows do not start on whole lines of 128 bytes
-  double general;                      // factor of an epilogue that TMA cannot store
+  double general, general_c;           // factors of an epilogue that TMA cannot store, without C and with
   double copy;                         // us of a realigning copy in front of the kernel
   double copy_bandwidth;               // its bytes/us, of what crosses HBM
   double copy_transposed;              // transposed bytes count as so many times more
@@ -87,6 +87,7 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"exposed", &GemmRates::exposed},
     {"uneven", &GemmRates::uneven},
     {"general", &GemmRates::general},
+    {"general_c", &GemmRates::general_c},
     {"copy", &GemmRates::copy},
     {"copy_bandwidth", &GemmRates::copy_bandwidth},
     {"copy_transposed", &GemmRates::copy_transposed},
