@@ -154,6 +154,17 @@ TEST_CASE(tuned_row_answers_only_for_its_own_key) {
   }
 }
 
+TEST_CASE(tuned_row_answers_for_m_an_eighth_smaller) {
+  GemmProblem const problem = problem_of(64, 28672, 4096, DataType::kBF16);
+  GemmTunedRow const row = row_of(problem, "gemm_sm90_bf16_tn_64x64x64_1x2x1_pingpong");
+  for (int64_t m : {64, 56, 55, 1}) {
+    GemmProblem other = problem;
+    other.m = m;
+    Context const at(text_of(other));
+    CHECK(plan_with(other, {row}).source == (m >= 56 ? PlanSource::kTuned : PlanSource::kAnalytic));
+  }
+}
+
 TEST_CASE(tuned_row_answers_only_for_its_weight_format_and_groups) {
   GemmProblem const problem = quantised(128);
   GemmPlan const analytic = plan_with(problem, {});
@@ -187,8 +198,8 @@ TEST_CASE(tuned_row_with_the_same_zero_points_comes_first) {
   GemmPlan const stand_in = plan_with(with, {symmetric});
   CHECK(stand_in.source == PlanSource::kTuned && std::strstr(stand_in.reason, "without zero points") != nullptr);
   GemmTunedRow own = row_of(with, chosen->name);
-  own.m = 32;  // of more tokens in the same tiles, or in others: then it does not speak for this problem
-  bool const speaks = (24 + chosen->tile_n - 1) / chosen->tile_n == (32 + chosen->tile_n - 1) / chosen->tile_n;
+  own.m = 26;  // of a few more tokens in the same tiles, or in others: then it does not speak for this problem
+  bool const speaks = (24 + chosen->tile_n - 1) / chosen->tile_n == (26 + chosen->tile_n - 1) / chosen->tile_n;
   for (bool first : {true, false}) {
     std::vector<GemmTunedRow> const rows = first ? std::vector{own, symmetric} : std::vector{symmetric, own};
     CHECK_EQUAL(std::string(plan_with(with, rows).kernel->name), speaks ? own.kernel : symmetric.kernel);
