@@ -392,8 +392,8 @@ Status unknown_kernel(char const* name) {
 /// k of a scale; 0 where one scale is that of all k, which a problem can state in several ways.
 int64_t normal_group(int64_t group_size, int64_t k) { return group_size >= k || group_size < 0 ? 0 : group_size; }
 
-/// Whether a tuned row applies to a problem: of its m, or of an m that is an eighth smaller at most and that its kernel covers with the same
-/// tiles, with the same weight format and groups. For fewer tokens the model knows better. find_row considers the zero points.
+/// Whether a tuned row applies to a problem: of its m, or of an m that is an eighth smaller at most and that its kernel covers with the
+/// same tiles, with the same weight format and groups. For fewer tokens the model knows better. find_row considers the zero points.
 bool matches(GemmTunedRow const& row, GemmProblem const& p) {
   if (row.n != p.n || row.k != p.k || row.batch != p.batch || row.ab_type != p.ab_type || row.a_major != p.a_major ||
       row.b_major != p.b_major || row.b_format != p.b_format || row.gated != p.gated || row.has_c != p.has_c || p.m > row.m) {
