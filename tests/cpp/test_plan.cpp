@@ -153,7 +153,7 @@ TEST_CASE(plan_without_products_copies_nothing) {
     problem.a_alignment = problem.b_alignment = 2;
     Context const at(text_of(problem));
     CHECK_EQUAL(gemm::copies_bytes(problem, launch), size_t(0));
-    CHECK_EQUAL(gemm::predict_copies_us(problem, launch, h200_properties()), 0.0);
+    CHECK_EQUAL(gemm::predict_copies_us(problem, launch, h200_properties(), gemm::model_of({}, h200_properties())), 0.0);
     GemmPlan plan;
     CHECK(plan_gemm(problem, h200_properties(), analytic_options(), &plan).ok());
     CHECK(!plan.launch.realign_a && !plan.launch.realign_b);

@@ -140,7 +140,9 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   Work const work = work_of(schedule);
   double const sms = device.sm_count, rate = scaled.sm_scale, memory = scaled.memory_scale;
   double const ctas = work.workers * kernel.cluster_m, room = gemm::ctas_per_sm(kernel, device);
-  double const together = std::min(room, std::max(1.0, std::ceil(ctas / sms)));  // CTAs of the busiest SM
+  bool const in_cluster = cluster_partials(kernel.b_format, kernel.tile_n, kernel.ctas_per_sm, schedule, device) > 0;
+  // CTAs of the busiest SM. Those of a cluster are put on as few SMs as have room for them.
+  double const together = std::min(room, in_cluster ? 2.0 : std::max(1.0, std::ceil(ctas / sms)));
 
   double const warpgroups = kernel.threads / 128.0 - 1.0, mmas = kernel.tile_m / 64.0 * (kernel.tile_k / 16.0);
   double const cycles = mmas * mma_cycles_of(kernel) * factors.compute * together, latency = mmas / warpgroups * r.quantized_latency;
@@ -156,7 +158,6 @@ double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaun
   double const main_us = std::cbrt(cube(busy_us) + cube(hbm_us));
 
   double const tile_values = double(kernel.tile_m) * kernel.tile_n * together;
-  bool const in_cluster = cluster_partials(kernel.b_format, kernel.tile_n, kernel.ctas_per_sm, schedule, device) > 0;
   double const fixup_us = work.partials <= 0 ? 0.0
                           : in_cluster       ? r.quantized_cluster
                                              : (gemm::split_is_tagged(kernel) ? r.quantized_tagged : r.quantized_flagged) +
