@@ -40,8 +40,9 @@ inline size_t split_workspace_bytes(int64_t slots, int64_t tile_elements, bool t
 #if defined(__CUDACC__)
 
 /// For kThreads threads that hold a tile, or a part of its rows, as kValues floats a thread; with kChosenOf, only the first of every
-/// kChosenOf of them, as many as the workspace says. `barrier` synchronises the threads.
-template <int kThreads, int kValues, int kChosenOf = 0>
+/// kChosenOf of them, as many as the workspace says. `barrier` synchronises the threads. kInFlight: 16-byte loads of a thread; the registers
+/// that they take are beside the accumulators'.
+template <int kThreads, int kValues, int kChosenOf = 0, int kInFlight = kValues <= 96 ? 16 : 8>
 struct SplitReduction {
   static constexpr bool kChosen = kChosenOf > 0;
   static constexpr int kBlock = kChosen ? kChosenOf : kValues;  // values
@@ -93,7 +94,6 @@ struct SplitReduction {
       asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(uint64_t(0)) : "memory");
     }
     barrier();
-    constexpr int kInFlight = kValues <= 96 ? 16 : 8;  // loads of 16 bytes a thread; accumulators and these share the registers
     constexpr int kTogether = kInFlight / (kValues / 4) > 0 ? kInFlight / (kValues / 4) : 1;  // partials
     constexpr int kBatch = kBlock / 4 < kInFlight ? kBlock / 4 : kInFlight;
 #pragma unroll 1

@@ -9,12 +9,13 @@
 
 namespace minfer::w4a16 {
 
-/// kClusterM CTAs of a cluster have different rows of the weight. kMaxPartials: of a cluster's other CTAs.
+/// kClusterM CTAs of a cluster have different rows of the weight. kMaxPartials: of a cluster's other CTAs. Where four warpgroups share a
+/// tile, each has half the registers for partials.
 template <int kClusterM, int kRowGroups, int kValues, int kMaxPartials>
 struct ClusterSplitTileSchedulerSm90 {
   static constexpr bool kTagged = kValues <= gemm::kMaxTaggedValues;
   using Reduction = cute::conditional_t<kTagged, gemm::TaggedReduction<128, cute::min(kValues, gemm::kMaxTaggedValues)>,
-                                        gemm::SplitReduction<128, kValues>>;
+                                        gemm::SplitReduction<128, kValues, 0, kRowGroups <= 2 && kValues <= 96 ? 16 : 8>>;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
   static constexpr bool kTileInSharedMemory = false;
