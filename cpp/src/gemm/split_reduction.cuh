@@ -40,8 +40,8 @@ inline size_t split_workspace_bytes(int64_t slots, int64_t tile_elements, bool t
 #if defined(__CUDACC__)
 
 /// For kThreads threads that hold a tile, or a part of its rows, as kValues floats a thread; with kChosenOf, only the first of every
-/// kChosenOf of them, as many as the workspace says. `barrier` synchronises the threads. kInFlight: 16-byte loads of a thread; the registers
-/// that they take are beside the accumulators'.
+/// kChosenOf of them, as many as the workspace says. `barrier` synchronises the threads. kInFlight: 16-byte loads of a thread, in registers
+/// beside the accumulators.
 template <int kThreads, int kValues, int kChosenOf = 0, int kInFlight = kValues <= 96 ? 16 : 8>
 struct SplitReduction {
   static constexpr bool kChosen = kChosenOf > 0;
