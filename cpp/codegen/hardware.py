@@ -8,6 +8,7 @@ SM90_SMEM_LIMITS = {
     2: 115712,
 }  # by CTAs to an SM; 113 KiB: two CTAs and the 1 KiB that the system takes for each share 228
 SM80_SMEM_LIMIT = 101376  # 99 KiB: the smallest opt-in limit from sm_80 on (8.6, 8.9 and 12.0 have it)
+SM_REGISTERS = 65536
 SM90_BARRIER_BYTES = 512
 SM90_SMEM_ALIGNMENT = 1024  # of the whole: swizzle patterns count from here
 MIN_STAGES_SM90, MAX_STAGES_SM90 = 3, 16

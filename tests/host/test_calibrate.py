@@ -180,7 +180,7 @@ def test_planted_constants_are_found(problems):
 
 
 def test_outliers_do_not_move_the_fit(problems):
-    """A time in twenty is three times what it should be."""
+    """A time in twenty is three times what it should be. Beside them, kernels' factors take a part of what the rate is off by."""
     prior = CostModel.of_device(H200)
     measured = timed_by(scaled(prior, {"start": 1.3}, {}), problems)
     spoilt = [
@@ -188,7 +188,9 @@ def test_outliers_do_not_move_the_fit(problems):
         for i, m in enumerate(measured)
     ]
     model = calibrate.fit(Data(spoilt), prior, FitOptions(shared=0.0, steps=15))
-    assert model.rates["start"] == pytest.approx(1.3 * prior.rates["start"], rel=0.06)
+    assert model.rates["start"] == pytest.approx(1.3 * prior.rates["start"], rel=0.12)
+    of_all, true = calibrate.predict([model], Data(measured))[0], Data(measured).us
+    assert (of_all / true).log().abs().median() < 0.02
 
 
 def test_what_was_not_measured_keeps_the_prior(problems):

@@ -110,7 +110,8 @@ def test_names_are_derived_from_the_row():
     ]
     swapped = expand(SM90, tile=[64, 16, 128], cluster=[1, 1, 1], schedule="pingpong", swap=True, elements=["f16"], layouts=["tn"])
     assert swapped[0].name == "gemm_sm90_f16_tn_64x16x128_1x1x1_pingpong_swap"
-    assert expand(SM80, unaligned=True)[1].name == "gemm_sm80_f16_nt_128x128x32_1x1x1_multistage_unaligned"
+    unaligned = expand(SM80, unaligned=True, tile=[32, 64, 64], warps=[2, 2])
+    assert unaligned[1].name == "gemm_sm80_f16_nt_32x64x64_1x1x1_multistage_unaligned"
     assert [kernel.name for kernel in expand(W4A16_SM80)] == [
         "w4a16_sm80_f16_int4_128x64x64_1x1x1_w1_multistage",
         "w4a16_sm80_bf16_int4_128x64x64_1x1x1_w1_multistage",
@@ -126,7 +127,7 @@ def test_layout_letters_are_majors_of_the_callers_operands():
 def test_alignment_and_threads():
     assert (expand(SM90)[0].alignment, expand(SM90)[0].threads) == (16, 384)
     assert (expand(SM80)[0].alignment, expand(SM80)[0].threads) == (16, 128)
-    assert expand(SM80, unaligned=True)[0].alignment == 2
+    assert expand(SM80, unaligned=True, tile=[64, 64, 64], warps=[2, 2])[0].alignment == 2
     assert (expand(W4A16_SM80)[0].alignment, expand(W4A16_SM80)[0].threads) == (16, 128)
     assert expand(W4A16_SM80, tile=[128, 128, 64], warpgroups=2)[0].threads == 256
 

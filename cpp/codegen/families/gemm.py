@@ -12,6 +12,7 @@ from codegen.hardware import (
     SM90_BARRIER_BYTES,
     SM90_SMEM_ALIGNMENT,
     SM90_SMEM_LIMIT,
+    SM_REGISTERS,
     SWIZZLE_ROW_BYTES,
     round_up,
 )
@@ -39,7 +40,7 @@ class GemmKernel(Kernel):
     epilogue_chunks: int = 0  # sm90: buffers of a consumer warpgroup that D goes through
     warps: tuple[int, int] = (0, 0)  # sm80: along the tile's m and n
     ring_bytes: int = 0  # sm90, where a launch chooses the tile's columns: what its stages share
-    unaligned: bool = False  # sm80: element-wise copies
+    unaligned: bool = False  # sm80: operands at any address and with any stride
 
     @property
     def name(self) -> str:
@@ -52,11 +53,12 @@ class GemmKernel(Kernel):
     def shard_group(self) -> str:
         """K-major pairs (the layout of weights, most often edited) are kept apart from the rest."""
         layouts = "columns" if self.column_step else "tn" if self.layout == "tn" else "mn"
-        return f"gemm_sm{self.arch}_{self.schedule}_{layouts}"
+        return f"gemm_sm{self.arch}_{self.schedule}{'_unaligned' if self.unaligned else ''}_{layouts}"
 
     @property
     def template(self) -> tuple[str, str]:
-        name = f"gemm_columns_sm{self.arch}" if self.column_step else f"gemm_sm{self.arch}"
+        variant = "_columns" if self.column_step else "_unaligned" if self.unaligned else ""
+        name = f"gemm{variant}_sm{self.arch}"
         return f"gemm/{name}.cuh", f"launch_{name}"
 
     @property
@@ -102,7 +104,6 @@ class GemmKernel(Kernel):
                 lines.append(f"static constexpr int kRingBytes = {self.ring_bytes};")
         else:
             lines.append(f"static constexpr int kWarpsM = {self.warps[0]}, kWarpsN = {self.warps[1]};")
-            lines.append(f"static constexpr bool kUnaligned = {cpp_bool(self.unaligned)};")
         return lines
 
 
@@ -127,16 +128,31 @@ def _expand_sm80(row: Row, operand_bytes: int) -> dict:
     tile, stages = row.integers("tile", 3), row.optional_integer("stages")
     warps, unaligned = row.integers("warps", 2), row.flag("unaligned")
     _check_sm80(row, tile, warps, stages, operand_bytes)
-    # The ring, reused as [tile_m, tile_n + 8] of fp32 by the epilogue.
-    smem = max(stages * _stage_bytes(tile, operand_bytes), tile[0] * (tile[1] + 8) * 4)
+    # The ring, reused as [tile_m, tile_n + padding] of fp32 by the epilogue.
+    if unaligned:
+        _check_unaligned(row, tile, warps)
+        smem = max(stages * sum(map(_unaligned_bytes, tile[:2])), tile[0] * (tile[1] + 16) * 4)
+    else:
+        smem = max(stages * _stage_bytes(tile, operand_bytes), tile[0] * (tile[1] + 8) * 4)
     row.require(smem <= SM80_SMEM_LIMIT, "stages", f"{stages} stages need {smem} bytes of shared memory, the limit is {SM80_SMEM_LIMIT}")
-    fields = dict(arch=80, tile=tile, unaligned=unaligned, stages=stages, warps=warps)
-    return fields | dict(threads=32 * warps[0] * warps[1], smem_bytes=smem)
+    threads = 32 * warps[0] * warps[1]
+    fields = dict(arch=80, tile=tile, unaligned=unaligned, stages=stages, warps=warps, threads=threads, smem_bytes=smem)
+    # Unaligned: as many CTAs as have 128 registers a thread.
+    return fields | dict(ctas_per_sm=SM_REGISTERS // (128 * threads) if unaligned else 1)
 
 
 def _stage_bytes(tile: tuple[int, ...], operand_bytes: int) -> int:
     """One pipeline stage: the A tile [tile_m, tile_k] and the B tile [tile_n, tile_k]."""
     return (tile[0] + tile[1]) * tile[2] * operand_bytes
+
+
+def _unaligned_bytes(extent: int) -> int:
+    """A stage of an unaligned operand, in the layout that takes more: lines of words and one word more, along k or along the extent.
+
+    Sixteen lines of k are eight words apart from the next sixteen.
+    """
+    words, tile_k = 4, 64
+    return words * max(extent * (tile_k // 2 + 1), tile_k * (extent // 2 + 1) + 8 * (tile_k // 16 - 1))
 
 
 def _check_sm90(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], operand_bytes: int) -> None:
@@ -238,3 +254,13 @@ def _check_sm80(row: Row, tile: tuple[int, ...], warps: tuple[int, ...], stages:
     accumulators = tile_m * tile_n // (32 * warps[0] * warps[1])
     rule = f"{accumulators} accumulators per thread spill, the limit is {MAX_ACCUMULATORS}"
     row.require(accumulators <= MAX_ACCUMULATORS, "tile", rule)
+
+
+def _check_unaligned(row: Row, tile: tuple[int, ...], warps: tuple[int, ...]) -> None:
+    row.require(tile[2] == 64, "tile", "tile_k must be 64 where operands are unaligned: a lane has 16 neighbours of k")
+    row.require(all(t in (16, 32, 64) for t in tile[:2]), "tile", "must be of 16, 32 or 64 rows and columns where operands are unaligned")
+    whole = tile[0] % (16 * warps[0]) == 0 and tile[1] % (16 * warps[1]) == 0
+    row.require(whole, "warps", "must split the tile into blocks of 16 x 16 outputs where operands are unaligned")
+    threads = 32 * warps[0] * warps[1]
+    # A word of a line for each thread, and the lines that are copied together divide 16.
+    row.require(threads in (64, 128, 256) and threads <= 8 * min(tile[:2]), "warps", "must be 2, 4 or 8, and no more than tile / 4")

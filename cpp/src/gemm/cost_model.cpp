@@ -1,9 +1,10 @@
 // The analytic cost model of dense GEMM. A launch takes
 //   start + the busiest worker's k tiles and tiles, or HBM traffic + exposed epilogue + fix-up of partials
 // in us. A k tile's time is that of its MMAs on an SM of its own, or of all SMs together, which power holds to less, or that of its bytes'
-// latency over the ring's stages; L2's bandwidth did not show in the fit beside these. The constants are measured: the rates of a device
-// and a few factors of each kernel, fitted to timings of random problems (python/minfer/planning/calibrate.py, which evaluates this formula
-// through minfer::_predict_gemm). configs/models has those that ship.
+// latency over the ring's stages; L2's bandwidth did not show in the fit beside these. Kernels for unaligned operands, several of whose
+// CTAs share an SM, have a formula of the same constants (grid_us). The constants are measured: the rates of a device and a few factors of
+// each kernel, fitted to timings of random problems (python/minfer/planning/calibrate.py, which evaluates this formula through
+// minfer::_predict_gemm). configs/models has those that ship.
 #include "gemm/cost_model.h"
 
 #include <algorithm>
@@ -43,6 +44,11 @@ double fourth_power(double x) { return x * x * (x * x); }
 
 constexpr double kCopyStartAloneUs = 1.4;  // us of a copy's launch that no other one overlaps, before compute capability 9.0
 
+constexpr int64_t kBriefK = 16;  // no more k than this, and kernels for unaligned operands leave out the rest of their k tile
+
+// Of kernels for unaligned operands, in rates.fixup: of a tile with partials, and of each partial.
+constexpr double kGridFixup = 1.5, kGridPartial = 0.05;
+
 constexpr double kMostStages = 12;  // of kernels whose launches choose the tiles' columns
 
 /// Stages of a ring: narrow tiles in a kernel for wider ones have more.
@@ -71,12 +77,12 @@ ScaledModel model_of(GemmPlanOptions const& options, DeviceProperties const& dev
 
 GemmRates scaled_rates(ScaledModel const& scaled) {
   GemmRates rates = scaled.model->rates;
-  for (double GemmRates::*rate : {&GemmRates::sm_rate, &GemmRates::gpu_rate, &GemmRates::epilogue, &GemmRates::fixup_bytes,
-                                  &GemmRates::quantized_cycles, &GemmRates::quantized_epilogue, &GemmRates::quantized_partial_bytes}) {
+  for (double GemmRates::* rate : {&GemmRates::sm_rate, &GemmRates::gpu_rate, &GemmRates::epilogue, &GemmRates::fixup_bytes,
+                                   &GemmRates::quantized_cycles, &GemmRates::quantized_epilogue, &GemmRates::quantized_partial_bytes}) {
     rates.*rate *= scaled.sm_scale;
   }
-  for (double GemmRates::*rate : {&GemmRates::bandwidth, &GemmRates::sm_bandwidth, &GemmRates::copy_bandwidth,
-                                  &GemmRates::quantized_bandwidth, &GemmRates::quantized_sm_bandwidth}) {
+  for (double GemmRates::* rate : {&GemmRates::bandwidth, &GemmRates::sm_bandwidth, &GemmRates::copy_bandwidth,
+                                   &GemmRates::quantized_bandwidth, &GemmRates::quantized_sm_bandwidth}) {
     rates.*rate *= scaled.memory_scale;
   }
   return rates;
@@ -94,12 +100,14 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   stream_workers_ = stream_workers(kernel, device, tiles_ * k_tiles_);
   pingpong_ = kernel.schedule == Schedule::kPingpong;
   portable_ = kernel.arch < 90;
+  grid_ = portable_ && kernel.alignment < 16;
   sms_ = device.sm_count;
   cluster_ = double(kernel.cluster_m) * kernel.cluster_n;
   GemmRates const& r = rates_;
 
   double const uneven = !portable_ && problem.k % 64 != 0 ? r.uneven : 1.0;
-  double const flops = 2.0 * kernel.tile_m * (tile_n + r.columns) * kernel.tile_k * factors_.compute * uneven;
+  double const tile_k = grid_ && problem.k <= kBriefK ? kBriefK : kernel.tile_k;
+  double const flops = 2.0 * kernel.tile_m * (tile_n + r.columns) * tile_k * factors_.compute * uneven;
   double const rate = scaled.sm_scale;
   alone_ = fourth_power(flops / (r.sm_rate * rate));
   latency_ = fourth_power(r.latency / stages_of(kernel, tile_n) * factors_.latency);
@@ -151,6 +159,10 @@ double TileCost::us(GemmLaunch const& launch) const {
     owned = std::ceil(shared_tiles / workers) + whole;
     partials = std::max(1.0, workers / shared_tiles);
     several = stream = true;
+  } else if (grid_) {  // CTAs follow each other one by one, not in waves
+    owned = std::max(1.0, tiles / double(workers_));
+    iterations = owned * k_tiles;
+    several = false;
   } else {
     owned = std::ceil(tiles / workers);
     iterations = owned * k_tiles;
@@ -159,6 +171,7 @@ double TileCost::us(GemmLaunch const& launch) const {
     several = owned > 1;
   }
 
+  if (grid_) return grid_us(workers, iterations, owned, partials);
   double k_us = iteration_us(workers) * (iterations - last);
   if (last > 0) k_us += iteration_us(last_workers) * last;
   double const idle = !pingpong_ ? 0.0 : several ? r.idle_tiles / std::sqrt(owned) : r.idle;
@@ -172,6 +185,18 @@ double TileCost::us(GemmLaunch const& launch) const {
   double const start_us =
       start_us_ - (resident >= 2 ? r.overlap_two : 0.0) - (resident >= 3 ? r.overlap_three : 0.0) - (resident >= 4 ? r.overlap_four : 0.0);
   return start_us * factors_.start + main_us + exposed_us + fixup_us;
+}
+
+/// Of the kernels for unaligned operands, several of whose CTAs share an SM: k tiles and tiles take a CTA its own latency, or the SM the
+/// instructions of all its CTAs. Partials are waited for together.
+double TileCost::grid_us(double workers, double iterations, double owned, double partials) const {
+  GemmRates const& r = rates_;
+  double const share = std::ceil(workers / sms_);  // CTAs of an SM
+  double const item_us = fourth_root(fourth_power(tile_us_) + fourth_power(share * epilogue_us_));
+  double const busy_us = iteration_us(share * sms_) * iterations + owned * item_us;
+  double const hbm_us = std::max(bytes_us_, bytes_sm_us_ / std::min(sms_, workers));
+  double const fixup_us = partials > 0 ? (kGridFixup + kGridPartial * partials) * r.fixup + (partials + 1) * partial_us_ : 0.0;
+  return start_us_ * factors_.start + std::sqrt(busy_us * busy_us + hbm_us * hbm_us) + fixup_us;
 }
 
 double TileCost::least_us() const {

@@ -57,7 +57,7 @@ struct GemmModel {
 /// The rates by name, as model tables have them.
 struct GemmRateName {
   char const* name;
-  double GemmRates::*rate;
+  double GemmRates::* rate;
 };
 inline constexpr GemmRateName kGemmRateNames[] = {
     {"start", &GemmRates::start},
@@ -151,13 +151,14 @@ class TileCost {
 
  private:
   double iteration_us(double workers) const;
+  double grid_us(double workers, double iterations, double owned, double partials) const;
 
   GemmRates const& rates_;
   GemmKernelFactors const& factors_;
   int64_t tiles_m_, tiles_n_, tiles_, k_tiles_, workers_;
   int32_t stream_workers_;
   double sms_, cluster_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, bytes_sm_us_, ahead_us_, start_us_;
-  bool pingpong_, portable_;
+  bool pingpong_, portable_, grid_;  // grid_: a data-parallel launch has a CTA for each tile
 };
 
 /// Predicted time of a legal candidate, us.

@@ -1,11 +1,11 @@
-// Dense GEMM for sm_80 onward: cp.async + mma.sync. The only path on A100, Ada and consumer Blackwell; on Hopper it serves operands that
-// TMA cannot address.
+// Dense GEMM for sm_80 onward: cp.async + mma.sync. The path on A100, Ada and consumer Blackwell, beside that of unaligned operands
+// (gemm_unaligned_sm80.cuh).
 //
 // Composition (kernel_sm80.cuh has the walk): MainloopSm80 (CUTLASS's CollectiveMma), EpilogueSm80, SplitTileSchedulerSm80.
 // Tile walk: the persistent one of sm_90, so data-parallel, split-K and stream-K, with the ordered fix-up.
 // Shared memory: the ring of stages, and in its place the epilogue's kTileM x (kTileN + 8) fp32; under 99 KiB so that it also fits Ada and
 // consumer Blackwell.
-// Limits: aligned kernels need 16-byte aligned operands whose contiguous extents are multiples of 8; kUnaligned ones need nothing.
+// Limits: 16-byte aligned operands whose contiguous extents are multiples of 8.
 #pragma once
 
 #include "gemm/epilogue_sm80.cuh"

@@ -1,5 +1,5 @@
 // Mainloop of 16-bit operands for sm_80 onward: CUTLASS's CollectiveMma (MainloopSm80CpAsync), a ring of stages that cp.async fills, 16
-// bytes a copy or element by element, ldmatrix into registers, mma.sync m16n8k16 with fp32 accumulators.
+// bytes a copy, ldmatrix into registers, mma.sync m16n8k16 with fp32 accumulators.
 //
 // The ring is filled anew for each work item, so between two of them its bytes are the epilogue's staging.
 #pragma once
@@ -26,8 +26,8 @@ struct MainloopSm80 {
   using TiledMma =
       cute::TiledMMA<cute::MMA_Atom<MmaAtom>, cute::Layout<cute::Shape<cute::Int<Config::kWarpsM>, cute::Int<Config::kWarpsN>, cute::_1>>,
                      cute::Tile<cute::Int<16 * Config::kWarpsM>, cute::Int<16 * Config::kWarpsN>, cute::_16>>;
-  using OperandA = OperandSm80<Element, Config::kMajorA, Config::kTileM, Config::kTileK, kThreads, Config::kUnaligned>;
-  using OperandB = OperandSm80<Element, Config::kMajorB, Config::kTileN, Config::kTileK, kThreads, Config::kUnaligned>;
+  using OperandA = OperandSm80<Element, Config::kMajorA, Config::kTileM, Config::kTileK, kThreads>;
+  using OperandB = OperandSm80<Element, Config::kMajorB, Config::kTileN, Config::kTileK, kThreads>;
   using Collective = cutlass::gemm::collective::CollectiveMma<
       cutlass::gemm::MainloopSm80CpAsync<Config::kStages>, TileShape, Element, typename OperandA::GmemStride, Element,
       typename OperandB::GmemStride, TiledMma, typename OperandA::GmemCopy, typename OperandA::SmemAtom, typename OperandA::SmemCopy,

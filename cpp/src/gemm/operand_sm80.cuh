@@ -1,4 +1,4 @@
-// How a 16-bit operand of a portable GEMM travels: global memory -> cp.async (or element-wise copies) -> shared memory -> ldmatrix.
+// How a 16-bit operand of a portable GEMM travels: global memory -> cp.async -> shared memory -> ldmatrix.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -7,13 +7,11 @@
 namespace minfer::gemm {
 
 /// kExtent rows of m or n, kTileK of k, contiguous along k or along the rows.
-template <class Element, Major kMajor, int kExtent, int kTileK, int kThreads, bool kUnaligned>
+template <class Element, Major kMajor, int kExtent, int kTileK, int kThreads>
 struct OperandSm80 {
   static_assert(kTileK == 32 || kTileK == 64);
-  using VectorCopy = cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<cute::uint128_t>, Element>;
-  using ScalarCopy = cute::Copy_Atom<cute::UniversalCopy<Element>, Element>;
-  using Copy = cute::conditional_t<kUnaligned, ScalarCopy, VectorCopy>;
-  static constexpr int kVector = kUnaligned ? 1 : 8;
+  using Copy = cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<cute::uint128_t>, Element>;
+  static constexpr int kVector = 8;
 
   static constexpr auto gmem_copy() {
     using namespace cute;
@@ -23,7 +21,7 @@ struct OperandSm80 {
                              Layout<Shape<_1, Int<kVector>>>{});
     } else {
       constexpr int kAlongRows = (kExtent / kVector < kThreads ? kExtent / kVector : kThreads);
-      constexpr int kRows = kAlongRows < 16 || kUnaligned ? kAlongRows : 16;
+      constexpr int kRows = kAlongRows < 16 ? kAlongRows : 16;
       return make_tiled_copy(Copy{}, Layout<Shape<Int<kRows>, Int<kThreads / kRows>>, Stride<_1, Int<kRows>>>{},
                              Layout<Shape<Int<kVector>, _1>>{});
     }

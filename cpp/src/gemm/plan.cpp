@@ -137,6 +137,7 @@ struct Candidates {
   bool all_orders = false;  // of tiles: each that makes another schedule, the chosen one first
   int32_t splits = 0;       // of every tile: 1 for none; 0: any number, and stream-K
   int32_t arch = 0;         // of the kernels; 0: any
+  int32_t alignment = 0;    // that the kernels need; 0: any
 };
 
 /// Whether the kernel's split-K ranges begin at the same k as those of k tiles of kInvariantTileK: then its partial sums are the same.
@@ -308,6 +309,7 @@ void for_each_candidate(GemmProblem const& problem, DeviceProperties const& devi
       if (options.only_runnable && kernel.launch == nullptr) continue;
       if (options.force_arch != 0 && kernel.arch != options.force_arch) continue;
       if (candidates.arch != 0 && kernel.arch != candidates.arch) continue;
+      if (candidates.alignment != 0 && kernel.alignment != candidates.alignment) continue;
       if (copies.us > 0 && (kernel.arch != copied_arch || kernel.alignment < 16)) continue;
       if (illegal(kernel, own, device) != nullptr) continue;
       for_each_prediction(kernel, own, copies, device, model, candidates, bound_us,
@@ -336,8 +338,9 @@ Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOp
   return best;
 }
 
-/// The candidates among which plans that are batch invariant choose, for every m: kernels of one arch, and the splits that are fastest for
-/// kInvariantRows. All dense kernels of an arch add the products of a range of k in the same order, whatever their tiles.
+/// The candidates among which plans that are batch invariant choose, for every m: kernels of one arch and alignment, and the splits that
+/// are fastest for kInvariantRows. All dense kernels of an arch and alignment add the products of a range of k in the same order, whatever
+/// their tiles. Those of sm_90 come first where there are any: what a few rows gain by others, many rows would lose.
 constexpr int64_t kInvariantRows = 32;
 Candidates batch_invariant_candidates(GemmProblem problem, DeviceProperties const& device, GemmPlanOptions const& options) {
   problem.m = kInvariantRows;
@@ -345,16 +348,19 @@ Candidates batch_invariant_candidates(GemmProblem problem, DeviceProperties cons
   problem.d_type = problem.ab_type;
   Pick best;
   Candidates candidates;
-  auto const consider = [&](int32_t splits) {
-    Pick const found = pick(problem, device, options, {.splits = splits});
+  auto const consider = [&](int32_t splits, int32_t arch) {
+    Pick const found = pick(problem, device, options, {.splits = splits, .arch = arch});
     if (found.kernel == nullptr || found.us >= best.us) return;
     best = found;
-    candidates = {.splits = splits, .arch = found.kernel->arch};
+    candidates = {.splits = splits, .arch = found.kernel->arch, .alignment = found.kernel->alignment};
   };
-  consider(1);
-  for (int const splits : kSplits) {
-    // Kernels whose k tiles are half as long have the same ranges where these are of equal length.
-    if (problem.k % (kInvariantTileK * splits) == 0 && problem.k >= 2 * kInvariantTileK * splits) consider(splits);
+  for (int32_t const arch : {90, 0}) {
+    if (best.kernel != nullptr) break;
+    consider(1, arch);
+    for (int const splits : kSplits) {
+      // Kernels whose k tiles are half as long have the same ranges where these are of equal length.
+      if (problem.k % (kInvariantTileK * splits) == 0 && problem.k >= 2 * kInvariantTileK * splits) consider(splits, arch);
+    }
   }
   return candidates;
 }

@@ -10,11 +10,13 @@ namespace minfer::gemm {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Resident CTAs per SM. sm_90 kernels are built for a number; two portable ones of 128 threads share an SM where shared memory allows it.
+/// Resident CTAs per SM. sm_90 kernels are built for a number; of portable ones as many share an SM as their registers and its shared
+/// memory allow, two of 128 threads where the kernel does not say.
 inline int32_t ctas_per_sm(KernelInfo const& kernel, DeviceProperties const& device) {
   if (kernel.arch >= 90) return kernel.ctas_per_sm;
-  if (kernel.threads > 128) return 1;
-  return 2 * (kernel.smem_bytes + 1024) <= device.smem_per_block + 1024 ? 2 : 1;
+  int32_t const most = kernel.ctas_per_sm > 1 ? kernel.ctas_per_sm : kernel.threads > 128 ? 1 : 2;
+  int32_t const fit = (device.smem_per_block + 1024) / (kernel.smem_bytes + 1024);
+  return fit < 1 ? 1 : fit < most ? fit : most;
 }
 
 /// Workers (clusters of CTAs) of a launch that are resident together.

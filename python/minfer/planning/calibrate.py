@@ -318,6 +318,7 @@ class FitOptions:
     noise: float = 0.05  # of times; errors beyond Huber's 1.5 times it count linearly
     rate_deviation: float = 0.5  # of the device's rates around the prior's
     factor_deviation: float = 0.15  # of a kernel's factors around the prior's
+    new_deviation: float = 0.5  # of the factors of kernels that the prior lacks, around 1
     near: float = 0.12  # a candidate's weight falls by e for each so much that it is slower than its problem's best
     least_weight: float = 0.02
     shared: float = 0.7  # share of an error that all candidates of a problem have in common and that does not count: it changes no pick
@@ -344,6 +345,10 @@ class _Fit:
         self.prior = torch.tensor([*prior.rates.values(), *(f for of_kernel in factors for f in of_kernel)], dtype=torch.float64).log()
         self.deviation = torch.full_like(self.prior, options.factor_deviation)
         self.deviation[: len(self.rates)] = options.rate_deviation
+        for i, name in enumerate(data.names):
+            if name not in prior.kernels:
+                first = len(self.rates) + i * count
+                self.deviation[first : first + count] = options.new_deviation
         relative = data.us / data.best_us()
         self.weight = torch.exp(-(relative - 1) / options.near) + options.least_weight
         self.log_us = data.us.log()
