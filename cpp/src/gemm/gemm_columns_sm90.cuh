@@ -7,7 +7,7 @@
 // tile each (pingpong).
 // Tile walk: data-parallel, split-K or stream-K, all at run time.
 // Shared memory: ring, as many stages as fit | epilogue buffers of the widest tile | barriers, bias, at most 227 KiB, one CTA per SM.
-// Limits: both operands K-major and 16-byte aligned in base and strides, for the fast epilogue D and C, too.
+// Limits: tokens K-major, weights of either layout, both 16-byte aligned in base and strides; for the fast epilogue D and C, too.
 #pragma once
 
 #include "gemm/epilogue_sm90.cuh"
@@ -73,8 +73,10 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
   mainloop.prefetch_a = prefetch_a;
   mainloop.prefetch_b = prefetch_b;
 
-  Status status = encode_tensor_map_planes(&mainloop.a, problem.ab_type, operands.b, problem.k, problem.n, problem.batch, operands.ldb,
-                                           operands.b_batch_stride, Mainloop::kTileK, Config::kTileM / Config::kClusterN);
+  bool const along_k = Mainloop::kRowsAlongK;
+  Status status = encode_tensor_map_planes(&mainloop.a, problem.ab_type, operands.b, along_k ? problem.k : problem.n,
+                                           along_k ? problem.n : problem.k, problem.batch, operands.ldb, operands.b_batch_stride,
+                                           along_k ? Mainloop::kBoxK : Mainloop::kBoxRows, along_k ? Mainloop::kBoxRows : Mainloop::kBoxK);
   if (status.ok()) {
     status = encode_tensor_map_planes(&mainloop.b, problem.ab_type, operands.a, problem.k, problem.m, problem.batch, operands.lda,
                                       operands.a_batch_stride, Mainloop::kTileK, Mainloop::loaded_columns(columns));

@@ -12,7 +12,8 @@
 // stage, when the WGMMAs that read it have retired.
 // Multicast: in a cluster the CTAs of a row load a part each of the rows of A that they have in common, those of a column a part each of
 // their columns. Where such a part might end within 8 rows of the swizzle, the CTAs of a column take turns, and each loads all of them.
-// Limits: both operands K-major.
+// Layouts: the columns are K-major. The rows are K-major, or contiguous along m: then a block of 64 rows is [64 of k][64 rows] in a stage,
+// as many bytes as [64 rows][64 of k], it comes by a copy of its own, and the CTAs of a cluster's row divide its k.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -88,9 +89,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static constexpr int kThreads = 384;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static_assert(Config::kThreads == kThreads);
-  static_assert((Config::kSwap ? Config::kMajorB : Config::kMajorA) == minfer::Major::kK &&
-                    (Config::kSwap ? Config::kMajorA : Config::kMajorB) == minfer::Major::kK,
-                "the stages' layout is that of K-major operands");
+  static_assert((Config::kSwap ? Config::kMajorA : Config::kMajorB) == minfer::Major::kK, "the columns' layout is that of K-major ones");
+  static constexpr bool kRowsAlongK = (Config::kSwap ? Config::kMajorB : Config::kMajorA) == minfer::Major::kK;
 
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStep = Config::kColumnStep;
   static constexpr int kTileK = 64;  // a swizzled row of 128 bytes
@@ -103,10 +103,13 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static constexpr int kMaxStages = 12;
   static constexpr int kRowBytes = kTileK * 2, kBytesA = kTileM * kRowBytes;
   static constexpr int kRingBytes = Config::kRingBytes;
+  // The boxes in which A comes: rows and k of one, and how many a CTA loads for a stage.
+  static constexpr int kBoxRows = kRowsAlongK ? kTileM / Config::kClusterN : 64, kBoxK = kRowsAlongK ? kTileK : kTileK / Config::kClusterN;
+  static constexpr int kBoxes = kRowsAlongK ? 1 : kTileM / 64, kBoxBytes = kBoxRows * kBoxK * 2;
   static constexpr bool kTakesTurns = kStep % (8 * Config::kClusterM) != 0;  // at loading the columns, in a cluster
 
   struct Params {
-    CUtensorMap a, b;  // the kernel's own operands, [l, rows, k]
+    CUtensorMap a, b;  // the kernel's own operands, [l, rows, k]; a [l, k, rows] where its rows are contiguous
     int32_t columns;   // of a tile
     int32_t stages, stage_bytes;
     int32_t prefetch;  // k tiles sent for before the predecessor has finished
@@ -155,6 +158,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   };
   struct TileInputs {
     int row, column, l;  // of the part of each operand that this CTA loads
+    int k;               // of A, from that of the tile on
   };
   template <class Storage, class Location>
   static CUTLASS_DEVICE LoadInputs load_init(Params const&, Storage&, Location const& at) {
@@ -166,7 +170,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   template <class Tile>
   static CUTLASS_DEVICE TileInputs tile_inputs(Params const& params, LoadInputs const& inputs, Tile const& tile) {
     int const column = tile.n() * params.columns + (kTakesTurns ? 0 : inputs.m * loaded_columns(params.columns));
-    return {tile.m() * kTileM + inputs.n * (kTileM / Config::kClusterN), column, tile.l()};
+    int const row = tile.m() * kTileM;
+    if constexpr (!kRowsAlongK) return {row, column, tile.l(), inputs.n * kBoxK};
+    return {row + inputs.n * kBoxRows, column, tile.l(), 0};
   }
 
   /// Under the predecessor's tail the first k tiles start for L2. Returns how many were loaded: none.
@@ -175,7 +181,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
                                        int k_begin, int k_count) {
     int const ahead = k_count < params.prefetch ? k_count : params.prefetch;
     for (int k = k_begin; k < k_begin + ahead; ++k) {
-      if (params.prefetch_a) cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.a, k * kTileK, tile.row, tile.l);
+      if (params.prefetch_a) {
+        for_each_box(tile, k, [&](int, int x, int y) { cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.a, x, y, tile.l); });
+      }
       if (params.prefetch_b && loads_columns(inputs, k)) cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.b, k * kTileK, tile.column, tile.l);
     }
     minfer::wait_for_predecessor();
@@ -191,10 +199,12 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       FullBarrier::arrive_and_expect_tx(full, uint32_t(params.stage_bytes));
       char* const a = storage.ring + state.index * params.stage_bytes;
       char* const b = a + kBytesA + (kTakesTurns ? 0 : inputs.m * loaded_columns(params.columns) * kRowBytes);
-      copy<Config::kClusterN>(params.a, full, inputs.multicast_a, params.hint_a, a + inputs.n * (kBytesA / Config::kClusterN), k, tile.row,
-                              tile.l);
+      for_each_box(tile, k, [&](int box, int x, int y) {
+        char* const to = a + (box * Config::kClusterN + inputs.n) * kBoxBytes;
+        copy<Config::kClusterN>(params.a, full, inputs.multicast_a, params.hint_a, to, x, y, tile.l);
+      });
       if (loads_columns(inputs, k)) {  // an empty stage is empty in every CTA of the cluster
-        copy<Config::kClusterM>(params.b, full, inputs.multicast_b, params.hint_b, b, k, tile.column, tile.l);
+        copy<Config::kClusterM>(params.b, full, inputs.multicast_b, params.hint_b, b, k * kTileK, tile.column, tile.l);
       }
       state.advance();
     }
@@ -246,18 +256,28 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   /// Whether this CTA loads columns of k tile `k`, a part of them or, in its turn, all.
   static CUTLASS_DEVICE bool loads_columns(LoadInputs const& inputs, int k) { return !kTakesTurns || k % Config::kClusterM == inputs.m; }
 
-  template <int kParts>
-  static CUTLASS_DEVICE void copy(CUtensorMap const& map, uint64_t* full, uint16_t multicast, uint64_t hint, char* to, int k, int row,
-                                  int l) {
-    if constexpr (kParts > 1) {
-      cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&map, full, multicast, hint, to, k * kTileK, row, l);
-    } else {
-      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, to, k * kTileK, row, l);
+  /// Calls visit(box, x, y) for the boxes of A that this CTA loads of k tile `k`, with their coordinates in A's tensor map.
+  template <class Visit>
+  static CUTLASS_DEVICE void for_each_box(TileInputs const& tile, int k, Visit const& visit) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int box = 0; box < kBoxes; ++box) {
+      int const row = tile.row + box * kBoxRows, first_k = k * kTileK + tile.k;
+      kRowsAlongK ? visit(box, first_k, row) : visit(box, row, first_k);
     }
   }
 
-  /// The descriptor of a K-major operand in rows of 128 swizzled bytes, 8 rows after each other. Only its low word depends on where they
-  /// are, in units of 16 bytes: addresses are added there, without a carry, in uniform registers.
+  template <int kParts>
+  static CUTLASS_DEVICE void copy(CUtensorMap const& map, uint64_t* full, uint16_t multicast, uint64_t hint, char* to, int x, int y,
+                                  int l) {
+    if constexpr (kParts > 1) {
+      cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&map, full, multicast, hint, to, x, y, l);
+    } else {
+      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, to, x, y, l);
+    }
+  }
+
+  /// The descriptor of an operand in lines of 128 swizzled bytes, along k or along its rows, 8 lines after each other. Only its low word
+  /// depends on where they are, in units of 16 bytes: addresses are added there, without a carry, in uniform registers.
   static CUTLASS_DEVICE uint64_t descriptor(uint32_t low) {
     cute::GmmaDescriptor of{};
     of.bitfield.stride_byte_offset_ = 8 * kRowBytes >> 4;
@@ -267,7 +287,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static CUTLASS_DEVICE uint32_t low_word(void const* rows) {
     cute::GmmaDescriptor of{};
     of.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(rows) >> 4;
-    of.bitfield.leading_byte_offset_ = 1;  // not read with this swizzle
+    of.bitfield.leading_byte_offset_ = 1;  // not read: 64 rows, or 16 of k, are no longer than a line
     return uint32_t(of.desc_);
   }
 
@@ -291,9 +311,10 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static CUTLASS_DEVICE void mma_columns(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
                                          int k_count, int row_group, int thread, AfterLast const& after_last) {
     using Op = decltype(cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>,
-                                                   cute::GMMA::Major::K, cute::GMMA::Major::K>());
+                                                   kRowsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN, cute::GMMA::Major::K>());
     auto const numbers = std::make_integer_sequence<int, kColumns / 2>{};
     constexpr int kBlockUnits = kSharing * 64 * kRowBytes >> 4;  // from a block of 64 rows to the warpgroup's next, as in EpilogueSm90
+    constexpr int kStepUnitsA = kRowsAlongK ? 16 * 2 >> 4 : 16 * 128 >> 4;  // from 16 of k to the next: along a line, or as many lines
     float* const sums = accumulator.data();
     uint32_t const a = low_word(storage.ring + row_group * 64 * kRowBytes), b = low_word(storage.ring + kBytesA);
     auto const fence = [&] {
@@ -311,7 +332,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       for (int k = 0; k < kTileK / 16; ++k) {
         CUTLASS_PRAGMA_UNROLL
         for (int block = 0; block < kBlocks; ++block) {
-          minfer::gemm::multiply<Op>(descriptor(a + at + 2 * k + block * kBlockUnits), descriptor(b + at + 2 * k),
+          minfer::gemm::multiply<Op>(descriptor(a + at + kStepUnitsA * k + block * kBlockUnits), descriptor(b + at + 2 * k),
                                      sums + block * kBlockValues, k == 0 ? keep : cute::GMMA::ScaleOut::One, numbers);
         }
       }
