@@ -44,8 +44,6 @@ double fourth_power(double x) { return x * x * (x * x); }
 
 constexpr double kCopyStartAloneUs = 1.4;  // us of a copy's launch that no other one overlaps, before compute capability 9.0
 
-constexpr int64_t kBriefK = 16;  // no more k than this, and kernels for unaligned operands leave out the rest of their k tile
-
 // Of kernels for unaligned operands, in rates.fixup: of a tile with partials, and of each partial.
 constexpr double kGridFixup = 1.5, kGridPartial = 0.05;
 
@@ -77,12 +75,12 @@ ScaledModel model_of(GemmPlanOptions const& options, DeviceProperties const& dev
 
 GemmRates scaled_rates(ScaledModel const& scaled) {
   GemmRates rates = scaled.model->rates;
-  for (double GemmRates::* rate : {&GemmRates::sm_rate, &GemmRates::gpu_rate, &GemmRates::epilogue, &GemmRates::fixup_bytes,
-                                   &GemmRates::quantized_cycles, &GemmRates::quantized_epilogue, &GemmRates::quantized_partial_bytes}) {
+  for (double GemmRates::*rate : {&GemmRates::sm_rate, &GemmRates::gpu_rate, &GemmRates::epilogue, &GemmRates::fixup_bytes,
+                                  &GemmRates::quantized_cycles, &GemmRates::quantized_epilogue, &GemmRates::quantized_partial_bytes}) {
     rates.*rate *= scaled.sm_scale;
   }
-  for (double GemmRates::* rate : {&GemmRates::bandwidth, &GemmRates::sm_bandwidth, &GemmRates::copy_bandwidth,
-                                   &GemmRates::quantized_bandwidth, &GemmRates::quantized_sm_bandwidth}) {
+  for (double GemmRates::*rate : {&GemmRates::bandwidth, &GemmRates::sm_bandwidth, &GemmRates::copy_bandwidth,
+                                  &GemmRates::quantized_bandwidth, &GemmRates::quantized_sm_bandwidth}) {
     rates.*rate *= scaled.memory_scale;
   }
   return rates;
@@ -141,7 +139,7 @@ double TileCost::us(GemmLaunch const& launch) const {
   GemmRates const& r = rates_;
   double const tiles = double(tiles_), k_tiles = double(k_tiles_);
   double workers = std::min(tiles, double(workers_)), iterations, last = 0, last_workers = 0, owned, partials = 0;
-  bool several, stream = false;
+  bool several = false, stream = false;
   int64_t const splits = launch.decomposition == Decomposition::kSplitK ? std::min<int64_t>({launch.splits, k_tiles_, workers_}) : 1;
   int64_t const waves = tiles_ / stream_workers_, tail = tiles_ - waves * stream_workers_;
   if (splits > 1) {
@@ -162,7 +160,6 @@ double TileCost::us(GemmLaunch const& launch) const {
   } else if (grid_) {  // CTAs follow each other one by one, not in waves
     owned = std::max(1.0, tiles / double(workers_));
     iterations = owned * k_tiles;
-    several = false;
   } else {
     owned = std::ceil(tiles / workers);
     iterations = owned * k_tiles;

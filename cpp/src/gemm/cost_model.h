@@ -57,7 +57,7 @@ struct GemmModel {
 /// The rates by name, as model tables have them.
 struct GemmRateName {
   char const* name;
-  double GemmRates::* rate;
+  double GemmRates::*rate;
 };
 inline constexpr GemmRateName kGemmRateNames[] = {
     {"start", &GemmRates::start},

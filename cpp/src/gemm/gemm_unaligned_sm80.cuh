@@ -5,7 +5,7 @@
 // Composition (kernel_sm80.cuh has the walk): MainloopUnalignedSm80, EpilogueUnalignedSm80, the split scheduler.
 // Tile walk: data-parallel launches have a CTA for each tile, as many resident as shared memory and registers allow, since with a short k
 // the stores of one overlap with the copies of others; split-K and stream-K have the persistent walk of the other kernels.
-// Launch: programmatic on sm_90 (common/dependent_launch.cuh).
+// Launch: programmatic on sm_90 (common/dependent_launch.cuh). The mainloop waits for the predecessor, behind its arithmetic.
 // Shared memory: the ring of stages, as many as there are k tiles, and in its place the epilogue's staging.
 #pragma once
 
@@ -29,10 +29,6 @@ struct GridTileSchedulerSm80 : SplitTileSchedulerSm80<kThreads, kValues> {
     bool grid_of_tiles;
   };
 
-  /// The mainloop waits for the predecessor, behind its arithmetic. The successor starts behind the mainloop: CTAs that came earlier would
-  /// share the SMs of this launch unevenly, some SMs with several and some with none (301 x 299 x 295: 8.6 us on the H200, 4.2 like this).
-  static CUTLASS_DEVICE void initialize(Params const&, typename Base::SharedStorage&, int) {}
-
   class WorkItems {
    public:
     CUTLASS_DEVICE WorkItems(Params const& params, typename Base::SharedStorage const& storage, Location const& at)
@@ -55,6 +51,8 @@ struct GridTileSchedulerSm80 : SplitTileSchedulerSm80<kThreads, kValues> {
     CUTLASS_DEVICE bool fixup(WorkItem const& item, Accumulator& accumulator, int group, int thread, Barrier const& barrier,
                               Store const& store) const {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+      // Not earlier: CTAs that came before would share the SMs of this launch unevenly, some SMs with several and some with none
+      // (301 x 299 x 295: 8.6 us on the H200, 4.2 like this).
       allow_dependent_launch();
 #endif
       return items_.fixup(item, accumulator, group, thread, barrier, store);

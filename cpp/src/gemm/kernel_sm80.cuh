@@ -1,6 +1,7 @@
 // The kernel layer of the portable GEMMs (sm_80 onward), composed as that of sm_90 is (kernel_sm90.cuh): a mainloop, an epilogue and a
 // tile scheduler. It says what its kernels have in common once: the walk over the work items, the mainloop of each, the fix-up of split
-// tiles, the epilogue through shared memory. Compositions: gemm_sm80.cuh, quantized_gemm/w4a16_sm80.cuh, moe/grouped/grouped_sm80.cuh.
+// tiles, the epilogue through shared memory. Compositions: gemm_sm80.cuh, gemm_unaligned_sm80.cuh, quantized_gemm/w4a16_sm80.cuh,
+// moe/grouped/grouped_sm80.cuh.
 //
 // Warp roles. None: all warps copy by cp.async and compute by mma.sync, and every thread holds a part of the tile's accumulators.
 // Tile walk. Persistent: the work items of a CTA follow from the kernel's parameters, or from a table that every CTA computes first.
@@ -16,6 +17,7 @@
 //                       k tiles; staging, the epilogue's storage after mma. An epilogue may return before all threads have read its
 //                       staging, so mma has a barrier before it fills a stage that was staging.
 //                       gemm/mainloop_sm80.cuh: 16-bit operands, around the CollectiveMma of CUTLASS's MainloopSm80CpAsync.
+//                       gemm/mainloop_unaligned_sm80.cuh: the same at any address and with any stride.
 //                       quantized_gemm/mainloop_sm80.cuh: a CollectiveMma specialisation that dequantises; its copies run ahead.
 //                       moe/grouped/mainloop_sm80.cuh: one for an expert's weights, tokens in order or gathered.
 //   CollectiveEpilogue  Params; TensorStorage (staging) and PipelineStorage; begin once; Output (a tile, which mma is given too where its

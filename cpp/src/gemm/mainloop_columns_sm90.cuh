@@ -310,8 +310,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   template <int kColumns, class Storage, class Accumulator, class AfterLast>
   static CUTLASS_DEVICE void mma_columns(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
                                          int k_count, int row_group, int thread, AfterLast const& after_last) {
-    using Op = decltype(cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>,
-                                                   kRowsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN, cute::GMMA::Major::K>());
+    using Op =
+        decltype(cute::GMMA::ss_op_selector < Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>,
+                 kRowsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN, cute::GMMA::Major::K > ());
     auto const numbers = std::make_integer_sequence<int, kColumns / 2>{};
     constexpr int kBlockUnits = kSharing * 64 * kRowBytes >> 4;  // from a block of 64 rows to the warpgroup's next, as in EpilogueSm90
     constexpr int kStepUnitsA = kRowsAlongK ? 16 * 2 >> 4 : 16 * 128 >> 4;  // from 16 of k to the next: along a line, or as many lines

@@ -18,6 +18,7 @@
 #include "common/dependent_launch.cuh"
 #include "common/mma_sm80.cuh"
 #include "cutlass/cutlass.h"
+#include "gemm/schedule.h"
 #include "minfer/types.h"
 
 namespace minfer::gemm {
@@ -29,8 +30,6 @@ __device__ __forceinline__ void copy_async_4(uint32_t destination, uint64_t sour
       "l"(source), "r"(int(inside))
       : "memory");
 }
-
-constexpr int kBriefK = 16;  // of an MMA: a smaller k has copies and fragments of its own
 
 /// One operand: its tiles of kExtent rows of m or n and kTileK of k, in stages of kStageBytes.
 template <Major kMajor, int kExtent, int kTileK, int kThreads>
@@ -157,19 +156,33 @@ struct UnalignedOperandSm80 {
   /// The rows 16 block .. 16 block + 15 from the fragment's first row on. Register i of half h: k = 16 q + 2 i and the next, of row
   /// row_of(g, h) of the block.
   static CUTLASS_DEVICE void load(uint32_t const* stage, Fragments const& at, int block, uint32_t (&d)[2][8]) {
-    uint32_t const* const from = stage + at.offset;
+    load_run<8>(stage + at.offset, at, block, d);
+  }
+  /// The same where k has no more than kBriefK: k = 4 q + 2 i and the next.
+  static CUTLASS_DEVICE void load_brief(uint32_t const* stage, Fragments const& at, int first_row, int lane, int block,
+                                        uint32_t (&d)[2][2]) {
+    int const g = int(unsigned(lane) / 4), q = int(unsigned(lane) % 4);
+    load_run<2>(stage + (kAlongK ? (first_row + g) * kLineWords + 2 * q : 4 * q * kLineWords + first_row / 2 + g), at, block, d);
+  }
+
+  static constexpr CUTLASS_HOST_DEVICE int row_of(int g, int h) { return kAlongK ? 8 * h + g : 2 * g + h; }
+
+ private:
+  /// kPairs pairs of neighbours along k, the first in the words `from`, or in the lines from there on.
+  template <int kPairs>
+  static CUTLASS_DEVICE void load_run(uint32_t const* from, Fragments const& at, int block, uint32_t (&d)[2][kPairs]) {
     if constexpr (kAlongK) {
       CUTLASS_PRAGMA_UNROLL
       for (int h = 0; h < 2; ++h) {
-        uint32_t words[9];
+        uint32_t words[kPairs + 1];
         CUTLASS_PRAGMA_UNROLL
-        for (int j = 0; j < 9; ++j) words[j] = from[(16 * block + 8 * h) * kLineWords + j];
+        for (int j = 0; j <= kPairs; ++j) words[j] = from[(16 * block + 8 * h) * kLineWords + j];
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 8; ++i) d[h][i] = __funnelshift_r(words[i], words[i + 1], at.shift_even);
+        for (int i = 0; i < kPairs; ++i) d[h][i] = __funnelshift_r(words[i], words[i + 1], at.shift_even);
       }
     } else {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kPairs; ++i) {
         uint32_t const* const even = from + 2 * i * kLineWords + 8 * block;
         uint32_t const x = __funnelshift_r(even[0], even[1], at.shift_even);
         uint32_t const y = __funnelshift_r(even[kLineWords], even[kLineWords + 1], at.shift_odd);
@@ -178,32 +191,6 @@ struct UnalignedOperandSm80 {
       }
     }
   }
-  /// The same where k has no more than kBriefK: registers 0 and 1 of half h have k = 4 q .. 4 q + 3.
-  static CUTLASS_DEVICE void load_brief(uint32_t const* stage, Fragments const& at, int first_row, int lane, int block,
-                                        uint32_t (&d)[2][2]) {
-    int const g = int(unsigned(lane) / 4), q = int(unsigned(lane) % 4);
-    if constexpr (kAlongK) {
-      uint32_t const* const from = stage + (first_row + 16 * block + g) * kLineWords + 2 * q;
-      CUTLASS_PRAGMA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        uint32_t const* const words = from + 8 * h * kLineWords;
-        uint32_t const middle = words[1];
-        d[h][0] = __funnelshift_r(words[0], middle, at.shift_even);
-        d[h][1] = __funnelshift_r(middle, words[2], at.shift_even);
-      }
-    } else {
-      uint32_t const* const from = stage + 4 * q * kLineWords + first_row / 2 + 8 * block + g;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        uint32_t const* const even = from + 2 * i * kLineWords;
-        uint32_t const x = __funnelshift_r(even[0], even[1], at.shift_even);
-        uint32_t const y = __funnelshift_r(even[kLineWords], even[kLineWords + 1], at.shift_odd);
-        d[0][i] = __byte_perm(x, y, 0x5410);
-        d[1][i] = __byte_perm(x, y, 0x7632);
-      }
-    }
-  }
-  static constexpr CUTLASS_HOST_DEVICE int row_of(int g, int h) { return kAlongK ? 8 * h + g : 2 * g + h; }
 };
 
 template <class Config>

@@ -10,6 +10,9 @@ namespace minfer::gemm {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+/// The k of an MMA. Where the problem has no more, kernels for unaligned operands leave out the rest of their k tile.
+constexpr int kBriefK = 16;
+
 /// Resident CTAs per SM. sm_90 kernels are built for a number; of portable ones as many share an SM as their registers and its shared
 /// memory allow, two of 128 threads where the kernel does not say.
 inline int32_t ctas_per_sm(KernelInfo const& kernel, DeviceProperties const& device) {

@@ -329,6 +329,7 @@ class FitOptions:
 
 
 _HUBER = 1.5
+_OUTLIER = 10.0  # times the noise: a candidate whose error is more takes no part in the expected regret
 _STEP = 0.01  # of numeric derivatives
 
 
@@ -380,6 +381,8 @@ class _Fit:
         residuals, and a positive diagonal for its second derivatives. What a problem's residuals have in common changes none of these."""
         rows = self.data.problem
         z = -(residuals + self.log_us) / self.options.softness
+        outlier = residuals.abs() > _OUTLIER * self.options.noise
+        z = z.masked_fill(outlier & (self._sum((~outlier).double())[rows] > 0), -math.inf)
         largest = z.new_full((len(self.data.problems),), -math.inf).scatter_reduce(0, rows, z, "amax")
         odds = (z - largest[rows]).exp()
         odds = odds / self._sum(odds)[rows]
