@@ -181,7 +181,7 @@ def _check_columns(row: Row, tile: tuple[int, ...], step: int) -> None:
     row.require(set(layouts) <= {"tn", "tt"}, "column_step", "is for layouts tn and tt: the tokens are K-major")
     row.require(tile[2] == 64, "tile", "tile_k must be 64 where a launch chooses the columns")
     row.require(step % 8 == 0 and tile[1] % step == 0, "column_step", "must be a multiple of 8, a WGMMA's step, that divides tile_n")
-    whole = tile[1] % (step * _boxes_together(row, tile, step)) == 0
+    whole = tile[1] % (_box_rows(step) * _boxes_together(row, tile, step)) == 0
     row.require(whole or _mma_rows(row, tile) == 1, "column_step", "a box of D has as many columns: tile_n must be whole groups of boxes")
 
 
@@ -190,22 +190,27 @@ def _mma_rows(row: Row, tile: tuple[int, ...]) -> int:
     return tile[0] // (128 if row.get("schedule") == "cooperative" else 64)
 
 
+def _box_rows(step: int) -> int:
+    """Rows of a box of D where a launch chooses the columns of a tile, which may end in the middle of a box."""
+    return max(step, 16)
+
+
 def _boxes_together(row: Row, tile: tuple[int, ...], step: int) -> int:
-    """Boxes of `step` columns that are finished and stored as a group: 64 columns, or 32 beside more than 128 accumulators."""
+    """Boxes of columns that are finished and stored as a group: 64 columns, or 32 beside more than 128 accumulators."""
     columns = 32 if _mma_rows(row, tile) * tile[1] // 2 > 128 else 64
-    return min(max(columns // step, 1), tile[1] // step)
+    return min(max(columns // _box_rows(step), 1), tile[1] // _box_rows(step))
 
 
 def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int | None) -> tuple[int, int]:
     """D leaves through shared memory in boxes -> (box buffers per consumer warpgroup, bytes of all of them and the bias).
 
     A box is as many contiguous outputs as TMA's swizzles allow (64, 32 or 16) for the 64 rows of one MMA tile; swapped, 64 contiguous
-    outputs (the MMA tile's rows) for tile_n rows of D, or for `step` rows where a launch chooses the columns in such steps.
+    outputs (the MMA tile's rows) for tile_n rows of D, or for `_box_rows(step)` of them where a launch chooses the columns in such steps.
     """
     tile_m, tile_n, _ = tile
     mma_m = _mma_rows(row, tile)
     if swap:
-        rows = step or tile_n
+        rows = _box_rows(step) if step else tile_n
         boxes, box_bytes = mma_m * tile_n // rows, rows * 64 * OUTPUT_BYTES
     else:
         width = next((w for w in (64, 32, 16) if tile_n % w == 0), 0)

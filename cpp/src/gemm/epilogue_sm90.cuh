@@ -50,7 +50,8 @@ struct EpilogueSm90 {
   static constexpr int kMmaM = Config::kTileM / (64 * kConsumers);
   static constexpr int kTileN = Config::kTileN;
   static constexpr bool kChoosesColumns = Config::kColumnStep > 0;  // up to kTileN, which shared memory and registers are laid out for
-  static constexpr int kBoxRows = kChoosesColumns ? Config::kColumnStep : kSwap ? kTileN : 64;
+  static constexpr int kBoxRows = kChoosesColumns ? cute::max(Config::kColumnStep, 16) : kSwap ? kTileN : 64;
+  static constexpr int kStoredRows = kChoosesColumns ? Config::kColumnStep : kBoxRows;  // of a box at a time: a tile may end within one
   static constexpr int kBoxColumns = kSwap || kTileN % 64 == 0 ? 64 : (kTileN % 32 == 0 ? 32 : 16);
   static constexpr int kGatedColumns = kBoxColumns / 2;
   static constexpr int kRowBytes = kBoxColumns * 2;
@@ -343,8 +344,13 @@ struct EpilogueSm90 {
     for (int box = 0; box < G::kCount; ++box) {
       int const b = G::kFirstBox + box, n = box_n(b, tile_row, tile_column, warpgroup);
       if (!kChoosesColumns || has_box(b)) {
-        cute::SM90_TMA_STORE_3D::copy(&params.tma_d, buffers + b % kBuffers * kBoxBytes, params.general.gated ? n / 2 : n,
-                                      box_m(b, tile_row, tile_column, warpgroup), l);
+        char* const from = buffers + b % kBuffers * kBoxBytes;
+        int const m = box_m(b, tile_row, tile_column, warpgroup), pitch = params.general.gated ? kGatedColumns * 2 : kRowBytes;
+#pragma unroll
+        for (int row = 0; row < kBoxRows; row += kStoredRows) {
+          if (row > 0 && box_chunk(b) * kBoxRows + row >= columns()) break;
+          cute::SM90_TMA_STORE_3D::copy(&params.tma_d, from + row * pitch, params.general.gated ? n / 2 : n, m + row, l);
+        }
       }
       cute::tma_store_arrive();  // also of a box that the tile lacks: the wait for a buffer counts them
     }

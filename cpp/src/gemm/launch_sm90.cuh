@@ -20,7 +20,7 @@ Status describe_epilogue(GemmProblem const& problem, GemmOperands const& operand
   if (!params->store_by_tma) return Status::success();
   Status status = encode_tensor_map_planes(&params->tma_d, problem.d_type, operands.d, n_out, problem.m, problem.batch, operands.ldd,
                                            operands.d_batch_stride, problem.gated ? Epilogue::kGatedColumns : Epilogue::kBoxColumns,
-                                           Epilogue::kBoxRows);
+                                           Epilogue::kStoredRows);
   if (status.ok() && params->load_c_by_tma) {
     status = encode_tensor_map_planes(&params->tma_c, problem.d_type, operands.c, problem.n, problem.m, problem.batch, operands.c_stride_m,
                                       operands.c_batch_stride, Epilogue::kBoxColumns, Epilogue::kBoxRows);

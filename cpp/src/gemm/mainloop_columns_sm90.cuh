@@ -106,7 +106,6 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   // The boxes in which A comes: rows and k of one, and how many a CTA loads for a stage.
   static constexpr int kBoxRows = kRowsAlongK ? kTileM / Config::kClusterN : 64, kBoxK = kRowsAlongK ? kTileK : kTileK / Config::kClusterN;
   static constexpr int kBoxes = kRowsAlongK ? 1 : kTileM / 64, kBoxBytes = kBoxRows * kBoxK * 2;
-  static constexpr bool kTakesTurns = kStep % (8 * Config::kClusterM) != 0;  // at loading the columns, in a cluster
 
   struct Params {
     CUtensorMap a, b;  // the kernel's own operands, [l, rows, k]; a [l, k, rows] where its rows are contiguous
@@ -129,8 +128,10 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   // ---- set-up -------------------------------------------------------------------------------------------------------------------
 
+  /// Whether the CTAs of a cluster's column take turns at loading their columns: parts of them would end within 8 rows of the swizzle.
+  static CUTLASS_HOST_DEVICE bool takes_turns(int columns) { return columns % (8 * Config::kClusterM) != 0; }
   /// Columns of a tile that a CTA loads at a time.
-  static CUTLASS_HOST_DEVICE int loaded_columns(int columns) { return kTakesTurns ? columns : columns / Config::kClusterM; }
+  static CUTLASS_HOST_DEVICE int loaded_columns(int columns) { return takes_turns(columns) ? columns : columns / Config::kClusterM; }
 
   static CUTLASS_DEVICE void prefetch_tma_descriptors(Params const& params) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.a));
@@ -169,7 +170,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   }
   template <class Tile>
   static CUTLASS_DEVICE TileInputs tile_inputs(Params const& params, LoadInputs const& inputs, Tile const& tile) {
-    int const column = tile.n() * params.columns + (kTakesTurns ? 0 : inputs.m * loaded_columns(params.columns));
+    int const column = tile.n() * params.columns + first_column(params, inputs);
     int const row = tile.m() * kTileM;
     if constexpr (!kRowsAlongK) return {row, column, tile.l(), inputs.n * kBoxK};
     return {row + inputs.n * kBoxRows, column, tile.l(), 0};
@@ -184,7 +185,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       if (params.prefetch_a) {
         for_each_box(tile, k, [&](int, int x, int y) { cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.a, x, y, tile.l); });
       }
-      if (params.prefetch_b && loads_columns(inputs, k)) cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.b, k * kTileK, tile.column, tile.l);
+      if (params.prefetch_b && loads_columns(params, inputs, k)) {
+        cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.b, k * kTileK, tile.column, tile.l);
+      }
     }
     minfer::wait_for_predecessor();
     return 0;
@@ -198,12 +201,12 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       uint64_t* const full = &storage.full[state.index];
       FullBarrier::arrive_and_expect_tx(full, uint32_t(params.stage_bytes));
       char* const a = storage.ring + state.index * params.stage_bytes;
-      char* const b = a + kBytesA + (kTakesTurns ? 0 : inputs.m * loaded_columns(params.columns) * kRowBytes);
+      char* const b = a + kBytesA + first_column(params, inputs) * kRowBytes;
       for_each_box(tile, k, [&](int box, int x, int y) {
         char* const to = a + (box * Config::kClusterN + inputs.n) * kBoxBytes;
         copy<Config::kClusterN>(params.a, full, inputs.multicast_a, params.hint_a, to, x, y, tile.l);
       });
-      if (loads_columns(inputs, k)) {  // an empty stage is empty in every CTA of the cluster
+      if (loads_columns(params, inputs, k)) {  // an empty stage is empty in every CTA of the cluster
         copy<Config::kClusterM>(params.b, full, inputs.multicast_b, params.hint_b, b, k * kTileK, tile.column, tile.l);
       }
       state.advance();
@@ -254,7 +257,13 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
  private:
   /// Whether this CTA loads columns of k tile `k`, a part of them or, in its turn, all.
-  static CUTLASS_DEVICE bool loads_columns(LoadInputs const& inputs, int k) { return !kTakesTurns || k % Config::kClusterM == inputs.m; }
+  static CUTLASS_DEVICE bool loads_columns(Params const& params, LoadInputs const& inputs, int k) {
+    return !takes_turns(params.columns) || k % Config::kClusterM == inputs.m;
+  }
+  /// The first column of a tile that this CTA loads.
+  static CUTLASS_DEVICE int first_column(Params const& params, LoadInputs const& inputs) {
+    return takes_turns(params.columns) ? 0 : inputs.m * loaded_columns(params.columns);
+  }
 
   /// Calls visit(box, x, y) for the boxes of A that this CTA loads of k tile `k`, with their coordinates in A's tensor map.
   template <class Visit>
