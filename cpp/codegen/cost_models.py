@@ -26,6 +26,7 @@ RATES = (  # the fields of minfer::GemmRates, in order
     "c_epilogue",
     "c_start",
     "fixup",
+    "partial",
     "fixup_bytes",
     "fixup_pingpong",
     "bandwidth",

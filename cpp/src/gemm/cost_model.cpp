@@ -178,7 +178,7 @@ double TileCost::us(GemmLaunch const& launch) const {
   double const main_us = std::sqrt(busy_us * busy_us + hbm_us * hbm_us);
   double const exposed_us =
       pingpong_ ? epilogue_us_ + r.exposed * (owned - 1) * std::max(0.0, epilogue_us_ - main_us / owned) : epilogue_us_ * owned;
-  double const fixup_us = partials > 0 ? partials * r.fixup + (partials + 1) * partial_us_ : 0.0;
+  double const fixup_us = partials > 0 ? r.fixup + (partials - 1) * r.partial + (partials + 1) * partial_us_ : 0.0;
   double const start_us =
       start_us_ - (resident >= 2 ? r.overlap_two : 0.0) - (resident >= 3 ? r.overlap_three : 0.0) - (resident >= 4 ? r.overlap_four : 0.0);
   return start_us * factors_.start + main_us + exposed_us + fixup_us;

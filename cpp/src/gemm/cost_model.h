@@ -19,6 +19,7 @@ struct GemmRates {
   double epilogue;                     // D's bytes/us of one SM
   double c_epilogue, c_start;          // factor and us where C is read
   double fixup;                        // us of a partial's publication, flag and first read
+  double partial;                      // us of each further partial of a tile
   double fixup_bytes;                  // bytes/us of one SM
   double fixup_pingpong;               // factor where one warpgroup does it
   double bandwidth, sm_bandwidth;      // bytes/us of all SMs, and of one
@@ -75,6 +76,7 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"c_epilogue", &GemmRates::c_epilogue},
     {"c_start", &GemmRates::c_start},
     {"fixup", &GemmRates::fixup},
+    {"partial", &GemmRates::partial},
     {"fixup_bytes", &GemmRates::fixup_bytes},
     {"fixup_pingpong", &GemmRates::fixup_pingpong},
     {"bandwidth", &GemmRates::bandwidth},
