@@ -42,6 +42,16 @@ def padded(shape, dtype, device, *, margin=2, left=8, right=8):
     return whole[..., margin : margin + rows, left : left + columns], whole
 
 
+def placed(rows, columns, row_major, dtype, device="cuda", *, offset=0, gap=0, batch=()):
+    """Random [*batch, rows, columns] whose lines have `gap` NaNs between them, from `offset` on in NaN-filled memory."""
+    lines, extent = (rows, columns) if row_major else (columns, rows)
+    planes, pitch = math.prod(batch), extent + gap
+    memory = torch.full((offset + planes * lines * pitch + 24,), math.nan, dtype=dtype, device=device)
+    x = memory[offset : offset + planes * lines * pitch].view(*batch, lines, pitch)[..., :extent]
+    x.copy_(torch.randn(x.shape, device=device))
+    return x if row_major else x.transpose(-1, -2)
+
+
 def untouched_outside(view: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a tensor from ``padded`` still is NaN everywhere but in the view."""
     return int(whole.isnan().sum()) - int(view.isnan().sum()) == whole.numel() - view.numel()

@@ -19,6 +19,7 @@ from tests.gemm.cases import (
     gemm_mismatch,
     name_of,
     padded,
+    placed,
     untouched_outside,
 )
 
@@ -35,16 +36,6 @@ SHAPES = ((1, 2, 1), (3, 17, 9), (33, 57, 40), (65, 131, 127), (130, 255, 129), 
 OFFSETS = (0, 1, 2, 3, 5)
 # An operand's places: elements from a 16-byte boundary to its first one, and elements between its lines.
 PLACES = [(offset, gap) for offset in OFFSETS for gap in (0, 1, 6)]
-
-
-def placed(rows, columns, row_major, dtype, *, offset=0, gap=0, batch=()):
-    """Random [*batch, rows, columns] whose lines have `gap` NaNs between them, from `offset` on in NaN-filled memory."""
-    lines, extent = (rows, columns) if row_major else (columns, rows)
-    planes, pitch = math.prod(batch), extent + gap
-    memory = torch.full((offset + planes * lines * pitch + 24,), math.nan, dtype=dtype, device=DEVICE)
-    x = memory[offset : offset + planes * lines * pitch].view(*batch, lines, pitch)[..., :extent]
-    x.copy_(torch.randn(x.shape, device=DEVICE))
-    return x if row_major else x.transpose(-1, -2)
 
 
 def aligned(x, portable):

@@ -130,7 +130,7 @@ void choose_order(KernelInfo const& kernel, int32_t tile_n, int64_t tiles_m, int
   }
 }
 
-constexpr int kSplits[] = {2, 3, 4, 6, 8, 12, 16};
+constexpr int kSplits[] = {2, 3, 4, 5, 6, 7, 8, 10, 12, 16};
 
 /// Which launches are candidates.
 struct Candidates {
