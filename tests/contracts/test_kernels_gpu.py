@@ -132,7 +132,8 @@ def test_epilogues(name):
         odd, whole = padded((m, n), dtype, DEVICE, left=3, right=2)
         minfer.gemm(a, b, c=c, beta=1.0, kernel=override, out=odd)
         assert gemm_mismatch(odd, a, b, c=c, beta=1.0) is None and untouched_outside(odd, whole), f"{override}: rows of D off 16 bytes"
-        assert gated_mismatch(minfer.gemm_gated(a, b, bias=bias, kernel=override), a, b, bias=bias) is None, override
+        if kernel["tile_n"] > 1:  # a column has no pairs of gate and up
+            assert gated_mismatch(minfer.gemm_gated(a, b, bias=bias, kernel=override), a, b, bias=bias) is None, override
         batch_a, batch_b = operands(40, 72, 264, dtype, layout, DEVICE, batch=(3,))
         batch_c = torch.randn(3, 40, 72, device=DEVICE).to(dtype)
         epilogue = {"c": batch_c, "beta": 1.0}

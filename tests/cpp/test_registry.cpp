@@ -40,6 +40,9 @@ TEST_CASE(registry_names_are_unique_and_found) {
   CHECK(find_kernel("") == nullptr);
 }
 
+/// A row or a column of outputs: a vector by a matrix.
+bool is_vector(KernelInfo const& kernel) { return kernel.tile_m == 1 || kernel.tile_n == 1; }
+
 TEST_CASE(registry_names_say_what_the_fields_say) {
   for_each_kernel([](KernelInfo const& kernel) {
     if (std::strcmp(kernel.family, "gemm") != 0) return;
@@ -47,7 +50,9 @@ TEST_CASE(registry_names_say_what_the_fields_say) {
     std::snprintf(expected, sizeof(expected), "gemm_sm%d_%s_%c%c_%dx%dx%d_%dx%dx1_%s%s%s%s", kernel.arch, name_of(kernel.ab_type),
                   kernel.a_major == Major::kK ? 't' : 'n', kernel.b_major == Major::kK ? 'n' : 't', kernel.tile_m, kernel.tile_n,
                   kernel.tile_k, kernel.cluster_m, kernel.cluster_n, name_of(kernel.schedule), kernel.swap ? "_swap" : "",
-                  kernel.alignment < 16 ? "_unaligned" : "",
+                  kernel.alignment == 16 ? ""
+                  : is_vector(kernel)    ? "_vector"
+                                         : "_unaligned",
                   kernel.column_step > 0 ? ("_columns" + std::to_string(kernel.column_step)).c_str() : "");
     CHECK_EQUAL(std::string(kernel.name), expected);
   });
@@ -59,9 +64,9 @@ TEST_CASE(registry_fields_are_legal) {
     CHECK_EQUAL(kernel.arch_exact, kernel.arch == 90);
     CHECK(kernel.ab_type != DataType::kF32);
     CHECK(kernel.tile_m > 0 && kernel.tile_n > 0 && kernel.tile_k > 0);
-    CHECK(kernel.tile_n % 8 == 0);
+    CHECK(kernel.tile_n % 8 == 0 || is_vector(kernel));
     CHECK(kernel.cluster_m >= 1 && kernel.cluster_n >= 1);
-    CHECK(kernel.stages >= 2);
+    CHECK(kernel.stages >= (is_vector(kernel) ? 1 : 2));
     CHECK(kernel.threads % 32 == 0 && kernel.threads <= 1024);
     // What a block of sm_90, and of the smallest portable GPU (8.6, 8.9, 12.0), may ask for.
     CHECK(kernel.smem_bytes <= (kernel.arch == 90 ? 232448 : 101376));

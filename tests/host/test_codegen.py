@@ -73,6 +73,9 @@ W4A16_SM80 = {
 }
 
 
+VECTOR = {"vector": True, "tile": [1, 16, 1024], "warps": [1, 16], "stages": None, "layouts": ["nn"]}  # changes of SM80
+
+
 def expand(base: dict, **changes) -> list:
     row = {**base, **changes}
     family = QuantizedGemmKernel if "formats" in base else GemmKernel
@@ -112,6 +115,8 @@ def test_names_are_derived_from_the_row():
     assert swapped[0].name == "gemm_sm90_f16_tn_64x16x128_1x1x1_pingpong_swap"
     unaligned = expand(SM80, unaligned=True, tile=[32, 64, 64], warps=[2, 2])
     assert unaligned[1].name == "gemm_sm80_f16_nt_32x64x64_1x1x1_multistage_unaligned"
+    vector = expand(SM80, **VECTOR)
+    assert vector[0].name == "gemm_sm80_f16_nn_1x16x1024_1x1x1_multistage_vector"
     assert [kernel.name for kernel in expand(W4A16_SM80)] == [
         "w4a16_sm80_f16_int4_128x64x64_1x1x1_w1_multistage",
         "w4a16_sm80_bf16_int4_128x64x64_1x1x1_w1_multistage",
@@ -128,6 +133,8 @@ def test_alignment_and_threads():
     assert (expand(SM90)[0].alignment, expand(SM90)[0].threads) == (16, 384)
     assert (expand(SM80)[0].alignment, expand(SM80)[0].threads) == (16, 128)
     assert expand(SM80, unaligned=True, tile=[64, 64, 64], warps=[2, 2])[0].alignment == 2
+    vector = expand(SM80, **VECTOR)[0]
+    assert (vector.alignment, vector.threads, vector.smem_bytes) == (2, 512, 4 * 16 * 16 + 16)
     assert (expand(W4A16_SM80)[0].alignment, expand(W4A16_SM80)[0].threads) == (16, 128)
     assert expand(W4A16_SM80, tile=[128, 128, 64], warpgroups=2)[0].threads == 256
 
@@ -151,7 +158,9 @@ def test_the_projects_own_table():
     # "Any shape, one answer": each element type and layout has a kernel that takes any pointer and stride on any GPU.
     for element in ("f16", "bf16"):
         for layout in ("tn", "tt", "nn", "nt"):
-            assert any(isinstance(k, GemmKernel) and k.unaligned and (k.element, k.layout) == (element, layout) for k in kernels)
+            assert any(
+                isinstance(k, GemmKernel) and k.unaligned and not k.vector and (k.element, k.layout) == (element, layout) for k in kernels
+            )
         # and 4-bit weights one that takes every group size on any GPU.
         assert any(k.FAMILY == "w4a16" and k.arch == 80 and (k.element, k.group_multiple) == (element, 32) for k in kernels)
     # At most 40 kernels of attention in a wheel for sm_90a.
@@ -311,6 +320,11 @@ def test_rows_over_codes():
         (SM80, {"warps": [4, 4]}, "warps", "at most 8 warps"),
         (SM80, {"warps": [1, 1]}, "tile", "512 accumulators per thread"),
         (SM80, {"tile": [128, 128, 24]}, "tile", "16 x 8 x 16"),
+        (SM80, VECTOR | {"tile": [16, 16, 1024]}, "tile", "one row or one column"),
+        (SM80, VECTOR | {"layouts": ["tn", "tt"]}, "tile", "16 outputs where the matrix is contiguous along k, else 32"),
+        (SM80, VECTOR | {"tile": [1, 16, 512]}, "tile", "two for each thread"),
+        (SM80, VECTOR | {"stages": 4}, "stages", "not for vector"),
+        (SM80, VECTOR | {"tile": [1, 16, 2048], "warps": [1, 32]}, "warps", "at most 16 warps"),
         (W4A16_SM90, {"arch": "sm70"}, "arch", "must be one of sm90, sm80"),
         (W4A16_SM90, {"tile": [128, 16, 64]}, "tile", "tile_k must be 128"),
         (W4A16_SM80, {"scaling": "fine"}, "scaling", "no such field for sm80"),

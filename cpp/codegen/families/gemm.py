@@ -23,11 +23,12 @@ THREADS_SM90 = 384  # one producer warpgroup, two consumers
 MAX_ACCUMULATORS = 176  # fp32 registers per consumer thread, of 232; beyond it the epilogue spills
 OUTPUT_BYTES = 2  # of the outputs that are staged for TMA; a D of f32 is stored from registers
 OUTPUTS = ("f16", "bf16")
+LAYOUTS = ("tn", "tt", "nn", "nt")
 
 COMMON_FIELDS = {"arch", "elements", "outputs", "layouts", "tile", "schedule", "stages", "note"}
 FIELDS = {
     "sm90": COMMON_FIELDS | {"cluster", "swap", "epilogue_chunks", "column_step"},
-    "sm80": COMMON_FIELDS | {"warps", "unaligned"},
+    "sm80": COMMON_FIELDS | {"warps", "unaligned", "vector"},
 }
 
 
@@ -41,10 +42,11 @@ class GemmKernel(Kernel):
     warps: tuple[int, int] = (0, 0)  # sm80: along the tile's m and n
     ring_bytes: int = 0  # sm90, where a launch chooses the tile's columns: what its stages share
     unaligned: bool = False  # sm80: operands at any address and with any stride
+    vector: bool = False  # sm80: the same, a vector and a matrix
 
     @property
     def name(self) -> str:
-        suffix = ("_swap" if self.swap else "") + ("_unaligned" if self.unaligned else "")
+        suffix = ("_swap" if self.swap else "") + ("_vector" if self.vector else "_unaligned" if self.unaligned else "")
         suffix += f"_columns{self.column_step}" if self.column_step else ""
         shape = f"{shape_name(self.tile)}_{shape_name(self.cluster)}"
         return f"gemm_sm{self.arch}_{self.types}_{self.layout}_{shape}_{self.schedule}{suffix}"
@@ -53,11 +55,11 @@ class GemmKernel(Kernel):
     def shard_group(self) -> str:
         """K-major pairs (the layout of weights, most often edited) are kept apart from the rest."""
         layouts = "columns" if self.column_step else "tn" if self.layout == "tn" else "mn"
-        return f"gemm_sm{self.arch}_{self.schedule}{'_unaligned' if self.unaligned else ''}_{layouts}"
+        return f"gemm_sm{self.arch}_{self.schedule}{'_vector' if self.vector else '_unaligned' if self.unaligned else ''}_{layouts}"
 
     @property
     def template(self) -> tuple[str, str]:
-        variant = "_columns" if self.column_step else "_unaligned" if self.unaligned else ""
+        variant = "_columns" if self.column_step else "_vector" if self.vector else "_unaligned" if self.unaligned else ""
         name = f"gemm{variant}_sm{self.arch}"
         return f"gemm/{name}.cuh", f"launch_{name}"
 
@@ -70,7 +72,7 @@ class GemmKernel(Kernel):
         arch = row.one_of("arch", FIELDS)
         row.known(FIELDS[arch], arch)
         elements = row.names("elements", cls.OPERANDS)
-        layouts = row.names("layouts", ("tn", "tt", "nn", "nt"))
+        layouts = row.names("layouts", LAYOUTS)
         expand = _expand_sm90 if arch == "sm90" else _expand_sm80
         kernels = []
         for element in elements:
@@ -127,6 +129,8 @@ def _expand_sm90(row: Row, operand_bytes: int) -> dict:
 def _expand_sm80(row: Row, operand_bytes: int) -> dict:
     tile, stages = row.integers("tile", 3), row.optional_integer("stages")
     warps, unaligned = row.integers("warps", 2), row.flag("unaligned")
+    if row.flag("vector"):
+        return _expand_vector(row, tile, warps)
     _check_sm80(row, tile, warps, stages, operand_bytes)
     # The ring, reused as [tile_m, tile_n + padding] of fp32 by the epilogue.
     if unaligned:
@@ -139,6 +143,22 @@ def _expand_sm80(row: Row, operand_bytes: int) -> dict:
     fields = dict(arch=80, tile=tile, unaligned=unaligned, stages=stages, warps=warps, threads=threads, smem_bytes=smem)
     # Unaligned: as many CTAs as have 128 registers a thread.
     return fields | dict(ctas_per_sm=SM_REGISTERS // (128 * threads) if unaligned else 1)
+
+
+def _expand_vector(row: Row, tile: tuple[int, ...], warps: tuple[int, ...]) -> dict:
+    """A row of A by a matrix (tile_m = 1), or a matrix by a column of B (tile_n = 1). The warps share k."""
+    row.require(row.get("schedule") == "multistage", "schedule", "sm80 has multistage")
+    row.require("stages" not in row.fields, "stages", "are not for vector: its operands go to registers")
+    row.require(1 in tile[:2] and tile[:2] != (1, 1), "tile", "must have one row or one column where a vector is multiplied")
+    matrix = row.names("layouts", LAYOUTS)
+    outputs = max(tile[:2])
+    along_k = {name[1] == "n" if tile[0] == 1 else name[0] == "t" for name in matrix}
+    row.require(along_k == {outputs == 16}, "tile", "must have 16 outputs where the matrix is contiguous along k, else 32")
+    threads = 32 * warps[0] * warps[1]
+    row.require(tile[2] == 2 * threads, "tile", "tile_k must be two for each thread")
+    row.require(threads <= 512, "warps", "at most 16 warps")
+    fields = dict(arch=80, tile=tile, unaligned=True, vector=True, stages=1, warps=warps, threads=threads)
+    return fields | dict(smem_bytes=4 * outputs * threads // 32 + 16, ctas_per_sm=SM_REGISTERS // (128 * threads))
 
 
 def _stage_bytes(tile: tuple[int, ...], operand_bytes: int) -> int:
@@ -177,7 +197,7 @@ def _check_sm90(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], opera
 def _check_columns(row: Row, tile: tuple[int, ...], step: int) -> None:
     """A kernel whose launches choose the columns of a tile."""
     row.require(row.flag("swap"), "column_step", "is for swapped kernels: the rows of a box of D are chosen, not its columns")
-    layouts = row.names("layouts", ("tn", "tt", "nn", "nt"))
+    layouts = row.names("layouts", LAYOUTS)
     row.require(set(layouts) <= {"tn", "tt"}, "column_step", "is for layouts tn and tt: the tokens are K-major")
     row.require(tile[2] == 64, "tile", "tile_k must be 64 where a launch chooses the columns")
     row.require(step % 8 == 0 and tile[1] % step == 0, "column_step", "must be a multiple of 8, a WGMMA's step, that divides tile_n")

@@ -79,6 +79,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
 
 constexpr int32_t kMaxGrid = 65535;  // CTAs along y and z
 
+/// The schedule of a launch, and its grid: that of the tiles where no tile is divided.
+template <class Config, class SchedulerParams>
+Status describe_grid(GemmLaunchArguments const& arguments, SchedulerParams* scheduler, dim3* grid) {
+  TileSchedulerParams& schedule = scheduler->schedule;
+  if (Status status = describe_schedule<Config>(arguments, &schedule, &scheduler->split); !status.ok()) return status;
+  *grid = dim3(unsigned(schedule.workers));
+  if (schedule.splits != 1 || schedule.stream_tiles != 0) return Status::success();
+  int32_t const along = schedule.raster_along_n ? schedule.tiles_n : schedule.tiles_m;
+  int32_t const across = schedule.raster_along_n ? schedule.tiles_m : schedule.tiles_n;
+  scheduler->grid_of_tiles = across <= kMaxGrid && schedule.batch <= kMaxGrid;
+  schedule.workers = schedule.tiles();
+  *grid = scheduler->grid_of_tiles ? dim3(unsigned(along), unsigned(across), unsigned(schedule.batch)) : dim3(unsigned(schedule.workers));
+  return Status::success();
+}
+
 template <class Config>
 Status launch_gemm_unaligned_sm80(GemmLaunchArguments const& arguments) {
   using Kernel = GemmUnalignedSm80<Config>;
@@ -86,17 +101,9 @@ Status launch_gemm_unaligned_sm80(GemmLaunchArguments const& arguments) {
   GemmOperands const& operands = *arguments.operands;
 
   typename Kernel::Params params{};
-  TileSchedulerParams& schedule = params.scheduler.schedule;
-  if (Status status = describe_schedule<Config>(arguments, &schedule, &params.scheduler.split); !status.ok()) return status;
-  dim3 grid = dim3(unsigned(schedule.workers));
-  if (schedule.splits == 1 && schedule.stream_tiles == 0) {
-    int32_t const along = schedule.raster_along_n ? schedule.tiles_n : schedule.tiles_m;
-    int32_t const across = schedule.raster_along_n ? schedule.tiles_m : schedule.tiles_n;
-    params.scheduler.grid_of_tiles = across <= kMaxGrid && schedule.batch <= kMaxGrid;
-    schedule.workers = schedule.tiles();
-    grid = params.scheduler.grid_of_tiles ? dim3(unsigned(along), unsigned(across), unsigned(schedule.batch))
-                                          : dim3(unsigned(schedule.workers));
-  }
+  LaunchShape shape;
+  if (Status status = describe_grid<Config>(arguments, &params.scheduler, &shape.grid); !status.ok()) return status;
+  TileSchedulerParams const& schedule = params.scheduler.schedule;
   auto const describe = [](void const* base, int64_t leading, int64_t batch_stride, int64_t extent, auto* operand) {
     *operand = {reinterpret_cast<uint64_t>(base), 2 * leading, 2 * batch_stride, int32_t(extent)};
   };
@@ -115,8 +122,6 @@ Status launch_gemm_unaligned_sm80(GemmLaunchArguments const& arguments) {
   int32_t const stages = schedule.k_tiles < Config::kStages ? schedule.k_tiles : Config::kStages;
   size_t const ring_bytes = size_t(stages) * Kernel::Mainloop::kStageBytes,
                staging_bytes = sizeof(typename Kernel::Epilogue::TensorStorage);
-  LaunchShape shape;
-  shape.grid = grid;
   shape.threads = unsigned(Kernel::kThreads);
   shape.smem_bytes = ring_bytes > staging_bytes ? ring_bytes : staging_bytes;
   shape.programmatic = arguments.programmatic_launch && arguments.device->compute_capability() >= 90;

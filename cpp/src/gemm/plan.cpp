@@ -39,6 +39,7 @@ char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, Device
     return "an operand's pointer or stride is not a multiple of 16 bytes";
   }
   if (kernel.arch >= 90 && problem.k == 0) return "it needs k > 0";
+  if (problem.gated && kernel.tile_n == 1) return "its tiles are columns, without pairs of gate and up";
   if (kernel.arch < 90 && kernel.alignment == 16) {  // vectors of 8 along the contiguous mode, without a tail
     int64_t const a_extent = problem.a_major == Major::kK ? problem.k : problem.m;
     int64_t const b_extent = problem.b_major == Major::kK ? problem.k : problem.n;
@@ -151,6 +152,11 @@ bool has_invariant_ranges(KernelInfo const& kernel, GemmProblem const& problem, 
     if (begin(kernel.tile_k, split) != begin(kInvariantTileK, split)) return false;
   }
   return true;
+}
+
+/// Kernels of a vector and a matrix, which share k out among their threads.
+bool adds_in_its_own_order(KernelInfo const& kernel) {
+  return kernel.b_format == WeightFormat::kDense && (kernel.tile_m == 1 || kernel.tile_n == 1);
 }
 
 /// The decompositions that are candidates for one kernel in tiles of `tile_n` columns.
@@ -310,6 +316,7 @@ void for_each_candidate(GemmProblem const& problem, DeviceProperties const& devi
       if (options.force_arch != 0 && kernel.arch != options.force_arch) continue;
       if (candidates.arch != 0 && kernel.arch != candidates.arch) continue;
       if (candidates.alignment != 0 && kernel.alignment != candidates.alignment) continue;
+      if (candidates.splits != 0 && adds_in_its_own_order(kernel)) continue;
       if (copies.us > 0 && (kernel.arch != copied_arch || kernel.alignment < 16)) continue;
       if (illegal(kernel, own, device) != nullptr) continue;
       for_each_prediction(kernel, own, copies, device, model, candidates, bound_us,
@@ -339,8 +346,8 @@ Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOp
 }
 
 /// The candidates among which plans that are batch invariant choose, for every m: kernels of one arch and alignment, and the splits that
-/// are fastest for kInvariantRows. All dense kernels of an arch and alignment add the products of a range of k in the same order, whatever
-/// their tiles. Those of sm_90 come first where there are any: what a few rows gain by others, many rows would lose.
+/// are fastest for kInvariantRows. All dense kernels with MMAs of an arch and alignment add the products of a range of k in the same order,
+/// whatever their tiles. Those of sm_90 come first where there are any: what a few rows gain by others, many rows would lose.
 constexpr int64_t kInvariantRows = 32;
 Candidates batch_invariant_candidates(GemmProblem problem, DeviceProperties const& device, GemmPlanOptions const& options) {
   problem.m = kInvariantRows;
