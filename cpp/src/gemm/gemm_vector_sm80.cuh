@@ -223,8 +223,8 @@ class EpilogueVectorSm80 {
     for (int i = 0; i < kValues; ++i) {
       int const row = Mainloop::kRow ? m : m + i, column = Mainloop::kRow ? n + i : n;
       bool const inside = row < params_.m && column < params_.n;
-      float value = params_.alpha * accumulator(i);
-      if (params_.bias != nullptr && inside) value += load_bias<Config::kType>(params_, column);
+      float const bias = params_.bias != nullptr && inside ? load_bias<Config::kType>(params_, column) : 0.0f;
+      float value = fmaf(params_.alpha, accumulator(i), bias);
       int to = column;
       float up = 0.0f;
       if (params_.gated) {  // of the thread two further on
