@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,19 @@ from minfer.planning import calibrate
 from minfer.planning.plan import (
     DTYPE_NAMES,
     Problem,
+    W4Problem,
     enumerate_plans,
     plan_problem,
 )
 
 from bench.suites import drawn
 
-COUNTS = {"regret": 200, "regret_unaligned": 100}
-GENERATORS = {"regret": random_problems.aligned, "regret_unaligned": random_problems.unaligned}
+COUNTS = {"regret": 200, "regret_unaligned": 100, "regret_w4a16": 200}
+GENERATORS: dict[str, Callable[[int, int], Problem | W4Problem]] = {
+    "regret": random_problems.aligned,
+    "regret_unaligned": random_problems.unaligned,
+    "regret_w4a16": random_problems.w4a16,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,13 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(seed=1000)  # not the seed of the tables' measurements
 
 
-def problem_of(seed: int, suite: str, index: int) -> Problem:
+def problem_of(seed: int, suite: str, index: int) -> Problem | W4Problem:
     return GENERATORS[suite](seed, index)
 
 
-def describe(problem: Problem) -> dict[str, Any]:
+def describe(problem: Problem | W4Problem) -> dict[str, Any]:
     """op, shape and dtype of a problem's row."""
-    shape = {"m": problem.m, "n": problem.n, "k": problem.k, "layout": problem.layout, "c": problem.c}
+    shape: dict[str, Any] = {"m": problem.m, "n": problem.n, "k": problem.k}
+    shape |= {"group": problem.group_size} if isinstance(problem, W4Problem) else {"layout": problem.layout, "c": problem.c}
     return {"op": problem.op, "shape": shape, "dtype": DTYPE_NAMES[problem.dtype]}
 
 

@@ -19,7 +19,7 @@ from minfer.planning.calibrate import (
     Measured,
     table_name,
 )
-from minfer.planning.plan import Problem, enumerate_plans, plan_problem
+from minfer.planning.plan import Problem, W4Problem, enumerate_plans, plan_problem
 from typer.testing import CliRunner
 
 H200 = -1
@@ -60,7 +60,7 @@ def problems() -> list[Problem]:
 
 def test_predictions_are_the_plans(problems):
     """A plan's predicted time is the model's, or the floor where that is more."""
-    plans = {p: enumerate_plans(p, device=H200, limit=20) for p in problems[:8]}
+    plans = {p: enumerate_plans(p, device=H200, limit=20) for p in problems[:10]}
     measured = [Measured(p, tuple(Candidate.of(plan, 1.0) for plan in of_p)) for p, of_p in plans.items()]
     predicted = calibrate.predict([CostModel.of_device(H200)], Data(measured))[0]
     flat = [plan for of_p in plans.values() for plan in of_p]
@@ -92,6 +92,8 @@ def test_the_table_in_use_can_be_loaded():
         ("1 2 3", "expected 15 cells"),
         ("8 64 64 1 bf16 bf16 k k 16 16 0 16 2 0 x", "must be 0 or 1"),
         ("8 64 64 1 bf17 bf16 k k 16 16 0 16 0 0 x", "ab_type"),
+        ("8 64 64 bf16 int5 128 0 0 0 x", "must be one of int4"),
+        ("8 64 64 bf16 int4 128 0 0 2 x", "must be 0 or 1"),
     ],
 )
 def test_bad_candidates_are_refused(line, message):
@@ -113,9 +115,10 @@ def test_results_must_fit():
 
 
 def test_measurements_round_trip(tmp_path, problems):
-    written = [candidates(p, us=3.5) for p in problems[:16]]
+    written = [candidates(p, us=3.5) for p in problems[:30]]
     assert {m.problem.gated for m in written} == {True, False}
     assert torch.float32 in {m.problem.out_dtype for m in written}
+    assert {"int4", "nf4"} <= {m.problem.w4_format for m in written if isinstance(m.problem, W4Problem)}
     path = tmp_path / "measured.jsonl"
     path.write_text("".join(m.line() + "\n" for m in written))
     assert calibrate.read_measurements([path]) == written

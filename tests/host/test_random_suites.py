@@ -12,7 +12,7 @@ import pytest
 import torch
 from minfer.measure import benchmarking, random_problems
 from minfer.planning.calibrate import Candidate, Measured
-from minfer.planning.plan import LAYOUTS, Problem, enumerate_plans
+from minfer.planning.plan import LAYOUTS, Problem, W4Problem, enumerate_plans
 
 from bench.peers import cublaslt
 from bench.report import (
@@ -71,8 +71,11 @@ def test_quantised_problems():
 
 
 def test_calibration_problems_have_every_kind():
-    problems = list(itertools.islice(random_problems.calibration(1), 64))
-    assert problems == list(itertools.islice(random_problems.calibration(1), 64))
+    drawn_problems = list(itertools.islice(random_problems.calibration(1), 80))
+    assert drawn_problems == list(itertools.islice(random_problems.calibration(1), 80))
+    problems = [p for p in drawn_problems if isinstance(p, Problem)]
+    formats = [p.w4_format for p in drawn_problems if isinstance(p, W4Problem)]
+    assert len(formats) == 16 and formats.count("int4") == 10 and set(formats) == {"int4", "nf4", "mxfp4", "nvfp4"}
     assert sum(p.gated for p in problems) == sum(p.out_dtype == torch.float32 for p in problems) == 4
     assert {p.layout for p in problems if p.gated} == set(LAYOUTS)
     assert sum(p.k % 8 != 0 for p in problems) >= 4

@@ -19,7 +19,6 @@ from codegen.hardware import (
 from codegen.kernel import MAJORS, SCHEDULES, Kernel, cpp_bool, shape_name
 from codegen.row import Row
 
-THREADS_SM90 = 384  # one producer warpgroup, two consumers
 MAX_ACCUMULATORS = 176  # fp32 registers per consumer thread, of 232; beyond it the epilogue spills
 OUTPUT_BYTES = 2  # of the outputs that are staged for TMA; a D of f32 is stored from registers
 OUTPUTS = ("f16", "bf16")
@@ -123,7 +122,7 @@ def _expand_sm90(row: Row, operand_bytes: int) -> dict:
     smem = _smem_sm90(ring_bytes, staging_bytes)
     fields = dict(arch=90, tile=tile, cluster=cluster, swap=swap, stages=stages, epilogue_chunks=chunks)
     fields |= dict(column_step=column_step, ring_bytes=ring_bytes if column_step else 0)
-    return fields | dict(threads=THREADS_SM90, smem_bytes=smem)
+    return fields | dict(threads=128 * (1 + _consumers_sm90(tile)), smem_bytes=smem)
 
 
 def _expand_sm80(row: Row, operand_bytes: int) -> dict:
@@ -175,18 +174,27 @@ def _unaligned_bytes(extent: int) -> int:
     return words * max(extent * (tile_k // 2 + 1), tile_k * (extent // 2 + 1) + 8 * (tile_k // 16 - 1))
 
 
+def _consumers_sm90(tile: tuple[int, ...]) -> int:
+    """Consumer warpgroups: three where they share 192 rows, else two."""
+    return 3 if tile[0] == 192 else 2
+
+
 def _check_sm90(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], operand_bytes: int) -> None:
     tile_m, tile_n, tile_k = tile
     schedule = row.get("schedule")
     row.require(schedule in ("cooperative", "pingpong"), "schedule", "sm90 has cooperative and pingpong")
-    allowed = (128, 256) if schedule == "cooperative" else (64, 128)
-    row.require(tile_m in allowed, "tile", f"{schedule} takes tile_m {allowed[0]} or {allowed[1]} (64 rows per warpgroup instruction)")
+    three = (192,) if schedule == "cooperative" and "column_step" in row.fields else ()  # consumer warpgroups
+    allowed = (128, *three, 256) if schedule == "cooperative" else (64, 128)
+    choice = " or ".join(map(str, allowed))
+    row.require(tile_m in allowed, "tile", f"{schedule} takes tile_m {choice} (64 rows per warpgroup instruction)")
     row.require(tile_n % 8 == 0 and 8 <= tile_n <= 256, "tile", "tile_n must be a multiple of 8 from 8 to 256 (the WGMMA shapes)")
     whole = tile_k * operand_bytes % SWIZZLE_ROW_BYTES == 0
     row.require(whole, "tile", f"tile_k must fill whole 128-byte swizzle rows: a multiple of {SWIZZLE_ROW_BYTES // operand_bytes}")
-    accumulators = tile_m * tile_n // (256 if schedule == "cooperative" else 128)
-    rule = f"{accumulators} accumulators per consumer thread spill, the limit is {MAX_ACCUMULATORS}"
-    row.require(accumulators <= MAX_ACCUMULATORS, "tile", rule)
+    accumulators = tile_m * tile_n // (128 * (_consumers_sm90(tile) if schedule == "cooperative" else 1))
+    # ptxas gives an instruction no more registers than a thread is launched with, which with three consumers are 128.
+    limit = MAX_ACCUMULATORS if _consumers_sm90(tile) == 2 else 96
+    rule = f"{accumulators} accumulators per consumer thread do not fit, the limit is {limit}"
+    row.require(accumulators <= limit, "tile", rule)
     row.require(all(c in (1, 2, 4) for c in cluster[:2]) and cluster[2] == 1, "cluster", "must be [1|2|4, 1|2|4, 1]")
     row.require(cluster[0] * cluster[1] <= 8, "cluster", "at most 8 CTAs are portable")
     # Multicast cuts the A tile over the cluster's columns and the B tile over its rows, in whole 8-row swizzle atoms.
@@ -207,7 +215,7 @@ def _check_columns(row: Row, tile: tuple[int, ...], step: int) -> None:
 
 def _mma_rows(row: Row, tile: tuple[int, ...]) -> int:
     """Blocks of 64 rows, the MMA's, of a consumer warpgroup."""
-    return tile[0] // (128 if row.get("schedule") == "cooperative" else 64)
+    return tile[0] // (64 * (_consumers_sm90(tile) if row.get("schedule") == "cooperative" else 1))
 
 
 def _box_rows(step: int) -> int:
@@ -216,8 +224,8 @@ def _box_rows(step: int) -> int:
 
 
 def _boxes_together(row: Row, tile: tuple[int, ...], step: int) -> int:
-    """Boxes of columns that are finished and stored as a group: 64 columns, or 32 beside more than 128 accumulators."""
-    columns = 32 if _mma_rows(row, tile) * tile[1] // 2 > 128 else 64
+    """Boxes of columns that are finished and stored as a group: 64 columns, or 32 where few registers are left beside the accumulators."""
+    columns = 32 if _mma_rows(row, tile) * tile[1] // 2 > 128 or _consumers_sm90(tile) == 3 else 64
     return min(max(columns // _box_rows(step), 1), tile[1] // _box_rows(step))
 
 
@@ -249,7 +257,7 @@ def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int
     # The general epilogue passes 64 rows x up to 32 columns of fp32 through the same memory.
     general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
     bias = 4 * (64 * mma_m if swap else tile_n)  # fp32, of the tile's n
-    return chunks, 2 * (round_up(max(chunks * box_bytes, general), 1024) + bias)
+    return chunks, _consumers_sm90(tile) * (round_up(max(chunks * box_bytes, general), 1024) + bias)
 
 
 def _smem_sm90(ring_bytes: int, staging_bytes: int) -> int:

@@ -84,11 +84,12 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   static constexpr bool kCooperative = Config::kSchedule == minfer::Schedule::kCooperative;
   static constexpr bool kPingpong = !kCooperative;
-  static constexpr bool kRereadsThread = false;
   static constexpr bool kOrdered = kPingpong;
-  static constexpr int kThreads = 384;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
-  static_assert(Config::kThreads == kThreads);
+  static constexpr int kThreads = Config::kThreads;
+  static constexpr bool kRereadsThread = kThreads == 512;  // there is no register for what follows from it
+  static_assert(kThreads == 384 || (kThreads == 512 && kCooperative));
+  // Those of all warpgroups together are no more than the launch gives the CTA: 168 a thread of three, 128 of four.
+  static constexpr int kProducerRegisters = kThreads == 384 ? 40 : 32, kConsumerRegisters = kThreads == 384 ? 232 : 160;
   static_assert((Config::kSwap ? Config::kMajorA : Config::kMajorB) == minfer::Major::kK, "the columns' layout is that of K-major ones");
   static constexpr bool kRowsAlongK = (Config::kSwap ? Config::kMajorB : Config::kMajorA) == minfer::Major::kK;
 
@@ -96,7 +97,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static constexpr int kTileK = 64;  // a swizzled row of 128 bytes
   static_assert(Config::kTileK == kTileK && sizeof(Element) == 2);
   static constexpr int kCluster = Config::kClusterM * Config::kClusterN;
-  static constexpr int kConsumers = 2, kSharing = kCooperative ? 2 : 1;  // warpgroups, and those that share a tile
+  static constexpr int kConsumers = kThreads / 128 - 1, kSharing = kCooperative ? kConsumers : 1;  // warpgroups; those that share a tile
   static constexpr int kBlocks = kTileM / (64 * kSharing);  // of 64 rows, of a warpgroup; those that share a tile take turns at them
   static_assert(kTileM == 64 * kSharing * kBlocks && kBlocks >= 1 && kBlocks <= 3);
   static constexpr int kBlockValues = kTileN / 2, kValues = kBlocks * kBlockValues;  // accumulators of a thread; narrow tiles have fewer

@@ -59,27 +59,37 @@ def unaligned(seed: int, index: int) -> Problem:
 
 def w4a16(seed: int, index: int) -> W4Problem:
     """m in 1 to 8192; n, k multiples of 128, what every peer's format takes, in 256 to 32768; groups of 128; float16 one time in two."""
-    rng = random.Random(f"w4a16/{seed}/{index}")
+    return _quantised("w4a16", seed, index, "int4", 128)
+
+
+def _quantised(suite: str, seed: int, index: int, w4_format: str, group_size: int) -> W4Problem:
+    rng = random.Random(f"{suite}/{seed}/{index}")
     f16 = rng.random() < 0.5
 
     def draw() -> tuple[int, int, int]:
         return log_uniform(rng, 1, MOST_M), log_uniform(rng, 256, 32768, 128), log_uniform(rng, 256, 32768, 128)
 
     m, n, k = _first_feasible(rng, False, draw)
-    return W4Problem(m, n, k, dtype=torch.float16 if f16 else torch.bfloat16, group_size=128)
+    return W4Problem(m, n, k, dtype=torch.float16 if f16 else torch.bfloat16, group_size=group_size, w4_format=w4_format)
 
 
-def calibration(seed: int) -> Iterator[Problem]:
-    """Endless problems for the fit: of eight, five aligned, one of n and k in multiples of 8, one of any n and k, one gated or float32."""
+_CALIBRATED = (("int4", 128), ("int4", 32), ("int4", 128), ("nf4", 64), ("int4", 128), ("mxfp4", 32), ("int4", 128), ("nvfp4", 16))
+
+
+def calibration(seed: int) -> Iterator[Problem | W4Problem]:
+    """Endless problems for the fit: of ten, five aligned, one of n and k in multiples of 8, one of any n and k, one gated or float32, two
+    with 4-bit weights, every other one of these int4 in groups of 128."""
     for index in itertools.count():
-        kind = index % 8
+        kind, turn = index % 10, index // 10
         if kind < 5:
             yield aligned(seed, index)
         elif kind == 5:
-            yield _dense("eight", seed, index // 8, 256, 32768, 8)
+            yield _dense("eight", seed, turn, 256, 32768, 8)
         elif kind == 6:
-            yield _dense("any", seed, index // 8, 16, 8192, 1)
-        else:
-            p = _dense("special", seed, index // 16, 256, 32768, 64)
-            special = {"gated": True} if index // 8 % 2 == 0 else {"out_dtype": torch.float32, "c": p.c}
+            yield _dense("any", seed, turn, 16, 8192, 1)
+        elif kind == 7:
+            p = _dense("special", seed, turn // 2, 256, 32768, 64)
+            special = {"gated": True} if turn % 2 == 0 else {"out_dtype": torch.float32, "c": p.c}
             yield Problem(p.m, p.n, p.k, dtype=p.dtype, layout=p.layout, **special)
+        else:
+            yield _quantised("quantised", seed, index, *_CALIBRATED[(2 * turn + kind) % len(_CALIBRATED)])

@@ -1,7 +1,8 @@
-"""Calibration of the dense GEMM plan's cost model: candidates are timed on random problems, and the model's constants are fitted to them.
+"""Calibration of the cost model of GEMM plans, dense and with 4-bit weights: candidates are timed on random problems, and the constants of
+the model are fitted to them.
 
-The formula itself is the library's alone (cpp/src/gemm/cost_model.cpp); ``minfer::_predict_gemm`` evaluates it for many models and
-candidates at once, and the fit differentiates it numerically. A table holds rates of the device and factors of each kernel, by name:
+The formulas themselves are the library's alone (cpp/src/gemm/cost_model.cpp, cpp/src/quantized_gemm/cost_model.cpp);
+``minfer::_predict_gemm`` evaluates them for many models and candidates at once, and the fit differentiates them numerically. A table holds rates of the device and factors of each kernel, by name:
 names that the library adds are fitted without a change here. The fit is a damped Gauss-Newton search over the logarithms of all
 constants (Levenberg 1944, Marquardt 1963), with Huber's loss and a normal prior around a table that is already known; the prior is what
 shrinks the factors of kernels that were seldom measured.
@@ -15,17 +16,27 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..measure import benchmarking, random_problems
 from ..measure.workloads import workload
-from .plan import DTYPE_NAMES, Plan, Problem, enumerate_plans
+from .plan import (
+    DTYPE_NAMES,
+    Plan,
+    Problem,
+    W4Problem,
+    enumerate_plans,
+    plan_problem,
+)
 
 _LONGEST_US = 1000.0  # of a problem for calibration
 NEAR = 1.6  # candidates predicted to take up to this times the best are measured
+DEQUANTIZE = "dequantize"  # the override that writes the weight out in 16 bits, in front of a dense product
+_DEQUANTIZED_M = 192  # from so many tokens on that is measured, too
 KINDS = {"gated": {"gated": True}, "f32": {"out_dtype": torch.float32}}  # of measured problems; any other kind is a plain product
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -65,7 +76,7 @@ class CostModel:
 
 
 def table_name(kernel: str) -> str:
-    """A dense kernel's name in tables: without the family and the element type (minfer::model_name_of)."""
+    """A kernel's name in tables: without the family and the element type (minfer::model_name_of)."""
     arch, _, rest = kernel.split("_", 1)[1].partition("_")
     return f"{arch}_{rest.partition('_')[2]}"
 
@@ -95,6 +106,8 @@ class Candidate:
 
     @property
     def override(self) -> str:
+        if self.kernel == DEQUANTIZE:
+            return DEQUANTIZE
         columns = f",columns={self.columns}" if self.columns else ""
         launch = f"decomposition={self.decomposition},splits={self.splits},swizzle={self.swizzle},raster={self.raster}"
         copies = "".join(f",{name}=1" for name in ("realign_a", "realign_b") if getattr(self, name))
@@ -105,23 +118,30 @@ class Candidate:
 class Measured:
     """A problem with the times of its candidates; ``own_us``: of what the operator itself runs, 0 where it was not timed."""
 
-    problem: Problem
+    problem: Problem | W4Problem
     candidates: tuple[Candidate, ...]
     own_us: float = 0.0
 
     def line(self) -> str:
         """As one line of JSON."""
         p = self.problem
-        kind = "gated" if p.gated else "f32" if p.out_dtype == torch.float32 else "plain"
-        head = {"kind": kind, "own": round(self.own_us, 3), "m": p.m, "n": p.n, "k": p.k, "c": p.c, "layout": p.layout}
+        head: dict[str, Any] = {"own": round(self.own_us, 3), "m": p.m, "n": p.n, "k": p.k, "c": p.c}
+        if isinstance(p, W4Problem):
+            head |= {"format": p.w4_format, "group_size": p.group_size, "zeros": p.zeros, "gated": p.gated}
+        else:
+            head |= {"kind": "gated" if p.gated else "f32" if p.out_dtype == torch.float32 else "plain", "layout": p.layout}
         plans = [list(vars(candidate).values()) for candidate in self.candidates]
         return json.dumps(head | {"dtype": DTYPE_NAMES[p.dtype], "plans": plans})
 
     @classmethod
     def parse(cls, line: str) -> Measured:
         found = json.loads(line)
-        options = {"dtype": _DTYPES[found["dtype"]], "c": found["c"], "layout": found.get("layout", "tn")}
-        problem = Problem(found["m"], found["n"], found["k"], **options, **KINDS.get(found.get("kind", "plain"), {}))
+        sizes, options = (found["m"], found["n"], found["k"]), {"dtype": _DTYPES[found["dtype"]], "c": found["c"]}
+        if "format" in found:
+            quantised = {name: found[name] for name in ("group_size", "zeros", "gated")}
+            problem = W4Problem(*sizes, **options, w4_format=found["format"], **quantised)
+        else:
+            problem = Problem(*sizes, **options, layout=found.get("layout", "tn"), **KINDS.get(found.get("kind", "plain"), {}))
         return cls(problem, tuple(Candidate(*plan) for plan in found["plans"]), found.get("own", 0.0))
 
 
@@ -158,12 +178,14 @@ def choose(plans: Sequence[Plan], near: float, most: int, seen: dict[str, int] |
     return chosen
 
 
-def measure(problem: Problem, plans: Sequence[Plan], *, own: bool = False, target_us: float = 200.0, rounds: int = 3) -> Measured:
+def measure(
+    problem: Problem | W4Problem, plans: Sequence[Plan], *, own: bool = False, target_us: float = 200.0, rounds: int = 3
+) -> Measured:
     """Brief times of plans of a problem, in turn, the least of a few graph replays each. Plans that cannot be launched are left out, and a
     warning says so.
 
     Args:
-      plans: best predicted first.
+      plans: best predicted first. Weights that are dequantised first are timed beside them where there are many tokens.
       own: also time what the operator runs by itself, in :attr:`Measured.own_us`.
 
     Raises:
@@ -176,32 +198,37 @@ def measure(problem: Problem, plans: Sequence[Plan], *, own: bool = False, targe
         torch.cuda.empty_cache()
 
 
-def _measure(problem: Problem, plans: Sequence[Plan], own: bool, target_us: float, rounds: int) -> Measured:
+def _measure(problem: Problem | W4Problem, plans: Sequence[Plan], own: bool, target_us: float, rounds: int) -> Measured:
     work = workload(problem)
     sets = benchmarking.rotation(work.operands)
     timers: list[benchmarking.GraphTimer] = []
-    timed: list[Plan] = []
+    candidates = [Candidate.of(plan, 0.0) for plan in plans]
+    if isinstance(problem, W4Problem) and problem.m >= _DEQUANTIZED_M:
+        candidates.append(replace(Candidate.of(plan_problem(problem, kernel=DEQUANTIZE), 0.0), kernel=DEQUANTIZE))
+    timed: list[Candidate] = []
     failed: list[str] = []
     if own:
         estimate_us = plans[0].predicted_us if plans else 10.0
         timers.append(benchmarking.GraphTimer(work.launcher(), sets, estimate_us=estimate_us, target_us=target_us))
         timers[0].replay_us()
-    for plan in plans:
+    for candidate in candidates:
         try:
-            timer = benchmarking.GraphTimer(work.launcher(plan.override), sets, estimate_us=plan.predicted_us, target_us=target_us)
+            timer = benchmarking.GraphTimer(
+                work.launcher(candidate.override), sets, estimate_us=candidate.predicted_us, target_us=target_us
+            )
             timer.replay_us()
         except RuntimeError as error:
             torch.cuda.synchronize()  # raises again where the context is lost
-            failed.append(f"{plan.override}: {error}")
+            failed.append(f"{candidate.override}: {error}")
             continue
         timers.append(timer)
-        timed.append(plan)
+        timed.append(candidate)
     if failed:
-        warnings.warn(f"{len(failed)} of {len(plans)} candidates of {problem} were not timed, the first: {failed[0]}", stacklevel=3)
+        warnings.warn(f"{len(failed)} of {len(candidates)} candidates of {problem} were not timed, the first: {failed[0]}", stacklevel=3)
     samples = [[timer.replay_us() for timer in timers] for _ in range(rounds)]
     best = [min(of_timer) for of_timer in zip(*samples, strict=True)]
     own_us = round(best.pop(0), 3) if own else 0.0
-    return Measured(problem, tuple(Candidate.of(plan, us) for plan, us in zip(timed, best, strict=True)), own_us)
+    return Measured(problem, tuple(replace(c, us=round(us, 3)) for c, us in zip(timed, best, strict=True)), own_us)
 
 
 def measure_device(seconds: float, seed: int = 1, say: Callable[[Measured], None] = lambda measured: None) -> list[Measured]:
@@ -246,7 +273,7 @@ class Data:
     def __post_init__(self):
         from .._core.registry import kernel_names
 
-        known = kernel_names("gemm")
+        known = kernel_names("gemm") | kernel_names("w4a16")
         rows = [(i, c) for i, measured in enumerate(self.problems) for c in measured.candidates if c.kernel in known and c.us > 0]
         if not rows:
             raise ValueError("no candidate was measured whose kernel this build knows")
@@ -264,7 +291,10 @@ class Data:
         return least.scatter_reduce(0, self.problem, self.us, "amin")[self.problem]
 
 
-def _head(problem: Problem) -> str:
+def _head(problem: Problem | W4Problem) -> str:
+    if isinstance(problem, W4Problem):
+        sizes, ab, w4_format, group_size, *flags = problem.arguments()
+        return " ".join(map(str, [*sizes, ab, w4_format, group_size, *map(int, flags)]))
     sizes, ab, d, a_major, b_major, alignments, c, gated = problem.arguments()
     return " ".join(map(str, [*sizes, ab, d, a_major, b_major, *alignments, int(c), int(gated)]))
 
