@@ -388,8 +388,22 @@ constexpr Operator kOperators[] = {
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
 
+/// The problem's keys and values lie in a cache: pages of page_size tokens, or with 0 a sequence each.
+void plan_over_cache(char const* op, std::string const& kv_format, int64_t page_size, AttentionProblem* problem) {
+  AttentionProblem& p = *problem;
+  p.cached = true;
+  p.kv_format = kv_format == "16bit" ? WeightFormat::kDense : parse_format(op, 0, kv_format);
+  p.paged = page_size > 0;
+  p.page_size = p.paged ? page_size : p.seqlen_k;
+  int64_t const pages = p.paged ? (p.seqlen_k + page_size - 1) / page_size : 1;  // of a sequence
+  p.seqlen_k = pages * p.page_size;
+  p.pages = p.batch * pages;
+  p.tokens_k = p.pages * p.page_size;
+}
+
 std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string const& type, int64_t window_left, int64_t window_right,
-                                bool varlen, std::optional<std::string> const& kernel, bool only_runnable, int64_t device) {
+                                bool varlen, std::optional<std::string> const& kernel, bool only_runnable, int64_t device,
+                                std::optional<std::string> const& kv_format, int64_t page_size) {
   char const* op = "minfer::_plan_attention";
   if (sizes.size() != 7) fail(op, ": sizes must be batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim and head_dim_v");
   AttentionProblem p;
@@ -406,6 +420,7 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   p.window_right = window_right;
   p.varlen = varlen;
   p.type = parse_16bit_type(op, type);
+  if (kv_format) plan_over_cache(op, *kv_format, page_size, &p);
   AttentionPlanOptions options;
   options.only_runnable = only_runnable;
   if (kernel) options.kernel = kernel->c_str();
@@ -421,8 +436,8 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
 
 /// JSON texts of what would run.
 constexpr Operator kPlanning[] = {
-    {"_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device) "
-     "-> str",
+    {"_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device, "
+     "str? kv_format=None, int page_size=0) -> str",
      boxed<&plan_attention_json>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kPlanning); }

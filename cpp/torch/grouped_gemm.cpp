@@ -221,7 +221,12 @@ std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string con
   GroupedPlanOptions options;
   options.only_runnable = only_runnable;
   options.force_arch = forced_arch();
-  if (kernel) options.kernel = kernel->c_str();
+  GroupedOverride forced;
+  if (kernel) {
+    forced = parse_grouped_override(op, *kernel);
+    options.kernel = forced.name.c_str();
+    options.gather_first = forced.gather_first;
+  }
   GroupedPlan plan;
   Status const status = plan_grouped(problem_of(op, sizes, type, gated, gathered, w4_format, group_size, has_zeros),
                                      device_properties(op, device), options, &plan);

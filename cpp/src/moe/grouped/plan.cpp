@@ -220,10 +220,13 @@ GroupedPlan describe(KernelInfo const& kernel, GroupedProblem const& problem, De
   return plan;
 }
 
+/// Whether a launch of its own can gather the rows: it copies 16 bytes at a time.
+bool can_gather_first(GroupedProblem const& p) { return p.gathered && p.k % 8 == 0 && p.a_alignment == 16; }
+
 /// The fastest plan; returns how many there are. A portable kernel only where no other computes the problem.
 int choose(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* best) {
   int candidates = 0;
-  bool const can_copy = problem.gathered && problem.k % 8 == 0 && problem.a_alignment == 16;
+  bool const can_copy = can_gather_first(problem);
   int64_t count = 0;
   KernelInfo const* kernels = registry(&count);
   for (int64_t i = 0; i < count; ++i) {
@@ -270,7 +273,11 @@ Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& devic
       return Status::failure(StatusCode::kNotCompiled, "kernel %s is in the table but not in this build (archs: %s)", kernel->name,
                              build_archs()[0] ? build_archs() : "none");
     }
-    *plan = describe(*kernel, problem, device, false);
+    if (options.gather_first && !can_gather_first(problem)) {
+      return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot have its rows gathered first: %s", kernel->name,
+                             problem.gathered ? "they are not aligned to 16 bytes" : "the problem has no gather");
+    }
+    *plan = describe(*kernel, problem, device, options.gather_first);
     plan->source = PlanSource::kOverride;
     std::snprintf(plan->reason, sizeof(plan->reason), "asked for by name");
     return Status::success();
