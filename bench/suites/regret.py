@@ -122,6 +122,6 @@ def main(args: argparse.Namespace) -> int:
         return [row], f"{suite} {problem}: {row['us']:.2f} us, regret {row['regret']:.1%} of {row['candidates']} [{plan.override}]"
 
     facts = benchmarking.run_facts() | ({"commit": args.commit} if args.commit else {})
-    facts["protocol"] = "CUDA-graph replays, inputs rotated through > 3x L2, candidates in turn, least of 3 brief replays"
+    facts["protocol"] = "CUDA-graph replays, inputs rotated through > 3x L2, candidates in turn, least of a few brief replays"
     results = drawn.DrawnResults(args.out, facts, args.seed, counts)
     return drawn.run(results, args, measure, lambda suite, index: describe(problem_of(args.seed, suite, index)))

@@ -12,6 +12,7 @@ from minfer.measure import random_problems
 from minfer.measure.random_problems import AttentionProblem, GroupedProblem
 
 from bench import harness
+from bench.report import __main__ as report, regret as report_regret
 from bench.suites import drawn, regret, regret_attention, regret_contest, regret_grouped
 from bench.suites.regret_contest import Choice, Contest
 
@@ -289,3 +290,50 @@ def test_a_run(tmp_path, monkeypatch):
         "grouped_gemm", "grouped_w4a16_gemm", "attention", "attention", "attention_paged"
     ]  # fmt: skip
     assert drawn.read_rows(out) == found["rows"]
+
+
+# ---- the pages ------------------------------------------------------------------------------------------------------------------
+
+
+def page_rows(suite, problem, regret_of_pick, launch=""):
+    family = regret_grouped if suite == "regret_grouped" else regret_attention
+    own, choices = family.choices_of(problem)
+    other = next(choice for choice in choices if choice.override != own.override)
+    found = Contest(
+        10.0 * (1 + regret_of_pick), {other.override: 10.0}, {"attention_x": "RuntimeError: a | b"} if regret_of_pick > 0.4 else {}
+    )
+    return regret_contest.rows_of(suite, family.describe(problem), own, found)
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Made-up times of 18 problems of each suite: regrets of 1 to 18 percent, and 50 percent once."""
+    made = drawn.DrawnResults(tmp_path / "nvidia-h200" / "regret.json", FACTS, 1000, {"regret_grouped": 18, "regret_attention": 18})
+    for suite, generator in (("regret_grouped", random_problems.grouped), ("regret_attention", random_problems.attention)):
+        for i in range(18):
+            problem = generator(1000, i)
+            if suite == "regret_attention" and len(regret_attention.choices_of(problem)[1]) < 2:
+                problem = ATTENTION[0]
+            made.add(suite, i, page_rows(suite, problem, 0.5 if (suite, i) == ("regret_attention", 17) else (i + 1) / 100))
+    made.write()
+    return report.read_results(tmp_path / "nvidia-h200")
+
+
+def test_the_section_of_the_regret(results):
+    text = report_regret.section(results["regret"])
+    assert "`regret_grouped`: 18 problems, seed 1000" in text
+    assert "| `regret_grouped` | 18 | 9.5% | 9.5% | 18.0% | 18.0% |" in text
+    assert "| int4 weights | 6 |" in text and "| 16-bit weights | 12 |" in text
+    assert text.index("| uniform routing | 6 |") < text.index("| Zipf routing | 6 |") < text.index("| all tokens to the same experts | 6 |")
+    assert "| tensors |" in text and "| head_dim 64 |" in text and "| queries 1-16 |" in text and "| tokens 1-16 |" in text
+    worst = random_problems.grouped(1000, 17)
+    assert f"| {worst.tokens} tokens to {worst.top_k} of {worst.experts} experts, {worst.n} x {worst.k} int4, one_hot" in text
+    assert "| 50.0% |" in text and "RuntimeError: a / b" in text
+    assert "layout" not in text
+    assert "## Regret of the plan" in report.page(results, {})
+
+
+def test_pages_without_these_suites(results):
+    results["regret"]["rows"] = [row for row in results["regret"]["rows"] if row["suite"] == "regret_grouped"]
+    text = report_regret.section(results["regret"])
+    assert "Grouped GEMM: the candidates" in text and "Attention: the candidates" not in text
