@@ -8,8 +8,9 @@ enqueued before the first starts: none is charged the launch latency of a graph 
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ class Arena:
         taken = self._data[self._used : self._used + count].view(shape)
         self._used += self.footprint(count, self._data.dtype)
         return taken
+
+
+def windows(data: torch.Tensor, shape: Sequence[int], count: int) -> list[torch.Tensor]:
+    """``count`` views of ``shape`` of a long vector: behind each other as long as it has room, then again from its begin on, at other
+    places. Views of more bytes than the L2s hold may overlap and still find none of their numbers there."""
+    numbers = math.prod(shape)
+    step = CARVE_BYTES // data.element_size()
+    size = -(-numbers // step) * step
+    if numbers > data.numel():
+        raise MemoryError(f"a vector of {data.numel()} elements has no room for {list(shape)}")
+    starts = (data.numel() - numbers) // step * step + step
+    return [data[begin : begin + numbers].view(shape) for begin in (i * size % starts for i in range(count))]
 
 
 def sets_for(bytes_per_set: int, *, least: int = 2) -> int:
@@ -157,6 +170,66 @@ def measure(
                     samples[name].append(graphs[name].elapsed_us())
     torch.cuda.current_stream().wait_stream(stream)
     return {name: Timing.of(s) for name, s in samples.items()}, failed
+
+
+def _eager_us(fn: Callable[[int], Any], sets: int, stream: torch.cuda.Stream) -> float:
+    """Of one call, host included, after one that is not timed."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(stream):
+        fn(0)
+        begin.record()
+        fn(1 % sets)
+        end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000.0
+
+
+def brief_times(
+    contestants: Mapping[str, Callable[[int], Any]], sets: int, *, rounds: int = 4, graph_us: float = 200.0, slow: float = 3.0
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Times of many contestants, in turn: the least of a few brief replays each, which tells better from worse by a few percent.
+
+    Args:
+      contestants: name -> ``fn(set)``; each must be capturable.
+      sets: sets of operands that they walk.
+      rounds: replays of each.
+      graph_us: work in one replay.
+      slow: contestants whose first call takes this many times as long as the best one before are not captured: their time is that call's.
+
+    Returns:
+      Microseconds of one launch by name, and by name the error of those that did not run.
+    """
+    stream = _capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    pool = torch.cuda.graph_pool_handle()
+    graphs: dict[str, Graph] = {}
+    us: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    best = math.inf
+    for name, fn in contestants.items():
+        try:
+            once = _eager_us(fn, sets, stream)
+            if once > max(slow * best, 500.0):  # the host takes up to some 100 us of it
+                us[name] = once
+                continue
+            graphs[name], estimate = capture(fn, sets, graph_us, stream, pool)
+            best = min(best, estimate)
+        except Exception as error:  # noqa: BLE001  whatever it is; a lost context raises again at once
+            torch.cuda.synchronize()
+            failed[name] = f"{type(error).__name__}: {error}"
+    names = list(graphs)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    with torch.cuda.stream(stream):
+        for i in range(rounds):
+            torch.cuda._sleep((20 + 40 * len(names)) * SPIN_CYCLES_PER_US)
+            shift = i % max(len(names), 1)
+            for name in names[shift:] + names[:shift]:
+                graphs[name].replay()
+            stream.synchronize()
+            for name in names:
+                samples[name].append(graphs[name].elapsed_us())
+    torch.cuda.current_stream().wait_stream(stream)
+    return us | {name: min(of_name) for name, of_name in samples.items()}, failed
 
 
 # ---- results -----------------------------------------------------------------------------------------------------------------

@@ -58,13 +58,13 @@ def seeds(results: dict[str, Any]) -> str:
     return "; ".join(parts) + "."
 
 
-def errors(rows: Iterable[Row]) -> str:
-    """What was not measured."""
+def errors(rows: Iterable[Row], cell: str = "m x n x k") -> str:
+    """What was not measured; ``cell``: what shape_text() says."""
     failed = [row for row in rows if "error" in row]
     if not failed:
         return ""
     lines = [[f"`{r['suite']}`", shape_text(r), r["dtype"], peer_name(r["peer"]) or "all", r["error"].replace("|", "/")] for r in failed]
-    return f"Not measured, {len(failed)}:\n\n" + table(["suite", "m x n x k", "dtype", "who", "error"], lines)
+    return f"Not measured, {len(failed)}:\n\n" + table(["suite", cell, "dtype", "who", "error"], lines)
 
 
 def _overview(peers: dict[str, list[Row]]) -> str:

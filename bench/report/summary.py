@@ -47,6 +47,13 @@ def required_ratio(row: Row) -> float | None:
 
 def shape_text(row: Row) -> str:
     s = row["shape"]
+    if "top_k" in s and "routing" in s and "model" not in s:  # a random problem
+        what = ", ".join([s["routing"], *(name for name in ("gathered", "gated") if s[name])])
+        return f"{s['m']} tokens to {s['top_k']} of {s['experts']} experts, {s['n']} x {s['k']} {s['weights']}, {what}"
+    if "heads_q" in s and "model" not in s:
+        mask = ("causal" if s["causal"] else "full") + (f", window {s['window_left']}" if s["window_left"] >= 0 else "")
+        cache = f", {s['kv_format']} cache" if s["kv_format"] else ""
+        return f"{s['batch']} x {s['m']} x {s['seqlen_k']}, {s['heads_q']}/{s['heads_kv']} heads of {s['head_dim']}, {mask}{cache}"
     if "heads_q" in s:
         return f"{s['model']}, {s['m']}, {s['heads_q']}/{s['heads_kv']} heads of {s['head_dim']}"
     if "experts" in s:

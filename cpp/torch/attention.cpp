@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention/cost_model.h"
 #include "core/checks.h"
+#include "core/cost_models.h"
 #include "core/device.h"
 #include "core/json.h"
 #include "core/operators.h"
@@ -388,9 +390,21 @@ constexpr Operator kOperators[] = {
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
 
-std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string const& type, int64_t window_left, int64_t window_right,
-                                bool varlen, std::optional<std::string> const& kernel, bool only_runnable, int64_t device) {
-  char const* op = "minfer::_plan_attention";
+/// The problem's keys and values lie in a cache: pages of page_size tokens, or with 0 a sequence each.
+void plan_over_cache(char const* op, std::string const& kv_format, int64_t page_size, AttentionProblem* problem) {
+  AttentionProblem& p = *problem;
+  p.cached = true;
+  p.kv_format = kv_format == "16bit" ? WeightFormat::kDense : parse_format(op, 0, kv_format);
+  p.paged = page_size > 0;
+  p.page_size = p.paged ? page_size : p.seqlen_k;
+  int64_t const pages = p.paged ? (p.seqlen_k + page_size - 1) / page_size : 1;  // of a sequence
+  p.seqlen_k = pages * p.page_size;
+  p.pages = p.batch * pages;
+  p.tokens_k = p.pages * p.page_size;
+}
+
+AttentionProblem problem_of(char const* op, std::vector<int64_t> const& sizes, std::string const& type, int64_t window_left,
+                            int64_t window_right, bool varlen, std::optional<std::string> const& kv_format, int64_t page_size) {
   if (sizes.size() != 7) fail(op, ": sizes must be batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim and head_dim_v");
   AttentionProblem p;
   p.batch = sizes[0];
@@ -406,6 +420,15 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   p.window_right = window_right;
   p.varlen = varlen;
   p.type = parse_16bit_type(op, type);
+  if (kv_format) plan_over_cache(op, *kv_format, page_size, &p);
+  return p;
+}
+
+std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string const& type, int64_t window_left, int64_t window_right,
+                                bool varlen, std::optional<std::string> const& kernel, bool only_runnable, int64_t device,
+                                std::optional<std::string> const& kv_format, int64_t page_size) {
+  char const* op = "minfer::_plan_attention";
+  AttentionProblem const p = problem_of(op, sizes, type, window_left, window_right, varlen, kv_format, page_size);
   AttentionPlanOptions options;
   options.only_runnable = only_runnable;
   if (kernel) options.kernel = kernel->c_str();
@@ -419,10 +442,48 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   return json.text();
 }
 
-/// JSON texts of what would run.
+std::string attention_model() { return model_text<attention::CostModel>(attention::kCostConstants); }
+
+/// Writes us[i, j], what the i-th model predicts of the j-th candidate, NaN where this build has no such kernel, and floor_us[j]. A
+/// candidate is a line of batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, type, window_left, window_right, varlen,
+/// kv_format ("tensors": no cache), page_size and a kernel, one space between any two.
+void predict_attention(std::string const& models, std::string const& candidates, int64_t device, Tensor const& us, Tensor const& floor_us) {
+  char const* op = "minfer::_predict_attention";
+  struct Candidate {
+    AttentionProblem problem;
+    KernelInfo const* kernel;
+  };
+  std::vector<Candidate> parsed;
+  for (std::string const& line : split(candidates, '\n')) {
+    if (line.empty()) continue;
+    std::vector<std::string> const cells = split(line, ' ');
+    if (cells.size() != 14) fail(op, ": expected 14 cells in a candidate's line, got '", line, "'");
+    std::vector<int64_t> sizes;
+    for (size_t i = 0; i < 7; ++i) sizes.push_back(parse_integer(op, cells[i], 0, INT32_MAX));
+    std::optional<std::string> const format = cells[11] == "tensors" ? std::nullopt : std::optional<std::string>(cells[11]);
+    parsed.push_back(
+        {problem_of(op, sizes, cells[7], parse_integer(op, cells[8], -1, INT32_MAX), parse_integer(op, cells[9], -1, INT32_MAX),
+                    parse_flag(op, cells[10]), format, parse_integer(op, cells[12], 0, INT32_MAX)),
+         find_kernel(cells[13].c_str())});
+  }
+  auto const read = read_cost_models<attention::CostModel>(op, models, attention::kCostConstants);
+  DeviceProperties const& properties = device_properties(op, device);
+  double* out = predictions(op, "us", us, {int64_t(read.size()), int64_t(parsed.size())});
+  double* floor = predictions(op, "floor_us", floor_us, {int64_t(parsed.size())});
+  for (attention::CostModel const& model : read) {
+    for (Candidate const& c : parsed) {
+      *out++ = c.kernel == nullptr ? std::nan("") : attention::predict_us(model, *c.kernel, c.problem, properties);
+    }
+  }
+  for (Candidate const& c : parsed) *floor++ = attention::floor_us(c.problem, properties);
+}
+
+/// JSON texts of what would run, and what the fit of the cost model needs.
 constexpr Operator kPlanning[] = {
-    {"_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device) "
-     "-> str",
+    {"_attention_model() -> str", boxed<&attention_model>},
+    {"_predict_attention(str models, str candidates, int device, Tensor(a!) us, Tensor(b!) floor_us) -> ()", boxed<&predict_attention>},
+    {"_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device, "
+     "str? kv_format=None, int page_size=0) -> str",
      boxed<&plan_attention_json>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kPlanning); }

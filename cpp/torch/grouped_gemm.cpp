@@ -1,11 +1,13 @@
 // GEMMs of many experts at once with 16-bit weights, and a layer of such experts; on CUDA tensors.
 #include "minfer/moe.h"
 
+#include "core/cost_models.h"
 #include "core/json.h"
 #include "core/operators.h"
 #include "core/torch_calls.h"
 #include "gemm_planning.h"
 #include "grouped_problem.h"
+#include "moe/grouped/cost_model.h"
 #include "moe_layer.h"
 #include "packed_weight.h"
 
@@ -221,7 +223,12 @@ std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string con
   GroupedPlanOptions options;
   options.only_runnable = only_runnable;
   options.force_arch = forced_arch();
-  if (kernel) options.kernel = kernel->c_str();
+  GroupedOverride forced;
+  if (kernel) {
+    forced = parse_grouped_override(op, *kernel);
+    options.kernel = forced.name.c_str();
+    options.gather_first = forced.gather_first;
+  }
   GroupedPlan plan;
   Status const status = plan_grouped(problem_of(op, sizes, type, gated, gathered, w4_format, group_size, has_zeros),
                                      device_properties(op, device), options, &plan);
@@ -231,8 +238,47 @@ std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string con
   return json.text();
 }
 
-/// JSON texts of what would run.
+std::string grouped_model() { return model_text<moe::CostModel>(moe::kCostConstants); }
+
+/// Writes us[i, j], what the i-th model predicts of the j-th candidate, NaN where this build has no such kernel, and floor_us[j]. A
+/// candidate is a line of rows, experts, n, k, type, gated, gathered, w4_format ("dense": 16 bits), group_size, has_zeros and an override,
+/// one space between any two.
+void predict_grouped(std::string const& models, std::string const& candidates, int64_t device, Tensor const& us, Tensor const& floor_us) {
+  char const* op = "minfer::_predict_grouped";
+  struct Candidate {
+    GroupedProblem problem;
+    KernelInfo const* kernel;
+    bool gather_first;
+  };
+  std::vector<Candidate> parsed;
+  for (std::string const& line : split(candidates, '\n')) {
+    if (line.empty()) continue;
+    std::vector<std::string> const cells = split(line, ' ');
+    if (cells.size() != 11) fail(op, ": expected 11 cells in a candidate's line, got '", line, "'");
+    std::vector<int64_t> sizes;
+    for (size_t i = 0; i < 4; ++i) sizes.push_back(parse_integer(op, cells[i], 0, INT32_MAX));
+    std::optional<std::string> const format = cells[7] == "dense" ? std::nullopt : std::optional<std::string>(cells[7]);
+    GroupedOverride const forced = parse_grouped_override(op, cells[10]);
+    parsed.push_back({problem_of(op, sizes, cells[4], parse_flag(op, cells[5]), parse_flag(op, cells[6]), format,
+                                 parse_integer(op, cells[8], -1, INT32_MAX), parse_flag(op, cells[9])),
+                      find_kernel(forced.name.c_str()), forced.gather_first});
+  }
+  auto const read = read_cost_models<moe::CostModel>(op, models, moe::kCostConstants);
+  DeviceProperties const& properties = device_properties(op, device);
+  double* out = predictions(op, "us", us, {int64_t(read.size()), int64_t(parsed.size())});
+  double* floor = predictions(op, "floor_us", floor_us, {int64_t(parsed.size())});
+  for (moe::CostModel const& model : read) {
+    for (Candidate const& c : parsed) {
+      *out++ = c.kernel == nullptr ? std::nan("") : moe::predict_us(model, *c.kernel, c.problem, properties, c.gather_first);
+    }
+  }
+  for (Candidate const& c : parsed) *floor++ = moe::floor_us(c.problem, properties);
+}
+
+/// JSON texts of what would run, and what the fit of the cost model needs.
 constexpr Operator kPlanning[] = {
+    {"_grouped_model() -> str", boxed<&grouped_model>},
+    {"_predict_grouped(str models, str candidates, int device, Tensor(a!) us, Tensor(b!) floor_us) -> ()", boxed<&predict_grouped>},
     {"_plan_grouped(int[] sizes, str type, bool gated, bool gathered, str? kernel, bool only_runnable, int device, str? w4_format=None, "
      "int group_size=128, bool has_zeros=False) -> str",
      boxed<&plan_grouped_json>},

@@ -1,6 +1,7 @@
 #include "grouped_problem.h"
 
 #include <limits>
+#include <string_view>
 
 #include "core/parse.h"
 #include "core/plan_cache.h"
@@ -20,10 +21,13 @@ size_t hash_of_problem(GroupedProblem const& p) {
   return hash_of({uint64_t(p.rows), uint64_t(p.experts), uint64_t(p.n), uint64_t(p.k), uint64_t(p.max_rows), formats});
 }
 
-GroupedPlan make_plan(char const* op, GroupedProblem const& problem, DeviceProperties const& device, char const* kernel) {
+GroupedPlan make_plan(char const* op, GroupedProblem const& problem, DeviceProperties const& device, GroupedOverride const* forced) {
   GroupedPlanOptions options;
   options.force_arch = forced_arch();
-  options.kernel = kernel;
+  if (forced != nullptr) {
+    options.kernel = forced->name.c_str();
+    options.gather_first = forced->gather_first;
+  }
   GroupedPlan plan;
   Status const status = plan_grouped(problem, device, options, &plan);
   if (!status.ok()) fail(op, ": ", status.message);
@@ -31,6 +35,20 @@ GroupedPlan make_plan(char const* op, GroupedProblem const& problem, DevicePrope
 }
 
 }  // namespace
+
+GroupedOverride parse_grouped_override(char const* op, std::string const& text) {
+  size_t const at = text.find('@');
+  GroupedOverride result{text.substr(0, at)};
+  if (at == std::string::npos) return result;
+  if (find_kernel(result.name.c_str()) == nullptr) fail(op, ": kernel '", result.name, "' is not in the registry");
+  constexpr std::string_view kOption = "gather_first=";
+  std::string const option = text.substr(at + 1);
+  if (option.compare(0, kOption.size(), kOption) != 0) {
+    fail(op, ": kernel option '", option.substr(0, option.find('=')), "' is not known; expected gather_first");
+  }
+  result.gather_first = parse_flag((op + std::string(": kernel option gather_first")).c_str(), option.substr(kOption.size()));
+  return result;
+}
 
 void check_experts(char const* op, char const* name, Tensor const& weight, int64_t experts) {
   if (experts < 1 || experts > kMaxGroupedExperts) {
@@ -173,7 +191,10 @@ void set_output(GroupedCall* call, void* d, int64_t ldd) {
 }
 
 GroupedPlan plan_of(GroupedCall const& call, std::optional<std::string> const& kernel, OnDevice const& on) {
-  if (kernel) return make_plan(call.op, call.problem, on.properties(), kernel->c_str());
+  if (kernel) {
+    GroupedOverride const forced = parse_grouped_override(call.op, *kernel);
+    return make_plan(call.op, call.problem, on.properties(), &forced);
+  }
   thread_local PlanCache<GroupedProblem, GroupedPlan, hash_of_problem> cache;
   return cache.get(call.problem, on.index(), 0, [&] { return make_plan(call.op, call.problem, on.properties(), nullptr); });
 }
@@ -189,7 +210,9 @@ void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDe
 
 void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& d, int64_t ldd, OnDevice const& on) {
   if (is_empty(call)) {
-    if (kernel) check_kernel_name(call.op, call.problem.b_format == WeightFormat::kDense ? "moe" : "moe_w4a16", *kernel);
+    if (!kernel) return;
+    char const* family = call.problem.b_format == WeightFormat::kDense ? "moe" : "moe_w4a16";
+    check_kernel_name(call.op, family, parse_grouped_override(call.op, *kernel).name);
     return;
   }
   set_output(&call, d.data_ptr(), ldd);

@@ -31,6 +31,13 @@ struct GroupedCall {
   int64_t columns() const { return problem.gated ? problem.n / 2 : problem.n; }
 };
 
+/// The argument `kernel`: NAME[@gather_first=0|1].
+struct GroupedOverride {
+  std::string name;
+  bool gather_first = false;
+};
+GroupedOverride parse_grouped_override(char const* op, std::string const& text);
+
 /// A launch takes 1 to kMaxGroupedExperts experts.
 void check_experts(char const* op, char const* name, Tensor const& weight, int64_t experts);
 /// Checks a [rows, k] and gather; returns the number of rows of d.

@@ -92,7 +92,7 @@ def bad_calls(device="cpu"):
         "gate_layout": ("gate_layout must be", (a, b, offsets), {"gated": True, "gate_layout": "thirds"}),
         "gate_layout alone": ("gate_layout alternating needs gated", (a, b, offsets), {"gate_layout": "alternating"}),
         "launch options": (
-            "is not in the registry",
+            "kernel option 'splits' is not known; expected gather_first",
             (a, b, offsets),
             {"kernel": "moe_sm80_f16_tn_64x32x64_1x1x1_multistage_swap@splits=2"},
         ),

@@ -184,6 +184,29 @@ def test_plans():
     assert "sm80" in plan(64, 8, 100, 77)["kernel"]  # k of 77 is not 16-byte aligned
 
 
+def test_forced_gather():
+    """A forced kernel gathers its rows itself, or a launch before it does; which one the plan takes is the faster by its prediction."""
+    sizes, named = (8192, 8, 28672, 4096), plan(8192, 8, 28672, 4096)["kernel"]
+    by_launch = plan(*sizes, gathered=True, kernel=f"{named}@gather_first=1")
+    by_loader = plan(*sizes, gathered=True, kernel=named)
+    assert by_loader == plan(*sizes, gathered=True, kernel=f"{named}@gather_first=0")
+    assert by_launch["gather_first"] and not by_loader["gather_first"] and by_loader["source"] == "override"
+    assert by_launch["workspace_bytes"] == 8192 * 4096 * 2 and by_loader["workspace_bytes"] == 0
+    assert by_launch["predicted_us"] < by_loader["predicted_us"]
+    with pytest.raises(RuntimeError, match="cannot have its rows gathered first: the problem has no gather"):
+        plan(*sizes, kernel=f"{named}@gather_first=1")
+    args, kwargs = make_case(4, 30, 32, 16, torch.bfloat16, "cpu", gather=True)
+    assert torch.equal(minfer.grouped_gemm(*args, **kwargs), minfer.grouped_gemm(*args, **kwargs, kernel=f"{named}@gather_first=1"))
+    for option, message in {
+        "splits=2": "kernel option 'splits' is not known; expected gather_first",
+        "": "kernel option '' is not known; expected gather_first",
+        "gather_first=2": "kernel option gather_first must be 0 or 1, got '2'",
+    }.items():
+        for call in (lambda kernel: plan(*sizes, kernel=kernel), lambda kernel: minfer.grouped_gemm(*args, **kwargs, kernel=kernel)):
+            with pytest.raises(RuntimeError, match=message):
+                call(f"{named}@{option}")
+
+
 def test_counts():
     """The cases' own arithmetic: what the tests call ragged is, and all of it adds up."""
     for kind in ("ragged", "even", "one"):

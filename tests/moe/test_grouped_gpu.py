@@ -139,6 +139,7 @@ def test_gather_by_a_launch_of_its_own(dtype):
     wide.copy_(args[0])
     out = minfer.grouped_gemm(wide, *args[1:], **kwargs)
     assert torch.equal(out, minfer.grouped_gemm(*args, **kwargs, kernel=plan["kernel"]))
+    assert torch.equal(out, minfer.grouped_gemm(*args, **kwargs, kernel=f"{plan['kernel']}@gather_first=1"))
 
 
 def test_rows_behind_the_last_offset_are_zero():

@@ -81,7 +81,8 @@ struct GroupedPlan {
 };
 
 struct GroupedPlanOptions {
-  char const* kernel = nullptr;  // force this kernel by name, with its own gather
+  char const* kernel = nullptr;  // force this kernel by name
+  bool gather_first = false;     // with a forced kernel: rows are gathered by a launch of its own, which must be possible
   bool only_runnable = true;     // false: also kernels that are not in this build
   int32_t force_arch = 0;        // 80: portable kernels only
 };

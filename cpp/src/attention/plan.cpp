@@ -7,6 +7,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "attention/cost_model.h"
 #include "attention/shared/launch.h"
 #include "common/context.h"
 #include "common/nonce.h"
@@ -18,6 +19,7 @@ namespace attention {
 namespace {
 
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
+constexpr CostModel kCostModel{};
 constexpr size_t kCounterBytes = 256;
 // Packed query rows of a KV head up to which the split-KV kernel is no slower than prefill (H200, 16 rows, 64 sequences of 2048 keys: 136
 // us, prefill 140).
@@ -26,28 +28,6 @@ constexpr int64_t kMinKeys = 128;  // of a split-KV CTA
 // The fraction of a device's memory that num_splits may ask for: each split of each output tile has a partial slot, and many splits of many
 // queries would take hundreds of GiB.
 constexpr double kMaxMemoryFraction = 0.25;
-
-bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
-
-/// Whether the kernel is prefill over a cache of codes.
-bool converts(KernelInfo const& kernel) { return kernel.b_format == WeightFormat::kCodes; }
-
-/// Packed query rows of a KV head in a sequence: the queries of all heads that read it.
-int64_t rows_of(AttentionProblem const& p) { return p.heads_kv > 0 ? p.seqlen_q * (p.heads_q / p.heads_kv) : 0; }
-
-constexpr double kStartUs = 4.0;
-
-/// The time of a tile of queries: fixed_us for its first and last products and its output, plus a multiple of the time that its products
-/// would take at the tensor cores' rate: `all` times that of all its warpgroups, and `longest` times that of the warpgroup with most keys,
-/// since under a causal mask others have fewer. Fitted to 20 times (H200, head_dim 128, causal and full, 256 to 1024 queries, 1 and 4 heads
-/// per KV head; error 2 %, at most 6 %).
-struct TileCost {
-  double fixed_us, all, longest;
-};
-TileCost cost_of(KernelInfo const& kernel) {
-  if (kernel.arch < 90) return {2.7, 1.7, 0.0};  // estimated, not measured
-  return kernel.tile_m >= 192 ? TileCost{3.0, 0.37, 2.2} : TileCost{2.6, 1.0, 0.5};
-}
 
 /// CTAs of a persistent kernel: as many as are resident at once.
 int64_t workers_of(KernelInfo const& kernel, DeviceProperties const& device) {
@@ -69,78 +49,6 @@ bool has_code(KernelInfo const& kernel, DeviceProperties const& device) {
     while (*at != 0 && (*at < '0' || *at > '9')) ++at;
   }
   return false;
-}
-
-/// The mean number of keys that a query of a sequence sees.
-double keys_seen(AttentionProblem const& p) {
-  double const q = double(p.seqlen_q), k = double(p.seqlen_k), shift = k - q;
-  auto const limit = [&](double x) { return std::clamp(x, 0.0, k); };
-  double total = 0.0;
-  constexpr int kSamples = 16;
-  for (int i = 0; i < kSamples; ++i) {
-    double const query = (i + 0.5) * q / kSamples;
-    double const end = p.window_right < 0 ? k : limit(query + shift + double(p.window_right) + 1.0);
-    double const begin = p.window_left < 0 ? 0.0 : limit(query + shift - double(p.window_left));
-    total += std::max(0.0, end - begin) / kSamples;
-  }
-  return total;
-}
-
-double flops_of(AttentionProblem const& p) {
-  return 2.0 * double(p.tokens_q) * double(p.heads_q) * keys_seen(p) * double(p.head_dim + p.head_dim_v);
-}
-
-double floor_us(AttentionProblem const& p, DeviceProperties const& device) {
-  double const bytes =
-      2.0 * (double(p.tokens_q) * p.heads_q * (p.head_dim + p.head_dim_v) + double(p.tokens_k) * p.heads_kv * (p.head_dim + p.head_dim_v));
-  return std::max(bytes / device.read_bandwidth, flops_of(p) / device.matrix_rate);
-}
-
-/// Tiles of queries of all sequences; with varlen, as if all had the mean length.
-double tiles_of(AttentionProblem const& p, int tile_m, int64_t packed_heads) {
-  double const queries = p.varlen ? double(p.tokens_q) / double(std::max<int64_t>(p.batch, 1)) : double(p.seqlen_q);
-  return std::ceil(std::max(queries, 1.0) * double(packed_heads) / tile_m) * double(p.batch) * double(p.heads_q / packed_heads);
-}
-
-/// The keys that the warpgroups of a tile visit, in whole key blocks, as a mean over tiles: of all of them, and of the one that visits
-/// most.
-struct TileKeys {
-  double all = 0.0, longest = 0.0;
-};
-TileKeys keys_visited(AttentionProblem const& p, KernelInfo const& kernel, int64_t packed_heads) {
-  constexpr int64_t kRows = 64, kSamples = 8;  // only kSamples tiles are evaluated, evenly spread, since this runs at every call
-  int64_t const seqlen_q = std::max<int64_t>(p.seqlen_q, 1), shift = p.seqlen_k - p.seqlen_q;
-  int64_t const rows = kernel.arch < 90 ? kernel.tile_m : kRows;  // in portable kernels, every warp visits all keys of the tile
-  int64_t const tiles = (seqlen_q * packed_heads + kernel.tile_m - 1) / kernel.tile_m, samples = std::min(tiles, kSamples);
-  TileKeys visited;
-  for (int64_t i = 0; i < samples; ++i) {
-    int64_t const tile = (2 * i + 1) * tiles / (2 * samples);
-    int64_t longest = 0;
-    for (int64_t row = tile * kernel.tile_m; row < std::min((tile + 1) * kernel.tile_m, seqlen_q * packed_heads); row += rows) {
-      int64_t const first = row / packed_heads, last = std::min((row + rows - 1) / packed_heads, seqlen_q - 1);
-      int64_t const end = p.window_right < 0 ? p.seqlen_k : std::clamp<int64_t>(last + shift + p.window_right + 1, 0, p.seqlen_k);
-      int64_t const begin = p.window_left < 0 ? 0 : std::max<int64_t>(first + shift - p.window_left, 0);
-      int64_t const blocks = (end + kernel.tile_n - 1) / kernel.tile_n - begin / kernel.tile_n;
-      int64_t const keys = std::max<int64_t>(blocks, 0) * kernel.tile_n;
-      visited.all += double(keys * (rows / kRows)) / double(samples);
-      longest = std::max(longest, keys);
-    }
-    visited.longest += double(longest) / double(samples);
-  }
-  return visited;
-}
-
-double predict_us(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device, int64_t packed_heads) {
-  double const tiles = tiles_of(p, kernel.tile_m, packed_heads), sms = double(device.sm_count);
-  TileKeys const keys = keys_visited(p, kernel, packed_heads);
-  TileCost const cost = cost_of(kernel);
-  double const key_us = 2.0 * 64 * double(kernel.tile_k + kernel.head_dim_v) / (device.matrix_rate / sms);
-  double const mma_us = key_us * (cost.all * keys.all + cost.longest * keys.longest);
-  // The time of a tile for K and V of 128 keys and 128 columns where a warpgroup converts them from codes (H200, 8192 and 65536 keys).
-  double const block_us = p.kv_format == WeightFormat::kInt4 ? 3.1 : p.kv_format == WeightFormat::kInt8 ? 2.6 : 2.4;
-  double const convert_us = converts(kernel) ? keys.longest * double(p.head_dim + p.head_dim_v) / 32768 * block_us : 0.0;
-  double const tile_us = std::max(mma_us, convert_us) + cost.fixed_us;
-  return kStartUs + std::max(1.0, tiles / sms + (tiles > sms ? 0.4 : 0.0)) * tile_us;
 }
 
 /// The largest number of KV heads in lockstep that leaves no more than a few CTAs idle.
@@ -208,24 +116,6 @@ Status check(AttentionProblem const& p) {
   return Status::success();
 }
 
-/// Packs all heads of a KV head into a tile where that makes fewer tiles: short queries, which then also share the loads of K and V.
-int64_t choose_packed_heads(KernelInfo const& kernel, AttentionProblem const& p) {
-  int64_t const group = p.heads_kv > 0 ? p.heads_q / p.heads_kv : 1;
-  if (group == 1 || 64 % group != 0) return 1;  // a warpgroup's 64 rows hold whole queries
-  return tiles_of(p, kernel.tile_m, group) < tiles_of(p, kernel.tile_m, 1) ? group : 1;
-}
-
-/// Split-KV is bound by the bytes of keys and values, read from memory and again from L2 for every further output tile, or by instructions:
-/// it reaches a sixth of the tensor cores' rate, over int4 a ninth (H200, head_dim 128, 64 rows and more: 95 to 147 TFLOP/s, 79 to 86).
-double predict_decode_us(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
-  constexpr double kLaunchUs = 6.0;
-  int64_t const tiles = (rows_of(p) + kernel.tile_m - 1) / kernel.tile_m;
-  double const codes = double(p.batch) * double(p.seqlen_k) * p.heads_kv * (p.head_dim + p.head_dim_v) * bits_of(p.kv_format) / 8.0;
-  double const reads_us = codes / device.read_bandwidth, l2_us = codes * double(tiles - 1) / (2.0 * device.read_bandwidth);
-  double const mma_us = (p.kv_format == WeightFormat::kInt4 ? 9.0 : 6.0) * flops_of(p) / device.matrix_rate;
-  return kLaunchUs + std::max(reads_us + l2_us, mma_us);
-}
-
 AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
   AttentionPlan plan;
   plan.kernel = &kernel;
@@ -245,11 +135,11 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     plan.partial_slots = p.num_splits > 0 ? units * p.num_splits * plan.lockstep : plan.ctas;
     // With one split, an output tile has no partials.
     plan.workspace_bytes = p.num_splits == 1 ? 0 : size_t(plan.partial_slots * rows * (kernel.tile_k / 64) * kPacketsOfPartial * 16);
-    plan.predicted_us = std::max(predict_decode_us(kernel, p, device), plan.floor_us);
+    plan.predicted_us = std::max(predict_us(kCostModel, kernel, p, device), plan.floor_us);
     return plan;
   }
   plan.packed_heads = choose_packed_heads(kernel, p);
-  plan.predicted_us = std::max(predict_us(kernel, p, device, plan.packed_heads), plan.floor_us);
+  plan.predicted_us = std::max(predict_us(kCostModel, kernel, p, device), plan.floor_us);
   plan.counted = !tiles_cost_the_same(p) && (p.varlen || tiles_of(p, kernel.tile_m, plan.packed_heads) > device.sm_count);
   if (kernel.arch < 90) {  // a CTA for each tile where the host knows their number; else persistent CTAs and a counter
     constexpr double kMaxCtas = double(1 << 20);

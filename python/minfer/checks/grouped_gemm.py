@@ -56,8 +56,11 @@ def _check_gate(check: Checker, name: str, extent: str, weight: Tensor, n, gate_
 
 def _check_grouped_kernel(check: Checker, kernel: str | None, family: str) -> None:
     if kernel is not None:
-        check("@" not in kernel, "kernel '{}' is not in the registry: grouped kernels have no launch options", kernel)
-        check_kernel(check, kernel, family)
+        name, at, option = kernel.partition("@")
+        check_kernel(check, name, family)
+        key, _, value = option.partition("=")
+        check(not at or key == "gather_first", "kernel option '{}' is not known; expected gather_first", key)
+        check(not at or value in ("0", "1"), "kernel option gather_first must be 0 or 1, got '{}'", value)
 
 
 def _check_sorted(check: Checker, a: Tensor, gather: Tensor | None):

@@ -9,10 +9,11 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
-from ..planning.plan import LAYOUTS, Problem, W4Problem
+from ..planning.plan import DTYPE_NAMES, LAYOUTS, Problem, W4Problem
 
 MOST_BYTES = 10**9  # of A, B, C and D of a 16-bit problem together
 MOST_FLOPS = 1.5e12  # some 2 ms on an H200
@@ -93,3 +94,206 @@ def calibration(seed: int) -> Iterator[Problem | W4Problem]:
             yield Problem(p.m, p.n, p.k, dtype=p.dtype, layout=p.layout, **special)
         else:
             yield _quantised("quantised", seed, index, *_CALIBRATED[(2 * turn + kind) % len(_CALIBRATED)])
+
+
+# ---- grouped GEMM ----------------------------------------------------------------------------------------------------------------
+
+ROUTINGS = ("uniform", "zipf", "one_hot")  # one_hot: all tokens have the same experts
+GROUP_SIZE = 128  # of int4 weights
+MOST_WEIGHT_BYTES = {"dense": 8 * 10**9, "int4": 4 * 10**9}  # of all experts
+MOST_ROW_BYTES = 2 * 10**9  # of the rows that are read, were they gathered, and of those that are written
+
+
+@dataclass(frozen=True)
+class GroupedProblem:
+    """A product of experts' weights [experts, n, k] and of tokens, each of which has ``top_k`` experts.
+
+    ``n`` counts the weights' rows, so a gated output has n / 2 columns. ``gathered``: rows are read from the tokens by an index; otherwise
+    they lie in the order of the experts.
+    """
+
+    experts: int
+    top_k: int
+    tokens: int
+    n: int
+    k: int
+    routing: str = "uniform"
+    gathered: bool = False
+    gated: bool = False
+    weights: str = "dense"  # 16 bits, or int4 in groups of 128
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def op(self) -> str:
+        return "grouped_gemm" if self.weights == "dense" else "grouped_w4a16_gemm"
+
+    @property
+    def family(self) -> str:
+        """Of its kernels."""
+        return "moe" if self.weights == "dense" else "moe_w4a16"
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def a_rows(self) -> int:
+        return self.tokens if self.gathered else self.rows
+
+    @property
+    def columns(self) -> int:
+        return self.n // 2 if self.gated else self.n
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.n * self.k
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert's weights, with their scales."""
+        return 2 * self.n * self.k if self.weights == "dense" else self.n * self.k // 2 + 2 * self.n * (self.k // GROUP_SIZE)
+
+    def __str__(self) -> str:
+        text = f"{self.tokens} tokens to {self.top_k} of {self.experts} experts, {self.n} x {self.k} {DTYPE_NAMES[self.dtype]}"
+        text += f" {self.weights}, {self.routing}"
+        return text + (", gathered" if self.gathered else "") + (", gated" if self.gated else "")
+
+
+def grouped(seed: int, index: int) -> GroupedProblem:
+    """Experts 4 to 256, tokens 1 to 16384, n and k multiples of 64 (int4: 128) in 256 to 16384, all log-uniform; top_k 1 to 8.
+
+    Routings come by turns, and of nine problems three have int4 weights. Bytes and flops are bounded so that a launch takes a few
+    milliseconds on an H200.
+    """
+    rng = random.Random(f"grouped/{seed}/{index}")
+    weights = "int4" if index // 3 % 3 == 2 else "dense"
+    multiple = 64 if weights == "dense" else 128
+    gathered, gated = rng.random() < 0.5, rng.random() < 0.5
+    while True:
+        experts = log_uniform(rng, 4, 256)
+        problem = GroupedProblem(
+            experts,
+            rng.randint(1, min(8, experts)),
+            log_uniform(rng, 1, 16384),
+            log_uniform(rng, 256, 16384, multiple),
+            log_uniform(rng, 256, 16384, multiple),
+            ROUTINGS[index % 3],
+            gathered,
+            gated,
+            weights,
+        )
+        row_bytes = 2 * problem.rows * problem.k, 2 * problem.rows * problem.columns
+        few_bytes = experts * problem.expert_bytes <= MOST_WEIGHT_BYTES[weights] and max(row_bytes) <= MOST_ROW_BYTES
+        if few_bytes and problem.flops <= MOST_FLOPS:
+            return problem
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------------------
+
+HEAD_DIMS = (64, 128, 256, 128)
+PAGE_SIZES = (16, 64, 256)
+MOST_ATTENTION_BYTES = 3 * 10**9  # of queries, keys, values and outputs
+_CODES = ("fp8_e4m3", "int8", "int4")
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Attention of ``batch`` sequences of one length.
+
+    ``kv_format``: None where keys and values are tensors, else that of the cache they lie in. ``page_size``: of a paged cache; 0: each
+    sequence has a part of its own. ``window_left``: as of ``minfer.attention``.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    causal: bool = True
+    window_left: int = -1
+    kv_format: str | None = None
+    page_size: int = 0
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def op(self) -> str:
+        return "attention" if self.kv_format is None else "attention_paged"
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that it sees, in one sequence and head; seqlen_k >= seqlen_q."""
+        shift = self.seqlen_k - self.seqlen_q
+
+        def up_to(x: int) -> int:  # 1 + .. + x
+            return x * (x + 1) // 2 if x > 0 else 0
+
+        ends = up_to(self.seqlen_k) - up_to(shift) if self.causal else self.seqlen_q * self.seqlen_k
+        if self.window_left < 0:
+            return ends
+        first = shift - self.window_left  # the first query's first key
+        return ends - (up_to(first + self.seqlen_q - 1) - up_to(first - 1))
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.batch * self.heads_q * self.head_dim * self.pairs
+
+    @property
+    def query_bytes(self) -> int:
+        return 2 * self.batch * self.seqlen_q * self.heads_q * self.head_dim
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys and values, without scales."""
+        bits = {None: 16, "16bit": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}[self.kv_format]
+        return 2 * self.batch * self.pages * (self.page_size or self.seqlen_k) * self.heads_kv * self.head_dim * bits // 8
+
+    @property
+    def pages(self) -> int:
+        """Of a sequence."""
+        return -(-self.seqlen_k // self.page_size) if self.page_size else 1
+
+    def __str__(self) -> str:
+        text = f"{self.batch} x {self.seqlen_q} x {self.seqlen_k} d{self.head_dim} {self.heads_q}/{self.heads_kv} {DTYPE_NAMES[self.dtype]}"
+        text += ", causal" if self.causal else ", full"
+        text += f", window {self.window_left}" if self.window_left >= 0 else ""
+        if self.kv_format is not None:
+            text += f", {self.kv_format} cache" + (f", pages of {self.page_size}" if self.page_size else "")
+        return text
+
+
+def attention(seed: int, index: int) -> AttentionProblem:
+    """Queries 1 to 16384 of 1 to 128 sequences and up to 65536 keys, at least as many as queries, all log-uniform.
+
+    Head dimensions come by turns, and of eight problems four have a cache, a third of them of codes. Of the others half have as many keys
+    as queries. One KV head has 1 to 8 query heads; one problem in four is not causal, one in six has a window, one in four is float16.
+    """
+    rng = random.Random(f"attention/{seed}/{index}")
+    cached = index // 4 % 2 == 1
+    kv_format, page_size = None, 0
+    if cached:
+        kv_format = rng.choice(_CODES) if rng.random() < 1 / 3 else "16bit"
+        page_size = rng.choice((0, *PAGE_SIZES)) if kv_format == "16bit" else 64
+    whole = not cached and rng.random() < 0.5
+    causal, windowed = rng.random() < 0.75, rng.random() < 1 / 6
+    dtype = torch.float16 if rng.random() < _F16_SHARE else torch.bfloat16
+    while True:
+        seqlen_q = log_uniform(rng, 1, 16384)
+        seqlen_k = seqlen_q if whole else log_uniform(rng, seqlen_q, 65536)
+        heads_kv = 2 ** rng.randint(0, 5)
+        group = rng.choice((1, 2, 4, 8)) if rng.random() < 0.75 else rng.randint(1, 8)
+        problem = AttentionProblem(
+            log_uniform(rng, 1, 128),
+            seqlen_q,
+            seqlen_k,
+            heads_kv * group,
+            heads_kv,
+            HEAD_DIMS[index % 4],
+            causal,
+            log_uniform(rng, 128, 8192) if windowed else -1,
+            kv_format,
+            page_size,
+            dtype,
+        )
+        if problem.flops <= MOST_FLOPS and 2 * problem.query_bytes + problem.kv_bytes <= MOST_ATTENTION_BYTES:
+            return problem

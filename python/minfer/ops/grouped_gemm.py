@@ -67,7 +67,8 @@ def grouped_gemm(
       gated: b's n columns are n / 2 gate and n / 2 up columns.
       gate_layout: their order: "halves" (all gate, then all up, the checkpoints' w13), "alternating" (gpt-oss) or "blocks" (8 and 8,
         ``minfer.pack_gate_up``). ``bias`` has the same order.
-      kernel: for measurements: a name of ``minfer.kernels("moe")``. On CPU it is checked and otherwise ignored.
+      kernel: for measurements: NAME[@gather_first=0|1] with a name of ``minfer.kernels("moe")``; with 1, a launch of its own gathers
+        the rows. On CPU it is checked and otherwise ignored.
       out: D itself, a's dtype, rows contiguous (any leading dimension). It must not overlap itself or another argument.
 
     Returns:

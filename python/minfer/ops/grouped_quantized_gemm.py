@@ -92,7 +92,8 @@ def grouped_w4a16_gemm(
       activation: as in :func:`minfer.grouped_gemm`, "swigluoai" included.
       gated: W's rows are in the order of ``minfer.pack_gate_up``, 8 gate rows, then their 8 up rows, and so is ``bias``. n is a multiple
         of 16. Checkpoints have another order; :mod:`minfer.quantize` makes this one.
-      kernel: for measurements: a name of ``minfer.kernels("moe_w4a16")``. On CPU it is checked and otherwise ignored.
+      kernel: for measurements: NAME[@gather_first=0|1] with a name of ``minfer.kernels("moe_w4a16")``; with 1, a launch of its own gathers
+        the rows. On CPU it is checked and otherwise ignored.
       out: D itself, a's dtype, rows contiguous (any leading dimension). It must not overlap itself or another argument.
 
     Returns:

@@ -2,10 +2,10 @@
 the model are fitted to them.
 
 The formulas themselves are the library's alone (cpp/src/gemm/cost_model.cpp, cpp/src/quantized_gemm/cost_model.cpp);
-``minfer::_predict_gemm`` evaluates them for many models and candidates at once, and the fit differentiates them numerically. A table holds rates of the device and factors of each kernel, by name:
-names that the library adds are fitted without a change here. The fit is a damped Gauss-Newton search over the logarithms of all
-constants (Levenberg 1944, Marquardt 1963), with Huber's loss and a normal prior around a table that is already known; the prior is what
-shrinks the factors of kernels that were seldom measured.
+``minfer::_predict_gemm`` evaluates them for many models and candidates at once, and the fit differentiates them numerically. A table
+holds rates of the device and factors of each kernel, by name: names that the library adds are fitted without a change here. The fit is a
+damped Gauss-Newton search over the logarithms of all constants (Levenberg 1944, Marquardt 1963), with Huber's loss and a normal prior
+around a table that is already known; the prior is what shrinks the factors of kernels that were seldom measured.
 """
 
 from __future__ import annotations

@@ -1,0 +1,181 @@
+"""The regret of grouped GEMM's plans on random problems: all kernels, with their own gather and with the rows gathered first."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import minfer
+import torch
+from minfer._core.registry import device_index
+from minfer.formats import weight_layout
+from minfer.measure.random_problems import GROUP_SIZE, GroupedProblem
+from minfer.planning.plan import DTYPE_NAMES
+
+from bench import harness
+from bench.suites import regret_contest
+from bench.suites.regret_contest import Choice
+
+GATHER_FIRST = "gather_first=1"
+# Bytes that all problems' operands are views of. One problem's weights may be the whole.
+DENSE_BYTES, CODE_BYTES, SCALE_BYTES, ROW_BYTES = 8 << 30, 4 << 30, 1 << 29, 4 << 30
+
+
+def describe(problem: GroupedProblem) -> dict[str, Any]:
+    """op, shape and dtype of a problem's row."""
+    names = ("experts", "top_k", "n", "k", "routing", "gathered", "gated", "weights")
+    shape = {"m": problem.tokens} | {name: getattr(problem, name) for name in names}
+    return {"op": problem.op, "shape": shape, "dtype": DTYPE_NAMES[problem.dtype]}
+
+
+def planned(problem: GroupedProblem, kernel: str | None = None) -> Choice:
+    """What runs, the plan's choice or an override.
+
+    Raises:
+      RuntimeError: the override cannot compute the problem, or the library does not know it.
+    """
+    device = device_index(None)
+    form = ("int4", GROUP_SIZE) if problem.weights == "int4" else ()
+    sizes = [problem.rows, problem.experts, problem.n, problem.k]
+    arguments = (sizes, DTYPE_NAMES[problem.dtype], problem.gated, problem.gathered, kernel, device >= 0, device, *form)
+    found = json.loads(torch.ops.minfer._plan_grouped(*arguments))
+    launch = GATHER_FIRST if found["gather_first"] else ""
+    return Choice(found["kernel"], found["predicted_us"], found["floor_us"], launch)
+
+
+def choices_of(problem: GroupedProblem) -> tuple[Choice, list[Choice]]:
+    """The plan's choice, and all legal ones of its kernel's architecture: portable kernels only run where there are no others."""
+    own = planned(problem)
+    kernels = {kernel["name"]: kernel for kernel in minfer.kernels(problem.family)}
+    found = []
+    for name, kernel in kernels.items():
+        if kernel["arch"] != kernels[own.kernel]["arch"]:
+            continue
+        for override in (name, f"{name}@{GATHER_FIRST}") if problem.gathered else (name,):
+            try:
+                found.append(planned(problem, override))
+            except RuntimeError:  # illegal, or not compiled
+                continue
+    return own, found
+
+
+def routed(problem: GroupedProblem, seed: str, device: str) -> torch.Tensor:
+    """ids int32 [tokens, top_k], different experts for each token."""
+    tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
+    if problem.routing == "one_hot":
+        return torch.arange(top_k, device=device, dtype=torch.int32).expand(tokens, top_k).contiguous()
+    weight = torch.ones(experts, device=device)
+    if problem.routing == "zipf":
+        weight /= torch.arange(1, experts + 1, device=device)
+    generator = torch.Generator(device).manual_seed(sum(map(ord, seed)) * 7919 + problem.tokens)
+    return torch.multinomial(weight.expand(tokens, experts), top_k, generator=generator).to(torch.int32)
+
+
+class Memory:
+    """Random numbers, drawn once, that operands are views of."""
+
+    def __init__(self, device: str = "cuda", share: float = 1.0):
+        self.device, self.share = device, share
+
+    def _empty(self, bytes_: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(int(bytes_ * self.share) // dtype.itemsize, dtype=dtype, device=self.device)
+
+    @functools.cached_property
+    def dense(self) -> torch.Tensor:
+        return self._empty(DENSE_BYTES, torch.bfloat16).normal_(std=0.02)
+
+    @functools.cached_property
+    def codes(self) -> torch.Tensor:
+        return self._empty(CODE_BYTES, torch.int32).random_(-(2**31), 2**31 - 1)  # any bits are codes
+
+    @functools.cached_property
+    def scales(self) -> torch.Tensor:
+        return self._empty(SCALE_BYTES, torch.bfloat16).uniform_(0.002, 0.006)
+
+    @functools.cached_property
+    def rows(self) -> torch.Tensor:
+        return self._empty(ROW_BYTES, torch.bfloat16).normal_()
+
+
+@dataclasses.dataclass
+class Routing:
+    offsets: torch.Tensor
+    gather: torch.Tensor | None
+
+
+class Operands:
+    """Sets of a problem's operands, enough of them that a launch finds none in the L2s, and one output."""
+
+    def __init__(self, problem: GroupedProblem, memory: Memory, seed: str):
+        self.problem = problem
+        ids = routed(problem, seed, memory.device)
+        rows_of_expert = torch.bincount(ids.flatten().long(), minlength=problem.experts)
+        self.active, self.largest = int((rows_of_expert > 0).sum()), int(rows_of_expert.max())
+        self.count = harness.sets_for(self.active * problem.expert_bytes + 2 * problem.a_rows * problem.k)
+        self.weights = self._weights(memory)
+        self.rows = harness.windows(memory.rows, (problem.a_rows, problem.k), self.count)
+        # Where there is no room for so many weights, the tokens go to other experts when the first weights are read again.
+        rounds = -(-self.count // len(self.weights))
+        self.routings = []
+        for i in range(rounds):
+            shift = i * max(1, problem.experts // rounds)
+            token_index, offsets, _, _ = minfer.moe_sort(((ids + shift) % problem.experts).to(torch.int32), problem.experts)
+            self.routings.append(Routing(offsets, token_index if problem.gathered else None))
+        self.out = torch.empty(problem.rows, problem.columns, dtype=problem.dtype, device=memory.device)
+
+    def _weights(self, memory: Memory) -> list[tuple[torch.Tensor, ...]]:
+        p = self.problem
+        if p.weights == "dense":
+            shape = (p.experts, p.n, p.k)
+            most = max(1, memory.dense.numel() // (p.experts * p.n * p.k))
+            return [(view.mT,) for view in harness.windows(memory.dense, shape, min(self.count, most))]
+        codes = (p.experts, *weight_layout.packed_shape(p.n, p.k))
+        most = max(1, memory.codes.numel() // (codes[0] * codes[1] * codes[2] * codes[3]))
+        count = min(self.count, most)
+        scales = (p.experts, weight_layout.groups(p.k, GROUP_SIZE), p.n)
+        return list(zip(harness.windows(memory.codes, codes, count), harness.windows(memory.scales, scales, count), strict=True))
+
+    def run(self, i: int, kernel: str | None) -> torch.Tensor:
+        p, weights, routing = self.problem, self.weights[i % len(self.weights)], self.routings[i // len(self.weights)]
+        options = {
+            "gather": routing.gather,
+            "activation": "silu" if p.gated else "none",
+            "gated": p.gated,
+            "kernel": kernel,
+            "out": self.out,
+        }
+        if p.weights == "dense":
+            return minfer.grouped_gemm(self.rows[i], *weights, routing.offsets, **options)
+        return minfer.grouped_w4a16_gemm(self.rows[i], *weights, None, routing.offsets, group_size=GROUP_SIZE, **options)
+
+    def poison(self) -> None:
+        self.out.fill_(float("nan"))
+
+
+@functools.cache
+def _memory() -> Memory:
+    return Memory()
+
+
+def measure(
+    suite: str, problem: GroupedProblem, seed: int, index: int, memory: Callable[[], Memory] = _memory
+) -> tuple[list[dict[str, Any]], str, str]:
+    """Rows of a problem, a line to print, and one for the file of measurements."""
+    own, choices = choices_of(problem)
+    operands = Operands(problem, memory(), f"{seed}/{index}")
+    contest = regret_contest.hold(operands.run, operands.poison, choices, operands.count)
+    described = describe(problem)
+    spread = {"active": operands.active, "largest": operands.largest}
+    described["shape"] |= spread
+    rows = regret_contest.rows_of(suite, described, own, contest)
+    facts = dataclasses.asdict(problem) | {"dtype": DTYPE_NAMES[problem.dtype]} | spread
+    measured = {"op": problem.op, "seed": seed, "index": index} | facts
+    measured |= {
+        "own": round(contest.own_us, 3),
+        "pick": [own.kernel, own.launch],
+        "plans": regret_contest.measurements_of(choices, contest),
+    }
+    return rows, regret_contest.line_of(suite, problem, rows[0], contest), json.dumps(measured)
