@@ -87,6 +87,22 @@ def _odd(peers: dict[str, list[Row]]) -> str:
     )
 
 
+def _untuned(peers: dict[str, list[Row]]) -> str:
+    parts = []
+    for peer, rows in peers.items():
+        layers = grouped([row for row in rows if row["dtype"] == "bf16"], "n", "k")
+        squares = [row for row in rows if row["dtype"] == "f16"]
+        ms = sorted({row["shape"]["m"] for of_layer in layers.values() for row in of_layer})
+        lines = []
+        for (n, k), of_layer in layers.items():
+            of_m = {row["shape"]["m"]: f"{row['ratio']:.2f}" for row in of_layer}
+            lines.append([f"{n} x {k}", *(of_m.get(m, "-") for m in ms)])
+        text = f"`untuned`, bf16: how many times as fast as {peer_name(peer)}, by n x k and m.\n\n" + table(["n x k", *map(str, ms)], lines)
+        cells = [f"{r['shape']['m']} ({r['shape']['alpha']:g}, {r['shape']['beta']:g}) {r['ratio']:.2f}" for r in squares]
+        parts.append(text + ("\n\nfp16, m = n = k (alpha, beta): " + ", ".join(cells) + "." if cells else ""))
+    return "\n\n".join(parts)
+
+
 def _epilogue(peers: dict[str, list[Row]]) -> str:
     parts = []
     for peer, rows in peers.items():
@@ -110,7 +126,8 @@ def section(results: dict[str, Any]) -> str:
         " above 1 means that minfer is faster."
     )
     parts = [facts(results) + protocol, overview(suites)]
-    for suite, describe in (("square", _square), ("llm", _llm), ("odd", _odd), ("epilogue", _epilogue)):
+    described = {"square": _square, "llm": _llm, "untuned": _untuned, "odd": _odd, "epilogue": _epilogue}
+    for suite, describe in described.items():
         if suite in suites:
             parts.append(describe(suites[suite]))
     parts.append(losses(rows))

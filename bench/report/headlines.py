@@ -26,7 +26,7 @@ HEADLINES = (
     Headline("dense GEMM", "linear layers of three models, m = 1 to 8192", "gemm", ("llm",)),
     Headline("dense GEMM", "squares, four pairs of (alpha, beta)", "gemm", ("square",)),
     Headline("dense GEMM", "fused epilogues and gated products", "gemm", ("epilogue",)),
-    Headline("dense GEMM", "shapes that no tuned table holds", "gemm", ("heldout",)),
+    Headline("dense GEMM", "shapes that no tuned table holds", "gemm", ("heldout", "untuned")),
     Headline("dense GEMM", "random odd shapes, any alignment", "gemm", ("odd",)),
     Headline("dense GEMM", "random problems, all layouts, multiples of 64", "random", ("random",)),
     Headline("dense GEMM", "random problems, all layouts, any n and k", "random", ("random_unaligned",)),

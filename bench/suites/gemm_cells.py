@@ -13,7 +13,7 @@ from minfer.planning.plan import DTYPE_NAMES, Problem
 ALPHA_BETA = ((1.0, 0.0), (1.0, 1.0), (2.0, 3.0), (0.5, 2.0))
 MODELS = {"llama-3.1-8b": shapes.LLAMA_8B, "llama-3.1-70b": shapes.LLAMA_70B, "qwen2.5-7b": shapes.QWEN_7B}
 EPILOGUES = ("bias_gelu", "bias_silu_residual", "gated")
-SUITES = ("square", "llm", "odd", "epilogue", "heldout")
+SUITES = ("square", "llm", "odd", "epilogue", "heldout", "untuned")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Cell:
     def shape(self) -> dict[str, Any]:
         """The ``shape`` of a results row."""
         shape: dict[str, Any] = {"m": self.m, "n": self.n, "k": self.k}
-        if self.suite == "square":
+        if self.suite in ("square", "untuned"):
             shape |= {"alpha": self.alpha, "beta": self.beta}
         if self.model:
             shape["model"] = self.model
@@ -131,13 +131,24 @@ def _heldout(quick: bool) -> list[Cell]:
     return [Cell("heldout", p.m, p.n, p.k, p.dtype) for p in (problems[::6] if quick else problems)]
 
 
+UNTUNED_LAYERS = ((5120, 5120), (27648, 5120), (7168, 2048), (3584, 18944), (2816, 3072))  # n, k
+UNTUNED_M = (1, 5, 24, 48, 96, 200, 384, 768, 1536, 3000)
+
+
+def _untuned(quick: bool) -> list[Cell]:
+    """Layers of models that no table was tuned for, at numbers of tokens that are no powers of two, and squares of no whole tiles."""
+    layers, ms = (UNTUNED_LAYERS[::2], UNTUNED_M[::3]) if quick else (UNTUNED_LAYERS, UNTUNED_M)
+    cells = [Cell("untuned", m, n, k, torch.bfloat16) for n, k in layers for m in ms]
+    return cells + [Cell("untuned", s, s, s, torch.float16, *pair) for s in (700, 1500, 3000) for pair in ((1.0, 0.0), (2.0, 3.0))]
+
+
 def cells_of(suite: str, quick: bool = False) -> list[Cell]:
     """The cells of a suite; ``quick`` keeps a few of each kind.
 
     Raises:
       ValueError: there is no such suite.
     """
-    makers = {"square": _square, "llm": _llm, "odd": _odd, "epilogue": _epilogue, "heldout": _heldout}
+    makers = {"square": _square, "llm": _llm, "odd": _odd, "epilogue": _epilogue, "heldout": _heldout, "untuned": _untuned}
     if suite not in makers:
         raise ValueError(f"suite must be one of {', '.join(makers)}, got {suite!r}")
     return makers[suite](quick)

@@ -173,7 +173,7 @@ void write_plan(Json& json, GemmPlan const& plan) {
 }
 
 std::string plan_json(char const* op, GemmProblem problem, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable,
-                      int64_t device, bool batch_invariant = false) {
+                      int64_t device, bool batch_invariant) {
   GemmPlanOptions options;
   options.batch_invariant = batch_invariant;
   KernelOverride override;
@@ -188,7 +188,7 @@ std::string plan_json(char const* op, GemmProblem problem, std::optional<std::st
   options.force_arch = forced_arch();
   use_user_rows(&options, device_of(device));
   DeviceProperties const& properties = device_properties(op, device);
-  if (!kernel) {
+  if (!kernel && !batch_invariant) {  // a weight that is written out first is multiplied in another order
     Status const status = dequantize_first(problem, properties, options, &first);
     if (!status.ok()) fail(op, ": ", status.message);
   }
@@ -245,10 +245,10 @@ std::string enumerate_gemm_json(std::vector<int64_t> const& sizes, std::string c
 
 std::string plan_w4a16_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format, int64_t group_size,
                             bool has_zeros, bool has_c, bool gated, std::optional<std::string> const& kernel, bool use_tuned,
-                            bool only_runnable, int64_t device) {
+                            bool only_runnable, int64_t device, bool batch_invariant) {
   char const* op = "minfer::_plan_w4a16";
   GemmProblem const problem = w4_problem(op, sizes, ab_type, w4_format, group_size, has_zeros, has_c, gated);
-  return plan_json(op, problem, kernel, use_tuned, only_runnable, device);
+  return plan_json(op, problem, kernel, use_tuned, only_runnable, device, batch_invariant);
 }
 
 std::string enumerate_w4a16_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format,
@@ -357,7 +357,7 @@ constexpr Operator kOperators[] = {
      "bool only_runnable, int device, int limit) -> str",
      boxed<&enumerate_gemm_json>},
     {"_plan_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, str? kernel, "
-     "bool use_tuned, bool only_runnable, int device) -> str",
+     "bool use_tuned, bool only_runnable, int device, bool batch_invariant=False) -> str",
      boxed<&plan_w4a16_json>},
     {"_enumerate_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, "
      "bool only_runnable, int device, int limit) -> str",

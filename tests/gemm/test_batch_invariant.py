@@ -4,6 +4,7 @@ in problems of every m."""
 import minfer
 import pytest
 import torch
+from minfer.measure.workloads import W4Workload
 from minfer.planning.plan import Problem, W4Problem, plan_problem
 
 from tests.gemm.cases import DTYPES, name_of
@@ -11,7 +12,7 @@ from tests.gemm.cases import DTYPES, name_of
 H200 = -1
 ROWS = (1, 7, 16, 33, 64, 100, 200, 384, 768, 1536, 3000)
 WEIGHTS = ((4096, 4096), (5120, 5120), (3584, 18944), (1024, 8192), (512, 7168), (200, 30720), (4096, 1000))
-KERNELS = {kernel["name"]: kernel for kernel in minfer.kernels()}
+KERNELS = {kernel["name"]: kernel for family in ("gemm", "w4a16") for kernel in minfer.kernels(family)}
 
 
 def ranges(plan):
@@ -33,9 +34,23 @@ def test_long_sums_are_split():
     assert plan_problem(Problem(1, 512, 7168), device=H200, batch_invariant=True).splits > 1
 
 
-def test_only_dense_weights():
-    with pytest.raises(ValueError, match="batch_invariant is for gemm"):
-        plan_problem(W4Problem(1, 512, 7168), device=H200, batch_invariant=True)
+W4_WEIGHTS = (
+    ("int4", 128, 4096, 4096),
+    ("int4", 128, 3584, 18944),
+    ("int4", 32, 1024, 8192),
+    ("nf4", 64, 2048, 4096),
+    ("mxfp4", 32, 1024, 7168),
+)
+
+
+@pytest.mark.parametrize("w4_format, group_size, n, k", W4_WEIGHTS)
+def test_all_m_of_quantised_weights_have_the_same_ranges(w4_format, group_size, n, k):
+    """By kernels whose scales are on the fragments, which have tiles of 64 tokens or more."""
+    problems = [W4Problem(m, n, k, group_size=group_size, w4_format=w4_format) for m in ROWS]
+    plans = [plan_problem(problem, device=H200, batch_invariant=True) for problem in problems]
+    assert {tuple(ranges(plan)) for plan in plans} == {tuple(ranges(plans[0]))}
+    assert all(plan.kernel.startswith("w4a16_sm90") for plan in plans)
+    assert min(KERNELS[plan.kernel]["tile_n"] for plan in plans) >= 64
 
 
 @pytest.mark.gpu
@@ -49,6 +64,24 @@ def test_rows_have_the_same_bits(n, k, dtype):
     def product(m):
         plan = plan_problem(Problem(m, n, k, dtype=dtype), batch_invariant=True)
         return minfer.gemm(x[:m], weight.t(), kernel=plan.override)
+
+    whole = product(max(ROWS))
+    for m in ROWS[:-1]:
+        assert torch.equal(product(m), whole[:m]), m
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("w4_format, group_size, n, k", W4_WEIGHTS)
+def test_rows_by_quantised_weights_have_the_same_bits(w4_format, group_size, n, k, dtype):
+    weight = W4Workload(W4Problem(1, n, k, dtype=dtype, group_size=group_size, w4_format=w4_format)).operands()
+    x = torch.randn(max(ROWS), k, device="cuda", dtype=dtype)
+
+    def product(m):
+        problem = W4Problem(m, n, k, dtype=dtype, group_size=group_size, w4_format=w4_format)
+        plan = plan_problem(problem, batch_invariant=True)
+        options = {"group_size": problem.group_size, "w4_format": w4_format, "kernel": plan.override}
+        return minfer.w4a16_gemm(x[:m], weight["qweight"], weight["scales"], **options)
 
     whole = product(max(ROWS))
     for m in ROWS[:-1]:

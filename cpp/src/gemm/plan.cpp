@@ -154,9 +154,13 @@ bool has_invariant_ranges(KernelInfo const& kernel, GemmProblem const& problem, 
   return true;
 }
 
-/// Kernels of a vector and a matrix, which share k out among their threads.
+/// Kernels that batch-invariant plans leave out. Those of a vector and a matrix share k out among their threads. Of quantised weights those
+/// for up to 32 tokens have their scales in the sums, slices of k or mma.sync; all others, for any group size, multiply fragments that are
+/// scaled before, and add 16 of k at a time by WGMMA.
+constexpr int kScaledFragmentTokens = 64;
 bool adds_in_its_own_order(KernelInfo const& kernel) {
-  return kernel.b_format == WeightFormat::kDense && (kernel.tile_m == 1 || kernel.tile_n == 1);
+  if (kernel.b_format == WeightFormat::kDense) return kernel.tile_m == 1 || kernel.tile_n == 1;
+  return kernel.arch >= 90 && kernel.tile_n < kScaledFragmentTokens;
 }
 
 /// The decompositions that are candidates for one kernel in tiles of `tile_n` columns.
@@ -346,8 +350,8 @@ Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOp
 }
 
 /// The candidates among which plans that are batch invariant choose, for every m: kernels of one arch and alignment, and the splits that
-/// are fastest for kInvariantRows. All dense kernels with MMAs of an arch and alignment add the products of a range of k in the same order,
-/// whatever their tiles. Those of sm_90 come first where there are any: what a few rows gain by others, many rows would lose.
+/// are fastest for kInvariantRows. All kernels with MMAs of an arch and alignment that are left add the products of a range of k in the
+/// same order, whatever their tiles. Those of sm_90 come first where there are any: what a few rows gain by others, many rows would lose.
 constexpr int64_t kInvariantRows = 32;
 Candidates batch_invariant_candidates(GemmProblem problem, DeviceProperties const& device, GemmPlanOptions const& options) {
   problem.m = kInvariantRows;
@@ -531,9 +535,6 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
     return Status::success();
   }
 
-  if (options.batch_invariant && problem.b_format != WeightFormat::kDense) {
-    return Status::failure(StatusCode::kNotSupported, "batch-invariant plans are of dense weights, got %s", name_of(problem.b_format));
-  }
   Candidates const candidates = options.batch_invariant ? batch_invariant_candidates(problem, device, options) : Candidates{};
 
   if (options.use_tuned && !options.batch_invariant && problem.m > 0) {

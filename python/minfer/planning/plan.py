@@ -245,17 +245,15 @@ def plan_problem(
 ) -> Plan:
     """:func:`plan` for a problem.
 
-    batch_invariant (gemm alone): among the launches that sum a row of D in an order over k which follows from n, k and the types. Rows
-    have the same bits then in problems of every m; tuned rows are not asked.
+    batch_invariant: among the launches that sum a row of D in an order over k which follows from n, k and the types. Rows have the same
+    bits then in problems of every m; tuned rows are not asked.
     """
     index, name = _device(device)
     if only_runnable is None:
         only_runnable = index >= 0
-    if batch_invariant and not isinstance(problem, Problem):
-        raise ValueError(f"batch_invariant is for gemm, got {problem.op}")
     planner = getattr(torch.ops.minfer, f"_plan_{problem.family}")
-    options = {"batch_invariant": True} if batch_invariant else {}
-    return Plan.parse(problem, name, json.loads(planner(*problem.arguments(), kernel, use_tuned, only_runnable, index, **options)))
+    found = planner(*problem.arguments(), kernel, use_tuned, only_runnable, index, batch_invariant)
+    return Plan.parse(problem, name, json.loads(found))
 
 
 def enumerate_plans(
