@@ -57,8 +57,8 @@ struct EpilogueSm90 {
   static constexpr int kRowBytes = kBoxColumns * 2;
   static constexpr int kBoxBytes = kBoxRows * kRowBytes;
   static constexpr int kChunks = kTileN / (kSwap ? kBoxRows : kBoxColumns);
-  static constexpr int kBoxes = kMmaM * kChunks;                            // of a warpgroup
-  static constexpr int kBoxValues = kBoxRows * kBoxColumns / 128;           // accumulators of a thread
+  static constexpr int kBoxes = kMmaM * kChunks;                   // of a warpgroup
+  static constexpr int kBoxValues = kBoxRows * kBoxColumns / 128;  // accumulators of a thread
   // Finished together: 64 spill beside more than 128 accumulators, and with three consumers, which have 160 registers a thread.
   static constexpr int kGroupColumns = kMmaM * kTileN / 2 > 128 || (kChoosesColumns && kWarpgroups == 3) ? 32 : 64;
   static constexpr int kGroupBox = kChoosesColumns ? kBoxRows : kSwap ? kGroupColumns : kBoxColumns;  // a box's columns of the tile
