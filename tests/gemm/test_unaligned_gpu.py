@@ -46,7 +46,7 @@ def epilogues(m, n, dtype):
         lambda: {"c": randn(m, n).to(dtype), "beta": 0.5},
         lambda: {"bias": randn(n).to(dtype), "activation": "silu"},
         lambda: {"c": randn(n, m).t(), "beta": -1.0, "alpha": 2.0},
-        lambda: {"bias": randn(n), "activation": "gelu", "c": randn(n).to(dtype), "beta": 1.0},
+        lambda: {"bias": randn(n), "activation": "silu", "c": randn(n).to(dtype), "beta": 1.0},
     )
     for make, out_dtype in zip(itertools.cycle(options), itertools.cycle((dtype, dtype, torch.float32)), strict=False):
         yield make(), out_dtype
@@ -65,7 +65,11 @@ def test_depths(name):
         for epilogue, out_dtype in itertools.islice(epilogues(m, n, dtype), k % 5, k % 5 + 2):
             out, whole = padded((m, n), out_dtype, DEVICE, left=1 + k % 3, right=2)
             override = f"{name}@decomposition={decomposition}"
-            minfer.gemm(a, b, **epilogue, out=out, kernel=override)
+            try:
+                minfer.gemm(a, b, **epilogue, out=out, kernel=override)
+            except RuntimeError as error:  # the strides of a single row, or of a single k, may say another layout than was meant
+                assert "it reads other operand layouts" in str(error) and 1 in (m, n, k)
+                continue
             problem = gemm_mismatch(out, a, b, **epilogue)
             if problem is None and not untouched_outside(out, whole):
                 problem = "wrote outside of D"

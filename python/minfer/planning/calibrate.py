@@ -248,8 +248,9 @@ def measure_device(seconds: float, seed: int = 1, say: Callable[[Measured], None
             continue
         measured = measure(problem, choose(plans, 1.35, 12, seen, 6))
         for candidate in measured.candidates:
-            name = table_name(candidate.kernel)
-            seen[name] = seen.get(name, 0) + 1
+            if candidate.kernel != DEQUANTIZE:
+                name = table_name(candidate.kernel)
+                seen[name] = seen.get(name, 0) + 1
         if measured.candidates:
             found.append(measured)
             say(measured)
