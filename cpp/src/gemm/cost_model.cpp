@@ -47,6 +47,8 @@ constexpr double kCopyStartAloneUs = 1.4;  // us of a copy's launch that no othe
 // Of kernels for unaligned operands, in rates.fixup: of a tile with partials, and of each partial.
 constexpr double kGridFixup = 1.5, kGridPartial = 0.05;
 
+constexpr double kMostResident = 4;  // launches whose first k tiles are on their way to L2 at a time, and the one that computes
+
 constexpr double kMostStages = 12;  // of kernels whose launches choose the tiles' columns
 
 /// Stages of a ring: narrow tiles in a kernel for wider ones have more.
@@ -99,6 +101,9 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   pingpong_ = kernel.schedule == Schedule::kPingpong;
   portable_ = kernel.arch < 90;
   grid_ = portable_ && kernel.alignment < 16;
+  // A CTA of a vector kernel shares its k out among its threads: what its k tiles lack it does not wait for.
+  bool const vector = grid_ && (kernel.tile_m == 1 || kernel.tile_n == 1);
+  k_fill_ = vector ? double(problem.k) / double(k_tiles_ * kernel.tile_k) : 1.0;
   sms_ = device.sm_count;
   cluster_ = double(kernel.cluster_m) * kernel.cluster_n;
   GemmRates const& r = rates_;
@@ -168,13 +173,16 @@ double TileCost::us(GemmLaunch const& launch) const {
     several = owned > 1;
   }
 
-  if (grid_) return grid_us(workers, iterations, owned, partials);
+  if (grid_) return grid_us(workers, iterations * k_fill_, owned, partials);
   double k_us = iteration_us(workers) * (iterations - last);
   if (last > 0) k_us += iteration_us(last_workers) * last;
   double const idle = !pingpong_ ? 0.0 : several ? r.idle_tiles / std::sqrt(owned) : r.idle;
   double const busy_us = k_us * (1.0 + idle) * (stream ? 1.0 + r.stream : 1.0) + owned * tile_us_;
   double const resident = portable_ ? 1.0 : std::floor(workers_ / workers);  // launches that are
-  double const hbm_us = std::max(bytes_us_, bytes_sm_us_ / std::min(sms_, workers * cluster_) - (resident >= 2 ? ahead_us_ : 0.0));
+  double const uneven = iterations * workers / (tiles * k_tiles);  // the busiest SM's bytes over the mean's
+  double const ahead_us = ahead_us_ * (std::min(resident, kMostResident) - 1.0);
+  double const sm_us = std::max(0.0, bytes_sm_us_ * uneven / std::min(sms_, workers * cluster_) - ahead_us);
+  double const hbm_us = std::sqrt(bytes_us_ * bytes_us_ + sm_us * sm_us);
   double const main_us = std::sqrt(busy_us * busy_us + hbm_us * hbm_us);
   double const exposed_us =
       pingpong_ ? epilogue_us_ + r.exposed * (owned - 1) * std::max(0.0, epilogue_us_ - main_us / owned) : epilogue_us_ * owned;
