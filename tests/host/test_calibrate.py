@@ -52,7 +52,7 @@ def timed_by(model: CostModel, problems: list[Problem]) -> list[Measured]:
 @pytest.fixture(scope="module")
 def problems() -> list[Problem]:
     generator = random_problems.calibration(7)
-    return [next(generator) for _ in range(72)]
+    return [next(generator) for _ in range(96)]
 
 
 # ---- predictions ----------------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   grid_ = portable_ && kernel.alignment < 16;
   // A CTA of a vector kernel shares its k out among its threads: what its k tiles lack it does not wait for.
   bool const vector = grid_ && (kernel.tile_m == 1 || kernel.tile_n == 1);
-  k_fill_ = vector ? double(problem.k) / double(k_tiles_ * kernel.tile_k) : 1.0;
+  k_fill_ = vector && k_tiles_ > 0 ? double(problem.k) / double(k_tiles_ * kernel.tile_k) : 1.0;
   sms_ = device.sm_count;
   cluster_ = double(kernel.cluster_m) * kernel.cluster_n;
   GemmRates const& r = rates_;
@@ -178,8 +178,8 @@ double TileCost::us(GemmLaunch const& launch) const {
   if (last > 0) k_us += iteration_us(last_workers) * last;
   double const idle = !pingpong_ ? 0.0 : several ? r.idle_tiles / std::sqrt(owned) : r.idle;
   double const busy_us = k_us * (1.0 + idle) * (stream ? 1.0 + r.stream : 1.0) + owned * tile_us_;
-  double const resident = portable_ ? 1.0 : std::floor(workers_ / workers);  // launches that are
-  double const uneven = iterations * workers / (tiles * k_tiles);  // the busiest SM's bytes over the mean's
+  double const resident = portable_ ? 1.0 : std::floor(workers_ / workers);            // launches that are
+  double const uneven = k_tiles > 0 ? iterations * workers / (tiles * k_tiles) : 1.0;  // the busiest SM's bytes over the mean's
   double const ahead_us = ahead_us_ * (std::min(resident, kMostResident) - 1.0);
   double const sm_us = std::max(0.0, bytes_sm_us_ * uneven / std::min(sms_, workers * cluster_) - ahead_us);
   double const hbm_us = std::sqrt(bytes_us_ * bytes_us_ + sm_us * sm_us);
