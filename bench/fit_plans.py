@@ -44,14 +44,14 @@ def _grouped_lines(found: dict[str, Any], kernel: str, launch: str) -> list[str]
 def _attention_lines(found: dict[str, Any], kernel: str, launch: str) -> list[str]:
     sizes = [found[name] for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim")]
     form = (found["dtype"], found["window_left"], 0 if found["causal"] else -1, 0, found["kv_format"] or "tensors", found["page_size"])
-    return [" ".join(map(str, [*sizes, *form, keys, kernel])) for keys in (found["seqlen_k"], 0)]
+    return [" ".join(map(str, [*sizes, *form, keys, kernel])) for keys in (found["seqlen_k"], 0, -1)]
 
 
 @dataclass(frozen=True)
 class Family:
     ops: tuple[str, ...]
     lines: Callable[[dict[str, Any], str, str], list[str]]  # of the problem as it was, then as plans expect that it may be
-    weights: tuple[str, ...]  # constants that say how likely these expectations are; none: there is one
+    weights: tuple[str, ...]  # constants that say how likely these expectations are; none: equally
     model: Callable[[], str]
     predict: Callable[..., None]
 
@@ -110,11 +110,9 @@ class Data:
         return self._predicted(models, self.lines)
 
     def picked(self, models: Sequence[Constants]) -> torch.Tensor:
-        """What plans compare, the least first: times as expected, or the mean over expectations of times against the fastest; [models, rows]."""
+        """What plans compare, the least being chosen: the mean over expectations of times against the fastest; [models, rows]."""
         predicted = [self._predicted(models, lines) for lines in self.expected]
-        if not self.family.weights:
-            return predicted[0]
-        weights = torch.tensor([[model[name] for name in self.family.weights] for model in models], dtype=torch.float64)
+        weights = torch.tensor([[model[name] for name in self.family.weights] or [1.0] * len(predicted) for model in models]).double()
         losses = (us / _least(us, self)[..., self.problem] for us in predicted)
         return sum(weight[:, None] * loss for weight, loss in zip(weights.t(), losses, strict=True)) / weights.sum(1, keepdim=True)
 
@@ -236,7 +234,7 @@ class Fit:
         return theta
 
     def goal(self, thetas: torch.Tensor) -> torch.Tensor:
-        """Expected regret, of plans and were problems known to them, and a little for errors and for constants that have moved: [models]."""
+        """Expected regret, of plans and were problems known, and a little for errors and for constants that have moved: [models]."""
         models = [self.model(theta) for theta in thetas]
         predicted = self.data.raw(models)
         errors = ((predicted / self.data.us).log().abs() * self.weight).sum(-1) / self.weight.sum()

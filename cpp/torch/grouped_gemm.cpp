@@ -241,8 +241,8 @@ std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string con
 std::string grouped_model() { return model_text<moe::CostModel>(moe::kCostConstants); }
 
 /// Writes us[i, j], what the i-th model predicts of the j-th candidate, NaN where this build has no such kernel, and floor_us[j]. A
-/// candidate is a line of rows, experts, n, k, type, gated, gathered, w4_format ("dense": 16 bits), group_size, has_zeros, a routing ("uniform", "zipf"
-/// or "one_hot"), the experts of a token (0: not known) and an override, one space between any two.
+/// candidate is a line of rows, experts, n, k, type, gated, gathered, w4_format ("dense": 16 bits), group_size, has_zeros, a routing
+/// ("uniform", "zipf" or "one_hot"), the experts of a token (0: not known) and an override, one space between any two.
 void predict_grouped(std::string const& models, std::string const& candidates, int64_t device, Tensor const& us, Tensor const& floor_us) {
   char const* op = "minfer::_predict_grouped";
   struct Candidate {
@@ -264,7 +264,8 @@ void predict_grouped(std::string const& models, std::string const& candidates, i
     GroupedOverride const forced = parse_grouped_override(op, cells[12]);
     parsed.push_back({problem_of(op, sizes, cells[4], parse_flag(op, cells[5]), parse_flag(op, cells[6]), format,
                                  parse_integer(op, cells[8], -1, INT32_MAX), parse_flag(op, cells[9])),
-                      find_kernel(forced.name.c_str()), forced.gather_first, cells[10], double(parse_integer(op, cells[11], 0, INT32_MAX))});
+                      find_kernel(forced.name.c_str()), forced.gather_first, cells[10],
+                      double(parse_integer(op, cells[11], 0, INT32_MAX))});
     for (char const* name : {"uniform", "zipf", "one_hot"}) known = known || cells[10] == name;
     if (!known) fail(op, ": the routing must be uniform, zipf or one_hot, got '", cells[10], "'");
   }

@@ -22,9 +22,7 @@ namespace {
 
 double square(double x) { return x * x; }
 /// The largest, and more where others are nearly as large.
-double bound(double a, double b, double c = 0.0) {
-  return std::sqrt(std::sqrt(square(square(a)) + square(square(b)) + square(square(c))));
-}
+double bound(double a, double b, double c = 0.0) { return std::sqrt(std::sqrt(square(square(a)) + square(square(b)) + square(square(c)))); }
 
 /// See CostModel.
 struct TileCost {
@@ -146,11 +144,13 @@ double predict_prefill_us(CostModel const& m, KernelInfo const& kernel, Attentio
   auto const tile_us = [&](TileKeys const& k) {
     return bound(key_us * (cost.all * k.all + cost.longest * k.longest), load_us(m, kernel, p, k.loaded));
   };
-  double const mean_us = tile_us(keys.mean), most_us = tile_us(keys.most), next_us = mean_us + m.next_tile * cost.fixed_us + (p.cached ? m.next_cached_us : 0.0);
+  double const mean_us = tile_us(keys.mean), most_us = tile_us(keys.most),
+               next_us = mean_us + m.next_tile * cost.fixed_us + (p.cached ? m.next_cached_us : 0.0);
   double const waves = tiles / sms;
   double busy_us = most_us;
   if (waves > 1.0) {
-    // Tiles that cost the same make whole waves. Others, the longest first, fill the last one: `uneven` is 1 where the shortest takes no time.
+    // Tiles that cost the same make whole waves. Others, the longest first, fill the last one: `uneven` is 1 where the shortest takes no
+    // time.
     double const uneven = p.varlen ? 1.0 : std::clamp((most_us - mean_us) / mean_us, 0.0, 1.0);
     busy_us = std::max(most_us, mean_us + (waves - 1.0 + (std::ceil(waves) - waves) * (1.0 - uneven) + m.last_wave * uneven) * next_us);
   }
@@ -160,7 +160,7 @@ double predict_prefill_us(CostModel const& m, KernelInfo const& kernel, Attentio
   double const stream_us = (rows * row_bytes(p) + query_bytes(p)) / (m.bandwidth * device.read_bandwidth);
   double const l2_us = (tiles * keys.mean.loaded * row_bytes(p) + query_bytes(p)) / (m.l2 * device.read_bandwidth);
   double const us = m.start_us + cost.fixed_us + bound(busy_us, stream_us, l2_us);
-  return p.cached ? m.uneven * us : us;
+  return p.cached && p.batch > 1 ? us * (waves > 1.0 ? m.uneven : m.uneven * m.uneven) : us;
 }
 
 double predict_decode_us(CostModel const& m, KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
@@ -177,13 +177,15 @@ double predict_decode_us(CostModel const& m, KernelInfo const& kernel, Attention
   double const ratio = std::max(cta_blocks, blocks) / std::min(cta_blocks, blocks), whole = std::ceil(cta_blocks / blocks);
   double const cta_items = std::min(ratio == std::floor(ratio) ? whole : whole + 1.0, items);
   bool const codes = p.kv_format != WeightFormat::kDense;
-  double const key = !codes                                 ? m.key_dense
-                     : p.kv_format == WeightFormat::kInt4   ? m.key_int4
-                     : p.kv_format == WeightFormat::kInt8   ? m.key_int8
-                                                            : m.key_fp8;
+  double const key = !codes                               ? m.key_dense
+                     : p.kv_format == WeightFormat::kInt4 ? m.key_int4
+                     : p.kv_format == WeightFormat::kInt8 ? m.key_int8
+                                                          : m.key_fp8;
   double const rows = kernel.tile_k <= 64 ? m.rows_d64 : kernel.tile_k <= 128 ? m.rows_d128 : m.rows_d256;
   double const key_us = 2.0 * 8 * double(kernel.tile_k + kernel.head_dim_v) / (device.matrix_rate / sms);
-  double const item_us = (kernel.tile_k <= 64 ? m.item_d64_us : kernel.tile_k <= 128 ? m.item_d128_us : m.item_d256_us) *
+  double const item_us = (kernel.tile_k <= 64    ? m.item_d64_us
+                          : kernel.tile_k <= 128 ? m.item_d128_us
+                                                 : m.item_d256_us) *
                          (codes ? m.item_codes : 1.0) * (1.0 + m.item_rows * (row_tiles - 1.0));
   double step_us = key_us * (key + rows * row_tiles);
   if (kernel.arch < 90) step_us *= m.decode_portable;
@@ -205,9 +207,10 @@ double floor_us(AttentionProblem const& p, DeviceProperties const& device) {
   return std::max(bytes / device.read_bandwidth, flops_of(p) / device.matrix_rate);
 }
 
-AttentionProblem expected(AttentionProblem const& problem) {
+AttentionProblem with_last_page(AttentionProblem const& problem, double share) {
   AttentionProblem p = problem;
-  if (p.paged) p.seqlen_k = std::max({p.seqlen_k - p.page_size / 2, std::min(p.seqlen_q, p.seqlen_k), int64_t(1)});
+  int64_t const empty = int64_t((1.0 - share) * double(p.page_size));
+  if (p.paged) p.seqlen_k = std::max({p.seqlen_k - empty, std::min(p.seqlen_q, p.seqlen_k), int64_t(1)});
   return p;
 }
 

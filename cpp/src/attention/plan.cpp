@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
+#include <vector>
 
 #include "attention/cost_model.h"
 #include "attention/shared/launch.h"
@@ -131,11 +132,11 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     plan.partial_slots = p.num_splits > 0 ? units * p.num_splits * plan.lockstep : plan.ctas;
     // With one split, an output tile has no partials.
     plan.workspace_bytes = p.num_splits == 1 ? 0 : size_t(plan.partial_slots * rows * (kernel.tile_k / 64) * kPacketsOfPartial * 16);
-    plan.predicted_us = std::max(predict_us(kCostModel, kernel, expected(p), device), plan.floor_us);
+    plan.predicted_us = std::max(predict_us(kCostModel, kernel, with_last_page(p, kFullPage), device), plan.floor_us);
     return plan;
   }
   plan.packed_heads = choose_packed_heads(kernel, p);
-  plan.predicted_us = std::max(predict_us(kCostModel, kernel, expected(p), device), plan.floor_us);
+  plan.predicted_us = std::max(predict_us(kCostModel, kernel, with_last_page(p, kFullPage), device), plan.floor_us);
   plan.counted = !tiles_cost_the_same(p) && (p.varlen || tiles_of(p, kernel.tile_m, plan.packed_heads) > device.sm_count);
   if (kernel.arch < 90) {  // a CTA for each tile where the host knows their number; else persistent CTAs and a counter
     constexpr double kMaxCtas = double(1 << 20);
@@ -206,22 +207,37 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     return check_splits(*plan, problem, device);
   }
   int candidates = 0;
-  double best_us = 0.0;  // as predicted, whatever the floor is: below it predictions still rank kernels
   auto const [begin, end] = candidates_of_family();
-  KernelInfo const* best = nullptr;
-  AttentionProblem const likely = expected(problem);
+  // Times as predicted, whatever the floor is: below it they still rank kernels.
+  struct Candidate {
+    KernelInfo const* kernel;
+    double full_us, empty_us;
+  };
+  std::vector<Candidate> found;  // of the newest architecture: sm_90's kernels before portable ones
+  found.reserve(16);
   for (KernelInfo const* at = begin; at != end; ++at) {
     KernelInfo const& kernel = *at;
     if (illegal(kernel, problem, device) != nullptr || !considered(kernel, problem)) continue;
     if (options.only_runnable && !has_code(kernel, device)) continue;
-    double const us = predict_us(kCostModel, kernel, likely, device);
-    // sm_90's kernels before portable ones; among equals the fewest microseconds.
-    int const newer = candidates == 0 ? 1 : kernel.arch - best->arch;
-    if (newer > 0 || (newer == 0 && us < best_us)) {
-      best = &kernel;
-      best_us = us;
-    }
     ++candidates;
+    if (!found.empty() && kernel.arch > found[0].kernel->arch) found.clear();
+    if (found.empty() || kernel.arch == found[0].kernel->arch) found.push_back({&kernel, 0.0, 0.0});
+  }
+  AttentionProblem const full = with_last_page(problem, kFullPage), empty = with_last_page(problem, kEmptyPage);
+  bool const differ = full.seqlen_k != empty.seqlen_k;
+  double least_full_us = HUGE_VAL, least_empty_us = HUGE_VAL, least_loss = HUGE_VAL;
+  for (Candidate& c : found) {
+    c.full_us = predict_us(kCostModel, *c.kernel, full, device);
+    c.empty_us = differ ? predict_us(kCostModel, *c.kernel, empty, device) : c.full_us;
+    least_full_us = std::min(least_full_us, c.full_us);
+    least_empty_us = std::min(least_empty_us, c.empty_us);
+  }
+  KernelInfo const* best = nullptr;
+  for (Candidate const& c : found) {
+    double const loss = c.full_us / least_full_us + c.empty_us / least_empty_us;
+    if (loss >= least_loss) continue;
+    least_loss = loss;
+    best = c.kernel;
   }
   if (candidates == 0) {
     return Status::failure(
@@ -233,7 +249,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
         device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
   *plan = describe(*best, problem, device);
-  std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted microseconds of %d candidates: %.1f, floor %.1f", candidates,
+  std::snprintf(plan->reason, sizeof(plan->reason), "least expected loss of %d candidates: %.1f us, floor %.1f us", candidates,
                 plan->predicted_us, plan->floor_us);
   return check_splits(*plan, problem, device);
 }

@@ -123,8 +123,7 @@ double predict_quantised_us(CostModel const& m, KernelInfo const& kernel, Groupe
   for (int i = 0; i < routing.count; ++i) {
     Routing::Group const& group = routing.groups[i];
     double const token_tiles = expected_token_tiles(group, kernel.tile_n);
-    tiles.add(group.experts * token_tiles * weight_tiles, mainloop_us,
-              gated * (stage.tile_us + stage.token_us * group.rows / token_tiles));
+    tiles.add(group.experts * token_tiles * weight_tiles, mainloop_us, gated * (stage.tile_us + stage.token_us * group.rows / token_tiles));
   }
   double const busy_us = tiles.busy_us(workers, m.quantised_last_wave, false);
   double const tail = m.quantised_tail * std::min(1.0, tiles.empty(workers));
@@ -158,7 +157,7 @@ Routing zipf_routing(CostModel const& m, GroupedProblem const& p, double top_k) 
   Routing routing;
   if (top_k == 0.0) top_k = m.zipf_experts;
   if (p.experts == 0 || p.rows == 0) return routing;
-  // The experts of rank first to last, with the share of tokens that have one of them: 1 - exp(-x / rank), x such that they sum up to top_k.
+  // Groups of experts by rank. A token has one of a rank with probability 1 - exp(-x / rank), with x such that these sum up to top_k.
   double const each = std::min({std::max(top_k, 1.0), double(p.rows), double(p.experts)}), tokens = double(p.rows) / each;
   double first[Routing::kMaxGroups], experts[Routing::kMaxGroups];
   int groups = 0;
@@ -227,8 +226,7 @@ double predict_us(CostModel const& m, KernelInfo const& kernel, GroupedProblem c
     }
     double const count = group.experts * token_tiles * weight_tiles;
     loaded += count * 2.0 * (kernel.tile_m + tokens) * k;
-    tiles.add(count, mainloop_us,
-              (p.gated ? m.gated : 1.0) * (rates.tile_us + rates.token_us * tokens));
+    tiles.add(count, mainloop_us, (p.gated ? m.gated : 1.0) * (rates.tile_us + rates.token_us * tokens));
   }
   double const tail = m.tail * tiles.empty(workers);
   double const stream_us = bytes_of(p, active) / (device.read_bandwidth * rates.bandwidth) * (1.0 + std::min(tail, 1.0));

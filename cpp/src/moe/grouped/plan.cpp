@@ -182,8 +182,9 @@ Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& devic
                            quantised(problem) ? name_of(problem.b_format) : "16-bit", (long long)problem.n, device.compute_major,
                            device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
-  std::snprintf(plan->reason, sizeof(plan->reason), "least expected loss of %d candidates, whatever the routing; if even, %.1f us, floor %.1f us", count,
-                plan->predicted_us, plan->floor_us);
+  std::snprintf(plan->reason, sizeof(plan->reason),
+                "least expected loss of %d candidates, whatever the routing; if even, %.1f us, floor %.1f us", count, plan->predicted_us,
+                plan->floor_us);
   return Status::success();
 }
 
