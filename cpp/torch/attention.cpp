@@ -446,8 +446,8 @@ std::string attention_model() { return model_text<attention::CostModel>(attentio
 
 /// Writes us[i, j], what the i-th model predicts of the j-th candidate, NaN where this build has no such kernel, and floor_us[j]. A
 /// candidate is a line of batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, type, window_left, window_right, varlen,
-/// kv_format ("tensors": no cache), page_size, the keys of each sequence (0: the last page is nearly full, -1: nearly empty) and a kernel, one
-/// space between any two.
+/// kv_format ("tensors": no cache), page_size, the keys of each sequence (0: the last page is nearly full, -1: nearly empty) and a kernel,
+/// one space between any two.
 void predict_attention(std::string const& models, std::string const& candidates, int64_t device, Tensor const& us, Tensor const& floor_us) {
   char const* op = "minfer::_predict_attention";
   struct Candidate {

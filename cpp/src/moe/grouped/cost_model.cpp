@@ -71,9 +71,10 @@ double expected_token_tiles(Routing::Group const& group, int tile_n) {
 /// The larger, and more where the other is nearly as large.
 double bound(double a, double b) { return std::sqrt(std::sqrt(a * a * a * a + b * b * b * b)); }
 
-double mean(double a, double b, double power) {
+/// The same, with another power.
+double bound(double a, double b, double power) {
   double const most = std::max(a, b), ratio = std::min(a, b) / most;
-  return ratio < 0.1 ? most : most * std::exp(std::log1p(std::pow(ratio, power)) / power);
+  return ratio < 0.05 * power ? most : most * std::exp(std::log1p(std::pow(ratio, power)) / power);
 }
 
 double copy_us(CostModel const& m, GroupedProblem const& p, DeviceProperties const& device, double start_us) {
@@ -129,7 +130,7 @@ double predict_quantised_us(CostModel const& m, KernelInfo const& kernel, Groupe
   double const tail = m.quantised_tail * std::min(1.0, tiles.empty(workers));
   double const stream_us = bytes_of(p, active_of(routing)) / (device.read_bandwidth * m.quantised_share) * (1.0 + tail);
   return m.quantised_start_us + (gather_first ? copy_us(m, p, device, m.quantised_copy_us) : 0.0) +
-         mean(busy_us, stream_us, m.quantised_power);
+         bound(busy_us, stream_us, m.quantised_power);
 }
 
 }  // namespace
@@ -202,6 +203,8 @@ double predict_us(CostModel const& m, KernelInfo const& kernel, GroupedProblem c
   Rates const rates = rates_of(m, kernel);
   bool const gathers = p.gathered && !gather_first;
   double loaded = 0.0;  // bytes, through L2
+  // CTAs that share an SM.
+  double const sharing = std::clamp(active * weight_tiles / double(device.sm_count), 1.0, double(kernel.ctas_per_sm));
   Tiles tiles;
   tiles.exact = routing.groups[0].exact;
   for (int i = 0; i < routing.count; ++i) {
@@ -218,11 +221,11 @@ double predict_us(CostModel const& m, KernelInfo const& kernel, GroupedProblem c
     if (kernel.tile_n >= 128 && kernel.tile_n != 192 && k > m.deep_k && active > m.deep_experts && group.rows > m.deep_rows)
       rate *= m.deep_rate;
     double const product_us = 2.0 * kernel.tile_m * tokens * k / (device.matrix_rate / workers * rate);
-    double const load_us = 2.0 * (kernel.tile_m + tokens) * k * kernel.ctas_per_sm / rates.load;
+    double const load_us = 2.0 * (kernel.tile_m + tokens) * k * sharing / rates.load;
     double mainloop_us = bound(product_us, load_us);
     if (gathers) {
       double const column_us = kernel.tile_m == 64 ? m.gather_narrow_us : m.gather_us;
-      mainloop_us = bound(mainloop_us, k * kernel.ctas_per_sm * (column_us + 2.0 * tokens / m.gather_bytes));
+      mainloop_us = bound(mainloop_us, k * sharing * (column_us + 2.0 * tokens / m.gather_bytes));
     }
     double const count = group.experts * token_tiles * weight_tiles;
     loaded += count * 2.0 * (kernel.tile_m + tokens) * k;
@@ -231,8 +234,8 @@ double predict_us(CostModel const& m, KernelInfo const& kernel, GroupedProblem c
   double const tail = m.tail * tiles.empty(workers);
   double const stream_us = bytes_of(p, active) / (device.read_bandwidth * rates.bandwidth) * (1.0 + std::min(tail, 1.0));
   return m.start_us + m.expert_us * double(p.experts) + (gather_first ? copy_us(m, p, device, m.copy_us) : 0.0) +
-         mean(mean(tiles.busy_us(workers, m.last_wave, kernel.schedule == Schedule::kPingpong), stream_us, m.power),
-              loaded / (device.read_bandwidth * m.l2), m.l2_power);
+         bound(bound(tiles.busy_us(workers, m.last_wave, kernel.schedule == Schedule::kPingpong), stream_us, m.power),
+               loaded / (device.read_bandwidth * m.l2), m.l2_power);
 }
 
 }  // namespace minfer::moe
