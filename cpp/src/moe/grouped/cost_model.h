@@ -6,8 +6,8 @@
 
 namespace minfer::moe {
 
-/// Fitted to 4500 timings of 450 random problems on the H200 and to those of Mixtral's, Qwen3's, DeepSeek-V3's and gpt-oss's second products
-/// (error 7 %). The rates of tiles of 128 x 128 and more, deep_ and the weights of routings are set by hand.
+/// Fitted to 4500 timings of 450 random problems on the H200 and to those of Mixtral's, Qwen3's, DeepSeek-V3's and gpt-oss's second
+/// products (error 7 %). The rates of tiles of 128 x 128 and more, deep_ and the weights of routings are set by hand.
 struct CostModel {
   // 16-bit weights. A tile takes as long as its products, its bytes into the SM, or the gather of its rows, and tile_us.
   double start_us = 2.02, expert_us = 0.0018;  // expert_us: of each expert in the table of tiles
