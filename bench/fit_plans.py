@@ -26,35 +26,32 @@ import torch
 Constants = dict[str, float]
 _STEP = 1e-4  # of a logarithm, for slopes
 H200 = -1
+ROUTINGS = ("even_weight", "zipf_weight", "same_weight")
 
 # ---- measurements ---------------------------------------------------------------------------------------------------------------
 
 
-def _grouped_line(found: dict[str, Any], kernel: str, launch: str) -> str:
+def _grouped_lines(found: dict[str, Any], kernel: str, launch: str) -> list[str]:
     sizes = [found["tokens"] * found["top_k"], found["experts"], found["n"], found["k"]]
     weights = found["weights"]
     form = (weights, 0 if weights == "dense" else 128, 0)
-    cells = [*sizes, found["dtype"], int(found["gated"]), int(found["gathered"]), *form, f"{kernel}@{launch}" if launch else kernel]
-    return " ".join(map(str, cells))
+    override = f"{kernel}@{launch}" if launch else kernel
+    cells = [*sizes, found["dtype"], int(found["gated"]), int(found["gathered"]), *form]
+    routings = ((found["routing"], found["top_k"]), ("uniform", 0), ("zipf", 0), ("one_hot", 0))
+    return [" ".join(map(str, [*cells, *routing, override])) for routing in routings]
 
 
-def _attention_line(found: dict[str, Any], kernel: str, launch: str) -> str:
+def _attention_lines(found: dict[str, Any], kernel: str, launch: str) -> list[str]:
     sizes = [found[name] for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_kv", "head_dim", "head_dim")]
-    cache = (found["kv_format"] or "tensors", found["page_size"])
-    return " ".join(map(str, [*sizes, found["dtype"], found["window_left"], 0 if found["causal"] else -1, 0, *cache, kernel]))
-
-
-def _considered(found: dict[str, Any], kernel: str) -> bool:
-    """Whether the plan asks the model about an attention kernel: few rows over a cache go to split-KV ones without (plan.cpp)."""
-    few = found["kv_format"] is not None and found["seqlen_q"] * (found["heads_q"] // found["heads_kv"]) <= 32
-    return not few or kernel.endswith("_decode")
+    form = (found["dtype"], found["window_left"], 0 if found["causal"] else -1, 0, found["kv_format"] or "tensors", found["page_size"])
+    return [" ".join(map(str, [*sizes, *form, keys, kernel])) for keys in (found["seqlen_k"], 0, -1)]
 
 
 @dataclass(frozen=True)
 class Family:
     ops: tuple[str, ...]
-    line: Callable[[dict[str, Any], str, str], str]
-    considered: Callable[[dict[str, Any], str], bool]
+    lines: Callable[[dict[str, Any], str, str], list[str]]  # of the problem as it was, then as plans expect that it may be
+    weights: tuple[str, ...]  # constants that say how likely these expectations are; none: equally
     model: Callable[[], str]
     predict: Callable[..., None]
 
@@ -62,10 +59,8 @@ class Family:
 def families() -> dict[str, Family]:
     ops = torch.ops.minfer
     return {
-        "grouped": Family(
-            ("grouped_gemm", "grouped_w4a16_gemm"), _grouped_line, lambda found, kernel: True, ops._grouped_model, ops._predict_grouped
-        ),
-        "attention": Family(("attention", "attention_paged"), _attention_line, _considered, ops._attention_model, ops._predict_attention),
+        "grouped": Family(("grouped_gemm", "grouped_w4a16_gemm"), _grouped_lines, ROUTINGS, ops._grouped_model, ops._predict_grouped),
+        "attention": Family(("attention", "attention_paged"), _attention_lines, (), ops._attention_model, ops._predict_attention),
     }
 
 
@@ -88,25 +83,22 @@ def read(paths: Iterable[Path], family: Family) -> list[dict[str, Any]]:
 
 @dataclass
 class Data:
-    """A row for each timed kernel that the plan asks its model about."""
+    """A row for each timed kernel."""
 
     family: Family
     problems: list[dict[str, Any]]
     device: int = H200
-    lines: str = field(init=False)
+    lines: str = field(init=False)  # of the problems as they were
+    expected: list[str] = field(init=False)  # as plans expect that they may be
     us: torch.Tensor = field(init=False)  # [rows]
     problem: torch.Tensor = field(init=False)  # [rows], of problems
     floor_us: torch.Tensor = field(init=False)  # [rows]
     best_us: torch.Tensor = field(init=False)  # [problems], of all kernels that were timed
 
     def __post_init__(self):
-        rows = [
-            (i, self.family.line(found, kernel, launch), us)
-            for i, found in enumerate(self.problems)
-            for kernel, launch, _, us in found["plans"]
-            if self.family.considered(found, kernel)
-        ]
-        self.lines = "\n".join(line for _, line, _ in rows)
+        plans = [(i, found, plan) for i, found in enumerate(self.problems) for plan in found["plans"]]
+        rows = [(i, self.family.lines(found, kernel, launch), us) for i, found, (kernel, launch, _, us) in plans]
+        self.lines, *self.expected = ("\n".join(lines) for lines in zip(*(lines for _, lines, _ in rows), strict=True))
         self.us = torch.tensor([us for *_, us in rows], dtype=torch.float64)
         self.problem = torch.tensor([i for i, *_ in rows])
         self.best_us = torch.tensor([min(us for *_, us in found["plans"]) for found in self.problems], dtype=torch.float64)
@@ -114,15 +106,21 @@ class Data:
         self.raw([{}])
 
     def raw(self, models: Sequence[Constants]) -> torch.Tensor:
-        """Predicted us without regard to the floor, [models, rows]."""
-        texts = ["".join(f"{name},{value!r}\n" for name, value in model.items()) or "\n" for model in models]
-        us = torch.empty(len(models), len(self.us), dtype=torch.float64)
-        self.family.predict("\n".join(texts), self.lines, self.device, us, self.floor_us)
-        return us
+        """Predicted us without regard to the floor, of the problems as they were, [models, rows]."""
+        return self._predicted(models, self.lines)
 
     def picked(self, models: Sequence[Constants]) -> torch.Tensor:
-        """As plans compare kernels, [models, rows]."""
-        return torch.maximum(self.raw(models), self.floor_us)
+        """What plans compare, the least being chosen: the mean over expectations of times against the fastest; [models, rows]."""
+        predicted = [self._predicted(models, lines) for lines in self.expected]
+        weights = torch.tensor([[model[name] for name in self.family.weights] or [1.0] * len(predicted) for model in models]).double()
+        losses = (us / _least(us, self)[..., self.problem] for us in predicted)
+        return sum(weight[:, None] * loss for weight, loss in zip(weights.t(), losses, strict=True)) / weights.sum(1, keepdim=True)
+
+    def _predicted(self, models: Sequence[Constants], lines: str) -> torch.Tensor:
+        texts = ["".join(f"{name},{value!r}\n" for name, value in model.items()) or "\n" for model in models]
+        us = torch.empty(len(models), len(self.us), dtype=torch.float64)
+        self.family.predict("\n".join(texts), lines, self.device, us, self.floor_us)
+        return us
 
     def regret_of_rows(self) -> torch.Tensor:
         return self.us / self.best_us[self.problem] - 1
@@ -156,7 +154,7 @@ def expected_regret(picked: torch.Tensor, data: Data, noise: float) -> torch.Ten
 
 def quality(model: Constants, data: Data) -> str:
     picked = data.picked([model])
-    error = (picked[0] / data.us).log().abs().median().item()
+    error = (data.raw([model])[0] / data.us).log().abs().median().item()
     found = regrets(picked, data)[0]
     found = found[~found.isnan()]
     numbers = [found.mean(), found.median(), found.quantile(0.95), found.max()]
@@ -185,7 +183,8 @@ class Fit:
     def __init__(self, data: Data, start: Constants, options: FitOptions, frozen: Sequence[str] = ()):
         self.data, self.start, self.options = data, start, options
         candidates = [name for name, value in start.items() if value > 0 and name not in frozen]
-        moved = data.raw([start, *({**start, name: start[name] * 1.3} for name in candidates)])
+        models = [start, *({**start, name: start[name] * 1.3} for name in candidates)]
+        moved = torch.cat([data.raw(models), data.picked(models)], 1)
         self.names = [name for name, row in zip(candidates, moved[1:], strict=True) if not torch.equal(row, moved[0])]
         self.weight = torch.exp(-data.regret_of_rows() / options.near) + 0.02
 
@@ -235,10 +234,11 @@ class Fit:
         return theta
 
     def goal(self, thetas: torch.Tensor) -> torch.Tensor:
-        """Expected regret, and a little for errors and for constants that have moved: [models]."""
-        picked = self.data.picked([self.model(theta) for theta in thetas])
-        errors = ((picked / self.data.us).log().abs() * self.weight).sum(-1) / self.weight.sum()
-        regret = expected_regret(picked, self.data, self.options.noise / 2)
+        """Expected regret, of plans and were problems known, and a little for errors and for constants that have moved: [models]."""
+        models = [self.model(theta) for theta in thetas]
+        predicted = self.data.raw(models)
+        errors = ((predicted / self.data.us).log().abs() * self.weight).sum(-1) / self.weight.sum()
+        regret = 0.5 * sum(expected_regret(us, self.data, self.options.noise / 2) for us in (predicted, self.data.picked(models)))
         moved = (thetas / self.options.deviation).square().mean(-1)
         return regret + 0.1 * errors + self.options.pull * moved
 

@@ -446,25 +446,27 @@ std::string attention_model() { return model_text<attention::CostModel>(attentio
 
 /// Writes us[i, j], what the i-th model predicts of the j-th candidate, NaN where this build has no such kernel, and floor_us[j]. A
 /// candidate is a line of batch, seqlen_q, seqlen_k, heads_q, heads_kv, head_dim, head_dim_v, type, window_left, window_right, varlen,
-/// kv_format ("tensors": no cache), page_size and a kernel, one space between any two.
+/// kv_format ("tensors": no cache), page_size, the keys of each sequence (0: the last page is nearly full, -1: nearly empty) and a kernel,
+/// one space between any two.
 void predict_attention(std::string const& models, std::string const& candidates, int64_t device, Tensor const& us, Tensor const& floor_us) {
   char const* op = "minfer::_predict_attention";
   struct Candidate {
     AttentionProblem problem;
     KernelInfo const* kernel;
+    int64_t keys;
   };
   std::vector<Candidate> parsed;
   for (std::string const& line : split(candidates, '\n')) {
     if (line.empty()) continue;
     std::vector<std::string> const cells = split(line, ' ');
-    if (cells.size() != 14) fail(op, ": expected 14 cells in a candidate's line, got '", line, "'");
+    if (cells.size() != 15) fail(op, ": expected 15 cells in a candidate's line, got '", line, "'");
     std::vector<int64_t> sizes;
     for (size_t i = 0; i < 7; ++i) sizes.push_back(parse_integer(op, cells[i], 0, INT32_MAX));
     std::optional<std::string> const format = cells[11] == "tensors" ? std::nullopt : std::optional<std::string>(cells[11]);
     parsed.push_back(
         {problem_of(op, sizes, cells[7], parse_integer(op, cells[8], -1, INT32_MAX), parse_integer(op, cells[9], -1, INT32_MAX),
                     parse_flag(op, cells[10]), format, parse_integer(op, cells[12], 0, INT32_MAX)),
-         find_kernel(cells[13].c_str())});
+         find_kernel(cells[14].c_str()), parse_integer(op, cells[13], -1, INT32_MAX)});
   }
   auto const read = read_cost_models<attention::CostModel>(op, models, attention::kCostConstants);
   DeviceProperties const& properties = device_properties(op, device);
@@ -472,7 +474,9 @@ void predict_attention(std::string const& models, std::string const& candidates,
   double* floor = predictions(op, "floor_us", floor_us, {int64_t(parsed.size())});
   for (attention::CostModel const& model : read) {
     for (Candidate const& c : parsed) {
-      *out++ = c.kernel == nullptr ? std::nan("") : attention::predict_us(model, *c.kernel, c.problem, properties);
+      AttentionProblem p = attention::with_last_page(c.problem, c.keys < 0 ? attention::kEmptyPage : attention::kFullPage);
+      if (c.keys > 0) p.seqlen_k = c.keys;
+      *out++ = c.kernel == nullptr ? std::nan("") : attention::predict_us(model, *c.kernel, p, properties);
     }
   }
   for (Candidate const& c : parsed) *floor++ = attention::floor_us(c.problem, properties);

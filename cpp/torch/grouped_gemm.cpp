@@ -241,27 +241,33 @@ std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string con
 std::string grouped_model() { return model_text<moe::CostModel>(moe::kCostConstants); }
 
 /// Writes us[i, j], what the i-th model predicts of the j-th candidate, NaN where this build has no such kernel, and floor_us[j]. A
-/// candidate is a line of rows, experts, n, k, type, gated, gathered, w4_format ("dense": 16 bits), group_size, has_zeros and an override,
-/// one space between any two.
+/// candidate is a line of rows, experts, n, k, type, gated, gathered, w4_format ("dense": 16 bits), group_size, has_zeros, a routing
+/// ("uniform", "zipf" or "one_hot"), the experts of a token (0: not known) and an override, one space between any two.
 void predict_grouped(std::string const& models, std::string const& candidates, int64_t device, Tensor const& us, Tensor const& floor_us) {
   char const* op = "minfer::_predict_grouped";
   struct Candidate {
     GroupedProblem problem;
     KernelInfo const* kernel;
     bool gather_first;
+    std::string routing;
+    double top_k;
   };
   std::vector<Candidate> parsed;
   for (std::string const& line : split(candidates, '\n')) {
     if (line.empty()) continue;
     std::vector<std::string> const cells = split(line, ' ');
-    if (cells.size() != 11) fail(op, ": expected 11 cells in a candidate's line, got '", line, "'");
+    if (cells.size() != 13) fail(op, ": expected 13 cells in a candidate's line, got '", line, "'");
     std::vector<int64_t> sizes;
     for (size_t i = 0; i < 4; ++i) sizes.push_back(parse_integer(op, cells[i], 0, INT32_MAX));
+    bool known = false;
     std::optional<std::string> const format = cells[7] == "dense" ? std::nullopt : std::optional<std::string>(cells[7]);
-    GroupedOverride const forced = parse_grouped_override(op, cells[10]);
+    GroupedOverride const forced = parse_grouped_override(op, cells[12]);
     parsed.push_back({problem_of(op, sizes, cells[4], parse_flag(op, cells[5]), parse_flag(op, cells[6]), format,
                                  parse_integer(op, cells[8], -1, INT32_MAX), parse_flag(op, cells[9])),
-                      find_kernel(forced.name.c_str()), forced.gather_first});
+                      find_kernel(forced.name.c_str()), forced.gather_first, cells[10],
+                      double(parse_integer(op, cells[11], 0, INT32_MAX))});
+    for (char const* name : {"uniform", "zipf", "one_hot"}) known = known || cells[10] == name;
+    if (!known) fail(op, ": the routing must be uniform, zipf or one_hot, got '", cells[10], "'");
   }
   auto const read = read_cost_models<moe::CostModel>(op, models, moe::kCostConstants);
   DeviceProperties const& properties = device_properties(op, device);
@@ -269,7 +275,10 @@ void predict_grouped(std::string const& models, std::string const& candidates, i
   double* floor = predictions(op, "floor_us", floor_us, {int64_t(parsed.size())});
   for (moe::CostModel const& model : read) {
     for (Candidate const& c : parsed) {
-      *out++ = c.kernel == nullptr ? std::nan("") : moe::predict_us(model, *c.kernel, c.problem, properties, c.gather_first);
+      moe::Routing const routing = c.routing == "uniform" ? moe::even_routing(c.problem, c.top_k)
+                                   : c.routing == "zipf"  ? moe::zipf_routing(model, c.problem, c.top_k)
+                                                          : moe::same_routing(model, c.problem, c.top_k);
+      *out++ = c.kernel == nullptr ? std::nan("") : moe::predict_us(model, *c.kernel, c.problem, routing, properties, c.gather_first);
     }
   }
   for (Candidate const& c : parsed) *floor++ = moe::floor_us(c.problem, properties);

@@ -174,8 +174,8 @@ def test_plans():
         for experts, n, k in ((8, 4096, 14336), (128, 1536, 2048), (256, 4096, 7168)):
             p = plan(rows, experts, n, k)
             assert p["predicted_us"] >= p["floor_us"] and "sm90" in p["kernel"], p
-    # Few rows are gathered by the loader, many by a launch before.
-    assert not plan(512, 128, 1536, 2048, gathered=True)["gather_first"]
+    # Rows of a shallow k are gathered by the loader (10.4 us on the H200, 12.9 by a launch before), others by a launch before.
+    assert not plan(2604, 10, 448, 320, gated=True, gathered=True)["gather_first"]
     first = plan(8192, 8, 28672, 4096, gathered=True)
     assert first["gather_first"] and first["workspace_bytes"] == 8192 * 4096 * 2
     assert not plan(8192, 8, 28672, 4096)["gather_first"]

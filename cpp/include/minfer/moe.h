@@ -70,8 +70,7 @@ struct GroupedOperands {
 
 struct GroupedPlan {
   KernelInfo const* kernel = nullptr;
-  double predicted_us = 0;
-  double floor_us = 0;  // for rows that are spread evenly over the experts
+  double predicted_us = 0, floor_us = 0;  // for rows that are spread evenly over the experts
   // Whether rows are gathered into the workspace before, by a launch of its own, and not by the loader: the loader's copies keep up with
   // the weights' bytes, not with the tensor cores.
   bool gather_first = false;
@@ -87,8 +86,8 @@ struct GroupedPlanOptions {
   int32_t force_arch = 0;        // 80: portable kernels only
 };
 
-/// Chooses the kernel: the explicit one, else the analytic model, which takes the rows as spread evenly over the experts. Gated quantised
-/// weights have GateLayout::kBlocks.
+/// Chooses the kernel: the explicit one, else the one that is predicted to lose least, whether the rows are spread evenly over the experts,
+/// by their popularity or all over a few. Gated quantised weights have GateLayout::kBlocks.
 /// @return kInvalidArgument (sizes, types), kUnknownKernel, kNotCompiled, kNotSupported.
 Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* plan);
 

@@ -5,24 +5,46 @@
 
 namespace minfer::attention {
 
-/// The time of a tile of queries in prefill: fixed_us for its first and last products and its output, plus a multiple of the time that its
-/// products would take at the tensor cores' rate: `all` times that of all its warpgroups, and `longest` times that of the warpgroup with
-/// most keys, since under a causal mask others have fewer. Fitted to 20 times (H200, head_dim 128, causal and full, 256 to 1024 queries, 1
-/// and 4 heads per KV head; error 2 %, at most 6 %); of portable kernels estimated, not measured.
+/// Prefill is bound by its busiest SM, by the bytes from memory or by those from L2. A tile of queries takes fixed_us for its first and
+/// last products and its output, plus a multiple of the time that its products would take at the tensor cores' rate: `all` times that of
+/// all its warpgroups, and `longest` times that of the warpgroup with most keys, since under a causal mask others have fewer; or as long as
+/// its keys take to be loaded, by boxes of a page, or to be converted from codes. Of portable kernels estimated, not measured.
 ///
-/// Split-KV is bound by the bytes of keys and values, read from memory and again from L2 for every further output tile, or by instructions:
-/// it reaches a sixth of the tensor cores' rate, over int4 a ninth (H200, head_dim 128, 64 rows and more: 95 to 147 TFLOP/s, 79 to 86).
+/// Split-KV is bound by the steps of its CTAs, which all have as many, or by bytes likewise. A step is a key and 8 or 16 rows; every output
+/// tile, or part of one, takes item_us for its queries and its merge.
+///
+/// Fitted to the timings of 338 of 450 random problems on the H200 (error 8 %); `uneven` is set by hand.
 struct CostModel {
-  double start_us = 4.0;
-  double fixed_192_us = 3.0, all_192 = 0.37, longest_192 = 2.2;  // tiles of 192 queries
-  double fixed_128_us = 2.6, all_128 = 1.0, longest_128 = 0.5;
-  double fixed_portable_us = 2.7, all_portable = 1.7, longest_portable = 0.0;
-  double last_wave = 0.4;  // tiles' times that are added where there are more tiles than SMs
-  // The time of a tile for K and V of 128 keys and 128 columns where a warpgroup converts them from codes (H200, 8192 and 65536 keys).
-  double convert_int4_us = 3.1, convert_int8_us = 2.6, convert_fp8_us = 2.4;
-  double decode_start_us = 6.0;
-  double decode_l2 = 2.0;  // times the read bandwidth, of the reads from L2
-  double decode_mma = 6.0, decode_mma_int4 = 9.0;
+  double start_us = 2.79;
+  double next_tile = 1.43;       // of fixed_us, of tiles behind a CTA's first one
+  double next_cached_us = 1.46;  // of these over a cache: the counter, the length and the pages follow each other
+  double fixed_d64_us = 1.29, all_d64 = 0.729, longest_d64 = 1.42;
+  double fixed_tall_us = 1.75, all_tall = 0.619, longest_tall = 0.871;  // head_dim 128, 192 queries
+  double fixed_d128_us = 1.99, all_d128 = 0.483, longest_d128 = 1;
+  double fixed_d192x128_us = 2.62, all_d192x128 = 0.441, longest_d192x128 = 0.974;
+  double fixed_d192_us = 2.58, all_d192 = 0.451, longest_d192 = 0.898;
+  double fixed_d256_us = 2.6, all_d256 = 0.509, longest_d256 = 0.692;
+  double fixed_codes_d128_us = 2.06, all_codes_d128 = 0.541, longest_codes_d128 = 1.89;
+  double fixed_codes_d256_us = 3.75, all_codes_d256 = 0.815, longest_codes_d256 = 1.01;
+  double fixed_portable_us = 2.7, all_portable = 1.7, longest_portable = 0;
+  double last_wave = 0.678;                                   // tiles' times that are added where there are more tiles than SMs
+  double block_us = 0.604, box_us = 0.0336, page_us = 0.144;  // of the loads of a block of keys, of each TMA box and where there are pages
+  // The time of a tile for K and V of 128 keys and 128 columns where a warpgroup converts them from codes.
+  double convert_int4_us = 2.25, convert_int8_us = 2.01, convert_fp8_us = 1.42;
+  double residual_us = 4.27;                              // of a tile over int4 codes: the newest tokens, in 16 bits
+  double bandwidth = 1.06, l2 = 2.82;                     // times the read bandwidth
+  double decode_start_us = 3.91, decode_table_us = 1.86;  // table: of more than 32 sequences
+  double item_d64_us = 1.53, item_d128_us = 2.65, item_d256_us = 3.52;
+  double item_codes = 1.22, item_rows = 0.955;  // factors: over codes, and of a second 8 rows
+  double merge_us = 0.198;                      // of 8 rows of 128 columns that another CTA leaves
+  // Of a step, multiples of the time that the products of 8 rows would take at the tensor cores' rate: of its key, and of each 8 rows.
+  double key_dense = 9.79, key_fp8 = 3.73, key_int8 = 6.14, key_int4 = 9.53;
+  double rows_d64 = 2.75, rows_d128 = 2.9, rows_d256 = 1.59;
+  double decode_portable = 1.5;  // factor of steps
+  double decode_bandwidth = 1.14, decode_l2 = 1.66;
+  // Prefill over a cache of several sequences: these may be of different lengths, which split-KV alone evens out. Squared where tiles do
+  // not fill the SMs, so that the longest sequence decides.
+  double uneven = 1.05;
 };
 
 /// The constants by name, as _predict_attention takes them.
@@ -33,15 +55,70 @@ struct CostConstant {
 #define MINFER_COST_CONSTANT(name) \
   CostConstant { #name, &CostModel::name }
 constexpr CostConstant kCostConstants[] = {
-    MINFER_COST_CONSTANT(start_us),         MINFER_COST_CONSTANT(fixed_192_us),      MINFER_COST_CONSTANT(all_192),
-    MINFER_COST_CONSTANT(longest_192),      MINFER_COST_CONSTANT(fixed_128_us),      MINFER_COST_CONSTANT(all_128),
-    MINFER_COST_CONSTANT(longest_128),      MINFER_COST_CONSTANT(fixed_portable_us), MINFER_COST_CONSTANT(all_portable),
-    MINFER_COST_CONSTANT(longest_portable), MINFER_COST_CONSTANT(last_wave),         MINFER_COST_CONSTANT(convert_int4_us),
-    MINFER_COST_CONSTANT(convert_int8_us),  MINFER_COST_CONSTANT(convert_fp8_us),    MINFER_COST_CONSTANT(decode_start_us),
-    MINFER_COST_CONSTANT(decode_l2),        MINFER_COST_CONSTANT(decode_mma),        MINFER_COST_CONSTANT(decode_mma_int4),
+    MINFER_COST_CONSTANT(start_us),
+    MINFER_COST_CONSTANT(next_tile),
+    MINFER_COST_CONSTANT(next_cached_us),
+    MINFER_COST_CONSTANT(fixed_d64_us),
+    MINFER_COST_CONSTANT(all_d64),
+    MINFER_COST_CONSTANT(longest_d64),
+    MINFER_COST_CONSTANT(fixed_tall_us),
+    MINFER_COST_CONSTANT(all_tall),
+    MINFER_COST_CONSTANT(longest_tall),
+    MINFER_COST_CONSTANT(fixed_d128_us),
+    MINFER_COST_CONSTANT(all_d128),
+    MINFER_COST_CONSTANT(longest_d128),
+    MINFER_COST_CONSTANT(fixed_d192x128_us),
+    MINFER_COST_CONSTANT(all_d192x128),
+    MINFER_COST_CONSTANT(longest_d192x128),
+    MINFER_COST_CONSTANT(fixed_d192_us),
+    MINFER_COST_CONSTANT(all_d192),
+    MINFER_COST_CONSTANT(longest_d192),
+    MINFER_COST_CONSTANT(fixed_d256_us),
+    MINFER_COST_CONSTANT(all_d256),
+    MINFER_COST_CONSTANT(longest_d256),
+    MINFER_COST_CONSTANT(fixed_codes_d128_us),
+    MINFER_COST_CONSTANT(all_codes_d128),
+    MINFER_COST_CONSTANT(longest_codes_d128),
+    MINFER_COST_CONSTANT(fixed_codes_d256_us),
+    MINFER_COST_CONSTANT(all_codes_d256),
+    MINFER_COST_CONSTANT(longest_codes_d256),
+    MINFER_COST_CONSTANT(fixed_portable_us),
+    MINFER_COST_CONSTANT(all_portable),
+    MINFER_COST_CONSTANT(longest_portable),
+    MINFER_COST_CONSTANT(last_wave),
+    MINFER_COST_CONSTANT(block_us),
+    MINFER_COST_CONSTANT(box_us),
+    MINFER_COST_CONSTANT(page_us),
+    MINFER_COST_CONSTANT(convert_int4_us),
+    MINFER_COST_CONSTANT(convert_int8_us),
+    MINFER_COST_CONSTANT(convert_fp8_us),
+    MINFER_COST_CONSTANT(residual_us),
+    MINFER_COST_CONSTANT(bandwidth),
+    MINFER_COST_CONSTANT(l2),
+    MINFER_COST_CONSTANT(decode_start_us),
+    MINFER_COST_CONSTANT(decode_table_us),
+    MINFER_COST_CONSTANT(item_d64_us),
+    MINFER_COST_CONSTANT(item_d128_us),
+    MINFER_COST_CONSTANT(item_d256_us),
+    MINFER_COST_CONSTANT(item_codes),
+    MINFER_COST_CONSTANT(item_rows),
+    MINFER_COST_CONSTANT(merge_us),
+    MINFER_COST_CONSTANT(key_dense),
+    MINFER_COST_CONSTANT(key_fp8),
+    MINFER_COST_CONSTANT(key_int8),
+    MINFER_COST_CONSTANT(key_int4),
+    MINFER_COST_CONSTANT(rows_d64),
+    MINFER_COST_CONSTANT(rows_d128),
+    MINFER_COST_CONSTANT(rows_d256),
+    MINFER_COST_CONSTANT(decode_portable),
+    MINFER_COST_CONSTANT(decode_bandwidth),
+    MINFER_COST_CONSTANT(decode_l2),
+    MINFER_COST_CONSTANT(uneven),
 };
 #undef MINFER_COST_CONSTANT
 static_assert(sizeof(kCostConstants) / sizeof(kCostConstants[0]) == sizeof(CostModel) / sizeof(double), "every constant has a name");
+
+constexpr int64_t kMinSplitKeys = 128;  // of a split-KV CTA
 
 inline bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
 
@@ -59,6 +136,11 @@ int64_t choose_packed_heads(KernelInfo const& kernel, AttentionProblem const& pr
 
 /// No launch is faster.
 double floor_us(AttentionProblem const& problem, DeviceProperties const& device);
+
+/// The problem where every sequence has keys on all its pages, and on this share of its last one.
+AttentionProblem with_last_page(AttentionProblem const& problem, double share);
+/// Plans reckon with both of these, since they know the number of pages alone.
+constexpr double kFullPage = 0.875, kEmptyPage = 0.125;
 
 /// Without regard to the floor; of a prefill kernel with the packed heads that are chosen for it.
 double predict_us(CostModel const& model, KernelInfo const& kernel, AttentionProblem const& problem, DeviceProperties const& device);

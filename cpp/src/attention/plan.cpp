@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
+#include <vector>
 
 #include "attention/cost_model.h"
 #include "attention/shared/launch.h"
@@ -21,10 +22,6 @@ namespace {
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr CostModel kCostModel{};
 constexpr size_t kCounterBytes = 256;
-// Packed query rows of a KV head up to which the split-KV kernel is no slower than prefill (H200, 16 rows, 64 sequences of 2048 keys: 136
-// us, prefill 140).
-constexpr int64_t kDecodeRows = 32;
-constexpr int64_t kMinKeys = 128;  // of a split-KV CTA
 // The fraction of a device's memory that num_splits may ask for: each split of each output tile has a partial slot, and many splits of many
 // queries would take hundreds of GiB.
 constexpr double kMaxMemoryFraction = 0.25;
@@ -127,7 +124,7 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     plan.row_tiles = rows_of(p) <= 8 ? 1 : kernel.tile_m / 8;
     int64_t const rows = 8 * plan.row_tiles;
     int64_t const tiles = p.varlen ? p.batch + p.tokens_q * (p.heads_q / p.heads_kv) / rows : p.batch * ((rows_of(p) + rows - 1) / rows);
-    plan.min_key_blocks = std::max<int64_t>(kMinKeys / kernel.tile_n, 1);
+    plan.min_key_blocks = std::max<int64_t>(kMinSplitKeys / kernel.tile_n, 1);
     int64_t const workers = workers_of(kernel, device);
     plan.lockstep = choose_lockstep(p, workers);
     int64_t const units = tiles * p.heads_kv / plan.lockstep, ranges = workers / plan.lockstep;
@@ -135,11 +132,11 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     plan.partial_slots = p.num_splits > 0 ? units * p.num_splits * plan.lockstep : plan.ctas;
     // With one split, an output tile has no partials.
     plan.workspace_bytes = p.num_splits == 1 ? 0 : size_t(plan.partial_slots * rows * (kernel.tile_k / 64) * kPacketsOfPartial * 16);
-    plan.predicted_us = std::max(predict_us(kCostModel, kernel, p, device), plan.floor_us);
+    plan.predicted_us = std::max(predict_us(kCostModel, kernel, with_last_page(p, kFullPage), device), plan.floor_us);
     return plan;
   }
   plan.packed_heads = choose_packed_heads(kernel, p);
-  plan.predicted_us = std::max(predict_us(kCostModel, kernel, p, device), plan.floor_us);
+  plan.predicted_us = std::max(predict_us(kCostModel, kernel, with_last_page(p, kFullPage), device), plan.floor_us);
   plan.counted = !tiles_cost_the_same(p) && (p.varlen || tiles_of(p, kernel.tile_m, plan.packed_heads) > device.sm_count);
   if (kernel.arch < 90) {  // a CTA for each tile where the host knows their number; else persistent CTAs and a counter
     constexpr double kMaxCtas = double(1 << 20);
@@ -162,13 +159,8 @@ Status check_splits(AttentionPlan const& plan, AttentionProblem const& p, Device
                          double(device.memory_bytes) / kGiB, (long long)std::max(1.0, max_bytes * double(p.num_splits) / bytes));
 }
 
-/// Whether the analytic model considers the kernel. Few rows over a cache go to the split-KV kernel. More rows may go to either: tiles of
-/// queries that leave SMs idle lose to splits of the keys, which occupy all SMs but read the keys again for every few rows.
-bool considered(KernelInfo const& kernel, AttentionProblem const& p) {
-  if (!p.cached) return true;
-  if (p.num_splits > 0) return splits_keys(kernel);  // whatever the batch is
-  return rows_of(p) > kDecodeRows || splits_keys(kernel);
-}
+/// Whether the analytic model considers the kernel. A given number of splits holds whatever the batch is.
+bool considered(KernelInfo const& kernel, AttentionProblem const& p) { return p.num_splits == 0 || splits_keys(kernel); }
 
 /// The range of the family's kernels in the registry, so that a call does not look at the others, which are several times as many.
 struct Candidates {
@@ -216,20 +208,37 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   }
   int candidates = 0;
   auto const [begin, end] = candidates_of_family();
-  auto const choose = [&](bool all) {
-    for (KernelInfo const* at = begin; at != end; ++at) {
-      KernelInfo const& kernel = *at;
-      if (illegal(kernel, problem, device) != nullptr || (!all && !considered(kernel, problem))) continue;
-      if (options.only_runnable && !has_code(kernel, device)) continue;
-      AttentionPlan const found = describe(kernel, problem, device);
-      // sm_90's kernels before portable ones; among equals the fewest microseconds.
-      int const newer = candidates == 0 ? 1 : kernel.arch - plan->kernel->arch;
-      if (newer > 0 || (newer == 0 && found.predicted_us < plan->predicted_us)) *plan = found;
-      ++candidates;
-    }
+  // Times as predicted, whatever the floor is: below it they still rank kernels.
+  struct Candidate {
+    KernelInfo const* kernel;
+    double full_us, empty_us;
   };
-  choose(false);
-  if (candidates == 0 && problem.num_splits == 0) choose(true);  // more steps than a split-KV kernel can number
+  std::vector<Candidate> found;  // of the newest architecture: sm_90's kernels before portable ones
+  found.reserve(16);
+  for (KernelInfo const* at = begin; at != end; ++at) {
+    KernelInfo const& kernel = *at;
+    if (illegal(kernel, problem, device) != nullptr || !considered(kernel, problem)) continue;
+    if (options.only_runnable && !has_code(kernel, device)) continue;
+    ++candidates;
+    if (!found.empty() && kernel.arch > found[0].kernel->arch) found.clear();
+    if (found.empty() || kernel.arch == found[0].kernel->arch) found.push_back({&kernel, 0.0, 0.0});
+  }
+  AttentionProblem const full = with_last_page(problem, kFullPage), empty = with_last_page(problem, kEmptyPage);
+  bool const differ = full.seqlen_k != empty.seqlen_k;
+  double least_full_us = HUGE_VAL, least_empty_us = HUGE_VAL, least_loss = HUGE_VAL;
+  for (Candidate& c : found) {
+    c.full_us = predict_us(kCostModel, *c.kernel, full, device);
+    c.empty_us = differ ? predict_us(kCostModel, *c.kernel, empty, device) : c.full_us;
+    least_full_us = std::min(least_full_us, c.full_us);
+    least_empty_us = std::min(least_empty_us, c.empty_us);
+  }
+  KernelInfo const* best = nullptr;
+  for (Candidate const& c : found) {
+    double const loss = c.full_us / least_full_us + c.empty_us / least_empty_us;
+    if (loss >= least_loss) continue;
+    least_loss = loss;
+    best = c.kernel;
+  }
   if (candidates == 0) {
     return Status::failure(
         StatusCode::kNotSupported,
@@ -239,7 +248,8 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
         (long long)problem.head_dim_v, problem.kv_format == WeightFormat::kDense ? "16-bit" : name_of(problem.kv_format),
         device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
-  std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted microseconds of %d candidates: %.1f, floor %.1f", candidates,
+  *plan = describe(*best, problem, device);
+  std::snprintf(plan->reason, sizeof(plan->reason), "least expected loss of %d candidates: %.1f us, floor %.1f us", candidates,
                 plan->predicted_us, plan->floor_us);
   return check_splits(*plan, problem, device);
 }

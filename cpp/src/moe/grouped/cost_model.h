@@ -6,49 +6,48 @@
 
 namespace minfer::moe {
 
-/// The prediction is the larger of the busiest CTA's tiles and the bytes, plus the start.
+/// Fitted to 4500 timings of 450 random problems on the H200 and to those of Mixtral's, Qwen3's, DeepSeek-V3's and gpt-oss's second
+/// products (error 7 %). The rates of tiles of 128 x 128 and more, deep_ and the weights of routings are set by hand.
 struct CostModel {
-  // 16-bit weights: a fit to 216 timings of 36 problems on the H200 (Mixtral, Qwen3, DeepSeek-V3 and gpt-oss from 1 to 4096 tokens; the
-  // choice costs 0.5 % on their average); narrow_gather, many_*, tall_rate and deep_* were set afterwards, by a few cells each, and the
-  // portable kernels' are a guess.
-  double start_us = 1.6;
-  double cooperative_tile_us = 2.8,
-         pingpong_tile_us = 0.52;  // a tile's first bytes and stores; the other warpgroup's mainloop hides a part
-  double tail = 0.48;              // of the bytes' time, for each part of a wave that is empty
-  double power = 2.9;              // how much of the smaller limit shows
-  double spread = 0.085;           // experts differ: standard deviations of a Poisson's below a tile's edge that still need a tile more
-  double gather_bytes = 23e3, gather_power = 4;  // bytes/us into one SM by the loader's gather
-  double narrow_gather = 1.2;
-  // Routing that is not even gives some expert many of the rows, and narrow tiles then read its weights again and again (gpt-oss, 64 tokens
-  // that agree: half the speed). Tiles of 64 tokens cost up to 5 % more where routing is even.
-  double narrow_risk = 1.06;
-  double narrow_rows = 64;  // with so few the risk is small
-  double many_rows = 2048, many_rate = 0.96, tall_rate = 0.92;
+  // 16-bit weights. A tile takes as long as its products, its bytes into the SM, or the gather of its rows, and tile_us.
+  double start_us = 2.02, expert_us = 0.0018;  // expert_us: of each expert in the table of tiles
+  double gated = 1.74;                         // factor of epilogues
+  double power = 2.12;                         // how much of the smaller limit shows
+  double l2 = 2.61, l2_power = 5.12;           // times the read bandwidth, of the bytes of all tiles
+  double tail = 0.0611;                        // of the bytes' time, for each part of a wave that is empty
+  double last_wave = 0.191;                    // tiles' times that are added where tiles differ or are many
+  // Rows that the loader gathers: us of a column of k, however few rows a tile has, and bytes/us into one SM.
+  double gather_narrow_us = 0.00232, gather_us = 0.003, gather_bytes = 33.3e3;
+  double many_rows = 2048, many_rate = 0.882, tall_rate = 0.811;
   double deep_k = 4096, deep_rows = 96, deep_experts = 64, deep_rate = 0.8;
-  double copy_share = 0.65;  // of the read bandwidth, of what a launch that gathers before writes
-  double copy_us = 4.0;
-  // Of the tensor cores' rate and of the read bandwidth, what a kernel's mainloop reaches, by its tile.
-  double rate_64x16 = 0.25, bandwidth_64x16 = 1.0;
-  double rate_64x64 = 0.38, bandwidth_64x64 = 0.96;
-  double rate_128x128 = 0.86, bandwidth_128x128 = 0.99;
-  double rate_128x192 = 1.0, bandwidth_128x192 = 0.98;
-  double rate_128x256 = 1.02, bandwidth_128x256 = 0.925;
-  double rate_256x128 = 1.05, bandwidth_256x128 = 0.95;
-  double rate_other = 0.8, bandwidth_other = 0.95;
-  double rate_portable = 0.4, bandwidth_portable = 0.7;
+  double copy_share = 0.564;  // of the read bandwidth, of what a launch that gathers before writes
+  double copy_us = 1.5;
+  // Of the tensor cores' rate and of the read bandwidth, what a kernel's mainloop reaches; bytes/us into one SM; a tile's first and last
+  // steps. By its tile.
+  double rate_64x16 = 0.204, bandwidth_64x16 = 0.956, load_64x16 = 300e3, tile_64x16_us = 0.432, token_64x16_us = 0.0543;
+  double rate_64x64 = 0.541, bandwidth_64x64 = 1.02, load_64x64 = 89e3, tile_64x64_us = 1.17, token_64x64_us = 0.0048;
+  double rate_128x128 = 0.95, bandwidth_128x128 = 0.976, load_128x128 = 117e3, tile_128x128_us = 1.24, token_128x128_us = 0.0188;
+  double rate_128x192 = 1.02, bandwidth_128x192 = 0.961, load_128x192 = 113e3, tile_128x192_us = 0.934, token_128x192_us = 0.00819;
+  double rate_128x256 = 1.04, bandwidth_128x256 = 0.887, load_128x256 = 120e3, tile_128x256_us = 1.46, token_128x256_us = 0.0137;
+  double rate_256x128 = 1.05, bandwidth_256x128 = 0.861, load_256x128 = 172e3, tile_256x128_us = 2.19, token_256x128_us = 0.0165;
+  double rate_portable = 0.4, bandwidth_portable = 0.7, load_portable = 50e3, tile_portable_us = 3, token_portable_us = 0.03;
 
-  // Quantised weights: a stage takes as long with one token as with all that fit. A fit to 258 timings of 71 problems on the H200 (int4 in
-  // groups of 128, mxfp4; the choice costs 0.4 % on their average); groups of 32 and nvfp4 are guesses from the W4A16 GEMMs, the tile of 32
-  // tokens and the gather were set afterwards.
-  double quantised_start_us = 3.35, quantised_tile_us = 1.19, quantised_tail = 0.84, quantised_power = 6.8, quantised_share = 1.05;
-  double quantised_gather = 1.55;  // the loader's copies do not keep up with stages this short
-  double stage_nvfp4 = 1.15;       // factor
-  // us of a stage, by the tokens of a tile; "fine": of kernels for groups of less than 128.
-  double stage_8_us = 0.446, stage_8_fine_us = 0.58;
-  double stage_16_us = 0.637, stage_16_fine_us = 0.708;
-  double stage_32_us = 0.75;
-  double stage_64_us = 0.507, stage_64_fine_us = 0.536;
-  double stage_128_us = 0.71, stage_128_fine_us = 0.72;
+  // Quantised weights: a stage takes as long with one token as with all that fit.
+  double quantised_start_us = 2.59, quantised_tail = 0.464, quantised_share = 1.56;
+  double quantised_last_wave = 0.68, quantised_power = 2.27, quantised_copy_us = 1.24, quantised_gated = 1.19;
+  double stage_nvfp4 = 1.15;  // factor
+  // us of a stage, by the tokens of a tile; "fine": of kernels for groups of less than 128. The loader's gather does not keep up with
+  // stages this short: gather_ is its factor.
+  double stage_8_us = 0.455, stage_8_fine_us = 0.58, gather_8 = 1.77, tile_8_us = 0.726, token_8_us = 0.0157;
+  double stage_16_us = 0.778, stage_16_fine_us = 0.809, gather_16 = 1.63, tile_16_us = 0.701, token_16_us = 0.00773;
+  double stage_32_us = 0.739, gather_32 = 1.33, tile_32_us = 1.58, token_32_us = 0.0236;
+  double stage_64_us = 0.475, stage_64_fine_us = 0.586, gather_64 = 1.68, tile_64_us = 1.12, token_64_us = 0.00998;
+  double stage_128_us = 0.626, stage_128_fine_us = 0.784, gather_128 = 1.83, tile_128_us = 0.795, token_128_us = 0.019;
+
+  // The routings that a plan reckons with, since it does not know which it will be, and how likely they are: rows that are spread evenly;
+  // by the experts' popularity (Zipf's law); and rows that all have the same few experts.
+  double even_weight = 1.0, zipf_weight = 1.0, same_weight = 0.2;
+  double zipf_experts = 4.0, same_experts = 2.0;  // of a token, as assumed where they are not known
 };
 
 /// The constants by name, as _predict_grouped takes them.
@@ -60,16 +59,16 @@ struct CostConstant {
   CostConstant { #name, &CostModel::name }
 constexpr CostConstant kCostConstants[] = {
     MINFER_COST_CONSTANT(start_us),
-    MINFER_COST_CONSTANT(cooperative_tile_us),
-    MINFER_COST_CONSTANT(pingpong_tile_us),
-    MINFER_COST_CONSTANT(tail),
+    MINFER_COST_CONSTANT(expert_us),
+    MINFER_COST_CONSTANT(gated),
     MINFER_COST_CONSTANT(power),
-    MINFER_COST_CONSTANT(spread),
+    MINFER_COST_CONSTANT(l2),
+    MINFER_COST_CONSTANT(l2_power),
+    MINFER_COST_CONSTANT(tail),
+    MINFER_COST_CONSTANT(last_wave),
+    MINFER_COST_CONSTANT(gather_narrow_us),
+    MINFER_COST_CONSTANT(gather_us),
     MINFER_COST_CONSTANT(gather_bytes),
-    MINFER_COST_CONSTANT(gather_power),
-    MINFER_COST_CONSTANT(narrow_gather),
-    MINFER_COST_CONSTANT(narrow_risk),
-    MINFER_COST_CONSTANT(narrow_rows),
     MINFER_COST_CONSTANT(many_rows),
     MINFER_COST_CONSTANT(many_rate),
     MINFER_COST_CONSTANT(tall_rate),
@@ -81,36 +80,76 @@ constexpr CostConstant kCostConstants[] = {
     MINFER_COST_CONSTANT(copy_us),
     MINFER_COST_CONSTANT(rate_64x16),
     MINFER_COST_CONSTANT(bandwidth_64x16),
+    MINFER_COST_CONSTANT(load_64x16),
+    MINFER_COST_CONSTANT(tile_64x16_us),
+    MINFER_COST_CONSTANT(token_64x16_us),
     MINFER_COST_CONSTANT(rate_64x64),
     MINFER_COST_CONSTANT(bandwidth_64x64),
+    MINFER_COST_CONSTANT(load_64x64),
+    MINFER_COST_CONSTANT(tile_64x64_us),
+    MINFER_COST_CONSTANT(token_64x64_us),
     MINFER_COST_CONSTANT(rate_128x128),
     MINFER_COST_CONSTANT(bandwidth_128x128),
+    MINFER_COST_CONSTANT(load_128x128),
+    MINFER_COST_CONSTANT(tile_128x128_us),
+    MINFER_COST_CONSTANT(token_128x128_us),
     MINFER_COST_CONSTANT(rate_128x192),
     MINFER_COST_CONSTANT(bandwidth_128x192),
+    MINFER_COST_CONSTANT(load_128x192),
+    MINFER_COST_CONSTANT(tile_128x192_us),
+    MINFER_COST_CONSTANT(token_128x192_us),
     MINFER_COST_CONSTANT(rate_128x256),
     MINFER_COST_CONSTANT(bandwidth_128x256),
+    MINFER_COST_CONSTANT(load_128x256),
+    MINFER_COST_CONSTANT(tile_128x256_us),
+    MINFER_COST_CONSTANT(token_128x256_us),
     MINFER_COST_CONSTANT(rate_256x128),
     MINFER_COST_CONSTANT(bandwidth_256x128),
-    MINFER_COST_CONSTANT(rate_other),
-    MINFER_COST_CONSTANT(bandwidth_other),
+    MINFER_COST_CONSTANT(load_256x128),
+    MINFER_COST_CONSTANT(tile_256x128_us),
+    MINFER_COST_CONSTANT(token_256x128_us),
     MINFER_COST_CONSTANT(rate_portable),
     MINFER_COST_CONSTANT(bandwidth_portable),
+    MINFER_COST_CONSTANT(load_portable),
+    MINFER_COST_CONSTANT(tile_portable_us),
+    MINFER_COST_CONSTANT(token_portable_us),
     MINFER_COST_CONSTANT(quantised_start_us),
-    MINFER_COST_CONSTANT(quantised_tile_us),
     MINFER_COST_CONSTANT(quantised_tail),
-    MINFER_COST_CONSTANT(quantised_power),
     MINFER_COST_CONSTANT(quantised_share),
-    MINFER_COST_CONSTANT(quantised_gather),
+    MINFER_COST_CONSTANT(quantised_last_wave),
+    MINFER_COST_CONSTANT(quantised_power),
+    MINFER_COST_CONSTANT(quantised_copy_us),
+    MINFER_COST_CONSTANT(quantised_gated),
     MINFER_COST_CONSTANT(stage_nvfp4),
     MINFER_COST_CONSTANT(stage_8_us),
     MINFER_COST_CONSTANT(stage_8_fine_us),
+    MINFER_COST_CONSTANT(gather_8),
+    MINFER_COST_CONSTANT(tile_8_us),
+    MINFER_COST_CONSTANT(token_8_us),
     MINFER_COST_CONSTANT(stage_16_us),
     MINFER_COST_CONSTANT(stage_16_fine_us),
+    MINFER_COST_CONSTANT(gather_16),
+    MINFER_COST_CONSTANT(tile_16_us),
+    MINFER_COST_CONSTANT(token_16_us),
     MINFER_COST_CONSTANT(stage_32_us),
+    MINFER_COST_CONSTANT(gather_32),
+    MINFER_COST_CONSTANT(tile_32_us),
+    MINFER_COST_CONSTANT(token_32_us),
     MINFER_COST_CONSTANT(stage_64_us),
     MINFER_COST_CONSTANT(stage_64_fine_us),
+    MINFER_COST_CONSTANT(gather_64),
+    MINFER_COST_CONSTANT(tile_64_us),
+    MINFER_COST_CONSTANT(token_64_us),
     MINFER_COST_CONSTANT(stage_128_us),
     MINFER_COST_CONSTANT(stage_128_fine_us),
+    MINFER_COST_CONSTANT(gather_128),
+    MINFER_COST_CONSTANT(tile_128_us),
+    MINFER_COST_CONSTANT(token_128_us),
+    MINFER_COST_CONSTANT(even_weight),
+    MINFER_COST_CONSTANT(zipf_weight),
+    MINFER_COST_CONSTANT(same_weight),
+    MINFER_COST_CONSTANT(zipf_experts),
+    MINFER_COST_CONSTANT(same_experts),
 };
 #undef MINFER_COST_CONSTANT
 static_assert(sizeof(kCostConstants) / sizeof(kCostConstants[0]) == sizeof(CostModel) / sizeof(double), "every constant has a name");
@@ -120,8 +159,24 @@ inline bool quantised(GroupedProblem const& p) { return p.b_format != WeightForm
 /// No launch is faster, with rows that are spread evenly over the experts.
 double floor_us(GroupedProblem const& problem, DeviceProperties const& device);
 
+/// How rows are spread over experts: groups of experts with about as many rows each.
+struct Routing {
+  static constexpr int kMaxGroups = 6;
+  struct Group {
+    double experts;  // that have rows
+    double rows;     // of each, on average
+    bool exact;      // all have as many
+  };
+  Group groups[kMaxGroups];
+  int count = 0;
+};
+/// Rows of `top_k` experts for each token; 0: not known. Then even rows are each for themselves, and others as the model assumes.
+Routing even_routing(GroupedProblem const& problem, double top_k = 0.0);
+Routing zipf_routing(CostModel const& model, GroupedProblem const& problem, double top_k = 0.0);
+Routing same_routing(CostModel const& model, GroupedProblem const& problem, double top_k = 0.0);
+
 /// Without regard to the floor. gather_first: rows are gathered by a launch of its own.
-double predict_us(CostModel const& model, KernelInfo const& kernel, GroupedProblem const& problem, DeviceProperties const& device,
-                  bool gather_first);
+double predict_us(CostModel const& model, KernelInfo const& kernel, GroupedProblem const& problem, Routing const& routing,
+                  DeviceProperties const& device, bool gather_first);
 
 }  // namespace minfer::moe

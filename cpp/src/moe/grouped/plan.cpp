@@ -1,7 +1,9 @@
 // plan_grouped: explicit kernel, else the analytic model over every legal one. run_grouped.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <vector>
 
 #include "common/context.h"
 #include "common/programmatic_launch.h"
@@ -75,7 +77,7 @@ GroupedPlan describe(KernelInfo const& kernel, GroupedProblem const& problem, De
   GroupedPlan plan;
   plan.kernel = &kernel;
   plan.floor_us = floor_us(problem, device);
-  plan.predicted_us = std::max(predict_us(kCostModel, kernel, problem, device, gather_first), plan.floor_us);
+  plan.predicted_us = std::max(predict_us(kCostModel, kernel, problem, even_routing(problem), device, gather_first), plan.floor_us);
   plan.gather_first = gather_first;
   plan.workspace_bytes = gather_first ? size_t(problem.rows) * size_t(problem.k) * 2 : 0;
   return plan;
@@ -84,11 +86,20 @@ GroupedPlan describe(KernelInfo const& kernel, GroupedProblem const& problem, De
 /// Whether a launch of its own can gather the rows: it copies 16 bytes at a time.
 bool can_gather_first(GroupedProblem const& p) { return p.gathered && p.k % 8 == 0 && p.a_alignment == 16; }
 
-/// The fastest plan; returns how many there are. A portable kernel only where no other computes the problem.
+/// The plan that is expected to lose least against the fastest one of the routing that comes; returns how many there are. A portable kernel
+/// only where no other computes the problem.
 int choose(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* best) {
-  int candidates = 0;
+  // Times as predicted, whatever the floor is: below it they still rank kernels.
+  struct Candidate {
+    KernelInfo const* kernel;
+    bool gather_first;
+    double even_us, zipf_us, same_us;
+  };
+  std::vector<Candidate> candidates;
+  candidates.reserve(32);
   bool const can_copy = can_gather_first(problem);
   int64_t count = 0;
+  int total = 0;
   KernelInfo const* kernels = registry(&count);
   for (int64_t i = 0; i < count; ++i) {
     KernelInfo const& kernel = kernels[i];
@@ -96,15 +107,34 @@ int choose(GroupedProblem const& problem, DeviceProperties const& device, Groupe
         illegal(kernel, problem, device) != nullptr) {
       continue;
     }
-    for (bool gather_first : {false, true}) {
-      if (gather_first && !can_copy) continue;
-      GroupedPlan const plan = describe(kernel, problem, device, gather_first);
-      bool const native = kernel.arch >= 90, best_native = candidates > 0 && best->kernel->arch >= 90;
-      if (candidates == 0 || (native != best_native ? native : plan.predicted_us < best->predicted_us)) *best = plan;
-      ++candidates;
-    }
+    total += can_copy ? 2 : 1;
+    bool const native = kernel.arch >= 90, others_native = !candidates.empty() && candidates[0].kernel->arch >= 90;
+    if (others_native && !native) continue;
+    if (native && !others_native) candidates.clear();
+    candidates.push_back({&kernel, false, 0.0, 0.0, 0.0});
+    if (can_copy) candidates.push_back({&kernel, true, 0.0, 0.0, 0.0});
   }
-  return candidates;
+  if (candidates.empty()) return 0;
+  Routing const even = even_routing(problem), zipf = zipf_routing(kCostModel, problem), same = same_routing(kCostModel, problem);
+  Candidate least{nullptr, false, HUGE_VAL, HUGE_VAL, HUGE_VAL};
+  for (Candidate& c : candidates) {
+    auto const us = [&](Routing const& routing) { return predict_us(kCostModel, *c.kernel, problem, routing, device, c.gather_first); };
+    c.even_us = us(even), c.zipf_us = us(zipf), c.same_us = us(same);
+    least.even_us = std::min(least.even_us, c.even_us);
+    least.zipf_us = std::min(least.zipf_us, c.zipf_us);
+    least.same_us = std::min(least.same_us, c.same_us);
+  }
+  double least_loss = HUGE_VAL;
+  for (Candidate const& c : candidates) {
+    double const loss = kCostModel.even_weight * c.even_us / least.even_us + kCostModel.zipf_weight * c.zipf_us / least.zipf_us +
+                        kCostModel.same_weight * c.same_us / least.same_us;
+    if (loss >= least_loss) continue;
+    least_loss = loss;
+    least.kernel = c.kernel;
+    least.gather_first = c.gather_first;
+  }
+  *best = describe(*least.kernel, problem, device, least.gather_first);
+  return total;
 }
 
 }  // namespace
@@ -152,8 +182,9 @@ Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& devic
                            quantised(problem) ? name_of(problem.b_format) : "16-bit", (long long)problem.n, device.compute_major,
                            device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
-  std::snprintf(plan->reason, sizeof(plan->reason), "fewest predicted cycles of %d candidates: %.1f us, floor %.1f us", count,
-                plan->predicted_us, plan->floor_us);
+  std::snprintf(plan->reason, sizeof(plan->reason),
+                "least expected loss of %d candidates, whatever the routing; if even, %.1f us, floor %.1f us", count, plan->predicted_us,
+                plan->floor_us);
   return Status::success();
 }
 
