@@ -28,8 +28,8 @@ struct CostModel {
   double rate_64x64 = 0.541, bandwidth_64x64 = 1.02, load_64x64 = 89e3, tile_64x64_us = 1.17, token_64x64_us = 0.0048;
   double rate_128x128 = 0.95, bandwidth_128x128 = 0.976, load_128x128 = 117e3, tile_128x128_us = 1.24, token_128x128_us = 0.0188;
   double rate_128x192 = 1.02, bandwidth_128x192 = 0.961, load_128x192 = 113e3, tile_128x192_us = 0.934, token_128x192_us = 0.00819;
-  double rate_128x256 = 1.04, bandwidth_128x256 = 0.887, load_128x256 = 120e3, tile_128x256_us = 1.46, token_128x256_us = 0.0137;
-  double rate_256x128 = 1.05, bandwidth_256x128 = 0.861, load_256x128 = 172e3, tile_256x128_us = 2.19, token_256x128_us = 0.0165;
+  double rate_128x256 = 1.1, bandwidth_128x256 = 0.887, load_128x256 = 120e3, tile_128x256_us = 1.46, token_128x256_us = 0.0137;
+  double rate_256x128 = 0.985, bandwidth_256x128 = 0.861, load_256x128 = 172e3, tile_256x128_us = 2.19, token_256x128_us = 0.0165;
   double rate_portable = 0.4, bandwidth_portable = 0.7, load_portable = 50e3, tile_portable_us = 3, token_portable_us = 0.03;
 
   // Quantised weights: a stage takes as long with one token as with all that fit.
