@@ -185,12 +185,15 @@ TEST_CASE(packed_weights_of_8_bits_take_twice_as_much) {
 }
 
 TEST_CASE(weights_are_dequantised_first_for_many_tokens_only) {
+  // With a code book the fused mainloop is the slower one: 4124 x 23936 x 2816 on the H200 takes 851 us, and 780 after dequantisation.
+  GemmProblem few = quantized(16, 23936, 2816, 64), many = quantized(4124, 23936, 2816, 64);
+  few.b_format = many.b_format = WeightFormat::kNf4;
   bool first = true;
-  CHECK(dequantize_first(quantized(16, 8192, 8192), h200_properties(), analytic_options(), &first).ok());
+  CHECK(dequantize_first(few, h200_properties(), analytic_options(), &first).ok());
   CHECK(!first);
-  CHECK(dequantize_first(quantized(1 << 20, 8192, 8192), h200_properties(), analytic_options(), &first).ok());
+  CHECK(dequantize_first(many, h200_properties(), analytic_options(), &first).ok());
   CHECK(first);
-  CHECK(dequantized(quantized(1 << 20, 8192, 8192)).b_format == WeightFormat::kDense);
+  CHECK(dequantized(many).b_format == WeightFormat::kDense);
 }
 
 TEST_CASE(weights_that_no_kernel_of_the_device_reads_are_dequantised_first) {
