@@ -91,7 +91,7 @@ def section(results: dict[str, Any]) -> str:
     if rows := by_suite.get(GROUPED, []):
         parts.append(
             "Grouped GEMM: the candidates are all kernels, and where rows are gathered each also with a launch of its own that gathers them"
-            " first. The plan does not know the routing: it takes the rows as spread evenly over the experts."
+            " first. The plan does not know the routing: it takes the kernel that is expected to lose least over three of them."
         )
         parts += [_tables(GROUPED, rows), _worst(rows, "problem")]
     if rows := by_suite.get(ATTENTION, []):

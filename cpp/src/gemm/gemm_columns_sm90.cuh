@@ -3,8 +3,8 @@
 // The weight's rows (the caller's n) are on the tile's M side, the tokens (the caller's m) on its N side, which the launch divides into
 // tiles of equal width: no instruction multiplies rows that are not there, and the number of tiles can be that of the SMs.
 // Composition (kernel_sm90.cuh has the warp roles and walks): a CollectiveMma under MainloopSm90TmaColumns, EpilogueSm90,
-// SplitTileSchedulerSm90. 384 threads, two consumers with one to three blocks of 64 rows each: of one tile, in turns (cooperative), or a
-// tile each (pingpong).
+// SplitTileSchedulerSm90. 384 threads, two consumers with one or two blocks of 64 rows each: of one tile, in turns (cooperative), or a
+// tile each (pingpong). Tiles of 192 rows: 512 threads, three consumers with a block each.
 // Tile walk: data-parallel, split-K or stream-K, all at run time.
 // Shared memory: ring, as many stages as fit | epilogue buffers of the widest tile | barriers, bias, at most 227 KiB, one CTA per SM.
 // Limits: tokens K-major, weights of either layout, both 16-byte aligned in base and strides; for the fast epilogue D and C, too.
