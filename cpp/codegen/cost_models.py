@@ -38,6 +38,7 @@ RATES = (  # the fields of minfer::GemmRates, in order
     "stream",
     "exposed",
     "uneven",
+    "narrow",
     "general",
     "general_c",
     "copy",

@@ -156,7 +156,7 @@ TEST_CASE(tuned_row_answers_only_for_its_own_key) {
 
 TEST_CASE(tuned_row_answers_for_m_an_eighth_smaller) {
   GemmProblem const problem = problem_of(64, 28000, 4096, DataType::kBF16);  // no shipped row is of it
-  GemmTunedRow const row = row_of(problem, "gemm_sm90_bf16_tn_64x64x64_1x2x1_pingpong");
+  GemmTunedRow const row = row_of(problem, "gemm_sm90_bf16_tn_64x64x64_1x4x1_pingpong");
   for (int64_t m : {64, 56, 55, 1}) {
     GemmProblem other = problem;
     other.m = m;

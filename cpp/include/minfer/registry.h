@@ -24,7 +24,7 @@ inline char const* name_of(Schedule s) {
 
 /// Compile-time facts of one kernel. `launch` is opaque: the family's run function casts it; null when not compiled.
 struct KernelInfo {
-  char const* name;    // gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative
+  char const* name;    // gemm_sm90_f16_tn_128x192x64_2x1x1_cooperative
   char const* family;  // "gemm"
   int32_t arch;        // 80 or 90: the lowest compute capability it runs on
   bool arch_exact;     // sm_90a code runs on 9.0 alone

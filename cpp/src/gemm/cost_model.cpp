@@ -1,10 +1,10 @@
 // The analytic cost model of dense GEMM. A launch takes
 //   start + the busiest worker's k tiles and tiles, or HBM traffic + exposed epilogue + fix-up of partials
 // in us. A k tile's time is that of its MMAs on an SM of its own, or of all SMs together, which power holds to less, or that of its bytes'
-// latency over the ring's stages; L2's bandwidth did not show in the fit beside these. Kernels for unaligned operands, several of whose
-// CTAs share an SM, have a formula of the same constants (grid_us). The constants are measured: the rates of a device and a few factors of
-// each kernel, fitted to timings of random problems (python/minfer/planning/calibrate.py, which evaluates this formula through
-// minfer::_predict_gemm). configs/models has those that ship.
+// latency over the ring's stages; L2's bandwidth did not show in the fit beside these, in the order of tiles that the plan chooses. Kernels
+// for unaligned operands, several of whose CTAs share an SM, have a formula of the same constants (grid_us). The constants are measured:
+// the rates of a device and a few factors of each kernel, fitted to timings of random problems (python/minfer/planning/calibrate.py, which
+// evaluates this formula through minfer::_predict_gemm). configs/models has those that ship.
 #include "gemm/cost_model.h"
 
 #include <algorithm>
@@ -48,6 +48,8 @@ constexpr double kCopyStartAloneUs = 1.4;  // us of a copy's launch that no othe
 constexpr double kGridFixup = 1.5, kGridPartial = 0.05;
 
 constexpr double kMostResident = 4;  // launches whose first k tiles are on their way to L2 at a time, and the one that computes
+
+constexpr int64_t kNarrow = 32;  // elements of half a line of L2, with which one costs as much as a whole one
 
 constexpr double kMostStages = 12;  // of kernels whose launches choose the tiles' columns
 
@@ -116,6 +118,9 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   latency_ = fourth_power(r.latency / stages_of(kernel, tile_n) * factors_.latency);
   shared_ = fourth_power(flops / (r.gpu_rate * rate * sms_ / 132.0));
 
+  bool const narrow = (problem.a_major == Major::kMN && problem.m < kNarrow) || (problem.b_major == Major::kMN && problem.n < kNarrow);
+  narrow_us_ = narrow && !portable_ ? kernel.tile_k * r.narrow / (sms_ * sms_) : 0.0;
+
   double const tile_values = double(kernel.tile_m) * tile_n;
   double const d_bytes = size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
   bool const by_tma = problem.d_type == problem.ab_type && problem.d_alignment == 16 && (!problem.has_c || problem.c_alignment == 16);
@@ -137,7 +142,7 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
 double TileCost::iteration_us(double workers) const {
   double const ctas = workers * cluster_;
   double const alone = ctas > sms_ ? alone_ * fourth_power(ctas / sms_) : alone_;  // several CTAs share an SM
-  return fourth_root(alone + shared_ * fourth_power(ctas) + latency_);
+  return fourth_root(alone + shared_ * fourth_power(ctas) + latency_) + narrow_us_ * ctas * ctas;
 }
 
 double TileCost::us(GemmLaunch const& launch) const {

@@ -29,6 +29,7 @@ struct GemmRates {
   double stream;                       // slower k tiles in stream-K
   double exposed;                      // share of an epilogue longer than its tile's mainloop that pingpong does not hide
   double uneven;                       // factor of k tiles whose rows do not start on whole lines of 128 bytes
+  double narrow;                       // us in which all SMs read a row of k of an operand that has less than 32 numbers in it
   double general, general_c;           // factors of an epilogue that TMA cannot store, without C and with
   double copy;                         // us of a realigning copy in front of the kernel
   double copy_bandwidth;               // its bytes/us, of what crosses HBM
@@ -88,6 +89,7 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"stream", &GemmRates::stream},
     {"exposed", &GemmRates::exposed},
     {"uneven", &GemmRates::uneven},
+    {"narrow", &GemmRates::narrow},
     {"general", &GemmRates::general},
     {"general_c", &GemmRates::general_c},
     {"copy", &GemmRates::copy},
@@ -160,7 +162,8 @@ class TileCost {
   int64_t tiles_m_, tiles_n_, tiles_, k_tiles_, workers_;
   int32_t stream_workers_;
   double k_fill_;  // share of its k tiles that a product fills, where that counts
-  double sms_, cluster_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, bytes_sm_us_, ahead_us_, start_us_;
+  double sms_, cluster_, narrow_us_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, bytes_sm_us_, ahead_us_,
+      start_us_;
   bool pingpong_, portable_, grid_;  // grid_: a data-parallel launch has a CTA for each tile
 };
 

@@ -106,24 +106,43 @@ void finish(GemmPlan* plan, KernelInfo const& kernel, GemmProblem const& problem
   plan->predicted_us = std::max(predicted_us, plan->floor_us);
 }
 
-/// The order of tiles in which the clusters that run together read the fewest operand bytes: what is read once, of as square a set of
-/// tiles as there is. Up to 8 columns (or rows) of tiles are walked side by side.
+/// CTAs with neighbouring numbers that mostly run in one GPC, where what several of them read of L2 is sent once (tile_scheduler.h).
+constexpr double kNeighbours = 16;
+
+/// Workers of `cluster` CTAs that are neighbours.
+int64_t neighbours_of(double cluster) { return std::max<int64_t>(1, int64_t(kNeighbours / cluster + 0.5)); }
+
+/// Rows of A and columns of B that `workers` tiles, which follow each other in the order, read together; `rows` and `columns` are a tile's.
+double operand_lines(double rows, double columns, int64_t tiles_m, int64_t tiles_n, RasterOrder order, int32_t swizzle, int64_t workers) {
+  bool const along_m = order == RasterOrder::kAlongM;
+  int64_t const along = along_m ? tiles_m : tiles_n, across = along_m ? tiles_n : tiles_m;
+  int64_t const side = std::min<int64_t>(swizzle, across), length = std::min(along, ceil_div(workers, side));
+  int64_t const width = std::min(across, std::max(side, ceil_div(workers, length)));
+  return along_m ? double(length) * rows + double(width) * columns : double(width) * rows + double(length) * columns;
+}
+
+/// The order of tiles in which the fewest operand bytes leave L2 for the GPCs, and memory for L2: groups of neighbours, and all clusters
+/// that run together, work on as square a set of tiles as there is. Up to 8 columns (or rows) of tiles are walked side by side.
 void choose_order(KernelInfo const& kernel, int32_t tile_n, int64_t tiles_m, int64_t tiles_n, int64_t workers, GemmLaunch* launch) {
   launch->raster_order = RasterOrder::kAlongM;
   launch->max_swizzle_size = 1;
-  if (tiles_m <= 1 || tiles_n <= 1 || tiles_m * tiles_n <= workers) return;
-  double const rows = double(kernel.tile_m) * kernel.cluster_m, columns = double(tile_n) * kernel.cluster_n;
+  if (tiles_m <= 1 || tiles_n <= 1) return;
+  // In lines of 16-bit operands; those of a quantised weight count by its bits.
+  double const weight = kernel.b_format == WeightFormat::kDense ? 1.0 : bits_of(kernel.b_format) / 16.0;
+  double const rows = (kernel.swap ? weight : 1.0) * kernel.tile_m * kernel.cluster_m,
+               columns = (kernel.swap ? 1.0 : weight) * tile_n * kernel.cluster_n;
+  workers = std::min(workers, tiles_m * tiles_n);
+  int64_t const neighbours = std::min(workers, neighbours_of(double(kernel.cluster_m) * kernel.cluster_n));
+  double const groups = double(workers) / double(neighbours);
   double least = 0;
   for (RasterOrder raster : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
-    bool const along_m = raster == RasterOrder::kAlongM;
-    int64_t const along = along_m ? tiles_m : tiles_n, across = along_m ? tiles_n : tiles_m;
+    int64_t const across = raster == RasterOrder::kAlongM ? tiles_n : tiles_m;
     for (int swizzle : {1, 2, 4, 8}) {
       if (swizzle > 1 && swizzle / 2 >= across) break;
-      int64_t const side = std::min<int64_t>(swizzle, across), length = std::min(along, ceil_div(workers, side));
-      int64_t const width = std::min(across, std::max(side, ceil_div(workers, length)));
-      double const bytes = along_m ? length * rows + width * columns : width * rows + length * columns;
-      if (least == 0 || bytes < least) {
-        least = bytes;
+      double const lines = groups * operand_lines(rows, columns, tiles_m, tiles_n, raster, swizzle, neighbours) +
+                           operand_lines(rows, columns, tiles_m, tiles_n, raster, swizzle, workers);
+      if (least == 0 || lines < least) {
+        least = lines;
         launch->raster_order = raster;
         launch->max_swizzle_size = swizzle;
       }
@@ -188,7 +207,7 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
       int64_t const across = raster == RasterOrder::kAlongM ? tiles_n : tiles_m;
       for (int swizzle : {1, 2, 4, 8}) {
         if (raster == chosen.raster_order && swizzle == chosen.max_swizzle_size) continue;
-        if (swizzle > 1 && (swizzle / 2 >= across || tiles <= workers)) continue;
+        if (swizzle > 1 && swizzle / 2 >= across) continue;
         launch.raster_order = raster;
         launch.max_swizzle_size = swizzle;
         visit(launch);

@@ -53,8 +53,12 @@ inline TileSchedulerParams schedule_of(KernelInfo const& kernel, GemmProblem con
   int32_t const workers = launch.decomposition == Decomposition::kStreamK
                               ? stream_workers(kernel, device, tiles_m * tiles_n * problem.batch * k_tiles)
                               : resident_workers(kernel, device);
-  return make_schedule(tiles_m, tiles_n, problem.batch, k_tiles, workers, launch.decomposition, launch.splits, launch.max_swizzle_size,
-                       launch.raster_order);
+  TileSchedulerParams schedule = make_schedule(tiles_m, tiles_n, problem.batch, k_tiles, workers, launch.decomposition, launch.splits,
+                                               launch.max_swizzle_size, launch.raster_order);
+  // Kernels for quantised weights launch the splits of a tile as a cluster where they can: these are neighbours.
+  schedule.split_major =
+      kernel.b_format == WeightFormat::kDense && schedule.splits > 1 && schedule.workers == int64_t(schedule.tiles()) * schedule.splits;
+  return schedule;
 }
 
 /// The warpgroups that publish a CTA's partial, each its own rows of it: the consumer warpgroups of a cooperative CTA, else one.

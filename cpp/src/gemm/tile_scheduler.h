@@ -6,17 +6,21 @@
 //
 //   persistent  worker w takes tiles w, w + workers, ...
 //   split_k     the k tiles of every output tile are divided into `splits` ranges; items (tile, split) are assigned like tiles, to a
-//               multiple of `splits` workers where there are more items than workers
+//               multiple of `splits` workers where there are more items than workers. Where each worker has one item, those of one split
+//               may come before those of the next (split_major): neighbours then read the same k, see "Order"
 //   stream_k    the k tiles of the first `stream_tiles` output tiles are laid end to end and divided into `workers` equal worker ranges;
 //               the remaining tiles, a whole number of waves, are assigned data-parallel afterwards
+//
+// Order. Workers with neighbouring numbers mostly run in the same GPC (seen on an H200: blocks 0, 1, .. fill one GPC after the other),
+// where requests for the same line of L2 are merged: what 16 neighbours read together should be few rows and few columns.
 //
 // Partials and owners. The worker of the split with a tile's last k tile owns the tile: it adds the partials of the tile's other splits, in
 // ascending k order (so that the sum is the same in every run), and runs the epilogue.
 //
 // Progress. A worker takes its items one after the other (the two halves of a pingpong CTA in turns), and publishes a partial as soon as it
 // is computed, without waiting. It waits only in items that own a tile, for the tile's partials, and these come from
-//   split_k   the splits - 1 workers before it: a launch with more items than workers has a multiple of `splits` workers, so that worker w
-//             has split w % splits of all its tiles, and workers that are waited for never wait;
+//   split_k   lower workers that have an earlier split of the tile: a launch with more items than workers has a multiple of `splits`
+//             workers, so that worker w has split w % splits of all its tiles, and workers that are waited for never wait;
 //   stream_k  the first items of lower workers: a worker range is walked from its end to its start, so that its first item is the head of
 //             a tile that a later worker owns, and its last item the tail of a tile that the worker itself owns.
 // So a worker waits only for lower workers, and only for what these do before they wait themselves. Workers are started in the order of
@@ -48,6 +52,7 @@ struct TileSchedulerParams {
   int32_t stream_tiles = 0;
   int32_t swizzle = 1;
   bool raster_along_n = false;
+  bool split_major = false;                        // split_k with a worker for each item: those of a split follow each other
   int32_t range_k_tiles = 0, range_remainder = 0;  // stream_tiles * k_tiles = workers * range_k_tiles + range_remainder
 
   MINFER_HOST_DEVICE int32_t tiles() const { return tiles_m * tiles_n * batch; }
@@ -115,10 +120,11 @@ class TileScheduler {
       next_item_ += params_.workers;
       return item;
     }
-    int32_t const tile = params_.stream_tiles + next_item_ / splits;
-    item.valid = tile < params_.tiles();
+    int32_t const tiles = params_.tiles(), inner = params_.split_major ? tiles : splits;
+    int32_t const quotient = next_item_ / inner, rest_of_item = next_item_ - quotient * inner;
+    int32_t const tile = params_.split_major ? rest_of_item : quotient, split = params_.split_major ? quotient : rest_of_item;
+    item.valid = tile < tiles && split < splits;
     if (item.valid) {
-      int32_t const split = next_item_ % splits;
       int32_t const per_split = k_tiles / splits, rest = k_tiles % splits;
       item.tile = tile;
       item.k_begin = split * per_split + (split < rest ? split : rest);

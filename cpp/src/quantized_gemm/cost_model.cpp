@@ -86,12 +86,13 @@ Work work_of(gemm::TileSchedulerParams const& schedule) {
   return work;
 }
 
-/// Bytes of HBM: the weight again for every band of token tiles that walk side by side, where L2 does not hold it.
+/// Bytes of HBM: the weight again for every band of token tiles that walk side by side, where L2 does not hold it and the order does not
+/// take all tokens of a weight's rows one after the other.
 double bytes_of(KernelInfo const& kernel, GemmProblem const& problem, gemm::TileSchedulerParams const& schedule,
                 DeviceProperties const& device) {
   double const token_tiles = kernel.swap ? schedule.tiles_n : schedule.tiles_m;
-  double const rereads =
-      weight_bytes(problem) <= 0.5 * device.l2_bytes ? 1.0 : std::max(1.0, std::ceil(token_tiles / std::max(1, schedule.swizzle)));
+  bool const once = weight_bytes(problem) <= 0.5 * device.l2_bytes || schedule.raster_along_n == kernel.swap;
+  double const rereads = once ? 1.0 : std::max(1.0, std::ceil(token_tiles / std::max(1, schedule.swizzle)));
   double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
   return weight_bytes(problem) * rereads + 2.0 * problem.m * problem.k + d_bytes * (problem.has_c ? 2.0 : 1.0);
 }
