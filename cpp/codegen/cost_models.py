@@ -30,8 +30,6 @@ RATES = (  # the fields of minfer::GemmRates, in order
     "fixup_bytes",
     "fixup_pingpong",
     "bandwidth",
-    "sm_bandwidth",
-    "ahead",
     "c_bytes",
     "idle",
     "idle_tiles",

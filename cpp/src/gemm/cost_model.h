@@ -22,8 +22,7 @@ struct GemmRates {
   double partial;                      // us of each further partial of a tile
   double fixup_bytes;                  // bytes/us of one SM
   double fixup_pingpong;               // factor where one warpgroup does it
-  double bandwidth, sm_bandwidth;      // bytes/us of all SMs, and of one
-  double ahead;                        // us of one SM's reading that each further resident launch has done before its turn
+  double bandwidth;                    // bytes/us of all SMs
   double c_bytes;                      // share of C's bytes that is felt
   double idle, idle_tiles;             // share of a tile in which a pingpong CTA has one warpgroup at work: of a single tile, of several
   double stream;                       // slower k tiles in stream-K
@@ -81,8 +80,6 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"fixup_bytes", &GemmRates::fixup_bytes},
     {"fixup_pingpong", &GemmRates::fixup_pingpong},
     {"bandwidth", &GemmRates::bandwidth},
-    {"sm_bandwidth", &GemmRates::sm_bandwidth},
-    {"ahead", &GemmRates::ahead},
     {"c_bytes", &GemmRates::c_bytes},
     {"idle", &GemmRates::idle},
     {"idle_tiles", &GemmRates::idle_tiles},
@@ -162,8 +159,7 @@ class TileCost {
   int64_t tiles_m_, tiles_n_, tiles_, k_tiles_, workers_;
   int32_t stream_workers_;
   double k_fill_;  // share of its k tiles that a product fills, where that counts
-  double sms_, cluster_, narrow_us_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, bytes_sm_us_, ahead_us_,
-      start_us_;
+  double sms_, cluster_, narrow_us_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, start_us_;
   bool pingpong_, portable_, grid_;  // grid_: a data-parallel launch has a CTA for each tile
 };
 
