@@ -36,7 +36,6 @@ RATES = (  # the fields of minfer::GemmRates, in order
     "stream",
     "exposed",
     "uneven",
-    "narrow",
     "general",
     "general_c",
     "copy",

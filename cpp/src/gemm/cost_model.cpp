@@ -53,7 +53,10 @@ constexpr double kMostResident = 4;  // launches that read at a time
 // 4.0, and 132 4.2.
 constexpr double kFewSms = 0.55;
 
-constexpr int64_t kNarrow = 32;  // elements of half a line of L2, with which one costs as much as a whole one
+// Where an operand is contiguous along m or n and has fewer numbers in a row of k than half a line of L2, all SMs ask for the same few
+// lines: us of each row, were all SMs to read it. At 8 x 6656 x 448 nn it is 4 us of 9.
+constexpr int64_t kNarrow = 32;
+constexpr double kNarrowUs = 0.005;
 
 constexpr double kMostStages = 12;  // of kernels whose launches choose the tiles' columns
 
@@ -116,14 +119,14 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
 
   double const uneven = !portable_ && problem.k % 64 != 0 ? r.uneven : 1.0;
   double const tile_k = grid_ && problem.k <= kBriefK ? kBriefK : kernel.tile_k;
-  double const flops = 2.0 * kernel.tile_m * (tile_n + r.columns) * tile_k * factors_.compute * uneven;
+  double const flops = 2.0 * kernel.tile_m * tile_k * factors_.compute * uneven;  // of a column
   double const rate = scaled.sm_scale;
-  alone_ = fourth_power(flops / (r.sm_rate * rate));
+  alone_ = fourth_power((tile_n + r.columns) * flops / (r.sm_rate * rate));
   latency_ = fourth_power(r.latency / stages_of(kernel, tile_n) * factors_.latency);
-  shared_ = fourth_power(flops / (r.gpu_rate * rate * sms_ / 132.0));
+  shared_ = fourth_power(tile_n * flops / (r.gpu_rate * rate * sms_ / 132.0));
 
   bool const narrow = (problem.a_major == Major::kMN && problem.m < kNarrow) || (problem.b_major == Major::kMN && problem.n < kNarrow);
-  narrow_us_ = narrow && !portable_ ? kernel.tile_k * r.narrow / (sms_ * sms_) : 0.0;
+  narrow_us_ = narrow && !portable_ ? kernel.tile_k * kNarrowUs / (sms_ * sms_) : 0.0;
 
   double const tile_values = double(kernel.tile_m) * tile_n;
   double const d_bytes = size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
@@ -138,6 +141,10 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   double const bytes = problem.batch * (2.0 * (double(rows) + columns) * problem.k +
                                         double(rows) * columns * d_bytes * (problem.has_c ? 1.0 + r.c_bytes : 1.0));
   bytes_us_ = bytes / (r.bandwidth * scaled.memory_scale) * factors_.bytes;
+  // Workers of stream-K reach the tiles of a row at different times: what L2 does not hold of all rows by then is read for each.
+  double const row_bytes = 2.0 * problem.batch * double(rows) * problem.k;
+  reread_us_ =
+      std::max(0.0, row_bytes - double(device.l2_bytes)) * (double(tiles_n_) - 1.0) / (r.bandwidth * scaled.memory_scale) * factors_.bytes;
   start_us_ = r.start + r.cluster * std::log2(cluster_);
 }
 
@@ -188,7 +195,7 @@ double TileCost::us(GemmLaunch const& launch) const {
   double const resident = portable_ ? 1.0 : std::floor(workers_ / workers);                       // launches that are
   double const uneven = k_tiles > 0 ? iterations * workers / (tiles * k_tiles) : 1.0;             // the busiest SM's bytes over the mean's
   double const reading = std::min(sms_, workers * cluster_ * std::min(resident, kMostResident));  // SMs, of all launches that do
-  double const hbm_us = bytes_us_ * (1.0 + kFewSms * (uneven * sms_ / reading - 1.0));
+  double const hbm_us = (bytes_us_ + (stream ? reread_us_ : 0.0)) * (1.0 + kFewSms * (uneven * sms_ / reading - 1.0));
   double const main_us = std::sqrt(busy_us * busy_us + hbm_us * hbm_us);
   double const exposed_us =
       pingpong_ ? epilogue_us_ + r.exposed * (owned - 1) * std::max(0.0, epilogue_us_ - main_us / owned) : epilogue_us_ * owned;

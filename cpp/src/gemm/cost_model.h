@@ -13,7 +13,7 @@ struct GemmRates {
   double cluster;                      // us for each doubling of the cluster
   double sm_rate;                      // flop/us of one SM while the others rest
   double gpu_rate;                     // flop/us of all together
-  double columns;                      // columns that a k tile costs on top of its own
+  double columns;                      // columns that a k tile costs an SM on top of its own
   double latency;                      // us in which a CTA's ring of stages can be filled once
   double tile, tile_pingpong;          // us of a change of tiles
   double epilogue;                     // D's bytes/us of one SM
@@ -28,7 +28,6 @@ struct GemmRates {
   double stream;                       // slower k tiles in stream-K
   double exposed;                      // share of an epilogue longer than its tile's mainloop that pingpong does not hide
   double uneven;                       // factor of k tiles whose rows do not start on whole lines of 128 bytes
-  double narrow;                       // us in which all SMs read a row of k of an operand that has less than 32 numbers in it
   double general, general_c;           // factors of an epilogue that TMA cannot store, without C and with
   double copy;                         // us of a realigning copy in front of the kernel
   double copy_bandwidth;               // its bytes/us, of what crosses HBM
@@ -86,7 +85,6 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"stream", &GemmRates::stream},
     {"exposed", &GemmRates::exposed},
     {"uneven", &GemmRates::uneven},
-    {"narrow", &GemmRates::narrow},
     {"general", &GemmRates::general},
     {"general_c", &GemmRates::general_c},
     {"copy", &GemmRates::copy},
@@ -159,7 +157,7 @@ class TileCost {
   int64_t tiles_m_, tiles_n_, tiles_, k_tiles_, workers_;
   int32_t stream_workers_;
   double k_fill_;  // share of its k tiles that a product fills, where that counts
-  double sms_, cluster_, narrow_us_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, start_us_;
+  double sms_, cluster_, narrow_us_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, reread_us_, start_us_;
   bool pingpong_, portable_, grid_;  // grid_: a data-parallel launch has a CTA for each tile
 };
 
