@@ -59,13 +59,16 @@ Matrix describe(char const* op, char const* name, Tensor const& tensor, bool tra
   return x;
 }
 
-/// A single row has unit stride along either mode, and so has a single column. Describes it in the way that the requested kernel reads.
+/// A single row has unit stride along either mode, and so has a single column: they, and a single line of the other mode whose elements
+/// follow each other, are described in the way that the requested kernel reads.
 void choose_major(Matrix& x, bool rows_contiguous) {
-  if (x.rows_contiguous == rows_contiguous || (rows_contiguous ? x.rows : x.columns) != 1) return;
+  if (x.rows_contiguous == rows_contiguous || x.empty()) return;
+  int64_t const lines = rows_contiguous ? x.columns : x.rows, length = rows_contiguous ? x.rows : x.columns;
+  int64_t const unit = x.tensor.stride(rows_contiguous ? x.row_mode() : x.column_mode());
+  if (length != 1 && (lines != 1 || unit != 1)) return;
   int64_t const bytes = x.tensor.element_size();
   x.rows_contiguous = rows_contiguous;
-  x.leading = (rows_contiguous ? x.columns : x.rows) == 1 ? unused_stride(1, bytes)
-                                                          : x.tensor.stride(rows_contiguous ? x.column_mode() : x.row_mode());
+  x.leading = lines == 1 ? unused_stride(length, bytes) : x.tensor.stride(rows_contiguous ? x.column_mode() : x.row_mode());
   x.alignment =
       common_alignment({address_of(x.tensor.data_ptr()), uint64_t(x.leading * bytes), uint64_t(x.batch > 1 ? x.batch_stride * bytes : 0)});
 }
@@ -242,7 +245,7 @@ void set_inputs(Call const& call, std::optional<KernelOverride> const& override,
   if (s.batched) fold_batch(x);
   if (override) {
     if (KernelInfo const* kernel = find_kernel(override->name.c_str())) {
-      choose_major(a, kernel->a_major == Major::kMN);
+      if (p.m == a.rows) choose_major(a, kernel->a_major == Major::kMN);  // rows of all planes that were folded lie as they do
       choose_major(b, kernel->b_major == Major::kK);
     }
   }

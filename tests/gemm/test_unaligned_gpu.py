@@ -67,7 +67,7 @@ def test_depths(name):
             override = f"{name}@decomposition={decomposition}"
             try:
                 minfer.gemm(a, b, **epilogue, out=out, kernel=override)
-            except RuntimeError as error:  # the strides of a single row, or of a single k, may say another layout than was meant
+            except RuntimeError as error:  # gaps between a single row's or a single k's elements say another layout than was meant
                 assert "it reads other operand layouts" in str(error) and 1 in (m, n, k)
                 continue
             problem = gemm_mismatch(out, a, b, **epilogue)
@@ -76,6 +76,26 @@ def test_depths(name):
             if problem is not None:
                 failures.append(f"{override} on {m} x {n} x {k}, A at {at_a}, B at {at_b}, {list(epilogue)}: {problem}")
     assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures[:20])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_single_k_has_every_layout(name):
+    kernel = KERNELS[name]
+    for m, n in SIZES:
+        a, b = operands_of(kernel, m, n, 1, (0, 0), (0, 0))
+        out, whole = padded((m, n), a.dtype, DEVICE, left=1, right=2)
+        minfer.gemm(a, b, out=out, kernel=name)
+        assert gemm_mismatch(out, a, b) is None
+        assert untouched_outside(out, whole)
+
+
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel["a_major"] == "mn" and kernel["tile_m"] > 1])
+def test_single_rows_of_planes_keep_their_layout(name):
+    kernel = KERNELS[name]
+    _, b = operands_of(kernel, 1, 40, 64, (0, 0), (0, 0))
+    a = torch.randn(5, 1, 64, device=DEVICE, dtype=b.dtype)  # folds into five rows, K-major ones
+    with pytest.raises(RuntimeError, match="it reads other operand layouts"):
+        minfer.gemm(a, b, kernel=name)
 
 
 @pytest.mark.parametrize("name", KERNELS)

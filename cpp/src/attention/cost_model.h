@@ -1,6 +1,7 @@
 // The analytic cost model of the attention planner: microseconds for (kernel, problem, device), from constants measured on the H200.
 #pragma once
 
+#include "common/cost_constant.h"
 #include "minfer/attention.h"
 
 namespace minfer::attention {
@@ -48,13 +49,7 @@ struct CostModel {
 };
 
 /// The constants by name, as _predict_attention takes them.
-struct CostConstant {
-  char const* name;
-  double CostModel::*value;
-};
-#define MINFER_COST_CONSTANT(name) \
-  CostConstant { #name, &CostModel::name }
-constexpr CostConstant kCostConstants[] = {
+constexpr CostConstant<CostModel> kCostConstants[] = {
     MINFER_COST_CONSTANT(start_us),
     MINFER_COST_CONSTANT(next_tile),
     MINFER_COST_CONSTANT(next_cached_us),
@@ -115,7 +110,6 @@ constexpr CostConstant kCostConstants[] = {
     MINFER_COST_CONSTANT(decode_l2),
     MINFER_COST_CONSTANT(uneven),
 };
-#undef MINFER_COST_CONSTANT
 static_assert(sizeof(kCostConstants) / sizeof(kCostConstants[0]) == sizeof(CostModel) / sizeof(double), "every constant has a name");
 
 constexpr int64_t kMinSplitKeys = 128;  // of a split-KV CTA

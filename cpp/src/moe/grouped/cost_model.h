@@ -2,6 +2,7 @@
 // constants measured on the H200.
 #pragma once
 
+#include "common/cost_constant.h"
 #include "minfer/moe.h"
 
 namespace minfer::moe {
@@ -51,13 +52,7 @@ struct CostModel {
 };
 
 /// The constants by name, as _predict_grouped takes them.
-struct CostConstant {
-  char const* name;
-  double CostModel::*value;
-};
-#define MINFER_COST_CONSTANT(name) \
-  CostConstant { #name, &CostModel::name }
-constexpr CostConstant kCostConstants[] = {
+constexpr CostConstant<CostModel> kCostConstants[] = {
     MINFER_COST_CONSTANT(start_us),
     MINFER_COST_CONSTANT(expert_us),
     MINFER_COST_CONSTANT(gated),
@@ -151,7 +146,6 @@ constexpr CostConstant kCostConstants[] = {
     MINFER_COST_CONSTANT(zipf_experts),
     MINFER_COST_CONSTANT(same_experts),
 };
-#undef MINFER_COST_CONSTANT
 static_assert(sizeof(kCostConstants) / sizeof(kCostConstants[0]) == sizeof(CostModel) / sizeof(double), "every constant has a name");
 
 inline bool quantised(GroupedProblem const& p) { return p.b_format != WeightFormat::kDense; }
