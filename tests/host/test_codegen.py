@@ -306,7 +306,6 @@ def test_rows_over_codes():
         (SM90, {"stages": "4"}, "stages", "a positive integer"),
         (SM90, {"epilogue_chunks": 5}, "epilogue_chunks", "has 4 boxes"),
         (COLUMNS, {"swap": False}, "column_step", "for swapped kernels"),
-        (COLUMNS, {"layouts": ["nn"]}, "column_step", "for layouts tn and tt"),
         (COLUMNS, {"column_step": 12}, "column_step", "multiple of 8"),
         (COLUMNS, {"column_step": 48}, "column_step", "divides tile_n"),
         (COLUMNS, {"tile": [256, 144, 64]}, "column_step", "whole groups of boxes"),

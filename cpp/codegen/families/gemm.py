@@ -205,8 +205,6 @@ def _check_sm90(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], opera
 def _check_columns(row: Row, tile: tuple[int, ...], step: int) -> None:
     """A kernel whose launches choose the columns of a tile."""
     row.require(row.flag("swap"), "column_step", "is for swapped kernels: the rows of a box of D are chosen, not its columns")
-    layouts = row.names("layouts", LAYOUTS)
-    row.require(set(layouts) <= {"tn", "tt"}, "column_step", "is for layouts tn and tt: the tokens are K-major")
     row.require(tile[2] == 64, "tile", "tile_k must be 64 where a launch chooses the columns")
     row.require(step % 8 == 0 and tile[1] % step == 0, "column_step", "must be a multiple of 8, a WGMMA's step, that divides tile_n")
     whole = tile[1] % (_box_rows(step) * _boxes_together(row, tile, step)) == 0

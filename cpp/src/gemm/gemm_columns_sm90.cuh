@@ -7,7 +7,7 @@
 // tile each (pingpong). Tiles of 192 rows: 512 threads, three consumers with a block each.
 // Tile walk: data-parallel, split-K or stream-K, all at run time.
 // Shared memory: ring, as many stages as fit | epilogue buffers of the widest tile | barriers, bias, at most 227 KiB, one CTA per SM.
-// Limits: tokens K-major, weights of either layout, both 16-byte aligned in base and strides; for the fast epilogue D and C, too.
+// Limits: operands of either layout, 16-byte aligned in base and strides; for the fast epilogue D and C, too.
 #pragma once
 
 #include "gemm/epilogue_sm90.cuh"
@@ -58,7 +58,7 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
   int const columns = arguments.launch.columns > 0 ? arguments.launch.columns : Config::kTileN;
   mainloop.columns = params.epilogue.columns = columns;
   params.scheduler.split.values = columns / 2;
-  mainloop.stage_bytes = (Config::kTileM + columns) * Mainloop::kRowBytes;
+  mainloop.stage_bytes = (Config::kTileM + Mainloop::stored_columns(columns)) * Mainloop::kRowBytes;
   mainloop.stages = Mainloop::kRingBytes / mainloop.stage_bytes;
   if (mainloop.stages > Mainloop::kMaxStages) mainloop.stages = Mainloop::kMaxStages;
 
@@ -78,8 +78,11 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
                                            along_k ? problem.n : problem.k, problem.batch, operands.ldb, operands.b_batch_stride,
                                            along_k ? Mainloop::kBoxK : Mainloop::kBoxRows, along_k ? Mainloop::kBoxRows : Mainloop::kBoxK);
   if (status.ok()) {
-    status = encode_tensor_map_planes(&mainloop.b, problem.ab_type, operands.a, problem.k, problem.m, problem.batch, operands.lda,
-                                      operands.a_batch_stride, Mainloop::kTileK, Mainloop::loaded_columns(columns));
+    bool const tokens_along_k = Mainloop::kColumnsAlongK;
+    status = encode_tensor_map_planes(&mainloop.b, problem.ab_type, operands.a, tokens_along_k ? problem.k : problem.m,
+                                      tokens_along_k ? problem.m : problem.k, problem.batch, operands.lda, operands.a_batch_stride,
+                                      tokens_along_k ? Mainloop::kTileK : 64,
+                                      tokens_along_k ? Mainloop::loaded_columns(columns) : Mainloop::kTileK);
   }
   if (status.ok()) status = describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
   if (!status.ok()) return status;

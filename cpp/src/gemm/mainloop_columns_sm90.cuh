@@ -12,8 +12,9 @@
 // stage, when the WGMMAs that read it have retired.
 // Multicast: in a cluster the CTAs of a row load a part each of the rows of A that they have in common, those of a column a part each of
 // their columns. Where such a part might end within 8 rows of the swizzle, the CTAs of a column take turns, and each loads all of them.
-// Layouts: the columns are K-major. The rows are K-major, or contiguous along m: then a block of 64 rows is [64 of k][64 rows] in a stage,
-// as many bytes as [64 rows][64 of k], it comes by a copy of its own, and the CTAs of a cluster's row divide its k.
+// Layouts: rows and columns are K-major, or contiguous along m and n: then a block of 64 of them is [64 of k][64 rows] in a stage, as many
+// bytes as [64 rows][64 of k], and comes by a copy of its own; the CTAs of a cluster's row divide its k, those of a column take turns. Of
+// columns contiguous along n a tile loads whole blocks, up to 56 columns of which it does not multiply.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -90,7 +91,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static_assert(kThreads == 384 || (kThreads == 512 && kCooperative));
   // Those of all warpgroups together are no more than the launch gives the CTA: 168 a thread of three, 128 of four.
   static constexpr int kProducerRegisters = kThreads == 384 ? 40 : 32, kConsumerRegisters = kThreads == 384 ? 232 : 160;
-  static_assert((Config::kSwap ? Config::kMajorA : Config::kMajorB) == minfer::Major::kK, "the columns' layout is that of K-major ones");
+  static constexpr bool kColumnsAlongK = (Config::kSwap ? Config::kMajorA : Config::kMajorB) == minfer::Major::kK;
   static constexpr bool kRowsAlongK = (Config::kSwap ? Config::kMajorB : Config::kMajorA) == minfer::Major::kK;
 
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStep = Config::kColumnStep;
@@ -118,7 +119,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   };
   template <class Epilogue, class Scheduler>
   struct SharedStorage {
-    alignas(1024) char ring[kRingBytes];  // of each stage: [kTileM][64], then [columns][64]
+    alignas(1024) char ring[kRingBytes];  // of each stage: [kTileM][64], then [stored_columns][64]
     typename Epilogue::TensorStorage staging;
     alignas(8) uint64_t full[kMaxStages];
     uint64_t empty[kMaxStages];
@@ -129,10 +130,15 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   // ---- set-up -------------------------------------------------------------------------------------------------------------------
 
-  /// Whether the CTAs of a cluster's column take turns at loading their columns: parts of them would end within 8 rows of the swizzle.
-  static CUTLASS_HOST_DEVICE bool takes_turns(int columns) { return columns % (8 * Config::kClusterM) != 0; }
+  /// Whether the CTAs of a cluster's column take turns at loading their columns: parts of them would end within 8 rows of the swizzle, or
+  /// within a block.
+  static CUTLASS_HOST_DEVICE bool takes_turns(int columns) {
+    return kColumnsAlongK ? columns % (8 * Config::kClusterM) != 0 : Config::kClusterM > 1;
+  }
   /// Columns of a tile that a CTA loads at a time.
   static CUTLASS_HOST_DEVICE int loaded_columns(int columns) { return takes_turns(columns) ? columns : columns / Config::kClusterM; }
+  /// Columns of a tile that a stage has room for.
+  static CUTLASS_HOST_DEVICE int stored_columns(int columns) { return kColumnsAlongK ? columns : (columns + 63) / 64 * 64; }
 
   static CUTLASS_DEVICE void prefetch_tma_descriptors(Params const& params) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.a));
@@ -187,7 +193,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         for_each_box(tile, k, [&](int, int x, int y) { cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.a, x, y, tile.l); });
       }
       if (params.prefetch_b && loads_columns(params, inputs, k)) {
-        cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.b, k * kTileK, tile.column, tile.l);
+        for_each_columns_box(params, tile, k, [&](int, int x, int y) { cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.b, x, y, tile.l); });
       }
     }
     minfer::wait_for_predecessor();
@@ -208,7 +214,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         copy<Config::kClusterN>(params.a, full, inputs.multicast_a, params.hint_a, to, x, y, tile.l);
       });
       if (loads_columns(params, inputs, k)) {  // an empty stage is empty in every CTA of the cluster
-        copy<Config::kClusterM>(params.b, full, inputs.multicast_b, params.hint_b, b, k * kTileK, tile.column, tile.l);
+        for_each_columns_box(params, tile, k, [&](int column, int x, int y) {
+          copy<Config::kClusterM>(params.b, full, inputs.multicast_b, params.hint_b, b + column * kRowBytes, x, y, tile.l);
+        });
       }
       state.advance();
     }
@@ -276,6 +284,16 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     }
   }
 
+  /// Calls visit(column, x, y) for the boxes of columns that a CTA loads of k tile `k`: where they begin, and their coordinates in B's map.
+  template <class Visit>
+  static CUTLASS_DEVICE void for_each_columns_box(Params const& params, TileInputs const& tile, int k, Visit const& visit) {
+    if constexpr (kColumnsAlongK) {
+      visit(0, k * kTileK, tile.column);
+    } else {
+      for (int column = 0; column < params.columns; column += 64) visit(column, tile.column + column, k * kTileK);
+    }
+  }
+
   template <int kParts>
   static CUTLASS_DEVICE void copy(CUtensorMap const& map, uint64_t* full, uint16_t multicast, uint64_t hint, char* to, int x, int y,
                                   int l) {
@@ -294,10 +312,12 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     of.bitfield.layout_type_ = uint8_t(cute::GMMA::LayoutType::B128);
     return of.desc_ | low;
   }
-  static CUTLASS_DEVICE uint32_t low_word(void const* rows) {
+  /// `next`: units from 64 rows, or columns, that are contiguous along m or n to the next 64. Not read where 64 rows, or 16 of k, are no
+  /// longer than a line.
+  static CUTLASS_DEVICE uint32_t low_word(void const* rows, int next = 1) {
     cute::GmmaDescriptor of{};
     of.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(rows) >> 4;
-    of.bitfield.leading_byte_offset_ = 1;  // not read: 64 rows, or 16 of k, are no longer than a line
+    of.bitfield.leading_byte_offset_ = next;
     return uint32_t(of.desc_);
   }
 
@@ -322,12 +342,15 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
                                          int k_count, int row_group, int thread, AfterLast const& after_last) {
     using Op =
         decltype(cute::GMMA::ss_op_selector < Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>,
-                 kRowsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN, cute::GMMA::Major::K > ());
+                 kRowsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN,
+                 kColumnsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN > ());
     auto const numbers = std::make_integer_sequence<int, kColumns / 2>{};
     constexpr int kBlockUnits = kSharing * 64 * kRowBytes >> 4;  // from a block of 64 rows to the warpgroup's next, as in EpilogueSm90
-    constexpr int kStepUnitsA = kRowsAlongK ? 16 * 2 >> 4 : 16 * 128 >> 4;  // from 16 of k to the next: along a line, or as many lines
+    // From 16 of k to the next: along a line, or as many lines.
+    constexpr int kStepUnitsA = kRowsAlongK ? 16 * 2 >> 4 : 16 * 128 >> 4, kStepUnitsB = kColumnsAlongK ? 16 * 2 >> 4 : 16 * 128 >> 4;
     float* const sums = accumulator.data();
-    uint32_t const a = low_word(storage.ring + row_group * 64 * kRowBytes), b = low_word(storage.ring + kBytesA);
+    uint32_t const a = low_word(storage.ring + row_group * 64 * kRowBytes),
+                   b = low_word(storage.ring + kBytesA, kColumnsAlongK ? 1 : 64 * kRowBytes >> 4);
     auto const fence = [&] {
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
@@ -343,7 +366,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       for (int k = 0; k < kTileK / 16; ++k) {
         CUTLASS_PRAGMA_UNROLL
         for (int block = 0; block < kBlocks; ++block) {
-          minfer::gemm::multiply<Op>(descriptor(a + at + kStepUnitsA * k + block * kBlockUnits), descriptor(b + at + 2 * k),
+          minfer::gemm::multiply<Op>(descriptor(a + at + kStepUnitsA * k + block * kBlockUnits), descriptor(b + at + kStepUnitsB * k),
                                      sums + block * kBlockValues, k == 0 ? keep : cute::GMMA::ScaleOut::One, numbers);
         }
       }
