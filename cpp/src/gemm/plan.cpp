@@ -1,5 +1,6 @@
 // plan_gemm: explicit kernel, else tuned row, else the analytic model over every legal candidate. Always answers for a legal problem.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -112,14 +113,26 @@ constexpr double kNeighbours = 16;
 /// Workers of `cluster` CTAs that are neighbours.
 int64_t neighbours_of(double cluster) { return std::max<int64_t>(1, int64_t(kNeighbours / cluster + 0.5)); }
 
-/// Rows of A and columns of B that `workers` tiles, which follow each other in the order, read together; `rows` and `columns` are a tile's.
-double operand_lines(double rows, double columns, int64_t tiles_m, int64_t tiles_n, RasterOrder order, int32_t swizzle, int64_t workers) {
-  bool const along_m = order == RasterOrder::kAlongM;
-  int64_t const along = along_m ? tiles_m : tiles_n, across = along_m ? tiles_n : tiles_m;
-  int64_t const side = std::min<int64_t>(swizzle, across), length = std::min(along, ceil_div(workers, side));
-  int64_t const width = std::min(across, std::max(side, ceil_div(workers, length)));
-  return along_m ? double(length) * rows + double(width) * columns : double(width) * rows + double(length) * columns;
-}
+/// Tiles that are walked side by side, in the orders that plans choose from.
+constexpr int kSwizzles[] = {1, 2, 3, 4, 5, 6, 8};
+
+/// Tiles along the walk and across it, with the lines of a tile's operand in either direction.
+struct Walk {
+  double along, across, along_lines, across_lines;
+
+  /// Lines that `workers` tiles, which follow each other `side` by side, read together.
+  double lines(double side, double workers) const {
+    double const length = std::min(along, std::ceil(workers / side));
+    double const width = std::min(across, std::max(side, std::ceil(workers / length)));
+    return length * along_lines + width * across_lines;
+  }
+  /// The same on average over all bands of `side` tiles and the last one, which may be narrower.
+  double mean_lines(double side, double workers) const {
+    side = std::min(side, across);
+    double const rest = across - side * std::floor(across / side);
+    return rest == 0 ? lines(side, workers) : (lines(side, workers) * (across - rest) + lines(rest, workers) * rest) / across;
+  }
+};
 
 /// The order of tiles in which the fewest operand bytes leave L2 for the GPCs, and memory for L2: groups of neighbours, and all clusters
 /// that run together, work on as square a set of tiles as there is. Up to 8 columns (or rows) of tiles are walked side by side.
@@ -136,16 +149,17 @@ void choose_order(KernelInfo const& kernel, int32_t tile_n, int64_t tiles_m, int
   double const groups = double(workers) / double(neighbours);
   double least = 0;
   for (RasterOrder raster : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
-    int64_t const across = raster == RasterOrder::kAlongM ? tiles_n : tiles_m;
-    for (int swizzle : {1, 2, 4, 8}) {
-      if (swizzle > 1 && swizzle / 2 >= across) break;
-      double const lines = groups * operand_lines(rows, columns, tiles_m, tiles_n, raster, swizzle, neighbours) +
-                           operand_lines(rows, columns, tiles_m, tiles_n, raster, swizzle, workers);
+    bool const along_m = raster == RasterOrder::kAlongM;
+    Walk const walk =
+        along_m ? Walk{double(tiles_m), double(tiles_n), rows, columns} : Walk{double(tiles_n), double(tiles_m), columns, rows};
+    for (int swizzle : kSwizzles) {
+      double const lines = groups * walk.mean_lines(swizzle, double(neighbours)) + walk.mean_lines(swizzle, double(workers));
       if (least == 0 || lines < least) {
         least = lines;
         launch->raster_order = raster;
         launch->max_swizzle_size = swizzle;
       }
+      if (swizzle >= walk.across) break;
     }
   }
 }
@@ -205,12 +219,13 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
     if (!candidates.all_orders || !many) return;
     for (RasterOrder raster : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
       int64_t const across = raster == RasterOrder::kAlongM ? tiles_n : tiles_m;
-      for (int swizzle : {1, 2, 4, 8}) {
-        if (raster == chosen.raster_order && swizzle == chosen.max_swizzle_size) continue;
-        if (swizzle > 1 && swizzle / 2 >= across) continue;
-        launch.raster_order = raster;
-        launch.max_swizzle_size = swizzle;
-        visit(launch);
+      for (int swizzle : kSwizzles) {
+        if (raster != chosen.raster_order || swizzle != chosen.max_swizzle_size) {
+          launch.raster_order = raster;
+          launch.max_swizzle_size = swizzle;
+          visit(launch);
+        }
+        if (swizzle >= across) break;
       }
     }
   };
