@@ -795,7 +795,7 @@ def test_no_table_is_fine(folder):
         (HEADER + ROW.replace("gemm,16,", "conv,16,"), "op = 'conv': must be one of gemm, w4a16_gemm"),
         (HEADER + ROW.replace("stream_k", "magic"), "decomposition = 'magic': must be one of persistent, stream_k, split_k"),
         (HEADER + ROW.replace("along_n", "up"), "raster = 'up': must be one of along_m, along_n"),
-        (HEADER + ROW.replace(",1,2,along", ",1,3,along"), "swizzle = 3: must be one of 1, 2, 4, 8, 16"),
+        (HEADER + ROW.replace(",1,2,along", ",1,17,along"), "swizzle = 17: must be 1 to 16"),
         (HEADER + ROW.replace(",0,0,gemm", ",0,yes,gemm"), "gated = 'yes': must be one of 0, 1"),
         (HEADER + ROW.replace(",9.5", ",nan"), "us = 'nan': must be a number"),
         (HEADER + ROW.replace(",9.5", ""), "must have 20 columns"),

@@ -66,7 +66,7 @@ inline char const* name_of(Decomposition d) {
 struct GemmLaunch {
   Decomposition decomposition = Decomposition::kDataParallel;
   int32_t splits = 1;            // of each output tile, with kSplitK
-  int32_t max_swizzle_size = 1;  // tiles walked side by side before the raster advances (1, 2, 4, 8, 16)
+  int32_t max_swizzle_size = 1;  // tiles walked side by side before the raster advances (1 to 16)
   RasterOrder raster_order = RasterOrder::kAlongM;
   int32_t columns = 0;  // of a tile: a multiple of the kernel's column_step up to its tile_n; 0: tile_n
   // A, B are copied first, by one launch in front of the kernel's, into K-major rows in the workspace that TMA addresses. Whatever majors

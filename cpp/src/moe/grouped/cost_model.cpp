@@ -133,25 +133,24 @@ double predict_quantised_us(CostModel const& m, KernelInfo const& kernel, Groupe
          bound(busy_us, stream_us, m.quantised_power);
 }
 
-}  // namespace
-
-Routing even_routing(GroupedProblem const& p, double top_k) {
+/// The rows on so many experts, equally many or an expected number on each; none where there is nothing to do.
+Routing one_group(GroupedProblem const& p, double active, bool exact) {
   Routing routing;
-  if (p.experts == 0 || p.rows == 0) return routing;
-  double const experts = double(p.experts), each = std::max(top_k, 1.0), tokens = double(p.rows) / each;
-  double const share = std::min(each / experts, 1.0 - 1e-9);
-  double const active = std::min(experts * -std::expm1(tokens * std::log1p(-share)), double(p.rows));
-  routing.groups[routing.count++] = {active, double(p.rows) / active, false};
+  if (p.experts > 0 && p.rows > 0) routing.groups[routing.count++] = {active, double(p.rows) / active, exact};
   return routing;
 }
 
+}  // namespace
+
+Routing even_routing(GroupedProblem const& p, double top_k) {
+  double const experts = double(p.experts), each = std::max(top_k, 1.0), tokens = double(p.rows) / each;
+  double const share = std::min(each / std::max(experts, 1.0), 1.0 - 1e-9);
+  return one_group(p, std::min(experts * -std::expm1(tokens * std::log1p(-share)), double(p.rows)), false);
+}
+
 Routing same_routing(CostModel const& m, GroupedProblem const& p, double top_k) {
-  Routing routing;
-  if (top_k == 0.0) top_k = m.same_experts;
-  if (p.experts == 0 || p.rows == 0) return routing;
-  double const active = std::min({std::max(top_k, 1.0), double(p.experts), double(p.rows)});
-  routing.groups[routing.count++] = {active, double(p.rows) / active, true};
-  return routing;
+  double const each = std::max(top_k == 0.0 ? m.same_experts : top_k, 1.0);
+  return one_group(p, std::min({each, double(p.experts), double(p.rows)}), true);
 }
 
 Routing zipf_routing(CostModel const& m, GroupedProblem const& p, double top_k) {
