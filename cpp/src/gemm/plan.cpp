@@ -169,6 +169,7 @@ constexpr int kSplits[] = {2, 3, 4, 5, 6, 7, 8, 10, 12, 16};
 /// Which launches are candidates.
 struct Candidates {
   bool all_orders = false;  // of tiles: each that makes another schedule, the chosen one first
+  bool any_order = false;   // dense: the order, on which no prediction depends, is not chosen yet
   int32_t splits = 0;       // of every tile: 1 for none; 0: any number, and stream-K
   int32_t arch = 0;         // of the kernels; 0: any
   int32_t alignment = 0;    // that the kernels need; 0: any
@@ -196,21 +197,28 @@ bool adds_in_its_own_order(KernelInfo const& kernel) {
   return kernel.arch >= 90 && kernel.tile_n < kScaledFragmentTokens;
 }
 
+/// Tiles of a product, in units of a worker's: CTA tile x cluster.
+struct TileCounts {
+  int64_t m, n;
+
+  TileCounts(KernelInfo const& kernel, int32_t tile_n, GemmProblem const& problem)
+      : m(ceil_div(kernel.swap ? problem.n : problem.m, int64_t(kernel.tile_m) * kernel.cluster_m)),
+        n(ceil_div(kernel.swap ? problem.m : problem.n, int64_t(tile_n) * kernel.cluster_n)) {}
+};
+
 /// The decompositions that are candidates for one kernel in tiles of `tile_n` columns.
 template <class Visit>
 void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const& problem, DeviceProperties const& device,
                      Candidates const& candidates, Visit&& visit) {
-  int64_t const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
-  int64_t const tiles_m = ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m);
-  int64_t const tiles_n = ceil_div(columns, int64_t(tile_n) * kernel.cluster_n);
-  int64_t const tiles = tiles_m * tiles_n * problem.batch;
+  TileCounts const counts(kernel, tile_n, problem);
+  int64_t const tiles = counts.m * counts.n * problem.batch;
   int64_t const workers = resident_workers(kernel, device);
   int64_t const k_tiles = ceil_div(problem.k, kernel.tile_k);
 
   GemmLaunch chosen;
-  choose_order(kernel, tile_n, tiles_m, tiles_n, workers, &chosen);
+  if (!candidates.any_order) choose_order(kernel, tile_n, counts.m, counts.n, workers, &chosen);
   chosen.columns = kernel.column_step > 0 ? tile_n : 0;
-  bool const many = tiles_m > 1 && tiles_n > 1;
+  bool const many = counts.m > 1 && counts.n > 1;
   auto const visit_orders = [&](Decomposition decomposition, int splits) {
     GemmLaunch launch = chosen;
     launch.decomposition = decomposition;
@@ -218,7 +226,7 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
     visit(launch);
     if (!candidates.all_orders || !many) return;
     for (RasterOrder raster : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
-      int64_t const across = raster == RasterOrder::kAlongM ? tiles_n : tiles_m;
+      int64_t const across = raster == RasterOrder::kAlongM ? counts.n : counts.m;
       for (int swizzle : kSwizzles) {
         if (raster != chosen.raster_order || swizzle != chosen.max_swizzle_size) {
           launch.raster_order = raster;
@@ -371,8 +379,9 @@ struct Pick {
 };
 
 /// The candidate with the least predicted time.
-Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, Candidates const& candidates) {
+Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, Candidates candidates) {
   Pick best;
+  candidates.any_order = problem.b_format == WeightFormat::kDense;
   for_each_candidate(problem, device, options, candidates, best.us, [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
     ++best.candidates;
     if (best.kernel != nullptr && us >= best.us) return;
@@ -380,6 +389,14 @@ Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOp
     best.launch = launch;
     best.us = us;
   });
+  if (best.kernel != nullptr && candidates.any_order) {
+    int32_t const tile_n = tile_columns(*best.kernel, best.launch);
+    TileCounts const counts(*best.kernel, tile_n, problem);
+    GemmLaunch order;
+    choose_order(*best.kernel, tile_n, counts.m, counts.n, resident_workers(*best.kernel, device), &order);
+    best.launch.raster_order = order.raster_order;
+    best.launch.max_swizzle_size = order.max_swizzle_size;
+  }
   return best;
 }
 
