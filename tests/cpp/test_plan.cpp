@@ -311,6 +311,17 @@ TEST_CASE(plan_override_takes_every_kernel) {
   }
 }
 
+// 5 columns of tiles in bands of 4 would leave a band of one, whose neighbours read a row each.
+TEST_CASE(plan_order_leaves_no_narrow_band) {
+  GemmPlanOptions options = analytic_options();
+  options.kernel = "gemm_sm90_bf16_tn_64x128x64_1x1x1_pingpong_swap";
+  GemmPlan plan;
+  CHECK(plan_gemm(problem_of(600, 1664, 5440, DataType::kBF16), h200_properties(), options, &plan).ok());
+  CHECK(plan.launch.raster_order == RasterOrder::kAlongM);
+  CHECK(plan.launch.max_swizzle_size > 1);
+  CHECK(5 % plan.launch.max_swizzle_size != 1);
+}
+
 TEST_CASE(plan_override_takes_the_launch_too) {
   DeviceProperties const h200 = h200_properties();
   GemmProblem const problem = problem_of(64, 4096, 8192);

@@ -136,15 +136,18 @@ struct Walk {
 
 /// The order of tiles in which the fewest operand bytes leave L2 for the GPCs, and memory for L2: groups of neighbours, and all clusters
 /// that run together, work on as square a set of tiles as there is. Up to 8 columns (or rows) of tiles are walked side by side.
-void choose_order(KernelInfo const& kernel, int32_t tile_n, int64_t tiles_m, int64_t tiles_n, int64_t workers, GemmLaunch* launch) {
+/// `launch` has the columns of a tile.
+void choose_order(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, GemmLaunch* launch) {
   launch->raster_order = RasterOrder::kAlongM;
   launch->max_swizzle_size = 1;
+  TileSchedulerParams const schedule = schedule_of(kernel, problem, *launch, device);
+  int64_t const tiles_m = schedule.tiles_m, tiles_n = schedule.tiles_n;
   if (tiles_m <= 1 || tiles_n <= 1) return;
   // In lines of 16-bit operands; those of a quantised weight count by its bits.
   double const weight = kernel.b_format == WeightFormat::kDense ? 1.0 : bits_of(kernel.b_format) / 16.0;
   double const rows = (kernel.swap ? weight : 1.0) * kernel.tile_m * kernel.cluster_m,
-               columns = (kernel.swap ? 1.0 : weight) * tile_n * kernel.cluster_n;
-  workers = std::min(workers, tiles_m * tiles_n);
+               columns = (kernel.swap ? 1.0 : weight) * tile_columns(kernel, *launch) * kernel.cluster_n;
+  int64_t const workers = std::min<int64_t>(resident_workers(kernel, device), tiles_m * tiles_n);
   int64_t const neighbours = std::min(workers, neighbours_of(double(kernel.cluster_m) * kernel.cluster_n));
   double const groups = double(workers) / double(neighbours);
   double least = 0;
@@ -166,13 +169,19 @@ void choose_order(KernelInfo const& kernel, int32_t tile_n, int64_t tiles_m, int
 
 constexpr int kSplits[] = {2, 3, 4, 5, 6, 7, 8, 10, 12, 16};
 
+/// The orders of tiles that are candidates.
+enum class Orders {
+  kChosen,
+  kAll,    // each that makes another schedule, the chosen one first
+  kLater,  // dense, where no prediction depends on the order: none is chosen yet
+};
+
 /// Which launches are candidates.
 struct Candidates {
-  bool all_orders = false;  // of tiles: each that makes another schedule, the chosen one first
-  bool any_order = false;   // dense: the order, on which no prediction depends, is not chosen yet
-  int32_t splits = 0;       // of every tile: 1 for none; 0: any number, and stream-K
-  int32_t arch = 0;         // of the kernels; 0: any
-  int32_t alignment = 0;    // that the kernels need; 0: any
+  Orders orders = Orders::kChosen;
+  int32_t splits = 0;     // of every tile: 1 for none; 0: any number, and stream-K
+  int32_t arch = 0;       // of the kernels; 0: any
+  int32_t alignment = 0;  // that the kernels need; 0: any
 };
 
 /// Whether the kernel's split-K ranges begin at the same k as those of k tiles of kInvariantTileK: then its partial sums are the same.
@@ -197,36 +206,29 @@ bool adds_in_its_own_order(KernelInfo const& kernel) {
   return kernel.arch >= 90 && kernel.tile_n < kScaledFragmentTokens;
 }
 
-/// Tiles of a product, in units of a worker's: CTA tile x cluster.
-struct TileCounts {
-  int64_t m, n;
-
-  TileCounts(KernelInfo const& kernel, int32_t tile_n, GemmProblem const& problem)
-      : m(ceil_div(kernel.swap ? problem.n : problem.m, int64_t(kernel.tile_m) * kernel.cluster_m)),
-        n(ceil_div(kernel.swap ? problem.m : problem.n, int64_t(tile_n) * kernel.cluster_n)) {}
-};
-
 /// The decompositions that are candidates for one kernel in tiles of `tile_n` columns.
 template <class Visit>
 void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const& problem, DeviceProperties const& device,
                      Candidates const& candidates, Visit&& visit) {
-  TileCounts const counts(kernel, tile_n, problem);
-  int64_t const tiles = counts.m * counts.n * problem.batch;
+  int64_t const rows = kernel.swap ? problem.n : problem.m, columns = kernel.swap ? problem.m : problem.n;
+  int64_t const tiles_m = ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m);
+  int64_t const tiles_n = ceil_div(columns, int64_t(tile_n) * kernel.cluster_n);
+  int64_t const tiles = tiles_m * tiles_n * problem.batch;
   int64_t const workers = resident_workers(kernel, device);
   int64_t const k_tiles = ceil_div(problem.k, kernel.tile_k);
 
   GemmLaunch chosen;
-  if (!candidates.any_order) choose_order(kernel, tile_n, counts.m, counts.n, workers, &chosen);
   chosen.columns = kernel.column_step > 0 ? tile_n : 0;
-  bool const many = counts.m > 1 && counts.n > 1;
+  if (candidates.orders != Orders::kLater) choose_order(kernel, problem, device, &chosen);
+  bool const many = tiles_m > 1 && tiles_n > 1;
   auto const visit_orders = [&](Decomposition decomposition, int splits) {
     GemmLaunch launch = chosen;
     launch.decomposition = decomposition;
     launch.splits = splits;
     visit(launch);
-    if (!candidates.all_orders || !many) return;
+    if (candidates.orders != Orders::kAll || !many) return;
     for (RasterOrder raster : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
-      int64_t const across = raster == RasterOrder::kAlongM ? counts.n : counts.m;
+      int64_t const across = raster == RasterOrder::kAlongM ? tiles_n : tiles_m;
       for (int swizzle : kSwizzles) {
         if (raster != chosen.raster_order || swizzle != chosen.max_swizzle_size) {
           launch.raster_order = raster;
@@ -286,7 +288,7 @@ void for_each_prediction(KernelInfo const& kernel, GemmProblem const& problem, C
     if (!fits(kernel, problem, widest)) return;
     if (empty || !dense) {
       Candidates all = candidates;
-      all.all_orders = candidates.all_orders || !dense;
+      if (!dense) all.orders = Orders::kAll;
       for_each_launch(kernel, tile_n, problem, device, all, [&](GemmLaunch const& launch) {
         if (fits(kernel, problem, launch)) visit(launch, empty ? 0.0 : w4a16::predict_us(kernel, problem, launch, device, model));
       });
@@ -381,7 +383,7 @@ struct Pick {
 /// The candidate with the least predicted time.
 Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, Candidates candidates) {
   Pick best;
-  candidates.any_order = problem.b_format == WeightFormat::kDense;
+  if (problem.b_format == WeightFormat::kDense) candidates.orders = Orders::kLater;
   for_each_candidate(problem, device, options, candidates, best.us, [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
     ++best.candidates;
     if (best.kernel != nullptr && us >= best.us) return;
@@ -389,14 +391,7 @@ Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOp
     best.launch = launch;
     best.us = us;
   });
-  if (best.kernel != nullptr && candidates.any_order) {
-    int32_t const tile_n = tile_columns(*best.kernel, best.launch);
-    TileCounts const counts(*best.kernel, tile_n, problem);
-    GemmLaunch order;
-    choose_order(*best.kernel, tile_n, counts.m, counts.n, resident_workers(*best.kernel, device), &order);
-    best.launch.raster_order = order.raster_order;
-    best.launch.max_swizzle_size = order.max_swizzle_size;
-  }
+  if (best.kernel != nullptr && candidates.orders == Orders::kLater) choose_order(*best.kernel, problem, device, &best.launch);
   return best;
 }
 
@@ -631,7 +626,7 @@ Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device
   if (Status status = check(problem); !status.ok()) return status;
   std::vector<GemmPlan> all;
   double const no_bound = std::numeric_limits<double>::infinity();
-  for_each_candidate(problem, device, options, {.all_orders = true}, no_bound,
+  for_each_candidate(problem, device, options, {.orders = Orders::kAll}, no_bound,
                      [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
                        all.emplace_back();
                        finish(&all.back(), kernel, problem, launch, device, us);
