@@ -15,6 +15,7 @@ SCHEDULES = {
     "pingpong": "Schedule::kPingpong",
     "multistage": "Schedule::kMultistage",
     "split_kv": "Schedule::kSplitKv",
+    "rows": "Schedule::kRows",
 }
 # Where a kernel is compiled: WGMMA and TMA multicast need sm_90a, portable code runs on every architecture from sm_80 on, and portable
 # code that sm_90a has a better kernel for in every case is left out of that build.
@@ -82,6 +83,11 @@ class Kernel(ABC):
         return self.targets == "portable" or (self.targets == "sm90a") == (arch == "90a")
 
     @property
+    def operation(self) -> str:
+        """What it computes, where a family has kernels of several operations."""
+        return self.FAMILY
+
+    @property
     def types(self) -> str:
         """The number types in its name."""
         return self.element if self.output is None else f"{self.element}_{self.output}"
@@ -128,6 +134,7 @@ class Kernel(ABC):
         return {
             "name": self.name,
             "family": self.FAMILY,
+            "operation": self.operation,
             "arch": self.arch,
             "arch_exact": self.arch_exact,
             "ab_type": self.element,

@@ -85,7 +85,7 @@ def gated_bound(a, w, *, error=None, bias=None, alpha=1.0, activation="silu", ou
     y, off = gemm_bound(a, w, error=error, alpha=alpha, bias=bias, out_dtype=torch.float32)
     (gate, up), (gate_off, up_off) = (x.unflatten(-1, (-1, 2, 8)).unbind(-2) for x in (y, off))
     act, act_off = activated(gate, activation, "cuda")
-    act_off = act_off + SLOPE[activation] * gate_off
+    act_off = act_off + slope(gate.abs() + gate_off, activation) * gate_off
     exact = act * up
     total = act.abs() * up_off + (up.abs() + up_off) * act_off
     u = UNIT[out_dtype]
@@ -98,6 +98,11 @@ def gated_bound(a, w, *, error=None, bias=None, alpha=1.0, activation="silu", ou
 SLOPE = {"none": 1.0, "relu": 1.0, "silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}  # the largest
 
 
+def slope(size: torch.Tensor, activation: str) -> torch.Tensor | float:
+    """The largest of an activation up to |x| = ``size``."""
+    return 2 * size if activation == "relu2" else SLOPE[activation]
+
+
 def sigmoid_argument(x: torch.Tensor, activation: str) -> torch.Tensor:
     """y of silu(x) or gelu_tanh(x) = x * sigmoid(y)."""
     return x if activation == "silu" else 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
@@ -108,15 +113,16 @@ def activated(x: torch.Tensor, activation: str, path: str) -> tuple[torch.Tensor
     x = x.double()
     if activation in ("none", "relu"):
         return (x if activation == "none" else torch.where(x < 0, 0.0, x)), torch.zeros_like(x)
+    if activation == "relu2":
+        exact = torch.where(x < 0, 0.0, x * x)
+        return exact, (2.0**-24 * exact).nan_to_num(0.0, 0.0) + TINY[torch.float32]
     if activation == "gelu":  # by erfc: 1 + erf would cancel
         exact = torch.where(x == math.inf, x, x * 0.5 * torch.special.erfc(x * -math.sqrt(0.5)))
-        bound = 2.0**-21 * exact.abs() + 2.0**-23
+        bound = (6 + torch.where(x < 0, x * x / 2, 0.0).clamp(max=128)) * 2.0**-22 * exact.abs() + 2.0**-119
     else:
         y = sigmoid_argument(x, activation)
         exact = x * torch.sigmoid(y)
-        bound = (4 + (-y).clamp(0, 128)) * 2.0**-22 * exact.abs() + (2.0**-119 if activation == "silu" else 2.0**-69)
-        if path == "cpu" and activation == "gelu_tanh":  # 1 + tanh cancels
-            bound = bound + 2.0**-24 * x.abs().clamp(max=16.0)
+        bound = (4 + (-y).clamp(0, 128)) * 2.0**-22 * exact.abs() + 2.0**-119
     # Every formula has -inf * 0 there.
     return torch.where(x == -math.inf, math.nan, exact), bound.nan_to_num(0.0, 0.0) + TINY[torch.float32]
 

@@ -157,23 +157,37 @@ def test_activations_over_float32(activation):
     cases.judge(got, *cases.activation_bound(x, activation, "cpu", torch.float32), activation)
 
 
+GELU_TAIL = (
+    3.572471173e-05,
+    1.029389448e-01,
+    1.109704166e-01,
+    6.021794849e-02,
+    1.922050403e-01,
+    -1.354646523e-01,
+    2.463362827e-01,
+    -7.723987340e-02,
+)
+
+
 def emulated(x: torch.Tensor, activation: str, power_error: float, inverse_error: float) -> torch.Tensor:
-    """float32 ``x`` as the CUDA epilogues (cpp/src/gemm/epilogue.cuh) activate it, with ex2.approx and rcp.approx off by so much."""
-    log2e, polynomial, clamp = torch.tensor(-1.4426950409), [1.0], math.inf
-    if activation == "gelu_tanh":
-        polynomial, clamp = [1.5957691216, 0.0713548163], 64.0
-    elif activation == "gelu":
-        polynomial = [1.5957684517, 0.0726685748, -6.62654493e-05, -1.1047856970e-04, 7.937954251e-06, -2.668744798e-07, 3.610771460e-09]
-        clamp = 30.25
-    t = (x * x).clamp(max=clamp).double()
-    *others, last = ((torch.tensor(coefficient) * log2e).double() for coefficient in polynomial)
-    q = last.float().expand_as(x)
-    for coefficient in reversed(others):
-        q = (q.double() * t + coefficient).float()
-    y = x * q
+    """float32 ``x`` as CUDA kernels (cpp/src/common/activation.cuh) activate it, with ex2.approx and rcp.approx off by so much."""
+    fma = lambda a, b, c: (a.double() * b + c).float()  # noqa: E731
+    f32 = lambda value: float(torch.tensor(value))  # noqa: E731
     flushed = lambda v: torch.where(v.abs() < 2.0**-126, 0.0, v).float()  # noqa: E731
-    power = flushed(torch.exp2(y.double()) * (1 + power_error))
-    return x * flushed((1 / (1 + power).double()) * (1 + inverse_error))
+    exp2 = lambda y: flushed(torch.exp2(y.double()) * (1 + power_error))  # noqa: E731
+    reciprocal = lambda y: flushed((1 / y.double()) * (1 + inverse_error))  # noqa: E731
+    if activation == "gelu":
+        first, *others = reversed(GELU_TAIL)
+        t = reciprocal(fma(x.abs(), f32(0.26), 1.0))
+        tail = torch.full_like(x, first)
+        for coefficient in others:
+            tail = fma(tail, t.double(), f32(coefficient))
+        tail = tail * exp2(x * f32(-0.72134752) * x)
+        return x * torch.where(x < 0, tail, 1.0 - tail)
+    y = x * f32(-1.4426950409)
+    if activation == "gelu_tanh":
+        y = x * fma(x * f32(f32(-1.4426950409) * f32(0.0713548163)), x.double(), f32(f32(-1.4426950409) * f32(1.5957691216)))
+    return x * reciprocal(1.0 + exp2(y))
 
 
 @pytest.mark.parametrize("activation", ("silu", "gelu", "gelu_tanh"))

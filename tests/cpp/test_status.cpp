@@ -34,6 +34,6 @@ TEST_CASE(types_have_sizes_and_names) {
   CHECK_EQUAL(size_of(DataType::kBF16), 2);
   CHECK_EQUAL(size_of(DataType::kF32), 4);
   CHECK_EQUAL(std::string(name_of(DataType::kBF16)), "bf16");
-  char const* const activations[] = {"none", "relu", "gelu", "gelu_tanh", "silu"};
+  char const* const activations[] = {"none", "relu", "gelu", "gelu_tanh", "silu", "relu2"};
   for (int i = 0; i < 5; ++i) CHECK_EQUAL(std::string(name_of(Activation(i))), activations[i]);
 }

@@ -9,7 +9,7 @@ from minfer import reference
 
 DTYPES = (torch.float16, torch.bfloat16)
 LAYOUTS = ("tn", "tt", "nn", "nt")
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "relu2")
 
 
 def name_of(value) -> str:

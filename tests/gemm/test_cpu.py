@@ -33,6 +33,8 @@ def numpy_activation(name, x):
         return x * 0.5 * (1 + numpy.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     if name == "silu":
         return x / (1 + numpy.exp(-x))
+    if name == "relu2":
+        return numpy.maximum(x, 0) ** 2
     return x
 
 
@@ -64,8 +66,8 @@ def test_layouts_and_epilogues(dtype, layout):
                 "activation": activation,
                 "bias": torch.randn(n, dtype=torch.float32 if i % 2 else dtype) if i != 1 else None,
                 "c": torch.randn(m, n, dtype=dtype if i % 2 else torch.float32) if i != 2 else None,
-                "alpha": (1.0, 0.5, -2.0, 1.5, 0.25)[i],
-                "beta": (0.0, 1.0, 0.0, -0.5, 2.0)[i],
+                "alpha": (1.0, 0.5, -2.0, 1.5, 0.25, 1.0)[i],
+                "beta": (0.0, 1.0, 0.0, -0.5, 2.0, 1.0)[i],
             }
             for out_dtype in (None, torch.float32):
                 out = minfer.gemm(a, b, **epilogue, out_dtype=out_dtype)

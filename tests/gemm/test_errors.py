@@ -27,7 +27,7 @@ BAD_GEMM = {
     "k": (lambda t: {"b": t(65, 8)}, r"b must have k = 64 rows to match a \[3, 64\], got b \[65, 8\]"),
     "weight not transposed": (lambda t: {"b": t(8, 64)}, r"b must have k = 64 rows to match a \[3, 64\], got b \[8, 64\]"),
     "batch": (lambda t: {"a": t(2, 3, 64), "b": t(3, 64, 8)}, r"a and b must have the same batch, got a \[2, 3, 64\] and b \[3, 64, 8\]"),
-    "activation": (lambda t: {"activation": "swish"}, "activation must be one of none, relu, gelu, gelu_tanh, silu, got 'swish'"),
+    "activation": (lambda t: {"activation": "swish"}, "activation must be one of none, relu, gelu, gelu_tanh, silu, relu2, got 'swish'"),
     "activation case": (lambda t: {"activation": "SiLU"}, "activation must be one of .*, got 'SiLU'"),
     "alpha nan": (lambda t: {"alpha": math.nan}, "alpha must be finite in float32, got -?nan"),
     "alpha inf": (lambda t: {"alpha": math.inf}, "alpha must be finite in float32, got inf"),

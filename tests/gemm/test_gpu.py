@@ -105,7 +105,7 @@ def test_gated_sweep(dtype, layout):
     for m, (half, k) in itertools.product(ROWS, ((8, 16), (64, 64), (72, 31), (264, 520), (1000, 136), (2048, 260))):
         a, b = operands(m, 2 * half, k, dtype, layout, DEVICE, scale=k**-0.25)
         bias = (None, torch.randn(2 * half, device=DEVICE), torch.randn(2 * half, device=DEVICE).to(dtype))[number % 3]
-        activation = ACTIVATIONS[number % 5]
+        activation = ACTIVATIONS[number % len(ACTIVATIONS)]
         poison((m, half), dtype)
         out = minfer.gemm_gated(a, b, bias=bias, activation=activation)
         problem = gated_mismatch(out, a, b, bias=bias, activation=activation)

@@ -201,7 +201,7 @@ BAD = {
         lambda t: {"w4_format": "mxfp4", "scales": t(4, 2, 32, dtype=_U8), "zeros": t(4, 2, 32, dtype=_U8)},
         r"zeros must be None for mxfp4, got \[4, 2, 32\]",
     ),
-    "activation": (lambda t: {"activation": "swish"}, "activation must be one of none, relu, gelu, gelu_tanh, silu, got 'swish'"),
+    "activation": (lambda t: {"activation": "swish"}, "activation must be one of none, relu, gelu, gelu_tanh, silu, relu2, got 'swish'"),
     "swigluoai": (lambda t: {"activation": "swigluoai"}, "activation swigluoai needs gated = True"),
     "gated n": (
         lambda t: {"gated": True, "scales": t(4, 2, 24), "qweight": t(4, 1, 1, 512, dtype=_I32)},
@@ -231,7 +231,7 @@ BAD_LAYER = {
     "alpha2": (lambda t: {"alpha2": t(5, dtype=_F32)}, r"alpha2 must be \[4\], got \[5\]"),
     "b13": (lambda t: {"b13": t(4, 32)}, r"b13 must be \[4, 64\], got \[4, 32\]"),
     "b2": (lambda t: {"b2": t(4, 64, dtype=_F32)}, "b2 must be float16, got float32"),
-    "activation": (lambda t: {"activation": "swish"}, "activation must be one of none, .* silu, swigluoai, got 'swish'"),
+    "activation": (lambda t: {"activation": "swish"}, "activation must be one of none, .* relu2, swigluoai, got 'swish'"),
     "group_size": (lambda t: {"group_size": 48}, "group_size must be -1 or a power of two >= 32, got 48"),
     "w4_format": (lambda t: {"w4_format": ""}, "w4_format must be one of int4, nf4, mxfp4, nvfp4, got ''"),
 }

@@ -29,6 +29,7 @@ def loop(a, b, offsets, *, bias=None, gather=None, row_scale=None, activation="n
         "gelu": torch.nn.functional.gelu,
         "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
         "silu": torch.nn.functional.silu,
+        "relu2": lambda x: torch.relu(x).square(),
     }
     rows = offsets[-1].item() if gather is None else gather.shape[0]
     rows = a.shape[0] if gather is None else rows

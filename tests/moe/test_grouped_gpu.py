@@ -85,7 +85,7 @@ def test_routing(dtype, kind):
         assert problem is None, (experts, n, k, rows, problem)
 
 
-@pytest.mark.parametrize("activation", ("relu", "gelu", "gelu_tanh", "silu", "swigluoai"))
+@pytest.mark.parametrize("activation", ("relu", "gelu", "gelu_tanh", "silu", "relu2", "swigluoai"))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_activations(activation, layout):
     gated = activation != "relu" or layout != "halves"

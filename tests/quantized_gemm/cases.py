@@ -18,6 +18,7 @@ ACTIVATION = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
+    "relu2": lambda x: torch.relu(x).square(),
 }
 ZEROS = ("none", "integer", "fractional")
 GROUPS = (32, 64, 128, -1)
@@ -127,7 +128,7 @@ BAD_GEMM = {
     "perm shape": (lambda t: {"perm": t(63, dtype=torch.int32)}, r"perm must be \[k\] = \[64\], got \[63\]"),
     "bias shape": (lambda t: {"bias": t(8)}, r"bias must be \[n\] = \[16\], got \[8\]"),
     "bias dtype": (lambda t: {"bias": t(16, dtype=torch.float64)}, "bias must be float16 or float32, got float64"),
-    "activation": (lambda t: {"activation": "swish"}, "activation must be one of none, relu, gelu, gelu_tanh, silu, got 'swish'"),
+    "activation": (lambda t: {"activation": "swish"}, "activation must be one of none, relu, gelu, gelu_tanh, silu, relu2, got 'swish'"),
     "w4_format": (lambda t: {"w4_format": "int5"}, "w4_format must be one of int4, nf4, mxfp4, nvfp4, got 'int5'"),
     "kernel": (lambda t: {"kernel": "w4a16_nothing"}, "kernel 'w4a16_nothing' is not in the registry"),
 }

@@ -145,7 +145,7 @@ def test_epilogues_and_perm(dtype, group_size):
         for _ in range(3):
             a = randn(m, k, dtype=dtype)
             epilogue = {
-                "activation": ACTIVATIONS[number % 5],
+                "activation": ACTIVATIONS[number % len(ACTIVATIONS)],
                 "c": c_makers[number % 7](m, n),
                 "bias": (None, randn(n, dtype=dtype), randn(n, dtype=torch.float32))[number % 3],
                 "perm": torch.randperm(k, device=DEVICE).int() if number % 2 else None,
@@ -172,7 +172,7 @@ def test_gated_sweep(dtype, group_size):
         args, kwargs = weight.packed
         a = randn(m, k, dtype=dtype) * k**-0.25
         bias = (None, randn(2 * half, dtype=torch.float32), randn(2 * half, dtype=dtype))[number // 3 % 3]
-        activation = ACTIVATIONS[number % 5]
+        activation = ACTIVATIONS[number % len(ACTIVATIONS)]
         poison((m, half), dtype)
         out = minfer.w4a16_gemm_gated(a, *args, **kwargs, bias=bias, activation=activation)
         problem = w4a16_gated_mismatch(out, a, weight, bias=bias, activation=activation)

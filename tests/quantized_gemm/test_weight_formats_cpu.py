@@ -106,7 +106,7 @@ def test_gemm(dtype, name, group_size):
         epilogue = {
             "c": torch.randn(m, n, dtype=torch.float32 if number % 2 else dtype),
             "bias": torch.randn(n, dtype=dtype if number % 2 else torch.float32),
-            "activation": ACTIVATIONS[number % 5],
+            "activation": ACTIVATIONS[number % len(ACTIVATIONS)],
             "perm": torch.randperm(k).int(),
         }
         out = weight.gemm(a, **epilogue)

@@ -191,7 +191,7 @@ def test_epilogues_and_perm(dtype, name):
             weight.alpha *= (1.0, -0.37, 2.5)[number % 3]
             a = randn(m, k, dtype=dtype)
             epilogue = {
-                "activation": ACTIVATIONS[number % 5],
+                "activation": ACTIVATIONS[number % len(ACTIVATIONS)],
                 "c": c_makers[number % 6](m, n),
                 "bias": (None, randn(n, dtype=dtype), randn(n, dtype=torch.float32))[number % 3],
                 "perm": torch.randperm(k, device=DEVICE).int() if number % 2 else None,
@@ -230,7 +230,7 @@ def test_gated_sweep(dtype, name, group_size):
         weight.alpha *= (1.0, 0.6)[number % 2]
         a = randn(m, k, dtype=dtype) * k**-0.25
         bias = (None, randn(2 * half, dtype=torch.float32), randn(2 * half, dtype=dtype))[number % 3]
-        arguments = {"bias": bias, "activation": ACTIVATIONS[number % 5]}
+        arguments = {"bias": bias, "activation": ACTIVATIONS[number % len(ACTIVATIONS)]}
         poison((m, half), dtype)
         out = weight.gemm_gated(a, **arguments)
         problem = gated_mismatch(out, a, weight, **arguments)

@@ -11,6 +11,7 @@ enum class Schedule : int32_t {
   kPingpong = 1,     // sm90: each consumer warpgroup owns a tile; one's epilogue hides under the other's mainloop
   kMultistage = 2,   // sm80: cp.async ring, mma.sync
   kSplitKv = 3,      // attention of few queries: the keys are shared out over the CTAs
+  kRows = 4,         // fused: a row in the registers of a group of threads
 };
 inline char const* name_of(Schedule s) {
   switch (s) {
@@ -18,23 +19,25 @@ inline char const* name_of(Schedule s) {
     case Schedule::kPingpong: return "pingpong";
     case Schedule::kMultistage: return "multistage";
     case Schedule::kSplitKv: return "split_kv";
+    case Schedule::kRows: return "rows";
   }
   return "?";
 }
 
 /// Compile-time facts of one kernel. `launch` is opaque: the family's run function casts it; null when not compiled.
 struct KernelInfo {
-  char const* name;    // gemm_sm90_f16_tn_128x192x64_2x1x1_cooperative
-  char const* family;  // "gemm"
-  int32_t arch;        // 80 or 90: the lowest compute capability it runs on
-  bool arch_exact;     // sm_90a code runs on 9.0 alone
+  char const* name;       // gemm_sm90_f16_tn_128x192x64_2x1x1_cooperative
+  char const* family;     // "gemm"
+  char const* operation;  // fused: what it computes, "rms_norm"; else the family
+  int32_t arch;           // 80 or 90: the lowest compute capability it runs on
+  bool arch_exact;        // sm_90a code runs on 9.0 alone
   DataType ab_type;
   Major a_major, b_major;          // of the caller's A and B
   WeightFormat b_format;           // of B; attention: of the KV cache
   int32_t group_multiple;          // quantised B: k per scale must be a multiple of this, or all of k
   bool swap;                       // computes D^T = B^T.A^T: the caller's n is on the tile's M side, his m on its N side
   int32_t column_step;             // > 0: a launch chooses the tiles' columns, multiples of this up to tile_n; 0: they are tile_n
-  int32_t tile_m, tile_n, tile_k;  // attention: queries, keys, head_dim
+  int32_t tile_m, tile_n, tile_k;  // attention: queries, keys, head_dim; fused: 1, elements of a thread, 1
   int32_t head_dim_v;              // attention: of the values; else 0
   int32_t cluster_m, cluster_n;
   Schedule schedule;

@@ -15,7 +15,9 @@ using Stream = CUstream_st*;
 /// Which mode of an operand is contiguous: k, or the mode it shares with the output (m for A, n for B).
 enum class Major : int32_t { kK = 0, kMN = 1 };
 
-enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4 };
+enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3, kSilu = 4, kRelu2 = 5 };
+constexpr Activation kActivations[] = {Activation::kNone,     Activation::kRelu, Activation::kGelu,
+                                       Activation::kGeluTanh, Activation::kSilu, Activation::kRelu2};
 
 enum class RasterOrder : int32_t { kAlongM = 0, kAlongN = 1 };
 
@@ -26,6 +28,7 @@ inline char const* name_of(Activation a) {
     case Activation::kGelu: return "gelu";
     case Activation::kGeluTanh: return "gelu_tanh";
     case Activation::kSilu: return "silu";
+    case Activation::kRelu2: return "relu2";
   }
   return "?";
 }

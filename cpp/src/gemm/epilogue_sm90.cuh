@@ -177,6 +177,7 @@ struct EpilogueSm90 {
                                                box_m(b, tile_row, tile_column, warpgroup), l);
       }
     }
+    if (!params.store_by_tma) prefetch_general(tile_row, tile_column, l, warpgroup);
     if (params.store_by_tma && params.general.bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < kBiasValues; ++i) {
@@ -392,6 +393,18 @@ struct EpilogueSm90 {
     uint32_t const address = cute::cast_smem_ptr_to_uint(buffers) + box % kBuffers * kBoxBytes + row * (kGatedColumns * 2) +
                              (swizzle<kGatedColumns * 2>(unit, row) << 4);
     asm volatile("stmatrix.sync.aligned.x2.m8n8.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(packed[0]), "r"(packed[1]) : "memory");
+  }
+
+  __device__ void prefetch_general(int tile_row, int tile_column, int l, int warpgroup) const {
+#pragma unroll
+    for (int mi = 0; mi < kMmaM; ++mi) {
+      int const row0 = mma_row(mi, tile_row, warpgroup);
+      if constexpr (kSwap) {
+        prefetch_c(params.general, tile_column, row0, l, columns(), 64, thread, 128);
+      } else {
+        prefetch_c(params.general, row0, tile_column, l, 64, columns(), thread, 128);
+      }
+    }
   }
 
   template <class Accumulator>

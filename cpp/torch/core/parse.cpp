@@ -95,10 +95,12 @@ WeightFormat parse_format(char const* what, int bits, std::string const& name) {
 }
 
 Activation parse_activation(char const* what, std::string const& name, char const* more) {
-  for (Activation a : {Activation::kNone, Activation::kRelu, Activation::kGelu, Activation::kGeluTanh, Activation::kSilu}) {
+  std::string known;
+  for (Activation a : kActivations) {
     if (name == name_of(a)) return a;
+    known += (known.empty() ? "" : ", ") + std::string(name_of(a));
   }
-  fail(what, ": activation must be one of none, relu, gelu, gelu_tanh, silu", more, ", got '", name, "'");
+  fail(what, ": activation must be one of ", known, more, ", got '", name, "'");
 }
 
 void check_kernel_name(char const* what, char const* family, std::string const& name) {

@@ -19,7 +19,7 @@ import torch
 from .._core.registry import kernel_names
 from .._core.torch_private import is_certain
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "relu2")
 DTYPES = (torch.float16, torch.bfloat16)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 

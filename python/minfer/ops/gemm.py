@@ -48,7 +48,7 @@ def gemm(
         does not reach D then; mind that beta = 0 is the default. Required when beta is not 0.
       bias: [n], a's dtype or float32.
       alpha, beta: finite in float32. With alpha = 0 or k = 0, A and B are not read.
-      activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
+      activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu2" (relu squared).
       out_dtype: a's dtype (default) or float32.
       kernel: for measurements: NAME[@decomposition=persistent|stream_k|split_k,splits=N,swizzle=N,raster=along_m|along_n,columns=N,
         realign_a=0|1,realign_b=0|1], of :func:`minfer.kernels`. On CPU it is checked and otherwise ignored.

@@ -62,8 +62,8 @@ def grouped_gemm(
         itself, so that no permuted copy of a is made; where the tensor cores are the limit, a launch of its own gathers them first. A row
         that a does not have is an error on CPU; on CUDA it counts as a row of zeros. Entries behind the last offset may be anything.
       row_scale: float32 [rows], after the activation: the routing weights.
-      activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu"; gated, of the gate, and "swigluoai" as well, gpt-oss's clamped form
-        gate * sigmoid(1.702 * gate) * (up + 1) of gate <= 7 and -7 <= up <= 7.
+      activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu2" (relu squared); gated, of the gate, and "swigluoai" as
+        well, gpt-oss's clamped form gate * sigmoid(1.702 * gate) * (up + 1) of gate <= 7 and -7 <= up <= 7.
       gated: b's n columns are n / 2 gate and n / 2 up columns.
       gate_layout: their order: "halves" (all gate, then all up, the checkpoints' w13), "alternating" (gpt-oss) or "blocks" (8 and 8,
         ``minfer.pack_gate_up``). ``bias`` has the same order.

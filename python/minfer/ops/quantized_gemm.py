@@ -95,7 +95,7 @@ def w4a16_gemm(
         column that A does not have is an error on CPU; on CUDA it is one of zeros. Loaders check it once.
       c: broadcastable to D ([..., n], [n], [m, 1], a scalar, ...), a's dtype or float32.
       bias: [n], a's dtype or float32.
-      activation: "none", "relu", "gelu" (erf), "gelu_tanh" or "silu".
+      activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu2" (relu squared).
       w4_format: what a code stands for.
         "int4": (code - zero) * scale. scales of a's dtype.
         "nf4": NF4[code] * scale, QLoRA's 4-bit NormalFloat. scales of a's dtype; group_size is usually 64.

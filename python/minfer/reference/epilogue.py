@@ -16,12 +16,18 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
     return torch.special.erfc(x * -math.sqrt(0.5)).mul(x * 0.5)
 
 
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(y), y = sqrt(8 / pi) (x + 0.044715 x^3), which is 0.5 x (1 + tanh(y / 2)) without the sum that cancels."""
+    return x * torch.sigmoid(math.sqrt(8.0 / math.pi) * (x + 0.044715 * x**3))
+
+
 ACTIVATION: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
     "relu": torch.relu,
     "gelu": _gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": _gelu_tanh,
     "silu": F.silu,
+    "relu2": lambda x: torch.relu(x).square(),
 }
 
 

@@ -1,8 +1,8 @@
 """What happens to a sum of products: alpha, addends, activations, gates. Values in float64, each with a bound on its error.
 
 Epilogues are float32 (docs/numerics.md, sections 2 and 3). Activations are off by the error of what they are given, times their steepest
-slope, and by their own: x sigmoid(y) of float32, whose exponent y is rounded, is off by (4 + max(0, -y)) 2^-22 of itself; gelu by its
-polynomial's 2^-23, and on CPU gelu_tanh, where 1 + tanh cancels, by 2^-24 |x|.
+slope, and by their own: x sigmoid(y) of float32, whose exponent y is rounded, is off by (4 + max(0, -y)) 2^-22 of itself; gelu, below 0, by
+(6 + x^2 / 2) 2^-22.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..compare import Expected, accumulation, smallest, unit
 
-ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu")
+ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "relu2")
 SLOPE = 1.13  # the steepest of all activations: gelu's is 1.129
 CLAMP = 7.0  # swigluoai
 
@@ -62,14 +62,15 @@ def activate(x: Bounded, activation: str) -> Bounded:
         return x
     if activation == "relu":
         return Bounded(v.clamp(min=0.0), x.error)
+    if activation == "relu2":
+        y = v.clamp(min=0.0) ** 2
+        return Bounded(y, (2 * v.abs() + x.error) * x.error + 2.0**-24 * (y + x.error**2))
     if activation == "gelu":
         y = 0.5 * v * torch.erfc(-v / math.sqrt(2.0))
-        return Bounded(y, slack + 2.0**-20 * y.abs() + 2.0**-23)
+        return Bounded(y, slack + (7.0 + (v.clamp(max=0.0) ** 2 / 2).clamp(max=128.0)) * 2.0**-22 * y.abs() + 2.0**-119)
     exponent = v if activation == "silu" else 2.0 * math.sqrt(2.0 / math.pi) * (v + 0.044715 * v**3)
     y = v * torch.sigmoid(exponent)
     own = (5.0 + (-exponent).clamp(min=0.0)) * 2.0**-22 * y.abs() + 2.0**-119
-    if activation == "gelu_tanh":
-        own = own + (2.0**-69 if v.device.type == "cuda" else 2.0**-23 * v.abs())
     return Bounded(y, slack + own)
 
 
@@ -113,6 +114,7 @@ def activate_float32(x: Tensor, activation: str) -> Tensor:
         "gelu": torch.nn.functional.gelu,
         "gelu_tanh": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
         "silu": torch.nn.functional.silu,
+        "relu2": lambda y: torch.relu(y).square(),
     }
     return functions[activation](x)
 

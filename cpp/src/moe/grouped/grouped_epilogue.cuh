@@ -21,7 +21,7 @@ struct GroupedEpilogueParams {
   float const* row_scale;  // [rows], or null
   int64_t ldd, bias_stride;
   int32_t n;  // rows of an expert's weight
-  gemm::ActivationParams activation;
+  ActivationParams activation;
   float gate_max, up_max, up_shift;  // gated: gate = min(gate, gate_max), up = clamp(up, +-up_max) + up_shift
   bool gated;
   int32_t gate_row_stride, up_row_offset;  // gate i is row i * gate_row_stride of the weight, its up row up_row_offset behind it
@@ -112,7 +112,7 @@ struct GroupedEpilogue {
             v[i] = kHasAlpha ? fmaf(sum, alpha, bias[mi][i / 2 % 2]) : sum + bias[mi][i / 2 % 2];
           }
           if (!params.gated) {
-            gemm::activate_all<4 * kBlocks>(params.activation, value);
+            activate_all<4 * kBlocks>(params.activation, value);
 #pragma unroll
             for (int j = 0; j < kBlocks; j += 2) {
               constexpr bool kPair = kBlocks > 1;
@@ -131,7 +131,7 @@ struct GroupedEpilogue {
 #pragma unroll
               for (int e = 0; e < 2; ++e) v[4 * j + e] = v[4 * j + e] > params.gate_max ? params.gate_max : v[4 * j + e];
             }
-            gemm::activate_all<2 * kBlocks>(params.activation, [&](int i) -> float& { return v[i / 2 * 4 + i % 2]; });
+            activate_all<2 * kBlocks>(params.activation, [&](int i) -> float& { return v[i / 2 * 4 + i % 2]; });
             uint32_t packed[4];
 #pragma unroll
             for (int j = 0; j < kBlocks; ++j) {

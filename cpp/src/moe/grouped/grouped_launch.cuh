@@ -37,8 +37,7 @@ inline GroupedEpilogueParams describe_epilogue(GroupedProblem const& problem, Gr
   e.ldd = operands.ldd;
   e.bias_stride = operands.bias_stride;
   e.n = int32_t(problem.n);
-  e.activation = gemm::make_activation(operands.activation);
-  if (operands.activation == Activation::kSilu) e.activation.p[0] *= operands.silu_scale;
+  e.activation = operands.activation == Activation::kSilu ? make_sigmoid(operands.silu_scale) : make_activation(operands.activation);
   e.gate_max = operands.gate_max;
   e.up_max = operands.up_max;
   e.up_shift = operands.up_shift;
