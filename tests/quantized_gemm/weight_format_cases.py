@@ -206,7 +206,12 @@ BAD = {
     "w8 rows of a gate": ("int8", ("gemm_gated",), lambda t: {"scales": t(2, 24)}, r"(scales|qweight) must "),
     "w8 perm": ("int8", GEMMS, lambda t: {"perm": t(63, dtype=torch.int32)}, r"perm must be \[k\] = \[64\], got \[63\]"),
     "w8 bias": ("int8", GEMMS, lambda t: {"bias": t(8)}, r"bias must be \[n\] = \[16\], got \[8\]"),
-    "w8 activation": ("int8", GEMMS, lambda t: {"activation": "swish"}, "activation must be one of none, relu, gelu, gelu_tanh, silu, relu2,"),
+    "w8 activation": (
+        "int8",
+        GEMMS,
+        lambda t: {"activation": "swish"},
+        "activation must be one of none, relu, gelu, gelu_tanh, silu, relu2,",
+    ),
     "w8 kernel": ("int8", GEMMS, lambda t: {"kernel": "w8a16_nothing"}, "kernel 'w8a16_nothing' is not in the registry"),
     "w8 c": ("int8", ("gemm",), lambda t: {"c": t(4, 16)}, r"c must broadcast to \[3, 16\], got c \[4, 16\]"),
     "w8 out": ("int8", ("gemm",), lambda t: {"out": t(3, 8)}, r"out must be \[3, 16\], got \[3, 8\]"),
