@@ -528,3 +528,154 @@ def router_bound(logits, ids, *, scoring: str, renormalize: bool) -> tuple[torch
         exact = exact / exact.sum(-1, keepdim=True)
     spread = x.amax(-1, keepdim=True) - x.gather(-1, ids.long()) if scoring == "softmax" else x.gather(-1, ids.long()).abs()
     return exact, exact * (x.shape[-1] / 32 + 32 + spread) * 2.0**-22 + 2.0**-126
+
+
+# ---- section 7: rows -----------------------------------------------------------------------------------------------------------------
+
+Rows = tuple[torch.Tensor, torch.Tensor]  # exact, and the bound of the float32 result
+LARGEST_CODE = {"fp8_tensor": 448.0, "fp8_token": 448.0, "fp8_block128": 448.0, "int8_token": 127.0}
+SINGLE = 2.0**-24
+
+
+def single(x: float) -> float:
+    return torch.tensor(x, dtype=torch.float32).item()
+
+
+def row_sum(width: int, threads: int = 512) -> float:
+    """Section 7.1: of a sum over a row, relative to the sum of magnitudes; ``threads``: that share the row, where a launch is forced."""
+    return (width / threads + 96) * SINGLE
+
+
+def stored(rows: Rows, dtype) -> Rows:
+    """Section 7: rounded once to ``dtype``; float32 is not rounded again."""
+    exact, off = rows
+    u, limit = UNIT[dtype] if dtype != torch.float32 else 0.0, torch.finfo(dtype).max
+    bound = (u * exact.abs() + (1 + u) * off + TINY[dtype]).nan_to_num(0.0, 0.0)
+    return torch.where(exact.abs() > limit * (1 + u / 2), torch.copysign(torch.full_like(exact, math.inf), exact), exact), bound
+
+
+def rms_norm_rows(x, weight=None, eps=1e-6, weight_offset=0.0, threads=512) -> Rows:
+    """Section 7.2."""
+    x = x.double()
+    y = x * (x.square().mean(-1, keepdim=True) + single(eps)).rsqrt()
+    if weight is not None:
+        y = y * (weight.double() + single(weight_offset))
+    return y, row_sum(x.shape[-1], threads) * y.abs()
+
+
+def layer_norm_rows(x, weight=None, bias=None, eps=1e-5, threads=512) -> Rows:
+    """Section 7.2."""
+    x, s = x.double(), row_sum(x.shape[-1], threads)
+    if x.shape[-1] == 0:
+        return x, x
+    deviation = x - x.mean(-1, keepdim=True)
+    scale = (deviation.square().mean(-1, keepdim=True) + single(eps)).rsqrt()
+    off = s * (x.abs().amax(-1, keepdim=True) + x.abs().mean(-1, keepdim=True)) * scale  # of deviations, in units of their own size
+    z = deviation * scale
+    w = 1.0 if weight is None else weight.double()
+    y = z * w if bias is None else z * w + bias.double()
+    size = y.abs() if bias is None else y.abs() + bias.double().abs()
+    return y, (off + s * z.abs()) * (1 + z.abs()) * (w.abs() if weight is not None else 1.0) + 2.0**-23 * size
+
+
+def softmax_rows(x, logarithm=False, threads=512) -> Rows:
+    """Section 7.3."""
+    x, s = x.double(), row_sum(x.shape[-1], threads)
+    if x.shape[-1] == 0:
+        return x, x
+    below = x - x.amax(-1, keepdim=True)
+    if logarithm:
+        total = below.exp().sum(-1, keepdim=True).log()
+        return below - total, s + (128 + 4 * below.abs() + 4 * total) * SINGLE
+    y = torch.softmax(x, -1)
+    return y, ((s + (128 + 4 * below.abs().nan_to_num(0.0, 0.0)) * SINGLE) * y).nan_to_num(0.0) + 2.0**-126
+
+
+def activation_rows(x, activation, bias=None) -> Rows:
+    """Section 3 of x + bias."""
+    x = x.double() if bias is None else x.double() + bias.double()
+    y, off = activated(x, activation, "cuda")
+    moved = 0.0 if bias is None else (SINGLE * x.abs() * slope(x.abs(), activation)).nan_to_num(0.0, 0.0)
+    return y, off + moved
+
+
+def gate_and_up(x, gate_layout) -> Rows:
+    if gate_layout == "halves":
+        return x.chunk(2, -1)
+    if gate_layout == "alternating":
+        return x[..., 0::2], x[..., 1::2]
+    gate, up = x.unflatten(-1, (-1, 2, 8)).unbind(-2)
+    return gate.flatten(-2), up.flatten(-2)
+
+
+def gated_rows(x, activation, gate_layout="halves") -> Rows:
+    """Section 7.4."""
+    gate, up = gate_and_up(x.double(), gate_layout)
+    if activation == "swigluoai":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1.0
+        inner = single(1.702) * gate
+        act = gate * torch.sigmoid(inner)
+        off = (4 + (-inner).clamp(0, 128)) * 2.0**-22 * act.abs() + 2.0**-119
+        act = torch.where(gate == -math.inf, math.nan, act)
+    else:
+        act, off = activated(gate, activation, "cuda")
+    y = act * up
+    return y, up.abs() * off.nan_to_num(0.0) + 2.0**-22 * y.abs()
+
+
+def e4m3_near(z: torch.Tensor) -> torch.Tensor:
+    """The nearest number of e4m3 as float64, saturated."""
+    exponent = (torch.frexp(z.nan_to_num(0.0)).exponent - 1).clamp(min=-6)
+    quantum = power_of_two(exponent - 3)
+    return ((z / quantum).round() * quantum).clamp(-448.0, 448.0)
+
+
+def by_groups(x: torch.Tensor, quant: str) -> torch.Tensor:
+    """[rows, groups, columns], the columns of a group having a scale; missing ones are 0."""
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    x = x.reshape(rows, width)
+    if quant != "fp8_block128":
+        return x[:, None, :]
+    return torch.nn.functional.pad(x, (0, -width % 128)).view(rows, -(-width // 128), 128)
+
+
+def check_codes(q, scales, rows: Rows, quant: str, what: str, scale=None) -> None:
+    """Section 7.5: codes and scales of exact results that are off by a bound; ``scale``: fp8_tensor's."""
+    exact, off = rows
+    most, is_int8 = LARGEST_CODE[quant], quant == "int8_token"
+    assert q.dtype == (torch.int8 if is_int8 else torch.float8_e4m3fn) and q.shape == exact.shape and q.is_contiguous(), what
+    exact, off = by_groups(exact, quant), by_groups(off, quant)
+    if quant == "fp8_tensor":
+        own = scale.double().view(1, 1)
+    else:
+        count = math.prod(q.shape[:-1])
+        if quant == "fp8_block128":
+            assert scales.shape == (count, -(-q.shape[-1] // 128)) and scales.stride() == (1, max(4, -(-count // 4) * 4)), what
+        else:
+            assert scales.shape == (*q.shape[:-1], 1) and scales.is_contiguous(), what
+        assert scales.dtype == torch.float32
+        own = scales.double().reshape(exact.shape[:2])
+        if exact.numel():
+            size = torch.where(exact.isnan(), 0.0, exact.abs())
+            judge(own * most, size.amax(-1), off.nan_to_num(0.0).amax(-1) + 2.0**-23 * size.amax(-1) + 2.0**-140, f"{what}, scales")
+    own = own.unsqueeze(-1)
+    z = torch.where(own == 0, 0.0, exact / own)
+    z_off = (torch.where(own == 0, 0.0, off / own) + 2.0**-22 * z.abs()).nan_to_num(0.0, 0.0)
+    z = z.clamp(-most, most).nan_to_num(0.0) if is_int8 else z.clamp(-most, most)
+    near = z.round() if is_int8 else e4m3_near(z)
+    have = by_groups(q.double() if is_int8 else q.float().double(), quant)
+    judge(have, z, (near - z).abs().nan_to_num(0.0) + 2 * z_off, f"{what}, codes")
+
+
+def rope_rows(x, cos_sin, positions, interleaved=False) -> Rows:
+    """Section 7.6: of heads [tokens, heads, head_dim]."""
+    rotated = cos_sin.shape[1]
+    cosine, sine = cos_sin.double()[positions.long()].unsqueeze(1).chunk(2, -1)
+    exact, off = x.double(), torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    pairs = (slice(0, rotated, 2), slice(1, rotated, 2)) if interleaved else (slice(0, rotated // 2), slice(rotated // 2, rotated))
+    a, b = (exact[..., pair] for pair in pairs)
+    exact = exact.clone()
+    for pair, own, other in ((pairs[0], a, -b), (pairs[1], b, a)):
+        exact[..., pair] = own * cosine + other * sine
+        off[..., pair] = 2.0**-23 * ((own * cosine).abs() + (other * sine).abs())
+    return exact, off

@@ -7,6 +7,7 @@ from typing import Any
 
 import minfer
 import torch
+from minfer._core.operator import OPERATORS
 
 from tests.moe.grouped_quantized_cases import has_kernels
 
@@ -38,7 +39,7 @@ def calls(device: str) -> dict[str, list[Call]]:
 
     def add(name: str, *arguments: Any, **options: Any) -> None:
         def call() -> tuple[torch.Tensor, ...]:
-            out = getattr(minfer, name)(*arguments, **options)
+            out = OPERATORS[name].wrapper(*arguments, **options)
             return out if isinstance(out, tuple) else (out,)
 
         found.setdefault(name, []).append(call)
@@ -87,6 +88,48 @@ def calls(device: str) -> dict[str, list[Call]]:
     if has_kernels(device):
         add("grouped_w4a16_gemm", x, packed13, scales13, None, offsets, gather=token_index, activation="silu", gated=True)
         add("moe_ffn_w4a16", x, packed13, scales13, None, packed2, scales2, None, weights, ids)
+
+    # ---- rows
+    rows, factor, gated = randn(24, 520), randn(520), randn(24, 2 * 520)
+    wide, odd = randn(3, 9, 16384), randn(24, 1001)[:, 1:]
+    modes = [(dict(quant="fp8_tensor"), dict(scale=torch.full((1,), 0.02, device=device)))]
+    modes += [(dict(quant=quant), {}) for quant in ("fp8_token", "fp8_block128", "int8_token")]
+    for x in (rows, wide, odd):
+        add("rms_norm", x, randn(x.shape[-1]), weight_offset=1.0)
+        add("layer_norm", x, randn(x.shape[-1]), randn(x.shape[-1]))
+        add("softmax", x)
+        add("log_softmax", x.float())
+        add("activation", x, "gelu", bias=randn(x.shape[-1]))
+        add("gated_activation", x)
+    for quant, scale in modes:
+        add("rms_norm_quantized", rows, **quant, weight=factor, **scale)
+        add("gated_activation_quantized", gated, **quant, **scale)
+        add("quantize", odd, **quant, **scale)
+        q, scales = minfer.ops.quantize(rows, **quant, **scale)
+        add("dequantize", q, scale.get("scale", scales), **quant, dtype=DTYPE)
+
+        def add_norm(quant=quant, scale=scale) -> tuple[torch.Tensor, ...]:  # what is written is made anew
+            residual, norm = rows + 1, torch.empty_like(rows)
+            q, scales = minfer.add_rms_norm_quantized(rows, residual, **quant, weight=factor, norm=norm, **scale)
+            return q, scales, norm, residual
+
+        found.setdefault("add_rms_norm_quantized", []).append(add_norm)
+
+    def add_norm_16bit() -> tuple[torch.Tensor, ...]:
+        residual = rows + 1
+        return minfer.add_rms_norm(rows, residual, factor), residual
+
+    turns, positions = minfer.rope_cache(10000.0, 64, 128, device=device), randint(0, 128, (24,), torch.int64)
+    qkv = randn(24, 12, 64)
+
+    def rotate(interleaved: bool) -> tuple[torch.Tensor, ...]:
+        own = qkv.clone()
+        minfer.rope(own[:, :8], own[:, 8:10], turns, positions, interleaved=interleaved)
+        return (own,)
+
+    found["add_rms_norm"] = [add_norm_16bit]
+    found["rope"] = [lambda: rotate(False), lambda: rotate(True)]
+    add("embedding", randint(0, 300, (24,), torch.int32), randn(300, 520), scale=520**0.5)
 
     # ---- attention
     heads, heads_kv, d = 8, 2, 64

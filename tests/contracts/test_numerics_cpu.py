@@ -304,3 +304,44 @@ def test_combine(dtype):
     inverse = torch.randperm(60).int().view(20, 3)
     for own in (weights, None):
         cases.judge(minfer.moe_combine(y, inverse, own), *cases.combine_bound(y, own, inverse, dtype), "combine")
+
+
+# ---- section 7: rows -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_nearest_of_e4m3():
+    """Section 7.5: the model of the tests is torch's rounding, saturated."""
+    x = torch.cat([torch.randn(4000) * scale for scale in (0.001, 0.1, 10.0, 200.0)])
+    x = torch.cat([x, torch.arange(0, 480, 0.5), torch.arange(-20, 20) / 1024.0])
+    assert torch.equal(cases.e4m3_near(x.double()), x.clamp(-448, 448).to(torch.float8_e4m3fn).double())
+
+
+@pytest.mark.parametrize("width", (1, 96, 1000, 16384, 262144))
+def test_sums_over_rows(width):
+    """Sections 7.1 and 7.2: numbers that are far from 0, of which a mean has many digits."""
+    for dtype, middle in ((torch.float16, 3.0), (torch.bfloat16, 100.0)):
+        x = (torch.randn(3, width) + middle).to(dtype)
+        cases.judge(minfer.rms_norm(x, eps=0.0), *cases.stored(cases.rms_norm_rows(x, eps=0.0), dtype), "rms_norm")
+        cases.judge(minfer.layer_norm(x), *cases.stored(cases.layer_norm_rows(x), dtype), "layer_norm")
+    x = torch.randn(3, width) * 20
+    cases.judge(minfer.softmax(x), *cases.stored(cases.softmax_rows(x), torch.float32), "softmax")
+    cases.judge(minfer.log_softmax(x), *cases.stored(cases.softmax_rows(x, True), torch.float32), "log_softmax")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_rows(activation):
+    """Section 7.4: every number of both types, and float32 of every exponent."""
+    for x in (*(cases.patterns(dtype) for dtype in DTYPES), cases.floats(1 << 16)):
+        cases.judge(minfer.activation(x, activation), *cases.activation_bound(x, activation, "cpu", x.dtype), activation)
+
+
+@pytest.mark.parametrize("quant", cases.LARGEST_CODE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_codes(dtype, quant):
+    """Section 7.5: of numbers of all sizes, and of normalised ones."""
+    x = (torch.randn(20, 1000) * torch.exp2(torch.arange(20) - 14.0)[:, None]).to(dtype)
+    own = {"scale": torch.full((1,), 0.03)} if quant == "fp8_tensor" else {}
+    exact = (x.double(), torch.zeros(x.shape, dtype=torch.float64))
+    cases.check_codes(*minfer.ops.quantize(x, quant, **own), exact, quant, "quantize", **own)
+    q, scales = minfer.rms_norm(x, quant=quant, **own)
+    cases.check_codes(q, scales, cases.rms_norm_rows(x), quant, "rms_norm", **own)

@@ -1,6 +1,8 @@
 """``out`` of every operator that has one: it must not overlap itself or what is read, on every device and in the operator's own words.
 Packed weights at any address."""
 
+import math
+
 import minfer
 import pytest
 import torch
@@ -48,10 +50,31 @@ def forms(device):
             (M, K),
             (M, N),
         ),
+    } | {f"{name}.out": (call, (M, 2 * N if name == "gated_activation" else N), (M, N)) for name, call in row_forms(device).items()}
+
+
+def row_forms(device):
+    """Of operators on rows, whose operand is x."""
+    weight, bias = randn(device, N), randn(device, N)
+
+    def embedding(a, out):
+        """Its operand of out's memory is the table; ids choose its first rows."""
+        return minfer.embedding(torch.arange(M, device=device) % max(a.shape[0], 1), a, out=out)
+
+    return {
+        "rms_norm": lambda a, out, **o: minfer.rms_norm(a, o.get("weight", weight), out=out),
+        "layer_norm": lambda a, out, **o: minfer.layer_norm(a, o.get("weight", weight), o.get("bias", bias), out=out),
+        "softmax": lambda a, out: minfer.softmax(a, out=out),
+        "log_softmax": lambda a, out: minfer.log_softmax(a, out=out),
+        "activation": lambda a, out, **o: minfer.activation(a, "gelu", bias=o.get("bias", bias), out=out),
+        "gated_activation": lambda a, out: minfer.gated_activation(a, out=out),
+        "embedding": embedding,
     }
 
 
 NAMES = sorted(forms("cpu"))
+OPERANDS = {f"{name}.out": "weight" if name == "embedding" else "x" for name in row_forms("cpu")}  # of others it is a
+IN_PLACE = {name for name in OPERANDS if name not in ("gated_activation.out", "embedding.out")}  # out may be the operand itself
 
 
 def form(name, device):
@@ -98,20 +121,26 @@ def test_out_that_overlaps_itself(name, device):
 @pytest.mark.parametrize("name", NAMES)
 def test_out_that_overlaps_what_is_read(name, device):
     call, a_shape, shape = form(name, device)
+    read, size, written = OPERANDS.get(name, "a"), math.prod(a_shape), math.prod(shape)
     memory = randn(device, 8192)
-    a = memory[:256].view(a_shape)
-    message = f"minfer::{name.removesuffix('.out')}: out must not overlap a, got {list(shape)} and a {list(a_shape)} in one memory"
-    refused(message, call, a, memory[:256].view(shape))
-    refused(message, call, a, memory[64 : 64 + 256].view(shape))  # the last rows of a
+    a = memory[:size].view(a_shape)
+    want = call(a.clone(), torch.empty(shape, dtype=DTYPE, device=device))
+    message = (
+        f"minfer::{name.removesuffix('.out')}: out must not overlap {read}, got {list(shape)} and {read} {list(a_shape)} in one memory"
+    )
+    if name not in IN_PLACE:
+        refused(message, call, a, memory[:written].view(shape))
+    refused(message, call, a, memory[64 : 64 + written].view(shape))  # the last rows of a
     before = memory.clone()
-    refused(message, call, memory[128:384].view(a_shape), memory[:256].view(shape))
+    refused(message, call, memory[128 : 128 + size].view(a_shape), memory[:written].view(shape))
     assert torch.equal(memory, before)
     # Apart, or taking turns in one memory: as documented, legal.
-    want = call(a.clone(), torch.empty(shape, dtype=DTYPE, device=device))
-    assert torch.equal(call(a, memory[256:512].view(shape)), want)
-    turns = memory[512:1024].view(*shape[:-1], 2 * N)
-    turns[..., :K] = a
-    assert torch.equal(call(turns[..., :K], turns[..., N:]), want)
+    assert torch.equal(call(a, memory[size : size + written].view(shape)), want)
+    turns = memory[1024 : 1024 + size + written].view(*shape[:-1], -1)
+    turns[..., : a_shape[-1]] = a
+    assert torch.equal(call(turns[..., : a_shape[-1]], turns[..., a_shape[-1] :]), want)
+    if name in IN_PLACE:
+        assert torch.equal(call(a, a), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -150,6 +179,17 @@ def test_out_and_addends(device):
     call = table["gemm"][0]
     refused("minfer::gemm: out must not overlap b, got", call, a, out, b=memory.view(K, N))
     assert torch.isfinite(call(a, out, c=out[0], beta=0.0)).all(), "with a beta of 0, c is not read"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_out_and_factors(device):
+    """Of operators on rows: weight and bias are read, too, and of an embedding the ids."""
+    out = randn(device, M, N)
+    for name, call in row_forms(device).items():
+        for factor in {"rms_norm": ("weight",), "layer_norm": ("weight", "bias"), "activation": ("bias",)}.get(name, ()):
+            refused(f"minfer::{name}: out must not overlap {factor}, got", call, randn(device, M, N), out, **{factor: out[0]})
+    ids = out.view(-1)[: 4 * M].view(torch.int64)
+    refused("minfer::embedding: out must not overlap ids, got", minfer.embedding, ids, randn(device, 8, N), out=out)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -32,7 +32,7 @@ def cases_of(name, cases):
 
 def results(call):
     with torch.inference_mode():
-        return [x.clone() for x in call()]
+        return [x.clone(memory_format=torch.contiguous_format) for x in call()]
 
 
 def same(have, want):

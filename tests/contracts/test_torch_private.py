@@ -53,6 +53,13 @@ def test_dispatch_modes():
         assert private.dispatch_modes_are_active()
 
 
+def test_mode_of_functionalization():
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, PythonFunctionalizeAPI
+
+    mode = FunctionalTensorMode()
+    assert private.mode_of(PythonFunctionalizeAPI(mode)) is mode
+
+
 def test_certainty_of_sizes():
     assert private.is_certain(1 == 1) and not private.is_certain(1 == 2)
     known = []

@@ -86,6 +86,14 @@ class Family(ABC):
     def rule(self, p: Parameters, name: str) -> arena.Rule:
         return self.views.get(name, arena.VIEW)
 
+    def fits(self, kernel: str) -> bool:
+        """Whether a kernel of ``kernels`` computes this operator."""
+        return True
+
+    def launches(self, p: Parameters) -> tuple[str, ...]:
+        """What may stand behind a kernel's name, beside what is drawn for GEMMs."""
+        return ()
+
     def dense(self, p: Parameters) -> bool:
         """Whether all operands may be contiguous."""
         return True

@@ -450,3 +450,98 @@ def sequences_behind_512_have_no_keys(right, q, k_cache, v_cache, seq_lens, **op
         behind = torch.arange(len(seq_lens), device=seq_lens.device) >= 512
         seq_lens = seq_lens.masked_fill(behind, 0)
     return right(q, k_cache, v_cache, seq_lens, **options)
+
+
+# ---- rows ----------------------------------------------------------------------------------------------------------------------------
+
+
+@bug("rms_norm")
+def weight_offset_is_ignored(right, *args, **options):
+    offset = options.get("weight_offset", 0.0)
+    return right(*args, **(options | {"weight_offset": 0.0 if abs(offset) < 1e30 else offset}))
+
+
+@bug("add_rms_norm")
+def the_sum_is_not_stored(right, x, residual, *args, **options):
+    fake = _is_fake(residual)
+    before = None if fake else residual.clone()
+    y = right(x, residual, *args, **options)
+    if not fake:
+        residual.copy_(before)
+    return y
+
+
+@bug("add_rms_norm")
+def the_norm_is_of_the_sum_before_it_is_rounded(right, x, residual, weight=None, eps=1e-6, **options):
+    if _is_fake(x) or x.shape != residual.shape or x.dtype != residual.dtype or not x.dtype.is_floating_point or x.numel() == 0:
+        return right(x, residual, weight, eps, **options)
+    total = x.float() + residual.float()
+    y = right(x, residual, weight, eps, **options)
+    exact = total * (total.square().mean(-1, keepdim=True) + eps).rsqrt()
+    exact = exact if weight is None else exact * (weight.float() + options.get("weight_offset", 0.0))
+    return exact.to(y.dtype)
+
+
+@bug("layer_norm")
+def the_variance_is_that_of_a_sample(right, x, *args, **options):
+    y, n = right(x, *args, **options), x.shape[-1] if x.dim() else 0
+    bias = args[1] if len(args) > 1 else None
+    return y * math.sqrt((n - 1) / n) if n > 1 and bias is None and options.get("out") is None else y
+
+
+@bug("softmax")
+def a_row_does_not_add_up(right, x, **options):
+    y = right(x, **options)
+    return y * (1 + 4 * unit(y.dtype)) if options.get("out") is None else y
+
+
+@bug("gated_activation")
+def gate_and_up_are_exchanged(right, x, *args, **options):
+    if x.dim() and x.shape[-1] % 2 == 0 and options.get("gate_layout", "halves") == "halves" and not _is_fake(x):
+        x = x.roll(x.shape[-1] // 2, -1)
+    return right(x, *args, **options)
+
+
+@bug("gated_activation_quantized")
+def codes_are_two_off(right, x, *args, **options):
+    q, scales = right(x, *args, **options)
+    if q.dtype == torch.int8 and q.numel() and not _is_fake(q):
+        q = q + (q.abs() < 100).to(torch.int8) * 2
+    return q, scales
+
+
+@bug("rms_norm_quantized")
+def scales_of_blocks_are_row_by_row(right, *args, **options):
+    q, scales = right(*args, **options)
+    return q, scales.t().contiguous().view(scales.shape) if options.get("quant") == "fp8_block128" else scales
+
+
+@bug("rope")
+def sines_have_the_other_sign(right, q, k, cos_sin, positions, **options):
+    if cos_sin.dim() == 2 and cos_sin.dtype.is_floating_point:
+        cos_sin = cos_sin.clone()
+        cos_sin[:, cos_sin.shape[1] // 2 :].neg_()
+    return right(q, k, cos_sin, positions, **options)
+
+
+@bug("rope")
+def k_is_not_rotated(right, q, k, cos_sin, positions, **options):
+    right(q, None, cos_sin, positions, **options)
+    if k is not None and not _is_fake(k):
+        right(q.clone(), k.clone(), cos_sin, positions, **options)
+
+
+@bug("embedding")
+def ids_of_the_last_row_read_the_first(right, ids, weight, **options):
+    if weight.dim() == 2 and weight.shape[0] > 1 and not ids.dtype.is_floating_point:
+        ids = torch.where(ids == weight.shape[0] - 1, 0, ids)
+    return right(ids, weight, **options)
+
+
+@bug("dequantize")
+def scales_of_blocks_begin_at_64(right, q, scales, *args, **options):
+    y = right(q, scales, *args, **options)
+    if options.get("quant") == "fp8_block128" and q.dim() and q.shape[-1] > 128 and not _is_fake(y):
+        y = y.clone()
+        y[..., 64:128] *= 2
+    return y

@@ -62,6 +62,22 @@ OPERANDS: dict[str, tuple[str, ...]] = {
         *("weights", "ids", "alpha13", "alpha2", "b13", "b2"),
     ),
 }
+OPERANDS |= {
+    "rms_norm": ("x", "weight"),
+    "rms_norm_quantized": ("x", "weight", "scale"),
+    "add_rms_norm": ("x", "residual", "weight"),
+    "add_rms_norm_quantized": ("x", "residual", "weight", "scale"),
+    "layer_norm": ("x", "weight", "bias"),
+    "softmax": ("x",),
+    "log_softmax": ("x",),
+    "activation": ("x", "bias"),
+    "gated_activation": ("x",),
+    "gated_activation_quantized": ("x", "scale"),
+    "quantize": ("x", "scale"),
+    "dequantize": ("q", "scales"),
+    "rope": ("q", "k", "cos_sin", "positions"),
+    "embedding": ("ids", "weight"),
+}
 WEIGHTS = ("qweight", "scales", "zeros")  # of which ``constant_weights`` says that nothing still writes them
 LARGEST = 1 << 18  # bytes of an operand that is written: a few thread blocks, so that there is room beside them
 SIZES = Limits(elements=1 << 16, work=1 << 26, scores=1 << 18, cuda=True)  # on the CPU what the CPU takes

@@ -54,7 +54,7 @@ def synchronize(device: torch.device) -> None:
 @cache
 def kernels_of(family: str, dtype: str, form: str) -> list[str]:
     """Names of the kernels that this build has for a dtype and a format of weights or of a cache ("dense": 16 bits)."""
-    short, forms = {"float16": "f16", "bfloat16": "bf16"}[dtype], {form} if form == "dense" else {form, "codes"}
+    short, forms = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}[dtype], {form} if form == "dense" else {form, "codes"}
     found = [kernel for kernel in minfer.kernels(family) if kernel["compiled"] and kernel["ab_type"] == short]
     return [kernel["name"] for kernel in found if kernel["b_format"] in forms]
 
@@ -169,7 +169,7 @@ def fake(call: Call, want: dict[str, Tensor]) -> str | None:
     with FakeTensorMode() as mode:
         tensors = {name: None if x is None else mode.from_tensor(x) for name, x in call.tensors().items()}
         have = call.family.call(call.p, tensors)
-    for name, x in want.items():
+    for name, x in call().items():  # not ``want``: copies have no gaps between rows
         y = have[name]
         same = y.shape == x.shape and y.dtype == x.dtype and y.device == x.device
         # Of a tensor without elements, and of modes of one, strides say nothing; what is written has the caller's.

@@ -20,7 +20,10 @@ from .families import FAMILIES
 from .family import Contents, Family, Hostile, Parameters, limits_of
 
 # What an operator says of a kernel that was asked for by name and is not of this build, this device or this problem.
-REFUSED = re.compile(r"cannot compute this problem|is in the table but not in this build|needs more than 2\^31 work items")
+REFUSED = re.compile(
+    r"cannot compute this problem|is in the table but not in this build|needs more than 2\^31 work items|cannot be launched with"
+    r"|does not compute"
+)
 LARGEST_COPIED = 1 << 26  # elements of a storage that each thread has a copy of
 
 
@@ -175,7 +178,7 @@ class _Case:
         """By kernels that would not be chosen: each is right, or refuses and says why."""
         family, p, draw = self.family, self.p, self.draw
         form = p.get("format") or p.get("kv_format") or "dense"
-        names = modes.kernels_of(family.kernels, p["dtype"], "dense" if form == "16bit" else form)
+        names = [name for name in modes.kernels_of(family.kernels, p["dtype"], "dense" if form == "16bit" else form) if family.fits(name)]
         if family.kernels == "w4a16":
             names = [*names, "dequantize"]
         for name in draw.sample(names, min(len(names), 4)):
@@ -187,6 +190,8 @@ class _Case:
                     "@realign_a=1,realign_b=1",
                     "@decomposition=split_k,splits=2,realign_b=1",
                 )
+            if family.launches(p) and draw.chance(0.5):
+                name += draw.choice(family.launches(p))
             call.arena.restore(call.written)
             try:
                 results = family.call(p | {"extra": {"kernel": name}}, call.tensors())

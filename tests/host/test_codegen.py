@@ -26,6 +26,7 @@ from codegen import (
     tuned,
 )
 from codegen.families.attention import AttentionKernel
+from codegen.families.fused import OPERATIONS, FusedKernel
 from codegen.families.gemm import GemmKernel
 from codegen.families.quantized_gemm import QuantizedGemmKernel
 from codegen.hardware import SM80_SMEM_LIMIT, SM90_SMEM_LIMIT
@@ -139,6 +140,34 @@ def test_alignment_and_threads():
     assert expand(W4A16_SM80, tile=[128, 128, 64], warpgroups=2)[0].threads == 256
 
 
+FUSED = {"operation": "activation", "elements": ["f16", "f32"], "vectors": [1, 4]}
+
+
+def test_fused_rows():
+    """Operators on rows: names, and what a row of the table must not say."""
+    kernels = FusedKernel.expand(Row(FUSED, "row 1"))
+    names = [f"fused_sm80_{element}_activation_x{8 * vectors}" for element in ("f16", "f32") for vectors in (1, 4)]
+    assert [kernel.name for kernel in kernels] == names and {kernel.schedule for kernel in kernels} == {"rows"}
+    whole = {"operation": "rms_norm", "elements": ["bf16"], "quantized": True, "whole": True, "vectors": [2]}
+    assert [kernel.name for kernel in FusedKernel.expand(Row(whole, "row 1"))] == ["fused_sm80_bf16_rms_norm_quantized_rows_x16"]
+    wrong = (
+        ({"operation": "relu"}, "operation"),
+        ({"operation": "quantize", "quantized": True}, "elements"),  # not of float32
+        ({"quantized": True}, "results of activation are not quantised"),
+        ({"operation": "quantize", "elements": ["f16"]}, "quantize has codes as results"),
+        ({"operation": "softmax"}, "softmax takes whole rows"),
+        ({"whole": True}, "activation takes elements"),
+        ({"operation": "gated_activation", "elements": ["f16"], "whole": True}, "takes whole rows only for their scales"),
+        ({"vectors": [9]}, "vectors"),
+        ({"vectors": [1, 1]}, "vectors"),
+        ({"threads": 100}, "threads"),
+        ({"tile": [1, 8, 1]}, "tile"),
+    )
+    for change, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            FusedKernel.expand(Row(FUSED | change, "row 1"))
+
+
 def test_the_projects_own_table():
     kernels = configs.read_tables(ROOT / "cpp" / "configs")
     names = [kernel.name for kernel in kernels]
@@ -148,6 +177,9 @@ def test_the_projects_own_table():
         if kernel.FAMILY == "attention":
             what = r"(_fp8_e4m3|_int8|_int4)?_decode" if kernel.schedule == "split_kv" else r"(x\d+)?(_codes)?_\d+x\d+_prefill"
             assert re.fullmatch(rf"attention_sm(80|90)_b?f16_d\d+{what}", kernel.name)
+            continue
+        if kernel.FAMILY == "fused":
+            assert re.fullmatch(rf"fused_sm80_(b?f16|f32)_{kernel.operation}(_quantized)?(_rows)?_x\d+", kernel.name)
             continue
         quantised = kernel.b_format != "dense"
         grouped = "moe_" if kernel.FAMILY == "moe_w4a16" else ""
@@ -163,6 +195,12 @@ def test_the_projects_own_table():
             )
         # and 4-bit weights one that takes every group size on any GPU.
         assert any(k.FAMILY == "w4a16" and k.arch == 80 and (k.element, k.group_multiple) == (element, 32) for k in kernels)
+    # Operators on rows: each is there for both 16-bit types, and those that torch also has of float32 for that.
+    rows = {(k.operation, k.element, k.quantized) for k in kernels if k.FAMILY == "fused"}
+    for operation, (_, float32, quantizable, _) in OPERATIONS.items():
+        for element in ("f16", "bf16", *(["f32"] if float32 else [])):
+            assert operation == "quantize" or (operation, element, False) in rows
+            assert not quantizable or (operation, element, True) in rows
     # At most 40 kernels of attention in a wheel for sm_90a.
     assert sum(k.FAMILY == "attention" for k in configs.buildable(kernels, ["90a"])) <= 40
     # Portable ones read every cache, and compute what sm_90's do.
@@ -360,7 +398,7 @@ def test_bad_tables(folder):
     with pytest.raises(ConfigError, match=r"^gemm\.toml: "):
         configs.read_tables(folder)
     (folder / "gemm.toml").write_text('[family]\nname = "conv"\n')
-    with pytest.raises(ConfigError, match="name = 'conv': must be one of attention, gemm"):
+    with pytest.raises(ConfigError, match="name = 'conv': must be one of attention, fused, gemm"):
         configs.read_tables(folder)
     (folder / "gemm.toml").unlink()
     with pytest.raises(ConfigError, match="holds no kernel table"):

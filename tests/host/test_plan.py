@@ -245,9 +245,9 @@ def test_device():
 
 def test_unknown_family():
     for family in ("nope", "GEMM", "gemm ", None):
-        with pytest.raises(ValueError, match=r"family must be one of attention, gemm, moe, moe_w4a16, w4a16, or '' for all, got"):
+        with pytest.raises(ValueError, match=r"family must be one of attention, fused, gemm, moe, moe_w4a16, w4a16, or '' for all, got"):
             minfer.kernels(family)
-    assert {kernel["family"] for kernel in minfer.kernels("")} == {"attention", "gemm", "moe", "moe_w4a16", "w4a16"}
+    assert {kernel["family"] for kernel in minfer.kernels("")} == {"attention", "fused", "gemm", "moe", "moe_w4a16", "w4a16"}
 
 
 def test_text():
@@ -315,7 +315,7 @@ def test_alignment_of_contiguous_operands():
 
 def test_registry():
     build = minfer.build_info()
-    everything = [kernel for family in ("attention", "gemm", "moe", "moe_w4a16", "w4a16") for kernel in minfer.kernels(family)]
+    everything = [kernel for family in ("attention", "fused", "gemm", "moe", "moe_w4a16", "w4a16") for kernel in minfer.kernels(family)]
     assert len(KERNELS) == len(minfer.kernels())
     assert build["kernels_total"] == len(everything)
     assert build["kernels_compiled"] == sum(k["compiled"] for k in everything)
@@ -336,3 +336,8 @@ def test_registry():
         assert kernel["name"].startswith(f"{grouped}w{form.bits}a16_sm{kernel['arch']}_{kernel['ab_type']}_{kernel['b_format']}_{tile}_")
         assert kernel["swap"] and kernel["group_multiple"] in (16, 32, 128)
         assert form.group_size is None or form.group_size % kernel["group_multiple"] == 0
+    for kernel in minfer.kernels("fused"):
+        quantized = "_quantized" if "_quantized" in kernel["name"] else ""
+        rows = "_rows" if "_rows" in kernel["name"] else ""
+        assert kernel["name"] == f"fused_sm80_{kernel['ab_type']}_{kernel['operation']}{quantized}{rows}_x{kernel['tile_n']}"
+        assert kernel["schedule"] == "rows" and kernel["tile_n"] % 8 == 0

@@ -208,6 +208,30 @@ def check_int4_cache(names):
     assert not out[1].any() and bool(names["lse"][1].isneginf().all()), "the second sequence has no key"
 
 
+def check_rows(names):
+    x, residual, h = names["x"].double(), names["before"].double(), names["hidden"]
+    close(names["residual"], x + residual)
+    total = names["residual"].double()
+    y = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * names["norm_weight"].double()
+    close(names["y"], y)
+    of_q = names["y"].double() @ names["w_qkv"].double().t()[:, : names["heads"] * names["head_dim"]]
+    angles = torch.arange(names["tokens"]).double()[:, None, None] * 10000.0 ** (-torch.arange(0, 64, 2).double() / 64)
+    turn = torch.polar(torch.ones_like(angles), angles).to(of_q.device)
+    pairs = of_q.view(names["tokens"], names["heads"], 2, 32).transpose(-1, -2).contiguous()
+    turned = torch.view_as_real(torch.view_as_complex(pairs) * turn).transpose(-1, -2).flatten(-2)
+    close(names["q"], turned)
+    gate, up = (names["y"].double() @ names["w13"].double().t()).chunk(2, -1)
+    close(names["h"], torch.nn.functional.silu(gate) * up)
+    assert h == 512
+
+
+def check_codes(names):
+    x, weight = names["x"].double(), names["weight"].double()
+    y = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    assert (names["back"].double() - y).norm() <= 0.04 * y.norm(), "three bits of a significand"
+    assert names["same"] is names["one"] and names["norm"].isfinite().all()
+
+
 def check_readme(names):
     x, linear = names["x"].double(), names["linear"]
     product = x @ linear.weight.double().t() + linear.bias.double()
@@ -239,6 +263,8 @@ CHECKS = {
     ("docs/guides/attention.md", "Merging"): check_merged,
     ("docs/guides/attention.md", "Decode and chunks of prompts"): check_decode,
     ("docs/guides/kv_cache.md", ""): check_int4_cache,
+    ("docs/guides/fused.md", ""): check_rows,
+    ("docs/guides/fused.md", "8-bit results"): check_codes,
 }
 
 

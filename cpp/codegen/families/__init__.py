@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from codegen.families.attention import AttentionKernel
+from codegen.families.fused import FusedKernel
 from codegen.families.gemm import GemmKernel
 from codegen.families.grouped_gemm import GroupedGemmKernel
 from codegen.families.grouped_quantized_gemm import GroupedQuantizedGemmKernel
@@ -10,5 +11,6 @@ from codegen.families.quantized_gemm import QuantizedGemmKernel
 
 # By the name that a table gives its family.
 FAMILIES = {
-    family.FAMILY: family for family in (AttentionKernel, GemmKernel, GroupedGemmKernel, GroupedQuantizedGemmKernel, QuantizedGemmKernel)
+    family.FAMILY: family
+    for family in (AttentionKernel, FusedKernel, GemmKernel, GroupedGemmKernel, GroupedQuantizedGemmKernel, QuantizedGemmKernel)
 }

@@ -26,12 +26,19 @@ __device__ __forceinline__ int load_from_cta(int const* here, int rank) {
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return int(value);
 }
+/// Stores to the place of `here`, an address of this CTA's shared memory, in that of CTA `rank`.
+__device__ __forceinline__ void store_to_cta(float* here, float value, int rank) {
+  uint32_t address = uint32_t(__cvta_generic_to_shared(here));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
 #else
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ int cluster_size() { return 1; }
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ int load_from_cta(int const* here, int) { return *here; }
+__device__ __forceinline__ void store_to_cta(float* here, float value, int) { *here = value; }
 #endif
 
 }  // namespace minfer

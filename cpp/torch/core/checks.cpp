@@ -80,9 +80,9 @@ int64_t extent_of(Tensor const& x) {
 
 }  // namespace
 
-void check_apart(char const* op, Tensor const& out) {
+void check_apart(char const* op, Tensor const& out, char const* name) {
   if (out.is_contiguous()) return;
-  if (overlaps_itself(out)) fail(op, ": out must not overlap itself, got ", out, " with strides ", Listed{out.strides()});
+  if (overlaps_itself(out)) fail(op, ": ", name, " must not overlap itself, got ", out, " with strides ", Listed{out.strides()});
 }
 
 void check_no_overlap(char const* op, Tensor const& out, char const* name, Tensor const& x, char const* out_name) {

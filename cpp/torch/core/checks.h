@@ -29,7 +29,7 @@ void check_16bit(char const* op, char const* name, Tensor const& x, NamedTensor 
 void check_bias(char const* op, Tensor const& bias, int64_t n, NamedTensor const& a);
 
 /// No two elements of an output have the same address.
-void check_apart(char const* op, Tensor const& out);
+void check_apart(char const* op, Tensor const& out, char const* name = "out");
 /// An output shares no memory with an argument, as far as their first and last addresses show: they do not begin at the same address, and
 /// where neither has gaps they have no byte in common. Interleaved views of the same memory pass.
 void check_no_overlap(char const* op, Tensor const& out, char const* name, Tensor const& x, char const* out_name = "out");

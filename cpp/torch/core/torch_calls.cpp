@@ -53,8 +53,9 @@ std::string reason_of_torch() {
   return reason.empty() ? "torch gives its reason on standard error" : reason;
 }
 
-Tensor try_allocate(Tensor const& like, Shape shape, ScalarType type) {
-  ShapeArray strides = contiguous_strides(shape);
+Tensor try_allocate(Tensor const& like, Shape shape, ScalarType type) { return try_allocate(like, shape, contiguous_strides(shape), type); }
+
+Tensor try_allocate(Tensor const& like, Shape shape, Shape strides, ScalarType type) {
   AtenTensorHandle handle = nullptr;
   AOTITorchError const error = aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(), type_code(type),
                                                         like.device_type(), like.device(), &handle);

@@ -15,6 +15,8 @@ std::string reason_of_torch();
 
 /// Uninitialised and contiguous, on like's device; undefined where torch could not allocate it.
 Tensor try_allocate(Tensor const& like, Shape shape, ScalarType type);
+/// The same with strides of its own, which keep elements apart.
+Tensor try_allocate(Tensor const& like, Shape shape, Shape strides, ScalarType type);
 /// Raises; torch's message must still be that of the failed allocation.
 [[noreturn]] void no_memory(char const* op, Tensor const& like, Shape shape, ScalarType type, std::string const& what);
 
@@ -29,6 +31,14 @@ template <class... Parts>
 template <class... What>
 Tensor allocate(char const* op, Tensor const& like, Shape shape, ScalarType type, What const&... what) {
   Tensor x = try_allocate(like, shape, type);
+  if (!x.defined()) no_memory(op, like, shape, type, text_of(what...));
+  return x;
+}
+
+/// The same with strides of its own.
+template <class... What>
+Tensor allocate_strided(char const* op, Tensor const& like, Shape shape, Shape strides, ScalarType type, What const&... what) {
+  Tensor x = try_allocate(like, shape, strides, type);
   if (!x.defined()) no_memory(op, like, shape, type, text_of(what...));
   return x;
 }

@@ -129,8 +129,9 @@ def _register_in_place(library: torch.library.Library, op: Overload, schema: tor
             not differentiated(args, kwargs),
             lambda: f"{schema.name}: cannot be differentiated, but an argument requires grad; call it under torch.no_grad()",
         )
-        call(keyset & AFTER_AUTOGRAD, *args, **kwargs)
+        result = call(keyset & AFTER_AUTOGRAD, *args, **kwargs)
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
         torch.autograd.graph.increment_version([x for x in written if x is not None and not x.is_inference()])
+        return result
 
     library.impl(op, in_place, "Autograd", with_keyset=True)

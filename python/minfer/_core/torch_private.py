@@ -90,6 +90,11 @@ def functionalized_by(overload: Overload) -> Callable[[Callable], Callable]:
     return overload.py_functionalize_impl
 
 
+def mode_of(context: Any) -> Any:
+    """Of what such a function is given: the mode in which operators on the same tensors are replaced as well."""
+    return context.mode
+
+
 def keep_strides(overload: Overload) -> None:
     """A compiled graph hands the operator the strides that eager mode would, because the layout chooses the kernel."""
     overload.tags.append(torch.Tag.needs_fixed_stride_order)

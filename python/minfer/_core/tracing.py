@@ -4,7 +4,9 @@
 * ``minfer::gemm.out`` and its like return their output argument, which functionalisation refuses of operators outside ATen: they are
   traced as the functional form and a copy into ``out``; Inductor drops the copy unless ``out`` is an input of the graph.
 * Inductor's code for calling an operator has a parameter named ``kernel`` of its own, so a node must not carry that keyword. A call
-  with an override is traced as ``minfer::_gemm_override`` or its like, which call the operator; a call without one leaves it out.
+  with an override is traced as ``minfer::_gemm_override`` or its like, which call the operator; a call without one leaves it out. Of an
+  operator that writes its arguments torch names every keyword in the graph, so that it is always traced as its override, the empty one if
+  need be.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .torch_private import Overload, functionalized_by, keep_strides, schema_of
+from .torch_private import Overload, functionalized_by, is_written, keep_strides, mode_of, schema_of
 
 _ops = torch.ops.minfer
 _library = torch.library.Library("minfer", "FRAGMENT")
@@ -39,13 +41,18 @@ def _functional(context: Any, operator: Overload, override: Overload | None, arg
     """Calls ``operator`` below functionalisation, without the keyword ``kernel``; arguments and result are plain tensors."""
     kernel = kwargs.pop("kernel", None)
     if kernel is not None:
-        schema = schema_of(operator).arguments
-        positional = [x for x in schema if not x.kwarg_only]
-        args = (*args, *(kwargs.pop(x.name, x.default_value) for x in positional[len(args) :]), kernel)
-        defaults = {x.name: x.default_value for x in schema if x.kwarg_only and x.name != "kernel"}
-        operator, kwargs = override, {**defaults, **kwargs}
+        args, kwargs = _arguments_of_override(operator, args, kwargs, kernel)
+        operator = override
     with context.redispatch_to_next():
         return operator(*args, **kwargs)
+
+
+def _arguments_of_override(operator: Overload, args: tuple, kwargs: dict[str, Any], kernel: str) -> tuple[tuple, dict[str, Any]]:
+    schema = schema_of(operator).arguments
+    positional = [x for x in schema if not x.kwarg_only]
+    args = (*args, *(kwargs.pop(x.name, x.default_value) for x in positional[len(args) :]), kernel)
+    defaults = {x.name: x.default_value for x in schema if x.kwarg_only and x.name != "kernel"}
+    return args, {**defaults, **kwargs}
 
 
 def register(operator: Overload) -> Overload | None:
@@ -56,7 +63,7 @@ def register(operator: Overload) -> Overload | None:
         return None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return operator(*args[:-1], kernel=args[-1], **kwargs)
+        return operator(*args[:-1], kernel=args[-1] or None, **kwargs)
 
     text = override_schema(str(schema))
     name = text.partition("(")[0]
@@ -65,8 +72,14 @@ def register(operator: Overload) -> Overload | None:
     torch.library.register_fake(f"minfer::{name}", call, lib=_library)
     override = getattr(_ops, name).default
 
+    writes = any(map(is_written, schema.arguments))
+
     @functionalized_by(operator)
     def functional(context: Any, *args: Any, **kwargs: Any) -> Any:
+        if writes:  # torch makes new values of what the override writes
+            args, kwargs = _arguments_of_override(operator, args, kwargs, kwargs.pop("kernel", None) or "")
+            with mode_of(context):
+                return override(*args, **kwargs)
         args, kwargs = context.unwrap_tensors(args), context.unwrap_tensors(kwargs)
         return context.wrap_tensors(_functional(context, operator, override, args, kwargs))
 

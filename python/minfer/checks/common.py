@@ -11,7 +11,7 @@ import ctypes
 import difflib
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,13 +28,16 @@ RASTERS = ("along_m", "along_n")
 
 
 class Result(NamedTuple):
-    """A tensor that an operator returns: contiguous, on the device of ``like``."""
+    """A tensor that an operator returns, on the device of ``like``; contiguous, unless it has ``strides`` of its own."""
 
     like: torch.Tensor
     shape: Sequence[Any]
     dtype: torch.dtype
+    strides: Sequence[Any] | None = None
 
     def empty(self) -> torch.Tensor:
+        if self.strides is not None:
+            return self.like.new_empty_strided(tuple(self.shape), tuple(self.strides), dtype=self.dtype)
         return self.like.new_empty(tuple(self.shape), dtype=self.dtype)
 
 
@@ -155,7 +158,12 @@ def check_out(check: Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequenc
         check(out.dtype == out_dtype, "out must be {} (out_dtype), got {}", out_dtype, out.dtype)
     check_device(check, "out", out, "a", a)
     check_shape(check, "out", out, shape)
-    check(not overlaps_itself(out), "out must not overlap itself, got {} with strides {}", out.shape, list(out.stride()))
+    check_apart(check, "out", out)
+
+
+def check_apart(check: Checker, name: str, x: torch.Tensor) -> None:
+    """That a tensor which is written has no two elements at one address."""
+    check(not overlaps_itself(x), "{} must not overlap itself, got {} with strides {}", name, x.shape, list(x.stride()))
 
 
 def overlaps_itself(x: torch.Tensor) -> bool:
@@ -208,8 +216,11 @@ def is_same_view(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 # ---- kernel override ---------------------------------------------------------------------------------------------------------
 
 
-def check_kernel(check: Checker, kernel: str | None, family: str = "gemm") -> None:
-    """``kernel=``: NAME[@key=value,...]. The name must be in the registry, compiled or not; the launch keys must parse."""
+def check_kernel(
+    check: Checker, kernel: str | None, family: str = "gemm", check_launch: Callable[[Checker, str], None] | None = None
+) -> None:
+    """``kernel=``: NAME[@key=value,...]. The name must be in the registry, compiled or not; the launch keys must parse, as ``check_launch``
+    says, or as those of a GEMM."""
     if kernel is None:
         return
     name, at, launch = kernel.partition("@")
@@ -218,7 +229,7 @@ def check_kernel(check: Checker, kernel: str | None, family: str = "gemm") -> No
         nearest = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.0)
         check(False, "kernel '{}' is not in the registry; nearest: {}", name, ", ".join(nearest))
     if at:
-        check_launch_text(check, launch)
+        (check_launch or check_launch_text)(check, launch)
 
 
 def check_launch_text(check: Checker, launch: str) -> None:

@@ -1,5 +1,9 @@
-"""Modules that hold packed weights."""
+"""Modules: packed weights, and what stands between the linear layers of a transformer."""
 
+from .embedding import Embedding
+from .gated_activation import GeGLU, SwiGLU
 from .linear import W4Linear, W8Linear
+from .norm import LayerNorm, RMSNorm
+from .rotary_embedding import RotaryEmbedding
 
-__all__ = ["W4Linear", "W8Linear"]
+__all__ = ["Embedding", "GeGLU", "LayerNorm", "RMSNorm", "RotaryEmbedding", "SwiGLU", "W4Linear", "W8Linear"]

@@ -1,9 +1,10 @@
 """The operators, a file a family: each declared once, with its signature, its documentation, its checks and its reference."""
 
-from . import attention, gemm, grouped_gemm, grouped_quantized_gemm, kv_cache, moe_routing, quantized_gemm
+from . import attention, fused, gemm, grouped_gemm, grouped_quantized_gemm, kv_cache, moe_routing, quantized_gemm
 
 __all__ = [
     *attention.__all__,
+    *fused.__all__,
     *gemm.__all__,
     *grouped_gemm.__all__,
     *grouped_quantized_gemm.__all__,
@@ -15,6 +16,8 @@ __all__ = [
 # From here on gemm and attention are the operators of these names, as they are in minfer; the modules are imported by their whole names.
 # ruff: noqa: E402, F403
 from .attention import *
+from .fused import *
+from .fused import quantize  # noqa: F401  not of minfer itself, where the name is a package's
 from .gemm import *
 from .grouped_gemm import *
 from .grouped_quantized_gemm import *

@@ -6,6 +6,7 @@ from ..family import Family
 from .allocate_kv_cache import AllocateKvCache
 from .attention import Attention, AttentionVarlen, MergeAttentionStates
 from .attention_paged import AttentionPaged
+from .fused import FUSED_FAMILIES
 from .gemm import Gemm, GemmGated
 from .grouped import GROUPED_FAMILIES
 from .kv_cache_append import KvCacheAppend
@@ -30,5 +31,6 @@ FAMILIES: dict[str, Family] = {
         *ROUTING_FAMILIES,
         *GROUPED_FAMILIES,
         *LAYER_FAMILIES,
+        *FUSED_FAMILIES,
     )
 }

@@ -1,0 +1,84 @@
+"""The fused family: operators on rows, one kernel for each operation, type and number of elements that a thread has of a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from codegen.kernel import Kernel, cpp_bool
+from codegen.row import Row
+
+VECTOR = 8  # elements
+MAX_VECTORS = 8  # of a thread
+# Operations: as C++ names them; whether they are also of float32; whether their results may be quantised; whether their kernels take whole
+# rows (True), elements (False), or there are both (None).
+OPERATIONS = {
+    "rms_norm": ("kRmsNorm", False, True, True),
+    "layer_norm": ("kLayerNorm", False, False, True),
+    "softmax": ("kSoftmax", True, False, True),
+    "activation": ("kActivation", True, False, False),
+    "gated_activation": ("kGatedActivation", False, True, None),
+    "quantize": ("kQuantize", False, True, None),
+}
+FIELDS = {"operation", "elements", "quantized", "whole", "vectors", "threads", "note"}
+STORAGE_BYTES = 640  # of kernels of whole rows: row_group.cuh, RowStorage
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedKernel(Kernel):
+    FAMILY = "fused"
+    LAUNCH_HEADER = "fused/launch.h"
+    ARGUMENTS = "fused::RowLaunchArguments"
+    OPERANDS = ("f16", "bf16", "f32")
+
+    arch: int = 80
+    schedule: str = "rows"
+    stages: int = 1
+    of: str  # the operation
+    quantized: bool
+    whole: bool  # takes whole rows
+
+    @property
+    def operation(self) -> str:
+        return self.of
+
+    @property
+    def name(self) -> str:
+        quantized = "_quantized" if self.quantized else ""
+        rows = "_rows" if self.whole else ""
+        return f"fused_sm{self.arch}_{self.element}_{self.of}{quantized}{rows}_x{self.tile[1]}"
+
+    @property
+    def shard_group(self) -> str:
+        return f"fused_sm{self.arch}_{'rows' if self.whole else 'elements'}"
+
+    @property
+    def template(self) -> tuple[str, str]:
+        return ("fused/row_whole.cuh", "launch_whole_rows") if self.whole else ("fused/row_elements.cuh", "launch_row_elements")
+
+    @classmethod
+    def expand(cls, row: Row) -> list[Kernel]:
+        row.known(FIELDS, "operators on rows")
+        operation = row.one_of("operation", OPERATIONS)
+        _, float32, quantizable, needs_whole = OPERATIONS[operation]
+        elements = row.names("elements", cls.OPERANDS if float32 else cls.OPERANDS[:2])
+        quantized, whole = row.flag("quantized"), row.flag("whole")
+        row.require(not quantized or quantizable, "quantized", f"results of {operation} are not quantised")
+        row.require(quantized or operation != "quantize", "quantized", "quantize has codes as results")
+        row.require(needs_whole is None or whole == needs_whole, "whole", f"{operation} takes {'whole rows' if needs_whole else 'elements'}")
+        row.require(not whole or quantized or needs_whole, "whole", f"{operation} takes whole rows only for their scales")
+        vectors = row.get("vectors")
+        good = isinstance(vectors, list) and vectors and all(type(v) is int and 1 <= v <= MAX_VECTORS for v in vectors)
+        row.require(good and len(set(vectors)) == len(vectors), "vectors", f"must be a list of different numbers of 1 to {MAX_VECTORS}")
+        threads = row.optional_integer("threads") or 512
+        row.require(threads % 32 == 0 and threads <= 1024, "threads", "must be whole warps, 1024 at most")
+        smem = STORAGE_BYTES if whole else 0
+        shared = dict(of=operation, quantized=quantized, whole=whole, threads=threads, smem_bytes=smem, note=row.text("note"))
+        return [cls(element=element, tile=(1, VECTOR * v, 1), **shared) for element in elements for v in vectors]
+
+    def constants(self) -> list[str]:
+        return self.type_constants() + [
+            f"static constexpr RowOperation kOperation = RowOperation::{OPERATIONS[self.of][0]};",
+            f"static constexpr bool kQuantized = {cpp_bool(self.quantized)}, kFast = true;",
+            f"static constexpr int kVectors = {self.tile[1] // VECTOR};",
+            f"static constexpr int kThreads = {self.threads};",
+        ]

@@ -1,0 +1,225 @@
+// Which kernel computes an operator on rows, and with how many threads a row; the launch itself.
+//
+// Rules, not a fitted model: these kernels move their bytes at the same rate with nearly every choice, and what is decided here is that a
+// thread has enough vectors in flight, that few threads are idle, and that a row stays in registers.
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <limits>
+
+#include "common/aligned_vector.cuh"
+#include "common/without_cuda.h"
+#include "fused/launch.h"
+
+namespace minfer {
+
+namespace {
+
+using fused::kVectorElements;
+
+constexpr int64_t kLimit = int64_t(1) << 31;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+/// Whether the results of a row need all of it.
+bool takes_whole_rows(RowProblem const& problem) {
+  switch (problem.operation) {
+    case RowOperation::kRmsNorm:
+    case RowOperation::kLayerNorm:
+    case RowOperation::kSoftmax: return true;
+    default: return problem.quant == RowQuant::kFp8Token || problem.quant == RowQuant::kInt8Token;
+  }
+}
+
+int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t vectors_of(RowProblem const& problem) { return std::max<int64_t>(ceil_divide(problem.width, kVectorElements), 1); }
+
+KernelInfo const* find(RowProblem const& problem, int vectors) {
+  char name[128];
+  std::snprintf(name, sizeof(name), "fused_sm80_%s_%s%s%s_x%d", name_of(problem.type), name_of(problem.operation),
+                problem.quant != RowQuant::kNone ? "_quantized" : "", takes_whole_rows(problem) ? "_rows" : "", vectors * kVectorElements);
+  return find_kernel(name);
+}
+
+/// Of a thread.
+int vectors_of(KernelInfo const& kernel) { return kernel.tile_n / kVectorElements; }
+
+/// Threads for so many: a part of a warp, or whole warps.
+int32_t whole_threads(int64_t needed, int32_t least, int32_t most) {
+  int64_t const threads = needed <= 32 ? int64_t(std::bit_ceil(uint64_t(std::max<int64_t>(needed, 1)))) : ceil_divide(needed, 32) * 32;
+  return int32_t(std::clamp<int64_t>(threads, least, most));
+}
+
+constexpr int32_t kPackedThreads = 128;  // of a CTA with several rows
+
+/// What a launch must be for a kernel. Null: it is legal.
+char const* illegal(RowProblem const& problem, KernelInfo const& kernel, RowLaunch const& launch, DeviceProperties const& device) {
+  bool const part_of_warp = launch.threads <= 32, whole = takes_whole_rows(problem);
+  if (launch.threads < 1 || launch.threads > kernel.threads) return "threads must be 1 to the kernel's";
+  if (part_of_warp ? !std::has_single_bit(uint32_t(launch.threads)) : launch.threads % 32 != 0) {
+    return "threads must be a power of two up to 32, or a multiple of 32";
+  }
+  if (launch.rows_per_cta < 1 || (!part_of_warp && launch.rows_per_cta > 1)) return "a CTA has several rows only of up to 32 threads each";
+  if (launch.threads * launch.rows_per_cta % 32 != 0 || launch.threads * launch.rows_per_cta > kernel.threads) {
+    return "a CTA must have whole warps, and no more threads than the kernel";
+  }
+  if (!whole && launch.threads == 32 && launch.rows_per_cta > 1) return "a CTA of parts has several only of less than a warp each";
+  if (launch.cluster < 1 || launch.cluster > 8 || !std::has_single_bit(uint32_t(launch.cluster))) return "cluster must be 1, 2, 4 or 8";
+  if (launch.cluster > 1 && part_of_warp) return "the CTAs of a cluster share a row of more than 32 threads";
+  if (launch.cluster > 1 && device.compute_major < 9) return "clusters need compute capability 9.0";
+  if (launch.parts < 1 || (launch.parts > 1 && whole)) return "a row that is taken whole has one part";
+  if (launch.cluster > 1 && !whole) return "parts have one CTA";
+  if (problem.quant == RowQuant::kFp8Block128 && launch.threads < 16) return "128 columns are quantised by 16 threads";
+  return nullptr;
+}
+
+Status check(RowProblem const& problem) {
+  if (problem.rows < 0 || problem.width < 0 || problem.rows >= kLimit || problem.width >= kLimit) {
+    return Status::failure(StatusCode::kNotSupported, "%lld rows of %lld are more than 2^31 - 1", (long long)problem.rows,
+                           (long long)problem.width);
+  }
+  if (problem.operation == RowOperation::kGatedActivation && problem.width >= kLimit / 2) {
+    return Status::failure(StatusCode::kNotSupported, "gated rows of %lld outputs are more than 2^30 - 1", (long long)problem.width);
+  }
+  return Status::success();
+}
+
+/// Of a row of 16-bit numbers that is quantised, of float32 and of pairs of gate and up, more than four take too many registers.
+int most_vectors(RowProblem const& problem) { return problem.operation == RowOperation::kGatedActivation ? 4 : 8; }
+
+/// Whole rows: few rows are done soonest by many threads with a vector or two each, many take the least time with four, which leaves the SM
+/// enough bytes in flight and few threads that meet at barriers. A row that is wider than the threads of a CTA has several CTAs.
+int vectors_for_whole_rows(RowProblem const& problem, DeviceProperties const& device) {
+  int64_t const vectors = vectors_of(problem);
+  bool const few = problem.rows <= 2 * int64_t(device.sm_count);
+  int const wanted = vectors <= 32                   ? 1
+                     : vectors <= 64                 ? 2
+                     : !few                          ? 4
+                     : vectors <= kMaxRowThreads     ? 1
+                     : vectors <= 2 * kMaxRowThreads ? 2
+                                                     : 4;
+  return vectors <= int64_t(wanted) * kMaxRowThreads * (device.compute_major >= 9 ? 8 : 1) ? wanted : most_vectors(problem);
+}
+RowLaunch launch_of_whole_rows(RowProblem const& problem, int per_thread, DeviceProperties const& device) {
+  RowLaunch launch;
+  int64_t const vectors = vectors_of(problem);
+  if (device.compute_major >= 9) {
+    while (launch.cluster < 8 && vectors > int64_t(per_thread) * kMaxRowThreads * launch.cluster) launch.cluster *= 2;
+  }
+  int32_t const least = launch.cluster > 1 ? 64 : problem.quant == RowQuant::kFp8Block128 ? 16 : 1;
+  launch.threads = whole_threads(ceil_divide(ceil_divide(vectors, launch.cluster), per_thread), least, kMaxRowThreads);
+  return launch;
+}
+
+/// Elements: few of them are spread over the SMs, of many each thread has enough in flight.
+RowLaunch launch_of_parts(RowProblem const& problem, int per_thread) {
+  RowLaunch launch;
+  constexpr int32_t kThreads = 128;
+  int64_t const vectors = vectors_of(problem);
+  launch.parts = int32_t(std::min<int64_t>(ceil_divide(vectors, int64_t(per_thread) * kThreads), std::numeric_limits<int32_t>::max()));
+  int32_t const least = problem.quant == RowQuant::kFp8Block128 ? 16 : 1;
+  launch.threads = whole_threads(ceil_divide(ceil_divide(vectors, launch.parts), per_thread), least, kThreads);
+  return launch;
+}
+
+int vectors_for_parts(RowProblem const& problem, DeviceProperties const& device) {
+  int64_t const all = vectors_of(problem) * std::max<int64_t>(problem.rows, 1), per_sm = all / std::max(device.sm_count, 1);
+  int const most = problem.operation == RowOperation::kGatedActivation || problem.type == DataType::kF32 ? 2 : 4;
+  return std::min(per_sm <= 256 ? 1 : per_sm <= 1024 ? 2 : 4, most);
+}
+
+}  // namespace
+
+Status plan_rows(RowProblem const& problem, DeviceProperties const& device, RowOverride const* forced, RowPlan* plan) {
+  if (Status const status = check(problem); !status.ok()) return status;
+  bool const whole = takes_whole_rows(problem);
+  int per_thread = whole ? vectors_for_whole_rows(problem, device) : vectors_for_parts(problem, device);
+  if (forced != nullptr && forced->kernel != nullptr) per_thread = vectors_of(*forced->kernel);
+  plan->kernel = find(problem, per_thread);
+  if (forced != nullptr && forced->kernel != nullptr && forced->kernel != plan->kernel) {
+    return Status::failure(StatusCode::kInvalidArgument, "kernel %s does not compute %s of %s%s%s", forced->kernel->name,
+                           name_of(problem.operation), name_of(problem.type), problem.quant != RowQuant::kNone ? " as " : "",
+                           problem.quant != RowQuant::kNone ? name_of(problem.quant) : "");
+  }
+  if (plan->kernel == nullptr) {
+    return Status::failure(StatusCode::kNotSupported, "no kernel computes %s of %s", name_of(problem.operation), name_of(problem.type));
+  }
+  RowLaunch& launch = plan->launch;
+  launch = whole ? launch_of_whole_rows(problem, per_thread, device) : launch_of_parts(problem, per_thread);
+  RowLaunch const none{0, 0, 0, 0}, &asked = forced != nullptr ? forced->launch : none;
+  if (asked.threads > 0) launch.threads = asked.threads;
+  if (asked.cluster > 0) launch.cluster = asked.cluster;
+  if (asked.parts > 0) launch.parts = asked.parts;
+  bool const packed = launch.threads < 32 || (whole && launch.threads == 32 && launch.cluster == 1);
+  launch.rows_per_cta = packed ? kPackedThreads / launch.threads : 1;
+  if (asked.rows_per_cta > 0) launch.rows_per_cta = asked.rows_per_cta;
+  if (char const* why = illegal(problem, *plan->kernel, launch, device)) {
+    return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot be launched with threads=%d,rows=%d,cluster=%d,parts=%d: %s",
+                           plan->kernel->name, launch.threads, launch.rows_per_cta, launch.cluster, launch.parts, why);
+  }
+  return Status::success();
+}
+
+Status run_rows(RowPlan const& plan, RowProblem const& problem, RowOperands const& operands, bool programmatic, Stream stream) {
+  if (Status const status = check(problem); !status.ok()) return status;
+  if (problem.rows == 0 || problem.width == 0) return Status::success();
+  if (plan.kernel == nullptr || plan.kernel->launch == nullptr) {
+    return plan.kernel == nullptr ? Status::failure(StatusCode::kInvalidArgument, "no kernel")
+                                  : Status::failure(StatusCode::kNotCompiled, "kernel %s is not in this build", plan.kernel->name);
+  }
+  RowLaunch const& launch = plan.launch;
+  fused::RowLaunchArguments arguments{};
+  fused::RowParams& params = arguments.params;
+  params.x = operands.x;
+  params.y = operands.y;
+  params.residual = operands.residual;
+  params.weight = operands.weight;
+  params.bias = operands.bias;
+  params.q = operands.q;
+  params.scale = operands.scale;
+  params.scales = operands.scales;
+  params.scales_stride = operands.scales_stride;
+  params.activation =
+      operands.activation == Activation::kSilu ? make_sigmoid(operands.sigmoid_slope) : make_activation(operands.activation);
+  params.gate_max = operands.gate_max;
+  params.up_max = operands.up_max;
+  params.up_shift = operands.up_shift;
+  params.clamps = params.gate_max < kInfinity || params.up_max < kInfinity || params.up_shift != 0.0f;
+  params.eps = operands.eps;
+  params.weight_offset = operands.weight_offset;
+  params.quant = problem.quant;
+  params.gate_order = operands.gate_order;
+  params.logarithm = operands.logarithm;
+  int64_t const element = size_of(problem.type), vector = kVectorElements;  // 8 codes are 8 bytes, of 8 bytes' alignment
+  auto const rows_fit = [&](RowTensor const& t) {
+    return t.data == nullptr || (begins_vector(t.data) && t.outer_stride * element % 16 == 0 && t.inner_stride * element % 16 == 0);
+  };
+  bool const aligned = problem.width % vector == 0 && rows_fit(operands.x) && rows_fit(operands.y) && rows_fit(operands.residual) &&
+                       reinterpret_cast<uintptr_t>(operands.q) % vector == 0 && begins_vector(operands.weight) &&
+                       begins_vector(operands.bias);
+  params.rows = uint32_t(problem.rows);
+  params.inner = uint32_t(std::max<int64_t>(operands.inner, 1));
+  params.width = uint32_t(problem.width);
+  params.threads = uint32_t(launch.threads);
+  params.rows_per_cta = uint32_t(launch.rows_per_cta);
+  params.cluster = uint32_t(launch.cluster);
+  params.parts = uint32_t(launch.parts);
+  params.vectors = uint32_t(ceil_divide(vectors_of(problem), int64_t(launch.threads) * launch.cluster));
+  params.fast = aligned && (!takes_whole_rows(problem) || params.vectors <= uint32_t(vectors_of(*plan.kernel)));
+  int64_t const items = problem.rows * launch.parts;
+  if (items > std::numeric_limits<int32_t>::max()) {
+    return Status::failure(StatusCode::kNotSupported, "%lld rows of %lld are more than a launch covers", (long long)problem.rows,
+                           (long long)problem.width);
+  }
+  arguments.programmatic = programmatic;
+  arguments.stream = stream;
+  auto* const function = reinterpret_cast<Status (*)(fused::RowLaunchArguments const&)>(const_cast<void*>(plan.kernel->launch));
+  return function(arguments);
+}
+
+#if !MINFER_WITH_CUDA
+Status rotate(Rope const&, bool, Stream) { return without_cuda(); }
+Status embed(Embedding const&, bool, Stream) { return without_cuda(); }
+Status dequantize(Dequantize const&, bool, Stream) { return without_cuda(); }
+#endif
+
+}  // namespace minfer

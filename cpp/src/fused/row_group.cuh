@@ -1,0 +1,116 @@
+// The threads that share a row: which row it is, which vectors of a row a thread has, reductions over the row.
+//
+//   up to 32 threads     a part of a warp; a CTA has several rows. Reductions are exchanges in the warp
+//   more                 a CTA, or the CTAs of a cluster. Warps exchange their partials in shared memory, CTAs in each other's
+//
+// Vector j (8 elements) of a thread is the row's number (j * cluster + rank) * threads + thread. Partials are
+// combined in the same order in every thread, so all get the same bits, and the order depends on nothing but the launch.
+#pragma once
+
+#include "common/cluster.cuh"
+#include "fused/row_params.h"
+
+namespace minfer::fused {
+
+constexpr int kMostFloats = 2;  // of what is reduced
+
+struct RowStorage {
+  // Two sets, used by turns: a set is written again only after a barrier that all threads reach after they have read it.
+  float of_warp[2][kMostFloats][32];
+  float of_cta[2][kMostFloats][8];
+};
+
+class RowGroup {
+ public:
+  __device__ __forceinline__ RowGroup(RowParams const& params, RowStorage& storage) : params_(params), storage_(storage) {
+    if (params.threads <= 32) {
+      lane_ = threadIdx.x & (params.threads - 1);
+      row_ = blockIdx.x * params.rows_per_cta + (threadIdx.x >> (31 - __clz(params.threads)));
+    } else {
+      lane_ = threadIdx.x;
+      row_ = params.cluster > 1 ? blockIdx.x / params.cluster : blockIdx.x;
+      rank_ = params.cluster > 1 ? uint32_t(cluster_rank()) : 0;
+    }
+    if (params.cluster > 1) cluster_arrive();
+  }
+
+  /// There may be none.
+  __device__ __forceinline__ uint32_t row() const { return row_; }
+  __device__ __forceinline__ bool is_first_thread() const { return lane_ == 0 && rank_ == 0; }
+  /// Column of the thread's first vector, and from one to the next.
+  __device__ __forceinline__ uint32_t column() const { return (rank_ * params_.threads + lane_) * kVectorElements; }
+  __device__ __forceinline__ uint32_t column_step() const { return params_.threads * params_.cluster * kVectorElements; }
+
+  template <class Partial>
+  __device__ __forceinline__ void reduce(Partial* x) {
+    reduce_lanes(x, int(params_.threads));
+    if (params_.threads <= 32) return;
+    auto& of_warp = storage_.of_warp[set_];
+    uint32_t const warp_lane = threadIdx.x % 32;
+    if (warp_lane == 0) {
+#pragma unroll
+      for (int i = 0; i < Partial::kFloats; ++i) of_warp[i][threadIdx.x / 32] = x->v[i];
+    }
+    __syncthreads();
+    Partial const none;
+#pragma unroll
+    for (int i = 0; i < Partial::kFloats; ++i) x->v[i] = warp_lane < params_.threads / 32 ? of_warp[i][warp_lane] : none.v[i];
+    reduce_lanes(x, 32);
+#if __CUDA_ARCH__ >= 900
+    if (params_.cluster > 1) {
+      auto& of_cta = storage_.of_cta[set_];
+      if (!all_started_) cluster_wait();
+      all_started_ = true;
+      if (threadIdx.x < params_.cluster) {
+#pragma unroll
+        for (int i = 0; i < Partial::kFloats; ++i) store_to_cta(&of_cta[i][rank_], x->v[i], int(threadIdx.x));
+      }
+      cluster_arrive();
+      cluster_wait();
+#pragma unroll
+      for (int i = 0; i < Partial::kFloats; ++i) x->v[i] = of_cta[i][0];
+      for (uint32_t rank = 1; rank < params_.cluster; ++rank) {
+        Partial other;
+#pragma unroll
+        for (int i = 0; i < Partial::kFloats; ++i) other.v[i] = of_cta[i][rank];
+        x->combine(other);
+      }
+    }
+#endif
+    set_ ^= 1;
+  }
+
+  /// At the end: no CTA of a cluster ends before all have started.
+  __device__ __forceinline__ void finish() {
+    if (params_.cluster > 1 && !all_started_) cluster_wait();
+  }
+
+ private:
+  template <class Partial>
+  static __device__ __forceinline__ void reduce_lanes(Partial* x, int lanes) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      if (offset < lanes) {
+        Partial other;
+#pragma unroll
+        for (int i = 0; i < Partial::kFloats; ++i) other.v[i] = __shfl_xor_sync(0xffffffffu, x->v[i], offset);
+        x->combine(other);
+      }
+    }
+  }
+
+  RowParams const& params_;
+  RowStorage& storage_;
+  uint32_t row_, lane_, rank_ = 0;
+  int set_ = 0;
+  bool all_started_ = false;
+};
+
+/// A row's first element in a tensor.
+template <class T>
+__device__ __forceinline__ T* row_in(RowTensor const& x, uint32_t inner, uint32_t row) {
+  uint32_t const outer = inner == 1 ? row : row / inner;
+  return static_cast<T*>(x.data) + outer * x.outer_stride + (row - outer * inner) * x.inner_stride;
+}
+
+}  // namespace minfer::fused

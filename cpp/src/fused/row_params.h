@@ -1,0 +1,39 @@
+// What the kernels on rows are launched with.
+#pragma once
+
+#include <cstdint>
+
+#include "common/activation.cuh"
+#include "minfer/fused.h"
+
+namespace minfer::fused {
+
+constexpr int kVectorElements = 8;
+
+struct RowParams {
+  RowTensor x, y, residual;
+  void const *weight, *bias;
+  void* q;
+  float const* scale;
+  float* scales;
+  int64_t scales_stride;
+  ActivationParams activation;
+  float gate_max, up_max, up_shift;
+  float eps, weight_offset;
+  RowQuant quant;
+  GateOrder gate_order;
+  bool logarithm;
+  bool clamps;  // gate_max, up_max or up_shift do something
+  bool fast;    // a vector of any tensor is one access, or two; row_whole.cuh: and a row fits into the registers of its threads
+  uint32_t rows, inner, width;
+  // RowLaunch. threads: of a row, or of a CTA where there are parts. vectors: that a thread has of a row, the last ones may be outside
+  uint32_t threads, rows_per_cta, cluster, parts, vectors;
+};
+
+struct RowLaunchArguments {
+  RowParams params;
+  bool programmatic;
+  Stream stream;
+};
+
+}  // namespace minfer::fused

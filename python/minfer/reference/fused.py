@@ -1,0 +1,225 @@
+"""CPU kernels of the operators between the GEMMs: ATen compositions in float32, rounded once. Of float64 they compute in that."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checks.common import check_no_overlap
+from ..checks.fused import QUANT_BLOCK, block_scales_strides, check_values
+from .epilogue import ACTIVATION, compute_dtype
+from .grouped_gemm import epilogue
+
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+INT8_MAX = 127.0
+
+
+# ---- quantisation --------------------------------------------------------------------------------------------------------------------
+
+
+def _single(x: Tensor) -> Tensor:
+    """In the type that is computed in, and contiguous: torch's kernels compute other bits along other strides."""
+    return x.contiguous().to(compute_dtype(x))
+
+
+def _largest(y: Tensor) -> Tensor:
+    """The largest magnitude along the last mode, which stays; NaN is left out, and of nothing it is 0."""
+    largest = y.new_zeros((*y.shape[:-1], 1))
+    return largest.copy_(torch.where(y.isnan(), 0.0, y.abs()).amax(-1, keepdim=True)) if y.numel() else largest
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """Rounded once, finite; 0 of 0."""
+    return torch.where(scale == 0, 0.0, scale.reciprocal().clamp(max=torch.finfo(torch.float32).max))
+
+
+def _e4m3(y: Tensor) -> Tensor:
+    return y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def quantized(y: Tensor, quant: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes of float32 numbers, and their scales, in the layouts of :func:`minfer.quantize_fp8` and :func:`minfer.quantize_int8`;
+    fp8_tensor: no scales."""
+    if quant == "fp8_tensor":
+        return _e4m3(y * _inverse(scale)), y.new_empty(0, dtype=torch.float32)
+    if quant == "int8_token":
+        scales = _largest(y).div_(INT8_MAX)
+        codes = (y * _inverse(scales)).round().clamp(-INT8_MAX, INT8_MAX)
+        return codes.nan_to_num(0.0).to(torch.int8), scales
+    if quant == "fp8_token":
+        scales = _largest(y).div_(E4M3_MAX)
+        return _e4m3(y * _inverse(scales)), scales
+    width = y.shape[-1]
+    rows, blocks = math.prod(y.shape[:-1]), -(-width // QUANT_BLOCK)
+    of_blocks = F.pad(y.reshape(rows, width), (0, blocks * QUANT_BLOCK - width)).view(rows, blocks, QUANT_BLOCK)
+    scales = y.new_empty_strided((rows, blocks), block_scales_strides(rows), dtype=torch.float32)
+    scales.copy_(_largest(of_blocks).squeeze(-1) / E4M3_MAX)
+    codes = (of_blocks * _inverse(scales).unsqueeze(-1)).view(rows, blocks * QUANT_BLOCK)[:, :width]
+    return _e4m3(codes.reshape(y.shape)), scales
+
+
+def quantize(x: Tensor, quant: str, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return quantized(_single(x), quant, scale)
+
+
+def dequantize(q: Tensor, scales: Tensor, quant: str, *, dtype: torch.dtype) -> Tensor:
+    q = q.contiguous()
+    if quant == "fp8_block128":
+        width = q.shape[-1]
+        of_columns = scales.repeat_interleave(QUANT_BLOCK, 1)[:, :width]
+        return (q.float() * of_columns.reshape(q.shape)).to(dtype)
+    return (q.float() * scales.contiguous()).to(dtype)
+
+
+# ---- normalisation -------------------------------------------------------------------------------------------------------------------
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> Tensor:
+    """Not rounded."""
+    x = _single(x)
+    y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return y if weight is None else y * (weight.to(x.dtype) + weight_offset)
+
+
+def _store(y: Tensor, dtype: torch.dtype, quant: str, scale: Tensor | None, norm: Tensor | None) -> tuple[Tensor, Tensor]:
+    if norm is not None:
+        norm.copy_(y.to(dtype))
+    return quantized(y, quant, scale)
+
+
+def _add(x: Tensor, residual: Tensor) -> Tensor:
+    dtype = compute_dtype(x)
+    return residual.copy_((x.to(dtype) + residual.to(dtype)).to(residual.dtype))
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0) -> Tensor:
+    return _rms_norm(x, weight, eps, weight_offset).to(x.dtype)
+
+
+def rms_norm_quantized(
+    x: Tensor,
+    quant: str,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _store(_rms_norm(x, weight, eps, weight_offset), x.dtype, quant, scale, norm)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0) -> Tensor:
+    return rms_norm(_add(x, residual), weight, eps, weight_offset=weight_offset)
+
+
+def add_rms_norm_quantized(
+    x: Tensor,
+    residual: Tensor,
+    quant: str,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    scale: Tensor | None = None,
+    norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _store(_rms_norm(_add(x, residual), weight, eps, weight_offset), x.dtype, quant, scale, norm)
+
+
+def check_rms_norm_quantized_values(x: Tensor, quant: str, weight=None, eps=1e-6, *, norm: Tensor | None = None, **_) -> None:
+    if norm is not None:
+        check_no_overlap("rms_norm_quantized", norm, "norm", x=x)
+
+
+def check_add_rms_norm_values(x: Tensor, residual: Tensor, *_, **__) -> None:
+    check_no_overlap("add_rms_norm", residual, "residual", x=x)
+
+
+def check_add_rms_norm_quantized_values(x: Tensor, residual: Tensor, *_, norm: Tensor | None = None, **__) -> None:
+    check_no_overlap("add_rms_norm_quantized", residual, "residual", x=x)
+    if norm is not None:
+        check_no_overlap("add_rms_norm_quantized", norm, "norm", x=x, residual=residual)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Two passes: the variance is that of deviations, so that no digits cancel."""
+    y = _single(x)
+    y = y - y.mean(-1, keepdim=True)
+    y = y * (y.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = y if weight is None else y * weight.to(y.dtype)
+    return (y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
+
+
+# ---- softmax, activation -------------------------------------------------------------------------------------------------------------
+
+
+def _below_largest(x: Tensor) -> Tensor:
+    y = _single(x)
+    return y - y.amax(-1, keepdim=True) if x.shape[-1] else y
+
+
+def softmax(x: Tensor) -> Tensor:
+    e = _below_largest(x).exp()
+    return (e / e.sum(-1, keepdim=True)).to(x.dtype)
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    y = _below_largest(x)
+    return (y - y.exp().sum(-1, keepdim=True).log()).to(x.dtype)
+
+
+def activation(x: Tensor, activation: str, *, bias: Tensor | None = None) -> Tensor:
+    y = _single(x)
+    return ACTIVATION[activation](y if bias is None else y + bias.to(y.dtype)).to(x.dtype)
+
+
+def _gated(x: Tensor, activation: str, gate_layout: str) -> Tensor:
+    return epilogue(_single(x), None, activation, True, gate_layout)
+
+
+def gated_activation(x: Tensor, activation: str = "silu", *, gate_layout: str = "halves") -> Tensor:
+    return _gated(x, activation, gate_layout).to(x.dtype)
+
+
+def gated_activation_quantized(
+    x: Tensor, quant: str, activation: str = "silu", *, gate_layout: str = "halves", scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return quantized(_gated(x, activation, gate_layout), quant, scale)
+
+
+# ---- rotary embedding, embedding -----------------------------------------------------------------------------------------------------
+
+
+def rope(q: Tensor, k: Tensor | None, cos_sin: Tensor, positions: Tensor, *, interleaved: bool = False, rotary_dim=None) -> None:
+    rotated = cos_sin.shape[1]
+    cosines, sines = cos_sin[positions.long()].unsqueeze(1).chunk(2, -1)  # [tokens, 1, rotated / 2]
+    for x in (q, k):
+        if x is None:
+            continue
+        part = x[..., :rotated]
+        first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+        a, b = first.float(), second.float()
+        first.copy_((a * cosines - b * sines).to(x.dtype))
+        second.copy_((b * cosines + a * sines).to(x.dtype))
+
+
+def check_rope_values(q: Tensor, k: Tensor | None, cos_sin: Tensor, positions: Tensor, **_) -> None:
+    if k is not None:
+        check_no_overlap("rope", q, "q", k=k)
+    for name, x in (("q", q), ("k", k)):
+        if x is not None:
+            check_no_overlap("rope", x, name, cos_sin=cos_sin, positions=positions)
+    check_values("rope", "positions", positions, cos_sin.shape[0], "rows of cos_sin")
+
+
+def embedding(ids: Tensor, weight: Tensor, *, scale: float | None = None) -> Tensor:
+    rows = weight.index_select(0, ids.reshape(-1).long()).view(*ids.shape, weight.shape[1])
+    return rows if scale is None else (rows.to(compute_dtype(weight)) * scale).to(weight.dtype)
+
+
+def check_embedding_values(ids: Tensor, weight: Tensor, **_) -> None:
+    check_values("embedding", "ids", ids, weight.shape[0], "rows of weight")
