@@ -4,7 +4,7 @@ LIBRARY is _C.so or libminfer_kernels.a, KERNELS.JSON the registry of the same b
 Fails unless
 * every kernel that the registry calls compiled has code for each architecture it should have,
 * every sm90 kernel computes with HGMMA (the WGMMA instruction); some with quantised weights and at most 16 tokens use HMMA instead,
-  and so does attention that splits the keys; products of a vector and a matrix use neither,
+  and so does attention that splits the keys; products of a vector and a matrix, and operators on rows, use neither,
 * no function of the library uses local memory: no stack frame (spilled registers live there too), no LDL or STL instruction.
 Prints registers and shared memory per kernel.
 """
@@ -101,7 +101,7 @@ def main(library: str, registry: str, archs: list[str]) -> int:
             shared = max(usage[arch, symbol].get("SHARED", 0) for symbol in symbols)
             print(f"{name:<72} {arch:>5} {registers:>5} {shared:>7} {row['smem_bytes']:>8} {total['HGMMA']:>6} {total['HMMA']:>5}")
             few_tokens = row["b_format"] != "dense" and row["tile_n"] <= 16 and total["HMMA"]
-            vector = row["name"].endswith("_vector")  # a vector and a matrix: without MMAs
+            vector = row["name"].endswith("_vector") or row["family"] == "fused"  # a vector and a matrix, rows: without MMAs
             wgmma = row["arch"] == 90 and not few_tokens and row["schedule"] != "split_kv"
             if (not vector and not total["HGMMA" if wgmma else "HMMA"]) or (total["HGMMA"] and total["HMMA"]):
                 errors.append(f"sm_{arch} {name}: computes with {total['HGMMA']} HGMMA and {total['HMMA']} HMMA")

@@ -7,8 +7,8 @@
 
 namespace minfer::torch_binding {
 
-/// All modes of a tensor but the last, as rows. Rows r and r + 1 are `inner_stride` apart, but for each `inner`-th, where the next outer one
-/// begins.
+/// All modes of a tensor but the last, as rows. Rows r and r + 1 are `inner_stride` apart, but for each `inner`-th, where the next outer
+/// one begins.
 struct RowModes {
   int64_t rows = 1, inner = 1, outer_stride = 0, inner_stride = 0;
   bool walks = true;  // false: two strides do not describe them, or rows are not contiguous

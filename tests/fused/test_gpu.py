@@ -354,7 +354,8 @@ def test_kernels_of_others_are_refused():
     ):
         with pytest.raises(RuntimeError, match=f"minfer::rms_norm: x .*{message}"):
             minfer.rms_norm(x, kernel=name)
-    for name, quant in (("fused_sm80_f16_quantize_quantized_rows_x8", "fp8_block128"), ("fused_sm80_f16_quantize_quantized_x8", "int8_token")):
+    rows, elements = "fused_sm80_f16_quantize_quantized_rows_x8", "fused_sm80_f16_quantize_quantized_x8"
+    for name, quant in ((rows, "fp8_block128"), (elements, "int8_token")):
         with pytest.raises(RuntimeError, match=f"minfer::quantize: x .*does not compute quantize of f16 as {quant}"):
             minfer.ops.quantize(x, quant, kernel=name)
 

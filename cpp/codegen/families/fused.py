@@ -64,7 +64,8 @@ class FusedKernel(Kernel):
         quantized, whole = row.flag("quantized"), row.flag("whole")
         row.require(not quantized or quantizable, "quantized", f"results of {operation} are not quantised")
         row.require(quantized or operation != "quantize", "quantized", "quantize has codes as results")
-        row.require(needs_whole is None or whole == needs_whole, "whole", f"{operation} takes {'whole rows' if needs_whole else 'elements'}")
+        takes = "whole rows" if needs_whole else "elements"
+        row.require(needs_whole is None or whole == needs_whole, "whole", f"{operation} takes {takes}")
         row.require(not whole or quantized or needs_whole, "whole", f"{operation} takes whole rows only for their scales")
         vectors = row.get("vectors")
         good = isinstance(vectors, list) and vectors and all(type(v) is int and 1 <= v <= MAX_VECTORS for v in vectors)

@@ -1,5 +1,5 @@
-// The operators between the GEMMs: normalisation, activation, quantisation, softmax of rows; rotary embedding; embedding. Each is one launch
-// that reads and writes its bytes once. Memory in the caller's hands; nothing is allocated, nothing synchronised.
+// The operators between the GEMMs: normalisation, activation, quantisation, softmax of rows; rotary embedding; embedding. Each is one
+// launch that reads and writes its bytes once. Memory in the caller's hands; nothing is allocated, nothing synchronised.
 //
 // programmatic: launched with programmatic stream serialization (compute capability 9.0 on).
 #pragma once
@@ -93,9 +93,9 @@ struct RowOperands {
   int64_t scales_stride = 0;
 };
 
-/// How a row's elements lie in threads. Of an operator that takes whole rows, vector j (8 elements) of thread t of the CTA with rank c is the
-/// row's vector (j * cluster + c) * threads + t. Of another one, vector j of thread t of part p is number (p * vectors + j) * threads + t,
-/// with the kernel's `vectors`.
+/// How a row's elements lie in threads. Of an operator that takes whole rows, vector j (8 elements) of thread t of the CTA with rank c
+/// is the row's vector (j * cluster + c) * threads + t. Of another one, vector j of thread t of part p is number (p * vectors + j) *
+/// threads + t, with the kernel's `vectors`.
 struct RowLaunch {
   int32_t threads = 0;       // of a row: 1, 2, 4, .. 32, or a multiple of 32 up to kMaxRowThreads
   int32_t rows_per_cta = 1;  // more than one only with up to 32 threads

@@ -1,7 +1,7 @@
 // Which kernel computes an operator on rows, and with how many threads a row; the launch itself.
 //
 // Rules, not a fitted model: these kernels move their bytes at the same rate with nearly every choice, and what is decided here is that a
-// thread has enough vectors in flight, that few threads are idle, and that a row stays in registers.
+// thread has enough vectors in flight, that few threads are idle, and that a row stays in registers while it fits there.
 #include <algorithm>
 #include <bit>
 #include <cstdio>

@@ -28,7 +28,7 @@ struct RopeParams {
 };
 
 template <class T, int kWidth, bool kInterleaved>
-__global__ void __launch_bounds__(kRopeThreads, 4) rope_kernel(__grid_constant__ RopeParams const params) {
+__global__ void __launch_bounds__(kRopeThreads, 3) rope_kernel(__grid_constant__ RopeParams const params) {
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
   wait_for_predecessor();

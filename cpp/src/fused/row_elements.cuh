@@ -1,4 +1,5 @@
-// Operators whose results need nothing of the rest of their row: activations, gates, quantisation with a given scale or one for 128 columns.
+// Operators whose results need nothing of the rest of their row: activations, gates, quantisation with a given scale or one for 128
+// columns.
 //
 // Walk. Rows are cut into parts; a group of threads has a part, a CTA one group of whole warps or several of a part of a warp. Each thread
 // requests its kVectors vectors of 8 elements (and as many of the gate's ups), before it uses the first, and stores their results. CTAs end

@@ -65,7 +65,7 @@ template <RowOperation kOperation, bool kExact>
 __device__ __forceinline__ void finish(RowParams const& params, RowSummary const& row, Beside& beside, float (&v)[kVectorElements]) {
   if constexpr (kOperation == RowOperation::kRmsNorm) {
 #pragma unroll
-    for (int i = 0; i < kVectorElements; ++i) v[i] = v[i] * row.scale * (beside.weight[i] + params.weight_offset);
+    for (int i = 0; i < kVectorElements; ++i) v[i] = v[i] * (beside.weight[i] + params.weight_offset) * row.scale;
   } else if constexpr (kOperation == RowOperation::kLayerNorm) {
 #pragma unroll
     for (int i = 0; i < kVectorElements; ++i) v[i] = fmaf((v[i] - row.shift) * row.scale, beside.weight[i], beside.bias[i]);

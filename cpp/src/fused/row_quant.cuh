@@ -1,6 +1,7 @@
 // Quantisation as a row is stored: 8 numbers of a thread become 8 codes. The rules are those of minfer::RowQuant.
 //
-// A code is round(y * (1 / scale)), the inverse being rounded once: it may differ from round(y / scale) where that is within 2^-23 of a tie.
+// A code is round(y * (1 / scale)), the inverse being rounded once: it may differ from round(y / scale) where that is within 2^-23 of a
+// tie.
 #pragma once
 
 #include <cuda_fp8.h>

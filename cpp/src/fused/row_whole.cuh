@@ -3,13 +3,13 @@
 // Walk. A group of threads has a row (row_group.cuh), each thread kVectors vectors of 8 elements of it in registers, as they lie in memory.
 //   load         all vectors of a thread are requested before the first is used: these are the bytes in flight
 //   statistics   each thread of its elements, then exchanges between threads: mean of squares; mean, then squared deviations from it, in
-//                which no digits cancel; maximum and sum of exponentials together; largest magnitude, which for the norm is found beside the
-//                sum, since the rest of its factor is the row's
+//                which no digits cancel; maximum and sum of exponentials together; largest magnitude, which for the norm is found beside
+//                the sum, since the rest of its factor is the row's
 //   results      of the vectors in registers, stored as numbers or codes. Those whose magnitude was looked at are kept in fp32
 // Weights and biases of few rows are prefetched into L2 before the preceding kernel has ended. They are read through L1, where the CTAs of
-// an SM find them; x is read around it. CTAs end with their row: those that are waiting read while these store. Two other forms were slower on an H200: CTAs
-// that stay and request the next row's vectors as this one's are used (4096 columns: 88 us instead of 70; addresses and registers), and rows
-// in shared memory, copied several turns ahead (86 us).
+// an SM find them; x is read around it. CTAs end with their row: those that are waiting read while these store. Two other forms were
+// slower on an H200: CTAs that stay and request the next row's vectors as this one's are used (4096 columns: 88 us instead of 70, for
+// addresses and registers), and rows in shared memory, copied several turns ahead (86 us).
 //
 // Rows that are no multiples of 16 bytes, or do not fit into the registers of their threads, have a kernel that reads them from memory,
 // element by element, in each of these steps (kFast is false).

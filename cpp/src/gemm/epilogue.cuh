@@ -91,7 +91,7 @@ __device__ __forceinline__ void prefetch_c(EpilogueParams const& e, int m0, int 
 template <DataType kType, class Accumulator>
 __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0, int n0, int l, int rows, int columns, int thread,
                                                 int threads, Accumulator&& accumulator) {
-  constexpr int kBatch = 8;  // rows in flight together: with fewer, the loads of C wait for one another
+  constexpr int kBatch = 4;  // rows in flight together; 8 spill beside 128 accumulators
   int const outputs = e.gated ? columns / 2 : columns;
   int const lanes = outputs < 32 ? outputs : 32;  // threads along a row
   int const lane_bits = 31 - __clz(lanes);

@@ -4,7 +4,7 @@
     h = minfer.silu_and_mul(gate_up)
 
 Every operator is one launch that reads and writes its bytes once, can be captured in a CUDA graph, and gives the same bits in every run. On
-CUDA the bits of a row do not depend on the rows beside it.
+CUDA few rows and many are computed by different kernels, so that a row's last bit may depend on how many rows there are.
 
 The modes of 8-bit quantisation, ``quant``. Codes are round(y / scale); y is the unrounded float32 result, and the float32 scales are
 
