@@ -16,8 +16,6 @@ namespace minfer::torch_binding {
 
 namespace {
 
-constexpr char const* kSwigluOai = "swigluoai";
-
 using OptionalTensor = std::optional<Tensor>;
 using OptionalText = std::optional<std::string>;
 
@@ -206,18 +204,20 @@ struct RmsNormCall : RowCall {
     operands.weight_offset = weights ? float(weight_offset) : 0.0f;
     set_factors(weights, std::nullopt);
   }
-  void add(Tensor const& to) {
+  void add(Tensor const& to, OptionalTensor const& weights) {
     check_operand(op, "residual", to, x.scalar_type(), x.sizes(), {"x", x});
     check_apart(op, to, "residual");
     check_no_overlap(op, to, "x", x, "residual");
+    if (weights) check_no_overlap(op, to, "weight", *weights, "residual");
     residual = to;
   }
-  void check_norm(OptionalTensor const& to) const {
+  void check_norm(OptionalTensor const& to, OptionalTensor const& weights) const {
     if (!to) return;
     check_operand(op, "norm", *to, x.scalar_type(), x.sizes(), {"x", x});
     check_apart(op, *to, "norm");
     check_no_overlap(op, *to, "x", x, "norm");
     if (residual.defined()) check_no_overlap(op, *to, "residual", residual, "norm");
+    if (weights) check_no_overlap(op, *to, "weight", *weights, "norm");
   }
 };
 
@@ -242,14 +242,14 @@ std::tuple<Tensor, Tensor> rms_norm_quantized(Tensor const& x, std::string const
   RmsNormCall call("minfer::rms_norm_quantized", x, weight, eps, weight_offset, kernel);
   RowQuant const mode = parse_quant(call.op, quant);
   check_scale(call.op, mode, scale, {"x", x});
-  call.check_norm(norm);
+  call.check_norm(norm, weight);
   return run_quantized(&call, mode, scale, norm, OnDevice(call.op, x));
 }
 
 Tensor add_rms_norm(Tensor const& x, Tensor const& residual, OptionalTensor const& weight, double eps, double weight_offset,
                     OptionalText const& kernel) {
   RmsNormCall call("minfer::add_rms_norm", x, weight, eps, weight_offset, kernel);
-  call.add(residual);
+  call.add(residual, weight);
   return run_to_new(&call, OnDevice(call.op, x), x.scalar_type());
 }
 
@@ -257,10 +257,10 @@ std::tuple<Tensor, Tensor> add_rms_norm_quantized(Tensor const& x, Tensor const&
                                                   OptionalTensor const& weight, double eps, double weight_offset,
                                                   OptionalTensor const& scale, OptionalTensor const& norm, OptionalText const& kernel) {
   RmsNormCall call("minfer::add_rms_norm_quantized", x, weight, eps, weight_offset, kernel);
-  call.add(residual);
+  call.add(residual, weight);
   RowQuant const mode = parse_quant(call.op, quant);
   check_scale(call.op, mode, scale, {"x", x});
-  call.check_norm(norm);
+  call.check_norm(norm, weight);
   return run_quantized(&call, mode, scale, norm, OnDevice(call.op, x));
 }
 
@@ -347,23 +347,14 @@ Tensor activation_out(Tensor const& x, std::string const& activation, OptionalTe
 struct GatedCall : RowCall {
   GatedCall(char const* op, Tensor const& x, std::string const& activation, std::string const& gate_layout, OptionalText const& kernel)
       : RowCall(op, RowOperation::kGatedActivation, (check_rows(op, x, false), x), kernel) {
-    bool const oai = activation == kSwigluOai;
-    operands.activation = oai ? Activation::kSilu : parse_activation(op, activation, ", swigluoai");
-    if (oai) {
-      operands.sigmoid_slope = 1.702f;
-      operands.gate_max = operands.up_max = 7.0f;
-      operands.up_shift = 1.0f;
-    }
-    if (gate_layout == "halves") {
-      operands.gate_order = GateOrder::kHalves;
-    } else if (gate_layout == "alternating") {
-      operands.gate_order = GateOrder::kAlternating;
-    } else if (gate_layout == "blocks") {
-      operands.gate_order = GateOrder::kBlocks;
-    } else {
-      fail(op, ": gate_layout must be halves, alternating or blocks, got '", gate_layout, "'");
-    }
-    int64_t const multiple = operands.gate_order == GateOrder::kBlocks ? 16 : 2;
+    GateActivation const gate = parse_gate_activation(op, activation);
+    operands.activation = gate.activation;
+    operands.sigmoid_slope = gate.silu_scale;
+    operands.gate_max = gate.gate_max;
+    operands.up_max = gate.up_max;
+    operands.up_shift = gate.up_shift;
+    operands.gate_layout = parse_gate_layout(op, gate_layout);
+    int64_t const multiple = operands.gate_layout == GateLayout::kBlocks ? 16 : 2;
     if (problem.width % multiple != 0) fail(op, ": x must have a multiple of ", multiple, " columns, gate and up, got ", x);
     problem.width /= 2;
   }

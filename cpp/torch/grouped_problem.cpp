@@ -12,9 +12,6 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// gpt-oss's clamped SwiGLU: gate * sigmoid(1.702 * gate) * (up + 1), where gate is clamped to at most 7 and up to [-7, 7].
-constexpr char const* kSwigluOai = "swigluoai";
-
 size_t hash_of_problem(GroupedProblem const& p) {
   uint64_t const formats = uint64_t(p.type) | uint64_t(p.b_format) << 8 | uint64_t(p.gated) << 16 | uint64_t(p.gathered) << 17 |
                            uint64_t(p.has_zeros) << 18 | uint64_t(p.group_size) << 32;
@@ -67,14 +64,14 @@ int64_t grouped_rows(char const* op, Tensor const& a, std::optional<Tensor> cons
 
 void check_gate(char const* op, char const* weight, char const* extent, int64_t n, std::string const& activation, bool gated,
                 std::string const& gate_layout) {
-  if (activation != kSwigluOai) {
-    parse_activation(op, activation, gated ? ", swigluoai" : "");
-  } else if (!gated) {
+  if (gated) {
+    parse_gate_activation(op, activation);
+  } else if (activation == kSwigluOai) {
     fail(op, ": activation ", kSwigluOai, " needs gated = True");
+  } else {
+    parse_activation(op, activation);
   }
-  if (gate_layout != "halves" && gate_layout != "alternating" && gate_layout != "blocks") {
-    fail(op, ": gate_layout must be halves, alternating or blocks, got '", gate_layout, "'");
-  }
+  parse_gate_layout(op, gate_layout);
   if (!gated && gate_layout != "halves") fail(op, ": gate_layout ", gate_layout, " needs gated = True");
   if (gated && n % 2 != 0) fail(op, ": ", weight, " must have an even number of ", extent, " when gated, got n = ", n);
   if (gated && gate_layout == "blocks" && n % 16 != 0) {
@@ -114,16 +111,13 @@ void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t 
 
 void set_activation(GroupedCall* call, std::string const& activation, std::string const& gate_layout) {
   GroupedOperands& o = call->operands;
-  o.gate_max = o.up_max = std::numeric_limits<float>::infinity();
-  if (activation == kSwigluOai) {
-    o.activation = Activation::kSilu;
-    o.silu_scale = 1.702f;
-    o.gate_max = o.up_max = 7.0f;
-    o.up_shift = 1.0f;
-  } else {
-    o.activation = parse_activation(call->op, activation);
-  }
-  o.gate_layout = gate_layout == "halves" ? GateLayout::kHalves : gate_layout == "blocks" ? GateLayout::kBlocks : GateLayout::kAlternating;
+  GateActivation const gate = parse_gate_activation(call->op, activation);
+  o.activation = gate.activation;
+  o.silu_scale = gate.silu_scale;
+  o.gate_max = gate.gate_max;
+  o.up_max = gate.up_max;
+  o.up_shift = gate.up_shift;
+  o.gate_layout = parse_gate_layout(call->op, gate_layout);
 }
 
 void set_rows(GroupedCall* call, void const* a, int64_t rows, int64_t lda) {

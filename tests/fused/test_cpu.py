@@ -322,6 +322,11 @@ def test_overlaps():
         (f"add_rms_norm: residual must not overlap x, {shape.format('x')}", lambda: minfer.add_rms_norm(x, x)),
         ("add_rms_norm: residual must not overlap x", lambda: minfer.add_rms_norm(x, behind)),
         ("add_rms_norm_quantized: residual must not overlap x", lambda: minfer.add_rms_norm(x, behind, quant="fp8_token")),
+        ("add_rms_norm: residual must not overlap weight", lambda: minfer.add_rms_norm(x, far, far.flatten()[: x.shape[1]])),
+        (
+            "rms_norm_quantized: norm must not overlap weight",
+            lambda: minfer.rms_norm(x, far.flatten()[: x.shape[1]], quant="fp8_token", norm=far),
+        ),
         ("rms_norm_quantized: norm must not overlap x", lambda: minfer.rms_norm(x, quant="fp8_token", norm=behind)),
         ("add_rms_norm_quantized: norm must not overlap x", lambda: minfer.add_rms_norm(x, far, quant="fp8_token", norm=behind)),
         (

@@ -26,7 +26,7 @@ STORAGE_BYTES = 640  # of kernels of whole rows: row_group.cuh, RowStorage
 @dataclass(frozen=True, kw_only=True)
 class FusedKernel(Kernel):
     FAMILY = "fused"
-    LAUNCH_HEADER = "fused/launch.h"
+    LAUNCH_HEADER = "fused/row_params.h"
     ARGUMENTS = "fused::RowLaunchArguments"
     OPERANDS = ("f16", "bf16", "f32")
 

@@ -21,9 +21,6 @@ enum class RowOperation : int32_t {
   kGatedActivation = 4,  // y = activation(gate) * up, of rows of 2 * width
   kQuantize = 5,         // y = x
 };
-constexpr RowOperation kRowOperations[] = {RowOperation::kRmsNorm,    RowOperation::kLayerNorm,       RowOperation::kSoftmax,
-                                           RowOperation::kActivation, RowOperation::kGatedActivation, RowOperation::kQuantize};
-
 inline char const* name_of(RowOperation operation) {
   switch (operation) {
     case RowOperation::kRmsNorm: return "rms_norm";
@@ -57,16 +54,12 @@ inline char const* name_of(RowQuant quant) {
   return "?";
 }
 
-/// Where a gated row's gate i and up i are: i and width + i; 2 i and 2 i + 1; in blocks of 8 gates, then their 8 ups.
-enum class GateOrder : int32_t { kHalves = 0, kAlternating = 1, kBlocks = 2 };
-
 struct RowProblem {
   RowOperation operation = RowOperation::kRmsNorm;
   DataType type = DataType::kBF16;  // of x, y, residual, weight and bias: 16-bit; softmax and activation also float32
   RowQuant quant = RowQuant::kNone;
   int64_t rows = 0;   // below 2^31
   int64_t width = 0;  // outputs of a row, below 2^31
-  friend bool operator==(RowProblem const&, RowProblem const&) = default;
 };
 
 /// Rows of a tensor: row r begins (r / inner) * outer_stride + (r % inner) * inner_stride elements behind `data`, and is contiguous.
@@ -85,7 +78,7 @@ struct RowOperands {
   float sigmoid_slope = 1.0f;  // of silu
   float gate_max = __builtin_inff(), up_max = __builtin_inff(),
         up_shift = 0;  // gate = min(gate, gate_max), up = clamp(up, +-up_max) + up_shift
-  GateOrder gate_order = GateOrder::kHalves;
+  GateLayout gate_layout = GateLayout::kHalves;
   bool logarithm = false;        // of a softmax
   void* q = nullptr;             // [rows, width] codes, contiguous
   float const* scale = nullptr;  // fp8_tensor: one
@@ -101,7 +94,6 @@ struct RowLaunch {
   int32_t rows_per_cta = 1;  // more than one only with up to 32 threads
   int32_t cluster = 1;       // whole rows: CTAs that share a row, 1, 2, 4, 8
   int32_t parts = 1;         // else: groups of threads that share a row
-  friend bool operator==(RowLaunch const&, RowLaunch const&) = default;
 };
 constexpr int32_t kMaxRowThreads = 512;
 

@@ -20,13 +20,6 @@ namespace minfer {
 /// Most experts of one launch.
 constexpr int kMaxGroupedExperts = 512;
 
-/// Where a gated weight's rows are: of n rows, n / 2 are gate rows and n / 2 up rows.
-enum class GateLayout : int32_t {
-  kHalves = 0,       // all gate rows, then all up rows: the order of checkpoints
-  kAlternating = 1,  // gate, up, gate, up, ..: gpt-oss
-  kBlocks = 2,       // 8 gate rows, then their 8 up rows: minfer.packing.pack_gate_up
-};
-
 struct GroupedProblem {
   int64_t rows = 0;  // of d; masked: experts * max_rows
   int64_t experts = 0;

@@ -19,6 +19,13 @@ enum class Activation : int32_t { kNone = 0, kRelu = 1, kGelu = 2, kGeluTanh = 3
 constexpr Activation kActivations[] = {Activation::kNone,     Activation::kRelu, Activation::kGelu,
                                        Activation::kGeluTanh, Activation::kSilu, Activation::kRelu2};
 
+/// Where gates and ups are among the n rows of a gated weight, or among the n elements of its product: n / 2 are of gates, n / 2 of ups.
+enum class GateLayout : int32_t {
+  kHalves = 0,       // all gates, then all ups: the order of checkpoints
+  kAlternating = 1,  // gate, up, gate, up, ..: gpt-oss
+  kBlocks = 2,       // 8 gates, then their 8 ups: minfer.pack_gate_up
+};
+
 enum class RasterOrder : int32_t { kAlongM = 0, kAlongN = 1 };
 
 inline char const* name_of(Activation a) {

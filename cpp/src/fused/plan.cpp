@@ -9,7 +9,7 @@
 
 #include "common/aligned_vector.cuh"
 #include "common/without_cuda.h"
-#include "fused/launch.h"
+#include "fused/row_params.h"
 
 namespace minfer {
 
@@ -83,7 +83,7 @@ Status check(RowProblem const& problem) {
   return Status::success();
 }
 
-/// Of a row of 16-bit numbers that is quantised, of float32 and of pairs of gate and up, more than four take too many registers.
+/// Of a thread. Pairs of gate and up take two registers' room each.
 int most_vectors(RowProblem const& problem) { return problem.operation == RowOperation::kGatedActivation ? 4 : 8; }
 
 /// Whole rows: few rows are done soonest by many threads with a vector or two each, many take the least time with four, which leaves the SM
@@ -187,7 +187,7 @@ Status run_rows(RowPlan const& plan, RowProblem const& problem, RowOperands cons
   params.eps = operands.eps;
   params.weight_offset = operands.weight_offset;
   params.quant = problem.quant;
-  params.gate_order = operands.gate_order;
+  params.gate_layout = operands.gate_layout;
   params.logarithm = operands.logarithm;
   int64_t const element = size_of(problem.type), vector = kVectorElements;  // 8 codes are 8 bytes, of 8 bytes' alignment
   auto const rows_fit = [&](RowTensor const& t) {

@@ -83,7 +83,7 @@ __device__ __forceinline__ void finish(RowParams const& params, RowSummary const
     activate_all<kVectorElements>(params.activation, [&](int i) -> float& { return v[i]; });
   } else if constexpr (kOperation == RowOperation::kGatedActivation) {
     auto& up = beside.up;
-    if (params.gate_order == GateOrder::kAlternating) {
+    if (params.gate_layout == GateLayout::kAlternating) {
       float pairs[2 * kVectorElements];
 #pragma unroll
       for (int i = 0; i < kVectorElements; ++i) pairs[i] = v[i], pairs[kVectorElements + i] = up[i];
@@ -110,15 +110,19 @@ constexpr bool has_bias(RowOperation operation) { return operation == RowOperati
 template <DataType kType>
 using RowType = std::conditional_t<kType == DataType::kF16, __half, std::conditional_t<kType == DataType::kBF16, __nv_bfloat16, float>>;
 
-/// A weight's or a bias' numbers beside 8 elements of a row.
-template <bool kFast, class T>
-__device__ __forceinline__ void load_factors(void const* from, uint32_t at, int count, float other, float (&v)[kVectorElements]) {
-  if (from != nullptr) {
-    unpack(load_vector<false>(static_cast<T const*>(from), at, count, kFast), v);
+/// A weight's or a bias' numbers, or the one that stands for none.
+template <class T>
+__device__ __forceinline__ void unpack_factors(void const* given, RowVector<T> const& loaded, float other, float (&v)[kVectorElements]) {
+  if (given != nullptr) {
+    unpack(loaded, v);
   } else {
 #pragma unroll
     for (int i = 0; i < kVectorElements; ++i) v[i] = other;
   }
+}
+template <bool kFast, class T>
+__device__ __forceinline__ void load_factors(void const* given, uint32_t at, int count, float other, float (&v)[kVectorElements]) {
+  unpack_factors(given, load_vector<false>(static_cast<T const*>(given), at, given != nullptr ? count : 0, kFast), other, v);
 }
 /// All numbers beside 8 elements that are not the row's own.
 template <RowOperation kOperation, bool kFast, class T>
@@ -133,7 +137,7 @@ struct GateVectors {
   int first_count, second_count;
 
   __device__ __forceinline__ GateVectors(RowParams const& params, uint32_t at, int count) {
-    bool const halves = params.gate_order == GateOrder::kHalves, pairs = params.gate_order == GateOrder::kAlternating;
+    bool const halves = params.gate_layout == GateLayout::kHalves, pairs = params.gate_layout == GateLayout::kAlternating;
     first = halves ? at : 2 * at;
     second = halves ? params.width + at : 2 * at + kVectorElements;
     first_count = halves ? count : min(2 * count, kVectorElements);

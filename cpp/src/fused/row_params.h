@@ -21,7 +21,7 @@ struct RowParams {
   float gate_max, up_max, up_shift;
   float eps, weight_offset;
   RowQuant quant;
-  GateOrder gate_order;
+  GateLayout gate_layout;
   bool logarithm;
   bool clamps;  // gate_max, up_max or up_shift do something
   bool fast;    // a vector of any tensor is one access, or two; row_whole.cuh: and a row fits into the registers of its threads

@@ -174,20 +174,11 @@ class WholeRow {
       if constexpr (kGated) unpack(read(at, 1), beside->up);
     } else {
       if (!kEarly && j % kFactors == 0) load_factors(j);
-      if constexpr (is_norm(kOperation)) factors(params_.weight, weight_[j % kFactors], 1.0f, beside->weight);
-      if constexpr (has_bias(kOperation)) factors(params_.bias, bias_[j % kFactors], 0.0f, beside->bias);
+      if constexpr (is_norm(kOperation)) unpack_factors(params_.weight, weight_[j % kFactors], 1.0f, beside->weight);
+      if constexpr (has_bias(kOperation)) unpack_factors(params_.bias, bias_[j % kFactors], 0.0f, beside->bias);
       if constexpr (kGated) unpack(second_[j], beside->up);
     }
   }
-  static __device__ __forceinline__ void factors(void const* given, Vector const& loaded, float other, float (&v)[kVectorElements]) {
-    if (given != nullptr) {
-      unpack(loaded, v);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kVectorElements; ++i) v[i] = other;
-    }
-  }
-
   // ---- statistics ----
 
   __device__ __forceinline__ bool scales_rows() const {

@@ -103,6 +103,18 @@ Activation parse_activation(char const* what, std::string const& name, char cons
   fail(what, ": activation must be one of ", known, more, ", got '", name, "'");
 }
 
+GateActivation parse_gate_activation(char const* what, std::string const& name) {
+  if (name != kSwigluOai) return {parse_activation(what, name, ", swigluoai")};
+  return {Activation::kSilu, 1.702f, 7.0f, 7.0f, 1.0f};
+}
+
+GateLayout parse_gate_layout(char const* what, std::string const& name) {
+  if (name == "halves") return GateLayout::kHalves;
+  if (name == "alternating") return GateLayout::kAlternating;
+  if (name == "blocks") return GateLayout::kBlocks;
+  fail(what, ": gate_layout must be halves, alternating or blocks, got '", name, "'");
+}
+
 void check_kernel_name(char const* what, char const* family, std::string const& name) {
   KernelInfo const* const kernel = find_kernel(name.c_str());
   if (kernel == nullptr || std::strcmp(kernel->family, family) != 0) fail(what, ": kernel '", name, "' is not in the registry of ", family);

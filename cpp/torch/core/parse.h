@@ -2,6 +2,7 @@
 // operator, or a line and column of a table.
 #pragma once
 
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -32,6 +33,18 @@ Major parse_major(char const* what, std::string const& text);
 WeightFormat parse_format(char const* what, int bits, std::string const& name);
 /// more: further names for the message, ", swigluoai", which the caller handles itself.
 Activation parse_activation(char const* what, std::string const& name, char const* more = "");
+
+/// An activation of a gate, and what its gate and up go through: gate = min(gate, gate_max), up = clamp(up, +-up_max) + up_shift.
+struct GateActivation {
+  Activation activation = Activation::kNone;
+  float silu_scale = 1.0f;  // silu(x) = x * sigmoid(silu_scale * x)
+  float gate_max = std::numeric_limits<float>::infinity(), up_max = std::numeric_limits<float>::infinity(), up_shift = 0.0f;
+};
+/// gpt-oss's clamped SwiGLU: gate * sigmoid(1.702 * gate) * (up + 1), where gate is clamped to at most 7 and up to [-7, 7].
+constexpr char const* kSwigluOai = "swigluoai";
+/// An activation, or kSwigluOai.
+GateActivation parse_gate_activation(char const* what, std::string const& name);
+GateLayout parse_gate_layout(char const* what, std::string const& name);
 
 /// Raises where the registry has no such kernel. For calls with nothing to compute, which are not planned.
 void check_kernel_name(char const* what, char const* family, std::string const& name);

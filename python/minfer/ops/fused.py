@@ -125,7 +125,7 @@ def rms_norm(
       weight_offset: finite in float32; 1.0 for Gemma's weights, which are stored less 1.
       quant: None, or "fp8_tensor", "fp8_token", "fp8_block128" or "int8_token": the modes of :mod:`minfer.ops.fused`.
       scale: float32 [1], for "fp8_tensor" alone.
-      norm: with ``quant``: a tensor like x, which receives the norm in 16 bits as well. It must not overlap itself or x.
+      norm: with ``quant``: a tensor like x, which receives the norm in 16 bits as well. It must not overlap itself, x or weight.
       kernel: for measurements: NAME[@threads=N,rows=N,cluster=N,parts=N] of ``minfer.kernels("fused")``. On CPU it is checked and
         otherwise ignored.
       out: y itself, x's dtype and shape, any strides that keep its elements apart. It may be x, but must not overlap it otherwise, nor
@@ -138,8 +138,8 @@ def rms_norm(
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
 
-    Numerics: squares are added in float32, in an order that depends on the width alone; y is float32 and rounded once. Codes are those of
-    y before it is rounded. docs/numerics.md has the bounds. There is no backward.
+    Numerics: squares are added in float32, in an order that depends on the kernel and the width; y is float32 and rounded once. Codes
+    are those of y before it is rounded. docs/numerics.md has the bounds. There is no backward.
 
     Source: Zhang and Sennrich, 2019.
     """
@@ -196,7 +196,7 @@ def add_rms_norm(
 
     Args:
       x: [..., width], float16 or bfloat16, views as in :func:`rms_norm`.
-      residual: like x, written; it must not overlap itself or x.
+      residual: like x, written; it must not overlap itself, x or weight.
       weight, eps, weight_offset, quant, scale, norm, kernel: as in :func:`rms_norm`; ``norm`` must not overlap ``residual`` either.
 
     Returns:

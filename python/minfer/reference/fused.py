@@ -132,17 +132,19 @@ def add_rms_norm_quantized(
 
 def check_rms_norm_quantized_values(x: Tensor, quant: str, weight=None, eps=1e-6, *, norm: Tensor | None = None, **_) -> None:
     if norm is not None:
-        check_no_overlap("rms_norm_quantized", norm, "norm", x=x)
+        check_no_overlap("rms_norm_quantized", norm, "norm", x=x, weight=weight)
 
 
-def check_add_rms_norm_values(x: Tensor, residual: Tensor, *_, **__) -> None:
-    check_no_overlap("add_rms_norm", residual, "residual", x=x)
+def check_add_rms_norm_values(x: Tensor, residual: Tensor, weight: Tensor | None = None, *_, **__) -> None:
+    check_no_overlap("add_rms_norm", residual, "residual", x=x, weight=weight)
 
 
-def check_add_rms_norm_quantized_values(x: Tensor, residual: Tensor, *_, norm: Tensor | None = None, **__) -> None:
-    check_no_overlap("add_rms_norm_quantized", residual, "residual", x=x)
+def check_add_rms_norm_quantized_values(
+    x: Tensor, residual: Tensor, quant: str, weight: Tensor | None = None, *_, norm: Tensor | None = None, **__
+) -> None:
+    check_no_overlap("add_rms_norm_quantized", residual, "residual", x=x, weight=weight)
     if norm is not None:
-        check_no_overlap("add_rms_norm_quantized", norm, "norm", x=x, residual=residual)
+        check_no_overlap("add_rms_norm_quantized", norm, "norm", x=x, residual=residual, weight=weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
