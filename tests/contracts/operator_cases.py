@@ -119,6 +119,10 @@ def calls(device: str) -> dict[str, list[Call]]:
         residual = rows + 1
         return minfer.add_rms_norm(rows, residual, factor), residual
 
+    logits, penalised = randn(5, 40000), dict(counts=integers(*[1] * 5).view(5, 1).repeat(1, 40000), presence_penalty=0.5)
+    for options in (dict(temperature=0.0), {}, dict(top_k=50, top_p=0.9), dict(top_p=0.99), dict(top_k=900), penalised):
+        add("sample", logits, top_logprobs=3, offset=7, **options)
+
     turns, positions = minfer.rope_cache(10000.0, 64, 128, device=device), randint(0, 128, (24,), torch.int64)
     qkv = randn(24, 12, 64)
 

@@ -77,6 +77,10 @@ OPERANDS |= {
     "dequantize": ("q", "scales"),
     "rope": ("q", "k", "cos_sin", "positions"),
     "embedding": ("ids", "weight"),
+    "sample": (
+        *("logits", "temperatures", "top_ks", "top_ps", "min_ps", "repetition_penalties", "presence_penalties", "frequency_penalties"),
+        *("seeds", "offsets", "counts", "bias", "allowed"),
+    ),
 }
 WEIGHTS = ("qweight", "scales", "zeros")  # of which ``constant_weights`` says that nothing still writes them
 LARGEST = 1 << 18  # bytes of an operand that is written: a few thread blocks, so that there is room beside them

@@ -32,6 +32,18 @@ __device__ __forceinline__ void store_to_cta(float* here, float value, int rank)
   asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
+__device__ __forceinline__ void store_to_cta(uint64_t* here, uint64_t value, int rank) {
+  uint32_t address = uint32_t(__cvta_generic_to_shared(here));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t load_from_cta(uint64_t const* here, int rank) {
+  uint32_t address = uint32_t(__cvta_generic_to_shared(here));
+  uint64_t value;
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+  return value;
+}
 #else
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ int cluster_size() { return 1; }
@@ -39,6 +51,8 @@ __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ int load_from_cta(int const* here, int) { return *here; }
 __device__ __forceinline__ void store_to_cta(float* here, float value, int) { *here = value; }
+__device__ __forceinline__ void store_to_cta(uint64_t* here, uint64_t value, int) { *here = value; }
+__device__ __forceinline__ uint64_t load_from_cta(uint64_t const* here, int) { return *here; }
 #endif
 
 }  // namespace minfer

@@ -1,6 +1,6 @@
 """The operators, a file a family: each declared once, with its signature, its documentation, its checks and its reference."""
 
-from . import attention, fused, gemm, grouped_gemm, grouped_quantized_gemm, kv_cache, moe_routing, quantized_gemm
+from . import attention, fused, gemm, grouped_gemm, grouped_quantized_gemm, kv_cache, moe_routing, quantized_gemm, sampling
 
 __all__ = [
     *attention.__all__,
@@ -11,6 +11,7 @@ __all__ = [
     *kv_cache.__all__,
     *moe_routing.__all__,
     *quantized_gemm.__all__,
+    *sampling.__all__,
 ]
 
 # From here on gemm and attention are the operators of these names, as they are in minfer; the modules are imported by their whole names.
@@ -24,3 +25,4 @@ from .grouped_quantized_gemm import *
 from .kv_cache import *
 from .moe_routing import *
 from .quantized_gemm import *
+from .sampling import *

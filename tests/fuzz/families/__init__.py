@@ -13,6 +13,7 @@ from .kv_cache_append import KvCacheAppend
 from .moe_layer import LAYER_FAMILIES
 from .moe_routing import ROUTING_FAMILIES
 from .quantized_gemm import QuantizedGemm
+from .sampling import Sample
 from .weights import WEIGHT_FAMILIES
 
 FAMILIES: dict[str, Family] = {
@@ -32,5 +33,6 @@ FAMILIES: dict[str, Family] = {
         *GROUPED_FAMILIES,
         *LAYER_FAMILIES,
         *FUSED_FAMILIES,
+        Sample(),
     )
 }
