@@ -68,12 +68,12 @@ def sample(
       presence_penalty, frequency_penalty: finite in float32.
       seed, offset: which noise, 64 bits each: for example a request's seed and the number of its tokens so far. Two rows with the same ones
         draw with the same noise.
-      temperatures, top_ps, min_ps, repetition_penalties, presence_penalties, frequency_penalties: float32 [rows], each row's own, in place of
-        the number. CUDA does not check them: a negative temperature is 0; with one that is NaN nothing is drawn; the others are cut off at
-        the ends of their ranges.
+      temperatures, top_ps, min_ps, repetition_penalties, presence_penalties, frequency_penalties: float32 [rows], each row's own, in place
+        of the number. Their values are not checked: a negative temperature is 0; with one that is NaN nothing is drawn; top_ps and min_ps
+        are cut off at the ends of their ranges.
       top_ks: int32 [rows]. seeds, offsets: int64 [rows].
-      counts: int32 [rows, vocabulary]: how often each token has been generated; -1 for one that is in the prompt alone, which the repetition
-        penalty is for. Penalties other than none need it.
+      counts: int32 [rows, vocabulary]: how often each token has been generated; -1 for one that is in the prompt alone, which the
+        repetition penalty is for. Penalties other than none need it.
       bias: float32 [rows, vocabulary] or [1, vocabulary].
       allowed: what may be drawn: bool [rows, vocabulary] or [1, vocabulary]; or int32 [rows, ceil(vocabulary / 32)] or [1, ...], where bit
         t % 32 of word t // 32 is that of token t, as grammars give it.
@@ -94,6 +94,6 @@ def sample(
     probabilities relative to the largest, as integers in units of 2^-31, so that it does not depend on an order of addition; tokens of less
     than 2^-32 count as nothing there. There is no backward.
 
-    Source: the draw is that of the largest of logits with Gumbel noise (Gumbel, 1954; Maddison et al., 2014), with Philox 4x32-10 (Salmon et
-    al., 2011); top-p: Holtzman et al., 2020; min-p: Nguyen et al., 2024.
+    Source: the draw is that of the largest of logits with Gumbel noise (Gumbel, 1954; Maddison et al., 2014), with Philox 4x32-10 (Salmon
+    et al., 2011); top-p: Holtzman et al., 2020; min-p: Nguyen et al., 2024.
     """

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks.common import check_no_overlap
-
 MASS_BITS = 31  # probabilities relative to the largest are integers in units of 2^-31
 LEAST_VARIATE = 2.0**-33
 LOG2_E = 1.44269504
@@ -160,10 +158,10 @@ def sample(
         if t <= 0:
             token = int((v == v.max()).nonzero()[0])
         else:
-            kept = (
-                kept_tokens(v, t, top_k if top_ks is None else int(top_ks[row]), of_row(top_p, top_ps), of_row(min_p, min_ps)).sort().values
-            )
-            variates = noise(vocabulary, seed if seeds is None else int(seeds[row]), offset if offsets is None else int(offsets[row]))
+            k = top_k if top_ks is None else int(top_ks[row])
+            kept = kept_tokens(v, t, k, of_row(top_p, top_ps), of_row(min_p, min_ps)).sort().values
+            own_seed, own_offset = seed if seeds is None else int(seeds[row]), offset if offsets is None else int(offsets[row])
+            variates = noise(vocabulary, own_seed, own_offset)
             token = int(kept[((v[kept] - v.max()) * _log2_scale(t) - variates[kept]).argmax()])
         ids[row], logprobs[row] = token, of_all[token]
     return ids, logprobs, top_ids, tops
