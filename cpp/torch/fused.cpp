@@ -10,6 +10,7 @@
 #include "core/parse.h"
 #include "core/readable.h"
 #include "core/torch_calls.h"
+#include "rotary_table.h"
 #include "row_tensors.h"
 
 namespace minfer::torch_binding {
@@ -437,8 +438,6 @@ Tensor dequantize(Tensor const& q, Tensor const& scales, std::string const& quan
 
 // ---- rotary embedding ----------------------------------------------------------------------------------------------------------------
 
-bool is_index(ScalarType type) { return type == ScalarType::Long || type == ScalarType::Int; }
-
 Rope::Heads heads_of(Tensor const& x) { return {x.data_ptr(), x.size(1), x.stride(0), x.stride(1)}; }
 
 void check_heads(char const* op, char const* name, Tensor const& x) {
@@ -465,14 +464,7 @@ void rope(Tensor const& q, OptionalTensor const& k, Tensor const& cos_sin, Tenso
     check_same_device(op, "k", *k, reference);
     check_no_overlap(op, q, "k", *k, "q");
   }
-  if (cos_sin.dim() != 2) fail(op, ": cos_sin must be [length, rotary_dim], got ", cos_sin);
-  int64_t const rotated = rotary_dim.value_or(cos_sin.size(1));
-  if (rotated < 2 || rotated % 2 != 0 || rotated > head_dim) {
-    fail(op, ": rotary_dim must be even, 2 to head_dim = ", head_dim, ", got ", rotated);
-  }
-  check_operand(op, "cos_sin", cos_sin, ScalarType::Float, {cos_sin.size(0), rotated}, reference);
-  if (!is_index(positions.scalar_type())) fail(op, ": positions must be int64 or int32, got ", positions.scalar_type());
-  check_operand(op, "positions", positions, positions.scalar_type(), {tokens}, reference);
+  RotaryTable const rotary = check_rotary_table(op, cos_sin, positions, rotary_dim, tokens, head_dim, reference);
   check_no_overlap(op, q, "cos_sin", cos_sin, "q");
   check_no_overlap(op, q, "positions", positions, "q");
   if (k) check_no_overlap(op, *k, "cos_sin", cos_sin, "k");
@@ -484,11 +476,11 @@ void rope(Tensor const& q, OptionalTensor const& k, Tensor const& cos_sin, Tenso
   r.q = heads_of(q);
   if (k) r.k = heads_of(*k);
   r.tokens = tokens;
-  r.rotary_dim = rotated;
+  r.rotary_dim = rotary.rotary_dim;
   r.cos_sin = static_cast<float const*>(table.data_ptr());
-  r.length = table.size(0);
+  r.length = rotary.length;
   r.positions = places.data_ptr();
-  r.positions_64bit = positions.scalar_type() == ScalarType::Long;
+  r.positions_64bit = rotary.positions_64bit;
   r.interleaved = interleaved;
   Status const status = rotate(r, on.programmatic(), on.stream());
   if (!status.ok()) fail(op, ": q ", q, ": ", status.message);

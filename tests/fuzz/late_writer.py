@@ -38,6 +38,10 @@ OPERANDS: dict[str, tuple[str, ...]] = {
         *("k", "v", "k_cache", "v_cache", "slot_mapping", "cu_seqlens"),
         *("k_scale", "v_scale", "k_residual", "v_residual"),
     ),
+    "qk_norm_rope_append": (
+        *("qkv", "q_weight", "k_weight", "cos_sin", "positions", "k_cache", "v_cache", "slot_mapping", "cu_seqlens"),
+        *("k_scale", "v_scale", "k_residual", "v_residual"),
+    ),
     "merge_attention_states": ("out0", "lse0", "out1", "lse1"),
     "gemm": ("a", "b", "c", "bias"),
     "gemm_gated": ("a", "b", "bias"),

@@ -42,8 +42,28 @@ struct KvAppend {
   int64_t groups_v = 0;      // groups of channels of V; each has head_dim / groups_v channels, a multiple of 32
 };
 
-/// Is one launch. Slots, cu_seqlens and scales are read on the device.
+/// What is done with the heads of keys before they are stored, and with those of queries, in fp32 and rounded once: x / sqrt(mean(x^2) +
+/// eps) * (weight + weight_offset) where there is a weight, then the rotation of rotate() (minfer/fused.h). Keys are quantised as they are
+/// after that rounding.
+struct NormRope {
+  void const* q =
+      nullptr;  // [tokens, heads, head_dim] of the keys' type and head_dim; rows at multiples of 16 bytes, as K and V and the weights
+  int64_t q_strides[3] = {0, 0, 0};
+  void* q_out = nullptr;  // [tokens, heads, head_dim], contiguous, 16-byte aligned
+  int64_t heads = 0;
+  void const *q_weight = nullptr, *k_weight = nullptr;  // [head_dim], or null: no normalisation
+  float eps = 0.0f, weight_offset = 0.0f;
+  float const* cos_sin = nullptr;   // [length, rotary_dim]: cosines, then sines; contiguous
+  int64_t length = 0;               // positions outside of 0..length - 1 read zeros
+  int64_t rotary_dim = 0;           // even, up to head_dim
+  void const* positions = nullptr;  // [tokens], contiguous
+  bool positions_64bit = true;
+  bool interleaved = false;
+};
+
+/// Is one launch. Slots, cu_seqlens and scales are read on the device. norm_rope: null where keys are stored as they are.
 /// programmatic: launch with programmatic stream serialization (from compute capability 9.0 on).
-Status append_to_kv_cache(KvAppend const& append, DeviceProperties const& device, bool programmatic, Stream stream);
+Status append_to_kv_cache(KvAppend const& append, NormRope const* norm_rope, DeviceProperties const& device, bool programmatic,
+                          Stream stream);
 
 }  // namespace minfer

@@ -21,6 +21,7 @@ from .._core.torch_private import is_certain
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "relu2")
 DTYPES = (torch.float16, torch.bfloat16)
+INDICES = (torch.int64, torch.int32)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 DECOMPOSITIONS = ("persistent", "stream_k", "split_k")
@@ -140,9 +141,36 @@ def check_scalar(check: Checker, name: str, value: Any) -> None:
         check(abs(value) <= FLOAT32_MAX, "{} must be finite in float32, got {}", name, value)
 
 
+def check_eps(check: Checker, eps: Any) -> None:
+    if not isinstance(eps, torch.SymFloat):
+        check(0 <= eps <= FLOAT32_MAX, "eps must be finite in float32 and not negative, got {}", eps)
+
+
 def in_float32(value: Any) -> Any:
     """A number as the operators compute with it; a symbolic one stays what it is."""
     return value if isinstance(value, torch.SymFloat) else ctypes.c_float(value).value
+
+
+def check_rotary_table(
+    check: Checker,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    rotary_dim: int | None,
+    tokens: Any,
+    head_dim: Any,
+    other: str,
+    like: Any,
+) -> None:
+    """A rotary embedding's table and the positions of ``tokens`` tokens, on the device of ``like``, the operand called ``other``."""
+    check(cos_sin.dim() == 2, "cos_sin must be [length, rotary_dim], got {}", cos_sin.shape)
+    rotated = cos_sin.shape[1] if rotary_dim is None else rotary_dim
+    for good in (rotated >= 2, rotated % 2 == 0, rotated <= head_dim):
+        check(good, "rotary_dim must be even, 2 to head_dim = {}, got {}", head_dim, rotated)
+    check_shape(check, "cos_sin", cos_sin, (cos_sin.shape[0], rotated))
+    check_tensor(check, "cos_sin", cos_sin, torch.float32, other, like)
+    check(positions.dtype in INDICES, "positions must be int64 or int32, got {}", positions.dtype)
+    check_shape(check, "positions", positions, (tokens,))
+    check_tensor(check, "positions", positions, positions.dtype, other, like)
 
 
 def check_activation(check: Checker, activation: str) -> None:

@@ -14,21 +14,22 @@ from ..formats.gate_up import GATE_BLOCK
 from .common import (
     ACTIVATIONS,
     DTYPES,
-    FLOAT32_MAX,
+    INDICES,
     Checker,
     Result,
     check_activation,
     check_apart,
     check_dense,
     check_device,
+    check_eps,
     check_kernel,
+    check_rotary_table,
     check_scalar,
     check_shape,
     check_tensor,
 )
 
 FLOATS = (*DTYPES, torch.float32)
-INDICES = (torch.int64, torch.int32)
 QUANTS = ("fp8_tensor", "fp8_token", "fp8_block128", "int8_token")
 QUANT_BLOCK = 128  # columns that share a scale
 GATE_LAYOUTS = ("halves", "alternating", "blocks")
@@ -57,11 +58,6 @@ def _check_factors(check: Checker, name: str, factors: Tensor | None, x: Tensor)
     """[width], of x's dtype."""
     if factors is not None:
         _check_operand(check, name, factors, x.dtype, (x.shape[-1],), "x", x)
-
-
-def _check_eps(check: Checker, eps: float) -> None:
-    if not isinstance(eps, torch.SymFloat):
-        check(0 <= eps <= FLOAT32_MAX, "eps must be finite in float32 and not negative, got {}", eps)
 
 
 def _check_quant(check: Checker, quant: str) -> None:
@@ -129,7 +125,7 @@ def _quantized(check: Checker, x: Tensor, shape: Sequence[Any], quant: str, kern
 def _check_norm_arguments(check: Checker, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float) -> None:
     _check_rows(check, x)
     _check_factors(check, "weight", weight, x)
-    _check_eps(check, eps)
+    check_eps(check, eps)
     check_scalar(check, "weight_offset", weight_offset)
 
 
@@ -222,7 +218,7 @@ def check_layer_norm(
     _check_rows(check, x)
     _check_factors(check, "weight", weight, x)
     _check_factors(check, "bias", bias, x)
-    _check_eps(check, eps)
+    check_eps(check, eps)
     return _result(check, x, x.shape, kernel, out)
 
 
@@ -335,13 +331,7 @@ def check_rope(
         for good in (k.shape[0] == tokens, k.shape[2] == head_dim):
             check(good, text, tokens, head_dim, k.shape)
         check_device(check, "k", k, "q", q)
-    check(cos_sin.dim() == 2, "cos_sin must be [length, rotary_dim], got {}", cos_sin.shape)
-    rotated = cos_sin.shape[1] if rotary_dim is None else rotary_dim
-    for good in (rotated >= 2, rotated % 2 == 0, rotated <= head_dim):
-        check(good, "rotary_dim must be even, 2 to head_dim = {}, got {}", head_dim, rotated)
-    _check_operand(check, "cos_sin", cos_sin, torch.float32, (cos_sin.shape[0], rotated), "q", q)
-    check(positions.dtype in INDICES, "positions must be int64 or int32, got {}", positions.dtype)
-    _check_operand(check, "positions", positions, positions.dtype, (tokens,), "q", q)
+    check_rotary_table(check, cos_sin, positions, rotary_dim, tokens, head_dim, "q", q)
 
 
 # ---- embedding -----------------------------------------------------------------------------------------------------------------------
@@ -361,11 +351,3 @@ def check_embedding(ids: Tensor, weight: Tensor, *, scale: float | None = None, 
     if out is not None:
         _check_written(check, "out", out, weight.dtype, shape, "weight", weight)
     return Result(weight, shape, weight.dtype)
-
-
-def check_values(op: str, name: str, values: Tensor, count: int, of: str) -> None:
-    """That indices lie within what they index, which only reading memory can tell."""
-    check = Checker(op)
-    if values.numel():
-        low, high = int(values.min()), int(values.max())
-        check(low >= 0 and high < count, "{} must be 0 to {}, {}, got {}", name, count - 1, of, low if low < 0 else high)

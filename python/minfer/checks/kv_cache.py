@@ -11,7 +11,20 @@ from torch import Tensor
 
 from .._core.torch_private import is_certain
 from ..formats import table
-from .common import DTYPES, Checker, ValueChecker, check_dense, check_device, check_shape, check_tensor, is_integer
+from .common import (
+    DTYPES,
+    Checker,
+    Result,
+    ValueChecker,
+    check_dense,
+    check_device,
+    check_eps,
+    check_rotary_table,
+    check_scalar,
+    check_shape,
+    check_tensor,
+    is_integer,
+)
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
@@ -220,25 +233,42 @@ def check_kv_cache_append(
         check(of_k == of_v, "v must have k's modes but the last, got k {} and v {}", k.shape, v.shape)
     tokens, heads_kv, head_dim = k.shape
     head_dim_v = v.shape[2]
-    check_head_dims(check, "k", head_dim, head_dim_v)
-    kv_format = check_format(check, kv_format, k_cache.dtype, "k", k.dtype)
-    check_cache(check, k_cache, v_cache, "k", k)
+    scales = dict(zip(SCALES, (k_scale, v_scale, k_residual, v_residual), strict=True))
+    _check_append(check, k_cache, v_cache, slot_mapping, scales, cu_seqlens, kv_format, (tokens, heads_kv, head_dim, head_dim_v), "k", k)
+
+
+def _check_append(
+    check: Checker,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    scales: dict[str, Tensor | None],
+    cu_seqlens: Tensor | None,
+    kv_format: str,
+    sizes: tuple[Any, Any, Any, Any],
+    other: str,
+    like: Tensor,
+) -> None:
+    """The cache and what belongs to it, for (tokens, heads_kv, head_dim, head_dim_v) new rows of the operand ``like``."""
+    tokens, heads_kv, head_dim, head_dim_v = sizes
+    check_head_dims(check, other, head_dim, head_dim_v)
+    kv_format = check_format(check, kv_format, k_cache.dtype, other, like.dtype)
+    check_cache(check, k_cache, v_cache, other, like)
     per_byte = 2 if kv_format == "int4" else 1
     for name, cache, own in (("k", k_cache, head_dim), ("v", v_cache, head_dim_v)):
         text = "{}_cache must have {}'s heads_kv = {} and head_dim = {}{}, got {}"
         for good in (cache.shape[2] == heads_kv, cache.shape[3] * per_byte == own):
             check(good, text, name, name, heads_kv, own, ", two to a byte" if per_byte == 2 else "", cache.shape)
     check_shape(check, "slot_mapping", slot_mapping, (tokens,))
-    check_tensor(check, "slot_mapping", slot_mapping, torch.int64, "k", k)
+    check_tensor(check, "slot_mapping", slot_mapping, torch.int64, other, like)
     batch = tokens
     if cu_seqlens is not None:
         text = "cu_seqlens must be [batch + 1], got {}"
         check(cu_seqlens.dim() == 1, text, cu_seqlens.shape)
         check(cu_seqlens.shape[0] >= 1, text, cu_seqlens.shape)
-        check_tensor(check, "cu_seqlens", cu_seqlens, torch.int32, "k", k)
+        check_tensor(check, "cu_seqlens", cu_seqlens, torch.int32, other, like)
         batch = cu_seqlens.shape[0] - 1
-    scales = dict(zip(SCALES, (k_scale, v_scale, k_residual, v_residual), strict=True))
-    check_scales(check, kv_format, k_cache, scales, (head_dim, head_dim_v), batch, "k", k)
+    check_scales(check, kv_format, k_cache, scales, (head_dim, head_dim_v), batch, other, like)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_strides(check, name, x)
     for name, x in scales.items():
@@ -246,9 +276,53 @@ def check_kv_cache_append(
             check(x.is_contiguous(), "{} must be contiguous, for it is written, got strides {}", name, list(x.stride()))
 
 
-def check_append_values(slots: list[int], ends: list[int] | None, capacity: int, group: int | None) -> None:
+def check_qk_norm_rope_append(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos_sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_residual: Tensor | None = None,
+    v_residual: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    kv_format: str = "auto",
+) -> Result:
+    """All arguments of minfer::qk_norm_rope_append but values."""
+    check = Checker("qk_norm_rope_append")
+    check_dense(check, "qkv", qkv)
+    text = "qkv must be [tokens, heads + 2 * heads_kv, head_dim], got {}"
+    check(qkv.dim() == 3, text, qkv.shape)
+    check(qkv.dtype in DTYPES, "qkv must be float16 or bfloat16, got {}", qkv.dtype)
+    tokens, all_heads, head_dim = qkv.shape
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight is not None:
+            check_shape(check, name, weight, (head_dim,))
+            check_tensor(check, name, weight, qkv.dtype, "qkv", qkv)
+    check_eps(check, eps)
+    check_scalar(check, "weight_offset", weight_offset)
+    check_rotary_table(check, cos_sin, positions, rotary_dim, tokens, head_dim, "qkv", qkv)
+    heads_kv = k_cache.shape[2] if k_cache.dim() == 4 else 0
+    scales = dict(zip(SCALES, (k_scale, v_scale, k_residual, v_residual), strict=True))
+    sizes = (tokens, heads_kv, head_dim, head_dim)
+    _check_append(check, k_cache, v_cache, slot_mapping, scales, cu_seqlens, kv_format, sizes, "qkv", qkv)
+    text = "qkv must be [tokens, heads + 2 * heads_kv, head_dim], of a cache with heads_kv = {}, got {}"
+    check(all_heads >= 2 * heads_kv, text, heads_kv, qkv.shape)
+    return Result(qkv, (tokens, all_heads - 2 * heads_kv, head_dim), qkv.dtype)
+
+
+def check_append_values(op: str, slots: list[int], ends: list[int] | None, capacity: int, group: int | None) -> None:
     """Values of slot_mapping and cu_seqlens, which only the CPU kernel knows; ``group``: int4's tokens of a scale of K."""
-    check = Checker("kv_cache_append")
+    check = Checker(op)
     for i, slot in enumerate(slots):
         check(slot < capacity, "slot_mapping must name one of the cache's {} slots, got {} for token {}", capacity, slot, i)
     if ends is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._core.operator import operator
-from ..checks.kv_cache import check_kv_cache_append
+from ..checks.kv_cache import check_kv_cache_append, check_qk_norm_rope_append
 from ..formats.kv_cache import KvCache, allocate_kv_cache
 from ..reference import kv_cache as reference
 
-__all__ = ["KvCache", "allocate_kv_cache", "kv_cache_append"]
+__all__ = ["KvCache", "allocate_kv_cache", "kv_cache_append", "qk_norm_rope_append"]
 
 
 @operator(check=check_kv_cache_append, reference=reference.kv_cache_append, values=reference.check_values)
@@ -62,4 +62,49 @@ def kv_cache_append(
     Magnitudes are those of finite x: infinite ones and NaN spoil what shares their scale. The same inputs give the same bits in every run.
 
     Source: int4 is KIVI's (Liu et al., 2024).
+    """
+
+
+@operator(check=check_qk_norm_rope_append, reference=reference.qk_norm_rope_append, values=reference.check_prepared_values)
+def qk_norm_rope_append(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos_sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    k_residual: Tensor | None = None,
+    v_residual: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    kv_format: str = "auto",
+) -> Tensor:
+    """What stands between the GEMM of q, k and v and attention, in one launch: :func:`minfer.rms_norm` of each head of q and k where there
+    are weights, :func:`minfer.rope` of both, and :func:`kv_cache_append` of k and v.
+
+    Args:
+      qkv: [tokens, heads + 2 * heads_kv, head_dim], float16 or bfloat16: heads of queries, then those of keys, then those of values; the
+        cache says how many the latter are. Rows that do not begin at multiples of 16 bytes are copied first.
+      q_weight, k_weight: [head_dim] of qkv's dtype, of the norms of each head (Qwen3, Gemma 3); None: no normalisation.
+      cos_sin, positions, interleaved, rotary_dim: as in :func:`minfer.rope`.
+      k_cache, v_cache, slot_mapping, k_scale, v_scale, k_residual, v_residual, cu_seqlens, kv_format: as in :func:`kv_cache_append`; the
+        caches are of keys and values of head_dim elements. They must not overlap qkv. On CUDA residuals begin at multiples of 16 bytes.
+      eps, weight_offset: as in :func:`minfer.rms_norm`.
+
+    Returns:
+      The queries, [tokens, heads, head_dim] of qkv's dtype, contiguous. Those of tokens that have no slot are among them.
+
+    Raises:
+      RuntimeError: an argument cannot be right, as in :func:`minfer.rope` and :func:`kv_cache_append`.
+
+    Numerics: norm and rotation are float32, and their result is rounded once, to qkv's dtype: there is no rounding between the two. What
+    is stored of a key follows from that rounded value, as :func:`kv_cache_append` would store it. Values are stored as they are.
     """

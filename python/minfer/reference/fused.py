@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks.common import check_no_overlap
-from ..checks.fused import QUANT_BLOCK, block_scales_strides, check_values
+from ..checks.fused import QUANT_BLOCK, block_scales_strides
 from .epilogue import ACTIVATION, compute_dtype
 from .grouped_gemm import epilogue
+from .rotary import check_indices, rotate
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 INT8_MAX = 127.0
@@ -197,16 +198,9 @@ def gated_activation_quantized(
 
 
 def rope(q: Tensor, k: Tensor | None, cos_sin: Tensor, positions: Tensor, *, interleaved: bool = False, rotary_dim=None) -> None:
-    rotated = cos_sin.shape[1]
-    cosines, sines = cos_sin[positions.long()].unsqueeze(1).chunk(2, -1)  # [tokens, 1, rotated / 2]
     for x in (q, k):
-        if x is None:
-            continue
-        part = x[..., :rotated]
-        first, second = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
-        a, b = first.float(), second.float()
-        first.copy_((a * cosines - b * sines).to(x.dtype))
-        second.copy_((b * cosines + a * sines).to(x.dtype))
+        if x is not None:
+            rotate(x, cos_sin, positions, interleaved)
 
 
 def check_rope_values(q: Tensor, k: Tensor | None, cos_sin: Tensor, positions: Tensor, **_) -> None:
@@ -215,7 +209,7 @@ def check_rope_values(q: Tensor, k: Tensor | None, cos_sin: Tensor, positions: T
     for name, x in (("q", q), ("k", k)):
         if x is not None:
             check_no_overlap("rope", x, name, cos_sin=cos_sin, positions=positions)
-    check_values("rope", "positions", positions, cos_sin.shape[0], "rows of cos_sin")
+    check_indices("rope", "positions", positions, cos_sin.shape[0], "rows of cos_sin")
 
 
 def embedding(ids: Tensor, weight: Tensor, *, scale: float | None = None) -> Tensor:
@@ -224,4 +218,4 @@ def embedding(ids: Tensor, weight: Tensor, *, scale: float | None = None) -> Ten
 
 
 def check_embedding_values(ids: Tensor, weight: Tensor, **_) -> None:
-    check_values("embedding", "ids", ids, weight.shape[0], "rows of weight")
+    check_indices("embedding", "ids", ids, weight.shape[0], "rows of weight")

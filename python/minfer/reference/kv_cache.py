@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..checks import common as checks, kv_cache as checks_kv_cache
 from ..formats.kv_cache import KvCache
+from .rotary import check_indices, rotate
 
 
 def group_tokens_of(k_cache: Tensor, k_scale: Tensor) -> int:
@@ -148,25 +149,82 @@ def _append_groups(k: Tensor, v: Tensor, cache: KvCache, b: int, tokens: list[in
         cache.v_scale[page, :, :, rows] = torch.cat([scale[..., 0], minimum[..., 0]], -1).permute(1, 2, 0)
 
 
-def _cache_of(k: Tensor, k_cache: Tensor, v_cache: Tensor, kv_format: str, scales: dict[str, Tensor | None]) -> KvCache:
-    kv_format = checks_kv_cache.check_format(checks.Checker("kv_cache_append"), kv_format, k_cache.dtype, "k", k.dtype)
+def _cache_of(op: str, name: str, k: Tensor, k_cache: Tensor, v_cache: Tensor, kv_format: str, scales: dict[str, Tensor | None]) -> KvCache:
+    """``name``: of the argument that has the new keys, ``k``."""
+    kv_format = checks_kv_cache.check_format(checks.Checker(op), kv_format, k_cache.dtype, name, k.dtype)
     return KvCache(kv_format, k_cache, v_cache, **scales)
 
 
-def check_values(k, v, k_cache, v_cache, slot_mapping, *, cu_seqlens=None, kv_format="auto", **scales) -> None:
-    """What only reading memory can check of :func:`minfer.kv_cache_append`: slots and ends, and that what is written overlaps nothing."""
-    cache = _cache_of(k, k_cache, v_cache, kv_format, scales)
+def _check_cache_values(op: str, cache: KvCache, slot_mapping: Tensor, cu_seqlens: Tensor | None) -> None:
+    """What only reading memory can check: slots and ends, and that what is written does not overlap."""
     if cache.kv_format in ("int8", "int4"):
-        checks.check_no_overlap("kv_cache_append", cache.k_scale, "k_scale", v_scale=cache.v_scale)
+        checks.check_no_overlap(op, cache.k_scale, "k_scale", v_scale=cache.v_scale)
     if cache.kv_format == "int4":
-        checks.check_no_overlap("kv_cache_append", cache.k_residual, "k_residual", v_residual=cache.v_residual)
-    checks.check_no_overlap("kv_cache_append", k_cache, "k_cache", k=k)
-    checks.check_no_overlap("kv_cache_append", v_cache, "v_cache", v=v)
+        checks.check_no_overlap(op, cache.k_residual, "k_residual", v_residual=cache.v_residual)
     ends = None if cu_seqlens is None else cu_seqlens.tolist()
-    group = group_tokens_of(k_cache, cache.k_scale) if cache.kv_format == "int4" else None
-    checks_kv_cache.check_append_values(slot_mapping.tolist(), ends, k_cache.shape[0] * k_cache.shape[1], group)
+    group = group_tokens_of(cache.k, cache.k_scale) if cache.kv_format == "int4" else None
+    checks_kv_cache.check_append_values(op, slot_mapping.tolist(), ends, cache.k.shape[0] * cache.k.shape[1], group)
+
+
+def check_values(k, v, k_cache, v_cache, slot_mapping, *, cu_seqlens=None, kv_format="auto", **scales) -> None:
+    """Of :func:`minfer.kv_cache_append`."""
+    op = "kv_cache_append"
+    checks.check_no_overlap(op, k_cache, "k_cache", k=k)
+    checks.check_no_overlap(op, v_cache, "v_cache", v=v)
+    _check_cache_values(op, _cache_of(op, "k", k, k_cache, v_cache, kv_format, scales), slot_mapping, cu_seqlens)
 
 
 def kv_cache_append(k, v, k_cache, v_cache, slot_mapping, *, cu_seqlens=None, kv_format="auto", **scales) -> None:
     """:func:`append` with the operator's arguments."""
-    append(k, v, _cache_of(k, k_cache, v_cache, kv_format, scales), slot_mapping, None if cu_seqlens is None else cu_seqlens.tolist())
+    cache = _cache_of("kv_cache_append", "k", k, k_cache, v_cache, kv_format, scales)
+    append(k, v, cache, slot_mapping, None if cu_seqlens is None else cu_seqlens.tolist())
+
+
+# ---- behind normalisation and rotation -----------------------------------------------------------------------------------------------
+
+
+def _prepared(x: Tensor, weight: Tensor | None, cos_sin: Tensor, positions: Tensor, eps: float, offset: float, interleaved: bool) -> Tensor:
+    """Heads [tokens, heads, head_dim], normalised where there is a weight, and rotated; rounded once."""
+    y = x.contiguous().float()
+    if weight is not None:
+        y = y * (weight.float() + offset) * (y.square().mean(-1, keepdim=True) + eps).rsqrt()
+    rotate(y, cos_sin, positions, interleaved)
+    return y.to(x.dtype)
+
+
+def check_prepared_values(
+    qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slot_mapping, *, cu_seqlens=None, kv_format="auto", **options
+) -> None:
+    """Of :func:`minfer.qk_norm_rope_append`."""
+    op = "qk_norm_rope_append"
+    scales = {name: options.get(name) for name in checks_kv_cache.SCALES}
+    checks.check_no_overlap(op, k_cache, "k_cache", qkv=qkv)
+    checks.check_no_overlap(op, v_cache, "v_cache", qkv=qkv)
+    _check_cache_values(op, _cache_of(op, "qkv", qkv, k_cache, v_cache, kv_format, scales), slot_mapping, cu_seqlens)
+    check_indices(op, "positions", positions, cos_sin.shape[0], "rows of cos_sin")
+
+
+def qk_norm_rope_append(
+    qkv,
+    q_weight,
+    k_weight,
+    cos_sin,
+    positions,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    *,
+    eps=1e-6,
+    weight_offset=0.0,
+    interleaved=False,
+    rotary_dim=None,
+    cu_seqlens=None,
+    kv_format="auto",
+    **scales,
+) -> Tensor:
+    heads_kv = k_cache.shape[2]
+    q, k, v = qkv.split([qkv.shape[1] - 2 * heads_kv, heads_kv, heads_kv], 1)
+    how = (cos_sin, positions, eps, weight_offset, interleaved)
+    cache = _cache_of("qk_norm_rope_append", "qkv", qkv, k_cache, v_cache, kv_format, scales)
+    append(_prepared(k, k_weight, *how), v, cache, slot_mapping, None if cu_seqlens is None else cu_seqlens.tolist())
+    return _prepared(q, q_weight, *how)

@@ -12,6 +12,7 @@ from .grouped import GROUPED_FAMILIES
 from .kv_cache_append import KvCacheAppend
 from .moe_layer import LAYER_FAMILIES
 from .moe_routing import ROUTING_FAMILIES
+from .qk_norm_rope_append import QkNormRopeAppend
 from .quantized_gemm import QuantizedGemm
 from .sampling import Sample
 from .weights import WEIGHT_FAMILIES
@@ -23,6 +24,7 @@ FAMILIES: dict[str, Family] = {
         AttentionVarlen(),
         AttentionPaged(),
         KvCacheAppend(),
+        QkNormRopeAppend(),
         MergeAttentionStates(),
         AllocateKvCache(),
         Gemm(),

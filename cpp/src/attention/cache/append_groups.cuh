@@ -10,11 +10,16 @@
 // Residual rows of a head are read by one CTA only, the one that completes the sequence's first group, and only rows before that of the
 // call's first token. Where tokens of the last group belong in just these rows, that CTA writes them after it has read: no other CTA may.
 //
+// Where keys are prepared (norm_rope.cuh), whole warps do that with a group's rows of the call, through shared memory; and the last CTAs of
+// the grid have the heads of queries, one for each warp.
+//
 // Divisions and subtractions are IEEE's, in float32, and roundings to nearest even: codes equal those of the CPU kernel, bit for bit.
 #pragma once
 
-#include "attention/cache/append_params.cuh"
+#include <cstddef>
+
 #include "attention/cache/int4_steps.cuh"
+#include "attention/cache/norm_rope.cuh"
 #include "attention/cache/token_groups.cuh"
 #include "attention/cache/vector.cuh"
 #include "common/dependent_launch.cuh"
@@ -28,7 +33,7 @@ constexpr int kMaxGroupsV = kMaxVectors / 4;
 constexpr int kMaxRows = 8;  // rows of a group that a thread has: 64 rows of 28 or 32 vectors are divided among kSideThreads
 static_assert(kMaxVectors == kWarp && kMaxRows * (kSideThreads / kMaxVectors) == kMaxGroup);
 
-template <class T>
+template <class T, bool kPrepares>
 struct GroupStorage {
   static constexpr int kStride = kMaxVectors + 1;  // odd, since threads of neighbouring rows read a column
   GroupTask task[kGroupThreads / kWarp];
@@ -38,12 +43,20 @@ struct GroupStorage {
   T min_v[kMaxGroup * kStride], max_v[kMaxGroup * kStride];  // V: [group, kStride], of a vector of a row
   Steps steps_k[kMaxVectors * kPerVector];                   // K: [head_dim]
   Steps steps_v[kMaxGroupsV * kMaxGroup];                    // V: [groups_v, group]
+  uint4 space[kPrepares ? 512 : 1];
+
+  /// kPrepares: K's prepared rows [group, vectors] lie where the statistics are later.
+  __device__ __forceinline__ uint4* prepared() {
+    static_assert(!kPrepares || sizeof(GroupStorage) - offsetof(GroupStorage, min_k) >= sizeof(uint4) * kMaxGroup * kMaxVectors);
+    return min_k;
+  }
 };
 
 /// Quantises and stores a token group; called by the whole CTA. It is one function on purpose: with its phases as functions the compiler
 /// renames registers of four kernels, and as methods of an object it takes 40 more instructions (sm_90a).
-template <class T, int kWidth>
-__device__ __forceinline__ void complete_group(AppendParams const& params, GroupStorage<T>& shared, GroupTask const& task, uint32_t head) {
+template <class T, int kWidth, class Params>
+__device__ __forceinline__ void complete_group(Params const& params, GroupStorage<T, Params::kPrepares>& shared, GroupTask const& task,
+                                               uint32_t head) {
   using T2 = typename Float16<kDataTypeOf<T>>::Pair;
   int const group = params.group, lane = int(threadIdx.x) % kWarp;
   if (threadIdx.x / kWarp == 0) find_rows(params, task.begin, task.token, group - 1, lane, shared.source);
@@ -59,16 +72,32 @@ __device__ __forceinline__ void complete_group(AppendParams const& params, Group
   uint16_t* const residual = side.residual + (task.sequence * group * params.heads + head) * head_dim;  // [group, heads_kv, head_dim]
   int64_t const residual_stride = int64_t(params.heads) * head_dim;
   uint16_t const* const x_head = side.x + head * side.x_head;
+  if constexpr (Params::kPrepares) {
+    if (!is_v) {
+      for (int r = thread / kWarp; r < group; r += kSideThreads / kWarp) {
+        if (shared.source[r] < 0) continue;
+        Vector const y = load_side<T, kWidth>(params, 0, shared.source[r], head, lane);
+        if (lane < vectors) shared.prepared()[r * vectors + lane] = make_uint4(y.pair[0], y.pair[1], y.pair[2], y.pair[3]);
+      }
+    }
+    __syncthreads();
+  }
   Vector x[kMaxRows];
 #pragma unroll
   for (int j = 0; j < kMaxRows; ++j) {
     int const r = row_phase + j * row_step;
     if (active && r < group) {
       int const token = shared.source[r];
+      if (Params::kPrepares && !is_v && token >= 0) {
+        uint4 const y = shared.prepared()[r * vectors + vector];
+        x[j] = {y.x, y.y, y.z, y.w};
+        continue;
+      }
       uint16_t const* const row = token >= 0 ? x_head + token * side.x_token : residual + r * residual_stride;
       x[j] = load_vector<kWidth>(row, token >= 0 ? side.x_element : 1, vector);
     }
   }
+  if constexpr (Params::kPrepares) __syncthreads();
   if (active && !is_v) {  // K: minima and maxima of the vector's channels over the thread's rows
     T2 low[4], high[4];
 #pragma unroll
@@ -133,55 +162,72 @@ __device__ __forceinline__ void complete_group(AppendParams const& params, Group
       shared.steps_v[i] = make_steps(low, high, scale, scale + groups_v * params.page_size);
     }
   }
-  for (int r = thread / kWarp; r < task.residual_rows; r += kSideThreads / kWarp) {
-    int32_t const token = shared.rest[r];  // negative where slots that are not consecutive name a row that no token has
-    uint16_t const* const row = x_head + token * side.x_token;
-    if (token >= 0 && lane < vectors)
-      store_vector<kWidth>(load_vector<kWidth>(row, side.x_element, lane), residual + r * residual_stride, lane);
-  }
+  auto const store_rest = [&] {
+    for (int r = thread / kWarp; r < task.residual_rows; r += kSideThreads / kWarp) {
+      int32_t const token = shared.rest[r];  // negative where slots that are not consecutive name a row that no token has
+      if (token < 0) continue;
+      Vector const row = load_side<T, kWidth>(params, is_v ? 1 : 0, token, head, lane);
+      if (lane < vectors) store_vector<kWidth>(row, residual + r * residual_stride, lane);
+    }
+  };
+  if constexpr (!Params::kPrepares) store_rest();
   __syncthreads();
-
-  if (!active) return;
-  uint8_t* const codes = side.cache + task.page * side.page_bytes + task.row * side.row_bytes + head * side.head_bytes + vector * 4;
-  Steps const* const steps_of_row = shared.steps_v + vector / vectors_of_group * group;
-  // The codes of a pair of elements replace the pair in its register.
+  auto const store_codes = [&] {
+    if (!active) return;
+    uint8_t* const codes = side.cache + task.page * side.page_bytes + task.row * side.row_bytes + head * side.head_bytes + vector * 4;
+    Steps const* const steps_of_row = shared.steps_v + vector / vectors_of_group * group;
+    // The codes of a pair of elements replace the pair in its register.
 #pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    Steps low, high;
-    if (!is_v) {
-      low = shared.steps_k[vector * kPerVector + 2 * p];
-      high = shared.steps_k[vector * kPerVector + 2 * p + 1];
+    for (int p = 0; p < 4; ++p) {
+      Steps low, high;
+      if (!is_v) {
+        low = shared.steps_k[vector * kPerVector + 2 * p];
+        high = shared.steps_k[vector * kPerVector + 2 * p + 1];
+      }
+#pragma unroll
+      for (int j = 0; j < kMaxRows; ++j) {
+        int const r = row_phase + j * row_step;
+        if (r >= group) break;
+        if (is_v) low = high = steps_of_row[r];
+        float2 const two = Float16<kDataTypeOf<T>>::unpack(x[j].pair[p]);
+        x[j].pair[p] = code_int4(two.x, low) | code_int4(two.y, high) << 4;
+      }
     }
 #pragma unroll
     for (int j = 0; j < kMaxRows; ++j) {
       int const r = row_phase + j * row_step;
       if (r >= group) break;
-      if (is_v) low = high = steps_of_row[r];
-      float2 const two = Float16<kDataTypeOf<T>>::unpack(x[j].pair[p]);
-      x[j].pair[p] = code_int4(two.x, low) | code_int4(two.y, high) << 4;
+      uint32_t const word = x[j].pair[0] | x[j].pair[1] << 8 | x[j].pair[2] << 16 | x[j].pair[3] << 24;
+      *reinterpret_cast<uint32_t*>(codes + r * side.row_bytes) = word;
     }
-  }
-#pragma unroll
-  for (int j = 0; j < kMaxRows; ++j) {
-    int const r = row_phase + j * row_step;
-    if (r >= group) break;
-    uint32_t const word = x[j].pair[0] | x[j].pair[1] << 8 | x[j].pair[2] << 16 | x[j].pair[3] << 24;
-    *reinterpret_cast<uint32_t*>(codes + r * side.row_bytes) = word;
+  };
+  store_codes();
+  if constexpr (Params::kPrepares) {  // only now, when x takes no registers any more
+    store_rest();
+    __syncthreads();
   }
 }
 
-template <class T, int kWidth>
-__global__ void __launch_bounds__(kGroupThreads, kGroupCtas) append_groups_kernel(__grid_constant__ AppendParams const params) {
-  __shared__ GroupStorage<T> shared;
+template <class T, int kWidth, class Params>
+__global__ void __launch_bounds__(kGroupThreads, kGroupCtas) append_groups_kernel(__grid_constant__ Params const params) {
+  __shared__ GroupStorage<T, Params::kPrepares> shared;
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
   wait_for_predecessor();
 #endif
-  uint32_t const block = blockIdx.x / params.heads, head = blockIdx.x - block * params.heads;
   int const warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
+  if constexpr (Params::kPrepares) {
+    if (blockIdx.x >= params.group_ctas) {
+      uint32_t const item = (blockIdx.x - params.group_ctas) * (kGroupThreads / kWarp) + uint32_t(warp);
+      uint32_t const token = item / params.heads_of.heads_q;
+      if (token < params.tokens) store_query<T>(params.heads_of, token, item - token * params.heads_of.heads_q, lane);
+      return;
+    }
+  }
+  uint32_t const block = blockIdx.x / params.heads, head = blockIdx.x - block * params.heads;
   bool completes = false;
   if (warp < params.cta_tokens) {
-    GroupTask const task = place_token<kWidth>(params, block * uint32_t(params.cta_tokens) + uint32_t(warp), head, lane);
+    GroupTask const task = place_token<T, kWidth>(params, block * uint32_t(params.cta_tokens) + uint32_t(warp), head, lane);
     if (lane == 0) shared.task[warp] = task;
     completes = task.token >= 0;
   }

@@ -1,13 +1,14 @@
 // Appends keys and values to a cache whose tokens are stored one by one: 16 bits, fp8, int8.
 //
 // A warp has one head of one token, and each lane one vector of its K and one of its V: both loads are issued before the slot is known.
+// Where keys are prepared (norm_rope.cuh), the heads of queries come first, each with a warp of its own.
 // int8's scale is the largest magnitude over the warp / 127.
 // Divisions are IEEE's, in float32, and roundings to nearest even: codes equal those of the CPU kernel, bit for bit.
 #pragma once
 
 #include <cuda_fp8.h>
 
-#include "attention/cache/append_params.cuh"
+#include "attention/cache/norm_rope.cuh"
 #include "attention/cache/vector.cuh"
 #include "common/dependent_launch.cuh"
 
@@ -51,17 +52,29 @@ __device__ __forceinline__ uint2 codes_int8(Vector const& x, float scale) {
   return make_uint2(words[0], words[1]);
 }
 
-template <WeightFormat kFormat, class T, int kWidth>
-__global__ void __launch_bounds__(kRowThreads) append_rows_kernel(__grid_constant__ AppendParams const params) {
+template <WeightFormat kFormat, class T, int kWidth, class Params>
+__global__ void __launch_bounds__(kRowThreads) append_rows_kernel(__grid_constant__ Params const params) {
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
   wait_for_predecessor();
 #endif
   uint32_t const item = blockIdx.x * (kRowThreads / kWarp) + threadIdx.x / kWarp;
-  uint32_t const token = item / params.heads, head = item - token * params.heads;
+  uint32_t heads = params.heads;
+  if constexpr (Params::kPrepares) heads += params.heads_of.heads_q;
+  uint32_t const token = item / heads;
+  uint32_t head = item - token * heads;
   if (token >= params.tokens) return;
   int const lane = int(threadIdx.x % kWarp);
+  if constexpr (Params::kPrepares) {
+    if (head < params.heads_of.heads_q) {
+      store_query<T>(params.heads_of, token, head, lane);
+      return;
+    }
+    head -= params.heads_of.heads_q;
+  }
   int64_t const slot = params.slot(token);
+  [[maybe_unused]] int64_t position = 0;
+  if constexpr (Params::kPrepares) position = params.heads_of.position(token);
   Vector x[2] = {};
   float scale[2] = {1.0f, 1.0f};
 #pragma unroll
@@ -71,6 +84,7 @@ __global__ void __launch_bounds__(kRowThreads) append_rows_kernel(__grid_constan
     if constexpr (kFormat == WeightFormat::kFp8E4M3) scale[i] = static_cast<float const*>(side.scale)[head * side.scale_stride];
   }
   if (!params.stored(slot)) return;
+  if constexpr (Params::kPrepares) x[0] = prepare_head<T>(params.heads_of, params.heads_of.k_weight, x[0], position, lane);
   int64_t const page = params.page_of(slot), row = slot - page * params.page_size;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -4,7 +4,7 @@
 namespace minfer {
 
 #if !MINFER_WITH_CUDA
-Status append_to_kv_cache(KvAppend const&, DeviceProperties const&, bool, Stream) {
+Status append_to_kv_cache(KvAppend const&, NormRope const*, DeviceProperties const&, bool, Stream) {
   return Status::failure(StatusCode::kNotCompiled, "this build has no CUDA code");
 }
 #endif

@@ -5,7 +5,7 @@
 // other rows.
 #pragma once
 
-#include "attention/cache/append_params.cuh"
+#include "attention/cache/norm_rope.cuh"
 #include "attention/cache/vector.cuh"
 
 namespace minfer::attention {
@@ -70,18 +70,15 @@ __device__ __forceinline__ void find_rows(AppendParams const& params, int64_t be
 }
 
 /// Stores a token's row in the residual if it stays there, and returns the task of its group if the token completes it. Called by a warp.
-template <int kWidth>
-__device__ __forceinline__ GroupTask place_token(AppendParams const& params, uint32_t token, uint32_t head, int lane) {
+template <class T, int kWidth, class Params>
+__device__ __forceinline__ GroupTask place_token(Params const& params, uint32_t token, uint32_t head, int lane) {
   GroupTask task{-1, 0, 0, -1, 0, 0, 0, 0};
   if (token >= params.tokens) return task;
   bool const alone = params.cu_seqlens == nullptr;
   Vector x[2] = {};
   auto const load = [&] {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      RowsParams const& side = params.side[i];
-      if (lane < side.vectors) x[i] = load_vector<kWidth>(side.row(token, head), side.x_element, lane);
-    }
+    for (int i = 0; i < 2; ++i) x[i] = load_side<T, kWidth>(params, i, token, head, lane);
   };
   if (alone) load();  // in a prefill, most tokens are not stored in the residual and need no load
   int64_t const slot = params.slot(token);

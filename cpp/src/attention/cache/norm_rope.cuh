@@ -1,0 +1,163 @@
+// Normalisation and rotary embedding of a head of queries or keys, by a warp, as it is appended (minfer/kv_cache.h, NormRope).
+//
+// A lane has one vector of 8 elements. The other elements of its pairs are in the vector itself (interleaved), in the vector of the lane
+// rotary_dim / 16 away, or, where rotary_dim / 2 is no multiple of 8, in two vectors. All of it is float32 and rounded once.
+#pragma once
+
+#include "attention/cache/append_params.cuh"
+#include "attention/cache/vector.cuh"
+#include "common/dependent_launch.cuh"
+
+namespace minfer::attention {
+
+struct NormRopeParams {
+  uint16_t const* q;        // [tokens, heads_q, head_dim]
+  int64_t q_token, q_head;  // strides
+  uint16_t* q_out;          // [tokens, heads_q, head_dim], contiguous
+  uint32_t heads_q;
+  uint16_t const *q_weight, *k_weight;  // [head_dim], or null: no normalisation
+  float eps, weight_offset;
+  float const* cos_sin;  // [length, rotary_dim]
+  int64_t length;
+  void const* positions;  // [tokens]
+  int32_t vectors;        // head_dim / 8
+  int32_t rotary_dim;
+  bool positions_64bit, interleaved;
+  bool table_wide;  // four cosines are one access
+
+  __device__ __forceinline__ int64_t position(int64_t token) const {
+    return positions_64bit ? load_operand(static_cast<int64_t const*>(positions) + token)
+                           : load_operand(static_cast<int32_t const*>(positions) + token);
+  }
+};
+
+/// Where keys are stored as they come.
+struct PlainAppendParams : AppendParams {
+  static constexpr bool kPrepares = false;
+};
+/// Where they are normalised and rotated first, and queries are, too.
+struct PreparedAppendParams : AppendParams {
+  static constexpr bool kPrepares = true;
+  NormRopeParams heads_of;
+  uint32_t group_ctas;  // int4: CTAs that have tokens of keys and values
+};
+
+/// kCount numbers of the table; zeros where the position is none of it.
+template <int kCount>
+__device__ __forceinline__ void load_table(float const* from, bool known, bool wide, float (&to)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    float4 four = {};
+    if (known && wide) four = load_operand(reinterpret_cast<float4 const*>(from + i));
+    if (known && !wide) four = {from[i], from[i + 1], from[i + 2], from[i + 3]};
+    to[i] = four.x, to[i + 1] = four.y, to[i + 2] = four.z, to[i + 3] = four.w;
+  }
+}
+
+/// Called by a warp; lanes from `vectors` on have zeros.
+template <class T>
+__device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t const* weight, Vector const& x, int64_t position,
+                                               int lane) {
+  float v[kPerVector];
+  unpack<T>(x, v);
+  if (weight != nullptr) {
+    Vector factors = {};
+    if (lane < p.vectors) factors = load_vector<kPerVector>(weight, 1, lane);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) sum = fmaf(v[i], v[i], sum);
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    float const scale = rsqrtf(__fdividef(sum, float(p.vectors * kPerVector)) + p.eps);
+    float w[kPerVector];
+    unpack<T>(factors, w);
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) v[i] = v[i] * (w[i] + p.weight_offset) * scale;
+  }
+  bool const known = position >= 0 && position < p.length;
+  int const half = p.rotary_dim / 2, first = lane * kPerVector;
+  float const* const row = p.cos_sin + (known ? position : 0) * p.rotary_dim;
+  if (p.interleaved) {
+    int const pair = first / 2;
+    if (pair < half) {
+      float c[kPerVector / 2] = {}, s[kPerVector / 2] = {};
+      if (pair + kPerVector / 2 <= half) {
+        load_table(row + pair, known, p.table_wide, c);
+        load_table(row + half + pair, known, p.table_wide, s);
+      } else if (known) {
+#pragma unroll
+        for (int i = 0; i < kPerVector / 2; ++i) {
+          if (pair + i < half) c[i] = row[pair + i], s[i] = row[half + pair + i];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kPerVector / 2; ++i) {
+        if (pair + i >= half) continue;
+        float const a = v[2 * i], b = v[2 * i + 1];
+        v[2 * i] = fmaf(a, c[i], -(b * s[i]));
+        v[2 * i + 1] = fmaf(b, c[i], a * s[i]);
+      }
+    }
+  } else if (half % kPerVector == 0) {
+    bool const rotated = first < p.rotary_dim, is_first = first < half;
+    int const step = half / kPerVector, partner = !rotated ? lane : is_first ? lane + step : lane - step;
+    float other[kPerVector], c[kPerVector], s[kPerVector];
+    int const at = is_first ? first : first - half;
+    load_table(row + at, known && rotated, p.table_wide, c);
+    load_table(row + half + at, known && rotated, p.table_wide, s);
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) other[i] = __shfl_sync(kAllLanes, v[i], partner);
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      float const product = other[i] * s[i];
+      if (rotated) v[i] = fmaf(v[i], c[i], is_first ? -product : product);
+    }
+  } else {
+    float turned[kPerVector];
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) {
+      int const own = first + i, at = own < half ? own : own - half;
+      bool const rotated = own < p.rotary_dim;
+      int const partner = !rotated ? own : own < half ? own + half : at;
+      float other = 0.0f;
+#pragma unroll
+      for (int k = 0; k < kPerVector; ++k) {
+        float const candidate = __shfl_sync(kAllLanes, v[k], partner / kPerVector);
+        if (partner % kPerVector == k) other = candidate;
+      }
+      float const c = known && rotated ? row[at] : 0.0f, s = known && rotated ? row[half + at] : 0.0f, product = other * s;
+      turned[i] = rotated ? fmaf(v[i], c, own < half ? -product : product) : v[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kPerVector; ++i) v[i] = turned[i];
+  }
+  Vector y;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) y.pair[i] = Float16<kDataTypeOf<T>>::pack(v[2 * i], v[2 * i + 1]);
+  return y;
+}
+
+/// A head of queries; called by a warp.
+template <class T>
+__device__ __forceinline__ void store_query(NormRopeParams const& p, uint32_t token, uint32_t head, int lane) {
+  int64_t const position = p.position(token);
+  Vector x = {};
+  if (lane < p.vectors) x = load_vector<kPerVector>(p.q + token * p.q_token + head * p.q_head, 1, lane);
+  Vector const y = prepare_head<T>(p, p.q_weight, x, position, lane);
+  uint16_t* const to = p.q_out + (int64_t(token) * p.heads_q + head) * p.vectors * kPerVector;
+  if (lane < p.vectors) store_vector<kPerVector>(y, to, lane);
+}
+
+/// A vector of a row of keys (side 0) or values of the call; called by a warp, lane for lane.
+template <class T, int kWidth, class Params>
+__device__ __forceinline__ Vector load_side(Params const& params, int side_index, int64_t token, uint32_t head, int lane) {
+  RowsParams const& side = params.side[side_index];
+  Vector x = {};
+  if (lane < side.vectors) x = load_vector<kWidth>(side.row(token, head), side.x_element, lane);
+  if constexpr (Params::kPrepares) {
+    if (side_index == 0) x = prepare_head<T>(params.heads_of, params.heads_of.k_weight, x, params.heads_of.position(token), lane);
+  }
+  return x;
+}
+
+}  // namespace minfer::attention
