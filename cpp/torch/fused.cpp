@@ -547,6 +547,56 @@ Tensor embedding_out(Tensor const& ids, Tensor const& weight, std::optional<doub
   return out;
 }
 
+// ---- Hadamard transform --------------------------------------------------------------------------------------------------------------
+
+struct HadamardCall {
+  char const* op = "minfer::hadamard";
+  Hadamard hadamard{};
+  Tensor const& x;
+
+  HadamardCall(Tensor const& x, int64_t block, bool transpose) : x(x) {
+    check_rows(op, x, true);
+    HadamardShape shape;
+    if (!find_hadamard_shape(block, &shape)) {
+      fail(op, ": block must be a power of two, or 12, 20 or 28 times one, up to ", kMostHadamardBlock, ", got ", block);
+    }
+    hadamard.width = x.size(x.dim() - 1);
+    if (hadamard.width % block != 0) fail(op, ": x must have whole blocks of ", block, " columns, got ", x);
+    hadamard.type = data_type(x.scalar_type());
+    hadamard.block = block;
+    hadamard.transpose = transpose;
+    hadamard.rows = 1;
+    for (int64_t i = 0; i + 1 < x.dim(); ++i) hadamard.rows *= x.size(i);
+  }
+
+  void run(Tensor const& out, OnDevice const& on) {
+    if (hadamard.rows == 0 || hadamard.width == 0) return;
+    RowWalk walk(op, "x", x);
+    hadamard.y = walk.write("out", out, false);
+    hadamard.x = walk.x();
+    hadamard.inner = walk.inner();
+    Status const status = transform(hadamard, on.properties(), on.programmatic(), on.stream());
+    if (!status.ok()) fail(op, ": x ", x, ": ", status.message);
+    walk.store();
+  }
+};
+
+Tensor hadamard(Tensor const& x, int64_t block, bool transpose) {
+  HadamardCall call(x, block, transpose);
+  OnDevice const on(call.op, x);
+  Tensor const out = allocate(call.op, x, x.sizes(), x.scalar_type(), "the output of x ", x);
+  call.run(out, on);
+  return out;
+}
+
+Tensor hadamard_out(Tensor const& x, int64_t block, bool transpose, Tensor const& out) {
+  HadamardCall call(x, block, transpose);
+  check_out(call.op, out, x.sizes(), x.scalar_type(), {"x", x});
+  if (!is_same_view(out, x)) check_no_overlap(call.op, out, "x", x);
+  call.run(out, OnDevice(call.op, x));
+  return out;
+}
+
 constexpr Operator kOperators[] = {
     {"rms_norm(Tensor x, Tensor? weight=None, float eps=1e-06, *, float weight_offset=0.0, str? kernel=None) -> Tensor", boxed<&rms_norm>,
      boxed<&rms_norm_out>},
@@ -574,6 +624,7 @@ constexpr Operator kOperators[] = {
     {"dequantize(Tensor q, Tensor scales, str quant, *, ScalarType dtype) -> Tensor", boxed<&dequantize>},
     {"rope(Tensor(a!) q, Tensor(b!)? k, Tensor cos_sin, Tensor positions, *, bool interleaved=False, int? rotary_dim=None) -> ()",
      boxed<&rope>},
+    {"hadamard(Tensor x, int block, *, bool transpose=False) -> Tensor", boxed<&hadamard>, boxed<&hadamard_out>},
     {"embedding(Tensor ids, Tensor weight, *, float? scale=None) -> Tensor", boxed<&embedding>, boxed<&embedding_out>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }

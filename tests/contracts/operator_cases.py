@@ -98,9 +98,12 @@ def calls(device: str) -> dict[str, list[Call]]:
         add("rms_norm", x, randn(x.shape[-1]), weight_offset=1.0)
         add("layer_norm", x, randn(x.shape[-1]), randn(x.shape[-1]))
         add("softmax", x)
+        add("hadamard", x, 8)
         add("log_softmax", x.float())
         add("activation", x, "gelu", bias=randn(x.shape[-1]))
         add("gated_activation", x)
+    for block in (512, 48, 14336, 32768):
+        add("hadamard", randn(2, 2 * block), block)
     for quant, scale in modes:
         add("rms_norm_quantized", rows, **quant, weight=factor, **scale)
         add("gated_activation_quantized", gated, **quant, **scale)

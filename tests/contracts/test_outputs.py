@@ -69,6 +69,7 @@ def row_forms(device):
         "activation": lambda a, out, **o: minfer.activation(a, "gelu", bias=o.get("bias", bias), out=out),
         "gated_activation": lambda a, out: minfer.gated_activation(a, out=out),
         "embedding": embedding,
+        "hadamard": lambda a, out: minfer.hadamard(a, 4, out=out),
     }
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.contracts import numerics_cases as numerics
+from tests.fuzz.truth import rows as truth
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
@@ -368,3 +369,27 @@ def bad_call(op: str, case: str, device: str) -> tuple[dict[str, Any], str]:
 def function(op: str) -> Callable[..., Any]:
     """The operator's wrapper."""
     return minfer.ops.fused.quantize if op == "quantize" else getattr(minfer, op)
+
+
+# ---- Hadamard transform --------------------------------------------------------------------------------------------------------------
+
+HADAMARD_BLOCKS = (*(1 << bits for bits in range(16)), *(outer << bits for outer in (12, 20, 28) for bits in range(11)))
+
+
+def check_hadamard(x, block, out, transpose=False, what=""):
+    """Against float64."""
+    y = truth.hadamard(x, block, transpose)
+    y = y.rounded(x.dtype) if x.dtype != torch.float32 else y
+    off = (out.double() - y.value).abs()
+    assert (off <= y.error + 2.0**-126).all(), f"{what}: {block} of {list(x.shape)}, {float(off.max())}"
+
+
+BAD_HADAMARD = [
+    (dict(block=0), "block must be"),
+    (dict(block=36), "block must be a power of two, or 12, 20 or 28 times one, up to 32768, got 36"),
+    (dict(block=65536), "block must be"),
+    (dict(block=32), "x must have whole blocks of 32 columns"),
+    (dict(x=torch.zeros(3, 48, dtype=torch.int8)), "x must be float16, bfloat16 or float32"),
+    (dict(x=torch.tensor(1.0)), "x must have at least one mode"),
+    (dict(out=torch.zeros(3, 47)), "out must be"),
+]

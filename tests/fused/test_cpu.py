@@ -1,6 +1,7 @@
 """The operators between the GEMMs on CPU against float64; their errors, fakes, opcheck and torch.compile."""
 
 import math
+import re
 
 import minfer
 import pytest
@@ -13,13 +14,16 @@ from tests.contracts.test_registration import check_op, need
 from tests.fused.cases import (
     BAD,
     BAD_CASES,
+    BAD_HADAMARD,
     CASES,
+    HADAMARD_BLOCKS,
     HALVES,
     QUANTIZED,
     QUANTS,
     ROWS,
     SCALES,
     bad_call,
+    check_hadamard,
     check_stored,
     function,
     given_scale,
@@ -521,3 +525,35 @@ def test_one_operator_a_call():
         with Calls() as calls:
             call()
         assert calls.count == 1
+
+
+# ---- Hadamard transform --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=name_of)
+@pytest.mark.parametrize("block", HADAMARD_BLOCKS)
+def test_hadamard(block, dtype):
+    """Few rows and many, blocks that share a tile and its rest, rows at any address, out= and x itself, and there and back."""
+    for rows, blocks in ((1, 1), (3, 7), (5, 1), (max((1 << 16) // block, 1), 1)):
+        width = block * blocks
+        if rows * width > 1 << 16 and rows > 1:
+            continue
+        x = torch.randn(rows, width + 8, device="cpu").to(dtype)
+        for view in (x[:, :width], x[:, 1 : 1 + width]):
+            out = minfer.hadamard(view, block)
+            check_hadamard(view, block, out)
+            assert torch.equal(minfer.hadamard(view, block, out=torch.empty_like(x)[:, 2 : 2 + width]), out)
+        own = view.clone()
+        assert minfer.hadamard(own, block, out=own) is own and torch.equal(own, out)
+        check_hadamard(out, block, minfer.hadamard(out, block, transpose=True), transpose=True)
+    if dtype == torch.float32:
+        back = minfer.hadamard(minfer.hadamard(x, block) if x.shape[1] % block == 0 else out, block, transpose=True)
+        assert torch.allclose(back, x if x.shape[1] % block == 0 else view, atol=1e-4)
+
+
+@pytest.mark.parametrize("change, message", BAD_HADAMARD)
+def test_hadamard_refuses(change, message):
+    given = dict(x=torch.zeros(3, 48), block=16) | change
+    given = {name: x.to("cpu") if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    with pytest.raises(RuntimeError, match=f"minfer::hadamard: {re.escape(message)}"):
+        minfer.hadamard(**given)

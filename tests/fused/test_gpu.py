@@ -17,13 +17,16 @@ from tests.contracts.test_registration import check_op
 from tests.fused.cases import (
     BAD,
     BAD_CASES,
+    BAD_HADAMARD,
     CASES,
+    HADAMARD_BLOCKS,
     HALVES,
     QUANTIZED,
     QUANTS,
     ROWS,
     SCALES,
     bad_call,
+    check_hadamard,
     check_stored,
     function,
     given_scale,
@@ -467,3 +470,36 @@ def test_opcheck(op):
         check_op(overloads.default, (), call)
         if "out" in overloads.overloads():
             check_op(overloads.out, (), call | {"out": torch.empty_like(function(op)(**call))})
+
+
+# ---- Hadamard transform --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=name_of)
+@pytest.mark.parametrize("block", HADAMARD_BLOCKS)
+def test_hadamard(block, dtype):
+    """Few rows and many, blocks that share a tile and its rest, rows at any address, out= and x itself, and there and back."""
+    for rows, blocks in ((1, 1), (3, 7), (5, 1), (max((1 << 22) // block, 1), 1)):
+        width = block * blocks
+        if rows * width > 1 << 22 and rows > 1:
+            continue
+        x = torch.randn(rows, width + 8, device=DEVICE).to(dtype)
+        for view in (x[:, :width], x[:, 1 : 1 + width]):
+            poison()
+            out = minfer.hadamard(view, block)
+            check_hadamard(view, block, out)
+            assert torch.equal(minfer.hadamard(view, block, out=torch.empty_like(x)[:, 2 : 2 + width]), out)
+        own = view.clone()
+        assert minfer.hadamard(own, block, out=own) is own and torch.equal(own, out)
+        check_hadamard(out, block, minfer.hadamard(out, block, transpose=True), transpose=True)
+    if dtype == torch.float32:
+        back = minfer.hadamard(minfer.hadamard(x, block) if x.shape[1] % block == 0 else out, block, transpose=True)
+        assert torch.allclose(back, x if x.shape[1] % block == 0 else view, atol=1e-4)
+
+
+@pytest.mark.parametrize("change, message", BAD_HADAMARD)
+def test_hadamard_refuses(change, message):
+    given = dict(x=torch.zeros(3, 48), block=16) | change
+    given = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    with pytest.raises(RuntimeError, match=f"minfer::hadamard: {re.escape(message)}"):
+        minfer.hadamard(**given)

@@ -79,6 +79,7 @@ OPERANDS |= {
     "gated_activation_quantized": ("x", "scale"),
     "quantize": ("x", "scale"),
     "dequantize": ("q", "scales"),
+    "hadamard": ("x",),
     "rope": ("q", "k", "cos_sin", "positions"),
     "embedding": ("ids", "weight"),
     "sample": (

@@ -164,4 +164,37 @@ struct Dequantize {
 };
 Status dequantize(Dequantize const& dequantize, bool programmatic, Stream stream);
 
+// ---- Hadamard transform ------------------------------------------------------------------------------------------------------------
+
+/// Each block of a row becomes H block / sqrt(its size), in fp32, rounded once. Of a power of two H is Sylvester's, of 12, 20 and 28 Paley's,
+/// of the product of one of these with a power of two their Kronecker product. transpose: H^T, which is the inverse.
+struct Hadamard {
+  DataType type = DataType::kBF16;  // 16-bit or float32
+  RowTensor x, y;                   // y may be x
+  int64_t inner = 1;                // rows that follow each other at inner_stride, of both
+  int64_t rows = 0, width = 0;
+  int64_t block = 0;  // elements, a divisor of width
+  bool transpose = false;
+};
+
+/// block = outer * 2^bits.
+struct HadamardShape {
+  int outer = 1, bits = 0;
+};
+constexpr int64_t kMostHadamardBlock = 32768;
+/// False for blocks that are no power of two, nor 12, 20 or 28 times one, or above kMostHadamardBlock.
+inline bool find_hadamard_shape(int64_t block, HadamardShape* shape) {
+  if (block < 1 || block > kMostHadamardBlock) return false;
+  int64_t odd = block;
+  int bits = 0;
+  while (odd % 2 == 0) odd /= 2, ++bits;
+  if (odd == 1) {
+    *shape = {1, bits};
+    return true;
+  }
+  *shape = {int(4 * odd), bits - 2};
+  return bits >= 2 && (odd == 3 || odd == 5 || odd == 7);
+}
+Status transform(Hadamard const& hadamard, DeviceProperties const& device, bool programmatic, Stream stream);
+
 }  // namespace minfer

@@ -221,6 +221,7 @@ Status run_rows(RowPlan const& plan, RowProblem const& problem, RowOperands cons
 Status rotate(Rope const&, bool, Stream) { return without_cuda(); }
 Status embed(Embedding const&, bool, Stream) { return without_cuda(); }
 Status dequantize(Dequantize const&, bool, Stream) { return without_cuda(); }
+Status transform(Hadamard const&, DeviceProperties const&, bool, Stream) { return without_cuda(); }
 Status sample(Sampling const&, DeviceProperties const&, bool, Stream) { return without_cuda(); }
 #endif
 

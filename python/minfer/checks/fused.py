@@ -31,6 +31,7 @@ from .common import (
 
 FLOATS = (*DTYPES, torch.float32)
 QUANTS = ("fp8_tensor", "fp8_token", "fp8_block128", "int8_token")
+MOST_HADAMARD_BLOCK = 32768
 QUANT_BLOCK = 128  # columns that share a scale
 GATE_LAYOUTS = ("halves", "alternating", "blocks")
 SWIGLUOAI = "swigluoai"
@@ -332,6 +333,31 @@ def check_rope(
             check(good, text, tokens, head_dim, k.shape)
         check_device(check, "k", k, "q", q)
     check_rotary_table(check, cos_sin, positions, rotary_dim, tokens, head_dim, "q", q)
+
+
+# ---- Hadamard transform --------------------------------------------------------------------------------------------------------------
+
+
+def hadamard_shape(block: int) -> tuple[int, int] | None:
+    """(outer, bits) with block = outer * 2^bits, of blocks that there is a transform for."""
+    if not 1 <= block <= MOST_HADAMARD_BLOCK:
+        return None
+    bits = (block & -block).bit_length() - 1
+    odd = block >> bits
+    if odd == 1:
+        return 1, bits
+    return (4 * odd, bits - 2) if bits >= 2 and odd in (3, 5, 7) else None
+
+
+def check_hadamard(x: Tensor, block: int, *, transpose: bool = False, out: Tensor | None = None) -> Result:
+    check = Checker("hadamard")
+    _check_rows(check, x, float32=True)
+    text = "block must be a power of two, or 12, 20 or 28 times one, up to {}, got {}"
+    check(hadamard_shape(int(block)) is not None, text, MOST_HADAMARD_BLOCK, block)
+    check(x.shape[-1] % block == 0, "x must have whole blocks of {} columns, got {}", block, x.shape)
+    if out is not None:
+        _check_written(check, "out", out, x.dtype, x.shape, "x", x)
+    return Result(x, x.shape, x.dtype)
 
 
 # ---- embedding -----------------------------------------------------------------------------------------------------------------------

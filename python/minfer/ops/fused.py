@@ -41,6 +41,7 @@ __all__ = [
     "gated_activation_quantized",
     "gelu",
     "gelu_and_mul",
+    "hadamard",
     "layer_norm",
     "log_softmax",
     "quantize_fp8",
@@ -544,6 +545,33 @@ def dequantize(q: Tensor, scales: Tensor, quant: str, *, dtype: torch.dtype) -> 
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
 
     Numerics: float32, rounded once.
+    """
+
+
+# ---- Hadamard transform --------------------------------------------------------------------------------------------------------------
+
+
+@operator(check=checks.check_hadamard, reference=reference.hadamard, out=OutForm(may_be=("x",)))
+def hadamard(x: Tensor, block: int, *, transpose: bool = False, out: Tensor | None = None) -> Tensor:
+    """y = H x / sqrt(block) of each block of a row: a rotation that spreads outliers over a block, before it is quantised.
+
+    Args:
+      x: [..., width], float16, bfloat16 or float32, views as in :func:`rms_norm`; width is a multiple of block.
+      block: a power of two up to 32768, or 12, 20 or 28 times one up to 28672. H is Sylvester's Hadamard matrix, or the Kronecker product
+        of Paley's matrix of order 12, 20 or 28 with that of the power of two. These are QuaRot's rotations, so that weights which it has
+        rotated fit.
+      transpose: H^T in place of H, which is the inverse. They differ for 12 and 20 only.
+      out: y itself, x's dtype and shape, any strides that keep its elements apart. It may be x, but must not overlap it otherwise.
+
+    Returns:
+      y like x, contiguous (or ``out``).
+
+    Raises:
+      RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
+
+    Numerics: sums in float32, a tree of log2(block) levels; y is rounded once. There is no backward.
+
+    Source: QuaRot (Ashkboos et al., 2024); Paley, 1933.
     """
 
 

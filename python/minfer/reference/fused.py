@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks.common import check_no_overlap
-from ..checks.fused import QUANT_BLOCK, block_scales_strides
+from ..checks.fused import QUANT_BLOCK, block_scales_strides, hadamard_shape
 from .epilogue import ACTIVATION, compute_dtype
 from .grouped_gemm import epilogue
 from .rotary import check_indices, rotate
@@ -192,6 +192,45 @@ def gated_activation_quantized(
     x: Tensor, quant: str, activation: str = "silu", *, gate_layout: str = "halves", scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     return quantized(_gated(x, activation, gate_layout), quant, scale)
+
+
+# ---- Hadamard transform --------------------------------------------------------------------------------------------------------------
+
+
+def _character(order: int) -> Tensor:
+    """[order, order] of a prime: whether the difference of row and column is a square modulo it, 1 or -1, and 0 of 0."""
+    squares = {i * i % order for i in range(1, order)}
+    of_difference = torch.tensor([0.0 if i == 0 else 1.0 if i in squares else -1.0 for i in range(order)])
+    places = torch.arange(order)
+    return of_difference[(places[:, None] - places[None, :]) % order]
+
+
+def hadamard_outer(order: int) -> Tensor:
+    """The matrix of order 1, 12, 20 or 28, float32: of 12 and 20 by Paley's first construction, of 28 by his second (Paley, 1933)."""
+    if order == 1:
+        return torch.ones(1, 1)
+    prime = 13 if order == 28 else order - 1
+    core = torch.zeros(prime + 1, prime + 1)
+    core[1:, 1:] = _character(prime)
+    core[1:, 0] = 1.0
+    core[0, 1:] = 1.0 if order == 28 else -1.0
+    one = torch.eye(prime + 1)
+    if order != 28:
+        return core + one
+    return torch.cat([torch.cat([core + one, core - one], 1), torch.cat([core - one, -core - one], 1)], 0)
+
+
+def hadamard(x: Tensor, block: int, *, transpose: bool = False) -> Tensor:
+    outer, bits = hadamard_shape(block)
+    y = _single(x).reshape(-1, outer, 1 << bits)
+    for bit in range(bits):
+        a, b = y.reshape(-1, outer, 1 << (bits - 1 - bit), 2, 1 << bit).unbind(3)
+        y = torch.stack([a + b, a - b], 3)
+    y = y.reshape(-1, outer, 1 << bits)
+    if outer > 1:
+        matrix = hadamard_outer(outer).to(y.dtype)
+        y = (matrix.T if transpose else matrix) @ y
+    return (y * block**-0.5).reshape(x.shape).to(x.dtype)
 
 
 # ---- rotary embedding, embedding -----------------------------------------------------------------------------------------------------

@@ -296,6 +296,44 @@ class Quantize(Rows):
         return Bounded(x, torch.zeros_like(x))
 
 
+class HadamardRows(Family):
+    name = "hadamard"
+    views = {"x": arena.ANY}
+
+    def draw(self, draw: Draw, limits: Limits) -> Parameters:
+        while True:
+            p: Parameters = {"dtype": draw.choice(FLOATS), "lead": draw_lead(draw, 60 if limits.small else 3000)}
+            most = 10 if limits.small else 15
+            p["block"] = draw.pick(1, 1, 12, 20, 28) << draw.randint(0, most)
+            p["width"] = p["block"] * draw.pick(0, 1, 1, 2, 3, 7)
+            p |= {"transpose": draw.chance(0.3), "form": draw.weighted({"functional": 3, "out": 2}), "size": draw.pick(1.0, 0.02, 12.0)}
+            if p["block"] <= 32768 and math.prod(p["lead"]) * p["width"] <= limits.elements:
+                return p
+
+    def out(self, p: Parameters) -> tuple[tuple[int, ...], torch.dtype] | None:
+        return ((*p["lead"], p["width"]), DTYPES[p["dtype"]]) if p["form"] == "out" else None
+
+    def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
+        return Contents({"x": data.normal(*p["lead"], p["width"], scale=p["size"]).to(DTYPES[p["dtype"]])})
+
+    def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        options = {"block": p["block"], "transpose": p["transpose"]} | p.get("extra", {})
+        if p["form"] == "out":
+            options["out"] = t["out"]
+        return {"out": minfer.hadamard(t["x"], **options)}
+
+    def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
+        return [truth.expected("out", truth.hadamard(contents.tensors["x"], p["block"], p["transpose"]), DTYPES[p["dtype"]])]
+
+    def arguments(self, p: Parameters) -> dict[str, Argument]:
+        lead = tuple(f"mode {i}" for i in range(len(p["lead"])))
+        found = {"x": Argument(tuple(DTYPES[name] for name in FLOATS), (*lead, "width"), ("out", "block"), ranks=RANKS)}
+        return found | ({"out": Argument((DTYPES[p["dtype"]],), (*lead, "width"))} if self.out(p) is not None else {})
+
+    def wrong_options(self, p: Parameters) -> list[tuple[str, object, str]]:
+        return [("block", value, "block") for value in (0, -1, 3, 6, 36, 65536, 40960, p["block"] * 9)]
+
+
 class DequantizeRows(Family):
     name = "dequantize"
     views = {"q": arena.ANY, "scales": arena.ANY}
@@ -475,6 +513,7 @@ FUSED_FAMILIES = (
     Gated(False),
     Gated(True),
     Quantize(),
+    HadamardRows(),
     DequantizeRows(),
     Rope(),
     EmbeddingFamily(),

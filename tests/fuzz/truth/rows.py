@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -83,3 +85,38 @@ def expected_codes(y: Bounded, quant: str, given: Tensor | None, have: dict[str,
 
     found.append(Expected("q", dtype, of_columns(z), of_columns(bound), decode=torch.Tensor.double if is_int8 else torch.Tensor.float))
     return found
+
+
+def hadamard(x: Tensor, block: int, transpose: bool) -> Bounded:
+    """float64, with matrices of order 12, 20 and 28 from the definition of Paley's, a block being [outer, 2^bits]."""
+    outer = next((order for order in (12, 20, 28) if block % order == 0 and (block // order).bit_count() == 1), 1)
+    inner = block // outer
+    y = x.double().reshape(-1, outer, inner)
+    magnitude = y.abs().sum((1, 2), keepdim=True).expand_as(y)
+    step = 1
+    while step < inner:
+        pairs = y.reshape(-1, outer, inner // (2 * step), 2, step)
+        y = torch.cat([pairs[..., :1, :] + pairs[..., 1:, :], pairs[..., :1, :] - pairs[..., 1:, :]], -2).reshape(-1, outer, inner)
+        step *= 2
+    if outer > 1:
+        matrix = paley(outer).to(y.device)
+        y = torch.einsum("kj,bji->bki", matrix.T if transpose else matrix, y)
+    levels = math.log2(inner) + outer + 2
+    return Bounded((y / math.sqrt(block)).reshape(x.shape), (magnitude * levels * 2.0**-24 / math.sqrt(block)).reshape(x.shape))
+
+
+def paley(order: int) -> Tensor:
+    prime = {12: 11, 20: 19, 28: 13}[order]
+
+    def character(i: int) -> int:
+        power = pow(i % prime, (prime - 1) // 2, prime)  # Euler's criterion
+        return -1 if power == prime - 1 else power
+
+    def core(j: int, k: int) -> int:
+        if j and k:
+            return character(j - k)
+        return 0 if j == k else 1 if k == 0 or order == 28 else -1
+
+    rows = [[core(j, k) for k in range(prime + 1)] for j in range(prime + 1)]
+    c, one = torch.tensor(rows, dtype=torch.float64), torch.eye(prime + 1, dtype=torch.float64)
+    return c + one if order != 28 else torch.cat([torch.cat([c + one, c - one], 1), torch.cat([c - one, -c - one], 1)])
