@@ -21,6 +21,7 @@ from typing import Any
 from bench.report import (
     attention as report_attention,
     expert_parallel as report_expert_parallel,
+    fused as report_fused,
     gemm as report_gemm,
     headlines,
     moe as report_moe,
@@ -38,6 +39,7 @@ FAMILIES: dict[str, tuple[str, ModuleType]] = {
     "moe": ("Mixture of experts", report_moe),
     "expert_parallel": ("Expert parallelism", report_expert_parallel),
     "attention": ("Attention", report_attention),
+    "fused": ("Between the GEMMs", report_fused),
 }
 MARKERS = re.compile(r"<!-- results:(?P<device>[\w-]+) -->.*?<!-- /results -->", re.DOTALL)
 

@@ -47,6 +47,8 @@ def required_ratio(row: Row) -> float | None:
 
 def shape_text(row: Row) -> str:
     s = row["shape"]
+    if "what" in s:
+        return f"{s['what']}, {s['m']} x {s['width']}"
     if "top_k" in s and "routing" in s and "model" not in s:  # a random problem
         what = ", ".join([s["routing"], *(name for name in ("gathered", "gated") if s[name])])
         return f"{s['m']} tokens to {s['top_k']} of {s['experts']} experts, {s['n']} x {s['k']} {s['weights']}, {what}"

@@ -13,6 +13,7 @@ import sys
 
 FAMILIES = {
     "attention": "bench.suites.attention",
+    "fused": "bench.suites.fused",
     "gemm": "bench.suites.gemm",
     "moe": "bench.suites.moe",
     "moe_w4a16": "bench.suites.moe_w4a16",
