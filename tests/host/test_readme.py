@@ -250,6 +250,32 @@ def check_readme(names):
         assert (names["decoded"][b].double() - want).norm() <= 0.02 * want.norm(), "8-bit keys and values"
 
 
+def check_sampling(names):
+    logits = names["logits"].float()
+    assert names["greedy"].tolist() == logits.argmax(-1).tolist() and int(names["own"][0]) == int(logits[0].argmax())
+    assert int(names["own"][1]) == int(names["alone"]), "the same in any batch"
+    rank = (logits > logits.gather(1, names["ids"][:, None])).sum(1)
+    assert (rank < 50).all() and ((names["masked"] >= 100) & (names["masked"] < 200)).all()
+    close(names["top_logprobs"], logits.double().log_softmax(-1).gather(1, names["top_ids"]))
+
+
+def check_prepared(names):
+    """The queries, and that the keys and values are where the slots say."""
+    q = names["qkv"][:, :8].double()
+    q = q * (q.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * names["q_weight"].double()
+    cos, sin = names["cos_sin"][names["positions"]].double()[:, None].chunk(2, -1)
+    a, b = q.chunk(2, -1)
+    close(names["q"], torch.cat([a * cos - b * sin, b * cos + a * sin], -1))
+    stored = names["cache"].v.double() * names["cache"].v_scale.transpose(1, 2)[..., None]
+    close(stored[[0, 3, 5], [40, 7, 1]], names["qkv"][:, 10:].double())
+    assert int(names["cache"].v.flatten(2).any(-1).sum()) == 3
+
+
+def check_rotations(names):
+    close(names["back"], names["x"].double())
+    close(names["rotated"].double().norm(), names["x"].double().norm())
+
+
 CHECKS = {
     ("README.md", "Examples"): check_readme,
     ("docs/guides/gemm.md", ""): check_gemm,
@@ -265,6 +291,9 @@ CHECKS = {
     ("docs/guides/kv_cache.md", ""): check_int4_cache,
     ("docs/guides/fused.md", ""): check_rows,
     ("docs/guides/fused.md", "8-bit results"): check_codes,
+    ("docs/guides/fused.md", "Hadamard rotations"): check_rotations,
+    ("docs/guides/kv_cache.md", "Between the GEMM and attention"): check_prepared,
+    ("docs/guides/sampling.md", ""): check_sampling,
 }
 
 

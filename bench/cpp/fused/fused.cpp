@@ -108,9 +108,9 @@ double from_16bit(uint16_t bits, DataType type) {
     std::memcpy(&v, &wide, sizeof(v));
     return double(v);
   }
-  __half h;
-  std::memcpy(&h, &bits, sizeof(h));
-  return double(__half2float(h));
+  __half_raw raw;
+  raw.x = bits;
+  return double(__half2float(__half(raw)));
 }
 
 constexpr float kEps = 1e-6f;
