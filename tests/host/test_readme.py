@@ -248,6 +248,12 @@ def check_readme(names):
     for b, length in enumerate(names["seq_lens"].tolist()):
         want = attention_of(names["q_new"][b], names["k"][b, :length], names["v"][b, :length])
         assert (names["decoded"][b].double() - want).norm() <= 0.02 * want.norm(), "8-bit keys and values"
+    close(names["normed"], x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+    gate, up = names["y"].double().chunk(2, -1)
+    gated = torch.nn.functional.silu(gate) * up
+    assert (names["codes"].double() * names["scales"] - gated).norm() <= 0.04 * gated.norm(), "three bits of a significand"
+    logits = names["logits"].float()
+    assert ((logits > logits.gather(1, names["drawn"][:, None])).sum(1) < 50).all()
 
 
 def check_sampling(names):
