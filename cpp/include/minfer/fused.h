@@ -166,8 +166,8 @@ Status dequantize(Dequantize const& dequantize, bool programmatic, Stream stream
 
 // ---- Hadamard transform ------------------------------------------------------------------------------------------------------------
 
-/// Each block of a row becomes H block / sqrt(its size), in fp32, rounded once. Of a power of two H is Sylvester's, of 12, 20 and 28 Paley's,
-/// of the product of one of these with a power of two their Kronecker product. transpose: H^T, which is the inverse.
+/// Each block of a row becomes H block / sqrt(its size), in fp32, rounded once. Of a power of two H is Sylvester's, of 12, 20 and 28
+/// Paley's, of the product of one of these with a power of two their Kronecker product. transpose: H^T, which is the inverse.
 struct Hadamard {
   DataType type = DataType::kBF16;  // 16-bit or float32
   RowTensor x, y;                   // y may be x
