@@ -162,6 +162,7 @@ Status append_to_kv_cache(KvAppend const& append, NormRope const* norm_rope, Dev
     return launch_any(plain, append.kv_format, append.type, wide, device, programmatic, stream);
   }
   NormRope const& of = *norm_rope;
+  if (of.length >= int64_t(1) << 31) return Status::failure(StatusCode::kNotSupported, "a table of %lld rows", (long long)of.length);
   if (of.rotary_dim < 0 || of.rotary_dim % 2 != 0 || of.rotary_dim > append.k.head_dim) {
     return Status::failure(StatusCode::kInvalidArgument, "rotary_dim %lld of %lld", (long long)of.rotary_dim, (long long)append.k.head_dim);
   }

@@ -73,10 +73,12 @@ __device__ __forceinline__ void complete_group(Params const& params, GroupStorag
   int64_t const residual_stride = int64_t(params.heads) * head_dim;
   uint16_t const* const x_head = side.x + head * side.x_head;
   if constexpr (Params::kPrepares) {
-    if (!is_v) {
-      for (int r = thread / kWarp; r < group; r += kSideThreads / kWarp) {
-        if (shared.source[r] < 0) continue;
-        Vector const y = load_side<T, kWidth>(params, 0, shared.source[r], head, lane);
+    int const warp = int(warp_of<true>());
+    if (warp < kSideThreads / kWarp) {
+      for (int r = warp; r < group; r += kSideThreads / kWarp) {
+        int32_t const token = __shfl_sync(kAllLanes, shared.source[r], 0);
+        if (token < 0) continue;
+        Vector const y = load_side<T, kWidth>(params, 0, token, head, lane);
         if (lane < vectors) shared.prepared()[r * vectors + lane] = make_uint4(y.pair[0], y.pair[1], y.pair[2], y.pair[3]);
       }
     }
@@ -163,10 +165,11 @@ __device__ __forceinline__ void complete_group(Params const& params, GroupStorag
     }
   }
   auto const store_rest = [&] {
-    for (int r = thread / kWarp; r < task.residual_rows; r += kSideThreads / kWarp) {
+    int const warp = int(warp_of<Params::kPrepares>()), side_warp = warp % (kSideThreads / kWarp);
+    for (int r = side_warp; r < task.residual_rows; r += kSideThreads / kWarp) {
       int32_t const token = shared.rest[r];  // negative where slots that are not consecutive name a row that no token has
-      if (token < 0) continue;
-      Vector const row = load_side<T, kWidth>(params, is_v ? 1 : 0, token, head, lane);
+      if (agreed<Params::kPrepares>(token < 0)) continue;
+      Vector const row = load_side<T, kWidth>(params, warp < kSideThreads / kWarp ? 0 : 1, token, head, lane);
       if (lane < vectors) store_vector<kWidth>(row, residual + r * residual_stride, lane);
     }
   };
@@ -215,7 +218,7 @@ __global__ void __launch_bounds__(kGroupThreads, kGroupCtas) append_groups_kerne
   allow_dependent_launch();
   wait_for_predecessor();
 #endif
-  int const warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
+  int const warp = int(warp_of<Params::kPrepares>()), lane = int(threadIdx.x) % kWarp;
   if constexpr (Params::kPrepares) {
     if (blockIdx.x >= params.group_ctas) {
       uint32_t const item = (blockIdx.x - params.group_ctas) * (kGroupThreads / kWarp) + uint32_t(warp);

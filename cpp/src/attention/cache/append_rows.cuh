@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kRowThreads) append_rows_kernel(__grid_constan
   allow_dependent_launch();
   wait_for_predecessor();
 #endif
-  uint32_t const item = blockIdx.x * (kRowThreads / kWarp) + threadIdx.x / kWarp;
+  uint32_t const item = blockIdx.x * (kRowThreads / kWarp) + warp_of<Params::kPrepares>();
   uint32_t heads = params.heads;
   if constexpr (Params::kPrepares) heads += params.heads_of.heads_q;
   uint32_t const token = item / heads;
@@ -73,10 +73,10 @@ __global__ void __launch_bounds__(kRowThreads) append_rows_kernel(__grid_constan
     head -= params.heads_of.heads_q;
   }
   int64_t const slot = params.slot(token);
-  [[maybe_unused]] int64_t position = 0;
-  if constexpr (Params::kPrepares) position = params.heads_of.position(token);
+  [[maybe_unused]] int32_t table_row = 0;
+  if constexpr (Params::kPrepares) table_row = params.heads_of.table_row(token);
   Vector x[2] = {};
-  float scale[2] = {1.0f, 1.0f};
+  [[maybe_unused]] float scale[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     RowsParams const& side = params.side[i];
@@ -84,23 +84,25 @@ __global__ void __launch_bounds__(kRowThreads) append_rows_kernel(__grid_constan
     if constexpr (kFormat == WeightFormat::kFp8E4M3) scale[i] = static_cast<float const*>(side.scale)[head * side.scale_stride];
   }
   if (!params.stored(slot)) return;
-  if constexpr (Params::kPrepares) x[0] = prepare_head<T>(params.heads_of, params.heads_of.k_weight, x[0], position, lane);
+  if constexpr (Params::kPrepares) x[0] = prepare_head<T>(params.heads_of, params.heads_of.k_weight, x[0], table_row, lane);
   int64_t const page = params.page_of(slot), row = slot - page * params.page_size;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     RowsParams const& side = params.side[i];
+    float own = 1.0f;
+    if constexpr (kFormat == WeightFormat::kFp8E4M3) own = scale[i];
     if constexpr (kFormat == WeightFormat::kInt8) {
-      scale[i] = __fdiv_rn(largest_magnitude<T>(x[i]), 127.0f);
-      if (lane == 0) static_cast<float*>(side.scale)[(page * params.heads + head) * params.page_size + row] = scale[i];
+      own = __fdiv_rn(largest_magnitude<T>(x[i]), 127.0f);
+      if (lane == 0) static_cast<float*>(side.scale)[(page * params.heads + head) * params.page_size + row] = own;
     }
     if (lane >= side.vectors) continue;
     uint8_t* const codes = side.codes(page, row, head);
     if constexpr (kFormat == WeightFormat::kDense) {
       store_vector<kPerVector>(x[i], reinterpret_cast<uint16_t*>(codes), lane);
     } else if constexpr (kFormat == WeightFormat::kFp8E4M3) {
-      reinterpret_cast<uint2*>(codes)[lane] = codes_fp8<T>(x[i], scale[i]);
+      reinterpret_cast<uint2*>(codes)[lane] = codes_fp8<T>(x[i], own);
     } else {
-      reinterpret_cast<uint2*>(codes)[lane] = codes_int8<T>(x[i], scale[i]);
+      reinterpret_cast<uint2*>(codes)[lane] = codes_int8<T>(x[i], own);
     }
   }
 }

@@ -25,9 +25,11 @@ struct NormRopeParams {
   bool positions_64bit, interleaved;
   bool table_wide;  // four cosines are one access
 
-  __device__ __forceinline__ int64_t position(int64_t token) const {
-    return positions_64bit ? load_operand(static_cast<int64_t const*>(positions) + token)
-                           : load_operand(static_cast<int32_t const*>(positions) + token);
+  /// The token's row of the table; -1: it has none.
+  __device__ __forceinline__ int32_t table_row(int64_t token) const {
+    int64_t const position = positions_64bit ? load_operand(static_cast<int64_t const*>(positions) + token)
+                                             : load_operand(static_cast<int32_t const*>(positions) + token);
+    return uint64_t(position) < uint64_t(length) ? int32_t(position) : -1;
   }
 };
 
@@ -41,6 +43,20 @@ struct PreparedAppendParams : AppendParams {
   NormRopeParams heads_of;
   uint32_t group_ctas;  // int4: CTAs that have tokens of keys and values
 };
+
+/// The thread's warp. kUniform: so that the compiler sees that its lanes have the same, and exchanges among them need no code for those
+/// that have gone another way.
+template <bool kUniform>
+__device__ __forceinline__ uint32_t warp_of() {
+  uint32_t const warp = threadIdx.x / kWarp;
+  return kUniform ? __shfl_sync(kAllLanes, warp, 0) : warp;
+}
+
+/// A condition that all lanes of the warp agree on, likewise.
+template <bool kUniform>
+__device__ __forceinline__ bool agreed(bool condition) {
+  return kUniform ? __any_sync(kAllLanes, condition) : condition;
+}
 
 /// kCount numbers of the table; zeros where the position is none of it.
 template <int kCount>
@@ -56,7 +72,7 @@ __device__ __forceinline__ void load_table(float const* from, bool known, bool w
 
 /// Called by a warp; lanes from `vectors` on have zeros.
 template <class T>
-__device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t const* weight, Vector const& x, int64_t position,
+__device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t const* weight, Vector const& x, int32_t table_row,
                                                int lane) {
   float v[kPerVector];
   unpack<T>(x, v);
@@ -74,9 +90,9 @@ __device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t
 #pragma unroll
     for (int i = 0; i < kPerVector; ++i) v[i] = v[i] * (w[i] + p.weight_offset) * scale;
   }
-  bool const known = position >= 0 && position < p.length;
+  bool const known = table_row >= 0;
   int const half = p.rotary_dim / 2, first = lane * kPerVector;
-  float const* const row = p.cos_sin + (known ? position : 0) * p.rotary_dim;
+  float const* const row = p.cos_sin + int64_t(known ? table_row : 0) * p.rotary_dim;
   if (p.interleaved) {
     int const pair = first / 2;
     if (pair < half) {
@@ -101,20 +117,25 @@ __device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t
   } else if (half % kPerVector == 0) {
     bool const rotated = first < p.rotary_dim, is_first = first < half;
     int const step = half / kPerVector, partner = !rotated ? lane : is_first ? lane + step : lane - step;
-    float other[kPerVector], c[kPerVector], s[kPerVector];
-    int const at = is_first ? first : first - half;
-    load_table(row + at, known && rotated, p.table_wide, c);
-    load_table(row + half + at, known && rotated, p.table_wide, s);
+    float const* const cosines = row + (is_first ? first : first - half);
+    constexpr int kAtOnce = kPerVector / 2;
 #pragma unroll
-    for (int i = 0; i < kPerVector; ++i) other[i] = __shfl_sync(kAllLanes, v[i], partner);
+    for (int at = 0; at < kPerVector; at += kAtOnce) {
+      float other[kAtOnce], c[kAtOnce], s[kAtOnce];
+      load_table(cosines + at, known && rotated, p.table_wide, c);
+      load_table(cosines + half + at, known && rotated, p.table_wide, s);
 #pragma unroll
-    for (int i = 0; i < kPerVector; ++i) {
-      float const product = other[i] * s[i];
-      if (rotated) v[i] = fmaf(v[i], c[i], is_first ? -product : product);
+      for (int i = 0; i < kAtOnce; ++i) other[i] = __shfl_sync(kAllLanes, v[at + i], partner);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        float const product = other[i] * s[i];
+        if (rotated) v[at + i] = fmaf(v[at + i], c[i], is_first ? -product : product);
+      }
     }
   } else {
+    // One element after the other, so that few registers are taken: v turns round, its first element being the one, and the results move up.
     float turned[kPerVector];
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kPerVector; ++i) {
       int const own = first + i, at = own < half ? own : own - half;
       bool const rotated = own < p.rotary_dim;
@@ -123,10 +144,14 @@ __device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t
 #pragma unroll
       for (int k = 0; k < kPerVector; ++k) {
         float const candidate = __shfl_sync(kAllLanes, v[k], partner / kPerVector);
-        if (partner % kPerVector == k) other = candidate;
+        if (partner % kPerVector == (k + i) % kPerVector) other = candidate;
       }
       float const c = known && rotated ? row[at] : 0.0f, s = known && rotated ? row[half + at] : 0.0f, product = other * s;
-      turned[i] = rotated ? fmaf(v[i], c, own < half ? -product : product) : v[i];
+      float const current = v[0], result = rotated ? fmaf(current, c, own < half ? -product : product) : current;
+#pragma unroll
+      for (int k = 0; k + 1 < kPerVector; ++k) v[k] = v[k + 1], turned[k] = turned[k + 1];
+      v[kPerVector - 1] = current;
+      turned[kPerVector - 1] = result;
     }
 #pragma unroll
     for (int i = 0; i < kPerVector; ++i) v[i] = turned[i];
@@ -140,10 +165,10 @@ __device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t
 /// A head of queries; called by a warp.
 template <class T>
 __device__ __forceinline__ void store_query(NormRopeParams const& p, uint32_t token, uint32_t head, int lane) {
-  int64_t const position = p.position(token);
+  int32_t const table_row = p.table_row(token);
   Vector x = {};
   if (lane < p.vectors) x = load_vector<kPerVector>(p.q + token * p.q_token + head * p.q_head, 1, lane);
-  Vector const y = prepare_head<T>(p, p.q_weight, x, position, lane);
+  Vector const y = prepare_head<T>(p, p.q_weight, x, table_row, lane);
   uint16_t* const to = p.q_out + (int64_t(token) * p.heads_q + head) * p.vectors * kPerVector;
   if (lane < p.vectors) store_vector<kPerVector>(y, to, lane);
 }
@@ -155,7 +180,7 @@ __device__ __forceinline__ Vector load_side(Params const& params, int side_index
   Vector x = {};
   if (lane < side.vectors) x = load_vector<kWidth>(side.row(token, head), side.x_element, lane);
   if constexpr (Params::kPrepares) {
-    if (side_index == 0) x = prepare_head<T>(params.heads_of, params.heads_of.k_weight, x, params.heads_of.position(token), lane);
+    if (side_index == 0) x = prepare_head<T>(params.heads_of, params.heads_of.k_weight, x, params.heads_of.table_row(token), lane);
   }
   return x;
 }

@@ -82,11 +82,11 @@ __device__ __forceinline__ GroupTask place_token(Params const& params, uint32_t 
   };
   if (alone) load();  // in a prefill, most tokens are not stored in the residual and need no load
   int64_t const slot = params.slot(token);
-  if (!params.stored(slot)) return task;
+  if (agreed<Params::kPrepares>(!params.stored(slot))) return task;
   int64_t sequence = token, begin = token, last = token, first_slot = slot, last_slot = slot;
   if (!alone) {
     int64_t const starts = starts_up_to(params, token, lane);
-    if (starts == 0 || starts > params.batch) return task;  // outside of every sequence
+    if (agreed<Params::kPrepares>(starts == 0 || starts > params.batch)) return task;  // outside of every sequence
     sequence = starts - 1;
     begin = max(params.seqlen_at(sequence), int64_t(0));
     int64_t const end = min(params.seqlen_at(starts), int64_t(params.tokens));
@@ -100,7 +100,7 @@ __device__ __forceinline__ GroupTask place_token(Params const& params, uint32_t 
   int64_t const group = slot >> params.group_log2, first_group = first_slot >> params.group_log2,
                 last_group = last_slot >> params.group_log2;
   bool const has_rest = last_row != mask;  // the sequence's last group stays incomplete
-  if (has_rest && group == last_group && row >= first_row) {
+  if (agreed<Params::kPrepares>(has_rest && group == last_group && row >= first_row)) {
     if (!alone) load();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
