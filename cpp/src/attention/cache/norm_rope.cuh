@@ -133,7 +133,7 @@ __device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t
       }
     }
   } else {
-    // One element after the other, so that few registers are taken: v turns round, its first element being the one, and the results move up.
+    // One element after the other, so that few registers are taken: v turns round, its first element is the next, and the results move up.
     float turned[kPerVector];
 #pragma unroll 1
     for (int i = 0; i < kPerVector; ++i) {
