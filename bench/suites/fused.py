@@ -3,9 +3,9 @@
 rows: working sets of 256 MB; small: up to 64 rows, launch-bound; quant: 8-bit results; append: q, k and v of a decode step into every
 cache; sample: draws; origins: the tables of the systems that this package descends from; decode_layer: a step of a Llama-3.1-8B layer.
 
-Each cell: values against float64, then CUDA-graph replays of ours, of the peers and of a copy of the same bytes, in turn over rotated
-operands. The floor of a cell is its bytes at READ_RATE; the peer "copy" says what the device reaches on as many bytes, half read, half
-written.
+Each cell: values against float64 (append and decode_layer: against the same operators one by one, and torch's), then CUDA-graph replays
+of ours, of the peers and of a copy of the same bytes, in turn over rotated operands. The floor of a cell is its bytes at READ_RATE; the
+peer "copy" says what the device reaches on as many bytes, half read, half written.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import minfer
 import torch
 import torch.nn.functional as F
 from minfer.measure.benchmarking import result_row
+from minfer.reference import kv_cache as reference_kv_cache
 from torch import Tensor
 
 from bench import harness
@@ -223,6 +224,13 @@ def _quantised(op: str, quant: str) -> Callable[..., Call]:
 # ---- decode: between the GEMM of q, k and v and attention ----------------------------------------------------------------------------
 
 
+def values_at(cache: minfer.KvCache, keys: bool, slots: Tensor) -> Tensor:
+    """What the slots of a cache stand for, float32 [slots, heads_kv, head_dim]."""
+    codes, scale = (cache.k, cache.k_scale) if keys else (cache.v, cache.v_scale)
+    values = reference_kv_cache.dequantize(codes.contiguous(), scale, cache.kv_format, keys, torch.float32)
+    return values[slots // codes.shape[1], slots % codes.shape[1]]
+
+
 def _append(kv_format: str) -> Callable[..., Call]:
     def make(rows: int, width: int, dtype: torch.dtype, device: str) -> Call:
         page, sets = 64, 8 if device == "cuda" else 1
@@ -248,7 +256,18 @@ def _append(kv_format: str) -> Callable[..., Call]:
             return q
 
         def error() -> float:
-            return deviation(ours(0), separate(0))
+            """Of the queries, and of the keys and values that are stored: against our own operators, one after the other."""
+
+            def stored(run: Callable[[int], Tensor]) -> list[Tensor]:
+                for x in caches[0]:
+                    if isinstance(x, Tensor) and not (kv_format == "fp8_e4m3" and x.dim() == 1):
+                        x.view(torch.uint8).zero_()
+                q = run(0)
+                if kv_format == "int4":  # the tokens wait in 16 bits
+                    return [q, caches[0].k_residual[:, 5].clone(), caches[0].v_residual[:, 5].clone()]
+                return [q, *(values_at(caches[0], keys, slots) for keys in (True, False))]
+
+            return max(deviation(have, want) for have, want in zip(stored(ours), stored(separate), strict=True))
 
         codes = {"16bit": 2.0, "fp8_e4m3": 1.0, "int8": 1.0, "int4": 2.0}[kv_format]  # int4's tokens wait in 16 bits
         moved = rows * HEAD_DIM * (2.0 * (HEADS + 2 * HEADS_KV) + 2.0 * HEADS + 2 * codes * HEADS_KV)
@@ -280,8 +299,13 @@ def _sample(kind: str) -> Callable[..., Call]:
             """Of the logprob of the token, which is among those that are kept."""
             ids, logprobs, _, _ = minfer.sample(xs[0], **options)
             x = xs[0].double()
-            rank = (x > x.gather(1, ids[:, None])).sum(1)
-            if not bool((rank < options.get("top_k", width)).all()):
+            before = x > x.gather(1, ids[:, None])
+            most = 1 if options["temperature"] == 0 else options.get("top_k", width)
+            good = before.sum(1) < most
+            if "top_p" in options:
+                p = (x / options["temperature"]).masked_fill(x < x.topk(most).values[:, -1:], -math.inf).softmax(-1)
+                good &= (p * before).sum(1) < options["top_p"] + 1e-3
+            if not bool(good.all()):
                 raise ArithmeticError("a token was drawn that is not kept")
             return deviation(logprobs, x.log_softmax(-1).gather(1, ids[:, None])[:, 0])
 

@@ -38,6 +38,8 @@ class Layer:
         self.cache.k.normal_()
         self.cache.v.normal_()
         self.block_table = torch.arange(batch * pages, dtype=torch.int32, device=device).view(batch, pages)
+        pages_of = self.block_table.long()  # the peer's cache is contiguous, [batch, length, heads_kv, head_dim]
+        self.keys, self.values = (x[pages_of].flatten(1, 2)[:, :length].contiguous() for x in (self.cache.k, self.cache.v))
         self.lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
         self.slots = self.block_table[:, -1].long() * PAGE + (length - 1) % PAGE
 
@@ -55,11 +57,8 @@ class Layer:
         y = F.rms_norm(residual, (residual.shape[-1],), self.norms[0], EPS)
         q, k, v = (y @ self.qkv.t()).view(self.batch, -1, HEAD_DIM).split([HEADS, HEADS_KV, HEADS_KV], 1)
         q, k = rotated(q, self.table, self.positions), rotated(k, self.table, self.positions)
-        keys, values = (
-            x[self.block_table.long()].flatten(1, 2)[:, : self.length].index_copy(1, self.positions[:1], new[:, None]).transpose(1, 2)
-            for x, new in ((self.cache.k, k), (self.cache.v, v))
-        )
-        o = F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)
+        self.keys[:, -1], self.values[:, -1] = k, v
+        o = F.scaled_dot_product_attention(q[:, :, None], self.keys.transpose(1, 2), self.values.transpose(1, 2), enable_gqa=True)
         attended = o.reshape(self.batch, HEADS * HEAD_DIM) @ self.out.t()
         residual = self.x + attended
         y = F.rms_norm(residual, (residual.shape[-1],), self.norms[1], EPS)

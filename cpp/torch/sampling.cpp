@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(Tensor const& logits, Rules co
   }
   NamedTensor const reference{"logits", logits};
   int64_t const rows = logits.size(0), vocabulary = logits.size(1);
-  if (vocabulary < 1 || vocabulary >= int64_t(1) << 31) fail(kOp, ": logits must have 1 to 2^31 - 1 columns, got ", logits);
+  if (vocabulary < 1 || vocabulary > kMostTokens) fail(kOp, ": logits must have 1 to 2^24 - 1 columns, got ", logits);
   constexpr double kMost = std::numeric_limits<float>::max();
   check_range("temperature", rules.temperature, 0, kMost, "finite in float32 and not negative");
   if (rules.top_k < -1 || rules.top_k >= int64_t(1) << 31) fail(kOp, ": top_k must be -1 to 2^31 - 1, got ", rules.top_k);

@@ -82,14 +82,15 @@ def check(arguments, before, slots, options, q, after):
             assert torch.equal(bits(x), bits(y)), name
             continue
         # A key on the other side of a rounding: one step of its 16-bit type, or of its codes, and that seldom.
-        different = bits(x) != bits(y)
-        assert different.double().mean() < 0.02, name
+        different = (bits(x) != bits(y)).sum()
+        assert different <= 2 + 0.02 * keys.numel() * 2, name
         if name == "k" and before.kv_format == "int4":
             x, y = (torch.stack([z & 15, z >> 4], -1) for z in (x, y))
         step = {"k": {"16bit": 2.0**-6, "fp8_e4m3": 2.0**-2, "int8": 1.01 / 127, "int4": 1.01 / 15}[before.kv_format]}.get(name, 2.0**-6)
         a, b = x.double(), y.double()
         scale = torch.maximum(a.abs(), b.abs()) if name != "k" or before.kv_format in ("16bit", "fp8_e4m3") else b.abs().max()
-        assert ((a - b).abs() <= step * scale + 2.0**-6).all(), name
+        slack = 2.0**-6 if name in ("k", "k_residual") else 0.0
+        assert ((a - b).abs() <= step * scale + slack).all(), name
 
 
 def bits(x):

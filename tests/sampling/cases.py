@@ -93,6 +93,18 @@ def draws(logits, rules, count, device="cpu", chunk=1 << 17):
     return found
 
 
+def greedy_ids(device):
+    """Of temperatures 0, -0, -1 and a tiny negative one: rows of finite logits, and with +inf in the third."""
+    temperatures = torch.tensor([0.0, -0.0, -1.0, -1e-38], device=device)
+    rows = torch.tensor([[0.0, 1.0, 2.0]]).repeat(4, 1).to(device)
+    infinite = rows.clone()
+    infinite[2, 1] = math.inf
+    alone = int(minfer.sample(rows[:1], temperature=-0.0)[0])
+    found = [minfer.sample(x, temperatures=temperatures)[0].tolist() for x in (rows, infinite)]
+    assert alone == 2
+    return found
+
+
 BAD = {
     "logits of one mode": (dict(logits=torch.zeros(7)), "logits"),
     "logits of integers": (dict(logits=torch.zeros(2, 7, dtype=torch.int32)), "logits"),

@@ -18,6 +18,7 @@ from tests.sampling.cases import (
     chi_square,
     distributions,
     draws,
+    greedy_ids,
     judge,
     judge_top,
     options_of,
@@ -92,6 +93,17 @@ def test_ties_go_to_the_lower_token():
     zeros = torch.tensor([[-0.0, 0.0, -0.0]])
     assert int(minfer.sample(zeros, temperature=0.0)[0]) == 0
     assert minfer.sample(zeros, top_logprobs=3)[2].tolist() == [[0, 1, 2]]
+
+
+def test_greedy_temperatures():
+    """0 of either sign and what is below."""
+    assert greedy_ids("cpu") == [[2, 2, 2, 2], [2, 2, 1, 2]]
+
+
+def test_parameters_beyond_their_ranges():
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    assert int(minfer.sample(logits, top_ps=torch.tensor([-math.inf]))[0]) == 1
+    assert int(minfer.sample(logits, temperatures=torch.tensor([math.inf]), min_ps=torch.tensor([1.0]))[0]) in (0, 1, 2)
 
 
 def test_rows_without_a_distribution():

@@ -18,6 +18,7 @@ from tests.sampling.cases import (
     chi_square,
     distributions,
     draws,
+    greedy_ids,
     judge,
     judge_top,
     options_of,
@@ -140,6 +141,10 @@ def test_as_on_cpu(dtype):
         same = have[0].cpu() == want[0]
         for a, b in zip(have[1:], want[1:], strict=True):
             assert torch.allclose(a.cpu()[same], b[same], atol=2e-5, rtol=1e-6, equal_nan=True)
+
+
+def test_greedy_temperatures():
+    assert greedy_ids(DEVICE) == greedy_ids("cpu")
 
 
 def test_views_and_graphs():

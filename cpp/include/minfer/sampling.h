@@ -36,7 +36,7 @@ struct PerRow {
 /// A row of -inf alone, or with a NaN, or (unless the largest is taken) with a +inf, has no distribution: its id is -1.
 struct Sampling {
   DataType type = DataType::kBF16;   // of the logits: 16-bit or float32
-  int64_t rows = 0, vocabulary = 0;  // below 2^31
+  int64_t rows = 0, vocabulary = 0;  // below 2^31; up to kMostTokens
   void const* logits = nullptr;      // [rows, vocabulary], rows contiguous
   int64_t logits_stride = 0;         // elements from row to row
   PerRow<float> temperature{1.0f}, min_p{0.0f}, top_p{1.0f};
@@ -57,7 +57,7 @@ struct Sampling {
   int64_t* top_ids = nullptr;  // [rows, top_n]: the largest logits as they were given, and their logprobs
   float* top_logprobs = nullptr;
 };
-constexpr int64_t kMostTopLogprobs = 128;
+constexpr int64_t kMostTopLogprobs = 128, kMostTokens = (int64_t(1) << 24) - 1;
 
 Status sample(Sampling const& sampling, DeviceProperties const& device, bool programmatic, Stream stream);
 

@@ -271,6 +271,9 @@ Status transform(Hadamard const& hadamard, DeviceProperties const& device, bool 
     return Status::failure(StatusCode::kInvalidArgument, "blocks of %lld of rows of %lld", (long long)hadamard.block,
                            (long long)hadamard.width);
   }
+  if (hadamard.width >= int64_t(1) << 31) {
+    return Status::failure(StatusCode::kNotSupported, "rows of %lld are more than 2^31 - 1", (long long)hadamard.width);
+  }
   if (hadamard.rows == 0 || hadamard.width == 0) return Status::success();
   switch (hadamard.type) {
     case DataType::kF16: return fused::launch_hadamard<__half>(hadamard, shape, device, programmatic, stream);

@@ -22,9 +22,9 @@ __device__ __forceinline__ uint4 philox(uint4 counter, uint2 key) {
 /// The base-2 logarithm of an exponentially distributed number, of 32 random bits. The number is -log(1 - u), with u in (0, 1]; small ones,
 /// which decide draws, keep all their digits.
 __device__ __forceinline__ float log2_exponential_variate(uint32_t bits) {
-  float const u = (float(bits) + 0.5f) * 0x1p-32f;
+  float const u = (float(bits) + 0.5f) * 0x1p-32f, rest = (float(~bits) + 0.5f) * 0x1p-32f;  // 1 - u, with digits of its own
   float log2_of_rest;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(log2_of_rest) : "f"(1.0f - u));
+  asm("lg2.approx.f32 %0, %1;" : "=f"(log2_of_rest) : "f"(rest));
   float series = fmaf(u, 1.0f / 6, 1.0f / 5);
   series = fmaf(u, series, 1.0f / 4);
   series = fmaf(u, series, 1.0f / 3);

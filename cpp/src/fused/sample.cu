@@ -12,7 +12,7 @@
 // What is added up to decide are integers: counts, and probabilities relative to the largest in units of 2^-31, so that neither the number
 // of CTAs nor the way to the result changes it. The sum for the logarithms of probabilities is of integers, too, each rounded from the 8
 // tokens of a vector.
-// Limits: a row below 2^31 tokens.
+// Limits: a row below 2^24 tokens, for the sum of all their exponentials.
 #include "common/activation.cuh"
 #include "common/aligned_vector.cuh"
 #include "common/cluster.cuh"
@@ -462,7 +462,7 @@ class SampledRow {
 
   __device__ __forceinline__ bool has_distribution() {
     float const t = temperature(), min_p = parameter(kMinP);
-    log2_scale_ = fminf(__fdiv_rn(kLog2E, t), __FLT_MAX__);
+    log2_scale_ = t > 0.0f ? fminf(__fdiv_rn(kLog2E, t), __FLT_MAX__) : 0.0f;
     threshold_ = min_p > 0.0f ? fmaxf(fmaf(logf(fminf(min_p, 1.0f)), t, top_), -__FLT_MAX__) : -__FLT_MAX__;
     return storage_.row_largest != 0 && storage_.row_largest != ~Key(0) && t == t && (t <= 0.0f || top_ < kInfinite);
   }

@@ -10,7 +10,8 @@ from torch import Tensor
 from .common import DTYPES, FLOAT32_MAX, Checker, Result, check_dense, check_scalar, check_shape, check_tensor
 
 MOST_TOP_LOGPROBS = 128
-MOST_TOKENS = 2**31 - 1
+MOST_TOKENS = 2**24 - 1
+MOST_TOP_K = 2**31 - 1
 LEAST_NORMAL = torch.finfo(torch.float32).tiny
 
 
@@ -63,9 +64,9 @@ def check_sample(
     check(logits.dtype in (*DTYPES, torch.float32), "logits must be float16, bfloat16 or float32, got {}", logits.dtype)
     rows, vocabulary = logits.shape
     for good in (vocabulary >= 1, vocabulary <= MOST_TOKENS):
-        check(good, "logits must have 1 to 2^31 - 1 columns, got {}", logits.shape)
+        check(good, "logits must have 1 to 2^24 - 1 columns, got {}", logits.shape)
     _check_number(check, "temperature", temperature, 0, FLOAT32_MAX, "finite in float32 and not negative")
-    check(-1 <= top_k <= MOST_TOKENS, "top_k must be -1 to 2^31 - 1, got {}", top_k)
+    check(-1 <= top_k <= MOST_TOP_K, "top_k must be -1 to 2^31 - 1, got {}", top_k)
     _check_number(check, "top_p", top_p, 0, 1, "0 to 1")
     _check_number(check, "min_p", min_p, 0, 1, "0 to 1")
     _check_number(check, "repetition_penalty", repetition_penalty, LEAST_NORMAL, FLOAT32_MAX, "a normal float32 above 0")

@@ -59,7 +59,7 @@ def sample(
     Of equal logits that of the lower token comes first, everywhere.
 
     Args:
-      logits: [rows, vocabulary], float16, bfloat16 or float32, at least one token; rows that are contiguous are read in place.
+      logits: [rows, vocabulary], float16, bfloat16 or float32, 1 to 2^24 - 1 tokens; contiguous rows are read in place.
       temperature: finite in float32, not negative.
       top_k: -1 or 0, or the vocabulary or more: all.
       top_p: 0 to 1; 1: all.

@@ -36,11 +36,11 @@ def noise(vocabulary: int, seed: int, offset: int) -> Tensor:
     quads = torch.arange((vocabulary + 3) // 4)
     rest = torch.zeros_like(quads)
     bits = philox((quads, rest, rest + (offset & _WORD), rest + (offset >> 32 & _WORD)), seed).view(-1)[:vocabulary]
-    u = (bits.float() + 0.5) * 2.0**-32
+    u, rest = ((x.float() + 0.5) * 2.0**-32 for x in (bits, _WORD - bits))
     series = u / 6 + 0.2
     for term in (0.25, 1 / 3, 0.5, 1.0):
         series = u * series + term
-    variate = torch.where(u < 2.0**-4, u * series, (1 - u).log2() * -math.log(2))
+    variate = torch.where(u < 2.0**-4, u * series, rest.log2() * -math.log(2))
     return variate.clamp(min=LEAST_VARIATE).log2()
 
 
@@ -76,13 +76,14 @@ def kept_tokens(v: Tensor, temperature: float, top_k: int, top_p: float, min_p: 
     order = v.sort(descending=True, stable=True).indices
     kept = v[order] > -math.inf
     if min_p > 0:
-        kept &= v[order] >= top + torch.tensor(min(min_p, 1.0)).log() * temperature
+        least = (top + torch.tensor(min(min_p, 1.0)).log() * temperature).nan_to_num(nan=-math.inf)
+        kept &= v[order] >= least
     order = order[kept]
     if 0 < top_k < len(v):
         order = order[:top_k]
     if top_p < 1:
         mass = (((v[order] - top) * _log2_scale(temperature)).exp2() * 2.0**MASS_BITS).round().long()
-        target = max(math.ceil(top_p * float(mass.sum())), 1)
+        target = max(math.ceil(max(top_p, 0.0) * float(mass.sum())), 1)
         order = order[mass.cumsum(0) - mass < target]
     return order
 

@@ -44,7 +44,7 @@ class Sample(Family):
         if name in NEUTRAL and not p["counts"]:
             return NEUTRAL[name]
         return {
-            "temperature": lambda: draw.pick(1.0, 1.0, 0.7, 0.0, 1.5),
+            "temperature": lambda: draw.pick(1.0, 1.0, 0.7, 0.0, -0.0, 1.5),
             "top_p": lambda: draw.pick(1.0, 1.0, 0.9, 0.5, 0.05),
             "min_p": lambda: draw.pick(0.0, 0.0, 0.0, 0.07),
             "repetition_penalty": lambda: draw.pick(1.0, 1.25, 0.8),

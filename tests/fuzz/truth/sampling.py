@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 WORD = 0xFFFFFFFF
-MASS_ERROR = 2e-5  # of sums of probabilities: 2^-31 for each token, and exponentials of float32 arguments
+MASS_ERROR = 2e-5  # of sums of probabilities, for exponentials of float32 arguments; and for each token
+TOKEN_ERROR = 2.0**-32
 SCORE_ERROR = 1e-4
 
 
@@ -59,7 +60,7 @@ def kept(v: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) 
         surely[top_k:] = maybe[top_k:] = False
     if top_p < 1:
         p = x.exp()
-        error = MASS_ERROR + 2.0**-22 * float(x[maybe].abs().clamp(max=40).max())
+        error = MASS_ERROR + TOKEN_ERROR * len(v) + 2.0**-22 * float(x[maybe].abs().clamp(max=40).max())
         of_most, of_least = p * maybe, p * surely
         before = p.cumsum(0) - p
         surely &= before < top_p * of_least.sum() - error * of_most.sum()
