@@ -14,7 +14,6 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ from minfer.reference import kv_cache as reference_kv_cache
 from torch import Tensor
 
 from bench import harness
-from bench.suites import fused_peers as peers_of
+from bench.suites import fused_layer, fused_peers as peers_of
+from bench.suites.fused_call import Call, deviation
 from bench.suites.moe import READ_RATE, CellResults, chosen_of
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -41,25 +41,6 @@ VOCABULARIES, BATCHES = (32000, 128256, 131072, 151936, 262144), (1, 8, 64, 128,
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 EPS = 1e-6
 CHECKED_ROWS = 8
-
-
-@dataclass
-class Call:
-    """What a cell times: ours and the peers by name, each a function of the number of a set of operands; the bytes that a call must move;
-    and the largest error of ours, relative to the rows' largest magnitude."""
-
-    ours: Callable[[int], Any]
-    peers: dict[str, Callable[[int], Any]]
-    bytes: float
-    error: Callable[[], float]
-    kernel: str
-    sets: int = 2
-    holds: list[Any] = field(default_factory=list)
-
-
-def deviation(have: Tensor, want: Tensor) -> float:
-    """The largest difference, relative to the largest magnitude."""
-    return float((have.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-30))
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------------------------
@@ -358,8 +339,6 @@ def cells(suites: list[str], dtypes: list[str]) -> list[dict[str, Any]]:
         for what, rows, width, make in origins() if "origins" in suites else ():
             add("origins", what, rows, width, make, dtype)
         if "decode_layer" in suites:
-            from bench.suites import fused_layer
-
             for batch in fused_layer.BATCHES:
                 add("decode_layer", "decode step of a Llama-3.1-8B layer", batch, 4096, fused_layer.make, dtype)
     return found

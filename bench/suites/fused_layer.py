@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.suites.fused_call import Call, deviation
 from bench.suites.fused_peers import rotated
 
 BATCHES = (1, 8, 64)
@@ -70,10 +71,8 @@ class Layer:
         return 2.0 * (weights + 2 * self.batch * self.length * HEADS_KV * HEAD_DIM)
 
 
-def make(rows: int, width: int, dtype: torch.dtype, device: str, **smaller: Any):
+def make(rows: int, width: int, dtype: torch.dtype, device: str, **smaller: Any) -> Call:
     """A call of `rows` sequences. One set: the weights alone are 436 MB."""
-    from bench.suites.fused import Call, deviation
-
     layer = Layer(rows, dtype, device, **smaller)
     compiled = torch.compile(layer.torch)
 

@@ -67,12 +67,6 @@ void check_sizes(char const* op, AttentionProblem const& p, Tensor const& q) {
   check_head_dims(op, {"q", q}, p.head_dim, p.head_dim_v);
 }
 
-/// A number as kernels compute with it.
-float in_float32(char const* op, char const* name, double value) {
-  if (!std::isfinite(float(value))) fail(op, ": ", name, " must be finite in float32, got ", value);
-  return float(value);
-}
-
 /// The options, checked; set_softmax_tensors() puts in what may have to be copied, on the call's device.
 void set_options(AttentionCall* call) {
   AttentionOptions const& options = call->options;

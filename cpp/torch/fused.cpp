@@ -2,7 +2,6 @@
 #include "minfer/fused.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "core/checks.h"
 #include "core/device.h"
@@ -34,14 +33,6 @@ void check_rows(char const* op, Tensor const& x, bool float32) {
 /// [width], of x's type.
 void check_factors(char const* op, char const* name, OptionalTensor const& factors, int64_t width, NamedTensor const& x) {
   if (factors) check_operand(op, name, *factors, x.x.scalar_type(), {width}, x);
-}
-
-void check_number(char const* op, char const* name, double value) {
-  if (!std::isfinite(float(value))) fail(op, ": ", name, " must be finite in float32, got ", value);
-}
-
-void check_eps(char const* op, double eps) {
-  if (!(eps >= 0) || !std::isfinite(float(eps))) fail(op, ": eps must be finite in float32 and not negative, got ", eps);
 }
 
 RowQuant parse_quant(char const* op, std::string const& name) {
@@ -199,10 +190,9 @@ struct RmsNormCall : RowCall {
   RmsNormCall(char const* op, Tensor const& x, OptionalTensor const& weights, double eps, double weight_offset, OptionalText const& kernel)
       : RowCall(op, RowOperation::kRmsNorm, (check_rows(op, x, false), x), kernel) {
     check_factors(op, "weight", weights, problem.width, {"x", x});
-    check_eps(op, eps);
-    check_number(op, "weight_offset", weight_offset);
-    operands.eps = float(eps);
-    operands.weight_offset = weights ? float(weight_offset) : 0.0f;
+    operands.eps = eps_in_float32(op, eps);
+    float const offset = in_float32(op, "weight_offset", weight_offset);
+    operands.weight_offset = weights ? offset : 0.0f;
     set_factors(weights, std::nullopt);
   }
   void add(Tensor const& to, OptionalTensor const& weights) {
@@ -270,8 +260,7 @@ struct LayerNormCall : RowCall {
       : RowCall("minfer::layer_norm", RowOperation::kLayerNorm, (check_rows("minfer::layer_norm", x, false), x), kernel) {
     check_factors(op, "weight", weights, problem.width, {"x", x});
     check_factors(op, "bias", biases, problem.width, {"x", x});
-    check_eps(op, eps);
-    operands.eps = float(eps);
+    operands.eps = eps_in_float32(op, eps);
     set_factors(weights, biases);
   }
 };
@@ -502,7 +491,8 @@ struct EmbeddingCall {
       fail(op, ": weight must be float16, bfloat16 or float32, got ", weight.scalar_type());
     }
     check_same_device(op, "ids", ids, {"weight", weight});
-    if (scale) check_number(op, "scale", *scale);
+    embedding.scaled = scale.has_value();
+    embedding.scale = in_float32(op, "scale", scale.value_or(1.0));
     std::copy_n(ids.sizes().begin(), ids.dim(), shape.data());
     shape.back() = weight.size(1);
     embedding.type = data_type(weight.scalar_type());
@@ -510,8 +500,6 @@ struct EmbeddingCall {
     embedding.count = ids.numel();
     embedding.vocabulary = weight.size(0);
     embedding.width = weight.size(1);
-    embedding.scaled = scale.has_value();
-    embedding.scale = float(scale.value_or(1.0));
   }
 
   void run(Tensor const& out, OnDevice const& on) {
@@ -565,15 +553,14 @@ struct HadamardCall {
     hadamard.type = data_type(x.scalar_type());
     hadamard.block = block;
     hadamard.transpose = transpose;
-    hadamard.rows = 1;
-    for (int64_t i = 0; i + 1 < x.dim(); ++i) hadamard.rows *= x.size(i);
   }
 
   void run(Tensor const& out, OnDevice const& on) {
-    if (hadamard.rows == 0 || hadamard.width == 0) return;
+    if (x.numel() == 0) return;
     RowWalk walk(op, "x", x);
     hadamard.y = walk.write("out", out, false);
     hadamard.x = walk.x();
+    hadamard.rows = walk.rows();
     hadamard.inner = walk.inner();
     Status const status = transform(hadamard, on.properties(), on.programmatic(), on.stream());
     if (!status.ok()) fail(op, ": x ", x, ": ", status.message);

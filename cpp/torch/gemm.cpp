@@ -3,7 +3,6 @@
 #include "gemm.h"
 
 #include <array>
-#include <cmath>
 
 #include "core/checks.h"
 #include "core/operators.h"
@@ -117,11 +116,6 @@ void check_operands(Call& call) {
   }
 }
 
-float check_scale(char const* op, char const* name, double value) {
-  if (!std::isfinite(float(value))) fail(op, ": ", name, " must be finite in float32, got ", value);
-  return float(value);
-}
-
 void check_addend(Call const& call) {
   Tensor const& c = *call.c;
   Sizes const& s = call.sizes;
@@ -141,8 +135,8 @@ void check_addend(Call const& call) {
 void check_call(Call& call, double alpha, double beta, std::string const& activation) {
   char const* op = call.op;
   check_operands(call);
-  call.alpha = check_scale(op, "alpha", alpha);
-  call.beta = check_scale(op, "beta", beta);
+  call.alpha = in_float32(op, "alpha", alpha);
+  call.beta = in_float32(op, "beta", beta);
   call.activation = parse_activation(op, activation);
   if (call.beta != 0.0f && !call.c) fail(op, ": c must be given when beta is not 0, got beta = ", beta);
   if (call.c) check_addend(call);

@@ -1,8 +1,6 @@
 // Writes new keys and values into a cache, on CUDA tensors. The checks are those of python/minfer/checks/kv_cache.py, in the same order.
 #include "minfer/kv_cache.h"
 
-#include <cmath>
-
 #include "common/aligned_vector.cuh"
 #include "core/checks.h"
 #include "core/device.h"
@@ -16,10 +14,10 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// The new rows of K or of V, and the cache that they go to.
-void set_rows(KvRows* rows, Tensor const& x, Tensor const& cache, std::optional<Tensor> const& scale,
+/// The new rows of K or of V, which are the heads from `first_head` on of x [tokens, heads, head_dim], and the cache that they go to.
+void set_rows(KvRows* rows, Tensor const& x, int64_t first_head, Tensor const& cache, std::optional<Tensor> const& scale,
               std::optional<Tensor> const& residual) {
-  rows->x = x.data_ptr();
+  rows->x = static_cast<char*>(x.data_ptr()) + first_head * x.stride(1) * 2;
   rows->cache = cache.data_ptr();
   for (int64_t i = 0; i < 3; ++i) {
     rows->x_strides[i] = x.stride(i);
@@ -106,17 +104,11 @@ void kv_cache_append(Tensor const& k, Tensor const& v, Tensor const& k_cache, Te
   check_append(op, {k_cache, v_cache, slot_mapping, k_scale, v_scale, k_residual, v_residual, cu_seqlens, kv_format}, reference, &p);
   check_no_overlap(op, k_cache, "k", k, "k_cache");
   check_no_overlap(op, v_cache, "v", v, "v_cache");
-  set_rows(&p.k, k, k_cache, k_scale, k_residual);
-  set_rows(&p.v, v, v_cache, v_scale, v_residual);
+  set_rows(&p.k, k, 0, k_cache, k_scale, k_residual);
+  set_rows(&p.v, v, 0, v_cache, v_scale, v_residual);
   OnDevice const on(op, k);
   Status const status = append_to_kv_cache(p, nullptr, on.properties(), on.programmatic(), on.stream());
   if (!status.ok()) fail(op, ": k ", k, ", v ", v, " to a cache ", k_cache, ": ", status.message);
-}
-
-/// Heads [first, first + count) of x [tokens, heads, head_dim], at `data`.
-void set_heads(KvRows* rows, Tensor const& x, int64_t first) {
-  rows->x = static_cast<char*>(x.data_ptr()) + first * x.stride(1) * 2;
-  for (int64_t i = 0; i < 3; ++i) rows->x_strides[i] = x.stride(i);
 }
 
 bool rows_begin_vectors(Tensor const& x) {
@@ -137,8 +129,9 @@ Tensor qk_norm_rope_append(Tensor const& qkv, std::optional<Tensor> const& q_wei
   for (auto const& [name, weight] : {std::pair{"q_weight", &q_weight}, std::pair{"k_weight", &k_weight}}) {
     if (*weight) check_operand(op, name, **weight, qkv.scalar_type(), {head_dim}, reference);
   }
-  if (!(eps >= 0) || !std::isfinite(float(eps))) fail(op, ": eps must be finite in float32 and not negative, got ", eps);
-  if (!std::isfinite(float(weight_offset))) fail(op, ": weight_offset must be finite in float32, got ", weight_offset);
+  NormRope of;
+  of.eps = eps_in_float32(op, eps);
+  of.weight_offset = in_float32(op, "weight_offset", weight_offset);
   RotaryTable const table = check_rotary_table(op, cos_sin, positions, rotary_dim, tokens, head_dim, reference);
   KvAppend p;
   p.type = data_type(qkv.scalar_type());
@@ -162,19 +155,14 @@ Tensor qk_norm_rope_append(Tensor const& qkv, std::optional<Tensor> const& q_wei
   Tensor const rows = rows_begin_vectors(qkv) ? qkv : copy_of(op, "qkv", qkv);
   Tensor const of_q = aligned("q_weight", q_weight), of_k = aligned("k_weight", k_weight);
   Tensor const held_table = contiguous(op, "cos_sin", cos_sin), held_positions = contiguous(op, "positions", positions);
-  set_rows(&p.k, rows, k_cache, k_scale, k_residual);
-  set_rows(&p.v, rows, v_cache, v_scale, v_residual);
-  set_heads(&p.k, rows, heads);
-  set_heads(&p.v, rows, heads + p.heads_kv);
-  NormRope of;
+  set_rows(&p.k, rows, heads, k_cache, k_scale, k_residual);
+  set_rows(&p.v, rows, heads + p.heads_kv, v_cache, v_scale, v_residual);
   of.q = rows.data_ptr();
   for (int64_t i = 0; i < 3; ++i) of.q_strides[i] = rows.stride(i);
   of.q_out = q.data_ptr();
   of.heads = heads;
   if (of_q.defined()) of.q_weight = of_q.data_ptr();
   if (of_k.defined()) of.k_weight = of_k.data_ptr();
-  of.eps = float(eps);
-  of.weight_offset = float(weight_offset);
   of.cos_sin = static_cast<float const*>(held_table.data_ptr());
   of.length = table.length;
   of.rotary_dim = table.rotary_dim;

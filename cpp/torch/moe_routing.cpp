@@ -3,7 +3,6 @@
 #include "minfer/moe_routing.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "core/checks.h"
 #include "core/device.h"
@@ -56,8 +55,7 @@ RouterRules check_rules(char const* op, RouterArguments const& a, int64_t expert
   }
   rules.n_group = int32_t(a.n_group);
   rules.topk_group = int32_t(a.topk_group);
-  if (!std::isfinite(float(a.scale))) fail(op, ": scale must be finite in float32, got ", a.scale);
-  rules.scale = float(a.scale);
+  rules.scale = in_float32(op, "scale", a.scale);
   if (a.correction_bias) {
     Tensor const& bias = *a.correction_bias;
     if (!same(bias.sizes(), {experts})) fail(op, ": correction_bias must be [experts] = [", experts, "], got ", bias);

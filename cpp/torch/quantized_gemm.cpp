@@ -3,8 +3,6 @@
 // plan, allocate the workspace, launch.
 #include "minfer/w4a16.h"
 
-#include <cmath>
-
 #include "core/checks.h"
 #include "core/device.h"
 #include "core/operators.h"
@@ -63,7 +61,7 @@ struct Weight {
 void check_weight(char const* op, PackedWeight const& w, int64_t n, int64_t k) {
   auto const& [qweight, scales, zeros, format, group_size, alpha] = w;
   check_group_size(op, format, group_size);
-  if (!std::isfinite(float(alpha))) fail(op, ": alpha must be finite in float32, got ", alpha);
+  in_float32(op, "alpha", alpha);
   if (k % 8 != 0) fail(op, ": k must be a multiple of 8, got ", k);
   if (n % 8 != 0) fail(op, ": scales must have n = ", n, " columns, a multiple of 8, got ", scales);
   int64_t const groups = groups_of(group_size, k);

@@ -2,7 +2,6 @@
 #include "minfer/sampling.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 
 #include "core/checks.h"
@@ -57,10 +56,6 @@ void check_range(char const* name, double value, double least, double most, char
   if (!(value >= least && value <= most)) fail(kOp, ": ", name, " must be ", must, ", got ", value);
 }
 
-void check_finite(char const* name, double value) {
-  if (!std::isfinite(float(value))) fail(kOp, ": ", name, " must be finite in float32, got ", value);
-}
-
 /// A value for each row.
 void check_of_rows(char const* name, OptionalTensor const& x, ScalarType type, int64_t rows, NamedTensor const& logits) {
   if (x) check_operand(kOp, name, *x, type, {rows}, logits);
@@ -97,8 +92,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sample(Tensor const& logits, Rules co
   check_range("top_p", rules.top_p, 0, 1, "0 to 1");
   check_range("min_p", rules.min_p, 0, 1, "0 to 1");
   check_range("repetition_penalty", rules.repetition_penalty, std::numeric_limits<float>::min(), kMost, "a normal float32 above 0");
-  check_finite("presence_penalty", rules.presence_penalty);
-  check_finite("frequency_penalty", rules.frequency_penalty);
+  in_float32(kOp, "presence_penalty", rules.presence_penalty);
+  in_float32(kOp, "frequency_penalty", rules.frequency_penalty);
   check_of_rows("temperatures", rules.temperatures, ScalarType::Float, rows, reference);
   check_of_rows("top_ks", rules.top_ks, ScalarType::Int, rows, reference);
   check_of_rows("top_ps", rules.top_ps, ScalarType::Float, rows, reference);

@@ -605,20 +605,23 @@ class SampledRow {
   /// The team: with as many passes as it takes.
   __device__ __forceinline__ void draw_of_search(Key lowest) {
     Key from = lowest;
-    if (top_k() > 0) from = last_kept<false, false>(from, storage_.row_largest, top_k());
-    if (top_p() < 1.0f) from = last_kept<false, true>(from, storage_.row_largest, 0);
+    if (top_k() > 0) from = last_kept<false, Weight::kOne>(from, storage_.row_largest, top_k());
+    if (top_p() < 1.0f) from = last_kept<false, Weight::kProbability>(from, storage_.row_largest, 0);
     draw_of_all(false, from);
   }
 
-  /// The key from which on tokens are kept: of those from `from` on the first whose predecessors' weights, as many as they are or kMass
-  /// their probabilities, add up to less than the target while those with its own do not. kMass: the target is top_p of all.
-  template <bool kRaw, bool kMass>
+  /// What a token counts for where the kept ones are counted.
+  enum class Weight { kOne, kProbability };
+
+  /// The key from which on tokens are kept: of those from `from` on the first whose predecessors' weights add up to less than the target
+  /// while those with its own do not. Of probabilities the target is top_p of all.
+  template <bool kRaw, Weight kWeight>
   __device__ __forceinline__ Key last_kept(Key from, Key largest, uint64_t target) {
     // The weights from `low` on reach the target, those from `high` on do not.
     Key low = from, high = largest + 1;
     uint32_t count_of_low = 0, count_of_high = 0;
     uint64_t sum_of_high = 0;
-    auto const weight_of = [&](float v) { return kMass ? uint64_t(mass_of(v)) : 1; };
+    auto const weight_of = [&](float v) { return kWeight == Weight::kProbability ? uint64_t(mass_of(v)) : 1; };
     for (bool first = true; first || count_of_low - count_of_high > kMostListed; first = false) {
       Key pivots[3];
       Key const span = high - low;  // above kMostListed, or of the first pass
@@ -644,7 +647,7 @@ class SampledRow {
       uint64_t x[6] = {counts[0], counts[1], counts[2], sums[0], sums[1], sums[2]};
       reduce<0>(x);
       if (first) {
-        if (kMass) target = target_of(top_p(), x[3]);
+        if (kWeight == Weight::kProbability) target = target_of(top_p(), x[3]);
         if (x[3] < target) return from;
         count_of_low = uint32_t(x[0]);
       }
@@ -720,7 +723,7 @@ class SampledRow {
     Key const from = max(nth_of_groups(n), last);
     uint32_t total = list_range<true>(from, ~Key(0));
     if (total > kMostListed) {
-      Key const kept = last_kept<true, false>(last, max(storage_.raw_largest, key_of(-kInfinite, 0)), n);
+      Key const kept = last_kept<true, Weight::kOne>(last, max(storage_.raw_largest, key_of(-kInfinite, 0)), n);
       total = list_range<true>(kept, ~Key(0));
     }
     if (rank_ != 0) return;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <numeric>
 
 namespace minfer::torch_binding {
@@ -28,6 +29,16 @@ void check_16bit(char const* op, char const* name, Tensor const& x, NamedTensor 
     fail(op, ": ", name, " must be float16 or bfloat16 like ", other.name, ", got ", x.scalar_type(), " beside ", other.x.scalar_type());
   }
   check_same_device(op, name, x, other);
+}
+
+float in_float32(char const* op, char const* name, double value) {
+  if (!std::isfinite(float(value))) fail(op, ": ", name, " must be finite in float32, got ", value);
+  return float(value);
+}
+
+float eps_in_float32(char const* op, double eps) {
+  if (!(eps >= 0) || !std::isfinite(float(eps))) fail(op, ": eps must be finite in float32 and not negative, got ", eps);
+  return float(eps);
 }
 
 void check_bias(char const* op, Tensor const& bias, int64_t n, NamedTensor const& a) {

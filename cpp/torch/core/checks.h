@@ -25,6 +25,11 @@ void check_16bit(char const* op, char const* name, Tensor const& x);
 /// Both are of one 16-bit type and on one device.
 void check_16bit(char const* op, char const* name, Tensor const& x, NamedTensor const& other);
 
+/// A number as kernels compute with it; it is finite there.
+float in_float32(char const* op, char const* name, double value);
+/// The same of `eps`, which is not negative either.
+float eps_in_float32(char const* op, double eps);
+
 /// [n], of a's type or float32, on a's device.
 void check_bias(char const* op, Tensor const& bias, int64_t n, NamedTensor const& a);
 

@@ -108,6 +108,14 @@ def check_named_shape(check: Checker, name: str, x: torch.Tensor, modes: str, sh
     _check_extents(check, x, shape, "{} must be {} = {}, got {}", name, modes, list(shape))
 
 
+def check_operand(
+    check: Checker, name: str, x: torch.Tensor, dtype: torch.dtype, shape: Sequence[Any], other: str, like: torch.Tensor
+) -> None:
+    """A dense tensor of a shape and a dtype, on the device of ``like``, the operand called ``other``."""
+    check_shape(check, name, x, shape)
+    check_tensor(check, name, x, dtype, other, like)
+
+
 def _check_extents(check: Checker, x: torch.Tensor, shape: Sequence[Any], text: str, *values: Any) -> None:
     check(x.dim() == len(shape), text, *values, x.shape)
     for have, want in zip(x.shape, shape, strict=True):

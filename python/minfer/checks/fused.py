@@ -23,10 +23,9 @@ from .common import (
     check_device,
     check_eps,
     check_kernel,
+    check_operand,
     check_rotary_table,
     check_scalar,
-    check_shape,
-    check_tensor,
 )
 
 FLOATS = (*DTYPES, torch.float32)
@@ -49,16 +48,10 @@ def _check_rows(check: Checker, x: Tensor, float32: bool = False) -> None:
     check(x.dim() >= 1, "x must have at least one mode, got {}", x.shape)
 
 
-def _check_operand(check: Checker, name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[Any], other: str, like: Tensor) -> None:
-    """Shape, dtype, device."""
-    check_shape(check, name, x, shape)
-    check_tensor(check, name, x, dtype, other, like)
-
-
 def _check_factors(check: Checker, name: str, factors: Tensor | None, x: Tensor) -> None:
     """[width], of x's dtype."""
     if factors is not None:
-        _check_operand(check, name, factors, x.dtype, (x.shape[-1],), "x", x)
+        check_operand(check, name, factors, x.dtype, (x.shape[-1],), "x", x)
 
 
 def _check_quant(check: Checker, quant: str) -> None:
@@ -71,7 +64,7 @@ def _check_scale(check: Checker, quant: str, scale: Tensor | None, x: Tensor) ->
         check(scale is None, "scale must be None for {}, whose scales are computed, got {}", quant, got)
         return
     check(scale is not None, "scale must be given for fp8_tensor")
-    _check_operand(check, "scale", scale, torch.float32, (1,), "x", x)
+    check_operand(check, "scale", scale, torch.float32, (1,), "x", x)
 
 
 def _check_launch(check: Checker, launch: str) -> None:
@@ -90,7 +83,7 @@ def _check_kernel(check: Checker, kernel: str | None) -> None:
 
 
 def _check_written(check: Checker, name: str, to: Tensor, dtype: torch.dtype, shape: Sequence[Any], other: str, like: Tensor) -> None:
-    _check_operand(check, name, to, dtype, shape, other, like)
+    check_operand(check, name, to, dtype, shape, other, like)
     check_apart(check, name, to)
 
 
@@ -302,7 +295,7 @@ def check_dequantize(q: Tensor, scales: Tensor, quant: str, *, dtype: torch.dtyp
         shape = (1,)
     elif quant == "fp8_block128":
         shape = (math.prod(q.shape[:-1]), (q.shape[-1] + QUANT_BLOCK - 1) // QUANT_BLOCK)
-    _check_operand(check, "scales", scales, torch.float32, shape, "q", q)
+    check_operand(check, "scales", scales, torch.float32, shape, "q", q)
     return Result(q, q.shape, dtype)
 
 

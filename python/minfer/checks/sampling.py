@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import DTYPES, FLOAT32_MAX, Checker, Result, check_dense, check_scalar, check_shape, check_tensor
+from .common import DTYPES, FLOAT32_MAX, Checker, Result, check_dense, check_operand, check_scalar
 
 MOST_TOP_LOGPROBS = 128
 MOST_TOKENS = 2**24 - 1
@@ -17,8 +17,7 @@ LEAST_NORMAL = torch.finfo(torch.float32).tiny
 
 def _check_operand(check: Checker, name: str, x: Tensor | None, dtype: torch.dtype, shape: tuple[Any, ...], logits: Tensor) -> None:
     if x is not None:
-        check_shape(check, name, x, shape)
-        check_tensor(check, name, x, dtype, "logits", logits)
+        check_operand(check, name, x, dtype, shape, "logits", logits)
 
 
 def _check_number(check: Checker, name: str, value: float, least: float, most: float, must: str) -> None:
@@ -29,7 +28,7 @@ def _check_number(check: Checker, name: str, value: float, least: float, most: f
 def _check_of_tokens(check: Checker, name: str, x: Tensor, dtype: torch.dtype, columns: Any, logits: Tensor) -> None:
     """[rows, columns], or one row for all."""
     one = x.dim() == 2 and x.shape[0] == 1
-    _check_operand(check, name, x, dtype, (1 if one else logits.shape[0], columns), logits)
+    check_operand(check, name, x, dtype, (1 if one else logits.shape[0], columns), "logits", logits)
 
 
 def check_sample(
@@ -86,7 +85,7 @@ def check_sample(
     for name, x, dtype in numbers:
         _check_operand(check, name, x, dtype, (rows,), logits)
     if counts is not None:
-        _check_operand(check, "counts", counts, torch.int32, (rows, vocabulary), logits)
+        check_operand(check, "counts", counts, torch.int32, (rows, vocabulary), "logits", logits)
     else:
         none = repetition_penalty == 1 and presence_penalty == 0 and frequency_penalty == 0
         none = none and repetition_penalties is None and presence_penalties is None and frequency_penalties is None
