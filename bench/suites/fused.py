@@ -141,9 +141,9 @@ def _rope(rows: int, width: int, dtype: torch.dtype, device: str) -> Call:
     def error() -> float:
         q, own = qs[0][:CHECKED_ROWS].double(), qs[0].clone()
         minfer.rope(own, None, table, positions)
-        cos, sin = table[:CHECKED_ROWS].double()[:, None].chunk(2, -1)
-        a, b = q[: len(cos)].chunk(2, -1)
-        return deviation(own[: len(cos)], torch.cat([a * cos - b * sin, b * cos + a * sin], -1))
+        cos, sin = table[: len(q)].double()[:, None].chunk(2, -1)
+        a, b = q.chunk(2, -1)
+        return deviation(own[: len(q)], torch.cat([a * cos - b * sin, b * cos + a * sin], -1))
 
     peers = peers_of.rope(qs, ks, table, positions)
     return Call(lambda i: minfer.rope(qs[i], ks[i], table, positions), peers, moved, error, "rope", sets)
@@ -185,7 +185,7 @@ def _quantised(op: str, quant: str) -> Callable[..., Call]:
         weight = torch.randn(width, device=device).to(dtype)
         options: dict[str, Any] = {"quant": quant}
         if quant == "fp8_tensor":
-            options["scale"] = torch.full((1,), 0.02, device=device)
+            options["scale"] = torch.full((1,), 0.08, device=device)  # 448 of them are more than any result
 
         def ours(i: int) -> tuple[Tensor, Tensor]:
             return minfer.silu_and_mul(xs[i], **options) if gated else minfer.rms_norm(xs[i], weight, EPS, **options)
@@ -358,7 +358,7 @@ def copy_of(moved: float, sets: int) -> Callable[[int], Any]:
     return lambda i: to[i].copy_(sources[i])
 
 
-LIMITS = {"quant": 0.08, "append": 0.05, "sample": 1e-4, "decode_layer": 0.05}  # of errors; else two roundings
+LIMITS = {"quant": 0.08, "append": 0.08, "sample": 1e-4, "decode_layer": 0.05}  # of errors; else two roundings
 
 
 def measure(cell: dict[str, Any], args: argparse.Namespace, results: FusedResults, peers: list[str], budget: harness.Budget) -> str:

@@ -201,6 +201,7 @@ struct RmsNormCall : RowCall {
     check_no_overlap(op, to, "x", x, "residual");
     if (weights) check_no_overlap(op, to, "weight", *weights, "residual");
     residual = to;
+    problem.adds = true;
   }
   void check_norm(OptionalTensor const& to, OptionalTensor const& weights) const {
     if (!to) return;

@@ -19,6 +19,7 @@ from tests.fused.cases import (
     BAD_CASES,
     BAD_HADAMARD,
     CASES,
+    EPS,
     HADAMARD_BLOCKS,
     HALVES,
     QUANTIZED,
@@ -305,7 +306,7 @@ def quants_of(kernel):
     if kernel["operation"] == "rms_norm":
         return QUANTS
     of_rows = ("fp8_token", "int8_token")
-    return [quant for quant in QUANTS if (quant in of_rows) == (kernel["tile_n"] == 0)]
+    return [quant for quant in QUANTS if (quant in of_rows) == ("_rows_" in kernel["name"])]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -339,6 +340,40 @@ def test_kernels(name):
                     numerics.judge(result, *numerics.stored(exact, dtype), what)
                     assert same(result, again), what
     assert launched >= 20, "most launches are legal"
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if "_ring_" in name])
+def test_rings(name):
+    """Rows that CTAs, or clusters, take by turns: more rows than these, rings that are filled anew within a row, rows of any width."""
+    kernel = KERNELS[name]
+    case, dtype = case_of_kernel(kernel), DTYPE_OF[kernel["ab_type"]]
+    for rows, width, launch in (
+        (700, 1000, ""),
+        (5, 20480, ""),
+        (300, 8192, "@threads=128"),
+        (1000, 2048, "@threads=64,cluster=2"),
+        (270, 65536, ""),
+        (150, 65544, ""),
+        (70, 262144, ""),
+    ):
+        what = f"{name}{launch} on {rows} rows of {width}"
+        x, factors = case.make(rows, width, dtype, DEVICE)
+        poison()
+        result = case.call(x, factors, kernel=f"{name}{launch}")
+        numerics.judge(result, *numerics.stored(case.exact(x, factors, 64), dtype), what)
+        assert same(result, case.call(x, factors, kernel=f"{name}{launch}")), what
+        padded = torch.full((rows, width + 24), math.nan, dtype=dtype, device=DEVICE)[:, 8:-16].copy_(x)
+        assert same(result, case.call(padded, factors, kernel=f"{name}{launch}")), f"{what}, strided"
+        odd = torch.full((rows, width + 3), math.nan, dtype=dtype, device=DEVICE)[:, 1:-2].copy_(x)  # the kernel beside it, without a ring
+        numerics.judge(case.call(odd, factors, kernel=f"{name}{launch}"), *numerics.stored(case.exact(x, factors, 64), dtype), what)
+        if kernel["operation"] == "rms_norm" and width <= 8 * 4096:  # half as wide
+            residual = torch.randn_like(x)
+            total = (x.double() + residual.double()).to(dtype)
+            sums, again = residual.clone(), residual.clone()
+            y = minfer.add_rms_norm(x, sums, factors["weight"], EPS, kernel=f"{name}{launch}")
+            assert same(sums, total), f"{what}, residual"
+            numerics.judge(y, *numerics.stored(case.exact(total, factors, 64), dtype), f"{what}, with a residual")
+            assert same(y, minfer.add_rms_norm(x, again, factors["weight"], EPS, kernel=f"{name}{launch}")) and same(sums, again)
 
 
 def test_kernels_of_others_are_refused():

@@ -150,8 +150,16 @@ def test_fused_rows():
     assert [kernel.name for kernel in kernels] == names and {kernel.schedule for kernel in kernels} == {"rows"}
     whole = {"operation": "rms_norm", "elements": ["bf16"], "quantized": True, "whole": True, "vectors": [2]}
     assert [kernel.name for kernel in FusedKernel.expand(Row(whole, "row 1"))] == ["fused_sm80_bf16_rms_norm_quantized_rows_x16"]
+    ring = {"operation": "softmax", "elements": ["bf16", "f32"], "whole": True, "ring": True}
+    kernels = FusedKernel.expand(Row(ring, "row 1"))
+    assert [kernel.name for kernel in kernels] == ["fused_sm90_bf16_softmax_rows_ring_x128", "fused_sm90_f32_softmax_rows_ring_x64"]
+    assert all(kernel.targets == "sm90a" and 208 << 10 < kernel.smem_bytes <= SM90_SMEM_LIMIT for kernel in kernels)
     wrong = (
         ({"operation": "relu"}, "operation"),
+        (ring | {"vectors": [2]}, "vectors"),
+        (ring | {"threads": 256}, "threads"),
+        (ring | {"whole": False}, "softmax takes whole rows"),
+        ({"ring": True, "vectors": None}, "holds whole rows"),
         ({"operation": "quantize", "quantized": True}, "elements"),  # not of float32
         ({"quantized": True}, "results of activation are not quantised"),
         ({"operation": "quantize", "elements": ["f16"]}, "quantize has codes as results"),
@@ -179,7 +187,8 @@ def test_the_projects_own_table():
             assert re.fullmatch(rf"attention_sm(80|90)_b?f16_d\d+{what}", kernel.name)
             continue
         if kernel.FAMILY == "fused":
-            assert re.fullmatch(rf"fused_sm80_(b?f16|f32)_{kernel.operation}(_quantized)?(_rows)?_x\d+", kernel.name)
+            place = r"90_(b?f16|f32)_{}_rows_ring" if kernel.ring else r"80_(b?f16|f32)_{}(_quantized)?(_rows)?"
+            assert re.fullmatch(rf"fused_sm{place.format(kernel.operation)}_x\d+", kernel.name)
             continue
         quantised = kernel.b_format != "dense"
         grouped = "moe_" if kernel.FAMILY == "moe_w4a16" else ""

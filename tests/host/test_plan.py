@@ -338,6 +338,6 @@ def test_registry():
         assert form.group_size is None or form.group_size % kernel["group_multiple"] == 0
     for kernel in minfer.kernels("fused"):
         quantized = "_quantized" if "_quantized" in kernel["name"] else ""
-        rows = "_rows" if "_rows" in kernel["name"] else ""
-        assert kernel["name"] == f"fused_sm80_{kernel['ab_type']}_{kernel['operation']}{quantized}{rows}_x{kernel['tile_n']}"
+        rows = ("_rows" if "_rows" in kernel["name"] else "") + ("_ring" if kernel["arch"] == 90 else "")
+        assert kernel["name"] == f"fused_sm{kernel['arch']}_{kernel['ab_type']}_{kernel['operation']}{quantized}{rows}_x{kernel['tile_n']}"
         assert kernel["schedule"] == "rows" and kernel["tile_n"] % 8 == 0

@@ -62,7 +62,7 @@ def test_rules(vocabulary, dtype, kind):
     logits = logits_of(kind, rows, vocabulary, dtype)
     seeds, offsets = torch.arange(rows, device=DEVICE) * 2**40 - 7, torch.arange(rows, device=DEVICE) + 2**35
     options = dict(seeds=seeds, offsets=offsets, top_logprobs=n) | tensors_of(RULES)
-    poison_free_memory()
+    poison_free_memory(torch.device(DEVICE, torch.cuda.current_device()))
     results = minfer.sample(logits, **options)
     judge(logits, logits.float(), RULES, seeds, offsets, results, kind)
     judge_top(logits, results, n, kind)

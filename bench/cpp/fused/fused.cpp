@@ -83,6 +83,7 @@ struct FusedCase {
     p.quant = quant;
     p.rows = rows;
     p.width = width;
+    p.adds = op == Op::kAddRmsNorm;
     return p;
   }
   /// That a call must move.

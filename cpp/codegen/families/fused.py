@@ -1,9 +1,11 @@
-"""The fused family: operators on rows, one kernel for each operation, type and number of elements that a thread has of a row."""
+"""The fused family: operators on rows, one kernel for each operation, type and number of elements that a thread has of a row, and for wide
+rows one with a ring in shared memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from codegen.formats import project_formats
 from codegen.kernel import Kernel, cpp_bool
 from codegen.row import Row
 
@@ -19,8 +21,10 @@ OPERATIONS = {
     "gated_activation": ("kGatedActivation", False, True, None),
     "quantize": ("kQuantize", False, True, None),
 }
-FIELDS = {"operation", "elements", "quantized", "whole", "vectors", "threads", "note"}
+FIELDS = {"operation", "elements", "quantized", "whole", "ring", "vectors", "threads", "note"}
 STORAGE_BYTES = 640  # of kernels of whole rows: row_group.cuh, RowStorage
+# row_params.h: bytes of a ring's slots, and the most vectors that a thread has of a row of 16-bit numbers.
+RING_BYTES, RING_VECTORS, RING_WARPS = 208 << 10, 16, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +40,7 @@ class FusedKernel(Kernel):
     of: str  # the operation
     quantized: bool
     whole: bool  # takes whole rows
+    ring: bool  # holds them in shared memory
 
     @property
     def operation(self) -> str:
@@ -44,15 +49,17 @@ class FusedKernel(Kernel):
     @property
     def name(self) -> str:
         quantized = "_quantized" if self.quantized else ""
-        rows = "_rows" if self.whole else ""
+        rows = ("_rows" if self.whole else "") + ("_ring" if self.ring else "")
         return f"fused_sm{self.arch}_{self.element}_{self.of}{quantized}{rows}_x{self.tile[1]}"
 
     @property
     def shard_group(self) -> str:
-        return f"fused_sm{self.arch}_{'rows' if self.whole else 'elements'}"
+        return f"fused_sm{self.arch}_{'ring' if self.ring else 'rows' if self.whole else 'elements'}"
 
     @property
     def template(self) -> tuple[str, str]:
+        if self.ring:
+            return "fused/row_ring.cuh", "launch_row_ring"
         return ("fused/row_whole.cuh", "launch_whole_rows") if self.whole else ("fused/row_elements.cuh", "launch_row_elements")
 
     @classmethod
@@ -67,19 +74,33 @@ class FusedKernel(Kernel):
         takes = "whole rows" if needs_whole else "elements"
         row.require(needs_whole is None or whole == needs_whole, "whole", f"{operation} takes {takes}")
         row.require(not whole or quantized or needs_whole, "whole", f"{operation} takes whole rows only for their scales")
-        vectors = row.get("vectors")
+        ring = row.flag("ring")
+        row.require(not ring or (whole and not quantized), "ring", "holds whole rows whose results are numbers")
+        row.require(not ring or row.get("vectors") is None, "vectors", "of a ring follow from its slots")
+        vectors = [RING_VECTORS] if ring else row.get("vectors")
         good = isinstance(vectors, list) and vectors and all(type(v) is int and 1 <= v <= MAX_VECTORS for v in vectors)
-        row.require(good and len(set(vectors)) == len(vectors), "vectors", f"must be a list of different numbers of 1 to {MAX_VECTORS}")
+        good = good and len(set(vectors)) == len(vectors)
+        row.require(ring or good, "vectors", f"must be a list of different numbers of 1 to {MAX_VECTORS}")
         threads = row.optional_integer("threads") or 512
         row.require(threads % 32 == 0 and threads <= 1024, "threads", "must be whole warps, 1024 at most")
-        smem = STORAGE_BYTES if whole else 0
-        shared = dict(of=operation, quantized=quantized, whole=whole, threads=threads, smem_bytes=smem, note=row.text("note"))
-        return [cls(element=element, tile=(1, VECTOR * v, 1), **shared) for element in elements for v in vectors]
+        row.require(not ring or threads == 32 * RING_WARPS, "threads", f"of a ring are {32 * RING_WARPS}")
+        shared = dict(of=operation, quantized=quantized, whole=whole, ring=ring, threads=threads, note=row.text("note"))
+        kernels = []
+        for element in elements:
+            number = project_formats().elements[element].bytes
+            slots = RING_BYTES // (32 * VECTOR * number)
+            smem = STORAGE_BYTES + RING_BYTES + 8 * slots if ring else STORAGE_BYTES if whole else 0
+            for v in vectors:
+                elements_of_thread = VECTOR * (v * 2 // number if ring else v)
+                kernels.append(cls(arch=90 if ring else 80, element=element, tile=(1, elements_of_thread, 1), smem_bytes=smem, **shared))
+        return kernels
 
     def constants(self) -> list[str]:
         return self.type_constants() + [
             f"static constexpr RowOperation kOperation = RowOperation::{OPERATIONS[self.of][0]};",
-            f"static constexpr bool kQuantized = {cpp_bool(self.quantized)}, kFast = true;",
+            f"static constexpr bool kQuantized = {cpp_bool(self.quantized)};",
+            *([f"static constexpr RowPlace kPlace = RowPlace::{'kRing' if self.ring else 'kRegisters'};"] if self.whole else []),
+            *([] if self.whole else ["static constexpr bool kFast = true;"]),
             f"static constexpr int kVectors = {self.tile[1] // VECTOR};",
-            f"static constexpr int kThreads = {self.threads};",
+            f"static constexpr int kThreads = {self.threads}, kSmemBytes = {self.smem_bytes};",
         ]

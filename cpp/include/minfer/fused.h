@@ -60,6 +60,7 @@ struct RowProblem {
   RowQuant quant = RowQuant::kNone;
   int64_t rows = 0;   // below 2^31
   int64_t width = 0;  // outputs of a row, below 2^31
+  bool adds = false;  // rms_norm: with a residual
 };
 
 /// Rows of a tensor: row r begins (r / inner) * outer_stride + (r % inner) * inner_stride elements behind `data`, and is contiguous.
@@ -94,6 +95,7 @@ struct RowLaunch {
   int32_t rows_per_cta = 1;  // more than one only with up to 32 threads
   int32_t cluster = 1;       // whole rows: CTAs that share a row, 1, 2, 4, 8
   int32_t parts = 1;         // else: groups of threads that share a row
+  int32_t groups = 0;        // of a kernel with a ring: CTAs, or clusters, that share the rows out
 };
 constexpr int32_t kMaxRowThreads = 512;
 

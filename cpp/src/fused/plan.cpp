@@ -41,8 +41,25 @@ KernelInfo const* find(RowProblem const& problem, int vectors) {
   return find_kernel(name);
 }
 
-/// Of a thread.
+KernelInfo const* find_ring(RowProblem const& problem) {
+  if (problem.quant != RowQuant::kNone || !takes_whole_rows(problem)) return nullptr;
+  char name[128];
+  std::snprintf(name, sizeof(name), "fused_sm90_%s_%s_rows_ring_x%d", name_of(problem.type), name_of(problem.operation),
+                fused::kRingVectors * 2 / int(size_of(problem.type)) * kVectorElements);
+  return find_kernel(name);
+}
+bool has_ring(KernelInfo const& kernel) { return kernel.arch == 90; }
+
+/// Most of a thread.
 int vectors_of(KernelInfo const& kernel) { return kernel.tile_n / kVectorElements; }
+int most_vectors_of(KernelInfo const& kernel, RowProblem const& problem) {
+  return has_ring(kernel) && problem.adds ? vectors_of(kernel) / 2 : vectors_of(kernel);
+}
+/// Clusters that are resident at once where each CTA fills an SM.
+int32_t resident_clusters(int32_t cluster, DeviceProperties const& device) {
+  int32_t const known = device.max_clusters[std::countr_zero(uint32_t(cluster))];
+  return std::max(known > 0 ? known : device.sm_count / cluster, 1);
+}
 
 /// Threads for so many: a part of a warp, or whole warps.
 int32_t whole_threads(int64_t needed, int32_t least, int32_t most) {
@@ -69,6 +86,14 @@ char const* illegal(RowProblem const& problem, KernelInfo const& kernel, RowLaun
   if (launch.cluster > 1 && device.compute_major < 9) return "clusters need compute capability 9.0";
   if (launch.parts < 1 || (launch.parts > 1 && whole)) return "a row that is taken whole has one part";
   if (launch.cluster > 1 && !whole) return "parts have one CTA";
+  if (!whole && int64_t(launch.parts) * launch.threads * vectors_of(kernel) < vectors_of(problem)) return "the parts must cover the row";
+  if (has_ring(kernel)) {
+    if (device.compute_capability() != 90) return "rings in shared memory need compute capability 9.0";
+    if (part_of_warp) return "a row in a ring has more than 32 threads";
+    if (ceil_divide(vectors_of(problem), int64_t(launch.threads) * launch.cluster) > most_vectors_of(kernel, problem)) {
+      return "a thread has more vectors of a row than its ring is for";
+    }
+  }
   if (problem.quant == RowQuant::kFp8Block128 && launch.threads < 16) return "128 columns are quantised by 16 threads";
   return nullptr;
 }
@@ -111,14 +136,26 @@ RowLaunch launch_of_whole_rows(RowProblem const& problem, int per_thread, Device
   return launch;
 }
 
-/// Elements: few of them are spread over the SMs, of many each thread has enough in flight.
-RowLaunch launch_of_parts(RowProblem const& problem, int per_thread) {
+/// Rows that would need a cluster's registers, and enough of them: in a ring, with the smallest cluster whose threads' rings hold a row.
+/// False: there are too few, too narrow or too wide ones.
+bool launch_of_ring(RowProblem const& problem, KernelInfo const& kernel, DeviceProperties const& device, RowLaunch* launch) {
+  int64_t const vectors = vectors_of(problem), most = int64_t(most_vectors_of(kernel, problem)) * kMaxRowThreads;
+  int32_t cluster = 1;
+  while (cluster < 8 && vectors > most * cluster) cluster *= 2;
+  int64_t const of_thread = ceil_divide(vectors, int64_t(kMaxRowThreads) * cluster);
+  launch->cluster = cluster;
+  launch->threads = whole_threads(ceil_divide(vectors, of_thread * cluster), 64, kMaxRowThreads);
+  return vectors > 4 * kMaxRowThreads && vectors <= most * cluster && problem.rows >= resident_clusters(cluster, device);
+}
+
+/// Elements: few of them are spread over the SMs, of many each thread has enough in flight. forced_threads: 0, or of a launch that is asked for.
+RowLaunch launch_of_parts(RowProblem const& problem, int per_thread, int32_t forced_threads) {
   RowLaunch launch;
-  constexpr int32_t kThreads = 128;
+  int32_t const most = forced_threads > 0 ? forced_threads : 128;
   int64_t const vectors = vectors_of(problem);
-  launch.parts = int32_t(std::min<int64_t>(ceil_divide(vectors, int64_t(per_thread) * kThreads), std::numeric_limits<int32_t>::max()));
+  launch.parts = int32_t(std::min<int64_t>(ceil_divide(vectors, int64_t(per_thread) * most), std::numeric_limits<int32_t>::max()));
   int32_t const least = problem.quant == RowQuant::kFp8Block128 ? 16 : 1;
-  launch.threads = whole_threads(ceil_divide(ceil_divide(vectors, launch.parts), per_thread), least, kThreads);
+  launch.threads = whole_threads(ceil_divide(ceil_divide(vectors, launch.parts), per_thread), least, most);
   return launch;
 }
 
@@ -132,10 +169,16 @@ int vectors_for_parts(RowProblem const& problem, DeviceProperties const& device)
 
 Status plan_rows(RowProblem const& problem, DeviceProperties const& device, RowOverride const* forced, RowPlan* plan) {
   if (Status const status = check(problem); !status.ok()) return status;
-  bool const whole = takes_whole_rows(problem);
+  bool const whole = takes_whole_rows(problem), is_forced = forced != nullptr && forced->kernel != nullptr;
   int per_thread = whole ? vectors_for_whole_rows(problem, device) : vectors_for_parts(problem, device);
-  if (forced != nullptr && forced->kernel != nullptr) per_thread = vectors_of(*forced->kernel);
+  if (is_forced) per_thread = vectors_of(*forced->kernel);
+  KernelInfo const* const ring = find_ring(problem);
+  RowLaunch in_ring;
+  bool const rings = ring != nullptr && (is_forced ? forced->kernel == ring
+                                                   : device.compute_capability() == 90 && launch_of_ring(problem, *ring, device, &in_ring));
   plan->kernel = find(problem, per_thread);
+  // A build for sm_90 rather than sm_90a has no rings.
+  if (rings && (is_forced || ring->launch != nullptr || plan->kernel == nullptr || plan->kernel->launch == nullptr)) plan->kernel = ring;
   if (forced != nullptr && forced->kernel != nullptr && forced->kernel != plan->kernel) {
     return Status::failure(StatusCode::kInvalidArgument, "kernel %s does not compute %s of %s%s%s", forced->kernel->name,
                            name_of(problem.operation), name_of(problem.type), problem.quant != RowQuant::kNone ? " as " : "",
@@ -145,11 +188,16 @@ Status plan_rows(RowProblem const& problem, DeviceProperties const& device, RowO
     return Status::failure(StatusCode::kNotSupported, "no kernel computes %s of %s", name_of(problem.operation), name_of(problem.type));
   }
   RowLaunch& launch = plan->launch;
-  launch = whole ? launch_of_whole_rows(problem, per_thread, device) : launch_of_parts(problem, per_thread);
   RowLaunch const none{0, 0, 0, 0}, &asked = forced != nullptr ? forced->launch : none;
+  launch = whole ? launch_of_whole_rows(problem, per_thread, device) : launch_of_parts(problem, per_thread, asked.threads);
+  if (plan->kernel == ring) {
+    if (is_forced) launch_of_ring(problem, *ring, device, &in_ring);
+    launch = in_ring;
+  }
   if (asked.threads > 0) launch.threads = asked.threads;
   if (asked.cluster > 0) launch.cluster = asked.cluster;
   if (asked.parts > 0) launch.parts = asked.parts;
+  if (plan->kernel == ring) launch.groups = int32_t(std::clamp<int64_t>(problem.rows, 1, resident_clusters(launch.cluster, device)));
   bool const packed = launch.threads < 32 || (whole && launch.threads == 32 && launch.cluster == 1);
   launch.rows_per_cta = packed ? kPackedThreads / launch.threads : 1;
   if (asked.rows_per_cta > 0) launch.rows_per_cta = asked.rows_per_cta;
@@ -205,7 +253,8 @@ Status run_rows(RowPlan const& plan, RowProblem const& problem, RowOperands cons
   params.cluster = uint32_t(launch.cluster);
   params.parts = uint32_t(launch.parts);
   params.vectors = uint32_t(ceil_divide(vectors_of(problem), int64_t(launch.threads) * launch.cluster));
-  params.fast = aligned && (!takes_whole_rows(problem) || params.vectors <= uint32_t(vectors_of(*plan.kernel)));
+  params.fast = aligned && (!takes_whole_rows(problem) || params.vectors <= uint32_t(most_vectors_of(*plan.kernel, problem)));
+  params.groups = uint32_t(launch.groups);
   int64_t const items = problem.rows * launch.parts;
   if (items > std::numeric_limits<int32_t>::max()) {
     return Status::failure(StatusCode::kNotSupported, "%lld rows of %lld are more than a launch covers", (long long)problem.rows,

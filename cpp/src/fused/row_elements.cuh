@@ -47,26 +47,49 @@ __device__ __forceinline__ void compute_elements(RowParams const& params) {
       first[j] = load_vector(x, at, count(at), kFast);
     }
   }
-  QuantScale scale{};
-  if (Config::kQuantized && params.quant == RowQuant::kFp8Tensor) scale = scale_of(load_operand(params.scale));
+  float given_scale = 0.0f;
+  if (Config::kQuantized && params.quant == RowQuant::kFp8Tensor) given_scale = load_operand(params.scale);
+  float results[kVectors][kVectorElements];
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     uint32_t const at = column(j);
     int const left = count(at);
-    float v[kVectorElements];
     Beside beside;
-    unpack(first[j], v);
+    unpack(first[j], results[j]);
     if constexpr (kGated) unpack(second[j], beside.up);
-    load_beside<kOperation, kFast, T>(params, at, left, &beside);
-    finish<kOperation, kExact>(params, RowSummary{}, beside, v);
-    if constexpr (Config::kQuantized) {
-      if (params.quant == RowQuant::kFp8Block128) {
-        scale = scale_of_block(v, left);
-        if (at % kQuantBlock == 0 && left > 0) params.scales[at / kQuantBlock * params.scales_stride + row] = scale.scale;
+    if constexpr (has_bias(kOperation)) {
+      RowVector<T> bias = constant_vector<T>(0.0f);
+      load_factors<kFast>(params.bias, at, left, &bias);
+      unpack(bias, beside.bias);
+    }
+    finish<kOperation, kExact>(params, RowSummary{}, beside, results[j]);
+    if constexpr (!Config::kQuantized) store_vector(pack<T>(results[j]), y, at, left, kFast);
+  }
+  if constexpr (Config::kQuantized) {
+    float inverse[kVectors];
+    if (params.quant == RowQuant::kFp8Block128) {
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        int const left = count(column(j));
+        inverse[j] = 0.0f;  // at first the largest magnitude
+#pragma unroll
+        for (int i = 0; i < kVectorElements; ++i) inverse[j] = fmaxf(inverse[j], kFast || i < left ? fabsf(results[j][i]) : 0.0f);
       }
-      store_codes(codes_of(v, params.quant, scale.inverse), static_cast<uint8_t*>(params.q) + int64_t(row) * params.width, at, left, kFast);
+      BlockScales<kVectors> const blocks(inverse);
+      uint32_t const at = column(int(blocks.block()));
+      if (blocks.is_first_thread() && count(at) > 0) params.scales[at / kQuantBlock * params.scales_stride + row] = blocks.scale();
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) inverse[j] = blocks.inverse(j);
     } else {
-      store_vector(pack<T>(v), y, at, left, kFast);
+      QuantScale const scale = scale_of(given_scale);
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) inverse[j] = scale.inverse;
+    }
+    uint8_t* const codes = static_cast<uint8_t*>(params.q) + int64_t(row) * params.width;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      uint32_t const at = column(j);
+      store_codes(codes_of(results[j], params.quant, inverse[j]), codes, at, count(at), kFast);
     }
   }
 }

@@ -5,6 +5,8 @@
 //
 // Vector j (8 elements) of a thread is the row's number (j * cluster + rank) * threads + thread. Partials are
 // combined in the same order in every thread, so all get the same bits, and the order depends on nothing but the launch.
+// Of the warps' partials each thread reads all, four to an access, and combines them itself: that takes half the time of more exchanges,
+// and few rows are a chain of such steps.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -16,7 +18,7 @@ constexpr int kMostFloats = 2;  // of what is reduced
 
 struct RowStorage {
   // Two sets, used by turns: a set is written again only after a barrier that all threads reach after they have read it.
-  float of_warp[2][kMostFloats][32];
+  alignas(16) float of_warp[2][kMostFloats][32];
   float of_cta[2][kMostFloats][8];
 };
 
@@ -41,21 +43,55 @@ class RowGroup {
   __device__ __forceinline__ uint32_t column() const { return (rank_ * params_.threads + lane_) * kVectorElements; }
   __device__ __forceinline__ uint32_t column_step() const { return params_.threads * params_.cluster * kVectorElements; }
 
+  /// Partial: kFloats numbers v[], of nothing where it is made, and combine().
   template <class Partial>
   __device__ __forceinline__ void reduce(Partial* x) {
-    reduce_lanes(x, int(params_.threads));
+    reduce_lanes(x);
+    reduce_warps(x);
+  }
+  /// Over the lanes of a warp that have the same row.
+  template <class Partial>
+  __device__ __forceinline__ void reduce_lanes(Partial* x) const {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      if (offset < int(params_.threads)) {
+        Partial other;
+#pragma unroll
+        for (int i = 0; i < Partial::kFloats; ++i) other.v[i] = __shfl_xor_sync(0xffffffffu, x->v[i], offset);
+        x->combine(other);
+      }
+    }
+  }
+  /// Over what the warps' lanes agree on.
+  template <class Partial>
+  __device__ __forceinline__ void reduce_warps(Partial* x) {
     if (params_.threads <= 32) return;
     auto& of_warp = storage_.of_warp[set_];
-    uint32_t const warp_lane = threadIdx.x % 32;
+    uint32_t const warps = params_.threads / 32, warp_lane = threadIdx.x % 32;
     if (warp_lane == 0) {
 #pragma unroll
       for (int i = 0; i < Partial::kFloats; ++i) of_warp[i][threadIdx.x / 32] = x->v[i];
     }
-    __syncthreads();
-    Partial const none;
+    if (threadIdx.x >= warps && threadIdx.x < (warps + 3) / 4 * 4) {  // the last access of four
+      Partial const none;
 #pragma unroll
-    for (int i = 0; i < Partial::kFloats; ++i) x->v[i] = warp_lane < params_.threads / 32 ? of_warp[i][warp_lane] : none.v[i];
-    reduce_lanes(x, 32);
+      for (int i = 0; i < Partial::kFloats; ++i) of_warp[i][threadIdx.x] = none.v[i];
+    }
+    __syncthreads();
+    *x = Partial{};
+#pragma unroll 1
+    for (uint32_t first = 0; first < warps; first += 4) {
+      float4 four[Partial::kFloats];
+#pragma unroll
+      for (int i = 0; i < Partial::kFloats; ++i) four[i] = *reinterpret_cast<float4 const*>(&of_warp[i][first]);
+      Partial a, b, c, d;
+#pragma unroll
+      for (int i = 0; i < Partial::kFloats; ++i) a.v[i] = four[i].x, b.v[i] = four[i].y, c.v[i] = four[i].z, d.v[i] = four[i].w;
+      a.combine(b);
+      c.combine(d);
+      a.combine(c);
+      x->combine(a);
+    }
 #if __CUDA_ARCH__ >= 900
     if (params_.cluster > 1) {
       auto& of_cta = storage_.of_cta[set_];
@@ -86,19 +122,6 @@ class RowGroup {
   }
 
  private:
-  template <class Partial>
-  static __device__ __forceinline__ void reduce_lanes(Partial* x, int lanes) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) {
-      if (offset < lanes) {
-        Partial other;
-#pragma unroll
-        for (int i = 0; i < Partial::kFloats; ++i) other.v[i] = __shfl_xor_sync(0xffffffffu, x->v[i], offset);
-        x->combine(other);
-      }
-    }
-  }
-
   RowParams const& params_;
   RowStorage& storage_;
   uint32_t row_, lane_, rank_ = 0;

@@ -18,7 +18,7 @@ __device__ __forceinline__ float exponential(float x) {
 }
 
 // ---- what threads combine ------------------------------------------------------------------------------------------------------------
-// combine() of (a, b) and of (b, a) have the same bits, so that all threads of a butterfly end with the same.
+// combine() of (a, b) and of (b, a) have the same bits, so that all threads of a butterfly end with the same. Maxima leave NaN out.
 
 struct Total {
   static constexpr int kFloats = 1;
@@ -26,25 +26,18 @@ struct Total {
   __device__ __forceinline__ void combine(Total const& b) { v[0] += b.v[0]; }
 };
 
-struct SumAndMaximum {
-  static constexpr int kFloats = 2;
-  float v[kFloats] = {0.0f, 0.0f};  // the maximum is of magnitudes; NaN is left out of it
-  __device__ __forceinline__ void combine(SumAndMaximum const& b) {
-    v[0] += b.v[0];
-    v[1] = fmaxf(v[1], b.v[1]);
-  }
+struct Maximum {
+  static constexpr int kFloats = 1;
+  float v[kFloats] = {-__builtin_inff()};
+  __device__ __forceinline__ void combine(Maximum const& b) { v[0] = fmaxf(v[0], b.v[0]); }
 };
 
-/// The largest number, and the sum of the exponentials of the differences from it. Source: Milakov and Gimelshein, 2018.
-template <bool kExact>
-struct Exponentials {
+struct SumAndMagnitude {
   static constexpr int kFloats = 2;
-  float v[kFloats] = {-__builtin_inff(), 0.0f};
-  __device__ __forceinline__ void combine(Exponentials const& b) {
-    float const largest = fmaxf(v[0], b.v[0]);
-    auto const factor = [&](float own) { return own == largest ? 1.0f : exponential<kExact>(own - largest); };
-    v[1] = __fadd_rn(__fmul_rn(v[1], factor(v[0])), __fmul_rn(b.v[1], factor(b.v[0])));
-    v[0] = largest;
+  float v[kFloats] = {0.0f, 0.0f};
+  __device__ __forceinline__ void combine(SumAndMagnitude const& b) {
+    v[0] += b.v[0];
+    v[1] = fmaxf(v[1], b.v[1]);
   }
 };
 
@@ -65,7 +58,7 @@ template <RowOperation kOperation, bool kExact>
 __device__ __forceinline__ void finish(RowParams const& params, RowSummary const& row, Beside& beside, float (&v)[kVectorElements]) {
   if constexpr (kOperation == RowOperation::kRmsNorm) {
 #pragma unroll
-    for (int i = 0; i < kVectorElements; ++i) v[i] = v[i] * (beside.weight[i] + params.weight_offset) * row.scale;
+    for (int i = 0; i < kVectorElements; ++i) v[i] = v[i] * beside.weight[i] * row.scale;
   } else if constexpr (kOperation == RowOperation::kLayerNorm) {
 #pragma unroll
     for (int i = 0; i < kVectorElements; ++i) v[i] = fmaf((v[i] - row.shift) * row.scale, beside.weight[i], beside.bias[i]);
@@ -110,25 +103,25 @@ constexpr bool has_bias(RowOperation operation) { return operation == RowOperati
 template <DataType kType>
 using RowType = std::conditional_t<kType == DataType::kF16, __half, std::conditional_t<kType == DataType::kBF16, __nv_bfloat16, float>>;
 
-/// A weight's or a bias' numbers, or the one that stands for none.
+/// Eight weights, ones where there is none, or eight biases, else zeros: loaded where there is one, and unpacked alike.
 template <class T>
-__device__ __forceinline__ void unpack_factors(void const* given, RowVector<T> const& loaded, float other, float (&v)[kVectorElements]) {
-  if (given != nullptr) {
-    unpack(loaded, v);
-  } else {
+__device__ __forceinline__ RowVector<T> constant_vector(float of) {
+  float v[kVectorElements];
 #pragma unroll
-    for (int i = 0; i < kVectorElements; ++i) v[i] = other;
-  }
+  for (int i = 0; i < kVectorElements; ++i) v[i] = of;
+  return pack<T>(v);
 }
 template <bool kFast, class T>
-__device__ __forceinline__ void load_factors(void const* given, uint32_t at, int count, float other, float (&v)[kVectorElements]) {
-  unpack_factors(given, load_vector<false>(static_cast<T const*>(given), at, given != nullptr ? count : 0, kFast), other, v);
+__device__ __forceinline__ void load_factors(void const* given, uint32_t at, int count, RowVector<T>* factors) {
+  if (given != nullptr) *factors = load_vector<false>(static_cast<T const*>(given), at, count, kFast);
 }
-/// All numbers beside 8 elements that are not the row's own.
-template <RowOperation kOperation, bool kFast, class T>
-__device__ __forceinline__ void load_beside(RowParams const& params, uint32_t at, int count, Beside* beside) {
-  if constexpr (is_norm(kOperation)) load_factors<kFast, T>(params.weight, at, count, 1.0f, beside->weight);
-  if constexpr (has_bias(kOperation)) load_factors<kFast, T>(params.bias, at, count, 0.0f, beside->bias);
+template <class T>
+__device__ __forceinline__ void unpack_weight(RowParams const& params, RowVector<T> const& weight, float (&v)[kVectorElements]) {
+  unpack(weight, v);
+  if (params.weight_offset != 0.0f) {
+#pragma unroll
+    for (int i = 0; i < kVectorElements; ++i) v[i] += params.weight_offset;
+  }
 }
 
 /// Where the gates and ups of outputs at, .., at + 7 are, of which there are `count`: halves of a row, or 16 consecutive elements.

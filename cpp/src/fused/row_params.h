@@ -9,6 +9,8 @@
 namespace minfer::fused {
 
 constexpr int kVectorElements = 8;
+constexpr int kRingBytes = 208 << 10;  // of a ring's slots
+constexpr int kRingVectors = 16;       // most of a thread that a row in a ring has, of 16-bit numbers: its slots are 26
 
 struct RowParams {
   RowTensor x, y, residual;
@@ -24,10 +26,11 @@ struct RowParams {
   GateLayout gate_layout;
   bool logarithm;
   bool clamps;  // gate_max, up_max or up_shift do something
-  bool fast;    // a vector of any tensor is one access, or two; row_whole.cuh: and a row fits into the registers of its threads
+  bool fast;    // a vector of any tensor is one access, or two; row_whole.cuh: and a row fits where its kernel holds it
   uint32_t rows, inner, width;
   // RowLaunch. threads: of a row, or of a CTA where there are parts. vectors: that a thread has of a row, the last ones may be outside
   uint32_t threads, rows_per_cta, cluster, parts, vectors;
+  uint32_t groups;  // row_ring.cuh: of a CTA or a cluster, that share the rows out
 };
 
 struct RowLaunchArguments {

@@ -1,7 +1,7 @@
 // Quantisation as a row is stored: 8 numbers of a thread become 8 codes. The rules are those of minfer::RowQuant.
 //
-// A code is round(y * (1 / scale)), the inverse being rounded once: it may differ from round(y / scale) where that is within 2^-23 of a
-// tie.
+// A code is round(y * (1 / scale)), the inverse being rounded once, and where y has a factor of its row's, that is a part of the product with
+// the inverse: it may differ from round(y / scale) where that is within 2^-22 of a tie.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -18,10 +18,16 @@ struct QuantScale {
 
 /// Of the largest magnitude that it is for. The inverse is finite, so that it keeps zeros.
 __device__ __forceinline__ QuantScale scale_of(float scale) {
-  float const inverse = __fdiv_rn(1.0f, scale);
+  float const inverse = __frcp_rn(scale);
   return {scale, scale == 0.0f ? 0.0f : inverse > __FLT_MAX__ ? __FLT_MAX__ : inverse};
 }
 __device__ __forceinline__ QuantScale scale_for(float largest, float largest_code) { return scale_of(__fdiv_rn(largest, largest_code)); }
+
+/// The factor of numbers that lack their row's: finite as the inverse is.
+__device__ __forceinline__ float times_inverse(float of_row, float inverse) {
+  float const factor = of_row * inverse;
+  return factor > __FLT_MAX__ ? __FLT_MAX__ : factor;
+}
 
 __device__ __forceinline__ float largest_magnitude(float const (&v)[kVectorElements]) {
   float largest = 0.0f;
@@ -59,15 +65,45 @@ __device__ __forceinline__ uint2 codes_of(float const (&v)[kVectorElements], Row
   return quant == RowQuant::kInt8Token ? codes_int8(v, inverse) : codes_e4m3(v, inverse);
 }
 
-/// fp8_block128: of the results of 16 neighbouring threads, all of which call it. One without elements has a `count` of 0.
-__device__ __forceinline__ QuantScale scale_of_block(float const (&v)[kVectorElements], int count) {
-  float largest = 0.0f;
+/// fp8_block128: the scales of the blocks that vectors j of 16 neighbouring threads are, all of which make one together, for all j at once.
+/// Each exchange halves the blocks that a thread has the largest magnitude of, until 16 / kVectors threads have the same one: its scale,
+/// two divisions, is computed there, and inverses are handed around.
+template <int kVectors>
+class BlockScales {
+  static_assert(kVectors == 1 || kVectors == 2 || kVectors == 4 || kVectors == 8);
+  static constexpr uint32_t kThreads = 16, kSame = kThreads / kVectors;
+
+ public:
+  /// largest: magnitudes of the thread's vectors, 0 where it has none.
+  __device__ __forceinline__ explicit BlockScales(float (&largest)[kVectors]) { exchange<kVectors, kThreads / 2>(largest); }
+  /// The block whose scale this thread has, the first of those that have the same.
+  __device__ __forceinline__ uint32_t block() const { return threadIdx.x % kThreads / kSame; }
+  __device__ __forceinline__ bool is_first_thread() const { return threadIdx.x % kSame == 0; }
+  __device__ __forceinline__ float scale() const { return scale_.scale; }
+  /// Of block j.
+  __device__ __forceinline__ float inverse(int j) const {
+    return kVectors == 1 ? scale_.inverse : __shfl_sync(0xffffffffu, scale_.inverse, int(kSame) * j, int(kThreads));
+  }
+
+ private:
+  template <int kCount, int kOffset>
+  __device__ __forceinline__ void exchange(float (&largest)[kVectors]) {
+    constexpr int kKept = kCount > 1 ? kCount / 2 : 1;
+    bool const upper = kCount > 1 && (threadIdx.x & kOffset) != 0;
 #pragma unroll
-  for (int i = 0; i < kVectorElements; ++i) largest = i < count ? fmaxf(largest, fabsf(v[i])) : largest;
-#pragma unroll
-  for (int offset = 8; offset > 0; offset /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
-  return scale_for(largest, kLargestE4M3);
-}
+    for (int i = 0; i < kKept; ++i) {
+      float const above = kCount > 1 ? largest[(kKept + i) % kVectors] : largest[i], below = largest[i];
+      largest[i] = fmaxf(upper ? above : below, __shfl_xor_sync(0xffffffffu, upper ? below : above, kOffset));
+    }
+    if constexpr (kOffset > 1) {
+      exchange<kKept, kOffset / 2>(largest);
+    } else {
+      scale_ = scale_for(largest[0], kLargestE4M3);
+    }
+  }
+
+  QuantScale scale_;
+};
 
 __device__ __forceinline__ void store_codes(uint2 const& codes, uint8_t* row, uint32_t at, int count, bool aligned) {
   if (aligned) {

@@ -6,6 +6,7 @@
 
 #include "common/dependent_launch.cuh"
 #include "common/float16.cuh"
+#include "common/opaque.cuh"
 #include "fused/row_params.h"
 
 namespace minfer::fused {
@@ -60,6 +61,7 @@ __device__ __forceinline__ void store_vector(RowVector<T> const& x, T* row, uint
   }
 }
 
+using minfer::make_opaque;
 /// Hides from the compiler where the elements come from: what was computed of them before is computed again.
 template <class T>
 __device__ __forceinline__ void make_opaque(RowVector<T>& x) {
@@ -78,9 +80,14 @@ __device__ __forceinline__ void unpack(RowVector<T> const& x, float (&v)[kVector
     memcpy(pairs, &x, sizeof(x));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float2 const two = Float16<kDataTypeOf<T>>::unpack(pairs[i]);
-      v[2 * i] = two.x;
-      v[2 * i + 1] = two.y;
+      if constexpr (kDataTypeOf<T> == DataType::kBF16) {  // one instruction each, where the conversion takes three for both
+        v[2 * i] = __uint_as_float(pairs[i] << 16);
+        v[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+      } else {
+        float2 const two = Float16<kDataTypeOf<T>>::unpack(pairs[i]);
+        v[2 * i] = two.x;
+        v[2 * i + 1] = two.y;
+      }
     }
   }
 }

@@ -1,18 +1,21 @@
 // Operators with statistics over a row: normalisation, softmax, quantisation with a scale for each row.
 //
-// Walk. A group of threads has a row (row_group.cuh), each thread kVectors vectors of 8 elements of it in registers, as they lie in memory.
-//   load         all vectors of a thread are requested before the first is used: these are the bytes in flight
+// A group of threads has a row (row_group.cuh) and walks it once for each step:
 //   statistics   each thread of its elements, then exchanges between threads: mean of squares; mean, then squared deviations from it, in
-//                which no digits cancel; maximum and sum of exponentials together; largest magnitude, which for the norm is found beside
-//                the sum, since the rest of its factor is the row's
-//   results      of the vectors in registers, stored as numbers or codes. Those whose magnitude was looked at are kept in fp32
+//                which no digits cancel; the maximum, then the sum of exponentials of what elements are below it; the largest magnitude,
+//                which for the norm is found beside the sum, since the rest of its factor is the row's
+//   results      stored as numbers or codes
+// Where the row is between these steps (RowPlace):
+//   kRegisters   a thread has up to kVectors vectors of 8 elements of it, all requested before the first is used: these are the bytes in
+//                flight. CTAs end with their row: those that are waiting read while these store. Two other forms were slower on an H200 for
+//                rows that fit: CTAs that stay and request the next row's vectors as this one's are used (4096 columns: 88 us instead of
+//                70, for addresses and registers), and rows in shared memory, copied several turns ahead (86 us). Results whose magnitude
+//                is needed, and exponentials, are kept in fp32
+//   kRing        shared memory, for wide rows (row_ring.cuh)
+//   kMemory      read again in each step, element by element: rows that are no multiples of 16 bytes, or fit into neither
 // Weights and biases of few rows are prefetched into L2 before the preceding kernel has ended. They are read through L1, where the CTAs of
-// an SM find them; x is read around it. CTAs end with their row: those that are waiting read while these store. Two other forms were
-// slower on an H200: CTAs that stay and request the next row's vectors as this one's are used (4096 columns: 88 us instead of 70, for
-// addresses and registers), and rows in shared memory, copied several turns ahead (86 us).
-//
-// Rows that are no multiples of 16 bytes, or do not fit into the registers of their threads, have a kernel that reads them from memory,
-// element by element, in each of these steps (kFast is false).
+// an SM find them; x is read around it.
+// Few rows take as long as their instructions: 4096 elements are 16 warps on one SM. Many rows of codes do so too, beside the bytes.
 // Limits: 2^31 rows, 2^31 columns.
 #pragma once
 
@@ -24,27 +27,40 @@
 
 namespace minfer::fused {
 
-template <class Config, bool kFast>
+enum class RowPlace { kRegisters, kMemory, kRing };
+
+/// Of a kernel that has no ring.
+struct NoRing {
+  template <class... Arguments>
+  __device__ __forceinline__ explicit NoRing(Arguments const&...) {}
+};
+
+template <class Config, class Ring = NoRing>
 class WholeRow {
  public:
   static constexpr RowOperation kOperation = Config::kOperation;
+  static constexpr RowPlace kPlace = Config::kPlace;
+  static constexpr bool kInRegisters = kPlace == RowPlace::kRegisters, kInRing = kPlace == RowPlace::kRing;
+  static constexpr bool kFast = kPlace != RowPlace::kMemory;  // a vector is one access, or two
   static constexpr bool kGated = kOperation == RowOperation::kGatedActivation;
   static constexpr bool kSoftmax = kOperation == RowOperation::kSoftmax;
   static constexpr bool kQuantized = Config::kQuantized;
   static constexpr bool kExact = Config::kType == DataType::kF32;
-  static constexpr int kVectors = kFast ? Config::kVectors : 1;
-  static constexpr int kFactors = kVectors == 2 || kVectors == 4 ? 2 : 1;  // vectors whose weights are requested together
-  static constexpr bool kEarly = kFast && kVectors <= 2;  // weights are requested with x: a row alone on its SM does not wait for them
+  static constexpr int kVectors = kInRegisters ? Config::kVectors : 1;
+  static constexpr int kFactors = kInRing || kVectors == 2 || kVectors == 4 ? 2 : 1;  // vectors whose weights are requested together
+  static constexpr bool kEarly =
+      kInRegisters && kVectors <= 2;  // weights are requested with x: a row alone on its SM does not wait for them
+  static constexpr bool kKeeps = kInRegisters && (kQuantized || kSoftmax) && kVectors <= 4;  // of a norm without the row's factor
   using T = RowType<Config::kType>;
   using Vector = RowVector<T>;
-  using Partial = std::conditional_t<kSoftmax, Exponentials<kExact>, std::conditional_t<kQuantized, SumAndMaximum, Total>>;
-  static constexpr bool kKeeps = kFast && kQuantized && kVectors <= 4;  // results, those of a norm without the row's factor
 
-  __device__ __forceinline__ WholeRow(RowParams const& params, RowStorage& storage)
-      : params_(params), group_(params, storage), row_(group_.row()), inside_(row_ < params.rows) {
-    uint32_t const existing = inside_ ? row_ : 0;
-    x_ = row_in<T const>({params.x.data, params.x.outer_stride, params.x.inner_stride}, params.inner, existing);
-    if constexpr (kOperation == RowOperation::kRmsNorm) residual_ = row_in<T>(params.residual, params.inner, existing);
+  __device__ __forceinline__ WholeRow(RowParams const& params, RowStorage& storage, Ring* ring = nullptr)
+      : params_(params), group_(params, storage), ring_(ring) {
+    if constexpr (!kInRing) begin(group_.row());
+    if constexpr (is_norm(kOperation)) {
+#pragma unroll
+      for (int i = 0; i < kFactors; ++i) weight_[i] = constant_vector<T>(1.0f), bias_[i] = constant_vector<T>(0.0f);
+    }
   }
 
   /// Before the preceding kernel has ended: what every row needs.
@@ -59,31 +75,51 @@ class WholeRow {
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (kFast) {
+    if constexpr (kInRing) {
+      ring_->start(group_.row());
+      for (uint32_t row = group_.row(); row < params_.rows; row += ring_->row_step()) {
+        begin(row);
+        if (adds()) add_residual();
+        store(summarize());
+        ring_->next_row();
+      }
+    } else {
+      if constexpr (kInRegisters) {
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j) load(j);
-      if constexpr (kEarly) load_factors(0);
+        for (int j = 0; j < kVectors; ++j) load(j);
+        if constexpr (kEarly) load_factors(0);
+      }
+      if (kQuantized && params_.quant == RowQuant::kFp8Tensor) given_scale_ = load_operand(params_.scale);
+      if (adds()) add_residual();
+      RowSummary const summary = summarize();
+      group_.finish();
+      store(summary);
     }
-    if (adds()) add_residual();
-    RowSummary const summary = summarize();
-    group_.finish();
-    store(summary);
   }
 
  private:
   static __device__ __forceinline__ void prefetch_into_l2(void const* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
+  __device__ __forceinline__ void begin(uint32_t row) {
+    row_ = row;
+    width_ = row < params_.rows ? params_.width : 0;
+    uint32_t const existing = row < params_.rows ? row : 0;
+    x_ = row_in<T const>({params_.x.data, params_.x.outer_stride, params_.x.inner_stride}, params_.inner, existing);
+    if constexpr (kOperation == RowOperation::kRmsNorm) residual_ = row_in<T>(params_.residual, params_.inner, existing);
+    make_opaque(x_);  // one addition for an address
+    make_opaque(residual_);
+  }
   __device__ __forceinline__ bool adds() const { return kOperation == RowOperation::kRmsNorm && params_.residual.data != nullptr; }
   __device__ __forceinline__ uint32_t column(uint32_t j) const { return group_.column() + j * group_.column_step(); }
   /// Elements of a vector that the row has.
   __device__ __forceinline__ int count(uint32_t at) const {
-    if (!inside_ || at >= params_.width) return 0;
-    return kFast ? kVectorElements : int(min(params_.width - at, uint32_t(kVectorElements)));
+    if (at >= width_) return 0;
+    return kFast ? kVectorElements : int(min(width_ - at, uint32_t(kVectorElements)));
   }
 
   // ---- a row's vectors ----
 
-  /// kFast: into registers. second: a gate's ups, or what is added to the residual.
+  /// Into registers. second: a gate's ups, or what is added to the residual.
   __device__ __forceinline__ void load(int j) {
     uint32_t const at = column(j);
     int const left = count(at);
@@ -98,7 +134,7 @@ class WholeRow {
       first_[j] = load_vector(x_, at, left, kFast);
     }
   }
-  /// The residual becomes the sum, in memory and in registers; what follows is of the rounded sum.
+  /// The residual becomes the sum, in memory and where the row is; what follows is of the rounded sum.
   __device__ __forceinline__ void add_residual() {
     auto const add = [&](Vector const& to, Vector const& x, uint32_t at) {
       float a[kVectorElements], b[kVectorElements];
@@ -110,9 +146,14 @@ class WholeRow {
       store_vector(sum, residual_, at, count(at), kFast);
       return sum;
     };
-    if constexpr (kFast) {
+    if constexpr (kInRegisters) {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) first_[j] = add(first_[j], second_[j], column(j));
+    } else if constexpr (kInRing) {
+      for (uint32_t j = 0; j < params_.vectors; ++j) {
+        ring_->wait(j);
+        ring_->write(j, add(ring_->read(j, 0), ring_->read(j, 1), column(j)));
+      }
     } else {
       for (uint32_t j = 0; j < params_.vectors; ++j) {
         uint32_t const at = column(j);
@@ -120,7 +161,7 @@ class WholeRow {
       }
     }
   }
-  /// word 0: x, or the residual with the sum in it; 1: a gate's ups.
+  /// kMemory. word 0: x, or the residual with the sum in it; 1: a gate's ups.
   __device__ __forceinline__ Vector read(uint32_t at, int word) const {
     if constexpr (kGated) {
       GateVectors const gate(params_, at, count(at));
@@ -130,10 +171,13 @@ class WholeRow {
     return load_vector<false>(adds() ? residual_ : x_, at, count(at), false);
   }
 
-  /// body(numbers, column, count, j) for each vector of the thread, its number j. All threads come through together.
-  template <class Body>
+  enum class Walk { kFirst, kAgain, kLast };  // of a row in a ring: the first waits for the copies, the last gives their room back
+
+  /// body(numbers, column, count, j) for each vector of the thread, its number j among those whose weights are requested together, or of
+  /// all where the row is in registers. All threads come through together.
+  template <Walk kWalk, class Body>
   __device__ __forceinline__ void for_each(Body&& body) {
-    if constexpr (kFast) {
+    if constexpr (kInRegisters) {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         uint32_t const at = column(j);
@@ -141,6 +185,20 @@ class WholeRow {
         if constexpr (!kExact) make_opaque(first_[j]);  // otherwise the compiler keeps the numbers of the walk before, in fp32
         unpack(first_[j], v);
         body(v, at, count(at), j);
+      }
+    } else if constexpr (kInRing) {
+#pragma unroll 1
+      for (uint32_t first = 0; first < params_.vectors; first += kFactors) {
+#pragma unroll
+        for (int i = 0; i < kFactors; ++i) {
+          uint32_t const j = first + i, at = column(j);
+          if (j >= params_.vectors) break;
+          if (kWalk == Walk::kFirst && !adds()) ring_->wait(j);
+          float v[kVectorElements];
+          unpack(ring_->read(j, 0), v);
+          body(v, at, count(at), i);
+          if constexpr (kWalk == Walk::kLast) ring_->release(j);
+        }
       }
     } else {
 #pragma unroll 1
@@ -153,177 +211,239 @@ class WholeRow {
     }
   }
 
-  /// Requests the weights and biases of kFactors of the thread's vectors, from number `first` on.
-  __device__ __forceinline__ void load_factors(int first) {
+  /// Requests the weights and biases of kFactors of the thread's vectors, the first of which begins at column `at`.
+  __device__ __forceinline__ void load_factors_at(uint32_t at) {
 #pragma unroll
     for (int i = 0; i < kFactors; ++i) {
-      uint32_t const at = column(first + i);
-      int const left = at < params_.width ? kVectorElements : 0;
-      if constexpr (is_norm(kOperation)) {
-        if (params_.weight != nullptr) weight_[i] = load_vector<false>(static_cast<T const*>(params_.weight), at, left, kFast);
-      }
-      if constexpr (has_bias(kOperation)) {
-        if (params_.bias != nullptr) bias_[i] = load_vector<false>(static_cast<T const*>(params_.bias), at, left, kFast);
-      }
+      int const left = at >= params_.width ? 0 : kFast ? kVectorElements : int(min(params_.width - at, uint32_t(kVectorElements)));
+      fused::load_factors<kFast>(params_.weight, at, left, &weight_[i]);
+      if constexpr (has_bias(kOperation)) fused::load_factors<kFast>(params_.bias, at, left, &bias_[i]);
+      at += group_.column_step();
     }
   }
-  /// What is beside vector j.
-  __device__ __forceinline__ void take_beside(uint32_t at, int left, int j, Beside* beside) {
-    if constexpr (!kFast) {
-      load_beside<kOperation, kFast, T>(params_, at, left, beside);
-      if constexpr (kGated) unpack(read(at, 1), beside->up);
-    } else {
-      if (!kEarly && j % kFactors == 0) load_factors(j);
-      if constexpr (is_norm(kOperation)) unpack_factors(params_.weight, weight_[j % kFactors], 1.0f, beside->weight);
-      if constexpr (has_bias(kOperation)) unpack_factors(params_.bias, bias_[j % kFactors], 0.0f, beside->bias);
-      if constexpr (kGated) unpack(second_[j], beside->up);
-    }
+  __device__ __forceinline__ void load_factors(int first) {
+    if constexpr (is_norm(kOperation)) load_factors_at(column(first));
   }
+  /// What is beside vector j, which begins at column `at`.
+  __device__ __forceinline__ void take_beside(uint32_t at, int j, Beside* beside) {
+    if constexpr (is_norm(kOperation)) {
+      if (!kEarly && j % kFactors == 0) load_factors_at(at);
+      unpack_weight(params_, weight_[j % kFactors], beside->weight);
+      if constexpr (has_bias(kOperation)) unpack(bias_[j % kFactors], beside->bias);
+    }
+    if constexpr (kGated) unpack(kInRegisters ? second_[j] : read(at, 1), beside->up);
+  }
+
   // ---- statistics ----
 
   __device__ __forceinline__ bool scales_rows() const {
     return kQuantized && (params_.quant == RowQuant::kFp8Token || params_.quant == RowQuant::kInt8Token);
   }
+  /// body(number, element's number) of the elements that the thread has of a vector.
+  template <class Body>
+  static __device__ __forceinline__ void for_present(float const (&v)[kVectorElements], int left, Body&& body) {
+    if (kFast && left == 0) return;
+#pragma unroll
+    for (int i = 0; i < kVectorElements; ++i) {
+      if (kFast || i < left) body(v[i]);
+    }
+  }
 
   __device__ __forceinline__ RowSummary summarize() {
     RowSummary row;
-    Partial partial;
     if constexpr (kOperation == RowOperation::kRmsNorm) {
+      SumAndMagnitude partial;
       bool const finds_largest = scales_rows();
-      for_each([&](float(&v)[kVectorElements], uint32_t at, int left, int j) {
+      for_each<Walk::kFirst>([&](float(&v)[kVectorElements], uint32_t at, int, int j) {
 #pragma unroll
         for (int i = 0; i < kVectorElements; ++i) partial.v[0] = fmaf(v[i], v[i], partial.v[0]);
         if constexpr (kQuantized) {
           if (!kKeeps && !finds_largest) return;
           Beside beside;
-          take_beside(at, left, j, &beside);
+          take_beside(at, j, &beside);
 #pragma unroll
-          for (int i = 0; i < kVectorElements; ++i) {
-            float const weighted = v[i] * (beside.weight[i] + params_.weight_offset);
-            partial.v[1] = fmaxf(partial.v[1], fabsf(weighted));
-            if constexpr (kKeeps) kept_[j].v[i] = weighted;
-          }
+          for (int i = 0; i < kVectorElements; ++i) v[i] *= beside.weight[i];
+          if (finds_largest) partial.v[1] = fmaxf(partial.v[1], largest_magnitude(v));
+          if constexpr (kKeeps) keep(v, j);
         }
       });
-      group_.reduce(&partial);
+      if (finds_largest) {
+        group_.reduce(&partial);
+      } else {
+        Total sum{partial.v[0]};
+        group_.reduce(&sum);
+        partial.v[0] = sum.v[0];
+      }
       row.scale = rsqrtf(__fdividef(partial.v[0], float(params_.width)) + params_.eps);
       if constexpr (kQuantized) largest_ = fmaxf(partial.v[1] * row.scale, 0.0f);  // of NaN 0
     } else if constexpr (kOperation == RowOperation::kLayerNorm) {
-      for_each([&](float(&v)[kVectorElements], uint32_t, int, int) {
+      Total sum, deviations;
+      for_each<Walk::kFirst>([&](float(&v)[kVectorElements], uint32_t, int, int) {
 #pragma unroll
-        for (int i = 0; i < kVectorElements; ++i) partial.v[0] += v[i];
+        for (int i = 0; i < kVectorElements; ++i) sum.v[0] += v[i];
       });
-      group_.reduce(&partial);
-      row.shift = __fdividef(partial.v[0], float(params_.width));
-      Partial deviations;
-      for_each([&](float(&v)[kVectorElements], uint32_t, int left, int) {
-        if (kFast && left == 0) return;
-#pragma unroll
-        for (int i = 0; i < kVectorElements; ++i) {
-          float const deviation = kFast || i < left ? v[i] - row.shift : 0.0f;
-          deviations.v[0] = fmaf(deviation, deviation, deviations.v[0]);
-        }
+      group_.reduce(&sum);
+      row.shift = __fdividef(sum.v[0], float(params_.width));
+      for_each<Walk::kAgain>([&](float(&v)[kVectorElements], uint32_t, int left, int) {
+        for_present(v, left, [&](float x) { deviations.v[0] = fmaf(x - row.shift, x - row.shift, deviations.v[0]); });
       });
       group_.reduce(&deviations);
       row.scale = rsqrtf(__fdividef(deviations.v[0], float(params_.width)) + params_.eps);
     } else if constexpr (kSoftmax) {
-      for_each([&](float(&v)[kVectorElements], uint32_t, int left, int) {
-        if (kFast && left == 0) return;
-#pragma unroll
-        for (int i = 0; i < kVectorElements; ++i) partial.v[0] = kFast || i < left ? fmaxf(partial.v[0], v[i]) : partial.v[0];
+      Maximum largest;
+      Total sum;
+      for_each<Walk::kFirst>([&](float(&v)[kVectorElements], uint32_t, int left, int) {
+        for_present(v, left, [&](float x) { largest.v[0] = fmaxf(largest.v[0], x); });
       });
-      for_each([&](float(&v)[kVectorElements], uint32_t, int left, int) {
+      group_.reduce(&largest);
+      row.shift = largest.v[0];
+      for_each<Walk::kAgain>([&](float(&v)[kVectorElements], uint32_t, int left, int j) {
+        float e[kVectorElements];
 #pragma unroll
-        for (int i = 0; i < kVectorElements; ++i) {  // of -inf exp is 0, also where the thread has no other numbers
-          float const e = v[i] == -__builtin_inff() ? 0.0f : exponential<kExact>(v[i] - partial.v[0]);
-          if (kFast ? left > 0 : i < left) partial.v[1] += e;
-        }
-      });
-      group_.reduce(&partial);
-      row.shift = partial.v[0];
-      row.scale = params_.logarithm ? logf(partial.v[1]) : __fdiv_rn(1.0f, partial.v[1]);
-    } else {  // the largest magnitude
-      for_each([&](float(&v)[kVectorElements], uint32_t at, int left, int j) {
-        Beside beside;
-        take_beside(at, left, j, &beside);
-        finish<kOperation, kExact>(params_, row, beside, v);
-        if (left > 0) partial.v[1] = fmaxf(partial.v[1], largest_magnitude(v));
+        for (int i = 0; i < kVectorElements; ++i) e[i] = exponential<kExact>(v[i] - row.shift);
+        for_present(e, left, [&](float x) { sum.v[0] += x; });
         if constexpr (kKeeps) {
-#pragma unroll
-          for (int i = 0; i < kVectorElements; ++i) kept_[j].v[i] = v[i];
+          if (params_.logarithm) {
+            keep(v, j);
+          } else {
+            keep(e, j);
+          }
         }
       });
-      group_.reduce(&partial);
-      largest_ = partial.v[1];
+      group_.reduce(&sum);
+      row.scale = params_.logarithm ? logf(sum.v[0]) : __fdiv_rn(1.0f, sum.v[0]);
+    } else {
+      Maximum largest;
+      for_each<Walk::kFirst>([&](float(&v)[kVectorElements], uint32_t at, int left, int j) {
+        Beside beside;
+        take_beside(at, j, &beside);
+        finish<kOperation, kExact>(params_, row, beside, v);
+        for_present(v, left, [&](float x) { largest.v[0] = fmaxf(largest.v[0], fabsf(x)); });
+        if constexpr (kKeeps) keep(v, j);
+      });
+      group_.reduce(&largest);
+      largest_ = fmaxf(largest.v[0], 0.0f);
     }
     return row;
+  }
+
+  __device__ __forceinline__ void keep(float const (&v)[kVectorElements], int j) {
+#pragma unroll
+    for (int i = 0; i < kVectorElements; ++i) kept_[j].v[i] = v[i];
   }
 
   // ---- results ----
 
   __device__ __forceinline__ void store(RowSummary const& row) {
-    T* const y = row_in<T>(params_.y, params_.inner, inside_ ? row_ : 0);
-    RowQuant const quant = kQuantized ? params_.quant : RowQuant::kNone;
-    uint8_t* const codes = kQuantized ? static_cast<uint8_t*>(params_.q) + int64_t(row_) * params_.width : nullptr;
-    QuantScale scale{};
     if constexpr (kQuantized) {
-      if (quant == RowQuant::kFp8Tensor) scale = scale_of(load_operand(params_.scale));
-      if (quant == RowQuant::kFp8Token) scale = scale_for(largest_, kLargestE4M3);
-      if (quant == RowQuant::kInt8Token) scale = scale_for(largest_, kLargestInt8);
-      if (scales_rows() && inside_ && group_.is_first_thread()) params_.scales[row_] = scale.scale;
-    }
-    auto const store_results = [&](float(&v)[kVectorElements], uint32_t at, int left) {
-      if constexpr (kQuantized) {
-        if (quant == RowQuant::kFp8Block128) {
-          scale = scale_of_block(v, left);
-          if (at % kQuantBlock == 0 && left > 0) params_.scales[at / kQuantBlock * params_.scales_stride + row_] = scale.scale;
+      store_codes_of(row);
+    } else {
+      T* const y = row_in<T>(params_.y, params_.inner, width_ > 0 ? row_ : 0);
+      if constexpr (kKeeps) {  // a softmax
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) {
+          uint32_t const at = column(j);
+#pragma unroll
+          for (int i = 0; i < kVectorElements; ++i) {
+            kept_[j].v[i] = params_.logarithm ? kept_[j].v[i] - row.shift - row.scale : kept_[j].v[i] * row.scale;
+          }
+          store_vector(pack<T>(kept_[j].v), y, at, count(at), kFast);
         }
-        store_codes(codes_of(v, quant, scale.inverse), codes, at, left, kFast);
+      } else {
+        for_each<Walk::kLast>([&](float(&v)[kVectorElements], uint32_t at, int left, int j) {
+          Beside beside;
+          take_beside(at, j, &beside);
+          finish<kOperation, kExact>(params_, row, beside, v);
+          store_vector(pack<T>(v), y, at, left, kFast);
+        });
       }
-      if (!kQuantized || params_.y.data != nullptr) store_vector(pack<T>(v), y, at, left, kFast);
-    };
+    }
+  }
+
+  __device__ __forceinline__ void store_codes_of(RowSummary const& row) {
+    RowQuant const quant = params_.quant;
+    bool const inside = width_ > 0, stores_y = params_.y.data != nullptr;
+    T* const y = row_in<T>(params_.y, params_.inner, inside ? row_ : 0);
+    uint8_t* codes = static_cast<uint8_t*>(params_.q) + int64_t(row_) * params_.width;
+    make_opaque(codes);
+    QuantScale scale{};
+    if (quant == RowQuant::kFp8Tensor) scale = scale_of(given_scale_);
+    if (scales_rows()) {
+      scale = scale_for(largest_, quant == RowQuant::kInt8Token ? kLargestInt8 : kLargestE4M3);
+      if (inside && group_.is_first_thread()) params_.scales[row_] = scale.scale;
+    }
+    float const of_row = is_norm(kOperation) ? row.scale : 1.0f;
     if constexpr (kKeeps) {
+      if (stores_y) {
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) {
+          float v[kVectorElements];
+#pragma unroll
+          for (int i = 0; i < kVectorElements; ++i) v[i] = kept_[j].v[i] * of_row;
+          store_vector(pack<T>(v), y, column(j), count(column(j)), kFast);
+        }
+      }
+      float factors[kVectors];
+      if (quant == RowQuant::kFp8Block128) {
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) factors[j] = largest_magnitude(kept_[j].v) * of_row;  // 0 of what the row lacks
+        BlockScales<kVectors> const blocks(factors);
+        uint32_t const at = column(blocks.block());
+        if (blocks.is_first_thread() && count(at) > 0) params_.scales[at / kQuantBlock * params_.scales_stride + row_] = blocks.scale();
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) factors[j] = times_inverse(of_row, blocks.inverse(j));
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) factors[j] = times_inverse(of_row, scale.inverse);
+      }
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
-        if constexpr (is_norm(kOperation)) {
-#pragma unroll
-          for (int i = 0; i < kVectorElements; ++i) kept_[j].v[i] *= row.scale;
-        }
-        store_results(kept_[j].v, column(j), count(column(j)));
+        uint32_t const at = column(j);
+        store_codes(codes_of(kept_[j].v, quant, factors[j]), codes, at, count(at), kFast);
       }
     } else {
-      for_each([&](float(&v)[kVectorElements], uint32_t at, int left, int j) {
+      for_each<Walk::kLast>([&](float(&v)[kVectorElements], uint32_t at, int left, int j) {
         Beside beside;
-        take_beside(at, left, j, &beside);
+        take_beside(at, j, &beside);
         finish<kOperation, kExact>(params_, row, beside, v);
-        store_results(v, at, left);
+        if (quant == RowQuant::kFp8Block128) {
+          float largest[1] = {0.0f};
+          for_present(v, left, [&](float x) { largest[0] = fmaxf(largest[0], fabsf(x)); });
+          BlockScales<1> const block(largest);
+          scale.inverse = block.inverse(0);
+          if (block.is_first_thread() && left > 0) params_.scales[at / kQuantBlock * params_.scales_stride + row_] = block.scale();
+        }
+        store_codes(codes_of(v, quant, scale.inverse), codes, at, left, kFast);
+        if (stores_y) store_vector(pack<T>(v), y, at, left, kFast);
       });
     }
   }
 
   RowParams const& params_;
   RowGroup group_;
-  uint32_t row_;
-  bool inside_;  // whether the group has a row
+  Ring* ring_;
+  uint32_t row_ = 0, width_ = 0;  // of no row a width of 0
   T const* x_ = nullptr;
   T* residual_ = nullptr;
   Vector first_[kVectors], second_[kVectors], weight_[kFactors], bias_[kFactors];
   struct Kept {
     float v[kVectorElements];
   } kept_[kKeeps ? kVectors : 1];
-  float largest_ = 0.0f;  // magnitude of the row's results
+  float largest_ = 0.0f, given_scale_ = 0.0f;  // magnitude of the row's results; fp8_tensor's scale
 };
 
 /// Threads that an SM should hold, for which registers are budgeted.
 template <class Config>
 constexpr int kResidentThreads =
-    Config::kFast && Config::kVectors * (Config::kOperation == RowOperation::kGatedActivation ? 2 : 1) <= 4 ? 1024 : Config::kThreads;
+    Config::kPlace == RowPlace::kRegisters && Config::kVectors * (Config::kOperation == RowOperation::kGatedActivation ? 2 : 1) <= 4
+        ? 1024
+        : Config::kThreads;
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, kResidentThreads<Config> / Config::kThreads)
     whole_row_kernel(__grid_constant__ RowParams const params) {
   __shared__ RowStorage storage;
-  WholeRow<Config, Config::kFast> row(params, storage);
+  WholeRow<Config> row(params, storage);
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
   row.prefetch();
@@ -332,17 +452,17 @@ __global__ void __launch_bounds__(Config::kThreads, kResidentThreads<Config> / C
   row.run();
 }
 
-/// The kernel of registered ones for rows that are not fast: one for each operation and type.
+/// The kernel beside registered ones for rows that are read from memory: one for each operation and type.
 template <DataType kType_, RowOperation kOperation_, bool kQuantized_>
 struct SlowRows {
   static constexpr DataType kType = kType_;
   static constexpr RowOperation kOperation = kOperation_;
-  static constexpr bool kQuantized = kQuantized_, kFast = false;
+  static constexpr RowPlace kPlace = RowPlace::kMemory;
+  static constexpr bool kQuantized = kQuantized_;
   static constexpr int kVectors = 1, kThreads = kMaxRowThreads;
 };
 
-template <class Config>
-Status launch_whole_rows(RowLaunchArguments const& arguments) {
+inline LaunchShape shape_of(RowLaunchArguments const& arguments) {
   RowParams const& params = arguments.params;
   LaunchShape shape;
   shape.threads = params.threads * params.rows_per_cta;
@@ -350,8 +470,18 @@ Status launch_whole_rows(RowLaunchArguments const& arguments) {
   shape.cluster = dim3(params.cluster);
   shape.programmatic = arguments.programmatic;
   shape.stream = arguments.stream;
-  if (params.fast) return launch(shape, "launch", &whole_row_kernel<Config>, params);
-  return launch(shape, "launch", &whole_row_kernel<SlowRows<Config::kType, Config::kOperation, Config::kQuantized>>, params);
+  return shape;
+}
+template <class Config>
+Status launch_slow_rows(RowLaunchArguments const& arguments) {
+  using Slow = SlowRows<Config::kType, Config::kOperation, Config::kQuantized>;
+  return launch(shape_of(arguments), "launch", &whole_row_kernel<Slow>, arguments.params);
+}
+
+template <class Config>
+Status launch_whole_rows(RowLaunchArguments const& arguments) {
+  if (!arguments.params.fast) return launch_slow_rows<Config>(arguments);
+  return launch(shape_of(arguments), "launch", &whole_row_kernel<Config>, arguments.params);
 }
 
 }  // namespace minfer::fused

@@ -1,0 +1,85 @@
+// Plans of operators on rows: which kernels hold wide rows in a ring, and launches that cover their rows.
+#include <cstring>
+#include <string>
+
+#include "minfer/fused.h"
+#include "testing.h"
+
+using namespace minfer;
+
+namespace {
+
+RowProblem problem_of(RowOperation operation, int64_t rows, int64_t width, bool adds = false, DataType type = DataType::kBF16) {
+  RowProblem p;
+  p.operation = operation;
+  p.type = type;
+  p.rows = rows;
+  p.width = width;
+  p.adds = adds;
+  return p;
+}
+
+RowPlan plan_of(RowProblem const& problem, DeviceProperties const& device = h200_properties()) {
+  RowPlan plan;
+  Status const status = plan_rows(problem, device, nullptr, &plan);
+  CHECK(status.ok() && plan.kernel != nullptr);
+  return plan;
+}
+
+bool in_ring(RowPlan const& plan) { return std::strstr(plan.kernel->name, "_ring_") != nullptr; }
+
+/// Of a launch that a caller asks for.
+Status forced(RowProblem const& problem, std::string const& kernel, RowLaunch const& launch, RowPlan* plan) {
+  RowOverride asked;
+  asked.kernel = find_kernel(kernel.c_str());
+  asked.launch = launch;
+  CHECK(asked.kernel != nullptr);
+  return plan_rows(problem, h200_properties(), &asked, plan);
+}
+
+}  // namespace
+
+TEST_CASE(many_wide_rows_are_held_in_rings) {
+  DeviceProperties const device = h200_properties();
+  RowPlan const wide = plan_of(problem_of(RowOperation::kRmsNorm, 1024, 65536));
+  CHECK(in_ring(wide) && wide.launch.cluster == 1 && wide.launch.threads == 512 && wide.launch.groups == device.max_clusters[0]);
+  RowPlan const wider = plan_of(problem_of(RowOperation::kSoftmax, 256, 262144));
+  CHECK(in_ring(wider) && wider.launch.cluster == 4 && wider.launch.groups == device.max_clusters[2]);
+  // A residual, and numbers of four bytes, take twice the room.
+  CHECK(plan_of(problem_of(RowOperation::kRmsNorm, 512, 65536, true)).launch.cluster == 2);
+  CHECK(plan_of(problem_of(RowOperation::kSoftmax, 512, 65536, false, DataType::kF32)).launch.cluster == 2);
+  // Rows that fit into registers, too few rows, rows of codes, and other GPUs.
+  CHECK(!in_ring(plan_of(problem_of(RowOperation::kRmsNorm, 4096, 16384))));
+  CHECK(!in_ring(plan_of(problem_of(RowOperation::kRmsNorm, 64, 65536))));
+  RowProblem codes = problem_of(RowOperation::kRmsNorm, 1024, 65536);
+  codes.quant = RowQuant::kFp8Token;
+  CHECK(!in_ring(plan_of(codes)));
+  DeviceProperties ampere = device;
+  ampere.compute_major = 8;
+  CHECK(!in_ring(plan_of(problem_of(RowOperation::kRmsNorm, 1024, 65536), ampere)));
+  // A row that no cluster's rings hold.
+  CHECK(!in_ring(plan_of(problem_of(RowOperation::kLayerNorm, 256, 1 << 20))));
+}
+
+TEST_CASE(each_thread_of_a_ring_has_no_more_than_its_vectors) {
+  for (int64_t width = 16392; width <= 8 * 65536; width += 8 * 1231) {
+    RowPlan const plan = plan_of(problem_of(RowOperation::kLayerNorm, 1000, width));
+    CHECK(in_ring(plan));
+    int64_t const threads = int64_t(plan.launch.threads) * plan.launch.cluster;
+    CHECK((width / 8 + threads - 1) / threads <= plan.kernel->tile_n / 8);
+  }
+}
+
+TEST_CASE(forced_launches_of_parts_cover_the_row) {
+  RowProblem const problem = problem_of(RowOperation::kActivation, 127, 1536);
+  RowPlan plan;
+  for (int threads : {1, 8, 32, 64, 512}) {
+    RowLaunch launch{0, 0, 0, 0};
+    launch.threads = threads;
+    CHECK(forced(problem, "fused_sm80_bf16_activation_x16", launch, &plan).ok());
+    CHECK(int64_t(plan.launch.threads) * plan.launch.parts * 16 >= problem.width);
+  }
+  RowLaunch launch{64, 0, 0, 1};
+  Status const status = forced(problem, "fused_sm80_bf16_activation_x16", launch, &plan);
+  CHECK(!status.ok() && std::strstr(status.message, "the parts must cover the row") != nullptr);
+}
