@@ -157,7 +157,7 @@ def test_fused_rows():
     wrong = (
         ({"operation": "relu"}, "operation"),
         (ring | {"vectors": [2]}, "vectors"),
-        (ring | {"threads": 256}, "threads"),
+        (ring | {"vectors": None, "threads": 256}, "threads"),
         (ring | {"whole": False}, "softmax takes whole rows"),
         ({"ring": True, "vectors": None}, "holds whole rows"),
         ({"operation": "quantize", "quantized": True}, "elements"),  # not of float32
