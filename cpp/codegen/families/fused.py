@@ -23,8 +23,8 @@ OPERATIONS = {
 }
 FIELDS = {"operation", "elements", "quantized", "whole", "ring", "vectors", "threads", "note"}
 STORAGE_BYTES = 640  # of kernels of whole rows: row_group.cuh, RowStorage
-# row_params.h: bytes of a ring's slots, and the most vectors that a thread has of a row of 16-bit numbers.
-RING_BYTES, RING_VECTORS, RING_WARPS = 208 << 10, 16, 16
+# row_params.h: bytes of a ring's slots, vectors of a thread that are copied together, and the most that it has of a row of 16-bit numbers.
+RING_BYTES, RING_CHUNK, RING_VECTORS, RING_WARPS = 224 << 10, 4, 16, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,8 @@ class FusedKernel(Kernel):
         kernels = []
         for element in elements:
             number = project_formats().elements[element].bytes
-            slots = RING_BYTES // (32 * VECTOR * number)
-            smem = STORAGE_BYTES + RING_BYTES + 8 * slots if ring else STORAGE_BYTES if whole else 0
+            chunks = RING_BYTES // (32 * RING_WARPS * RING_CHUNK * VECTOR * number) * RING_WARPS
+            smem = STORAGE_BYTES + chunks * (32 * RING_CHUNK * VECTOR * number + 8) if ring else STORAGE_BYTES if whole else 0
             for v in vectors:
                 elements_of_thread = VECTOR * (v * 2 // number if ring else v)
                 kernels.append(cls(arch=90 if ring else 80, element=element, tile=(1, elements_of_thread, 1), smem_bytes=smem, **shared))

@@ -55,6 +55,11 @@ int vectors_of(KernelInfo const& kernel) { return kernel.tile_n / kVectorElement
 int most_vectors_of(KernelInfo const& kernel, RowProblem const& problem) {
   return has_ring(kernel) && problem.adds ? vectors_of(kernel) / 2 : vectors_of(kernel);
 }
+/// Of a row; those at its end may be outside.
+int64_t vectors_of_thread(RowProblem const& problem, KernelInfo const& kernel, RowLaunch const& launch) {
+  int64_t const together = has_ring(kernel) ? fused::kRingChunk : 1;
+  return ceil_divide(vectors_of(problem), together * launch.threads * launch.cluster) * together;
+}
 /// Clusters that are resident at once where each CTA fills an SM.
 int32_t resident_clusters(int32_t cluster, DeviceProperties const& device) {
   int32_t const known = device.max_clusters[std::countr_zero(uint32_t(cluster))];
@@ -90,7 +95,7 @@ char const* illegal(RowProblem const& problem, KernelInfo const& kernel, RowLaun
   if (has_ring(kernel)) {
     if (device.compute_capability() != 90) return "rings in shared memory need compute capability 9.0";
     if (part_of_warp) return "a row in a ring has more than 32 threads";
-    if (ceil_divide(vectors_of(problem), int64_t(launch.threads) * launch.cluster) > most_vectors_of(kernel, problem)) {
+    if (vectors_of_thread(problem, kernel, launch) > most_vectors_of(kernel, problem)) {
       return "a thread has more vectors of a row than its ring is for";
     }
   }
@@ -142,7 +147,7 @@ bool launch_of_ring(RowProblem const& problem, KernelInfo const& kernel, DeviceP
   int64_t const vectors = vectors_of(problem), most = int64_t(most_vectors_of(kernel, problem)) * kMaxRowThreads;
   int32_t cluster = 1;
   while (cluster < 8 && vectors > most * cluster) cluster *= 2;
-  int64_t const of_thread = ceil_divide(vectors, int64_t(kMaxRowThreads) * cluster);
+  int64_t const of_thread = ceil_divide(vectors, int64_t(fused::kRingChunk) * kMaxRowThreads * cluster) * fused::kRingChunk;
   launch->cluster = cluster;
   launch->threads = whole_threads(ceil_divide(vectors, of_thread * cluster), 64, kMaxRowThreads);
   return vectors > 4 * kMaxRowThreads && vectors <= most * cluster && problem.rows >= resident_clusters(cluster, device);
@@ -252,7 +257,7 @@ Status run_rows(RowPlan const& plan, RowProblem const& problem, RowOperands cons
   params.rows_per_cta = uint32_t(launch.rows_per_cta);
   params.cluster = uint32_t(launch.cluster);
   params.parts = uint32_t(launch.parts);
-  params.vectors = uint32_t(ceil_divide(vectors_of(problem), int64_t(launch.threads) * launch.cluster));
+  params.vectors = uint32_t(vectors_of_thread(problem, *plan.kernel, launch));
   params.fast = aligned && (!takes_whole_rows(problem) || params.vectors <= uint32_t(most_vectors_of(*plan.kernel, problem)));
   params.groups = uint32_t(launch.groups);
   int64_t const items = problem.rows * launch.parts;

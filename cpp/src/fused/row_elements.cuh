@@ -76,8 +76,8 @@ __device__ __forceinline__ void compute_elements(RowParams const& params) {
         for (int i = 0; i < kVectorElements; ++i) inverse[j] = fmaxf(inverse[j], kFast || i < left ? fabsf(results[j][i]) : 0.0f);
       }
       BlockScales<kVectors> const blocks(inverse);
-      uint32_t const at = column(int(blocks.block()));
-      if (blocks.is_first_thread() && count(at) > 0) params.scales[at / kQuantBlock * params.scales_stride + row] = blocks.scale();
+      uint32_t const block = column(int(blocks.block())) / kQuantBlock;
+      if (blocks.is_first_thread() && block * kQuantBlock < width) params.scales[block * params.scales_stride + row] = blocks.scale();
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) inverse[j] = blocks.inverse(j);
     } else {

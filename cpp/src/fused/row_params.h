@@ -9,8 +9,9 @@
 namespace minfer::fused {
 
 constexpr int kVectorElements = 8;
-constexpr int kRingBytes = 208 << 10;  // of a ring's slots
-constexpr int kRingVectors = 16;       // most of a thread that a row in a ring has, of 16-bit numbers: its slots are 26
+constexpr int kRingBytes = 224 << 10;  // of a ring's slots
+constexpr int kRingChunk = 4;          // vectors of a thread that are copied together
+constexpr int kRingVectors = 16;       // most of a thread that a row in a ring has, of 16-bit numbers
 
 struct RowParams {
   RowTensor x, y, residual;

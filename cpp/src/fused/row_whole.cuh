@@ -47,7 +47,9 @@ class WholeRow {
   static constexpr bool kQuantized = Config::kQuantized;
   static constexpr bool kExact = Config::kType == DataType::kF32;
   static constexpr int kVectors = kInRegisters ? Config::kVectors : 1;
-  static constexpr int kFactors = kInRing || kVectors == 2 || kVectors == 4 ? 2 : 1;  // vectors whose weights are requested together
+  static constexpr int kFactors = kInRing                          ? kRingChunk
+                                  : kVectors == 2 || kVectors == 4 ? 2
+                                                                   : 1;  // vectors whose weights are requested together
   static constexpr bool kEarly =
       kInRegisters && kVectors <= 2;  // weights are requested with x: a row alone on its SM does not wait for them
   static constexpr bool kKeeps = kInRegisters && (kQuantized || kSoftmax) && kVectors <= 4;  // of a norm without the row's factor
@@ -150,10 +152,14 @@ class WholeRow {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) first_[j] = add(first_[j], second_[j], column(j));
     } else if constexpr (kInRing) {
-      for (uint32_t j = 0; j < params_.vectors; ++j) {
-        ring_->wait(j);
-        ring_->write(j, add(ring_->read(j, 0), ring_->read(j, 1), column(j)));
-      }
+      for_each_chunk([&](uint32_t chunk, uint32_t at) {
+        ring_->wait(chunk);
+        Vector x[kRingChunk], to[kRingChunk];
+#pragma unroll
+        for (int i = 0; i < kRingChunk; ++i) to[i] = ring_->vector(chunk, i), x[i] = ring_->vector(chunk, i, 1);
+#pragma unroll
+        for (int i = 0; i < kRingChunk; ++i) ring_->vector(chunk, i) = add(to[i], x[i], at + i * vector_step());
+      });
     } else {
       for (uint32_t j = 0; j < params_.vectors; ++j) {
         uint32_t const at = column(j);
@@ -171,6 +177,17 @@ class WholeRow {
     return load_vector<false>(adds() ? residual_ : x_, at, count(at), false);
   }
 
+  /// body(chunk, column of its first vector) for each chunk of the thread.
+  template <class Body>
+  __device__ __forceinline__ void for_each_chunk(Body&& body) {
+#pragma unroll 1
+    for (uint32_t chunk = 0; chunk < params_.vectors / kRingChunk; ++chunk) body(chunk, ring_->column(chunk));
+  }
+  __device__ __forceinline__ uint32_t vector_step() const {
+    if constexpr (kInRing) return Ring::kVectorStep;
+    return group_.column_step();
+  }
+
   enum class Walk { kFirst, kAgain, kLast };  // of a row in a ring: the first waits for the copies, the last gives their room back
 
   /// body(numbers, column, count, j) for each vector of the thread, its number j among those whose weights are requested together, or of
@@ -182,24 +199,25 @@ class WholeRow {
       for (int j = 0; j < kVectors; ++j) {
         uint32_t const at = column(j);
         float v[kVectorElements];
-        if constexpr (!kExact) make_opaque(first_[j]);  // otherwise the compiler keeps the numbers of the walk before, in fp32
+        if constexpr (!kExact && kVectors > 2) make_opaque(first_[j]);  // or the compiler keeps the numbers of the walk before, in fp32
         unpack(first_[j], v);
         body(v, at, count(at), j);
       }
     } else if constexpr (kInRing) {
-#pragma unroll 1
-      for (uint32_t first = 0; first < params_.vectors; first += kFactors) {
+      for_each_chunk([&](uint32_t chunk, uint32_t at) {
+        if (kWalk == Walk::kLast && is_norm(kOperation)) load_factors_at(at);
+        if (kWalk == Walk::kFirst && !adds()) ring_->wait(chunk);
+        Vector x[kRingChunk];
 #pragma unroll
-        for (int i = 0; i < kFactors; ++i) {
-          uint32_t const j = first + i, at = column(j);
-          if (j >= params_.vectors) break;
-          if (kWalk == Walk::kFirst && !adds()) ring_->wait(j);
+        for (int i = 0; i < kRingChunk; ++i) x[i] = count(at + i * vector_step()) > 0 ? ring_->vector(chunk, i) : Vector{};
+#pragma unroll
+        for (int i = 0; i < kRingChunk; ++i) {
           float v[kVectorElements];
-          unpack(ring_->read(j, 0), v);
-          body(v, at, count(at), i);
-          if constexpr (kWalk == Walk::kLast) ring_->release(j);
+          unpack(x[i], v);
+          body(v, at + i * vector_step(), count(at + i * vector_step()), i);
         }
-      }
+        if constexpr (kWalk == Walk::kLast) ring_->release(chunk);
+      });
     } else {
 #pragma unroll 1
       for (uint32_t j = 0; j < params_.vectors; ++j) {
@@ -218,7 +236,7 @@ class WholeRow {
       int const left = at >= params_.width ? 0 : kFast ? kVectorElements : int(min(params_.width - at, uint32_t(kVectorElements)));
       fused::load_factors<kFast>(params_.weight, at, left, &weight_[i]);
       if constexpr (has_bias(kOperation)) fused::load_factors<kFast>(params_.bias, at, left, &bias_[i]);
-      at += group_.column_step();
+      at += vector_step();
     }
   }
   __device__ __forceinline__ void load_factors(int first) {
@@ -227,7 +245,7 @@ class WholeRow {
   /// What is beside vector j, which begins at column `at`.
   __device__ __forceinline__ void take_beside(uint32_t at, int j, Beside* beside) {
     if constexpr (is_norm(kOperation)) {
-      if (!kEarly && j % kFactors == 0) load_factors_at(at);
+      if (!kEarly && !kInRing && j % kFactors == 0) load_factors_at(at);
       unpack_weight(params_, weight_[j % kFactors], beside->weight);
       if constexpr (has_bias(kOperation)) unpack(bias_[j % kFactors], beside->bias);
     }
@@ -388,8 +406,8 @@ class WholeRow {
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) factors[j] = largest_magnitude(kept_[j].v) * of_row;  // 0 of what the row lacks
         BlockScales<kVectors> const blocks(factors);
-        uint32_t const at = column(blocks.block());
-        if (blocks.is_first_thread() && count(at) > 0) params_.scales[at / kQuantBlock * params_.scales_stride + row_] = blocks.scale();
+        uint32_t const at = column(blocks.block()) / kQuantBlock;
+        if (blocks.is_first_thread() && at * kQuantBlock < width_) params_.scales[at * params_.scales_stride + row_] = blocks.scale();
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) factors[j] = times_inverse(of_row, blocks.inverse(j));
       } else {
