@@ -22,9 +22,9 @@ OPERATIONS = {
     "quantize": ("kQuantize", False, True, None),
 }
 FIELDS = {"operation", "elements", "quantized", "whole", "ring", "vectors", "threads", "note"}
-STORAGE_BYTES = 640  # of kernels of whole rows: row_group.cuh, RowStorage
-# row_params.h: bytes of a ring's slots, vectors of a thread that are copied together, and the most that it has of a row of 16-bit numbers.
-RING_BYTES, RING_CHUNK, RING_VECTORS, RING_WARPS = 224 << 10, 4, 16, 16
+STORAGE_BYTES = 384  # of kernels of whole rows: row_group.cuh, RowStorage
+# row_params.h: of rings in shared memory, one for each warp.
+RING_BYTES, RING_CHUNK, RING_VECTORS, RING_WARPS = 14 << 10, 4, 16, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,15 +81,16 @@ class FusedKernel(Kernel):
         good = isinstance(vectors, list) and vectors and all(type(v) is int and 1 <= v <= MAX_VECTORS for v in vectors)
         good = good and len(set(vectors)) == len(vectors)
         row.require(ring or good, "vectors", f"must be a list of different numbers of 1 to {MAX_VECTORS}")
-        threads = row.optional_integer("threads") or 512
+        threads = row.optional_integer("threads") or (32 * RING_WARPS if ring else 512)
         row.require(threads % 32 == 0 and threads <= 1024, "threads", "must be whole warps, 1024 at most")
         row.require(not ring or threads == 32 * RING_WARPS, "threads", f"of a ring are {32 * RING_WARPS}")
         shared = dict(of=operation, quantized=quantized, whole=whole, ring=ring, threads=threads, note=row.text("note"))
         kernels = []
         for element in elements:
             number = project_formats().elements[element].bytes
-            chunks = RING_BYTES // (32 * RING_WARPS * RING_CHUNK * VECTOR * number) * RING_WARPS
-            smem = STORAGE_BYTES + chunks * (32 * RING_CHUNK * VECTOR * number + 8) if ring else STORAGE_BYTES if whole else 0
+            chunks = RING_BYTES // (32 * RING_CHUNK * VECTOR * number) * RING_WARPS
+            ring_bytes = -(-(STORAGE_BYTES + chunks * (32 * RING_CHUNK * VECTOR * number + 8)) // 128) * 128
+            smem = ring_bytes if ring else STORAGE_BYTES if whole else 0
             for v in vectors:
                 elements_of_thread = VECTOR * (v * 2 // number if ring else v)
                 kernels.append(cls(arch=90 if ring else 80, element=element, tile=(1, elements_of_thread, 1), smem_bytes=smem, **shared))

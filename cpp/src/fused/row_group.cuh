@@ -18,7 +18,7 @@ constexpr int kMostFloats = 2;  // of what is reduced
 
 struct RowStorage {
   // Two sets, used by turns: a set is written again only after a barrier that all threads reach after they have read it.
-  alignas(16) float of_warp[2][kMostFloats][32];
+  alignas(16) float of_warp[2][kMostFloats][kMaxRowThreads / 32];
   float of_cta[2][kMostFloats][8];
 };
 

@@ -252,6 +252,18 @@ class WholeRow {
     if constexpr (kGated) unpack(kInRegisters ? second_[j] : read(at, 1), beside->up);
   }
 
+  /// Of an operator whose results may be codes: these, but for a norm's factor of the row.
+  __device__ __forceinline__ void take_unscaled(float (&v)[kVectorElements], uint32_t at, int j) {
+    Beside beside;
+    take_beside(at, j, &beside);
+    if constexpr (is_norm(kOperation)) {
+#pragma unroll
+      for (int i = 0; i < kVectorElements; ++i) v[i] *= beside.weight[i];
+    } else {
+      finish<kOperation, kExact>(params_, RowSummary{}, beside, v);
+    }
+  }
+
   // ---- statistics ----
 
   __device__ __forceinline__ bool scales_rows() const {
@@ -277,10 +289,7 @@ class WholeRow {
         for (int i = 0; i < kVectorElements; ++i) partial.v[0] = fmaf(v[i], v[i], partial.v[0]);
         if constexpr (kQuantized) {
           if (!kKeeps && !finds_largest) return;
-          Beside beside;
-          take_beside(at, j, &beside);
-#pragma unroll
-          for (int i = 0; i < kVectorElements; ++i) v[i] *= beside.weight[i];
+          take_unscaled(v, at, j);
           if (finds_largest) partial.v[1] = fmaxf(partial.v[1], largest_magnitude(v));
           if constexpr (kKeeps) keep(v, j);
         }
@@ -333,9 +342,7 @@ class WholeRow {
     } else {
       Maximum largest;
       for_each<Walk::kFirst>([&](float(&v)[kVectorElements], uint32_t at, int left, int j) {
-        Beside beside;
-        take_beside(at, j, &beside);
-        finish<kOperation, kExact>(params_, row, beside, v);
+        take_unscaled(v, at, j);
         for_present(v, left, [&](float x) { largest.v[0] = fmaxf(largest.v[0], fabsf(x)); });
         if constexpr (kKeeps) keep(v, j);
       });
@@ -421,18 +428,20 @@ class WholeRow {
       }
     } else {
       for_each<Walk::kLast>([&](float(&v)[kVectorElements], uint32_t at, int left, int j) {
-        Beside beside;
-        take_beside(at, j, &beside);
-        finish<kOperation, kExact>(params_, row, beside, v);
+        take_unscaled(v, at, j);
         if (quant == RowQuant::kFp8Block128) {
           float largest[1] = {0.0f};
           for_present(v, left, [&](float x) { largest[0] = fmaxf(largest[0], fabsf(x)); });
+          largest[0] *= of_row;
           BlockScales<1> const block(largest);
           scale.inverse = block.inverse(0);
           if (block.is_first_thread() && left > 0) params_.scales[at / kQuantBlock * params_.scales_stride + row_] = block.scale();
         }
-        store_codes(codes_of(v, quant, scale.inverse), codes, at, left, kFast);
-        if (stores_y) store_vector(pack<T>(v), y, at, left, kFast);
+        store_codes(codes_of(v, quant, times_inverse(of_row, scale.inverse)), codes, at, left, kFast);
+        if (!stores_y) return;
+#pragma unroll
+        for (int i = 0; i < kVectorElements; ++i) v[i] *= of_row;
+        store_vector(pack<T>(v), y, at, left, kFast);
       });
     }
   }
