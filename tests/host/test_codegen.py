@@ -27,8 +27,8 @@ from codegen import (
 )
 from codegen.families.attention import AttentionKernel
 from codegen.families.fused import OPERATIONS, FusedKernel
-from codegen.families.norm_gemm import NormGemmKernel
 from codegen.families.gemm import GemmKernel
+from codegen.families.norm_gemm import NormGemmKernel
 from codegen.families.quantized_gemm import QuantizedGemmKernel
 from codegen.hardware import SM80_SMEM_LIMIT, SM90_SMEM_LIMIT
 from codegen.row import Row
