@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <limits>
+#include <vector>
 
 #include "common/aligned_vector.cuh"
 #include "common/nonce.h"
@@ -54,20 +54,31 @@ char const* unfit(KernelInfo const& kernel, NormGemmProblem const& p, DeviceProp
   return nullptr;
 }
 
+/// The family's kernels; calls do not look through the whole registry.
+std::vector<KernelInfo const*> const& kernels_of_family() {
+  static std::vector<KernelInfo const*> const found = [] {
+    std::vector<KernelInfo const*> result;
+    int64_t count = 0;
+    KernelInfo const* kernels = registry(&count);
+    for (int64_t i = 0; i < count; ++i) {
+      if (is_of_family(kernels[i])) result.push_back(&kernels[i]);
+    }
+    return result;
+  }();
+  return found;
+}
+
 /// The kernel of one launch where none is given: as many tokens as are needed, and 16 warps where each gets several units of k.
 KernelInfo const* best(NormGemmProblem const& p, DeviceProperties const& device, bool only_runnable) {
-  int64_t count = 0;
-  KernelInfo const* kernels = registry(&count);
-  KernelInfo const* found = nullptr;
   int64_t const warps = ceil_divide(p.k, kUnit) >= kManyWarpsUnits ? 16 : 8;
   auto const better = [&](KernelInfo const& a, KernelInfo const& b) {
     if (a.tile_m != b.tile_m) return a.tile_m < b.tile_m;
     return (warps_of(a) == warps) > (warps_of(b) == warps);
   };
-  for (int64_t i = 0; i < count; ++i) {
-    KernelInfo const& kernel = kernels[i];
-    if (!is_of_family(kernel) || (only_runnable && kernel.launch == nullptr) || unfit(kernel, p, device) != nullptr) continue;
-    if (found == nullptr || better(kernel, *found)) found = &kernel;
+  KernelInfo const* found = nullptr;
+  for (KernelInfo const* kernel : kernels_of_family()) {
+    if ((only_runnable && kernel->launch == nullptr) || unfit(*kernel, p, device) != nullptr) continue;
+    if (found == nullptr || better(*kernel, *found)) found = kernel;
   }
   return found;
 }
