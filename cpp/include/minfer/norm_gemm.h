@@ -57,7 +57,8 @@ struct NormGemmPlanOptions {
 };
 
 /// Chooses between one launch and two, and the kernel of one. Pure and thread-safe.
-/// @return kInvalidArgument (sizes, types, or one launch is forced and its kernel cannot compute the problem), kUnknownKernel, kNotCompiled.
+/// @return kInvalidArgument (sizes, types, or one launch is forced and no kernel, or not the one by name, computes the problem),
+/// kUnknownKernel, kNotCompiled.
 Status plan_norm_gemm(NormGemmProblem const& problem, DeviceProperties const& device, NormGemmPlanOptions const& options,
                       NormGemmPlan* plan);
 

@@ -9,11 +9,11 @@
 //                roles: a CTA's warps meet at a barrier once a tile
 //   tile walk    a tile is 16 columns. CTAs stay, one or a few an SM, and take every gridDim-th tile, so that norms are computed once in a
 //                CTA. All CTAs normalise all rows
-//   start        after the wait for the preceding kernel: the first kAhead units of weights are requested, into registers; then x (and the
-//                residual) are loaded, summed up and stored as they are in shared memory, which holds the normalised rows after another
-//                walk. Before the wait the first tile is prefetched into L2
-//   ring         kAhead units of a warp are in flight at all times, also over the end of a tile: the slot of a unit that has been multiplied
-//                is filled with the unit kAhead turns further on, which may be of the next tile
+//   start        after the wait for the preceding kernel: the first kAhead units of weights are requested, into registers, then all of x,
+//                into shared memory, and the residual. Squares are summed up, and another walk normalises the rows where they are. Before
+//                the wait the first tile is prefetched into L2
+//   ring         kAhead units of a warp are in flight at all times, also over the end of a tile: a unit that has been multiplied makes room
+//                for the unit kAhead turns further on, which may be of the next tile
 //   end of tile  each warp's 16 x kTokens sums go through shared memory (two buffers by turns, hence one barrier) to threads that have one
 //                output each and add in the order of the warps: the same bits in every run. Bias, activation, gate in registers
 //   residual     each CTA computes residual + x, rounded, for itself from the old residual. The last CTA, which never has more tiles than
@@ -51,7 +51,7 @@ class NormGemm {
   static constexpr int kBlocks = kTokens / 8;  // of an MMA's columns
   static constexpr int kSumPitch = 20;         // floats from a token's 16 sums to the next one's: stores of a warp meet all banks
   static constexpr int kOutputs = kTileColumns * kTokens;
-  static constexpr int kRowsTogether = 4;  // whose loads are in flight together
+  static constexpr int kRowsTogether = 8;  // of the residual, whose loads are in flight together
   static_assert(kTokens % 8 == 0 && kOutputs <= kThreads && kTokens <= kThreads);
   using T = fused::RowType<Config::kType>;
   using Vector = fused::RowVector<T>;
@@ -153,10 +153,17 @@ class NormGemm {
 
   // ---- activations ----
 
-  /// From memory into normalised rows in shared memory, with zeros up to a whole unit.
+  /// From memory into normalised rows in shared memory, with zeros up to a whole unit. A thread has the same vectors of all rows, and of
+  /// each walk.
   __device__ __forceinline__ void normalize() {
     uint32_t const vectors = p_.k / kVector;
     Vector factors = load_factors(thread_);
+#pragma unroll 4
+    for (uint32_t row = 0; row < p_.m; ++row) {
+      T const* const from = static_cast<T const*>(p_.x) + row * p_.ldx;
+      for (uint32_t v = thread_; v < vectors; v += kThreads) copy_async_16(row_vector(row, v * kVector), from + v * kVector, true);
+    }
+    commit_copies();
 #pragma unroll 1
     for (uint32_t first = 0; first < p_.m; first += kRowsTogether) sum_squares(first, vectors);
     for (uint32_t row = warp_; row < p_.m; row += kWarps) {
@@ -193,34 +200,38 @@ class NormGemm {
     __syncthreads();
   }
 
-  /// Loads rows `first` to `first` + 3, adds the residual, stores them in shared memory and, of each warp, the sums of squares.
+  /// Adds the residual to rows `first` to `first` + kRowsTogether - 1 in shared memory and stores, of each warp, the sums of squares.
   __device__ __forceinline__ void sum_squares(uint32_t first, uint32_t vectors) {
     float squares[kRowsTogether] = {};
 #pragma unroll 1
     for (uint32_t v = thread_; v < vectors; v += kThreads) {
-      Vector x[kRowsTogether], residual[kRowsTogether];
-#pragma unroll
-      for (int i = 0; i < kRowsTogether; ++i) x[i] = load_x(first + i, v);
+      Vector residual[kRowsTogether];
       if (adds()) {
 #pragma unroll
         for (int i = 0; i < kRowsTogether; ++i) residual[i] = load_residual(first + i, v);
-#pragma unroll
-        for (int i = 0; i < kRowsTogether; ++i) x[i] = sum_of(residual[i], x[i]);
       }
+      wait_for_copies<0>();  // of x, by this thread
 #pragma unroll
       for (int i = 0; i < kRowsTogether; ++i) {
-        if (first + i < p_.m) *row_vector(first + i, v * kVector) = x[i].words[0];
+        if (first + i >= p_.m) break;
+        uint4* const at = row_vector(first + i, v * kVector);
+        Vector x{{*at}};
+        if (adds()) {
+          x = sum_of(residual[i], x);
+          *at = x.words[0];
+        }
         float y[kVector];
-        fused::unpack(x[i], y);
+        fused::unpack(x, y);
 #pragma unroll
         for (int e = 0; e < kVector; ++e) squares[i] = fmaf(y[e], y[e], squares[i]);
       }
     }
 #pragma unroll
     for (int i = 0; i < kRowsTogether; ++i) {
+      if (first + i >= p_.m) break;
 #pragma unroll
       for (int offset = 16; offset > 0; offset /= 2) squares[i] += __shfl_xor_sync(0xffffffffu, squares[i], offset);
-      if (lane_ == 0 && first + i < p_.m) storage_.squares[first + i][warp_] = squares[i];
+      if (lane_ == 0) storage_.squares[first + i][warp_] = squares[i];
     }
   }
 
@@ -258,11 +269,22 @@ class NormGemm {
       p_.read[cta] = 0;  // a replay of the launch in a CUDA graph has the same nonce
     }
     __syncthreads();
-    for (uint32_t row = 0; row < p_.m; ++row) {
-      T* const to = static_cast<T*>(p_.residual) + row * p_.ld_residual;
-#pragma unroll 2
+    constexpr int kTogether = 4;  // rows
+#pragma unroll 1
+    for (uint32_t first = 0; first < p_.m; first += kTogether) {
+#pragma unroll 1
       for (uint32_t v = thread_; v < p_.k / kVector; v += kThreads) {
-        fused::store_vector(sum_of(load_residual(row, v), load_x(row, v)), to, v * kVector, kVector, true);
+        Vector x[kTogether], residual[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          x[i] = load_x(first + i, v);
+          residual[i] = load_residual(first + i, v);
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          T* const to = static_cast<T*>(p_.residual) + (first + i) * p_.ld_residual;
+          if (first + i < p_.m) fused::store_vector(sum_of(residual[i], x[i]), to, v * kVector, kVector, true);
+        }
       }
     }
   }

@@ -9,9 +9,7 @@
 #include <cstring>
 #include <vector>
 
-#include "common/aligned_vector.cuh"
 #include "common/nonce.h"
-#include "common/without_cuda.h"
 #include "norm_gemm/norm_gemm_params.h"
 
 namespace minfer {
