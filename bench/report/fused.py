@@ -18,18 +18,36 @@ def _best(rows: Sequence[Row]) -> Row | None:
     return min(others, key=lambda row: row["peer_us"], default=None)
 
 
+OWN = {"ours:separate": "own, separate", "ours:one_launch": "one launch", "ours:two_launches": "two launches"}
+
+
+def _is_product(row: Row) -> bool:
+    """Of a norm and a weight, whose sizes are in the operator's name."""
+    return row["op"].startswith("rms_norm") and "gemm" in row["op"]
+
+
 def _cells(rows: Sequence[Row], of_copy: bool) -> str:
-    """A line for each operator, a column for each size: our time, the share of a copy's speed or of the floor, against the best peer."""
+    """A line for each operator, a column for each size: our time, the share of a copy's speed or of the floor, against the best peer.
+    Products have a table of their own, with a column for each number of tokens."""
+    products = [row for row in rows if _is_product(row)]
+    others = [row for row in rows if not _is_product(row)]
+    return "\n\n".join(part for part in (_lines(others, of_copy), _lines(products, of_copy, True)) if part)
+
+
+def _lines(rows: Sequence[Row], of_copy: bool, by_tokens: bool = False) -> str:
+    if not rows:
+        return ""
     sizes = sorted({(row["shape"]["m"], row["shape"]["width"]) for row in rows}, key=lambda size: (size[1], size[0]))
     by_width = len({width for _, width in sizes}) > 1 and all(
         len({row["shape"]["m"] for row in of_what if row["shape"]["width"] == width}) <= 1
         for of_what in grouped(rows, "what").values()
         for _, width in sizes
     )
-    columns = sorted({width for _, width in sizes}) if by_width else sizes
+    by_width = by_width and not by_tokens
+    columns = sorted({width for _, width in sizes}) if by_width else sorted({m for m, _ in sizes}) if by_tokens else sizes
     lines = []
     for what, of_what in grouped(rows, "what").items():
-        cells = grouped(of_what, "width") if by_width else grouped(of_what, "m", "width")
+        cells = grouped(of_what, "width") if by_width else grouped(of_what, "m") if by_tokens else grouped(of_what, "m", "width")
         line = [what]
         for column in columns:
             own = cells.get(column)
@@ -43,12 +61,12 @@ def _cells(rows: Sequence[Row], of_copy: bool) -> str:
             best = _best(own)
             if best is not None:
                 text += f", {best['ratio']:.2f} {peer_name(best['peer'])}"
-            separate = next((row for row in own if row["peer"] == "ours:separate"), None)
-            if separate is not None:
-                text += f", {separate['ratio']:.2f} own, separate"
+            for row in own:
+                if row["peer"] in OWN:
+                    text += f", {row['ratio']:.2f} {OWN[row['peer']]}"
             line.append(text)
         lines.append(line)
-    header = ["operator", *(str(column) if by_width else f"{column[0]} x {column[1]}" for column in columns)]
+    header = ["operator", *(str(column) if by_width or by_tokens else f"{column[0]} x {column[1]}" for column in columns)]
     return table(header, lines)
 
 
@@ -61,6 +79,11 @@ TITLES = {
         False,
     ),
     "sample": ("Draws, rows x vocabulary: our time, times the best peer.", False),
+    "norm_gemm": (
+        "A norm with a residual and the product behind it, by tokens: our time as planned, times the best peer, our two operators, and one "
+        "launch or two by name.",
+        False,
+    ),
     "origins": ("The tables of the systems that this package descends from, rows x width.", True),
     "decode_layer": ("A decode step of a Llama-3.1-8B layer over 1024 tokens of each sequence, in one CUDA graph.", False),
 }

@@ -47,6 +47,7 @@ HEADLINES = (
     Headline("norms, activations, embeddings", "1 to 64 rows", "fused", ("small",)),
     Headline("norms and gates with 8-bit results", "4096 x 4096, 16384 x 8192", "fused", ("quant",)),
     Headline("norms, rotation and append in one", "16-bit cache, batch 1 to 256", "fused", ("append",)),
+    Headline("norm and product in one operator", "three models, m = 1 to 64", "fused", ("norm_gemm",)),
     Headline("sampling", "five vocabularies, batch 1 to 512", "fused", ("sample",)),
     Headline("decode step of a layer", "Llama-3.1-8B, batch 1 to 64", "fused", ("decode_layer",)),
 )

@@ -1,7 +1,8 @@
 """The evidence of the operators between the GEMMs: `python -m bench.suites fused --out bench/results/<device>/fused.json`.
 
 rows: working sets of 256 MB; small: up to 64 rows, launch-bound; quant: 8-bit results; append: q, k and v of a decode step into every
-cache; sample: draws; origins: the tables of the systems that this package descends from; decode_layer: a step of a Llama-3.1-8B layer.
+cache; sample: draws; norm_gemm: a norm and the product behind it as one operator; origins: the tables of the systems that this package
+descends from; decode_layer: a step of a Llama-3.1-8B layer.
 
 Each cell: values against float64 (append and decode_layer: against the same operators one by one, and torch's), then CUDA-graph replays
 of ours, of the peers and of a copy of the same bytes, in turn over rotated operands. The floor of a cell is its bytes at READ_RATE; the
@@ -25,13 +26,13 @@ from minfer.reference import kv_cache as reference_kv_cache
 from torch import Tensor
 
 from bench import harness
-from bench.suites import fused_layer, fused_peers as peers_of
+from bench.suites import fused_layer, fused_norm_gemm, fused_peers as peers_of
 from bench.suites.fused_call import Call, deviation
 from bench.suites.moe import READ_RATE, CellResults, chosen_of
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
-SUITES = ("rows", "small", "quant", "append", "sample", "origins", "decode_layer")
-PEERS = ("copy", "torch", "torch_compile", "vllm", "flashinfer", "liger", "quack", "ours:separate")
+SUITES = ("rows", "small", "quant", "append", "sample", "norm_gemm", "origins", "decode_layer")
+PEERS = ("copy", "torch", "torch_compile", "vllm", "flashinfer", "liger", "quack", "ours:separate", "ours:one_launch", "ours:two_launches")
 WORKING_SET = 256 << 20  # bytes that a call of `rows` reads and writes
 WIDTHS = (896, 4096, 8192, 16384, 65536, 262144)
 SMALL_WIDTHS, SMALL_ROWS = (2048, 4096, 8192, 16384), (1, 8, 64)
@@ -304,7 +305,7 @@ def origins() -> list[tuple[str, int, int, Callable[..., Call]]]:
     found += [("rope", tokens, 32 * HEAD_DIM, _rope) for tokens in (512, 1024, 2048, 4096, 8192)]
     found += [("silu_and_mul", 2048, width, OPERATORS["silu_and_mul"]) for width in (4096, 8960, 11008, 14336, 18944)]
     found += [("gelu", rows, 3072, OPERATORS["gelu"]) for rows in (128, 1024, 8192)]
-    return found
+    return found + fused_norm_gemm.origins()
 
 
 # ---- cells ---------------------------------------------------------------------------------------------------------------------------
@@ -336,6 +337,8 @@ def cells(suites: list[str], dtypes: list[str]) -> list[dict[str, Any]]:
             for vocabulary in VOCABULARIES:
                 for batch in BATCHES:
                     add("sample", f"sample, {kind}", batch, vocabulary, _sample(kind), dtype)
+        for what, rows, width, make in fused_norm_gemm.cells() if "norm_gemm" in suites else ():
+            add("norm_gemm", what, rows, width, make, dtype)
         for what, rows, width, make in origins() if "origins" in suites else ():
             add("origins", what, rows, width, make, dtype)
         if "decode_layer" in suites:
@@ -358,18 +361,28 @@ def copy_of(moved: float, sets: int) -> Callable[[int], Any]:
     return lambda i: to[i].copy_(sources[i])
 
 
-LIMITS = {"quant": 0.08, "append": 0.08, "sample": 1e-4, "decode_layer": 0.05}  # of errors; else two roundings
+LIMITS = {"quant": 0.08, "append": 0.08, "sample": 1e-4, "norm_gemm": 0.03, "decode_layer": 0.05}  # of errors; else two roundings
+
+
+def is_product(what: str) -> bool:
+    """Whether an operator reads weights, beside which its rows are few bytes."""
+    return what.startswith("rms_norm") and "gemm" in what
+
+
+def limit_of(cell: dict[str, Any], dtype: torch.dtype) -> float:
+    """Of a cell's error."""
+    return LIMITS["norm_gemm"] if is_product(cell["what"]) else LIMITS.get(cell["suite"], 2 * torch.finfo(dtype).eps)
 
 
 def measure(cell: dict[str, Any], args: argparse.Namespace, results: FusedResults, peers: list[str], budget: harness.Budget) -> str:
     dtype = DTYPES[cell["dtype"]]
     call: Call = cell["make"](cell["m"], cell["width"], dtype, "cuda")
     error = call.error()
-    if not error <= LIMITS.get(cell["suite"], 2 * torch.finfo(dtype).eps):
+    if not error <= limit_of(cell, dtype):
         raise ArithmeticError(f"relative error {error:.3g}")
     contestants: dict[str, Callable[[int], Any]] = {"minfer": call.ours}
     failed: dict[str, str] = {}
-    if "copy" in peers and cell["suite"] in ("rows", "small", "quant", "origins"):
+    if "copy" in peers and cell["suite"] in ("rows", "small", "quant", "origins") and not is_product(cell["what"]):
         contestants["copy"] = copy_of(call.bytes, call.sets)
     for name, fn in call.peers.items():
         if name not in peers or budget.spent(name):

@@ -16,6 +16,7 @@ SCHEDULES = {
     "multistage": "Schedule::kMultistage",
     "split_kv": "Schedule::kSplitKv",
     "rows": "Schedule::kRows",
+    "registers": "Schedule::kRegisters",
 }
 # Where a kernel is compiled: WGMMA and TMA multicast need sm_90a, portable code runs on every architecture from sm_80 on, and portable
 # code that sm_90a has a better kernel for in every case is left out of that build.

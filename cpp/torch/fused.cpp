@@ -1,5 +1,5 @@
 // The operators between the GEMMs, on CUDA tensors. The checks are those of python/minfer/checks/fused.py, in the same order.
-#include "minfer/fused.h"
+#include "fused.h"
 
 #include <algorithm>
 
@@ -9,6 +9,7 @@
 #include "core/parse.h"
 #include "core/readable.h"
 #include "core/torch_calls.h"
+#include "minfer/fused.h"
 #include "rotary_table.h"
 #include "row_tensors.h"
 
@@ -187,19 +188,20 @@ std::tuple<Tensor, Tensor> run_quantized(RowCall* call, RowQuant quant, Optional
 // ---- normalisation -------------------------------------------------------------------------------------------------------------------
 
 struct RmsNormCall : RowCall {
-  RmsNormCall(char const* op, Tensor const& x, OptionalTensor const& weights, double eps, double weight_offset, OptionalText const& kernel)
+  RmsNormCall(char const* op, Tensor const& x, OptionalTensor const& weights, double eps, double weight_offset, OptionalText const& kernel,
+              char const* weight_name = "weight")
       : RowCall(op, RowOperation::kRmsNorm, (check_rows(op, x, false), x), kernel) {
-    check_factors(op, "weight", weights, problem.width, {"x", x});
+    check_factors(op, weight_name, weights, problem.width, {"x", x});
     operands.eps = eps_in_float32(op, eps);
     float const offset = in_float32(op, "weight_offset", weight_offset);
     operands.weight_offset = weights ? offset : 0.0f;
     set_factors(weights, std::nullopt);
   }
-  void add(Tensor const& to, OptionalTensor const& weights) {
+  void add(Tensor const& to, OptionalTensor const& weights, char const* weight_name = "weight") {
     check_operand(op, "residual", to, x.scalar_type(), x.sizes(), {"x", x});
     check_apart(op, to, "residual");
     check_no_overlap(op, to, "x", x, "residual");
-    if (weights) check_no_overlap(op, to, "weight", *weights, "residual");
+    if (weights) check_no_overlap(op, to, weight_name, *weights, "residual");
     residual = to;
     problem.adds = true;
   }
@@ -618,6 +620,30 @@ constexpr Operator kOperators[] = {
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
 
+OptionalText const kAnyKernel;
+
 }  // namespace
+
+int64_t Norm::rows() const { return RowCall(op, RowOperation::kRmsNorm, x, kAnyKernel).rows(); }
+
+Norm check_norm(char const* op, Tensor const& x, OptionalTensor const& weight, double eps, double weight_offset,
+                OptionalTensor const& residual) {
+  RmsNormCall call(op, x, weight, eps, weight_offset, kAnyKernel, "norm_weight");
+  if (residual) call.add(*residual, weight, "norm_weight");
+  return {op, x, weight, residual, call.operands.eps, call.operands.weight_offset};
+}
+
+void check_apart_from_residual(Norm const& norm, char const* name, OptionalTensor const& other) {
+  if (norm.residual && other) check_no_overlap(norm.op, *norm.residual, name, *other, "residual");
+}
+
+void normalize(Norm const& norm, Tensor const& to, OnDevice const& on) {
+  RowCall call(norm.op, RowOperation::kRmsNorm, norm.x, kAnyKernel);
+  call.operands.eps = norm.eps;
+  call.operands.weight_offset = norm.weight_offset;
+  call.set_factors(norm.weight, std::nullopt);
+  if (norm.residual) call.residual = *norm.residual;
+  run_into(&call, to, on);
+}
 
 }  // namespace minfer::torch_binding

@@ -153,13 +153,13 @@ struct KernelCall {
   int64_t planes = 1;  // GEMMs to launch, one for each plane of a batch that no single GEMM can take
 };
 
-/// Rows of `out` are contiguous.
+/// Rows of `out` are contiguous. One that has more modes than the call is contiguous as a whole.
 void set_output(Call const& call, Tensor const& out, KernelCall* x) {
   GemmOperands& o = x->operands;
   int64_t const m = call.sizes.m, bytes = out.element_size();
-  bool const batched = out.dim() == 3;
+  bool const batched = call.sizes.batched;
   o.d = out.data_ptr();
-  o.ldd = m > 1 ? out.stride(batched ? 1 : 0) : unused_stride(call.columns(), bytes);
+  o.ldd = m > 1 ? out.stride(out.dim() - 2) : unused_stride(call.columns(), bytes);
   o.d_batch_stride = batched && call.sizes.batch > 1 ? out.stride(0) : unused_stride(m * o.ldd, bytes);
   x->problem.d_type = data_type(out.scalar_type());
   x->problem.d_alignment = common_alignment({address_of(o.d), uint64_t(o.ldd * bytes), uint64_t(o.d_batch_stride * bytes)});
@@ -274,13 +274,19 @@ void launch(Call const& call, KernelCall const& x, GemmPlan const& plan, Workspa
   }
 }
 
-/// Runs the call into `out` [batch, m, columns] or [m, columns], whose rows are contiguous.
-void run(Call const& call, Tensor const& out, OnDevice const& on) {
+struct Nothing {
+  void operator()() const {}
+};
+
+/// Runs the call into `out` [batch, m, columns] or [m, columns], whose rows are contiguous. `before` is called in front of the launch.
+template <class Before = Nothing>
+void run(Call const& call, Tensor const& out, OnDevice const& on, Before const& before = {}) {
   Sizes const& s = call.sizes;
   std::optional<KernelOverride> override;
   if (call.kernel) override = parse_override(call.op, *call.kernel);
   if (s.batch == 0 || s.m == 0 || s.n == 0) {
     if (override) check_kernel_name(call.op, "gemm", override->name);
+    before();
     return;
   }
   KernelCall x;
@@ -290,6 +296,7 @@ void run(Call const& call, Tensor const& out, OnDevice const& on) {
   GemmPlan requested;
   GemmPlan const& plan = override ? plan_as_requested(call.op, x.problem, *override, on, &requested) : cached_plan(call.op, x.problem, on);
   Workspace const workspace(call.op, out, plan.workspace_bytes, plan.kernel->name, " on a ", call.a, " and b ", call.b);
+  before();
   launch(call, x, plan, workspace, on);
 }
 
@@ -378,6 +385,15 @@ Tensor product_in_float(char const* op, Tensor const& x, Tensor const& w, OnDevi
   call.b_transposed = true;
   check_operands(call);
   return run(call, ScalarType::Float, on);
+}
+
+void multiply(Product const& product, Tensor const& out, OnDevice const& on, std::function<void()> const& before) {
+  std::optional<Tensor> const no_c;
+  Call call{product.op, product.a, product.b, no_c, product.bias, product.kernel};
+  call.activation = product.activation;
+  call.gated = product.gated;
+  call.sizes = {product.a.size(0), product.b.size(1), product.a.size(1), 1, false};
+  run(call, out, on, before);
 }
 
 }  // namespace minfer::torch_binding

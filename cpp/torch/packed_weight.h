@@ -28,14 +28,15 @@ inline std::array<int64_t, 3> packed_shape(WeightFormat format, int64_t n, int64
   return {(n + w4a16::kBlockN - 1) / w4a16::kBlockN, (k + w4a16::kBlockK - 1) / w4a16::kBlockK, w4a16::block_words(bits_of(format))};
 }
 
-/// Scales for activations of `type`: bytes or of that type, whichever the format has.
-inline void check_scale_type(char const* op, char const* name, Tensor const& scales, WeightFormat format, ScalarType type) {
+/// Scales for activations of `type`, which messages call `a`: bytes or of that type, whichever the format has.
+inline void check_scale_type(char const* op, char const* name, Tensor const& scales, WeightFormat format, ScalarType type,
+                             char const* a = "a") {
   if (scale_bytes_of(format) == 1) {
     if (scales.scalar_type() != ScalarType::Byte) {
       fail(op, ": ", name, " must be Byte for ", name_of(format), ", got ", scales.scalar_type());
     }
   } else if (scales.scalar_type() != type) {
-    fail(op, ": ", name, " must have a's dtype ", type, ", got ", scales.scalar_type());
+    fail(op, ": ", name, " must have ", a, "'s dtype ", type, ", got ", scales.scalar_type());
   }
 }
 

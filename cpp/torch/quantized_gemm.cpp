@@ -9,6 +9,7 @@
 #include "core/parse.h"
 #include "core/readable.h"
 #include "core/torch_calls.h"
+#include "fused.h"
 #include "gemm_planning.h"
 #include "minfer/gemm.h"
 #include "packed_weight.h"
@@ -145,6 +146,7 @@ struct Call {
   bool gated;
   bool constant_weights;  // no launch that is still running writes qweight, scales or zeros
   std::optional<std::string> const& kernel;
+  char const* a_name = "a";  // in messages
 
   int64_t n() const { return weight.scales.size(1); }  // of a checked call
   int64_t k() const { return a.size(a.dim() - 1); }
@@ -176,8 +178,8 @@ void check_call(Call const& call) {
   if (scales.dim() != 2) fail(op, ": scales must be [groups, n], got ", scales);
   if (a.dim() < 1) fail(op, ": a must be [..., k], got a ", a);
   check_16bit(op, "a", a);
-  check_scale_type(op, "scales", scales, call.weight.format, a.scalar_type());
-  NamedTensor const reference{"a", a};
+  check_scale_type(op, "scales", scales, call.weight.format, a.scalar_type(), call.a_name);
+  NamedTensor const reference{call.a_name, a};
   check_same_device(op, "qweight", call.weight.packed, reference);
   int64_t const n = call.n(), k = call.k();
   if (call.gated && n % 16 != 0) {
@@ -198,24 +200,21 @@ void check_call(Call const& call) {
 struct KernelCall {
   GemmProblem problem;
   GemmOperands operands;
-  Rows a;
+  Rows a, ungathered;  // the same but with act-order
   Weight weight;
-  Tensor c, bias, dense;  // dense: the weight in 16 bits, where it was dequantised for this call
+  Tensor c, bias, dense, perm;  // dense: the weight in 16 bits, where it was dequantised for this call
 };
 
-/// a, or with act-order a[:, perm].
-void set_input(Call const& call, OnDevice const& on, KernelCall* x) {
+/// a, or with act-order the memory for a[:, perm].
+void set_input(Call const& call, KernelCall* x) {
   char const* op = call.op;
   int64_t const k = call.k(), bytes = call.a.element_size();
-  x->a = flatten_rows(op, "a", call.a);
+  x->ungathered = flatten_rows(op, "a", call.a);
+  x->a = x->ungathered;
   Rows& a = x->a;
   if (call.perm && k > 0) {
-    Tensor const perm = contiguous(op, "perm", *call.perm);
-    Tensor const gathered = allocate(op, call.a, {a.m, k}, call.a.scalar_type(), "a[:, perm] of a ", call.a);
-    Status const status = gather_columns(a.tensor.data_ptr(), a.stride, static_cast<int32_t const*>(perm.data_ptr()), a.m, k,
-                                         gathered.data_ptr(), on.programmatic(), on.stream());
-    if (!status.ok()) fail(op, ": a[:, perm] of a ", call.a, ": ", status.message);
-    a.tensor = gathered;
+    x->perm = contiguous(op, "perm", *call.perm);
+    a.tensor = allocate(op, call.a, {a.m, k}, call.a.scalar_type(), "a[:, perm] of a ", call.a);
     a.stride = k;
   }
   x->problem.m = a.m;
@@ -334,28 +333,43 @@ GemmPlan const& choose_plan(Call const& call, OnDevice const& on, KernelCall* x,
   return cached_plan(op, x->problem, on);
 }
 
+/// Writes a[:, perm].
+void gather(Call const& call, KernelCall const& x, OnDevice const& on) {
+  Status const status = gather_columns(x.ungathered.tensor.data_ptr(), x.ungathered.stride, static_cast<int32_t const*>(x.perm.data_ptr()),
+                                       x.a.m, x.a.stride, x.a.tensor.data_ptr(), on.programmatic(), on.stream());
+  if (!status.ok()) fail(call.op, ": a[:, perm] of a ", call.a, ": ", status.message);
+}
+
 void launch(Call const& call, KernelCall const& x, GemmPlan const& plan, Workspace const& workspace, OnDevice const& on) {
   GemmProblem const& p = x.problem;
+  if (x.perm.defined()) gather(call, x, on);
   Status const status = run_gemm(plan, p, x.operands, on.properties(), workspace.data(), workspace.bytes(), on.stream());
   if (!status.ok()) fail(call.op, ": ", plan.kernel->name, " on m = ", p.m, ", n = ", p.n, ", k = ", p.k, ": ", status.message);
 }
 
-/// Runs the call into `out`, which is contiguous.
-void run(Call const& call, Tensor const& out, OnDevice const& on) {
+struct Nothing {
+  void operator()() const {}
+};
+
+/// Runs the call into `out`, which is contiguous. `before` is called in front of the first launch that reads a.
+template <class Before = Nothing>
+void run(Call const& call, Tensor const& out, OnDevice const& on, Before const& before = {}) {
   char const* op = call.op;
   if (rows_of(call.a) == 0 || call.n() == 0) {
     if (call.kernel && *call.kernel != kDequantizeFirst) check_kernel_name(op, "w4a16", parse_override(op, *call.kernel).name);
+    before();
     return;
   }
   KernelCall x;
   set_weight(call, &x);
-  set_input(call, on, &x);
+  set_input(call, &x);
   set_output(call, out, &x);
   set_epilogue(call, out, &x);
   GemmPlan requested;
   GemmPlan const& plan = choose_plan(call, on, &x, &requested);
   Workspace const workspace(op, out, plan.workspace_bytes, plan.kernel->name, " on a ", call.a, " and a weight [", call.n(), ", ", call.k(),
                             ']');
+  before();
   launch(call, x, plan, workspace, on);
 }
 
@@ -470,6 +484,41 @@ Tensor gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, 
   return run({op, a, weight, perm, no_c, bias, parse_activation(op, activation), true, constant_weights, kernel});
 }
 
+/// The norm of x is written by the row kernel, and is the GEMM's a: two launches.
+Tensor run_behind_norm(Norm const& norm, Call call) {
+  check_call(call);
+  check_apart_from_residual(norm, "qweight", call.weight.packed);
+  check_apart_from_residual(norm, "scales", call.weight.scales);
+  check_apart_from_residual(norm, "zeros", call.weight.zeros);
+  check_apart_from_residual(norm, "perm", call.perm);
+  check_apart_from_residual(norm, "bias", call.bias);
+  OnDevice const on(call.op, norm.x);
+  Tensor const out = allocate_output(call);
+  Tensor const a = allocate(call.op, norm.x, {norm.rows(), norm.width()}, norm.x.scalar_type(), "the norm of x ", norm.x);
+  run(Call{call.op, a, call.weight, call.perm, call.c, call.bias, call.activation, call.gated, call.constant_weights, call.kernel}, out, on,
+      [&] { normalize(norm, a, on); });
+  return out;
+}
+
+constexpr char const* kTwoLaunches = "two_launches";  // the `kernel=` that says what is done anyway
+
+template <int bits, bool gated>
+Tensor rms_norm_gemm(Tensor const& x, std::optional<Tensor> const& norm_weight, Tensor const& qweight, Tensor const& scales,
+                     std::optional<Tensor> const& zeros, double eps, std::optional<Tensor> const& residual, double weight_offset,
+                     int64_t group_size, double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& bias,
+                     std::string const& activation, std::string const& format, bool constant_weights,
+                     std::optional<std::string> const& kernel) {
+  char const* op = bits == 4 ? (gated ? "minfer::rms_norm_w4a16_gemm_gated" : "minfer::rms_norm_w4a16_gemm")
+                             : (gated ? "minfer::rms_norm_w8a16_gemm_gated" : "minfer::rms_norm_w8a16_gemm");
+  std::optional<Tensor> const no_c;
+  std::optional<std::string> const any;
+  Norm const norm = check_norm(op, x, norm_weight, eps, weight_offset, residual);
+  PackedWeight const weight{qweight, scales, zeros, parse_format(op, bits, format), group_size, alpha};
+  bool const said = kernel && *kernel == kTwoLaunches;
+  return run_behind_norm(
+      norm, {op, x, weight, perm, no_c, bias, parse_activation(op, activation), gated, constant_weights, said ? any : kernel, "x"});
+}
+
 Tensor w4a16_pack(Tensor const& codes, std::string const& w4_format) {
   char const* op = "minfer::w4a16_pack";
   return pack(op, parse_format(op, 4, w4_format), codes);
@@ -518,6 +567,23 @@ constexpr Operator kOperators[] = {
     {"w8a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, int n, int k, "
      "str w8_format='int8') -> Tensor",
      boxed<&w8a16_dequantize>},
+    // The same of a = rms_norm(x), or rms_norm(residual += x)
+    {"rms_norm_w4a16_gemm(Tensor x, Tensor? norm_weight, Tensor qweight, Tensor scales, Tensor? zeros=None, float eps=1e-06, *, "
+     "Tensor(a!)? residual=None, float weight_offset=0.0, int group_size=128, float alpha=1.0, Tensor? perm=None, Tensor? bias=None, "
+     "str activation='none', str w4_format='int4', bool constant_weights=False, str? kernel=None) -> Tensor",
+     boxed<&rms_norm_gemm<4, false>>},
+    {"rms_norm_w4a16_gemm_gated(Tensor x, Tensor? norm_weight, Tensor qweight, Tensor scales, Tensor? zeros=None, float eps=1e-06, *, "
+     "Tensor(a!)? residual=None, float weight_offset=0.0, int group_size=128, float alpha=1.0, Tensor? perm=None, Tensor? bias=None, "
+     "str activation='silu', str w4_format='int4', bool constant_weights=False, str? kernel=None) -> Tensor",
+     boxed<&rms_norm_gemm<4, true>>},
+    {"rms_norm_w8a16_gemm(Tensor x, Tensor? norm_weight, Tensor qweight, Tensor scales, Tensor? zeros=None, float eps=1e-06, *, "
+     "Tensor(a!)? residual=None, float weight_offset=0.0, int group_size=-1, float alpha=1.0, Tensor? perm=None, Tensor? bias=None, "
+     "str activation='none', str w8_format='int8', bool constant_weights=False, str? kernel=None) -> Tensor",
+     boxed<&rms_norm_gemm<8, false>>},
+    {"rms_norm_w8a16_gemm_gated(Tensor x, Tensor? norm_weight, Tensor qweight, Tensor scales, Tensor? zeros=None, float eps=1e-06, *, "
+     "Tensor(a!)? residual=None, float weight_offset=0.0, int group_size=-1, float alpha=1.0, Tensor? perm=None, Tensor? bias=None, "
+     "str activation='silu', str w8_format='int8', bool constant_weights=False, str? kernel=None) -> Tensor",
+     boxed<&rms_norm_gemm<8, true>>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }

@@ -17,12 +17,13 @@ from ._core.registry import build_info, kernels
 from .formats.gate_up import pack_gate_up, unpack_gate_up
 from .ops import *
 from .planning import tuned as _tuned
-from .planning.plan import Plan, plan
+from .planning.plan import NormPlan, Plan, plan
 
 __version__: str = build_info()["version"]
 _tuned.load_at_first_use()
 
 __all__ = [
+    "NormPlan",
     "Plan",
     "__version__",
     "build_info",

@@ -66,11 +66,13 @@ def gamma(k: int) -> float:
     return (1.125 * k + 64) * 2.0**-23
 
 
-def gemm_bound(a, w, *, error=None, alpha=1.0, c=None, bias=None, out_dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Section 2: exact and bound of alpha * A.W^T + C + bias. ``error``: of the weight's elements, [n, k]."""
+def gemm_bound(a, w, *, error=None, a_error=None, alpha=1.0, c=None, bias=None, out_dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Section 2: exact and bound of alpha * A.W^T + C + bias. ``error``: of the weight's elements, [n, k]; ``a_error``: of A's."""
     a, w = a.double(), w.double()
     y, magnitude = alpha * (a @ w.mT), abs(alpha) * (a.abs() @ w.abs().mT)
     off = torch.zeros_like(magnitude) if error is None else abs(alpha) * (a.abs() @ error.mT)
+    if a_error is not None:
+        off = off + abs(alpha) * (a_error @ (w.abs() if error is None else w.abs() + error).mT)
     off = off + gamma(a.shape[-1]) * (magnitude + off)
     for term in (c, bias):
         if term is not None:
@@ -80,9 +82,9 @@ def gemm_bound(a, w, *, error=None, alpha=1.0, c=None, bias=None, out_dtype) -> 
     return y, u * y.abs() + (1 + u) * off + TINY[out_dtype]
 
 
-def gated_bound(a, w, *, error=None, bias=None, alpha=1.0, activation="silu", out_dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Section 3: of act(gate) * up, blocks of 8 gate and 8 up rows of W."""
-    y, off = gemm_bound(a, w, error=error, alpha=alpha, bias=bias, out_dtype=torch.float32)
+def gated_bound(a, w, *, activation="silu", out_dtype, **sums) -> tuple[torch.Tensor, torch.Tensor]:
+    """Section 3: of act(gate) * up, blocks of 8 gate and 8 up rows of W; ``sums``: as gemm_bound takes them."""
+    y, off = gemm_bound(a, w, **sums, out_dtype=torch.float32)
     (gate, up), (gate_off, up_off) = (x.unflatten(-1, (-1, 2, 8)).unbind(-2) for x in (y, off))
     act, act_off = activated(gate, activation, "cuda")
     act_off = act_off + slope(gate.abs() + gate_off, activation) * gate_off
@@ -91,6 +93,15 @@ def gated_bound(a, w, *, error=None, bias=None, alpha=1.0, activation="silu", ou
     u = UNIT[out_dtype]
     bound = (u + 2.0**-23) * exact.abs() + (1 + u) * total + TINY[out_dtype]
     return exact.flatten(-2), bound.flatten(-2)
+
+
+def activated_bound(a, w, *, activation="none", out_dtype, **sums) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sections 2 and 3: of act(A.W^T + bias); ``sums``: as gemm_bound takes them."""
+    y, off = gemm_bound(a, w, **sums, out_dtype=torch.float32)
+    exact, own = activated(y, activation, "cuda")
+    own = own + slope(y.abs() + off, activation) * off
+    u = UNIT[out_dtype]
+    return exact, u * exact.abs() + (1 + u) * own + TINY[out_dtype]
 
 
 # ---- section 3: activations --------------------------------------------------------------------------------------------------------
@@ -561,6 +572,18 @@ def rms_norm_rows(x, weight=None, eps=1e-6, weight_offset=0.0, threads=512) -> R
     if weight is not None:
         y = y * (weight.double() + single(weight_offset))
     return y, row_sum(x.shape[-1], threads) * y.abs()
+
+
+def norm_gemm_bound(
+    x, w, norm_weight=None, eps=1e-6, *, residual=None, weight_offset=0.0, gated=False, activation="none", **sums
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Section 7.9: of x [m, k] and W [n, k]; ``residual``: as it is before; ``sums``: bias, and of quantised weights error and alpha."""
+    dtype = x.dtype
+    if residual is not None:
+        x = rounded(x.double() + residual.double(), dtype)
+    a, a_error = stored(rms_norm_rows(x, norm_weight, eps, weight_offset), dtype)
+    bound = gated_bound if gated else activated_bound
+    return bound(a, w, a_error=a_error, activation=activation, out_dtype=dtype, **sums)
 
 
 def layer_norm_rows(x, weight=None, bias=None, eps=1e-5, threads=512) -> Rows:

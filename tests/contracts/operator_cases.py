@@ -62,6 +62,7 @@ def calls(device: str) -> dict[str, list[Call]]:
     add("w4a16_pack", codes)
     add("w4a16_dequantize", packed, scales, n=256, k=512)
     wide, wide_scales = minfer.w8a16_pack(randint(0, 256, (256, 512), torch.uint8)), randn(1, 256, scale=0.002)
+    packed_wide, weight_scales = wide, scales
     add("w8a16_gemm", a, wide, wide_scales)
     add("w8a16_gemm_gated", a, wide, wide_scales)
     add("w8a16_pack", randint(0, 256, (256, 512), torch.uint8))
@@ -134,7 +135,24 @@ def calls(device: str) -> dict[str, list[Call]]:
         minfer.rope(own[:, :8], own[:, 8:10], turns, positions, interleaved=interleaved)
         return (own,)
 
+    def behind_norm(name: str, *weight: torch.Tensor, lines: int = 24, **options: Any) -> None:
+        def call() -> tuple[torch.Tensor, ...]:
+            x = rows_of_products[:lines]
+            residual = x + 1
+            return OPERATORS[name].wrapper(x, None, *weight, residual=residual, **options), residual
+
+        found.setdefault(name, []).append(call)
+
     found["add_rms_norm"] = [add_norm_16bit]
+    rows_of_products = a
+    for name in ("rms_norm_gemm", "rms_norm_gemm_gated"):
+        for lines in (24, 3, 13):
+            behind_norm(name, w.t(), lines=lines, bias=randn(256))
+        if device.startswith("cuda"):
+            for lines in (1, 8, 16):
+                behind_norm(name, w.t(), lines=lines, kernel="one_launch")
+        behind_norm(f"{name[:9]}w4a16_{name[9:]}", packed, weight_scales)
+        behind_norm(f"{name[:9]}w8a16_{name[9:]}", packed_wide, wide_scales)
     found["rope"] = [lambda: rotate(False), lambda: rotate(True)]
     add("embedding", randint(0, 300, (24,), torch.int32), randn(300, 520), scale=520**0.5)
 

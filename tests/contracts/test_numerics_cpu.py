@@ -345,3 +345,18 @@ def test_codes(dtype, quant):
     cases.check_codes(*minfer.ops.quantize(x, quant, **own), exact, quant, "quantize", **own)
     q, scales = minfer.rms_norm(x, quant=quant, **own)
     cases.check_codes(q, scales, cases.rms_norm_rows(x), quant, "rms_norm", **own)
+
+
+@pytest.mark.parametrize("gated", (False, True), ids=("plain", "gated"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_norm_and_product(dtype, gated):
+    """Section 7.9: of x, and of the sum with a residual."""
+    operator = minfer.rms_norm_gemm_gated if gated else minfer.rms_norm_gemm
+    for k in (1, 96, 1000, 5000):
+        x, residual, norm_weight = torch.randn(5, k).to(dtype), torch.randn(5, k).to(dtype), torch.randn(k).to(dtype)
+        w, bias = (torch.randn(48, k) / k**0.5).to(dtype), torch.randn(48)
+        for before in (None, residual.clone()):
+            have = operator(x, norm_weight, w.t(), 1e-5, residual=None if before is None else residual, weight_offset=0.5, bias=bias)
+            options = dict(weight_offset=0.5, gated=gated, activation="silu" if gated else "none", bias=bias)
+            bound = cases.norm_gemm_bound(x, w, norm_weight, 1e-5, residual=before, **options)
+            cases.judge(have, *bound, f"{operator.__name__}, k {k}")

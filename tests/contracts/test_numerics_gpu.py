@@ -456,3 +456,21 @@ def test_codes(dtype, quant):
     cases.check_codes(*minfer.ops.quantize(x, quant, **own), exact, quant, "quantize", **own)
     q, scales = minfer.rms_norm(x, quant=quant, **own)
     cases.check_codes(q, scales, cases.rms_norm_rows(x), quant, "rms_norm", **own)
+
+
+@pytest.mark.parametrize("kernel", (*compiled("norm_gemm"), "two_launches"))
+def test_norm_and_product(kernel):
+    """Section 7.9: rows of many magnitudes, and columns of W that are long or cancel."""
+    row = compiled("norm_gemm").get(kernel, {"tile_m": 24, "ab_type": "bf16", "threads": 512})
+    dtype, m, threads = DTYPE_OF[row["ab_type"]], row["tile_m"], row["threads"]
+    for k, gated in itertools.product((8, 96, 1000, 6144), (False, True)):
+        x, residual = (randn(m, k, dtype=torch.float32) * torch.exp2(-torch.arange(m, device=DEVICE) % 9.0)[:, None] for _ in range(2))
+        x, residual, norm_weight = x.to(dtype), residual.to(dtype), randn(k, dtype=dtype)
+        w = randn(272, k, dtype=torch.float32) / k**0.5
+        w[::3, 1::2] = -w[::3, 0::2]  # sums of little beside their terms
+        w, before, bias = w.to(dtype), residual.clone(), randn(272, dtype=torch.float32)
+        operator = minfer.rms_norm_gemm_gated if gated else minfer.rms_norm_gemm
+        options = dict(weight_offset=0.5, bias=bias, activation="gelu")
+        have = operator(x, norm_weight, w.t(), 1e-5, residual=residual, kernel=kernel, **options)
+        bound = cases.norm_gemm_bound(x, w, norm_weight, 1e-5, residual=before, gated=gated, **options)
+        cases.judge(have, *bound, f"{kernel}, {threads} threads, k {k}")

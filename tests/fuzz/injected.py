@@ -482,6 +482,26 @@ def the_norm_is_of_the_sum_before_it_is_rounded(right, x, residual, weight=None,
     return exact.to(y.dtype)
 
 
+@bug("rms_norm_gemm")
+def the_residual_is_left_as_it_is(right, x, norm_weight, b, *args, residual=None, **options):
+    own = residual if residual is None or _is_fake(residual) else residual.clone()
+    return right(x, norm_weight, b, *args, residual=own, **options)
+
+
+@bug("rms_norm_gemm_gated")
+def the_norm_has_no_weight(right, x, norm_weight, *args, **options):
+    known = norm_weight is None or _is_fake(x) or norm_weight.shape != x.shape[-1:] or norm_weight.dtype != x.dtype
+    return right(x, norm_weight if known else torch.ones_like(norm_weight), *args, **options)
+
+
+@bug("rms_norm_w4a16_gemm")
+def the_norm_is_of_x_alone(right, x, *args, residual=None, **options):
+    if residual is None or _is_fake(x) or residual.shape != x.shape or residual.dtype != x.dtype:
+        return right(x, *args, residual=residual, **options)
+    right(x, *args, residual=residual, **options)
+    return right(x, *args, **options)
+
+
 @bug("layer_norm")
 def the_variance_is_that_of_a_sample(right, x, *args, **options):
     y, n = right(x, *args, **options), x.shape[-1] if x.dim() else 0

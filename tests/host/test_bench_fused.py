@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from bench.suites import fused, fused_layer, fused_peers
+from bench.report import fused as report
+from bench.suites import fused, fused_layer, fused_norm_gemm, fused_peers
 
 EVERY = fused.cells(list(fused.SUITES), ["bf16"])
 
@@ -62,3 +63,28 @@ def test_layer():
     torch.manual_seed(0)
     call = fused_layer.make(2, 0, torch.float16, "cpu", hidden=256, inter=512, length=70)
     assert call.error() <= fused.LIMITS["decode_layer"]
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("make", [fused_norm_gemm.dense, fused_norm_gemm.quantized])
+def test_norm_and_product(make, gated):
+    call = make(256, 96, gated)(3, 96, torch.bfloat16, "cpu")
+    assert call.error() <= fused.LIMITS["norm_gemm"] and call.kernel == "two_launches"
+    for name in ("ours:separate", "ours:two_launches", "torch"):
+        if name in call.peers:
+            assert call.peers[name](0).shape == (3, 48 if gated else 96)
+    assert call.bytes > 96 * 256 / 2
+
+
+def test_products_have_a_table_of_their_own():
+    def row(op, m, width, peer, what=None):
+        shape = dict(what=what or op, m=m, width=width)
+        return dict(suite="origins", op=op, kernel="k", shape=shape, dtype="bf16", us=2.0, peer=peer, peer_us=3.0, ratio=1.5)
+
+    product = [row("rms_norm_gemm", m, 64, peer, "rms_norm_gemm 32 x 64") for m in (1, 8) for peer in ("torch", "ours:one_launch")]
+    text = report._cells([row("gelu", 128, 3072, "torch"), *product], False)
+    norms, products = text.split("\n\n")
+    assert "gelu" in norms and "3072" in norms and "rms_norm_gemm" not in norms
+    assert products.count("2.0 us, 1.50 torch's operators, 1.50 one launch") == 2
+    header = products.splitlines()[0]
+    assert [cell.strip() for cell in header.strip("|").split("|")] == ["operator", "1", "8"]

@@ -28,6 +28,7 @@ from codegen import (
 from codegen.families.attention import AttentionKernel
 from codegen.families.fused import OPERATIONS, FusedKernel
 from codegen.families.gemm import GemmKernel
+from codegen.families.norm_gemm import NormGemmKernel
 from codegen.families.quantized_gemm import QuantizedGemmKernel
 from codegen.hardware import SM80_SMEM_LIMIT, SM90_SMEM_LIMIT
 from codegen.row import Row
@@ -176,6 +177,30 @@ def test_fused_rows():
             FusedKernel.expand(Row(FUSED | change, "row 1"))
 
 
+def test_norm_gemm_rows():
+    """Norm and GEMM in one launch: names, shared memory, and what a row of the table must not say."""
+    row = {"elements": ["f16", "bf16"], "tokens": 8, "warps": 16, "ahead": 4}
+    kernels = NormGemmKernel.expand(Row(row, "row 1"))
+    assert [kernel.name for kernel in kernels] == [f"norm_gemm_sm80_{element}_8x16x32_warps16_ahead4" for element in ("f16", "bf16")]
+    sums = 4 * (2 * 16 * 8 * 20 + 8 * 16 + 8)
+    assert {(kernel.threads, kernel.smem_bytes, kernel.ctas_per_sm) for kernel in kernels} == {(512, sums, 1)}
+    assert kernels[0].shard_group == kernels[1].shard_group and kernels[0].targets == "portable"
+    wrong = (
+        ({"tokens": 12}, "tokens"),
+        ({"tokens": None}, "tokens"),
+        ({"warps": 4}, "warps"),
+        ({"ahead": 1}, "ahead"),
+        ({"ahead": 9}, "ahead"),
+        ({"ctas_per_sm": 2}, "4 units take 32 of the 64 registers"),
+        ({"tokens": 16, "warps": 32, "ahead": 2}, "of the 64 registers"),
+        ({"elements": ["f32"]}, "elements"),
+        ({"tile": [8, 16, 32]}, "tile"),
+    )
+    for change, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            NormGemmKernel.expand(Row(row | change, "row 1"))
+
+
 def test_the_projects_own_table():
     kernels = configs.read_tables(ROOT / "cpp" / "configs")
     names = [kernel.name for kernel in kernels]
@@ -189,6 +214,9 @@ def test_the_projects_own_table():
         if kernel.FAMILY == "fused":
             place = r"90_(b?f16|f32)_{}_rows_ring" if kernel.ring else r"80_(b?f16|f32)_{}(_quantized)?(_rows)?"
             assert re.fullmatch(rf"fused_sm{place.format(kernel.operation)}_x\d+", kernel.name)
+            continue
+        if kernel.FAMILY == "norm_gemm":
+            assert re.fullmatch(r"norm_gemm_sm80_b?f16_(8|16)x16x32_warps\d+_ahead\d", kernel.name)
             continue
         quantised = kernel.b_format != "dense"
         grouped = "moe_" if kernel.FAMILY == "moe_w4a16" else ""

@@ -24,6 +24,7 @@ ODD = [
     (0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0), (1, 1, 1), (1, 4096, 4096), (3, 7, 5), (17, 31, 33), (64, 28672, 4096), (127, 6143, 4097),
     (131, 257, 1021), (4096, 4096, 4096), (8192, 57344, 8192), (100003, 16, 24), (16, 100003, 64), (5, 9, 100003), (1, 1, 1 << 22),
 ]  # fmt: skip
+FAMILIES = ("attention", "fused", "gemm", "moe", "moe_w4a16", "norm_gemm", "w4a16")
 
 
 def plan(m, n, k, **options):
@@ -190,7 +191,7 @@ def test_override_errors():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"op": "conv"}, "op must be one of gemm, w4a16_gemm, got 'conv'"),
+        ({"op": "conv"}, "op must be one of gemm, w4a16_gemm, rms_norm_gemm, got 'conv'"),
         ({"group_size": 64}, "gemm has no group_size; its options are m, n, k, batch"),
         ({"m": -1}, "m must be an integer >= 0, got -1"),
         ({"k": 1.5}, "k must be an integer >= 0, got 1.5"),
@@ -245,9 +246,11 @@ def test_device():
 
 def test_unknown_family():
     for family in ("nope", "GEMM", "gemm ", None):
-        with pytest.raises(ValueError, match=r"family must be one of attention, fused, gemm, moe, moe_w4a16, w4a16, or '' for all, got"):
+        with pytest.raises(
+            ValueError, match=r"family must be one of attention, fused, gemm, moe, moe_w4a16, norm_gemm, w4a16, or '' for all, got"
+        ):
             minfer.kernels(family)
-    assert {kernel["family"] for kernel in minfer.kernels("")} == {"attention", "fused", "gemm", "moe", "moe_w4a16", "w4a16"}
+    assert {kernel["family"] for kernel in minfer.kernels("")} == set(FAMILIES)
 
 
 def test_text():
@@ -315,7 +318,7 @@ def test_alignment_of_contiguous_operands():
 
 def test_registry():
     build = minfer.build_info()
-    everything = [kernel for family in ("attention", "fused", "gemm", "moe", "moe_w4a16", "w4a16") for kernel in minfer.kernels(family)]
+    everything = [kernel for family in FAMILIES for kernel in minfer.kernels(family)]
     assert len(KERNELS) == len(minfer.kernels())
     assert build["kernels_total"] == len(everything)
     assert build["kernels_compiled"] == sum(k["compiled"] for k in everything)
@@ -341,3 +344,6 @@ def test_registry():
         rows = ("_rows" if "_rows" in kernel["name"] else "") + ("_ring" if kernel["arch"] == 90 else "")
         assert kernel["name"] == f"fused_sm{kernel['arch']}_{kernel['ab_type']}_{kernel['operation']}{quantized}{rows}_x{kernel['tile_n']}"
         assert kernel["schedule"] == "rows" and kernel["tile_n"] % 8 == 0
+    for kernel in minfer.kernels("norm_gemm"):
+        tile = f"{kernel['tile_m']}x16x32_warps{kernel['threads'] // 32}_ahead{kernel['stages']}"
+        assert kernel["name"] == f"norm_gemm_sm80_{kernel['ab_type']}_{tile}" and kernel["schedule"] == "registers"

@@ -7,10 +7,13 @@ from codegen.families.fused import FusedKernel
 from codegen.families.gemm import GemmKernel
 from codegen.families.grouped_gemm import GroupedGemmKernel
 from codegen.families.grouped_quantized_gemm import GroupedQuantizedGemmKernel
+from codegen.families.norm_gemm import NormGemmKernel
 from codegen.families.quantized_gemm import QuantizedGemmKernel
 
 # By the name that a table gives its family.
 FAMILIES = {
     family.FAMILY: family
-    for family in (AttentionKernel, FusedKernel, GemmKernel, GroupedGemmKernel, GroupedQuantizedGemmKernel, QuantizedGemmKernel)
+    for family in (
+        *(AttentionKernel, FusedKernel, GemmKernel, GroupedGemmKernel, GroupedQuantizedGemmKernel, NormGemmKernel, QuantizedGemmKernel),
+    )
 }

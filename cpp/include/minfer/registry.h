@@ -12,6 +12,7 @@ enum class Schedule : int32_t {
   kMultistage = 2,   // sm80: cp.async ring, mma.sync
   kSplitKv = 3,      // attention of few queries: the keys are shared out over the CTAs
   kRows = 4,         // fused: a row in the registers of a group of threads
+  kRegisters = 5,    // norm_gemm: weights go from memory into the registers of the warp that multiplies them
 };
 inline char const* name_of(Schedule s) {
   switch (s) {
@@ -20,6 +21,7 @@ inline char const* name_of(Schedule s) {
     case Schedule::kMultistage: return "multistage";
     case Schedule::kSplitKv: return "split_kv";
     case Schedule::kRows: return "rows";
+    case Schedule::kRegisters: return "registers";
   }
   return "?";
 }
@@ -37,7 +39,8 @@ struct KernelInfo {
   int32_t group_multiple;          // quantised B: k per scale must be a multiple of this, or all of k
   bool swap;                       // computes D^T = B^T.A^T: the caller's n is on the tile's M side, his m on its N side
   int32_t column_step;             // > 0: a launch chooses the tiles' columns, multiples of this up to tile_n; 0: they are tile_n
-  int32_t tile_m, tile_n, tile_k;  // attention: queries, keys, head_dim; fused: 1, elements of a thread, 1
+  int32_t tile_m, tile_n, tile_k;  // attention: queries, keys, head_dim; fused: 1, elements of a thread, 1;
+                                   // norm_gemm: tokens, columns, k of a warp's turn
   int32_t head_dim_v;              // attention: of the values; else 0
   int32_t cluster_m, cluster_n;
   Schedule schedule;

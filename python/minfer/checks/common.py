@@ -122,14 +122,14 @@ def _check_extents(check: Checker, x: torch.Tensor, shape: Sequence[Any], text: 
         check(have == want, text, *values, x.shape)
 
 
-def check_addend_type(check: Checker, name: str, x: torch.Tensor, a: torch.Tensor) -> None:
+def check_addend_type(check: Checker, name: str, x: torch.Tensor, a: torch.Tensor, a_name: str = "a") -> None:
     check_dense(check, name, x)
     check(x.dtype in (a.dtype, torch.float32), "{} must be {} or float32, got {}", name, a.dtype, x.dtype)
-    check_device(check, name, x, "a", a)
+    check_device(check, name, x, a_name, a)
 
 
-def check_bias(check: Checker, bias: torch.Tensor, a: torch.Tensor, n: int) -> None:
-    check_addend_type(check, "bias", bias, a)
+def check_bias(check: Checker, bias: torch.Tensor, a: torch.Tensor, n: int, a_name: str = "a") -> None:
+    check_addend_type(check, "bias", bias, a, a_name)
     check(bias.dim() == 1, "bias must be [n] = [{}], got {}", n, bias.shape)
     check(bias.shape[0] == n, "bias must be [n] = [{}], got {}", n, bias.shape)
 

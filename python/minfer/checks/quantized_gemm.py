@@ -58,14 +58,14 @@ def _check_byte_scales(check: Checker, scales: torch.Tensor, name: str, argument
     check(scales.dtype == torch.uint8, "{} must be uint8 or {} for {}, got {}", argument, scale_type, name, scales.dtype)
 
 
-def check_scales(check: Checker, a: torch.Tensor, scales: torch.Tensor, name: str, argument: str = "scales") -> None:
+def check_scales(check: Checker, a: torch.Tensor, scales: torch.Tensor, name: str, argument: str = "scales", a_name: str = "a") -> None:
     """Type and device, which must fit the activations'."""
     check_dense(check, argument, scales)
     if FORMATS[name].scale_type is None:
-        check(scales.dtype == a.dtype, "{} must have a's dtype {}, got {}", argument, a.dtype, scales.dtype)
+        check(scales.dtype == a.dtype, "{} must have {}'s dtype {}, got {}", argument, a_name, a.dtype, scales.dtype)
     else:
         _check_byte_scales(check, scales, name, argument)
-    check_device(check, argument, scales, "a", a)
+    check_device(check, argument, scales, a_name, a)
 
 
 def check_weight(
@@ -101,7 +101,7 @@ def check_weight(
         check_named_shape(check, z, zeros, f"[{lead}ceil(k / group_size), n]", groups)
 
 
-def _check_gemm(
+def check_gemm(
     op: str,
     bits: int,
     a: torch.Tensor,
@@ -119,28 +119,29 @@ def _check_gemm(
     constant_weights: bool = False,  # either is right
     kernel: str | None = None,
     out: torch.Tensor | None = None,
+    a_name: str = "a",  # in messages
 ) -> GemmShape:
     """All arguments of a GEMM or gated GEMM but for what only one of them asks; D is the GEMM's."""
     check = Checker(op)
     check_format(check, bits, name)
     check_group_size(check, group_size, name)
     check_scalar(check, "alpha", alpha)
-    check_dense(check, "a", a)
-    check(a.dim() >= 1, "a must be [..., k], got a {}", a.shape)
-    check(a.dtype in DTYPES, "a must be float16 or bfloat16, got {}", a.dtype)
+    check_dense(check, a_name, a)
+    check(a.dim() >= 1, "{} must be [..., k], got {} {}", a_name, a_name, a.shape)
+    check(a.dtype in DTYPES, "{} must be float16 or bfloat16, got {}", a_name, a.dtype)
     k = a.shape[-1]
-    check_scales(check, a, scales, name)
+    check_scales(check, a, scales, name, a_name=a_name)
     check(scales.dim() == 2, "scales must be [ceil(k / group_size), n], got {}", scales.shape)
     n = scales.shape[1]
     check_weight(check, qweight, scales, zeros, name, group_size, n, k)
     if perm is not None:
-        check_tensor(check, "perm", perm, torch.int32, "a", a)
+        check_tensor(check, "perm", perm, torch.int32, a_name, a)
         check_named_shape(check, "perm", perm, "[k]", (k,))
     shape = GemmShape(math.prod(a.shape[:-1]), n, k, (*a.shape[:-1], n))
     if c is not None:
         check_c(check, c, a, shape.out)
     if bias is not None:
-        check_bias(check, bias, a, n)
+        check_bias(check, bias, a, n, a_name)
     check_activation(check, activation)
     if kernel != DEQUANTIZE_FIRST:
         check_kernel(check, kernel, "w4a16")
@@ -150,10 +151,10 @@ def _check_gemm(
     return shape
 
 
-def _check_gated(
+def check_gated(
     op: str, bits: int, a: torch.Tensor, qweight: torch.Tensor, scales: torch.Tensor, *weight: Any, **epilogue: Any
 ) -> GemmShape:
-    shape = _check_gemm(op, bits, a, qweight, scales, *weight, **epilogue)
+    shape = check_gemm(op, bits, a, qweight, scales, *weight, **epilogue)
     Checker(op)(
         shape.n % (2 * GATE_BLOCK) == 0,
         "scales must have a multiple of {} columns (blocks of {} gate and {} up rows, see pack_gate_up), got {}",
@@ -239,11 +240,11 @@ def check_perm_values(op: str, a: torch.Tensor, *weight: Any, perm: torch.Tensor
 
 
 def check_w4a16_gemm(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **epilogue) -> Result:
-    return Result(a, _check_gemm("w4a16_gemm", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue).out, a.dtype)
+    return Result(a, check_gemm("w4a16_gemm", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue).out, a.dtype)
 
 
 def check_w4a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **epilogue) -> Result:
-    return Result(a, _check_gated("w4a16_gemm_gated", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue).out, a.dtype)
+    return Result(a, check_gated("w4a16_gemm_gated", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue).out, a.dtype)
 
 
 def check_w4a16_pack(codes, *, w4_format="int4") -> Result:
@@ -256,11 +257,11 @@ def check_w4a16_dequantize(qweight, scales, zeros=None, *, group_size=128, w4_fo
 
 
 def check_w8a16_gemm(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **epilogue) -> Result:
-    return Result(a, _check_gemm("w8a16_gemm", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue).out, a.dtype)
+    return Result(a, check_gemm("w8a16_gemm", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue).out, a.dtype)
 
 
 def check_w8a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **epilogue) -> Result:
-    return Result(a, _check_gated("w8a16_gemm_gated", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue).out, a.dtype)
+    return Result(a, check_gated("w8a16_gemm_gated", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue).out, a.dtype)
 
 
 def check_w8a16_pack(codes) -> Result:

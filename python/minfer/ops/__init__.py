@@ -1,6 +1,6 @@
 """The operators, a file a family: each declared once, with its signature, its documentation, its checks and its reference."""
 
-from . import attention, fused, gemm, grouped_gemm, grouped_quantized_gemm, kv_cache, moe_routing, quantized_gemm, sampling
+from . import attention, fused, gemm, grouped_gemm, grouped_quantized_gemm, kv_cache, moe_routing, norm_gemm, quantized_gemm, sampling
 
 __all__ = [
     *attention.__all__,
@@ -10,6 +10,7 @@ __all__ = [
     *grouped_quantized_gemm.__all__,
     *kv_cache.__all__,
     *moe_routing.__all__,
+    *norm_gemm.__all__,
     *quantized_gemm.__all__,
     *sampling.__all__,
 ]
@@ -24,5 +25,6 @@ from .grouped_gemm import *
 from .grouped_quantized_gemm import *
 from .kv_cache import *
 from .moe_routing import *
+from .norm_gemm import *
 from .quantized_gemm import *
 from .sampling import *

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .._core.registry import build_info, device_index, device_properties
+from .._core.registry import build_info, device_index, device_properties, kernel_names, kernels
 from ..checks.common import DTYPES, ValueChecker, is_integer
 from ..formats import weight_formats, weight_layout
 from ..formats.gate_up import GATE_BLOCK
@@ -18,7 +18,7 @@ LAYOUTS = ("tn", "tt", "nn", "nt")
 MAX_EXTENT = 2**31 - 512  # of m, n, k and batch: the library's kMaxExtent
 
 
-def _checker_of(problem: Problem | W4Problem, *names: str) -> ValueChecker:
+def _checker_of(problem: Problem | W4Problem | NormProblem, *names: str) -> ValueChecker:
     """After what both kinds check: the sizes of these names, the dtype, and n and C where the product is gated."""
     check = ValueChecker(problem.op)
     for name in names:
@@ -271,6 +271,83 @@ def enumerate_plans(
     return [Plan.parse(problem, name, found) for found in json.loads(planner(*problem.arguments(), only_runnable, index, limit))]
 
 
+@dataclass(frozen=True)
+class NormProblem:
+    """rms_norm_gemm or rms_norm_gemm_gated with contiguous operands and B = ``weight.t()``. ``n`` counts B's columns, so a gated D has
+    n / 2; ``residual``: whether there is one."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.bfloat16
+    gated: bool = False
+    residual: bool = False
+
+    op: ClassVar[str] = "rms_norm_gemm"
+    c: ClassVar[bool] = False
+
+    def __post_init__(self):
+        _checker_of(self, "m", "n", "k")
+
+    @property
+    def product(self) -> Problem:
+        """Of the second of two launches."""
+        return Problem(m=self.m, n=self.n, k=self.k, dtype=self.dtype, gated=self.gated)
+
+    def __str__(self) -> str:
+        text = f"{self.m} x {self.n} x {self.k} {DTYPE_NAMES[self.dtype]}"
+        return text + (", with a residual" if self.residual else "") + (", gated" if self.gated else "")
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """Whether a norm and its GEMM are one launch or two. ``str(plan)`` is a report."""
+
+    problem: NormProblem
+    device: str  # its name
+    launches: int
+    kernel: str  # of one launch; else ""
+    ctas: int  # of one launch
+    smem_bytes: int  # of a CTA
+    workspace_bytes: int
+    source: str  # override or analytic
+    reason: str
+    compiled: bool  # whether this build can run it
+    product: Plan | None  # of two launches
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem.op}  {self.problem}  on {self.device}"]
+        if self.product is None:
+            runnable = "" if self.compiled else "  (not in this build: not runnable)"
+            lines += [f"  1 launch   {self.kernel}{runnable}", f"  CTAs       {self.ctas} of {self.smem_bytes} bytes of shared memory"]
+            lines.append(f"  workspace  {self.workspace_bytes} bytes")
+        else:
+            lines += ["  2 launches the norm, then", *str(self.product).splitlines()[1:]]
+        return "\n".join([*lines, f"  because    {self.source}: {self.reason}"])
+
+
+def plan_norm(
+    problem: NormProblem,
+    *,
+    kernel: str | None = None,
+    use_tuned: bool = True,
+    device: torch.device | int | str | None = None,
+) -> NormPlan:
+    """:func:`plan` of a norm and the GEMM behind it."""
+    index, name = _device(device)
+    sizes = [problem.m, problem.n, problem.k]
+    options = (DTYPE_NAMES[problem.dtype], problem.gated, problem.residual, kernel, index >= 0, index)
+    found = json.loads(torch.ops.minfer._plan_norm_gemm(sizes, *options))
+    product, compiled = None, None
+    if found["launches"] == 2:
+        own = kernel if kernel in kernel_names("gemm") or (kernel is not None and "@" in kernel) else None
+        product = plan_problem(problem.product, kernel=own, use_tuned=use_tuned, device=device)
+        compiled = product.compiled
+    else:
+        compiled = next(row["compiled"] for row in kernels("norm_gemm") if row["name"] == found["kernel"])
+    return NormPlan(problem=problem, device=name, product=product, compiled=compiled, **found)
+
+
 def plan(
     op: str,
     *,
@@ -282,11 +359,11 @@ def plan(
     use_tuned: bool = True,
     device: torch.device | int | str | None = None,
     **options: Any,
-) -> Plan:
+) -> Plan | NormPlan:
     """What ``op`` would run for contiguous operands: the explicit kernel, else a tuned row, else the analytic model's choice.
 
     Args:
-      op: "gemm" or "w4a16_gemm".
+      op: "gemm", "w4a16_gemm" or "rms_norm_gemm".
       m, n, k: sizes; n counts B's columns (the weight's rows), also of a gated GEMM.
       dtype: of A, D and what B stands for: torch.float16 or torch.bfloat16.
       kernel: an override, as the operator's ``kernel=``.
@@ -299,20 +376,25 @@ def plan(
         of D, dtype or, where it is not gated, torch.float32.
         Of w4a16_gemm: ``group_size`` (128; -1: all of k; "mxfp4" and "nvfp4" have one size each), ``zeros`` (there are zero points),
         ``w4_format``: "int4" (the default), "nf4", "mxfp4" or "nvfp4", and, for what w8a16_gemm would run, "int8" or "fp8_e4m3".
+        Of rms_norm_gemm: ``gated``, and ``residual`` (there is one).
 
     Returns:
-      A :class:`Plan`; ``print`` it.
+      A :class:`Plan`, of rms_norm_gemm a :class:`NormPlan`; ``print`` it.
 
     Raises:
       ValueError: an argument cannot be right. RuntimeError: the override names no legal kernel, or no kernel takes so large a product.
     """
-    if op not in PROBLEMS:
-        raise ValueError(f"op must be one of {', '.join(PROBLEMS)}, got {op!r}")
-    known = [field.name for field in fields(PROBLEMS[op])]
+    kinds = PROBLEMS | {NormProblem.op: NormProblem}
+    if op not in kinds:
+        raise ValueError(f"op must be one of {', '.join(kinds)}, got {op!r}")
+    known = [field.name for field in fields(kinds[op])]
     for name in options:
         if name not in known:
             raise ValueError(f"{op} has no {name}; its options are {', '.join(known)}")
-    return plan_problem(PROBLEMS[op](m=m, n=n, k=k, dtype=dtype, **options), kernel=kernel, use_tuned=use_tuned, device=device)
+    problem = kinds[op](m=m, n=n, k=k, dtype=dtype, **options)
+    if isinstance(problem, NormProblem):
+        return plan_norm(problem, kernel=kernel, use_tuned=use_tuned, device=device)
+    return plan_problem(problem, kernel=kernel, use_tuned=use_tuned, device=device)
 
 
 def runs_here() -> bool:

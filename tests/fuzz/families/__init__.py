@@ -12,6 +12,7 @@ from .grouped import GROUPED_FAMILIES
 from .kv_cache_append import KvCacheAppend
 from .moe_layer import LAYER_FAMILIES
 from .moe_routing import ROUTING_FAMILIES
+from .norm_gemm import NORM_GEMM_FAMILIES
 from .qk_norm_rope_append import QkNormRopeAppend
 from .quantized_gemm import QuantizedGemm
 from .sampling import Sample
@@ -35,6 +36,7 @@ FAMILIES: dict[str, Family] = {
         *GROUPED_FAMILIES,
         *LAYER_FAMILIES,
         *FUSED_FAMILIES,
+        *NORM_GEMM_FAMILIES,
         Sample(),
     )
 }
