@@ -184,7 +184,7 @@ class NormGemm {
 #pragma unroll 1
     for (uint32_t v = thread_; v < vectors; v += kThreads) {
       float weight[kVector];
-      fused::unpack_factors(p_.norm_weight, factors, 1.0f, weight);
+      fused::unpack(factors, weight);
       factors = load_factors(v + kThreads);
 #pragma unroll 2
       for (uint32_t row = 0; row < p_.m; ++row) {
@@ -246,8 +246,9 @@ class NormGemm {
     return fused::load_vector(static_cast<T const*>(p_.residual) + row * p_.ld_residual, v * kVector, row < p_.m ? kVector : 0, true);
   }
   __device__ __forceinline__ Vector load_factors(uint32_t v) const {
-    bool const inside = p_.norm_weight != nullptr && v < p_.k / kVector;
-    return fused::load_vector<false>(static_cast<T const*>(p_.norm_weight), v * kVector, inside ? kVector : 0, true);
+    Vector factors = fused::constant_vector<T>(1.0f);
+    fused::load_factors<true>(p_.norm_weight, v * kVector, v < p_.k / kVector ? kVector : 0, &factors);
+    return factors;
   }
   /// Rounded, as the residual has it.
   static __device__ __forceinline__ Vector sum_of(Vector const& residual, Vector const& x) {
