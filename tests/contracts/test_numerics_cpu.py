@@ -345,3 +345,13 @@ def test_codes(dtype, quant):
     cases.check_codes(*minfer.ops.quantize(x, quant, **own), exact, quant, "quantize", **own)
     q, scales = minfer.rms_norm(x, quant=quant, **own)
     cases.check_codes(q, scales, cases.rms_norm_rows(x), quant, "rms_norm", **own)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_codes_of_products(dtype):
+    """Section 2, of D in codes."""
+    a, b, c, bias = torch.randn(60, 300).to(dtype), torch.randn(300, 80).to(dtype), torch.randn(60, 80), torch.randn(80)
+    scale = torch.tensor([0.1])
+    q, _ = minfer.gemm(a, b, c=c, beta=1.0, alpha=-0.37, bias=bias, quant="fp8_tensor", scale=scale)
+    exact = cases.gemm_bound(a, b.mT, alpha=-0.37, c=c, bias=bias, out_dtype=torch.float32)
+    cases.check_codes(q, None, exact, "fp8_tensor", "gemm", scale)

@@ -37,8 +37,8 @@ def same_codes(have: Tensor, want: Tensor) -> bool:
 def codes_mismatch(q: Tensor, d: Tensor, scale: Tensor) -> str | None:
     """Why ``q`` are not the codes of results whose 16-bit roundings are ``d``, or None.
 
-    A result lies within one rounding of ``d`` (and 2^-20 of it, where another epilogue adds in another order), so that its code lies between
-    the codes of these two ends. Most numbers have one such code only, which is asserted: the test could not fail otherwise.
+    A result lies within one rounding of ``d`` (and 2^-20 of it, where another epilogue adds in another order), so that its code lies
+    between the codes of these two ends. Most numbers have one such code only, which is asserted: the test could not fail otherwise.
     """
     if q.dtype != torch.float8_e4m3fn or q.shape != d.shape:
         return f"{q.dtype} {list(q.shape)}, must be float8_e4m3fn {list(d.shape)}"

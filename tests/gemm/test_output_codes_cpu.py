@@ -1,4 +1,4 @@
-"""D of gemm and gemm_gated in e4m3 codes, on a CPU: values against float64, special numbers, out=, errors, fakes, opcheck, torch.compile."""
+"""D of gemm and gemm_gated in e4m3 codes, on a CPU: values against float64, special numbers, out=, errors, fakes, torch.compile."""
 
 import itertools
 
@@ -104,7 +104,8 @@ def bad_calls(device="cpu"):
     """name -> (options, how the message goes on)"""
     scale = torch.ones(1, device=device)
     codes = dict(quant=QUANT, scale=scale)
-    whole = "quant must be fp8_tensor, whose scale is given, got '{}', whose scales follow from whole rows: call it without quant, then minfer.{}"
+    whole = "quant must be fp8_tensor, whose scale is given, got '{}', whose scales follow from whole rows: call it without quant, then "
+    whole += "minfer.{}"
     return {
         "of rows": (dict(quant="fp8_token"), whole.format("fp8_token", "quantize_fp8")),
         "of blocks": (dict(quant="fp8_block128", scale=scale), whole.format("fp8_block128", "quantize_fp8")),

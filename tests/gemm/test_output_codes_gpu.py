@@ -114,7 +114,7 @@ def test_gated_kernels(name):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_as_planned(dtype, layout):
-    """The kernel that the plan chooses for codes, which need not be that of a float32 D: against float64. Vectors, few rows, odd columns."""
+    """The kernel that the plan chooses for codes, which need not be that of a float32 D, against float64. Vectors, odd columns."""
     for m, (n, k) in itertools.product((0, 1, 2, 7, 16, 33, 128, 257), ((1, 1), (1, 4104), (5, 3), (16, 64), (520, 4096), (1031, 264))):
         a, b = operands(m, n, k, dtype, layout, DEVICE)
         bias = torch.randn(n, device=DEVICE)
