@@ -131,7 +131,7 @@ def test_special_numbers(dtype):
     """NaN, infinities, saturation, and scales whose inverses are not numbers: the rule of minfer.quantize_fp8, in kernels of every kind."""
     a, b = special_operands(dtype, DEVICE)
     layouts = {"tn": (a, b.mT.contiguous().mT), "unaligned": (a, b[:, 1:48])}
-    layouts |= {"a row": (a[:1], b), "a column": (a, b[:, 3:4].contiguous())}
+    layouts |= {"a row": (a[1:2], b), "a column": (a, b[:, 3:4].contiguous())}
     for what, (x, y) in layouts.items():
         wide = minfer.gemm(x, y, out_dtype=torch.float32)
         for value in SPECIAL_SCALES:

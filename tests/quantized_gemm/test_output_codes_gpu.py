@@ -58,7 +58,7 @@ def mismatch(call, a, *, out_shape=None, **options) -> str | None:
 def test_kernels(name):
     kernel, failures = KERNELS[name], []
     dtype = DTYPE_OF[kernel["ab_type"]]
-    for (m, n, k), decomposition in itertools.product(((5, 328, 1152), (48, 136, 2304), (200, 520, 384)), DECOMPOSITIONS):
+    for (m, n, k), decomposition in itertools.product(((5, 336, 1152), (48, 136, 2304), (200, 528, 384)), DECOMPOSITIONS):
         weight = weight_of(kernel["b_format"], n, k, group_size_of(kernel), dtype)
         a = torch.randn(m, k, device=DEVICE).to(dtype)
         override = f"{name}@decomposition={decomposition}"
