@@ -6,9 +6,11 @@
 
 #include "core/checks.h"
 #include "core/operators.h"
+#include "core/readable.h"
 #include "core/torch_calls.h"
 #include "gemm_planning.h"
 #include "minfer/gemm.h"
+#include "output_codes.h"
 
 namespace minfer::torch_binding {
 
@@ -88,6 +90,7 @@ struct Call {
   Tensor const &a, &b;
   std::optional<Tensor> const &c, &bias;
   std::optional<std::string> const& kernel;
+  OutputCodes codes;
   float alpha = 1.0f, beta = 0.0f;
   Activation activation = Activation::kNone;
   bool gated = false, b_transposed = false;
@@ -141,6 +144,7 @@ void check_call(Call& call, double alpha, double beta, std::string const& activa
   if (call.beta != 0.0f && !call.c) fail(op, ": c must be given when beta is not 0, got beta = ", beta);
   if (call.c) check_addend(call);
   if (call.bias) check_bias(op, *call.bias, call.sizes.n, {"a", call.a});
+  check_output_codes(op, call.codes, {"a", call.a});
   if (call.kernel) parse_override(op, *call.kernel);
 }
 
@@ -149,7 +153,7 @@ struct KernelCall {
   GemmProblem problem;
   GemmOperands operands;
   Matrix a, b;
-  Tensor bias;
+  Tensor bias, scale;
   int64_t planes = 1;  // GEMMs to launch, one for each plane of a batch that no single GEMM can take
 };
 
@@ -161,8 +165,13 @@ void set_output(Call const& call, Tensor const& out, KernelCall* x) {
   o.d = out.data_ptr();
   o.ldd = m > 1 ? out.stride(out.dim() - 2) : unused_stride(call.columns(), bytes);
   o.d_batch_stride = batched && call.sizes.batch > 1 ? out.stride(0) : unused_stride(m * o.ldd, bytes);
-  x->problem.d_type = data_type(out.scalar_type());
+  x->problem.d_fp8 = call.codes.given();
+  x->problem.d_type = data_type((x->problem.d_fp8 ? call.a : out).scalar_type());
   x->problem.d_alignment = common_alignment({address_of(o.d), uint64_t(o.ldd * bytes), uint64_t(o.d_batch_stride * bytes)});
+  if (x->problem.d_fp8) {
+    x->scale = contiguous(call.op, "scale", *call.codes.scale);
+    o.d_scale = static_cast<float const*>(x->scale.data_ptr());
+  }
 }
 
 /// C, which may be broadcast. TMA reads a full matrix of out's 16-bit type; c_alignment 0 says that it does not.
@@ -263,7 +272,7 @@ void launch(Call const& call, KernelCall const& x, GemmPlan const& plan, Workspa
   int64_t const a_plane = x.a.batched ? o.a_batch_stride * x.a.tensor.element_size() : 0;
   int64_t const b_plane = x.b.batched ? o.b_batch_stride * x.b.tensor.element_size() : 0;
   int64_t const c_plane = p.has_c ? o.c_batch_stride * call.c->element_size() : 0;
-  int64_t const d_plane = o.d_batch_stride * size_of(p.d_type);
+  int64_t const d_plane = o.d_batch_stride * d_element_bytes(p);
   for (int64_t plane = 0; plane < x.planes; ++plane) {
     Status const status = run_gemm(plan, p, o, on.properties(), workspace.data(), workspace.bytes(), on.stream());
     if (!status.ok()) fail(call.op, ": ", plan.kernel->name, " on m = ", p.m, ", n = ", p.n, ", k = ", p.k, ": ", status.message);
@@ -300,9 +309,13 @@ void run(Call const& call, Tensor const& out, OnDevice const& on, Before const& 
   launch(call, x, plan, workspace, on);
 }
 
-ScalarType check_output_type(char const* op, Tensor const& a, ScalarType type) {
-  if (type != a.scalar_type() && type != ScalarType::Float) fail(op, ": out_dtype must be ", a.scalar_type(), " or Float, got ", type);
-  return type;
+ScalarType check_output_type(Call const& call, std::optional<ScalarType> out_dtype, ScalarType otherwise) {
+  ScalarType const of_a = call.a.scalar_type(), type = out_dtype.value_or(otherwise), codes = call.codes.type(type);
+  if (out_dtype && *out_dtype != codes) fail(call.op, ": out_dtype must be ", codes, " for ", *call.codes.quant, ", got ", *out_dtype);
+  if (!call.codes.given() && type != of_a && type != ScalarType::Float) {
+    fail(call.op, ": out_dtype must be ", of_a, " or Float, got ", type);
+  }
+  return codes;
 }
 
 Tensor allocate_output(Call const& call, ScalarType type) {
@@ -317,20 +330,21 @@ Tensor run(Call const& call, ScalarType type, OnDevice const& on) {
 }
 
 Tensor gemm(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c, std::optional<Tensor> const& bias, double alpha, double beta,
-            std::string const& activation, std::optional<ScalarType> out_dtype, std::optional<std::string> const& kernel) {
-  Call call{"minfer::gemm", a, b, c, bias, kernel};
+            std::string const& activation, std::optional<ScalarType> out_dtype, std::optional<std::string> const& quant,
+            std::optional<Tensor> const& scale, std::optional<std::string> const& kernel) {
+  Call call{"minfer::gemm", a, b, c, bias, kernel, {quant, scale}};
   check_call(call, alpha, beta, activation);
-  ScalarType const type = check_output_type(call.op, a, out_dtype.value_or(a.scalar_type()));
+  ScalarType const type = check_output_type(call, out_dtype, a.scalar_type());
   return run(call, type, OnDevice(call.op, a));
 }
 
 Tensor gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c, std::optional<Tensor> const& bias, double alpha,
-                double beta, std::string const& activation, std::optional<ScalarType> out_dtype, std::optional<std::string> const& kernel,
-                Tensor const& out) {
-  Call call{"minfer::gemm", a, b, c, bias, kernel};
+                double beta, std::string const& activation, std::optional<ScalarType> out_dtype, std::optional<std::string> const& quant,
+                std::optional<Tensor> const& scale, std::optional<std::string> const& kernel, Tensor const& out) {
+  Call call{"minfer::gemm", a, b, c, bias, kernel, {quant, scale}};
   char const* op = call.op;
   check_call(call, alpha, beta, activation);
-  ScalarType const type = check_output_type(op, a, out_dtype.value_or(out.scalar_type()));
+  ScalarType const type = check_output_type(call, out_dtype, out.scalar_type());
   if (out.scalar_type() != type) fail(op, ": out must be ", type, ", got ", out.scalar_type());
   Sizes const& s = call.sizes;
   auto const wanted = s.output(s.n);
@@ -341,6 +355,7 @@ Tensor gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c
   check_no_overlap(op, out, "a", a);
   check_no_overlap(op, out, "b", b);
   if (bias) check_no_overlap(op, out, "bias", *bias);
+  if (scale) check_no_overlap(op, out, "scale", *scale);
   if (c && call.beta != 0.0f && !is_same_view(out, *c)) check_no_overlap(op, out, "c", *c);
   OnDevice const on(op, a);
   int64_t const last = out.dim() - 1;
@@ -354,24 +369,26 @@ Tensor gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c
 }
 
 Tensor gemm_gated(Tensor const& a, Tensor const& b, std::optional<Tensor> const& bias, std::string const& activation,
-                  std::optional<std::string> const& kernel) {
+                  std::optional<std::string> const& quant, std::optional<Tensor> const& scale, std::optional<std::string> const& kernel) {
   std::optional<Tensor> const no_c;
-  Call call{"minfer::gemm_gated", a, b, no_c, bias, kernel};
+  Call call{"minfer::gemm_gated", a, b, no_c, bias, kernel, {quant, scale}};
   check_call(call, 1.0, 0.0, activation);
   if (call.sizes.n % 16 != 0) {
     fail(call.op, ": b must have a multiple of 16 columns (pack_gate_up: blocks of 8 gate and 8 up columns), got b ", b);
   }
   call.gated = true;
-  return run(call, a.scalar_type(), OnDevice(call.op, a));
+  return run(call, call.codes.type(a.scalar_type()), OnDevice(call.op, a));
 }
 
 constexpr Operator kOperators[] = {
-    // D = activation(alpha * A.B + beta * C + bias)
+    // D = activation(alpha * A.B + beta * C + bias); with quant = 'fp8_tensor' the e4m3 codes of D / scale
     {"gemm(Tensor a, Tensor b, *, Tensor? c=None, Tensor? bias=None, float alpha=1.0, float beta=0.0, str activation='none', "
-     "ScalarType? out_dtype=None, str? kernel=None) -> Tensor",
+     "ScalarType? out_dtype=None, str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
      boxed<&gemm>, boxed<&gemm_out>},
     // D = activation(gate) * up of A.B + bias, where 8 columns of B are gate columns and the next 8 are up columns
-    {"gemm_gated(Tensor a, Tensor b, *, Tensor? bias=None, str activation='silu', str? kernel=None) -> Tensor", boxed<&gemm_gated>},
+    {"gemm_gated(Tensor a, Tensor b, *, Tensor? bias=None, str activation='silu', str? quant=None, Tensor? scale=None, str? kernel=None) "
+     "-> Tensor",
+     boxed<&gemm_gated>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
@@ -381,15 +398,16 @@ STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
 Tensor product_in_float(char const* op, Tensor const& x, Tensor const& w, OnDevice const& on) {
   std::optional<Tensor> const none;
   std::optional<std::string> const any;
-  Call call{op, x, w, none, none, any};
+  Call call{op, x, w, none, none, any, {any, none}};
   call.b_transposed = true;
   check_operands(call);
   return run(call, ScalarType::Float, on);
 }
 
 void multiply(Product const& product, Tensor const& out, OnDevice const& on, std::function<void()> const& before) {
-  std::optional<Tensor> const no_c;
-  Call call{product.op, product.a, product.b, no_c, product.bias, product.kernel};
+  std::optional<Tensor> const none;
+  std::optional<std::string> const no_codes;
+  Call call{product.op, product.a, product.b, none, product.bias, product.kernel, {no_codes, none}};
   call.activation = product.activation;
   call.gated = product.gated;
   call.sizes = {product.a.size(0), product.b.size(1), product.a.size(1), 1, false};

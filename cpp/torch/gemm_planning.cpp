@@ -72,7 +72,7 @@ namespace {
 
 size_t hash_of_problem(GemmProblem const& p) {
   uint64_t const formats = uint64_t(p.ab_type) | uint64_t(p.d_type) << 8 | uint64_t(p.b_format) << 16 | uint64_t(p.gated) << 24 |
-                           uint64_t(p.has_zeros) << 25 | uint64_t(uint32_t(p.group_size)) << 32;
+                           uint64_t(p.has_zeros) << 25 | uint64_t(p.d_fp8) << 26 | uint64_t(uint32_t(p.group_size)) << 32;
   return hash_of({uint64_t(p.m), uint64_t(p.n), uint64_t(p.k), uint64_t(p.batch), formats});
 }
 

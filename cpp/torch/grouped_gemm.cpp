@@ -64,6 +64,7 @@ void check_masked(char const* op, Tensor const& a, Tensor const& b, Tensor const
   if (arguments.bias) check_operand(op, "bias", *arguments.bias, a.scalar_type(), {experts, n}, reference);
   if (arguments.row_scale) check_operand(op, "row_scale", *arguments.row_scale, ScalarType::Float, {experts, max_rows}, reference);
   check_gate(op, "b", "columns", n, arguments.activation, arguments.gated, arguments.gate_layout);
+  check_output_codes(op, arguments.codes, reference);
   check_offsets(op, "counts", counts, experts, reference);
 }
 
@@ -83,9 +84,10 @@ std::optional<Tensor> const kNoGather;
 
 Tensor grouped_gemm(Tensor const& a, Tensor const& b, Tensor const& offsets, std::optional<Tensor> const& bias,
                     std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
-                    std::string const& gate_layout, std::optional<std::string> const& kernel) {
+                    std::string const& gate_layout, std::optional<std::string> const& quant, std::optional<Tensor> const& scale,
+                    std::optional<std::string> const& kernel) {
   char const* op = "minfer::grouped_gemm";
-  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, kernel};
+  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, {quant, scale}, kernel};
   int64_t const rows = check_sorted(op, a, b, offsets, arguments);
   OnDevice const on(op, a);
   GroupedCall call = described_sorted(op, a, b, offsets, rows, arguments);
@@ -94,11 +96,12 @@ Tensor grouped_gemm(Tensor const& a, Tensor const& b, Tensor const& offsets, std
 
 Tensor grouped_gemm_out(Tensor const& a, Tensor const& b, Tensor const& offsets, std::optional<Tensor> const& bias,
                         std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale, std::string const& activation,
-                        bool gated, std::string const& gate_layout, std::optional<std::string> const& kernel, Tensor const& out) {
+                        bool gated, std::string const& gate_layout, std::optional<std::string> const& quant,
+                        std::optional<Tensor> const& scale, std::optional<std::string> const& kernel, Tensor const& out) {
   char const* op = "minfer::grouped_gemm";
-  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, kernel};
+  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, {quant, scale}, kernel};
   int64_t const rows = check_sorted(op, a, b, offsets, arguments);
-  check_grouped_out(op, out, rows, gated ? b.size(2) / 2 : b.size(2), {"a", a});
+  check_grouped_out(op, out, rows, gated ? b.size(2) / 2 : b.size(2), arguments.codes, {"a", a});
   check_no_overlap(op, out, "b", b);
   check_no_overlap(op, out, "offsets", offsets);
   check_no_overlap(op, out, arguments);
@@ -110,14 +113,15 @@ Tensor grouped_gemm_out(Tensor const& a, Tensor const& b, Tensor const& offsets,
 
 Tensor grouped_gemm_masked(Tensor const& a, Tensor const& b, Tensor const& counts, std::optional<Tensor> const& bias,
                            std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
-                           std::string const& gate_layout, std::optional<std::string> const& kernel) {
+                           std::string const& gate_layout, std::optional<std::string> const& quant, std::optional<Tensor> const& scale,
+                           std::optional<std::string> const& kernel) {
   char const* op = "minfer::grouped_gemm_masked";
-  GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, kernel};
+  GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, {quant, scale}, kernel};
   check_masked(op, a, b, counts, arguments);
   OnDevice const on(op, a);
   GroupedCall call = described_masked(op, a, b, counts, arguments);
-  Tensor const out =
-      allocate(op, a, {call.problem.experts, call.problem.max_rows, call.columns()}, a.scalar_type(), "the output of a ", a, " and b ", b);
+  Tensor const out = allocate(op, a, {call.problem.experts, call.problem.max_rows, call.columns()}, arguments.codes.type(a.scalar_type()),
+                              "the output of a ", a, " and b ", b);
   fill_with_zeros(op, "the output", out);
   launch(call, kernel, out, call.columns(), on);
   return out;
@@ -125,12 +129,13 @@ Tensor grouped_gemm_masked(Tensor const& a, Tensor const& b, Tensor const& count
 
 Tensor grouped_gemm_masked_out(Tensor const& a, Tensor const& b, Tensor const& counts, std::optional<Tensor> const& bias,
                                std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
-                               std::string const& gate_layout, std::optional<std::string> const& kernel, Tensor const& out) {
+                               std::string const& gate_layout, std::optional<std::string> const& quant, std::optional<Tensor> const& scale,
+                               std::optional<std::string> const& kernel, Tensor const& out) {
   char const* op = "minfer::grouped_gemm_masked";
-  GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, kernel};
+  GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, {quant, scale}, kernel};
   check_masked(op, a, b, counts, arguments);
   int64_t const experts = a.size(0), max_rows = a.size(1), columns = gated ? b.size(2) / 2 : b.size(2);
-  check_operand(op, "out", out, a.scalar_type(), {experts, max_rows, columns}, {"a", a});
+  check_operand(op, "out", out, arguments.codes.type(a.scalar_type()), {experts, max_rows, columns}, {"a", a});
   // From one row of out to the next; where every expert has a single row, that is from one expert to the next.
   int64_t const row = max_rows > 1 ? out.stride(1) : experts > 1 ? out.stride(0) : columns;
   bool const walks =
@@ -171,13 +176,13 @@ Tensor moe_ffn(Tensor const& x, Tensor const& w13, Tensor const& w2, Tensor cons
 
 constexpr Operator kOperators[] = {
     // d = row_scale * activation(a.b[e] + bias[e]), where the rows of a, or of a[gather], are in expert order and those of expert e end at
-    // offsets[e]. Gated: activation(gate) * up.
+    // offsets[e]. Gated: activation(gate) * up. With quant = 'fp8_tensor' the e4m3 codes of d / scale.
     {"grouped_gemm(Tensor a, Tensor b, Tensor offsets, *, Tensor? bias=None, Tensor? gather=None, Tensor? row_scale=None, "
-     "str activation='none', bool gated=False, str gate_layout='halves', str? kernel=None) -> Tensor",
+     "str activation='none', bool gated=False, str gate_layout='halves', str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
      boxed<&grouped_gemm>, boxed<&grouped_gemm_out>},
     // The same of masked rows: a is [experts, max_rows, k], and expert e uses the first counts[e] of its rows.
     {"grouped_gemm_masked(Tensor a, Tensor b, Tensor counts, *, Tensor? bias=None, Tensor? row_scale=None, "
-     "str activation='none', bool gated=False, str gate_layout='halves', str? kernel=None) -> Tensor",
+     "str activation='none', bool gated=False, str gate_layout='halves', str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
      boxed<&grouped_gemm_masked>, boxed<&grouped_gemm_masked_out>},
     // A layer of experts: sort, the two products, the sum. w13 is [experts, 2 * inter, hidden], w2 is [experts, hidden, inter].
     {"moe_ffn(Tensor x, Tensor w13, Tensor w2, Tensor weights, Tensor ids, *, str activation='silu', Tensor? b13=None, Tensor? b2=None, "

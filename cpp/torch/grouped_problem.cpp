@@ -14,7 +14,7 @@ namespace {
 
 size_t hash_of_problem(GroupedProblem const& p) {
   uint64_t const formats = uint64_t(p.type) | uint64_t(p.b_format) << 8 | uint64_t(p.gated) << 16 | uint64_t(p.gathered) << 17 |
-                           uint64_t(p.has_zeros) << 18 | uint64_t(p.group_size) << 32;
+                           uint64_t(p.has_zeros) << 18 | uint64_t(p.d_fp8) << 19 | uint64_t(p.group_size) << 32;
   return hash_of({uint64_t(p.rows), uint64_t(p.experts), uint64_t(p.n), uint64_t(p.k), uint64_t(p.max_rows), formats});
 }
 
@@ -81,12 +81,13 @@ void check_gate(char const* op, char const* weight, char const* extent, int64_t 
 
 void check_grouped(char const* op, Tensor const& a, int64_t rows, int64_t experts, int64_t n, char const* weight,
                    GroupedArguments const& arguments) {
-  auto const& [bias, gather, row_scale, activation, gated, gate_layout, kernel] = arguments;
+  auto const& [bias, gather, row_scale, activation, gated, gate_layout, codes, kernel] = arguments;
   NamedTensor const reference{"a", a};
   if (bias) check_operand(op, "bias", *bias, a.scalar_type(), {experts, n}, reference);
   if (gather) check_operand(op, "gather", *gather, ScalarType::Int, {rows}, reference);
   if (row_scale) check_operand(op, "row_scale", *row_scale, ScalarType::Float, {rows}, reference);
   check_gate(op, weight, "columns", n, activation, gated, gate_layout);
+  check_output_codes(op, codes, reference);
 }
 
 void check_offsets(char const* op, char const* name, Tensor const& offsets, int64_t experts, NamedTensor const& a) {
@@ -94,14 +95,14 @@ void check_offsets(char const* op, char const* name, Tensor const& offsets, int6
 }
 
 void check_no_overlap(char const* op, Tensor const& out, GroupedArguments const& arguments) {
-  for (auto const& [name, x] :
-       {std::pair{"bias", &arguments.bias}, std::pair{"gather", &arguments.gather}, std::pair{"row_scale", &arguments.row_scale}}) {
+  for (auto const& [name, x] : {std::pair{"bias", &arguments.bias}, std::pair{"gather", &arguments.gather},
+                                std::pair{"row_scale", &arguments.row_scale}, std::pair{"scale", &arguments.codes.scale}}) {
     if (*x) check_no_overlap(op, out, name, **x);
   }
 }
 
-void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, NamedTensor const& a) {
-  check_operand(op, "out", out, a.x.scalar_type(), {rows, columns}, a);
+void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, OutputCodes const& codes, NamedTensor const& a) {
+  check_operand(op, "out", out, codes.type(a.x.scalar_type()), {rows, columns}, a);
   if (out.stride(1) != 1 && columns > 1) {
     fail(op, ": out must have unit stride along its rows, got strides ", out.stride(0), " and ", out.stride(1));
   }
@@ -176,12 +177,14 @@ void set_arguments(GroupedCall* call, GroupedArguments const& arguments, char co
   }
   if (arguments.row_scale) o.row_scale = static_cast<float const*>(call->held.keep(contiguous(op, "row_scale", *arguments.row_scale)));
   o.offsets = static_cast<int32_t const*>(call->held.keep(contiguous(op, offsets_name, offsets)));
+  call->problem.d_fp8 = arguments.codes.given();
+  if (call->problem.d_fp8) o.d_scale = static_cast<float const*>(call->held.keep(contiguous(op, "scale", *arguments.codes.scale)));
 }
 
 void set_output(GroupedCall* call, void* d, int64_t ldd) {
   call->operands.d = d;
   call->operands.ldd = ldd;
-  call->problem.d_alignment = common_alignment({address_of(d), uint64_t(ldd * size_of(call->problem.type))});
+  call->problem.d_alignment = common_alignment({address_of(d), uint64_t(ldd * call->output_bytes())});
 }
 
 GroupedPlan plan_of(GroupedCall const& call, std::optional<std::string> const& kernel, OnDevice const& on) {
@@ -217,7 +220,8 @@ void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor 
 }
 
 Tensor launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& like, OnDevice const& on) {
-  Tensor const out = allocate(call.op, like, {call.problem.rows, call.columns()}, like.scalar_type(), "the output of a ", like, ", ",
+  ScalarType const type = call.problem.d_fp8 ? ScalarType::Float8_e4m3fn : like.scalar_type();
+  Tensor const out = allocate(call.op, like, {call.problem.rows, call.columns()}, type, "the output of a ", like, ", ",
                               call.problem.experts, " experts, n = ", call.problem.n);
   launch(call, kernel, out, call.columns(), on);
   return out;

@@ -8,6 +8,7 @@
 #include "core/device.h"
 #include "core/readable.h"
 #include "minfer/moe.h"
+#include "output_codes.h"
 
 namespace minfer::torch_binding {
 
@@ -17,6 +18,7 @@ struct GroupedArguments {
   std::string const& activation;
   bool gated;
   std::string const& gate_layout;
+  OutputCodes codes;
   std::optional<std::string> const& kernel;
 };
 
@@ -29,6 +31,7 @@ struct GroupedCall {
 
   /// Columns of d.
   int64_t columns() const { return problem.gated ? problem.n / 2 : problem.n; }
+  int64_t output_bytes() const { return problem.d_fp8 ? 1 : size_of(problem.type); }  // of an element of d
 };
 
 /// The argument `kernel`: NAME[@gather_first=0|1].
@@ -50,10 +53,10 @@ void check_grouped(char const* op, Tensor const& a, int64_t rows, int64_t expert
                    GroupedArguments const& arguments);
 /// `offsets`, or in the masked form `counts`: one number for each expert.
 void check_offsets(char const* op, char const* name, Tensor const& offsets, int64_t experts, NamedTensor const& a);
-/// Those of bias, gather and row_scale that the call has share no memory with the output.
+/// Those of bias, gather, row_scale and scale that the call has share no memory with the output.
 void check_no_overlap(char const* op, Tensor const& out, GroupedArguments const& arguments);
 /// An output [rows, columns].
-void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, NamedTensor const& a);
+void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, OutputCodes const& codes, NamedTensor const& a);
 
 void set_activation(GroupedCall* call, std::string const& activation, std::string const& gate_layout);
 /// a: `rows` contiguous rows, lda elements apart.
@@ -64,7 +67,7 @@ void set_rows(GroupedCall* call, char const* name, Tensor const& a);
 void set_bias(GroupedCall* call, char const* name, std::optional<Tensor> const& bias);
 /// A 16-bit weight [experts, n, k], or with `transposed` [experts, k, n], which is copied where k is not contiguous.
 void set_weight(GroupedCall* call, char const* name, Tensor const& weight, bool transposed);
-/// Activation, bias, gather, row_scale and offsets.
+/// Activation, bias, gather, row_scale, offsets and the scale of codes.
 void set_arguments(GroupedCall* call, GroupedArguments const& arguments, char const* offsets_name, Tensor const& offsets);
 /// d: contiguous rows, ldd elements apart.
 void set_output(GroupedCall* call, void* d, int64_t ldd);
@@ -77,7 +80,7 @@ void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDe
 
 /// Plans, allocates the workspace and runs.
 void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& d, int64_t ldd, OnDevice const& on);
-/// The same into a new d [rows, columns], on like's device and of its type.
+/// The same into a new d [rows, columns], on like's device; without codes of its type.
 Tensor launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& like, OnDevice const& on);
 /// The same into an output that has been checked.
 void launch_out(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& out, OnDevice const& on);

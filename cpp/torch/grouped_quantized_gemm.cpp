@@ -110,10 +110,11 @@ std::string const kBlocks = "blocks", kHalves = "halves";
 Tensor grouped_w4a16_gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros,
                           Tensor const& offsets, int64_t group_size, std::string const& w4_format, std::optional<Tensor> const& alpha,
                           std::optional<Tensor> const& bias, std::optional<Tensor> const& gather, std::optional<Tensor> const& row_scale,
-                          std::string const& activation, bool gated, std::optional<std::string> const& kernel) {
+                          std::string const& activation, bool gated, std::optional<std::string> const& quant,
+                          std::optional<Tensor> const& scale, std::optional<std::string> const& kernel) {
   char const* op = "minfer::grouped_w4a16_gemm";
   ExpertWeights const w = weights_of(op, qweight, scales, zeros, alpha, w4_format, group_size);
-  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gated ? kBlocks : kHalves, kernel};
+  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gated ? kBlocks : kHalves, {quant, scale}, kernel};
   int64_t const rows = check_call(op, a, w, offsets, arguments);
   OnDevice const on(op, a);
   GroupedCall call = described(op, a, w, offsets, rows, arguments);
@@ -124,12 +125,13 @@ Tensor grouped_w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor con
                               Tensor const& offsets, int64_t group_size, std::string const& w4_format, std::optional<Tensor> const& alpha,
                               std::optional<Tensor> const& bias, std::optional<Tensor> const& gather,
                               std::optional<Tensor> const& row_scale, std::string const& activation, bool gated,
+                              std::optional<std::string> const& quant, std::optional<Tensor> const& scale,
                               std::optional<std::string> const& kernel, Tensor const& out) {
   char const* op = "minfer::grouped_w4a16_gemm";
   ExpertWeights const w = weights_of(op, qweight, scales, zeros, alpha, w4_format, group_size);
-  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gated ? kBlocks : kHalves, kernel};
+  GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gated ? kBlocks : kHalves, {quant, scale}, kernel};
   int64_t const rows = check_call(op, a, w, offsets, arguments);
-  check_grouped_out(op, out, rows, gated ? w.n() / 2 : w.n(), {"a", a});
+  check_grouped_out(op, out, rows, gated ? w.n() / 2 : w.n(), arguments.codes, {"a", a});
   check_no_overlap(op, out, "qweight", qweight);
   check_no_overlap(op, out, "scales", scales);
   if (zeros) check_no_overlap(op, out, "zeros", *zeros);
@@ -174,7 +176,7 @@ constexpr Operator kOperators[] = {
     // grouped_gemm with b[e] = alpha[e] * (code - zero) * scale, [n, k] in 4-bit codes; gated rows are in blocks of 8 gate and 8 up rows.
     {"grouped_w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros, Tensor offsets, *, int group_size=128, "
      "str w4_format='int4', Tensor? alpha=None, Tensor? bias=None, Tensor? gather=None, Tensor? row_scale=None, "
-     "str activation='none', bool gated=False, str? kernel=None) -> Tensor",
+     "str activation='none', bool gated=False, str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
      boxed<&grouped_w4a16_gemm>, boxed<&grouped_w4a16_gemm_out>},
     // moe_ffn with such weights.
     {"moe_ffn_w4a16(Tensor x, Tensor w13, Tensor w13_scales, Tensor? w13_zeros, Tensor w2, Tensor w2_scales, Tensor? w2_zeros, "

@@ -12,6 +12,7 @@
 #include "fused.h"
 #include "gemm_planning.h"
 #include "minfer/gemm.h"
+#include "output_codes.h"
 #include "packed_weight.h"
 
 namespace minfer::torch_binding {
@@ -146,6 +147,7 @@ struct Call {
   bool gated;
   bool constant_weights;  // no launch that is still running writes qweight, scales or zeros
   std::optional<std::string> const& kernel;
+  OutputCodes codes;
   char const* a_name = "a";  // in messages
 
   int64_t n() const { return weight.scales.size(1); }  // of a checked call
@@ -156,6 +158,7 @@ struct Call {
     shape.back() = columns();
     return shape;
   }
+  ScalarType output_type() const { return codes.type(a.scalar_type()); }
 };
 
 void check_addend(Call const& call) {
@@ -194,6 +197,7 @@ void check_call(Call const& call) {
     check_same_device(op, "perm", perm, reference);
   }
   if (call.c) check_addend(call);
+  check_output_codes(op, call.codes, reference);
 }
 
 /// A call as the kernels take it, and the tensors whose memory the operands point to.
@@ -202,7 +206,7 @@ struct KernelCall {
   GemmOperands operands;
   Rows a, ungathered;  // the same but with act-order
   Weight weight;
-  Tensor c, bias, dense, perm;  // dense: the weight in 16 bits, where it was dequantised for this call
+  Tensor c, bias, scale, dense, perm;  // dense: the weight in 16 bits, where it was dequantised for this call
 };
 
 /// a, or with act-order the memory for a[:, perm].
@@ -254,8 +258,13 @@ void set_output(Call const& call, Tensor const& out, KernelCall* x) {
   o.d = out.data_ptr();
   o.ldd = columns;
   o.d_batch_stride = unused_stride(x->a.m * columns, bytes);
-  x->problem.d_type = data_type(out.scalar_type());
+  x->problem.d_type = x->problem.ab_type;
   x->problem.d_alignment = common_alignment({address_of(o.d), uint64_t(columns * bytes)});
+  x->problem.d_fp8 = call.codes.given();
+  if (x->problem.d_fp8) {
+    x->scale = contiguous(call.op, "scale", *call.codes.scale);
+    o.d_scale = static_cast<float const*>(x->scale.data_ptr());
+  }
 }
 
 /// C: a number or a row, which kernels repeat, or a matrix, into which every other tensor is copied. TMA reads a matrix of out's type;
@@ -374,7 +383,7 @@ void run(Call const& call, Tensor const& out, OnDevice const& on, Before const& 
 }
 
 Tensor allocate_output(Call const& call) {
-  return allocate(call.op, call.a, call.output(), call.a.scalar_type(), "the output of a ", call.a, " and a weight [", call.n(), ", ",
+  return allocate(call.op, call.a, call.output(), call.output_type(), "the output of a ", call.a, " and a weight [", call.n(), ", ",
                   call.k(), ']');
 }
 
@@ -393,7 +402,7 @@ Tensor run_out(Call const& call, Tensor const& out) {
   char const* op = call.op;
   Tensor const& a = call.a;
   ShapeArray const shape = call.output();
-  if (out.scalar_type() != a.scalar_type()) fail(op, ": out must be ", a.scalar_type(), ", got ", out.scalar_type());
+  if (out.scalar_type() != call.output_type()) fail(op, ": out must be ", call.output_type(), ", got ", out.scalar_type());
   if (!same(out.sizes(), shape)) fail(op, ": out must be [..., n] = a's shape with n = ", call.columns(), ", got ", out);
   check_same_device(op, "out", out, {"a", a});
   check_apart(op, out);
@@ -403,6 +412,7 @@ Tensor run_out(Call const& call, Tensor const& out) {
   if (call.weight.zeros) check_no_overlap(op, out, "zeros", *call.weight.zeros);
   if (call.perm) check_no_overlap(op, out, "perm", *call.perm);
   if (call.bias) check_no_overlap(op, out, "bias", *call.bias);
+  if (call.codes.scale) check_no_overlap(op, out, "scale", *call.codes.scale);
   if (call.c && !is_same_view(out, *call.c)) check_no_overlap(op, out, "c", *call.c);
   OnDevice const on(op, a);
   if (out.is_contiguous()) {
@@ -458,30 +468,32 @@ constexpr char const* kGemm = bits == 4 ? "minfer::w4a16_gemm" : "minfer::w8a16_
 template <int bits>
 Tensor gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
             double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-            std::string const& activation, std::string const& format, bool constant_weights, std::optional<std::string> const& kernel) {
+            std::string const& activation, std::string const& format, bool constant_weights, std::optional<std::string> const& quant,
+            std::optional<Tensor> const& scale, std::optional<std::string> const& kernel) {
   char const* op = kGemm<bits>;
   PackedWeight const weight{qweight, scales, zeros, parse_format(op, bits, format), group_size, alpha};
-  return run({op, a, weight, perm, c, bias, parse_activation(op, activation), false, constant_weights, kernel});
+  return run({op, a, weight, perm, c, bias, parse_activation(op, activation), false, constant_weights, kernel, {quant, scale}});
 }
 
 template <int bits>
 Tensor gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                 double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                std::string const& activation, std::string const& format, bool constant_weights, std::optional<std::string> const& kernel,
-                Tensor const& out) {
+                std::string const& activation, std::string const& format, bool constant_weights, std::optional<std::string> const& quant,
+                std::optional<Tensor> const& scale, std::optional<std::string> const& kernel, Tensor const& out) {
   char const* op = kGemm<bits>;
   PackedWeight const weight{qweight, scales, zeros, parse_format(op, bits, format), group_size, alpha};
-  return run_out({op, a, weight, perm, c, bias, parse_activation(op, activation), false, constant_weights, kernel}, out);
+  return run_out({op, a, weight, perm, c, bias, parse_activation(op, activation), false, constant_weights, kernel, {quant, scale}}, out);
 }
 
 template <int bits>
 Tensor gemm_gated(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                   double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& bias, std::string const& activation,
-                  std::string const& format, bool constant_weights, std::optional<std::string> const& kernel) {
+                  std::string const& format, bool constant_weights, std::optional<std::string> const& quant,
+                  std::optional<Tensor> const& scale, std::optional<std::string> const& kernel) {
   char const* op = bits == 4 ? "minfer::w4a16_gemm_gated" : "minfer::w8a16_gemm_gated";
   std::optional<Tensor> const no_c;
   PackedWeight const weight{qweight, scales, zeros, parse_format(op, bits, format), group_size, alpha};
-  return run({op, a, weight, perm, no_c, bias, parse_activation(op, activation), true, constant_weights, kernel});
+  return run({op, a, weight, perm, no_c, bias, parse_activation(op, activation), true, constant_weights, kernel, {quant, scale}});
 }
 
 /// The norm of x is written by the row kernel, and is the GEMM's a: two launches.
@@ -495,8 +507,9 @@ Tensor run_behind_norm(Norm const& norm, Call call) {
   OnDevice const on(call.op, norm.x);
   Tensor const out = allocate_output(call);
   Tensor const a = allocate(call.op, norm.x, {norm.rows(), norm.width()}, norm.x.scalar_type(), "the norm of x ", norm.x);
-  run(Call{call.op, a, call.weight, call.perm, call.c, call.bias, call.activation, call.gated, call.constant_weights, call.kernel}, out, on,
-      [&] { normalize(norm, a, on); });
+  run(Call{call.op, a, call.weight, call.perm, call.c, call.bias, call.activation, call.gated, call.constant_weights, call.kernel,
+           call.codes},
+      out, on, [&] { normalize(norm, a, on); });
   return out;
 }
 
@@ -516,7 +529,8 @@ Tensor rms_norm_gemm(Tensor const& x, std::optional<Tensor> const& norm_weight, 
   PackedWeight const weight{qweight, scales, zeros, parse_format(op, bits, format), group_size, alpha};
   bool const said = kernel && *kernel == kTwoLaunches;
   return run_behind_norm(
-      norm, {op, x, weight, perm, no_c, bias, parse_activation(op, activation), gated, constant_weights, said ? any : kernel, "x"});
+      norm,
+      {op, x, weight, perm, no_c, bias, parse_activation(op, activation), gated, constant_weights, said ? any : kernel, {any, no_c}, "x"});
 }
 
 Tensor w4a16_pack(Tensor const& codes, std::string const& w4_format) {
@@ -543,12 +557,12 @@ Tensor w8a16_dequantize(Tensor const& qweight, Tensor const& scales, std::option
 constexpr Operator kOperators[] = {
     // D = activation(alpha * A.W^T + C + bias), where W [n, k] is (code - zero) * scale, or a code book's value * scale, of 4-bit codes
     {"w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, Tensor? perm=None, "
-     "Tensor? c=None, Tensor? bias=None, str activation='none', str w4_format='int4', bool constant_weights=False, str? kernel=None) "
-     "-> Tensor",
+     "Tensor? c=None, Tensor? bias=None, str activation='none', str w4_format='int4', bool constant_weights=False, "
+     "str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
      boxed<&gemm<4>>, boxed<&gemm_out<4>>},
     {"w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, "
-     "Tensor? perm=None, Tensor? bias=None, str activation='silu', str w4_format='int4', bool constant_weights=False, str? kernel=None) "
-     "-> Tensor",
+     "Tensor? perm=None, Tensor? bias=None, str activation='silu', str w4_format='int4', bool constant_weights=False, "
+     "str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
      boxed<&gemm_gated<4>>},
     {"w4a16_pack(Tensor codes, *, str w4_format='int4') -> Tensor", boxed<&w4a16_pack>},
     {"w4a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, int n, int k, "
@@ -556,12 +570,12 @@ constexpr Operator kOperators[] = {
      boxed<&w4a16_dequantize>},
     // The same of 8-bit codes
     {"w8a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, Tensor? perm=None, "
-     "Tensor? c=None, Tensor? bias=None, str activation='none', str w8_format='int8', bool constant_weights=False, str? kernel=None) "
-     "-> Tensor",
+     "Tensor? c=None, Tensor? bias=None, str activation='none', str w8_format='int8', bool constant_weights=False, "
+     "str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
      boxed<&gemm<8>>, boxed<&gemm_out<8>>},
     {"w8a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, "
-     "Tensor? perm=None, Tensor? bias=None, str activation='silu', str w8_format='int8', bool constant_weights=False, str? kernel=None) "
-     "-> Tensor",
+     "Tensor? perm=None, Tensor? bias=None, str activation='silu', str w8_format='int8', bool constant_weights=False, "
+     "str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
      boxed<&gemm_gated<8>>},
     {"w8a16_pack(Tensor codes) -> Tensor", boxed<&w8a16_pack>},
     {"w8a16_dequantize(Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, int n, int k, "

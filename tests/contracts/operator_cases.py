@@ -52,19 +52,27 @@ def calls(device: str) -> dict[str, list[Call]]:
     add("gemm", randn(3, 24, 512), w.t(), out_dtype=torch.float32)
     add("gemm", randn(5, 4096), randn(4096, 136, scale=0.02))  # a long k: a workspace
     add("gemm_gated", a, w.t())
+    in_codes = dict(quant="fp8_tensor", scale=torch.full((1,), 0.02, device=device))
+    add("gemm", a, w.t(), c=randn(24, 256), beta=0.5, **in_codes)
+    add("gemm", a[:, 1:], w.t()[1:, 1:], **in_codes)
+    add("gemm", randn(5, 4096), randn(4096, 136, scale=0.02), **in_codes)
+    add("gemm_gated", a, w.t(), **in_codes)
     codes = randint(0, 16, (256, 512), torch.uint8)
     scales, perm = randn(4, 256, scale=0.02), torch.randperm(512, generator=generator).to(torch.int32).to(device)
     packed = minfer.w4a16_pack(codes)
     for zeros in (None, randint(0, 16, (4, 256), DTYPE)):
         add("w4a16_gemm", a, packed, scales, zeros)
     add("w4a16_gemm", a, packed, scales, perm=perm, kernel="dequantize")
+    add("w4a16_gemm", a, packed, scales, **in_codes)
     add("w4a16_gemm_gated", a, packed, scales)
+    add("w4a16_gemm_gated", a, packed, scales, **in_codes)
     add("w4a16_pack", codes)
     add("w4a16_dequantize", packed, scales, n=256, k=512)
     wide, wide_scales = minfer.w8a16_pack(randint(0, 256, (256, 512), torch.uint8)), randn(1, 256, scale=0.002)
     packed_wide, weight_scales = wide, scales
     add("w8a16_gemm", a, wide, wide_scales)
     add("w8a16_gemm_gated", a, wide, wide_scales)
+    add("w8a16_gemm", a, wide, wide_scales, **in_codes)
     add("w8a16_pack", randint(0, 256, (256, 512), torch.uint8))
     add("w8a16_dequantize", wide, wide_scales, n=256, k=512)
 
@@ -80,7 +88,9 @@ def calls(device: str) -> dict[str, list[Call]]:
     w13, w2 = randn(experts, 2 * inter, hidden, scale=0.05), randn(experts, hidden, inter, scale=0.05)
     add("grouped_gemm", x, w13.mT, offsets, gather=token_index, activation="silu", gated=True)
     add("grouped_gemm", randn(tokens * top_k, inter), w2.mT, offsets, row_scale=scale)
+    add("grouped_gemm", x, w13.mT, offsets, gather=token_index, activation="silu", gated=True, **in_codes)
     add("grouped_gemm_masked", randn(experts, 8, hidden), w13.mT, integers(3, 8, 0, 1))
+    add("grouped_gemm_masked", randn(experts, 8, hidden), w13.mT, integers(3, 8, 0, 1), **in_codes)
     add("moe_combine", randn(tokens * top_k, hidden), inverse, weights)
     add("moe_ffn", x, w13, w2, weights, ids)
     packed13 = torch.stack([minfer.w4a16_pack(randint(0, 16, (2 * inter, hidden), torch.uint8)) for _ in range(experts)])
@@ -88,6 +98,7 @@ def calls(device: str) -> dict[str, list[Call]]:
     scales13, scales2 = randn(experts, hidden // 128, 2 * inter, scale=0.02), randn(experts, inter // 128, hidden, scale=0.02)
     if has_kernels(device):
         add("grouped_w4a16_gemm", x, packed13, scales13, None, offsets, gather=token_index, activation="silu", gated=True)
+        add("grouped_w4a16_gemm", x, packed13, scales13, None, offsets, gather=token_index, **in_codes)
         add("moe_ffn_w4a16", x, packed13, scales13, None, packed2, scales2, None, weights, ids)
 
     # ---- rows

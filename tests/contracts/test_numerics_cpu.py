@@ -360,3 +360,13 @@ def test_norm_and_product(dtype, gated):
             options = dict(weight_offset=0.5, gated=gated, activation="silu" if gated else "none", bias=bias)
             bound = cases.norm_gemm_bound(x, w, norm_weight, 1e-5, residual=before, **options)
             cases.judge(have, *bound, f"{operator.__name__}, k {k}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_codes_of_products(dtype):
+    """Section 2, of D in codes."""
+    a, b, c, bias = torch.randn(60, 300).to(dtype), torch.randn(300, 80).to(dtype), torch.randn(60, 80), torch.randn(80)
+    scale = torch.tensor([0.1])
+    q, _ = minfer.gemm(a, b, c=c, beta=1.0, alpha=-0.37, bias=bias, quant="fp8_tensor", scale=scale)
+    exact = cases.gemm_bound(a, b.mT, alpha=-0.37, c=c, bias=bias, out_dtype=torch.float32)
+    cases.check_codes(q, None, exact, "fp8_tensor", "gemm", scale)

@@ -193,7 +193,7 @@ def dense_operands(row, m, n, k):
 
 @pytest.mark.parametrize("kernel", DENSE)
 def test_dense_sums(kernel):
-    """Section 2: persistent, split-K and stream-K; D in 16 bits (the fast epilogue) and in 32 (the general one); gated."""
+    """Section 2: persistent, split-K and stream-K; D in 16 bits (the fast epilogue), in 32 and in codes (the general one); gated."""
     row = DENSE[kernel]
     dtype = DTYPE_OF[row["ab_type"]]
     a, b = dense_operands(row, 200, 272, 1096)
@@ -203,6 +203,10 @@ def test_dense_sums(kernel):
         exact, bound = cases.gemm_bound(a, b.mT, alpha=-0.37, c=c, bias=bias, out_dtype=out_dtype)
         got = minfer.gemm(a, b, c=c, beta=1.0, bias=bias, alpha=-0.37, out_dtype=out_dtype, kernel=override)
         cases.judge(got, exact, bound, f"{override}, D {out_dtype}")
+        scale = torch.full((1,), 0.1, device=DEVICE)
+        q, _ = minfer.gemm(a, b, c=c, beta=1.0, bias=bias, alpha=-0.37, quant="fp8_tensor", scale=scale, kernel=override)
+        exact = cases.gemm_bound(a, b.mT, alpha=-0.37, c=c, bias=bias, out_dtype=torch.float32)
+        cases.check_codes(q, None, exact, "fp8_tensor", f"{override}, codes", scale)
     a = a / 16
     for activation in ACTIVATIONS:
         exact, bound = cases.gated_bound(a, b.mT, activation=activation, bias=bias, out_dtype=dtype)

@@ -89,6 +89,38 @@ TEST_CASE(plan_always_answers_for_batches_and_f32_output) {
   }
 }
 
+TEST_CASE(plan_always_answers_for_codes) {
+  for (int64_t m : {1, 33, 4096}) {
+    for (int32_t alignment : {1, 2, 16}) {
+      for (bool has_c : {false, true}) {
+        GemmProblem problem = problem_of(m, 520, 264, DataType::kBF16, Major::kK, Major::kK, has_c);
+        problem.d_fp8 = true;
+        problem.d_alignment = alignment;
+        problem.c_alignment = 0;
+        check_answers(problem, h200_properties());
+      }
+    }
+  }
+}
+
+TEST_CASE(plans_of_codes_know_that_threads_store_them) {
+  // The tile's epilogue is what codes change: as D that TMA cannot store, with half of its bytes.
+  DeviceProperties const h200 = h200_properties();
+  GemmPlanOptions options = analytic_options();
+  GemmPlan numbers, codes, unaligned;
+  GemmProblem problem = problem_of(4096, 4096, 256);
+  CHECK(plan_gemm(problem, h200, options, &numbers).ok());
+  options.kernel = numbers.kernel->name;
+  options.launch = &numbers.launch;
+  problem.d_fp8 = true;
+  CHECK(plan_gemm(problem, h200, options, &codes).ok());
+  problem.d_fp8 = false;
+  problem.d_alignment = 2;
+  CHECK(plan_gemm(problem, h200, options, &unaligned).ok());
+  CHECK(codes.predicted_us > numbers.predicted_us);
+  CHECK(codes.predicted_us < unaligned.predicted_us);
+}
+
 TEST_CASE(plan_always_answers_for_strided_operands) {
   for (int32_t a : {2, 4, 8, 16}) {
     for (int32_t b : {2, 4, 8, 16}) {
@@ -475,6 +507,10 @@ TEST_CASE(floor_is_bytes_or_flops) {
   GemmProblem wide = problem_of(64, 4096, 0);
   wide.d_type = DataType::kF32;
   CHECK(near(gemm_floor_us(wide, h200), 4.0 * 64 * 4096 / 4.45e6));
+  // Codes halve D's bytes, not C's.
+  GemmProblem codes = problem_of(64, 4096, 0, DataType::kF16, Major::kK, Major::kK, true);
+  codes.d_fp8 = true;
+  CHECK_EQUAL(gemm_bytes(codes), 3.0 * 64 * 4096);
   // A batch is that many problems.
   GemmProblem batched = problem_of(16, 1024, 1024);
   double const one = gemm_floor_us(batched, h200);

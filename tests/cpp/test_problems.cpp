@@ -50,7 +50,7 @@ void check_members() {
 }  // namespace
 
 TEST_CASE(problems_differ_by_every_member) {
-  check_members<GemmProblem, 17>();
-  check_members<GroupedProblem, 14>();
+  check_members<GemmProblem, 18>();
+  check_members<GroupedProblem, 15>();
   check_members<AttentionProblem, 22>();
 }

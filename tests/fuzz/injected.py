@@ -26,7 +26,8 @@ Operator = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Bug:
-    """``wrap`` makes the faulty operator of the right one. ``raises``: found by what calls raise; of others, by what they return."""
+    """``wrap`` makes the faulty operator of the right one. ``raises``: found by what calls raise; of others, by what they return. A bug of
+    a GEMM is one of numbers, and leaves ``quant`` alone, unless it is one of codes."""
 
     name: str
     operator: str
@@ -37,12 +38,16 @@ class Bug:
 BUGS: list[Bug] = []
 
 
-def bug(operator: str, raises: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def bug(operator: str, raises: bool = False, codes: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function (right operator, *its arguments) -> what the faulty one returns."""
 
     def register(faulty: Callable[..., Any]) -> Callable[..., Any]:
         def wrap(right: Operator) -> Operator:
-            return lambda *args, **kwargs: faulty(right, *args, **kwargs)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                other = "gemm" in operator and codes != (kwargs.get("quant") is not None)
+                return right(*args, **kwargs) if other else faulty(right, *args, **kwargs)
+
+            return run
 
         BUGS.append(Bug(faulty.__name__, operator, wrap, raises))
         return faulty
@@ -185,6 +190,32 @@ def errors_do_not_name_the_operator(right, a, b, **options):
         return right(a, b, **options)
     except RuntimeError:
         raise RuntimeError("CUDA error: invalid argument") from None
+
+
+@bug("gemm", codes=True)
+def codes_are_rounded_twice(right, a, b, **options):
+    """To 16 bits first."""
+    if options.get("out") is not None or options["quant"] != "fp8_tensor" or options.get("scale") is None:
+        return right(a, b, **options)
+    q, scale = right(a, b, **options)
+    d = right(a, b, **(options | {"quant": None, "scale": None}))
+    return (d.float() / scale).clamp(-448, 448).to(q.dtype), scale
+
+
+@bug("gemm", codes=True)
+def codes_are_not_saturated(right, a, b, **options):
+    q, scale = right(a, b, **options)
+    if not _is_fake(q):
+        q.view(torch.uint8)[q.float().abs() == 448.0] = 0x7F
+    return q, scale
+
+
+@bug("grouped_gemm", codes=True)
+def scale_is_multiplied_with(right, a, b, offsets, **options):
+    scale = options.get("scale")
+    if scale is None or scale.dtype != torch.float32 or scale.shape != (1,):
+        return right(a, b, offsets, **options)
+    return right(a, b, offsets, **(options | {"scale": 1 / scale}))[0], scale
 
 
 @bug("gemm_gated")

@@ -127,6 +127,13 @@ def check_gated(names):
     close(names["h"], gated_mlp(names["x"].double(), names["gate"].weight, names["up"].weight))
 
 
+def check_8_bit_d(names):
+    d, codes = gated_mlp(names["x"].double(), names["gate"], names["up"]), names["q"].float().double()
+    assert (codes * names["scale"].double() - d).norm() <= 0.04 * d.norm(), "three bits of a significand"
+    product = (codes * names["scale"].double()) @ names["w2"].float().double().t()
+    assert (names["y"].double() - product).norm() <= 0.01 * product.norm()
+
+
 def check_compiled(names):
     x = names["x"].double()
     close(names["y"], gated_mlp(x, names["gate"], names["up"]) @ names["down"].double().t() + x)
@@ -286,6 +293,7 @@ CHECKS = {
     ("README.md", "Examples"): check_readme,
     ("docs/guides/gemm.md", ""): check_gemm,
     ("docs/guides/gemm.md", "Gated products"): check_gated,
+    ("docs/guides/gemm.md", "8-bit D"): check_8_bit_d,
     ("docs/guides/torch_compile.md", ""): check_compiled,
     ("docs/guides/quantized_gemm.md", ""): check_weights,
     ("docs/guides/quantize.md", "Weights"): check_loaded,

@@ -232,7 +232,7 @@ def test_schemas():
     grouped = (
         '(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros, Tensor offsets, *, int group_size=128, str w4_format="int4", '
         'Tensor? alpha=None, Tensor? bias=None, Tensor? gather=None, Tensor? row_scale=None, str activation="none", bool gated=False, '
-        "str? kernel=None"
+        "str? quant=None, Tensor? scale=None, str? kernel=None"
     )
     assert str(ops.grouped_w4a16_gemm.default._schema) == f"minfer::grouped_w4a16_gemm{grouped}) -> Tensor"
     assert str(ops.grouped_w4a16_gemm.out._schema) == f"minfer::grouped_w4a16_gemm.out{grouped}, Tensor(a!) out) -> Tensor(a!)"

@@ -303,7 +303,7 @@ def test_schemas():
     weight = "Tensor qweight, Tensor scales, Tensor? zeros=None"
     common = "*, int group_size=128, float alpha=1., Tensor? perm=None"
     ops = torch.ops.minfer
-    last = 'str w4_format="int4", bool constant_weights=False, str? kernel=None'
+    last = 'str w4_format="int4", bool constant_weights=False, str? quant=None, Tensor? scale=None, str? kernel=None'
     gemm = f'(Tensor a, {weight}, {common}, Tensor? c=None, Tensor? bias=None, str activation="none", {last}'
     assert str(ops.w4a16_gemm.default._schema) == f"minfer::w4a16_gemm{gemm}) -> Tensor"
     assert str(ops.w4a16_gemm.out._schema) == f"minfer::w4a16_gemm.out{gemm}, Tensor(a!) out) -> Tensor(a!)"

@@ -1,4 +1,5 @@
-// Dense GEMM: D = activation(alpha * A.B + beta * C + bias), 16-bit operands, fp32 accumulation.
+// Dense GEMM: D = activation(alpha * A.B + beta * C + bias), 16-bit operands, fp32 accumulation. D is stored in 16 bits, as float32, or as
+// the codes of RowQuant::kFp8Tensor (fused.h), whose scale is given: all the others need more of a row than a tile has.
 //
 //   GemmProblem  what is computed: sizes, types, majors, alignments (no pointers)
 //   plan_gemm    pure: problem x device x options -> GemmPlan (kernel, launch configuration, workspace)
@@ -17,6 +18,7 @@ struct GemmProblem {
   int64_t m = 0, n = 0, k = 0, batch = 1;  // n counts B's columns, so a gated D has n / 2
   DataType ab_type = DataType::kF16;       // A and B
   DataType d_type = DataType::kF16;        // ab_type or kF32
+  bool d_fp8 = false;                      // D holds e4m3 codes of values / d_scale, a byte each, whatever d_type is
   Major a_major = Major::kK;
   Major b_major = Major::kK;  // kK: b is [k, n] with stride 1 along k, as in weight.t()
   int32_t a_alignment = 16, b_alignment = 16, d_alignment = 16;
@@ -49,6 +51,7 @@ struct GemmOperands {
   DataType bias_type = DataType::kF16;
   void* d = nullptr;  // [batch, m, n] row-major (gated: n / 2), leading dimension ldd
   int64_t ldd = 0, d_batch_stride = 0;
+  float const* d_scale = nullptr;  // d_fp8: one number, on the device
   float alpha = 1.0f, beta = 0.0f;
   Activation activation = Activation::kNone;
 };
@@ -128,6 +131,9 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
 /// Writes at most `capacity` plans and returns how many there are in `count`.
 Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, GemmPlan* plans,
                       int64_t capacity, int64_t* count);
+
+/// Bytes of an element of D.
+inline int64_t d_element_bytes(GemmProblem const& problem) { return problem.d_fp8 ? 1 : size_of(problem.d_type); }
 
 /// Bytes that a launch must move: A, B as it is stored (packed codes, scales and zero points), C where it is read, and D.
 double gemm_bytes(GemmProblem const& problem);

@@ -26,6 +26,7 @@ struct GroupedProblem {
   int64_t n = 0, k = 0;  // n counts the weight's rows, so a gated d has n / 2 columns
   DataType type = DataType::kF16;
   bool gated = false, gathered = false;
+  bool d_fp8 = false;    // d holds e4m3 codes of values / d_scale, a byte each, as in GemmProblem
   int64_t max_rows = 0;  // > 0, masked: expert e's rows are the first counts[e] of max_rows
   int32_t a_alignment = 16, b_alignment = 16,
           d_alignment = 16;  // largest power of two (at most 16) that divides pointer and strides, in bytes
@@ -54,6 +55,7 @@ struct GroupedOperands {
   int64_t bias_stride = 0;
   void* d = nullptr;  // [rows, n or n / 2]
   int64_t ldd = 0;
+  float const* d_scale = nullptr;  // d_fp8: one number, on the device
   Activation activation = Activation::kNone;
   float silu_scale = 1.0f;  // silu(x) = x * sigmoid(silu_scale * x)
   // Gated: gate = min(gate, gate_max), up = clamp(up, -up_max, up_max) + up_shift; infinities and 0 leave them alone.
@@ -84,8 +86,8 @@ struct GroupedPlanOptions {
 /// @return kInvalidArgument (sizes, types), kUnknownKernel, kNotCompiled, kNotSupported.
 Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* plan);
 
-/// Launches the plan on `stream`; `workspace` holds plan.workspace_bytes bytes. Rows of d behind the last offset are set to zero; masked:
-/// rows behind an expert's count are left alone.
+/// Launches the plan on `stream`; `workspace` holds plan.workspace_bytes bytes. Rows of d behind the last offset are set to zero or to its
+/// code; masked: rows behind an expert's count are left alone.
 Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, GroupedOperands const& operands, DeviceProperties const& device,
                    void* workspace, size_t workspace_bytes, Stream stream);
 

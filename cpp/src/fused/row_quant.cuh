@@ -1,26 +1,22 @@
 // Quantisation as a row is stored: 8 numbers of a thread become 8 codes. The rules are those of minfer::RowQuant.
 //
-// A code is round(y * (1 / scale)), the inverse being rounded once, and where y has a factor of its row's, that is a part of the product with
-// the inverse: it may differ from round(y / scale) where that is within 2^-22 of a tie.
+// A code is what common/e4m3.cuh says, of int8 likewise; where y has a factor of its row's, that is a part of the product with the inverse:
+// the code may differ from round(y / scale) where that is within 2^-22 of a tie.
 #pragma once
 
-#include <cuda_fp8.h>
-
+#include "common/e4m3.cuh"
 #include "fused/row_params.h"
 
 namespace minfer::fused {
 
-constexpr float kLargestE4M3 = 448.0f, kLargestInt8 = 127.0f;
+constexpr float kLargestInt8 = 127.0f;
 
 struct QuantScale {
   float scale, inverse;
 };
 
-/// Of the largest magnitude that it is for. The inverse is finite, so that it keeps zeros.
-__device__ __forceinline__ QuantScale scale_of(float scale) {
-  float const inverse = __frcp_rn(scale);
-  return {scale, scale == 0.0f ? 0.0f : inverse > __FLT_MAX__ ? __FLT_MAX__ : inverse};
-}
+/// Of the largest magnitude that it is for.
+__device__ __forceinline__ QuantScale scale_of(float scale) { return {scale, code_factor(scale, __frcp_rn(scale))}; }
 __device__ __forceinline__ QuantScale scale_for(float largest, float largest_code) { return scale_of(__fdiv_rn(largest, largest_code)); }
 
 /// The factor of numbers that lack their row's: finite as the inverse is.
@@ -39,10 +35,7 @@ __device__ __forceinline__ float largest_magnitude(float const (&v)[kVectorEleme
 __device__ __forceinline__ uint2 codes_e4m3(float const (&v)[kVectorElements], float inverse) {
   uint32_t words[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < kVectorElements; i += 2) {
-    float2 const two = make_float2(v[i] * inverse, v[i + 1] * inverse);
-    words[i / 4] |= uint32_t(__nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3)) << 8 * (i % 4);
-  }
+  for (int i = 0; i < kVectorElements; i += 2) words[i / 4] |= minfer::codes_e4m3(v[i], v[i + 1], inverse) << 8 * (i % 4);
   return make_uint2(words[0], words[1]);
 }
 

@@ -129,9 +129,12 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   narrow_us_ = narrow && !portable_ ? kernel.tile_k * kNarrowUs / (sms_ * sms_) : 0.0;
 
   double const tile_values = double(kernel.tile_m) * tile_n;
-  double const d_bytes = size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
-  bool const by_tma = problem.d_type == problem.ab_type && problem.d_alignment == 16 && (!problem.has_c || problem.c_alignment == 16);
-  epilogue_us_ = (tile_values * d_bytes * (problem.has_c ? r.c_epilogue : 1.0) / (r.epilogue * rate) + (problem.has_c ? r.c_start : 0.0)) *
+  // The epilogue's time goes by elements and their type; codes take as long as 16-bit numbers that TMA cannot store.
+  double const outputs = problem.gated ? 0.5 : 1.0, stored = size_of(problem.d_type) * outputs,
+               d_bytes = d_element_bytes(problem) * outputs;
+  bool const by_tma =
+      problem.d_type == problem.ab_type && !problem.d_fp8 && problem.d_alignment == 16 && (!problem.has_c || problem.c_alignment == 16);
+  epilogue_us_ = (tile_values * stored * (problem.has_c ? r.c_epilogue : 1.0) / (r.epilogue * rate) + (problem.has_c ? r.c_start : 0.0)) *
                  (by_tma          ? 1.0
                   : problem.has_c ? r.general_c
                                   : r.general) *
@@ -139,7 +142,7 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   partial_us_ = 4.0 * tile_values / (r.fixup_bytes * rate) * (pingpong_ ? r.fixup_pingpong : 1.0);
   tile_us_ = (pingpong_ ? r.tile_pingpong : r.tile) * factors_.tile;
   double const bytes = problem.batch * (2.0 * (double(rows) + columns) * problem.k +
-                                        double(rows) * columns * d_bytes * (problem.has_c ? 1.0 + r.c_bytes : 1.0));
+                                        double(rows) * columns * (d_bytes + (problem.has_c ? r.c_bytes * stored : 0.0)));
   bytes_us_ = bytes / (r.bandwidth * scaled.memory_scale) * factors_.bytes;
   // Workers of stream-K reach the tiles of a row at different times: what L2 does not hold of all rows by then is read for each.
   double const row_bytes = 2.0 * problem.batch * double(rows) * problem.k;

@@ -1,6 +1,7 @@
 // Epilogue arithmetic shared by all GEMM kernels: D = activation(alpha * acc + beta * C + bias), gated D = act(gate) * up.
 //
-// Everything is a run-time value: null or non-null C and bias, activation (common/activation.cuh), output type.
+// Everything is a run-time value: null or non-null C and bias, activation (common/activation.cuh), output type. Codes of D
+// (common/e4m3.cuh) are made of the fp32 results as a whole tile is stored; partials of split tiles are sums as ever.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +10,8 @@
 #include "minfer/gemm.h"
 
 #if defined(__CUDACC__)
+#include "common/dependent_launch.cuh"
+#include "common/e4m3.cuh"
 #include "common/float16.cuh"
 #endif
 
@@ -26,6 +29,7 @@ struct EpilogueParams {
   ActivationParams activation;
   bool gated;
   bool d_f32, c_f32, bias_f32;
+  float const* d_scale;  // D's elements are e4m3 codes of values / *d_scale; null: numbers
 };
 
 inline EpilogueParams make_epilogue(GemmProblem const& problem, GemmOperands const& operands) {
@@ -47,6 +51,7 @@ inline EpilogueParams make_epilogue(GemmProblem const& problem, GemmOperands con
   e.d_f32 = problem.d_type == DataType::kF32;
   e.c_f32 = operands.c_type == DataType::kF32;
   e.bias_f32 = operands.bias_type == DataType::kF32;
+  e.d_scale = problem.d_fp8 ? operands.d_scale : nullptr;
   return e;
 }
 
@@ -85,6 +90,12 @@ __device__ __forceinline__ void prefetch_c(EpilogueParams const& e, int m0, int 
   }
 }
 
+/// What D's values are multiplied by to be codes.
+__device__ __forceinline__ float load_code_factor(float const* d_scale) {
+  float const scale = load_operand(d_scale);
+  return code_factor(scale, reciprocal_without_call(scale));
+}
+
 /// Writes the outputs of a rectangle of accumulators, element by element and coalesced along n: any alignment, any C, any output type,
 /// gated or not. `accumulator(row, column)` reads the rectangle in the caller's orientation, row = m - m0 and column = n - n0; n0 is a
 /// multiple of 16 when gated; rows, threads and the columns up to 32 are powers of two.
@@ -98,6 +109,7 @@ __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0,
   int const row_step = threads >> lane_bits;
   int const n_out = e.gated ? e.n / 2 : e.n;
   int const rows_inside = rows < e.m - m0 ? rows : e.m - m0;
+  float const factor = e.d_scale != nullptr ? load_code_factor(e.d_scale) : 0.0f;
 #pragma unroll 1
   for (int column = thread & (lanes - 1); column < outputs; column += lanes) {
     int const n = (e.gated ? n0 / 2 : n0) + column;
@@ -129,7 +141,15 @@ __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0,
         }
       }
       int64_t const offset = l * e.d_batch_stride + (m0 + row) * e.ldd + n, step = row_step * e.ldd;
-      if (e.d_f32) {
+      if (e.d_scale != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kBatch; i += 2) {  // a warp's codes of a row are a sector of 32 bytes
+          uint32_t const codes = codes_e4m3(v[i], v[i + 1], factor);
+          uint8_t* const to = static_cast<uint8_t*>(e.d) + offset + i * step;
+          if (row + i * row_step < rows_inside) *to = uint8_t(codes);
+          if (row + (i + 1) * row_step < rows_inside) to[step] = uint8_t(codes >> 8);
+        }
+      } else if (e.d_f32) {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           if (row + i * row_step < rows_inside) static_cast<float*>(e.d)[offset + i * step] = v[i];

@@ -6,7 +6,7 @@
 // The arithmetic goes in one pass per term (scale, C, bias, activation) over a group of boxes, so that the run-time choices are a branch
 // per group and each pass has 32 or more independent instructions: a branch per 8-column block cost more than the stores.
 // Bias: each thread loads its share before the mainloop; after it the warpgroup exchanges them through shared memory.
-// General path (float32 D, broadcast or float32 C, unaligned D): 64 x 32 accumulators at a time go through the same shared memory in
+// General path (float32 D, codes, broadcast or float32 C, unaligned D): 64 x 32 accumulators at a time go through the same shared memory in
 // fp32 and are finished by a rolled, coalesced loop.
 //
 // Boxes of a warpgroup, kChunks for each MMA tile mi of 64 rows, box = mi * kChunks + chunk:

@@ -1,6 +1,6 @@
 // Epilogue of the portable GEMMs of unaligned operands: fp32 accumulators through shared memory, then D in aligned words of two outputs at
-// any address and with any stride. Only outputs that share a word with another tile or row are stored alone. Gated and fp32 D
-// take the general loop (epilogue.cuh).
+// any address and with any stride. Only outputs that share a word with another tile or row are stored alone. Gated D, fp32 D and
+// codes take the general loop (epilogue.cuh).
 //
 // Staging is [rows][columns + padding] fp32. The padding puts the values that a warp stores together in different banks: a lane has two
 // neighbours of a row, or four where B is contiguous along n, and its rows are neighbours of those of the next lanes or, where A is
@@ -151,7 +151,7 @@ class EpilogueUnalignedSm80 {
     __syncthreads();
     int const m0 = tile.m * kRows, n0 = tile.n * kColumns;
     auto const staged = [&](int r, int c) { return staged_[r * kStagedRow + c]; };
-    if (params_.gated || params_.d_f32) {
+    if (params_.gated || params_.d_f32 || params_.d_scale != nullptr) {
       store_rectangle<Config::kType>(params_, m0, n0, tile.l, kRows, kColumns, thread_, kThreads, staged);
     } else {
       store_words<Config::kType, kRows, kColumns, kThreads>(params_, m0, n0, tile.l, thread_, staged);

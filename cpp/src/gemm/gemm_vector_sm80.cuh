@@ -236,7 +236,9 @@ class EpilogueVectorSm80 {
       value = activate(params_.activation, value);
       if (params_.gated) value *= up;
       int64_t const at = tile.l * params_.d_batch_stride + row * params_.ldd + to;
-      if (params_.d_f32) {
+      if (params_.d_scale != nullptr) {
+        static_cast<uint8_t*>(params_.d)[at] = uint8_t(codes_e4m3(value, 0.0f, load_code_factor(params_.d_scale)));
+      } else if (params_.d_f32) {
         static_cast<float*>(params_.d)[at] = value;
       } else {
         static_cast<typename Number::Type*>(params_.d)[at] = Number::from_float(value);

@@ -15,7 +15,8 @@ Status describe_epilogue(GemmProblem const& problem, GemmOperands const& operand
   params->general = make_epilogue(problem, operands);
   int64_t const n_out = problem.gated ? problem.n / 2 : problem.n;
   bool const c_fits = problem.has_c && problem.c_alignment == 16 && !problem.gated;
-  params->store_by_tma = problem.d_alignment == 16 && n_out % 8 == 0 && problem.d_type != DataType::kF32 && (!problem.has_c || c_fits);
+  params->store_by_tma =
+      problem.d_alignment == 16 && n_out % 8 == 0 && problem.d_type != DataType::kF32 && !problem.d_fp8 && (!problem.has_c || c_fits);
   params->load_c_by_tma = params->store_by_tma && c_fits;
   if (!params->store_by_tma) return Status::success();
   Status status = encode_tensor_map_planes(&params->tma_d, problem.d_type, operands.d, n_out, problem.m, problem.batch, operands.ldd,

@@ -401,7 +401,7 @@ Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOp
 constexpr int64_t kInvariantRows = 32;
 Candidates batch_invariant_candidates(GemmProblem problem, DeviceProperties const& device, GemmPlanOptions const& options) {
   problem.m = kInvariantRows;
-  problem.has_c = problem.gated = false;
+  problem.has_c = problem.gated = problem.d_fp8 = false;
   problem.d_type = problem.ab_type;
   Pick best;
   Candidates candidates;
@@ -520,7 +520,7 @@ double gemm_bytes(GemmProblem const& p) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return 0.0;
   double const outputs = double(p.batch) * p.m * (p.gated ? p.n / 2 : p.n);
   double const b_bytes = p.b_format == WeightFormat::kDense ? 2.0 * p.batch * double(p.n) * p.k : w4a16::weight_bytes(p);
-  return 2.0 * p.batch * double(p.m) * p.k + b_bytes + outputs * size_of(p.d_type) * (p.has_c ? 2.0 : 1.0);
+  return 2.0 * p.batch * double(p.m) * p.k + b_bytes + outputs * (d_element_bytes(p) + (p.has_c ? size_of(p.d_type) : 0));
 }
 
 double gemm_floor_us(GemmProblem const& p, DeviceProperties const& device) {

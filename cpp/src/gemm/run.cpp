@@ -43,6 +43,8 @@ Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands c
   if (operands.d == nullptr || (problem.k > 0 && (operands.a == nullptr || operands.b == nullptr))) {
     return Status::failure(StatusCode::kInvalidArgument, "a, b and d must not be null");
   }
+  if (problem.d_fp8 && operands.d_scale == nullptr)
+    return Status::failure(StatusCode::kInvalidArgument, "the problem's D has a scale, the operands do not");
   if (problem.has_c && operands.c == nullptr)
     return Status::failure(StatusCode::kInvalidArgument, "the problem has a C, the operands do not");
   if (workspace_bytes < plan.workspace_bytes || (plan.workspace_bytes > 0 && workspace == nullptr)) {

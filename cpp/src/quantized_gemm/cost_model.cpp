@@ -93,8 +93,9 @@ double bytes_of(KernelInfo const& kernel, GemmProblem const& problem, gemm::Tile
   double const token_tiles = kernel.swap ? schedule.tiles_n : schedule.tiles_m;
   bool const once = weight_bytes(problem) <= 0.5 * device.l2_bytes || schedule.raster_along_n == kernel.swap;
   double const rereads = once ? 1.0 : std::max(1.0, std::ceil(token_tiles / std::max(1, schedule.swizzle)));
-  double const d_bytes = double(problem.m) * problem.n * size_of(problem.d_type) * (problem.gated ? 0.5 : 1.0);
-  return weight_bytes(problem) * rereads + 2.0 * problem.m * problem.k + d_bytes * (problem.has_c ? 2.0 : 1.0);
+  double const outputs = double(problem.m) * problem.n * (problem.gated ? 0.5 : 1.0);
+  return weight_bytes(problem) * rereads + 2.0 * problem.m * problem.k +
+         outputs * (d_element_bytes(problem) + (problem.has_c ? size_of(problem.d_type) : 0));
 }
 
 /// Kernels for sm_80 onward.

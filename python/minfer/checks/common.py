@@ -22,6 +22,7 @@ from .._core.torch_private import is_certain
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "relu2")
 DTYPES = (torch.float16, torch.bfloat16)
 INDICES = (torch.int64, torch.int32)
+QUANTS = ("fp8_tensor", "fp8_token", "fp8_block128", "int8_token")  # 8-bit codes that a result may be stored as
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 DECOMPOSITIONS = ("persistent", "stream_k", "split_k")
@@ -185,13 +186,38 @@ def check_activation(check: Checker, activation: str) -> None:
     check(activation in ACTIVATIONS, "activation must be one of {}, got '{}'", ", ".join(ACTIVATIONS), activation)
 
 
-def check_out(check: Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequence[int], out_dtype: torch.dtype | None) -> None:
+def check_output_codes(check: Checker, quant: str | None, scale: torch.Tensor | None, a: torch.Tensor) -> None:
+    """The arguments ``quant`` and ``scale`` of a GEMM, whose tiles of D do not know what is in the rest of a row."""
+    if quant is None:
+        check(scale is None, "scale must be None where quant is, got {}", None if scale is None else scale.shape)
+        return
+    if quant in QUANTS[1:]:
+        text = (
+            "quant must be {}, whose scale is given, got '{}', whose scales follow from whole rows: call it without quant, then minfer.{}"
+        )
+        check(False, text, QUANTS[0], quant, "quantize_int8" if quant == "int8_token" else "quantize_fp8")
+    check(quant == QUANTS[0], "quant must be {}, got '{}'", QUANTS[0], quant)
+    check(scale is not None, "scale must be given for {}", quant)
+    check_operand(check, "scale", scale, torch.float32, (1,), "a", a)
+
+
+def output_dtype(quant: str | None, without: torch.dtype) -> torch.dtype:
+    """Of a GEMM's D, which without ``quant`` has a dtype of its own."""
+    return without if quant is None else torch.float8_e4m3fn
+
+
+def check_out(
+    check: Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequence[int], out_dtype: torch.dtype | None, quant: str | None = None
+) -> None:
     """``out`` has D's shape and a dtype that D may have; any strides that keep its elements apart (what no kernel can store to is written
     through a copy)."""
     check_dense(check, "out", out)
-    check(out.dtype in (a.dtype, torch.float32), "out must be {} or float32, got {}", a.dtype, out.dtype)
-    if out_dtype is not None:
-        check(out.dtype == out_dtype, "out must be {} (out_dtype), got {}", out_dtype, out.dtype)
+    if quant is not None:
+        check_dtype(check, "out", out, output_dtype(quant, a.dtype))
+    else:
+        check(out.dtype in (a.dtype, torch.float32), "out must be {} or float32, got {}", a.dtype, out.dtype)
+        if out_dtype is not None:
+            check(out.dtype == out_dtype, "out must be {} (out_dtype), got {}", out_dtype, out.dtype)
     check_device(check, "out", out, "a", a)
     check_shape(check, "out", out, shape)
     check_apart(check, "out", out)

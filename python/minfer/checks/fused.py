@@ -15,6 +15,7 @@ from .common import (
     ACTIVATIONS,
     DTYPES,
     INDICES,
+    QUANTS,
     Checker,
     Result,
     check_activation,
@@ -29,7 +30,6 @@ from .common import (
 )
 
 FLOATS = (*DTYPES, torch.float32)
-QUANTS = ("fp8_tensor", "fp8_token", "fp8_block128", "int8_token")
 MOST_HADAMARD_BLOCK = 32768
 QUANT_BLOCK = 128  # columns that share a scale
 GATE_LAYOUTS = ("halves", "alternating", "blocks")

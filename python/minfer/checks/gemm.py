@@ -16,8 +16,10 @@ from .common import (
     check_device,
     check_kernel,
     check_out,
+    check_output_codes,
     check_scalar,
     in_float32,
+    output_dtype,
 )
 
 
@@ -52,13 +54,15 @@ def check_gemm(
     beta: float = 0.0,
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
+    quant: str | None = None,
+    scale: torch.Tensor | None = None,
     kernel: str | None = None,
     out: torch.Tensor | None = None,
 ) -> Result:
     """All arguments of minfer::gemm and minfer::gemm.out; raises RuntimeError."""
     check = Checker("gemm")
     batch, m, n, k = check_operands(check, a, b)
-    if out_dtype is not None:
+    if out_dtype is not None and quant is None:
         check(out_dtype in (a.dtype, torch.float32), "out_dtype must be {} or float32, got {}", a.dtype, out_dtype)
     check_scalar(check, "alpha", alpha)
     check_scalar(check, "beta", beta)
@@ -69,11 +73,15 @@ def check_gemm(
         check(in_float32(beta) == 0, "c must be given when beta is not 0, got beta = {}", beta)
     else:
         check_c(check, c, a, (*batch, m, n))
+    check_output_codes(check, quant, scale, a)
+    if quant is not None:
+        codes = output_dtype(quant, a.dtype)
+        check(out_dtype in (None, codes), "out_dtype must be {} for {}, got {}", codes, quant, out_dtype)
     check_kernel(check, kernel)
     if out is not None:
-        check_out(check, out, a, (*batch, m, n), out_dtype)
+        check_out(check, out, a, (*batch, m, n), out_dtype, quant)
         out_dtype = out.dtype
-    return Result(a, (*batch, m, n), out_dtype or a.dtype)
+    return Result(a, (*batch, m, n), output_dtype(quant, out_dtype or a.dtype))
 
 
 def check_gemm_gated(
@@ -82,6 +90,8 @@ def check_gemm_gated(
     *,
     bias: torch.Tensor | None = None,
     activation: str = "silu",
+    quant: str | None = None,
+    scale: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> Result:
     """All arguments of minfer::gemm_gated; raises RuntimeError."""
@@ -98,5 +108,6 @@ def check_gemm_gated(
     check_activation(check, activation)
     if bias is not None:
         check_bias(check, bias, a, n)
+    check_output_codes(check, quant, scale, a)
     check_kernel(check, kernel)
-    return Result(a, (*batch, m, n // 2), a.dtype)
+    return Result(a, (*batch, m, n // 2), output_dtype(quant, a.dtype))

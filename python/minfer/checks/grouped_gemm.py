@@ -16,7 +16,9 @@ from .common import (
     check_device,
     check_dtype,
     check_kernel,
+    check_output_codes,
     check_shape,
+    output_dtype,
     overlaps_itself,
 )
 
@@ -74,8 +76,8 @@ def _check_sorted(check: Checker, a: Tensor, gather: Tensor | None):
     return gather.shape[0]
 
 
-def _check_sorted_out(check: Checker, out: Tensor, a: Tensor, rows, columns) -> None:
-    _check_operand(check, "out", out, a, a.dtype, (rows, columns))
+def _check_sorted_out(check: Checker, out: Tensor, a: Tensor, rows, columns, quant: str | None) -> None:
+    _check_operand(check, "out", out, a, output_dtype(quant, a.dtype), (rows, columns))
     contiguous = out.stride(1) == 1 or columns <= 1
     check(contiguous, "out must have unit stride along its rows, got strides {} and {}", out.stride(0), out.stride(1))
     check(rows <= 1 or out.stride(0) >= columns, "out's rows must not overlap, got a row stride of {}", out.stride(0))
@@ -142,6 +144,8 @@ def check_grouped_gemm(
     activation: str = "none",
     gated: bool = False,
     gate_layout: str = "halves",
+    quant: str | None = None,
+    scale: Tensor | None = None,
     kernel: str | None = None,
     out: Tensor | None = None,
 ) -> Result:
@@ -152,9 +156,10 @@ def check_grouped_gemm(
     if row_scale is not None:
         _check_operand(check, "row_scale", row_scale, a, torch.float32, (rows,))
     _check_operand(check, "offsets", offsets, a, torch.int32, (experts,))
+    check_output_codes(check, quant, scale, a)
     if out is not None:
-        _check_sorted_out(check, out, a, rows, columns)
-    return Result(a, (rows, columns), a.dtype)
+        _check_sorted_out(check, out, a, rows, columns, quant)
+    return Result(a, (rows, columns), output_dtype(quant, a.dtype))
 
 
 def check_grouped_gemm_values(a: Tensor, b: Tensor, offsets: Tensor, *, gather: Tensor | None = None, **_: Any) -> None:
@@ -171,6 +176,8 @@ def check_grouped_gemm_masked(
     activation: str = "none",
     gated: bool = False,
     gate_layout: str = "halves",
+    quant: str | None = None,
+    scale: Tensor | None = None,
     kernel: str | None = None,
     out: Tensor | None = None,
 ) -> Result:
@@ -185,14 +192,15 @@ def check_grouped_gemm_masked(
     if row_scale is not None:
         _check_operand(check, "row_scale", row_scale, a, torch.float32, (experts, max_rows))
     _check_operand(check, "counts", counts, a, torch.int32, (experts,))
+    check_output_codes(check, quant, scale, a)
     if out is not None:
-        _check_operand(check, "out", out, a, a.dtype, (experts, max_rows, columns))
+        _check_operand(check, "out", out, a, output_dtype(quant, a.dtype), (experts, max_rows, columns))
         row = out.stride(1) if max_rows > 1 else out.stride(0) if experts > 1 else columns  # of slabs of one row, an expert's
         walks = (out.stride(2) == 1 or columns <= 1) and row >= columns
         walks = walks and (experts <= 1 or max_rows == 0 or out.stride(0) == max_rows * row)
         check(walks, "out must be one run of rows with unit stride along them, got strides {}", list(out.stride()))
         check(not overlaps_itself(out), "out must not overlap itself, got {} with strides {}", out.shape, list(out.stride()))
-    return Result(a, (experts, max_rows, columns), a.dtype)
+    return Result(a, (experts, max_rows, columns), output_dtype(quant, a.dtype))
 
 
 def check_moe_ffn(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import Checker, Result
+from .common import Checker, Result, check_output_codes, output_dtype
 from .grouped_gemm import (
     _check_activation,
     _check_experts,
@@ -69,6 +69,8 @@ def check_grouped_w4a16_gemm(
     row_scale: Tensor | None = None,
     activation: str = "none",
     gated: bool = False,
+    quant: str | None = None,
+    scale: Tensor | None = None,
     kernel: str | None = None,
     out: Tensor | None = None,
 ) -> Result:
@@ -87,11 +89,12 @@ def check_grouped_w4a16_gemm(
     if row_scale is not None:
         _check_operand(check, "row_scale", row_scale, a, torch.float32, (rows,))
     _check_operand(check, "offsets", offsets, a, torch.int32, (experts,))
+    check_output_codes(check, quant, scale, a)
     _check_grouped_kernel(check, kernel, FAMILY)
     columns = n // 2 if gated else n
     if out is not None:
-        _check_sorted_out(check, out, a, rows, columns)
-    return Result(a, (rows, columns), a.dtype)
+        _check_sorted_out(check, out, a, rows, columns, quant)
+    return Result(a, (rows, columns), output_dtype(quant, a.dtype))
 
 
 def check_grouped_w4a16_gemm_values(

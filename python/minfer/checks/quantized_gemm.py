@@ -23,20 +23,23 @@ from .common import (
     check_kernel,
     check_named_shape,
     check_out,
+    check_output_codes,
     check_scalar,
     check_tensor,
+    output_dtype,
 )
 
 DEQUANTIZE_FIRST = "dequantize"  # the ``kernel=`` that writes the weight out in 16 bits and runs the dense operator's plan
 
 
 class GemmShape(NamedTuple):
-    """What the checks found: A flattened is [m, k], the weight [n, k], D is ``out`` (gated: of n / 2 columns)."""
+    """What the checks found: A flattened is [m, k], the weight [n, k], D is ``out`` (gated: of n / 2 columns) of ``dtype``."""
 
     m: int
     n: int
     k: int
     out: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def check_format(check: Checker, bits: int, name: str) -> WeightFormat:
@@ -117,6 +120,8 @@ def check_gemm(
     bias: torch.Tensor | None = None,
     activation: str = "none",
     constant_weights: bool = False,  # either is right
+    quant: str | None = None,
+    scale: torch.Tensor | None = None,
     kernel: str | None = None,
     out: torch.Tensor | None = None,
     a_name: str = "a",  # in messages
@@ -137,17 +142,18 @@ def check_gemm(
     if perm is not None:
         check_tensor(check, "perm", perm, torch.int32, a_name, a)
         check_named_shape(check, "perm", perm, "[k]", (k,))
-    shape = GemmShape(math.prod(a.shape[:-1]), n, k, (*a.shape[:-1], n))
+    shape = GemmShape(math.prod(a.shape[:-1]), n, k, (*a.shape[:-1], n), output_dtype(quant, a.dtype))
     if c is not None:
         check_c(check, c, a, shape.out)
     if bias is not None:
         check_bias(check, bias, a, n, a_name)
     check_activation(check, activation)
+    check_output_codes(check, quant, scale, a)
     if kernel != DEQUANTIZE_FIRST:
         check_kernel(check, kernel, "w4a16")
     if out is not None:
-        check(out.dtype == a.dtype, "out must be {}, got {}", a.dtype, out.dtype)
-        check_out(check, out, a, shape.out, None)
+        check(out.dtype == shape.dtype, "out must be {}, got {}", shape.dtype, out.dtype)
+        check_out(check, out, a, shape.out, None, quant)
     return shape
 
 
@@ -239,12 +245,16 @@ def check_perm_values(op: str, a: torch.Tensor, *weight: Any, perm: torch.Tensor
 # The shape of a gated operator counts the weight's rows in n; D has half of them.
 
 
+def _result(a: torch.Tensor, shape: GemmShape) -> Result:
+    return Result(a, shape.out, shape.dtype)
+
+
 def check_w4a16_gemm(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **epilogue) -> Result:
-    return Result(a, check_gemm("w4a16_gemm", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue).out, a.dtype)
+    return _result(a, check_gemm("w4a16_gemm", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue))
 
 
 def check_w4a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=128, w4_format="int4", **epilogue) -> Result:
-    return Result(a, check_gated("w4a16_gemm_gated", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue).out, a.dtype)
+    return _result(a, check_gated("w4a16_gemm_gated", 4, a, qweight, scales, zeros, w4_format, group_size, **epilogue))
 
 
 def check_w4a16_pack(codes, *, w4_format="int4") -> Result:
@@ -257,11 +267,11 @@ def check_w4a16_dequantize(qweight, scales, zeros=None, *, group_size=128, w4_fo
 
 
 def check_w8a16_gemm(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **epilogue) -> Result:
-    return Result(a, check_gemm("w8a16_gemm", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue).out, a.dtype)
+    return _result(a, check_gemm("w8a16_gemm", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue))
 
 
 def check_w8a16_gemm_gated(a, qweight, scales, zeros=None, *, group_size=-1, w8_format="int8", **epilogue) -> Result:
-    return Result(a, check_gated("w8a16_gemm_gated", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue).out, a.dtype)
+    return _result(a, check_gated("w8a16_gemm_gated", 8, a, qweight, scales, zeros, w8_format, group_size, **epilogue))
 
 
 def check_w8a16_pack(codes) -> Result:

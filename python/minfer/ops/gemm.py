@@ -11,6 +11,7 @@ from .. import reference
 from .._core.operator import OutForm, operator
 from ..checks.common import in_float32
 from ..checks.gemm import check_gemm, check_gemm_gated
+from .output_codes import Codes, with_scale
 
 __all__ = [
     "gemm",
@@ -23,7 +24,7 @@ def _unread(*, beta: float = 0.0, **_: Any) -> tuple[str, ...]:
     return ("c",) if in_float32(beta) == 0 else ()
 
 
-@operator(check=check_gemm, reference=reference.gemm, out=OutForm(may_be=("c",), unread=_unread))
+@operator(check=check_gemm, reference=reference.gemm, out=OutForm(may_be=("c",), unread=_unread), before=with_scale)
 def gemm(
     a: Tensor,
     b: Tensor,
@@ -34,9 +35,11 @@ def gemm(
     beta: float = 0.0,
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
+    quant: str | None = None,
+    scale: Tensor | None = None,
     kernel: str | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | Codes:
     """D = activation(alpha * A.B + beta * C + bias) in one kernel.
 
     Args:
@@ -49,27 +52,40 @@ def gemm(
       bias: [n], a's dtype or float32.
       alpha, beta: finite in float32. With alpha = 0 or k = 0, A and B are not read.
       activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu2" (relu squared).
-      out_dtype: a's dtype (default) or float32.
+      out_dtype: a's dtype (default) or float32; with ``quant`` None or float8_e4m3fn.
+      quant: None, or "fp8_tensor": D is stored in 8-bit codes, round(D / scale). The other modes of :mod:`minfer.ops.fused` need whole
+        rows: they are for what follows, :func:`minfer.quantize_fp8` or a norm or gated activation with ``quant``.
+      scale: float32 [1], with ``quant`` alone.
       kernel: for measurements: NAME[@decomposition=persistent|stream_k|split_k,splits=N,swizzle=N,raster=along_m|along_n,columns=N,
         realign_a=0|1,realign_b=0|1], of :func:`minfer.kernels`. On CPU it is checked and otherwise ignored.
-      out: D itself, a's dtype or float32. Written in place where its rows are contiguous (any leading dimension), otherwise through a
-        copy. It may be ``c``, but must not overlap itself, a, b or bias, which is an error where their first and last addresses
-        show it. Not under ``torch.compile(fullgraph=True)`` unless contiguous. A tensor made under ``torch.inference_mode()`` only there.
+      out: D itself, a's dtype or float32, with ``quant`` float8_e4m3fn. Written in place where its rows are contiguous (any leading
+        dimension), otherwise through a copy. It may be ``c``, but must not overlap itself, a, b, bias or scale, which is an error where
+        their first and last addresses show it. Not under ``torch.compile(fullgraph=True)`` unless contiguous. A tensor made under
+        ``torch.inference_mode()`` only there.
 
     Returns:
-      D, [m, n] or [batch, m, n], contiguous (or ``out``). Any m, n, k >= 0.
+      D, [m, n] or [batch, m, n], contiguous (or ``out``). Any m, n, k >= 0. With ``quant``: (q, scale), q of D's shape, float8_e4m3fn.
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
 
-    Numerics: products are accumulated in float32, the epilogue is float32, D is rounded once. Reductions across thread blocks are
-    ordered: the same inputs, shapes and kernel give the same bits in every run. For inference: there is no backward, and calling
-    it raises; forward-mode differentiation and ``torch.func.grad`` raise in the forward pass.
+    Numerics: products are accumulated in float32, the epilogue is float32, D or its code is rounded once. Reductions across thread blocks
+    are ordered: the same inputs, shapes and kernel give the same bits in every run. For inference: there is no backward, and calling it
+    raises; forward-mode differentiation and ``torch.func.grad`` raise in the forward pass.
     """
 
 
-@operator(check=check_gemm_gated, reference=reference.gemm_gated)
-def gemm_gated(a: Tensor, b: Tensor, *, bias: Tensor | None = None, activation: str = "silu", kernel: str | None = None) -> Tensor:
+@operator(check=check_gemm_gated, reference=reference.gemm_gated, before=with_scale)
+def gemm_gated(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    quant: str | None = None,
+    scale: Tensor | None = None,
+    kernel: str | None = None,
+) -> Tensor | Codes:
     """D = activation(A.B_gate + bias_gate) * (A.B_up + bias_up) in one kernel: the first half of a SwiGLU (GeGLU, ...) MLP.
 
     Args:
@@ -78,10 +94,10 @@ def gemm_gated(a: Tensor, b: Tensor, *, bias: Tensor | None = None, activation: 
         columns and 8 up columns. Views and batches as in :func:`gemm`.
       bias: [2 * n_half], ``minfer.pack_gate_up(gate.bias, up.bias)``, a's dtype or float32.
       activation: of the gate; as in :func:`gemm`.
-      kernel: as in :func:`gemm`.
+      quant, scale, kernel: as in :func:`gemm`.
 
     Returns:
-      D, [m, n_half] or [batch, m, n_half], a's dtype, contiguous.
+      D, [m, n_half] or [batch, m, n_half], a's dtype, contiguous. With ``quant``: (q, scale), as :func:`gemm`.
 
     Raises:
       RuntimeError: an argument cannot be right (see :func:`gemm`), or b's columns are not a multiple of 16.

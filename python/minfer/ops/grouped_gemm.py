@@ -18,6 +18,7 @@ from torch import Tensor
 from .._core.operator import OutForm, operator
 from ..checks import grouped_gemm as checks
 from ..reference import grouped_gemm as reference
+from .output_codes import Codes, with_scale
 
 __all__ = [
     "grouped_gemm",
@@ -32,7 +33,12 @@ def _behind_counts(result: Tensor, out: Tensor, a: Tensor, b: Tensor, counts: Te
     return torch.where(inside, result, out)
 
 
-@operator(check=checks.check_grouped_gemm, reference=reference.grouped_gemm, values=checks.check_grouped_gemm_values)
+@operator(
+    check=checks.check_grouped_gemm,
+    reference=reference.grouped_gemm,
+    values=checks.check_grouped_gemm_values,
+    before=with_scale,
+)
 def grouped_gemm(
     a: Tensor,
     b: Tensor,
@@ -44,9 +50,11 @@ def grouped_gemm(
     activation: str = "none",
     gated: bool = False,
     gate_layout: str = "halves",
+    quant: str | None = None,
+    scale: Tensor | None = None,
     kernel: str | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | Codes:
     """D[r] = row_scale[r] * activation(a[r].b[e] + bias[e]) for the rows r of expert e, which lie together.
 
     Gated: D[r] = row_scale[r] * activation(gate) * up, of the two halves of a[r].b[e] + bias[e].
@@ -67,22 +75,27 @@ def grouped_gemm(
       gated: b's n columns are n / 2 gate and n / 2 up columns.
       gate_layout: their order: "halves" (all gate, then all up, the checkpoints' w13), "alternating" (gpt-oss) or "blocks" (8 and 8,
         ``minfer.pack_gate_up``). ``bias`` has the same order.
+      quant, scale: None, or "fp8_tensor" and its scale, float32 [1]: D in 8-bit codes, as in :func:`minfer.gemm`.
       kernel: for measurements: NAME[@gather_first=0|1] with a name of ``minfer.kernels("moe")``; with 1, a launch of its own gathers
         the rows. On CPU it is checked and otherwise ignored.
-      out: D itself, a's dtype, rows contiguous (any leading dimension). It must not overlap itself or another argument.
+      out: D itself, a's dtype, with ``quant`` float8_e4m3fn, rows contiguous (any leading dimension). It must not overlap itself or another
+        argument.
 
     Returns:
-      D, [rows, n] (gated: n / 2), contiguous, or ``out``. Rows behind the last offset are zero.
+      D, [rows, n] (gated: n / 2), contiguous, or ``out``. Rows behind the last offset are zero. With ``quant``: (q, scale), q of D's
+      shape, float8_e4m3fn.
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
 
-    Numerics: products are accumulated in float32 in k's order, the epilogue is float32, D is rounded once. The same inputs, shapes and
-    kernel give the same bits in every run. There is no backward.
+    Numerics: products are accumulated in float32 in k's order, the epilogue is float32, D or its code is rounded once. The same inputs,
+    shapes and kernel give the same bits in every run. There is no backward.
     """
 
 
-@operator(check=checks.check_grouped_gemm_masked, reference=reference.grouped_gemm_masked, out=OutForm(written=_behind_counts))
+@operator(
+    check=checks.check_grouped_gemm_masked, reference=reference.grouped_gemm_masked, out=OutForm(written=_behind_counts), before=with_scale
+)
 def grouped_gemm_masked(
     a: Tensor,
     b: Tensor,
@@ -93,21 +106,23 @@ def grouped_gemm_masked(
     activation: str = "none",
     gated: bool = False,
     gate_layout: str = "halves",
+    quant: str | None = None,
+    scale: Tensor | None = None,
     kernel: str | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | Codes:
     """:func:`grouped_gemm` of slabs: expert e's rows are the first counts[e] of a[e]. The layout of expert parallelism in CUDA graphs.
 
     Args:
       a: [experts, max_rows, k].
       counts: int32 [experts], read on the device and clamped to 0 .. max_rows.
       row_scale: float32 [experts, max_rows].
-      b, bias, activation, gated, gate_layout, kernel: as in :func:`grouped_gemm`.
+      b, bias, activation, gated, gate_layout, quant, scale, kernel: as in :func:`grouped_gemm`.
       out: [experts, max_rows, n] (gated: n / 2), one run of rows.
 
     Returns:
       D, [experts, max_rows, n] (gated: n / 2). Rows behind an expert's count are zero; in ``out`` they are left as they are, and a caller
-      that reads none of them saves writing them.
+      that reads none of them saves writing them. With ``quant``: (q, scale), as :func:`grouped_gemm`.
 
     Raises:
       RuntimeError: as :func:`grouped_gemm`.

@@ -21,6 +21,7 @@ from .._core.operator import operator
 from ..checks import grouped_quantized_gemm as checks
 from ..formats.weight_formats import stored_scales
 from ..reference import grouped_quantized_gemm as reference
+from .output_codes import Codes, with_scale
 
 __all__ = [
     "grouped_w4a16_gemm",
@@ -28,13 +29,13 @@ __all__ = [
 ]
 
 
-def _with_stored_scales(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Scales of a byte may come in their own type; the operators take them as uint8."""
+def _with_stored_scales(call: Callable[..., Tensor]) -> Callable[..., Tensor | Codes]:
+    """Scales of a byte may come in their own type; the operators take them as uint8. Codes come with their scale."""
 
     def run(a, qweight, scales, zeros, offsets, *, w4_format: str = "int4", **options: Any) -> Tensor:
         return call(a, qweight, stored_scales(scales, w4_format), zeros, offsets, w4_format=w4_format, **options)
 
-    return run
+    return with_scale(run)
 
 
 def _layer_with_stored_scales(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -66,9 +67,11 @@ def grouped_w4a16_gemm(
     row_scale: Tensor | None = None,
     activation: str = "none",
     gated: bool = False,
+    quant: str | None = None,
+    scale: Tensor | None = None,
     kernel: str | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | Codes:
     """D[r] = row_scale[r] * activation(alpha[e] * a[r].W[e]^T + bias[e]) for the rows r of expert e, with W [experts, n, k] in 4-bit codes.
 
     Gated: D[r] = row_scale[r] * activation(gate) * up, of the gate and up columns of alpha[e] * a[r].W[e]^T + bias[e].
@@ -92,20 +95,24 @@ def grouped_w4a16_gemm(
       activation: as in :func:`minfer.grouped_gemm`, "swigluoai" included.
       gated: W's rows are in the order of ``minfer.pack_gate_up``, 8 gate rows, then their 8 up rows, and so is ``bias``. n is a multiple
         of 16. Checkpoints have another order; :mod:`minfer.quantize` makes this one.
+      quant, scale: None, or "fp8_tensor" and its scale, float32 [1]: D in 8-bit codes, as in :func:`minfer.gemm`. ``scale`` is D's,
+        ``scales`` are the weights'.
       kernel: for measurements: NAME[@gather_first=0|1] with a name of ``minfer.kernels("moe_w4a16")``; with 1, a launch of its own gathers
         the rows. On CPU it is checked and otherwise ignored.
-      out: D itself, a's dtype, rows contiguous (any leading dimension). It must not overlap itself or another argument.
+      out: D itself, a's dtype, with ``quant`` float8_e4m3fn, rows contiguous (any leading dimension). It must not overlap itself or another
+        argument.
 
     Returns:
-      D, [rows, n] (gated: n / 2), contiguous, or ``out``. Rows behind the last offset are zero.
+      D, [rows, n] (gated: n / 2), contiguous, or ``out``. Rows behind the last offset are zero. With ``quant``: (q, scale), q of D's
+      shape, float8_e4m3fn.
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched. On CUDA
         also a format or a group size that no kernel of this build reads.
 
-    Numerics: a weight is exact or has one or two roundings to a's dtype, as its format and the kernel have it; products are accumulated
-    in float32, the epilogue is float32, D is rounded once; docs/numerics.md has the bounds. The same inputs, shapes and kernel give the
-    same bits in every run. There is no backward.
+    Numerics: a weight is exact or has one or two roundings to a's dtype, as its format and the kernel have it; products are accumulated in
+    float32, the epilogue is float32, D or its code is rounded once; docs/numerics.md has the bounds. The same inputs, shapes and kernel
+    give the same bits in every run. There is no backward.
     """
 
 

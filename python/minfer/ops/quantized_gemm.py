@@ -13,6 +13,7 @@ from .._core.operator import OutForm, operator
 from ..checks import quantized_gemm as checks
 from ..formats.weight_formats import stored_scales
 from ..reference import quantized_gemm as reference
+from .output_codes import Codes, with_scale
 
 __all__ = [
     "w4a16_gemm",
@@ -26,15 +27,15 @@ __all__ = [
 ]
 
 
-def _with_stored_scales(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Scales of a byte may come in their own type; the operators take them as uint8."""
+def _with_stored_scales(call: Callable[..., Tensor]) -> Callable[..., Tensor | Codes]:
+    """Scales of a byte may come in their own type; the operators take them as uint8. Codes come with their scale."""
 
     def run(a: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None = None, *, w4_format: str = "int4", **options: Any) -> Tensor:
         if w4_format != "int4":
             scales, options["w4_format"] = stored_scales(scales, w4_format), w4_format
         return call(a, qweight, scales, zeros, **options)
 
-    return run
+    return with_scale(run)
 
 
 def _dequantize_stored(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -77,9 +78,11 @@ def w4a16_gemm(
     activation: str = "none",
     w4_format: str = "int4",
     constant_weights: bool = False,
+    quant: str | None = None,
+    scale: Tensor | None = None,
     kernel: str | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | Codes:
     """D = activation(alpha * A.W^T + C + bias) in one kernel, with W [n, k] in 4-bit codes.
 
     Args:
@@ -107,19 +110,22 @@ def w4a16_gemm(
         and a synchronisation; while a CUDA graph is captured, that no kernel of the graph in front of this one writes them. On compute
         capability 9.0 the kernel then reads them while the work in front of it still runs. It changes no bit of the result; where the
         promise is broken, D is of old weights, new ones or a mixture. Copies that the operator makes of them itself are exempt.
+      quant, scale: None, or "fp8_tensor" and its scale, float32 [1]: D in 8-bit codes, as in :func:`minfer.gemm`. ``scale`` is D's,
+        ``scales`` are the weight's.
       kernel: for measurements, as in :func:`minfer.gemm`, with a name of ``minfer.kernels("w4a16")`` of the same format; or
         "dequantize", which writes the weight out in 16 bits and multiplies by that.
-      out: D itself, a's dtype; as in :func:`minfer.gemm`. It may be ``c``, but must not overlap itself or another argument.
+      out: D itself, a's dtype, with ``quant`` float8_e4m3fn; as in :func:`minfer.gemm`. It may be ``c``, but must not overlap itself or
+        another argument.
 
     Returns:
-      D, [..., n] of a's dtype, contiguous (or ``out``). Any m >= 0.
+      D, [..., n] of a's dtype, contiguous (or ``out``). Any m >= 0. With ``quant``: (q, scale), q of D's shape, float8_e4m3fn.
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
 
-    Numerics: a weight is exact or has one or two roundings to a's dtype, as its format and the kernel have it; products are accumulated
-    in float32, the epilogue is float32, D is rounded once; docs/numerics.md has the bounds. The same inputs, shapes and kernel give the
-    same bits in every run. There is no backward.
+    Numerics: a weight is exact or has one or two roundings to a's dtype, as its format and the kernel have it; products are accumulated in
+    float32, the epilogue is float32, D or its code is rounded once; docs/numerics.md has the bounds. The same inputs, shapes and kernel
+    give the same bits in every run. There is no backward.
     """
 
 
@@ -137,19 +143,21 @@ def w4a16_gemm_gated(
     activation: str = "silu",
     w4_format: str = "int4",
     constant_weights: bool = False,
+    quant: str | None = None,
+    scale: Tensor | None = None,
     kernel: str | None = None,
-) -> Tensor:
+) -> Tensor | Codes:
     """D = activation(alpha * A.W_gate^T + bias_gate) * (alpha * A.W_up^T + bias_up) in one kernel: the first half of a SwiGLU
     (GeGLU, ...) MLP.
 
     Args:
-      a, group_size, alpha, perm, w4_format, constant_weights, kernel: as in :func:`w4a16_gemm`.
+      a, group_size, alpha, perm, w4_format, constant_weights, quant, scale, kernel: as in :func:`w4a16_gemm`.
       qweight, scales, zeros, bias: as in :func:`w4a16_gemm`, of n = 2 * n_half interleaved rows: ``minfer.pack_gate_up`` of the codes
         before :func:`w4a16_pack`, of the transposed scales and zeros, and of the biases. n is a multiple of 16.
       activation: of the gate.
 
     Returns:
-      D, [..., n / 2] of a's dtype, contiguous.
+      D, [..., n / 2] of a's dtype, contiguous. With ``quant``: (q, scale), q of D's shape, float8_e4m3fn.
 
     Raises:
       RuntimeError: an argument cannot be right (see :func:`w4a16_gemm`), or n is not a multiple of 16.
@@ -206,7 +214,7 @@ def w4a16_dequantize(
     """
 
 
-@operator(**_gemm("w8a16_gemm"), out=OutForm(may_be=("c",)))
+@operator(**_gemm("w8a16_gemm"), out=OutForm(may_be=("c",)), before=with_scale)
 def w8a16_gemm(
     a: Tensor,
     qweight: Tensor,
@@ -221,9 +229,11 @@ def w8a16_gemm(
     activation: str = "none",
     w8_format: str = "int8",
     constant_weights: bool = False,
+    quant: str | None = None,
+    scale: Tensor | None = None,
     kernel: str | None = None,
     out: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | Codes:
     """D = activation(alpha * A.W^T + C + bias) in one kernel, with W [n, k] in 8-bit codes.
 
     Args:
@@ -233,10 +243,10 @@ def w8a16_gemm(
       group_size: columns of W that share a scale and a zero: -1 (all of them, G = 1) or a power of two >= 32.
       w8_format: what a code stands for. "int8": (code - zero) * scale, a signed q being code q + 128. "fp8_e4m3": the float8_e4m3fn
         of these bits, times scale.
-      a, alpha, perm, c, bias, activation, constant_weights, kernel, out: as in :func:`minfer.w4a16_gemm`.
+      a, alpha, perm, c, bias, activation, constant_weights, quant, scale, kernel, out: as in :func:`minfer.w4a16_gemm`.
 
     Returns:
-      D, [..., n] of a's dtype, contiguous (or ``out``). Any m >= 0.
+      D, [..., n] of a's dtype, contiguous (or ``out``). Any m >= 0. With ``quant``: (q, scale), q of D's shape, float8_e4m3fn.
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
@@ -245,7 +255,7 @@ def w8a16_gemm(
     """
 
 
-@operator(**_gemm("w8a16_gemm_gated"))
+@operator(**_gemm("w8a16_gemm_gated"), before=with_scale)
 def w8a16_gemm_gated(
     a: Tensor,
     qweight: Tensor,
@@ -259,19 +269,21 @@ def w8a16_gemm_gated(
     activation: str = "silu",
     w8_format: str = "int8",
     constant_weights: bool = False,
+    quant: str | None = None,
+    scale: Tensor | None = None,
     kernel: str | None = None,
-) -> Tensor:
+) -> Tensor | Codes:
     """D = activation(alpha * A.W_gate^T + bias_gate) * (alpha * A.W_up^T + bias_up) in one kernel: the first half of a SwiGLU
     (GeGLU, ...) MLP.
 
     Args:
-      a, group_size, alpha, perm, w8_format, constant_weights, kernel: as in :func:`w8a16_gemm`.
+      a, group_size, alpha, perm, w8_format, constant_weights, quant, scale, kernel: as in :func:`w8a16_gemm`.
       qweight, scales, zeros, bias: as in :func:`w8a16_gemm`, of n = 2 * n_half interleaved rows: ``minfer.pack_gate_up`` of the codes
         before :func:`w8a16_pack`, of the transposed scales and zeros, and of the biases. n is a multiple of 16.
       activation: of the gate.
 
     Returns:
-      D, [..., n / 2] of a's dtype, contiguous.
+      D, [..., n / 2] of a's dtype, contiguous. With ``quant``: (q, scale), q of D's shape, float8_e4m3fn.
 
     Raises:
       RuntimeError: an argument cannot be right (see :func:`w8a16_gemm`), or n is not a multiple of 16.

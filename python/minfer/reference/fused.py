@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..checks.common import check_no_overlap
 from ..checks.fused import QUANT_BLOCK, block_scales_strides, hadamard_shape
+from .codes import E4M3_MAX, e4m3, inverse_of_scale
 from .epilogue import ACTIVATION, compute_dtype
 from .grouped_gemm import epilogue
 from .rotary import check_indices, rotate
 
-E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 INT8_MAX = 127.0
 
 
@@ -32,34 +32,25 @@ def _largest(y: Tensor) -> Tensor:
     return largest.copy_(torch.where(y.isnan(), 0.0, y.abs()).amax(-1, keepdim=True)) if y.numel() else largest
 
 
-def _inverse(scale: Tensor) -> Tensor:
-    """Rounded once, finite; 0 of 0."""
-    return torch.where(scale == 0, 0.0, scale.reciprocal().clamp(max=torch.finfo(torch.float32).max))
-
-
-def _e4m3(y: Tensor) -> Tensor:
-    return y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
 def quantized(y: Tensor, quant: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes of float32 numbers, and their scales, in the layouts of :func:`minfer.quantize_fp8` and :func:`minfer.quantize_int8`;
     fp8_tensor: no scales."""
     if quant == "fp8_tensor":
-        return _e4m3(y * _inverse(scale)), y.new_empty(0, dtype=torch.float32)
+        return e4m3(y * inverse_of_scale(scale)), y.new_empty(0, dtype=torch.float32)
     if quant == "int8_token":
         scales = _largest(y).div_(INT8_MAX)
-        codes = (y * _inverse(scales)).round().clamp(-INT8_MAX, INT8_MAX)
+        codes = (y * inverse_of_scale(scales)).round().clamp(-INT8_MAX, INT8_MAX)
         return codes.nan_to_num(0.0).to(torch.int8), scales
     if quant == "fp8_token":
         scales = _largest(y).div_(E4M3_MAX)
-        return _e4m3(y * _inverse(scales)), scales
+        return e4m3(y * inverse_of_scale(scales)), scales
     width = y.shape[-1]
     rows, blocks = math.prod(y.shape[:-1]), -(-width // QUANT_BLOCK)
     of_blocks = F.pad(y.reshape(rows, width), (0, blocks * QUANT_BLOCK - width)).view(rows, blocks, QUANT_BLOCK)
     scales = y.new_empty_strided((rows, blocks), block_scales_strides(rows), dtype=torch.float32)
     scales.copy_(_largest(of_blocks).squeeze(-1) / E4M3_MAX)
-    codes = (of_blocks * _inverse(scales).unsqueeze(-1)).view(rows, blocks * QUANT_BLOCK)[:, :width]
-    return _e4m3(codes.reshape(y.shape)), scales
+    codes = (of_blocks * inverse_of_scale(scales).unsqueeze(-1)).view(rows, blocks * QUANT_BLOCK)[:, :width]
+    return e4m3(codes.reshape(y.shape)), scales
 
 
 def quantize(x: Tensor, quant: str, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

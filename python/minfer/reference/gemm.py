@@ -10,6 +10,7 @@ import torch
 
 from ..checks import common as checks
 from ..formats.gate_up import GATE_BLOCK
+from .codes import stored
 from .epilogue import ACTIVATION, compute_dtype
 
 
@@ -42,17 +43,26 @@ def gemm(
     beta: float = 0.0,
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
+    quant: str | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """activation(alpha * A.B + beta * C + bias), one rounding at the end.
 
     Shapes are those of :func:`minfer.gemm`. ``gemm(a.double(), b.double(), ...)`` is the float64 truth.
     """
     y = ACTIVATION[activation](affine(a, b, c, bias, alpha, beta))
-    return y.to(out_dtype or a.dtype).contiguous()
+    return stored(y, out_dtype or a.dtype, quant, scale).contiguous()
 
 
 def gemm_gated(
-    a: torch.Tensor, b: torch.Tensor, *, bias: torch.Tensor | None = None, alpha: float = 1.0, activation: str = "silu"
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    activation: str = "silu",
+    quant: str | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """act(gate) * up of alpha * A.B + bias, gate and up interleaved in B's columns, one rounding at the end; shapes as in
     :func:`minfer.gemm_gated`."""
@@ -60,4 +70,4 @@ def gemm_gated(
     n = y.shape[-1]
     blocks = y.unflatten(-1, (n // (2 * GATE_BLOCK), 2, GATE_BLOCK))
     d = ACTIVATION[activation](blocks[..., 0, :]) * blocks[..., 1, :]
-    return d.flatten(-2).to(a.dtype).contiguous()
+    return stored(d.flatten(-2), a.dtype, quant, scale).contiguous()

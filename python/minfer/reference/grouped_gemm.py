@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..checks import grouped_gemm as checks_moe
+from ..checks.common import output_dtype
 from ..formats.gate_up import GATE_BLOCK
+from .codes import stored
 from .epilogue import ACTIVATION, compute_dtype
 
 
@@ -48,11 +50,13 @@ def by_expert(
     activation: str = "none",
     gated: bool = False,
     gate_layout: str = "halves",
+    quant: str | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Grouped GEMM; ``weight`` returns an expert's [k, n] and is called only for experts with rows; alpha[e] multiplies it."""
     dtype = compute_dtype(a)
     rows = (a if gather is None else gather).shape[0]
-    out = torch.zeros((rows, n // 2 if gated else n), dtype=dtype, device=a.device)
+    out = torch.zeros((rows, n // 2 if gated else n), dtype=output_dtype(quant, a.dtype), device=a.device)
     ends = offsets.tolist()
     for expert, end in enumerate(ends):
         begin, end = min(max(ends[expert - 1] if expert else 0, 0), rows), min(end, rows)
@@ -63,8 +67,9 @@ def by_expert(
                 y = y * alpha[expert].to(dtype)
             if bias is not None:
                 y = y + bias[expert].to(dtype)
-            out[begin:end] = epilogue(y, None if row_scale is None else row_scale[begin:end], activation, gated, gate_layout)
-    return out.to(a.dtype)
+            d = epilogue(y, None if row_scale is None else row_scale[begin:end], activation, gated, gate_layout)
+            out[begin:end] = stored(d, a.dtype, quant, scale)
+    return out
 
 
 def grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, **arguments) -> Tensor:

@@ -15,8 +15,9 @@ from ..compare import Expected, name_of
 from ..draw import Data, Draw, Limits
 from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTensors
 from ..truth import weights
-from ..truth.epilogue import ACTIVATIONS, Bounded, activate, activate_float32, affine, gated, gated_float32, product, result
+from ..truth.epilogue import ACTIVATIONS, Bounded, activate, activate_float32, affine, codes, gated, gated_float32, product, result
 from .attention import DTYPES, HALVES
+from .gemm import draw_quant, fill_scale, one_result, output_type, quant_options, scale_argument, wrong_quants
 from .quantized_gemm import draw_weight, fill_weight, pack, passed_scales
 
 EXPERTS = arena.Rule(expand=False, usual=(0, 2, 1))  # [experts, k, n], as weights [experts, n, k] are passed
@@ -94,7 +95,7 @@ class Grouped(Family):
     views = {"a": arena.ANY, "out": arena.ROWS}
 
     def out(self, p: Parameters) -> tuple[tuple[int, ...], torch.dtype] | None:
-        return ((p["rows"], self.columns(p)), DTYPES[p["dtype"]]) if p["form"] == "out" else None
+        return ((p["rows"], self.columns(p)), output_type(p)) if p["form"] == "out" else None
 
     @staticmethod
     def columns(p: Parameters) -> int:
@@ -107,7 +108,7 @@ class Grouped(Family):
         p["gather"] = draw.chance(0.45)
         p["a_rows"] = max(1, draw.extent(p["rows"] + 5, zero=0.0)) + 1 if p["gather"] else p["rows"]
         p["form"] = draw.pick("functional", "functional", "out")
-        return p
+        return p | draw_quant(draw)
 
     def fill_rows(self, p: Parameters, draw: Draw, data: Data) -> Contents:
         """a, offsets, gather and row_scale; what is nobody's is NaN."""
@@ -129,6 +130,7 @@ class Grouped(Family):
         if row_scale is not None:
             row_scale[used:] = math.nan
         tensors = {"a": a, "offsets": data.tensor(ends, torch.int32), "gather": gather, "row_scale": row_scale}
+        tensors["scale"] = fill_scale(p, data)
         return Contents(tensors, {"sizes": sizes, "used": used, "zero_rows": None})
 
     def expect_rows(self, p: Parameters, contents: Contents, weight: Any, bias: Tensor | None) -> list[Expected]:
@@ -153,13 +155,14 @@ class Grouped(Family):
             if scale is not None:
                 d, found.peer, found.average = d.times(scale.double()), found.peer * scale, found.average * scale.abs()
             truth[rows], error[rows], peer[rows], average[rows] = d.value, d.error, found.peer, found.average
+        if p["quant"]:
+            return [codes("out", Bounded(truth, error), t["scale"])]
         return [result("out", Bounded(truth, error), dtype, peer.to(dtype), average)]
 
     def row_arguments(self, p: Parameters) -> dict[str, Argument]:
-        dtype = DTYPES[p["dtype"]]
         rows = "rows" if p["form"] == "out" or p["row_scale"] else ""
         found = {
-            "a": Argument(HALVES, ("" if p["gather"] else rows, "k"), ("b", "row_scale", "out", "scales", "qweight")),
+            "a": Argument(HALVES, ("" if p["gather"] else rows, "k"), ("b", "row_scale", "out", "scales", "qweight", "scale")),
             "offsets": Argument((torch.int32,), ("experts",), ()),
         }
         if p["gather"]:
@@ -167,8 +170,8 @@ class Grouped(Family):
         if p["row_scale"]:
             found["row_scale"] = Argument((torch.float32,), ("rows",), ())
         if p["form"] == "out":
-            found["out"] = Argument((dtype,), ("rows", "columns"), ())
-        return found
+            found["out"] = Argument((output_type(p),), ("rows", "columns"), ())
+        return found | scale_argument(p)
 
     def hostile(self, p: Parameters, contents: Contents, draw: Draw) -> Hostile | None:
         t, facts = contents.tensors, contents.facts
@@ -219,9 +222,10 @@ class GroupedGemm(Grouped):
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         options = {name: t[name] for name in ("bias", "gather", "row_scale")}
         options |= {"activation": p["activation"], "gated": p["gate"] is not None, "gate_layout": p["gate"] or "halves"}
+        options |= quant_options(p, t)
         if p["form"] == "out":
             options["out"] = t["out"]
-        return {"out": minfer.grouped_gemm(t["a"], t["b"], t["offsets"], **(options | p.get("extra", {})))}
+        return one_result(minfer.grouped_gemm(t["a"], t["b"], t["offsets"], **(options | p.get("extra", {}))))
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         b = contents.tensors["b"]
@@ -238,7 +242,7 @@ class GroupedGemm(Grouped):
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, Any, str]]:
         found = [("activation", x, "activation") for x in ("swish", "", "SiLU")] + [("gate_layout", x, "gate_layout") for x in ("rows", "")]
-        found += [("kernel", x, "kernel") for x in ("", "nothing")]
+        found += [("kernel", x, "kernel") for x in ("", "nothing")] + wrong_quants(p)
         if not p["gate"]:
             found += [("activation", "swigluoai", "swigluoai"), ("gate_layout", "blocks", "gate_layout")]
         return found
@@ -258,13 +262,13 @@ class GroupedGemmMasked(Family):
             p["max_rows"] = rows // p["experts"] + draw.pick(0, 1, 7) if draw.chance(0.8) else rows
             if p["experts"] * p["max_rows"] * max(p["n"], p["k"]) <= limits.elements:
                 break
-        return p | {"form": draw.pick("functional", "functional", "out")}
+        return p | {"form": draw.pick("functional", "functional", "out")} | draw_quant(draw)
 
     def _shape(self, p: Parameters) -> tuple[int, int, int]:
         return p["experts"], p["max_rows"], Grouped.columns(p)
 
     def out(self, p: Parameters) -> tuple[tuple[int, ...], torch.dtype] | None:
-        return (self._shape(p), DTYPES[p["dtype"]]) if p["form"] == "out" else None
+        return (self._shape(p), output_type(p)) if p["form"] == "out" else None
 
     def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
         dtype, most = DTYPES[p["dtype"]], p["max_rows"]
@@ -286,14 +290,15 @@ class GroupedGemmMasked(Family):
                 if bias is not None:
                     bias[expert] = math.nan
         tensors = {"a": a, "b": b, "counts": data.tensor(counts, torch.int32), "bias": bias, "row_scale": row_scale}
-        return Contents(tensors, {"sizes": sizes})
+        return Contents(tensors | {"scale": fill_scale(p, data)}, {"sizes": sizes})
 
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         options = {name: t[name] for name in ("bias", "row_scale")}
         options |= {"activation": p["activation"], "gated": p["gate"] is not None, "gate_layout": p["gate"] or "halves"}
+        options |= quant_options(p, t)
         if p["form"] == "out":
             options["out"] = t["out"]
-        return {"out": minfer.grouped_gemm_masked(t["a"], t["b"], t["counts"], **(options | p.get("extra", {})))}
+        return one_result(minfer.grouped_gemm_masked(t["a"], t["b"], t["counts"], **(options | p.get("extra", {}))))
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, dtype, shape = contents.tensors, DTYPES[p["dtype"]], self._shape(p)
@@ -313,6 +318,8 @@ class GroupedGemmMasked(Family):
             average[expert, :size] = found.average if factor is None else found.average * factor.abs()
             ours[expert, :size] = True
         found = result("out", Bounded(truth, error), dtype, peer.to(dtype), average)
+        if p["quant"]:
+            found = codes("out", Bounded(truth, error), t["scale"])
         if p["form"] == "out":  # rows behind a count are left as they are
             found.truth = torch.where(ours, found.truth, before["out"].double())
         return [found]
@@ -321,7 +328,7 @@ class GroupedGemmMasked(Family):
         dtype = DTYPES[p["dtype"]]
         rows = "rows" if p["row_scale"] or p["form"] == "out" else ""
         found = {
-            "a": Argument(HALVES, ("experts", rows, "k"), ("b", "row_scale", "out")),
+            "a": Argument(HALVES, ("experts", rows, "k"), ("b", "row_scale", "out", "scale")),
             "b": Argument((dtype,), ("experts", "k", "n" if p["bias"] else ""), ("a", "bias")),
             "counts": Argument((torch.int32,), ("experts",), ()),
         }
@@ -330,8 +337,8 @@ class GroupedGemmMasked(Family):
         if p["row_scale"]:
             found["row_scale"] = Argument((torch.float32,), ("experts", "rows"))
         if p["form"] == "out":
-            found["out"] = Argument((dtype,), ("experts", "rows", "columns"))
-        return found
+            found["out"] = Argument((output_type(p),), ("experts", "rows", "columns"))
+        return found | scale_argument(p)
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, Any, str]]:
         return GroupedGemm.wrong_options(self, p)
@@ -402,10 +409,11 @@ class GroupedW4(Grouped):
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         options = {name: t[name] for name in ("alpha", "bias", "gather", "row_scale")}
         options |= {"group_size": p["group_size"], "w4_format": p["format"], "activation": p["activation"], "gated": p["gate"] is not None}
+        options |= quant_options(p, t)
         if p["form"] == "out":
             options["out"] = t["out"]
         operands = (t["a"], t["qweight"], passed_scales(p, t["scales"]), t["zeros"], t["offsets"])
-        return {"out": minfer.grouped_w4a16_gemm(*operands, **(options | p.get("extra", {})))}
+        return one_result(minfer.grouped_w4a16_gemm(*operands, **(options | p.get("extra", {}))))
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, codes = contents.tensors, contents.facts["codes"]
@@ -441,7 +449,7 @@ class GroupedW4(Grouped):
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, Any, str]]:
         found = [("activation", x, "activation") for x in ("swish", "")] + [("w4_format", x, "w4_format") for x in ("int8", "")]
-        found += [("group_size", x, "group_size") for x in (0, -2, 48)] + [("kernel", "nothing", "kernel")]
+        found += [("group_size", x, "group_size") for x in (0, -2, 48)] + [("kernel", "nothing", "kernel")] + wrong_quants(p)
         if not p["gate"]:
             found.append(("activation", "swigluoai", "swigluoai"))
         return found

@@ -14,9 +14,22 @@ from ..compare import Expected, name_of
 from ..draw import Data, Draw, Limits
 from ..family import Argument, Contents, Family, Hostile, Parameters, WrongTensors
 from ..truth import weights
-from ..truth.epilogue import ACTIVATIONS, Bounded, activate, activate_float32, affine, gated, gated_float32, product, result
+from ..truth.epilogue import ACTIVATIONS, Bounded, activate, activate_float32, affine, codes, gated, gated_float32, product, result
 from .attention import DTYPES, HALVES
-from .gemm import WRONG_ACTIVATIONS, WRONG_KERNELS, draw_addend, draw_sizes, wrong_scalars
+from .gemm import (
+    WRONG_ACTIVATIONS,
+    WRONG_KERNELS,
+    draw_addend,
+    draw_quant,
+    draw_sizes,
+    fill_scale,
+    one_result,
+    output_type,
+    quant_options,
+    scale_argument,
+    wrong_quants,
+    wrong_scalars,
+)
 
 SCALE_TYPES = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
 FORMATS = {4: ("int4", "nf4", "mxfp4", "nvfp4"), 8: ("int8", "fp8_e4m3")}
@@ -101,6 +114,7 @@ class QuantizedGemm(Family):
             "c_type": draw_addend(draw, dtype),
             "form": "functional",
         }
+        p |= draw_quant(draw)
         if self.is_gated:
             return p
         shape = (*p["lead"], n)
@@ -110,13 +124,13 @@ class QuantizedGemm(Family):
                 forms |= {(*p["lead"], 1): 1, (*[1] * len(p["lead"]), n): 1, (p["lead"][-1], n): 1}
             p["c"] = draw.weighted(forms)
         p["form"] = draw.weighted({"functional": 5, "out": 3, "c": 1.5 if p["c"] == shape and p["c_type"] == dtype else 0})
-        return p | ({"out_is": "c"} if p["form"] == "c" else {})
+        return p | ({"out_is": "c", "quant": False} if p["form"] == "c" else {})
 
     def shape(self, p: Parameters) -> tuple[int, ...]:
         return (*p["lead"], p["n"] // 2 if self.is_gated else p["n"])
 
     def out(self, p: Parameters) -> tuple[tuple[int, ...], torch.dtype] | None:
-        return (self.shape(p), DTYPES[p["dtype"]]) if p["form"] in ("out", "c") else None
+        return (self.shape(p), output_type(p)) if p["form"] in ("out", "c") else None
 
     def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
         n, k, dtype = p["n"], p["k"], DTYPES[p["dtype"]]
@@ -132,6 +146,7 @@ class QuantizedGemm(Family):
             "perm": data.permutation(k).int() if p["perm"] else None,
             "c": None if p["c"] is None else data.normal(*p["c"], dtype=DTYPES[p["c_type"]]),
             "bias": None if p["bias"] is None else data.normal(n, dtype=DTYPES[p["bias"]]),
+            "scale": fill_scale(p, data),
         }
         return Contents(tensors, {"codes": w["codes"]})
 
@@ -144,9 +159,10 @@ class QuantizedGemm(Family):
         options["constant_weights"] = p["constant"]
         if not self.is_gated:
             options["c"] = t["c"]
+        options |= quant_options(p, t)
         if self.out(p) is not None:
             options["out"] = t[p.get("out_is", "out")]
-        return {"out": getattr(minfer, self.name)(t["a"], t["qweight"], scales, t["zeros"], **(options | p.get("extra", {})))}
+        return one_result(getattr(minfer, self.name)(t["a"], t["qweight"], scales, t["zeros"], **(options | p.get("extra", {}))))
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, alpha, dtype = contents.tensors, p["alpha"], DTYPES[p["dtype"]]
@@ -172,6 +188,8 @@ class QuantizedGemm(Family):
         else:
             d, peer = activate(x, p["activation"]), activate_float32(peer, p["activation"])
             usual = activate(Bounded(x.value, abs(alpha) * average), p["activation"]).error
+        if p["quant"]:
+            return [codes("out", Bounded(d.value.view(shape), d.error.view(shape)), t["scale"])]
         found = result("out", d, dtype, peer.to(dtype), usual)
         found.truth, found.bound, found.peer = (y.view(shape) for y in (found.truth, found.bound, found.peer))
         return [found]
@@ -182,7 +200,7 @@ class QuantizedGemm(Family):
         lead = ("",) * len(p["lead"])
         found = {
             "a": Argument(
-                HALVES, (*lead, "k" if p["perm"] else ""), ("qweight", "scales", "perm", "c", "out", "k "), ranks=(1, 2, 3, 4, 5)
+                HALVES, (*lead, "k" if p["perm"] else ""), ("qweight", "scales", "perm", "c", "out", "k ", "scale"), ranks=(1, 2, 3, 4, 5)
             ),
             "qweight": Argument((torch.int32,), ("", "", ""), ("scales",)),
             "scales": Argument(
@@ -199,9 +217,9 @@ class QuantizedGemm(Family):
             found["c"] = Argument((dtype, torch.float32), (), (), ranks=tuple(range(len(p["lead"]) + 2)))
         if p["form"] == "out":
             names = tuple(f"lead{i}" for i in range(len(lead)))
-            found["out"] = Argument((dtype,), (*names, "n"), ())
+            found["out"] = Argument((output_type(p),), (*names, "n"), ())
             found["a"].shape = (*names, found["a"].shape[-1])
-        return found
+        return found | scale_argument(p)
 
     def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
         found: list[WrongTensors] = []
@@ -214,7 +232,7 @@ class QuantizedGemm(Family):
         return found
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, object, str]]:
-        found = [*wrong_scalars("alpha"), *WRONG_ACTIVATIONS, *WRONG_KERNELS]
+        found = [*wrong_scalars("alpha"), *WRONG_ACTIVATIONS, *WRONG_KERNELS, *wrong_quants(p)]
         found += [("group_size", x, "group_size") for x in (0, -2, 8, 31, 33, 48, 96, 2**40 + 1)]
         found += [(f"w{self.bits}_format", x, f"w{self.bits}_format") for x in ("int3", "", "INT4", *FORMATS[12 - self.bits])]
         if p["format"] in weights.BYTE_SCALES:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.contracts import numerics_cases as numerics
+
 from ..compare import Expected, accumulation, smallest, unit
 
 ACTIVATIONS = ("none", "relu", "gelu", "gelu_tanh", "silu", "relu2")
@@ -104,6 +106,15 @@ def result(name: str, x: Bounded, dtype: torch.dtype, peer: Tensor | None, usual
     average = torch.linalg.vector_norm(x.error if usual is None else usual)
     bound = x.rounded(dtype)
     return Expected(name, dtype, bound.value, bound.error, peer, usual=float(average))
+
+
+def codes(name: str, x: Bounded, scale: Tensor) -> Expected:
+    """Rounded once to e4m3 codes of ``scale``: the nearest ones, but where a tie is within what the float32 result may be off by."""
+    own = scale.double()
+    z, doubt = x.value / own, x.error / own.abs()
+    doubt = doubt + 2.0**-22 * z.abs()
+    z = z.clamp(-448.0, 448.0)
+    return Expected(name, torch.float8_e4m3fn, z, (numerics.e4m3_near(z) - z).abs() + 2 * doubt, decode=torch.Tensor.float)
 
 
 def activate_float32(x: Tensor, activation: str) -> Tensor:

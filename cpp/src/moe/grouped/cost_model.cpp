@@ -53,7 +53,7 @@ double active_of(Routing const& routing) {
 
 double bytes_of(GroupedProblem const& p, double active) {
   double const n_out = double(p.gated ? p.n / 2 : p.n), rows = double(p.rows);
-  return active * weight_bytes(p) + 2.0 * (rows * p.k + rows * n_out);
+  return active * weight_bytes(p) + 2.0 * rows * p.k + (p.d_fp8 ? 1.0 : 2.0) * rows * n_out;
 }
 
 /// Expected tiles of an expert's tokens, were these a Poisson's: their normal tails.

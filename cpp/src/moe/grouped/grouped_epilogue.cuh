@@ -3,8 +3,9 @@
 //
 // The accumulators are D^T (weights on the MMA's rows): value e + 2 h + 4 j of slab mi is weight row 64 mi + 16 warp + 8 h + lane / 4,
 // token 8 j + 2 (lane % 4) + e. kChunk tokens at a time are turned over by stmatrix.trans into shared memory, as [token][column] with
-// 16-byte units at u ^ token % 8, and leave as whole 16-byte units. Rows behind the tile's last token belong to the next expert and are not
-// touched, which is why no TMA store writes them.
+// 16-byte units at u ^ token % 8, and leave as whole 16-byte units. Codes of d are staged as 16-bit elements too, each a code and a byte of
+// zeros, which is left out on the way to memory. Rows behind the tile's last token belong to the next expert and are not touched, which is
+// why no TMA store writes them.
 #pragma once
 
 #include "common/named_barrier.cuh"
@@ -26,7 +27,8 @@ struct GroupedEpilogueParams {
   bool gated;
   int32_t gate_row_stride, up_row_offset;  // gate i is row i * gate_row_stride of the weight, its up row up_row_offset behind it
   bool gate_blocks;                        // rows are in the tiles' own order
-  bool vectors;                            // d and its rows are 16-byte aligned
+  float const* d_scale;                    // d holds e4m3 codes of values / *d_scale; null: numbers of the weights' type
+  bool vectors;                            // d and its rows are aligned to 8 elements
 };
 
 /// The weight's row that row `row` of an expert's tiles is, or -1. Gated, tiles hold 8 gate rows, then their 8 up rows. `params` are an
@@ -45,7 +47,13 @@ __device__ void clear_rows_behind(ExpertRows const& rows, Storage const& tiles, 
   if (rows.masked) return;
   int const n_out = e.gated ? e.n / 2 : e.n, last = rows.experts - 1;
   for (int row = tiles.first_row[last] + tiles.count[last] + int(blockIdx.x); row < rows.rows; row += int(gridDim.x)) {
-    for (int column = thread; column < n_out; column += threads) static_cast<uint16_t*>(e.d)[row * e.ldd + column] = 0;
+    for (int column = thread; column < n_out; column += threads) {
+      if (e.d_scale != nullptr) {
+        static_cast<uint8_t*>(e.d)[row * e.ldd + column] = 0;
+      } else {
+        static_cast<uint16_t*>(e.d)[row * e.ldd + column] = 0;
+      }
+    }
   }
 }
 
@@ -86,6 +94,7 @@ struct GroupedEpilogue {
   template <class Accumulator>
   __device__ void store(Accumulator const& accumulator, ExpertTile const& tile, int first_row) {
     int const lane = thread % 32, warp = thread / 32;
+    float const factor = params.d_scale != nullptr ? gemm::load_code_factor(params.d_scale) : 0.0f;
 #pragma unroll
     for (int chunk = 0; chunk < kTileN / kChunk; ++chunk) {
       int const left = tile.tokens - chunk * kChunk;
@@ -120,7 +129,7 @@ struct GroupedEpilogue {
 #pragma unroll
               for (int i = 0; i < (kPair ? 4 : 2); ++i) {
                 int const block = j + i / 2;
-                packed[i] = Element::pack(v[4 * block + 2 * (i % 2)] * scale[block][0], v[4 * block + 2 * (i % 2) + 1] * scale[block][1]);
+                packed[i] = pack(v[4 * block + 2 * (i % 2)] * scale[block][0], v[4 * block + 2 * (i % 2) + 1] * scale[block][1], factor);
               }
               int const q = lane / 8, r = lane % 8;
               write<kPair ? 4 : 2>(8 * (j + (kPair ? q / 2 : 0)) + r, 8 * mi + 2 * warp + q % 2, packed);
@@ -142,7 +151,7 @@ struct GroupedEpilogue {
                 up = up > params.up_max ? params.up_max : up < -params.up_max ? -params.up_max : up;
                 product[e] = v[4 * j + e] * (up + params.up_shift) * scale[j][e];
               }
-              packed[j] = Element::pack(product[0], product[1]);
+              packed[j] = pack(product[0], product[1], factor);
             }
             int const q = lane / 8 < kBlocks ? lane / 8 : kBlocks - 1, r = lane % 8;
             write<kBlocks>(8 * q + r, 4 * mi + warp, packed);
@@ -152,6 +161,11 @@ struct GroupedEpilogue {
         copy_out(tile, first_row, chunk, left < kChunk ? left : kChunk);
       }
     }
+  }
+
+  /// Two elements as they are staged.
+  __device__ uint32_t pack(float low, float high, float factor) const {
+    return params.d_scale == nullptr ? Element::pack(low, high) : __byte_perm(codes_e4m3(low, high, factor), 0, 0x4140);
   }
 
   /// Matrices of 8 tokens x 8 columns: lane 8 q + r addresses row r of the q-th.
@@ -194,13 +208,18 @@ struct GroupedEpilogue {
     int const n_out = params.gated ? params.n / 2 : params.n;
     int const units = params.gated ? kUnits / 2 : kUnits;
     int const column0 = params.gated ? first_row / 2 : first_row;
-    Type* const d = static_cast<Type*>(params.d) + (tile.row + chunk * kChunk) * params.ldd + column0;
+    int64_t const first = (tile.row + chunk * kChunk) * params.ldd + column0;
     int const unit = thread % units, step = 128 / units;
 #pragma unroll 1
     for (int token = thread / units; token < tokens; token += step) {
       uint4 const bits = *reinterpret_cast<uint4 const*>(staged + token * (kTileM * 2) + (unit ^ token % 8) * 16);
       int const inside = n_out - column0 - unit * 8;
-      Type* const at = d + token * params.ldd + unit * 8;
+      int64_t const to = first + token * params.ldd + unit * 8;
+      if (params.d_scale != nullptr) {
+        copy_codes(bits, static_cast<uint8_t*>(params.d) + to, inside);
+        continue;
+      }
+      Type* const at = static_cast<Type*>(params.d) + to;
       if (params.vectors && inside >= 8) {
         *reinterpret_cast<uint4*>(at) = bits;
       } else {
@@ -210,6 +229,18 @@ struct GroupedEpilogue {
           uint16_t const half = uint16_t(words[i / 2] >> (16 * (i % 2)));
           if (i < inside) at[i] = *reinterpret_cast<Type const*>(&half);
         }
+      }
+    }
+  }
+  /// Of a staged unit, as much as lies inside a row.
+  __device__ void copy_codes(uint4 const& unit, uint8_t* to, int inside) const {
+    uint2 const codes = make_uint2(__byte_perm(unit.x, unit.y, 0x6420), __byte_perm(unit.z, unit.w, 0x6420));
+    if (params.vectors && inside >= 8) {
+      *reinterpret_cast<uint2*>(to) = codes;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        if (i < inside) to[i] = uint8_t((i < 4 ? codes.x : codes.y) >> 8 * (i % 4));
       }
     }
   }

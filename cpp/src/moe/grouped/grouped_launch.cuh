@@ -46,7 +46,8 @@ inline GroupedEpilogueParams describe_epilogue(GroupedProblem const& problem, Gr
   e.gate_row_stride = int32_t(rows.stride);
   e.up_row_offset = int32_t(rows.up_offset);
   e.gate_blocks = operands.gate_layout == GateLayout::kBlocks;
-  e.vectors = problem.d_alignment == 16;
+  e.d_scale = problem.d_fp8 ? operands.d_scale : nullptr;
+  e.vectors = problem.d_alignment >= (problem.d_fp8 ? 8 : 16);
   return e;
 }
 

@@ -194,6 +194,8 @@ Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, Group
   if (plan.kernel == nullptr || plan.kernel->launch == nullptr) {
     return Status::failure(StatusCode::kNotCompiled, "the plan's kernel is not in this build");
   }
+  if (problem.d_fp8 && operands.d_scale == nullptr)
+    return Status::failure(StatusCode::kInvalidArgument, "the problem's d has a scale, the operands do not");
   if (Status status = bind_context(device); !status.ok()) return status;
   GroupedProblem launched = problem;
   GroupedOperands rows = operands;
