@@ -5,8 +5,8 @@ cache; sample: draws; norm_gemm: a norm and the product behind it as one operato
 descends from; decode_layer: a step of a Llama-3.1-8B layer.
 
 Each cell: values against float64 (append and decode_layer: against the same operators one by one, and torch's), then CUDA-graph replays
-of ours, of the peers and of a copy of the same bytes, in turn over rotated operands. The floor of a cell is its bytes at READ_RATE; the
-peer "copy" says what the device reaches on as many bytes, half read, half written.
+of ours, of the peers and of a copy of the same bytes, in turn over rotated operands. The floor of a cell is its bytes at the device's read
+bandwidth; the peer "copy" says what the device reaches on as many bytes, half read, half written.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import minfer
 import torch
 import torch.nn.functional as F
+from minfer._core.registry import device_properties
 from minfer.measure.benchmarking import result_row
 from minfer.reference import kv_cache as reference_kv_cache
 from torch import Tensor
@@ -28,7 +29,7 @@ from torch import Tensor
 from bench import harness
 from bench.suites import fused_layer, fused_norm_gemm, fused_peers as peers_of
 from bench.suites.fused_call import Call, deviation
-from bench.suites.moe import READ_RATE, CellResults, chosen_of
+from bench.suites.moe import CellResults, chosen_of
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 SUITES = ("rows", "small", "quant", "append", "sample", "norm_gemm", "origins", "decode_layer")
@@ -406,7 +407,7 @@ def measure(cell: dict[str, Any], args: argparse.Namespace, results: FusedResult
                 result_row(
                     suite=cell["suite"], op=cell["what"].split(",")[0].split()[0], kernel=call.kernel, dtype=cell["dtype"], timing=own,
                     shape=dict(what=cell["what"], m=cell["m"], width=cell["width"]), peer=name, peer_us=timing.us,
-                    floor_us=call.bytes / READ_RATE, rel_err=error,
+                    floor_us=call.bytes / device_properties()["read_bandwidth"], rel_err=error,
                 )
             )  # fmt: skip
     line = [f"{name} {timing.us:.2f}" for name, timing in timings.items()]

@@ -609,9 +609,9 @@ def softmax_rows(x, logarithm=False, threads=512) -> Rows:
     below = x - x.amax(-1, keepdim=True)
     if logarithm:
         total = below.exp().sum(-1, keepdim=True).log()
-        return below - total, s + (128 + 4 * below.abs() + 4 * total) * SINGLE
+        return below - total, s + (32 + 4 * below.abs() + 4 * total) * SINGLE
     y = torch.softmax(x, -1)
-    return y, ((s + (128 + 4 * below.abs().nan_to_num(0.0, 0.0)) * SINGLE) * y).nan_to_num(0.0) + 2.0**-126
+    return y, ((s + (32 + 4 * below.abs().nan_to_num(0.0, 0.0)) * SINGLE) * y).nan_to_num(0.0) + 2.0**-126
 
 
 def activation_rows(x, activation, bias=None) -> Rows:

@@ -24,7 +24,7 @@ OPERATIONS = {
 FIELDS = {"operation", "elements", "quantized", "whole", "ring", "vectors", "threads", "note"}
 STORAGE_BYTES = 384  # of kernels of whole rows: row_group.cuh, RowStorage
 # row_params.h: of rings in shared memory, one for each warp.
-RING_BYTES, RING_CHUNK, RING_VECTORS, RING_WARPS = 14 << 10, 4, 16, 8
+RING_BYTES, RING_CHUNK, RING_VECTORS, RING_WARPS = 14 << 10, 4, 16, 16
 
 
 @dataclass(frozen=True, kw_only=True)

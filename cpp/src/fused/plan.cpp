@@ -60,10 +60,10 @@ int64_t vectors_of_thread(RowProblem const& problem, KernelInfo const& kernel, R
   int64_t const together = has_ring(kernel) ? fused::kRingChunk : 1;
   return ceil_divide(vectors_of(problem), together * launch.threads * launch.cluster) * together;
 }
-/// Clusters of CTAs with rings that are resident at once; there may be room for another one or two.
+/// Clusters that are resident at once where each CTA fills an SM.
 int32_t resident_clusters(int32_t cluster, DeviceProperties const& device) {
   int32_t const known = device.max_clusters[std::countr_zero(uint32_t(cluster))];
-  return fused::kRingCtas * std::max(known > 0 ? known : device.sm_count / cluster, 1);
+  return std::max(known > 0 ? known : device.sm_count / cluster, 1);
 }
 
 /// Threads for so many: a part of a warp, or whole warps.
@@ -118,16 +118,17 @@ Status check(RowProblem const& problem) {
 int most_vectors(RowProblem const& problem) { return problem.operation == RowOperation::kGatedActivation ? 4 : 8; }
 
 /// Whole rows: few rows are done soonest by many threads with a vector or two each, many take the least time with four, which leaves the SM
-/// enough bytes in flight and few threads that meet at barriers. So does a softmax of few rows that fits into the threads at all: what each
-/// thread does for itself, exponentials beside two exchanges, is then a small part (64 rows of 4096 on an H100: 3.2 us with one, 2.6 with
-/// four). A row that is wider than the threads of a CTA has several CTAs.
+/// enough bytes in flight and few threads that meet at barriers. So does a softmax of few rows that fit into the threads at all, but for the
+/// fewest and shortest (on an H100 64 rows of 4096 take 3.2 us with one vector a thread and 2.6 with four; one of 2048 1.5 and 1.8). A row that is wider than the threads of a CTA has several CTAs.
 int vectors_for_whole_rows(RowProblem const& problem, DeviceProperties const& device) {
   int64_t const vectors = vectors_of(problem);
   bool const few = problem.rows <= 2 * int64_t(device.sm_count);
-  bool const softmax = problem.operation == RowOperation::kSoftmax, rms_norm = problem.operation == RowOperation::kRmsNorm;
+  bool const softmax =
+      problem.operation == RowOperation::kSoftmax && vectors <= kMaxRowThreads && (problem.rows > 16 || vectors > kMaxRowThreads / 2);
+  bool const rms_norm = problem.operation == RowOperation::kRmsNorm;
   int const wanted = vectors <= 32                                                               ? 1
                      : vectors <= 64                                                             ? 2
-                     : !few || (softmax && vectors <= kMaxRowThreads)                            ? 4
+                     : !few || softmax                                                           ? 4
                      : rms_norm && vectors > kMaxRowThreads / 2 && vectors <= 2 * kMaxRowThreads ? 2
                      : vectors <= kMaxRowThreads                                                 ? 1
                      : vectors <= 2 * kMaxRowThreads                                             ? 2

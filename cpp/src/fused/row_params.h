@@ -10,11 +10,10 @@ namespace minfer::fused {
 
 constexpr int kVectorElements = 8;
 // Of rows in rings (row_ring.cuh).
-constexpr int kRingWarps = 8;         // most of a CTA
+constexpr int kRingWarps = 16;        // most of a CTA
 constexpr int kRingBytes = 14 << 10;  // of a warp
 constexpr int kRingChunk = 4;         // vectors of a thread that are copied together
 constexpr int kRingVectors = 16;      // most of a thread that a row has, of 16-bit numbers without a residual
-constexpr int kRingCtas = 2;          // of an SM
 
 struct RowParams {
   RowTensor x, y, residual;

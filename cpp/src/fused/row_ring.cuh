@@ -3,7 +3,7 @@
 // CTAs stay, as many as are resident at once, and share the rows out by turns; a row has a CTA or the CTAs of a cluster. Each warp has a
 // ring of its own: entries of kRingChunk vectors of 8 elements for each lane, consecutive 2 KB of the row (4 KB of float32), and an mbarrier
 // for each that counts the bytes of its copy. Nobody but the warp reads or frees an entry, so that the warps of a CTA meet only where a
-// row's statistics are exchanged. Two CTAs share an SM: one computes while the other exchanges, waits or stores.
+// row's statistics are exchanged.
 // The row stays in its entries through all walks. In the last walk an entry is free when its vectors have been used, and lane 0 at once
 // requests the chunk that is to come there, of a later row: what the ring holds beside the row is in flight all the time, also while
 // statistics are exchanged and results are stored.
@@ -11,8 +11,9 @@
 // Shared memory: kRingBytes for each of kRingWarps warps. Limits: rows of vectors whose addresses are multiples of 16 bytes; a thread has
 // at most kRingVectors of a row (kRingVectors / 2 where a number has 4 bytes, or with a residual).
 //
-// 65536 and 262144 columns, rms_norm, on an H100: 125 and 146 us in the registers of clusters, 135 and 149 in rings of copies of 512 bytes,
-// 99 and 108 in those of 2 KB, where a copy of as many bytes takes 91.5.
+// 256 MB of rows of 65536 and 262144 columns on an H100, where a copy of as many bytes takes 91.5 us: rms_norm took 125 and 146 us in the
+// registers of clusters, 135 and 149 in rings of copies of 512 bytes, and takes 99 and 108 in those of 2 KB. Two CTAs of 256 threads an SM,
+// which need clusters of twice as many, took 103 and 109; layer_norm 123 and 159 instead of 122 and 141.
 #pragma once
 
 #include "cute/arch/copy_sm90_tma.hpp"
@@ -131,7 +132,7 @@ class RowRing {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, kRingCtas) row_ring_kernel(__grid_constant__ RowParams const params) {
+__global__ void __launch_bounds__(Config::kThreads, 1) row_ring_kernel(__grid_constant__ RowParams const params) {
   using T = RowType<Config::kType>;
   extern __shared__ __align__(128) char smem[];
   auto& storage = *reinterpret_cast<RingStorage<T>*>(smem);
