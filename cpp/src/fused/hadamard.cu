@@ -3,10 +3,12 @@
 // A block has kOuter * N elements, N a power of two. A CTA has a tile, one block or several that follow each other, as fp32 in shared
 // memory. Element k N + i of a block has the bits of i lowest, and the transform of N is one butterfly for each of them:
 //   load     8 consecutive elements of a thread: the butterflies of the lowest three bits, in registers
-//   passes   up to five of the other bits at a time: a thread takes the 2^5 elements that differ in them into registers and puts them back
+//   passes   up to five of the other bits at a time: a thread takes the elements that differ in them into registers and puts them back, of
+//            one, two or four neighbours at once, which are 32 registers, in accesses of as many words
 //   outer    kOuter > 1: the kOuter elements of an i, times the matrix of that order, a row of which is a bit mask
 //   store    8 consecutive elements of a thread, rounded once
 // Elements lie kPad further apart after each 2^(3 + bits of the first pass), so that the threads of a warp are on 32 banks in that pass.
+// Rows that follow each other in memory are one row of all blocks: their elements are found without divisions.
 // Matrices of order 12 and 20 are Paley's first construction, of order 28 his second (Paley, 1933).
 #include <array>
 #include <cmath>
@@ -25,13 +27,15 @@ namespace {
 constexpr unsigned kMostThreads = 512;
 constexpr uint32_t kTile = 4096;  // elements of a tile of blocks that have fewer
 constexpr int kPad = 8, kMostBits = 5, kMostOuter = 28;
+constexpr int kTogether = 2;  // vectors of a thread that are requested before the first is used
 
 struct HadamardParams {
   RowTensor x, y;
   uint32_t inner;   // rows
   uint32_t blocks;  // of all rows
   uint32_t blocks_of_row;
-  uint32_t block;  // elements
+  uint32_t block;             // elements
+  bool x_follows, y_follows;  // each row begins where the one before it ends
   uint32_t blocks_of_tile;
   int bits;        // of N
   int first_bits;  // of the first pass
@@ -50,40 +54,65 @@ class Tile {
 
   template <class T>
   __device__ __forceinline__ void load() {
-    for (uint32_t at = threadIdx.x * kVectorElements; at < elements_; at += blockDim.x * kVectorElements) {
-      float v[kVectorElements];
-      if (p_.aligned) {
-        unpack(load_vector(row<T const>(p_.x, at), column(at), kVectorElements, true), v);
-      } else {
+    for (uint32_t first = threadIdx.x * kVectorElements; first < elements_; first += kTogether * blockDim.x * kVectorElements) {
+      RowVector<T> x[kTogether];
+      uint32_t at = first;
 #pragma unroll
-        for (int i = 0; i < kVectorElements; ++i) {
-          v[i] = at + i < elements_ ? to_float(load_operand(row<T const>(p_.x, at + i) + column(at + i))) : 0.0f;
+      for (int j = 0; j < kTogether; ++j) {
+        x[j] = load_elements<T>(at);
+        at += blockDim.x * kVectorElements;
+      }
+      at = first;
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        float v[kVectorElements];
+        unpack(x[j], v);
+#pragma unroll
+        for (int b = 0; b < 3; ++b) {
+          if (b < p_.bits) butterflies(v, b);
         }
+        if (at < elements_) {
+          float4* const to = reinterpret_cast<float4*>(place(at));
+          to[0] = make_float4(v[0], v[1], v[2], v[3]);
+          to[1] = make_float4(v[4], v[5], v[6], v[7]);
+        }
+        at += blockDim.x * kVectorElements;
       }
-#pragma unroll
-      for (int b = 0; b < 3; ++b) {
-        if (b < p_.bits) butterflies(v, b);
-      }
-      float* const to = place(at);
-#pragma unroll
-      for (int i = 0; i < kVectorElements; i += 4) *reinterpret_cast<float4*>(to + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
   }
 
-  /// The butterflies of the bits `first` to first + kBits - 1.
+  /// The butterflies of the bits `first` to first + kBits - 1, `first` being 3 or more.
   template <int kBits>
   __device__ __forceinline__ void pass(int first) {
-    constexpr int kCount = 1 << kBits;
-    uint32_t const tasks = elements_ >> kBits;
+    constexpr int kCount = 1 << kBits, kWideBits = kBits == kMostBits ? 0 : kBits == kMostBits - 1 ? 1 : 2, kWide = 1 << kWideBits;
+    struct alignas(4 * kWide) Wide {
+      float of[kWide];
+    };
+    uint32_t const tasks = elements_ >> (kBits + kWideBits), step = uint32_t(first - kWideBits);
+    int const padded = 3 + p_.first_bits,
+              apart = (1 << first) + (first >= padded ? kPad << (first - padded) : 0);  // of a thread's elements
     for (uint32_t task = threadIdx.x; task < tasks; task += blockDim.x) {
-      uint32_t const low = task & ((1u << first) - 1), at = (task >> first << (first + kBits)) | low;
-      float v[kCount];
+      uint32_t const low = (task & ((1u << step) - 1)) << kWideBits, at = (task >> step << (first + kBits)) | low;
+      float* const base = place(at);
+      float v[kWide][kCount];
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) v[i] = *place(at + (uint32_t(i) << first));
+      for (int i = 0; i < kCount; ++i) {
+        Wide const wide = *reinterpret_cast<Wide const*>(base + i * apart);
 #pragma unroll
-      for (int b = 0; b < kBits; ++b) butterflies(v, b);
+        for (int w = 0; w < kWide; ++w) v[w][i] = wide.of[w];
+      }
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) *place(at + (uint32_t(i) << first)) = v[i];
+      for (int b = 0; b < kBits; ++b) {
+#pragma unroll
+        for (int w = 0; w < kWide; ++w) butterflies(v[w], b);
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        Wide wide;
+#pragma unroll
+        for (int w = 0; w < kWide; ++w) wide.of[w] = v[w][i];
+        *reinterpret_cast<Wide*>(base + i * apart) = wide;
+      }
     }
   }
 
@@ -119,11 +148,11 @@ class Tile {
 #pragma unroll
       for (int i = 0; i < kVectorElements; ++i) v[i] *= p_.scale;
       if (p_.aligned) {
-        store_vector(pack<T>(v), row<T>(p_.y, at), column(at), kVectorElements, true);
+        store_vector(pack<T>(v), element<T>(p_.y, p_.y_follows, at), 0, kVectorElements, true);
       } else {
 #pragma unroll
         for (int i = 0; i < kVectorElements; ++i) {
-          if (at + i < elements_) row<T>(p_.y, at + i)[column(at + i)] = from_float<T>(v[i]);
+          if (at + i < elements_) *element<T>(p_.y, p_.y_follows, at + i) = from_float<T>(v[i]);
         }
       }
     }
@@ -131,14 +160,29 @@ class Tile {
 
  private:
   __device__ __forceinline__ float* place(uint32_t at) const { return shared_ + at + (at >> (3 + p_.first_bits)) * kPad; }
-  /// Of an element of the tile.
+  /// Element number `at` of the tile.
   template <class T>
-  __device__ __forceinline__ T* row(RowTensor const& x, uint32_t at) const {
-    return row_in<T>({x.data, x.outer_stride, x.inner_stride}, p_.inner, (first_block_ + at / p_.block) / p_.blocks_of_row);
+  __device__ __forceinline__ T* element(RowTensor const& x, bool follows, uint32_t at) const {
+    if (follows) return static_cast<T*>(x.data) + int64_t(first_block_) * p_.block + at;
+    uint32_t const block_of_tile = at / p_.block, block = first_block_ + block_of_tile, row = block / p_.blocks_of_row;
+    uint32_t const column = (block - row * p_.blocks_of_row) * p_.block + (at - block_of_tile * p_.block);
+    return row_in<T>({x.data, x.outer_stride, x.inner_stride}, p_.inner, row) + column;
   }
-  __device__ __forceinline__ uint32_t column(uint32_t at) const {
-    uint32_t const block = at / p_.block;
-    return (first_block_ + block) % p_.blocks_of_row * p_.block + (at - block * p_.block);
+  /// Eight of them; those behind the tile's end are zeros.
+  template <class T>
+  __device__ __forceinline__ RowVector<T> load_elements(uint32_t at) const {
+    if (p_.aligned) {
+      if (at >= elements_) return {};
+      return load_vector(element<T const>(p_.x, p_.x_follows, at), 0, kVectorElements, true);
+    }
+    T v[kVectorElements];
+#pragma unroll
+    for (int i = 0; i < kVectorElements; ++i) {
+      v[i] = at + i < elements_ ? load_operand(element<T const>(p_.x, p_.x_follows, at + i)) : from_float<T>(0.0f);
+    }
+    RowVector<T> x;
+    memcpy(&x, v, sizeof(x));
+    return x;
   }
   /// Of elements whose numbers differ in one bit.
   template <int kCount>
@@ -241,12 +285,19 @@ Status launch_hadamard(Hadamard const& h, HadamardShape const& of, DevicePropert
     constexpr int64_t kElement = sizeof(T);
     return begins_vector(t.data) && t.outer_stride * kElement % 16 == 0 && t.inner_stride * kElement % 16 == 0;
   };
+  auto const follows = [&](RowTensor const& t) {
+    int64_t const outer = (h.rows + params.inner - 1) / params.inner;
+    return (params.inner == 1 || t.inner_stride == h.width) && (outer <= 1 || t.outer_stride == int64_t(params.inner) * h.width);
+  };
+  params.x_follows = follows(h.x);
+  params.y_follows = follows(h.y);
   params.aligned = h.block % kVectorElements == 0 && begins(h.x) && begins(h.y);
   params.scale = float(1.0 / std::sqrt(double(h.block)));
   uint32_t const elements = params.blocks_of_tile * params.block, padded = (elements + 7) / 8 * 8;
   LaunchShape shape;
   shape.grid = dim3((params.blocks + params.blocks_of_tile - 1) / params.blocks_of_tile);
-  shape.threads = unsigned(elements <= 4 * kTile ? 256 : kMostThreads);
+  // As many CTAs as fit hold the bytes in flight, of few blocks as many threads as there are tasks of a pass.
+  shape.threads = elements <= kTile ? 128 : elements <= 4 * kTile ? 256 : kMostThreads;
   shape.smem_bytes = (padded + (padded >> (3 + params.first_bits)) * kPad + kPad) * sizeof(float);
   shape.programmatic = programmatic;
   shape.stream = stream;

@@ -117,23 +117,29 @@ Status check(RowProblem const& problem) {
 /// Of a thread. Pairs of gate and up take two registers' room each.
 int most_vectors(RowProblem const& problem) { return problem.operation == RowOperation::kGatedActivation ? 4 : 8; }
 
-/// Whole rows: few rows are done soonest by many threads with a vector or two each, many take the least time with four, which leaves the SM
-/// enough bytes in flight and few threads that meet at barriers. So does a softmax of few rows that fit into the threads at all, but for the
-/// fewest and shortest (on an H100 64 rows of 4096 take 3.2 us with one vector a thread and 2.6 with four; one of 2048 1.5 and 1.8). A row that is wider than the threads of a CTA has several CTAs.
+/// Whole rows: many take the least time with four vectors a thread, which leaves the SM enough bytes in flight and few threads that meet at
+/// barriers. Few rows are done soonest by many threads with a vector or two each. A row that is wider than the threads of a CTA has several.
+/// Times are of an H100.
 int vectors_for_whole_rows(RowProblem const& problem, DeviceProperties const& device) {
-  int64_t const vectors = vectors_of(problem);
-  bool const few = problem.rows <= 2 * int64_t(device.sm_count);
-  bool const softmax =
-      problem.operation == RowOperation::kSoftmax && vectors <= kMaxRowThreads && (problem.rows > 16 || vectors > kMaxRowThreads / 2);
-  bool const rms_norm = problem.operation == RowOperation::kRmsNorm;
-  int const wanted = vectors <= 32                                                               ? 1
-                     : vectors <= 64                                                             ? 2
-                     : !few || softmax                                                           ? 4
-                     : rms_norm && vectors > kMaxRowThreads / 2 && vectors <= 2 * kMaxRowThreads ? 2
-                     : vectors <= kMaxRowThreads                                                 ? 1
-                     : vectors <= 2 * kMaxRowThreads                                             ? 2
-                                                                                                 : 4;
-  return vectors <= int64_t(wanted) * kMaxRowThreads * (device.compute_major >= 9 ? 8 : 1) ? wanted : most_vectors(problem);
+  constexpr int64_t kThreads = kMaxRowThreads;
+  int64_t const vectors = vectors_of(problem), ctas_of_row = device.compute_major >= 9 ? 8 : 1;
+  auto const choose = [&] {
+    if (vectors <= 32) return 1;
+    if (vectors <= 64) return 2;
+    if (problem.rows > 2 * int64_t(device.sm_count)) return 4;
+    // What a thread does for itself, exponentials beside two exchanges, is a small part then: 64 rows of 4096 take 3.2 us with one vector
+    // and 2.6 with four. One row of 2048 takes 1.5 and 1.8.
+    bool const long_or_many = problem.rows > 16 || vectors > kThreads / 2;
+    if (problem.operation == RowOperation::kSoftmax && vectors <= kThreads && long_or_many) return 4;
+    if (problem.operation == RowOperation::kRmsNorm) {  // with one exchange alone
+      if (vectors > kThreads / 2 && vectors <= 2 * kThreads) return 2;
+      bool const halves = problem.quant == RowQuant::kNone && problem.rows <= device.sm_count / 2;
+      if (halves && vectors > 2 * kThreads && vectors <= ctas_of_row * kThreads) return 1;  // a cluster: a row of 16384 in 2.4 us, not 2.8
+    }
+    return vectors <= kThreads ? 1 : vectors <= 2 * kThreads ? 2 : 4;
+  };
+  int const chosen = choose();
+  return vectors <= chosen * kThreads * ctas_of_row ? chosen : most_vectors(problem);
 }
 RowLaunch launch_of_whole_rows(RowProblem const& problem, int per_thread, DeviceProperties const& device) {
   RowLaunch launch;
