@@ -207,6 +207,8 @@ def test_dense_sums(kernel):
         q, _ = minfer.gemm(a, b, c=c, beta=1.0, bias=bias, alpha=-0.37, quant="fp8_tensor", scale=scale, kernel=override)
         exact = cases.gemm_bound(a, b.mT, alpha=-0.37, c=c, bias=bias, out_dtype=torch.float32)
         cases.check_codes(q, None, exact, "fp8_tensor", f"{override}, codes", scale)
+    if row["tile_n"] == 1:  # no tile of it has a gate and its up
+        return
     a = a / 16
     for activation in ACTIVATIONS:
         exact, bound = cases.gated_bound(a, b.mT, activation=activation, bias=bias, out_dtype=dtype)
@@ -467,7 +469,7 @@ def test_norm_and_product(kernel):
     """Section 7.9: rows of many magnitudes, and columns of W that are long or cancel."""
     row = compiled("norm_gemm").get(kernel, {"tile_m": 24, "ab_type": "bf16", "threads": 512})
     dtype, m, threads = DTYPE_OF[row["ab_type"]], row["tile_m"], row["threads"]
-    for k, gated in itertools.product((8, 96, 1000, 6144), (False, True)):
+    for k, gated in itertools.product((8, 96, 1000, 6144 if m <= 8 else 5120), (False, True)):
         x, residual = (randn(m, k, dtype=torch.float32) * torch.exp2(-torch.arange(m, device=DEVICE) % 9.0)[:, None] for _ in range(2))
         x, residual, norm_weight = x.to(dtype), residual.to(dtype), randn(k, dtype=dtype)
         w = randn(272, k, dtype=torch.float32) / k**0.5

@@ -80,9 +80,8 @@ TEST_CASE(norm_gemm_plans_are_runnable) {
 
 TEST_CASE(norm_gemm_decides_by_what_a_launch_is_worth) {
   CHECK(plan_of(norm_problem(1, 6144, 4096)).kernel != nullptr);
-  CHECK(plan_of(norm_problem(8, 4096, 4096)).kernel != nullptr);
-  CHECK(plan_of(norm_problem(16, 4096, 4096)).kernel == nullptr);   // tokens
-  CHECK(plan_of(norm_problem(8, 4096, 16384)).kernel == nullptr);   // rows
+  CHECK(plan_of(norm_problem(2, 4096, 4096)).kernel == nullptr);    // tokens
+  CHECK(plan_of(norm_problem(1, 2112, 73728)).kernel == nullptr);   // rows
   CHECK(plan_of(norm_problem(1, 1024, 4096)).kernel == nullptr);    // tiles
   CHECK(plan_of(norm_problem(1, 128256, 8192)).kernel == nullptr);  // bytes
   DeviceProperties slow = h200_properties();

@@ -39,7 +39,7 @@ def run(case, **more):
     for _ in range(2):
         if before is not None:
             t["residual"].copy_(before)
-        poison_free_memory()
+        poison_free_memory(torch.device(DEVICE, torch.cuda.current_device()))
         results.append(case.call(t, **more))
         case.check(results[-1], t, before, str(more))
     assert same(*results), f"{case} {more}: other bits in a second run"
@@ -180,7 +180,7 @@ def test_quantized(name, gated):
         own = residual.clone()
         y = minfer.add_rms_norm(x, own, norm_weight, EPS)
         want = (weight.op("gemm_gated") if gated else weight.op("gemm"))(y, *packed, **options)
-        poison_free_memory()
+        poison_free_memory(torch.device(DEVICE, torch.cuda.current_device()))
         have = quantized(FORMATS[name], gated)(x, norm_weight, *packed, EPS, residual=residual, **options)
         assert same(have, want) and same(residual, own), (name, m)
 

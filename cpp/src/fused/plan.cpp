@@ -118,8 +118,8 @@ Status check(RowProblem const& problem) {
 int most_vectors(RowProblem const& problem) { return problem.operation == RowOperation::kGatedActivation ? 4 : 8; }
 
 /// Whole rows: many take the least time with four vectors a thread, which leaves the SM enough bytes in flight and few threads that meet at
-/// barriers. Few rows are done soonest by many threads with a vector or two each. A row that is wider than the threads of a CTA has several.
-/// Times are of an H100.
+/// barriers. Few rows are done soonest by many threads with a vector or two each. A row that is wider than the threads of a CTA has several
+/// CTAs. Times are of an H100.
 int vectors_for_whole_rows(RowProblem const& problem, DeviceProperties const& device) {
   constexpr int64_t kThreads = kMaxRowThreads;
   int64_t const vectors = vectors_of(problem), ctas_of_row = device.compute_major >= 9 ? 8 : 1;
@@ -165,7 +165,8 @@ bool launch_of_ring(RowProblem const& problem, KernelInfo const& kernel, DeviceP
   return vectors > 4 * kMaxRowThreads && vectors <= most * cluster && problem.rows >= resident_clusters(cluster, device);
 }
 
-/// Elements: few of them are spread over the SMs, of many each thread has enough in flight. forced_threads: 0, or of a launch that is asked for.
+/// Elements: few of them are spread over the SMs, of many each thread has enough in flight. forced_threads: 0, or of a launch that is asked
+/// for.
 RowLaunch launch_of_parts(RowProblem const& problem, int per_thread, int32_t forced_threads) {
   RowLaunch launch;
   int32_t const most = forced_threads > 0 ? forced_threads : 128;

@@ -2,7 +2,7 @@
 
     qkv = minfer.rms_norm_gemm(x, norm_weight, w_qkv.t(), eps, residual=residual)         # residual += x, then the norm of the sum
 
-A dense product of few tokens is one launch where that is expected to be faster, and otherwise two: the norm's, whose rows are written and
+A dense product of one token is one launch where that is expected to be faster, and otherwise two: the norm's, whose rows are written and
 read once more, and the product's, which begins under its tail. ``minfer.plan("rms_norm_gemm", ...)`` says which, and why. Products with
 quantised weights are two launches. Either way the norm is rounded to x's dtype in between, as :func:`minfer.rms_norm` rounds it.
 """

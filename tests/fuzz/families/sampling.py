@@ -38,7 +38,7 @@ class Sample(Family):
         if not p["counts"]:
             p["tensors"] = [name for name in p["tensors"] if name not in NEUTRAL]
         p["top_logprobs"] = min(draw.pick(0, 0, 1, 5, 128), p["vocabulary"])
-        return p | {f"{name} values": [self.number(name, draw, p) for _ in range(max(p["rows"], 1))] for name in (*OF_ROWS, *INTEGERS)}
+        return p | {f"{name} value": self.number(name, draw, p) for name in (*OF_ROWS, *INTEGERS)}  # of all rows, without a tensor
 
     def number(self, name: str, draw: Draw, p: Parameters) -> float:
         if name in NEUTRAL and not p["counts"]:
@@ -76,16 +76,14 @@ class Sample(Family):
         elif p["allowed"] == "bits":
             t["allowed"] = data.integers(-(2**31), 2**31, of_mask, -(-vocabulary // 32), dtype=torch.int32)
         device = logits.device
-        for name, plural in OF_ROWS.items():
-            given = p[f"{name} values"][:rows]
-            t[plural] = torch.tensor(given, dtype=torch.float32, device=device) if name in p["tensors"] else None
-        for name, dtype in INTEGERS.items():
-            given = p[f"{name} values"][:rows]
-            t[f"{name}s"] = torch.tensor(given, dtype=dtype, device=device) if name in p["tensors"] else None
+        for name in (*OF_ROWS, *INTEGERS):
+            given = [self.number(name, draw, p) for _ in range(rows)]  # other ones in each contents of the same call
+            of_rows = torch.tensor(given, dtype=INTEGERS.get(name, torch.float32), device=device)
+            t[OF_ROWS.get(name, f"{name}s")] = of_rows if name in p["tensors"] else None
         return Contents(t)
 
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        options = {name: p[f"{name} values"][0] for name in (*OF_ROWS, *INTEGERS) if name not in p["tensors"]}
+        options = {name: p[f"{name} value"] for name in (*OF_ROWS, *INTEGERS) if name not in p["tensors"]}
         options |= {name: x for name, x in t.items() if name != "logits"} | {"top_logprobs": p["top_logprobs"]} | p.get("extra", {})
         return dict(zip(("ids", "logprobs", "top_ids", "top_logprobs"), minfer.sample(t["logits"], **options), strict=True))
 
@@ -124,7 +122,7 @@ class Sample(Family):
 
     def value(self, name: str, p: Parameters, t: dict[str, Tensor | None], row: int) -> float:
         of_rows = t[OF_ROWS.get(name, f"{name}s")]  # a view may repeat one row's
-        return p[f"{name} values"][0] if of_rows is None else of_rows[row].item()
+        return p[f"{name} value"] if of_rows is None else of_rows[row].item()
 
     def changed(self, p: Parameters, t: dict[str, Tensor | None], v: Tensor, row: int, numbers: dict[str, float]) -> Tensor:
         """A row behind mask, bias and penalties, as documented, in float32."""
