@@ -6,9 +6,10 @@
 
 namespace minfer::fused {
 
-/// The product's upper and lower half, by one instruction.
+/// The product's upper and lower half.
 __device__ __forceinline__ uint2 multiply_wide(uint32_t a, uint32_t b) {
-  uint64_t const product = uint64_t(a) * b;
+  uint64_t product;  // in C++ the upper half would take another instruction
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
   return make_uint2(uint32_t(product >> 32), uint32_t(product));
 }
 

@@ -23,6 +23,8 @@
 // relative to the largest in units of 2^-31; and where top-p is of all tokens their sum, of integers in units of 2^-40, each rounded from
 // the 8 tokens of a vector, as is the sum for the logarithms of probabilities.
 // Limits: a row below 2^24 tokens, for the sum of all their exponentials.
+#include <cstring>
+
 #include "common/activation.cuh"
 #include "common/cluster.cuh"
 #include "common/dependent_launch.cuh"
@@ -47,8 +49,6 @@ constexpr float kScoreSlack = 0x1p-7f;  // more than the roundings of scores
 constexpr float kLog2E = 1.44269504f;
 static_assert(kGroups >= kMostTopLogprobs);
 
-enum Parameter { kTemperature, kMinP, kTopP, kTopK, kRepetition, kPresence, kFrequency, kSeed, kOffset, kParameters };
-
 template <unsigned kThreads>
 struct SampleStorage {
   typename Team<kThreads>::Storage team;
@@ -64,14 +64,6 @@ struct SampleStorage {
   uint32_t best_score;  // of the CTA, ordered as the upper half of a key
 };
 
-/// As bits.
-template <class T>
-__device__ __forceinline__ uint64_t of_row(PerRow<T> const& p, uint32_t row) {
-  T const value = p.of_rows != nullptr ? load_operand(p.of_rows + row) : p.value;
-  if constexpr (sizeof(T) == 4) return uint64_t(reinterpret_cast<uint32_t const&>(value));
-  return uint64_t(value);
-}
-
 template <class T, bool kProcessed, unsigned kThreads>
 class Sampler : public Selection<kThreads> {
  public:
@@ -82,10 +74,11 @@ class Sampler : public Selection<kThreads> {
   __device__ __forceinline__ Sampler(SampleParams const& params, Storage& storage, uint4* kept)
       : Base(storage.team, storage.candidates, storage.order, storage.selection, params.ctas,
              params.ctas > 1 ? uint32_t(cluster_rank()) : 0),
+        params_(params),
         s_(params.s),
         storage_(storage),
         row_(params, storage.penalties, kept, row_index(), rank()) {
-    if (params.ctas > 1) cluster_arrive();
+    if (params.ctas > 1) cluster_arrive_relaxed();
   }
 
   __device__ __forceinline__ void run() {
@@ -112,19 +105,16 @@ class Sampler : public Selection<kThreads> {
     }
     bool const drawable = has_distribution(largest);
     if (kProcessed || !drawable || greedy()) sum_raw();  // else as tokens are drawn
-    bool lists = s_.top_n > 0;                           // whether CTAs read each other's lists
     if (!drawable) {
       if (is_first_thread()) write(-1, __int_as_float(0x7fffffff));
     } else if (greedy()) {
       if (is_first_thread()) write_drawn(token_of(largest));
     } else {
-      bool const truncates = top_k() > 0 || top_p() < 1.0f;
-      lists |= truncates;
-      Choice const choice = truncates ? draw_of_candidates() : Choice{};
-      if (!choice.drawn) draw_of_tokens(choice, !kProcessed && !truncates);
+      Choice const choice = truncates() ? draw_of_candidates() : Choice{};
+      if (!choice.drawn) draw_of_tokens(choice, !kProcessed && !truncates());
     }
     if (s_.top_n > 0) write_top();
-    if (lists) synchronize();
+    if (s_.top_n > 0 || truncates()) synchronize();  // CTAs read each other's lists
   }
 
  private:
@@ -135,18 +125,12 @@ class Sampler : public Selection<kThreads> {
 
   /// The parameter that the thread has, if it has one.
   __device__ __forceinline__ uint64_t request_parameter() const {
-    switch (threadIdx.x) {
-      case kTemperature: return of_row(s_.temperature, row_index());
-      case kMinP: return of_row(s_.min_p, row_index());
-      case kTopP: return of_row(s_.top_p, row_index());
-      case kTopK: return of_row(s_.top_k, row_index());
-      case kRepetition: return of_row(s_.repetition, row_index());
-      case kPresence: return of_row(s_.presence, row_index());
-      case kFrequency: return of_row(s_.frequency, row_index());
-      case kSeed: return of_row(s_.seed, row_index());
-      case kOffset: return of_row(s_.offset, row_index());
-      default: return 0;
-    }
+    uint32_t const i = threadIdx.x, row = row_index();
+    if (i >= kParameters) return 0;
+    void const* const of_rows = params_.of_rows[i];
+    if (of_rows == nullptr) return params_.value[i];
+    if (i < kSeed) return load_operand(static_cast<uint32_t const*>(of_rows) + row);
+    return load_operand(static_cast<uint64_t const*>(of_rows) + row);
   }
   __device__ __forceinline__ void share_parameter(uint64_t value) {
     if (threadIdx.x < kParameters) storage_.parameter[threadIdx.x] = value;
@@ -160,6 +144,7 @@ class Sampler : public Selection<kThreads> {
     return k > 0 && k < s_.vocabulary ? uint32_t(k) : 0;
   }
   __device__ __forceinline__ bool greedy() const { return temperature() <= 0.0f; }
+  __device__ __forceinline__ bool truncates() const { return !greedy() && (top_k() > 0 || top_p() < 1.0f); }
   __device__ __forceinline__ TokenNoise noise() const {
     uint64_t const seed = storage_.parameter[kSeed], offset = storage_.parameter[kOffset];
     return {make_uint2(uint32_t(seed), uint32_t(seed >> 32)), make_uint2(uint32_t(offset), uint32_t(offset >> 32))};
@@ -433,6 +418,7 @@ class Sampler : public Selection<kThreads> {
     s_.top_logprobs[row_index() * s_.top_n + at] = logprob;
   }
 
+  SampleParams const& params_;
   Sampling const& s_;
   Storage& storage_;
   SampledRow<T, kProcessed, kThreads> row_;
@@ -453,12 +439,28 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) sample_kernel(__gri
   Sampler<T, kProcessed, kThreads>(params, storage, kept).run();
 }
 
+template <class T>
+void set(SampleParams& params, Parameter name, PerRow<T> const& p) {
+  params.of_rows[name] = p.of_rows;
+  params.value[name] = 0;
+  std::memcpy(&params.value[name], &p.value, sizeof(T));
+}
+
 bool rows_begin_vectors(void const* data, int64_t stride, int64_t element) { return begins_vector(data) && stride * element % 16 == 0; }
 
 template <class T, bool kProcessed, unsigned kThreads>
 Status launch_sample(Sampling const& s, DeviceProperties const& device, bool programmatic, Stream stream) {
   SampleParams params{};
   params.s = s;
+  set(params, kTemperature, s.temperature);
+  set(params, kMinP, s.min_p);
+  set(params, kTopP, s.top_p);
+  set(params, kTopK, s.top_k);
+  set(params, kRepetition, s.repetition);
+  set(params, kPresence, s.presence);
+  set(params, kFrequency, s.frequency);
+  set(params, kSeed, s.seed);
+  set(params, kOffset, s.offset);
   params.aligned = rows_begin_vectors(s.logits, s.logits_stride, sizeof(T));
   params.bias_aligned = rows_begin_vectors(s.bias, s.bias_stride, sizeof(float));
   params.counts_aligned = rows_begin_vectors(s.counts, s.counts_stride, sizeof(int32_t));

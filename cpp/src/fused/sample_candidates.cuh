@@ -56,9 +56,10 @@ class Candidates : public Team<kThreads> {
   }
   __device__ __forceinline__ Key largest_of_group(uint32_t group) const { return storage_.largest[group]; }
   __device__ __forceinline__ Key largest_of_groups() const {
+    uint32_t const lane = uint32_t(reread_thread_index()) % 32;
     Key largest = 0;
 #pragma unroll
-    for (unsigned i = 0; i < kGroups; i += 32) largest = max(largest, storage_.largest[i + threadIdx.x % 32]);
+    for (unsigned i = 0; i < kGroups; i += 32) largest = max(largest, storage_.largest[i + lane]);
     return largest_of_warp(largest);
   }
   /// The n-th largest of the groups' keys, n from 1 on: at least n of the row's keys are as large. 0 if fewer groups have a token.

@@ -16,8 +16,14 @@
 
 namespace minfer::fused {
 
+/// What a row has a value of.
+enum Parameter { kTemperature, kMinP, kTopP, kTopK, kRepetition, kPresence, kFrequency, kSeed, kOffset, kParameters };
+
 struct SampleParams {
   Sampling s;
+  // The parameters' PerRow: of 32 bits up to kFrequency, of 64 bits from kSeed on.
+  void const* of_rows[kParameters];
+  uint64_t value[kParameters];                                  // as bits
   uint32_t ctas;                                                // of a row
   uint32_t slots;                                               // vectors of a thread
   bool resident;                                                // in shared memory
@@ -66,8 +72,34 @@ class SampledRow {
   __device__ __forceinline__ void load(Largest* largest, float* raw_largest) {
     uint32_t const slots = params_.slots;
     uint32_t at = first_;
+    auto const take = [&](RowVector<T> const& x, uint32_t j) {
+      if constexpr (kProcessed) *raw_largest = larger_or_nan(*raw_largest, largest_of(x));
+      RowVector<Kept> const changed = process(x, at);
+      if (params_.resident) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) kept_[(j * kWords + w) * kThreads] = changed.words[w];
+      }
+      largest->take(largest_of(changed), j);
+      at += step();
+    };
+    uint32_t first = 0;
+    if (params_.aligned) {  // vectors that are whole
+      auto const* from = reinterpret_cast<uint4 const*>(logits_ + at);
 #pragma unroll 1
-    for (uint32_t first = 0; first < slots; first += kTogether) {
+      for (; first + kTogether <= slots && at + (kTogether - 1) * step() + kVectorElements <= uint32_t(s_.vocabulary); first += kTogether) {
+        RowVector<T> x[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+          for (int w = 0; w < RowVector<T>::kWords; ++w) x[i].words[w] = load_operand(from + w);
+          from += step() / kVectorElements * RowVector<T>::kWords;
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) take(x[i], first + i);
+      }
+    }
+#pragma unroll 1
+    for (; first < slots; first += kTogether) {
       RowVector<T> x[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
@@ -75,46 +107,22 @@ class SampledRow {
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        uint32_t const j = first + i;
-        if (j >= slots) break;
+        if (first + i >= slots) break;
         fill_end(x[i], at);
-        if constexpr (kProcessed) *raw_largest = larger_or_nan(*raw_largest, largest_of(x[i]));
-        RowVector<Kept> const changed = process(x[i], at);
-        if (params_.resident) {
-#pragma unroll
-          for (int w = 0; w < kWords; ++w) kept_[(j * kWords + w) * kThreads] = changed.words[w];
-        }
-        largest->take(largest_of(changed), j);
-        at += step();
+        take(x[i], first + i);
       }
     }
   }
 
-  /// The thread's vector j, whose first token is `at`.
-  template <bool kRaw>
-  __device__ __forceinline__ RowVector<Seen<kRaw>> vector(uint32_t j, uint32_t at) const {
-    if constexpr (!kRaw || !kProcessed) {
-      if (params_.resident) {
-        RowVector<Kept> x;
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) x.words[w] = kept_[(j * kWords + w) * kThreads];
-        return x;
-      }
-    }
-    RowVector<T> x = request(at);
-    fill_end(x, at);
-    if constexpr (kRaw) {
-      return x;
-    } else {
-      return process(x, at);
-    }
-  }
+  /// Calls the body with each of the thread's vectors and its first token.
   template <bool kRaw, class Body>
   __device__ __forceinline__ void for_each_vector(Body&& body) const {
     uint32_t at = first_;
+    uint4 const* kept = kept_;
 #pragma unroll 1
-    for (uint32_t j = 0; j < params_.slots; ++j) {
-      body(vector<kRaw>(j, at), at);
+    for (uint32_t left = params_.slots; left > 0; --left) {
+      body(vector<kRaw>(kept, at), at);
+      kept += kWords * kThreads;
       at += step();
     }
   }
@@ -126,7 +134,7 @@ class SampledRow {
     if (largest.v == -kInfinite) return 0;
     uint32_t const at = first_ + largest.slot * step();
     float v[kVectorElements];
-    unpack(vector<kRaw>(largest.slot, at), v);
+    unpack(vector<kRaw>(kept_ + largest.slot * (kWords * kThreads), at), v);
     uint32_t i = kVectorElements - 1;
 #pragma unroll
     for (int e = kVectorElements - 2; e >= 0; --e) i = v[e] == largest.v ? e : i;
@@ -151,6 +159,26 @@ class SampledRow {
  private:
   static constexpr int kWords = RowVector<Kept>::kWords;
   static constexpr int kTogether = (kProcessed ? 2 : 4) / RowVector<T>::kWords;  // vectors requested before the first is used
+
+  /// A vector that is in shared memory from `kept` on, if the row is, and whose first token is `at`.
+  template <bool kRaw>
+  __device__ __forceinline__ RowVector<Seen<kRaw>> vector(uint4 const* kept, uint32_t at) const {
+    if constexpr (!kRaw || !kProcessed) {
+      if (params_.resident) {
+        RowVector<Kept> x;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) x.words[w] = kept[w * kThreads];
+        return x;
+      }
+    }
+    RowVector<T> x = request(at);
+    fill_end(x, at);
+    if constexpr (kRaw) {
+      return x;
+    } else {
+      return process(x, at);
+    }
+  }
 
   /// Tokens from the thread's vector to its next.
   __device__ __forceinline__ uint32_t step() const { return params_.ctas * (kThreads * kVectorElements); }
