@@ -114,7 +114,7 @@ class Sampler : public Selection<kThreads> {
       if (!choice.drawn) draw_of_tokens(choice, !kProcessed && !truncates());
     }
     if (s_.top_n > 0) write_top();
-    if (s_.top_n > 0 || truncates()) synchronize();  // CTAs read each other's lists
+    if (s_.top_n > 0 || truncates()) this->leave();  // CTAs read each other's lists
   }
 
  private:
@@ -185,9 +185,9 @@ class Sampler : public Selection<kThreads> {
   /// Of the logits as they were given, relative to the largest, in units of 2^-40: of a vector's tokens.
   __device__ __forceinline__ uint64_t raw_sum_of(float const (&v)[kVectorElements]) const {
     float const top = raw_top();
-    float sum = 0.0f;
+    float sum = approximate_exp2((v[0] - top) * kLog2E);
 #pragma unroll
-    for (int i = 0; i < kVectorElements; ++i) sum += approximate_exp2((v[i] - top) * kLog2E);
+    for (int i = 1; i < kVectorElements; ++i) sum += approximate_exp2((v[i] - top) * kLog2E);
     return __float2ull_rn(sum * (1.0f / kSumUnit));
   }
   __device__ __forceinline__ void set_raw_sum(uint64_t sum) {
@@ -208,7 +208,10 @@ class Sampler : public Selection<kThreads> {
 
   // ---- draws ----
 
-  __device__ __forceinline__ float score_of(float v, uint32_t bits) const { return log2_of(v) - log2_exponential_variate(bits); }
+  /// By one rounding wherever it is called, so that the way to a draw does not matter.
+  __device__ __forceinline__ float score_of(float v, uint32_t bits) const {
+    return fmaf(v - top_, log2_scale_, -log2_exponential_variate(bits));
+  }
   /// What the logarithm of bits whose score is `best` or more is at most, but for kScoreSlack.
   __device__ __forceinline__ float most_bits(float v, float best) const {
     return approximate_exp2(fmaf(v - top_, log2_scale_, 32.0f + kScoreSlack - best));

@@ -1,8 +1,9 @@
 // Lists of a row's largest tokens, and how they are put in order.
 //
-// To begin with each of 128 groups of the team's threads has told its largest key: the n-th largest of these is at most the row's n-th
-// largest, so that a walk that lists the keys from there on has the n largest among them, of n = 50 with some 60 others. Each CTA has a
-// list of its own; a CTA that needs all gathers them, and sorts them by counting for each key the larger ones.
+// To begin with each of 128 groups of the team's threads has told its largest key: the n-th largest logit of these is at most the row's
+// n-th largest, so that a walk that lists the tokens from there on has the n largest among them, of n = 50 with some 15 others, and those
+// of the same logit. Each CTA has a list of its own; a CTA that needs all gathers them, and sorts them by counting for each key the larger
+// ones.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +25,9 @@ class Candidates : public Team<kThreads> {
   using Base::ctas, Base::rank, Base::synchronize;
 
   struct Storage {
-    Key largest[kGroups];
+    alignas(16) Key largest[kGroups];
     Key found;
+    uint32_t nth;
     Key list[kMostListed];  // this CTA's
     int listed;             // more than the list holds, if there are more
   };
@@ -62,21 +64,29 @@ class Candidates : public Team<kThreads> {
     for (unsigned i = 0; i < kGroups; i += 32) largest = max(largest, storage_.largest[i + lane]);
     return largest_of_warp(largest);
   }
-  /// The n-th largest of the groups' keys, n from 1 on: at least n of the row's keys are as large. 0 if fewer groups have a token.
+  /// The first key of the n-th largest logit of the groups' keys, n from 1 on: at least n of the row's keys are as large. 0 if fewer groups
+  /// have a token.
   __device__ __forceinline__ Key nth_of_groups(uint32_t n) {
     constexpr uint32_t kShares = kThreads / kGroups;  // threads that count for a key
     uint32_t const thread = uint32_t(reread_thread_index()), share = thread % kShares;
-    if (thread == 0) storage_.found = 0;
+    if (thread == 0) storage_.nth = 0xffffffffu;
     __syncthreads();
-    Key const key = storage_.largest[thread / kShares];
-    uint32_t before = 0;
+    uint32_t const order = uint32_t(storage_.largest[thread / kShares] >> 32);
+    auto const* pairs = reinterpret_cast<uint4 const*>(storage_.largest) + share;
+    uint32_t above = 0;
 #pragma unroll 8
-    for (unsigned i = 0; i < kGroups; i += kShares) before += storage_.largest[i + share] > key;
+    for (unsigned i = 0; i < kGroups / 2; i += kShares) {
+      uint4 const pair = pairs[i];
+      above += pair.y > order;
+      above += pair.w > order;
+    }
 #pragma unroll
-    for (uint32_t offset = kShares / 2; offset > 0; offset /= 2) before += __shfl_xor_sync(0xffffffffu, before, offset);
-    if (share == 0 && key != 0 && before == n - 1) storage_.found = key;
+    for (uint32_t offset = kShares / 2; offset > 0; offset /= 2) above += __shfl_xor_sync(0xffffffffu, above, offset);
+    // The least logit that fewer than n are above.
+    uint32_t const least = __reduce_min_sync(0xffffffffu, above < n ? order : 0xffffffffu);
+    if (thread % 32 == 0) atomicMin(&storage_.nth, least);
     __syncthreads();
-    return storage_.found;
+    return Key(storage_.nth) << 32;
   }
 
   // ---- lists ----

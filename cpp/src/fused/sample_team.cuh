@@ -50,6 +50,14 @@ class Team {
     }
   }
 
+  /// Before the CTA ends, whose shared memory others may read until they come here.
+  __device__ __forceinline__ void leave() const {
+    if (ctas_ > 1) {
+      cluster_arrive_relaxed();
+      cluster_wait();
+    }
+  }
+
   /// Adds up the threads' values; of the first kMaxima the largest is found. Each warp tells all CTAs, so that one barrier is enough.
   template <int kMaxima, int kValues>
   __device__ __forceinline__ void reduce(uint64_t (&x)[kValues]) {
