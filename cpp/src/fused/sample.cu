@@ -469,7 +469,8 @@ Status launch_sample(Sampling const& s, DeviceProperties const& device, bool pro
   params.counts_aligned = rows_begin_vectors(s.counts, s.counts_stride, sizeof(int32_t));
   params.allowed_aligned = rows_begin_vectors(s.allowed, s.allowed_stride, 1);
   // Few rows take as many CTAs as there are; of many a CTA should have enough to do between two barriers.
-  int64_t const tokens_of_cta = s.rows * kMostCtas <= device.sm_count ? 4096 : 16384;
+  int64_t const most_ctas = s.rows * kMostCtas, sms = device.sm_count;
+  int64_t const tokens_of_cta = most_ctas <= sms ? 4096 : most_ctas <= 4 * sms ? 8192 : 16384;
   params.ctas = 1;
   while (device.compute_major == 9 && params.ctas < kMostCtas && params.ctas * tokens_of_cta < s.vocabulary) params.ctas *= 2;
   int64_t const vectors = (s.vocabulary + kVectorElements - 1) / kVectorElements, threads = int64_t(kThreads) * params.ctas;
@@ -499,8 +500,8 @@ template <class T>
 Status launch_sample(Sampling const& s, DeviceProperties const& device, bool programmatic, Stream stream) {
   bool const processed = s.allowed != nullptr || s.allowed_bits != nullptr || s.bias != nullptr || s.counts != nullptr;
   if (processed) return launch_sample<T, true, 512>(s, device, programmatic, stream);
-  // Where SMs have more than one CTA, smaller ones: while some load their rows, the others compute.
-  if (s.rows * kMostCtas > device.sm_count) return launch_sample<T, false, 256>(s, device, programmatic, stream);
+  // An SM has two CTAs of 512 threads. Where there are more, smaller ones: while some load their rows, the others compute.
+  if (s.rows * kMostCtas > 2 * int64_t(device.sm_count)) return launch_sample<T, false, 256>(s, device, programmatic, stream);
   return launch_sample<T, false, 512>(s, device, programmatic, stream);
 }
 
