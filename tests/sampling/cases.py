@@ -20,6 +20,8 @@ RULES = (
     (1.0, 300, 0.99, 0.0),  # more than the groups of threads bound
     (2.0, 3000, 0.95, 0.001),  # more than the lists hold
     (1.0, 128, 1.0, 0.02),
+    (5.0, 0, 0.05, 0.0),  # most draws of all tokens are of one that top-p drops
+    (1.0, 700, 1.0, 0.0),
 )
 NAMES = ("temperature", "top_k", "top_p", "min_p")
 

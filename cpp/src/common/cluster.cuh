@@ -18,6 +18,8 @@ __device__ __forceinline__ int cluster_size() {
 }
 /// The two halves of the cluster's barrier, executed by all threads of all its CTAs.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+/// An arrival that tells the others nothing but itself: stores before it are not seen behind their wait.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 /// The value at `here`, an address of this CTA's shared memory, in that of CTA `rank`.
 __device__ __forceinline__ int load_from_cta(int const* here, int rank) {
@@ -48,6 +50,7 @@ __device__ __forceinline__ uint64_t load_from_cta(uint64_t const* here, int rank
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ int cluster_size() { return 1; }
 __device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_arrive_relaxed() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ int load_from_cta(int const* here, int) { return *here; }
 __device__ __forceinline__ void store_to_cta(float* here, float value, int) { *here = value; }
