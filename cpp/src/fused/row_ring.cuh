@@ -1,8 +1,8 @@
 // Whole rows that are too wide for registers: they pass through a ring in shared memory that bulk copies fill (sm_90 onward).
 //
 // CTAs stay, as many as are resident at once, and share the rows out by turns; a row has a CTA or the CTAs of a cluster. Each warp has a
-// ring of its own: entries of kRingChunk vectors of 8 elements for each lane, consecutive 2 KB of the row (4 KB of float32), and for each an
-// mbarrier that counts the bytes of its copy. Nobody but the warp reads or frees an entry, so that the warps of a CTA meet only where a
+// ring of its own: entries of kRingChunk vectors of 8 elements for each lane, consecutive 2 KB of the row (4 KB of float32), and for each
+// an mbarrier that counts the bytes of its copy. Nobody but the warp reads or frees an entry, so that the warps of a CTA meet only where a
 // row's statistics are exchanged.
 // The row stays in its entries through all walks. In the last walk an entry is free when its vectors have been used, and lane 0 at once
 // requests the chunk that is to come there, of a later row: what the ring holds beside the row is in flight all the time, also while
