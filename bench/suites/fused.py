@@ -425,9 +425,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="cells whose operator has this in its name")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--graph-us", type=float, default=400.0)
-    parser.add_argument(
-        "--compile-seconds", type=float, default=240.0, help="that each peer that compiles may take for it over the whole run"
-    )
+    parser.add_argument("--compile-seconds", type=float, default=240.0, help="that a peer may take to compile over the whole run")
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds after which no cell is started")
     parser.add_argument("--commit", help="commit to record where git is not at hand")
     parser.add_argument("--dry-run", action="store_true", help="list the cells")
