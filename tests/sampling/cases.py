@@ -33,22 +33,21 @@ def options_of(rules) -> dict:
 def judge(logits, v, rules, seeds, offsets, results, what=""):
     """Each row's draw. ``v``: logits behind mask, bias and penalties, float32; rules: (temperature, top_k, top_p, min_p) of each row."""
     ids, logprobs = (x.cpu() for x in results[:2])
-    exact = logits.cpu().double().log_softmax(-1)
+    exact = logits.double().log_softmax(-1)
     for row, of_row in enumerate(rules):
         token = int(ids[row])
         told = f"{what}, row {row}, {of_row}: drew {token}"
-        assert truth.accepts(token, v[row].cpu().double(), *of_row, int(seeds[row]), int(offsets[row])), told
+        assert truth.accepts(token, v[row].double(), *of_row, int(seeds[row]), int(offsets[row])), told
         want = float(exact[row, token])
         assert abs(float(logprobs[row]) - want) <= 2e-5 + 1e-6 * abs(want), told
 
 
 def judge_top(logits, results, n, what=""):
     """The largest logits as they were given."""
-    logits = logits.cpu()
     want = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :n]
-    assert torch.equal(results[2].cpu(), want), what
+    assert torch.equal(results[2], want), what
     exact = logits.double().log_softmax(-1).gather(1, want)
-    assert torch.allclose(results[3].cpu().double(), exact, atol=2e-5, rtol=1e-6), what
+    assert torch.allclose(results[3].double(), exact, atol=2e-5, rtol=1e-6), what
 
 
 def chi_square(counts: torch.Tensor, p: torch.Tensor) -> float:

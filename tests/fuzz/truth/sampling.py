@@ -1,12 +1,13 @@
 """Which tokens a draw may be, in float64: written from the documentation of minfer.sample, with a sort and without minfer.
 
-Noise is an exact function of its place: Philox 4x32-10 in Python's integers.
+Noise is an exact function of its place: Philox 4x32-10 in integers, of Python or of tensors.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,23 +18,22 @@ TOKEN_ERROR = 2.0**-32
 SCORE_ERROR = 1e-4
 
 
-def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Salmon et al., 2011."""
+def philox(counter: tuple[Any, Any, Any, Any], key: tuple[int, int]) -> tuple[Any, Any, Any, Any]:
+    """Salmon et al., 2011. Words are integers or int64 tensors, whose products wrap around and keep their 64 bits."""
     a, b, c, d = counter
     k, j = key
     for _ in range(10):
         first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
-        a, b, c, d = second >> 32 ^ b ^ k, second & WORD, first >> 32 ^ d ^ j, first & WORD
+        a, b, c, d = (second >> 32 & WORD) ^ b ^ k, second & WORD, (first >> 32 & WORD) ^ d ^ j, first & WORD
         k, j = k + 0x9E3779B9 & WORD, j + 0xBB67AE85 & WORD
     return a, b, c, d
 
 
-def exponential(token: int, seed: int, offset: int) -> float:
-    """The token's exponentially distributed number."""
-    counter = (token // 4, 0, offset & WORD, offset >> 32 & WORD)
-    bits = philox(counter, (seed & WORD, seed >> 32 & WORD))[token % 4]
-    u = (bits + 0.5) * 2.0**-32
-    return max(-math.log1p(-min(u, 1 - 2.0**-33)), 2.0**-33)
+def exponentials(tokens: Tensor, seed: int, offset: int) -> Tensor:
+    """The tokens' exponentially distributed numbers, float64. tokens: int64 [n]."""
+    words = philox((tokens // 4, 0, offset & WORD, offset >> 32 & WORD), (seed & WORD, seed >> 32 & WORD))
+    u = (torch.stack(words).gather(0, tokens[None] % 4)[0].double() + 0.5) * 2.0**-32
+    return (-torch.log1p(-u.clamp(max=1 - 2.0**-33))).clamp(min=2.0**-33)
 
 
 @dataclass
@@ -77,25 +77,23 @@ def accepts(token: int, v: Tensor, temperature: float, top_k: int, top_p: float,
     if temperature <= 0:
         return token == int((v == v.max()).nonzero()[0])
     row = kept(v, temperature, top_k, top_p, min_p)
-    if token not in row.tokens[row.maybe].tolist():
+    if not bool((row.tokens[row.maybe] == token).any()):
         return False
 
-    def score(of: int) -> float:
-        return float(v[of] - v.max()) / temperature - math.log(exponential(of, seed, offset))
+    def scores(of: Tensor) -> Tensor:
+        return (v[of] - v.max()) / temperature - exponentials(of, seed, offset).log()
 
-    own = score(token)
-    # Of tokens that can win: noise is at most 23.
-    x = (v[row.tokens] - v.max()) / temperature
-    rivals = row.tokens[row.surely & (x >= own - 23.5)].tolist()
+    own = float(scores(torch.tensor([token], device=v.device)))
     error = SCORE_ERROR * (1 + abs(own)) + 2.0**-22 * float(v.max().abs()) / temperature
-    return all(score(rival) <= own + error for rival in rivals if rival != token)
+    rivals = row.tokens[row.surely & (row.tokens != token)]
+    return bool((scores(rivals) <= own + error).all())
 
 
 def probabilities(v: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
     """float64 [vocabulary], of parameters that no rounding decides on."""
     row = kept(v.double(), temperature, top_k, top_p, min_p)
     assert torch.equal(row.surely, row.maybe)
-    p = torch.zeros(len(v), dtype=torch.float64)
+    p = torch.zeros(len(v), dtype=torch.float64, device=v.device)
     chosen = row.tokens[row.surely]
     p[chosen] = ((v[chosen].double() - v.max().double()) / temperature).exp()
     return p / p.sum()
