@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 namespace minfer {
 
@@ -16,5 +17,12 @@ struct alignas(sizeof(T) * kWidth < kVectorBytes ? sizeof(T) * kWidth : kVectorB
 
 /// Whether a vector of 16 bytes may begin at an address.
 inline bool begins_vector(void const* address) { return reinterpret_cast<uintptr_t>(address) % kVectorBytes == 0; }
+/// Whether one may begin at each row, rows being so many elements apart.
+inline bool begin_vectors(void const* rows, int64_t element_bytes, std::initializer_list<int64_t> strides) {
+  for (int64_t const stride : strides) {
+    if (stride * element_bytes % int64_t(kVectorBytes) != 0) return false;
+  }
+  return begins_vector(rows);
+}
 
 }  // namespace minfer

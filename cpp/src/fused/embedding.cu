@@ -61,8 +61,8 @@ Status launch_embedding(Embedding const& embedding, bool programmatic, Stream st
     return Status::failure(StatusCode::kNotSupported, "%lld rows of %lld are more than a launch covers", (long long)embedding.count,
                            (long long)embedding.width);
   }
-  params.aligned = embedding.width % kVectorElements == 0 && begins_vector(embedding.weight) && begins_vector(embedding.out) &&
-                   embedding.weight_stride * sizeof(T) % 16 == 0 && embedding.out_stride * sizeof(T) % 16 == 0;
+  params.aligned = embedding.width % kVectorElements == 0 && begin_vectors(embedding.weight, sizeof(T), {embedding.weight_stride}) &&
+                   begin_vectors(embedding.out, sizeof(T), {embedding.out_stride});
   shape.programmatic = programmatic;
   shape.stream = stream;
   return launch(shape, "launch of embedding", &embedding_kernel<T>, params);

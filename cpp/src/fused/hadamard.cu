@@ -281,10 +281,7 @@ Status launch_hadamard(Hadamard const& h, HadamardShape const& of, DevicePropert
       params.signs[j] |= uint32_t(element < 0) << k;
     }
   }
-  auto const begins = [&](RowTensor const& t) {
-    constexpr int64_t kElement = sizeof(T);
-    return begins_vector(t.data) && t.outer_stride * kElement % 16 == 0 && t.inner_stride * kElement % 16 == 0;
-  };
+  auto const begins = [&](RowTensor const& t) { return begin_vectors(t.data, sizeof(T), {t.outer_stride, t.inner_stride}); };
   auto const follows = [&](RowTensor const& t) {
     int64_t const outer = (h.rows + params.inner - 1) / params.inner;
     return (params.inner == 1 || t.inner_stride == h.width) && (outer <= 1 || t.outer_stride == int64_t(params.inner) * h.width);

@@ -258,7 +258,7 @@ Status run_rows(RowPlan const& plan, RowProblem const& problem, RowOperands cons
   params.logarithm = operands.logarithm;
   int64_t const element = size_of(problem.type), vector = kVectorElements;  // 8 codes are 8 bytes, of 8 bytes' alignment
   auto const rows_fit = [&](RowTensor const& t) {
-    return t.data == nullptr || (begins_vector(t.data) && t.outer_stride * element % 16 == 0 && t.inner_stride * element % 16 == 0);
+    return t.data == nullptr || begin_vectors(t.data, element, {t.outer_stride, t.inner_stride});
   };
   bool const aligned = problem.width % vector == 0 && rows_fit(operands.x) && rows_fit(operands.y) && rows_fit(operands.residual) &&
                        reinterpret_cast<uintptr_t>(operands.q) % vector == 0 && begins_vector(operands.weight) &&

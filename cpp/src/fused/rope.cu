@@ -104,7 +104,7 @@ Status launch_rope(Rope const& rope, bool programmatic, Stream stream) {
   constexpr int kWide = 16 / int(sizeof(T));
   int64_t const half = rope.rotary_dim / 2;
   auto const fits = [&](Rope::Heads const& of) {
-    return of.heads == 0 || (begins_vector(of.data) && of.token_stride % kWide == 0 && of.head_stride % kWide == 0);
+    return of.heads == 0 || begin_vectors(of.data, sizeof(T), {of.token_stride, of.head_stride});
   };
   bool const wide = half % kWide == 0 && fits(rope.q) && fits(rope.k) && begins_vector(rope.cos_sin);
   int64_t const places = wide ? half / kWide : half, heads = rope.q.heads + rope.k.heads;

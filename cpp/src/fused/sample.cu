@@ -449,8 +449,6 @@ void set(SampleParams& params, Parameter name, PerRow<T> const& p) {
   std::memcpy(&params.value[name], &p.value, sizeof(T));
 }
 
-bool rows_begin_vectors(void const* data, int64_t stride, int64_t element) { return begins_vector(data) && stride * element % 16 == 0; }
-
 template <class T, bool kProcessed, unsigned kThreads>
 Status launch_sample(Sampling const& s, DeviceProperties const& device, bool programmatic, Stream stream) {
   SampleParams params{};
@@ -464,10 +462,10 @@ Status launch_sample(Sampling const& s, DeviceProperties const& device, bool pro
   set(params, kFrequency, s.frequency);
   set(params, kSeed, s.seed);
   set(params, kOffset, s.offset);
-  params.aligned = rows_begin_vectors(s.logits, s.logits_stride, sizeof(T));
-  params.bias_aligned = rows_begin_vectors(s.bias, s.bias_stride, sizeof(float));
-  params.counts_aligned = rows_begin_vectors(s.counts, s.counts_stride, sizeof(int32_t));
-  params.allowed_aligned = rows_begin_vectors(s.allowed, s.allowed_stride, 1);
+  params.aligned = begin_vectors(s.logits, sizeof(T), {s.logits_stride});
+  params.bias_aligned = begin_vectors(s.bias, sizeof(float), {s.bias_stride});
+  params.counts_aligned = begin_vectors(s.counts, sizeof(int32_t), {s.counts_stride});
+  params.allowed_aligned = begin_vectors(s.allowed, 1, {s.allowed_stride});
   // Few rows take as many CTAs as there are; of many a CTA should have enough to do between two barriers.
   int64_t const most_ctas = s.rows * kMostCtas, sms = device.sm_count;
   int64_t const tokens_of_cta = most_ctas <= sms ? 4096 : most_ctas <= 4 * sms ? 8192 : 16384;
