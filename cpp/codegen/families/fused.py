@@ -24,7 +24,7 @@ OPERATIONS = {
 FIELDS = {"operation", "elements", "quantized", "whole", "ring", "vectors", "threads", "note"}
 STORAGE_BYTES = 384  # of kernels of whole rows: row_group.cuh, RowStorage
 # row_params.h: of rings in shared memory, one for each warp.
-RING_BYTES, RING_CHUNK, RING_VECTORS, RING_WARPS = 14 << 10, 4, 16, 16
+RING_BYTES, TILE_VECTORS, RING_VECTORS, RING_WARPS = 14 << 10, 4, 16, 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,8 @@ class FusedKernel(Kernel):
         kernels = []
         for element in elements:
             number = project_formats().elements[element].bytes
-            chunks = RING_BYTES // (32 * RING_CHUNK * VECTOR * number) * RING_WARPS
-            ring_bytes = -(-(STORAGE_BYTES + chunks * (32 * RING_CHUNK * VECTOR * number + 8)) // 128) * 128
+            tiles = RING_BYTES // (32 * TILE_VECTORS * VECTOR * number) * RING_WARPS
+            ring_bytes = -(-(STORAGE_BYTES + tiles * (32 * TILE_VECTORS * VECTOR * number + 8)) // 128) * 128
             smem = ring_bytes if ring else STORAGE_BYTES if whole else 0
             for v in vectors:
                 elements_of_thread = VECTOR * (v * 2 // number if ring else v)
@@ -100,7 +100,7 @@ class FusedKernel(Kernel):
         return self.type_constants() + [
             f"static constexpr RowOperation kOperation = RowOperation::{OPERATIONS[self.of][0]};",
             f"static constexpr bool kQuantized = {cpp_bool(self.quantized)};",
-            *([f"static constexpr RowPlace kPlace = RowPlace::{'kRing' if self.ring else 'kRegisters'};"] if self.whole else []),
+            *([f"static constexpr RowLocation kLocation = RowLocation::{'kRing' if self.ring else 'kRegisters'};"] if self.whole else []),
             *([] if self.whole else ["static constexpr bool kFast = true;"]),
             f"static constexpr int kVectors = {self.tile[1] // VECTOR};",
             f"static constexpr int kThreads = {self.threads}, kSmemBytes = {self.smem_bytes};",

@@ -57,7 +57,7 @@ int most_vectors_of(KernelInfo const& kernel, RowProblem const& problem) {
 }
 /// Of a row; those at its end may be outside.
 int64_t vectors_of_thread(RowProblem const& problem, KernelInfo const& kernel, RowLaunch const& launch) {
-  int64_t const together = has_ring(kernel) ? fused::kRingChunk : 1;
+  int64_t const together = has_ring(kernel) ? fused::kTileVectors : 1;
   return ceil_divide(vectors_of(problem), together * launch.threads * launch.cluster) * together;
 }
 /// Clusters that are resident at once where each CTA fills an SM.
@@ -159,7 +159,7 @@ bool launch_of_ring(RowProblem const& problem, KernelInfo const& kernel, DeviceP
   int64_t const vectors = vectors_of(problem), most = int64_t(most_vectors_of(kernel, problem)) * kThreads;
   int32_t cluster = 1;
   while (cluster < 8 && vectors > most * cluster) cluster *= 2;
-  int64_t const of_thread = ceil_divide(vectors, int64_t(fused::kRingChunk) * kThreads * cluster) * fused::kRingChunk;
+  int64_t const of_thread = ceil_divide(vectors, int64_t(fused::kTileVectors) * kThreads * cluster) * fused::kTileVectors;
   launch->cluster = cluster;
   launch->threads = whole_threads(ceil_divide(vectors, of_thread * cluster), 64, kThreads);
   return vectors > 4 * kMaxRowThreads && vectors <= most * cluster && problem.rows >= resident_clusters(cluster, device);

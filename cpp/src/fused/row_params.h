@@ -12,7 +12,7 @@ constexpr int kVectorElements = 8;
 // Of rows in rings (row_ring.cuh).
 constexpr int kRingWarps = 16;        // most of a CTA
 constexpr int kRingBytes = 14 << 10;  // of a warp
-constexpr int kRingChunk = 4;         // vectors of a thread that are copied together
+constexpr int kTileVectors = 4;       // vectors of a thread in a warp tile, which is copied as a whole
 constexpr int kRingVectors = 16;      // most of a thread that a row has, of 16-bit numbers without a residual
 
 struct RowParams {

@@ -5,7 +5,7 @@
 //                which no digits cancel; the maximum, then the sum of exponentials of what elements are below it; the largest magnitude,
 //                which for the norm is found beside the sum, since the rest of its factor is the row's
 //   results      stored as numbers or codes
-// Where the row is between these steps (RowPlace):
+// Where the row is between these steps (RowLocation):
 //   kRegisters   a thread has up to kVectors vectors of 8 elements of it, all requested before the first is used: these are the bytes in
 //                flight. CTAs end with their row: those that are waiting read while these store. Two other forms were slower on an H200 for
 //                rows that fit: CTAs that stay and request the next row's vectors as this one's are used (4096 columns: 88 us instead of
@@ -27,7 +27,7 @@
 
 namespace minfer::fused {
 
-enum class RowPlace { kRegisters, kMemory, kRing };
+enum class RowLocation { kRegisters, kMemory, kRing };
 
 /// Of a kernel that has no ring.
 struct NoRing {
@@ -39,15 +39,15 @@ template <class Config, class Ring = NoRing>
 class WholeRow {
  public:
   static constexpr RowOperation kOperation = Config::kOperation;
-  static constexpr RowPlace kPlace = Config::kPlace;
-  static constexpr bool kInRegisters = kPlace == RowPlace::kRegisters, kInRing = kPlace == RowPlace::kRing;
-  static constexpr bool kFast = kPlace != RowPlace::kMemory;  // a vector is one access, or two
+  static constexpr RowLocation kLocation = Config::kLocation;
+  static constexpr bool kInRegisters = kLocation == RowLocation::kRegisters, kInRing = kLocation == RowLocation::kRing;
+  static constexpr bool kFast = kLocation != RowLocation::kMemory;  // a vector is one access, or two
   static constexpr bool kGated = kOperation == RowOperation::kGatedActivation;
   static constexpr bool kSoftmax = kOperation == RowOperation::kSoftmax;
   static constexpr bool kQuantized = Config::kQuantized;
   static constexpr bool kExact = Config::kType == DataType::kF32;
   static constexpr int kVectors = kInRegisters ? Config::kVectors : 1;
-  static constexpr int kFactors = kInRing                          ? kRingChunk
+  static constexpr int kFactors = kInRing                          ? kTileVectors
                                   : kVectors == 2 || kVectors == 4 ? 2
                                                                    : 1;  // vectors whose weights are requested together
   static constexpr bool kEarly =
@@ -152,13 +152,13 @@ class WholeRow {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) first_[j] = add(first_[j], second_[j], column(j));
     } else if constexpr (kInRing) {
-      for_each_chunk([&](uint32_t chunk, uint32_t at) {
-        ring_->wait(chunk);
-        Vector x[kRingChunk], to[kRingChunk];
+      for_each_tile([&](uint32_t tile, uint32_t at) {
+        ring_->wait(tile);
+        Vector x[kTileVectors], to[kTileVectors];
 #pragma unroll
-        for (int i = 0; i < kRingChunk; ++i) to[i] = ring_->vector(chunk, i), x[i] = ring_->vector(chunk, i, 1);
+        for (int i = 0; i < kTileVectors; ++i) to[i] = ring_->vector(tile, i), x[i] = ring_->vector(tile, i, 1);
 #pragma unroll
-        for (int i = 0; i < kRingChunk; ++i) ring_->vector(chunk, i) = add(to[i], x[i], at + i * vector_step());
+        for (int i = 0; i < kTileVectors; ++i) ring_->vector(tile, i) = add(to[i], x[i], at + i * vector_step());
       });
     } else {
       for (uint32_t j = 0; j < params_.vectors; ++j) {
@@ -177,11 +177,11 @@ class WholeRow {
     return load_vector<false>(adds() ? residual_ : x_, at, count(at), false);
   }
 
-  /// body(chunk, column of its first vector) for each chunk of the thread.
+  /// body(tile, column of its first vector) for each tile of the thread.
   template <class Body>
-  __device__ __forceinline__ void for_each_chunk(Body&& body) {
+  __device__ __forceinline__ void for_each_tile(Body&& body) {
 #pragma unroll 1
-    for (uint32_t chunk = 0; chunk < params_.vectors / kRingChunk; ++chunk) body(chunk, ring_->column(chunk));
+    for (uint32_t tile = 0; tile < params_.vectors / kTileVectors; ++tile) body(tile, ring_->column(tile));
   }
   __device__ __forceinline__ uint32_t vector_step() const {
     if constexpr (kInRing) return Ring::kVectorStep;
@@ -204,19 +204,19 @@ class WholeRow {
         body(v, at, count(at), j);
       }
     } else if constexpr (kInRing) {
-      for_each_chunk([&](uint32_t chunk, uint32_t at) {
+      for_each_tile([&](uint32_t tile, uint32_t at) {
         if (kWalk == Walk::kLast && is_norm(kOperation)) load_factors_at(at);
-        if (kWalk == Walk::kFirst && !adds()) ring_->wait(chunk);
-        Vector x[kRingChunk];
+        if (kWalk == Walk::kFirst && !adds()) ring_->wait(tile);
+        Vector x[kTileVectors];
 #pragma unroll
-        for (int i = 0; i < kRingChunk; ++i) x[i] = count(at + i * vector_step()) > 0 ? ring_->vector(chunk, i) : Vector{};
+        for (int i = 0; i < kTileVectors; ++i) x[i] = count(at + i * vector_step()) > 0 ? ring_->vector(tile, i) : Vector{};
 #pragma unroll
-        for (int i = 0; i < kRingChunk; ++i) {
+        for (int i = 0; i < kTileVectors; ++i) {
           float v[kVectorElements];
           unpack(x[i], v);
           body(v, at + i * vector_step(), count(at + i * vector_step()), i);
         }
-        if constexpr (kWalk == Walk::kLast) ring_->release(chunk);
+        if constexpr (kWalk == Walk::kLast) ring_->release(tile);
       });
     } else {
 #pragma unroll 1
@@ -462,7 +462,7 @@ class WholeRow {
 /// Threads that an SM should hold, for which registers are budgeted.
 template <class Config>
 constexpr int kResidentThreads =
-    Config::kPlace == RowPlace::kRegisters && Config::kVectors * (Config::kOperation == RowOperation::kGatedActivation ? 2 : 1) <= 4
+    Config::kLocation == RowLocation::kRegisters && Config::kVectors * (Config::kOperation == RowOperation::kGatedActivation ? 2 : 1) <= 4
         ? 1024
         : Config::kThreads;
 
@@ -484,7 +484,7 @@ template <DataType kType_, RowOperation kOperation_, bool kQuantized_>
 struct SlowRows {
   static constexpr DataType kType = kType_;
   static constexpr RowOperation kOperation = kOperation_;
-  static constexpr RowPlace kPlace = RowPlace::kMemory;
+  static constexpr RowLocation kLocation = RowLocation::kMemory;
   static constexpr bool kQuantized = kQuantized_;
   static constexpr int kVectors = 1, kThreads = kMaxRowThreads;
 };
