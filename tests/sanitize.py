@@ -36,7 +36,7 @@ EXCUSED = {
     "racecheck": re.compile(r"sm90_"),  # kernels whose shared memory is handed over by mbarriers
     "synccheck": re.compile(r"\b(prefill|decode)_sm90_kernel"),  # kernels whose roles synchronise by named barriers
     # these look for tagged words of the workspace
-    "initcheck": re.compile(r"\b((gemm|w4a16)_sm90_kernel|decode_sm[89]0_kernel|router_gemm_kernel)"),
+    "initcheck": re.compile(r"\b((gemm|w4a16)_sm90_kernel|decode_sm[89]0_kernel|router_gemm_kernel|norm_gemm_sm80_kernel)"),
 }
 DEVICE = "cuda"
 
@@ -64,6 +64,8 @@ def calls(only: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         ("moe", _grouped),
         ("moe_w4a16", _grouped_quantised),
         ("attention", _attention),
+        ("fused", _rows),
+        ("norm_gemm", _norm_gemm),
     ):
         for kernel in minfer.kernels(family):
             runs = kernel["compiled"] and (family != "attention" or kernel["arch_exact"] or has_portable)
@@ -168,6 +170,37 @@ def _attention(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
             yield lambda q=q, cache=cache, options=options: minfer.attention_paged(
                 q, cache.k, cache.v, lengths, block_table=table, kernel=name, **options, **cache.scales()
             )
+
+
+def _rows(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
+    import minfer
+
+    from tests.fused.cases import CASES, QUANTIZED, QUANTS, given_scale
+
+    name, operation = kernel["name"], kernel["operation"]
+    usual = {"activation": "activation_gelu_bias", "gated_activation": "gated_silu_halves"}
+    quantised = "_quantized" in name
+    case = (QUANTIZED if quantised else CASES)[usual.get(operation, operation)]
+    for rows, width in ((3, 136), (300, 1040)):  # 300: rings are filled anew
+        x, factors = case.make(rows, width, dtype, DEVICE)
+        if not quantised:
+            yield lambda x=x, factors=factors: case.call(x, factors, kernel=name)
+            if operation == "rms_norm":
+                yield lambda x=x, factors=factors: minfer.add_rms_norm(x, x.clone(), factors["weight"], kernel=name)
+            continue
+        for quant in QUANTS:
+            if operation == "rms_norm" or ("_rows_" in name) == (quant in ("fp8_token", "int8_token")):
+                options = {"quant": quant, "kernel": name} | given_scale(quant, DEVICE)
+                yield lambda x=x, factors=factors, options=options: case.quantized(x, factors, **options)
+
+
+def _norm_gemm(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
+    import minfer
+
+    x, weight, b = normal(kernel["tile_m"], 264, dtype=dtype), normal(264, dtype=dtype), normal(208, 264, dtype=dtype)
+    options = {"bias": normal(208, dtype=dtype), "kernel": kernel["name"]}
+    yield lambda: minfer.rms_norm_gemm(x, weight, b.t(), residual=x.clone(), activation="gelu", **options)
+    yield lambda: minfer.rms_norm_gemm_gated(x, weight, b.t(), **options)
 
 
 def run(only: str) -> int:
