@@ -121,6 +121,7 @@ void run(RowCall* call, OnDevice const& on, Finish&& finish) {
   RowProblem& problem = call->problem;
   RowOperands& o = call->operands;
   problem.rows = call->rows();
+  problem.adds = call->residual.defined();
   std::optional<RowOverride> forced;
   if (call->kernel) forced = parse_kernel(op, *call->kernel);
   if (problem.rows == 0 || problem.width == 0) return;
@@ -203,7 +204,6 @@ struct RmsNormCall : RowCall {
     check_no_overlap(op, to, "x", x, "residual");
     if (weights) check_no_overlap(op, to, weight_name, *weights, "residual");
     residual = to;
-    problem.adds = true;
   }
   void check_norm(OptionalTensor const& to, OptionalTensor const& weights) const {
     if (!to) return;

@@ -61,6 +61,16 @@ TEST_CASE(many_wide_rows_are_held_in_rings) {
   CHECK(!in_ring(plan_of(problem_of(RowOperation::kLayerNorm, 256, 1 << 20))));
 }
 
+TEST_CASE(a_residual_that_the_plan_does_not_know_of_is_refused) {
+  RowProblem const problem = problem_of(RowOperation::kRmsNorm, 512, 65536);
+  RowPlan const plan = plan_of(problem);
+  float memory = 0.0f;
+  RowOperands operands;
+  operands.residual.data = &memory;
+  Status const status = run_rows(plan, problem, operands, false, nullptr);
+  CHECK(!status.ok() && std::strcmp(status.message, "the problem lacks a residual, the operands do") == 0);
+}
+
 TEST_CASE(each_thread_of_a_ring_has_no_more_than_its_vectors) {
   for (int64_t width = 16392; width <= 2 * 262144; width += 8 * 1231) {
     RowPlan const plan = plan_of(problem_of(RowOperation::kLayerNorm, 1000, width));

@@ -122,6 +122,12 @@ def test_special_numbers(dtype):
 # ---- two launches, and what the plan chooses -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_wide_rows_with_a_residual(dtype):
+    """Rows that the norm holds in rings, where a residual takes half of the room."""
+    run(Case(300, 24, 65536, dtype, residual=True))
+
+
 @pytest.mark.parametrize("kernel", [None, "two_launches"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_both_paths(dtype, kernel):

@@ -72,7 +72,8 @@ int32_t whole_threads(int64_t needed, int32_t least, int32_t most) {
   return int32_t(std::clamp<int64_t>(threads, least, most));
 }
 
-constexpr int32_t kPackedThreads = 128;  // of a CTA with several rows
+constexpr int32_t kPackedThreads = 128;                   // of a CTA with several rows
+constexpr int64_t kRegisterVectors = 4 * kMaxRowThreads;  // of a row that the registers of one CTA hold
 
 /// What a launch must be for a kernel. Null: it is legal.
 char const* illegal(RowProblem const& problem, KernelInfo const& kernel, RowLaunch const& launch, DeviceProperties const& device) {
@@ -162,7 +163,7 @@ bool launch_of_ring(RowProblem const& problem, KernelInfo const& kernel, DeviceP
   int64_t const of_thread = ceil_divide(vectors, int64_t(fused::kTileVectors) * kThreads * cluster) * fused::kTileVectors;
   launch->cluster = cluster;
   launch->threads = whole_threads(ceil_divide(vectors, of_thread * cluster), 64, kThreads);
-  return vectors > 4 * kMaxRowThreads && vectors <= most * cluster && problem.rows >= resident_clusters(cluster, device);
+  return vectors > kRegisterVectors && vectors <= most * cluster && problem.rows >= resident_clusters(cluster, device);
 }
 
 /// Elements: few of them are spread over the SMs, of many each thread has enough in flight. forced_threads: 0, or of a launch that is asked
@@ -190,7 +191,8 @@ Status plan_rows(RowProblem const& problem, DeviceProperties const& device, RowO
   bool const whole = takes_whole_rows(problem), is_forced = forced != nullptr && forced->kernel != nullptr;
   int per_thread = whole ? vectors_for_whole_rows(problem, device) : vectors_for_parts(problem, device);
   if (is_forced) per_thread = vectors_of(*forced->kernel);
-  KernelInfo const* const ring = find_ring(problem);
+  bool const fits_registers = vectors_of(problem) <= kRegisterVectors;  // the usual case looks for no ring
+  KernelInfo const* const ring = fits_registers && !is_forced ? nullptr : find_ring(problem);
   RowLaunch in_ring;
   bool const rings = ring != nullptr && (is_forced ? forced->kernel == ring
                                                    : device.compute_capability() == 90 && launch_of_ring(problem, *ring, device, &in_ring));
@@ -229,6 +231,10 @@ Status plan_rows(RowProblem const& problem, DeviceProperties const& device, RowO
 Status run_rows(RowPlan const& plan, RowProblem const& problem, RowOperands const& operands, bool programmatic, Stream stream) {
   if (Status const status = check(problem); !status.ok()) return status;
   if (problem.rows == 0 || problem.width == 0) return Status::success();
+  if (problem.adds != (operands.residual.data != nullptr)) {  // a ring has room for half of a row with a residual
+    return Status::failure(StatusCode::kInvalidArgument, "the problem %s a residual, the operands %s", problem.adds ? "has" : "lacks",
+                           problem.adds ? "do not" : "do");
+  }
   if (plan.kernel == nullptr || plan.kernel->launch == nullptr) {
     return plan.kernel == nullptr ? Status::failure(StatusCode::kInvalidArgument, "no kernel")
                                   : Status::failure(StatusCode::kNotCompiled, "kernel %s is not in this build", plan.kernel->name);
