@@ -283,10 +283,6 @@ void launch(Call const& call, KernelCall const& x, GemmPlan const& plan, Workspa
   }
 }
 
-struct Nothing {
-  void operator()() const {}
-};
-
 /// Runs the call into `out` [batch, m, columns] or [m, columns], whose rows are contiguous. `before` is called in front of the launch.
 template <class Before = Nothing>
 void run(Call const& call, Tensor const& out, OnDevice const& on, Before const& before = {}) {

@@ -13,6 +13,11 @@ namespace minfer::torch_binding {
 /// x.w^T in float32, of x [m, k] and w [n, k] in 16 bits.
 Tensor product_in_float(char const* op, Tensor const& x, Tensor const& w, OnDevice const& on);
 
+/// In front of a product whose a is there.
+struct Nothing {
+  void operator()() const {}
+};
+
 /// A product with what minfer.gemm and minfer.gemm_gated do behind it, whose arguments have been checked: a [m, k] and b [k, n] are of one
 /// 16-bit type, bias is [n].
 struct Product {

@@ -10,6 +10,7 @@
 #include "core/readable.h"
 #include "core/torch_calls.h"
 #include "fused.h"
+#include "gemm.h"
 #include "gemm_planning.h"
 #include "minfer/gemm.h"
 #include "output_codes.h"
@@ -355,10 +356,6 @@ void launch(Call const& call, KernelCall const& x, GemmPlan const& plan, Workspa
   Status const status = run_gemm(plan, p, x.operands, on.properties(), workspace.data(), workspace.bytes(), on.stream());
   if (!status.ok()) fail(call.op, ": ", plan.kernel->name, " on m = ", p.m, ", n = ", p.n, ", k = ", p.k, ": ", status.message);
 }
-
-struct Nothing {
-  void operator()() const {}
-};
 
 /// Runs the call into `out`, which is contiguous. `before` is called in front of the first launch that reads a.
 template <class Before = Nothing>
