@@ -474,7 +474,7 @@ void rope(Tensor const& q, OptionalTensor const& k, Tensor const& cos_sin, Tenso
   r.positions = places.data_ptr();
   r.positions_64bit = rotary.positions_64bit;
   r.interleaved = interleaved;
-  Status const status = rotate(r, on.programmatic(), on.stream());
+  Status const status = rotate(r, on.properties(), on.programmatic(), on.stream());
   if (!status.ok()) fail(op, ": q ", q, ": ", status.message);
 }
 

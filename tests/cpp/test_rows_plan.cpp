@@ -86,10 +86,27 @@ TEST_CASE(forced_launches_of_parts_cover_the_row) {
   for (int threads : {1, 8, 32, 64, 512}) {
     RowLaunch launch{0, 0, 0, 0};
     launch.threads = threads;
-    CHECK(forced(problem, "fused_sm80_bf16_activation_x16", launch, &plan).ok());
-    CHECK(int64_t(plan.launch.threads) * plan.launch.parts * 16 >= problem.width);
+    CHECK(forced(problem, "fused_sm80_bf16_activation_x8", launch, &plan).ok());
+    CHECK(int64_t(plan.launch.threads) * plan.launch.parts * 8 >= problem.width);
   }
   RowLaunch launch{64, 0, 0, 1};
-  Status const status = forced(problem, "fused_sm80_bf16_activation_x16", launch, &plan);
+  Status const status = forced(problem, "fused_sm80_bf16_activation_x8", launch, &plan);
   CHECK(!status.ok() && std::strstr(status.message, "the parts must cover the row") != nullptr);
+}
+
+TEST_CASE(elements_take_ctas_of_a_size_that_suits_their_number) {
+  struct Case {
+    int64_t rows, width;
+    int32_t threads, rows_per_cta, parts;
+  };
+  // 1.2 ns a CTA: many rows of few elements share CTAs.
+  for (Case const& c : {Case{1, 4096, 128, 1, 4}, Case{64, 2048, 32, 1, 8}, Case{64, 4096, 64, 1, 8}, Case{64, 8192, 128, 1, 8},
+                        Case{4096, 4096, 256, 1, 2}, Case{100000, 256, 32, 8, 1}, Case{100000, 768, 128, 2, 1}, Case{100000, 8, 1, 128, 1},
+                        Case{100000, 1000, 128, 2, 1}, Case{100000, 1536, 192, 1, 1}}) {
+    RowPlan const plan = plan_of(problem_of(RowOperation::kActivation, c.rows, c.width));
+    CHECK(plan.launch.threads == c.threads && plan.launch.rows_per_cta == c.rows_per_cta && plan.launch.parts == c.parts);
+  }
+  RowProblem block = problem_of(RowOperation::kGatedActivation, 100000, 64);
+  block.quant = RowQuant::kFp8Block128;
+  CHECK(plan_of(block).launch.threads == 16 && plan_of(block).launch.rows_per_cta == 16);
 }

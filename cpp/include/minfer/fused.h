@@ -92,7 +92,7 @@ struct RowOperands {
 /// threads + t, with the kernel's `vectors`.
 struct RowLaunch {
   int32_t threads = 0;       // of a row: 1, 2, 4, .. 32, or a multiple of 32 up to kMaxRowThreads
-  int32_t rows_per_cta = 1;  // more than one only with up to 32 threads
+  int32_t rows_per_cta = 1;  // more than one: whole rows of up to 32 threads, elements of a power of two
   int32_t cluster = 1;       // whole rows: CTAs that share a row, 1, 2, 4, 8
   int32_t parts = 1;         // else: groups of threads that share a row
   int32_t groups = 0;        // of a kernel with a ring: CTAs, or clusters, that share the rows out
@@ -132,7 +132,7 @@ struct Rope {
   bool positions_64bit = true;
   bool interleaved = false;
 };
-Status rotate(Rope const& rope, bool programmatic, Stream stream);
+Status rotate(Rope const& rope, DeviceProperties const& device, bool programmatic, Stream stream);
 
 // ---- Embedding ---------------------------------------------------------------------------------------------------------------------
 

@@ -27,19 +27,26 @@ template <class T>
 __global__ void __launch_bounds__(kPartThreads) dequantize_kernel(__grid_constant__ DequantizeParams const params) {
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
-  wait_for_predecessor();
 #endif
   Dequantize const& d = params.dequantize;
-  uint32_t const row = params.walk.row();
+  uint32_t const row = params.walk.row(), step = blockDim.x * kVectorElements;
+  uint32_t first_column = params.walk.column(0);
   bool const is_int8 = d.quant == RowQuant::kInt8Token;
-  uint8_t const* const from = static_cast<uint8_t const*>(d.q) + int64_t(row) * d.width;
-  T* const to = static_cast<T*>(d.y) + int64_t(row) * d.width;
+  uint8_t const* from = static_cast<uint8_t const*>(d.q) + int64_t(row) * d.width;
+  T* to = static_cast<T*>(d.y) + int64_t(row) * d.width;
+#if __CUDA_ARCH__ >= 900
+  // The addresses are there when the predecessor ends.
+  make_opaque(from);
+  make_opaque(to);
+  make_opaque(first_column);
+  wait_for_predecessor();
+#endif
   auto const count = [&](uint32_t at) { return at < d.width ? int(min(uint32_t(d.width) - at, uint32_t(kVectorElements))) : 0; };
   uint2 codes[kPartVectors];
   float scale[kPartVectors];
 #pragma unroll
   for (int j = 0; j < kPartVectors; ++j) {
-    uint32_t const at = params.walk.column(j);
+    uint32_t const at = first_column + j * step;
     codes[j] = make_uint2(0, 0);
     scale[j] = 0.0f;
     if (count(at) <= 0) continue;
@@ -57,7 +64,7 @@ __global__ void __launch_bounds__(kPartThreads) dequantize_kernel(__grid_constan
   }
 #pragma unroll
   for (int j = 0; j < kPartVectors; ++j) {
-    uint32_t const at = params.walk.column(j);
+    uint32_t const at = first_column + j * step;
     float v[kVectorElements];
 #pragma unroll
     for (int i = 0; i < kVectorElements; ++i) v[i] = value_of((i < 4 ? codes[j].x : codes[j].y) >> 8 * (i % 4) & 0xffu, is_int8) * scale[j];

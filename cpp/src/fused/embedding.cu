@@ -23,25 +23,32 @@ template <class T>
 __global__ void __launch_bounds__(kPartThreads) embedding_kernel(__grid_constant__ EmbeddingParams const params) {
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
-  wait_for_predecessor();
 #endif
   Embedding const& e = params.embedding;
   uint32_t const row = params.walk.row();
+  T* to = static_cast<T*>(e.out) + row * e.out_stride;
+  uint32_t const step = blockDim.x * kVectorElements;
+  uint32_t first_column = params.walk.column(0);
+#if __CUDA_ARCH__ >= 900
+  // The addresses are there when the predecessor ends.
+  make_opaque(to);
+  make_opaque(first_column);
+  wait_for_predecessor();
+#endif
   int64_t const id =
       e.ids_64bit ? load_operand(static_cast<int64_t const*>(e.ids) + row) : load_operand(static_cast<int32_t const*>(e.ids) + row);
   bool const known = id >= 0 && id < e.vocabulary;
   T const* const from = static_cast<T const*>(e.weight) + (known ? id : 0) * e.weight_stride;
-  T* const to = static_cast<T*>(e.out) + row * e.out_stride;
   auto const count = [&](uint32_t at) { return at < e.width ? int(min(uint32_t(e.width) - at, uint32_t(kVectorElements))) : 0; };
   RowVector<T> x[kPartVectors];
 #pragma unroll
   for (int j = 0; j < kPartVectors; ++j) {
-    uint32_t const at = params.walk.column(j);
+    uint32_t const at = first_column + j * step;
     x[j] = load_vector<false>(from, at, known ? count(at) : 0, params.aligned);
   }
 #pragma unroll
   for (int j = 0; j < kPartVectors; ++j) {
-    uint32_t const at = params.walk.column(j);
+    uint32_t const at = first_column + j * step;
     if (e.scaled) {
       float v[kVectorElements];
       unpack(x[j], v);

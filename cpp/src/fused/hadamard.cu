@@ -207,9 +207,11 @@ __global__ void __launch_bounds__(kMostThreads) hadamard_kernel(__grid_constant_
   extern __shared__ uint4 shared[];
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
-  wait_for_predecessor();
 #endif
   Tile tile(params, reinterpret_cast<float*>(shared));
+#if __CUDA_ARCH__ >= 900
+  wait_for_predecessor();
+#endif
   tile.template load<T>();
   __syncthreads();
   int first = 3;

@@ -31,13 +31,11 @@ template <class T, int kWidth, bool kInterleaved>
 __global__ void __launch_bounds__(kRopeThreads, 3) rope_kernel(__grid_constant__ RopeParams const params) {
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
-  wait_for_predecessor();
 #endif
   Rope const& r = params.rope;
   uint32_t const token = params.blocks == 1 ? blockIdx.x : blockIdx.x / params.blocks;
   uint32_t const block = blockIdx.x - token * params.blocks;
   uint32_t const group = threadIdx.x / params.places, place = threadIdx.x - group * params.places;
-  if (group >= params.head_groups) return;
   using Vector = AlignedVector<T, kWidth>;
   uint32_t const half = uint32_t(r.rotary_dim) / 2, heads = uint32_t(r.q.heads + r.k.heads), step = params.head_groups * params.blocks;
   uint32_t const first_at = kInterleaved ? place * 2 * kWidth : place * kWidth,
@@ -47,20 +45,30 @@ __global__ void __launch_bounds__(kRopeThreads, 3) rope_kernel(__grid_constant__
     Rope::Heads const& of = of_q ? r.q : r.k;
     return static_cast<T*>(of.data) + token * of.token_stride + (of_q ? head : head - uint32_t(r.q.heads)) * of.head_stride;
   };
+  uint32_t head = block * params.head_groups + group;
+  if (group >= params.head_groups) return;  // before the wait, so that the divisions are, too
+  T const* first_head[kHeadsTogether];
+#pragma unroll
+  for (int h = 0; h < kHeadsTogether; ++h) {
+    first_head[h] = address(head + h * step);
+    make_opaque(first_head[h]);  // likewise
+  }
+#if __CUDA_ARCH__ >= 900
+  wait_for_predecessor();
+#endif
   Vector x[kHeadsTogether][2];
-  auto const load = [&](uint32_t head) {
+  auto const load = [&](uint32_t head, auto&& address_of) {
 #pragma unroll
     for (int h = 0; h < kHeadsTogether; ++h) {
       if (head + h * step >= heads) continue;
-      T const* const from = address(head + h * step);
+      T const* const from = address_of(h);
       x[h][0] = *reinterpret_cast<Vector const*>(from + first_at);
       x[h][1] = *reinterpret_cast<Vector const*>(from + second_at);
     }
   };
-  uint32_t head = block * params.head_groups + group;
-  load(head);
   int64_t const position = r.positions_64bit ? load_operand(static_cast<int64_t const*>(r.positions) + token)
                                              : load_operand(static_cast<int32_t const*>(r.positions) + token);
+  load(head, [&](int h) { return first_head[h]; });
   bool const known = position >= 0 && position < r.length;
   float cosine[kWidth], sine[kWidth];
   float const* const row = r.cos_sin + (known ? position : 0) * r.rotary_dim + place * kWidth;
@@ -95,12 +103,13 @@ __global__ void __launch_bounds__(kRopeThreads, 3) rope_kernel(__grid_constant__
       *reinterpret_cast<Vector*>(to + first_at) = y[0];
       *reinterpret_cast<Vector*>(to + second_at) = y[1];
     }
-    if (head + kHeadsTogether * step < heads) load(head + kHeadsTogether * step);
+    uint32_t const next = head + kHeadsTogether * step;
+    if (next < heads) load(next, [&](int h) { return address(next + h * step); });
   }
 }
 
 template <class T>
-Status launch_rope(Rope const& rope, bool programmatic, Stream stream) {
+Status launch_rope(Rope const& rope, DeviceProperties const& device, bool programmatic, Stream stream) {
   constexpr int kWide = 16 / int(sizeof(T));
   int64_t const half = rope.rotary_dim / 2;
   auto const fits = [&](Rope::Heads const& of) {
@@ -113,8 +122,8 @@ Status launch_rope(Rope const& rope, bool programmatic, Stream stream) {
                            (long long)rope.rotary_dim);
   }
   RopeParams params{rope, uint32_t(places), 0, 1};
-  // Heads are spread over CTAs while there are few tokens; otherwise a thread has up to kHeadsTogether of them.
-  int64_t const together = rope.tokens >= 64 ? kHeadsTogether : 1;
+  // Few heads are spread over CTAs, of many a thread has kHeadsTogether: the turning point is where an H100 takes as long with either.
+  int64_t const together = rope.tokens * heads > 128 * int64_t(std::max(device.sm_count, 1)) ? kHeadsTogether : 1;
   int64_t const groups_of_token = (heads + together - 1) / together;
   int64_t const most = kRopeThreads / places;
   params.blocks = uint32_t((groups_of_token + most - 1) / most);
@@ -137,11 +146,11 @@ Status launch_rope(Rope const& rope, bool programmatic, Stream stream) {
 }  // namespace
 }  // namespace fused
 
-Status rotate(Rope const& rope, bool programmatic, Stream stream) {
+Status rotate(Rope const& rope, DeviceProperties const& device, bool programmatic, Stream stream) {
   if (rope.tokens == 0 || rope.q.heads + rope.k.heads == 0 || rope.rotary_dim == 0) return Status::success();
   switch (rope.type) {
-    case DataType::kF16: return fused::launch_rope<__half>(rope, programmatic, stream);
-    case DataType::kBF16: return fused::launch_rope<__nv_bfloat16>(rope, programmatic, stream);
+    case DataType::kF16: return fused::launch_rope<__half>(rope, device, programmatic, stream);
+    case DataType::kBF16: return fused::launch_rope<__nv_bfloat16>(rope, device, programmatic, stream);
     default: return Status::failure(StatusCode::kInvalidArgument, "queries of type %s", name_of(rope.type));
   }
 }

@@ -470,9 +470,11 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, kResidentThreads<Config> / Config::kThreads)
     whole_row_kernel(__grid_constant__ RowParams const params) {
   __shared__ RowStorage storage;
-  WholeRow<Config> row(params, storage);
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
+#endif
+  WholeRow<Config> row(params, storage);
+#if __CUDA_ARCH__ >= 900
   row.prefetch();
   wait_for_predecessor();
 #endif

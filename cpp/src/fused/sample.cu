@@ -101,7 +101,8 @@ class Sampler : public Selection<kThreads> {
     if constexpr (kProcessed) {
       uint64_t x[1] = {ordered(raw_largest)};
       this->template reduce<1>(x);
-      storage_.raw_top = number_of(uint32_t(x[0]));
+      if (threadIdx.x == 0) storage_.raw_top = number_of(uint32_t(x[0]));
+      __syncthreads();
     }
     bool const drawable = has_distribution(largest);
     if (kProcessed || !drawable || greedy()) sum_raw();  // else as tokens are drawn
@@ -190,7 +191,9 @@ class Sampler : public Selection<kThreads> {
     for (int i = 1; i < kVectorElements; ++i) sum += approximate_exp2((v[i] - top) * kLog2E);
     return __float2ull_rn(sum * (1.0f / kSumUnit));
   }
+  /// All threads come to a barrier before others than the first read it.
   __device__ __forceinline__ void set_raw_sum(uint64_t sum) {
+    if (threadIdx.x != 0) return;
     bool const finite = raw_top() > -kInfinite && raw_top() < kInfinite;  // false: -inf alone, +inf or NaN
     storage_.raw_log_sum = finite ? logf(float(sum) * kSumUnit) : __int_as_float(0x7fffffff);
   }
@@ -437,9 +440,12 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) sample_kernel(__gri
   extern __shared__ uint4 kept[];
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
+#endif
+  Sampler<T, kProcessed, kThreads> sampler(params, storage, kept);
+#if __CUDA_ARCH__ >= 900
   wait_for_predecessor();
 #endif
-  Sampler<T, kProcessed, kThreads>(params, storage, kept).run();
+  sampler.run();
 }
 
 template <class T>

@@ -42,24 +42,32 @@ Status launch_append(Params const& params, DeviceProperties const& device, bool 
   shape.programmatic = programmatic;
   shape.stream = stream;
   char const* const what = Params::kPrepares ? "launch of qk_norm_rope_append" : "launch of kv_cache_append";
-  int64_t heads_q = 0;
-  if constexpr (Params::kPrepares) heads_q = params.heads_of.heads_q;
+  Params own = params;
+  int64_t q_items = 0;
+  if constexpr (Params::kPrepares) {
+    NormRopeParams& of = own.heads_of;
+    // With a head to a warp few tokens are done soonest. Of many, a warp has several in flight, and loads weights and cosines once.
+    int64_t const resident = int64_t(device.sm_count) * (kFormat == WeightFormat::kInt4 ? kGroupThreads / kWarp / 2 : 24);
+    of.q_together = int64_t(params.tokens) * of.heads_q > resident ? kQueriesTogether : 1;
+    of.q_items = (of.heads_q + of.q_together - 1) / of.q_together;
+    q_items = of.q_items;
+  }
   if constexpr (kFormat == WeightFormat::kInt4) {
     // As few tokens to a CTA as one wave allows, since a CTA completes its groups one after the other.
     constexpr unsigned kWarps = kGroupThreads / kWarp;
-    int64_t const pairs = int64_t(params.tokens) * params.heads, wave = std::max(device.sm_count, 1) * kGroupCtas;
-    Params group_params = params;
-    group_params.cta_tokens = int32_t(std::clamp<int64_t>((pairs + wave - 1) / wave, 1, kWarps));
-    unsigned const ctas = (params.tokens + unsigned(group_params.cta_tokens) - 1) / unsigned(group_params.cta_tokens) * params.heads;
-    if constexpr (Params::kPrepares) group_params.group_ctas = ctas;
-    shape.grid = dim3(ctas + unsigned((params.tokens * heads_q + kWarps - 1) / kWarps));
+    int64_t const pairs = int64_t(params.tokens) * params.heads, q_ctas = (params.tokens * q_items + kWarps - 1) / kWarps;
+    int64_t const wave = std::max(device.sm_count, 1) * kGroupCtas, of_groups = q_ctas < wave ? wave - q_ctas : wave;
+    own.cta_tokens = int32_t(std::clamp<int64_t>((pairs + of_groups - 1) / of_groups, 1, kWarps));
+    unsigned const ctas = (params.tokens + unsigned(own.cta_tokens) - 1) / unsigned(own.cta_tokens) * params.heads;
+    if constexpr (Params::kPrepares) own.group_ctas = ctas;
+    shape.grid = dim3(ctas + unsigned(q_ctas));
     shape.threads = kGroupThreads;
-    return launch(shape, what, &append_groups_kernel<T, kWidth, Params>, group_params);
+    return launch(shape, what, &append_groups_kernel<T, kWidth, Params>, own);
   } else {
     constexpr unsigned kWarps = kRowThreads / kWarp;
-    shape.grid = dim3(unsigned((params.tokens * (params.heads + heads_q) + kWarps - 1) / kWarps));
+    shape.grid = dim3(unsigned((params.tokens * (params.heads + q_items) + kWarps - 1) / kWarps));
     shape.threads = kRowThreads;
-    return launch(shape, what, &append_rows_kernel<kFormat, T, kWidth, Params>, params);
+    return launch(shape, what, &append_rows_kernel<kFormat, T, kWidth, Params>, own);
   }
 }
 

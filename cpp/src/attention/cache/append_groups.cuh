@@ -11,7 +11,7 @@
 // call's first token. Where tokens of the last group belong in just these rows, that CTA writes them after it has read: no other CTA may.
 //
 // Where keys are prepared (norm_rope.cuh), whole warps do that with a group's rows of the call, through shared memory; and the last CTAs of
-// the grid have the heads of queries, one for each warp.
+// the grid have the heads of queries, one or several to a warp.
 //
 // Divisions and subtractions are IEEE's, in float32, and roundings to nearest even: codes equal those of the CPU kernel, bit for bit.
 #pragma once
@@ -222,8 +222,8 @@ __global__ void __launch_bounds__(kGroupThreads, kGroupCtas) append_groups_kerne
   if constexpr (Params::kPrepares) {
     if (blockIdx.x >= params.group_ctas) {
       uint32_t const item = (blockIdx.x - params.group_ctas) * (kGroupThreads / kWarp) + uint32_t(warp);
-      uint32_t const token = item / params.heads_of.heads_q;
-      if (token < params.tokens) store_query<T>(params.heads_of, token, item - token * params.heads_of.heads_q, lane);
+      uint32_t const token = item / params.heads_of.q_items;
+      if (token < params.tokens) store_query_item<T>(params.heads_of, token, item - token * params.heads_of.q_items, lane);
       return;
     }
   }

@@ -1,7 +1,7 @@
 // Appends keys and values to a cache whose tokens are stored one by one: 16 bits, fp8, int8.
 //
 // A warp has one head of one token, and each lane one vector of its K and one of its V: both loads are issued before the slot is known.
-// Where keys are prepared (norm_rope.cuh), the heads of queries come first, each with a warp of its own.
+// Where keys are prepared (norm_rope.cuh), the heads of queries come first, each with a warp of its own, or several to a warp.
 // int8's scale is the largest magnitude over the warp / 127.
 // Divisions are IEEE's, in float32, and roundings to nearest even: codes equal those of the CPU kernel, bit for bit.
 #pragma once
@@ -56,21 +56,23 @@ template <WeightFormat kFormat, class T, int kWidth, class Params>
 __global__ void __launch_bounds__(kRowThreads) append_rows_kernel(__grid_constant__ Params const params) {
 #if __CUDA_ARCH__ >= 900
   allow_dependent_launch();
-  wait_for_predecessor();
 #endif
   uint32_t const item = blockIdx.x * (kRowThreads / kWarp) + warp_of<Params::kPrepares>();
   uint32_t heads = params.heads;
-  if constexpr (Params::kPrepares) heads += params.heads_of.heads_q;
+  if constexpr (Params::kPrepares) heads += params.heads_of.q_items;
   uint32_t const token = item / heads;
   uint32_t head = item - token * heads;
-  if (token >= params.tokens) return;
+  if (token >= params.tokens) return;  // before the wait, so that the division is, too; each CTA has a warp that waits
+#if __CUDA_ARCH__ >= 900
+  wait_for_predecessor();
+#endif
   int const lane = int(threadIdx.x % kWarp);
   if constexpr (Params::kPrepares) {
-    if (head < params.heads_of.heads_q) {
-      store_query<T>(params.heads_of, token, head, lane);
+    if (head < params.heads_of.q_items) {
+      store_query_item<T>(params.heads_of, token, head, lane);
       return;
     }
-    head -= params.heads_of.heads_q;
+    head -= params.heads_of.q_items;
   }
   int64_t const slot = params.slot(token);
   [[maybe_unused]] int32_t table_row = 0;

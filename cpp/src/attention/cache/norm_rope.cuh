@@ -10,11 +10,14 @@
 
 namespace minfer::attention {
 
+constexpr int kQueriesTogether = 4;  // heads of queries that a warp has where there are many
+
 struct NormRopeParams {
   uint16_t const* q;        // [tokens, heads_q, head_dim]
   int64_t q_token, q_head;  // strides
   uint16_t* q_out;          // [tokens, heads_q, head_dim], contiguous
   uint32_t heads_q;
+  uint32_t q_items, q_together;         // warps that a token's heads of queries take, and heads of each: 1 or kQueriesTogether
   uint16_t const *q_weight, *k_weight;  // [head_dim], or null: no normalisation
   float eps, weight_offset;
   float const* cos_sin;  // [length, rotary_dim]
@@ -70,25 +73,38 @@ __device__ __forceinline__ void load_table(float const* from, bool known, bool w
   }
 }
 
-/// Called by a warp; lanes from `vectors` on have zeros.
-template <class T>
-__device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t const* weight, Vector const& x, int32_t table_row,
-                                               int lane) {
-  float v[kPerVector];
-  unpack<T>(x, v);
+/// Heads of one token: x becomes what is stored of them. Called by a warp; lanes from `vectors` on have zeros.
+template <class T, int kHeads>
+__device__ __forceinline__ void prepare_heads(NormRopeParams const& p, uint16_t const* weight, Vector (&x)[kHeads], int32_t table_row,
+                                              int lane) {
+  float v[kHeads][kPerVector];
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) unpack<T>(x[h], v[h]);
   if (weight != nullptr) {
     Vector factors = {};
     if (lane < p.vectors) factors = load_vector<kPerVector>(weight, 1, lane);
-    float sum = 0.0f;
+    float sum[kHeads];
 #pragma unroll
-    for (int i = 0; i < kPerVector; ++i) sum = fmaf(v[i], v[i], sum);
+    for (int h = 0; h < kHeads; ++h) {
+      sum[h] = 0.0f;
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-    float const scale = rsqrtf(__fdividef(sum, float(p.vectors * kPerVector)) + p.eps);
+      for (int i = 0; i < kPerVector; ++i) sum[h] = fmaf(v[h][i], v[h][i], sum[h]);
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) sum[h] += __shfl_xor_sync(kAllLanes, sum[h], offset);
+    }
     float w[kPerVector];
     unpack<T>(factors, w);
 #pragma unroll
-    for (int i = 0; i < kPerVector; ++i) v[i] = v[i] * (w[i] + p.weight_offset) * scale;
+    for (int i = 0; i < kPerVector; ++i) w[i] += p.weight_offset;
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      float const scale = rsqrtf(__fdividef(sum[h], float(p.vectors * kPerVector)) + p.eps);
+#pragma unroll
+      for (int i = 0; i < kPerVector; ++i) v[h][i] = v[h][i] * w[i] * scale;
+    }
   }
   bool const known = table_row >= 0;
   int const half = p.rotary_dim / 2, first = lane * kPerVector;
@@ -109,9 +125,12 @@ __device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t
 #pragma unroll
       for (int i = 0; i < kPerVector / 2; ++i) {
         if (pair + i >= half) continue;
-        float const a = v[2 * i], b = v[2 * i + 1];
-        v[2 * i] = fmaf(a, c[i], -(b * s[i]));
-        v[2 * i + 1] = fmaf(b, c[i], a * s[i]);
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          float const a = v[h][2 * i], b = v[h][2 * i + 1];
+          v[h][2 * i] = fmaf(a, c[i], -(b * s[i]));
+          v[h][2 * i + 1] = fmaf(b, c[i], a * s[i]);
+        }
       }
     }
   } else if (half % kPerVector == 0) {
@@ -121,56 +140,91 @@ __device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t
     constexpr int kAtOnce = kPerVector / 2;
 #pragma unroll
     for (int at = 0; at < kPerVector; at += kAtOnce) {
-      float other[kAtOnce], c[kAtOnce], s[kAtOnce];
+      float c[kAtOnce], s[kAtOnce];
       load_table(cosines + at, known && rotated, p.table_wide, c);
       load_table(cosines + half + at, known && rotated, p.table_wide, s);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) other[i] = __shfl_sync(kAllLanes, v[at + i], partner);
+      for (int h = 0; h < kHeads; ++h) {
+        float other[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        float const product = other[i] * s[i];
-        if (rotated) v[at + i] = fmaf(v[at + i], c[i], is_first ? -product : product);
+        for (int i = 0; i < kAtOnce; ++i) other[i] = __shfl_sync(kAllLanes, v[h][at + i], partner);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          float const product = other[i] * s[i];
+          if (rotated) v[h][at + i] = fmaf(v[h][at + i], c[i], is_first ? -product : product);
+        }
       }
     }
   } else {
     // One element after the other, so that few registers are taken: v turns round, its first element is the next, and the results move up.
-    float turned[kPerVector];
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      float turned[kPerVector];
 #pragma unroll 1
-    for (int i = 0; i < kPerVector; ++i) {
-      int const own = first + i, at = own < half ? own : own - half;
-      bool const rotated = own < p.rotary_dim;
-      int const partner = !rotated ? own : own < half ? own + half : at;
-      float other = 0.0f;
+      for (int i = 0; i < kPerVector; ++i) {
+        int const own = first + i, at = own < half ? own : own - half;
+        bool const rotated = own < p.rotary_dim;
+        int const partner = !rotated ? own : own < half ? own + half : at;
+        float other = 0.0f;
 #pragma unroll
-      for (int k = 0; k < kPerVector; ++k) {
-        float const candidate = __shfl_sync(kAllLanes, v[k], partner / kPerVector);
-        if (partner % kPerVector == (k + i) % kPerVector) other = candidate;
+        for (int k = 0; k < kPerVector; ++k) {
+          float const candidate = __shfl_sync(kAllLanes, v[h][k], partner / kPerVector);
+          if (partner % kPerVector == (k + i) % kPerVector) other = candidate;
+        }
+        float const c = known && rotated ? row[at] : 0.0f, s = known && rotated ? row[half + at] : 0.0f, product = other * s;
+        float const current = v[h][0], result = rotated ? fmaf(current, c, own < half ? -product : product) : current;
+#pragma unroll
+        for (int k = 0; k + 1 < kPerVector; ++k) v[h][k] = v[h][k + 1], turned[k] = turned[k + 1];
+        v[h][kPerVector - 1] = current;
+        turned[kPerVector - 1] = result;
       }
-      float const c = known && rotated ? row[at] : 0.0f, s = known && rotated ? row[half + at] : 0.0f, product = other * s;
-      float const current = v[0], result = rotated ? fmaf(current, c, own < half ? -product : product) : current;
 #pragma unroll
-      for (int k = 0; k + 1 < kPerVector; ++k) v[k] = v[k + 1], turned[k] = turned[k + 1];
-      v[kPerVector - 1] = current;
-      turned[kPerVector - 1] = result;
+      for (int i = 0; i < kPerVector; ++i) v[h][i] = turned[i];
     }
-#pragma unroll
-    for (int i = 0; i < kPerVector; ++i) v[i] = turned[i];
   }
-  Vector y;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) y.pair[i] = Float16<kDataTypeOf<T>>::pack(v[2 * i], v[2 * i + 1]);
-  return y;
+  for (int h = 0; h < kHeads; ++h) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[h].pair[i] = Float16<kDataTypeOf<T>>::pack(v[h][2 * i], v[h][2 * i + 1]);
+  }
 }
 
-/// A head of queries; called by a warp.
 template <class T>
-__device__ __forceinline__ void store_query(NormRopeParams const& p, uint32_t token, uint32_t head, int lane) {
+__device__ __forceinline__ Vector prepare_head(NormRopeParams const& p, uint16_t const* weight, Vector const& x, int32_t table_row,
+                                               int lane) {
+  Vector one[1] = {x};
+  prepare_heads<T>(p, weight, one, table_row, lane);
+  return one[0];
+}
+
+/// Queries of a token from head `first` on, kHeads of them or as many as there are; called by a warp.
+template <class T, int kHeads>
+__device__ __forceinline__ void store_queries(NormRopeParams const& p, uint32_t token, uint32_t first, int lane) {
   int32_t const table_row = p.table_row(token);
-  Vector x = {};
-  if (lane < p.vectors) x = load_vector<kPerVector>(p.q + token * p.q_token + head * p.q_head, 1, lane);
-  Vector const y = prepare_head<T>(p, p.q_weight, x, table_row, lane);
-  uint16_t* const to = p.q_out + (int64_t(token) * p.heads_q + head) * p.vectors * kPerVector;
-  if (lane < p.vectors) store_vector<kPerVector>(y, to, lane);
+  uint16_t const* const from = p.q + token * p.q_token + first * p.q_head;
+  uint16_t* const to = p.q_out + (int64_t(token) * p.heads_q + first) * p.vectors * kPerVector;
+  auto const exists = [&](int h) { return lane < p.vectors && (h == 0 || first + h < p.heads_q); };
+  Vector x[kHeads];
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    x[h] = {};
+    if (exists(h)) x[h] = load_vector<kPerVector>(from + h * p.q_head, 1, lane);
+  }
+  prepare_heads<T>(p, p.q_weight, x, table_row, lane);
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    if (exists(h)) store_vector<kPerVector>(x[h], to + h * p.vectors * kPerVector, lane);
+  }
+}
+
+/// Item number `item` of all tokens' queries; an item is q_together heads of one token. Called by a warp.
+template <class T>
+__device__ __forceinline__ void store_query_item(NormRopeParams const& p, uint32_t token, uint32_t item, int lane) {
+  if (p.q_together == 1) {
+    store_queries<T, 1>(p, token, item, lane);
+  } else {
+    store_queries<T, kQueriesTogether>(p, token, item * kQueriesTogether, lane);
+  }
 }
 
 /// A vector of a row of keys (side 0) or values of the call; called by a warp, lane for lane.
