@@ -5,7 +5,8 @@ suite of hundreds of cells has to fit in minutes, so operands are carved from ar
 enqueued before the first starts: none is charged the launch latency of a graph on an idle GPU, and the host stays out of the way.
 """
 
-from __future__ import annotations
+from __future__ import contextlib
+import annotations
 
 import functools
 import math
@@ -152,7 +153,7 @@ def measure(
             graphs[name], estimate = capture(fn, sets, graph_us, stream, pool)
             longest = max(longest, estimate * sets)
         except Exception as error:  # a peer's library may raise anything; a lost context raises again at once
-            torch.cuda.synchronize()
+            forget_error()
             failed[name] = f"{type(error).__name__}: {error}"
     if longest > graph_us:
         rounds = max(min(rounds, LEAST_ROUNDS), round(rounds * graph_us / longest))
@@ -170,6 +171,13 @@ def measure(
                     samples[name].append(graphs[name].elapsed_us())
     torch.cuda.current_stream().wait_stream(stream)
     return {name: Timing.of(s) for name, s in samples.items()}, failed
+
+
+def forget_error() -> None:
+    """After a launch that failed, which CUDA reports once more to whoever launches next. Raises where the context is lost."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
 
 
 def _eager_us(fn: Callable[[int], Any], sets: int, stream: torch.cuda.Stream) -> float:

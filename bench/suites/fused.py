@@ -396,6 +396,7 @@ def measure(cell: dict[str, Any], args: argparse.Namespace, results: FusedResult
             torch.cuda.synchronize()
             contestants[name] = fn
         except Exception as why:  # noqa: BLE001  a peer's library may raise anything
+            harness.forget_error()
             failed[name] = f"{type(why).__name__}: {why}"
         budget.charge(name, time.monotonic() - begin)
     timings, not_captured = harness.measure(contestants, call.sets, rounds=args.rounds, graph_us=args.graph_us)

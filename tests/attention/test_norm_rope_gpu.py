@@ -25,6 +25,23 @@ def test_norm_rope(kv_format, heads, lengths, dtype):
     norm_rope.check(arguments, before, slots, options, q, cache)
 
 
+@pytest.mark.parametrize("heads", norm_rope.HEADS)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_norm_rope_of_many(kv_format, heads):
+    """So many queries that a warp has several, and a token's last warp fewer: the same bits as of few."""
+    torch.manual_seed(5)
+    tokens = 32 * torch.cuda.get_device_properties(DEVICE).multi_processor_count // heads[0]
+    (qkv, *rest, positions), cache, slots, options = norm_rope.make(kv_format, heads, (1,) * tokens, torch.bfloat16, DEVICE)
+    states = [norm_rope.copy_of(cache) for _ in range(3)]
+    q = norm_rope.call((qkv, *rest, positions), cache, slots, options)
+    norm_rope.check((qkv, *rest, positions), states[0], slots, options, q, cache)
+    few = slice(tokens - 5, tokens)
+    if kv_format == "int4":  # residuals are in the order of a call's sequences
+        states[1] = states[1]._replace(k_residual=states[1].k_residual[few], v_residual=states[1].v_residual[few])
+    assert torch.equal(norm_rope.call((qkv[few], *rest, positions[few]), states[1], slots[few], options), q[few])
+    assert torch.equal(norm_rope.call((qkv, *rest, positions), states[2], slots, options), q) and differing(states[2], cache) is None
+
+
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 def test_norm_rope_of_views(kv_format):
     """Rows at any address and stride give the same bits; tokens without a slot and positions outside of the table read and write nothing

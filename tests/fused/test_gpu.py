@@ -53,6 +53,7 @@ LAUNCHES = (
     "@threads=32",
     "@threads=32,rows=16",
     "@threads=64",
+    "@threads=64,rows=4",
     "@threads=96",
     "@threads=512",
     "@threads=64,cluster=2",
@@ -61,6 +62,7 @@ LAUNCHES = (
     "@threads=64,parts=2",
     "@threads=16,rows=8,parts=5",
     "@threads=128,parts=9",
+    "@threads=128,rows=2,parts=3",
 )
 NAMES_IN_CPP = {"float16": "Half", "bfloat16": "BFloat16", "float32": "Float", "int8": "Char", "float8_e4m3fn": "Float8_e4m3fn"}
 REFUSED = re.compile("cannot be launched with")
@@ -386,7 +388,7 @@ def test_kernels_of_others_are_refused():
         ("fused_sm80_f16_rms_norm_quantized_rows_x8", "does not compute rms_norm of f16"),
         ("fused_sm80_f16_rms_norm_rows_x8@threads=48", "threads must be a power of two up to 32, or a multiple of 32"),
         ("fused_sm80_f16_rms_norm_rows_x8@threads=1024", "threads must be 1 to the kernel's"),
-        ("fused_sm80_f16_rms_norm_rows_x8@threads=64,rows=2", "a CTA has several rows only of up to 32 threads each"),
+        ("fused_sm80_f16_rms_norm_rows_x8@threads=64,rows=2", "a CTA has several whole rows only of up to 32 threads each"),
         ("fused_sm80_f16_rms_norm_rows_x8@threads=64,cluster=3", "cluster must be 1, 2, 4 or 8"),
         ("fused_sm80_f16_rms_norm_rows_x8@parts=2", "a row that is taken whole has one part"),
     ):
