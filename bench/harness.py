@@ -5,9 +5,9 @@ suite of hundreds of cells has to fit in minutes, so operands are carved from ar
 enqueued before the first starts: none is charged the launch latency of a graph on an idle GPU, and the host stays out of the way.
 """
 
-from __future__ import contextlib
-import annotations
+from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
