@@ -44,7 +44,7 @@ def mismatch(call, a, *, out_shape=None, of_d=None, **options) -> str | None:
     scale = scale_for(d)
     q, given = call(a, **options, quant=QUANT, scale=scale)
     assert given is scale
-    problem = codes_mismatch(q, d, scale)
+    problem = codes_mismatch(q, d, scale, other_sums=of_d is not None)
     if problem is None and not torch.equal(call(a, **options, quant=QUANT, scale=scale)[0].view(torch.uint8), q.view(torch.uint8)):
         problem = "two runs differ"
     if problem is None and out_shape is not None:
