@@ -3,8 +3,9 @@
 LIBRARY is _C.so or libminfer_kernels.a, KERNELS.JSON the registry of the same build, ARCH what it was built for (90a, 80, ...).
 Fails unless
 * every kernel that the registry calls compiled has code for each architecture it should have,
-* every sm90 kernel computes with HGMMA (the WGMMA instruction); some with quantised weights and at most 16 tokens use HMMA instead,
-  and so does attention that splits the keys; products of a vector and a matrix, and operators on rows, use neither,
+* every sm90 kernel computes with WGMMA of its operands' type: HGMMA for 16-bit floats, QGMMA for e4m3, IGMMA for s8; some with
+  quantised weights and at most 16 tokens use HMMA instead, and so does attention that splits the keys; the others compute with HMMA,
+  those of s8 with IMMA; products of a vector and a matrix, and operators on rows, use none,
 * no function of the library uses local memory: no stack frame (spilled registers live there too), no LDL or STL instruction.
 Prints registers and shared memory per kernel.
 """
@@ -23,6 +24,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "third_party"))
 
 from locate import locate
+
+MMAS = ("HGMMA", "QGMMA", "IGMMA", "HMMA", "IMMA")
+WGMMA = {"e4m3": "QGMMA", "s8": "IGMMA"}  # by the operands' type; of 16-bit floats HGMMA
 
 
 def cuobjdump(*arguments: str):
@@ -53,9 +57,9 @@ def resource_usage(library: str) -> dict[tuple[str, str], dict[str, int]]:
 
 
 def instructions(library: str) -> dict[tuple[str, str], Counter]:
-    """(architecture, function) -> how often it has HGMMA, HMMA, LDL, STL."""
+    """(architecture, function) -> how often it has each of the MMAs, LDL and STL."""
     counts, arch, counter = {}, "", Counter()
-    pattern = re.compile(r"\b(HGMMA|HMMA|LDL|STL)\b")
+    pattern = re.compile(r"\b(HGMMA|QGMMA|IGMMA|HMMA|IMMA|LDL|STL)\b")
     for line in cuobjdump("--dump-sass", library):
         if "code for sm_" in line:
             arch = line.split("code for sm_")[1].strip()
@@ -88,7 +92,7 @@ def main(library: str, registry: str, archs: list[str]) -> int:
         for name in kernels_in(symbol, set(kernels)):
             functions.setdefault((name, arch), []).append(symbol)
 
-    print(f"{'kernel':<72} {'arch':>5} {'regs':>5} {'static':>7} {'dynamic':>8} {'HGMMA':>6} {'HMMA':>5}")
+    print(f"{'kernel':<72} {'arch':>5} {'regs':>5} {'static':>7} {'dynamic':>8} {'WGMMA':>6} {'MMA':>5}")
     for name, row in kernels.items():
         others = [arch for arch in archs if arch != "90a" or row["targets"] == "portable"]
         for arch in ["90a"] if row["targets"] == "sm90a" else others:
@@ -97,14 +101,18 @@ def main(library: str, registry: str, archs: list[str]) -> int:
                 errors.append(f"sm_{arch} {name}: the registry calls it compiled, the library has no code for it")
                 continue
             total = sum((counts.get((arch, symbol), Counter()) for symbol in symbols), Counter())
+            wgmma_name = WGMMA.get(row["ab_type"], "HGMMA")
+            wgmmas = total[wgmma_name]
+            mma_name = "IMMA" if row["ab_type"] == "s8" else "HMMA"
             registers = max(usage[arch, symbol]["REG"] for symbol in symbols)
             shared = max(usage[arch, symbol].get("SHARED", 0) for symbol in symbols)
-            print(f"{name:<72} {arch:>5} {registers:>5} {shared:>7} {row['smem_bytes']:>8} {total['HGMMA']:>6} {total['HMMA']:>5}")
+            print(f"{name:<72} {arch:>5} {registers:>5} {shared:>7} {row['smem_bytes']:>8} {wgmmas:>6} {total[mma_name]:>5}")
             few_tokens = row["b_format"] != "dense" and row["tile_n"] <= 16 and total["HMMA"]
             vector = row["name"].endswith("_vector") or row["family"] == "fused"  # a vector and a matrix, rows: without MMAs
             wgmma = row["arch"] == 90 and not few_tokens and row["schedule"] != "split_kv"
-            if (not vector and not total["HGMMA" if wgmma else "HMMA"]) or (total["HGMMA"] and total["HMMA"]):
-                errors.append(f"sm_{arch} {name}: computes with {total['HGMMA']} HGMMA and {total['HMMA']} HMMA")
+            mmas = {key: total[key] for key in MMAS if total[key]}
+            if (not vector and not (wgmmas if wgmma else total[mma_name])) or len(mmas) > 1:
+                errors.append(f"sm_{arch} {name}: computes with {mmas}, expected {wgmma_name if wgmma else mma_name}")
     if not kernels:
         errors.append(f"{registry}: no kernel is compiled")
     print(f"{len(kernels)} kernels, {len(usage)} functions of sm_{' sm_'.join(sorted({arch for arch, _ in usage}))}, {len(errors)} errors")

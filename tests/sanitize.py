@@ -36,7 +36,7 @@ EXCUSED = {
     "racecheck": re.compile(r"sm90_"),  # kernels whose shared memory is handed over by mbarriers
     "synccheck": re.compile(r"\b(prefill|decode)_sm90_kernel"),  # kernels whose roles synchronise by named barriers
     # these look for tagged words of the workspace
-    "initcheck": re.compile(r"\b((gemm|w4a16)_sm90_kernel|decode_sm[89]0_kernel|router_gemm_kernel|norm_gemm_sm80_kernel)"),
+    "initcheck": re.compile(r"\b((gemm|gemm_columns|w4a16)_sm90_kernel|decode_sm[89]0_kernel|router_gemm_kernel|norm_gemm_sm80_kernel)"),
 }
 DEVICE = "cuda"
 
@@ -66,11 +66,12 @@ def calls(only: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         ("attention", _attention),
         ("fused", _rows),
         ("norm_gemm", _norm_gemm),
+        ("scaled_gemm", _scaled),
     ):
         for kernel in minfer.kernels(family):
             runs = kernel["compiled"] and (family != "attention" or kernel["arch_exact"] or has_portable)
             if runs and fnmatch(kernel["name"], only):
-                for number, function in enumerate(call(kernel, dtype_of[kernel["ab_type"]], normal)):
+                for number, function in enumerate(call(kernel, dtype_of.get(kernel["ab_type"]), normal)):
                     yield f"{kernel['name']} #{number}", function
     from tests.contracts import operator_cases
 
@@ -94,6 +95,25 @@ def _gemm(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
         columns, rows = normal(k - 1, m - 1, dtype=dtype).t(), normal(n - 1, k - 1, dtype=dtype).t()
         yield lambda: minfer.gemm(columns, rows, kernel=copied)
         yield lambda: minfer.gemm(rows.t(), columns.t(), kernel=copied)
+
+
+def _scaled(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
+    import minfer
+    import torch
+
+    m, n, k = 72, 200, 272
+    e4m3 = kernel["ab_type"] == "e4m3"
+    a, w = ((40 * normal(lines, k, dtype=torch.float32)).clamp(-120, 120) for lines in (m, n))
+    a, w = (x.to(torch.float8_e4m3fn if e4m3 else torch.int8) for x in (a, w))
+    call = minfer.gemm_fp8 if e4m3 else minfer.gemm_int8
+    rows, columns = (torch.rand(lines, device=DEVICE) for lines in (m, n))
+    for launch in ("", "@decomposition=split_k,splits=2", "@columns=16"):
+        name = f"{kernel['name']}{launch}"
+        yield lambda name=name: call(a, w.t(), rows, columns, bias=normal(n, dtype=torch.float32), activation="silu", kernel=name)
+        if e4m3:
+            blocks = torch.rand(m, 3, device=DEVICE), torch.rand(2, 3, device=DEVICE)
+            yield lambda name=name, blocks=blocks: call(a, w.t(), *blocks, kernel=name)
+            yield lambda name=name: call(a, w.t(), rows, columns[:1], fast_accum=True, kernel=name)
 
 
 def _weight(kernel: dict, n: int, k: int, dtype):

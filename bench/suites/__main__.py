@@ -19,6 +19,7 @@ FAMILIES = {
     "moe_w4a16": "bench.suites.moe_w4a16",
     "random": "bench.suites.random_suites",
     "regret": "bench.suites.regret",
+    "scaled_gemm": "bench.suites.scaled_gemm",
     "w4a16": "bench.suites.w4a16",
 }
 

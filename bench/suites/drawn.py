@@ -89,17 +89,19 @@ def run(
     args: argparse.Namespace,
     measure: Callable[[str, int], tuple[list[dict[str, Any]], str]],
     describe: Callable[[str, int], dict[str, Any]],
+    chosen: Callable[[str, int], bool] = lambda suite, index: True,
 ) -> int:
     """Measures the part of every suite that the arguments ask for.
 
     Args:
       measure: rows of a problem, by suite and index, and a line to print.
       describe: fields of the row of a problem that failed: op, shape, dtype.
+      chosen: which problems are measured.
     """
     import torch
 
     done = results.done() if args.resume else set()
-    todo = [(s, i) for s, count in results.counts.items() for i in part_of(args.part, count) if (s, i) not in done]
+    todo = [(s, i) for s, count in results.counts.items() for i in part_of(args.part, count) if (s, i) not in done and chosen(s, i)]
     begin, failed, started = time.monotonic(), 0, 0
     try:
         for suite, index in todo:

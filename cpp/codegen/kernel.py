@@ -34,7 +34,6 @@ class Kernel(ABC):
 
     arch: int  # lowest compute capability: 80 or 90
     element: str  # number type of A and B, or of the activations: a name of formats.toml
-    output: str | None = None  # number type of D where it is not that of the operands
     layout: str = "tn"  # BLAS letters of the caller's A and B: "tn" is row-major A, column-major B
     b_format: str = "dense"  # a format of formats.toml
     group_multiple: int = 0  # quantised B: k per scale must be a multiple of this, or all of k
@@ -89,11 +88,6 @@ class Kernel(ABC):
         return self.FAMILY
 
     @property
-    def types(self) -> str:
-        """The number types in its name."""
-        return self.element if self.output is None else f"{self.element}_{self.output}"
-
-    @property
     def arch_exact(self) -> bool:
         """sm_90a code (WGMMA, TMA multicast) runs on compute capability 9.0 alone; sm_80 code runs on every later one."""
         return self.arch == 90
@@ -114,12 +108,8 @@ class Kernel(ABC):
         return 16
 
     def type_constants(self) -> list[str]:
-        """kType, and kOutputType where it is another."""
-        elements = project_formats().elements
-        lines = [f"static constexpr DataType kType = {elements[self.element].cpp};"]
-        if self.output is not None:
-            lines.append(f"static constexpr DataType kOutputType = {elements[self.output].cpp};")
-        return lines
+        """kType."""
+        return [f"static constexpr DataType kType = {project_formats().elements[self.element].cpp};"]
 
     def definition(self) -> str:
         """The struct of constants, and the launch function, which instantiates the family's template with it."""

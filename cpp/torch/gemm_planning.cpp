@@ -142,6 +142,27 @@ GemmProblem dense_problem(char const* op, std::vector<int64_t> const& sizes, std
   return p;
 }
 
+GemmProblem scaled_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
+                           std::vector<int64_t> const& alignments, bool block_scaled, bool fast_accum, bool has_c, bool gated) {
+  if (sizes.size() != 3) fail(op, ": sizes must be [m, n, k], got ", sizes.size(), " values");
+  if (alignments.size() != 2) fail(op, ": alignments must be [c, d], got ", alignments.size(), " values");
+  if (ab_type != "e4m3" && ab_type != "s8") fail(op, ": ab_type must be e4m3 or s8, got '", ab_type, "'");
+  GemmProblem p;
+  p.m = sizes[0];
+  p.n = sizes[1];
+  p.k = sizes[2];
+  p.ab_type = ab_type == "s8" ? DataType::kS8 : DataType::kE4M3;
+  p.d_type = parse_type((op + std::string(": d_type")).c_str(), d_type);
+  if (p.k == 0) p.ab_type = p.d_type == DataType::kF32 ? DataType::kBF16 : p.d_type;  // as the operator does
+  p.c_alignment = int32_t(alignments[0]);
+  p.d_alignment = int32_t(alignments[1]);
+  p.block_scaled = block_scaled && p.k > 0;
+  p.fast_accum = fast_accum && p.k > 0;
+  p.has_c = has_c;
+  p.gated = gated;
+  return p;
+}
+
 GemmProblem w4_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format,
                        int64_t group_size, bool has_zeros, bool has_c, bool gated) {
   if (sizes.size() != 3) fail(op, ": sizes must be [m, n, k], got ", sizes.size(), " values");
@@ -240,6 +261,23 @@ std::string enumerate_gemm_json(std::vector<int64_t> const& sizes, std::string c
                                 bool gated, bool only_runnable, int64_t device, int64_t limit) {
   char const* op = "minfer::_enumerate_gemm";
   GemmProblem const problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
+  return enumerate_json(op, problem, only_runnable, device, limit);
+}
+
+std::string plan_scaled_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
+                                  std::vector<int64_t> const& alignments, bool block_scaled, bool fast_accum, bool has_c, bool gated,
+                                  std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable, int64_t device,
+                                  bool batch_invariant) {
+  char const* op = "minfer::_plan_scaled_gemm";
+  GemmProblem const problem = scaled_problem(op, sizes, ab_type, d_type, alignments, block_scaled, fast_accum, has_c, gated);
+  return plan_json(op, problem, kernel, use_tuned, only_runnable, device, batch_invariant);
+}
+
+std::string enumerate_scaled_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
+                                       std::vector<int64_t> const& alignments, bool block_scaled, bool fast_accum, bool has_c, bool gated,
+                                       bool only_runnable, int64_t device, int64_t limit) {
+  char const* op = "minfer::_enumerate_scaled_gemm";
+  GemmProblem const problem = scaled_problem(op, sizes, ab_type, d_type, alignments, block_scaled, fast_accum, has_c, gated);
   return enumerate_json(op, problem, only_runnable, device, limit);
 }
 
@@ -356,6 +394,12 @@ constexpr Operator kOperators[] = {
     {"_enumerate_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, "
      "bool only_runnable, int device, int limit) -> str",
      boxed<&enumerate_gemm_json>},
+    {"_plan_scaled_gemm(int[] sizes, str ab_type, str d_type, int[] alignments, bool block_scaled, bool fast_accum, bool has_c, "
+     "bool gated, str? kernel, bool use_tuned, bool only_runnable, int device, bool batch_invariant=False) -> str",
+     boxed<&plan_scaled_gemm_json>},
+    {"_enumerate_scaled_gemm(int[] sizes, str ab_type, str d_type, int[] alignments, bool block_scaled, bool fast_accum, bool has_c, "
+     "bool gated, bool only_runnable, int device, int limit) -> str",
+     boxed<&enumerate_scaled_gemm_json>},
     {"_plan_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, str? kernel, "
      "bool use_tuned, bool only_runnable, int device, bool batch_invariant=False) -> str",
      boxed<&plan_w4a16_json>},

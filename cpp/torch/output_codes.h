@@ -11,6 +11,7 @@ namespace minfer::torch_binding {
 struct OutputCodes {
   std::optional<std::string> const& quant;
   std::optional<Tensor> const& scale;
+  char const* scale_name = "scale";
 
   bool given() const { return quant.has_value(); }
   /// Of the output, which without codes has a type of its own.

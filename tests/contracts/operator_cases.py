@@ -10,6 +10,7 @@ import torch
 from minfer._core.operator import OPERATORS
 
 from tests.moe.grouped_quantized_cases import has_kernels
+from tests.scaled_gemm.cases import has_kernels as has_scaled_kernels
 
 DTYPE = torch.bfloat16
 Call = Callable[[], tuple[torch.Tensor, ...]]
@@ -57,6 +58,18 @@ def calls(device: str) -> dict[str, list[Call]]:
     add("gemm", a[:, 1:], w.t()[1:, 1:], **in_codes)
     add("gemm", randn(5, 4096), randn(4096, 136, scale=0.02), **in_codes)
     add("gemm_gated", a, w.t(), **in_codes)
+    for dtype, name in ((torch.float8_e4m3fn, "gemm_fp8"), (torch.int8, "gemm_int8")) if has_scaled_kernels(device) else ():
+        x, y = (randint(-100, 100, shape, torch.int32).to(dtype) for shape in ((24, 512), (256, 512)))
+        by_row, by_column = (torch.rand(lines, generator=generator).to(device) / 100 for lines in (24, 256))
+        add(name, x, y.t(), by_row, by_column, c=randn(24, 256), beta=0.5, bias=randn(256), activation="silu")
+        add(f"{name}_gated", x, y.t(), by_row[:1], by_column)
+        if dtype == torch.int8:
+            add(name, x, y.t(), by_row, by_column, out_dtype=torch.int32)
+            continue
+        blocks = [torch.rand(shape, generator=generator).to(device) / 100 for shape in ((24, 4), (2, 4))]
+        add(name, x, y.t(), *blocks)
+        add(name, x[:, 3:], y[:, 3:].t(), *blocks, fast_accum=True)  # copied first
+        add(name, x, y.t(), by_row, by_column, out_scale=in_codes["scale"])
     codes = randint(0, 16, (256, 512), torch.uint8)
     scales, perm = randn(4, 256, scale=0.02), torch.randperm(512, generator=generator).to(torch.int32).to(device)
     packed = minfer.w4a16_pack(codes)

@@ -21,12 +21,13 @@ inline GemmProblem problem_of(int64_t m, int64_t n, int64_t k, DataType type = D
                               Major b_major = Major::kK, bool has_c = false, bool gated = false) {
   GemmProblem p;
   p.m = m, p.n = n, p.k = k;
-  p.ab_type = p.d_type = type;
+  p.ab_type = type;
+  p.d_type = has_8_bits(p) ? DataType::kBF16 : type;
   p.a_major = a_major, p.b_major = b_major;
   p.has_c = has_c, p.gated = gated;
   p.a_alignment = alignment_of(a_major == Major::kK ? k : m, type);
   p.b_alignment = alignment_of(b_major == Major::kK ? k : n, type);
-  p.d_alignment = alignment_of(gated ? n / 2 : n, type);
+  p.d_alignment = alignment_of(gated ? n / 2 : n, p.d_type);
   p.c_alignment = has_c && p.d_alignment == 16 ? 16 : 0;
   return p;
 }

@@ -324,12 +324,96 @@ TEST_CASE(plan_force_arch_keeps_to_portable_kernels) {
   }
 }
 
+TEST_CASE(plan_always_answers_for_operands_of_8_bits) {
+  for (DataType type : {DataType::kE4M3, DataType::kS8}) {
+    for (int64_t m : {1, 3, 16, 64, 100, 128, 500, 4096}) {
+      for (int64_t n : {8, 64, 576, 4096, 24576}) {
+        for (int64_t k : {16, 128, 7168}) {
+          GemmProblem problem = problem_of(m, n, k, type);
+          check_answers(problem, h200_properties());
+          if (type == DataType::kE4M3) {
+            problem.block_scaled = true;
+          } else {
+            problem.d_int32 = true;
+          }
+          check_answers(problem, h200_properties());
+        }
+      }
+    }
+  }
+}
+
+/// int8 has kernels everywhere, in whole vectors of 16 bytes on GPUs that read without TMA; e4m3 has none there yet.
+TEST_CASE(int8_has_portable_kernels) {
+  int count = 0;
+  DeviceProperties const* devices = portable_devices(&count);
+  for (int i = 0; i < count; ++i) {
+    Context const at(devices[i].name);
+    for (int64_t m : {1, 16, 100, 4096}) {
+      GemmPlan plan;
+      GemmProblem problem = problem_of(m, 4096, 4096, DataType::kS8);
+      check_answers(problem, devices[i]);
+      CHECK(plan_gemm(problem, devices[i], analytic_options(), &plan).ok());
+      CHECK_EQUAL(plan.kernel->arch, 80);
+      if (m == 1) CHECK(plan.kernel->tile_m < 64 || plan.launch.decomposition != Decomposition::kDataParallel);
+      problem.k = 4088;  // rows that a copy has spaced at multiples of 16 bytes
+      CHECK(!plan_gemm(problem, devices[i], analytic_options(), &plan).ok());
+      CHECK(plan_gemm(problem, h200_properties(), analytic_options(), &plan).ok());
+      CHECK(!plan_gemm(problem_of(m, 4096, 4096, DataType::kE4M3), devices[i], analytic_options(), &plan).ok());
+    }
+  }
+  GemmPlan plan;
+  for (int64_t m : {1, 64, 4096}) {
+    CHECK(plan_gemm(problem_of(m, 4096, 4096, DataType::kS8), h200_properties(), analytic_options(), &plan).ok());
+    CHECK_EQUAL(plan.kernel->arch, 90);
+  }
+}
+
+TEST_CASE(sums_of_int32_are_not_split) {
+  GemmProblem problem = problem_of(16, 4096, 16384, DataType::kS8);
+  GemmPlan plan;
+  CHECK(plan_gemm(problem, h200_properties(), analytic_options(), &plan).ok());
+  CHECK(plan.launch.decomposition != Decomposition::kDataParallel);  // there is something to split
+  problem.d_int32 = true;
+  CHECK(plan_gemm(problem, h200_properties(), analytic_options(), &plan).ok());
+  CHECK(plan.launch.decomposition == Decomposition::kDataParallel);
+  GemmPlanOptions options = analytic_options();
+  GemmLaunch launch;
+  launch.decomposition = Decomposition::kSplitK;
+  launch.splits = 2;
+  options.kernel = plan.kernel->name;
+  options.launch = &launch;
+  Status const status = plan_gemm(problem, h200_properties(), options, &plan);
+  CHECK(!status.ok() && std::strstr(status.message, "sums of int32 are not split") != nullptr);
+}
+
+TEST_CASE(what_operands_of_8_bits_alone_have_is_refused_of_others) {
+  GemmPlan plan;
+  auto const refuses = [&](DataType type, bool GemmProblem::*member) {
+    GemmProblem problem = problem_of(64, 512, 512, type);
+    problem.*member = true;
+    return plan_gemm(problem, h200_properties(), analytic_options(), &plan).code == StatusCode::kInvalidArgument;
+  };
+  CHECK(refuses(DataType::kBF16, &GemmProblem::block_scaled) && refuses(DataType::kS8, &GemmProblem::block_scaled));
+  CHECK(refuses(DataType::kBF16, &GemmProblem::fast_accum) && refuses(DataType::kS8, &GemmProblem::fast_accum));
+  CHECK(refuses(DataType::kBF16, &GemmProblem::d_int32) && refuses(DataType::kE4M3, &GemmProblem::d_int32));
+}
+
+TEST_CASE(operands_of_8_bits_have_half_the_floor) {
+  DeviceProperties const h200 = h200_properties();
+  for (int64_t m : {1, 8192}) {
+    double const wide = gemm_floor_us(problem_of(m, 8192, 8192), h200),
+                 narrow = gemm_floor_us(problem_of(m, 8192, 8192, DataType::kE4M3), h200);
+    CHECK(narrow < 0.51 * wide && narrow > 0.49 * wide);
+  }
+}
+
 TEST_CASE(plan_override_takes_every_kernel) {
   DeviceProperties const h200 = h200_properties();
   int64_t count = 0;
   KernelInfo const* kernels = registry(&count);
   for (int64_t i = 0; i < count; ++i) {
-    if (std::strcmp(kernels[i].family, "gemm") != 0) continue;
+    if (std::strcmp(kernels[i].family, "gemm") != 0 && std::strcmp(kernels[i].family, "scaled_gemm") != 0) continue;
     Context const at(kernels[i].name);
     GemmPlanOptions options = analytic_options();
     options.kernel = kernels[i].name;

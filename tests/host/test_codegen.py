@@ -30,6 +30,7 @@ from codegen.families.fused import OPERATIONS, FusedKernel
 from codegen.families.gemm import GemmKernel
 from codegen.families.norm_gemm import NormGemmKernel
 from codegen.families.quantized_gemm import QuantizedGemmKernel
+from codegen.families.scaled_gemm import ScaledGemmKernel
 from codegen.hardware import SM80_SMEM_LIMIT, SM90_SMEM_LIMIT
 from codegen.row import Row
 from codegen.toml import ConfigError
@@ -223,7 +224,7 @@ def test_the_projects_own_table():
         start, what = (
             (f"{grouped}w[48]a16", f"({'|'.join(formats.project_formats().weights)})") if quantised else (kernel.FAMILY, "[tn]{2}")
         )
-        assert re.fullmatch(rf"{start}_sm(80|90)_b?f16_{what}_\d+x\d+x\d+_\dx\dx1_[a-z0-9_]+", kernel.name)
+        assert re.fullmatch(rf"{start}_sm(80|90)_{kernel.element}_{what}_\d+x\d+x\d+_\dx\dx1_[a-z0-9_]+", kernel.name)
     # "Any shape, one answer": each element type and layout has a kernel that takes any pointer and stride on any GPU.
     for element in ("f16", "bf16"):
         for layout in ("tn", "tt", "nn", "nt"):
@@ -518,44 +519,39 @@ def test_struct_carries_the_numbers():
 
 # ---- 8-bit operands ---------------------------------------------------------------------------------------------------------------
 
-E4M3 = {**SM90, "elements": ["e4m3"], "outputs": ["f16", "bf16"], "layouts": ["tn"], "tile": [128, 256, 128]}
+
+def expand_scaled(**changes) -> list:
+    fields = E4M3 | changes
+    return ScaledGemmKernel.expand(Row({name: value for name, value in fields.items() if value is not None}, "row 7"))
 
 
-@pytest.fixture
-def with_e4m3(monkeypatch):
-    """As if the mainloops multiplied e4m3."""
-    monkeypatch.setattr(GemmKernel, "OPERANDS", (*GemmKernel.OPERANDS, "e4m3"))
+E4M3 = {**SM90, "elements": ["e4m3"], "layouts": ["tn"], "tile": [128, 160, 128], "swap": True, "column_step": 8}
 
 
-def test_an_8_bit_operand_is_a_row(with_e4m3):
-    """A tile of 128 e4m3 is as many bytes as one of 64 f16: the same ring, and an output type in the name and in the struct."""
-    narrow, wide = expand(E4M3), expand(SM90)[0]
-    assert [kernel.name for kernel in narrow] == [
-        "gemm_sm90_e4m3_f16_tn_128x256x128_2x1x1_cooperative",
-        "gemm_sm90_e4m3_bf16_tn_128x256x128_2x1x1_cooperative",
-    ]
-    assert {(k.stages, k.smem_bytes, k.alignment) for k in narrow} == {(wide.stages, wide.smem_bytes, wide.alignment)}
-    text = narrow[1].definition()
-    assert "kType = DataType::kE4M3;" in text and "kOutputType = DataType::kBF16;" in text
-    assert "kOutputType" not in wide.definition()
-    assert expand(E4M3, tile=[64, 8, 128], cluster=[1, 1, 1], schedule="pingpong", swap=True)[0].stages == 16
-    assert narrow[0].info()["ab_type"] == "e4m3" and narrow[0].shard_group == "gemm_sm90_cooperative_tn"
+def test_an_8_bit_operand_is_a_row():
+    """A tile of 128 e4m3 is as many bytes as one of 64 f16; what is left of the ring are the scales of rows and columns."""
+    narrow, wide = expand_scaled()[0], expand(E4M3, elements=["f16"], tile=[128, 160, 64])[0]
+    assert narrow.name == "scaled_gemm_sm90_e4m3_tn_128x160x128_2x1x1_cooperative_swap_columns8"
+    assert (narrow.stages, narrow.alignment) == (wide.stages, 16)
+    assert 0 <= wide.ring_bytes - narrow.ring_bytes <= 2 * 1024 + 2 * 4 * (160 + 64)
+    assert "kType = DataType::kE4M3;" in narrow.definition()
+    assert expand_scaled(tile=[64, 128, 128], cluster=[1, 1, 1], schedule="pingpong")[0].info()["ab_type"] == "e4m3"
+    assert narrow.shard_group == "scaled_gemm_sm90_cooperative_e4m3"
+    assert expand_scaled(elements=["s8"], column_step=16)[0].info()["ab_type"] == "s8"
 
 
 @pytest.mark.parametrize(
     ("changes", "field", "rule"),
     [
-        ({"tile": [128, 256, 64]}, "tile", "a multiple of 128"),
-        ({"outputs": None}, "outputs", "different values from f16, bf16"),
-        ({"outputs": ["e4m3"]}, "outputs", "different values from f16, bf16"),
+        ({"tile": [128, 160, 64]}, "tile", "a multiple of 128"),
         ({"layouts": ["tn", "tt"]}, "layouts", "must be tn"),
-        ({"elements": ["f16"]}, "outputs", "is not for f16"),
-        ({"elements": ["s8"]}, "elements", "different values from f16, bf16, e4m3"),
+        ({"elements": ["e8m0"]}, "elements", "different values from e4m3, s8"),
+        ({"column_step": None, "swap": None}, "column_step", "must be given where operands have 8 bits"),
     ],
 )
-def test_8_bit_rows_that_cannot_be_right(with_e4m3, changes, field, rule):
+def test_8_bit_rows_that_cannot_be_right(changes, field, rule):
     with pytest.raises(ConfigError, match=f"row 7, {field} = .*{rule}"):
-        expand(E4M3, **changes)
+        expand_scaled(**changes)
 
 
 # ---- formats --------------------------------------------------------------------------------------------------------------------

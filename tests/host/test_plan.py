@@ -10,7 +10,9 @@ from minfer.formats.weight_formats import FORMATS
 from minfer.planning.plan import (
     DTYPE_NAMES,
     MAX_EXTENT,
+    NARROW_NAMES,
     Problem,
+    ScaledProblem,
     enumerate_plans,
     plan_problem,
     runs_here,
@@ -24,7 +26,7 @@ ODD = [
     (0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0), (1, 1, 1), (1, 4096, 4096), (3, 7, 5), (17, 31, 33), (64, 28672, 4096), (127, 6143, 4097),
     (131, 257, 1021), (4096, 4096, 4096), (8192, 57344, 8192), (100003, 16, 24), (16, 100003, 64), (5, 9, 100003), (1, 1, 1 << 22),
 ]  # fmt: skip
-FAMILIES = ("attention", "fused", "gemm", "moe", "moe_w4a16", "norm_gemm", "w4a16")
+FAMILIES = ("attention", "fused", "gemm", "moe", "moe_w4a16", "norm_gemm", "scaled_gemm", "w4a16")
 
 
 def plan(m, n, k, **options):
@@ -136,6 +138,35 @@ def test_every_kernel_is_a_candidate_somewhere():
     assert seen == set(KERNELS)
 
 
+def test_every_kernel_of_8_bits_is_a_candidate_somewhere():
+    seen = set()
+    for dtype, (m, n, k) in itertools.product(NARROW_NAMES, ((8, 4096, 4096), (512, 4096, 4096), (4096, 4096, 4096))):
+        plans = enumerate_plans(ScaledProblem(m, n, k, dtype=dtype), device=H200)
+        assert plans[0].kernel == minfer.plan("scaled_gemm", m=m, n=n, k=k, dtype=dtype, device=H200, use_tuned=False).kernel
+        seen |= {p.kernel for p in plans}
+    assert seen == {kernel["name"] for kernel in minfer.kernels("scaled_gemm")}
+
+
+def test_plans_of_8_bits():
+    """Half the bytes and half the time of 16 bits, any sizes, and what only e4m3 has."""
+    wide, narrow = (
+        plan(8192, 8192, 8192),
+        minfer.plan("scaled_gemm", m=8192, n=8192, k=8192, dtype=torch.int8, device=H200),
+    )
+    assert narrow.floor_us == pytest.approx(wide.floor_us / 2, rel=1e-3) and narrow.predicted_us < 0.7 * wide.predicted_us
+    for m, n, k in ((1, 8, 16), (3, 72, 40), (0, 64, 64), (4, 64, 0), (100, 576, 7168)):
+        for out_dtype in (torch.float16, torch.bfloat16, torch.float32):
+            p = minfer.plan("scaled_gemm", m=m, n=n, k=k, dtype=torch.float8_e4m3fn, out_dtype=out_dtype, block_scaled=True, device=H200)
+            assert "block scales" in str(p)
+    for options, message in (
+        (dict(dtype=torch.bfloat16), "dtype must be float8_e4m3fn or int8"),
+        (dict(dtype=torch.int8, block_scaled=True), "block_scaled must be False for int8"),
+        (dict(dtype=torch.int8, out_dtype=torch.int32), "out_dtype must be float16, bfloat16 or float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            minfer.plan("scaled_gemm", m=4, n=64, k=64, device=H200, **options)
+
+
 def test_override():
     chosen = plan(64, 4096, 4096)
     for p in enumerate_plans(chosen.problem, device=H200)[:20]:
@@ -191,7 +222,7 @@ def test_override_errors():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"op": "conv"}, "op must be one of gemm, w4a16_gemm, rms_norm_gemm, got 'conv'"),
+        ({"op": "conv"}, "op must be one of gemm, w4a16_gemm, scaled_gemm, rms_norm_gemm, got 'conv'"),
         ({"group_size": 64}, "gemm has no group_size; its options are m, n, k, batch"),
         ({"m": -1}, "m must be an integer >= 0, got -1"),
         ({"k": 1.5}, "k must be an integer >= 0, got 1.5"),
@@ -247,7 +278,8 @@ def test_device():
 def test_unknown_family():
     for family in ("nope", "GEMM", "gemm ", None):
         with pytest.raises(
-            ValueError, match=r"family must be one of attention, fused, gemm, moe, moe_w4a16, norm_gemm, w4a16, or '' for all, got"
+            ValueError,
+            match=r"family must be one of attention, fused, gemm, moe, moe_w4a16, norm_gemm, scaled_gemm, w4a16, or '' for all, got",
         ):
             minfer.kernels(family)
     assert {kernel["family"] for kernel in minfer.kernels("")} == set(FAMILIES)

@@ -9,11 +9,13 @@ from codegen.families.grouped_gemm import GroupedGemmKernel
 from codegen.families.grouped_quantized_gemm import GroupedQuantizedGemmKernel
 from codegen.families.norm_gemm import NormGemmKernel
 from codegen.families.quantized_gemm import QuantizedGemmKernel
+from codegen.families.scaled_gemm import ScaledGemmKernel
 
 # By the name that a table gives its family.
 FAMILIES = {
     family.FAMILY: family
     for family in (
         *(AttentionKernel, FusedKernel, GemmKernel, GroupedGemmKernel, GroupedQuantizedGemmKernel, NormGemmKernel, QuantizedGemmKernel),
+        ScaledGemmKernel,
     )
 }

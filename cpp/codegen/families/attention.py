@@ -35,7 +35,7 @@ class AttentionKernel(Kernel):
         dims = f"d{self.tile[2]}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.tile[2] else "")
         cache = "" if self.b_format == "dense" else f"_{self.b_format}"
         tile = "" if self.variant == "decode" else f"_{self.tile[0]}x{self.tile[1]}"
-        return f"attention_sm{self.arch}_{self.types}_{dims}{cache}{tile}_{self.variant}"
+        return f"attention_sm{self.arch}_{self.element}_{dims}{cache}{tile}_{self.variant}"
 
     @property
     def shard_group(self) -> str:

@@ -21,10 +21,9 @@ from codegen.row import Row
 
 MAX_ACCUMULATORS = 176  # fp32 registers per consumer thread, of 232; beyond it the epilogue spills
 OUTPUT_BYTES = 2  # of the outputs that are staged for TMA; a D of f32 is stored from registers
-OUTPUTS = ("f16", "bf16")
 LAYOUTS = ("tn", "tt", "nn", "nt")
 
-COMMON_FIELDS = {"arch", "elements", "outputs", "layouts", "tile", "schedule", "stages", "note"}
+COMMON_FIELDS = {"arch", "elements", "layouts", "tile", "schedule", "stages", "note"}
 FIELDS = {
     "sm90": COMMON_FIELDS | {"cluster", "swap", "epilogue_chunks", "column_step"},
     "sm80": COMMON_FIELDS | {"warps", "unaligned", "vector"},
@@ -48,7 +47,7 @@ class GemmKernel(Kernel):
         suffix = ("_swap" if self.swap else "") + ("_vector" if self.vector else "_unaligned" if self.unaligned else "")
         suffix += f"_columns{self.column_step}" if self.column_step else ""
         shape = f"{shape_name(self.tile)}_{shape_name(self.cluster)}"
-        return f"gemm_sm{self.arch}_{self.types}_{self.layout}_{shape}_{self.schedule}{suffix}"
+        return f"{self.FAMILY}_sm{self.arch}_{self.element}_{self.layout}_{shape}_{self.schedule}{suffix}"
 
     @property
     def shard_group(self) -> str:
@@ -76,12 +75,9 @@ class GemmKernel(Kernel):
         kernels = []
         for element in elements:
             operand_bytes = project_formats().elements[element].bytes
-            # D has the operands' type, or f32, where that has 16 bits: a choice of the call. No D has 8 bits.
-            row.require(operand_bytes == 1 or "outputs" not in row.fields, "outputs", f"is not for {element}: its D is {element} or f32")
             row.require(operand_bytes == 2 or layouts == ["tn"], "layouts", f"must be tn: tensor cores read {element} K-major only")
-            outputs = row.names("outputs", OUTPUTS) if operand_bytes == 1 else [None]
             fields = dict(expand(row, operand_bytes), schedule=row.get("schedule"), note=row.text("note"))
-            kernels += [cls(element=element, output=output, layout=layout, **fields) for output in outputs for layout in layouts]
+            kernels += [cls(element=element, layout=layout, **fields) for layout in layouts]
         return kernels
 
     def constants(self) -> list[str]:
@@ -113,11 +109,12 @@ def _expand_sm90(row: Row, operand_bytes: int) -> dict:
     swap, chunks = row.flag("swap"), row.optional_integer("epilogue_chunks")
     column_step = row.optional_integer("column_step") or 0
     _check_sm90(row, tile, cluster, operand_bytes)
-    chunks, staging_bytes = _staging(row, tile, swap, column_step, chunks)
+    row.require(operand_bytes == 2 or column_step > 0, "column_step", "must be given where operands have 8 bits")
+    chunks, staging_bytes = _staging(row, tile, swap, column_step, chunks, operand_bytes)
     stages = _stages_sm90(row, tile, staging_bytes, stages, operand_bytes)
     ring_bytes = stages * _stage_bytes(tile, operand_bytes)
     if column_step:
-        _check_columns(row, tile, column_step)
+        _check_columns(row, tile, column_step, operand_bytes)
         ring_bytes = (SM90_SMEM_LIMIT - _smem_sm90(0, staging_bytes)) // SM90_SMEM_ALIGNMENT * SM90_SMEM_ALIGNMENT
     smem = _smem_sm90(ring_bytes, staging_bytes)
     fields = dict(arch=90, tile=tile, cluster=cluster, swap=swap, stages=stages, epilogue_chunks=chunks)
@@ -202,10 +199,11 @@ def _check_sm90(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], opera
     row.require(whole, "cluster", "multicast slices must be multiples of 8 rows")
 
 
-def _check_columns(row: Row, tile: tuple[int, ...], step: int) -> None:
+def _check_columns(row: Row, tile: tuple[int, ...], step: int, operand_bytes: int) -> None:
     """A kernel whose launches choose the columns of a tile."""
     row.require(row.flag("swap"), "column_step", "is for swapped kernels: the rows of a box of D are chosen, not its columns")
-    row.require(tile[2] == 64, "tile", "tile_k must be 64 where a launch chooses the columns")
+    tile_k = SWIZZLE_ROW_BYTES // operand_bytes
+    row.require(tile[2] == tile_k, "tile", f"tile_k must be {tile_k} where a launch chooses the columns")
     row.require(step % 8 == 0 and tile[1] % step == 0, "column_step", "must be a multiple of 8, a WGMMA's step, that divides tile_n")
     whole = tile[1] % (_box_rows(step) * _boxes_together(row, tile, step)) == 0
     row.require(whole or _mma_rows(row, tile) == 1, "column_step", "a box of D has as many columns: tile_n must be whole groups of boxes")
@@ -227,8 +225,8 @@ def _boxes_together(row: Row, tile: tuple[int, ...], step: int) -> int:
     return min(max(columns // _box_rows(step), 1), tile[1] // _box_rows(step))
 
 
-def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int | None) -> tuple[int, int]:
-    """D leaves through shared memory in boxes -> (box buffers per consumer warpgroup, bytes of all of them and the bias).
+def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int | None, operand_bytes: int) -> tuple[int, int]:
+    """D leaves through shared memory in boxes -> (box buffers per consumer warpgroup, bytes of all of them, the bias and scales).
 
     A box is as many contiguous outputs as TMA's swizzles allow (64, 32 or 16) for the 64 rows of one MMA tile; swapped, 64 contiguous
     outputs (the MMA tile's rows) for tile_n rows of D, or for `_box_rows(step)` of them where a launch chooses the columns in such steps.
@@ -255,7 +253,8 @@ def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int
     # The general epilogue passes 64 rows x up to 32 columns of fp32 through the same memory.
     general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
     bias = 4 * (64 * mma_m if swap else tile_n)  # fp32, of the tile's n
-    return chunks, _consumers_sm90(tile) * (round_up(max(chunks * box_bytes, general), 1024) + bias)
+    scales = 4 * tile_n + bias if operand_bytes == 1 else 0  # fp32, of its m and n
+    return chunks, _consumers_sm90(tile) * (round_up(max(chunks * box_bytes, general), 1024) + bias + scales)
 
 
 def _smem_sm90(ring_bytes: int, staging_bytes: int) -> int:

@@ -38,7 +38,7 @@ class GroupedGemmKernel(Kernel):
 
     @property
     def name(self) -> str:
-        return f"moe_sm{self.arch}_{self.types}_tn_{shape_name(self.tile)}_{shape_name(self.cluster)}_{self.schedule}_swap"
+        return f"moe_sm{self.arch}_{self.element}_tn_{shape_name(self.tile)}_{shape_name(self.cluster)}_{self.schedule}_swap"
 
     @property
     def shard_group(self) -> str:

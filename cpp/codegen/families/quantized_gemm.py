@@ -64,11 +64,11 @@ class QuantizedGemmKernel(Kernel):
         else:
             variant = f"w{self.warpgroups}_{self.schedule}"
         shape = f"{shape_name(self.tile)}_{shape_name(self.cluster)}"
-        return f"{self.PREFIX}w{bits}a16_sm{self.arch}_{self.types}_{self.b_format}_{shape}_{variant}"
+        return f"{self.PREFIX}w{bits}a16_sm{self.arch}_{self.element}_{self.b_format}_{shape}_{variant}"
 
     @property
     def shard_group(self) -> str:
-        return f"{self.FAMILY}_sm{self.arch}_{self.types}"
+        return f"{self.FAMILY}_sm{self.arch}_{self.element}"
 
     @property
     def template(self) -> tuple[str, str]:

@@ -19,6 +19,10 @@ struct GemmProblem {
   DataType ab_type = DataType::kF16;       // A and B
   DataType d_type = DataType::kF16;        // ab_type or kF32
   bool d_fp8 = false;                      // D holds e4m3 codes of values / d_scale, a byte each, whatever d_type is
+  // Operands of 8 bits, e4m3 or s8: d_type is kF16, kBF16 or kF32, and c and bias are of it or float32 (of a D of kF32 or codes: or bf16).
+  bool block_scaled = false;  // scales of 128 of k (OperandScales::blocks)
+  bool fast_accum = false;    // e4m3: the tensor core adds up all of k; else fp32 sums of 128 of k each
+  bool d_int32 = false;       // s8: D holds the sums themselves, int32
   Major a_major = Major::kK;
   Major b_major = Major::kK;  // kK: b is [k, n] with stride 1 along k, as in weight.t()
   int32_t a_alignment = 16, b_alignment = 16, d_alignment = 16;
@@ -33,12 +37,27 @@ struct GemmProblem {
   bool operator==(GemmProblem const& other) const;
 };
 
+/// Scales of an operand of 8 bits, whose numbers are multiplied by them. A stride of 0 is that of one scale for all.
+struct OperandScales {
+  void const* data = nullptr;  // null: none
+  int64_t row_stride = 0;      // of A's rows, or B's columns; of B's blocks, of 128 columns
+  int64_t k_stride = 0;        // of blocks, of 128 of k
+  bool blocks = false;         // whether there is one for each 128 of k; else float32
+  bool exponents = false;      // blocks: bytes that are powers of two, e8m0; else float32
+  bool halves = false;         // blocks of a gated B: gates and ups have their own, each of 128 columns of its half
+  int64_t up_offset = 0;       // halves: from the scales of the gates to those of the ups
+};
+
 /// Where it is. Leading dimensions and strides are in elements. B is described as [n, k].
 struct GemmOperands {
   void const* a = nullptr;
   int64_t lda = 0, a_batch_stride = 0;  // stride of A's non-contiguous mode
   void const* b = nullptr;
   int64_t ldb = 0, b_batch_stride = 0;
+  OperandScales a_scale, b_scale;   // operands of 8 bits
+  int32_t const* a_zero = nullptr;  // s8: zero points of A's rows, or null: 0; then also the sums of B's columns
+  int64_t a_zero_stride = 0;        // 0: one for all rows
+  int32_t const* b_sums = nullptr;
   void const* b_scales = nullptr;  // quantised B: [k / group_size, n] of A's type, leading dimension ld_scales; b is packed then
   void const* b_zeros = nullptr;   // likewise, or null: 8
   int64_t ld_scales = 0, ld_zeros = 0;
@@ -133,7 +152,10 @@ Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device
                       int64_t capacity, int64_t* count);
 
 /// Bytes of an element of D.
-inline int64_t d_element_bytes(GemmProblem const& problem) { return problem.d_fp8 ? 1 : size_of(problem.d_type); }
+inline int64_t d_element_bytes(GemmProblem const& problem) { return problem.d_fp8 ? 1 : problem.d_int32 ? 4 : size_of(problem.d_type); }
+
+/// Whether A and B are of 8 bits.
+inline bool has_8_bits(GemmProblem const& problem) { return problem.ab_type == DataType::kE4M3 || problem.ab_type == DataType::kS8; }
 
 /// Bytes that a launch must move: A, B as it is stored (packed codes, scales and zero points), C where it is read, and D.
 double gemm_bytes(GemmProblem const& problem);

@@ -63,6 +63,25 @@ struct Float16 {
   static __device__ __forceinline__ float2 unpack(uint32_t pair) { return to_floats(reinterpret_cast<Pair const&>(pair)); }
 };
 
+/// The same of a type that is known at run time.
+struct AnyFloat16 {
+  using Type = uint16_t;  // bits
+  bool bf16;
+
+  __device__ __forceinline__ float to_float(Type x) const {
+    return bf16 ? __uint_as_float(uint32_t(x) << 16) : __half2float(__ushort_as_half(x));
+  }
+  __device__ __forceinline__ Type from_float(float x) const {
+    return bf16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x));
+  }
+  __device__ __forceinline__ uint32_t pack(float low, float high) const {
+    return bf16 ? Float16<DataType::kBF16>::pack(low, high) : Float16<DataType::kF16>::pack(low, high);
+  }
+  __device__ __forceinline__ float2 unpack(uint32_t pair) const {
+    return bf16 ? Float16<DataType::kBF16>::unpack(pair) : Float16<DataType::kF16>::unpack(pair);
+  }
+};
+
 /// The DataType of a CUDA type: Float16<kDataTypeOf<T>> is what belongs to the element type T.
 template <class T>
 inline constexpr DataType kDataTypeOf = DataType::kF32;

@@ -119,7 +119,8 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
 
   double const uneven = !portable_ && problem.k % 64 != 0 ? r.uneven : 1.0;
   double const tile_k = grid_ && problem.k <= kBriefK ? kBriefK : kernel.tile_k;
-  double const flops = 2.0 * kernel.tile_m * tile_k * factors_.compute * uneven;  // of a column
+  double const element = size_of(problem.ab_type), wide = element / 2.0;                 // operands of 8 bits take half the time
+  double const flops = 2.0 * kernel.tile_m * tile_k * wide * factors_.compute * uneven;  // of a column
   double const rate = scaled.sm_scale;
   alone_ = fourth_power((tile_n + r.columns) * flops / (r.sm_rate * rate));
   latency_ = fourth_power(r.latency / stages_of(kernel, tile_n) * factors_.latency);
@@ -132,8 +133,8 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   // The epilogue's time goes by elements and their type; codes take as long as 16-bit numbers that TMA cannot store.
   double const outputs = problem.gated ? 0.5 : 1.0, stored = size_of(problem.d_type) * outputs,
                d_bytes = d_element_bytes(problem) * outputs;
-  bool const by_tma =
-      problem.d_type == problem.ab_type && !problem.d_fp8 && problem.d_alignment == 16 && (!problem.has_c || problem.c_alignment == 16);
+  bool const by_tma = problem.d_type != DataType::kF32 && !problem.d_fp8 && !problem.d_int32 && problem.d_alignment == 16 &&
+                      (!problem.has_c || problem.c_alignment == 16);
   epilogue_us_ = (tile_values * stored * (problem.has_c ? r.c_epilogue : 1.0) / (r.epilogue * rate) + (problem.has_c ? r.c_start : 0.0)) *
                  (by_tma          ? 1.0
                   : problem.has_c ? r.general_c
@@ -141,11 +142,11 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
                  factors_.epilogue;
   partial_us_ = 4.0 * tile_values / (r.fixup_bytes * rate) * (pingpong_ ? r.fixup_pingpong : 1.0);
   tile_us_ = (pingpong_ ? r.tile_pingpong : r.tile) * factors_.tile;
-  double const bytes = problem.batch * (2.0 * (double(rows) + columns) * problem.k +
+  double const bytes = problem.batch * (element * (double(rows) + columns) * problem.k +
                                         double(rows) * columns * (d_bytes + (problem.has_c ? r.c_bytes * stored : 0.0)));
   bytes_us_ = bytes / (r.bandwidth * scaled.memory_scale) * factors_.bytes;
   // Workers of stream-K reach the tiles of a row at different times: what L2 does not hold of all rows by then is read for each.
-  double const row_bytes = 2.0 * problem.batch * double(rows) * problem.k;
+  double const row_bytes = element * problem.batch * double(rows) * problem.k;
   reread_us_ =
       std::max(0.0, row_bytes - double(device.l2_bytes)) * (double(tiles_n_) - 1.0) / (r.bandwidth * scaled.memory_scale) * factors_.bytes;
   start_us_ = r.start + r.cluster * std::log2(cluster_);

@@ -55,22 +55,27 @@ inline EpilogueParams make_epilogue(GemmProblem const& problem, GemmOperands con
   return e;
 }
 
+/// Scales of the caller's rows or columns of D, or one of all: a stride of 0.
+struct ScaleVector {
+  float const* data;  // null: 1
+  int64_t stride;
+};
+
 /// Columns of B per interleaved block of a gated weight: 8 gate columns, then 8 up columns.
 constexpr int kGateBlock = 8;
 
 #if defined(__CUDACC__)
 
-template <DataType kType>
-__device__ __forceinline__ float load_c(EpilogueParams const& e, int m, int n, int l) {
+/// element: Float16, or AnyFloat16.
+template <class Element>
+__device__ __forceinline__ float load_c(Element element, EpilogueParams const& e, int m, int n, int l) {
   int64_t const offset = l * e.c_batch_stride + m * e.c_stride_m + n * e.c_stride_n;
-  return e.c_f32 ? static_cast<float const*>(e.c)[offset]
-                 : Float16<kType>::to_float(static_cast<typename Float16<kType>::Type const*>(e.c)[offset]);
+  return e.c_f32 ? static_cast<float const*>(e.c)[offset] : element.to_float(static_cast<typename Element::Type const*>(e.c)[offset]);
 }
 
-template <DataType kType>
-__device__ __forceinline__ float load_bias(EpilogueParams const& e, int n) {
-  return e.bias_f32 ? static_cast<float const*>(e.bias)[n]
-                    : Float16<kType>::to_float(static_cast<typename Float16<kType>::Type const*>(e.bias)[n]);
+template <class Element>
+__device__ __forceinline__ float load_bias(Element element, EpilogueParams const& e, int n) {
+  return e.bias_f32 ? static_cast<float const*>(e.bias)[n] : element.to_float(static_cast<typename Element::Type const*>(e.bias)[n]);
 }
 
 /// Asks L2 for the C of a rectangle, so that store_rectangle, which comes back to it row by row, does not wait for memory. A C that is
@@ -98,10 +103,10 @@ __device__ __forceinline__ float load_code_factor(float const* d_scale) {
 
 /// Writes the outputs of a rectangle of accumulators, element by element and coalesced along n: any alignment, any C, any output type,
 /// gated or not. `accumulator(row, column)` reads the rectangle in the caller's orientation, row = m - m0 and column = n - n0; n0 is a
-/// multiple of 16 when gated; rows, threads and the columns up to 32 are powers of two.
-template <DataType kType, class Accumulator>
-__device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0, int n0, int l, int rows, int columns, int thread,
-                                                int threads, Accumulator&& accumulator) {
+/// multiple of 16 when gated; rows, threads and the columns up to 32 are powers of two. element: as in load_c.
+template <class Element, class Accumulator>
+__device__ __forceinline__ void store_rectangle(Element element, EpilogueParams const& e, int m0, int n0, int l, int rows, int columns,
+                                                int thread, int threads, Accumulator&& accumulator) {
   constexpr int kBatch = 4;  // rows in flight together; 8 spill beside 128 accumulators
   int const outputs = e.gated ? columns / 2 : columns;
   int const lanes = outputs < 32 ? outputs : 32;  // threads along a row
@@ -115,7 +120,7 @@ __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0,
     int const n = (e.gated ? n0 / 2 : n0) + column;
     if (n >= n_out) break;
     int const gate = e.gated ? column / kGateBlock * (2 * kGateBlock) + column % kGateBlock : column;
-    float const bias = e.bias != nullptr ? load_bias<kType>(e, n0 + gate) : 0.0f;
+    float const bias = e.bias != nullptr ? load_bias(element, e, n0 + gate) : 0.0f;
 #pragma unroll 1
     for (int row = thread >> lane_bits; row < rows_inside; row += kBatch * row_step) {
       float v[kBatch];
@@ -128,12 +133,12 @@ __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0,
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           int const r = row + i * row_step;
-          if (r < rows_inside) v[i] = fmaf(e.beta, load_c<kType>(e, m0 + r, n, l), v[i]);
+          if (r < rows_inside) v[i] = fmaf(e.beta, load_c(element, e, m0 + r, n, l), v[i]);
         }
       }
       activate_all<kBatch>(e.activation, [&](int i) -> float& { return v[i]; });
       if (e.gated) {
-        float const up_bias = e.bias != nullptr ? load_bias<kType>(e, n0 + gate + kGateBlock) : 0.0f;
+        float const up_bias = e.bias != nullptr ? load_bias(element, e, n0 + gate + kGateBlock) : 0.0f;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           int const r = row + i * row_step;
@@ -155,10 +160,10 @@ __device__ __forceinline__ void store_rectangle(EpilogueParams const& e, int m0,
           if (row + i * row_step < rows_inside) static_cast<float*>(e.d)[offset + i * step] = v[i];
         }
       } else {
-        using Type = typename Float16<kType>::Type;
+        using Type = typename Element::Type;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          if (row + i * row_step < rows_inside) static_cast<Type*>(e.d)[offset + i * step] = Float16<kType>::from_float(v[i]);
+          if (row + i * row_step < rows_inside) static_cast<Type*>(e.d)[offset + i * step] = element.from_float(v[i]);
         }
       }
     }

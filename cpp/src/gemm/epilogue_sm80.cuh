@@ -13,12 +13,21 @@
 
 namespace minfer::gemm {
 
+/// Where operands have 8 bits.
+struct ScaledEpilogueSm80Params : EpilogueParams {
+  ScaleVector m_scales, n_scales;
+  int32_t const *zeros, *sums;  // of the caller's rows and columns: accumulators are less zero * sum; null: 0
+  int64_t zero_stride;
+  bool bf16;      // D, or C and bias where D has another type
+  bool integers;  // the accumulators are int32, and so is D
+};
+
 /// kStageBytes: 0 where the staging holds the whole tile, in bytes that no thread reads any more when the mainloop returns. Else the
 /// staging is one stage of this size, which other threads may still read then.
 template <class Config, class TiledMma, int kStageBytes = 0>
 class EpilogueSm80 {
   static constexpr int kThreads = Config::kThreads;
-  static constexpr bool kSwap = Config::kSwap, kInStage = kStageBytes > 0;
+  static constexpr bool kSwap = Config::kSwap, kInStage = kStageBytes > 0, kScaled = size_of(Config::kType) == 1;
   static constexpr int kRows = kSwap ? Config::kTileN : Config::kTileM, kColumns = kSwap ? Config::kTileM : Config::kTileN;
   static constexpr int kStagedRow = kColumns + (kSwap ? 4 : 8);
   static constexpr int staged_rows() {
@@ -31,7 +40,7 @@ class EpilogueSm80 {
   static_assert(kStagedRows % cute::tile_size<kRowMode>(TiledMma{}) == 0 && (kStagedRows & (kStagedRows - 1)) == 0);
 
  public:
-  using Params = EpilogueParams;
+  using Params = cute::conditional_t<kScaled, ScaledEpilogueSm80Params, EpilogueParams>;
   struct TensorStorage {
     float staged[kStagedRows * kStagedRow];
   };
@@ -73,13 +82,39 @@ class EpilogueSm80 {
         }
       }
       __syncthreads();
-      store_rectangle<Config::kType>(params_, first_row + row, first_column, tile.l, kStagedRows, kColumns, thread_, kThreads,
-                                     [&](int r, int c) { return staged_[r * kStagedRow + c]; });
+      if constexpr (kScaled) {
+        store_scaled(first_row + row, first_column, tile.l);
+      } else {
+        store_rectangle(Float16<Config::kType>{}, params_, first_row + row, first_column, tile.l, kStagedRows, kColumns, thread_, kThreads,
+                        [&](int r, int c) { return staged_[r * kStagedRow + c]; });
+      }
       row += kStagedRows;
     } while (row < kRows && first_row + row < params_.m);
   }
 
  private:
+  static CUTLASS_DEVICE float scale_of(ScaleVector const& scales, int at) {
+    return scales.data == nullptr ? 1.0f : load_operand(scales.data + at * scales.stride);
+  }
+  /// The staged rows, of operands with 8 bits.
+  CUTLASS_DEVICE void store_scaled(int m0, int n0, int l) const {
+    if (params_.integers) {
+      for (int at = thread_; at < kStagedRows * kColumns; at += kThreads) {
+        int const r = at / kColumns, c = at % kColumns;
+        if (m0 + r >= params_.m || n0 + c >= params_.n) continue;
+        static_cast<float*>(params_.d)[l * params_.d_batch_stride + (m0 + r) * params_.ldd + n0 + c] = staged_[r * kStagedRow + c];
+      }
+      return;
+    }
+    store_rectangle(AnyFloat16{params_.bf16}, params_, m0, n0, l, kStagedRows, kColumns, thread_, kThreads, [&](int r, int c) {
+      float value = staged_[r * kStagedRow + c];
+      if (params_.zeros != nullptr) {
+        value -= float(load_operand(params_.zeros + (m0 + r) * params_.zero_stride)) * float(load_operand(params_.sums + n0 + c));
+      }
+      return value * (scale_of(params_.m_scales, m0 + r) * scale_of(params_.n_scales, n0 + c));
+    });
+  }
+
   Params const& params_;
   float* staged_;
   int thread_;

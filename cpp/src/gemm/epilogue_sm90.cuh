@@ -6,8 +6,10 @@
 // The arithmetic goes in one pass per term (scale, C, bias, activation) over a group of boxes, so that the run-time choices are a branch
 // per group and each pass has 32 or more independent instructions: a branch per 8-column block cost more than the stores.
 // Bias: each thread loads its share before the mainloop; after it the warpgroup exchanges them through shared memory.
-// General path (float32 D, codes, broadcast or float32 C, unaligned D): 64 x 32 accumulators at a time go through the same shared memory in
-// fp32 and are finished by a rolled, coalesced loop.
+// Operands of 8 bits have scales: one for each row, one for each column, or one for all, by which the accumulators are multiplied first.
+// They are copied into shared memory while the tensor cores work. The 16-bit type of D, C and bias is a run-time choice there.
+// General path (D of float32, int32 or codes, broadcast or float32 C, unaligned D): 64 x 32 accumulators at a time go through the same
+// shared memory in fp32 and are finished by a rolled, coalesced loop.
 //
 // Boxes of a warpgroup, kChunks for each MMA tile mi of 64 rows, box = mi * kChunks + chunk:
 //   no swap: 64 rows of m x kBoxColumns (64, 32 or 16) columns of n
@@ -39,10 +41,20 @@ struct EpilogueSm90Params {
   int32_t columns;  // of a tile, in kernels whose launches choose them
 };
 
+/// Where operands have 8 bits.
+struct ScaledEpilogueSm90Params : EpilogueSm90Params {
+  ScaleVector m_scales, n_scales;
+  int32_t const *zeros, *sums;  // of the caller's rows and columns: accumulators are less zero * sum; null: 0
+  int64_t zero_stride;
+  bool bf16;      // D, or C and bias where D has another type
+  bool integers;  // the accumulators are int32, and so is D
+};
+
 template <class Config>
 struct EpilogueSm90 {
-  using Params = EpilogueSm90Params;
-  using Element = Float16<Config::kType>;
+  static constexpr bool kScaled = size_of(Config::kType) == 1;
+  using Params = cute::conditional_t<kScaled, ScaledEpilogueSm90Params, EpilogueSm90Params>;
+  using Element = cute::conditional_t<kScaled, AnyFloat16, Float16<kScaled ? DataType::kF16 : Config::kType>>;
 
   static constexpr bool kSwap = Config::kSwap;
   static constexpr int kWarpgroups = Config::kThreads / 128 - 1;                                    // consumers; one more is the producer
@@ -60,7 +72,7 @@ struct EpilogueSm90 {
   static constexpr int kBoxes = kMmaM * kChunks;                   // of a warpgroup
   static constexpr int kBoxValues = kBoxRows * kBoxColumns / 128;  // accumulators of a thread
   // Finished together: 64 spill beside more than 128 accumulators, and with three consumers, which have 160 registers a thread.
-  static constexpr int kGroupColumns = kMmaM * kTileN / 2 > 128 || (kChoosesColumns && kWarpgroups == 3) ? 32 : 64;
+  static constexpr int kGroupColumns = kScaled || kMmaM * kTileN / 2 > 128 || (kChoosesColumns && kWarpgroups == 3) ? 32 : 64;
   static constexpr int kGroupBox = kChoosesColumns ? kBoxRows : kSwap ? kGroupColumns : kBoxColumns;  // a box's columns of the tile
   static constexpr int kGroup = kGroupBox > kGroupColumns ? 1 : cute::min(kChunks, kGroupColumns / kGroupBox);  // in boxes
   static constexpr int kBuffers = Config::kEpilogueChunks;
@@ -73,31 +85,37 @@ struct EpilogueSm90 {
   static_assert(kBuffers >= kGroup && kBuffers <= kBoxes && kBuffers <= 32);
   static_assert(!kChoosesColumns || (kSwap && (kMmaM == 1 || kChunks % kGroup == 0)), "boxes are numbered by whole groups of chunks");
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "every box starts on a whole period of its swizzle");
+  static_assert(!kScaled || kSwap, "scales of the caller's n are of rows of the accumulators");
 
   struct TensorStorage {
     alignas(1024) char of[kWarpgroups][kRegionBytes];  // [consumer warpgroup]
   };
-  struct PipelineStorage {
+  struct UnscaledStorage {
     alignas(16) float bias[kWarpgroups][kBiasFloats];
     alignas(8) uint64_t c_full[kWarpgroups][kBuffers];
   };
+  struct ScaledStorage : UnscaledStorage {
+    alignas(16) float scales[kWarpgroups][kTileN + kBiasFloats];  // of m, then of n
+  };
+  using PipelineStorage = cute::conditional_t<kScaled, ScaledStorage, UnscaledStorage>;
 
-  EpilogueSm90Params const& params;
+  Params const& params;
   char* buffers;  // of this warpgroup
   float* bias;    // of its tile
+  float* scales;
   uint64_t* c_full;
   int thread;      // in the warpgroup
   int barrier_id;  // named barrier of the warpgroup
   uint32_t c_phase = 0;
   float bias_share[kBiasValues];
 
-  __device__ EpilogueSm90(EpilogueSm90Params const& params, TensorStorage& boxes, PipelineStorage& small, int warpgroup, int thread)
-      : params(params) {
+  __device__ EpilogueSm90(Params const& params, TensorStorage& boxes, PipelineStorage& small, int warpgroup, int thread) : params(params) {
     place(boxes, small, warpgroup, thread);
   }
   __device__ void place(TensorStorage& boxes, PipelineStorage& small, int warpgroup, int thread_of_warpgroup) {
     buffers = boxes.of[warpgroup];
     bias = small.bias[warpgroup];
+    if constexpr (kScaled) scales = small.scales[warpgroup];
     c_full = &small.c_full[warpgroup][0];
     thread = thread_of_warpgroup;
     barrier_id = warpgroup + 1;
@@ -113,6 +131,14 @@ struct EpilogueSm90 {
     }
   }
 
+  /// Conversions of D's, C's and the bias' 16-bit numbers.
+  __device__ __forceinline__ Element element() const {
+    if constexpr (kScaled) {
+      return {params.bf16};
+    } else {
+      return {};
+    }
+  }
   __device__ void synchronize() const { NamedBarrier<128>{barrier_id}.sync(); }
   /// Of a tile.
   __device__ int columns() const { return kChoosesColumns ? params.columns : kTileN; }
@@ -178,31 +204,61 @@ struct EpilogueSm90 {
       }
     }
     if (!params.store_by_tma) prefetch_general(tile_row, tile_column, l, warpgroup);
+    if constexpr (kScaled) request_scales(tile_row, tile_column, warpgroup);
     if (params.store_by_tma && params.general.bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < kBiasValues; ++i) {
         int const at = thread + 128 * i;
         int const n = kSwap ? mma_row(at / 64, tile_row, warpgroup) + at % 64 : tile_column + at;
-        bias_share[i] = at < kBiasFloats && n < params.general.n ? load_bias<Config::kType>(params.general, n) : 0.0f;
+        float const share = at < kBiasFloats && n < params.general.n ? load_bias(element(), params.general, n) : 0.0f;
+        if constexpr (!kScaled) {
+          bias_share[i] = share;
+        } else if (at < kBiasFloats) {  // at once: there is no register to keep it in
+          bias[at] = share;
+        }
       }
+    }
+  }
+
+  /// Sends for the scales of a tile.
+  __device__ void request_scales(int tile_row, int tile_column, int warpgroup) {
+    synchronize();  // those of the last tile have been read
+    auto const request = [](ScaleVector const& vector, float* to, int64_t at, bool exists) {
+      if (!exists || vector.data == nullptr) {
+        *to = 1.0f;
+      } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
+                     "l"(vector.data + at * vector.stride)
+                     : "memory");
+      }
+    };
+#pragma unroll 1
+    for (int at = thread; at < columns(); at += 128) {
+      request(params.m_scales, scales + at, tile_column + at, tile_column + at < params.general.m);
+    }
+#pragma unroll 1
+    for (int at = thread; at < kBiasFloats; at += 128) {
+      int const n = mma_row(at / 64, tile_row, warpgroup) + at % 64;
+      request(params.n_scales, scales + kTileN + at, n, n < params.general.n);
     }
   }
 
   template <class Accumulator>
   __device__ void store(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
+    if constexpr (kScaled) asm volatile("cp.async.wait_all;" ::: "memory");  // before a barrier that makes them everyone's
     if (!params.store_by_tma) {
       store_general(acc, tile_row, tile_column, l, warpgroup);
       return;
     }
     bool const biased = params.general.bias != nullptr;
-    if (biased) {
+    if (biased && !kScaled) {
 #pragma unroll
       for (int i = 0; i < kBiasValues; ++i) {
         if (thread + 128 * i < kBiasFloats) bias[thread + 128 * i] = bias_share[i];
       }
     }
     if (!params.load_c_by_tma && thread == 0) cute::tma_store_wait<0>();  // with C the buffers were free before the mainloop
-    if (!params.load_c_by_tma || biased) synchronize();
+    if (kScaled || !params.load_c_by_tma || biased) synchronize();
     constexpr int kGroups = (kChunks + kGroup - 1) / kGroup;  // of an MMA tile
     cute::for_each(cute::make_int_sequence<kMmaM * kGroups>{}, [&](auto group) {
       constexpr int kAt = decltype(group)::value, kMi = kChoosesColumns ? kAt % kMmaM : kAt / kGroups;
@@ -231,6 +287,7 @@ struct EpilogueSm90 {
         v[G::kValues];  // not in place: WGMMA's registers, once written by others, make ptxas serialise the mainloop of wide pingpong tiles
 #pragma unroll
     for (int i = 0; i < G::kValues; ++i) v[i] = e.alpha * acc(G::kMi * (kTileN / 2) + G::kFirstBlock * 4 + i);
+    if constexpr (kScaled) scale<G>(v);
     if (params.load_c_by_tma) {
       add_c<G>(v);
     } else if (G::kFirstBox + G::kCount > kBuffers) {
@@ -250,6 +307,23 @@ struct EpilogueSm90 {
     if (thread == 0) store_boxes<G>(tile_row, tile_column, l, warpgroup);
   }
 
+  template <class G>
+  __device__ __forceinline__ void scale(float (&v)[G::kValues]) const {
+    int const lane = thread % 32, warp = thread / 32;
+    float const* const rows = scales + kTileN + G::kMi * 64 + 16 * warp + lane / 4;
+    float const row[2] = {rows[0], rows[8]};
+    float2 const* const columns = reinterpret_cast<float2 const*>(scales + G::kFirstBlock * 8 + 2 * (lane % 4));
+#pragma unroll
+    for (int j = 0; j < G::kBlocks; ++j) {
+      float2 const column = columns[4 * j];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        v[4 * j + 2 * h] *= row[h] * column.x;
+        v[4 * j + 2 * h + 1] *= row[h] * column.y;
+      }
+    }
+  }
+
   // beta * C, which lies in the group's buffers in the fragment's own layout.
   template <class G>
   __device__ __forceinline__ void add_c(float (&v)[G::kValues]) {
@@ -267,7 +341,7 @@ struct EpilogueSm90 {
       load_matrices(unit_address(G::kFirstBox + j / G::kBoxBlocks, j % G::kBoxBlocks, pair), c, pair);
 #pragma unroll
       for (int i = 0; i < (pair ? 4 : 2); ++i) {
-        float2 const pair_of_c = Element::unpack(c[i]);
+        float2 const pair_of_c = element().unpack(c[i]);
         v[4 * j + 2 * i] = fmaf(params.general.beta, pair_of_c.x, v[4 * j + 2 * i]);
         v[4 * j + 2 * i + 1] = fmaf(params.general.beta, pair_of_c.y, v[4 * j + 2 * i + 1]);
       }
@@ -303,7 +377,7 @@ struct EpilogueSm90 {
       bool const pair = j % G::kBoxBlocks + 1 < G::kBoxBlocks;  // a last single block of a swapped tile is stored with .x2
       uint32_t packed[4];
 #pragma unroll
-      for (int i = 0; i < (pair ? 4 : 2); ++i) packed[i] = Element::pack(v[4 * j + 2 * i], v[4 * j + 2 * i + 1]);
+      for (int i = 0; i < (pair ? 4 : 2); ++i) packed[i] = element().pack(v[4 * j + 2 * i], v[4 * j + 2 * i + 1]);
       store_matrices(unit_address(G::kFirstBox + j / G::kBoxBlocks, j % G::kBoxBlocks, pair), packed, pair);
     }
   }
@@ -318,7 +392,7 @@ struct EpilogueSm90 {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         int const block = 4 * (j + i < G::kBlocks ? j + i : kLast);
-        packed[i] = Element::pack(v[block] * v[block + 2], v[block + 1] * v[block + 3]);
+        packed[i] = element().pack(v[block] * v[block + 2], v[block + 1] * v[block + 3]);
       }
       store_gated_tokens<G::kBoxBlocks>(G::kFirstBox, j, G::kBlocks - j < 4 ? G::kBlocks - j : 4, packed);
     }
@@ -333,7 +407,7 @@ struct EpilogueSm90 {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         int const gate = 4 * j + 2 * h;
-        packed[h] = Element::pack(v[gate] * v[gate + 4], v[gate + 1] * v[gate + 5]);
+        packed[h] = element().pack(v[gate] * v[gate + 4], v[gate + 1] * v[gate + 5]);
       }
       store_gated_rows(G::kFirstBox + j / G::kBoxBlocks, j % G::kBoxBlocks / 2, packed);
     }
@@ -437,15 +511,41 @@ struct EpilogueSm90 {
         synchronize();
         int const rest = columns() - column0, width = rest < kGeneralColumns ? rest : kGeneralColumns;
         if constexpr (kSwap) {
-          store_rectangle<Config::kType>(params.general, tile_column + column0, row0, l, width, 64, thread, 128,
-                                         [&](int row, int column) { return at(column, row); });
+          if constexpr (kScaled) {
+            if (params.integers) {
+              store_integers(tile_column + column0, row0, l, width, [&](int row, int column) { return at(column, row); });
+            } else {
+              float const *const of_m = scales + column0, *const of_n = scales + kTileN + mi * 64;
+              store_rectangle(element(), params.general, tile_column + column0, row0, l, width, 64, thread, 128, [&](int row, int column) {
+                float value = at(column, row);
+                if (params.zeros != nullptr) {
+                  int32_t const zero = load_operand(params.zeros + (tile_column + column0 + row) * params.zero_stride);
+                  value -= float(zero) * float(load_operand(params.sums + row0 + column));
+                }
+                return value * (of_m[row] * of_n[column]);
+              });
+            }
+          } else {
+            store_rectangle(element(), params.general, tile_column + column0, row0, l, width, 64, thread, 128,
+                            [&](int row, int column) { return at(column, row); });
+          }
         } else {
-          store_rectangle<Config::kType>(params.general, row0, tile_column + column0, l, 64, width, thread, 128,
-                                         [&](int row, int column) { return at(row, column); });
+          store_rectangle(element(), params.general, row0, tile_column + column0, l, 64, width, thread, 128,
+                          [&](int row, int column) { return at(row, column); });
         }
       }
     }
     synchronize();
+  }
+
+  /// D of int32: the accumulators' bits, of a rectangle of `rows` x 64.
+  template <class Accumulator>
+  __device__ void store_integers(int m0, int n0, int l, int rows, Accumulator const& accumulator) const {
+    EpilogueParams const& e = params.general;
+    for (int at = thread; at < rows * 64; at += 128) {
+      int const m = m0 + at / 64, n = n0 + at % 64;
+      if (m < e.m && n < e.n) static_cast<float*>(e.d)[l * e.d_batch_stride + m * e.ldd + n] = accumulator(at / 64, at % 64);
+    }
   }
 
   static __device__ void load_matrices(uint32_t address, uint32_t (&d)[4], bool four) {

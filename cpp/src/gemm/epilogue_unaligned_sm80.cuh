@@ -34,8 +34,8 @@ __device__ __forceinline__ void store_words(EpilogueParams const& e, int m0, int
   int64_t const step = kStep * e.ldd;
   float bias[2] = {0.0f, 0.0f};
   if (e.bias != nullptr && end > 0) {
-    bias[0] = load_bias<kType>(e, n0 + c);
-    bias[1] = load_bias<kType>(e, n0 + c + 1);
+    bias[0] = load_bias(Float16<kType>{}, e, n0 + c);
+    bias[1] = load_bias(Float16<kType>{}, e, n0 + c + 1);
   }
   d += c;
   if (plain) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_words(EpilogueParams const& e, int m0, int
 #pragma unroll
         for (int i = 0; i < 2 * kTogether; ++i) {
           int const r = row + i / 2 * kStep;
-          if (r < rows) v[i] = fmaf(e.beta, load_c<kType>(e, m0 + r, n0 + c + i % 2, l), v[i]);
+          if (r < rows) v[i] = fmaf(e.beta, load_c(Float16<kType>{}, e, m0 + r, n0 + c + i % 2, l), v[i]);
         }
       }
       activate_all<2 * kTogether>(e.activation, [&](int i) -> float& { return v[i]; });
@@ -94,9 +94,9 @@ __device__ __forceinline__ void store_words(EpilogueParams const& e, int m0, int
     bool const odd_line = (reinterpret_cast<uintptr_t>(line) & 2) != 0, at_end = i % 2 != 0;
     if (at_end ? ((columns & 1) != 0) == odd_line : !odd_line) continue;  // a word's
     int const column = at_end ? columns - 1 : 0;
-    float v = fmaf(e.alpha, accumulator(row, column), e.bias != nullptr ? load_bias<kType>(e, n0 + column) : 0.0f);
+    float v = fmaf(e.alpha, accumulator(row, column), e.bias != nullptr ? load_bias(Float16<kType>{}, e, n0 + column) : 0.0f);
     if (!plain) {
-      if (e.c != nullptr) v = fmaf(e.beta, load_c<kType>(e, m0 + row, n0 + column, l), v);
+      if (e.c != nullptr) v = fmaf(e.beta, load_c(Float16<kType>{}, e, m0 + row, n0 + column, l), v);
       v = activate(e.activation, v);
     }
     line[column] = Number::from_float(v);
@@ -152,7 +152,7 @@ class EpilogueUnalignedSm80 {
     int const m0 = tile.m * kRows, n0 = tile.n * kColumns;
     auto const staged = [&](int r, int c) { return staged_[r * kStagedRow + c]; };
     if (params_.gated || params_.d_f32 || params_.d_scale != nullptr) {
-      store_rectangle<Config::kType>(params_, m0, n0, tile.l, kRows, kColumns, thread_, kThreads, staged);
+      store_rectangle(Float16<Config::kType>{}, params_, m0, n0, tile.l, kRows, kColumns, thread_, kThreads, staged);
     } else {
       store_words<Config::kType, kRows, kColumns, kThreads>(params_, m0, n0, tile.l, thread_, staged);
     }

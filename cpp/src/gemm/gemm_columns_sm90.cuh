@@ -59,6 +59,17 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
   mainloop.columns = params.epilogue.columns = columns;
   params.scheduler.split.values = columns / 2;
   mainloop.stage_bytes = (Config::kTileM + Mainloop::stored_columns(columns)) * Mainloop::kRowBytes;
+  if constexpr (Mainloop::kNarrow) {
+    auto const blocks = [](OperandScales const& scale) {
+      return ScaleView{scale.blocks ? scale.data : nullptr, scale.row_stride, scale.k_stride, scale.exponents};
+    };
+    OperandScales const& of_b = operands.b_scale;
+    mainloop.scales = {blocks(operands.a_scale), blocks(of_b), int32_t(problem.m), of_b.halves, of_b.up_offset};
+    mainloop.scale_bytes = problem.block_scaled ? Mainloop::scale_bytes(of_b.halves) : 0;
+    mainloop.fast = problem.fast_accum;
+    mainloop.integers = problem.d_int32;
+    mainloop.stage_bytes += mainloop.scale_bytes;
+  }
   mainloop.stages = Mainloop::kRingBytes / mainloop.stage_bytes;
   if (mainloop.stages > Mainloop::kMaxStages) mainloop.stages = Mainloop::kMaxStages;
 

@@ -1,11 +1,11 @@
-// Dense GEMM for sm_80 onward: cp.async + mma.sync. The path on A100, Ada and consumer Blackwell, beside that of unaligned operands
-// (gemm_unaligned_sm80.cuh).
+// Dense GEMM for sm_80 onward, of 16-bit floats or of int8 with scales: cp.async + mma.sync. The path on A100, Ada and consumer Blackwell,
+// beside that of unaligned operands (gemm_unaligned_sm80.cuh).
 //
 // Composition (kernel_sm80.cuh has the walk): MainloopSm80 (CUTLASS's CollectiveMma), EpilogueSm80, SplitTileSchedulerSm80.
 // Tile walk: the persistent one of sm_90, so data-parallel, split-K and stream-K, with the ordered fix-up.
 // Shared memory: the ring of stages, and in its place the epilogue's kTileM x (kTileN + 8) fp32; under 99 KiB so that it also fits Ada and
 // consumer Blackwell.
-// Limits: 16-byte aligned operands whose contiguous extents are multiples of 8.
+// Limits: 16-byte aligned operands whose contiguous extents are whole vectors of 16 bytes.
 #pragma once
 
 #include "gemm/epilogue_sm80.cuh"
@@ -44,7 +44,20 @@ Status launch_gemm_sm80(GemmLaunchArguments const& arguments) {
       cute::make_shape(int(problem.m), int(problem.n), int(problem.k), int(problem.batch)),
       {static_cast<Element const*>(operands.a), Mainloop::OperandA::stride(operands.lda, operands.a_batch_stride),
        static_cast<Element const*>(operands.b), Mainloop::OperandB::stride(operands.ldb, operands.b_batch_stride)});
-  params.epilogue = make_epilogue(problem, operands);
+  static_cast<EpilogueParams&>(params.epilogue) = make_epilogue(problem, operands);
+  if constexpr (Mainloop::kIntegers) {
+    params.mainloop.integers = problem.d_int32;
+    auto& epilogue = params.epilogue;
+    auto const vector = [](OperandScales const& scale) { return ScaleVector{static_cast<float const*>(scale.data), scale.row_stride}; };
+    epilogue.m_scales = vector(operands.a_scale);
+    epilogue.n_scales = vector(operands.b_scale);
+    epilogue.zeros = operands.a_zero;
+    epilogue.zero_stride = operands.a_zero_stride;
+    epilogue.sums = operands.b_sums;
+    bool const of_d = problem.d_type != DataType::kF32 && !problem.d_fp8 && !problem.d_int32;
+    epilogue.bf16 = (of_d ? problem.d_type : operands.bias != nullptr ? operands.bias_type : operands.c_type) == DataType::kBF16;
+    epilogue.integers = problem.d_int32;
+  }
   static std::atomic<uint64_t> shared_memory_allowed{0};
   return launch_sm80(&gemm_sm80_kernel<Config>, params, arguments, params.scheduler.schedule.workers, Kernel::kThreads, Kernel::kSmemBytes,
                      shared_memory_allowed);

@@ -223,7 +223,7 @@ class EpilogueVectorSm80 {
     for (int i = 0; i < kValues; ++i) {
       int const row = Mainloop::kRow ? m : m + i, column = Mainloop::kRow ? n + i : n;
       bool const inside = row < params_.m && column < params_.n;
-      float const bias = params_.bias != nullptr && inside ? load_bias<Config::kType>(params_, column) : 0.0f;
+      float const bias = params_.bias != nullptr && inside ? load_bias(Float16<Config::kType>{}, params_, column) : 0.0f;
       float value = fmaf(params_.alpha, accumulator(i), bias);
       int to = column;
       float up = 0.0f;
@@ -232,7 +232,7 @@ class EpilogueVectorSm80 {
         to = column / (2 * kGateBlock) * kGateBlock + block + i;
       }
       if (!inside || (params_.gated && block >= kGateBlock)) continue;
-      if (params_.c != nullptr) value = fmaf(params_.beta, load_c<Config::kType>(params_, row, to, tile.l), value);
+      if (params_.c != nullptr) value = fmaf(params_.beta, load_c(Float16<Config::kType>{}, params_, row, to, tile.l), value);
       value = activate(params_.activation, value);
       if (params_.gated) value *= up;
       int64_t const at = tile.l * params_.d_batch_stride + row * params_.ldd + to;

@@ -16,7 +16,7 @@
 //                       own and starts the copies that run ahead; make_accumulator (zeros); mma, which adds the products of a work item's
 //                       k tiles; staging, the epilogue's storage after mma. An epilogue may return before all threads have read its
 //                       staging, so mma has a barrier before it fills a stage that was staging.
-//                       gemm/mainloop_sm80.cuh: 16-bit operands, around the CollectiveMma of CUTLASS's MainloopSm80CpAsync.
+//                       gemm/mainloop_sm80.cuh: 16-bit floats and int8, around the CollectiveMma of CUTLASS's MainloopSm80CpAsync.
 //                       gemm/mainloop_unaligned_sm80.cuh: the same at any address and with any stride.
 //                       quantized_gemm/mainloop_sm80.cuh: a CollectiveMma specialisation that dequantises; its copies run ahead.
 //                       moe/grouped/mainloop_sm80.cuh: one for an expert's weights, tokens in order or gathered.

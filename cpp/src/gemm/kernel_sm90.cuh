@@ -22,6 +22,7 @@
 //                       Set-up: prefetch_tma_descriptors, init_barriers, the constructor (a pipeline object where there is one).
 //                       Producer: load_init once, tile_inputs for each tile, load_first before and around the wait, load, load_tail;
 //                       load_auxiliary on kAuxiliaryWarps warps where has_auxiliary_load says so.
+//                       kRereadsThread, kRelocates: what a consumer has no register for over the mainloop.
 //                       Consumers: mma_init, make_accumulator, mma, mma_tail (which says whether the warpgroup has sums to store).
 //                       gemm/mainloop_sm90.cuh: 16-bit operands, around the CollectiveMma of CUTLASS's CollectiveBuilder;
 //                       gemm/mainloop_columns_sm90.cuh: in tiles of a width that the launch chooses.
@@ -177,6 +178,8 @@ struct GemmKernelSm90 {
         int id;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(id));
         epilogue.place(storage.staging, storage.epilogue, Mainloop::output_group(id / 128 - 1), id % 128);
+        if constexpr (Mainloop::kRelocates)
+          output = epilogue.locate(items.tile(item), kPingpong ? 0 : Mainloop::output_group(id / 128 - 1));
       }
       if (!mainloop.mma_tail(storage, state, accumulator, item.k_count, consumer, thread)) continue;
       if constexpr (Scheduler::kTileInSharedMemory) {  // the mainloop has no registers to spare for it

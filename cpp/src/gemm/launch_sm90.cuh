@@ -8,15 +8,28 @@
 
 namespace minfer::gemm {
 
-/// The fast epilogue takes 16-bit D that TMA addresses, C absent or in D's own form, gated without C. A TMA store of a row that does not
-/// end on 16 bytes was seen to write the element after it (n = 1 and n = 31 on an H200): such rows are stored by threads.
+/// The fast epilogue takes 16-bit D that TMA addresses, C absent or in D's own form, gated without C, no zero points. A TMA store of a row
+/// that does not end on 16 bytes was seen to write the element after it (n = 1 and n = 31 on an H200): such rows are stored by threads.
 template <class Epilogue>
-Status describe_epilogue(GemmProblem const& problem, GemmOperands const& operands, EpilogueSm90Params* params) {
+Status describe_epilogue(GemmProblem const& problem, GemmOperands const& operands, typename Epilogue::Params* params) {
+  if constexpr (Epilogue::kScaled) {
+    auto const vector = [](OperandScales const& scale) {
+      return ScaleVector{scale.blocks ? nullptr : static_cast<float const*>(scale.data), scale.row_stride};
+    };
+    params->m_scales = vector(operands.a_scale);
+    params->n_scales = vector(operands.b_scale);
+    bool const of_d = problem.d_type != DataType::kF32 && !problem.d_fp8 && !problem.d_int32;
+    params->bf16 = (of_d ? problem.d_type : operands.bias != nullptr ? operands.bias_type : operands.c_type) == DataType::kBF16;
+    params->integers = problem.d_int32;
+    params->zeros = operands.a_zero;
+    params->zero_stride = operands.a_zero_stride;
+    params->sums = operands.b_sums;
+  }
   params->general = make_epilogue(problem, operands);
   int64_t const n_out = problem.gated ? problem.n / 2 : problem.n;
   bool const c_fits = problem.has_c && problem.c_alignment == 16 && !problem.gated;
-  params->store_by_tma =
-      problem.d_alignment == 16 && n_out % 8 == 0 && problem.d_type != DataType::kF32 && !problem.d_fp8 && (!problem.has_c || c_fits);
+  params->store_by_tma = problem.d_alignment == 16 && n_out % 8 == 0 && problem.d_type != DataType::kF32 && !problem.d_fp8 &&
+                         !problem.d_int32 && operands.a_zero == nullptr && (!problem.has_c || c_fits);
   params->load_c_by_tma = params->store_by_tma && c_fits;
   if (!params->store_by_tma) return Status::success();
   Status status = encode_tensor_map_planes(&params->tma_d, problem.d_type, operands.d, n_out, problem.m, problem.batch, operands.ldd,
@@ -37,8 +50,8 @@ constexpr int kPrefetchBytes = 96 * 1024;
 /// without).
 inline bool streams_weights(GemmProblem const& problem, DeviceProperties const& device) {
   double const operations = 2.0 * double(problem.m) * double(problem.n) * double(problem.k);
-  double const bytes =
-      2.0 * (double(problem.m) * double(problem.k) + double(problem.n) * double(problem.k) + double(problem.m) * double(problem.n));
+  double const bytes = size_of(problem.ab_type) * (double(problem.m) * double(problem.k) + double(problem.n) * double(problem.k)) +
+                       2.0 * double(problem.m) * double(problem.n);
   return bytes / device.read_bandwidth >= operations / device.matrix_rate;
 }
 

@@ -1,4 +1,4 @@
-// Mainloop of 16-bit operands for sm_90 whose tiles are as wide as the launch says: kColumnStep, 2 kColumnStep .. kTileN columns.
+// Mainloop for sm_90 whose tiles are as wide as the launch says: kColumnStep, 2 kColumnStep .. kTileN columns.
 //
 // WGMMA has an instruction for every multiple of 8 columns up to 256. The other mainloop (mainloop_sm90.cuh) takes one of them when it is
 // compiled, so that 200 tokens occupy a tile of 256, or a number of tiles that leaves a last wave nearly empty. Here a kernel holds an
@@ -15,6 +15,12 @@
 // Layouts: rows and columns are K-major, or contiguous along m and n: then a block of 64 of them is [64 of k][64 rows] in a stage, as many
 // bytes as [64 rows][64 of k], and comes by a copy of its own; the CTAs of a cluster's row divide its k, those of a column take turns. Of
 // columns contiguous along n a tile loads whole blocks, up to 56 columns of which it does not multiply.
+//
+// Operands of 8 bits are K-major. WGMMA's sums of e4m3 keep about 14 bits. By default those of a k tile, 128 of k, start at zero, and are
+// added up in fp32 (promotion), while the other warpgroup's MMAs run; a launch may leave that out (fast). Where operands are scaled by
+// blocks of 128 of k, the sums of a k tile are multiplied by its scales as they are added: warps of the producer's warpgroup write the
+// products of each token's and the weight's scale beside the operands of the stage, and count as one more arrival at its full barrier.
+// The idea of two sums is DeepSeek-V3's (2024), the scales' path is ours. int8's sums are integers, exact, and become fp32 at the end.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -29,6 +35,7 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/gemm/collective/collective_mma_decl.hpp"
 #include "cutlass/gemm/dispatch_policy.hpp"
+#include "gemm/block_scales.cuh"
 #include "minfer/types.h"
 
 namespace minfer::gemm {
@@ -64,8 +71,8 @@ struct RuntimeRing {
 };
 
 /// One warpgroup's instruction of `Op` on 64 rows: accumulators += A . B, or = where `keep` is 0.
-template <class Op, int... kAt>
-CUTLASS_DEVICE void multiply(uint64_t a, uint64_t b, float* accumulators, cute::GMMA::ScaleOut keep, std::integer_sequence<int, kAt...>) {
+template <class Op, class Sum, int... kAt>
+CUTLASS_DEVICE void multiply(uint64_t a, uint64_t b, Sum* accumulators, cute::GMMA::ScaleOut keep, std::integer_sequence<int, kAt...>) {
   Op::fma(a, b, accumulators[kAt]..., keep);
 }
 
@@ -83,33 +90,39 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
   using PipelineState = minfer::gemm::RuntimeRing;
 
+  static constexpr bool kNarrow = sizeof(Element) == 1;  // operands of 8 bits
+  static constexpr bool kIntegers = cute::is_same_v<Element, int8_t>;
   static constexpr bool kCooperative = Config::kSchedule == minfer::Schedule::kCooperative;
   static constexpr bool kPingpong = !kCooperative;
   static constexpr bool kOrdered = kPingpong;
   static constexpr int kThreads = Config::kThreads;
-  static constexpr bool kRereadsThread = kThreads == 512;  // there is no register for what follows from it
+  static constexpr bool kRereadsThread = kThreads == 512 || (kNarrow && !kIntegers);  // there is no register for what follows from it
+  static constexpr bool kRelocates = kNarrow && !kIntegers;                           // nor for where the tile is
   static_assert(kThreads == 384 || (kThreads == 512 && kCooperative));
   // Those of all warpgroups together are no more than the launch gives the CTA: 168 a thread of three, 128 of four.
-  static constexpr int kProducerRegisters = kThreads == 384 ? 40 : 32, kConsumerRegisters = kThreads == 384 ? 232 : 160;
+  static constexpr int kProducerRegisters = kThreads == 384 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kThreads == 384 ? 232 : 160;
   static constexpr bool kColumnsAlongK = (Config::kSwap ? Config::kMajorA : Config::kMajorB) == minfer::Major::kK;
   static constexpr bool kRowsAlongK = (Config::kSwap ? Config::kMajorB : Config::kMajorA) == minfer::Major::kK;
 
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStep = Config::kColumnStep;
-  static constexpr int kTileK = 64;  // a swizzled row of 128 bytes
-  static_assert(Config::kTileK == kTileK && sizeof(Element) == 2);
+  static constexpr int kTileK = 128 / int(sizeof(Element));  // a swizzled row of 128 bytes
+  static constexpr int kMmaK = kTileK / 4;
+  using Sum = cute::conditional_t<kIntegers, uint32_t, float>;  // of the MMA, in registers
+  static_assert(Config::kTileK == kTileK && (kNarrow ? kColumnsAlongK && kRowsAlongK : sizeof(Element) == 2));
   static constexpr int kCluster = Config::kClusterM * Config::kClusterN;
   static constexpr int kConsumers = kThreads / 128 - 1, kSharing = kCooperative ? kConsumers : 1;  // warpgroups; those that share a tile
   static constexpr int kBlocks = kTileM / (64 * kSharing);  // of 64 rows, of a warpgroup; those that share a tile take turns at them
   static_assert(kTileM == 64 * kSharing * kBlocks && kBlocks >= 1 && kBlocks <= 3);
   static constexpr int kBlockValues = kTileN / 2, kValues = kBlocks * kBlockValues;  // accumulators of a thread; narrow tiles have fewer
   static constexpr int kMaxStages = 12;
-  static constexpr int kRowBytes = kTileK * 2, kBytesA = kTileM * kRowBytes;
+  static constexpr int kRowBytes = 128, kBytesA = kTileM * kRowBytes;
   static constexpr int kRingBytes = Config::kRingBytes;
   // The boxes in which A comes: rows and k of one, and how many a CTA loads for a stage.
   static constexpr int kBoxRows = kRowsAlongK ? kTileM / Config::kClusterN : 64, kBoxK = kRowsAlongK ? kTileK : kTileK / Config::kClusterN;
-  static constexpr int kBoxes = kRowsAlongK ? 1 : kTileM / 64, kBoxBytes = kBoxRows * kBoxK * 2;
+  static constexpr int kBoxes = kRowsAlongK ? 1 : kTileM / 64, kBoxBytes = kBoxRows * kBoxK * int(sizeof(Element));
 
-  struct Params {
+  struct WideParams {
     CUtensorMap a, b;  // the kernel's own operands, [l, rows, k]; a [l, k, rows] where its rows are contiguous
     int32_t columns;   // of a tile
     int32_t stages, stage_bytes;
@@ -117,6 +130,15 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     bool prefetch_a, prefetch_b;
     uint64_t hint_a, hint_b;  // L2 eviction priorities
   };
+  struct NarrowParams : WideParams {
+    minfer::gemm::BlockScales scales;
+    int32_t scale_bytes;  // of a stage, behind its operands: the factors of its columns; 0 where none are scaled by blocks
+    bool fast;            // e4m3: sums of all of k are left to the tensor core
+    bool integers;        // int8: sums are stored as they are, not as fp32
+  };
+  using Params = cute::conditional_t<kNarrow, NarrowParams, WideParams>;
+  /// Of one factor for each column, or two of a gated weight, so that the next stage's operands begin at a whole swizzle.
+  static constexpr int scale_bytes(bool halves) { return (kTileN * int(sizeof(float)) * (halves ? 2 : 1) + 1023) / 1024 * 1024; }
   template <class Epilogue, class Scheduler>
   struct SharedStorage {
     alignas(1024) char ring[kRingBytes];  // of each stage: [kTileM][64], then [stored_columns][64]
@@ -148,7 +170,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   template <class Storage>
   static CUTLASS_DEVICE void init_barriers(Params const& params, Storage& storage) {
     for (int s = 0; s < params.stages; ++s) {
-      FullBarrier::init(&storage.full[s], 1);
+      FullBarrier::init(&storage.full[s], 1 + int(has_auxiliary_load(params)));
       EmptyBarrier::init(&storage.empty[s], kSharing * 4 * kCluster);
     }
   }
@@ -206,7 +228,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     for (; k < k_end; ++k) {
       EmptyBarrier::wait(&storage.empty[state.index], state.phase);
       uint64_t* const full = &storage.full[state.index];
-      FullBarrier::arrive_and_expect_tx(full, uint32_t(params.stage_bytes));
+      FullBarrier::arrive_and_expect_tx(full, uint32_t(operand_bytes(params)));
       char* const a = storage.ring + state.index * params.stage_bytes;
       char* const b = a + kBytesA + first_column(params, inputs) * kRowBytes;
       for_each_box(tile, k, [&](int box, int x, int y) {
@@ -223,7 +245,52 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   }
   static CUTLASS_DEVICE void load_tail(PipelineState&) {}
 
-  static constexpr int kAuxiliaryWarps = 0;
+  // Warps that write the scales of stages, by turns: while one waits for memory, the others have theirs under way.
+  static constexpr int kAuxiliaryWarps = kNarrow && !kIntegers ? 3 : 0;
+  static CUTLASS_HOST_DEVICE bool has_auxiliary_load(Params const& params) {
+    if constexpr (kAuxiliaryWarps > 0) return params.scale_bytes > 0;
+    return false;
+  }
+  /// thread: among those of the auxiliary warps.
+  template <class Storage, class WorkItems>
+  static CUTLASS_DEVICE void load_auxiliary(Params const& params, Storage& storage, WorkItems items, int thread) {
+    constexpr int kOfLane = (kTileN + 31) / 32;  // columns
+    auto const& scales = params.scales;
+    int const warp = thread / 32, lane = thread % 32;
+    PipelineState state = producer_start(params);
+    int turn = 0;
+    minfer::wait_for_predecessor();
+    for (auto item = items.first(); items.valid(item); item = items.next(item)) {
+      auto const tile = items.tile(item);
+      int const column = tile.n() * params.columns;
+      int const row = tile.m() * kTileM / (scales.halves ? 2 * minfer::gemm::kScaleBlock : minfer::gemm::kScaleBlock);
+      for (int k = item.k_begin; k < item.k_begin + item.k_count; ++k, state.advance(), turn = turn == kAuxiliaryWarps - 1 ? 0 : turn + 1) {
+        if (turn != warp) continue;
+        int64_t const at_weight = scales.weight.offset(row, k);
+        float const of_weight = scales.weight.load(at_weight);
+        float const of_up = scales.halves ? scales.weight.load(at_weight + scales.up_offset) : 0.0f;
+        int64_t from = scales.tokens.offset(column + lane, k);
+        float of_tokens[kOfLane];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kOfLane; ++i) {
+          int const at = lane + 32 * i;
+          of_tokens[i] = at < params.columns && column + at < scales.m ? scales.tokens.load(from) : 0.0f;
+          from += 32 * scales.tokens.row_stride;
+        }
+        EmptyBarrier::wait(&storage.empty[state.index], state.phase);
+        float* const to = stage_factors(params, storage, state.index);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kOfLane; ++i) {
+          if (lane + 32 * i < params.columns) {
+            to[lane + 32 * i] = of_tokens[i] * of_weight;
+            if (scales.halves) to[kTileN + lane + 32 * i] = of_tokens[i] * of_up;
+          }
+        }
+        __syncwarp();
+        if (lane == 0) EmptyBarrier::arrive(&storage.full[state.index]);
+      }
+    }
+  }
 
   // ---- consumers ----------------------------------------------------------------------------------------------------------------
 
@@ -265,6 +332,17 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   }
 
  private:
+  /// Of a stage: what TMA loads.
+  static CUTLASS_DEVICE int operand_bytes(Params const& params) {
+    if constexpr (kNarrow) return params.stage_bytes - params.scale_bytes;
+    return params.stage_bytes;
+  }
+  /// The factors of a stage's columns, behind its operands: of all rows, or of the gates, and kTileN later of the ups.
+  template <class Storage>
+  static CUTLASS_DEVICE float* stage_factors(Params const& params, Storage& storage, int stage) {
+    return reinterpret_cast<float*>(storage.ring + (stage + 1) * params.stage_bytes - params.scale_bytes);
+  }
+
   /// Whether this CTA loads columns of k tile `k`, a part of them or, in its turn, all.
   static CUTLASS_DEVICE bool loads_columns(Params const& params, LoadInputs const& inputs, int k) {
     return !takes_turns(params.columns) || k % Config::kClusterM == inputs.m;
@@ -341,29 +419,28 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static CUTLASS_DEVICE void mma_columns(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
                                          int k_count, int row_group, int thread, AfterLast const& after_last) {
     using Op =
-        decltype(cute::GMMA::ss_op_selector < Element, Element, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>,
-                 kRowsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN,
+        decltype(cute::GMMA::ss_op_selector < Element, Element, cute::conditional_t<kIntegers, int32_t, float>,
+                 cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>, kRowsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN,
                  kColumnsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN > ());
     auto const numbers = std::make_integer_sequence<int, kColumns / 2>{};
     constexpr int kBlockUnits = kSharing * 64 * kRowBytes >> 4;  // from a block of 64 rows to the warpgroup's next, as in EpilogueSm90
-    // From 16 of k to the next: along a line, or as many lines.
-    constexpr int kStepUnitsA = kRowsAlongK ? 16 * 2 >> 4 : 16 * 128 >> 4, kStepUnitsB = kColumnsAlongK ? 16 * 2 >> 4 : 16 * 128 >> 4;
-    float* const sums = accumulator.data();
+    // From an MMA's k to the next: along a line, or as many lines.
+    constexpr int kStepUnitsA = kRowsAlongK ? 32 >> 4 : kMmaK * 128 >> 4, kStepUnitsB = kColumnsAlongK ? 32 >> 4 : kMmaK * 128 >> 4;
     uint32_t const a = low_word(storage.ring + row_group * 64 * kRowBytes),
                    b = low_word(storage.ring + kBytesA, kColumnsAlongK ? 1 : 64 * kRowBytes >> 4);
-    auto const fence = [&] {
+    auto const fence = [&](Sum* sums) {
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[block * kBlockValues + i]);
       }
     };
-    auto const issue = [&](cute::GMMA::ScaleOut keep) {
+    auto const issue = [&](Sum* sums, cute::GMMA::ScaleOut keep) {
       FullBarrier::wait(&storage.full[state.index], state.phase);
       uint32_t const at = uint32_t(state.index * params.stage_bytes) >> 4;
       cute::warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < kTileK / 16; ++k) {
+      for (int k = 0; k < kTileK / kMmaK; ++k) {
         CUTLASS_PRAGMA_UNROLL
         for (int block = 0; block < kBlocks; ++block) {
           minfer::gemm::multiply<Op>(descriptor(a + at + kStepUnitsA * k + block * kBlockUnits), descriptor(b + at + kStepUnitsB * k),
@@ -373,22 +450,98 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       cute::warpgroup_commit_batch();
     };
 
+    /// All of k by the tensor core.
+    auto const multiply_all = [&](Sum* sums) {
+      fence(sums);
+      int last = state.index;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int k = 0; k < k_count; ++k) {  // with the first k tile in front of the loop, ptxas serialises the WGMMAs of two blocks
+        int const stage = state.index;
+        issue(sums, k == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One);
+        cute::warpgroup_wait<1>();
+        minfer::release_stage<kCluster>(&storage.empty[last], thread, k > 0);
+        last = stage;
+        state.advance();
+      }
+      fence(sums);
+      after_last();
+      cute::warpgroup_wait<0>();
+      fence(sums);
+      minfer::release_stage<kCluster>(&storage.empty[last], thread);
+    };
+    if constexpr (!kNarrow) {
+      multiply_all(accumulator.data());
+    } else {
+      // The MMA's sums have registers of their own in all loops: an instruction takes no more than a thread is launched with, and where the
+      // accumulators were the MMA's in one loop and were added to in another, they and the sums of a k tile had to be among these.
+      Sum sums[kValues];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kValues; ++i) sums[i] = 0;
+      if constexpr (kIntegers) {
+        multiply_all(sums);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kValues; ++i) accumulator(i) = params.integers ? __int_as_float(int(sums[i])) : __int2float_rn(int(sums[i]));
+      } else {
+        if (params.scale_bytes > 0 && params.scales.halves) {
+          multiply_and_add<kColumns, 2>(params, storage, state, accumulator, sums, k_count, thread, issue, after_last);
+          return;
+        }
+        if (params.scale_bytes > 0) {
+          multiply_and_add<kColumns, 1>(params, storage, state, accumulator, sums, k_count, thread, issue, after_last);
+          return;
+        }
+        if (!params.fast) {
+          multiply_and_add<kColumns, 0>(params, storage, state, accumulator, sums, k_count, thread, issue, after_last);
+          return;
+        }
+        multiply_all(sums);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kValues; ++i) accumulator(i) = sums[i];
+      }
+    }
+  }
+
+  /// The sums of a k tile are added up, times its factors where operands are scaled: kFactors of a column, for gates and for ups (rows 8
+  /// apart, by turns) if there are two.
+  template <int kColumns, int kFactors, class Storage, class Accumulator, class Issue, class AfterLast>
+  static CUTLASS_DEVICE void multiply_and_add(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
+                                              Sum (&sums)[kValues], int k_count, int thread, Issue const& issue,
+                                              AfterLast const& after_last) {
+    static_assert(kBlocks == 1);
+    auto const fence = [&] {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
+    };
     fence();
-    int last = state.index;
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int k = 0; k < k_count; ++k) {  // with the first k tile in front of the loop, ptxas serialises the WGMMAs of two blocks
+    for (int k = 0; k < k_count; ++k) {
       int const stage = state.index;
-      issue(k == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One);
-      cute::warpgroup_wait<1>();
-      minfer::release_stage<kCluster>(&storage.empty[last], thread, k > 0);
-      last = stage;
+      issue(sums, cute::GMMA::ScaleOut::Zero);
+      if (k + 1 == k_count) after_last();
+      cute::warpgroup_wait<0>();
+      fence();
+      if constexpr (kFactors > 0) {
+        // Of the columns 8 i + 2 (lane % 4) and the next. There are no registers for all of them at once.
+        auto const* const factors = reinterpret_cast<float2 const*>(stage_factors(params, storage, stage)) + thread % 4;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kColumns / 8; ++i) {
+          float2 const of_first = factors[4 * i], of_second = kFactors == 2 ? factors[kTileN / 2 + 4 * i] : of_first;
+          int const v = 4 * i;
+          accumulator(v) = fmaf(sums[v], of_first.x, accumulator(v));
+          accumulator(v + 1) = fmaf(sums[v + 1], of_first.y, accumulator(v + 1));
+          accumulator(v + 2) = fmaf(sums[v + 2], of_second.x, accumulator(v + 2));
+          accumulator(v + 3) = fmaf(sums[v + 3], of_second.y, accumulator(v + 3));
+        }
+        minfer::release_stage<kCluster>(&storage.empty[stage], thread);
+      } else {
+        minfer::release_stage<kCluster>(&storage.empty[stage], thread);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kColumns / 2; ++i) accumulator(i) += sums[i];
+      }
       state.advance();
     }
-    fence();
-    after_last();
-    cute::warpgroup_wait<0>();
-    fence();
-    minfer::release_stage<kCluster>(&storage.empty[last], thread);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = kColumns / 2; i < kValues; ++i) accumulator(i) = 0.0f;  // so that they take no registers in this loop
   }
 };
 

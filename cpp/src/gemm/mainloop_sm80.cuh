@@ -1,5 +1,6 @@
-// Mainloop of 16-bit operands for sm_80 onward: CUTLASS's CollectiveMma (MainloopSm80CpAsync), a ring of stages that cp.async fills, 16
-// bytes a copy, ldmatrix into registers, mma.sync m16n8k16 with fp32 accumulators.
+// Mainloop for sm_80 onward: CUTLASS's CollectiveMma (MainloopSm80CpAsync), a ring of stages that cp.async fills, 16 bytes a copy, ldmatrix
+// into registers, mma.sync: m16n8k16 of 16-bit floats with fp32 accumulators, m16n8k32 of int8 with int32 ones. Those are exact, and
+// become fp32 at the end of a work item, or stay what they are where D is int32.
 //
 // The ring is filled anew for each work item, so between two of them its bytes are the epilogue's staging.
 #pragma once
@@ -19,13 +20,15 @@ struct MainloopSm80 {
   static constexpr int kThreads = Config::kThreads;
   static constexpr bool kCopiesAhead = false;
   static_assert(kThreads == 32 * Config::kWarpsM * Config::kWarpsN && !Config::kSwap);
-  static_assert(size_of(Config::kType) == 2, "the instructions below are those of 16-bit operands");
+  static constexpr bool kIntegers = Config::kType == DataType::kS8;
+  static_assert(size_of(Config::kType) == 2 || kIntegers, "the instructions below are those of 16-bit floats and of int8");
   using TileShape = cute::Shape<cute::Int<Config::kTileM>, cute::Int<Config::kTileN>, cute::Int<Config::kTileK>>;
-  using MmaAtom =
-      cute::conditional_t<Config::kType == DataType::kF16, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+  using MmaAtom = cute::conditional_t<
+      kIntegers, cute::SM80_16x8x32_S32S8S8S32_TN,
+      cute::conditional_t<Config::kType == DataType::kF16, cute::SM80_16x8x16_F32F16F16F32_TN, cute::SM80_16x8x16_F32BF16BF16F32_TN>>;
   using TiledMma =
       cute::TiledMMA<cute::MMA_Atom<MmaAtom>, cute::Layout<cute::Shape<cute::Int<Config::kWarpsM>, cute::Int<Config::kWarpsN>, cute::_1>>,
-                     cute::Tile<cute::Int<16 * Config::kWarpsM>, cute::Int<16 * Config::kWarpsN>, cute::_16>>;
+                     cute::Tile<cute::Int<16 * Config::kWarpsM>, cute::Int<16 * Config::kWarpsN>, cute::Int<kIntegers ? 32 : 16>>>;
   using OperandA = OperandSm80<Element, Config::kMajorA, Config::kTileM, Config::kTileK, kThreads>;
   using OperandB = OperandSm80<Element, Config::kMajorB, Config::kTileN, Config::kTileK, kThreads>;
   using Collective = cutlass::gemm::collective::CollectiveMma<
@@ -35,11 +38,15 @@ struct MainloopSm80 {
   static constexpr int kValues = Config::kTileM * Config::kTileN / kThreads;  // accumulators of a thread
 
   using Arguments = typename Collective::Arguments;
-  struct Params {
+  struct FloatParams {
     cute::Shape<int, int, int, int> problem;  // (m, n, k, l)
     int32_t k_residue;                        // k minus that of whole k tiles: 0 or negative
     typename Collective::Params operands;
   };
+  struct IntegerParams : FloatParams {
+    bool integers;  // sums are stored as they are, not as fp32
+  };
+  using Params = cute::conditional_t<kIntegers, IntegerParams, FloatParams>;
   template <class Epilogue, class Scheduler>
   struct SharedStorage {
     union {
@@ -52,7 +59,11 @@ struct MainloopSm80 {
 
   static Params to_underlying_arguments(cute::Shape<int, int, int, int> const& problem, Arguments const& arguments) {
     int const last_k = cute::get<2>(problem) % Config::kTileK;
-    return {problem, last_k == 0 ? 0 : last_k - Config::kTileK, Collective::to_underlying_arguments(problem, arguments, nullptr)};
+    Params params{};
+    params.problem = problem;
+    params.k_residue = last_k == 0 ? 0 : last_k - Config::kTileK;
+    params.operands = Collective::to_underlying_arguments(problem, arguments, nullptr);
+    return params;
   }
 
   /// The operands in tiles: (BLK_M,BLK_K,m,k,l) and (BLK_N,BLK_K,n,k,l).
@@ -67,10 +78,16 @@ struct MainloopSm80 {
   }
 
   static CUTLASS_DEVICE auto make_accumulator() {
-    auto accumulator = cute::partition_fragment_C(TiledMma{}, cute::take<0, 2>(TileShape{}));  // (MMA,MMA_M,MMA_N)
-    static_assert(decltype(size(accumulator))::value == kValues);
-    cute::clear(accumulator);
-    return accumulator;
+    auto sums = cute::partition_fragment_C(TiledMma{}, cute::take<0, 2>(TileShape{}));  // (MMA,MMA_M,MMA_N)
+    static_assert(decltype(size(sums))::value == kValues);
+    if constexpr (kIntegers) {
+      auto accumulator = cute::make_fragment_like<float>(sums);
+      cute::clear(accumulator);
+      return accumulator;
+    } else {
+      cute::clear(sums);
+      return sums;
+    }
   }
 
   /// Returns when all threads have read the ring. CUTLASS shifts the operands along k so that the first k tile is the partial one. A split
@@ -88,8 +105,19 @@ struct MainloopSm80 {
     auto const shift = make_coord(0, first ? 0 : params.k_residue, 0);
     auto const residue = make_tuple(get<0>(params.problem) - tile.m * Config::kTileM, get<1>(params.problem) - tile.n * Config::kTileN,
                                     first ? params.k_residue : 0);
-    Collective{}(accumulator, domain_offset(shift, gA), domain_offset(shift, gB), accumulator, make_coord_iterator(k_begin, size<2>(gA)),
-                 k_count, residue, thread, reinterpret_cast<char*>(&storage.ring));
+    auto const multiply = [&](auto& sums) {
+      Collective{}(sums, domain_offset(shift, gA), domain_offset(shift, gB), sums, make_coord_iterator(k_begin, size<2>(gA)), k_count,
+                   residue, thread, reinterpret_cast<char*>(&storage.ring));
+    };
+    if constexpr (kIntegers) {
+      auto sums = partition_fragment_C(TiledMma{}, take<0, 2>(TileShape{}));
+      clear(sums);
+      multiply(sums);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kValues; ++i) accumulator(i) = params.integers ? __int_as_float(sums(i)) : __int2float_rn(sums(i));
+    } else {
+      multiply(accumulator);
+    }
   }
 
   template <class Storage>

@@ -1,4 +1,4 @@
-// How a 16-bit operand of a portable GEMM travels: global memory -> cp.async -> shared memory -> ldmatrix.
+// How an operand of a portable GEMM travels: global memory -> cp.async -> shared memory -> ldmatrix.
 #pragma once
 
 #include "cute/tensor.hpp"
@@ -9,9 +9,11 @@ namespace minfer::gemm {
 /// kExtent rows of m or n, kTileK of k, contiguous along k or along the rows.
 template <class Element, Major kMajor, int kExtent, int kTileK, int kThreads>
 struct OperandSm80 {
-  static_assert(kTileK == 32 || kTileK == 64);
+  static constexpr int kRowBytes = kTileK * int(sizeof(Element));  // of a k-major tile
+  static_assert(kRowBytes == 64 || kRowBytes == 128);
+  static_assert(sizeof(Element) == 2 || kMajor == Major::kK, "ldmatrix transposes elements of 16 bits alone");
   using Copy = cute::Copy_Atom<cute::SM80_CP_ASYNC_CACHEALWAYS_ZFILL<cute::uint128_t>, Element>;
-  static constexpr int kVector = 8;
+  static constexpr int kVector = 16 / int(sizeof(Element));
 
   static constexpr auto gmem_copy() {
     using namespace cute;
@@ -27,16 +29,15 @@ struct OperandSm80 {
     }
   }
   using GmemCopy = decltype(gmem_copy());
-  // 128-byte (k-major: kTileK * 2 bytes) rows, 16-byte units XORed so that neither the copies nor ldmatrix meet in a bank.
-  using SmemAtom = cute::conditional_t<
-      kMajor == Major::kK,
-      cute::conditional_t<kTileK == 64,
+  // 128-byte (k-major: kRowBytes) rows, 16-byte units XORed so that neither the copies nor ldmatrix meet in a bank.
+  static constexpr int kUnitBits = kVector == 8 ? 3 : 4;  // of an element's number in its unit
+  using SmemAtom =
+      cute::conditional_t<kMajor == Major::kK,
+                          decltype(cute::composition(
+                              cute::Swizzle<(kRowBytes == 128 ? 3 : 2), kUnitBits, 3>{},
+                              cute::Layout<cute::Shape<cute::_8, cute::Int<kTileK>>, cute::Stride<cute::Int<kTileK>, cute::_1>>{})),
                           decltype(cute::composition(cute::Swizzle<3, 3, 3>{},
-                                                     cute::Layout<cute::Shape<cute::_8, cute::_64>, cute::Stride<cute::_64, cute::_1>>{})),
-                          decltype(cute::composition(cute::Swizzle<2, 3, 3>{},
-                                                     cute::Layout<cute::Shape<cute::_8, cute::_32>, cute::Stride<cute::_32, cute::_1>>{}))>,
-      decltype(cute::composition(cute::Swizzle<3, 3, 3>{},
-                                 cute::Layout<cute::Shape<cute::_64, cute::_8>, cute::Stride<cute::_1, cute::_64>>{}))>;
+                                                     cute::Layout<cute::Shape<cute::_64, cute::_8>, cute::Stride<cute::_1, cute::_64>>{}))>;
   using SmemCopy = cute::conditional_t<kMajor == Major::kK, cute::Copy_Atom<cute::SM75_U32x4_LDSM_N, Element>,
                                        cute::Copy_Atom<cute::SM75_U16x8_LDSM_T, Element>>;
   using GmemStride =

@@ -20,7 +20,12 @@ namespace {
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;  // tile coordinates are 32-bit; leaves room for the last tile's overhang
 
 /// Whether plan_gemm chooses from the kernel's family.
-bool is_gemm(KernelInfo const& kernel) { return std::strcmp(kernel.family, "gemm") == 0 || std::strcmp(kernel.family, "w4a16") == 0; }
+bool is_gemm(KernelInfo const& kernel) {
+  for (char const* family : {"gemm", "scaled_gemm", "w4a16"}) {
+    if (std::strcmp(kernel.family, family) == 0) return true;
+  }
+  return false;
+}
 
 /// Why `kernel` cannot compute `problem` on `device`, or null when it can.
 char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device) {
@@ -41,10 +46,13 @@ char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, Device
   }
   if (kernel.arch >= 90 && problem.k == 0) return "it needs k > 0";
   if (problem.gated && kernel.tile_n == 1) return "its tiles are columns, without pairs of gate and up";
-  if (kernel.arch < 90 && kernel.alignment == 16) {  // vectors of 8 along the contiguous mode, without a tail
+  if (kernel.arch < 90 && kernel.alignment == 16) {  // vectors of 16 bytes along the contiguous mode, without a tail
     int64_t const a_extent = problem.a_major == Major::kK ? problem.k : problem.m;
     int64_t const b_extent = problem.b_major == Major::kK ? problem.k : problem.n;
-    if (a_extent % 8 != 0 || b_extent % 8 != 0) return "a contiguous extent is not a multiple of 8";
+    int64_t const vector = 16 / size_of(problem.ab_type);
+    if (a_extent % vector != 0 || b_extent % vector != 0) {
+      return has_8_bits(problem) ? "k is not a multiple of 16" : "a contiguous extent is not a multiple of 8";
+    }
   }
   return nullptr;
 }
@@ -59,9 +67,22 @@ Status check(GemmProblem const& p) {
                            "an extent above %lld is not supported, got m = %lld, n = %lld, k = %lld, batch = %lld", (long long)kMaxExtent,
                            (long long)p.m, (long long)p.n, (long long)p.k, (long long)p.batch);
   }
-  if (p.ab_type == DataType::kF32) return Status::failure(StatusCode::kInvalidArgument, "A and B must be f16 or bf16, got f32");
-  if (p.d_type != p.ab_type && p.d_type != DataType::kF32) {
-    return Status::failure(StatusCode::kInvalidArgument, "D must be %s or f32, got %s", name_of(p.ab_type), name_of(p.d_type));
+  bool const narrow = has_8_bits(p);
+  if (!narrow && p.ab_type != DataType::kF16 && p.ab_type != DataType::kBF16) {
+    return Status::failure(StatusCode::kInvalidArgument, "A and B must be f16, bf16, e4m3 or s8, got %s", name_of(p.ab_type));
+  }
+  bool const f16 = p.d_type == DataType::kF16 || p.d_type == DataType::kBF16;
+  if (!(narrow ? f16 : p.d_type == p.ab_type) && p.d_type != DataType::kF32) {
+    return Status::failure(StatusCode::kInvalidArgument, "D must be %s or f32, got %s", narrow ? "f16, bf16" : name_of(p.ab_type),
+                           name_of(p.d_type));
+  }
+  bool const e4m3 = p.ab_type == DataType::kE4M3, s8 = p.ab_type == DataType::kS8;
+  if (((p.block_scaled || p.fast_accum) && !e4m3) || (p.d_int32 && !s8)) {
+    return Status::failure(StatusCode::kInvalidArgument, "block scales and fast accumulation are of e4m3, a D of int32 is of s8, got %s",
+                           name_of(p.ab_type));
+  }
+  if (p.d_int32 && (p.gated || p.has_c || p.d_fp8)) {
+    return Status::failure(StatusCode::kInvalidArgument, "a D of int32 holds the sums themselves");
   }
   if (p.b_format != WeightFormat::kDense) {
     int const fixed = fixed_group_of(p.b_format);
@@ -244,7 +265,7 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
     return;
   }
   visit_orders(Decomposition::kDataParallel, 1);
-  if (candidates.splits == 1) return;
+  if (candidates.splits == 1 || problem.d_int32) return;  // partials are fp32
   if (k_tiles >= 4 && tiles % workers != 0 && tiles < 8 * workers) visit_orders(Decomposition::kStreamK, 1);
   for (int splits : kSplits) {
     if (k_tiles >= 2 * splits && tiles * splits <= 3 * workers) visit_orders(Decomposition::kSplitK, splits);
@@ -316,8 +337,10 @@ char const* illegal(KernelInfo const& kernel, GemmLaunch const& launch) {
   return nullptr;
 }
 
-/// Why the copies of a launch that was asked for cannot be made, or null.
+/// Why a launch that was asked for is not for the problem, or null.
 char const* illegal(GemmProblem const& problem, GemmLaunch const& launch) {
+  if (problem.d_int32 && launch.decomposition != Decomposition::kDataParallel) return "sums of int32 are not split";
+  if ((launch.realign_a || launch.realign_b) && has_8_bits(problem)) return "operands of 8 bits are not realigned";
   if (!launch.realign_a && !launch.realign_b) return nullptr;
   if (problem.b_format != WeightFormat::kDense) return "operands of a quantised GEMM are not realigned";
   if (!copies_fit(problem, launch)) return "the copies need more than 2^31 CTAs";
@@ -330,7 +353,9 @@ char const* illegal(GemmProblem const& problem, GemmLaunch const& launch) {
 template <class Visit>
 void for_each_copies(GemmProblem const& problem, DeviceProperties const& device, ScaledModel const& model, int32_t arch, Visit&& visit) {
   visit(Copies{});
-  if (problem.b_format != WeightFormat::kDense || problem.m == 0 || problem.n == 0 || problem.k == 0 || problem.batch == 0) return;
+  if (problem.b_format != WeightFormat::kDense || has_8_bits(problem) || problem.m == 0 || problem.n == 0 || problem.k == 0 ||
+      problem.batch == 0)
+    return;
   bool const tail = arch < 90 && problem.k % 8 != 0;
   bool const a = problem.a_major != Major::kK || problem.a_alignment < 16 || tail;
   bool const b = problem.b_major != Major::kK || problem.b_alignment < 16 || tail;
@@ -402,7 +427,7 @@ constexpr int64_t kInvariantRows = 32;
 Candidates batch_invariant_candidates(GemmProblem problem, DeviceProperties const& device, GemmPlanOptions const& options) {
   problem.m = kInvariantRows;
   problem.has_c = problem.gated = problem.d_fp8 = false;
-  problem.d_type = problem.ab_type;
+  problem.d_type = has_8_bits(problem) ? DataType::kBF16 : problem.ab_type;
   Pick best;
   Candidates candidates;
   auto const consider = [&](int32_t splits, int32_t arch) {
@@ -519,13 +544,14 @@ GemmTunedRow const* find_row(GemmTunedRow const* rows, int64_t count, GemmProble
 double gemm_bytes(GemmProblem const& p) {
   if (p.m == 0 || p.n == 0 || p.batch == 0) return 0.0;
   double const outputs = double(p.batch) * p.m * (p.gated ? p.n / 2 : p.n);
-  double const b_bytes = p.b_format == WeightFormat::kDense ? 2.0 * p.batch * double(p.n) * p.k : w4a16::weight_bytes(p);
-  return 2.0 * p.batch * double(p.m) * p.k + b_bytes + outputs * (d_element_bytes(p) + (p.has_c ? size_of(p.d_type) : 0));
+  double const element = size_of(p.ab_type);
+  double const b_bytes = p.b_format == WeightFormat::kDense ? element * p.batch * double(p.n) * p.k : w4a16::weight_bytes(p);
+  return element * p.batch * double(p.m) * p.k + b_bytes + outputs * (d_element_bytes(p) + (p.has_c ? size_of(p.d_type) : 0));
 }
 
 double gemm_floor_us(GemmProblem const& p, DeviceProperties const& device) {
   double const flops = 2.0 * p.batch * double(p.m) * p.n * p.k;
-  return std::max(gemm_bytes(p) / device.read_bandwidth, flops / device.matrix_rate);
+  return std::max(gemm_bytes(p) / device.read_bandwidth, flops / (device.matrix_rate * 2.0 / double(size_of(p.ab_type))));
 }
 
 // The compiler's comparison takes in every member, also one that is added later: cached plans depend on that.
@@ -542,8 +568,9 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
     if (kernel == nullptr) return unknown_kernel(options.kernel);
     GemmLaunch const asked = options.launch != nullptr ? *options.launch : GemmLaunch{};
     if (char const* why = illegal(problem, asked)) {
-      return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot be launched with realign_a=%d,realign_b=%d: %s", kernel->name,
-                             asked.realign_a, asked.realign_b, why);
+      return Status::failure(StatusCode::kInvalidArgument,
+                             "kernel %s cannot be launched with decomposition=%s,realign_a=%d,realign_b=%d: %s", kernel->name,
+                             name_of(asked.decomposition), asked.realign_a, asked.realign_b, why);
     }
     GemmProblem const own = realigned(problem, asked);
     if (char const* why = illegal(*kernel, own, device)) {

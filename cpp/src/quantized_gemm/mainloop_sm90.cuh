@@ -42,7 +42,7 @@ struct CollectiveMma<minfer::w4a16::MainloopSm90TmaDequantize<Config>, TileShape
   using FullBarrier = typename S::FullBarrier;
   using EmptyBarrier = typename S::EmptyBarrier;
   using typename Base::PipelineState;
-  static constexpr bool kRereadsThread = S::kRereadsThread;
+  static constexpr bool kRereadsThread = S::kRereadsThread, kRelocates = false;
   /// Stages. More take the predecessor's bandwidth: on 18 problems of 1 to 1200 tokens (H200) 2 stages were 3.5 % faster than none, 8
   /// stages 1.2, 24 stages 4 % slower. Loaded into the ring instead, 2 to 12 stages were 4.7 % faster than none.
   static constexpr int kPrefetched = 2;

@@ -41,10 +41,10 @@ float eps_in_float32(char const* op, double eps) {
   return float(eps);
 }
 
-void check_bias(char const* op, Tensor const& bias, int64_t n, NamedTensor const& a) {
+void check_bias(char const* op, Tensor const& bias, int64_t n, ScalarType type, NamedTensor const& a) {
   if (bias.dim() != 1 || bias.size(0) != n) fail(op, ": bias must be [n] = [", n, "], got ", bias);
-  if (bias.scalar_type() != a.x.scalar_type() && bias.scalar_type() != ScalarType::Float) {
-    fail(op, ": bias must be ", a.x.scalar_type(), " or Float, got ", bias.scalar_type());
+  if (bias.scalar_type() != type && bias.scalar_type() != ScalarType::Float) {
+    fail(op, ": bias must be ", type, " or Float, got ", bias.scalar_type());
   }
   check_same_device(op, "bias", bias, a);
 }

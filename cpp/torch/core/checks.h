@@ -30,8 +30,12 @@ float in_float32(char const* op, char const* name, double value);
 /// The same of `eps`, which is not negative either.
 float eps_in_float32(char const* op, double eps);
 
-/// [n], of a's type or float32, on a's device.
-void check_bias(char const* op, Tensor const& bias, int64_t n, NamedTensor const& a);
+/// [n], of this type or float32, on a's device.
+void check_bias(char const* op, Tensor const& bias, int64_t n, ScalarType type, NamedTensor const& a);
+/// Of a's type or float32.
+inline void check_bias(char const* op, Tensor const& bias, int64_t n, NamedTensor const& a) {
+  check_bias(op, bias, n, a.x.scalar_type(), a);
+}
 
 /// No two elements of an output have the same address.
 void check_apart(char const* op, Tensor const& out, char const* name = "out");

@@ -31,10 +31,11 @@ class ShapeArray {
   explicit ShapeArray(Shape from) : ShapeArray(from.size()) { std::copy(from.begin(), from.end(), data()); }
 
   int64_t* data() { return many_.empty() ? few_.data() : many_.data(); }
+  int64_t const* data() const { return many_.empty() ? few_.data() : many_.data(); }
   int64_t& operator[](size_t mode) { return data()[mode]; }
   int64_t& back() { return data()[count_ - 1]; }
   size_t size() const { return count_; }
-  operator Shape() const { return {many_.empty() ? few_.data() : many_.data(), count_}; }
+  operator Shape() const { return {data(), count_}; }
 
  private:
   size_t count_;

@@ -94,4 +94,33 @@ Tensor copy_with_strides(char const* op, char const* name, Tensor const& x, Shap
   return copy;
 }
 
+Tensor view_of(char const* op, char const* name, Tensor const& x, Shape shape, Shape strides) {
+  int64_t offset = 0;
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_get_storage_offset(x.handle(), &offset) != 0 ||
+      aoti_torch__reinterpret_tensor(x.handle(), int64_t(shape.size()), shape.data(), strides.data(), offset, &handle) != 0) {
+    no_copy(op, "view", name, x);
+  }
+  return Tensor(handle);
+}
+
+Tensor matrix_view(char const* op, char const* name, Tensor const& x) {
+  int64_t const last = x.dim() - 1;
+  int64_t rows = 1, step = 0;  // of the rows so far, the innermost first
+  for (int64_t mode = last - 1; mode >= 0; --mode) {
+    int64_t const extent = x.size(mode);
+    if (extent != 1 && rows != 0) {
+      if (rows > 1 && x.stride(mode) != rows * step) return {};
+      if (rows == 1) step = x.stride(mode);
+    }
+    rows *= extent;
+  }
+  return view_of(op, name, x, {rows, x.size(last)}, {step, x.stride(last)});
+}
+
+Tensor as_matrix(char const* op, char const* name, Tensor const& x) {
+  Tensor const view = matrix_view(op, name, x);
+  return view.defined() ? view : as_matrix(op, name, copy_of(op, name, x));
+}
+
 }  // namespace minfer::torch_binding

@@ -68,4 +68,11 @@ Tensor copy_of(char const* op, char const* name, Tensor const& x);
 /// A copy of x with these strides, which reach over this many elements.
 Tensor copy_with_strides(char const* op, char const* name, Tensor const& x, Shape strides, int64_t elements);
 
+/// The memory of x, from its first element on, in another shape.
+Tensor view_of(char const* op, char const* name, Tensor const& x, Shape shape, Shape strides);
+/// All modes of x but the last as one, [rows, columns]: a view where they are evenly spaced, else undefined. x has at least one mode.
+Tensor matrix_view(char const* op, char const* name, Tensor const& x);
+/// The same; a copy where they are not evenly spaced.
+Tensor as_matrix(char const* op, char const* name, Tensor const& x);
+
 }  // namespace minfer::torch_binding

@@ -33,7 +33,7 @@ Returned = TypeVar("Returned")
 Call = Callable[..., Any]
 
 # Arguments that say how a result is computed, not which: they are checked, and no reference takes them.
-HOW = frozenset({"constant_weights", "kernel", "num_splits"})
+HOW = frozenset({"constant_weights", "fast_accum", "kernel", "num_splits"})
 
 _library = torch.library.Library("minfer", "IMPL")
 

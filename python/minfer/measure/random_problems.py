@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..planning.plan import DTYPE_NAMES, LAYOUTS, Problem, W4Problem
+from ..planning.plan import DTYPE_NAMES, LAYOUTS, Problem, ScaledProblem, W4Problem
 
 MOST_BYTES = 10**9  # of A, B, C and D of a 16-bit problem together
 MOST_FLOPS = 1.5e12  # some 2 ms on an H200
@@ -72,6 +72,19 @@ def _quantised(suite: str, seed: int, index: int, w4_format: str, group_size: in
 
     m, n, k = _first_feasible(rng, False, draw)
     return W4Problem(m, n, k, dtype=torch.float16 if f16 else torch.bfloat16, group_size=group_size, w4_format=w4_format)
+
+
+def scaled(seed: int, index: int, dtype: torch.dtype) -> tuple[ScaledProblem, str]:
+    """Of 8-bit operands: m in 1 to 8192; n, k multiples of 64, shards of blocks among them, in 256 to 32768. And the scales: of e4m3 by
+    turns of blocks, of rows, one number; of int8 of rows."""
+    rng = random.Random(f"scaled/{seed}/{index}")
+
+    def draw() -> tuple[int, int, int]:
+        return log_uniform(rng, 1, MOST_M), log_uniform(rng, 256, 32768, 64), log_uniform(rng, 256, 32768, 64)
+
+    m, n, k = _first_feasible(rng, False, draw)
+    mode = "row" if dtype == torch.int8 else ("block", "row", "tensor")[index % 3]
+    return ScaledProblem(m, n, k, dtype=dtype, block_scaled=mode == "block"), mode
 
 
 _CALIBRATED = (("int4", 128), ("int4", 32), ("int4", 128), ("nf4", 64), ("int4", 128), ("mxfp4", 32), ("int4", 128), ("nvfp4", 16))

@@ -1,6 +1,18 @@
 """The operators, a file a family: each declared once, with its signature, its documentation, its checks and its reference."""
 
-from . import attention, fused, gemm, grouped_gemm, grouped_quantized_gemm, kv_cache, moe_routing, norm_gemm, quantized_gemm, sampling
+from . import (
+    attention,
+    fused,
+    gemm,
+    grouped_gemm,
+    grouped_quantized_gemm,
+    kv_cache,
+    moe_routing,
+    norm_gemm,
+    quantized_gemm,
+    sampling,
+    scaled_gemm,
+)
 
 __all__ = [
     *attention.__all__,
@@ -13,6 +25,7 @@ __all__ = [
     *norm_gemm.__all__,
     *quantized_gemm.__all__,
     *sampling.__all__,
+    *scaled_gemm.__all__,
 ]
 
 # From here on gemm and attention are the operators of these names, as they are in minfer; the modules are imported by their whole names.
@@ -28,3 +41,4 @@ from .moe_routing import *
 from .norm_gemm import *
 from .quantized_gemm import *
 from .sampling import *
+from .scaled_gemm import *

@@ -14,18 +14,22 @@ from ..formats import weight_formats, weight_layout
 from ..formats.gate_up import GATE_BLOCK
 
 DTYPE_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+NARROW_NAMES = {torch.float8_e4m3fn: "e4m3", torch.int8: "s8"}  # of operands that have scales
 LAYOUTS = ("tn", "tt", "nn", "nt")
 MAX_EXTENT = 2**31 - 512  # of m, n, k and batch: the library's kMaxExtent
 
 
-def _checker_of(problem: Problem | W4Problem | NormProblem, *names: str) -> ValueChecker:
+def _checker_of(problem: Problem | W4Problem | ScaledProblem | NormProblem, *names: str) -> ValueChecker:
     """After what both kinds check: the sizes of these names, the dtype, and n and C where the product is gated."""
     check = ValueChecker(problem.op)
     for name in names:
         value = getattr(problem, name)
         check(is_integer(value) and value >= 0, "{} must be an integer >= 0, got {}", name, value)
         check(value <= MAX_EXTENT, "{} must be at most {}, got {}", name, MAX_EXTENT, value)
-    check(problem.dtype in DTYPES, "dtype must be float16 or bfloat16, got {}", problem.dtype)
+    if isinstance(problem, ScaledProblem):
+        check(problem.dtype in NARROW_NAMES, "dtype must be float8_e4m3fn or int8, got {}", problem.dtype)
+    else:
+        check(problem.dtype in DTYPES, "dtype must be float16 or bfloat16, got {}", problem.dtype)
     unit = 2 * GATE_BLOCK
     check(not problem.gated or problem.n % unit == 0, "n must be a multiple of {} for a gated GEMM, got {}", unit, problem.n)
     check(not (problem.gated and problem.c), "c must be False for a gated GEMM, which has no C, got True")
@@ -161,7 +165,64 @@ class W4Problem:
         return sizes, DTYPE_NAMES[self.dtype], self.w4_format, self.group_size, self.zeros, self.c, self.gated
 
 
-PROBLEMS: dict[str, type[Problem] | type[W4Problem]] = {kind.op: kind for kind in (Problem, W4Problem)}
+@dataclass(frozen=True)
+class ScaledProblem:
+    """A product of 8-bit operands with scales, contiguous: D[m, n] = A[m, k] . W[n, k]^T. ``n`` counts W's rows, so a gated D has n / 2.
+
+    ``block_scaled``: whether there is a scale for each 128 of k, of A or of W.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.float8_e4m3fn
+    out_dtype: torch.dtype = torch.bfloat16
+    block_scaled: bool = False
+    fast_accum: bool = False
+    c: bool = False
+    gated: bool = False
+
+    op: ClassVar[str] = "scaled_gemm"
+    family: ClassVar[str] = "scaled_gemm"
+    b_format: ClassVar[str] = "dense"
+    group_size: ClassVar[int] = 0
+    zeros: ClassVar[bool] = False
+    batch: ClassVar[int] = 1
+    a_major: ClassVar[str] = "k"
+    b_major: ClassVar[str] = "k"
+
+    def __post_init__(self):
+        check = _checker_of(self, "m", "n", "k")
+        good = self.out_dtype in (*DTYPES, torch.float32)
+        check(good, "out_dtype must be float16, bfloat16 or float32, got {}", self.out_dtype)
+        e4m3 = self.dtype == torch.float8_e4m3fn
+        for name in ("block_scaled", "fast_accum"):
+            check(e4m3 or not getattr(self, name), "{} must be False for {}, got True", name, self.dtype)
+
+    @property
+    def n_out(self) -> int:
+        return self.n // 2 if self.gated else self.n
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    def __str__(self) -> str:
+        text = f"{self.m} x {self.n} x {self.k} {NARROW_NAMES[self.dtype]}, D {DTYPE_NAMES[self.out_dtype]}"
+        text += (", block scales" if self.block_scaled else "") + (", fast accumulation" if self.fast_accum else "")
+        return text + (", with C" if self.c else "") + (", gated" if self.gated else "")
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The leading arguments of ``_plan_scaled_gemm`` and ``_enumerate_scaled_gemm``. Operands that TMA cannot read are copied by the
+        operator."""
+        d = _row_alignment(self.m, self.n_out, self.out_dtype.itemsize)
+        sizes, alignments = [self.m, self.n, self.k], [d if self.c and d == 16 else 0, d]
+        types = NARROW_NAMES[self.dtype], DTYPE_NAMES[self.out_dtype]
+        return sizes, *types, alignments, self.block_scaled, self.fast_accum, self.c, self.gated
+
+
+Kind = type[Problem] | type[W4Problem] | type[ScaledProblem]
+PROBLEMS: dict[str, Kind] = {kind.op: kind for kind in (Problem, W4Problem, ScaledProblem)}
 
 
 def _row_alignment(rows: int, columns: int, element_bytes: int) -> int:
@@ -176,7 +237,7 @@ def _row_alignment(rows: int, columns: int, element_bytes: int) -> int:
 class Plan:
     """What would run. ``str(plan)`` is the report that ``python -m minfer plan`` prints."""
 
-    problem: Problem | W4Problem
+    problem: Problem | W4Problem | ScaledProblem
     device: str  # its name
     kernel: str
     decomposition: str  # persistent, stream_k or split_k
@@ -210,7 +271,7 @@ class Plan:
         return f"{self.kernel}@{self.launch}"
 
     @classmethod
-    def parse(cls, problem: Problem | W4Problem, device: str, found: dict[str, Any]) -> Plan:
+    def parse(cls, problem: Problem | W4Problem | ScaledProblem, device: str, found: dict[str, Any]) -> Plan:
         found = dict(found)
         return cls(problem=problem, device=device, **found.pop("launch"), **found)
 
@@ -235,7 +296,7 @@ def _device(device: torch.device | int | str | None) -> tuple[int, str]:
 
 
 def plan_problem(
-    problem: Problem | W4Problem,
+    problem: Problem | W4Problem | ScaledProblem,
     *,
     kernel: str | None = None,
     use_tuned: bool = True,
@@ -257,7 +318,7 @@ def plan_problem(
 
 
 def enumerate_plans(
-    problem: Problem | W4Problem,
+    problem: Problem | W4Problem | ScaledProblem,
     *,
     limit: int = 1 << 20,
     device: torch.device | int | str | None = None,
@@ -363,9 +424,9 @@ def plan(
     """What ``op`` would run for contiguous operands: the explicit kernel, else a tuned row, else the analytic model's choice.
 
     Args:
-      op: "gemm", "w4a16_gemm" or "rms_norm_gemm".
+      op: "gemm", "w4a16_gemm", "rms_norm_gemm", or "scaled_gemm" for what gemm_fp8 and gemm_int8 would run.
       m, n, k: sizes; n counts B's columns (the weight's rows), also of a gated GEMM.
-      dtype: of A, D and what B stands for: torch.float16 or torch.bfloat16.
+      dtype: of A, D and what B stands for: torch.float16 or torch.bfloat16. Of scaled_gemm: of A and B, torch.float8_e4m3fn or torch.int8.
       kernel: an override, as the operator's ``kernel=``.
       use_tuned: False asks the analytic model alone.
       device: CUDA device or its index. -1: the H200 as measured. None: the current device, or the H200 as measured where there is none
@@ -377,6 +438,8 @@ def plan(
         Of w4a16_gemm: ``group_size`` (128; -1: all of k; "mxfp4" and "nvfp4" have one size each), ``zeros`` (there are zero points),
         ``w4_format``: "int4" (the default), "nf4", "mxfp4" or "nvfp4", and, for what w8a16_gemm would run, "int8" or "fp8_e4m3".
         Of rms_norm_gemm: ``gated``, and ``residual`` (there is one).
+        Of scaled_gemm: ``out_dtype`` of D, torch.bfloat16 (the default), torch.float16 or torch.float32; ``block_scaled`` (of A or B there
+        is a scale for each 128 of k) and ``fast_accum``, both of float8_e4m3fn.
 
     Returns:
       A :class:`Plan`, of rms_norm_gemm a :class:`NormPlan`; ``print`` it.

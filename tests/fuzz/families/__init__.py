@@ -16,6 +16,7 @@ from .norm_gemm import NORM_GEMM_FAMILIES
 from .qk_norm_rope_append import QkNormRopeAppend
 from .quantized_gemm import QuantizedGemm
 from .sampling import Sample
+from .scaled_gemm import SCALED_GEMM_FAMILIES
 from .weights import WEIGHT_FAMILIES
 
 FAMILIES: dict[str, Family] = {
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Family] = {
         *LAYER_FAMILIES,
         *FUSED_FAMILIES,
         *NORM_GEMM_FAMILIES,
+        *SCALED_GEMM_FAMILIES,
         Sample(),
     )
 }

@@ -1,0 +1,39 @@
+// Scales of operands of 8 bits: of blocks of 128 of k, and, of a weight, of 128 rows (DeepSeek-V3, 2024).
+#pragma once
+
+#include <cstdint>
+
+#include "common/dependent_launch.cuh"
+#include "minfer/gemm.h"
+
+namespace minfer::gemm {
+
+constexpr int kScaleBlock = 128;
+
+/// Scales of one operand by strides in elements, of which those along a mode that has one scale alone are 0.
+struct ScaleView {
+  void const* data;  // null: all are 1
+  int64_t row_stride, k_stride;
+  bool exponents;  // bytes that are powers of two, e8m0; else fp32
+
+#if defined(__CUDACC__)
+  /// row, block: of the scale, not of the operand.
+  __device__ __forceinline__ int64_t offset(int32_t row, int32_t block) const { return row * row_stride + block * k_stride; }
+  __device__ __forceinline__ float load(int64_t at) const {
+    if (data == nullptr) return 1.0f;
+    if (!exponents) return load_operand(static_cast<float const*>(data) + at);
+    uint32_t const exponent = load_operand(static_cast<uint8_t const*>(data) + at);
+    return __uint_as_float(exponent == 0 ? 0x00400000u : exponent == 255 ? 0x7fffffffu : exponent << 23);  // 2^-127, NaN
+  }
+#endif
+};
+
+/// What a mainloop multiplies the sums of each 128 of k by.
+struct BlockScales {
+  ScaleView tokens, weight;  // [m, k / 128], [n / 128, k / 128]
+  int32_t m;
+  bool halves;        // a gated weight's gates and ups have scales of their own, [n / 256, k / 128]
+  int64_t up_offset;  // from those of the gates to those of the ups
+};
+
+}  // namespace minfer::gemm
