@@ -105,18 +105,16 @@ struct MainloopSm80 {
     auto const shift = make_coord(0, first ? 0 : params.k_residue, 0);
     auto const residue = make_tuple(get<0>(params.problem) - tile.m * Config::kTileM, get<1>(params.problem) - tile.n * Config::kTileN,
                                     first ? params.k_residue : 0);
-    auto const multiply = [&](auto& sums) {
-      Collective{}(sums, domain_offset(shift, gA), domain_offset(shift, gB), sums, make_coord_iterator(k_begin, size<2>(gA)), k_count,
-                   residue, thread, reinterpret_cast<char*>(&storage.ring));
-    };
     if constexpr (kIntegers) {
       auto sums = partition_fragment_C(TiledMma{}, take<0, 2>(TileShape{}));
       clear(sums);
-      multiply(sums);
+      Collective{}(sums, domain_offset(shift, gA), domain_offset(shift, gB), sums, make_coord_iterator(k_begin, size<2>(gA)), k_count,
+                   residue, thread, reinterpret_cast<char*>(&storage.ring));
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kValues; ++i) accumulator(i) = params.integers ? __int_as_float(sums(i)) : __int2float_rn(sums(i));
     } else {
-      multiply(accumulator);
+      Collective{}(accumulator, domain_offset(shift, gA), domain_offset(shift, gB), accumulator, make_coord_iterator(k_begin, size<2>(gA)),
+                   k_count, residue, thread, reinterpret_cast<char*>(&storage.ring));
     }
   }
 
