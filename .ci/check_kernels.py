@@ -59,7 +59,7 @@ def resource_usage(library: str) -> dict[tuple[str, str], dict[str, int]]:
 def instructions(library: str) -> dict[tuple[str, str], Counter]:
     """(architecture, function) -> how often it has each of the MMAs, LDL and STL."""
     counts, arch, counter = {}, "", Counter()
-    pattern = re.compile(r"\b(HGMMA|QGMMA|IGMMA|HMMA|IMMA|LDL|STL)\b")
+    pattern = re.compile(rf"\b({'|'.join((*MMAS, 'LDL', 'STL'))})\b")
     for line in cuobjdump("--dump-sass", library):
         if "code for sm_" in line:
             arch = line.split("code for sm_")[1].strip()

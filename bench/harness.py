@@ -223,7 +223,7 @@ def brief_times(
             graphs[name], estimate = capture(fn, sets, graph_us, stream, pool)
             best = min(best, estimate)
         except Exception as error:  # noqa: BLE001  whatever it is; a lost context raises again at once
-            torch.cuda.synchronize()
+            forget_error()
             failed[name] = f"{type(error).__name__}: {error}"
     names = list(graphs)
     samples: dict[str, list[float]] = {name: [] for name in names}

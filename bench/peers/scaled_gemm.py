@@ -9,21 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import minfer
 import torch
+from minfer.checks.scaled_gemm import BLOCK, FP8, blocks_of
 from minfer.planning.plan import ScaledProblem
 from minfer.reference.scaled_gemm import scaled_product
 
 from bench import harness
 from bench.peers.gemm import Unavailable, Variant
-
-BLOCK = 128
-FP8 = torch.float8_e4m3fn
-MODES = ("tensor", "row", "block")  # of scales
-
-
-def blocks_of(extent: int) -> int:
-    return -(-extent // BLOCK)
 
 
 @dataclass
@@ -209,8 +201,3 @@ PEERS: dict[str, Callable[[Operands], list[Variant]]] = {
     "vllm": vllm,
     "fbgemm": fbgemm,
 }
-
-
-def in_float32(o: Operands) -> torch.Tensor:
-    """Set 0 in float32, rounded to D's type: the yardstick of the error rule."""
-    return minfer.reference.gemm_fp8(o.a[0], o.w[0].t(), o.a_scale, o.w_scale) if o.problem.dtype == FP8 else o.truth().bfloat16()

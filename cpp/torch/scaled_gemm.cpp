@@ -27,27 +27,30 @@ bool describe_lines(Tensor const& x, int64_t lines, int64_t* stride) {
   return true;
 }
 
-/// How `scale` scales an operand of `lines` rows of A, or columns of B, by k; `block_lines` of them have a scale of blocks. halves: those
-/// of blocks are [2, block_lines, ..], of gates and of ups.
+/// The scales of blocks that an operand may have: none; [lines, k / 128]; or [2, lines, k / 128], of gates and of ups.
+enum class Blocks { kNone, kWhole, kHalves };
+
+/// How `scale` scales an operand of `lines` rows of A, or columns of B, by k; `block_lines` of them have a scale of blocks.
 OperandScales describe_scale(char const* op, char const* name, Tensor const& scale, int64_t lines, int64_t block_lines, int64_t k,
-                             bool takes_blocks, bool halves, Tensor const& a) {
+                             Blocks allowed, Tensor const& a) {
+  bool const takes_blocks = allowed != Blocks::kNone, halves = allowed == Blocks::kHalves;
   check_same_device(op, name, scale, {"a", a});
   OperandScales s;
   s.data = scale.data_ptr();
   int64_t const modes = scale.dim();
   bool const blocks = takes_blocks && modes == (halves ? 3 : 2) && (!halves || scale.size(0) == 2) &&
                       scale.size(modes - 2) == block_lines && scale.size(modes - 1) == blocks_of(k);
-  if (describe_lines(scale, lines, &s.row_stride)) {
-  } else if (blocks) {
+  bool const of_lines = describe_lines(scale, lines, &s.row_stride);
+  if (!of_lines && blocks) {
     s.blocks = true;
     s.row_stride = scale.stride(modes - 2);
     s.k_stride = scale.stride(modes - 1);
     s.halves = halves;
     s.up_offset = halves ? scale.stride(0) : 0;
-  } else if (takes_blocks) {
+  } else if (!of_lines && takes_blocks) {
     fail(op, ": ", name, " must be one number, [", lines, "] or [", lines, ", 1], or, of blocks, [", halves ? "2, " : "", block_lines, ", ",
          blocks_of(k), "], got ", scale);
-  } else {
+  } else if (!of_lines) {
     fail(op, ": ", name, " must be one number, [", lines, "] or [", lines, ", 1], got ", scale);
   }
   if (scale.scalar_type() == ScalarType::Byte && s.blocks) {
@@ -133,8 +136,12 @@ auto checked(Arguments& x, Run const& run) {
     fail(x.op, ": b must have a multiple of 16 columns (pack_gate_up: blocks of 8 gate and 8 up columns), got b ", x.b);
   }
   auto const [m, n, k] = std::tuple(call.sizes.m, call.sizes.n, call.sizes.k);
-  x.scaled.a = describe_scale(x.op, "a_scale", x.a_scale, m, m, k, fp8, false, x.a);
-  x.scaled.b = describe_scale(x.op, "b_scale", x.b_scale, n, blocks_of(x.gated ? n / 2 : n), k, fp8, x.gated, x.a);
+  x.scaled.a = describe_scale(x.op, "a_scale", x.a_scale, m, m, k, fp8 ? Blocks::kWhole : Blocks::kNone, x.a);
+  x.scaled.b = describe_scale(x.op, "b_scale", x.b_scale, n, blocks_of(x.gated ? n / 2 : n), k,
+                              !fp8      ? Blocks::kNone
+                              : x.gated ? Blocks::kHalves
+                                        : Blocks::kWhole,
+                              x.a);
   set_zeros(x, call.sizes);
   return run(call);
 }
@@ -207,14 +214,7 @@ Flattened flatten(Arguments const& x) {
 Tensor into_new(Arguments x, ScalarType type) {
   if (x.a.dim() > 2) {
     Flattened const flat = flatten(x);
-    Tensor const rows = into_new(flat.call(x), type);
-    ShapeArray strides(flat.output.size());
-    int64_t stride = 1;
-    for (size_t mode = flat.output.size(); mode-- > 0;) {
-      strides[mode] = stride;
-      stride *= std::max<int64_t>(Shape(flat.output)[mode], 1);
-    }
-    return view_of(x.op, "the output", rows, flat.output, strides);
+    return view_of(x.op, "the output", into_new(flat.call(x), type), flat.output);
   }
   return checked(x, [&](GemmCall const& call) {
     if (x.scaled.int32 && call.sizes.k == 0) {

@@ -76,6 +76,10 @@ def test_codes_of_the_preceding_operator():
         torch.testing.assert_close(smooth, torch.nn.functional.silu(have))
     weight = quantize.quantize_fp8_weight(torch.randn(96, 384))
     assert weight.gemm(x, out_scale=torch.ones(1)).dtype == FP8
+    out = torch.empty(5, 96)
+    assert weight.gemm(x, out=out) is out and torch.equal(out, weight.gemm(x, out_dtype=torch.float32))
+    with pytest.raises(RuntimeError, match="out_scale must be given"):
+        weight.gemm(x, out_scale=torch.ones(1), out_dtype=torch.float16)
 
 
 def test_static_activations():

@@ -104,6 +104,10 @@ Tensor view_of(char const* op, char const* name, Tensor const& x, Shape shape, S
   return Tensor(handle);
 }
 
+Tensor view_of(char const* op, char const* name, Tensor const& x, Shape shape) {
+  return view_of(op, name, x, shape, contiguous_strides(shape));
+}
+
 Tensor matrix_view(char const* op, char const* name, Tensor const& x) {
   int64_t const last = x.dim() - 1;
   int64_t rows = 1, step = 0;  // of the rows so far, the innermost first

@@ -70,6 +70,8 @@ Tensor copy_with_strides(char const* op, char const* name, Tensor const& x, Shap
 
 /// The memory of x, from its first element on, in another shape.
 Tensor view_of(char const* op, char const* name, Tensor const& x, Shape shape, Shape strides);
+/// The same, contiguous.
+Tensor view_of(char const* op, char const* name, Tensor const& x, Shape shape);
 /// All modes of x but the last as one, [rows, columns]: a view where they are evenly spaced, else undefined. x has at least one mode.
 Tensor matrix_view(char const* op, char const* name, Tensor const& x);
 /// The same; a copy where they are not evenly spaced.

@@ -123,20 +123,24 @@ def _check_extents(check: Checker, x: torch.Tensor, shape: Sequence[Any], text: 
         check(have == want, text, *values, x.shape)
 
 
-def check_addend_type(check: Checker, name: str, x: torch.Tensor, a: torch.Tensor, a_name: str = "a") -> None:
+def check_addend_type(
+    check: Checker, name: str, x: torch.Tensor, a: torch.Tensor, a_name: str = "a", dtype: torch.dtype | None = None
+) -> None:
+    """dtype: what it may have beside float32, where that is not a's."""
+    dtype = a.dtype if dtype is None else dtype
     check_dense(check, name, x)
-    check(x.dtype in (a.dtype, torch.float32), "{} must be {} or float32, got {}", name, a.dtype, x.dtype)
+    check(x.dtype in (dtype, torch.float32), "{} must be {} or float32, got {}", name, dtype, x.dtype)
     check_device(check, name, x, a_name, a)
 
 
-def check_bias(check: Checker, bias: torch.Tensor, a: torch.Tensor, n: int, a_name: str = "a") -> None:
-    check_addend_type(check, "bias", bias, a, a_name)
+def check_bias(check: Checker, bias: torch.Tensor, a: torch.Tensor, n: int, a_name: str = "a", dtype: torch.dtype | None = None) -> None:
+    check_addend_type(check, "bias", bias, a, a_name, dtype)
     check(bias.dim() == 1, "bias must be [n] = [{}], got {}", n, bias.shape)
     check(bias.shape[0] == n, "bias must be [n] = [{}], got {}", n, bias.shape)
 
 
-def check_c(check: Checker, c: torch.Tensor, a: torch.Tensor, out: Sequence[int]) -> None:
-    check_addend_type(check, "c", c, a)
+def check_c(check: Checker, c: torch.Tensor, a: torch.Tensor, out: Sequence[int], dtype: torch.dtype | None = None) -> None:
+    check_addend_type(check, "c", c, a, dtype=dtype)
     text = "c must broadcast to {}, got c {}"
     check(c.dim() <= len(out), text, list(out), c.shape)
     for have, want in zip(reversed(c.shape), reversed(out), strict=False):

@@ -44,6 +44,12 @@ def check_operands(check: Checker, a: torch.Tensor, b: torch.Tensor) -> tuple[tu
     return batch, a.shape[-2], b.shape[-1], k
 
 
+def check_gated_columns(check: Checker, b: torch.Tensor) -> None:
+    """That B's columns are whole blocks of gate and up."""
+    text = "b must have a multiple of {} columns (blocks of {} gate and {} up columns, see pack_gate_up), got b {}"
+    check(b.shape[-1] % (2 * GATE_BLOCK) == 0, text, 2 * GATE_BLOCK, GATE_BLOCK, GATE_BLOCK, b.shape)
+
+
 def check_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -97,14 +103,7 @@ def check_gemm_gated(
     """All arguments of minfer::gemm_gated; raises RuntimeError."""
     check = Checker("gemm_gated")
     batch, m, n, k = check_operands(check, a, b)
-    check(
-        n % (2 * GATE_BLOCK) == 0,
-        "b must have a multiple of {} columns (blocks of {} gate and {} up columns, see pack_gate_up), got b {}",
-        2 * GATE_BLOCK,
-        GATE_BLOCK,
-        GATE_BLOCK,
-        b.shape,
-    )
+    check_gated_columns(check, b)
     check_activation(check, activation)
     if bias is not None:
         check_bias(check, bias, a, n)

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from .._core.registry import kernel_names
-from ..formats.gate_up import GATE_BLOCK
 from . import quantized_gemm
 from .common import (
     DTYPES,
@@ -23,6 +22,7 @@ from .common import (
     check_operand,
     check_scalar,
 )
+from .gemm import check_gated_columns
 
 ONE_LAUNCH, TWO_LAUNCHES = "one_launch", "two_launches"  # the ``kernel=`` that says how many, and leaves the kernels to the plan
 
@@ -74,14 +74,7 @@ def _check_dense(
     check(b.shape[0] == k, "b must have k = {} rows to match x {}, got b {}", k, x.shape, b.shape)
     n = b.shape[1]
     if gated:
-        check(
-            n % (2 * GATE_BLOCK) == 0,
-            "b must have a multiple of {} columns (blocks of {} gate and {} up columns, see pack_gate_up), got b {}",
-            2 * GATE_BLOCK,
-            GATE_BLOCK,
-            GATE_BLOCK,
-            b.shape,
-        )
+        check_gated_columns(check, b)
     if bias is not None:
         check_bias(check, bias, x, n, "x")
     check_activation(check, activation)

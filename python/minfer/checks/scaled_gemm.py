@@ -8,22 +8,23 @@ from typing import Any
 
 import torch
 
-from ..formats.gate_up import GATE_BLOCK
 from .common import (
     DTYPES,
     Checker,
     Result,
     check_activation,
     check_apart,
+    check_bias,
+    check_c,
     check_dense,
     check_device,
     check_kernel,
     check_operand,
     check_scalar,
-    check_shape,
     check_tensor,
     in_float32,
 )
+from .gemm import check_gated_columns
 
 BLOCK = 128  # of k, and of a weight's columns, to a scale
 FP8 = torch.float8_e4m3fn
@@ -106,29 +107,17 @@ def _check_addends(
     check: Checker, a: torch.Tensor, shape: Sequence[Any], d: torch.dtype, c: torch.Tensor | None, bias: torch.Tensor | None, beta: Any
 ) -> None:
     narrow = narrow_dtype(d, bias, c)
-    for name, x in (("c", c), ("bias", bias)):
-        if x is not None:
-            check_dense(check, name, x)
-            check(x.dtype in (narrow, torch.float32), "{} must be {} or float32, got {}", name, narrow, x.dtype)
-            check_device(check, name, x, "a", a)
     if bias is not None:
-        check_shape(check, "bias", bias, (shape[-1],))
+        check_bias(check, bias, a, shape[-1], dtype=narrow)
     if c is None:
         check(in_float32(beta) == 0, "c must be given when beta is not 0, got beta = {}", beta)
-        return
-    check(c.dim() <= len(shape), "c must broadcast to {}, got c {}", list(shape), c.shape)
-    for have, want in zip(reversed(c.shape), reversed(shape), strict=False):
-        check(have in (1, want), "c must broadcast to {}, got c {}", list(shape), c.shape)
+    else:
+        check_c(check, c, a, shape, narrow)
 
 
 def _check_given(check: Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequence[Any], dtype: torch.dtype) -> None:
     check_operand(check, "out", out, dtype, shape, "a", a)
     check_apart(check, "out", out)
-
-
-def _check_gated(check: Checker, b: torch.Tensor) -> None:
-    text = "b must have a multiple of {} columns (blocks of {} gate and {} up columns, see pack_gate_up), got b {}"
-    check(b.shape[1] % (2 * GATE_BLOCK) == 0, text, 2 * GATE_BLOCK, GATE_BLOCK, GATE_BLOCK, b.shape)
 
 
 def fp8_output(out_dtype: torch.dtype | None, out_scale: torch.Tensor | None) -> torch.dtype:
@@ -141,7 +130,7 @@ def _check_scaled(
     """Returns the product's shape, [.., m, n]."""
     m, n, k = _check_operands(check, a, b, dtype)
     if gated:
-        _check_gated(check, b)
+        check_gated_columns(check, b)
     check_dense(check, "a_scale", a_scale)
     _check_scale(check, "a_scale", flat_scale(a_scale, a), m, m, k, dtype == FP8, a)
     _check_scale(check, "b_scale", b_scale, n, blocks_of(n // 2 if gated else n), k, dtype == FP8, a, gated)

@@ -8,8 +8,9 @@ y = weight.gemm(minfer.rms_norm(x, quant="fp8_block128"))        # or takes what
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,8 +58,6 @@ class _ScaledWeight:
     bias: Tensor | None = None
     gated: bool = False
 
-    _dtype: ClassVar[torch.dtype]
-
     @property
     def n(self) -> int:
         return self.weight.shape[0]
@@ -90,11 +89,13 @@ class _ScaledWeight:
         scale = halves.repeat_interleave(BLOCK, 1)[:, :lines].repeat_interleave(BLOCK, 2)[..., : self.k]
         return (self.weight.float() * (pack_gate_up(*scale) if len(halves) == 2 else scale[0])).to(out_dtype)
 
-    def _operands(self, x: Tensor | Codes, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, torch.dtype | None]:
-        """Codes, scales, and the type of D, if it is not that of the operator."""
+    def _multiply(self, gemm: Callable[..., Tensor], x: Tensor | Codes, arguments: dict[str, Any]) -> Tensor:
+        """D has x's type where nothing says another."""
         if isinstance(x, Tensor):
-            return (*self.quantize_input(x), x.dtype if out_dtype is None else out_dtype)
-        return (*x[:2], out_dtype)
+            if all(arguments.get(name) is None for name in ("out_dtype", "out_scale", "out")):
+                arguments["out_dtype"] = x.dtype
+            x = self.quantize_input(x)
+        return gemm(x[0], self.weight.t(), x[1], self.scale, bias=self.bias, **arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,8 +112,6 @@ class Fp8Weight(_ScaledWeight):
       gated: the weight is gate and up, packed (:func:`gate_up_weight`), and :meth:`gemm` multiplies the activated gate by the other.
     """
 
-    _dtype = FP8
-
     @property
     def input_quant(self) -> str:
         """The ``quant`` that an operator in front of this product should have."""
@@ -124,19 +123,14 @@ class Fp8Weight(_ScaledWeight):
         """Activations [.., k] of 16 bits as codes and scales, as this weight wants them."""
         return quantize_fp8(x, self.input_quant.removeprefix("fp8_"), self.input_scale)
 
-    def gemm(self, x: Tensor | Codes, *, out_dtype: torch.dtype | None = None, **arguments: Any) -> Tensor:
+    def gemm(self, x: Tensor | Codes, **arguments: Any) -> Tensor:
         """activation(A.W^T + C + bias) by :func:`minfer.gemm_fp8`; of a gated weight by :func:`minfer.gemm_fp8_gated`.
 
         Args:
           x: [.., k], float16 or bfloat16, which is quantised first; or codes and their scales, as operators with ``quant`` return them.
-          out_dtype: default: x's; of codes bfloat16.
-          arguments: the operator's other ones.
+          arguments: the operator's other ones. ``out_dtype``: default: x's; of codes bfloat16.
         """
-        q, scale, out_dtype = self._operands(x, out_dtype)
-        if "out_scale" in arguments and arguments["out_scale"] is not None:
-            out_dtype = FP8
-        gemm = gemm_fp8_gated if self.gated else gemm_fp8
-        return gemm(q, self.weight.t(), scale, self.scale, bias=self.bias, out_dtype=out_dtype, **arguments)
+        return self._multiply(gemm_fp8_gated if self.gated else gemm_fp8, x, arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +149,6 @@ class Int8Weight(_ScaledWeight):
 
     input_zero: Tensor | None = None
 
-    _dtype = torch.int8
-
     @property
     def input_quant(self) -> str | None:
         """The ``quant`` that an operator in front of this product should have; None: none has what this weight wants."""
@@ -171,11 +163,9 @@ class Int8Weight(_ScaledWeight):
             codes += self.input_zero
         return codes.clamp_(-128, 127).to(torch.int8), self.input_scale
 
-    def gemm(self, x: Tensor | Codes, *, out_dtype: torch.dtype | None = None, **arguments: Any) -> Tensor:
+    def gemm(self, x: Tensor | Codes, **arguments: Any) -> Tensor:
         """As :meth:`Fp8Weight.gemm`, by :func:`minfer.gemm_int8` or :func:`minfer.gemm_int8_gated`."""
-        q, scale, out_dtype = self._operands(x, out_dtype)
-        gemm = gemm_int8_gated if self.gated else gemm_int8
-        return gemm(q, self.weight.t(), scale, self.scale, bias=self.bias, out_dtype=out_dtype, **arguments)
+        return self._multiply(gemm_int8_gated if self.gated else gemm_int8, x, arguments)
 
 
 def bias_with_zero(weight: Tensor, scale: Tensor, input_scale: Tensor, input_zero: int, bias: Tensor | None) -> Tensor:
