@@ -61,6 +61,31 @@ struct ScaleVector {
   int64_t stride;
 };
 
+/// What operands of 8 bits have beside: each accumulator, less zero * sum, is multiplied by the scales of its row and its column.
+struct ScaledOutput {
+  ScaleVector m_scales, n_scales;
+  int32_t const *zeros, *sums;  // of the caller's rows and columns; null: 0
+  int64_t zero_stride;
+  bool bf16;      // D, or C and bias where D has another type
+  bool integers;  // the accumulators are int32, and so is D
+};
+
+inline ScaledOutput make_scaled_output(GemmProblem const& problem, GemmOperands const& operands) {
+  auto const vector = [](OperandScales const& scale) {  // scales of blocks are the mainloop's
+    return ScaleVector{scale.blocks ? nullptr : static_cast<float const*>(scale.data), scale.row_stride};
+  };
+  ScaledOutput o{};
+  o.m_scales = vector(operands.a_scale);
+  o.n_scales = vector(operands.b_scale);
+  o.zeros = operands.a_zero;
+  o.zero_stride = operands.a_zero_stride;
+  o.sums = operands.b_sums;
+  bool const of_d = problem.d_type != DataType::kF32 && !problem.d_fp8 && !problem.d_int32;
+  o.bf16 = (of_d ? problem.d_type : operands.bias != nullptr ? operands.bias_type : operands.c_type) == DataType::kBF16;
+  o.integers = problem.d_int32;
+  return o;
+}
+
 /// Columns of B per interleaved block of a gated weight: 8 gate columns, then 8 up columns.
 constexpr int kGateBlock = 8;
 
@@ -76,6 +101,23 @@ __device__ __forceinline__ float load_c(Element element, EpilogueParams const& e
 template <class Element>
 __device__ __forceinline__ float load_bias(Element element, EpilogueParams const& e, int n) {
   return e.bias_f32 ? static_cast<float const*>(e.bias)[n] : element.to_float(static_cast<typename Element::Type const*>(e.bias)[n]);
+}
+
+/// An accumulator of the caller's row and column less what the zero points add to it.
+__device__ __forceinline__ float without_zero(ScaledOutput const& o, float value, int m, int n) {
+  if (o.zeros == nullptr) return value;
+  return value - float(load_operand(o.zeros + m * o.zero_stride)) * float(load_operand(o.sums + n));
+}
+
+/// D of int32: the accumulators' bits, of a rectangle as in store_rectangle.
+template <class Accumulator>
+__device__ __forceinline__ void store_integers(EpilogueParams const& e, int m0, int n0, int l, int rows, int columns, int thread,
+                                               int threads, Accumulator const& accumulator) {
+  for (int at = thread; at < rows * columns; at += threads) {
+    int const row = at / columns, column = at % columns;
+    if (m0 + row >= e.m || n0 + column >= e.n) continue;
+    static_cast<float*>(e.d)[l * e.d_batch_stride + (m0 + row) * e.ldd + n0 + column] = accumulator(row, column);
+  }
 }
 
 /// Asks L2 for the C of a rectangle, so that store_rectangle, which comes back to it row by row, does not wait for memory. A C that is

@@ -14,13 +14,7 @@
 namespace minfer::gemm {
 
 /// Where operands have 8 bits.
-struct ScaledEpilogueSm80Params : EpilogueParams {
-  ScaleVector m_scales, n_scales;
-  int32_t const *zeros, *sums;  // of the caller's rows and columns: accumulators are less zero * sum; null: 0
-  int64_t zero_stride;
-  bool bf16;      // D, or C and bias where D has another type
-  bool integers;  // the accumulators are int32, and so is D
-};
+struct ScaledEpilogueSm80Params : EpilogueParams, ScaledOutput {};
 
 /// kStageBytes: 0 where the staging holds the whole tile, in bytes that no thread reads any more when the mainloop returns. Else the
 /// staging is one stage of this size, which other threads may still read then.
@@ -98,19 +92,13 @@ class EpilogueSm80 {
   }
   /// The staged rows, of operands with 8 bits.
   CUTLASS_DEVICE void store_scaled(int m0, int n0, int l) const {
+    auto const staged = [&](int r, int c) { return staged_[r * kStagedRow + c]; };
     if (params_.integers) {
-      for (int at = thread_; at < kStagedRows * kColumns; at += kThreads) {
-        int const r = at / kColumns, c = at % kColumns;
-        if (m0 + r >= params_.m || n0 + c >= params_.n) continue;
-        static_cast<float*>(params_.d)[l * params_.d_batch_stride + (m0 + r) * params_.ldd + n0 + c] = staged_[r * kStagedRow + c];
-      }
+      store_integers(params_, m0, n0, l, kStagedRows, kColumns, thread_, kThreads, staged);
       return;
     }
     store_rectangle(AnyFloat16{params_.bf16}, params_, m0, n0, l, kStagedRows, kColumns, thread_, kThreads, [&](int r, int c) {
-      float value = staged_[r * kStagedRow + c];
-      if (params_.zeros != nullptr) {
-        value -= float(load_operand(params_.zeros + (m0 + r) * params_.zero_stride)) * float(load_operand(params_.sums + n0 + c));
-      }
+      float const value = without_zero(params_, staged(r, c), m0 + r, n0 + c);
       return value * (scale_of(params_.m_scales, m0 + r) * scale_of(params_.n_scales, n0 + c));
     });
   }

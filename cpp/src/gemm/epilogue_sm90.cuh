@@ -42,13 +42,7 @@ struct EpilogueSm90Params {
 };
 
 /// Where operands have 8 bits.
-struct ScaledEpilogueSm90Params : EpilogueSm90Params {
-  ScaleVector m_scales, n_scales;
-  int32_t const *zeros, *sums;  // of the caller's rows and columns: accumulators are less zero * sum; null: 0
-  int64_t zero_stride;
-  bool bf16;      // D, or C and bias where D has another type
-  bool integers;  // the accumulators are int32, and so is D
-};
+struct ScaledEpilogueSm90Params : EpilogueSm90Params, ScaledOutput {};
 
 template <class Config>
 struct EpilogueSm90 {
@@ -513,15 +507,12 @@ struct EpilogueSm90 {
         if constexpr (kSwap) {
           if constexpr (kScaled) {
             if (params.integers) {
-              store_integers(tile_column + column0, row0, l, width, [&](int row, int column) { return at(column, row); });
+              store_integers(params.general, tile_column + column0, row0, l, width, 64, thread, 128,
+                             [&](int row, int column) { return at(column, row); });
             } else {
               float const *const of_m = scales + column0, *const of_n = scales + kTileN + mi * 64;
               store_rectangle(element(), params.general, tile_column + column0, row0, l, width, 64, thread, 128, [&](int row, int column) {
-                float value = at(column, row);
-                if (params.zeros != nullptr) {
-                  int32_t const zero = load_operand(params.zeros + (tile_column + column0 + row) * params.zero_stride);
-                  value -= float(zero) * float(load_operand(params.sums + row0 + column));
-                }
+                float const value = without_zero(params, at(column, row), tile_column + column0 + row, row0 + column);
                 return value * (of_m[row] * of_n[column]);
               });
             }
@@ -536,16 +527,6 @@ struct EpilogueSm90 {
       }
     }
     synchronize();
-  }
-
-  /// D of int32: the accumulators' bits, of a rectangle of `rows` x 64.
-  template <class Accumulator>
-  __device__ void store_integers(int m0, int n0, int l, int rows, Accumulator const& accumulator) const {
-    EpilogueParams const& e = params.general;
-    for (int at = thread; at < rows * 64; at += 128) {
-      int const m = m0 + at / 64, n = n0 + at % 64;
-      if (m < e.m && n < e.n) static_cast<float*>(e.d)[l * e.d_batch_stride + m * e.ldd + n] = accumulator(at / 64, at % 64);
-    }
   }
 
   static __device__ void load_matrices(uint32_t address, uint32_t (&d)[4], bool four) {

@@ -47,16 +47,7 @@ Status launch_gemm_sm80(GemmLaunchArguments const& arguments) {
   static_cast<EpilogueParams&>(params.epilogue) = make_epilogue(problem, operands);
   if constexpr (Mainloop::kIntegers) {
     params.mainloop.integers = problem.d_int32;
-    auto& epilogue = params.epilogue;
-    auto const vector = [](OperandScales const& scale) { return ScaleVector{static_cast<float const*>(scale.data), scale.row_stride}; };
-    epilogue.m_scales = vector(operands.a_scale);
-    epilogue.n_scales = vector(operands.b_scale);
-    epilogue.zeros = operands.a_zero;
-    epilogue.zero_stride = operands.a_zero_stride;
-    epilogue.sums = operands.b_sums;
-    bool const of_d = problem.d_type != DataType::kF32 && !problem.d_fp8 && !problem.d_int32;
-    epilogue.bf16 = (of_d ? problem.d_type : operands.bias != nullptr ? operands.bias_type : operands.c_type) == DataType::kBF16;
-    epilogue.integers = problem.d_int32;
+    static_cast<ScaledOutput&>(params.epilogue) = make_scaled_output(problem, operands);
   }
   static std::atomic<uint64_t> shared_memory_allowed{0};
   return launch_sm80(&gemm_sm80_kernel<Config>, params, arguments, params.scheduler.schedule.workers, Kernel::kThreads, Kernel::kSmemBytes,

@@ -12,19 +12,7 @@ namespace minfer::gemm {
 /// that does not end on 16 bytes was seen to write the element after it (n = 1 and n = 31 on an H200): such rows are stored by threads.
 template <class Epilogue>
 Status describe_epilogue(GemmProblem const& problem, GemmOperands const& operands, typename Epilogue::Params* params) {
-  if constexpr (Epilogue::kScaled) {
-    auto const vector = [](OperandScales const& scale) {
-      return ScaleVector{scale.blocks ? nullptr : static_cast<float const*>(scale.data), scale.row_stride};
-    };
-    params->m_scales = vector(operands.a_scale);
-    params->n_scales = vector(operands.b_scale);
-    bool const of_d = problem.d_type != DataType::kF32 && !problem.d_fp8 && !problem.d_int32;
-    params->bf16 = (of_d ? problem.d_type : operands.bias != nullptr ? operands.bias_type : operands.c_type) == DataType::kBF16;
-    params->integers = problem.d_int32;
-    params->zeros = operands.a_zero;
-    params->zero_stride = operands.a_zero_stride;
-    params->sums = operands.b_sums;
-  }
+  if constexpr (Epilogue::kScaled) static_cast<ScaledOutput&>(*params) = make_scaled_output(problem, operands);
   params->general = make_epilogue(problem, operands);
   int64_t const n_out = problem.gated ? problem.n / 2 : problem.n;
   bool const c_fits = problem.has_c && problem.c_alignment == 16 && !problem.gated;
