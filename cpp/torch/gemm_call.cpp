@@ -206,14 +206,18 @@ void set_scaled_inputs(GemmCall const& call, bool whole_vectors, KernelCall* x) 
   if (whole_vectors && p.k != stride) {
     x->a = describe(call.op, "a", filled_up(call.op, "a", call.a, 1, stride));
     x->b = describe(call.op, "b", filled_up(call.op, "b", call.b, 0, stride));
+    choose_major(x->b, true);  // a single column
     p.k = stride;
     return;
   }
-  if (x->a.rows_contiguous || x->a.alignment < 16) {
-    x->a = describe(call.op, "a", copy_with_strides(call.op, "a", call.a, {stride, 1}, p.m * stride));
-  }
-  if (!x->b.rows_contiguous || x->b.alignment < 16) {
+  auto along_k = [](Matrix& m, bool is_b) {
+    choose_major(m, is_b);
+    return m.rows_contiguous == is_b && m.alignment >= 16;
+  };
+  if (!along_k(x->a, false)) x->a = describe(call.op, "a", copy_with_strides(call.op, "a", call.a, {stride, 1}, p.m * stride));
+  if (!along_k(x->b, true)) {
     x->b = describe(call.op, "b", copy_with_strides(call.op, "b", call.b, {1, stride}, p.n * stride));
+    choose_major(x->b, true);  // a single column
   }
 }
 

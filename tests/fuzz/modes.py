@@ -53,8 +53,9 @@ def synchronize(device: torch.device) -> None:
 
 @cache
 def kernels_of(family: str, dtype: str, form: str) -> list[str]:
-    """Names of the kernels that this build has for a dtype and a format of weights or of a cache ("dense": 16 bits)."""
-    short, forms = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}[dtype], {form} if form == "dense" else {form, "codes"}
+    """Names of the kernels that this build has for a dtype of A and a format of weights or of a cache ("dense": of that dtype)."""
+    short = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float8_e4m3fn": "e4m3", "int8": "s8"}[dtype]
+    forms = {form} if form == "dense" else {form, "codes"}
     found = [kernel for kernel in minfer.kernels(family) if kernel["compiled"] and kernel["ab_type"] == short]
     return [kernel["name"] for kernel in found if kernel["b_format"] in forms]
 

@@ -201,11 +201,11 @@ def _check_sm90(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], opera
 
 def _check_columns(row: Row, tile: tuple[int, ...], step: int, operand_bytes: int) -> None:
     """A kernel whose launches choose the columns of a tile."""
-    row.require(row.flag("swap"), "column_step", "is for swapped kernels: the rows of a box of D are chosen, not its columns")
+    row.require(row.flag("swap") or step in (32, 64), "column_step", "must be 32 or 64 where boxes of D have as many columns")
     tile_k = SWIZZLE_ROW_BYTES // operand_bytes
     row.require(tile[2] == tile_k, "tile", f"tile_k must be {tile_k} where a launch chooses the columns")
     row.require(step % 8 == 0 and tile[1] % step == 0, "column_step", "must be a multiple of 8, a WGMMA's step, that divides tile_n")
-    whole = tile[1] % (_box_rows(step) * _boxes_together(row, tile, step)) == 0
+    whole = tile[1] % (_chunk_columns(row, step) * _boxes_together(row, tile, step)) == 0
     row.require(whole or _mma_rows(row, tile) == 1, "column_step", "a box of D has as many columns: tile_n must be whole groups of boxes")
 
 
@@ -214,37 +214,38 @@ def _mma_rows(row: Row, tile: tuple[int, ...]) -> int:
     return tile[0] // (64 * (_consumers_sm90(tile) if row.get("schedule") == "cooperative" else 1))
 
 
-def _box_rows(step: int) -> int:
-    """Rows of a box of D where a launch chooses the columns of a tile, which may end in the middle of a box."""
-    return max(step, 16)
+def _chunk_columns(row: Row, step: int) -> int:
+    """Columns of a box of D where a launch chooses those of a tile. Swapped, a tile may end in the middle of a box."""
+    return max(step, 16) if row.flag("swap") else step
 
 
 def _boxes_together(row: Row, tile: tuple[int, ...], step: int) -> int:
     """Boxes of columns that are finished and stored as a group: 64 columns, or 32 where few registers are left beside the accumulators."""
     columns = 32 if _mma_rows(row, tile) * tile[1] // 2 > 128 or _consumers_sm90(tile) == 3 else 64
-    return min(max(columns // _box_rows(step), 1), tile[1] // _box_rows(step))
+    chunk = _chunk_columns(row, step)
+    return min(max(columns // chunk, 1), tile[1] // chunk)
 
 
 def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int | None, operand_bytes: int) -> tuple[int, int]:
     """D leaves through shared memory in boxes -> (box buffers per consumer warpgroup, bytes of all of them, the bias and scales).
 
     A box is as many contiguous outputs as TMA's swizzles allow (64, 32 or 16) for the 64 rows of one MMA tile; swapped, 64 contiguous
-    outputs (the MMA tile's rows) for tile_n rows of D, or for `_box_rows(step)` of them where a launch chooses the columns in such steps.
+    outputs (the MMA tile's rows) for tile_n rows of D. Where a launch chooses the columns, a box has `_chunk_columns` of them.
     """
     tile_m, tile_n, _ = tile
     mma_m = _mma_rows(row, tile)
     if swap:
-        rows = _box_rows(step) if step else tile_n
+        rows = _chunk_columns(row, step) if step else tile_n
         boxes, box_bytes = mma_m * tile_n // rows, rows * 64 * OUTPUT_BYTES
     else:
-        width = next((w for w in (64, 32, 16) if tile_n % w == 0), 0)
+        width = step or next((w for w in (64, 32, 16) if tile_n % w == 0), 0)
         row.require(width > 0, "tile", "an unswapped tile_n must be a multiple of 16")
         boxes, box_bytes = mma_m * tile_n // width, 64 * width * OUTPUT_BYTES
-    if chunks is None and step:
+    if chunks is None and step and swap:
         chunks = min(boxes, 2 * _boxes_together(row, tile, step))  # a group leaves while the next one is finished
     if chunks is None:
         # A 128 x 256 tile that staged D whole would cost a pipeline stage: it goes through half as many buffers.
-        chunks = max(boxes // 2, 1) if tile_m * tile_n > 128 * 192 else boxes
+        chunks = max(boxes // 2, 1) if tile_m * tile_n > 128 * 192 and not step else boxes
     # Boxes finished, and stored, as a group.
     together = (_boxes_together(row, tile, step) if step else 1) if swap else min(64 // width, tile_n // width)
     row.require(
@@ -253,7 +254,7 @@ def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int
     # The general epilogue passes 64 rows x up to 32 columns of fp32 through the same memory.
     general = 64 * (32 if tile_n >= 32 else 16 if tile_n >= 16 else 8) * 4
     bias = 4 * (64 * mma_m if swap else tile_n)  # fp32, of the tile's n
-    scales = 4 * tile_n + bias if operand_bytes == 1 else 0  # fp32, of its m and n
+    scales = 4 * (tile_n + 64 * mma_m) if operand_bytes == 1 else 0  # fp32, of its columns and rows
     return chunks, _consumers_sm90(tile) * (round_up(max(chunks * box_bytes, general), 1024) + bias + scales)
 
 

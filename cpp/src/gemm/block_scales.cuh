@@ -31,7 +31,7 @@ struct ScaleView {
 /// What a mainloop multiplies the sums of each 128 of k by.
 struct BlockScales {
   ScaleView tokens, weight;  // [m, k / 128], [n / 128, k / 128]
-  int32_t m;
+  int32_t m, n;
   bool halves;        // a gated weight's gates and ups have scales of their own, [n / 256, k / 128]
   int64_t up_offset;  // from those of the gates to those of the ups
 };

@@ -81,7 +81,8 @@ inline ScaledOutput make_scaled_output(GemmProblem const& problem, GemmOperands 
   o.zero_stride = operands.a_zero_stride;
   o.sums = operands.b_sums;
   bool const of_d = problem.d_type != DataType::kF32 && !problem.d_fp8 && !problem.d_int32;
-  o.bf16 = (of_d ? problem.d_type : operands.bias != nullptr ? operands.bias_type : operands.c_type) == DataType::kBF16;
+  bool const of_bias = operands.bias != nullptr && operands.bias_type != DataType::kF32;
+  o.bf16 = (of_d ? problem.d_type : of_bias ? operands.bias_type : operands.c_type) == DataType::kBF16;
   o.integers = problem.d_int32;
   return o;
 }

@@ -13,8 +13,8 @@
 //
 // Boxes of a warpgroup, kChunks for each MMA tile mi of 64 rows, box = mi * kChunks + chunk:
 //   no swap: 64 rows of m x kBoxColumns (64, 32 or 16) columns of n
-//   swap:    kTileN rows of m x 64 columns of n (the MMA rows are n), one chunk; where the launch chooses the tile's columns, kColumnStep
-//            rows of m, as many chunks as the tile has of these
+//   swap:    kTileN rows of m x 64 columns of n (the MMA rows are n), one chunk
+//   where the launch chooses the tile's columns, a chunk is kColumnStep of them, and the tile has as many chunks as it has of these
 // Where the launch chooses the columns, the boxes are numbered by groups of chunks, then by MMA tile, then by chunk of the group, so that
 // a narrow tile lacks the last numbers. It also lacks some where its chunks do not fill their last group: these count as stored, with no
 // bytes, for a buffer is taken again when so many stores after its own have been committed.
@@ -56,30 +56,34 @@ struct EpilogueSm90 {
   static constexpr int kMmaM = Config::kTileM / (64 * kConsumers);
   static constexpr int kTileN = Config::kTileN;
   static constexpr bool kChoosesColumns = Config::kColumnStep > 0;  // up to kTileN, which shared memory and registers are laid out for
-  static constexpr int kBoxRows = kChoosesColumns ? cute::max(Config::kColumnStep, 16) : kSwap ? kTileN : 64;
-  static constexpr int kStoredRows = kChoosesColumns ? Config::kColumnStep : kBoxRows;  // of a box at a time: a tile may end within one
-  static constexpr int kBoxColumns = kSwap || kTileN % 64 == 0 ? 64 : (kTileN % 32 == 0 ? 32 : 16);
+  static constexpr int kBoxRows = !kSwap ? 64 : kChoosesColumns ? cute::max(Config::kColumnStep, 16) : kTileN;
+  static constexpr int kStoredRows = kSwap && kChoosesColumns ? Config::kColumnStep : kBoxRows;  // at a time: a tile may end within a box
+  static constexpr int kBoxColumns = kSwap             ? 64
+                                     : kChoosesColumns ? Config::kColumnStep
+                                                       : (kTileN % 64 == 0 ? 64 : (kTileN % 32 == 0 ? 32 : 16));
   static constexpr int kGatedColumns = kBoxColumns / 2;
   static constexpr int kRowBytes = kBoxColumns * 2;
   static constexpr int kBoxBytes = kBoxRows * kRowBytes;
-  static constexpr int kChunks = kTileN / (kSwap ? kBoxRows : kBoxColumns);
+  static constexpr int kChunkColumns = kSwap ? kBoxRows : kBoxColumns;  // a box's columns of the tile
+  static constexpr int kChunks = kTileN / kChunkColumns;
   static constexpr int kBoxes = kMmaM * kChunks;                   // of a warpgroup
   static constexpr int kBoxValues = kBoxRows * kBoxColumns / 128;  // accumulators of a thread
   // Finished together: 64 spill beside more than 128 accumulators, and with three consumers, which have 160 registers a thread.
-  static constexpr int kGroupColumns = kScaled || kMmaM * kTileN / 2 > 128 || (kChoosesColumns && kWarpgroups == 3) ? 32 : 64;
-  static constexpr int kGroupBox = kChoosesColumns ? kBoxRows : kSwap ? kGroupColumns : kBoxColumns;  // a box's columns of the tile
+  static constexpr int kGroupColumns =
+      (kScaled && kSwap) || kMmaM * kTileN / 2 > 128 || (kChoosesColumns && kWarpgroups == 3) ? 32 : 64;
+  static constexpr int kGroupBox = kSwap && !kChoosesColumns ? kGroupColumns : kChunkColumns;
   static constexpr int kGroup = kGroupBox > kGroupColumns ? 1 : cute::min(kChunks, kGroupColumns / kGroupBox);  // in boxes
   static constexpr int kBuffers = Config::kEpilogueChunks;
   static constexpr int kGeneralColumns = kTileN >= 32 ? 32 : (kTileN >= 16 ? 16 : 8);
   static constexpr int kGeneralBytes = 64 * kGeneralColumns * 4;
   static constexpr int kRegionBytes = ((kBuffers * kBoxBytes > kGeneralBytes ? kBuffers * kBoxBytes : kGeneralBytes) + 1023) / 1024 * 1024;
-  static constexpr int kBiasFloats = kSwap ? kMmaM * 64 : kTileN;  // the n of a warpgroup's tile
+  static constexpr int kRows = kMmaM * 64;                         // of a warpgroup's tile
+  static constexpr int kBiasFloats = kSwap ? kRows : kTileN;       // the n of it
   static constexpr int kBiasValues = (kBiasFloats + 127) / 128;    // of a thread
   static_assert(kTileN % 8 == 0 && kBoxRows <= 256 && (kSwap || kTileN % kBoxColumns == 0));
   static_assert(kBuffers >= kGroup && kBuffers <= kBoxes && kBuffers <= 32);
-  static_assert(!kChoosesColumns || (kSwap && (kMmaM == 1 || kChunks % kGroup == 0)), "boxes are numbered by whole groups of chunks");
+  static_assert(!kChoosesColumns || kMmaM == 1 || kChunks % kGroup == 0, "boxes are numbered by whole groups of chunks");
   static_assert(kBoxBytes % (8 * kRowBytes) == 0, "every box starts on a whole period of its swizzle");
-  static_assert(!kScaled || kSwap, "scales of the caller's n are of rows of the accumulators");
 
   struct TensorStorage {
     alignas(1024) char of[kWarpgroups][kRegionBytes];  // [consumer warpgroup]
@@ -89,7 +93,7 @@ struct EpilogueSm90 {
     alignas(8) uint64_t c_full[kWarpgroups][kBuffers];
   };
   struct ScaledStorage : UnscaledStorage {
-    alignas(16) float scales[kWarpgroups][kTileN + kBiasFloats];  // of m, then of n
+    alignas(16) float scales[kWarpgroups][kTileN + kRows];  // of the tile's columns, then of its rows
   };
   using PipelineStorage = cute::conditional_t<kScaled, ScaledStorage, UnscaledStorage>;
 
@@ -140,7 +144,7 @@ struct EpilogueSm90 {
   static __device__ int box_chunk(int b) { return kChoosesColumns ? b / (kGroup * kMmaM) * kGroup + b % kGroup : b % kChunks; }
   static __device__ int box_mi(int b) { return kChoosesColumns ? b / kGroup % kMmaM : b / kChunks; }
   /// Whether a tile of this launch has the box.
-  __device__ bool has_box(int b) const { return b < kBoxes && (!kChoosesColumns || box_chunk(b) * kBoxRows < params.columns); }
+  __device__ bool has_box(int b) const { return b < kBoxes && (!kChoosesColumns || box_chunk(b) * kChunkColumns < params.columns); }
 
   // Top left corner of box b in the caller's (m, n); tile_row and tile_column are of the kernel's own tile.
   static __device__ int box_m(int b, int tile_row, int tile_column, int warpgroup) {
@@ -226,14 +230,16 @@ struct EpilogueSm90 {
                      : "memory");
       }
     };
+    ScaleVector const &of_columns = kSwap ? params.m_scales : params.n_scales, &of_rows = kSwap ? params.n_scales : params.m_scales;
+    int const all_columns = kSwap ? params.general.m : params.general.n, all_rows = kSwap ? params.general.n : params.general.m;
 #pragma unroll 1
     for (int at = thread; at < columns(); at += 128) {
-      request(params.m_scales, scales + at, tile_column + at, tile_column + at < params.general.m);
+      request(of_columns, scales + at, tile_column + at, tile_column + at < all_columns);
     }
 #pragma unroll 1
-    for (int at = thread; at < kBiasFloats; at += 128) {
-      int const n = mma_row(at / 64, tile_row, warpgroup) + at % 64;
-      request(params.n_scales, scales + kTileN + at, n, n < params.general.n);
+    for (int at = thread; at < kRows; at += 128) {
+      int const row = mma_row(at / 64, tile_row, warpgroup) + at % 64;
+      request(of_rows, scales + kTileN + at, row, row < all_rows);
     }
   }
 
@@ -253,14 +259,67 @@ struct EpilogueSm90 {
     }
     if (!params.load_c_by_tma && thread == 0) cute::tma_store_wait<0>();  // with C the buffers were free before the mainloop
     if (kScaled || !params.load_c_by_tma || biased) synchronize();
+    if constexpr (kScaled) {
+      if (is_plain()) {
+        for_each_group([&](auto group) { store_plain_group<decltype(group)>(acc, tile_row, tile_column, l, warpgroup); });
+        if constexpr (kBuffers == kBoxes) {
+          release_buffers();
+          if (thread == 0) {
+            for_each_group([&](auto group) { store_boxes<decltype(group)>(tile_row, tile_column, l, warpgroup); });
+          }
+        }
+        return;
+      }
+    }
+    for_each_group([&](auto group) { store_group<decltype(group)>(acc, tile_row, tile_column, l, warpgroup); });
+  }
+
+  /// Whether scales are all that the accumulators need: that code is short, and where the instruction cache misses at each jump over the
+  /// terms that a call lacks, as in the other groups', a tile of 256 x 128 took 8000 cycles longer.
+  __device__ bool is_plain() const {
+    EpilogueParams const& e = params.general;
+    return e.alpha == 1.0f && e.bias == nullptr && !params.load_c_by_tma && !e.gated && e.activation.kind == ActivationParams::Kind::kNone;
+  }
+
+  /// Calls visit(Group) for the groups that a tile of this launch has.
+  template <class Visit>
+  __device__ __forceinline__ void for_each_group(Visit const& visit) const {
     constexpr int kGroups = (kChunks + kGroup - 1) / kGroup;  // of an MMA tile
     cute::for_each(cute::make_int_sequence<kMmaM * kGroups>{}, [&](auto group) {
       constexpr int kAt = decltype(group)::value, kMi = kChoosesColumns ? kAt % kMmaM : kAt / kGroups;
       constexpr int kChunk = (kChoosesColumns ? kAt / kMmaM : kAt % kGroups) * kGroup;
       constexpr int kCount = kChunks - kChunk < kGroup ? kChunks - kChunk : kGroup;
-      if (!kChoosesColumns || kChunk * kBoxRows < params.columns)
-        store_group<Group<kMi, kChunk, kCount>>(acc, tile_row, tile_column, l, warpgroup);
+      if (!kChoosesColumns || kChunk * kChunkColumns < params.columns) visit(Group<kMi, kChunk, kCount>{});
     });
+  }
+
+  /// What was written into the buffers is TMA's to read.
+  __device__ void release_buffers() const {
+    cutlass::arch::fence_view_async_shared();
+    synchronize();
+  }
+
+  /// Where a group takes buffers for the second time: the stores that last left them have been read.
+  template <class G>
+  __device__ __forceinline__ void await_buffers() const {
+    if constexpr (G::kFirstBox + G::kCount > kBuffers) {
+      if (thread == 0) cute::tma_store_wait<kBuffers - G::kCount>();
+      synchronize();
+    }
+  }
+
+  template <class G, class Accumulator>
+  __device__ __forceinline__ void store_plain_group(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
+    float v[G::kValues];
+#pragma unroll
+    for (int i = 0; i < G::kValues; ++i) v[i] = acc(G::kMi * (kTileN / 2) + G::kFirstBlock * 4 + i);
+    scale<G>(v);
+    await_buffers<G>();
+    stage_values<G>(v);
+    if constexpr (kBuffers < kBoxes) {
+      release_buffers();
+      if (thread == 0) store_boxes<G>(tile_row, tile_column, l, warpgroup);
+    }
   }
 
   // Boxes kChunk to kChunk + kCount of MMA tile kMi, which are finished together. Accumulator e + 2 h + 4 j + (kTileN / 2) mi of a thread
@@ -284,9 +343,8 @@ struct EpilogueSm90 {
     if constexpr (kScaled) scale<G>(v);
     if (params.load_c_by_tma) {
       add_c<G>(v);
-    } else if (G::kFirstBox + G::kCount > kBuffers) {
-      if (thread == 0) cute::tma_store_wait<kBuffers - G::kCount>();  // the stores that last left these buffers have been read
-      synchronize();
+    } else {
+      await_buffers<G>();
     }
     if (e.bias != nullptr) add_bias<G>(v);
     if (!e.gated) {
@@ -296,8 +354,7 @@ struct EpilogueSm90 {
     } else {
       stage_gated_rows<G>(v);
     }
-    cutlass::arch::fence_view_async_shared();
-    synchronize();
+    release_buffers();
     if (thread == 0) store_boxes<G>(tile_row, tile_column, l, warpgroup);
   }
 
@@ -366,6 +423,10 @@ struct EpilogueSm90 {
   template <class G>
   __device__ __forceinline__ void stage(float (&v)[G::kValues]) const {
     activate_all<G::kValues>(params.general.activation, [&](int i) -> float& { return v[i]; });
+    stage_values<G>(v);
+  }
+  template <class G>
+  __device__ __forceinline__ void stage_values(float const (&v)[G::kValues]) const {
 #pragma unroll
     for (int j = 0; j < G::kBlocks; j += 2) {
       bool const pair = j % G::kBoxBlocks + 1 < G::kBoxBlocks;  // a last single block of a swapped tile is stored with .x2
@@ -504,25 +565,21 @@ struct EpilogueSm90 {
         }
         synchronize();
         int const rest = columns() - column0, width = rest < kGeneralColumns ? rest : kGeneralColumns;
-        if constexpr (kSwap) {
-          if constexpr (kScaled) {
-            if (params.integers) {
-              store_integers(params.general, tile_column + column0, row0, l, width, 64, thread, 128,
-                             [&](int row, int column) { return at(column, row); });
-            } else {
-              float const *const of_m = scales + column0, *const of_n = scales + kTileN + mi * 64;
-              store_rectangle(element(), params.general, tile_column + column0, row0, l, width, 64, thread, 128, [&](int row, int column) {
-                float const value = without_zero(params, at(column, row), tile_column + column0 + row, row0 + column);
-                return value * (of_m[row] * of_n[column]);
-              });
-            }
+        int const m0 = kSwap ? tile_column + column0 : row0, n0 = kSwap ? row0 : tile_column + column0;
+        int const rows = kSwap ? width : 64, columns_of_n = kSwap ? 64 : width;
+        auto const staged_at = [&](int row, int column) -> float { return kSwap ? at(column, row) : at(row, column); };
+        if constexpr (kScaled) {
+          if (params.integers) {
+            store_integers(params.general, m0, n0, l, rows, columns_of_n, thread, 128, staged_at);
           } else {
-            store_rectangle(element(), params.general, tile_column + column0, row0, l, width, 64, thread, 128,
-                            [&](int row, int column) { return at(column, row); });
+            float const *const of_columns = scales + column0, *const of_rows = scales + kTileN + mi * 64;
+            store_rectangle(element(), params.general, m0, n0, l, rows, columns_of_n, thread, 128, [&](int row, int column) {
+              float const value = without_zero(params, staged_at(row, column), m0 + row, n0 + column);
+              return value * (kSwap ? of_columns[row] * of_rows[column] : of_rows[row] * of_columns[column]);
+            });
           }
         } else {
-          store_rectangle(element(), params.general, row0, tile_column + column0, l, 64, width, thread, 128,
-                          [&](int row, int column) { return at(row, column); });
+          store_rectangle(element(), params.general, m0, n0, l, rows, columns_of_n, thread, 128, staged_at);
         }
       }
     }

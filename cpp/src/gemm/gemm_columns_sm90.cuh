@@ -1,7 +1,8 @@
 // Dense GEMM for sm_90a in tiles of a width that the launch chooses: TMA + WGMMA, persistent, warp specialised.
 //
-// The weight's rows (the caller's n) are on the tile's M side, the tokens (the caller's m) on its N side, which the launch divides into
-// tiles of equal width: no instruction multiplies rows that are not there, and the number of tiles can be that of the SMs.
+// Swapped, the weight's rows (the caller's n) are on the tile's M side, the tokens (the caller's m) on its N side, which the launch divides
+// into tiles of equal width: no instruction multiplies rows that are not there, and the number of tiles can be that of the SMs. Kernels for
+// many tokens have these on the M side: the scales of a token's blocks are one number for all of a thread's row.
 // Composition (kernel_sm90.cuh has the warp roles and walks): a CollectiveMma under MainloopSm90TmaColumns, EpilogueSm90,
 // SplitTileSchedulerSm90. 384 threads, two consumers with one or two blocks of 64 rows each: of one tile, in turns (cooperative), or a
 // tile each (pingpong). Tiles of 192 rows: 512 threads, three consumers with a block each.
@@ -47,7 +48,6 @@ template <class Config>
 Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
   using Kernel = GemmColumnsSm90<Config>;
   using Mainloop = typename Kernel::Mainloop;
-  static_assert(Config::kSwap);
   GemmProblem const& problem = *arguments.problem;
   GemmOperands const& operands = *arguments.operands;
 
@@ -64,7 +64,7 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
       return ScaleView{scale.blocks ? scale.data : nullptr, scale.row_stride, scale.k_stride, scale.exponents};
     };
     OperandScales const& of_b = operands.b_scale;
-    mainloop.scales = {blocks(operands.a_scale), blocks(of_b), int32_t(problem.m), of_b.halves, of_b.up_offset};
+    mainloop.scales = {blocks(operands.a_scale), blocks(of_b), int32_t(problem.m), int32_t(problem.n), of_b.halves, of_b.up_offset};
     mainloop.scale_bytes = problem.block_scaled ? Mainloop::scale_bytes(of_b.halves) : 0;
     mainloop.fast = problem.fast_accum;
     mainloop.integers = problem.d_int32;
@@ -84,16 +84,20 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
   mainloop.prefetch_a = prefetch_a;
   mainloop.prefetch_b = prefetch_b;
 
-  bool const along_k = Mainloop::kRowsAlongK;
-  Status status = encode_tensor_map_planes(&mainloop.a, problem.ab_type, operands.b, along_k ? problem.k : problem.n,
-                                           along_k ? problem.n : problem.k, problem.batch, operands.ldb, operands.b_batch_stride,
-                                           along_k ? Mainloop::kBoxK : Mainloop::kBoxRows, along_k ? Mainloop::kBoxRows : Mainloop::kBoxK);
+  struct Operand {
+    void const* data;
+    int64_t lines, stride, batch_stride;
+  };
+  Operand const tokens{operands.a, problem.m, operands.lda, operands.a_batch_stride},
+      weight{operands.b, problem.n, operands.ldb, operands.b_batch_stride};
+  auto const encode = [&](CUtensorMap* map, Operand const& x, bool along_k, int box_k, int box_lines) {
+    return encode_tensor_map_planes(map, problem.ab_type, x.data, along_k ? problem.k : x.lines, along_k ? x.lines : problem.k,
+                                    problem.batch, x.stride, x.batch_stride, along_k ? box_k : box_lines, along_k ? box_lines : box_k);
+  };
+  Status status = encode(&mainloop.a, Config::kSwap ? weight : tokens, Mainloop::kRowsAlongK, Mainloop::kBoxK, Mainloop::kBoxRows);
   if (status.ok()) {
-    bool const tokens_along_k = Mainloop::kColumnsAlongK;
-    status = encode_tensor_map_planes(&mainloop.b, problem.ab_type, operands.a, tokens_along_k ? problem.k : problem.m,
-                                      tokens_along_k ? problem.m : problem.k, problem.batch, operands.lda, operands.a_batch_stride,
-                                      tokens_along_k ? Mainloop::kTileK : 64,
-                                      tokens_along_k ? Mainloop::loaded_columns(columns) : Mainloop::kTileK);
+    status = encode(&mainloop.b, Config::kSwap ? tokens : weight, Mainloop::kColumnsAlongK, Mainloop::kTileK,
+                    Mainloop::kColumnsAlongK ? Mainloop::loaded_columns(columns) : 64);
   }
   if (status.ok()) status = describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
   if (!status.ok()) return status;

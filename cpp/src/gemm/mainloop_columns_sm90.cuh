@@ -18,9 +18,8 @@
 //
 // Operands of 8 bits are K-major. WGMMA's sums of e4m3 keep about 14 bits. By default those of a k tile, 128 of k, start at zero, and are
 // added up in fp32 (promotion), while the other warpgroup's MMAs run; a launch may leave that out (fast). Where operands are scaled by
-// blocks of 128 of k, the sums of a k tile are multiplied by its scales as they are added: warps of the producer's warpgroup write the
-// products of each token's and the weight's scale beside the operands of the stage, and count as one more arrival at its full barrier.
-// The idea of two sums is DeepSeek-V3's (2024), the scales' path is ours. int8's sums are integers, exact, and become fp32 at the end.
+// blocks of 128 of k, the sums of a k tile are multiplied by its scales as they are added: warps of the producer's warpgroup write these
+// beside the operands of the stage, and count as one more arrival at its full barrier. The idea of two sums is DeepSeek-V3's (2024), the scales' path is ours. int8's sums are integers, exact, and become fp32 at the end.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -29,6 +28,7 @@
 
 #include "common/cutlass_element.cuh"
 #include "common/dependent_launch.cuh"
+#include "common/named_barrier.cuh"
 #include "common/stage_release.cuh"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/tensor.hpp"
@@ -92,6 +92,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   static constexpr bool kNarrow = sizeof(Element) == 1;  // operands of 8 bits
   static constexpr bool kIntegers = cute::is_same_v<Element, int8_t>;
+  static constexpr bool kSwap = Config::kSwap;             // rows are the weight's
   static constexpr bool kCooperative = Config::kSchedule == minfer::Schedule::kCooperative;
   static constexpr bool kPingpong = !kCooperative;
   static constexpr bool kOrdered = kPingpong;
@@ -102,8 +103,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   // Those of all warpgroups together are no more than the launch gives the CTA: 168 a thread of three, 128 of four.
   static constexpr int kProducerRegisters = kThreads == 384 ? 40 : 32;
   static constexpr int kConsumerRegisters = kThreads == 384 ? 232 : 160;
-  static constexpr bool kColumnsAlongK = (Config::kSwap ? Config::kMajorA : Config::kMajorB) == minfer::Major::kK;
-  static constexpr bool kRowsAlongK = (Config::kSwap ? Config::kMajorB : Config::kMajorA) == minfer::Major::kK;
+  static constexpr bool kColumnsAlongK = (kSwap ? Config::kMajorA : Config::kMajorB) == minfer::Major::kK;
+  static constexpr bool kRowsAlongK = (kSwap ? Config::kMajorB : Config::kMajorA) == minfer::Major::kK;
 
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kStep = Config::kColumnStep;
   static constexpr int kTileK = 128 / int(sizeof(Element));  // a swizzled row of 128 bytes
@@ -132,13 +133,20 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   };
   struct NarrowParams : WideParams {
     minfer::gemm::BlockScales scales;
-    int32_t scale_bytes;  // of a stage, behind its operands: the factors of its columns; 0 where none are scaled by blocks
+    int32_t scale_bytes;  // of a stage, behind its operands; 0 where none are scaled by blocks
     bool fast;            // e4m3: sums of all of k are left to the tensor core
     bool integers;        // int8: sums are stored as they are, not as fp32
   };
   using Params = cute::conditional_t<kNarrow, NarrowParams, WideParams>;
-  /// Of one factor for each column, or two of a gated weight, so that the next stage's operands begin at a whole swizzle.
-  static constexpr int scale_bytes(bool halves) { return (kTileN * int(sizeof(float)) * (halves ? 2 : 1) + 1023) / 1024 * 1024; }
+  // Of blocks. Swapped: the product of each column's scale and the weight's, and again of a gated weight's ups. Else: the scale of each
+  // row, then those of the weight for each kGroup columns, then those of the ups.
+  static constexpr int kGroup = kSwap ? kTileN : kStep, kGroups = kTileN / kGroup;
+  static_assert(kSwap || !kNarrow || minfer::gemm::kScaleBlock % kGroup == 0);
+  /// So that the next stage's operands begin at a whole swizzle.
+  static constexpr int scale_bytes(bool halves) {
+    int const floats = kSwap ? kTileN * (halves ? 2 : 1) : kTileM + 2 * kGroups;
+    return (floats * int(sizeof(float)) + 1023) / 1024 * 1024;
+  }
   template <class Epilogue, class Scheduler>
   struct SharedStorage {
     alignas(1024) char ring[kRingBytes];  // of each stage: [kTileM][64], then [stored_columns][64]
@@ -152,6 +160,10 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   // ---- set-up -------------------------------------------------------------------------------------------------------------------
 
+  // Where both consumers add sums up between their MMAs, they issue these in turns: otherwise both wait for the same stage, multiply, and
+  // add, at the same times, and leave the tensor cores idle meanwhile. Narrow tiles wait for memory instead.
+  static constexpr int kTurnBarrier = 4;  // and the next; the epilogues have 1 and 2
+  static CUTLASS_HOST_DEVICE constexpr bool takes_turns_at_mma(int columns) { return kSharing == 2 && columns >= 64; }
   /// Whether the CTAs of a cluster's column take turns at loading their columns: parts of them would end within 8 rows of the swizzle, or
   /// within a block.
   static CUTLASS_HOST_DEVICE bool takes_turns(int columns) {
@@ -254,37 +266,50 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   /// thread: among those of the auxiliary warps.
   template <class Storage, class WorkItems>
   static CUTLASS_DEVICE void load_auxiliary(Params const& params, Storage& storage, WorkItems items, int thread) {
-    constexpr int kOfLane = (kTileN + 31) / 32;  // columns
+    constexpr int kOfLane = (kSwap ? kTileN : kTileM) / 32;  // tokens
     auto const& scales = params.scales;
     int const warp = thread / 32, lane = thread % 32;
+    int const block = scales.halves ? 2 * minfer::gemm::kScaleBlock : minfer::gemm::kScaleBlock;  // rows of the weight
     PipelineState state = producer_start(params);
     int turn = 0;
     minfer::wait_for_predecessor();
     for (auto item = items.first(); items.valid(item); item = items.next(item)) {
       auto const tile = items.tile(item);
-      int const column = tile.n() * params.columns;
-      int const row = tile.m() * kTileM / (scales.halves ? 2 * minfer::gemm::kScaleBlock : minfer::gemm::kScaleBlock);
+      int const row = tile.m() * kTileM, column = tile.n() * params.columns;
+      int const token = kSwap ? column : row, tokens = kSwap ? params.columns : kTileM;
+      // Swapped, a tile's rows share one scale of the weight; else its columns have one for each kGroup.
+      int const of_weight = kSwap ? row : column + lane * kGroup;
+      bool const has_weight = of_weight < scales.n && (kSwap || lane * kGroup < params.columns);
       for (int k = item.k_begin; k < item.k_begin + item.k_count; ++k, state.advance(), turn = turn == kAuxiliaryWarps - 1 ? 0 : turn + 1) {
         if (turn != warp) continue;
-        int64_t const at_weight = scales.weight.offset(row, k);
-        float const of_weight = scales.weight.load(at_weight);
-        float const of_up = scales.halves ? scales.weight.load(at_weight + scales.up_offset) : 0.0f;
-        int64_t from = scales.tokens.offset(column + lane, k);
+        int64_t const at_weight = has_weight ? scales.weight.offset(of_weight / block, k) : 0;
+        float const weight = has_weight ? scales.weight.load(at_weight) : 0.0f;
+        float const up = has_weight && scales.halves ? scales.weight.load(at_weight + scales.up_offset) : 0.0f;
+        int64_t from = scales.tokens.offset(token + lane, k);
         float of_tokens[kOfLane];
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kOfLane; ++i) {
           int const at = lane + 32 * i;
-          of_tokens[i] = at < params.columns && column + at < scales.m ? scales.tokens.load(from) : 0.0f;
+          of_tokens[i] = at < tokens && token + at < scales.m ? scales.tokens.load(from) : 0.0f;
           from += 32 * scales.tokens.row_stride;
         }
         EmptyBarrier::wait(&storage.empty[state.index], state.phase);
         float* const to = stage_factors(params, storage, state.index);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kOfLane; ++i) {
-          if (lane + 32 * i < params.columns) {
-            to[lane + 32 * i] = of_tokens[i] * of_weight;
-            if (scales.halves) to[kTileN + lane + 32 * i] = of_tokens[i] * of_up;
+          int const at = lane + 32 * i;
+          if constexpr (kSwap) {
+            if (at < tokens) {
+              to[at] = of_tokens[i] * weight;
+              if (scales.halves) to[kTileN + at] = of_tokens[i] * up;
+            }
+          } else {
+            to[at] = of_tokens[i];
           }
+        }
+        if (!kSwap && lane < kGroups) {
+          to[kTileM + lane] = weight;
+          to[kTileM + kGroups + lane] = up;
         }
         __syncwarp();
         if (lane == 0) EmptyBarrier::arrive(&storage.full[state.index]);
@@ -297,7 +322,12 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static CUTLASS_DEVICE int output_group(int consumer) { return consumer; }
   static CUTLASS_DEVICE bool stores(int) { return true; }
   template <class Storage, class Barrier>
-  static CUTLASS_DEVICE void mma_init(Params const&, Storage&, int, int, Barrier const&) {}
+  static CUTLASS_DEVICE void mma_init(Params const& params, Storage&, int consumer, int, Barrier const&) {
+    if constexpr (kNarrow && !kIntegers) {
+      bool const adds = params.scale_bytes > 0 || !params.fast;
+      if (takes_turns_at_mma(params.columns) && adds && consumer == 1) minfer::NamedBarrier<256>{kTurnBarrier}.arrive();
+    }
+  }
 
   /// Zeros, which are in no sum: the first WGMMA has the accumulators as operands though it overwrites them, and a narrow tile leaves some
   /// as they are. Undefined, they would be set again in front of each width's loop.
@@ -337,7 +367,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     if constexpr (kNarrow) return params.stage_bytes - params.scale_bytes;
     return params.stage_bytes;
   }
-  /// The factors of a stage's columns, behind its operands: of all rows, or of the gates, and kTileN later of the ups.
+  /// A stage's scales, behind its operands.
   template <class Storage>
   static CUTLASS_DEVICE float* stage_factors(Params const& params, Storage& storage, int stage) {
     return reinterpret_cast<float*>(storage.ring + (stage + 1) * params.stage_bytes - params.scale_bytes);
@@ -435,16 +465,17 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[block * kBlockValues + i]);
       }
     };
-    auto const issue = [&](Sum* sums, cute::GMMA::ScaleOut keep) {
-      FullBarrier::wait(&storage.full[state.index], state.phase);
+    /// The MMAs of blocks kFrom to kTo of a stage, into sums of their own.
+    auto const issue = [&](auto from, auto to, Sum* sums, cute::GMMA::ScaleOut keep) {
+      constexpr int kFrom = decltype(from)::value, kTo = decltype(to)::value;
       uint32_t const at = uint32_t(state.index * params.stage_bytes) >> 4;
       cute::warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < kTileK / kMmaK; ++k) {
         CUTLASS_PRAGMA_UNROLL
-        for (int block = 0; block < kBlocks; ++block) {
+        for (int block = kFrom; block < kTo; ++block) {
           minfer::gemm::multiply<Op>(descriptor(a + at + kStepUnitsA * k + block * kBlockUnits), descriptor(b + at + kStepUnitsB * k),
-                                     sums + block * kBlockValues, k == 0 ? keep : cute::GMMA::ScaleOut::One, numbers);
+                                     sums + (block - kFrom) * kBlockValues, k == 0 ? keep : cute::GMMA::ScaleOut::One, numbers);
         }
       }
       cute::warpgroup_commit_batch();
@@ -457,7 +488,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       CUTLASS_PRAGMA_NO_UNROLL
       for (int k = 0; k < k_count; ++k) {  // with the first k tile in front of the loop, ptxas serialises the WGMMAs of two blocks
         int const stage = state.index;
-        issue(sums, k == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One);
+        FullBarrier::wait(&storage.full[stage], state.phase);
+        issue(cute::C<0>{}, cute::C<kBlocks>{}, sums, k == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One);
         cute::warpgroup_wait<1>();
         minfer::release_stage<kCluster>(&storage.empty[last], thread, k > 0);
         last = stage;
@@ -483,15 +515,15 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         for (int i = 0; i < kValues; ++i) accumulator(i) = params.integers ? __int_as_float(int(sums[i])) : __int2float_rn(int(sums[i]));
       } else {
         if (params.scale_bytes > 0 && params.scales.halves) {
-          multiply_and_add<kColumns, 2>(params, storage, state, accumulator, sums, k_count, thread, issue, after_last);
+          multiply_and_add<kColumns, 2>(params, storage, state, accumulator, sums, k_count, row_group, thread, issue, after_last);
           return;
         }
         if (params.scale_bytes > 0) {
-          multiply_and_add<kColumns, 1>(params, storage, state, accumulator, sums, k_count, thread, issue, after_last);
+          multiply_and_add<kColumns, 1>(params, storage, state, accumulator, sums, k_count, row_group, thread, issue, after_last);
           return;
         }
         if (!params.fast) {
-          multiply_and_add<kColumns, 0>(params, storage, state, accumulator, sums, k_count, thread, issue, after_last);
+          multiply_and_add<kColumns, 0>(params, storage, state, accumulator, sums, k_count, row_group, thread, issue, after_last);
           return;
         }
         multiply_all(sums);
@@ -501,13 +533,12 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     }
   }
 
-  /// The sums of a k tile are added up, times its factors where operands are scaled: kFactors of a column, for gates and for ups (rows 8
-  /// apart, by turns) if there are two.
-  template <int kColumns, int kFactors, class Storage, class Accumulator, class Issue, class AfterLast>
+  /// The sums of a k tile are added up, times its scales where operands are scaled by blocks: kScales of the weight, those of gates and of
+  /// ups if there are two. Blocks of 64 rows take turns at one set of sums.
+  template <int kColumns, int kScales, class Storage, class Accumulator, class Issue, class AfterLast>
   static CUTLASS_DEVICE void multiply_and_add(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                              Sum (&sums)[kValues], int k_count, int thread, Issue const& issue,
+                                              Sum (&sums)[kValues], int k_count, int row_group, int thread, Issue const& issue,
                                               AfterLast const& after_last) {
-    static_assert(kBlocks == 1);
     auto const fence = [&] {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
@@ -516,32 +547,99 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     CUTLASS_PRAGMA_NO_UNROLL
     for (int k = 0; k < k_count; ++k) {
       int const stage = state.index;
-      issue(sums, cute::GMMA::ScaleOut::Zero);
-      if (k + 1 == k_count) after_last();
-      cute::warpgroup_wait<0>();
-      fence();
-      if constexpr (kFactors > 0) {
-        // Of the columns 8 i + 2 (lane % 4) and the next. There are no registers for all of them at once.
-        auto const* const factors = reinterpret_cast<float2 const*>(stage_factors(params, storage, stage)) + thread % 4;
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kColumns / 8; ++i) {
-          float2 const of_first = factors[4 * i], of_second = kFactors == 2 ? factors[kTileN / 2 + 4 * i] : of_first;
-          int const v = 4 * i;
-          accumulator(v) = fmaf(sums[v], of_first.x, accumulator(v));
-          accumulator(v + 1) = fmaf(sums[v + 1], of_first.y, accumulator(v + 1));
-          accumulator(v + 2) = fmaf(sums[v + 2], of_second.x, accumulator(v + 2));
-          accumulator(v + 3) = fmaf(sums[v + 3], of_second.y, accumulator(v + 3));
+      FullBarrier::wait(&storage.full[stage], state.phase);
+      cute::for_each(cute::make_int_sequence<kBlocks>{}, [&](auto block) {
+        constexpr int kBlock = decltype(block)::value;
+        constexpr bool kLast = kBlock + 1 == kBlocks;
+        if constexpr (takes_turns_at_mma(kColumns)) minfer::NamedBarrier<256>{kTurnBarrier + row_group}.sync();
+        issue(block, cute::C<kBlock + 1>{}, sums, cute::GMMA::ScaleOut::Zero);
+        if constexpr (takes_turns_at_mma(kColumns)) minfer::NamedBarrier<256>{kTurnBarrier + 1 - row_group}.arrive();
+        if (kLast && k + 1 == k_count) after_last();
+        auto const release = [&] {
+          if constexpr (kLast) minfer::release_stage<kCluster>(&storage.empty[stage], thread);
+        };
+        auto const retire = [&] {
+          cute::warpgroup_wait<0>();
+          fence();
+        };
+        if constexpr (kScales == 0) {
+          retire();
+          release();
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < kColumns / 2; ++i) accumulator(kBlock * kBlockValues + i) += sums[i];
+        } else if constexpr (kSwap) {
+          add_by_column<kColumns, kScales>(stage_factors(params, storage, stage), accumulator, sums, thread, retire);
+          release();
+        } else {
+          float const* const factors = stage_factors(params, storage, stage);
+          float const* const rows = factors + (kBlock * kSharing + row_group) * 64 + thread / 32 * 16 + thread % 32 / 4;
+          add_by_row<kColumns, kScales, kBlock>(rows, factors + kTileM, accumulator, sums, retire, release);
         }
-        minfer::release_stage<kCluster>(&storage.empty[stage], thread);
-      } else {
-        minfer::release_stage<kCluster>(&storage.empty[stage], thread);
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kColumns / 2; ++i) accumulator(i) += sums[i];
-      }
+      });
       state.advance();
     }
     CUTLASS_PRAGMA_UNROLL
-    for (int i = kColumns / 2; i < kValues; ++i) accumulator(i) = 0.0f;  // so that they take no registers in this loop
+    for (int block = 0; block < kBlocks; ++block) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = kColumns / 2; i < kBlockValues; ++i) accumulator(block * kBlockValues + i) = 0.0f;  // no registers in this loop
+    }
+  }
+
+  /// Factors of columns, which are the tokens: of 8 i + 2 (lane % 4) and the next. There are no registers for those of wide tiles at once:
+  /// the first are read while the MMAs run. Gates and ups are rows 8 apart.
+  template <int kColumns, int kScales, class Accumulator, class Retire>
+  static CUTLASS_DEVICE void add_by_column(float const* factors, Accumulator& accumulator, Sum (&sums)[kValues], int thread,
+                                           Retire const& retire) {
+    constexpr int kFree = kColumns < 160 ? 168 - kColumns : 8;  // registers
+    constexpr int kBlocksOf8 = kColumns / 8, kMost = kFree / (2 * kScales), kEarly = kBlocksOf8 < kMost ? kBlocksOf8 : kMost;
+    auto const* const pairs = reinterpret_cast<float2 const*>(factors) + thread % 4;
+    float2 early[kScales][kEarly];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kEarly; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kScales; ++j) early[j][i] = pairs[j * (kTileN / 2) + 4 * i];
+    }
+    retire();
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kBlocksOf8; ++i) {
+      float2 const first = i < kEarly ? early[0][i < kEarly ? i : 0] : pairs[4 * i];
+      float2 const second = kScales == 1 ? first : i < kEarly ? early[kScales - 1][i < kEarly ? i : 0] : pairs[kTileN / 2 + 4 * i];
+      int const v = 4 * i;
+      accumulator(v) = fmaf(sums[v], first.x, accumulator(v));
+      accumulator(v + 1) = fmaf(sums[v + 1], first.y, accumulator(v + 1));
+      accumulator(v + 2) = fmaf(sums[v + 2], second.x, accumulator(v + 2));
+      accumulator(v + 3) = fmaf(sums[v + 3], second.y, accumulator(v + 3));
+    }
+  }
+
+  /// Scales of a thread's two rows, which are tokens, and of the weight for each kGroup columns. Gates and ups are 8 columns each, by turns.
+  template <int kColumns, int kScales, int kBlock, class Accumulator, class Retire, class Release>
+  static CUTLASS_DEVICE void add_by_row(float const* rows, float const* weight, Accumulator& accumulator, Sum (&sums)[kValues],
+                                        Retire const& retire, Release const& release) {
+    constexpr int kGroupsOf = (kColumns + kGroup - 1) / kGroup;
+    float const row[2] = {rows[0], rows[8]};
+    float of_weight[kScales][kGroupsOf];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < kScales; ++j) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int g = 0; g < kGroupsOf; ++g) of_weight[j][g] = weight[j * kGroups + g];
+    }
+    retire();
+    release();
+    CUTLASS_PRAGMA_UNROLL
+    for (int g = 0; g < kGroupsOf; ++g) {
+      float factor[kScales][2];
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kScales; ++j) {
+        factor[j][0] = row[0] * of_weight[j][g];
+        factor[j][1] = row[1] * of_weight[j][g];
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kGroup / 2; ++i) {
+        int const v = g * (kGroup / 2) + i, at = kBlock * kBlockValues + v;
+        accumulator(at) = fmaf(sums[v], factor[kScales == 1 ? 0 : v / 4 % 2][v / 2 % 2], accumulator(at));
+      }
+    }
   }
 };
 

@@ -18,8 +18,8 @@ from .gemm import WRONG_ACTIVATIONS, WRONG_KERNELS, draw_scalar, draw_sizes, wro
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
-# Of the tensor core's sums of 128 products of e4m3, which keep 13 bits behind the largest's first: relative to the sum of magnitudes.
-PROMOTED, FAST = 2.0**-12, 2.0**-9
+# Of the sums of 128 products of e4m3: each of four MMAs keeps 13 bits behind the largest term's first. Relative to the sum of magnitudes.
+PROMOTED, FAST = 2.0**-11, 2.0**-9
 
 
 def blocks_of(extent: int) -> int:
@@ -62,6 +62,7 @@ class ScaledGemm(Family):
         p: Parameters = {"lead": lead if math.prod(lead) * max(n, k) <= limits.elements else (m,)}
         m = math.prod(p["lead"])
         p |= {
+            "dtype": "float8_e4m3fn" if self.fp8 else "int8",
             "m": m,
             "n": n,
             "k": k,
