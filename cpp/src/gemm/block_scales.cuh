@@ -25,6 +25,18 @@ struct ScaleView {
     uint32_t const exponent = load_operand(static_cast<uint8_t const*>(data) + at);
     return __uint_as_float(exponent == 0 ? 0x00400000u : exponent == 255 ? 0x7fffffffu : exponent << 23);  // 2^-127, NaN
   }
+
+  /// Whether four may be read at once from each fourth row on: rows are contiguous, and blocks begin at multiples of 16 bytes.
+  __device__ __forceinline__ bool by_fours() const {
+    return data != nullptr && !exponents && row_stride == 1 && k_stride % 4 == 0 && reinterpret_cast<uint64_t>(data) % 16 == 0;
+  }
+  /// Those of rows row .. row + 3, of which `count` exist; 0 for the others.
+  __device__ __forceinline__ float4 load_four(int32_t row, int32_t block, int32_t count) const {
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = i < count ? load(offset(row + i, block)) : 0.0f;
+    return make_float4(x[0], x[1], x[2], x[3]);
+  }
 #endif
 };
 

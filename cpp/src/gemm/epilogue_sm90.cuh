@@ -47,6 +47,7 @@ struct ScaledEpilogueSm90Params : EpilogueSm90Params, ScaledOutput {};
 template <class Config>
 struct EpilogueSm90 {
   static constexpr bool kScaled = size_of(Config::kType) == 1;
+  static constexpr bool kSwapsPairs = Config::kType == DataType::kE4M3;  // of accumulators, in 8-byte accesses (mainloop_columns_sm90.cuh)
   using Params = cute::conditional_t<kScaled, ScaledEpilogueSm90Params, EpilogueSm90Params>;
   using Element = cute::conditional_t<kScaled, AnyFloat16, Float16<kScaled ? DataType::kF16 : Config::kType>>;
 
@@ -74,6 +75,7 @@ struct EpilogueSm90 {
   static constexpr int kGroupBox = kSwap && !kChoosesColumns ? kGroupColumns : kChunkColumns;
   static constexpr int kGroup = kGroupBox > kGroupColumns ? 1 : cute::min(kChunks, kGroupColumns / kGroupBox);  // in boxes
   static constexpr int kBuffers = Config::kEpilogueChunks;
+  static constexpr bool kWarpsStore = kScaled && kBuffers == kBoxes;  // all of a tile's boxes leave at once, a share by each warp
   static constexpr int kGeneralColumns = kTileN >= 32 ? 32 : (kTileN >= 16 ? 16 : 8);
   static constexpr int kGeneralBytes = 64 * kGeneralColumns * 4;
   static constexpr int kRegionBytes = ((kBuffers * kBoxBytes > kGeneralBytes ? kBuffers * kBoxBytes : kGeneralBytes) + 1023) / 1024 * 1024;
@@ -183,7 +185,8 @@ struct EpilogueSm90 {
   __device__ void store(Accumulator const& acc, Output const& at) {
     store(acc, at.row, at.column, at.l, at.row_group);
   }
-  /// By the thread that issued the stores: shared memory must outlive the reads of the last of them.
+  static __device__ bool issues_stores(int thread) { return thread == 0 || (kWarpsStore && thread % 32 == 0); }
+  /// By the threads that issued the stores: shared memory must outlive the reads of the last of them.
   __device__ void store_tail() const { cute::tma_store_wait<0>(); }
 
   /// Before the mainloop of a tile this CTA owns: asks for C and bias while the tensor cores work.
@@ -202,7 +205,9 @@ struct EpilogueSm90 {
       }
     }
     if (!params.store_by_tma) prefetch_general(tile_row, tile_column, l, warpgroup);
-    if constexpr (kScaled) request_scales(tile_row, tile_column, warpgroup);
+    if constexpr (kScaled) {
+      if (!kWarpsStore || has_line_scales() || !is_plain()) request_scales(tile_row, tile_column, warpgroup);
+    }
     if (params.store_by_tma && params.general.bias != nullptr) {
 #pragma unroll
       for (int i = 0; i < kBiasValues; ++i) {
@@ -257,16 +262,21 @@ struct EpilogueSm90 {
         if (thread + 128 * i < kBiasFloats) bias[thread + 128 * i] = bias_share[i];
       }
     }
-    if (!params.load_c_by_tma && thread == 0) cute::tma_store_wait<0>();  // with C the buffers were free before the mainloop
+    if (!params.load_c_by_tma && issues_stores(thread)) cute::tma_store_wait<0>();  // with C the buffers were free before the mainloop
     if (kScaled || !params.load_c_by_tma || biased) synchronize();
     if constexpr (kScaled) {
       if (is_plain()) {
-        for_each_group([&](auto group) { store_plain_group<decltype(group)>(acc, tile_row, tile_column, l, warpgroup); });
-        if constexpr (kBuffers == kBoxes) {
-          release_buffers();
-          if (thread == 0) {
-            for_each_group([&](auto group) { store_boxes<decltype(group)>(tile_row, tile_column, l, warpgroup); });
-          }
+        if constexpr (kWarpsStore) {
+          auto const store = [&](auto element) {
+            if (has_line_scales()) {
+              store_plain<true>(element, acc, tile_row, tile_column, l, warpgroup);
+            } else {
+              store_plain<false>(element, acc, tile_row, tile_column, l, warpgroup);
+            }
+          };
+          params.bf16 ? store(Float16<DataType::kBF16>{}) : store(Float16<DataType::kF16>{});
+        } else {
+          store_plain<true>(element(), acc, tile_row, tile_column, l, warpgroup);
         }
         return;
       }
@@ -274,11 +284,11 @@ struct EpilogueSm90 {
     for_each_group([&](auto group) { store_group<decltype(group)>(acc, tile_row, tile_column, l, warpgroup); });
   }
 
-  /// Whether scales are all that the accumulators need: that code is short, and where the instruction cache misses at each jump over the
-  /// terms that a call lacks, as in the other groups', a tile of 256 x 128 took 8000 cycles longer.
+  /// Whether scales are all that the accumulators need. That code is short: in the other groups' the instruction cache misses at each jump
+  /// over the terms that a call lacks, which were most of 8000 cycles for a tile of 256 x 128.
   __device__ bool is_plain() const {
     EpilogueParams const& e = params.general;
-    return e.alpha == 1.0f && e.bias == nullptr && !params.load_c_by_tma && !e.gated && e.activation.kind == ActivationParams::Kind::kNone;
+    return params.store_by_tma && e.alpha == 1.0f && e.bias == nullptr && !params.load_c_by_tma && !e.gated && e.activation.kind == ActivationParams::Kind::kNone;
   }
 
   /// Calls visit(Group) for the groups that a tile of this launch has.
@@ -308,17 +318,34 @@ struct EpilogueSm90 {
     }
   }
 
-  template <class G, class Accumulator>
-  __device__ __forceinline__ void store_plain_group(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
-    float v[G::kValues];
+  /// Whether rows or columns have scales, as opposed to blocks, which are the mainloop's.
+  __device__ bool has_line_scales() const { return params.m_scales.data != nullptr || params.n_scales.data != nullptr; }
+
+  template <bool kHasScales, class OwnElement, class Accumulator>
+  __device__ __forceinline__ void store_plain(OwnElement element, Accumulator const& acc, int tile_row, int tile_column, int l,
+                                              int warpgroup) {
+    for_each_group([&](auto group) {
+      using G = decltype(group);
+      float v[G::kValues];
 #pragma unroll
-    for (int i = 0; i < G::kValues; ++i) v[i] = acc(G::kMi * (kTileN / 2) + G::kFirstBlock * 4 + i);
-    scale<G>(v);
-    await_buffers<G>();
-    stage_values<G>(v);
-    if constexpr (kBuffers < kBoxes) {
+      for (int i = 0; i < G::kValues; ++i) v[i] = acc(G::kMi * (kTileN / 2) + G::kFirstBlock * 4 + i);
+      if constexpr (kHasScales) scale<G>(v);
+      await_buffers<G>();
+      stage_values<G>(element, v);
+      if constexpr (!kWarpsStore) {
+        release_buffers();
+        if (thread == 0) store_boxes<G>(tile_row, tile_column, l, warpgroup);
+      }
+    });
+    if constexpr (kWarpsStore) {
       release_buffers();
-      if (thread == 0) store_boxes<G>(tile_row, tile_column, l, warpgroup);
+      if (thread % 32 == 0) {
+#pragma unroll 1
+        for (int b = thread / 32; b < kBoxes; b += 4) {
+          if (has_box(b)) store_box(b, tile_row, tile_column, l, warpgroup);
+        }
+        cute::tma_store_arrive();
+      }
     }
   }
 
@@ -423,16 +450,16 @@ struct EpilogueSm90 {
   template <class G>
   __device__ __forceinline__ void stage(float (&v)[G::kValues]) const {
     activate_all<G::kValues>(params.general.activation, [&](int i) -> float& { return v[i]; });
-    stage_values<G>(v);
+    stage_values<G>(element(), v);
   }
-  template <class G>
-  __device__ __forceinline__ void stage_values(float const (&v)[G::kValues]) const {
+  template <class G, class OwnElement>
+  __device__ __forceinline__ void stage_values(OwnElement element, float const (&v)[G::kValues]) const {
 #pragma unroll
     for (int j = 0; j < G::kBlocks; j += 2) {
       bool const pair = j % G::kBoxBlocks + 1 < G::kBoxBlocks;  // a last single block of a swapped tile is stored with .x2
       uint32_t packed[4];
 #pragma unroll
-      for (int i = 0; i < (pair ? 4 : 2); ++i) packed[i] = element().pack(v[4 * j + 2 * i], v[4 * j + 2 * i + 1]);
+      for (int i = 0; i < (pair ? 4 : 2); ++i) packed[i] = element.pack(v[4 * j + 2 * i], v[4 * j + 2 * i + 1]);
       store_matrices(unit_address(G::kFirstBox + j / G::kBoxBlocks, j % G::kBoxBlocks, pair), packed, pair);
     }
   }
@@ -468,21 +495,25 @@ struct EpilogueSm90 {
     }
   }
 
+  // By one thread: a box leaves.
+  __device__ __forceinline__ void store_box(int b, int tile_row, int tile_column, int l, int warpgroup) const {
+    char* const from = buffers + b % kBuffers * kBoxBytes;
+    int const n = box_n(b, tile_row, tile_column, warpgroup);
+    int const m = box_m(b, tile_row, tile_column, warpgroup), pitch = params.general.gated ? kGatedColumns * 2 : kRowBytes;
+#pragma unroll
+    for (int row = 0; row < kBoxRows; row += kStoredRows) {
+      if (row > 0 && box_chunk(b) * kBoxRows + row >= columns()) break;
+      cute::SM90_TMA_STORE_3D::copy(&params.tma_d, from + row * pitch, params.general.gated ? n / 2 : n, m + row, l);
+    }
+  }
+
   // By one thread: the boxes leave, and C of the boxes that take their buffers next is requested.
   template <class G>
   __device__ __forceinline__ void store_boxes(int tile_row, int tile_column, int l, int warpgroup) {
 #pragma unroll
     for (int box = 0; box < G::kCount; ++box) {
-      int const b = G::kFirstBox + box, n = box_n(b, tile_row, tile_column, warpgroup);
-      if (!kChoosesColumns || has_box(b)) {
-        char* const from = buffers + b % kBuffers * kBoxBytes;
-        int const m = box_m(b, tile_row, tile_column, warpgroup), pitch = params.general.gated ? kGatedColumns * 2 : kRowBytes;
-#pragma unroll
-        for (int row = 0; row < kBoxRows; row += kStoredRows) {
-          if (row > 0 && box_chunk(b) * kBoxRows + row >= columns()) break;
-          cute::SM90_TMA_STORE_3D::copy(&params.tma_d, from + row * pitch, params.general.gated ? n / 2 : n, m + row, l);
-        }
-      }
+      int const b = G::kFirstBox + box;
+      if (!kChoosesColumns || has_box(b)) store_box(b, tile_row, tile_column, l, warpgroup);
       cute::tma_store_arrive();  // also of a box that the tile lacks: the wait for a buffer counts them
     }
     if (params.load_c_by_tma && G::kFirstBox + kBuffers < kBoxes) {
@@ -559,7 +590,7 @@ struct EpilogueSm90 {
             for (int h = 0; h < 2; ++h) {
               int const index = mi * (kTileN / 2) + (column0 / 8 + j) * 4 + h * 2;
               float2* slot = reinterpret_cast<float2*>(&at(16 * warp + 8 * h + lane / 4, 8 * j + 2 * (lane % 4)));
-              *slot = make_float2(acc(index), acc(index + 1));
+              *slot = kSwapsPairs ? make_float2(acc(index + 1), acc(index)) : make_float2(acc(index), acc(index + 1));
             }
           }
         }
@@ -567,7 +598,10 @@ struct EpilogueSm90 {
         int const rest = columns() - column0, width = rest < kGeneralColumns ? rest : kGeneralColumns;
         int const m0 = kSwap ? tile_column + column0 : row0, n0 = kSwap ? row0 : tile_column + column0;
         int const rows = kSwap ? width : 64, columns_of_n = kSwap ? 64 : width;
-        auto const staged_at = [&](int row, int column) -> float { return kSwap ? at(column, row) : at(row, column); };
+        constexpr int kSwapped = kSwapsPairs ? 1 : 0;
+        auto const staged_at = [&](int row, int column) -> float {
+          return kSwap ? at(column, row ^ kSwapped) : at(row, column ^ kSwapped);
+        };
         if constexpr (kScaled) {
           if (params.integers) {
             store_integers(params.general, m0, n0, l, rows, columns_of_n, thread, 128, staged_at);

@@ -31,7 +31,8 @@ struct GemmColumnsSm90
     : GemmKernelSm90<
           CollectiveMainloopColumnsSm90<Config>, EpilogueSm90<Config>,
           SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
-                                 CollectiveMainloopColumnsSm90<Config>::kValues, CollectiveMainloopColumnsSm90<Config>::kBlockValues>> {
+                                 CollectiveMainloopColumnsSm90<Config>::kValues, CollectiveMainloopColumnsSm90<Config>::kBlockValues,
+                                 Config::kType == DataType::kE4M3>> {
   static_assert(GemmColumnsSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 
@@ -67,6 +68,7 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
     mainloop.scales = {blocks(operands.a_scale), blocks(of_b), int32_t(problem.m), int32_t(problem.n), of_b.halves, of_b.up_offset};
     mainloop.scale_bytes = problem.block_scaled ? Mainloop::scale_bytes(of_b.halves) : 0;
     mainloop.fast = problem.fast_accum;
+    mainloop.one = 1.0f;
     mainloop.integers = problem.d_int32;
     mainloop.stage_bytes += mainloop.scale_bytes;
   }

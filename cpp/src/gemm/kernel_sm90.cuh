@@ -191,7 +191,7 @@ struct GemmKernelSm90 {
       bool const more = items.fixup(item, accumulator, row_group, thread, synchronize, [&] { epilogue.store(accumulator, output); });
       if (!more) break;
     }
-    if (thread == 0 && Mainloop::stores(consumer)) epilogue.store_tail();
+    if (Epilogue::issues_stores(thread) && Mainloop::stores(consumer)) epilogue.store_tail();
   }
 };
 

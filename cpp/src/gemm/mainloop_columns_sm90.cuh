@@ -28,7 +28,6 @@
 
 #include "common/cutlass_element.cuh"
 #include "common/dependent_launch.cuh"
-#include "common/named_barrier.cuh"
 #include "common/stage_release.cuh"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cute/tensor.hpp"
@@ -67,6 +66,10 @@ struct RuntimeRing {
     int const at = index + count, rounds = at / stages;
     index = at - rounds * stages;
     phase ^= rounds & 1;
+  }
+  /// By a few stages, which a division would take longer than.
+  CUTLASS_DEVICE void advance_few(int count) {
+    for (index += count; index >= stages; index -= stages) phase ^= 1;
   }
 };
 
@@ -134,6 +137,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   struct NarrowParams : WideParams {
     minfer::gemm::BlockScales scales;
     int32_t scale_bytes;  // of a stage, behind its operands; 0 where none are scaled by blocks
+    float one;            // 1, which the compiler does not know
     bool fast;            // e4m3: sums of all of k are left to the tensor core
     bool integers;        // int8: sums are stored as they are, not as fp32
   };
@@ -160,10 +164,6 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   // ---- set-up -------------------------------------------------------------------------------------------------------------------
 
-  // Where both consumers add sums up between their MMAs, they issue these in turns: otherwise both wait for the same stage, multiply, and
-  // add, at the same times, and leave the tensor cores idle meanwhile. Narrow tiles wait for memory instead.
-  static constexpr int kTurnBarrier = 4;  // and the next; the epilogues have 1 and 2
-  static CUTLASS_HOST_DEVICE constexpr bool takes_turns_at_mma(int columns) { return kSharing == 2 && columns >= 64; }
   /// Whether the CTAs of a cluster's column take turns at loading their columns: parts of them would end within 8 rows of the swizzle, or
   /// within a block.
   static CUTLASS_HOST_DEVICE bool takes_turns(int columns) {
@@ -263,57 +263,36 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     if constexpr (kAuxiliaryWarps > 0) return params.scale_bytes > 0;
     return false;
   }
-  /// thread: among those of the auxiliary warps.
+  /// thread: among those of the auxiliary warps. They share issue slots with the consumers, which wait for the slowest of their four warps:
+  /// each instruction here counts.
   template <class Storage, class WorkItems>
   static CUTLASS_DEVICE void load_auxiliary(Params const& params, Storage& storage, WorkItems items, int thread) {
-    constexpr int kOfLane = (kSwap ? kTileN : kTileM) / 32;  // tokens
     auto const& scales = params.scales;
-    int const warp = thread / 32, lane = thread % 32;
-    int const block = scales.halves ? 2 * minfer::gemm::kScaleBlock : minfer::gemm::kScaleBlock;  // rows of the weight
+    int const lane = thread % 32, block_bits = scales.halves ? 8 : 7;  // of a weight's rows that share a scale
+    static_assert(minfer::gemm::kScaleBlock == 1 << 7);
+    bool const by_fours = scales.tokens.by_fours() && !scales.weight.exponents;
     PipelineState state = producer_start(params);
-    int turn = 0;
+    int turn = thread / 32;  // k tiles until the next of this warp
+    state.advance_few(turn);
     minfer::wait_for_predecessor();
     for (auto item = items.first(); items.valid(item); item = items.next(item)) {
       auto const tile = items.tile(item);
+      FactorSource from;
       int const row = tile.m() * kTileM, column = tile.n() * params.columns;
-      int const token = kSwap ? column : row, tokens = kSwap ? params.columns : kTileM;
+      from.token = kSwap ? column : row;
+      from.tokens = kSwap ? params.columns : kTileM;
       // Swapped, a tile's rows share one scale of the weight; else its columns have one for each kGroup.
       int const of_weight = kSwap ? row : column + lane * kGroup;
-      bool const has_weight = of_weight < scales.n && (kSwap || lane * kGroup < params.columns);
-      for (int k = item.k_begin; k < item.k_begin + item.k_count; ++k, state.advance(), turn = turn == kAuxiliaryWarps - 1 ? 0 : turn + 1) {
-        if (turn != warp) continue;
-        int64_t const at_weight = has_weight ? scales.weight.offset(of_weight / block, k) : 0;
-        float const weight = has_weight ? scales.weight.load(at_weight) : 0.0f;
-        float const up = has_weight && scales.halves ? scales.weight.load(at_weight + scales.up_offset) : 0.0f;
-        int64_t from = scales.tokens.offset(token + lane, k);
-        float of_tokens[kOfLane];
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kOfLane; ++i) {
-          int const at = lane + 32 * i;
-          of_tokens[i] = at < tokens && token + at < scales.m ? scales.tokens.load(from) : 0.0f;
-          from += 32 * scales.tokens.row_stride;
-        }
-        EmptyBarrier::wait(&storage.empty[state.index], state.phase);
-        float* const to = stage_factors(params, storage, state.index);
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kOfLane; ++i) {
-          int const at = lane + 32 * i;
-          if constexpr (kSwap) {
-            if (at < tokens) {
-              to[at] = of_tokens[i] * weight;
-              if (scales.halves) to[kTileN + at] = of_tokens[i] * up;
-            }
-          } else {
-            to[at] = of_tokens[i];
-          }
-        }
-        if (!kSwap && lane < kGroups) {
-          to[kTileM + lane] = weight;
-          to[kTileM + kGroups + lane] = up;
-        }
-        __syncwarp();
-        if (lane == 0) EmptyBarrier::arrive(&storage.full[state.index]);
+      from.has_weight = of_weight < scales.n && (kSwap || lane * kGroup < params.columns);
+      from.weight = of_weight >> block_bits;
+      int const k_end = item.k_begin + item.k_count;
+      int k = item.k_begin + turn;
+      if (by_fours && from.token + from.tokens <= scales.m) {
+        write_factors<true>(params, storage, state, from, k, k_end, lane);
+      } else {
+        write_factors<false>(params, storage, state, from, k, k_end, lane);
       }
+      turn = k - k_end;
     }
   }
 
@@ -322,12 +301,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static CUTLASS_DEVICE int output_group(int consumer) { return consumer; }
   static CUTLASS_DEVICE bool stores(int) { return true; }
   template <class Storage, class Barrier>
-  static CUTLASS_DEVICE void mma_init(Params const& params, Storage&, int consumer, int, Barrier const&) {
-    if constexpr (kNarrow && !kIntegers) {
-      bool const adds = params.scale_bytes > 0 || !params.fast;
-      if (takes_turns_at_mma(params.columns) && adds && consumer == 1) minfer::NamedBarrier<256>{kTurnBarrier}.arrive();
-    }
-  }
+  static CUTLASS_DEVICE void mma_init(Params const&, Storage&, int, int, Barrier const&) {}
 
   /// Zeros, which are in no sum: the first WGMMA has the accumulators as operands though it overwrites them, and a narrow tile leaves some
   /// as they are. Undefined, they would be set again in front of each width's loop.
@@ -362,6 +336,69 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   }
 
  private:
+  struct FactorSource {
+    int token, tokens;  // of a tile
+    int weight;         // the lane's row of scales
+    bool has_weight;
+  };
+  /// The factors of each kAuxiliaryWarps-th k tile from k on; k and the state are then those of the warp's next. kByFours: tokens' scales
+  /// are fp32, contiguous and aligned, and those of the tile all exist.
+  template <bool kByFours, class Storage>
+  static CUTLASS_DEVICE void write_factors(Params const& params, Storage& storage, PipelineState& state, FactorSource const& from, int& k,
+                                           int k_end, int lane) {
+    constexpr int kVectors = ((kSwap ? kTileN : kTileM) + 127) / 128;  // of four tokens, of a lane
+    auto const& scales = params.scales;
+    bool const fixed_weight = !from.has_weight || scales.weight.data == nullptr;
+    int64_t const step = scales.weight.k_stride * kAuxiliaryWarps, token_step = scales.tokens.k_stride * kAuxiliaryWarps;
+    float const* of_weight = static_cast<float const*>(scales.weight.data) + scales.weight.offset(from.weight, k);
+    float const* of_token = static_cast<float const*>(scales.tokens.data) + scales.tokens.offset(from.token + 4 * lane, k);
+#pragma unroll 1
+    for (; k < k_end; k += kAuxiliaryWarps) {
+      float weight = from.has_weight ? 1.0f : 0.0f, up = weight;
+      float4 of_tokens[kVectors];
+      if constexpr (kByFours) {
+        if (!fixed_weight) {
+          weight = minfer::load_operand(of_weight);
+          if (scales.halves) up = minfer::load_operand(of_weight + scales.up_offset);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kVectors; ++i) {
+          if (128 * i + 4 * lane < from.tokens) of_tokens[i] = minfer::load_operand(reinterpret_cast<float4 const*>(of_token + 128 * i));
+        }
+        of_weight += step;
+        of_token += token_step;
+      } else {
+        if (!fixed_weight) {
+          int64_t const at = scales.weight.offset(from.weight, k);
+          weight = scales.weight.load(at);
+          if (scales.halves) up = scales.weight.load(at + scales.up_offset);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kVectors; ++i) {
+          int const at = 128 * i + 4 * lane;
+          of_tokens[i] = scales.tokens.load_four(from.token + at, k, at < from.tokens ? scales.m - from.token - at : 0);
+        }
+      }
+      EmptyBarrier::wait(&storage.empty[state.index], state.phase);
+      float* const to = stage_factors(params, storage, state.index);
+      auto const times = [](float4 x, float y) { return make_float4(x.x * y, x.y * y, x.z * y, x.w * y); };
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVectors; ++i) {
+        int const at = 128 * i + 4 * lane;
+        if (at >= from.tokens) break;
+        *reinterpret_cast<float4*>(to + at) = kSwap ? times(of_tokens[i], weight) : of_tokens[i];
+        if (kSwap && scales.halves) *reinterpret_cast<float4*>(to + kTileN + at) = times(of_tokens[i], up);
+      }
+      if (!kSwap && lane < kGroups) {
+        to[kTileM + lane] = weight;
+        if (scales.halves) to[kTileM + kGroups + lane] = up;
+      }
+      __syncwarp();
+      if (lane == 0) EmptyBarrier::arrive(&storage.full[state.index]);
+      state.advance_few(kAuxiliaryWarps);
+    }
+  }
+
   /// Of a stage: what TMA loads.
   static CUTLASS_DEVICE int operand_bytes(Params const& params) {
     if constexpr (kNarrow) return params.stage_bytes - params.scale_bytes;
@@ -457,7 +494,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     // From an MMA's k to the next: along a line, or as many lines.
     constexpr int kStepUnitsA = kRowsAlongK ? 32 >> 4 : kMmaK * 128 >> 4, kStepUnitsB = kColumnsAlongK ? 32 >> 4 : kMmaK * 128 >> 4;
     uint32_t const a = low_word(storage.ring + row_group * 64 * kRowBytes),
-                   b = low_word(storage.ring + kBytesA, kColumnsAlongK ? 1 : 64 * kRowBytes >> 4);
+                   b = kNarrow ? a + ((kBytesA - row_group * 64 * kRowBytes) >> 4)  // one addition, where it is computed for each stage
+                               : low_word(storage.ring + kBytesA, kColumnsAlongK ? 1 : 64 * kRowBytes >> 4);
     auto const fence = [&](Sum* sums) {
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
@@ -466,9 +504,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       }
     };
     /// The MMAs of blocks kFrom to kTo of a stage, into sums of their own.
-    auto const issue = [&](auto from, auto to, Sum* sums, cute::GMMA::ScaleOut keep) {
+    uint32_t const stage_units = uint32_t(params.stage_bytes) >> 4;
+    auto const issue = [&](auto from, auto to, uint32_t at, Sum* sums, cute::GMMA::ScaleOut keep) {
       constexpr int kFrom = decltype(from)::value, kTo = decltype(to)::value;
-      uint32_t const at = uint32_t(state.index * params.stage_bytes) >> 4;
       cute::warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < kTileK / kMmaK; ++k) {
@@ -489,7 +527,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       for (int k = 0; k < k_count; ++k) {  // with the first k tile in front of the loop, ptxas serialises the WGMMAs of two blocks
         int const stage = state.index;
         FullBarrier::wait(&storage.full[stage], state.phase);
-        issue(cute::C<0>{}, cute::C<kBlocks>{}, sums, k == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One);
+        issue(cute::C<0>{}, cute::C<kBlocks>{}, stage * stage_units, sums, k == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One);
         cute::warpgroup_wait<1>();
         minfer::release_stage<kCluster>(&storage.empty[last], thread, k > 0);
         last = stage;
@@ -527,8 +565,10 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
           return;
         }
         multiply_all(sums);
+        // A product, not a copy: the sums' registers are in the order that the MMA wants, and so would the accumulators' be in all loops, for
+        // want of copies. Added up, an accumulator and its sum would then always come from the same bank of registers, at half the rate.
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kValues; ++i) accumulator(i) = sums[i];
+        for (int i = 0; i < kValues; ++i) accumulator(i) = sums[i] * params.one;
       }
     }
   }
@@ -544,16 +584,20 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
     };
     fence();
+    uint32_t const stage_units = uint32_t(params.stage_bytes) >> 4;
+    uint32_t next = state.index * stage_units;  // where the next stage is; a product would be on the way to its first MMA
+    bool full = FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int k = 0; k < k_count; ++k) {
       int const stage = state.index;
-      FullBarrier::wait(&storage.full[stage], state.phase);
+      uint32_t const at = next;
+      if (!full) FullBarrier::wait(&storage.full[stage], state.phase);
+      state.advance();
+      next = state.index == 0 ? 0 : at + stage_units;
       cute::for_each(cute::make_int_sequence<kBlocks>{}, [&](auto block) {
         constexpr int kBlock = decltype(block)::value;
         constexpr bool kLast = kBlock + 1 == kBlocks;
-        if constexpr (takes_turns_at_mma(kColumns)) minfer::NamedBarrier<256>{kTurnBarrier + row_group}.sync();
-        issue(block, cute::C<kBlock + 1>{}, sums, cute::GMMA::ScaleOut::Zero);
-        if constexpr (takes_turns_at_mma(kColumns)) minfer::NamedBarrier<256>{kTurnBarrier + 1 - row_group}.arrive();
+        issue(block, cute::C<kBlock + 1>{}, at, sums, cute::GMMA::ScaleOut::Zero);
         if (kLast && k + 1 == k_count) after_last();
         auto const release = [&] {
           if constexpr (kLast) minfer::release_stage<kCluster>(&storage.empty[stage], thread);
@@ -561,6 +605,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         auto const retire = [&] {
           cute::warpgroup_wait<0>();
           fence();
+          if constexpr (kLast) full = FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);  // answers while sums are added
         };
         if constexpr (kScales == 0) {
           retire();
@@ -576,7 +621,6 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
           add_by_row<kColumns, kScales, kBlock>(rows, factors + kTileM, accumulator, sums, retire, release);
         }
       });
-      state.advance();
     }
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
@@ -618,11 +662,16 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
                                         Retire const& retire, Release const& release) {
     constexpr int kGroupsOf = (kColumns + kGroup - 1) / kGroup;
     float const row[2] = {rows[0], rows[8]};
-    float of_weight[kScales][kGroupsOf];
+    static_assert(kGroups % 2 == 0);
+    float of_weight[kScales][kGroups];
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < kScales; ++j) {
       CUTLASS_PRAGMA_UNROLL
-      for (int g = 0; g < kGroupsOf; ++g) of_weight[j][g] = weight[j * kGroups + g];
+      for (int g = 0; g < kGroupsOf; g += 2) {
+        float2 const pair = reinterpret_cast<float2 const*>(weight + j * kGroups)[g / 2];
+        of_weight[j][g] = pair.x;
+        of_weight[j][g + 1] = pair.y;
+      }
     }
     retire();
     release();

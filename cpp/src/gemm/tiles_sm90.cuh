@@ -25,7 +25,15 @@ class StaticWorkItems {
 
 /// kRowGroups: consumer warpgroups that share a tile. kValues: accumulators of a thread. kBlockValues: of a block of 64 rows, where the
 /// launch chooses how many of them a tile has.
-template <int kClusterM, int kClusterN, int kRowGroups, int kValues, int kBlockValues = 0>
+/// Accumulators whose neighbours change places: accesses of several want them in registers one after the other, in this order.
+template <class Accumulator>
+struct SwappedPairs {
+  Accumulator& of;
+  CUTLASS_DEVICE float& operator()(int i) { return of(i ^ 1); }
+  CUTLASS_DEVICE float operator()(int i) const { return of(i ^ 1); }
+};
+
+template <int kClusterM, int kClusterN, int kRowGroups, int kValues, int kBlockValues = 0, bool kSwapsPairs = false>
 struct SplitTileSchedulerSm90 {
   static constexpr int kCluster = kClusterM * kClusterN;
   static constexpr bool kTileInSharedMemory = false;
@@ -84,7 +92,15 @@ struct SplitTileSchedulerSm90 {
                               Store const& store) const {
       // Partial slots hold the cluster's CTAs, and a CTA's warpgroups, one after the other.
       auto const partial_slot = [&](int slot) { return (slot * kCluster + int(at_.rank)) * kRowGroups + row_group; };
-      if (Reduction::fixup(params_.split, item, partial_slot, accumulator, thread, barrier)) store();
+      auto const fixup_of = [&](auto& fragment) { return Reduction::fixup(params_.split, item, partial_slot, fragment, thread, barrier); };
+      SwappedPairs<Accumulator> swapped{accumulator};
+      bool whole;
+      if constexpr (kSwapsPairs) {
+        whole = fixup_of(swapped);
+      } else {
+        whole = fixup_of(accumulator);
+      }
+      if (whole) store();
       return true;
     }
 

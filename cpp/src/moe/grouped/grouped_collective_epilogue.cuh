@@ -37,6 +37,7 @@ struct GroupedCollectiveEpilogue : GroupedEpilogue<kType, kGroupM, kTileN, kHasA
   __device__ void store(Accumulator const& accumulator, Output const& at) {
     Base::store(accumulator, at.tile, at.row);
   }
+  static __device__ bool issues_stores(int thread) { return thread == 0; }
   static __device__ void store_tail() {}
 };
 
