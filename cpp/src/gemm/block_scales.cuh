@@ -16,6 +16,15 @@ struct ScaleView {
   int64_t row_stride, k_stride;
   bool exponents;  // bytes that are powers of two, e8m0; else fp32
 
+  /// Whether four may be read at once from each fourth row on: rows are contiguous, and blocks begin at multiples of 16 bytes.
+#if defined(__CUDACC__)
+  __host__ __device__
+#endif
+      bool
+      by_fours() const {
+    return data != nullptr && !exponents && row_stride == 1 && k_stride % 4 == 0 && reinterpret_cast<uint64_t>(data) % 16 == 0;
+  }
+
 #if defined(__CUDACC__)
   /// row, block: of the scale, not of the operand.
   __device__ __forceinline__ int64_t offset(int32_t row, int32_t block) const { return row * row_stride + block * k_stride; }
@@ -26,10 +35,6 @@ struct ScaleView {
     return __uint_as_float(exponent == 0 ? 0x00400000u : exponent == 255 ? 0x7fffffffu : exponent << 23);  // 2^-127, NaN
   }
 
-  /// Whether four may be read at once from each fourth row on: rows are contiguous, and blocks begin at multiples of 16 bytes.
-  __device__ __forceinline__ bool by_fours() const {
-    return data != nullptr && !exponents && row_stride == 1 && k_stride % 4 == 0 && reinterpret_cast<uint64_t>(data) % 16 == 0;
-  }
   /// Those of rows row .. row + 3, of which `count` exist; 0 for the others.
   __device__ __forceinline__ float4 load_four(int32_t row, int32_t block, int32_t count) const {
     float x[4];

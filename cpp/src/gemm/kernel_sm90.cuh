@@ -171,6 +171,7 @@ struct GemmKernelSm90 {
 
       auto accumulator = Mainloop::make_accumulator();  // (MMA,MMA_M,MMA_N)
       if constexpr (kPingpong) order.wait();
+      if constexpr (requires { mainloop.k_begin; }) mainloop.k_begin = item.k_begin;
       mainloop.mma(params.mainloop, storage, state, accumulator, item.k_count, output, consumer, thread, [&] {
         if constexpr (kPingpong) order.arrive();
       });

@@ -137,6 +137,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   struct NarrowParams : WideParams {
     minfer::gemm::BlockScales scales;
     int32_t scale_bytes;  // of a stage, behind its operands; 0 where none are scaled by blocks
+    bool bulk_scales;     // tokens' scales come by bulk copies, and consumers load the weight's: no auxiliary load
     float one;            // 1, which the compiler does not know
     bool fast;            // e4m3: sums of all of k are left to the tensor core
     bool integers;        // int8: sums are stored as they are, not as fp32
@@ -188,6 +189,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   }
   template <class Storage, class Location>
   CUTLASS_DEVICE CollectiveMma(Params const&, Storage&, int, int, Location const&) {}
+  int k_begin = 0;  // of a consumer's work item
 
   // ---- producer -----------------------------------------------------------------------------------------------------------------
 
@@ -240,7 +242,17 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     for (; k < k_end; ++k) {
       EmptyBarrier::wait(&storage.empty[state.index], state.phase);
       uint64_t* const full = &storage.full[state.index];
-      FullBarrier::arrive_and_expect_tx(full, uint32_t(operand_bytes(params)));
+      if constexpr (kBulkScales) {
+        int const row = tile.row - inputs.n * kBoxRows, rest = params.scales.m - row, rows = rest < kTileM ? (rest + 3) & ~3 : kTileM;
+        uint32_t const bytes = params.bulk_scales && rows > 0 ? uint32_t(rows) * sizeof(float) : 0;
+        FullBarrier::arrive_and_expect_tx(full, uint32_t(operand_bytes(params)) + bytes);
+        if (bytes > 0) {
+          float const* const from = static_cast<float const*>(params.scales.tokens.data) + params.scales.tokens.offset(row, k);
+          cute::SM90_BULK_COPY_G2S::copy(from, full, stage_factors(params, storage, state.index), int32_t(bytes));
+        }
+      } else {
+        FullBarrier::arrive_and_expect_tx(full, uint32_t(operand_bytes(params)));
+      }
       char* const a = storage.ring + state.index * params.stage_bytes;
       char* const b = a + kBytesA + first_column(params, inputs) * kRowBytes;
       for_each_box(tile, k, [&](int box, int x, int y) {
@@ -259,8 +271,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   // Warps that write the scales of stages, by turns: while one waits for memory, the others have theirs under way.
   static constexpr int kAuxiliaryWarps = kNarrow && !kIntegers ? 3 : 0;
+  static constexpr bool kBulkScales = kNarrow && !kIntegers && !kSwap;
   static CUTLASS_HOST_DEVICE bool has_auxiliary_load(Params const& params) {
-    if constexpr (kAuxiliaryWarps > 0) return params.scale_bytes > 0;
+    if constexpr (kAuxiliaryWarps > 0) return params.scale_bytes > 0 && !params.bulk_scales;
     return false;
   }
   /// thread: among those of the auxiliary warps. They share issue slots with the consumers, which wait for the slowest of their four warps:
@@ -318,9 +331,10 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   /// after_last() is called when the last MMA has been issued. All have retired at the end: what is in flight must not cross the place
   /// where the widths' loops meet, or ptxas serialises them.
   template <class Storage, class Accumulator, class Output, class AfterLast>
-  static CUTLASS_DEVICE void mma(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
-                                 Output const&, int consumer, int thread, AfterLast const& after_last) {
-    mma_between<1, kTileN / kStep>(params, storage, state, accumulator, k_count, kCooperative ? consumer : 0, thread, after_last);
+  CUTLASS_DEVICE void mma(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
+                          Output const& output, int consumer, int thread, AfterLast const& after_last) {
+    WeightColumns const weight{output.column, k_begin};
+    mma_between<1, kTileN / kStep>(params, storage, state, accumulator, k_count, weight, kCooperative ? consumer : 0, thread, after_last);
   }
   template <class Storage, class Accumulator>
   static CUTLASS_DEVICE bool mma_tail(Storage&, PipelineState&, Accumulator&, int, int, int) {
@@ -399,6 +413,75 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     }
   }
 
+  /// Where a work item's columns and k begin, which are the weight's rows and blocks of k.
+  struct WeightColumns {
+    int column, k;
+  };
+  /// The weight's scales of a k tile as auxiliary warps staged them.
+  template <int kColumns, int kScales>
+  struct StagedWeightScales {
+    static constexpr int kGroupsOf = (kColumns + kGroup - 1) / kGroup;
+    float values[kScales > 0 ? kScales : 1][kGroups + 1];
+    CUTLASS_DEVICE void read(float const* from) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kScales; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int g = 0; g < kGroupsOf; g += 2) {
+          float2 const pair = reinterpret_cast<float2 const*>(from + j * kGroups)[g / 2];
+          values[j][g] = pair.x;
+          values[j][g + 1] = pair.y;
+        }
+      }
+    }
+    CUTLASS_DEVICE float of(int j, int g) const { return values[j][g]; }
+    CUTLASS_DEVICE void advance() {}
+  };
+  /// The same, loaded by every thread a k tile ahead. A tile's columns are of one block, or of two.
+  template <int kColumns, int kScales>
+  struct LoadedWeightScales {
+    static constexpr int kRows = minfer::gemm::kScaleBlock % kColumns == 0 ? 1 : 2;
+    float now[kScales][kRows], next[kScales][kRows];
+    float const* from;
+    int64_t row_stride, k_stride, up_offset;
+    int boundary, left;  // groups of the first block; k tiles
+    bool has_first, has_second;
+
+    CUTLASS_DEVICE LoadedWeightScales(Params const& params, WeightColumns const& at, int k_count) : left(k_count) {
+      auto const& scales = params.scales;
+      int const bits = scales.halves ? 8 : 7, row = at.column >> bits, end = (row + 1) << bits;
+      from = static_cast<float const*>(scales.weight.data) + scales.weight.offset(row, at.k);
+      row_stride = scales.weight.row_stride;
+      k_stride = scales.weight.k_stride;
+      up_offset = scales.up_offset;
+      boundary = (end - at.column) / kGroup;
+      has_first = at.column < scales.n;  // not of each tile of a cluster
+      has_second = end < scales.n;
+      load(now);
+      prefetch();
+    }
+    CUTLASS_DEVICE void load(float (&to)[kScales][kRows]) const {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kScales; ++j) {
+        to[j][0] = has_first ? minfer::load_operand(from + (j > 0 ? up_offset : 0)) : 0.0f;
+        if (kRows > 1) to[j][kRows - 1] = has_second ? minfer::load_operand(from + row_stride + (j > 0 ? up_offset : 0)) : 0.0f;
+      }
+    }
+    CUTLASS_DEVICE void prefetch() {
+      from += k_stride;
+      if (--left > 0) load(next);
+    }
+    CUTLASS_DEVICE void read(float const*) {}
+    CUTLASS_DEVICE float of(int j, int g) const { return kRows == 1 || g < boundary ? now[j][0] : now[j][kRows - 1]; }
+    CUTLASS_DEVICE void advance() {
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kScales; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int r = 0; r < kRows; ++r) now[j][r] = next[j][r];
+      }
+      prefetch();
+    }
+  };
+
   /// Of a stage: what TMA loads.
   static CUTLASS_DEVICE int operand_bytes(Params const& params) {
     if constexpr (kNarrow) return params.stage_bytes - params.scale_bytes;
@@ -469,22 +552,24 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   /// The loop of the launch's width, which is from kFirst to kLast steps.
   template <int kFirst, int kLast, class Storage, class Accumulator, class AfterLast>
   static CUTLASS_DEVICE void mma_between(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                         int k_count, int row_group, int thread, AfterLast const& after_last) {
+                                         int k_count, WeightColumns const& weight, int row_group, int thread,
+                                         AfterLast const& after_last) {
     if constexpr (kFirst == kLast) {
-      mma_columns<kFirst * kStep>(params, storage, state, accumulator, k_count, row_group, thread, after_last);
+      mma_columns<kFirst * kStep>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
     } else {
       constexpr int kMiddle = (kFirst + kLast) / 2;
       if (params.columns <= kMiddle * kStep) {
-        mma_between<kFirst, kMiddle>(params, storage, state, accumulator, k_count, row_group, thread, after_last);
+        mma_between<kFirst, kMiddle>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
       } else {
-        mma_between<kMiddle + 1, kLast>(params, storage, state, accumulator, k_count, row_group, thread, after_last);
+        mma_between<kMiddle + 1, kLast>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
       }
     }
   }
 
   template <int kColumns, class Storage, class Accumulator, class AfterLast>
   static CUTLASS_DEVICE void mma_columns(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                         int k_count, int row_group, int thread, AfterLast const& after_last) {
+                                         int k_count, WeightColumns const& weight, int row_group, int thread,
+                                         AfterLast const& after_last) {
     using Op =
         decltype(cute::GMMA::ss_op_selector < Element, Element, cute::conditional_t<kIntegers, int32_t, float>,
                  cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>, kRowsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN,
@@ -553,15 +638,15 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         for (int i = 0; i < kValues; ++i) accumulator(i) = params.integers ? __int_as_float(int(sums[i])) : __int2float_rn(int(sums[i]));
       } else {
         if (params.scale_bytes > 0 && params.scales.halves) {
-          multiply_and_add<kColumns, 2>(params, storage, state, accumulator, sums, k_count, row_group, thread, issue, after_last);
+          multiply_and_add<kColumns, 2>(params, storage, state, accumulator, sums, k_count, weight, row_group, thread, issue, after_last);
           return;
         }
         if (params.scale_bytes > 0) {
-          multiply_and_add<kColumns, 1>(params, storage, state, accumulator, sums, k_count, row_group, thread, issue, after_last);
+          multiply_and_add<kColumns, 1>(params, storage, state, accumulator, sums, k_count, weight, row_group, thread, issue, after_last);
           return;
         }
         if (!params.fast) {
-          multiply_and_add<kColumns, 0>(params, storage, state, accumulator, sums, k_count, row_group, thread, issue, after_last);
+          multiply_and_add<kColumns, 0>(params, storage, state, accumulator, sums, k_count, weight, row_group, thread, issue, after_last);
           return;
         }
         multiply_all(sums);
@@ -577,8 +662,24 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   /// ups if there are two. Blocks of 64 rows take turns at one set of sums.
   template <int kColumns, int kScales, class Storage, class Accumulator, class Issue, class AfterLast>
   static CUTLASS_DEVICE void multiply_and_add(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                              Sum (&sums)[kValues], int k_count, int row_group, int thread, Issue const& issue,
-                                              AfterLast const& after_last) {
+                                              Sum (&sums)[kValues], int k_count, WeightColumns const& weight, int row_group, int thread,
+                                              Issue const& issue, AfterLast const& after_last) {
+    if constexpr (kBulkScales && kScales > 0) {
+      if (params.bulk_scales) {
+        LoadedWeightScales<kColumns, kScales> loaded(params, weight, k_count);
+        multiply_and_add_scaled<kColumns, kScales>(params, storage, state, accumulator, sums, k_count, loaded, row_group, thread, issue,
+                                                   after_last);
+        return;
+      }
+    }
+    StagedWeightScales<kColumns, kScales> staged{};
+    multiply_and_add_scaled<kColumns, kScales>(params, storage, state, accumulator, sums, k_count, staged, row_group, thread, issue,
+                                               after_last);
+  }
+  template <int kColumns, int kScales, class Storage, class Accumulator, class WeightScales, class Issue, class AfterLast>
+  static CUTLASS_DEVICE void multiply_and_add_scaled(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
+                                                     Sum (&sums)[kValues], int k_count, WeightScales& weight, int row_group, int thread,
+                                                     Issue const& issue, AfterLast const& after_last) {
     auto const fence = [&] {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
@@ -618,9 +719,11 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         } else {
           float const* const factors = stage_factors(params, storage, stage);
           float const* const rows = factors + (kBlock * kSharing + row_group) * 64 + thread / 32 * 16 + thread % 32 / 4;
-          add_by_row<kColumns, kScales, kBlock>(rows, factors + kTileM, accumulator, sums, retire, release);
+          weight.read(factors + kTileM);
+          add_by_row<kColumns, kScales, kBlock>(rows, weight, accumulator, sums, retire, release);
         }
       });
+      weight.advance();
     }
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
@@ -657,22 +760,11 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   }
 
   /// Scales of a thread's two rows, which are tokens, and of the weight for each kGroup columns. Gates and ups are 8 columns each, by turns.
-  template <int kColumns, int kScales, int kBlock, class Accumulator, class Retire, class Release>
-  static CUTLASS_DEVICE void add_by_row(float const* rows, float const* weight, Accumulator& accumulator, Sum (&sums)[kValues],
+  template <int kColumns, int kScales, int kBlock, class WeightScales, class Accumulator, class Retire, class Release>
+  static CUTLASS_DEVICE void add_by_row(float const* rows, WeightScales const& weight, Accumulator& accumulator, Sum (&sums)[kValues],
                                         Retire const& retire, Release const& release) {
     constexpr int kGroupsOf = (kColumns + kGroup - 1) / kGroup;
     float const row[2] = {rows[0], rows[8]};
-    static_assert(kGroups % 2 == 0);
-    float of_weight[kScales][kGroups];
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < kScales; ++j) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int g = 0; g < kGroupsOf; g += 2) {
-        float2 const pair = reinterpret_cast<float2 const*>(weight + j * kGroups)[g / 2];
-        of_weight[j][g] = pair.x;
-        of_weight[j][g + 1] = pair.y;
-      }
-    }
     retire();
     release();
     CUTLASS_PRAGMA_UNROLL
@@ -680,8 +772,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       float factor[kScales][2];
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < kScales; ++j) {
-        factor[j][0] = row[0] * of_weight[j][g];
-        factor[j][1] = row[1] * of_weight[j][g];
+        factor[j][0] = row[0] * weight.of(j, g);
+        factor[j][1] = row[1] * weight.of(j, g);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kGroup / 2; ++i) {
