@@ -324,8 +324,8 @@ std::string gemm_model_csv(int64_t device) {
   return csv;
 }
 
-/// A line of _predict_gemm: what _plan_gemm or, of quantised weights, _plan_w4a16 takes from sizes to gated, and a kernel override, one
-/// space between any two.
+/// A line of _predict_gemm: what _plan_gemm or, of 8-bit operands, _plan_scaled_gemm, or, of quantised weights, _plan_w4a16 takes from sizes
+/// to gated, and a kernel override, one space between any two.
 struct Candidate {
   GemmProblem problem;
   KernelInfo const* kernel;  // null: this build has none of the name
@@ -334,8 +334,8 @@ struct Candidate {
 
 Candidate candidate_of(char const* op, std::string const& line) {
   std::vector<std::string> const cells = split(line, ' ');
-  if (cells.size() != 15 && cells.size() != 10) {
-    fail(op, ": expected 15 cells in a candidate's line, or 10 where its weights are quantised, got '", line, "'");
+  if (cells.size() != 15 && cells.size() != 12 && cells.size() != 10) {
+    fail(op, ": expected 15 cells in a candidate's line, 12 of 8-bit operands, or 10 where its weights are quantised, got '", line, "'");
   }
   auto const number = [&](size_t i) { return parse_integer(op, cells[i], 0, INT32_MAX); };
   Candidate candidate;
@@ -344,6 +344,10 @@ Candidate candidate_of(char const* op, std::string const& line) {
                                alignments = {number(8), number(9), number(10), number(11)};
     candidate.problem =
         dense_problem(op, sizes, cells[4], cells[5], cells[6], cells[7], alignments, parse_flag(op, cells[12]), parse_flag(op, cells[13]));
+  } else if (cells.size() == 12) {
+    candidate.problem = scaled_problem(op, {number(0), number(1), number(2)}, cells[3], cells[4], {number(5), number(6)},
+                                       parse_flag(op, cells[7]), parse_flag(op, cells[8]), parse_flag(op, cells[9]),
+                                       parse_flag(op, cells[10]));
   } else {
     int64_t const group_size = parse_integer(op, cells[5], -1, INT32_MAX);
     candidate.problem = w4_problem(op, {number(0), number(1), number(2)}, cells[3], cells[4], group_size, parse_flag(op, cells[6]),

@@ -38,8 +38,9 @@ struct ScaleView {
   /// Those of rows row .. row + 3, of which `count` exist; 0 for the others.
   __device__ __forceinline__ float4 load_four(int32_t row, int32_t block, int32_t count) const {
     float x[4];
+    int64_t at = offset(row, block);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = i < count ? load(offset(row + i, block)) : 0.0f;
+    for (int i = 0; i < 4; ++i, at += row_stride) x[i] = i < count ? load(at) : 0.0f;
     return make_float4(x[0], x[1], x[2], x[3]);
   }
 #endif

@@ -225,7 +225,7 @@ struct EpilogueSm90 {
 
   /// Sends for the scales of a tile.
   __device__ void request_scales(int tile_row, int tile_column, int warpgroup) {
-    synchronize();  // those of the last tile have been read
+    if (!kWarpsStore || !is_plain()) synchronize();  // those of the last tile have been read, before its stores where all warps issue them
     auto const request = [](ScaleVector const& vector, float* to, int64_t at, bool exists) {
       if (!exists || vector.data == nullptr) {
         *to = 1.0f;

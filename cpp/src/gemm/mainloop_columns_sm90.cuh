@@ -101,11 +101,14 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static constexpr bool kOrdered = kPingpong;
   static constexpr int kThreads = Config::kThreads;
   static constexpr bool kRereadsThread = kThreads == 512 || (kNarrow && !kIntegers);  // there is no register for what follows from it
-  static constexpr bool kRelocates = kNarrow && !kIntegers;                           // nor for where the tile is
+  static constexpr bool kRelocates = kNarrow && !kIntegers && kSwap;                  // nor for where the tile is
   static_assert(kThreads == 384 || (kThreads == 512 && kCooperative));
-  // Those of all warpgroups together are no more than the launch gives the CTA: 168 a thread of three, 128 of four.
-  static constexpr int kProducerRegisters = kThreads == 384 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kThreads == 384 ? 232 : 160;
+  // Those of all warpgroups together are no more than the launch gives the CTA, else the consumers wait for theirs for ever: 168 a thread
+  // of three warpgroups, 128 of four. Auxiliary warps that multiply scales need more than the producer.
+  static constexpr bool kMultipliesScales = kNarrow && !kIntegers && kSwap;
+  static constexpr int kProducerRegisters = kThreads != 384 ? 32 : kMultipliesScales ? 56 : 40;
+  static constexpr int kConsumerRegisters = kThreads != 384 ? 160 : kMultipliesScales ? 224 : 232;
+  static_assert(kProducerRegisters + (kThreads / 128 - 1) * kConsumerRegisters <= kThreads / 128 * (kThreads == 384 ? 168 : 128));
   static constexpr bool kColumnsAlongK = (kSwap ? Config::kMajorA : Config::kMajorB) == minfer::Major::kK;
   static constexpr bool kRowsAlongK = (kSwap ? Config::kMajorB : Config::kMajorA) == minfer::Major::kK;
 
@@ -369,8 +372,14 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 #pragma unroll 1
     for (; k < k_end; k += kAuxiliaryWarps) {
       float weight = from.has_weight ? 1.0f : 0.0f, up = weight;
-      float4 of_tokens[kVectors];
+      auto const store = [&](float* to, int at, float4 x) {
+        auto const times = [](float4 x, float y) { return make_float4(x.x * y, x.y * y, x.z * y, x.w * y); };
+        *reinterpret_cast<float4*>(to + at) = kSwap ? times(x, weight) : x;
+        if (kSwap && scales.halves) *reinterpret_cast<float4*>(to + kTileN + at) = times(x, up);
+      };
+      float* to = stage_factors(params, storage, state.index);
       if constexpr (kByFours) {
+        float4 of_tokens[kVectors];
         if (!fixed_weight) {
           weight = minfer::load_operand(of_weight);
           if (scales.halves) up = minfer::load_operand(of_weight + scales.up_offset);
@@ -381,27 +390,22 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         }
         of_weight += step;
         of_token += token_step;
+        EmptyBarrier::wait(&storage.empty[state.index], state.phase);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kVectors; ++i) {
+          if (128 * i + 4 * lane < from.tokens) store(to, 128 * i + 4 * lane, of_tokens[i]);
+        }
       } else {
         if (!fixed_weight) {
           int64_t const at = scales.weight.offset(from.weight, k);
           weight = scales.weight.load(at);
           if (scales.halves) up = scales.weight.load(at + scales.up_offset);
         }
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kVectors; ++i) {
-          int const at = 128 * i + 4 * lane;
-          of_tokens[i] = scales.tokens.load_four(from.token + at, k, at < from.tokens ? scales.m - from.token - at : 0);
+        EmptyBarrier::wait(&storage.empty[state.index], state.phase);
+#pragma unroll 1
+        for (int at = 4 * lane; at < from.tokens; at += 128) {  // one by one: there are no registers for more of them
+          store(to, at, scales.tokens.load_four(from.token + at, k, scales.m - from.token - at));
         }
-      }
-      EmptyBarrier::wait(&storage.empty[state.index], state.phase);
-      float* const to = stage_factors(params, storage, state.index);
-      auto const times = [](float4 x, float y) { return make_float4(x.x * y, x.y * y, x.z * y, x.w * y); };
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kVectors; ++i) {
-        int const at = 128 * i + 4 * lane;
-        if (at >= from.tokens) break;
-        *reinterpret_cast<float4*>(to + at) = kSwap ? times(of_tokens[i], weight) : of_tokens[i];
-        if (kSwap && scales.halves) *reinterpret_cast<float4*>(to + kTileN + at) = times(of_tokens[i], up);
       }
       if (!kSwap && lane < kGroups) {
         to[kTileM + lane] = weight;
@@ -434,7 +438,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       }
     }
     CUTLASS_DEVICE float of(int j, int g) const { return values[j][g]; }
-    CUTLASS_DEVICE void advance() {}
+    CUTLASS_DEVICE void advance(bool) {}
   };
   /// The same, loaded by every thread a k tile ahead. A tile's columns are of one block, or of two.
   template <int kColumns, int kScales>
@@ -443,42 +447,43 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     float now[kScales][kRows], next[kScales][kRows];
     float const* from;
     int64_t row_stride, k_stride, up_offset;
-    int boundary, left;  // groups of the first block; k tiles
-    bool has_first, has_second;
+    int boundary;  // groups of the first block
+    bool has_second;
 
-    CUTLASS_DEVICE LoadedWeightScales(Params const& params, WeightColumns const& at, int k_count) : left(k_count) {
+    CUTLASS_DEVICE LoadedWeightScales(Params const& params, WeightColumns const& at, int k_count) {
       auto const& scales = params.scales;
-      int const bits = scales.halves ? 8 : 7, row = at.column >> bits, end = (row + 1) << bits;
+      int const bits = scales.halves ? 8 : 7, last = (scales.n - 1) >> bits;
+      int const row = at.column >> bits < last ? at.column >> bits : last;  // a cluster has tiles that begin behind the last column
+      int const end = (row + 1) << bits;
       from = static_cast<float const*>(scales.weight.data) + scales.weight.offset(row, at.k);
       row_stride = scales.weight.row_stride;
       k_stride = scales.weight.k_stride;
       up_offset = scales.up_offset;
       boundary = (end - at.column) / kGroup;
-      has_first = at.column < scales.n;  // not of each tile of a cluster
       has_second = end < scales.n;
       load(now);
-      prefetch();
+      prefetch(k_count > 1);
     }
     CUTLASS_DEVICE void load(float (&to)[kScales][kRows]) const {
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < kScales; ++j) {
-        to[j][0] = has_first ? minfer::load_operand(from + (j > 0 ? up_offset : 0)) : 0.0f;
+        to[j][0] = minfer::load_operand(from + (j > 0 ? up_offset : 0));
         if (kRows > 1) to[j][kRows - 1] = has_second ? minfer::load_operand(from + row_stride + (j > 0 ? up_offset : 0)) : 0.0f;
       }
     }
-    CUTLASS_DEVICE void prefetch() {
+    CUTLASS_DEVICE void prefetch(bool more) {
       from += k_stride;
-      if (--left > 0) load(next);
+      if (more) load(next);
     }
     CUTLASS_DEVICE void read(float const*) {}
     CUTLASS_DEVICE float of(int j, int g) const { return kRows == 1 || g < boundary ? now[j][0] : now[j][kRows - 1]; }
-    CUTLASS_DEVICE void advance() {
+    CUTLASS_DEVICE void advance(bool more) {
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < kScales; ++j) {
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < kRows; ++r) now[j][r] = next[j][r];
       }
-      prefetch();
+      prefetch(more);
     }
   };
 
@@ -723,7 +728,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
           add_by_row<kColumns, kScales, kBlock>(rows, weight, accumulator, sums, retire, release);
         }
       });
-      weight.advance();
+      weight.advance(k + 2 < k_count);
     }
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {

@@ -116,7 +116,11 @@ struct SplitReduction {
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
               bool const has = (!kChosen || 4 * (i + j - block) < workspace.values) && (p == 0 || first + p < count);
-              if (i + j < end && has) part[p][j] = __ldcg(base[p] + (i + j) * kThreads);
+              if (i + j < end && has) {
+                part[p][j] = __ldcg(base[p] + (i + j) * kThreads);
+              } else if constexpr (kInFlight <= 4) {  // else its registers are taken over all iterations, which few can be
+                part[p][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+              }
             }
           }
 #pragma unroll

@@ -90,11 +90,25 @@ def scaled(seed: int, index: int, dtype: torch.dtype) -> tuple[ScaledProblem, st
 _CALIBRATED = (("int4", 128), ("int4", 32), ("int4", 128), ("nf4", 64), ("int4", 128), ("mxfp4", 32), ("int4", 128), ("nvfp4", 16))
 
 
-def calibration(seed: int) -> Iterator[Problem | W4Problem]:
+def scaled_calibration(seed: int) -> Iterator[ScaledProblem]:
+    """Endless problems of 8-bit operands for the fit: of twelve, five with scales of blocks, four of rows, one of rows and fast, two int8;
+    one of seven is gated."""
+    for index in itertools.count():
+        kind = index % 12
+        e4m3 = kind not in (5, 11)
+        p, _ = scaled(seed, index, torch.float8_e4m3fn if e4m3 else torch.int8)
+        options = {"block_scaled": e4m3 and kind % 2 == 0, "fast_accum": kind == 7, "gated": index % 7 == 3}
+        yield ScaledProblem(p.m, p.n, p.k, dtype=p.dtype, **options)
+
+
+def calibration(seed: int) -> Iterator[Problem | W4Problem | ScaledProblem]:
     """Endless problems for the fit: of ten, five aligned, one of n and k in multiples of 8, one of any n and k, one gated or float32, two
-    with 4-bit weights, every other one of these int4 in groups of 128."""
+    with 4-bit weights, every other one of these int4 in groups of 128. Two of 8-bit operands come after each ten."""
+    of_8_bits = scaled_calibration(seed)
     for index in itertools.count():
         kind, turn = index % 10, index // 10
+        if kind == 0 and index > 0:
+            yield from itertools.islice(of_8_bits, 2)
         if kind < 5:
             yield aligned(seed, index)
         elif kind == 5:

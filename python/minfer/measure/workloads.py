@@ -9,8 +9,8 @@ import torch
 
 from .. import reference
 from ..formats import weight_formats, weight_layout
-from ..planning.plan import Problem, W4Problem
-from ..reference import quantized_gemm as reference_w4a16
+from ..planning.plan import Problem, ScaledProblem, W4Problem
+from ..reference import quantized_gemm as reference_w4a16, scaled_gemm as reference_scaled
 from . import benchmarking
 
 BETA = 0.5  # of dense problems with a C
@@ -139,5 +139,76 @@ class W4Workload:
         return _error(out, truth, truth.to(out.dtype))
 
 
-def workload(problem: Problem | W4Problem, device: str = "cuda") -> GemmWorkload | W4Workload:
-    return (W4Workload if isinstance(problem, W4Problem) else GemmWorkload)(problem, device)
+class ScaledWorkload:
+    """minfer::gemm_fp8, gemm_int8 and their gated forms. Scales are of rows, or, where the problem says so, of blocks."""
+
+    def __init__(self, problem: ScaledProblem, device: str = "cuda"):
+        self.problem, self.device = problem, device
+
+    def operands(self) -> Operands:
+        """Random codes, normal of e4m3 and even of int8, and scales near one; c normal; an output d."""
+        problem, device = self.problem, self.device
+        m, n, k = problem.m, problem.n, problem.k
+
+        def codes(rows: int) -> torch.Tensor:
+            if problem.dtype == torch.int8:
+                return torch.randint(-127, 128, (rows, k), device=device, dtype=torch.int8)
+            return torch.randn(rows, k, device=device).mul_(16.0).to(problem.dtype)
+
+        def scale(*shape: int) -> torch.Tensor:
+            return torch.rand(shape, device=device).add_(0.5)
+
+        blocks = -(-k // 128)
+        if problem.block_scaled:  # column by column, as the operators with ``quant`` write them
+            a_scale = scale(blocks, -(-m // 4) * 4).t()[:m]
+            rows = -(-problem.n_out // 128)
+            b_scale = scale(2, rows, blocks) if problem.gated else scale(rows, blocks)
+        else:
+            a_scale, b_scale = scale(m), scale(n)
+        return {
+            "a": codes(m),
+            "b": codes(n).t(),
+            "a_scale": a_scale,
+            "b_scale": b_scale,
+            "c": torch.randn(m, n, device=device, dtype=problem.out_dtype) if problem.c else None,
+            "d": torch.empty(m, problem.n_out, device=device, dtype=problem.out_dtype),
+        }
+
+    def launcher(self, kernel: str | None = None) -> Launcher:
+        """The operator as a function of one set of operands."""
+        problem = self.problem
+        name = f"gemm_{'int8' if problem.dtype == torch.int8 else 'fp8'}"
+        options: dict[str, Any] = {"kernel": kernel}
+        if problem.dtype != torch.int8:
+            options["fast_accum"] = problem.fast_accum
+        if problem.gated:
+            gated = getattr(torch.ops.minfer, f"{name}_gated").default
+            return lambda x: gated(x["a"], x["b"], x["a_scale"], x["b_scale"], out_dtype=problem.out_dtype, **options)
+        gemm = getattr(torch.ops.minfer, name).out
+        beta = BETA if problem.c else 0.0
+        return lambda x: gemm(x["a"], x["b"], x["a_scale"], x["b_scale"], c=x["c"], beta=beta, out=x["d"], **options)
+
+    def torch_contestant(self, sets: list[Operands]) -> tuple[Launcher, list[Operands]] | None:
+        """None: torch's scaled_mm does not take the operands as they are."""
+        return None
+
+    def check(self, kernel: str | None, x: Operands) -> tuple[float, float]:
+        """Relative error of one launch into a NaN-filled output against the reference in float64, and the most it may be."""
+        problem = self.problem
+        x["d"].fill_(float("nan"))
+        out = self.launcher(kernel)(x)
+        b_scale = x["b_scale"]
+        if problem.gated and problem.block_scaled:
+            raise ValueError("products of gated weights with scales of blocks are not checked here")
+        truth = reference_scaled.scaled_product(x["a"].double(), x["b"].double(), x["a_scale"].double(), b_scale.double())
+        if problem.c:
+            truth = truth + BETA * x["c"].double()
+        if problem.gated:
+            blocks = truth.unflatten(1, (problem.n // 16, 2, 8))
+            truth = (torch.nn.functional.silu(blocks[:, :, 0]) * blocks[:, :, 1]).flatten(1)
+        return _error(out, truth, truth.to(out.dtype))
+
+
+def workload(problem: Problem | W4Problem | ScaledProblem, device: str = "cuda") -> GemmWorkload | W4Workload | ScaledWorkload:
+    kinds = {W4Problem: W4Workload, ScaledProblem: ScaledWorkload}
+    return kinds.get(type(problem), GemmWorkload)(problem, device)

@@ -1,5 +1,5 @@
-"""Calibration of the cost model of GEMM plans, dense and with 4-bit weights: candidates are timed on random problems, and the constants of
-the model are fitted to them.
+"""Calibration of the cost model of GEMM plans, dense, with 4-bit weights and of 8-bit operands: candidates are timed on random problems,
+and the constants of the model are fitted to them.
 
 The formulas themselves are the library's alone (cpp/src/gemm/cost_model.cpp, cpp/src/quantized_gemm/cost_model.cpp);
 ``minfer::_predict_gemm`` evaluates them for many models and candidates at once, and the fit differentiates them numerically. A table
@@ -26,8 +26,10 @@ from ..measure import benchmarking, random_problems
 from ..measure.workloads import workload
 from .plan import (
     DTYPE_NAMES,
+    NARROW_NAMES,
     Plan,
     Problem,
+    ScaledProblem,
     W4Problem,
     enumerate_plans,
     plan_problem,
@@ -38,7 +40,8 @@ NEAR = 1.6  # candidates predicted to take up to this times the best are measure
 DEQUANTIZE = "dequantize"  # the override that writes the weight out in 16 bits, in front of a dense product
 _DEQUANTIZED_M = 192  # from so many tokens on that is measured, too
 KINDS = {"gated": {"gated": True}, "f32": {"out_dtype": torch.float32}}  # of measured problems; any other kind is a plain product
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in (*DTYPE_NAMES.items(), *NARROW_NAMES.items())}
+AnyProblem = Problem | W4Problem | ScaledProblem
 
 # ---- the model's table ---------------------------------------------------------------------------------------------------------
 
@@ -118,7 +121,7 @@ class Candidate:
 class Measured:
     """A problem with the times of its candidates; ``own_us``: of what the operator itself runs, 0 where it was not timed."""
 
-    problem: Problem | W4Problem
+    problem: AnyProblem
     candidates: tuple[Candidate, ...]
     own_us: float = 0.0
 
@@ -128,10 +131,12 @@ class Measured:
         head: dict[str, Any] = {"own": round(self.own_us, 3), "m": p.m, "n": p.n, "k": p.k, "c": p.c}
         if isinstance(p, W4Problem):
             head |= {"format": p.w4_format, "group_size": p.group_size, "zeros": p.zeros, "gated": p.gated}
+        elif isinstance(p, ScaledProblem):
+            head |= {"blocks": p.block_scaled, "fast": p.fast_accum, "gated": p.gated, "out_dtype": DTYPE_NAMES[p.out_dtype]}
         else:
             head |= {"kind": "gated" if p.gated else "f32" if p.out_dtype == torch.float32 else "plain", "layout": p.layout}
         plans = [list(vars(candidate).values()) for candidate in self.candidates]
-        return json.dumps(head | {"dtype": DTYPE_NAMES[p.dtype], "plans": plans})
+        return json.dumps(head | {"dtype": (DTYPE_NAMES | NARROW_NAMES)[p.dtype], "plans": plans})
 
     @classmethod
     def parse(cls, line: str) -> Measured:
@@ -140,6 +145,9 @@ class Measured:
         if "format" in found:
             quantised = {name: found[name] for name in ("group_size", "zeros", "gated")}
             problem = W4Problem(*sizes, **options, w4_format=found["format"], **quantised)
+        elif "blocks" in found:
+            flags = {"block_scaled": found["blocks"], "fast_accum": found["fast"], "gated": found["gated"]}
+            problem = ScaledProblem(*sizes, **options, out_dtype=_DTYPES[found["out_dtype"]], **flags)
         else:
             problem = Problem(*sizes, **options, layout=found.get("layout", "tn"), **KINDS.get(found.get("kind", "plain"), {}))
         return cls(problem, tuple(Candidate(*plan) for plan in found["plans"]), found.get("own", 0.0))
@@ -178,9 +186,7 @@ def choose(plans: Sequence[Plan], near: float, most: int, seen: dict[str, int] |
     return chosen
 
 
-def measure(
-    problem: Problem | W4Problem, plans: Sequence[Plan], *, own: bool = False, target_us: float = 200.0, rounds: int = 3
-) -> Measured:
+def measure(problem: AnyProblem, plans: Sequence[Plan], *, own: bool = False, target_us: float = 200.0, rounds: int = 3) -> Measured:
     """Brief times of plans of a problem, in turn, the least of a few graph replays each. Plans that cannot be launched are left out, and a
     warning says so.
 
@@ -198,7 +204,7 @@ def measure(
         torch.cuda.empty_cache()
 
 
-def _measure(problem: Problem | W4Problem, plans: Sequence[Plan], own: bool, target_us: float, rounds: int) -> Measured:
+def _measure(problem: AnyProblem, plans: Sequence[Plan], own: bool, target_us: float, rounds: int) -> Measured:
     work = workload(problem)
     sets = benchmarking.rotation(work.operands)
     timers: list[benchmarking.GraphTimer] = []
@@ -231,16 +237,18 @@ def _measure(problem: Problem | W4Problem, plans: Sequence[Plan], own: bool, tar
     return Measured(problem, tuple(replace(c, us=round(us, 3)) for c, us in zip(timed, best, strict=True)), own_us)
 
 
-def measure_device(seconds: float, seed: int = 1, say: Callable[[Measured], None] = lambda measured: None) -> list[Measured]:
+def measure_device(
+    seconds: float, seed: int = 1, say: Callable[[Measured], None] = lambda measured: None, problems: Iterable[AnyProblem] | None = None
+) -> list[Measured]:
     """Times candidates of random problems on the present GPU for about so long: always the same problems in the same order, but for
-    those that would take too long on it.
+    those that would take too long on it. ``problems``: these in place of the seed's.
 
     Each problem's best predicted candidates are joined by those of kernels that were timed least so far, so that all constants show.
     """
     begin = time.monotonic()
     seen: dict[str, int] = {}
     found = []
-    for problem in random_problems.calibration(seed):
+    for problem in problems if problems is not None else random_problems.calibration(seed):
         if time.monotonic() - begin > seconds:
             break
         plans = enumerate_plans(problem)
@@ -274,7 +282,7 @@ class Data:
     def __post_init__(self):
         from .._core.registry import kernel_names
 
-        known = kernel_names("gemm") | kernel_names("w4a16")
+        known = kernel_names("gemm") | kernel_names("w4a16") | kernel_names("scaled_gemm")
         rows = [(i, c) for i, measured in enumerate(self.problems) for c in measured.candidates if c.kernel in known and c.us > 0]
         if not rows:
             raise ValueError("no candidate was measured whose kernel this build knows")
@@ -292,10 +300,13 @@ class Data:
         return least.scatter_reduce(0, self.problem, self.us, "amin")[self.problem]
 
 
-def _head(problem: Problem | W4Problem) -> str:
+def _head(problem: AnyProblem) -> str:
     if isinstance(problem, W4Problem):
         sizes, ab, w4_format, group_size, *flags = problem.arguments()
         return " ".join(map(str, [*sizes, ab, w4_format, group_size, *map(int, flags)]))
+    if isinstance(problem, ScaledProblem):
+        sizes, ab, d, alignments, *flags = problem.arguments()
+        return " ".join(map(str, [*sizes, ab, d, *alignments, *map(int, flags)]))
     sizes, ab, d, a_major, b_major, alignments, c, gated = problem.arguments()
     return " ".join(map(str, [*sizes, ab, d, a_major, b_major, *alignments, int(c), int(gated)]))
 
