@@ -38,6 +38,8 @@ RATES = (  # the fields of minfer::GemmRates, in order
     "uneven",
     "general",
     "general_c",
+    "block_scales",
+    "block_scales_swap",
     "copy",
     "copy_bandwidth",
     "copy_transposed",

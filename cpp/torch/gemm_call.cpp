@@ -321,9 +321,12 @@ void run(GemmCall const& call, Tensor const& out, OnDevice const& on, std::funct
   Sizes const& s = call.sizes;
   std::optional<KernelOverride> override;
   if (call.kernel) override = parse_override(call.op, *call.kernel);
-  if (s.batch == 0 || s.m == 0 || s.n == 0) {
+  bool const empty = s.batch == 0 || s.m == 0 || s.n == 0;
+  bool const no_sums = call.scaled != nullptr && call.scaled->int32 && s.k == 0;  // they are zeros, which no kernel makes
+  if (empty || no_sums) {
     if (override) check_kernel_name(call.op, call.scaled != nullptr ? "scaled_gemm" : "gemm", override->name);
     if (before) before();
+    if (!empty) fill_with_zeros(call.op, "out", out);
     return;
   }
   KernelCall x;
@@ -352,7 +355,7 @@ void check_output(GemmCall const& call, Tensor const& out, ScalarType type) {
   if (call.c && call.beta != 0.0f && !is_same_view(out, *call.c)) check_no_overlap(op, out, "c", *call.c);
 }
 
-Tensor allocate_output(GemmCall const& call, ScalarType type) {
+static Tensor allocate_output(GemmCall const& call, ScalarType type) {
   auto const shape = call.sizes.output(call.columns());
   return allocate(call.op, call.a, Shape(shape.data(), size_t(call.sizes.modes())), type, "the output of a ", call.a, " and b ", call.b);
 }

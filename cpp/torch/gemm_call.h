@@ -59,7 +59,6 @@ void check_call(GemmCall& call, double alpha, double beta, std::string const& ac
 void check_output(GemmCall const& call, Tensor const& out, ScalarType type);
 
 /// A new tensor for the output.
-Tensor allocate_output(GemmCall const& call, ScalarType type);
 /// Into `out`, whose rows are contiguous. `before` is called in front of the launch.
 void run(GemmCall const& call, Tensor const& out, OnDevice const& on, std::function<void()> const& before = {});
 /// Into a new tensor.

@@ -345,9 +345,9 @@ Candidate candidate_of(char const* op, std::string const& line) {
     candidate.problem =
         dense_problem(op, sizes, cells[4], cells[5], cells[6], cells[7], alignments, parse_flag(op, cells[12]), parse_flag(op, cells[13]));
   } else if (cells.size() == 12) {
-    candidate.problem = scaled_problem(op, {number(0), number(1), number(2)}, cells[3], cells[4], {number(5), number(6)},
-                                       parse_flag(op, cells[7]), parse_flag(op, cells[8]), parse_flag(op, cells[9]),
-                                       parse_flag(op, cells[10]));
+    candidate.problem =
+        scaled_problem(op, {number(0), number(1), number(2)}, cells[3], cells[4], {number(5), number(6)}, parse_flag(op, cells[7]),
+                       parse_flag(op, cells[8]), parse_flag(op, cells[9]), parse_flag(op, cells[10]));
   } else {
     int64_t const group_size = parse_integer(op, cells[5], -1, INT32_MAX);
     candidate.problem = w4_problem(op, {number(0), number(1), number(2)}, cells[3], cells[4], group_size, parse_flag(op, cells[6]),

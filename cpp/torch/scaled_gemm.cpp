@@ -216,14 +216,7 @@ Tensor into_new(Arguments x, ScalarType type) {
     Flattened const flat = flatten(x);
     return view_of(x.op, "the output", into_new(flat.call(x), type), flat.output);
   }
-  return checked(x, [&](GemmCall const& call) {
-    if (x.scaled.int32 && call.sizes.k == 0) {
-      Tensor const out = allocate_output(call, type);
-      fill_with_zeros(x.op, "out", out);
-      return out;
-    }
-    return run(call, type, OnDevice(x.op, x.a));
-  });
+  return checked(x, [&](GemmCall const& call) { return run(call, type, OnDevice(x.op, x.a)); });
 }
 
 Tensor into_given(Arguments x, ScalarType type, Tensor const& out) {
@@ -251,11 +244,7 @@ Tensor into_given(Arguments x, ScalarType type, Tensor const& out) {
       check_no_overlap(x.op, out, "a_zero", *x.a_zero);
       check_no_overlap(x.op, out, "b_sums", *x.b_sums);
     }
-    if (x.scaled.int32 && call.sizes.k == 0) {
-      fill_with_zeros(x.op, "out", out);
-    } else {
-      run_into(call, out, OnDevice(x.op, x.a));
-    }
+    run_into(call, out, OnDevice(x.op, x.a));
     return out;
   });
 }

@@ -119,8 +119,9 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
 
   double const uneven = !portable_ && problem.k % 64 != 0 ? r.uneven : 1.0;
   double const tile_k = grid_ && problem.k <= kBriefK ? kBriefK : kernel.tile_k;
-  double const element = size_of(problem.ab_type), wide = element / 2.0;                 // operands of 8 bits take half the time
-  double const flops = 2.0 * kernel.tile_m * tile_k * wide * factors_.compute * uneven;  // of a column
+  double const element = size_of(problem.ab_type), wide = element / 2.0;  // operands of 8 bits take half the time
+  double const scales = !problem.block_scaled ? 1.0 : kernel.swap ? r.block_scales_swap : r.block_scales;
+  double const flops = 2.0 * kernel.tile_m * tile_k * wide * factors_.compute * uneven * scales;  // of a column
   double const rate = scaled.sm_scale;
   alone_ = fourth_power((tile_n + r.columns) * flops / (r.sm_rate * rate));
   latency_ = fourth_power(r.latency / stages_of(kernel, tile_n) * factors_.latency);

@@ -29,6 +29,8 @@ struct GemmRates {
   double exposed;                      // share of an epilogue longer than its tile's mainloop that pingpong does not hide
   double uneven;                       // factor of k tiles whose rows do not start on whole lines of 128 bytes
   double general, general_c;           // factors of an epilogue that TMA cannot store, without C and with
+  double block_scales;                 // factor of a k tile whose 8-bit operands are scaled by blocks, where rows of a tile are tokens
+  double block_scales_swap;            // and where its columns are
   double copy;                         // us of a realigning copy in front of the kernel
   double copy_bandwidth;               // its bytes/us, of what crosses HBM
   double copy_transposed;              // transposed bytes count as so many times more
@@ -87,6 +89,8 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"uneven", &GemmRates::uneven},
     {"general", &GemmRates::general},
     {"general_c", &GemmRates::general_c},
+    {"block_scales", &GemmRates::block_scales},
+    {"block_scales_swap", &GemmRates::block_scales_swap},
     {"copy", &GemmRates::copy},
     {"copy_bandwidth", &GemmRates::copy_bandwidth},
     {"copy_transposed", &GemmRates::copy_transposed},

@@ -70,8 +70,7 @@ struct EpilogueSm90 {
   static constexpr int kBoxes = kMmaM * kChunks;                   // of a warpgroup
   static constexpr int kBoxValues = kBoxRows * kBoxColumns / 128;  // accumulators of a thread
   // Finished together: 64 spill beside more than 128 accumulators, and with three consumers, which have 160 registers a thread.
-  static constexpr int kGroupColumns =
-      (kScaled && kSwap) || kMmaM * kTileN / 2 > 128 || (kChoosesColumns && kWarpgroups == 3) ? 32 : 64;
+  static constexpr int kGroupColumns = (kScaled && kSwap) || kMmaM * kTileN / 2 > 128 || (kChoosesColumns && kWarpgroups == 3) ? 32 : 64;
   static constexpr int kGroupBox = kSwap && !kChoosesColumns ? kGroupColumns : kChunkColumns;
   static constexpr int kGroup = kGroupBox > kGroupColumns ? 1 : cute::min(kChunks, kGroupColumns / kGroupBox);  // in boxes
   static constexpr int kBuffers = Config::kEpilogueChunks;
@@ -79,9 +78,9 @@ struct EpilogueSm90 {
   static constexpr int kGeneralColumns = kTileN >= 32 ? 32 : (kTileN >= 16 ? 16 : 8);
   static constexpr int kGeneralBytes = 64 * kGeneralColumns * 4;
   static constexpr int kRegionBytes = ((kBuffers * kBoxBytes > kGeneralBytes ? kBuffers * kBoxBytes : kGeneralBytes) + 1023) / 1024 * 1024;
-  static constexpr int kRows = kMmaM * 64;                         // of a warpgroup's tile
-  static constexpr int kBiasFloats = kSwap ? kRows : kTileN;       // the n of it
-  static constexpr int kBiasValues = (kBiasFloats + 127) / 128;    // of a thread
+  static constexpr int kRows = kMmaM * 64;                       // of a warpgroup's tile
+  static constexpr int kBiasFloats = kSwap ? kRows : kTileN;     // the n of it
+  static constexpr int kBiasValues = (kBiasFloats + 127) / 128;  // of a thread
   static_assert(kTileN % 8 == 0 && kBoxRows <= 256 && (kSwap || kTileN % kBoxColumns == 0));
   static_assert(kBuffers >= kGroup && kBuffers <= kBoxes && kBuffers <= 32);
   static_assert(!kChoosesColumns || kMmaM == 1 || kChunks % kGroup == 0, "boxes are numbered by whole groups of chunks");
@@ -288,7 +287,8 @@ struct EpilogueSm90 {
   /// over the terms that a call lacks, which were most of 8000 cycles for a tile of 256 x 128.
   __device__ bool is_plain() const {
     EpilogueParams const& e = params.general;
-    return params.store_by_tma && e.alpha == 1.0f && e.bias == nullptr && !params.load_c_by_tma && !e.gated && e.activation.kind == ActivationParams::Kind::kNone;
+    return params.store_by_tma && e.alpha == 1.0f && e.bias == nullptr && !params.load_c_by_tma && !e.gated &&
+           e.activation.kind == ActivationParams::Kind::kNone;
   }
 
   /// Calls visit(Group) for the groups that a tile of this launch has.

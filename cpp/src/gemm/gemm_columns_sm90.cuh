@@ -28,11 +28,10 @@ using CollectiveMainloopColumnsSm90 = cutlass::gemm::collective::CollectiveMma<
 
 template <class Config>
 struct GemmColumnsSm90
-    : GemmKernelSm90<
-          CollectiveMainloopColumnsSm90<Config>, EpilogueSm90<Config>,
-          SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
-                                 CollectiveMainloopColumnsSm90<Config>::kValues, CollectiveMainloopColumnsSm90<Config>::kBlockValues,
-                                 Config::kType == DataType::kE4M3>> {
+    : GemmKernelSm90<CollectiveMainloopColumnsSm90<Config>, EpilogueSm90<Config>,
+                     SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
+                                            CollectiveMainloopColumnsSm90<Config>::kValues,
+                                            CollectiveMainloopColumnsSm90<Config>::kBlockValues, Config::kType == DataType::kE4M3>> {
   static_assert(GemmColumnsSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 
@@ -67,8 +66,8 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
     OperandScales const& of_b = operands.b_scale;
     mainloop.scales = {blocks(operands.a_scale), blocks(of_b), int32_t(problem.m), int32_t(problem.n), of_b.halves, of_b.up_offset};
     mainloop.scale_bytes = problem.block_scaled ? Mainloop::scale_bytes(of_b.halves) : 0;
-    mainloop.bulk_scales = !Config::kSwap && mainloop.scales.tokens.by_fours() && mainloop.scales.weight.data != nullptr &&
-                           !mainloop.scales.weight.exponents;
+    mainloop.bulk_scales =
+        !Config::kSwap && mainloop.scales.tokens.by_fours() && mainloop.scales.weight.data != nullptr && !mainloop.scales.weight.exponents;
     mainloop.fast = problem.fast_accum;
     mainloop.one = 1.0f;
     mainloop.integers = problem.d_int32;

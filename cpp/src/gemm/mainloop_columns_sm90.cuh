@@ -95,7 +95,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   static constexpr bool kNarrow = sizeof(Element) == 1;  // operands of 8 bits
   static constexpr bool kIntegers = cute::is_same_v<Element, int8_t>;
-  static constexpr bool kSwap = Config::kSwap;             // rows are the weight's
+  static constexpr bool kSwap = Config::kSwap;  // rows are the weight's
   static constexpr bool kCooperative = Config::kSchedule == minfer::Schedule::kCooperative;
   static constexpr bool kPingpong = !kCooperative;
   static constexpr bool kOrdered = kPingpong;
@@ -557,8 +557,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   /// The loop of the launch's width, which is from kFirst to kLast steps.
   template <int kFirst, int kLast, class Storage, class Accumulator, class AfterLast>
   static CUTLASS_DEVICE void mma_between(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                         int k_count, WeightColumns const& weight, int row_group, int thread,
-                                         AfterLast const& after_last) {
+                                         int k_count, WeightColumns const& weight, int row_group, int thread, AfterLast const& after_last) {
     if constexpr (kFirst == kLast) {
       mma_columns<kFirst * kStep>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
     } else {
@@ -573,8 +572,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   template <int kColumns, class Storage, class Accumulator, class AfterLast>
   static CUTLASS_DEVICE void mma_columns(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                         int k_count, WeightColumns const& weight, int row_group, int thread,
-                                         AfterLast const& after_last) {
+                                         int k_count, WeightColumns const& weight, int row_group, int thread, AfterLast const& after_last) {
     using Op =
         decltype(cute::GMMA::ss_op_selector < Element, Element, cute::conditional_t<kIntegers, int32_t, float>,
                  cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>, kRowsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN,
@@ -685,63 +683,106 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static CUTLASS_DEVICE void multiply_and_add_scaled(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
                                                      Sum (&sums)[kValues], int k_count, WeightScales& weight, int row_group, int thread,
                                                      Issue const& issue, AfterLast const& after_last) {
-    auto const fence = [&] {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
-    };
-    fence();
+    constexpr int kSums = kColumns / 2;
     uint32_t const stage_units = uint32_t(params.stage_bytes) >> 4;
+    auto const fence = [&](Sum* of) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(of[i]);
+    };
+    /// Adds a block's sums, of a stage. retire() waits for them, release() gives the stage back.
+    auto const add = [&](auto block, Sum* of, int stage, auto const& retire, auto const& release) {
+      [[maybe_unused]] constexpr int kBlock = decltype(block)::value;
+      if constexpr (kScales == 0) {
+        retire();
+        release();
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kSums; ++i) accumulator(kBlock * kBlockValues + i) += of[i];
+      } else if constexpr (kSwap) {
+        add_by_column<kColumns, kScales>(stage_factors(params, storage, stage), accumulator, of, thread, retire);
+        release();
+      } else {
+        float const* const factors = stage_factors(params, storage, stage);
+        float const* const rows = factors + (kBlock * kSharing + row_group) * 64 + thread / 32 * 16 + thread % 32 / 4;
+        weight.read(factors + kTileM);
+        add_by_row<kColumns, kScales, kBlock>(rows, weight, accumulator, of, retire, release);
+      }
+    };
+    int k = 0;
+    if constexpr (kBlocks == 1 && 2 * kColumns <= kTileN && kColumns <= 80) {
+      // Narrow tiles have registers for two sets of sums: one is added while the MMAs of the other run. Otherwise few tokens would take as
+      // long as the MMAs of a k tile and the additions behind them, one after the other. No MMA is in flight at the loop's end, where ptxas
+      // would serialise them.
+      auto const send = [&](Sum* to) {
+        int const stage = state.index;
+        FullBarrier::wait(&storage.full[stage], state.phase);
+        issue(cute::C<0>{}, cute::C<1>{}, stage * stage_units, to, cute::GMMA::ScaleOut::Zero);
+        state.advance();
+        return stage;
+      };
+      auto const add_set = [&](Sum* of, int stage, auto in_flight, int at) {
+        add(
+            cute::C<0>{}, of, stage,
+            [&] {
+              cute::warpgroup_wait<decltype(in_flight)::value>();
+              fence(of);
+            },
+            [&] { minfer::release_stage<kCluster>(&storage.empty[stage], thread); });
+        weight.advance(at + 2 < k_count);
+      };
+      Sum *const even = sums, *const odd = sums + kSums;
+      fence(even);
+      fence(odd);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; k + 4 <= k_count; k += 4) {
+        int const first = send(even), second = send(odd);
+        add_set(even, first, cute::C<1>{}, k);
+        int const third = send(even);
+        add_set(odd, second, cute::C<1>{}, k + 1);
+        int const fourth = send(odd);
+        if (k + 4 == k_count) after_last();
+        add_set(even, third, cute::C<1>{}, k + 2);
+        add_set(odd, fourth, cute::C<0>{}, k + 3);
+      }
+    }
+    fence(sums);
     uint32_t next = state.index * stage_units;  // where the next stage is; a product would be on the way to its first MMA
-    bool full = FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
+    bool full = k < k_count && FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int k = 0; k < k_count; ++k) {
+    for (; k < k_count; ++k) {
       int const stage = state.index;
       uint32_t const at = next;
       if (!full) FullBarrier::wait(&storage.full[stage], state.phase);
       state.advance();
       next = state.index == 0 ? 0 : at + stage_units;
       cute::for_each(cute::make_int_sequence<kBlocks>{}, [&](auto block) {
-        constexpr int kBlock = decltype(block)::value;
-        constexpr bool kLast = kBlock + 1 == kBlocks;
-        issue(block, cute::C<kBlock + 1>{}, at, sums, cute::GMMA::ScaleOut::Zero);
+        constexpr bool kLast = decltype(block)::value + 1 == kBlocks;
+        issue(block, cute::C<decltype(block)::value + 1>{}, at, sums, cute::GMMA::ScaleOut::Zero);
         if (kLast && k + 1 == k_count) after_last();
-        auto const release = [&] {
-          if constexpr (kLast) minfer::release_stage<kCluster>(&storage.empty[stage], thread);
-        };
-        auto const retire = [&] {
-          cute::warpgroup_wait<0>();
-          fence();
-          if constexpr (kLast) full = FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);  // answers while sums are added
-        };
-        if constexpr (kScales == 0) {
-          retire();
-          release();
-          CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < kColumns / 2; ++i) accumulator(kBlock * kBlockValues + i) += sums[i];
-        } else if constexpr (kSwap) {
-          add_by_column<kColumns, kScales>(stage_factors(params, storage, stage), accumulator, sums, thread, retire);
-          release();
-        } else {
-          float const* const factors = stage_factors(params, storage, stage);
-          float const* const rows = factors + (kBlock * kSharing + row_group) * 64 + thread / 32 * 16 + thread % 32 / 4;
-          weight.read(factors + kTileM);
-          add_by_row<kColumns, kScales, kBlock>(rows, weight, accumulator, sums, retire, release);
-        }
+        add(
+            block, sums, stage,
+            [&] {
+              cute::warpgroup_wait<0>();
+              fence(sums);
+              // Answers while sums are added.
+              if constexpr (kLast) full = FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
+            },
+            [&] {
+              if constexpr (kLast) minfer::release_stage<kCluster>(&storage.empty[stage], thread);
+            });
       });
       weight.advance(k + 2 < k_count);
     }
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       CUTLASS_PRAGMA_UNROLL
-      for (int i = kColumns / 2; i < kBlockValues; ++i) accumulator(block * kBlockValues + i) = 0.0f;  // no registers in this loop
+      for (int i = kSums; i < kBlockValues; ++i) accumulator(block * kBlockValues + i) = 0.0f;  // no registers in this loop
     }
   }
 
   /// Factors of columns, which are the tokens: of 8 i + 2 (lane % 4) and the next. There are no registers for those of wide tiles at once:
   /// the first are read while the MMAs run. Gates and ups are rows 8 apart.
   template <int kColumns, int kScales, class Accumulator, class Retire>
-  static CUTLASS_DEVICE void add_by_column(float const* factors, Accumulator& accumulator, Sum (&sums)[kValues], int thread,
-                                           Retire const& retire) {
+  static CUTLASS_DEVICE void add_by_column(float const* factors, Accumulator& accumulator, Sum* sums, int thread, Retire const& retire) {
     constexpr int kFree = kColumns < 160 ? 168 - kColumns : 8;  // registers
     constexpr int kBlocksOf8 = kColumns / 8, kMost = kFree / (2 * kScales), kEarly = kBlocksOf8 < kMost ? kBlocksOf8 : kMost;
     auto const* const pairs = reinterpret_cast<float2 const*>(factors) + thread % 4;
@@ -766,7 +807,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   /// Scales of a thread's two rows, which are tokens, and of the weight for each kGroup columns. Gates and ups are 8 columns each, by turns.
   template <int kColumns, int kScales, int kBlock, class WeightScales, class Accumulator, class Retire, class Release>
-  static CUTLASS_DEVICE void add_by_row(float const* rows, WeightScales const& weight, Accumulator& accumulator, Sum (&sums)[kValues],
+  static CUTLASS_DEVICE void add_by_row(float const* rows, WeightScales const& weight, Accumulator& accumulator, Sum* sums,
                                         Retire const& retire, Release const& release) {
     constexpr int kGroupsOf = (kColumns + kGroup - 1) / kGroup;
     float const row[2] = {rows[0], rows[8]};

@@ -39,7 +39,9 @@ struct SplitTileSchedulerSm90 {
   static constexpr bool kTileInSharedMemory = false;
   using Reduction = cute::conditional_t<kValues <= kMaxTaggedValues, TaggedReduction<128, cute::min(kValues, kMaxTaggedValues)>,
                                         SplitReduction<128, kValues, kBlockValues,
-                                                       kSwapsPairs ? 4 : (kRowGroups == 3 || kValues > 96) ? 8 : 16>>;
+                                                       kSwapsPairs                         ? 4
+                                                       : (kRowGroups == 3 || kValues > 96) ? 8
+                                                                                           : 16>>;
 
   struct Params {
     TileSchedulerParams schedule;

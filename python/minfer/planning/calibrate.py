@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -42,6 +43,7 @@ _DEQUANTIZED_M = 192  # from so many tokens on that is measured, too
 KINDS = {"gated": {"gated": True}, "f32": {"out_dtype": torch.float32}}  # of measured problems; any other kind is a plain product
 _DTYPES = {name: dtype for dtype, name in (*DTYPE_NAMES.items(), *NARROW_NAMES.items())}
 AnyProblem = Problem | W4Problem | ScaledProblem
+_ELEMENTS = ("f16", "bf16", "f32", "e4m3", "s8")  # in kernels' names
 
 # ---- the model's table ---------------------------------------------------------------------------------------------------------
 
@@ -80,8 +82,8 @@ class CostModel:
 
 def table_name(kernel: str) -> str:
     """A kernel's name in tables: without the family and the element type (minfer::model_name_of)."""
-    arch, _, rest = kernel.split("_", 1)[1].partition("_")
-    return f"{arch}_{rest.partition('_')[2]}"
+    rest = kernel.split("_", 1)[1]
+    return re.sub(rf"_({'|'.join(_ELEMENTS)})_", "_", rest, count=1)
 
 
 # ---- measurements --------------------------------------------------------------------------------------------------------------
