@@ -313,7 +313,9 @@ std::string gemm_model_csv(int64_t device) {
   int64_t count = 0;
   KernelInfo const* kernels = registry(&count);
   for (int64_t i = 0; i < count; ++i) {
-    if (std::strcmp(kernels[i].family, "gemm") != 0 && std::strcmp(kernels[i].family, "w4a16") != 0) continue;
+    bool const modelled = std::strcmp(kernels[i].family, "gemm") == 0 || std::strcmp(kernels[i].family, "scaled_gemm") == 0 ||
+                          std::strcmp(kernels[i].family, "w4a16") == 0;
+    if (!modelled) continue;
     std::string const name = model_name_of(kernels[i]).text;
     if (std::find(seen.begin(), seen.end(), name) != seen.end()) continue;
     seen.push_back(name);
@@ -324,8 +326,8 @@ std::string gemm_model_csv(int64_t device) {
   return csv;
 }
 
-/// A line of _predict_gemm: what _plan_gemm or, of 8-bit operands, _plan_scaled_gemm, or, of quantised weights, _plan_w4a16 takes from sizes
-/// to gated, and a kernel override, one space between any two.
+/// A line of _predict_gemm: what _plan_gemm, of 8-bit operands _plan_scaled_gemm, or of quantised weights _plan_w4a16 takes from sizes to
+/// gated, and a kernel override, one space between any two.
 struct Candidate {
   GemmProblem problem;
   KernelInfo const* kernel;  // null: this build has none of the name

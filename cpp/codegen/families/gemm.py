@@ -110,11 +110,12 @@ def _expand_sm90(row: Row, operand_bytes: int) -> dict:
     column_step = row.optional_integer("column_step") or 0
     _check_sm90(row, tile, cluster, operand_bytes)
     row.require(operand_bytes == 2 or column_step > 0, "column_step", "must be given where operands have 8 bits")
+    if column_step:
+        _check_columns(row, tile, column_step, operand_bytes)
     chunks, staging_bytes = _staging(row, tile, swap, column_step, chunks, operand_bytes)
     stages = _stages_sm90(row, tile, staging_bytes, stages, operand_bytes)
     ring_bytes = stages * _stage_bytes(tile, operand_bytes)
     if column_step:
-        _check_columns(row, tile, column_step, operand_bytes)
         ring_bytes = (SM90_SMEM_LIMIT - _smem_sm90(0, staging_bytes)) // SM90_SMEM_ALIGNMENT * SM90_SMEM_ALIGNMENT
     smem = _smem_sm90(ring_bytes, staging_bytes)
     fields = dict(arch=90, tile=tile, cluster=cluster, swap=swap, stages=stages, epilogue_chunks=chunks)

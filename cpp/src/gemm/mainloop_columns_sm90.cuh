@@ -16,10 +16,10 @@
 // bytes as [64 rows][64 of k], and comes by a copy of its own; the CTAs of a cluster's row divide its k, those of a column take turns. Of
 // columns contiguous along n a tile loads whole blocks, up to 56 columns of which it does not multiply.
 //
-// Operands of 8 bits are K-major. WGMMA's sums of e4m3 keep about 14 bits. By default those of a k tile, 128 of k, start at zero, and are
-// added up in fp32 (promotion), while the other warpgroup's MMAs run; a launch may leave that out (fast). Where operands are scaled by
-// blocks of 128 of k, the sums of a k tile are multiplied by its scales as they are added: warps of the producer's warpgroup write these
-// beside the operands of the stage, and count as one more arrival at its full barrier. The idea of two sums is DeepSeek-V3's (2024), the scales' path is ours. int8's sums are integers, exact, and become fp32 at the end.
+// Operands of 8 bits are K-major. WGMMA's sums of e4m3 keep about 14 bits. By default those of 128 of k are added up in fp32 (promotion:
+// DeepSeek-V3, 2024), times their scales where operands are scaled by blocks; a launch may leave that out (fast). A block's scales lie
+// behind the operands of its stage. They come by bulk copies, or warps of the producer's warpgroup write them (load_auxiliary), which
+// counts as one more arrival at the stage's full barrier. int8's sums are integers, exact, and become fp32 at the end.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -653,8 +653,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
           return;
         }
         multiply_all(sums);
-        // A product, not a copy: the sums' registers are in the order that the MMA wants, and so would the accumulators' be in all loops, for
-        // want of copies. Added up, an accumulator and its sum would then always come from the same bank of registers, at half the rate.
+        // A product, not a copy: the sums' registers are in the order that the MMA wants; so would the accumulators' be in all loops, to
+        // spare copies. Added up, an accumulator and its sum would then always come from the same bank of registers, at half the rate.
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kValues; ++i) accumulator(i) = sums[i] * params.one;
       }
@@ -805,7 +805,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     }
   }
 
-  /// Scales of a thread's two rows, which are tokens, and of the weight for each kGroup columns. Gates and ups are 8 columns each, by turns.
+  /// Scales of a thread's two rows, which are tokens, and of the weight for each kGroup columns. Gates and ups take turns, 8 columns each.
   template <int kColumns, int kScales, int kBlock, class WeightScales, class Accumulator, class Retire, class Release>
   static CUTLASS_DEVICE void add_by_row(float const* rows, WeightScales const& weight, Accumulator& accumulator, Sum* sums,
                                         Retire const& retire, Release const& release) {
