@@ -355,13 +355,10 @@ void check_output(GemmCall const& call, Tensor const& out, ScalarType type) {
   if (call.c && call.beta != 0.0f && !is_same_view(out, *call.c)) check_no_overlap(op, out, "c", *call.c);
 }
 
-static Tensor allocate_output(GemmCall const& call, ScalarType type) {
-  auto const shape = call.sizes.output(call.columns());
-  return allocate(call.op, call.a, Shape(shape.data(), size_t(call.sizes.modes())), type, "the output of a ", call.a, " and b ", call.b);
-}
-
 Tensor run(GemmCall const& call, ScalarType type, OnDevice const& on) {
-  Tensor const out = allocate_output(call, type);
+  auto const extents = call.sizes.output(call.columns());
+  Shape const shape(extents.data(), size_t(call.sizes.modes()));
+  Tensor const out = allocate(call.op, call.a, shape, type, "the output of a ", call.a, " and b ", call.b);
   run(call, out, on);
   return out;
 }

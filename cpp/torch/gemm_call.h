@@ -58,7 +58,6 @@ void check_call(GemmCall& call, double alpha, double beta, std::string const& ac
 /// That a given output is one of the call: [.., m, columns] of the type, apart from all inputs.
 void check_output(GemmCall const& call, Tensor const& out, ScalarType type);
 
-/// A new tensor for the output.
 /// Into `out`, whose rows are contiguous. `before` is called in front of the launch.
 void run(GemmCall const& call, Tensor const& out, OnDevice const& on, std::function<void()> const& before = {});
 /// Into a new tensor.

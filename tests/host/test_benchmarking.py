@@ -9,7 +9,7 @@ import torch
 from minfer.measure import benchmarking, workloads
 from minfer.measure.benchmarking import Timing
 from minfer.planning import plan as planning, tune, tuned
-from minfer.planning.plan import Problem, W4Problem
+from minfer.planning.plan import Problem, ScaledProblem, W4Problem
 
 
 def test_relative_error():
@@ -123,6 +123,24 @@ def test_tuner_operands_of_4_bit_weights(group_size, zeros, monkeypatch):
         monkeypatch.setattr(work, "launcher", lambda kernel, wrong=wrong: lambda _: wrong)
         error, most = work.check(None, x)
         assert error > most, "scales that are 2 % off are seen"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("options", [{}, {"c": True}, {"gated": True}, {"block_scaled": True}, {"block_scaled": True, "gated": True}])
+def test_tuner_operands_of_8_bits(dtype, options, monkeypatch):
+    if dtype == torch.int8 and "block_scaled" in options:
+        with pytest.raises(ValueError, match="block_scaled must be False"):
+            ScaledProblem(5, 288, 264, dtype=dtype, **options)
+        return
+    work = workloads.workload(ScaledProblem(5, 288, 264, dtype=dtype, **options), "cpu")
+    x = work.operands()
+    assert x["d"].shape == (5, 144 if work.problem.gated else 288) and work.torch_contestant([x]) is None
+    error, most = work.check(None, x)
+    assert error <= most
+    wrong = work.launcher()(x | {"b_scale": x["b_scale"] * 1.02}).clone()
+    monkeypatch.setattr(work, "launcher", lambda kernel: lambda _: wrong)
+    error, most = work.check(None, x)
+    assert error > most, "scales that are 2 % off are seen"
 
 
 def test_cublas_beside_the_tuner(monkeypatch):

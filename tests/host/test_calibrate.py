@@ -167,9 +167,9 @@ def test_regret_is_that_of_the_pick():
 def test_planted_constants_are_found(problems):
     """A device with other rates and one slow kernel: the fit to its times finds them."""
     prior = CostModel.of_device(H200)
-    # Not one of 8-bit operands, whose time is also a matter of the rates of scales.
-    plain = [p for p in problems if not isinstance(p, ScaledProblem)]
-    of_kernel = [calibrate.table_name(c.kernel) for p in plain for c in candidates(p).candidates]
+    # Without those of 8-bit operands, whose times are also a matter of the rates of scales.
+    problems = [p for p in problems if not isinstance(p, ScaledProblem)][:96]
+    of_kernel = [calibrate.table_name(c.kernel) for p in problems for c in candidates(p).candidates]
     often = max(set(of_kernel), key=of_kernel.count)
     truth = scaled(prior, {"start": 1.4, "bandwidth": 0.7, "gpu_rate": 0.8, "epilogue": 0.75}, {often: (1.25, 1, 1, 1, 1, 1)})
     measured = timed_by(truth, problems)
@@ -182,7 +182,7 @@ def test_planted_constants_are_found(problems):
     assert after.mean < 0.2 * before.mean + 1e-3
     for name in ("start", "bandwidth", "gpu_rate", "epilogue"):
         assert model.rates[name] == pytest.approx(truth.rates[name], rel=0.06), name
-    assert model.kernels[often][0] == pytest.approx(truth.kernels[often][0], rel=0.06)
+    assert model.kernels[often][0] == pytest.approx(truth.kernels[often][0], rel=0.05)
 
 
 def test_outliers_do_not_move_the_fit(problems):

@@ -24,12 +24,13 @@
 //                       load_auxiliary on kAuxiliaryWarps warps where has_auxiliary_load says so.
 //                       kRereadsThread, kRelocates: what a consumer has no register for over the mainloop.
 //                       Consumers: mma_init, make_accumulator, mma, mma_tail (which says whether the warpgroup has sums to store).
+//                       k_begin, where a mainloop has it, is that of the work item.
 //                       gemm/mainloop_sm90.cuh: 16-bit operands, around the CollectiveMma of CUTLASS's CollectiveBuilder;
 //                       gemm/mainloop_columns_sm90.cuh: in tiles of a width that the launch chooses.
 //                       quantized_gemm/mainloop_sm90.cuh: a CollectiveMma specialisation that dequantises, with four inner loops.
 //                       moe/grouped/mainloop_sm90.cuh, mainloop_dequantize_sm90.cuh: an expert's weights, tokens in order or gathered.
 //   CollectiveEpilogue  Params; TensorStorage (staging) and PipelineStorage; begin once, locate (a warpgroup's rows of a tile), prefetch
-//                       (bias, C) before the mainloop, store after it, store_tail. gemm/epilogue_sm90.cuh,
+//                       (bias, C) before the mainloop, store after it, store_tail by issues_stores' threads. gemm/epilogue_sm90.cuh,
 //                       moe/grouped/grouped_collective_epilogue.cuh.
 //   TileScheduler       Params, SharedStorage, Location (of a thread, its CTA and its worker), initialize (the barrier behind the set-up);
 //                       WorkItems, one role's walk: first, next, valid, begin, tile, and fixup, which adds the partials of a split tile and

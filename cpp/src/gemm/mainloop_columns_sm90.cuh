@@ -192,7 +192,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   }
   template <class Storage, class Location>
   CUTLASS_DEVICE CollectiveMma(Params const&, Storage&, int, int, Location const&) {}
-  int k_begin = 0;  // of a consumer's work item
+  int k_begin = 0;  // of a consumer's work item; the kernel layer sets it
 
   // ---- producer -----------------------------------------------------------------------------------------------------------------
 
@@ -425,6 +425,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   template <int kColumns, int kScales>
   struct StagedWeightScales {
     static constexpr int kGroupsOf = (kColumns + kGroup - 1) / kGroup;
+    static_assert(kSwap || !kNarrow || kGroups % 2 == 0, "they are read by twos");
     float values[kScales > 0 ? kScales : 1][kGroups + 1];
     CUTLASS_DEVICE void read(float const* from) {
       CUTLASS_PRAGMA_UNROLL
@@ -654,7 +655,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         }
         multiply_all(sums);
         // A product, not a copy: the sums' registers are in the order that the MMA wants; so would the accumulators' be in all loops, to
-        // spare copies. Added up, an accumulator and its sum would then always come from the same bank of registers, at half the rate.
+        // spare copies. Added up, an accumulator and its sum would then always come from the same bank of registers, as may a scale.
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kValues; ++i) accumulator(i) = sums[i] * params.one;
       }

@@ -194,18 +194,14 @@ class ScaledWorkload:
 
     def check(self, kernel: str | None, x: Operands) -> tuple[float, float]:
         """Relative error of one launch into a NaN-filled output against the reference in float64, and the most it may be."""
-        problem = self.problem
         x["d"].fill_(float("nan"))
         out = self.launcher(kernel)(x)
-        b_scale = x["b_scale"]
-        if problem.gated and problem.block_scaled:
-            raise ValueError("products of gated weights with scales of blocks are not checked here")
-        truth = reference_scaled.scaled_product(x["a"].double(), x["b"].double(), x["a_scale"].double(), b_scale.double())
-        if problem.c:
-            truth = truth + BETA * x["c"].double()
-        if problem.gated:
-            blocks = truth.unflatten(1, (problem.n // 16, 2, 8))
-            truth = (torch.nn.functional.silu(blocks[:, :, 0]) * blocks[:, :, 1]).flatten(1)
+        operands = (x["a"].double(), x["b"].double(), x["a_scale"], x["b_scale"])
+        if self.problem.gated:
+            truth = reference_scaled.gemm_fp8_gated(*operands, out_dtype=torch.float64)
+        else:
+            beta = BETA if self.problem.c else 0.0
+            truth = reference_scaled.gemm_fp8(*operands, c=x["c"], beta=beta, out_dtype=torch.float64)
         return _error(out, truth, truth.to(out.dtype))
 
 
