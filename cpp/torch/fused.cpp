@@ -637,6 +637,11 @@ void check_apart_from_residual(Norm const& norm, char const* name, OptionalTenso
   if (norm.residual && other) check_no_overlap(norm.op, *norm.residual, name, *other, "residual");
 }
 
+std::tuple<Tensor, Tensor> quantize_rows(char const* op, Tensor const& x, RowQuant quant, OnDevice const& on) {
+  RowCall call(op, RowOperation::kQuantize, x, kAnyKernel);
+  return run_quantized(&call, quant, std::nullopt, std::nullopt, on);
+}
+
 void normalize(Norm const& norm, Tensor const& to, OnDevice const& on) {
   RowCall call(norm.op, RowOperation::kRmsNorm, norm.x, kAnyKernel);
   call.operands.eps = norm.eps;

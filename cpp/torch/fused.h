@@ -1,10 +1,12 @@
-// The RMS norm as a part of other operators.
+// The RMS norm, and the quantisation of rows, as parts of other operators.
 #pragma once
 
 #include <optional>
+#include <tuple>
 
 #include "core/device.h"
 #include "core/tensor.h"
+#include "minfer/fused.h"
 
 namespace minfer::torch_binding {
 
@@ -26,5 +28,8 @@ void check_apart_from_residual(Norm const& norm, char const* name, std::optional
 
 /// Adds x to the residual and writes the norm into `to`, [rows, width] and contiguous, by the row kernels.
 void normalize(Norm const& norm, Tensor const& to, OnDevice const& on);
+
+/// The codes of x's rows, contiguous, and their scales as minfer.quantize returns them. `quant` finds the scales.
+std::tuple<Tensor, Tensor> quantize_rows(char const* op, Tensor const& x, RowQuant quant, OnDevice const& on);
 
 }  // namespace minfer::torch_binding

@@ -189,7 +189,7 @@ void set_scaled_inputs(GemmCall const& call, bool whole_vectors, KernelCall* x) 
   GemmProblem& p = x->problem;
   p.block_scaled = s.a.blocks || s.b.blocks;
   p.fast_accum = s.fast_accum;
-  p.ab_type = s.type == ScalarType::Char ? DataType::kS8 : DataType::kE4M3;
+  p.ab_type = data_type(s.type);
   x->operands.a_scale = s.a;
   x->operands.b_scale = s.b;
   if (p.k == 0) {  // none of it is read: any kernel does

@@ -200,10 +200,17 @@ GroupedProblem problem_of(char const* op, std::vector<int64_t> const& sizes, std
   p.experts = sizes[1];
   p.n = sizes[2];
   p.k = sizes[3];
-  p.type = parse_16bit_type(op, type);
+  bool const e4m3 = type == name_of(DataType::kE4M3), s8 = type == name_of(DataType::kS8);
+  p.type = e4m3 ? DataType::kE4M3 : s8 ? DataType::kS8 : parse_16bit_type(op, type);
   p.gated = gated;
   p.gathered = gathered;
-  p.a_alignment = p.b_alignment = p.k * size_of(p.type) % 16 == 0 ? 16 : size_of(p.type);
+  p.a_alignment = p.b_alignment = e4m3 || s8 || p.k * size_of(p.type) % 16 == 0 ? 16 : size_of(p.type);
+  if (e4m3 || s8) {  // scales of rows are of group_size of k; those of e4m3 weights are then of blocks
+    if (w4_format || has_zeros) fail(op, ": operands of 8 bits are not quantised otherwise");
+    p.a_group = int32_t(group_size > 0 ? group_size : 0);
+    p.b_blocks = e4m3 && group_size > 0;
+    return p;
+  }
   if (w4_format) {
     p.b_format = parse_format(op, 4, *w4_format);
     check_group_size(op, p.b_format, group_size);

@@ -14,7 +14,8 @@ namespace {
 
 size_t hash_of_problem(GroupedProblem const& p) {
   uint64_t const formats = uint64_t(p.type) | uint64_t(p.b_format) << 8 | uint64_t(p.gated) << 16 | uint64_t(p.gathered) << 17 |
-                           uint64_t(p.has_zeros) << 18 | uint64_t(p.d_fp8) << 19 | uint64_t(p.group_size) << 32;
+                           uint64_t(p.has_zeros) << 18 | uint64_t(p.d_fp8) << 19 | uint64_t(p.d_type) << 20 | uint64_t(p.b_blocks) << 24 |
+                           uint64_t(p.fast_accum) << 25 | uint64_t(p.d_groups) << 26 | uint64_t(p.group_size) << 32 | uint64_t(p.a_group) << 48;
   return hash_of({uint64_t(p.rows), uint64_t(p.experts), uint64_t(p.n), uint64_t(p.k), uint64_t(p.max_rows), formats});
 }
 
@@ -208,7 +209,7 @@ void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDe
 void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& d, int64_t ldd, OnDevice const& on) {
   if (is_empty(call)) {
     if (!kernel) return;
-    char const* family = call.problem.b_format == WeightFormat::kDense ? "moe" : "moe_w4a16";
+    char const* family = call.problem.b_format != WeightFormat::kDense ? "moe_w4a16" : size_of(call.problem.type) == 1 ? "moe_scaled" : "moe";
     check_kernel_name(call.op, family, parse_grouped_override(call.op, *kernel).name);
     return;
   }
@@ -220,7 +221,8 @@ void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor 
 }
 
 Tensor launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& like, OnDevice const& on) {
-  ScalarType const type = call.problem.d_fp8 ? ScalarType::Float8_e4m3fn : like.scalar_type();
+  ScalarType const narrow = call.problem.d_type == DataType::kF16 ? ScalarType::Half : ScalarType::BFloat16;
+  ScalarType const type = call.problem.d_fp8 ? ScalarType::Float8_e4m3fn : size_of(call.problem.type) == 1 ? narrow : like.scalar_type();
   Tensor const out = allocate(call.op, like, {call.problem.rows, call.columns()}, type, "the output of a ", like, ", ",
                               call.problem.experts, " experts, n = ", call.problem.n);
   launch(call, kernel, out, call.columns(), on);

@@ -31,7 +31,10 @@ struct GroupedCall {
 
   /// Columns of d.
   int64_t columns() const { return problem.gated ? problem.n / 2 : problem.n; }
-  int64_t output_bytes() const { return problem.d_fp8 ? 1 : size_of(problem.type); }  // of an element of d
+  int64_t output_bytes() const {  // of an element of d
+    bool const wide = size_of(problem.type) > 1;
+    return problem.d_fp8 || problem.d_groups ? 1 : size_of(wide ? problem.type : problem.d_type);
+  }
 };
 
 /// The argument `kernel`: NAME[@gather_first=0|1].
@@ -80,7 +83,7 @@ void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDe
 
 /// Plans, allocates the workspace and runs.
 void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& d, int64_t ldd, OnDevice const& on);
-/// The same into a new d [rows, columns], on like's device; without codes of its type.
+/// The same into a new d [rows, columns], on like's device; without codes of like's type, where that has 16 bits, else of d_type.
 Tensor launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& like, OnDevice const& on);
 /// The same into an output that has been checked.
 void launch_out(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& out, OnDevice const& on);

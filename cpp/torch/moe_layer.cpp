@@ -59,32 +59,44 @@ GroupedCall layer_product(char const* op, LayerArguments const& arguments, int64
 }
 
 Tensor run_layer(char const* op, LayerArguments const& arguments, GroupedCall& up, GroupedCall& down, OnDevice const& on) {
+  return run_layer(op, arguments, up, down, arguments.x.scalar_type(), on);
+}
+
+Tensor run_layer(char const* op, LayerArguments const& arguments, GroupedCall& up, GroupedCall& down, ScalarType out_type,
+                 OnDevice const& on) {
   std::optional<std::string> const any_kernel;
   Tensor const& x = arguments.x;
   Tensor const ids = contiguous(op, "ids", arguments.ids), weights = contiguous(op, "weights", arguments.weights);
   int64_t const tokens = x.size(0), hidden = x.size(1), pairs = ids.numel(), inter = up.columns(), experts = up.problem.experts;
-  int64_t const bytes = x.element_size(), number_bytes = 4;  // of int32 and float32
+  int64_t const bytes = 2, number_bytes = 4;  // of the result's numbers; of int32 and float32
 
   // The plans come first, since they say how much workspace is needed. They depend on the alignment of buffers, not on where these lie.
-  bool const quantised = up.problem.b_format != WeightFormat::kDense;
-  set_rows(&up, "x", quantised ? aligned_rows(op, "x", x) : x);
+  bool const codes = up.problem.d_groups, aligned = codes || up.problem.b_format != WeightFormat::kDense;
+  int64_t const h_row = codes ? round_up(inter, 16) : inter, h_bytes = codes ? 1 : bytes;
+  set_rows(&up, "x", aligned ? aligned_rows(op, "x", x) : x);
   up.problem.gathered = true;
-  set_output(&up, nullptr, inter);
-  set_rows(&down, nullptr, pairs, pairs > 1 ? inter : unused_stride(inter, bytes));
+  set_output(&up, nullptr, h_row);
+  set_rows(&down, nullptr, pairs, pairs > 1 ? h_row : unused_stride(h_row, h_bytes));
   set_output(&down, nullptr, hidden);
   GroupedPlan const plan_up = is_empty(up) ? GroupedPlan() : plan_of(up, any_kernel, on);
+  int64_t groups = 0;  // of a row of h
+  if (codes && !is_empty(up)) {
+    down.problem.a_group = d_group_of(*plan_up.kernel);
+    groups = (inter + down.problem.a_group - 1) / down.problem.a_group;
+  }
   GroupedPlan const plan_down = is_empty(down) ? GroupedPlan() : plan_of(down, any_kernel, on);
 
   BufferOffsets buffers;
   int64_t const token_index = buffers.add(pairs * number_bytes), scale = buffers.add(pairs * number_bytes),
                 inverse = buffers.add(pairs * number_bytes);
-  int64_t const offsets = buffers.add(experts * number_bytes), h = buffers.add(pairs * inter * bytes);
+  int64_t const offsets = buffers.add(experts * number_bytes), h = buffers.add(pairs * h_row * h_bytes);
+  int64_t const h_scales = buffers.add(pairs * groups * number_bytes);
   // The output of the second product shares memory with the workspace of the first, which is done before the second begins.
   int64_t const y = buffers.add(std::max(pairs * hidden * bytes, int64_t(plan_up.workspace_bytes)));
   int64_t const workspace = buffers.add(int64_t(plan_down.workspace_bytes));
   Tensor const memory = allocate(op, x, {buffers.bytes()}, ScalarType::Byte, "what lies between the products of x ", x, ", ids ", ids, ", ",
                                  experts, " experts and inter = ", inter);
-  Tensor const out = allocate(op, x, {tokens, hidden}, x.scalar_type(), "the output of x ", x);
+  Tensor const out = allocate(op, x, {tokens, hidden}, out_type, "the output of x ", x);
   auto const at = [&](int64_t offset) { return static_cast<char*>(memory.data_ptr()) + offset; };
 
   ExpertSort sort;
@@ -106,6 +118,11 @@ Tensor run_layer(char const* op, LayerArguments const& arguments, GroupedCall& u
   up.operands.offsets = down.operands.offsets = sort.offsets;
   up.operands.d = at(h);
   down.operands.a = at(h);
+  if (groups > 0) {
+    up.operands.d_scales = reinterpret_cast<float*>(at(h_scales));
+    up.operands.d_scales_stride = groups;
+    down.operands.a_scale = OperandScales{at(h_scales), groups, 1, true};
+  }
   down.operands.row_scale = sort.sorted_weights;
   down.operands.d = at(y);
   if (!is_empty(up)) run(up, plan_up, at(y), on);
@@ -113,7 +130,7 @@ Tensor run_layer(char const* op, LayerArguments const& arguments, GroupedCall& u
 
   ExpertSum sum;
   sum.y = at(y);
-  sum.type = data_type(x.scalar_type());
+  sum.type = data_type(out_type);
   sum.rows = pairs;
   sum.n = sum.ld = hidden;
   sum.inverse = sort.inverse;

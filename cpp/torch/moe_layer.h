@@ -18,6 +18,10 @@ void check_tokens(char const* op, Tensor const& x);
 void check_layer(char const* op, LayerArguments const& arguments, int64_t experts, int64_t n, char const* w13);
 
 /// Runs the layer. The products `up` and `down` are described but for a, gather, offsets, row_scale and d, which are intermediate results.
+/// Of operands of 8 bits arguments.x are codes, whose scales `up` has; those of its results are found in its epilogue. `out`: the result's
+/// type.
+Tensor run_layer(char const* op, LayerArguments const& arguments, GroupedCall& up, GroupedCall& down, ScalarType out, OnDevice const& on);
+/// The same into x's type.
 Tensor run_layer(char const* op, LayerArguments const& arguments, GroupedCall& up, GroupedCall& down, OnDevice const& on);
 
 /// A product of the layer: sizes, activation and bias, without weight. The gated one is `up`.

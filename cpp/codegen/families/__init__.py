@@ -7,6 +7,7 @@ from codegen.families.fused import FusedKernel
 from codegen.families.gemm import GemmKernel
 from codegen.families.grouped_gemm import GroupedGemmKernel
 from codegen.families.grouped_quantized_gemm import GroupedQuantizedGemmKernel
+from codegen.families.grouped_scaled_gemm import GroupedScaledGemmKernel
 from codegen.families.norm_gemm import NormGemmKernel
 from codegen.families.quantized_gemm import QuantizedGemmKernel
 from codegen.families.scaled_gemm import ScaledGemmKernel
@@ -16,6 +17,6 @@ FAMILIES = {
     family.FAMILY: family
     for family in (
         *(AttentionKernel, FusedKernel, GemmKernel, GroupedGemmKernel, GroupedQuantizedGemmKernel, NormGemmKernel, QuantizedGemmKernel),
-        ScaledGemmKernel,
+        *(GroupedScaledGemmKernel, ScaledGemmKernel),
     )
 }

@@ -35,6 +35,7 @@
 #include "cutlass/gemm/collective/collective_mma_decl.hpp"
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "gemm/block_scales.cuh"
+#include "gemm/wgmma_sm90.cuh"
 #include "minfer/types.h"
 
 namespace minfer::gemm {
@@ -72,12 +73,6 @@ struct RuntimeRing {
     for (index += count; index >= stages; index -= stages) phase ^= 1;
   }
 };
-
-/// One warpgroup's instruction of `Op` on 64 rows: accumulators += A . B, or = where `keep` is 0.
-template <class Op, class Sum, int... kAt>
-CUTLASS_DEVICE void multiply(uint64_t a, uint64_t b, Sum* accumulators, cute::GMMA::ScaleOut keep, std::integer_sequence<int, kAt...>) {
-  Op::fma(a, b, accumulators[kAt]..., keep);
-}
 
 }  // namespace minfer::gemm
 
@@ -538,23 +533,6 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     }
   }
 
-  /// The descriptor of an operand in lines of 128 swizzled bytes, along k or along its rows, 8 lines after each other. Only its low word
-  /// depends on where they are, in units of 16 bytes: addresses are added there, without a carry, in uniform registers.
-  static CUTLASS_DEVICE uint64_t descriptor(uint32_t low) {
-    cute::GmmaDescriptor of{};
-    of.bitfield.stride_byte_offset_ = 8 * kRowBytes >> 4;
-    of.bitfield.layout_type_ = uint8_t(cute::GMMA::LayoutType::B128);
-    return of.desc_ | low;
-  }
-  /// `next`: units from 64 rows, or columns, that are contiguous along m or n to the next 64. Not read where 64 rows, or 16 of k, are no
-  /// longer than a line.
-  static CUTLASS_DEVICE uint32_t low_word(void const* rows, int next = 1) {
-    cute::GmmaDescriptor of{};
-    of.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(rows) >> 4;
-    of.bitfield.leading_byte_offset_ = next;
-    return uint32_t(of.desc_);
-  }
-
   /// The loop of the launch's width, which is from kFirst to kLast steps.
   template <int kFirst, int kLast, class Storage, class Accumulator, class AfterLast>
   static CUTLASS_DEVICE void mma_between(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
@@ -582,9 +560,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     constexpr int kBlockUnits = kSharing * 64 * kRowBytes >> 4;  // from a block of 64 rows to the warpgroup's next, as in EpilogueSm90
     // From an MMA's k to the next: along a line, or as many lines.
     constexpr int kStepUnitsA = kRowsAlongK ? 32 >> 4 : kMmaK * 128 >> 4, kStepUnitsB = kColumnsAlongK ? 32 >> 4 : kMmaK * 128 >> 4;
-    uint32_t const a = low_word(storage.ring + row_group * 64 * kRowBytes),
+    uint32_t const a = minfer::gemm::low_word_of(storage.ring + row_group * 64 * kRowBytes),
                    b = kNarrow ? a + ((kBytesA - row_group * 64 * kRowBytes) >> 4)  // one addition, where it is computed for each stage
-                               : low_word(storage.ring + kBytesA, kColumnsAlongK ? 1 : 64 * kRowBytes >> 4);
+                               : minfer::gemm::low_word_of(storage.ring + kBytesA, kColumnsAlongK ? 1 : 64 * kRowBytes >> 4);
     auto const fence = [&](Sum* sums) {
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kBlocks; ++block) {
@@ -601,7 +579,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       for (int k = 0; k < kTileK / kMmaK; ++k) {
         CUTLASS_PRAGMA_UNROLL
         for (int block = kFrom; block < kTo; ++block) {
-          minfer::gemm::multiply<Op>(descriptor(a + at + kStepUnitsA * k + block * kBlockUnits), descriptor(b + at + kStepUnitsB * k),
+          minfer::gemm::multiply<Op>(minfer::gemm::descriptor_of(a + at + kStepUnitsA * k + block * kBlockUnits), minfer::gemm::descriptor_of(b + at + kStepUnitsB * k),
                                      sums + (block - kFrom) * kBlockValues, k == 0 ? keep : cute::GMMA::ScaleOut::One, numbers);
         }
       }

@@ -125,6 +125,8 @@ DataType data_type(ScalarType type) {
     case ScalarType::Half: return DataType::kF16;
     case ScalarType::BFloat16: return DataType::kBF16;
     case ScalarType::Float: return DataType::kF32;
+    case ScalarType::Float8_e4m3fn: return DataType::kE4M3;
+    case ScalarType::Char: return DataType::kS8;
     default: fail("minfer: no kernel reads or writes elements of ", type);
   }
 }

@@ -40,6 +40,7 @@ Stage stage_of(CostModel const& m, KernelInfo const& kernel) {
 
 double weight_bytes(GroupedProblem const& p) {  // of an expert
   double const n = double(p.n), k = double(p.k);
+  if (has_8_bits(p)) return n * k + (p.b_blocks ? n * k / 4096.0 : 0.0);
   if (!quantised(p)) return 2.0 * n * k;
   double const groups = p.group_size > 0 ? std::ceil(k / p.group_size) : 1.0;
   return n * k * bits_of(p.b_format) / 8.0 + n * groups * (scale_bytes_of(p.b_format) + (p.has_zeros ? 2.0 : 0.0));
@@ -53,7 +54,8 @@ double active_of(Routing const& routing) {
 
 double bytes_of(GroupedProblem const& p, double active) {
   double const n_out = double(p.gated ? p.n / 2 : p.n), rows = double(p.rows);
-  return active * weight_bytes(p) + 2.0 * rows * p.k + (p.d_fp8 ? 1.0 : 2.0) * rows * n_out;
+  double const scales = p.a_group > 0 ? 4.0 * std::ceil(double(p.k) / p.a_group) : 0.0;
+  return active * weight_bytes(p) + rows * (size_of(p.type) * double(p.k) + scales) + (p.d_fp8 || p.d_groups ? 1.0 : 2.0) * rows * n_out;
 }
 
 /// Expected tiles of an expert's tokens, were these a Poisson's: their normal tails.
@@ -78,7 +80,7 @@ double bound(double a, double b, double power) {
 }
 
 double copy_us(CostModel const& m, GroupedProblem const& p, DeviceProperties const& device, double start_us) {
-  return start_us + 2.0 * p.rows * p.k / (device.read_bandwidth * m.copy_share);
+  return start_us + size_of(p.type) * double(p.rows) * p.k / (device.read_bandwidth * m.copy_share);
 }
 
 /// Whole waves. How many experts have rows, and how many tiles, is expected, not known, unless it is exact.
@@ -131,6 +133,48 @@ double predict_quantised_us(CostModel const& m, KernelInfo const& kernel, Groupe
   double const stream_us = bytes_of(p, active_of(routing)) / (device.read_bandwidth * m.quantised_share) * (1.0 + tail);
   return m.quantised_start_us + (gather_first ? copy_us(m, p, device, m.quantised_copy_us) : 0.0) +
          bound(busy_us, stream_us, m.quantised_power);
+}
+
+struct ScaledStage {
+  double us, column_us, tile_us, token_us;
+};
+ScaledStage scaled_stage_of(CostModel const& m, KernelInfo const& kernel) {
+  switch (kernel.tile_m * 1000 + kernel.tile_n) {
+    case 64016: return {m.stage_64x16_us, m.column_64x16_us, m.scaled_tile_64x16_us, m.scaled_token_64x16_us};
+    case 64064: return {m.stage_64x64_us, m.column_64x64_us, m.scaled_tile_64x64_us, m.scaled_token_64x64_us};
+    case 128128: return {m.stage_128x128_us, m.column_128x128_us, m.scaled_tile_128x128_us, m.scaled_token_128x128_us};
+  }
+  return {m.stage_256x128_us, m.column_256x128_us, m.scaled_tile_256x128_us, m.scaled_token_256x128_us};
+}
+/// Tokens by whose multiples the kernels' instructions grow: token_step of moe_scaled.toml.
+int token_step_of(KernelInfo const& kernel) { return kernel.tile_n <= 16 ? 8 : kernel.tile_m >= 256 ? 32 : 16; }
+
+double predict_scaled_us(CostModel const& m, KernelInfo const& kernel, GroupedProblem const& p, Routing const& routing,
+                         DeviceProperties const& device, bool gather_first) {
+  double const workers = double(device.sm_count) * kernel.ctas_per_sm, weight_tiles = std::ceil(double(p.n) / kernel.tile_m);
+  double const lines = kernel.tile_k / 128.0, k_tiles = std::ceil(double(p.k) / kernel.tile_k) * lines;
+  int const step = token_step_of(kernel);
+  ScaledStage const stage = scaled_stage_of(m, kernel);
+  double const active = active_of(routing);
+  // CTAs that share an SM, each of which the tensor cores serve half of the time.
+  double const sharing = std::clamp(active * weight_tiles / double(device.sm_count), 1.0, double(kernel.ctas_per_sm));
+  double const parts = p.a_group > 0 ? 128.0 / p.a_group : 1.0;
+  double const factor = (p.a_group > 0 || p.b_blocks ? m.scaled_blocks : 1.0) * (1.0 + m.scaled_parts * (parts - 1.0));
+  double const gathers = p.gathered && !gather_first ? m.scaled_gather : 1.0;
+  Tiles tiles;
+  tiles.exact = routing.groups[0].exact;
+  for (int i = 0; i < routing.count; ++i) {
+    Routing::Group const& group = routing.groups[i];
+    double const token_tiles = expected_token_tiles(group, kernel.tile_n), tokens = std::ceil(group.rows / token_tiles / step) * step;
+    double const mainloop_us = k_tiles * gathers * bound(stage.us * std::sqrt(sharing), stage.column_us * tokens * factor * sharing);
+    tiles.add(group.experts * token_tiles * weight_tiles, mainloop_us,
+              (p.gated ? m.scaled_gated : 1.0) * (stage.tile_us + stage.token_us * tokens));
+  }
+  double const busy_us = tiles.busy_us(workers, m.scaled_last_wave, false);
+  double const tail = m.scaled_tail * std::min(1.0, tiles.empty(workers));
+  double const stream_us = bytes_of(p, active) / (device.read_bandwidth * m.scaled_share) * (1.0 + tail);
+  return m.scaled_start_us + m.expert_us * double(p.experts) + (gather_first ? copy_us(m, p, device, m.scaled_copy_us) : 0.0) +
+         bound(busy_us, stream_us, m.scaled_power);
 }
 
 /// The rows on so many experts, equally many or an expected number on each; none where there is nothing to do.
@@ -189,13 +233,14 @@ Routing zipf_routing(CostModel const& m, GroupedProblem const& p, double top_k) 
 }
 
 double floor_us(GroupedProblem const& p, DeviceProperties const& device) {
-  return std::max(bytes_of(p, active_of(even_routing(p))) / device.read_bandwidth, 2.0 * p.rows * p.n * p.k / device.matrix_rate);
+  return std::max(bytes_of(p, active_of(even_routing(p))) / device.read_bandwidth, 2.0 * p.rows * p.n * p.k / (device.matrix_rate * (has_8_bits(p) ? 2.0 : 1.0)));
 }
 
 double predict_us(CostModel const& m, KernelInfo const& kernel, GroupedProblem const& p, Routing const& routing,
                   DeviceProperties const& device, bool gather_first) {
   if (routing.count == 0) return quantised(p) ? m.quantised_start_us : m.start_us;
   if (quantised(p)) return predict_quantised_us(m, kernel, p, routing, device, gather_first);
+  if (has_8_bits(p)) return predict_scaled_us(m, kernel, p, routing, device, gather_first);
   double const workers = double(device.sm_count) * kernel.ctas_per_sm, k = double(p.k);
   double const weight_tiles = std::ceil(double(p.n) / kernel.tile_m), active = active_of(routing);
   int const step = kernel.tile_n <= 128 ? 8 : 16;

@@ -38,16 +38,16 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Status gather_rows(void const* a, int64_t lda, int64_t a_rows, int32_t const* gather, int64_t rows, int64_t k, void* out, bool programmatic,
-                   Stream stream) {
-  if (rows == 0 || k == 0) return Status::success();
+Status gather_rows(void const* a, int64_t a_stride, int64_t a_rows, int32_t const* gather, int64_t rows, int64_t row_bytes, void* out,
+                   bool programmatic, Stream stream) {
+  if (rows == 0 || row_bytes == 0) return Status::success();
   LaunchShape shape;
   shape.grid = dim3(unsigned(rows < 65536 ? rows : 65536));
   shape.threads = kThreads;
   shape.programmatic = programmatic;
   shape.stream = stream;
-  return launch(shape, "launch of gather_rows", &gather_rows_kernel, static_cast<uint4 const*>(a), lda / 8, a_rows, gather, rows,
-                int32_t(k / 8), static_cast<uint4*>(out));
+  return launch(shape, "launch of gather_rows", &gather_rows_kernel, static_cast<uint4 const*>(a), a_stride / 16, a_rows, gather,
+                rows, int32_t(row_bytes / 16), static_cast<uint4*>(out));
 }
 
 }  // namespace minfer::moe

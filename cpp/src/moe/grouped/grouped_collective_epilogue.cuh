@@ -5,18 +5,26 @@
 
 namespace minfer::moe {
 
-/// kGroupM: rows of a warpgroup; kTileM: of the CTA; kGroups: warpgroups that store.
-template <DataType kType, int kGroupM, int kTileM, int kTileN, int kGroups, bool kHasAlpha>
-struct GroupedCollectiveEpilogue : GroupedEpilogue<kType, kGroupM, kTileN, kHasAlpha> {
-  using Base = GroupedEpilogue<kType, kGroupM, kTileN, kHasAlpha>;
-  using Params = GroupedEpilogueParams;
+/// kGroupM: rows of a warpgroup; kTileM: of the CTA; kGroups: warpgroups that store. kScaled, kStaged: as in GroupedEpilogue.
+template <class Element, int kGroupM, int kTileM, int kTileN, int kGroups, bool kHasAlpha, bool kScaled = false, int kStaged = 32>
+struct GroupedCollectiveEpilogue : GroupedEpilogue<Element, kGroupM, kTileN, kHasAlpha, kScaled, kStaged> {
+  using Base = GroupedEpilogue<Element, kGroupM, kTileN, kHasAlpha, kScaled, kStaged>;
+  using Params = typename Base::Params;
   struct TensorStorage {
     alignas(1024) char staged[kGroups][Base::kBytes];
   };
-  struct PipelineStorage {};
+  struct PipelineStorage {
+    [[no_unique_address]] typename Base::Storage of[kGroups];
+  };
 
-  __device__ GroupedCollectiveEpilogue(Params const& params, TensorStorage& storage, PipelineStorage&, int group, int thread)
-      : Base(params, &storage.staged[group][0], thread, group + 1) {}
+  __device__ GroupedCollectiveEpilogue(Params const& params, TensorStorage& storage, PipelineStorage& small, int group, int thread)
+      : Base(params, &storage.staged[group][0], &small.of[group], thread, group + 1) {}
+  __device__ void place(TensorStorage& storage, PipelineStorage& small, int group, int thread_of_warpgroup) {
+    Base::staged = &storage.staged[group][0];
+    Base::storage = &small.of[group];
+    Base::thread = thread_of_warpgroup;
+    Base::barrier_id = group + 1;
+  }
   static __device__ void prefetch_tma_descriptors(Params const&) {}
   static __device__ void init_barriers(PipelineStorage&) {}
 

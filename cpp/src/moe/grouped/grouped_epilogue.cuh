@@ -6,6 +6,9 @@
 // 16-byte units at u ^ token % 8, and leave as whole 16-byte units. Codes of d are staged as 16-bit elements too, each a code and a byte of
 // zeros, which is left out on the way to memory. Rows behind the tile's last token belong to the next expert and are not touched, which is
 // why no TMA store writes them.
+// Operands of 8 bits have scales: an accumulator is multiplied by that of its row of a and that of its row of the weight first. They are
+// copied into shared memory, with the bias, while the tensor cores work. D may be codes whose scales are found here: a group is the outputs
+// of one token in one warpgroup.
 #pragma once
 
 #include "common/named_barrier.cuh"
@@ -27,8 +30,23 @@ struct GroupedEpilogueParams {
   bool gated;
   int32_t gate_row_stride, up_row_offset;  // gate i is row i * gate_row_stride of the weight, its up row up_row_offset behind it
   bool gate_blocks;                        // rows are in the tiles' own order
-  float const* d_scale;                    // d holds e4m3 codes of values / *d_scale; null: numbers of the weights' type
+  float const* d_scale;                    // d holds e4m3 codes of values / *d_scale; null: numbers
+  bool codes;                              // d holds codes, of a byte
   bool vectors;                            // d and its rows are aligned to 8 elements
+};
+
+/// Where operands have 8 bits.
+struct ScaledGroupedEpilogueParams : GroupedEpilogueParams {
+  float const *token_scales, *channel_scales;     // of rows of a, and of rows of experts' weights in their own order; null: 1
+  int64_t token_stride, token_expert_offset;      // in elements, as in ExpertScales
+  int64_t channel_stride, channel_expert_stride;  // a stride of 0: one for all
+  int32_t const* gather;                          // which row of a a row of d is of, or null
+  int32_t a_rows;
+  float* group_scales;  // codes' scales, [rows, groups of columns], or null
+  int64_t group_stride;
+  bool int8;      // codes with scales of groups are int8, else e4m3
+  bool bf16;      // d, or bias where d has codes
+  bool bias_f32;  // else of d's type
 };
 
 /// The weight's row that row `row` of an expert's tiles is, or -1. Gated, tiles hold 8 gate rows, then their 8 up rows. `params` are an
@@ -48,7 +66,7 @@ __device__ void clear_rows_behind(ExpertRows const& rows, Storage const& tiles, 
   int const n_out = e.gated ? e.n / 2 : e.n, last = rows.experts - 1;
   for (int row = tiles.first_row[last] + tiles.count[last] + int(blockIdx.x); row < rows.rows; row += int(gridDim.x)) {
     for (int column = thread; column < n_out; column += threads) {
-      if (e.d_scale != nullptr) {
+      if (e.codes) {
         static_cast<uint8_t*>(e.d)[row * e.ldd + column] = 0;
       } else {
         static_cast<uint16_t*>(e.d)[row * e.ldd + column] = 0;
@@ -57,28 +75,52 @@ __device__ void clear_rows_behind(ExpertRows const& rows, Storage const& tiles, 
   }
 }
 
-template <DataType kType, int kTileM, int kTileN, bool kHasAlpha = false>  // of one warpgroup
+/// Largest magnitudes of codes.
+constexpr float kLargestInt8 = 127.0f;
+
+/// kTileM, kTileN: of one warpgroup. kStaged: tokens that are staged together.
+template <class Element_, int kTileM, int kTileN, bool kHasAlpha = false, bool kScaled = false, int kStaged = 32>
 struct GroupedEpilogue {
-  using Element = Float16<kType>;
-  static constexpr int kChunk = kTileN < 32 ? kTileN : 32;  // tokens staged together
+  using Element = Element_;
+  using Params = cute::conditional_t<kScaled, ScaledGroupedEpilogueParams, GroupedEpilogueParams>;
+  static constexpr int kChunk = kTileN < kStaged ? kTileN : kStaged;
   static constexpr int kBlocks = kChunk / 8;
   static constexpr int kMmaM = kTileM / 64;
   static constexpr int kUnits = kTileM / 8;  // 16-byte units of a staged row
   static constexpr int kBytes = kChunk * kTileM * 2;
 
-  GroupedEpilogueParams const& params;
+  /// Of one warpgroup.
+  struct ScaledStorage {
+    alignas(16) float channel[kTileM], bias[kTileM], token[kTileN];
+    alignas(16) float largest[4][kChunk];  // magnitudes of outputs of a warp
+  };
+  using Storage = cute::conditional_t<kScaled, ScaledStorage, cute::tuple<>>;
+
+  Params const& params;
   char* staged;
+  Storage* storage;
   int thread, barrier_id;
   float bias[kMmaM][2] = {};
   float alpha = 1.0f;
 
-  __device__ GroupedEpilogue(GroupedEpilogueParams const& params, char* staged, int thread, int barrier_id)
-      : params(params), staged(staged), thread(thread), barrier_id(barrier_id) {}
+  __device__ GroupedEpilogue(Params const& params, char* staged, Storage* storage, int thread, int barrier_id)
+      : params(params), staged(staged), storage(storage), thread(thread), barrier_id(barrier_id) {}
 
+  __device__ Element element() const {
+    if constexpr (kScaled) {
+      return {params.bf16};
+    } else {
+      return {};
+    }
+  }
   __device__ void synchronize() const { NamedBarrier<128>{barrier_id}.sync(); }
 
   /// Before store: the bias of the warpgroup's rows of the weight, from first_row on, and alpha.
   __device__ void prefetch(ExpertTile const& tile, int first_row) {
+    if constexpr (kScaled) {
+      if (has_lines()) request_lines(tile, first_row);
+      return;
+    }
     if (kHasAlpha && params.alpha != nullptr) alpha = load_operand(params.alpha + tile.expert);
     if (params.bias == nullptr) return;
     auto const* of_expert = static_cast<typename Element::Type const*>(params.bias) + tile.expert * params.bias_stride;
@@ -87,14 +129,104 @@ struct GroupedEpilogue {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         int const row = weight_row(params, first_row + 64 * mi + thread / 32 * 16 + 8 * h + thread % 32 / 4);
-        bias[mi][h] = row >= 0 ? Element::to_float(of_expert[row]) : 0.0f;
+        bias[mi][h] = row >= 0 ? element().to_float(of_expert[row]) : 0.0f;
       }
     }
   }
+  /// Whether sums have scales of their rows of a or of the weight, or a bias.
+  __device__ bool has_lines() const {
+    if constexpr (kScaled) return params.token_scales != nullptr || params.channel_scales != nullptr || params.bias != nullptr;
+    return false;
+  }
+  __device__ void request_lines(ExpertTile const& tile, int first_row) {
+    synchronize();  // those of the last tile have been read
+    auto const request = [](float* to, float const* from, bool exists) {
+      if (!exists) {
+        *to = 1.0f;
+      } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cute::cast_smem_ptr_to_uint(to)), "l"(from) : "memory");
+      }
+    };
+#pragma unroll 1
+    for (int at = thread; at < kTileM; at += 128) {
+      int const row = weight_row(params, first_row + at);
+      request(&storage->channel[at], params.channel_scales + tile.expert * params.channel_expert_stride + row * params.channel_stride,
+              row >= 0 && params.channel_scales != nullptr);
+      float of_row = 0.0f;
+      if (row >= 0 && params.bias != nullptr) {
+        int64_t const index = tile.expert * params.bias_stride + row;
+        of_row = params.bias_f32 ? load_operand(static_cast<float const*>(params.bias) + index)
+                                 : element().to_float(load_operand(static_cast<typename Element::Type const*>(params.bias) + index));
+      }
+      storage->bias[at] = of_row;
+    }
+#pragma unroll 1
+    for (int at = thread; at < kTileN; at += 128) {
+      int64_t row = tile.row + at;
+      bool const exists = at < tile.tokens && params.token_scales != nullptr;
+      if (exists && params.gather != nullptr) row = load_operand(params.gather + row);
+      bool const inside = exists && (params.gather == nullptr || uint64_t(row) < uint64_t(params.a_rows));
+      request(&storage->token[at], params.token_scales + tile.expert * params.token_expert_offset + row * params.token_stride, inside);
+    }
+  }
+
+  /// The values of a slab of 64 rows of the weight and a chunk of tokens, before their activation.
+  template <class Accumulator>
+  __device__ void values(Accumulator const& accumulator, int mi, int chunk, bool lines, float (&v)[4 * kBlocks]) const {
+    int const lane = thread % 32, row = 64 * mi + thread / 32 * 16 + lane / 4;
+    [[maybe_unused]] float channel[2] = {1.0f, 1.0f}, of_row[2] = {0.0f, 0.0f};
+    if constexpr (kScaled) {
+      if (lines) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) channel[h] = storage->channel[row + 8 * h], of_row[h] = storage->bias[row + 8 * h];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      [[maybe_unused]] float2 token = make_float2(1.0f, 1.0f);
+      if constexpr (kScaled) {
+        if (lines) token = *reinterpret_cast<float2 const*>(&storage->token[chunk * kChunk + 8 * j + 2 * (lane % 4)]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float const sum = accumulator(mi * (kTileN / 2) + chunk * (kChunk / 2) + 4 * j + i);
+        if constexpr (kScaled) {
+          v[4 * j + i] = lines ? fmaf(sum, (i % 2 == 0 ? token.x : token.y) * channel[i / 2], of_row[i / 2]) : sum;
+        } else {
+          v[4 * j + i] = kHasAlpha ? fmaf(sum, alpha, bias[mi][i / 2]) : sum + bias[mi][i / 2];
+        }
+      }
+    }
+  }
+  /// Gated: of values, the outputs of 8 rows of the weight and their ups, and the tokens of lane % 4.
+  __device__ void gate(float (&v)[4 * kBlocks], float const (&scale)[kBlocks][2], float (&product)[kBlocks][2]) const {
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) v[4 * j + e] = v[4 * j + e] > params.gate_max ? params.gate_max : v[4 * j + e];
+    }
+    activate_all<2 * kBlocks>(params.activation, [&](int i) -> float& { return v[i / 2 * 4 + i % 2]; });
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float up = v[4 * j + 2 + e];  // compared and not fminf: NaN stays
+        up = up > params.up_max ? params.up_max : up < -params.up_max ? -params.up_max : up;
+        product[j][e] = v[4 * j + e] * (up + params.up_shift) * scale[j][e];
+      }
+    }
+  }
+  __device__ void write_gated(int mi, uint32_t const (&packed)[4]) const {
+    int const lane = thread % 32, q = lane / 8 < kBlocks ? lane / 8 : kBlocks - 1, r = lane % 8;
+    write<kBlocks>(8 * q + r, 4 * mi + thread / 32, packed);
+  }
+
   template <class Accumulator>
   __device__ void store(Accumulator const& accumulator, ExpertTile const& tile, int first_row) {
     int const lane = thread % 32, warp = thread / 32;
     float const factor = params.d_scale != nullptr ? gemm::load_code_factor(params.d_scale) : 0.0f;
+    bool const lines = has_lines();
+    if constexpr (kScaled) asm volatile("cp.async.wait_all;" ::: "memory");  // before a barrier that makes them everyone's
 #pragma unroll
     for (int chunk = 0; chunk < kTileN / kChunk; ++chunk) {
       int const left = tile.tokens - chunk * kChunk;
@@ -111,21 +243,22 @@ struct GroupedEpilogue {
           }
         }
         synchronize();  // the previous chunk has been read
+        bool in_groups = false;
+        if constexpr (kScaled) {
+          in_groups = params.group_scales != nullptr;
+          if (in_groups && first_row < params.n) store_groups(accumulator, tile, first_row, chunk, left, lines, scale);
+        }
 #pragma unroll
         for (int mi = 0; mi < kMmaM; ++mi) {
+          if (kScaled && in_groups) break;
           float v[4 * kBlocks];
-          auto const value = [&](int i) -> float& { return v[i]; };
-#pragma unroll
-          for (int i = 0; i < 4 * kBlocks; ++i) {
-            float const sum = accumulator(mi * (kTileN / 2) + chunk * (kChunk / 2) + i);
-            v[i] = kHasAlpha ? fmaf(sum, alpha, bias[mi][i / 2 % 2]) : sum + bias[mi][i / 2 % 2];
-          }
+          values(accumulator, mi, chunk, lines, v);
+          uint32_t packed[4];
           if (!params.gated) {
-            activate_all<4 * kBlocks>(params.activation, value);
+            activate_all<4 * kBlocks>(params.activation, [&](int i) -> float& { return v[i]; });
 #pragma unroll
             for (int j = 0; j < kBlocks; j += 2) {
               constexpr bool kPair = kBlocks > 1;
-              uint32_t packed[4];
 #pragma unroll
               for (int i = 0; i < (kPair ? 4 : 2); ++i) {
                 int const block = j + i / 2;
@@ -135,26 +268,11 @@ struct GroupedEpilogue {
               write<kPair ? 4 : 2>(8 * (j + (kPair ? q / 2 : 0)) + r, 8 * mi + 2 * warp + q % 2, packed);
             }
           } else {
+            float product[kBlocks][2];
+            gate(v, scale, product);
 #pragma unroll
-            for (int j = 0; j < kBlocks; ++j) {
-#pragma unroll
-              for (int e = 0; e < 2; ++e) v[4 * j + e] = v[4 * j + e] > params.gate_max ? params.gate_max : v[4 * j + e];
-            }
-            activate_all<2 * kBlocks>(params.activation, [&](int i) -> float& { return v[i / 2 * 4 + i % 2]; });
-            uint32_t packed[4];
-#pragma unroll
-            for (int j = 0; j < kBlocks; ++j) {
-              float product[2];
-#pragma unroll
-              for (int e = 0; e < 2; ++e) {
-                float up = v[4 * j + 2 + e];  // compared and not fminf: NaN stays
-                up = up > params.up_max ? params.up_max : up < -params.up_max ? -params.up_max : up;
-                product[e] = v[4 * j + e] * (up + params.up_shift) * scale[j][e];
-              }
-              packed[j] = pack(product[0], product[1], factor);
-            }
-            int const q = lane / 8 < kBlocks ? lane / 8 : kBlocks - 1, r = lane % 8;
-            write<kBlocks>(8 * q + r, 4 * mi + warp, packed);
+            for (int j = 0; j < kBlocks; ++j) packed[j] = pack(product[j][0], product[j][1], factor);
+            write_gated(mi, packed);
           }
         }
         synchronize();
@@ -163,9 +281,70 @@ struct GroupedEpilogue {
     }
   }
 
+  /// A chunk of gated outputs as codes: their group is all that a token has in this warpgroup.
+  template <class Accumulator>
+  __device__ void store_groups(Accumulator const& accumulator, ExpertTile const& tile, int first_row, int chunk, int left, bool lines,
+                               float const (&scale)[kBlocks][2]) {
+    int const lane = thread % 32, warp = thread / 32;
+    float product[kMmaM][kBlocks][2], largest[kBlocks][2] = {};
+#pragma unroll
+    for (int mi = 0; mi < kMmaM; ++mi) {
+      float v[4 * kBlocks];
+      values(accumulator, mi, chunk, lines, v);
+      gate(v, scale, product[mi]);
+    }
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int mi = 0; mi < kMmaM; ++mi) largest[j][e] = fmaxf(largest[j][e], fabsf(product[mi][j][e]));
+#pragma unroll
+        for (int offset = 4; offset < 32; offset *= 2)
+          largest[j][e] = fmaxf(largest[j][e], __shfl_xor_sync(0xffffffffu, largest[j][e], offset));
+      }
+      if (lane < 4) *reinterpret_cast<float2*>(&storage->largest[warp][8 * j + 2 * lane]) = make_float2(largest[j][0], largest[j][1]);
+    }
+    synchronize();
+    float const largest_code = params.int8 ? kLargestInt8 : kLargestE4M3;
+    int64_t const group = first_row / kTileM;
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+      float factor[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        int const token = 8 * j + 2 * (lane % 4) + e;
+        float most = storage->largest[0][token];
+#pragma unroll
+        for (int w = 1; w < 4; ++w) most = fmaxf(most, storage->largest[w][token]);
+        float const of_group = most * (1.0f / largest_code);
+        factor[e] = code_factor(of_group, reciprocal_without_call(of_group));
+        if (warp == 0 && lane < 4 && token < left) params.group_scales[(tile.row + chunk * kChunk + token) * params.group_stride + group] = of_group;
+      }
+#pragma unroll
+      for (int mi = 0; mi < kMmaM; ++mi) {
+        product[mi][j][0] *= factor[0];
+        product[mi][j][1] *= factor[1];
+      }
+    }
+#pragma unroll
+    for (int mi = 0; mi < kMmaM; ++mi) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) packed[j] = params.int8 ? pack_int8(product[mi][j][0], product[mi][j][1])
+                                                                : __byte_perm(codes_e4m3(product[mi][j][0], product[mi][j][1], 1.0f), 0, 0x4140);
+      write_gated(mi, packed);
+    }
+  }
+  /// Two int8 codes as they are staged. NaN becomes 0.
+  static __device__ uint32_t pack_int8(float low, float high) {
+    auto const code = [](float x) { return uint32_t(min(max(__float2int_rn(x), -127), 127)) & 255; };
+    return code(low) | code(high) << 16;
+  }
+
   /// Two elements as they are staged.
   __device__ uint32_t pack(float low, float high, float factor) const {
-    return params.d_scale == nullptr ? Element::pack(low, high) : __byte_perm(codes_e4m3(low, high, factor), 0, 0x4140);
+    return params.d_scale == nullptr ? element().pack(low, high) : __byte_perm(codes_e4m3(low, high, factor), 0, 0x4140);
   }
 
   /// Matrices of 8 tokens x 8 columns: lane 8 q + r addresses row r of the q-th.
@@ -215,7 +394,7 @@ struct GroupedEpilogue {
       uint4 const bits = *reinterpret_cast<uint4 const*>(staged + token * (kTileM * 2) + (unit ^ token % 8) * 16);
       int const inside = n_out - column0 - unit * 8;
       int64_t const to = first + token * params.ldd + unit * 8;
-      if (params.d_scale != nullptr) {
+      if (params.codes) {
         copy_codes(bits, static_cast<uint8_t*>(params.d) + to, inside);
         continue;
       }

@@ -28,8 +28,9 @@ inline ExpertRows describe_rows(GroupedProblem const& problem, GroupedOperands c
   return rows;
 }
 
-inline GroupedEpilogueParams describe_epilogue(GroupedProblem const& problem, GroupedOperands const& operands) {
-  GroupedEpilogueParams e{};
+template <class Params = GroupedEpilogueParams>
+Params describe_epilogue(GroupedProblem const& problem, GroupedOperands const& operands) {
+  Params e{};
   e.d = operands.d;
   e.bias = operands.bias;
   e.alpha = operands.alpha;
@@ -47,8 +48,27 @@ inline GroupedEpilogueParams describe_epilogue(GroupedProblem const& problem, Gr
   e.up_row_offset = int32_t(rows.up_offset);
   e.gate_blocks = operands.gate_layout == GateLayout::kBlocks;
   e.d_scale = problem.d_fp8 ? operands.d_scale : nullptr;
-  e.vectors = problem.d_alignment >= (problem.d_fp8 ? 8 : 16);
+  e.codes = problem.d_fp8 || problem.d_groups;
+  e.vectors = problem.d_alignment >= (e.codes ? 8 : 16);
   return e;
+}
+
+/// The weight's part of an sm_90 kernel's parameters, in boxes of tile_m rows and 128 bytes.
+inline Status describe_weights(GroupedProblem const& problem, GroupedOperands const& operands, int tile_m, CUtensorMap* map) {
+  int const bytes = size_of(problem.type), line = 128 / bytes;
+  int64_t const n = problem.n, k = problem.k, row = operands.ldb * bytes, expert = operands.b_expert_stride * bytes;
+  if (problem.gated) {
+    GateRows const rows = gate_rows(operands.gate_layout, n);
+    int64_t const gate = rows.stride * row, up = rows.up_offset * row;
+    bool const blocks = operands.gate_layout == GateLayout::kBlocks;
+    int64_t const extents[5] = {k, 8, 2, n / 16, problem.experts};
+    int64_t const strides[4] = {gate, up, blocks ? 16 * row : 8 * gate, expert};
+    int const box[5] = {line, 8, 2, tile_m / 16, 1};
+    return encode_tensor_map_rows(map, 5, operands.b, extents, strides, box, bytes);
+  }
+  int64_t const extents[3] = {k, n, problem.experts}, strides[2] = {row, expert};
+  int const box[3] = {line, tile_m, 1};
+  return encode_tensor_map_rows(map, 3, operands.b, extents, strides, box, bytes);
 }
 
 /// The rows' part of an sm_90 kernel's parameters.
@@ -56,23 +76,24 @@ template <class Mainloop, class Params>
 Status describe_tokens(GroupedLaunchArguments const& arguments, Params* params) {
   GroupedProblem const& problem = *arguments.problem;
   GroupedOperands const& operands = *arguments.operands;
-  int64_t const extents[3] = {problem.k, operands.a_rows, 1}, strides[2] = {operands.lda * 2, operands.lda * 2};
-  int box[3] = {64, Mainloop::kLargeBox, 1};
-  if (Status status = encode_tensor_map_rows(&params->mainloop.tokens, 3, operands.a, extents, strides, box); !status.ok()) return status;
+  int const bytes = size_of(problem.type);
+  int64_t const extents[3] = {problem.k, operands.a_rows, 1}, strides[2] = {operands.lda * bytes, operands.lda * bytes};
+  int box[3] = {128 / bytes, Mainloop::kLargeBox, 1};
+  auto const encode = [&](CUtensorMap* map) { return encode_tensor_map_rows(map, 3, operands.a, extents, strides, box, bytes); };
+  if (Status status = encode(&params->mainloop.tokens); !status.ok()) return status;
   box[1] = Mainloop::kSmallBox;
-  if (Status status = encode_tensor_map_rows(&params->mainloop.few_tokens, 3, operands.a, extents, strides, box); !status.ok())
-    return status;
+  if (Status status = encode(&params->mainloop.few_tokens); !status.ok()) return status;
   params->scheduler.rows = describe_rows(problem, operands);
-  if (problem.gathered && double(operands.a_rows) * operands.lda * 2 >= 16.0 * Mainloop::Gather::kZeroRow) {
+  if (problem.gathered && double(operands.a_rows) * operands.lda * bytes >= 16.0 * Mainloop::Gather::kZeroRow) {
     return Status::failure(StatusCode::kNotSupported, "rows are gathered from up to 64 GiB, got %lld rows of %lld elements",
                            (long long)operands.a_rows, (long long)operands.lda);
   }
   params->mainloop.source = {static_cast<typename Mainloop::Element const*>(operands.a), operands.gather, uint32_t(operands.a_rows),
-                             uint32_t(operands.lda / 8), int32_t(problem.k)};
+                             uint32_t(operands.lda * bytes / 16), int32_t(problem.k)};
   params->scheduler.k_tiles = int32_t((problem.k + Mainloop::kTileK - 1) / Mainloop::kTileK);
   params->scheduler.weight_tiles = int32_t((problem.n + Mainloop::kTileM - 1) / Mainloop::kTileM);
   // All tokens stay in L2 where they are few beside it.
-  bool const keep = problem.rows * problem.k * 2 <= arguments.device->l2_bytes / 4;
+  bool const keep = problem.rows * problem.k * bytes <= arguments.device->l2_bytes / 4;
   params->mainloop.hint_tokens = uint64_t(keep ? cute::TMA::CacheHintSm90::EVICT_LAST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
   return Status::success();
 }

@@ -27,7 +27,7 @@ template <class Config, class Mainloop = CollectiveMainloopSm90<Config>>
 struct GroupedSm90
     : gemm::GemmKernelSm90<
           Mainloop,
-          GroupedCollectiveEpilogue<Config::kType, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers, false>,
+          GroupedCollectiveEpilogue<Float16<Config::kType>, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers, false>,
           ExpertTileScheduler<ExpertTiles<Config::kTileN, Mainloop::kStep, panel_of(Config::kTileM, Config::kTileN)>, Config::kThreads>> {
   static_assert(GroupedSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
@@ -47,23 +47,9 @@ Status launch_grouped_sm90(GroupedLaunchArguments const& arguments) {
   GroupedProblem const& problem = *arguments.problem;
   GroupedOperands const& operands = *arguments.operands;
   typename Kernel::Params params{};
-  int64_t const n = problem.n, k = problem.k;
-  Status status;
-  if (problem.gated) {
-    GateRows const rows = gate_rows(operands.gate_layout, n);
-    int64_t const gate = rows.stride * operands.ldb, up = rows.up_offset * operands.ldb;
-    bool const blocks = operands.gate_layout == GateLayout::kBlocks;
-    int64_t const extents[5] = {k, 8, 2, n / 16, problem.experts};
-    int64_t const strides[4] = {gate * 2, up * 2, (blocks ? 16 * operands.ldb : 8 * gate) * 2, operands.b_expert_stride * 2};
-    int const box[5] = {64, 8, 2, Config::kTileM / 16, 1};
-    status = encode_tensor_map_rows(&params.mainloop.weights, 5, operands.b, extents, strides, box);
-  } else {
-    int64_t const extents[3] = {k, n, problem.experts}, strides[2] = {operands.ldb * 2, operands.b_expert_stride * 2};
-    int const box[3] = {64, Config::kTileM, 1};
-    status = encode_tensor_map_rows(&params.mainloop.weights, 3, operands.b, extents, strides, box);
-  }
+  Status status = describe_weights(problem, operands, Config::kTileM, &params.mainloop.weights);
+  if (status.ok()) status = describe_tokens<typename Kernel::Mainloop>(arguments, &params);
   if (!status.ok()) return status;
-  if (status = describe_tokens<typename Kernel::Mainloop>(arguments, &params); !status.ok()) return status;
   params.mainloop.gated = problem.gated;
   params.epilogue = describe_epilogue(problem, operands);
   static std::atomic<uint64_t> shared_memory_allowed{0};

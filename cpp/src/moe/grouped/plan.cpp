@@ -19,7 +19,9 @@ constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr CostModel kCostModel{};
 
 char const* illegal(KernelInfo const& kernel, GroupedProblem const& p, DeviceProperties const& device) {
-  if (std::strcmp(kernel.family, "moe") != 0 && std::strcmp(kernel.family, "moe_w4a16") != 0) return "it is not a grouped kernel";
+  bool known = false;
+  for (char const* family : {"moe", "moe_scaled", "moe_w4a16"}) known = known || std::strcmp(kernel.family, family) == 0;
+  if (!known) return "it is not a grouped kernel";
   if (kernel.b_format != p.b_format) return "its weights have another format";
   if (quantised(p) && p.group_size > 0 && p.group_size < p.k && p.group_size % kernel.group_multiple != 0) {
     return "its groups are multiples of another size";
@@ -30,8 +32,8 @@ char const* illegal(KernelInfo const& kernel, GroupedProblem const& p, DevicePro
   if (kernel.ab_type != p.type) return "it computes another element type";
   if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
   if (kernel.arch >= 90) {
-    if (p.a_alignment < 16 || p.b_alignment < 16) return "an operand's pointer or stride is not a multiple of 16 bytes";
-    if (p.k % 8 != 0 || p.k == 0) return "k is not a positive multiple of 8";
+    if ((p.a_alignment < 16 || p.b_alignment < 16) && (!has_8_bits(p) || p.k > 0)) return "an operand's pointer or stride is not a multiple of 16 bytes";
+    if (!has_8_bits(p) && (p.k % 8 != 0 || p.k == 0)) return "k is not a positive multiple of 8";
     if (quantised(p) && p.n % 8 != 0) return "n is not a multiple of 8";
     if (p.gated && p.n % 16 != 0) return "half of n is not a multiple of 8";
   }
@@ -51,7 +53,23 @@ Status check(GroupedProblem const& p) {
     return Status::failure(StatusCode::kNotSupported, "at most %d experts are supported, got %lld", kMaxGroupedExperts,
                            (long long)p.experts);
   }
-  if (p.type == DataType::kF32) return Status::failure(StatusCode::kInvalidArgument, "operands must be f16 or bf16, got f32");
+  if (p.type == DataType::kF32) return Status::failure(StatusCode::kInvalidArgument, "operands must be f16, bf16, e4m3 or s8, got f32");
+  if (has_8_bits(p)) {
+    if (p.d_type != DataType::kF16 && p.d_type != DataType::kBF16) {
+      return Status::failure(StatusCode::kInvalidArgument, "d must be f16 or bf16, got %s", name_of(p.d_type));
+    }
+    if (p.a_group != 0 && p.a_group != 32 && p.a_group != 64 && p.a_group != 128) {
+      return Status::failure(StatusCode::kInvalidArgument, "scales of a are of 128, 64 or 32 of k, got %d", p.a_group);
+    }
+    if (p.type == DataType::kS8 && (p.b_blocks || p.fast_accum || p.d_fp8)) {
+      return Status::failure(StatusCode::kInvalidArgument, "scales of blocks, fast accumulation and e4m3 codes are of e4m3, got s8");
+    }
+    if (p.d_groups && (!p.gated || p.d_fp8)) {
+      return Status::failure(StatusCode::kInvalidArgument, "codes with scales of their own are of gated products");
+    }
+  } else if (p.a_group != 0 || p.b_blocks || p.fast_accum || p.d_groups) {
+    return Status::failure(StatusCode::kInvalidArgument, "scales are of operands of 8 bits, got %s", name_of(p.type));
+  }
   if (p.gated && p.n % 2 != 0) {
     return Status::failure(StatusCode::kInvalidArgument, "a gated weight has an even number of rows, got n = %lld", (long long)p.n);
   }
@@ -79,12 +97,12 @@ GroupedPlan describe(KernelInfo const& kernel, GroupedProblem const& problem, De
   plan.floor_us = floor_us(problem, device);
   plan.predicted_us = std::max(predict_us(kCostModel, kernel, problem, even_routing(problem), device, gather_first), plan.floor_us);
   plan.gather_first = gather_first;
-  plan.workspace_bytes = gather_first ? size_t(problem.rows) * size_t(problem.k) * 2 : 0;
+  plan.workspace_bytes = gather_first ? size_t(problem.rows) * size_t(problem.k) * size_t(size_of(problem.type)) : 0;
   return plan;
 }
 
 /// Whether a launch of its own can gather the rows: it copies 16 bytes at a time.
-bool can_gather_first(GroupedProblem const& p) { return p.gathered && p.k % 8 == 0 && p.a_alignment == 16; }
+bool can_gather_first(GroupedProblem const& p) { return p.gathered && p.k > 0 && p.k * size_of(p.type) % 16 == 0 && p.a_alignment == 16; }
 
 /// The plan that is expected to lose least against the fastest one of the routing that comes; returns how many there are. A portable kernel
 /// only where no other computes the problem.
@@ -150,6 +168,8 @@ Status gather_rows(void const*, int64_t, int64_t, int32_t const*, int64_t, int64
 // The compiler's comparison takes in every member, also one that is added later: cached plans depend on that.
 bool GroupedProblem::operator==(GroupedProblem const&) const = default;
 
+int32_t d_group_of(KernelInfo const& kernel) { return kernel.tile_m / (kernel.threads / 128 - 1) / 2; }
+
 Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* plan) {
   using namespace moe;
   *plan = GroupedPlan{};
@@ -179,7 +199,10 @@ Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& devic
                            "no kernel %s computes a grouped GEMM of %s and %s weights, n = %lld, on compute capability %d.%d (archs of the "
                            "build: %s)",
                            options.only_runnable ? "of this build" : "of the table", name_of(problem.type),
-                           quantised(problem) ? name_of(problem.b_format) : "16-bit", (long long)problem.n, device.compute_major,
+                           quantised(problem)    ? name_of(problem.b_format)
+                           : has_8_bits(problem) ? "8-bit"
+                                                 : "16-bit",
+                           (long long)problem.n, device.compute_major,
                            device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
   std::snprintf(plan->reason, sizeof(plan->reason),
@@ -205,8 +228,9 @@ Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, Group
       return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", workspace_bytes,
                              plan.workspace_bytes);
     }
-    Status const status = moe::gather_rows(operands.a, operands.lda, operands.a_rows, operands.gather, problem.rows, problem.k, workspace,
-                                           programmatic && device.compute_capability() >= 90, stream);
+    int64_t const bytes = size_of(problem.type);
+    Status const status = moe::gather_rows(operands.a, operands.lda * bytes, operands.a_rows, operands.gather, problem.rows, problem.k * bytes,
+                                           workspace, programmatic && device.compute_capability() >= 90, stream);
     if (!status.ok()) return status;
     launched.gathered = false;
     rows.gather = nullptr;
@@ -214,7 +238,9 @@ Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, Group
     rows.lda = problem.k;
     rows.a_rows = problem.rows;
   }
-  moe::GroupedLaunchArguments const arguments{&launched, &rows, &device, programmatic, stream};
+  if (problem.d_groups && operands.d_scales == nullptr)
+    return Status::failure(StatusCode::kInvalidArgument, "the problem's d has scales of its own, the operands do not");
+  moe::GroupedLaunchArguments const arguments{&launched, &rows, &device, operands.gather, operands.a_rows, programmatic, stream};
   return reinterpret_cast<moe::LaunchFunction>(const_cast<void*>(plan.kernel->launch))(arguments);
 }
 

@@ -1,6 +1,6 @@
 // Gathers the rows of A that belong to a tile into the stages of the ring, by cp.async: the work of the producer warpgroup's other warps.
 //
-// A stage's tokens are columns of 64 elements, [kRows][128 bytes] each, with 16-byte vector v of a row at v ^ row % 8, as TMA would store
+// A stage's tokens are columns of 128 bytes, [kRows][128 bytes] each, with 16-byte vector v of a row at v ^ row % 8, as TMA would store
 // them. While the weights of the ring are in flight a load takes as long as theirs, microseconds. So the copies of all stages are in flight
 // together, and the row numbers of a tile are loaded one tile ahead. The consumers execute the fence between the proxy of cp.async and that
 // of the tensor cores: here it would wait for the copies in flight. A row number outside of A gives a row of zeros: no value of `gather`
@@ -17,10 +17,10 @@
 
 namespace minfer::moe {
 
-/// kHalves: 128-byte columns of a stage. kBarrier: the number of a named barrier without another use.
-template <int kRows, int kHalves, int kStages, int kBarrier>
+/// kHalves: 128-byte columns of a stage. kBarrier: the number of a named barrier without another use. kWarps_: those that gather.
+template <int kRows, int kHalves, int kStages, int kBarrier, int kWarps_ = kRows <= 16 ? 1 : 3>
 struct RowGather {
-  static constexpr int kWarps = kRows <= 16 ? 1 : 3, kThreads = 32 * kWarps;
+  static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
   static constexpr int kRowsAtOnce = kThreads / 8;  // eight threads load the 128 bytes of a row
   // Copies of a thread whose sources are read together.
   static constexpr int kBatch = kRows >= 6 * kRowsAtOnce ? 6 : (kRows - 1) / kRowsAtOnce + 1;
@@ -86,7 +86,8 @@ struct RowGather {
 #pragma unroll 1
       for (int i = 0; i < k_tiles; ++i) {
         cutlass::arch::ClusterBarrier::wait(&stages.empty[ring.index], ring.phase);
-        load(stages.tokens + ring.index * (kRows * kHalves * 128), stages.source, from.a, i * kHalves * 64, from.k, rows, thread);
+        load(stages.tokens + ring.index * (kRows * kHalves * 128), stages.source, from.a, i * kHalves * (128 / int(sizeof(Element))), from.k, rows,
+             thread);
         cutlass::arch::cpasync_barrier_arrive_noinc(&stages.full[ring.index]);
         ring.advance();
       }
@@ -94,14 +95,15 @@ struct RowGather {
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
-  /// Columns column0 to column0 + 64 * kHalves - 1 of A, of the first `tokens` rows of the tile; zeros behind k.
+  /// The 128 * kHalves bytes from column0 on of A's rows, of the first `tokens` rows of the tile; zeros behind k.
   template <class Element>
   static __device__ void load(uint32_t to, uint32_t const* source, Element const* a, int column0, int k, int tokens, int thread) {
+    constexpr int kElements = 16 / int(sizeof(Element));  // of a vector
     int const vector = thread % 8, first = thread / 8;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      int const column = column0 + half * 64 + vector * 8;
-      int const bytes = column < k ? 16 : 0;
+      int const column = column0 + half * 8 * kElements + vector * kElements;
+      int const bytes = min(max(k - column, 0), kElements) * int(sizeof(Element));
       char const* const from = reinterpret_cast<char const*>(a + (bytes > 0 ? column : 0));
 #pragma unroll 1
       for (int row = first; row < tokens; row += kBatch * kRowsAtOnce) {

@@ -1,0 +1,107 @@
+// Grouped GEMM of 8-bit operands for sm_90a: d[rows of expert e] = epilogue(a[rows of e] . b[e]) with scales; e4m3 or int8; persistent, warp
+// specialised, WGMMA.
+//
+// Composition (gemm/kernel_sm90.cuh has the warp roles and walks): the CollectiveMma specialisation of mainloop_scaled_sm90.cuh,
+// GroupedCollectiveEpilogue, ExpertTileScheduler. Consumers are two that share a tile's rows; or one alone, with a second such CTA on the
+// SM, so that the two hide each other's starts and ends.
+// Tile walk: expert_tiles.cuh. Every CTA works it out from the offsets in device memory: nothing is known, or synchronised, on the host.
+// Shared memory: ring with scales | staged tokens of d | scales of a tile's rows, barriers, table of the experts' tiles.
+// Limits: operands 16-byte aligned, gated n a multiple of 16, kMaxGroupedExperts experts.
+#pragma once
+
+#include "common/cutlass_element.cuh"
+#include "gemm/kernel_sm90.cuh"
+#include "moe/grouped/expert_tile_scheduler.cuh"
+#include "moe/grouped/grouped_collective_epilogue.cuh"
+#include "moe/grouped/grouped_launch.cuh"
+#include "moe/grouped/mainloop_scaled_sm90.cuh"
+
+namespace minfer::moe {
+
+template <class Config, class Element = CutlassElement<Config::kType>>
+using ScaledMainloopSm90 = cutlass::gemm::collective::CollectiveMma<
+    MainloopSm90TmaScaledExperts<Config>, cute::Shape<cute::Int<Config::kTileM>, cute::Int<Config::kTileN>, cute::Int<Config::kTileK>>,
+    Element, cute::Stride<int64_t, cute::_1, int64_t>, Element, cute::Stride<int64_t, cute::_1, int64_t>, void, cute::SM90_TMA_LOAD, void,
+    void, cute::identity, cute::SM90_TMA_LOAD, void, void, cute::identity>;
+
+template <class Config, class Mainloop = ScaledMainloopSm90<Config>>
+struct GroupedScaledSm90
+    : gemm::GemmKernelSm90<Mainloop,
+                           GroupedCollectiveEpilogue<AnyFloat16, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers,
+                                                     false, true, Config::kStagedTokens>,
+                           ExpertTileScheduler<ExpertTiles<Config::kTileN, Mainloop::kStep, panel_of(Config::kTileM, Config::kTileN)>,
+                                               Config::kThreads>> {
+  static_assert(GroupedScaledSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
+    grouped_scaled_sm90_kernel(__grid_constant__ typename GroupedScaledSm90<Config>::Params const params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char smem[];
+  GroupedScaledSm90<Config>::run(params, smem);
+#endif
+}
+
+template <class Config>
+Status launch_grouped_scaled_sm90(GroupedLaunchArguments const& arguments) {
+  using Kernel = GroupedScaledSm90<Config>;
+  GroupedProblem problem = *arguments.problem;
+  GroupedOperands operands = *arguments.operands;
+  bool const reads = problem.k > 0;
+  if (!reads) {  // nothing is multiplied: the descriptors of operands, which nobody reads, are of anything that there is
+    problem.k = operands.lda = operands.ldb = 16;
+    operands.b_expert_stride = 16 * problem.n;
+    operands.a = operands.b = reinterpret_cast<void const*>(reinterpret_cast<uintptr_t>(operands.offsets) / 16 * 16);
+  }
+  GroupedLaunchArguments described = arguments;
+  described.problem = &problem;
+  described.operands = &operands;
+  typename Kernel::Params params{};
+  Status status = describe_weights(problem, operands, Config::kTileM, &params.mainloop.weights);
+  if (status.ok()) status = describe_tokens<typename Kernel::Mainloop>(described, &params);
+  if (!status.ok()) return status;
+  if (!reads) params.scheduler.k_tiles = 0;
+  OperandScales const &of_a = operands.a_scale, &of_b = operands.b_scale;
+  auto& scales = params.mainloop.scales;
+  if (of_a.blocks) {
+    scales.tokens = {of_a.data, of_a.row_stride, of_a.k_stride, of_a.exponents};
+    scales.expert_offset = problem.max_rows > 0 ? operands.a_scale_expert_stride - problem.max_rows * of_a.row_stride : 0;
+  }
+  scales.parts = problem.a_group > 0 ? int32_t(gemm::kScaleBlock / problem.a_group) : 1;
+  scales.groups = problem.a_group > 0 ? int32_t((problem.k + problem.a_group - 1) / problem.a_group) : 0;
+  scales.blocks = int32_t((problem.k + gemm::kScaleBlock - 1) / gemm::kScaleBlock);
+  if (of_b.blocks) {
+    scales.weight = {of_b.data, of_b.row_stride, of_b.k_stride, of_b.exponents};
+    scales.expert_stride = operands.b_scale_expert_stride;
+    scales.up_offset = of_b.up_offset;
+  }
+  scales.n = int32_t(problem.gated ? problem.n / 2 : problem.n);
+  params.mainloop.gated = problem.gated;
+  params.mainloop.adds = reads && (of_a.blocks || of_b.blocks || (problem.type == DataType::kE4M3 && !problem.fast_accum));
+
+  auto& epilogue = params.epilogue;
+  epilogue = describe_epilogue<ScaledGroupedEpilogueParams>(problem, operands);
+  if (!of_a.blocks) {
+    epilogue.token_scales = static_cast<float const*>(of_a.data);
+    epilogue.token_stride = of_a.row_stride;
+    epilogue.token_expert_offset = problem.max_rows > 0 ? operands.a_scale_expert_stride - problem.max_rows * of_a.row_stride : 0;
+  }
+  if (!of_b.blocks) {
+    epilogue.channel_scales = static_cast<float const*>(of_b.data);
+    epilogue.channel_stride = of_b.row_stride;
+    epilogue.channel_expert_stride = operands.b_scale_expert_stride;
+  }
+  epilogue.gather = scales.gather = arguments.scale_gather;
+  epilogue.a_rows = scales.rows = int32_t(arguments.scale_rows);
+  epilogue.group_scales = problem.d_groups ? operands.d_scales : nullptr;
+  epilogue.group_stride = operands.d_scales_stride;
+  epilogue.int8 = problem.type == DataType::kS8;
+  epilogue.bf16 = problem.d_type == DataType::kBF16;
+  epilogue.bias_f32 = operands.bias_f32;
+  static std::atomic<uint64_t> shared_memory_allowed{0};
+  return launch_grouped(&grouped_scaled_sm90_kernel<Config>, params, described, Config::kThreads, Config::kCtasPerSm, Kernel::kSmemBytes,
+                        shared_memory_allowed);
+}
+
+}  // namespace minfer::moe

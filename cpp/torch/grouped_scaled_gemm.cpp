@@ -1,0 +1,521 @@
+// GEMMs of many experts at once of 8-bit operands with scales, e4m3 and int8, and a layer of such experts; on CUDA tensors.
+#include "core/operators.h"
+#include "core/torch_calls.h"
+#include "fused.h"
+#include "grouped_problem.h"
+#include "moe_layer.h"
+
+namespace minfer::torch_binding {
+
+namespace {
+
+constexpr int64_t kBlock = 128;              // of k, and of a weight's rows, to a scale
+constexpr int64_t kGroups[] = {128, 64, 32};  // of k, to a scale of a row
+
+int64_t blocks_of(int64_t extent) { return (extent + kBlock - 1) / kBlock; }
+
+/// The largest number of k that so many scales of a row are of, or 0.
+int32_t group_of_scales(int64_t k, int64_t scales) {
+  for (int64_t group : kGroups) {
+    if ((k + group - 1) / group == scales) return int32_t(group);
+  }
+  return 0;
+}
+
+/// The names of an operator's arguments and their types.
+struct Names {
+  char const *op, *a, *b, *a_scale, *b_scale;
+};
+
+/// Float32, or of blocks bytes that are exponents of two.
+void check_scale_type(Names const& names, char const* name, Tensor const& scale, bool blocks, bool fp8, OperandScales* s) {
+  if (scale.scalar_type() == ScalarType::Byte && blocks && fp8) {
+    s->exponents = true;
+  } else if (scale.scalar_type() != ScalarType::Float) {
+    fail(names.op, ": ", name, " must be Float", fp8 ? " (of blocks also Byte, exponents of two)" : "", ", got ", scale.scalar_type());
+  }
+}
+
+/// Scales of the rows of a: rows are [rows] or, masked, [experts, max_rows].
+void set_row_scale(GroupedCall* call, Names const& names, Tensor const& scale, Shape rows, Tensor const& a) {
+  check_same_device(names.op, names.a_scale, scale, {names.a, a});
+  GroupedProblem& p = call->problem;
+  GroupedOperands& o = call->operands;
+  bool const fp8 = p.type == DataType::kE4M3;
+  int64_t const modes = int64_t(rows.size());
+  bool of_rows = scale.dim() == modes || scale.dim() == modes + 1;
+  for (int64_t i = 0; of_rows && i < modes; ++i) of_rows = scale.size(i) == rows[size_t(i)];
+  int64_t const columns = scale.dim() == modes + 1 ? scale.size(modes) : 1;
+  int32_t const group = group_of_scales(p.k, columns);
+  bool const one = scale.numel() == 1 && scale.dim() <= modes + 1;
+  bool const lines = of_rows && columns == 1;
+  if (!one && !lines && !(of_rows && group > 0)) {
+    fail(names.op, ": ", names.a_scale, " must be one number, ", Listed{rows}, " or [.., 1], or [.., ", blocks_of(p.k),
+         "] of 128 of k each (or of 64, or of 32), got ", scale);
+  }
+  o.a_scale = OperandScales{};
+  bool const blocks = !one && !lines;
+  check_scale_type(names, names.a_scale, scale, blocks || (lines && scale.dim() == modes + 1), fp8, &o.a_scale);
+  if (blocks && p.k == 0) return;  // none
+  o.a_scale.blocks = blocks || o.a_scale.exponents;
+  p.a_group = o.a_scale.blocks ? (blocks ? group : int32_t(kBlock)) : 0;
+  if (o.a_scale.exponents && !blocks && p.k > kBlock) fail(names.op, ": ", names.a_scale, " must be Float, got ", scale.scalar_type());
+  o.a_scale.data = call->held.keep(scale);
+  if (one && !blocks) return;  // strides of 0
+  o.a_scale.row_stride = scale.stride(modes - 1);
+  o.a_scale.k_stride = blocks ? scale.stride(modes) : 0;
+  o.a_scale_expert_stride = modes > 1 ? scale.stride(0) : 0;
+}
+
+/// Scales of the experts' weights, of n rows each.
+void set_weight_scale(GroupedCall* call, Names const& names, Tensor const& scale, Tensor const& a) {
+  check_same_device(names.op, names.b_scale, scale, {names.a, a});
+  GroupedProblem& p = call->problem;
+  GroupedOperands& o = call->operands;
+  bool const fp8 = p.type == DataType::kE4M3;
+  int64_t const half_blocks = blocks_of(p.gated ? p.n / 2 : p.n), rows = p.gated ? 2 * half_blocks : half_blocks;
+  int64_t const dim = scale.dim();
+  bool const one = scale.numel() == 1 && dim <= 1;
+  bool const experts = dim >= 1 && scale.size(0) == p.experts;
+  bool const of_expert = experts && (dim == 1 || (dim == 2 && scale.size(1) == 1));
+  bool const of_rows = experts && ((dim == 2 && scale.size(1) == p.n) || (dim == 3 && scale.size(1) == p.n && scale.size(2) == 1));
+  bool const blocks = fp8 && experts && dim == 3 && scale.size(1) == rows && scale.size(2) == blocks_of(p.k) && !of_rows;
+  if (!one && !of_expert && !of_rows && !blocks) {
+    if (fp8) {
+      fail(names.op, ": ", names.b_scale, " must be one number, [", p.experts, "], [", p.experts, ", ", p.n, "] or, of blocks, [", p.experts,
+           ", ", rows, ", ", blocks_of(p.k), "], got ", scale);
+    }
+    fail(names.op, ": ", names.b_scale, " must be one number, [", p.experts, "] or [", p.experts, ", ", p.n, "], got ", scale);
+  }
+  o.b_scale = OperandScales{};
+  check_scale_type(names, names.b_scale, scale, blocks, fp8, &o.b_scale);
+  if (blocks && p.k == 0) return;
+  o.b_scale.data = call->held.keep(scale);
+  if (one) return;
+  o.b_scale_expert_stride = scale.stride(0);
+  if (of_rows && !of_expert) o.b_scale.row_stride = scale.stride(1);
+  if (!blocks) return;
+  p.b_blocks = o.b_scale.blocks = true;
+  o.b_scale.row_stride = scale.stride(1);
+  o.b_scale.k_stride = scale.stride(2);
+  o.b_scale.halves = p.gated;
+  o.b_scale.up_offset = p.gated ? half_blocks * scale.stride(1) : 0;
+}
+
+/// A weight [experts, n, k], or with `transposed` [experts, k, n], copied where TMA cannot address its rows.
+void set_codes(GroupedCall* call, char const* name, Tensor const& weight, bool transposed) {
+  GroupedProblem& p = call->problem;
+  int64_t const n_mode = transposed ? 2 : 1, k_mode = transposed ? 1 : 2;
+  bool const usable = (weight.stride(k_mode) == 1 || p.k <= 1) && weight.is_aligned(16) &&
+                      (p.n <= 1 || (weight.stride(n_mode) >= p.k && weight.stride(n_mode) % 16 == 0)) &&
+                      (p.experts <= 1 || (weight.stride(0) > 0 && weight.stride(0) % 16 == 0));
+  if (usable || p.k == 0) {
+    set_weight(call, name, weight, transposed);
+    if (p.k == 0) p.b_alignment = 16;
+    return;
+  }
+  int64_t const row = round_up(p.k, 16);
+  int64_t strides[3] = {p.n * row, 0, 0};
+  strides[n_mode] = row;
+  strides[k_mode] = 1;
+  set_weight(call, name, copy_with_strides(call->op, name, weight, strides, p.experts * p.n * row), transposed);
+}
+
+bool is_8bit(ScalarType type) { return type == ScalarType::Float8_e4m3fn || type == ScalarType::Char; }
+
+/// The type of d: bfloat16, float16, or of e4m3 products codes.
+ScalarType output_type(char const* op, bool fp8, std::optional<ScalarType> out_dtype, std::optional<Tensor> const& out_scale,
+                       Tensor const& a) {
+  ScalarType const type = out_dtype.value_or(out_scale ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16);
+  if (!is_16bit_float(type) && !(fp8 && type == ScalarType::Float8_e4m3fn)) {
+    fail(op, ": out_dtype must be Half", fp8 ? ", BFloat16 or Float8_e4m3fn" : " or BFloat16", ", got ", type);
+  }
+  if (out_scale.has_value() != (type == ScalarType::Float8_e4m3fn)) {
+    fail(op, ": out_scale must be given for a D of Float8_e4m3fn, and for no other, got out_dtype ", type);
+  }
+  if (out_scale) check_operand(op, "out_scale", *out_scale, ScalarType::Float, {1}, {"a", a});
+  return type;
+}
+
+/// All arguments of a grouped product.
+struct Arguments {
+  Names names;
+  ScalarType operands;
+  Tensor const &a, &b, &a_scale, &b_scale, &offsets;
+  char const* offsets_name;
+  std::optional<Tensor> const &bias, &gather, &row_scale;
+  std::string const& activation;
+  bool gated;
+  std::string const& gate_layout;
+  std::optional<ScalarType> out_dtype;
+  std::optional<Tensor> const& out_scale;
+  bool fast_accum;
+  std::optional<std::string> const& kernel;
+
+  bool masked() const { return offsets_name[0] == 'c'; }
+};
+
+std::optional<Tensor> const kNoTensor;
+
+void check_type(char const* op, char const* name, Tensor const& x, ScalarType type) {
+  if (x.scalar_type() != type) fail(op, ": ", name, " must be ", type, ", got ", x.scalar_type());
+}
+
+/// bias is of D's 16-bit type or float32; returns the 16-bit type of the call. Codes leave it to the bias.
+ScalarType narrow_of(char const* op, char const* name, std::optional<Tensor> const& bias, ScalarType type, Shape shape, NamedTensor const& a) {
+  bool const codes = !is_16bit_float(type);
+  ScalarType const own = bias && is_16bit_float(bias->scalar_type()) ? bias->scalar_type() : ScalarType::BFloat16;
+  ScalarType const narrow = codes ? own : type;
+  if (bias) {
+    ScalarType const given = bias->scalar_type();
+    if (given != narrow && given != ScalarType::Float) {
+      fail(op, ": ", name, " must be ", codes ? "Half, BFloat16" : type == ScalarType::Half ? "Half" : "BFloat16", " or Float, got ", given);
+    }
+    check_operand(op, name, *bias, given, shape, a);
+  }
+  return narrow;
+}
+
+void set_bias_of(GroupedCall* call, char const* name, std::optional<Tensor> const& bias) {
+  set_bias(call, name, bias);
+  call->operands.bias_f32 = bias && bias->scalar_type() == ScalarType::Float;
+}
+
+/// Checks everything but a given output; returns the call but for the memory of rows that TMA cannot address.
+struct Checked {
+  ScalarType type;  // of d
+  int64_t experts, rows, max_rows, n;
+  int64_t columns(bool gated) const { return gated ? n / 2 : n; }
+};
+
+Checked check(Arguments const& x, ScalarType narrow_out[1]) {
+  char const* op = x.names.op;
+  bool const fp8 = x.operands == ScalarType::Float8_e4m3fn;
+  NamedTensor const reference{"a", x.a};
+  Checked c{};
+  if (x.masked()) {
+    if (x.a.dim() != 3 || x.b.dim() != 3 || x.a.size(0) != x.b.size(0)) {
+      fail(op, ": a must be [experts, max_rows, k] and b [experts, k, n], got a ", x.a, " and b ", x.b);
+    }
+    c.max_rows = x.a.size(1);
+    c.rows = x.a.size(0) * c.max_rows;
+  } else {
+    if (x.a.dim() != 2) fail(op, ": a must be [rows, k], got a ", x.a);
+    c.rows = x.a.size(0);
+    if (x.gather) {
+      if (x.gather->dim() != 1) fail(op, ": gather must be [rows], got ", *x.gather);
+      if (x.gather->size(0) > 0 && x.a.size(0) == 0) fail(op, ": a must have the rows that gather names, got a ", x.a);
+      c.rows = x.gather->size(0);
+      check_operand(op, "gather", *x.gather, ScalarType::Int, {c.rows}, reference);
+    }
+  }
+  check_type(op, "a", x.a, x.operands);
+  int64_t const k = x.a.size(x.a.dim() - 1);
+  if (x.b.dim() != 3 || x.b.size(1) != k) fail(op, ": b must be [experts, k, n] with k = ", k, " to match a ", x.a, ", got b ", x.b);
+  c.experts = x.b.size(0);
+  c.n = x.b.size(2);
+  check_experts(op, "b", x.b, c.experts);
+  check_operand(op, "b", x.b, x.operands, x.b.sizes(), reference);
+  check_gate(op, "b", "columns", c.n, x.activation, x.gated, x.gate_layout);
+  c.type = output_type(op, fp8, x.out_dtype, x.out_scale, x.a);
+  narrow_out[0] = narrow_of(op, "bias", x.bias, c.type, {c.experts, c.n}, reference);
+  if (x.row_scale) {
+    if (x.masked()) {
+      check_operand(op, "row_scale", *x.row_scale, ScalarType::Float, {c.experts, c.max_rows}, reference);
+    } else {
+      check_operand(op, "row_scale", *x.row_scale, ScalarType::Float, {c.rows}, reference);
+    }
+  }
+  check_offsets(op, x.offsets_name, x.offsets, c.experts, reference);
+  return c;
+}
+
+/// Codes whose rows, one after the other, TMA can address: [rows, k], or slabs [experts, max_rows, k].
+void set_code_rows(GroupedCall* call, Tensor const& a) {
+  GroupedProblem& p = call->problem;
+  if (p.k == 0) {
+    set_rows(call, a.data_ptr(), a.dim() == 3 ? a.size(0) * a.size(1) : a.size(0), 16);
+    p.a_alignment = 16;
+    return;
+  }
+  if (a.dim() == 2) {
+    set_rows(call, "a", aligned_rows(call->op, "a", a));
+    return;
+  }
+  int64_t const experts = a.size(0), max_rows = a.size(1), all = experts * max_rows;
+  int64_t const row = a.stride(max_rows > 1 ? 1 : 0);
+  bool const walks = (a.stride(2) == 1 || p.k <= 1) && a.is_aligned(16) && (all <= 1 || (row > 0 && row % 16 == 0)) &&
+                     (experts <= 1 || max_rows <= 1 || a.stride(0) == max_rows * a.stride(1));
+  int64_t const padded = round_up(p.k, 16);
+  Tensor const rows = walks ? a : copy_with_strides(call->op, "a", a, {max_rows * padded, padded, 1}, all * padded);
+  set_rows(call, call->held.keep(rows), all, all > 1 ? rows.stride(max_rows > 1 ? 1 : 0) : padded);
+}
+
+GroupedCall described(Arguments const& x, Checked const& c, ScalarType narrow) {
+  char const* op = x.names.op;
+  GroupedCall call{op};
+  GroupedProblem& p = call.problem;
+  p.rows = c.rows;
+  p.experts = c.experts;
+  p.n = c.n;
+  p.k = x.a.size(x.a.dim() - 1);
+  p.type = data_type(x.operands);
+  p.d_type = data_type(narrow);
+  p.gated = x.gated;
+  p.max_rows = c.max_rows;
+  p.fast_accum = x.fast_accum;
+  GroupedOperands& o = call.operands;
+  set_activation(&call, x.activation, x.gate_layout);
+  set_bias_of(&call, "bias", x.bias);
+  if (x.gather) {
+    p.gathered = true;
+    o.gather = static_cast<int32_t const*>(call.held.keep(contiguous(op, "gather", *x.gather)));
+  }
+  if (x.row_scale) o.row_scale = static_cast<float const*>(call.held.keep(contiguous(op, "row_scale", *x.row_scale)));
+  o.offsets = static_cast<int32_t const*>(call.held.keep(contiguous(op, x.offsets_name, x.offsets)));
+  p.d_fp8 = c.type == ScalarType::Float8_e4m3fn;
+  if (p.d_fp8) o.d_scale = static_cast<float const*>(call.held.keep(contiguous(op, "out_scale", *x.out_scale)));
+  if (x.masked()) {
+    set_row_scale(&call, x.names, x.a_scale, {c.experts, c.max_rows}, x.a);
+  } else {
+    set_row_scale(&call, x.names, x.a_scale, {x.a.size(0)}, x.a);
+  }
+  set_weight_scale(&call, x.names, x.b_scale, x.a);
+  set_codes(&call, "b", x.b, true);
+  set_code_rows(&call, x.a);
+  return call;
+}
+
+Tensor into_new(Arguments const& x) {
+  ScalarType narrow[1];
+  Checked const c = check(x, narrow);
+  OnDevice const on(x.names.op, x.a);
+  GroupedCall call = described(x, c, narrow[0]);
+  if (!x.masked()) return launch(call, x.kernel, x.a, on);
+  Tensor const out = allocate(x.names.op, x.a, {c.experts, c.max_rows, call.columns()}, c.type, "the output of a ", x.a, " and b ", x.b);
+  fill_with_zeros(x.names.op, "the output", out);
+  launch(call, x.kernel, out, call.columns(), on);
+  return out;
+}
+
+Tensor into_given(Arguments x, Tensor const& out) {
+  char const* op = x.names.op;
+  if (!x.out_dtype) x.out_dtype = out.scalar_type();
+  ScalarType narrow[1];
+  Checked const c = check(x, narrow);
+  NamedTensor const reference{"a", x.a};
+  int64_t const columns = c.columns(x.gated);
+  int64_t row = columns;
+  if (x.masked()) {
+    check_operand(op, "out", out, c.type, {c.experts, c.max_rows, columns}, reference);
+    // From one row of out to the next; where every expert has a single row, that is from one expert to the next.
+    row = c.max_rows > 1 ? out.stride(1) : c.experts > 1 ? out.stride(0) : columns;
+    bool const walks =
+        (out.stride(2) == 1 || columns <= 1) && row >= columns && (c.experts <= 1 || c.max_rows == 0 || out.stride(0) == c.max_rows * row);
+    if (!walks) fail(op, ": out must be one run of rows with unit stride along them, got strides ", Listed{out.strides()});
+    check_apart(op, out);
+  } else {
+    check_operand(op, "out", out, c.type, {c.rows, columns}, reference);
+    if (out.stride(1) != 1 && columns > 1) {
+      fail(op, ": out must have unit stride along its rows, got strides ", out.stride(0), " and ", out.stride(1));
+    }
+    if (c.rows > 1 && out.stride(0) < columns) fail(op, ": out's rows must not overlap, got a row stride of ", out.stride(0));
+    row = out.size(0) > 1 ? out.stride(0) : unused_stride(columns, out.element_size());
+  }
+  auto const apart = [&](char const* name, std::optional<Tensor> const& other) {
+    if (other) check_no_overlap(op, out, name, *other);
+  };
+  check_no_overlap(op, out, "a", x.a);
+  check_no_overlap(op, out, "b", x.b);
+  check_no_overlap(op, out, "a_scale", x.a_scale);
+  check_no_overlap(op, out, "b_scale", x.b_scale);
+  check_no_overlap(op, out, x.offsets_name, x.offsets);
+  apart("bias", x.bias);
+  apart("gather", x.gather);
+  apart("row_scale", x.row_scale);
+  apart("out_scale", x.out_scale);
+  OnDevice const on(op, x.a);
+  GroupedCall call = described(x, c, narrow[0]);
+  launch(call, x.kernel, out, row, on);
+  return out;
+}
+
+constexpr Names names_of(char const* op) { return {op, "a", "b", "a_scale", "b_scale"}; }
+
+#define MINFER_FP8_ARGUMENTS(op, offsets, name, gather)                                                                                    \
+  Arguments {                                                                                                                              \
+    names_of(op), ScalarType::Float8_e4m3fn, a, b, a_scale, b_scale, offsets, name, bias, gather, row_scale, activation, gated,             \
+        gate_layout, out_dtype, out_scale, fast_accum, kernel                                                                              \
+  }
+#define MINFER_INT8_ARGUMENTS(op, offsets, name, gather)                                                                                   \
+  Arguments {                                                                                                                              \
+    names_of(op), ScalarType::Char, a, b, a_scale, b_scale, offsets, name, bias, gather, row_scale, activation, gated, gate_layout,         \
+        out_dtype, kNoTensor, false, kernel                                                                                                \
+  }
+
+using OptionalTensor = std::optional<Tensor>;
+using OptionalType = std::optional<ScalarType>;
+using OptionalText = std::optional<std::string>;
+
+Tensor grouped_gemm_fp8(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& offsets,
+                        OptionalTensor const& bias, OptionalTensor const& gather, OptionalTensor const& row_scale,
+                        std::string const& activation, bool gated, std::string const& gate_layout, OptionalType out_dtype,
+                        OptionalTensor const& out_scale, bool fast_accum, OptionalText const& kernel) {
+  return into_new(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8", offsets, "offsets", gather));
+}
+Tensor grouped_gemm_fp8_out(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& offsets,
+                            OptionalTensor const& bias, OptionalTensor const& gather, OptionalTensor const& row_scale,
+                            std::string const& activation, bool gated, std::string const& gate_layout, OptionalType out_dtype,
+                            OptionalTensor const& out_scale, bool fast_accum, OptionalText const& kernel, Tensor const& out) {
+  return into_given(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8", offsets, "offsets", gather), out);
+}
+Tensor grouped_gemm_fp8_masked(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& counts,
+                               OptionalTensor const& bias, OptionalTensor const& row_scale, std::string const& activation, bool gated,
+                               std::string const& gate_layout, OptionalType out_dtype, OptionalTensor const& out_scale, bool fast_accum,
+                               OptionalText const& kernel) {
+  return into_new(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8_masked", counts, "counts", kNoTensor));
+}
+Tensor grouped_gemm_fp8_masked_out(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& counts,
+                                   OptionalTensor const& bias, OptionalTensor const& row_scale, std::string const& activation, bool gated,
+                                   std::string const& gate_layout, OptionalType out_dtype, OptionalTensor const& out_scale,
+                                   bool fast_accum, OptionalText const& kernel, Tensor const& out) {
+  return into_given(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8_masked", counts, "counts", kNoTensor), out);
+}
+Tensor grouped_gemm_int8(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& offsets,
+                         OptionalTensor const& bias, OptionalTensor const& gather, OptionalTensor const& row_scale,
+                         std::string const& activation, bool gated, std::string const& gate_layout, OptionalType out_dtype,
+                         OptionalText const& kernel) {
+  return into_new(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8", offsets, "offsets", gather));
+}
+Tensor grouped_gemm_int8_out(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& offsets,
+                             OptionalTensor const& bias, OptionalTensor const& gather, OptionalTensor const& row_scale,
+                             std::string const& activation, bool gated, std::string const& gate_layout, OptionalType out_dtype,
+                             OptionalText const& kernel, Tensor const& out) {
+  return into_given(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8", offsets, "offsets", gather), out);
+}
+Tensor grouped_gemm_int8_masked(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& counts,
+                                OptionalTensor const& bias, OptionalTensor const& row_scale, std::string const& activation, bool gated,
+                                std::string const& gate_layout, OptionalType out_dtype, OptionalText const& kernel) {
+  return into_new(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8_masked", counts, "counts", kNoTensor));
+}
+Tensor grouped_gemm_int8_masked_out(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& counts,
+                                    OptionalTensor const& bias, OptionalTensor const& row_scale, std::string const& activation, bool gated,
+                                    std::string const& gate_layout, OptionalType out_dtype, OptionalText const& kernel, Tensor const& out) {
+  return into_given(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8_masked", counts, "counts", kNoTensor), out);
+}
+#undef MINFER_FP8_ARGUMENTS
+#undef MINFER_INT8_ARGUMENTS
+
+/// A layer of experts whose weights have the type `codes`.
+Tensor run_scaled_layer(char const* op, ScalarType codes, Tensor const& x, Tensor const& w13, Tensor const& w2, Tensor const& w13_scale,
+                        Tensor const& w2_scale, Tensor const& weights, Tensor const& ids, OptionalTensor const& x_scale,
+                        std::string const& activation, OptionalTensor const& b13, OptionalTensor const& b2, std::string const& gate_layout,
+                        OptionalType out_dtype, bool fast_accum) {
+  bool const fp8 = codes == ScalarType::Float8_e4m3fn;
+  if (x.dim() != 2) fail(op, ": x must be [tokens, hidden], got ", x);
+  if (!is_16bit_float(x.scalar_type()) && x.scalar_type() != codes) {
+    fail(op, ": x must be Half, BFloat16 or ", codes, ", got ", x.scalar_type());
+  }
+  if (x_scale.has_value() != is_8bit(x.scalar_type())) fail(op, ": x_scale must be given for an x of ", codes, ", and for no other");
+  int64_t const tokens = x.size(0), hidden = x.size(1);
+  if (w13.dim() != 3 || w13.size(1) % 2 != 0) fail(op, ": w13 must be [experts, 2 * inter, hidden], got ", w13);
+  int64_t const experts = w13.size(0), n = w13.size(1);
+  check_experts(op, "w13", w13, experts);
+  NamedTensor const reference{"x", x};
+  check_operand(op, "w13", w13, codes, {experts, n, hidden}, reference);
+  check_operand(op, "w2", w2, codes, {experts, hidden, n / 2}, reference);
+  if (ids.dim() != 2) fail(op, ": ids must be [tokens, top_k], got ", ids);
+  int64_t const top_k = ids.size(1);
+  check_operand(op, "ids", ids, ScalarType::Int, {tokens, top_k}, reference);
+  check_operand(op, "weights", weights, ScalarType::Float, {tokens, top_k}, reference);
+  check_gate(op, "w13", "rows", n, activation, true, gate_layout);
+  ScalarType const out = out_dtype.value_or(is_16bit_float(x.scalar_type()) ? x.scalar_type() : ScalarType::BFloat16);
+  if (!is_16bit_float(out)) fail(op, ": out_dtype must be Half or BFloat16, got ", out);
+  narrow_of(op, "b13", b13, out, {experts, n}, reference);
+  narrow_of(op, "b2", b2, out, {experts, hidden}, reference);
+  OnDevice const on(op, x);
+
+  auto const product = [&](int64_t rows, int64_t k, bool gated, char const* bias_name, OptionalTensor const& bias) {
+    static std::string const none = "none", halves = "halves";
+    GroupedCall call{op};
+    GroupedProblem& p = call.problem;
+    p.rows = ids.numel();
+    p.experts = experts;
+    p.n = rows;
+    p.k = k;
+    p.type = data_type(codes);
+    p.d_type = data_type(out);
+    p.gated = p.d_groups = gated;
+    p.fast_accum = fast_accum;
+    set_activation(&call, gated ? activation : none, gated ? gate_layout : halves);
+    set_bias_of(&call, bias_name, bias);
+    return call;
+  };
+  GroupedCall up = product(n, hidden, true, "b13", b13), down = product(hidden, n / 2, false, "b2", b2);
+  set_weight_scale(&up, {op, "x", "w13", "x_scale", "w13_scale"}, w13_scale, x);
+  set_weight_scale(&down, {op, "x", "w2", "x_scale", "w2_scale"}, w2_scale, x);
+  if (hidden == 0) return allocate(op, x, {tokens, hidden}, out, "the output of x ", x);
+  Tensor q = x, q_scale;
+  if (x_scale) {
+    q_scale = *x_scale;
+  } else {
+    RowQuant const quant = !fp8 ? RowQuant::kInt8Token : up.problem.b_blocks ? RowQuant::kFp8Block128 : RowQuant::kFp8Token;
+    std::tie(q, q_scale) = quantize_rows(op, x, quant, on);
+  }
+  set_row_scale(&up, {op, "x", "w13", "x_scale", "w13_scale"}, q_scale, {tokens}, x);
+  set_codes(&up, "w13", w13, false);
+  set_codes(&down, "w2", w2, false);
+  LayerArguments const arguments{q, weights, ids, b13, b2, activation, gate_layout};
+  return run_layer(op, arguments, up, down, out, on);
+}
+
+Tensor moe_ffn_fp8(Tensor const& x, Tensor const& w13, Tensor const& w2, Tensor const& w13_scale, Tensor const& w2_scale,
+                   Tensor const& weights, Tensor const& ids, OptionalTensor const& x_scale, std::string const& activation,
+                   OptionalTensor const& b13, OptionalTensor const& b2, std::string const& gate_layout, OptionalType out_dtype,
+                   bool fast_accum) {
+  return run_scaled_layer("minfer::moe_ffn_fp8", ScalarType::Float8_e4m3fn, x, w13, w2, w13_scale, w2_scale, weights, ids, x_scale,
+                          activation, b13, b2, gate_layout, out_dtype, fast_accum);
+}
+
+Tensor moe_ffn_int8(Tensor const& x, Tensor const& w13, Tensor const& w2, Tensor const& w13_scale, Tensor const& w2_scale,
+                    Tensor const& weights, Tensor const& ids, OptionalTensor const& x_scale, std::string const& activation,
+                    OptionalTensor const& b13, OptionalTensor const& b2, std::string const& gate_layout, OptionalType out_dtype) {
+  return run_scaled_layer("minfer::moe_ffn_int8", ScalarType::Char, x, w13, w2, w13_scale, w2_scale, weights, ids, x_scale, activation, b13,
+                          b2, gate_layout, out_dtype, false);
+}
+
+constexpr Operator kOperators[] = {
+    // grouped_gemm of a * a_scale and b * b_scale, e4m3
+    {"grouped_gemm_fp8(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor offsets, *, Tensor? bias=None, Tensor? gather=None, "
+     "Tensor? row_scale=None, str activation='none', bool gated=False, str gate_layout='halves', ScalarType? out_dtype=None, "
+     "Tensor? out_scale=None, bool fast_accum=False, str? kernel=None) -> Tensor",
+     boxed<&grouped_gemm_fp8>, boxed<&grouped_gemm_fp8_out>},
+    {"grouped_gemm_fp8_masked(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor counts, *, Tensor? bias=None, "
+     "Tensor? row_scale=None, str activation='none', bool gated=False, str gate_layout='halves', ScalarType? out_dtype=None, "
+     "Tensor? out_scale=None, bool fast_accum=False, str? kernel=None) -> Tensor",
+     boxed<&grouped_gemm_fp8_masked>, boxed<&grouped_gemm_fp8_masked_out>},
+    // the same of int8
+    {"grouped_gemm_int8(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor offsets, *, Tensor? bias=None, Tensor? gather=None, "
+     "Tensor? row_scale=None, str activation='none', bool gated=False, str gate_layout='halves', ScalarType? out_dtype=None, "
+     "str? kernel=None) -> Tensor",
+     boxed<&grouped_gemm_int8>, boxed<&grouped_gemm_int8_out>},
+    {"grouped_gemm_int8_masked(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor counts, *, Tensor? bias=None, "
+     "Tensor? row_scale=None, str activation='none', bool gated=False, str gate_layout='halves', ScalarType? out_dtype=None, "
+     "str? kernel=None) -> Tensor",
+     boxed<&grouped_gemm_int8_masked>, boxed<&grouped_gemm_int8_masked_out>},
+    // moe_ffn with such weights. x of 16 bits is quantised first, the first product's result as it is stored.
+    {"moe_ffn_fp8(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor weights, Tensor ids, *, "
+     "Tensor? x_scale=None, str activation='silu', Tensor? b13=None, Tensor? b2=None, str gate_layout='halves', "
+     "ScalarType? out_dtype=None, bool fast_accum=False) -> Tensor",
+     boxed<&moe_ffn_fp8>},
+    {"moe_ffn_int8(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor weights, Tensor ids, *, "
+     "Tensor? x_scale=None, str activation='silu', Tensor? b13=None, Tensor? b2=None, str gate_layout='halves', "
+     "ScalarType? out_dtype=None) -> Tensor",
+     boxed<&moe_ffn_int8>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+
+}  // namespace
+
+}  // namespace minfer::torch_binding
