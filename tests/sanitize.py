@@ -63,6 +63,7 @@ def calls(only: str) -> Iterator[tuple[str, Callable[[], Any]]]:
         ("w4a16", _quantised),
         ("moe", _grouped),
         ("moe_w4a16", _grouped_quantised),
+        ("moe_scaled", _grouped_scaled),
         ("attention", _attention),
         ("fused", _rows),
         ("norm_gemm", _norm_gemm),
@@ -162,6 +163,27 @@ def _grouped_quantised(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any
     options = dict(group_size=weights[0].group_size, w4_format=kernel["b_format"], alpha=alpha, kernel=kernel["name"])
     yield lambda: minfer.grouped_w4a16_gemm(a, packed, scales, None, ends, **options)
     yield lambda: minfer.grouped_w4a16_gemm(a, packed, scales, None, ends, gather=gather, gated=True, activation="silu", **options)
+
+
+def _grouped_scaled(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
+    import minfer
+    import torch
+
+    e4m3 = kernel["ab_type"] == "e4m3"
+    a, w = ((40 * normal(*shape, dtype=torch.float32)).clamp(-120, 120) for shape in ((50, 272), (3, 192, 272)))
+    a, w = (x.to(torch.float8_e4m3fn if e4m3 else torch.int8) for x in (a, w))
+    call = minfer.grouped_gemm_fp8 if e4m3 else minfer.grouped_gemm_int8
+    ends, gather = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ((7, 7, 50), list(range(49, -1, -1))))
+    number = lambda *shape: torch.rand(shape, device=DEVICE)  # noqa: E731
+    gates = dict(gather=gather, gated=True, activation="silu", bias=normal(3, 192, dtype=torch.float32))
+    for launch in ("", "@gather_first=1"):
+        name = f"{kernel['name']}{launch}"
+        yield lambda name=name: call(a, w.mT, number(50), number(3, 192), ends, kernel=name, **gates)
+        yield lambda name=name: call(a, w.mT, number(50, 9), number(3), ends, gather=gather, kernel=name)
+        if e4m3:
+            blocks, scale = (number(50, 3), number(3, 2, 3)), number(1)
+            yield lambda name=name, blocks=blocks, scale=scale: call(a, w.mT, *blocks, ends, kernel=name, out_scale=scale, **gates)
+            yield lambda name=name: call(a, w.mT, number(1), number(1), ends, gather=gather, kernel=name, fast_accum=True)
 
 
 def _attention(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:

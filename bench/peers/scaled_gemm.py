@@ -102,7 +102,8 @@ def _torch_scales(o: Operands) -> list[tuple[str, Any, Any, torch.Tensor, torch.
     padded = torch.zeros(nb, -(-kb // 4) * 4, device="cuda")
     padded[:, :kb] = o.w_scale
     recipes = (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
-    return [("padded", *recipes, a_scale, padded[:, :kb].t()), ("dense", *recipes, a_scale, o.w_scale.t())]
+    found = [("padded", *recipes, a_scale, padded[:, :kb].t()), ("dense", *recipes, a_scale, o.w_scale.t())]
+    return found + ([("whole", *recipes, a_scale, padded.t())] if kb % 4 else [])
 
 
 def _scaled_mm(o: Operands, fast: bool) -> list[Variant]:

@@ -25,8 +25,10 @@ from bench.report import (
     gemm as report_gemm,
     headlines,
     moe as report_moe,
+    moe_scaled as report_moe_scaled,
     random as report_random,
     regret as report_regret,
+    scaled_gemm as report_scaled_gemm,
     w4a16 as report_w4a16,
 )
 
@@ -36,7 +38,10 @@ FAMILIES: dict[str, tuple[str, ModuleType]] = {
     "random": ("Random problems", report_random),
     "regret": ("Regret of the plan", report_regret),
     "w4a16": ("GEMM with 4-bit and 8-bit weights", report_w4a16),
+    "fp8": ("FP8 GEMM", report_scaled_gemm),
+    "int8": ("INT8 GEMM", report_scaled_gemm),
     "moe": ("Mixture of experts", report_moe),
+    "moe_scaled": ("Mixture of experts of 8-bit operands", report_moe_scaled),
     "expert_parallel": ("Expert parallelism", report_expert_parallel),
     "attention": ("Attention", report_attention),
     "fused": ("Between the GEMMs", report_fused),
@@ -45,8 +50,9 @@ MARKERS = re.compile(r"<!-- results:(?P<device>[\w-]+) -->.*?<!-- /results -->",
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """family -> results of the files in a device's folder, in the order of FAMILIES."""
-    return {family: json.loads(path.read_text()) for family in FAMILIES if (path := folder / f"{family}.json").exists()}
+    """family -> results of the files in a device's folder, as the family's module prepares them, in the order of FAMILIES."""
+    found = {family: json.loads(path.read_text()) for family in FAMILIES if (path := folder / f"{family}.json").exists()}
+    return {family: getattr(FAMILIES[family][1], "prepared", dict)(results) for family, results in found.items()}
 
 
 def page(results: dict[str, dict[str, Any]], pictures: dict[str, str]) -> str:

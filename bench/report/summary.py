@@ -58,12 +58,16 @@ def shape_text(row: Row) -> str:
         return f"{s['batch']} x {s['m']} x {s['seqlen_k']}, {s['heads_q']}/{s['heads_kv']} heads of {s['head_dim']}, {mask}{cache}"
     if "heads_q" in s:
         return f"{s['model']}, {s['m']}, {s['heads_q']}/{s['heads_kv']} heads of {s['head_dim']}"
+    if "experts" in s and "model" not in s:
+        return f"{s['experts']} experts x {s['m']}, {s['n']} x {s['k']}" + (", masked" if s["layout"] == "masked" else "")
     if "experts" in s:
         return " ".join(filter(None, (f"m = {s['m']}, {s['model']}", s.get("step"), s.get("stage"))))
     text = f"{s['m']} x {s['n']} x {s['k']}"
     if "alpha" in s:
         text += f" ({s['alpha']:g}, {s['beta']:g})"
     text += f" {s['epilogue'].replace('_', '+')}" if "epilogue" in s else ""
+    text += f" {s['scales']}-scaled" if "scales" in s else ""
+    text += ", fast sums" if s.get("sums") == "fast" else ""
     return text + (f" {s['variant'].replace('_', '-')}" if "variant" in s else "")
 
 

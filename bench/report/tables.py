@@ -28,6 +28,10 @@ PEER_NAMES = {
     "liger": "Liger",
     "copy": "a copy of as many bytes",
     "ours:separate": "own operators one by one",
+    "cublaslt": "cuBLASLt",
+    "cublaslt_fast": "cuBLASLt (fast sums)",
+    "int_mm": "torch._int_mm (sums alone)",
+    "vllm_deepgemm": "vLLM with DeepGEMM",
     "cudnn": "cuDNN",
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
@@ -36,6 +40,7 @@ PEER_NAMES = {
     "ours:with its GEMM": "own, with the router's GEMM",
     "ours:16bit": "own, 16-bit weights",
     "ours:mxfp4": "own, mxfp4",
+    "ours:fast": "own, fast sums",
 }
 MODEL_NAMES = {
     "llama-3.1-8b": "Llama-3.1-8B",

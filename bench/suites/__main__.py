@@ -16,6 +16,7 @@ FAMILIES = {
     "fused": "bench.suites.fused",
     "gemm": "bench.suites.gemm",
     "moe": "bench.suites.moe",
+    "moe_scaled": "bench.suites.moe_scaled",
     "moe_w4a16": "bench.suites.moe_w4a16",
     "random": "bench.suites.random_suites",
     "regret": "bench.suites.regret",

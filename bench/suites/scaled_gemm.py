@@ -122,7 +122,7 @@ class Run:
 
         found = {"ours/default": peers.ours(o)}
         if o.problem.dtype == FP8 and o.mode != "block":
-            found["ours_fast/fast"] = peers.ours(o, fast=True)
+            found["ours:fast/fast"] = peers.ours(o, fast=True)
         for name in self.peers:
             try:
                 found |= {f"{name}/{variant.name}": variant for variant in peers.PEERS[name](o)}

@@ -10,6 +10,7 @@ import torch
 from minfer._core.operator import OPERATORS
 
 from tests.moe.grouped_quantized_cases import has_kernels
+from tests.moe.grouped_scaled_cases import has_kernels as has_grouped_scaled_kernels
 from tests.scaled_gemm.cases import has_kernels as has_scaled_kernels
 
 DTYPE = torch.bfloat16
@@ -113,6 +114,22 @@ def calls(device: str) -> dict[str, list[Call]]:
         add("grouped_w4a16_gemm", x, packed13, scales13, None, offsets, gather=token_index, activation="silu", gated=True)
         add("grouped_w4a16_gemm", x, packed13, scales13, None, offsets, gather=token_index, **in_codes)
         add("moe_ffn_w4a16", x, packed13, scales13, None, packed2, scales2, None, weights, ids)
+    for dtype, name in ((torch.float8_e4m3fn, "fp8"), (torch.int8, "int8")) if has_grouped_scaled_kernels(device) else ():
+        shapes = ((tokens, hidden), (experts, 8, hidden), (experts, 2 * inter, hidden), (experts, hidden, inter))
+        rows, slabs, up, down = (randint(-100, 100, shape, torch.int32).to(dtype) for shape in shapes)
+        number = lambda *shape: torch.rand(shape, generator=generator).to(device) / 100  # noqa: E731
+        one, of_up, of_down = number(1), number(experts, 2 * inter), number(experts)
+        gates, bias = dict(gather=token_index, activation="silu", gated=True), randn(experts, 2 * inter)
+        add(f"grouped_gemm_{name}", rows, up.mT, number(tokens), of_up, offsets, bias=bias, **gates)
+        add(f"grouped_gemm_{name}", rows[:, 3:], up[..., 3:].mT, number(tokens, 8), of_up, offsets, gather=token_index)  # copied first
+        add(f"grouped_gemm_{name}_masked", slabs, up.mT, number(experts, 8, hidden // 32), of_up, integers(3, 8, 0, 1))
+        add(f"moe_ffn_{name}", x, up, down, of_up, of_down, weights, ids)
+        add(f"moe_ffn_{name}", rows, up, down, one, one, weights, ids, x_scale=number(tokens, 4), b2=randn(experts, hidden))
+        if dtype == torch.float8_e4m3fn:
+            blocks = number(experts, 2, 4), number(experts, 4, 1)
+            add(f"grouped_gemm_{name}", rows, up.mT, number(tokens, 4), blocks[0], offsets, out_scale=in_codes["scale"], **gates)
+            add(f"grouped_gemm_{name}", rows, up.mT, one, of_up, offsets, gather=token_index, fast_accum=True)
+            add(f"moe_ffn_{name}", x, up, down, *blocks, weights, ids)
 
     # ---- rows
     rows, factor, gated = randn(24, 520), randn(520), randn(24, 2 * 520)

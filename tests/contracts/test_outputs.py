@@ -66,7 +66,18 @@ def scaled_forms(device):
         return lambda a, out, **o: getattr(minfer, name)(a.view(dtype), o.pop("b", b), one, one, out=out, **o)
 
     types = {"gemm_fp8": torch.float8_e4m3fn, "gemm_int8": torch.int8}
-    return {name: (form(name, dtype), (M, K), (M, N)) for name, dtype in types.items()}
+    dense = {name: (form(name, dtype), (M, K), (M, N)) for name, dtype in types.items()}
+    return dense | {name: x for operator, dtype in types.items() for name, x in grouped_scaled_forms(operator, dtype, device).items()}
+
+
+def grouped_scaled_forms(operator, dtype, device):
+    one, offsets = torch.ones(1, device=device), torch.tensor([2, M], dtype=torch.int32, device=device)
+    b, sorted_rows, masked = randn(device, EXPERTS, N, 2 * K).to(dtype).mT, f"grouped_{operator}", f"grouped_{operator}_masked"
+    call = lambda name, ends: lambda a, out: getattr(minfer, name)(a.view(dtype), b, one, one, ends, out=out)  # noqa: E731
+    return {
+        f"{sorted_rows}.out": (call(sorted_rows, offsets), (M, K), (M, N)),
+        f"{masked}.out": (call(masked, offsets.clamp(max=M // 2)), (EXPERTS, M // 2, K), (EXPERTS, M // 2, N)),
+    }
 
 
 def row_forms(device):
@@ -144,7 +155,7 @@ def test_out_that_overlaps_what_is_read(name, device):
     call, a_shape, shape = form(name, device)
     read, size, written = OPERANDS.get(name, "a"), math.prod(a_shape), math.prod(shape)
     memory = randn(device, 8192)
-    a, seen = memory[:size].view(a_shape), (M, 2 * K) if name in scaled_forms("cpu") else a_shape
+    a, seen = memory[:size].view(a_shape), (*a_shape[:-1], 2 * K) if name in scaled_forms("cpu") else a_shape
     want = call(a.clone(), torch.empty(shape, dtype=DTYPE, device=device))
     message = f"minfer::{name.removesuffix('.out')}: out must not overlap {read}, got {list(shape)} and {read} {list(seen)} in one memory"
     if name not in IN_PLACE:

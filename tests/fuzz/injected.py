@@ -303,6 +303,59 @@ def rows_behind_the_count_are_written_to_out(right, a, b, counts, **options):
     return out
 
 
+@bug("grouped_gemm_fp8")
+def scales_of_rows_are_not_gathered(right, a, b, a_scale, b_scale, offsets, **options):
+    gather = options.get("gather")
+    if gather is not None and a_scale.numel() > 1 and a_scale.dim() in (1, 2) and a_scale.shape[0] == a.shape[0] and not _is_fake(a):
+        a_scale = torch.roll(a_scale.view(torch.uint8) if a_scale.dtype == torch.uint8 else a_scale.nan_to_num(1.0), 1, 0)
+    return right(a, b, a_scale, b_scale, offsets, **options)
+
+
+@bug("grouped_gemm_fp8")
+def blocks_of_up_have_the_scales_of_the_gate(right, a, b, a_scale, b_scale, offsets, **options):
+    if options.get("gated") and b_scale.dim() == 3 and b_scale.shape[1:] != (b.shape[-1], 1) and b_scale.shape[1] % 2 == 0:
+        half = b_scale.shape[1] // 2
+        b_scale = torch.cat([b_scale[:, :half], b_scale[:, :half]], 1)
+    return right(a, b, a_scale, b_scale, offsets, **options)
+
+
+@bug("grouped_gemm_int8")
+def bias_of_float32_is_rounded(right, a, b, a_scale, b_scale, offsets, **options):
+    bias = options.get("bias")
+    if bias is not None and bias.dtype == torch.float32 and not _is_fake(bias):
+        options = options | {"bias": bias.to(torch.float8_e4m3fn).float()}
+    return right(a, b, a_scale, b_scale, offsets, **options)
+
+
+@bug("grouped_gemm_int8_masked")
+def the_first_expert_scales_all_weights(right, a, b, a_scale, b_scale, counts, **options):
+    if b_scale.dim() and b_scale.shape[0] == b.shape[0] > 1 and not _is_fake(b_scale):
+        b_scale = b_scale.nan_to_num(1.0)[:1].expand(b_scale.shape)
+    return right(a, b, a_scale, b_scale, counts, **options)
+
+
+@bug("grouped_gemm_fp8_masked")
+def codes_are_of_the_next_scale(right, a, b, a_scale, b_scale, counts, **options):
+    scale = options.get("out_scale")
+    return right(a, b, a_scale, b_scale, counts, **(options | ({} if scale is None else {"out_scale": scale * 1.1})))
+
+
+@bug("moe_ffn_fp8")
+def what_is_between_the_products_has_two_bits(right, x, w13, w2, *rest, **options):
+    return right(x, w13, w2, *rest, **options) if _is_fake(x) or x.dim() != 2 else _coarse(right(x, w13, w2, *rest, **options))
+
+
+def _coarse(y: Tensor) -> Tensor:
+    """With two bits behind the first."""
+    exponent = torch.exp2(y.float().abs().clamp(min=1e-30).log2().floor() - 2)
+    return ((y.float() / exponent).round() * exponent).to(y.dtype)
+
+
+@bug("moe_ffn_int8")
+def routing_weights_count_twice(right, x, w13, w2, w13_scale, w2_scale, weights, ids, **options):
+    return right(x, w13, w2, w13_scale, w2_scale, weights * weights if weights.dtype == torch.float32 else weights, ids, **options)
+
+
 @bug("moe_ffn")
 def ids_outside_go_to_the_first_expert(right, x, w13, w2, weights, ids, **options):
     experts = w13.shape[0]

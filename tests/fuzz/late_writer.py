@@ -64,12 +64,19 @@ OPERANDS: dict[str, tuple[str, ...]] = {
     "grouped_gemm": ("a", "b", "offsets", "bias", "gather", "row_scale", "scale"),
     "grouped_gemm_masked": ("a", "b", "counts", "bias", "row_scale", "scale"),
     "grouped_w4a16_gemm": ("a", "qweight", "scales", "zeros", "offsets", "alpha", "bias", "gather", "row_scale", "scale"),
+    "grouped_gemm_fp8": ("a", "b", "a_scale", "b_scale", "offsets", "bias", "gather", "row_scale", "out_scale"),
+    "grouped_gemm_fp8_masked": ("a", "b", "a_scale", "b_scale", "counts", "bias", "row_scale", "out_scale"),
+    "grouped_gemm_int8": ("a", "b", "a_scale", "b_scale", "offsets", "bias", "gather", "row_scale"),
+    "grouped_gemm_int8_masked": ("a", "b", "a_scale", "b_scale", "counts", "bias", "row_scale"),
     "moe_ffn": ("x", "w13", "w2", "weights", "ids", "b13", "b2"),
     "moe_ffn_w4a16": (
         *("x", "w13", "w13_scales", "w13_zeros", "w2", "w2_scales", "w2_zeros"),
         *("weights", "ids", "alpha13", "alpha2", "b13", "b2"),
     ),
 }
+OPERANDS |= dict.fromkeys(
+    ("moe_ffn_fp8", "moe_ffn_int8"), ("x", "w13", "w2", "w13_scale", "w2_scale", "weights", "ids", "x_scale", "b13", "b2")
+)
 OPERANDS |= {
     "rms_norm": ("x", "weight"),
     "rms_norm_quantized": ("x", "weight", "scale"),

@@ -26,7 +26,7 @@ ODD = [
     (0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0), (1, 1, 1), (1, 4096, 4096), (3, 7, 5), (17, 31, 33), (64, 28672, 4096), (127, 6143, 4097),
     (131, 257, 1021), (4096, 4096, 4096), (8192, 57344, 8192), (100003, 16, 24), (16, 100003, 64), (5, 9, 100003), (1, 1, 1 << 22),
 ]  # fmt: skip
-FAMILIES = ("attention", "fused", "gemm", "moe", "moe_w4a16", "norm_gemm", "scaled_gemm", "w4a16")
+FAMILIES = ("attention", "fused", "gemm", "moe", "moe_scaled", "moe_w4a16", "norm_gemm", "scaled_gemm", "w4a16")
 
 
 def plan(m, n, k, **options):
@@ -279,7 +279,7 @@ def test_unknown_family():
     for family in ("nope", "GEMM", "gemm ", None):
         with pytest.raises(
             ValueError,
-            match=r"family must be one of attention, fused, gemm, moe, moe_w4a16, norm_gemm, scaled_gemm, w4a16, or '' for all, got",
+            match=rf"family must be one of {', '.join(FAMILIES)}, or '' for all, got",
         ):
             minfer.kernels(family)
     assert {kernel["family"] for kernel in minfer.kernels("")} == set(FAMILIES)

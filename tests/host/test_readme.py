@@ -186,6 +186,21 @@ def check_moe(names):
     close(names["out"], experts_of(names["x"], halves, w2, names["weights"], names["ids"]))
 
 
+def check_scaled_experts(names):
+    """Of 8-bit experts: what the codes of x and of what is between the products lose, three bits of a significand each."""
+    for w13, w2, results in ((names["w13"], names["w2"], ("out", "steps")), (names["loaded13"], names["loaded2"], ("loaded",))):
+        want = experts_of(names["x"], *(w.dequantize(torch.float64) for w in (w13, w2)), names["weights"], names["ids"])
+        for name in results:
+            assert (names[name].double() - want).norm() <= 0.06 * want.norm(), name
+
+
+def check_grouped_rows(names):
+    experts = (0, 0, 2, 3, 3, 3)
+    dense = names["w"].float().double() / 256
+    want = torch.stack([torch.nn.functional.silu(dense[e] @ row.double()) for e, row in zip(experts, names["x"], strict=True)])
+    assert (names["y"].double() - want).norm() <= 0.04 * want.norm(), "three bits of a significand"
+
+
 def attention_of(q, k, v):
     """q [queries, heads_q, head_dim] over all of k and v [keys, heads_kv, ..]."""
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -300,6 +315,8 @@ CHECKS = {
     ("docs/guides/quantize.md", "Modules"): check_module,
     ("docs/guides/moe.md", ""): check_moe_layer,
     ("docs/guides/moe.md", "4-bit experts"): check_moe,
+    ("docs/guides/moe.md", "8-bit experts"): check_scaled_experts,
+    ("docs/guides/scaled_gemm.md", "Experts"): check_grouped_rows,
     ("docs/guides/attention.md", "Merging"): check_merged,
     ("docs/guides/attention.md", "Decode and chunks of prompts"): check_decode,
     ("docs/guides/kv_cache.md", ""): check_int4_cache,

@@ -103,6 +103,16 @@ def test_gated_blocks(shape):
     gated_blocks(*shape)
 
 
+def test_gated_blocks_of_one_block_each():
+    """Exponents of two are numbers there, too."""
+    torch.manual_seed(9)
+    a, w = cases.operands(5, 64, 96, FP8)
+    exponents = torch.tensor([120, 123], dtype=torch.uint8).view(2, 1, 1)
+    numbers = torch.exp2(exponents.float() - 127)
+    one = torch.full((1,), 0.05)
+    assert torch.equal(minfer.gemm_fp8_gated(a, w.t(), one, exponents), minfer.gemm_fp8_gated(a, w.t(), one, numbers))
+
+
 def zero_points(m, n, k, device="cpu"):
     """Asymmetric activations: a zero point for each token, or one."""
     a, w = cases.operands(m, n, k, torch.int8, device)

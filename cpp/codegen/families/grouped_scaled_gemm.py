@@ -1,6 +1,6 @@
 """The grouped family of 8-bit operands: which rows of moe_scaled.toml are legal, the shared memory they need, the struct of a shard.
 
-The kernels' tile is [rows of the weight, most tokens, k]: the operands are swapped.
+The kernels' tile is [rows of the weight, most tokens, k] where the operands are swapped, else [most tokens, rows of the weight, k].
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from codegen.hardware import MAX_STAGES_SM90, MIN_STAGES_SM90, SM90_SMEM_ALIGNME
 from codegen.kernel import Kernel, shape_name
 from codegen.row import Row
 
-FIELDS = {"arch", "elements", "tile", "token_step", "schedule", "consumers", "stages", "ctas_per_sm", "note"}
+FIELDS = {"arch", "elements", "swap", "tile", "token_step", "schedule", "consumers", "stages", "ctas_per_sm", "note"}
 MAX_ACCUMULATORS = 128  # fp32 a thread, beside the sums of one block of 64 rows
 MAX_PARTS = 4  # groups of 128 of k that have scales of their own
+WEIGHT_SCALES = 4  # of a line of a stage, with padding
 WARPS = 4  # of a warpgroup
+BLOCK_ROWS = 64  # of an MMA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class GroupedScaledGemmKernel(GroupedGemmKernel):
     @property
     def name(self) -> str:
         tile, cluster = shape_name(self.tile), shape_name(self.cluster)
-        return f"moe_scaled_sm{self.arch}_{self.element}_tn_{tile}_{cluster}_{self.schedule}_swap"
+        return f"moe_scaled_sm{self.arch}_{self.element}_tn_{tile}_{cluster}_{self.schedule}{'_swap' if self.swap else ''}"
 
     @property
     def shard_group(self) -> str:
@@ -50,28 +52,35 @@ class GroupedScaledGemmKernel(GroupedGemmKernel):
         return [cls(element=element, schedule="cooperative", note=row.text("note"), **fields) for element in elements]
 
     def constants(self) -> list[str]:
-        steps = [f"static constexpr int kTokenStep = {self.token_step}, kStagedTokens = {self.staged_tokens};"]
+        swap = f"static constexpr bool kSwap = {'true' if self.swap else 'false'};"
+        steps = [swap, f"static constexpr int kTokenStep = {self.token_step}, kStagedTokens = {self.staged_tokens};"]
         return super().constants() + steps
 
 
 def _expand(row: Row) -> dict:
     tile, ctas_per_sm = row.integers("tile", 3), row.one_of("ctas_per_sm", (1, 2), 1)
     tile_m, tile_n, tile_k = tile
+    swap = row.one_of("swap", (True, False), False)
+    tokens, weight_rows = (tile_n, tile_m) if swap else (tile_m, tile_n)
     consumers = row.one_of("consumers", (1, 2), 2)
     row.require(tile_m % (64 * consumers) == 0, "tile", "tile_m must be a multiple of 64 rows a warpgroup")
     row.require(tile_k % SWIZZLE_ROW_BYTES == 0, "tile", f"tile_k must fill whole swizzle rows of {SWIZZLE_ROW_BYTES} bytes")
-    step = row.one_of("token_step", (8, 16, 32))
-    box = 64 if tile_n >= 64 else 8 if step == 8 else 16
-    row.require(tile_n % box == 0 and tile_n % step == 0 and tile_n <= 256, "tile", "tile_n must be whole steps and boxes, at most 256")
+    step = row.one_of("token_step", (8, 16, 32, 64))
+    row.require(swap or step == BLOCK_ROWS, "token_step", f"is {BLOCK_ROWS}, a block of rows, where rows are tokens")
+    box = 64 if tokens >= 64 else 8 if step == 8 else 16
+    row.require(tokens % box == 0 and tokens % step == 0 and tokens <= 256, "tile", "tokens must be whole steps and boxes, at most 256")
     rows = tile_m // consumers
-    row.require(rows <= SWIZZLE_ROW_BYTES, "tile", "a warpgroup's rows must share the scale of a block: 128 at most")
+    row.require(weight_rows in (64, 128), "tile", "rows of the weight must share the scale of a block: 64 or 128")
+    scaled = rows if swap else tile_n  # rows of the weight of a warpgroup
     accumulators = rows * tile_n // 128
     rule = f"{accumulators} accumulators per consumer thread spill, the limit is {MAX_ACCUMULATORS}"
     row.require(accumulators <= MAX_ACCUMULATORS, "tile", rule)
-    staged = min(tile_n, STAGED_TOKENS if rows <= 64 else STAGED_TOKENS // 2)
-    stage = (tile_m + tile_n) * tile_k + tile_k // SWIZZLE_ROW_BYTES * MAX_PARTS * tile_n * 4
-    lines = 4 * (2 * rows + tile_n + WARPS * staged)  # scales, bias and magnitudes of a warpgroup
-    fixed = consumers * (round_up(staged * rows * OUTPUT_BYTES, 1024) + lines) + TILES_BYTES
+    staged = min(tile_n, STAGED_TOKENS if rows <= 64 else STAGED_TOKENS // 2) if swap else BLOCK_ROWS
+    staging = round_up(staged * scaled * OUTPUT_BYTES, 1024)
+    stage = (tile_m + tile_n) * tile_k + tile_k // SWIZZLE_ROW_BYTES * (MAX_PARTS * tokens + WEIGHT_SCALES) * 4
+    # Scales and bias of a warpgroup's lines; swapped, magnitudes of its outputs.
+    lines = 4 * (2 * scaled + (tokens + WARPS * staged if swap else rows))
+    fixed = consumers * (staging + lines) + TILES_BYTES + 4 * tokens
     limit = SM90_SMEM_LIMITS[ctas_per_sm]
     fits = min((limit - fixed) // stage, MAX_STAGES_SM90)
     stages = row.get("stages", fits)
@@ -80,4 +89,4 @@ def _expand(row: Row) -> dict:
     smem = min(round_up(stages * stage + fixed, SM90_SMEM_ALIGNMENT), limit)
     threads = 128 * (consumers + 1)
     sizes = dict(tile=tile, token_step=step, stages=stages, threads=threads, smem_bytes=smem, ctas_per_sm=ctas_per_sm)
-    return dict(arch=90, staged_tokens=staged, **sizes)
+    return dict(arch=90, swap=swap, staged_tokens=staged, **sizes)

@@ -93,7 +93,7 @@ def check_grouped_w4a16_gemm(
     _check_grouped_kernel(check, kernel, FAMILY)
     columns = n // 2 if gated else n
     if out is not None:
-        _check_sorted_out(check, out, a, rows, columns, quant)
+        _check_sorted_out(check, out, a, rows, columns, output_dtype(quant, a.dtype))
     return Result(a, (rows, columns), output_dtype(quant, a.dtype))
 
 

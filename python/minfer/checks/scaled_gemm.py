@@ -150,9 +150,12 @@ def _check_zeros(
     check_operand(check, "b_sums", b_sums, torch.int32, (n,), "a", a)
 
 
-def _check_fp8_output(check: Checker, dtype: torch.dtype, out_scale: torch.Tensor | None, a: torch.Tensor) -> None:
-    legal = (*DTYPES, torch.float32, FP8)
-    check(dtype in legal, "out_dtype must be float16, bfloat16, float32 or float8_e4m3fn, got {}", dtype)
+def check_fp8_output(
+    check: Checker, dtype: torch.dtype, out_scale: torch.Tensor | None, a: torch.Tensor, *, takes_float32: bool = True
+) -> None:
+    legal = (*DTYPES, FP8, *((torch.float32,) if takes_float32 else ()))
+    names = "float16, bfloat16, float32 or float8_e4m3fn" if takes_float32 else "float16, bfloat16 or float8_e4m3fn"
+    check(dtype in legal, "out_dtype must be {}, got {}", names, dtype)
     text = "out_scale must be given for a D of float8_e4m3fn, and for no other, got out_dtype {}"
     check((out_scale is not None) == (dtype == FP8), text, dtype)
     if out_scale is not None:
@@ -179,7 +182,7 @@ def check_gemm_fp8(
     check = Checker("gemm_fp8")
     dtype = fp8_output(out.dtype if out is not None and out_dtype is None else out_dtype, out_scale)
     shape = _check_scaled(check, a, b, a_scale, b_scale, FP8)
-    _check_fp8_output(check, dtype, out_scale, a)
+    check_fp8_output(check, dtype, out_scale, a)
     check_scalar(check, "beta", beta)
     check_activation(check, activation)
     _check_addends(check, a, shape, dtype, c, bias, beta)
@@ -206,7 +209,7 @@ def check_gemm_fp8_gated(
     check = Checker("gemm_fp8_gated")
     dtype = fp8_output(out_dtype, out_scale)
     shape = _check_scaled(check, a, b, a_scale, b_scale, FP8, gated=True)
-    _check_fp8_output(check, dtype, out_scale, a)
+    check_fp8_output(check, dtype, out_scale, a)
     check_activation(check, activation)
     _check_addends(check, a, shape, dtype, None, bias, 0.0)
     check_kernel(check, kernel, "scaled_gemm")

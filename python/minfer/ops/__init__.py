@@ -6,6 +6,7 @@ from . import (
     gemm,
     grouped_gemm,
     grouped_quantized_gemm,
+    grouped_scaled_gemm,
     kv_cache,
     moe_routing,
     norm_gemm,
@@ -20,6 +21,7 @@ __all__ = [
     *gemm.__all__,
     *grouped_gemm.__all__,
     *grouped_quantized_gemm.__all__,
+    *grouped_scaled_gemm.__all__,
     *kv_cache.__all__,
     *moe_routing.__all__,
     *norm_gemm.__all__,
@@ -36,6 +38,7 @@ from .fused import quantize  # noqa: F401  not of minfer itself, where the name 
 from .gemm import *
 from .grouped_gemm import *
 from .grouped_quantized_gemm import *
+from .grouped_scaled_gemm import *
 from .kv_cache import *
 from .moe_routing import *
 from .norm_gemm import *

@@ -27,9 +27,9 @@ __all__ = [
 ]
 
 
-def _behind_counts(result: Tensor, out: Tensor, a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    """The masked form writes no row behind an expert's count."""
-    inside = torch.arange(result.shape[1], device=result.device)[None, :, None] < counts[:, None, None]
+def behind_counts(result: Tensor, out: Tensor, *operands: Tensor) -> Tensor:
+    """Masked forms, whose last operand is counts, write no row behind an expert's count."""
+    inside = torch.arange(result.shape[1], device=result.device)[None, :, None] < operands[-1][:, None, None]
     return torch.where(inside, result, out)
 
 
@@ -94,7 +94,7 @@ def grouped_gemm(
 
 
 @operator(
-    check=checks.check_grouped_gemm_masked, reference=reference.grouped_gemm_masked, out=OutForm(written=_behind_counts), before=with_scale
+    check=checks.check_grouped_gemm_masked, reference=reference.grouped_gemm_masked, out=OutForm(written=behind_counts), before=with_scale
 )
 def grouped_gemm_masked(
     a: Tensor,

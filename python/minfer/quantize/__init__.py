@@ -9,6 +9,7 @@ weight = minfer.quantize.from_fp8({"weight": ..., "weight_scale_inv": ...})     
 y = weight.gemm(x)
 
 experts = minfer.quantize.quantize_w4_experts(w13, gated=True)    # of a mixture of experts; or stack_experts, from_gpt_oss
+experts = minfer.quantize.quantize_fp8_experts(w13, gated=True)   # activations in e4m3 too; or stack_scaled_experts
 """
 
 from .checkpoints import (
@@ -21,6 +22,7 @@ from .checkpoints import (
 from .experts import W4Experts, from_gpt_oss, quantize_w4_experts, stack_experts
 from .round_to_nearest import quantize_w4, quantize_w8
 from .scaled_checkpoints import from_fp8, from_int8
+from .scaled_experts import ScaledExperts, quantize_fp8_experts, quantize_int8_experts, stack_scaled_experts
 from .scaled_weight import Fp8Weight, Int8Weight, gate_up_weight, quantize_fp8_weight, quantize_int8_weight
 from .smooth import migrate_scales, smoothquant_scales
 from .storage import from_safetensors, to_safetensors
@@ -29,6 +31,7 @@ from .weight import W4Weight, W8Weight
 __all__ = [
     "Fp8Weight",
     "Int8Weight",
+    "ScaledExperts",
     "W4Experts",
     "W4Weight",
     "W8Weight",
@@ -43,12 +46,15 @@ __all__ = [
     "from_safetensors",
     "gate_up_weight",
     "migrate_scales",
+    "quantize_fp8_experts",
     "quantize_fp8_weight",
+    "quantize_int8_experts",
     "quantize_int8_weight",
     "quantize_w4",
     "quantize_w4_experts",
     "quantize_w8",
     "smoothquant_scales",
     "stack_experts",
+    "stack_scaled_experts",
     "to_safetensors",
 ]

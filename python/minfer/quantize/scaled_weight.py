@@ -29,14 +29,25 @@ _LARGEST = {FP8: 448.0, torch.int8: 127.0}
 MODES = {FP8: ("block128", "channel", "tensor"), torch.int8: ("channel", "tensor")}
 
 
+def empty_rows(like: Tensor, *shape: int) -> Tensor:
+    """Zeros [.., n, k] of like's type and on its device, with rows that begin at multiples of 16 bytes; k's end is followed by a gap."""
+    *rows, k = shape
+    return like.new_zeros(*rows, -(-k // _ALIGNMENT) * _ALIGNMENT)[..., :k]
+
+
 def aligned_rows(weight: Tensor) -> Tensor:
-    """The same [n, k] with rows that begin at multiples of 16 bytes, so that no call has to copy it; k's end is followed by a gap."""
-    n, k = weight.shape
-    stride = -(-k // _ALIGNMENT) * _ALIGNMENT
-    if weight.stride() == (stride, 1) and (weight.is_meta or weight.data_ptr() % _ALIGNMENT == 0):
+    """The same [.., n, k] with rows that begin at multiples of 16 bytes, so that no call has to copy it; k's end is followed by a gap."""
+    strides = empty_rows(weight.new_empty(0, device="meta"), *weight.shape).stride()
+    if weight.stride() == strides and (weight.is_meta or weight.data_ptr() % _ALIGNMENT == 0):
         return weight
-    rows = weight.new_zeros(n, stride)[:, :k]
-    return rows.copy_(weight)
+    return empty_rows(weight, *weight.shape).copy_(weight)
+
+
+def static_int8(x: Tensor, scale: Tensor, zero: Tensor | None = None) -> Codes:
+    """Activations as int8 codes of one given scale, and the scale; x = scale * (code - zero)."""
+    codes = (x.float() / scale).round_()
+    codes = codes if zero is None else codes.add_(zero)
+    return codes.clamp_(-128, 127).to(torch.int8), scale
 
 
 def scale_mode(scale: Tensor, n: int) -> str:
@@ -156,12 +167,7 @@ class Int8Weight(_ScaledWeight):
 
     def quantize_input(self, x: Tensor) -> Codes:
         """Activations [.., k] of 16 bits as codes and scales, as this weight wants them."""
-        if self.input_scale is None:
-            return quantize_int8(x)
-        codes = (x.float() / self.input_scale).round_()
-        if self.input_zero is not None:
-            codes += self.input_zero
-        return codes.clamp_(-128, 127).to(torch.int8), self.input_scale
+        return quantize_int8(x) if self.input_scale is None else static_int8(x, self.input_scale, self.input_zero)
 
     def gemm(self, x: Tensor | Codes, **arguments: Any) -> Tensor:
         """As :meth:`Fp8Weight.gemm`, by :func:`minfer.gemm_int8` or :func:`minfer.gemm_int8_gated`."""
@@ -235,7 +241,19 @@ def gate_up_weight(gate: Fp8Weight | Int8Weight, up: Fp8Weight | Int8Weight) -> 
 # ---- round to nearest ------------------------------------------------------------------------------------------------------------
 
 
-def _quantize(function: str, dtype: torch.dtype, weight: Tensor, mode: str, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def kept_bias(function: str, bias: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """A bias of ``shape`` as a weight keeps it: float64 becomes float32."""
+    if bias is None:
+        return None
+    if tuple(bias.shape) != shape or bias.dtype not in FLOATS or bias.device != device:
+        got = f"{list(bias.shape)}, {bias.dtype}, {bias.device}"
+        raise ValueError(f"{function}: bias must be {list(shape)}, floating-point, on the weight's device {device}, got {got}")
+    return bias.detach() if bias.dtype in DTYPES else rounded(function, "bias", bias.detach(), torch.float32)
+
+
+def quantized(function: str, dtype: torch.dtype, weight: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    """Codes [n, k] and scales."""
+
     def require(condition: bool, message: str) -> None:
         if not condition:
             raise ValueError(f"{function}: {message}")
@@ -247,11 +265,6 @@ def _quantize(function: str, dtype: torch.dtype, weight: Tensor, mode: str, bias
     require(not weight.is_meta, "weight must have values, got a tensor on the meta device")
     x, (n, k) = weight.detach(), weight.shape
     require(float(x.abs().amax()) <= torch.finfo(torch.float32).max, "weight must be finite, got a NaN or infinity")
-    if bias is not None:
-        good = tuple(bias.shape) == (n,) and bias.dtype in FLOATS and bias.device == weight.device
-        got = f"{list(bias.shape)}, {bias.dtype}, {bias.device}"
-        require(good, f"bias must be {[n]}, floating-point, on the weight's device {weight.device}, got {got}")
-        bias = bias.detach() if bias.dtype in DTYPES else rounded(function, "bias", bias.detach(), torch.float32)
     x = x.float()
     if mode == "block128":
         padded = torch.nn.functional.pad(x, (0, -k % BLOCK, 0, -n % BLOCK))
@@ -265,7 +278,12 @@ def _quantize(function: str, dtype: torch.dtype, weight: Tensor, mode: str, bias
     if dtype == torch.int8:
         codes.round_()
     limit = _LARGEST[dtype]
-    return aligned_rows(codes.clamp_(-limit, limit).to(dtype)), scale, bias
+    return codes.clamp_(-limit, limit).to(dtype), scale
+
+
+def _quantized_weight(kind: type[_Self], function: str, dtype: torch.dtype, weight: Tensor, mode: str, bias: Tensor | None) -> _Self:
+    codes, scale = quantized(function, dtype, weight, mode)
+    return kind(aligned_rows(codes), scale, bias=kept_bias(function, bias, weight.shape[:1], weight.device))
 
 
 def quantize_fp8_weight(weight: Tensor, mode: str = "block128", *, bias: Tensor | None = None) -> Fp8Weight:
@@ -279,8 +297,7 @@ def quantize_fp8_weight(weight: Tensor, mode: str = "block128", *, bias: Tensor 
     Raises:
       ValueError: an argument cannot be right, or the weight has a NaN or infinity.
     """
-    codes, scale, bias = _quantize("quantize_fp8_weight", FP8, weight, mode, bias)
-    return Fp8Weight(codes, scale, bias=bias)
+    return _quantized_weight(Fp8Weight, "quantize_fp8_weight", FP8, weight, mode, bias)
 
 
 def quantize_int8_weight(weight: Tensor, mode: str = "channel", *, bias: Tensor | None = None) -> Int8Weight:
@@ -293,5 +310,4 @@ def quantize_int8_weight(weight: Tensor, mode: str = "channel", *, bias: Tensor 
     Raises:
       ValueError: as there.
     """
-    codes, scale, bias = _quantize("quantize_int8_weight", torch.int8, weight, mode, bias)
-    return Int8Weight(codes, scale, bias=bias)
+    return _quantized_weight(Int8Weight, "quantize_int8_weight", torch.int8, weight, mode, bias)

@@ -1,4 +1,4 @@
-"""Results as e4m3 codes of a scale, which operators on rows and GEMMs share. In float64 the codes are rounded by way of float32."""
+"""Results as 8-bit codes of a scale, which operators on rows and GEMMs share. In float64 e4m3 codes are rounded by way of float32."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+INT8_MAX = 127.0
+LARGEST_CODE = {torch.float8_e4m3fn: E4M3_MAX, torch.int8: INT8_MAX}
 
 
 def inverse_of_scale(scale: Tensor) -> Tensor:
@@ -15,6 +17,15 @@ def inverse_of_scale(scale: Tensor) -> Tensor:
 
 def e4m3(y: Tensor) -> Tensor:
     return y.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def int8(y: Tensor) -> Tensor:
+    """-127 to 127, 0 of NaN."""
+    return y.round().clamp(-INT8_MAX, INT8_MAX).nan_to_num(0.0).to(torch.int8)
+
+
+def codes_of(y: Tensor, dtype: torch.dtype) -> Tensor:
+    return int8(y) if dtype == torch.int8 else e4m3(y)
 
 
 def stored(y: Tensor, dtype: torch.dtype, quant: str | None, scale: Tensor | None) -> Tensor:

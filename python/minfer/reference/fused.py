@@ -10,13 +10,10 @@ from torch import Tensor
 
 from ..checks.common import check_no_overlap
 from ..checks.fused import QUANT_BLOCK, block_scales_strides, hadamard_shape
-from .codes import E4M3_MAX, e4m3, inverse_of_scale
+from .codes import E4M3_MAX, INT8_MAX, LARGEST_CODE, codes_of, e4m3, int8, inverse_of_scale
 from .epilogue import ACTIVATION, compute_dtype
 from .grouped_gemm import epilogue
 from .rotary import check_indices, rotate
-
-INT8_MAX = 127.0
-
 
 # ---- quantisation --------------------------------------------------------------------------------------------------------------------
 
@@ -39,18 +36,24 @@ def quantized(y: Tensor, quant: str, scale: Tensor | None = None) -> tuple[Tenso
         return e4m3(y * inverse_of_scale(scale)), y.new_empty(0, dtype=torch.float32)
     if quant == "int8_token":
         scales = _largest(y).div_(INT8_MAX)
-        codes = (y * inverse_of_scale(scales)).round().clamp(-INT8_MAX, INT8_MAX)
-        return codes.nan_to_num(0.0).to(torch.int8), scales
+        return int8(y * inverse_of_scale(scales)), scales
     if quant == "fp8_token":
         scales = _largest(y).div_(E4M3_MAX)
         return e4m3(y * inverse_of_scale(scales)), scales
-    width = y.shape[-1]
-    rows, blocks = math.prod(y.shape[:-1]), -(-width // QUANT_BLOCK)
-    of_blocks = F.pad(y.reshape(rows, width), (0, blocks * QUANT_BLOCK - width)).view(rows, blocks, QUANT_BLOCK)
-    scales = y.new_empty_strided((rows, blocks), block_scales_strides(rows), dtype=torch.float32)
-    scales.copy_(_largest(of_blocks).squeeze(-1) / E4M3_MAX)
-    codes = (of_blocks * inverse_of_scale(scales).unsqueeze(-1)).view(rows, blocks * QUANT_BLOCK)[:, :width]
-    return e4m3(codes.reshape(y.shape)), scales
+    rows = math.prod(y.shape[:-1])
+    codes, found = quantized_in_groups(y.reshape(rows, y.shape[-1]), QUANT_BLOCK, torch.float8_e4m3fn)
+    scales = y.new_empty_strided(found.shape, block_scales_strides(rows), dtype=torch.float32)
+    return codes.view(y.shape), scales.copy_(found)
+
+
+def quantized_in_groups(y: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Codes of rows [rows, width], and scales [rows, ceil(width / group)], one for each ``group`` columns of a row."""
+    rows, width = y.shape
+    groups = -(-width // group)
+    of_groups = F.pad(y, (0, groups * group - width)).view(rows, groups, group)
+    scales = (_largest(of_groups) / LARGEST_CODE[dtype]).float()
+    codes = (of_groups * inverse_of_scale(scales)).view(rows, groups * group)[:, :width]
+    return codes_of(codes.contiguous(), dtype), scales.squeeze(-1)
 
 
 def quantize(x: Tensor, quant: str, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from .attention_paged import AttentionPaged
 from .fused import FUSED_FAMILIES
 from .gemm import Gemm, GemmGated
 from .grouped import GROUPED_FAMILIES
+from .grouped_scaled import GROUPED_SCALED_FAMILIES
 from .kv_cache_append import KvCacheAppend
 from .moe_layer import LAYER_FAMILIES
 from .moe_routing import ROUTING_FAMILIES
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
         *FUSED_FAMILIES,
         *NORM_GEMM_FAMILIES,
         *SCALED_GEMM_FAMILIES,
+        *GROUPED_SCALED_FAMILIES,
         Sample(),
     )
 }

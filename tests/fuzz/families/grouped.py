@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +58,35 @@ def expert_product(a: Tensor, w: ExpertWeight, bias: Tensor | None, dtype: torch
     return Rows(gated(x, activation, gate), gated_float32(peer, activation, gate), gated(usual, activation, gate).error)
 
 
+def all_rows(
+    rows: int,
+    columns: int,
+    device: torch.device,
+    ranges: Iterable[tuple[int, int]],
+    product: Callable[[int, slice], Rows],
+    row_scale: Tensor | None,
+) -> Rows:
+    """Results of experts whose rows begin and end somewhere, 0 where there is none; ``product`` is asked of those that have rows."""
+    truth, error, average = (torch.zeros(rows, columns, dtype=torch.float64, device=device) for _ in range(3))
+    peer = torch.zeros(rows, columns, device=device)
+    for expert, (begin, end) in enumerate(ranges):
+        if end <= begin:
+            continue
+        own = slice(begin, end)
+        found = product(expert, own)
+        d = found.d
+        if row_scale is not None:
+            scale = row_scale[own, None]
+            d, found.peer, found.average = d.times(scale.double()), found.peer * scale, found.average * scale.abs()
+        truth[own], error[own], peer[own], average[own] = d.value, d.error, found.peer, found.average
+    return Rows(Bounded(truth, error), peer, average)
+
+
+def ranges_of(sizes: list[int]) -> list[tuple[int, int]]:
+    ends = list(itertools.accumulate(sizes))
+    return list(zip([0, *ends], ends, strict=False))
+
+
 def draw_epilogue(draw: Draw, layouts: tuple[str, ...]) -> Parameters:
     gate = draw.choice(layouts) if draw.chance(0.45) else None
     kinds = dict.fromkeys(ACTIVATIONS, 1.0) | {"none": 3.0}
@@ -89,6 +120,16 @@ def draw_offsets(p: Parameters, draw: Draw) -> tuple[list[int], list[int]]:
     return ends, sizes
 
 
+def spoil(x: Tensor, where: Tensor | int | slice) -> None:
+    """Makes what nobody may read NaN, if there is one; 0xff is one of exponents."""
+    if x.dtype == torch.uint8:
+        x[where] = 0xFF
+    elif x.dtype == torch.float8_e4m3fn:
+        x.view(torch.uint8)[where] = 0x7F
+    elif x.dtype.is_floating_point:
+        x[where] = math.nan
+
+
 class Grouped(Family):
     """What products of sorted rows have in common."""
 
@@ -112,52 +153,54 @@ class Grouped(Family):
 
     def fill_rows(self, p: Parameters, draw: Draw, data: Data) -> Contents:
         """a, offsets, gather and row_scale; what is nobody's is NaN."""
-        dtype, rows = DTYPES[p["dtype"]], p["rows"]
+        rows = p["rows"]
         ends, sizes = draw_offsets(p, draw)
         used = min(ends[-1], rows) if ends else 0
-        a = data.normal(p["a_rows"], p["k"], dtype=dtype)
+        a = self.operand(p, data, p["a_rows"], p["k"])
         gather = None
+        unseen = torch.ones(p["a_rows"], dtype=torch.bool, device=data.device)
         if p["gather"]:
             seen = data.integers(0, p["a_rows"] - 1, rows, dtype=torch.int32)  # the last row of a is nobody's
-            unseen = torch.ones(p["a_rows"], dtype=torch.bool, device=data.device)
             unseen[seen[:used].long()] = False
             gather = seen
             gather[used:] = draw.pick(p["a_rows"] - 1, -1, p["a_rows"], 10**6, 2**31 - 1, -(2**31))  # anything
-            a[unseen] = math.nan
         else:
-            a[used:] = math.nan
+            unseen[:used] = False
+        spoil(a, unseen)
         row_scale = data.normal(rows) if p["row_scale"] else None
         if row_scale is not None:
             row_scale[used:] = math.nan
         tensors = {"a": a, "offsets": data.tensor(ends, torch.int32), "gather": gather, "row_scale": row_scale}
         tensors["scale"] = fill_scale(p, data)
-        return Contents(tensors, {"sizes": sizes, "used": used, "zero_rows": None})
+        return Contents(tensors, {"sizes": sizes, "used": used, "zero_rows": None, "unseen": unseen})
+
+    def operand(self, p: Parameters, data: Data, *shape: int) -> Tensor:
+        return data.normal(*shape, dtype=DTYPES[p["dtype"]])
+
+    def rows_of_a(self, p: Parameters, contents: Contents, own: slice) -> tuple[Tensor, Tensor | None]:
+        """Numbers of a's rows, and which of them do not exist and count as zeros."""
+        gather, zeros = contents.tensors["gather"], contents.facts["zero_rows"]
+        if gather is None:
+            return torch.arange(own.start, own.stop, device=contents.tensors["a"].device), None
+        return gather[own].long().clamp(0, max(p["a_rows"] - 1, 0)), None if zeros is None else zeros[own]
 
     def expect_rows(self, p: Parameters, contents: Contents, weight: Any, bias: Tensor | None) -> list[Expected]:
         """``weight``: of an expert, asked only of those that have rows."""
-        t, facts, dtype = contents.tensors, contents.facts, DTYPES[p["dtype"]]
-        device = t["a"].device
-        shape = (p["rows"], self.columns(p))
-        truth, error, average = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3))
-        peer = torch.zeros(shape, device=device)
-        begin = 0
-        for expert, size in enumerate(facts["sizes"]):
-            rows = slice(begin, begin + size)
-            begin += size
-            if size == 0:
-                continue
-            a = t["a"][rows] if t["gather"] is None else t["a"][t["gather"][rows].long().clamp(0, max(p["a_rows"] - 1, 0))]
-            if facts["zero_rows"] is not None:
-                a = a.masked_fill(facts["zero_rows"][rows, None], 0.0)
-            own = None if bias is None else bias[expert]
-            found = expert_product(a, weight(expert), own, dtype, p["activation"], p["gate"])
-            d, scale = found.d, None if t["row_scale"] is None else t["row_scale"][rows, None]
-            if scale is not None:
-                d, found.peer, found.average = d.times(scale.double()), found.peer * scale, found.average * scale.abs()
-            truth[rows], error[rows], peer[rows], average[rows] = d.value, d.error, found.peer, found.average
+        t, dtype = contents.tensors, DTYPES[p["dtype"]]
+
+        def product(expert: int, own: slice) -> Rows:
+            index, zeros = self.rows_of_a(p, contents, own)
+            a = t["a"][index] if zeros is None else t["a"][index].masked_fill(zeros[:, None], 0.0)
+            return expert_product(a, weight(expert), None if bias is None else bias[expert], dtype, p["activation"], p["gate"])
+
+        found = self.every_row(p, contents, product)
         if p["quant"]:
-            return [codes("out", Bounded(truth, error), t["scale"])]
-        return [result("out", Bounded(truth, error), dtype, peer.to(dtype), average)]
+            return [codes("out", found.d, t["scale"])]
+        return [result("out", found.d, dtype, found.peer.to(dtype), found.average)]
+
+    def every_row(self, p: Parameters, contents: Contents, product: Callable[[int, slice], Rows]) -> Rows:
+        t, ranges = contents.tensors, ranges_of(contents.facts["sizes"])
+        return all_rows(p["rows"], self.columns(p), t["a"].device, ranges, product, t["row_scale"])
 
     def row_arguments(self, p: Parameters) -> dict[str, Argument]:
         rows = "rows" if p["form"] == "out" or p["row_scale"] else ""
@@ -170,7 +213,7 @@ class Grouped(Family):
         if p["row_scale"]:
             found["row_scale"] = Argument((torch.float32,), ("rows",), ())
         if p["form"] == "out":
-            found["out"] = Argument((output_type(p),), ("rows", "columns"), ())
+            found["out"] = Argument((self.out(p)[1],), ("rows", "columns"), ())
         return found | scale_argument(p)
 
     def hostile(self, p: Parameters, contents: Contents, draw: Draw) -> Hostile | None:
@@ -270,13 +313,18 @@ class GroupedGemmMasked(Family):
     def out(self, p: Parameters) -> tuple[tuple[int, ...], torch.dtype] | None:
         return (self._shape(p), output_type(p)) if p["form"] == "out" else None
 
-    def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
-        dtype, most = DTYPES[p["dtype"]], p["max_rows"]
-        # Clamped to 0 .. max_rows.
+    @staticmethod
+    def draw_counts(p: Parameters, draw: Draw) -> tuple[list[int], list[int]]:
+        """Counts as they are passed, and clamped to 0 .. max_rows."""
+        most = p["max_rows"]
         counts = [draw.pick(0, 1, most, draw.randint(0, most), draw.randint(0, most), -3, most + 5) for _ in range(p["experts"])]
         if draw.chance(0.1):
             counts[draw.randrange(p["experts"])] = draw.pick(-(2**31), 2**31 - 1)
-        sizes = [min(max(count, 0), most) for count in counts]
+        return counts, [min(max(count, 0), most) for count in counts]
+
+    def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
+        dtype, most = DTYPES[p["dtype"]], p["max_rows"]
+        counts, sizes = self.draw_counts(p, draw)
         a = data.normal(p["experts"], most, p["k"], dtype=dtype)
         b = data.normal(p["experts"], p["k"], p["n"], dtype=dtype, scale=1.0 / math.sqrt(max(p["k"], 1)))
         bias = data.normal(p["experts"], p["n"], dtype=dtype) if p["bias"] else None
@@ -301,28 +349,32 @@ class GroupedGemmMasked(Family):
         return one_result(minfer.grouped_gemm_masked(t["a"], t["b"], t["counts"], **(options | p.get("extra", {}))))
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
-        t, dtype, shape = contents.tensors, DTYPES[p["dtype"]], self._shape(p)
-        device = t["a"].device
-        truth, error, average = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3))
-        peer, ours = torch.zeros(shape, device=device), torch.zeros(shape, dtype=torch.bool, device=device)
-        for expert, size in enumerate(contents.facts["sizes"]):
-            if size == 0:
-                continue
-            own = None if t["bias"] is None else t["bias"][expert]
-            w = ExpertWeight(t["b"][expert].double(), t["b"][expert].float())
-            found = expert_product(t["a"][expert, :size], w, own, dtype, p["activation"], p["gate"])
-            d, factor = found.d, None if t["row_scale"] is None else t["row_scale"][expert, :size, None]
-            if factor is not None:
-                d, found.peer = d.times(factor.double()), found.peer * factor
-            truth[expert, :size], error[expert, :size], peer[expert, :size] = d.value, d.error, found.peer
-            average[expert, :size] = found.average if factor is None else found.average * factor.abs()
-            ours[expert, :size] = True
-        found = result("out", Bounded(truth, error), dtype, peer.to(dtype), average)
-        if p["quant"]:
-            found = codes("out", Bounded(truth, error), t["scale"])
+        t, dtype = contents.tensors, DTYPES[p["dtype"]]
+
+        def product(expert: int, own: slice) -> Rows:
+            bias, w = None if t["bias"] is None else t["bias"][expert], ExpertWeight(t["b"][expert].double(), t["b"][expert].float())
+            return expert_product(t["a"].flatten(0, 1)[own], w, bias, dtype, p["activation"], p["gate"])
+
+        found = self.all_slabs(p, contents, product)
+        want = codes("out", found.d, t["scale"]) if p["quant"] else result("out", found.d, dtype, found.peer.to(dtype), found.average)
+        return [self.as_slabs(p, contents, want, before)]
+
+    def all_slabs(self, p: Parameters, contents: Contents, product: Callable[[int, slice], Rows]) -> Rows:
+        """Results of all rows, which are counted through."""
+        (experts, most, columns), row_scale = self._shape(p), contents.tensors["row_scale"]
+        ranges = [(expert * most, expert * most + size) for expert, size in enumerate(contents.facts["sizes"])]
+        row_scale = None if row_scale is None else row_scale.flatten()
+        return all_rows(experts * most, columns, contents.tensors["a"].device, ranges, product, row_scale)
+
+    def as_slabs(self, p: Parameters, contents: Contents, want: Expected, before: dict[str, Tensor]) -> Expected:
+        shape = self._shape(p)
+        want.truth = want.truth.view(shape)
+        want.bound, want.peer = want.bound.view(shape), None if want.peer is None else want.peer.view(shape)
         if p["form"] == "out":  # rows behind a count are left as they are
-            found.truth = torch.where(ours, found.truth, before["out"].double())
-        return [found]
+            sizes = torch.tensor(contents.facts["sizes"], device=want.truth.device)
+            ours = torch.arange(shape[1], device=want.truth.device) < sizes[:, None]
+            want.truth = torch.where(ours[..., None], want.truth, before["out"].double())
+        return want
 
     def arguments(self, p: Parameters) -> dict[str, Argument]:
         dtype = DTYPES[p["dtype"]]

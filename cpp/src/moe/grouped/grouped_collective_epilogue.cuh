@@ -42,7 +42,7 @@ struct GroupedCollectiveEpilogue : GroupedEpilogue<Element, kGroupM, kTileN, kHa
   }
   __device__ void prefetch(Output const& at) { Base::prefetch(at.tile, at.row); }
   template <class Accumulator>
-  __device__ void store(Accumulator const& accumulator, Output const& at) {
+  __device__ void store(Accumulator& accumulator, Output const& at) {
     Base::store(accumulator, at.tile, at.row);
   }
   static __device__ bool issues_stores(int thread) { return thread == 0; }

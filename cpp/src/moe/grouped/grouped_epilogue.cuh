@@ -75,6 +75,117 @@ __device__ void clear_rows_behind(ExpertRows const& rows, Storage const& tiles, 
   }
 }
 
+/// Of a staged unit of codes, as much as lies inside a row.
+__device__ __forceinline__ void copy_codes(uint4 const& unit, uint8_t* to, int inside, bool vectors) {
+  uint2 const codes = make_uint2(__byte_perm(unit.x, unit.y, 0x6420), __byte_perm(unit.z, unit.w, 0x6420));
+  if (vectors && inside >= 8) {
+    *reinterpret_cast<uint2*>(to) = codes;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (i < inside) to[i] = uint8_t((i < 4 ? codes.x : codes.y) >> 8 * (i % 4));
+    }
+  }
+}
+
+/// By a warpgroup: staged rows of 16-bit elements, unit u of row r at u ^ r % 8, into d's rows from `row0` and columns from `column0` on.
+template <class Type>
+__device__ __forceinline__ void copy_staged_rows(GroupedEpilogueParams const& params, char const* staged, int row_bytes, int units,
+                                                 int64_t row0, int rows, int column0, int thread) {
+  int const n_out = params.gated ? params.n / 2 : params.n, unit = thread % units, step = 128 / units;
+  int64_t const first = row0 * params.ldd + column0;
+#pragma unroll 1
+  for (int row = thread / units; row < rows; row += step) {
+    uint4 const bits = *reinterpret_cast<uint4 const*>(staged + row * row_bytes + (unit ^ row % 8) * 16);
+    int const inside = n_out - column0 - unit * 8;
+    int64_t const to = first + row * params.ldd + unit * 8;
+    if (params.codes) {
+      copy_codes(bits, static_cast<uint8_t*>(params.d) + to, inside, params.vectors);
+      continue;
+    }
+    Type* const at = static_cast<Type*>(params.d) + to;
+    if (params.vectors && inside >= 8) {
+      *reinterpret_cast<uint4*>(at) = bits;
+    } else {
+      uint32_t const words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        uint16_t const half = uint16_t(words[i / 2] >> (16 * (i % 2)));
+        if (i < inside) at[i] = *reinterpret_cast<Type const*>(&half);
+      }
+    }
+  }
+}
+
+/// Two numbers of d as they are staged: of codes a byte and one of zeros each.
+template <class Element>
+__device__ __forceinline__ uint32_t pack_staged(GroupedEpilogueParams const& params, Element element, float low, float high, float factor) {
+  return params.d_scale == nullptr ? element.pack(low, high) : __byte_perm(codes_e4m3(low, high, factor), 0, 0x4140);
+}
+/// Codes of numbers that have been divided by their scale. NaN becomes 0 as int8.
+__device__ __forceinline__ uint32_t pack_staged_codes(float low, float high, bool int8) {
+  auto const code = [](float x) { return uint32_t(min(max(__float2int_rn(x), -127), 127)) & 255; };
+  return int8 ? code(low) | code(high) << 16 : __byte_perm(codes_e4m3(low, high, 1.0f), 0, 0x4140);
+}
+/// The gate and its up, which go through their limits, as one output.
+template <int kCount, class Gate, class Up>
+__device__ __forceinline__ void gate_outputs(GroupedEpilogueParams const& params, Gate const& gate, Up const& up) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) gate(i) = gate(i) > params.gate_max ? params.gate_max : gate(i);
+  activate_all<kCount>(params.activation, gate);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    float u = up(i);  // compared and not fminf: NaN stays
+    u = u > params.up_max ? params.up_max : u < -params.up_max ? -params.up_max : u;
+    gate(i) *= u + params.up_shift;
+  }
+}
+/// Sends for a scale, which is 1 where there is none.
+__device__ __forceinline__ void request_scale(float* to, float const* from, bool exists) {
+  if (!exists) {
+    *to = 1.0f;
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cute::cast_smem_ptr_to_uint(to)), "l"(from) : "memory");
+  }
+}
+
+/// What a warpgroup has of a tile's rows of a and of the weight: scales, and a bias.
+template <int kWeightRows, int kTokens>
+struct ScaledLines {
+  alignas(16) float channel[kWeightRows], bias[kWeightRows], token[kTokens];
+
+  static __device__ bool needed(ScaledGroupedEpilogueParams const& params) {
+    return params.token_scales != nullptr || params.channel_scales != nullptr || params.bias != nullptr;
+  }
+  /// token(at): which of the tile's tokens the at-th is.
+  template <class Element, class Token>
+  __device__ void request(ScaledGroupedEpilogueParams const& params, Element element, ExpertTile const& tile, int first_row, int thread,
+                          Token const& token_of) {
+#pragma unroll 1
+    for (int at = thread; at < kWeightRows; at += 128) {
+      int const row = weight_row(params, first_row + at);
+      request_scale(&channel[at], params.channel_scales + tile.expert * params.channel_expert_stride + row * params.channel_stride,
+                    row >= 0 && params.channel_scales != nullptr);
+      float of_row = 0.0f;
+      if (row >= 0 && params.bias != nullptr) {
+        int64_t const index = tile.expert * params.bias_stride + row;
+        of_row = params.bias_f32 ? load_operand(static_cast<float const*>(params.bias) + index)
+                                 : element.to_float(load_operand(static_cast<typename Element::Type const*>(params.bias) + index));
+      }
+      bias[at] = of_row;
+    }
+#pragma unroll 1
+    for (int at = thread; at < kTokens; at += 128) {
+      int const in_tile = token_of(at);
+      int64_t row = tile.row + in_tile;
+      bool const exists = in_tile < tile.tokens && params.token_scales != nullptr;
+      if (exists && params.gather != nullptr) row = load_operand(params.gather + row);
+      bool const inside = exists && (params.gather == nullptr || uint64_t(row) < uint64_t(params.a_rows));
+      request_scale(&token[at], params.token_scales + tile.expert * params.token_expert_offset + row * params.token_stride, inside);
+    }
+  }
+};
+
 /// Largest magnitudes of codes.
 constexpr float kLargestInt8 = 127.0f;
 
@@ -90,8 +201,7 @@ struct GroupedEpilogue {
   static constexpr int kBytes = kChunk * kTileM * 2;
 
   /// Of one warpgroup.
-  struct ScaledStorage {
-    alignas(16) float channel[kTileM], bias[kTileM], token[kTileN];
+  struct ScaledStorage : ScaledLines<kTileM, kTileN> {
     alignas(16) float largest[4][kChunk];  // magnitudes of outputs of a warp
   };
   using Storage = cute::conditional_t<kScaled, ScaledStorage, cute::tuple<>>;
@@ -118,7 +228,10 @@ struct GroupedEpilogue {
   /// Before store: the bias of the warpgroup's rows of the weight, from first_row on, and alpha.
   __device__ void prefetch(ExpertTile const& tile, int first_row) {
     if constexpr (kScaled) {
-      if (has_lines()) request_lines(tile, first_row);
+      if (has_lines()) {
+        synchronize();  // those of the last tile have been read
+        storage->request(params, element(), tile, first_row, thread, [](int at) { return at; });
+      }
       return;
     }
     if (kHasAlpha && params.alpha != nullptr) alpha = load_operand(params.alpha + tile.expert);
@@ -133,44 +246,11 @@ struct GroupedEpilogue {
       }
     }
   }
-  /// Whether sums have scales of their rows of a or of the weight, or a bias.
   __device__ bool has_lines() const {
-    if constexpr (kScaled) return params.token_scales != nullptr || params.channel_scales != nullptr || params.bias != nullptr;
+    if constexpr (kScaled) return Storage::needed(params);
     return false;
   }
-  __device__ void request_lines(ExpertTile const& tile, int first_row) {
-    synchronize();  // those of the last tile have been read
-    auto const request = [](float* to, float const* from, bool exists) {
-      if (!exists) {
-        *to = 1.0f;
-      } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(cute::cast_smem_ptr_to_uint(to)), "l"(from) : "memory");
-      }
-    };
-#pragma unroll 1
-    for (int at = thread; at < kTileM; at += 128) {
-      int const row = weight_row(params, first_row + at);
-      request(&storage->channel[at], params.channel_scales + tile.expert * params.channel_expert_stride + row * params.channel_stride,
-              row >= 0 && params.channel_scales != nullptr);
-      float of_row = 0.0f;
-      if (row >= 0 && params.bias != nullptr) {
-        int64_t const index = tile.expert * params.bias_stride + row;
-        of_row = params.bias_f32 ? load_operand(static_cast<float const*>(params.bias) + index)
-                                 : element().to_float(load_operand(static_cast<typename Element::Type const*>(params.bias) + index));
-      }
-      storage->bias[at] = of_row;
-    }
-#pragma unroll 1
-    for (int at = thread; at < kTileN; at += 128) {
-      int64_t row = tile.row + at;
-      bool const exists = at < tile.tokens && params.token_scales != nullptr;
-      if (exists && params.gather != nullptr) row = load_operand(params.gather + row);
-      bool const inside = exists && (params.gather == nullptr || uint64_t(row) < uint64_t(params.a_rows));
-      request(&storage->token[at], params.token_scales + tile.expert * params.token_expert_offset + row * params.token_stride, inside);
-    }
-  }
-
-  /// The values of a slab of 64 rows of the weight and a chunk of tokens, before their activation.
+  /// The values of a slab of 64 rows of the weight and a chunk of tokens, the accumulators' first, before their activation.
   template <class Accumulator>
   __device__ void values(Accumulator const& accumulator, int mi, int chunk, bool lines, float (&v)[4 * kBlocks]) const {
     int const lane = thread % 32, row = 64 * mi + thread / 32 * 16 + lane / 4;
@@ -189,7 +269,7 @@ struct GroupedEpilogue {
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float const sum = accumulator(mi * (kTileN / 2) + chunk * (kChunk / 2) + 4 * j + i);
+        float const sum = accumulator(mi * (kTileN / 2) + 4 * j + i);
         if constexpr (kScaled) {
           v[4 * j + i] = lines ? fmaf(sum, (i % 2 == 0 ? token.x : token.y) * channel[i / 2], of_row[i / 2]) : sum;
         } else {
@@ -200,83 +280,81 @@ struct GroupedEpilogue {
   }
   /// Gated: of values, the outputs of 8 rows of the weight and their ups, and the tokens of lane % 4.
   __device__ void gate(float (&v)[4 * kBlocks], float const (&scale)[kBlocks][2], float (&product)[kBlocks][2]) const {
+    gate_outputs<2 * kBlocks>(
+        params, [&](int i) -> float& { return v[i / 2 * 4 + i % 2]; }, [&](int i) { return v[i / 2 * 4 + 2 + i % 2]; });
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) v[4 * j + e] = v[4 * j + e] > params.gate_max ? params.gate_max : v[4 * j + e];
-    }
-    activate_all<2 * kBlocks>(params.activation, [&](int i) -> float& { return v[i / 2 * 4 + i % 2]; });
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float up = v[4 * j + 2 + e];  // compared and not fminf: NaN stays
-        up = up > params.up_max ? params.up_max : up < -params.up_max ? -params.up_max : up;
-        product[j][e] = v[4 * j + e] * (up + params.up_shift) * scale[j][e];
-      }
-    }
+    for (int i = 0; i < 2 * kBlocks; ++i) product[i / 2][i % 2] = v[i / 2 * 4 + i % 2] * scale[i / 2][i % 2];
   }
   __device__ void write_gated(int mi, uint32_t const (&packed)[4]) const {
     int const lane = thread % 32, q = lane / 8 < kBlocks ? lane / 8 : kBlocks - 1, r = lane % 8;
     write<kBlocks>(8 * q + r, 4 * mi + thread / 32, packed);
   }
 
+  /// Chunks of tokens, one after the other. The loop is not unrolled: each chunk's instructions would be fetched anew, which takes longer than
+  /// they do (128 x 128 tiles of 8-bit operands: 3.8 us a tile). Accumulators move up for the next chunk instead; they are lost.
   template <class Accumulator>
-  __device__ void store(Accumulator const& accumulator, ExpertTile const& tile, int first_row) {
+  __device__ void store(Accumulator& accumulator, ExpertTile const& tile, int first_row) {
     int const lane = thread % 32, warp = thread / 32;
     float const factor = params.d_scale != nullptr ? gemm::load_code_factor(params.d_scale) : 0.0f;
     bool const lines = has_lines();
     if constexpr (kScaled) asm volatile("cp.async.wait_all;" ::: "memory");  // before a barrier that makes them everyone's
-#pragma unroll
-    for (int chunk = 0; chunk < kTileN / kChunk; ++chunk) {
+#pragma unroll 1
+    for (int chunk = 0; chunk * kChunk < tile.tokens; ++chunk) {
       int const left = tile.tokens - chunk * kChunk;
-      if (left > 0) {
-        float scale[kBlocks][2];
+      float scale[kBlocks][2];
 #pragma unroll
-        for (int j = 0; j < kBlocks; ++j) {
+      for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            int const token = 8 * j + 2 * (lane % 4) + e;
-            scale[j][e] = 1.0f;
-            if (params.row_scale != nullptr && token < left)
-              scale[j][e] = load_operand(params.row_scale + tile.row + chunk * kChunk + token);
+        for (int e = 0; e < 2; ++e) {
+          int const token = 8 * j + 2 * (lane % 4) + e;
+          scale[j][e] = 1.0f;
+          if (params.row_scale != nullptr && token < left)
+            scale[j][e] = load_operand(params.row_scale + tile.row + chunk * kChunk + token);
+        }
+      }
+      synchronize();  // the previous chunk has been read
+      bool in_groups = false;
+      if constexpr (kScaled) {
+        in_groups = params.group_scales != nullptr;
+        if (in_groups && first_row < params.n) store_groups(accumulator, tile, first_row, chunk, left, lines, scale);
+      }
+#pragma unroll
+      for (int mi = 0; mi < kMmaM; ++mi) {
+        if (kScaled && in_groups) break;
+        float v[4 * kBlocks];
+        values(accumulator, mi, chunk, lines, v);
+        uint32_t packed[4];
+        if (!params.gated) {
+          activate_all<4 * kBlocks>(params.activation, [&](int i) -> float& { return v[i]; });
+#pragma unroll
+          for (int j = 0; j < kBlocks; j += 2) {
+            constexpr bool kPair = kBlocks > 1;
+#pragma unroll
+            for (int i = 0; i < (kPair ? 4 : 2); ++i) {
+              int const block = j + i / 2;
+              packed[i] = pack(v[4 * block + 2 * (i % 2)] * scale[block][0], v[4 * block + 2 * (i % 2) + 1] * scale[block][1], factor);
+            }
+            int const q = lane / 8, r = lane % 8;
+            write<kPair ? 4 : 2>(8 * (j + (kPair ? q / 2 : 0)) + r, 8 * mi + 2 * warp + q % 2, packed);
           }
+        } else {
+          float product[kBlocks][2];
+          gate(v, scale, product);
+#pragma unroll
+          for (int j = 0; j < kBlocks; ++j) packed[j] = pack(product[j][0], product[j][1], factor);
+          write_gated(mi, packed);
         }
-        synchronize();  // the previous chunk has been read
-        bool in_groups = false;
-        if constexpr (kScaled) {
-          in_groups = params.group_scales != nullptr;
-          if (in_groups && first_row < params.n) store_groups(accumulator, tile, first_row, chunk, left, lines, scale);
-        }
+      }
+      synchronize();
+      copy_out(tile, first_row, chunk, left < kChunk ? left : kChunk);
+      if constexpr (kChunk < kTileN) {
 #pragma unroll
         for (int mi = 0; mi < kMmaM; ++mi) {
-          if (kScaled && in_groups) break;
-          float v[4 * kBlocks];
-          values(accumulator, mi, chunk, lines, v);
-          uint32_t packed[4];
-          if (!params.gated) {
-            activate_all<4 * kBlocks>(params.activation, [&](int i) -> float& { return v[i]; });
 #pragma unroll
-            for (int j = 0; j < kBlocks; j += 2) {
-              constexpr bool kPair = kBlocks > 1;
-#pragma unroll
-              for (int i = 0; i < (kPair ? 4 : 2); ++i) {
-                int const block = j + i / 2;
-                packed[i] = pack(v[4 * block + 2 * (i % 2)] * scale[block][0], v[4 * block + 2 * (i % 2) + 1] * scale[block][1], factor);
-              }
-              int const q = lane / 8, r = lane % 8;
-              write<kPair ? 4 : 2>(8 * (j + (kPair ? q / 2 : 0)) + r, 8 * mi + 2 * warp + q % 2, packed);
-            }
-          } else {
-            float product[kBlocks][2];
-            gate(v, scale, product);
-#pragma unroll
-            for (int j = 0; j < kBlocks; ++j) packed[j] = pack(product[j][0], product[j][1], factor);
-            write_gated(mi, packed);
+          for (int i = 0; i < (kTileN - kChunk) / 2; ++i) {
+            accumulator(mi * (kTileN / 2) + i) = accumulator(mi * (kTileN / 2) + i + kChunk / 2);
           }
         }
-        synchronize();
-        copy_out(tile, first_row, chunk, left < kChunk ? left : kChunk);
       }
     }
   }
@@ -331,21 +409,11 @@ struct GroupedEpilogue {
     for (int mi = 0; mi < kMmaM; ++mi) {
       uint32_t packed[4];
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) packed[j] = params.int8 ? pack_int8(product[mi][j][0], product[mi][j][1])
-                                                                : __byte_perm(codes_e4m3(product[mi][j][0], product[mi][j][1], 1.0f), 0, 0x4140);
+      for (int j = 0; j < kBlocks; ++j) packed[j] = pack_staged_codes(product[mi][j][0], product[mi][j][1], params.int8);
       write_gated(mi, packed);
     }
   }
-  /// Two int8 codes as they are staged. NaN becomes 0.
-  static __device__ uint32_t pack_int8(float low, float high) {
-    auto const code = [](float x) { return uint32_t(min(max(__float2int_rn(x), -127), 127)) & 255; };
-    return code(low) | code(high) << 16;
-  }
-
-  /// Two elements as they are staged.
-  __device__ uint32_t pack(float low, float high, float factor) const {
-    return params.d_scale == nullptr ? element().pack(low, high) : __byte_perm(codes_e4m3(low, high, factor), 0, 0x4140);
-  }
+  __device__ uint32_t pack(float low, float high, float factor) const { return pack_staged(params, element(), low, high, factor); }
 
   /// Matrices of 8 tokens x 8 columns: lane 8 q + r addresses row r of the q-th.
   template <int kMatrices>
@@ -383,45 +451,8 @@ struct GroupedEpilogue {
   }
 
   __device__ void copy_out(ExpertTile const& tile, int first_row, int chunk, int tokens) const {
-    using Type = typename Element::Type;
-    int const n_out = params.gated ? params.n / 2 : params.n;
-    int const units = params.gated ? kUnits / 2 : kUnits;
-    int const column0 = params.gated ? first_row / 2 : first_row;
-    int64_t const first = (tile.row + chunk * kChunk) * params.ldd + column0;
-    int const unit = thread % units, step = 128 / units;
-#pragma unroll 1
-    for (int token = thread / units; token < tokens; token += step) {
-      uint4 const bits = *reinterpret_cast<uint4 const*>(staged + token * (kTileM * 2) + (unit ^ token % 8) * 16);
-      int const inside = n_out - column0 - unit * 8;
-      int64_t const to = first + token * params.ldd + unit * 8;
-      if (params.codes) {
-        copy_codes(bits, static_cast<uint8_t*>(params.d) + to, inside);
-        continue;
-      }
-      Type* const at = static_cast<Type*>(params.d) + to;
-      if (params.vectors && inside >= 8) {
-        *reinterpret_cast<uint4*>(at) = bits;
-      } else {
-        uint32_t const words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          uint16_t const half = uint16_t(words[i / 2] >> (16 * (i % 2)));
-          if (i < inside) at[i] = *reinterpret_cast<Type const*>(&half);
-        }
-      }
-    }
-  }
-  /// Of a staged unit, as much as lies inside a row.
-  __device__ void copy_codes(uint4 const& unit, uint8_t* to, int inside) const {
-    uint2 const codes = make_uint2(__byte_perm(unit.x, unit.y, 0x6420), __byte_perm(unit.z, unit.w, 0x6420));
-    if (params.vectors && inside >= 8) {
-      *reinterpret_cast<uint2*>(to) = codes;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        if (i < inside) to[i] = uint8_t((i < 4 ? codes.x : codes.y) >> 8 * (i % 4));
-      }
-    }
+    int const units = params.gated ? kUnits / 2 : kUnits, column0 = params.gated ? first_row / 2 : first_row;
+    copy_staged_rows<typename Element::Type>(params, staged, kTileM * 2, units, tile.row + chunk * kChunk, tokens, column0, thread);
   }
 };
 

@@ -91,7 +91,7 @@ Status describe_tokens(GroupedLaunchArguments const& arguments, Params* params) 
   params->mainloop.source = {static_cast<typename Mainloop::Element const*>(operands.a), operands.gather, uint32_t(operands.a_rows),
                              uint32_t(operands.lda * bytes / 16), int32_t(problem.k)};
   params->scheduler.k_tiles = int32_t((problem.k + Mainloop::kTileK - 1) / Mainloop::kTileK);
-  params->scheduler.weight_tiles = int32_t((problem.n + Mainloop::kTileM - 1) / Mainloop::kTileM);
+  params->scheduler.weight_tiles = int32_t((problem.n + Mainloop::kWeightRows - 1) / Mainloop::kWeightRows);
   // All tokens stay in L2 where they are few beside it.
   bool const keep = problem.rows * problem.k * bytes <= arguments.device->l2_bytes / 4;
   params->mainloop.hint_tokens = uint64_t(keep ? cute::TMA::CacheHintSm90::EVICT_LAST : cute::TMA::CacheHintSm90::EVICT_NORMAL);

@@ -14,6 +14,7 @@
 #include "moe/grouped/expert_tile_scheduler.cuh"
 #include "moe/grouped/grouped_collective_epilogue.cuh"
 #include "moe/grouped/grouped_launch.cuh"
+#include "moe/grouped/grouped_rows_epilogue.cuh"
 #include "moe/grouped/mainloop_scaled_sm90.cuh"
 
 namespace minfer::moe {
@@ -25,11 +26,16 @@ using ScaledMainloopSm90 = cutlass::gemm::collective::CollectiveMma<
     void, cute::identity, cute::SM90_TMA_LOAD, void, void, cute::identity>;
 
 template <class Config, class Mainloop = ScaledMainloopSm90<Config>>
+using ScaledEpilogueSm90 =
+    cute::conditional_t<Config::kSwap,
+                        GroupedCollectiveEpilogue<AnyFloat16, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers, false,
+                                                  true, Config::kStagedTokens>,
+                        GroupedRowsEpilogue<Mainloop::kMmaM, Mainloop::kWeightRows <= 128 ? Mainloop::kWeightRows : 128, Mainloop::kConsumers>>;
+
+template <class Config, class Mainloop = ScaledMainloopSm90<Config>>
 struct GroupedScaledSm90
-    : gemm::GemmKernelSm90<Mainloop,
-                           GroupedCollectiveEpilogue<AnyFloat16, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers,
-                                                     false, true, Config::kStagedTokens>,
-                           ExpertTileScheduler<ExpertTiles<Config::kTileN, Mainloop::kStep, panel_of(Config::kTileM, Config::kTileN)>,
+    : gemm::GemmKernelSm90<Mainloop, ScaledEpilogueSm90<Config>,
+                           ExpertTileScheduler<ExpertTiles<Mainloop::kTokens, Mainloop::kStep, panel_of(Mainloop::kWeightRows, Mainloop::kTokens)>,
                                                Config::kThreads>> {
   static_assert(GroupedScaledSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
@@ -58,7 +64,7 @@ Status launch_grouped_scaled_sm90(GroupedLaunchArguments const& arguments) {
   described.problem = &problem;
   described.operands = &operands;
   typename Kernel::Params params{};
-  Status status = describe_weights(problem, operands, Config::kTileM, &params.mainloop.weights);
+  Status status = describe_weights(problem, operands, Kernel::Mainloop::kWeightRows, &params.mainloop.weights);
   if (status.ok()) status = describe_tokens<typename Kernel::Mainloop>(described, &params);
   if (!status.ok()) return status;
   if (!reads) params.scheduler.k_tiles = 0;

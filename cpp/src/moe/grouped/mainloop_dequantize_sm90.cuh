@@ -42,7 +42,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaDequantizeExperts<Config>, Tile
   using EmptyBarrier = typename S::EmptyBarrier;
   using typename Base::PipelineState;
   static constexpr bool kRereadsThread = false;  // it keeps its tile in shared memory instead
-  static constexpr int kTileM = S::kTileM, kTileN = S::kTileN, kTileK = S::kTileK, kHalves = kTileK / 64;
+  static constexpr int kTileM = S::kTileM, kTileN = S::kTileN, kTileK = S::kTileK, kHalves = kTileK / 64, kWeightRows = kTileM;
   static constexpr int kStep = 8;                                                 // tokens of a tile are rounded up to these
   static constexpr int kSmallBox = kStep, kLargeBox = kTileN >= 64 ? 64 : kStep;  // rows of TMA's loads of tokens
   using Gather = minfer::moe::RowGather<kTileN, kHalves, S::kStages, S::kBookBarrier - 1>;

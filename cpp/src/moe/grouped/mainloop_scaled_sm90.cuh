@@ -1,14 +1,16 @@
 // Mainloop of the grouped GEMM of 8-bit operands for sm_90: e4m3 or int8, an expert's weights by TMA, its tokens by TMA where they lie in
 // order, row by row by cp.async where they are gathered; WGMMA with both operands in shared memory.
 //
-// As in mainloop_sm90.cuh the weights' rows are the MMA's m and the tokens its n, and a tile computes as many tokens as it has, in steps of
-// kStep. A stage is kTileK bytes of k of both, in lines of 128, and the scales of its tokens.
+// Swapped, as in mainloop_sm90.cuh, the weights' rows are the MMA's m and the tokens its n, and a tile computes as many tokens as it has, in
+// steps of kStep. Else tokens are its m, in blocks of 64 that take turns at the warpgroups: of many tokens each thread then needs the scales
+// of two for a block, and not those of all, whose way out of shared memory takes longer than the MMAs leave time for (128 x 128 tiles: 256
+// of 512 cycles of its bandwidth). A stage is kTileK bytes of k of both, in lines of 128, and the scales of its tokens.
 // Sums. WGMMA's sums of e4m3 keep about 14 bits: those of 128 of k are added up in fp32 (promotion), times their scales where operands are
 // scaled by groups of k; a launch may leave that out (fast). int8's sums are integers; they are added up in fp32 only where tokens are
 // scaled by groups of k. A group of a token is 128, 64 or 32 of k, one of the weight 128 rows and 128 of k (block_scales.cuh).
-// Scales. Those of a stage's tokens are copied behind it by a warp of the producer's warpgroup, one cp.async each, so that any strides, rows
-// that are gathered and all stages at once are the same to it. A weight's are one number, or one for gates and one for ups, of all of a
-// warpgroup's rows: each thread loads them a k tile ahead.
+// Scales. Those of a stage's tokens are copied behind it by warps of the producer's warpgroup, one cp.async each, so that any strides, rows
+// that are gathered and all stages at once are the same to them: one warp, or, where no rows are gathered, all. Likewise the weight's: one
+// number, or one for gates and one for ups, of all rows of a tile.
 // Pipeline: full (TMA's bytes, an arrival of each gathering thread and of each thread that copies scales), empty (one arrival of each
 // consumer warp). A warpgroup adds the sums of one block of 64 rows while the tensor cores work for the others: those of its CTA, or of the
 // other CTA on the SM.
@@ -83,18 +85,21 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters =
       cute::min(232, (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (kConsumers * 128) / 8 * 8);
+  static constexpr bool kSwap = Config::kSwap;
+  static constexpr int kTokens = kSwap ? kTileN : kTileM, kWeightRows = kSwap ? kTileM : kTileN;  // of a tile
   static constexpr int kGroupM = kTileM / kConsumers, kMmaM = kGroupM / 64;  // rows of a warpgroup, and blocks of 64 of them
-  static constexpr int kStep = Config::kTokenStep;                          // tokens of a tile are rounded up to these
-  static constexpr int kSmallBox = kStep < 16 ? 8 : 16, kLargeBox = kTileN >= 64 ? 64 : kSmallBox;  // rows of TMA's loads of tokens
+  static constexpr int kStep = Config::kTokenStep;                           // tokens of a tile are rounded up to these
+  static constexpr int kSmallBox = kStep < 16 ? 8 : 16, kLargeBox = kTokens >= 64 ? 64 : kSmallBox;  // rows of TMA's loads of tokens
   static constexpr int kLine = 128, kHalves = kTileK / kLine;                // bytes of a line, lines of a stage
   static constexpr int kBlockValues = kTileN / 2, kValues = kMmaM * kBlockValues;  // accumulators of a thread
   static constexpr int kMmaK = 32, kMmas = kLine / kMmaK;
   static constexpr int kMostParts = kLine / kMmaK;
   using Sum = cute::conditional_t<kIntegers, uint32_t, float>;  // of the MMA, in registers
-  static_assert(sizeof(Element) == 1 && kGroupM % 64 == 0 && kTileN % kLargeBox == 0 && kTileN % kStep == 0 && kTileK % kLine == 0);
-  static_assert(minfer::gemm::kScaleBlock % kGroupM == 0, "a warpgroup's rows share the scale of a block");
+  static_assert(sizeof(Element) == 1 && kGroupM % 64 == 0 && kTokens % kLargeBox == 0 && kTokens % kStep == 0 && kTileK % kLine == 0);
+  static_assert(minfer::gemm::kScaleBlock % kWeightRows == 0, "a tile's rows of the weight share the scale of a block");
+  static constexpr int kStageScales = kMostParts * kTokens + 4;  // of a line: those of tokens, then of the weight's gates and ups
 
-  using Gather = minfer::moe::RowGather<kTileN, kHalves, kStages, kConsumers + 1, kTileN <= 16 ? 1 : 2>;
+  using Gather = minfer::moe::RowGather<kTokens, kHalves, kStages, kConsumers + 1, kTokens <= 16 ? 1 : 2>;
   using PipelineState = minfer::Ring<kStages>;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
@@ -111,14 +116,14 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
 
   template <class Epilogue, class Scheduler>
   struct SharedStorage {
-    alignas(1024) Element weights[kStages][kTileM * kTileK];
-    alignas(1024) Element tokens[kStages][kTileN * kTileK];
+    alignas(1024) Element weights[kStages][kWeightRows * kTileK];
+    alignas(1024) Element tokens[kStages][kTokens * kTileK];
     typename Epilogue::TensorStorage staging;
-    alignas(16) float scales[kStages][kHalves][kMostParts][kTileN];
+    alignas(16) float scales[kStages][kHalves][kStageScales];
     typename Epilogue::PipelineStorage epilogue;
     alignas(8) uint64_t full[kStages], empty[kStages];
     typename Scheduler::SharedStorage scheduler;
-    uint32_t source[kTileN];  // rows of a that are gathered: where they begin, in units of 16 bytes
+    uint32_t source[kTokens];  // rows of a that are gathered: where they begin, in units of 16 bytes
     typename cutlass::OrderedSequenceBarrier<1, 2>::SharedStorage order;
   };
 
@@ -129,13 +134,16 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tokens));
   }
   static CUTLASS_DEVICE bool gathers(Params const& params) { return params.source.gather != nullptr; }
-  /// Whether sums are multiplied by scales as they are added up: then each token has one, be it 1.
+  /// Whether sums are multiplied by scales as they are added up: then tokens and weight all have one, be it 1.
   static CUTLASS_DEVICE bool copies_scales(Params const& params) {
     return params.scales.tokens.data != nullptr || params.scales.weight.data != nullptr;
   }
+  static CUTLASS_DEVICE int scale_threads(Params const& params) {
+    return !copies_scales(params) ? 0 : gathers(params) ? 32 : 32 * kAuxiliaryWarps;
+  }
   template <class Storage>
   static CUTLASS_DEVICE void init_barriers(Params const& params, Storage& storage) {
-    int const arrivals = 1 + (gathers(params) ? Gather::kThreads : 0) + (copies_scales(params) ? 32 : 0);
+    int const arrivals = 1 + (gathers(params) ? Gather::kThreads : 0) + scale_threads(params);
     for (int s = 0; s < kStages; ++s) {
       FullBarrier::init(&storage.full[s], uint32_t(arrivals));
       EmptyBarrier::init(&storage.empty[s], 4 * kConsumers);
@@ -165,7 +173,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static CUTLASS_DEVICE TileInputs tile_inputs(Params const&, LoadInputs const& load, ExpertTile const& tile) {
     using Hint = cute::TMA::CacheHintSm90;
     int const tokens = load.ordered ? (tile.tokens + kSmallBox - 1) / kSmallBox * kSmallBox : 0;
-    return {tile, tokens, uint32_t(kTileM + tokens) * kTileK, uint64_t(tile.alone ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL)};
+    return {tile, tokens, uint32_t(kWeightRows + tokens) * kTileK, uint64_t(tile.alone ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL)};
   }
   template <class Storage>
   static CUTLASS_DEVICE int load_first(Params const&, Storage&, PipelineState&, LoadInputs const&, TileInputs const&, int, int) {
@@ -182,15 +190,15 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         int const column = k * kTileK + half * kLine;
-        Element* const weights = &storage.weights[state.index][half * kTileM * kLine];
+        Element* const weights = &storage.weights[state.index][half * kWeightRows * kLine];
         if (init.gated) {
-          cute::SM90_TMA_LOAD_5D::copy(&params.weights, full, inputs.hint, weights, column, 0, 0, inputs.tile.weight_tile * (kTileM / 16),
+          cute::SM90_TMA_LOAD_5D::copy(&params.weights, full, inputs.hint, weights, column, 0, 0, inputs.tile.weight_tile * (kWeightRows / 16),
                                        inputs.tile.expert);
         } else {
-          cute::SM90_TMA_LOAD_3D::copy(&params.weights, full, inputs.hint, weights, column, inputs.tile.weight_tile * kTileM,
+          cute::SM90_TMA_LOAD_3D::copy(&params.weights, full, inputs.hint, weights, column, inputs.tile.weight_tile * kWeightRows,
                                        inputs.tile.expert);
         }
-        Element* const rows = &storage.tokens[state.index][half * kTileN * kLine];
+        Element* const rows = &storage.tokens[state.index][half * kTokens * kLine];
         int row = 0;
 #pragma unroll 1
         for (; row + kLargeBox <= inputs.tokens; row += kLargeBox) {
@@ -211,11 +219,14 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static CUTLASS_DEVICE bool has_auxiliary_load(Params const& params) { return gathers(params) || copies_scales(params); }
   template <class Storage, class WorkItems>
   static CUTLASS_DEVICE void load_auxiliary(Params const& params, Storage& storage, WorkItems const& items, int thread) {
-    if (thread >= Gather::kThreads) {
-      if (copies_scales(params)) copy_scales(params, storage, items, thread - Gather::kThreads);
+    if (!gathers(params)) {
+      if (copies_scales(params)) copy_scales<kAuxiliaryWarps>(params, storage, items, thread);
       return;
     }
-    if (!gathers(params)) return;
+    if (thread >= Gather::kThreads) {
+      if (copies_scales(params)) copy_scales<1>(params, storage, items, thread - Gather::kThreads);
+      return;
+    }
     typename Gather::Stages const stages{storage.source, storage.full, storage.empty, cute::cast_smem_ptr_to_uint(&storage.tokens[0][0])};
     auto const at = [&](int t) { return items.at(t); };
     Gather::run(stages, at, int(blockIdx.x), items.count(), int(gridDim.x), items.k_tiles(), params.source, thread);
@@ -242,7 +253,11 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   template <class Storage, class Accumulator, class Output, class AfterLast>
   static CUTLASS_DEVICE void mma(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
                                  Output const& output, int consumer, int thread, AfterLast const&) {
-    multiply_at_most<kTileN>(output.tile.tokens, params, storage, state, accumulator, k_count, output, consumer * kMmaM, thread);
+    if constexpr (kSwap) {
+      multiply_at_most<kTileN>(output.tile.tokens, params, storage, state, accumulator, k_count, output, consumer * kMmaM, thread);
+    } else {
+      choose<kTileN>(params, storage, state, accumulator, k_count, output, consumer, thread);
+    }
   }
   template <class Storage, class Accumulator>
   static CUTLASS_DEVICE bool mma_tail(Storage&, PipelineState& state, Accumulator&, int k_count, int, int) {
@@ -252,52 +267,70 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static CUTLASS_DEVICE void teardown() {}
 
  private:
-  /// The scales of all tiles' tokens, a lane for each 32nd token. Those behind the last group, or of a row that a does not have, are 0.
-  template <class Storage, class WorkItems>
-  static CUTLASS_DEVICE void copy_scales(Params const& params, Storage& storage, WorkItems const& items, int lane) {
-    constexpr int kTokens = (kTileN + 31) / 32;  // of a lane
+  /// A scale on its way into shared memory. `exists`: else it is 0.
+  struct ScaleCopy {
+    char const* from;
+    bool exists;
+
+    /// Sends for it. Those of fp32 arrive later; where there are none, all are 1.
+    CUTLASS_DEVICE void send(uint32_t to, bool more, bool exponents) const {
+      if (from != nullptr && !exponents) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(exists && more ? 4 : 0) : "memory");
+      } else {
+        float const x = from == nullptr ? 1.0f : exists && more ? minfer::gemm::ScaleView{from, 0, 0, true}.load(0) : 0.0f;
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+      }
+    }
+  };
+  static CUTLASS_DEVICE ScaleCopy copy_of(minfer::gemm::ScaleView const& view, int64_t at, bool exists) {
+    if (view.data == nullptr) return {nullptr, true};
+    return {static_cast<char const*>(view.data) + (exists ? at * (view.exponents ? 1 : 4) : 0), exists};
+  }
+
+  /// The scales of all tiles, by so many warps. Those behind k, or of a row that a does not have, are 0. Few instructions: this is as fast as
+  /// the consumers ever are.
+  template <int kWarps, class Storage, class WorkItems>
+  static CUTLASS_DEVICE void copy_scales(Params const& params, Storage& storage, WorkItems const& items, int thread) {
+    constexpr int kThreadsOf = 32 * kWarps, kOfThread = (kTokens + kThreadsOf - 1) / kThreadsOf;  // tokens
     auto const& scales = params.scales;
+    auto const &of_tokens = scales.tokens, &of_weight = scales.weight;
     auto state = producer_start(params);
     int const parts = scales.parts, tiles = items.count(), k_tiles = items.k_tiles();
-    int64_t const k_stride = scales.tokens.k_stride;
+    int64_t const token_step = of_tokens.k_stride * (of_tokens.exponents ? 1 : 4), weight_step = of_weight.k_stride * (of_weight.exponents ? 1 : 4);
+    uint32_t const all = cute::cast_smem_ptr_to_uint(&storage.scales[0][0][thread]);
     for (int t = int(blockIdx.x); t < tiles; t += int(gridDim.x)) {
       ExpertTile const tile = items.at(t);
-      int64_t from[kTokens];
-      uint32_t exists = 0;
+      ScaleCopy tokens[kOfThread], weight;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kTokens; ++i) {
-        int const token = lane + 32 * i;
-        from[i] = 0;
-        if (token < tile.tokens) {
-          int64_t row = tile.row + token;
-          if (scales.gather != nullptr) row = minfer::load_operand(scales.gather + row);
-          bool const inside = scales.gather == nullptr || uint64_t(row) < uint64_t(scales.rows);
-          from[i] = inside ? row * scales.tokens.row_stride + tile.expert * scales.expert_offset : 0;
-          exists |= uint32_t(inside) << i;
+      for (int i = 0; i < kOfThread; ++i) {
+        int64_t row = tile.row + thread + kThreadsOf * i;
+        bool inside = thread + kThreadsOf * i < tile.tokens;
+        if (scales.gather != nullptr && inside) {
+          row = minfer::load_operand(scales.gather + row);
+          inside = uint64_t(row) < uint64_t(scales.rows);
         }
+        tokens[i] = copy_of(of_tokens, row * of_tokens.row_stride + tile.expert * scales.expert_offset, inside);
       }
-      int group = 0;
+      int const row = tile.weight_tile * (params.gated ? kWeightRows / 2 : kWeightRows), block = min(row, scales.n - 1) / minfer::gemm::kScaleBlock;
+      weight = copy_of(of_weight, tile.expert * scales.expert_stride + block * of_weight.row_stride + (params.gated && thread == 1 ? scales.up_offset : 0),
+                       true);
+      int groups = of_tokens.data != nullptr ? scales.groups : 1 << 30, blocks = scales.blocks;  // that are left
 #pragma unroll 1
       for (int k = 0; k < k_tiles; ++k) {
         EmptyBarrier::wait(&storage.empty[state.index], state.phase);
-#pragma unroll 1
+        CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < kHalves; ++half) {
+          uint32_t to = all + (state.index * kHalves + half) * (kStageScales * 4);
+          if (thread < 2) weight.send(to + kMostParts * kTokens * 4, blocks > 0, of_weight.exponents);
+          if (of_weight.data != nullptr && --blocks > 0) weight.from += weight_step;
 #pragma unroll 1
-          for (int part = 0; part < parts; ++part, ++group) {
-            float* const to = &storage.scales[state.index][half][part][0];
+          for (int part = 0; part < parts; ++part, to += kTokens * 4) {
+            bool const more = groups-- > 0;
             CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < kTokens; ++i) {
-              int const token = lane + 32 * i;
-              if (token >= tile.tokens) continue;
-              bool const is_there = (exists >> i & 1) != 0 && group < scales.groups;
-              int64_t const at = is_there ? from[i] + group * k_stride : 0;
-              if (scales.tokens.exponents || scales.tokens.data == nullptr) {
-                to[token] = is_there || scales.tokens.data == nullptr ? scales.tokens.load(at) : 0.0f;
-              } else {
-                asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(cute::cast_smem_ptr_to_uint(to + token)),
-                             "l"(static_cast<float const*>(scales.tokens.data) + at), "r"(is_there ? 4 : 0)
-                             : "memory");
-              }
+            for (int i = 0; i < kOfThread; ++i) {
+              if (kTokens % kThreadsOf != 0 && thread + kThreadsOf * i >= kTokens) break;
+              tokens[i].send(to + 4 * kThreadsOf * i, more, of_tokens.exponents);
+              if (of_tokens.data != nullptr && more) tokens[i].from += token_step;
             }
           }
         }
@@ -308,38 +341,6 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
-  /// The scales of a warpgroup's rows of the weight, those of gates and of ups, of 128 of k and, on their way, of the next.
-  struct WeightScales {
-    float gate = 1.0f, up = 1.0f, next_gate = 1.0f, next_up = 1.0f;
-    int64_t at, k_stride, up_offset;
-    minfer::gemm::ScaleView const& of;
-    int left;  // of k's blocks, those that have not been loaded
-
-    template <class Output>
-    CUTLASS_DEVICE WeightScales(Params const& params, Output const& output) : of(params.scales.weight), left(params.scales.blocks) {
-      auto const& scales = params.scales;
-      int const row = params.gated ? output.row / 2 : output.row, last = scales.n - 1;
-      int const block = (row < last ? row : last) / minfer::gemm::kScaleBlock;
-      at = output.tile.expert * scales.expert_stride + block * of.row_stride;
-      k_stride = of.k_stride;
-      up_offset = params.gated ? scales.up_offset : 0;
-      load();
-      advance();
-    }
-    CUTLASS_DEVICE void load() {
-      if (of.data == nullptr || left <= 0) return;
-      next_gate = of.load(at);
-      next_up = of.load(at + up_offset);
-      at += k_stride;
-      --left;
-    }
-    CUTLASS_DEVICE void advance() {
-      gate = next_gate;
-      up = next_up;
-      load();
-    }
-  };
-
   static CUTLASS_DEVICE float to_float(Sum sum) {
     if constexpr (kIntegers) {
       return __int2float_rn(int(sum));
@@ -349,36 +350,38 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   }
 
   /// The MMAs of one block of 64 rows on kCount times 32 of k, from units a and b of 16 bytes on; into sums that begin at 0, or are kept.
-  template <int kTokens, int kCount>
+  template <int kColumns, int kCount>
   static CUTLASS_DEVICE void issue(uint32_t a, uint32_t b, Sum* sums, cute::GMMA::ScaleOut keep) {
     using Op = decltype(cute::GMMA::ss_op_selector<Element, Element, cute::conditional_t<kIntegers, int32_t, float>,
-                                                   cute::Shape<cute::_64, cute::Int<kTokens>, cute::Int<kLine>>, cute::GMMA::Major::K,
+                                                   cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kLine>>, cute::GMMA::Major::K,
                                                    cute::GMMA::Major::K>());
-    auto const numbers = std::make_integer_sequence<int, kTokens / 2>{};
+    auto const numbers = std::make_integer_sequence<int, kColumns / 2>{};
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kCount; ++i) {
       minfer::gemm::multiply<Op>(minfer::gemm::descriptor_of(a + 2 * i), minfer::gemm::descriptor_of(b + 2 * i), sums,
                                  i == 0 ? keep : cute::GMMA::ScaleOut::One, numbers);
     }
   }
-  template <int kTokens>
+  template <int kColumns>
   static CUTLASS_DEVICE void fence(Sum* sums) {
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kTokens / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
+    for (int i = 0; i < kColumns / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
   }
 
   /// How sums are added up: not at all, as they are, times the scales of tokens and of the weight, one or one for gates and one for ups; or
   /// with two of the weight, those of each half or quarter of 128 of k.
   enum class Adds { kNone, kSums, kScaled, kGated, kHalves, kQuarters };
 
-  template <int kTokens, Adds kAdds, class Storage, class Accumulator, class Output>
+  template <int kColumns, Adds kAdds, class Storage, class Accumulator, class Output>
   static CUTLASS_DEVICE void multiply(Params const& params, Storage& storage, PipelineState ring, Accumulator& accumulator, int k_tiles,
                                       Output const& output, int slab, int thread) {
     constexpr int kSums = kAdds == Adds::kNone ? kValues : kBlockValues;
     constexpr uint32_t kStageUnitsA = kTileM * kTileK / 16, kStageUnitsB = kTileN * kTileK / 16;
-    constexpr uint32_t kHalfUnitsA = kTileM * kLine / 16, kHalfUnitsB = kTileN * kLine / 16, kSlabUnits = 64 * kLine / 16;
-    uint32_t const a = minfer::gemm::low_word_of(&storage.weights[0][slab * 64 * kLine]),
-                   b = minfer::gemm::low_word_of(&storage.tokens[0][0]);
+    constexpr uint32_t kHalfUnitsA = kTileM * kLine / 16, kHalfUnitsB = kTileN * kLine / 16;
+    constexpr uint32_t kSlabUnits = (kSwap ? 64 : 64 * kConsumers) * kLine / 16;  // from a block of 64 rows to the warpgroup's next
+    auto& rows = operand_a(storage);
+    auto& columns = operand_b(storage);
+    uint32_t const a = minfer::gemm::low_word_of(&rows[0][slab * 64 * kLine]), b = minfer::gemm::low_word_of(&columns[0][0]);
     bool const gathered = gathers(params);
     Sum sums[kSums];
     CUTLASS_PRAGMA_UNROLL
@@ -389,7 +392,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     };
     if constexpr (kAdds == Adds::kNone) {
       CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < kMmaM; ++block) fence<kTokens>(sums + block * kBlockValues);
+      for (int block = 0; block < kMmaM; ++block) fence<kColumns>(sums + block * kBlockValues);
       int last = ring.index;
       CUTLASS_PRAGMA_NO_UNROLL
       for (int k = 0; k < k_tiles; ++k) {
@@ -401,7 +404,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
           auto const keep = half > 0 || k > 0 ? cute::GMMA::ScaleOut::One : cute::GMMA::ScaleOut::Zero;
           CUTLASS_PRAGMA_UNROLL
           for (int block = 0; block < kMmaM; ++block) {
-            issue<kTokens, kMmas>(a + stage * kStageUnitsA + half * kHalfUnitsA + block * kSlabUnits,
+            issue<kColumns, kMmas>(a + stage * kStageUnitsA + half * kHalfUnitsA + block * kSlabUnits,
                                   b + stage * kStageUnitsB + half * kHalfUnitsB, sums + block * kBlockValues, keep);
           }
         }
@@ -413,18 +416,20 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
       }
       cute::warpgroup_wait<0>();
       CUTLASS_PRAGMA_UNROLL
-      for (int block = 0; block < kMmaM; ++block) fence<kTokens>(sums + block * kBlockValues);
+      for (int block = 0; block < kMmaM; ++block) fence<kColumns>(sums + block * kBlockValues);
       minfer::release_stage<1>(&storage.empty[last], thread);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kValues; ++i) accumulator(i) = to_float(sums[i]);
     } else {
       constexpr int kParts = kAdds == Adds::kHalves ? 2 : kAdds == Adds::kQuarters ? 4 : 1, kPartMmas = kMmas / kParts;
-      WeightScales weight(params, output);
-      fence<kTokens>(sums);
+      fence<kColumns>(sums);
+      bool full = FullBarrier::test_wait(&storage.full[ring.index], ring.phase, 1);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int k = 0; k < k_tiles; ++k) {
         int const stage = ring.index;
-        wait_for(stage, ring.phase);
+        if (!full) FullBarrier::wait(&storage.full[stage], ring.phase);
+        if (gathered) cutlass::arch::fence_view_async_shared();
+        ring.advance();
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < kHalves; ++half) {
           auto const part_of_k = [&](int part) {
@@ -432,66 +437,137 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
             for (int block = 0; block < kMmaM; ++block) {
               uint32_t const along = 2 * uint32_t(part * kPartMmas);
               cute::warpgroup_arrive();
-              issue<kTokens, kPartMmas>(a + stage * kStageUnitsA + half * kHalfUnitsA + block * kSlabUnits + along,
+              issue<kColumns, kPartMmas>(a + stage * kStageUnitsA + half * kHalfUnitsA + block * kSlabUnits + along,
                                         b + stage * kStageUnitsB + half * kHalfUnitsB + along, sums, cute::GMMA::ScaleOut::Zero);
               cute::warpgroup_commit_batch();
-              add<kTokens, kAdds>(&storage.scales[stage][half][part][0], weight, &accumulator(block * kBlockValues), sums, thread);
+              float const* const line = storage.scales[stage][half];
+              float const *const factors = line + part * kTokens, *const weight = line + kMostParts * kTokens;
+              auto const look_ahead = [&] {  // answers while sums are added
+                if (half == kHalves - 1 && block == kMmaM - 1) full = FullBarrier::test_wait(&storage.full[ring.index], ring.phase, 1);
+              };
+              if constexpr (kSwap) {
+                add<kColumns, kAdds>(factors, weight, &accumulator(block * kBlockValues), sums, thread, look_ahead);
+              } else {
+                int const row = (block * kConsumers + slab) * 64 + thread / 32 * 16 + thread % 32 / 4;
+                add_by_row<kAdds>(factors + row, weight, &accumulator(block * kBlockValues), sums, look_ahead);
+              }
             }
           };
 #pragma unroll 1
           for (int part = 0; part < kParts; ++part) part_of_k(part);
-          if constexpr (kAdds != Adds::kSums) weight.advance();
         }
         minfer::release_stage<1>(&storage.empty[stage], thread);
-        ring.advance();
+      }
+    }
+  }
+
+  template <class Storage>
+  static CUTLASS_DEVICE auto& operand_a(Storage& storage) {
+    if constexpr (kSwap) {
+      return storage.weights;
+    } else {
+      return storage.tokens;
+    }
+  }
+  template <class Storage>
+  static CUTLASS_DEVICE auto& operand_b(Storage& storage) {
+    if constexpr (kSwap) {
+      return storage.tokens;
+    } else {
+      return storage.weights;
+    }
+  }
+
+  /// Waits for the sums of a block of tokens and adds them. A thread has two tokens, 8 apart, whose scales are `tokens`; gates and ups take
+  /// turns, 8 columns each.
+  template <Adds kAdds, class LookAhead>
+  static CUTLASS_DEVICE void add_by_row(float const* tokens, float const* weight, float* accumulator, Sum* sums,
+                                        LookAhead const& look_ahead) {
+    constexpr bool kTwo = !kIntegers && kAdds != Adds::kScaled;
+    float factor[2][2];  // of gates and ups
+    if constexpr (kAdds != Adds::kSums) {
+      float2 const of_weight = *reinterpret_cast<float2 const*>(weight);
+      CUTLASS_PRAGMA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        float const token = tokens[8 * h];
+        factor[0][h] = token * of_weight.x;
+        factor[1][h] = kTwo ? token * of_weight.y : factor[0][h];
+      }
+    }
+    cute::warpgroup_wait<0>();
+    fence<kTileN>(sums);
+    look_ahead();
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kTileN / 2; ++i) {
+      if constexpr (kAdds == Adds::kSums) {
+        accumulator[i] += to_float(sums[i]);
+      } else {
+        accumulator[i] = fmaf(to_float(sums[i]), factor[i / 4 % 2][i / 2 % 2], accumulator[i]);
       }
     }
   }
 
   /// Waits for a block's sums and adds them. Tokens are 8 i + 2 (lane % 4) and the next; gates and ups are rows 8 apart.
-  template <int kTokens, Adds kAdds>
-  static CUTLASS_DEVICE void add(float const* factors, WeightScales const& weight, float* accumulator, Sum* sums, int thread) {
+  template <int kColumns, Adds kAdds, class LookAhead>
+  static CUTLASS_DEVICE void add(float const* factors, float const* weight, float* accumulator, Sum* sums, int thread,
+                                 LookAhead const& look_ahead) {
     auto const retire = [&] {
       cute::warpgroup_wait<0>();
-      fence<kTokens>(sums);
+      fence<kColumns>(sums);
+      look_ahead();
     };
     if constexpr (kAdds == Adds::kSums) {
       retire();
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kTokens / 2; ++i) accumulator[i] += to_float(sums[i]);
+      for (int i = 0; i < kColumns / 2; ++i) accumulator[i] += to_float(sums[i]);
     } else {
-      constexpr bool kTwo = kAdds != Adds::kScaled;
+      constexpr bool kTwo = !kIntegers && kAdds != Adds::kScaled;
       auto const* const pairs = reinterpret_cast<float2 const*>(factors) + thread % 4;
-      constexpr int kEarly = kTokens / 8 < 4 ? kTokens / 8 : 4;  // factors that are read while the MMAs run
-      float2 early[kEarly];
+      float2 const of_weight = *reinterpret_cast<float2 const*>(weight);
+      // Factors that are ready when the MMAs are, as many as there are registers for.
+      constexpr int kMost = (kConsumerRegisters - 24 - kValues - kBlockValues) / (kTwo ? 4 : 2);
+      constexpr int kEarly = kMost < 1 ? 1 : kColumns / 8 < kMost ? kColumns / 8 : kMost;
+      float2 gates[kEarly], ups[kTwo ? kEarly : 1];
+      auto const times = [](float2 x, float y) { return make_float2(x.x * y, x.y * y); };
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kEarly; ++i) early[i] = pairs[4 * i];
+      for (int i = 0; i < kEarly; ++i) {
+        float2 const token = pairs[4 * i];
+        gates[i] = times(token, of_weight.x);
+        if constexpr (kTwo) ups[i] = times(token, of_weight.y);
+      }
       retire();
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kTokens / 8; ++i) {
-        float2 const token = i < kEarly ? early[i < kEarly ? i : 0] : pairs[4 * i];
-        float const gate[2] = {token.x * weight.gate, token.y * weight.gate};
-        float const up[2] = {kTwo ? token.x * weight.up : gate[0], kTwo ? token.y * weight.up : gate[1]};
-        CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < 2; ++e) {
-          accumulator[4 * i + e] = fmaf(to_float(sums[4 * i + e]), gate[e], accumulator[4 * i + e]);
-          accumulator[4 * i + 2 + e] = fmaf(to_float(sums[4 * i + 2 + e]), up[e], accumulator[4 * i + 2 + e]);
-        }
+      for (int i = 0; i < kColumns / 8; ++i) {
+        bool const early = i < kEarly;
+        float2 const token = early ? make_float2(0.0f, 0.0f) : pairs[4 * i];
+        float2 const gate = early ? gates[early ? i : 0] : times(token, of_weight.x);
+        float2 const up = !kTwo ? gate : early ? ups[early ? i : 0] : times(token, of_weight.y);
+        accumulator[4 * i] = fmaf(to_float(sums[4 * i]), gate.x, accumulator[4 * i]);
+        accumulator[4 * i + 1] = fmaf(to_float(sums[4 * i + 1]), gate.y, accumulator[4 * i + 1]);
+        accumulator[4 * i + 2] = fmaf(to_float(sums[4 * i + 2]), up.x, accumulator[4 * i + 2]);
+        accumulator[4 * i + 3] = fmaf(to_float(sums[4 * i + 3]), up.y, accumulator[4 * i + 3]);
       }
     }
   }
 
-  template <int kTokens, class Storage, class Accumulator, class Output>
+  /// The loop for columns of a number that kColumns covers.
+  template <int kColumns, class Storage, class Accumulator, class Output>
   static CUTLASS_DEVICE void multiply_at_most(int tokens, Params const& params, Storage& storage, PipelineState const& ring,
                                               Accumulator& accumulator, int k_tiles, Output const& output, int slab, int thread) {
-    if constexpr (kTokens > kStep) {
-      if (tokens <= kTokens - kStep) {
-        multiply_at_most<kTokens - kStep>(tokens, params, storage, ring, accumulator, k_tiles, output, slab, thread);
+    if constexpr (kColumns > kStep) {
+      if (tokens <= kColumns - kStep) {
+        multiply_at_most<kColumns - kStep>(tokens, params, storage, ring, accumulator, k_tiles, output, slab, thread);
         return;
       }
     }
+    choose<kColumns>(params, storage, ring, accumulator, k_tiles, output, slab, thread);
+  }
+  /// The loop of the launch's scales.
+  template <int kColumns, class Storage, class Accumulator, class Output>
+  static CUTLASS_DEVICE void choose(Params const& params, Storage& storage, PipelineState const& ring, Accumulator& accumulator, int k_tiles,
+                                    Output const& output, int slab, int thread) {
     auto const run = [&](auto adds) {
-      multiply<kTokens, decltype(adds)::value>(params, storage, ring, accumulator, k_tiles, output, slab, thread);
+      multiply<kColumns, decltype(adds)::value>(params, storage, ring, accumulator, k_tiles, output, slab, thread);
     };
     if (!params.adds) {
       run(cute::integral_constant<Adds, Adds::kNone>{});

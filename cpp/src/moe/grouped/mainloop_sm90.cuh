@@ -49,6 +49,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaGmmaExperts<Config>, TileShape_
   using Element = Element_;
   using ExpertTile = minfer::moe::ExpertTile;
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kTileK = Config::kTileK, kStages = Config::kStages;
+  static constexpr int kWeightRows = kTileM;
   static constexpr int kThreads = Config::kThreads, kConsumers = kThreads / 128 - 1;
   static constexpr bool kPingpong = Config::kSchedule == minfer::Schedule::kPingpong;
   static constexpr bool kOrdered = true, kPipelineFences = false, kRereadsThread = false;

@@ -168,7 +168,7 @@ Status gather_rows(void const*, int64_t, int64_t, int32_t const*, int64_t, int64
 // The compiler's comparison takes in every member, also one that is added later: cached plans depend on that.
 bool GroupedProblem::operator==(GroupedProblem const&) const = default;
 
-int32_t d_group_of(KernelInfo const& kernel) { return kernel.tile_m / (kernel.threads / 128 - 1) / 2; }
+int32_t d_group_of(KernelInfo const& kernel) { return (kernel.swap ? kernel.tile_m / (kernel.threads / 128 - 1) : kernel.tile_n) / 2; }
 
 Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* plan) {
   using namespace moe;

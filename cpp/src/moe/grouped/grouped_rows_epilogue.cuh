@@ -1,0 +1,179 @@
+// Epilogue of grouped kernels whose rows are tokens: what grouped_epilogue.cuh computes, of 8-bit operands.
+//
+// Accumulator e + 2 h + 4 j of a block of 64 tokens is token 16 warp + 8 h + lane / 4, column 8 j + 2 (lane % 4) + e. A block is staged by
+// stmatrix as [token][column], 16-byte units at u ^ token % 8, and leaves as whole units. Codes' scales of groups: a group is what a token
+// has of a tile, kColumns / 2 outputs, in the registers of four lanes.
+#pragma once
+
+#include "moe/grouped/grouped_epilogue.cuh"
+
+namespace minfer::moe {
+
+/// kBlocks: of 64 tokens, of a warpgroup; the tile's blocks take turns at its kGroups warpgroups. kColumns: the weight's rows of a tile.
+template <int kBlocks, int kColumns, int kGroups>
+struct GroupedRowsEpilogue {
+  using Element = AnyFloat16;
+  using Params = ScaledGroupedEpilogueParams;
+  static constexpr int kTokens = 64, kRowBytes = kColumns * 2, kBytes = kTokens * kRowBytes, kValues = kColumns / 2;
+  static_assert(kColumns % 16 == 0 && kColumns <= 128);
+
+  struct TensorStorage {
+    alignas(1024) char staged[kGroups][kBytes];
+  };
+  using Lines = ScaledLines<kColumns, kTokens * kBlocks>;
+  struct PipelineStorage {
+    Lines of[kGroups];
+  };
+
+  Params const& params;
+  char* staged;
+  Lines* lines;
+  int thread, barrier_id;
+
+  __device__ GroupedRowsEpilogue(Params const& params, TensorStorage& storage, PipelineStorage& small, int group, int thread)
+      : params(params) {
+    place(storage, small, group, thread);
+  }
+  __device__ void place(TensorStorage& storage, PipelineStorage& small, int group, int thread_of_warpgroup) {
+    staged = &storage.staged[group][0];
+    lines = &small.of[group];
+    thread = thread_of_warpgroup;
+    barrier_id = group + 1;
+  }
+  static __device__ void prefetch_tma_descriptors(Params const&) {}
+  static __device__ void init_barriers(PipelineStorage&) {}
+  __device__ void synchronize() const { NamedBarrier<128>{barrier_id}.sync(); }
+  __device__ Element element() const { return {params.bf16}; }
+
+  /// A warpgroup's part of a tile: the weight's first row, and which blocks of tokens.
+  struct Output {
+    ExpertTile tile;
+    int row, group;
+    /// The tile's first token of a block.
+    __device__ int token(int block) const { return (block * kGroups + group) * kTokens; }
+  };
+  static __device__ Output locate(ExpertTile const& tile, int group) { return {tile, tile.weight_tile * kColumns, group}; }
+
+  template <class SchedulerParams, class SchedulerStorage>
+  static CUTLASS_DEVICE void begin(Params const& params, SchedulerParams const& walk, SchedulerStorage const& storage, int thread,
+                                   int threads) {
+    clear_rows_behind(walk.rows, storage.tiles, params, thread, threads);
+  }
+  __device__ void prefetch(Output const& at) {
+    if (!Lines::needed(params)) return;
+    synchronize();  // those of the last tile have been read
+    lines->request(params, element(), at.tile, at.row, thread, [&](int i) { return at.token(i / kTokens) + i % kTokens; });
+  }
+
+  template <class Accumulator>
+  __device__ void store(Accumulator& accumulator, Output const& at) {
+    asm volatile("cp.async.wait_all;" ::: "memory");  // before a barrier that makes the lines everyone's
+    float const factor = params.d_scale != nullptr ? gemm::load_code_factor(params.d_scale) : 0.0f;
+#pragma unroll 1
+    for (int block = 0; block < kBlocks && at.token(block) < at.tile.tokens; ++block) {
+      synchronize();  // the previous block has been read
+      store_block(accumulator, at, block, factor);
+      synchronize();
+      int const left = at.tile.tokens - at.token(block), units = (params.gated ? kColumns / 2 : kColumns) / 8;
+      copy_staged_rows<Element::Type>(params, staged, kRowBytes, units, at.tile.row + at.token(block), left < kTokens ? left : kTokens,
+                                      params.gated ? at.row / 2 : at.row, thread);
+      if constexpr (kBlocks > 1) {  // the loop is not unrolled, for its instructions' sake: the next block's accumulators move up
+#pragma unroll
+        for (int i = 0; i < kValues * (kBlocks - 1); ++i) accumulator(i) = accumulator(i + kValues);
+      }
+    }
+  }
+  static __device__ bool issues_stores(int thread) { return thread == 0; }
+  static __device__ void store_tail() {}
+
+ private:
+  template <class Accumulator>
+  __device__ void store_block(Accumulator& accumulator, Output const& at, int block, float factor) {
+    int const lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+    float scale[2] = {1.0f, 1.0f};
+    if (params.row_scale != nullptr) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        int const token = at.token(block) + row + 8 * h;
+        if (token < at.tile.tokens) scale[h] = load_operand(params.row_scale + at.tile.row + token);
+      }
+    }
+    if (Lines::needed(params)) {
+      float const token[2] = {lines->token[block * kTokens + row], lines->token[block * kTokens + row + 8]};
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        float2 const channel = *reinterpret_cast<float2 const*>(&lines->channel[8 * j + 2 * (lane % 4)]);
+        float2 const bias = *reinterpret_cast<float2 const*>(&lines->bias[8 * j + 2 * (lane % 4)]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float &low = accumulator(4 * j + 2 * h), &high = accumulator(4 * j + 2 * h + 1);
+          low = fmaf(low, token[h] * channel.x, bias.x);
+          high = fmaf(high, token[h] * channel.y, bias.y);
+        }
+      }
+    }
+    if (!params.gated) {
+      activate_all<kValues>(params.activation, [&](int i) -> float& { return accumulator(i); });
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; j += 2) {
+        uint32_t packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          int const v = 4 * j + 2 * i;
+          packed[i] = pack_staged(params, element(), accumulator(v) * scale[i % 2], accumulator(v + 1) * scale[i % 2], factor);
+        }
+        write(j, packed);
+      }
+      return;
+    }
+    // Gates and ups take turns, 8 columns each: outputs take the gates' places.
+    gate_outputs<kValues / 2>(
+        params, [&](int i) -> float& { return accumulator(i / 4 * 8 + i % 4); }, [&](int i) { return accumulator(i / 4 * 8 + 4 + i % 4); });
+    bool const in_groups = params.group_scales != nullptr;
+    if (in_groups) find_scales(accumulator, at, block, scale);
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; j += 4) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int const v = 4 * j + i / 2 * 8 + 2 * (i % 2);
+        float const low = accumulator(v) * scale[i % 2], high = accumulator(v + 1) * scale[i % 2];
+        packed[i] = in_groups ? pack_staged_codes(low, high, params.int8) : pack_staged(params, element(), low, high, factor);
+      }
+      write(j / 2, packed);
+    }
+  }
+
+  /// The scale of each of a thread's two tokens; `scale` then includes what outputs are multiplied by to be codes.
+  template <class Accumulator>
+  __device__ void find_scales(Accumulator const& accumulator, Output const& at, int block, float (&scale)[2]) const {
+    int const lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float most = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; j += 2) {
+        most = fmaxf(most, fmaxf(fabsf(accumulator(4 * j + 2 * h)), fabsf(accumulator(4 * j + 2 * h + 1))));
+      }
+      most *= fabsf(scale[h]);
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+      float const of_group = most * (1.0f / (params.int8 ? kLargestInt8 : kLargestE4M3));
+      scale[h] *= code_factor(of_group, reciprocal_without_call(of_group));
+      int const token = at.token(block) + row + 8 * h;
+      if (lane % 4 == 0 && token < at.tile.tokens && at.row < params.n) {
+        params.group_scales[(at.tile.row + token) * params.group_stride + at.row / kColumns] = of_group;
+      }
+    }
+  }
+
+  /// Four matrices of 8 tokens x 8 columns: both halves of 16 tokens of column block j, then of j + 1.
+  __device__ void write(int j, uint32_t const (&d)[4]) const {
+    int const lane = thread % 32, token = thread / 32 * 16 + lane % 16, unit = j + lane / 16;
+    uint32_t const address = cute::cast_smem_ptr_to_uint(staged) + token * kRowBytes + (unit ^ token % 8) * 16;
+    asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
+                 : "memory");
+  }
+};
+
+}  // namespace minfer::moe
