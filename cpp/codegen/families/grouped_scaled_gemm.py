@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from codegen.families.grouped_gemm import OUTPUT_BYTES, STAGED_TOKENS, TILES_BYTES, GroupedGemmKernel
+from codegen.families.grouped_gemm import OUTPUT_BYTES, STAGED_TOKENS, GroupedGemmKernel
 from codegen.hardware import MAX_STAGES_SM90, MIN_STAGES_SM90, SM90_SMEM_ALIGNMENT, SM90_SMEM_LIMITS, SWIZZLE_ROW_BYTES, round_up
 from codegen.kernel import Kernel, shape_name
 from codegen.row import Row
 
-FIELDS = {"arch", "elements", "swap", "tile", "token_step", "schedule", "consumers", "stages", "ctas_per_sm", "note"}
+FIELDS = {"arch", "elements", "swap", "tile", "token_step", "schedule", "consumers", "least_group", "stages", "ctas_per_sm", "note"}
 MAX_ACCUMULATORS = 128  # fp32 a thread, beside the sums of one block of 64 rows
-MAX_PARTS = 4  # groups of 128 of k that have scales of their own
+TILES_BYTES = 6656  # what experts and barriers need: expert_tiles.cuh, 512 experts
+SCALE_BLOCK = 128  # of k
 WEIGHT_SCALES = 4  # of a line of a stage, with padding
 WARPS = 4  # of a warpgroup
-BLOCK_ROWS = 64  # of an MMA
+BLOCK_ROWS, STAGED_COLUMNS = 64, 64  # of an MMA; of a block, staged together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,8 @@ class GroupedScaledGemmKernel(GroupedGemmKernel):
 
     def constants(self) -> list[str]:
         swap = f"static constexpr bool kSwap = {'true' if self.swap else 'false'};"
-        steps = [swap, f"static constexpr int kTokenStep = {self.token_step}, kStagedTokens = {self.staged_tokens};"]
-        return super().constants() + steps
+        steps = f"static constexpr int kTokenStep = {self.token_step}, kStagedTokens = {self.staged_tokens};"
+        return super().constants() + [swap, steps, f"static constexpr int kLeastGroup = {self.group_multiple};"]
 
 
 def _expand(row: Row) -> dict:
@@ -65,6 +66,7 @@ def _expand(row: Row) -> dict:
     consumers = row.one_of("consumers", (1, 2), 2)
     row.require(tile_m % (64 * consumers) == 0, "tile", "tile_m must be a multiple of 64 rows a warpgroup")
     row.require(tile_k % SWIZZLE_ROW_BYTES == 0, "tile", f"tile_k must fill whole swizzle rows of {SWIZZLE_ROW_BYTES} bytes")
+    group = row.one_of("least_group", (32, 64, 128), 32)
     step = row.one_of("token_step", (8, 16, 32, 64))
     row.require(swap or step == BLOCK_ROWS, "token_step", f"is {BLOCK_ROWS}, a block of rows, where rows are tokens")
     box = 64 if tokens >= 64 else 8 if step == 8 else 16
@@ -76,8 +78,8 @@ def _expand(row: Row) -> dict:
     rule = f"{accumulators} accumulators per consumer thread spill, the limit is {MAX_ACCUMULATORS}"
     row.require(accumulators <= MAX_ACCUMULATORS, "tile", rule)
     staged = min(tile_n, STAGED_TOKENS if rows <= 64 else STAGED_TOKENS // 2) if swap else BLOCK_ROWS
-    staging = round_up(staged * scaled * OUTPUT_BYTES, 1024)
-    stage = (tile_m + tile_n) * tile_k + tile_k // SWIZZLE_ROW_BYTES * (MAX_PARTS * tokens + WEIGHT_SCALES) * 4
+    staging = round_up(staged * (scaled if swap else STAGED_COLUMNS) * OUTPUT_BYTES, 1024)
+    stage = (tile_m + tile_n) * tile_k + tile_k // SWIZZLE_ROW_BYTES * (SCALE_BLOCK // group * tokens + WEIGHT_SCALES) * 4
     # Scales and bias of a warpgroup's lines; swapped, magnitudes of its outputs.
     lines = 4 * (2 * scaled + (tokens + WARPS * staged if swap else rows))
     fixed = consumers * (staging + lines) + TILES_BYTES + 4 * tokens
@@ -89,4 +91,4 @@ def _expand(row: Row) -> dict:
     smem = min(round_up(stages * stage + fixed, SM90_SMEM_ALIGNMENT), limit)
     threads = 128 * (consumers + 1)
     sizes = dict(tile=tile, token_step=step, stages=stages, threads=threads, smem_bytes=smem, ctas_per_sm=ctas_per_sm)
-    return dict(arch=90, swap=swap, staged_tokens=staged, **sizes)
+    return dict(arch=90, swap=swap, staged_tokens=staged, group_multiple=group, **sizes)

@@ -48,7 +48,8 @@ struct ExpertTileScheduler {
     CUTLASS_DEVICE bool valid(WorkItem const& item) const { return item.tile < tiles_; }
     static CUTLASS_DEVICE void begin() {}
     CUTLASS_DEVICE ExpertTile tile(WorkItem const& item) const { return at(item.tile); }
-    CUTLASS_DEVICE ExpertTile at(int tile) const { return Tiles::at(storage_.tiles, params_.rows, params_.weight_tiles, tile); }
+    /// Tiles of a walk: ascending.
+    CUTLASS_DEVICE ExpertTile at(int tile) const { return Tiles::at(storage_.tiles, params_.rows, params_.weight_tiles, tile, expert_); }
     CUTLASS_DEVICE int count() const { return tiles_; }
     CUTLASS_DEVICE int k_tiles() const { return params_.k_tiles; }
 
@@ -65,6 +66,7 @@ struct ExpertTileScheduler {
     Params const& params_;
     SharedStorage& storage_;
     int tiles_;
+    mutable int expert_ = 0;  // of the last tile
   };
 };
 

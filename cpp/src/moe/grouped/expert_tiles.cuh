@@ -79,8 +79,9 @@ struct ExpertTiles {
 
   static __device__ int32_t count(Storage const& storage, ExpertRows const& rows) { return storage.first_tile[rows.experts]; }
 
-  static __device__ ExpertTile at(Storage const& storage, ExpertRows const& rows, int weight_tiles, int32_t tile) {
-    int low = 0, high = rows.experts;  // first_tile[low] <= tile < first_tile[high]
+  /// expert: that of an earlier tile, from which the search begins; then this one's.
+  static __device__ ExpertTile at(Storage const& storage, ExpertRows const& rows, int weight_tiles, int32_t tile, int& expert) {
+    int low = expert, high = storage.first_tile[expert + 1] > tile ? expert + 1 : rows.experts;  // first_tile[low] <= tile < first_tile[high]
     while (high - low > 1) {
       int const middle = (low + high) / 2;
       if (storage.first_tile[middle] <= tile) {
@@ -90,7 +91,7 @@ struct ExpertTiles {
       }
     }
     ExpertTile found;
-    found.expert = low;
+    found.expert = expert = low;
     int32_t const rows_of = storage.count[low], token_tiles = (rows_of + kTileN - 1) / kTileN;
     int32_t const in_expert = tile - storage.first_tile[low], panel = in_expert / (kPanel * weight_tiles);
     int32_t const in_panel = in_expert - panel * (kPanel * weight_tiles);

@@ -33,7 +33,12 @@ struct GroupedCollectiveEpilogue : GroupedEpilogue<Element, kGroupM, kTileN, kHa
     ExpertTile tile;
     int row;
   };
-  static __device__ Output locate(ExpertTile const& tile, int row_group) { return {tile, tile.weight_tile * kTileM + row_group * kGroupM}; }
+  /// The number of tokens, on which loops depend, is the same in a warp, and the compiler is to know that: else the mainloop, which follows
+  /// for the next tile, counts as diverged, and its descriptors are not computed in uniform registers.
+  static __device__ Output locate(ExpertTile tile, int row_group) {
+    tile.tokens = __shfl_sync(0xffffffffu, tile.tokens, 0);
+    return {tile, tile.weight_tile * kTileM + row_group * kGroupM};
+  }
 
   template <class SchedulerParams, class SchedulerStorage>
   static CUTLASS_DEVICE void begin(Params const& params, SchedulerParams const& walk, SchedulerStorage const& storage, int thread,

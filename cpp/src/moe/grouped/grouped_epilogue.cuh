@@ -88,30 +88,42 @@ __device__ __forceinline__ void copy_codes(uint4 const& unit, uint8_t* to, int i
   }
 }
 
-/// By a warpgroup: staged rows of 16-bit elements, unit u of row r at u ^ r % 8, into d's rows from `row0` and columns from `column0` on.
-template <class Type>
+/// By a warpgroup: up to kRows staged rows of 16-bit elements, unit u of row r at u ^ r % 8, into d's rows from `row0` and columns from
+/// `column0` on. Several units of a thread are read together.
+template <class Type, int kRows>
 __device__ __forceinline__ void copy_staged_rows(GroupedEpilogueParams const& params, char const* staged, int row_bytes, int units,
                                                  int64_t row0, int rows, int column0, int thread) {
+  constexpr int kTogether = 4;
   int const n_out = params.gated ? params.n / 2 : params.n, unit = thread % units, step = 128 / units;
-  int64_t const first = row0 * params.ldd + column0;
+  int const inside = n_out - column0 - unit * 8;
+  int64_t const first = row0 * params.ldd + column0 + unit * 8;
 #pragma unroll 1
-  for (int row = thread / units; row < rows; row += step) {
-    uint4 const bits = *reinterpret_cast<uint4 const*>(staged + row * row_bytes + (unit ^ row % 8) * 16);
-    int const inside = n_out - column0 - unit * 8;
-    int64_t const to = first + row * params.ldd + unit * 8;
-    if (params.codes) {
-      copy_codes(bits, static_cast<uint8_t*>(params.d) + to, inside, params.vectors);
-      continue;
-    }
-    Type* const at = static_cast<Type*>(params.d) + to;
-    if (params.vectors && inside >= 8) {
-      *reinterpret_cast<uint4*>(at) = bits;
-    } else {
-      uint32_t const words[4] = {bits.x, bits.y, bits.z, bits.w};
+  for (int row = thread / units; row < rows; row += kTogether * step) {
+    uint4 bits[kTogether];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        uint16_t const half = uint16_t(words[i / 2] >> (16 * (i % 2)));
-        if (i < inside) at[i] = *reinterpret_cast<Type const*>(&half);
+    for (int i = 0; i < kTogether; ++i) {
+      int const r = row + i * step;
+      if (r < kRows) bits[i] = *reinterpret_cast<uint4 const*>(staged + r * row_bytes + (unit ^ r % 8) * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      int const r = row + i * step;
+      if (r >= rows) continue;
+      int64_t const to = first + r * params.ldd;
+      if (params.codes) {
+        copy_codes(bits[i], static_cast<uint8_t*>(params.d) + to, inside, params.vectors);
+        continue;
+      }
+      Type* const at = static_cast<Type*>(params.d) + to;
+      if (params.vectors && inside >= 8) {
+        *reinterpret_cast<uint4*>(at) = bits[i];
+      } else {
+        uint32_t const words[4] = {bits[i].x, bits[i].y, bits[i].z, bits[i].w};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          uint16_t const half = uint16_t(words[j / 2] >> (16 * (j % 2)));
+          if (j < inside) at[j] = *reinterpret_cast<Type const*>(&half);
+        }
       }
     }
   }
@@ -452,7 +464,7 @@ struct GroupedEpilogue {
 
   __device__ void copy_out(ExpertTile const& tile, int first_row, int chunk, int tokens) const {
     int const units = params.gated ? kUnits / 2 : kUnits, column0 = params.gated ? first_row / 2 : first_row;
-    copy_staged_rows<typename Element::Type>(params, staged, kTileM * 2, units, tile.row + chunk * kChunk, tokens, column0, thread);
+    copy_staged_rows<typename Element::Type, kChunk>(params, staged, kTileM * 2, units, tile.row + chunk * kChunk, tokens, column0, thread);
   }
 };
 

@@ -1,21 +1,30 @@
 // Epilogue of grouped kernels whose rows are tokens: what grouped_epilogue.cuh computes, of 8-bit operands.
 //
 // Accumulator e + 2 h + 4 j of a block of 64 tokens is token 16 warp + 8 h + lane / 4, column 8 j + 2 (lane % 4) + e. A block is staged by
-// stmatrix as [token][column], 16-byte units at u ^ token % 8, and leaves as whole units. Codes' scales of groups: a group is what a token
+// stmatrix as [token][64 columns], 16-byte units at u ^ token % 8, and leaves by a TMA store where the tile has all of its tokens, else as
+// whole units by the threads, since rows behind the tile's last token belong to the next expert; where it is not gated, in two parts. Codes' scales of groups: a group is what a token
 // has of a tile, kColumns / 2 outputs, in the registers of four lanes.
 #pragma once
 
+#include <cuda.h>
+
+#include "cute/arch/copy_sm90_tma.hpp"
 #include "moe/grouped/grouped_epilogue.cuh"
 
 namespace minfer::moe {
+
+struct GroupedRowsEpilogueParams : ScaledGroupedEpilogueParams {
+  CUtensorMap tma_d;  // [1, rows, columns of d], in boxes of 64 x 64
+  bool store_by_tma;
+};
 
 /// kBlocks: of 64 tokens, of a warpgroup; the tile's blocks take turns at its kGroups warpgroups. kColumns: the weight's rows of a tile.
 template <int kBlocks, int kColumns, int kGroups>
 struct GroupedRowsEpilogue {
   using Element = AnyFloat16;
-  using Params = ScaledGroupedEpilogueParams;
-  static constexpr int kTokens = 64, kRowBytes = kColumns * 2, kBytes = kTokens * kRowBytes, kValues = kColumns / 2;
-  static_assert(kColumns % 16 == 0 && kColumns <= 128);
+  using Params = GroupedRowsEpilogueParams;
+  static constexpr int kTokens = 64, kStaged = 64, kRowBytes = kStaged * 2, kBytes = kTokens * kRowBytes, kValues = kColumns / 2;
+  static_assert(kColumns == 128, "gated, the outputs of a tile are the columns that are staged together");
 
   struct TensorStorage {
     alignas(1024) char staged[kGroups][kBytes];
@@ -40,7 +49,9 @@ struct GroupedRowsEpilogue {
     thread = thread_of_warpgroup;
     barrier_id = group + 1;
   }
-  static __device__ void prefetch_tma_descriptors(Params const&) {}
+  static __device__ void prefetch_tma_descriptors(Params const& params) {
+    if (params.store_by_tma) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tma_d));
+  }
   static __device__ void init_barriers(PipelineStorage&) {}
   __device__ void synchronize() const { NamedBarrier<128>{barrier_id}.sync(); }
   __device__ Element element() const { return {params.bf16}; }
@@ -52,7 +63,12 @@ struct GroupedRowsEpilogue {
     /// The tile's first token of a block.
     __device__ int token(int block) const { return (block * kGroups + group) * kTokens; }
   };
-  static __device__ Output locate(ExpertTile const& tile, int group) { return {tile, tile.weight_tile * kColumns, group}; }
+  /// What loops depend on is the same in a warp, and the compiler is to know that: else the mainloop, which follows for the next tile, counts
+  /// as diverged, and its descriptors are not computed in uniform registers.
+  static __device__ Output locate(ExpertTile tile, int group) {
+    tile.tokens = __shfl_sync(0xffffffffu, tile.tokens, 0);
+    return {tile, tile.weight_tile * kColumns, __shfl_sync(0xffffffffu, group, 0)};
+  }
 
   template <class SchedulerParams, class SchedulerStorage>
   static CUTLASS_DEVICE void begin(Params const& params, SchedulerParams const& walk, SchedulerStorage const& storage, int thread,
@@ -71,12 +87,21 @@ struct GroupedRowsEpilogue {
     float const factor = params.d_scale != nullptr ? gemm::load_code_factor(params.d_scale) : 0.0f;
 #pragma unroll 1
     for (int block = 0; block < kBlocks && at.token(block) < at.tile.tokens; ++block) {
-      synchronize();  // the previous block has been read
-      store_block(accumulator, at, block, factor);
-      synchronize();
-      int const left = at.tile.tokens - at.token(block), units = (params.gated ? kColumns / 2 : kColumns) / 8;
-      copy_staged_rows<Element::Type>(params, staged, kRowBytes, units, at.tile.row + at.token(block), left < kTokens ? left : kTokens,
-                                      params.gated ? at.row / 2 : at.row, thread);
+      int const left = at.tile.tokens - at.token(block), row = at.tile.row + at.token(block);
+      auto const copy = [&](int column) {
+        if (params.store_by_tma && left >= kTokens) {
+          cute::tma_store_fence();
+          synchronize();
+          if (thread == 0) {
+            cute::SM90_TMA_STORE_3D::copy(&params.tma_d, staged, column, row, 0);
+            cute::tma_store_arrive();
+          }
+        } else {
+          synchronize();
+          copy_staged_rows<Element::Type, kTokens>(params, staged, kRowBytes, kStaged / 8, row, left < kTokens ? left : kTokens, column, thread);
+        }
+      };
+      store_block(accumulator, at, block, factor, copy);
       if constexpr (kBlocks > 1) {  // the loop is not unrolled, for its instructions' sake: the next block's accumulators move up
 #pragma unroll
         for (int i = 0; i < kValues * (kBlocks - 1); ++i) accumulator(i) = accumulator(i + kValues);
@@ -84,11 +109,13 @@ struct GroupedRowsEpilogue {
     }
   }
   static __device__ bool issues_stores(int thread) { return thread == 0; }
-  static __device__ void store_tail() {}
+  /// Shared memory must outlive the reads of the last stores.
+  static __device__ void store_tail() { cute::tma_store_wait<0>(); }
 
  private:
-  template <class Accumulator>
-  __device__ void store_block(Accumulator& accumulator, Output const& at, int block, float factor) {
+  /// copy(column): what has been staged is that of d from this column on.
+  template <class Accumulator, class Copy>
+  __device__ void store_block(Accumulator& accumulator, Output const& at, int block, float factor, Copy const& copy) {
     int const lane = thread % 32, row = thread / 32 * 16 + lane / 4;
     float scale[2] = {1.0f, 1.0f};
     if (params.row_scale != nullptr) {
@@ -115,14 +142,21 @@ struct GroupedRowsEpilogue {
     if (!params.gated) {
       activate_all<kValues>(params.activation, [&](int i) -> float& { return accumulator(i); });
 #pragma unroll
-      for (int j = 0; j < kColumns / 8; j += 2) {
-        uint32_t packed[4];
+      for (int part = 0; part < kColumns / kStaged; ++part) {
+        wait_until_read();
+        packed_by(factor, [&](auto const& pack) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          int const v = 4 * j + 2 * i;
-          packed[i] = pack_staged(params, element(), accumulator(v) * scale[i % 2], accumulator(v + 1) * scale[i % 2], factor);
-        }
-        write(j, packed);
+          for (int j = 0; j < kStaged / 8; j += 2) {
+            uint32_t packed[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              int const v = part * (kStaged / 2) + 4 * j + 2 * i;
+              packed[i] = pack(accumulator(v) * scale[i % 2], accumulator(v + 1) * scale[i % 2]);
+            }
+            write(j, packed);
+          }
+        });
+        copy(at.row + part * kStaged);
       }
       return;
     }
@@ -131,16 +165,43 @@ struct GroupedRowsEpilogue {
         params, [&](int i) -> float& { return accumulator(i / 4 * 8 + i % 4); }, [&](int i) { return accumulator(i / 4 * 8 + 4 + i % 4); });
     bool const in_groups = params.group_scales != nullptr;
     if (in_groups) find_scales(accumulator, at, block, scale);
+    wait_until_read();
+    auto const stage = [&](auto const& pack) {
 #pragma unroll
-    for (int j = 0; j < kColumns / 8; j += 4) {
-      uint32_t packed[4];
+      for (int j = 0; j < kColumns / 8; j += 4) {
+        uint32_t packed[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int const v = 4 * j + i / 2 * 8 + 2 * (i % 2);
-        float const low = accumulator(v) * scale[i % 2], high = accumulator(v + 1) * scale[i % 2];
-        packed[i] = in_groups ? pack_staged_codes(low, high, params.int8) : pack_staged(params, element(), low, high, factor);
+        for (int i = 0; i < 4; ++i) {
+          int const v = 4 * j + i / 2 * 8 + 2 * (i % 2);
+          packed[i] = pack(accumulator(v) * scale[i % 2], accumulator(v + 1) * scale[i % 2]);
+        }
+        write(j / 2, packed);
       }
-      write(j / 2, packed);
+    };
+    if (in_groups && params.int8) {
+      stage([](float low, float high) { return pack_staged_codes(low, high, true); });
+    } else if (in_groups) {
+      stage([](float low, float high) { return pack_staged_codes(low, high, false); });
+    } else {
+      packed_by(factor, stage);
+    }
+    copy(at.row / 2);
+  }
+
+  /// What was staged before has been read, by threads or by a store.
+  __device__ void wait_until_read() const {
+    if (thread == 0) cute::tma_store_wait<0>();
+    synchronize();
+  }
+  /// Calls stage(pack), whose pack(low, high) gives two numbers as they are staged: the type is chosen once, not for each two.
+  template <class Stage>
+  __device__ void packed_by(float factor, Stage const& stage) const {
+    if (params.d_scale != nullptr) {
+      stage([&](float low, float high) { return __byte_perm(codes_e4m3(low, high, factor), 0, 0x4140); });
+    } else if (params.bf16) {
+      stage([](float low, float high) { return Float16<DataType::kBF16>::pack(low, high); });
+    } else {
+      stage([](float low, float high) { return Float16<DataType::kF16>::pack(low, high); });
     }
   }
 

@@ -83,11 +83,32 @@ Status launch_grouped_scaled_sm90(GroupedLaunchArguments const& arguments) {
     scales.up_offset = of_b.up_offset;
   }
   scales.n = int32_t(problem.gated ? problem.n / 2 : problem.n);
+  if (of_a.blocks || of_b.blocks) {  // they are numbered in 32 bits
+    auto const size = [](int64_t count, int64_t stride) { return double(count) * double(stride < 0 ? -stride : stride); };
+    double const experts = double(problem.experts);
+    double const rows = problem.max_rows > 0 ? size(problem.max_rows, of_a.row_stride) : size(arguments.scale_rows, of_a.row_stride);
+    double const of_rows = rows + size(scales.groups, of_a.k_stride) + (problem.max_rows > 0 ? size(problem.experts, operands.a_scale_expert_stride) : 0);
+    double const of_weight = experts * size(1, operands.b_scale_expert_stride) + size(scales.n / gemm::kScaleBlock + 1, of_b.row_stride) +
+                             size(scales.blocks, of_b.k_stride) + size(1, of_b.up_offset);
+    if ((of_a.blocks && of_rows >= 2147483648.0) || (of_b.blocks && of_weight >= 2147483648.0)) {
+      return Status::failure(StatusCode::kNotSupported, "scales of groups and blocks reach over less than 2^31 elements");
+    }
+  }
   params.mainloop.gated = problem.gated;
+  params.mainloop.one = 1.0f;
   params.mainloop.adds = reads && (of_a.blocks || of_b.blocks || (problem.type == DataType::kE4M3 && !problem.fast_accum));
 
   auto& epilogue = params.epilogue;
-  epilogue = describe_epilogue<ScaledGroupedEpilogueParams>(problem, operands);
+  static_cast<ScaledGroupedEpilogueParams&>(epilogue) = describe_epilogue<ScaledGroupedEpilogueParams>(problem, operands);
+  if constexpr (!Config::kSwap) {
+    int64_t const n_out = problem.gated ? problem.n / 2 : problem.n;
+    epilogue.store_by_tma = !epilogue.codes && problem.d_alignment == 16 && n_out % 8 == 0;
+    if (epilogue.store_by_tma) {
+      status = encode_tensor_map_planes(&epilogue.tma_d, problem.d_type, operands.d, n_out, problem.rows, 1, operands.ldd,
+                                        problem.rows * operands.ldd, 64, 64);
+      if (!status.ok()) return status;
+    }
+  }
   if (!of_a.blocks) {
     epilogue.token_scales = static_cast<float const*>(of_a.data);
     epilogue.token_stride = of_a.row_stride;

@@ -79,10 +79,10 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static constexpr bool kIntegers = cute::is_same_v<Element, int8_t>;
   static constexpr bool kPingpong = false, kOrdered = false, kPipelineFences = false;
   static constexpr bool kRereadsThread = kTileM * kTileN / (128 * kConsumers) > 64;  // there is no register for what follows from it
-  static constexpr bool kRelocates = kRereadsThread;
+  static constexpr bool kRelocates = false;
   static_assert(Config::kSchedule == minfer::Schedule::kCooperative && (kConsumers == 1 || kConsumers == 2));
   static constexpr int kLaunchRegisters = 65536 / (kThreads * Config::kCtasPerSm) / 8 * 8;
-  static constexpr int kProducerRegisters = 40;
+  static constexpr int kProducerRegisters = kTileM > 128 && !Config::kSwap ? 56 : 40;  // those of 256 tokens' scales
   static constexpr int kConsumerRegisters =
       cute::min(232, (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (kConsumers * 128) / 8 * 8);
   static constexpr bool kSwap = Config::kSwap;
@@ -93,7 +93,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static constexpr int kLine = 128, kHalves = kTileK / kLine;                // bytes of a line, lines of a stage
   static constexpr int kBlockValues = kTileN / 2, kValues = kMmaM * kBlockValues;  // accumulators of a thread
   static constexpr int kMmaK = 32, kMmas = kLine / kMmaK;
-  static constexpr int kMostParts = kLine / kMmaK;
+  static constexpr int kMostParts = kLine / Config::kLeastGroup;  // groups of a token in 128 of k
   using Sum = cute::conditional_t<kIntegers, uint32_t, float>;  // of the MMA, in registers
   static_assert(sizeof(Element) == 1 && kGroupM % 64 == 0 && kTokens % kLargeBox == 0 && kTokens % kStep == 0 && kTileK % kLine == 0);
   static_assert(minfer::gemm::kScaleBlock % kWeightRows == 0, "a tile's rows of the weight share the scale of a block");
@@ -111,7 +111,9 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     uint64_t hint_tokens;
     minfer::moe::ExpertScales scales;
     bool gated;
-    bool adds;  // sums are added up in fp32
+    bool adds;   // sums are added up in fp32
+    bool never;  // false, which the compiler does not know
+    float one;   // 1, likewise
   };
 
   template <class Epilogue, class Scheduler>
@@ -267,24 +269,16 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static CUTLASS_DEVICE void teardown() {}
 
  private:
-  /// A scale on its way into shared memory. `exists`: else it is 0.
-  struct ScaleCopy {
-    char const* from;
-    bool exists;
-
-    /// Sends for it. Those of fp32 arrive later; where there are none, all are 1.
-    CUTLASS_DEVICE void send(uint32_t to, bool more, bool exponents) const {
-      if (from != nullptr && !exponents) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(exists && more ? 4 : 0) : "memory");
-      } else {
-        float const x = from == nullptr ? 1.0f : exists && more ? minfer::gemm::ScaleView{from, 0, 0, true}.load(0) : 0.0f;
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
-      }
+  /// Sends for a scale, the at-th number of `view`. Those of fp32 arrive later. Where it does not exist, it is 0, where there are none, 1.
+  static CUTLASS_DEVICE void send_scale(minfer::gemm::ScaleView const& view, int32_t at, bool exists, uint32_t to) {
+    if (view.data != nullptr && !view.exponents) {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(static_cast<float const*>(view.data) + at),
+                   "r"(exists ? 4 : 0)
+                   : "memory");
+    } else {
+      float const x = view.data == nullptr ? 1.0f : exists ? view.load(at) : 0.0f;
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
     }
-  };
-  static CUTLASS_DEVICE ScaleCopy copy_of(minfer::gemm::ScaleView const& view, int64_t at, bool exists) {
-    if (view.data == nullptr) return {nullptr, true};
-    return {static_cast<char const*>(view.data) + (exists ? at * (view.exponents ? 1 : 4) : 0), exists};
   }
 
   /// The scales of all tiles, by so many warps. Those behind k, or of a row that a does not have, are 0. Few instructions: this is as fast as
@@ -293,45 +287,47 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static CUTLASS_DEVICE void copy_scales(Params const& params, Storage& storage, WorkItems const& items, int thread) {
     constexpr int kThreadsOf = 32 * kWarps, kOfThread = (kTokens + kThreadsOf - 1) / kThreadsOf;  // tokens
     auto const& scales = params.scales;
-    auto const &of_tokens = scales.tokens, &of_weight = scales.weight;
     auto state = producer_start(params);
     int const parts = scales.parts, tiles = items.count(), k_tiles = items.k_tiles();
-    int64_t const token_step = of_tokens.k_stride * (of_tokens.exponents ? 1 : 4), weight_step = of_weight.k_stride * (of_weight.exponents ? 1 : 4);
+    int32_t const token_step = int32_t(scales.tokens.k_stride), weight_step = int32_t(scales.weight.k_stride);
     uint32_t const all = cute::cast_smem_ptr_to_uint(&storage.scales[0][0][thread]);
     for (int t = int(blockIdx.x); t < tiles; t += int(gridDim.x)) {
       ExpertTile const tile = items.at(t);
-      ScaleCopy tokens[kOfThread], weight;
+      int32_t tokens[kOfThread];
+      uint32_t exists = 0;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kOfThread; ++i) {
-        int64_t row = tile.row + thread + kThreadsOf * i;
+        int row = tile.row + thread + kThreadsOf * i;
         bool inside = thread + kThreadsOf * i < tile.tokens;
         if (scales.gather != nullptr && inside) {
           row = minfer::load_operand(scales.gather + row);
-          inside = uint64_t(row) < uint64_t(scales.rows);
+          inside = uint32_t(row) < uint32_t(scales.rows);
         }
-        tokens[i] = copy_of(of_tokens, row * of_tokens.row_stride + tile.expert * scales.expert_offset, inside);
+        tokens[i] = inside ? int32_t(row * scales.tokens.row_stride + tile.expert * scales.expert_offset) : 0;
+        exists |= uint32_t(inside) << i;
       }
-      int const row = tile.weight_tile * (params.gated ? kWeightRows / 2 : kWeightRows), block = min(row, scales.n - 1) / minfer::gemm::kScaleBlock;
-      weight = copy_of(of_weight, tile.expert * scales.expert_stride + block * of_weight.row_stride + (params.gated && thread == 1 ? scales.up_offset : 0),
-                       true);
-      int groups = of_tokens.data != nullptr ? scales.groups : 1 << 30, blocks = scales.blocks;  // that are left
+      int const row = tile.weight_tile * (params.gated ? kWeightRows / 2 : kWeightRows);
+      int const block = min(row, scales.n - 1) / minfer::gemm::kScaleBlock;
+      int32_t weight = int32_t(tile.expert * scales.expert_stride + block * scales.weight.row_stride +
+                               (params.gated && thread == 1 ? scales.up_offset : 0));
+      int groups = scales.groups, blocks = scales.blocks;  // that are left
 #pragma unroll 1
       for (int k = 0; k < k_tiles; ++k) {
         EmptyBarrier::wait(&storage.empty[state.index], state.phase);
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < kHalves; ++half) {
           uint32_t to = all + (state.index * kHalves + half) * (kStageScales * 4);
-          if (thread < 2) weight.send(to + kMostParts * kTokens * 4, blocks > 0, of_weight.exponents);
-          if (of_weight.data != nullptr && --blocks > 0) weight.from += weight_step;
+          if (thread < 2) send_scale(scales.weight, weight, blocks > 0, to + kMostParts * kTokens * 4);
+          if (--blocks > 0) weight += weight_step;
 #pragma unroll 1
           for (int part = 0; part < parts; ++part, to += kTokens * 4) {
-            bool const more = groups-- > 0;
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < kOfThread; ++i) {
               if (kTokens % kThreadsOf != 0 && thread + kThreadsOf * i >= kTokens) break;
-              tokens[i].send(to + 4 * kThreadsOf * i, more, of_tokens.exponents);
-              if (of_tokens.data != nullptr && more) tokens[i].from += token_step;
+              send_scale(scales.tokens, tokens[i], groups > 0 && (exists >> i & 1) != 0, to + 4 * kThreadsOf * i);
+              if (groups > 1) tokens[i] += token_step;
             }
+            --groups;
           }
         }
         cutlass::arch::cpasync_barrier_arrive_noinc(&storage.full[state.index]);
@@ -419,7 +415,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
       for (int block = 0; block < kMmaM; ++block) fence<kColumns>(sums + block * kBlockValues);
       minfer::release_stage<1>(&storage.empty[last], thread);
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kValues; ++i) accumulator(i) = to_float(sums[i]);
+      for (int i = 0; i < kValues; ++i) accumulator(i) = to_float(sums[i]) * params.one;  // a product, not a copy: see keep_in_other_bank
     } else {
       constexpr int kParts = kAdds == Adds::kHalves ? 2 : kAdds == Adds::kQuarters ? 4 : 1, kPartMmas = kMmas / kParts;
       fence<kColumns>(sums);
@@ -458,6 +454,19 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
         }
         minfer::release_stage<1>(&storage.empty[stage], thread);
       }
+      keep_in_other_bank(params, storage, accumulator);
+    }
+  }
+
+  /// Accumulators lie in the other bank of registers than the sums that are added to them: an FFMA of three operands from one bank takes two
+  /// cycles. Sums begin at an even register, as the MMA wants them. The compiler places what an access of 8 bytes has in such a pair, so that
+  /// an access to each two accumulators, the second first, moves them by one. It is never executed.
+  template <class Storage, class Accumulator>
+  static CUTLASS_DEVICE void keep_in_other_bank(Params const& params, Storage& storage, Accumulator const& accumulator) {
+    if (params.never) {
+      auto* const pairs = reinterpret_cast<float2*>(&storage.tokens[0][0]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kValues; i += 2) pairs[i] = make_float2(accumulator(i + 1), accumulator(i));
     }
   }
 
@@ -573,8 +582,8 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
       run(cute::integral_constant<Adds, Adds::kNone>{});
     } else if (params.scales.parts == 2) {
       run(cute::integral_constant<Adds, Adds::kHalves>{});
-    } else if (params.scales.parts == 4) {
-      run(cute::integral_constant<Adds, Adds::kQuarters>{});
+    } else if (kMostParts == 4 && params.scales.parts == 4) {
+      run(cute::integral_constant<Adds, kMostParts == 4 ? Adds::kQuarters : Adds::kHalves>{});
     } else if (kIntegers || (copies_scales(params) && !params.gated)) {
       run(cute::integral_constant<Adds, Adds::kScaled>{});
     } else if constexpr (!kIntegers) {

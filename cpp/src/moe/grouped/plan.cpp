@@ -30,6 +30,7 @@ char const* illegal(KernelInfo const& kernel, GroupedProblem const& p, DevicePro
     return "it does not run on this device's compute capability";
   }
   if (kernel.ab_type != p.type) return "it computes another element type";
+  if (has_8_bits(p) && p.a_group > 0 && p.a_group < kernel.group_multiple) return "its scales of rows are of larger groups";
   if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
   if (kernel.arch >= 90) {
     if ((p.a_alignment < 16 || p.b_alignment < 16) && (!has_8_bits(p) || p.k > 0)) return "an operand's pointer or stride is not a multiple of 16 bytes";
