@@ -4,6 +4,8 @@
     python -m bench.fit_plans grouped measured.jsonl
     python -m bench.fit_plans attention measured.jsonl
 
+Grouped products of 8-bit operands are a suite of their own, regret_grouped_scaled; `--only` leaves the constants of the others as they are.
+
 The formulas are the library's alone: ``minfer::_predict_grouped`` and ``_predict_attention`` evaluate them for many models at once. First
 a damped Gauss-Newton search over the logarithms of the constants (Levenberg 1944, Marquardt 1963) makes predictions right, then a random
 search lowers the regret that is expected where predictions are off by a few percent. Some problems are held out: what a fit gains on these
@@ -13,6 +15,7 @@ is what it is worth. The constants that are printed go into cpp/src/moe/grouped/
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import math
 import sys
@@ -26,6 +29,7 @@ import torch
 Constants = dict[str, float]
 _STEP = 1e-4  # of a logarithm, for slopes
 H200 = -1
+GROUPED_OPS = ("grouped_gemm", "grouped_w4a16_gemm", "grouped_gemm_fp8", "grouped_gemm_int8")
 ROUTINGS = ("even_weight", "zipf_weight", "same_weight")
 
 # ---- measurements ---------------------------------------------------------------------------------------------------------------
@@ -34,7 +38,7 @@ ROUTINGS = ("even_weight", "zipf_weight", "same_weight")
 def _grouped_lines(found: dict[str, Any], kernel: str, launch: str) -> list[str]:
     sizes = [found["tokens"] * found["top_k"], found["experts"], found["n"], found["k"]]
     weights = found["weights"]
-    form = (weights, 0 if weights == "dense" else 128, 0)
+    form = (weights, found.get("a_group", 0) if weights == "dense" else 128, 0)  # of 8-bit operands: how much of k a row's scale is of
     override = f"{kernel}@{launch}" if launch else kernel
     cells = [*sizes, found["dtype"], int(found["gated"]), int(found["gathered"]), *form]
     routings = ((found["routing"], found["top_k"]), ("uniform", 0), ("zipf", 0), ("one_hot", 0))
@@ -59,7 +63,7 @@ class Family:
 def families() -> dict[str, Family]:
     ops = torch.ops.minfer
     return {
-        "grouped": Family(("grouped_gemm", "grouped_w4a16_gemm"), _grouped_lines, ROUTINGS, ops._grouped_model, ops._predict_grouped),
+        "grouped": Family(GROUPED_OPS, _grouped_lines, ROUTINGS, ops._grouped_model, ops._predict_grouped),
         "attention": Family(("attention", "attention_paged"), _attention_lines, (), ops._attention_model, ops._predict_attention),
     }
 
@@ -260,6 +264,21 @@ class Fit:
         return theta
 
 
+def frozen_but(only: str, names: Iterable[str]) -> list[str]:
+    """The constants whose names begin with none of these patterns of :mod:`fnmatch`, which are comma separated.
+
+    Raises:
+      ValueError: no name begins with one of them.
+    """
+    names, moved = list(names), set()
+    for pattern in filter(None, only.split(",")):
+        found = fnmatch.filter(names, pattern + "*")
+        if not found:
+            raise ValueError(f"--only: no constant's name begins with {pattern!r}")
+        moved.update(found)
+    return [name for name in names if name not in moved]
+
+
 def default_model(family: Family) -> Constants:
     return {name: float(value) for name, _, value in (line.partition(",") for line in family.model().split())}
 
@@ -271,6 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hold-out", type=int, default=4, help="every n-th problem is held out; 0: none")
     parser.add_argument("--searches", type=int, default=FitOptions.searches, help="rounds of the random search; 0: least squares alone")
     parser.add_argument("--frozen", default="", help="constants that stay as they are, comma separated")
+    parser.add_argument(
+        "--only", default="", help="beginnings of the names of the constants that are fitted, as 'scaled_,stage_*x'; default: all"
+    )
     parser.add_argument("--device", type=int, default=H200, help="index of the CUDA device of the measurements; -1: the H200 as measured")
     parser.add_argument("--worst", type=int, default=5, help="problems to list, of most regret after the fit")
     args = parser.parse_args(argv)
@@ -279,14 +301,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     family = families()[args.family]
     try:
         problems = read(args.measurements, family)
+        start = default_model(family)
+        frozen = [name for name in args.frozen.split(",") if name] + (frozen_but(args.only, start) if args.only else [])
     except (OSError, ValueError, KeyError) as error:
         parser.exit(2, f"bench.fit_plans: {error}\n")
     held = problems[:: args.hold_out] if args.hold_out > 1 else []
     data = Data(family, [p for p in problems if not any(p is q for q in held)], args.device)
     out = Data(family, held, args.device) if held else None
-    start = default_model(family)
     say = lambda text: print(text, file=sys.stderr)  # noqa: E731
-    frozen = [name for name in args.frozen.split(",") if name]
     fit = Fit(data, start, FitOptions(searches=args.searches), frozen)
 
     def report(what: str, model: Constants) -> None:

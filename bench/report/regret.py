@@ -11,7 +11,7 @@ from bench.report.summary import Row, shape_text
 from bench.report.tables import facts, grouped, table
 
 WORST = 12
-GROUPED, ATTENTION = "regret_grouped", "regret_attention"
+GROUPED, GROUPED_SCALED, ATTENTION = "regret_grouped", "regret_grouped_scaled", "regret_attention"
 ROUTINGS = {"uniform": "uniform routing", "zipf": "Zipf routing", "one_hot": "all tokens to the same experts"}
 
 
@@ -43,10 +43,16 @@ def _keys_of(shape: dict[str, Any]) -> str:
     return "tensors" if cache is None else "16-bit cache" if cache == "16bit" else "cache of codes"
 
 
+def _operands_of(shape: dict[str, Any]) -> str:
+    if "a_group" in shape:  # of 8 bits
+        return f"scales of {shape['a_group']} of k" if shape["a_group"] else "scales of rows"
+    return "16-bit weights" if shape["weights"] == "dense" else f"{shape['weights']} weights"
+
+
 def _breakdowns(suite: str, rows: list[Row]) -> list[dict[str, list[Row]]]:
     """Rows of a suite by name, divided in several ways."""
-    if suite == GROUPED:
-        weights = _by(rows, lambda s: "16-bit weights" if s["weights"] == "dense" else f"{s['weights']} weights", ["16-bit weights"])
+    if suite in (GROUPED, GROUPED_SCALED):
+        weights = _by(rows, _operands_of, ["16-bit weights"])
         gathers = _by(rows, lambda s: "gathered" if s["gathered"] else "in order", ["in order", "gathered"])
         routings = _by(rows, lambda s: ROUTINGS.get(s["routing"], s["routing"]), ROUTINGS.values())
         return [weights, routings, gathers, {f"tokens {band}": of_band for band, of_band in by_band(rows).items()}]
@@ -70,7 +76,7 @@ def _worst(rows: list[Row], cell: str) -> str:
     for r in sorted(rows, key=lambda row: -row["regret"])[:WORST]:
         layout = f" {r['shape']['layout']}" if "layout" in r["shape"] else ""
         pick, best = r["kernel"], r["best"].partition("@")[0]
-        if r["suite"] == GROUPED:  # whose overrides say only whether rows are gathered first
+        if r["suite"] in (GROUPED, GROUPED_SCALED):  # whose overrides say only whether rows are gathered first
             pick, best = (f"{r['kernel']}@{r['launch']}" if r["launch"] else r["kernel"]), r["best"]
         numbers = [f"{r['us']:.2f}", f"{r['peer_us']:.2f}", f"{r['regret']:.1%}"]
         lines.append([shape_text(r) + layout, r["dtype"], *numbers, pick, best])
@@ -80,7 +86,7 @@ def _worst(rows: list[Row], cell: str) -> str:
 def section(results: dict[str, Any]) -> str:
     """Markdown of the whole family."""
     by_suite = _by_suite(row for row in results["rows"] if "regret" in row)
-    dense = {suite: rows for suite, rows in by_suite.items() if suite not in (GROUPED, ATTENTION)}
+    dense = {suite: rows for suite, rows in by_suite.items() if suite not in (GROUPED, GROUPED_SCALED, ATTENTION)}
     parts = [
         facts(results) + " " + seeds(results) + " Regret: the time of the analytic plan over the least time of all candidates near its"
         " prediction, less 1. No tuned rows take part, and the model was not fitted to these problems."
@@ -88,12 +94,14 @@ def section(results: dict[str, Any]) -> str:
     parts += [_tables(suite, rows) for suite, rows in dense.items()]
     if dense:
         parts.append(_worst([row for rows in dense.values() for row in rows], "m x n x k"))
-    if rows := by_suite.get(GROUPED, []):
+    of_experts = {suite: by_suite[suite] for suite in (GROUPED, GROUPED_SCALED) if suite in by_suite}
+    if of_experts:
         parts.append(
             "Grouped GEMM: the candidates are all kernels, and where rows are gathered each also with a launch of its own that gathers them"
             " first. The plan does not know the routing: it takes the kernel that is expected to lose least over three of them."
         )
-        parts += [_tables(GROUPED, rows), _worst(rows, "problem")]
+    for suite, rows in of_experts.items():
+        parts += [_tables(suite, rows), _worst(rows, "problem")]
     if rows := by_suite.get(ATTENTION, []):
         parts.append(
             "Attention: the candidates are all prefill kernels that have the head dimension, larger ones included, and over a cache the"

@@ -50,8 +50,9 @@ def shape_text(row: Row) -> str:
     if "what" in s:
         return f"{s['what']}, {s['m']} x {s['width']}"
     if "top_k" in s and "routing" in s and "model" not in s:  # a random problem
+        scales = (f"scales of {s['a_group']}" if s["a_group"] else "scales of rows") if "a_group" in s else ""
         what = ", ".join([s["routing"], *(name for name in ("gathered", "gated") if s[name])])
-        return f"{s['m']} tokens to {s['top_k']} of {s['experts']} experts, {s['n']} x {s['k']} {s['weights']}, {what}"
+        return f"{s['m']} tokens to {s['top_k']} of {s['experts']} experts, {s['n']} x {s['k']} {scales or s['weights']}, {what}"
     if "heads_q" in s and "model" not in s:
         mask = ("causal" if s["causal"] else "full") + (f", window {s['window_left']}" if s["window_left"] >= 0 else "")
         cache = f", {s['kv_format']} cache" if s["kv_format"] else ""

@@ -1,8 +1,9 @@
 """The plan's regret: on random problems, the analytic plan's time over the best of all candidates near the prediction.
 
 `python -m bench.suites regret --out bench/results/<device>/regret.json --measurements measured.jsonl`; the measurements are what
-`minfer tune --device --from-measurements` fits the cost model to. Tuned rows take no part. `--suite regret_grouped` and
-`--suite regret_attention` time all kernels of grouped GEMM and of attention; their measurements go to a file of their own.
+`minfer tune --device --from-measurements` fits the cost model to. Tuned rows take no part. `--suite regret_grouped`,
+`--suite regret_grouped_scaled` (of 8-bit operands) and `--suite regret_attention` time all kernels of grouped GEMM and of attention; their
+measurements go to a file of their own.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from minfer.planning.plan import (
 from bench.suites import drawn, regret_attention, regret_grouped
 
 GEMMS = {"regret": 200, "regret_unaligned": 100, "regret_w4a16": 200}
-COUNTS = GEMMS | {"regret_grouped": 150, "regret_attention": 150}
+COUNTS = GEMMS | {"regret_grouped": 150, "regret_grouped_scaled": 150, "regret_attention": 150}
 GENERATORS: dict[str, Callable[[int, int], Any]] = {
     "regret": random_problems.aligned,
     "regret_unaligned": random_problems.unaligned,
     "regret_w4a16": random_problems.w4a16,
     "regret_grouped": random_problems.grouped,
+    "regret_grouped_scaled": random_problems.grouped_scaled,
     "regret_attention": random_problems.attention,
 }
 MOST_RESERVED = 48 << 30  # bytes; above it, memory of graphs and outputs that are gone is given back
@@ -100,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
                 file.write(line + "\n")
 
     def of_few_kernels(suite: str, index: int) -> tuple[list[dict[str, Any]], str]:
-        family = regret_grouped if suite == "regret_grouped" else regret_attention
+        family = regret_attention if suite == "regret_attention" else regret_grouped
         try:
             rows, line, measured = family.measure(suite, problem_of(args.seed, suite, index), args.seed, index)
         except Exception:

@@ -12,23 +12,27 @@ import minfer
 import torch
 from minfer._core.registry import device_index
 from minfer.formats import weight_layout
-from minfer.measure.random_problems import GROUP_SIZE, GroupedProblem
-from minfer.planning.plan import DTYPE_NAMES
+from minfer.measure.random_problems import D_GROUPS, GROUP_SIZE, GroupedProblem
+from minfer.planning.plan import NARROW_NAMES
 
 from bench import harness
 from bench.suites import regret_contest
 from bench.suites.regret_contest import Choice
 
+FP8 = torch.float8_e4m3fn
 GATHER_FIRST = "gather_first=1"
 # Bytes that all problems' operands are views of. One problem's weights may be the whole.
 DENSE_BYTES, CODE_BYTES, SCALE_BYTES, ROW_BYTES = 8 << 30, 4 << 30, 1 << 29, 4 << 30
+NARROW_BYTES, NARROW_ROW_BYTES, FLOAT_SCALE_BYTES = 4 << 30, 2 << 30, 1 << 29  # of 8-bit operands, the first two of e4m3 and of int8 each
+DRAWN_AT_ONCE = 1 << 27
 
 
 def describe(problem: GroupedProblem) -> dict[str, Any]:
     """op, shape and dtype of a problem's row."""
     names = ("experts", "top_k", "n", "k", "routing", "gathered", "gated", "weights")
     shape = {"m": problem.tokens} | {name: getattr(problem, name) for name in names}
-    return {"op": problem.op, "shape": shape, "dtype": DTYPE_NAMES[problem.dtype]}
+    shape |= {"a_group": problem.a_group} if problem.narrow else {}
+    return {"op": problem.op, "shape": shape, "dtype": problem.dtype_name}
 
 
 def planned(problem: GroupedProblem, kernel: str | None = None) -> Choice:
@@ -38,9 +42,9 @@ def planned(problem: GroupedProblem, kernel: str | None = None) -> Choice:
       RuntimeError: the override cannot compute the problem, or the library does not know it.
     """
     device = device_index(None)
-    form = ("int4", GROUP_SIZE) if problem.weights == "int4" else ()
+    form = (None, problem.a_group) if problem.narrow else ("int4", GROUP_SIZE) if problem.weights == "int4" else ()
     sizes = [problem.rows, problem.experts, problem.n, problem.k]
-    arguments = (sizes, DTYPE_NAMES[problem.dtype], problem.gated, problem.gathered, kernel, device >= 0, device, *form)
+    arguments = (sizes, problem.dtype_name, problem.gated, problem.gathered, kernel, device >= 0, device, *form)
     found = json.loads(torch.ops.minfer._plan_grouped(*arguments))
     launch = GATHER_FIRST if found["gather_first"] else ""
     return Choice(found["kernel"], found["predicted_us"], found["floor_us"], launch)
@@ -99,6 +103,26 @@ class Memory:
     def rows(self) -> torch.Tensor:
         return self._empty(ROW_BYTES, torch.bfloat16).normal_()
 
+    def _narrow(self, bytes_: int, dtype: torch.dtype) -> torch.Tensor:
+        """Codes as quantised normal numbers have them, none of which is NaN; int8: uniform ones."""
+        codes = self._empty(bytes_, dtype)
+        for part in codes.split(DRAWN_AT_ONCE):
+            drawn = torch.randn(part.shape, device=self.device) * 64 if dtype == FP8 else None
+            part.random_(-127, 128) if drawn is None else part.copy_(drawn.clamp_(-448, 448))
+        return codes
+
+    @functools.cached_property
+    def float_scales(self) -> torch.Tensor:
+        return self._empty(FLOAT_SCALE_BYTES, torch.float32).uniform_(0.005, 0.015)
+
+    @functools.cached_property
+    def narrow_weights(self) -> dict[torch.dtype, torch.Tensor]:
+        return {dtype: self._narrow(NARROW_BYTES, dtype) for dtype in NARROW_NAMES}
+
+    @functools.cached_property
+    def narrow_rows(self) -> dict[torch.dtype, torch.Tensor]:
+        return {dtype: self._narrow(NARROW_ROW_BYTES, dtype) for dtype in NARROW_NAMES}
+
 
 @dataclasses.dataclass
 class Routing:
@@ -114,9 +138,11 @@ class Operands:
         ids = routed(problem, seed, memory.device)
         rows_of_expert = torch.bincount(ids.flatten().long(), minlength=problem.experts)
         self.active, self.largest = int((rows_of_expert > 0).sum()), int(rows_of_expert.max())
-        self.count = harness.sets_for(self.active * problem.expert_bytes + 2 * problem.a_rows * problem.k)
+        self.count = harness.sets_for(self.active * problem.expert_bytes + problem.a_bytes)
         self.weights = self._weights(memory)
-        self.rows = harness.windows(memory.rows, (problem.a_rows, problem.k), self.count)
+        rows = memory.narrow_rows[problem.dtype] if problem.narrow else memory.rows
+        self.rows = harness.windows(rows, (problem.a_rows, problem.k), self.count)
+        self.row_scales = self._row_scales(memory) if problem.narrow else []
         # Where there is no room for so many weights, the tokens go to other experts when the first weights are read again.
         rounds = -(-self.count // len(self.weights))
         self.routings = []
@@ -124,10 +150,26 @@ class Operands:
             shift = i * max(1, problem.experts // rounds)
             token_index, offsets, _, _ = minfer.moe_sort(((ids + shift) % problem.experts).to(torch.int32), problem.experts)
             self.routings.append(Routing(offsets, token_index if problem.gathered else None))
-        self.out = torch.empty(problem.rows, problem.columns, dtype=problem.dtype, device=memory.device)
+        self.out = torch.empty(problem.rows, problem.columns, dtype=problem.out_dtype, device=memory.device)
+
+    def _row_scales(self, memory: Memory) -> list[torch.Tensor]:
+        """Those of 128 of k lie column by column, each at a multiple of 16 bytes, as operators with ``quant`` write them; those of less lie
+        row by row, as the first product of a layer writes them."""
+        p = self.problem
+        if p.a_group == 0:
+            return harness.windows(memory.float_scales, (p.a_rows,), self.count)
+        if p.a_group in D_GROUPS:
+            return harness.windows(memory.float_scales, (p.a_rows, -(-p.k // p.a_group)), self.count)
+        shape = (-(-p.k // p.a_group), -(-p.a_rows // 4) * 4)
+        return [view.mT[: p.a_rows] for view in harness.windows(memory.float_scales, shape, self.count)]
 
     def _weights(self, memory: Memory) -> list[tuple[torch.Tensor, ...]]:
         p = self.problem
+        if p.narrow:
+            codes, shape = memory.narrow_weights[p.dtype], (p.experts, p.n, p.k)
+            count = min(self.count, max(1, codes.numel() // (p.experts * p.n * p.k)))
+            scales = harness.windows(memory.float_scales, (p.experts, *p.b_scales), count)
+            return [(view.mT, scale) for view, scale in zip(harness.windows(codes, shape, count), scales, strict=True)]
         if p.weights == "dense":
             shape = (p.experts, p.n, p.k)
             most = max(1, memory.dense.numel() // (p.experts * p.n * p.k))
@@ -147,6 +189,9 @@ class Operands:
             "kernel": kernel,
             "out": self.out,
         }
+        if p.narrow:
+            op, (b, b_scale) = minfer.grouped_gemm_fp8 if p.dtype == FP8 else minfer.grouped_gemm_int8, weights
+            return op(self.rows[i], b, self.row_scales[i], b_scale, routing.offsets, **options)
         if p.weights == "dense":
             return minfer.grouped_gemm(self.rows[i], *weights, routing.offsets, **options)
         return minfer.grouped_w4a16_gemm(self.rows[i], *weights, None, routing.offsets, group_size=GROUP_SIZE, **options)
@@ -171,7 +216,7 @@ def measure(
     spread = {"active": operands.active, "largest": operands.largest}
     described["shape"] |= spread
     rows = regret_contest.rows_of(suite, described, own, contest)
-    facts = dataclasses.asdict(problem) | {"dtype": DTYPE_NAMES[problem.dtype]} | spread
+    facts = dataclasses.asdict(problem) | {"dtype": problem.dtype_name} | spread
     measured = {"op": problem.op, "seed": seed, "index": index} | facts
     measured |= {
         "own": round(contest.own_us, 3),

@@ -15,7 +15,8 @@ namespace {
 size_t hash_of_problem(GroupedProblem const& p) {
   uint64_t const formats = uint64_t(p.type) | uint64_t(p.b_format) << 8 | uint64_t(p.gated) << 16 | uint64_t(p.gathered) << 17 |
                            uint64_t(p.has_zeros) << 18 | uint64_t(p.d_fp8) << 19 | uint64_t(p.d_type) << 20 | uint64_t(p.b_blocks) << 24 |
-                           uint64_t(p.fast_accum) << 25 | uint64_t(p.d_groups) << 26 | uint64_t(p.group_size) << 32 | uint64_t(p.a_group) << 48;
+                           uint64_t(p.fast_accum) << 25 | uint64_t(p.d_groups) << 26 | uint64_t(p.group_size) << 32 |
+                           uint64_t(p.a_group) << 48;
   return hash_of({uint64_t(p.rows), uint64_t(p.experts), uint64_t(p.n), uint64_t(p.k), uint64_t(p.max_rows), formats});
 }
 
@@ -209,7 +210,9 @@ void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDe
 void launch(GroupedCall& call, std::optional<std::string> const& kernel, Tensor const& d, int64_t ldd, OnDevice const& on) {
   if (is_empty(call)) {
     if (!kernel) return;
-    char const* family = call.problem.b_format != WeightFormat::kDense ? "moe_w4a16" : size_of(call.problem.type) == 1 ? "moe_scaled" : "moe";
+    char const* family = call.problem.b_format != WeightFormat::kDense ? "moe_w4a16"
+                         : size_of(call.problem.type) == 1             ? "moe_scaled"
+                                                                       : "moe";
     check_kernel_name(call.op, family, parse_grouped_override(call.op, *kernel).name);
     return;
   }

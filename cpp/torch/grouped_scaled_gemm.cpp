@@ -9,7 +9,7 @@ namespace minfer::torch_binding {
 
 namespace {
 
-constexpr int64_t kBlock = 128;              // of k, and of a weight's rows, to a scale
+constexpr int64_t kBlock = 128;               // of k, and of a weight's rows, to a scale
 constexpr int64_t kGroups[] = {128, 64, 32};  // of k, to a scale of a row
 
 int64_t blocks_of(int64_t extent) { return (extent + kBlock - 1) / kBlock; }
@@ -82,8 +82,8 @@ void set_weight_scale(GroupedCall* call, Names const& names, Tensor const& scale
   bool const blocks = fp8 && experts && dim == 3 && scale.size(1) == rows && scale.size(2) == blocks_of(p.k) && !of_rows;
   if (!one && !of_expert && !of_rows && !blocks) {
     if (fp8) {
-      fail(names.op, ": ", names.b_scale, " must be one number, [", p.experts, "], [", p.experts, ", ", p.n, "] or, of blocks, [", p.experts,
-           ", ", rows, ", ", blocks_of(p.k), "], got ", scale);
+      fail(names.op, ": ", names.b_scale, " must be one number, [", p.experts, "], [", p.experts, ", ", p.n, "] or, of blocks, [",
+           p.experts, ", ", rows, ", ", blocks_of(p.k), "], got ", scale);
     }
     fail(names.op, ": ", names.b_scale, " must be one number, [", p.experts, "] or [", p.experts, ", ", p.n, "], got ", scale);
   }
@@ -162,14 +162,19 @@ void check_type(char const* op, char const* name, Tensor const& x, ScalarType ty
 }
 
 /// bias is of D's 16-bit type or float32; returns the 16-bit type of the call. Codes leave it to the bias.
-ScalarType narrow_of(char const* op, char const* name, std::optional<Tensor> const& bias, ScalarType type, Shape shape, NamedTensor const& a) {
+ScalarType narrow_of(char const* op, char const* name, std::optional<Tensor> const& bias, ScalarType type, Shape shape,
+                     NamedTensor const& a) {
   bool const codes = !is_16bit_float(type);
   ScalarType const own = bias && is_16bit_float(bias->scalar_type()) ? bias->scalar_type() : ScalarType::BFloat16;
   ScalarType const narrow = codes ? own : type;
   if (bias) {
     ScalarType const given = bias->scalar_type();
     if (given != narrow && given != ScalarType::Float) {
-      fail(op, ": ", name, " must be ", codes ? "Half, BFloat16" : type == ScalarType::Half ? "Half" : "BFloat16", " or Float, got ", given);
+      fail(op, ": ", name, " must be ",
+           codes                      ? "Half, BFloat16"
+           : type == ScalarType::Half ? "Half"
+                                      : "BFloat16",
+           " or Float, got ", given);
     }
     check_operand(op, name, *bias, given, shape, a);
   }
@@ -342,15 +347,15 @@ Tensor into_given(Arguments x, Tensor const& out) {
 
 constexpr Names names_of(char const* op) { return {op, "a", "b", "a_scale", "b_scale"}; }
 
-#define MINFER_FP8_ARGUMENTS(op, offsets, name, gather)                                                                                    \
-  Arguments {                                                                                                                              \
-    names_of(op), ScalarType::Float8_e4m3fn, a, b, a_scale, b_scale, offsets, name, bias, gather, row_scale, activation, gated,             \
-        gate_layout, out_dtype, out_scale, fast_accum, kernel                                                                              \
+#define MINFER_FP8_ARGUMENTS(op, offsets, name, gather)                                                                         \
+  Arguments {                                                                                                                   \
+    names_of(op), ScalarType::Float8_e4m3fn, a, b, a_scale, b_scale, offsets, name, bias, gather, row_scale, activation, gated, \
+        gate_layout, out_dtype, out_scale, fast_accum, kernel                                                                   \
   }
-#define MINFER_INT8_ARGUMENTS(op, offsets, name, gather)                                                                                   \
-  Arguments {                                                                                                                              \
-    names_of(op), ScalarType::Char, a, b, a_scale, b_scale, offsets, name, bias, gather, row_scale, activation, gated, gate_layout,         \
-        out_dtype, kNoTensor, false, kernel                                                                                                \
+#define MINFER_INT8_ARGUMENTS(op, offsets, name, gather)                                                                            \
+  Arguments {                                                                                                                       \
+    names_of(op), ScalarType::Char, a, b, a_scale, b_scale, offsets, name, bias, gather, row_scale, activation, gated, gate_layout, \
+        out_dtype, kNoTensor, false, kernel                                                                                         \
   }
 
 using OptionalTensor = std::optional<Tensor>;
@@ -377,8 +382,8 @@ Tensor grouped_gemm_fp8_masked(Tensor const& a, Tensor const& b, Tensor const& a
 }
 Tensor grouped_gemm_fp8_masked_out(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& counts,
                                    OptionalTensor const& bias, OptionalTensor const& row_scale, std::string const& activation, bool gated,
-                                   std::string const& gate_layout, OptionalType out_dtype, OptionalTensor const& out_scale,
-                                   bool fast_accum, OptionalText const& kernel, Tensor const& out) {
+                                   std::string const& gate_layout, OptionalType out_dtype, OptionalTensor const& out_scale, bool fast_accum,
+                                   OptionalText const& kernel, Tensor const& out) {
   return into_given(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8_masked", counts, "counts", kNoTensor), out);
 }
 Tensor grouped_gemm_int8(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& offsets,

@@ -9,12 +9,20 @@ import random
 import pytest
 import torch
 from minfer.measure import random_problems
-from minfer.planning.plan import DTYPE_NAMES
+from minfer.planning.plan import DTYPE_NAMES, NARROW_NAMES
 
 from bench import fit_plans
 from bench.suites import regret_attention, regret_grouped
 
-SUITES = {"grouped": (random_problems.grouped, regret_grouped), "attention": (random_problems.attention, regret_attention)}
+SUITES = {
+    "grouped": (random_problems.grouped, regret_grouped),
+    "grouped_scaled": (random_problems.grouped_scaled, regret_grouped),
+    "attention": (random_problems.attention, regret_attention),
+}
+
+
+def family_of(suite):
+    return fit_plans.families()[suite.partition("_")[0]]
 
 
 def blank(name, count, seed=2000):
@@ -24,7 +32,7 @@ def blank(name, count, seed=2000):
     for i in range(count):
         problem = generator(seed, i)
         own, choices = suite.choices_of(problem)
-        facts = dataclasses.asdict(problem) | {"dtype": DTYPE_NAMES[problem.dtype]}
+        facts = dataclasses.asdict(problem) | {"dtype": (DTYPE_NAMES | NARROW_NAMES)[problem.dtype]}
         plans = [[c.kernel, c.launch, c.predicted_us, c.predicted_us] for c in choices]
         found.append({"op": problem.op, "seed": seed, "index": i, **facts, "own": 1.0, "pick": [own.kernel, own.launch], "plans": plans})
     return [problem for problem in found if len(problem["plans"]) > 1]
@@ -33,7 +41,7 @@ def blank(name, count, seed=2000):
 def timed(name, model, count, seed=2000):
     """The same, with times of a device on which this model is right."""
     problems = blank(name, count, seed)
-    times = iter(fit_plans.Data(fit_plans.families()[name], problems).raw([model])[0].tolist())
+    times = iter(fit_plans.Data(family_of(name), problems).raw([model])[0].tolist())
     for problem in problems:
         problem["plans"] = [[kernel, launch, predicted, next(times)] for kernel, launch, predicted, _ in problem["plans"]]
     return problems
@@ -43,7 +51,7 @@ def timed(name, model, count, seed=2000):
 def test_predictions_are_the_plans(name):
     """A plan's predicted time is the model's first expectation, or the floor where that is more; and its pick is the least, whatever the
     floor."""
-    family, problems = fit_plans.families()[name], blank(name, 40)
+    family, problems = family_of(name), blank(name, 40)
     data = fit_plans.Data(family, problems)
     model = fit_plans.default_model(family)
     expected = [us for found in problems for *_, us in found["plans"]]
@@ -59,10 +67,9 @@ def test_predictions_are_the_plans(name):
 
 @pytest.mark.parametrize("name", SUITES)
 def test_models_are_evaluated_side_by_side(name):
-    data = fit_plans.Data(fit_plans.families()[name], blank(name, 12))
+    data = fit_plans.Data(family_of(name), blank(name, 12))
     start = fit_plans.default_model(data.family)
-    slow = start | {"start_us": 3 * start["start_us"], "quantised_start_us": 9.0, "decode_start_us": 12.0}
-    slow = {constant: value for constant, value in slow.items() if constant in start}
+    slow = start | {constant: 3 * value for constant, value in start.items() if constant.endswith("start_us")}
     both = data.raw([start, slow])
     assert torch.equal(both[0], data.raw([start])[0]) and torch.equal(both[1], data.raw([slow])[0])
     assert (both[1] > both[0]).all()
@@ -92,7 +99,7 @@ def test_what_cannot_be_predicted():
 @pytest.mark.parametrize("name", SUITES)
 def test_a_fit_finds_a_device(name):
     """Times of constants that are off by 20 percent: predictions become right, also of problems that are held out, and regret goes."""
-    family = fit_plans.families()[name]
+    family = family_of(name)
     start, rng = fit_plans.default_model(family), random.Random(1)
     truth = {constant: value * rng.lognormvariate(0.0, 0.2) for constant, value in start.items()}
     data, out = (fit_plans.Data(family, timed(name, truth, 60, seed)) for seed in (2000, 2001))
@@ -121,3 +128,33 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         fit_plans.main(["attention", str(path)])
     assert "there are no problems of attention" in capsys.readouterr().err
+
+
+def test_only_some_constants():
+    """Names are chosen by their beginnings, with patterns; the others stay as they are."""
+    names = ["start_us", "scaled_share", "scaled_tile_64x16_us", "stage_64x16_us", "stage_8_us", "stage_nvfp4", "unscaled_x"]
+    assert fit_plans.frozen_but("scaled_,stage_*x", names) == ["start_us", "stage_8_us", "stage_nvfp4", "unscaled_x"]
+    with pytest.raises(ValueError, match="no constant's name begins with 'column_'"):
+        fit_plans.frozen_but("scaled_,column_", names)
+
+
+def test_the_command_with_some_constants(tmp_path, capsys):
+    """Of 16 and of 8 bits: only constants that may move are printed, and measurements from before there were 8 bits are still read."""
+    family = fit_plans.families()["grouped"]
+    model = fit_plans.default_model(family)
+    truth = {constant: value * (1.5 if constant.endswith("start_us") else 1.0) for constant, value in model.items()}
+    problems = [*timed("grouped", truth, 12), *timed("grouped_scaled", truth, 24)]
+    for problem in problems[:12]:
+        del problem["a_group"]
+    path = tmp_path / "measured.jsonl"
+    path.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    assert len(fit_plans.read([path], family)) == 36
+    only = next(constant for constant in model if constant.startswith("scaled_") and constant.endswith("start_us"))[:-3]
+    assert fit_plans.main(["grouped", str(path), "--searches", "0", "--worst", "0", "--only", only]) == 0
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert [line.split()[0] for line in table] == [only + "_us"]
+    before, after = map(float, table[0].split()[1:])
+    assert after == pytest.approx(1.5 * before, rel=0.1)
+    with pytest.raises(SystemExit):
+        fit_plans.main(["grouped", str(path), "--only", "unknown_"])
+    assert "no constant's name begins with 'unknown_'" in capsys.readouterr().err

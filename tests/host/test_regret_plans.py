@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import hashlib
 import json
 
+import minfer
 import pytest
 import torch
+from minfer.checks import grouped_scaled_gemm as checks
 from minfer.measure import random_problems
 from minfer.measure.random_problems import AttentionProblem, GroupedProblem
 
@@ -22,7 +25,7 @@ FACTS = dict(device="NVIDIA H200", driver="1", torch="2", cuda="13", commit="abc
 # ---- the problems ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("generator", [random_problems.grouped, random_problems.attention])
+@pytest.mark.parametrize("generator", [random_problems.grouped, random_problems.grouped_scaled, random_problems.attention])
 def test_problems_are_their_seeds(generator):
     some = [generator(1, i) for i in range(60)]
     assert [generator(1, i) for i in reversed(range(60))][::-1] == some
@@ -44,6 +47,29 @@ def test_grouped_problems():
     for name in ("gathered", "gated"):
         assert 380 < sum(getattr(p, name) for p in problems) < 520
     assert sum(p.tokens > 1024 for p in problems) > 150 and sum(p.tokens < 16 for p in problems) > 150
+
+
+def test_grouped_problems_stay_what_they_were():
+    """Published results are of these problems."""
+    assert str(random_problems.grouped(1000, 0)) == "2057 tokens to 3 of 251 experts, 1216 x 5376 bf16 dense, uniform, gathered, gated"
+    text = "".join(f"{random_problems.grouped(seed, i)}\n" for seed in (1, 1000, 2000) for i in range(300))
+    assert hashlib.md5(text.encode()).hexdigest() == "7cd831374c886a7526b903589105a4a1"
+
+
+def test_grouped_problems_of_8_bits():
+    problems = [random_problems.grouped_scaled(1, i) for i in range(900)]
+    for p in problems:
+        assert 4 <= p.experts <= 256 and 1 <= p.top_k <= min(8, p.experts) and 1 <= p.tokens <= 16384
+        assert all(256 <= x <= 16384 and x % 64 == 0 for x in (p.n, p.k)) and p.weights == "dense"
+        assert p.experts * p.expert_bytes <= 4e9 and p.rows * max(p.k, 2 * p.columns) <= 2e9 and p.flops <= 1.5e12
+        assert (p.op, p.family) == ("grouped_gemm_int8" if p.dtype == torch.int8 else "grouped_gemm_fp8", "moe_scaled")
+        assert p.a_group in (0, 128) or not (p.gated or p.gathered)
+    kinds = [(p.dtype_name, p.a_group > 0) for p in problems]
+    assert collections.Counter(kinds) == {("e4m3", True): 600, ("e4m3", False): 150, ("s8", False): 150}
+    assert set(collections.Counter(zip((p.routing for p in problems), kinds, strict=True)).values()) == {200, 50}
+    ungated = collections.Counter(p.a_group for p in problems if p.a_group and not p.gated)
+    assert sum(ungated.values()) > 250 and 0.25 < (ungated[64] + ungated[32]) / sum(ungated.values()) < 0.42 and min(ungated.values()) > 30
+    assert 380 < sum(p.gated for p in problems) < 520 and 300 < sum(p.gathered for p in problems) < 480
 
 
 def test_attention_problems():
@@ -90,6 +116,20 @@ def test_choices_of_grouped_problems(index):
     assert sum(choice.launch == regret_grouped.GATHER_FIRST for choice in choices) == (len(choices) // 2 if problem.gathered else 0)
     # The plan may give up some of the speed with rows that are spread evenly, for that with other routings.
     assert own.predicted_us <= 1.5 * min(choice.predicted_us for choice in choices)
+
+
+@pytest.mark.parametrize("index", range(54))
+def test_choices_of_grouped_problems_of_8_bits(index):
+    """Every kernel of the operands' type, but for those that have no such small groups; the plan's choice is one of them."""
+    problem = random_problems.grouped_scaled(3, index)
+    own, choices = regret_grouped.choices_of(problem)
+    overrides = [choice.override for choice in choices]
+    assert own.override in overrides
+    kernels = [k for k in minfer.kernels("moe_scaled") if k["ab_type"] == problem.dtype_name]
+    legal = [k["name"] for k in kernels if problem.a_group == 0 or k["group_multiple"] <= problem.a_group]
+    ways = ("", f"@{regret_grouped.GATHER_FIRST}") if problem.gathered else ("",)
+    assert overrides == [name + way for name in legal for way in ways]
+    assert (len(legal) < len(kernels)) == (0 < problem.a_group < max(k["group_multiple"] for k in kernels))
 
 
 @pytest.mark.parametrize("index", range(32))
@@ -145,6 +185,53 @@ def test_grouped_measurements(problem, share):
     assert row["op"] == problem.op and row["difference"] == 0.0
     assert row["shape"]["active"] == found["active"] == (2 if problem.routing == "one_hot" else found["active"])
     assert found["pick"][0] == row["kernel"] and found["routing"] == problem.routing and found["dtype"] == "bf16"
+
+
+FP8 = torch.float8_e4m3fn
+SCALED = [
+    GroupedProblem(5, 2, 9, 192, 320, routing, gathered, gated, "dense", dtype, a_group)
+    for routing, gathered, gated, dtype, a_group in (
+        ("uniform", True, True, FP8, 128), ("zipf", False, True, FP8, 128), ("one_hot", True, False, FP8, 128),
+        ("zipf", False, False, FP8, 64), ("uniform", False, False, FP8, 32), ("uniform", True, True, FP8, 0),
+        ("zipf", False, False, FP8, 0), ("one_hot", True, True, torch.int8, 0), ("zipf", False, False, torch.int8, 0),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("three_sets")
+@pytest.mark.parametrize("problem", SCALED, ids=str)
+@pytest.mark.parametrize("share", [3e-4, 1.0e-4])  # with room for all sets of weights, and for one
+def test_grouped_measurements_of_8_bits(problem, share):
+    memory = regret_grouped.Memory("cpu", share)
+    rows, line, measured = regret_grouped.measure("regret_grouped_scaled", problem, 1, 0, lambda: memory)
+    assert len(rows) == 1 and "FAILED" not in line and str(problem) in line
+    row, found = rows[0], json.loads(measured)
+    choices = len(regret_grouped.choices_of(problem)[1])
+    assert row["candidates"] == len(found["plans"]) == choices >= 4
+    assert row["us"] == found["own"] == 10.0 + choices and row["peer_us"] == 10.0 and row["difference"] == 0.0
+    assert row["op"] == found["op"] == problem.op and row["suite"] == "regret_grouped_scaled"
+    assert row["shape"]["a_group"] == found["a_group"] == problem.a_group and row["dtype"] == found["dtype"] == problem.dtype_name
+    assert (found["weights"], found["routing"], found["gated"]) == ("dense", problem.routing, problem.gated)
+
+
+@pytest.mark.usefixtures("three_sets")
+@pytest.mark.parametrize("problem", SCALED, ids=str)
+def test_operands_of_8_bits(problem):
+    """Scales are what the operators understand them to be, in the strides of those that write them, and no code is NaN."""
+    operands = regret_grouped.Operands(problem, regret_grouped.Memory("cpu", 3e-4), "1/0")
+    (b, b_scale), a_scale = operands.weights[0], operands.row_scales[0]
+    assert b.shape == (5, 320, 192) and b.stride(1) == 1 and b.dtype == operands.rows[0].dtype == problem.dtype
+    assert checks.group_of_scale(a_scale, [problem.a_rows], problem.k) == (problem.a_group or None)
+    kind = checks.kind_of_scale(b_scale, 5, 192, 320, problem.gated, problem.dtype == FP8)
+    assert kind == ("block" if problem.a_group else "column")
+    assert b_scale[0].numel() * 4 + 192 * 320 == problem.expert_bytes
+    if problem.a_group:
+        assert a_scale.stride(0 if problem.a_group == 128 else 1) == 1
+    if problem.a_group == 128:
+        assert a_scale.stride(1) % 4 == 0
+    out = operands.run(0, None)
+    assert out.dtype == torch.bfloat16 and torch.isfinite(out).all() and out.float().std() > 0.1
+    assert torch.isfinite(b.float()).all()
 
 
 def test_weights_that_are_read_again_have_other_experts(monkeypatch):
@@ -264,6 +351,10 @@ def test_the_arguments_choose_the_problems(capsys):
         *(f"regret_grouped {i} {random_problems.grouped(7, i)}" for i in (1, 3)),
         *(f"regret_attention {i} {random_problems.attention(7, i)}" for i in (1, 3)),
     ]
+    assert regret.main(arguments("--suite", "regret_grouped_scaled", "--limit", "2", "--dry-run")) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"regret_grouped_scaled {i} {random_problems.grouped_scaled(1000, i)}" for i in range(2)
+    ]
 
 
 @pytest.mark.usefixtures("three_sets")
@@ -274,20 +365,31 @@ def test_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr("minfer.measure.benchmarking.run_facts", lambda: dict(FACTS))
     monkeypatch.setenv("MINFER_TUNED", "1")
-    kept_grouped, kept_attention = regret_grouped.Memory("cpu", 1e-4), regret_attention.Memory("cpu", 2e-4)
+    kept_grouped, kept_attention = regret_grouped.Memory("cpu", 1.5e-4), regret_attention.Memory("cpu", 2e-4)
     for family, kept in ((regret_grouped, kept_grouped), (regret_attention, kept_attention)):
         monkeypatch.setattr(family.measure, "__defaults__", (lambda kept=kept: kept,))
     too_large = GroupedProblem(5, 2, 9, 128, 1 << 20)
     monkeypatch.setitem(regret.GENERATORS, "regret_grouped", lambda seed, index: (*GROUPED[2:4], too_large)[index])
+    monkeypatch.setitem(regret.GENERATORS, "regret_grouped_scaled", lambda seed, index: SCALED[-3:][index])
     monkeypatch.setitem(regret.GENERATORS, "regret_attention", lambda seed, index: ATTENTION[index])
     out, measured = tmp_path / "regret.json", tmp_path / "folder" / "measured.jsonl"
-    words = ("--suite", "regret_grouped,regret_attention", "--limit", "3", "--out", str(out), "--measurements", str(measured))
+    words = (
+        "--suite",
+        "regret_grouped,regret_grouped_scaled,regret_attention",
+        "--limit",
+        "3",
+        "--out",
+        str(out),
+        "--measurements",
+        str(measured),
+    )
     assert regret.main(arguments(*words)) == 1
     found = json.loads(out.read_text())
-    assert found["complete"] and [row["index"] for row in found["rows"]] == [0, 1, 2, 0, 1, 2]
+    assert found["complete"] and [row["index"] for row in found["rows"]] == [0, 1, 2, 0, 1, 2, 0, 1, 2]
     assert found["rows"][2]["error"].startswith("MemoryError") and found["rows"][2]["shape"]["k"] == 1 << 20
     assert [json.loads(line)["op"] for line in measured.read_text().splitlines()] == [
-        "grouped_gemm", "grouped_w4a16_gemm", "attention", "attention", "attention_paged"
+        "grouped_gemm", "grouped_w4a16_gemm", "grouped_gemm_fp8", "grouped_gemm_int8", "grouped_gemm_int8", "attention", "attention",
+        "attention_paged",
     ]  # fmt: skip
     assert drawn.read_rows(out) == found["rows"]
 
@@ -296,7 +398,7 @@ def test_a_run(tmp_path, monkeypatch):
 
 
 def page_rows(suite, problem, regret_of_pick, launch=""):
-    family = regret_grouped if suite == "regret_grouped" else regret_attention
+    family = regret_attention if suite == "regret_attention" else regret_grouped
     own, choices = family.choices_of(problem)
     other = next(choice for choice in choices if choice.override != own.override)
     found = Contest(
@@ -308,8 +410,13 @@ def page_rows(suite, problem, regret_of_pick, launch=""):
 @pytest.fixture
 def results(tmp_path):
     """Made-up times of 18 problems of each suite: regrets of 1 to 18 percent, and 50 percent once."""
-    made = drawn.DrawnResults(tmp_path / "nvidia-h200" / "regret.json", FACTS, 1000, {"regret_grouped": 18, "regret_attention": 18})
-    for suite, generator in (("regret_grouped", random_problems.grouped), ("regret_attention", random_problems.attention)):
+    generators = {
+        "regret_grouped": random_problems.grouped,
+        "regret_grouped_scaled": random_problems.grouped_scaled,
+        "regret_attention": random_problems.attention,
+    }
+    made = drawn.DrawnResults(tmp_path / "nvidia-h200" / "regret.json", FACTS, 1000, dict.fromkeys(generators, 18))
+    for suite, generator in generators.items():
         for i in range(18):
             problem = generator(1000, i)
             if suite == "regret_attention" and len(regret_attention.choices_of(problem)[1]) < 2:
@@ -326,6 +433,11 @@ def test_the_section_of_the_regret(results):
     assert "| int4 weights | 6 |" in text and "| 16-bit weights | 12 |" in text
     assert text.index("| uniform routing | 6 |") < text.index("| Zipf routing | 6 |") < text.index("| all tokens to the same experts | 6 |")
     assert "| tensors |" in text and "| head_dim 64 |" in text and "| queries 1-16 |" in text and "| tokens 1-16 |" in text
+    assert "| `regret_grouped_scaled` | 18 | 9.5% | 9.5% | 18.0% | 18.0% |" in text
+    assert "| scales of rows | 6 |" in text and "| scales of 128 of k |" in text
+    of_8_bits = random_problems.grouped_scaled(1000, 17)
+    assert f"{of_8_bits.n} x {of_8_bits.k} scales of {of_8_bits.a_group or 'rows'}, one_hot" in text
+    assert text.count("Grouped GEMM: the candidates") == 1
     worst = random_problems.grouped(1000, 17)
     assert f"| {worst.tokens} tokens to {worst.top_k} of {worst.experts} experts, {worst.n} x {worst.k} int4, one_hot" in text
     assert "| 50.0% |" in text and "RuntimeError: a / b" in text

@@ -3,8 +3,8 @@
 //   d[r] = row_scale[r] * activation(a[source(r)] . b[e]^T + bias[e])             for the rows r of expert e
 //   d[r] = row_scale[r] * (activation(gate) * up)                                 gated
 //
-// b[e] is 16-bit, or has quantised weights, alpha[e] * (code - zero) * scale, in the packed layout of the W4A16 operators (w4a16.h). Or a and
-// b are both of 8 bits, e4m3 or int8, times their scales.
+// b[e] is 16-bit, or has quantised weights, alpha[e] * (code - zero) * scale, in the packed layout of the W4A16 operators (w4a16.h). Or a
+// and b are both of 8 bits, e4m3 or int8, times their scales.
 //
 //   GroupedProblem   what is computed: sizes, types, what alignments allow (no pointers)
 //   plan_grouped     pure: problem x device x options -> GroupedPlan
@@ -27,14 +27,14 @@ struct GroupedProblem {
   int64_t n = 0, k = 0;  // n counts the weight's rows, so a gated d has n / 2 columns
   DataType type = DataType::kF16;
   bool gated = false, gathered = false;
-  bool d_fp8 = false;    // d holds e4m3 codes of values / d_scale, a byte each, as in GemmProblem
+  bool d_fp8 = false;  // d holds e4m3 codes of values / d_scale, a byte each, as in GemmProblem
   // Operands of 8 bits, whose d and bias have a type of their own.
   DataType d_type = DataType::kBF16;  // f16 or bf16
   int32_t a_group = 0;                // k of a scale of a row: 128, 64 or 32; 0: all of k
   bool b_blocks = false;              // e4m3: the weight has scales of blocks of 128 x 128
   bool fast_accum = false;            // e4m3: sums without other scales are left to the tensor core; else fp32 sums of 128 of k each
   bool d_groups = false;  // gated: d holds codes of `type`, with a scale for each group of columns of a row: d_group_of(kernel) of them
-  int64_t max_rows = 0;  // > 0, masked: expert e's rows are the first counts[e] of max_rows
+  int64_t max_rows = 0;   // > 0, masked: expert e's rows are the first counts[e] of max_rows
   int32_t a_alignment = 16, b_alignment = 16,
           d_alignment = 16;  // largest power of two (at most 16) that divides pointer and strides, in bytes
   WeightFormat b_format = WeightFormat::kDense;
@@ -60,12 +60,12 @@ struct GroupedOperands {
   float const* row_scale = nullptr;  // [rows], or null
   void const* bias = nullptr;        // [experts, n] of a's type, in the order of the weight's rows, or null
   int64_t bias_stride = 0;
-  // 8 bits. a_scale: of rows of a, gathered or not; masked, those of an expert's begin a_scale_expert_stride behind the last one's. b_scale:
-  // of an expert's rows of the weight, or of blocks as in GemmProblem, but those of gates and ups (up_offset) in any gate layout.
+  // 8 bits. a_scale: of rows of a, gathered or not; masked, those of an expert's begin a_scale_expert_stride behind the last one's.
+  // b_scale: of an expert's rows of the weight, or of blocks as in GemmProblem, but those of gates and ups (up_offset) in any gate layout.
   OperandScales a_scale, b_scale;
   int64_t a_scale_expert_stride = 0, b_scale_expert_stride = 0;
-  bool bias_f32 = false;       // bias is float32; else of d's 16-bit type
-  float* d_scales = nullptr;   // d_groups: [rows, groups]
+  bool bias_f32 = false;      // bias is float32; else of d's 16-bit type
+  float* d_scales = nullptr;  // d_groups: [rows, groups]
   int64_t d_scales_stride = 0;
   void* d = nullptr;  // [rows, n or n / 2]
   int64_t ldd = 0;

@@ -579,8 +579,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       for (int k = 0; k < kTileK / kMmaK; ++k) {
         CUTLASS_PRAGMA_UNROLL
         for (int block = kFrom; block < kTo; ++block) {
-          minfer::gemm::multiply<Op>(minfer::gemm::descriptor_of(a + at + kStepUnitsA * k + block * kBlockUnits), minfer::gemm::descriptor_of(b + at + kStepUnitsB * k),
-                                     sums + (block - kFrom) * kBlockValues, k == 0 ? keep : cute::GMMA::ScaleOut::One, numbers);
+          minfer::gemm::multiply<Op>(minfer::gemm::descriptor_of(a + at + kStepUnitsA * k + block * kBlockUnits),
+                                     minfer::gemm::descriptor_of(b + at + kStepUnitsB * k), sums + (block - kFrom) * kBlockValues,
+                                     k == 0 ? keep : cute::GMMA::ScaleOut::One, numbers);
         }
       }
       cute::warpgroup_commit_batch();

@@ -10,10 +10,11 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..planning.plan import DTYPE_NAMES, LAYOUTS, Problem, ScaledProblem, W4Problem
+from ..planning.plan import DTYPE_NAMES, LAYOUTS, NARROW_NAMES, Problem, ScaledProblem, W4Problem
 
 MOST_BYTES = 10**9  # of A, B, C and D of a 16-bit problem together
 MOST_FLOPS = 1.5e12  # some 2 ms on an H200
@@ -127,7 +128,10 @@ def calibration(seed: int) -> Iterator[Problem | W4Problem | ScaledProblem]:
 
 ROUTINGS = ("uniform", "zipf", "one_hot")  # one_hot: all tokens have the same experts
 GROUP_SIZE = 128  # of int4 weights
+BLOCK = 128  # of n and of k, that a scale of e4m3 weights is of where scales are of blocks
+D_GROUPS = (64, 32)  # of k of the codes that a gated product of 8-bit operands writes, and that the next product reads
 MOST_WEIGHT_BYTES = {"dense": 8 * 10**9, "int4": 4 * 10**9}  # of all experts
+MOST_NARROW_BYTES = 4 * 10**9  # the same of 8-bit weights
 MOST_ROW_BYTES = 2 * 10**9  # of the rows that are read, were they gathered, and of those that are written
 
 
@@ -136,7 +140,8 @@ class GroupedProblem:
     """A product of experts' weights [experts, n, k] and of tokens, each of which has ``top_k`` experts.
 
     ``n`` counts the weights' rows, so a gated output has n / 2 columns. ``gathered``: rows are read from the tokens by an index; otherwise
-    they lie in the order of the experts.
+    they lie in the order of the experts. Operands of 8 bits have float32 scales and a result in bfloat16. Scales of e4m3 are of ``a_group``
+    of k of a row, and of blocks of 128 x 128 of the weights; with an ``a_group`` of 0, and of int8, they are of rows and of columns.
     """
 
     experts: int
@@ -147,17 +152,33 @@ class GroupedProblem:
     routing: str = "uniform"
     gathered: bool = False
     gated: bool = False
-    weights: str = "dense"  # 16 bits, or int4 in groups of 128
+    weights: str = "dense"  # of dtype, or int4 in groups of 128
     dtype: torch.dtype = torch.bfloat16
+    a_group: int = 0
+
+    @property
+    def narrow(self) -> bool:
+        """Whether both operands have 8 bits."""
+        return self.dtype in NARROW_NAMES
+
+    @property
+    def dtype_name(self) -> str:
+        return (DTYPE_NAMES | NARROW_NAMES)[self.dtype]
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.narrow else self.dtype
 
     @property
     def op(self) -> str:
+        if self.narrow:
+            return "grouped_gemm_int8" if self.dtype == torch.int8 else "grouped_gemm_fp8"
         return "grouped_gemm" if self.weights == "dense" else "grouped_w4a16_gemm"
 
     @property
     def family(self) -> str:
         """Of its kernels."""
-        return "moe" if self.weights == "dense" else "moe_w4a16"
+        return "moe_scaled" if self.narrow else "moe" if self.weights == "dense" else "moe_w4a16"
 
     @property
     def rows(self) -> int:
@@ -176,13 +197,29 @@ class GroupedProblem:
         return 2 * self.rows * self.n * self.k
 
     @property
+    def a_bytes(self) -> int:
+        """Of the rows as they are read, without scales."""
+        return self.dtype.itemsize * self.a_rows * self.k
+
+    @property
+    def b_scales(self) -> tuple[int, ...]:
+        """The shape of one expert's scales, of 8-bit operands."""
+        if self.a_group == 0:
+            return (self.n,)
+        rows = 2 * -(-self.n // 2 // BLOCK) if self.gated else -(-self.n // BLOCK)
+        return rows, -(-self.k // BLOCK)
+
+    @property
     def expert_bytes(self) -> int:
         """Of one expert's weights, with their scales."""
+        if self.narrow:
+            return self.n * self.k + 4 * math.prod(self.b_scales)
         return 2 * self.n * self.k if self.weights == "dense" else self.n * self.k // 2 + 2 * self.n * (self.k // GROUP_SIZE)
 
     def __str__(self) -> str:
-        text = f"{self.tokens} tokens to {self.top_k} of {self.experts} experts, {self.n} x {self.k} {DTYPE_NAMES[self.dtype]}"
-        text += f" {self.weights}, {self.routing}"
+        text = f"{self.tokens} tokens to {self.top_k} of {self.experts} experts, {self.n} x {self.k} {self.dtype_name}"
+        scales = f"scales of {self.a_group}" if self.a_group else "scales of rows"
+        text += f" {scales if self.narrow else self.weights}, {self.routing}"
         return text + (", gathered" if self.gathered else "") + (", gated" if self.gated else "")
 
 
@@ -194,8 +231,12 @@ def grouped(seed: int, index: int) -> GroupedProblem:
     """
     rng = random.Random(f"grouped/{seed}/{index}")
     weights = "int4" if index // 3 % 3 == 2 else "dense"
-    multiple = 64 if weights == "dense" else 128
     gathered, gated = rng.random() < 0.5, rng.random() < 0.5
+    return _first_feasible_grouped(rng, 64 if weights == "dense" else 128, ROUTINGS[index % 3], gathered, gated, weights)
+
+
+def _first_feasible_grouped(rng: random.Random, multiple: int, *rest: Any) -> GroupedProblem:
+    """``multiple``: of n and k. ``rest``: what follows the sizes."""
     while True:
         experts = log_uniform(rng, 4, 256)
         problem = GroupedProblem(
@@ -204,15 +245,32 @@ def grouped(seed: int, index: int) -> GroupedProblem:
             log_uniform(rng, 1, 16384),
             log_uniform(rng, 256, 16384, multiple),
             log_uniform(rng, 256, 16384, multiple),
-            ROUTINGS[index % 3],
-            gathered,
-            gated,
-            weights,
+            *rest,
         )
-        row_bytes = 2 * problem.rows * problem.k, 2 * problem.rows * problem.columns
-        few_bytes = experts * problem.expert_bytes <= MOST_WEIGHT_BYTES[weights] and max(row_bytes) <= MOST_ROW_BYTES
+        row_bytes = problem.dtype.itemsize * problem.rows * problem.k, 2 * problem.rows * problem.columns
+        most_weight_bytes = MOST_NARROW_BYTES if problem.narrow else MOST_WEIGHT_BYTES[problem.weights]
+        few_bytes = experts * problem.expert_bytes <= most_weight_bytes and max(row_bytes) <= MOST_ROW_BYTES
         if few_bytes and problem.flops <= MOST_FLOPS:
             return problem
+
+
+_BLOCKS, _ROWS, _INT8 = (torch.float8_e4m3fn, BLOCK), (torch.float8_e4m3fn, 0), (torch.int8, 0)  # types and a_group
+_NARROW = (_BLOCKS, _ROWS, _BLOCKS, _BLOCKS, _INT8, _BLOCKS)
+
+
+def grouped_scaled(seed: int, index: int) -> GroupedProblem:
+    """Like :func:`grouped` of 8-bit operands, n and k multiples of 64: of eighteen problems twelve are e4m3 with scales of blocks, three
+    e4m3 and three int8 with scales of rows and columns.
+
+    A third of the ungated ones with blocks are what the second product of a layer is: scales of 64 or 32 of k, and rows in order.
+    """
+    rng = random.Random(f"grouped_scaled/{seed}/{index}")
+    dtype, a_group = _NARROW[index // 3 % len(_NARROW)]
+    gathered, gated = rng.random() < 0.5, rng.random() < 0.5
+    second, group = rng.random() < 1 / 3, rng.choice(D_GROUPS)
+    if second and a_group > 0 and not gated:
+        gathered, a_group = False, group
+    return _first_feasible_grouped(rng, 64, ROUTINGS[index % 3], gathered, gated, "dense", dtype, a_group)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------------------

@@ -139,21 +139,22 @@ struct ScaledStage {
   double us, column_us, tile_us, token_us;
 };
 ScaledStage scaled_stage_of(CostModel const& m, KernelInfo const& kernel) {
-  switch (kernel.tile_m * 1000 + kernel.tile_n) {
-    case 64016: return {m.stage_64x16_us, m.column_64x16_us, m.scaled_tile_64x16_us, m.scaled_token_64x16_us};
-    case 64064: return {m.stage_64x64_us, m.column_64x64_us, m.scaled_tile_64x64_us, m.scaled_token_64x64_us};
-    case 128128: return {m.stage_128x128_us, m.column_128x128_us, m.scaled_tile_128x128_us, m.scaled_token_128x128_us};
+  if (!kernel.swap && kernel.tile_m <= 128)
+    return {m.stage_rows_128_us, m.column_rows_128_us, m.scaled_tile_rows_128_us, m.scaled_token_rows_128_us};
+  if (!kernel.swap) return {m.stage_rows_256_us, m.column_rows_256_us, m.scaled_tile_rows_256_us, m.scaled_token_rows_256_us};
+  switch (kernel.tile_n) {
+    case 16: return {m.stage_64x16_us, m.column_64x16_us, m.scaled_tile_64x16_us, m.scaled_token_64x16_us};
+    case 64: return {m.stage_64x64_us, m.column_64x64_us, m.scaled_tile_64x64_us, m.scaled_token_64x64_us};
   }
-  return {m.stage_256x128_us, m.column_256x128_us, m.scaled_tile_256x128_us, m.scaled_token_256x128_us};
+  return {m.stage_128x128_us, m.column_128x128_us, m.scaled_tile_128x128_us, m.scaled_token_128x128_us};
 }
-/// Tokens by whose multiples the kernels' instructions grow: token_step of moe_scaled.toml.
-int token_step_of(KernelInfo const& kernel) { return kernel.tile_n <= 16 ? 8 : kernel.tile_m >= 256 ? 32 : 16; }
 
 double predict_scaled_us(CostModel const& m, KernelInfo const& kernel, GroupedProblem const& p, Routing const& routing,
                          DeviceProperties const& device, bool gather_first) {
-  double const workers = double(device.sm_count) * kernel.ctas_per_sm, weight_tiles = std::ceil(double(p.n) / kernel.tile_m);
+  int const tile_rows = kernel.swap ? kernel.tile_m : kernel.tile_n, tile_tokens = kernel.swap ? kernel.tile_n : kernel.tile_m;
+  double const workers = double(device.sm_count) * kernel.ctas_per_sm, weight_tiles = std::ceil(double(p.n) / tile_rows);
   double const lines = kernel.tile_k / 128.0, k_tiles = std::ceil(double(p.k) / kernel.tile_k) * lines;
-  int const step = token_step_of(kernel);
+  int const step = !kernel.swap ? 64 : kernel.tile_n <= 16 ? 8 : 16;  // token_step of moe_scaled.toml
   ScaledStage const stage = scaled_stage_of(m, kernel);
   double const active = active_of(routing);
   // CTAs that share an SM, each of which the tensor cores serve half of the time.
@@ -165,7 +166,8 @@ double predict_scaled_us(CostModel const& m, KernelInfo const& kernel, GroupedPr
   tiles.exact = routing.groups[0].exact;
   for (int i = 0; i < routing.count; ++i) {
     Routing::Group const& group = routing.groups[i];
-    double const token_tiles = expected_token_tiles(group, kernel.tile_n), tokens = std::ceil(group.rows / token_tiles / step) * step;
+    double const token_tiles = expected_token_tiles(group, tile_tokens);
+    double const tokens = std::ceil(group.rows / token_tiles / step) * step;
     double const mainloop_us = k_tiles * gathers * bound(stage.us * std::sqrt(sharing), stage.column_us * tokens * factor * sharing);
     tiles.add(group.experts * token_tiles * weight_tiles, mainloop_us,
               (p.gated ? m.scaled_gated : 1.0) * (stage.tile_us + stage.token_us * tokens));
@@ -233,7 +235,8 @@ Routing zipf_routing(CostModel const& m, GroupedProblem const& p, double top_k) 
 }
 
 double floor_us(GroupedProblem const& p, DeviceProperties const& device) {
-  return std::max(bytes_of(p, active_of(even_routing(p))) / device.read_bandwidth, 2.0 * p.rows * p.n * p.k / (device.matrix_rate * (has_8_bits(p) ? 2.0 : 1.0)));
+  return std::max(bytes_of(p, active_of(even_routing(p))) / device.read_bandwidth,
+                  2.0 * p.rows * p.n * p.k / (device.matrix_rate * (has_8_bits(p) ? 2.0 : 1.0)));
 }
 
 double predict_us(CostModel const& m, KernelInfo const& kernel, GroupedProblem const& p, Routing const& routing,

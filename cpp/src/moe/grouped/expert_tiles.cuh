@@ -81,7 +81,8 @@ struct ExpertTiles {
 
   /// expert: that of an earlier tile, from which the search begins; then this one's.
   static __device__ ExpertTile at(Storage const& storage, ExpertRows const& rows, int weight_tiles, int32_t tile, int& expert) {
-    int low = expert, high = storage.first_tile[expert + 1] > tile ? expert + 1 : rows.experts;  // first_tile[low] <= tile < first_tile[high]
+    int low = expert,
+        high = storage.first_tile[expert + 1] > tile ? expert + 1 : rows.experts;  // first_tile[low] <= tile < first_tile[high]
     while (high - low > 1) {
       int const middle = (low + high) / 2;
       if (storage.first_tile[middle] <= tile) {

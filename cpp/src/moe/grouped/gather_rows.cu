@@ -46,8 +46,8 @@ Status gather_rows(void const* a, int64_t a_stride, int64_t a_rows, int32_t cons
   shape.threads = kThreads;
   shape.programmatic = programmatic;
   shape.stream = stream;
-  return launch(shape, "launch of gather_rows", &gather_rows_kernel, static_cast<uint4 const*>(a), a_stride / 16, a_rows, gather,
-                rows, int32_t(row_bytes / 16), static_cast<uint4*>(out));
+  return launch(shape, "launch of gather_rows", &gather_rows_kernel, static_cast<uint4 const*>(a), a_stride / 16, a_rows, gather, rows,
+                int32_t(row_bytes / 16), static_cast<uint4*>(out));
 }
 
 }  // namespace minfer::moe

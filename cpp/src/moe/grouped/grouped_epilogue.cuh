@@ -302,8 +302,8 @@ struct GroupedEpilogue {
     write<kBlocks>(8 * q + r, 4 * mi + thread / 32, packed);
   }
 
-  /// Chunks of tokens, one after the other. The loop is not unrolled: each chunk's instructions would be fetched anew, which takes longer than
-  /// they do (128 x 128 tiles of 8-bit operands: 3.8 us a tile). Accumulators move up for the next chunk instead; they are lost.
+  /// Chunks of tokens, one after the other. The loop is not unrolled: each chunk's instructions would be fetched anew, which takes longer
+  /// than they do (128 x 128 tiles of 8-bit operands: 3.8 us a tile). Accumulators move up for the next chunk instead; they are lost.
   template <class Accumulator>
   __device__ void store(Accumulator& accumulator, ExpertTile const& tile, int first_row) {
     int const lane = thread % 32, warp = thread / 32;
@@ -320,8 +320,7 @@ struct GroupedEpilogue {
         for (int e = 0; e < 2; ++e) {
           int const token = 8 * j + 2 * (lane % 4) + e;
           scale[j][e] = 1.0f;
-          if (params.row_scale != nullptr && token < left)
-            scale[j][e] = load_operand(params.row_scale + tile.row + chunk * kChunk + token);
+          if (params.row_scale != nullptr && token < left) scale[j][e] = load_operand(params.row_scale + tile.row + chunk * kChunk + token);
         }
       }
       synchronize();  // the previous chunk has been read
@@ -409,7 +408,8 @@ struct GroupedEpilogue {
         for (int w = 1; w < 4; ++w) most = fmaxf(most, storage->largest[w][token]);
         float const of_group = most * (1.0f / largest_code);
         factor[e] = code_factor(of_group, reciprocal_without_call(of_group));
-        if (warp == 0 && lane < 4 && token < left) params.group_scales[(tile.row + chunk * kChunk + token) * params.group_stride + group] = of_group;
+        if (warp == 0 && lane < 4 && token < left)
+          params.group_scales[(tile.row + chunk * kChunk + token) * params.group_stride + group] = of_group;
       }
 #pragma unroll
       for (int mi = 0; mi < kMmaM; ++mi) {

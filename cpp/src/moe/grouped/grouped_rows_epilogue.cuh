@@ -2,8 +2,8 @@
 //
 // Accumulator e + 2 h + 4 j of a block of 64 tokens is token 16 warp + 8 h + lane / 4, column 8 j + 2 (lane % 4) + e. A block is staged by
 // stmatrix as [token][64 columns], 16-byte units at u ^ token % 8, and leaves by a TMA store where the tile has all of its tokens, else as
-// whole units by the threads, since rows behind the tile's last token belong to the next expert; where it is not gated, in two parts. Codes' scales of groups: a group is what a token
-// has of a tile, kColumns / 2 outputs, in the registers of four lanes.
+// whole units by the threads, since rows behind the tile's last token belong to the next expert; where it is not gated, in two parts.
+// Codes' scales of groups: a group is what a token has of a tile, kColumns / 2 outputs, in the registers of four lanes.
 #pragma once
 
 #include <cuda.h>
@@ -63,8 +63,8 @@ struct GroupedRowsEpilogue {
     /// The tile's first token of a block.
     __device__ int token(int block) const { return (block * kGroups + group) * kTokens; }
   };
-  /// What loops depend on is the same in a warp, and the compiler is to know that: else the mainloop, which follows for the next tile, counts
-  /// as diverged, and its descriptors are not computed in uniform registers.
+  /// What loops depend on is the same in a warp, and the compiler is to know that: else the mainloop, which follows for the next tile,
+  /// counts as diverged, and its descriptors are not computed in uniform registers.
   static __device__ Output locate(ExpertTile tile, int group) {
     tile.tokens = __shfl_sync(0xffffffffu, tile.tokens, 0);
     return {tile, tile.weight_tile * kColumns, __shfl_sync(0xffffffffu, group, 0)};
@@ -98,7 +98,8 @@ struct GroupedRowsEpilogue {
           }
         } else {
           synchronize();
-          copy_staged_rows<Element::Type, kTokens>(params, staged, kRowBytes, kStaged / 8, row, left < kTokens ? left : kTokens, column, thread);
+          copy_staged_rows<Element::Type, kTokens>(params, staged, kRowBytes, kStaged / 8, row, left < kTokens ? left : kTokens, column,
+                                                   thread);
         }
       };
       store_block(accumulator, at, block, factor, copy);
@@ -232,7 +233,8 @@ struct GroupedRowsEpilogue {
   __device__ void write(int j, uint32_t const (&d)[4]) const {
     int const lane = thread % 32, token = thread / 32 * 16 + lane % 16, unit = j + lane / 16;
     uint32_t const address = cute::cast_smem_ptr_to_uint(staged) + token * kRowBytes + (unit ^ token % 8) * 16;
-    asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
+    asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(d[0]), "r"(d[1]), "r"(d[2]),
+                 "r"(d[3])
                  : "memory");
   }
 };

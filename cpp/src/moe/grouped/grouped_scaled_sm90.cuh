@@ -1,5 +1,5 @@
-// Grouped GEMM of 8-bit operands for sm_90a: d[rows of expert e] = epilogue(a[rows of e] . b[e]) with scales; e4m3 or int8; persistent, warp
-// specialised, WGMMA.
+// Grouped GEMM of 8-bit operands for sm_90a: d[rows of expert e] = epilogue(a[rows of e] . b[e]) with scales; e4m3 or int8; persistent,
+// warp specialised, WGMMA.
 //
 // Composition (gemm/kernel_sm90.cuh has the warp roles and walks): the CollectiveMma specialisation of mainloop_scaled_sm90.cuh,
 // GroupedCollectiveEpilogue, ExpertTileScheduler. Consumers are two that share a tile's rows; or one alone, with a second such CTA on the
@@ -26,17 +26,18 @@ using ScaledMainloopSm90 = cutlass::gemm::collective::CollectiveMma<
     void, cute::identity, cute::SM90_TMA_LOAD, void, void, cute::identity>;
 
 template <class Config, class Mainloop = ScaledMainloopSm90<Config>>
-using ScaledEpilogueSm90 =
-    cute::conditional_t<Config::kSwap,
-                        GroupedCollectiveEpilogue<AnyFloat16, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers, false,
-                                                  true, Config::kStagedTokens>,
-                        GroupedRowsEpilogue<Mainloop::kMmaM, Mainloop::kWeightRows <= 128 ? Mainloop::kWeightRows : 128, Mainloop::kConsumers>>;
+using ScaledEpilogueSm90 = cute::conditional_t<
+    Config::kSwap,
+    GroupedCollectiveEpilogue<AnyFloat16, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers, false, true,
+                              Config::kStagedTokens>,
+    GroupedRowsEpilogue<Mainloop::kMmaM, Mainloop::kWeightRows <= 128 ? Mainloop::kWeightRows : 128, Mainloop::kConsumers>>;
 
 template <class Config, class Mainloop = ScaledMainloopSm90<Config>>
 struct GroupedScaledSm90
-    : gemm::GemmKernelSm90<Mainloop, ScaledEpilogueSm90<Config>,
-                           ExpertTileScheduler<ExpertTiles<Mainloop::kTokens, Mainloop::kStep, panel_of(Mainloop::kWeightRows, Mainloop::kTokens)>,
-                                               Config::kThreads>> {
+    : gemm::GemmKernelSm90<
+          Mainloop, ScaledEpilogueSm90<Config>,
+          ExpertTileScheduler<ExpertTiles<Mainloop::kTokens, Mainloop::kStep, panel_of(Mainloop::kWeightRows, Mainloop::kTokens)>,
+                              Config::kThreads>> {
   static_assert(GroupedScaledSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 
@@ -87,7 +88,8 @@ Status launch_grouped_scaled_sm90(GroupedLaunchArguments const& arguments) {
     auto const size = [](int64_t count, int64_t stride) { return double(count) * double(stride < 0 ? -stride : stride); };
     double const experts = double(problem.experts);
     double const rows = problem.max_rows > 0 ? size(problem.max_rows, of_a.row_stride) : size(arguments.scale_rows, of_a.row_stride);
-    double const of_rows = rows + size(scales.groups, of_a.k_stride) + (problem.max_rows > 0 ? size(problem.experts, operands.a_scale_expert_stride) : 0);
+    double const of_rows =
+        rows + size(scales.groups, of_a.k_stride) + (problem.max_rows > 0 ? size(problem.experts, operands.a_scale_expert_stride) : 0);
     double const of_weight = experts * size(1, operands.b_scale_expert_stride) + size(scales.n / gemm::kScaleBlock + 1, of_b.row_stride) +
                              size(scales.blocks, of_b.k_stride) + size(1, of_b.up_offset);
     if ((of_a.blocks && of_rows >= 2147483648.0) || (of_b.blocks && of_weight >= 2147483648.0)) {

@@ -16,7 +16,8 @@ struct GroupedLaunchArguments {
   Stream stream;
 };
 
-/// out[r] = a[gather[r]], rows of row_bytes, zeros where a has no such row of its a_rows, a_stride bytes apart. All are multiples of 16 bytes.
+/// out[r] = a[gather[r]], rows of row_bytes, zeros where a has no such row of its a_rows, a_stride bytes apart. All are multiples of 16
+/// bytes.
 Status gather_rows(void const* a, int64_t a_stride, int64_t a_rows, int32_t const* gather, int64_t rows, int64_t row_bytes, void* out,
                    bool programmatic, Stream stream);
 

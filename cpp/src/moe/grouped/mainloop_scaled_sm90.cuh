@@ -1,16 +1,16 @@
 // Mainloop of the grouped GEMM of 8-bit operands for sm_90: e4m3 or int8, an expert's weights by TMA, its tokens by TMA where they lie in
 // order, row by row by cp.async where they are gathered; WGMMA with both operands in shared memory.
 //
-// Swapped, as in mainloop_sm90.cuh, the weights' rows are the MMA's m and the tokens its n, and a tile computes as many tokens as it has, in
-// steps of kStep. Else tokens are its m, in blocks of 64 that take turns at the warpgroups: of many tokens each thread then needs the scales
-// of two for a block, and not those of all, whose way out of shared memory takes longer than the MMAs leave time for (128 x 128 tiles: 256
-// of 512 cycles of its bandwidth). A stage is kTileK bytes of k of both, in lines of 128, and the scales of its tokens.
-// Sums. WGMMA's sums of e4m3 keep about 14 bits: those of 128 of k are added up in fp32 (promotion), times their scales where operands are
-// scaled by groups of k; a launch may leave that out (fast). int8's sums are integers; they are added up in fp32 only where tokens are
-// scaled by groups of k. A group of a token is 128, 64 or 32 of k, one of the weight 128 rows and 128 of k (block_scales.cuh).
-// Scales. Those of a stage's tokens are copied behind it by warps of the producer's warpgroup, one cp.async each, so that any strides, rows
-// that are gathered and all stages at once are the same to them: one warp, or, where no rows are gathered, all. Likewise the weight's: one
-// number, or one for gates and one for ups, of all rows of a tile.
+// Swapped, as in mainloop_sm90.cuh, the weights' rows are the MMA's m and the tokens its n, and a tile computes as many tokens as it has,
+// in steps of kStep. Else tokens are its m, in blocks of 64 that take turns at the warpgroups: of many tokens each thread then needs the
+// scales of two for a block, and not those of all, whose way out of shared memory takes longer than the MMAs leave time for (128 x 128
+// tiles: 256 of 512 cycles of its bandwidth). A stage is kTileK bytes of k of both, in lines of 128, and the scales of its tokens. Sums.
+// WGMMA's sums of e4m3 keep about 14 bits: those of 128 of k are added up in fp32 (promotion), times their scales where operands are scaled
+// by groups of k; a launch may leave that out (fast). int8's sums are integers; they are added up in fp32 only where tokens are scaled by
+// groups of k. A group of a token is 128, 64 or 32 of k, one of the weight 128 rows and 128 of k (block_scales.cuh). Scales. Those of a
+// stage's tokens are copied behind it by warps of the producer's warpgroup, one cp.async each, so that any strides, rows that are gathered
+// and all stages at once are the same to them: one warp, or, where no rows are gathered, all. Likewise the weight's: one number, or one for
+// gates and one for ups, of all rows of a tile.
 // Pipeline: full (TMA's bytes, an arrival of each gathering thread and of each thread that copies scales), empty (one arrival of each
 // consumer warp). A warpgroup adds the sums of one block of 64 rows while the tensor cores work for the others: those of its CTA, or of the
 // other CTA on the SM.
@@ -49,17 +49,17 @@ struct MainloopSm90TmaScaledExperts {
 
 /// Scales of the groups of tokens, and of the blocks of experts' weights.
 struct ExpertScales {
-  gemm::ScaleView tokens;    // of rows of a, and of groups of k; data is null: 1
-  int64_t expert_offset;     // masked: from where an expert's rows would begin, were they numbered through, to where they do
-  int32_t const* gather;     // the row of a that a row of d is of, or null
-  int32_t rows;              // of a
-  int32_t groups;            // of a row
-  int32_t parts;             // groups in 128 of k: 1, 2 or 4
-  int32_t blocks;            // of 128 of k
-  gemm::ScaleView weight;    // of an expert's blocks
-  int64_t expert_stride;     // to the next expert's
-  int64_t up_offset;         // gated: from the gates' to the ups'
-  int32_t n;                 // rows of an expert's weight that share its blocks: gated, half of them
+  gemm::ScaleView tokens;  // of rows of a, and of groups of k; data is null: 1
+  int64_t expert_offset;   // masked: from where an expert's rows would begin, were they numbered through, to where they do
+  int32_t const* gather;   // the row of a that a row of d is of, or null
+  int32_t rows;            // of a
+  int32_t groups;          // of a row
+  int32_t parts;           // groups in 128 of k: 1, 2 or 4
+  int32_t blocks;          // of 128 of k
+  gemm::ScaleView weight;  // of an expert's blocks
+  int64_t expert_stride;   // to the next expert's
+  int64_t up_offset;       // gated: from the gates' to the ups'
+  int32_t n;               // rows of an expert's weight that share its blocks: gated, half of them
 };
 
 }  // namespace minfer::moe
@@ -90,11 +90,11 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static constexpr int kGroupM = kTileM / kConsumers, kMmaM = kGroupM / 64;  // rows of a warpgroup, and blocks of 64 of them
   static constexpr int kStep = Config::kTokenStep;                           // tokens of a tile are rounded up to these
   static constexpr int kSmallBox = kStep < 16 ? 8 : 16, kLargeBox = kTokens >= 64 ? 64 : kSmallBox;  // rows of TMA's loads of tokens
-  static constexpr int kLine = 128, kHalves = kTileK / kLine;                // bytes of a line, lines of a stage
-  static constexpr int kBlockValues = kTileN / 2, kValues = kMmaM * kBlockValues;  // accumulators of a thread
+  static constexpr int kLine = 128, kHalves = kTileK / kLine;                                        // bytes of a line, lines of a stage
+  static constexpr int kBlockValues = kTileN / 2, kValues = kMmaM * kBlockValues;                    // accumulators of a thread
   static constexpr int kMmaK = 32, kMmas = kLine / kMmaK;
   static constexpr int kMostParts = kLine / Config::kLeastGroup;  // groups of a token in 128 of k
-  using Sum = cute::conditional_t<kIntegers, uint32_t, float>;  // of the MMA, in registers
+  using Sum = cute::conditional_t<kIntegers, uint32_t, float>;    // of the MMA, in registers
   static_assert(sizeof(Element) == 1 && kGroupM % 64 == 0 && kTokens % kLargeBox == 0 && kTokens % kStep == 0 && kTileK % kLine == 0);
   static_assert(minfer::gemm::kScaleBlock % kWeightRows == 0, "a tile's rows of the weight share the scale of a block");
   static constexpr int kStageScales = kMostParts * kTokens + 4;  // of a line: those of tokens, then of the weight's gates and ups
@@ -194,8 +194,8 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
         int const column = k * kTileK + half * kLine;
         Element* const weights = &storage.weights[state.index][half * kWeightRows * kLine];
         if (init.gated) {
-          cute::SM90_TMA_LOAD_5D::copy(&params.weights, full, inputs.hint, weights, column, 0, 0, inputs.tile.weight_tile * (kWeightRows / 16),
-                                       inputs.tile.expert);
+          cute::SM90_TMA_LOAD_5D::copy(&params.weights, full, inputs.hint, weights, column, 0, 0,
+                                       inputs.tile.weight_tile * (kWeightRows / 16), inputs.tile.expert);
         } else {
           cute::SM90_TMA_LOAD_3D::copy(&params.weights, full, inputs.hint, weights, column, inputs.tile.weight_tile * kWeightRows,
                                        inputs.tile.expert);
@@ -281,8 +281,8 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     }
   }
 
-  /// The scales of all tiles, by so many warps. Those behind k, or of a row that a does not have, are 0. Few instructions: this is as fast as
-  /// the consumers ever are.
+  /// The scales of all tiles, by so many warps. Those behind k, or of a row that a does not have, are 0. Few instructions: this is as fast
+  /// as the consumers ever are.
   template <int kWarps, class Storage, class WorkItems>
   static CUTLASS_DEVICE void copy_scales(Params const& params, Storage& storage, WorkItems const& items, int thread) {
     constexpr int kThreadsOf = 32 * kWarps, kOfThread = (kTokens + kThreadsOf - 1) / kThreadsOf;  // tokens
@@ -401,7 +401,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
           CUTLASS_PRAGMA_UNROLL
           for (int block = 0; block < kMmaM; ++block) {
             issue<kColumns, kMmas>(a + stage * kStageUnitsA + half * kHalfUnitsA + block * kSlabUnits,
-                                  b + stage * kStageUnitsB + half * kHalfUnitsB, sums + block * kBlockValues, keep);
+                                   b + stage * kStageUnitsB + half * kHalfUnitsB, sums + block * kBlockValues, keep);
           }
         }
         cute::warpgroup_commit_batch();
@@ -434,7 +434,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
               uint32_t const along = 2 * uint32_t(part * kPartMmas);
               cute::warpgroup_arrive();
               issue<kColumns, kPartMmas>(a + stage * kStageUnitsA + half * kHalfUnitsA + block * kSlabUnits + along,
-                                        b + stage * kStageUnitsB + half * kHalfUnitsB + along, sums, cute::GMMA::ScaleOut::Zero);
+                                         b + stage * kStageUnitsB + half * kHalfUnitsB + along, sums, cute::GMMA::ScaleOut::Zero);
               cute::warpgroup_commit_batch();
               float const* const line = storage.scales[stage][half];
               float const *const factors = line + part * kTokens, *const weight = line + kMostParts * kTokens;
@@ -458,9 +458,9 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     }
   }
 
-  /// Accumulators lie in the other bank of registers than the sums that are added to them: an FFMA of three operands from one bank takes two
-  /// cycles. Sums begin at an even register, as the MMA wants them. The compiler places what an access of 8 bytes has in such a pair, so that
-  /// an access to each two accumulators, the second first, moves them by one. It is never executed.
+  /// Accumulators lie in the other bank of registers than the sums that are added to them: an FFMA of three operands from one bank takes
+  /// two cycles. Sums begin at an even register, as the MMA wants them. The compiler places what an access of 8 bytes has in such a pair,
+  /// so that an access to each two accumulators, the second first, moves them by one. It is never executed.
   template <class Storage, class Accumulator>
   static CUTLASS_DEVICE void keep_in_other_bank(Params const& params, Storage& storage, Accumulator const& accumulator) {
     if (params.never) {
@@ -573,8 +573,8 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   }
   /// The loop of the launch's scales.
   template <int kColumns, class Storage, class Accumulator, class Output>
-  static CUTLASS_DEVICE void choose(Params const& params, Storage& storage, PipelineState const& ring, Accumulator& accumulator, int k_tiles,
-                                    Output const& output, int slab, int thread) {
+  static CUTLASS_DEVICE void choose(Params const& params, Storage& storage, PipelineState const& ring, Accumulator& accumulator,
+                                    int k_tiles, Output const& output, int slab, int thread) {
     auto const run = [&](auto adds) {
       multiply<kColumns, decltype(adds)::value>(params, storage, ring, accumulator, k_tiles, output, slab, thread);
     };
@@ -583,7 +583,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     } else if (params.scales.parts == 2) {
       run(cute::integral_constant<Adds, Adds::kHalves>{});
     } else if (kMostParts == 4 && params.scales.parts == 4) {
-      run(cute::integral_constant<Adds, kMostParts == 4 ? Adds::kQuarters : Adds::kHalves>{});
+      run(cute::integral_constant < Adds, kMostParts == 4 ? Adds::kQuarters : Adds::kHalves > {});
     } else if (kIntegers || (copies_scales(params) && !params.gated)) {
       run(cute::integral_constant<Adds, Adds::kScaled>{});
     } else if constexpr (!kIntegers) {

@@ -33,7 +33,8 @@ char const* illegal(KernelInfo const& kernel, GroupedProblem const& p, DevicePro
   if (has_8_bits(p) && p.a_group > 0 && p.a_group < kernel.group_multiple) return "its scales of rows are of larger groups";
   if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
   if (kernel.arch >= 90) {
-    if ((p.a_alignment < 16 || p.b_alignment < 16) && (!has_8_bits(p) || p.k > 0)) return "an operand's pointer or stride is not a multiple of 16 bytes";
+    if ((p.a_alignment < 16 || p.b_alignment < 16) && (!has_8_bits(p) || p.k > 0))
+      return "an operand's pointer or stride is not a multiple of 16 bytes";
     if (!has_8_bits(p) && (p.k % 8 != 0 || p.k == 0)) return "k is not a positive multiple of 8";
     if (quantised(p) && p.n % 8 != 0) return "n is not a multiple of 8";
     if (p.gated && p.n % 16 != 0) return "half of n is not a multiple of 8";
@@ -203,8 +204,7 @@ Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& devic
                            quantised(problem)    ? name_of(problem.b_format)
                            : has_8_bits(problem) ? "8-bit"
                                                  : "16-bit",
-                           (long long)problem.n, device.compute_major,
-                           device.compute_minor, build_archs()[0] ? build_archs() : "none");
+                           (long long)problem.n, device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
   }
   std::snprintf(plan->reason, sizeof(plan->reason),
                 "least expected loss of %d candidates, whatever the routing; if even, %.1f us, floor %.1f us", count, plan->predicted_us,
@@ -230,8 +230,8 @@ Status run_grouped(GroupedPlan const& plan, GroupedProblem const& problem, Group
                              plan.workspace_bytes);
     }
     int64_t const bytes = size_of(problem.type);
-    Status const status = moe::gather_rows(operands.a, operands.lda * bytes, operands.a_rows, operands.gather, problem.rows, problem.k * bytes,
-                                           workspace, programmatic && device.compute_capability() >= 90, stream);
+    Status const status = moe::gather_rows(operands.a, operands.lda * bytes, operands.a_rows, operands.gather, problem.rows,
+                                           problem.k * bytes, workspace, programmatic && device.compute_capability() >= 90, stream);
     if (!status.ok()) return status;
     launched.gathered = false;
     rows.gather = nullptr;

@@ -86,8 +86,8 @@ struct RowGather {
 #pragma unroll 1
       for (int i = 0; i < k_tiles; ++i) {
         cutlass::arch::ClusterBarrier::wait(&stages.empty[ring.index], ring.phase);
-        load(stages.tokens + ring.index * (kRows * kHalves * 128), stages.source, from.a, i * kHalves * (128 / int(sizeof(Element))), from.k, rows,
-             thread);
+        load(stages.tokens + ring.index * (kRows * kHalves * 128), stages.source, from.a, i * kHalves * (128 / int(sizeof(Element))),
+             from.k, rows, thread);
         cutlass::arch::cpasync_barrier_arrive_noinc(&stages.full[ring.index]);
         ring.advance();
       }
