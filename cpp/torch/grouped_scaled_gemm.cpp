@@ -1,4 +1,7 @@
 // GEMMs of many experts at once of 8-bit operands with scales, e4m3 and int8, and a layer of such experts; on CUDA tensors.
+#include <algorithm>
+#include <tuple>
+
 #include "core/operators.h"
 #include "core/torch_calls.h"
 #include "fused.h"
@@ -119,6 +122,58 @@ void set_codes(GroupedCall* call, char const* name, Tensor const& weight, bool t
   strides[n_mode] = row;
   strides[k_mode] = 1;
   set_weight(call, name, copy_with_strides(call->op, name, weight, strides, p.experts * p.n * row), transposed);
+}
+
+/// Gates and ups of a number that is no multiple of 8 get rows of zeros behind them, as kernels take 8 of each at a time: copies of the
+/// weight, its rows' scales and the bias, of which d is then wider. Outputs of such rows are 0.
+struct PaddedGates {
+  int64_t half, padded;
+
+  explicit PaddedGates(GroupedProblem const& p) : half(p.n / 2), padded(round_up(half, 8)) {}
+  bool needed(GroupedProblem const& p) const { return p.gated && half != padded; }
+
+  /// x is [experts, n, k], or [experts, n] with k = 1, of these strides; the copy is [experts, 2, padded, row].
+  Tensor copy(char const* op, char const* name, Tensor const& x, int64_t experts, int64_t k, int64_t row, Shape strides,
+              GateLayout layout) const {
+    bool const alternating = layout == GateLayout::kAlternating;
+    Tensor const to = allocate(op, x, {experts, 2, padded, row}, x.scalar_type(), "a padded copy of ", name, " ", x);
+    fill_with_zeros(op, name, to);
+    int64_t const line = strides[1];
+    Tensor const from = view_of(op, name, x, {experts, 2, half, k},
+                                {strides[0], alternating ? line : half * line, alternating ? 2 * line : line, strides[2]});
+    copy_into(op, name, view_of(op, name, to, {experts, 2, half, k}, {2 * padded * row, padded * row, row, 1}), from);
+    return to;
+  }
+};
+
+/// The weight with such rows, and what belongs to them.
+void set_padded_weight(GroupedCall* call, char const* name, Tensor const& weight, bool transposed, char const* scale_name,
+                       Tensor const& scale, char const* bias_name, std::optional<Tensor> const& bias) {
+  GroupedProblem& p = call->problem;
+  GroupedOperands& o = call->operands;
+  char const* op = call->op;
+  PaddedGates const gates(p);
+  int64_t const n_mode = transposed ? 2 : 1, k_mode = transposed ? 1 : 2, row = round_up(std::max<int64_t>(p.k, 1), 16),
+                experts = p.experts;
+  Tensor const padded =
+      gates.copy(op, name, weight, experts, p.k, row, {weight.stride(0), weight.stride(n_mode), weight.stride(k_mode)}, o.gate_layout);
+  o.b = call->held.keep(padded);
+  o.ldb = row;
+  o.b_expert_stride = 2 * gates.padded * row;
+  p.b_alignment = 16;
+  if (!o.b_scale.blocks && o.b_scale.row_stride != 0) {
+    Tensor const rows = gates.copy(op, scale_name, scale, experts, 1, 1, {o.b_scale_expert_stride, o.b_scale.row_stride, 1}, o.gate_layout);
+    o.b_scale.data = call->held.keep(rows);
+    o.b_scale.row_stride = 1;
+    o.b_scale_expert_stride = 2 * gates.padded;
+  }
+  if (bias) {
+    Tensor const rows = gates.copy(op, bias_name, *bias, experts, 1, 1, {bias->stride(0), bias->stride(1), 1}, o.gate_layout);
+    o.bias = call->held.keep(rows);
+    o.bias_stride = 2 * gates.padded;
+  }
+  o.gate_layout = GateLayout::kHalves;
+  p.n = 2 * gates.padded;
 }
 
 bool is_8bit(ScalarType type) { return type == ScalarType::Float8_e4m3fn || type == ScalarType::Char; }
@@ -286,9 +341,30 @@ GroupedCall described(Arguments const& x, Checked const& c, ScalarType narrow) {
     set_row_scale(&call, x.names, x.a_scale, {x.a.size(0)}, x.a);
   }
   set_weight_scale(&call, x.names, x.b_scale, x.a);
-  set_codes(&call, "b", x.b, true);
+  if (PaddedGates(p).needed(p)) {
+    set_padded_weight(&call, "b", x.b, true, "b_scale", x.b_scale, "bias", x.bias);
+  } else {
+    set_codes(&call, "b", x.b, true);
+  }
   set_code_rows(&call, x.a);
   return call;
+}
+
+/// Runs into `out`, whose rows are `row` elements apart. A wider d is a tensor of its own, of which out gets its columns; `keeps`: rows that
+/// are not computed keep what out holds.
+void run_to(Arguments const& x, Checked const& c, GroupedCall& call, Tensor const& out, int64_t row, bool keeps, OnDevice const& on) {
+  int64_t const columns = c.columns(x.gated), wide = call.columns();
+  if (columns == wide || c.rows == 0 || columns == 0) {
+    launch(call, x.kernel, out, row, on);
+    return;
+  }
+  char const* op = x.names.op;
+  Tensor const d = allocate(op, out, {c.rows, wide}, c.type, "the output with padded gates of a ", x.a, " and b ", x.b);
+  Tensor const inside = view_of(op, "the output", d, {c.rows, columns}, {wide, 1}),
+               rows = view_of(op, "out", out, {c.rows, columns}, {row, 1});
+  if (keeps) copy_into(op, "out", inside, rows);
+  launch(call, x.kernel, d, wide, on);
+  copy_into(op, "out", rows, inside);
 }
 
 Tensor into_new(Arguments const& x) {
@@ -296,10 +372,15 @@ Tensor into_new(Arguments const& x) {
   Checked const c = check(x, narrow);
   OnDevice const on(x.names.op, x.a);
   GroupedCall call = described(x, c, narrow[0]);
-  if (!x.masked()) return launch(call, x.kernel, x.a, on);
-  Tensor const out = allocate(x.names.op, x.a, {c.experts, c.max_rows, call.columns()}, c.type, "the output of a ", x.a, " and b ", x.b);
+  int64_t const columns = c.columns(x.gated);
+  if (!x.masked()) {
+    Tensor const out = allocate(x.names.op, x.a, {c.rows, columns}, c.type, "the output of a ", x.a, " and b ", x.b);
+    run_to(x, c, call, out, columns, false, on);
+    return out;
+  }
+  Tensor const out = allocate(x.names.op, x.a, {c.experts, c.max_rows, columns}, c.type, "the output of a ", x.a, " and b ", x.b);
   fill_with_zeros(x.names.op, "the output", out);
-  launch(call, x.kernel, out, call.columns(), on);
+  run_to(x, c, call, out, columns, true, on);
   return out;
 }
 
@@ -341,7 +422,7 @@ Tensor into_given(Arguments x, Tensor const& out) {
   apart("out_scale", x.out_scale);
   OnDevice const on(op, x.a);
   GroupedCall call = described(x, c, narrow[0]);
-  launch(call, x.kernel, out, row, on);
+  run_to(x, c, call, out, row, x.masked(), on);
   return out;
 }
 
@@ -468,7 +549,11 @@ Tensor run_scaled_layer(char const* op, ScalarType codes, Tensor const& x, Tenso
     std::tie(q, q_scale) = quantize_rows(op, x, quant, on);
   }
   set_row_scale(&up, {op, "x", "w13", "x_scale", "w13_scale"}, q_scale, {tokens}, x);
-  set_codes(&up, "w13", w13, false);
+  if (PaddedGates(up.problem).needed(up.problem)) {
+    set_padded_weight(&up, "w13", w13, false, "w13_scale", w13_scale, "b13", b13);
+  } else {
+    set_codes(&up, "w13", w13, false);
+  }
   set_codes(&down, "w2", w2, false);
   LayerArguments const arguments{q, weights, ids, b13, b2, activation, gate_layout};
   return run_layer(op, arguments, up, down, out, on);

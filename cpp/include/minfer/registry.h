@@ -36,7 +36,7 @@ struct KernelInfo {
   DataType ab_type;
   Major a_major, b_major;          // of the caller's A and B
   WeightFormat b_format;           // of B; attention: of the KV cache
-  int32_t group_multiple;          // quantised B: k per scale must be a multiple of this, or all of k
+  int32_t group_multiple;          // quantised B: k per scale must be a multiple of this, or all of k; moe_scaled: k per scale of a row
   bool swap;                       // computes D^T = B^T.A^T: the caller's n is on the tile's M side, his m on its N side
   int32_t column_step;             // > 0: a launch chooses the tiles' columns, multiples of this up to tile_n; 0: they are tile_n
   int32_t tile_m, tile_n, tile_k;  // attention: queries, keys, head_dim; fused: 1, elements of a thread, 1;

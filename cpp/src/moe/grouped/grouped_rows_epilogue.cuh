@@ -83,7 +83,10 @@ struct GroupedRowsEpilogue {
 
   template <class Accumulator>
   __device__ void store(Accumulator& accumulator, Output const& at) {
-    asm volatile("cp.async.wait_all;" ::: "memory");  // before a barrier that makes the lines everyone's
+    if (Lines::needed(params)) {
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      synchronize();  // the lines are everyone's
+    }
     float const factor = params.d_scale != nullptr ? gemm::load_code_factor(params.d_scale) : 0.0f;
 #pragma unroll 1
     for (int block = 0; block < kBlocks && at.token(block) < at.tile.tokens; ++block) {

@@ -4,13 +4,13 @@
 // Swapped, as in mainloop_sm90.cuh, the weights' rows are the MMA's m and the tokens its n, and a tile computes as many tokens as it has,
 // in steps of kStep. Else tokens are its m, in blocks of 64 that take turns at the warpgroups: of many tokens each thread then needs the
 // scales of two for a block, and not those of all, whose way out of shared memory takes longer than the MMAs leave time for (128 x 128
-// tiles: 256 of 512 cycles of its bandwidth). A stage is kTileK bytes of k of both, in lines of 128, and the scales of its tokens. Sums.
-// WGMMA's sums of e4m3 keep about 14 bits: those of 128 of k are added up in fp32 (promotion), times their scales where operands are scaled
-// by groups of k; a launch may leave that out (fast). int8's sums are integers; they are added up in fp32 only where tokens are scaled by
-// groups of k. A group of a token is 128, 64 or 32 of k, one of the weight 128 rows and 128 of k (block_scales.cuh). Scales. Those of a
-// stage's tokens are copied behind it by warps of the producer's warpgroup, one cp.async each, so that any strides, rows that are gathered
-// and all stages at once are the same to them: one warp, or, where no rows are gathered, all. Likewise the weight's: one number, or one for
-// gates and one for ups, of all rows of a tile.
+// tiles: 256 of 512 cycles of its bandwidth). A stage is kTileK bytes of k of both, in lines of 128, and the scales of its tokens.
+// Sums. WGMMA's sums of e4m3 keep about 14 bits: those of 128 of k are added up in fp32 (promotion), times their scales where operands are
+// scaled by groups of k; a launch may leave that out (fast). int8's sums are integers; they are added up in fp32 only where tokens are
+// scaled by groups of k. A group of a token is 128, 64 or 32 of k, one of the weight 128 rows and 128 of k (block_scales.cuh).
+// Scales. Those of a stage's tokens are copied behind it by warps of the producer's warpgroup, one cp.async each, so that any strides, rows
+// that are gathered and all stages at once are the same to them: one warp, or, where no rows are gathered, all. Likewise the weight's: one
+// number, or one for gates and one for ups, of all rows of a tile.
 // Pipeline: full (TMA's bytes, an arrival of each gathering thread and of each thread that copies scales), empty (one arrival of each
 // consumer warp). A warpgroup adds the sums of one block of 64 rows while the tensor cores work for the others: those of its CTA, or of the
 // other CTA on the SM.
