@@ -66,6 +66,18 @@ __global__ void dequantise_codes_kernel(uint8_t const* codes, void const* scales
   }
 }
 
+__global__ void dequantise_lines_kernel(ScaledLines x, int64_t lines, int64_t k, float* out) {
+  int64_t const stride = int64_t(gridDim.x) * blockDim.x;
+  OperandScales const& s = x.scales;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < lines * k; i += stride) {
+    int64_t const j = i % k, line = x.index != nullptr ? x.index[i / k] : i / k;
+    int64_t const own = s.halves ? line / 16 * 8 + line % 8 : line;  // among the gates, or among the ups
+    int64_t at = s.blocks ? own / x.block_lines * s.row_stride + j / x.group * s.k_stride : own * s.row_stride;
+    if (s.halves && line / 8 % 2 == 1) at += s.up_offset;
+    out[i] = float(load(x.codes, x.type, line * x.ld + j) * double(static_cast<float const*>(s.data)[at]));
+  }
+}
+
 __device__ double activate(double x, Activation activation) {
   switch (activation) {
     case Activation::kRelu: return x > 0 ? x : 0;
@@ -227,6 +239,12 @@ void dequantise_codes(uint8_t const* codes, void const* scales, void const* zero
   if (n * k == 0) return;
   dequantise_codes_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(codes, scales, zeros, group_size, n, k, type, out);
   check(cudaGetLastError(), "dequantise_codes");
+}
+
+void dequantise_lines(ScaledLines const& x, int64_t lines, int64_t k, float* out, cudaStream_t stream) {
+  if (lines * k == 0) return;
+  dequantise_lines_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(x, lines, k, out);
+  check(cudaGetLastError(), "dequantise_lines");
 }
 
 void poison(void* data, int64_t bytes, cudaStream_t stream) {

@@ -9,7 +9,7 @@
 
 namespace minfer::bench {
 
-/// Normal random numbers with mean 0; the same (seed, count) gives the same values on every device.
+/// Normal random numbers with mean 0, in s8 rounded to integers; the same (seed, count) gives the same values on every device.
 void fill_normal(void* data, DataType type, int64_t count, float deviation, uint64_t seed, cudaStream_t stream);
 
 /// Uniform random numbers from [low, high), likewise.
@@ -29,10 +29,24 @@ void fill_scales_and_minima(void* data, int64_t count, int64_t run, uint64_t see
 void dequantise_codes(uint8_t const* codes, void const* scales, void const* zeros, int64_t group_size, int64_t n, int64_t k, DataType type,
                       void* out, cudaStream_t stream);
 
-/// Every byte 0xff, which is a NaN in each of our types: an element that a kernel fails to write cannot pass the check.
+/// Codes of 8 bits with float32 scales: lines of A, or of B as [n, k].
+struct ScaledLines {
+  void const* codes = nullptr;
+  DataType type = DataType::kE4M3;  // or kS8
+  int64_t ld = 0;                   // from a line to the next, in codes
+  OperandScales scales;             // of lines; or of blocks, of halves where 8 lines of gates and 8 of ups alternate
+  int64_t block_lines = 1;          // of blocks: lines that share a scale
+  int64_t group = 128;              // likewise, of k
+  int32_t const* index = nullptr;   // line r is line index[r] of the codes and of the scales; null: it is r
+};
+
+/// out [lines, k], contiguous: code * scale, rounded once to float32. Shares no code with the library's.
+void dequantise_lines(ScaledLines const& x, int64_t lines, int64_t k, float* out, cudaStream_t stream);
+
+/// Every byte 0xff, which is a NaN in each of our types but s8: an element that a kernel fails to write cannot pass the check.
 void poison(void* data, int64_t bytes, cudaStream_t stream);
 
-/// D of the problem by the plainest tiled loop, products and sums in float64, rounded once to float32.
+/// D of the problem, of 16-bit or float32 A and B without scales, by the plainest tiled loop, products and sums in float64, rounded once to float32.
 /// @param scratch [batch, m, n] floats when the problem is gated, else unused
 /// @param reference [batch, m, n] floats (gated: n / 2)
 void gemm_reference(GemmProblem const& problem, GemmOperands const& operands, float* scratch, float* reference, cudaStream_t stream);

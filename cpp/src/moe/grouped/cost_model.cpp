@@ -168,7 +168,7 @@ double predict_scaled_us(CostModel const& m, KernelInfo const& kernel, GroupedPr
     Routing::Group const& group = routing.groups[i];
     double const token_tiles = expected_token_tiles(group, tile_tokens);
     double const tokens = std::ceil(group.rows / token_tiles / step) * step;
-    double const mainloop_us = k_tiles * gathers * bound(stage.us * std::sqrt(sharing), stage.column_us * tokens * factor * sharing);
+    double const mainloop_us = k_tiles * gathers * factor * bound(stage.us * std::sqrt(sharing), stage.column_us * tokens * sharing);
     tiles.add(group.experts * token_tiles * weight_tiles, mainloop_us,
               (p.gated ? m.scaled_gated : 1.0) * (stage.tile_us + stage.token_us * tokens));
   }
