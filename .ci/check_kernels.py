@@ -5,7 +5,8 @@ Fails unless
 * every kernel that the registry calls compiled has code for each architecture it should have,
 * every sm90 kernel computes with WGMMA of its operands' type: HGMMA for 16-bit floats, QGMMA for e4m3, IGMMA for s8; some with
   quantised weights and at most 16 tokens use HMMA instead, and so does attention that splits the keys; the others compute with HMMA,
-  those of s8 with IMMA; products of a vector and a matrix, and operators on rows, use none,
+  those of s8 with IMMA, those of e4m3 on 8.9 and from 10.0 on with QMMA; products of a vector and a matrix, and operators on rows, use
+  none,
 * no function of the library uses local memory: no stack frame (spilled registers live there too), no LDL or STL instruction.
 Prints registers and shared memory per kernel.
 """
@@ -25,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "third_party"))
 
 from locate import locate
 
-MMAS = ("HGMMA", "QGMMA", "IGMMA", "HMMA", "IMMA")
+MMAS = ("HGMMA", "QGMMA", "IGMMA", "HMMA", "IMMA", "QMMA")
 WGMMA = {"e4m3": "QGMMA", "s8": "IGMMA"}  # by the operands' type; of 16-bit floats HGMMA
 
 
@@ -103,7 +104,8 @@ def main(library: str, registry: str, archs: list[str]) -> int:
             total = sum((counts.get((arch, symbol), Counter()) for symbol in symbols), Counter())
             wgmma_name = WGMMA.get(row["ab_type"], "HGMMA")
             wgmmas = total[wgmma_name]
-            mma_name = "IMMA" if row["ab_type"] == "s8" else "HMMA"
+            multiplies_e4m3 = row["ab_type"] == "e4m3" and (arch == "89" or int(arch.rstrip("a")) >= 100)
+            mma_name = "IMMA" if row["ab_type"] == "s8" else "QMMA" if multiplies_e4m3 else "HMMA"
             registers = max(usage[arch, symbol]["REG"] for symbol in symbols)
             shared = max(usage[arch, symbol].get("SHARED", 0) for symbol in symbols)
             print(f"{name:<72} {arch:>5} {registers:>5} {shared:>7} {row['smem_bytes']:>8} {wgmmas:>6} {total[mma_name]:>5}")

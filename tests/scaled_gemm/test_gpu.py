@@ -188,6 +188,48 @@ def test_gated_blocks(shape):
     gated_blocks(*shape, DEVICE)
 
 
+E4M3_KERNELS = [name for name, kernel in KERNELS.items() if kernel["ab_type"] == "e4m3"]
+
+
+@pytest.mark.parametrize("name", E4M3_KERNELS)
+def test_every_code(name):
+    """A product with 1 is the number of the code; NaN's code is NaN in its row or column alone."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(FP8)
+    one, k = torch.ones(1, device=DEVICE), 144
+    every, single = (torch.zeros(lines, k, dtype=FP8, device=DEVICE) for lines in (256, 64))
+    every[:, 17], single[5, 17] = codes, 1.0
+    want = torch.zeros(256, 64, device=DEVICE)
+    want[:, 5] = codes.float()
+    want[codes.isnan()] = torch.nan
+    for a, w, expected in ((every, single, want), (single, every, want.t())):
+        have = minfer.gemm_fp8(a, w.t(), one, one, out_dtype=torch.float32, kernel=name)
+        torch.testing.assert_close(have, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", [name for name in E4M3_KERNELS if KERNELS[name]["arch"] == 80])
+def test_portable_tails(name):
+    """k of any length, few rows, blocks of gates and ups: the kernels of other devices, by name."""
+    for m, n, k in ((1, 24, 16), (37, 200, 77), (130, 96, 1000), (64, 520, 2049)):
+        torch.manual_seed(m)
+        a, w = cases.operands(m, n, k, FP8, DEVICE)
+        for kinds in (("blocks", "blocks"), ("lines", "blocks"), ("exponents", "one")):
+            pair = [
+                cases.scale_of(kind, lines, k, weight=i == 1, device=DEVICE)
+                for i, (kind, lines) in enumerate(zip(kinds, (m, n), strict=True))
+            ]
+            want, magnitude = cases.truth(a, w, *pair)
+            have = minfer.gemm_fp8(a, w.t(), *pair, out_dtype=torch.float32, kernel=name)
+            assert mismatch(have, want, magnitude, cases.relative_bound(FP8, k)) is None, (m, n, k, kinds)
+    half, k = 520, 1040
+    gate, up = (cases.operands(1, half, k, FP8, DEVICE)[1] for _ in range(2))
+    a = cases.operands(33, 8, k, FP8, DEVICE)[0]
+    scales = [cases.scale_of("blocks", half, k, weight=True, device=DEVICE, size=2e-4) for _ in range(2)]
+    of_a = cases.scale_of("blocks", 33, k, weight=False, device=DEVICE)
+    gates, ups = (cases.truth(a, w, of_a, scale)[0] for w, scale in zip((gate, up), scales, strict=True))
+    have = minfer.gemm_fp8_gated(a, minfer.pack_gate_up(gate, up).t(), of_a, torch.stack(scales), out_dtype=torch.float32, kernel=name)
+    torch.testing.assert_close(have.double(), torch.nn.functional.silu(gates) * ups, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("shape", [(1, 64, 128), (20, 208, 400), (70, 96, 1040), (500, 1040, 4096)], ids=str)
 def test_zero_points(shape):
     torch.manual_seed(8)

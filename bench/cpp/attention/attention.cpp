@@ -391,7 +391,7 @@ int run(int argc, char** argv) {
   }
   std::string const glob = arguments.text("kernel");
   if (arguments.given("list")) {
-    print_registry("attention", glob);
+    print_registry({"attention"}, glob);
     return 0;
   }
   std::vector<AttentionCase> const cases = cases_of(arguments);

@@ -98,6 +98,16 @@ class Arguments {
     return number;
   }
 
+  /// A list of on and off.
+  std::vector<bool> switches(std::string const& name) const {
+    std::vector<bool> values;
+    for (std::string const& item : list(name)) {
+      if (item != "on" && item != "off") throw std::invalid_argument("--" + name + ": on or off, got \"" + item + "\"");
+      values.push_back(item == "on");
+    }
+    return values;
+  }
+
   /// Integers of lists and ranges.
   std::vector<int64_t> integers(std::string const& name) const {
     std::vector<int64_t> values;

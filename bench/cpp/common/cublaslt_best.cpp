@@ -22,7 +22,9 @@ void check(cublasStatus_t status, char const* what) {
   if (status != CUBLAS_STATUS_SUCCESS) throw std::runtime_error(std::string(what) + ": " + cublasLtGetStatusString(status));
 }
 
-cudaDataType_t cuda_type(int32_t type) { return type == 0 ? CUDA_R_16F : type == 1 ? CUDA_R_16BF : CUDA_R_32F; }
+cudaDataType_t cuda_type(int32_t type) {
+  return type == 0 ? CUDA_R_16F : type == 1 ? CUDA_R_16BF : type == 3 ? CUDA_R_8F_E4M3 : CUDA_R_32F;
+}
 
 // Handles and descriptors are freed when the owner goes, also when its constructor throws half way.
 template <typename T, cublasStatus_t (*kDestroy)(T)>
@@ -69,7 +71,7 @@ struct cublaslt_best {
     set(desc.value, CUBLASLT_MATMUL_DESC_TRANSA, p.b_major == 0 ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(desc.value, CUBLASLT_MATMUL_DESC_TRANSB, p.a_major == 0 ? CUBLAS_OP_N : CUBLAS_OP_T);
     set(desc.value, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(p));
-    if (p.has_bias) set(desc.value, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, int32_t(cuda_type(p.ab_type)));
+    if (p.has_bias) set(desc.value, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, int32_t(cuda_type(p.ab_type == 3 ? p.d_type : p.ab_type)));
     bool const b_k = p.b_major == 0, a_k = p.a_major == 0;
     make_layout(&layout_b.value, p.ab_type, b_k ? p.k : p.n, b_k ? p.n : p.k, p.ldb, p.b_batch_stride);
     make_layout(&layout_a.value, p.ab_type, a_k ? p.k : p.m, a_k ? p.m : p.k, p.lda, p.a_batch_stride);

@@ -12,8 +12,9 @@
 extern "C" {
 #endif
 
-/* Types and majors by minfer's enumerators: type 0 f16, 1 bf16, 2 f32; major 0 k, 1 m or n; activation 0 none, 1 relu, 3 gelu_tanh
-   (cuBLASLt has no exact gelu and no silu: create() says so). Leading dimensions and strides in elements. */
+/* Types and majors by minfer's enumerators: type 0 f16, 1 bf16, 2 f32, 3 e4m3 (A and B along k, their scales in alpha); major 0 k, 1 m or
+   n; activation 0 none, 1 relu, 3 gelu_tanh (cuBLASLt has no exact gelu and no silu: create() says so). Leading dimensions and strides in
+   elements. */
 typedef struct {
   int64_t m, n, k, batch;
   int64_t lda, ldb, ldc, ldd;
@@ -21,7 +22,7 @@ typedef struct {
   int32_t ab_type, d_type;
   int32_t a_major, b_major;
   int32_t activation;
-  int32_t has_bias; /* elements of ab_type */
+  int32_t has_bias; /* elements of ab_type, of e4m3 of d_type */
   float alpha, beta;
 } cublaslt_problem;
 

@@ -46,7 +46,8 @@ void dequantise_lines(ScaledLines const& x, int64_t lines, int64_t k, float* out
 /// Every byte 0xff, which is a NaN in each of our types but s8: an element that a kernel fails to write cannot pass the check.
 void poison(void* data, int64_t bytes, cudaStream_t stream);
 
-/// D of the problem, of 16-bit or float32 A and B without scales, by the plainest tiled loop, products and sums in float64, rounded once to float32.
+/// D of the problem by the plainest tiled loop, products and sums in float64, rounded once to float32. A and B are numbers of ab_type, of
+/// 16 bits or float32: scales are not read.
 /// @param scratch [batch, m, n] floats when the problem is gated, else unused
 /// @param reference [batch, m, n] floats (gated: n / 2)
 void gemm_reference(GemmProblem const& problem, GemmOperands const& operands, float* scratch, float* reference, cudaStream_t stream);

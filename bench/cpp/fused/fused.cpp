@@ -462,7 +462,7 @@ int run(int argc, char** argv) {
     return 0;
   }
   if (arguments.given("list")) {
-    print_registry("fused", arguments.text("kernel"));
+    print_registry({"fused"}, arguments.text("kernel"));
     return 0;
   }
   std::vector<FusedCase> const cases = cases_of(arguments);

@@ -52,6 +52,7 @@ class Cublas : public Baseline {
 
   std::string prepare(GemmCase const& c, std::vector<GemmOperands> const&) override {
     case_ = c;
+    if (has_8_bits(c.problem)) return "cublasGemmEx has no operands of 8 bits with scales";
     if (c.problem.gated) return "cuBLAS has no gated epilogue";
     if (c.bias || c.activation != Activation::kNone) return "cublasGemmEx has no bias and no activation";
     return "";
@@ -100,6 +101,9 @@ class CublasLt : public Baseline {
     best_ = nullptr;
     if (c.problem.gated) return "cuBLASLt has no gated epilogue";
     GemmProblem const& p = c.problem;
+    bool const narrow = has_8_bits(p);
+    if (narrow && (p.ab_type != DataType::kE4M3 || c.scales != ScaleKind::kOne || p.fast_accum))
+      return "of 8 bits it is asked for e4m3 with one scale each and without fast accumulation";
     GemmOperands const& o = sets.front();
     cublaslt_problem problem = {};
     problem.m = p.m, problem.n = p.n, problem.k = p.k, problem.batch = p.batch;
@@ -109,7 +113,8 @@ class CublasLt : public Baseline {
     problem.ab_type = int32_t(p.ab_type), problem.d_type = int32_t(p.d_type);
     problem.a_major = int32_t(p.a_major), problem.b_major = int32_t(p.b_major);
     problem.activation = int32_t(c.activation), problem.has_bias = c.bias;
-    problem.alpha = c.alpha, problem.beta = p.has_c ? c.beta : 0.0f;
+    problem.alpha = narrow ? c.alpha * c.a_unit() * c.b_unit() : c.alpha;  // the scales of all sets are the same
+    problem.beta = p.has_c ? c.beta : 0.0f;
     std::vector<cublaslt_operands> operands;
     for (GemmOperands const& set : sets) operands.push_back({set.a, set.b, set.c, set.bias, set.d});
     char message[256] = "";

@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 #include <fnmatch.h>
 
-#include <cstring>
+#include <algorithm>
 #include <limits>
 #include <optional>
 
@@ -13,10 +13,13 @@
 
 namespace minfer::bench {
 
-DataType parse_type(std::string const& text) {
-  for (DataType type : {DataType::kF16, DataType::kBF16, DataType::kF32})
+DataType parse_type(std::string const& text, std::initializer_list<DataType> types) {
+  std::string names;
+  for (DataType const& type : types) {
     if (text == name_of(type)) return type;
-  throw std::invalid_argument("\"" + text + "\" is not f16, bf16 or f32");
+    names += (names.empty() ? "" : &type + 1 == types.end() ? " or " : ", ") + std::string(name_of(type));
+  }
+  throw std::invalid_argument("\"" + text + "\" is not " + names);
 }
 
 Activation parse_activation(std::string const& text) {
@@ -41,12 +44,12 @@ std::vector<Option> protocol_options() {
 
 bool matches(std::string const& glob, char const* name) { return glob.empty() || fnmatch(glob.c_str(), name, 0) == 0; }
 
-void print_registry(char const* family, std::string const& glob) {
+void print_registry(std::vector<std::string> const& families, std::string const& glob) {
   int64_t count = 0, shown = 0, compiled = 0;
   KernelInfo const* kernels = registry(&count);
   for (int64_t i = 0; i < count; ++i) {
     KernelInfo const& kernel = kernels[i];
-    if (std::strcmp(kernel.family, family) != 0 || !matches(glob, kernel.name)) continue;
+    if (std::find(families.begin(), families.end(), kernel.family) == families.end() || !matches(glob, kernel.name)) continue;
     std::printf("%-8s  %2d stages  %3d threads  %6d bytes shared  %s\n", kernel.launch ? "compiled" : "-", kernel.stages, kernel.threads,
                 kernel.smem_bytes, kernel.name);
     ++shown;
@@ -257,9 +260,10 @@ class Runner {
   }
 
   static std::vector<std::string> csv_header() {
-    return {"m",      "n",        "k",          "batch",        "ab_type",  "d_type",      "layout", "b_format", "group_size", "has_zeros",
-            "has_c",  "bias",     "activation", "gated",        "kernel",   "launch",      "source", "us",       "p10",        "p90",
-            "tflops", "gb_per_s", "floor_us",   "predicted_us", "baseline", "baseline_us", "ratio",  "rel_err",  "note"};
+    return {"m",           "n",      "k",          "batch", "ab_type", "d_type",     "layout",   "b_format",     "group_size",
+            "has_zeros",   "scales", "fast_accum", "has_c", "bias",    "activation", "gated",    "kernel",       "launch",
+            "source",      "us",     "p10",        "p90",   "tflops",  "gb_per_s",   "floor_us", "predicted_us", "baseline",
+            "baseline_us", "ratio",  "rel_err",    "note"};
   }
 
   float* compute_reference(GemmCase const& c, GemmSets const& sets) {
@@ -268,7 +272,7 @@ class Runner {
     reference_.reset((p.gated ? round_up(full, kCarveAlignment) : 0) + kept);
     float* scratch = p.gated ? static_cast<float*>(reference_.carve(full)) : nullptr;
     float* reference = static_cast<float*>(reference_.carve(kept));
-    gemm_reference(c.dense().problem, sets.dense()[0], scratch, reference, stream_);
+    gemm_reference(c.reference(), sets.reference(), scratch, reference, stream_);
     return reference;
   }
 
@@ -318,6 +322,8 @@ class Runner {
               name_of(p.b_format),
               whole(p.group_size),
               whole(p.has_zeros),
+              has_8_bits(p) ? name_of(c.scales) : "",
+              whole(p.fast_accum),
               whole(p.has_c),
               whole(c.bias),
               name_of(c.activation),
@@ -375,7 +381,7 @@ int run(Family const& family, int argc, char** argv) {
     return 0;
   }
   if (arguments.given("list")) {
-    print_registry(family.name, arguments.text("kernel"));
+    print_registry(family.families, arguments.text("kernel"));
     return 0;
   }
   std::vector<GemmCase> const cases = family.cases(arguments);

@@ -4,6 +4,7 @@
 // ours and the baseline in turn. Needs neither torch nor Python.
 #pragma once
 
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -13,14 +14,16 @@
 namespace minfer::bench {
 
 struct Family {
-  char const* name;             // in the registry
-  char const* usage;            // the first lines of --help
-  std::vector<Option> options;  // that say what is computed
-  int operands_width;           // of GemmCase::operands() in the table
+  char const* name;                   // of the program
+  std::vector<std::string> families;  // of the registry whose kernels it runs
+  char const* usage;                  // the first lines of --help
+  std::vector<Option> options;        // that say what is computed
+  int operands_width;                 // of GemmCase::operands() in the table
   std::vector<GemmCase> (*cases)(Arguments const&);
 };
 
-DataType parse_type(std::string const& text);
+/// A name that is one of `types`.
+DataType parse_type(std::string const& text, std::initializer_list<DataType> types = {DataType::kF16, DataType::kBF16, DataType::kF32});
 Activation parse_activation(std::string const& text);
 
 /// Options of every benchmark: the registry, the check, the protocol.
@@ -29,8 +32,8 @@ std::vector<Option> protocol_options();
 /// Whether a kernel's name matches --kernel; an empty glob takes all.
 bool matches(std::string const& glob, char const* name);
 
-/// --list.
-void print_registry(char const* family, std::string const& glob);
+/// --list, of these families.
+void print_registry(std::vector<std::string> const& families, std::string const& glob);
 
 /// "H200, 132 SMs, ..": the first line of a run.
 void print_device(DeviceProperties const& device);

@@ -1,7 +1,8 @@
-// bench/moe: each launch of a mixture-of-experts layer with 16-bit weights, and the whole layer, checked against a reference, then timed.
+// bench/moe: each launch of a mixture-of-experts layer of 16 or 8 bits, and the whole layer, checked against a reference, then timed.
 //
 //   bench/moe --model qwen3-30b-a3b,deepseek-v3 --tokens 1:4096:x4                   every launch as the layer has it
 //   bench/moe --model gpt-oss-120b --tokens 64 --stage gemm1 --gather on,off --gated on,off --kernel '*'
+//   bench/moe --model deepseek-v3 --tokens 64 --dtype e4m3,s8 --stage gemm1,gemm2,layer --h-group 128,64
 //   bench/moe --experts 64 --top-k 6 --hidden 2048 --inter 1408 --tokens 512 --routing uniform,zipf,one_hot --stage layer
 #include <cuda_runtime.h>
 
@@ -27,6 +28,9 @@ constexpr char kUsage[] =
     "  gemm2        run_grouped, with the routing weights\n"
     "  combine      sum_experts\n"
     "  layer        router to combine, one after the other; its bytes and floor are the sums of theirs\n"
+    "Scales of e4m3 are of 128 of k of a row, and of 128 x 128 of the weights, those of s8 of rows of both. Results are bf16, but those "
+    "of\n"
+    "gemm1 in a layer, which are codes with scales; the other launches are those of bf16.\n"
     "Without --kernel the GEMMs run what plan_grouped chooses. Integers are lists (1,2,4) or ranges (128:1024:128, 1:64:x2).";
 
 std::vector<Option> options() {
@@ -38,7 +42,8 @@ std::vector<Option> options() {
       {"inter", "INTS", "768", "gate rows of an expert, as many up rows"},
       {"tokens", "INTS", "1,64,1024", "rows of x"},
       {"routing", "LIST", "uniform", "uniform; zipf: expert e has weight 1 / (e + 1); one_hot: all tokens choose the same experts"},
-      {"dtype", "LIST", "bf16", "f16, bf16"},
+      {"dtype", "LIST", "bf16", "f16, bf16, e4m3, s8"},
+      {"h-group", "INTS", "64", "of gemm2 in 8 bits: k of a scale of a row, 128, 64 or 32; 0: all of k. A layer has what its gemm1 makes"},
       {"stage", "LIST", "", "of those above [all]"},
       {"gather", "LIST", "on", "of gemm1: on; off: its rows are in the order of the experts already"},
       {"gated", "LIST", "on", "of gemm1: on; off: the product alone"},
@@ -95,13 +100,14 @@ std::vector<E> named(Arguments const& arguments, char const* option, E const (&a
   return chosen;
 }
 
-std::vector<bool> switches(Arguments const& arguments, char const* option) {
-  std::vector<bool> values;
-  for (std::string const& text : arguments.list(option)) {
-    if (text != "on" && text != "off") throw std::invalid_argument(std::string("--") + option + ": on or off, got \"" + text + "\"");
-    values.push_back(text == "on");
+std::vector<int32_t> h_groups_of(Arguments const& arguments) {
+  std::vector<int32_t> groups;
+  for (int64_t group : arguments.integers("h-group")) {
+    if (group != 0 && group != 32 && group != 64 && group != 128)
+      throw std::invalid_argument("--h-group: 128, 64, 32 or 0, got " + std::to_string(group));
+    groups.push_back(int32_t(group));
   }
-  return values;
+  return groups;
 }
 
 /// Cases that share a routing.
@@ -113,11 +119,11 @@ struct Block {
 std::vector<Block> blocks_of(Arguments const& arguments) {
   std::vector<Stage> const stages =
       arguments.given("stage") ? named(arguments, "stage", kStages) : std::vector<Stage>(std::begin(kStages), std::end(kStages));
-  std::vector<bool> const gathers = switches(arguments, "gather"), gates = switches(arguments, "gated");
+  std::vector<bool> const gathers = arguments.switches("gather"), gates = arguments.switches("gated");
+  std::vector<int32_t> const h_groups = h_groups_of(arguments);
   std::vector<Block> blocks;
   for (std::string const& dtype : arguments.list("dtype")) {
-    DataType const type = parse_type(dtype);
-    if (type == DataType::kF32) throw std::invalid_argument("--dtype: f16 or bf16, got \"f32\"");
+    DataType const type = parse_type(dtype, {DataType::kF16, DataType::kBF16, DataType::kE4M3, DataType::kS8});
     for (MoeShape const& shape : shapes_of(arguments)) {
       for (Routing routing : named(arguments, "routing", kRoutings)) {
         for (int64_t tokens : arguments.integers("tokens")) {
@@ -131,6 +137,13 @@ std::vector<Block> blocks_of(Arguments const& arguments) {
           head.activation = parse_activation(arguments.text("activation"));
           for (Stage stage : stages) {
             if (stage == Stage::kRouterGemm && tokens > kRouteTokensMax) continue;
+            if (stage == Stage::kGemm2 && head.narrow()) {
+              for (int32_t group : h_groups) {
+                block.cases.push_back(head.at(stage));
+                block.cases.back().h_group = group;
+              }
+              continue;
+            }
             if (stage != Stage::kGemm1) {
               block.cases.push_back(head.at(stage));
               continue;
@@ -158,6 +171,7 @@ std::vector<Block> blocks_of(Arguments const& arguments) {
 /// Of the GEMMs that a stage has; the kernel of the other is null.
 struct Plans {
   GroupedPlan gemm1, gemm2;
+  int32_t h_group = 0;  // of 8 bits: k of a scale of a row of h
 
   size_t workspace_bytes() const { return std::max(gemm1.workspace_bytes, gemm2.workspace_bytes); }
 
@@ -184,11 +198,13 @@ struct Plans {
 };
 
 Status plan(MoeCase const& c, DeviceProperties const& device, GroupedPlanOptions const& plan_options, Plans* plans) {
+  plans->h_group = c.h_group;
   for (Stage s : {Stage::kGemm1, Stage::kGemm2}) {
     if (c.stage != s && c.stage != Stage::kLayer) continue;
     GroupedPlan* const of_stage = s == Stage::kGemm1 ? &plans->gemm1 : &plans->gemm2;
-    Status const status = plan_grouped(c.problem(s), device, plan_options, of_stage);
+    Status const status = plan_grouped(c.problem(s, plans->h_group), device, plan_options, of_stage);
     if (!status.ok()) return status;
+    if (s == Stage::kGemm1 && c.makes_codes()) plans->h_group = d_group_of(*of_stage->kernel);
   }
   return Status::success();
 }
@@ -210,7 +226,8 @@ std::vector<Plans> plans_of(MoeCase const& c, std::string const& glob, DevicePro
   KernelInfo const* kernels = registry(&count);
   for (int64_t i = 0; i < count; ++i) {
     KernelInfo const& kernel = kernels[i];
-    if (std::string(kernel.family) != "moe" || kernel.ab_type != c.type || !matches(glob, kernel.name)) continue;
+    if (std::string(kernel.family) != (c.narrow() ? "moe_scaled" : "moe") || kernel.ab_type != c.type || !matches(glob, kernel.name))
+      continue;
     plan_options.kernel = kernel.name;
     Plans plans;
     Status const status = plan(c, device, plan_options, &plans);
@@ -253,8 +270,8 @@ class Launcher {
       case Stage::kRouterGemm: return router_gemm(set, stream);
       case Stage::kRouter: return router(set, stream);
       case Stage::kSort: return sort(set, stream);
-      case Stage::kGemm1: return grouped(stage, plans.gemm1, set, stream);
-      case Stage::kGemm2: return grouped(stage, plans.gemm2, set, stream);
+      case Stage::kGemm1: return grouped(stage, plans.gemm1, plans.h_group, set, stream);
+      case Stage::kGemm2: return grouped(stage, plans.gemm2, plans.h_group, set, stream);
       case Stage::kCombine: return combine(set, stream);
       case Stage::kLayer:
         for (Stage s : kLayerStages) launch(s, plans, set, stream);
@@ -300,14 +317,15 @@ class Launcher {
     check(sort_by_expert(s, device_, programmatic_, stream), "sort_by_expert");
   }
 
-  void grouped(Stage stage, GroupedPlan const& plan, int64_t set, cudaStream_t stream) const {
+  void grouped(Stage stage, GroupedPlan const& plan, int32_t h_group, int64_t set, cudaStream_t stream) const {
     bool const first = stage == Stage::kGemm1;
-    GroupedProblem const p = c_.problem(stage);
+    Tensor const a = first ? (c_.gathered ? kX : kA) : kH, w = first ? kW13 : kW2;
+    GroupedProblem const p = c_.problem(stage, h_group);
     GroupedOperands o;
-    o.a = sets_.get(set, first ? (c_.gathered ? kX : kA) : kH);
+    o.a = sets_.get(set, a);
     o.lda = o.ldb = p.k;
     o.a_rows = p.gathered ? c_.tokens : p.rows;
-    o.b = sets_.get(set, first ? kW13 : kW2);
+    o.b = sets_.get(set, w);
     o.b_expert_stride = p.n * p.k;
     o.offsets = sets_.get<int32_t>(set, kOffsets);
     o.gather = p.gathered ? sets_.get<int32_t>(set, kTokenIndex) : nullptr;
@@ -316,13 +334,22 @@ class Launcher {
     o.ldd = p.gated ? p.n / 2 : p.n;
     o.activation = first ? c_.activation : Activation::kNone;
     o.gate_max = o.up_max = std::numeric_limits<float>::infinity();
+    if (c_.narrow()) {
+      o.a_scale = sets_.row_scales(set, a, p.a_group);
+      o.b_scale = sets_.weight_scales(set, w);
+      o.b_scale_expert_stride = sets_.expert_scales(w);
+    }
+    if (p.d_groups) {
+      o.d_scales = sets_.get<float>(set, kHScale);
+      o.d_scales_stride = MoeCase::groups_of(c_.shape.inter, h_group);
+    }
     check(run_grouped(plan, p, o, device_, workspace_, workspace_bytes_, stream), plan.kernel->name);
   }
 
   void combine(int64_t set, cudaStream_t stream) const {
     ExpertSum s;
     s.y = sets_.get(set, kY);
-    s.type = c_.type;
+    s.type = c_.d_type();
     s.rows = c_.rows();
     s.n = s.ld = c_.shape.hidden;
     s.inverse = sets_.get<int32_t>(set, kInverse);
@@ -422,9 +449,9 @@ class Runner {
   }
 
   static std::vector<std::string> csv_header() {
-    return {"model", "tokens",   "experts", "top_k",      "hidden",   "inter",        "routing", "active", "type",
-            "stage", "gathered", "gated",   "activation", "kernel",   "source",       "us",      "p10",    "p90",
-            "bytes", "gb_per_s", "of_read", "tflops",     "floor_us", "predicted_us", "rel_err", "note"};
+    return {"model", "tokens",  "experts",  "top_k",   "hidden",     "inter",    "routing",      "active",  "type",
+            "stage", "h_group", "gathered", "gated",   "activation", "kernel",   "source",       "us",      "p10",
+            "p90",   "bytes",   "gb_per_s", "of_read", "tflops",     "floor_us", "predicted_us", "rel_err", "note"};
   }
 
   void report(MoeCase const& c, HostRouting const& routing, Work const& work, Plans const& plans, Timing const& ours, double error,
@@ -451,6 +478,7 @@ class Runner {
               whole(routing.active),
               type,
               name_of(c.stage),
+              whole(plans.h_group),
               whole(c.gathered),
               whole(c.gated),
               name_of(c.activation),
@@ -487,7 +515,7 @@ int run(int argc, char** argv) {
   }
   std::string const glob = arguments.text("kernel");
   if (arguments.given("list")) {
-    print_registry("moe", glob);
+    print_registry({"moe", "moe_scaled"}, glob);
     return 0;
   }
   std::vector<Block> const blocks = blocks_of(arguments);
@@ -498,7 +526,8 @@ int run(int argc, char** argv) {
     if (!present) device = h200_properties();
     for (Block const& block : blocks) {
       for (MoeCase const& c : block.cases) {
-        if (c.stage != Stage::kGemm1 && c.stage != Stage::kGemm2) continue;
+        bool const other = c.stage == Stage::kLayer && c.narrow();  // products with codes in between
+        if (c.stage != Stage::kGemm1 && c.stage != Stage::kGemm2 && !other) continue;
         int64_t skipped = 0;
         std::string reason;
         for (Plans const& plans : plans_of(c, glob, device, present, &skipped, &reason)) print_plans(c, plans);

@@ -59,24 +59,54 @@ enum Tensor : int32_t {
   kH,             // [rows, inter], not gated [rows, 2 * inter]
   kY,             // [rows, hidden]
   kOut,           // [tokens, hidden]
+  // Of 8 bits, f32.
+  kXScale,    // [groups of k, tokens]
+  kAScale,    // [groups of k, rows]
+  kHScale,    // [rows, groups of k]
+  kW13Scale,  // [experts, 2 * inter], of blocks [experts, blocks of 128 rows, blocks of k], gates and ups with their own
+  kW2Scale,   // [experts, hidden], likewise
   kTensors
 };
+
+/// The scales of a tensor of 8 bits; kTensors: it never is one.
+inline Tensor scale_of(Tensor t) {
+  return t == kX ? kXScale : t == kA ? kAScale : t == kH ? kHScale : t == kW13 ? kW13Scale : t == kW2 ? kW2Scale : kTensors;
+}
 
 struct MoeCase {
   MoeShape shape;
   int64_t tokens = 0;
   Routing routing = Routing::kUniform;
-  DataType type = DataType::kBF16;
+  DataType type = DataType::kBF16;  // of what the launch multiplies
   Stage stage = Stage::kLayer;
+  bool in_layer = true;                // a layer, or a launch as it has it: GEMM 1 of 8 bits leaves codes to GEMM 2
   bool gathered = true, gated = true;  // of GEMM 1
+  int32_t h_group = 0;                 // of 8 bits, of GEMM 2 alone: k of a scale of a row of h; 0: all of k
   Activation activation = Activation::kSilu;
 
   int64_t rows() const { return tokens * shape.top_k; }
   int64_t h_columns() const { return gated ? shape.inter : 2 * shape.inter; }
 
+  // 8 bits. e4m3: scales of 128 of k of a row of x, and of 128 x 128 of the weights; s8: of rows of both.
+  bool narrow() const { return is_8_bits(type); }
+  bool has_blocks() const { return type == DataType::kE4M3; }
+  int32_t x_group() const { return has_blocks() ? int32_t(kScaleBlock) : 0; }
+  DataType d_type() const { return narrow() ? DataType::kBF16 : type; }  // of results
+  bool makes_codes() const { return narrow() && in_layer; }              // GEMM 1
+
+  /// One launch alone. Those around the products have no codes, but 16-bit numbers.
   MoeCase at(Stage s) const {
     MoeCase c = *this;
     c.stage = s;
+    c.in_layer = s == Stage::kLayer;
+    if (s != Stage::kGemm1 && s != Stage::kGemm2 && s != Stage::kLayer) c.type = d_type();
+    return c;
+  }
+
+  /// A launch of the layer.
+  MoeCase part(Stage s) const {
+    MoeCase c = at(s);
+    c.in_layer = true;
     return c;
   }
 
@@ -84,10 +114,20 @@ struct MoeCase {
     std::string text = name_of(stage);
     if (!gathered) text += " ordered";
     if (!gated) text += " ungated";
+    if (stage == Stage::kGemm2 && narrow()) text += h_group > 0 ? " groups of " + std::to_string(h_group) : " rows";
     return text;
   }
 
-  std::vector<Tensor> reads() const {
+  std::vector<Tensor> reads() const { return with_scales(numbers_read()); }
+  std::vector<Tensor> writes() const { return with_scales(numbers_written()); }
+
+  std::vector<Tensor> with_scales(std::vector<Tensor> tensors) const {
+    for (size_t i = 0, count = tensors.size(); i < count; ++i)
+      if (scale_of(tensors[i]) != kTensors && is_8_bits(type_of(tensors[i]))) tensors.push_back(scale_of(tensors[i]));
+    return tensors;
+  }
+
+  std::vector<Tensor> numbers_read() const {
     switch (stage) {
       case Stage::kRouterGemm: return {kX, kRouterWeight};
       case Stage::kRouter: return {kLogits};
@@ -100,7 +140,7 @@ struct MoeCase {
     return {};
   }
 
-  std::vector<Tensor> writes() const {
+  std::vector<Tensor> numbers_written() const {
     switch (stage) {
       case Stage::kRouterGemm:
       case Stage::kRouter: return {kWeights, kIds};
@@ -126,17 +166,38 @@ struct MoeCase {
       case kA:
       case kY: return rows() * s.hidden;
       case kH: return rows() * h_columns();
+      case kXScale: return tokens * groups_of(s.hidden, x_group());
+      case kAScale: return rows() * groups_of(s.hidden, x_group());
+      case kHScale: return rows() * groups_of(s.inter, stage == Stage::kGemm2 && !in_layer ? h_group : kLeastGroup);
+      case kW13Scale: return s.experts * (has_blocks() ? w13_blocks() * (gated ? 2 : 1) * scale_blocks(s.hidden) : 2 * s.inter);
+      case kW2Scale: return s.experts * (has_blocks() ? scale_blocks(s.hidden) * scale_blocks(s.inter) : s.hidden);
       default: return rows();
     }
   }
 
-  bool is_operand(Tensor t) const {  // of `type`; the others have 32 bits
-    return t == kX || t == kRouterWeight || t == kW13 || t == kW2 || t == kA || t == kH || t == kY || t == kOut;
+  /// What a layer's kernels make of h: a scale for 64 columns, or for 32.
+  static constexpr int64_t kLeastGroup = 32;
+  static int64_t groups_of(int64_t k, int64_t group) { return group > 0 ? scale_blocks(k, group) : 1; }
+  int64_t w13_blocks() const { return scale_blocks(h_columns()); }  // of rows: gated, of the gates and of the ups
+
+  DataType type_of(Tensor t) const {  // f32 stands for all of 32 bits
+    switch (t) {
+      case kX:
+      case kA:
+      case kRouterWeight:
+      case kW13:
+      case kW2: return type;
+      case kH: return stage == Stage::kGemm1 && !makes_codes() ? d_type() : type;
+      case kY:
+      case kOut: return d_type();
+      default: return DataType::kF32;
+    }
   }
 
-  int64_t bytes(Tensor t) const { return elements(t) * (is_operand(t) ? size_of(type) : 4); }
+  int64_t bytes(Tensor t) const { return elements(t) * size_of(type_of(t)); }
 
-  GroupedProblem problem(Stage s) const {
+  /// @param group k of a scale of a row of h
+  GroupedProblem problem(Stage s, int32_t group) const {
     bool const first = s == Stage::kGemm1;
     GroupedProblem p;
     p.rows = rows();
@@ -147,7 +208,13 @@ struct MoeCase {
     p.gated = first && gated;
     p.gathered = first && gathered;
     p.a_alignment = p.b_alignment = alignment_of(p.k, type);
-    p.d_alignment = alignment_of(first ? h_columns() : shape.hidden, type);
+    p.d_alignment = alignment_of(first ? h_columns() : shape.hidden, type_of(first ? kH : kY));
+    if (narrow()) {
+      p.d_type = d_type();
+      p.a_group = first ? x_group() : group;
+      p.b_blocks = has_blocks();
+      p.d_groups = first && makes_codes();
+    }
     return p;
   }
 };
@@ -228,7 +295,7 @@ struct Work {
   Work(MoeCase const& c, HostRouting const& routing, DeviceProperties const& device) {
     if (c.stage == Stage::kLayer) {
       for (Stage s : kLayerStages) {
-        Work const part(c.at(s), routing, device);
+        Work const part(c.part(s), routing, device);
         bytes += part.bytes, flops += part.flops, floor_us += part.floor_us;
       }
       return;
@@ -236,17 +303,18 @@ struct Work {
     for (std::vector<Tensor> const& tensors : {c.reads(), c.writes()})
       for (Tensor t : tensors) bytes += touched(c, routing, t);
     if (c.stage == Stage::kGemm1 || c.stage == Stage::kGemm2) {
-      GroupedProblem const p = c.problem(c.stage);
+      GroupedProblem const p = c.problem(c.stage, c.h_group);
       flops = 2.0 * double(p.rows) * double(p.n) * double(p.k);
     } else if (c.stage == Stage::kRouterGemm) {
       flops = 2.0 * double(c.tokens) * double(c.shape.experts) * double(c.shape.hidden);
     }
-    floor_us = std::max(bytes / device.read_bandwidth, flops / device.matrix_rate);
+    floor_us = std::max(bytes / device.read_bandwidth, flops / (device.matrix_rate * (c.narrow() ? 2 : 1)));
   }
 
   /// Weights of experts without rows are not read.
   static double touched(MoeCase const& c, HostRouting const& routing, Tensor t) {
-    double const share = t == kW13 || t == kW2 ? double(routing.active) / double(c.shape.experts) : 1.0;
+    bool const weight = t == kW13 || t == kW2 || t == kW13Scale || t == kW2Scale;
+    double const share = weight ? double(routing.active) / double(c.shape.experts) : 1.0;
     return share * double(c.bytes(t));
   }
 };
@@ -275,9 +343,17 @@ class MoeSets {
         if (void const* values = routing.values(t)) {
           check(cudaMemcpyAsync(set[t], values, size_t(c.bytes(t)), cudaMemcpyHostToDevice, stream), "copy of the routing");
         } else {
-          int64_t const k = t == kW2 ? c.shape.inter : c.shape.hidden;
-          bool const weight = t == kW13 || t == kW2 || t == kRouterWeight;
-          fill_normal(set[t], c.type, c.elements(t), weight ? 1.0f / std::sqrt(float(k)) : 1.0f, uint64_t(i * kTensors + t), stream);
+          float const k = float(t == kW2 || t == kW2Scale ? c.shape.inter : c.shape.hidden);
+          bool const weight = t == kW13 || t == kW2 || t == kRouterWeight || t == kW13Scale || t == kW2Scale;
+          float const deviation = weight ? 1.0f / std::sqrt(k) : 1.0f;  // of numbers
+          DataType const type = c.type_of(t);
+          uint64_t const seed = uint64_t(i * kTensors + t);
+          if (t >= kXScale) {
+            float const mean = deviation / code_deviation(c.type);
+            fill_uniform(set[t], type, c.elements(t), 0.5f * mean, 1.5f * mean, seed, stream);
+          } else {
+            fill_normal(set[t], type, c.elements(t), is_8_bits(type) ? code_deviation(type) : deviation, seed, stream);
+          }
         }
       }
     }
@@ -289,6 +365,26 @@ class MoeSets {
   T* get(int64_t set, Tensor t) const {
     return static_cast<T*>(sets_[size_t(set)][t]);
   }
+
+  /// Of rows of x, of a or of h, in 8 bits; `group`: k of one, 0 for all of k.
+  OperandScales row_scales(int64_t set, Tensor t, int64_t group) const {
+    void const* data = get(set, scale_of(t));
+    if (group == 0) return {data, 1};
+    if (t == kH) return {data, MoeCase::groups_of(case_.shape.inter, group), 1, true};
+    return {data, 1, t == kX ? case_.tokens : case_.rows(), true};
+  }
+
+  /// Of the first expert's rows of a weight of 8 bits, or of its blocks: those of w13's ups lie behind the gates'.
+  OperandScales weight_scales(int64_t set, Tensor t) const {
+    void const* data = get(set, scale_of(t));
+    if (!case_.has_blocks()) return {data, 1};
+    int64_t const blocks = scale_blocks(t == kW13 ? case_.shape.hidden : case_.shape.inter);  // of k
+    bool const halves = t == kW13 && case_.gated;
+    return {data, blocks, 1, true, false, halves, halves ? case_.w13_blocks() * blocks : 0};
+  }
+
+  /// From the scales of an expert's weight to the next one's.
+  int64_t expert_scales(Tensor t) const { return case_.elements(scale_of(t)) / case_.shape.experts; }
 
   /// Set 0's results.
   void poison_results(cudaStream_t stream) const {

@@ -82,5 +82,5 @@ std::vector<GemmCase> cases_of(Arguments const& arguments) {
 
 int main(int argc, char** argv) {
   using namespace minfer::bench;
-  return bench_main({"w4a16", kUsage, options(), 14, cases_of}, argc, argv);
+  return bench_main({"w4a16", {"w4a16"}, kUsage, options(), 14, cases_of}, argc, argv);
 }

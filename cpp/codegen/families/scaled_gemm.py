@@ -8,6 +8,8 @@ from codegen.families.gemm import GemmKernel
 from codegen.kernel import Kernel
 from codegen.row import Row
 
+SCALE_BLOCK = 128  # of k, and of a weight's rows
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledGemmKernel(GemmKernel):
@@ -16,10 +18,25 @@ class ScaledGemmKernel(GemmKernel):
 
     @classmethod
     def expand(cls, row: Row) -> list[Kernel]:
-        portable = row.get("arch") == "sm80"
-        row.require(not portable or row.get("elements") == ["s8"], "elements", "must be s8: mma.sync of sm80 multiplies no e4m3")
+        if row.get("arch") == "sm80" and "e4m3" in row.get("elements", ()):
+            row.require(row.get("elements") == ["e4m3"], "elements", "must be e4m3 alone: its kernels are of another template")
+            _check_fp8_sm80(row)
         return super().expand(row)
+
+    @property
+    def template(self) -> tuple[str, str]:
+        if self.arch == 80 and self.element == "e4m3":
+            return "gemm/gemm_fp8_sm80.cuh", "gemm::launch_gemm_fp8_sm80"
+        return super().template
 
     @property
     def shard_group(self) -> str:
         return f"{self.FAMILY}_sm{self.arch}_{self.schedule}_{self.element}"
+
+
+def _check_fp8_sm80(row: Row) -> None:
+    _, tile_n, tile_k = row.integers("tile", 3)
+    warps = row.integers("warps", 2)
+    row.require(tile_k == SCALE_BLOCK, "tile", f"tile_k must be the {SCALE_BLOCK} of k that share a scale")
+    rule = "tile_n must be whole pairs of 8 columns for each warp, and divide the 128 that share a scale"
+    row.require(tile_n % (16 * warps[1]) == 0 and SCALE_BLOCK % tile_n == 0, "tile", rule)

@@ -62,8 +62,8 @@ def gemm_fp8(
       D, [.., m, n], contiguous (or ``out``). Any m, n, k >= 0.
 
     Raises:
-      RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched. On a device
-        of another compute capability than 9.0 there is no kernel for e4m3 yet.
+      RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched. There are
+        kernels for every device from compute capability 8.0 on.
 
     Numerics: products are exact, sums of 128 of k are the tensor core's, sums of those are float32, as are scales and epilogue; D is
     rounded once. Ordered reductions: the same bits in every run. There is no backward.

@@ -1,0 +1,206 @@
+// Mainloop of e4m3 for sm_80 onward: a ring of stages that cp.async fills, 16 bytes a copy, ldmatrix into registers, mma.sync: m16n8k32 of
+// e4m3 on sm_89 and from sm_100 on; else two m16n8k16 of halves, which hold each e4m3 number exactly. On sm_90 the instruction of e4m3 is
+// such a pair as well, with conversions of its own that take more registers.
+//
+// A stage is 128 of k, whose sums are added up in fp32, times the scales of its blocks where there are any: a token's for each thread's
+// rows, and one of the weight for all columns of a tile, or one for gates and one for ups. They are loaded before the MMAs of their stage.
+// Pipeline: kStages - 1 stages are on their way; one barrier a stage.
+// Shared memory: lines of 128 bytes, 16-byte unit u of line r at u ^ r % 8. Between two work items the ring's bytes are the epilogue's staging.
+#pragma once
+
+#include "common/dependent_launch.cuh"
+#include "common/mma_sm80.cuh"
+#include "cute/arch/mma_sm80.hpp"
+#include "cute/tensor.hpp"
+#include "gemm/block_scales.cuh"
+#include "minfer/gemm.h"
+
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ / 10 == 89 || __CUDA_ARCH__ >= 1000)
+#define MINFER_HAS_E4M3_MMA 1
+#else
+#define MINFER_HAS_E4M3_MMA 0
+#endif
+
+namespace minfer::gemm {
+
+/// Four e4m3 numbers as halves times 2^-8: those of the lower bytes in `low`. A code's exponent and fraction are those of the half with the
+/// same value times 2^-8; NaN, the largest code, carries into the exponent's first bit, which makes it NaN.
+__device__ __forceinline__ void halves_of_e4m3(uint32_t codes, uint32_t& low, uint32_t& high) {
+  auto const halves = [](uint32_t upper_bytes) {
+    uint32_t const magnitude = (upper_bytes & 0x7f007f00u) >> 1, nan = (magnitude + 0x00800080u) & 0x40004000u;
+    return (upper_bytes & 0x80008000u) | magnitude | nan;
+  };
+  low = halves(__byte_perm(codes, 0, 0x1404));
+  high = halves(__byte_perm(codes, 0, 0x3424));
+}
+
+/// d += A.B of e4m3, m16n8k32. Lane l holds of A a[i]: row l / 4 + 8 (i % 2), columns 4 (l % 4) + 16 (i / 2) and the next three; of B b[i]:
+/// the same rows of column l / 4; of D as multiply_16x8x16. Sums are those of the numbers divided by kE4M3SumFactor.
+__device__ __forceinline__ void multiply_e4m3(float (&d)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
+#if MINFER_HAS_E4M3_MMA
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+  // The order of k within an MMA is the same for A and B: 2 of each 4 neighbours, then the other 2.
+  uint32_t a_halves[2][4], b_halves[2][2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) halves_of_e4m3(a[i], a_halves[0][i], a_halves[1][i]);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) halves_of_e4m3(b[i], b_halves[0][i], b_halves[1][i]);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) multiply_16x8x16<DataType::kF16>(d, a_halves[i], b_halves[i][0], b_halves[i][1]);
+#endif
+}
+/// What sums of multiply_e4m3 are to be multiplied by.
+constexpr float kE4M3SumFactor = MINFER_HAS_E4M3_MMA ? 1.0f : 65536.0f;
+#undef MINFER_HAS_E4M3_MMA
+
+template <class Config>
+struct MainloopFp8Sm80 {
+  static constexpr int kThreads = Config::kThreads, kTileM = Config::kTileM, kTileN = Config::kTileN, kTileK = Config::kTileK;
+  static constexpr int kStages = Config::kStages, kWarpsM = Config::kWarpsM, kWarpsN = Config::kWarpsN;
+  static constexpr bool kCopiesAhead = false;
+  static constexpr int kLine = 128, kUnits = kLine / 16;  // bytes, and 16-byte units, of a line
+  static constexpr int kMmaM = kTileM / (16 * kWarpsM), kMmaN = kTileN / (8 * kWarpsN), kValues = 4 * kMmaM * kMmaN;
+  static_assert(Config::kType == DataType::kE4M3 && !Config::kSwap && kTileK == kScaleBlock && kThreads == 32 * kWarpsM * kWarpsN);
+  static_assert(kMmaN % 2 == 0 && kScaleBlock % kTileN == 0, "columns are read by 16, and share the scale of a block");
+  static_assert(kTileM * kUnits % kThreads == 0 && kTileN * kUnits % kThreads == 0 && kThreads % kUnits == 0);
+  // Of what is multiplied only the order of D's values counts here: the epilogue's.
+  using TiledMma = cute::TiledMMA<cute::MMA_Atom<cute::SM80_16x8x32_S32S8S8S32_TN>,
+                                  cute::Layout<cute::Shape<cute::Int<kWarpsM>, cute::Int<kWarpsN>, cute::_1>>,
+                                  cute::Tile<cute::Int<16 * kWarpsM>, cute::Int<16 * kWarpsN>, cute::_32>>;
+
+  struct Params {
+    uint8_t const *a, *b;
+    int64_t lda, ldb;
+    int32_t m, n, k;
+    BlockScales scales;
+    bool scaled;  // by blocks
+  };
+  template <class Epilogue, class Scheduler>
+  struct SharedStorage {
+    union {
+      struct {
+        alignas(128) uint8_t a[kStages][kTileM * kLine], b[kStages][kTileN * kLine];
+      } ring;
+      typename Epilogue::TensorStorage staging;
+    };
+    [[no_unique_address]] typename Scheduler::SharedStorage scheduler;
+    [[no_unique_address]] typename Epilogue::PipelineStorage epilogue;
+  };
+
+  template <class Storage, class WorkItems>
+  static CUTLASS_DEVICE cute::tuple<> load_init(Params const&, Storage&, WorkItems const&, int) {
+    return {};
+  }
+  static CUTLASS_DEVICE auto make_accumulator() {
+    auto sums = cute::partition_fragment_C(TiledMma{}, cute::Shape<cute::Int<kTileM>, cute::Int<kTileN>>{});  // (MMA,MMA_M,MMA_N)
+    static_assert(decltype(size(sums))::value == kValues);
+    auto accumulator = cute::make_fragment_like<float>(sums);
+    cute::clear(accumulator);
+    return accumulator;
+  }
+
+  /// Returns when all threads have read the ring.
+  template <class Storage, class Inputs, class Accumulator, class Tile>
+  static CUTLASS_DEVICE void mma(Params const& params, Storage& storage, Inputs const&, Accumulator& accumulator, int k_begin, int k_count,
+                                 Tile const& tile, int thread) {
+    __syncthreads();  // all have read the staging of the previous item
+    int const row0 = tile.m * kTileM, column0 = tile.n * kTileN;
+    auto& ring = storage.ring;
+    auto const send = [&](int k) {
+      if (k < k_begin + k_count) {
+        int const stage = (k - k_begin) % kStages;
+        copy<kTileM>(ring.a[stage], params.a, params.lda, row0, params.m, k * kTileK, params.k, thread);
+        copy<kTileN>(ring.b[stage], params.b, params.ldb, column0, params.n, k * kTileK, params.k, thread);
+      }
+      commit_copies();
+    };
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i + 1 < kStages; ++i) send(k_begin + i);
+
+    int const warp = thread / 32, lane = thread % 32, warp_m = warp % kWarpsM, warp_n = warp / kWarpsM;
+    auto const row_of = [&](int i) { return 16 * (warp_m + kWarpsM * i); };
+    auto const column_of = [&](int j) { return 8 * (warp_n + kWarpsN * j); };
+#pragma unroll 1
+    for (int k = k_begin; k < k_begin + k_count; ++k) {
+      float tokens[kMmaM][2], weight[2] = {1.0f, 1.0f};
+      bool const scaled = params.scaled;
+      if (scaled) {
+        auto const& s = params.scales;
+        int const block = s.halves ? column0 / (2 * kScaleBlock) : column0 / kScaleBlock;
+        int64_t const at = s.weight.offset(block, k);
+        weight[0] = s.weight.load(at);
+        weight[1] = s.halves ? s.weight.load(at + s.up_offset) : weight[0];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kMmaM; ++i) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int h = 0; h < 2; ++h) {
+            int const row = row0 + row_of(i) + 8 * h + lane / 4;
+            tokens[i][h] = row < params.m ? s.tokens.load(s.tokens.offset(row, k)) : 0.0f;
+          }
+        }
+      }
+      wait_for_copies<kStages - 2>();
+      __syncthreads();  // the stage is everyone's, and the one before has been read
+      send(k + kStages - 1);
+      int const stage = (k - k_begin) % kStages;
+      uint32_t const a = shared_address(ring.a[stage]), b = shared_address(ring.b[stage]);
+      float sums[kMmaM][kMmaN][4] = {};
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kTileK / 32; ++step) {
+        uint32_t of_a[kMmaM][4], of_b[kMmaN][2];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kMmaM; ++i) load_matrices(unit_address(a, row_of(i) + lane % 16, 2 * step + lane / 16), of_a[i]);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kMmaN; j += 2) {
+          uint32_t four[4];
+          load_matrices(unit_address(b, column_of(j + lane / 16) + lane % 8, 2 * step + lane / 8 % 2), four);
+          of_b[j][0] = four[0], of_b[j][1] = four[1], of_b[j + 1][0] = four[2], of_b[j + 1][1] = four[3];
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kMmaM; ++i) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = 0; j < kMmaN; ++j) multiply_e4m3(sums[i][j], of_a[i], of_b[j]);
+        }
+      }
+      // Gates and ups take turns, 8 columns each.
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kMmaM; ++i) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < kMmaN; ++j) {
+          float const of_weight = kE4M3SumFactor * (column_of(j) / 8 % 2 == 0 ? weight[0] : weight[1]);
+          CUTLASS_PRAGMA_UNROLL
+          for (int v = 0; v < 4; ++v) {
+            float& sum = accumulator(v + 4 * (i + kMmaM * j));
+            sum = fmaf(sums[i][j][v], scaled ? of_weight * tokens[i][v / 2] : of_weight, sum);
+          }
+        }
+      }
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+  }
+
+  template <class Storage>
+  static CUTLASS_DEVICE auto& staging(Storage& storage) {
+    return storage.staging;
+  }
+
+ private:
+  static CUTLASS_DEVICE uint32_t unit_address(uint32_t lines, int line, int unit) { return lines + line * kLine + (unit ^ line % 8) * 16; }
+
+  /// kLines lines of a stage, from line `first` of an operand's `lines` and byte `k0` of their k: zeros behind either.
+  template <int kLines>
+  static CUTLASS_DEVICE void copy(uint8_t* to, uint8_t const* from, int64_t stride, int first, int lines, int k0, int k, int thread) {
+    int const unit = thread % kUnits, column = k0 + 16 * unit, inside = min(max(k - column, 0), 16);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kLines * kUnits / kThreads; ++i) {
+      int const line = thread / kUnits + i * (kThreads / kUnits), bytes = first + line < lines ? inside : 0;
+      copy_async_16(unit_address(shared_address(to), line, unit), bytes > 0 ? from + (first + line) * stride + column : from, bytes);
+    }
+  }
+};
+
+}  // namespace minfer::gemm
