@@ -350,8 +350,8 @@ GroupedCall described(Arguments const& x, Checked const& c, ScalarType narrow) {
   return call;
 }
 
-/// Runs into `out`, whose rows are `row` elements apart. A wider d is a tensor of its own, of which out gets its columns; `keeps`: rows that
-/// are not computed keep what out holds.
+/// Runs into `out`, whose rows are `row` elements apart. A wider d is a tensor of its own, of which out gets its columns; `keeps`: rows
+/// that are not computed keep what out holds.
 void run_to(Arguments const& x, Checked const& c, GroupedCall& call, Tensor const& out, int64_t row, bool keeps, OnDevice const& on) {
   int64_t const columns = c.columns(x.gated), wide = call.columns();
   if (columns == wide || c.rows == 0 || columns == 0) {

@@ -5,7 +5,8 @@
 // A stage is 128 of k, whose sums are added up in fp32, times the scales of its blocks where there are any: a token's for each thread's
 // rows, and one of the weight for all columns of a tile, or one for gates and one for ups. They are loaded before the MMAs of their stage.
 // Pipeline: kStages - 1 stages are on their way; one barrier a stage.
-// Shared memory: lines of 128 bytes, 16-byte unit u of line r at u ^ r % 8. Between two work items the ring's bytes are the epilogue's staging.
+// Shared memory: lines of 128 bytes, 16-byte unit u of line r at u ^ r % 8. Between two work items the ring's bytes are the epilogue's
+// staging.
 #pragma once
 
 #include "common/dependent_launch.cuh"

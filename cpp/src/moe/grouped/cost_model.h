@@ -46,8 +46,8 @@ struct CostModel {
   double stage_64_us = 0.475, stage_64_fine_us = 0.586, gather_64 = 1.68, tile_64_us = 1.12, token_64_us = 0.00998;
   double stage_128_us = 0.626, stage_128_fine_us = 0.784, gather_128 = 1.83, tile_128_us = 0.795, token_128_us = 0.019;
 
-  // Operands of 8 bits, fitted to 300 random problems (seeds 1000, 2000) on an H100, but for the share of the bandwidth, which is the H200's. A k
-  // tile of 128 takes as long as its products, or its loads, at least stage_ us; a tile's first and last steps.
+  // Operands of 8 bits, fitted to 300 random problems (seeds 1000, 2000) on an H100, but for the share of the bandwidth, which is the
+  // H200's. A k tile of 128 takes as long as its products, or its loads, at least stage_ us; a tile's first and last steps.
   double scaled_start_us = 2.42, scaled_share = 0.93, scaled_last_wave = 0.217, scaled_power = 2.69, scaled_gated = 1.28;
   double scaled_copy_us = 2.18;
   double scaled_gather = 1.53;                       // factor of a k tile whose rows the loader gathers
