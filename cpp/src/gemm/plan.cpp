@@ -46,8 +46,8 @@ char const* illegal(KernelInfo const& kernel, GemmProblem const& problem, Device
   }
   if (kernel.arch >= 90 && problem.k == 0) return "it needs k > 0";
   if (problem.gated && kernel.tile_n == 1) return "its tiles are columns, without pairs of gate and up";
-  if (kernel.arch < 90 && kernel.alignment == 16 &&
-      kernel.ab_type != DataType::kE4M3) {  // vectors of 16 bytes along the contiguous mode, without a tail
+  // Vectors of 16 bytes along the contiguous mode, without a tail. Kernels of e4m3 have one.
+  if (kernel.arch < 90 && kernel.alignment == 16 && kernel.ab_type != DataType::kE4M3) {
     int64_t const a_extent = problem.a_major == Major::kK ? problem.k : problem.m;
     int64_t const b_extent = problem.b_major == Major::kK ? problem.k : problem.n;
     int64_t const vector = 16 / size_of(problem.ab_type);
