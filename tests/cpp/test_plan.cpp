@@ -343,8 +343,8 @@ TEST_CASE(plan_always_answers_for_operands_of_8_bits) {
   }
 }
 
-/// int8 has kernels everywhere, in whole vectors of 16 bytes on GPUs that read without TMA; e4m3 has none there yet.
-TEST_CASE(int8_has_portable_kernels) {
+/// Operands of 8 bits have kernels everywhere: int8 in whole vectors of 16 bytes on GPUs that read without TMA, e4m3 of any length.
+TEST_CASE(eight_bits_have_portable_kernels) {
   int count = 0;
   DeviceProperties const* devices = portable_devices(&count);
   for (int i = 0; i < count; ++i) {
@@ -359,13 +359,22 @@ TEST_CASE(int8_has_portable_kernels) {
       problem.k = 4088;  // rows that a copy has spaced at multiples of 16 bytes
       CHECK(!plan_gemm(problem, devices[i], analytic_options(), &plan).ok());
       CHECK(plan_gemm(problem, h200_properties(), analytic_options(), &plan).ok());
-      CHECK(!plan_gemm(problem_of(m, 4096, 4096, DataType::kE4M3), devices[i], analytic_options(), &plan).ok());
+      for (int64_t k : {4096, 4088, 77}) {
+        problem = problem_of(m, 4096, 4096, DataType::kE4M3);
+        problem.k = k;
+        problem.block_scaled = k != 77;
+        check_answers(problem, devices[i]);
+        CHECK(plan_gemm(problem, devices[i], analytic_options(), &plan).ok());
+        CHECK_EQUAL(plan.kernel->arch, 80);
+      }
     }
   }
   GemmPlan plan;
   for (int64_t m : {1, 64, 4096}) {
-    CHECK(plan_gemm(problem_of(m, 4096, 4096, DataType::kS8), h200_properties(), analytic_options(), &plan).ok());
-    CHECK_EQUAL(plan.kernel->arch, 90);
+    for (DataType type : {DataType::kS8, DataType::kE4M3}) {
+      CHECK(plan_gemm(problem_of(m, 4096, 4096, type), h200_properties(), analytic_options(), &plan).ok());
+      CHECK_EQUAL(plan.kernel->arch, 90);
+    }
   }
 }
 
