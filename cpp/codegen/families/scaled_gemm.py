@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen.families.gemm import GemmKernel
+from codegen.hardware import SM80_SMEM_LIMIT, round_up
 from codegen.kernel import Kernel
 from codegen.row import Row
 
@@ -21,6 +22,7 @@ class ScaledGemmKernel(GemmKernel):
         if row.get("arch") == "sm80" and "e4m3" in row.get("elements", ()):
             row.require(row.get("elements") == ["e4m3"], "elements", "must be e4m3 alone: its kernels are of another template")
             _check_fp8_sm80(row)
+            return [_with_scales(row, kernel) for kernel in super().expand(row)]
         return super().expand(row)
 
     @property
@@ -37,6 +39,16 @@ class ScaledGemmKernel(GemmKernel):
 def _check_fp8_sm80(row: Row) -> None:
     _, tile_n, tile_k = row.integers("tile", 3)
     warps = row.integers("warps", 2)
+    row.require(warps[1] % 2 == 0, "warps", "must be even along n: a warp has columns of gates or of ups")
     row.require(tile_k == SCALE_BLOCK, "tile", f"tile_k must be the {SCALE_BLOCK} of k that share a scale")
     rule = "tile_n must be whole pairs of 8 columns for each warp, and divide the 128 that share a scale"
     row.require(tile_n % (16 * warps[1]) == 0 and SCALE_BLOCK % tile_n == 0, "tile", rule)
+
+
+def _with_scales(row: Row, kernel: GemmKernel) -> GemmKernel:
+    """The kernel with room for the scales of its stages: of the rows of a tile, and two of the weight."""
+    tile_m, tile_n, tile_k = kernel.tile
+    ring = kernel.stages * ((tile_m + tile_n) * tile_k + (tile_m + 4) * 4)
+    smem = max(kernel.smem_bytes, round_up(ring, 128))
+    row.require(smem <= SM80_SMEM_LIMIT, "stages", f"{kernel.stages} stages need {smem} bytes of shared memory with their scales")
+    return replace(kernel, smem_bytes=smem)

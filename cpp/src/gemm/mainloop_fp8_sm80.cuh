@@ -3,7 +3,7 @@
 // such a pair as well, with conversions of its own that take more registers.
 //
 // A stage is 128 of k, whose sums are added up in fp32, times the scales of its blocks where there are any: a token's for each thread's
-// rows, and one of the weight for all columns of a tile, or one for gates and one for ups. They are loaded before the MMAs of their stage.
+// rows, and one of the weight for all columns of a tile, or one for gates and one for ups. They are copied behind the stage's operands.
 // Pipeline: kStages - 1 stages are on their way; one barrier a stage.
 // Shared memory: lines of 128 bytes, 16-byte unit u of line r at u ^ r % 8. Between two work items the ring's bytes are the epilogue's
 // staging.
@@ -65,7 +65,8 @@ struct MainloopFp8Sm80 {
   static constexpr int kLine = 128, kUnits = kLine / 16;  // bytes, and 16-byte units, of a line
   static constexpr int kMmaM = kTileM / (16 * kWarpsM), kMmaN = kTileN / (8 * kWarpsN), kValues = 4 * kMmaM * kMmaN;
   static_assert(Config::kType == DataType::kE4M3 && !Config::kSwap && kTileK == kScaleBlock && kThreads == 32 * kWarpsM * kWarpsN);
-  static_assert(kMmaN % 2 == 0 && kScaleBlock % kTileN == 0, "columns are read by 16, and share the scale of a block");
+  static constexpr int kScales = kTileM + 4;  // of a stage: those of the rows, then the weight's of gates and of ups
+  static_assert(kMmaN % 2 == 0 && kWarpsN % 2 == 0 && kScaleBlock % kTileN == 0, "columns are read by 16, and share the scale of a block");
   static_assert(kTileM * kUnits % kThreads == 0 && kTileN * kUnits % kThreads == 0 && kThreads % kUnits == 0);
   // Of what is multiplied only the order of D's values counts here: the epilogue's.
   using TiledMma = cute::TiledMMA<cute::MMA_Atom<cute::SM80_16x8x32_S32S8S8S32_TN>,
@@ -84,6 +85,7 @@ struct MainloopFp8Sm80 {
     union {
       struct {
         alignas(128) uint8_t a[kStages][kTileM * kLine], b[kStages][kTileN * kLine];
+        alignas(16) float scales[kStages][kScales];
       } ring;
       typename Epilogue::TensorStorage staging;
     };
@@ -115,6 +117,7 @@ struct MainloopFp8Sm80 {
         int const stage = (k - k_begin) % kStages;
         copy<kTileM>(ring.a[stage], params.a, params.lda, row0, params.m, k * kTileK, params.k, thread);
         copy<kTileN>(ring.b[stage], params.b, params.ldb, column0, params.n, k * kTileK, params.k, thread);
+        if (params.scaled) copy_scales(params, ring.scales[stage], row0, column0, k, thread);
       }
       commit_copies();
     };
@@ -126,23 +129,6 @@ struct MainloopFp8Sm80 {
     auto const column_of = [&](int j) { return 8 * (warp_n + kWarpsN * j); };
 #pragma unroll 1
     for (int k = k_begin; k < k_begin + k_count; ++k) {
-      float tokens[kMmaM][2], weight[2] = {1.0f, 1.0f};
-      bool const scaled = params.scaled;
-      if (scaled) {
-        auto const& s = params.scales;
-        int const block = s.halves ? column0 / (2 * kScaleBlock) : column0 / kScaleBlock;
-        int64_t const at = s.weight.offset(block, k);
-        weight[0] = s.weight.load(at);
-        weight[1] = s.halves ? s.weight.load(at + s.up_offset) : weight[0];
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kMmaM; ++i) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int h = 0; h < 2; ++h) {
-            int const row = row0 + row_of(i) + 8 * h + lane / 4;
-            tokens[i][h] = row < params.m ? s.tokens.load(s.tokens.offset(row, k)) : 0.0f;
-          }
-        }
-      }
       wait_for_copies<kStages - 2>();
       __syncthreads();  // the stage is everyone's, and the one before has been read
       send(k + kStages - 1);
@@ -166,16 +152,19 @@ struct MainloopFp8Sm80 {
           for (int j = 0; j < kMmaN; ++j) multiply_e4m3(sums[i][j], of_a[i], of_b[j]);
         }
       }
-      // Gates and ups take turns, 8 columns each.
+      float const* const scales = ring.scales[stage];
+      // Gates and ups take turns, 8 columns each: a warp has one of them alone.
+      float const weight = params.scaled ? kE4M3SumFactor * scales[kTileM + warp_n % 2] : kE4M3SumFactor;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kMmaM; ++i) {
+        float token[2] = {1.0f, 1.0f};
+        if (params.scaled) token[0] = scales[row_of(i) + lane / 4], token[1] = scales[row_of(i) + lane / 4 + 8];
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < kMmaN; ++j) {
-          float const of_weight = kE4M3SumFactor * (column_of(j) / 8 % 2 == 0 ? weight[0] : weight[1]);
           CUTLASS_PRAGMA_UNROLL
           for (int v = 0; v < 4; ++v) {
             float& sum = accumulator(v + 4 * (i + kMmaM * j));
-            sum = fmaf(sums[i][j][v], scaled ? of_weight * tokens[i][v / 2] : of_weight, sum);
+            sum = fmaf(sums[i][j][v], weight * token[v / 2], sum);
           }
         }
       }
@@ -191,6 +180,26 @@ struct MainloopFp8Sm80 {
 
  private:
   static CUTLASS_DEVICE uint32_t unit_address(uint32_t lines, int line, int unit) { return lines + line * kLine + (unit ^ line % 8) * 16; }
+
+  /// The scales of k tile k: of rows that do not exist 0, of an operand without any 1.
+  static CUTLASS_DEVICE void copy_scales(Params const& params, float* to, int row0, int column0, int k, int thread) {
+    auto const& s = params.scales;
+    auto const send = [](ScaleView const& view, int64_t at, bool exists, float* destination) {
+      if (view.data != nullptr && !view.exponents) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(destination)),
+                     "l"(static_cast<float const*>(view.data) + (exists ? at : 0)), "r"(exists ? 4 : 0)
+                     : "memory");
+      } else {
+        *destination = exists ? view.load(at) : 0.0f;
+      }
+    };
+    for (int i = thread; i < kTileM; i += kThreads) send(s.tokens, s.tokens.offset(row0 + i, k), row0 + i < params.m, to + i);
+    int const half = thread - (kThreads - 2);  // the last two threads
+    if (half >= 0) {
+      int const block = column0 / (s.halves ? 2 * kScaleBlock : kScaleBlock);
+      send(s.weight, s.weight.offset(block, k) + (s.halves && half == 1 ? s.up_offset : 0), true, to + kTileM + half);
+    }
+  }
 
   /// kLines lines of a stage, from line `first` of an operand's `lines` and byte `k0` of their k: zeros behind either.
   template <int kLines>
