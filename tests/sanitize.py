@@ -176,10 +176,11 @@ def _grouped_scaled(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
     ends, gather = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ((7, 7, 50), list(range(49, -1, -1))))
     number = lambda *shape: torch.rand(shape, device=DEVICE)  # noqa: E731
     gates = dict(gather=gather, gated=True, activation="silu", bias=normal(3, 192, dtype=torch.float32))
+    groups = -(-272 // max(32, kernel["group_multiple"]))  # of a row, as small as the kernel takes them
     for launch in ("", "@gather_first=1"):
         name = f"{kernel['name']}{launch}"
         yield lambda name=name: call(a, w.mT, number(50), number(3, 192), ends, kernel=name, **gates)
-        yield lambda name=name: call(a, w.mT, number(50, 9), number(3), ends, gather=gather, kernel=name)
+        yield lambda name=name: call(a, w.mT, number(50, groups), number(3), ends, gather=gather, kernel=name)
         if e4m3:
             blocks, scale = (number(50, 3), number(3, 2, 3)), number(1)
             yield lambda name=name, blocks=blocks, scale=scale: call(a, w.mT, *blocks, ends, kernel=name, out_scale=scale, **gates)

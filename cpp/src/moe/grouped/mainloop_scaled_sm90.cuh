@@ -95,6 +95,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static constexpr int kMmaK = 32, kMmas = kLine / kMmaK;
   static constexpr int kMostParts = kLine / Config::kLeastGroup;  // groups of a token in 128 of k
   using Sum = cute::conditional_t<kIntegers, uint32_t, float>;    // of the MMA, in registers
+  static constexpr int kMostSums = 64;  // of a thread, of several parts: an MMA takes registers that a thread is launched with
   static_assert(sizeof(Element) == 1 && kGroupM % 64 == 0 && kTokens % kLargeBox == 0 && kTokens % kStep == 0 && kTileK % kLine == 0);
   static_assert(minfer::gemm::kScaleBlock % kWeightRows == 0, "a tile's rows of the weight share the scale of a block");
   static constexpr int kStageScales = kMostParts * kTokens + 4;  // of a line: those of tokens, then of the weight's gates and ups
@@ -371,7 +372,11 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   template <int kColumns, Adds kAdds, class Storage, class Accumulator, class Output>
   static CUTLASS_DEVICE void multiply(Params const& params, Storage& storage, PipelineState ring, Accumulator& accumulator, int k_tiles,
                                       Output const& output, int slab, int thread) {
-    constexpr int kSums = kAdds == Adds::kNone ? kValues : kBlockValues;
+    constexpr int kParts = kAdds == Adds::kHalves ? 2 : kAdds == Adds::kQuarters ? 4 : 1, kPartMmas = kMmas / kParts;
+    // Few tokens: the parts of a stage have sums of their own, and all of its MMAs are on their way before the first are waited for.
+    constexpr int kSets = kHalves * kParts;
+    constexpr bool kTogether = kAdds != Adds::kNone && kSwap && kMmaM == 1 && kSets > 1 && kSets * kColumns / 2 <= kMostSums;
+    constexpr int kSums = kAdds == Adds::kNone ? kValues : kTogether ? kSets * kColumns / 2 : kBlockValues;
     constexpr uint32_t kStageUnitsA = kTileM * kTileK / 16, kStageUnitsB = kTileN * kTileK / 16;
     constexpr uint32_t kHalfUnitsA = kTileM * kLine / 16, kHalfUnitsB = kTileN * kLine / 16;
     constexpr uint32_t kSlabUnits = (kSwap ? 64 : 64 * kConsumers) * kLine / 16;  // from a block of 64 rows to the warpgroup's next
@@ -417,8 +422,8 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kValues; ++i) accumulator(i) = to_float(sums[i]) * params.one;  // a product, not a copy: see keep_in_other_bank
     } else {
-      constexpr int kParts = kAdds == Adds::kHalves ? 2 : kAdds == Adds::kQuarters ? 4 : 1, kPartMmas = kMmas / kParts;
-      fence<kColumns>(sums);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kSums; i += kColumns / 2) fence<kColumns>(sums + i);
       bool full = FullBarrier::test_wait(&storage.full[ring.index], ring.phase, 1);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int k = 0; k < k_tiles; ++k) {
@@ -426,31 +431,54 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
         if (!full) FullBarrier::wait(&storage.full[stage], ring.phase);
         if (gathered) cutlass::arch::fence_view_async_shared();
         ring.advance();
-        CUTLASS_PRAGMA_UNROLL
-        for (int half = 0; half < kHalves; ++half) {
-          auto const part_of_k = [&](int part) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int block = 0; block < kMmaM; ++block) {
-              uint32_t const along = 2 * uint32_t(part * kPartMmas);
-              cute::warpgroup_arrive();
-              issue<kColumns, kPartMmas>(a + stage * kStageUnitsA + half * kHalfUnitsA + block * kSlabUnits + along,
-                                         b + stage * kStageUnitsB + half * kHalfUnitsB + along, sums, cute::GMMA::ScaleOut::Zero);
-              cute::warpgroup_commit_batch();
-              float const* const line = storage.scales[stage][half];
-              float const *const factors = line + part * kTokens, *const weight = line + kMostParts * kTokens;
-              auto const look_ahead = [&] {  // answers while sums are added
-                if (half == kHalves - 1 && block == kMmaM - 1) full = FullBarrier::test_wait(&storage.full[ring.index], ring.phase, 1);
-              };
-              if constexpr (kSwap) {
-                add<kColumns, kAdds>(factors, weight, &accumulator(block * kBlockValues), sums, thread, look_ahead);
-              } else {
-                int const row = (block * kConsumers + slab) * 64 + thread / 32 * 16 + thread % 32 / 4;
-                add_by_row<kAdds>(factors + row, weight, &accumulator(block * kBlockValues), sums, look_ahead);
+        auto const look_ahead = [&] {
+          full = FullBarrier::test_wait(&storage.full[ring.index], ring.phase, 1);
+        };  // answers during additions
+        auto const send = [&](int half, int part, int block, Sum* to) {
+          uint32_t const along = 2 * uint32_t(part * kPartMmas);
+          issue<kColumns, kPartMmas>(a + stage * kStageUnitsA + half * kHalfUnitsA + block * kSlabUnits + along,
+                                     b + stage * kStageUnitsB + half * kHalfUnitsB + along, to, cute::GMMA::ScaleOut::Zero);
+          cute::warpgroup_commit_batch();
+        };
+        if constexpr (kTogether) {
+          cute::warpgroup_arrive();
+          CUTLASS_PRAGMA_UNROLL
+          for (int set = 0; set < kSets; ++set) send(set / kParts, set % kParts, 0, sums + set * (kColumns / 2));
+          cute::for_each(cute::make_int_sequence<kSets>{}, [&](auto set) {
+            constexpr int kSet = decltype(set)::value;
+            float const* const line = storage.scales[stage][kSet / kParts];
+            Sum* const of_set = sums + kSet * (kColumns / 2);
+            add<kColumns, kAdds>(line + kSet % kParts * kTokens, line + kMostParts * kTokens, &accumulator(0), of_set, thread, [&] {
+              cute::warpgroup_wait<kSets - 1 - kSet>();
+              fence<kColumns>(of_set);
+              if constexpr (kSet == kSets - 1) look_ahead();
+            });
+          });
+        } else {
+          CUTLASS_PRAGMA_UNROLL
+          for (int half = 0; half < kHalves; ++half) {
+#pragma unroll 1
+            for (int part = 0; part < kParts; ++part) {
+              CUTLASS_PRAGMA_UNROLL
+              for (int block = 0; block < kMmaM; ++block) {
+                cute::warpgroup_arrive();
+                send(half, part, block, sums);
+                float const* const line = storage.scales[stage][half];
+                float const *const factors = line + part * kTokens, *const weight = line + kMostParts * kTokens;
+                auto const retire = [&] {
+                  cute::warpgroup_wait<0>();
+                  fence<kColumns>(sums);
+                  if (half == kHalves - 1 && block == kMmaM - 1) look_ahead();
+                };
+                if constexpr (kSwap) {
+                  add<kColumns, kAdds>(factors, weight, &accumulator(block * kBlockValues), sums, thread, retire);
+                } else {
+                  int const row = (block * kConsumers + slab) * 64 + thread / 32 * 16 + thread % 32 / 4;
+                  add_by_row<kAdds>(factors + row, weight, &accumulator(block * kBlockValues), sums, retire);
+                }
               }
             }
-          };
-#pragma unroll 1
-          for (int part = 0; part < kParts; ++part) part_of_k(part);
+          }
         }
         minfer::release_stage<1>(&storage.empty[stage], thread);
       }
@@ -487,11 +515,10 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     }
   }
 
-  /// Waits for the sums of a block of tokens and adds them. A thread has two tokens, 8 apart, whose scales are `tokens`; gates and ups take
-  /// turns, 8 columns each.
-  template <Adds kAdds, class LookAhead>
-  static CUTLASS_DEVICE void add_by_row(float const* tokens, float const* weight, float* accumulator, Sum* sums,
-                                        LookAhead const& look_ahead) {
+  /// Adds the sums of a block of tokens, which retire() waits for. A thread has two tokens, 8 apart, whose scales are `tokens`; gates and
+  /// ups take turns, 8 columns each.
+  template <Adds kAdds, class Retire>
+  static CUTLASS_DEVICE void add_by_row(float const* tokens, float const* weight, float* accumulator, Sum* sums, Retire const& retire) {
     constexpr bool kTwo = !kIntegers && kAdds != Adds::kScaled;
     float factor[2][2];  // of gates and ups
     if constexpr (kAdds != Adds::kSums) {
@@ -503,9 +530,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
         factor[1][h] = kTwo ? token * of_weight.y : factor[0][h];
       }
     }
-    cute::warpgroup_wait<0>();
-    fence<kTileN>(sums);
-    look_ahead();
+    retire();
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kTileN / 2; ++i) {
       if constexpr (kAdds == Adds::kSums) {
@@ -516,15 +541,10 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     }
   }
 
-  /// Waits for a block's sums and adds them. Tokens are 8 i + 2 (lane % 4) and the next; gates and ups are rows 8 apart.
-  template <int kColumns, Adds kAdds, class LookAhead>
+  /// Adds a block's sums, which retire() waits for. Tokens are 8 i + 2 (lane % 4) and the next; gates and ups are rows 8 apart.
+  template <int kColumns, Adds kAdds, class Retire>
   static CUTLASS_DEVICE void add(float const* factors, float const* weight, float* accumulator, Sum* sums, int thread,
-                                 LookAhead const& look_ahead) {
-    auto const retire = [&] {
-      cute::warpgroup_wait<0>();
-      fence<kColumns>(sums);
-      look_ahead();
-    };
+                                 Retire const& retire) {
     if constexpr (kAdds == Adds::kSums) {
       retire();
       CUTLASS_PRAGMA_UNROLL
