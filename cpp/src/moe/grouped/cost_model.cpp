@@ -160,7 +160,8 @@ double predict_scaled_us(CostModel const& m, KernelInfo const& kernel, GroupedPr
   // CTAs that share an SM, each of which the tensor cores serve half of the time.
   double const sharing = std::clamp(active * weight_tiles / double(device.sm_count), 1.0, double(kernel.ctas_per_sm));
   double const parts = p.a_group > 0 ? 128.0 / p.a_group : 1.0;
-  double const factor = (p.a_group > 0 || p.b_blocks ? m.scaled_blocks : 1.0) * (1.0 + m.scaled_parts * (parts - 1.0));
+  double const factor =
+      (p.a_group > 0 || p.b_blocks ? m.scaled_blocks : 1.0) * (1.0 + (kernel.swap ? m.scaled_parts : m.scaled_parts_rows) * (parts - 1.0));
   double const gathers = p.gathered && !gather_first ? m.scaled_gather : 1.0;
   Tiles tiles;
   tiles.exact = routing.groups[0].exact;
