@@ -206,7 +206,8 @@ def calls(device: str) -> dict[str, list[Call]]:
     lengths, table = integers(100, 37), torch.randperm(pages, generator=generator).to(torch.int32).to(device).view(2, 4)
     new_k, new_v = randn(2, heads_kv, d), randn(2, heads_kv, d)
     slots = torch.tensor([5, 200], device=device)
-    randn_of_queries, turns_of_keys = randn(2, heads, d), minfer.rope_cache(10000.0, d, 100, device=device)
+    packed, turns_of_keys = torch.cat([randn(2, heads, d), new_k, new_v], 1), minfer.rope_cache(10000.0, d, 100, device=device)
+    places = torch.tensor([69, 36], device=device)
     for kv_format in ("16bit", "fp8_e4m3", "int8", "int4"):
         cache = minfer.allocate_kv_cache(pages, page, heads_kv, d, kv_format=kv_format, dtype=DTYPE, device=device, batch=2)
         every = torch.arange(pages * page, device=device)
@@ -224,9 +225,7 @@ def calls(device: str) -> dict[str, list[Call]]:
             return tuple(x for x in cache if isinstance(x, torch.Tensor))
 
         def append_prepared(cache=own) -> tuple[torch.Tensor, ...]:
-            weights, places = (new_k[0, 0], new_v[0, 0]), torch.tensor([69, 36], device=device)
-            packed = torch.cat([randn_of_queries, new_k, new_v], 1)
-            rotation = (turns_of_keys, places)
+            weights, rotation = (new_k[0, 0], new_v[0, 0]), (turns_of_keys, places)
             queries = minfer.qk_norm_rope_append(packed, *weights, *rotation, cache.k, cache.v, slots, **cache.scales())
             return queries, *(x for x in cache if isinstance(x, torch.Tensor))
 

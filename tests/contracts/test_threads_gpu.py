@@ -36,7 +36,7 @@ def results(call):
 
 
 def same(have, want):
-    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(have, want, strict=True))
+    return all(torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(have, want, strict=True))
 
 
 def in_thread(function):

@@ -89,11 +89,10 @@ __device__ __forceinline__ void copy_codes(uint4 const& unit, uint8_t* to, int i
 }
 
 /// By a warpgroup: up to kRows staged rows of 16-bit elements, unit u of row r at u ^ r % 8, into d's rows from `row0` and columns from
-/// `column0` on. Several units of a thread are read together.
-template <class Type, int kRows>
+/// `column0` on. kTogether units of a thread are read together.
+template <class Type, int kRows, int kTogether = 4>
 __device__ __forceinline__ void copy_staged_rows(GroupedEpilogueParams const& params, char const* staged, int row_bytes, int units,
                                                  int64_t row0, int rows, int column0, int thread) {
-  constexpr int kTogether = 4;
   int const n_out = params.gated ? params.n / 2 : params.n, unit = thread % units, step = 128 / units;
   int const inside = n_out - column0 - unit * 8;
   int64_t const first = row0 * params.ldd + column0 + unit * 8;
@@ -464,7 +463,9 @@ struct GroupedEpilogue {
 
   __device__ void copy_out(ExpertTile const& tile, int first_row, int chunk, int tokens) const {
     int const units = params.gated ? kUnits / 2 : kUnits, column0 = params.gated ? first_row / 2 : first_row;
-    copy_staged_rows<typename Element::Type, kChunk>(params, staged, kTileM * 2, units, tile.row + chunk * kChunk, tokens, column0, thread);
+    constexpr int kTogether = kHasAlpha ? 1 : 4;  // kernels with quantised weights have no registers for more
+    copy_staged_rows<typename Element::Type, kChunk, kTogether>(params, staged, kTileM * 2, units, tile.row + chunk * kChunk, tokens,
+                                                                column0, thread);
   }
 };
 
