@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from minfer.measure.benchmarking import relative_error
 from minfer.reference import grouped_scaled_gemm as reference
+from minfer.reference.codes import LARGEST_CODE
 
 from bench import harness
 from bench.peers.gemm import Unavailable, Variant
@@ -22,7 +23,6 @@ from bench.suites.moe import MODELS
 from bench.suites.moe_scaled_cells import FP8, Grouped, Layer
 
 BLOCK = 128
-LARGEST = {FP8: 448.0, torch.int8: 127.0}
 CHECKED_ROWS = 64  # of an expert, whose values are compared
 CHECKED_TOKENS = 32
 ROUNDED = 2.0**-9  # what a result in bf16, of one rounding, is off at most
@@ -72,10 +72,10 @@ def quantised_weight(w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     """Codes of w [experts, n, k], their scales (e4m3: of blocks of 128 x 128, int8: of rows), and the values of the codes in bf16."""
     if dtype == FP8:
         blocks = of_blocks(w)
-        scale = blocks.abs().amax((2, 4), keepdim=True) / LARGEST[dtype]
+        scale = blocks.abs().amax((2, 4), keepdim=True) / LARGEST_CODE[dtype]
         codes = (blocks / scale).to(FP8)
         return codes.view(w.shape), scale[:, :, 0, :, 0].contiguous(), (codes.to(w.dtype) * scale).to(torch.bfloat16).view(w.shape)
-    scale = w.abs().amax(2, keepdim=True) / LARGEST[dtype]
+    scale = w.abs().amax(2, keepdim=True) / LARGEST_CODE[dtype]
     codes = (w / scale).round().to(torch.int8)
     return codes, scale.squeeze(2), (codes.to(w.dtype) * scale).to(torch.bfloat16)
 
@@ -172,7 +172,7 @@ class GroupedOperands:
         return lambda name: SIXTEEN_BITS if name == "ours:16bit" else own if name == "ours" else own + ERRORS_OF_SUMS
 
 
-def _into(name: str, o: GroupedOperands, call: Callable[..., Any]) -> Variant:
+def _into(name: str, call: Callable[..., Any]) -> Variant:
     """A variant of an operator of ours, in the form that writes D."""
     form = getattr(torch.ops.minfer, name).out
     return Variant("default", lambda i: call(form, i))
@@ -182,7 +182,7 @@ def ours(o: GroupedOperands | LayerOperands, kernel: str | None = None) -> Varia
     if isinstance(o, LayerOperands):
         return _layer_of(o, getattr(torch.ops.minfer, o.cell.op).default, o.codes, o.scales)
     b, rows = [w.mT for w in o.w], o.counts if o.cell.masked else o.offsets
-    return _into(o.cell.op, o, lambda form, i: form(o.a[i], b[i], o.a_scale, o.w_scale, rows, kernel=kernel, out=o.d[i]))
+    return _into(o.cell.op, lambda form, i: form(o.a[i], b[i], o.a_scale, o.w_scale, rows, kernel=kernel, out=o.d[i]))
 
 
 def ours_16bit(o: GroupedOperands | LayerOperands) -> list[Variant]:
@@ -192,7 +192,7 @@ def ours_16bit(o: GroupedOperands | LayerOperands) -> list[Variant]:
     a = copies(in_bf16(o.a[0], o.a_scale), o.sets)
     b = [w.mT for w in copies(in_bf16(o.w[0], o.w_scale), o.sets)]
     rows, name = (o.counts, "grouped_gemm_masked") if o.cell.masked else (o.offsets, "grouped_gemm")
-    return [_into(name, o, lambda form, i: form(a[i], b[i], rows, out=o.d[i]))]
+    return [_into(name, lambda form, i: form(a[i], b[i], rows, out=o.d[i]))]
 
 
 def deepgemm(o: GroupedOperands) -> list[Variant]:

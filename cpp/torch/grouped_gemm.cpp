@@ -15,16 +15,6 @@ namespace minfer::torch_binding {
 
 namespace {
 
-/// b is [experts, k, n], of a's type; returns n.
-int64_t check_experts_of(char const* op, Tensor const& a, Tensor const& b, int64_t k) {
-  if (b.dim() != 3 || b.size(1) != k) {
-    fail(op, ": b must be [experts, k, n] with k = ", k, " to match a ", a, ", got b ", b);
-  }
-  check_experts(op, "b", b, b.size(0));
-  check_operand(op, "b", b, a.scalar_type(), b.sizes(), {"a", a});
-  return b.size(2);
-}
-
 GroupedCall described(char const* op, Tensor const& a, Tensor const& b, int64_t rows, GroupedArguments const& arguments,
                       char const* offsets_name, Tensor const& offsets) {
   GroupedCall call{op};
@@ -41,7 +31,9 @@ GroupedCall described(char const* op, Tensor const& a, Tensor const& b, int64_t 
 
 /// Checks a product of rows in expert order; returns the number of rows of d.
 int64_t check_sorted(char const* op, Tensor const& a, Tensor const& b, Tensor const& offsets, GroupedArguments const& arguments) {
-  int64_t const rows = grouped_rows(op, a, arguments.gather), n = check_experts_of(op, a, b, a.size(1));
+  int64_t const rows = grouped_rows(op, a, arguments.gather);
+  check_16bit(op, "a", a);
+  int64_t const n = check_experts_of(op, a, b);
   check_grouped(op, a, rows, b.size(0), n, "b", arguments);
   check_offsets(op, "offsets", offsets, b.size(0), {"a", a});
   return rows;
@@ -55,11 +47,9 @@ GroupedCall described_sorted(char const* op, Tensor const& a, Tensor const& b, T
 }
 
 void check_masked(char const* op, Tensor const& a, Tensor const& b, Tensor const& counts, GroupedArguments const& arguments) {
-  if (a.dim() != 3 || b.dim() != 3 || a.size(0) != b.size(0)) {
-    fail(op, ": a must be [experts, max_rows, k] and b [experts, k, n], got a ", a, " and b ", b);
-  }
+  check_slabs(op, a, b);
   check_16bit(op, "a", a);
-  int64_t const n = check_experts_of(op, a, b, a.size(2)), experts = a.size(0), max_rows = a.size(1);
+  int64_t const n = check_experts_of(op, a, b), experts = a.size(0), max_rows = a.size(1);
   NamedTensor const reference{"a", a};
   if (arguments.bias) check_operand(op, "bias", *arguments.bias, a.scalar_type(), {experts, n}, reference);
   if (arguments.row_scale) check_operand(op, "row_scale", *arguments.row_scale, ScalarType::Float, {experts, max_rows}, reference);
@@ -101,7 +91,7 @@ Tensor grouped_gemm_out(Tensor const& a, Tensor const& b, Tensor const& offsets,
   char const* op = "minfer::grouped_gemm";
   GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gate_layout, {quant, scale}, kernel};
   int64_t const rows = check_sorted(op, a, b, offsets, arguments);
-  check_grouped_out(op, out, rows, gated ? b.size(2) / 2 : b.size(2), arguments.codes, {"a", a});
+  check_grouped_out(op, out, arguments.codes.type(a.scalar_type()), rows, gated ? b.size(2) / 2 : b.size(2), {"a", a});
   check_no_overlap(op, out, "b", b);
   check_no_overlap(op, out, "offsets", offsets);
   check_no_overlap(op, out, arguments);
@@ -134,15 +124,8 @@ Tensor grouped_gemm_masked_out(Tensor const& a, Tensor const& b, Tensor const& c
   char const* op = "minfer::grouped_gemm_masked";
   GroupedArguments const arguments{bias, kNoGather, row_scale, activation, gated, gate_layout, {quant, scale}, kernel};
   check_masked(op, a, b, counts, arguments);
-  int64_t const experts = a.size(0), max_rows = a.size(1), columns = gated ? b.size(2) / 2 : b.size(2);
-  check_operand(op, "out", out, arguments.codes.type(a.scalar_type()), {experts, max_rows, columns}, {"a", a});
-  // From one row of out to the next; where every expert has a single row, that is from one expert to the next.
-  int64_t const row = max_rows > 1 ? out.stride(1) : experts > 1 ? out.stride(0) : columns;
-  bool const walks =
-      (out.stride(2) == 1 || columns <= 1) && row >= columns && (experts <= 1 || max_rows == 0 || out.stride(0) == max_rows * row);
-  if (!walks) fail(op, ": out must be one run of rows with unit stride along them, got strides ", Listed{out.strides()});
-  check_apart(op, out);
-  check_no_overlap(op, out, "a", a);
+  int64_t const columns = gated ? b.size(2) / 2 : b.size(2);
+  int64_t const row = check_masked_out(op, out, arguments.codes.type(a.scalar_type()), a.size(0), a.size(1), columns, {"a", a});
   check_no_overlap(op, out, "b", b);
   check_no_overlap(op, out, "counts", counts);
   check_no_overlap(op, out, arguments);

@@ -55,9 +55,24 @@ void check_experts(char const* op, char const* name, Tensor const& weight, int64
   }
 }
 
+int64_t check_experts_of(char const* op, Tensor const& a, Tensor const& b) {
+  int64_t const k = a.size(a.dim() - 1);
+  if (b.dim() != 3 || b.size(1) != k) {
+    fail(op, ": b must be [experts, k, n] with k = ", k, " to match a ", a, ", got b ", b);
+  }
+  check_experts(op, "b", b, b.size(0));
+  check_operand(op, "b", b, a.scalar_type(), b.sizes(), {"a", a});
+  return b.size(2);
+}
+
+void check_slabs(char const* op, Tensor const& a, Tensor const& b) {
+  if (a.dim() != 3 || b.dim() != 3 || a.size(0) != b.size(0)) {
+    fail(op, ": a must be [experts, max_rows, k] and b [experts, k, n], got a ", a, " and b ", b);
+  }
+}
+
 int64_t grouped_rows(char const* op, Tensor const& a, std::optional<Tensor> const& gather) {
   if (a.dim() != 2) fail(op, ": a must be [rows, k], got a ", a);
-  check_16bit(op, "a", a);
   if (!gather) return a.size(0);
   if (gather->dim() != 1) fail(op, ": gather must be [rows], got ", *gather);
   if (gather->size(0) > 0 && a.size(0) == 0) fail(op, ": a must have the rows that gather names, got a ", a);
@@ -103,13 +118,26 @@ void check_no_overlap(char const* op, Tensor const& out, GroupedArguments const&
   }
 }
 
-void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, OutputCodes const& codes, NamedTensor const& a) {
-  check_operand(op, "out", out, codes.type(a.x.scalar_type()), {rows, columns}, a);
+void check_grouped_out(char const* op, Tensor const& out, ScalarType type, int64_t rows, int64_t columns, NamedTensor const& a) {
+  check_operand(op, "out", out, type, {rows, columns}, a);
   if (out.stride(1) != 1 && columns > 1) {
     fail(op, ": out must have unit stride along its rows, got strides ", out.stride(0), " and ", out.stride(1));
   }
   if (rows > 1 && out.stride(0) < columns) fail(op, ": out's rows must not overlap, got a row stride of ", out.stride(0));
   check_no_overlap(op, out, a.name, a.x);
+}
+
+int64_t check_masked_out(char const* op, Tensor const& out, ScalarType type, int64_t experts, int64_t max_rows, int64_t columns,
+                         NamedTensor const& a) {
+  check_operand(op, "out", out, type, {experts, max_rows, columns}, a);
+  // From one row of out to the next; where every expert has a single row, that is from one expert to the next.
+  int64_t const row = max_rows > 1 ? out.stride(1) : experts > 1 ? out.stride(0) : columns;
+  bool const walks =
+      (out.stride(2) == 1 || columns <= 1) && row >= columns && (experts <= 1 || max_rows == 0 || out.stride(0) == max_rows * row);
+  if (!walks) fail(op, ": out must be one run of rows with unit stride along them, got strides ", Listed{out.strides()});
+  check_apart(op, out);
+  check_no_overlap(op, out, a.name, a.x);
+  return row;
 }
 
 void set_activation(GroupedCall* call, std::string const& activation, std::string const& gate_layout) {

@@ -46,7 +46,11 @@ GroupedOverride parse_grouped_override(char const* op, std::string const& text);
 
 /// A launch takes 1 to kMaxGroupedExperts experts.
 void check_experts(char const* op, char const* name, Tensor const& weight, int64_t experts);
-/// Checks a [rows, k] and gather; returns the number of rows of d.
+/// b is [experts, k, n], of a's type; returns n. a is [.., k].
+int64_t check_experts_of(char const* op, Tensor const& a, Tensor const& b);
+/// a is [experts, max_rows, k], for as many experts as b has.
+void check_slabs(char const* op, Tensor const& a, Tensor const& b);
+/// Checks the shapes of a [rows, k] and gather; returns the number of rows of d.
 int64_t grouped_rows(char const* op, Tensor const& a, std::optional<Tensor> const& gather);
 /// Activation, gate layout, and the n that a gated weight needs. Messages call the weight `weight` and its n `extent`: columns or rows.
 void check_gate(char const* op, char const* weight, char const* extent, int64_t n, std::string const& activation, bool gated,
@@ -58,8 +62,11 @@ void check_grouped(char const* op, Tensor const& a, int64_t rows, int64_t expert
 void check_offsets(char const* op, char const* name, Tensor const& offsets, int64_t experts, NamedTensor const& a);
 /// Those of bias, gather, row_scale and scale that the call has share no memory with the output.
 void check_no_overlap(char const* op, Tensor const& out, GroupedArguments const& arguments);
-/// An output [rows, columns].
-void check_grouped_out(char const* op, Tensor const& out, int64_t rows, int64_t columns, OutputCodes const& codes, NamedTensor const& a);
+/// An output [rows, columns] of a type; a names the operand that it must not overlap.
+void check_grouped_out(char const* op, Tensor const& out, ScalarType type, int64_t rows, int64_t columns, NamedTensor const& a);
+/// An output of slabs, [experts, max_rows, columns]; returns the elements from one row to the next.
+int64_t check_masked_out(char const* op, Tensor const& out, ScalarType type, int64_t experts, int64_t max_rows, int64_t columns,
+                         NamedTensor const& a);
 
 void set_activation(GroupedCall* call, std::string const& activation, std::string const& gate_layout);
 /// a: `rows` contiguous rows, lda elements apart.

@@ -76,6 +76,7 @@ void set_weights(GroupedCall* call, ExpertWeights const& w) {
 
 /// Checks a grouped product; returns the number of rows of d.
 int64_t check_call(char const* op, Tensor const& a, ExpertWeights const& w, Tensor const& offsets, GroupedArguments const& arguments) {
+  check_16bit(op, "a", a);
   int64_t const rows = grouped_rows(op, a, arguments.gather), experts = w.experts(op), n = w.n();
   NamedTensor const reference{"a", a};
   check_weights(op, w, n, a.size(1), reference);
@@ -131,7 +132,7 @@ Tensor grouped_w4a16_gemm_out(Tensor const& a, Tensor const& qweight, Tensor con
   ExpertWeights const w = weights_of(op, qweight, scales, zeros, alpha, w4_format, group_size);
   GroupedArguments const arguments{bias, gather, row_scale, activation, gated, gated ? kBlocks : kHalves, {quant, scale}, kernel};
   int64_t const rows = check_call(op, a, w, offsets, arguments);
-  check_grouped_out(op, out, rows, gated ? w.n() / 2 : w.n(), arguments.codes, {"a", a});
+  check_grouped_out(op, out, arguments.codes.type(a.scalar_type()), rows, gated ? w.n() / 2 : w.n(), {"a", a});
   check_no_overlap(op, out, "qweight", qweight);
   check_no_overlap(op, out, "scales", scales);
   if (zeros) check_no_overlap(op, out, "zeros", *zeros);

@@ -46,25 +46,25 @@ void set_row_scale(GroupedCall* call, Names const& names, Tensor const& scale, S
   GroupedOperands& o = call->operands;
   bool const fp8 = p.type == DataType::kE4M3;
   int64_t const modes = int64_t(rows.size());
-  bool of_rows = scale.dim() == modes || scale.dim() == modes + 1;
+  bool const has_columns = scale.dim() == modes + 1;
+  bool of_rows = scale.dim() == modes || has_columns;
   for (int64_t i = 0; of_rows && i < modes; ++i) of_rows = scale.size(i) == rows[size_t(i)];
-  int64_t const columns = scale.dim() == modes + 1 ? scale.size(modes) : 1;
-  int32_t const group = group_of_scales(p.k, columns);
-  bool const one = scale.numel() == 1 && scale.dim() <= modes + 1;
-  bool const lines = of_rows && columns == 1;
-  if (!one && !lines && !(of_rows && group > 0)) {
+  int64_t const columns = has_columns ? scale.size(modes) : 1;
+  // One column of floats is a number for each row; exponents are of blocks.
+  bool const may_be_blocks = of_rows && has_columns && (columns != 1 || scale.scalar_type() == ScalarType::Byte);
+  int32_t const group = may_be_blocks ? group_of_scales(p.k, columns) : 0;
+  bool const blocks = group > 0, one = scale.numel() == 1 && scale.dim() <= modes + 1;
+  if (!one && !blocks && !(of_rows && columns == 1)) {
     fail(names.op, ": ", names.a_scale, " must be one number, ", Listed{rows}, " or [.., 1], or [.., ", blocks_of(p.k),
          "] of 128 of k each (or of 64, or of 32), got ", scale);
   }
   o.a_scale = OperandScales{};
-  bool const blocks = !one && !lines;
-  check_scale_type(names, names.a_scale, scale, blocks || (lines && scale.dim() == modes + 1), fp8, &o.a_scale);
+  check_scale_type(names, names.a_scale, scale, blocks, fp8, &o.a_scale);
   if (blocks && p.k == 0) return;  // none
-  o.a_scale.blocks = blocks || o.a_scale.exponents;
-  p.a_group = o.a_scale.blocks ? (blocks ? group : int32_t(kBlock)) : 0;
-  if (o.a_scale.exponents && !blocks && p.k > kBlock) fail(names.op, ": ", names.a_scale, " must be Float, got ", scale.scalar_type());
+  o.a_scale.blocks = blocks;
+  p.a_group = group;
   o.a_scale.data = call->held.keep(scale);
-  if (one && !blocks) return;  // strides of 0
+  if (one) return;  // strides of 0
   o.a_scale.row_stride = scale.stride(modes - 1);
   o.a_scale.k_stride = blocks ? scale.stride(modes) : 0;
   o.a_scale_expert_stride = modes > 1 ? scale.stride(0) : 0;
@@ -197,7 +197,7 @@ struct Arguments {
   Names names;
   ScalarType operands;
   Tensor const &a, &b, &a_scale, &b_scale, &offsets;
-  char const* offsets_name;
+  bool masked;  // offsets are counts
   std::optional<Tensor> const &bias, &gather, &row_scale;
   std::string const& activation;
   bool gated;
@@ -207,14 +207,10 @@ struct Arguments {
   bool fast_accum;
   std::optional<std::string> const& kernel;
 
-  bool masked() const { return offsets_name[0] == 'c'; }
+  char const* offsets_name() const { return masked ? "counts" : "offsets"; }
 };
 
 std::optional<Tensor> const kNoTensor;
-
-void check_type(char const* op, char const* name, Tensor const& x, ScalarType type) {
-  if (x.scalar_type() != type) fail(op, ": ", name, " must be ", type, ", got ", x.scalar_type());
-}
 
 /// bias is of D's 16-bit type or float32; returns the 16-bit type of the call. Codes leave it to the bias.
 ScalarType narrow_of(char const* op, char const* name, std::optional<Tensor> const& bias, ScalarType type, Shape shape,
@@ -236,57 +232,43 @@ ScalarType narrow_of(char const* op, char const* name, std::optional<Tensor> con
   return narrow;
 }
 
-void set_bias_of(GroupedCall* call, char const* name, std::optional<Tensor> const& bias) {
-  set_bias(call, name, bias);
-  call->operands.bias_f32 = bias && bias->scalar_type() == ScalarType::Float;
-}
+bool is_float32(std::optional<Tensor> const& bias) { return bias && bias->scalar_type() == ScalarType::Float; }
 
-/// Checks everything but a given output; returns the call but for the memory of rows that TMA cannot address.
+/// What the checks of a call find.
 struct Checked {
-  ScalarType type;  // of d
+  ScalarType type, narrow;  // of d; its 16-bit type, where d holds codes that of bias
   int64_t experts, rows, max_rows, n;
   int64_t columns(bool gated) const { return gated ? n / 2 : n; }
 };
 
-Checked check(Arguments const& x, ScalarType narrow_out[1]) {
+/// Checks everything but a given output.
+Checked check(Arguments const& x) {
   char const* op = x.names.op;
   bool const fp8 = x.operands == ScalarType::Float8_e4m3fn;
   NamedTensor const reference{"a", x.a};
   Checked c{};
-  if (x.masked()) {
-    if (x.a.dim() != 3 || x.b.dim() != 3 || x.a.size(0) != x.b.size(0)) {
-      fail(op, ": a must be [experts, max_rows, k] and b [experts, k, n], got a ", x.a, " and b ", x.b);
-    }
+  if (x.masked) {
+    check_slabs(op, x.a, x.b);
     c.max_rows = x.a.size(1);
     c.rows = x.a.size(0) * c.max_rows;
   } else {
-    if (x.a.dim() != 2) fail(op, ": a must be [rows, k], got a ", x.a);
-    c.rows = x.a.size(0);
-    if (x.gather) {
-      if (x.gather->dim() != 1) fail(op, ": gather must be [rows], got ", *x.gather);
-      if (x.gather->size(0) > 0 && x.a.size(0) == 0) fail(op, ": a must have the rows that gather names, got a ", x.a);
-      c.rows = x.gather->size(0);
-      check_operand(op, "gather", *x.gather, ScalarType::Int, {c.rows}, reference);
-    }
+    c.rows = grouped_rows(op, x.a, x.gather);
+    if (x.gather) check_operand(op, "gather", *x.gather, ScalarType::Int, {c.rows}, reference);
   }
-  check_type(op, "a", x.a, x.operands);
-  int64_t const k = x.a.size(x.a.dim() - 1);
-  if (x.b.dim() != 3 || x.b.size(1) != k) fail(op, ": b must be [experts, k, n] with k = ", k, " to match a ", x.a, ", got b ", x.b);
+  if (x.a.scalar_type() != x.operands) fail(op, ": a must be ", x.operands, ", got ", x.a.scalar_type());
+  c.n = check_experts_of(op, x.a, x.b);
   c.experts = x.b.size(0);
-  c.n = x.b.size(2);
-  check_experts(op, "b", x.b, c.experts);
-  check_operand(op, "b", x.b, x.operands, x.b.sizes(), reference);
   check_gate(op, "b", "columns", c.n, x.activation, x.gated, x.gate_layout);
   c.type = output_type(op, fp8, x.out_dtype, x.out_scale, x.a);
-  narrow_out[0] = narrow_of(op, "bias", x.bias, c.type, {c.experts, c.n}, reference);
+  c.narrow = narrow_of(op, "bias", x.bias, c.type, {c.experts, c.n}, reference);
   if (x.row_scale) {
-    if (x.masked()) {
+    if (x.masked) {
       check_operand(op, "row_scale", *x.row_scale, ScalarType::Float, {c.experts, c.max_rows}, reference);
     } else {
       check_operand(op, "row_scale", *x.row_scale, ScalarType::Float, {c.rows}, reference);
     }
   }
-  check_offsets(op, x.offsets_name, x.offsets, c.experts, reference);
+  check_offsets(op, x.offsets_name(), x.offsets, c.experts, reference);
   return c;
 }
 
@@ -311,7 +293,7 @@ void set_code_rows(GroupedCall* call, Tensor const& a) {
   set_rows(call, call->held.keep(rows), all, all > 1 ? rows.stride(max_rows > 1 ? 1 : 0) : padded);
 }
 
-GroupedCall described(Arguments const& x, Checked const& c, ScalarType narrow) {
+GroupedCall described(Arguments const& x, Checked const& c) {
   char const* op = x.names.op;
   GroupedCall call{op};
   GroupedProblem& p = call.problem;
@@ -320,22 +302,23 @@ GroupedCall described(Arguments const& x, Checked const& c, ScalarType narrow) {
   p.n = c.n;
   p.k = x.a.size(x.a.dim() - 1);
   p.type = data_type(x.operands);
-  p.d_type = data_type(narrow);
+  p.d_type = data_type(c.narrow);
   p.gated = x.gated;
   p.max_rows = c.max_rows;
   p.fast_accum = x.fast_accum;
   GroupedOperands& o = call.operands;
   set_activation(&call, x.activation, x.gate_layout);
-  set_bias_of(&call, "bias", x.bias);
+  set_bias(&call, "bias", x.bias);
+  o.bias_f32 = is_float32(x.bias);
   if (x.gather) {
     p.gathered = true;
     o.gather = static_cast<int32_t const*>(call.held.keep(contiguous(op, "gather", *x.gather)));
   }
   if (x.row_scale) o.row_scale = static_cast<float const*>(call.held.keep(contiguous(op, "row_scale", *x.row_scale)));
-  o.offsets = static_cast<int32_t const*>(call.held.keep(contiguous(op, x.offsets_name, x.offsets)));
+  o.offsets = static_cast<int32_t const*>(call.held.keep(contiguous(op, x.offsets_name(), x.offsets)));
   p.d_fp8 = c.type == ScalarType::Float8_e4m3fn;
   if (p.d_fp8) o.d_scale = static_cast<float const*>(call.held.keep(contiguous(op, "out_scale", *x.out_scale)));
-  if (x.masked()) {
+  if (x.masked) {
     set_row_scale(&call, x.names, x.a_scale, {c.experts, c.max_rows}, x.a);
   } else {
     set_row_scale(&call, x.names, x.a_scale, {x.a.size(0)}, x.a);
@@ -368,12 +351,11 @@ void run_to(Arguments const& x, Checked const& c, GroupedCall& call, Tensor cons
 }
 
 Tensor into_new(Arguments const& x) {
-  ScalarType narrow[1];
-  Checked const c = check(x, narrow);
+  Checked const c = check(x);
   OnDevice const on(x.names.op, x.a);
-  GroupedCall call = described(x, c, narrow[0]);
+  GroupedCall call = described(x, c);
   int64_t const columns = c.columns(x.gated);
-  if (!x.masked()) {
+  if (!x.masked) {
     Tensor const out = allocate(x.names.op, x.a, {c.rows, columns}, c.type, "the output of a ", x.a, " and b ", x.b);
     run_to(x, c, call, out, columns, false, on);
     return out;
@@ -387,56 +369,44 @@ Tensor into_new(Arguments const& x) {
 Tensor into_given(Arguments x, Tensor const& out) {
   char const* op = x.names.op;
   if (!x.out_dtype) x.out_dtype = out.scalar_type();
-  ScalarType narrow[1];
-  Checked const c = check(x, narrow);
+  Checked const c = check(x);
   NamedTensor const reference{"a", x.a};
   int64_t const columns = c.columns(x.gated);
   int64_t row = columns;
-  if (x.masked()) {
-    check_operand(op, "out", out, c.type, {c.experts, c.max_rows, columns}, reference);
-    // From one row of out to the next; where every expert has a single row, that is from one expert to the next.
-    row = c.max_rows > 1 ? out.stride(1) : c.experts > 1 ? out.stride(0) : columns;
-    bool const walks =
-        (out.stride(2) == 1 || columns <= 1) && row >= columns && (c.experts <= 1 || c.max_rows == 0 || out.stride(0) == c.max_rows * row);
-    if (!walks) fail(op, ": out must be one run of rows with unit stride along them, got strides ", Listed{out.strides()});
-    check_apart(op, out);
+  if (x.masked) {
+    row = check_masked_out(op, out, c.type, c.experts, c.max_rows, columns, reference);
   } else {
-    check_operand(op, "out", out, c.type, {c.rows, columns}, reference);
-    if (out.stride(1) != 1 && columns > 1) {
-      fail(op, ": out must have unit stride along its rows, got strides ", out.stride(0), " and ", out.stride(1));
-    }
-    if (c.rows > 1 && out.stride(0) < columns) fail(op, ": out's rows must not overlap, got a row stride of ", out.stride(0));
+    check_grouped_out(op, out, c.type, c.rows, columns, reference);
     row = out.size(0) > 1 ? out.stride(0) : unused_stride(columns, out.element_size());
   }
   auto const apart = [&](char const* name, std::optional<Tensor> const& other) {
     if (other) check_no_overlap(op, out, name, *other);
   };
-  check_no_overlap(op, out, "a", x.a);
   check_no_overlap(op, out, "b", x.b);
   check_no_overlap(op, out, "a_scale", x.a_scale);
   check_no_overlap(op, out, "b_scale", x.b_scale);
-  check_no_overlap(op, out, x.offsets_name, x.offsets);
+  check_no_overlap(op, out, x.offsets_name(), x.offsets);
   apart("bias", x.bias);
   apart("gather", x.gather);
   apart("row_scale", x.row_scale);
   apart("out_scale", x.out_scale);
   OnDevice const on(op, x.a);
-  GroupedCall call = described(x, c, narrow[0]);
-  run_to(x, c, call, out, row, x.masked(), on);
+  GroupedCall call = described(x, c);
+  run_to(x, c, call, out, row, x.masked, on);
   return out;
 }
 
 constexpr Names names_of(char const* op) { return {op, "a", "b", "a_scale", "b_scale"}; }
 
-#define MINFER_FP8_ARGUMENTS(op, offsets, name, gather)                                                                         \
-  Arguments {                                                                                                                   \
-    names_of(op), ScalarType::Float8_e4m3fn, a, b, a_scale, b_scale, offsets, name, bias, gather, row_scale, activation, gated, \
-        gate_layout, out_dtype, out_scale, fast_accum, kernel                                                                   \
+#define MINFER_FP8_ARGUMENTS(op, offsets, masked, gather)                                                                         \
+  Arguments {                                                                                                                     \
+    names_of(op), ScalarType::Float8_e4m3fn, a, b, a_scale, b_scale, offsets, masked, bias, gather, row_scale, activation, gated, \
+        gate_layout, out_dtype, out_scale, fast_accum, kernel                                                                     \
   }
-#define MINFER_INT8_ARGUMENTS(op, offsets, name, gather)                                                                            \
-  Arguments {                                                                                                                       \
-    names_of(op), ScalarType::Char, a, b, a_scale, b_scale, offsets, name, bias, gather, row_scale, activation, gated, gate_layout, \
-        out_dtype, kNoTensor, false, kernel                                                                                         \
+#define MINFER_INT8_ARGUMENTS(op, offsets, masked, gather)                                                                            \
+  Arguments {                                                                                                                         \
+    names_of(op), ScalarType::Char, a, b, a_scale, b_scale, offsets, masked, bias, gather, row_scale, activation, gated, gate_layout, \
+        out_dtype, kNoTensor, false, kernel                                                                                           \
   }
 
 using OptionalTensor = std::optional<Tensor>;
@@ -447,47 +417,47 @@ Tensor grouped_gemm_fp8(Tensor const& a, Tensor const& b, Tensor const& a_scale,
                         OptionalTensor const& bias, OptionalTensor const& gather, OptionalTensor const& row_scale,
                         std::string const& activation, bool gated, std::string const& gate_layout, OptionalType out_dtype,
                         OptionalTensor const& out_scale, bool fast_accum, OptionalText const& kernel) {
-  return into_new(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8", offsets, "offsets", gather));
+  return into_new(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8", offsets, false, gather));
 }
 Tensor grouped_gemm_fp8_out(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& offsets,
                             OptionalTensor const& bias, OptionalTensor const& gather, OptionalTensor const& row_scale,
                             std::string const& activation, bool gated, std::string const& gate_layout, OptionalType out_dtype,
                             OptionalTensor const& out_scale, bool fast_accum, OptionalText const& kernel, Tensor const& out) {
-  return into_given(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8", offsets, "offsets", gather), out);
+  return into_given(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8", offsets, false, gather), out);
 }
 Tensor grouped_gemm_fp8_masked(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& counts,
                                OptionalTensor const& bias, OptionalTensor const& row_scale, std::string const& activation, bool gated,
                                std::string const& gate_layout, OptionalType out_dtype, OptionalTensor const& out_scale, bool fast_accum,
                                OptionalText const& kernel) {
-  return into_new(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8_masked", counts, "counts", kNoTensor));
+  return into_new(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8_masked", counts, true, kNoTensor));
 }
 Tensor grouped_gemm_fp8_masked_out(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& counts,
                                    OptionalTensor const& bias, OptionalTensor const& row_scale, std::string const& activation, bool gated,
                                    std::string const& gate_layout, OptionalType out_dtype, OptionalTensor const& out_scale, bool fast_accum,
                                    OptionalText const& kernel, Tensor const& out) {
-  return into_given(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8_masked", counts, "counts", kNoTensor), out);
+  return into_given(MINFER_FP8_ARGUMENTS("minfer::grouped_gemm_fp8_masked", counts, true, kNoTensor), out);
 }
 Tensor grouped_gemm_int8(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& offsets,
                          OptionalTensor const& bias, OptionalTensor const& gather, OptionalTensor const& row_scale,
                          std::string const& activation, bool gated, std::string const& gate_layout, OptionalType out_dtype,
                          OptionalText const& kernel) {
-  return into_new(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8", offsets, "offsets", gather));
+  return into_new(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8", offsets, false, gather));
 }
 Tensor grouped_gemm_int8_out(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& offsets,
                              OptionalTensor const& bias, OptionalTensor const& gather, OptionalTensor const& row_scale,
                              std::string const& activation, bool gated, std::string const& gate_layout, OptionalType out_dtype,
                              OptionalText const& kernel, Tensor const& out) {
-  return into_given(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8", offsets, "offsets", gather), out);
+  return into_given(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8", offsets, false, gather), out);
 }
 Tensor grouped_gemm_int8_masked(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& counts,
                                 OptionalTensor const& bias, OptionalTensor const& row_scale, std::string const& activation, bool gated,
                                 std::string const& gate_layout, OptionalType out_dtype, OptionalText const& kernel) {
-  return into_new(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8_masked", counts, "counts", kNoTensor));
+  return into_new(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8_masked", counts, true, kNoTensor));
 }
 Tensor grouped_gemm_int8_masked_out(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, Tensor const& counts,
                                     OptionalTensor const& bias, OptionalTensor const& row_scale, std::string const& activation, bool gated,
                                     std::string const& gate_layout, OptionalType out_dtype, OptionalText const& kernel, Tensor const& out) {
-  return into_given(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8_masked", counts, "counts", kNoTensor), out);
+  return into_given(MINFER_INT8_ARGUMENTS("minfer::grouped_gemm_int8_masked", counts, true, kNoTensor), out);
 }
 #undef MINFER_FP8_ARGUMENTS
 #undef MINFER_INT8_ARGUMENTS
@@ -510,10 +480,8 @@ Tensor run_scaled_layer(char const* op, ScalarType codes, Tensor const& x, Tenso
   NamedTensor const reference{"x", x};
   check_operand(op, "w13", w13, codes, {experts, n, hidden}, reference);
   check_operand(op, "w2", w2, codes, {experts, hidden, n / 2}, reference);
-  if (ids.dim() != 2) fail(op, ": ids must be [tokens, top_k], got ", ids);
-  int64_t const top_k = ids.size(1);
-  check_operand(op, "ids", ids, ScalarType::Int, {tokens, top_k}, reference);
-  check_operand(op, "weights", weights, ScalarType::Float, {tokens, top_k}, reference);
+  LayerArguments const given{x, weights, ids, b13, b2, activation, gate_layout};
+  check_routes(op, given);
   check_gate(op, "w13", "rows", n, activation, true, gate_layout);
   ScalarType const out = out_dtype.value_or(is_16bit_float(x.scalar_type()) ? x.scalar_type() : ScalarType::BFloat16);
   if (!is_16bit_float(out)) fail(op, ": out_dtype must be Half or BFloat16, got ", out);
@@ -521,23 +489,17 @@ Tensor run_scaled_layer(char const* op, ScalarType codes, Tensor const& x, Tenso
   narrow_of(op, "b2", b2, out, {experts, hidden}, reference);
   OnDevice const on(op, x);
 
-  auto const product = [&](int64_t rows, int64_t k, bool gated, char const* bias_name, OptionalTensor const& bias) {
-    static std::string const none = "none", halves = "halves";
-    GroupedCall call{op};
+  auto const product = [&](int64_t rows, int64_t k, bool gated) {
+    GroupedCall call = layer_product(op, given, experts, rows, k, gated);
     GroupedProblem& p = call.problem;
-    p.rows = ids.numel();
-    p.experts = experts;
-    p.n = rows;
-    p.k = k;
     p.type = data_type(codes);
     p.d_type = data_type(out);
-    p.gated = p.d_groups = gated;
+    p.d_groups = gated;
     p.fast_accum = fast_accum;
-    set_activation(&call, gated ? activation : none, gated ? gate_layout : halves);
-    set_bias_of(&call, bias_name, bias);
+    call.operands.bias_f32 = is_float32(gated ? b13 : b2);
     return call;
   };
-  GroupedCall up = product(n, hidden, true, "b13", b13), down = product(hidden, n / 2, false, "b2", b2);
+  GroupedCall up = product(n, hidden, true), down = product(hidden, n / 2, false);
   set_weight_scale(&up, {op, "x", "w13", "x_scale", "w13_scale"}, w13_scale, x);
   set_weight_scale(&down, {op, "x", "w2", "x_scale", "w2_scale"}, w2_scale, x);
   if (hidden == 0) return allocate(op, x, {tokens, hidden}, out, "the output of x ", x);

@@ -31,15 +31,21 @@ void check_tokens(char const* op, Tensor const& x) {
   check_16bit(op, "x", x);
 }
 
-void check_layer(char const* op, LayerArguments const& arguments, int64_t experts, int64_t n, char const* w13) {
+void check_routes(char const* op, LayerArguments const& arguments) {
   auto const& [x, weights, ids, b13, b2, activation, gate_layout] = arguments;
   NamedTensor const reference{"x", x};
   if (ids.dim() != 2) fail(op, ": ids must be [tokens, top_k], got ", ids);
-  int64_t const tokens = x.size(0), hidden = x.size(1), top_k = ids.size(1);
+  int64_t const tokens = x.size(0), top_k = ids.size(1);
   check_operand(op, "ids", ids, ScalarType::Int, {tokens, top_k}, reference);
   check_operand(op, "weights", weights, ScalarType::Float, {tokens, top_k}, reference);
+}
+
+void check_layer(char const* op, LayerArguments const& arguments, int64_t experts, int64_t n, char const* w13) {
+  auto const& [x, weights, ids, b13, b2, activation, gate_layout] = arguments;
+  NamedTensor const reference{"x", x};
+  check_routes(op, arguments);
   if (b13) check_operand(op, "b13", *b13, x.scalar_type(), {experts, n}, reference);
-  if (b2) check_operand(op, "b2", *b2, x.scalar_type(), {experts, hidden}, reference);
+  if (b2) check_operand(op, "b2", *b2, x.scalar_type(), {experts, x.size(1)}, reference);
   check_gate(op, w13, "rows", n, activation, true, gate_layout);
 }
 

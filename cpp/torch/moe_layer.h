@@ -14,7 +14,9 @@ struct LayerArguments {
 
 /// x is [tokens, hidden].
 void check_tokens(char const* op, Tensor const& x);
-/// The other arguments. n counts the gate and up rows of an expert in the weight that messages call `w13`.
+/// weights and ids.
+void check_routes(char const* op, LayerArguments const& arguments);
+/// All arguments but x and the experts' weights. n counts the gate and up rows of an expert in the weight that messages call `w13`.
 void check_layer(char const* op, LayerArguments const& arguments, int64_t experts, int64_t n, char const* w13);
 
 /// Runs the layer. The products `up` and `down` are described but for a, gather, offsets, row_scale and d, which are intermediate results.

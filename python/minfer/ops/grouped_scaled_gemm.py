@@ -61,7 +61,8 @@ def grouped_gemm_fp8(
     Args:
       a: [rows, k], float8_e4m3fn; with ``gather`` any number of rows. What :func:`minfer.quantize_fp8` and operators with ``quant`` write.
       b: [experts, k, n], float8_e4m3fn: the transposed view ``weight.mT`` of weights [experts, n, k]. 1 to 512 experts. An operand that is
-        not contiguous along k, or whose rows do not begin at multiples of 16 bytes, is copied first.
+        not contiguous along k, or whose rows do not begin at multiples of 16 bytes, is copied first; so is a gated b whose n / 2 is no
+        multiple of 8, in every call.
       a_scale: float32 on a's device: one number; [a_rows] or [a_rows, 1], one for each row of a, also where ``gather`` picks them; or
         [a_rows, ceil(k / g)], one for each g of k of a row, in any strides. g is 128, 64 or 32, the largest of them that gives this number
         of columns. Scales of blocks may also be uint8, exponents of two (e8m0, 255 is NaN).

@@ -20,12 +20,12 @@ from ..checks.scaled_gemm import BLOCK, FP8, blocks_of
 from ..formats.gate_up import GATE_BLOCK, pack_gate_up
 from ..ops.fused import Codes, quantize_fp8, quantize_int8
 from ..ops.scaled_gemm import gemm_fp8, gemm_fp8_gated, gemm_int8, gemm_int8_gated
+from ..reference.codes import LARGEST_CODE
 from ..reference.scaled_gemm import numbers_of
 from .loader import FLOATS, rounded
 
 _Self = TypeVar("_Self", bound="_ScaledWeight")
 _ALIGNMENT = 16  # bytes: where kernels want rows to begin
-_LARGEST = {FP8: 448.0, torch.int8: 127.0}
 MODES = {FP8: ("block128", "channel", "tensor"), torch.int8: ("channel", "tensor")}
 
 
@@ -272,12 +272,12 @@ def quantized(function: str, dtype: torch.dtype, weight: Tensor, mode: str) -> t
     else:
         largest = x.abs().amax(1) if mode == "channel" else x.abs().amax().view(1)
     # Nothing but zeros has any scale; the smallest normal one keeps its inverse finite.
-    scale = (largest / _LARGEST[dtype]).clamp_(min=torch.finfo(torch.float32).smallest_normal)
+    scale = (largest / LARGEST_CODE[dtype]).clamp_(min=torch.finfo(torch.float32).smallest_normal)
     of_all = scale.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k] if mode == "block128" else scale.view(-1, 1)
     codes = x / of_all
     if dtype == torch.int8:
         codes.round_()
-    limit = _LARGEST[dtype]
+    limit = LARGEST_CODE[dtype]
     return codes.clamp_(-limit, limit).to(dtype), scale
 
 

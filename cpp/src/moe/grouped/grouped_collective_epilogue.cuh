@@ -5,10 +5,10 @@
 
 namespace minfer::moe {
 
-/// kGroupM: rows of a warpgroup; kTileM: of the CTA; kGroups: warpgroups that store. kScaled, kStaged: as in GroupedEpilogue.
-template <class Element, int kGroupM, int kTileM, int kTileN, int kGroups, bool kHasAlpha, bool kScaled = false, int kStaged = 32>
-struct GroupedCollectiveEpilogue : GroupedEpilogue<Element, kGroupM, kTileN, kHasAlpha, kScaled, kStaged> {
-  using Base = GroupedEpilogue<Element, kGroupM, kTileN, kHasAlpha, kScaled, kStaged>;
+/// kGroupM: rows of a warpgroup; kTileM: of the CTA; kGroups: warpgroups that store. kFactor, kStaged: as in GroupedEpilogue.
+template <class Element, int kGroupM, int kTileM, int kTileN, int kGroups, SumFactor kFactor = SumFactor::kNone, int kStaged = 32>
+struct GroupedCollectiveEpilogue : GroupedEpilogue<Element, kGroupM, kTileN, kFactor, kStaged> {
+  using Base = GroupedEpilogue<Element, kGroupM, kTileN, kFactor, kStaged>;
   using Params = typename Base::Params;
   struct TensorStorage {
     alignas(1024) char staged[kGroups][Base::kBytes];

@@ -200,10 +200,14 @@ struct ScaledLines {
 /// Largest magnitudes of codes.
 constexpr float kLargestInt8 = 127.0f;
 
+/// What sums are multiplied by first: nothing, alpha of the expert, or scales of the rows of a and of the weight.
+enum class SumFactor { kNone, kAlpha, kScales };
+
 /// kTileM, kTileN: of one warpgroup. kStaged: tokens that are staged together.
-template <class Element_, int kTileM, int kTileN, bool kHasAlpha = false, bool kScaled = false, int kStaged = 32>
+template <class Element_, int kTileM, int kTileN, SumFactor kFactor = SumFactor::kNone, int kStaged = 32>
 struct GroupedEpilogue {
   using Element = Element_;
+  static constexpr bool kHasAlpha = kFactor == SumFactor::kAlpha, kScaled = kFactor == SumFactor::kScales;
   using Params = cute::conditional_t<kScaled, ScaledGroupedEpilogueParams, GroupedEpilogueParams>;
   static constexpr int kChunk = kTileN < kStaged ? kTileN : kStaged;
   static constexpr int kBlocks = kChunk / 8;

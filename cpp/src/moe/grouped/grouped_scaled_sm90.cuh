@@ -2,7 +2,7 @@
 // warp specialised, WGMMA.
 //
 // Composition (gemm/kernel_sm90.cuh has the warp roles and walks): the CollectiveMma specialisation of mainloop_scaled_sm90.cuh,
-// GroupedCollectiveEpilogue, ExpertTileScheduler. Consumers are two that share a tile's rows; or one alone, with a second such CTA on the
+// GroupedCollectiveEpilogue or, where rows are tokens, GroupedRowsEpilogue, ExpertTileScheduler. Consumers are two that share a tile's rows; or one alone, with a second such CTA on the
 // SM, so that the two hide each other's starts and ends.
 // Tile walk: expert_tiles.cuh. Every CTA works it out from the offsets in device memory: nothing is known, or synchronised, on the host.
 // Shared memory: ring with scales | staged tokens of d | scales of a tile's rows, barriers, table of the experts' tiles.
@@ -26,11 +26,10 @@ using ScaledMainloopSm90 = cutlass::gemm::collective::CollectiveMma<
     void, cute::identity, cute::SM90_TMA_LOAD, void, void, cute::identity>;
 
 template <class Config, class Mainloop = ScaledMainloopSm90<Config>>
-using ScaledEpilogueSm90 = cute::conditional_t<
-    Config::kSwap,
-    GroupedCollectiveEpilogue<AnyFloat16, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers, false, true,
-                              Config::kStagedTokens>,
-    GroupedRowsEpilogue<Mainloop::kMmaM, Mainloop::kWeightRows <= 128 ? Mainloop::kWeightRows : 128, Mainloop::kConsumers>>;
+using ScaledEpilogueSm90 = cute::conditional_t<Config::kSwap,
+                                               GroupedCollectiveEpilogue<AnyFloat16, Mainloop::kGroupM, Config::kTileM, Config::kTileN,
+                                                                         Mainloop::kConsumers, SumFactor::kScales, Config::kStagedTokens>,
+                                               GroupedRowsEpilogue<Mainloop::kMmaM, Mainloop::kWeightRows, Mainloop::kConsumers>>;
 
 template <class Config, class Mainloop = ScaledMainloopSm90<Config>>
 struct GroupedScaledSm90

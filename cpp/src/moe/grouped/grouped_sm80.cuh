@@ -24,8 +24,7 @@ using CollectiveMainloopSm80 = cutlass::gemm::collective::CollectiveMma<
 
 template <class Config, class Mainloop = CollectiveMainloopSm80<Config>>
 struct GroupedSm80
-    : gemm::GemmKernelSm80<Mainloop,
-                           GroupedCollectiveEpilogue<Float16<Config::kType>, Config::kTileM, Config::kTileM, Config::kTileN, 1, false>,
+    : gemm::GemmKernelSm80<Mainloop, GroupedCollectiveEpilogue<Float16<Config::kType>, Config::kTileM, Config::kTileM, Config::kTileN, 1>,
                            ExpertTileSchedulerSm80<ExpertTiles<Config::kTileN, Mainloop::kStep, panel_of(Config::kTileM, Config::kTileN)>,
                                                    Config::kThreads>> {
   static_assert(GroupedSm80::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");

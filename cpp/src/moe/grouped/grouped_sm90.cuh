@@ -27,7 +27,7 @@ template <class Config, class Mainloop = CollectiveMainloopSm90<Config>>
 struct GroupedSm90
     : gemm::GemmKernelSm90<
           Mainloop,
-          GroupedCollectiveEpilogue<Float16<Config::kType>, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers, false>,
+          GroupedCollectiveEpilogue<Float16<Config::kType>, Mainloop::kGroupM, Config::kTileM, Config::kTileN, Mainloop::kConsumers>,
           ExpertTileScheduler<ExpertTiles<Config::kTileN, Mainloop::kStep, panel_of(Config::kTileM, Config::kTileN)>, Config::kThreads>> {
   static_assert(GroupedSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };

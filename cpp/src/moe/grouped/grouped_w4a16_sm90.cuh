@@ -27,7 +27,7 @@ template <class Config, class Mainloop = DequantizingMainloopSm90<Config>>
 struct GroupedW4A16Sm90
     : gemm::GemmKernelSm90<Mainloop,
                            GroupedCollectiveEpilogue<Float16<Config::kType>, Config::kTileM / Mainloop::kRowGroups, Config::kTileM,
-                                                     Config::kTileN, Mainloop::kRowGroups, true>,
+                                                     Config::kTileN, Mainloop::kRowGroups, SumFactor::kAlpha>,
                            ExpertTileScheduler<ExpertTiles<Config::kTileN, Mainloop::kStep, panel_of(Config::kTileM, Config::kTileN)>,
                                                Config::kThreads, Mainloop::kRowGroups>> {
   static_assert(GroupedW4A16Sm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
