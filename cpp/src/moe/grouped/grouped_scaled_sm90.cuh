@@ -2,8 +2,8 @@
 // warp specialised, WGMMA.
 //
 // Composition (gemm/kernel_sm90.cuh has the warp roles and walks): the CollectiveMma specialisation of mainloop_scaled_sm90.cuh,
-// GroupedCollectiveEpilogue or, where rows are tokens, GroupedRowsEpilogue, ExpertTileScheduler. Consumers are two that share a tile's rows; or one alone, with a second such CTA on the
-// SM, so that the two hide each other's starts and ends.
+// GroupedCollectiveEpilogue or, where rows are tokens, GroupedRowsEpilogue, ExpertTileScheduler. Consumers are two that share a tile's
+// rows; or one alone, with a second such CTA on the SM, so that the two hide each other's starts and ends.
 // Tile walk: expert_tiles.cuh. Every CTA works it out from the offsets in device memory: nothing is known, or synchronised, on the host.
 // Shared memory: ring with scales | staged tokens of d | scales of a tile's rows, barriers, table of the experts' tiles.
 // Limits: operands 16-byte aligned, gated n a multiple of 16, kMaxGroupedExperts experts.
