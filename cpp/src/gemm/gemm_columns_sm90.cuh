@@ -66,8 +66,7 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
     OperandScales const& of_b = operands.b_scale;
     mainloop.scales = {blocks(operands.a_scale), blocks(of_b), int32_t(problem.m), int32_t(problem.n), of_b.halves, of_b.up_offset};
     mainloop.scale_bytes = problem.block_scaled ? Mainloop::scale_bytes(of_b.halves) : 0;
-    mainloop.bulk_scales =
-        !Config::kSwap && mainloop.scales.tokens.by_fours() && mainloop.scales.weight.data != nullptr && !mainloop.scales.weight.exponents;
+    mainloop.bulk_scales = !Config::kSwap && mainloop.scales.tokens.by_fours();
     mainloop.fast = problem.fast_accum;
     mainloop.one = 1.0f;
     mainloop.integers = problem.d_int32;

@@ -18,8 +18,11 @@
 //
 // Operands of 8 bits are K-major. WGMMA's sums of e4m3 keep about 14 bits. By default those of 128 of k are added up in fp32 (promotion:
 // DeepSeek-V3, 2024), times their scales where operands are scaled by blocks; a launch may leave that out (fast). A block's scales lie
-// behind the operands of its stage. They come by bulk copies, or warps of the producer's warpgroup write them (load_auxiliary), which
-// counts as one more arrival at the stage's full barrier. int8's sums are integers, exact, and become fp32 at the end.
+// behind the operands of its stage: those of its rows, where these are tokens, else the products of its columns' and the weight's. They
+// come by bulk copies, or warps of the producer's warpgroup write them (load_auxiliary), which counts as one more arrival at the stage's
+// full barrier. int8's sums are integers, exact, and become fp32 at the end.
+// Tiles of 128 tokens by up to 256 columns have registers for the sums of 128 columns beside their accumulators, and multiply them in
+// pieces (multiply_pieces).
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -34,7 +37,7 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/gemm/collective/collective_mma_decl.hpp"
 #include "cutlass/gemm/dispatch_policy.hpp"
-#include "gemm/block_scales.cuh"
+#include "gemm/weight_scales_sm90.cuh"
 #include "gemm/wgmma_sm90.cuh"
 #include "minfer/types.h"
 
@@ -96,7 +99,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static constexpr bool kOrdered = kPingpong;
   static constexpr int kThreads = Config::kThreads;
   static constexpr bool kRereadsThread = kThreads == 512 || (kNarrow && !kIntegers);  // there is no register for what follows from it
-  static constexpr bool kRelocates = kNarrow && !kIntegers && kSwap;                  // nor for where the tile is
+  static constexpr bool kPieces = kNarrow && !kIntegers && Config::kTileN > 192;      // of a tile's columns are multiplied in turns
+  static constexpr bool kRelocates = (kNarrow && !kIntegers && kSwap) || kPieces;     // nor is there one for where the tile is
   static_assert(kThreads == 384 || (kThreads == 512 && kCooperative));
   // Those of all warpgroups together are no more than the launch gives the CTA, else the consumers wait for theirs for ever: 168 a thread
   // of three warpgroups, 128 of four. Auxiliary warps that multiply scales need more than the producer.
@@ -117,6 +121,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static constexpr int kBlocks = kTileM / (64 * kSharing);  // of 64 rows, of a warpgroup; those that share a tile take turns at them
   static_assert(kTileM == 64 * kSharing * kBlocks && kBlocks >= 1 && kBlocks <= 3);
   static constexpr int kBlockValues = kTileN / 2, kValues = kBlocks * kBlockValues;  // accumulators of a thread; narrow tiles have fewer
+  static constexpr int kPiece = 128;                                                 // columns
+  static_assert(!kPieces || (!kSwap && kBlocks == 1));
   static constexpr int kMaxStages = 12;
   static constexpr int kRowBytes = 128, kBytesA = kTileM * kRowBytes;
   static constexpr int kRingBytes = Config::kRingBytes;
@@ -135,19 +141,16 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   struct NarrowParams : WideParams {
     minfer::gemm::BlockScales scales;
     int32_t scale_bytes;  // of a stage, behind its operands; 0 where none are scaled by blocks
-    bool bulk_scales;     // tokens' scales come by bulk copies, and consumers load the weight's: no auxiliary load
+    bool bulk_scales;     // tokens' scales come by bulk copies: no auxiliary load
     float one;            // 1, which the compiler does not know
     bool fast;            // e4m3: sums of all of k are left to the tensor core
     bool integers;        // int8: sums are stored as they are, not as fp32
   };
   using Params = cute::conditional_t<kNarrow, NarrowParams, WideParams>;
-  // Of blocks. Swapped: the product of each column's scale and the weight's, and again of a gated weight's ups. Else: the scale of each
-  // row, then those of the weight for each kGroup columns, then those of the ups.
-  static constexpr int kGroup = kSwap ? kTileN : kStep, kGroups = kTileN / kGroup;
-  static_assert(kSwap || !kNarrow || minfer::gemm::kScaleBlock % kGroup == 0);
+  // Of blocks. Swapped: the product of each column's scale and the weight's, and again of a gated weight's ups. Else: of each row.
   /// So that the next stage's operands begin at a whole swizzle.
   static constexpr int scale_bytes(bool halves) {
-    int const floats = kSwap ? kTileN * (halves ? 2 : 1) : kTileM + 2 * kGroups;
+    int const floats = kSwap ? kTileN * (halves ? 2 : 1) : kTileM;
     return (floats * int(sizeof(float)) + 1023) / 1024 * 1024;
   }
   template <class Epilogue, class Scheduler>
@@ -292,10 +295,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       int const row = tile.m() * kTileM, column = tile.n() * params.columns;
       from.token = kSwap ? column : row;
       from.tokens = kSwap ? params.columns : kTileM;
-      // Swapped, a tile's rows share one scale of the weight; else its columns have one for each kGroup.
-      int const of_weight = kSwap ? row : column + lane * kGroup;
-      from.has_weight = of_weight < scales.n && (kSwap || lane * kGroup < params.columns);
-      from.weight = of_weight >> block_bits;
+      from.has_weight = kSwap && row < scales.n;  // a tile's rows share one scale
+      from.weight = row >> block_bits;
       int const k_end = item.k_begin + item.k_count;
       int k = item.k_begin + turn;
       if (by_fours && from.token + from.tokens <= scales.m) {
@@ -321,7 +322,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kValues; ++i) {
       accumulator(i) = 0.0f;
-      cute::warpgroup_fence_operand(accumulator(i));
+      if constexpr (!kPieces) cute::warpgroup_fence_operand(accumulator(i));
     }
     return accumulator;
   }
@@ -331,7 +332,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   template <class Storage, class Accumulator, class Output, class AfterLast>
   CUTLASS_DEVICE void mma(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
                           Output const& output, int consumer, int thread, AfterLast const& after_last) {
-    WeightColumns const weight{output.column, k_begin};
+    minfer::gemm::WeightColumns const weight{output.column, k_begin};
     mma_between<1, kTileN / kStep>(params, storage, state, accumulator, k_count, weight, kCooperative ? consumer : 0, thread, after_last);
   }
   template <class Storage, class Accumulator>
@@ -350,7 +351,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
  private:
   struct FactorSource {
     int token, tokens;  // of a tile
-    int weight;         // the lane's row of scales
+    int weight;         // row of scales
     bool has_weight;
   };
   /// The factors of each kAuxiliaryWarps-th k tile from k on; k and the state are then those of the warp's next. kByFours: tokens' scales
@@ -402,86 +403,11 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
           store(to, at, scales.tokens.load_four(from.token + at, k, scales.m - from.token - at));
         }
       }
-      if (!kSwap && lane < kGroups) {
-        to[kTileM + lane] = weight;
-        if (scales.halves) to[kTileM + kGroups + lane] = up;
-      }
       __syncwarp();
       if (lane == 0) EmptyBarrier::arrive(&storage.full[state.index]);
       state.advance_few(kAuxiliaryWarps);
     }
   }
-
-  /// Where a work item's columns and k begin, which are the weight's rows and blocks of k.
-  struct WeightColumns {
-    int column, k;
-  };
-  /// The weight's scales of a k tile as auxiliary warps staged them.
-  template <int kColumns, int kScales>
-  struct StagedWeightScales {
-    static constexpr int kGroupsOf = (kColumns + kGroup - 1) / kGroup;
-    static_assert(kSwap || !kNarrow || kGroups % 2 == 0, "they are read by twos");
-    float values[kScales > 0 ? kScales : 1][kGroups + 1];
-    CUTLASS_DEVICE void read(float const* from) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kScales; ++j) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int g = 0; g < kGroupsOf; g += 2) {
-          float2 const pair = reinterpret_cast<float2 const*>(from + j * kGroups)[g / 2];
-          values[j][g] = pair.x;
-          values[j][g + 1] = pair.y;
-        }
-      }
-    }
-    CUTLASS_DEVICE float of(int j, int g) const { return values[j][g]; }
-    CUTLASS_DEVICE void advance(bool) {}
-  };
-  /// The same, loaded by every thread a k tile ahead. A tile's columns are of one block, or of two.
-  template <int kColumns, int kScales>
-  struct LoadedWeightScales {
-    static constexpr int kRows = minfer::gemm::kScaleBlock % kColumns == 0 ? 1 : 2;
-    float now[kScales][kRows], next[kScales][kRows];
-    float const* from;
-    int64_t row_stride, k_stride, up_offset;
-    int boundary;  // groups of the first block
-    bool has_second;
-
-    CUTLASS_DEVICE LoadedWeightScales(Params const& params, WeightColumns const& at, int k_count) {
-      auto const& scales = params.scales;
-      int const bits = scales.halves ? 8 : 7, last = (scales.n - 1) >> bits;
-      int const row = at.column >> bits < last ? at.column >> bits : last;  // a cluster has tiles that begin behind the last column
-      int const end = (row + 1) << bits;
-      from = static_cast<float const*>(scales.weight.data) + scales.weight.offset(row, at.k);
-      row_stride = scales.weight.row_stride;
-      k_stride = scales.weight.k_stride;
-      up_offset = scales.up_offset;
-      boundary = (end - at.column) / kGroup;
-      has_second = end < scales.n;
-      load(now);
-      prefetch(k_count > 1);
-    }
-    CUTLASS_DEVICE void load(float (&to)[kScales][kRows]) const {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kScales; ++j) {
-        to[j][0] = minfer::load_operand(from + (j > 0 ? up_offset : 0));
-        if (kRows > 1) to[j][kRows - 1] = has_second ? minfer::load_operand(from + row_stride + (j > 0 ? up_offset : 0)) : 0.0f;
-      }
-    }
-    CUTLASS_DEVICE void prefetch(bool more) {
-      from += k_stride;
-      if (more) load(next);
-    }
-    CUTLASS_DEVICE void read(float const*) {}
-    CUTLASS_DEVICE float of(int j, int g) const { return kRows == 1 || g < boundary ? now[j][0] : now[j][kRows - 1]; }
-    CUTLASS_DEVICE void advance(bool more) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kScales; ++j) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < kRows; ++r) now[j][r] = next[j][r];
-      }
-      prefetch(more);
-    }
-  };
 
   /// Of a stage: what TMA loads.
   static CUTLASS_DEVICE int operand_bytes(Params const& params) {
@@ -536,7 +462,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   /// The loop of the launch's width, which is from kFirst to kLast steps.
   template <int kFirst, int kLast, class Storage, class Accumulator, class AfterLast>
   static CUTLASS_DEVICE void mma_between(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                         int k_count, WeightColumns const& weight, int row_group, int thread, AfterLast const& after_last) {
+                                         int k_count, minfer::gemm::WeightColumns const& weight, int row_group, int thread,
+                                         AfterLast const& after_last) {
     if constexpr (kFirst == kLast) {
       mma_columns<kFirst * kStep>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
     } else {
@@ -551,7 +478,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   template <int kColumns, class Storage, class Accumulator, class AfterLast>
   static CUTLASS_DEVICE void mma_columns(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                         int k_count, WeightColumns const& weight, int row_group, int thread, AfterLast const& after_last) {
+                                         int k_count, minfer::gemm::WeightColumns const& weight, int row_group, int thread,
+                                         AfterLast const& after_last) {
     using Op =
         decltype(cute::GMMA::ss_op_selector < Element, Element, cute::conditional_t<kIntegers, int32_t, float>,
                  cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>, kRowsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN,
@@ -609,6 +537,14 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     };
     if constexpr (!kNarrow) {
       multiply_all(accumulator.data());
+    } else if constexpr (kPieces) {  // fast sums would be no faster
+      if (params.scale_bytes > 0 && params.scales.halves) {
+        multiply_pieces<kColumns, 2>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
+      } else if (params.scale_bytes > 0) {
+        multiply_pieces<kColumns, 1>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
+      } else {
+        multiply_pieces<kColumns, 0>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
+      }
     } else {
       // The MMA's sums have registers of their own in all loops: an instruction takes no more than a thread is launched with, and where the
       // accumulators were the MMA's in one loop and were added to in another, they and the sums of a k tile had to be among these.
@@ -645,32 +581,17 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   /// ups if there are two. Blocks of 64 rows take turns at one set of sums.
   template <int kColumns, int kScales, class Storage, class Accumulator, class Issue, class AfterLast>
   static CUTLASS_DEVICE void multiply_and_add(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                              Sum (&sums)[kValues], int k_count, WeightColumns const& weight, int row_group, int thread,
-                                              Issue const& issue, AfterLast const& after_last) {
-    if constexpr (kBulkScales && kScales > 0) {
-      if (params.bulk_scales) {
-        LoadedWeightScales<kColumns, kScales> loaded(params, weight, k_count);
-        multiply_and_add_scaled<kColumns, kScales>(params, storage, state, accumulator, sums, k_count, loaded, row_group, thread, issue,
-                                                   after_last);
-        return;
-      }
-    }
-    StagedWeightScales<kColumns, kScales> staged{};
-    multiply_and_add_scaled<kColumns, kScales>(params, storage, state, accumulator, sums, k_count, staged, row_group, thread, issue,
-                                               after_last);
-  }
-  template <int kColumns, int kScales, class Storage, class Accumulator, class WeightScales, class Issue, class AfterLast>
-  static CUTLASS_DEVICE void multiply_and_add_scaled(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                                     Sum (&sums)[kValues], int k_count, WeightScales& weight, int row_group, int thread,
-                                                     Issue const& issue, AfterLast const& after_last) {
+                                              Sum (&sums)[kValues], int k_count, minfer::gemm::WeightColumns const& columns, int row_group,
+                                              int thread, Issue const& issue, AfterLast const& after_last) {
+    minfer::gemm::WeightScales<kColumns, kSwap ? 0 : kScales> weight(params.scales, columns, k_count, thread % 32);
     constexpr int kSums = kColumns / 2;
     uint32_t const stage_units = uint32_t(params.stage_bytes) >> 4;
     auto const fence = [&](Sum* of) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(of[i]);
     };
-    /// Adds a block's sums, of a stage. retire() waits for them, release() gives the stage back.
-    auto const add = [&](auto block, Sum* of, int stage, auto const& retire, auto const& release) {
+    /// Adds a block's sums, of a stage, which is that of k tile `at`. retire() waits for them, release() gives the stage back.
+    auto const add = [&](auto block, Sum* of, int stage, [[maybe_unused]] int at, auto const& retire, auto const& release) {
       [[maybe_unused]] constexpr int kBlock = decltype(block)::value;
       if constexpr (kScales == 0) {
         retire();
@@ -681,77 +602,78 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         add_by_column<kColumns, kScales>(stage_factors(params, storage, stage), accumulator, of, thread, retire);
         release();
       } else {
-        float const* const factors = stage_factors(params, storage, stage);
-        float const* const rows = factors + (kBlock * kSharing + row_group) * 64 + thread / 32 * 16 + thread % 32 / 4;
-        weight.read(factors + kTileM);
-        add_by_row<kColumns, kScales, kBlock>(rows, weight, accumulator, of, retire, release);
+        float row[2];
+        read_rows<kBlock>(row, params, storage, stage, row_group, thread);
+        weight.read(at);
+        retire();
+        release();
+        add_by_row<kColumns, kScales, kBlock>(row, weight, accumulator, of);
       }
     };
-    int k = 0;
-    if constexpr (kBlocks == 1 && 2 * kColumns <= kTileN && kColumns <= 80) {
-      // Narrow tiles have registers for two sets of sums: one is added while the MMAs of the other run. Otherwise few tokens would take as
-      // long as the MMAs of a k tile and the additions behind them, one after the other. No MMA is in flight at the loop's end, where ptxas
-      // would serialise them.
-      auto const send = [&](Sum* to) {
-        int const stage = state.index;
-        FullBarrier::wait(&storage.full[stage], state.phase);
-        issue(cute::C<0>{}, cute::C<1>{}, stage * stage_units, to, cute::GMMA::ScaleOut::Zero);
-        state.advance();
-        return stage;
-      };
-      auto const add_set = [&](Sum* of, int stage, auto in_flight, int at) {
-        add(
-            cute::C<0>{}, of, stage,
-            [&] {
-              cute::warpgroup_wait<decltype(in_flight)::value>();
-              fence(of);
-            },
-            [&] { minfer::release_stage<kCluster>(&storage.empty[stage], thread); });
-        weight.advance(at + 2 < k_count);
-      };
-      Sum *const even = sums, *const odd = sums + kSums;
-      fence(even);
-      fence(odd);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (; k + 4 <= k_count; k += 4) {
-        int const first = send(even), second = send(odd);
-        add_set(even, first, cute::C<1>{}, k);
-        int const third = send(even);
-        add_set(odd, second, cute::C<1>{}, k + 1);
-        int const fourth = send(odd);
-        if (k + 4 == k_count) after_last();
-        add_set(even, third, cute::C<1>{}, k + 2);
-        add_set(odd, fourth, cute::C<0>{}, k + 3);
+    weight.for_each_range(k_count, [&](int k, int const end) {
+      if constexpr (kBlocks == 1 && 2 * kColumns <= kTileN && kColumns <= 80) {
+        // Narrow tiles have registers for two sets of sums: one is added while the MMAs of the other run. Otherwise few tokens would take as
+        // long as the MMAs of a k tile and the additions behind them, one after the other. No MMA is in flight at the loop's end, where ptxas
+        // would serialise them.
+        auto const send = [&](Sum* to) {
+          int const stage = state.index;
+          FullBarrier::wait(&storage.full[stage], state.phase);
+          issue(cute::C<0>{}, cute::C<1>{}, stage * stage_units, to, cute::GMMA::ScaleOut::Zero);
+          state.advance();
+          return stage;
+        };
+        auto const add_set = [&](Sum* of, int stage, auto in_flight, int at) {
+          add(
+              cute::C<0>{}, of, stage, at,
+              [&] {
+                cute::warpgroup_wait<decltype(in_flight)::value>();
+                fence(of);
+              },
+              [&] { minfer::release_stage<kCluster>(&storage.empty[stage], thread); });
+        };
+        Sum *const even = sums, *const odd = sums + kSums;
+        fence(even);
+        fence(odd);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (; k + 4 <= end; k += 4) {
+          int const first = send(even), second = send(odd);
+          add_set(even, first, cute::C<1>{}, k);
+          int const third = send(even);
+          add_set(odd, second, cute::C<1>{}, k + 1);
+          int const fourth = send(odd);
+          if (k + 4 == k_count) after_last();
+          add_set(even, third, cute::C<1>{}, k + 2);
+          add_set(odd, fourth, cute::C<0>{}, k + 3);
+        }
       }
-    }
-    fence(sums);
-    uint32_t next = state.index * stage_units;  // where the next stage is; a product would be on the way to its first MMA
-    bool full = k < k_count && FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (; k < k_count; ++k) {
-      int const stage = state.index;
-      uint32_t const at = next;
-      if (!full) FullBarrier::wait(&storage.full[stage], state.phase);
-      state.advance();
-      next = state.index == 0 ? 0 : at + stage_units;
-      cute::for_each(cute::make_int_sequence<kBlocks>{}, [&](auto block) {
-        constexpr bool kLast = decltype(block)::value + 1 == kBlocks;
-        issue(block, cute::C<decltype(block)::value + 1>{}, at, sums, cute::GMMA::ScaleOut::Zero);
-        if (kLast && k + 1 == k_count) after_last();
-        add(
-            block, sums, stage,
-            [&] {
-              cute::warpgroup_wait<0>();
-              fence(sums);
-              // Answers while sums are added.
-              if constexpr (kLast) full = FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
-            },
-            [&] {
-              if constexpr (kLast) minfer::release_stage<kCluster>(&storage.empty[stage], thread);
-            });
-      });
-      weight.advance(k + 2 < k_count);
-    }
+      fence(sums);
+      uint32_t next = state.index * stage_units;  // where the next stage is; a product would be on the way to its first MMA
+      bool full = k < end && FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; k < end; ++k) {
+        int const stage = state.index;
+        uint32_t const at = next;
+        if (!full) FullBarrier::wait(&storage.full[stage], state.phase);
+        state.advance();
+        next = state.index == 0 ? 0 : at + stage_units;
+        cute::for_each(cute::make_int_sequence<kBlocks>{}, [&](auto block) {
+          constexpr bool kLast = decltype(block)::value + 1 == kBlocks;
+          issue(block, cute::C<decltype(block)::value + 1>{}, at, sums, cute::GMMA::ScaleOut::Zero);
+          if (kLast && k + 1 == k_count) after_last();
+          add(
+              block, sums, stage, k,
+              [&] {
+                cute::warpgroup_wait<0>();
+                fence(sums);
+                // Answers while sums are added.
+                if constexpr (kLast) full = FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
+              },
+              [&] {
+                if constexpr (kLast) minfer::release_stage<kCluster>(&storage.empty[stage], thread);
+              });
+        });
+      }
+    });
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       CUTLASS_PRAGMA_UNROLL
@@ -785,28 +707,119 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     }
   }
 
-  /// Scales of a thread's two rows, which are tokens, and of the weight for each kGroup columns. Gates and ups take turns, 8 columns each.
-  template <int kColumns, int kScales, int kBlock, class WeightScales, class Accumulator, class Retire, class Release>
-  static CUTLASS_DEVICE void add_by_row(float const* rows, WeightScales const& weight, Accumulator& accumulator, Sum* sums,
-                                        Retire const& retire, Release const& release) {
-    constexpr int kGroupsOf = (kColumns + kGroup - 1) / kGroup;
-    float const row[2] = {rows[0], rows[8]};
-    retire();
-    release();
+  /// Scales of a thread's two rows of a block of 64, which are tokens.
+  template <int kBlock, class Storage>
+  static CUTLASS_DEVICE void read_rows(float (&row)[2], Params const& params, Storage& storage, int stage, int row_group, int thread) {
+    float const* const rows =
+        stage_factors(params, storage, stage) + (kBlock * kSharing + row_group) * 64 + thread / 32 * 16 + thread % 32 / 4;
+    row[0] = rows[0];
+    row[1] = rows[8];
+  }
+
+  /// Sums of columns kFirst to kFirst + kCount times the scales of their rows and of the weight. Gates and ups take turns, 8 columns each.
+  template <int kColumns, int kScales, int kBlock, int kFirst = 0, int kCount = kColumns, class Weight, class Accumulator>
+  static CUTLASS_DEVICE void add_by_row(float const (&row)[2], Weight const& weight, Accumulator& accumulator, Sum const* sums) {
+    constexpr int kSpan = Weight::kSpan;
     CUTLASS_PRAGMA_UNROLL
-    for (int g = 0; g < kGroupsOf; ++g) {
+    for (int span = 0; span < kCount / kSpan; ++span) {
       float factor[kScales][2];
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < kScales; ++j) {
-        factor[j][0] = row[0] * weight.of(j, g);
-        factor[j][1] = row[1] * weight.of(j, g);
+        factor[j][0] = row[0] * weight.of(j, kFirst / kSpan + span);
+        factor[j][1] = row[1] * weight.of(j, kFirst / kSpan + span);
       }
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kGroup / 2; ++i) {
-        int const v = g * (kGroup / 2) + i, at = kBlock * kBlockValues + v;
+      for (int i = 0; i < kSpan / 2; ++i) {
+        int const v = span * (kSpan / 2) + i, at = kBlock * kBlockValues + kFirst / 2 + v;
         accumulator(at) = fmaf(sums[v], factor[kScales == 1 ? 0 : v / 4 % 2][v / 2 % 2], accumulator(at));
       }
     }
+  }
+
+  /// Tiles of more columns than there are registers for sums: a stage's columns are multiplied in pieces, one after the other. WGMMA would
+  /// read the rows from shared memory for each of them, and shared memory's 128 bytes a cycle are what limits MMAs of 8 bits: a k tile of
+  /// 256 x 128 or of 128 x 256 outputs in two pieces takes the tensor cores 1024 cycles, and shared memory 1125, a third of them for what
+  /// TMA writes. So the rows are loaded once, into registers: 1000.
+  template <int kColumns, int kScales, class Storage, class Accumulator, class AfterLast>
+  static CUTLASS_DEVICE void multiply_pieces(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
+                                             int k_count, minfer::gemm::WeightColumns const& columns, int row_group, int thread,
+                                             AfterLast const& after_last) {
+    constexpr int kPieceCount = (kColumns + kPiece - 1) / kPiece, kSteps = kTileK / kMmaK;
+    minfer::gemm::WeightScales<kColumns, kScales> weight(params.scales, columns, k_count, thread % 32);
+    Sum sums[kPiece / 2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kPiece / 2; ++i) sums[i] = 0;
+    // ldmatrix: 8 rows by 16 bytes, rows lane % 16 and of the MMA's 32 bytes of k the half lane / 16.
+    uint32_t rows[kSteps][4];
+    uint32_t const row_of_lane = cute::cast_smem_ptr_to_uint(storage.ring) + (row_group * 64 + thread / 32 * 16 + thread % 16) * kRowBytes +
+                                 (((thread % 32 / 16) ^ (thread % 8)) << 4);
+    auto const load_rows = [&](int stage) {
+      uint32_t const at = row_of_lane + stage * params.stage_bytes;
+      CUTLASS_PRAGMA_UNROLL
+      for (int step = 0; step < kSteps; ++step) minfer::gemm::load_fragment(rows[step], at ^ (step * kMmaK));  // in TMA's swizzle
+    };
+    auto const fence = [&] {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kPiece / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4 * kSteps; ++i) cute::warpgroup_fence_operand(rows[i / 4][i % 4]);
+    };
+    uint32_t const b = minfer::gemm::low_word_of(storage.ring + kBytesA), stage_units = uint32_t(params.stage_bytes) >> 4;
+    if (k_count > 0) {
+      FullBarrier::wait(&storage.full[state.index], state.phase);
+      load_rows(state.index);
+    }
+    uint32_t next = b + state.index * stage_units;  // where the columns of the next stage are
+    weight.for_each_range(k_count, [&](int k, int const end) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; k < end; ++k) {
+        int const stage = state.index;
+        uint32_t const at = next;
+        state.advance();
+        next = state.index == 0 ? b : at + stage_units;
+        bool full = false;
+        [[maybe_unused]] float row[2];
+        cute::for_each(cute::make_int_sequence<kPieceCount>{}, [&](auto piece) {
+          constexpr int kFirst = decltype(piece)::value * kPiece, kCount = kColumns - kFirst < kPiece ? kColumns - kFirst : kPiece;
+          constexpr bool kLast = decltype(piece)::value + 1 == kPieceCount;
+          using Op =
+              decltype(cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kCount>, cute::Int<kTileK>>>());
+          fence();
+          cute::warpgroup_arrive();
+          CUTLASS_PRAGMA_UNROLL
+          for (int step = 0; step < kSteps; ++step) {
+            minfer::gemm::multiply<Op>(rows[step], minfer::gemm::descriptor_of(at + ((kFirst * kRowBytes + step * kMmaK) >> 4)), sums,
+                                       step == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One,
+                                       std::make_integer_sequence<int, kCount / 2>{});
+          }
+          cute::warpgroup_commit_batch();
+          if (kLast && k + 1 == k_count) after_last();
+          if constexpr (kScales > 0 && kFirst == 0) {
+            read_rows<0>(row, params, storage, stage, row_group, thread);
+            weight.read(k);
+          }
+          cute::warpgroup_wait<0>();
+          fence();
+          if constexpr (kLast) {
+            minfer::release_stage<kCluster>(&storage.empty[stage], thread);
+            if (k + 1 < k_count) {
+              if (!full) FullBarrier::wait(&storage.full[state.index], state.phase);
+              load_rows(state.index);  // on their way while sums are added
+            }
+          } else {
+            full = FullBarrier::test_wait(&storage.full[state.index], state.phase, k + 1 < k_count);
+          }
+          if constexpr (kScales > 0) {
+            add_by_row<kColumns, kScales, 0, kFirst, kCount>(row, weight, accumulator, sums);
+          } else {
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kCount / 2; ++i) accumulator(kFirst / 2 + i) += sums[i];
+          }
+        });
+      }
+    });
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = kColumns / 2; i < kValues; ++i) accumulator(i) = 0.0f;  // no registers in this loop
   }
 };
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/dependent_launch.cuh"
+#include "common/opaque.cuh"
 #include "cute/arch/cluster_sm90.hpp"
 #include "gemm/split_reduction.cuh"
 #include "gemm/tile_scheduler.h"
@@ -55,13 +56,15 @@ struct SplitTileSchedulerSm90 {
   struct Location {
     int thread;
     uint32_t rank;
-    int m, n, worker;
+    int m, n;
+    /// Read where a role's walk begins: kept from the start on, it is spilled where roles have few registers.
+    CUTLASS_DEVICE int worker() const { return reread_block_index() / kClusterM; }
     CUTLASS_DEVICE int thread_in_warpgroup() const { return thread; }
   };
   static CUTLASS_DEVICE Location locate(int thread) {
     int const in_warpgroup = thread % 128;
     uint32_t const rank = cute::block_rank_in_cluster();
-    return {in_warpgroup, rank, int(rank) % kClusterM, int(rank) / kClusterM, int(blockIdx.x) / kClusterM};
+    return {in_warpgroup, rank, int(rank) % kClusterM, int(rank) / kClusterM};
   }
   /// The CTA's threads synchronise, in a cluster with the threads of the other CTAs, whose barriers they signal.
   static CUTLASS_DEVICE void initialize(Params const&, SharedStorage&, int) {
@@ -85,7 +88,7 @@ struct SplitTileSchedulerSm90 {
   class WorkItems : public StaticWorkItems {
    public:
     CUTLASS_DEVICE WorkItems(Params const& params, SharedStorage const&, Location const& at)
-        : StaticWorkItems(params.schedule, at.worker), params_(params), at_(at) {}
+        : StaticWorkItems(params.schedule, at.worker()), params_(params), at_(at) {}
     CUTLASS_DEVICE Tile tile(WorkItem const& item) const { return {TileScheduler::coordinate(params_.schedule, item.tile), at_}; }
 
     /// Publishes the partial of a split that does not own its tile; for the owner adds the others' and stores. Returns whether there may be
