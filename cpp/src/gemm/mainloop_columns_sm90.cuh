@@ -548,9 +548,10 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     } else {
       // The MMA's sums have registers of their own in all loops: an instruction takes no more than a thread is launched with, and where the
       // accumulators were the MMA's in one loop and were added to in another, they and the sums of a k tile had to be among these.
-      Sum sums[kValues];
+      constexpr int kSumCount = cute::max(kValues, has_two_sets(kColumns) ? kColumns : 0);
+      Sum sums[kSumCount];
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kValues; ++i) sums[i] = 0;
+      for (int i = 0; i < kSumCount; ++i) sums[i] = 0;
       if constexpr (kIntegers) {
         multiply_all(sums);
         CUTLASS_PRAGMA_UNROLL
@@ -577,12 +578,18 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     }
   }
 
+  /// Whether tiles of so many columns have registers for two sets of sums.
+  static constexpr bool has_two_sets(int columns) {
+    if constexpr (!kNarrow || kIntegers || kPieces || kBlocks > 1) return false;
+    return kSwap ? 2 * columns <= kTileN && columns <= 80 : columns <= 128;
+  }
+
   /// The sums of a k tile are added up, times its scales where operands are scaled by blocks: kScales of the weight, those of gates and of
   /// ups if there are two. Blocks of 64 rows take turns at one set of sums.
   template <int kColumns, int kScales, class Storage, class Accumulator, class Issue, class AfterLast>
   static CUTLASS_DEVICE void multiply_and_add(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                              Sum (&sums)[kValues], int k_count, minfer::gemm::WeightColumns const& columns, int row_group,
-                                              int thread, Issue const& issue, AfterLast const& after_last) {
+                                              Sum* sums, int k_count, minfer::gemm::WeightColumns const& columns, int row_group, int thread,
+                                              Issue const& issue, AfterLast const& after_last) {
     minfer::gemm::WeightScales<kColumns, kSwap ? 0 : kScales> weight(params.scales, columns, k_count, thread % 32);
     constexpr int kSums = kColumns / 2;
     uint32_t const stage_units = uint32_t(params.stage_bytes) >> 4;
@@ -611,10 +618,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       }
     };
     weight.for_each_range(k_count, [&](int k, int const end) {
-      if constexpr (kBlocks == 1 && 2 * kColumns <= kTileN && kColumns <= 80) {
-        // Narrow tiles have registers for two sets of sums: one is added while the MMAs of the other run. Otherwise few tokens would take as
-        // long as the MMAs of a k tile and the additions behind them, one after the other. No MMA is in flight at the loop's end, where ptxas
-        // would serialise them.
+      if constexpr (has_two_sets(kColumns)) {
+        // One set is added while the MMAs of the other run. Otherwise few tokens would take as long as the MMAs of a k tile and the additions
+        // behind them, one after the other. No MMA is in flight at the loop's end, where ptxas would serialise them.
         auto const send = [&](Sum* to) {
           int const stage = state.index;
           FullBarrier::wait(&storage.full[stage], state.phase);
