@@ -26,12 +26,24 @@ using CollectiveMainloopColumnsSm90 = cutlass::gemm::collective::CollectiveMma<
     cute::Stride<int64_t, cute::_1, int64_t>, void, cute::SM90_TMA_LOAD, void, void, cute::identity, cute::SM90_TMA_LOAD, void, void,
     cute::identity>;
 
+/// The partials that a tile's owner receives where the splits of each tile are launched as a cluster; 0: where they cannot be, all resident
+/// at once, or would leave the ring, of which ring_bytes(partials) are left, fewer than three stages.
+template <class RingBytes>
+int32_t cluster_partials(TileSchedulerParams const& schedule, int32_t stage_bytes, DeviceProperties const& device,
+                         RingBytes const& ring_bytes) {
+  int32_t const splits = schedule.splits;
+  if (splits < 2 || splits > 8 || schedule.stream_tiles > 0 || schedule.workers != schedule.tiles() * splits) return 0;
+  int32_t const resident = device.max_clusters[splits > 4 ? 3 : splits > 2 ? 2 : 1];
+  return schedule.tiles() <= resident && ring_bytes(splits - 1) >= 3 * stage_bytes ? splits - 1 : 0;
+}
+
 template <class Config>
 struct GemmColumnsSm90
-    : GemmKernelSm90<CollectiveMainloopColumnsSm90<Config>, EpilogueSm90<Config>,
-                     SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
-                                            CollectiveMainloopColumnsSm90<Config>::kValues,
-                                            CollectiveMainloopColumnsSm90<Config>::kBlockValues, Config::kType == DataType::kE4M3>> {
+    : GemmKernelSm90<
+          CollectiveMainloopColumnsSm90<Config>, EpilogueSm90<Config>,
+          SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
+                                 CollectiveMainloopColumnsSm90<Config>::kValues, CollectiveMainloopColumnsSm90<Config>::kBlockValues,
+                                 Config::kType == DataType::kE4M3, CollectiveMainloopColumnsSm90<Config>::kSplitsByCluster>> {
   static_assert(GemmColumnsSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 
@@ -72,7 +84,17 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
     mainloop.integers = problem.d_int32;
     mainloop.stage_bytes += mainloop.scale_bytes;
   }
-  mainloop.stages = Mainloop::kRingBytes / mainloop.stage_bytes;
+  int32_t ring_bytes = Mainloop::kRingBytes;
+  if constexpr (Mainloop::kSplitsByCluster) {
+    // Each CTA of a cluster has a split of one tile: they are neighbours, which in the order of splits they would not be.
+    params.scheduler.cluster_partials = cluster_partials(schedule, mainloop.stage_bytes, *arguments.device, [&](int32_t partials) {
+      params.scheduler.cluster_partials = partials;
+      return Mainloop::kRingBytes - Kernel::Scheduler::partial_bytes(params.scheduler);
+    });
+    if (params.scheduler.cluster_partials > 0) schedule.split_major = false;
+    ring_bytes = mainloop.ring_bytes = (Mainloop::kRingBytes - Kernel::Scheduler::partial_bytes(params.scheduler)) / 16 * 16;
+  }
+  mainloop.stages = ring_bytes / mainloop.stage_bytes;
   if (mainloop.stages > Mainloop::kMaxStages) mainloop.stages = Mainloop::kMaxStages;
 
   // A weight matrix that no second row of tiles reads again leaves L2 to the activations.
@@ -104,8 +126,9 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
   if (status.ok()) status = describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
   if (!status.ok()) return status;
   static std::atomic<uint64_t> shared_memory_allowed{0};
+  int32_t const partials = params.scheduler.cluster_partials;
   return launch_sm90<Config>(&gemm_columns_sm90_kernel<Config>, params, arguments, schedule.workers, Kernel::kSmemBytes,
-                             shared_memory_allowed);
+                             shared_memory_allowed, partials > 0 ? dim3(partials + 1) : dim3(Config::kClusterM, Config::kClusterN));
 }
 
 }  // namespace minfer::gemm

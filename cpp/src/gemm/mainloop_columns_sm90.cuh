@@ -120,6 +120,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static constexpr int kConsumers = kThreads / 128 - 1, kSharing = kCooperative ? kConsumers : 1;  // warpgroups; those that share a tile
   static constexpr int kBlocks = kTileM / (64 * kSharing);  // of 64 rows, of a warpgroup; those that share a tile take turns at them
   static_assert(kTileM == 64 * kSharing * kBlocks && kBlocks >= 1 && kBlocks <= 3);
+  static constexpr bool kSplitsByCluster = kNarrow && kCluster == 1 && kBlocks == 1;
   static constexpr int kBlockValues = kTileN / 2, kValues = kBlocks * kBlockValues;  // accumulators of a thread; narrow tiles have fewer
   static constexpr int kPiece = 128;                                                 // columns
   static_assert(!kPieces || (!kSwap && kBlocks == 1));
@@ -142,6 +143,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     minfer::gemm::BlockScales scales;
     int32_t scale_bytes;  // of a stage, behind its operands; 0 where none are scaled by blocks
     bool bulk_scales;     // tokens' scales come by bulk copies: no auxiliary load
+    int32_t ring_bytes;   // of stages; behind them, where the splits of a tile are a cluster's CTAs, its partials
     float one;            // 1, which the compiler does not know
     bool fast;            // e4m3: sums of all of k are left to the tensor core
     bool integers;        // int8: sums are stored as they are, not as fp32
@@ -187,6 +189,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       FullBarrier::init(&storage.full[s], 1 + int(has_auxiliary_load(params)));
       EmptyBarrier::init(&storage.empty[s], kSharing * 4 * kCluster);
     }
+    if constexpr (kSplitsByCluster) storage.scheduler.at = cute::cast_smem_ptr_to_uint(storage.ring) + uint32_t(params.ring_bytes);
   }
   template <class Storage, class Location>
   CUTLASS_DEVICE CollectiveMma(Params const&, Storage&, int, int, Location const&) {}
