@@ -26,15 +26,15 @@ using CollectiveMainloopColumnsSm90 = cutlass::gemm::collective::CollectiveMma<
     cute::Stride<int64_t, cute::_1, int64_t>, void, cute::SM90_TMA_LOAD, void, void, cute::identity, cute::SM90_TMA_LOAD, void, void,
     cute::identity>;
 
-/// The partials that a tile's owner receives where the splits of each tile are launched as a cluster; 0: where they cannot be, all resident
-/// at once, or would leave the ring, of which ring_bytes(partials) are left, fewer than three stages.
-template <class RingBytes>
-int32_t cluster_partials(TileSchedulerParams const& schedule, int32_t stage_bytes, DeviceProperties const& device,
-                         RingBytes const& ring_bytes) {
+/// The partials that a tile's owner receives where the splits of each tile are launched as a cluster; 0: where they are not all resident at
+/// once, or the ring, whose end the partials take, would hold fewer than three stages.
+inline int32_t cluster_partials(TileSchedulerParams const& schedule, DeviceProperties const& device, int32_t ring_bytes,
+                                int32_t stage_bytes, int32_t partial_bytes) {
   int32_t const splits = schedule.splits;
   if (splits < 2 || splits > 8 || schedule.stream_tiles > 0 || schedule.workers != schedule.tiles() * splits) return 0;
   int32_t const resident = device.max_clusters[splits > 4 ? 3 : splits > 2 ? 2 : 1];
-  return schedule.tiles() <= resident && ring_bytes(splits - 1) >= 3 * stage_bytes ? splits - 1 : 0;
+  bool const fit = ring_bytes - (splits - 1) * partial_bytes >= 3 * stage_bytes;
+  return fit && schedule.tiles() <= resident ? splits - 1 : 0;
 }
 
 template <class Config>
@@ -86,13 +86,11 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
   }
   int32_t ring_bytes = Mainloop::kRingBytes;
   if constexpr (Mainloop::kSplitsByCluster) {
-    // Each CTA of a cluster has a split of one tile: they are neighbours, which in the order of splits they would not be.
-    params.scheduler.cluster_partials = cluster_partials(schedule, mainloop.stage_bytes, *arguments.device, [&](int32_t partials) {
-      params.scheduler.cluster_partials = partials;
-      return Mainloop::kRingBytes - Kernel::Scheduler::partial_bytes(params.scheduler);
-    });
-    if (params.scheduler.cluster_partials > 0) schedule.split_major = false;
-    ring_bytes = mainloop.ring_bytes = (Mainloop::kRingBytes - Kernel::Scheduler::partial_bytes(params.scheduler)) / 16 * 16;
+    int32_t const partial_bytes = Kernel::Scheduler::partial_bytes(params.scheduler);
+    int32_t const partials = cluster_partials(schedule, *arguments.device, ring_bytes, mainloop.stage_bytes, partial_bytes);
+    params.scheduler.cluster_partials = partials;
+    if (partials > 0) schedule.split_major = false;  // the CTAs of a cluster, which are neighbours, have splits of one tile
+    ring_bytes = mainloop.ring_bytes = (ring_bytes - partials * partial_bytes) / 16 * 16;
   }
   mainloop.stages = ring_bytes / mainloop.stage_bytes;
   if (mainloop.stages > Mainloop::kMaxStages) mainloop.stages = Mainloop::kMaxStages;

@@ -61,17 +61,15 @@ struct SplitTileSchedulerSm90 {
   };
   struct NoStorage {};
   using SharedStorage = cute::conditional_t<kSplitsByCluster, Partials, NoStorage>;
-  /// Bytes of the partials that a tile's owner receives.
-  static CUTLASS_HOST_DEVICE int partial_bytes(Params const& params) {
-    return params.cluster_partials * kRowGroups * params.split.values * 128 * int(sizeof(float));
-  }
+  /// Of one that a tile's owner receives.
+  static CUTLASS_HOST_DEVICE int partial_bytes(Params const& params) { return kRowGroups * params.split.values * 128 * int(sizeof(float)); }
 
   static CUTLASS_DEVICE void init_barriers(Params const& params, SharedStorage& storage) {
     if constexpr (kSplitsByCluster) {
       if (params.cluster_partials == 0) return;
       for (int group = 0; group < kRowGroups; ++group) {
         Barrier::init(&storage.full[group], 1);
-        Barrier::arrive_and_expect_tx(&storage.full[group], uint32_t(partial_bytes(params) / kRowGroups));
+        Barrier::arrive_and_expect_tx(&storage.full[group], uint32_t(params.cluster_partials * partial_bytes(params) / kRowGroups));
       }
     }
   }
