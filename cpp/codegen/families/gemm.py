@@ -203,7 +203,7 @@ def _check_sm90(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], opera
 
 def _check_columns(row: Row, tile: tuple[int, ...], step: int, operand_bytes: int) -> None:
     """A kernel whose launches choose the columns of a tile."""
-    row.require(row.flag("swap") or step in (32, 64, 128), "column_step", "must be 32, 64 or 128 where D leaves in boxes of 32 or 64 columns")
+    row.require(row.flag("swap") or step in (32, 64, 128), "column_step", "must be 32, 64 or 128: D leaves in boxes of 32 or 64 columns")
     tile_k = SWIZZLE_ROW_BYTES // operand_bytes
     row.require(tile[2] == tile_k, "tile", f"tile_k must be {tile_k} where a launch chooses the columns")
     row.require(step % 8 == 0 and tile[1] % step == 0, "column_step", "must be a multiple of 8, a WGMMA's step, that divides tile_n")
