@@ -113,7 +113,10 @@ def test_a_fit_finds_a_device(name):
     for of, most in ((data, 0.02), (out, 0.04)):
         assert error(fit.model(theta), of) < most < error(start, of)
     mean = lambda model: fit_plans.regrets(data.picked([model]), data).nanmean().item()  # noqa: E731
-    assert mean(fit.model(found)) < max(0.8 * mean(start), 1.1 * mean(truth))  # the truth's plans do not know the routing
+    if mean(start) > mean(truth):
+        assert mean(fit.model(theta)) < 0.6 * mean(start)
+    else:  # plans do not know the routing, and the truth's may by chance lose more: then the search alone has something to gain
+        assert mean(fit.model(found)) < mean(start)
 
 
 def test_the_command(tmp_path, capsys):
