@@ -78,7 +78,7 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
     OperandScales const& of_b = operands.b_scale;
     mainloop.scales = {blocks(operands.a_scale), blocks(of_b), int32_t(problem.m), int32_t(problem.n), of_b.halves, of_b.up_offset};
     mainloop.scale_bytes = problem.block_scaled ? Mainloop::scale_bytes(of_b.halves) : 0;
-    mainloop.bulk_scales = !Config::kSwap && mainloop.scales.tokens.by_fours();
+    mainloop.load_row_scales = Mainloop::kRowScales && problem.block_scaled && mainloop.scales.tokens.by_fours();
     mainloop.fast = problem.fast_accum;
     mainloop.one = 1.0f;
     mainloop.integers = problem.d_int32;
@@ -120,6 +120,15 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
   if (status.ok()) {
     status = encode(&mainloop.b, Config::kSwap ? tokens : weight, Mainloop::kColumnsAlongK, Mainloop::kTileK,
                     Mainloop::kColumnsAlongK ? Mainloop::loaded_columns(columns) : 64);
+  }
+  if constexpr (Mainloop::kRowScales) {
+    if (status.ok() && mainloop.load_row_scales) {
+      int64_t const extents[2] = {problem.m, (problem.k + kScaleBlock - 1) / kScaleBlock};
+      int64_t const strides[1] = {mainloop.scales.tokens.k_stride * int64_t(sizeof(float))};
+      int const box[2] = {Config::kTileM, 1};
+      status =
+          encode_tensor_map(&mainloop.row_scales, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, mainloop.scales.tokens.data, extents, strides, box);
+    }
   }
   if (status.ok()) status = describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
   if (!status.ok()) return status;

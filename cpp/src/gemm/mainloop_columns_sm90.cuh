@@ -19,8 +19,8 @@
 // Operands of 8 bits are K-major. WGMMA's sums of e4m3 keep about 14 bits. By default those of 128 of k are added up in fp32 (promotion:
 // DeepSeek-V3, 2024), times their scales where operands are scaled by blocks; a launch may leave that out (fast). A block's scales lie
 // behind the operands of its stage: those of its rows, where these are tokens, else the products of its columns' and the weight's. They
-// come by bulk copies, or warps of the producer's warpgroup write them (load_auxiliary), which counts as one more arrival at the stage's
-// full barrier. int8's sums are integers, exact, and become fp32 at the end.
+// come by TMA, or warps of the producer's warpgroup write them (load_auxiliary), which counts as one more arrival at the stage's full
+// barrier. int8's sums are integers, exact, and become fp32 at the end.
 // Tiles of 128 tokens by up to 256 columns have registers for the sums of 128 columns beside their accumulators, and multiply them in
 // pieces (multiply_pieces).
 #pragma once
@@ -141,12 +141,13 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   };
   struct NarrowParams : WideParams {
     minfer::gemm::BlockScales scales;
-    int32_t scale_bytes;  // of a stage, behind its operands; 0 where none are scaled by blocks
-    bool bulk_scales;     // tokens' scales come by bulk copies: no auxiliary load
-    int32_t ring_bytes;   // of stages; behind them, where the splits of a tile are a cluster's CTAs, its partials
-    float one;            // 1, which the compiler does not know
-    bool fast;            // e4m3: sums of all of k are left to the tensor core
-    bool integers;        // int8: sums are stored as they are, not as fp32
+    int32_t scale_bytes;     // of a stage, behind its operands; 0 where none are scaled by blocks
+    CUtensorMap row_scales;  // of tokens, [k / 128, m]
+    bool load_row_scales;    // by TMA: no auxiliary load
+    int32_t ring_bytes;      // of stages; behind them, where the splits of a tile are a cluster's CTAs, its partials
+    float one;               // 1, which the compiler does not know
+    bool fast;               // e4m3: sums of all of k are left to the tensor core
+    bool integers;           // int8: sums are stored as they are, not as fp32
   };
   using Params = cute::conditional_t<kNarrow, NarrowParams, WideParams>;
   // Of blocks. Swapped: the product of each column's scale and the weight's, and again of a gated weight's ups. Else: of each row.
@@ -181,6 +182,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static CUTLASS_DEVICE void prefetch_tma_descriptors(Params const& params) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.a));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.b));
+    if constexpr (kRowScales) {
+      if (params.load_row_scales) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.row_scales));
+    }
   }
   static constexpr bool kPipelineFences = false;
   template <class Storage>
@@ -246,14 +250,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     for (; k < k_end; ++k) {
       EmptyBarrier::wait(&storage.empty[state.index], state.phase);
       uint64_t* const full = &storage.full[state.index];
-      if constexpr (kBulkScales) {
-        int const row = tile.row - inputs.n * kBoxRows, rest = params.scales.m - row, rows = rest < kTileM ? (rest + 3) & ~3 : kTileM;
-        uint32_t const bytes = params.bulk_scales && rows > 0 ? uint32_t(rows) * sizeof(float) : 0;
-        FullBarrier::arrive_and_expect_tx(full, uint32_t(operand_bytes(params)) + bytes);
-        if (bytes > 0) {
-          float const* const from = static_cast<float const*>(params.scales.tokens.data) + params.scales.tokens.offset(row, k);
-          cute::SM90_BULK_COPY_G2S::copy(from, full, stage_factors(params, storage, state.index), int32_t(bytes));
-        }
+      if (kRowScales && loads_row_scales(params)) {
+        FullBarrier::arrive_and_expect_tx(full, uint32_t(operand_bytes(params) + kTileM * int(sizeof(float))));
+        load_row_scales(params, storage, state.index, tile.row - inputs.n * kBoxRows, k);
       } else {
         FullBarrier::arrive_and_expect_tx(full, uint32_t(operand_bytes(params)));
       }
@@ -275,9 +274,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   // Warps that write the scales of stages, by turns: while one waits for memory, the others have theirs under way.
   static constexpr int kAuxiliaryWarps = kNarrow && !kIntegers ? 3 : 0;
-  static constexpr bool kBulkScales = kNarrow && !kIntegers && !kSwap;
+  static constexpr bool kRowScales = kNarrow && !kIntegers && !kSwap;
   static CUTLASS_HOST_DEVICE bool has_auxiliary_load(Params const& params) {
-    if constexpr (kAuxiliaryWarps > 0) return params.scale_bytes > 0 && !params.bulk_scales;
+    if constexpr (kAuxiliaryWarps > 0) return params.scale_bytes > 0 && !params.load_row_scales;
     return false;
   }
   /// thread: among those of the auxiliary warps. They share issue slots with the consumers, which wait for the slowest of their four warps:
@@ -412,7 +411,20 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     }
   }
 
-  /// Of a stage: what TMA loads.
+  static CUTLASS_DEVICE bool loads_row_scales(Params const& params) {
+    if constexpr (kNarrow) return params.load_row_scales;
+    return false;
+  }
+  /// In boxes: as bulk copies, which nothing else in this loop is, they took an SM of a cluster 150 cycles a k tile more.
+  template <class Storage>
+  static CUTLASS_DEVICE void load_row_scales(Params const& params, Storage& storage, int stage, int row, int k) {
+    if constexpr (kNarrow) {
+      auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+      cute::SM90_TMA_LOAD_2D::copy(&params.row_scales, &storage.full[stage], hint, stage_factors(params, storage, stage), row, k);
+    }
+  }
+
+  /// Of a stage: what TMA loads, beside rows' scales.
   static CUTLASS_DEVICE int operand_bytes(Params const& params) {
     if constexpr (kNarrow) return params.stage_bytes - params.scale_bytes;
     return params.stage_bytes;

@@ -15,8 +15,8 @@ struct WeightColumns {
 constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
 
 /// Scales of tiles of kColumns, kScales of each column block: of a gated weight those of gates and of ups, else one. A lane of each warp
-/// holds that of one of kKTiles k tiles, so that a k tile's are a shuffle. They arrive under the MMAs of the first of these. Loaded one by
-/// one, they would be uniform to the compiler, which waits for such a load where it is made.
+/// holds that of one of kKTiles k tiles, so that a k tile's are a shuffle; those of the next kKTiles are on their way. Loaded one by one,
+/// they would be uniform to the compiler, which waits for such a load where it is made.
 /// Tiles begin at multiples of kColumns: their columns are of one block of the weight, or of two.
 template <int kColumns, int kScales>
 class WeightScales {
@@ -32,6 +32,7 @@ class WeightScales {
     int const last = (scales.n - 1) / kBlock;
     row_ = at.column / kBlock < last ? at.column / kBlock : last;  // a cluster has tiles that begin behind the last column
     boundary_ = ((row_ + 1) * kBlock - at.column) / kSpan;
+    load(0);
   }
 
   /// Calls range(begin, end) for ranges of k tiles, counted from the work item's first, each behind the other.
@@ -39,7 +40,12 @@ class WeightScales {
   CUTLASS_DEVICE void for_each_range(int k_count, Range const& range) {
     CUTLASS_PRAGMA_NO_UNROLL
     for (int begin = 0; begin < k_count; begin += kKTiles) {
-      load(begin);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < kScales; ++j) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int r = 0; r < kRows; ++r) held_[j][r] = next_[j][r];
+      }
+      load(begin + kKTiles);
       range(begin, begin + kKTiles < k_count ? begin + kKTiles : k_count);
     }
   }
@@ -69,14 +75,14 @@ class WeightScales {
       CUTLASS_PRAGMA_UNROLL
       for (int r = 0; r < kRows; ++r) {
         bool const exists = block < end_ && (r == 0 || (row_ + 1) * kBlock < scales_.n);
-        held_[j][r] = exists ? scales_.weight.load(scales_.weight.offset(row_ + r, block) + (j > 0 ? scales_.up_offset : 0)) : 0.0f;
+        next_[j][r] = exists ? scales_.weight.load(scales_.weight.offset(row_ + r, block) + (j > 0 ? scales_.up_offset : 0)) : 0.0f;
       }
     }
   }
 
   BlockScales const& scales_;
   int lane_, k_, end_, row_, boundary_;
-  float held_[kScales][kRows], now_[kScales][kRows];
+  float next_[kScales][kRows], held_[kScales][kRows], now_[kScales][kRows];
 };
 
 /// Where nothing is scaled by blocks.
