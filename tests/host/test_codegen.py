@@ -382,7 +382,7 @@ def test_rows_over_codes():
         (SM90, {"stages": 2}, "stages", "stages of 49152 bytes each"),
         (SM90, {"stages": "4"}, "stages", "a positive integer"),
         (SM90, {"epilogue_chunks": 5}, "epilogue_chunks", "has 4 boxes"),
-        (COLUMNS, {"swap": False}, "column_step", "must be 32, 64 or 128"),
+        (COLUMNS, {"swap": False}, "column_step", "must be 32 or 64"),
         (COLUMNS, {"column_step": 12}, "column_step", "multiple of 8"),
         (COLUMNS, {"column_step": 48}, "column_step", "divides tile_n"),
         (COLUMNS, {"tile": [256, 144, 64]}, "column_step", "whole groups of boxes"),

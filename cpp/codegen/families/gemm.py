@@ -20,7 +20,6 @@ from codegen.kernel import MAJORS, SCHEDULES, Kernel, cpp_bool, shape_name
 from codegen.row import Row
 
 MAX_ACCUMULATORS = 176  # fp32 registers per consumer thread, of 232; beyond it the epilogue spills
-MOST_BOX_COLUMNS = 64  # of D that leave together: TMA's widest swizzle
 OUTPUT_BYTES = 2  # of the outputs that are staged for TMA; a D of f32 is stored from registers
 LAYOUTS = ("tn", "tt", "nn", "nt")
 
@@ -203,7 +202,7 @@ def _check_sm90(row: Row, tile: tuple[int, ...], cluster: tuple[int, ...], opera
 
 def _check_columns(row: Row, tile: tuple[int, ...], step: int, operand_bytes: int) -> None:
     """A kernel whose launches choose the columns of a tile."""
-    row.require(row.flag("swap") or step in (32, 64, 128), "column_step", "must be 32, 64 or 128: D leaves in boxes of 32 or 64 columns")
+    row.require(row.flag("swap") or step in (32, 64), "column_step", "must be 32 or 64 where boxes of D have as many columns")
     tile_k = SWIZZLE_ROW_BYTES // operand_bytes
     row.require(tile[2] == tile_k, "tile", f"tile_k must be {tile_k} where a launch chooses the columns")
     row.require(step % 8 == 0 and tile[1] % step == 0, "column_step", "must be a multiple of 8, a WGMMA's step, that divides tile_n")
@@ -218,7 +217,7 @@ def _mma_rows(row: Row, tile: tuple[int, ...]) -> int:
 
 def _chunk_columns(row: Row, step: int) -> int:
     """Columns of a box of D where a launch chooses those of a tile. Swapped, a tile may end in the middle of a box."""
-    return max(step, 16) if row.flag("swap") else min(step, MOST_BOX_COLUMNS)
+    return max(step, 16) if row.flag("swap") else step
 
 
 def _boxes_together(row: Row, tile: tuple[int, ...], step: int) -> int:
@@ -240,7 +239,7 @@ def _staging(row: Row, tile: tuple[int, ...], swap: bool, step: int, chunks: int
         rows = _chunk_columns(row, step) if step else tile_n
         boxes, box_bytes = mma_m * tile_n // rows, rows * 64 * OUTPUT_BYTES
     else:
-        width = _chunk_columns(row, step) if step else next((w for w in (MOST_BOX_COLUMNS, 32, 16) if tile_n % w == 0), 0)
+        width = step or next((w for w in (64, 32, 16) if tile_n % w == 0), 0)
         row.require(width > 0, "tile", "an unswapped tile_n must be a multiple of 16")
         boxes, box_bytes = mma_m * tile_n // width, 64 * width * OUTPUT_BYTES
     if chunks is None and step and swap:

@@ -60,7 +60,7 @@ struct EpilogueSm90 {
   static constexpr int kBoxRows = !kSwap ? 64 : kChoosesColumns ? cute::max(Config::kColumnStep, 16) : kTileN;
   static constexpr int kStoredRows = kSwap && kChoosesColumns ? Config::kColumnStep : kBoxRows;  // at a time: a tile may end within a box
   static constexpr int kBoxColumns = kSwap             ? 64
-                                     : kChoosesColumns ? cute::min(Config::kColumnStep, 64)
+                                     : kChoosesColumns ? Config::kColumnStep
                                                        : (kTileN % 64 == 0 ? 64 : (kTileN % 32 == 0 ? 32 : 16));
   static constexpr int kGatedColumns = kBoxColumns / 2;
   static constexpr int kRowBytes = kBoxColumns * 2;

@@ -21,8 +21,6 @@
 // behind the operands of its stage: those of its rows, where these are tokens, else the products of its columns' and the weight's. They
 // come by TMA, or warps of the producer's warpgroup write them (load_auxiliary), which counts as one more arrival at the stage's full
 // barrier. int8's sums are integers, exact, and become fp32 at the end.
-// Tiles of 128 tokens by up to 256 columns have registers for the sums of 128 columns beside their accumulators, and multiply them in
-// pieces (multiply_pieces).
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -99,8 +97,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static constexpr bool kOrdered = kPingpong;
   static constexpr int kThreads = Config::kThreads;
   static constexpr bool kRereadsThread = kThreads == 512 || (kNarrow && !kIntegers);  // there is no register for what follows from it
-  static constexpr bool kPieces = kNarrow && !kIntegers && Config::kTileN > 192;      // of a tile's columns are multiplied in turns
-  static constexpr bool kRelocates = (kNarrow && !kIntegers && kSwap) || kPieces;     // nor is there one for where the tile is
+  static constexpr bool kRelocates = kNarrow && !kIntegers && kSwap;                  // nor is there one for where the tile is
   static_assert(kThreads == 384 || (kThreads == 512 && kCooperative));
   // Those of all warpgroups together are no more than the launch gives the CTA, else the consumers wait for theirs for ever: 168 a thread
   // of three warpgroups, 128 of four. Auxiliary warps that multiply scales need more than the producer.
@@ -122,8 +119,6 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static_assert(kTileM == 64 * kSharing * kBlocks && kBlocks >= 1 && kBlocks <= 3);
   static constexpr bool kSplitsByCluster = kNarrow && kCluster == 1 && kBlocks == 1;
   static constexpr int kBlockValues = kTileN / 2, kValues = kBlocks * kBlockValues;  // accumulators of a thread; narrow tiles have fewer
-  static constexpr int kPiece = 128;                                                 // columns
-  static_assert(!kPieces || (!kSwap && kBlocks == 1));
   static constexpr int kMaxStages = 12;
   static constexpr int kRowBytes = 128, kBytesA = kTileM * kRowBytes;
   static constexpr int kRingBytes = Config::kRingBytes;
@@ -324,7 +319,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kValues; ++i) {
       accumulator(i) = 0.0f;
-      if constexpr (!kPieces) cute::warpgroup_fence_operand(accumulator(i));
+      cute::warpgroup_fence_operand(accumulator(i));
     }
     return accumulator;
   }
@@ -552,14 +547,6 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     };
     if constexpr (!kNarrow) {
       multiply_all(accumulator.data());
-    } else if constexpr (kPieces) {  // fast sums would be no faster
-      if (params.scale_bytes > 0 && params.scales.halves) {
-        multiply_pieces<kColumns, 2>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
-      } else if (params.scale_bytes > 0) {
-        multiply_pieces<kColumns, 1>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
-      } else {
-        multiply_pieces<kColumns, 0>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
-      }
     } else {
       // The MMA's sums have registers of their own in all loops: an instruction takes no more than a thread is launched with, and where the
       // accumulators were the MMA's in one loop and were added to in another, they and the sums of a k tile had to be among these.
@@ -595,7 +582,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   /// Whether tiles of so many columns have registers for two sets of sums.
   static constexpr bool has_two_sets(int columns) {
-    if constexpr (!kNarrow || kIntegers || kPieces || kBlocks > 1) return false;
+    if constexpr (!kNarrow || kIntegers || kBlocks > 1) return false;
     return kSwap ? 2 * columns <= kTileN && columns <= 80 : columns <= 128;
   }
 
@@ -737,110 +724,24 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     row[1] = rows[8];
   }
 
-  /// Sums of columns kFirst to kFirst + kCount times the scales of their rows and of the weight. Gates and ups take turns, 8 columns each.
-  template <int kColumns, int kScales, int kBlock, int kFirst = 0, int kCount = kColumns, class Weight, class Accumulator>
+  /// Sums times the scales of their rows and of the weight. Gates and ups take turns, 8 columns each.
+  template <int kColumns, int kScales, int kBlock, class Weight, class Accumulator>
   static CUTLASS_DEVICE void add_by_row(float const (&row)[2], Weight const& weight, Accumulator& accumulator, Sum const* sums) {
     constexpr int kSpan = Weight::kSpan;
     CUTLASS_PRAGMA_UNROLL
-    for (int span = 0; span < kCount / kSpan; ++span) {
+    for (int span = 0; span < kColumns / kSpan; ++span) {
       float factor[kScales][2];
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < kScales; ++j) {
-        factor[j][0] = row[0] * weight.of(j, kFirst / kSpan + span);
-        factor[j][1] = row[1] * weight.of(j, kFirst / kSpan + span);
+        factor[j][0] = row[0] * weight.of(j, span);
+        factor[j][1] = row[1] * weight.of(j, span);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSpan / 2; ++i) {
-        int const v = span * (kSpan / 2) + i, at = kBlock * kBlockValues + kFirst / 2 + v;
+        int const v = span * (kSpan / 2) + i, at = kBlock * kBlockValues + v;
         accumulator(at) = fmaf(sums[v], factor[kScales == 1 ? 0 : v / 4 % 2][v / 2 % 2], accumulator(at));
       }
     }
-  }
-
-  /// Tiles of more columns than there are registers for sums: a stage's columns are multiplied in pieces, one after the other. WGMMA would
-  /// read the rows from shared memory for each of them, and shared memory's 128 bytes a cycle are what limits MMAs of 8 bits: a k tile of
-  /// 256 x 128 or of 128 x 256 outputs in two pieces takes the tensor cores 1024 cycles, and shared memory 1125, a third of them for what
-  /// TMA writes. So the rows are loaded once, into registers: 1000.
-  template <int kColumns, int kScales, class Storage, class Accumulator, class AfterLast>
-  static CUTLASS_DEVICE void multiply_pieces(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                             int k_count, minfer::gemm::WeightColumns const& columns, int row_group, int thread,
-                                             AfterLast const& after_last) {
-    constexpr int kPieceCount = (kColumns + kPiece - 1) / kPiece, kSteps = kTileK / kMmaK;
-    minfer::gemm::WeightScales<kColumns, kScales> weight(params.scales, columns, k_count, thread % 32);
-    Sum sums[kPiece / 2];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kPiece / 2; ++i) sums[i] = 0;
-    // ldmatrix: 8 rows by 16 bytes, rows lane % 16 and of the MMA's 32 bytes of k the half lane / 16.
-    uint32_t rows[kSteps][4];
-    uint32_t const row_of_lane = cute::cast_smem_ptr_to_uint(storage.ring) + (row_group * 64 + thread / 32 * 16 + thread % 16) * kRowBytes +
-                                 (((thread % 32 / 16) ^ (thread % 8)) << 4);
-    auto const load_rows = [&](int stage) {
-      uint32_t const at = row_of_lane + stage * params.stage_bytes;
-      CUTLASS_PRAGMA_UNROLL
-      for (int step = 0; step < kSteps; ++step) minfer::gemm::load_fragment(rows[step], at ^ (step * kMmaK));  // in TMA's swizzle
-    };
-    auto const fence = [&] {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kPiece / 2; ++i) cute::warpgroup_fence_operand(sums[i]);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 4 * kSteps; ++i) cute::warpgroup_fence_operand(rows[i / 4][i % 4]);
-    };
-    uint32_t const b = minfer::gemm::low_word_of(storage.ring + kBytesA), stage_units = uint32_t(params.stage_bytes) >> 4;
-    if (k_count > 0) {
-      FullBarrier::wait(&storage.full[state.index], state.phase);
-      load_rows(state.index);
-    }
-    uint32_t next = b + state.index * stage_units;  // where the columns of the next stage are
-    weight.for_each_range(k_count, [&](int k, int const end) {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (; k < end; ++k) {
-        int const stage = state.index;
-        uint32_t const at = next;
-        state.advance();
-        next = state.index == 0 ? b : at + stage_units;
-        bool full = false;
-        [[maybe_unused]] float row[2];
-        cute::for_each(cute::make_int_sequence<kPieceCount>{}, [&](auto piece) {
-          constexpr int kFirst = decltype(piece)::value * kPiece, kCount = kColumns - kFirst < kPiece ? kColumns - kFirst : kPiece;
-          constexpr bool kLast = decltype(piece)::value + 1 == kPieceCount;
-          using Op =
-              decltype(cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kCount>, cute::Int<kTileK>>>());
-          fence();
-          cute::warpgroup_arrive();
-          CUTLASS_PRAGMA_UNROLL
-          for (int step = 0; step < kSteps; ++step) {
-            minfer::gemm::multiply<Op>(rows[step], minfer::gemm::descriptor_of(at + ((kFirst * kRowBytes + step * kMmaK) >> 4)), sums,
-                                       step == 0 ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One,
-                                       std::make_integer_sequence<int, kCount / 2>{});
-          }
-          cute::warpgroup_commit_batch();
-          if (kLast && k + 1 == k_count) after_last();
-          if constexpr (kScales > 0 && kFirst == 0) {
-            read_rows<0>(row, params, storage, stage, row_group, thread);
-            weight.read(k);
-          }
-          cute::warpgroup_wait<0>();
-          fence();
-          if constexpr (kLast) {
-            minfer::release_stage<kCluster>(&storage.empty[stage], thread);
-            if (k + 1 < k_count) {
-              if (!full) FullBarrier::wait(&storage.full[state.index], state.phase);
-              load_rows(state.index);  // on their way while sums are added
-            }
-          } else {
-            full = FullBarrier::test_wait(&storage.full[state.index], state.phase, k + 1 < k_count);
-          }
-          if constexpr (kScales > 0) {
-            add_by_row<kColumns, kScales, 0, kFirst, kCount>(row, weight, accumulator, sums);
-          } else {
-            CUTLASS_PRAGMA_UNROLL
-            for (int i = 0; i < kCount / 2; ++i) accumulator(kFirst / 2 + i) += sums[i];
-          }
-        });
-      }
-    });
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = kColumns / 2; i < kValues; ++i) accumulator(i) = 0.0f;  // no registers in this loop
   }
 };
 

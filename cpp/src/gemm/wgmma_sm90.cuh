@@ -20,20 +20,6 @@ CUTLASS_DEVICE void multiply(uint64_t a, uint64_t b, Sum* accumulators, cute::GM
   Op::fma(a, b, accumulators[kAt]..., keep);
 }
 
-/// The same with A in registers, as load_fragment loads it.
-template <class Op, class Sum, int... kAt>
-CUTLASS_DEVICE void multiply(uint32_t const (&a)[4], uint64_t b, Sum* accumulators, cute::GMMA::ScaleOut keep,
-                             std::integer_sequence<int, kAt...>) {
-  Op::fma(a[0], a[1], a[2], a[3], b, accumulators[kAt]..., keep);
-}
-/// 16 rows by 32 bytes of k, a warp's part of A. line: of lane % 16 and of half lane / 16 of the bytes.
-CUTLASS_DEVICE void load_fragment(uint32_t (&to)[4], uint32_t line) {
-  asm volatile("ldmatrix.sync.aligned.x4.m8n8.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(line)
-               : "memory");
-}
-
 /// The descriptor of an operand in such lines, along k or along its rows, 8 lines after each other. Only its low word depends on where they
 /// are, in units of 16 bytes: addresses are added there, without a carry, in uniform registers.
 CUTLASS_DEVICE uint64_t descriptor_of(uint32_t low) {
