@@ -26,15 +26,12 @@ using CollectiveMainloopColumnsSm90 = cutlass::gemm::collective::CollectiveMma<
     cute::Stride<int64_t, cute::_1, int64_t>, void, cute::SM90_TMA_LOAD, void, void, cute::identity, cute::SM90_TMA_LOAD, void, void,
     cute::identity>;
 
-/// The partials that a tile's owner receives where the splits of each tile are launched as a cluster; 0: where they are not all resident at
-/// once, or the ring, whose end the partials take, would hold fewer than three stages.
+/// The partials that a tile's owner receives where the splits of each tile are launched as a cluster; else 0.
 inline int32_t cluster_partials(TileSchedulerParams const& schedule, DeviceProperties const& device, int32_t ring_bytes,
                                 int32_t stage_bytes, int32_t partial_bytes) {
-  int32_t const splits = schedule.splits;
-  if (splits < 2 || splits > 8 || schedule.stream_tiles > 0 || schedule.workers != schedule.tiles() * splits) return 0;
-  int32_t const resident = device.max_clusters[splits > 4 ? 3 : splits > 2 ? 2 : 1];
-  bool const fit = ring_bytes - (splits - 1) * partial_bytes >= 3 * stage_bytes;
-  return fit && schedule.tiles() <= resident ? splits - 1 : 0;
+  bool const at_once = schedule.stream_tiles == 0 && schedule.workers == schedule.tiles() * schedule.splits;
+  bool const fits = at_once && fits_cluster(schedule.tiles(), schedule.splits, device, ring_bytes, stage_bytes, partial_bytes);
+  return fits ? schedule.splits - 1 : 0;
 }
 
 template <class Config>
