@@ -621,7 +621,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     };
     weight.for_each_range(k_count, [&](int k, int const end) {
       if constexpr (has_two_sets(kColumns)) {
-        // One set is added while the MMAs of the other run. Otherwise few tokens would take as long as the MMAs of a k tile and the additions
+        // One set is added while the MMAs of the other run. Otherwise few tokens would take as long as a k tile's MMAs and the additions
         // behind them, one after the other. No MMA is in flight at the loop's end, where ptxas would serialise them.
         auto const send = [&](Sum* to) {
           int const stage = state.index;
