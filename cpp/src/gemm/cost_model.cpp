@@ -8,10 +8,12 @@
 #include "gemm/cost_model.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 
+#include "gemm/cluster_splits.h"
 #include "quantized_gemm/cost_model.h"
 
 namespace minfer {
@@ -122,9 +124,8 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   if (!portable_ && size_of(problem.ab_type) == 1 && kernel.column_step > 0 && cluster_ == 1 && kernel.tile_m == 64 * sharing) {
     int64_t const line = kernel.tile_k * int64_t(size_of(problem.ab_type)), stage = (kernel.tile_m + tile_n) * line;
     int64_t const ring = kernel.stages * (kernel.tile_m + kernel.tile_n) * line, partial = 4 * int64_t(kernel.tile_m) * tile_n;
-    while (most_cluster_splits_ < 8 &&
-           (most_cluster_splits_ == 0 || fits_cluster(tiles_, most_cluster_splits_ + 1, device, ring, stage, partial))) {
-      ++most_cluster_splits_;
+    for (int32_t splits = 2; splits <= kMostClusterSplits; splits *= 2) {
+      if (fits_cluster(tiles_, splits, device, ring, stage, partial)) most_cluster_splits_ = splits;
     }
   }
 
@@ -215,7 +216,8 @@ double TileCost::us(GemmLaunch const& launch) const {
   double const main_us = std::sqrt(busy_us * busy_us + hbm_us * hbm_us);
   double const exposed_us =
       pingpong_ ? epilogue_us_ + r.exposed * (owned - 1) * std::max(0.0, epilogue_us_ - main_us / owned) : epilogue_us_ * owned;
-  bool const in_cluster = splits > 1 && splits <= most_cluster_splits_ && tiles * splits <= double(workers_);
+  bool const in_cluster =
+      splits > 1 && splits <= most_cluster_splits_ && std::has_single_bit(uint64_t(splits)) && tiles * splits <= double(workers_);
   double const fixup_us = in_cluster     ? r.fixup_cluster + partials * partial_us_
                           : partials > 0 ? r.fixup + (partials - 1) * r.partial + (partials + 1) * partial_us_
                                          : 0.0;

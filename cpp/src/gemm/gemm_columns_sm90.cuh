@@ -11,6 +11,7 @@
 // Limits: operands of either layout, 16-byte aligned in base and strides; for the fast epilogue D and C, too.
 #pragma once
 
+#include "gemm/cluster_splits.h"
 #include "gemm/epilogue_sm90.cuh"
 #include "gemm/kernel_sm90.cuh"
 #include "gemm/launch_sm90.cuh"

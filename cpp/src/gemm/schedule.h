@@ -43,15 +43,6 @@ inline int32_t tile_columns(KernelInfo const& kernel, GemmLaunch const& launch) 
   return kernel.column_step > 0 && launch.columns > 0 ? launch.columns : kernel.tile_n;
 }
 
-/// Whether the splits of each tile can be a cluster, whose partials go into the shared memory of the tile's owner: all tiles' are resident
-/// at once, and a ring whose end the partials take has three stages left.
-inline bool fits_cluster(int64_t tiles, int32_t splits, DeviceProperties const& device, int64_t ring_bytes, int64_t stage_bytes,
-                         int64_t partial_bytes) {
-  if (splits < 2 || splits > 8) return false;
-  int32_t const resident = device.max_clusters[splits > 4 ? 3 : splits > 2 ? 2 : 1];
-  return tiles <= resident && ring_bytes - (splits - 1) * partial_bytes >= 3 * stage_bytes;
-}
-
 inline TileSchedulerParams schedule_of(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch,
                                        DeviceProperties const& device) {
   int64_t const rows = kernel.swap ? problem.n : problem.m;
