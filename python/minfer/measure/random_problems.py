@@ -103,8 +103,8 @@ def scaled_calibration(seed: int) -> Iterator[ScaledProblem]:
 
 
 def scaled_layers(seed: int) -> Iterator[ScaledProblem]:
-    """Endless problems of the sizes of layers, which the others seldom have: m in 32 to 4096; n, k multiples of 64 in 1024 to 24576. Of four,
-    two have scales of blocks, one of rows, one is int8."""
+    """Endless problems of layers' sizes, which the others seldom have: m in 32 to 4096; n, k multiples of 64 in 1024 to 24576. Of four, two
+    have scales of blocks, one of rows, one is int8."""
     for index in itertools.count():
         rng = random.Random(f"scaled_layers/{seed}/{index}")
         sizes = log_uniform(rng, 32, 4096), log_uniform(rng, 1024, 24576, 64), log_uniform(rng, 1024, 24576, 64)
