@@ -29,6 +29,7 @@ RATES = (  # the fields of minfer::GemmRates, in order
     "partial",
     "fixup_bytes",
     "fixup_pingpong",
+    "fixup_cluster",
     "bandwidth",
     "c_bytes",
     "idle",

@@ -1,5 +1,7 @@
 #include <cstdint>
+#include <vector>
 
+#include "common/fast_division.h"
 #include "gemm/tile_scheduler.h"
 #include "testing.h"
 
@@ -23,5 +25,54 @@ TEST_CASE(schedule_of_a_wide_swizzle_fits_32_bits) {
       CHECK(a.m >= 0 && a.m < tiles_m && a.n >= 0 && a.n < tiles_n);
     }
     CHECK_EQUAL(schedule(8).swizzle, 8);  // where the products fit, as asked
+  }
+}
+
+// Against the machine's division: divisors at and beside powers of two, dividends at and beside multiples and at the end of the range.
+TEST_CASE(fast_division_is_exact) {
+  auto const check = [](int64_t divisor) {
+    if (divisor < 1 || divisor > INT32_MAX) return;
+    FastDivisor const by(divisor);
+    CHECK_EQUAL(int64_t(by.divisor()), divisor);
+    int64_t const most = INT32_MAX / divisor;
+    for (int64_t quotient : {int64_t(0), int64_t(1), int64_t(2), int64_t(7), most / 3, most / 2, most - 1, most}) {
+      for (int64_t beside = -2; beside <= 2; ++beside) {
+        int64_t const x = quotient * divisor + beside;
+        if (x >= 0 && x <= INT32_MAX) CHECK_EQUAL(int64_t(by.quotient(int32_t(x))), x / divisor);
+      }
+    }
+    CHECK_EQUAL(int64_t(by.quotient(INT32_MAX)), INT32_MAX / divisor);
+  };
+  for (int64_t divisor = 1; divisor <= 4096; ++divisor) check(divisor);
+  for (int bit = 12; bit < 31; ++bit) {
+    for (int64_t beside = -3; beside <= 3; ++beside) {
+      check((int64_t(1) << bit) + beside);
+      check(3 * (int64_t(1) << (bit - 1)) + beside);
+    }
+  }
+  check(INT32_MAX);
+  CHECK_EQUAL(FastDivisor().quotient(5), 5);   // divides by 1
+  CHECK_EQUAL(FastDivisor(0).quotient(5), 5);  // as of an empty problem
+}
+
+// Every tile has coordinates of its own, in a whole last band and in one that is not, with a batch and without.
+TEST_CASE(schedule_visits_every_tile_once) {
+  for (int64_t batch : {1, 3}) {
+    for (int32_t swizzle : {1, 2, 3, 4, 8, 100}) {
+      for (RasterOrder raster : {RasterOrder::kAlongM, RasterOrder::kAlongN}) {
+        for (int64_t tiles_m : {1, 2, 7, 12}) {
+          for (int64_t tiles_n : {1, 3, 8, 13}) {
+            TileSchedulerParams const p = make_schedule(tiles_m, tiles_n, batch, 8, 132, Decomposition::kDataParallel, 1, swizzle, raster);
+            std::vector<int> seen(size_t(p.tiles()), 0);
+            for (int32_t tile = 0; tile < p.tiles(); ++tile) {
+              TileCoord const at = TileScheduler::coordinate(p, tile);
+              CHECK(at.m >= 0 && at.m < tiles_m && at.n >= 0 && at.n < tiles_n && at.l >= 0 && at.l < batch);
+              ++seen[size_t((at.l * tiles_m + at.m) * tiles_n + at.n)];
+            }
+            for (int count : seen) CHECK_EQUAL(count, 1);
+          }
+        }
+      }
+    }
   }
 }

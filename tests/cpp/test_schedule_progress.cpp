@@ -186,6 +186,7 @@ TEST_CASE(progress_needs_rounds_of_whole_tiles) {
     TileSchedulerParams schedule;
     schedule.tiles_m = tiles, schedule.tiles_n = 1, schedule.k_tiles = 16;
     schedule.workers = workers, schedule.splits = splits;
+    schedule.precompute();
     auto const items = items_of(schedule);
     for (int32_t resident = 1;; ++resident) {
       if (ends(items, schedule.slots(), resident)) return resident;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import minfer
 import torch
 from minfer import reference
 
@@ -63,7 +64,8 @@ class Expected:
     Args:
       truth: float64.
       peer: gives torch's result of the same computation in a dtype.
-      magnitude: the usual size of a value before the activation.
+      magnitude: the usual size of a value before the activation, times the activation's slope where that is not about 1 or less: a number,
+        or one of each element.
     """
 
     def __init__(self, truth, peer, magnitude):
@@ -120,6 +122,8 @@ def gemm_expected(a, b, *, c=None, bias=None, alpha=1.0, beta=0.0, activation="n
     if bias is not None:
         magnitude += rms(bias)
     truth = reference.gemm(a.double(), b.double(), **arguments)
+    if activation == "relu2":
+        magnitude = magnitude * (1 + 2 * truth.sqrt())
     return Expected(truth, lambda dtype: reference.gemm(a, b, **arguments, out_dtype=dtype), magnitude)
 
 
@@ -128,9 +132,18 @@ def gemm_mismatch(out, a, b, **epilogue) -> str | None:
     return gemm_expected(a, b, **epilogue).mismatch(out)
 
 
+def gated_magnitude(a, b, *, bias=None, alpha=1.0, activation="silu"):
+    """``Expected.magnitude`` of a gated GEMM."""
+    side = abs(alpha) * math.sqrt(a.shape[-1]) * rms(a) * rms(b) + (rms(bias) if bias is not None else 0.0)
+    if activation != "relu2":
+        return max(side, side * side)
+    gate, up = minfer.unpack_gate_up(reference.gemm(a.double(), b.double(), bias=bias, alpha=alpha).t())
+    gate = gate.relu()
+    return max(side, side * side) + side * (2 * gate * up.abs() + gate.square()).t()
+
+
 def gated_mismatch(out, a, b, *, bias=None, activation="silu") -> str | None:
     """Why ``out`` is not the minfer::gemm_gated of these arguments, or None."""
     arguments = {"bias": bias, "activation": activation}
-    side = math.sqrt(a.shape[-1]) * rms(a) * rms(b) + (rms(bias) if bias is not None else 0.0)
     truth = reference.gemm_gated(a.double(), b.double(), **arguments)
-    return Expected(truth, lambda dtype: reference.gemm_gated(a, b, **arguments), max(side, side * side)).mismatch(out)
+    return Expected(truth, lambda dtype: reference.gemm_gated(a, b, **arguments), gated_magnitude(a, b, **arguments)).mismatch(out)

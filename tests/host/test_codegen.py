@@ -28,6 +28,7 @@ from codegen import (
 from codegen.families.attention import AttentionKernel
 from codegen.families.fused import OPERATIONS, FusedKernel
 from codegen.families.gemm import GemmKernel
+from codegen.families.grouped_scaled_gemm import GroupedScaledGemmKernel
 from codegen.families.norm_gemm import NormGemmKernel
 from codegen.families.quantized_gemm import QuantizedGemmKernel
 from codegen.families.scaled_gemm import ScaledGemmKernel
@@ -552,6 +553,43 @@ def test_an_8_bit_operand_is_a_row():
 def test_8_bit_rows_that_cannot_be_right(changes, field, rule):
     with pytest.raises(ConfigError, match=f"row 7, {field} = .*{rule}"):
         expand_scaled(**changes)
+
+
+EXPERTS_SM90 = {"arch": "sm90", "elements": ["e4m3", "s8"], "schedule": "cooperative", "tile": [128, 128, 128], "token_step": 64}
+EXPERTS_SM80 = {"arch": "sm80", "elements": ["e4m3", "s8"], "schedule": "multistage", "tile": [64, 32, 128], "stages": 4}
+
+
+def expand_experts(base: dict, **changes) -> list:
+    fields = base | changes
+    return GroupedScaledGemmKernel.expand(Row({name: value for name, value in fields.items() if value is not None}, "row 7"))
+
+
+def test_8_bit_experts_are_a_row():
+    """The portable kernels have the sm_90 ones' layout of a tile: rows of the weight by tokens."""
+    rows, portable = expand_experts(EXPERTS_SM90), expand_experts(EXPERTS_SM80)
+    assert [kernel.name for kernel in rows] == [f"moe_scaled_sm90_{e}_tn_128x128x128_1x1x1_cooperative" for e in ("e4m3", "s8")]
+    assert [kernel.name for kernel in portable] == [f"moe_scaled_sm80_{e}_tn_64x32x128_1x1x1_multistage_swap" for e in ("e4m3", "s8")]
+    assert portable[0].smem_bytes <= SM80_SMEM_LIMIT and portable[0].info()["swap"] and not rows[0].info()["swap"]
+    assert "launch_grouped_scaled_sm80<" in portable[0].definition() and "kLeastGroup = 32;" in portable[0].definition()
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "field", "rule"),
+    [
+        (EXPERTS_SM90, {"schedule": "multistage"}, "schedule", "cooperative"),
+        (EXPERTS_SM90, {"token_step": 16}, "token_step", "64"),
+        (EXPERTS_SM80, {"schedule": "cooperative"}, "schedule", "multistage"),
+        (EXPERTS_SM80, {"stages": None}, "stages", "must be given"),
+        (EXPERTS_SM80, {"stages": 12}, "stages", "the limit is"),
+        (EXPERTS_SM80, {"tile": [64, 24, 128]}, "tile", "multiple of 16"),
+        (EXPERTS_SM80, {"tile": [192, 32, 128]}, "tile", "share the scale"),
+        (EXPERTS_SM80, {"tile": [128, 128, 128]}, "tile", "too few registers"),
+        (EXPERTS_SM80, {"ctas_per_sm": 2}, "stages", "the limit is"),
+    ],
+)
+def test_rows_of_8_bit_experts_that_cannot_be_right(base, changes, field, rule):
+    with pytest.raises(ConfigError, match=f"row 7, {field} = .*{rule}"):
+        expand_experts(base, **changes)
 
 
 # ---- formats --------------------------------------------------------------------------------------------------------------------

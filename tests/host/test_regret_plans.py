@@ -125,7 +125,7 @@ def test_choices_of_grouped_problems_of_8_bits(index):
     own, choices = regret_grouped.choices_of(problem)
     overrides = [choice.override for choice in choices]
     assert own.override in overrides
-    kernels = [k for k in minfer.kernels("moe_scaled") if k["ab_type"] == problem.dtype_name]
+    kernels = [k for k in minfer.kernels("moe_scaled") if k["ab_type"] == problem.dtype_name and k["arch"] == 90]
     legal = [k["name"] for k in kernels if problem.a_group == 0 or k["group_multiple"] <= problem.a_group]
     ways = ("", f"@{regret_grouped.GATHER_FIRST}") if problem.gathered else ("",)
     assert overrides == [name + way for name in legal for way in ways]

@@ -42,10 +42,13 @@ SHAPES = (
 
 
 def has_kernels(device: str) -> bool:
-    """Whether the operators run there: on a CPU they do, on a GPU kernels are for compute capability 9.0."""
+    """Whether the operators run there: on a CPU they do, on a GPU the build must have kernels for it."""
     if not device.startswith("cuda"):
         return True
-    return torch.cuda.get_device_capability() == (9, 0) and any(kernel["compiled"] for kernel in minfer.kernels("moe_scaled"))
+    major, minor = torch.cuda.get_device_capability()
+    own = 10 * major + minor
+    compiled = [kernel for kernel in minfer.kernels("moe_scaled") if kernel["compiled"]]
+    return any(kernel["arch"] == own if kernel["arch_exact"] else kernel["arch"] <= own for kernel in compiled)
 
 
 def operand(dtype: torch.dtype, *shape: int, device: str = "cpu", size: float = 16.0) -> Tensor:

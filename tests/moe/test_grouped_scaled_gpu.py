@@ -6,6 +6,10 @@ Outputs lie in NaN-filled memory; the truth is that of the dequantised operands 
 
 import itertools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import minfer
 import pytest
@@ -38,7 +42,7 @@ OPTIONS = (
 )
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.is_available() and not cases.has_kernels(DEVICE), reason="kernels are for compute capability 9.0"),
+    pytest.mark.skipif(torch.cuda.is_available() and not cases.has_kernels(DEVICE), reason="no kernels for this GPU in the build"),
 ]
 
 
@@ -304,7 +308,36 @@ def test_promotion_keeps_what_fast_accumulation_loses():
             minfer.grouped_gemm_fp8(*operands, out_dtype=torch.float16, fast_accum=fast, kernel=name).double() for fast in (False, True)
         )
         assert (kept - exact).abs().max() <= 0.32, name  # a rounding to float16, and what the first 128 lose
-        assert (lost - exact).abs().min() > 2 * (kept - exact).abs().max(), name
+        if KERNELS[name]["arch"] == 90:
+            assert (lost - exact).abs().min() > 2 * (kept - exact).abs().max(), name
+        else:  # mma.sync: sums of 128 of k are added up in any case
+            assert torch.equal(lost, kept), name
+
+
+FORCED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+import minfer
+from tests.moe import test_grouped_scaled_gpu as tests
+from tests.scaled_gemm.cases import DTYPES, FP8
+
+for dtype in DTYPES.values():
+    for number, shape in enumerate(tests.SHAPES):
+        a_kind, b_kind = tests.PAIRS[dtype][number % len(tests.PAIRS[dtype])]
+        case = tests.cases.make_case(dtype, shape, a_kind, b_kind, device="cuda")
+        problem = tests.judge(case)
+        assert problem is None, (dtype, shape, problem)
+    tests.test_layer(dtype)
+print("portable")
+"""
+
+
+def test_portable_kernels_by_environment():
+    """MINFER_FORCE_ARCH=80 takes the path of GPUs other than Hopper."""
+    command = [sys.executable, "-c", FORCED, str(Path(__file__).parents[2])]
+    done = subprocess.run(command, env=os.environ | {"MINFER_FORCE_ARCH": "80"}, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "portable", done.stderr
 
 
 @pytest.mark.parametrize("size", (2.0**-12, 1.0, 2.0**9), ids=str)

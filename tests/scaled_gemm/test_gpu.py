@@ -59,6 +59,32 @@ def test_kernels(name):
     assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures[:20])
 
 
+@pytest.mark.parametrize("name", [name for name, kernel in KERNELS.items() if kernel["arch"] == 90])
+def test_splits(name):
+    """Every number of splits, whether the splits of a tile are the CTAs of a cluster, which those of few tiles can be, or their partials go
+    through the workspace: of one tile, of several, and of more than a cluster's shared memory has room for."""
+    kernel, failures = KERNELS[name], []
+    dtype = FP8 if kernel["ab_type"] == "e4m3" else torch.int8
+    step, most = kernel["column_step"], kernel["tile_n"]
+    for (m, n, k), width in itertools.product(
+        ((1, 136, 4112), (40, 520, 2064), (130, 2000, 1040)), {step, most // 2 // step * step, most} - {0}
+    ):
+        torch.manual_seed(n)
+        a, w = cases.operands(m, n, k, dtype, DEVICE)
+        kind = "blocks" if dtype == FP8 else "lines"
+        pair = cases.scale_of(kind, m, k, weight=False, device=DEVICE), cases.scale_of(kind, n, k, weight=True, device=DEVICE)
+        want, magnitude = cases.truth(a, w, *pair)
+        for splits in range(2, 10):
+            override = f"{name}@columns={width},decomposition=split_k,splits={splits}"
+            have = [cases.call(dtype)(a, w.t(), *pair, kernel=override, out_dtype=torch.float32) for _ in range(3)]
+            problem = mismatch(have[0], want, magnitude, cases.relative_bound(dtype, k))
+            if problem is None and not (torch.equal(have[0], have[1]) and torch.equal(have[0], have[2])):
+                problem = "runs differ"
+            if problem is not None:
+                failures.append(f"{override} on {(m, n, k)}: {problem}")
+    assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures[:20])
+
+
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_as_planned(dtype, shape):

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from codegen.families.grouped_gemm import OUTPUT_BYTES, STAGED_TOKENS, GroupedGemmKernel
-from codegen.hardware import MAX_STAGES_SM90, MIN_STAGES_SM90, SM90_SMEM_ALIGNMENT, SM90_SMEM_LIMITS, SWIZZLE_ROW_BYTES, round_up
+from codegen.families.grouped_gemm import MAX_ACCUMULATORS_SM80, OUTPUT_BYTES, STAGED_TOKENS, GroupedGemmKernel
+from codegen.hardware import (
+    MAX_STAGES_SM90,
+    MIN_STAGES_SM90,
+    SM80_SMEM_LIMIT,
+    SM90_SMEM_ALIGNMENT,
+    SM90_SMEM_LIMITS,
+    SWIZZLE_ROW_BYTES,
+    round_up,
+)
 from codegen.kernel import Kernel, shape_name
 from codegen.row import Row
 
-FIELDS = {"arch", "elements", "swap", "tile", "token_step", "schedule", "consumers", "least_group", "stages", "ctas_per_sm", "note"}
+COMMON_FIELDS = {"arch", "elements", "tile", "schedule", "stages", "ctas_per_sm", "note"}
+FIELDS = {"sm90": COMMON_FIELDS | {"swap", "token_step", "consumers", "least_group"}, "sm80": COMMON_FIELDS}
 MAX_ACCUMULATORS = 128  # fp32 a thread, beside the sums of one block of 64 rows
 TILES_BYTES = 6656  # what experts and barriers need: expert_tiles.cuh, 512 experts
 SCALE_BLOCK = 128  # of k
 WEIGHT_SCALES = 4  # of a line of a stage, with padding
 WARPS = 4  # of a warpgroup
+STAGING_ALIGNMENT = 1024
 BLOCK_ROWS, STAGED_COLUMNS = 64, 64  # of an MMA; of a block, staged together
 
 
@@ -41,16 +51,16 @@ class GroupedScaledGemmKernel(GroupedGemmKernel):
 
     @property
     def template(self) -> tuple[str, str]:
-        return "moe/grouped/grouped_scaled_sm90.cuh", "moe::launch_grouped_scaled_sm90"
+        return f"moe/grouped/grouped_scaled_sm{self.arch}.cuh", f"moe::launch_grouped_scaled_sm{self.arch}"
 
     @classmethod
     def expand(cls, row: Row) -> list[Kernel]:
-        row.one_of("arch", ("sm90",))
-        row.known(FIELDS, "sm90")
-        row.one_of("schedule", ("cooperative",))
+        arch = row.one_of("arch", FIELDS)
+        row.known(FIELDS[arch], arch)
+        schedule = row.one_of("schedule", ("cooperative",) if arch == "sm90" else ("multistage",))
         elements = row.names("elements", cls.OPERANDS)
-        fields = _expand(row)
-        return [cls(element=element, schedule="cooperative", note=row.text("note"), **fields) for element in elements]
+        fields = _expand_sm90(row) if arch == "sm90" else _expand_sm80(row)
+        return [cls(element=element, schedule=schedule, note=row.text("note"), **fields) for element in elements]
 
     def constants(self) -> list[str]:
         swap = f"static constexpr bool kSwap = {'true' if self.swap else 'false'};"
@@ -58,7 +68,7 @@ class GroupedScaledGemmKernel(GroupedGemmKernel):
         return super().constants() + [swap, steps, f"static constexpr int kLeastGroup = {self.group_multiple};"]
 
 
-def _expand(row: Row) -> dict:
+def _expand_sm90(row: Row) -> dict:
     tile, ctas_per_sm = row.integers("tile", 3), row.one_of("ctas_per_sm", (1, 2), 1)
     tile_m, tile_n, tile_k = tile
     swap = row.one_of("swap", (True, False), False)
@@ -92,3 +102,24 @@ def _expand(row: Row) -> dict:
     threads = 128 * (consumers + 1)
     sizes = dict(tile=tile, token_step=step, stages=stages, threads=threads, smem_bytes=smem, ctas_per_sm=ctas_per_sm)
     return dict(arch=90, swap=swap, staged_tokens=staged, group_multiple=group, **sizes)
+
+
+def _expand_sm80(row: Row) -> dict:
+    tile, ctas_per_sm, stages = row.integers("tile", 3), row.one_of("ctas_per_sm", (1, 2), 1), row.get("stages")
+    tile_m, tile_n, tile_k = tile
+    row.require(tile_m in (64, 128), "tile", "rows of the weight must share the scale of a block: 64 or 128")
+    row.require(tile_n % 16 == 0 and tile_k == SCALE_BLOCK, "tile", f"must be [64 or 128, multiple of 16, {SCALE_BLOCK}]")
+    accumulators = tile_m * tile_n // 128
+    rule = f"{accumulators} accumulators per thread, and as many sums, leave too few registers, the limit is {MAX_ACCUMULATORS_SM80}"
+    row.require(accumulators <= MAX_ACCUMULATORS_SM80, "tile", rule)
+    row.require(type(stages) is int and stages >= 2, "stages", "must be given, 2 or more")
+    group = 32
+    staged = min(tile_n, STAGED_TOKENS if tile_m <= 64 else STAGED_TOKENS // 2)
+    stage = (tile_m + tile_n) * tile_k + (SCALE_BLOCK // group * tile_n + WEIGHT_SCALES) * 4
+    lines = 4 * (2 * tile_m + tile_n + WARPS * staged)
+    smem = round_up(stages * stage, STAGING_ALIGNMENT) + staged * tile_m * OUTPUT_BYTES
+    smem = round_up(smem + lines + TILES_BYTES, STAGING_ALIGNMENT)
+    limit = SM80_SMEM_LIMIT // ctas_per_sm
+    row.require(smem <= limit, "stages", f"{stages} stages need {smem} bytes of shared memory, the limit is {limit}")
+    sizes = dict(tile=tile, token_step=8, stages=stages, threads=128, smem_bytes=smem, ctas_per_sm=ctas_per_sm)
+    return dict(arch=80, swap=True, staged_tokens=staged, group_multiple=group, **sizes)

@@ -70,4 +70,12 @@ __device__ __forceinline__ void multiply_16x8x16(float (&d)[4], uint32_t const (
   }
 }
 
+/// d += A.B of int8, m16n8k32. Lane l holds of A a[i]: row l / 4 + 8 (i % 2), columns 4 (l % 4) + 16 (i / 2) and the next three; of B b[i]:
+/// the same rows of column l / 4; of D as multiply_16x8x16.
+__device__ __forceinline__ void multiply_s8(int32_t (&d)[4], uint32_t const (&a)[4], uint32_t const (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 }  // namespace minfer

@@ -31,4 +31,11 @@ __device__ __forceinline__ int reread_thread_index() {
   return thread;
 }
 
+/// blockIdx.x, likewise.
+__device__ __forceinline__ int reread_block_index() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block;
+}
+
 }  // namespace minfer

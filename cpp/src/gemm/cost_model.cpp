@@ -8,10 +8,12 @@
 #include "gemm/cost_model.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 
+#include "gemm/cluster_splits.h"
 #include "quantized_gemm/cost_model.h"
 
 namespace minfer {
@@ -116,6 +118,16 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   sms_ = device.sm_count;
   cluster_ = double(kernel.cluster_m) * kernel.cluster_n;
   GemmRates const& r = rates_;
+  // As kernels of 8-bit operands with one block of 64 rows a warpgroup do.
+  int const sharing = pingpong_ ? 1 : kernel.threads / 128 - 1;
+  most_cluster_splits_ = 0;
+  if (!portable_ && size_of(problem.ab_type) == 1 && kernel.column_step > 0 && cluster_ == 1 && kernel.tile_m == 64 * sharing) {
+    int64_t const line = kernel.tile_k * int64_t(size_of(problem.ab_type)), stage = (kernel.tile_m + tile_n) * line;
+    int64_t const ring = kernel.stages * (kernel.tile_m + kernel.tile_n) * line, partial = 4 * int64_t(kernel.tile_m) * tile_n;
+    for (int32_t splits = 2; splits <= kMostClusterSplits; splits *= 2) {
+      if (fits_cluster(tiles_, splits, device, ring, stage, partial)) most_cluster_splits_ = splits;
+    }
+  }
 
   double const uneven = !portable_ && problem.k % 64 != 0 ? r.uneven : 1.0;
   double const tile_k = grid_ && problem.k <= kBriefK ? kBriefK : kernel.tile_k;
@@ -204,7 +216,11 @@ double TileCost::us(GemmLaunch const& launch) const {
   double const main_us = std::sqrt(busy_us * busy_us + hbm_us * hbm_us);
   double const exposed_us =
       pingpong_ ? epilogue_us_ + r.exposed * (owned - 1) * std::max(0.0, epilogue_us_ - main_us / owned) : epilogue_us_ * owned;
-  double const fixup_us = partials > 0 ? r.fixup + (partials - 1) * r.partial + (partials + 1) * partial_us_ : 0.0;
+  bool const in_cluster =
+      splits > 1 && splits <= most_cluster_splits_ && std::has_single_bit(uint64_t(splits)) && tiles * splits <= double(workers_);
+  double const fixup_us = in_cluster     ? r.fixup_cluster + partials * partial_us_
+                          : partials > 0 ? r.fixup + (partials - 1) * r.partial + (partials + 1) * partial_us_
+                                         : 0.0;
   double const start_us =
       start_us_ - (resident >= 2 ? r.overlap_two : 0.0) - (resident >= 3 ? r.overlap_three : 0.0) - (resident >= 4 ? r.overlap_four : 0.0);
   return start_us * factors_.start + main_us + exposed_us + fixup_us;

@@ -22,6 +22,7 @@ struct GemmRates {
   double partial;                      // us of each further partial of a tile
   double fixup_bytes;                  // bytes/us of one SM
   double fixup_pingpong;               // factor where one warpgroup does it
+  double fixup_cluster;                // us of all partials where a tile's splits are a cluster
   double bandwidth;                    // bytes/us of all SMs
   double c_bytes;                      // share of C's bytes that is felt
   double idle, idle_tiles;             // share of a tile in which a pingpong CTA has one warpgroup at work: of a single tile, of several
@@ -80,6 +81,7 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"partial", &GemmRates::partial},
     {"fixup_bytes", &GemmRates::fixup_bytes},
     {"fixup_pingpong", &GemmRates::fixup_pingpong},
+    {"fixup_cluster", &GemmRates::fixup_cluster},
     {"bandwidth", &GemmRates::bandwidth},
     {"c_bytes", &GemmRates::c_bytes},
     {"idle", &GemmRates::idle},
@@ -159,8 +161,8 @@ class TileCost {
   GemmRates const& rates_;
   GemmKernelFactors const& factors_;
   int64_t tiles_m_, tiles_n_, tiles_, k_tiles_, workers_;
-  int32_t stream_workers_;
-  double k_fill_;  // share of its k tiles that a product fills, where that counts
+  int32_t stream_workers_, most_cluster_splits_;  // 0: this kernel's splits are no clusters
+  double k_fill_;                                 // share of its k tiles that a product fills, where that counts
   double sms_, cluster_, narrow_us_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, reread_us_, start_us_;
   bool pingpong_, portable_, grid_;  // grid_: a data-parallel launch has a CTA for each tile
 };

@@ -11,6 +11,7 @@
 // Limits: operands of either layout, 16-byte aligned in base and strides; for the fast epilogue D and C, too.
 #pragma once
 
+#include "gemm/cluster_splits.h"
 #include "gemm/epilogue_sm90.cuh"
 #include "gemm/kernel_sm90.cuh"
 #include "gemm/launch_sm90.cuh"
@@ -26,12 +27,21 @@ using CollectiveMainloopColumnsSm90 = cutlass::gemm::collective::CollectiveMma<
     cute::Stride<int64_t, cute::_1, int64_t>, void, cute::SM90_TMA_LOAD, void, void, cute::identity, cute::SM90_TMA_LOAD, void, void,
     cute::identity>;
 
+/// The partials that a tile's owner receives where the splits of each tile are launched as a cluster; else 0.
+inline int32_t cluster_partials(TileSchedulerParams const& schedule, DeviceProperties const& device, int32_t ring_bytes,
+                                int32_t stage_bytes, int32_t partial_bytes) {
+  bool const at_once = schedule.stream_tiles == 0 && schedule.workers == schedule.tiles() * schedule.splits;
+  bool const fits = at_once && fits_cluster(schedule.tiles(), schedule.splits, device, ring_bytes, stage_bytes, partial_bytes);
+  return fits ? schedule.splits - 1 : 0;
+}
+
 template <class Config>
 struct GemmColumnsSm90
-    : GemmKernelSm90<CollectiveMainloopColumnsSm90<Config>, EpilogueSm90<Config>,
-                     SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
-                                            CollectiveMainloopColumnsSm90<Config>::kValues,
-                                            CollectiveMainloopColumnsSm90<Config>::kBlockValues, Config::kType == DataType::kE4M3>> {
+    : GemmKernelSm90<
+          CollectiveMainloopColumnsSm90<Config>, EpilogueSm90<Config>,
+          SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
+                                 CollectiveMainloopColumnsSm90<Config>::kValues, CollectiveMainloopColumnsSm90<Config>::kBlockValues,
+                                 Config::kType == DataType::kE4M3, CollectiveMainloopColumnsSm90<Config>::kSplitsByCluster>> {
   static_assert(GemmColumnsSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 
@@ -66,14 +76,21 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
     OperandScales const& of_b = operands.b_scale;
     mainloop.scales = {blocks(operands.a_scale), blocks(of_b), int32_t(problem.m), int32_t(problem.n), of_b.halves, of_b.up_offset};
     mainloop.scale_bytes = problem.block_scaled ? Mainloop::scale_bytes(of_b.halves) : 0;
-    mainloop.bulk_scales =
-        !Config::kSwap && mainloop.scales.tokens.by_fours() && mainloop.scales.weight.data != nullptr && !mainloop.scales.weight.exponents;
+    mainloop.load_row_scales = Mainloop::kRowScales && problem.block_scaled && mainloop.scales.tokens.by_fours();
     mainloop.fast = problem.fast_accum;
     mainloop.one = 1.0f;
     mainloop.integers = problem.d_int32;
     mainloop.stage_bytes += mainloop.scale_bytes;
   }
-  mainloop.stages = Mainloop::kRingBytes / mainloop.stage_bytes;
+  int32_t ring_bytes = Mainloop::kRingBytes;
+  if constexpr (Mainloop::kSplitsByCluster) {
+    int32_t const partial_bytes = Kernel::Scheduler::partial_bytes(params.scheduler);
+    int32_t const partials = cluster_partials(schedule, *arguments.device, ring_bytes, mainloop.stage_bytes, partial_bytes);
+    params.scheduler.cluster_partials = partials;
+    if (partials > 0) schedule.split_major = false;  // the CTAs of a cluster, which are neighbours, have splits of one tile
+    ring_bytes = mainloop.ring_bytes = (ring_bytes - partials * partial_bytes) / 16 * 16;
+  }
+  mainloop.stages = ring_bytes / mainloop.stage_bytes;
   if (mainloop.stages > Mainloop::kMaxStages) mainloop.stages = Mainloop::kMaxStages;
 
   // A weight matrix that no second row of tiles reads again leaves L2 to the activations.
@@ -102,11 +119,21 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
     status = encode(&mainloop.b, Config::kSwap ? tokens : weight, Mainloop::kColumnsAlongK, Mainloop::kTileK,
                     Mainloop::kColumnsAlongK ? Mainloop::loaded_columns(columns) : 64);
   }
+  if constexpr (Mainloop::kRowScales) {
+    if (status.ok() && mainloop.load_row_scales) {
+      int64_t const extents[2] = {problem.m, (problem.k + kScaleBlock - 1) / kScaleBlock};
+      int64_t const strides[1] = {mainloop.scales.tokens.k_stride * int64_t(sizeof(float))};
+      int const box[2] = {Config::kTileM, 1};
+      status =
+          encode_tensor_map(&mainloop.row_scales, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, mainloop.scales.tokens.data, extents, strides, box);
+    }
+  }
   if (status.ok()) status = describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
   if (!status.ok()) return status;
   static std::atomic<uint64_t> shared_memory_allowed{0};
+  int32_t const partials = params.scheduler.cluster_partials;
   return launch_sm90<Config>(&gemm_columns_sm90_kernel<Config>, params, arguments, schedule.workers, Kernel::kSmemBytes,
-                             shared_memory_allowed);
+                             shared_memory_allowed, partials > 0 ? dim3(partials + 1) : dim3(Config::kClusterM, Config::kClusterN));
 }
 
 }  // namespace minfer::gemm

@@ -44,6 +44,7 @@
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
 #include "common/dependent_launch.cuh"
+#include "common/opaque.cuh"
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
@@ -177,9 +178,9 @@ struct GemmKernelSm90 {
         if constexpr (kPingpong) order.arrive();
       });
       if constexpr (Mainloop::kRereadsThread) {  // no register to spare: what follows from the thread is not kept over the mainloop
-        int id;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(id));
-        epilogue.place(storage.staging, storage.epilogue, Mainloop::output_group(id / 128 - 1), id % 128);
+        int const id = reread_thread_index();
+        thread = id % 128;
+        epilogue.place(storage.staging, storage.epilogue, Mainloop::output_group(id / 128 - 1), thread);
         if constexpr (Mainloop::kRelocates)
           output = epilogue.locate(items.tile(item), kPingpong ? 0 : Mainloop::output_group(id / 128 - 1));
       }

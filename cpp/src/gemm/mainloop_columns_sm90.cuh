@@ -18,8 +18,9 @@
 //
 // Operands of 8 bits are K-major. WGMMA's sums of e4m3 keep about 14 bits. By default those of 128 of k are added up in fp32 (promotion:
 // DeepSeek-V3, 2024), times their scales where operands are scaled by blocks; a launch may leave that out (fast). A block's scales lie
-// behind the operands of its stage. They come by bulk copies, or warps of the producer's warpgroup write them (load_auxiliary), which
-// counts as one more arrival at the stage's full barrier. int8's sums are integers, exact, and become fp32 at the end.
+// behind the operands of its stage: those of its rows, where these are tokens, else the products of its columns' and the weight's. They
+// come by TMA, or warps of the producer's warpgroup write them (load_auxiliary), which counts as one more arrival at the stage's full
+// barrier. int8's sums are integers, exact, and become fp32 at the end.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
@@ -34,7 +35,7 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/gemm/collective/collective_mma_decl.hpp"
 #include "cutlass/gemm/dispatch_policy.hpp"
-#include "gemm/block_scales.cuh"
+#include "gemm/weight_scales_sm90.cuh"
 #include "gemm/wgmma_sm90.cuh"
 #include "minfer/types.h"
 
@@ -96,7 +97,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static constexpr bool kOrdered = kPingpong;
   static constexpr int kThreads = Config::kThreads;
   static constexpr bool kRereadsThread = kThreads == 512 || (kNarrow && !kIntegers);  // there is no register for what follows from it
-  static constexpr bool kRelocates = kNarrow && !kIntegers && kSwap;                  // nor for where the tile is
+  static constexpr bool kRelocates = kNarrow && !kIntegers && kSwap;                  // nor is there one for where the tile is
   static_assert(kThreads == 384 || (kThreads == 512 && kCooperative));
   // Those of all warpgroups together are no more than the launch gives the CTA, else the consumers wait for theirs for ever: 168 a thread
   // of three warpgroups, 128 of four. Auxiliary warps that multiply scales need more than the producer.
@@ -116,6 +117,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static constexpr int kConsumers = kThreads / 128 - 1, kSharing = kCooperative ? kConsumers : 1;  // warpgroups; those that share a tile
   static constexpr int kBlocks = kTileM / (64 * kSharing);  // of 64 rows, of a warpgroup; those that share a tile take turns at them
   static_assert(kTileM == 64 * kSharing * kBlocks && kBlocks >= 1 && kBlocks <= 3);
+  static constexpr bool kSplitsByCluster = kNarrow && kCluster == 1 && kBlocks == 1;
   static constexpr int kBlockValues = kTileN / 2, kValues = kBlocks * kBlockValues;  // accumulators of a thread; narrow tiles have fewer
   static constexpr int kMaxStages = 12;
   static constexpr int kRowBytes = 128, kBytesA = kTileM * kRowBytes;
@@ -134,20 +136,19 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   };
   struct NarrowParams : WideParams {
     minfer::gemm::BlockScales scales;
-    int32_t scale_bytes;  // of a stage, behind its operands; 0 where none are scaled by blocks
-    bool bulk_scales;     // tokens' scales come by bulk copies, and consumers load the weight's: no auxiliary load
-    float one;            // 1, which the compiler does not know
-    bool fast;            // e4m3: sums of all of k are left to the tensor core
-    bool integers;        // int8: sums are stored as they are, not as fp32
+    int32_t scale_bytes;     // of a stage, behind its operands; 0 where none are scaled by blocks
+    CUtensorMap row_scales;  // of tokens, [k / 128, m]
+    bool load_row_scales;    // by TMA: no auxiliary load
+    int32_t ring_bytes;      // of stages; behind them, where the splits of a tile are a cluster's CTAs, its partials
+    float one;               // 1, which the compiler does not know
+    bool fast;               // e4m3: sums of all of k are left to the tensor core
+    bool integers;           // int8: sums are stored as they are, not as fp32
   };
   using Params = cute::conditional_t<kNarrow, NarrowParams, WideParams>;
-  // Of blocks. Swapped: the product of each column's scale and the weight's, and again of a gated weight's ups. Else: the scale of each
-  // row, then those of the weight for each kGroup columns, then those of the ups.
-  static constexpr int kGroup = kSwap ? kTileN : kStep, kGroups = kTileN / kGroup;
-  static_assert(kSwap || !kNarrow || minfer::gemm::kScaleBlock % kGroup == 0);
+  // Of blocks. Swapped: the product of each column's scale and the weight's, and again of a gated weight's ups. Else: of each row.
   /// So that the next stage's operands begin at a whole swizzle.
   static constexpr int scale_bytes(bool halves) {
-    int const floats = kSwap ? kTileN * (halves ? 2 : 1) : kTileM + 2 * kGroups;
+    int const floats = kSwap ? kTileN * (halves ? 2 : 1) : kTileM;
     return (floats * int(sizeof(float)) + 1023) / 1024 * 1024;
   }
   template <class Epilogue, class Scheduler>
@@ -176,6 +177,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static CUTLASS_DEVICE void prefetch_tma_descriptors(Params const& params) {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.a));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.b));
+    if constexpr (kRowScales) {
+      if (params.load_row_scales) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.row_scales));
+    }
   }
   static constexpr bool kPipelineFences = false;
   template <class Storage>
@@ -184,6 +188,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       FullBarrier::init(&storage.full[s], 1 + int(has_auxiliary_load(params)));
       EmptyBarrier::init(&storage.empty[s], kSharing * 4 * kCluster);
     }
+    if constexpr (kSplitsByCluster) storage.scheduler.at = cute::cast_smem_ptr_to_uint(storage.ring) + uint32_t(params.ring_bytes);
   }
   template <class Storage, class Location>
   CUTLASS_DEVICE CollectiveMma(Params const&, Storage&, int, int, Location const&) {}
@@ -240,14 +245,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     for (; k < k_end; ++k) {
       EmptyBarrier::wait(&storage.empty[state.index], state.phase);
       uint64_t* const full = &storage.full[state.index];
-      if constexpr (kBulkScales) {
-        int const row = tile.row - inputs.n * kBoxRows, rest = params.scales.m - row, rows = rest < kTileM ? (rest + 3) & ~3 : kTileM;
-        uint32_t const bytes = params.bulk_scales && rows > 0 ? uint32_t(rows) * sizeof(float) : 0;
-        FullBarrier::arrive_and_expect_tx(full, uint32_t(operand_bytes(params)) + bytes);
-        if (bytes > 0) {
-          float const* const from = static_cast<float const*>(params.scales.tokens.data) + params.scales.tokens.offset(row, k);
-          cute::SM90_BULK_COPY_G2S::copy(from, full, stage_factors(params, storage, state.index), int32_t(bytes));
-        }
+      if (kRowScales && loads_row_scales(params)) {
+        FullBarrier::arrive_and_expect_tx(full, uint32_t(operand_bytes(params) + kTileM * int(sizeof(float))));
+        load_row_scales(params, storage, state.index, tile.row - inputs.n * kBoxRows, k);
       } else {
         FullBarrier::arrive_and_expect_tx(full, uint32_t(operand_bytes(params)));
       }
@@ -269,9 +269,9 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   // Warps that write the scales of stages, by turns: while one waits for memory, the others have theirs under way.
   static constexpr int kAuxiliaryWarps = kNarrow && !kIntegers ? 3 : 0;
-  static constexpr bool kBulkScales = kNarrow && !kIntegers && !kSwap;
+  static constexpr bool kRowScales = kNarrow && !kIntegers && !kSwap;
   static CUTLASS_HOST_DEVICE bool has_auxiliary_load(Params const& params) {
-    if constexpr (kAuxiliaryWarps > 0) return params.scale_bytes > 0 && !params.bulk_scales;
+    if constexpr (kAuxiliaryWarps > 0) return params.scale_bytes > 0 && !params.load_row_scales;
     return false;
   }
   /// thread: among those of the auxiliary warps. They share issue slots with the consumers, which wait for the slowest of their four warps:
@@ -292,10 +292,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       int const row = tile.m() * kTileM, column = tile.n() * params.columns;
       from.token = kSwap ? column : row;
       from.tokens = kSwap ? params.columns : kTileM;
-      // Swapped, a tile's rows share one scale of the weight; else its columns have one for each kGroup.
-      int const of_weight = kSwap ? row : column + lane * kGroup;
-      from.has_weight = of_weight < scales.n && (kSwap || lane * kGroup < params.columns);
-      from.weight = of_weight >> block_bits;
+      from.has_weight = kSwap && row < scales.n;  // a tile's rows share one scale
+      from.weight = row >> block_bits;
       int const k_end = item.k_begin + item.k_count;
       int k = item.k_begin + turn;
       if (by_fours && from.token + from.tokens <= scales.m) {
@@ -331,7 +329,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   template <class Storage, class Accumulator, class Output, class AfterLast>
   CUTLASS_DEVICE void mma(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator, int k_count,
                           Output const& output, int consumer, int thread, AfterLast const& after_last) {
-    WeightColumns const weight{output.column, k_begin};
+    minfer::gemm::WeightColumns const weight{output.column, k_begin};
     mma_between<1, kTileN / kStep>(params, storage, state, accumulator, k_count, weight, kCooperative ? consumer : 0, thread, after_last);
   }
   template <class Storage, class Accumulator>
@@ -350,7 +348,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
  private:
   struct FactorSource {
     int token, tokens;  // of a tile
-    int weight;         // the lane's row of scales
+    int weight;         // row of scales
     bool has_weight;
   };
   /// The factors of each kAuxiliaryWarps-th k tile from k on; k and the state are then those of the warp's next. kByFours: tokens' scales
@@ -402,88 +400,26 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
           store(to, at, scales.tokens.load_four(from.token + at, k, scales.m - from.token - at));
         }
       }
-      if (!kSwap && lane < kGroups) {
-        to[kTileM + lane] = weight;
-        if (scales.halves) to[kTileM + kGroups + lane] = up;
-      }
       __syncwarp();
       if (lane == 0) EmptyBarrier::arrive(&storage.full[state.index]);
       state.advance_few(kAuxiliaryWarps);
     }
   }
 
-  /// Where a work item's columns and k begin, which are the weight's rows and blocks of k.
-  struct WeightColumns {
-    int column, k;
-  };
-  /// The weight's scales of a k tile as auxiliary warps staged them.
-  template <int kColumns, int kScales>
-  struct StagedWeightScales {
-    static constexpr int kGroupsOf = (kColumns + kGroup - 1) / kGroup;
-    static_assert(kSwap || !kNarrow || kGroups % 2 == 0, "they are read by twos");
-    float values[kScales > 0 ? kScales : 1][kGroups + 1];
-    CUTLASS_DEVICE void read(float const* from) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kScales; ++j) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int g = 0; g < kGroupsOf; g += 2) {
-          float2 const pair = reinterpret_cast<float2 const*>(from + j * kGroups)[g / 2];
-          values[j][g] = pair.x;
-          values[j][g + 1] = pair.y;
-        }
-      }
+  static CUTLASS_DEVICE bool loads_row_scales(Params const& params) {
+    if constexpr (kNarrow) return params.load_row_scales;
+    return false;
+  }
+  /// In boxes: as bulk copies, which nothing else in this loop is, they took an SM of a cluster 150 cycles a k tile more.
+  template <class Storage>
+  static CUTLASS_DEVICE void load_row_scales(Params const& params, Storage& storage, int stage, int row, int k) {
+    if constexpr (kNarrow) {
+      auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+      cute::SM90_TMA_LOAD_2D::copy(&params.row_scales, &storage.full[stage], hint, stage_factors(params, storage, stage), row, k);
     }
-    CUTLASS_DEVICE float of(int j, int g) const { return values[j][g]; }
-    CUTLASS_DEVICE void advance(bool) {}
-  };
-  /// The same, loaded by every thread a k tile ahead. A tile's columns are of one block, or of two.
-  template <int kColumns, int kScales>
-  struct LoadedWeightScales {
-    static constexpr int kRows = minfer::gemm::kScaleBlock % kColumns == 0 ? 1 : 2;
-    float now[kScales][kRows], next[kScales][kRows];
-    float const* from;
-    int64_t row_stride, k_stride, up_offset;
-    int boundary;  // groups of the first block
-    bool has_second;
+  }
 
-    CUTLASS_DEVICE LoadedWeightScales(Params const& params, WeightColumns const& at, int k_count) {
-      auto const& scales = params.scales;
-      int const bits = scales.halves ? 8 : 7, last = (scales.n - 1) >> bits;
-      int const row = at.column >> bits < last ? at.column >> bits : last;  // a cluster has tiles that begin behind the last column
-      int const end = (row + 1) << bits;
-      from = static_cast<float const*>(scales.weight.data) + scales.weight.offset(row, at.k);
-      row_stride = scales.weight.row_stride;
-      k_stride = scales.weight.k_stride;
-      up_offset = scales.up_offset;
-      boundary = (end - at.column) / kGroup;
-      has_second = end < scales.n;
-      load(now);
-      prefetch(k_count > 1);
-    }
-    CUTLASS_DEVICE void load(float (&to)[kScales][kRows]) const {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kScales; ++j) {
-        to[j][0] = minfer::load_operand(from + (j > 0 ? up_offset : 0));
-        if (kRows > 1) to[j][kRows - 1] = has_second ? minfer::load_operand(from + row_stride + (j > 0 ? up_offset : 0)) : 0.0f;
-      }
-    }
-    CUTLASS_DEVICE void prefetch(bool more) {
-      from += k_stride;
-      if (more) load(next);
-    }
-    CUTLASS_DEVICE void read(float const*) {}
-    CUTLASS_DEVICE float of(int j, int g) const { return kRows == 1 || g < boundary ? now[j][0] : now[j][kRows - 1]; }
-    CUTLASS_DEVICE void advance(bool more) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kScales; ++j) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int r = 0; r < kRows; ++r) now[j][r] = next[j][r];
-      }
-      prefetch(more);
-    }
-  };
-
-  /// Of a stage: what TMA loads.
+  /// Of a stage: what TMA loads, beside rows' scales.
   static CUTLASS_DEVICE int operand_bytes(Params const& params) {
     if constexpr (kNarrow) return params.stage_bytes - params.scale_bytes;
     return params.stage_bytes;
@@ -536,7 +472,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   /// The loop of the launch's width, which is from kFirst to kLast steps.
   template <int kFirst, int kLast, class Storage, class Accumulator, class AfterLast>
   static CUTLASS_DEVICE void mma_between(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                         int k_count, WeightColumns const& weight, int row_group, int thread, AfterLast const& after_last) {
+                                         int k_count, minfer::gemm::WeightColumns const& weight, int row_group, int thread,
+                                         AfterLast const& after_last) {
     if constexpr (kFirst == kLast) {
       mma_columns<kFirst * kStep>(params, storage, state, accumulator, k_count, weight, row_group, thread, after_last);
     } else {
@@ -551,7 +488,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
 
   template <int kColumns, class Storage, class Accumulator, class AfterLast>
   static CUTLASS_DEVICE void mma_columns(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                         int k_count, WeightColumns const& weight, int row_group, int thread, AfterLast const& after_last) {
+                                         int k_count, minfer::gemm::WeightColumns const& weight, int row_group, int thread,
+                                         AfterLast const& after_last) {
     using Op =
         decltype(cute::GMMA::ss_op_selector < Element, Element, cute::conditional_t<kIntegers, int32_t, float>,
                  cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileK>>, kRowsAlongK ? cute::GMMA::Major::K : cute::GMMA::Major::MN,
@@ -612,9 +550,10 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     } else {
       // The MMA's sums have registers of their own in all loops: an instruction takes no more than a thread is launched with, and where the
       // accumulators were the MMA's in one loop and were added to in another, they and the sums of a k tile had to be among these.
-      Sum sums[kValues];
+      constexpr int kSumCount = cute::max(kValues, has_two_sets(kColumns) ? kColumns : 0);
+      Sum sums[kSumCount];
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kValues; ++i) sums[i] = 0;
+      for (int i = 0; i < kSumCount; ++i) sums[i] = 0;
       if constexpr (kIntegers) {
         multiply_all(sums);
         CUTLASS_PRAGMA_UNROLL
@@ -641,36 +580,27 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     }
   }
 
+  /// Whether tiles of so many columns have registers for two sets of sums.
+  static constexpr bool has_two_sets(int columns) {
+    if constexpr (!kNarrow || kIntegers || kBlocks > 1) return false;
+    return kSwap ? 2 * columns <= kTileN && columns <= 80 : columns <= 128;
+  }
+
   /// The sums of a k tile are added up, times its scales where operands are scaled by blocks: kScales of the weight, those of gates and of
   /// ups if there are two. Blocks of 64 rows take turns at one set of sums.
   template <int kColumns, int kScales, class Storage, class Accumulator, class Issue, class AfterLast>
   static CUTLASS_DEVICE void multiply_and_add(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                              Sum (&sums)[kValues], int k_count, WeightColumns const& weight, int row_group, int thread,
+                                              Sum* sums, int k_count, minfer::gemm::WeightColumns const& columns, int row_group, int thread,
                                               Issue const& issue, AfterLast const& after_last) {
-    if constexpr (kBulkScales && kScales > 0) {
-      if (params.bulk_scales) {
-        LoadedWeightScales<kColumns, kScales> loaded(params, weight, k_count);
-        multiply_and_add_scaled<kColumns, kScales>(params, storage, state, accumulator, sums, k_count, loaded, row_group, thread, issue,
-                                                   after_last);
-        return;
-      }
-    }
-    StagedWeightScales<kColumns, kScales> staged{};
-    multiply_and_add_scaled<kColumns, kScales>(params, storage, state, accumulator, sums, k_count, staged, row_group, thread, issue,
-                                               after_last);
-  }
-  template <int kColumns, int kScales, class Storage, class Accumulator, class WeightScales, class Issue, class AfterLast>
-  static CUTLASS_DEVICE void multiply_and_add_scaled(Params const& params, Storage& storage, PipelineState& state, Accumulator& accumulator,
-                                                     Sum (&sums)[kValues], int k_count, WeightScales& weight, int row_group, int thread,
-                                                     Issue const& issue, AfterLast const& after_last) {
+    minfer::gemm::WeightScales<kColumns, kSwap ? 0 : kScales> weight(params.scales, columns, k_count, thread % 32);
     constexpr int kSums = kColumns / 2;
     uint32_t const stage_units = uint32_t(params.stage_bytes) >> 4;
     auto const fence = [&](Sum* of) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kSums; ++i) cute::warpgroup_fence_operand(of[i]);
     };
-    /// Adds a block's sums, of a stage. retire() waits for them, release() gives the stage back.
-    auto const add = [&](auto block, Sum* of, int stage, auto const& retire, auto const& release) {
+    /// Adds a block's sums, of a stage, which is that of k tile `at`. retire() waits for them, release() gives the stage back.
+    auto const add = [&](auto block, Sum* of, int stage, [[maybe_unused]] int at, auto const& retire, auto const& release) {
       [[maybe_unused]] constexpr int kBlock = decltype(block)::value;
       if constexpr (kScales == 0) {
         retire();
@@ -681,77 +611,77 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         add_by_column<kColumns, kScales>(stage_factors(params, storage, stage), accumulator, of, thread, retire);
         release();
       } else {
-        float const* const factors = stage_factors(params, storage, stage);
-        float const* const rows = factors + (kBlock * kSharing + row_group) * 64 + thread / 32 * 16 + thread % 32 / 4;
-        weight.read(factors + kTileM);
-        add_by_row<kColumns, kScales, kBlock>(rows, weight, accumulator, of, retire, release);
+        float row[2];
+        read_rows<kBlock>(row, params, storage, stage, row_group, thread);
+        weight.read(at);
+        retire();
+        release();
+        add_by_row<kColumns, kScales, kBlock>(row, weight, accumulator, of);
       }
     };
-    int k = 0;
-    if constexpr (kBlocks == 1 && 2 * kColumns <= kTileN && kColumns <= 80) {
-      // Narrow tiles have registers for two sets of sums: one is added while the MMAs of the other run. Otherwise few tokens would take as
-      // long as the MMAs of a k tile and the additions behind them, one after the other. No MMA is in flight at the loop's end, where ptxas
-      // would serialise them.
-      auto const send = [&](Sum* to) {
-        int const stage = state.index;
-        FullBarrier::wait(&storage.full[stage], state.phase);
-        issue(cute::C<0>{}, cute::C<1>{}, stage * stage_units, to, cute::GMMA::ScaleOut::Zero);
-        state.advance();
-        return stage;
-      };
-      auto const add_set = [&](Sum* of, int stage, auto in_flight, int at) {
-        add(
-            cute::C<0>{}, of, stage,
-            [&] {
-              cute::warpgroup_wait<decltype(in_flight)::value>();
-              fence(of);
-            },
-            [&] { minfer::release_stage<kCluster>(&storage.empty[stage], thread); });
-        weight.advance(at + 2 < k_count);
-      };
-      Sum *const even = sums, *const odd = sums + kSums;
-      fence(even);
-      fence(odd);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (; k + 4 <= k_count; k += 4) {
-        int const first = send(even), second = send(odd);
-        add_set(even, first, cute::C<1>{}, k);
-        int const third = send(even);
-        add_set(odd, second, cute::C<1>{}, k + 1);
-        int const fourth = send(odd);
-        if (k + 4 == k_count) after_last();
-        add_set(even, third, cute::C<1>{}, k + 2);
-        add_set(odd, fourth, cute::C<0>{}, k + 3);
+    weight.for_each_range(k_count, [&](int k, int const end) {
+      if constexpr (has_two_sets(kColumns)) {
+        // One set is added while the MMAs of the other run. Otherwise few tokens would take as long as a k tile's MMAs and the additions
+        // behind them, one after the other. No MMA is in flight at the loop's end, where ptxas would serialise them.
+        auto const send = [&](Sum* to) {
+          int const stage = state.index;
+          FullBarrier::wait(&storage.full[stage], state.phase);
+          issue(cute::C<0>{}, cute::C<1>{}, stage * stage_units, to, cute::GMMA::ScaleOut::Zero);
+          state.advance();
+          return stage;
+        };
+        auto const add_set = [&](Sum* of, int stage, auto in_flight, int at) {
+          add(
+              cute::C<0>{}, of, stage, at,
+              [&] {
+                cute::warpgroup_wait<decltype(in_flight)::value>();
+                fence(of);
+              },
+              [&] { minfer::release_stage<kCluster>(&storage.empty[stage], thread); });
+        };
+        Sum *const even = sums, *const odd = sums + kSums;
+        fence(even);
+        fence(odd);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (; k + 4 <= end; k += 4) {
+          int const first = send(even), second = send(odd);
+          add_set(even, first, cute::C<1>{}, k);
+          int const third = send(even);
+          add_set(odd, second, cute::C<1>{}, k + 1);
+          int const fourth = send(odd);
+          if (k + 4 == k_count) after_last();
+          add_set(even, third, cute::C<1>{}, k + 2);
+          add_set(odd, fourth, cute::C<0>{}, k + 3);
+        }
       }
-    }
-    fence(sums);
-    uint32_t next = state.index * stage_units;  // where the next stage is; a product would be on the way to its first MMA
-    bool full = k < k_count && FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (; k < k_count; ++k) {
-      int const stage = state.index;
-      uint32_t const at = next;
-      if (!full) FullBarrier::wait(&storage.full[stage], state.phase);
-      state.advance();
-      next = state.index == 0 ? 0 : at + stage_units;
-      cute::for_each(cute::make_int_sequence<kBlocks>{}, [&](auto block) {
-        constexpr bool kLast = decltype(block)::value + 1 == kBlocks;
-        issue(block, cute::C<decltype(block)::value + 1>{}, at, sums, cute::GMMA::ScaleOut::Zero);
-        if (kLast && k + 1 == k_count) after_last();
-        add(
-            block, sums, stage,
-            [&] {
-              cute::warpgroup_wait<0>();
-              fence(sums);
-              // Answers while sums are added.
-              if constexpr (kLast) full = FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
-            },
-            [&] {
-              if constexpr (kLast) minfer::release_stage<kCluster>(&storage.empty[stage], thread);
-            });
-      });
-      weight.advance(k + 2 < k_count);
-    }
+      fence(sums);
+      uint32_t next = state.index * stage_units;  // where the next stage is; a product would be on the way to its first MMA
+      bool full = k < end && FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (; k < end; ++k) {
+        int const stage = state.index;
+        uint32_t const at = next;
+        if (!full) FullBarrier::wait(&storage.full[stage], state.phase);
+        state.advance();
+        next = state.index == 0 ? 0 : at + stage_units;
+        cute::for_each(cute::make_int_sequence<kBlocks>{}, [&](auto block) {
+          constexpr bool kLast = decltype(block)::value + 1 == kBlocks;
+          issue(block, cute::C<decltype(block)::value + 1>{}, at, sums, cute::GMMA::ScaleOut::Zero);
+          if (kLast && k + 1 == k_count) after_last();
+          add(
+              block, sums, stage, k,
+              [&] {
+                cute::warpgroup_wait<0>();
+                fence(sums);
+                // Answers while sums are added.
+                if constexpr (kLast) full = FullBarrier::test_wait(&storage.full[state.index], state.phase, 1);
+              },
+              [&] {
+                if constexpr (kLast) minfer::release_stage<kCluster>(&storage.empty[stage], thread);
+              });
+        });
+      }
+    });
     CUTLASS_PRAGMA_UNROLL
     for (int block = 0; block < kBlocks; ++block) {
       CUTLASS_PRAGMA_UNROLL
@@ -785,25 +715,30 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     }
   }
 
-  /// Scales of a thread's two rows, which are tokens, and of the weight for each kGroup columns. Gates and ups take turns, 8 columns each.
-  template <int kColumns, int kScales, int kBlock, class WeightScales, class Accumulator, class Retire, class Release>
-  static CUTLASS_DEVICE void add_by_row(float const* rows, WeightScales const& weight, Accumulator& accumulator, Sum* sums,
-                                        Retire const& retire, Release const& release) {
-    constexpr int kGroupsOf = (kColumns + kGroup - 1) / kGroup;
-    float const row[2] = {rows[0], rows[8]};
-    retire();
-    release();
+  /// Scales of a thread's two rows of a block of 64, which are tokens.
+  template <int kBlock, class Storage>
+  static CUTLASS_DEVICE void read_rows(float (&row)[2], Params const& params, Storage& storage, int stage, int row_group, int thread) {
+    float const* const rows =
+        stage_factors(params, storage, stage) + (kBlock * kSharing + row_group) * 64 + thread / 32 * 16 + thread % 32 / 4;
+    row[0] = rows[0];
+    row[1] = rows[8];
+  }
+
+  /// Sums times the scales of their rows and of the weight. Gates and ups take turns, 8 columns each.
+  template <int kColumns, int kScales, int kBlock, class Weight, class Accumulator>
+  static CUTLASS_DEVICE void add_by_row(float const (&row)[2], Weight const& weight, Accumulator& accumulator, Sum const* sums) {
+    constexpr int kSpan = Weight::kSpan;
     CUTLASS_PRAGMA_UNROLL
-    for (int g = 0; g < kGroupsOf; ++g) {
+    for (int span = 0; span < kColumns / kSpan; ++span) {
       float factor[kScales][2];
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < kScales; ++j) {
-        factor[j][0] = row[0] * weight.of(j, g);
-        factor[j][1] = row[1] * weight.of(j, g);
+        factor[j][0] = row[0] * weight.of(j, span);
+        factor[j][1] = row[1] * weight.of(j, span);
       }
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kGroup / 2; ++i) {
-        int const v = g * (kGroup / 2) + i, at = kBlock * kBlockValues + v;
+      for (int i = 0; i < kSpan / 2; ++i) {
+        int const v = span * (kSpan / 2) + i, at = kBlock * kBlockValues + v;
         accumulator(at) = fmaf(sums[v], factor[kScales == 1 ? 0 : v / 4 % 2][v / 2 % 2], accumulator(at));
       }
     }

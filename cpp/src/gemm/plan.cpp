@@ -372,6 +372,17 @@ void for_each_copies(GemmProblem const& problem, DeviceProperties const& device,
   }
 }
 
+/// Whether operands of 8 bits have a kernel of the device's own MMAs. Portable ones, whose e4m3 becomes f16 before Hopper's mma.sync, are
+/// several times as slow where MMAs count, and no faster elsewhere.
+bool has_native_8_bits(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options) {
+  if (!has_8_bits(problem) || options.force_arch != 0) return false;
+  int64_t count = 0;
+  KernelInfo const* kernels = registry(&count);
+  return std::any_of(kernels, kernels + count, [&](KernelInfo const& kernel) {
+    return kernel.arch >= 90 && !(options.only_runnable && kernel.launch == nullptr) && illegal(kernel, problem, device) == nullptr;
+  });
+}
+
 /// Visits (kernel, launch, predicted time) of the kernels that can compute the problem, as it is or with operands that are copied first;
 /// see for_each_prediction. Behind copies come kernels for sm_90 on devices of compute capability 9.0, aligned ones for sm_80 on others.
 template <class Visit>
@@ -381,13 +392,14 @@ void for_each_candidate(GemmProblem const& problem, DeviceProperties const& devi
   int64_t count = 0;
   KernelInfo const* kernels = registry(&count);
   int32_t const copied_arch = device.compute_capability() == 90 && options.force_arch != 80 ? 90 : 80;
+  bool const native = has_native_8_bits(problem, device, options);
   for_each_copies(problem, device, model, copied_arch, [&](Copies const& copies) {
     if (copies.us > bound_us) return;
     GemmProblem const own = realigned(problem, copies.flags);
     for (int64_t i = 0; i < count; ++i) {
       KernelInfo const& kernel = kernels[i];
       if (options.only_runnable && kernel.launch == nullptr) continue;
-      if (options.force_arch != 0 && kernel.arch != options.force_arch) continue;
+      if ((options.force_arch != 0 && kernel.arch != options.force_arch) || (native && kernel.arch < 90)) continue;
       if (candidates.arch != 0 && kernel.arch != candidates.arch) continue;
       if (candidates.alignment != 0 && kernel.alignment != candidates.alignment) continue;
       if (candidates.splits != 0 && adds_in_its_own_order(kernel)) continue;

@@ -34,13 +34,8 @@
 
 #include <cstdint>
 
+#include "common/fast_division.h"
 #include "minfer/gemm.h"
-
-#if defined(__CUDACC__)
-#define MINFER_HOST_DEVICE __host__ __device__ inline
-#else
-#define MINFER_HOST_DEVICE inline
-#endif
 
 namespace minfer::gemm {
 
@@ -55,6 +50,27 @@ struct TileSchedulerParams {
   bool split_major = false;                        // split_k with a worker for each item: those of a split follow each other
   int32_t range_k_tiles = 0, range_remainder = 0;  // stream_tiles * k_tiles = workers * range_k_tiles + range_remainder
 
+  int32_t split_k_tiles = 0, split_remainder = 0;  // k_tiles = splits * split_k_tiles + split_remainder
+  FastDivisor by_batch_tiles, by_band_tiles;       // tiles of a product, and of a band of them that are `swizzle` side by side
+  FastDivisor by_band, by_last_band;               // tiles side by side in a band, and in the last one
+  FastDivisor by_tiles, by_splits, by_k_tiles, by_range, by_long_range;
+
+  /// What follows from the fields before it. To be called when these have been set.
+  void precompute() {
+    int64_t const along = raster_along_n ? tiles_n : tiles_m, across = raster_along_n ? tiles_m : tiles_n;
+    split_k_tiles = k_tiles / splits;
+    split_remainder = k_tiles % splits;
+    by_batch_tiles = FastDivisor(int64_t(tiles_m) * tiles_n);
+    by_band_tiles = FastDivisor(along * swizzle);
+    by_band = FastDivisor(swizzle);
+    by_last_band = FastDivisor(across % swizzle);
+    by_tiles = FastDivisor(tiles());
+    by_splits = FastDivisor(splits);
+    by_k_tiles = FastDivisor(k_tiles);
+    by_range = FastDivisor(range_k_tiles);
+    by_long_range = FastDivisor(range_k_tiles + 1);
+  }
+
   MINFER_HOST_DEVICE int32_t tiles() const { return tiles_m * tiles_n * batch; }
   /// Partials that may wait for their owners at once: each has a slot in the workspace.
   MINFER_HOST_DEVICE int32_t slots() const { return stream_tiles > 0 ? workers : (splits > 1 ? tiles() * (splits - 1) : 0); }
@@ -65,7 +81,7 @@ struct TileSchedulerParams {
   }
   MINFER_HOST_DEVICE int32_t worker_of(int32_t k_tile) const {
     int32_t const in_long_ranges = range_remainder * (range_k_tiles + 1);
-    return k_tile < in_long_ranges ? k_tile / (range_k_tiles + 1) : range_remainder + (k_tile - in_long_ranges) / range_k_tiles;
+    return k_tile < in_long_ranges ? by_long_range.quotient(k_tile) : range_remainder + by_range.quotient(k_tile - in_long_ranges);
   }
 };
 
@@ -97,7 +113,7 @@ class TileScheduler {
     WorkItem item;
     int32_t const k_tiles = params_.k_tiles;
     if (range_end_ > range_begin_) {
-      item.tile = (range_end_ - 1) / k_tiles;
+      item.tile = params_.by_k_tiles.quotient(range_end_ - 1);
       int32_t const tile_begin = item.tile * k_tiles;
       int32_t const begin = range_begin_ > tile_begin ? range_begin_ : tile_begin;
       item.k_begin = begin - tile_begin;
@@ -113,7 +129,7 @@ class TileScheduler {
       return item;
     }
     int32_t const splits = params_.splits;
-    if (splits == 1) {  // without the divisions: they would lengthen every launch's start
+    if (splits == 1) {
       item.tile = params_.stream_tiles + next_item_;
       item.k_count = k_tiles;
       item.valid = item.tile < params_.tiles();
@@ -121,11 +137,12 @@ class TileScheduler {
       return item;
     }
     int32_t const tiles = params_.tiles(), inner = params_.split_major ? tiles : splits;
-    int32_t const quotient = next_item_ / inner, rest_of_item = next_item_ - quotient * inner;
+    int32_t const quotient = (params_.split_major ? params_.by_tiles : params_.by_splits).quotient(next_item_),
+                  rest_of_item = next_item_ - quotient * inner;
     int32_t const tile = params_.split_major ? rest_of_item : quotient, split = params_.split_major ? quotient : rest_of_item;
     item.valid = tile < tiles && split < splits;
     if (item.valid) {
-      int32_t const per_split = k_tiles / splits, rest = k_tiles % splits;
+      int32_t const per_split = params_.split_k_tiles, rest = params_.split_remainder;
       item.tile = tile;
       item.k_begin = split * per_split + (split < rest ? split : rest);
       item.k_count = per_split + (split < rest ? 1 : 0);
@@ -144,16 +161,17 @@ class TileScheduler {
   /// read together stays in L2.
   MINFER_HOST_DEVICE static TileCoord coordinate(TileSchedulerParams const& p, int32_t tile) {
     int32_t const per_batch = p.tiles_m * p.tiles_n;
-    int32_t const l = p.batch == 1 ? 0 : tile / per_batch;
+    int32_t const l = p.batch == 1 ? 0 : p.by_batch_tiles.quotient(tile);
     int32_t const rest = tile - l * per_batch;
     int32_t const along = p.raster_along_n ? p.tiles_n : p.tiles_m;
     int32_t const across = p.raster_along_n ? p.tiles_m : p.tiles_n;
     if (across == 1) return p.raster_along_n ? TileCoord{0, rest, l} : TileCoord{rest, 0, l};
-    int32_t const band = rest / (along * p.swizzle);
+    int32_t const band = p.by_band_tiles.quotient(rest);
     int32_t const first = band * p.swizzle;
-    int32_t const width = across - first < p.swizzle ? across - first : p.swizzle;
+    bool const last = across - first < p.swizzle;
+    int32_t const width = last ? across - first : p.swizzle;
     int32_t const inside = rest - band * along * p.swizzle;
-    int32_t const step = inside / width;
+    int32_t const step = (last ? p.by_last_band : p.by_band).quotient(inside);
     int32_t const side = first + inside - step * width;
     return p.raster_along_n ? TileCoord{side, step, l} : TileCoord{step, side, l};
   }
@@ -198,6 +216,7 @@ inline TileSchedulerParams make_schedule(int64_t tiles_m, int64_t tiles_n, int64
       p.range_remainder = int32_t(stream_k_tiles % p.workers);
     }
   }
+  p.precompute();
   return p;
 }
 

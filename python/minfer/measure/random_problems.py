@@ -102,6 +102,16 @@ def scaled_calibration(seed: int) -> Iterator[ScaledProblem]:
         yield ScaledProblem(p.m, p.n, p.k, dtype=p.dtype, **options)
 
 
+def scaled_layers(seed: int) -> Iterator[ScaledProblem]:
+    """Endless problems of layers' sizes, which the others seldom have: m in 32 to 4096; n, k multiples of 64 in 1024 to 24576. Of four, two
+    have scales of blocks, one of rows, one is int8."""
+    for index in itertools.count():
+        rng = random.Random(f"scaled_layers/{seed}/{index}")
+        sizes = log_uniform(rng, 32, 4096), log_uniform(rng, 1024, 24576, 64), log_uniform(rng, 1024, 24576, 64)
+        dtype = torch.int8 if index % 4 == 3 else torch.float8_e4m3fn
+        yield ScaledProblem(*sizes, dtype=dtype, block_scaled=index % 2 == 0)
+
+
 def calibration(seed: int) -> Iterator[Problem | W4Problem | ScaledProblem]:
     """Endless problems for the fit: of ten, five aligned, one of n and k in multiples of 8, one of any n and k, one gated or float32, two
     with 4-bit weights, every other one of these int4 in groups of 128. Two of 8-bit operands come after each ten."""

@@ -244,7 +244,8 @@ double predict_us(CostModel const& m, KernelInfo const& kernel, GroupedProblem c
                   DeviceProperties const& device, bool gather_first) {
   if (routing.count == 0) return quantised(p) ? m.quantised_start_us : m.start_us;
   if (quantised(p)) return predict_quantised_us(m, kernel, p, routing, device, gather_first);
-  if (has_8_bits(p)) return predict_scaled_us(m, kernel, p, routing, device, gather_first);
+  if (has_8_bits(p) && kernel.arch >= 90) return predict_scaled_us(m, kernel, p, routing, device, gather_first);
+  double const element = size_of(p.type);
   double const workers = double(device.sm_count) * kernel.ctas_per_sm, k = double(p.k);
   double const weight_tiles = std::ceil(double(p.n) / kernel.tile_m), active = active_of(routing);
   int const step = kernel.tile_n <= 128 ? 8 : 16;
@@ -269,14 +270,14 @@ double predict_us(CostModel const& m, KernelInfo const& kernel, GroupedProblem c
     if (kernel.tile_n >= 128 && kernel.tile_n != 192 && k > m.deep_k && active > m.deep_experts && group.rows > m.deep_rows)
       rate *= m.deep_rate;
     double const product_us = 2.0 * kernel.tile_m * tokens * k / (device.matrix_rate / workers * rate);
-    double const load_us = 2.0 * (kernel.tile_m + tokens) * k * sharing / rates.load;
+    double const load_us = element * (kernel.tile_m + tokens) * k * sharing / rates.load;
     double mainloop_us = bound(product_us, load_us);
     if (gathers) {
       double const column_us = kernel.tile_m == 64 ? m.gather_narrow_us : m.gather_us;
-      mainloop_us = bound(mainloop_us, k * sharing * (column_us + 2.0 * tokens / m.gather_bytes));
+      mainloop_us = bound(mainloop_us, k * sharing * (column_us + element * tokens / m.gather_bytes));
     }
     double const count = group.experts * token_tiles * weight_tiles;
-    loaded += count * 2.0 * (kernel.tile_m + tokens) * k;
+    loaded += count * element * (kernel.tile_m + tokens) * k;
     tiles.add(count, mainloop_us, (p.gated ? m.gated : 1.0) * (rates.tile_us + rates.token_us * tokens));
   }
   double const tail = m.tail * tiles.empty(workers);

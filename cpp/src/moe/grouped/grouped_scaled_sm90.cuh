@@ -13,8 +13,8 @@
 #include "gemm/kernel_sm90.cuh"
 #include "moe/grouped/expert_tile_scheduler.cuh"
 #include "moe/grouped/grouped_collective_epilogue.cuh"
-#include "moe/grouped/grouped_launch.cuh"
 #include "moe/grouped/grouped_rows_epilogue.cuh"
+#include "moe/grouped/grouped_scaled_launch.cuh"
 #include "moe/grouped/mainloop_scaled_sm90.cuh"
 
 namespace minfer::moe {
@@ -68,39 +68,12 @@ Status launch_grouped_scaled_sm90(GroupedLaunchArguments const& arguments) {
   if (status.ok()) status = describe_tokens<typename Kernel::Mainloop>(described, &params);
   if (!status.ok()) return status;
   if (!reads) params.scheduler.k_tiles = 0;
-  OperandScales const &of_a = operands.a_scale, &of_b = operands.b_scale;
-  auto& scales = params.mainloop.scales;
-  if (of_a.blocks) {
-    scales.tokens = {of_a.data, of_a.row_stride, of_a.k_stride, of_a.exponents};
-    scales.expert_offset = problem.max_rows > 0 ? operands.a_scale_expert_stride - problem.max_rows * of_a.row_stride : 0;
-  }
-  scales.parts = problem.a_group > 0 ? int32_t(gemm::kScaleBlock / problem.a_group) : 1;
-  scales.groups = problem.a_group > 0 ? int32_t((problem.k + problem.a_group - 1) / problem.a_group) : 0;
-  scales.blocks = int32_t((problem.k + gemm::kScaleBlock - 1) / gemm::kScaleBlock);
-  if (of_b.blocks) {
-    scales.weight = {of_b.data, of_b.row_stride, of_b.k_stride, of_b.exponents};
-    scales.expert_stride = operands.b_scale_expert_stride;
-    scales.up_offset = of_b.up_offset;
-  }
-  scales.n = int32_t(problem.gated ? problem.n / 2 : problem.n);
-  if (of_a.blocks || of_b.blocks) {  // they are numbered in 32 bits
-    auto const size = [](int64_t count, int64_t stride) { return double(count) * double(stride < 0 ? -stride : stride); };
-    double const experts = double(problem.experts);
-    double const rows = problem.max_rows > 0 ? size(problem.max_rows, of_a.row_stride) : size(arguments.scale_rows, of_a.row_stride);
-    double const of_rows =
-        rows + size(scales.groups, of_a.k_stride) + (problem.max_rows > 0 ? size(problem.experts, operands.a_scale_expert_stride) : 0);
-    double const of_weight = experts * size(1, operands.b_scale_expert_stride) + size(scales.n / gemm::kScaleBlock + 1, of_b.row_stride) +
-                             size(scales.blocks, of_b.k_stride) + size(1, of_b.up_offset);
-    if ((of_a.blocks && of_rows >= 2147483648.0) || (of_b.blocks && of_weight >= 2147483648.0)) {
-      return Status::failure(StatusCode::kNotSupported, "scales of groups and blocks reach over less than 2^31 elements");
-    }
-  }
+  if (status = describe_scales(arguments, problem, operands, &params.mainloop.scales); !status.ok()) return status;
   params.mainloop.gated = problem.gated;
   params.mainloop.one = 1.0f;
-  params.mainloop.adds = reads && (of_a.blocks || of_b.blocks || (problem.type == DataType::kE4M3 && !problem.fast_accum));
-
+  params.mainloop.adds = reads && adds_scaled(problem, operands);
   auto& epilogue = params.epilogue;
-  static_cast<ScaledGroupedEpilogueParams&>(epilogue) = describe_epilogue<ScaledGroupedEpilogueParams>(problem, operands);
+  static_cast<ScaledGroupedEpilogueParams&>(epilogue) = describe_scaled_epilogue(arguments, problem, operands);
   if constexpr (!Config::kSwap) {
     int64_t const n_out = problem.gated ? problem.n / 2 : problem.n;
     epilogue.store_by_tma = !epilogue.codes && problem.d_alignment == 16 && n_out % 8 == 0;
@@ -110,23 +83,6 @@ Status launch_grouped_scaled_sm90(GroupedLaunchArguments const& arguments) {
       if (!status.ok()) return status;
     }
   }
-  if (!of_a.blocks) {
-    epilogue.token_scales = static_cast<float const*>(of_a.data);
-    epilogue.token_stride = of_a.row_stride;
-    epilogue.token_expert_offset = problem.max_rows > 0 ? operands.a_scale_expert_stride - problem.max_rows * of_a.row_stride : 0;
-  }
-  if (!of_b.blocks) {
-    epilogue.channel_scales = static_cast<float const*>(of_b.data);
-    epilogue.channel_stride = of_b.row_stride;
-    epilogue.channel_expert_stride = operands.b_scale_expert_stride;
-  }
-  epilogue.gather = scales.gather = arguments.scale_gather;
-  epilogue.a_rows = scales.rows = int32_t(arguments.scale_rows);
-  epilogue.group_scales = problem.d_groups ? operands.d_scales : nullptr;
-  epilogue.group_stride = operands.d_scales_stride;
-  epilogue.int8 = problem.type == DataType::kS8;
-  epilogue.bf16 = problem.d_type == DataType::kBF16;
-  epilogue.bias_f32 = operands.bias_f32;
   static std::atomic<uint64_t> shared_memory_allowed{0};
   return launch_grouped(&grouped_scaled_sm90_kernel<Config>, params, described, Config::kThreads, Config::kCtasPerSm, Kernel::kSmemBytes,
                         shared_memory_allowed);

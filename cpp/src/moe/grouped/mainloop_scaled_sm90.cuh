@@ -29,9 +29,9 @@
 #include "cutlass/gemm/collective/collective_mma_decl.hpp"
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "cutlass/pipeline/pipeline.hpp"
-#include "gemm/block_scales.cuh"
 #include "gemm/wgmma_sm90.cuh"
 #include "minfer/types.h"
+#include "moe/grouped/expert_scales.cuh"
 #include "moe/grouped/expert_tiles.cuh"
 #include "moe/grouped/row_gather.cuh"
 
@@ -45,21 +45,6 @@ struct MainloopSm90TmaScaledExperts {
   using ClusterShape = cute::Shape<cute::_1, cute::_1, cute::_1>;
   using ArchTag = cutlass::arch::Sm90;
   using Schedule = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
-};
-
-/// Scales of the groups of tokens, and of the blocks of experts' weights.
-struct ExpertScales {
-  gemm::ScaleView tokens;  // of rows of a, and of groups of k; data is null: 1
-  int64_t expert_offset;   // masked: from where an expert's rows would begin, were they numbered through, to where they do
-  int32_t const* gather;   // the row of a that a row of d is of, or null
-  int32_t rows;            // of a
-  int32_t groups;          // of a row
-  int32_t parts;           // groups in 128 of k: 1, 2 or 4
-  int32_t blocks;          // of 128 of k
-  gemm::ScaleView weight;  // of an expert's blocks
-  int64_t expert_stride;   // to the next expert's
-  int64_t up_offset;       // gated: from the gates' to the ups'
-  int32_t n;               // rows of an expert's weight that share its blocks: gated, half of them
 };
 
 }  // namespace minfer::moe
@@ -138,9 +123,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   }
   static CUTLASS_DEVICE bool gathers(Params const& params) { return params.source.gather != nullptr; }
   /// Whether sums are multiplied by scales as they are added up: then tokens and weight all have one, be it 1.
-  static CUTLASS_DEVICE bool copies_scales(Params const& params) {
-    return params.scales.tokens.data != nullptr || params.scales.weight.data != nullptr;
-  }
+  static CUTLASS_DEVICE bool copies_scales(Params const& params) { return params.scales.exist(); }
   static CUTLASS_DEVICE int scale_threads(Params const& params) {
     return !copies_scales(params) ? 0 : gathers(params) ? 32 : 32 * kAuxiliaryWarps;
   }
@@ -270,18 +253,6 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static CUTLASS_DEVICE void teardown() {}
 
  private:
-  /// Sends for a scale, the at-th number of `view`. Those of fp32 arrive later. Where it does not exist, it is 0, where there are none, 1.
-  static CUTLASS_DEVICE void send_scale(minfer::gemm::ScaleView const& view, int32_t at, bool exists, uint32_t to) {
-    if (view.data != nullptr && !view.exponents) {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(static_cast<float const*>(view.data) + at),
-                   "r"(exists ? 4 : 0)
-                   : "memory");
-    } else {
-      float const x = view.data == nullptr ? 1.0f : exists ? view.load(at) : 0.0f;
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
-    }
-  }
-
   /// The scales of all tiles, by so many warps. Those behind k, or of a row that a does not have, are 0. Few instructions: this is as fast
   /// as the consumers ever are.
   template <int kWarps, class Storage, class WorkItems>
@@ -318,14 +289,14 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < kHalves; ++half) {
           uint32_t to = all + (state.index * kHalves + half) * (kStageScales * 4);
-          if (thread < 2) send_scale(scales.weight, weight, blocks > 0, to + kMostParts * kTokens * 4);
+          if (thread < 2) minfer::moe::send_scale(scales.weight, weight, blocks > 0, to + kMostParts * kTokens * 4);
           if (--blocks > 0) weight += weight_step;
 #pragma unroll 1
           for (int part = 0; part < parts; ++part, to += kTokens * 4) {
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < kOfThread; ++i) {
               if (kTokens % kThreadsOf != 0 && thread + kThreadsOf * i >= kTokens) break;
-              send_scale(scales.tokens, tokens[i], groups > 0 && (exists >> i & 1) != 0, to + 4 * kThreadsOf * i);
+              minfer::moe::send_scale(scales.tokens, tokens[i], groups > 0 && (exists >> i & 1) != 0, to + 4 * kThreadsOf * i);
               if (groups > 1) tokens[i] += token_step;
             }
             --groups;

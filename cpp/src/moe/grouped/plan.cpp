@@ -32,9 +32,9 @@ char const* illegal(KernelInfo const& kernel, GroupedProblem const& p, DevicePro
   if (kernel.ab_type != p.type) return "it computes another element type";
   if (has_8_bits(p) && p.a_group > 0 && p.a_group < kernel.group_multiple) return "its scales of rows are of larger groups";
   if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
+  bool const unaligned = p.a_alignment < 16 || p.b_alignment < 16;
+  if (unaligned && (has_8_bits(p) ? p.k > 0 : kernel.arch >= 90)) return "an operand's pointer or stride is not a multiple of 16 bytes";
   if (kernel.arch >= 90) {
-    if ((p.a_alignment < 16 || p.b_alignment < 16) && (!has_8_bits(p) || p.k > 0))
-      return "an operand's pointer or stride is not a multiple of 16 bytes";
     if (!has_8_bits(p) && (p.k % 8 != 0 || p.k == 0)) return "k is not a positive multiple of 8";
     if (quantised(p) && p.n % 8 != 0) return "n is not a multiple of 8";
     if (p.gated && p.n % 16 != 0) return "half of n is not a multiple of 8";
@@ -170,7 +170,10 @@ Status gather_rows(void const*, int64_t, int64_t, int32_t const*, int64_t, int64
 // The compiler's comparison takes in every member, also one that is added later: cached plans depend on that.
 bool GroupedProblem::operator==(GroupedProblem const&) const = default;
 
-int32_t d_group_of(KernelInfo const& kernel) { return (kernel.swap ? kernel.tile_m / (kernel.threads / 128 - 1) : kernel.tile_n) / 2; }
+int32_t d_group_of(KernelInfo const& kernel) {
+  int32_t const warpgroups = kernel.arch >= 90 ? kernel.threads / 128 - 1 : 1;  // that share a tile's rows
+  return (kernel.swap ? kernel.tile_m / warpgroups : kernel.tile_n) / 2;
+}
 
 Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* plan) {
   using namespace moe;
