@@ -76,7 +76,8 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
     OperandScales const& of_b = operands.b_scale;
     mainloop.scales = {blocks(operands.a_scale), blocks(of_b), int32_t(problem.m), int32_t(problem.n), of_b.halves, of_b.up_offset};
     mainloop.scale_bytes = problem.block_scaled ? Mainloop::scale_bytes(of_b.halves) : 0;
-    mainloop.load_row_scales = Mainloop::kRowScales && problem.block_scaled && mainloop.scales.tokens.by_fours();
+    ScaleView const& of_tokens = mainloop.scales.tokens;
+    mainloop.load_row_scales = Mainloop::kRowScales && problem.block_scaled && of_tokens.by_fours() && of_tokens.k_stride > 0;
     mainloop.fast = problem.fast_accum;
     mainloop.one = 1.0f;
     mainloop.integers = problem.d_int32;
