@@ -20,7 +20,6 @@ struct MainloopSm90 {
   static constexpr bool kSwap = Config::kSwap;
   static constexpr bool kCooperative = Config::kSchedule == Schedule::kCooperative;
   static constexpr bool kPingpong = !kCooperative;
-  static constexpr bool kRereadsThread = false;
   static constexpr bool kOrdered = true;  // the barrier is set up in cooperative kernels, too: a few instructions
   static constexpr int kThreads = 384;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -44,6 +43,8 @@ struct MainloopSm90 {
   using Pipeline = typename Collective::MainloopPipeline;
   using PipelineState = typename Collective::PipelineState;
   static constexpr int kValues = Config::kTileM * Config::kTileN / (kCooperative ? 256 : 128);  // accumulators per thread
+  static constexpr bool kRereadsThread = kPingpong && kValues >= 128;  // there is no register for what follows from it
+  static constexpr bool kRelocates = false;
 
   using Arguments = typename Collective::Arguments;
   struct Params {
