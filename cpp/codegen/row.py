@@ -15,6 +15,10 @@ class Row:
     def get(self, field: str, default=None):
         return self.fields.get(field, default)
 
+    def with_fields(self, **fields) -> Row:
+        """The same row with fields that its family implies."""
+        return Row(self.fields | fields, self.where)
+
     def require(self, condition: bool, field: str, rule: str) -> None:
         if not condition:
             raise ConfigError(f"{self.where}, {field} = {self.fields.get(field)!r}: {rule}")

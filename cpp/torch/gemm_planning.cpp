@@ -107,6 +107,16 @@ GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice
   });
 }
 
+bool cached_has_kernel(char const* op, GemmProblem const& problem, OnDevice const& on) {
+  thread_local PlanCache<GemmProblem, bool, hash_of_problem> cache;
+  return cache.get(problem, on.index(), user_rows_generation(), [&] {
+    GemmPlan plan;
+    Status const status = plan_gemm(problem, on.properties(), options_of_calls(on.index()), &plan);
+    if (!status.ok() && status.code != StatusCode::kNotSupported) fail(op, ": ", status.message);
+    return status.ok();
+  });
+}
+
 bool cached_dequantize_first(char const* op, GemmProblem const& problem, OnDevice const& on) {
   thread_local PlanCache<GemmProblem, bool, hash_of_problem> cache;
   return cache.get(problem, on.index(), user_rows_generation(), [&] {
@@ -163,6 +173,7 @@ GemmProblem scaled_problem(char const* op, std::vector<int64_t> const& sizes, st
   return p;
 }
 
+/// ab_type: of the activations. D is of it, of f16 or bf16 beside those of 8 bits, whose plans are the same.
 GemmProblem w4_problem(char const* op, std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format,
                        int64_t group_size, bool has_zeros, bool has_c, bool gated) {
   if (sizes.size() != 3) fail(op, ": sizes must be [m, n, k], got ", sizes.size(), " values");
@@ -170,7 +181,9 @@ GemmProblem w4_problem(char const* op, std::vector<int64_t> const& sizes, std::s
   p.m = sizes[0];
   p.n = sizes[1];
   p.k = sizes[2];
-  p.ab_type = p.d_type = parse_type((op + std::string(": ab_type")).c_str(), ab_type);
+  bool const narrow = ab_type == "e4m3" || ab_type == "s8";
+  p.ab_type = ab_type == "e4m3" ? DataType::kE4M3 : narrow ? DataType::kS8 : parse_type((op + std::string(": ab_type")).c_str(), ab_type);
+  p.d_type = narrow ? DataType::kBF16 : p.ab_type;
   p.b_format = parse_format(op, 0, w4_format);
   p.group_size = group_of(op, group_size);
   p.has_zeros = has_zeros;
@@ -314,7 +327,7 @@ std::string gemm_model_csv(int64_t device) {
   KernelInfo const* kernels = registry(&count);
   for (int64_t i = 0; i < count; ++i) {
     bool const modelled = std::strcmp(kernels[i].family, "gemm") == 0 || std::strcmp(kernels[i].family, "scaled_gemm") == 0 ||
-                          std::strcmp(kernels[i].family, "w4a16") == 0;
+                          std::strcmp(kernels[i].family, "w4a16") == 0 || std::strcmp(kernels[i].family, "w4a8") == 0;
     if (!modelled) continue;
     std::string const name = model_name_of(kernels[i]).text;
     if (std::find(seen.begin(), seen.end(), name) != seen.end()) continue;

@@ -30,6 +30,9 @@ GemmPlan const& plan_as_requested(char const* op, GemmProblem const& problem, Ke
 /// What plan_gemm chooses. Each thread remembers its plans; the reference is good until the next call on the thread.
 GemmPlan const& cached_plan(char const* op, GemmProblem const& problem, OnDevice const& on);
 
+/// Whether a kernel of this build computes the problem on the device, remembered likewise.
+bool cached_has_kernel(char const* op, GemmProblem const& problem, OnDevice const& on);
+
 /// What dequantize_first chooses, remembered likewise.
 bool cached_dequantize_first(char const* op, GemmProblem const& problem, OnDevice const& on);
 

@@ -80,6 +80,12 @@ def calls(device: str) -> dict[str, list[Call]]:
     add("w4a16_gemm", a, packed, scales, **in_codes)
     add("w4a16_gemm_gated", a, packed, scales)
     add("w4a16_gemm_gated", a, packed, scales, **in_codes)
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        x, by_row = randint(-100, 100, (24, 512), torch.int32).to(dtype), torch.rand(24, 1, generator=generator).to(device) / 100
+        add("w4a8_gemm", x, by_row, packed, scales, c=randn(24, 256), bias=randn(256), activation="silu")
+        add("w4a8_gemm", x, by_row[:1], packed, scales, **in_codes)
+        add("w4a8_gemm", x[:, :256], by_row, minfer.w4a16_pack(codes[:, :256]), scales[:2], kernel="w4a16")
+        add("w4a8_gemm_gated", x, by_row, packed, scales)
     add("w4a16_pack", codes)
     add("w4a16_dequantize", packed, scales, n=256, k=512)
     wide, wide_scales = minfer.w8a16_pack(randint(0, 256, (256, 512), torch.uint8)), randn(1, 256, scale=0.002)

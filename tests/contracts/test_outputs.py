@@ -67,6 +67,9 @@ def scaled_forms(device):
 
     types = {"gemm_fp8": torch.float8_e4m3fn, "gemm_int8": torch.int8}
     dense = {name: (form(name, dtype), (M, K), (M, N)) for name, dtype in types.items()}
+    w4, scales = minfer.w4a16_pack(torch.randint(0, 16, (N, 2 * K), dtype=torch.uint8)).to(device), torch.rand(1, N).to(DTYPE).to(device)
+    w4a8 = lambda a, out, **o: minfer.w4a8_gemm(a.view(torch.int8), one, w4, scales, group_size=-1, out=out, **o)  # noqa: E731
+    dense["w4a8_gemm"] = (w4a8, (M, K), (M, N))
     return dense | {name: x for operator, dtype in types.items() for name, x in grouped_scaled_forms(operator, dtype, device).items()}
 
 

@@ -53,6 +53,8 @@ OPERANDS: dict[str, tuple[str, ...]] = {
     "w4a16_gemm_gated": ("a", "qweight", "scales", "zeros", "perm", "bias", "scale"),
     "w8a16_gemm": ("a", "qweight", "scales", "zeros", "perm", "c", "bias", "scale"),
     "w8a16_gemm_gated": ("a", "qweight", "scales", "zeros", "perm", "bias", "scale"),
+    "w4a8_gemm": ("a", "a_scale", "qweight", "scales", "c", "bias", "scale"),
+    "w4a8_gemm_gated": ("a", "a_scale", "qweight", "scales", "bias", "scale"),
     "w4a16_pack": ("codes",),
     "w8a16_pack": ("codes",),
     "w4a16_dequantize": ("qweight", "scales", "zeros"),

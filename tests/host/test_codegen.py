@@ -225,6 +225,8 @@ def test_the_projects_own_table():
         start, what = (
             (f"{grouped}w[48]a16", f"({'|'.join(formats.project_formats().weights)})") if quantised else (kernel.FAMILY, "[tn]{2}")
         )
+        if kernel.FAMILY == "w4a8":
+            start, what = "w4a8", "int4"
         assert re.fullmatch(rf"{start}_sm(80|90)_{kernel.element}_{what}_\d+x\d+x\d+_\dx\dx1_[a-z0-9_]+", kernel.name)
     # "Any shape, one answer": each element type and layout has a kernel that takes any pointer and stride on any GPU.
     for element in ("f16", "bf16"):
@@ -821,7 +823,7 @@ def test_model_names_leave_out_the_family_and_the_element():
 def test_shipped_models_have_every_kernel_of_the_table():
     """A kernel without factors of its own counts as an average one, which none is."""
     kernels = configs.read_tables(ROOT / "cpp" / "configs")
-    families = {"dense": ("gemm", "scaled_gemm"), "quantized": ("w4a16",)}
+    families = {"dense": ("gemm", "scaled_gemm"), "quantized": ("w4a16", "w4a8")}
     names, quantized = ({cost_models.model_name(kernel) for kernel in kernels if kernel.FAMILY in of} for of in families.values())
     for device, model in cost_models.read_folder(ROOT / "cpp" / "configs" / "models").items():
         assert not set(model.kernels) - names - quantized, f"{device}: kernels that are gone"

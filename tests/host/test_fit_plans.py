@@ -114,7 +114,7 @@ def test_a_fit_finds_a_device(name):
         assert error(fit.model(theta), of) < most < error(start, of)
     mean = lambda model: fit_plans.regrets(data.picked([model]), data).nanmean().item()  # noqa: E731
     if mean(start) > mean(truth):
-        assert mean(fit.model(theta)) < 0.6 * mean(start)
+        assert mean(fit.model(theta)) < max(0.6 * mean(start), 1.1 * mean(truth))
     else:  # plans do not know the routing, and the truth's may by chance lose more: then the search alone has something to gain
         assert mean(fit.model(found)) < mean(start)
 

@@ -26,7 +26,7 @@ ODD = [
     (0, 8, 8), (8, 0, 8), (8, 8, 0), (0, 0, 0), (1, 1, 1), (1, 4096, 4096), (3, 7, 5), (17, 31, 33), (64, 28672, 4096), (127, 6143, 4097),
     (131, 257, 1021), (4096, 4096, 4096), (8192, 57344, 8192), (100003, 16, 24), (16, 100003, 64), (5, 9, 100003), (1, 1, 1 << 22),
 ]  # fmt: skip
-FAMILIES = ("attention", "fused", "gemm", "moe", "moe_scaled", "moe_w4a16", "norm_gemm", "scaled_gemm", "w4a16")
+FAMILIES = ("attention", "fused", "gemm", "moe", "moe_scaled", "moe_w4a16", "norm_gemm", "scaled_gemm", "w4a16", "w4a8")
 
 
 def plan(m, n, k, **options):
@@ -223,7 +223,7 @@ def test_override_errors():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"op": "conv"}, "op must be one of gemm, w4a16_gemm, scaled_gemm, rms_norm_gemm, got 'conv'"),
+        ({"op": "conv"}, "op must be one of gemm, w4a16_gemm, scaled_gemm, w4a8_gemm, rms_norm_gemm, got 'conv'"),
         ({"group_size": 64}, "gemm has no group_size; its options are m, n, k, batch"),
         ({"m": -1}, "m must be an integer >= 0, got -1"),
         ({"k": 1.5}, "k must be an integer >= 0, got 1.5"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from minfer.measure import benchmarking, random_problems
 from minfer.planning.calibrate import Candidate, Measured
-from minfer.planning.plan import LAYOUTS, Problem, ScaledProblem, W4Problem, enumerate_plans
+from minfer.planning.plan import LAYOUTS, Problem, ScaledProblem, W4A8Problem, W4Problem, enumerate_plans
 
 from bench.peers import cublaslt
 from bench.report import (
@@ -71,11 +71,13 @@ def test_quantised_problems():
 
 
 def test_calibration_problems_have_every_kind():
-    drawn_problems = list(itertools.islice(random_problems.calibration(1), 94))
-    assert drawn_problems == list(itertools.islice(random_problems.calibration(1), 94))
+    drawn_problems = list(itertools.islice(random_problems.calibration(1), 112))
+    assert drawn_problems == list(itertools.islice(random_problems.calibration(1), 112))
     of_8_bits = [p for p in drawn_problems if isinstance(p, ScaledProblem)]
-    assert len(of_8_bits) == 14 and {p.dtype for p in of_8_bits} == {torch.float8_e4m3fn, torch.int8}
+    assert len(of_8_bits) == 24 and {p.dtype for p in of_8_bits} == {torch.float8_e4m3fn, torch.int8}
     assert any(p.block_scaled for p in of_8_bits) and any(p.fast_accum for p in of_8_bits) and any(p.gated for p in of_8_bits)
+    quantised = [p for p in drawn_problems if isinstance(p, W4A8Problem)]
+    assert len(quantised) == 8 and {p.dtype for p in quantised} == {torch.float8_e4m3fn, torch.int8} and any(p.gated for p in quantised)
     problems = [p for p in drawn_problems if isinstance(p, Problem)]
     formats = [p.w4_format for p in drawn_problems if isinstance(p, W4Problem)]
     assert len(formats) == 16 and formats.count("int4") == 10 and set(formats) == {"int4", "nf4", "mxfp4", "nvfp4"}

@@ -262,7 +262,6 @@ def check_readme(names):
     close(names["h"], gated_mlp(x, names["gate"].weight, names["up"].weight))
     for result, weight in (("y4", "weight"), ("y8", "weight8")):
         close(names[result], x @ names[weight].dequantize().double().t() + linear.bias.double())
-    close(names["y_layer"], x @ names["layer"].weight().dequantize().double().t() + linear.bias.double())
     close(names["moe_out"], experts_of(names["states"], names["w13"], names["w2"], names["weights"], names["ids"]))
     for b, last in ((0, 255), (1, 0)):
         want = attention_of(names["q"][b, last : last + 1], names["k"][b, : last + 1], names["v"][b, : last + 1])

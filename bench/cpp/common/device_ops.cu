@@ -57,12 +57,12 @@ __global__ void fill_scales_and_minima_kernel(__half* data, int64_t count, int64
 }
 
 __global__ void dequantise_codes_kernel(uint8_t const* codes, void const* scales, void const* zeros, int64_t group_size, int64_t n,
-                                        int64_t k, DataType type, void* out) {
+                                        int64_t k, DataType type, DataType out_type, void* out) {
   int64_t const stride = int64_t(gridDim.x) * blockDim.x;
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n * k; i += stride) {
     int64_t const group = (group_size > 0 ? i % k / group_size : 0) * n + i / k;
     double const zero = zeros != nullptr ? load(zeros, type, group) : 8.0;
-    store(out, type, i, float((double(codes[i]) - zero) * load(scales, type, group)));
+    store(out, out_type, i, float((double(codes[i]) - zero) * load(scales, type, group)));
   }
 }
 
@@ -235,9 +235,9 @@ void fill_scales_and_minima(void* data, int64_t count, int64_t run, uint64_t see
 }
 
 void dequantise_codes(uint8_t const* codes, void const* scales, void const* zeros, int64_t group_size, int64_t n, int64_t k, DataType type,
-                      void* out, cudaStream_t stream) {
+                      DataType out_type, void* out, cudaStream_t stream) {
   if (n * k == 0) return;
-  dequantise_codes_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(codes, scales, zeros, group_size, n, k, type, out);
+  dequantise_codes_kernel<<<kGridBlocks, kGridThreads, 0, stream>>>(codes, scales, zeros, group_size, n, k, type, out_type, out);
   check(cudaGetLastError(), "dequantise_codes");
 }
 

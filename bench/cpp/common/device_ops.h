@@ -24,10 +24,10 @@ void fill_bytes(void* data, int64_t count, uint8_t mask, uint8_t set, uint64_t s
 /// An int4 cache's float16 [.., 2, run]: scales of 0.06 to 0.19, then minima of -1.9 to -0.1, likewise.
 void fill_scales_and_minima(void* data, int64_t count, int64_t run, uint64_t seed, cudaStream_t stream);
 
-/// W [n, k] of `type`, contiguous: (code - zero) * scale, rounded once. codes [n, k]; scales and zeros [ceil(k / group_size), n] of `type`;
-/// zeros null: 8; group_size 0: all of k. Shares no code and no layout with the library's.
+/// W [n, k] of `out_type`, contiguous: (code - zero) * scale, rounded once. codes [n, k]; scales and zeros [ceil(k / group_size), n] of
+/// `type`; zeros null: 8; group_size 0: all of k. Shares no code and no layout with the library's.
 void dequantise_codes(uint8_t const* codes, void const* scales, void const* zeros, int64_t group_size, int64_t n, int64_t k, DataType type,
-                      void* out, cudaStream_t stream);
+                      DataType out_type, void* out, cudaStream_t stream);
 
 /// Codes of 8 bits with float32 scales: lines of A, or of B as [n, k].
 struct ScaledLines {

@@ -207,6 +207,7 @@ class Runner {
 
     std::vector<Contestant> peers;
     for (std::unique_ptr<Baseline>& baseline : baselines_) {
+      if (sets.dense().empty()) break;  // nothing that it multiplies
       std::string const refusal = baseline->prepare(c.dense(), sets.dense());
       Baseline* b = baseline.get();
       Contestant peer{b->name(), [b, &sets](int64_t set, cudaStream_t stream) { b->launch(sets.dense()[size_t(set)], stream); }};

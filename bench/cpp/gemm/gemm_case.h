@@ -48,7 +48,7 @@ struct GemmCase {
   /// What tells operands of the same sizes and types apart: the layout, with the scales of 8 bits ("tn rows fast"), or how the weight is
   /// quantised ("int4/128", "int4/k zeros").
   std::string operands() const {
-    if (has_8_bits(problem)) return layout() + " " + name_of(scales) + (problem.fast_accum ? " fast" : "");
+    if (has_8_bits(problem) && !quantised()) return layout() + " " + name_of(scales) + (problem.fast_accum ? " fast" : "");
     if (!quantised()) return layout();
     std::string const group = problem.group_size > 0 ? std::to_string(problem.group_size) : std::string("k");
     return std::string(name_of(problem.b_format)) + "/" + group + (problem.has_zeros ? " zeros" : "");
@@ -116,7 +116,8 @@ inline void set_alignments(GemmProblem* p, int64_t d_columns) {
 class GemmSets {
  public:
   /// @param count 0: enough to pass three L2s' worth of bytes between two uses of a set
-  /// @param all_dense of a quantised B, whether every set has its 16-bit form too, for a baseline; else only the first, for the reference
+  /// @param all_dense of a quantised B, whether every set has its 16-bit form too, for a baseline; else only the first, for the reference.
+  /// Beside an A of 8 bits it has none.
   GemmSets(Arena& arena, GemmCase const& c, int64_t l2_bytes, int64_t count, bool all_dense, cudaStream_t stream) {
     GemmProblem const& p = c.problem;
     bool const narrow = has_8_bits(p);
@@ -124,23 +125,26 @@ class GemmSets {
     int64_t const a_count = p.batch * p.m * line, b_count = p.batch * p.n * line;
     int64_t const ab_size = size_of(p.ab_type), dense_bytes = b_count * ab_size;
     DataType const bias_type = narrow ? p.d_type : p.ab_type;
-    int64_t const groups = p.group_size > 0 ? (p.k + p.group_size - 1) / p.group_size : 1, scale_bytes = groups * p.n * ab_size;
+    DataType const scale_type = narrow ? p.d_type : p.ab_type;  // of a quantised B
+    int64_t const groups = p.group_size > 0 ? (p.k + p.group_size - 1) / p.group_size : 1, scale_bytes = groups * p.n * size_of(scale_type);
     d_bytes_ = d_count * size_of(p.d_type);
     int64_t const bytes[] = {a_count * ab_size,
                              c.quantised() ? packed_weight_bytes(p.b_format, p.n, p.k) * p.batch : dense_bytes,
                              c.quantised() ? scale_bytes : c.b_scale_count() * 4,
-                             c.quantised() ? (p.has_zeros ? scale_bytes : 0) : c.a_scale_count() * 4,
+                             c.quantised() && !narrow ? (p.has_zeros ? scale_bytes : 0) : c.a_scale_count() * 4,
                              p.has_c ? d_bytes_ : 0,
                              c.bias ? p.n * size_of(bias_type) : 0,
                              d_bytes_};
     int64_t per_set = 0;
     for (int64_t b : bytes) per_set += round_up(b, kCarveAlignment);
     if (count == 0) count = rotation_sets(per_set, l2_bytes);
-    int64_t const dense_sets = c.quantised() ? (all_dense ? count : 1) : 0, codes_bytes = c.quantised() ? b_count : 0;
+    int64_t const dense_sets = c.quantised() && !narrow ? (all_dense ? count : 1) : 0, codes_bytes = c.quantised() ? b_count : 0;
     int64_t const wide_a = narrow ? p.m * p.k * 4 : 0, wide_b = narrow ? p.n * p.k * 4 : 0;  // for the reference
     arena.reset(count * per_set + dense_sets * round_up(dense_bytes, kCarveAlignment) + round_up(codes_bytes, kCarveAlignment) +
                 round_up(wide_a, kCarveAlignment) + round_up(wide_b, kCarveAlignment));
     uint8_t* codes = static_cast<uint8_t*>(arena.carve(codes_bytes));
+    float* const reference_a = static_cast<float*>(arena.carve(wide_a));
+    float* const reference_b = static_cast<float*>(arena.carve(wide_b));
     for (int64_t i = 0; i < count; ++i) {
       GemmOperands o;
       void* a = arena.carve(bytes[0]);
@@ -181,17 +185,23 @@ class GemmSets {
       if (c.quantised()) {
         float const unit = deviation / 4.6f;  // the deviation of a code
         fill_codes(codes, b_count, seed + 1, stream);
-        fill_uniform(scales, p.ab_type, groups * p.n, 0.5f * unit, 1.5f * unit, seed + 4, stream);
+        fill_uniform(scales, scale_type, groups * p.n, 0.5f * unit, 1.5f * unit, seed + 4, stream);
         if (p.has_zeros) fill_uniform(zeros, p.ab_type, groups * p.n, 6.0f, 10.0f, seed + 5, stream);
         check(pack_weight(p.b_format, codes, p.n, p.k, p.k, b, stream), "pack_weight");
         o.b_scales = scales;
+        o.b_scales_type = scale_type;
         o.b_zeros = p.has_zeros ? zeros : nullptr;
         o.ld_scales = o.ld_zeros = p.n;
         if (i < dense_sets) {
           void* w = arena.carve(dense_bytes);
-          dequantise_codes(codes, scales, o.b_zeros, p.group_size, p.n, p.k, p.ab_type, w, stream);
+          dequantise_codes(codes, scales, o.b_zeros, p.group_size, p.n, p.k, p.ab_type, p.ab_type, w, stream);
           dense.b = w;
           dense_.push_back(dense);
+        }
+        if (narrow) {
+          fill_uniform(zeros, DataType::kF32, c.a_scale_count(), 0.5f * c.a_unit(), 1.5f * c.a_unit(), seed + 5, stream);
+          o.a_scale = c.a_scales(zeros);
+          if (i == 0) dequantise_codes(codes, scales, nullptr, p.group_size, p.n, p.k, scale_type, DataType::kF32, reference_b, stream);
         }
       } else {
         fill_normal(b, p.ab_type, b_count, narrow ? code_deviation(p.ab_type) : deviation, seed + 1, stream);
@@ -206,15 +216,13 @@ class GemmSets {
       }
       sets_.push_back(o);
     }
-    reference_ = dense_.front();
+    reference_ = dense_.empty() ? sets_.front() : dense_.front();
     if (narrow) {
-      float* const a = static_cast<float*>(arena.carve(wide_a));
-      float* const b = static_cast<float*>(arena.carve(wide_b));
       GemmOperands const& o = sets_.front();
-      dequantise_lines({o.a, p.ab_type, o.lda, o.a_scale, 1}, p.m, p.k, a, stream);
-      dequantise_lines({o.b, p.ab_type, o.ldb, o.b_scale, kScaleBlock}, p.n, p.k, b, stream);
-      reference_.a = a;
-      reference_.b = b;
+      dequantise_lines({o.a, p.ab_type, o.lda, o.a_scale, 1}, p.m, p.k, reference_a, stream);
+      if (!c.quantised()) dequantise_lines({o.b, p.ab_type, o.ldb, o.b_scale, kScaleBlock}, p.n, p.k, reference_b, stream);
+      reference_.a = reference_a;
+      reference_.b = reference_b;
       reference_.lda = reference_.ldb = p.k;
       reference_.a_scale = reference_.b_scale = {};
     }

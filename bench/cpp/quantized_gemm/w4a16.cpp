@@ -1,8 +1,9 @@
-// bench/w4a16: any kernel of the registry on any problem with 4-bit weights, checked against a reference, then timed beside cuBLAS on the
-// same weights in 16 bits.
+// bench/w4a16: any kernel of the registry on any problem with 4-bit weights, checked against a reference, then timed: with 16-bit
+// activations beside cuBLAS on the same weights in 16 bits.
 //
 //   bench/w4a16 --m 1:64:x2 --n 4096 --k 4096 --dtype f16,bf16 --baseline cublas           what plan_gemm chooses
 //   bench/w4a16 --m 16 --n 28672 --k 4096 --group-size 32,128,-1 --zeros --all-launches    every kernel and launch
+//   bench/w4a16 --m 64:4096:x2 --n 28672 --k 4096 --dtype e4m3,s8                          activations of 8 bits
 //   bench/w4a16 --list --kernel 'w4a16_sm90_bf16_*'
 //
 // The reference multiplies by weights that the benchmark dequantises itself, from the codes before they are packed.
@@ -20,7 +21,7 @@ std::vector<Option> options() {
       {"m", "INTS", "1", "rows of A and D"},
       {"n", "INTS", "4096", "rows of W (gated: gate and up together), a multiple of 8"},
       {"k", "INTS", "4096", "reduction, a multiple of 8"},
-      {"dtype", "LIST", "f16", "f16, bf16: A, D and the scales"},
+      {"dtype", "LIST", "f16", "f16, bf16: A, D and the scales; e4m3, s8: A, with a scale for each row"},
       {"group-size", "INTS", "128", "columns of W that share a scale: a power of two from 32 on, or -1: all"},
       {"zeros", nullptr, nullptr, "with zero points (else 8 everywhere)"},
       {"format", "LIST", "int4", "int4: what a code stands for"},
@@ -57,7 +58,8 @@ std::vector<GemmCase> cases_of(Arguments const& arguments) {
               GemmCase c;
               GemmProblem& p = c.problem;
               p.m = m, p.n = n, p.k = k;
-              p.ab_type = p.d_type = parse_type(dtype);
+              p.ab_type = parse_type(dtype, {DataType::kF16, DataType::kBF16, DataType::kE4M3, DataType::kS8});
+              p.d_type = is_8_bits(p.ab_type) ? DataType::kBF16 : p.ab_type;
               p.b_format = parse_format(format);
               p.group_size = group_of(group_size, k);
               p.has_zeros = arguments.given("zeros");
@@ -82,5 +84,5 @@ std::vector<GemmCase> cases_of(Arguments const& arguments) {
 
 int main(int argc, char** argv) {
   using namespace minfer::bench;
-  return bench_main({"w4a16", {"w4a16"}, kUsage, options(), 14, cases_of}, argc, argv);
+  return bench_main({"w4a16", {"w4a16", "w4a8"}, kUsage, options(), 14, cases_of}, argc, argv);
 }

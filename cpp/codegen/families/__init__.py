@@ -10,6 +10,7 @@ from codegen.families.grouped_quantized_gemm import GroupedQuantizedGemmKernel
 from codegen.families.grouped_scaled_gemm import GroupedScaledGemmKernel
 from codegen.families.norm_gemm import NormGemmKernel
 from codegen.families.quantized_gemm import QuantizedGemmKernel
+from codegen.families.quantized_scaled_gemm import W4A8Kernel
 from codegen.families.scaled_gemm import ScaledGemmKernel
 
 # By the name that a table gives its family.
@@ -17,6 +18,6 @@ FAMILIES = {
     family.FAMILY: family
     for family in (
         *(AttentionKernel, FusedKernel, GemmKernel, GroupedGemmKernel, GroupedQuantizedGemmKernel, NormGemmKernel, QuantizedGemmKernel),
-        *(GroupedScaledGemmKernel, ScaledGemmKernel),
+        *(GroupedScaledGemmKernel, ScaledGemmKernel, W4A8Kernel),
     )
 }

@@ -21,11 +21,11 @@ from codegen.kernel import Kernel, shape_name
 from codegen.row import Row
 
 COMMON_FIELDS = {"arch", "elements", "tile", "schedule", "stages", "ctas_per_sm", "note"}
-FIELDS = {"sm90": COMMON_FIELDS | {"swap", "token_step", "consumers", "least_group"}, "sm80": COMMON_FIELDS}
+FIELDS = {"sm90": COMMON_FIELDS | {"swap", "token_step", "consumers", "least_group", "cluster"}, "sm80": COMMON_FIELDS}
 MAX_ACCUMULATORS = 128  # fp32 a thread, beside the sums of one block of 64 rows
 TILES_BYTES = 6656  # what experts and barriers need: expert_tiles.cuh, 512 experts
 SCALE_BLOCK = 128  # of k
-WEIGHT_SCALES = 4  # of a line of a stage, with padding
+WEIGHT_SCALES, TMA_SCALES = 4, 96  # of a line of a stage beside those of its tokens; with padding: TMA writes to whole 128 bytes
 WARPS = 4  # of a warpgroup
 STAGING_ALIGNMENT = 1024
 BLOCK_ROWS, STAGED_COLUMNS = 64, 64  # of an MMA; of a block, staged together
@@ -64,7 +64,7 @@ class GroupedScaledGemmKernel(GroupedGemmKernel):
 
     def constants(self) -> list[str]:
         swap = f"static constexpr bool kSwap = {'true' if self.swap else 'false'};"
-        steps = f"static constexpr int kTokenStep = {self.token_step}, kStagedTokens = {self.staged_tokens};"
+        steps = f"static constexpr int kTokenStep = {self.token_step}, kStagedTokens = {self.staged_tokens}, kCluster = {self.cluster[1]};"
         return super().constants() + [swap, steps, f"static constexpr int kLeastGroup = {self.group_multiple};"]
 
 
@@ -73,7 +73,8 @@ def _expand_sm90(row: Row) -> dict:
     tile_m, tile_n, tile_k = tile
     swap = row.one_of("swap", (True, False), False)
     tokens, weight_rows = (tile_n, tile_m) if swap else (tile_m, tile_n)
-    consumers = row.one_of("consumers", (1, 2), 2)
+    consumers, cluster = row.one_of("consumers", (1, 2), 2), row.one_of("cluster", (1, 2), 1)
+    row.require(cluster == 1 or (not swap and ctas_per_sm == 1), "cluster", "is of kernels whose rows are tokens, one CTA an SM")
     row.require(tile_m % (64 * consumers) == 0, "tile", "tile_m must be a multiple of 64 rows a warpgroup")
     row.require(tile_k % SWIZZLE_ROW_BYTES == 0, "tile", f"tile_k must fill whole swizzle rows of {SWIZZLE_ROW_BYTES} bytes")
     group = row.one_of("least_group", (32, 64, 128), 32)
@@ -89,7 +90,9 @@ def _expand_sm90(row: Row) -> dict:
     row.require(accumulators <= MAX_ACCUMULATORS, "tile", rule)
     staged = min(tile_n, STAGED_TOKENS if rows <= 64 else STAGED_TOKENS // 2) if swap else BLOCK_ROWS
     staging = round_up(staged * (scaled if swap else STAGED_COLUMNS) * OUTPUT_BYTES, 1024)
-    stage = (tile_m + tile_n) * tile_k + tile_k // SWIZZLE_ROW_BYTES * (SCALE_BLOCK // group * tokens + WEIGHT_SCALES) * 4
+    row.require(cluster == 1 or group == SCALE_BLOCK, "least_group", f"must be {SCALE_BLOCK} in clusters, whose scales come by TMA")
+    scales = SCALE_BLOCK // group * tokens + (WEIGHT_SCALES if cluster == 1 else TMA_SCALES)
+    stage = (tile_m + tile_n) * tile_k + tile_k // SWIZZLE_ROW_BYTES * scales * 4
     # Scales and bias of a warpgroup's lines; swapped, magnitudes of its outputs.
     lines = 4 * (2 * scaled + (tokens + WARPS * staged if swap else rows))
     fixed = consumers * (staging + lines) + TILES_BYTES + 4 * tokens
@@ -101,7 +104,7 @@ def _expand_sm90(row: Row) -> dict:
     smem = min(round_up(stages * stage + fixed, SM90_SMEM_ALIGNMENT), limit)
     threads = 128 * (consumers + 1)
     sizes = dict(tile=tile, token_step=step, stages=stages, threads=threads, smem_bytes=smem, ctas_per_sm=ctas_per_sm)
-    return dict(arch=90, swap=swap, staged_tokens=staged, group_multiple=group, **sizes)
+    return dict(arch=90, swap=swap, staged_tokens=staged, group_multiple=group, cluster=(1, cluster, 1), **sizes)
 
 
 def _expand_sm80(row: Row) -> dict:

@@ -16,7 +16,7 @@ namespace minfer {
 /// (at most 16) in bytes that divides the operand's pointer and each of its strides. TMA needs 16.
 struct GemmProblem {
   int64_t m = 0, n = 0, k = 0, batch = 1;  // n counts B's columns, so a gated D has n / 2
-  DataType ab_type = DataType::kF16;       // A and B
+  DataType ab_type = DataType::kF16;       // A, and B where it is not quantised
   DataType d_type = DataType::kF16;        // ab_type or kF32
   bool d_fp8 = false;                      // D holds e4m3 codes of values / d_scale, a byte each, whatever d_type is
   // Operands of 8 bits, e4m3 or s8: d_type is kF16, kBF16 or kF32, and c and bias are of it or float32 (of a D of kF32 or codes: or bf16).
@@ -58,8 +58,9 @@ struct GemmOperands {
   int32_t const* a_zero = nullptr;  // s8: zero points of A's rows, or null: 0; then also the sums of B's columns
   int64_t a_zero_stride = 0;        // 0: one for all rows
   int32_t const* b_sums = nullptr;
-  void const* b_scales = nullptr;  // quantised B: [k / group_size, n] of A's type, leading dimension ld_scales; b is packed then
-  void const* b_zeros = nullptr;   // likewise, or null: 8
+  void const* b_scales = nullptr;            // quantised B: [k / group_size, n], leading dimension ld_scales; b is packed then
+  DataType b_scales_type = DataType::kBF16;  // beside an A of 8 bits: kF16 or kBF16; else the 16-bit scales are of A's type
+  void const* b_zeros = nullptr;             // likewise, or null: 8
   int64_t ld_scales = 0, ld_zeros = 0;
   bool b_is_constant =
       false;  // quantised B: nothing that still runs writes b, b_scales or b_zeros, so they may be read before the launch's turn
@@ -154,8 +155,11 @@ Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device
 /// Bytes of an element of D.
 inline int64_t d_element_bytes(GemmProblem const& problem) { return problem.d_fp8 ? 1 : problem.d_int32 ? 4 : size_of(problem.d_type); }
 
-/// Whether A and B are of 8 bits.
+/// Whether A is of 8 bits, and B, unless its weights are quantised.
 inline bool has_8_bits(GemmProblem const& problem) { return problem.ab_type == DataType::kE4M3 || problem.ab_type == DataType::kS8; }
+
+/// Whether the time of its launches follows from the model of dense GEMM: also that of quantised weights beside an A of 8 bits.
+inline bool has_dense_model(GemmProblem const& problem) { return problem.b_format == WeightFormat::kDense || has_8_bits(problem); }
 
 /// Bytes that a launch must move: A, B as it is stored (packed codes, scales and zero points), C where it is read, and D.
 double gemm_bytes(GemmProblem const& problem);

@@ -34,6 +34,7 @@ Status dequantize_weight(QuantizedWeight const& weight, DataType type, void* out
 GemmProblem dequantized(GemmProblem const& problem);
 
 /// Whether dequantize_weight and a dense GEMM are predicted to be faster than the best kernel for `problem`, or none reads its format.
+/// Not beside activations of 8 bits.
 Status dequantize_first(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, bool* first);
 
 /// Predicted time of dequantize_weight for the problem's weight, in us.

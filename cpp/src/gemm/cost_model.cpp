@@ -1,4 +1,4 @@
-// The analytic cost model of dense GEMM. A launch takes
+// The analytic cost model of dense GEMM, and of GEMM with activations of 8 bits and int4 weights. A launch takes
 //   start + the busiest worker's k tiles and tiles, or HBM traffic + exposed epilogue + fix-up of partials
 // in us. A k tile's time is that of its MMAs on an SM of its own, or of all SMs together, which power holds to less, or that of its bytes'
 // latency over the ring's stages; L2's bandwidth did not show in the fit beside these, in the order of tiles that the plan chooses. Kernels
@@ -62,10 +62,22 @@ constexpr double kNarrowUs = 0.005;
 
 constexpr double kMostStages = 12;  // of kernels whose launches choose the tiles' columns
 
+/// Bytes of a weight's number; scales of groups are a few more.
+double weight_bytes(KernelInfo const& kernel) {
+  return kernel.b_format == WeightFormat::kDense ? size_of(kernel.ab_type) : bits_of(kernel.b_format) / 8.0;
+}
+
+/// Bytes of a stage of tiles of `tile_n` columns. Those of a quantised weight are the rows, and have a line of scales.
+int64_t stage_bytes(KernelInfo const& kernel, int32_t tile_n) {
+  int64_t const line = kernel.tile_k * int64_t(size_of(kernel.ab_type));
+  if (kernel.b_format == WeightFormat::kDense) return (kernel.tile_m + tile_n) * line;
+  return int64_t(kernel.tile_m * kernel.tile_k * weight_bytes(kernel)) + tile_n * line + 1024;
+}
+
 /// Stages of a ring: narrow tiles in a kernel for wider ones have more.
 double stages_of(KernelInfo const& kernel, int32_t tile_n) {
   if (kernel.column_step == 0) return std::max(1, kernel.stages);
-  return std::min(kMostStages, double(kernel.stages) * (kernel.tile_m + kernel.tile_n) / (kernel.tile_m + tile_n));
+  return std::min(kMostStages, double(kernel.stages) * double(stage_bytes(kernel, kernel.tile_n)) / double(stage_bytes(kernel, tile_n)));
 }
 
 }  // namespace
@@ -122,8 +134,8 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   int const sharing = pingpong_ ? 1 : kernel.threads / 128 - 1;
   most_cluster_splits_ = 0;
   if (!portable_ && size_of(problem.ab_type) == 1 && kernel.column_step > 0 && cluster_ == 1 && kernel.tile_m == 64 * sharing) {
-    int64_t const line = kernel.tile_k * int64_t(size_of(problem.ab_type)), stage = (kernel.tile_m + tile_n) * line;
-    int64_t const ring = kernel.stages * (kernel.tile_m + kernel.tile_n) * line, partial = 4 * int64_t(kernel.tile_m) * tile_n;
+    int64_t const stage = stage_bytes(kernel, tile_n), ring = kernel.stages * stage_bytes(kernel, kernel.tile_n);
+    int64_t const partial = 4 * int64_t(kernel.tile_m) * tile_n;
     for (int32_t splits = 2; splits <= kMostClusterSplits; splits *= 2) {
       if (fits_cluster(tiles_, splits, device, ring, stage, partial)) most_cluster_splits_ = splits;
     }
@@ -155,11 +167,12 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
                  factors_.epilogue;
   partial_us_ = 4.0 * tile_values / (r.fixup_bytes * rate) * (pingpong_ ? r.fixup_pingpong : 1.0);
   tile_us_ = (pingpong_ ? r.tile_pingpong : r.tile) * factors_.tile;
-  double const bytes = problem.batch * (element * (double(rows) + columns) * problem.k +
+  double const row_element = kernel.swap ? weight_bytes(kernel) : element;
+  double const bytes = problem.batch * ((row_element * double(rows) + element * double(columns)) * problem.k +
                                         double(rows) * columns * (d_bytes + (problem.has_c ? r.c_bytes * stored : 0.0)));
   bytes_us_ = bytes / (r.bandwidth * scaled.memory_scale) * factors_.bytes;
   // Workers of stream-K reach the tiles of a row at different times: what L2 does not hold of all rows by then is read for each.
-  double const row_bytes = element * problem.batch * double(rows) * problem.k;
+  double const row_bytes = row_element * problem.batch * double(rows) * problem.k;
   reread_us_ =
       std::max(0.0, row_bytes - double(device.l2_bytes)) * (double(tiles_n_) - 1.0) / (r.bandwidth * scaled.memory_scale) * factors_.bytes;
   start_us_ = r.start + r.cluster * std::log2(cluster_);
@@ -248,7 +261,7 @@ double TileCost::least_us() const {
 double predict_us(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device,
                   ScaledModel const& scaled) {
   if (problem.m == 0 || problem.n == 0 || problem.batch == 0) return 0.0;  // nothing is launched
-  if (problem.b_format != WeightFormat::kDense) return w4a16::predict_us(kernel, problem, launch, device, scaled);
+  if (!has_dense_model(problem)) return w4a16::predict_us(kernel, problem, launch, device, scaled);
   return TileCost(kernel, problem, tile_columns(kernel, launch), device, scaled).us(launch);
 }
 

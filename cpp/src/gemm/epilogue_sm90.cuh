@@ -47,7 +47,8 @@ struct ScaledEpilogueSm90Params : EpilogueSm90Params, ScaledOutput {};
 template <class Config>
 struct EpilogueSm90 {
   static constexpr bool kScaled = size_of(Config::kType) == 1;
-  static constexpr bool kSwapsPairs = Config::kType == DataType::kE4M3;  // of accumulators, in 8-byte accesses (mainloop_columns_sm90.cuh)
+  // Of accumulators, in 8-byte accesses (mainloop_columns_sm90.cuh), where sums of 8-bit numbers are added up.
+  static constexpr bool kSwapsPairs = Config::kType == DataType::kE4M3 || (kScaled && Config::kFormat != WeightFormat::kDense);
   using Params = cute::conditional_t<kScaled, ScaledEpilogueSm90Params, EpilogueSm90Params>;
   using Element = cute::conditional_t<kScaled, AnyFloat16, Float16<kScaled ? DataType::kF16 : Config::kType>>;
 

@@ -27,21 +27,14 @@ using CollectiveMainloopColumnsSm90 = cutlass::gemm::collective::CollectiveMma<
     cute::Stride<int64_t, cute::_1, int64_t>, void, cute::SM90_TMA_LOAD, void, void, cute::identity, cute::SM90_TMA_LOAD, void, void,
     cute::identity>;
 
-/// The partials that a tile's owner receives where the splits of each tile are launched as a cluster; else 0.
-inline int32_t cluster_partials(TileSchedulerParams const& schedule, DeviceProperties const& device, int32_t ring_bytes,
-                                int32_t stage_bytes, int32_t partial_bytes) {
-  bool const at_once = schedule.stream_tiles == 0 && schedule.workers == schedule.tiles() * schedule.splits;
-  bool const fits = at_once && fits_cluster(schedule.tiles(), schedule.splits, device, ring_bytes, stage_bytes, partial_bytes);
-  return fits ? schedule.splits - 1 : 0;
-}
-
 template <class Config>
 struct GemmColumnsSm90
     : GemmKernelSm90<
           CollectiveMainloopColumnsSm90<Config>, EpilogueSm90<Config>,
           SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
                                  CollectiveMainloopColumnsSm90<Config>::kValues, CollectiveMainloopColumnsSm90<Config>::kBlockValues,
-                                 Config::kType == DataType::kE4M3, CollectiveMainloopColumnsSm90<Config>::kSplitsByCluster>> {
+                                 SplitTileOptions{.swaps_pairs = Config::kType == DataType::kE4M3,
+                                                  .splits_by_cluster = CollectiveMainloopColumnsSm90<Config>::kSplitsByCluster}>> {
   static_assert(GemmColumnsSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 

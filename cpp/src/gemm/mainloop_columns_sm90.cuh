@@ -35,6 +35,7 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/gemm/collective/collective_mma_decl.hpp"
 #include "cutlass/gemm/dispatch_policy.hpp"
+#include "gemm/runtime_ring.cuh"
 #include "gemm/weight_scales_sm90.cuh"
 #include "gemm/wgmma_sm90.cuh"
 #include "minfer/types.h"
@@ -50,29 +51,6 @@ struct MainloopSm90TmaColumns {
   using ArchTag = cutlass::arch::Sm90;
   using Schedule = cute::conditional_t<Config::kSchedule == minfer::Schedule::kCooperative,
                                        cutlass::gemm::KernelTmaWarpSpecializedCooperative, cutlass::gemm::KernelTmaWarpSpecializedPingpong>;
-};
-
-/// Where a thread stands in a ring of stages whose number is known at run time (common/ring.cuh has the constant ones).
-struct RuntimeRing {
-  int index = 0;       // of the stage
-  uint32_t phase = 0;  // parity to wait for
-  int stages = 1;
-
-  CUTLASS_DEVICE void advance() {
-    if (++index == stages) {
-      index = 0;
-      phase ^= 1;
-    }
-  }
-  CUTLASS_DEVICE void advance(int count) {
-    int const at = index + count, rounds = at / stages;
-    index = at - rounds * stages;
-    phase ^= rounds & 1;
-  }
-  /// By a few stages, which a division would take longer than.
-  CUTLASS_DEVICE void advance_few(int count) {
-    for (index += count; index >= stages; index -= stages) phase ^= 1;
-  }
 };
 
 }  // namespace minfer::gemm

@@ -21,7 +21,7 @@ constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;  // tile coordinates ar
 
 /// Whether plan_gemm chooses from the kernel's family.
 bool is_gemm(KernelInfo const& kernel) {
-  for (char const* family : {"gemm", "scaled_gemm", "w4a16"}) {
+  for (char const* family : {"gemm", "scaled_gemm", "w4a16", "w4a8"}) {
     if (std::strcmp(kernel.family, family) == 0) return true;
   }
   return false;
@@ -95,6 +95,11 @@ Status check(GemmProblem const& p) {
                                            : "0 (all of k) or a power of two from 32 on",
                              p.group_size);
     }
+    bool const in_groups = p.group_size == 0 || p.group_size >= p.k || p.group_size % 128 == 0;
+    if (narrow && (p.b_format != WeightFormat::kInt4 || p.has_zeros || !in_groups || p.block_scaled || p.fast_accum || p.d_int32)) {
+      return Status::failure(StatusCode::kInvalidArgument,
+                             "beside an A of 8 bits, quantised weights must be int4 without zero points, in groups of a multiple of 128");
+    }
     if (p.n % 8 != 0 || p.k % 8 != 0 || p.batch != 1) {
       return Status::failure(StatusCode::kInvalidArgument,
                              "quantised weights need n and k to be multiples of 8 and batch 1, got %lld, %lld, %lld", (long long)p.n,
@@ -165,8 +170,8 @@ void choose_order(KernelInfo const& kernel, GemmProblem const& problem, DevicePr
   TileSchedulerParams const schedule = schedule_of(kernel, problem, *launch, device);
   int64_t const tiles_m = schedule.tiles_m, tiles_n = schedule.tiles_n;
   if (tiles_m <= 1 || tiles_n <= 1) return;
-  // In lines of 16-bit operands; those of a quantised weight count by its bits.
-  double const weight = kernel.b_format == WeightFormat::kDense ? 1.0 : bits_of(kernel.b_format) / 16.0;
+  // In lines of A; those of a quantised weight count by its bits.
+  double const weight = kernel.b_format == WeightFormat::kDense ? 1.0 : bits_of(kernel.b_format) / (8.0 * size_of(kernel.ab_type));
   double const rows = (kernel.swap ? weight : 1.0) * kernel.tile_m * kernel.cluster_m,
                columns = (kernel.swap ? 1.0 : weight) * tile_columns(kernel, *launch) * kernel.cluster_n;
   int64_t const workers = std::min<int64_t>(resident_workers(kernel, device), tiles_m * tiles_n);
@@ -195,7 +200,7 @@ constexpr int kSplits[] = {2, 3, 4, 5, 6, 7, 8, 10, 12, 16};
 enum class Orders {
   kChosen,
   kAll,    // each that makes another schedule, the chosen one first
-  kLater,  // dense, where no prediction depends on the order: none is chosen yet
+  kLater,  // of has_dense_model, where no prediction depends on the order: none is chosen yet
 };
 
 /// Which launches are candidates.
@@ -303,7 +308,7 @@ struct Copies {
 template <class Visit>
 void for_each_prediction(KernelInfo const& kernel, GemmProblem const& problem, Copies const& copies, DeviceProperties const& device,
                          ScaledModel const& model, Candidates const& candidates, double const& bound_us, Visit&& visit) {
-  bool const empty = problem.m == 0 || problem.n == 0 || problem.batch == 0, dense = problem.b_format == WeightFormat::kDense;
+  bool const empty = problem.m == 0 || problem.n == 0 || problem.batch == 0, dense = has_dense_model(problem);
   for_each_width(kernel, problem, [&](int32_t tile_n) {
     GemmLaunch widest;
     widest.columns = kernel.column_step > 0 ? tile_n : 0;
@@ -421,7 +426,7 @@ struct Pick {
 /// The candidate with the least predicted time.
 Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, Candidates candidates) {
   Pick best;
-  if (problem.b_format == WeightFormat::kDense) candidates.orders = Orders::kLater;
+  if (has_dense_model(problem)) candidates.orders = Orders::kLater;
   for_each_candidate(problem, device, options, candidates, best.us, [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
     ++best.candidates;
     if (best.kernel != nullptr && us >= best.us) return;

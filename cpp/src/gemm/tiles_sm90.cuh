@@ -34,12 +34,19 @@ struct SwappedPairs {
   CUTLASS_DEVICE float operator()(int i) const { return of(i ^ 1); }
 };
 
+/// What some kernels ask of their tile scheduler.
+struct SplitTileOptions {
+  bool swaps_pairs = false;  // partials hold SwappedPairs
+  bool splits_by_cluster =
+      false;                  // a launch may have the splits of each tile as a cluster's CTAs, each with that one item; the last owns it
+  bool rereads_rank = false;  // of a CTA in its cluster: there is no register to keep it in over a mainloop
+};
+
 /// kRowGroups: consumer warpgroups that share a tile. kValues: accumulators of a thread. kBlockValues: of a block of 64 rows, where the
-/// launch chooses how many of them a tile has. kSplitsByCluster: a launch may have the splits of each tile as the CTAs of a cluster, each
-/// with that one item; the last of them owns the tile.
-template <int kClusterM, int kClusterN, int kRowGroups, int kValues, int kBlockValues = 0, bool kSwapsPairs = false,
-          bool kSplitsByCluster = false>
+/// launch chooses how many of them a tile has.
+template <int kClusterM, int kClusterN, int kRowGroups, int kValues, int kBlockValues = 0, SplitTileOptions kOptions = SplitTileOptions{}>
 struct SplitTileSchedulerSm90 {
+  static constexpr bool kSwapsPairs = kOptions.swaps_pairs, kSplitsByCluster = kOptions.splits_by_cluster;
   static constexpr int kCluster = kClusterM * kClusterN;
   static constexpr bool kTileInSharedMemory = false;
   static_assert(!kSplitsByCluster || (kCluster == 1 && kBlockValues == kValues));
@@ -82,11 +89,11 @@ struct SplitTileSchedulerSm90 {
     /// Read where a role's walk begins: kept from the start on, it is spilled where roles have few registers.
     CUTLASS_DEVICE int worker() const { return reread_block_index() / kClusterM; }
     CUTLASS_DEVICE int thread_in_warpgroup() const { return thread; }
+    /// With the rank, which locate() leaves out where it is read again.
+    CUTLASS_DEVICE Location in_cluster() const { return kOptions.rereads_rank ? with_rank(thread) : *this; }
   };
   static CUTLASS_DEVICE Location locate(int thread) {
-    int const in_warpgroup = thread % 128;
-    uint32_t const rank = kCluster > 1 ? cute::block_rank_in_cluster() : 0;  // a cluster of splits is none of tiles
-    return {in_warpgroup, rank, int(rank) % kClusterM, int(rank) / kClusterM};
+    return kOptions.rereads_rank ? Location{thread % 128, 0, 0, 0} : with_rank(thread % 128);
   }
   /// The CTA's threads synchronise, in a cluster with the threads of the other CTAs, whose barriers they signal.
   static CUTLASS_DEVICE void initialize(Params const& params, SharedStorage&, int) {
@@ -110,11 +117,19 @@ struct SplitTileSchedulerSm90 {
     CUTLASS_DEVICE int l() const { return cluster_tile.l; }
   };
 
+  /// thread: in its warpgroup.
+  static CUTLASS_DEVICE Location with_rank(int thread) {
+    uint32_t const rank = kCluster > 1 ? cute::block_rank_in_cluster() : 0;  // a cluster of splits is none of tiles
+    return {thread, rank, int(rank) % kClusterM, int(rank) / kClusterM};
+  }
+
   class WorkItems : public StaticWorkItems {
    public:
     CUTLASS_DEVICE WorkItems(Params const& params, SharedStorage& storage, Location const& at)
         : StaticWorkItems(params.schedule, at.worker()), params_(params), storage_(storage), at_(at) {}
-    CUTLASS_DEVICE Tile tile(WorkItem const& item) const { return {TileScheduler::coordinate(params_.schedule, item.tile), at_}; }
+    CUTLASS_DEVICE Tile tile(WorkItem const& item) const {
+      return {TileScheduler::coordinate(params_.schedule, item.tile), at_.in_cluster()};
+    }
 
     /// Publishes the partial of a split that does not own its tile; for the owner adds the others' and stores. Returns whether there may be
     /// another item.
@@ -133,7 +148,7 @@ struct SplitTileSchedulerSm90 {
         }
       }
       // Partial slots hold the cluster's CTAs, and a CTA's warpgroups, one after the other.
-      auto const partial_slot = [&](int slot) { return (slot * kCluster + int(at_.rank)) * kRowGroups + row_group; };
+      auto const partial_slot = [&](int slot) { return (slot * kCluster + int(at_.in_cluster().rank)) * kRowGroups + row_group; };
       auto const fixup_of = [&](auto& fragment) { return Reduction::fixup(params_.split, item, partial_slot, fragment, thread, barrier); };
       SwappedPairs<Accumulator> swapped{accumulator};
       bool whole;

@@ -20,6 +20,13 @@ CUTLASS_DEVICE void multiply(uint64_t a, uint64_t b, Sum* accumulators, cute::GM
   Op::fma(a, b, accumulators[kAt]..., keep);
 }
 
+/// The same with A in registers, in the order of the instruction's fragments.
+template <class Op, class Sum, int... kAt>
+CUTLASS_DEVICE void multiply(uint32_t const* a, uint64_t b, Sum* accumulators, cute::GMMA::ScaleOut keep,
+                             std::integer_sequence<int, kAt...>) {
+  Op::fma(a[0], a[1], a[2], a[3], b, accumulators[kAt]..., keep);
+}
+
 /// The descriptor of an operand in such lines, along k or along its rows, 8 lines after each other. Only its low word depends on where they
 /// are, in units of 16 bytes: addresses are added there, without a carry, in uniform registers.
 CUTLASS_DEVICE uint64_t descriptor_of(uint32_t low) {

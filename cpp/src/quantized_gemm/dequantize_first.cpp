@@ -31,7 +31,7 @@ double dequantize_us(GemmProblem const& problem, DeviceProperties const& device)
 
 Status dequantize_first(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOptions const& options, bool* first) {
   *first = false;
-  if (problem.b_format == WeightFormat::kDense || problem.k == 0) return Status::success();
+  if (problem.b_format == WeightFormat::kDense || has_8_bits(problem) || problem.k == 0) return Status::success();
   GemmPlan fused, dense;
   Status const fused_status = plan_gemm(problem, device, options, &fused);
   if (fused_status.ok() && problem.m < kMinTokens) return fused_status;

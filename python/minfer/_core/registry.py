@@ -28,7 +28,8 @@ def kernels(family: str = "gemm") -> tuple[dict[str, Any], ...]:
     """Every kernel configuration of a family in table order, with ``compiled`` saying whether this build has code for it.
 
     Args:
-      family: "attention", "fused", "gemm", "moe", "moe_scaled", "moe_w4a16", "norm_gemm", "scaled_gemm" or "w4a16"; "" is all of them.
+      family: "attention", "fused", "gemm", "moe", "moe_scaled", "moe_w4a16", "norm_gemm", "scaled_gemm", "w4a16" or "w4a8"; ""
+        is all of them.
 
     Raises:
       ValueError: there is no such family.

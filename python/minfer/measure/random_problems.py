@@ -9,12 +9,12 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..planning.plan import DTYPE_NAMES, LAYOUTS, NARROW_NAMES, Problem, ScaledProblem, W4Problem
+from ..planning.plan import DTYPE_NAMES, LAYOUTS, NARROW_NAMES, Problem, ScaledProblem, W4A8Problem, W4Problem
 
 MOST_BYTES = 10**9  # of A, B, C and D of a 16-bit problem together
 MOST_FLOPS = 1.5e12  # some 2 ms on an H200
@@ -112,14 +112,34 @@ def scaled_layers(seed: int) -> Iterator[ScaledProblem]:
         yield ScaledProblem(*sizes, dtype=dtype, block_scaled=index % 2 == 0)
 
 
-def calibration(seed: int) -> Iterator[Problem | W4Problem | ScaledProblem]:
+def w4a8(seed: int, index: int, dtype: torch.dtype) -> W4A8Problem:
+    """m in 16 to 8192; n, k multiples of 128 in 256 to 32768; groups of 128."""
+    rng = random.Random(f"w4a8/{seed}/{index}")
+
+    def draw() -> tuple[int, int, int]:
+        return log_uniform(rng, 16, MOST_M), log_uniform(rng, 256, 32768, 128), log_uniform(rng, 256, 32768, 128)
+
+    return W4A8Problem(*_first_feasible(rng, False, draw), dtype=dtype)
+
+
+def w4a8_calibration(seed: int) -> Iterator[W4A8Problem]:
+    """Endless problems of 8-bit activations and int4 weights for the fit: of three, one of int8; one of seven is gated."""
+    for index in itertools.count():
+        p = w4a8(seed, index, torch.int8 if index % 3 == 2 else torch.float8_e4m3fn)
+        yield replace(p, gated=index % 7 == 3)
+
+
+def calibration(seed: int) -> Iterator[Problem | W4Problem | ScaledProblem | W4A8Problem]:
     """Endless problems for the fit: of ten, five aligned, one of n and k in multiples of 8, one of any n and k, one gated or float32, two
-    with 4-bit weights, every other one of these int4 in groups of 128. Two of 8-bit operands come after each ten."""
-    of_8_bits = scaled_calibration(seed)
+    with 4-bit weights, every other one of these int4 in groups of 128. After each ten come three of 8-bit operands, one of them of a
+    layer's sizes, and one of 8-bit activations and int4 weights."""
+    of_8_bits, layers, quantised = scaled_calibration(seed), scaled_layers(seed), w4a8_calibration(seed)
     for index in itertools.count():
         kind, turn = index % 10, index // 10
         if kind == 0 and index > 0:
             yield from itertools.islice(of_8_bits, 2)
+            yield next(layers)
+            yield next(quantised)
         if kind < 5:
             yield aligned(seed, index)
         elif kind == 5:

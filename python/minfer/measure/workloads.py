@@ -9,8 +9,8 @@ import torch
 
 from .. import reference
 from ..formats import weight_formats, weight_layout
-from ..planning.plan import Problem, ScaledProblem, W4Problem
-from ..reference import quantized_gemm as reference_w4a16, scaled_gemm as reference_scaled
+from ..planning.plan import Problem, ScaledProblem, W4A8Problem, W4Problem
+from ..reference import quantized_gemm as reference_w4a16, quantized_scaled_gemm as reference_w4a8, scaled_gemm as reference_scaled
 from . import benchmarking
 
 BETA = 0.5  # of dense problems with a C
@@ -205,6 +205,55 @@ class ScaledWorkload:
         return _error(out, truth, truth.to(out.dtype))
 
 
-def workload(problem: Problem | W4Problem | ScaledProblem, device: str = "cuda") -> GemmWorkload | W4Workload | ScaledWorkload:
-    kinds = {W4Problem: W4Workload, ScaledProblem: ScaledWorkload}
+class W4A8Workload:
+    """minfer::w4a8_gemm and w4a8_gemm_gated, with a scale for each row of the activations."""
+
+    def __init__(self, problem: W4A8Problem, device: str = "cuda"):
+        self.problem, self.device = problem, device
+
+    def operands(self) -> Operands:
+        """Random codes, normal of e4m3 and even of int8 and int4, scales near one; c normal; an output d."""
+        problem, device = self.problem, self.device
+        m, n, k = problem.m, problem.n, problem.k
+        a = torch.randint(-127, 128, (m, k), device=device) if problem.dtype == torch.int8 else torch.randn(m, k, device=device).mul_(16.0)
+        scales = torch.rand(weight_layout.groups(k, problem.group_size), n, device=device).add_(0.5)
+        return {
+            "a": a.to(problem.dtype),
+            "a_scale": torch.rand(m, 1, device=device).add_(0.5),
+            "qweight": torch.ops.minfer.w4a16_pack(torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)),
+            "scales": scales.to(problem.out_dtype),
+            "c": torch.randn(m, n, device=device, dtype=problem.out_dtype) if problem.c else None,
+            "d": torch.empty(m, problem.n_out, device=device, dtype=problem.out_dtype),
+        }
+
+    def launcher(self, kernel: str | None = None) -> Launcher:
+        """The operator as a function of one set of operands."""
+        options: dict[str, Any] = {"group_size": self.problem.group_size, "kernel": kernel}
+        if self.problem.gated:
+            gated = torch.ops.minfer.w4a8_gemm_gated.default
+            return lambda x: gated(x["a"], x["a_scale"], x["qweight"], x["scales"], **options)
+        gemm = torch.ops.minfer.w4a8_gemm.out
+        return lambda x: gemm(x["a"], x["a_scale"], x["qweight"], x["scales"], c=x["c"], out=x["d"], **options)
+
+    def torch_contestant(self, sets: list[Operands]) -> tuple[Launcher, list[Operands]] | None:
+        """None: torch has no such product."""
+        return None
+
+    def check(self, kernel: str | None, x: Operands) -> tuple[float, float]:
+        """Relative error of one launch into a NaN-filled output against the reference in float64, and the most it may be."""
+        x["d"].fill_(float("nan"))
+        out = self.launcher(kernel)(x)
+        operands, options = (x["a"].double(), x["a_scale"], x["qweight"], x["scales"]), {"group_size": self.problem.group_size}
+        if self.problem.gated:
+            truth = reference_w4a8.w4a8_gemm_gated(*operands, **options)
+        else:
+            truth = reference_w4a8.w4a8_gemm(*operands, c=x["c"], **options)
+        return _error(out, truth, truth.to(out.dtype))
+
+
+Workload = GemmWorkload | W4Workload | ScaledWorkload | W4A8Workload
+
+
+def workload(problem: Problem | W4Problem | ScaledProblem | W4A8Problem, device: str = "cuda") -> Workload:
+    kinds = {W4Problem: W4Workload, ScaledProblem: ScaledWorkload, W4A8Problem: W4A8Workload}
     return kinds.get(type(problem), GemmWorkload)(problem, device)

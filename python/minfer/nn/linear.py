@@ -10,8 +10,11 @@ from torch import Tensor
 
 from ..checks.common import DTYPES, ValueChecker, check_scalar, is_integer
 from ..checks.quantized_gemm import check_format, check_group_size, check_permutation
+from ..checks.quantized_scaled_gemm import check_usable
 from ..formats import weight_formats, weight_layout
+from ..ops.output_codes import Codes
 from ..ops.quantized_gemm import w4a16_gemm, w8a16_gemm
+from ..ops.quantized_scaled_gemm import w4a8_gemm
 from ..quantize import W4Weight, W8Weight, quantize_w4, quantize_w8
 from .constant_weights import ConstantWeights, is_tracing
 
@@ -219,9 +222,14 @@ class W4Linear(_PackedLinear):
         """Quantises a linear layer; arguments and errors as in :func:`minfer.quantize.quantize_w4`."""
         return cls.from_weight(quantize_w4(linear.weight, group_size, symmetric, format, dtype=dtype, bias=linear.bias))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features], float16 or bfloat16 and of the dtype of 16-bit scales -> [..., out_features]."""
+    def forward(self, x: Tensor | Codes) -> Tensor:
+        """[..., in_features], float16 or bfloat16 and of the dtype of 16-bit scales -> [..., out_features]. Or codes of 8 bits and their
+        scales, as :func:`minfer.quantize_fp8` and norms with ``quant`` return, for :func:`minfer.w4a8_gemm`; ValueError where the weight
+        is none that it takes."""
         qweight, scales, zeros, perm, bias = self._tensors()
+        if isinstance(x, tuple):
+            check_usable("W4Linear of codes", zeros=zeros, perm=perm, w4_format=self.w4_format, group_size=self.group_size)
+            return w4a8_gemm(*x, qweight, scales, group_size=self.group_size, alpha=self.alpha, bias=bias)
         try:
             return w4a16_gemm(
                 x,

@@ -11,6 +11,7 @@ from . import (
     moe_routing,
     norm_gemm,
     quantized_gemm,
+    quantized_scaled_gemm,
     sampling,
     scaled_gemm,
 )
@@ -26,6 +27,7 @@ __all__ = [
     *moe_routing.__all__,
     *norm_gemm.__all__,
     *quantized_gemm.__all__,
+    *quantized_scaled_gemm.__all__,
     *sampling.__all__,
     *scaled_gemm.__all__,
 ]
@@ -43,5 +45,6 @@ from .kv_cache import *
 from .moe_routing import *
 from .norm_gemm import *
 from .quantized_gemm import *
+from .quantized_scaled_gemm import *
 from .sampling import *
 from .scaled_gemm import *

@@ -31,6 +31,7 @@ from .plan import (
     Plan,
     Problem,
     ScaledProblem,
+    W4A8Problem,
     W4Problem,
     enumerate_plans,
     plan_problem,
@@ -42,7 +43,7 @@ DEQUANTIZE = "dequantize"  # the override that writes the weight out in 16 bits,
 _DEQUANTIZED_M = 192  # from so many tokens on that is measured, too
 KINDS = {"gated": {"gated": True}, "f32": {"out_dtype": torch.float32}}  # of measured problems; any other kind is a plain product
 _DTYPES = {name: dtype for dtype, name in (*DTYPE_NAMES.items(), *NARROW_NAMES.items())}
-AnyProblem = Problem | W4Problem | ScaledProblem
+AnyProblem = Problem | W4Problem | ScaledProblem | W4A8Problem
 _ELEMENTS = ("f16", "bf16", "f32", "e4m3", "s8")  # in kernels' names
 
 # ---- the model's table ---------------------------------------------------------------------------------------------------------
@@ -133,6 +134,8 @@ class Measured:
         head: dict[str, Any] = {"own": round(self.own_us, 3), "m": p.m, "n": p.n, "k": p.k, "c": p.c}
         if isinstance(p, W4Problem):
             head |= {"format": p.w4_format, "group_size": p.group_size, "zeros": p.zeros, "gated": p.gated}
+        elif isinstance(p, W4A8Problem):
+            head |= {"activations": NARROW_NAMES[p.dtype], "group_size": p.group_size, "gated": p.gated}
         elif isinstance(p, ScaledProblem):
             head |= {"blocks": p.block_scaled, "fast": p.fast_accum, "gated": p.gated, "out_dtype": DTYPE_NAMES[p.out_dtype]}
         else:
@@ -147,6 +150,8 @@ class Measured:
         if "format" in found:
             quantised = {name: found[name] for name in ("group_size", "zeros", "gated")}
             problem = W4Problem(*sizes, **options, w4_format=found["format"], **quantised)
+        elif "activations" in found:
+            problem = W4A8Problem(*sizes, **options, **{name: found[name] for name in ("group_size", "gated")})
         elif "blocks" in found:
             flags = {"block_scaled": found["blocks"], "fast_accum": found["fast"], "gated": found["gated"]}
             problem = ScaledProblem(*sizes, **options, out_dtype=_DTYPES[found["out_dtype"]], **flags)
@@ -284,7 +289,7 @@ class Data:
     def __post_init__(self):
         from .._core.registry import kernel_names
 
-        known = kernel_names("gemm") | kernel_names("w4a16") | kernel_names("scaled_gemm")
+        known = frozenset().union(*map(kernel_names, ("gemm", "w4a16", "w4a8", "scaled_gemm")))
         rows = [(i, c) for i, measured in enumerate(self.problems) for c in measured.candidates if c.kernel in known and c.us > 0]
         if not rows:
             raise ValueError("no candidate was measured whose kernel this build knows")
@@ -303,7 +308,7 @@ class Data:
 
 
 def _head(problem: AnyProblem) -> str:
-    if isinstance(problem, W4Problem):
+    if isinstance(problem, (W4Problem, W4A8Problem)):
         sizes, ab, w4_format, group_size, *flags = problem.arguments()
         return " ".join(map(str, [*sizes, ab, w4_format, group_size, *map(int, flags)]))
     if isinstance(problem, ScaledProblem):

@@ -10,6 +10,7 @@ import torch
 
 from .._core.registry import build_info, device_index, device_properties, kernel_names, kernels
 from ..checks.common import DTYPES, ValueChecker, is_integer
+from ..checks.quantized_scaled_gemm import K_MULTIPLE, LEAST_GROUP, legal_group_size
 from ..formats import weight_formats, weight_layout
 from ..formats.gate_up import GATE_BLOCK
 
@@ -19,14 +20,14 @@ LAYOUTS = ("tn", "tt", "nn", "nt")
 MAX_EXTENT = 2**31 - 512  # of m, n, k and batch: the library's kMaxExtent
 
 
-def _checker_of(problem: Problem | W4Problem | ScaledProblem | NormProblem, *names: str) -> ValueChecker:
-    """After what both kinds check: the sizes of these names, the dtype, and n and C where the product is gated."""
+def _checker_of(problem: AnyProblem | NormProblem, *names: str) -> ValueChecker:
+    """After what all kinds check: the sizes of these names, the dtype, and n and C where the product is gated."""
     check = ValueChecker(problem.op)
     for name in names:
         value = getattr(problem, name)
         check(is_integer(value) and value >= 0, "{} must be an integer >= 0, got {}", name, value)
         check(value <= MAX_EXTENT, "{} must be at most {}, got {}", name, MAX_EXTENT, value)
-    if isinstance(problem, ScaledProblem):
+    if isinstance(problem, (ScaledProblem, W4A8Problem)):
         check(problem.dtype in NARROW_NAMES, "dtype must be float8_e4m3fn or int8, got {}", problem.dtype)
     else:
         check(problem.dtype in DTYPES, "dtype must be float16 or bfloat16, got {}", problem.dtype)
@@ -56,6 +57,7 @@ class Problem:
 
     op: ClassVar[str] = "gemm"
     family: ClassVar[str] = "gemm"
+    planner: ClassVar[str] = "gemm"
     b_format: ClassVar[str] = "dense"  # what a quantised B would say, for tables that hold both
     group_size: ClassVar[int] = 0
     zeros: ClassVar[bool] = False
@@ -124,6 +126,7 @@ class W4Problem:
 
     op: ClassVar[str] = "w4a16_gemm"
     family: ClassVar[str] = "w4a16"
+    planner: ClassVar[str] = "w4a16"
     batch: ClassVar[int] = 1
     out_dtype: ClassVar[torch.dtype | None] = None
     a_major: ClassVar[str] = "k"
@@ -184,6 +187,7 @@ class ScaledProblem:
 
     op: ClassVar[str] = "scaled_gemm"
     family: ClassVar[str] = "scaled_gemm"
+    planner: ClassVar[str] = "scaled_gemm"
     b_format: ClassVar[str] = "dense"
     group_size: ClassVar[int] = 0
     zeros: ClassVar[bool] = False
@@ -221,8 +225,63 @@ class ScaledProblem:
         return sizes, *types, alignments, self.block_scaled, self.fast_accum, self.c, self.gated
 
 
-Kind = type[Problem] | type[W4Problem] | type[ScaledProblem]
-PROBLEMS: dict[str, Kind] = {kind.op: kind for kind in (Problem, W4Problem, ScaledProblem)}
+@dataclass(frozen=True)
+class W4A8Problem:
+    """A product of 8-bit activations with an int4 weight, contiguous: D[m, n] = A[m, k] . W[n, k]^T, D in 16 bits.
+
+    ``group_size``: columns of W that share a scale, -1 (all) or a power of two >= 128; one that covers k becomes -1. ``n`` counts W's rows,
+    so a gated D has n / 2.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.float8_e4m3fn
+    group_size: int = 128
+    c: bool = False
+    gated: bool = False
+
+    op: ClassVar[str] = "w4a8_gemm"
+    family: ClassVar[str] = "w4a8"
+    planner: ClassVar[str] = "w4a16"
+    w4_format: ClassVar[str] = "int4"
+    b_format: ClassVar[str] = "int4"
+    zeros: ClassVar[bool] = False
+    batch: ClassVar[int] = 1
+    out_dtype: ClassVar[torch.dtype] = torch.bfloat16
+    a_major: ClassVar[str] = "k"
+    b_major: ClassVar[str] = "k"
+
+    def __post_init__(self):
+        check = _checker_of(self, "m", "n", "k")
+        for name, unit in (("n", weight_layout.MULTIPLE), ("k", K_MULTIPLE)):
+            check(getattr(self, name) % unit == 0, "{} must be a multiple of {}, got {}", name, unit, getattr(self, name))
+        text = "group_size must be -1 or a power of two >= {}, got {}"
+        check(legal_group_size(self.group_size), text, LEAST_GROUP, self.group_size)
+        if self.group_size >= self.k:
+            object.__setattr__(self, "group_size", -1)
+
+    @property
+    def n_out(self) -> int:
+        return self.n // 2 if self.gated else self.n
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    def __str__(self) -> str:
+        groups = "one group" if self.group_size == -1 else f"groups of {self.group_size}"
+        text = f"{self.m} x {self.n} x {self.k} {NARROW_NAMES[self.dtype]} int4, {groups}"
+        return text + (", with C" if self.c else "") + (", gated" if self.gated else "")
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The leading arguments of ``_plan_w4a16`` and ``_enumerate_w4a16``."""
+        return [self.m, self.n, self.k], NARROW_NAMES[self.dtype], "int4", self.group_size, False, self.c, self.gated
+
+
+AnyProblem = Problem | W4Problem | ScaledProblem | W4A8Problem
+Kind = type[Problem] | type[W4Problem] | type[ScaledProblem] | type[W4A8Problem]
+PROBLEMS: dict[str, Kind] = {kind.op: kind for kind in (Problem, W4Problem, ScaledProblem, W4A8Problem)}
 
 
 def _row_alignment(rows: int, columns: int, element_bytes: int) -> int:
@@ -237,7 +296,7 @@ def _row_alignment(rows: int, columns: int, element_bytes: int) -> int:
 class Plan:
     """What would run. ``str(plan)`` is the report that ``python -m minfer plan`` prints."""
 
-    problem: Problem | W4Problem | ScaledProblem
+    problem: AnyProblem
     device: str  # its name
     kernel: str
     decomposition: str  # persistent, stream_k or split_k
@@ -271,7 +330,7 @@ class Plan:
         return f"{self.kernel}@{self.launch}"
 
     @classmethod
-    def parse(cls, problem: Problem | W4Problem | ScaledProblem, device: str, found: dict[str, Any]) -> Plan:
+    def parse(cls, problem: AnyProblem, device: str, found: dict[str, Any]) -> Plan:
         found = dict(found)
         return cls(problem=problem, device=device, **found.pop("launch"), **found)
 
@@ -296,7 +355,7 @@ def _device(device: torch.device | int | str | None) -> tuple[int, str]:
 
 
 def plan_problem(
-    problem: Problem | W4Problem | ScaledProblem,
+    problem: AnyProblem,
     *,
     kernel: str | None = None,
     use_tuned: bool = True,
@@ -312,13 +371,13 @@ def plan_problem(
     index, name = _device(device)
     if only_runnable is None:
         only_runnable = index >= 0
-    planner = getattr(torch.ops.minfer, f"_plan_{problem.family}")
+    planner = getattr(torch.ops.minfer, f"_plan_{problem.planner}")
     found = planner(*problem.arguments(), kernel, use_tuned, only_runnable, index, batch_invariant)
     return Plan.parse(problem, name, json.loads(found))
 
 
 def enumerate_plans(
-    problem: Problem | W4Problem | ScaledProblem,
+    problem: AnyProblem,
     *,
     limit: int = 1 << 20,
     device: torch.device | int | str | None = None,
@@ -328,7 +387,7 @@ def enumerate_plans(
     index, name = _device(device)
     if only_runnable is None:
         only_runnable = index >= 0
-    planner = getattr(torch.ops.minfer, f"_enumerate_{problem.family}")
+    planner = getattr(torch.ops.minfer, f"_enumerate_{problem.planner}")
     return [Plan.parse(problem, name, found) for found in json.loads(planner(*problem.arguments(), only_runnable, index, limit))]
 
 
@@ -415,7 +474,7 @@ def plan(
     m: int,
     n: int,
     k: int,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     kernel: str | None = None,
     use_tuned: bool = True,
     device: torch.device | int | str | None = None,
@@ -424,9 +483,10 @@ def plan(
     """What ``op`` would run for contiguous operands: the explicit kernel, else a tuned row, else the analytic model's choice.
 
     Args:
-      op: "gemm", "w4a16_gemm", "rms_norm_gemm", or "scaled_gemm" for what gemm_fp8 and gemm_int8 would run.
+      op: "gemm", "w4a16_gemm", "w4a8_gemm", "rms_norm_gemm", or "scaled_gemm" for what gemm_fp8 and gemm_int8 would run.
       m, n, k: sizes; n counts B's columns (the weight's rows), also of a gated GEMM.
-      dtype: of A, D and what B stands for: torch.float16 or torch.bfloat16. Of scaled_gemm: of A and B, torch.float8_e4m3fn or torch.int8.
+      dtype: of A, D and what B stands for: torch.float16 or torch.bfloat16 (the default). Of scaled_gemm: of A and B, of w4a8_gemm: of A,
+        torch.float8_e4m3fn (the default) or torch.int8.
       kernel: an override, as the operator's ``kernel=``.
       use_tuned: False asks the analytic model alone.
       device: CUDA device or its index. -1: the H200 as measured. None: the current device, or the H200 as measured where there is none
@@ -437,6 +497,7 @@ def plan(
         of D, dtype or, where it is not gated, torch.float32.
         Of w4a16_gemm: ``group_size`` (128; -1: all of k; "mxfp4" and "nvfp4" have one size each), ``zeros`` (there are zero points),
         ``w4_format``: "int4" (the default), "nf4", "mxfp4" or "nvfp4", and, for what w8a16_gemm would run, "int8" or "fp8_e4m3".
+        Of w4a8_gemm: ``group_size`` (128; -1: all of k).
         Of rms_norm_gemm: ``gated``, and ``residual`` (there is one).
         Of scaled_gemm: ``out_dtype`` of D, torch.bfloat16 (the default), torch.float16 or torch.float32; ``block_scaled`` (of A or B there
         is a scale for each 128 of k) and ``fast_accum``, both of float8_e4m3fn.
@@ -454,7 +515,7 @@ def plan(
     for name in options:
         if name not in known:
             raise ValueError(f"{op} has no {name}; its options are {', '.join(known)}")
-    problem = kinds[op](m=m, n=n, k=k, dtype=dtype, **options)
+    problem = kinds[op](m=m, n=n, k=k, **({} if dtype is None else {"dtype": dtype}), **options)
     if isinstance(problem, NormProblem):
         return plan_norm(problem, kernel=kernel, use_tuned=use_tuned, device=device)
     return plan_problem(problem, kernel=kernel, use_tuned=use_tuned, device=device)

@@ -128,7 +128,7 @@ def _rows_of_blocks(n: int, gate_layout: str, device: torch.device) -> Tensor:
     return torch.stack((gate.view(-1, GATE_BLOCK), up.view(-1, GATE_BLOCK)), dim=1).flatten()
 
 
-def _in_blocks(x: Tensor, dim: int, gate_layout: str) -> Tensor:
+def in_blocks(x: Tensor, dim: int, gate_layout: str) -> Tensor:
     """x with the gate and up rows along ``dim`` in pack_gate_up's order."""
     return x if gate_layout == "blocks" else x.index_select(dim, _rows_of_blocks(x.shape[dim], gate_layout, x.device))
 
@@ -199,7 +199,7 @@ def _stacked(experts: list[list[W4Weight]], n: int, gate_layout: str | None) -> 
 
     def rows(parts: list[Tensor], dim: int) -> Tensor:
         x = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-        return _in_blocks(x, dim, gate_layout) if moved else x
+        return in_blocks(x, dim, gate_layout) if moved else x
 
     def codes(parts: list[W4Weight]) -> Tensor:
         if not moved and len(parts) == 1:
@@ -270,8 +270,8 @@ def quantize_w4_experts(
     def own(expert: int) -> W4Weight:
         rows, own_bias = weight[expert], None if bias is None else bias[expert]
         if gated:
-            rows = _in_blocks(rows, 0, gate_layout)
-            own_bias = None if own_bias is None else _in_blocks(own_bias, 0, gate_layout)
+            rows = in_blocks(rows, 0, gate_layout)
+            own_bias = None if own_bias is None else in_blocks(own_bias, 0, gate_layout)
         return quantize(function, 4, rows, group_size, symmetric, format, dtype, own_bias, clip)
 
     return _stacked([[own(expert)] for expert in range(experts)], n, "blocks" if gated else None)
@@ -303,7 +303,7 @@ def from_gpt_oss(tensors: Mapping[str, Tensor]) -> tuple[W4Experts, W4Experts]:
 
         def weight(expert: int) -> W4Weight:
             own = [None if x is None else x[expert] for x in parts]
-            return mxfp4_weight(*(x if x is None or not gated else _in_blocks(x, 0, "alternating") for x in own))
+            return mxfp4_weight(*(x if x is None or not gated else in_blocks(x, 0, "alternating") for x in own))
 
         return _stacked([[weight(expert)] for expert in range(experts)], n, "blocks" if gated else None)
 

@@ -49,7 +49,7 @@ def _encode(x: Tensor, form: WeightFormat) -> Tensor:
     if form.values == "e2m1":
         magnitude = torch.bucketize(x.abs(), torch.tensor(_E2M1_BOUNDS, device=x.device), out_int32=True)
         return (magnitude + 8 * torch.signbit(x)).to(torch.uint8)
-    return torch.bucketize(x, torch.tensor(_middles(form.book), device=x.device), out_int32=True).to(torch.uint8)
+    return torch.bucketize(x.contiguous(), torch.tensor(_middles(form.book), device=x.device), out_int32=True).to(torch.uint8)
 
 
 def _candidates(

@@ -8,8 +8,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ..checks.quantized_scaled_gemm import check_usable
 from ..formats.weight_formats import FORMATS
+from ..ops.output_codes import Codes
 from ..ops.quantized_gemm import w4a16_dequantize, w4a16_gemm, w4a16_pack, w8a16_dequantize, w8a16_gemm, w8a16_pack
+from ..ops.quantized_scaled_gemm import w4a8_gemm
 
 _Self = TypeVar("_Self", bound="_Weight")
 
@@ -73,9 +76,19 @@ class W4Weight(_Weight):
         form = {"group_size": self.group_size, "alpha": self.alpha, "w4_format": self.w4_format}
         return self._original_order(w4a16_dequantize(*self._packed(), **form, n=self.n, k=self.k, out_dtype=out_dtype))
 
-    def gemm(self, a: Tensor, **arguments: Any) -> Tensor:
-        """activation(A.W^T + C + bias): :func:`minfer.w4a16_gemm` with this weight and bias; the other arguments as there."""
-        return w4a16_gemm(a, **self.arguments(), **arguments)
+    def gemm(self, a: Tensor | Codes, **arguments: Any) -> Tensor:
+        """activation(A.W^T + C + bias): :func:`minfer.w4a16_gemm` with this weight and bias, or of codes of 8 bits and their scales, which
+        :func:`minfer.quantize_fp8` returns, :func:`minfer.w4a8_gemm`; the other arguments as there.
+
+        Raises:
+          ValueError: the weight is none that w4a8_gemm takes.
+        """
+        if not isinstance(a, tuple):
+            return w4a16_gemm(a, **self.arguments(), **arguments)
+        form = {"zeros": self.zeros, "perm": self.perm, "w4_format": self.w4_format, "group_size": self.group_size}
+        check_usable("W4Weight.gemm of codes", **form)
+        options = {"group_size": self.group_size, "alpha": self.alpha, "bias": self.bias}
+        return w4a8_gemm(*a, self.qweight, self.scales, **options, **arguments)
 
 
 @dataclass(frozen=True, eq=False)

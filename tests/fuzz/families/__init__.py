@@ -16,6 +16,7 @@ from .moe_routing import ROUTING_FAMILIES
 from .norm_gemm import NORM_GEMM_FAMILIES
 from .qk_norm_rope_append import QkNormRopeAppend
 from .quantized_gemm import QuantizedGemm
+from .quantized_scaled_gemm import W4A8_FAMILIES
 from .sampling import Sample
 from .scaled_gemm import SCALED_GEMM_FAMILIES
 from .weights import WEIGHT_FAMILIES
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
         *FUSED_FAMILIES,
         *NORM_GEMM_FAMILIES,
         *SCALED_GEMM_FAMILIES,
+        *W4A8_FAMILIES,
         *GROUPED_SCALED_FAMILIES,
         Sample(),
     )

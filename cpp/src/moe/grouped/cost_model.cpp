@@ -152,7 +152,8 @@ ScaledStage scaled_stage_of(CostModel const& m, KernelInfo const& kernel) {
 double predict_scaled_us(CostModel const& m, KernelInfo const& kernel, GroupedProblem const& p, Routing const& routing,
                          DeviceProperties const& device, bool gather_first) {
   int const tile_rows = kernel.swap ? kernel.tile_m : kernel.tile_n, tile_tokens = kernel.swap ? kernel.tile_n : kernel.tile_m;
-  double const workers = double(device.sm_count) * kernel.ctas_per_sm, weight_tiles = std::ceil(double(p.n) / tile_rows);
+  double const workers = double(device.sm_count) * kernel.ctas_per_sm, together = kernel.cluster_n;
+  double const weight_tiles = std::ceil(double(p.n) / tile_rows / together) * together;
   double const lines = kernel.tile_k / 128.0, k_tiles = std::ceil(double(p.k) / kernel.tile_k) * lines;
   int const step = !kernel.swap ? 64 : kernel.tile_n <= 16 ? 8 : 16;  // token_step of moe_scaled.toml
   ScaledStage const stage = scaled_stage_of(m, kernel);
@@ -162,7 +163,7 @@ double predict_scaled_us(CostModel const& m, KernelInfo const& kernel, GroupedPr
   double const parts = p.a_group > 0 ? 128.0 / p.a_group : 1.0;
   double const factor =
       (p.a_group > 0 || p.b_blocks ? m.scaled_blocks : 1.0) * (1.0 + (kernel.swap ? m.scaled_parts : m.scaled_parts_rows) * (parts - 1.0));
-  double const gathers = p.gathered && !gather_first ? m.scaled_gather : 1.0;
+  double const gathers = p.gathered && !gather_first ? m.scaled_gather : together > 1.0 ? m.scaled_cluster : 1.0;
   Tiles tiles;
   tiles.exact = routing.groups[0].exact;
   for (int i = 0; i < routing.count; ++i) {

@@ -50,9 +50,10 @@ struct CostModel {
   // H200's. A k tile of 128 takes as long as its products, or its loads, at least stage_ us; a tile's first and last steps.
   double scaled_start_us = 2.32, scaled_share = 0.93, scaled_last_wave = 0.243, scaled_power = 2.67, scaled_gated = 1.46;
   double scaled_copy_us = 1.62;
-  double scaled_gather = 1.55;  // factor of a k tile whose rows the loader gathers
-  double scaled_tail = 0.0786;  // of the bytes' time, for each part of a wave that is empty
-  double scaled_blocks = 1.08;  // factor of a k tile with scales of groups
+  double scaled_gather = 1.55;   // factor of a k tile whose rows the loader gathers
+  double scaled_cluster = 0.95;  // and of one whose tokens are multicast, else
+  double scaled_tail = 0.0786;   // of the bytes' time, for each part of a wave that is empty
+  double scaled_blocks = 1.08;   // factor of a k tile with scales of groups
   // And more for each further group in it: by whether tokens are the columns of the MMA, or its rows.
   double scaled_parts = 0.311, scaled_parts_rows = 0.27;
   // us of a k tile of 128, however few tokens, and of each token; us of a tile and of each of its tokens. By the rows of the weight and the
@@ -194,6 +195,7 @@ constexpr CostConstant<CostModel> kCostConstants[] = {
     MINFER_COST_CONSTANT(same_weight),
     MINFER_COST_CONSTANT(zipf_experts),
     MINFER_COST_CONSTANT(same_experts),
+    MINFER_COST_CONSTANT(scaled_cluster),
 };
 static_assert(sizeof(kCostConstants) / sizeof(kCostConstants[0]) == sizeof(CostModel) / sizeof(double), "every constant has a name");
 

@@ -4,19 +4,21 @@
 #pragma once
 
 #include "common/dependent_launch.cuh"
+#include "cute/arch/cluster_sm90.hpp"
 #include "cute/tensor.hpp"
 #include "moe/grouped/expert_tiles.cuh"
 
 namespace minfer::moe {
 
 /// kTileGroups: 0, or the consumer warpgroups that keep their tile in shared memory over the mainloop, which has no registers to spare.
-template <class Tiles, int kThreads, int kTileGroups = 0>
+/// kCluster: CTAs that work on neighbouring tiles of a weight, each for the same tokens.
+template <class Tiles, int kThreads, int kTileGroups = 0, int kCluster = 1>
 struct ExpertTileScheduler {
   static constexpr bool kTileInSharedMemory = kTileGroups > 0;
 
   struct Params {
     ExpertRows rows;
-    int32_t k_tiles, weight_tiles;
+    int32_t k_tiles, weight_tiles;  // of a cluster's width
   };
   struct SharedStorage {
     typename Tiles::Storage tiles;
@@ -31,6 +33,10 @@ struct ExpertTileScheduler {
   static CUTLASS_DEVICE void initialize(Params const& params, SharedStorage& storage, int thread) {
     wait_for_predecessor();
     Tiles::build(storage.tiles, params.rows, params.weight_tiles, thread, kThreads);  // ends with a barrier of all threads
+    if constexpr (kCluster > 1) {                                                     // whose barriers the other CTA signals
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();
+    }
   }
 
   struct WorkItem {
@@ -43,13 +49,20 @@ struct ExpertTileScheduler {
    public:
     CUTLASS_DEVICE WorkItems(Params const& params, SharedStorage& storage, Location const&)
         : params_(params), storage_(storage), tiles_(Tiles::count(storage.tiles, params.rows)) {}
-    CUTLASS_DEVICE WorkItem first() const { return {int(blockIdx.x), params_.k_tiles}; }
-    CUTLASS_DEVICE WorkItem next(WorkItem const& item) const { return {item.tile + int(gridDim.x), params_.k_tiles}; }
+    CUTLASS_DEVICE WorkItem first() const { return {first_tile(), params_.k_tiles}; }
+    CUTLASS_DEVICE WorkItem next(WorkItem const& item) const { return {item.tile + step(), params_.k_tiles}; }
+    /// Of a CTA's walk, and from one of its tiles to the next.
+    static CUTLASS_DEVICE int first_tile() { return int(blockIdx.x) / kCluster; }
+    static CUTLASS_DEVICE int step() { return int(gridDim.x) / kCluster; }
     CUTLASS_DEVICE bool valid(WorkItem const& item) const { return item.tile < tiles_; }
     static CUTLASS_DEVICE void begin() {}
     CUTLASS_DEVICE ExpertTile tile(WorkItem const& item) const { return at(item.tile); }
     /// Tiles of a walk: ascending.
-    CUTLASS_DEVICE ExpertTile at(int tile) const { return Tiles::at(storage_.tiles, params_.rows, params_.weight_tiles, tile, expert_); }
+    CUTLASS_DEVICE ExpertTile at(int tile) const {
+      ExpertTile found = Tiles::at(storage_.tiles, params_.rows, params_.weight_tiles, tile, expert_);
+      if constexpr (kCluster > 1) found.weight_tile = found.weight_tile * kCluster + int(cute::block_rank_in_cluster());
+      return found;
+    }
     CUTLASS_DEVICE int count() const { return tiles_; }
     CUTLASS_DEVICE int k_tiles() const { return params_.k_tiles; }
 

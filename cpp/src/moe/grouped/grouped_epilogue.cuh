@@ -47,6 +47,7 @@ struct ScaledGroupedEpilogueParams : GroupedEpilogueParams {
   bool int8;      // codes with scales of groups are int8, else e4m3
   bool bf16;      // d, or bias where d has codes
   bool bias_f32;  // else of d's type
+  bool plain;     // d is 16-bit numbers in whole units, of sums that nothing but scales has been applied to
 };
 
 /// The weight's row that row `row` of an expert's tiles is, or -1. Gated, tiles hold 8 gate rows, then their 8 up rows. `params` are an
@@ -88,12 +89,12 @@ __device__ __forceinline__ void copy_codes(uint4 const& unit, uint8_t* to, int i
   }
 }
 
-/// By a warpgroup: up to kRows staged rows of 16-bit elements, unit u of row r at u ^ r % 8, into d's rows from `row0` and columns from
-/// `column0` on. kTogether units of a thread are read together.
-template <class Type, int kRows, int kTogether = 4>
+/// By a warpgroup, or kThreads of one: up to kRows staged rows of 16-bit elements, unit u of row r at u ^ r % 8, into d's rows from `row0`
+/// and columns from `column0` on. kTogether units of a thread are read together.
+template <class Type, int kRows, int kTogether = 4, int kThreads = 128>
 __device__ __forceinline__ void copy_staged_rows(GroupedEpilogueParams const& params, char const* staged, int row_bytes, int units,
                                                  int64_t row0, int rows, int column0, int thread) {
-  int const n_out = params.gated ? params.n / 2 : params.n, unit = thread % units, step = 128 / units;
+  int const n_out = params.gated ? params.n / 2 : params.n, unit = thread % units, step = kThreads / units;
   int const inside = n_out - column0 - unit * 8;
   int64_t const first = row0 * params.ldd + column0 + unit * 8;
 #pragma unroll 1

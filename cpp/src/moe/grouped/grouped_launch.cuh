@@ -98,23 +98,38 @@ Status describe_tokens(GroupedLaunchArguments const& arguments, Params* params) 
   return Status::success();
 }
 
+/// CTAs of a persistent launch: all that are resident together. cluster: 1 or 2.
+inline int resident_ctas(DeviceProperties const& device, int cluster, int ctas_per_sm) {
+  if (cluster == 1) return device.sm_count * ctas_per_sm;
+  return 2 * (device.max_clusters[1] > 0 ? device.max_clusters[1] : device.sm_count / 2);
+}
+
 template <class Params>
 Status launch_grouped(void (*kernel)(Params const), Params const& params, GroupedLaunchArguments const& arguments, int threads,
-                      int ctas_per_sm, int smem_bytes, std::atomic<uint64_t>& shared_memory_allowed) {
+                      int ctas_per_sm, int smem_bytes, std::atomic<uint64_t>& shared_memory_allowed, int cluster = 1) {
   if (cudaError_t const error = allow_shared_memory(reinterpret_cast<void const*>(kernel), smem_bytes, shared_memory_allowed);
       error != cudaSuccess) {
     return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
   }
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2];
+  int count = 0;
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim = {unsigned(cluster), 1, 1};
+    ++count;
+  }
+  if (arguments.programmatic_launch && arguments.device->compute_capability() >= 90) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count].val.programmaticStreamSerializationAllowed = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(arguments.device->sm_count * ctas_per_sm));
+  config.gridDim = dim3(unsigned(resident_ctas(*arguments.device, cluster, ctas_per_sm)));
   config.blockDim = dim3(unsigned(threads));
   config.dynamicSmemBytes = size_t(smem_bytes);
   config.stream = arguments.stream;
-  config.attrs = &attribute;
-  config.numAttrs = arguments.programmatic_launch && arguments.device->compute_capability() >= 90 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = unsigned(count);
   return cuda_status(cudaLaunchKernelEx(&config, kernel, params), "launch");
 }
 

@@ -1,29 +1,23 @@
 // Epilogue of grouped kernels whose rows are tokens: what grouped_epilogue.cuh computes, of 8-bit operands.
 //
-// Accumulator e + 2 h + 4 j of a block of 64 tokens is token 16 warp + 8 h + lane / 4, column 8 j + 2 (lane % 4) + e. A block is staged by
-// stmatrix as [token][64 columns], 16-byte units at u ^ token % 8, and leaves by a TMA store where the tile has all of its tokens, else as
-// whole units by the threads, since rows behind the tile's last token belong to the next expert; where it is not gated, in two parts.
+// Accumulator e + 2 h + 4 j of a block of 64 tokens is token 16 warp + 8 h + lane / 4, column 8 j + 2 (lane % 4) + e. A warp stages its 16
+// tokens by stmatrix as [token][64 columns], 16-byte units at u ^ token % 8, and stores them as rows of 128 bytes, where it is not gated in
+// two parts. No warp waits for another, nor for a TMA store that still reads what it has staged: by such stores a tile of 256 x 128 took
+// 3 us beside its mainloop.
 // Codes' scales of groups: a group is what a token has of a tile, kColumns / 2 outputs, in the registers of four lanes.
 #pragma once
 
-#include <cuda.h>
-
-#include "cute/arch/copy_sm90_tma.hpp"
 #include "moe/grouped/grouped_epilogue.cuh"
 
 namespace minfer::moe {
-
-struct GroupedRowsEpilogueParams : ScaledGroupedEpilogueParams {
-  CUtensorMap tma_d;  // [1, rows, columns of d], in boxes of 64 x 64
-  bool store_by_tma;
-};
 
 /// kBlocks: of 64 tokens, of a warpgroup; the tile's blocks take turns at its kGroups warpgroups. kColumns: the weight's rows of a tile.
 template <int kBlocks, int kColumns, int kGroups>
 struct GroupedRowsEpilogue {
   using Element = AnyFloat16;
-  using Params = GroupedRowsEpilogueParams;
+  using Params = ScaledGroupedEpilogueParams;
   static constexpr int kTokens = 64, kStaged = 64, kRowBytes = kStaged * 2, kBytes = kTokens * kRowBytes, kValues = kColumns / 2;
+  static constexpr int kWarpTokens = 16, kUnits = kStaged / 8;
   static_assert(kColumns == 128, "gated, the outputs of a tile are the columns that are staged together");
 
   struct TensorStorage {
@@ -49,9 +43,7 @@ struct GroupedRowsEpilogue {
     thread = thread_of_warpgroup;
     barrier_id = group + 1;
   }
-  static __device__ void prefetch_tma_descriptors(Params const& params) {
-    if (params.store_by_tma) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.tma_d));
-  }
+  static __device__ void prefetch_tma_descriptors(Params const&) {}
   static __device__ void init_barriers(PipelineStorage&) {}
   __device__ void synchronize() const { NamedBarrier<128>{barrier_id}.sync(); }
   __device__ Element element() const { return {params.bf16}; }
@@ -87,36 +79,117 @@ struct GroupedRowsEpilogue {
       asm volatile("cp.async.wait_all;" ::: "memory");
       synchronize();  // the lines are everyone's
     }
+    if (params.plain) {
+      auto const store = [&](auto scaled) {
+        if (params.bf16) {
+          store_plain<DataType::kBF16, scaled.value>(accumulator, at);
+        } else {
+          store_plain<DataType::kF16, scaled.value>(accumulator, at);
+        }
+      };
+      Lines::needed(params) ? store(cute::true_type{}) : store(cute::false_type{});
+      return;
+    }
     float const factor = params.d_scale != nullptr ? gemm::load_code_factor(params.d_scale) : 0.0f;
 #pragma unroll 1
     for (int block = 0; block < kBlocks && at.token(block) < at.tile.tokens; ++block) {
-      int const left = at.tile.tokens - at.token(block), row = at.tile.row + at.token(block);
-      auto const copy = [&](int column) {
-        if (params.store_by_tma && left >= kTokens) {
-          cute::tma_store_fence();
-          synchronize();
-          if (thread == 0) {
-            cute::SM90_TMA_STORE_3D::copy(&params.tma_d, staged, column, row, 0);
-            cute::tma_store_arrive();
-          }
-        } else {
-          synchronize();
-          copy_staged_rows<Element::Type, kTokens>(params, staged, kRowBytes, kStaged / 8, row, left < kTokens ? left : kTokens, column,
-                                                   thread);
-        }
-      };
+      auto const copy = [&](int column) { copy_warp(at, block, column); };
       store_block(accumulator, at, block, factor, copy);
-      if constexpr (kBlocks > 1) {  // the loop is not unrolled, for its instructions' sake: the next block's accumulators move up
-#pragma unroll
-        for (int i = 0; i < kValues * (kBlocks - 1); ++i) accumulator(i) = accumulator(i + kValues);
-      }
+      if constexpr (kBlocks > 1) move_up(accumulator);
     }
   }
-  static __device__ bool issues_stores(int thread) { return thread == 0; }
-  /// Shared memory must outlive the reads of the last stores.
-  static __device__ void store_tail() { cute::tma_store_wait<0>(); }
+  static __device__ bool issues_stores(int) { return false; }
+  static __device__ void store_tail() {}
 
  private:
+  /// The sums as they are or, kScaled, times the scales of lines; in whole units. That code is short: the other has an instruction for
+  /// every term, and a tile that jumps over most of them waits for instructions: 3000 cycles of a tile of 256 x 128, whose k tiles of 128
+  /// take 1200 each.
+  template <DataType kType, bool kScaled, class Accumulator>
+  __device__ __forceinline__ void store_plain(Accumulator& accumulator, Output const& at) const {
+    constexpr int kStep = 32 / kUnits, kOfLane = kWarpTokens / kStep;
+    int const lane = thread % 32, unit = lane % kUnits, first = lane / kUnits, token = at.token(0) + thread / 32 * kWarpTokens + first;
+    char const* const from = staged + (thread / 32 * kWarpTokens + first) * kRowBytes;
+    auto* to = static_cast<uint16_t*>(params.d) + (int64_t(at.tile.row) + token) * params.ldd + at.row + unit * 8;
+    int left = at.tile.tokens - token;
+#pragma unroll 1
+    for (int block = 0; block < kBlocks && at.token(block) < at.tile.tokens; ++block) {
+#pragma unroll
+      for (int part = 0; part < kColumns / kStaged; ++part) {
+        if constexpr (kScaled) {
+          float const* const token = &lines->token[block * kTokens + thread / 32 * kWarpTokens + lane / 4];
+          float const of_token[2] = {token[0], token[8]};
+#pragma unroll
+          for (int j = 0; j < kStaged / 8; ++j) {
+            float2 const channel = *reinterpret_cast<float2 const*>(&lines->channel[part * kStaged + 8 * j + 2 * (lane % 4)]);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              accumulator(part * (kStaged / 2) + 4 * j + 2 * h) *= of_token[h] * channel.x;
+              accumulator(part * (kStaged / 2) + 4 * j + 2 * h + 1) *= of_token[h] * channel.y;
+            }
+          }
+        }
+        __syncwarp();  // what was staged before has been read
+#pragma unroll
+        for (int j = 0; j < kStaged / 8; j += 2) {
+          uint32_t packed[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            int const v = part * (kStaged / 2) + 4 * j + 2 * i;
+            packed[i] = Float16<kType>::pack(accumulator(v), accumulator(v + 1));
+          }
+          write(j, packed);
+        }
+        __syncwarp();
+        uint4 bits[kOfLane];
+#pragma unroll
+        for (int i = 0; i < kOfLane; ++i) {
+          bits[i] = *reinterpret_cast<uint4 const*>(from + i * kStep * kRowBytes + (unit ^ (first + i * kStep) % 8) * 16);
+        }
+        bool const inside = at.row + part * kStaged + unit * 8 < params.n;
+#pragma unroll
+        for (int i = 0; i < kOfLane; ++i) {
+          if (inside && i * kStep < left) *reinterpret_cast<uint4*>(to + i * kStep * params.ldd + part * kStaged) = bits[i];
+        }
+      }
+      to += kGroups * kTokens * params.ldd;
+      left -= kGroups * kTokens;
+      if constexpr (kBlocks > 1) move_up(accumulator);
+    }
+  }
+  /// The loop over blocks is not unrolled, for its instructions' sake.
+  template <class Accumulator>
+  static __device__ __forceinline__ void move_up(Accumulator& accumulator) {
+#pragma unroll
+    for (int i = 0; i < kValues * (kBlocks - 1); ++i) accumulator(i) = accumulator(i + kValues);
+  }
+
+  /// What the warp has staged, into d's columns from `column` on.
+  __device__ void copy_warp(Output const& at, int block, int column) const {
+    __syncwarp();
+    int const lane = thread % 32, token = at.token(block) + thread / 32 * kWarpTokens, rows = at.tile.tokens - token;
+    char const* const own = staged + thread / 32 * kWarpTokens * kRowBytes;
+    if (!params.codes && params.vectors && column + kStaged <= (params.gated ? params.n / 2 : params.n)) {
+      constexpr int kStep = 32 / kUnits, kOfLane = kWarpTokens / kStep;
+      int const unit = lane % kUnits, first = lane / kUnits;
+      auto* to = static_cast<typename Element::Type*>(params.d) + (int64_t(at.tile.row) + token + first) * params.ldd + column + unit * 8;
+      uint4 bits[kOfLane];
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) {
+        int const row = first + i * kStep;
+        bits[i] = *reinterpret_cast<uint4 const*>(own + row * kRowBytes + (unit ^ row % 8) * 16);
+      }
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i, to += kStep * params.ldd) {
+        if (first + i * kStep < rows) *reinterpret_cast<uint4*>(to) = bits[i];
+      }
+    } else {
+      copy_staged_rows<typename Element::Type, kWarpTokens, 4, 32>(params, own, kRowBytes, kUnits, at.tile.row + token,
+                                                                   min(rows, kWarpTokens), column, lane);
+    }
+    __syncwarp();  // before the next is staged
+  }
+
   /// copy(column): what has been staged is that of d from this column on.
   template <class Accumulator, class Copy>
   __device__ void store_block(Accumulator& accumulator, Output const& at, int block, float factor, Copy const& copy) {
@@ -147,7 +220,6 @@ struct GroupedRowsEpilogue {
       activate_all<kValues>(params.activation, [&](int i) -> float& { return accumulator(i); });
 #pragma unroll
       for (int part = 0; part < kColumns / kStaged; ++part) {
-        wait_until_read();
         packed_by(factor, [&](auto const& pack) {
 #pragma unroll
           for (int j = 0; j < kStaged / 8; j += 2) {
@@ -169,7 +241,6 @@ struct GroupedRowsEpilogue {
         params, [&](int i) -> float& { return accumulator(i / 4 * 8 + i % 4); }, [&](int i) { return accumulator(i / 4 * 8 + 4 + i % 4); });
     bool const in_groups = params.group_scales != nullptr;
     if (in_groups) find_scales(accumulator, at, block, scale);
-    wait_until_read();
     auto const stage = [&](auto const& pack) {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; j += 4) {
@@ -192,11 +263,6 @@ struct GroupedRowsEpilogue {
     copy(at.row / 2);
   }
 
-  /// What was staged before has been read, by threads or by a store.
-  __device__ void wait_until_read() const {
-    if (thread == 0) cute::tma_store_wait<0>();
-    synchronize();
-  }
   /// Calls stage(pack), whose pack(low, high) gives two numbers as they are staged: the type is chosen once, not for each two.
   template <class Stage>
   __device__ void packed_by(float factor, Stage const& stage) const {

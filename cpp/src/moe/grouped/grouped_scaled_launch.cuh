@@ -69,6 +69,8 @@ inline ScaledGroupedEpilogueParams describe_scaled_epilogue(GroupedLaunchArgumen
   epilogue.int8 = problem.type == DataType::kS8;
   epilogue.bf16 = problem.d_type == DataType::kBF16;
   epilogue.bias_f32 = operands.bias_f32;
+  epilogue.plain = epilogue.vectors && !epilogue.codes && problem.n % 8 == 0 && !problem.gated && epilogue.row_scale == nullptr &&
+                   epilogue.bias == nullptr && epilogue.activation.kind == ActivationParams::Kind::kNone;
   return epilogue;
 }
 

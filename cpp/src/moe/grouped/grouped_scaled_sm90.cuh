@@ -33,10 +33,10 @@ using ScaledEpilogueSm90 = cute::conditional_t<Config::kSwap,
 
 template <class Config, class Mainloop = ScaledMainloopSm90<Config>>
 struct GroupedScaledSm90
-    : gemm::GemmKernelSm90<
-          Mainloop, ScaledEpilogueSm90<Config>,
-          ExpertTileScheduler<ExpertTiles<Mainloop::kTokens, Mainloop::kStep, panel_of(Mainloop::kWeightRows, Mainloop::kTokens)>,
-                              Config::kThreads>> {
+    : gemm::GemmKernelSm90<Mainloop, ScaledEpilogueSm90<Config>,
+                           ExpertTileScheduler<ExpertTiles<Mainloop::kTokens, Mainloop::kStep,
+                                                           panel_of(Mainloop::kWeightRows* Mainloop::kCluster, Mainloop::kTokens)>,
+                                               Config::kThreads, 0, Mainloop::kCluster>> {
   static_assert(GroupedScaledSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 
@@ -47,6 +47,38 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
   extern __shared__ __align__(1024) char smem[];
   GroupedScaledSm90<Config>::run(params, smem);
 #endif
+}
+
+/// Whether the mainloop's scales come by TMA: numbers of both operands, contiguous along rows of a and along k of the weight, with all
+/// other strides multiples of 16 bytes.
+template <class Mainloop>
+Status describe_tma_scales(GroupedProblem const& problem, ExpertScales const& scales, typename Mainloop::TmaScales* described) {
+  auto const aligned = [](int64_t stride) { return stride * int64_t(sizeof(float)) % 16 == 0; };
+  auto const at_16_bytes = [](void const* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
+  gemm::ScaleView const &tokens = scales.tokens, &weight = scales.weight;
+  int64_t const rows = (scales.n + gemm::kScaleBlock - 1) / gemm::kScaleBlock;
+  bool const by_tma = !problem.gathered && scales.gather == nullptr && problem.max_rows == 0 && tokens.data != nullptr &&
+                      !tokens.exponents && tokens.row_stride == 1 && tokens.k_stride >= scales.rows && aligned(tokens.k_stride) &&
+                      at_16_bytes(tokens.data) && weight.data != nullptr && !weight.exponents && weight.k_stride == 1 &&
+                      weight.row_stride >= scales.blocks && aligned(weight.row_stride) &&
+                      scales.expert_stride >= rows * weight.row_stride && aligned(scales.expert_stride) && at_16_bytes(weight.data) &&
+                      (!problem.gated || (scales.up_offset > 0 && aligned(scales.up_offset)));
+  constexpr int kQuad = Mainloop::kScaleQuad;
+  described->quad_mask = by_tma ? kQuad - 1 : 0;
+  if (!by_tma) return Status::success();
+  auto const bytes = [](int64_t stride) { return stride * int64_t(sizeof(float)); };
+  int64_t const token_extents[2] = {scales.rows, scales.groups}, token_strides[1] = {bytes(tokens.k_stride)};
+  int const token_box[2] = {Mainloop::kTokens, 1}, last_box[2] = {kQuad, 1};
+  constexpr auto kType = CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+  Status status = encode_tensor_map(&described->tokens, kType, 2, tokens.data, token_extents, token_strides, token_box);
+  if (status.ok()) status = encode_tensor_map(&described->last_tokens, kType, 2, tokens.data, token_extents, token_strides, last_box);
+  int64_t const extents[3] = {scales.blocks, rows, problem.experts};
+  int64_t const strides[2] = {bytes(weight.row_stride), bytes(scales.expert_stride)};
+  int const box[3] = {kQuad, 1, 1};
+  auto const* const gates = static_cast<float const*>(weight.data);
+  if (status.ok()) status = encode_tensor_map(&described->gates, kType, 3, gates, extents, strides, box);
+  if (status.ok() && problem.gated) status = encode_tensor_map(&described->ups, kType, 3, gates + scales.up_offset, extents, strides, box);
+  return status;
 }
 
 template <class Config>
@@ -68,24 +100,19 @@ Status launch_grouped_scaled_sm90(GroupedLaunchArguments const& arguments) {
   if (status.ok()) status = describe_tokens<typename Kernel::Mainloop>(described, &params);
   if (!status.ok()) return status;
   if (!reads) params.scheduler.k_tiles = 0;
+  params.scheduler.weight_tiles = (params.scheduler.weight_tiles + Kernel::Mainloop::kCluster - 1) / Kernel::Mainloop::kCluster;
   if (status = describe_scales(arguments, problem, operands, &params.mainloop.scales); !status.ok()) return status;
+  if constexpr (Kernel::Mainloop::kScalesByTma) {
+    if (status = describe_tma_scales<typename Kernel::Mainloop>(problem, params.mainloop.scales, &params.mainloop.tma_scales); !status.ok())
+      return status;
+  }
   params.mainloop.gated = problem.gated;
   params.mainloop.one = 1.0f;
   params.mainloop.adds = reads && adds_scaled(problem, operands);
-  auto& epilogue = params.epilogue;
-  static_cast<ScaledGroupedEpilogueParams&>(epilogue) = describe_scaled_epilogue(arguments, problem, operands);
-  if constexpr (!Config::kSwap) {
-    int64_t const n_out = problem.gated ? problem.n / 2 : problem.n;
-    epilogue.store_by_tma = !epilogue.codes && problem.d_alignment == 16 && n_out % 8 == 0;
-    if (epilogue.store_by_tma) {
-      status = encode_tensor_map_planes(&epilogue.tma_d, problem.d_type, operands.d, n_out, problem.rows, 1, operands.ldd,
-                                        problem.rows * operands.ldd, 64, 64);
-      if (!status.ok()) return status;
-    }
-  }
+  static_cast<ScaledGroupedEpilogueParams&>(params.epilogue) = describe_scaled_epilogue(arguments, problem, operands);
   static std::atomic<uint64_t> shared_memory_allowed{0};
   return launch_grouped(&grouped_scaled_sm90_kernel<Config>, params, described, Config::kThreads, Config::kCtasPerSm, Kernel::kSmemBytes,
-                        shared_memory_allowed);
+                        shared_memory_allowed, Kernel::Mainloop::kCluster);
 }
 
 }  // namespace minfer::moe

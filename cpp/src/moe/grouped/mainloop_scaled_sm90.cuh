@@ -10,7 +10,10 @@
 // scaled by groups of k. A group of a token is 128, 64 or 32 of k, one of the weight 128 rows and 128 of k (block_scales.cuh).
 // Scales. Those of a stage's tokens are copied behind it by warps of the producer's warpgroup, one cp.async each, so that any strides, rows
 // that are gathered and all stages at once are the same to them: one warp, or, where no rows are gathered, all. Likewise the weight's: one
-// number, or one for gates and one for ups, of all rows of a tile.
+// number, or one for gates and one for ups, of all rows of a tile. Kernels of clusters have them come by TMA, where tokens are contiguous
+// and neither gathered nor masked: no warp's instructions are between a stage that is free and one that is full.
+// Clusters. Where rows are tokens, the CTAs of a cluster have neighbouring tiles of the weight for the same tokens, of which each loads a
+// part for all: a CTA of a 256 x 128 tile by itself asks L2 for 48 KiB a k tile, which the SMs together get in 1.5 times its MMAs' time.
 // Pipeline: full (TMA's bytes, an arrival of each gathering thread and of each thread that copies scales), empty (one arrival of each
 // consumer warp). A warpgroup adds the sums of one block of 64 rows while the tensor cores work for the others: those of its CTA, or of the
 // other CTA on the SM.
@@ -42,7 +45,7 @@ template <class Config_>
 struct MainloopSm90TmaScaledExperts {
   using Config = Config_;
   static constexpr int Stages = Config::kStages;
-  using ClusterShape = cute::Shape<cute::_1, cute::_1, cute::_1>;
+  using ClusterShape = cute::Shape<cute::_1, cute::Int<Config::kCluster>, cute::_1>;
   using ArchTag = cutlass::arch::Sm90;
   using Schedule = cutlass::gemm::KernelTmaWarpSpecializedCooperative;
 };
@@ -71,6 +74,8 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static constexpr int kConsumerRegisters =
       cute::min(232, (kLaunchRegisters * kThreads - kProducerRegisters * 128) / (kConsumers * 128) / 8 * 8);
   static constexpr bool kSwap = Config::kSwap;
+  static constexpr int kCluster = Config::kCluster;
+  static_assert(kCluster == 1 || !kSwap);
   static constexpr int kTokens = kSwap ? kTileN : kTileM, kWeightRows = kSwap ? kTileM : kTileN;  // of a tile
   static constexpr int kGroupM = kTileM / kConsumers, kMmaM = kGroupM / 64;  // rows of a warpgroup, and blocks of 64 of them
   static constexpr int kStep = Config::kTokenStep;                           // tokens of a tile are rounded up to these
@@ -83,14 +88,27 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static constexpr int kMostSums = 64;  // of a thread, of several parts: an MMA takes registers that a thread is launched with
   static_assert(sizeof(Element) == 1 && kGroupM % 64 == 0 && kTokens % kLargeBox == 0 && kTokens % kStep == 0 && kTileK % kLine == 0);
   static_assert(minfer::gemm::kScaleBlock % kWeightRows == 0, "a tile's rows of the weight share the scale of a block");
-  static constexpr int kStageScales = kMostParts * kTokens + 4;  // of a line: those of tokens, then of the weight's gates and ups
+  static constexpr bool kScalesByTma = kCluster > 1;  // where they lie as it wants them
+  static constexpr int kUp = kScalesByTma ? 32 : 1;   // from the scale of gates to that of ups
+  // Of a line: the scales of tokens, then the weight's, with padding: TMA writes to whole 128 bytes, from a whole 16 bytes of memory.
+  static constexpr int kTokenScales = kScalesByTma ? kTokens + 32 : kMostParts * kTokens, kWeightScales = kScalesByTma ? 2 * kUp : 4;
+  static constexpr int kStageScales = kTokenScales + kWeightScales;
+  static_assert(!kScalesByTma || (kHalves == 1 && kMostParts == 1 && kTokens % 32 == 0 && kTokens <= 256));
 
   using Gather = minfer::moe::RowGather<kTokens, kHalves, kStages, kConsumers + 1, kTokens <= 16 ? 1 : 2>;
   using PipelineState = minfer::Ring<kStages>;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
+  struct TmaScales {
+    CUtensorMap tokens, last_tokens;  // [k / 128, rows]; in boxes of a tile's rows, and of kScaleQuad
+    CUtensorMap gates, ups;           // [experts, n / 128, k / 128], in boxes of kScaleQuad
+    int32_t quad_mask;                // of a row or k tile, its place among four that TMA loads together; 0 where it loads no scales
+  };
+  struct NoTmaScales {};
+  static constexpr int kScaleQuad = 4;
   struct Params {
+    cute::conditional_t<kScalesByTma, TmaScales, NoTmaScales> tma_scales;
     CUtensorMap weights;                               // [experts, n, k] or, gated, [experts, n / 16, 2, 8, k]
     CUtensorMap tokens, few_tokens;                    // [1, rows, k], in boxes of kLargeBox and kSmallBox rows
     typename Gather::template Source<Element> source;  // gather is null where tokens lie in order
@@ -107,7 +125,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     alignas(1024) Element weights[kStages][kWeightRows * kTileK];
     alignas(1024) Element tokens[kStages][kTokens * kTileK];
     typename Epilogue::TensorStorage staging;
-    alignas(16) float scales[kStages][kHalves][kStageScales];
+    alignas(kScalesByTma ? 128 : 16) float scales[kStages][kHalves][kStageScales];
     typename Epilogue::PipelineStorage epilogue;
     alignas(8) uint64_t full[kStages], empty[kStages];
     typename Scheduler::SharedStorage scheduler;
@@ -124,15 +142,23 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
   static CUTLASS_DEVICE bool gathers(Params const& params) { return params.source.gather != nullptr; }
   /// Whether sums are multiplied by scales as they are added up: then tokens and weight all have one, be it 1.
   static CUTLASS_DEVICE bool copies_scales(Params const& params) { return params.scales.exist(); }
+  static CUTLASS_DEVICE bool loads_scales(Params const& params) {
+    if constexpr (kScalesByTma) return params.tma_scales.quad_mask != 0;
+    return false;
+  }
+  static CUTLASS_DEVICE int quad_mask(Params const& params) {
+    if constexpr (kScalesByTma) return params.tma_scales.quad_mask;
+    return 0;
+  }
   static CUTLASS_DEVICE int scale_threads(Params const& params) {
-    return !copies_scales(params) ? 0 : gathers(params) ? 32 : 32 * kAuxiliaryWarps;
+    return !copies_scales(params) || loads_scales(params) ? 0 : gathers(params) ? 32 : 32 * kAuxiliaryWarps;
   }
   template <class Storage>
   static CUTLASS_DEVICE void init_barriers(Params const& params, Storage& storage) {
     int const arrivals = 1 + (gathers(params) ? Gather::kThreads : 0) + scale_threads(params);
     for (int s = 0; s < kStages; ++s) {
       FullBarrier::init(&storage.full[s], uint32_t(arrivals));
-      EmptyBarrier::init(&storage.empty[s], 4 * kConsumers);
+      EmptyBarrier::init(&storage.empty[s], 4 * kConsumers * kCluster);
     }
   }
   template <class Storage, class Location>
@@ -156,10 +182,19 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     uint32_t bytes;
     uint64_t hint;
   };
-  static CUTLASS_DEVICE TileInputs tile_inputs(Params const&, LoadInputs const& load, ExpertTile const& tile) {
+  /// Rows of tokens, of which the CTAs of a cluster load boxes by turns.
+  static CUTLASS_DEVICE void load_rows(CUtensorMap const& map, uint64_t* full, uint64_t hint, Element* to, int column, int row, int turn) {
+    if constexpr (kCluster == 1) {
+      cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, to, column, row, 0);
+    } else if (turn % kCluster == int(cute::block_rank_in_cluster())) {
+      cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&map, full, uint16_t((1 << kCluster) - 1), hint, to, column, row, 0);
+    }
+  }
+  static CUTLASS_DEVICE TileInputs tile_inputs([[maybe_unused]] Params const& params, LoadInputs const& load, ExpertTile const& tile) {
     using Hint = cute::TMA::CacheHintSm90;
     int const tokens = load.ordered ? (tile.tokens + kSmallBox - 1) / kSmallBox * kSmallBox : 0;
-    return {tile, tokens, uint32_t(kWeightRows + tokens) * kTileK, uint64_t(tile.alone ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL)};
+    uint32_t const scales = loads_scales(params) ? (kTokens + (load.gated ? 3 : 2) * kScaleQuad) * uint32_t(sizeof(float)) : 0;
+    return {tile, tokens, uint32_t(kWeightRows + tokens) * kTileK + scales, uint64_t(tile.alone ? Hint::EVICT_FIRST : Hint::EVICT_NORMAL)};
   }
   template <class Storage>
   static CUTLASS_DEVICE int load_first(Params const&, Storage&, PipelineState&, LoadInputs const&, TileInputs const&, int, int) {
@@ -173,6 +208,9 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
       EmptyBarrier::wait(&storage.empty[state.index], state.phase);
       uint64_t* const full = &storage.full[state.index];
       FullBarrier::arrive_and_expect_tx(full, inputs.bytes);
+      if constexpr (kScalesByTma) {
+        if (loads_scales(params)) load_scales(params, &storage.scales[state.index][0][0], full, init, inputs, k);
+      }
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         int const column = k * kTileK + half * kLine;
@@ -188,21 +226,37 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
         int row = 0;
 #pragma unroll 1
         for (; row + kLargeBox <= inputs.tokens; row += kLargeBox) {
-          cute::SM90_TMA_LOAD_3D::copy(&params.tokens, full, params.hint_tokens, rows + row * kLine, column, inputs.tile.row + row, 0);
+          load_rows(params.tokens, full, params.hint_tokens, rows + row * kLine, column, inputs.tile.row + row, row / kLargeBox);
         }
 #pragma unroll 1
         for (; row < inputs.tokens; row += kSmallBox) {
-          cute::SM90_TMA_LOAD_3D::copy(&params.few_tokens, full, params.hint_tokens, rows + row * kLine, column, inputs.tile.row + row, 0);
+          load_rows(params.few_tokens, full, params.hint_tokens, rows + row * kLine, column, inputs.tile.row + row, row / kSmallBox);
         }
       }
       state.advance();
     }
   }
+  /// Those of a tile's tokens, also of rows behind its last, whose sums nobody stores, and of the weight, each from a whole 16 bytes on.
+  static CUTLASS_DEVICE void load_scales(Params const& params, float* to, uint64_t* full, LoadInputs const& init, TileInputs const& inputs,
+                                         int k) {
+    auto const hint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    ExpertTile const& tile = inputs.tile;
+    int const row = tile.weight_tile * (init.gated ? kWeightRows / 2 : kWeightRows);
+    int const block = min(row, params.scales.n - 1) / minfer::gemm::kScaleBlock;
+    int const first = tile.row / kScaleQuad * kScaleQuad, k_first = k / kScaleQuad * kScaleQuad;
+    float* const of_weight = to + kTokenScales;
+    cute::SM90_TMA_LOAD_2D::copy(&params.tma_scales.tokens, full, hint, to, first, k);
+    cute::SM90_TMA_LOAD_2D::copy(&params.tma_scales.last_tokens, full, hint, to + kTokens, first + kTokens, k);
+    cute::SM90_TMA_LOAD_3D::copy(&params.tma_scales.gates, full, hint, of_weight, k_first, block, tile.expert);
+    if (init.gated) cute::SM90_TMA_LOAD_3D::copy(&params.tma_scales.ups, full, hint, of_weight + kUp, k_first, block, tile.expert);
+  }
   static CUTLASS_DEVICE void load_tail(PipelineState&) {}
 
   // The warps that gather rows, then the one that copies scales.
   static constexpr int kAuxiliaryWarps = Gather::kWarps + 1;
-  static CUTLASS_DEVICE bool has_auxiliary_load(Params const& params) { return gathers(params) || copies_scales(params); }
+  static CUTLASS_DEVICE bool has_auxiliary_load(Params const& params) {
+    return gathers(params) || (copies_scales(params) && !loads_scales(params));
+  }
   template <class Storage, class WorkItems>
   static CUTLASS_DEVICE void load_auxiliary(Params const& params, Storage& storage, WorkItems const& items, int thread) {
     if (!gathers(params)) {
@@ -215,7 +269,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     }
     typename Gather::Stages const stages{storage.source, storage.full, storage.empty, cute::cast_smem_ptr_to_uint(&storage.tokens[0][0])};
     auto const at = [&](int t) { return items.at(t); };
-    Gather::run(stages, at, int(blockIdx.x), items.count(), int(gridDim.x), items.k_tiles(), params.source, thread);
+    Gather::run(stages, at, items.first_tile(), items.count(), items.step(), items.k_tiles(), params.source, thread);
   }
 
   // ---- consumers ----------------------------------------------------------------------------------------------------------------
@@ -250,7 +304,13 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     state.advance(k_count);
     return true;
   }
-  static CUTLASS_DEVICE void teardown() {}
+  /// No CTA of a cluster may leave while another still sends to it.
+  static CUTLASS_DEVICE void teardown() {
+    if constexpr (kCluster > 1) {
+      cute::cluster_arrive();
+      cute::cluster_wait();
+    }
+  }
 
  private:
   /// The scales of all tiles, by so many warps. Those behind k, or of a row that a does not have, are 0. Few instructions: this is as fast
@@ -263,7 +323,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     int const parts = scales.parts, tiles = items.count(), k_tiles = items.k_tiles();
     int32_t const token_step = int32_t(scales.tokens.k_stride), weight_step = int32_t(scales.weight.k_stride);
     uint32_t const all = cute::cast_smem_ptr_to_uint(&storage.scales[0][0][thread]);
-    for (int t = int(blockIdx.x); t < tiles; t += int(gridDim.x)) {
+    for (int t = items.first_tile(); t < tiles; t += items.step()) {
       ExpertTile const tile = items.at(t);
       int32_t tokens[kOfThread];
       uint32_t exists = 0;
@@ -289,7 +349,9 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < kHalves; ++half) {
           uint32_t to = all + (state.index * kHalves + half) * (kStageScales * 4);
-          if (thread < 2) minfer::moe::send_scale(scales.weight, weight, blocks > 0, to + kMostParts * kTokens * 4);
+          if (thread < 2) {
+            minfer::moe::send_scale(scales.weight, weight, blocks > 0, to + (kTokenScales + thread * (kUp - 1)) * 4);
+          }
           if (--blocks > 0) weight += weight_step;
 #pragma unroll 1
           for (int part = 0; part < parts; ++part, to += kTokens * 4) {
@@ -355,6 +417,14 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     auto& columns = operand_b(storage);
     uint32_t const a = minfer::gemm::low_word_of(&rows[0][slab * 64 * kLine]), b = minfer::gemm::low_word_of(&columns[0][0]);
     bool const gathered = gathers(params);
+    minfer::StageReleaser<kCluster> const releaser(storage.empty, thread);
+    auto const release = [&](int stage) {
+      if constexpr (kCluster > 1) {
+        releaser.release(stage);
+      } else {
+        minfer::release_stage<1>(&storage.empty[stage], thread);
+      }
+    };
     Sum sums[kSums];
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kSums; ++i) sums[i] = 0;
@@ -382,14 +452,18 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
         }
         cute::warpgroup_commit_batch();
         cute::warpgroup_wait<1>();
-        minfer::release_stage<1>(&storage.empty[last], thread, k > 0);
+        if constexpr (kCluster > 1) {
+          releaser.release(last, k > 0);
+        } else {
+          minfer::release_stage<1>(&storage.empty[last], thread, k > 0);
+        }
         last = stage;
         ring.advance();
       }
       cute::warpgroup_wait<0>();
       CUTLASS_PRAGMA_UNROLL
       for (int block = 0; block < kMmaM; ++block) fence<kColumns>(sums + block * kBlockValues);
-      minfer::release_stage<1>(&storage.empty[last], thread);
+      release(last);
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kValues; ++i) accumulator(i) = to_float(sums[i]) * params.one;  // a product, not a copy: see keep_in_other_bank
     } else {
@@ -419,7 +493,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
             constexpr int kSet = decltype(set)::value;
             float const* const line = storage.scales[stage][kSet / kParts];
             Sum* const of_set = sums + kSet * (kColumns / 2);
-            add<kColumns, kAdds>(line + kSet % kParts * kTokens, line + kMostParts * kTokens, &accumulator(0), of_set, thread, [&] {
+            add<kColumns, kAdds>(line + kSet % kParts * kTokens, line + kTokenScales, &accumulator(0), of_set, thread, [&] {
               cute::warpgroup_wait<kSets - 1 - kSet>();
               fence<kColumns>(of_set);
               if constexpr (kSet == kSets - 1) look_ahead();
@@ -435,7 +509,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
                 cute::warpgroup_arrive();
                 send(half, part, block, sums);
                 float const* const line = storage.scales[stage][half];
-                float const *const factors = line + part * kTokens, *const weight = line + kMostParts * kTokens;
+                float const *const factors = line + part * kTokens, *const weight = line + kTokenScales;
                 auto const retire = [&] {
                   cute::warpgroup_wait<0>();
                   fence<kColumns>(sums);
@@ -445,13 +519,15 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
                   add<kColumns, kAdds>(factors, weight, &accumulator(block * kBlockValues), sums, thread, retire);
                 } else {
                   int const row = (block * kConsumers + slab) * 64 + thread / 32 * 16 + thread % 32 / 4;
-                  add_by_row<kAdds>(factors + row, weight, &accumulator(block * kBlockValues), sums, retire);
+                  float const *const of_row = factors + row + (output.tile.row & quad_mask(params)), *const of_k =
+                                                                                                         weight + (k & quad_mask(params));
+                  add_by_row<kAdds>(of_row, of_k, &accumulator(block * kBlockValues), sums, retire);
                 }
               }
             }
           }
         }
-        minfer::release_stage<1>(&storage.empty[stage], thread);
+        release(stage);
       }
       keep_in_other_bank(params, storage, accumulator);
     }
@@ -493,7 +569,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     constexpr bool kTwo = !kIntegers && kAdds != Adds::kScaled;
     float factor[2][2];  // of gates and ups
     if constexpr (kAdds != Adds::kSums) {
-      float2 const of_weight = *reinterpret_cast<float2 const*>(weight);
+      float2 const of_weight = kUp == 1 ? *reinterpret_cast<float2 const*>(weight) : make_float2(weight[0], kTwo ? weight[kUp] : 0.0f);
       CUTLASS_PRAGMA_UNROLL
       for (int h = 0; h < 2; ++h) {
         float const token = tokens[8 * h];
@@ -571,7 +647,7 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
     };
     if (!params.adds) {
       run(cute::integral_constant<Adds, Adds::kNone>{});
-    } else if (params.scales.parts == 2) {
+    } else if (kMostParts >= 2 && params.scales.parts == 2) {
       run(cute::integral_constant<Adds, Adds::kHalves>{});
     } else if (kMostParts == 4 && params.scales.parts == 4) {
       run(cute::integral_constant < Adds, kMostParts == 4 ? Adds::kQuarters : Adds::kHalves > {});
