@@ -19,7 +19,9 @@ from types import ModuleType
 from typing import Any
 
 from bench.report import (
+    accuracy as report_accuracy,
     attention as report_attention,
+    e2e as report_e2e,
     expert_parallel as report_expert_parallel,
     fused as report_fused,
     gemm as report_gemm,
@@ -29,6 +31,7 @@ from bench.report import (
     random as report_random,
     regret as report_regret,
     scaled_gemm as report_scaled_gemm,
+    w4a8 as report_w4a8,
     w4a16 as report_w4a16,
 )
 
@@ -38,6 +41,7 @@ FAMILIES: dict[str, tuple[str, ModuleType]] = {
     "random": ("Random problems", report_random),
     "regret": ("Regret of the plan", report_regret),
     "w4a16": ("GEMM with 4-bit and 8-bit weights", report_w4a16),
+    "w4a8": ("GEMM with 4-bit weights and 8-bit activations", report_w4a8),
     "fp8": ("FP8 GEMM", report_scaled_gemm),
     "int8": ("INT8 GEMM", report_scaled_gemm),
     "moe": ("Mixture of experts", report_moe),
@@ -45,6 +49,8 @@ FAMILIES: dict[str, tuple[str, ModuleType]] = {
     "expert_parallel": ("Expert parallelism", report_expert_parallel),
     "attention": ("Attention", report_attention),
     "fused": ("Between the GEMMs", report_fused),
+    "e2e": ("Whole models", report_e2e),
+    "accuracy": ("Accuracy of quantised models", report_accuracy),
 }
 MARKERS = re.compile(r"<!-- results:(?P<device>[\w-]+) -->.*?<!-- /results -->", re.DOTALL)
 

@@ -33,6 +33,7 @@ HEADLINES = (
     Headline("GEMM, 4-bit weights", "linear layers of two models, m = 1 to 8192", "w4a16", ("w4a16", "w4a16_bf16")),
     Headline("GEMM, 8-bit weights", "four linear layers, int8 and fp8, m = 1 to 1024", "w4a16", ("w8a16",)),
     Headline("GEMM, 4-bit weights", "random problems", "random", ("random_w4a16",)),
+    Headline("GEMM, 4-bit weights, FP8 activations", "linear layers of two models, m = 16 to 8192", "w4a8", ("w4a8_fp8",)),
     Headline("GEMM, FP8", "layers of three models, m = 1 to 8192", "fp8", ("fp8_small", "fp8_middle", "fp8_large")),
     Headline("GEMM, FP8", "random problems", "fp8", ("fp8_random",)),
     Headline("GEMM, INT8", "layers of three models, random problems", "int8", ("int8_small", "int8_middle", "int8_large", "int8_random")),
@@ -61,6 +62,8 @@ HEADLINES = (
     Headline("norm and product in one operator", "three models, m = 1 to 64", "fused", ("norm_gemm",)),
     Headline("sampling", "five vocabularies, batch 1 to 512", "fused", ("sample",)),
     Headline("decode step of a layer", "Llama-3.1-8B, batch 1 to 64", "fused", ("decode_layer",)),
+    Headline("whole models, decode", "batch 1 to 256", "e2e", ("decode",)),
+    Headline("whole models, prompts", "512 to 32768 tokens", "e2e", ("prefill",)),
 )
 
 
@@ -73,7 +76,7 @@ def best_of_cells(rows: Iterable[Row]) -> list[Row]:
     """The row of each cell's fastest peer, in order of first appearance."""
     best: dict[tuple, Row] = {}
     for row in rows:
-        if row["peer"].startswith("ours:") or row["peer"] == "copy" or "error" in row:
+        if row["peer"].startswith("ours:") or row["peer"] in ("copy", "none") or "error" in row:
             continue
         key = cell_of(row)
         if key not in best or row["ratio"] < best[key]["ratio"]:
@@ -88,7 +91,7 @@ def headline(rows: Iterable[Row], line: Headline) -> list[str] | None:
         return None
     worst = min(best, key=lambda row: row["ratio"])
     of_suites = [row for row in rows if row["suite"] in line.suites and "error" not in row]
-    peers = dict.fromkeys(peer_name(row["peer"]) for row in of_suites if not row["peer"].startswith("ours:"))
+    peers = dict.fromkeys(peer_name(row["peer"]) for row in of_suites if not row["peer"].startswith("ours:") and row["peer"] != "none")
     return [
         line.what,
         line.shapes,

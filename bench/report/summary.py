@@ -49,6 +49,9 @@ def shape_text(row: Row) -> str:
     s = row["shape"]
     if "what" in s:
         return f"{s['what']}, {s['m']} x {s['width']}"
+    if "format" in s and "model" in s and "heads_q" not in s:  # a whole model
+        size = f"batch {s['batch']} at {s['context']}" if "batch" in s else f"{s['tokens']} tokens"
+        return f"{s['model']} {s['format']}, {size}"
     if "top_k" in s and "routing" in s and "model" not in s:  # a random problem
         scales = (f"scales of {s['a_group']}" if s["a_group"] else "scales of rows") if "a_group" in s else ""
         what = ", ".join([s["routing"], *(name for name in ("gathered", "gated") if s[name])])

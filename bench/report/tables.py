@@ -41,6 +41,12 @@ PEER_NAMES = {
     "ours:16bit": "own, 16-bit weights",
     "ours:mxfp4": "own, mxfp4",
     "ours:fast": "own, fast sums",
+    "ours:w4a16": "own, 16-bit activations",
+    "ours:fp8": "own, e4m3 weights",
+    "transformers": "transformers",
+    "transformers_compiled": "transformers, compiled",
+    "vllm_ops": "vLLM's operators",
+    "ours:bf16": "own, 16 bits",
 }
 MODEL_NAMES = {
     "llama-3.1-8b": "Llama-3.1-8B",
@@ -51,6 +57,8 @@ MODEL_NAMES = {
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
     "deepseek-v3": "DeepSeek-V3",
     "gpt-oss-120b": "gpt-oss-120b",
+    "gemma-2-9b": "Gemma-2-9B",
+    "gpt2": "GPT-2",
 }
 LAYER_NAMES = ("qkv", "out", "gate+up", "down")  # the order of a model's layers in the suites
 LAYER_LINES = ("-", "--", "-.", ":")

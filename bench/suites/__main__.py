@@ -13,6 +13,7 @@ import sys
 
 FAMILIES = {
     "attention": "bench.suites.attention",
+    "e2e": "bench.suites.e2e",
     "fused": "bench.suites.fused",
     "gemm": "bench.suites.gemm",
     "moe": "bench.suites.moe",
@@ -22,6 +23,7 @@ FAMILIES = {
     "regret": "bench.suites.regret",
     "scaled_gemm": "bench.suites.scaled_gemm",
     "w4a16": "bench.suites.w4a16",
+    "w4a8": "bench.suites.w4a8",
 }
 
 

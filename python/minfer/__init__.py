@@ -15,6 +15,7 @@ _load_library(__path__)
 from . import distributed, nn, ops as _ops, quantize, reference
 from ._core.registry import build_info, kernels
 from .formats.gate_up import pack_gate_up, unpack_gate_up
+from .generation import Completion, SamplingParams, generate
 from .ops import *
 from .planning import tuned as _tuned
 from .planning.plan import NormPlan, Plan, plan
@@ -23,11 +24,14 @@ __version__: str = build_info()["version"]
 _tuned.load_at_first_use()
 
 __all__ = [
+    "Completion",
     "NormPlan",
     "Plan",
+    "SamplingParams",
     "__version__",
     "build_info",
     "distributed",
+    "generate",
     "kernels",
     "nn",
     "pack_gate_up",

@@ -1,4 +1,4 @@
-"""Command line: ``python -m minfer info | plan | tune | demo``."""
+"""Command line: ``python -m minfer info | plan | tune | demo | generate | bench-model``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..formats import weight_formats
 from ..measure import shapes
 from ..planning import calibrate, plan as planning, tune as tuner, tuned
 from ..planning.plan import Problem, W4Problem
-from . import demo
+from . import demo, models as model_commands
 from .demo import table as demo_table
 
 app = typer.Typer(
@@ -407,6 +407,10 @@ def run_demo(out: Annotated[Path, typer.Option("--out", help="File that the pict
         console.print(line, markup=False)
     if not all(o.verified for o in outcomes):
         raise _stop("a result is wrong: " + ", ".join(o.label for o in outcomes if not o.verified))
+
+
+app.command("generate")(model_commands.run_generate)
+app.command("bench-model")(model_commands.run_bench_model)
 
 
 def main() -> None:

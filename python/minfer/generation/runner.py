@@ -1,0 +1,394 @@
+"""Steps of a model over a paged cache: chunks of prompts and single tokens, and what is drawn behind them.
+
+Rows. A request has a row of the batch from its first step to its last. What the device keeps of a row: its newest token, the parameters of
+its draws, for penalties how often each token came, and for int4 caches the newest keys and values (``KvCache.k_residual``).
+
+Host and device. Positions, slots and lengths follow from what the host knows before a token is drawn, and go to the device in one copy; the
+drawn token goes from one step to the next on the device. So the host launches a step while the last one runs, and sees its tokens later.
+
+Graphs. A step in which each row adds one token is a CUDA graph, captured at the first step of as many rows (rounded up to
+:data:`GRAPH_ROWS`), as many pages of the longest sequence (a power of two) and the same kinds of draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats.kv_cache import KvCache, allocate_kv_cache
+from ..integrations.decoder import Attention
+from ..integrations.decoder.model import DecoderModel
+from ..ops.attention import attention_paged
+from ..ops.kv_cache import kv_cache_append, qk_norm_rope_append
+from ..ops.sampling import sample
+from .params import SamplingParams
+
+GRAPH_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_GROUP_TOKENS = 32  # of int4 keys
+
+
+class Chunk(NamedTuple):
+    """What a step computes of one row.
+
+    Attributes:
+      row: of the batch.
+      tokens: the sequence's next ones; None: the one that the row drew last.
+      start: place of the first of them in the sequence.
+      pages: of the sequence.
+      draws: whether a token is drawn behind them; offset: how many were drawn before it.
+    """
+
+    row: int
+    tokens: Sequence[int] | None
+    start: int
+    pages: Sequence[int]
+    draws: bool
+    offset: int
+
+    @property
+    def count(self) -> int:
+        return 1 if self.tokens is None else len(self.tokens)
+
+
+class Drawn:
+    """What a step drew, in the order of its chunks that draw: on its way to the host."""
+
+    def __init__(self, tensors: Sequence[Tensor], ready: torch.cuda.Event | None, places: Sequence[int] | None = None):
+        self._tensors, self._ready, self._places = tensors, ready, places
+
+    def wait(self) -> list[Tensor]:
+        """ids, logprobs, top_ids and top_logprobs of :func:`minfer.sample`, when they are there."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return list(self._tensors) if self._places is None else [x[self._places] for x in self._tensors]
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """What draws need beside the logits: these change what is captured."""
+
+    random: bool
+    penalties: bool
+    top_logprobs: int
+
+
+class _Attend:
+    """The attention of one layer in a step."""
+
+    def __init__(self, cache: KvCache, rotations: dict[str, Tensor]):
+        self.cache, self.rotations = cache, rotations
+        self.step: _StepTensors | None = None
+
+    def __call__(self, attention: Attention, qkv: Tensor) -> Tensor:
+        step, cache = self.step, self.cache
+        if cache.k_residual is not None:
+            rows = step.seq_lens.shape[0]
+            cache = cache._replace(k_residual=cache.k_residual[:rows], v_residual=cache.v_residual[:rows])
+        qkv = qkv.view(-1, attention.heads + 2 * attention.heads_kv, attention.head_dim)
+        if attention.rotary is None:
+            q, k, v = qkv.split([attention.heads, attention.heads_kv, attention.heads_kv], 1)
+            kv_cache_append(k, v, cache.k, cache.v, step.slots, cu_seqlens=step.cu_seqlens, **cache.scales())
+        else:
+            norm = attention.q_norm
+            options = {} if norm is None else {"eps": norm.eps, "weight_offset": norm.weight_offset}
+            q = qk_norm_rope_append(
+                qkv,
+                None if norm is None else norm.weight,
+                None if norm is None else attention.k_norm.weight,
+                self.rotations[attention.rotary],
+                step.positions,
+                cache.k,
+                cache.v,
+                step.slots,
+                rotary_dim=attention.rotary_dim,
+                cu_seqlens=step.cu_seqlens,
+                **options,
+                **cache.scales(),
+            )
+        y, _ = attention_paged(
+            q,
+            cache.k,
+            cache.v,
+            step.seq_lens,
+            block_table=step.table,
+            cu_seqlens_q=step.cu_seqlens,
+            max_seqlen_q=step.longest,
+            causal=attention.causal,
+            **attention.scores(),
+            **cache.scales(),
+        )
+        return y.flatten(1)
+
+
+class _StepTensors(NamedTuple):
+    """On the device: of tokens positions and slots (int64), of rows lengths (int32) and pages (int32 [rows, n])."""
+
+    positions: Tensor
+    slots: Tensor
+    seq_lens: Tensor
+    table: Tensor
+    cu_seqlens: Tensor | None
+    longest: int
+
+
+class Runner:
+    """A model, its caches, and the rows of a batch.
+
+    Args:
+      model: what is run.
+      rows: of the largest batch.
+      pages, page_size: of the cache.
+      kv_format: as in :func:`minfer.allocate_kv_cache`.
+      graphs: whether steps of single tokens are captured; on CUDA alone.
+    """
+
+    def __init__(self, model: DecoderModel, *, rows: int, pages: int, page_size: int, kv_format: str = "16bit", graphs: bool = True):
+        self.model, self.rows, self.page_size, self.kv_format = model, rows, page_size, kv_format
+        self.cuda = model.device.type == "cuda"
+        self.graphs = graphs and self.cuda
+        more = {"group_tokens": _GROUP_TOKENS} if kv_format == "int4" else {}
+        options = dict(kv_format=kv_format, dtype=model.dtype, device=model.device, batch=rows, **more)
+        self.attend = [
+            _Attend(allocate_kv_cache(pages, page_size, a.heads_kv, a.head_dim, **options), model.rotations)
+            for a in (layer.attention for layer in model.layers)
+        ]
+        self._captured: dict[tuple, _Graph] = {}
+        self._pool = None
+
+        def per_row(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(rows, dtype=dtype, device=model.device)
+
+        self.ids = per_row(torch.int64)
+        floats = ("temperatures", "top_ps", "min_ps", "repetition_penalties", "presence_penalties", "frequency_penalties")
+        self.parameters = {name: per_row(torch.float32) for name in floats}
+        self.parameters |= {"top_ks": per_row(torch.int32), "seeds": per_row(torch.int64)}
+        self.counts: Tensor | None = None
+        self._table = torch.zeros(rows, 0, dtype=torch.int32)  # on the host
+        self._noted = [0] * rows  # pages of each row that are in it
+
+    @staticmethod
+    def bytes_of_page(model: DecoderModel, page_size: int, kv_format: str) -> int:
+        """What a page takes in all layers."""
+        options = dict(kv_format=kv_format, dtype=model.dtype, device="meta", batch=1)
+        if kv_format == "int4":
+            options["group_tokens"] = _GROUP_TOKENS
+        total = 0
+        for layer in model.layers:
+            cache = allocate_kv_cache(1, page_size, layer.attention.heads_kv, layer.attention.head_dim, **options)
+            parts = [x for name, x in cache._asdict().items() if isinstance(x, Tensor) and not name.endswith("_residual")]
+            total += sum(x.numel() * x.element_size() for x in parts)
+        return total
+
+    # ---- rows ------------------------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def begin(self, row: int, params: SamplingParams, seed: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        """A request gets a row."""
+        self._noted[row] = 0
+        values = {
+            "temperatures": params.temperature,
+            "top_ps": params.top_p,
+            "min_ps": params.min_p,
+            "repetition_penalties": params.repetition_penalty,
+            "presence_penalties": params.presence_penalty,
+            "frequency_penalties": params.frequency_penalty,
+            "top_ks": max(params.top_k, 0),
+            "seeds": seed,
+        }
+        for name, value in values.items():
+            self.parameters[name][row : row + 1].fill_(value)
+        if params.penalised:
+            self._count(row, prompt, generated)
+
+    def _count(self, row: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        if self.counts is None:
+            self.counts = torch.zeros(self.rows, self.model.vocabulary, dtype=torch.int32, device=self.model.device)
+        own = torch.zeros(self.model.vocabulary, dtype=torch.int32)
+        own[torch.tensor(list(prompt))] = -1
+        if generated:
+            ids, times = torch.tensor(list(generated)).unique(return_counts=True)
+            own[ids] = times.to(torch.int32)
+        self.counts[row].copy_(self._sent(own))
+
+    @torch.inference_mode()
+    def move(self, source: int, target: int) -> None:
+        """A row's request gets another row."""
+        own = [self.ids, *self.parameters.values()] + ([] if self.counts is None else [self.counts])
+        for attend in self.attend:
+            own += [x for x in (attend.cache.k_residual, attend.cache.v_residual) if x is not None]
+        for x in own:
+            x[target].copy_(x[source])
+        self._noted[target] = 0
+
+    # ---- steps -----------------------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk], params: Sequence[SamplingParams]) -> Drawn:
+        """Launches a step, and says where its draws will be.
+
+        Args:
+          chunks: of different rows, in ascending order of them.
+          params: of the chunks' requests.
+        """
+        own = [p for chunk, p in zip(chunks, params, strict=True) if chunk.draws]
+        draws = _Draws(
+            any(p.temperature > 0 for p in own),
+            any(p.penalised for p in own),
+            max((p.logprobs or 0 for p in own), default=0),
+        )
+        self._note_pages(chunks)
+        if self.graphs and all(chunk.tokens is None and chunk.draws for chunk in chunks):
+            return self._run_graph(chunks, draws)
+        return self._run_eager(chunks, draws)
+
+    def _sent(self, x: Tensor) -> Tensor:
+        """A host tensor on the device, without waiting. Pinned memory goes back to torch's allocator, which waits for the copy before it
+        gives the memory to somebody else."""
+        return x.pin_memory().to(self.model.device, non_blocking=True) if self.cuda else x
+
+    def _slots(self, chunk: Chunk) -> list[int]:
+        size, pages = self.page_size, chunk.pages
+        return [pages[place // size] * size + place % size for place in range(chunk.start, chunk.start + chunk.count)]
+
+    def _note_pages(self, chunks: Sequence[Chunk]) -> None:
+        """Brings the host's block table up to date. A request's pages only become more."""
+        longest = max(len(chunk.pages) for chunk in chunks)
+        if longest > self._table.shape[1]:
+            more = max(longest, 2 * self._table.shape[1]) - self._table.shape[1]
+            self._table = torch.nn.functional.pad(self._table, (0, 1 << (self._table.shape[1] + more - 1).bit_length()))
+        for chunk in chunks:
+            known, have = self._noted[chunk.row], len(chunk.pages)
+            if known != have:
+                self._table[chunk.row, known:have] = torch.tensor(chunk.pages[known:], dtype=torch.int32)
+                self._noted[chunk.row] = have
+
+    def _run_eager(self, chunks: Sequence[Chunk], draws: _Draws) -> Drawn:
+        rows = chunks[-1].row + 1
+        ids, positions, slots, last, offsets, drawing = [], [], [], [], [], []
+        seq_lens, ends = [0] * rows, [0] * rows
+        for chunk in chunks:
+            ids += [-1 - chunk.row] if chunk.tokens is None else chunk.tokens  # the row's newest token is on the device
+            positions += range(chunk.start, chunk.start + chunk.count)
+            slots += self._slots(chunk)
+            seq_lens[chunk.row], ends[chunk.row] = chunk.start + chunk.count, chunk.count
+            if chunk.draws:
+                last.append(len(ids) - 1)
+                drawing.append(chunk.row)
+                offsets.append(chunk.offset)
+        longs = self._sent(torch.tensor([ids, positions, slots], dtype=torch.int64))
+        of_rows = self._sent(torch.tensor([[0, *seq_lens], [0, *ends]], dtype=torch.int32))
+        table = self._sent(self._table[:rows, : max(len(chunk.pages) for chunk in chunks)].contiguous())
+        ragged = None if all(chunk.count == 1 for chunk in chunks) and len(chunks) == rows else of_rows[1].cumsum(0, dtype=torch.int32)
+        step = _StepTensors(longs[1], longs[2], of_rows[0, 1:], table, ragged, max(chunk.count for chunk in chunks))
+        tokens = torch.where(longs[0] < 0, self.ids[(-1 - longs[0]).clamp_min(0)], longs[0])
+        hidden = self._hidden(tokens, step)
+        if not drawing:
+            return self._to_host([torch.empty(0, dtype=d) for d in (torch.int64, torch.float32, torch.int64, torch.float32)])
+        index = self._sent(torch.tensor([drawing, last, offsets], dtype=torch.int64))
+        hidden = tuple(None if x is None else x[index[1]] for x in hidden)
+        return self._to_host(self._draw(hidden, index[0], index[2], draws))
+
+    def _hidden(self, ids: Tensor, step: _StepTensors) -> tuple[Tensor, Tensor | None]:
+        for attend in self.attend:
+            attend.step = step
+        return self.model.hidden(ids, step.positions, self.attend)
+
+    def _draw(self, hidden: tuple[Tensor, Tensor | None], rows: Tensor | None, offsets: Tensor, draws: _Draws) -> list[Tensor]:
+        """Draws a token of each row, which becomes its newest one. rows: which they are; None: the first ones."""
+        count = hidden[0].shape[0]
+
+        def own(x: Tensor) -> Tensor:
+            return x[:count] if rows is None else x[rows]
+
+        options: dict = {"top_logprobs": draws.top_logprobs}
+        if draws.random:
+            for name in ("temperatures", "top_ps", "min_ps", "top_ks", "seeds"):
+                options[name] = own(self.parameters[name])
+            options["offsets"] = offsets
+        else:
+            options["temperature"] = 0.0
+        if draws.penalties:
+            if self.counts is None:
+                raise AssertionError("a request with penalties has begun without counts")
+            for name in ("repetition_penalties", "presence_penalties", "frequency_penalties"):
+                options[name] = own(self.parameters[name])
+            options["counts"] = own(self.counts)
+        drawn = list(sample(self.model.logits(*hidden), **options))
+        newest = drawn[0].clamp_min(0)  # -1: nothing could be drawn, which ends the request
+        if rows is None:
+            self.ids[:count].copy_(newest)
+        else:
+            self.ids.index_copy_(0, rows, newest)
+        if draws.penalties:
+            seen = own(self.counts).clamp_min(0).gather(1, newest[:, None]) + 1
+            place = torch.arange(count, device=newest.device) if rows is None else rows
+            self.counts.index_put_((place, newest), seen[:, 0])
+        return drawn
+
+    def _to_host(self, drawn: Sequence[Tensor], places: Sequence[int] | None = None) -> Drawn:
+        if not self.cuda:
+            return Drawn([x.clone() for x in drawn], None, places)
+        host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in drawn]
+        ready = torch.cuda.Event()
+        ready.record()
+        return Drawn(host, ready, places)
+
+    # ---- graphs ----------------------------------------------------------------------------------------------------------------------
+
+    def _run_graph(self, chunks: Sequence[Chunk], draws: _Draws) -> Drawn:
+        used = chunks[-1].row + 1
+        rows = min(next((size for size in GRAPH_ROWS if size >= used), used), self.rows)
+        longest = max(len(chunk.pages) for chunk in chunks)
+        width = min(1 << (longest - 1).bit_length(), self._table.shape[1])
+        key = (rows, width, draws)
+        graph = self._captured.get(key)
+        if graph is None:
+            graph = self._captured[key] = _Graph(self, rows, width, draws)
+        inputs = torch.zeros(4, rows, dtype=torch.int64)  # positions, slots, offsets, lengths
+        inputs[1].fill_(-1)
+        places = [chunk.row for chunk in chunks]
+        lines = [[chunk.start, self._slots(chunk)[0], chunk.offset, chunk.start + 1] for chunk in chunks]
+        inputs[:, places] = torch.tensor(lines).t()
+        graph.inputs.copy_(inputs.pin_memory(), non_blocking=True)
+        table = self._table[:rows, :width]
+        if graph.sent is None or not torch.equal(graph.sent, table):
+            graph.sent = table.clone()
+            graph.table.copy_(graph.sent.pin_memory(), non_blocking=True)
+        graph.graph.replay()
+        return self._to_host(graph.drawn, places)
+
+
+class _Graph:
+    """A captured step of ``rows`` rows, each with one token."""
+
+    def __init__(self, runner: Runner, rows: int, width: int, draws: _Draws):
+        device = runner.model.device
+        self.inputs = torch.zeros(4, rows, dtype=torch.int64, device=device)
+        self.inputs[1].fill_(-1)
+        self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        self.sent: Tensor | None = None  # what the table holds
+        self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        kept, counts = runner.ids.clone(), None if runner.counts is None else runner.counts[:rows].clone()
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # what is allocated or set up at first use
+                self._step(runner, draws)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=runner._pool):
+            self.drawn = self._step(runner, draws)
+        runner._pool = runner._pool or self.graph.pool()
+        runner.ids.copy_(kept)
+        if counts is not None:
+            runner.counts[:rows].copy_(counts)
+
+    def _step(self, runner: Runner, draws: _Draws) -> list[Tensor]:
+        self._seq_lens.copy_(self.inputs[3])
+        step = _StepTensors(self.inputs[0], self.inputs[1], self._seq_lens, self.table, None, 1)
+        hidden = runner._hidden(runner.ids[: self.inputs.shape[1]], step)
+        return runner._draw(hidden, None, self.inputs[2], draws)

@@ -1,0 +1,87 @@
+"""A decoder layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .attention import Attention
+from .mlp import Experts, Mlp
+from .norm import Norm
+
+Attend = Callable[[Attention, Tensor], Tensor]
+"""What an engine does between the projections: (attention, qkv [tokens, (heads + 2 * heads_kv) * head_dim]) -> [tokens, heads * head_dim].
+It normalises and rotates q and k as ``attention`` says, keeps k and v, and attends. It may write qkv."""
+
+
+class DecoderLayer(torch.nn.Module):
+    """x + attention(norm(x)), and then the same of the MLP or the experts.
+
+    Args:
+      attention, mlp: of the layer.
+      input_norm: in front of attention. mlp_norm: in front of the MLP.
+      attention_output_norm, mlp_output_norm: of the blocks' outputs before they are added (Gemma 2 and 3), both or neither.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: Mlp | Experts,
+        input_norm: Norm,
+        mlp_norm: Norm,
+        attention_output_norm: Norm | None = None,
+        mlp_output_norm: Norm | None = None,
+    ):
+        super().__init__()
+        if (attention_output_norm is None) != (mlp_output_norm is None):
+            raise ValueError("DecoderLayer: both blocks have a norm of their output, or neither")
+        self.attention, self.mlp = attention, mlp
+        self.input_norm, self.mlp_norm = input_norm, mlp_norm
+        self.attention_output_norm, self.mlp_output_norm = attention_output_norm, mlp_output_norm
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """x: [tokens, hidden_size], float16 or bfloat16; it is not written. Returns the same of the next layer."""
+        attention, mlp = self.attention, self.mlp
+        y = attend(attention, attention.qkv.after_norm(x, self.input_norm))
+        if self.attention_output_norm is not None:
+            x = x + self.attention_output_norm(attention.output(y))
+            return x + self.mlp_output_norm(self._block(x))
+        x = attention.output(y, residual=x)
+        if isinstance(mlp, Mlp):
+            return mlp.down(mlp.first.after_norm(x, self.mlp_norm), residual=x)
+        return x + self._block(x)
+
+    def _block(self, x: Tensor) -> Tensor:
+        if isinstance(self.mlp, Mlp):
+            return self.mlp.down(self.mlp.first.after_norm(x, self.mlp_norm))
+        return self.mlp(self.mlp_norm(x))
+
+    def step(self, x: Tensor, pending: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor | None]:
+        """forward of x + pending, for engines: additions are left to the norms behind them.
+
+        Args:
+          x: [tokens, hidden_size], which may be written.
+          pending: [tokens, hidden_size], what the layer in front has left to add; or None.
+
+        Returns:
+          x and pending of the next layer.
+        """
+        attention, mlp = self.attention, self.mlp
+        if pending is None:
+            qkv = attention.qkv.after_norm(x, self.input_norm)
+        else:
+            qkv = attention.qkv.after_norm(pending, self.input_norm, residual=x)
+        y = attend(attention, qkv)
+        if self.attention_output_norm is None:
+            x, y = attention.output(y, residual=x), None
+        else:
+            y = self.attention_output_norm(attention.output(y))
+        if not isinstance(mlp, Mlp):
+            y = mlp(self.mlp_norm(x) if y is None else self.mlp_norm(y, residual=x))
+        elif y is None:
+            return mlp.down(mlp.first.after_norm(x, self.mlp_norm), residual=x), None
+        else:
+            y = mlp.down(mlp.first.after_norm(y, self.mlp_norm, residual=x))
+        return x, y if self.mlp_output_norm is None else self.mlp_output_norm(y)

@@ -1,0 +1,76 @@
+"""A decoder-only model over tokens that lie end to end: what an engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ...ops.fused import embedding
+from ...ops.gemm import gemm
+from .layer import Attend, DecoderLayer
+from .norm import Norm
+
+
+class DecoderModel:
+    """Token embedding, layers, norm and head; the tensors are those of the model that it was made of.
+
+    Args:
+      embedding: [vocabulary, hidden], and embedding_scale: what rows are multiplied with, or None.
+      position_embedding: [positions, hidden], added to tokens', or None (GPT-2).
+      layers, norm: in order.
+      head: [vocabulary, hidden]; head_bias: [vocabulary] or None; logit_softcap: logits become cap * tanh(logits / cap), 0 is none.
+      rotations: for each name that ``Attention.rotary`` has float32 [length, rotary_dim], cosines and then sines, as
+        :func:`minfer.rope_cache` lays them out.
+      max_positions: tokens of the longest sequence that the model was made for.
+    """
+
+    def __init__(
+        self,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        norm: Norm,
+        head: Tensor,
+        rotations: Mapping[str, Tensor],
+        max_positions: int,
+        *,
+        embedding_scale: float | None = None,
+        position_embedding: Tensor | None = None,
+        head_bias: Tensor | None = None,
+        logit_softcap: float = 0.0,
+    ):
+        self.embedding, self.embedding_scale, self.position_embedding = embedding, embedding_scale, position_embedding
+        self.layers, self.norm, self.head, self.head_bias = list(layers), norm, head, head_bias
+        self.rotations, self.max_positions, self.logit_softcap = dict(rotations), max_positions, logit_softcap
+
+    @property
+    def vocabulary(self) -> int:
+        return self.head.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Sequence[Attend]) -> tuple[Tensor, Tensor | None]:
+        """int64 [tokens], int64 [tokens], and what attends in each layer -> [tokens, hidden], and what is still to be added to it, or None:
+        together what the last norm is of."""
+        x = embedding(ids, self.embedding, scale=self.embedding_scale)
+        if self.position_embedding is not None:
+            x = x + embedding(positions, self.position_embedding)
+        pending = None
+        for layer, own in zip(self.layers, attend, strict=True):
+            x, pending = layer.step(x, pending, own)
+        return x, pending
+
+    def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
+        """[rows, hidden] of :meth:`hidden`, which may be written -> float32 [rows, vocabulary]."""
+        normed = self.norm(x) if pending is None else self.norm(pending, residual=x)
+        logits = gemm(normed, self.head.t(), bias=self.head_bias, out_dtype=torch.float32)
+        if self.logit_softcap:
+            logits = logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
+        return logits
