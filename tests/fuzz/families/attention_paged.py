@@ -290,8 +290,9 @@ class AttentionPaged(Family):
         pages = "batch" if not p["paged"] else "pages"
         heads_q = "heads_q" if p["sinks"] else ""
         lead = {"4d": ("batch", ""), "3d": ("tokens",), "cu": ("",)}[p["layout"]]
+        ranks = (3, 4) if p["layout"] == "3d" and p["batch"] == 1 else ()  # a batch of one sequence has both forms
         found = {
-            "q": Argument(HALVES, (*lead, heads_q, "head_dim"), ("k_cache", "cache", "heads", "sinks", "seq_lens")),
+            "q": Argument(HALVES, (*lead, heads_q, "head_dim"), ("k_cache", "cache", "heads", "sinks", "seq_lens"), ranks=ranks),
             "k_cache": Argument(
                 stored, (pages, "page_size", "heads_kv", "row"), ("v_cache", "cache", "kv_format", "page", "scale", "heads")
             ),
