@@ -30,9 +30,21 @@ def _decode(rows: Sequence[Row]) -> str:
             f"{first['us'] / 1e3:.2f}",
             f"{first['tokens_per_second']:.0f}",
         ]
-        line += [f"{first['fraction']:.0%}", str(first["launches"]), f"{first['peak_gb']:.1f}", *(_ratio(own, peer) for peer in peers)]
+        theirs = next((f" ({row['peer_launches']})" for row in own if "peer_launches" in row), "")
+        line += [f"{first['fraction']:.0%}", f"{first['launches']}{theirs}", f"{first['peak_gb']:.1f}"]
+        line += [_ratio(own, peer) for peer in peers]
         lines.append(line)
-    header = ["model", "weights and cache", "batch", "context", "ms a step", "tokens/s", "of the floor", "launches", "GB at most"]
+    header = [
+        "model",
+        "weights and cache",
+        "batch",
+        "context",
+        "ms a step",
+        "tokens/s",
+        "of the floor",
+        "launches (of transformers)",
+        "GB at most",
+    ]
     return table([*header, *(f"over {peer_name(peer)}" for peer in peers)], lines)
 
 

@@ -109,10 +109,12 @@ class Results:
 
 
 class Peer(NamedTuple):
-    """What another program takes: milliseconds of a step or a prompt, and the most memory that torch had allocated, where it is its own."""
+    """What another program takes: milliseconds of a step or a prompt; and, where they are its own, the most memory that torch had allocated
+    and the kernels of a step."""
 
     ms: float
     peak_gb: float | None = None
+    launches: int | None = None
 
 
 def tried(what: str, measure: Callable[[], Peer]) -> Peer | None:
@@ -125,6 +127,7 @@ def tried(what: str, measure: Callable[[], Peer]) -> Peer | None:
         return None
 
 
+@torch.inference_mode()
 def generate_times(model: Any, batch: int, context: int, steps: int, **options: Any) -> Peer:
     """Of a token by ``generate``: the time of steps + 1 tokens less that of one, over steps; the better of two."""
     ids = torch.randint(5, 1000, (batch, context), device=model.device)
@@ -140,7 +143,11 @@ def generate_times(model: Any, batch: int, context: int, steps: int, **options: 
     torch.cuda.reset_peak_memory_stats()
     seconds(4)
     ms = min((seconds(steps + 1) - seconds(1)) / steps for _ in range(2)) * 1e3
-    return Peer(ms, round(torch.cuda.max_memory_allocated() / 1e9, 2))
+    peak = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    if options:  # compiled
+        return Peer(ms, peak)
+    cache = model(ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+    return Peer(ms, peak, models.launches_of(lambda: model(ids[:, -1:], past_key_values=cache, use_cache=True)))
 
 
 @torch.inference_mode()
@@ -283,7 +290,8 @@ def add_decode(
             suite="decode", op="decode_step", kernel="", shape=shape, dtype=form, timing=timing, peer=peer,
             peer_us=other.ms * 1e3, floor_us=times.floor_ms * 1e3, rel_err=error,
         )  # fmt: skip
-        results.add(row | facts | ({} if other.peak_gb is None else {"peer_peak_gb": other.peak_gb}))
+        of_peer = {"peer_peak_gb": other.peak_gb, "peer_launches": other.launches}
+        results.add(row | facts | {name: value for name, value in of_peer.items() if value is not None})
 
 
 def add_prefill(

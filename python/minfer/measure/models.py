@@ -266,7 +266,7 @@ def decode_times(
                 times.append((now - last) * 1e3)
             before, last = drawn, now
         before.wait()
-        launches = _launches(lambda: launch(warm_up + steps).wait()) if cuda else 0
+        launches = launches_of(lambda: launch(warm_up + steps).wait()) if cuda else 0
     finally:
         for own in pages:
             engine.pool.release(own)
@@ -288,7 +288,7 @@ def decode_times(
     )
 
 
-def _launches(call: Callable[[], Any]) -> int:
+def launches_of(call: Callable[[], Any]) -> int:
     """Kernels that a call runs, those of its graphs among them."""
     from torch.profiler import ProfilerActivity, profile
 
