@@ -16,7 +16,7 @@ def decode_row(form, batch, us, peer, peer_us):
 
 def test_tables():
     rows = [
-        decode_row("bf16", 1, 4000.0, "transformers", 20000.0),
+        decode_row("bf16", 1, 4000.0, "transformers", 20000.0) | {"peer_launches": 900},
         decode_row("bf16", 1, 4000.0, "vllm_ops", 4800.0),
         decode_row("w4a16", 1, 1500.0, "ours:bf16", 4000.0),
         decode_row("w4a16", 16, 2000.0, "none", 0.0),
@@ -24,8 +24,12 @@ def test_tables():
     shape = {"model": "llama-3.1-8b", "format": "bf16", "requests": 64, "rate": 8.0}
     times = dict(tokens_per_second=900.0, first_ms_p50=30.0, first_ms_p99=90.0, next_ms_p50=5.0, next_ms_p99=25.0)
     rows.append({"suite": "serving", "op": "serve", "shape": shape, "peer": "none", **times})
+    seconds = dict(imported=3.0, loaded=6.5, first=7.0, more=7.4)
+    start = {"suite": "start", "op": "start", "shape": {"model": "llama-3.1-8b", "format": "w4a16"}, "peer": "transformers", "ratio": 2.0}
+    rows.append(start | {"seconds": seconds, "peer_seconds": {step: 2 * at for step, at in seconds.items()}})
     text = e2e.section(HEAD | {"rows": rows})
-    assert "| Llama-3.1-8B | bf16 | 1 | 1024 | 4.00 | 250 | 90% | 230 | 17.5 | 5.00 | 1.20 | - |" in text
+    assert "| Llama-3.1-8B | w4a16 | 3.0 | 6.5 | 7.0 | 7.4 | 6.0 | 13.0 | 14.0 | 14.8 |" in text
+    assert "| Llama-3.1-8B | bf16 | 1 | 1024 | 4.00 | 250 | 90% | 230 (900) | 17.5 | 5.00 | 1.20 | - |" in text
     assert "| Llama-3.1-8B | w4a16 | 1 | 1024 | 1.50 | 667 | 90% | 230 | 17.5 | - | - | 2.67 |" in text
     assert "| Llama-3.1-8B | bf16 | 64 at 8/s | 900 | 30 / 90 | 5.0 / 25.0 |" in text
     line = headlines.section({"e2e": HEAD | {"rows": rows}})
