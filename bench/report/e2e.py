@@ -81,7 +81,8 @@ def _start(rows: Sequence[Row]) -> str:
 SUITES = {
     "decode": (
         "Decode: a step in which each sequence of the batch gets a token, by the host's clock. The floor is the bytes of weights, keys and"
-        " values at the device's read bandwidth. Ratios are (time of the peer) / (time of minfer).",
+        " values at the device's read bandwidth. Ratios are (time of the peer) / (time of minfer). The memory has a cache for"
+        " the largest batch of the run.",
         _decode,
     ),
     "prefill": ("Prompts. The floor is the flops of products and causal attention at the device's 16-bit matrix rate.", _prefill),

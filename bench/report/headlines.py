@@ -14,12 +14,14 @@ from bench.report.tables import geomean_and_min, grouped, peer_name, table
 
 
 class Headline(NamedTuple):
-    """A line of the table: what is compared, the results file and the suites whose cells it sums up."""
+    """A line of the table: what is compared, the results file and the suites whose cells it sums up; where it is given, of what format
+    alone: a peer is compared on what it computes itself."""
 
     what: str
     shapes: str
     family: str
     suites: tuple[str, ...]
+    format: str | None = None
 
 
 HEADLINES = (
@@ -62,8 +64,8 @@ HEADLINES = (
     Headline("norm and product in one operator", "three models, m = 1 to 64", "fused", ("norm_gemm",)),
     Headline("sampling", "five vocabularies, batch 1 to 512", "fused", ("sample",)),
     Headline("decode step of a layer", "Llama-3.1-8B, batch 1 to 64", "fused", ("decode_layer",)),
-    Headline("whole models, decode", "batch 1 to 256", "e2e", ("decode",)),
-    Headline("whole models, prompts", "512 to 32768 tokens", "e2e", ("prefill",)),
+    Headline("whole models in 16 bits, decode", "batch 1 to 256", "e2e", ("decode",), "bf16"),
+    Headline("whole models in 16 bits, prompts", "512 to 32768 tokens", "e2e", ("prefill",), "bf16"),
 )
 
 
@@ -86,12 +88,13 @@ def best_of_cells(rows: Iterable[Row]) -> list[Row]:
 
 def headline(rows: Iterable[Row], line: Headline) -> list[str] | None:
     """The cells of one line of the table; None where nothing was measured."""
-    best = best_of_cells(row for row in rows if row["suite"] in line.suites)
+    own = [row for row in rows if row["suite"] in line.suites and line.format in (None, row["shape"].get("format"))]
+    best = best_of_cells(own)
     if not best:
         return None
     worst = min(best, key=lambda row: row["ratio"])
-    of_suites = [row for row in rows if row["suite"] in line.suites and "error" not in row]
-    peers = dict.fromkeys(peer_name(row["peer"]) for row in of_suites if not row["peer"].startswith("ours:") and row["peer"] != "none")
+    timed = [row["peer"] for row in own if "error" not in row and row["peer"] != "none"]
+    peers = dict.fromkeys(peer_name(peer) for peer in timed if not peer.startswith("ours:"))
     return [
         line.what,
         line.shapes,

@@ -14,9 +14,8 @@ from codegen.row import Row
 
 FIELDS = {"arch", "elements", "tile", "cluster", "column_step", "note"}
 GROUP = 128  # of k: sums of so many are multiplied by a scale
-MAX_TOKENS = (
-    224  # of a tile: 112 accumulators, as many sums of half the tile, and two sets of fragments are what a thread has registers for
-)
+# Of a tile: 112 accumulators, as many sums of half the tile, and two sets of fragments are what a thread has registers for.
+MAX_TOKENS = 224
 
 
 @dataclass(frozen=True, kw_only=True)

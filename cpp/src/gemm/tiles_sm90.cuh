@@ -37,8 +37,8 @@ struct SwappedPairs {
 /// What some kernels ask of their tile scheduler.
 struct SplitTileOptions {
   bool swaps_pairs = false;  // partials hold SwappedPairs
-  bool splits_by_cluster =
-      false;                  // a launch may have the splits of each tile as a cluster's CTAs, each with that one item; the last owns it
+  /// A launch may have the splits of each tile as a cluster's CTAs, each with that one item; the last of them owns the tile.
+  bool splits_by_cluster = false;
   bool rereads_rank = false;  // of a CTA in its cluster: there is no register to keep it in over a mainloop
 };
 

@@ -2,8 +2,7 @@
 //
 // Accumulator e + 2 h + 4 j of a block of 64 tokens is token 16 warp + 8 h + lane / 4, column 8 j + 2 (lane % 4) + e. A warp stages its 16
 // tokens by stmatrix as [token][64 columns], 16-byte units at u ^ token % 8, and stores them as rows of 128 bytes, where it is not gated in
-// two parts. No warp waits for another, nor for a TMA store that still reads what it has staged: by such stores a tile of 256 x 128 took
-// 3 us beside its mainloop.
+// two parts. No warp waits for another, nor for a TMA store that still reads what it has staged.
 // Codes' scales of groups: a group is what a token has of a tile, kColumns / 2 outputs, in the registers of four lanes.
 #pragma once
 

@@ -520,8 +520,8 @@ struct CollectiveMma<minfer::moe::MainloopSm90TmaScaledExperts<Config>, TileShap
                   add<kColumns, kAdds>(factors, weight, &accumulator(block * kBlockValues), sums, thread, retire);
                 } else {
                   int const row = (block * kConsumers + slab) * 64 + thread / 32 * 16 + thread % 32 / 4;
-                  float const *const of_row = factors + row + (output.tile.row & quad_mask(params)), *const of_k =
-                                                                                                         weight + (k & quad_mask(params));
+                  float const* const of_row = factors + row + (output.tile.row & quad_mask(params));
+                  float const* const of_k = weight + (k & quad_mask(params));
                   add_by_row<kAdds>(of_row, of_k, &accumulator(block * kBlockValues), sums, retire);
                 }
               }

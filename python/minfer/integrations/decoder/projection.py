@@ -11,6 +11,7 @@ writes the codes that the product reads.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -34,7 +35,7 @@ from .norm import Norm
 from .weights import Dense, PackedWeight, Weight, concatenate, gate_up
 
 
-class Projection(torch.nn.Module):
+class Projection(torch.nn.Module, abc.ABC):
     """y = activation(x.W^T + bias); where ``gated``, of gate and up rows: activation(gate) * up.
 
     The weight's tensors are buffers that are not saved, since the layer's own modules save theirs; moving the module moves them.
@@ -48,19 +49,19 @@ class Projection(torch.nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.gated, self.activation = in_features, out_features, gated, activation
 
+    @abc.abstractmethod
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x: [tokens, in_features], float16 or bfloat16. residual: [tokens, out_features] of x's dtype, added unrounded, not of gated ones.
         Returns [tokens, out_features] of x's dtype."""
-        raise NotImplementedError
 
     def after_norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """forward of norm(x); or of the norm of residual += x, which is written."""
         return self(norm(x, residual))
 
     @property
+    @abc.abstractmethod
     def weight_format(self) -> str:
         """What the weight is stored as, for people."""
-        raise NotImplementedError
 
     @property
     def weight_bytes(self) -> int:
