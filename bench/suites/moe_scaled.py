@@ -9,7 +9,6 @@ the layers, all into the same file.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from minfer.planning.plan import NARROW_NAMES
 
-from bench.suites import drawn
+from bench.suites import contest, drawn
 from bench.suites.moe_scaled_cells import LAYERS, SUITES, TOKENS, Cell, Grouped, Layer, cells_of, describe
 
 PEERS = "ours:16bit,deepgemm,int_mm,vllm_triton,vllm_deepgemm"
@@ -77,28 +76,19 @@ def kernel_of(cell: Cell) -> str:
         return ""
 
 
-class Run:
+class Run(contest.Inviter):
     """One process's worth of cells."""
 
     def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.peers = [peer for peer in args.peers.split(",") if peer]
-        self.said: set[str] = set()
+        super().__init__(args)
         self.held: tuple[str, torch.dtype] | None = None  # the model and the codes whose weights are at hand
         self.weights: Any = None
 
-    def say_once(self, text: str) -> None:
-        if text not in self.said:
-            self.said.add(text)
-            print(text, flush=True)
-
     def __call__(self, suite: str, index: int) -> tuple[list[dict[str, Any]], str]:
-        cell = cells_of(suite)[index]
         try:
-            return self.cell(suite, cell)
+            return self.cell(suite, cells_of(suite)[index])
         finally:
-            gc.collect()  # graphs and their memory pools go before the next cell's operands come
-            torch.cuda.empty_cache()
+            contest.free()
 
     def operands(self, cell: Cell) -> Any:
         from bench.peers import moe_scaled as peers
@@ -112,93 +102,38 @@ class Run:
             self.held = wanted
         return peers.GroupedOperands.draw(cell) if wanted is None else peers.LayerOperands.draw(cell, self.weights)
 
-    def contestants(self, cell: Cell, o: Any) -> dict[str, Any]:
-        """ "ours/.." and "peer/variant" -> the variant."""
-        from bench.peers import moe_scaled as peers
-
-        own = peers.ours(o)
-        found = {f"ours/{own.name}": own}
-        for name in peers.OF_GROUPED if isinstance(cell, Grouped) else peers.OF_LAYERS:
-            if name not in self.peers:
-                continue
-            try:
-                found |= {f"{name}/{variant.name}": variant for variant in peers.PEERS[name](o)}
-            except peers.Unavailable as why:
-                self.say_once(f"{name} is left out of {cell.op}: {str(why)[-300:]}")
-        return found
-
-    def checked(self, cell: Cell, o: Any) -> tuple[dict[str, Any], dict[str, float], dict[str, str]]:
-        """Of every contestant: its function where its values are right, its error, and why it is out.
-
-        Raises:
-          ArithmeticError: ours are wrong.
-        """
+    def hold(self, cell: Cell, o: Any) -> contest.Contest:
         from minfer.measure.benchmarking import relative_error
 
-        from bench import harness
+        from bench.peers import moe_scaled as peers
 
         truth = o.truth()
-        limit = o.limits(truth)
-        fns, errors, failed = {}, {}, {}
-        for key, variant in self.contestants(cell, o).items():
-            name = key.partition("/")[0]
+        limit, own = o.limits(truth), peers.ours(o)
+
+        def error_of(variant: Any) -> float:
             o.poison()
-            try:
-                errors[key] = relative_error(o.result(variant, variant.fn(0)), truth)
-            except Exception as error:  # noqa: BLE001  a peer's library may raise anything; a lost context raises again at once
-                if name == "ours":
-                    raise
-                harness.forget_error()
-                failed[key] = f"{type(error).__name__}: {error}"
-                continue
-            if errors[key] <= limit(name):
-                fns[key] = variant.fn
-                continue
-            what = f"relative error {errors[key]:.3g}, at most {limit(name):.3g}"
-            if name.startswith("ours"):
-                raise ArithmeticError(f"{key}: {what}")
-            failed[key] = what
-        return fns, errors, failed
+            return relative_error(o.result(variant, variant.fn(0)), truth)
+
+        names = peers.OF_GROUPED if isinstance(cell, Grouped) else peers.OF_LAYERS
+        variants = self.invite({f"ours/{own.name}": own}, names, peers, o, cell.op)
+        return contest.hold(variants, error_of, lambda key: limit(key.partition("/")[0]), o.sets, self.args)
 
     def cell(self, suite: str, cell: Cell) -> tuple[list[dict[str, Any]], str]:
         from minfer._core.registry import device_properties
-        from minfer.measure import benchmarking
 
-        from bench import harness
         from bench.peers import moe_scaled as peers
 
         o = self.operands(cell)
-        fns, errors, failed = self.checked(cell, o)
-        timings, not_captured = harness.measure(fns, o.sets, rounds=self.args.rounds, graph_us=self.args.graph_us)
-        failed |= not_captured
-        own = "ours/default"
-        if own not in timings:
-            raise RuntimeError(failed[own])
-        described, mine, rates = describe(cell), timings[own], device_properties()
+        held, described, rates = self.hold(cell, o), {"suite": suite, **describe(cell)}, device_properties()
         if isinstance(cell, Layer):
             described["shape"] |= {"experts": o.weights.experts, "active": o.active}
             floor = peers.layer_floor_us(o, rates)
         else:
             floor = peers.grouped_floor_us(cell, rates)
-        kernel, rows = kernel_of(cell), []
-        for name in dict.fromkeys(key.partition("/")[0] for key in (*timings, *failed)):
-            keys = [key for key in timings if key.partition("/")[0] == name]
-            if name == "ours":
-                continue
-            if not keys:
-                why = next(text for key, text in failed.items() if key.partition("/")[0] == name)
-                rows.append({"suite": suite, **described, "peer": name, "error": why[:300]})
-                continue
-            key = min(keys, key=lambda key: timings[key].us)
-            row = benchmarking.result_row(
-                suite=suite, kernel=kernel, timing=mine, peer=name, peer_us=timings[key].us, floor_us=floor, rel_err=errors[own],
-                **described,
-            )  # fmt: skip
-            rows.append(row | {"peer_variant": key.partition("/")[2], "peer_rel_err": float(f"{errors[key]:.3e}")})
-        ratios = [f"{row['peer']} {row['ratio']:.3f}" for row in rows if "ratio" in row]
-        ratios += [f"{row['peer']} failed: {row['error'][:80]}" for row in rows if "error" in row]
-        text = f"{suite} {cell}: {mine.us:.2f} us, {floor / mine.us:.0%} of the floor, error {errors[own]:.2e}"
-        return rows, f"{text}; {', '.join(ratios)}" + (f"  [{kernel}]" if kernel else "")
+        kernel = kernel_of(cell)
+        rows = held.rows(described, kernel=kernel, floor_us=floor)
+        times = f"{held.mine.us:.2f} us, {floor / held.mine.us:.0%} of the floor, error {held.errors[contest.OURS]:.2e}"
+        return rows, f"{suite} {cell}: {times}; {contest.summary(rows)}" + (f"  [{kernel}]" if kernel else "")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from minfer.measure import random_problems
 from minfer.planning.plan import DTYPE_NAMES, NARROW_NAMES, ScaledProblem
 
-from bench.suites import drawn
+from bench.suites import contest, drawn
 
 FP8 = torch.float8_e4m3fn
 # n, k of the weights of a layer, all on one GPU.
@@ -95,99 +94,45 @@ def describe(seed: int, suite: str, index: int) -> dict[str, Any]:
     return {"op": f"gemm_{'int8' if problem.dtype == torch.int8 else 'fp8'}", "shape": shape, "dtype": NARROW_NAMES[problem.dtype]}
 
 
-class Run:
+class Run(contest.Inviter):
     """One process's worth of problems."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.peers = [peer for peer in args.peers.split(",") if peer]
-        self.said: set[str] = set()
-
-    def say_once(self, text: str) -> None:
-        if text not in self.said:
-            self.said.add(text)
-            print(text, flush=True)
 
     def __call__(self, suite: str, index: int) -> tuple[list[dict[str, Any]], str]:
         problem, mode = cell_of(self.args.seed, suite, index)
         try:
-            return self.cell(suite, problem, mode, describe(self.args.seed, suite, index))
+            return self.cell(problem, mode, {"suite": suite, **describe(self.args.seed, suite, index)})
         finally:
-            gc.collect()  # graphs and their memory pools go before the next problem's operands come
-            torch.cuda.empty_cache()
+            contest.free()
 
-    def contestants(self, o) -> dict[str, Any]:
-        """ "ours/.." and "peer/variant" -> the variant."""
-        from bench.peers import scaled_gemm as peers
-
-        found = {"ours/default": peers.ours(o)}
-        if o.problem.dtype == FP8 and o.mode != "block":
-            found["ours:fast/fast"] = peers.ours(o, fast=True)
-        for name in self.peers:
-            try:
-                found |= {f"{name}/{variant.name}": variant for variant in peers.PEERS[name](o)}
-            except peers.Unavailable as why:
-                self.say_once(f"{name} is left out of {o.mode}: {str(why)[-300:]}")
-        return found
-
-    def cell(self, suite: str, problem: ScaledProblem, mode: str, described: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    def cell(self, problem: ScaledProblem, mode: str, described: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
         from minfer.measure import benchmarking
         from minfer.planning.plan import plan_problem
 
-        from bench import harness
         from bench.peers import scaled_gemm as peers
 
         o = peers.Operands.draw(problem, mode)
         truth = o.truth()
         limit = 2 * benchmarking.relative_error(truth.bfloat16(), truth) + 2.0**-12
-        errors, failed, fns = {}, {}, {}
-        for key, variant in self.contestants(o).items():
+        own = {contest.OURS: peers.ours(o)}
+        if problem.dtype == FP8 and mode != "block":
+            own["ours:fast/fast"] = peers.ours(o, fast=True)
+
+        def error_of(variant: Any) -> float:
             o.d[0].fill_(float("nan"))
-            try:
-                out = variant.fn(0)
-                torch.cuda.synchronize()
-            except Exception as error:  # noqa: BLE001  a peer's library may raise anything; a lost context raises again at once
-                if key.startswith("ours"):
-                    raise
-                harness.forget_error()
-                failed[key] = f"{type(error).__name__}: {error}"
-                continue
+            out = variant.fn(0)
+            torch.cuda.synchronize()
             out = o.d[0] if variant.into_d else out
             if out.dtype == torch.int32:
                 out = out.double() * o.a_scale.double().view(-1, 1) * o.w_scale.double()
-            errors[key] = benchmarking.relative_error(out, truth)
-            most = limit if key == "ours/default" else limit + ERRORS_OF_SUMS
-            if errors[key] <= most:
-                fns[key] = variant.fn
-            elif key.startswith("ours"):
-                raise ArithmeticError(f"{key}: relative error {errors[key]:.3g}, at most {most:.3g}")
-            else:
-                failed[key] = f"relative error {errors[key]:.3g}, at most {most:.3g}"
-        del truth
+            return benchmarking.relative_error(out, truth)
 
-        timings, not_captured = harness.measure(fns, o.sets, rounds=self.args.rounds, graph_us=self.args.graph_us)
-        failed |= not_captured
-        if "ours/default" not in timings:
-            raise RuntimeError(failed["ours/default"])
-        plan, mine = plan_problem(problem), timings["ours/default"]
-        rows, beside = [], {"launch": plan.launch, "source": plan.source}
-        for name in dict.fromkeys(key.partition("/")[0] for key in (*timings, *failed)):
-            keys = [key for key in timings if key.partition("/")[0] == name]
-            if name == "ours":
-                continue
-            if not keys:
-                why = next(text for key, text in failed.items() if key.partition("/")[0] == name)
-                rows.append({"suite": suite, **described, "peer": name, "error": why[:300]})
-                continue
-            key = min(keys, key=lambda key: timings[key].us)
-            row = benchmarking.result_row(
-                suite=suite, kernel=plan.kernel, timing=mine, peer=name, peer_us=timings[key].us, floor_us=plan.floor_us,
-                rel_err=errors["ours/default"], **described,
-            )  # fmt: skip
-            rows.append(row | beside | {"peer_variant": key.partition("/")[2], "peer_rel_err": float(f"{errors[key]:.3e}")})
-        ratios = ", ".join(f"{row['peer']} {row['ratio']:.3f}" for row in rows if "ratio" in row)
-        text = f"{suite} {problem.m}x{problem.n}x{problem.k} {mode} {DTYPE_NAMES[problem.out_dtype]}"
-        return rows, f"{text}: {mine.us:.2f} us, {plan.floor_us / mine.us:.0%} of the floor; {ratios}  [{plan.override}]"
+        most = lambda key: limit if key == contest.OURS else limit + ERRORS_OF_SUMS  # noqa: E731
+        held = contest.hold(self.invite(own, self.peers, peers, o, mode), error_of, most, o.sets, self.args)
+        plan = plan_problem(problem)
+        rows = held.rows(described, kernel=plan.kernel, floor_us=plan.floor_us, launch=plan.launch, source=plan.source)
+        text = f"{described['suite']} {problem.m}x{problem.n}x{problem.k} {mode} {DTYPE_NAMES[problem.out_dtype]}"
+        times = f"{held.mine.us:.2f} us, {plan.floor_us / held.mine.us:.0%} of the floor"
+        return rows, f"{text}: {times}; {contest.summary(rows)}  [{plan.override}]"
 
 
 def main(args: argparse.Namespace) -> int:

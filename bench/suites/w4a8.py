@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from minfer.measure import random_problems, shapes
 from minfer.planning.plan import NARROW_NAMES, W4A8Problem
 
-from bench.suites import drawn
+from bench.suites import contest, drawn
 
 FP8 = torch.float8_e4m3fn
 MS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -69,91 +68,37 @@ def describe(seed: int, suite: str, index: int) -> dict[str, Any]:
     }
 
 
-class Run:
+class Run(contest.Inviter):
     """One process's worth of problems."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.peers = [peer for peer in args.peers.split(",") if peer]
-        self.said: set[str] = set()
 
     def __call__(self, suite: str, index: int) -> tuple[list[dict[str, Any]], str]:
         try:
-            return self.cell(suite, cell_of(self.args.seed, suite, index), describe(self.args.seed, suite, index))
+            return self.cell(cell_of(self.args.seed, suite, index), {"suite": suite, **describe(self.args.seed, suite, index)})
         finally:
-            gc.collect()  # graphs and their memory pools go before the next problem's operands come
-            torch.cuda.empty_cache()
+            contest.free()
 
-    def contestants(self, o) -> dict[str, Any]:
-        from bench.peers import w4a8 as peers
-
-        found = {"ours/default": peers.ours(o)}
-        for name in self.peers:
-            try:
-                found |= {f"{name}/{variant.name}": variant for variant in peers.PEERS[name](o)}
-            except peers.Unavailable as why:
-                if f"{name}{o.problem.dtype}" not in self.said:
-                    self.said.add(f"{name}{o.problem.dtype}")
-                    print(f"{name} is left out of {o.problem.dtype}: {str(why)[-300:]}", flush=True)
-        return found
-
-    def cell(self, suite: str, problem: W4A8Problem, described: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    def cell(self, problem: W4A8Problem, described: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
         from minfer.measure import benchmarking
         from minfer.planning.plan import plan_problem
 
-        from bench import harness
         from bench.peers import w4a8 as peers
 
         o = peers.Operands.draw(problem)
         truth = o.truth()
         limit = 2 * benchmarking.relative_error(truth.bfloat16(), truth) + 2.0**-12
-        errors, failed, fns = {}, {}, {}
-        for key, variant in self.contestants(o).items():
-            name = key.partition("/")[0]
-            o.d[0].fill_(float("nan"))
-            try:
-                out = variant.fn(0)
-                torch.cuda.synchronize()
-            except Exception as error:  # noqa: BLE001  a peer's library may raise anything; a lost context raises again at once
-                if name == "ours":
-                    raise
-                harness.forget_error()
-                failed[key] = f"{type(error).__name__}: {error}"
-                continue
-            errors[key] = benchmarking.relative_error(o.d[0] if variant.into_d else out, truth)
-            most = limit + (ROUNDING if name in peers.ROUNDED else 0.0)
-            if errors[key] <= most:
-                fns[key] = variant.fn
-            elif name == "ours":
-                raise ArithmeticError(f"{key}: relative error {errors[key]:.3g}, at most {most:.3g}")
-            else:
-                failed[key] = f"relative error {errors[key]:.3g}, at most {most:.3g}"
-        del truth
 
-        timings, not_captured = harness.measure(fns, o.sets, rounds=self.args.rounds, graph_us=self.args.graph_us)
-        failed |= not_captured
-        if "ours/default" not in timings:
-            raise RuntimeError(failed["ours/default"])
-        plan, mine = plan_problem(problem), timings["ours/default"]
-        rows, beside = [], {"launch": plan.launch, "source": plan.source}
-        for name in dict.fromkeys(key.partition("/")[0] for key in (*timings, *failed)):
-            keys = [key for key in timings if key.partition("/")[0] == name]
-            if name == "ours":
-                continue
-            if not keys:
-                why = next(text for key, text in failed.items() if key.partition("/")[0] == name)
-                rows.append({"suite": suite, **described, "peer": name, "error": why[:300]})
-                continue
-            key = min(keys, key=lambda key: timings[key].us)
-            row = benchmarking.result_row(
-                suite=suite, kernel=plan.kernel, timing=mine, peer=name, peer_us=timings[key].us, floor_us=plan.floor_us,
-                rel_err=errors["ours/default"], **described,
-            )  # fmt: skip
-            rows.append(row | beside | {"peer_variant": key.partition("/")[2], "peer_rel_err": float(f"{errors[key]:.3e}")})
-        ratios = ", ".join(f"{row['peer']} {row['ratio']:.3f}" for row in rows if "ratio" in row)
-        wrong = "; ".join(f"{row['peer']}: {row['error'][:80]}" for row in rows if "error" in row)
-        text = f"{suite} {problem.m}x{problem.n}x{problem.k}: {mine.us:.2f} us, {plan.floor_us / mine.us:.0%} of the floor"
-        return rows, f"{text}; {ratios}  [{plan.override}] {wrong}"
+        def error_of(variant: Any) -> float:
+            o.d[0].fill_(float("nan"))
+            out = variant.fn(0)
+            torch.cuda.synchronize()
+            return benchmarking.relative_error(o.d[0] if variant.into_d else out, truth)
+
+        most = lambda key: limit + (ROUNDING if key.partition("/")[0] in peers.ROUNDED else 0.0)  # noqa: E731
+        variants = self.invite({contest.OURS: peers.ours(o)}, self.peers, peers, o, problem.dtype)
+        held, plan = contest.hold(variants, error_of, most, o.sets, self.args), plan_problem(problem)
+        rows = held.rows(described, kernel=plan.kernel, floor_us=plan.floor_us, launch=plan.launch, source=plan.source)
+        times = f"{held.mine.us:.2f} us, {plan.floor_us / held.mine.us:.0%} of the floor"
+        return rows, f"{described['suite']} {problem.m}x{problem.n}x{problem.k}: {times}; {contest.summary(rows)}  [{plan.override}]"
 
 
 def main(args: argparse.Namespace) -> int:
