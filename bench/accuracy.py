@@ -37,6 +37,7 @@ CONFIGS: dict[str, tuple[WeightScheme | None, str | None]] = {
     "mxfp4": (WeightScheme("mxfp4"), None),
     "w8a16": (WeightScheme("w8a16"), None),
     "fp8, blocks": (WeightScheme("fp8"), None),
+    "fp8, rows": (WeightScheme("fp8", -1), None),
     "int8, rows": (WeightScheme("int8"), None),
     "fp8 cache": (None, "fp8"),
     "int8 cache": (None, "int8"),

@@ -49,6 +49,7 @@ FORMATS: dict[str, tuple[WeightScheme | None, str | None]] = {
     "w4a16": (WeightScheme("w4a16"), None),
     "w4a16-kv4": (WeightScheme("w4a16"), "int4"),
     "fp8": (WeightScheme("fp8"), None),
+    "fp8-rows": (WeightScheme("fp8", -1), None),
     "int8": (WeightScheme("int8"), None),
     "mxfp4-experts": (WeightScheme("mxfp4", parts="experts"), None),
 }

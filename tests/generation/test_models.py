@@ -186,6 +186,6 @@ def test_errors(arguments, message):
 def test_no_prompt_and_bad_options(checkpoint):
     assert invoke("generate", "--model", checkpoint, stdin="\n")[1].startswith("error: no prompt")
     code, text = invoke("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "x", "--quantize", "fp8", "--group-size", "64")
-    assert code == 1 and "group_size must be None for fp8, got 64" in text
+    assert code == 1 and "group_size must be 128 or -1 for fp8, got 64" in text
     code, text = invoke("generate", "--model", checkpoint, "--device", "cpu", "--prompt", "x" * 600)
     assert code == 1 and "more than max_length = 512" in text

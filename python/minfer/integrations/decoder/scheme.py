@@ -27,9 +27,9 @@ class WeightScheme:
 
     Attributes:
       kind: "w4a16": int4 codes, symmetric; "nf4", "mxfp4": 4-bit floating-point codes; "w8a16": int8 codes beside 16-bit activations;
-        "fp8": e4m3 with scales of 128 x 128 blocks, activations too; "int8": int8 with a scale for each row, activations too.
-      group_size: columns of a scale, of "w4a16" (128), "nf4" (64) and "w8a16" (all columns); None: that in parentheses. The others have no
-        choice.
+        "fp8": e4m3, activations too; "int8": int8 with a scale for each row, activations too.
+      group_size: columns of a scale, of "w4a16" (128), "nf4" (64), "w8a16" (-1: all columns) and "fp8" (128: blocks of 128 x 128, and 128
+        of a token; or -1: rows, and tokens); None: the one that stands first. The others have no choice.
       parts: "all", or "experts": linear layers keep their 16 bits.
     """
 
@@ -42,6 +42,8 @@ class WeightScheme:
             raise ValueError(f"weights must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if self.group_size is not None and self.kind not in _GROUPS:
             raise ValueError(f"group_size must be None for {self.kind}, got {self.group_size}")
+        if self.kind == "fp8" and self.groups not in (128, -1):
+            raise ValueError(f"group_size must be 128 or -1 for fp8, got {self.group_size}")
         if self.parts not in PARTS:
             raise ValueError(f"parts must be one of {', '.join(PARTS)}, got {self.parts!r}")
 
@@ -65,8 +67,13 @@ class WeightScheme:
             return quantize_w4(weight.weight, self.groups, True, form, **options)
         if self.kind == "w8a16":
             return quantize_w8(weight.weight, self.groups, **options)
-        call = quantize_fp8_weight if self.kind == "fp8" else quantize_int8_weight
-        return call(weight.weight, **options)
+        if self.kind == "fp8":
+            return quantize_fp8_weight(weight.weight, self._fp8_mode, **options)
+        return quantize_int8_weight(weight.weight, **options)
+
+    @property
+    def _fp8_mode(self) -> str:
+        return "block128" if self.groups == 128 else "channel"
 
     def refuses_experts(self, device: torch.device) -> str | None:
         """Why experts cannot be quantised so, or None."""
@@ -84,8 +91,9 @@ class WeightScheme:
         if self.kind in ("w4a16", "nf4", "mxfp4"):
             form = "int4" if self.kind == "w4a16" else self.kind
             return quantize_w4_experts(weight.contiguous(), self.groups, format=form, **options)
-        call = quantize_fp8_experts if self.kind == "fp8" else quantize_int8_experts
-        return call(weight.contiguous(), **options)
+        if self.kind == "fp8":
+            return quantize_fp8_experts(weight.contiguous(), self._fp8_mode, **options)
+        return quantize_int8_experts(weight.contiguous(), **options)
 
     def quantize_experts(self, experts: DenseExperts) -> tuple[W4Experts, W4Experts] | tuple[ScaledExperts, ScaledExperts]:
         """16-bit experts, by rounding to nearest."""
@@ -99,7 +107,7 @@ class WeightScheme:
         )
 
 
-_GROUPS = {"w4a16": 128, "nf4": 64, "w8a16": -1}
+_GROUPS = {"w4a16": 128, "nf4": 64, "w8a16": -1, "fp8": 128}
 
 
 def module_of(weight: Weight, dtype: torch.dtype) -> torch.nn.Module:

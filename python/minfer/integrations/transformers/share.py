@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...formats.gate_up import split_gate_up
-from ..decoder import DecoderLayer
+from ..decoder import DecoderLayer, Experts
 from .architectures import Architecture
 from .replace import Replacements, gone
 
@@ -24,6 +24,8 @@ def share(replacements: Replacements, layer: torch.nn.Module, decoder: DecoderLa
         _rows(replacements, layer, decoder.attention.qkv, architecture.fused)
     if architecture.gated and hasattr(decoder.mlp, "first") and all(_is_dense(layer, name) for name in architecture.gated):
         _gate_and_up(replacements, layer, decoder.mlp.first, architecture.gated)
+    if isinstance(decoder.mlp, Experts):
+        _experts(replacements, layer.mlp.experts, decoder.mlp)
     attach(replacements, layer, decoder)
 
 
@@ -113,6 +115,19 @@ def _gate_and_up(replacements: Replacements, layer: torch.nn.Module, projection:
     else:
         for index, linear in enumerate(linears):
             _release(replacements, linear, "weight", lambda index=index: halves()[index].contiguous())
+
+
+def _experts(replacements: Replacements, module: torch.nn.Module, experts: Experts) -> None:
+    """16-bit experts that a model keeps as [in, out] (gpt-oss) get contiguous rows, which each product would copy else; the model's own
+    tensors become views of them."""
+    for name, own in (("gate_up_proj", "w13"), ("down_proj", "w2")):
+        weight = experts._buffers.get(own)
+        if weight is None or weight.stride(-1) == 1:
+            continue
+        parameter = getattr(module, name)
+        experts._buffers[own] = weight = weight.contiguous()
+        parameter.data = weight.mT
+        replacements.on_undo(lambda parameter=parameter: setattr(parameter, "data", parameter.data.contiguous()))
 
 
 def _keep(replacements: Replacements, owner: torch.nn.Module, name: str, x: Tensor) -> None:
