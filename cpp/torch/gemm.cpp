@@ -21,8 +21,9 @@ ScalarType check_output_type(GemmCall const& call, std::optional<ScalarType> out
 
 Tensor gemm(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c, std::optional<Tensor> const& bias, double alpha, double beta,
             std::string const& activation, std::optional<ScalarType> out_dtype, std::optional<std::string> const& quant,
-            std::optional<Tensor> const& scale, std::optional<std::string> const& kernel) {
+            std::optional<Tensor> const& scale, bool constant_weights, std::optional<std::string> const& kernel) {
   GemmCall call{"minfer::gemm", a, b, c, bias, kernel, {quant, scale}};
+  call.constant_weights = constant_weights;
   check_call(call, alpha, beta, activation);
   ScalarType const type = check_output_type(call, out_dtype, a.scalar_type());
   return run(call, type, OnDevice(call.op, a));
@@ -30,8 +31,9 @@ Tensor gemm(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c, st
 
 Tensor gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c, std::optional<Tensor> const& bias, double alpha,
                 double beta, std::string const& activation, std::optional<ScalarType> out_dtype, std::optional<std::string> const& quant,
-                std::optional<Tensor> const& scale, std::optional<std::string> const& kernel, Tensor const& out) {
+                std::optional<Tensor> const& scale, bool constant_weights, std::optional<std::string> const& kernel, Tensor const& out) {
   GemmCall call{"minfer::gemm", a, b, c, bias, kernel, {quant, scale}};
+  call.constant_weights = constant_weights;
   check_call(call, alpha, beta, activation);
   check_output(call, out, check_output_type(call, out_dtype, out.scalar_type()));
   run_into(call, out, OnDevice(call.op, a));
@@ -39,7 +41,8 @@ Tensor gemm_out(Tensor const& a, Tensor const& b, std::optional<Tensor> const& c
 }
 
 Tensor gemm_gated(Tensor const& a, Tensor const& b, std::optional<Tensor> const& bias, std::string const& activation,
-                  std::optional<std::string> const& quant, std::optional<Tensor> const& scale, std::optional<std::string> const& kernel) {
+                  std::optional<std::string> const& quant, std::optional<Tensor> const& scale, bool constant_weights,
+                  std::optional<std::string> const& kernel) {
   std::optional<Tensor> const no_c;
   GemmCall call{"minfer::gemm_gated", a, b, no_c, bias, kernel, {quant, scale}};
   check_call(call, 1.0, 0.0, activation);
@@ -47,17 +50,18 @@ Tensor gemm_gated(Tensor const& a, Tensor const& b, std::optional<Tensor> const&
     fail(call.op, ": b must have a multiple of 16 columns (pack_gate_up: blocks of 8 gate and 8 up columns), got b ", b);
   }
   call.gated = true;
+  call.constant_weights = constant_weights;
   return run(call, call.codes.type(a.scalar_type()), OnDevice(call.op, a));
 }
 
 constexpr Operator kOperators[] = {
     // D = activation(alpha * A.B + beta * C + bias); with quant = 'fp8_tensor' the e4m3 codes of D / scale
     {"gemm(Tensor a, Tensor b, *, Tensor? c=None, Tensor? bias=None, float alpha=1.0, float beta=0.0, str activation='none', "
-     "ScalarType? out_dtype=None, str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
+     "ScalarType? out_dtype=None, str? quant=None, Tensor? scale=None, bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&gemm>, boxed<&gemm_out>},
     // D = activation(gate) * up of A.B + bias, where 8 columns of B are gate columns and the next 8 are up columns
-    {"gemm_gated(Tensor a, Tensor b, *, Tensor? bias=None, str activation='silu', str? quant=None, Tensor? scale=None, str? kernel=None) "
-     "-> Tensor",
+    {"gemm_gated(Tensor a, Tensor b, *, Tensor? bias=None, str activation='silu', str? quant=None, Tensor? scale=None, "
+     "bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&gemm_gated>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
@@ -80,6 +84,7 @@ void multiply(Product const& product, Tensor const& out, OnDevice const& on, std
   GemmCall call{product.op, product.a, product.b, none, product.bias, product.kernel, {no_codes, none}};
   call.activation = product.activation;
   call.gated = product.gated;
+  call.constant_weights = product.constant_weights;
   call.sizes = {product.a.size(0), product.b.size(1), product.a.size(1), 1, false};
   run(call, out, on, before);
 }

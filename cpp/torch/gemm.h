@@ -25,7 +25,7 @@ struct Product {
   Tensor const &a, &b;
   std::optional<Tensor> const& bias;
   Activation activation;
-  bool gated;
+  bool gated, constant_weights;
   std::optional<std::string> const& kernel;  // as minfer.gemm takes it
 };
 /// Into `out` of a's type, contiguous, m rows in all. `before` launches what writes a: when nothing but the launch itself can fail any

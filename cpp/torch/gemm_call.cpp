@@ -257,6 +257,7 @@ void set_inputs(GemmCall const& call, std::optional<KernelOverride> const& overr
   o.b = b.tensor.data_ptr();
   o.ldb = b.leading;
   o.b_batch_stride = b.batch_stride;
+  o.b_is_constant = call.constant_weights && o.b == call.b.data_ptr();  // not a copy
 }
 
 /// One launch a plane. An operand without a batch mode is the same for all of them.

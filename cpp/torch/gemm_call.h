@@ -43,6 +43,7 @@ struct GemmCall {
   float alpha = 1.0f, beta = 0.0f;
   Activation activation = Activation::kNone;
   bool gated = false, b_transposed = false;
+  bool constant_weights = false;  // no launch that is still running writes B
   Sizes sizes{};
   ScaledOperands const* scaled = nullptr;
 

@@ -55,7 +55,7 @@ struct Call {
   Tensor const& b;
   OptionalTensor const& bias;
   Activation activation;
-  bool gated;
+  bool gated, constant_weights;
   Request request;
 
   char const* op() const { return norm.op; }
@@ -65,8 +65,8 @@ struct Call {
 
 Call check_call(char const* op, Tensor const& x, OptionalTensor const& norm_weight, Tensor const& b, double eps,
                 OptionalTensor const& residual, double weight_offset, OptionalTensor const& bias, std::string const& activation, bool gated,
-                OptionalText const& kernel) {
-  Call call{check_norm(op, x, norm_weight, eps, weight_offset, residual), b, bias, Activation::kNone, gated, {}};
+                bool constant_weights, OptionalText const& kernel) {
+  Call call{check_norm(op, x, norm_weight, eps, weight_offset, residual), b, bias, Activation::kNone, gated, constant_weights, {}};
   int64_t const k = call.norm.width();
   if (b.dim() != 2) fail(op, ": b must be [k, n], got b ", b);
   if (b.scalar_type() != x.scalar_type()) fail(op, ": b must have x's dtype ", x.scalar_type(), ", got ", b.scalar_type());
@@ -165,7 +165,8 @@ bool run_in_one_launch(Call const& call, Tensor const& out, OnDevice const& on) 
 void run_in_two_launches(Call const& call, Tensor const& out, OnDevice const& on) {
   Norm const& norm = call.norm;
   Tensor const a = allocate(call.op(), norm.x, {norm.rows(), norm.width()}, norm.x.scalar_type(), "the norm of x ", norm.x);
-  multiply({call.op(), a, call.b, call.bias, call.activation, call.gated, call.request.gemm}, out, on, [&] { normalize(norm, a, on); });
+  multiply({call.op(), a, call.b, call.bias, call.activation, call.gated, call.constant_weights, call.request.gemm}, out, on,
+           [&] { normalize(norm, a, on); });
 }
 
 Tensor run(Call const& call) {
@@ -179,22 +180,26 @@ Tensor run(Call const& call) {
 }
 
 Tensor rms_norm_gemm(Tensor const& x, OptionalTensor const& norm_weight, Tensor const& b, double eps, OptionalTensor const& residual,
-                     double weight_offset, OptionalTensor const& bias, std::string const& activation, OptionalText const& kernel) {
-  return run(check_call("minfer::rms_norm_gemm", x, norm_weight, b, eps, residual, weight_offset, bias, activation, false, kernel));
+                     double weight_offset, OptionalTensor const& bias, std::string const& activation, bool constant_weights,
+                     OptionalText const& kernel) {
+  return run(check_call("minfer::rms_norm_gemm", x, norm_weight, b, eps, residual, weight_offset, bias, activation, false, constant_weights,
+                        kernel));
 }
 
 Tensor rms_norm_gemm_gated(Tensor const& x, OptionalTensor const& norm_weight, Tensor const& b, double eps, OptionalTensor const& residual,
-                           double weight_offset, OptionalTensor const& bias, std::string const& activation, OptionalText const& kernel) {
-  return run(check_call("minfer::rms_norm_gemm_gated", x, norm_weight, b, eps, residual, weight_offset, bias, activation, true, kernel));
+                           double weight_offset, OptionalTensor const& bias, std::string const& activation, bool constant_weights,
+                           OptionalText const& kernel) {
+  return run(check_call("minfer::rms_norm_gemm_gated", x, norm_weight, b, eps, residual, weight_offset, bias, activation, true,
+                        constant_weights, kernel));
 }
 
 constexpr Operator kOperators[] = {
     // D = activation(rms_norm(x).B + bias), with a residual of residual += x
     {"rms_norm_gemm(Tensor x, Tensor? norm_weight, Tensor b, float eps=1e-06, *, Tensor(a!)? residual=None, float weight_offset=0.0, "
-     "Tensor? bias=None, str activation='none', str? kernel=None) -> Tensor",
+     "Tensor? bias=None, str activation='none', bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&rms_norm_gemm>},
     {"rms_norm_gemm_gated(Tensor x, Tensor? norm_weight, Tensor b, float eps=1e-06, *, Tensor(a!)? residual=None, "
-     "float weight_offset=0.0, Tensor? bias=None, str activation='silu', str? kernel=None) -> Tensor",
+     "float weight_offset=0.0, Tensor? bias=None, str activation='silu', bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&rms_norm_gemm_gated>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }

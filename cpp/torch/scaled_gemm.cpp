@@ -101,6 +101,7 @@ struct Arguments {
   std::optional<Tensor> const& out_scale;
   std::optional<std::string> const& kernel;
   ScaledOperands scaled;
+  bool constant_weights;
   bool gated = false;
   Tensor const *a_zero = nullptr, *b_sums = nullptr;
 };
@@ -129,6 +130,7 @@ auto checked(Arguments& x, Run const& run) {
   GemmCall call{x.op, x.a, x.b, x.c, x.bias, x.kernel, {quant, x.out_scale, "out_scale"}};
   call.scaled = &x.scaled;
   call.gated = x.gated;
+  call.constant_weights = x.constant_weights;
   if (x.a.dim() < 2) fail(x.op, ": a must be [.., m, k], got ", x.a);
   if (x.b.dim() != 2) fail(x.op, ": b must be [k, n], got ", x.b);
   check_call(call, 1.0, x.beta, x.activation);
@@ -153,13 +155,21 @@ struct Flattened {
   std::optional<Tensor> c;
 
   Arguments call(Arguments const& x) const {
-    return {x.op,         a,
-            x.b,          a_scale,
-            x.b_scale,    c,
-            x.bias,       x.beta,
-            x.activation, x.out_scale,
-            x.kernel,     x.scaled,
-            x.gated,      x.a_zero != nullptr ? &a_zero : nullptr,
+    return {x.op,
+            a,
+            x.b,
+            a_scale,
+            x.b_scale,
+            c,
+            x.bias,
+            x.beta,
+            x.activation,
+            x.out_scale,
+            x.kernel,
+            x.scaled,
+            x.constant_weights,
+            x.gated,
+            x.a_zero != nullptr ? &a_zero : nullptr,
             x.b_sums};
   }
 };
@@ -253,47 +263,72 @@ std::optional<Tensor> const kNoTensor;
 
 Arguments fp8(char const* op, Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale,
               std::optional<Tensor> const& c, std::optional<Tensor> const& bias, double beta, std::string const& activation,
-              std::optional<Tensor> const& out_scale, bool fast_accum, std::optional<std::string> const& kernel, ScalarType d) {
-  return {op,   a,    b,          a_scale,   b_scale, c,
-          bias, beta, activation, out_scale, kernel,  {ScalarType::Float8_e4m3fn, {}, {}, narrow_type(d, bias, c), fast_accum, false}};
+              std::optional<Tensor> const& out_scale, bool fast_accum, bool constant_weights, std::optional<std::string> const& kernel,
+              ScalarType d) {
+  return {op,
+          a,
+          b,
+          a_scale,
+          b_scale,
+          c,
+          bias,
+          beta,
+          activation,
+          out_scale,
+          kernel,
+          {ScalarType::Float8_e4m3fn, {}, {}, narrow_type(d, bias, c), fast_accum, false},
+          constant_weights};
 }
 
 Tensor gemm_fp8(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, std::optional<Tensor> const& c,
                 std::optional<Tensor> const& bias, double beta, std::string const& activation, std::optional<ScalarType> out_dtype,
-                std::optional<Tensor> const& out_scale, bool fast_accum, std::optional<std::string> const& kernel) {
+                std::optional<Tensor> const& out_scale, bool fast_accum, bool constant_weights, std::optional<std::string> const& kernel) {
   char const* op = "minfer::gemm_fp8";
   ScalarType const type = fp8_output(op, out_dtype, out_scale, a);
-  return into_new(fp8(op, a, b, a_scale, b_scale, c, bias, beta, activation, out_scale, fast_accum, kernel, type), type);
+  return into_new(fp8(op, a, b, a_scale, b_scale, c, bias, beta, activation, out_scale, fast_accum, constant_weights, kernel, type), type);
 }
 
 Tensor gemm_fp8_out(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, std::optional<Tensor> const& c,
                     std::optional<Tensor> const& bias, double beta, std::string const& activation, std::optional<ScalarType> out_dtype,
-                    std::optional<Tensor> const& out_scale, bool fast_accum, std::optional<std::string> const& kernel, Tensor const& out) {
+                    std::optional<Tensor> const& out_scale, bool fast_accum, bool constant_weights,
+                    std::optional<std::string> const& kernel, Tensor const& out) {
   char const* op = "minfer::gemm_fp8";
   ScalarType const type = fp8_output(op, out_dtype ? out_dtype : out.scalar_type(), out_scale, a);
-  return into_given(fp8(op, a, b, a_scale, b_scale, c, bias, beta, activation, out_scale, fast_accum, kernel, type), type, out);
+  return into_given(fp8(op, a, b, a_scale, b_scale, c, bias, beta, activation, out_scale, fast_accum, constant_weights, kernel, type), type,
+                    out);
 }
 
 Tensor gemm_fp8_gated(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, std::optional<Tensor> const& bias,
                       std::string const& activation, std::optional<ScalarType> out_dtype, std::optional<Tensor> const& out_scale,
-                      bool fast_accum, std::optional<std::string> const& kernel) {
+                      bool fast_accum, bool constant_weights, std::optional<std::string> const& kernel) {
   char const* op = "minfer::gemm_fp8_gated";
   ScalarType const type = fp8_output(op, out_dtype, out_scale, a);
-  Arguments x = fp8(op, a, b, a_scale, b_scale, kNoTensor, bias, 0.0, activation, out_scale, fast_accum, kernel, type);
+  Arguments x = fp8(op, a, b, a_scale, b_scale, kNoTensor, bias, 0.0, activation, out_scale, fast_accum, constant_weights, kernel, type);
   x.gated = true;
   return into_new(x, type);
 }
 
 Arguments int8(char const* op, Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale,
                std::optional<Tensor> const& a_zero, std::optional<Tensor> const& b_sums, std::optional<Tensor> const& c,
-               std::optional<Tensor> const& bias, double beta, std::string const& activation, std::optional<std::string> const& kernel,
-               ScalarType d) {
+               std::optional<Tensor> const& bias, double beta, std::string const& activation, bool constant_weights,
+               std::optional<std::string> const& kernel, ScalarType d) {
   bool const int32 = d == ScalarType::Int;
   if (int32 && (c || bias || activation != "none")) {
     fail(op, ": c, bias and activation are not for a D of Int, which holds the sums themselves");
   }
-  Arguments x{op,   a,    b,          a_scale,   b_scale, c,
-              bias, beta, activation, kNoTensor, kernel,  {ScalarType::Char, {}, {}, narrow_type(d, bias, c), false, int32}};
+  Arguments x{op,
+              a,
+              b,
+              a_scale,
+              b_scale,
+              c,
+              bias,
+              beta,
+              activation,
+              kNoTensor,
+              kernel,
+              {ScalarType::Char, {}, {}, narrow_type(d, bias, c), false, int32},
+              constant_weights};
   x.a_zero = a_zero ? &*a_zero : nullptr;
   x.b_sums = b_sums ? &*b_sums : nullptr;
   return x;
@@ -301,27 +336,28 @@ Arguments int8(char const* op, Tensor const& a, Tensor const& b, Tensor const& a
 
 Tensor gemm_int8(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, std::optional<Tensor> const& a_zero,
                  std::optional<Tensor> const& b_sums, std::optional<Tensor> const& c, std::optional<Tensor> const& bias, double beta,
-                 std::string const& activation, std::optional<ScalarType> out_dtype, std::optional<std::string> const& kernel) {
+                 std::string const& activation, std::optional<ScalarType> out_dtype, bool constant_weights,
+                 std::optional<std::string> const& kernel) {
   char const* op = "minfer::gemm_int8";
   ScalarType const type = int8_output(op, out_dtype, true);
-  return into_new(int8(op, a, b, a_scale, b_scale, a_zero, b_sums, c, bias, beta, activation, kernel, type), type);
+  return into_new(int8(op, a, b, a_scale, b_scale, a_zero, b_sums, c, bias, beta, activation, constant_weights, kernel, type), type);
 }
 
 Tensor gemm_int8_out(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, std::optional<Tensor> const& a_zero,
                      std::optional<Tensor> const& b_sums, std::optional<Tensor> const& c, std::optional<Tensor> const& bias, double beta,
-                     std::string const& activation, std::optional<ScalarType> out_dtype, std::optional<std::string> const& kernel,
-                     Tensor const& out) {
+                     std::string const& activation, std::optional<ScalarType> out_dtype, bool constant_weights,
+                     std::optional<std::string> const& kernel, Tensor const& out) {
   char const* op = "minfer::gemm_int8";
   ScalarType const type = int8_output(op, out_dtype ? out_dtype : out.scalar_type(), true);
-  return into_given(int8(op, a, b, a_scale, b_scale, a_zero, b_sums, c, bias, beta, activation, kernel, type), type, out);
+  return into_given(int8(op, a, b, a_scale, b_scale, a_zero, b_sums, c, bias, beta, activation, constant_weights, kernel, type), type, out);
 }
 
 Tensor gemm_int8_gated(Tensor const& a, Tensor const& b, Tensor const& a_scale, Tensor const& b_scale, std::optional<Tensor> const& a_zero,
                        std::optional<Tensor> const& b_sums, std::optional<Tensor> const& bias, std::string const& activation,
-                       std::optional<ScalarType> out_dtype, std::optional<std::string> const& kernel) {
+                       std::optional<ScalarType> out_dtype, bool constant_weights, std::optional<std::string> const& kernel) {
   char const* op = "minfer::gemm_int8_gated";
   ScalarType const type = int8_output(op, out_dtype, false);
-  Arguments x = int8(op, a, b, a_scale, b_scale, a_zero, b_sums, kNoTensor, bias, 0.0, activation, kernel, type);
+  Arguments x = int8(op, a, b, a_scale, b_scale, a_zero, b_sums, kNoTensor, bias, 0.0, activation, constant_weights, kernel, type);
   x.gated = true;
   return into_new(x, type);
 }
@@ -329,19 +365,20 @@ Tensor gemm_int8_gated(Tensor const& a, Tensor const& b, Tensor const& a_scale, 
 constexpr Operator kOperators[] = {
     // D = activation((A * a_scale).(B * b_scale) + beta * C + bias), A and B of e4m3
     {"gemm_fp8(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, *, Tensor? c=None, Tensor? bias=None, float beta=0.0, "
-     "str activation='none', ScalarType? out_dtype=None, Tensor? out_scale=None, bool fast_accum=False, str? kernel=None) -> Tensor",
+     "str activation='none', ScalarType? out_dtype=None, Tensor? out_scale=None, bool fast_accum=False, bool constant_weights=False, str? "
+     "kernel=None) -> Tensor",
      boxed<&gemm_fp8>, boxed<&gemm_fp8_out>},
     {"gemm_fp8_gated(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, *, Tensor? bias=None, str activation='silu', "
-     "ScalarType? out_dtype=None, Tensor? out_scale=None, bool fast_accum=False, str? kernel=None) -> Tensor",
+     "ScalarType? out_dtype=None, Tensor? out_scale=None, bool fast_accum=False, bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&gemm_fp8_gated>},
     // the same, A and B of int8
     {"gemm_int8(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, *, Tensor? a_zero=None, Tensor? b_sums=None, Tensor? c=None, Tensor? "
      "bias=None, float beta=0.0, "
-     "str activation='none', ScalarType? out_dtype=None, str? kernel=None) -> Tensor",
+     "str activation='none', ScalarType? out_dtype=None, bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&gemm_int8>, boxed<&gemm_int8_out>},
     {"gemm_int8_gated(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, *, Tensor? a_zero=None, Tensor? b_sums=None, Tensor? bias=None, "
      "str activation='silu', "
-     "ScalarType? out_dtype=None, str? kernel=None) -> Tensor",
+     "ScalarType? out_dtype=None, bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&gemm_int8_gated>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }

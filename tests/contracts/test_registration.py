@@ -43,13 +43,14 @@ def need(backend):
 def test_schemas():
     epilogue = (
         "*, Tensor? c=None, Tensor? bias=None, float alpha=1., float beta=0., "
-        'str activation="none", ScalarType? out_dtype=None, str? quant=None, Tensor? scale=None, str? kernel=None'
+        'str activation="none", ScalarType? out_dtype=None, str? quant=None, Tensor? scale=None, '
+        "bool constant_weights=False, str? kernel=None"
     )
     assert str(torch.ops.minfer.gemm.default._schema) == f"minfer::gemm(Tensor a, Tensor b, {epilogue}) -> Tensor"
     assert str(torch.ops.minfer.gemm.out._schema) == f"minfer::gemm.out(Tensor a, Tensor b, {epilogue}, Tensor(a!) out) -> Tensor(a!)"
     assert str(torch.ops.minfer.gemm_gated.default._schema) == (
         'minfer::gemm_gated(Tensor a, Tensor b, *, Tensor? bias=None, str activation="silu", str? quant=None, Tensor? scale=None, '
-        "str? kernel=None) -> Tensor"
+        "bool constant_weights=False, str? kernel=None) -> Tensor"
     )
 
 

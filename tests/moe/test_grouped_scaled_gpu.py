@@ -294,7 +294,7 @@ def test_indices_out_of_range_stay_in_memory(dtype):
 def test_scales_by_tma(how):
     """Scales that a kernel may load together, from rows and k tiles that begin inside 16 bytes: as by any other way."""
     names = [name for name, kernel in KERNELS.items() if kernel["ab_type"] == "e4m3" and (not how or takes_gates(name))]
-    for shape in ((5, 601, 272, 1152), (3, 1030, 512, 640), (2, 300, 1000, 512)):
+    for shape in ((5, 601, 272, 1152), (3, 1030, 512, 640), (2, 300, 1008, 512)):
         case = cases.make_case(FP8, shape, "blocks128", "blocks", device=DEVICE, **how)
         problem = judge(case)
         assert problem is None, problem

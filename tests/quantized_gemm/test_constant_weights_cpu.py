@@ -388,3 +388,38 @@ def test_writes_into_out_count():
 def test_without_cuda_there_are_no_events():
     with pytest.raises(RuntimeError, match="minfer::_is_done: an event cannot be queried: this build has no CUDA"):
         torch.ops.minfer._is_done(0)
+
+
+@pytest.mark.parametrize("kind", ["Fp8Linear", "Int8Linear"])
+def test_modules_of_8_bit_activations(kind, device, monkeypatch):
+    """They prove it in the same way, of their codes."""
+    module = getattr(minfer.nn, kind).from_linear(torch.nn.Linear(64, 32, dtype=torch.bfloat16))
+    name, calls = "gemm_fp8" if kind == "Fp8Linear" else "gemm_int8", []
+    operator = getattr(minfer, name)
+
+    def spy(*args, **kwargs):
+        calls.append(kwargs["constant_weights"])
+        return operator(*args, **kwargs)
+
+    monkeypatch.setattr(minfer.quantize.scaled_weight, name, spy)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    want = module(x)
+    assert calls == [False]
+    module.constant_weights = None
+    for said in (False, False):
+        assert torch.equal(module(x), want) and calls[-1] is said
+    device.finish()
+    assert torch.equal(module(x), want) and calls[-1] is True
+    module.weight.view(torch.uint8)[0, 0] ^= 1  # a write that torch counts
+    module(x)
+    assert calls[-1] is False
+    device.finish()
+    module(x)
+    assert calls[-1] is True
+    with pytest.raises(RuntimeError):
+        module(torch.randn(3, 65, dtype=torch.bfloat16))
+    module(x)
+    assert calls[-1] is False  # the call that raised has read nothing
+    module.constant_weights = True
+    module(x)
+    assert calls[-1] is True

@@ -62,9 +62,8 @@ struct GemmOperands {
   DataType b_scales_type = DataType::kBF16;  // beside an A of 8 bits: kF16 or kBF16; else the 16-bit scales are of A's type
   void const* b_zeros = nullptr;             // likewise, or null: 8
   int64_t ld_scales = 0, ld_zeros = 0;
-  bool b_is_constant =
-      false;  // quantised B: nothing that still runs writes b, b_scales or b_zeros, so they may be read before the launch's turn
-  void const* c = nullptr;  // may be broadcast: a stride of 0 repeats the row, the column or both
+  bool b_is_constant = false;  // nothing that still runs writes b, or b_scales or b_zeros, so they may be read before the launch's turn
+  void const* c = nullptr;     // may be broadcast: a stride of 0 repeats the row, the column or both
   DataType c_type = DataType::kF16;
   int64_t c_stride_m = 0, c_stride_n = 0, c_batch_stride = 0;
   void const* bias = nullptr;  // [n], elements of bias_type

@@ -4,8 +4,9 @@
 // before the first access to global memory that another kernel could have written or may still read. That is every operand, also weights
 // and other constants: the predecessor may have just copied, packed or quantised them. Before the wait a kernel accesses shared memory, its
 // parameters and, by prefetches, the L2 cache. All SMs share L2, so a line that is prefetched too early is updated by its writer and never
-// stale. The one exception are speculative reads of attention's decode kernels, which steer prefetches only and are validated after the
-// wait (attention/decode/tile_scheduler.cuh).
+// stale. There are two exceptions: weights of which the caller promises that nothing writes them any more (GemmOperands::b_is_constant),
+// and speculative reads of attention's decode kernels, which steer prefetches only and are validated after the wait
+// (attention/decode/tile_scheduler.cuh).
 // Every CTA executes the wait, so completion stays transitive along a stream.
 #pragma once
 

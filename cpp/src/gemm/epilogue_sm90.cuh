@@ -281,7 +281,13 @@ struct EpilogueSm90 {
         return;
       }
     }
-    for_each_group([&](auto group) { store_group<decltype(group)>(acc, tile_row, tile_column, l, warpgroup); });
+    if constexpr (kHasShort) {
+      if (is_short()) {
+        for_each_group([&](auto group) { store_group<decltype(group), true>(acc, tile_row, tile_column, l, warpgroup); });
+        return;
+      }
+    }
+    for_each_group([&](auto group) { store_group<decltype(group), false>(acc, tile_row, tile_column, l, warpgroup); });
   }
 
   /// Whether scales are all that the accumulators need. That code is short: in the other groups' the instruction cache misses at each jump
@@ -290,6 +296,13 @@ struct EpilogueSm90 {
     EpilogueParams const& e = params.general;
     return params.store_by_tma && e.alpha == 1.0f && e.bias == nullptr && !params.load_c_by_tma && !e.gated &&
            e.activation.kind == ActivationParams::Kind::kNone;
+  }
+
+  /// The same of 16-bit operands, with alpha and C. Not where accumulators leave no register: 128 x 176 of one warpgroup would spill.
+  static constexpr bool kHasShort = !kScaled && Config::kTileM * kTileN <= 160 * 128 * kConsumers;
+  __device__ bool is_short() const {
+    EpilogueParams const& e = params.general;
+    return e.bias == nullptr && !e.gated && e.activation.kind == ActivationParams::Kind::kNone;
   }
 
   /// Calls visit(Group) for the groups that a tile of this launch has.
@@ -361,7 +374,8 @@ struct EpilogueSm90 {
     static constexpr int kValues = kCount * kBoxValues, kBlocks = kValues / 4;
   };
 
-  template <class G, class Accumulator>
+  /// kShort: see is_short().
+  template <class G, bool kShort, class Accumulator>
   __device__ __forceinline__ void store_group(Accumulator const& acc, int tile_row, int tile_column, int l, int warpgroup) {
     EpilogueParams const& e = params.general;
     float
@@ -374,8 +388,10 @@ struct EpilogueSm90 {
     } else {
       await_buffers<G>();
     }
-    if (e.bias != nullptr) add_bias<G>(v);
-    if (!e.gated) {
+    if (!kShort && e.bias != nullptr) add_bias<G>(v);
+    if constexpr (kShort) {
+      stage_values<G>(element(), v);
+    } else if (!e.gated) {
       stage<G>(v);
     } else if constexpr (kSwap) {
       stage_gated_tokens<G>(v);

@@ -93,7 +93,12 @@ Status launch_gemm_columns_sm90(GemmLaunchArguments const& arguments) {
   };
   mainloop.hint_a = hint(schedule.tiles_n == 1);
   mainloop.hint_b = hint(schedule.tiles_m == 1);
-  mainloop.prefetch = streams_weights(problem, *arguments.device) ? kPrefetchBytes / mainloop.stage_bytes : 0;
+  EarlyLoads const& early = arguments.early;
+  mainloop.early = Config::kSwap ? std::min(early.ring_bytes / Mainloop::kBytesA, mainloop.stages) : 0;
+  if constexpr (Mainloop::kSplitsByCluster) {
+    if (params.scheduler.cluster_partials > 0) mainloop.early = std::min(mainloop.early, early.cluster_stages);
+  }
+  mainloop.prefetch = early.l2_bytes / mainloop.stage_bytes;
   auto const [prefetch_a, prefetch_b] = prefetches_of<Config>(arguments.launch);
   mainloop.prefetch_a = prefetch_a;
   mainloop.prefetch_b = prefetch_b;

@@ -11,6 +11,8 @@
 // Limits: A, B, and for the fast epilogue D and C, 16-byte aligned in base and strides.
 #pragma once
 
+#include <algorithm>
+
 #include "gemm/epilogue_sm90.cuh"
 #include "gemm/kernel_sm90.cuh"
 #include "gemm/launch_sm90.cuh"
@@ -70,8 +72,9 @@ Status launch_gemm_sm90(GemmLaunchArguments const& arguments) {
   params.mainloop.hint_a = uint64_t(stream_a ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
   params.mainloop.hint_b = uint64_t(stream_b ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
-  params.mainloop.prefetch =
-      streams_weights(problem, *arguments.device) ? kPrefetchBytes / ((Config::kTileM + Config::kTileN) * Config::kTileK * 2) : 0;
+  EarlyLoads const& early = arguments.early;
+  params.mainloop.early = Config::kSwap ? std::min(early.ring_bytes / (Config::kTileM * Config::kTileK * 2), Config::kStages) : 0;
+  params.mainloop.prefetch = early.l2_bytes / ((Config::kTileM + Config::kTileN) * Config::kTileK * 2);
 
   auto const [prefetch_a, prefetch_b] = prefetches_of<Config>(arguments.launch);
   params.mainloop.prefetch_a = prefetch_a;

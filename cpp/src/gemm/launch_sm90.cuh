@@ -30,20 +30,7 @@ Status describe_epilogue(GemmProblem const& problem, GemmOperands const& operand
   return status;
 }
 
-/// Operand bytes a CTA sends for before its predecessor has finished. Measured at m = 16 on 4096 x 4096, 6144 x 4096 and 10240 x 8192: 64
-/// to 128 KiB gain 4 to 9 % over none, 256 KiB lose it again to the predecessor's own stream.
-constexpr int kPrefetchBytes = 96 * 1024;
-
-/// Whether to send for them: where the tensor cores are the limit it only delays the first loads (1024 cubed takes 6.4 us with it, 6.0
-/// without).
-inline bool streams_weights(GemmProblem const& problem, DeviceProperties const& device) {
-  double const operations = 2.0 * double(problem.m) * double(problem.n) * double(problem.k);
-  double const bytes = size_of(problem.ab_type) * (double(problem.m) * double(problem.k) + double(problem.n) * double(problem.k)) +
-                       2.0 * double(problem.m) * double(problem.n);
-  return bytes / device.read_bandwidth >= operations / device.matrix_rate;
-}
-
-/// Whether to send for an operand before the predecessor has finished. These prefetches fill L2 alone, which all SMs and TMA read through:
+/// Whether to send for an operand, for L2, before the predecessor has finished. These prefetches fill L2 alone, which all SMs and TMA read through:
 /// a line that comes too early is not stale, as the copy that writes an operand in front of the kernel writes it there as well. But what
 /// they fetch of such an operand is what its memory held before: they move its bytes for nothing, and are left out.
 struct Prefetches {

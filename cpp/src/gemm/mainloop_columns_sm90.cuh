@@ -97,7 +97,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
   static_assert(kTileM == 64 * kSharing * kBlocks && kBlocks >= 1 && kBlocks <= 3);
   static constexpr bool kSplitsByCluster = kNarrow && kCluster == 1 && kBlocks == 1;
   static constexpr int kBlockValues = kTileN / 2, kValues = kBlocks * kBlockValues;  // accumulators of a thread; narrow tiles have fewer
-  static constexpr int kMaxStages = 12;
+  static constexpr int kMaxStages = kIntegers && kSwap && kTileM == 64 ? 20 : 12;    // of e4m3 more were slower
   static constexpr int kRowBytes = 128, kBytesA = kTileM * kRowBytes;
   static constexpr int kRingBytes = Config::kRingBytes;
   // The boxes in which A comes: rows and k of one, and how many a CTA loads for a stage.
@@ -108,7 +108,8 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     CUtensorMap a, b;  // the kernel's own operands, [l, rows, k]; a [l, k, rows] where its rows are contiguous
     int32_t columns;   // of a tile
     int32_t stages, stage_bytes;
-    int32_t prefetch;  // k tiles sent for before the predecessor has finished
+    int32_t early;     // k tiles whose weight is in the ring before the predecessor has finished; swapped alone
+    int32_t prefetch;  // k tiles sent for by then, behind those
     bool prefetch_a, prefetch_b;
     uint64_t hint_a, hint_b;  // L2 eviction priorities
   };
@@ -200,10 +201,32 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     return {row + inputs.n * kBoxRows, column, tile.l(), 0};
   }
 
-  /// Under the predecessor's tail the first k tiles start for L2. Returns how many were loaded: none.
+  /// Under the predecessor's tail the first k tiles start for L2 or, a weight's that nobody writes, for the ring. Returns how many were
+  /// loaded.
   template <class Storage>
-  static CUTLASS_DEVICE int load_first(Params const& params, Storage&, PipelineState&, LoadInputs const& inputs, TileInputs const& tile,
-                                       int k_begin, int k_count) {
+  static CUTLASS_DEVICE int load_first(Params const& params, Storage& storage, PipelineState& state, LoadInputs const& inputs,
+                                       TileInputs const& tile, int k_begin, int k_count) {
+    if constexpr (kSwap) {
+      if (params.early > 0) {
+        int const early = k_count < params.early ? k_count : params.early;
+#pragma unroll 1
+        for (int i = 0; i < early; ++i) {
+          FullBarrier::arrive_and_expect_tx(&storage.full[i], uint32_t(operand_bytes(params)));
+          load_rows(params, storage, i, inputs, tile, k_begin + i);
+        }
+        int const more = k_count - early < params.prefetch ? k_count - early : params.prefetch;
+        for (int k = k_begin + early; k < k_begin + early + more; ++k) {
+          for_each_box(tile, k, [&](int, int x, int y) { cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.a, x, y, tile.l); });
+        }
+        minfer::wait_for_predecessor();
+#pragma unroll 1
+        for (int i = 0; i < early; ++i) {
+          load_columns(params, storage, i, inputs, tile, k_begin + i);
+          state.advance();
+        }
+        return early;
+      }
+    }
     int const ahead = k_count < params.prefetch ? k_count : params.prefetch;
     for (int k = k_begin; k < k_begin + ahead; ++k) {
       if (params.prefetch_a) {
@@ -229,21 +252,32 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
       } else {
         FullBarrier::arrive_and_expect_tx(full, uint32_t(operand_bytes(params)));
       }
-      char* const a = storage.ring + state.index * params.stage_bytes;
-      char* const b = a + kBytesA + first_column(params, inputs) * kRowBytes;
-      for_each_box(tile, k, [&](int box, int x, int y) {
-        char* const to = a + (box * Config::kClusterN + inputs.n) * kBoxBytes;
-        copy<Config::kClusterN>(params.a, full, inputs.multicast_a, params.hint_a, to, x, y, tile.l);
-      });
-      if (loads_columns(params, inputs, k)) {  // an empty stage is empty in every CTA of the cluster
-        for_each_columns_box(params, tile, k, [&](int column, int x, int y) {
-          copy<Config::kClusterM>(params.b, full, inputs.multicast_b, params.hint_b, b + column * kRowBytes, x, y, tile.l);
-        });
-      }
+      load_rows(params, storage, state.index, inputs, tile, k);
+      load_columns(params, storage, state.index, inputs, tile, k);
       state.advance();
     }
   }
   static CUTLASS_DEVICE void load_tail(PipelineState&) {}
+
+  template <class Storage>
+  static CUTLASS_DEVICE void load_rows(Params const& params, Storage& storage, int stage, LoadInputs const& inputs, TileInputs const& tile,
+                                       int k) {
+    char* const a = storage.ring + stage * params.stage_bytes;
+    for_each_box(tile, k, [&](int box, int x, int y) {
+      char* const to = a + (box * Config::kClusterN + inputs.n) * kBoxBytes;
+      copy<Config::kClusterN>(params.a, &storage.full[stage], inputs.multicast_a, params.hint_a, to, x, y, tile.l);
+    });
+  }
+  /// An empty stage is empty in every CTA of the cluster.
+  template <class Storage>
+  static CUTLASS_DEVICE void load_columns(Params const& params, Storage& storage, int stage, LoadInputs const& inputs,
+                                          TileInputs const& tile, int k) {
+    if (!loads_columns(params, inputs, k)) return;
+    char* const b = storage.ring + stage * params.stage_bytes + kBytesA + first_column(params, inputs) * kRowBytes;
+    for_each_columns_box(params, tile, k, [&](int column, int x, int y) {
+      copy<Config::kClusterM>(params.b, &storage.full[stage], inputs.multicast_b, params.hint_b, b + column * kRowBytes, x, y, tile.l);
+    });
+  }
 
   // Warps that write the scales of stages, by turns: while one waits for memory, the others have theirs under way.
   static constexpr int kAuxiliaryWarps = kNarrow && !kIntegers ? 3 : 0;

@@ -49,7 +49,8 @@ struct MainloopSm90 {
   using Arguments = typename Collective::Arguments;
   struct Params {
     cute::Shape<int, int, int, int> problem;  // the kernel's own (m, n, k, l)
-    int32_t prefetch;                         // k tiles sent for before the predecessor has finished
+    int32_t early;                            // k tiles whose weight is in the ring before the predecessor has finished; swapped alone
+    int32_t prefetch;                         // k tiles sent for by then, behind those
     bool prefetch_a, prefetch_b;              // whose
     uint64_t hint_a, hint_b;                  // L2 eviction priorities
     typename Collective::Params operands;
@@ -138,12 +139,35 @@ struct MainloopSm90 {
     return cute::make_tuple(inputs.a.k_tiles(tile.m(), tile.l()), inputs.b.k_tiles(tile.n(), tile.l()));
   }
 
-  /// Under the predecessor's tail the first k tiles start for L2. Returns how many were loaded: none.
+  /// Under the predecessor's tail the first k tiles start for L2 or, a weight's that nobody writes, for the ring. Returns how many were
+  /// loaded.
   template <class Storage, class Inputs, class TileInputs>
-  CUTLASS_DEVICE int load_first(Params const& params, Storage&, PipelineState&, Inputs const&, TileInputs const& tile, int k_begin,
-                                int k_count) const {
+  CUTLASS_DEVICE int load_first(Params const& params, Storage&, PipelineState& state, Inputs const& inputs, TileInputs const& tile,
+                                int k_begin, int k_count) {
     using namespace cute;
+    auto const& [a, b] = inputs;
     auto const& [tAgA, tBgB] = tile;
+    if constexpr (kSwap) {
+      if (params.early > 0) {
+        int const early = k_count < params.early ? k_count : params.early;
+        PipelineState ahead = state;
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int k = k_begin; k < k_begin + early; ++k, ++ahead) {
+          pipeline.producer_acquire(ahead);
+          auto* barrier = pipeline.producer_get_barrier(ahead);
+          copy(params.operands.tma_load_a.with(*barrier, a.multicast, a.hint), tAgA(_, _, _, k), a.stages(_, _, _, ahead.index()));
+        }
+        int const more = k_count - early < params.prefetch ? k_count - early : params.prefetch;
+        for (int k = k_begin + early; k < k_begin + early + more; ++k) cute::prefetch(params.operands.tma_load_a, tAgA(_, _, _, k));
+        wait_for_predecessor();
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int k = k_begin; k < k_begin + early; ++k, ++state) {
+          auto* barrier = pipeline.producer_get_barrier(state);
+          copy(params.operands.tma_load_b.with(*barrier, b.multicast, b.hint), tBgB(_, _, _, k), b.stages(_, _, _, state.index()));
+        }
+        return early;
+      }
+    }
     int const ahead = k_count < params.prefetch ? k_count : params.prefetch;
     for (int k = 0; k < ahead; ++k) {
       if (params.prefetch_a) cute::prefetch(params.operands.tma_load_a, tAgA(_, _, _, k_begin + k));

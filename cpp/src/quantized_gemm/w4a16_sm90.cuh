@@ -96,8 +96,9 @@ Status launch_w4a16_sm90(gemm::GemmLaunchArguments const& arguments) {
   }
   mainloop.stage_bytes = Config::kTileM * Config::kTileK * bits_of(Config::kFormat) / 8 + Config::kTileN * Config::kTileK * 2 +
                          Config::kTileM * group_rows * (kScaleBytes + (mainloop.has_zeros ? 2 : 0));
-  // 4096 x 14336 at m = 16 by clusters: 10.8 us, with all stages 11.7.
-  mainloop.early_stages = !operands.b_is_constant ? 0 : params.scheduler.cluster_partials > 0 ? 2 : Config::kStages;
+  mainloop.early_stages = !operands.b_is_constant                 ? 0
+                          : params.scheduler.cluster_partials > 0 ? arguments.early.cluster_stages
+                                                                  : Config::kStages;
   status = gemm::describe_epilogue<typename Kernel::Epilogue>(problem, operands, &params.epilogue);
   if (!status.ok()) return status;
   static std::atomic<uint64_t> shared_memory_allowed{0};

@@ -70,7 +70,7 @@ Status launch_w4a8_sm90(gemm::GemmLaunchArguments const& arguments) {
   mainloop.bf16_scales = operands.b_scales_type == DataType::kBF16;
   // A weight matrix that no second row of tiles reads again leaves L2 to the activations.
   mainloop.hint_codes = uint64_t(schedule.tiles_n == 1 ? cute::TMA::CacheHintSm90::EVICT_FIRST : cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  mainloop.prefetch = gemm::streams_weights(problem, *arguments.device) ? gemm::kPrefetchBytes / mainloop.stage_bytes : 0;
+  mainloop.prefetch = arguments.early.l2_bytes / mainloop.stage_bytes;
 
   int64_t const blocks_n = gemm::ceil_div(problem.n, w4a16::kBlockN), blocks_k = gemm::ceil_div(problem.k, w4a16::kBlockK);
   int64_t const code_extents[3] = {w4a16::kChunkBytes / 8, blocks_k, blocks_n},

@@ -62,6 +62,7 @@ def check_gemm(
     out_dtype: torch.dtype | None = None,
     quant: str | None = None,
     scale: torch.Tensor | None = None,
+    constant_weights: bool = False,
     kernel: str | None = None,
     out: torch.Tensor | None = None,
 ) -> Result:
@@ -98,6 +99,7 @@ def check_gemm_gated(
     activation: str = "silu",
     quant: str | None = None,
     scale: torch.Tensor | None = None,
+    constant_weights: bool = False,
     kernel: str | None = None,
 ) -> Result:
     """All arguments of minfer::gemm_gated; raises RuntimeError."""

@@ -62,6 +62,7 @@ def _check_dense(
     weight_offset: float = 0.0,
     bias: Tensor | None = None,
     activation: str = "none",
+    constant_weights: bool = False,
     kernel: str | None = None,
 ) -> Result:
     check = Checker(op)

@@ -175,6 +175,7 @@ def check_gemm_fp8(
     out_dtype: torch.dtype | None = None,
     out_scale: torch.Tensor | None = None,
     fast_accum: bool = False,
+    constant_weights: bool = False,
     kernel: str | None = None,
     out: torch.Tensor | None = None,
 ) -> Result:
@@ -203,6 +204,7 @@ def check_gemm_fp8_gated(
     out_dtype: torch.dtype | None = None,
     out_scale: torch.Tensor | None = None,
     fast_accum: bool = False,
+    constant_weights: bool = False,
     kernel: str | None = None,
 ) -> Result:
     """All arguments of minfer::gemm_fp8_gated; raises RuntimeError."""
@@ -229,6 +231,7 @@ def check_gemm_int8(
     beta: float = 0.0,
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
+    constant_weights: bool = False,
     kernel: str | None = None,
     out: torch.Tensor | None = None,
 ) -> Result:
@@ -262,6 +265,7 @@ def check_gemm_int8_gated(
     bias: torch.Tensor | None = None,
     activation: str = "silu",
     out_dtype: torch.dtype | None = None,
+    constant_weights: bool = False,
     kernel: str | None = None,
 ) -> Result:
     """All arguments of minfer::gemm_int8_gated; raises RuntimeError."""

@@ -11,6 +11,7 @@ from ..checks.common import DTYPES, ValueChecker, is_integer
 from ..checks.scaled_gemm import FP8, blocks_of
 from ..ops.fused import Codes
 from ..quantize.scaled_weight import MODES, Fp8Weight, Int8Weight, aligned_rows, quantize_fp8_weight, quantize_int8_weight
+from .constant_weights import ConstantWeights, is_tracing
 
 
 class _ScaledLinear(torch.nn.Module):
@@ -43,6 +44,8 @@ class _ScaledLinear(torch.nn.Module):
         self.register_buffer("weight_scale", torch.empty(shape, dtype=torch.float32, device=device))
         self.register_buffer("input_scale", torch.empty(1, dtype=torch.float32, device=device) if static else None)
         self.register_buffer("bias", torch.empty(n, dtype=dtype, device=device) if bias else None)
+        self.constant_weights: bool | None = False
+        self._known = ConstantWeights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         kept = {name: x for name, x in self._buffers.items() if x is not None and name != "bias"}
@@ -109,7 +112,19 @@ class _ScaledLinear(torch.nn.Module):
     def forward(self, x: Tensor | Codes) -> Tensor:
         """[.., in_features] -> [.., out_features]. x: float16 or bfloat16, as the result then is; or codes and scales, of which the result
         has ``dtype``."""
-        return self.quantized_weight().gemm(x, out_dtype=x.dtype if isinstance(x, Tensor) else self.dtype)
+        rows, dtype = (x, x.dtype) if isinstance(x, Tensor) else (x[0], self.dtype)
+        try:
+            return self.quantized_weight().gemm(x, out_dtype=dtype, constant_weights=self._constant_weights(rows))
+        except BaseException:
+            self._known.reset()  # no kernel has read the weight
+            raise
+
+    def _constant_weights(self, x: Tensor) -> bool:
+        """Of this call; a graph that is traced outlives it, and gets no more than the user's word."""
+        if self.constant_weights is not None:
+            return self.constant_weights
+        # Without a row the operator reads no weight: such a call says nothing of what was written in front of it.
+        return not is_tracing(x) and x.numel() > 0 and self._known.proven(self.weight, self.weight_scale, None)
 
     def extra_repr(self) -> str:
         weight = self.quantized_weight()
@@ -134,6 +149,9 @@ class Fp8Linear(_ScaledLinear):
         "block128", gets a scale of its own.
       dtype: of the bias, and of the output where the input is codes: float16 or bfloat16.
       device: of the buffers.
+
+    Attributes:
+      constant_weights: as in :class:`W4Linear`, of the weight.
 
     Raises:
       ValueError: an argument cannot be right.
@@ -175,6 +193,9 @@ class Int8Linear(_ScaledLinear):
       zero: static activations have a zero point, the buffer ``input_zero``; the bias is then that of
         :class:`minfer.quantize.Int8Weight`, in float32.
       in_features, out_features, bias, static, dtype, device: as in :class:`Fp8Linear`.
+
+    Attributes:
+      constant_weights: as in :class:`W4Linear`, of the weight.
 
     Raises:
       ValueError: an argument cannot be right.

@@ -37,6 +37,7 @@ def gemm(
     out_dtype: torch.dtype | None = None,
     quant: str | None = None,
     scale: Tensor | None = None,
+    constant_weights: bool = False,
     kernel: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor | Codes:
@@ -56,6 +57,10 @@ def gemm(
       quant: None, or "fp8_tensor": D is stored in 8-bit codes, round(D / scale). The other modes of :mod:`minfer.ops.fused` need whole
         rows: they are for what follows, :func:`minfer.quantize_fp8` or a norm or gated activation with ``quant``.
       scale: float32 [1], with ``quant`` alone.
+      constant_weights: a promise that whatever wrote b has finished before this call is launched, as after loading and a
+        synchronisation; while a CUDA graph is captured, that no kernel of the graph in front of this one writes it. On compute capability
+        9.0 products of few rows then read it while the work in front of them still runs. It changes no bit of the result; where the promise
+        is broken, D is of an old b, a new one or a mixture. A copy of b that the operator makes itself is exempt.
       kernel: for measurements: NAME[@decomposition=persistent|stream_k|split_k,splits=N,swizzle=N,raster=along_m|along_n,columns=N,
         realign_a=0|1,realign_b=0|1], of :func:`minfer.kernels`. On CPU it is checked and otherwise ignored.
       out: D itself, a's dtype or float32, with ``quant`` float8_e4m3fn. Written in place where its rows are contiguous (any leading
@@ -84,6 +89,7 @@ def gemm_gated(
     activation: str = "silu",
     quant: str | None = None,
     scale: Tensor | None = None,
+    constant_weights: bool = False,
     kernel: str | None = None,
 ) -> Tensor | Codes:
     """D = activation(A.B_gate + bias_gate) * (A.B_up + bias_up) in one kernel: the first half of a SwiGLU (GeGLU, ...) MLP.
@@ -94,7 +100,7 @@ def gemm_gated(
         columns and 8 up columns. Views and batches as in :func:`gemm`.
       bias: [2 * n_half], ``minfer.pack_gate_up(gate.bias, up.bias)``, a's dtype or float32.
       activation: of the gate; as in :func:`gemm`.
-      quant, scale, kernel: as in :func:`gemm`.
+      quant, scale, constant_weights, kernel: as in :func:`gemm`.
 
     Returns:
       D, [m, n_half] or [batch, m, n_half], a's dtype, contiguous. With ``quant``: (q, scale), as :func:`gemm`.

@@ -59,6 +59,7 @@ def rms_norm_gemm(
     weight_offset: float = 0.0,
     bias: Tensor | None = None,
     activation: str = "none",
+    constant_weights: bool = False,
     kernel: str | None = None,
 ) -> Tensor:
     """D = activation(rms_norm(x).B + bias), or with a residual of the norm of residual += x.
@@ -73,6 +74,7 @@ def rms_norm_gemm(
       weight_offset: finite in float32, added to the norm's weight; 1.0 for Gemma's.
       bias: [n], x's dtype or float32.
       activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu2" (relu squared).
+      constant_weights: as in :func:`minfer.gemm`, of b. One launch reads b in its turn.
       kernel: for measurements: "one_launch" or "two_launches", with the kernels that are planned; a name of
         ``minfer.kernels("norm_gemm")``, which is one launch; or an override of :func:`minfer.gemm`, which is two. On CPU it is checked and
         otherwise ignored. One launch takes up to 16 rows, a weight that is contiguous along k, k in multiples of 8, and rows that begin at
@@ -101,13 +103,14 @@ def rms_norm_gemm_gated(
     weight_offset: float = 0.0,
     bias: Tensor | None = None,
     activation: str = "silu",
+    constant_weights: bool = False,
     kernel: str | None = None,
 ) -> Tensor:
     """D = activation(y.B_gate + bias_gate) * (y.B_up + bias_up) of y = rms_norm(x), or with a residual of the norm of residual += x: the
     first half of a SwiGLU (GeGLU, ...) MLP with the norm in front of it.
 
     Args:
-      x, norm_weight, eps, residual, weight_offset, kernel: as in :func:`rms_norm_gemm`.
+      x, norm_weight, eps, residual, weight_offset, constant_weights, kernel: as in :func:`rms_norm_gemm`.
       b: [k, 2 * n_half], x's dtype: ``minfer.pack_gate_up(gate.weight, up.weight).t()``, blocks of 8 gate columns and 8 up columns.
       bias: [2 * n_half], ``minfer.pack_gate_up(gate.bias, up.bias)``, x's dtype or float32.
       activation: of the gate; as in :func:`rms_norm_gemm`.

@@ -34,6 +34,7 @@ def gemm_fp8(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     fast_accum: bool = False,
+    constant_weights: bool = False,
     kernel: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -55,7 +56,7 @@ def gemm_fp8(
       out_scale: float32 [1], for a D of e4m3 codes, round(D / out_scale).
       fast_accum: leave the sums to the tensor core, whose accumulator keeps about 14 bits, rather than add them up in float32 every 128 of
         k. Blocks of scales are always added up in float32.
-      kernel: as in :func:`minfer.gemm`.
+      constant_weights, kernel: as in :func:`minfer.gemm`.
       out: D itself, as in :func:`minfer.gemm`.
 
     Returns:
@@ -82,14 +83,15 @@ def gemm_fp8_gated(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     fast_accum: bool = False,
+    constant_weights: bool = False,
     kernel: str | None = None,
 ) -> Tensor:
     """D = activation(gate) * up of (A * a_scale).(B * b_scale) + bias, of e4m3 operands, in one kernel.
 
     Args:
-      a, a_scale, b_scale, out_dtype, out_scale, fast_accum, kernel: as in :func:`gemm_fp8`. b_scale of one number for each column is in the
-        order of b's columns. Blocks of 128 x 128 are of gate and up as they were before they were packed: [2, ceil(n_half / 128),
-        ceil(k / 128)], those of the gate first.
+      a, a_scale, b_scale, out_dtype, out_scale, fast_accum, constant_weights, kernel: as in :func:`gemm_fp8`. b_scale of one number for
+        each column is in the order of b's columns. Blocks of 128 x 128 are of gate and up as they were before they were packed:
+        [2, ceil(n_half / 128), ceil(k / 128)], those of the gate first.
       b: [k, 2 * n_half], ``minfer.pack_gate_up(gate, up).t()``: blocks of 8 gate columns and 8 up columns.
       bias: [2 * n_half], ``minfer.pack_gate_up`` of both.
       activation: of the gate.
@@ -118,6 +120,7 @@ def gemm_int8(
     beta: float = 0.0,
     activation: str = "none",
     out_dtype: torch.dtype | None = None,
+    constant_weights: bool = False,
     kernel: str | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -131,7 +134,7 @@ def gemm_int8(
       a_zero: int32, the zero points of asymmetric activations: one number, or [.., m] or [.., m, 1]; None: 0. Beside them D leaves by a
         slower path: one zero point of all rows, known beforehand, is better made part of the bias, with its product with B.
       b_sums: int32 [n], the sums of b's columns, ``b.sum(0, dtype=torch.int32)``; given with a_zero, and not compared with b.
-      c, bias, beta, activation, kernel, out: as in :func:`gemm_fp8`.
+      c, bias, beta, activation, constant_weights, kernel, out: as in :func:`gemm_fp8`.
       out_dtype: bfloat16 (default), float16, float32; or int32, the sums themselves, of which scales are not read.
 
     Returns:
@@ -157,12 +160,13 @@ def gemm_int8_gated(
     bias: Tensor | None = None,
     activation: str = "silu",
     out_dtype: torch.dtype | None = None,
+    constant_weights: bool = False,
     kernel: str | None = None,
 ) -> Tensor:
     """D = activation(gate) * up of ((A - a_zero) * a_scale).(B * b_scale) + bias, of int8 operands, in one kernel.
 
     Args:
-      a, a_scale, b_scale, a_zero, b_sums, kernel: as in :func:`gemm_int8`.
+      a, a_scale, b_scale, a_zero, b_sums, constant_weights, kernel: as in :func:`gemm_int8`.
       b, bias, activation: as in :func:`gemm_fp8_gated`.
       out_dtype: bfloat16 (default), float16 or float32.
 

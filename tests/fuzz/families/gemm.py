@@ -112,7 +112,7 @@ class Gemm(Family):
         p |= draw_quant(draw)
         if form in ("c", "out_dtype"):
             p["quant"] = False
-        return p | {"size": draw.pick(1.0, 1.0, 0.05, 8.0)}
+        return p | {"size": draw.pick(1.0, 1.0, 0.05, 8.0), "constant": draw.chance(1 / 3)}
 
     def shape(self, p: Parameters) -> tuple[int, ...]:
         return ((p["batch"],) if p["batched"] else ()) + (p["m"], p["n"])
@@ -138,7 +138,7 @@ class Gemm(Family):
         options = {name: p[name] for name in ("alpha", "beta", "activation")} | {name: t[name] for name in ("c", "bias")}
         if p["form"] == "out_dtype" or p.get("say_type"):
             options["out_dtype"] = output_type(p, p["out_type"])
-        options |= quant_options(p, t)
+        options |= quant_options(p, t) | {"constant_weights": p["constant"]}
         if self.out(p) is not None:
             options["out"] = t[p.get("out_is", "out")]
         return one_result(minfer.gemm(t["a"], t["b"], **(options | p.get("extra", {}))))
@@ -204,7 +204,7 @@ class GemmGated(Family):
         dtype = name_of(draw.choice(HALVES))
         p: Parameters = {"dtype": dtype, "m": m, "n": n, "k": k, "batched": batched, "batch": batch}
         p |= {"activation": draw.choice(ACTIVATIONS), "bias": draw_addend(draw, dtype) if draw.chance(0.4) else None}
-        return p | draw_quant(draw)
+        return p | draw_quant(draw) | {"constant": draw.chance(1 / 3)}
 
     def fill(self, p: Parameters, draw: Draw, data: Data) -> Contents:
         m, n, k, dtype = p["m"], p["n"], p["k"], DTYPES[p["dtype"]]
@@ -215,7 +215,8 @@ class GemmGated(Family):
         return Contents({"a": a, "b": b, "bias": bias, "scale": fill_scale(p, data)})
 
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        options = {"activation": p["activation"], "bias": t["bias"]} | quant_options(p, t) | p.get("extra", {})
+        options = {"activation": p["activation"], "bias": t["bias"], "constant_weights": p["constant"]}
+        options |= quant_options(p, t) | p.get("extra", {})
         return one_result(minfer.gemm_gated(t["a"], t["b"], **options))
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:

@@ -55,6 +55,7 @@ class NormGemm(Family):
             p |= {"alpha": alpha_of(draw, p["format"]), "perm": draw.chance(0.25), "constant": draw.chance(1 / 3)}
         else:
             p |= {"by": draw.weighted({None: 2, "two_launches": 1, "one_launch": 2}), "along_k": draw.chance(0.75)}
+            p |= {"constant": draw.chance(1 / 3)}
         return p
 
     def shape(self, p: Parameters) -> tuple[int, ...]:
@@ -80,9 +81,10 @@ class NormGemm(Family):
 
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
         options = {name: p[name] for name in ("eps", "weight_offset", "activation")} | {name: t[name] for name in ("residual", "bias")}
+        options["constant_weights"] = p["constant"]
         if self.bits:
             weight = (t["qweight"], passed_scales(p, t["scales"]), t["zeros"])
-            options |= {name: p[name] for name in ("group_size", "alpha")} | {"perm": t["perm"], "constant_weights": p["constant"]}
+            options |= {name: p[name] for name in ("group_size", "alpha")} | {"perm": t["perm"]}
             options |= {f"w{self.bits}_format": p["format"]}
         else:
             weight = (t["b"].t() if p["along_k"] and t["b"].dim() == 2 else t["b"],)

@@ -70,6 +70,7 @@ class ScaledGemm(Family):
             "out_type": out_type,
             "narrow": narrow,
             "fast": self.fp8 and draw.chance(0.2),
+            "constant": draw.chance(1 / 3),
         }
         kinds = {"one": 1, "lines": 2, "lines_1": 1} | ({"blocks": 3, "exponents": 1} if self.fp8 else {})
         p |= {"a_kind": draw.weighted(kinds), "b_kind": draw.weighted(kinds)}
@@ -140,7 +141,7 @@ class ScaledGemm(Family):
         )
 
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        options = {"activation": p["activation"], "bias": t["bias"], "out_dtype": self.dtype(p)}
+        options = {"activation": p["activation"], "bias": t["bias"], "out_dtype": self.dtype(p), "constant_weights": p["constant"]}
         if self.fp8:
             options |= {"out_scale": t["out_scale"], "fast_accum": p["fast"]}
         else:

@@ -58,7 +58,7 @@ class Router(torch.nn.Module):
         options = {**self.options, "correction_bias": self.correction_bias}
         if self.bias is None:
             return moe_router_gemm(x, self.weight, self.top_k, **options)
-        logits = gemm(x, self.weight.t(), bias=self.bias, out_dtype=torch.float32)
+        logits = gemm(x, self.weight.t(), bias=self.bias, out_dtype=torch.float32, constant_weights=True)
         return moe_router(logits, self.top_k, **options)
 
     def extra_repr(self) -> str:

@@ -70,7 +70,7 @@ class DecoderModel:
     def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
         """[rows, hidden] of :meth:`hidden`, which may be written -> float32 [rows, vocabulary]."""
         normed = self.norm(x) if pending is None else self.norm(pending, residual=x)
-        logits = gemm(normed, self.head.t(), bias=self.head_bias, out_dtype=torch.float32)
+        logits = gemm(normed, self.head.t(), bias=self.head_bias, out_dtype=torch.float32, constant_weights=True)
         if self.logit_softcap:
             logits = logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
         return logits

@@ -38,7 +38,9 @@ from .weights import Dense, PackedWeight, Weight, concatenate, gate_up
 class Projection(torch.nn.Module, abc.ABC):
     """y = activation(x.W^T + bias); where ``gated``, of gate and up rows: activation(gate) * up.
 
-    The weight's tensors are buffers that are not saved, since the layer's own modules save theirs; moving the module moves them.
+    The weight's tensors are buffers that are not saved, since the layer's own modules save theirs; moving the module moves them. No kernel
+    of minfer writes weights, and torch's do not let kernels overlap them: so products may read their weight early, whatever precedes them
+    (:mod:`minfer.nn.constant_weights`).
 
     Attributes:
       in_features, out_features: of y, without the gate.
@@ -88,11 +90,12 @@ class _DenseProjection(Projection):
         return str(self.weight.dtype).removeprefix("torch.")
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        options = {"bias": self.bias, "activation": self.activation, "constant_weights": True}
         if self.gated:
-            return gemm_gated(x, self.weight.t(), bias=self.bias, activation=self.activation)
+            return gemm_gated(x, self.weight.t(), **options)
         if residual is None:
-            return gemm(x, self.weight.t(), bias=self.bias, activation=self.activation)
-        return gemm(x, self.weight.t(), c=residual, beta=1.0, bias=self.bias, activation=self.activation)
+            return gemm(x, self.weight.t(), **options)
+        return gemm(x, self.weight.t(), c=residual, beta=1.0, **options)
 
     def after_norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         if norm.centered:
@@ -107,12 +110,12 @@ class _DenseProjection(Projection):
             weight_offset=norm.weight_offset,
             bias=self.bias,
             activation=self.activation,
+            constant_weights=True,
         )
 
 
 class _PackedProjection(Projection):
-    """Weights of 4 or 8 bits beside 16-bit activations. No kernel of minfer writes weights, and torch's do not let kernels overlap them: so
-    the product may read its weight early, whatever precedes it (:mod:`minfer.nn.constant_weights`)."""
+    """Weights of 4 or 8 bits beside 16-bit activations."""
 
     _TENSORS = ("qweight", "scales", "zeros", "perm", "bias")
 
@@ -176,7 +179,7 @@ class _ScaledProjection(Projection):
         more = {} if residual is None else {"c": residual, "beta": 1.0}
         if out_dtype is not None:
             more["out_dtype"] = out_dtype
-        return self._weight().gemm(x, activation=self.activation, **more)
+        return self._weight().gemm(x, activation=self.activation, constant_weights=True, **more)
 
     def after_norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         weight = self._weight()
