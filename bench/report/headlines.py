@@ -14,14 +14,15 @@ from bench.report.tables import geomean_and_min, grouped, peer_name, table
 
 
 class Headline(NamedTuple):
-    """A line of the table: what is compared, the results file and the suites whose cells it sums up; where it is given, of what format
-    alone: a peer is compared on what it computes itself."""
+    """A line of the table: what is compared, the results file and the suites whose cells it sums up; where they are given, of what format
+    alone, for a peer is compared on what it computes itself, and beside which peer alone."""
 
     what: str
     shapes: str
     family: str
     suites: tuple[str, ...]
     format: str | None = None
+    peer: str | None = None
 
 
 HEADLINES = (
@@ -64,8 +65,10 @@ HEADLINES = (
     Headline("norm and product in one operator", "three models, m = 1 to 64", "fused", ("norm_gemm",)),
     Headline("sampling", "five vocabularies, batch 1 to 512", "fused", ("sample",)),
     Headline("decode step of a layer", "Llama-3.1-8B, batch 1 to 64", "fused", ("decode_layer",)),
-    Headline("whole models in 16 bits, decode", "batch 1 to 256", "e2e", ("decode",), "bf16"),
-    Headline("whole models in 16 bits, prompts", "512 to 32768 tokens", "e2e", ("prefill",), "bf16"),
+    Headline("whole models in 16 bits, decode", "two dense models, batch 1 to 256", "e2e", ("decode",), "bf16", "vllm_ops"),
+    Headline("whole models, 4-bit weights, decode", "two dense models, batch 1 to 256", "e2e", ("decode",), "w4a16", "vllm_ops"),
+    Headline("whole models in 16 bits, decode", "six models, batch 1 to 64", "e2e", ("decode",), "bf16", "transformers"),
+    Headline("whole models in 16 bits, prompts", "six models, 512 to 32768 tokens", "e2e", ("prefill",), "bf16", "transformers"),
 )
 
 
@@ -89,6 +92,7 @@ def best_of_cells(rows: Iterable[Row]) -> list[Row]:
 def headline(rows: Iterable[Row], line: Headline) -> list[str] | None:
     """The cells of one line of the table; None where nothing was measured."""
     own = [row for row in rows if row["suite"] in line.suites and line.format in (None, row["shape"].get("format"))]
+    own = [row for row in own if line.peer in (None, row["peer"])]
     best = best_of_cells(own)
     if not best:
         return None

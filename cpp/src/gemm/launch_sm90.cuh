@@ -30,7 +30,7 @@ Status describe_epilogue(GemmProblem const& problem, GemmOperands const& operand
   return status;
 }
 
-/// Whether to send for an operand, for L2, before the predecessor has finished. These prefetches fill L2 alone, which all SMs and TMA read through:
+/// Whether to send for an operand before the predecessor has finished. These prefetches fill L2 alone, which all SMs and TMA read through:
 /// a line that comes too early is not stale, as the copy that writes an operand in front of the kernel writes it there as well. But what
 /// they fetch of such an operand is what its memory held before: they move its bytes for nothing, and are left out.
 struct Prefetches {
