@@ -112,6 +112,23 @@ def test_one_copy_of_each_weight():
     assert held() == size + tables and model.dtype == torch.float16
 
 
+def test_experts_get_contiguous_rows():
+    """gpt-oss keeps experts as [in, out], of which each product would make a copy; there is one copy of them, before and after a move."""
+    model = tiny_model("gpt_oss")
+    state = {key: x.clone() for key, x in model.state_dict().items()}
+    handle = optimize(model)
+    for dtype in (model.dtype, torch.float16):
+        model.to(dtype)
+        layer = model.model.layers[0]
+        for name, own in (("gate_up_proj", "w13"), ("down_proj", "w2")):
+            weight, theirs = getattr(layer.minfer.mlp, own), getattr(layer.mlp.experts, name)
+            assert weight.is_contiguous() and weight.dtype == dtype
+            assert theirs.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr() and torch.equal(theirs, weight.mT)
+    handle.restore()
+    assert all(x.is_contiguous() for x in model.parameters())
+    assert all(torch.equal(x, state[key].half()) for key, x in model.state_dict().items())
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "gemma3", "gpt2"])
 def test_generate(name):
     """Greedy, beams, sampling and assisted decoding by transformers' own loop."""
