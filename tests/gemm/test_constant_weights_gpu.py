@@ -87,9 +87,9 @@ def test_copies_of_the_weight_are_exempt():
     w = torch.randn(4096, 2, 2048, 2, device="cuda", dtype=torch.bfloat16)[:, 0, :, 0].t()
     assert 1 not in w.stride()
     x = torch.randn(4, 2048, device="cuda", dtype=torch.bfloat16)
-    want = minfer.gemm(x, w.contiguous())
+    want = minfer.gemm(x, w)
     for _ in range(5):
-        torch.testing.assert_close(minfer.gemm(x, w, constant_weights=True), want, rtol=1e-2, atol=1e-1)
+        assert torch.equal(minfer.gemm(x, w, constant_weights=True), want)
 
 
 def test_kernels():

@@ -18,7 +18,7 @@ from tests.fuzz.runner import case_of, run_case
 from tests.fuzz.worker import Plan
 
 DEVICE = torch.device("cpu")
-ENOUGH = 500  # cases within which an injected bug must be found
+ENOUGH = 250  # cases within which an injected bug must be found
 
 
 @pytest.fixture(autouse=True)

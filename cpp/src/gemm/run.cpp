@@ -40,18 +40,20 @@ bool streams_weights(GemmProblem const& problem, DeviceProperties const& device)
   return bytes / device.read_bandwidth >= operations / device.matrix_rate;
 }
 
-/// Into the ring goes what fits of a B that nothing writes; a copy of B is written by the launch in front of the kernel's. It makes the
-/// steps of Llama-3.1-8B at batch 1 3 % faster in 16 bits and with fp8. Where a cluster's CTAs share k, weights of 4 bits beside several
-/// rows of A get two stages: 4096 x 14336 at m = 16 takes 10.8 us, with all stages 11.7.
+/// Into the ring goes what fits of a B that nothing writes, of kernels for few rows of A: those that are swapped or have packed weights.
+/// A copy of B is written by the launch in front of the kernel's. It makes the steps of Llama-3.1-8B at batch 1 3 % faster in 16 bits and
+/// with fp8. Where a cluster's CTAs share k, packed weights beside several rows of A get two stages: 4096 x 14336 at m = 16 takes 10.8 us,
+/// with all stages 11.7.
 /// Else operands go into L2: at m = 16 on 4096 x 4096, 6144 x 4096 and 10240 x 8192 64 to 128 KiB gain 4 to 9 % over none, 256 KiB lose it
 /// again to the predecessor's own stream. Both at once are slower than the ring alone. Where the tensor cores are the limit they only delay
 /// the first loads: 1024 cubed takes 6.4 us with prefetches, 6.0 without.
-gemm::EarlyLoads early_loads(GemmProblem const& problem, GemmOperands const& operands, GemmLaunch const& launch,
+gemm::EarlyLoads early_loads(GemmPlan const& plan, GemmProblem const& problem, GemmOperands const& operands,
                              DeviceProperties const& device) {
   constexpr int32_t kAll = std::numeric_limits<int32_t>::max(), kL2Bytes = 96 * 1024;
   if (!streams_weights(problem, device)) return {};
   bool const packed = operands.b_scales != nullptr;
-  if (operands.b_is_constant && !launch.realign_b) return {kAll, packed && problem.m > 8 ? 2 : kAll, 0};
+  if (operands.b_is_constant && !plan.launch.realign_b && (plan.kernel->swap || packed))
+    return {kAll, packed && problem.m > 8 ? 2 : kAll, 0};
   return {0, 0, kL2Bytes};
 }
 
@@ -93,7 +95,7 @@ Status run_gemm(GemmPlan const& plan, GemmProblem const& problem, GemmOperands c
   arguments.workspace = workspace;
   arguments.workspace_bytes = workspace_bytes;
   arguments.programmatic_launch = programmatic_launch_enabled();
-  arguments.early = early_loads(launched, launched_operands, plan.launch, device);
+  arguments.early = early_loads(plan, launched, launched_operands, device);
   arguments.stream = stream;
   return reinterpret_cast<gemm::LaunchFunction>(const_cast<void*>(plan.kernel->launch))(arguments);
 }

@@ -73,6 +73,14 @@ class ConstantWeights:
         """Starts anew, after a forward that has not read the weights."""
         self._seen = None
 
+    def promised(self, word: bool | None, x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> bool:
+        """``constant_weights`` of a call on x, where the module's user says ``word``, or None: what is proven. A graph that is traced
+        outlives the call, and gets no more than the user's word."""
+        if word is not None:
+            return word
+        # Without a row the operator reads no weights: such a call says nothing of what was written in front of it.
+        return not is_tracing(x) and x.numel() > 0 and self.proven(qweight, scales, zeros)
+
     def proven(self, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
         """Whether a call with these tensors, on the current stream, may pass ``constant_weights``. It never waits."""
         seen = self._seen

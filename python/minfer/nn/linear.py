@@ -16,7 +16,7 @@ from ..ops.output_codes import Codes
 from ..ops.quantized_gemm import w4a16_gemm, w8a16_gemm
 from ..ops.quantized_scaled_gemm import w4a8_gemm
 from ..quantize import W4Weight, W8Weight, quantize_w4, quantize_w8
-from .constant_weights import ConstantWeights, is_tracing
+from .constant_weights import ConstantWeights
 
 _BUFFERS = ("qweight", "scales", "zeros", "perm", "bias")
 
@@ -145,13 +145,6 @@ class _PackedLinear(torch.nn.Module):
         except KeyError:  # somebody has made parameters of them
             return tuple([getattr(self, name) for name in _BUFFERS])
 
-    def _constant_weights(self, x: Tensor, qweight: Tensor, scales: Tensor, zeros: Tensor | None) -> bool:
-        """Of this call; a graph that is traced outlives it, and gets no more than the user's word."""
-        if self.constant_weights is not None:
-            return self.constant_weights
-        # Without a row the operator reads no weights: such a call says nothing of what was written in front of it.
-        return not is_tracing(x) and x.numel() > 0 and self._known.proven(qweight, scales, zeros)
-
     def extra_repr(self) -> str:
         present = ", ".join(f"{name}={getattr(self, name) is not None}" for name in ("bias", "zeros", "perm"))
         alpha = "" if self.alpha == 1.0 else f", alpha={self.alpha:g}"
@@ -241,7 +234,7 @@ class W4Linear(_PackedLinear):
                 perm=perm,
                 bias=bias,
                 w4_format=self.w4_format,
-                constant_weights=self._constant_weights(x, qweight, scales, zeros),
+                constant_weights=self._known.promised(self.constant_weights, x, qweight, scales, zeros),
             )
         except BaseException:
             self._known.reset()  # no kernel has read the weights
@@ -314,7 +307,7 @@ class W8Linear(_PackedLinear):
                 perm=perm,
                 bias=bias,
                 w8_format=self.w8_format,
-                constant_weights=self._constant_weights(x, qweight, scales, zeros),
+                constant_weights=self._known.promised(self.constant_weights, x, qweight, scales, zeros),
             )
         except BaseException:
             self._known.reset()  # no kernel has read the weights

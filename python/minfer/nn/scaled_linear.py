@@ -11,7 +11,7 @@ from ..checks.common import DTYPES, ValueChecker, is_integer
 from ..checks.scaled_gemm import FP8, blocks_of
 from ..ops.fused import Codes
 from ..quantize.scaled_weight import MODES, Fp8Weight, Int8Weight, aligned_rows, quantize_fp8_weight, quantize_int8_weight
-from .constant_weights import ConstantWeights, is_tracing
+from .constant_weights import ConstantWeights
 
 
 class _ScaledLinear(torch.nn.Module):
@@ -114,17 +114,11 @@ class _ScaledLinear(torch.nn.Module):
         has ``dtype``."""
         rows, dtype = (x, x.dtype) if isinstance(x, Tensor) else (x[0], self.dtype)
         try:
-            return self.quantized_weight().gemm(x, out_dtype=dtype, constant_weights=self._constant_weights(rows))
+            constant = self._known.promised(self.constant_weights, rows, self.weight, self.weight_scale)
+            return self.quantized_weight().gemm(x, out_dtype=dtype, constant_weights=constant)
         except BaseException:
             self._known.reset()  # no kernel has read the weight
             raise
-
-    def _constant_weights(self, x: Tensor) -> bool:
-        """Of this call; a graph that is traced outlives it, and gets no more than the user's word."""
-        if self.constant_weights is not None:
-            return self.constant_weights
-        # Without a row the operator reads no weight: such a call says nothing of what was written in front of it.
-        return not is_tracing(x) and x.numel() > 0 and self._known.proven(self.weight, self.weight_scale, None)
 
     def extra_repr(self) -> str:
         weight = self.quantized_weight()

@@ -112,7 +112,7 @@ class Gemm(Family):
         p |= draw_quant(draw)
         if form in ("c", "out_dtype"):
             p["quant"] = False
-        return p | {"size": draw.pick(1.0, 1.0, 0.05, 8.0), "constant": draw.chance(1 / 3)}
+        return p | {"size": draw.pick(1.0, 1.0, 0.05, 8.0), "constant": (m + n + k) % 3 == 0}
 
     def shape(self, p: Parameters) -> tuple[int, ...]:
         return ((p["batch"],) if p["batched"] else ()) + (p["m"], p["n"])
