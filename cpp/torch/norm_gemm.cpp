@@ -104,6 +104,7 @@ struct OneLaunch {
     problem.k = norm.width();
     problem.gated = call.gated;
     problem.has_residual = norm.residual.has_value();
+    problem.b_is_constant = call.constant_weights;
     RowTensor residual;
     if (norm.residual) residual = walk.write("residual", *norm.residual, true);
     RowTensor const x = walk.x();
@@ -206,8 +207,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
 
 /// What a call would do, for `minfer.plan`; contiguous operands. ctas 0: two launches.
-std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool residual, OptionalText const& kernel,
-                      bool only_runnable, int64_t device) {
+std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool residual, bool constant_weights,
+                      OptionalText const& kernel, bool only_runnable, int64_t device) {
   char const* op = "minfer::_plan_norm_gemm";
   if (sizes.size() != 3) fail(op, ": sizes must be [m, n, k], got ", sizes.size(), " values");
   NormGemmProblem problem;
@@ -218,6 +219,7 @@ std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type
   problem.vectors = problem.k % 8 == 0;
   problem.gated = gated;
   problem.has_residual = residual;
+  problem.b_is_constant = constant_weights;
   Request const request = parse_request(op, kernel);
   NormGemmPlanOptions options;
   options.launches = request.launches;
@@ -236,7 +238,8 @@ std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type
 }
 
 constexpr Operator kPlans[] = {
-    {"_plan_norm_gemm(int[] sizes, str type, bool gated, bool residual, str? kernel, bool only_runnable, int device) -> str",
+    {"_plan_norm_gemm(int[] sizes, str type, bool gated, bool residual, bool constant_weights, str? kernel, bool only_runnable, "
+     "int device) -> str",
      boxed<&plan_json>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kPlans); }

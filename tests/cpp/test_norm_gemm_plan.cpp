@@ -84,6 +84,12 @@ TEST_CASE(norm_gemm_decides_by_what_a_launch_is_worth) {
   CHECK(plan_of(norm_problem(1, 2112, 73728)).kernel == nullptr);   // rows
   CHECK(plan_of(norm_problem(1, 1024, 4096)).kernel == nullptr);    // tiles
   CHECK(plan_of(norm_problem(1, 128256, 8192)).kernel == nullptr);  // bytes
+  NormGemmProblem constant = norm_problem(1, 6144, 4096);
+  constant.b_is_constant = true;
+  CHECK(plan_of(constant).kernel == nullptr);
+  DeviceProperties ampere = h200_properties();
+  ampere.compute_major = 8;
+  CHECK(plan_of(constant, {}, ampere).kernel != nullptr);  // where launches do not overlap
   DeviceProperties slow = h200_properties();
   slow.read_bandwidth /= 8;
   CHECK(plan_of(norm_problem(1, 6144, 4096)).kernel != nullptr && plan_of(norm_problem(1, 6144, 4096), {}, slow).kernel == nullptr);

@@ -21,6 +21,7 @@ struct NormGemmProblem {
   bool even_rows = true;            // rows of x are evenly spaced, and so are those of the residual
   bool gated = false;               // D = act(gate) * up over 8-column blocks of B (pack_gate_up)
   bool has_residual = false;        // residual += x, rounded, and the norm is of the sum
+  bool b_is_constant = false;       // no launch that is still running writes B
 };
 
 struct NormGemmOperands {

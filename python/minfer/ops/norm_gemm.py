@@ -74,7 +74,7 @@ def rms_norm_gemm(
       weight_offset: finite in float32, added to the norm's weight; 1.0 for Gemma's.
       bias: [n], x's dtype or float32.
       activation: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu2" (relu squared).
-      constant_weights: as in :func:`minfer.gemm`, of b. One launch reads b in its turn.
+      constant_weights: as in :func:`minfer.gemm`, of b. Two launches are planned then, since one reads b in its turn.
       kernel: for measurements: "one_launch" or "two_launches", with the kernels that are planned; a name of
         ``minfer.kernels("norm_gemm")``, which is one launch; or an override of :func:`minfer.gemm`, which is two. On CPU it is checked and
         otherwise ignored. One launch takes up to 16 rows, a weight that is contiguous along k, k in multiples of 8, and rows that begin at

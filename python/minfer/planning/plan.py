@@ -394,7 +394,7 @@ def enumerate_plans(
 @dataclass(frozen=True)
 class NormProblem:
     """rms_norm_gemm or rms_norm_gemm_gated with contiguous operands and B = ``weight.t()``. ``n`` counts B's columns, so a gated D has
-    n / 2; ``residual``: whether there is one."""
+    n / 2; ``residual``: whether there is one; ``constant_weights``: as in :func:`minfer.rms_norm_gemm`."""
 
     m: int
     n: int
@@ -402,6 +402,7 @@ class NormProblem:
     dtype: torch.dtype = torch.bfloat16
     gated: bool = False
     residual: bool = False
+    constant_weights: bool = False
 
     op: ClassVar[str] = "rms_norm_gemm"
     c: ClassVar[bool] = False
@@ -416,7 +417,8 @@ class NormProblem:
 
     def __str__(self) -> str:
         text = f"{self.m} x {self.n} x {self.k} {DTYPE_NAMES[self.dtype]}"
-        return text + (", with a residual" if self.residual else "") + (", gated" if self.gated else "")
+        more = {", with a residual": self.residual, ", gated": self.gated, ", constant weights": self.constant_weights}
+        return text + "".join(words for words, said in more.items() if said)
 
 
 @dataclass(frozen=True)
@@ -456,7 +458,7 @@ def plan_norm(
     """:func:`plan` of a norm and the GEMM behind it."""
     index, name = _device(device)
     sizes = [problem.m, problem.n, problem.k]
-    options = (DTYPE_NAMES[problem.dtype], problem.gated, problem.residual, kernel, index >= 0, index)
+    options = (DTYPE_NAMES[problem.dtype], problem.gated, problem.residual, problem.constant_weights, kernel, index >= 0, index)
     found = json.loads(torch.ops.minfer._plan_norm_gemm(sizes, *options))
     product, compiled = None, None
     if found["launches"] == 2:
@@ -498,7 +500,7 @@ def plan(
         Of w4a16_gemm: ``group_size`` (128; -1: all of k; "mxfp4" and "nvfp4" have one size each), ``zeros`` (there are zero points),
         ``w4_format``: "int4" (the default), "nf4", "mxfp4" or "nvfp4", and, for what w8a16_gemm would run, "int8" or "fp8_e4m3".
         Of w4a8_gemm: ``group_size`` (128; -1: all of k).
-        Of rms_norm_gemm: ``gated``, and ``residual`` (there is one).
+        Of rms_norm_gemm: ``gated``, ``residual`` (there is one), and ``constant_weights`` (no launch that still runs writes B).
         Of scaled_gemm: ``out_dtype`` of D, torch.bfloat16 (the default), torch.float16 or torch.float32; ``block_scaled`` (of A or B there
         is a scale for each 128 of k) and ``fast_accum``, both of float8_e4m3fn.
 
