@@ -83,6 +83,30 @@ def test_quantised_caches(kv_cache, device):
     assert sum(same) >= len(prompts) - 2, same
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, kv_cache", [("llama", None), ("qwen3", "int4"), ("qwen3_moe", "fp8")])
+def test_chunks_in_graphs(name, kv_cache):
+    """Prompts that come again, alone and together: their steps are graphs from the second time on; eager ones choose the same tokens, up to
+    what the order of sums may change."""
+    model, turns = tiny_model(name, device="cuda"), [(70,), (66,), (65,), (5, 90, 33), (7, 80, 40), (9, 85, 33), (300,), (310,), (305,)]
+    truth, params = exact_model(model), SamplingParams(max_new_tokens=6, ignore_eos=True)
+    with optimize(model, kv_cache=kv_cache) as handle:
+        chosen = []
+        for graphs in (True, False):
+            engine = engine_of(handle, kv_cache=kv_cache, max_length=512, max_rows=4, share_prefixes=False, graphs=graphs)
+            requests = []
+            for turn, lengths in enumerate(turns):
+                requests += [engine.submit(prompt, params) for prompt in prompts_of(lengths, turn)]
+                engine.run()
+            captured = engine.runner._captured_chunks.values()
+            assert sum(graph is not None for graph in captured) == (3 if graphs else 0)
+            chosen.append([request.completion for request in requests])
+    if kv_cache is None:
+        assert_best(truth, chosen[0])
+    same = sum(a.tokens == b.tokens for a, b in zip(*chosen, strict=True))
+    assert same >= len(chosen[0]) - 2, [(a.tokens, b.tokens) for a, b in zip(*chosen, strict=True)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_preemption(device):
     """Too few pages for all: the newest give theirs up, and nothing is lost."""

@@ -7,14 +7,17 @@ Host and device. Positions, slots and lengths follow from what the host knows be
 drawn token goes from one step to the next on the device. So the host launches a step while the last one runs, and sees its tokens later.
 
 Graphs. A step in which each row adds one token is a CUDA graph, captured at the first step of as many rows (rounded up to
-:data:`GRAPH_ROWS`), as many pages of the longest sequence (a power of two) and the same kinds of draws.
+:data:`GRAPH_ROWS`), as many pages of the longest sequence (a power of two) and the same kinds of draws. Of a step with chunks of prompts,
+up to 1024 tokens (rounded up to :data:`GRAPH_TOKENS`), the layers are a graph, captured when such a step comes again: the host takes 0.2
+to 0.5 ms to launch a layer, which is longer than the device computes it. Padding tokens are of no sequence, are stored nowhere, and attend
+to nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +31,8 @@ from ..ops.sampling import sample
 from .params import SamplingParams
 
 GRAPH_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+_MOST_CHUNK_GRAPHS = 64
 _GROUP_TOKENS = 32  # of int4 keys
 
 
@@ -157,6 +162,7 @@ class Runner:
             for a in (layer.attention for layer in model.layers)
         ]
         self._captured: dict[tuple, _Graph] = {}
+        self._captured_chunks: dict[tuple, _ChunkGraph | None] = {}  # None: seen once
         self._pool = None
 
         def per_row(dtype: torch.dtype) -> Tensor:
@@ -243,7 +249,7 @@ class Runner:
         self._note_pages(chunks)
         if self.graphs and all(chunk.tokens is None and chunk.draws for chunk in chunks):
             return self._run_graph(chunks, draws)
-        return self._run_eager(chunks, draws)
+        return self._run_chunks(chunks, draws)
 
     def _sent(self, x: Tensor) -> Tensor:
         """A host tensor on the device, without waiting. Pinned memory goes back to torch's allocator, which waits for the copy before it
@@ -266,7 +272,7 @@ class Runner:
                 self._table[chunk.row, known:have] = torch.tensor(chunk.pages[known:], dtype=torch.int32)
                 self._noted[chunk.row] = have
 
-    def _run_eager(self, chunks: Sequence[Chunk], draws: _Draws) -> Drawn:
+    def _run_chunks(self, chunks: Sequence[Chunk], draws: _Draws) -> Drawn:
         rows = chunks[-1].row + 1
         ids, positions, slots, last, offsets, drawing = [], [], [], [], [], []
         seq_lens, ends = [0] * rows, [0] * rows
@@ -279,18 +285,37 @@ class Runner:
                 last.append(len(ids) - 1)
                 drawing.append(chunk.row)
                 offsets.append(chunk.offset)
-        longs = self._sent(torch.tensor([ids, positions, slots], dtype=torch.int64))
-        of_rows = self._sent(torch.tensor([[0, *seq_lens], [0, *ends]], dtype=torch.int32))
-        table = self._sent(self._table[:rows, : max(len(chunk.pages) for chunk in chunks)].contiguous())
-        ragged = None if all(chunk.count == 1 for chunk in chunks) and len(chunks) == rows else of_rows[1].cumsum(0, dtype=torch.int32)
-        step = _StepTensors(longs[1], longs[2], of_rows[0, 1:], table, ragged, max(chunk.count for chunk in chunks))
-        tokens = torch.where(longs[0] < 0, self.ids[(-1 - longs[0]).clamp_min(0)], longs[0])
-        hidden = self._hidden(tokens, step)
+        longs = torch.tensor([ids, positions, slots], dtype=torch.int64)
+        of_rows = torch.tensor([[0, *seq_lens], [0, *ends]], dtype=torch.int32)
+        pages, longest = max(len(chunk.pages) for chunk in chunks), max(chunk.count for chunk in chunks)
+        graph = self._chunk_graph(len(ids), rows, pages, longest)
+        if graph is None:
+            table = self._sent(self._table[:rows, :pages].contiguous())
+            ragged = longest > 1 or len(chunks) < rows
+            hidden = self._hidden_of_chunks(self._sent(longs), self._sent(of_rows), table, longest, ragged)
+        else:
+            hidden, last = graph.run(longs, of_rows, self._table[:rows]), drawing
         if not drawing:
             return self._to_host([torch.empty(0, dtype=d) for d in (torch.int64, torch.float32, torch.int64, torch.float32)])
         index = self._sent(torch.tensor([drawing, last, offsets], dtype=torch.int64))
         hidden = tuple(None if x is None else x[index[1]] for x in hidden)
         return self._to_host(self._draw(hidden, index[0], index[2], draws))
+
+    def _hidden_of_chunks(
+        self, longs: Tensor, of_rows: Tensor, table: Tensor, longest: int, ragged: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """``model.hidden`` of chunks.
+
+        Args:
+          longs: int64 [3, tokens]: ids, or -1 - row where it is the row's newest; positions; slots.
+          of_rows: int32 [2, 1 + rows]: 0 and lengths with the chunk; 0 and tokens of the chunk.
+          table: int32 [rows, pages].
+          longest: at least the tokens of a chunk. ragged: False where each row has one.
+        """
+        cu_seqlens = of_rows[1].cumsum(0, dtype=torch.int32) if ragged else None
+        step = _StepTensors(longs[1], longs[2], of_rows[0, 1:], table, cu_seqlens, longest)
+        tokens = torch.where(longs[0] < 0, self.ids[(-1 - longs[0]).clamp_min(0)], longs[0])
+        return self._hidden(tokens, step)
 
     def _hidden(self, ids: Tensor, step: _StepTensors) -> tuple[Tensor, Tensor | None]:
         for attend in self.attend:
@@ -361,6 +386,70 @@ class Runner:
         graph.graph.replay()
         return self._to_host(graph.drawn, places)
 
+    def _chunk_graph(self, tokens: int, rows: int, pages: int, longest: int) -> _ChunkGraph | None:
+        """The graph of steps of about this size, if there is one or it pays to capture one."""
+        if not self.graphs or tokens > GRAPH_TOKENS[-1] or longest == 1:
+            return None
+        tokens = next(size for size in GRAPH_TOKENS if size >= tokens)
+        rows = min(next((size for size in GRAPH_ROWS if size >= rows), rows), self.rows)
+        width = min(1 << (pages - 1).bit_length(), self._table.shape[1])
+        key = (tokens, rows, width, tokens if rows == 1 else min(1 << (longest - 1).bit_length(), tokens))
+        if key not in self._captured_chunks:
+            if len(self._captured_chunks) < 16 * _MOST_CHUNK_GRAPHS:
+                self._captured_chunks[key] = None
+            return None
+        graph = self._captured_chunks[key]
+        if graph is None and sum(x is not None for x in self._captured_chunks.values()) < _MOST_CHUNK_GRAPHS:
+            graph = self._captured_chunks[key] = _ChunkGraph(self, *key)
+        return graph
+
+    def _capture(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """A graph of what ``step`` launches, and what it returned; its memory is shared by all graphs of the runner."""
+        stream = torch.cuda.Stream(self.model.device)
+        stream.wait_stream(torch.cuda.current_stream(self.model.device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # what is allocated or set up at first use
+                step()
+        torch.cuda.current_stream(self.model.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = step()
+        self._pool = self._pool or graph.pool()
+        return graph, result
+
+
+class _ChunkGraph:
+    """Captured layers of a step of up to ``tokens`` tokens of up to ``rows`` rows, none of which has more than ``longest`` tokens or more
+    than ``width`` pages."""
+
+    def __init__(self, runner: Runner, tokens: int, rows: int, width: int, longest: int):
+        device = runner.model.device
+        self._longs = torch.zeros(3, tokens, dtype=torch.int64, device=device)
+        self._longs[2].fill_(-1)
+        self._of_rows = torch.zeros(2, 1 + rows, dtype=torch.int32, device=device)
+        self._table = torch.zeros(rows, width, dtype=torch.int32, device=device)
+
+        def step() -> tuple[Tensor | None, ...]:
+            hidden = runner._hidden_of_chunks(self._longs, self._of_rows, self._table, longest)
+            last = (self._of_rows[1].cumsum(0)[1:] - 1).clamp_min(0)
+            return tuple(None if x is None else x[last] for x in hidden)
+
+        self._graph, self._hidden = runner._capture(step)
+
+    def run(self, longs: Tensor, of_rows: Tensor, table: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The last token's of each row, until the next run; the arguments are as of ``_hidden_of_chunks``, on the host."""
+        inputs = torch.zeros(3, self._longs.shape[1], dtype=torch.int64)
+        inputs[2].fill_(-1)
+        inputs[:, : longs.shape[1]] = longs
+        rows = torch.zeros(2, self._of_rows.shape[1], dtype=torch.int32)
+        rows[:, : of_rows.shape[1]] = of_rows
+        pages = torch.zeros(self._table.shape, dtype=torch.int32)
+        pages[: len(table)] = table[:, : pages.shape[1]]
+        for own, given in ((self._longs, inputs), (self._of_rows, rows), (self._table, pages)):
+            own.copy_(given.pin_memory(), non_blocking=True)
+        self._graph.replay()
+        return self._hidden
+
 
 class _Graph:
     """A captured step of ``rows`` rows, each with one token."""
@@ -373,16 +462,7 @@ class _Graph:
         self.sent: Tensor | None = None  # what the table holds
         self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         kept, counts = runner.ids.clone(), None if runner.counts is None else runner.counts[:rows].clone()
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # what is allocated or set up at first use
-                self._step(runner, draws)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=runner._pool):
-            self.drawn = self._step(runner, draws)
-        runner._pool = runner._pool or self.graph.pool()
+        self.graph, self.drawn = runner._capture(lambda: self._step(runner, draws))
         runner.ids.copy_(kept)
         if counts is not None:
             runner.counts[:rows].copy_(counts)
