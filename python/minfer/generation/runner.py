@@ -34,6 +34,7 @@ GRAPH_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160,
 GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 _MOST_CHUNK_GRAPHS = 64
 _GROUP_TOKENS = 32  # of int4 keys
+_MANY = 16  # tokens of a chunk
 
 
 class Chunk(NamedTuple):
@@ -172,6 +173,7 @@ class Runner:
         floats = ("temperatures", "top_ps", "min_ps", "repetition_penalties", "presence_penalties", "frequency_penalties")
         self.parameters = {name: per_row(torch.float32) for name in floats}
         self.parameters |= {"top_ks": per_row(torch.int32), "seeds": per_row(torch.int64)}
+        self._given: list[dict[str, float]] = [{} for _ in range(rows)]  # what the parameters of each row are
         self.counts: Tensor | None = None
         self._table = torch.zeros(rows, 0, dtype=torch.int32)  # on the host
         self._noted = [0] * rows  # pages of each row that are in it
@@ -206,7 +208,9 @@ class Runner:
             "seeds": seed,
         }
         for name, value in values.items():
-            self.parameters[name][row : row + 1].fill_(value)
+            if self._given[row].get(name, 0) != value:
+                self.parameters[name][row : row + 1].fill_(value)
+        self._given[row] = values
         if params.penalised:
             self._count(row, prompt, generated)
 
@@ -228,7 +232,7 @@ class Runner:
             own += [x for x in (attend.cache.k_residual, attend.cache.v_residual) if x is not None]
         for x in own:
             x[target].copy_(x[source])
-        self._noted[target] = 0
+        self._given[target], self._noted[target] = dict(self._given[source]), 0
 
     # ---- steps -----------------------------------------------------------------------------------------------------------------------
 
@@ -260,6 +264,26 @@ class Runner:
         size, pages = self.page_size, chunk.pages
         return [pages[place // size] * size + place % size for place in range(chunk.start, chunk.start + chunk.count)]
 
+    def _places(self, chunks: Sequence[Chunk], tokens: int) -> Tensor:
+        """ids, positions and slots of all tokens, as ``_hidden_of_chunks`` takes them. Few tokens are quicker one by one, many at once."""
+        longs = torch.empty(3, tokens, dtype=torch.int64)
+        column, columns, few = 0, [], []
+        for chunk in chunks:
+            end, places = column + chunk.count, range(chunk.start, chunk.start + chunk.count)
+            if chunk.count < _MANY:
+                ids = [-1 - chunk.row] if chunk.tokens is None else chunk.tokens  # the row's newest token is on the device
+                few += zip(ids, places, self._slots(chunk), strict=True)
+                columns += range(column, end)
+            else:
+                own = longs[:, column:end]
+                own[0] = torch.tensor(chunk.tokens)
+                torch.arange(places.start, places.stop, out=own[1])
+                own[2] = self._table[chunk.row, own[1] // self.page_size] * self.page_size + own[1] % self.page_size
+            column = end
+        if few:
+            longs[:, columns] = torch.tensor(few).t()
+        return longs
+
     def _note_pages(self, chunks: Sequence[Chunk]) -> None:
         """Brings the host's block table up to date. A request's pages only become more."""
         longest = max(len(chunk.pages) for chunk in chunks)
@@ -274,21 +298,19 @@ class Runner:
 
     def _run_chunks(self, chunks: Sequence[Chunk], draws: _Draws) -> Drawn:
         rows = chunks[-1].row + 1
-        ids, positions, slots, last, offsets, drawing = [], [], [], [], [], []
-        seq_lens, ends = [0] * rows, [0] * rows
+        last, offsets, drawing = [], [], []
+        seq_lens, ends, end = [0] * rows, [0] * rows, 0
         for chunk in chunks:
-            ids += [-1 - chunk.row] if chunk.tokens is None else chunk.tokens  # the row's newest token is on the device
-            positions += range(chunk.start, chunk.start + chunk.count)
-            slots += self._slots(chunk)
             seq_lens[chunk.row], ends[chunk.row] = chunk.start + chunk.count, chunk.count
+            end += chunk.count
             if chunk.draws:
-                last.append(len(ids) - 1)
+                last.append(end - 1)
                 drawing.append(chunk.row)
                 offsets.append(chunk.offset)
-        longs = torch.tensor([ids, positions, slots], dtype=torch.int64)
+        longs = self._places(chunks, end)
         of_rows = torch.tensor([[0, *seq_lens], [0, *ends]], dtype=torch.int32)
         pages, longest = max(len(chunk.pages) for chunk in chunks), max(chunk.count for chunk in chunks)
-        graph = self._chunk_graph(len(ids), rows, pages, longest)
+        graph = self._chunk_graph(end, rows, pages, longest)
         if graph is None:
             table = self._sent(self._table[:rows, :pages].contiguous())
             ragged = longest > 1 or len(chunks) < rows
