@@ -278,7 +278,8 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
   }
 }
 
-/// The widths of tiles worth a look: those that divide the columns into the fewest tiles, and into up to kMoreTiles more, evenly.
+/// The widths of tiles worth a look: those that divide the columns into the fewest tiles, and into more, evenly: up to kMoreTiles more, and
+/// as many as narrower tiles fill all SMs with, down to kNarrowest of the kernel's width.
 template <class Visit>
 void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, Visit&& visit) {
   if (kernel.column_step == 0) {
@@ -286,14 +287,19 @@ void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, Visit&
     return;
   }
   constexpr int64_t kMoreTiles = 4;
-  int64_t const columns = std::max<int64_t>(1, kernel.swap ? problem.m : problem.n);
+  constexpr double kNarrowest = 2.0 / 3.0;
+  int64_t const columns = std::max<int64_t>(1, kernel.swap ? problem.m : problem.n), step = kernel.column_step;
   int64_t const fewest = ceil_div(columns, kernel.tile_n);
-  int32_t before = 0;
-  for (int64_t tiles = fewest; tiles <= fewest + kMoreTiles; ++tiles) {
-    int32_t const tile_n = int32_t(ceil_div(ceil_div(columns, tiles), kernel.column_step) * kernel.column_step);
-    if (tile_n == before) continue;  // wider tiles hold the columns as well
+  int64_t before = 0;
+  auto const visit_once = [&](int64_t tile_n) {
+    if (before != 0 && tile_n >= before) return;  // wider tiles hold the columns as well
     before = tile_n;
-    visit(tile_n);
+    visit(int32_t(tile_n));
+  };
+  for (int64_t tiles = fewest; tiles <= fewest + kMoreTiles; ++tiles) visit_once(ceil_div(ceil_div(columns, tiles), step) * step);
+  if (fewest == 1) return;
+  for (int64_t tile_n = kernel.tile_n - step; double(tile_n) >= kNarrowest * kernel.tile_n; tile_n -= step) {
+    visit_once(ceil_div(ceil_div(columns, ceil_div(columns, tile_n)), step) * step);
   }
 }
 
