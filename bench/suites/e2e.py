@@ -40,6 +40,7 @@ from minfer.measure.benchmarking import Timing, result_row
 from bench.suites.moe import chosen_of
 
 SUITES = ("decode", "prefill", "serving", "start")
+SERVED = {"prompt": (64, 1024), "new": (32, 256)}  # tokens of a request, from and to
 PEERS = ("transformers", "transformers_compiled", "vllm_ops")
 DENSE = ("llama-3.1-8b", "qwen2.5-7b")  # what vllm_ops has
 # weights, cache
@@ -240,8 +241,9 @@ def measure(
         if handle.left:
             print(f"  left: {dict(handle.left)}")
         rows = max([*batches, 64] if "serving" in suites else batches)
-        longest = min(max([args.context + args.steps + 64, *lengths]) + 64, limit)
-        room = max(rows * (max(args.context + args.steps, 1280 if "serving" in suites else 0) + 64), longest)  # not all that there is
+        each = max(args.context + args.steps + 64, sum(longest for _, longest in SERVED.values()) if "serving" in suites else 0)
+        longest = min(max([each, *lengths]) + 64, limit)
+        room = max(rows * each, longest)  # not all that there is
         engine = engine_of(handle, kv_cache=kv_cache, max_length=longest, max_rows=rows, cache_tokens=room, share_prefixes=False)
         models.fill_cache(engine)
         if "decode" in suites:
@@ -253,7 +255,7 @@ def measure(
                 if not late():
                     add_prefill(name, form, engine, length, error, theirs, results, own)
         if "serving" in suites and not late():
-            served = models.serving_times(engine, requests=args.requests, rate=args.rate, prompt=(64, 1024), new=(32, 256))
+            served = models.serving_times(engine, requests=args.requests, rate=args.rate, **SERVED)
             shape = {"model": name, "format": form, "requests": args.requests, "rate": args.rate}
             results.add({"suite": "serving", "op": "serve", "shape": shape, "peer": "none", **served.as_dict()})
     del engine, handle, model
