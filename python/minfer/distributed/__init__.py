@@ -1,5 +1,6 @@
-"""Operators over several GPUs through ``torch.distributed``."""
+"""Operators and models over several GPUs through ``torch.distributed``."""
 
 from .expert_parallel import expert_parallel_moe, local_experts
+from .tensor_parallel import TensorParallel
 
-__all__ = ["expert_parallel_moe", "local_experts"]
+__all__ = ["TensorParallel", "expert_parallel_moe", "local_experts"]

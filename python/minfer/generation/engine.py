@@ -87,6 +87,8 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_length, self.max_rows, self.step_tokens = max_length, max_rows, step_tokens
         pages = self._pages(cache_tokens, kv_format)
+        if model.parallel is not None:
+            pages = model.parallel.least(pages)  # all ranks take the same steps
         self.pool = PagePool(pages, PAGE_SIZE, share_prefixes)
         self.runner = Runner(model, rows=max_rows, pages=pages, page_size=PAGE_SIZE, kv_format=kv_format, graphs=graphs)
         self.waiting: deque[Request] = deque()

@@ -434,7 +434,9 @@ class Runner:
                 step()
         torch.cuda.current_stream(self.model.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # The watchdog of NCCL is another thread.
+        mode = "global" if self.model.parallel is None else "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             result = step()
         self._pool = self._pool or graph.pool()
         return graph, result

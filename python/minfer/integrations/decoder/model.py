@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ...distributed.tensor_parallel import TensorParallel, borders
 from ...ops.fused import embedding
 from ...ops.gemm import gemm
 from .layer import Attend, DecoderLayer
@@ -24,6 +25,8 @@ class DecoderModel:
       rotations: for each name that ``Attention.rotary`` has float32 [length, rotary_dim], cosines and then sines, as
         :func:`minfer.rope_cache` lays them out.
       max_positions: tokens of the longest sequence that the model was made for.
+      vocabulary: rows of the whole head; None: of ``head``.
+      parallel: the ranks that have a part of the layers, and ``head``'s rows each, or None.
     """
 
     def __init__(
@@ -39,14 +42,13 @@ class DecoderModel:
         position_embedding: Tensor | None = None,
         head_bias: Tensor | None = None,
         logit_softcap: float = 0.0,
+        vocabulary: int | None = None,
+        parallel: TensorParallel | None = None,
     ):
         self.embedding, self.embedding_scale, self.position_embedding = embedding, embedding_scale, position_embedding
         self.layers, self.norm, self.head, self.head_bias = list(layers), norm, head, head_bias
         self.rotations, self.max_positions, self.logit_softcap = dict(rotations), max_positions, logit_softcap
-
-    @property
-    def vocabulary(self) -> int:
-        return self.head.shape[0]
+        self.vocabulary, self.parallel = head.shape[0] if vocabulary is None else vocabulary, parallel
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,6 +73,9 @@ class DecoderModel:
         """[rows, hidden] of :meth:`hidden`, which may be written -> float32 [rows, vocabulary]."""
         normed = self.norm(x) if pending is None else self.norm(pending, residual=x)
         logits = gemm(normed, self.head.t(), bias=self.head_bias, out_dtype=torch.float32, constant_weights=True)
+        if self.parallel is not None:
+            parts = borders(self.vocabulary, self.parallel.ranks)
+            logits = self.parallel.gather_columns(logits, [end - begin for begin, end in zip(parts, parts[1:], strict=False)])
         if self.logit_softcap:
             logits = logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
         return logits

@@ -77,13 +77,13 @@ def gate_up(gate: Weight, up: Weight) -> Weight | None:
             return None
     if not _alike((gate, up)):
         return None
-    codes = pack_gate_up(_codes(gate), _codes(up))
+    codes = pack_gate_up(codes_of(gate), codes_of(up))
     scales = pack_gate_up(gate.scales.t(), up.scales.t()).t().contiguous()
     zeros = None if gate.zeros is None and up.zeros is None else pack_gate_up(_zeros(gate).t(), _zeros(up).t()).t().contiguous()
     bias = _biases((gate, up))
     return replace(
         gate,
-        qweight=_packed(gate, codes),
+        qweight=packed_like(gate, codes),
         scales=scales,
         zeros=zeros,
         bias=None if bias is None else pack_gate_up(*bias.chunk(2)),
@@ -106,11 +106,11 @@ def split_rows(weight: Weight, parts: int) -> list[Weight] | None:
         scales = [weight.scale] * parts if weight.mode == "tensor" else weight.scale.chunk(parts)
         return [replace(weight, weight=x, scale=y, bias=z) for x, y, z in zip(codes, scales, biases, strict=True)]
     found = []
-    for index, codes in enumerate(_codes(weight).chunk(parts)):
+    for index, codes in enumerate(codes_of(weight).chunk(parts)):
         own = slice(index * rows, (index + 1) * rows)
         zeros = None if weight.zeros is None else weight.zeros[:, own].contiguous()
         scales = weight.scales[:, own].contiguous()
-        found.append(replace(weight, qweight=_packed(weight, codes), scales=scales, zeros=zeros, bias=biases[index], n=rows))
+        found.append(replace(weight, qweight=packed_like(weight, codes), scales=scales, zeros=zeros, bias=biases[index], n=rows))
     return found
 
 
@@ -128,7 +128,7 @@ def _biases(weights: Sequence[Weight]) -> Tensor | None:
 # ---- 4 and 8-bit weights, 16-bit activations -----------------------------------------------------------------------------------------
 
 
-def _format(weight: PackedWeight) -> str:
+def format_of(weight: PackedWeight) -> str:
     return weight.w4_format if isinstance(weight, W4Weight) else weight.w8_format
 
 
@@ -137,19 +137,19 @@ def _bits(weight: PackedWeight) -> int:
 
 
 def _order(weight: PackedWeight) -> str:
-    return FORMATS[_format(weight)].order
+    return FORMATS[format_of(weight)].order
 
 
-def _codes(weight: PackedWeight) -> Tensor:
+def codes_of(weight: PackedWeight) -> Tensor:
     return weight_layout.unpack(weight.qweight, weight.n, weight.k, _order(weight))
 
 
-def _packed(like: PackedWeight, codes: Tensor) -> Tensor:
+def packed_like(like: PackedWeight, codes: Tensor) -> Tensor:
     return weight_layout.pack(codes, _bits(like), _order(like))
 
 
 def _zeros(weight: PackedWeight) -> Tensor:
-    usual = FORMATS[_format(weight)].zero
+    usual = FORMATS[format_of(weight)].zero
     return torch.full_like(weight.scales, usual) if weight.zeros is None else weight.zeros
 
 
@@ -158,7 +158,7 @@ def _alike(weights: Sequence[PackedWeight]) -> bool:
     first = weights[0]
 
     def same(other: PackedWeight) -> bool:
-        if (_format(other), other.group_size, other.alpha) != (_format(first), first.group_size, first.alpha):
+        if (format_of(other), other.group_size, other.alpha) != (format_of(first), first.group_size, first.alpha):
             return False
         if other.scales.dtype != first.scales.dtype or other.scales.shape[0] != first.scales.shape[0]:
             return False
@@ -176,7 +176,7 @@ def _concatenate_packed(weights: Sequence[PackedWeight]) -> PackedWeight | None:
     if all(x.n % block == 0 for x in weights[:-1]):
         qweight = torch.cat([x.qweight for x in weights])
     else:
-        qweight = _packed(first, torch.cat([_codes(x) for x in weights]))
+        qweight = packed_like(first, torch.cat([codes_of(x) for x in weights]))
     zeros = None if all(x.zeros is None for x in weights) else torch.cat([_zeros(x) for x in weights], 1)
     scales = torch.cat([x.scales for x in weights], 1)
     return replace(first, qweight=qweight, scales=scales, zeros=zeros, bias=_biases(weights), n=sum(x.n for x in weights))

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ...distributed.tensor_parallel import TensorParallel
 from ..decoder import Attention, DecoderLayer, Experts, Mlp, Norm, Projection, concatenate, projection_of
 from ..decoder.mlp import DenseExperts, Router
 from ..decoder.scheme import WeightScheme
+from ..decoder.shard import Heads, Range, ReducedProjection, SharedExperts, columns_of, experts_of, heads_of, moved, rows_of
 from ..decoder.weights import Dense, Weight, split_rows
 from .modules import Unsupported, activation_of, layer_norm_of, rms_norm_of, weight_of
 from .quantized_experts import QuantizedExperts
@@ -27,11 +29,47 @@ class Facts:
       config: of the model.
       dtype: of activations.
       scheme: what 16-bit weights become, or None.
+      parallel: the ranks that have a part of each layer, or None. Parts are taken before they are fused and quantised.
     """
 
     config: Any
     dtype: torch.dtype
     scheme: WeightScheme | None
+    parallel: TensorParallel | None = None
+
+    def heads(self, qkv: list[Weight] | Weight, output: Weight, heads: int, heads_kv: int, head_dim: int) -> _Part:
+        """What this rank has of attention. qkv: three weights, or one with the rows of q, k and v."""
+        if self.parallel is None:
+            return _Part(qkv, output, Heads((0, heads), (0, heads_kv)))
+        own = heads_of(self.parallel, heads, heads_kv)
+        if own is None:
+            raise Unsupported(f"its {heads} heads and {heads_kv} of keys cannot be divided among {self.parallel.ranks} ranks")
+        wholes = qkv if isinstance(qkv, list) else [qkv] * 3
+        begins = [0, 0, 0] if isinstance(qkv, list) else [0, heads, heads + heads_kv]
+        ranges = [_scaled(part, head_dim, begin) for part, begin in zip((own.q, own.kv, own.kv), begins, strict=True)]
+        parts = [self._rows(whole, part) for whole, part in zip(wholes, ranges, strict=True)]
+        return _Part(parts, self._columns(output, _scaled(own.q, head_dim)), own)
+
+    def inner(self, first: list[Weight], down: Weight) -> tuple[list[Weight], Weight]:
+        """What this rank has of an MLP: rows of the first weights, which are the columns of ``down``."""
+        if self.parallel is None:
+            return first, down
+        units = [unit for unit in _UNITS if down.k % unit == 0 and down.k // unit >= self.parallel.ranks]
+        if not units:
+            raise Unsupported(f"its MLP of {down.k} columns cannot be divided among {self.parallel.ranks} ranks")
+        part = self.parallel.part(down.k, units[0])
+        return [self._rows(whole, part) for whole in first], self._columns(down, part)
+
+    def _rows(self, weight: Weight, part: Range) -> Weight:
+        return moved(rows_of(weight, part, self.dtype), self.parallel.device)
+
+    def _columns(self, weight: Weight, part: Range) -> Weight:
+        return moved(columns_of(weight, part, self.dtype, with_bias=self.parallel.rank == 0), self.parallel.device)
+
+    def output(self, weight: Weight) -> Projection:
+        """The projection behind a block, whose sum is that of all ranks."""
+        own = self.projection(weight)
+        return own if self.parallel is None else ReducedProjection(own, self.parallel)
 
     def projection(self, weights: Weight | list[Weight], *, gated: bool = False, activation: str = "none") -> Projection:
         """:func:`minfer.integrations.decoder.projection_of`, of weights that become what the scheme says."""
@@ -51,12 +89,35 @@ class Facts:
 
     def experts(self, router: Router, experts: DenseExperts | tuple[Any, Any], activation: str) -> Experts:
         """A mixture of experts, quantised where the scheme can be."""
-        if self.scheme is None or not isinstance(experts, DenseExperts):
+        first = 0
+        if self.parallel is not None:
+            count = router.weight.shape[0]
+            if count < self.parallel.ranks:
+                raise Unsupported(f"its {count} experts cannot be divided among {self.parallel.ranks} ranks")
+            part = self.parallel.part(count)
+            experts, first = experts_of(experts, part, self.parallel.device), part[0]
+        if self.scheme is not None and isinstance(experts, DenseExperts):
+            refused = self.scheme.refuses_experts(experts.w13.device)
+            if refused is not None:
+                raise Unsupported(f"{self.scheme.kind} does not take its experts: {refused}")
+            experts = self.scheme.quantize_experts(experts)
+        if self.parallel is None:
             return Experts(router, experts, activation)
-        refused = self.scheme.refuses_experts(experts.w13.device)
-        if refused is not None:
-            raise Unsupported(f"{self.scheme.kind} does not take its experts: {refused}")
-        return Experts(router, self.scheme.quantize_experts(experts), activation)
+        return SharedExperts(router, experts, activation, first, self.parallel)
+
+
+class _Part(NamedTuple):
+    qkv: list[Weight] | Weight
+    output: Weight
+    heads: Heads
+
+
+_UNITS = (128, 64, 8, 1)  # columns of an MLP that stay together: scales of groups and blocks begin with a part where they can
+
+
+def _scaled(part: Range, width: int, begin: int = 0) -> Range:
+    """Columns of heads, the first of which is ``begin``."""
+    return (begin + part[0]) * width, (begin + part[1]) * width
 
 
 Reader = Callable[[torch.nn.Module, Facts], DecoderLayer]
@@ -110,19 +171,20 @@ def _attention(
     norms = {}
     if hasattr(module, "q_norm"):
         norms = {name: rms_norm_of(getattr(module, name), dtype, weight_offset) for name in ("q_norm", "k_norm")}
+    part = facts.heads(qkv, weight_of(module.o_proj), heads, heads_kv, head_dim)
     seen, sinks = window(module, config), getattr(module, "sinks", None)
     cap = getattr(module, "attn_logit_softcapping", None) if softcap else None
     rotated = int(head_dim * _partial_rotary_factor(config, getattr(module, "layer_type", None)))
     return Attention(
-        facts.projection(qkv),
-        facts.projection(weight_of(module.o_proj)),
-        heads=heads,
-        heads_kv=heads_kv,
+        facts.projection(part.qkv),
+        facts.output(part.output),
+        heads=part.heads.q[1] - part.heads.q[0],
+        heads_kv=part.heads.kv[1] - part.heads.kv[0],
         head_dim=head_dim,
         scale=float(module.scaling),
         window=-1 if seen is None else int(seen) - 1,
         softcap=0.0 if cap is None else float(cap),
-        sinks=None if sinks is None else sinks.detach().to(dtype),
+        sinks=None if sinks is None else sinks.detach().to(dtype)[slice(*part.heads.q)],
         rotary_dim=None if rotated == head_dim else rotated,
         rotary=getattr(module, "layer_type", None) or "full_attention",
         causal=bool(module.is_causal),
@@ -144,7 +206,8 @@ def _mlp(module: torch.nn.Module, facts: Facts, activation: str) -> Mlp:
             raise Unsupported("its gate_up_proj has blocks of scales that have gate and up rows in them")
     else:
         parts = [weight_of(module.gate_proj), weight_of(module.up_proj)]
-    return Mlp(facts.projection(parts, gated=True, activation=activation), facts.projection(weight_of(module.down_proj)))
+    parts, down = facts.inner(parts, weight_of(module.down_proj))
+    return Mlp(facts.projection(parts, gated=True, activation=activation), facts.output(down))
 
 
 def _experts_of(module: torch.nn.Module) -> DenseExperts | tuple[Any, Any]:
@@ -220,17 +283,19 @@ def _gpt2(layer: torch.nn.Module, facts: Facts) -> DecoderLayer:
     module = layer.attn
     if hasattr(layer, "crossattention"):
         raise Unsupported("it attends to an encoder")
+    part = facts.heads(weight_of(module.c_attn), weight_of(module.c_proj), module.num_heads, module.num_heads, module.head_dim)
+    heads = part.heads.q[1] - part.heads.q[0]
     attention = Attention(
-        facts.projection(weight_of(module.c_attn)),
-        facts.projection(weight_of(module.c_proj)),
-        heads=module.num_heads,
-        heads_kv=module.num_heads,
+        facts.projection(part.qkv),
+        facts.output(part.output),
+        heads=heads,
+        heads_kv=heads,
         head_dim=module.head_dim,
         scale=float(module.scaling),
         rotary=None,
     )
-    first = facts.projection(weight_of(layer.mlp.c_fc), activation=activation_of(facts.config.activation_function))
-    mlp = Mlp(first, facts.projection(weight_of(layer.mlp.c_proj)))
+    (first,), down = facts.inner([weight_of(layer.mlp.c_fc)], weight_of(layer.mlp.c_proj))
+    mlp = Mlp(facts.projection(first, activation=activation_of(facts.config.activation_function)), facts.output(down))
     return DecoderLayer(attention, mlp, layer_norm_of(layer.ln_1, facts.dtype), layer_norm_of(layer.ln_2, facts.dtype))
 
 

@@ -32,20 +32,24 @@ def decoder_model(handle: OptimizedModel, max_length: int | None = None) -> Deco
     head, tokens = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None:
         raise ValueError(f"generate: {type(model).__name__} has no head")
-    length = max_length or config.max_position_embeddings
+    length, parallel = max_length or config.max_position_embeddings, handle.parallel
+    rows = slice(None) if parallel is None else slice(*parallel.part(head.weight.shape[0]))
+    head_bias = None if head.bias is None else norm_weight(head.bias, model.dtype)[rows]
     scale = getattr(tokens, "embed_scale", None)
     positions = getattr(handle.base, "wpe", None)
     return DecoderModel(
         tokens.weight.detach(),
         handle.layers,
         handle.norm,
-        head.weight.detach(),
+        head.weight.detach()[rows],
         _rotations(handle.base, length),
         config.max_position_embeddings,
         embedding_scale=None if scale is None else float(scale.to(tokens.weight.dtype)),
         position_embedding=None if positions is None else positions.weight.detach(),
-        head_bias=None if head.bias is None else norm_weight(head.bias, model.dtype),
+        head_bias=head_bias,
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        vocabulary=head.weight.shape[0],
+        parallel=parallel,
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...checks.common import DTYPES
+from ...distributed.tensor_parallel import TensorParallel
 from ...formats.kv_cache import KV_FORMATS
 from ...ops.gemm import gemm
 from ..decoder import DecoderLayer, Norm
@@ -46,10 +47,11 @@ class OptimizedModel:
       layers: its decoder layers as :class:`minfer.integrations.decoder.DecoderLayer`, in order; None where one was not taken over.
       norm: that behind them, or None; base: the module that has them, or None where no layer was found.
       kv_format: of the caches that it makes.
+      parallel: the ranks that the layers are divided among, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, scheme: WeightScheme | None, kv_format: str):
-        self.model, self.scheme, self.kv_format = model, scheme, kv_format
+    def __init__(self, model: PreTrainedModel, scheme: WeightScheme | None, kv_format: str, parallel: TensorParallel | None = None):
+        self.model, self.scheme, self.kv_format, self.parallel = model, scheme, kv_format, parallel
         self.layers: list[DecoderLayer | None] = []
         self.norm: Norm | None = None
         self.base: torch.nn.Module | None = None
@@ -95,6 +97,7 @@ def optimize(
     kv_cache: str | None = None,
     fuse: bool = True,
     restorable: bool = True,
+    parallel: TensorParallel | None = None,
 ) -> OptimizedModel:
     """Makes minfer's operators run a Hugging Face model.
 
@@ -111,6 +114,9 @@ def optimize(
         replaced part by part, as those of an unknown architecture are.
       restorable: whether quantised weights' originals are kept, in the CPU's memory. False: they are gone, and ``restore`` raises; also
         after an error in here.
+      parallel: the ranks among which layers are divided, each of which calls this with the same model: heads of attention, columns of MLPs
+        and experts. The model may be on the CPU: parts go to ``parallel.device`` layer by layer, the rest at the end. Every later call,
+        forwards and ``generate``, is one of all ranks with the same arguments. Needs ``fuse``.
 
     Returns:
       A handle, which is a context manager, too.
@@ -133,7 +139,9 @@ def optimize(
         raise ValueError(f"optimize: model must be float16 or bfloat16, got {model.dtype}: call model.to(torch.bfloat16) first")
     if getattr(model, "_minfer", None) is not None:
         raise ValueError("optimize: model is optimised already: restore it first")
-    handle = OptimizedModel(model, scheme, KV_CACHES[kv_cache])
+    if parallel is not None and not fuse:
+        raise ValueError("optimize: parallel needs fuse: parts of layers are those of whole layers")
+    handle = OptimizedModel(model, scheme, KV_CACHES[kv_cache], parallel)
     handle.replacements.restorable = restorable or scheme is None
     try:
         with torch.no_grad():
@@ -161,6 +169,8 @@ def _optimize(handle: OptimizedModel, fuse: bool) -> None:
             _around_layers(handle, base, DECODER_LAYERS[type(layers[0]).__name__])
     _head(handle, taken)
     replace_parts(model, handle.scheme, replacements, taken, handle.done, handle.left)
+    if handle.parallel is not None:
+        model.to(handle.parallel.device)
     before = model.config._attn_implementation
     if before != attention.NAME:
         try:
@@ -192,16 +202,20 @@ def _take_over(handle: OptimizedModel, layer: torch.nn.Module, index: int, confi
         return None
     config = getattr(module, "config", config)
     try:
-        decoder = architecture.read(layer, Facts(config, handle.model.dtype, handle.scheme))
+        decoder = architecture.read(layer, Facts(config, handle.model.dtype, handle.scheme, handle.parallel))
     except Unsupported as error:
         handle.left[f"{name} as a whole: {error}"] += 1
         return None
-    share(handle.replacements, layer, decoder, architecture)
+    if handle.parallel is None:
+        share(handle.replacements, layer, decoder, architecture)
+    else:
+        attach(handle.replacements, layer, decoder)
     make = gpt2_forward if name == "GPT2Block" else decoder_forward
     layer_idx = getattr(module, "layer_idx", index)
     handle.replacements.set_forward(layer, make(decoder, module, index if layer_idx is None else layer_idx, handle.kv_format))
     formats = {decoder.attention.qkv.weight_format, decoder.attention.output.weight_format, *_formats(decoder)}
-    handle.done[f"{name}: {', '.join(sorted(formats))}; cache {handle.kv_format}"] += 1
+    part = "" if handle.parallel is None else f"; part {handle.parallel.rank + 1} of {handle.parallel.ranks}"
+    handle.done[f"{name}: {', '.join(sorted(formats))}; cache {handle.kv_format}{part}"] += 1
     return decoder
 
 

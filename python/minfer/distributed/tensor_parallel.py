@@ -1,0 +1,90 @@
+"""Tensor and expert parallelism of whole models: each rank has a part of every layer, and all ranks have all tokens.
+
+    parallel = minfer.distributed.TensorParallel()                                       # the default process group
+    handle = minfer.integrations.transformers.optimize(model, parallel=parallel, restorable=False)
+    completions = minfer.generate(handle, prompts)                                       # on every rank, with the same prompts
+
+Heads of attention, columns of an MLP and experts are divided. What the parts of a block add up to is summed over the ranks behind its last
+product: two all-reduces a layer, of [tokens, hidden]. Rows of the head are divided, and logits gathered. Norms, routers and embeddings are
+everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+
+
+def borders(count: int, ranks: int, unit: int = 1) -> list[int]:
+    """Where the ranks' parts of ``count`` begin, and where the last one ends: multiples of ``unit``, as even as that allows."""
+    units = -(-count // unit)
+    return [min(rank * units // ranks * unit, count) for rank in range(ranks)] + [count]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The ranks among which a model is divided.
+
+    Args:
+      group: a process group; None: the default one, which must be initialised.
+      device: where this rank's part is; None: the current GPU where the group's backend is NCCL, else the CPU.
+
+    Attributes:
+      ranks, rank: how many they are, and which one this is.
+
+    Raises:
+      RuntimeError: there is no process group, or this process is not in it.
+    """
+
+    group: dist.ProcessGroup | None = None
+    device: torch.device | None = None
+    ranks: int = field(init=False)
+    rank: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError("TensorParallel: a process group must be initialised first: torch.distributed.init_process_group")
+        rank = dist.get_rank(self.group)
+        if rank < 0:
+            raise RuntimeError("TensorParallel: group must have this process as a rank, and it has not")
+        object.__setattr__(self, "rank", rank)
+        object.__setattr__(self, "ranks", dist.get_world_size(self.group))
+        if self.device is None:
+            on_gpu = "nccl" in dist.get_backend(self.group)
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+            object.__setattr__(self, "device", device)
+        else:
+            object.__setattr__(self, "device", torch.device(self.device))
+
+    def part(self, count: int, unit: int = 1) -> tuple[int, int]:
+        """This rank's part of ``count``: from, to; see :func:`borders`."""
+        places = borders(count, self.ranks, unit)
+        return places[self.rank], places[self.rank + 1]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """x becomes the sum of all ranks' x, which has the same bits on all of them."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """[rows, widths[rank]] of each rank, side by side: [rows, sum(widths)]."""
+        most = max(widths)
+        own = x if x.shape[1] == most else torch.nn.functional.pad(x, (0, most - x.shape[1]))
+        rows = x.new_empty(self.ranks * own.shape[0], most)
+        _all_gather(rows, own.contiguous(), group=self.group)
+        parts = rows.view(self.ranks, *own.shape)
+        if all(width == most for width in widths):
+            return parts.transpose(0, 1).flatten(1)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' numbers; the host waits for it."""
+        x = torch.tensor([value], dtype=torch.int64, device=self.device)
+        dist.all_reduce(x, op=dist.ReduceOp.MIN, group=self.group)
+        return int(x)
