@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,9 +14,10 @@ pytest.importorskip("transformers")
 
 from minfer.cli import main as cli  # noqa: E402
 from minfer.cli.models import load  # noqa: E402
-from minfer.generation import engine_of  # noqa: E402
+from minfer.generation import Engine, SamplingParams, engine_of  # noqa: E402
 from minfer.integrations.decoder.scheme import WeightScheme  # noqa: E402
 from minfer.integrations.transformers import optimize  # noqa: E402
+from minfer.integrations.transformers.model import decoder_model  # noqa: E402
 from minfer.measure import models  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
@@ -72,6 +75,21 @@ def test_bytes_of_a_step():
         assert many - one == pytest.approx(experts / 2, rel=0.02)  # 4 of 8, and all
 
 
+def test_repeated_layers():
+    """More layers, each with weights in its own place, are an engine's like others."""
+    model = models.random_model("llama-3.1-8b", device="cpu", **_SMALL, hidden_size=128, intermediate_size=256, num_attention_heads=8)
+    with torch.no_grad(), optimize(model, weights="int8", restorable=False) as handle:
+        one = decoder_model(handle, 64)
+        three = models.repeated(one, 3)
+        assert len(one.layers) == 1 and len(three.layers) == 3
+        places = {x.data_ptr() for layer in three.layers for x in layer.buffers()}
+        assert len(places) == 3 * len(list(one.layers[0].buffers()))
+        engine = Engine(three, max_length=64, max_rows=2)
+        request = engine.submit([1, 2, 3], SamplingParams(max_new_tokens=4, ignore_eos=True))
+        engine.run()
+    assert len(request.completion.tokens) == 4
+
+
 def test_unknown_shapes():
     with pytest.raises(ValueError, match="name must be one of llama-3.1-8b, .*, got 'llama-9'"):
         models.random_model("llama-9", device="cpu")
@@ -117,6 +135,15 @@ def test_generate(checkpoint):
         assert code == 0 and len(completions_of(text)[0]["tokens"]) == 6, text
     code, text = invoke(*common[:-1], "--prompt", "Hello")
     assert code == 0 and "\ufffd" in text or len(text.strip()) > 0
+
+
+@pytest.mark.parametrize("options", [(), ("--quantize", "int8"), ("--temperature", "1")])
+def test_generate_among_two_processes(checkpoint, options):
+    command = [sys.executable, "-m", "minfer", "generate", "--model", checkpoint, "--device", "cpu", "--max-new-tokens", "6", "--json"]
+    run = subprocess.run([*command, "--tensor-parallel", "2", *options], input="Hello\nb\n", capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    found = completions_of(run.stdout)
+    assert [c["prompt_tokens"] for c in found] == [5, 1] and all(len(c["tokens"]) == 6 for c in found)
 
 
 def test_pipeline(checkpoint):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,6 +60,7 @@ SeedOption = Annotated[int | None, typer.Option("--seed", help="Of the draws. De
 StopOption = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends a completion; several times for several.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Type of activations, and of weights that are not quantised.")]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="Default: the GPU, or the CPU where there is none.")]
+RanksOption = Annotated[int, typer.Option("--tensor-parallel", min=1, help="GPUs that each layer is divided among; a process for each.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print completions as JSON: tokens, text, why they ended, times.")]
 LengthOption = Annotated[int | None, typer.Option("--max-length", help="Tokens of the longest sequence. Default: what the prompts take.")]
 ShapeOption = Annotated[str, typer.Option("--random", help=f"A published shape with random weights: {', '.join(models.MODELS)}.")]
@@ -99,6 +103,7 @@ def run_generate(
     max_length: LengthOption = None,
     dtype: DtypeOption = Dtype.bf16,
     device: DeviceOption = None,
+    tensor_parallel: RanksOption = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Continue prompts with a checkpoint, quantised ones of other tools included."""
@@ -108,12 +113,20 @@ def run_generate(
     prompts = list(prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()])
     if not prompts:
         raise _stop("no prompt: pass --prompt, or lines on stdin")
+    if tensor_parallel > 1 and not _is_rank():
+        if temperature > 0 and seed is None:  # ranks draw the same tokens
+            sys.argv += ["--seed", str(int.from_bytes(os.urandom(4), "little"))]
+        raise typer.Exit(_start_ranks(tensor_parallel, [] if prompt else [x for text in prompts for x in ("--prompt", text)], device))
     start = time.perf_counter()
     try:
         params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed, stop=tuple(stop or ()))
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokens = [_tokens(tokenizer, text, chat, system) for text in prompts]
-        loaded = load(model, quantize.value if quantize else None, group_size, parts.value, dtype.torch, _device_of(device))
+        scheme = (quantize.value if quantize else None, group_size, parts.value)
+        if tensor_parallel > 1:
+            loaded, speaks = load_part(model, *scheme, dtype.torch, device)
+        else:
+            loaded, speaks = load(model, *scheme, dtype.torch, _device_of(device)), True
         loading = time.perf_counter() - start
         single = len(prompts) == 1 and not as_json
         completions = generate(
@@ -122,12 +135,16 @@ def run_generate(
             params,
             tokenizer=tokenizer,
             kv_cache=kv_cache.value if kv_cache else None,
-            stream=_print_piece if single else None,
-            progress=not single,
+            stream=_print_piece if single and speaks else None,
+            progress=not single and speaks,
             max_length=max_length,
         )
     except (ValueError, OSError) as error:
         raise _stop(str(error)) from error
+    if tensor_parallel > 1:
+        torch.distributed.destroy_process_group()
+    if not speaks:
+        return
     if as_json:
         for completion in completions:
             print(json.dumps(_facts(completion, loading)))
@@ -174,6 +191,38 @@ def load(path: str, kind: str | None, group_size: int | None, parts: str, dtype:
     with torch.device(device):
         config = MinferConfig(kind, group_size=group_size, parts=parts)
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=config).to(device).eval()
+
+
+def _is_rank() -> bool:
+    """Whether torchrun started this process."""
+    return "WORLD_SIZE" in os.environ
+
+
+def _start_ranks(ranks: int, more: Sequence[str], device: str | None) -> int:
+    """This command once for each rank; ``more`` arguments are added. Returns the exit status."""
+    if _device_of(device).startswith("cuda") and torch.cuda.device_count() < ranks:
+        raise _stop(f"--tensor-parallel must be at most the {torch.cuda.device_count()} GPUs that there are, got {ranks}")
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "minfer"]
+    return subprocess.run([*run, *sys.argv[1:], *more], env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+
+
+def load_part(path: str, kind: str | None, group_size: int | None, parts: str, dtype: torch.dtype, device: str | None) -> tuple[Any, bool]:
+    """This rank's part of a model, read from the CPU's memory layer by layer; and whether this is the rank that prints."""
+    import torch.distributed as dist
+
+    from ..distributed import TensorParallel
+    from ..integrations.decoder.scheme import WeightScheme
+    from ..integrations.transformers import load_quantized, optimize
+
+    gpu = _device_of(device).startswith("cuda")
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    own = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    dist.init_process_group("nccl" if gpu else "gloo", device_id=own if gpu else None)
+    model = load_quantized(path, dtype=dtype, device="cpu")
+    scheme = None if kind is None else WeightScheme(kind, group_size, parts)
+    handle = optimize(model, weights=scheme, restorable=False, parallel=TensorParallel(device=own))
+    return handle, dist.get_rank() == 0
 
 
 def run_bench_model(

@@ -6,6 +6,7 @@ was launched, and the host runs one step ahead.
 
 from __future__ import annotations
 
+import copy
 import random
 import statistics
 import time
@@ -138,6 +139,15 @@ def random_model(name: str, *, device: str = "cuda", dtype: torch.dtype = torch.
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.to(device).eval()
+
+
+def repeated(model: DecoderModel, layers: int) -> DecoderModel:
+    """The model with its layers again and again, up to so many, each a copy in memory of its own: as fast as a larger one, which there may
+    be no room to make in 16 bits."""
+    result, own = copy.copy(model), list(model.layers)
+    shared = {id(model.parallel): model.parallel}  # no copy of a process group
+    result.layers = own + [copy.deepcopy(own[i % len(own)], dict(shared)) for i in range(len(own), layers)]
+    return result
 
 
 # ---- floors ------------------------------------------------------------------------------------------------------------------------------
