@@ -1,0 +1,31 @@
+"""Models that are divided among GPUs, over NCCL: as over gloo, and in CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from ..integrations.tiny_models import CONFIGS  # noqa: E402
+from .cases import architectures, quantised, run_ranks, sampled  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="requires two GPUs")]
+
+
+def test_every_architecture(tmp_path):
+    first, second = run_ranks(2, "cuda", tmp_path, architectures, list(CONFIGS), {})
+    assert first == second and set(first) == set(CONFIGS)
+
+
+def test_quantised_weights(tmp_path):
+    sizes = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, head_dim=64, mlp_only_layers=[])
+    schemes = {"w4a16": ("w4a16", 128), "fp8": ("fp8", None), "int8": ("int8", None)}
+    found = run_ranks(2, "cuda", tmp_path, quantised, ["llama", "qwen3_moe"], schemes, sizes)
+    assert found[0] == found[1]
+    assert all(all_ranks <= 1.25 * one + 0.01 for one, all_ranks, _ in found[0].values()), found[0]
+
+
+def test_draws(tmp_path):
+    first, second = run_ranks(2, "cuda", tmp_path, sampled)
+    assert first == second and all(len(tokens) == 20 for tokens in first)
