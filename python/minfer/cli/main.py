@@ -1,4 +1,4 @@
-"""Command line: ``python -m minfer info | plan | tune | demo | generate | bench-model``."""
+"""Command line: ``python -m minfer info | plan | tune | demo | generate | bench-model | report``."""
 
 from __future__ import annotations
 
@@ -407,6 +407,26 @@ def run_demo(out: Annotated[Path, typer.Option("--out", help="File that the pict
         console.print(line, markup=False)
     if not all(o.verified for o in outcomes):
         raise _stop("a result is wrong: " + ", ".join(o.label for o in outcomes if not o.verified))
+
+
+# ---- report ---------------------------------------------------------------------------------------------------------------------
+
+FoldersArgument = Annotated[list[Path] | None, typer.Argument(help="Folders of results files. Default: bench/results.")]
+
+
+@app.command("report")
+def run_report(
+    folders: FoldersArgument = None,
+    out: Annotated[Path, typer.Option("--out", help="The page, one file that opens without a network.")] = Path("report.html"),
+) -> None:
+    """Write one page of everything that was measured: pictures, filters, and every row with its file and commit."""
+    from ..measure.report import write_page
+
+    try:
+        report = write_page(folders or [Path("bench/results")], out)
+    except (ValueError, ImportError) as error:
+        raise _stop(str(error)) from None
+    console.print(f"{out}: {len(report.rows)} rows of {len(report.files)} files, {out.stat().st_size / 1e6:.1f} MB", markup=False)
 
 
 app.command("generate")(model_commands.run_generate)
