@@ -381,8 +381,8 @@ constexpr Operator kOperators[] = {
      ", int? num_splits=None, str? kernel=None) -> (Tensor, Tensor)",
      boxed<&attention_paged>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 /// The problem's keys and values lie in a cache: pages of page_size tokens, or with 0 a sequence each.
 void plan_over_cache(char const* op, std::string const& kv_format, int64_t page_size, AttentionProblem* problem) {
@@ -484,8 +484,8 @@ constexpr Operator kPlanning[] = {
      "str? kv_format=None, int page_size=0) -> str",
      boxed<&plan_attention_json>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kPlanning); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kPlanning); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kPlanning); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CompositeExplicitAutograd, m) { implement(m, kPlanning); }
 
 }  // namespace
 

@@ -617,8 +617,8 @@ constexpr Operator kOperators[] = {
     {"hadamard(Tensor x, int block, *, bool transpose=False) -> Tensor", boxed<&hadamard>, boxed<&hadamard_out>},
     {"embedding(Tensor ids, Tensor weight, *, float? scale=None) -> Tensor", boxed<&embedding>, boxed<&embedding_out>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 OptionalText const kAnyKernel;
 

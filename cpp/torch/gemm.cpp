@@ -64,8 +64,8 @@ constexpr Operator kOperators[] = {
      "bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&gemm_gated>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 }  // namespace
 

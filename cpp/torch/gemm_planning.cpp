@@ -426,8 +426,8 @@ constexpr Operator kOperators[] = {
      "bool only_runnable, int device, int limit) -> str",
      boxed<&enumerate_w4a16_json>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CompositeExplicitAutograd, m) { implement(m, kOperators); }
 
 }  // namespace
 

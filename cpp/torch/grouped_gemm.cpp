@@ -172,8 +172,8 @@ constexpr Operator kOperators[] = {
      "str gate_layout='halves') -> Tensor",
      boxed<&moe_ffn>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 GroupedProblem problem_of(char const* op, std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool gathered,
                           std::optional<std::string> const& w4_format, int64_t group_size, bool has_zeros) {
@@ -287,8 +287,8 @@ constexpr Operator kPlanning[] = {
      "int group_size=128, bool has_zeros=False) -> str",
      boxed<&plan_grouped_json>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kPlanning); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kPlanning); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kPlanning); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CompositeExplicitAutograd, m) { implement(m, kPlanning); }
 
 }  // namespace
 

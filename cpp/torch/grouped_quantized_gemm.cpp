@@ -185,8 +185,8 @@ constexpr Operator kOperators[] = {
      "str activation='silu', Tensor? b13=None, Tensor? b2=None) -> Tensor",
      boxed<&moe_ffn_w4a16>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 }  // namespace
 

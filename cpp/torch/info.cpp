@@ -101,8 +101,8 @@ constexpr Operator kOperators[] = {
     {"_is_done(int event) -> bool", boxed<&is_done>},
     {"_allocate(Tensor like, int[] shape, str what) -> Tensor", boxed<&allocate_for_tests>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CompositeExplicitAutograd, m) { implement(m, kOperators); }
 
 }  // namespace
 

@@ -187,8 +187,8 @@ constexpr Operator kOperators[] = {
      "Tensor(f!)? v_residual=None, Tensor? cu_seqlens=None, str kv_format='auto') -> Tensor",
      boxed<&qk_norm_rope_append>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 }  // namespace
 

@@ -76,8 +76,8 @@ constexpr Operator kOperators[] = {
     // out = sum of outs[i] exp(lses[i] - lse), lse = log(sum of exp(lses[i]))
     {"merge_attention_states(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)", boxed<&merge_attention_states>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 }  // namespace
 

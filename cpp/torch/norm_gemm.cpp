@@ -203,8 +203,8 @@ constexpr Operator kOperators[] = {
      "float weight_offset=0.0, Tensor? bias=None, str activation='silu', bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&rms_norm_gemm_gated>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 /// What a call would do, for `minfer.plan`; contiguous operands. ctas 0: two launches.
 std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type, bool gated, bool residual, bool constant_weights,
@@ -242,8 +242,8 @@ constexpr Operator kPlans[] = {
      "int device) -> str",
      boxed<&plan_json>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kPlans); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kPlans); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kPlans); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CompositeExplicitAutograd, m) { implement(m, kPlans); }
 
 }  // namespace
 

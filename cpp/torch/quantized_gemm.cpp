@@ -227,8 +227,8 @@ constexpr Operator kOperators[] = {
      "str activation='silu', str w8_format='int8', bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&rms_norm_gemm<8, true>>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 }  // namespace
 

@@ -173,8 +173,8 @@ constexpr Operator kOperators[] = {
      "Tensor? allowed=None, int top_logprobs=0) -> (Tensor ids, Tensor logprobs, Tensor top_ids, Tensor top_logprobs)",
      boxed<&sample>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 }  // namespace
 

@@ -231,8 +231,8 @@ constexpr Operator kOperators[] = {
     {"_load_model(str csv, int device=-1) -> ()", boxed<&load_model>},
     {"_load_tuned(str csv, int device=-1) -> int", boxed<&load_tuned>},
 };
-STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-STABLE_TORCH_LIBRARY_IMPL(minfer, CompositeExplicitAutograd, m) { implement(m, kOperators); }
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CompositeExplicitAutograd, m) { implement(m, kOperators); }
 
 }  // namespace
 

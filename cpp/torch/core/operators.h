@@ -3,12 +3,12 @@
 //   constexpr Operator kOperators[] = {
 //       {"moe_combine(Tensor y, Tensor inverse, Tensor? weights=None) -> Tensor", boxed<&moe_combine>},
 //   };
-//   STABLE_TORCH_LIBRARY_FRAGMENT(minfer, m) { define(m, kOperators); }
-//   STABLE_TORCH_LIBRARY_IMPL(minfer, CUDA, m) { implement(m, kOperators); }
+//   STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+//   STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 //
 // Options that several operators share can be one parameter of each: ArgumentGroup (schema.h).
 //
-// The implementations for CPU tensors (ATen compositions) and for fake tensors are Python's.
+// The implementations for CPU tensors (ATen compositions) and for fake tensors are Python's, in python/minfer/_core/namespace.py's namespace.
 #pragma once
 
 #include <span>
@@ -16,6 +16,11 @@
 
 #include "core/boxing.h"
 #include "core/schema.h"
+
+/// Of torch.ops; a build for the kernels hub has one of its own, so that it may be loaded beside others.
+#ifndef MINFER_NAMESPACE
+#define MINFER_NAMESPACE minfer
+#endif
 
 namespace minfer::torch_binding {
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..checks.common import Result, check_no_overlap, is_same_view
 from . import autograd, tracing
+from .namespace import NAMESPACE, ops
 from .torch_private import Overload, is_written, overloads_of, schema_of
 
 Parameters = ParamSpec("Parameters")
@@ -35,7 +36,7 @@ Call = Callable[..., Any]
 # Arguments that say how a result is computed, not which: they are checked, and no reference takes them.
 HOW = frozenset({"constant_weights", "fast_accum", "kernel", "num_splits"})
 
-_library = torch.library.Library("minfer", "IMPL")
+_library = torch.library.Library(NAMESPACE, "IMPL")
 
 
 class OutForm(NamedTuple):
@@ -80,7 +81,7 @@ def operator(
     """
 
     def declare(signature: Callable[Parameters, Returned]) -> Callable[Parameters, Returned]:
-        packet = getattr(torch.ops.minfer, signature.__name__)
+        packet = getattr(ops, signature.__name__)
         default, into = overloads_of(packet)
         call = default if into is None else _with_out(default, into)
         wrapper = _wrapper_of(signature, call if before is None else before(call))

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .namespace import ops
+
 H200 = -1  # stands for a device: the H200 as measured, on any machine
 
 
@@ -20,7 +22,7 @@ def build_info() -> dict[str, Any]:
       ``version``, ``cuda`` (bool), ``archs`` ("90a;80"), ``cutlass``, ``stable_abi_target``, ``kernels_total`` (all configurations),
       ``kernels_compiled`` (those this build has code for).
     """
-    return json.loads(torch.ops.minfer._build_info())
+    return json.loads(ops._build_info())
 
 
 @functools.cache
@@ -34,9 +36,9 @@ def kernels(family: str = "gemm") -> tuple[dict[str, Any], ...]:
     Raises:
       ValueError: there is no such family.
     """
-    found = tuple(json.loads(torch.ops.minfer._kernels(family))) if isinstance(family, str) else ()
+    found = tuple(json.loads(ops._kernels(family))) if isinstance(family, str) else ()
     if not found:
-        known = sorted({kernel["family"] for kernel in json.loads(torch.ops.minfer._kernels(""))})
+        known = sorted({kernel["family"] for kernel in json.loads(ops._kernels(""))})
         raise ValueError(f"minfer.kernels: family must be one of {', '.join(known)}, or '' for all, got {family!r}")
     return found
 
@@ -77,4 +79,4 @@ def device_index(device: torch.device | int | str | None) -> int:
 
 def device_properties(device: torch.device | int | str | None = None) -> dict[str, Any]:
     """What planning knows of a device: name, compute capability, SMs, shared memory, L2, read bandwidth (bytes/us), flop/us."""
-    return json.loads(torch.ops.minfer._device_properties(device_index(device)))
+    return json.loads(ops._device_properties(device_index(device)))

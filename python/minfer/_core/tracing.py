@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from .namespace import NAMESPACE, ops
 from .torch_private import Overload, functionalized_by, is_written, keep_strides, mode_of, schema_of
 
-_ops = torch.ops.minfer
-_library = torch.library.Library("minfer", "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def override_schema(schema: str) -> str:
@@ -34,7 +34,7 @@ def override_schema(schema: str) -> str:
     positional = ", ".join(argument.partition("=")[0] for argument in positional.split(", "))
     others = ", ".join(keyword for keyword in keywords.split(", ") if keyword != "str? kernel=None")
     keywords = f"{star}{others}" if others else ""
-    return f"_{name.removeprefix('minfer::')}_override({positional}, str override{keywords}{arrow}{returns}"
+    return f"_{name.removeprefix(f'{NAMESPACE}::')}_override({positional}, str override{keywords}{arrow}{returns}"
 
 
 def _functional(context: Any, operator: Overload, override: Overload | None, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -69,8 +69,8 @@ def register(operator: Overload) -> Overload | None:
     name = text.partition("(")[0]
     _library.define(text, tags=(torch.Tag.needs_fixed_stride_order,))
     _library.impl(name, call, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"minfer::{name}", call, lib=_library)
-    override = getattr(_ops, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", call, lib=_library)
+    override = getattr(ops, name).default
 
     writes = any(map(is_written, schema.arguments))
 

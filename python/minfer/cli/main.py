@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .._core.namespace import ops
 from .._core.registry import build_info, device_properties, kernels
 from ..formats import weight_formats
 from ..measure import shapes
@@ -252,7 +253,7 @@ def _calibrate(
     index = torch.cuda.current_device() if here else -1
     if here:
         torch.cuda.init()  # loads what was calibrated before
-        torch.ops.minfer._load_model("", index)  # and the model that ships chooses the candidates, and is the prior
+        ops._load_model("", index)  # and the model that ships chooses the candidates, and is the prior
     if from_measurements:
         found = calibrate.read_measurements(from_measurements)
     else:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import reference
+from .._core.namespace import ops
 from ..formats import weight_formats, weight_layout
 from ..planning.plan import Problem, ScaledProblem, W4A8Problem, W4Problem
 from ..reference import quantized_gemm as reference_w4a16, quantized_scaled_gemm as reference_w4a8, scaled_gemm as reference_scaled
@@ -51,9 +52,9 @@ class GemmWorkload:
     def launcher(self, kernel: str | None = None) -> Launcher:
         """The operator as a function of one set of operands."""
         if self.problem.gated:
-            return lambda x: torch.ops.minfer.gemm_gated.default(x["a"], x["b"], kernel=kernel)
+            return lambda x: ops.gemm_gated.default(x["a"], x["b"], kernel=kernel)
         beta = BETA if self.problem.c else 0.0
-        return lambda x: torch.ops.minfer.gemm.out(x["a"], x["b"], c=x["c"], beta=beta, kernel=kernel, out=x["d"])
+        return lambda x: ops.gemm.out(x["a"], x["b"], c=x["c"], beta=beta, kernel=kernel, out=x["d"])
 
     def torch_contestant(self, sets: list[Operands]) -> tuple[Launcher, list[Operands]] | None:
         """cuBLAS through torch and the sets that it runs on; None where torch has no one call for it."""
@@ -94,7 +95,7 @@ class W4Workload:
             scales = scales.view(torch.uint8)
         return {
             "a": torch.randn(problem.m, problem.k, device=device, dtype=problem.dtype),
-            "qweight": torch.ops.minfer.w4a16_pack(codes, w4_format=problem.w4_format),
+            "qweight": ops.w4a16_pack(codes, w4_format=problem.w4_format),
             "scales": scales,
             "zeros": torch.randint(6, 11, groups, device=device).to(problem.dtype) if problem.zeros else None,
             "c": torch.randn(problem.m, problem.n, device=device, dtype=problem.dtype) if problem.c else None,
@@ -109,9 +110,9 @@ class W4Workload:
         """The operator as a function of one set of operands."""
         options = self._format | {"kernel": kernel}
         if self.problem.gated:
-            gated = torch.ops.minfer.w4a16_gemm_gated.default
+            gated = ops.w4a16_gemm_gated.default
             return lambda x: gated(x["a"], x["qweight"], x["scales"], x["zeros"], **options)
-        gemm = torch.ops.minfer.w4a16_gemm.out
+        gemm = ops.w4a16_gemm.out
         return lambda x: gemm(x["a"], x["qweight"], x["scales"], x["zeros"], c=x["c"], out=x["d"], **options)
 
     def _dense(self, x: Operands) -> torch.Tensor:
@@ -182,9 +183,9 @@ class ScaledWorkload:
         if problem.dtype != torch.int8:
             options["fast_accum"] = problem.fast_accum
         if problem.gated:
-            gated = getattr(torch.ops.minfer, f"{name}_gated").default
+            gated = getattr(ops, f"{name}_gated").default
             return lambda x: gated(x["a"], x["b"], x["a_scale"], x["b_scale"], out_dtype=problem.out_dtype, **options)
-        gemm = getattr(torch.ops.minfer, name).out
+        gemm = getattr(ops, name).out
         beta = BETA if problem.c else 0.0
         return lambda x: gemm(x["a"], x["b"], x["a_scale"], x["b_scale"], c=x["c"], beta=beta, out=x["d"], **options)
 
@@ -220,7 +221,7 @@ class W4A8Workload:
         return {
             "a": a.to(problem.dtype),
             "a_scale": torch.rand(m, 1, device=device).add_(0.5),
-            "qweight": torch.ops.minfer.w4a16_pack(torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)),
+            "qweight": ops.w4a16_pack(torch.randint(0, 16, (n, k), dtype=torch.uint8, device=device)),
             "scales": scales.to(problem.out_dtype),
             "c": torch.randn(m, n, device=device, dtype=problem.out_dtype) if problem.c else None,
             "d": torch.empty(m, problem.n_out, device=device, dtype=problem.out_dtype),
@@ -230,9 +231,9 @@ class W4A8Workload:
         """The operator as a function of one set of operands."""
         options: dict[str, Any] = {"group_size": self.problem.group_size, "kernel": kernel}
         if self.problem.gated:
-            gated = torch.ops.minfer.w4a8_gemm_gated.default
+            gated = ops.w4a8_gemm_gated.default
             return lambda x: gated(x["a"], x["a_scale"], x["qweight"], x["scales"], **options)
-        gemm = torch.ops.minfer.w4a8_gemm.out
+        gemm = ops.w4a8_gemm.out
         return lambda x: gemm(x["a"], x["a_scale"], x["qweight"], x["scales"], c=x["c"], out=x["d"], **options)
 
     def torch_contestant(self, sets: list[Operands]) -> tuple[Launcher, list[Operands]] | None:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._core.namespace import ops
 from .._core.torch_private import dispatch_modes_are_active, version_of
 
 _DEVICE = "cuda"
@@ -32,7 +33,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # others may be made up by a tracer
 
 def _is_done(event: torch.cuda.Event) -> bool:
     # Not event.query(): that breaks a capture of another thread, unless the capture's error mode is thread_local.
-    return torch.ops.minfer._is_done(event.cuda_event)
+    return ops._is_done(event.cuda_event)
 
 
 def is_tracing(x: Tensor) -> bool:

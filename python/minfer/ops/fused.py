@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.namespace import ops
 from .._core.operator import OutForm, operator
 from ..checks import fused as checks
 from ..formats.rope import rope_cache
@@ -76,7 +77,7 @@ def _or_quantized(name: str, at: int) -> Callable[[Callable[..., Tensor]], Calla
     """An operator that with ``quant`` is another one, in which ``quant`` is the argument number ``at``."""
 
     def before(call: Callable[..., Tensor]) -> Callable[..., Tensor | Codes]:
-        quantized = getattr(torch.ops.minfer, f"{name}_quantized").default
+        quantized = getattr(ops, f"{name}_quantized").default
 
         def run(
             *args: Any, quant: str | None = None, scale: Tensor | None = None, norm: Tensor | None = None, **options: Any

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from .._core.namespace import ops
 from ..measure import benchmarking, random_problems
 from ..measure.workloads import workload
 from .plan import (
@@ -73,7 +74,7 @@ class CostModel:
     @classmethod
     def of_device(cls, device: int) -> CostModel:
         """The model that plans for a device use: loaded, shipped, or the H200's with its rates scaled; -1 is the H200 as measured."""
-        return cls.parse(torch.ops.minfer._gemm_model(device))
+        return cls.parse(ops._gemm_model(device))
 
     def text(self, digits: int = 5) -> str:
         lines = [f"rate,{name},{value:.{digits}g}" for name, value in self.rates.items()]
@@ -321,7 +322,7 @@ def _head(problem: AnyProblem) -> str:
 def predict(models: Sequence[CostModel], data: Data, device: int = -1) -> torch.Tensor:
     """Predicted us, [models, rows], for a device of this index; -1: the H200 as measured."""
     us = torch.empty(len(models), len(data.us), dtype=torch.float64)
-    torch.ops.minfer._predict_gemm("\n\n".join(model.text(9) for model in models), data.lines, device, us)
+    ops._predict_gemm("\n\n".join(model.text(9) for model in models), data.lines, device, us)
     return us
 
 

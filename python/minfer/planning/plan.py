@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from .._core.namespace import ops
 from .._core.registry import build_info, device_index, device_properties, kernel_names, kernels
 from ..checks.common import DTYPES, ValueChecker, is_integer
 from ..checks.quantized_scaled_gemm import K_MULTIPLE, LEAST_GROUP, legal_group_size
@@ -371,7 +372,7 @@ def plan_problem(
     index, name = _device(device)
     if only_runnable is None:
         only_runnable = index >= 0
-    planner = getattr(torch.ops.minfer, f"_plan_{problem.planner}")
+    planner = getattr(ops, f"_plan_{problem.planner}")
     found = planner(*problem.arguments(), kernel, use_tuned, only_runnable, index, batch_invariant)
     return Plan.parse(problem, name, json.loads(found))
 
@@ -387,7 +388,7 @@ def enumerate_plans(
     index, name = _device(device)
     if only_runnable is None:
         only_runnable = index >= 0
-    planner = getattr(torch.ops.minfer, f"_enumerate_{problem.planner}")
+    planner = getattr(ops, f"_enumerate_{problem.planner}")
     return [Plan.parse(problem, name, found) for found in json.loads(planner(*problem.arguments(), only_runnable, index, limit))]
 
 
@@ -459,7 +460,7 @@ def plan_norm(
     index, name = _device(device)
     sizes = [problem.m, problem.n, problem.k]
     options = (DTYPE_NAMES[problem.dtype], problem.gated, problem.residual, problem.constant_weights, kernel, index >= 0, index)
-    found = json.loads(torch.ops.minfer._plan_norm_gemm(sizes, *options))
+    found = json.loads(ops._plan_norm_gemm(sizes, *options))
     product, compiled = None, None
     if found["launches"] == 2:
         own = kernel if kernel in kernel_names("gemm") or (kernel is not None and "@" in kernel) else None

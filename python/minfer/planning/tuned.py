@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from .._core.namespace import ops
 from .._core.registry import build_info
 from .._core.torch_private import when_cuda_is_first_used
 from .plan import DTYPE_NAMES, Plan
@@ -156,7 +157,7 @@ def merge_into(path: str | Path, rows: Iterable[TunedRow]) -> int:
 
 def device_file_name(device_name: str) -> str:
     """A device's name as a file name, by the library's rule for the tables that ship: NVIDIA H200 is nvidia-h200."""
-    return torch.ops.minfer._device_file_name(device_name)
+    return ops._device_file_name(device_name)
 
 
 def cache_folder() -> Path:
@@ -193,12 +194,12 @@ def load_rows(text: str, device: int | None = None) -> int:
       RuntimeError: the text is malformed (the line is named); there are no user rows, of that device, then.
     """
     index = _ALL_DEVICES if device is None else device
-    torch.ops.minfer._load_tuned("", index)
+    ops._load_tuned("", index)
     if device is None:
         _user_rows.clear()
     _user_rows[index] = 0
     if text:
-        _user_rows[index] = torch.ops.minfer._load_tuned(text, index)
+        _user_rows[index] = ops._load_tuned(text, index)
     return _user_rows[index]
 
 
@@ -234,9 +235,9 @@ def load_user_model(device: int) -> bool:
     """
     path = user_model(torch.cuda.get_device_name(device))
     try:
-        torch.ops.minfer._load_model("", device)
+        ops._load_model("", device)
         if path.exists():
-            torch.ops.minfer._load_model(path.read_text(), device)
+            ops._load_model(path.read_text(), device)
         return path.exists()
     except (RuntimeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from None
