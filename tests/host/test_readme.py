@@ -572,7 +572,7 @@ def check_module(module, words):
     if module == "pytest":
         assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), words
         return
-    path = ROOT / Path(*module.split("."))
+    path = (ROOT / "python" if module.startswith("minfer.") else ROOT) / Path(*module.split("."))
     file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     assert file.is_file(), module
     text = file.read_text()

@@ -8,7 +8,8 @@
 //
 // Options that several operators share can be one parameter of each: ArgumentGroup (schema.h).
 //
-// The implementations for CPU tensors (ATen compositions) and for fake tensors are Python's, in python/minfer/_core/namespace.py's namespace.
+// The implementations for CPU tensors (ATen compositions) and for fake tensors are Python's, in the same namespace
+// (python/minfer/_core/namespace.py).
 #pragma once
 
 #include <span>
