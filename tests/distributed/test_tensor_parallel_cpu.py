@@ -11,7 +11,7 @@ import minfer  # noqa: E402
 from minfer.distributed import TensorParallel  # noqa: E402
 from minfer.distributed.tensor_parallel import borders  # noqa: E402
 from minfer.formats.weight_layout import MULTIPLE  # noqa: E402
-from minfer.integrations.decoder.shard import columns_of, rows_of  # noqa: E402
+from minfer.integrations.decoder.shard import owned, part_of_columns, part_of_rows  # noqa: E402
 from minfer.integrations.decoder.weights import Dense  # noqa: E402
 from minfer.integrations.transformers import optimize  # noqa: E402
 from minfer.quantize import quantize_fp8_weight, quantize_int8_weight, quantize_w4, quantize_w8  # noqa: E402
@@ -91,12 +91,19 @@ def _numbers(weight) -> torch.Tensor:
 @pytest.mark.parametrize("begin, end", [(0, 128), (128, 192), (64, 192), (72, 136), (5, 7)])
 def test_parts_have_the_numbers_of_the_whole(name, begin, end):
     whole = _weights()[name]
-    rows = rows_of(whole, (begin, end), torch.bfloat16)
+    rows = part_of_rows(whole, (begin, end), torch.bfloat16)
     assert torch.equal(_numbers(rows), _numbers(whole)[begin:end]) and torch.equal(rows.bias, whole.bias[begin:end])
     for with_bias in (True, False):
-        columns = columns_of(whole, (begin, end), torch.bfloat16, with_bias)
+        columns = part_of_columns(whole, (begin, end), torch.bfloat16, with_bias)
         assert torch.equal(_numbers(columns), _numbers(whole)[:, begin:end])
         assert columns.bias is (whole.bias if with_bias else None)
+    for part in (rows, columns):
+        own, places = (
+            owned(part, torch.device("cpu")),
+            {x.untyped_storage().data_ptr() for x in vars(whole).values() if isinstance(x, torch.Tensor)},
+        )
+        assert torch.equal(_numbers(own), _numbers(part))
+        assert not places & {x.untyped_storage().data_ptr() for x in vars(own).values() if isinstance(x, torch.Tensor)}
     borders_fit = {"mxfp4": 32, "fp8, blocks": 128}.get(name, 32 if name.startswith("w4,") and "one" not in name else 1)
     kept = begin % borders_fit == 0 and ((end - begin) % MULTIPLE == 0 or "8" in name and not name.startswith("w"))
     if name == "w4 with zero points":
@@ -109,7 +116,7 @@ def test_act_order_becomes_dense():
     perm = torch.randperm(128).to(torch.int32)
     weight = quantize_w4(w, 64)
     weight = type(weight)(**(vars(weight) | {"perm": perm}))
-    part = columns_of(weight, (64, 128), torch.bfloat16, True)
+    part = part_of_columns(weight, (64, 128), torch.bfloat16, True)
     assert isinstance(part, Dense) and torch.equal(part.weight, weight.dequantize()[:, 64:])
 
 

@@ -290,16 +290,14 @@ void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, Visit&
   constexpr double kNarrowest = 2.0 / 3.0;
   int64_t const columns = std::max<int64_t>(1, kernel.swap ? problem.m : problem.n), step = kernel.column_step;
   int64_t const fewest = ceil_div(columns, kernel.tile_n);
-  int64_t before = 0;
-  auto const visit_once = [&](int64_t tile_n) {
-    if (before != 0 && tile_n >= before) return;  // wider tiles hold the columns as well
+  int64_t before = kernel.tile_n + step;
+  for (int64_t width = kernel.tile_n; width > 0; width -= step) {
+    int64_t const tiles = ceil_div(columns, width);
+    if (tiles > fewest + kMoreTiles && double(width) < kNarrowest * kernel.tile_n) break;
+    int64_t const tile_n = ceil_div(ceil_div(columns, tiles), step) * step;
+    if (tile_n == before) continue;  // wider tiles hold the columns as well
     before = tile_n;
     visit(int32_t(tile_n));
-  };
-  for (int64_t tiles = fewest; tiles <= fewest + kMoreTiles; ++tiles) visit_once(ceil_div(ceil_div(columns, tiles), step) * step);
-  if (fewest == 1) return;
-  for (int64_t tile_n = kernel.tile_n - step; double(tile_n) >= kNarrowest * kernel.tile_n; tile_n -= step) {
-    visit_once(ceil_div(ceil_div(columns, ceil_div(columns, tile_n)), step) * step);
   }
 }
 

@@ -113,10 +113,16 @@ def run_generate(
     prompts = list(prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()])
     if not prompts:
         raise _stop("no prompt: pass --prompt, or lines on stdin")
-    if tensor_parallel > 1 and not _is_rank():
-        if temperature > 0 and seed is None:  # ranks draw the same tokens
-            sys.argv += ["--seed", str(int.from_bytes(os.urandom(4), "little"))]
-        raise typer.Exit(_start_ranks(tensor_parallel, [] if prompt else [x for text in prompts for x in ("--prompt", text)], device))
+    if tensor_parallel > 1:
+        if device not in (None, "cuda", "cpu"):
+            raise _stop(f"--device must be cuda or cpu beside --tensor-parallel, which takes one of each rank's own, got {device}")
+        if "WORLD_SIZE" not in os.environ:  # which torchrun sets
+            more = [] if prompt else [x for text in prompts for x in ("--prompt", text)]
+            if seed is None:  # ranks draw the same tokens
+                more += ["--seed", str(int.from_bytes(os.urandom(4), "little"))]
+            raise typer.Exit(_start_ranks(tensor_parallel, more, device))
+        if int(os.environ["WORLD_SIZE"]) != tensor_parallel:
+            raise _stop(f"--tensor-parallel must be the {os.environ['WORLD_SIZE']} ranks that torchrun started, got {tensor_parallel}")
     start = time.perf_counter()
     try:
         params = SamplingParams(max_new_tokens, temperature, top_k, top_p, seed=seed, stop=tuple(stop or ()))
@@ -191,11 +197,6 @@ def load(path: str, kind: str | None, group_size: int | None, parts: str, dtype:
     with torch.device(device):
         config = MinferConfig(kind, group_size=group_size, parts=parts)
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=config).to(device).eval()
-
-
-def _is_rank() -> bool:
-    """Whether torchrun started this process."""
-    return "WORLD_SIZE" in os.environ
 
 
 def _start_ranks(ranks: int, more: Sequence[str], device: str | None) -> int:

@@ -44,7 +44,7 @@ def local_experts(num_experts: int, group: dist.ProcessGroup | None = None) -> s
       RuntimeError: the experts cannot be divided, or there is no group.
     """
     check = Checker("local_experts")
-    ranks, rank = _place_in(check, group)
+    ranks, rank = place_in(check, group)
     good = is_integer(num_experts) and num_experts >= 1 and num_experts % ranks == 0
     check(good, "num_experts must be a positive multiple of the {} ranks, got {}", ranks, num_experts)
     share = num_experts // ranks
@@ -103,7 +103,7 @@ def expert_parallel_moe(
     to 16), and 2 * hidden bytes back; with ``capacity`` as much for each of its rows.
     """
     check = Checker(_OP)
-    ranks, rank = _place_in(check, group)
+    ranks, rank = place_in(check, group)
     checks_moe.check_moe_ffn(x, w13, w2, weights, ids, activation=activation, b13=b13, b2=b2, gate_layout=gate_layout, op=_OP)
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     check(capacity is not None or not capturing, "capacity must be given in a CUDA graph: without it the host reads sizes")
@@ -126,7 +126,7 @@ def expert_parallel_moe(
     return call()
 
 
-def _place_in(check: Checker, group: dist.ProcessGroup | None) -> tuple[int, int]:
+def place_in(check: Checker, group: dist.ProcessGroup | None) -> tuple[int, int]:
     """(ranks, this rank) of the group."""
     up = dist.is_available() and dist.is_initialized()
     check(up, "a process group must be initialised first: torch.distributed.init_process_group")

@@ -12,13 +12,13 @@ everywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name from torch 2.13 on
+from ..checks.common import Checker
+from .expert_parallel import place_in
 
 
 def borders(count: int, ranks: int, unit: int = 1) -> list[int]:
@@ -27,7 +27,6 @@ def borders(count: int, ranks: int, unit: int = 1) -> list[int]:
     return [min(rank * units // ranks * unit, count) for rank in range(ranks)] + [count]
 
 
-@dataclass(frozen=True)
 class TensorParallel:
     """The ranks among which a model is divided.
 
@@ -42,25 +41,12 @@ class TensorParallel:
       RuntimeError: there is no process group, or this process is not in it.
     """
 
-    group: dist.ProcessGroup | None = None
-    device: torch.device | None = None
-    ranks: int = field(init=False)
-    rank: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError("TensorParallel: a process group must be initialised first: torch.distributed.init_process_group")
-        rank = dist.get_rank(self.group)
-        if rank < 0:
-            raise RuntimeError("TensorParallel: group must have this process as a rank, and it has not")
-        object.__setattr__(self, "rank", rank)
-        object.__setattr__(self, "ranks", dist.get_world_size(self.group))
-        if self.device is None:
-            on_gpu = "nccl" in dist.get_backend(self.group)
-            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-            object.__setattr__(self, "device", device)
-        else:
-            object.__setattr__(self, "device", torch.device(self.device))
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None):
+        self.ranks, self.rank = place_in(Checker("TensorParallel"), group)
+        if device is None:
+            on_gpu = "nccl" in dist.get_backend(group)
+            device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
+        self.group, self.device = group, torch.device(device)
 
     def part(self, count: int, unit: int = 1) -> tuple[int, int]:
         """This rank's part of ``count``: from, to; see :func:`borders`."""
@@ -77,7 +63,8 @@ class TensorParallel:
         most = max(widths)
         own = x if x.shape[1] == most else torch.nn.functional.pad(x, (0, most - x.shape[1]))
         rows = x.new_empty(self.ranks * own.shape[0], most)
-        _all_gather(rows, own.contiguous(), group=self.group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name from torch 2.13 on, and before
+        gather(rows, own.contiguous(), group=self.group)
         parts = rows.view(self.ranks, *own.shape)
         if all(width == most for width in widths):
             return parts.transpose(0, 1).flatten(1)

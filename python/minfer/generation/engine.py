@@ -59,7 +59,7 @@ class Engine:
         ``max_rows`` sequences of ``max_length``.
       step_tokens: tokens of a step, at most.
       share_prefixes: whether requests that begin alike share pages.
-      graphs: whether steps of decoding are CUDA graphs.
+      graphs: whether steps of decoding, and layers of short chunks of prompts, are CUDA graphs.
       stream: called with a :class:`Token` for each.
     """
 

@@ -149,7 +149,7 @@ class Runner:
       rows: of the largest batch.
       pages, page_size: of the cache.
       kv_format: as in :func:`minfer.allocate_kv_cache`.
-      graphs: whether steps of single tokens are captured; on CUDA alone.
+      graphs: whether steps of single tokens, and layers of short chunks, are captured; on CUDA alone.
     """
 
     def __init__(self, model: DecoderModel, *, rows: int, pages: int, page_size: int, kv_format: str = "16bit", graphs: bool = True):

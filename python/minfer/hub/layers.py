@@ -13,6 +13,12 @@ from ..ops.fused import rms_norm, silu_and_mul
 from ..ops.gemm import gemm
 
 
+def _product(x: Tensor, linear: torch.nn.Module, activation: str = "none") -> Tensor:
+    """activation(x.W^T + bias); x: [.., in_features]."""
+    y = gemm(x.reshape(-1, x.shape[-1]), linear.weight.t(), bias=linear.bias, activation=activation)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
 class RMSNorm(torch.nn.Module):
     """rms_norm(x) * weight of a module with ``weight`` and ``variance_epsilon`` or ``eps``, as Llama's and its like are."""
 
@@ -41,7 +47,7 @@ class Linear(torch.nn.Module):
     can_torch_compile = True
 
     def forward(self, input: Tensor) -> Tensor:
-        return gemm(input.flatten(0, -2), self.weight.t(), bias=self.bias).unflatten(0, input.shape[:-1])
+        return _product(input, self)
 
 
 class SwiGLUMLP(torch.nn.Module):
@@ -51,6 +57,4 @@ class SwiGLUMLP(torch.nn.Module):
     can_torch_compile = True
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, gate, up, down = x.flatten(0, -2), self.gate_proj, self.up_proj, self.down_proj
-        hidden = gemm(rows, gate.weight.t(), bias=gate.bias, activation="silu") * gemm(rows, up.weight.t(), bias=up.bias)
-        return gemm(hidden, down.weight.t(), bias=down.bias).unflatten(0, x.shape[:-1])
+        return _product(_product(x, self.gate_proj, "silu") * _product(x, self.up_proj), self.down_proj)

@@ -130,9 +130,6 @@ def write_package(library: Path, namespace: str, out: Path, *, archs: list[str],
         .replace("torch.ops.minfer", f"torch.ops.{namespace}")
     )
     shutil.copy(library, folder / "_C.so")
-    for name in ("kernels.json",):
-        if (PACKAGE / name).exists():
-            shutil.copy(PACKAGE / name, folder / name)
     broken["imports of other packages"] = foreign_imports(folder)
     metadata = {
         "name": "minfer",

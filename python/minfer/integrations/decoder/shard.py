@@ -18,11 +18,11 @@ from ...formats import weight_layout
 from ...formats.weight_formats import legal_group_size
 from ...quantize.experts import W4Experts
 from ...quantize.scaled_experts import ScaledExperts
-from ...quantize.scaled_weight import Fp8Weight, Int8Weight, aligned_rows
-from ...quantize.weight import W4Weight, W8Weight
+from ...quantize.scaled_weight import aligned_rows
+from ...quantize.weight import W8Weight
 from .mlp import DenseExperts, Experts, Router
 from .projection import Projection
-from .weights import Dense, ScaledWeight, Weight, codes_of, format_of, packed_like
+from .weights import Dense, ScaledWeight, Weight, codes_of, format_of, packed_like, rows_of
 
 Range = tuple[int, int]
 
@@ -50,46 +50,35 @@ def heads_of(parallel: TensorParallel, heads: int, heads_kv: int) -> Heads | Non
     return Heads((begin, begin + each), (kv, kv + 1))
 
 
-def rows_of(weight: Weight, part: Range, dtype: torch.dtype) -> Weight:
-    """Rows of a weight and of its bias, as copies. dtype: of what has to be dequantised."""
-    begin, end = part
-    own = slice(begin, end)
-    bias = None if weight.bias is None else weight.bias[own].clone()
-    if isinstance(weight, Dense):
-        return Dense(weight.weight[own].clone(), bias)
-    if isinstance(weight, ScaledWeight):
-        if weight.mode == "block128" and begin % BLOCK:
-            return Dense(_dequantized(weight, dtype)[own].clone(), bias)
-        places = {"channel": own, "block128": slice(begin // BLOCK, -(-end // BLOCK))}
-        scale = weight.scale if weight.mode == "tensor" else weight.scale[places[weight.mode]].clone()
-        return replace(weight, weight=_copied_rows(weight.weight[own]), scale=scale, bias=bias)
-    if (end - begin) % weight_layout.MULTIPLE:
-        return Dense(_dequantized(weight, dtype)[own].clone(), bias)
-    zeros = None if weight.zeros is None else weight.zeros[:, own].contiguous()
-    scales = weight.scales[:, own].contiguous()
-    return replace(weight, qweight=packed_like(weight, codes_of(weight)[own]), scales=scales, zeros=zeros, bias=bias, n=end - begin)
+def part_of_rows(weight: Weight, part: Range, dtype: torch.dtype) -> Weight:
+    """Rows of a weight and of its bias, which may share its memory. dtype: of what has to be dequantised."""
+    found = rows_of(weight, *part)
+    if found is not None:
+        return found
+    own = slice(*part)
+    return Dense(_dequantized(weight, dtype)[own], None if weight.bias is None else weight.bias[own])
 
 
-def columns_of(weight: Weight, part: Range, dtype: torch.dtype, with_bias: bool) -> Weight:
-    """Columns of a weight, as copies. with_bias: whether this part of the sum has the bias, which one has."""
+def part_of_columns(weight: Weight, part: Range, dtype: torch.dtype, with_bias: bool) -> Weight:
+    """Columns of a weight, which may share its memory. with_bias: whether this part of the sum has the bias, which one has."""
     begin, end = part
     own = slice(begin, end)
     bias = weight.bias if with_bias else None
     if isinstance(weight, Dense):
-        return Dense(weight.weight[:, own].contiguous(), bias)
+        return Dense(weight.weight[:, own], bias)
     if isinstance(weight, ScaledWeight):
         if weight.mode != "block128":
-            return replace(weight, weight=_copied_rows(weight.weight[:, own]), bias=bias)
+            return replace(weight, weight=aligned_rows(weight.weight[:, own]), bias=bias)
         if begin % BLOCK:
-            return Dense(_dequantized(weight, dtype)[:, own].contiguous(), bias)
-        scale = weight.scale[:, begin // BLOCK : -(-end // BLOCK)].contiguous()
-        return replace(weight, weight=_copied_rows(weight.weight[:, own]), scale=scale, bias=bias)
+            return Dense(_dequantized(weight, dtype)[:, own], bias)
+        scale = weight.scale[:, begin // BLOCK : -(-end // BLOCK)]
+        return replace(weight, weight=aligned_rows(weight.weight[:, own]), scale=scale, bias=bias)
     group = weight_layout.group_columns(weight.k, weight.group_size)
     step = group if begin % group == 0 else math.gcd(begin, group)  # groups that begin with the part
     whole = group == weight.k
     fits = whole or legal_group_size(format_of(weight), step)
     if weight.perm is not None or (end - begin) % weight_layout.MULTIPLE or not fits:
-        return Dense(_dequantized(weight, dtype)[:, own].contiguous(), bias)
+        return Dense(_dequantized(weight, dtype)[:, own], bias)
 
     def of_groups(x: Tensor | None) -> Tensor | None:
         if x is None or whole:
@@ -112,17 +101,11 @@ def _dequantized(weight: Weight, dtype: torch.dtype) -> Tensor:
     return weight.dequantize() if isinstance(weight, W8Weight) else weight.dequantize(dtype)
 
 
-def _copied_rows(x: Tensor) -> Tensor:
-    aligned = aligned_rows(x)
-    return aligned.clone() if aligned.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else aligned
-
-
-def moved(weight: Weight, device: torch.device) -> Weight:
-    """The same weight on a device."""
-    if isinstance(weight, Dense | Fp8Weight | Int8Weight):
-        return weight.to(device)
-    assert isinstance(weight, W4Weight | W8Weight)
-    tensors = {name: x.to(device) for name, x in vars(weight).items() if isinstance(x, Tensor)}
+def owned(weight: Weight, device: torch.device) -> Weight:
+    """The same weight in memory of its own on a device, contiguous but for rows that begin where kernels want them."""
+    tensors = {name: x.to(device).clone(memory_format=torch.contiguous_format) for name, x in vars(weight).items() if isinstance(x, Tensor)}
+    if isinstance(weight, ScaledWeight):
+        tensors["weight"] = aligned_rows(tensors["weight"])
     return replace(weight, **tensors)
 
 

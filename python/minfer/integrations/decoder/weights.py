@@ -96,22 +96,26 @@ def split_rows(weight: Weight, parts: int) -> list[Weight] | None:
     rows = weight.n // parts
     if weight.n % parts:
         return None
-    biases = [None] * parts if weight.bias is None else list(weight.bias.chunk(parts))
+    found = [rows_of(weight, begin, begin + rows) for begin in range(0, weight.n, rows)]
+    return None if any(part is None for part in found) else found
+
+
+def rows_of(weight: Weight, begin: int, end: int) -> Weight | None:
+    """Some rows of a weight, which may share its memory, or None where its format cannot begin or end there."""
+    own = slice(begin, end)
+    bias = None if weight.bias is None else weight.bias[own]
     if isinstance(weight, Dense):
-        return [Dense(own, bias) for own, bias in zip(weight.weight.chunk(parts), biases, strict=True)]
+        return Dense(weight.weight[own], bias)
     if isinstance(weight, ScaledWeight):
-        if weight.gated or (weight.mode == "block128" and rows % BLOCK):
+        if weight.gated or (weight.mode == "block128" and begin % BLOCK):
             return None
-        codes = [aligned_rows(own) for own in weight.weight.chunk(parts)]
-        scales = [weight.scale] * parts if weight.mode == "tensor" else weight.scale.chunk(parts)
-        return [replace(weight, weight=x, scale=y, bias=z) for x, y, z in zip(codes, scales, biases, strict=True)]
-    found = []
-    for index, codes in enumerate(codes_of(weight).chunk(parts)):
-        own = slice(index * rows, (index + 1) * rows)
-        zeros = None if weight.zeros is None else weight.zeros[:, own].contiguous()
-        scales = weight.scales[:, own].contiguous()
-        found.append(replace(weight, qweight=packed_like(weight, codes), scales=scales, zeros=zeros, bias=biases[index], n=rows))
-    return found
+        places = {"channel": own, "block128": slice(begin // BLOCK, -(-end // BLOCK))}
+        scale = weight.scale if weight.mode == "tensor" else weight.scale[places[weight.mode]]
+        return replace(weight, weight=aligned_rows(weight.weight[own]), scale=scale, bias=bias)
+    if (end - begin) % weight_layout.MULTIPLE:
+        return None
+    scales, zeros = (None if x is None else x[:, own].contiguous() for x in (weight.scales, weight.zeros))
+    return replace(weight, qweight=packed_like(weight, codes_of(weight)[own]), scales=scales, zeros=zeros, bias=bias, n=end - begin)
 
 
 def _biases(weights: Sequence[Weight]) -> Tensor | None:

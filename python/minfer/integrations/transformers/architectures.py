@@ -15,7 +15,7 @@ from ...distributed.tensor_parallel import TensorParallel
 from ..decoder import Attention, DecoderLayer, Experts, Mlp, Norm, Projection, concatenate, projection_of
 from ..decoder.mlp import DenseExperts, Router
 from ..decoder.scheme import WeightScheme
-from ..decoder.shard import Heads, Range, ReducedProjection, SharedExperts, columns_of, experts_of, heads_of, moved, rows_of
+from ..decoder.shard import Heads, Range, ReducedProjection, SharedExperts, experts_of, heads_of, owned, part_of_columns, part_of_rows
 from ..decoder.weights import Dense, Weight, split_rows
 from .modules import Unsupported, activation_of, layer_norm_of, rms_norm_of, weight_of
 from .quantized_experts import QuantizedExperts
@@ -61,10 +61,10 @@ class Facts:
         return [self._rows(whole, part) for whole in first], self._columns(down, part)
 
     def _rows(self, weight: Weight, part: Range) -> Weight:
-        return moved(rows_of(weight, part, self.dtype), self.parallel.device)
+        return owned(part_of_rows(weight, part, self.dtype), self.parallel.device)
 
     def _columns(self, weight: Weight, part: Range) -> Weight:
-        return moved(columns_of(weight, part, self.dtype, with_bias=self.parallel.rank == 0), self.parallel.device)
+        return owned(part_of_columns(weight, part, self.dtype, with_bias=self.parallel.rank == 0), self.parallel.device)
 
     def output(self, weight: Weight) -> Projection:
         """The projection behind a block, whose sum is that of all ranks."""
