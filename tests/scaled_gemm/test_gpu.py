@@ -214,6 +214,35 @@ def test_gated_blocks(shape):
     gated_blocks(*shape, DEVICE)
 
 
+def test_a_step_of_a_model_over_and_over():
+    """The products of layers in a CUDA graph, thousands of times: as often as it takes for warps to fall behind each other."""
+    torch.manual_seed(8)
+    layers, tokens, sizes = 8, 64, {"qkv": (6144, 4096), "out": (4096, 4096), "gate": (14336, 4096), "down": (4096, 14336)}
+
+    def weight(name):
+        parts = [
+            minfer.quantize.quantize_fp8_weight(torch.randn(sizes[name], dtype=torch.bfloat16, device=DEVICE))
+            for _ in range(2 if name == "gate" else 1)
+        ]
+        return minfer.quantize.gate_up_weight(*parts) if name == "gate" else parts[0]
+
+    weights = [{name: weight(name) for name in sizes} for _ in range(layers)]
+    x = {k: torch.randn(tokens, k, dtype=torch.bfloat16, device=DEVICE) for k in (4096, 14336)}
+    options = {"out": {"c": x[4096], "beta": 1.0}, "down": {"c": x[4096], "beta": 1.0}, "gate": {"activation": "silu"}}
+
+    def step():
+        return [w.gemm(x[sizes[name][1]], **options.get(name, {})) for layer in weights for name, w in layer.items()]
+
+    want = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        have = step()
+    for _ in range(20):
+        for _ in range(100):
+            graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(have, want, strict=True))
+
+
 E4M3_KERNELS = [name for name, kernel in KERNELS.items() if kernel["ab_type"] == "e4m3"]
 
 

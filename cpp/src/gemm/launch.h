@@ -9,7 +9,7 @@ namespace minfer::gemm {
 struct EarlyLoads {
   int32_t ring_bytes;      // of B into its ring; 0 where something may still write B
   int32_t cluster_stages;  // of the ring at most, where a cluster's CTAs share the k of a tile
-  int32_t l2_bytes;        // of operands into L2, from behind what the ring gets on
+  int32_t l2_bytes;        // of operands into L2, where the ring gets nothing
 };
 
 struct GemmLaunchArguments {

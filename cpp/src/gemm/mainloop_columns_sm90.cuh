@@ -109,7 +109,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     int32_t columns;   // of a tile
     int32_t stages, stage_bytes;
     int32_t early;     // k tiles whose weight is in the ring before the predecessor has finished; swapped alone
-    int32_t prefetch;  // k tiles sent for by then, behind those
+    int32_t prefetch;  // without these: k tiles that are sent for by then, into L2
     bool prefetch_a, prefetch_b;
     uint64_t hint_a, hint_b;  // L2 eviction priorities
   };
@@ -213,10 +213,6 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         for (int i = 0; i < early; ++i) {
           FullBarrier::arrive_and_expect_tx(&storage.full[i], uint32_t(operand_bytes(params)));
           load_rows(params, storage, i, inputs, tile, k_begin + i);
-        }
-        int const more = k_count - early < params.prefetch ? k_count - early : params.prefetch;
-        for (int k = k_begin + early; k < k_begin + early + more; ++k) {
-          for_each_box(tile, k, [&](int, int x, int y) { cute::SM90_TMA_LOAD_3D::PREFETCH::copy(&params.a, x, y, tile.l); });
         }
         minfer::wait_for_predecessor();
 #pragma unroll 1
@@ -363,6 +359,16 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
     int weight;         // row of scales
     bool has_weight;
   };
+  /// Waits until a stage is empty, in a warp that does not wait for all stages one after the other. A parity tells only two consecutive
+  /// phases apart. Pingpong's warpgroups give stages back in no common order: one may have given back its first while the other still adds
+  /// up its last, and the warps of later stages go on. Of a stage that has not been given back twice, the second wait would then return at
+  /// once, and a k tile's factors would be written over those of two rounds before. The first wait is for the round in between to be full.
+  template <class Storage>
+  static CUTLASS_DEVICE void await_empty(Storage& storage, PipelineState const& state) {
+    static_assert(kRingBytes / ((kTileM + kTileN) * kRowBytes + scale_bytes(true)) >= kAuxiliaryWarps);
+    if constexpr (kPingpong) FullBarrier::wait(&storage.full[state.index], state.phase);
+    EmptyBarrier::wait(&storage.empty[state.index], state.phase);
+  }
   /// The factors of each kAuxiliaryWarps-th k tile from k on; k and the state are then those of the warp's next. kByFours: tokens' scales
   /// are fp32, contiguous and aligned, and those of the tile all exist.
   template <bool kByFours, class Storage>
@@ -395,7 +401,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
         }
         of_weight += step;
         of_token += token_step;
-        EmptyBarrier::wait(&storage.empty[state.index], state.phase);
+        await_empty(storage, state);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < kVectors; ++i) {
           if (128 * i + 4 * lane < from.tokens) store(to, 128 * i + 4 * lane, of_tokens[i]);
@@ -406,7 +412,7 @@ struct CollectiveMma<minfer::gemm::MainloopSm90TmaColumns<Config>, TileShape_, E
           weight = scales.weight.load(at);
           if (scales.halves) up = scales.weight.load(at + scales.up_offset);
         }
-        EmptyBarrier::wait(&storage.empty[state.index], state.phase);
+        await_empty(storage, state);
 #pragma unroll 1
         for (int at = 4 * lane; at < from.tokens; at += 128) {  // one by one: there are no registers for more of them
           store(to, at, scales.tokens.load_four(from.token + at, k, scales.m - from.token - at));

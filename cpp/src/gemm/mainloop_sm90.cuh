@@ -50,7 +50,7 @@ struct MainloopSm90 {
   struct Params {
     cute::Shape<int, int, int, int> problem;  // the kernel's own (m, n, k, l)
     int32_t early;                            // k tiles whose weight is in the ring before the predecessor has finished; swapped alone
-    int32_t prefetch;                         // k tiles sent for by then, behind those
+    int32_t prefetch;                         // without these: k tiles that are sent for by then, into L2
     bool prefetch_a, prefetch_b;              // whose
     uint64_t hint_a, hint_b;                  // L2 eviction priorities
     typename Collective::Params operands;
@@ -157,8 +157,6 @@ struct MainloopSm90 {
           auto* barrier = pipeline.producer_get_barrier(ahead);
           copy(params.operands.tma_load_a.with(*barrier, a.multicast, a.hint), tAgA(_, _, _, k), a.stages(_, _, _, ahead.index()));
         }
-        int const more = k_count - early < params.prefetch ? k_count - early : params.prefetch;
-        for (int k = k_begin + early; k < k_begin + early + more; ++k) cute::prefetch(params.operands.tma_load_a, tAgA(_, _, _, k));
         wait_for_predecessor();
         CUTLASS_PRAGMA_NO_UNROLL
         for (int k = k_begin; k < k_begin + early; ++k, ++state) {
