@@ -14,7 +14,7 @@ from ..generation.test_engine import assert_best, prompts_of
 from ..integrations.tiny_models import MOE, assert_as_good, exact_model, random_tokens, tiny_model
 from ..moe.expert_parallel_cases import run_ranks
 
-__all__ = ["architectures", "quantised", "run_ranks", "sampled"]
+__all__ = ["architectures", "quantised", "run_ranks", "sampled", "sums"]
 
 
 def architectures(rank: int, ranks: int, device: torch.device, names: list[str], changes: dict[str, Any]) -> dict[str, Any]:
@@ -73,3 +73,59 @@ def sampled(rank: int, ranks: int, device: torch.device) -> list[list[int]]:
         engine.run()
         assert engine.pool.count == 6
     return [request.completion.tokens for request in requests]
+
+
+def sums(rank: int, ranks: int, device: torch.device) -> dict[str, Any]:
+    """Sums over the ranks: those of few numbers through peer memory, added up in the order of the ranks; the same from CUDA graphs; others
+    by the collective. Returns what was seen, and a sum of bits that all ranks must have."""
+    parallel, plain = TensorParallel(device=device), TensorParallel(device=device, peer_memory=False)
+    most = (1 << 20) // ranks
+    found: dict[str, Any] = {"peers": parallel._exchange is not None, "wrong": [], "bits": 0}
+
+    def inputs(dtype: torch.dtype, count: int, seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [(torch.randn(count, generator=generator) * 2.0 ** (3 * i)).to(dtype) for i in range(ranks)]
+
+    def check(label: str, have: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        want = torch.zeros(parts[0].shape)
+        for part in parts:
+            want = want + part.float()
+        if not torch.equal(have.cpu(), want.to(have.dtype)):
+            found["wrong"].append(label)
+        found["bits"] += int(have.view(torch.int16).long().sum())
+
+    counts = (8, 24, 4096, 8 * 1000, most - 8, most, 4096, 64)
+    for dtype in (torch.bfloat16, torch.float16):
+        for i in range(3 * len(counts)):
+            count = counts[i % len(counts)]
+            parts = inputs(dtype, count, i)
+            check(f"{dtype} {count}", parallel.all_reduce(parts[rank].to(device)), parts)
+    view = torch.zeros(3, 9, 64, dtype=torch.bfloat16, device=device)[:, 1:]
+    parts = [x.view(3, 8, 64) for x in inputs(torch.bfloat16, 3 * 8 * 64, 5)]
+    view.copy_(parts[rank])
+    check("view", parallel.all_reduce(view), parts)
+    for dtype, count in ((torch.float32, 4096), (torch.bfloat16, most + 8), (torch.bfloat16, 12), (torch.bfloat16, 0)):
+        parts = inputs(dtype, count, 3)
+        have = parallel.all_reduce(parts[rank].to(device))
+        torch.testing.assert_close(have.cpu().float(), sum(x.float() for x in parts), rtol=1e-2, atol=1e-1)
+        torch.testing.assert_close(plain.all_reduce(parts[rank].to(device)), have)
+
+    few, many = torch.zeros(4096, dtype=torch.bfloat16, device=device), torch.zeros(most, dtype=torch.bfloat16, device=device)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = [parallel.all_reduce(x.clone()) for x in (few, many, few, few)]
+    for i in range(100):
+        parts, wide = inputs(torch.bfloat16, 4096, 50 + i), inputs(torch.bfloat16, most, 50 + i) if i % 20 == 0 else None
+        few.copy_(parts[rank])
+        if wide is not None:
+            many.copy_(wide[rank])
+        graph.replay()
+        for x in (out[0], out[2], out[3]):
+            check(f"replay {i}", x, parts)
+        if wide is not None:
+            check(f"replay {i}, many", out[1], wide)
+    parallel.close()
+    have = parallel.all_reduce(few.clone())  # by the collective
+    torch.testing.assert_close(have, out[0], rtol=2e-2, atol=2e-1)
+    return found

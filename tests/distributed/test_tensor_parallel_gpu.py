@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from ..integrations.tiny_models import CONFIGS  # noqa: E402
-from .cases import architectures, quantised, run_ranks, sampled  # noqa: E402
+from .cases import architectures, quantised, run_ranks, sampled, sums  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="requires two GPUs")]
 
@@ -29,3 +29,17 @@ def test_quantised_weights(tmp_path):
 def test_draws(tmp_path):
     first, second = run_ranks(2, "cuda", tmp_path, sampled)
     assert first == second and all(len(tokens) == 20 for tokens in first)
+
+
+def test_sums(tmp_path):
+    """The same bits on every rank, and what fp32 sums in the order of the ranks are."""
+    first, second = run_ranks(2, "cuda", tmp_path, sums)
+    assert not first["wrong"] and first == second, (first, second)
+    if torch.cuda.can_device_access_peer(0, 1):
+        assert first["peers"]
+
+
+def test_sums_without_peer_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINFER_PEER_MEMORY", "0")
+    first, second = run_ranks(2, "cuda", tmp_path, architectures, ["llama"], {})
+    assert first == second

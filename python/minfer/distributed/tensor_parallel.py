@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..checks.common import Checker
 from .expert_parallel import place_in
+from .peer_exchange import PeerExchange
 
 
 def borders(count: int, ranks: int, unit: int = 1) -> list[int]:
@@ -33,6 +34,11 @@ class TensorParallel:
     Args:
       group: a process group; None: the default one, which must be initialised.
       device: where this rank's part is; None: the current GPU where the group's backend is NCCL, else the CPU.
+      peer_memory: whether the sums of few tokens go through memory that GPUs of one host write in each other: one launch beside which the
+        next layer's weights are read, instead of a collective of NCCL. Where they cannot, NCCL has these, too. A model's steps must then be
+        on one stream at a time.
+
+    Every rank creates it at the same time.
 
     Attributes:
       ranks, rank: how many they are, and which one this is.
@@ -41,12 +47,14 @@ class TensorParallel:
       RuntimeError: there is no process group, or this process is not in it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None):
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None, *, peer_memory: bool = True):
         self.ranks, self.rank = place_in(Checker("TensorParallel"), group)
         if device is None:
             on_gpu = "nccl" in dist.get_backend(group)
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu"
         self.group, self.device = group, torch.device(device)
+        usable = peer_memory and self.device.type == "cuda" and self.ranks > 1
+        self._exchange = PeerExchange.among(group, self.device, self.rank, self.ranks) if usable else None
 
     def part(self, count: int, unit: int = 1) -> tuple[int, int]:
         """This rank's part of ``count``: from, to; see :func:`borders`."""
@@ -55,8 +63,17 @@ class TensorParallel:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """x becomes the sum of all ranks' x, which has the same bits on all of them."""
-        dist.all_reduce(x, group=self.group)
+        if self._exchange is not None and self._exchange.takes(x):
+            self._exchange.all_reduce(x)
+        else:
+            dist.all_reduce(x, group=self.group)
         return x
+
+    def close(self) -> None:
+        """Gives back what sums of few tokens go through; every rank at the same time, and no step after it."""
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
 
     def gather_columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """[rows, widths[rank]] of each rank, side by side: [rows, sum(widths)]."""
