@@ -44,6 +44,7 @@ struct AttentionCall {
   Tensor const &q, &k, &v;
   AttentionOptions options;
   std::optional<std::string> const& kernel;
+  Tensor const* out = nullptr;  // contiguous; none: the call allocates it
   AttentionProblem problem{};
   AttentionOperands operands{};
   Held held{};
@@ -170,7 +171,7 @@ AttentionPlan plan_of(AttentionCall const& call, OnDevice const& on) {
 std::tuple<Tensor, Tensor> launch(AttentionCall& call, Shape shape, Shape lse_shape, OnDevice const& on) {
   char const* op = call.op;
   AttentionProblem const& p = call.problem;
-  Tensor const out = allocate(op, call.q, shape, call.q.scalar_type(), "the output of q ", call.q);
+  Tensor const out = call.out != nullptr ? *call.out : allocate(op, call.q, shape, call.q.scalar_type(), "the output of q ", call.q);
   Tensor const lse = allocate(op, call.q, lse_shape, ScalarType::Float, "the lse of q ", call.q);
   if (p.tokens_q == 0 || p.heads_q == 0) {
     if (call.kernel) check_kernel_name(op, "attention", *call.kernel);
@@ -331,20 +332,16 @@ void set_block_table(AttentionCall* call, Tensor const& block_table) {
   call->operands.block_table_stride = rows.stride(0);
 }
 
-std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cache, Tensor const& v_cache, Tensor const& seq_lens,
-                                           std::optional<Tensor> const& block_table, std::optional<Tensor> const& cu_seqlens_q,
-                                           int64_t max_seqlen_q, std::optional<Tensor> const& k_scale, std::optional<Tensor> const& v_scale,
-                                           std::optional<Tensor> const& k_residual, std::optional<Tensor> const& v_residual,
-                                           std::string const& kv_format, bool causal, std::optional<double> scale, int64_t window_left,
-                                           SoftmaxArguments const& softmax, std::optional<int64_t> num_splits,
-                                           std::optional<std::string> const& kernel) {
-  char const* op = "minfer::attention_paged";
+/// A call's q, k and v are the queries and the caches.
+std::tuple<Tensor, Tensor> attend_to_pages(AttentionCall& call, Tensor const& seq_lens, std::optional<Tensor> const& block_table,
+                                           std::optional<Tensor> const& cu_seqlens_q, int64_t max_seqlen_q, KvScales const& scales,
+                                           std::string const& kv_format, std::optional<int64_t> num_splits) {
+  char const* op = call.op;
+  Tensor const &q = call.q, &k_cache = call.k, &v_cache = call.v;
   int64_t const modes = q.dim();
   if (modes != 3 && modes != 4) fail(op, ": q must be [batch, seqlen_q, heads, head_dim] or [tokens, heads, head_dim], got ", q);
   check_16bit(op, "q", q);
-  AttentionCall call{op, q, k_cache, v_cache, {causal, scale, window_left, -1, softmax}, kernel};
   AttentionProblem& p = call.problem;
-  KvScales const scales{k_scale, v_scale, k_residual, v_residual};
   describe_cache(&call, modes, kv_format);
   describe_queries(&call, modes, seq_lens, cu_seqlens_q, max_seqlen_q);
   describe_pages(&call, block_table);
@@ -359,7 +356,38 @@ std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cach
   if (p.varlen) call.operands.cu_seqlens_q = call.keep_lengths("cu_seqlens_q", *cu_seqlens_q);
   if (p.paged) set_block_table(&call, *block_table);
   if (modes == 4) return launch(call, {p.batch, p.seqlen_q, p.heads_q, p.head_dim_v}, {p.batch, p.heads_q, p.seqlen_q}, on);
+  if (call.out != nullptr) {
+    check_operand(op, "out", *call.out, q.scalar_type(), {p.tokens_q, p.heads_q, p.head_dim_v}, {"q", q});
+    if (!call.out->is_contiguous() || !call.out->is_aligned(16))
+      fail(op, ": out must be contiguous and begin at 16 bytes, got ", *call.out);
+  }
   return launch(call, {p.tokens_q, p.heads_q, p.head_dim_v}, {p.heads_q, p.tokens_q}, on);
+}
+
+std::tuple<Tensor, Tensor> attention_paged(Tensor const& q, Tensor const& k_cache, Tensor const& v_cache, Tensor const& seq_lens,
+                                           std::optional<Tensor> const& block_table, std::optional<Tensor> const& cu_seqlens_q,
+                                           int64_t max_seqlen_q, std::optional<Tensor> const& k_scale, std::optional<Tensor> const& v_scale,
+                                           std::optional<Tensor> const& k_residual, std::optional<Tensor> const& v_residual,
+                                           std::string const& kv_format, bool causal, std::optional<double> scale, int64_t window_left,
+                                           SoftmaxArguments const& softmax, std::optional<int64_t> num_splits,
+                                           std::optional<std::string> const& kernel) {
+  AttentionCall call{"minfer::attention_paged", q, k_cache, v_cache, {causal, scale, window_left, -1, softmax}, kernel};
+  KvScales const scales{k_scale, v_scale, k_residual, v_residual};
+  return attend_to_pages(call, seq_lens, block_table, cu_seqlens_q, max_seqlen_q, scales, kv_format, num_splits);
+}
+
+/// Into a tensor of the caller's, of whom the lse is not asked for.
+void attention_paged_into(Tensor const& q, Tensor const& k_cache, Tensor const& v_cache, Tensor const& seq_lens, Tensor const& block_table,
+                          Tensor const& cu_seqlens_q, int64_t max_seqlen_q, std::optional<Tensor> const& k_scale,
+                          std::optional<Tensor> const& v_scale, std::string const& kv_format, bool causal, double scale,
+                          int64_t window_left, SoftmaxArguments const& softmax, Tensor const& out) {
+  std::optional<std::string> const kernel;
+  AttentionCall call{"minfer::_attention_paged_into", q, k_cache, v_cache, {causal, scale, window_left, -1, softmax}, kernel};
+  call.out = &out;
+  if (q.dim() != 3) fail(call.op, ": q must be [tokens, heads, head_dim], got ", q);
+  std::optional<Tensor> const table = block_table, ends = cu_seqlens_q;
+  KvScales const scales{k_scale, v_scale, std::nullopt, std::nullopt};
+  attend_to_pages(call, seq_lens, table, ends, max_seqlen_q, scales, kv_format, std::nullopt);
 }
 
 constexpr Operator kOperators[] = {
@@ -380,6 +408,11 @@ constexpr Operator kOperators[] = {
      "str kv_format='auto', bool causal=True, float? scale=None, int window_left=-1, " MINFER_SOFTMAX_ARGUMENTS
      ", int? num_splits=None, str? kernel=None) -> (Tensor, Tensor)",
      boxed<&attention_paged>},
+    // The same for engines that have the output already.
+    {"_attention_paged_into(Tensor q, Tensor k_cache, Tensor v_cache, Tensor seq_lens, Tensor block_table, Tensor cu_seqlens_q, "
+     "int max_seqlen_q, Tensor? k_scale, Tensor? v_scale, str kv_format, bool causal, float scale, int window_left, float softcap, "
+     "Tensor? sinks, Tensor(a!) out) -> ()",
+     boxed<&attention_paged_into>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }

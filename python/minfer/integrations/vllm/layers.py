@@ -1,0 +1,78 @@
+"""vLLM's custom ops by minfer's operators: on a GPU; elsewhere, and of what the operators do not take, they are vLLM's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+
+from ...ops.fused import add_rms_norm, rms_norm, rope, silu_and_mul
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def _normalise(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, weight_offset: float
+) -> Tensor | tuple[Tensor, Tensor]:
+    """As vLLM's norms: with a residual the sum comes back beside the norm, in the residual's memory."""
+    if residual is None:
+        return rms_norm(x, weight, eps, weight_offset=weight_offset)
+    return add_rms_norm(x, residual, weight, eps, weight_offset=weight_offset), residual
+
+
+class MinferRMSNorm(RMSNorm):
+    """:func:`minfer.rms_norm` and :func:`minfer.add_rms_norm`."""
+
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        weight = self.weight.data if self.has_weight else None
+        usual = self.variance_size_override is None and x.dtype in _DTYPES and (weight is None or weight.dtype == x.dtype)
+        if not usual or envs.VLLM_BATCH_INVARIANT:
+            return super().forward_cuda(x, residual)
+        return _normalise(x, residual, weight, self.variance_epsilon, 0.0)
+
+
+class MinferGemmaRMSNorm(GemmaRMSNorm):
+    """The same of weights that are stored less 1."""
+
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if x.dtype not in _DTYPES or self.weight.dtype != x.dtype or envs.VLLM_BATCH_INVARIANT:
+            return super().forward_cuda(x, residual)
+        return _normalise(x, residual, self.weight.data, self.variance_epsilon, 1.0)
+
+
+class MinferSiluAndMul(SiluAndMul):
+    """:func:`minfer.silu_and_mul`."""
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        return silu_and_mul(x) if x.dtype in _DTYPES else super().forward_cuda(x)
+
+
+class MinferRotaryEmbedding(RotaryEmbedding):
+    """:func:`minfer.rope`, in place; cosines and sines are float32 here."""
+
+    def _rotations(self, device: torch.device) -> Tensor:
+        found = getattr(self, "_cos_sin_float", None)
+        if found is None or found.device != device:
+            found = self._compute_cos_sin_cache().to(device=device, dtype=torch.float32).contiguous()
+            self._cos_sin_float = found
+        return found
+
+    def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        if query.dtype not in _DTYPES:
+            return super().forward_cuda(positions, query, key)
+        heads = [None if x is None else x.view(positions.numel(), -1, self.head_size) for x in (query, key)]
+        options = {"interleaved": not self.is_neox_style, "rotary_dim": self.rotary_dim}
+        rope(*heads, self._rotations(query.device), positions.flatten(), **options)
+        return query, key
+
+
+# By the name of vLLM's class.
+LAYERS = {
+    "RMSNorm": MinferRMSNorm,
+    "GemmaRMSNorm": MinferGemmaRMSNorm,
+    "SiluAndMul": MinferSiluAndMul,
+    "RotaryEmbedding": MinferRotaryEmbedding,
+}

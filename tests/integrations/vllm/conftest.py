@@ -1,0 +1,34 @@
+"""vLLM's Python side on a CPU: its wheel for CUDA, told to be somewhere else. docs/guides/vllm.md says how to install it for these tests."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def process_group(tmp_path_factory):
+    """What vLLM's parameters ask for: one rank."""
+    pytest.importorskip("vllm")
+    import torch.distributed as dist
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    store = tmp_path_factory.mktemp("vllm") / "store"
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, backend="gloo")
+        parallel_state.initialize_model_parallel(1)
+        yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def config(process_group):
+    """A configuration in which custom ops are on."""
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))) as found:
+        yield found
