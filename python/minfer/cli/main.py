@@ -1,4 +1,4 @@
-"""Command line: ``python -m minfer info | plan | tune | demo | generate | bench-model | report``."""
+"""Command line: ``python -m minfer info | doctor | plan | tune | demo | generate | bench-model | report``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..formats import weight_formats
 from ..measure import shapes
 from ..planning import calibrate, plan as planning, tune as tuner, tuned
 from ..planning.plan import Problem, W4Problem
-from . import demo, models as model_commands
+from . import demo, doctor, models as model_commands
 from .demo import table as demo_table
 
 app = typer.Typer(
@@ -147,6 +147,14 @@ def info(list_kernels: Annotated[bool, typer.Option("--kernels", help="List ever
 def _plan_table(properties: dict[str, Any], device: int | None, where: str) -> str:
     tables = f"{properties['shipped_rows']} shipped rows, {tuned.user_rows(device)} user rows ({where})"
     return f"{properties['name']}: {tables}, then the model"
+
+
+@app.command("doctor")
+def run_doctor() -> None:
+    """What of minfer is active in the engines that are installed, and why the rest is not. It imports them, which takes seconds."""
+    for title, rows in doctor.findings():
+        _columns(title, rows)
+        console.print()
 
 
 # ---- plan -----------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""vLLM's Python side on a CPU: its wheel for CUDA, told to be somewhere else. docs/guides/vllm.md says how to install it for these tests."""
+"""vLLM's Python side on a CPU: its wheel for CUDA, told to be somewhere else. docs/guides/vllm.md says how to install it for this."""
 
 from __future__ import annotations
 

@@ -132,9 +132,7 @@ def test_norm_rotation_and_storing_in_one(kv_dtype, neox):
     want_q, want_k = (x.reshape(tokens + 2, -1, SIZE) for x in rotary.forward_native(positions, *(x.flatten(1) for x in normed)))
     layer, caches = SimpleNamespace(), [cache_of(spec, "LBNHC") for _ in range(2)]
     q_out, k_out = torch.empty(tokens + 2, HEADS * SIZE, dtype=dtype), torch.empty(0)
-    impl.do_qk_norm_rope_kvcache_update(
-        layer, qkv, q_out, k_out, positions, *weights, 1e-6, rotary.cos_sin_cache, neox, caches[0], slots
-    )
+    impl.do_qk_norm_rope_kvcache_update(layer, qkv, q_out, k_out, positions, *weights, 1e-6, rotary.cos_sin_cache, neox, caches[0], slots)
     torch.testing.assert_close(q_out[:tokens].view(tokens, HEADS, SIZE).float(), want_q[:tokens], rtol=1e-2, atol=1e-2)
     impl.do_kv_cache_update(layer, want_k.to(dtype), v, caches[1], slots)
     stored = [impl._pages_of(layer, cache) for cache in caches]
@@ -160,7 +158,13 @@ def test_chosen_by_name():
         usual |= dict(use_sparse=False, use_mm_prefix=False, use_per_head_quant_scales=False, attn_type="decoder")
         return MinferAttentionBackend.validate_configuration(**(usual | {"device_capability": DeviceCapability(9, 0)} | changes))
 
-    for fine in ({}, {"has_sink": True}, {"kv_cache_dtype": "int8_per_token_head"}, {"kv_cache_dtype": "fp8"}, {"has_sliding_window": True}):
+    for fine in (
+        {},
+        {"has_sink": True},
+        {"kv_cache_dtype": "int8_per_token_head"},
+        {"kv_cache_dtype": "fp8"},
+        {"has_sliding_window": True},
+    ):
         assert not reasons(**fine), fine
     for not_fine in (
         {"head_size": 288},

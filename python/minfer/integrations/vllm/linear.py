@@ -1,8 +1,8 @@
 """vLLM's linear layers by minfer's products: kernels in the form that vLLM 0.32 chooses from.
 
-Each says whether it applies to a layer (``can_implement``), takes the loaded weights over (``process_weights_after_loading``), and multiplies
-(``apply_weights``). Weights of 4 and 8 bits beside 16-bit activations are packed anew, in place of the loaded ones, in a module ``minfer`` of
-the layer. Nothing writes a served model's weights, so that kernels read them before their predecessors have finished.
+Each says whether it applies to a layer (``can_implement``), takes the loaded weights over (``process_weights_after_loading``), and
+multiplies (``apply_weights``). Weights of 4 and 8 bits beside 16-bit activations are packed anew, in place of the loaded ones, in a module
+``minfer`` of the layer. Nothing writes a served model's weights, so that kernels read them before their predecessors have finished.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 
@@ -26,6 +27,51 @@ def register_linear() -> str:
     ):
         _put_first(table, PlatformEnum.CUDA, kernel)
     return linear.why_not_here() or "in front of vLLM's kernels of W4A16, W8A16, FP8 and INT8"
+
+
+def _prefer_experts(oracle: Any, backend: Any, experts: type) -> None:
+    """In an oracle, which is a module of functions: ``experts`` are asked before the backend's own."""
+    own = oracle.backend_to_kernel_cls
+    if getattr(own, "minfer", None) is not None:
+        return
+
+    @functools.wraps(own)
+    def backend_to_kernel_cls(asked: Any) -> list[type]:
+        return [experts, *own(asked)] if asked == backend else own(asked)
+
+    backend_to_kernel_cls.minfer = experts
+    oracle.backend_to_kernel_cls = backend_to_kernel_cls
+
+
+def _prefer_fp8_backend(oracle: Any, backend: Any, experts: type) -> None:
+    """The backend is asked before all others where ``experts`` apply."""
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat
+
+    own = oracle._get_priority_backends
+    if getattr(own, "minfer", None) is not None:
+        return
+
+    @functools.wraps(own)
+    def priorities(config: Any, weight_key: Any, activation_key: Any) -> list[Any]:
+        found = own(config, weight_key, activation_key)
+        if experts.is_supported_config(experts, config, weight_key, activation_key, FusedMoEActivationFormat.Standard)[0]:
+            found = [backend, *(other for other in found if other != backend)]
+        return found
+
+    priorities.minfer = experts
+    oracle._get_priority_backends = priorities
+
+
+def register_experts() -> str:
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
+
+    from . import experts
+    from .linear import why_not_here
+
+    _prefer_experts(unquantized, unquantized.UnquantizedMoeBackend.TRITON, experts.MinferExperts)
+    _prefer_experts(fp8, fp8.Fp8MoeBackend.TRITON, experts.MinferFp8Experts)
+    _prefer_fp8_backend(fp8, fp8.Fp8MoeBackend.TRITON, experts.MinferFp8Experts)
+    return why_not_here() or "16-bit and FP8 experts, under vLLM's name TRITON"
 
 
 def register_attention() -> str:
