@@ -22,13 +22,13 @@ struct AllReduce {
   void* out;          // [count], 16-byte aligned; may be x
   int64_t count = 0;  // a multiple of 8, at most `most`
   int32_t ranks = 1, rank = 0;
-  void* buffers[kMostReduceRanks] = {};  // of all ranks, where this process has mapped them: all_reduce_bytes() each, zeros at first
+  void* buffers[kMostReduceRanks] = {};  // of all ranks, where this process has mapped them: all_reduce_bytes() each, first zeros
   int64_t most = 0;                      // numbers that the buffers are for
 };
 
 size_t all_reduce_bytes(int64_t most, int32_t ranks);
 
-/// out becomes the sum of all ranks' x: added up in fp32, in the order of the ranks, and rounded once, so that all ranks have the same bits.
+/// out becomes the sum of all ranks' x: added up in fp32, in the order of the ranks, and rounded once, so that all have the same bits.
 Status all_reduce(AllReduce const& arguments, DeviceProperties const& device, bool programmatic, Stream stream);
 
 /// By which another process of the host maps peer memory.

@@ -1,7 +1,7 @@
 // The sum of few numbers over the GPUs of a host (minfer/all_reduce.h).
 //
-// Packets are of 16 bytes: twice four bytes of numbers and a flag, which says the epoch. The two halves are 8 bytes each, which arrive whole
-// over NVLink and PCIe; so the data says by itself that it is there, without a fence and a second trip. After NCCL's LL protocol.
+// Packets are of 16 bytes: twice four bytes of numbers and a flag, which says the epoch. The two halves are 8 bytes each, which arrive
+// whole over NVLink and PCIe; so the data says by itself that it is there, without a fence and a second trip. After NCCL's LL protocol.
 //
 // Walk: a thread sends a vector of 8 numbers to the same place of every other rank's buffer, then waits for the other ranks' in its own.
 // CTAs are started in the order of their numbers, on every rank, and a CTA waits only for the CTAs of its number, which have sent before
