@@ -1,12 +1,15 @@
-"""vLLM's Python side on a CPU: its wheel for CUDA, told to be somewhere else. docs/guides/vllm.md says how to install it for this."""
+"""vLLM's Python side: on a GPU, or on a CPU, where its wheel for CUDA is told to be somewhere else. docs/guides/vllm.md says how to install
+it for this."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
-
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,7 +24,10 @@ def process_group(tmp_path_factory):
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, backend="gloo")
         parallel_state.initialize_model_parallel(1)
+        if torch.cuda.is_available():
+            torch.set_default_device("cuda")
         yield
+        torch.set_default_device("cpu")
     dist.destroy_process_group()
 
 

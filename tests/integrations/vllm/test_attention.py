@@ -86,7 +86,7 @@ def test_steps(kv_dtype, layout, options):
         options["sinks"] = torch.randn(HEADS).to(dtype)
     window, softcap = options.get("sliding_window"), options.get("logits_soft_cap")
     spec = spec_of(kv_dtype)
-    builder = MinferAttentionMetadataBuilder(spec, ["layer"], SimpleNamespace(), torch.device("cpu"))
+    builder = MinferAttentionMetadataBuilder(spec, ["layer"], SimpleNamespace(), torch.get_default_device())
     impl = MinferAttentionImpl(HEADS, SIZE, SIZE**-0.5, HEADS_KV, None, kv_cache_dtype=kv_dtype, **options)
     cache = cache_of(spec, layout)
     layer = SimpleNamespace(_k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.015))
@@ -186,5 +186,5 @@ def test_what_it_refuses():
         MinferAttentionImpl(HEADS, SIZE, 1.0, HEADS_KV, kv_cache_dtype="int4_per_token_head")
     transfer = SimpleNamespace(kv_transfer_config=object())
     with pytest.raises(ValueError, match="KV connector"):
-        MinferAttentionMetadataBuilder(spec_of("int8_per_token_head"), ["layer"], transfer, torch.device("cpu"))
-    MinferAttentionMetadataBuilder(spec_of("fp8"), ["layer"], transfer, torch.device("cpu"))
+        MinferAttentionMetadataBuilder(spec_of("int8_per_token_head"), ["layer"], transfer, torch.get_default_device())
+    MinferAttentionMetadataBuilder(spec_of("fp8"), ["layer"], transfer, torch.get_default_device())

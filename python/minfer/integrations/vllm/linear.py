@@ -8,6 +8,8 @@ multiplies (``apply_weights``). Weights of 4 and 8 bits beside 16-bit activation
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from vllm.scalar_type import scalar_types
 from ..._core.registry import build_info
 from ...formats.weight_formats import legal_group_size
 from ...nn import Int8Linear, W4Linear, W8Linear
+from ...ops.fused import quantize_fp8
 from ...ops.scaled_gemm import gemm_fp8
 from ...quantize import from_compressed_tensors
 from ...quantize.scaled_weight import Int8Weight, aligned_rows, bias_with_zero
@@ -119,8 +122,25 @@ class MinferPackedLinearKernel(MPLinearKernel):
         return y if bias is None else y + bias
 
 
+class _Quantizer:
+    """x [tokens, k] as e4m3 codes and their scales, in place of vLLM's own; of what the operator does not have, vLLM's."""
+
+    def __init__(self, own: Any, mode: str, static: bool):
+        self._own, self._mode, self._usual = own, mode, static == (mode == "tensor")
+
+    def __call__(self, x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, **more: Any) -> tuple[Tensor, Tensor]:
+        if not self._usual or scale_ub is not None or x.dtype not in _DTYPES:
+            return self._own(x, scale, scale_ub, **more)
+        return quantize_fp8(x, self._mode, None if scale is None else scale.float().reshape(1))
+
+
 class MinferFp8LinearKernel(FP8ScaledMMLinearKernel):
-    """e4m3 weights and activations, each with one scale or one for each row. vLLM quantises the activations."""
+    """e4m3 weights and activations, each with one scale or one for each row."""
+
+    def __init__(self, c: FP8ScaledMMLinearLayerConfig, layer_param_names: Sequence[str]) -> None:
+        super().__init__(c, layer_param_names)
+        of_tokens = c.activation_quant_key.scale
+        self.quant_fp8 = _Quantizer(self.quant_fp8, "tensor" if of_tokens.group_shape.is_per_tensor() else "token", of_tokens.static)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> _Answer:
@@ -146,6 +166,10 @@ class MinferFp8LinearKernel(FP8ScaledMMLinearKernel):
 
 class MinferFp8BlockLinearKernel(Fp8BlockScaledMMLinearKernel):
     """e4m3 weights with scales of blocks of 128 x 128, activations with those of 128 of a token: DeepSeek, Qwen3."""
+
+    def __init__(self, config: FP8ScaledMMLinearLayerConfig) -> None:
+        super().__init__(config)
+        self.quant_fp8 = _Quantizer(self.quant_fp8, "block128", False)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> _Answer:
