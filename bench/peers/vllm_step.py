@@ -1,8 +1,8 @@
 """A decode step of a dense Llama-like model by the operators that vLLM runs, in a CUDA graph: a stand-in for vLLM on a machine without it.
 
-Per layer: fused_add_rms_norm, the product of q, k and v (cuBLAS, or Marlin of 4-bit weights), rotary_embedding, keys and values into pages,
-FlashAttention-3 over them, the projection, fused_add_rms_norm, gate and up, silu_and_mul, down. Around them: the embedding, the last norm,
-the head in 16 bits, argmax. The scheduler, which vLLM runs between steps, is left out.
+Per layer: fused_add_rms_norm, the product of q, k and v (cuBLAS, Marlin of 4-bit weights, CUTLASS of FP8), rotary_embedding, keys and
+values into pages, FlashAttention-3 over them, the projection, fused_add_rms_norm, gate and up, silu_and_mul, down. Around them: the
+embedding, the last norm, the head in 16 bits, argmax. The scheduler, which vLLM runs between steps, is left out.
 
 Weights are random and its own. Where vLLM's ``reshape_and_cache_flash`` is not in the libraries at hand, index_put stores keys and values.
 """
@@ -10,8 +10,10 @@ Weights are random and its own. Where vLLM's ``reshape_and_cache_flash`` is not 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
+import minfer
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,13 +27,32 @@ def _ops() -> Any:
     return peer_ops
 
 
-class _Linear:
-    """x -> x.W^T of a random weight [n, k], in 16 bits or in 4 by Marlin."""
+def _fp8(x: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
+    """Tokens get a scale each, in a kernel of its own, in front of vLLM's CUTLASS kernel. Where the library at hand has no such kernel, it
+    is minfer's, which is no slower."""
+    weight, weight_scale = own
+    if hasattr(torch.ops._C, "dynamic_per_token_scaled_fp8_quant"):
+        q, scale = torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty(x.shape[0], 1, device=x.device, dtype=torch.float32)
+        torch.ops._C.dynamic_per_token_scaled_fp8_quant(q, x, scale, None)
+    else:
+        q, scale = minfer.quantize_fp8(x)
+        scale = scale.view(-1, 1)
+    y = torch.empty(x.shape[0], weight.shape[0], device=x.device, dtype=x.dtype)
+    torch.ops._C.cutlass_scaled_mm(y, q, weight.t(), scale, weight_scale, None)
+    return y
 
-    def __init__(self, n: int, k: int, four_bits: bool, dtype: torch.dtype):
+
+class _Linear:
+    """x -> x.W^T of a random weight [n, k]: in 16 bits, in 4 by Marlin, or in e4m3 with scales of rows beside tokens' in e4m3."""
+
+    def __init__(self, n: int, k: int, weights: str, dtype: torch.dtype):
         weight = torch.randn(n, k, device="cuda", dtype=dtype) / k**0.5
-        if not four_bits:
+        if weights == "bf16":
             self._call, self._own = F.linear, weight
+            return
+        if weights == "fp8":
+            scale = (weight.float().abs().amax(1, keepdim=True) / 448).contiguous()
+            self._call, self._own = _fp8, ((weight.float() / scale).to(torch.float8_e4m3fn), scale.view(1, -1))
             return
         q, s, _ = _ops().quantize(weight.t().contiguous())
         self._call, self._own = (lambda x, own: _ops().marlin(x, own)), _ops().marlin_prepare(q, s)
@@ -45,11 +66,11 @@ class VllmStep:
 
     Args:
       config: of a transformers model with Llama's layers (llama, qwen2, mistral).
-      weights: "bf16" or "w4a16".
+      weights: "bf16", "w4a16" or "fp8".
     """
 
     def __init__(self, config: Any, batch: int, context: int, weights: str = "bf16", dtype: torch.dtype = torch.bfloat16):
-        ops, four_bits = _ops(), weights == "w4a16"
+        ops = _ops()
         ops.load("_C_stable_libtorch")
         hidden, inter = config.hidden_size, config.intermediate_size
         self.heads, self.heads_kv = config.num_attention_heads, config.num_key_value_heads
@@ -59,7 +80,7 @@ class VllmStep:
         pages = -(-self.length // PAGE)
         self.layers = [
             [
-                _Linear(n, k, four_bits, dtype)
+                _Linear(n, k, weights, dtype)
                 for n, k in ((wide, hidden), (hidden, self.heads * self.head_dim), (2 * inter, hidden), (hidden, inter))
             ]
             for _ in range(config.num_hidden_layers)
@@ -98,25 +119,30 @@ class VllmStep:
         torch.ops._C.fused_add_rms_norm(x, residual, self.norm, self.eps)
         return F.linear(x, self.head).argmax(-1)
 
-    @torch.inference_mode()
     def ms(self, steps: int = 30) -> float:
         """Milliseconds of a replay, the median."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step()
-        times = []
-        for turn in range(steps + 3):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn >= 3:
-                times.append(begin.elapsed_time(end))
-        return statistics.median(times)
+        return replay_ms(self.step, steps)
+
+
+@torch.inference_mode()
+def replay_ms(step: Callable[[], Tensor], steps: int) -> float:
+    """Milliseconds of a step as a CUDA graph, the median of its replays."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    times = []
+    for turn in range(steps + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if turn >= 3:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)

@@ -118,23 +118,37 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def random_model(name: str, *, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any) -> Any:
-    """A transformers model of a published shape in eval mode, its weights random.
+def config_of(name: str, **changes: Any) -> Any:
+    """The transformers config of a published shape.
 
     Args:
       name: of :data:`MODELS`.
-      device, dtype: of its weights, which are made there.
       changes: of the config: ``num_hidden_layers`` for a part of the model.
 
     Raises:
       ValueError: the name is not known.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if name not in MODELS:
-        raise ValueError(f"random_model: name must be one of {', '.join(MODELS)}, got {name!r}")
+        raise ValueError(f"name must be one of {', '.join(MODELS)}, got {name!r}")
     values = {**MODELS[name], **changes}
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def random_model(name: str, *, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any) -> Any:
+    """A transformers model of a published shape in eval mode, its weights random.
+
+    Args:
+      name, changes: as of :func:`config_of`.
+      device, dtype: of its weights, which are made there.
+
+    Raises:
+      ValueError: the name is not known.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(name, **changes)
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
