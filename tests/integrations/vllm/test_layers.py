@@ -49,12 +49,20 @@ def test_silu_and_mul():
     torch.testing.assert_close(layer.forward_cuda(x), layer.forward_native(x.float()).bfloat16(), rtol=1e-2, atol=1e-2)
 
 
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=256)
+
+
 @pytest.mark.parametrize("neox", [True, False])
-@pytest.mark.parametrize("rotary", [64, 32])
-def test_rotary_embedding(neox, rotary):
+@pytest.mark.parametrize(
+    "kind, rotary, parameters",
+    [("Rotary", 64, {}), ("Rotary", 32, {}), ("Llama3Rotary", 64, LLAMA3), ("YaRNScalingRotary", 64, YARN)],
+)
+def test_rotary_embedding(neox, kind, rotary, parameters):
     torch.manual_seed(2)
-    layer = get_rope(64, 512, neox, {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": rotary / 64}, torch.float32)
-    assert type(layer) is layers.MinferRotaryEmbedding and layer.rotary_dim == rotary
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": rotary / 64} | parameters
+    layer = get_rope(64, 512, neox, parameters, torch.float32)
+    assert type(layer) is layers.LAYERS[f"{kind}Embedding"] and layer.rotary_dim == rotary
     positions, q, k = torch.randint(0, 512, (6,)), torch.randn(6, 4 * 64).bfloat16(), torch.randn(6, 2 * 64).bfloat16()
     want = layer.forward_native(positions, q.float(), k.float())
     have = layer.forward_cuda(positions, q, k)

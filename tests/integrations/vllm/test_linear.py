@@ -245,3 +245,31 @@ def test_what_it_leaves_to_others(changes, reason):
     config = registry.MPLinearLayerConfig(**(base | {"group_size": 128, "zero_points": False} | changes))
     can, why = kernels.MinferPackedLinearKernel.can_implement(config)
     assert not can and reason in why
+
+
+@pytest.mark.parametrize("form", ["w4a16", "fp8", "int8"])
+def test_compiled_whole(form, config):
+    """vLLM compiles a model as one graph: nothing of the kernels may break it."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16 import CompressedTensorsWNA16
+    from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+
+    torch.manual_seed(6)
+    n, k, dtype = 128, 256, torch.bfloat16
+    if form == "w4a16":
+        method = CompressedTensorsWNA16("group", 4, 128, True)
+        layer = layer_of(method, k, [n], dtype)
+        layer.weight_packed.data.random_(-(2**31), 2**31 - 1)
+        layer.weight_scale.data.fill_(0.01)
+    elif form == "fp8":
+        method = registry.init_fp8_linear_kernel(keys.kFp8DynamicTokenSym, keys.kFp8StaticChannelSym, dtype, dtype, (n, k))
+        layer = fp8_layer(torch.randn(n, k).to(FP8).t(), weight_scale=torch.full((n, 1), 0.02))
+    else:
+        method = registry.init_int8_linear_kernel(True, False, True, "test")
+        layer = fp8_layer(torch.randint(-128, 128, (n, k), dtype=torch.int8), weight_scale=torch.full((n, 1), 0.02))
+        layer.logical_widths = [n]
+    method.process_weights_after_loading(layer)
+    call = torch.compile(lambda x: method.apply_weights(layer, x, None), fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch.no_grad():
+        for tokens in (3, 7):
+            x = torch.randn(tokens, k).to(dtype)
+            assert torch.equal(call(x), method.apply_weights(layer, x, None))

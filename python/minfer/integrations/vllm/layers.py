@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from vllm import envs
+from vllm.model_executor.layers import rotary_embedding as rotations
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from ...ops.fused import add_rms_norm, rms_norm, rope, silu_and_mul
 
@@ -50,29 +52,36 @@ class MinferSiluAndMul(SiluAndMul):
         return silu_and_mul(x) if x.dtype in _DTYPES else super().forward_cuda(x)
 
 
-class MinferRotaryEmbedding(RotaryEmbedding):
-    """:func:`minfer.rope`, in place; cosines and sines are float32 here."""
+class _Rope:
+    """:func:`minfer.rope`, in place, for vLLM's rotations that differ in their cosines and sines alone; these are float32 here."""
 
-    def _rotations(self, device: torch.device) -> Tensor:
-        found = getattr(self, "_cos_sin_float", None)
-        if found is None or found.device != device:
-            found = self._compute_cos_sin_cache().to(device=device, dtype=torch.float32).contiguous()
-            self._cos_sin_float = found
-        return found
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.register_buffer("cos_sin_float", self._compute_cos_sin_cache().float().contiguous(), persistent=False)
 
     def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         if query.dtype not in _DTYPES:
             return super().forward_cuda(positions, query, key)
         heads = [None if x is None else x.view(positions.numel(), -1, self.head_size) for x in (query, key)]
         options = {"interleaved": not self.is_neox_style, "rotary_dim": self.rotary_dim}
-        rope(*heads, self._rotations(query.device), positions.flatten(), **options)
+        rope(*heads, self.cos_sin_float, positions.flatten(), **options)
         return query, key
 
+
+_ROTATIONS = (
+    rotations.RotaryEmbedding,
+    rotations.DynamicNTKAlphaRotaryEmbedding,
+    rotations.DynamicNTKScalingRotaryEmbedding,
+    rotations.LinearScalingRotaryEmbedding,
+    rotations.Llama3RotaryEmbedding,
+    rotations.NTKScalingRotaryEmbedding,
+    rotations.YaRNScalingRotaryEmbedding,
+)
 
 # By the name of vLLM's class.
 LAYERS = {
     "RMSNorm": MinferRMSNorm,
     "GemmaRMSNorm": MinferGemmaRMSNorm,
     "SiluAndMul": MinferSiluAndMul,
-    "RotaryEmbedding": MinferRotaryEmbedding,
+    **{kind.__name__: type(f"Minfer{kind.__name__}", (_Rope, kind), {}) for kind in _ROTATIONS},
 }
