@@ -31,6 +31,8 @@ from bench.report import (
     random as report_random,
     regret as report_regret,
     scaled_gemm as report_scaled_gemm,
+    tensor_parallel as report_tensor_parallel,
+    vllm_plugin as report_vllm_plugin,
     w4a8 as report_w4a8,
     w4a16 as report_w4a16,
 )
@@ -50,6 +52,8 @@ FAMILIES: dict[str, tuple[str, ModuleType]] = {
     "attention": ("Attention", report_attention),
     "fused": ("Between the GEMMs", report_fused),
     "e2e": ("Whole models", report_e2e),
+    "tensor_parallel": ("Whole models among GPUs", report_tensor_parallel),
+    "vllm_plugin": ("Inside vLLM", report_vllm_plugin),
     "accuracy": ("Accuracy of quantised models", report_accuracy),
 }
 MARKERS = re.compile(r"<!-- results:(?P<device>[\w-]+) -->.*?<!-- /results -->", re.DOTALL)
