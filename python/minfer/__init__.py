@@ -20,6 +20,16 @@ from .ops import *
 from .planning import tuned as _tuned
 from .planning.plan import NormPlan, Plan, plan
 
+
+def __getattr__(name: str):
+    """minfer.fuse is imported where it is first used: nothing else needs it."""
+    if name == "fuse":
+        import importlib
+
+        return importlib.import_module(f"{__name__}.fuse")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __version__: str = build_info()["version"]
 _tuned.load_at_first_use()
 

@@ -1,6 +1,7 @@
 #include "common/tensor_map.h"
 
 #include "common/driver.h"
+#include "minfer/loaded_kernel.h"
 
 namespace minfer {
 
@@ -115,6 +116,13 @@ Status encode_tensor_map_rows(CUtensorMap* map, int rank, void const* base, int6
 Status encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void const* base, int64_t const* extents,
                          int64_t const* strides, int const* box) {
   return encode_modes(map, type, rank, base, extents, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+}
+
+Status encode_tensor_map_argument(TensorMapArgument const& argument, void* map) {
+  CUtensorMapDataType const type = unsigned_type(argument.element_bytes);
+  CUtensorMapSwizzle const swizzle = argument.swizzle_bytes == 0 ? CU_TENSOR_MAP_SWIZZLE_NONE : swizzle_of(argument.swizzle_bytes);
+  return encode_modes(static_cast<CUtensorMap*>(map), type, argument.modes, argument.base, argument.extents, argument.strides + 1,
+                      argument.box, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 }  // namespace minfer

@@ -31,7 +31,8 @@ class _InferenceOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name, call, keys, args, kwargs, *_tensors):
         ctx.name = name
-        return call(keys, *args, **kwargs)
+        result = call(keys, *args, **kwargs)
+        return tuple(result) if isinstance(result, list) else result  # autograd follows no lists
 
     @staticmethod
     def backward(ctx, *_grads):
@@ -75,11 +76,12 @@ def register(library: torch.library.Library, op: Overload) -> None:
     elif any(map(is_written, schema.arguments)):
         _register_in_place(library, op, schema)
     else:
-        _register_functional(library, op, schema.name)
+        _register_functional(library, op, schema)
 
 
-def _register_functional(library: torch.library.Library, op: Overload, name: str) -> None:
-    call = redispatcher(op)
+def _register_functional(library: torch.library.Library, op: Overload, schema: torch.FunctionSchema) -> None:
+    call, name = redispatcher(op), schema.name
+    lists = str(schema.returns[0].type) == "List[Tensor]" if schema.returns else False
 
     def functional(keyset, *args, **kwargs):
         tensors = differentiated(args, kwargs)
@@ -87,7 +89,8 @@ def _register_functional(library: torch.library.Library, op: Overload, name: str
             _refuse_tangents(name, tensors)
             # A transform of torch.func (grad, vjp, jacrev) takes no autograd.Function of this kind, and would call its backward at once.
             torch._check(not transforms_are_active(), lambda: _no_backward(name))
-            return _InferenceOnly.apply(name, call, keyset & AFTER_AUTOGRAD, args, kwargs, *tensors)
+            results = _InferenceOnly.apply(name, call, keyset & AFTER_AUTOGRAD, args, kwargs, *tensors)
+            return list(results) if lists else results
         return call(keyset & AFTER_AUTOGRAD, *args, **kwargs)
 
     library.impl(op, functional, "Autograd", with_keyset=True)

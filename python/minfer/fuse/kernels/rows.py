@@ -1,0 +1,265 @@
+"""Functions of rows: elementwise, or with reductions over each row.
+
+A row has `threads` threads, of one CTA or of a cluster's; a CTA has one row, or several of up to 32 threads each. A thread takes
+`vectors` vectors of `width` neighbouring numbers of each tensor, at steps of all threads' vectors, so that a warp's loads lie together.
+
+    load      every vector of every input of rows, at once: all bytes are in flight before the first is used
+    pass      what the next reductions need is computed in registers; each thread reduces its own part, then
+                  the threads of a warp by shuffles
+                  the warps through shared memory, each reduction in a slot of its own, so that one barrier is enough for a pass
+                  the CTAs of a cluster through each other's shared memory
+    ...       as many passes as reductions depend on each other
+    store     vectors of the results, once
+
+Loads of rows and columns beyond the end are clamped to the last ones and take no part in reductions; stores are predicated.
+
+Without reductions a CTA takes a part of a row, grid = (groups of rows, parts), and the number of columns is a parameter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
+
+from ..artifact import Artifact
+from ..dtypes import dtype_of, register_of
+from ..graph import COLUMN, F32, FULL, REDUCTIONS, ROW, SCALAR, Graph, Node
+from ..row_config import RowConfig, parameters
+from .build import compile_kernel
+from .numbers import (
+    REGISTERS,
+    STORAGES,
+    Evaluator,
+    as_storage,
+    combine,
+    from_storage,
+    identity,
+    load_vector,
+    store_vector,
+)
+
+
+def dsl_types(graph: Graph) -> list[Any]:
+    """What the DSL takes for each parameter."""
+    types: list[Any] = []
+    for kind, i in parameters(graph):
+        if kind == "address":
+            types.append(("pointer", STORAGES[graph.inputs[i].storage]))
+        elif kind == "out":
+            types.append(("pointer", STORAGES[graph.outputs[i].storage]))
+        elif kind == "number":
+            types.append(("scalar", REGISTERS[_register(graph.inputs[i].storage)]))
+        else:
+            types.append(("scalar", Int64 if kind.endswith("stride") else Int32))
+    return types
+
+
+def _register(storage: str) -> str:
+    return register_of(dtype_of(storage))
+
+
+def shared_words(graph: Graph, config: RowConfig) -> int:
+    """4-byte words of shared memory: each reduction's partials of all warps of all CTAs of a row."""
+    reductions = sum(node.op in REDUCTIONS for node in graph.nodes)
+    warps = max(config.threads // 32, 1) * config.cluster
+    return reductions * warps if warps > 1 else 0
+
+
+def body(graph: Graph, config: RowConfig, values: list[Any]) -> None:
+    """The kernel. ``values`` are its parameters."""
+    _Rows(graph, config, dict(zip(parameters(graph), values, strict=True))).run()
+
+
+class _Rows:
+    def __init__(self, graph: Graph, config: RowConfig, values: dict[tuple[str, int], Any]):
+        self.graph, self.config, self.values = graph, config, values
+        thread = cute.arch.thread_idx()[0]
+        block = cute.arch.block_idx()
+        c = config
+        rows = values["rows", 0]
+        self.columns = c.columns if c.columns else values["columns", 0]
+        group = block[0] if c.cluster == 1 else block[0] // c.cluster
+        self.rank = Int32(0) if c.cluster == 1 else cute.arch.block_idx_in_cluster()
+        self.lane = thread if c.rows == 1 else thread % c.threads
+        row = group if c.rows == 1 else group * c.rows + thread // c.threads
+        self.row_valid = Boolean(True) if c.rows == 1 else row < rows
+        self.row = row if c.rows == 1 else cutlass.min(row, rows - 1)
+        # Of the thread's first vector, in vectors.
+        first = self.lane + (self.rank * c.threads if c.columns else block[1] * c.threads)
+        step = c.threads * c.cluster
+        of_row = self.columns // c.width
+        self.exact = bool(c.columns) and of_row == step * c.vectors
+        self.valid, self.column = [], []
+        for i in range(c.vectors):
+            vector = first + i * step
+            self.valid.append(Boolean(True) if self.exact else vector < of_row)
+            self.column.append((vector if self.exact else cutlass.min(vector, of_row - 1)) * c.width)
+        self.elements = c.vectors * c.width
+        self.evaluator = Evaluator(graph, self.elements, self.leaf, lambda node: node.extent in (FULL, ROW))
+        self.loaded: dict[int, list[cute.Tensor]] = {}
+        self.slot = 0
+
+    # Inputs.
+
+    def start(self, number: int) -> Any:
+        """The first element of this thread's row, in elements."""
+        stride = self.values.get(("stride", number))
+        return Int64(0) if stride is None else Int64(self.row) * stride
+
+    def load_all(self) -> None:
+        for i, x in enumerate(self.graph.inputs):
+            if x.extent in (FULL, ROW) and x.rank < 0:
+                start = self.start(i)
+                self.loaded[i] = [
+                    load_vector(self.values["address", i], start + Int64(column), self.config.width, x.storage) for column in self.column
+                ]
+
+    def leaf(self, number: int, node: Node, operands: list[Any]) -> Any:
+        if node.op == "value":  # "column"
+            return [REGISTERS[node.dtype](column + e) for column in self.column for e in range(self.config.width)]
+        i = node.attrs[0]
+        x = self.graph.inputs[i]
+        if x.by_value:
+            return self.values["number", i]
+        if i in self.loaded:
+            values: list[Any] = []
+            for vector in self.loaded[i]:
+                values += from_storage(vector, self.config.width, node.dtype, x.storage)
+            return values
+        stored = load_vector(self.values["address", i], self.start(i), 1, x.storage)
+        return from_storage(stored, 1, node.dtype, x.storage)[0]
+
+    # Reductions.
+
+    def reduce(self, numbers: list[int], shared: Any) -> None:
+        """All of one pass."""
+        partials = []
+        for number in numbers:
+            node = self.graph.nodes[number]
+            values = self.evaluator.each(node.inputs[0])
+            dtype = self.graph.nodes[node.inputs[0]].dtype
+            total = None
+            for i in range(self.config.vectors):
+                part = values[i * self.config.width : (i + 1) * self.config.width]
+                while len(part) > 1:  # a tree: short chains, and the same one whatever the number of vectors
+                    part = [combine(node.op, part[j], part[j + 1], dtype) for j in range(0, len(part), 2)]
+                value = part[0] if self.exact else cutlass.select_(self.valid[i], part[0], identity(node.op, dtype))
+                total = value if total is None else combine(node.op, total, value, dtype)
+            partials.append(total)
+        width = min(self.config.threads, 32)
+        for k, number in enumerate(numbers):
+            op, dtype = self.graph.nodes[number].op, self.graph.nodes[number].dtype
+            distance = width // 2
+            while distance:
+                other = cute.arch.shuffle_sync_bfly(partials[k], offset=distance)
+                partials[k] = combine(op, partials[k], other, dtype)
+                distance //= 2
+        if shared is not None:
+            partials = self.across_warps(numbers, partials, shared)
+        for number, total in zip(numbers, partials, strict=True):
+            self.evaluator.known[number] = total
+
+    def across_warps(self, numbers: list[int], partials: list[Any], shared: Any) -> list[Any]:
+        c = self.config
+        warps = c.threads // 32
+        count = warps * c.cluster
+        warp, lane = self.lane // 32, self.lane % 32
+        for k, total in enumerate(partials):
+            place = (self.slot + k) * count + self.rank * warps + warp
+            publish(shared, place, total, lane, c.cluster)
+        if c.cluster > 1:
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        results = []
+        for k, number in enumerate(numbers):
+            op, dtype = self.graph.nodes[number].op, self.graph.nodes[number].dtype
+            total = None
+            for first in range(0, count, 32):
+                inside = Boolean(True) if first + 32 <= count else lane + first < count
+                at = (self.slot + k) * count + (lane + first if first + 32 <= count else cutlass.min(lane + first, count - 1))
+                value = read(shared, at, dtype)
+                value = value if first + 32 <= count else cutlass.select_(inside, value, identity(op, dtype))
+                total = value if total is None else combine(op, total, value, dtype)
+            distance = 16
+            while distance:
+                total = combine(op, total, cute.arch.shuffle_sync_bfly(total, offset=distance), dtype)
+                distance //= 2
+            results.append(total)
+        self.slot += len(numbers)
+        return results
+
+    # Results.
+
+    def store(self, number: int) -> None:
+        y = self.graph.outputs[number]
+        c = self.config
+        register = self.graph.nodes[y.node].dtype
+        if y.into >= 0:
+            pointer, start = self.values["address", y.into], self.start(y.into)
+        else:
+            stride = self.values.get(("out_stride", number))
+            pointer, start = self.values["out", number], Int64(0) if stride is None else Int64(self.row) * stride
+        if y.extent in (COLUMN, SCALAR):
+            first = self.lane + self.rank == 0
+            if not c.columns:
+                first = first & (cute.arch.block_idx()[1] == 0)
+            if y.extent == SCALAR:
+                first = first & (self.row == 0)
+            stored = as_storage([self.evaluator.value(y.node)], register, y.storage)
+            store_vector(pointer, start, stored, 1, y.storage, first & self.row_valid)
+            return
+        values = self.evaluator.each(y.node)
+        for i in range(c.vectors):
+            stored = as_storage(values[i * c.width : (i + 1) * c.width], register, y.storage)
+            predicate = self.row_valid if self.exact else self.row_valid & self.valid[i]
+            if y.extent == ROW:
+                predicate = predicate & (self.row == 0)
+            store_vector(pointer, start + Int64(self.column[i]), stored, c.width, y.storage, predicate)
+
+    def run(self) -> None:
+        graph, c = self.graph, self.config
+        words = shared_words(graph, c)
+        shared = cute.arch.alloc_smem(Int32, words, alignment=16) if words else None
+        if c.cluster > 1:
+            cute.arch.cluster_arrive_relaxed()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        self.load_all()
+        if c.cluster > 1:
+            cute.arch.cluster_wait()  # all CTAs of the cluster run: their shared memory may be written
+        depths = graph.depths()
+        for depth in range(1, max(depths, default=0) + 1):
+            numbers = [i for i, node in enumerate(graph.nodes) if node.op in REDUCTIONS and depths[i] == depth]
+            self.reduce(numbers, shared)
+        for number in range(len(graph.outputs)):
+            self.store(number)
+
+
+@cute.jit
+def publish(shared: cute.Pointer, place: Int32, total: Any, lane: Int32, cluster: cutlass.Constexpr):
+    """A warp's partial, by one lane for each CTA of the cluster."""
+    if lane < cluster:
+        bits = total.bitcast(Int32) if cutlass.const_expr(total.dtype is not Int32) else total
+        if cutlass.const_expr(cluster > 1):
+            cute.arch.inline_ptx(
+                "{ .reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1}; st.shared::cluster.b32 [there], {$r2}; }",
+                read_only_args=[(shared + place).toint(), lane, bits],
+            )
+        else:
+            cute.make_tensor(shared + place, cute.make_layout(1))[0] = bits
+
+
+def read(shared: cute.Pointer, place: Any, dtype: str) -> Any:
+    bits = cute.make_tensor(shared + place, cute.make_layout(1))[0]
+    return bits.bitcast(cutlass.Float32) if dtype == F32 else bits
+
+
+def build(graph: Graph, config: dict[str, Any], *, name: str, architecture: str) -> Artifact:
+    c = RowConfig(**config)
+    return compile_kernel(
+        lambda values: body(graph, c, values), dsl_types(graph), name=name, architecture=architecture, block=c.block, cluster=c.cluster
+    )

@@ -1,0 +1,79 @@
+"""How a kernel of rows is launched: what the template takes, and what is chosen for a graph and a width."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from .dtypes import bytes_of
+from .graph import COLUMN, FULL, ROW, Graph
+
+
+@dataclasses.dataclass(frozen=True)
+class RowConfig:
+    """``columns`` is 0 where it is a parameter of the kernel."""
+
+    columns: int
+    width: int
+    vectors: int
+    threads: int  # of a row, in each CTA
+    rows: int  # of a CTA
+    cluster: int
+
+    @property
+    def block(self) -> int:
+        return self.threads * self.rows
+
+
+def parameters(graph: Graph) -> list[tuple[str, int]]:
+    """The kernel's, in order: ("address", input), ("number", input), ("stride", input), ("out", output), ("out_stride", output), then
+    ("rows", 0) and ("columns", 0)."""
+    result: list[tuple[str, int]] = []
+    for i, x in enumerate(graph.inputs):
+        result.append(("number" if x.by_value else "address", i))
+        if x.extent in (FULL, COLUMN):
+            result.append(("stride", i))
+    for i, y in enumerate(graph.outputs):
+        if y.into < 0:
+            result.append(("out", i))
+            if y.extent in (FULL, COLUMN):
+                result.append(("out_stride", i))
+    return [*result, ("rows", 0), ("columns", 0)]
+
+
+_VECTOR_BYTES = 16
+_FEW_ROWS = 264  # two for each SM of an H100
+
+
+def vector_width(graph: Graph, columns: int, alignments: list[int]) -> int:
+    """Numbers of a vector: 16 bytes of the narrowest tensor of rows, at most 8 numbers, so many that the columns, and in bytes all
+    addresses and strides, are multiples. ``alignments``: in numbers, of each tensor."""
+    wide = [bytes_of(x.storage) for x in graph.inputs if x.extent in (FULL, ROW) and x.rank < 0]
+    wide += [bytes_of(y.storage) for y in graph.outputs if y.extent in (FULL, ROW)]
+    most = min(8, _VECTOR_BYTES // min(wide, default=4))
+    return math.gcd(most, columns, *alignments)
+
+
+def configure(graph: Graph, rows: int, columns: int, width: int, clusters: bool) -> RowConfig:
+    """As the library's own kernels of rows: many rows take the least time with four vectors a thread, few with one or two and more
+    threads; a row that is wider than a CTA's threads take has the CTAs of a cluster."""
+    vectors = -(-columns // width)
+    if not graph.has_reductions():
+        threads = _power_of_two(vectors) if vectors <= 16 else 32 if vectors <= 32 else 128 if rows * vectors < 160_000 else 256
+        together = 128 // threads if threads <= 32 else 1
+        return RowConfig(0, width, 1, threads, together, 1)
+    if vectors <= 32:
+        threads = _power_of_two(vectors)
+        return RowConfig(columns, width, 1, threads, 128 // threads, 1)
+    each = 2 if vectors <= 64 else 4 if rows > _FEW_ROWS or vectors > 2048 else 1 if vectors <= 1024 else 2
+    cluster = 1
+    while clusters and cluster < 8 and vectors > each * 1024 * cluster:
+        cluster *= 2
+    while vectors > each * 1024 * cluster:
+        each *= 2
+    threads = -(-vectors // (each * cluster * 32)) * 32
+    return RowConfig(columns, width, each, threads, 1, cluster)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
