@@ -15,6 +15,7 @@ results are stored; casts to FP8 saturate.
 from __future__ import annotations
 
 from .errors import FuseError
+from .export import export, load
 from .rows import RowFunction, pointwise, rowwise
 
-__all__ = ["FuseError", "RowFunction", "pointwise", "rowwise"]
+__all__ = ["FuseError", "RowFunction", "export", "load", "pointwise", "rowwise"]

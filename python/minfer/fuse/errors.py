@@ -13,7 +13,7 @@ _TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
 class FuseError(RuntimeError):
-    """A function cannot be fused: an operation, a shape or a dtype that the kernels do not have. The message begins with the user's line."""
+    """A function cannot be fused: an operation, a shape or a dtype that the kernels do not have. It begins with the user's line."""
 
 
 def user_line() -> tuple[str, int] | None:

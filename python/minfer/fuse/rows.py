@@ -24,6 +24,7 @@ from .tracing import Tracer, traced_rows
 
 _MOST_PLANS = 4096
 _LIMIT = 1 << 31
+_EXAMPLE_ROWS = (1, 64, 4096, 1 << 20)  # for which kernels are made ahead of calls: all choices by the number of rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,26 +57,29 @@ class RowFunction:
     """
 
     def __init__(self, function: Callable[..., Any], *, reductions: bool, mutates: Sequence[str], returns: int):
-        self.function, self.reductions, self.mutates, self.returns = function, reductions, tuple(mutates), returns
         functools.update_wrapper(self, function)
-        self.signature = Signature(function, mutates)
-        self.name = function.__name__ if function.__name__.isidentifier() else "function"
+        self.function = function
+        self._define(
+            f"{function.__module__}_{function.__qualname__}".replace("<locals>", ""),
+            function.__name__ if function.__name__.isidentifier() else "function",
+            Signature.of(function, mutates),
+            reductions,
+            returns if mutates else None,
+        )
+
+    def _define(self, operator: str, name: str, signature: Signature, reductions: bool, returns: int | None) -> None:
+        """The operator. ``returns``: of how many tensors it returns, where that is fixed."""
+        self.operator, self.name, self.signature, self.reductions, self.returns = operator, name, signature, reductions, returns
+        self.mutates = tuple(x.name for x in signature.parameters if x.written)
         self._graphs: dict[Specialisation, Graph] = {}
         self._plans: dict[Any, _Plan] = {}
-        self.op = operators.define(
-            f"{function.__module__}_{function.__qualname__}".replace("<locals>", ""),
-            self.signature.schema,
-            returns if mutates else None,
-            cuda=self._cuda,
-            cpu=self._cpu,
-            fake=self._fake,
-        )
+        self.op = operators.define(operator, signature.schema, returns, cuda=self._cuda, cpu=self._cpu, fake=self._fake)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return operators.unwrapped(self.op(*args, **kwargs))
 
     def __repr__(self) -> str:
-        return f"<minfer.fuse function {self.__qualname__}>"
+        return f"<minfer.fuse function {self.name}>"
 
     # What a call is.
 
@@ -146,12 +150,12 @@ class RowFunction:
                 tracer.may_write[proxy.node] = len(tracer.builder.inputs) - 1
             arguments[name] = proxy
         with tracer:
-            results = self.function(**{name: arguments[name] for name in self.signature.parameters})
+            results = self.function(**{x.name: arguments[x.name] for x in self.signature.parameters})
         graph = tracer.finish(results)
         if not graph.outputs:
             raise FuseError(f"{self.name}: returns nothing and writes into no argument")
         made = sum(y.into < 0 for y in graph.outputs)
-        if self.mutates and made != self.returns:
+        if self.returns is not None and made != self.returns:
             raise FuseError(f"{self.name}: returns {made} tensors: a function that writes arguments says so with returns={made}")
         if graph.has_reductions() and not self.reductions:
             raise FuseError(f"{self.name}: reduces over rows: make it with minfer.fuse.rowwise")
@@ -243,9 +247,14 @@ class RowFunction:
         strides = {name: self._row_stride(name, x, self._extent(name, x, space), space) for name, x in given.items()}
         if space.rows >= _LIMIT or space.columns >= _LIMIT:
             raise FuseError(f"{self.name}: rows and columns must be fewer than 2^31, got {space.rows} of {space.columns}")
-        kernel, config = self._kernel(graph, space, given, strides, architecture(like.device.index))
-        artifact = compile_all([kernel])[0]
-        return _Plan(self, graph, space, config, loaded(kernel.key(), artifact), strides, like)
+        config = self._config(graph, space, given, strides, architecture(like.device.index))
+        config, kernel = self._loaded(graph, config, architecture(like.device.index))
+        return _Plan(self, graph, space, config, kernel, strides, like)
+
+    def _loaded(self, graph: Graph, config: RowConfig, arch: str) -> tuple[RowConfig, Loaded]:
+        """A kernel with this configuration, or with another one that serves as well."""
+        kernel = self._kernel(graph, config, arch)
+        return config, loaded(kernel.key(), compile_all([kernel])[0])
 
     def _row_stride(self, name: str, x: Tensor, extent: str, space: RowSpace) -> int:
         """In numbers; raises where rows do not follow each other at one stride."""
@@ -257,20 +266,32 @@ class RowFunction:
         for (_, outer), (n, inner) in zip(modes, modes[1:], strict=False):
             if outer != n * inner:
                 raise FuseError(
-                    f"{self.name}: the rows of {name} must follow each other at one stride, got strides {list(x.stride())} of {list(x.shape)}"
+                    f"{self.name}: the rows of {name} must follow each other at one stride, got {list(x.stride())} of {list(x.shape)}"
                 )
         return modes[-1][1] if modes else x.shape[-1]
 
-    def _kernel(
-        self, graph: Graph, space: RowSpace, given: dict[str, Tensor], strides: dict[str, int], arch: str
-    ) -> tuple[Kernel, RowConfig]:
+    def _config(self, graph: Graph, space: RowSpace, given: dict[str, Tensor], strides: dict[str, int], arch: str) -> RowConfig:
         alignments = []
         for x in graph.inputs:
             if x.extent in (FULL, ROW):
-                alignments += [strides[x.name], given[x.name].data_ptr() // dtypes.bytes_of(x.storage)]
+                start = 0 if given[x.name].is_meta else given[x.name].data_ptr() // dtypes.bytes_of(x.storage)
+                alignments += [strides[x.name], start]
         width = vector_width(graph, space.columns, alignments)
-        config = configure(graph, space.rows, space.columns, width, clusters=int(arch[3:].rstrip("a")) >= 90)
-        return Kernel("rows", graph, tuple(sorted(dataclasses.asdict(config).items())), arch, self.name), config
+        return configure(graph, space.rows, space.columns, width, clusters=int(arch[3:].rstrip("a")) >= 90)
+
+    def _kernel(self, graph: Graph, config: RowConfig, arch: str) -> Kernel:
+        return Kernel("rows", graph, tuple(sorted(dataclasses.asdict(config).items())), arch, self.name)
+
+    def specialisations(self, examples: Iterable[Any], arch: str) -> list[tuple[Specialisation, Graph, RowConfig]]:
+        """What calls like the examples need, with any number of rows."""
+        found = []
+        for example in examples:
+            arguments, space, specialisation, graph = self._called(tuple(example), {})
+            given = {name: arguments[name] for name in self.signature.tensors if arguments[name] is not None}
+            strides = {name: self._row_stride(name, x, self._extent(name, x, space), space) for name, x in given.items()}
+            for rows in _EXAMPLE_ROWS:
+                found.append((specialisation, graph, self._config(graph, RowSpace((rows,), space.columns), given, strides, arch)))
+        return found
 
     def precompile(self, *examples: Iterable[Any], arch: str | None = None) -> None:
         """Compiles for calls with arguments like those of ``examples``, tuples that are bound as calls are, in parallel; tensors may be on
@@ -280,14 +301,7 @@ class RowFunction:
           arch: sm_90a and so on; None: of the current device.
         """
         arch = arch or architecture(torch.cuda.current_device())
-        kernels = []
-        for example in examples:
-            arguments, space, _, graph = self._called(tuple(example), {})
-            given = {name: arguments[name] for name in self.signature.tensors if arguments[name] is not None}
-            strides = {name: self._row_stride(name, x, self._extent(name, x, space), space) for name, x in given.items()}
-            for rows in (1, 64, 4096, 1 << 20):
-                kernels.append(self._kernel(graph, RowSpace((rows,), space.columns), given, strides, arch)[0])
-        compile_all(kernels)
+        compile_all([self._kernel(graph, config, arch) for _, graph, config in self.specialisations(examples, arch)])
 
 
 class _Plan:
@@ -378,8 +392,8 @@ def pointwise(function: Callable[..., Any] | None = None, *, mutates: Sequence[s
 
 
 def rowwise(function: Callable[..., Any] | None = None, *, mutates: Sequence[str] = (), returns: int = 1) -> Any:
-    """The same for a function that also reduces over rows: sum, mean, amax, amin, var, norms, softmax and what follows from them, any number
-    of them on top of each other. A row stays in registers from its load to the last result; rows that are wider than a CTA's have the
+    """The same for a function that also reduces over rows: sum, mean, amax, amin, var, norms, softmax and what follows from them, any
+    number of them on top of each other. A row stays in registers from its load to the last result; rows that are wider than a CTA's have the
     CTAs of a cluster. Kernels are compiled for a number of columns and for any number of rows, and sums are in float32, in an order that
     follows from the kernel alone.
 

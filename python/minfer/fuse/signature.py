@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import types
 import typing
@@ -13,52 +14,76 @@ from .errors import FuseError
 _SCALARS = {bool: "bool", int: "int", float: "float", str: "str"}
 
 
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """``kind``: Tensor, Tensor?, bool, int, float or str. What has no default is ``required``."""
+
+    name: str
+    kind: str
+    keyword_only: bool = False
+    required: bool = True
+    default: Any = None
+    written: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.kind.startswith("Tensor")
+
+
 class Signature:
-    """``tensors``: the names of the parameters that are tensors, in order; ``constants``: those that are not, which functions are compiled
+    """``tensors``: the names of the parameters that are tensors, in order; ``constants``: those that are not, which kernels are compiled
     for, value by value."""
 
-    def __init__(self, function: Callable[..., Any], mutates: Sequence[str] = ()):
-        self.parameters = inspect.signature(function).parameters
-        self.tensors: list[str] = []
-        self.constants: list[str] = []
+    def __init__(self, parameters: Sequence[Parameter]):
+        self.parameters = tuple(parameters)
+        self.tensors = [x.name for x in parameters if x.is_tensor]
+        self.constants = [x.name for x in parameters if not x.is_tensor]
+
+    @staticmethod
+    def of(function: Callable[..., Any], mutates: Sequence[str] = ()) -> Signature:
         hints = _hints(function)
-        parts, keyword_only = [], False
-        for name, parameter in self.parameters.items():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise FuseError(f"{function.__qualname__}: a fused function has named parameters, got *{name}")
-            if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
-                parts.append("*")
-                keyword_only = True
-            parts.append(self._parameter(function, name, parameter, hints.get(name), name in mutates))
-        unknown = [name for name in mutates if name not in self.tensors]
+        parameters = [
+            _parameter(function.__qualname__, x, hints.get(x.name), x.name in mutates)
+            for x in inspect.signature(function).parameters.values()
+        ]
+        signature = Signature(parameters)
+        unknown = [name for name in mutates if name not in signature.tensors]
         if unknown:
             raise FuseError(f"{function.__qualname__}: mutates names {unknown[0]!r}, which is none of its tensors")
-        self.schema = ", ".join(parts)
+        return signature
 
-    def _parameter(self, function: Callable[..., Any], name: str, parameter: inspect.Parameter, hint: Any, written: bool) -> str:
-        default = parameter.default
-        kind = hint if hint in _SCALARS else type(default) if type(default) in _SCALARS else None
-        if kind is None:
-            if default not in (parameter.empty, None):
-                raise FuseError(f"{function.__qualname__}: {name} must be a tensor, a number, a bool or a str, its default is {default!r}")
-            self.tensors.append(name)
-            alias = f"({chr(ord('a') + len(self.tensors) - 1)}!)" if written else ""
-            return f"Tensor{alias}{'?' if default is None else ''} {name}" + ("=None" if default is None else "")
-        self.constants.append(name)
-        text = f"{_SCALARS[kind]} {name}"
-        return text if default is parameter.empty else f"{text}={_literal(default)}"
+    @property
+    def schema(self) -> str:
+        """The arguments of torch's schema."""
+        parts: list[str] = []
+        for i, x in enumerate(self.parameters):
+            if x.keyword_only and (i == 0 or not self.parameters[i - 1].keyword_only):
+                parts.append("*")
+            kind = x.kind if not x.written else x.kind.replace("Tensor", f"Tensor({chr(ord('a') + i)}!)")
+            parts.append(f"{kind} {x.name}" + ("" if x.required else f"={_literal(x.default)}"))
+        return ", ".join(parts)
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name, defaults too."""
-        names = list(self.parameters)
-        given = dict(zip(names, args, strict=False))
+        given = dict(zip((x.name for x in self.parameters), args, strict=False))
         given.update(kwargs)
-        return {name: given[name] if name in given else self.parameters[name].default for name in names}
+        return {x.name: given[x.name] if x.name in given else x.default for x in self.parameters}
+
+
+def _parameter(function: str, parameter: inspect.Parameter, hint: Any, written: bool) -> Parameter:
+    name, default = parameter.name, parameter.default
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        raise FuseError(f"{function}: a fused function has named parameters, got *{name}")
+    keyword_only, required = parameter.kind is parameter.KEYWORD_ONLY, default is parameter.empty
+    kind = hint if hint in _SCALARS else type(default) if type(default) in _SCALARS else None
+    if kind is not None:
+        return Parameter(name, _SCALARS[kind], keyword_only, required, None if required else default)
+    if not required and default is not None:
+        raise FuseError(f"{function}: {name} must be a tensor, a number, a bool or a str, its default is {default!r}")
+    return Parameter(name, "Tensor" if required else "Tensor?", keyword_only, required, written=written)
 
 
 def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value)
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 

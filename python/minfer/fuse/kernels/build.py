@@ -19,9 +19,16 @@ _ENTRY = re.compile(r"\.entry\s+([A-Za-z0-9_$]+)\s*\(")
 
 
 def compile_kernel(
-    body: Callable[[list[Any]], None], types: list[Any], *, name: str, architecture: str, block: int, cluster: int = 1, shared_bytes: int = 0,
+    body: Callable[[list[Any]], None],
+    types: list[Any],
+    *,
+    name: str,
+    architecture: str,
+    block: int,
+    cluster: int = 1,
+    shared_bytes: int = 0,
     registers: int = 0,
-) -> Artifact:  # fmt: skip
+) -> Artifact:
     """``body`` traces the kernel, given its parameters; ``types`` are ("pointer", storage) and ("scalar", type).
 
     Args:

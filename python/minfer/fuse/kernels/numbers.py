@@ -154,13 +154,12 @@ def from_storage(stored: cute.Tensor, count: int, register: str, storage: str) -
     return [values[i] != middle(0) if register == BOOL else values[i] for i in range(count)]
 
 
-def rounded(values: Sequence[Any], register: str, storage: str) -> list[Any]:
-    """As tensors of ``storage`` would give them back."""
-    source = F32 if register == F32 else I32
+def rounded(values: Sequence[Any], source: str, target: str, storage: str) -> list[Any]:
+    """From registers of type ``source`` as tensors of ``storage`` would give them back, in registers of type ``target``."""
     result: list[Any] = []
     for i in range(0, len(values), 8):
         part = values[i : i + 8]
-        result += from_storage(as_storage(part, source, storage), len(part), register, storage)
+        result += from_storage(as_storage(part, source, storage), len(part), target, storage)
     return result
 
 
@@ -197,7 +196,7 @@ def store_vector(pointer: cute.Pointer, elements: Int64, stored: cute.Tensor, co
 class Evaluator:
     """The values of a graph's nodes for the elements that a thread has: a list for values that differ from column to column, or one scalar.
 
-    ``leaf`` gives those of ``input``, ``value`` and ``gather`` nodes, ``many`` says whether a node's extent has a value for each element."""
+    ``leaf`` gives those of ``input``, ``value`` and ``gather`` nodes, ``many``: whether a node has one for each element."""
 
     def __init__(self, graph: Graph, elements: int, leaf: Callable[[int, Node, list[Any]], Any], many: Callable[[Node], bool]):
         self.graph, self.elements, self.leaf, self.many = graph, elements, leaf, many
@@ -224,7 +223,7 @@ class Evaluator:
         types = [self.graph.nodes[i].dtype for i in node.inputs]
         many = any(isinstance(x, list) for x in operands)
         if node.op == "round":
-            values = rounded(operands[0] if many else [operands[0]], types[0], node.attrs[0])
+            values = rounded(operands[0] if many else [operands[0]], types[0], node.dtype, node.attrs[0])
             return values if many else values[0]
         rows = zip(*[x if isinstance(x, list) else [x] * self.elements for x in operands], strict=True) if many else [operands]
         values = [self._scalar(node, types, list(row)) for row in rows]
