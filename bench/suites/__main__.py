@@ -14,6 +14,7 @@ import sys
 FAMILIES = {
     "attention": "bench.suites.attention",
     "e2e": "bench.suites.e2e",
+    "fuse": "bench.suites.fuse",
     "fused": "bench.suites.fused",
     "gemm": "bench.suites.gemm",
     "moe": "bench.suites.moe",

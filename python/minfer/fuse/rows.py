@@ -393,9 +393,10 @@ def pointwise(function: Callable[..., Any] | None = None, *, mutates: Sequence[s
 
 def rowwise(function: Callable[..., Any] | None = None, *, mutates: Sequence[str] = (), returns: int = 1) -> Any:
     """The same for a function that also reduces over rows: sum, mean, amax, amin, var, norms, softmax and what follows from them, any
-    number of them on top of each other. A row stays in registers from its load to the last result; rows that are wider than a CTA's have the
-    CTAs of a cluster. Kernels are compiled for a number of columns and for any number of rows, and sums are in float32, in an order that
-    follows from the kernel alone.
+    number of them on top of each other.
+
+    A row stays in registers from its load to the last result; rows that are wider than a CTA's have the CTAs of a cluster. Kernels are
+    compiled for a number of columns and for any number of rows. Sums are in float32, in an order that follows from the kernel alone.
 
     Args, Returns, Raises:
       as :func:`pointwise`.

@@ -1,0 +1,260 @@
+"""The evidence of minfer.fuse: `python -m bench.suites fuse --out bench/results/<device>/fuse.json`.
+
+rows: twenty functions of rows over 256 MB, beside torch.compile of the same Python function, a copy of as many bytes, and minfer's own
+operator where there is one. Values are checked against float64 before anything is timed. Compile times are those of this process: the
+first call of a function, and the same again from the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import minfer
+import torch
+import torch.nn.functional as F
+from minfer import fuse
+from torch import Tensor
+
+from bench import harness
+from bench.suites import fused
+from bench.suites.fused_call import Call, deviation
+from bench.suites.moe import chosen_of
+
+WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+PEERS = ("copy", "torch_compile", "ours:ahead_of_time")
+E4M3 = torch.float8_e4m3fn
+
+
+# ---- the functions -------------------------------------------------------------------------------------------------------------------
+
+
+def silu_mul(x, y):
+    return F.silu(x) * y
+
+
+def gelu_bias(x, bias):
+    return F.gelu(x.float() + bias, approximate="tanh").to(x.dtype)
+
+
+def clamped_swiglu(x, y):
+    gate, up = x.float().clamp(max=7.0), y.float().clamp(-7.0, 7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(x.dtype)
+
+
+def group_rational(x, a0, a1, a2, a3, b1, b2):
+    x = x.float()
+    p = a0 + x * (a1 + x * (a2 + x * a3))
+    q = 1 + (x * (b1 + x * b2)).abs()
+    return (p / q).to(torch.bfloat16)
+
+
+def relu_squared(x):
+    return x.float().relu().square().to(x.dtype)
+
+
+def gated_residual(x, residual, gate):
+    return (residual.float() + torch.sigmoid(gate.float()) * x).to(x.dtype)
+
+
+def soft_cap(x):
+    return (30.0 * torch.tanh(x.float() * (1 / 30.0))).to(x.dtype)
+
+
+def to_fp8(x, y):
+    return (F.silu(x.float()) * y * 8.0).clamp(-448, 448).to(E4M3)
+
+
+def sparsity(x):
+    active = x > 0
+    return torch.where(active, x.float().square(), 0.0).to(x.dtype), active
+
+
+def rms_norm(x, weight):
+    h = x.float()
+    return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight).to(x.dtype)
+
+
+def add_rms_norm(x, residual, weight):
+    h = residual.float() + x
+    return h.to(x.dtype), (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight).to(x.dtype)
+
+
+def gated_residual_norm(x, stream, gate, weight):
+    h = stream.float() + torch.sigmoid(gate.float()) * x
+    return h.to(x.dtype), (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight).to(x.dtype)
+
+
+def layer_norm(x, weight, bias):
+    return F.layer_norm(x.float(), (x.shape[-1],), weight.float(), bias.float(), 1e-5).to(x.dtype)
+
+
+def deep_norm(x, branch, weight, bias):
+    return F.layer_norm(x.float() * 2.0 + branch, (x.shape[-1],), weight.float(), bias.float(), 1e-5).to(x.dtype)
+
+
+def softmax(x):
+    return torch.softmax(x.float(), -1).to(x.dtype)
+
+
+def log_softmax(x):
+    return torch.log_softmax(x.float(), -1).to(x.dtype)
+
+
+def softmax_and_z(x):
+    h = x.float()
+    z = torch.logsumexp(h, -1, keepdim=True)
+    return (h - z).exp().to(x.dtype), z
+
+
+def unit_rows(x):
+    h = x.float()
+    return (h * torch.rsqrt(h.square().sum(-1, keepdim=True) + 1e-12)).to(x.dtype)
+
+
+def fp8_rows(x):
+    h = x.float()
+    scale = h.abs().amax(-1, keepdim=True) * (1 / 448.0) + 1e-12
+    return (h / scale).clamp(-448, 448).to(E4M3), scale
+
+
+def norm_fp8_rows(x, weight):
+    h = x.float()
+    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6) * weight
+    scale = h.abs().amax(-1, keepdim=True) * (1 / 448.0) + 1e-12
+    return (h / scale).clamp(-448, 448).to(E4M3), scale
+
+
+# name: function, what its arguments are (x: rows, r: a row), whether it reduces, bytes written beside each number of x, minfer's operator
+FUNCTIONS: dict[str, tuple[Callable[..., Any], str, bool, float, Callable[..., Any] | None]] = {
+    "silu_mul": (silu_mul, "xx", False, 2, None),
+    "gelu_bias": (gelu_bias, "xr", False, 2, lambda x, b: minfer.bias_gelu(x, b)),
+    "clamped_swiglu": (clamped_swiglu, "xx", False, 2, None),
+    "group_rational": (group_rational, "xrrrrrr", False, 2, None),
+    "relu_squared": (relu_squared, "x", False, 2, lambda x: minfer.relu2(x)),
+    "gated_residual": (gated_residual, "xxx", False, 2, None),
+    "soft_cap": (soft_cap, "x", False, 2, None),
+    "to_fp8": (to_fp8, "xx", False, 1, None),
+    "sparsity": (sparsity, "x", False, 3, None),
+    "rms_norm": (rms_norm, "xr", True, 2, lambda x, w: minfer.rms_norm(x, w, 1e-6)),
+    "add_rms_norm": (add_rms_norm, "xxr", True, 4, None),
+    "gated_residual_norm": (gated_residual_norm, "xxxr", True, 4, None),
+    "layer_norm": (layer_norm, "xrr", True, 2, lambda x, w, b: minfer.layer_norm(x, w, b)),
+    "deep_norm": (deep_norm, "xxrr", True, 2, None),
+    "softmax": (softmax, "x", True, 2, lambda x: minfer.softmax(x)),
+    "log_softmax": (log_softmax, "x", True, 2, lambda x: minfer.log_softmax(x)),
+    "softmax_and_z": (softmax_and_z, "x", True, 2, None),
+    "unit_rows": (unit_rows, "x", True, 2, None),
+    "fp8_rows": (fp8_rows, "x", True, 1, lambda x: minfer.quantize_fp8(x, "fp8_token")),
+    "norm_fp8_rows": (norm_fp8_rows, "xr", True, 1, lambda x, w: minfer.rms_norm(x, w, 1e-6, quant="fp8_token")),
+}
+
+
+def _first(results: Any) -> Tensor:
+    return results[0] if isinstance(results, list | tuple) else results
+
+
+def _make(name: str, fused_function: fuse.RowFunction) -> Callable[..., Call]:
+    function, kinds, _, written, own = FUNCTIONS[name]
+
+    def make(rows: int, width: int, dtype: torch.dtype, device: str) -> Call:
+        read = 2.0 * kinds.count("x")
+        moved = (read + written) * rows * width
+        sets = harness.sets_for(int(moved)) if device == "cuda" else 1
+        shared = [torch.randn(width, device=device).to(dtype) for kind in kinds if kind == "r"]
+        operands = []
+        for _ in range(sets):
+            left = iter(shared)
+            operands.append([torch.randn(rows, width, device=device).to(dtype) if kind == "x" else next(left) for kind in kinds])
+
+        def error() -> float:
+            few = [x[:4] if kind == "x" else x for kind, x in zip(kinds, operands[0], strict=True)]
+            return deviation(_first(fused_function(*few)).float(), _first(fused_function.reference(*few, precision=torch.float64)).float())
+
+        compiled = torch.compile(function, dynamic=False)
+        peers: dict[str, Callable[[int], Any]] = {"torch_compile": lambda i: compiled(*operands[i])}
+        if own is not None:
+            peers["ours:ahead_of_time"] = lambda i: own(*operands[i])
+        return Call(lambda i: fused_function(*operands[i]), peers, moved, error, "fuse_rows", sets)
+
+    return make
+
+
+def cells(only: str) -> list[dict[str, Any]]:
+    found = []
+    for name, (function, kinds, reduces, written, _) in FUNCTIONS.items():
+        if only not in name:
+            continue
+        fused_function = (fuse.rowwise if reduces else fuse.pointwise)(function)
+        for width in WIDTHS:
+            rows = int(fused.WORKING_SET / ((2.0 * kinds.count("x") + written) * width))
+            found.append(dict(suite="rows", what=name, m=rows, width=width, dtype="bf16", make=_make(name, fused_function)))
+    return found
+
+
+def compile_times() -> dict[str, float]:
+    """Milliseconds of a first call and of one whose kernel is on the disk, the largest of all functions at one width; the DSL is loaded."""
+    from minfer.fuse import compiler
+
+    first = again = 0.0
+    for function, kinds, reduces, _, _ in FUNCTIONS.values():
+        made = (fuse.rowwise if reduces else fuse.pointwise)(function)
+        width = 3072 + 8 * len(compiler._known)
+        args = [
+            torch.ones(64, width, device="cuda", dtype=torch.bfloat16) if kind == "x" else torch.ones(width, device="cuda")
+            for kind in kinds
+        ]
+        for time_of in range(2):
+            begin = time.perf_counter()
+            made(*args)
+            torch.cuda.synchronize()
+            spent = (time.perf_counter() - begin) * 1e3
+            first, again = (max(first, spent), again) if time_of == 0 else (first, max(again, spent))
+            compiler._known.clear()
+            made._plans.clear()
+    return {"first_call_ms": first, "from_disk_ms": again}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, help="results file to merge rows into, bench/results/<device>/fuse.json")
+    parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--only", default="", help="functions with this in their name")
+    parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="comma separated")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--graph-us", type=float, default=400.0)
+    parser.add_argument("--compile-seconds", type=float, default=400.0, help="that torch.compile may take over the whole run")
+    parser.add_argument("--time-limit", type=float, default=540.0, help="seconds after which no cell is started")
+    parser.add_argument("--commit", help="commit to record where git is not at hand")
+    parser.add_argument("--dry-run", action="store_true", help="list the cells")
+
+
+def main(args: argparse.Namespace) -> int:
+    widths = [int(width) for width in args.widths.split(",")]
+    chosen = [cell for cell in cells(args.only) if cell["width"] in widths]
+    if args.dry_run:
+        for cell in chosen:
+            print({name: value for name, value in cell.items() if name != "make"})
+        return 0
+    if not torch.cuda.is_available():
+        print("bench.suites measures on a GPU, and there is none; --dry-run lists the cells")
+        return 2
+    peers = chosen_of(args.peers, "peers", PEERS) if args.peers else []
+    results, budget = fused.FusedResults(args.out, args.commit), harness.Budget({"torch_compile": args.compile_seconds})
+    begin, wrong = time.monotonic(), []
+    print({name: f"{value:.0f}" for name, value in compile_times().items()}, flush=True)
+    for cell in chosen:
+        if time.monotonic() - begin > args.time_limit:
+            print("time limit: the remaining cells were not started")
+            break
+        try:
+            print(fused.measure(cell, args, results, peers, budget), flush=True)
+        except Exception as error:  # noqa: BLE001  one cell's failure is reported and counted, the others go on
+            torch.cuda.synchronize()
+            wrong.append(f"{cell['what']}: {type(error).__name__}: {str(error)[:300]}")
+            print(f"FAILED {wrong[-1]}", flush=True)
+    results.write()
+    print(f"{time.monotonic() - begin:.0f} s; not measured for time: {budget.left_out}")
+    return 1 if wrong else 0
