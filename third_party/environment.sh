@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# environment.sh [lint] [disassembler]: makes .venv hold what a build needs, and what the words name, installing only what is missing.
+# environment.sh [lint] [disassembler] [dsl]: makes .venv hold what a build needs, and what the words name, installing only what is missing.
 #   PYTHON       interpreter to start from (default: the first Python >= 3.10 on PATH). One that can import torch >= 2.10 lends its torch.
 #   MINFER_CUDA  auto, ON or OFF as in CMakeLists.txt; where kernels will be built, CUTLASS's headers and, without an nvcc, NVIDIA's compiler
 #                wheels are installed too
@@ -120,6 +120,7 @@ for word in "$@"; do
   case $word in
     lint) install_programs ruff==0.17.5 clang-format==18.1.8 ;;
     disassembler) install "NVIDIA's disassembler" --no-deps -- nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm ;;
-    *) die "environment.sh takes lint and disassembler, not $word" ;;
+    dsl) install "the CuTe DSL" -- nvidia-cutlass-dsl==4.8.1 ;;
+    *) die "environment.sh takes lint, disassembler and dsl, not $word" ;;
   esac
 done

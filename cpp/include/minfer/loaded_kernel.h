@@ -22,12 +22,12 @@ constexpr int kMostTensorMapModes = 5;
 /// A TMA descriptor among the parameters of a kernel.
 struct TensorMapArgument {
   void const* base;
-  int32_t element_bytes = 0;                   // 1, 2 or 4
-  int32_t modes = 0;                           // 2 to 5
-  int64_t extents[kMostTensorMapModes] = {};   // elements; the first mode has unit stride
-  int64_t strides[kMostTensorMapModes] = {};   // bytes; [0] is not read
-  int32_t box[kMostTensorMapModes] = {};       // elements
-  int32_t swizzle_bytes = 0;                   // 0, 32, 64 or 128
+  int32_t element_bytes = 0;                  // 1, 2 or 4
+  int32_t modes = 0;                          // 2 to 5
+  int64_t extents[kMostTensorMapModes] = {};  // elements; the first mode has unit stride
+  int64_t strides[kMostTensorMapModes] = {};  // bytes; [0] is not read
+  int32_t box[kMostTensorMapModes] = {};      // elements
+  int32_t swizzle_bytes = 0;                  // 0, 32, 64 or 128
 };
 
 constexpr size_t kTensorMapBytes = 128, kTensorMapAlignment = 64;

@@ -23,11 +23,8 @@ _HEAD = struct.Struct("<8s32sI")
 
 
 def folder() -> Path:
-    """``MINFER_CACHE_DIR``, else ``minfer/fuse`` in the user's cache."""
-    given = os.environ.get("MINFER_CACHE_DIR")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minfer" / "fuse"
+    """``fuse`` in ``MINFER_CACHE_DIR``, else in ``~/.cache/minfer``."""
+    return Path(os.environ.get("MINFER_CACHE_DIR") or Path.home() / ".cache" / "minfer") / "fuse"
 
 
 def pack(key: str, artifact: Artifact) -> bytes:
