@@ -66,6 +66,16 @@ def test_compiles(dsl, arch):
     integers.precompile((meta(4, 33, dtype=torch.int32), meta(4, 33, dtype=torch.int32)), arch=arch)
 
 
+@pytest.mark.parametrize("columns", [40000, 65536, 131072])
+def test_rings_compile(dsl, columns):
+    """Wide rows go through shared memory, where there are enough of them."""
+    x, w = meta(8, columns), meta(columns)
+    for function, args in ((rms_norm, (x, w)), (add_rms_norm, (x, x, w)), (softmax, (x, torch.tensor(1.0))), (statistics, (x,))):
+        kernels = kernels_of(function, *args)
+        assert (kernels[0].template, kernels[-1].template) == ("rows", "ring")
+        assert compiler.build(kernels[-1]).shared_bytes > 100_000
+
+
 @pytest.mark.parametrize("seed", range(0, 40, 4))
 def test_drawn_functions_compile(dsl, seed):
     function, reduces = drawn(seed)

@@ -82,6 +82,22 @@ def test_drawn(seed):
     judged(fused, rows(*shape), rows(*shape), rows(shape[1], dtype=F32), rows(shape[0], 1))
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
+@pytest.mark.parametrize(
+    "shape", [(140, 32776), (300, 40000), (133, 65536), (70, 131072), (40, 262144)], ids=lambda shape: "x".join(map(str, shape))
+)
+def test_rings(shape, dtype):
+    """Rows that pass through shared memory, more than CTAs stay."""
+    x = rows(*shape, dtype=dtype)
+    weight = rows(shape[1], dtype=dtype)
+    judged(rms_norm, x, weight)
+    judged(softmax, x, torch.tensor(2.0))
+    judged(statistics, x)
+    judged(quantized, x)
+    judged(four_passes, x)
+    judged(add_rms_norm, x, rows(*shape, dtype=dtype), weight)
+
+
 def test_views():
     whole = torch.full((40, 3, 200), float("nan"), device="cuda", dtype=BF16)
     whole[:, 1, 8:136] = rows(40, 128)

@@ -19,8 +19,8 @@ from .compiler import compile_all, dsl_version
 from .errors import FuseError
 from .graph import Graph
 from .launch import Loaded, loaded
-from .row_config import RowConfig
-from .rows import RowFunction, Specialisation
+from .row_config import RingConfig, RowConfig
+from .rows import Config, RowFunction, Specialisation
 from .signature import Parameter, Signature
 
 _FORMAT = 1
@@ -75,7 +75,7 @@ def export(function: RowFunction, folder: str | Path, examples: Iterable[Sequenc
             traced.append(entry)
         key = hashlib.sha256(json.dumps([text, dataclasses.asdict(config), arch]).encode()).hexdigest()
         (folder / f"{key}.kernel").write_bytes(cache.pack(key, artifact))
-        files[key] = {"graph": number, "config": dataclasses.asdict(config), "arch": arch}
+        files[key] = {"graph": number, "ring": isinstance(config, RingConfig), "config": dataclasses.asdict(config), "arch": arch}
     manifest = {
         "format": _FORMAT,
         "name": function.name,
@@ -121,7 +121,10 @@ class _LoadedRowFunction(RowFunction):
         self.folder = folder
         graphs = [Graph.from_plain(plain) for plain in manifest["graphs"]]
         self._exported = [({k: v for k, v in x.items() if k != "graph"}, graphs[x["graph"]]) for x in manifest["specialisations"]]
-        self._kernels = [(key, graphs[x["graph"]], RowConfig(**x["config"]), x["arch"]) for key, x in manifest["kernels"].items()]
+        self._kernels = [
+            (key, graphs[x["graph"]], (RingConfig if x["ring"] else RowConfig)(**x["config"]), x["arch"])
+            for key, x in manifest["kernels"].items()
+        ]
         signature = Signature([Parameter(**x) for x in manifest["parameters"]])
         self._define(f"{manifest['operator']}_exported", manifest["name"], signature, manifest["reductions"], manifest["returns"])
         self.__name__ = self.__qualname__ = manifest["name"]
@@ -144,21 +147,20 @@ class _LoadedRowFunction(RowFunction):
         columns = "any number of columns" if what["columns"] is None else f"{what['columns']} columns"
         return ", ".join([*tensors, *constants, columns])
 
-    def _loaded(self, graph: Graph, config: RowConfig, arch: str) -> tuple[RowConfig, Loaded]:
-        fitting = [
-            (key, other)
-            for key, of, other, its_arch in self._kernels
-            if of == graph and its_arch == arch and other.columns == config.columns and config.width % other.width == 0
-        ]
+    def _loaded(self, graph: Graph, config: Config, arch: str) -> tuple[Config, Loaded]:
+        exported = [(key, other) for key, of, other, its_arch in self._kernels if of == graph and its_arch == arch]
+        fitting = [(key, other) for key, other in exported if other == config]
+        if not fitting and isinstance(config, RowConfig):  # another one that serves as well
+            others = [
+                (key, x) for key, x in exported if isinstance(x, RowConfig) and x.columns == config.columns and config.width % x.width == 0
+            ]
+            fitting = sorted(others, key=lambda x: (-x[1].width, abs(x[1].threads * x[1].vectors - config.threads * config.vectors)))
         if not fitting:
-            archs = sorted({its_arch for _, _, _, its_arch in self._kernels})
             raise FuseError(
-                f"{self.name}: no exported kernel serves {arch} with vectors of {config.width} numbers; exported are kernels for "
-                f"{', '.join(archs)}, with tensors aligned as in the examples"
+                f"{self.name}: no exported kernel serves {arch} with {dataclasses.asdict(config)}; exported are kernels for "
+                f"{', '.join(sorted({its_arch for _, _, _, its_arch in self._kernels}))}, with tensors aligned as in the examples"
             )
-        key, chosen = min(
-            fitting, key=lambda x: (x[1] != config, -x[1].width, abs(x[1].threads * x[1].vectors - config.threads * config.vectors))
-        )
+        key, chosen = fitting[0]
         path = self.folder / f"{key}.kernel"
         try:
             artifact = cache.unpack(key, path.read_bytes())

@@ -25,6 +25,55 @@ class RowConfig:
         return self.threads * self.rows
 
 
+TILE = 1024  # numbers of each input in a stage of a ring
+_RING_WARPS = 8
+_RING_BYTES = 27 * 1024  # of a warp
+_REGISTER_COLUMNS = 32768  # of rows up to which registers are as fast
+
+
+@dataclasses.dataclass(frozen=True)
+class RingConfig:
+    """Of kernels/ring.py: ``tiles`` of a row for each warp, in a ring of ``stages``."""
+
+    columns: int
+    warps: int
+    tiles: int
+    stages: int
+    cluster: int
+
+    @property
+    def block(self) -> int:
+        return 32 * self.warps
+
+
+def ring_stage_bytes(graph: Graph) -> int:
+    return TILE * sum(bytes_of(x.storage) for x in graph.inputs if x.extent == FULL and x.rank < 0)
+
+
+def configure_ring(graph: Graph, rows: int, columns: int, width: int, resident: int) -> RingConfig | None:
+    """None where rows pass through registers: there are too few or too narrow ones, or they are not made of 16-byte pieces.
+
+    Args:
+      resident: SMs, which each hold one CTA.
+    """
+    streams = [x for x in graph.inputs if x.extent == FULL and x.rank < 0]
+    if not graph.has_reductions() or columns <= _REGISTER_COLUMNS or width != 8 or not streams:
+        return None
+    if any(bytes_of(x.storage) not in (2, 4) for x in streams):
+        return None
+    stages = min(_RING_BYTES // ring_stage_bytes(graph), 12)
+    for cluster in (1, 2, 4, 8):
+        tiles = -(-columns // (TILE * _RING_WARPS * cluster))
+        if tiles <= stages * 2 // 3:
+            return RingConfig(columns, _RING_WARPS, tiles, stages, cluster) if rows >= resident // cluster else None
+    return None
+
+
+def resident_clusters(cluster: int, sms: int) -> int:
+    """Of so many CTAs, one an SM: a cluster lies within a GPC, of which some SMs remain."""
+    return max(sms // cluster if cluster < 4 else sms // cluster - sms // (8 * cluster), 1)
+
+
 def parameters(graph: Graph) -> list[tuple[str, int]]:
     """The kernel's, in order: ("address", input), ("number", input), ("stride", input), ("out", output), ("out_stride", output), then
     ("rows", 0) and ("columns", 0)."""

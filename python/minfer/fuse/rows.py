@@ -18,11 +18,13 @@ from .errors import FuseError
 from .evaluate import evaluate
 from .graph import COLUMN, FULL, ROW, SCALAR, Graph
 from .launch import ADDRESS, INT32, INT64, Loaded, architecture, loaded
-from .row_config import RowConfig, configure, parameters, vector_width
+from .row_config import RingConfig, RowConfig, configure, configure_ring, parameters, resident_clusters, vector_width
 from .signature import Signature
 from .tracing import Tracer, traced_rows
 
+Config = RowConfig | RingConfig
 _MOST_PLANS = 4096
+_SMS = 132  # of an H100 or H200, which choices are made for
 _LIMIT = 1 << 31
 _EXAMPLE_ROWS = (1, 64, 4096, 1 << 20)  # for which kernels are made ahead of calls: all choices by the number of rows
 
@@ -251,7 +253,7 @@ class RowFunction:
         config, kernel = self._loaded(graph, config, architecture(like.device.index))
         return _Plan(self, graph, space, config, kernel, strides, like)
 
-    def _loaded(self, graph: Graph, config: RowConfig, arch: str) -> tuple[RowConfig, Loaded]:
+    def _loaded(self, graph: Graph, config: Config, arch: str) -> tuple[Config, Loaded]:
         """A kernel with this configuration, or with another one that serves as well."""
         kernel = self._kernel(graph, config, arch)
         return config, loaded(kernel.key(), compile_all([kernel])[0])
@@ -270,19 +272,22 @@ class RowFunction:
                 )
         return modes[-1][1] if modes else x.shape[-1]
 
-    def _config(self, graph: Graph, space: RowSpace, given: dict[str, Tensor], strides: dict[str, int], arch: str) -> RowConfig:
+    def _config(self, graph: Graph, space: RowSpace, given: dict[str, Tensor], strides: dict[str, int], arch: str) -> Config:
         alignments = []
         for x in graph.inputs:
             if x.extent in (FULL, ROW):
                 start = 0 if given[x.name].is_meta else given[x.name].data_ptr() // dtypes.bytes_of(x.storage)
                 alignments += [strides[x.name], start]
         width = vector_width(graph, space.columns, alignments)
-        return configure(graph, space.rows, space.columns, width, clusters=int(arch[3:].rstrip("a")) >= 90)
+        capability = int(arch[3:].rstrip("a"))
+        ring = configure_ring(graph, space.rows, space.columns, width, _SMS) if 90 <= capability < 120 else None
+        return ring or configure(graph, space.rows, space.columns, width, clusters=capability >= 90)
 
-    def _kernel(self, graph: Graph, config: RowConfig, arch: str) -> Kernel:
-        return Kernel("rows", graph, tuple(sorted(dataclasses.asdict(config).items())), arch, self.name)
+    def _kernel(self, graph: Graph, config: Config, arch: str) -> Kernel:
+        template = "ring" if isinstance(config, RingConfig) else "rows"
+        return Kernel(template, graph, tuple(sorted(dataclasses.asdict(config).items())), arch, self.name)
 
-    def specialisations(self, examples: Iterable[Any], arch: str) -> list[tuple[Specialisation, Graph, RowConfig]]:
+    def specialisations(self, examples: Iterable[Any], arch: str) -> list[tuple[Specialisation, Graph, Config]]:
         """What calls like the examples need, with any number of rows."""
         found = []
         for example in examples:
@@ -308,7 +313,7 @@ class _Plan:
     """A call with tensors of known shapes, strides and alignments."""
 
     def __init__(
-        self, function: RowFunction, graph: Graph, space: RowSpace, config: RowConfig, kernel: Loaded, strides: dict[str, int], like: Tensor
+        self, function: RowFunction, graph: Graph, space: RowSpace, config: Config, kernel: Loaded, strides: dict[str, int], like: Tensor
     ):  # fmt: skip
         self.kernel, self.like = kernel, function.signature.tensors.index(self._first_of(function, graph, strides, like))
         places = {name: i for i, name in enumerate(function.signature.tensors)}
@@ -335,11 +340,18 @@ class _Plan:
             else:
                 words += [INT32, space.rows if kind == "rows" else space.columns]
         self.words = words
-        groups = -(-space.rows // config.rows)
-        parts = 1 if config.columns else -(-space.columns // (config.width * config.threads))
-        self.grid = [groups * config.cluster, parts, 1] if space.rows and space.columns else [0, 1, 1]
-        if parts > 65535:
+        self.grid = self._grid(config, space, torch.cuda.get_device_properties(like.device).multi_processor_count)
+        if self.grid[1] > 65535:
             raise FuseError(f"{function.name}: rows of {space.columns} columns are too wide for a function without reductions")
+
+    @staticmethod
+    def _grid(config: Config, space: RowSpace, sms: int) -> list[int]:
+        if not space.rows or not space.columns:
+            return [0, 1, 1]
+        if isinstance(config, RingConfig):
+            return [min(space.rows, resident_clusters(config.cluster, sms)) * config.cluster, 1, 1]
+        groups = -(-space.rows // config.rows)
+        return [groups * config.cluster, 1 if config.columns else -(-space.columns // (config.width * config.threads)), 1]
 
     @staticmethod
     def _first_of(function: RowFunction, graph: Graph, strides: dict[str, int], like: Tensor) -> str:

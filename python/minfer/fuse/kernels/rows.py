@@ -143,54 +143,20 @@ class _Rows:
             total = None
             for i in range(self.config.vectors):
                 part = values[i * self.config.width : (i + 1) * self.config.width]
-                while len(part) > 1:  # a tree: short chains, and the same one whatever the number of vectors
-                    part = [combine(node.op, part[j], part[j + 1], dtype) for j in range(0, len(part), 2)]
-                value = part[0] if self.exact else cutlass.select_(self.valid[i], part[0], identity(node.op, dtype))
+                value = tree(node.op, part, dtype)
+                if not self.exact:
+                    value = cutlass.select_(self.valid[i], value, identity(node.op, dtype))
                 total = value if total is None else combine(node.op, total, value, dtype)
             partials.append(total)
-        width = min(self.config.threads, 32)
-        for k, number in enumerate(numbers):
-            op, dtype = self.graph.nodes[number].op, self.graph.nodes[number].dtype
-            distance = width // 2
-            while distance:
-                other = cute.arch.shuffle_sync_bfly(partials[k], offset=distance)
-                partials[k] = combine(op, partials[k], other, dtype)
-                distance //= 2
+        kinds = [(self.graph.nodes[number].op, self.graph.nodes[number].dtype) for number in numbers]
+        partials = across_lanes(kinds, partials, min(self.config.threads, 32))
         if shared is not None:
-            partials = self.across_warps(numbers, partials, shared)
+            partials = across_warps(
+                kinds, partials, shared, self.slot, self.lane, self.rank, self.config.threads // 32, self.config.cluster
+            )
+            self.slot += len(numbers)
         for number, total in zip(numbers, partials, strict=True):
             self.evaluator.known[number] = total
-
-    def across_warps(self, numbers: list[int], partials: list[Any], shared: Any) -> list[Any]:
-        c = self.config
-        warps = c.threads // 32
-        count = warps * c.cluster
-        warp, lane = self.lane // 32, self.lane % 32
-        for k, total in enumerate(partials):
-            place = (self.slot + k) * count + self.rank * warps + warp
-            publish(shared, place, total, lane, c.cluster)
-        if c.cluster > 1:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-        results = []
-        for k, number in enumerate(numbers):
-            op, dtype = self.graph.nodes[number].op, self.graph.nodes[number].dtype
-            total = None
-            for first in range(0, count, 32):
-                inside = Boolean(True) if first + 32 <= count else lane + first < count
-                at = (self.slot + k) * count + (lane + first if first + 32 <= count else cutlass.min(lane + first, count - 1))
-                value = read(shared, at, dtype)
-                value = value if first + 32 <= count else cutlass.select_(inside, value, identity(op, dtype))
-                total = value if total is None else combine(op, total, value, dtype)
-            distance = 16
-            while distance:
-                total = combine(op, total, cute.arch.shuffle_sync_bfly(total, offset=distance), dtype)
-                distance //= 2
-            results.append(total)
-        self.slot += len(numbers)
-        return results
 
     # Results.
 
@@ -237,6 +203,52 @@ class _Rows:
             self.reduce(numbers, shared)
         for number in range(len(graph.outputs)):
             self.store(number)
+
+
+def tree(op: str, values: list[Any], dtype: str) -> Any:
+    """Neighbours first: short chains of additions. There are 2^n values."""
+    while len(values) > 1:
+        values = [combine(op, values[j], values[j + 1], dtype) for j in range(0, len(values), 2)]
+    return values[0]
+
+
+def across_lanes(kinds: list[tuple[str, str]], partials: list[Any], width: int) -> list[Any]:
+    """Every one of ``width`` neighbouring lanes gets the results; ``kinds`` are reductions' operations and types."""
+    results = list(partials)
+    for k, (op, dtype) in enumerate(kinds):
+        distance = width // 2
+        while distance:
+            results[k] = combine(op, results[k], cute.arch.shuffle_sync_bfly(results[k], offset=distance), dtype)
+            distance //= 2
+    return results
+
+
+def across_warps(
+    kinds: list[tuple[str, str]], partials: list[Any], shared: Any, slot: Any, thread: Any, rank: Any, warps: int, cluster: int
+) -> list[Any]:
+    """Every thread gets the results of all warps of all CTAs of the cluster, through ``shared``, from slot number ``slot`` on: a slot has a
+    word for each warp."""
+    count = warps * cluster
+    warp, lane = thread // 32, thread % 32
+    for k, total in enumerate(partials):
+        publish(shared, (slot + k) * count + rank * warps + warp, total, lane, cluster)
+    if cluster > 1:
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
+    results = []
+    for k, (op, dtype) in enumerate(kinds):
+        total = None
+        for first in range(0, count, 32):
+            whole = first + 32 <= count
+            place = lane + first if whole else cutlass.min(lane + first, count - 1)
+            value = read(shared, (slot + k) * count + place, dtype)
+            if not whole:
+                value = cutlass.select_(lane + first < count, value, identity(op, dtype))
+            total = value if total is None else combine(op, total, value, dtype)
+        results.append(total)
+    return across_lanes(kinds, results, 32)
 
 
 @cute.jit

@@ -1,0 +1,272 @@
+"""Functions of rows that are too wide for registers: rows pass through rings in shared memory, which bulk copies fill.
+
+CTAs stay, one an SM, and share the rows out by turns; a row has a CTA or the CTAs of a cluster, and all of a CTA's warps. A warp has a ring
+of its own. A stage holds a tile: TILE neighbouring numbers of every input of rows, each in a part of its own, and an mbarrier that counts
+the bytes of the copies. Only the warp itself reads or frees a stage, so that warps meet only where a row's statistics are exchanged.
+
+    request   lane 0 copies the next tile of this warp, of this row or a later one, into a stage
+    pass      the row stays in its stages through all passes; what a pass needs is computed anew from there
+    last      results are stored tile by tile; a stage is free when its lanes have read it, and is requested at once
+
+What a ring holds in addition to a row is in flight all the time, also while statistics are exchanged. Slots of the exchange alternate from
+row to row: a warp that is ahead writes slots that nobody reads any more, since each row has an exchange that all warps take part in.
+
+Limits: rows that start at multiples of 16 bytes, numbers of 2 or 4 bytes, reductions; a row's tiles of a warp fit the ring.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, cute
+
+from ..artifact import Artifact
+from ..dtypes import bytes_of
+from ..graph import COLUMN, FULL, REDUCTIONS, ROW, SCALAR, Graph, Node
+from ..row_config import TILE, RingConfig, parameters, ring_stage_bytes
+from .build import compile_kernel
+from .numbers import (
+    REGISTERS,
+    STORAGES,
+    Evaluator,
+    as_storage,
+    combine,
+    from_storage,
+    identity,
+    load_vector,
+    pointer_at,
+    store_vector,
+)
+from .rows import across_lanes, across_warps, dsl_types, tree
+
+_VECTOR = 8
+_VECTORS = TILE // (32 * _VECTOR)  # of a lane, in a tile
+
+
+class _Ring:
+    def __init__(self, graph: Graph, config: RingConfig, values: dict[tuple[str, int], Any]):
+        self.graph, self.config, self.values = graph, config, values
+        self.streams = [i for i, x in enumerate(graph.inputs) if x.extent == FULL and x.rank < 0]
+        self.stage_bytes = ring_stage_bytes(graph)
+        self.offsets, offset = {}, 0
+        for i in self.streams:
+            self.offsets[i] = offset
+            offset += TILE * bytes_of(graph.inputs[i].storage)
+        depths = graph.depths()
+        self.passes = [
+            [i for i, node in enumerate(graph.nodes) if node.op in REDUCTIONS and depths[i] == depth]
+            for depth in range(1, max(depths, default=0) + 1)
+        ]
+        self.slots = sum(map(len, self.passes))
+
+    # Places.
+
+    def stage_of(self, at: Any, tile: int) -> Any:
+        stage = at + tile
+        return cutlass.select_(stage >= self.config.stages, stage - self.config.stages, stage)
+
+    def column_of(self, tile: int) -> Any:
+        """Of the warp's tile."""
+        return (self.first_tile + tile * (self.config.warps * self.config.cluster)) * TILE
+
+    def barrier(self, stage: Any) -> Any:
+        return self.barriers + (self.warp * self.config.stages + stage)
+
+    @cute.jit
+    def request(self, stage: Int32, row: Int32, column: Int32):
+        """By lane 0: a tile, or what is left of a row there, which may be nothing."""
+        if self.lane == 0:
+            left = cutlass.max(cutlass.min(Int32(self.config.columns) - column, Int32(TILE)), Int32(0))
+            numbers_bytes = sum(bytes_of(self.graph.inputs[i].storage) for i in self.streams)
+            cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(stage), left * numbers_bytes)
+            if left > 0:
+                for i in cutlass.range_constexpr(len(self.streams)):
+                    self.copy(self.streams[i], stage, row, column, left)
+
+    def copy(self, number: int, stage: Any, row: Any, column: Any, left: Any) -> None:
+        storage = self.graph.inputs[number].storage
+        source = pointer_at(self.values["address", number], Int64(row) * self.values["stride", number] + Int64(column), storage, 16)
+        target = self.stages + ((self.warp * self.config.stages + stage) * self.stage_bytes + self.offsets[number])
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[target.toint(), source.toint(), left * bytes_of(storage), self.barrier(stage).toint()],
+        )
+
+    def tile_evaluator(self, at: Any, tile: int, row: Any, known: dict[int, Any]) -> Evaluator:
+        """Of a lane's numbers of a tile; ``known`` are the row's statistics and its single numbers."""
+        stage = self.stage_of(at, tile)
+        column = self.column_of(tile) + self.lane * _VECTOR
+
+        def leaf(number: int, node: Node, operands: list[Any]) -> Any:
+            if node.op == "value":  # "column"
+                return [REGISTERS[node.dtype](column + (v * 32 * _VECTOR + e)) for v in range(_VECTORS) for e in range(_VECTOR)]
+            i = node.attrs[0]
+            x = self.graph.inputs[i]
+            if x.by_value:
+                return self.values["number", i]
+            if x.extent in (COLUMN, SCALAR):
+                start = Int64(row) * self.values["stride", i] if x.extent == COLUMN else Int64(0)
+                return from_storage(load_vector(self.values["address", i], start, 1, x.storage), 1, node.dtype, x.storage)[0]
+            values: list[Any] = []
+            for v in range(_VECTORS):
+                if x.extent == ROW:
+                    at_column = cutlass.min(column + v * 32 * _VECTOR, Int32(self.config.columns - _VECTOR))
+                    stored = load_vector(self.values["address", i], Int64(at_column), _VECTOR, x.storage)
+                else:
+                    place = (self.warp * self.config.stages + stage) * self.stage_bytes + self.offsets[i]
+                    place = place + (self.lane + v * 32) * (_VECTOR * bytes_of(x.storage))
+                    pointer = cute.recast_ptr(self.stages + place, dtype=STORAGES[x.storage])
+                    pointer = cute.make_ptr(STORAGES[x.storage], pointer.toint(), cute.AddressSpace.smem, assumed_align=16)
+                    stored = cute.make_rmem_tensor(_VECTOR, STORAGES[x.storage])
+                    cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(_VECTOR)), stored)
+                values += from_storage(stored, _VECTOR, node.dtype, x.storage)
+            return values
+
+        evaluator = Evaluator(self.graph, TILE // 32, leaf, lambda node: node.extent in (FULL, ROW))
+        evaluator.known.update(known)
+        return evaluator
+
+    def valid(self, tile: int, vector: int) -> Any:
+        """Whether a lane's vector is in the row; True where all are."""
+        tiles = self.config.warps * self.config.cluster * self.config.tiles
+        if self.config.columns == tiles * TILE:
+            return True
+        return self.column_of(tile) + (self.lane + vector * 32) * _VECTOR < self.config.columns
+
+    def reduce(self, numbers: list[int], at: Any, row: Any, known: dict[int, Any], slot: Any, shared: Any) -> None:
+        kinds = [(self.graph.nodes[i].op, self.graph.nodes[i].dtype) for i in numbers]
+        totals: list[Any] = [None] * len(numbers)
+        for tile in range(self.config.tiles):
+            evaluator = self.tile_evaluator(at, tile, row, known)
+            for k, number in enumerate(numbers):
+                op, dtype = kinds[k]
+                values = evaluator.each(self.graph.nodes[number].inputs[0])
+                for v in range(_VECTORS):
+                    part = tree(op, values[v * _VECTOR : (v + 1) * _VECTOR], dtype)
+                    valid = self.valid(tile, v)
+                    part = part if valid is True else cutlass.select_(valid, part, identity(op, dtype))
+                    totals[k] = part if totals[k] is None else combine(op, totals[k], part, dtype)
+        totals = across_lanes(kinds, totals, 32)
+        results = across_warps(kinds, totals, shared, slot, self.thread, self.rank, self.config.warps, self.config.cluster)
+        known.update(zip(numbers, results, strict=True))
+
+    def store_tile(self, evaluator: Evaluator, tile: int, row: Any) -> None:
+        column = self.column_of(tile) + self.lane * _VECTOR
+        for number, y in enumerate(self.graph.outputs):
+            if y.extent not in (FULL, ROW):
+                continue
+            pointer, start = self.target(number, row)
+            values = evaluator.each(y.node)
+            for v in range(_VECTORS):
+                valid = self.valid(tile, v)
+                predicate = Boolean(True) if valid is True else valid
+                if y.extent == ROW:
+                    predicate = predicate & (row == 0)
+                stored = as_storage(values[v * _VECTOR : (v + 1) * _VECTOR], self.graph.nodes[y.node].dtype, y.storage)
+                store_vector(pointer, start + Int64(column + v * 32 * _VECTOR), stored, _VECTOR, y.storage, predicate)
+
+    def target(self, number: int, row: Any) -> tuple[Any, Any]:
+        y = self.graph.outputs[number]
+        if y.into >= 0:
+            stride = self.values.get(("stride", y.into))
+            return self.values["address", y.into], Int64(0) if stride is None else Int64(row) * stride
+        stride = self.values.get(("out_stride", number))
+        return self.values["out", number], Int64(0) if stride is None else Int64(row) * stride
+
+    def store_numbers(self, row: Any, known: dict[int, Any]) -> None:
+        """Results of one number each, which need no tile."""
+        chosen = [(i, y) for i, y in enumerate(self.graph.outputs) if y.extent in (COLUMN, SCALAR)]
+        if not chosen:
+            return
+        evaluator = self.tile_evaluator(Int32(0), 0, row, known)
+        for number, y in chosen:
+            pointer, start = self.target(number, row)
+            first = self.thread + self.rank == 0
+            if y.extent == SCALAR:
+                first = first & (row == 0)
+            stored = as_storage([evaluator.value(y.node)], self.graph.nodes[y.node].dtype, y.storage)
+            store_vector(pointer, start, stored, 1, y.storage, first)
+
+    @cute.jit
+    def wait(self, at: Int32, phase: Int32):
+        for tile in cutlass.range_constexpr(self.config.tiles):
+            wraps = at + tile >= self.config.stages
+            cute.arch.mbarrier_wait(self.barrier(self.stage_of(at, tile)), phase ^ cutlass.select_(wraps, Int32(1), Int32(0)))
+
+    def place(self) -> None:
+        c = self.config
+        self.thread = cute.arch.thread_idx()[0]
+        self.warp, self.lane = cute.arch.make_warp_uniform(self.thread // 32), self.thread % 32
+        self.rank = Int32(0) if c.cluster == 1 else cute.arch.block_idx_in_cluster()
+        self.first_tile = self.rank * c.warps + self.warp
+        words = 2 * self.slots * c.warps * c.cluster
+        self.shared = cute.arch.alloc_smem(Int32, words, alignment=16)
+        self.barriers = cute.arch.alloc_smem(Int64, c.warps * c.stages, alignment=8)
+        self.stages = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128)
+
+    @cute.jit
+    def run(self):
+        c = self.config
+        rows = self.values["rows", 0]
+        self.place()
+        if self.lane == 0:
+            for stage in cutlass.range_constexpr(c.stages):
+                cute.arch.mbarrier_init(self.barrier(stage), 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        if cutlass.const_expr(c.cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        step = cute.arch.grid_dim()[0] // c.cluster
+        row = cute.arch.block_idx()[0] // c.cluster
+        wanted_row, wanted_tile = row, Int32(0)  # of the next request
+        for stage in cutlass.range_constexpr(c.stages):
+            if wanted_row < rows:
+                self.request(Int32(stage), wanted_row, (self.first_tile + wanted_tile * (c.warps * c.cluster)) * TILE)
+            wanted_tile = wanted_tile + 1
+            if wanted_tile == c.tiles:
+                wanted_tile = Int32(0)
+                wanted_row = wanted_row + step
+        if cutlass.const_expr(c.cluster > 1):
+            cute.arch.cluster_wait()  # all CTAs of the cluster run: their shared memory may be written
+        at, phase, slot = Int32(0), Int32(0), Int32(0)
+        while row < rows:
+            self.wait(at, phase)
+            known = {}
+            self.reduce_all(at, row, known, slot)
+            self.store_numbers(row, known)
+            for tile in cutlass.range_constexpr(c.tiles):
+                self.store_tile(self.tile_evaluator(at, tile, row, known), tile, row)
+                cute.arch.sync_warp()
+                if wanted_row < rows:
+                    self.request(self.stage_of(at, tile), wanted_row, (self.first_tile + wanted_tile * (c.warps * c.cluster)) * TILE)
+                wanted_tile = wanted_tile + 1
+                if wanted_tile == c.tiles:
+                    wanted_tile = Int32(0)
+                    wanted_row = wanted_row + step
+            at = at + c.tiles
+            if at >= c.stages:
+                at = at - c.stages
+                phase = phase ^ 1
+            slot = Int32(self.slots) - slot
+            row = row + step
+
+    def reduce_all(self, at: Any, row: Any, known: dict[int, Any], slot: Any) -> None:
+        done = 0
+        for numbers in self.passes:
+            self.reduce(numbers, at, row, known, slot + done, self.shared)
+            done += len(numbers)
+
+
+def build(graph: Graph, config: dict[str, Any], *, name: str, architecture: str) -> Artifact:
+    c = RingConfig(**config)
+
+    def body(values: list[Any]) -> None:
+        _Ring(graph, c, dict(zip(parameters(graph), values, strict=True))).run()
+
+    return compile_kernel(
+        body, dsl_types(graph), name=name, architecture=architecture, block=c.block, cluster=c.cluster,
+        shared_bytes=c.warps * c.stages * ring_stage_bytes(graph),
+    )  # fmt: skip
