@@ -51,6 +51,7 @@ FAMILIES: dict[str, tuple[str, ModuleType]] = {
     "expert_parallel": ("Expert parallelism", report_expert_parallel),
     "attention": ("Attention", report_attention),
     "fused": ("Between the GEMMs", report_fused),
+    "fuse": ("Fusions that users write", report_fused),
     "e2e": ("Whole models", report_e2e),
     "tensor_parallel": ("Whole models among GPUs", report_tensor_parallel),
     "vllm_plugin": ("Inside vLLM", report_vllm_plugin),
