@@ -117,8 +117,7 @@ constexpr Operator kLaunches[] = {
     // Launches a loaded kernel on the device and stream of tensors[0]. `parameters` describes each of its parameters by words: 0, number
     // of a tensor: its address; 1, value: int32; 2, value: int64; 3, number of a tensor, modes, extents, strides of all modes but the
     // first in elements, box, bytes of the swizzle: a TMA descriptor.
-    {"_launch_kernel(Tensor(a!)[] tensors, int kernel, int[] parameters, int[] grid, int threads, int cluster) -> ()",
-     boxed<&launch>},
+    {"_launch_kernel(Tensor(a!)[] tensors, int kernel, int[] parameters, int[] grid, int threads, int cluster) -> ()", boxed<&launch>},
 };
 constexpr Operator kLoads[] = {
     // A kernel of a cubin, which every launch of it names.
