@@ -75,6 +75,15 @@ def test_certainty_of_sizes():
     assert known and not any(known)
 
 
+def test_without_torch_functions():
+    class Refuses(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(func)
+
+    with Refuses(), private.without_torch_functions():
+        assert torch.add(torch.ones(2, device="meta"), 1).shape == (2,)
+
+
 def test_all_private_names_are_in_one_file():
     """torch._check and torch._grouped_mm are documented in spite of their names."""
     private_name = re.compile(

@@ -107,3 +107,11 @@ def is_certain(condition: Any) -> bool:
 
         return guard_or_false(condition)
     return bool(condition)
+
+
+_DISABLE_TORCH_FUNCTION = _find("_C.DisableTorchFunction")
+
+
+def without_torch_functions() -> Any:
+    """A context in which functions of torch run as themselves, whatever mode or subclass overrides them."""
+    return _DISABLE_TORCH_FUNCTION()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import sys
@@ -9,7 +10,7 @@ import sys
 import torch
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TORCHS = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_TORCHS = os.path.dirname(os.path.abspath(inspect.getfile(torch))) + os.sep
 
 
 class FuseError(RuntimeError):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._core.torch_private import without_torch_functions
 from . import dtypes
 from .errors import FuseError, at_user_line
 from .graph import BOOL, COLUMN, F32, FULL, I32, ROW, SCALAR, Builder, Graph, Input, Node, Output, joined
@@ -249,7 +250,7 @@ class Tracer(TorchFunctionMode):
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         handler = _HANDLERS.get(func)
         if func is not torch.arange and not any(isinstance(x, Proxy | Table) for x in _flat((*args, *kwargs.values()))):
-            with torch._C.DisableTorchFunction():  # on metas, on other tensors, or a property of one
+            with without_torch_functions():  # on metas, on other tensors, or a property of one
                 result = func(*args, **kwargs)
             if isinstance(result, Tensor) and not result.is_meta and not self.takes_outside and result.ndim:
                 raise at_user_line("tensors cannot be made within a fused function: pass them as arguments")
@@ -275,7 +276,7 @@ class Tracer(TorchFunctionMode):
                 return x if x.ndim == 0 and x.device.type == "cpu" else torch.empty_like(x, device="meta")
             return [meta(y) for y in x] if isinstance(x, list | tuple) else x
 
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             return func(*[meta(x) for x in args], **{name: meta(x) for name, x in kwargs.items()})
 
     def finish(self, results: Any) -> Graph:
@@ -408,7 +409,7 @@ def _not(t: Tracer, func: Any, x: Any) -> Proxy:
 
 def _wider(t: Tracer, *operands: Any) -> str:
     """The type in registers that operands of a comparison are brought to."""
-    with torch._C.DisableTorchFunction():
+    with without_torch_functions():
         dtype = torch.result_type(*[t.meta_of(lambda x: x, x) for x in operands])
     return dtypes.register_of(dtype) if dtypes.is_supported(dtype) else F32
 
