@@ -2,6 +2,7 @@
 // allocate the workspace, launch.
 #include "gemm_call.h"
 
+#include "core/batch_invariance.h"
 #include "core/checks.h"
 #include "core/operators.h"
 #include "core/readable.h"
@@ -230,6 +231,7 @@ void set_inputs(GemmCall const& call, std::optional<KernelOverride> const& overr
   p.n = s.n;
   p.k = call.alpha == 0.0f ? 0 : s.k;  // BLAS: alpha = 0 means that A and B are not read
   p.batch = s.batch;
+  p.batch_invariant = batch_invariant();
   Matrix &a = x->a, &b = x->b;
   a = describe(call.op, "a", call.a);
   b = describe(call.op, "b", call.b, call.b_transposed);

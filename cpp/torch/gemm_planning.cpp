@@ -209,7 +209,7 @@ void write_plan(Json& json, GemmPlan const& plan) {
 std::string plan_json(char const* op, GemmProblem problem, std::optional<std::string> const& kernel, bool use_tuned, bool only_runnable,
                       int64_t device, bool batch_invariant) {
   GemmPlanOptions options;
-  options.batch_invariant = batch_invariant;
+  problem.batch_invariant = batch_invariant;
   KernelOverride override;
   bool first = problem.b_format != WeightFormat::kDense && kernel && *kernel == kDequantizeFirst;
   if (kernel && !first) {

@@ -13,6 +13,7 @@ _load_library(__path__)
 
 # ruff: noqa: E402, F403, F405  what follows looks the operators up in the library
 from . import distributed, nn, ops as _ops, quantize, reference
+from ._core.batch_invariance import batch_invariant, is_batch_invariant, set_batch_invariant
 from ._core.registry import build_info, kernels
 from .formats.gate_up import pack_gate_up, unpack_gate_up
 from .generation import Completion, SamplingParams, generate
@@ -39,15 +40,18 @@ __all__ = [
     "Plan",
     "SamplingParams",
     "__version__",
+    "batch_invariant",
     "build_info",
     "distributed",
     "generate",
+    "is_batch_invariant",
     "kernels",
     "nn",
     "pack_gate_up",
     "plan",
     "quantize",
     "reference",
+    "set_batch_invariant",
     "unpack_gate_up",
     *_ops.__all__,
 ]

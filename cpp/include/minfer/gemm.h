@@ -32,6 +32,9 @@ struct GemmProblem {
   WeightFormat b_format = WeightFormat::kDense;  // the fields below are of the other formats
   int32_t group_size = 0;                        // k of a scale; 0: all of k
   bool has_zeros = false;
+  // Only launches that add up an element of D in an order which follows from n, k and the types: m, batch, the device's SMs and tuned rows
+  // have no say in it.
+  bool batch_invariant = false;
 
   /// Whether all members are equal, so that a plan of one is a plan of the other.
   bool operator==(GemmProblem const& other) const;
@@ -139,7 +142,6 @@ struct GemmPlanOptions {
   GemmTunedRow const* user_rows = nullptr;  // consulted before the table that ships
   int64_t user_row_count = 0;
   GemmModel const* model = nullptr;  // instead of the one that ships for the device
-  bool batch_invariant = false;      // only launches that sum a row of D in an order over k which follows from n, k and the types, not m
 };
 
 /// Chooses kernel and launch: the explicit one, else a tuned row, else the analytic model. Pure and thread-safe.

@@ -630,9 +630,9 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
     return Status::success();
   }
 
-  Candidates const candidates = options.batch_invariant ? batch_invariant_candidates(problem, device, options) : Candidates{};
+  Candidates const candidates = problem.batch_invariant ? batch_invariant_candidates(problem, device, options) : Candidates{};
 
-  if (options.use_tuned && !options.batch_invariant && problem.m > 0) {
+  if (options.use_tuned && !problem.batch_invariant && problem.m > 0) {
     GemmTunedRow const* row = find_row(options.user_rows, options.user_row_count, problem, options, device);
     char const* table = "user table";
     if (row == nullptr) {

@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "common/programmatic_launch.h"
+#include "core/batch_invariance.h"
 #include "core/torch_calls.h"
 #include "minfer/registry.h"
 
@@ -32,6 +33,7 @@ DeviceProperties const& device_properties(char const* op, int64_t device) {
 }
 
 OnDevice::OnDevice(char const* op, Tensor const& x) : index_(x.device()) {
+  check_batch_invariance(op);
   DeviceGuardHandle guard = nullptr;
   if (aoti_torch_create_device_guard(index_, &guard) != 0) {
     fail(op, ": ", DeviceOf{x}, " could not be made the current device: ", reason_of_torch());

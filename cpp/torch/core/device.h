@@ -14,7 +14,8 @@ namespace minfer::torch_binding {
 /// The properties of a device of this machine, queried once per process. A negative index means an H200, which need not be here.
 DeviceProperties const& device_properties(char const* op, int64_t device);
 
-/// Makes a tensor's device the current one while the object lives, and holds what a launch on it needs.
+/// Makes a tensor's device the current one while the object lives, and holds what a launch on it needs. Refuses, in the batch-invariant
+/// mode, operators that cannot compute in it.
 class OnDevice {
  public:
   OnDevice(char const* op, Tensor const& x);

@@ -13,7 +13,9 @@ OLDEST_TORCH = (2, 10)
 
 def check_environment() -> None:
     """The library reads these once and takes what it does not know for the default, which nobody would notice."""
-    for name, legal in {"MINFER_TUNED": ("0", "1"), "MINFER_PDL": ("0", "1"), "MINFER_FORCE_ARCH": ("80", "90")}.items():
+    flag = ("0", "1")
+    names = {"MINFER_TUNED": flag, "MINFER_PDL": flag, "MINFER_BATCH_INVARIANT": flag, "MINFER_FORCE_ARCH": ("80", "90")}
+    for name, legal in names.items():
         value = os.environ.get(name, "")
         if value and value not in legal:
             raise ImportError(f"minfer: the environment variable {name} must be {' or '.join(legal)}, got {value!r}")

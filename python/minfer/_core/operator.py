@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..checks.common import Result, check_no_overlap, is_same_view
-from . import autograd, tracing
+from . import autograd, batch_invariance, tracing
 from .namespace import NAMESPACE, ops
 from .torch_private import Overload, is_written, overloads_of, schema_of
 
@@ -142,6 +142,7 @@ def _register(overload: Overload, declared: Operator) -> None:
     written = [(i, argument.name) for i, argument in enumerate(schema.arguments) if is_written(argument)]
 
     def fake(*args: Any, **options: Any) -> Any:
+        batch_invariance.guard()
         for i, name in written:
             x = args[i] if i < len(args) else options.get(name)
             if x is not None:
@@ -149,6 +150,7 @@ def _register(overload: Overload, declared: Operator) -> None:
         return _empty(declared.check(*args, **options))
 
     def cpu(*args: Any, **options: Any) -> Any:
+        batch_invariance.check(declared.name)
         declared.check(*args, **options)
         if declared.values is not None:
             declared.values(*args, **_computed(options))
@@ -168,10 +170,12 @@ def _register_out(overload: Overload, declared: Operator) -> None:
     takes_dtype = "out_dtype" in names
 
     def fake(*args: Any, out: Tensor, **options: Any) -> Tensor:
+        batch_invariance.guard()
         declared.check(*args, **options, out=out)
         return out
 
     def cpu(*args: Any, out: Tensor, **options: Any) -> Tensor:
+        batch_invariance.check(declared.name)
         declared.check(*args, **options, out=out)
         given = dict(zip(names, args, strict=False)) | options
         unread = form.unread(**given) if form.unread else ()

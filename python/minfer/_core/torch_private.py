@@ -115,3 +115,29 @@ _DISABLE_TORCH_FUNCTION = _find("_C.DisableTorchFunction")
 def without_torch_functions() -> Any:
     """A context in which functions of torch run as themselves, whatever mode or subclass overrides them."""
     return _DISABLE_TORCH_FUNCTION()
+
+
+# ---- guards ----------------------------------------------------------------------------------------------------------------------
+
+_find("_guards.TracingContext.try_get")
+_Guard = _find("_guards.Guard")
+
+
+def guard_on(value: Callable[[], bool], text: str) -> None:
+    """While torch.compile traces a function: what it makes of it runs where value() is what it is now, elsewhere it is traced again.
+    ``text``: value() as messages about recompilation name it."""
+    tracing = torch._guards.TracingContext.try_get()
+    if tracing is None or tracing.guards_context is None:
+        return
+    from torch._dynamo.source import GlobalStateSource
+
+    expected = value()
+
+    def create(builder: Any, guard: Any) -> None:
+        root, holds, code = builder.guard_manager.root, lambda _: value() == expected, [f"{text} == {expected}"]
+        try:
+            root.add_lambda_guard(holds, code, guard.user_stack)
+        except (AttributeError, TypeError):  # up to torch 2.11 guards have no user_stack
+            root.add_lambda_guard(holds, code)
+
+    tracing.guards_context.dynamo_guards.add(_Guard(GlobalStateSource(), create))

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from .._core.batch_invariance import is_batch_invariant
 from .._core.namespace import ops
 from .._core.registry import build_info, device_index, device_properties, kernel_names, kernels
 from ..checks.common import DTYPES, ValueChecker, is_integer
@@ -362,13 +363,15 @@ def plan_problem(
     use_tuned: bool = True,
     device: torch.device | int | str | None = None,
     only_runnable: bool | None = None,
-    batch_invariant: bool = False,
+    batch_invariant: bool | None = None,
 ) -> Plan:
     """:func:`plan` for a problem.
 
     batch_invariant: among the launches that sum a row of D in an order over k which follows from n, k and the types. Rows have the same
     bits then in problems of every m; tuned rows are not asked.
     """
+    if batch_invariant is None:
+        batch_invariant = is_batch_invariant()
     index, name = _device(device)
     if only_runnable is None:
         only_runnable = index >= 0

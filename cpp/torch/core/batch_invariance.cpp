@@ -1,0 +1,65 @@
+#include "core/batch_invariance.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <string_view>
+
+#include "core/failure.h"
+#include "core/operators.h"
+
+namespace minfer::torch_binding {
+
+namespace {
+
+/// The process's mode.
+std::atomic<bool>& of_process() {
+  static std::atomic<bool> mode = [] {
+    char const* value = std::getenv("MINFER_BATCH_INVARIANT");
+    return value != nullptr && std::strcmp(value, "1") == 0;
+  }();
+  return mode;
+}
+
+/// The thread's own mode: 0 or 1, or -1 for that of the process.
+thread_local int64_t of_thread = -1;
+
+/// Operators that compute in the mode. An operator that nobody has thought about is refused.
+constexpr std::string_view kInvariant[] = {"gemm", "gemm_gated"};
+
+bool computes_in_the_mode(std::string_view name) {
+  size_t const colons = name.rfind("::");
+  if (colons != std::string_view::npos) name.remove_prefix(colons + 2);
+  return std::find(std::begin(kInvariant), std::end(kInvariant), name) != std::end(kInvariant);
+}
+
+bool computes_batch_invariant(std::string const& op) { return computes_in_the_mode(op); }
+
+void set_batch_invariant(bool enabled) { of_process() = enabled; }
+
+/// -1: the thread follows the process.
+void set_batch_invariant_of_thread(int64_t enabled) { of_thread = enabled; }
+
+constexpr Operator kOperators[] = {
+    {"_batch_invariant() -> bool", boxed<&batch_invariant>},
+    {"_computes_batch_invariant(str op) -> bool", boxed<&computes_batch_invariant>},
+    {"_set_batch_invariant(bool enabled) -> ()", boxed<&set_batch_invariant>},
+    {"_set_batch_invariant_of_thread(int enabled) -> ()", boxed<&set_batch_invariant_of_thread>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CompositeExplicitAutograd, m) { implement(m, kOperators); }
+
+}  // namespace
+
+bool batch_invariant() { return of_thread < 0 ? of_process().load(std::memory_order_relaxed) : of_thread != 0; }
+
+void check_batch_invariance(char const* op) {
+  if (batch_invariant() && !computes_in_the_mode(op)) {
+    fail(op, ": cannot compute in the batch-invariant mode; leave it with minfer.batch_invariant(False)");
+  }
+}
+
+}  // namespace minfer::torch_binding
