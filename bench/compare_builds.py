@@ -199,7 +199,11 @@ def experts_of(o: dict[str, Any], normal: Callable[..., Any]) -> tuple[Callable[
     ids = torch.stack([torch.randperm(experts, device="cuda")[:top_k] for _ in range(tokens)]).int()
     weights = torch.rand(tokens, top_k, device="cuda")
     if o["weights"] == "bf16":
-        make = lambda: (normal(tokens, hidden), normal(experts, 2 * inter, hidden, scale=0.02), normal(experts, hidden, inter, scale=0.02))  # noqa: E731
+        make = lambda: (  # noqa: E731
+            normal(tokens, hidden),
+            normal(experts, 2 * inter, hidden, scale=0.02),
+            normal(experts, hidden, inter, scale=0.02),
+        )
         return lambda x: minfer.moe_ffn(x[0], x[1], x[2], weights, ids), make
 
     def packed(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,7 +237,10 @@ def caches(o: dict[str, Any], normal: Callable[..., Any]) -> tuple[Callable[[Any
 
     tokens, heads, head_dim = o["tokens"], 8, 128
     if o["op"] == "merge":
-        make = lambda: ([normal(tokens, 32, head_dim) for _ in range(3)], [normal(32, tokens, dtype=torch.float32) for _ in range(3)])  # noqa: E731
+        make = lambda: (  # noqa: E731
+            [normal(tokens, 32, head_dim) for _ in range(3)],
+            [normal(32, tokens, dtype=torch.float32) for _ in range(3)],
+        )
         return lambda x: minfer.merge_attention_states(*x), make
     prompt = tokens > 64  # of one sequence; else a token each
     sequences = 1 if prompt else tokens

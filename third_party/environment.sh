@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # environment.sh [lint] [disassembler] [dsl]: makes .venv hold what a build needs, and what the words name, installing only what is missing.
 #   PYTHON       interpreter to start from (default: the first Python >= 3.10 on PATH). One that can import torch >= 2.10 lends its torch.
-#   MINFER_CUDA  auto, ON or OFF as in CMakeLists.txt; where kernels will be built, CUTLASS's headers and, without an nvcc, NVIDIA's compiler
-#                wheels are installed too
+#   MINFER_CUDA  auto, ON or OFF as in CMakeLists.txt; where kernels will be built, CUTLASS's headers and, without an nvcc, NVIDIA's
+#                compiler wheels are installed too
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv
@@ -112,7 +112,8 @@ if wants_cuda; then
     [ ! -x "${CUDA_PATH:-/}/bin/nvcc" ] && [ ! -x /usr/local/cuda/bin/nvcc ]; then
     # One release for all: the wheels pin each other loosely, and a newer header beside an older compiler does not compile.
     release=13.0
-    install "NVIDIA's CUDA $release compiler" -- nvidia-cuda-{nvcc,crt,cccl}==$release.* nvidia-nvvm==$release.* nvidia-cuda-runtime==$release.*
+    install "NVIDIA's CUDA $release compiler" -- \
+      nvidia-cuda-{nvcc,crt,cccl}==$release.* nvidia-nvvm==$release.* nvidia-cuda-runtime==$release.*
   fi
 fi
 

@@ -3,7 +3,8 @@
 # Sets MINFER_TORCH_FOUND and, if so, defines the target minfer::torch.
 include("${CMAKE_CURRENT_LIST_DIR}/locate.cmake")
 
-set(MINFER_TORCH_DIR "" CACHE PATH "Folder of the torch package to build against (default: environment variable MINFER_TORCH_DIR, else the Python environment's)")
+set(MINFER_TORCH_DIR "" CACHE PATH
+  "Folder of the torch package to build against (default: environment variable MINFER_TORCH_DIR, else the Python environment's)")
 
 set(minfer_torch_dir "${MINFER_TORCH_DIR}")
 if(NOT minfer_torch_dir)
@@ -15,7 +16,8 @@ if(NOT minfer_torch_dir)
     get_filename_component(minfer_torch_dir "${minfer_torch_dir}" DIRECTORY)
   endif()
 elseif(NOT EXISTS "${minfer_torch_dir}/version.py")
-  message(FATAL_ERROR "MINFER_TORCH_DIR=${minfer_torch_dir} is not a torch package: set it to the folder that `python -c \"import torch; print(torch.__path__[0])\"` prints.")
+  message(FATAL_ERROR "MINFER_TORCH_DIR=${minfer_torch_dir} is not a torch package: set it to the folder that `python -c \"import "
+    "torch; print(torch.__path__[0])\"` prints.")
 endif()
 
 set(MINFER_TORCH_FOUND FALSE)
@@ -40,7 +42,8 @@ if(MINFER_TORCH_FOUND)
   set(minfer_torch_libraries "${minfer_torch_dir}/lib/libtorch.so" "${minfer_torch_dir}/lib/libtorch_cpu.so")
   add_library(minfer_torch INTERFACE)
   add_library(minfer::torch ALIAS minfer_torch)
-  target_include_directories(minfer_torch SYSTEM INTERFACE "${minfer_torch_dir}/include" "${minfer_torch_dir}/include/torch/csrc/api/include")
+  target_include_directories(minfer_torch SYSTEM INTERFACE
+    "${minfer_torch_dir}/include" "${minfer_torch_dir}/include/torch/csrc/api/include")
   target_link_libraries(minfer_torch INTERFACE "$<LINK_LIBRARY:minfer_needed,${minfer_torch_libraries}>")
   target_compile_definitions(minfer_torch INTERFACE TORCH_TARGET_VERSION=0x020a000000000000)  # the stable ABI as of 2.10
 endif()
