@@ -11,14 +11,15 @@ from minfer import fuse
 from torch import Tensor
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-# A rounding of each storage, as a part of the number; below TINY numbers of the type lie equally far apart.
-ROUNDING = {F32: 2.0**-23, F16: 2.0**-11, BF16: 2.0**-8, E4M3: 2.0**-4, torch.float8_e5m2: 2.0**-3}
-TINY = {F32: 0.0, F16: 2.0**-24, BF16: 0.0, E4M3: 2.0**-10, torch.float8_e5m2: 2.0**-17}
+# How far apart neighbours of each storage are, at most, as a part of the number; below the smallest normal number they are TINY apart.
+SPACING = {F32: 2.0**-23, F16: 2.0**-10, BF16: 2.0**-7, E4M3: 2.0**-3, torch.float8_e5m2: 2.0**-2}
+TINY = {F32: 0.0, F16: 2.0**-24, BF16: 0.0, E4M3: 2.0**-9, torch.float8_e5m2: 2.0**-16}
 
 
-def check(result: Tensor, exact: Tensor, single: Tensor, what: str = "") -> None:
-    """Against float64: at most twice the error of the same operations in float32, a rounding of what is stored, and of approximations
-    that are within 2 ulp."""
+def check(result: Tensor, exact: Tensor, single: Tensor, what: str = "", magnitude: float = 0.0) -> None:
+    """Against float64, rounded to the same storage: at most twice the error of the same operations in float32, one step between neighbours
+    of the storage (where a number lies between them, both are right), and errors of approximations within 2 ulp of values of the order
+    of the results, or of ``magnitude`` where values within the function are larger than those."""
     assert result.shape == exact.shape and result.dtype == exact.dtype, (what, result.shape, exact.shape, result.dtype, exact.dtype)
     if not result.is_floating_point():
         far = (result.to(torch.int64) - exact.to(torch.int64)).abs()
@@ -31,13 +32,13 @@ def check(result: Tensor, exact: Tensor, single: Tensor, what: str = "") -> None
     a, b, c = a[finite], b[finite], c[finite]
     if not a.numel():
         return
-    typical = b.abs().mean()
-    allowed = 2 * (c - b).abs().max() + ROUNDING[result.dtype] * b.abs() + TINY[result.dtype] + 2.0**-18 * (b.abs() + typical)
+    typical = b.abs().mean().clamp(min=magnitude)
+    allowed = 2 * (c - b).abs().max() + SPACING[result.dtype] * b.abs() + TINY[result.dtype] + 2.0**-18 * (b.abs() + typical)
     worst = ((a - b).abs() - allowed).max()
     assert worst <= 0, (what, f"{(a - b).abs().max().item():.3e} away, {worst.item():.3e} beyond what is allowed")
 
 
-def judged(function: fuse.RowFunction, *args, **kwargs) -> None:
+def judged(function: fuse.RowFunction, *args, magnitude: float = 0.0, **kwargs) -> None:
     """One call against float64; arguments that are written are compared as well, and a second call gives the same bits."""
 
     def copies() -> list:
@@ -56,7 +57,8 @@ def judged(function: fuse.RowFunction, *args, **kwargs) -> None:
         runs.append([*results, *written])
     assert len(runs[0]) == len(exact)
     for i, (result, again, want, near) in enumerate(zip(*runs, exact, single, strict=True)):
-        check(result, want, near, f"{function.name}, result {i}, {[tuple(x.shape) for x in args if isinstance(x, Tensor)]}")
+        shapes = [tuple(x.shape) for x in args if isinstance(x, Tensor)]
+        check(result, want, near, f"{function.name}, result {i}, {shapes}", magnitude)
         assert torch.equal(result.view(torch.uint8) if result.numel() else result, again.view(torch.uint8) if again.numel() else again)
 
 

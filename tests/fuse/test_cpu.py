@@ -84,7 +84,7 @@ def test_drawn(seed):
     single = fused.reference(*args, precision=torch.float32)
     direct = function(*args)  # rounds nowhere else: all is cast to float32 first
     for want, near, have in zip(*(x if isinstance(x, tuple) else (x,) for x in (exact, single, direct)), strict=True):
-        check(have, want, near, f"seed {seed}")
+        check(have, want, near, f"seed {seed}", magnitude=1.0)
 
 
 def test_integers():
@@ -207,3 +207,19 @@ def test_infinite_constants():
 def test_e4m3_inputs():
     x = rows(4, 32).to(E4M3)
     assert torch.equal(fuse.pointwise(lambda x: x.float() * 2)(x), x.float() * 2)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (3, 1), (1, 1), (2, 1, 1), (1,)], ids=lambda shape: "x".join(map(str, shape)))
+def test_few(shape):
+    """Where rows, columns and single numbers have the same shapes."""
+    x, column = rows(*shape), rows(*shape[:-1], 1)
+    judged(gated, x, x)
+    judged(rms_norm, x, rows(shape[-1]))
+    judged(scaled, x, rows(shape[-1]), column, torch.tensor(0.5))
+
+    def both(x, column):
+        return x + column, column * 2
+
+    shifted, doubled = fuse.pointwise(both)(x, column)
+    assert shifted.shape == x.shape and (doubled.shape == column.shape or shape == (1,))
+    torch.testing.assert_close(doubled.reshape(column.shape), column * 2)

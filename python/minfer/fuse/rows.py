@@ -104,10 +104,10 @@ class RowFunction:
             shape = shape[1:]
         if shape == (*space.lead, space.columns):
             return FULL
+        if space.lead and shape == (*space.lead, 1):
+            return COLUMN
         if math.prod(shape) == 1:
             return SCALAR
-        if shape == (*space.lead, 1):
-            return COLUMN
         if shape[-1] == space.columns and math.prod(shape[:-1]) == 1:
             return ROW
         raise FuseError(
@@ -210,9 +210,11 @@ class RowFunction:
     def _evaluated(self, graph: Graph, arguments: dict[str, Any], space: RowSpace, precision: torch.dtype) -> list[Tensor]:
         like = self._like(arguments)
         shapes = {FULL: (space.rows, space.columns), COLUMN: (space.rows, 1), ROW: (1, space.columns), SCALAR: (1, 1)}
-        inputs = [
-            arguments[x.name].to(like.device).expand(self._shape(x.extent, False, space)).reshape(shapes[x.extent]) for x in graph.inputs
-        ]
+        inputs = []
+        for x in graph.inputs:
+            given = arguments[x.name].to(like.device)
+            whole = given.reshape(()) if x.extent == SCALAR else given.expand(self._shape(x.extent, False, space))
+            inputs.append(whole.reshape(shapes[x.extent]))
         values = evaluate(graph, inputs, rows=space.rows, columns=space.columns, precision=precision)
         results = []
         for y, value in zip(graph.outputs, values, strict=True):

@@ -222,25 +222,28 @@ class Tracer(TorchFunctionMode):
         raise at_user_line(f"a {type(x).__name__} cannot be computed with")
 
     def proxy(self, node: int, meta: Tensor) -> Proxy:
-        if self.rows and self.builder.nodes[node].extent != self.classify(meta):
+        if self.rows and self.builder.nodes[node].extent not in self.extents(meta):
             # Values of one number each: torch may give any number of modes of extent 1.
             raise at_user_line(f"the shape {self.shown(meta)} is neither of rows, of a row, nor of a column")
         return Proxy(self, node, meta)
 
-    def classify(self, meta: Tensor) -> str:
+    def extents(self, meta: Tensor) -> tuple[str, ...]:
+        """What a tensor of this shape may be; rows of one number are also a column."""
         shape = tuple(meta.shape)
         while len(shape) > 2 and shape[0] == 1:
             shape = shape[1:]
-        if self.rows == 0 or math.prod(shape) == 1 and self.columns != 1:
-            return SCALAR
+        if self.rows == 0:
+            return (SCALAR,)
+        one = (SCALAR,) if math.prod(shape) == 1 else ()
         known = {
-            (self.rows, self.columns): FULL,
-            (self.rows, 1): COLUMN,
-            (self.rows,): COLUMN,
-            (1, self.columns): ROW,
-            (self.columns,): ROW,
+            FULL: ((self.rows, self.columns),),
+            COLUMN: ((self.rows, 1), (self.rows,)),
+            ROW: ((1, self.columns), (self.columns,)),
         }
-        return known.get(shape, "other")
+        return one + tuple(extent for extent, shapes in known.items() if shape in shapes)
+
+    def classify(self, meta: Tensor) -> str:
+        return next(iter(self.extents(meta)), "other")
 
     def shown(self, meta: Tensor) -> str:
         return "[" + ", ".join("rows" if n == self.rows and i == 0 else str(n) for i, n in enumerate(meta.shape)) + "]"
@@ -587,7 +590,7 @@ def _view(t: Tracer, func: Any, x: Proxy, *args: Any, **kwargs: Any) -> Proxy:
     meta = t.meta_of(func, x, *args, **kwargs)
     node = x.node
     now, then = t.builder.nodes[node].extent, t.classify(meta)
-    if t.rows and now != then:
+    if t.rows and now not in t.extents(meta):
         if then == "other" or joined((now, then)) != then:
             raise at_user_line(f"{_name_of(func)}: the shape {t.shown(meta)} is neither of rows, of a row, nor of a column")
         # The same number in more places.
