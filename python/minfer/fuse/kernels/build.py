@@ -8,8 +8,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from cutlass import cute
+from cutlass import Int64, cute
+from cutlass._mlir.dialects import cute as cute_ir, cute_nvgpu as cute_nvgpu_ir
 from cutlass.base_dsl.compiler import DumpDir
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_ptr
 
 from ..artifact import Artifact
@@ -29,7 +31,8 @@ def compile_kernel(
     shared_bytes: int = 0,
     registers: int = 0,
 ) -> Artifact:
-    """``body`` traces the kernel, given its parameters; ``types`` are ("pointer", storage) and ("scalar", type).
+    """``body`` traces the kernel, given its parameters; ``types`` are ("pointer", storage), ("scalar", type) and ("tensor_map", storage), a
+    TMA descriptor that the launch encodes: ``body`` is given its address, as an Int64.
 
     Args:
       name: how the kernel is called in profiles.
@@ -40,15 +43,17 @@ def compile_kernel(
 
     @cute.kernel
     def kernel(values: list):
-        body(values)
+        body(_each_map(types, values, _address_of_map))
 
     @cute.jit
     def host(values: list):
-        kernel(values).launch(grid=(1, 1, 1), block=(block, 1, 1), cluster=(cluster, 1, 1), smem=shared_bytes)
+        kernel(_each_map(types, values, _map_of)).launch(grid=(1, 1, 1), block=(block, 1, 1), cluster=(cluster, 1, 1), smem=shared_bytes)
 
     kernel.set_name_prefix(name)
     arguments = [
-        make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=dtype.width // 8) if kind == "pointer" else dtype(1)
+        dtype(1)
+        if kind == "scalar"
+        else make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=16 if kind == "tensor_map" else dtype.width // 8)
         for kind, dtype in types
     ]
     with _compiler, tempfile.TemporaryDirectory(prefix="minfer_fuse_") as folder:  # what the DSL keeps it writes into a folder as well
@@ -61,3 +66,19 @@ def compile_kernel(
     if len(entries) != 1 or not cubin:
         raise RuntimeError(f"minfer.fuse: the compiler gave {len(entries)} kernels for {name}")
     return Artifact(bytes(cubin), entries[0], shared_bytes, block, cluster)
+
+
+def _each_map(types: list[Any], values: list[Any], change: Callable[[Any], Any]) -> list[Any]:
+    return [change(x) if kind == "tensor_map" else x for (kind, _), x in zip(types, values, strict=True)]
+
+
+def _map_of(pointer: cute.Pointer) -> Any:
+    """A TMA descriptor, which makes its bytes a parameter of the kernel. What it describes here is of no consequence: launches encode their
+    own."""
+    box = cute.make_layout((8, 8), stride=(1, 8))
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), cute.make_tensor(pointer, box), box, (8, 8))[0]
+
+
+def _address_of_map(atom: Any) -> Int64:
+    pointer = cute_ir.PtrType.get(cute_nvgpu_ir.TmaDescriptorTiledType.get(), cute.AddressSpace.generic, 64)
+    return cute_nvgpu_ir.get_tma_desc_addr(pointer, cute_nvgpu_ir.atom_make_exec_tma(atom._trait.value)).toint()
