@@ -16,6 +16,20 @@ from __future__ import annotations
 
 from .errors import FuseError
 from .export import export, load
+from .gemms import GemmFunction, gemm, gemm_epilogue
+from .random import random_bits, stochastic_round
 from .rows import RowFunction, pointwise, rowwise
 
-__all__ = ["FuseError", "RowFunction", "export", "load", "pointwise", "rowwise"]
+__all__ = [
+    "FuseError",
+    "GemmFunction",
+    "RowFunction",
+    "export",
+    "gemm",
+    "gemm_epilogue",
+    "load",
+    "pointwise",
+    "random_bits",
+    "rowwise",
+    "stochastic_round",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,14 +36,15 @@ def register_dtype(register: str, precision: torch.dtype) -> torch.dtype:
 
 def evaluate(
     graph: Graph, inputs: Sequence[Tensor], *, rows: int, columns: int, values: dict[str, Tensor] | None = None,
-    precision: torch.dtype = torch.float32,
-) -> list[Tensor]:  # fmt: skip
+    precision: torch.dtype = torch.float32, indices: bool = False,
+) -> list[Any]:  # fmt: skip
     """The outputs, in order: [rows, columns], [rows, 1], [1, columns] or [1, 1] by their extent, as their storage.
 
     Args:
       inputs: in the same shapes; those with a rank are tables, of any shape.
       values: what ``value`` nodes are, by name; "column" is known.
       precision: of floating-point numbers within.
+      indices: give pairs of an output and the index at which its rows are stored, or None.
     """
     known: list[Tensor] = []
     device = inputs[0].device if inputs else torch.device("cpu")
@@ -68,6 +70,10 @@ def evaluate(
             result = _REDUCE[node.op](operands[0].expand(-1, columns))
         elif node.op == "where":
             result = torch.where(*operands)
+        elif node.op == "bits":
+            result = operands[0].to(torch.float32).contiguous().view(torch.int32)
+        elif node.op == "from_bits":
+            result = operands[0].contiguous().view(torch.float32).to(precision)
         elif node.op == "cast":
             result = _cast(operands[0], node.dtype, precision)
         elif node.op == "round":
@@ -78,7 +84,10 @@ def evaluate(
             result = _BINARY[node.op](*operands)
         known.append(result)
     shapes = {FULL: (rows, columns), COLUMN: (rows, 1), ROW: (1, columns)}
-    return [rounded(known[y.node].expand(shapes.get(y.extent, (1, 1))), y.storage) for y in graph.outputs]
+    results = [rounded(known[y.node].expand(shapes.get(y.extent, (1, 1))), y.storage) for y in graph.outputs]
+    if not indices:
+        return results
+    return [(result, known[y.index].expand(rows, 1) if y.index >= 0 else None) for result, y in zip(results, graph.outputs, strict=True)]
 
 
 def _cast(x: Tensor, register: str, precision: torch.dtype) -> Tensor:

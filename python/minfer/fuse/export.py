@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from . import cache, dtypes
+from . import cache, dtypes, gemm_export
 from .compiler import compile_all, dsl_version
 from .errors import FuseError
+from .gemms import GemmFunction
 from .graph import Graph
 from .launch import Loaded, loaded
 from .row_config import RingConfig, RowConfig
@@ -27,11 +28,13 @@ _FORMAT = 1
 _MANIFEST = "manifest.json"
 
 
-def export(function: RowFunction, folder: str | Path, examples: Iterable[Sequence[Any]], *, archs: Sequence[str] | None = None) -> Path:
+def export(
+    function: RowFunction | GemmFunction, folder: str | Path, examples: Iterable[Sequence[Any]], *, archs: Sequence[str] | None = None
+) -> Path:
     """Writes what calls like the examples need, with any number of rows.
 
     Args:
-      function: of :func:`minfer.fuse.pointwise` or :func:`minfer.fuse.rowwise`.
+      function: of :func:`minfer.fuse.pointwise`, :func:`minfer.fuse.rowwise` or :func:`minfer.fuse.gemm_epilogue`.
       folder: is made, and must be empty or hold an earlier export.
       examples: tuples of arguments, bound as calls are; their tensors may be on the meta device. Dtypes, which tensors broadcast, the
         constants and, with reductions, the width are those that the loaded function takes.
@@ -53,6 +56,9 @@ def export(function: RowFunction, folder: str | Path, examples: Iterable[Sequenc
         from .launch import architecture
 
         archs = [architecture(torch.cuda.current_device())]
+    if isinstance(function, GemmFunction):
+        manifest, names = gemm_export.write(function, folder, examples, archs)
+        return _finish(folder, {"format": _FORMAT, **manifest, "dsl": dsl_version()}, names)
     needed = [(arch, *entry) for arch in archs for entry in function.specialisations(examples, arch)]
     kernels = [function._kernel(graph, config, arch) for arch, _, graph, config in needed]
     artifacts = compile_all(kernels)
@@ -88,14 +94,19 @@ def export(function: RowFunction, folder: str | Path, examples: Iterable[Sequenc
         "kernels": files,
         "dsl": dsl_version(),
     }
+    return _finish(folder, manifest, set(files))
+
+
+def _finish(folder: Path, manifest: dict[str, Any], names: set[str]) -> Path:
+    """Writes the manifest; kernels of an earlier export go."""
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in folder.glob("*.kernel"):
-        if path.stem not in files:
+        if path.stem not in names:
             path.unlink()
     return folder
 
 
-def load(folder: str | Path) -> RowFunction:
+def load(folder: str | Path) -> RowFunction | GemmFunction:
     """The function that :func:`export` wrote: called in the same way, on any torch that minfer runs on, without the DSL.
 
     Raises:
@@ -108,6 +119,8 @@ def load(folder: str | Path) -> RowFunction:
         raise FuseError(f"load: {folder} holds no export of minfer.fuse: {error}") from None
     if manifest.get("format") != _FORMAT:
         raise FuseError(f"load: {folder} has the format {manifest.get('format')}, this version reads {_FORMAT}")
+    if manifest.get("kind") == "gemm":
+        return gemm_export.LoadedGemmFunction(folder, manifest)
     return _LoadedRowFunction(folder, manifest)
 
 

@@ -21,7 +21,8 @@ _DOWN = {SCALAR: False, ROW: False, COLUMN: True, FULL: True}
 _ACROSS = {SCALAR: False, ROW: True, COLUMN: False, FULL: True}
 
 UNARY = frozenset(
-    "neg abs exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal sin cos tanh erf floor ceil round_even trunc isnan not".split()
+    "neg abs exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal sin cos tanh erf floor ceil round_even trunc isnan not"
+    " bits from_bits".split()
 )
 BINARY = frozenset("add sub mul div floor_div mod pow maximum minimum and or xor shl shr lt le gt ge eq ne".split())
 TERNARY = frozenset(["where", "fma"])
@@ -49,6 +50,7 @@ class Node:
     ``cast``      to ``dtype``
     ``round``     attrs (storage,): to what a tensor of that type would hold, and back
     ``gather``    attrs (number,): an argument's element at the indices that the inputs are
+    ``bits``      of an f32, as an i32; ``from_bits`` the other way
     ``philox``    attrs (word,): a word of the generator for (seed, row, column), as i32
     """
 

@@ -366,12 +366,12 @@ class _Plan:
         if self.numbers:
             words = list(words)
             for word, argument, storage in self.numbers:
-                words[word] = _bits(tensors[argument], storage)
+                words[word] = bits_of(tensors[argument], storage)
         self.kernel.launch([*(tensors[i] for i in self.inputs), *results], words, self.grid)
         return results
 
 
-def _bits(x: Tensor, storage: str) -> int:
+def bits_of(x: Tensor, storage: str) -> int:
     """A number as a parameter of the kernel."""
     value = x.item()
     if dtypes.register_of(x.dtype) != "f32":

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from .._core.torch_private import without_torch_functions
 from . import dtypes
 from .errors import FuseError, at_user_line
-from .graph import BOOL, COLUMN, F32, FULL, I32, ROW, SCALAR, Builder, Graph, Input, Node, Output, joined
+from .graph import BOOL, COLUMN, F32, FULL, I32, I64, ROW, SCALAR, Builder, Graph, Input, Node, Output, joined
 
 # Modes of traced rows. The number of rows is not known to a function: it is this one while it is traced.
 TRACED_ROWS = 97
@@ -148,6 +148,7 @@ class Tracer(TorchFunctionMode):
         self.captured: list[Tensor] = []  # tensors that the function reads from outside, by the number of their input
         self.tables: dict[int, int] = {}  # id of a captured tensor -> input
         self.may_write: dict[int, int] = {}  # node of an argument -> input that copy_() may write
+        self.per_expert: list[int] = []  # inputs
         self.takes_outside = False  # whether the function may look up in tensors that are not arguments
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,6 +178,11 @@ class Tracer(TorchFunctionMode):
         )
         meta = torch.empty(shape, dtype=dtype, device="meta")
         return Proxy(self, self.add("value", (), dtypes.register_of(dtype), extent, (name,)), meta)
+
+    def stored(self, name: str, dtype: torch.dtype) -> Proxy:
+        """A value of all elements that is in memory as ``dtype``."""
+        self.check_dtype(dtype, name)
+        return self.value(name, dtype, FULL)
 
     def check_dtype(self, dtype: torch.dtype, name: str) -> None:
         if not dtypes.is_supported(dtype):
@@ -295,6 +301,69 @@ class Tracer(TorchFunctionMode):
             node = last.inputs[0] if last.op == "round" and last.attrs == (storage,) and last.dtype == F32 else x.node  # stores round
             self.builder.outputs.append(Output(node, storage, extent, squeezed=extent == COLUMN and x.meta.ndim == 1))
         return self.builder.build()
+
+
+class Operand(Proxy):
+    """An argument of an epilogue or a prologue. What it extends over follows from how it is used: computed with, a vector is of the
+    columns; looked up by the row it is of the rows. Whether it has as many numbers is checked at the call.
+
+    Args:
+      meta: [rows, columns], [rows, 1], [columns], [], or a vector of any length as [columns].
+      vector: whether it has one mode.
+      experts: whether there is one for each expert.
+    """
+
+    def __init__(self, tracer: Tracer, name: str, meta: Tensor, extent: str, *, by_value: bool = False, vector: bool = False,
+                 experts: bool = False, written: bool = False):  # fmt: skip
+        tracer.check_dtype(meta.dtype, name)
+        self.tracer, self.meta, self.name, self.extent = tracer, meta, name, extent
+        self.by_value, self.vector, self.experts, self.written = by_value, vector, experts, written
+        self.inputs: dict[str, int] = {}
+
+    def input_of(self, extent: str) -> int:
+        """The number of the graph's input."""
+        if extent not in self.inputs:
+            self.inputs[extent] = len(self.tracer.builder.inputs)
+            self.tracer.builder.inputs.append(Input(self.name, dtypes.storage_of(self.meta.dtype), extent, by_value=self.by_value))
+            if self.experts:
+                self.tracer.per_expert.append(self.inputs[extent])
+        return self.inputs[extent]
+
+    def element(self, extent: str) -> int:
+        number = self.input_of(extent)
+        node = self.tracer.add("input", (), dtypes.register_of(self.meta.dtype), extent, (number,))
+        if self.written:
+            self.tracer.may_write[node] = number
+        return node
+
+    @property
+    def node(self) -> int:  # type: ignore[override]
+        return self.element(self.extent)
+
+    def look_up(self, index: Any) -> Proxy:
+        """By the row, the column or both."""
+        t = self.tracer
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(part is None or part is Ellipsis or part == slice(None) for part in parts if not isinstance(part, Proxy)):
+            names = [_index_name(t, part) for part in parts if isinstance(part, Proxy)]
+            if not names:
+                return _view(t, lambda meta: meta[index], self)
+            kind = "vector" if self.vector else self.extent
+            extent = {("vector", "row"): COLUMN, ("vector", "col"): ROW, (FULL, "row", "col"): FULL, (COLUMN, "row"): COLUMN}.get(
+                (kind, *names) if len(names) == len(parts) else ()
+            )
+            if extent is not None:
+                shapes = {COLUMN: (t.rows, 1), ROW: (t.columns,), FULL: (t.rows, t.columns)}
+                return Proxy(t, self.element(extent), torch.empty(shapes[extent], dtype=self.meta.dtype, device="meta"))
+        raise at_user_line(f"{self.name}: an operand is looked up by the row, x[row], or by the column, x[col], themselves")
+
+
+def _index_name(t: Tracer, index: Proxy) -> str | None:
+    """Whether an index is "row" or "col"."""
+    node = t.builder.nodes[index.node]
+    while node.op == "cast":
+        node = t.builder.nodes[node.inputs[0]]
+    return node.attrs[0] if node.op == "value" else None
 
 
 class Table:
@@ -585,6 +654,8 @@ def _type_as(t: Tracer, func: Any, x: Proxy, other: Any) -> Proxy:
 
 @handles("unsqueeze", "squeeze", "view", "reshape", "expand", "expand_as", "broadcast_to", "contiguous", "clone", "detach", "flatten")
 def _view(t: Tracer, func: Any, x: Proxy, *args: Any, **kwargs: Any) -> Proxy:
+    if func is Tensor.view and args and isinstance(args[0], torch.dtype):
+        return _bits(t, x, args[0])
     if func is Tensor.expand_as:
         func, args = Tensor.expand, (args[0].meta.shape,)
     meta = t.meta_of(func, x, *args, **kwargs)
@@ -598,9 +669,18 @@ def _view(t: Tracer, func: Any, x: Proxy, *args: Any, **kwargs: Any) -> Proxy:
     return Proxy(t, node, meta)
 
 
+def _bits(t: Tracer, x: Proxy, dtype: torch.dtype) -> Proxy:
+    """x.view(dtype)."""
+    op = {(torch.float32, torch.int32): "bits", (torch.int32, torch.float32): "from_bits"}.get((x.dtype, dtype))
+    if op is None:
+        raise at_user_line(f"Tensor.view: bits are taken of float32 as int32 and the other way, got {x.dtype} as {dtype}")
+    register = dtypes.register_of(dtype)
+    return Proxy(t, t.add(op, (x.node,), register, t.extent_of(x.node)), x.meta.view(dtype))
+
+
 @handles("__getitem__")
 def _getitem(t: Tracer, func: Any, x: Any, index: Any) -> Any:
-    if isinstance(x, Table):
+    if isinstance(x, Table | Operand):
         return x.look_up(index)
     if isinstance(x, Tensor):
         if not t.takes_outside:
@@ -631,6 +711,23 @@ def _copy(t: Tracer, func: Any, into: Proxy, value: Any, non_blocking: bool = Fa
     t.builder.outputs = [x for x in t.builder.outputs if x.into != number]
     t.builder.outputs.append(Output(node, storage, extent, into=number))
     return Proxy(t, node, into.meta)
+
+
+@handles("index_copy_")
+def _index_copy(t: Tracer, func: Any, into: Proxy, dim: int, index: Any, value: Any) -> Proxy:
+    if not isinstance(into, Operand) or not into.written or into.extent != FULL:
+        raise at_user_line("index_copy_() is into an argument of an epilogue, [rows, n], that `mutates` names")
+    if dim != 0:
+        raise at_user_line(f"index_copy_(): whole rows are written where the index says: dim must be 0, got {dim}")
+    rows = index.element(COLUMN) if isinstance(index, Operand) and index.vector else index.node if isinstance(index, Proxy) else None
+    if rows is None or t.extent_of(rows) != COLUMN or t.type_of(rows) not in (I32, I64):
+        raise at_user_line("index_copy_(): the index is an argument of integers, one for each row")
+    number = into.input_of(FULL)
+    storage = t.builder.inputs[number].storage
+    node = t.node_of(value, dtypes.register_of(into.dtype))
+    t.builder.outputs = [x for x in t.builder.outputs if x.into != number]
+    t.builder.outputs.append(Output(node, storage, FULL, into=number, index=rows))
+    return into
 
 
 @handles("zeros_like", "ones_like", "full_like")

@@ -30,6 +30,7 @@ def compile_kernel(
     cluster: int = 1,
     shared_bytes: int = 0,
     registers: int = 0,
+    alone: bool = False,
 ) -> Artifact:
     """``body`` traces the kernel, given its parameters; ``types`` are ("pointer", storage), ("scalar", type) and ("tensor_map", storage), a
     TMA descriptor that the launch encodes: ``body`` is given its address, as an Int64.
@@ -39,6 +40,7 @@ def compile_kernel(
       architecture: sm_90a and so on.
       shared_bytes: dynamic shared memory.
       registers: most of a thread, or 0.
+      alone: an SM holds one CTA. Its threads share out all registers, which kernels count on that move some from warpgroup to warpgroup.
     """
 
     @cute.kernel
@@ -47,7 +49,9 @@ def compile_kernel(
 
     @cute.jit
     def host(values: list):
-        kernel(_each_map(types, values, _map_of)).launch(grid=(1, 1, 1), block=(block, 1, 1), cluster=(cluster, 1, 1), smem=shared_bytes)
+        kernel(_each_map(types, values, _map_of)).launch(
+            grid=(1, 1, 1), block=(block, 1, 1), cluster=(cluster, 1, 1), smem=shared_bytes, min_blocks_per_mp=1 if alone else 0
+        )
 
     kernel.set_name_prefix(name)
     arguments = [

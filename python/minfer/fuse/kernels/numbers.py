@@ -235,6 +235,8 @@ class Evaluator:
             return _UNARY[op](x[0])
         if op == "abs":
             return cute.math.abs(x[0]) if node.dtype == F32 else _maximum(x[0], -x[0], node.dtype)
+        if op in ("bits", "from_bits"):
+            return REGISTERS[types[0]](x[0]).bitcast(REGISTERS[node.dtype])
         if op == "isnan":
             return x[0] != x[0]
         if op == "not":

@@ -50,13 +50,13 @@ def dsl_types(graph: Graph) -> list[Any]:
         elif kind == "out":
             types.append(("pointer", STORAGES[graph.outputs[i].storage]))
         elif kind == "number":
-            types.append(("scalar", REGISTERS[_register(graph.inputs[i].storage)]))
+            types.append(("scalar", REGISTERS[register_of_storage(graph.inputs[i].storage)]))
         else:
             types.append(("scalar", Int64 if kind.endswith("stride") else Int32))
     return types
 
 
-def _register(storage: str) -> str:
+def register_of_storage(storage: str) -> str:
     return register_of(dtype_of(storage))
 
 

@@ -1,0 +1,235 @@
+"""How a fused GEMM is launched: what the template takes, and what is chosen for a problem."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from .dtypes import bytes_of
+from .graph import COLUMN, FULL, REDUCTIONS, Builder, Graph, Input, Node
+
+TILE_K_BYTES = 128  # of a row of a tile in shared memory: one swizzle
+SHARED_BYTES = 227 * 1024
+_HEAD_BYTES = 1024 + 512  # what alignment and barriers take
+GATES = ("", "halves", "alternating", "blocks")
+GATE_BLOCK = 8  # columns
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """Of kernels/gemm.py. ``prologue`` is the text of its graph; ``per_expert`` numbers the inputs of the graph that have experts."""
+
+    tile_m: int
+    tile_n: int
+    pingpong: bool
+    stages: int
+    cluster: int  # CTAs along m, which share tiles of B
+    a: str  # storage that tensor cores multiply
+    b_major: str  # "k" or "n"
+    gate: str
+    vector: int  # numbers of a tensor of rows that lie at a multiple of as many
+    grouped: bool
+    per_expert: tuple[int, ...] = ()
+    prologue: str = ""
+    a_stored: str = ""  # of A in memory, where a prologue makes ``a`` of it
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply."""
+        return 2 if self.pingpong or self.tile_m >= 128 else 1
+
+    @property
+    def block(self) -> int:
+        return 128 * (1 + self.groups)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that a thread has numbers of."""
+        return self.tile_m // (32 * self.sharing)
+
+    @property
+    def sharing(self) -> int:
+        """Warpgroups that share a tile."""
+        return 1 if self.pingpong else self.groups
+
+    @property
+    def tile_k(self) -> int:
+        return TILE_K_BYTES // bytes_of(self.a)
+
+    @property
+    def a_box(self) -> int:
+        """Numbers of a row of A in a tile of shared memory."""
+        return self.tile_k
+
+    @property
+    def a_swizzle(self) -> int:
+        """Of a tile of A, in bytes."""
+        return self.a_box * bytes_of(self.a_stored or self.a)
+
+    @property
+    def columns(self) -> int:
+        """Of the output, in a tile."""
+        return self.tile_n // (2 if self.gate else 1)
+
+    @property
+    def boxes(self) -> int:
+        """TMA boxes that a tile of B is made of."""
+        if self.b_major == "n":
+            return self.tile_n // self.tile_k
+        return 2 if self.cluster == 2 or self.gate == "halves" else 1
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.tile_m + self.tile_n) * TILE_K_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        return 1024 + self.stages * (self.stage_bytes + 16)
+
+
+def parameters(graph: Graph, config: GemmConfig) -> list[tuple[str, int]]:
+    """The kernel's, in order: ("map", 0) of A, ("map", 1) of B, then as rows have them ("address", input), ("number", input), ("stride",
+    input), ("expert_stride", input), ("out", output), ("out_stride", output), ("partial", reduction); ("limit", output): rows of what is
+    scattered into; then sizes."""
+    result: list[tuple[str, int]] = [("map", 0), ("map", 1)]
+    for i, x in enumerate(graph.inputs):
+        result.append(("number" if x.by_value else "address", i))
+        if x.extent in (FULL, COLUMN):
+            result.append(("stride", i))
+        if i in config.per_expert:
+            result.append(("expert_stride", i))
+    for i, y in enumerate(graph.outputs):
+        if y.into < 0:
+            result.append(("out", i))
+            if y.extent == FULL:
+                result.append(("out_stride", i))
+        if y.index >= 0:
+            result.append(("limit", i))
+    result += [("partial", i) for i, node in enumerate(graph.nodes) if node.op in REDUCTIONS]
+    if config.grouped:
+        result += [("offsets", 0), ("experts", 0)]
+    return [*result, *((name, 0) for name in ("m", "n", "k_tiles", "m_tiles", "n_tiles", "band"))]
+
+
+def epilogue_vector(graph: Graph, columns: int, alignments: list[int]) -> int:
+    """Numbers of tensors of rows that are loaded and stored at once: at most 8. ``alignments``: in numbers, of each tensor."""
+    return math.gcd(8, columns, *alignments)
+
+
+# Splitting a graph at its reductions.
+
+
+def split(graph: Graph) -> tuple[Graph, Graph | None, list[int]]:
+    """The part that the GEMM's kernel computes, the part that follows from a row's partial reductions, and which outputs the second has.
+
+    The first keeps every node; its outputs are those that depend on no reduction. The second is a graph of rows: each reduction of the
+    first is an input of [m, tiles], which it reduces.
+    """
+    after = [False] * len(graph.nodes)
+    for i, node in enumerate(graph.nodes):
+        after[i] = node.op in REDUCTIONS or any(after[j] for j in node.inputs)
+    late = [i for i, y in enumerate(graph.outputs) if after[y.node]]
+    first = dataclasses.replace(graph, outputs=tuple(y for i, y in enumerate(graph.outputs) if i not in late))
+    if not late:
+        return first, None, []
+    builder = Builder()
+    known: dict[int, int] = {}
+    inputs: dict[int, int] = {}
+
+    def add(number: int) -> int:
+        if number not in known:
+            known[number] = made(number, graph.nodes[number])
+        return known[number]
+
+    def made(number: int, node: Node) -> int:
+        if node.op in REDUCTIONS:
+            builder.inputs.append(Input(f"partial{number}", node.dtype, FULL))
+            value = builder.add(Node("input", (), node.dtype, FULL, (len(builder.inputs) - 1,)))
+            return builder.add(Node(node.op, (value,), node.dtype, COLUMN))
+        if node.op == "input":
+            (i,) = node.attrs
+            if i not in inputs:
+                inputs[i] = len(builder.inputs)
+                builder.inputs.append(graph.inputs[i])
+            return builder.add(dataclasses.replace(node, attrs=(inputs[i],)))
+        return builder.add(dataclasses.replace(node, inputs=tuple(add(j) for j in node.inputs)))
+
+    for i in late:
+        builder.outputs.append(dataclasses.replace(graph.outputs[i], node=add(graph.outputs[i].node)))
+    return first, builder.build(), late
+
+
+# Choices.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    m: int
+    n: int
+    pingpong: bool
+    cluster: int = 1
+
+
+# In the order in which ties are broken.
+TILES = (
+    Tile(128, 256, False, 2),
+    Tile(128, 256, False),
+    Tile(256, 128, False),
+    Tile(128, 128, True),
+    Tile(64, 256, True),
+    Tile(64, 128, True),
+    Tile(64, 64, True),
+    Tile(64, 32, True),
+)
+
+_L2_BYTES, _MMA = 24.0, 4096.0  # bytes and operations of an SM in a cycle, all SMs at work, as 16-bit GEMMs of an H100 reach them
+_START = 1500.0  # cycles of a tile that nothing hides: the ring fills, the epilogue
+_HIDDEN_START = 700.0  # under the other warpgroup's main loop
+
+
+def stages_of(tile: Tile) -> int:
+    return min((SHARED_BYTES - _HEAD_BYTES) // ((tile.m + tile.n) * TILE_K_BYTES + 16), 12)
+
+
+def legal(tile: Tile, b_major: str, gate: str, grouped: bool, prologue: bool) -> bool:
+    box = tile.n // (2 if gate == "halves" else 1)
+    if b_major == "n" and box % 64:
+        return False
+    if gate and box % 32 or gate == "blocks" and tile.n % 64:
+        return False
+    if prologue and (tile.m != 64 and tile.pingpong or tile.m == 256):
+        return False
+    return not (grouped and (tile.pingpong or tile.cluster > 1))
+
+
+def cycles(tile: Tile, m: int, n: int, k_tiles: int, sms: int) -> float:
+    """Of the model that tiles are chosen by: what the busiest SM multiplies, or what it loads, and the ends of tiles."""
+    m_tiles, n_tiles = -(-m // (tile.m * tile.cluster)), -(-n // tile.n)
+    clusters = max(sms // tile.cluster, 1)
+    turns = -(-m_tiles * n_tiles // clusters)
+    busy = min(m_tiles * n_tiles, clusters) * tile.cluster / sms
+    multiply = 2.0 * tile.m * tile.n * 64 / _MMA
+    load = (tile.m + tile.n / tile.cluster) * TILE_K_BYTES / min(_L2_BYTES / busy, 64.0) * 0.75
+    each = k_tiles * max(multiply, load)
+    return turns * each + _START + (turns - 1) * (_HIDDEN_START if tile.pingpong else _START)
+
+
+GROUPED_TILES = (Tile(128, 256, False), Tile(128, 128, False), Tile(64, 128, False), Tile(64, 256, False))
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(m: int, n: int, k_tiles: int, b_major: str, gate: str, experts: int, prologue: bool, sms: int) -> Tile:
+    """The tile for a problem; ``n`` counts B's columns."""
+    if experts:
+        per_expert = max(m // experts, 1)
+        fitting = [x for x in GROUPED_TILES if legal(x, b_major, gate, True, prologue)]
+        rows = 64 if per_expert <= 64 else 128
+        return next((x for x in fitting if x.m == rows), fitting[0])
+    fitting = [x for x in TILES if legal(x, b_major, gate, False, prologue)]
+    return min(fitting, key=lambda x: cycles(x, m, n, k_tiles, sms))
+
+
+def band_of(tile: Tile, m_tiles: int) -> int:
+    """Tiles along m, in clusters, that are taken together: SMs then load what others have just loaded."""
+    return min(max(1024 // (tile.m * tile.cluster), 4), max(m_tiles, 1))
