@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -270,10 +269,8 @@ class GemmFunction:
                 shape = tuple(arguments[x.name].shape)
                 rows = space.m if i not in scattered or i in read else shape[0]
                 wanted = {FULL: (rows, columns), ROW: (columns,), COLUMN: (space.m,), SCALAR: ()}[x.extent]
-                given = shape if x.extent == FULL else tuple(n for n in shape if n != 1) if math.prod(wanted) != 1 else ()
-                if len(shape) == 3 and x.extent in (ROW, SCALAR):
-                    given = given[1:] if space.experts != 1 else given
-                if given != tuple(n for n in wanted if n != 1) and x.extent != FULL or x.extent == FULL and given != wanted:
+                each = shape[1:] if len(shape) == 3 else shape  # of one expert
+                if (each != wanted) if x.extent == FULL else (_without_ones(each) != _without_ones(wanted)):
                     named = {FULL: "[m, n]", ROW: "[n]", COLUMN: "[m, 1], or [m] that is looked up by the row", SCALAR: "one number"}[
                         x.extent
                     ]
@@ -457,6 +454,10 @@ class GemmFunction:
         compile_all([kernel for _, _, kernels in self.needed(examples, arch) for kernel in kernels])
 
 
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)
+
+
 def kernel_of(name: str, traced: Traced, config: GemmConfig, arch: str) -> Kernel:
     check_architecture(name, arch)
     return Kernel("gemm", traced.first, tuple(sorted(dataclasses.asdict(config).items())), arch, name)
@@ -552,7 +553,7 @@ class _Plan:
         names = function.signature.tensors
         self.places = {name: i for i, name in enumerate(names)}
         self.space, self.traced = space, traced
-        # A row's numbers are neighbours in what the kernel reads. Vectors of the columns are few numbers, and copied where they are strided.
+        # A row's numbers are neighbours in what the kernel reads. Vectors of the columns are short, and copied where they are strided.
         self.copied = set()
         given = dict(arguments)
         for graph in (traced.graph, traced.prologue):
@@ -784,7 +785,7 @@ def gemm(
     a: Tensor, b: Tensor, epilogue: Callable[..., Any], *, prologue: Callable[..., Any] | None = None, gate: str = "",
     offsets: Tensor | None = None, **operands: Any,
 ) -> Any:  # fmt: skip
-    """One call of :func:`gemm_epilogue`: epilogue(prologue(a).b). A function is traced once and kept as long as it lives: pass the same one.
+    """One call of :func:`gemm_epilogue`: epilogue(prologue(a).b). A function is traced once and kept while it lives: pass the same one.
 
     Args:
       a, b: [m, k] and [k, n], or [experts, k, n] with ``offsets``; bfloat16, float16 or float8_e4m3fn. ``weight.t()`` is taken as it is;
