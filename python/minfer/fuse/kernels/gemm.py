@@ -11,8 +11,8 @@ halves of their tile of B for each other; `empty` counts the warps of both then.
 Epilogue. A thread's accumulators are 2 rows of every 64, and of these pairs of neighbouring columns. The four lanes of a quad, which have
 32 columns of the same rows, exchange theirs by shuffles, so that a lane has 8 neighbouring columns: tensors of rows are loaded and stored
 by vectors of up to 16 bytes, a quad's next to each other, and no shared memory is needed. The graph is evaluated for 32 columns after
-another; the tensors of rows that the next ones need are loaded before. Reductions are of a row of the tile, in the order of its columns; a kernel of
-rows puts the tiles together.
+another; the tensors of rows that the next ones need are loaded before. Reductions are of a row of the tile, in the order of its columns; a
+kernel of rows puts the tiles together.
 
 Prologue. A's tile is copied as it is stored. A warpgroup reads its rows as WGMMA takes them from registers, evaluates the graph, and
 multiplies from there.
