@@ -660,7 +660,7 @@ class _Plan:
         box = [c.tile_k, c.tile_n // c.boxes] if c.b_major == "k" else [c.tile_n // c.boxes, c.tile_k]
         if space.experts:
             extents.append(space.experts)
-            strides.append(strides[0] * x.shape[outer] if self.copy_b else x.stride(0))
+            strides.append(strides[0] * x.shape[outer] if self.copy_b or space.experts == 1 else x.stride(0))
             box.append(1)
         return [TENSOR_MAP, 1, len(extents), *extents, *strides, *box, 128]
 

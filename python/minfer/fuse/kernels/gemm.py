@@ -48,7 +48,7 @@ from .numbers import (
 )
 from .rows import register_of_storage, tree
 
-_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, {1: 240, 2: 232}
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of 384 threads, which begin with 168
 _ORDER = 2  # the first named barrier
 
 
@@ -172,7 +172,7 @@ class _Gemm:
                     before = before + self.tiles_of(first, last)
                     expert = expert + 1
                     first = last
-                    last = self.end_of(expert)
+                    last = cutlass.max(self.end_of(expert), first)
                 row, n_tile = self.place_in_expert(tile - before, first, last)
             else:
                 m_tile, n_tile = self.place_of(tile)
@@ -210,7 +210,7 @@ class _Gemm:
 
     def tiles_of(self, first: Any, last: Any) -> Any:
         c = self.config
-        return (cutlass.max(last - first, Int32(0)) + (c.tile_m - 1)) // c.tile_m * self.n_tiles
+        return (last - first + (c.tile_m - 1)) // c.tile_m * self.n_tiles
 
     def place_in_expert(self, tile: Any, first: Any, last: Any) -> tuple[Any, Any]:
         c = self.config
@@ -287,7 +287,7 @@ class _Gemm:
                     before = before + self.tiles_of(first, last)
                     expert = expert + 1
                     first = last
-                    last = self.end_of(expert)
+                    last = cutlass.max(self.end_of(expert), first)
                 row, n_tile = self.place_in_expert(tile - before, first, last)
                 limit = last
             else:
@@ -384,11 +384,13 @@ class _Gemm:
         if cutlass.const_expr(c.grouped):
             tiles = self.all_tiles()
         if warp < 4:
-            cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
+            if cutlass.const_expr(c.groups == 2):
+                cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
             if warp == 0:
                 self.produce(tile, tiles, step)
         else:
-            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS[c.groups])
+            if cutlass.const_expr(c.groups == 2):
+                cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
             self.prepare()
             self.consume(tile, tiles, step)
 
@@ -397,7 +399,7 @@ class _Gemm:
         """Of all experts: each has its own."""
         total, first = Int32(0), Int32(0)
         for expert in cutlass.range(self.values["experts", 0] + 1, unroll=1):
-            last = self.end_of(expert)
+            last = cutlass.max(self.end_of(expert), first)
             total = total + self.tiles_of(first, last)
             first = last
         return total
