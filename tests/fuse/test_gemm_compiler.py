@@ -139,6 +139,23 @@ def test_drawn(seed):
     built(function, (meta(128, 128), meta(256, 128).t(), *made))
 
 
+@pytest.mark.parametrize("stored", [BF16, F16, E4M3, torch.int8], ids=str)
+@pytest.mark.parametrize("m", [64, 4096])
+def test_prologues(m, stored, tmp_path):
+    """A comes from registers, and nothing waits for one instruction after another: five groups of a stage's four."""
+    k, n = 256, 4096
+    a, b = meta(m, k, dtype=stored), meta(n, k).t()
+    for function, operands, named in (
+        (cases.normalised, [meta(n)], {"factor": meta(m, 1), "weight": meta(k)}),
+        (cases.dequantised, [], {"scale": meta(m, dtype=torch.float32)}),
+        (cases.mixed, [], {"other": meta(m, k)}),
+    ):
+        config, artifact = built(function, (a, b, *operands), **named)
+        assert config.prologue and usage(artifact, tmp_path)["LOCAL"] == 0
+        text = code(artifact, tmp_path)
+        assert text.count("HGMMA") == 8 and text.count("WARPGROUP.DEPBAR") == 2, (text.count("HGMMA"), text.count("WARPGROUP.DEPBAR"))
+
+
 def test_parameters():
     """The kernel's parameters are where a launch puts them: two descriptors of 128 bytes, aligned to 64, then addresses and numbers."""
     function, args = problem("norms", 512, 1024, 256)
