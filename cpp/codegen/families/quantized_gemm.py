@@ -68,8 +68,8 @@ class QuantizedGemmKernel(Kernel):
 
     @property
     def sums(self) -> str:
-        """Where fragments are scaled before they are multiplied by WGMMA, the sums are those of dense GEMM. Scales of accumulators, mma.sync
-        and slices of k each have an order of their own."""
+        """Where fragments are scaled before WGMMA multiplies them, the sums are those of dense GEMM. Scales of accumulators, mma.sync and
+        slices of k each have an order of their own."""
         if self.arch == 80:
             return "mma16"
         order = project_formats().order(self.b_format)
