@@ -6,6 +6,7 @@ order, and returns tensors whose first mode is theirs. Bits are compared as inte
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -550,8 +551,11 @@ def sizes(case: Case, draw: Draw, most_n: int = 8192, most_k: int = 16384) -> tu
     usual = ((4096, 4096), (6144, 4096), (4096, 14336), (1024, 8192), (512, 7168), (3584, 18944))
     n, k = draw.choice(*usual)
     if draw.choice(True, False):
-        span = lambda most, unit: int(round(2 ** float(draw.uniform(1, low=6, high=torch.tensor(most).log2().item())) / unit)) * unit  # noqa: E731
-        n, k = max(span(most_n, case.n_unit), case.n_unit), max(span(most_k, case.k_unit), case.k_unit)
+
+        def span(most: int, unit: int) -> int:
+            return max(int(2 ** float(draw.uniform(1, low=6, high=math.log2(most))) / unit) * unit, unit)
+
+        n, k = span(most_n, case.n_unit), span(most_k, case.k_unit)
     return min(max(n, 32), most_n), min(max(k, 128), most_k)
 
 
