@@ -444,6 +444,15 @@ class GemmFunction:
         config = configure(traced.last, m, tiles, vector_width(traced.last, tiles, [tiles]), clusters=False)
         return Kernel("rows", traced.last, tuple(sorted(dataclasses.asdict(config).items())), arch, f"{self.name}_rows"), config
 
+    def kernels_of(self, *args: Any, arch: str = "sm_90a", **kwargs: Any) -> list[Kernel]:
+        """What one call launches."""
+        arguments, space, specialisation, traced = self._called(args, kwargs)
+        config = self.config(traced, specialisation, space, arguments, _SMS)
+        kernels = [kernel_of(self.name, traced, config, arch)]
+        if traced.last is not None:
+            kernels.append(self.rows_kernel(traced, space.m, -(-space.columns // config.columns), arch)[0])
+        return kernels
+
     def needed(self, examples: Iterable[Sequence[Any]], arch: str) -> list[tuple[Specialisation, Traced, list[Kernel]]]:
         """What calls like the examples need, with any number of rows."""
         found = []
