@@ -171,12 +171,12 @@ def quantised_weight(
     form = weight_formats.FORMATS[name]
     groups = (weight_layout.groups(k, group_size), n)
     unit = 1 / (4.6 * k**0.5) if form.bits == 4 else 1 / (74 * k**0.5)
+    unit = max(unit, 0.02) if name == "nvfp4" else unit  # e4m3 has no smaller ones
     scales = draw.uniform(*groups, low=0.5 * unit, high=1.5 * unit)
     scales = scales.to(draw.dtype) if form.scale_type is None else scales.to(form.scale_type).view(torch.uint8)
     codes = draw.integers(0, 2**form.bits, n, k, dtype=torch.uint8)
     if name == "fp8_e4m3":
-        codes = codes & 0xF7 | 0x08  # no NaN: not all bits of the number are set
-        codes = torch.where((codes & 0x7F) == 0x7F, codes & 0xFE, codes)
+        codes = torch.where((codes & 0x7F) == 0x7F, codes & 0xFE, codes)  # no NaN
     points = draw.integers(6, 11, *groups).to(draw.dtype) if zeros else None
     if form.bits == 4:
         return (minfer.w4a16_pack(codes, w4_format=name), scales, points), {"group_size": group_size, "w4_format": name}
