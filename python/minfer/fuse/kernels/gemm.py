@@ -10,9 +10,10 @@ halves of their tile of B for each other; `empty` counts the warps of both then.
 
 Epilogue. A thread's accumulators are 2 rows of every 64, and of these pairs of neighbouring columns. The four lanes of a quad, which have
 32 columns of the same rows, exchange theirs by shuffles, so that a lane has 8 neighbouring columns: tensors of rows are loaded and stored
-by vectors of up to 16 bytes, a quad's next to each other, and no shared memory is needed. The graph is evaluated for 32 columns after
-another; the tensors of rows that the next ones need are loaded before. Reductions are of a row of the tile, in the order of its columns; a
-kernel of rows puts the tiles together.
+by vectors of up to 16 bytes, a quad's next to each other, and no shared memory is needed. Where no tensor of rows is read and results have
+16 bits, the results are exchanged instead, two in a word. The graph is evaluated for 32 columns after another; the tensors of rows that the
+next ones need are loaded before. Reductions are of a row of the tile, in the order of its columns; a kernel of rows puts the tiles
+together.
 
 Prologue. A's tile is copied as it is stored. A warpgroup reads its rows as WGMMA takes them from registers, evaluates the graph, and
 multiplies from there.
@@ -390,6 +391,23 @@ class _Gemm:
             cutlass.select_(high, x, y) for x, y in zip(keep, got, strict=True)
         ]
 
+    def own(self, groups: list[int], slot: int) -> list[Any]:
+        """A lane's columns of a row as the accumulators have them: a pair of every 8."""
+        return [self.acc[(e, slot % 2, group), slot // 2, 0] for group in groups for e in range(2)]
+
+    def exchanged(self, words: list[Any]) -> list[Any]:
+        """Of four words, one of each group of 8 columns, those of one group, from all lanes of the quad."""
+        odd, high = self.lane % 2 == 1, self.lane % 4 >= 2
+
+        def both(upper: Any, a: Any, b: Any, offset: int) -> tuple[Any, Any]:
+            keep = cutlass.select_(upper, b, a)
+            got = cute.arch.shuffle_sync_bfly(cutlass.select_(upper, a, b), offset=offset)
+            return cutlass.select_(upper, got, keep), cutlass.select_(upper, keep, got)
+
+        low, high_pair = both(odd, words[0], words[1], 1), both(odd, words[2], words[3], 1)
+        first, second = (both(high, a, b, 2) for a, b in zip(low, high_pair, strict=True))
+        return [first[0], second[0], first[1], second[1]]
+
     @cute.jit
     def epilogue(self, row: Int32, n_tile: Int32, limit: Int32, expert: Int32):
         _Epilogue(self, row, n_tile, limit, expert).run()
@@ -592,8 +610,15 @@ class _Epilogue:
         self.rows = [row + inner + (slot // 2 * sharing + slot % 2 * 8) for slot in range(c.rows)]
         self.valid_rows = [x < limit for x in self.rows]
         self.read_rows = [cutlass.min(x, gemm.m - 1) for x in self.rows]
+        whole = [x for x in self.graph.inputs if x.extent == FULL and x.rank < 0]
+        stored = [y for y in self.graph.outputs if y.extent == FULL]
+        # Whether results are exchanged, and not accumulators.
+        self.late = not whole and c.gate != "alternating" and all(STORAGES[y.storage].width == 16 for y in stored)
         self.each = 4 if c.gate == "alternating" else 8  # columns of a lane
-        self.first = n_tile * c.columns + gemm.lane % 4 * self.each
+        self.store_first = n_tile * c.columns + gemm.lane % 4 * self.each
+        self.first = n_tile * c.columns + gemm.lane % 4 * 2 if self.late else self.store_first
+        # Where a lane's columns lie, from its first one.
+        self.places = [8 * (e // 2) + e % 2 for e in range(8)] if self.late else list(range(self.each))
         self.numbers: dict[Any, Any] = {}  # of inputs that are not of columns
         self.targets: dict[int, list[Any]] = {}
         self.totals: dict[int, list[Any]] = {}
@@ -614,15 +639,15 @@ class _Epilogue:
         return self.numbers[key]
 
     def width(self) -> int:
-        return min(self.config.vector, self.each)
+        return min(self.config.vector, 2 if self.late else self.each)
 
     def load(self, number: int, slot: int, column: Any) -> list[cute.Tensor]:
         """A lane's columns of a row, in pieces."""
         x, width = self.graph.inputs[number], self.width()
         start = self.start(number, slot)
         return [
-            load_vector(self.values["address", number], start + Int64(self.inside(column + i)), width, x.storage)
-            for i in range(0, self.each, width)
+            load_vector(self.values["address", number], start + Int64(self.inside(column + place)), width, x.storage)
+            for place in self.places[::width]
         ]
 
     def inside(self, column: Any) -> Any:
@@ -662,7 +687,7 @@ class _Epilogue:
                     return acc[int(name[3:] or 0)]
                 if name == "row":
                     return [REGISTERS[node.dtype](self.rows[slot]) for slot in slots for _ in range(each)]
-                return [REGISTERS[node.dtype](column + e) for _ in slots for e in range(each)]
+                return [REGISTERS[node.dtype](column + place) for _ in slots for place in self.places]
             i = node.attrs[0]
             x = self.graph.inputs[i]
             if x.by_value:
@@ -706,13 +731,26 @@ class _Epilogue:
         return result
 
     def store(self, number: int, evaluator: Evaluator, column: Any) -> None:
-        y, width = self.graph.outputs[number], self.width()
+        y, width = self.graph.outputs[number], min(self.config.vector, self.each)
         values = evaluator.each(y.node)
         register = self.graph.nodes[y.node].dtype
         for slot, (pointer, start, valid) in enumerate(self.target(number, evaluator)):
+            row = values[slot * self.each : (slot + 1) * self.each]
+            whole = None
+            if self.late:
+                words = cute.recast_tensor(as_storage(row, register, y.storage), Int32)
+                exchanged = self.gemm.exchanged([words[i] for i in range(4)])
+                whole = cute.make_rmem_tensor(4, Int32)
+                for i in range(4):
+                    whole[i] = exchanged[i]
+                whole = cute.recast_tensor(whole, STORAGES[y.storage])
             for i in range(0, self.each, width):
-                part = values[slot * self.each + i : slot * self.each + i + width]
-                stored = as_storage(part, register, y.storage)
+                if whole is None:
+                    stored = as_storage(row[i : i + width], register, y.storage)
+                else:
+                    stored = cute.make_rmem_tensor(width, STORAGES[y.storage])
+                    for e in range(width):
+                        stored[e] = whole[i + e]
                 store_vector(pointer, start + Int64(column + i), stored, width, y.storage, valid & self.valid(column + i))
 
     def store_numbers(self, evaluator: Evaluator) -> None:
@@ -737,7 +775,7 @@ class _Epilogue:
             for slot in range(self.config.rows):
                 for i in range(0, self.each, width):
                     part = tree(node.op, values[slot * self.each + i : slot * self.each + i + width], dtype)
-                    part = cutlass.select_(self.valid(column + i), part, identity(node.op, dtype))
+                    part = cutlass.select_(self.valid(column + self.places[i]), part, identity(node.op, dtype))
                     totals[slot] = part if totals[slot] is None else combine(node.op, totals[slot], part, dtype)
 
     def store_partials(self) -> None:
@@ -755,11 +793,12 @@ class _Epilogue:
         chunks = self.gemm.chunks()
         columns = [self.first + offset for _, offset in chunks]
         loaded = self.loads(columns[0])
-        for i, (groups, _) in enumerate(chunks):
+        taken = self.gemm.own if self.late else self.gemm.gathered
+        for i, (groups, offset) in enumerate(chunks):
             ready = loaded
             if i + 1 < len(chunks):
                 loaded = self.loads(columns[i + 1])
-            acc = [[x for slot in range(self.config.rows) for x in self.gemm.gathered(part, slot)] for part in groups]
+            acc = [[x for slot in range(self.config.rows) for x in taken(part, slot)] for part in groups]
             if self.config.gate == "alternating":
                 acc = [acc[0][0::2], acc[0][1::2]]
             evaluator = self.evaluator(acc, columns[i], ready)
@@ -768,12 +807,12 @@ class _Epilogue:
                 self.store_numbers(evaluator)
             for number, y in enumerate(self.graph.outputs):
                 if y.extent == FULL:
-                    self.store(number, evaluator, columns[i])
+                    self.store(number, evaluator, self.store_first + offset)
         self.store_partials()
 
     def run_zeros(self) -> None:
         """Rows of no expert: zero in what the kernel returns; what it writes into is left alone."""
-        width = self.width()
+        width = min(self.config.vector, self.each)
         for number, y in enumerate(self.graph.outputs):
             if y.into >= 0 or y.index >= 0:
                 continue
@@ -786,7 +825,7 @@ class _Epilogue:
                 stored = as_storage(zeros, register, y.storage)
                 for _, offset in self.gemm.chunks():
                     for i in range(0, self.each, width):
-                        column = self.first + offset + i
+                        column = self.store_first + offset + i
                         store_vector(pointer, start + Int64(column), stored, width, y.storage, valid & self.valid(column))
         for number in self.gemm.reductions:
             node = self.graph.nodes[number]
