@@ -106,3 +106,20 @@ def test_a_torch_without_it(name):
     done = subprocess.run([sys.executable, "-c", f"import sys; sys.path = {paths!r}; {script}"], capture_output=True, text=True)
     assert f"needs torch.{name}, which torch {torch.__version__} does not have" in done.stdout, done.stderr
     assert minfer.__version__ and private.TESTED in done.stdout
+
+
+def test_constants_in_compiled_graphs():
+    """What the function returns when it is traced is in the graph, also a tensor that it holds."""
+    seen = []
+
+    class Held:
+        def __init__(self):
+            self.number, self.tensor = 3, torch.full((2,), 5.0)
+
+    @private.constant_in_compiled_graphs
+    def held(function):
+        seen.append(function)
+        return Held()
+
+    compiled = torch.compile(lambda x: x * held(len).number + held(len).tensor, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 8.0)) and seen == [len, len]

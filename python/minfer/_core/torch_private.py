@@ -77,6 +77,14 @@ when_cuda_is_first_used: Callable[[Callable[[], Any]], None] = _find("cuda._lazy
 
 # ---- tracing ---------------------------------------------------------------------------------------------------------------------
 
+
+def constant_in_compiled_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile calls the function where it traces, and takes the result as a constant. As torch.compiler.assume_constant_result, which
+    imports the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 _modes, _modes_before_autograd = _find("_C._len_torch_dispatch_stack"), _find("_ops._len_torch_dispatch_stack_pre_dispatch")
 
 

@@ -14,6 +14,8 @@ results are stored; casts to FP8 saturate.
 
 from __future__ import annotations
 
+from .attention_function import AttentionFunction, attention
+from .block_mask import BlockMask, create_block_mask
 from .errors import FuseError
 from .export import export, load
 from .gemms import GemmFunction, gemm, gemm_epilogue
@@ -21,9 +23,13 @@ from .random import random_bits, stochastic_round
 from .rows import RowFunction, pointwise, rowwise
 
 __all__ = [
+    "AttentionFunction",
+    "BlockMask",
     "FuseError",
     "GemmFunction",
     "RowFunction",
+    "attention",
+    "create_block_mask",
     "export",
     "gemm",
     "gemm_epilogue",

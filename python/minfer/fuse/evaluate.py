@@ -46,8 +46,21 @@ def evaluate(
       precision: of floating-point numbers within.
       indices: give pairs of an output and the index at which its rows are stored, or None.
     """
+    known = node_values(graph, inputs, columns=columns, values=values, precision=precision)
+    shapes = {FULL: (rows, columns), COLUMN: (rows, 1), ROW: (1, columns)}
+    results = [rounded(known[y.node].expand(shapes.get(y.extent, (1, 1))), y.storage) for y in graph.outputs]
+    if not indices:
+        return results
+    return [(result, known[y.index].expand(rows, 1) if y.index >= 0 else None) for result, y in zip(results, graph.outputs, strict=True)]
+
+
+def node_values(
+    graph: Graph, inputs: Sequence[Tensor], *, columns: int, values: dict[str, Tensor] | None = None,
+    precision: torch.dtype = torch.float32,
+) -> list[Tensor]:  # fmt: skip
+    """Of all nodes, unrounded, in shapes that broadcast."""
     known: list[Tensor] = []
-    device = inputs[0].device if inputs else torch.device("cpu")
+    device = inputs[0].device if inputs else next(iter(values.values())).device if values else torch.device("cpu")
 
     def leaf(node: Node, operands: list[Tensor]) -> Tensor:
         dtype = register_dtype(node.dtype, precision)
@@ -83,11 +96,7 @@ def evaluate(
         else:
             result = _BINARY[node.op](*operands)
         known.append(result)
-    shapes = {FULL: (rows, columns), COLUMN: (rows, 1), ROW: (1, columns)}
-    results = [rounded(known[y.node].expand(shapes.get(y.extent, (1, 1))), y.storage) for y in graph.outputs]
-    if not indices:
-        return results
-    return [(result, known[y.index].expand(rows, 1) if y.index >= 0 else None) for result, y in zip(results, graph.outputs, strict=True)]
+    return known
 
 
 def _cast(x: Tensor, register: str, precision: torch.dtype) -> Tensor:

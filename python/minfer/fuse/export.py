@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from . import cache, dtypes, gemm_export
+from . import attention_export, cache, dtypes, gemm_export
+from .attention_function import AttentionFunction
 from .compiler import compile_all, dsl_version
 from .errors import FuseError
 from .gemms import GemmFunction
@@ -29,15 +30,17 @@ _MANIFEST = "manifest.json"
 
 
 def export(
-    function: RowFunction | GemmFunction, folder: str | Path, examples: Iterable[Sequence[Any]], *, archs: Sequence[str] | None = None
-) -> Path:
+    function: RowFunction | GemmFunction | AttentionFunction, folder: str | Path, examples: Iterable[Any], *,
+    archs: Sequence[str] | None = None,
+) -> Path:  # fmt: skip
     """Writes what calls like the examples need, with any number of rows.
 
     Args:
-      function: of :func:`minfer.fuse.pointwise`, :func:`minfer.fuse.rowwise` or :func:`minfer.fuse.gemm_epilogue`.
+      function: of :func:`minfer.fuse.pointwise`, :func:`minfer.fuse.rowwise` or :func:`minfer.fuse.gemm_epilogue`, or a
+        :class:`minfer.fuse.AttentionFunction`.
       folder: is made, and must be empty or hold an earlier export.
       examples: tuples of arguments, bound as calls are; their tensors may be on the meta device. Dtypes, which tensors broadcast, the
-        constants and, with reductions, the width are those that the loaded function takes.
+        constants and, with reductions, the width are those that the loaded function takes. Of attention, as in precompile().
       archs: "sm_90a" and so on; None: of the current device.
 
     Returns:
@@ -47,7 +50,7 @@ def export(
       FuseError: where the folder holds other files, or no example is given.
       ImportError: without the DSL.
     """
-    folder, examples = Path(folder), [tuple(example) for example in examples]
+    folder, examples = Path(folder), list(examples)
     if not examples:
         raise FuseError("export: needs an example of a call")
     if folder.exists() and any(folder.iterdir()) and not (folder / _MANIFEST).exists():
@@ -58,6 +61,9 @@ def export(
         archs = [architecture(torch.cuda.current_device())]
     if isinstance(function, GemmFunction):
         manifest, names = gemm_export.write(function, folder, examples, archs)
+        return _finish(folder, {"format": _FORMAT, **manifest, "dsl": dsl_version()}, names)
+    if isinstance(function, AttentionFunction):
+        manifest, names = attention_export.write(function, folder, examples, archs)
         return _finish(folder, {"format": _FORMAT, **manifest, "dsl": dsl_version()}, names)
     needed = [(arch, *entry) for arch in archs for entry in function.specialisations(examples, arch)]
     kernels = [function._kernel(graph, config, arch) for arch, _, graph, config in needed]
@@ -106,7 +112,7 @@ def _finish(folder: Path, manifest: dict[str, Any], names: set[str]) -> Path:
     return folder
 
 
-def load(folder: str | Path) -> RowFunction | GemmFunction:
+def load(folder: str | Path) -> RowFunction | GemmFunction | AttentionFunction:
     """The function that :func:`export` wrote: called in the same way, on any torch that minfer runs on, without the DSL.
 
     Raises:
@@ -121,6 +127,8 @@ def load(folder: str | Path) -> RowFunction | GemmFunction:
         raise FuseError(f"load: {folder} has the format {manifest.get('format')}, this version reads {_FORMAT}")
     if manifest.get("kind") == "gemm":
         return gemm_export.LoadedGemmFunction(folder, manifest)
+    if manifest.get("kind") == "attention":
+        return attention_export.LoadedAttention(folder, manifest)
     return _LoadedRowFunction(folder, manifest)
 
 

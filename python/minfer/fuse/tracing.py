@@ -149,6 +149,7 @@ class Tracer(TorchFunctionMode):
         self.tables: dict[int, int] = {}  # id of a captured tensor -> input
         self.may_write: dict[int, int] = {}  # node of an argument -> input that copy_() may write
         self.per_expert: list[int] = []  # inputs
+        self.table_names: dict[int, str] = {}  # how the function calls them
         self.takes_outside = False  # whether the function may look up in tensors that are not arguments
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,6 +168,7 @@ class Tracer(TorchFunctionMode):
         key = id(tensor)
         if key not in self.tables:
             self.check_dtype(tensor.dtype, name)
+            name = self.table_names.get(key, f"{name}{len(self.captured)}" if self.captured else name)
             self.tables[key] = len(self.builder.inputs)
             self.builder.inputs.append(Input(name, dtypes.storage_of(tensor.dtype), SCALAR, rank=tensor.ndim))
             self.captured.append(tensor)
@@ -736,6 +738,15 @@ def _full_like(t: Tracer, func: Any, x: Proxy, value: Any = None, **options: Any
     dtype = options.get("dtype") or x.dtype
     node = t.constant(number, dtypes.register_of(dtype))
     return Proxy(t, t.add("cast", (node,), t.type_of(node), t.builder.nodes[x.node].extent), x.meta.to(dtype))
+
+
+@handles("new_zeros", "new_ones", "new_full")
+def _new_full(t: Tracer, func: Any, x: Proxy, size: Any = (), fill_value: Any = None, *sizes: Any, **options: Any) -> Proxy:
+    if t.rows or sizes or tuple(size if isinstance(size, list | tuple) else (size,)):
+        raise at_user_line(f"{_name_of(func)} is fused where values are single numbers, for the size ()")
+    number = {"new_zeros": 0, "new_ones": 1}.get(func.__name__, fill_value)
+    dtype = options.get("dtype") or x.dtype
+    return Proxy(t, t.constant(number, dtypes.register_of(dtype)), torch.empty((), dtype=dtype, device="meta"))
 
 
 @handles("arange")
