@@ -1,8 +1,10 @@
 """The evidence of minfer.fuse: `python -m bench.suites fuse --out bench/results/<device>/fuse.json`.
 
 rows: twenty functions of rows over 256 MB, beside torch.compile of the same Python function, a copy of as many bytes, and minfer's own
-operator where there is one. Values are checked against float64 before anything is timed. Compile times are those of this process: the
-first call of a function, and the same again from the disk.
+operator where there is one. gemm: GEMMs with eight kinds of epilogue, cubes and layers of LLMs, beside torch.compile of the same with
+mode="max-autotune-no-cudagraphs", cuBLAS followed by torch.compile of the epilogue, and minfer's product without one. Values are checked
+against float64 before anything is timed. Compile times are those of this process: the first call of a function, and the same again from the
+disk.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from bench.suites.fused_call import Call, deviation
 from bench.suites.moe import chosen_of
 
 WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-PEERS = ("copy", "torch_compile", "ours:ahead_of_time")
+PEERS = ("copy", "torch_compile", "ours:ahead_of_time", "torch_autotune", "cublas_then_compile", "ours:dense")
+SUITES = ("rows", "gemm")
 E4M3 = torch.float8_e4m3fn
 
 
@@ -153,6 +156,163 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, bool, float, Callable[..., A
 }
 
 
+# ---- GEMMs ---------------------------------------------------------------------------------------------------------------------------
+
+
+def e_bias_gelu(acc, row, col, bias):
+    return F.gelu(acc + bias, approximate="tanh").to(torch.bfloat16)
+
+
+def e_residual(acc, row, col, stream):
+    return (acc + stream).to(torch.bfloat16)
+
+
+def e_swiglu(acc, row, col):
+    gate, up = acc
+    return (F.silu(gate) * up).to(torch.bfloat16)
+
+
+def e_partial_norm(acc, row, col, stream):
+    h = acc + stream
+    return h.to(torch.bfloat16), h.square().sum(-1)
+
+
+def e_fp8(acc, row, col, scale):
+    return (acc * scale).clamp(-448, 448).to(E4M3)
+
+
+def e_scatter(acc, row, col, index, out, weight):
+    out.index_copy_(0, index, (acc * weight).to(torch.bfloat16))
+
+
+def e_stochastic(acc, row, col, seed):
+    return fuse.stochastic_round(acc, torch.bfloat16, seed, row, col)
+
+
+def e_gated_residual(acc, row, col, stream, gate):
+    return (stream.float() + torch.sigmoid(gate.float()) * acc).to(torch.bfloat16)
+
+
+# name: epilogue, the operands' kinds (r: [n], c: [m, 1], f: [m, n], i: an index, s: a seed), its options
+EPILOGUES: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
+    "bias_gelu": (e_bias_gelu, "r", {}),
+    "residual": (e_residual, "f", {}),
+    "swiglu": (e_swiglu, "", {"gate": "halves"}),
+    "partial_norm": (e_partial_norm, "f", {}),
+    "fp8": (e_fp8, "c", {}),
+    "scatter": (e_scatter, "ifc", {"mutates": ("out",), "returns": 0}),
+    "stochastic": (e_stochastic, "s", {}),
+    "gated_residual": (e_gated_residual, "fr", {}),
+}
+GEMM_SHAPES = (
+    (4096, 4096, 4096), (64, 28672, 4096), (1024, 4096, 14336), (2048, 2048, 2048), (64, 4096, 14336), (8192, 8192, 8192),
+    (256, 4096, 4096), (1024, 28672, 4096), (1024, 1024, 1024), (4096, 6144, 4096), (512, 512, 512), (64, 4096, 4096),
+)  # fmt: skip
+_fused: dict[str, fuse.GemmFunction] = {}
+
+
+def _make_gemm(name: str, n: int, k: int) -> Callable[..., Call]:
+    epilogue, kinds, options = EPILOGUES[name]
+    if name not in _fused:
+        _fused[name] = fuse.gemm_epilogue(epilogue, **options)
+    function = _fused[name]
+
+    def make(m: int, width: int, dtype: torch.dtype, device: str) -> Call:
+        columns = n // 2 if options.get("gate") else n
+        made = 0 if name == "scatter" else m * columns * (1 if name == "fp8" else 2)
+        moved = 2.0 * (m * k + k * n) + made + 2.0 * m * n * kinds.count("f")
+        sets = harness.sets_for(int(moved)) if device == "cuda" else 1
+        row, col = torch.arange(m, device=device, dtype=torch.int32).view(m, 1), torch.arange(columns, device=device, dtype=torch.int32)
+
+        def operand(kind: str) -> Tensor:
+            if kind == "s":
+                return torch.tensor(1234567)
+            if kind == "i":
+                return torch.randperm(m, device=device)
+            shape = {"r": (columns,), "c": (m, 1), "f": (m, columns)}[kind]
+            return torch.randn(shape, device=device).to(torch.float32 if kind == "c" else dtype)
+
+        matrices = [
+            (torch.randn(m, k, device=device).to(dtype), (torch.randn(n, k, device=device) / k**0.5).to(dtype).t()) for _ in range(sets)
+        ]
+        operands = [[operand(kind) for kind in kinds] for _ in range(sets)]
+        on_device = [[x.to(device) for x in given] for given in operands]
+
+        def acc_of(acc: Tensor) -> Any:
+            return acc.chunk(2, 1) if options.get("gate") else acc
+
+        def eager(a: Tensor, b: Tensor, *given: Tensor) -> Any:
+            return epilogue(acc_of((a @ b).float()), row, col, *given)
+
+        def after(acc: Tensor, *given: Tensor) -> Any:
+            return epilogue(acc_of(acc.float()), row, col, *given)
+
+        def error() -> float:
+            few = min(m, 64)
+            rows = [x[:few] if kind in "cf" else torch.randperm(few, device=device) if kind == "i" else x
+                    for kind, x in zip(kinds, operands[0], strict=True)]  # fmt: skip
+            worst = 0.0
+            for count in (few, m):  # the reference of few rows; of all rows, those
+                given = [x.clone() if isinstance(x, Tensor) else x for x in (rows if count == few else operands[0])]
+                a, b = matrices[0][0][:count], matrices[0][1]
+                have = function(a, b, *given)
+                have = given[1] if name == "scatter" else _first(have)
+                if count != few and name == "scatter":
+                    have = have[operands[0][0][:few]]
+                want = function.reference(a[:few], b, *rows, precision=torch.float64)
+                want = want[rows[0]] if name == "scatter" and count != few else _first(want)
+                far = (have[:few].double() - want.double()).abs() / (want.double().abs() + want.double().abs().mean())
+                limit = {"fp8": 2.0**-3, "stochastic": 2.0**-6}.get(name, 2.0**-7)
+                worst = max(worst, 0.0 if far.max() <= limit + 1e-6 else float(far.max()))
+            return worst
+
+        autotuned = torch.compile(eager, dynamic=False, mode="max-autotune-no-cudagraphs")
+        following = torch.compile(after, dynamic=False)
+        peers: dict[str, Callable[[int], Any]] = {
+            "torch_autotune": lambda i: autotuned(*matrices[i], *on_device[i]),
+            "cublas_then_compile": lambda i: following(matrices[i][0] @ matrices[i][1], *on_device[i]),
+            "ours:dense": lambda i: minfer.gemm(*matrices[i]),
+        }
+        return Call(lambda i: function(*matrices[i], *operands[i]), peers, moved, error, "fuse_gemm", sets)
+
+    return make
+
+
+def gemm_cells(only: str) -> list[dict[str, Any]]:
+    """All kinds on every shape, so ordered that each shape comes early with one kind and each kind with one shape."""
+    found = []
+    names = list(EPILOGUES)
+    for turn in range(len(names)):
+        for i, (m, n, k) in enumerate(GEMM_SHAPES):
+            name = names[(i + turn) % len(names)]
+            if only in name:
+                found.append(dict(suite="gemm", what=f"{name} n={n} k={k}", m=m, width=n, dtype="bf16", make=_make_gemm(name, n, k)))
+    return found
+
+
+def precompile_gemms() -> None:
+    """Of all cells, in parallel."""
+    from minfer.fuse import compiler
+
+    kernels = []
+    for name, (epilogue, kinds, options) in EPILOGUES.items():
+        function = _fused.setdefault(name, fuse.gemm_epilogue(epilogue, **options))
+        for m, n, k in GEMM_SHAPES:
+            columns = n // 2 if options.get("gate") else n
+            shapes = {"r": (columns,), "c": (m, 1), "f": (m, columns), "i": (m,)}
+            types = {"c": torch.float32, "i": torch.int64}
+            given = [
+                torch.tensor(1) if kind == "s" else torch.empty(shapes[kind], dtype=types.get(kind, torch.bfloat16), device="meta")
+                for kind in kinds
+            ]
+            a, b = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((m, k), (n, k)))
+            kernels += function.kernels_of(a, b.t(), *given)
+    compiler.compile_all(kernels)
+
+
+# ---- the run -------------------------------------------------------------------------------------------------------------------------
+
+
 def _first(results: Any) -> Tensor:
     return results[0] if isinstance(results, list | tuple) else results
 
@@ -226,11 +386,13 @@ def compile_times() -> dict[str, float]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="results file to merge rows into, bench/results/<device>/fuse.json")
     parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}")
+    parser.add_argument("--suite", default="rows", help=f"of {', '.join(SUITES)}")
     parser.add_argument("--only", default="", help="functions with this in their name")
     parser.add_argument("--widths", default=",".join(map(str, WIDTHS)), help="comma separated")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--graph-us", type=float, default=400.0)
     parser.add_argument("--compile-seconds", type=float, default=400.0, help="that torch.compile may take over the whole run")
+    parser.add_argument("--autotune-seconds", type=float, default=120.0, help="that max-autotune may take over the whole run")
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds after which no cell is started")
     parser.add_argument("--commit", help="commit to record where git is not at hand")
     parser.add_argument("--dry-run", action="store_true", help="list the cells")
@@ -238,7 +400,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     widths = [int(width) for width in args.widths.split(",")]
-    chosen = [cell for cell in cells(args.only) if cell["width"] in widths]
+    suites = chosen_of(args.suite, "suite", SUITES)
+    chosen = [cell for cell in cells(args.only) if cell["width"] in widths] if "rows" in suites else []
+    chosen += gemm_cells(args.only) if "gemm" in suites else []
     if args.dry_run:
         for cell in chosen:
             print({name: value for name, value in cell.items() if name != "make"})
@@ -247,9 +411,17 @@ def main(args: argparse.Namespace) -> int:
         print("bench.suites measures on a GPU, and there is none; --dry-run lists the cells")
         return 2
     peers = chosen_of(args.peers, "peers", PEERS) if args.peers else []
-    results, budget = fused.FusedResults(args.out, args.commit), harness.Budget({"torch_compile": args.compile_seconds})
+    results, budget = (
+        fused.FusedResults(args.out, args.commit),
+        harness.Budget(
+            {"torch_compile": args.compile_seconds, "torch_autotune": args.autotune_seconds, "cublas_then_compile": args.compile_seconds}
+        ),
+    )
     begin, wrong = time.monotonic(), []
-    print({name: f"{value:.0f}" for name, value in compile_times().items()}, flush=True)
+    if "rows" in suites:
+        print({name: f"{value:.0f}" for name, value in compile_times().items()}, flush=True)
+    if "gemm" in suites:  # all kernels at once, by all cores
+        precompile_gemms()
     for cell in chosen:
         if time.monotonic() - begin > args.time_limit:
             print("time limit: the remaining cells were not started")

@@ -47,6 +47,7 @@ class Kernel(ABC):
     threads: int
     smem_bytes: int
     ctas_per_sm: int = 1
+    invariant_only: bool = False  # only batch-invariant plans take it
     note: str = ""
 
     @classmethod
@@ -86,6 +87,12 @@ class Kernel(ABC):
     def operation(self) -> str:
         """What it computes, where a family has kernels of several operations."""
         return self.FAMILY
+
+    @property
+    def sums(self) -> str:
+        """How an output is added up over k: kernels of one text give it the same bits, for the same ranges of k. "" where a launch decides,
+        or there is no such sum."""
+        return ""
 
     @property
     def arch_exact(self) -> bool:
@@ -147,6 +154,8 @@ class Kernel(ABC):
             "smem_bytes": self.smem_bytes,
             "ctas_per_sm": self.ctas_per_sm,
             "alignment": self.alignment,
+            "sums": self.sums,
+            "invariant_only": self.invariant_only,
             "note": self.note,
         }
 

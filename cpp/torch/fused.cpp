@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/batch_invariance.h"
 #include "core/checks.h"
 #include "core/device.h"
 #include "core/operators.h"
@@ -95,6 +96,7 @@ struct RowCall {
   RowCall(char const* op, RowOperation operation, Tensor const& x, OptionalText const& kernel) : op(op), x(x), kernel(kernel) {
     problem.operation = operation;
     problem.type = data_type(x.scalar_type());
+    problem.batch_invariant = batch_invariant();
     problem.width = x.size(x.dim() - 1);
   }
   void set_factors(OptionalTensor const& weights, OptionalTensor const& biases) {

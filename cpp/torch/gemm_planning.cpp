@@ -222,7 +222,7 @@ std::string plan_json(char const* op, GemmProblem problem, std::optional<std::st
   options.force_arch = forced_arch();
   use_user_rows(&options, device_of(device));
   DeviceProperties const& properties = device_properties(op, device);
-  if (!kernel && !batch_invariant) {  // a weight that is written out first is multiplied in another order
+  if (!kernel) {
     Status const status = dequantize_first(problem, properties, options, &first);
     if (!status.ok()) fail(op, ": ", status.message);
   }

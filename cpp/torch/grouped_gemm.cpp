@@ -1,6 +1,7 @@
 // GEMMs of many experts at once with 16-bit weights, and a layer of such experts; on CUDA tensors.
 #include "minfer/moe.h"
 
+#include "core/batch_invariance.h"
 #include "core/cost_models.h"
 #include "core/json.h"
 #include "core/operators.h"
@@ -225,8 +226,9 @@ std::string plan_grouped_json(std::vector<int64_t> const& sizes, std::string con
     options.gather_first = forced.gather_first;
   }
   GroupedPlan plan;
-  Status const status = plan_grouped(problem_of(op, sizes, type, gated, gathered, w4_format, group_size, has_zeros),
-                                     device_properties(op, device), options, &plan);
+  GroupedProblem problem = problem_of(op, sizes, type, gated, gathered, w4_format, group_size, has_zeros);
+  problem.batch_invariant = batch_invariant();
+  Status const status = plan_grouped(problem, device_properties(op, device), options, &plan);
   if (!status.ok()) fail(op, ": ", status.message);
   Json json;
   write_plan(json, plan);

@@ -3,6 +3,7 @@
 #include <limits>
 #include <string_view>
 
+#include "core/batch_invariance.h"
 #include "core/parse.h"
 #include "core/plan_cache.h"
 #include "core/torch_calls.h"
@@ -160,7 +161,8 @@ void set_rows(GroupedCall* call, void const* a, int64_t rows, int64_t lda) {
 
 void set_rows(GroupedCall* call, char const* name, Tensor const& a) {
   bool const readable = (a.stride(1) == 1 || a.size(1) <= 1) && (a.size(0) <= 1 || a.stride(0) != 0);  // TMA has no stride 0
-  Tensor const rows = readable ? a : copy_of(call->op, name, a);
+  Tensor rows = readable ? a : copy_of(call->op, name, a);
+  if (batch_invariant()) rows = aligned_rows(call->op, name, rows);  // where they lie does not choose the kernel
   set_rows(call, call->held.keep(rows), rows.size(0),
            rows.size(0) > 1 ? rows.stride(0) : unused_stride(call->problem.k, rows.element_size()));
 }
@@ -218,12 +220,14 @@ void set_output(GroupedCall* call, void* d, int64_t ldd) {
 }
 
 GroupedPlan plan_of(GroupedCall const& call, std::optional<std::string> const& kernel, OnDevice const& on) {
+  GroupedProblem problem = call.problem;
+  problem.batch_invariant = batch_invariant();
   if (kernel) {
     GroupedOverride const forced = parse_grouped_override(call.op, *kernel);
-    return make_plan(call.op, call.problem, on.properties(), &forced);
+    return make_plan(call.op, problem, on.properties(), &forced);
   }
   thread_local PlanCache<GroupedProblem, GroupedPlan, hash_of_problem> cache;
-  return cache.get(call.problem, on.index(), 0, [&] { return make_plan(call.op, call.problem, on.properties(), nullptr); });
+  return cache.get(problem, on.index(), 0, [&] { return make_plan(call.op, problem, on.properties(), nullptr); });
 }
 
 void run(GroupedCall const& call, GroupedPlan const& plan, void* workspace, OnDevice const& on) {

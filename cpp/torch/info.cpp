@@ -52,7 +52,17 @@ std::string kernels(std::string const& family) {
         .value(name_of(k.schedule));
     json.key("stages").value(int64_t(k.stages)).key("threads").value(int64_t(k.threads)).key("smem_bytes").value(int64_t(k.smem_bytes));
     json.key("ctas_per_sm").value(int64_t(k.ctas_per_sm)).key("operation").value(k.operation);
-    json.key("alignment").value(int64_t(k.alignment)).key("note").value(k.note).key("compiled").value(k.launch != nullptr).close('}');
+    json.key("alignment")
+        .value(int64_t(k.alignment))
+        .key("sums")
+        .value(k.sums)
+        .key("invariant_only")
+        .value(k.invariant_only)
+        .key("note")
+        .value(k.note)
+        .key("compiled")
+        .value(k.launch != nullptr)
+        .close('}');
   }
   return json.close(']').text();
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/batch_invariance.h"
 #include "core/checks.h"
 #include "core/device.h"
 #include "core/operators.h"
@@ -130,7 +131,7 @@ std::tuple<Tensor, Tensor> moe_router_gemm(Tensor const& x, Tensor const& w_gate
   Routed const routed(op, x, tokens, top_k);
   Tensor const bias = hold_bias(op, correction_bias, &rules);
   Status status;
-  if (tokens > kRouteTokensMax) {
+  if (tokens > kRouteTokensMax || batch_invariant()) {  // the kernel of few tokens cuts k by their number
     Tensor const logits = product_in_float(op, x, w_gate, on);
     status = route_logits(logits.data_ptr(), DataType::kF32, experts, tokens, rules, routed.routes(), on.programmatic(), on.stream());
   } else {

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "core/batch_invariance.h"
 #include "core/checks.h"
 #include "core/json.h"
 #include "core/operators.h"
@@ -105,6 +106,7 @@ struct OneLaunch {
     problem.gated = call.gated;
     problem.has_residual = norm.residual.has_value();
     problem.b_is_constant = call.constant_weights;
+    problem.batch_invariant = batch_invariant();
     RowTensor residual;
     if (norm.residual) residual = walk.write("residual", *norm.residual, true);
     RowTensor const x = walk.x();
@@ -220,6 +222,7 @@ std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type
   problem.gated = gated;
   problem.has_residual = residual;
   problem.b_is_constant = constant_weights;
+  problem.batch_invariant = batch_invariant();
   Request const request = parse_request(op, kernel);
   NormGemmPlanOptions options;
   options.launches = request.launches;

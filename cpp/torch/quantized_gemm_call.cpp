@@ -1,6 +1,7 @@
 // How calls of GEMMs with quantised weights are run: describe the operands, plan, allocate the workspace, launch.
 #include "quantized_gemm_call.h"
 
+#include "core/batch_invariance.h"
 #include "core/checks.h"
 #include "core/parse.h"
 #include "core/readable.h"
@@ -187,6 +188,7 @@ void set_input(QuantizedGemmCall const& call, KernelCall* x) {
   }
   x->problem.m = a.m;
   x->problem.k = k;
+  x->problem.batch_invariant = batch_invariant();
   x->problem.ab_type = data_type(k > 0 ? call.a.scalar_type() : call.narrow());
   if (call.a_scale != nullptr && k > 0) {
     x->a_scale = contiguous(op, "a_scale", *call.a_scale);

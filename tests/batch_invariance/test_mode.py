@@ -144,6 +144,28 @@ def test_plans_follow_the_mode():
         assert plan_problem(problem, device=H200, batch_invariant=False) == default
 
 
+def test_plan_says_what_the_mode_costs():
+    arguments = dict(m=16, n=4096, k=4096, device=H200)
+    default, invariant = (minfer.plan("gemm", batch_invariant=mode, **arguments) for mode in (False, True))
+    assert (default.batch_invariant, default.cost, "mode" in str(default)) == (False, 1.0, False)
+    assert invariant.batch_invariant and invariant.default_us == default.predicted_us
+    assert invariant.cost == invariant.predicted_us / default.predicted_us
+    assert f"batch-invariant: {invariant.cost:.2f} times the {default.predicted_us:.2f} us outside of it" in str(invariant)
+    assert "add up k by wgmma16 in 1 range" in str(invariant)
+    with minfer.batch_invariant():
+        assert minfer.plan("gemm", **arguments) == invariant
+
+
+def test_plan_of_a_norm():
+    arguments = dict(m=1, n=6144, k=4096, device=H200)
+    assert minfer.plan("rms_norm_gemm", **arguments).launches == 1
+    invariant = minfer.plan("rms_norm_gemm", batch_invariant=True, **arguments)
+    assert invariant.launches == 2 and invariant.product.batch_invariant and "batch invariant" in str(invariant)
+    with minfer.batch_invariant():
+        assert minfer.plan("rms_norm_gemm", **arguments) == invariant
+        assert minfer.plan("rms_norm_gemm", batch_invariant=False, **arguments).launches == 1
+
+
 # ---- torch.compile -----------------------------------------------------------------------------------------------------------------
 
 

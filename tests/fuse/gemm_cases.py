@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from minfer import fuse
 from torch import Tensor
 
-from tests.fuse.cases import BF16, E4M3, F16, F32, ROUNDING, TINY, args_like
+from tests.fuse.cases import BF16, E4M3, F16, F32, SPACING, TINY, args_like
 
 
 @fuse.gemm_epilogue
@@ -179,8 +179,9 @@ def drawn(seed: int) -> tuple[fuse.GemmFunction, Callable[[int, int, str], list[
 
 
 def check(result: Tensor, exact: Tensor, single: Tensor, what: str, near: float = 0.0) -> None:
-    """Against float64: twice the error of the same in float32, a rounding of what is stored, and what sums of k products in another order
-    and approximate functions add. ``near``: of a number that one rounding may change, as a part of the largest."""
+    """Against float64, rounded to the same storage: twice the error of the same in float32, one step between neighbours of the storage, and
+    what sums of k products in another order and approximate functions add. ``near``: what roundings within the function may add, as a part
+    of the results."""
     assert result.shape == exact.shape and result.dtype == exact.dtype, (what, result.shape, exact.shape, result.dtype, exact.dtype)
     if not result.is_floating_point():
         far = (result.to(torch.int64) - exact.to(torch.int64)).abs()
@@ -194,7 +195,7 @@ def check(result: Tensor, exact: Tensor, single: Tensor, what: str, near: float 
     if not a.numel():
         return
     typical = b.abs().mean()
-    allowed = 2 * (c - b).abs().max() + ROUNDING[result.dtype] * b.abs() + TINY[result.dtype] + (2.0**-17 + near) * (b.abs() + typical)
+    allowed = 2 * (c - b).abs().max() + SPACING[result.dtype] * b.abs() + TINY[result.dtype] + (2.0**-17 + near) * (b.abs() + typical)
     worst = ((a - b).abs() - allowed).max()
     assert worst <= 0, (what, f"{(a - b).abs().max().item():.3e} away, {worst.item():.3e} beyond what is allowed")
 
@@ -221,3 +222,24 @@ def judged(function: fuse.GemmFunction, a: Tensor, b: Tensor, operands: list[Any
     for i, (result, again, want, one) in enumerate(zip(*runs, exact, single, strict=True)):
         check(result, want, one, f"{what}, result {i}", near)
         assert torch.equal(result.contiguous().view(torch.uint8), again.contiguous().view(torch.uint8)), what
+
+
+@fuse.gemm_epilogue(prologue=lambda a, row, col, factor, weight: a.float() * factor * weight)
+def normalised(acc, row, col, bias):
+    """A row factor and a column vector, of a norm that is applied while A is loaded."""
+    return (acc + bias).to(BF16)
+
+
+@fuse.gemm_epilogue(prologue=lambda a, row, col, scale: a.float() * scale[row])
+def dequantised(acc, row, col):
+    return acc.to(BF16)
+
+
+@fuse.gemm_epilogue(prologue=lambda a, row, col, other: torch.where(col % 3 == row % 3, a.float() + other, F.silu(a.float() - 1)))
+def mixed(acc, row, col):
+    return acc.to(BF16), acc.amax(-1)
+
+
+@fuse.gemm_epilogue(prologue=lambda a, row, col, weight: a * weight)
+def expert_norm(acc, row, col, bias):
+    return (acc + bias).to(BF16)

@@ -98,17 +98,12 @@ def test_experts(ends):
     assert (have[first:] == 0).all()
 
 
-@fuse.gemm_epilogue(prologue=lambda a, row, col, factor, weight: a.float() * factor * weight)
-def normalised(acc, row, col, bias):
-    return (acc + bias).to(BF16)
-
-
 def test_prologues():
     a, b = matrices(9, 32, 16)
     factor, weight, bias = torch.rand(9, 1), torch.rand(16), torch.randn(32).to(BF16)
-    judged(normalised, a.to(E4M3), b, [bias], factor=factor, weight=weight)
+    judged(cases.normalised, a.to(E4M3), b, [bias], factor=factor, weight=weight)
     want = ((a.float() * factor * weight).to(BF16).double() @ b.double() + bias.double()).to(BF16)
-    torch.testing.assert_close(normalised(a, b, bias, factor=factor, weight=weight), want)
+    torch.testing.assert_close(cases.normalised(a, b, bias, factor=factor, weight=weight), want)
     codes = torch.randint(-128, 127, (9, 16), dtype=torch.int8)
     made = fuse.gemm(codes, b, cases.plain.function, prologue=lambda a, row, col, scale: a.float() * scale[row], scale=factor[:, 0])
     torch.testing.assert_close(made, ((codes.float() * factor).to(BF16).double() @ b.double()).to(BF16))
@@ -119,7 +114,7 @@ def test_operators():
     for kind in ("bias_gelu", "biases", "norms", "swiglu", "accumulated", "scattered"):
         function, operands = cases.operands_of(kind, 4, 32, "cpu")
         torch.library.opcheck(function.op, (a, b, *operands))
-    torch.library.opcheck(normalised.op, (a, b, torch.randn(32)), {"factor": torch.rand(4, 1), "weight": torch.rand(16)})
+    torch.library.opcheck(cases.normalised.op, (a, b, torch.randn(32)), {"factor": torch.rand(4, 1), "weight": torch.rand(16)})
     experts = torch.randn(2, 16, 32).to(BF16)
     offsets = torch.tensor([1, 3], dtype=torch.int32)
     torch.library.opcheck(expert_bias.op, (a, experts, torch.randn(2, 1, 32), torch.rand(2, 1, 1)), {"offsets": offsets})
@@ -244,5 +239,5 @@ def test_check_refuses():
     with pytest.raises(AssertionError):
         check(x + 1e-3, x, x, "one")
     check(x, x, x, "none")
-    assert F32 in cases.ROUNDING
+    assert F32 in cases.SPACING
     assert F.relu(x).shape == x.shape

@@ -87,6 +87,30 @@ def test_drawn(seed):
     judged(function, *matrices(m, n, k), operands(m, n, "cuda"))
 
 
+@pytest.mark.parametrize("stored", [BF16, F16, E4M3, torch.int8], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16, 1), (64, 256, 64), (130, 96, 200), (300, 528, 1001), (2049, 4096, 264)], ids=str)
+def test_prologues(shape, stored):
+    m, n, k = shape
+    _, b = matrices(m, n, k)
+    a = torch.randn(m, k, device="cuda") * (20 if stored == torch.int8 else 1)
+    a = a.to(stored)
+    factor, weight = torch.rand(m, 1, device="cuda"), torch.randn(k, device="cuda").to(BF16)
+    for layout in (b, b.contiguous()):
+        # A rounding to bfloat16 may fall the other way where float32 decides it: one in k products changes by 2^-8.
+        near = 2.0**-8 / k**0.5
+        judged(cases.normalised, a, layout, [torch.randn(n, device="cuda").to(BF16)], factor=factor, weight=weight, near=near)
+        judged(cases.dequantised, a, layout, [], scale=factor[:, 0], near=near)
+        judged(cases.mixed, a, layout, [], other=torch.randn(m, k, device="cuda").to(BF16), near=near)
+
+
+def test_prologues_of_experts():
+    a = torch.randn(200, 136, device="cuda").to(E4M3)
+    b = (torch.randn(3, 96, 136, device="cuda") / 12).to(BF16).mT
+    weight, bias = torch.randn(3, 1, 136, device="cuda"), torch.randn(3, 1, 96, device="cuda")
+    offsets = torch.tensor([50, 60, 190], dtype=torch.int32, device="cuda")
+    judged(cases.expert_norm, a, b, [bias], weight=weight, offsets=offsets, near=2.0**-10)
+
+
 @pytest.mark.parametrize("m", [1, 5, 130, 700])
 def test_experts(m):
     n, k, experts = 528, 136, 5

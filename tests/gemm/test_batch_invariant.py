@@ -26,7 +26,7 @@ def ranges(plan):
 def test_all_m_have_the_same_ranges(n, k):
     plans = [plan_problem(Problem(m, n, k, c=c), device=H200, batch_invariant=True) for m in ROWS for c in (False, True)]
     assert {tuple(ranges(plan)) for plan in plans} == {tuple(ranges(plans[0]))}
-    assert {KERNELS[plan.kernel]["arch"] for plan in plans} == {KERNELS[plans[0].kernel]["arch"]}
+    assert {KERNELS[plan.kernel]["sums"] for plan in plans} == {KERNELS[plans[0].kernel]["sums"]}
     assert all(plan.decomposition == ("split_k" if plan.splits > 1 else "persistent") and plan.source == "analytic" for plan in plans)
 
 
@@ -45,12 +45,12 @@ W4_WEIGHTS = (
 
 @pytest.mark.parametrize("w4_format, group_size, n, k", W4_WEIGHTS)
 def test_all_m_of_quantised_weights_have_the_same_ranges(w4_format, group_size, n, k):
-    """By kernels whose scales are on the fragments, which have tiles of 64 tokens or more."""
+    """By kernels whose scales are on the fragments."""
     problems = [W4Problem(m, n, k, group_size=group_size, w4_format=w4_format) for m in ROWS]
     plans = [plan_problem(problem, device=H200, batch_invariant=True) for problem in problems]
     assert {tuple(ranges(plan)) for plan in plans} == {tuple(ranges(plans[0]))}
     assert all(plan.kernel.startswith("w4a16_sm90") for plan in plans)
-    assert min(KERNELS[plan.kernel]["tile_n"] for plan in plans) >= 64
+    assert {KERNELS[plan.kernel]["sums"] for plan in plans} == {"wgmma16"}
 
 
 @pytest.mark.gpu

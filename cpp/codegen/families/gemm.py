@@ -62,6 +62,14 @@ class GemmKernel(Kernel):
         return f"gemm/{name}.cuh", f"launch_{name}"
 
     @property
+    def sums(self) -> str:
+        """WGMMA adds 16 of k (8 bits: 32) at a time to an accumulator, whatever its shape; so does mma.sync, in its own way."""
+        bits = "8" if self.element in ("e4m3", "s8") else "16"
+        if self.vector:
+            return f"lanes{self.tile[2]}_{self.layout}_{'row' if self.tile[0] == 1 else 'column'}"
+        return f"{'wgmma' if self.arch == 90 else 'mma'}{bits}{'_unaligned' if self.unaligned else ''}"
+
+    @property
     def alignment(self) -> int:
         return project_formats().elements[self.element].bytes if self.unaligned else super().alignment
 

@@ -41,6 +41,10 @@ class GroupedGemmKernel(Kernel):
         return f"moe_sm{self.arch}_{self.element}_tn_{shape_name(self.tile)}_{shape_name(self.cluster)}_{self.schedule}_swap"
 
     @property
+    def sums(self) -> str:
+        return "wgmma16" if self.arch == 90 else "mma16"
+
+    @property
     def shard_group(self) -> str:
         return f"moe_sm{self.arch}_{self.schedule}"
 

@@ -46,6 +46,10 @@ class GroupedScaledGemmKernel(GroupedGemmKernel):
         return f"moe_scaled_sm{self.arch}_{self.element}_tn_{tile}_{cluster}_{self.schedule}{'_swap' if self.swap else ''}"
 
     @property
+    def sums(self) -> str:
+        return "wgmma8" if self.arch == 90 else "mma8"
+
+    @property
     def shard_group(self) -> str:
         return f"moe_scaled_sm{self.arch}_{self.element}"
 

@@ -32,6 +32,10 @@ class NormGemmKernel(Kernel):
         return self.threads // 32
 
     @property
+    def sums(self) -> str:
+        return f"mma16_warps{self.warps}"
+
+    @property
     def shard_group(self) -> str:
         return f"norm_gemm_sm{self.arch}"
 

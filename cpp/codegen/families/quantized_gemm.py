@@ -46,7 +46,7 @@ class QuantizedGemmKernel(Kernel):
     ARGUMENTS = "gemm::GemmLaunchArguments"
     PREFIX: ClassVar[str] = ""  # of names
     FIELDS: ClassVar[dict[str, set[str]]] = {
-        "sm90": COMMON_FIELDS | {"cluster", "ctas_per_sm", "scaling", "slices"},
+        "sm90": COMMON_FIELDS | {"cluster", "ctas_per_sm", "scaling", "slices", "invariant_only"},
         "sm80": COMMON_FIELDS,
     }
 
@@ -65,6 +65,17 @@ class QuantizedGemmKernel(Kernel):
             variant = f"w{self.warpgroups}_{self.schedule}"
         shape = f"{shape_name(self.tile)}_{shape_name(self.cluster)}"
         return f"{self.PREFIX}w{bits}a16_sm{self.arch}_{self.element}_{self.b_format}_{shape}_{variant}"
+
+    @property
+    def sums(self) -> str:
+        """Where fragments are scaled before WGMMA multiplies them, the sums are those of dense GEMM. Scales of accumulators, mma.sync and
+        slices of k each have an order of their own."""
+        if self.arch == 80:
+            return "mma16"
+        order = project_formats().order(self.b_format)
+        sync = _is_sync(self.tile[1], self.scaling.startswith("fine"), order)
+        scaled = f"_{SCALINGS[self.scaling][1]}" if sync or "accumulators" in self.scaling else ""
+        return f"{'mma' if sync else 'wgmma'}16{scaled}" + (f"_slices{self.slices}" if self.slices > 1 else "")
 
     @property
     def shard_group(self) -> str:
@@ -89,7 +100,9 @@ class QuantizedGemmKernel(Kernel):
         elements, formats = row.names("elements", cls.OPERANDS), row.names("formats", project_formats().weights)
         fields_of = _expand_sm90(row, cls.fixed_bytes) if arch == "sm90" else _expand_sm80(row)
         note = row.text("note")
-        return [cls(element=element, b_format=name, note=note, **fields_of(name)) for element in elements for name in formats]
+        only = row.flag("invariant_only")
+        shared = dict(note=note, invariant_only=only)
+        return [cls(element=element, b_format=name, **shared, **fields_of(name)) for element in elements for name in formats]
 
     def constants(self) -> list[str]:
         lines = self.type_constants() + [
@@ -143,7 +156,7 @@ def _expand_sm90(row: Row, fixed_bytes: Callable[[str, tuple[int, ...], int], in
         exact = scaling == "fine_accumulators" and form.scales == "e8m0" and row.get("elements") == ["f16"]
         good = order != "e2m1" or scaling == "fine" or exact
         row.require(good, "scaling", f"{name} must be fine; mxfp4 of f16 may be fine_accumulators")
-        sync = tile_n == 8 or (tile_n == 16 and fine and order != "book")  # by mma.sync
+        sync = _is_sync(tile_n, fine, order)
         row.require(slices == 1 or sync or "accumulators" in scaling, "slices", f"sliced-K of {name} takes accumulators or fewer tokens")
         scale_rows, zeros = tile_k // group, 2 if form.zero is not None else 0
         codes = tile_m * tile_k * form.bits // 8
@@ -160,6 +173,11 @@ def _expand_sm90(row: Row, fixed_bytes: Callable[[str, tuple[int, ...], int], in
         return kernel | dict(warpgroups=warpgroups, scaling=scaling, slices=slices)
 
     return fields
+
+
+def _is_sync(tokens: int, fine: bool, order: str) -> bool:
+    """Whether an sm90 kernel has mma.sync in place of WGMMA (kSync of stage_sm90.cuh)."""
+    return tokens == 8 or (tokens == 16 and fine and order != "book")
 
 
 def _expand_sm80(row: Row) -> Callable[[str], dict]:

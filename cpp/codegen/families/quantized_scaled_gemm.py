@@ -32,6 +32,10 @@ class W4A8Kernel(GemmKernel):
         return f"w4a8_sm{self.arch}_{self.element}_{self.b_format}_{shape}_columns{self.column_step}"
 
     @property
+    def sums(self) -> str:
+        return "wgmma8_groups"
+
+    @property
     def shard_group(self) -> str:
         return f"w4a8_sm{self.arch}_{self.element}"
 

@@ -58,9 +58,10 @@ struct RowProblem {
   RowOperation operation = RowOperation::kRmsNorm;
   DataType type = DataType::kBF16;  // of x, y, residual, weight and bias: 16-bit; softmax and activation also float32
   RowQuant quant = RowQuant::kNone;
-  int64_t rows = 0;   // below 2^31
-  int64_t width = 0;  // outputs of a row, below 2^31
-  bool adds = false;  // rms_norm: with a residual
+  int64_t rows = 0;              // below 2^31
+  int64_t width = 0;             // outputs of a row, below 2^31
+  bool adds = false;             // rms_norm: with a residual
+  bool batch_invariant = false;  // a row is divided among threads as its width says, whatever the number of rows
 };
 
 /// Rows of a tensor: row r begins (r / inner) * outer_stride + (r % inner) * inner_stride elements behind `data`, and is contiguous.

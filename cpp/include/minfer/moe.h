@@ -40,6 +40,8 @@ struct GroupedProblem {
   WeightFormat b_format = WeightFormat::kDense;
   int64_t group_size = 0;  // quantised: columns of k that share a scale; 0: all of k
   bool has_zeros = false;
+  // Only kernels that add up an element of d as those for any other number of rows do: which one follows from the weight and the types.
+  bool batch_invariant = false;
 
   /// Whether all members are equal, so that a plan of one is a plan of the other.
   bool operator==(GroupedProblem const& other) const;

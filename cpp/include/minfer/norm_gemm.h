@@ -22,6 +22,7 @@ struct NormGemmProblem {
   bool gated = false;               // D = act(gate) * up over 8-column blocks of B (pack_gate_up)
   bool has_residual = false;        // residual += x, rounded, and the norm is of the sum
   bool b_is_constant = false;       // no launch that is still running writes B
+  bool batch_invariant = false;     // two launches, since one is of few rows alone and adds up k in an order of its own
 };
 
 struct NormGemmOperands {

@@ -128,6 +128,8 @@ int vectors_for_whole_rows(RowProblem const& problem, DeviceProperties const& de
   auto const choose = [&] {
     if (vectors <= 32) return 1;
     if (vectors <= 64) return 2;
+    // Between what is best for few rows and for many.
+    if (problem.batch_invariant) return problem.operation != RowOperation::kSoftmax && vectors <= 2 * kThreads ? 2 : 4;
     if (problem.rows > 2 * int64_t(device.sm_count)) return 4;
     // What a thread does for itself, exponentials beside two exchanges, is a small part then: 64 rows of 4096 take 3.2 us with one vector
     // and 2.6 with four. One row of 2048 takes 1.5 and 1.8.
@@ -201,7 +203,8 @@ Status plan_rows(RowProblem const& problem, DeviceProperties const& device, RowO
   bool const whole = takes_whole_rows(problem), is_forced = forced != nullptr && forced->kernel != nullptr;
   int per_thread = whole ? vectors_for_whole_rows(problem, device) : 1;
   if (is_forced) per_thread = vectors_of(*forced->kernel);
-  bool const fits_registers = vectors_of(problem) <= kRegisterVectors;  // the usual case looks for no ring
+  // The usual case looks for no ring. In one, a row lies in other threads than in registers or memory, where misaligned rows are.
+  bool const fits_registers = vectors_of(problem) <= kRegisterVectors || problem.batch_invariant;
   KernelInfo const* const ring = fits_registers && !is_forced ? nullptr : find_ring(problem);
   RowLaunch in_ring;
   bool const rings = ring != nullptr && (is_forced ? forced->kernel == ring
@@ -233,6 +236,16 @@ Status plan_rows(RowProblem const& problem, DeviceProperties const& device, RowO
     launch.rows_per_cta = packed ? kPackedThreads / launch.threads : 1;
   }
   if (asked.rows_per_cta > 0) launch.rows_per_cta = asked.rows_per_cta;
+  if (problem.batch_invariant && whole && forced != nullptr) {
+    RowPlan own;
+    if (Status const status = plan_rows(problem, device, nullptr, &own); !status.ok()) return status;
+    if (own.kernel != plan->kernel || own.launch.threads != launch.threads || own.launch.cluster != launch.cluster) {
+      return Status::failure(StatusCode::kInvalidArgument,
+                             "kernel %s with threads=%d,cluster=%d is not batch invariant: rows of %lld take %s@threads=%d,cluster=%d",
+                             plan->kernel->name, launch.threads, launch.cluster, (long long)problem.width, own.kernel->name,
+                             own.launch.threads, own.launch.cluster);
+    }
+  }
   if (char const* why = illegal(problem, *plan->kernel, launch, device)) {
     return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot be launched with threads=%d,rows=%d,cluster=%d,parts=%d: %s",
                            plan->kernel->name, launch.threads, launch.rows_per_cta, launch.cluster, launch.parts, why);

@@ -107,7 +107,7 @@ __device__ __forceinline__ float load_bias(Element element, EpilogueParams const
 /// An accumulator of the caller's row and column less what the zero points add to it.
 __device__ __forceinline__ float without_zero(ScaledOutput const& o, float value, int m, int n) {
   if (o.zeros == nullptr) return value;
-  return value - float(load_operand(o.zeros + m * o.zero_stride)) * float(load_operand(o.sums + n));
+  return fmaf(-float(load_operand(o.zeros + m * o.zero_stride)), float(load_operand(o.sums + n)), value);
 }
 
 /// D of int32: the accumulators' bits, of a rectangle as in store_rectangle.
@@ -170,7 +170,7 @@ __device__ __forceinline__ void store_rectangle(Element element, EpilogueParams 
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         int const r = row + i * row_step;
-        v[i] = fmaf(e.alpha, r < rows_inside ? accumulator(r, gate) : 0.0f, bias);
+        v[i] = __fmul_rn(e.alpha, r < rows_inside ? accumulator(r, gate) : 0.0f);
       }
       if (e.c != nullptr) {
 #pragma unroll
@@ -179,13 +179,19 @@ __device__ __forceinline__ void store_rectangle(Element element, EpilogueParams 
           if (r < rows_inside) v[i] = fmaf(e.beta, load_c(element, e, m0 + r, n, l), v[i]);
         }
       }
+      if (e.bias != nullptr) {  // not the sum with a zero, whose sign is another
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) v[i] = __fadd_rn(v[i], bias);
+      }
       activate_all<kBatch>(e.activation, [&](int i) -> float& { return v[i]; });
       if (e.gated) {
         float const up_bias = e.bias != nullptr ? load_bias(element, e, n0 + gate + kGateBlock) : 0.0f;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           int const r = row + i * row_step;
-          if (r < rows_inside) v[i] *= fmaf(e.alpha, accumulator(r, gate + kGateBlock), up_bias);
+          if (r >= rows_inside) continue;
+          float const up = __fmul_rn(e.alpha, accumulator(r, gate + kGateBlock));
+          v[i] = __fmul_rn(v[i], e.bias != nullptr ? __fadd_rn(up, up_bias) : up);
         }
       }
       int64_t const offset = l * e.d_batch_stride + (m0 + row) * e.ldd + n, step = row_step * e.ldd;

@@ -3,6 +3,8 @@
 // Fast path (16-bit D that TMA can address, C absent or a full matrix of D's type): registers -> stmatrix -> swizzled shared memory -> TMA
 // store, in boxes of up to 64 contiguous outputs. C arrives by TMA in the very box buffer that D leaves from: it is requested before the
 // mainloop, read with ldmatrix in the fragment's own layout, and overwritten in place. A gated D leaves in boxes of half the width.
+// Both paths round at the same places, D = fma(beta, C, alpha * acc) + bias, so that a row's bits do not follow from which one its tensor
+// takes: the intrinsics keep the compiler from fusing what one of them keeps apart.
 // The arithmetic goes in one pass per term (scale, C, bias, activation) over a group of boxes, so that the run-time choices are a branch
 // per group and each pass has 32 or more independent instructions: a branch per 8-column block cost more than the stores.
 // Bias: each thread loads its share before the mainloop; after it the warpgroup exchanges them through shared memory.
@@ -381,7 +383,7 @@ struct EpilogueSm90 {
     float
         v[G::kValues];  // not in place: WGMMA's registers, once written by others, make ptxas serialise the mainloop of wide pingpong tiles
 #pragma unroll
-    for (int i = 0; i < G::kValues; ++i) v[i] = e.alpha * acc(G::kMi * (kTileN / 2) + G::kFirstBlock * 4 + i);
+    for (int i = 0; i < G::kValues; ++i) v[i] = __fmul_rn(e.alpha, acc(G::kMi * (kTileN / 2) + G::kFirstBlock * 4 + i));
     if constexpr (kScaled) scale<G>(v);
     if (params.load_c_by_tma) {
       add_c<G>(v);
@@ -413,8 +415,8 @@ struct EpilogueSm90 {
       float2 const column = columns[4 * j];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        v[4 * j + 2 * h] *= row[h] * column.x;
-        v[4 * j + 2 * h + 1] *= row[h] * column.y;
+        v[4 * j + 2 * h] = __fmul_rn(v[4 * j + 2 * h], __fmul_rn(row[h], column.x));
+        v[4 * j + 2 * h + 1] = __fmul_rn(v[4 * j + 2 * h + 1], __fmul_rn(row[h], column.y));
       }
     }
   }
@@ -449,16 +451,16 @@ struct EpilogueSm90 {
     if constexpr (kSwap) {
       float const row_bias[2] = {bias[G::kMi * 64 + 16 * warp + lane / 4], bias[G::kMi * 64 + 16 * warp + 8 + lane / 4]};
 #pragma unroll
-      for (int i = 0; i < G::kValues; ++i) v[i] += row_bias[i / 2 % 2];
+      for (int i = 0; i < G::kValues; ++i) v[i] = __fadd_rn(v[i], row_bias[i / 2 % 2]);
     } else {
       float2 const* columns = reinterpret_cast<float2 const*>(bias + G::kFirstBlock * 8 + 2 * (lane % 4));
 #pragma unroll
       for (int j = 0; j < G::kBlocks; ++j) {
         float2 const b = columns[4 * j];
-        v[4 * j] += b.x;
-        v[4 * j + 1] += b.y;
-        v[4 * j + 2] += b.x;
-        v[4 * j + 3] += b.y;
+        v[4 * j] = __fadd_rn(v[4 * j], b.x);
+        v[4 * j + 1] = __fadd_rn(v[4 * j + 1], b.y);
+        v[4 * j + 2] = __fadd_rn(v[4 * j + 2], b.x);
+        v[4 * j + 3] = __fadd_rn(v[4 * j + 3], b.y);
       }
     }
   }

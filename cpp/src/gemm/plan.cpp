@@ -206,32 +206,9 @@ enum class Orders {
 /// Which launches are candidates.
 struct Candidates {
   Orders orders = Orders::kChosen;
-  int32_t splits = 0;     // of every tile: 1 for none; 0: any number, and stream-K
-  int32_t arch = 0;       // of the kernels; 0: any
-  int32_t alignment = 0;  // that the kernels need; 0: any
+  int32_t splits = 0;          // of every tile: 1 for none; 0: any number, and stream-K
+  char const* sums = nullptr;  // of the kernels; null: any, but for those of batch-invariant plans alone
 };
-
-/// Whether the kernel's split-K ranges begin at the same k as those of k tiles of kInvariantTileK: then its partial sums are the same.
-constexpr int64_t kInvariantTileK = 128;
-bool has_invariant_ranges(KernelInfo const& kernel, GemmProblem const& problem, int64_t splits) {
-  auto const begin = [&](int64_t tile_k, int64_t split) {
-    int64_t const k_tiles = ceil_div(problem.k, tile_k);
-    return (k_tiles / splits * split + std::min(split, k_tiles % splits)) * tile_k;
-  };
-  for (int64_t split = 1; split < splits; ++split) {
-    if (begin(kernel.tile_k, split) != begin(kInvariantTileK, split)) return false;
-  }
-  return true;
-}
-
-/// Kernels that batch-invariant plans leave out. Those of a vector and a matrix share k out among their threads. Of quantised weights those
-/// for up to 32 tokens have their scales in the sums, slices of k or mma.sync; all others, for any group size, multiply fragments that are
-/// scaled before, and add 16 of k at a time by WGMMA.
-constexpr int kScaledFragmentTokens = 64;
-bool adds_in_its_own_order(KernelInfo const& kernel) {
-  if (kernel.b_format == WeightFormat::kDense) return kernel.tile_m == 1 || kernel.tile_n == 1;
-  return kernel.arch >= 90 && kernel.tile_n < kScaledFragmentTokens;
-}
 
 /// The decompositions that are candidates for one kernel in tiles of `tile_n` columns.
 template <class Visit>
@@ -267,7 +244,8 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
     }
   };
   if (candidates.splits > 1) {
-    if (has_invariant_ranges(kernel, problem, candidates.splits)) visit_orders(Decomposition::kSplitK, candidates.splits);
+    // Ranges of equal length, whatever the k tile is: invariant_splits sees to that.
+    visit_orders(Decomposition::kSplitK, candidates.splits);
     return;
   }
   visit_orders(Decomposition::kDataParallel, 1);
@@ -409,9 +387,7 @@ void for_each_candidate(GemmProblem const& problem, DeviceProperties const& devi
       KernelInfo const& kernel = kernels[i];
       if (options.only_runnable && kernel.launch == nullptr) continue;
       if ((options.force_arch != 0 && kernel.arch != options.force_arch) || (native && kernel.arch < 90)) continue;
-      if (candidates.arch != 0 && kernel.arch != candidates.arch) continue;
-      if (candidates.alignment != 0 && kernel.alignment != candidates.alignment) continue;
-      if (candidates.splits != 0 && adds_in_its_own_order(kernel)) continue;
+      if (candidates.sums == nullptr ? kernel.invariant_only : std::strcmp(kernel.sums, candidates.sums) != 0) continue;
       if (copies.us > 0 && (kernel.arch != copied_arch || kernel.alignment < 16)) continue;
       if (illegal(kernel, own, device) != nullptr) continue;
       for_each_prediction(kernel, own, copies, device, model, candidates, bound_us,
@@ -442,31 +418,61 @@ Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOp
   return best;
 }
 
-/// The candidates among which plans that are batch invariant choose, for every m: kernels of one arch and alignment, and the splits that
-/// are fastest for kInvariantRows. All kernels with MMAs of an arch and alignment that are left add the products of a range of k in the
-/// same order, whatever their tiles. Those of sm_90 come first where there are any: what a few rows gain by others, many rows would lose.
-constexpr int64_t kInvariantRows = 32;
+/// Into how many ranges of k of equal length batch-invariant plans cut a tile. It follows from n, k and the types alone, so that it has to
+/// do for all m: a few rows of a weight with few rows of its own want many ranges, so that all SMs read it, many rows want one. By the
+/// model's times on the H200 of 1 to 4096 rows, ranges are worth their sums while there are SMs for them and k is long enough; the more
+/// tiles there are, the longer. With 1 or 2 ranges 4096 x 4096 takes 1 % and 10 % longer than the best plan of each m (geomean), with 1, 2
+/// and 4 ranges 1024 x 8192 28, 8 and 6 %. Quantised weights have less to read for a tile, and more to do.
+constexpr int64_t kInvariantTile = 64;    // rows of a weight: the tile of few tokens
+constexpr int64_t kInvariantRange = 128;  // k tiles of all kernels divide it
+int32_t invariant_splits(GemmProblem const& problem) {
+  if (problem.d_int32) return 1;
+  int64_t const tiles = ceil_div(problem.n, kInvariantTile);
+  bool const quantised = problem.b_format != WeightFormat::kDense;
+  double const per_tile = problem.ab_type == DataType::kE4M3 ? 0.15 : problem.ab_type == DataType::kS8 ? 0.5 : 1.2;
+  double const least_k = quantised ? 2048.0 : 250.0 + per_tile * double(tiles) * double(tiles);
+  int32_t splits = 1;
+  for (int32_t next = 2; next <= 8; next *= 2) {
+    bool const worth = double(problem.k) >= (quantised ? next : next * next) * least_k && problem.k >= 3072;
+    if (next * tiles > 128 || problem.k % (next * kInvariantRange) != 0 || !worth) break;
+    splits = next;
+  }
+  return splits;
+}
+
+/// The candidates among which batch-invariant plans choose, for every m: those of one way to add up k, the first of these that any kernel
+/// of the device has for operands of these types, and of invariant_splits ranges. Neither C, the epilogue nor how A lies in memory have a
+/// say in it.
 Candidates batch_invariant_candidates(GemmProblem problem, DeviceProperties const& device, GemmPlanOptions const& options) {
-  problem.m = kInvariantRows;
-  problem.has_c = problem.gated = problem.d_fp8 = false;
-  problem.d_type = has_8_bits(problem) ? DataType::kBF16 : problem.ab_type;
-  Pick best;
   Candidates candidates;
-  auto const consider = [&](int32_t splits, int32_t arch) {
-    Pick const found = pick(problem, device, options, {.splits = splits, .arch = arch});
-    if (found.kernel == nullptr || found.us >= best.us) return;
-    best = found;
-    candidates = {.splits = splits, .arch = found.kernel->arch, .alignment = found.kernel->alignment};
-  };
-  for (int32_t const arch : {90, 0}) {
-    if (best.kernel != nullptr) break;
-    consider(1, arch);
-    for (int const splits : kSplits) {
-      // Kernels whose k tiles are half as long have the same ranges where these are of equal length.
-      if (problem.k % (kInvariantTileK * splits) == 0 && problem.k >= 2 * kInvariantTileK * splits) consider(splits, arch);
-    }
+  candidates.splits = invariant_splits(problem);
+  problem.m = kInvariantTile;
+  problem.batch = 1;
+  problem.has_c = problem.gated = problem.d_fp8 = false;
+  problem.a_major = Major::kK;
+  problem.a_alignment = 16;
+  for (char const* sums : {"wgmma16", "mma16", "mma16_unaligned", "wgmma8", "mma8", "wgmma8_groups"}) {
+    bool found = false;
+    candidates.sums = sums;
+    Candidates any = candidates;
+    any.orders = Orders::kLater;
+    double const bound = std::numeric_limits<double>::infinity();
+    for_each_candidate(problem, device, options, any, bound, [&](KernelInfo const&, GemmLaunch const&, double) { found = true; });
+    if (found) break;
   }
   return candidates;
+}
+
+/// Why a launch that was asked for adds up k in another way than batch-invariant plans do, or null.
+char const* not_invariant(KernelInfo const& kernel, GemmLaunch const* launch, Candidates const& invariant) {
+  if (std::strcmp(kernel.sums, invariant.sums) != 0)
+    return "its kernel adds up k in another order than the kernels of other numbers of rows";
+  if (launch == nullptr) return nullptr;
+  bool const split = launch->decomposition == Decomposition::kSplitK && launch->splits > 1;
+  if (launch->decomposition == Decomposition::kStreamK || (split ? launch->splits : 1) != invariant.splits) {
+    return "it cuts k in other ranges than the launches of other numbers of rows";
+  }
+  return nullptr;
 }
 
 /// Edit distance, for the names nearest to a misspelt one.
@@ -585,9 +591,15 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
   *plan = GemmPlan{};
   if (Status status = check(problem); !status.ok()) return status;
 
+  Candidates const candidates = problem.batch_invariant ? batch_invariant_candidates(problem, device, options) : Candidates{};
   if (options.kernel != nullptr) {
     KernelInfo const* kernel = find_kernel(options.kernel);
     if (kernel == nullptr) return unknown_kernel(options.kernel);
+    if (problem.batch_invariant) {
+      if (char const* why = not_invariant(*kernel, options.launch, candidates)) {
+        return Status::failure(StatusCode::kInvalidArgument, "kernel %s is not batch invariant as it was asked for: %s", kernel->name, why);
+      }
+    }
     GemmLaunch const asked = options.launch != nullptr ? *options.launch : GemmLaunch{};
     if (char const* why = illegal(problem, asked)) {
       return Status::failure(StatusCode::kInvalidArgument,
@@ -615,7 +627,7 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
                  predict_copies_us(problem, asked, device, model_of(options, device)));
     } else {
       double best_us = std::numeric_limits<double>::infinity();
-      for_each_prediction(*kernel, problem, Copies{}, device, model_of(options, device), {}, best_us,
+      for_each_prediction(*kernel, problem, Copies{}, device, model_of(options, device), candidates, best_us,
                           [&](GemmLaunch const& launch, double us) {
                             if (us >= best_us && plan->kernel != nullptr) return;
                             best_us = us;
@@ -629,8 +641,6 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
     std::snprintf(plan->reason, sizeof(plan->reason), "asked for by name");
     return Status::success();
   }
-
-  Candidates const candidates = problem.batch_invariant ? batch_invariant_candidates(problem, device, options) : Candidates{};
 
   if (options.use_tuned && !problem.batch_invariant && problem.m > 0) {
     GemmTunedRow const* row = find_row(options.user_rows, options.user_row_count, problem, options, device);
@@ -663,8 +673,13 @@ Status plan_gemm(GemmProblem const& problem, DeviceProperties const& device, Gem
   }
   finish(plan, *best.kernel, problem, best.launch, device, best.us);
   plan->source = PlanSource::kAnalytic;
-  std::snprintf(plan->reason, sizeof(plan->reason), "least predicted time of %lld candidates: %.1f us, floor %.1f us",
-                (long long)best.candidates, plan->predicted_us, plan->floor_us);
+  char sums[64] = "";
+  if (problem.batch_invariant) {
+    std::snprintf(sums, sizeof(sums), " that add up k by %s in %d %s", candidates.sums, candidates.splits,
+                  candidates.splits > 1 ? "ranges" : "range");
+  }
+  std::snprintf(plan->reason, sizeof(plan->reason), "least predicted time of %lld candidates%s: %.1f us, floor %.1f us",
+                (long long)best.candidates, sums, plan->predicted_us, plan->floor_us);
   return Status::success();
 }
 

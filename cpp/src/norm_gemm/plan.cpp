@@ -134,6 +134,13 @@ Status plan_norm_gemm(NormGemmProblem const& problem, DeviceProperties const& de
     std::snprintf(plan->reason, sizeof(plan->reason), "%s", text);
     return Status::success();
   };
+  if (problem.batch_invariant) {
+    if (options.kernel != nullptr || options.launches == Launches::kOne) {
+      return Status::failure(StatusCode::kInvalidArgument,
+                             "one launch is not batch invariant: it is of few rows alone and adds up k in an order of its own");
+    }
+    return because(PlanSource::kAnalytic, "batch invariant: one launch is of few rows alone and adds up k in an order of its own");
+  }
   if (options.kernel != nullptr) {
     KernelInfo const* const kernel = find_kernel(options.kernel);
     if (kernel == nullptr || !is_of_family(*kernel)) {

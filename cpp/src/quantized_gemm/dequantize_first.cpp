@@ -36,6 +36,7 @@ Status dequantize_first(GemmProblem const& problem, DeviceProperties const& devi
   Status const fused_status = plan_gemm(problem, device, options, &fused);
   if (fused_status.ok() && problem.m < kMinTokens) return fused_status;
   if (!fused_status.ok() && fused_status.code == StatusCode::kInvalidArgument) return fused_status;
+  if (fused_status.ok() && problem.batch_invariant) return fused_status;  // the choice would follow from m
   Status const dense_status = plan_gemm(dequantized(problem), device, options, &dense);
   if (!dense_status.ok()) return fused_status.ok() ? fused_status : dense_status;
   *first = !fused_status.ok() || dequantize_us(problem, device) + dense.predicted_us < kFusedFactor * fused.predicted_us;

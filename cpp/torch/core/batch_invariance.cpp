@@ -28,7 +28,73 @@ std::atomic<bool>& of_process() {
 thread_local int64_t of_thread = -1;
 
 /// Operators that compute in the mode. An operator that nobody has thought about is refused.
-constexpr std::string_view kInvariant[] = {"gemm", "gemm_gated"};
+constexpr std::string_view kInvariant[] = {
+    // sums over GPUs, in the order of the ranks
+    "_all_reduce",
+    "_allocate_peer_memory",
+    "_open_peer_memory",
+    "_release_peer_memory",
+    // products
+    "gemm",
+    "gemm_fp8",
+    "gemm_fp8_gated",
+    "gemm_gated",
+    "gemm_int8",
+    "gemm_int8_gated",
+    "rms_norm_gemm",
+    "rms_norm_gemm_gated",
+    "rms_norm_w4a16_gemm",
+    "rms_norm_w4a16_gemm_gated",
+    "rms_norm_w8a16_gemm",
+    "rms_norm_w8a16_gemm_gated",
+    "w4a16_dequantize",
+    "w4a16_gemm",
+    "w4a16_gemm_gated",
+    "w4a16_pack",
+    "w4a8_gemm",
+    "w4a8_gemm_gated",
+    "w8a16_dequantize",
+    "w8a16_gemm",
+    "w8a16_gemm_gated",
+    "w8a16_pack",
+    // experts
+    "grouped_gemm",
+    "grouped_gemm_fp8",
+    "grouped_gemm_int8",
+    "grouped_gemm_masked",
+    "grouped_gemm_fp8_masked",
+    "grouped_gemm_int8_masked",
+    "grouped_w4a16_gemm",
+    "moe_combine",
+    "moe_ffn",
+    "moe_ffn_fp8",
+    "moe_ffn_int8",
+    "moe_ffn_w4a16",
+    "moe_router",
+    "moe_router_gemm",
+    "moe_sort",
+    // rows
+    "activation",
+    "add_rms_norm",
+    "add_rms_norm_quantized",
+    "dequantize",
+    "embedding",
+    "gated_activation",
+    "gated_activation_quantized",
+    "hadamard",
+    "layer_norm",
+    "log_softmax",
+    "quantize",
+    "rms_norm",
+    "rms_norm_quantized",
+    "rope",
+    "sample",
+    "softmax",
+    // caches: a warp for each head of a token
+    "kv_cache_append",
+    "merge_attention_states",
+    "qk_norm_rope_append",
+};
 
 bool computes_in_the_mode(std::string_view name) {
   size_t const colons = name.rfind("::");

@@ -8,6 +8,7 @@ there, and what torch.compile traces is guarded by :func:`is_batch_invariant`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 
@@ -108,11 +109,16 @@ class batch_invariant(contextlib.ContextDecorator):
         _set_of_thread(self._before.pop())
 
 
+@functools.cache
+def _computes(op: str) -> bool:
+    return ops._computes_batch_invariant(op)
+
+
 def check(op: str) -> None:
     """What the library checks before it launches a kernel, for kernels of the CPU.
 
     Raises:
       RuntimeError: the thread computes in the mode, and the operator cannot.
     """
-    if _current() and not ops._computes_batch_invariant(op):
+    if _current() and not _computes(op):
         raise RuntimeError(f"minfer::{op}: cannot compute in the batch-invariant mode; leave it with minfer.batch_invariant(False)")

@@ -17,9 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._core.batch_invariance import is_batch_invariant
 from ..checks.common import Checker
 from .expert_parallel import place_in
 from .peer_exchange import PeerExchange
+
+
+def _gather_into(out: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> None:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name from torch 2.13 on, and before
+    gather(out, own, group=group)
 
 
 def borders(count: int, ranks: int, unit: int = 1) -> list[int]:
@@ -62,12 +68,31 @@ class TensorParallel:
         return places[self.rank], places[self.rank + 1]
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """x becomes the sum of all ranks' x, which has the same bits on all of them."""
+        """x becomes the sum of all ranks' x, which has the same bits on all of them.
+
+        In the batch-invariant mode it is added up in float32 in the order of the ranks and rounded once, however many rows x has; a
+        collective's own order follows from the size of x.
+        """
         if self._exchange is not None and self._exchange.takes(x):
             self._exchange.all_reduce(x)
+        elif is_batch_invariant() and self.ranks > 1:
+            x.copy_(self._sum_in_order(x))
         else:
             dist.all_reduce(x, group=self.group)
         return x
+
+    def _sum_in_order(self, x: Tensor) -> Tensor:
+        """The ranks' sum as :class:`PeerExchange` has it. Each rank adds up a part, of which every other one sends it its own."""
+        part = -(-x.numel() // self.ranks)
+        own = torch.nn.functional.pad(x.flatten(), (0, self.ranks * part - x.numel())).contiguous()
+        parts = torch.empty_like(own)
+        # Bytes: not every backend knows bfloat16.
+        dist.all_to_all_single(parts.view(torch.uint8), own.view(torch.uint8), group=self.group)
+        total = torch.zeros(part, dtype=torch.float32, device=x.device)
+        for of_rank in parts.view(self.ranks, part):
+            total += of_rank
+        _gather_into(own.view(torch.uint8), total.to(x.dtype).view(torch.uint8), self.group)
+        return own[: x.numel()].view(x.shape)
 
     def close(self) -> None:
         """Gives back what sums of few tokens go through; every rank at the same time, and no step after it."""
@@ -80,8 +105,7 @@ class TensorParallel:
         most = max(widths)
         own = x if x.shape[1] == most else torch.nn.functional.pad(x, (0, most - x.shape[1]))
         rows = x.new_empty(self.ranks * own.shape[0], most)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name from torch 2.13 on, and before
-        gather(rows, own.contiguous(), group=self.group)
+        _gather_into(rows, own.contiguous(), self.group)
         parts = rows.view(self.ranks, *own.shape)
         if all(width == most for width in widths):
             return parts.transpose(0, 1).flatten(1)

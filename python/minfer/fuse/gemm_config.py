@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 
 from .dtypes import bytes_of
@@ -32,6 +33,8 @@ class GemmConfig:
     grouped: bool
     per_expert: tuple[int, ...] = ()
     prologue: str = ""
+    prologue_per_expert: tuple[int, ...] = ()
+    prologue_vector: int = 1  # numbers along k that lie at a multiple of as many
     a_stored: str = ""  # of A in memory, where a prologue makes ``a`` of it
 
     @property
@@ -80,8 +83,16 @@ class GemmConfig:
         return 2 if self.cluster == 2 or self.gate == "halves" else 1
 
     @property
+    def a_bytes(self) -> int:
+        """Of A in a stage."""
+        return self.tile_m * self.a_swizzle
+
+    @property
     def stage_bytes(self) -> int:
-        return (self.tile_m + self.tile_n) * TILE_K_BYTES
+        return self.a_bytes + self.tile_n * TILE_K_BYTES
+
+    def prologue_graph(self) -> Graph | None:
+        return Graph.from_plain(json.loads(self.prologue)) if self.prologue else None
 
     @property
     def shared_bytes(self) -> int:
@@ -90,8 +101,8 @@ class GemmConfig:
 
 def parameters(graph: Graph, config: GemmConfig) -> list[tuple[str, int]]:
     """The kernel's, in order: ("map", 0) of A, ("map", 1) of B, then as rows have them ("address", input), ("number", input), ("stride",
-    input), ("expert_stride", input), ("out", output), ("out_stride", output), ("partial", reduction); ("limit", output): rows of what is
-    scattered into; then sizes."""
+    input), ("expert_stride", input), ("out", output), ("out_stride", output), ("limit", output), the rows of what is scattered into, the
+    prologue's inputs in the same way with an a_ in front, ("partial", reduction); then sizes."""
     result: list[tuple[str, int]] = [("map", 0), ("map", 1)]
     for i, x in enumerate(graph.inputs):
         result.append(("number" if x.by_value else "address", i))
@@ -106,6 +117,15 @@ def parameters(graph: Graph, config: GemmConfig) -> list[tuple[str, int]]:
                 result.append(("out_stride", i))
         if y.index >= 0:
             result.append(("limit", i))
+    prologue = config.prologue_graph()
+    for i, x in enumerate(prologue.inputs if prologue is not None else ()):
+        result.append(("a_number" if x.by_value else "a_address", i))
+        if x.extent in (FULL, COLUMN):
+            result.append(("a_stride", i))
+        if i in config.prologue_per_expert:
+            result.append(("a_expert_stride", i))
+    if prologue is not None:
+        result.append(("k", 0))
     result += [("partial", i) for i, node in enumerate(graph.nodes) if node.op in REDUCTIONS]
     if config.grouped:
         result += [("offsets", 0), ("experts", 0)]

@@ -129,7 +129,7 @@ class LoadedGemmFunction(GemmFunction):
         others = []
         for x in self._kernels.values():
             if x["template"] == "gemm" and x["arch"] == arch and x["graph"] == text:
-                other = GemmConfig(**{**x["config"], "per_expert": tuple(x["config"]["per_expert"])})
+                other = GemmConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in x["config"].items()})
                 same = dataclasses.replace(
                     other, tile_m=config.tile_m, tile_n=config.tile_n, pingpong=config.pingpong, stages=config.stages,
                     cluster=config.cluster, vector=config.vector,

@@ -27,6 +27,7 @@ from .tracing import Operand, Tracer, traced_rows
 _SMS = 132  # of an H100 or H200, for which tiles are chosen
 _MOST_PLANS = 4096
 _LIMIT = 1 << 31
+_STORED = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 _MULTIPLIED = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
 _EXAMPLE_ROWS = (1, 65, 129, 257, 513, 1025, 2049, 4097, 8193, 1 << 20)  # for which kernels are made ahead of calls
 # What an operand is, by its shape; a "vector" is of the columns or of the rows, as it is used.
@@ -166,6 +167,10 @@ class GemmFunction:
                 raise FuseError(f"{self.name}: {name} must not be {str(x.dtype).removeprefix('torch.')}, which fused functions do not take")
             by_value = x.ndim == 0 and x.device.type == "cpu" and a.device.type != "cpu"
             operands.append((x.dtype, self._what(name, x, space), by_value))
+        if self.has_prologue and (a.dtype not in _STORED or b.dtype.itemsize != 2):
+            raise FuseError(
+                f"{self.name}: with a prologue a must be of 16 or 8 bits and b bfloat16 or float16, got {a.dtype} and {b.dtype}"
+            )
         return Specialisation(
             a.dtype, b.dtype, tuple(operands), tuple(arguments[name] for name in self.signature.constants), space.columns,
             int(space.k) if self.has_prologue else 0, space.experts > 0,
@@ -404,18 +409,30 @@ class GemmFunction:
         for i, x in enumerate(traced.graph.inputs):
             if x.extent in (FULL, ROW):
                 given = arguments[x.name]
-                size = given.element_size()
-                alignments.append(0 if given.is_meta else given.data_ptr() % 16 // size if given.data_ptr() % size == 0 else 1)
-                if x.extent == FULL:
+                alignments.append(_first(given))
+                if x.extent == FULL or i in traced.per_expert:
                     alignments.append(given.stride(0))
-                elif i in traced.per_expert:
-                    alignments.append(given.stride(0))
-        stored = dtypes.storage_of(s.a)
         return GemmConfig(
             tile.m, tile.n, tile.pingpong, stages_of(tile), tile.cluster, _MULTIPLIED[s.b], b_major, self.gate,
             epilogue_vector(traced.graph, space.columns, alignments), space.experts > 0, traced.per_expert,
-            traced.prologue.text() if traced.prologue is not None else "", stored if traced.prologue is not None else "",
+            **self._prologue_config(traced, space, arguments, dtypes.storage_of(s.a)),
         )  # fmt: skip
+
+    @staticmethod
+    def _prologue_config(traced: Traced, space: GemmSpace, arguments: dict[str, Any], stored: str) -> dict[str, Any]:
+        if traced.prologue is None:
+            return {}
+        alignments = [space.k]
+        for i, x in enumerate(traced.prologue.inputs):
+            if x.extent in (FULL, ROW):
+                given = arguments[x.name]
+                alignments.append(_first(given))
+                if x.extent == FULL or i in traced.prologue_per_expert:
+                    alignments.append(given.stride(0))
+        return {
+            "prologue": traced.prologue.text(), "prologue_per_expert": traced.prologue_per_expert,
+            "prologue_vector": epilogue_vector(traced.prologue, 2, alignments), "a_stored": stored,
+        }  # fmt: skip
 
     def choose_config(self, traced: Traced, config: GemmConfig, space: GemmSpace, arch: str) -> GemmConfig:
         """The configuration, or another one that there is a kernel for."""
@@ -426,6 +443,15 @@ class GemmFunction:
         assert traced.last is not None
         config = configure(traced.last, m, tiles, vector_width(traced.last, tiles, [tiles]), clusters=False)
         return Kernel("rows", traced.last, tuple(sorted(dataclasses.asdict(config).items())), arch, f"{self.name}_rows"), config
+
+    def kernels_of(self, *args: Any, arch: str = "sm_90a", **kwargs: Any) -> list[Kernel]:
+        """What one call launches."""
+        arguments, space, specialisation, traced = self._called(args, kwargs)
+        config = self.config(traced, specialisation, space, arguments, _SMS)
+        kernels = [kernel_of(self.name, traced, config, arch)]
+        if traced.last is not None:
+            kernels.append(self.rows_kernel(traced, space.m, -(-space.columns // config.columns), arch)[0])
+        return kernels
 
     def needed(self, examples: Iterable[Sequence[Any]], arch: str) -> list[tuple[Specialisation, Traced, list[Kernel]]]:
         """What calls like the examples need, with any number of rows."""
@@ -527,6 +553,11 @@ def _aligned(x: Tensor, inner: int, outer: int) -> bool:
     return whole and fits and all(stride % unit == 0 for stride in strides) and x.stride(outer) > 0
 
 
+def _first(x: Tensor) -> int:
+    """How many numbers lie between a multiple of 16 bytes and the first."""
+    return 0 if x.is_meta else x.data_ptr() % 16 // x.element_size()
+
+
 def _major(b: Tensor, storage: str) -> str:
     """Which of B's modes has unit stride in the operand that TMA gets: "k" or "n"."""
     if storage == "e4m3" or _aligned(b, -2, -1):
@@ -585,7 +616,8 @@ class _Plan:
         self.partial_types = [dtypes.dtype_of(traced.first.nodes[i].dtype) for i in self.reductions]
         m_tiles = -(-space.m // (config.tile_m * config.cluster))
         self.grid = [self._ctas(m_tiles, sms), 1, 1]
-        self.inputs = [self.places[x.name] for x in traced.first.inputs if not x.by_value]
+        prologue_inputs = traced.prologue.inputs if traced.prologue is not None else ()
+        self.inputs = [self.places[x.name] for x in (*traced.first.inputs, *prologue_inputs) if not x.by_value]
         self.words, self.numbers = self._words(given, m_tiles)
         self.last: _LastPlan | None = None
         if traced.last is not None and space.m:
@@ -608,6 +640,9 @@ class _Plan:
         numbers: list[tuple[int, int, str]] = []  # word, argument, storage
         tensor_of = {i: n + 2 for n, i in enumerate(i for i, x in enumerate(graph.inputs) if not x.by_value)}
         following = 2 + len(tensor_of)
+        before = self.traced.prologue.inputs if self.traced.prologue is not None else ()
+        tensor_of_a = {i: n + following for n, i in enumerate(i for i, x in enumerate(before) if not x.by_value)}
+        following += len(tensor_of_a)
         outs = {i: following + n for n, i in enumerate(i for i, y in enumerate(graph.outputs) if y.into < 0)}
         following += len(outs)
         partials = {i: following + n for n, i in enumerate(self.reductions)}
@@ -615,10 +650,18 @@ class _Plan:
         tile = band_of(Tile(c.tile_m, c.tile_n, c.pingpong, c.cluster), m_tiles)
         sizes = {
             "m": space.m, "n": space.columns, "k_tiles": -(-space.k // c.tile_k), "m_tiles": m_tiles, "n_tiles": self.tiles, "band": tile,
-            "experts": space.experts,
+            "experts": space.experts, "k": space.k,
         }  # fmt: skip
         for kind, i in parameters(graph, c):
-            if kind == "map":
+            if kind == "a_address":
+                words += [ADDRESS, tensor_of_a[i]]
+            elif kind in ("a_stride", "a_expert_stride"):
+                words += [INT64, given[before[i].name].stride(0)]
+            elif kind == "a_number":
+                storage = before[i].storage
+                words += [INT64 if storage == "i64" else INT32, 0]
+                numbers.append((len(words) - 1, self.places[before[i].name], storage))
+            elif kind == "map":
                 words += self._map_words(i, given)
             elif kind == "address":
                 words += [ADDRESS, tensor_of[i]]

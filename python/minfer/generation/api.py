@@ -89,7 +89,8 @@ def generate(
       kv_cache: None (16 bits), "fp8", "int8" or "int4".
       stream: called with a :class:`Token` for each, in the order in which they come.
       progress: a progress bar on stderr.
-      max_rows, max_length, options: as in :class:`Engine`. max_length: default: what the longest of these requests takes.
+      max_rows, max_length, options: as in :class:`Engine`, ``batch_invariant`` among them. max_length: default: what the longest of these
+        requests takes.
 
     Returns:
       A :class:`Completion` for each prompt, in order.
@@ -99,7 +100,8 @@ def generate(
         names the request. Nothing was run then.
 
     The same prompt, parameters and seed give the same kind of draw whatever runs beside it. Its logits do not have the same bits in every
-    batch, so that two tokens of nearly the same logit may change places.
+    batch, so that two tokens of nearly the same logit may change places; with ``batch_invariant=True`` tokens and logprobs have the same
+    bits in every batch.
     """
     from ..integrations.transformers import OptimizedModel, optimize
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._core.batch_invariance import is_batch_invariant
 from ..integrations.decoder.model import DecoderModel
 from .pages import OutOfPages, PagePool
 from .params import Completion, SamplingParams
@@ -61,6 +62,9 @@ class Engine:
       share_prefixes: whether requests that begin alike share pages.
       graphs: whether steps of decoding, and layers of short chunks of prompts, are CUDA graphs.
       stream: called with a :class:`Token` for each.
+      batch_invariant: whether steps are computed in the batch-invariant mode (:class:`minfer.batch_invariant`), whatever the mode around
+        them is; None: as it is now. Then the tokens and logprobs of a request with a seed have the same bits whatever other requests there
+        are and when they come, in whatever chunks prompts are computed, with graphs or without, and whether its pages were taken from it.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Engine:
         share_prefixes: bool = True,
         graphs: bool = True,
         stream: Callable[[Token], None] | None = None,
+        batch_invariant: bool | None = None,
     ):
         for name, value in (("max_length", max_length), ("max_rows", max_rows), ("step_tokens", step_tokens)):
             if value < 1:
@@ -90,7 +95,9 @@ class Engine:
         if model.parallel is not None:
             pages = model.parallel.least(pages)  # all ranks take the same steps
         self.pool = PagePool(pages, PAGE_SIZE, share_prefixes)
-        self.runner = Runner(model, rows=max_rows, pages=pages, page_size=PAGE_SIZE, kv_format=kv_format, graphs=graphs)
+        self.batch_invariant = is_batch_invariant() if batch_invariant is None else batch_invariant
+        options = dict(kv_format=kv_format, graphs=graphs, batch_invariant=self.batch_invariant)
+        self.runner = Runner(model, rows=max_rows, pages=pages, page_size=PAGE_SIZE, **options)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order in which they began
         self._rows: list[Request | None] = [None] * max_rows

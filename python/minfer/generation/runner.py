@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._core import batch_invariance
 from ..formats.kv_cache import KvCache, allocate_kv_cache
 from ..integrations.decoder import Attention
 from ..integrations.decoder.model import DecoderModel
@@ -150,9 +151,21 @@ class Runner:
       pages, page_size: of the cache.
       kv_format: as in :func:`minfer.allocate_kv_cache`.
       graphs: whether steps of single tokens, and layers of short chunks, are captured; on CUDA alone.
+      batch_invariant: the mode of all steps, and so of what is captured.
     """
 
-    def __init__(self, model: DecoderModel, *, rows: int, pages: int, page_size: int, kv_format: str = "16bit", graphs: bool = True):
+    def __init__(
+        self,
+        model: DecoderModel,
+        *,
+        rows: int,
+        pages: int,
+        page_size: int,
+        kv_format: str = "16bit",
+        graphs: bool = True,
+        batch_invariant: bool = False,
+    ):
+        self._mode = batch_invariance.batch_invariant(batch_invariant)
         self.model, self.rows, self.page_size, self.kv_format = model, rows, page_size, kv_format
         self.cuda = model.device.type == "cuda"
         self.graphs = graphs and self.cuda
@@ -251,9 +264,10 @@ class Runner:
             max((p.logprobs or 0 for p in own), default=0),
         )
         self._note_pages(chunks)
-        if self.graphs and all(chunk.tokens is None and chunk.draws for chunk in chunks):
-            return self._run_graph(chunks, draws)
-        return self._run_chunks(chunks, draws)
+        with self._mode:
+            if self.graphs and all(chunk.tokens is None and chunk.draws for chunk in chunks):
+                return self._run_graph(chunks, draws)
+            return self._run_chunks(chunks, draws)
 
     def _sent(self, x: Tensor) -> Tensor:
         """A host tensor on the device, without waiting. Pinned memory goes back to torch's allocator, which waits for the copy before it

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
 
-from .._core.batch_invariance import is_batch_invariant
+from .._core.batch_invariance import batch_invariant as in_mode, is_batch_invariant
 from .._core.namespace import ops
 from .._core.registry import build_info, device_index, device_properties, kernel_names, kernels
 from ..checks.common import DTYPES, ValueChecker, is_integer
@@ -314,10 +314,17 @@ class Plan:
     source: str  # override, tuned or analytic
     reason: str
     compiled: bool  # whether this build can run it
+    batch_invariant: bool = False
+    default_us: float = 0.0  # batch_invariant: predicted_us of the plan outside of the mode
 
     @property
     def op(self) -> str:
         return self.problem.op
+
+    @property
+    def cost(self) -> float:
+        """What the batch-invariant mode costs: predicted_us over that of the plan outside of it, 1.03 for 3 %; 1 outside of it."""
+        return self.predicted_us / self.default_us if self.batch_invariant and self.default_us > 0 else 1.0
 
     @property
     def launch(self) -> str:
@@ -339,6 +346,7 @@ class Plan:
     def __str__(self) -> str:
         ratio = f", {100 * self.floor_us / self.predicted_us:.0f} % of it reached" if self.predicted_us > 0 else ""
         runnable = "" if self.compiled else "  (not in this build: not runnable)"
+        mode = (f"  mode       batch-invariant: {self.cost:.2f} times the {self.default_us:.2f} us outside of it",)
         return "\n".join(
             (
                 f"{self.op}  {self.problem}  on {self.device}",
@@ -346,6 +354,7 @@ class Plan:
                 f"  launch     {self.launch}",
                 f"  workspace  {self.workspace_bytes} bytes",
                 f"  predicted  {self.predicted_us:.2f} us, floor {self.floor_us:.2f} us{ratio}",
+                *(mode if self.batch_invariant else ()),
                 f"  why        {self.source}: {self.reason}",
             )
         )
@@ -376,8 +385,12 @@ def plan_problem(
     if only_runnable is None:
         only_runnable = index >= 0
     planner = getattr(ops, f"_plan_{problem.planner}")
-    found = planner(*problem.arguments(), kernel, use_tuned, only_runnable, index, batch_invariant)
-    return Plan.parse(problem, name, json.loads(found))
+
+    def found(mode: bool) -> dict[str, Any]:
+        return json.loads(planner(*problem.arguments(), kernel, use_tuned, only_runnable, index, mode))
+
+    plan = Plan.parse(problem, name, found(batch_invariant))
+    return replace(plan, batch_invariant=True, default_us=found(False)["predicted_us"]) if batch_invariant else plan
 
 
 def enumerate_plans(
@@ -458,8 +471,12 @@ def plan_norm(
     kernel: str | None = None,
     use_tuned: bool = True,
     device: torch.device | int | str | None = None,
+    batch_invariant: bool | None = None,
 ) -> NormPlan:
     """:func:`plan` of a norm and the GEMM behind it."""
+    if batch_invariant is not None and batch_invariant != is_batch_invariant():
+        with in_mode(batch_invariant):
+            return plan_norm(problem, kernel=kernel, use_tuned=use_tuned, device=device)
     index, name = _device(device)
     sizes = [problem.m, problem.n, problem.k]
     options = (DTYPE_NAMES[problem.dtype], problem.gated, problem.residual, problem.constant_weights, kernel, index >= 0, index)
@@ -484,6 +501,7 @@ def plan(
     kernel: str | None = None,
     use_tuned: bool = True,
     device: torch.device | int | str | None = None,
+    batch_invariant: bool | None = None,
     **options: Any,
 ) -> Plan | NormPlan:
     """What ``op`` would run for contiguous operands: the explicit kernel, else a tuned row, else the analytic model's choice.
@@ -498,6 +516,8 @@ def plan(
       device: CUDA device or its index. -1: the H200 as measured. None: the current device, or the H200 as measured where there is none
         (or the build has no CUDA). For the H200 as measured the plan may name kernels that this build did not compile (``compiled``
         says so).
+      batch_invariant: whether in the batch-invariant mode (:class:`minfer.batch_invariant`); None: as calls are now. Such a plan's ``cost``
+        is its predicted time over that outside of the mode.
       options: of both: ``c`` (there is a C that is read) or ``gated``, which has no C.
         Of gemm: ``batch``; ``layout``, "tn" (A row-major, B column-major: ``weight.t()``, the default), "tt", "nn" or "nt"; ``out_dtype``
         of D, dtype or, where it is not gated, torch.float32.
@@ -523,8 +543,8 @@ def plan(
             raise ValueError(f"{op} has no {name}; its options are {', '.join(known)}")
     problem = kinds[op](m=m, n=n, k=k, **({} if dtype is None else {"dtype": dtype}), **options)
     if isinstance(problem, NormProblem):
-        return plan_norm(problem, kernel=kernel, use_tuned=use_tuned, device=device)
-    return plan_problem(problem, kernel=kernel, use_tuned=use_tuned, device=device)
+        return plan_norm(problem, kernel=kernel, use_tuned=use_tuned, device=device, batch_invariant=batch_invariant)
+    return plan_problem(problem, kernel=kernel, use_tuned=use_tuned, device=device, batch_invariant=batch_invariant)
 
 
 def runs_here() -> bool:

@@ -12,6 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .._core.batch_invariance import is_batch_invariant
 from ..checks import attention as checks_attention, kv_cache as checks_kv_cache
 from ..checks.common import Checker
 from ..formats.kv_cache import KvCache
@@ -74,7 +75,8 @@ def _sequence(q, k, v, out, lse, *, causal=False, scale=None, window_left=-1, wi
     k, v, seqlen_k = k[first:], v[first:], seqlen_k - first
     dtype, group = compute_dtype(q), heads_q // heads_kv
     scale = head_dim**-0.5 if scale is None else scale
-    block = max(1, _SCORES // (group * max(seqlen_k, 1)))
+    alone = is_batch_invariant() and dtype != torch.float64
+    block = 1 if alone else max(1, _SCORES // (group * max(seqlen_k, 1)))
     for head in range(heads_kv):
         heads = slice(head * group, (head + 1) * group)
         keys, values = k[:, head].to(dtype), v[:, head].to(dtype)
@@ -83,7 +85,11 @@ def _sequence(q, k, v, out, lse, *, causal=False, scale=None, window_left=-1, wi
             end = min(begin + block, seqlen_q)
             seen = visible(begin, end, seqlen_q, seqlen_k, causal, window_left, window_right, q.device)
             queries = q[begin:end, heads].transpose(0, 1).to(dtype)
-            result, denominator = _attend(queries, keys, values, scale, seen, softcap, sink)
+            own_keys, own_values = keys, values
+            if alone:  # a query and the keys that it sees, in memory of their own: their sums do not follow from what else there is
+                places = slice(None) if seen is None else seen[0].nonzero()[:, 0]
+                own_keys, own_values, queries, seen = keys[places].clone(), values[places].clone(), queries.clone(), None
+            result, denominator = _attend(queries, own_keys, own_values, scale, seen, softcap, sink)
             out[begin:end, heads] = result.transpose(0, 1)
             lse[heads, begin:end] = denominator
 

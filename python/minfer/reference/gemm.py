@@ -12,6 +12,7 @@ from ..checks import common as checks
 from ..formats.gate_up import GATE_BLOCK
 from .codes import stored
 from .epilogue import ACTIVATION, compute_dtype
+from .products import product
 
 
 def affine(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, bias: torch.Tensor | None, alpha: float, beta: float) -> torch.Tensor:
@@ -23,7 +24,7 @@ def affine(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor | None, bias: torch
         batch = a.shape[:-2] if a.dim() >= b.dim() else b.shape[:-2]
         y = torch.zeros((*batch, a.shape[-2], b.shape[-1]), dtype=dtype, device=a.device)
     else:
-        y = torch.matmul(a.to(dtype), b.to(dtype))
+        y = product(a.to(dtype), b.to(dtype))
         if alpha != 1:
             y = y * alpha
     if c is not None and beta != 0:

@@ -13,6 +13,7 @@ from ..checks.common import output_dtype
 from ..formats.gate_up import split_gate_up
 from .codes import stored
 from .epilogue import ACTIVATION, compute_dtype
+from .products import product
 
 
 def epilogue(y: Tensor, row_scale: Tensor | None, activation: str, gated: bool, gate_layout: str) -> Tensor:
@@ -78,14 +79,14 @@ def by_expert(
     """Grouped GEMM; ``weight`` returns an expert's [k, n] and is called only for experts with rows; alpha[e] multiplies it."""
     dtype = compute_dtype(a)
 
-    def product(expert: int, begin: int, end: int) -> Tensor:
-        y = rows_of(a, gather, begin, end).to(dtype) @ weight(expert).to(dtype)
+    def product_of(expert: int, begin: int, end: int) -> Tensor:
+        y = product(rows_of(a, gather, begin, end).to(dtype), weight(expert).to(dtype))
         return y if alpha is None else y * alpha[expert].to(dtype)
 
     rows = (a if gather is None else gather).shape[0]
     out = torch.zeros((rows, n // 2 if gated else n), dtype=output_dtype(quant, a.dtype), device=a.device)
     ranges = ranges_of_offsets(offsets, rows)
-    return fill_rows(out, ranges, product, lambda d: stored(d, a.dtype, quant, scale), gated=gated, **others)
+    return fill_rows(out, ranges, product_of, lambda d: stored(d, a.dtype, quant, scale), gated=gated, **others)
 
 
 def grouped_gemm(a: Tensor, b: Tensor, offsets: Tensor, **arguments) -> Tensor:
@@ -133,15 +134,15 @@ def layer_by_expert(
     """A layer whose ``w13`` and ``w2`` give an expert's [2 * inter, hidden] and [hidden, inter]."""
     dtype = compute_dtype(x)
 
-    def product(a: Tensor, weight: Tensor, alpha: Tensor | None, bias: Tensor | None, expert: int) -> Tensor:
-        y = a.to(dtype) @ weight.to(dtype).mT
+    def scaled(a: Tensor, weight: Tensor, alpha: Tensor | None, bias: Tensor | None, expert: int) -> Tensor:
+        y = product(a.to(dtype), weight.to(dtype).mT)
         y = y if alpha is None else y * alpha[expert].to(dtype)
         return y if bias is None else y + bias[expert].to(dtype)
 
     def ffn(expert: int, tokens: Tensor) -> Tensor:
-        h = product(x[tokens], w13(expert), alpha13, b13, expert)
+        h = scaled(x[tokens], w13(expert), alpha13, b13, expert)
         h = epilogue(h, None, activation, True, gate_layout).to(x.dtype)
-        return product(h, w2(expert), alpha2, b2, expert)
+        return scaled(h, w2(expert), alpha2, b2, expert)
 
     out = torch.zeros(x.shape[0], hidden, dtype=dtype, device=x.device)
     return sum_of_experts(out, experts, weights, ids, ffn).to(x.dtype)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .products import product
+
 # ---- routers -----------------------------------------------------------------------------------------------------------------
 
 
@@ -68,7 +70,7 @@ def moe_router(
 def moe_router_gemm(x: torch.Tensor, w_gate: torch.Tensor, top_k: int, **rules: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`moe_router` of x.w_gate^T, in float32 or in float64 if x is that; any device."""
     dtype = x.dtype if x.dtype == torch.float64 else torch.float32
-    return moe_router(x.to(dtype) @ w_gate.to(dtype).t(), top_k, **rules)
+    return moe_router(product(x.to(dtype), w_gate.to(dtype).t()), top_k, **rules)
 
 
 # ---- sort and combine --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ..formats import weight_formats, weight_layout
 from ..formats.gate_up import split_gate_up
 from .codes import stored
 from .epilogue import ACTIVATION
+from .products import product
 
 
 def _weight(qweight: Tensor, scales: Tensor, group_size: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -29,7 +30,7 @@ def _product(a, a_scale, qweight, scales, *, group_size, alpha, bias) -> Tensor:
     dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
     m, k = math.prod(a.shape[:-1]), a.shape[-1]
     x = a.reshape(m, k).to(dtype)
-    y = x @ _weight(qweight, scales, group_size, k, dtype).t()
+    y = product(x, _weight(qweight, scales, group_size, k, dtype).t())
     y = y * (a_scale.reshape(-1, 1).to(dtype) if a_scale.numel() != 1 else a_scale.reshape(()).to(dtype)) * alpha
     return y if bias is None else y + bias.to(dtype)
 

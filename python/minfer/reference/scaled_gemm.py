@@ -12,6 +12,7 @@ from ..checks.scaled_gemm import BLOCK, blocks_of, flat_scale, fp8_output, is_of
 from ..formats.gate_up import join_gate_up, split_gate_up
 from .codes import e4m3, inverse_of_scale
 from .epilogue import ACTIVATION
+from .products import product
 
 
 def numbers_of(scale: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def product_of_scaled(
     x, w = (y.double() if y.dtype == torch.int8 else y.to(dtype) for y in (a, b))
     x = x if of_a.shape[1] == 1 else x * of_a.to(x.dtype)
     w = w if of_b.shape[1] == 1 else w * of_b.t().to(w.dtype)
-    y = x @ w
+    y = product(x, w)
     if a_zero is not None and a.shape[1] > 0:
         y = y - a_zero.reshape(-1, 1).to(y.dtype) * b_sums.to(y.dtype)
     y = y.to(dtype)

@@ -106,6 +106,36 @@ GroupedPlan describe(KernelInfo const& kernel, GroupedProblem const& problem, De
 /// Whether a launch of its own can gather the rows: it copies 16 bytes at a time.
 bool can_gather_first(GroupedProblem const& p) { return p.gathered && p.k > 0 && p.k * size_of(p.type) % 16 == 0 && p.a_alignment == 16; }
 
+/// In which way batch-invariant plans add up k: the first of these that any kernel has for the weight and operands of these types, wherever
+/// a lies. Null: there is none.
+char const* invariant_sums(GroupedProblem problem, DeviceProperties const& device, GroupedPlanOptions const& options) {
+  problem.a_alignment = 16;
+  int64_t count = 0;
+  KernelInfo const* kernels = registry(&count);
+  for (char const* sums : {"wgmma16", "mma16", "wgmma8", "mma8"}) {
+    for (int64_t i = 0; i < count; ++i) {
+      KernelInfo const& kernel = kernels[i];
+      if (std::strcmp(kernel.sums, sums) != 0 || (options.only_runnable && kernel.launch == nullptr) ||
+          (options.force_arch != 0 && kernel.arch != options.force_arch)) {
+        continue;
+      }
+      if (illegal(kernel, problem, device) == nullptr) return sums;
+    }
+  }
+  return nullptr;
+}
+
+/// Columns that share a scale where a batch-invariant launch finds it (GroupedProblem::d_groups): kernels for a few tokens have no others.
+constexpr int32_t kInvariantGroup = 32;
+
+/// Why batch-invariant plans leave a kernel out, or null.
+char const* not_invariant(KernelInfo const& kernel, GroupedProblem const& p, char const* sums) {
+  if (sums == nullptr || std::strcmp(kernel.sums, sums) != 0) {
+    return "it adds up k in another order than the kernels of other numbers of rows";
+  }
+  return p.d_groups && d_group_of(kernel) != kInvariantGroup ? "its codes have scales of more columns" : nullptr;
+}
+
 /// The plan that is expected to lose least against the fastest one of the routing that comes; returns how many there are. A portable kernel
 /// only where no other computes the problem.
 int choose(GroupedProblem const& problem, DeviceProperties const& device, GroupedPlanOptions const& options, GroupedPlan* best) {
@@ -120,6 +150,7 @@ int choose(GroupedProblem const& problem, DeviceProperties const& device, Groupe
   bool const can_copy = can_gather_first(problem);
   int64_t count = 0;
   int total = 0;
+  char const* const sums = problem.batch_invariant ? invariant_sums(problem, device, options) : nullptr;
   KernelInfo const* kernels = registry(&count);
   for (int64_t i = 0; i < count; ++i) {
     KernelInfo const& kernel = kernels[i];
@@ -127,6 +158,7 @@ int choose(GroupedProblem const& problem, DeviceProperties const& device, Groupe
         illegal(kernel, problem, device) != nullptr) {
       continue;
     }
+    if (problem.batch_invariant ? not_invariant(kernel, problem, sums) != nullptr : kernel.invariant_only) continue;
     total += can_copy ? 2 : 1;
     bool const native = kernel.arch >= 90, others_native = !candidates.empty() && candidates[0].kernel->arch >= 90;
     if (others_native && !native) continue;
@@ -184,6 +216,11 @@ Status plan_grouped(GroupedProblem const& problem, DeviceProperties const& devic
     if (kernel == nullptr) return Status::failure(StatusCode::kUnknownKernel, "kernel '%.90s' is not in the registry", options.kernel);
     if (char const* why = illegal(*kernel, problem, device)) {
       return Status::failure(StatusCode::kInvalidArgument, "kernel %s cannot compute this problem: %s", kernel->name, why);
+    }
+    if (problem.batch_invariant) {
+      if (char const* why = not_invariant(*kernel, problem, invariant_sums(problem, device, options))) {
+        return Status::failure(StatusCode::kInvalidArgument, "kernel %s is not batch invariant: %s", kernel->name, why);
+      }
     }
     if (options.only_runnable && kernel->launch == nullptr) {
       return Status::failure(StatusCode::kNotCompiled, "kernel %s is in the table but not in this build (archs: %s)", kernel->name,

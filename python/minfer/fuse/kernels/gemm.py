@@ -10,9 +10,10 @@ halves of their tile of B for each other; `empty` counts the warps of both then.
 
 Epilogue. A thread's accumulators are 2 rows of every 64, and of these pairs of neighbouring columns. The four lanes of a quad, which have
 32 columns of the same rows, exchange theirs by shuffles, so that a lane has 8 neighbouring columns: tensors of rows are loaded and stored
-by vectors of up to 16 bytes, a quad's next to each other, and no shared memory is needed. The graph is evaluated for 32 columns after
-another; the tensors of rows that the next ones need are loaded before. Reductions are of a row of the tile, in the order of its columns; a
-kernel of rows puts the tiles together.
+by vectors of up to 16 bytes, a quad's next to each other, and no shared memory is needed. Where no tensor of rows is read and results have
+16 bits, the results are exchanged instead, two in a word. The graph is evaluated for 32 columns after another; the tensors of rows that the
+next ones need are loaded before. Reductions are of a row of the tile, in the order of its columns; a kernel of rows puts the tiles
+together.
 
 Prologue. A's tile is copied as it is stored. A warpgroup reads its rows as WGMMA takes them from registers, evaluates the graph, and
 multiplies from there.
@@ -22,7 +23,6 @@ Limits: TMA's 16-byte rows of A and B. Rows and columns beyond the end are zeros
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import cutlass
@@ -55,6 +55,7 @@ _ORDER = 2  # the first named barrier
 def dsl_types(graph: Graph, config: GemmConfig) -> list[Any]:
     """What the DSL takes for each parameter."""
     types: list[Any] = []
+    prologue: Any = config.prologue_graph()
     for kind, i in parameters(graph, config):
         if kind == "map":
             types.append(("tensor_map", cutlass.BFloat16))
@@ -68,6 +69,10 @@ def dsl_types(graph: Graph, config: GemmConfig) -> list[Any]:
             types.append(("pointer", Int32))
         elif kind == "number":
             types.append(("scalar", REGISTERS[register_of_storage(graph.inputs[i].storage)]))
+        elif kind == "a_address":
+            types.append(("pointer", STORAGES[prologue.inputs[i].storage]))
+        elif kind == "a_number":
+            types.append(("scalar", REGISTERS[register_of_storage(prologue.inputs[i].storage)]))
         else:
             types.append(("scalar", Int64 if kind.endswith("stride") else Int32))
     return types
@@ -76,7 +81,7 @@ def dsl_types(graph: Graph, config: GemmConfig) -> list[Any]:
 class _Gemm:
     def __init__(self, graph: Graph, config: GemmConfig, values: dict[tuple[str, int], Any]):
         self.graph, self.config, self.values = graph, config, values
-        self.prologue = Graph.from_plain(json.loads(config.prologue)) if config.prologue else None
+        self.prologue = config.prologue_graph()
         self.operand = STORAGES[config.a]
         self.m, self.n = values["m", 0], values["n", 0]
         self.k_tiles, self.m_tiles, self.n_tiles = (values[name, 0] for name in ("k_tiles", "m_tiles", "n_tiles"))
@@ -105,18 +110,19 @@ class _Gemm:
     def lay_out(self) -> None:
         c = self.config
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024)
-        self.base_a, self.base_b = base, base + c.stages * c.tile_m * 128
+        self.base_a, self.base_b = base, base + c.stages * c.a_bytes
         barriers = base + c.stages * c.stage_bytes
         self.barriers = cute.make_ptr(Int64, barriers.toint(), cute.AddressSpace.smem, assumed_align=8)
         kinds = warpgroup.SmemLayoutAtomKind
         k_major = warpgroup.make_smem_layout_atom(kinds.K_SW128, self.operand)
-        a = cute.tile_to_shape(k_major, (c.tile_m, c.tile_k, c.stages), order=(0, 1, 2))
         if c.b_major == "k":
             b = cute.tile_to_shape(k_major, (c.tile_n, c.tile_k, c.stages), order=(0, 1, 2))
         else:
             n_major = warpgroup.make_smem_layout_atom(kinds.MN_SW128, self.operand)
             b = cute.tile_to_shape(n_major, (c.tile_n, c.tile_k, c.stages), order=(1, 0, 2))
-        self.sA = cute.make_tensor(cute.recast_ptr(self.base_a, a.inner, dtype=self.operand), a.outer)  # (tile_m, tile_k, stages)
+        if self.prologue is None:
+            a = cute.tile_to_shape(k_major, (c.tile_m, c.tile_k, c.stages), order=(0, 1, 2))
+            self.sA = cute.make_tensor(cute.recast_ptr(self.base_a, a.inner, dtype=self.operand), a.outer)  # (tile_m, tile_k, stages)
         self.sB = cute.make_tensor(cute.recast_ptr(self.base_b, b.inner, dtype=self.operand), b.outer)  # (tile_n, tile_k, stages)
 
     # The producer.
@@ -137,7 +143,7 @@ class _Gemm:
         """One stage's copies, by one thread. ``k``: in numbers of K."""
         c = self.config
         cute.arch.mbarrier_arrive_and_expect_tx(self.barrier(0, stage), c.stage_bytes)
-        self.copy(0, self.base_a + stage * (c.tile_m * 128), stage, [k, row])
+        self.copy(0, self.base_a + stage * c.a_bytes, stage, [k, row])
         more = [expert] if c.grouped else []
         box = c.tile_n // c.boxes  # columns
         for i in range(c.boxes):
@@ -225,7 +231,8 @@ class _Gemm:
         warpgroup.fence()
         for k in range(self.config.tile_k * bytes_of(self.config.a) // 32):
             mma = self.mma_first if start and k == 0 else self.mma
-            cute.gemm(mma, self.acc, self.tCrA[None, None, k, stage], self.tCrB[None, None, k, stage], self.acc)
+            a = self.tCrA[None, None, k, stage] if self.prologue is None else self.tCrA[None, None, k]
+            cute.gemm(mma, self.acc, a, self.tCrB[None, None, k, stage], self.acc)
         warpgroup.commit_group()
 
     @cute.jit
@@ -260,6 +267,35 @@ class _Gemm:
                 stage = Int32(0)
                 phase = phase ^ 1
         return last, stage, phase
+
+    @cute.jit
+    def main_loop_of_prologue(self, stage: Int32, phase: Int32, row: Int32, expert: Int32):
+        """The same with A through registers: the next stage's is computed while tensor cores multiply this one's."""
+        c = self.config
+        self.of_tile = _Prologue(self, row, expert)
+        self.acc.fill(0.0)
+        cute.arch.mbarrier_wait(self.barrier(0, stage), phase)
+        self.of_tile.compute(stage, Int32(0))
+        for k_tile in cutlass.range(self.k_tiles - 1, unroll=1):
+            self.of_tile.hand_over()
+            self.multiply(stage, False)
+            last = stage
+            stage = stage + 1
+            if stage == c.stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+            cute.arch.mbarrier_wait(self.barrier(0, stage), phase)
+            self.of_tile.compute(stage, (k_tile + 1) * c.tile_k)
+            warpgroup.wait_group(0)
+            self.release(last)
+        self.of_tile.hand_over()
+        self.multiply(stage, False)
+        read = stage
+        stage = stage + 1
+        if stage == c.stages:
+            stage = Int32(0)
+            phase = phase ^ 1
+        return read, stage, phase
 
     def skipped(self, stage: Any, phase: Any) -> tuple[Any, Any]:
         """The stages of a tile that the other warpgroup has."""
@@ -298,14 +334,20 @@ class _Gemm:
             read = Int32(0)
             if cutlass.const_expr(c.grouped):
                 if expert < self.values["experts", 0]:
-                    read, stage, phase = self.main_loop(stage, phase)
+                    if cutlass.const_expr(self.prologue is None):
+                        read, stage, phase = self.main_loop(stage, phase)
+                    else:
+                        read, stage, phase = self.main_loop_of_prologue(stage, phase, row, expert)
                     warpgroup.wait_group(0)
                     self.release(read)
                     self.epilogue(row, n_tile, limit, expert)
                 else:
                     self.store_zeros(row, n_tile, limit)
             else:
-                read, stage, phase = self.main_loop(stage, phase)
+                if cutlass.const_expr(self.prologue is None):
+                    read, stage, phase = self.main_loop(stage, phase)
+                else:
+                    read, stage, phase = self.main_loop_of_prologue(stage, phase, row, expert)
                 if cutlass.const_expr(c.pingpong):
                     if tile + step < tiles:
                         cute.arch.barrier_arrive(barrier_id=_ORDER + 1 - self.group, number_of_threads=256)
@@ -348,6 +390,23 @@ class _Gemm:
         return [cutlass.select_(high, y, x) for x, y in zip(keep, got, strict=True)] + [
             cutlass.select_(high, x, y) for x, y in zip(keep, got, strict=True)
         ]
+
+    def own(self, groups: list[int], slot: int) -> list[Any]:
+        """A lane's columns of a row as the accumulators have them: a pair of every 8."""
+        return [self.acc[(e, slot % 2, group), slot // 2, 0] for group in groups for e in range(2)]
+
+    def exchanged(self, words: list[Any]) -> list[Any]:
+        """Of four words, one of each group of 8 columns, those of one group, from all lanes of the quad."""
+        odd, high = self.lane % 2 == 1, self.lane % 4 >= 2
+
+        def both(upper: Any, a: Any, b: Any, offset: int) -> tuple[Any, Any]:
+            keep = cutlass.select_(upper, b, a)
+            got = cute.arch.shuffle_sync_bfly(cutlass.select_(upper, a, b), offset=offset)
+            return cutlass.select_(upper, got, keep), cutlass.select_(upper, keep, got)
+
+        low, high_pair = both(odd, words[0], words[1], 1), both(odd, words[2], words[3], 1)
+        first, second = (both(high, a, b, 2) for a, b in zip(low, high_pair, strict=True))
+        return [first[0], second[0], first[1], second[1]]
 
     @cute.jit
     def epilogue(self, row: Int32, n_tile: Int32, limit: Int32, expert: Int32):
@@ -408,9 +467,11 @@ class _Gemm:
         """What a warpgroup multiplies with."""
         c = self.config
         major = warpgroup.OperandMajorMode
+        source = warpgroup.OperandSource.SMEM if self.prologue is None else warpgroup.OperandSource.RMEM
+        b_major = major.K if c.b_major == "k" else major.MN
         made = [
             hopper_helpers.make_trivial_tiled_mma(
-                self.operand, self.operand, major.K, major.K if c.b_major == "k" else major.MN, Float32, (c.sharing, 1, 1), (64, c.tile_n)
+                self.operand, self.operand, major.K, b_major, Float32, (c.sharing, 1, 1), (64, c.tile_n), source
             )
             for _ in range(2)
         ]
@@ -418,9 +479,123 @@ class _Gemm:
         self.mma_first.set(warpgroup.Field.ACCUMULATE, False)
         self.mma.set(warpgroup.Field.ACCUMULATE, True)
         of_group = self.mma.get_slice(self.group * 128 if c.sharing == 2 else 0)
-        self.tCrA = self.mma.make_fragment_A(of_group.partition_A(self.sA))  # (MMA, MMA_M, MMA_K, stages)
+        if self.prologue is None:
+            self.tCrA = self.mma.make_fragment_A(of_group.partition_A(self.sA))  # (MMA, MMA_M, MMA_K, stages)
+        else:
+            self.tCrA = cute.make_rmem_tensor(self.mma.partition_shape_A((c.tile_m, c.tile_k)), self.operand)  # ((2, 2, 2), 1, MMA_K)
         self.tCrB = self.mma.make_fragment_B(of_group.partition_B(self.sB))  # (MMA, MMA_N, MMA_K, stages)
         self.acc = cute.make_rmem_tensor(self.mma.partition_shape_C((c.tile_m, c.tile_n)), Float32)  # ((2, 2, tile_n / 8), MMA_M, 1)
+
+
+class _Prologue:
+    """Of a warpgroup's rows of one tile. A lane has of every 16 columns the pairs from 2 * (lane % 4) and from 8 behind, in two rows."""
+
+    def __init__(self, gemm: _Gemm, row: Any, expert: Any):
+        self.gemm, self.config, self.values, self.expert = gemm, gemm.config, gemm.values, expert
+        assert gemm.prologue is not None
+        self.graph = gemm.prologue
+        c = self.config
+        self.inner = gemm.warp * 16 + gemm.lane // 4 + (gemm.group * 64 if c.sharing == 2 else 0)
+        self.rows = [row + self.inner + 8 * i for i in range(2)]
+        self.blocks = c.tile_k // 16
+        self.next = cute.make_rmem_tensor(self.blocks * 8, gemm.operand)
+        self.numbers: dict[Any, Any] = {}
+        for node in self.graph.nodes:  # before the loop, in which they are the same
+            if node.op == "input" and self.graph.inputs[node.attrs[0]].extent in (COLUMN, SCALAR):
+                for i in range(2):
+                    self.number(node, i)
+
+    def start(self, number: int, i: int) -> Any:
+        x = self.graph.inputs[number]
+        start = Int64(0)
+        if x.extent in (FULL, COLUMN):
+            start = Int64(cutlass.min(self.rows[i], self.gemm.m - 1)) * self.values["a_stride", number]
+        if number in self.config.prologue_per_expert:
+            start = start + Int64(self.expert) * self.values["a_expert_stride", number]
+        return start
+
+    def number(self, node: Node, i: int) -> Any:
+        (number,) = node.attrs
+        x = self.graph.inputs[number]
+        if x.by_value:
+            return self.values["a_number", number]
+        key = number, i if x.extent == COLUMN else 0
+        if key not in self.numbers:
+            stored = load_vector(self.values["a_address", number], self.start(number, i), 1, x.storage)
+            self.numbers[key] = from_storage(stored, 1, node.dtype, x.storage)[0]
+        return self.numbers[key]
+
+    def stored(self, stage: Any) -> list[Any]:
+        """A's numbers, from shared memory: for each 16 columns, for both pairs, for both rows, two."""
+        c = self.config
+        size = bytes_of(c.a_stored)
+        row_bytes, word = c.a_swizzle, {1: Int16, 2: Int32}[size]
+        words = cute.make_rmem_tensor(self.blocks * 4, word)
+        at = 0
+        for block in range(self.blocks):
+            for half in range(2):
+                column = (block * 16 + half * 8) * size + self.gemm.lane % 4 * (2 * size)  # in bytes
+                for i in range(2):
+                    row = self.inner + 8 * i
+                    turn = row % 8 if row_bytes == 128 else row // 2 % 4
+                    place = stage * c.a_bytes + row * row_bytes + (column // 16 ^ turn) * 16 + column % 16
+                    pointer = cute.make_ptr(word, (self.gemm.base_a + place).toint(), cute.AddressSpace.smem, assumed_align=2 * size)
+                    words[at] = cute.make_tensor(pointer, cute.make_layout(1))[0]
+                    at += 1
+        return from_storage(cute.recast_tensor(words, STORAGES[c.a_stored]), self.blocks * 8, register_of_storage(c.a_stored), c.a_stored)
+
+    def compute(self, stage: Any, k: Any) -> None:
+        """What the warpgroup multiplies next. ``k``: the tile's first column."""
+        stored = self.stored(stage)
+        limit = self.values["k", 0]
+        pairs = [k + (block * 16 + half * 8) + self.gemm.lane % 4 * 2 for block in range(self.blocks) for half in range(2)]
+
+        def leaf(number: int, node: Node, operands: list[Any]) -> Any:
+            if node.op == "value":
+                name = node.attrs[0]
+                if name == "a":
+                    return stored
+                if name == "row":
+                    return [REGISTERS[node.dtype](self.rows[i]) for _ in pairs for i in range(2) for _ in range(2)]
+                return [REGISTERS[node.dtype](pair + e) for pair in pairs for _ in range(2) for e in range(2)]
+            (i,) = node.attrs
+            x = self.graph.inputs[i]
+            if x.extent == SCALAR or x.by_value:
+                return self.number(node, 0)
+            if x.extent == COLUMN:
+                return [self.number(node, row) for _ in pairs for row in range(2) for _ in range(2)]
+            result: list[Any] = []
+            for pair in pairs:
+                for row in range(2):
+                    result += result[-2:] if x.extent == ROW and row else self.pair(i, row, pair, node.dtype)
+            return result
+
+        evaluator = Evaluator(self.graph, self.blocks * 8, leaf, lambda node: node.extent != SCALAR)
+        y = self.graph.outputs[0]
+        values = evaluator.each(y.node)
+        zero = REGISTERS[self.graph.nodes[y.node].dtype](0)
+        values = [cutlass.select_(pairs[n // 4] + n % 2 < limit, value, zero) for n, value in enumerate(values)]
+        for n in range(0, len(values), 8):
+            made = as_storage(values[n : n + 8], self.graph.nodes[y.node].dtype, self.config.a)
+            for e in range(8):
+                self.next[n + e] = made[e]
+
+    def pair(self, number: int, row: int, column: Any, dtype: str) -> list[Any]:
+        x, width = self.graph.inputs[number], min(self.config.prologue_vector, 2)
+        result: list[Any] = []
+        for e in range(0, 2, width):
+            inside = cutlass.min(column + e, self.values["k", 0] - width)
+            stored = load_vector(self.values["a_address", number], self.start(number, row) + Int64(inside), width, x.storage)
+            result += from_storage(stored, width, dtype, x.storage)
+        return result
+
+    def hand_over(self) -> None:
+        """To the tensor cores, which have read what they had."""
+        for block in range(self.blocks):
+            for half in range(2):
+                for i in range(2):
+                    for e in range(2):
+                        self.gemm.tCrA[(e, i, half), 0, block] = self.next[((block * 2 + half) * 2 + i) * 2 + e]
 
 
 class _Epilogue:
@@ -435,8 +610,15 @@ class _Epilogue:
         self.rows = [row + inner + (slot // 2 * sharing + slot % 2 * 8) for slot in range(c.rows)]
         self.valid_rows = [x < limit for x in self.rows]
         self.read_rows = [cutlass.min(x, gemm.m - 1) for x in self.rows]
+        whole = [x for x in self.graph.inputs if x.extent == FULL and x.rank < 0]
+        stored = [y for y in self.graph.outputs if y.extent == FULL]
+        # Whether results are exchanged, and not accumulators.
+        self.late = not whole and c.gate != "alternating" and all(STORAGES[y.storage].width == 16 for y in stored)
         self.each = 4 if c.gate == "alternating" else 8  # columns of a lane
-        self.first = n_tile * c.columns + gemm.lane % 4 * self.each
+        self.store_first = n_tile * c.columns + gemm.lane % 4 * self.each
+        self.first = n_tile * c.columns + gemm.lane % 4 * 2 if self.late else self.store_first
+        # Where a lane's columns lie, from its first one.
+        self.places = [8 * (e // 2) + e % 2 for e in range(8)] if self.late else list(range(self.each))
         self.numbers: dict[Any, Any] = {}  # of inputs that are not of columns
         self.targets: dict[int, list[Any]] = {}
         self.totals: dict[int, list[Any]] = {}
@@ -457,15 +639,15 @@ class _Epilogue:
         return self.numbers[key]
 
     def width(self) -> int:
-        return min(self.config.vector, self.each)
+        return min(self.config.vector, 2 if self.late else self.each)
 
     def load(self, number: int, slot: int, column: Any) -> list[cute.Tensor]:
         """A lane's columns of a row, in pieces."""
         x, width = self.graph.inputs[number], self.width()
         start = self.start(number, slot)
         return [
-            load_vector(self.values["address", number], start + Int64(self.inside(column + i)), width, x.storage)
-            for i in range(0, self.each, width)
+            load_vector(self.values["address", number], start + Int64(self.inside(column + place)), width, x.storage)
+            for place in self.places[::width]
         ]
 
     def inside(self, column: Any) -> Any:
@@ -505,7 +687,7 @@ class _Epilogue:
                     return acc[int(name[3:] or 0)]
                 if name == "row":
                     return [REGISTERS[node.dtype](self.rows[slot]) for slot in slots for _ in range(each)]
-                return [REGISTERS[node.dtype](column + e) for _ in slots for e in range(each)]
+                return [REGISTERS[node.dtype](column + place) for _ in slots for place in self.places]
             i = node.attrs[0]
             x = self.graph.inputs[i]
             if x.by_value:
@@ -549,13 +731,26 @@ class _Epilogue:
         return result
 
     def store(self, number: int, evaluator: Evaluator, column: Any) -> None:
-        y, width = self.graph.outputs[number], self.width()
+        y, width = self.graph.outputs[number], min(self.config.vector, self.each)
         values = evaluator.each(y.node)
         register = self.graph.nodes[y.node].dtype
         for slot, (pointer, start, valid) in enumerate(self.target(number, evaluator)):
+            row = values[slot * self.each : (slot + 1) * self.each]
+            whole = None
+            if self.late:
+                words = cute.recast_tensor(as_storage(row, register, y.storage), Int32)
+                exchanged = self.gemm.exchanged([words[i] for i in range(4)])
+                whole = cute.make_rmem_tensor(4, Int32)
+                for i in range(4):
+                    whole[i] = exchanged[i]
+                whole = cute.recast_tensor(whole, STORAGES[y.storage])
             for i in range(0, self.each, width):
-                part = values[slot * self.each + i : slot * self.each + i + width]
-                stored = as_storage(part, register, y.storage)
+                if whole is None:
+                    stored = as_storage(row[i : i + width], register, y.storage)
+                else:
+                    stored = cute.make_rmem_tensor(width, STORAGES[y.storage])
+                    for e in range(width):
+                        stored[e] = whole[i + e]
                 store_vector(pointer, start + Int64(column + i), stored, width, y.storage, valid & self.valid(column + i))
 
     def store_numbers(self, evaluator: Evaluator) -> None:
@@ -580,7 +775,7 @@ class _Epilogue:
             for slot in range(self.config.rows):
                 for i in range(0, self.each, width):
                     part = tree(node.op, values[slot * self.each + i : slot * self.each + i + width], dtype)
-                    part = cutlass.select_(self.valid(column + i), part, identity(node.op, dtype))
+                    part = cutlass.select_(self.valid(column + self.places[i]), part, identity(node.op, dtype))
                     totals[slot] = part if totals[slot] is None else combine(node.op, totals[slot], part, dtype)
 
     def store_partials(self) -> None:
@@ -598,11 +793,12 @@ class _Epilogue:
         chunks = self.gemm.chunks()
         columns = [self.first + offset for _, offset in chunks]
         loaded = self.loads(columns[0])
-        for i, (groups, _) in enumerate(chunks):
+        taken = self.gemm.own if self.late else self.gemm.gathered
+        for i, (groups, offset) in enumerate(chunks):
             ready = loaded
             if i + 1 < len(chunks):
                 loaded = self.loads(columns[i + 1])
-            acc = [[x for slot in range(self.config.rows) for x in self.gemm.gathered(part, slot)] for part in groups]
+            acc = [[x for slot in range(self.config.rows) for x in taken(part, slot)] for part in groups]
             if self.config.gate == "alternating":
                 acc = [acc[0][0::2], acc[0][1::2]]
             evaluator = self.evaluator(acc, columns[i], ready)
@@ -611,12 +807,12 @@ class _Epilogue:
                 self.store_numbers(evaluator)
             for number, y in enumerate(self.graph.outputs):
                 if y.extent == FULL:
-                    self.store(number, evaluator, columns[i])
+                    self.store(number, evaluator, self.store_first + offset)
         self.store_partials()
 
     def run_zeros(self) -> None:
         """Rows of no expert: zero in what the kernel returns; what it writes into is left alone."""
-        width = self.width()
+        width = min(self.config.vector, self.each)
         for number, y in enumerate(self.graph.outputs):
             if y.into >= 0 or y.index >= 0:
                 continue
@@ -629,7 +825,7 @@ class _Epilogue:
                 stored = as_storage(zeros, register, y.storage)
                 for _, offset in self.gemm.chunks():
                     for i in range(0, self.each, width):
-                        column = self.first + offset + i
+                        column = self.store_first + offset + i
                         store_vector(pointer, start + Int64(column), stored, width, y.storage, valid & self.valid(column))
         for number in self.gemm.reductions:
             node = self.graph.nodes[number]
@@ -642,7 +838,7 @@ class _Epilogue:
 
 
 def build(graph: Graph, config: dict[str, Any], *, name: str, architecture: str) -> Artifact:
-    c = GemmConfig(**{**config, "per_expert": tuple(config["per_expert"])})
+    c = GemmConfig(**config)
 
     def body(values: list[Any]) -> None:
         _Gemm(graph, c, dict(zip(parameters(graph, c), values, strict=True))).run()

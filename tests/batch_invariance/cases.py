@@ -1,0 +1,583 @@
+"""Operators as functions of some rows of one input: what a row gives must not depend on which other rows there are, nor on its place.
+
+A case draws a weight and ``rows`` rows of input once. ``call(take)`` runs the operator on the rows that the index tensor names, in its
+order, and returns tensors whose first mode is theirs. Bits are compared as integers, so that NaN and signs of zero count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import minfer
+import torch
+from minfer.formats import weight_formats, weight_layout
+from minfer.planning.plan import PROBLEMS, plan_problem
+from torch import Tensor
+
+Call = Callable[[Tensor], tuple[Tensor, ...]]
+
+ROWS = (1, 2, 3, 8, 16, 17, 33, 64, 128, 257, 512, 1024, 4096)
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+
+
+class Draw:
+    """Random operands on a device, the same for the same seed."""
+
+    def __init__(self, device: str, dtype: torch.dtype, seed: int):
+        self.device, self.dtype, self.seed = device, dtype, seed
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
+        x = torch.randn(shape, generator=self.generator, device=self.device) * scale
+        return x.to(dtype or self.dtype)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (torch.rand(shape, generator=self.generator, device=self.device) * (high - low) + low).to(dtype)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator, device=self.device, dtype=torch.int32).to(dtype)
+
+    def choice(self, *options: Any) -> Any:
+        return options[int(torch.randint(len(options), (1,), generator=self.generator, device=self.device))]
+
+
+@dataclass(frozen=True)
+class Case:
+    """``make(draw, rows, n, k)`` gives the call. ``planned``: the problem that :func:`minfer.plan` knows, less its m, n and k."""
+
+    operator: str
+    format: str
+    make: Callable[[Draw, int, int, int], Call]
+    planned: tuple[str, dict[str, Any]] | None = None
+    most_rows: int = 4096
+    n_unit: int = 16
+    k_unit: int = 128
+
+    @property
+    def name(self) -> str:
+        return f"{self.operator}-{self.format}"
+
+    def plan(self, m: int, n: int, k: int, dtype: torch.dtype) -> str:
+        """What runs, for a failure's message."""
+        if self.planned is None:
+            return "no plan"
+        op, options = self.planned
+        kind = PROBLEMS[op]
+        own = options if "dtype" in options else options | {"dtype": dtype}
+        plan = plan_problem(kind(m=m, n=n, k=k, **own), batch_invariant=True, device=None if torch.cuda.is_available() else -1)
+        return plan.override
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(operator: str, format: str = "16bit", **options: Any) -> Callable[[Callable], Callable]:
+    def add(make: Callable) -> Callable:
+        found = Case(operator, format, make, **options)
+        CASES[found.name] = found
+        return make
+
+    return add
+
+
+def operator_of(name: str) -> Callable:
+    from minfer._core.operator import OPERATORS
+
+    return OPERATORS[name].wrapper
+
+
+def tuple_of(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+# ---- dense products -----------------------------------------------------------------------------------------------------------------
+
+
+def dense(format: str, planned: dict[str, Any] | None = None, **how: Any) -> None:
+    @case("gemm", format, planned=("gemm", planned or {}))
+    def make(draw: Draw, rows: int, n: int, k: int) -> Call:
+        x, w = draw.normal(rows, k), draw.normal(n, k, scale=k**-0.5)
+        options = dict(how)
+        bias = draw.normal(n) if options.pop("bias", False) else None
+        c = draw.normal(rows, n) if options.pop("c", False) else None
+        if options.get("quant"):
+            options["scale"] = torch.full((1,), 0.02, device=draw.device)
+        odd = options.pop("odd", False)
+
+        def call(take: Tensor) -> tuple[Tensor, ...]:
+            own = x[take]
+            if odd and len(take) % 2:  # rows that TMA does not address
+                own = torch.cat([own, own[:, :1]], 1)[:, :-1]
+            beta = 0.0 if c is None else 0.5
+            return tuple_of(minfer.gemm(own, w.t(), c=None if c is None else c[take], beta=beta, bias=bias, **options))[:1]
+
+        return call
+
+
+dense("plain")
+dense("silu_bias", activation="silu", bias=True)
+dense("c_bias", {"c": True}, bias=True, c=True, alpha=0.7)
+dense("float32", {"out_dtype": torch.float32}, out_dtype=torch.float32, bias=True, alpha=0.7)
+dense("codes", quant="fp8_tensor", bias=True)
+dense("rows_at_any_address", odd=True)
+
+
+@case("gemm", "unaligned_weight", n_unit=1, k_unit=1)
+def unaligned(draw: Draw, rows: int, n: int, k: int) -> Call:
+    x, w, bias = draw.normal(rows, k - 1), draw.normal(n - 1, k - 1, scale=k**-0.5), draw.normal(n - 1)
+    return lambda take: (minfer.gemm(x[take], w.t(), bias=bias, alpha=0.7),)
+
+
+@case("gemm", "planes")
+def planes(draw: Draw, rows: int, n: int, k: int) -> Call:
+    """A batch of planes: each row is the first of its own."""
+    rows, x, w = min(rows, 257), draw.normal(min(rows, 257), 3, k), draw.normal(n, k, scale=k**-0.5)
+    return lambda take: (minfer.gemm(x[take % rows], w.t()),)
+
+
+@case("gemm_gated", planned=("gemm", {"gated": True}))
+def gated(draw: Draw, rows: int, n: int, k: int) -> Call:
+    x, w, bias = draw.normal(rows, k), draw.normal(n, k, scale=k**-0.5), draw.normal(n)
+    return lambda take: (minfer.gemm_gated(x[take], w.t(), bias=bias),)
+
+
+def behind_norm(operator: str, format: str, weight: Callable[[Draw, int, int], tuple[tuple[Tensor | None, ...], dict[str, Any]]]) -> None:
+    @case(operator, format)
+    def make(draw: Draw, rows: int, n: int, k: int) -> Call:
+        x, residual, factor = draw.normal(rows, k), draw.normal(rows, k), draw.normal(k)
+        operands, options = weight(draw, n, k)
+
+        def call(take: Tensor) -> tuple[Tensor, ...]:
+            own = residual[take]
+            return operator_of(operator)(x[take], factor, *operands, residual=own, **options), own
+
+        return call
+
+
+behind_norm("rms_norm_gemm", "16bit", lambda draw, n, k: ((draw.normal(n, k, scale=k**-0.5).t(),), {}))
+behind_norm("rms_norm_gemm_gated", "16bit", lambda draw, n, k: ((draw.normal(n, k, scale=k**-0.5).t(),), {}))
+
+
+# ---- quantised weights --------------------------------------------------------------------------------------------------------------
+
+
+def quantised_weight(
+    draw: Draw, n: int, k: int, name: str, group_size: int, zeros: bool = False
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """(codes, scales, zero points) and the options of their operators."""
+    form = weight_formats.FORMATS[name]
+    groups = (weight_layout.groups(k, group_size), n)
+    unit = 1 / (4.6 * k**0.5) if form.bits == 4 else 1 / (74 * k**0.5)
+    unit = max(unit, 0.02) if name == "nvfp4" else unit  # e4m3 has no smaller ones
+    scales = draw.uniform(*groups, low=0.5 * unit, high=1.5 * unit)
+    scales = scales.to(draw.dtype) if form.scale_type is None else scales.to(form.scale_type).view(torch.uint8)
+    codes = draw.integers(0, 2**form.bits, n, k, dtype=torch.uint8)
+    if name == "fp8_e4m3":
+        codes = torch.where((codes & 0x7F) == 0x7F, codes & 0xFE, codes)  # no NaN
+    points = draw.integers(6, 11, *groups).to(draw.dtype) if zeros else None
+    if form.bits == 4:
+        return (minfer.w4a16_pack(codes, w4_format=name), scales, points), {"group_size": group_size, "w4_format": name}
+    return (minfer.w8a16_pack(codes), scales, points), {"group_size": group_size, "w8_format": name}
+
+
+def quantised(name: str, group_size: int, zeros: bool = False) -> None:
+    bits = weight_formats.FORMATS[name].bits
+    format = f"{name}_{'row' if group_size < 0 else group_size}" + ("_zeros" if zeros else "")
+    known = {"w4_format": name, "group_size": group_size, "zeros": zeros}
+
+    def weight(draw: Draw, n: int, k: int) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+        return quantised_weight(draw, n, k, name, group_size, zeros)
+
+    @case(f"w{bits}a16_gemm", format, planned=("w4a16_gemm", known))
+    def plain(draw: Draw, rows: int, n: int, k: int) -> Call:
+        x, c, bias = draw.normal(rows, k), draw.normal(rows, n), draw.normal(n)
+        operands, options = weight(draw, n, k)
+        op = operator_of(f"w{bits}a16_gemm")
+        return lambda take: (op(x[take], *operands, c=c[take], bias=bias, **options),)
+
+    @case(f"w{bits}a16_gemm_gated", format, planned=("w4a16_gemm", known | {"gated": True}))
+    def of_gates(draw: Draw, rows: int, n: int, k: int) -> Call:
+        x = draw.normal(rows, k)
+        operands, options = weight(draw, n, k)
+        op = operator_of(f"w{bits}a16_gemm_gated")
+        return lambda take: (op(x[take], *operands, **options),)
+
+    if format in ("int4_128", "int8_row"):
+        behind_norm(f"rms_norm_w{bits}a16_gemm", format, weight)
+        behind_norm(f"rms_norm_w{bits}a16_gemm_gated", format, weight)
+
+
+for arguments in (("int4", 128), ("int4", 128, True), ("int4", 32), ("int4", 64, True), ("int4", -1), ("nf4", 64), ("mxfp4", 32)):
+    quantised(*arguments)
+for arguments in (("nvfp4", 16), ("int8", -1), ("int8", 128, True), ("fp8_e4m3", 128), ("int8", 64)):
+    quantised(*arguments)
+
+
+# ---- operands of 8 bits -------------------------------------------------------------------------------------------------------------
+
+
+def codes_of(draw: Draw, dtype: torch.dtype, *shape: int) -> Tensor:
+    if dtype == INT8:
+        return draw.integers(-127, 128, *shape).to(INT8)
+    return draw.normal(*shape, scale=50.0, dtype=torch.float32).clamp(-400, 400).to(FP8)
+
+
+def scaled(dtype: torch.dtype, format: str, **how: Any) -> None:
+    op, blocks = "gemm_fp8" if dtype == FP8 else "gemm_int8", how.get("blocks", False)
+    known = {"dtype": dtype, "block_scaled": blocks, "fast_accum": how.get("fast_accum", False)}
+
+    def operands(draw: Draw, rows: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, w = codes_of(draw, dtype, rows, k), codes_of(draw, dtype, n, k)
+        number = lambda *shape: draw.uniform(*shape, low=1e-4, high=1e-2)  # noqa: E731
+        if blocks:
+            return x, w, number(rows, -(-k // 128)), number(-(-n // 128), -(-k // 128))
+        return x, w, number(rows if how.get("by_row", True) else 1), number(n)
+
+    @case(op, format, planned=("scaled_gemm", known))
+    def plain(draw: Draw, rows: int, n: int, k: int) -> Call:
+        x, w, of_x, of_w = operands(draw, rows, n, k)
+        bias, c = draw.normal(n), draw.normal(rows, n)
+        options = {"fast_accum": True} if how.get("fast_accum") else {}
+        zero = draw.integers(-5, 6, rows) if how.get("zero") else None
+        sums = w.to(torch.int32).sum(1, dtype=torch.int32) if zero is not None else None
+
+        def call(take: Tensor) -> tuple[Tensor, ...]:
+            own = of_x if len(of_x) == 1 and not how.get("by_row", True) else of_x[take]
+            more = {} if zero is None else {"a_zero": zero[take], "b_sums": sums}
+            return (
+                operator_of(op)(x[take], w.t(), own, of_w, bias=bias, c=c[take], beta=0.5, out_dtype=draw.dtype, **options, **more),
+                operator_of(op)(x[take], w.t(), own, of_w, out_dtype=torch.float32, **options, **more),
+            )
+
+        return call
+
+    if how.get("gated", True):
+
+        @case(f"{op}_gated", format, planned=("scaled_gemm", known | {"gated": True}))
+        def of_gates(draw: Draw, rows: int, n: int, k: int) -> Call:
+            x, w, of_x, of_w = operands(draw, rows, n, k)
+            if blocks:  # scales of gates and of ups
+                of_w = draw.uniform(2, -(-n // 256), -(-k // 128), low=1e-4, high=1e-2)
+
+            def call(take: Tensor) -> tuple[Tensor, ...]:
+                own = of_x if len(of_x) == 1 and not how.get("by_row", True) else of_x[take]
+                return (operator_of(f"{op}_gated")(x[take], w.t(), own, of_w, out_dtype=draw.dtype),)
+
+            return call
+
+
+scaled(FP8, "rows")
+scaled(FP8, "tensor", by_row=False)
+scaled(FP8, "blocks", blocks=True)
+scaled(FP8, "fast", fast_accum=True, gated=False)
+scaled(INT8, "rows")
+scaled(INT8, "zero_points", zero=True, gated=False)
+
+for of_x in (FP8, INT8):
+
+    @case("w4a8_gemm", "fp8" if of_x == FP8 else "int8", planned=("w4a8_gemm", {"dtype": of_x}))
+    def w4a8(draw: Draw, rows: int, n: int, k: int, dtype: torch.dtype = of_x) -> Call:
+        x, scale, bias = codes_of(draw, dtype, rows, k), draw.uniform(rows, 1, low=1e-3, high=1e-2), draw.normal(n)
+        (codes, scales, _), _ = quantised_weight(draw, n, k, "int4", 128)
+        return lambda take: (minfer.w4a8_gemm(x[take], scale[take], codes, scales, bias=bias),)
+
+    @case("w4a8_gemm_gated", "fp8" if of_x == FP8 else "int8", planned=("w4a8_gemm", {"dtype": of_x, "gated": True}))
+    def w4a8_gated(draw: Draw, rows: int, n: int, k: int, dtype: torch.dtype = of_x) -> Call:
+        x, scale = codes_of(draw, dtype, rows, k), draw.uniform(rows, 1, low=1e-3, high=1e-2)
+        (codes, scales, _), _ = quantised_weight(draw, n, k, "int4", 128)
+        return lambda take: (minfer.w4a8_gemm_gated(x[take], scale[take], codes, scales),)
+
+
+# ---- experts ------------------------------------------------------------------------------------------------------------------------
+
+
+def routed(draw: Draw, rows: int, experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """Weights and ids: some experts have many tokens, some none."""
+    favour = draw.normal(experts, scale=2.0, dtype=torch.float32)
+    logits = draw.normal(rows, experts, dtype=torch.float32) + favour
+    return minfer.moe_router(logits, top_k)
+
+
+def layer(format: str, make_weights: Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor]], operator: str) -> None:
+    @case(operator, format)
+    def make(draw: Draw, rows: int, n: int, k: int) -> Call:
+        experts, top_k, inter = draw.choice(8, 32), draw.choice(1, 2, 6), min(n, 1024) // 128 * 128 or 128
+        hidden = min(k, 2048)
+        x, (weights, ids) = draw.normal(rows, hidden), routed(draw, rows, experts, top_k)
+        run = make_weights(draw, experts, inter, hidden)
+        return lambda take: (run(x[take], weights[take], ids[take]),)
+
+
+def of_16_bits(draw: Draw, experts: int, inter: int, hidden: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    w13, w2 = draw.normal(experts, 2 * inter, hidden, scale=hidden**-0.5), draw.normal(experts, hidden, inter, scale=inter**-0.5)
+    b13, b2 = draw.normal(experts, 2 * inter), draw.normal(experts, hidden)
+    return lambda x, weights, ids: minfer.moe_ffn(x, w13, w2, weights, ids, b13=b13, b2=b2)
+
+
+def of_4_bits(name: str, group_size: int) -> Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    def make(draw: Draw, experts: int, inter: int, hidden: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        def stacked(n: int, k: int) -> tuple[Tensor, Tensor]:
+            each = [quantised_weight(draw, n, k, name, group_size)[0] for _ in range(experts)]
+            return torch.stack([x[0] for x in each]), torch.stack([x[1] for x in each])
+
+        (w13, s13), (w2, s2) = stacked(2 * inter, hidden), stacked(hidden, inter)
+        options = {"group_size": group_size, "w4_format": name}
+        return lambda x, weights, ids: minfer.moe_ffn_w4a16(x, w13, s13, None, w2, s2, None, weights, ids, **options)
+
+    return make
+
+
+def of_8_bits(dtype: torch.dtype, blocks: bool) -> Callable[..., Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    def make(draw: Draw, experts: int, inter: int, hidden: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        w13, w2 = codes_of(draw, dtype, experts, 2 * inter, hidden), codes_of(draw, dtype, experts, hidden, inter)
+        number = lambda *shape: draw.uniform(*shape, low=1e-4, high=1e-3)  # noqa: E731
+        if blocks:
+            s13, s2 = number(experts, 2 * inter // 128, hidden // 128), number(experts, hidden // 128, inter // 128)
+        else:
+            s13, s2 = number(experts, 2 * inter), number(experts, hidden)
+        op = minfer.moe_ffn_fp8 if dtype == FP8 else minfer.moe_ffn_int8
+        return lambda x, weights, ids: op(x, w13, w2, s13, s2, weights, ids)
+
+    return make
+
+
+layer("16bit", of_16_bits, "moe_ffn")
+for arguments in (("int4", 128), ("int4", 32), ("mxfp4", 32), ("nvfp4", 16)):
+    layer(f"{arguments[0]}_{arguments[1]}", of_4_bits(*arguments), "moe_ffn_w4a16")
+layer("rows", of_8_bits(FP8, False), "moe_ffn_fp8")
+layer("blocks", of_8_bits(FP8, True), "moe_ffn_fp8")
+layer("rows", of_8_bits(INT8, False), "moe_ffn_int8")
+
+
+@case("moe_router_gemm")
+def router_gemm(draw: Draw, rows: int, n: int, k: int) -> Call:
+    experts = draw.choice(8, 60, 128, 256)
+    x, gate = draw.normal(rows, k), draw.normal(experts, k, scale=k**-0.5)
+    return lambda take: minfer.moe_router_gemm(x[take], gate, 6)
+
+
+@case("moe_router")
+def router(draw: Draw, rows: int, n: int, k: int) -> Call:
+    logits = draw.normal(rows, 128, dtype=torch.float32)
+    return lambda take: minfer.moe_router(logits[take], 8, scoring="sigmoid")
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------------------------
+
+
+def of_rows(operator: str, run: Callable[[Draw, int, int], Call], format: str = "16bit", **options: Any) -> None:
+    @case(operator, format, **options)
+    def make(draw: Draw, rows: int, n: int, k: int) -> Call:
+        width = draw.choice(128, 1000, 4096, 5120, 8192, 1001, 16384, 40000)
+        return run(draw, min(rows, (1 << 25) // width), width)
+
+
+def norm(draw: Draw, rows: int, width: int) -> Call:
+    x, factor = draw.normal(rows, width), draw.normal(width)
+    return lambda take: (minfer.rms_norm(x[take % rows], factor),)
+
+
+def added_norm(draw: Draw, rows: int, width: int) -> Call:
+    x, residual, factor = draw.normal(rows, width), draw.normal(rows, width), draw.normal(width)
+
+    def call(take: Tensor) -> tuple[Tensor, ...]:
+        own = residual[take % rows]
+        return minfer.add_rms_norm(x[take % rows], own, factor), own
+
+    return call
+
+
+def misaligned_norm(draw: Draw, rows: int, width: int) -> Call:
+    """Rows at any address: those of an odd number of them."""
+    x, factor = draw.normal(rows, width), draw.normal(width)
+
+    def call(take: Tensor) -> tuple[Tensor, ...]:
+        own = x[take % rows]
+        return (minfer.rms_norm(torch.cat([own[:, :1], own], 1)[:, 1:] if len(take) % 2 else own, factor),)
+
+    return call
+
+
+def layer_norm(draw: Draw, rows: int, width: int) -> Call:
+    x, factor, bias = draw.normal(rows, width), draw.normal(width), draw.normal(width)
+    return lambda take: (minfer.layer_norm(x[take % rows], factor, bias),)
+
+
+def quantised_norm(quant: str) -> Callable[[Draw, int, int], Call]:
+    def run(draw: Draw, rows: int, width: int) -> Call:
+        x, factor = draw.normal(rows, width), draw.normal(width)
+
+        def call(take: Tensor) -> tuple[Tensor, ...]:
+            codes, scales = minfer.rms_norm(x[take % rows], factor, quant=quant)
+            return codes, scales.reshape(len(take), -1)
+
+        return call
+
+    return run
+
+
+def quantiser(quant: str) -> Callable[[Draw, int, int], Call]:
+    def run(draw: Draw, rows: int, width: int) -> Call:
+        x = draw.normal(rows, width)
+
+        def call(take: Tensor) -> tuple[Tensor, ...]:
+            codes, scales = minfer.ops.quantize(x[take % rows], quant)
+            return codes, scales.reshape(len(take), -1)
+
+        return call
+
+    return run
+
+
+def elementwise(run: Callable[[Tensor, Tensor], Tensor], columns: int = 1) -> Callable[[Draw, int, int], Call]:
+    def make(draw: Draw, rows: int, width: int) -> Call:
+        x, other = draw.normal(rows, columns * width), draw.normal(columns * width)
+        return lambda take: tuple_of(run(x[take % rows], other))
+
+    return make
+
+
+of_rows("rms_norm", norm)
+of_rows("rms_norm", misaligned_norm, "rows_at_any_address")
+of_rows("add_rms_norm", added_norm)
+of_rows("layer_norm", layer_norm)
+of_rows("softmax", elementwise(lambda x, _: minfer.softmax(x)))
+of_rows("log_softmax", elementwise(lambda x, _: minfer.log_softmax(x.float())), "float32")
+of_rows("activation", elementwise(lambda x, bias: minfer.activation(x, "gelu", bias=bias)))
+of_rows("gated_activation", elementwise(lambda x, _: minfer.gated_activation(x), 2))
+for mode in ("fp8_token", "fp8_block128", "int8_token"):
+    of_rows("rms_norm_quantized", quantised_norm(mode), mode)
+    of_rows("quantize", quantiser(mode), mode)
+
+
+@case("hadamard")
+def hadamard(draw: Draw, rows: int, n: int, k: int) -> Call:
+    block = draw.choice(8, 128, 512, 1536, 4096)
+    x = draw.normal(rows, block * draw.choice(1, 2, 3))
+    return lambda take: (minfer.hadamard(x[take], block),)
+
+
+@case("rope")
+def rope(draw: Draw, rows: int, n: int, k: int) -> Call:
+    x, turns, places = draw.normal(rows, 12, 128), minfer.rope_cache(10000.0, 128, 4096, device=draw.device), draw.integers(0, 4096, rows)
+
+    def call(take: Tensor) -> tuple[Tensor, ...]:
+        own = x[take]
+        minfer.rope(own[:, :8], own[:, 8:], turns, places[take].long())
+        return (own,)
+
+    return call
+
+
+@case("embedding")
+def embedding(draw: Draw, rows: int, n: int, k: int) -> Call:
+    table, ids = draw.normal(1000, 1000), draw.integers(0, 1000, rows)
+    return lambda take: (minfer.embedding(ids[take], table, scale=33.3),)
+
+
+@case("qk_norm_rope_append")
+def append(draw: Draw, rows: int, n: int, k: int) -> Call:
+    """A token's queries, and its keys and values where they are stored, whatever pages these are in."""
+    heads, heads_kv, head_dim, page = 16, 4, 128, 64
+    x, turns = draw.normal(rows, heads + 2 * heads_kv, head_dim), minfer.rope_cache(1e4, head_dim, 4096, device=draw.device)
+    places, factors = draw.integers(0, 4096, rows).long(), (draw.normal(head_dim), draw.normal(head_dim))
+    pages = -(-rows // page)
+
+    def call(take: Tensor) -> tuple[Tensor, ...]:
+        found = []
+        for kv_format in ("16bit", "fp8_e4m3", "int8"):
+            cache = minfer.allocate_kv_cache(pages, page, heads_kv, head_dim, kv_format=kv_format, dtype=draw.dtype, device=draw.device)
+            slots = torch.randperm(pages * page, device=take.device)[: len(take)]
+            found.append(minfer.qk_norm_rope_append(x[take], *factors, turns, places[take], cache.k, cache.v, slots, **cache.scales()))
+            of_tokens = [x for x in cache if isinstance(x, Tensor) and x.shape[:2] == (pages, page)]
+            assert len(of_tokens) >= 2
+            found += rows_of(tuple(x.flatten(0, 1) for x in of_tokens), slots)
+        return tuple(found)
+
+    return call
+
+
+def draws(format: str, **options: Any) -> None:
+    @case("sample", format, most_rows=1024)
+    def make(draw: Draw, rows: int, n: int, k: int) -> Call:
+        vocabulary = draw.choice(1000, 32000, 128256)
+        rows = min(rows, (1 << 27) // vocabulary)
+        logits = draw.normal(rows, vocabulary, scale=3.0, dtype=torch.float32)
+        of_rows = {"seeds": draw.integers(0, 2**31 - 1, rows).long(), "offsets": draw.integers(0, 1000, rows).long()}
+        for name, value in options.items():
+            if name == "counts":
+                of_rows |= {name: draw.integers(-1, 3, rows, vocabulary), "presence_penalties": draw.uniform(rows)}
+            else:
+                of_rows[name] = value(draw, rows)
+
+        def call(take: Tensor) -> tuple[Tensor, ...]:
+            return minfer.sample(logits[take % rows], top_logprobs=5, **{name: x[take % rows] for name, x in of_rows.items()})
+
+        return call
+
+
+warm = {"temperatures": lambda draw, rows: draw.uniform(rows, low=0.3, high=1.5)}
+cut = {"top_ps": lambda draw, rows: draw.uniform(rows, low=0.5), "top_ks": lambda draw, rows: draw.integers(-1, 200, rows)}
+draws("greedy", temperatures=lambda draw, rows: torch.zeros(rows, device=draw.device))
+draws("all_tokens", **warm)
+draws("truncated", **warm, **cut)
+draws("penalised", **warm, **cut, counts=None)
+
+
+# ---- comparisons --------------------------------------------------------------------------------------------------------------------
+
+
+def bits(x: Tensor) -> Tensor:
+    """As integers, so that NaN equals itself and signs of zero count."""
+    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def differing(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> int:
+    """How many numbers differ in a bit."""
+    assert [x.shape for x in a] == [x.shape for x in b]
+    return sum(int((bits(x) != bits(y)).sum()) for x, y in zip(a, b, strict=True))
+
+
+def rows_of(x: tuple[Tensor, ...], take: Tensor) -> tuple[Tensor, ...]:
+    """Of each of the tensors; not every kernel of torch knows 8-bit numbers."""
+    return tuple(bits(one)[take].view(one.dtype) for one in x)
+
+
+def sizes(case: Case, draw: Draw, most_n: int = 8192, most_k: int = 16384) -> tuple[int, int]:
+    """Of a random weight, and now and then of a usual one."""
+    usual = ((4096, 4096), (6144, 4096), (4096, 14336), (1024, 8192), (512, 7168), (3584, 18944))
+    n, k = draw.choice(*usual)
+    if draw.choice(True, False):
+
+        def span(most: int, unit: int) -> int:
+            return max(int(2 ** float(draw.uniform(1, low=6, high=math.log2(most))) / unit) * unit, unit)
+
+        n, k = span(most_n, case.n_unit), span(most_k, case.k_unit)
+    return min(max(n, 32), most_n), min(max(k, 128), most_k)
+
+
+def check(case: Case, device: str, dtype: torch.dtype, seed: int, rows: tuple[int, ...] = ROWS, **most: int) -> int:
+    """Compares each number of rows with all rows at once. Rows, neighbours and places are random. Returns how many numbers were compared.
+
+    Raises:
+      AssertionError: bits differ; the message names operator, format, n, k, m and the plan.
+    """
+    draw = Draw(device, dtype, seed)
+    n, k = sizes(case, draw, **most)
+    rows = tuple(m for m in rows if m <= case.most_rows)
+    with minfer.batch_invariant():
+        call = case.make(draw, max(rows), n, k)
+        everything = torch.arange(max(rows), device=device)
+        whole = call(everything)
+        compared = 0
+        for m in rows:
+            take = torch.randperm(max(rows), generator=draw.generator, device=device)[:m]
+            found, expected = call(take), rows_of(whole, take)
+            wrong = differing(found, expected)
+            compared += sum(x.numel() for x in found)
+            plans = "" if not wrong else f"; plans: {case.plan(m, n, k, dtype)} and {case.plan(max(rows), n, k, dtype)}"
+            assert not wrong, f"{case.name} {dtype}, seed {seed}, n = {n}, k = {k}, m = {m} of {max(rows)}: {wrong} numbers differ{plans}"
+    return compared
