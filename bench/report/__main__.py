@@ -21,6 +21,7 @@ from typing import Any
 from bench.report import (
     accuracy as report_accuracy,
     attention as report_attention,
+    batch_invariance as report_batch_invariance,
     e2e as report_e2e,
     expert_parallel as report_expert_parallel,
     fused as report_fused,
@@ -56,6 +57,7 @@ FAMILIES: dict[str, tuple[str, ModuleType]] = {
     "tensor_parallel": ("Whole models among GPUs", report_tensor_parallel),
     "vllm_plugin": ("Inside vLLM", report_vllm_plugin),
     "accuracy": ("Accuracy of quantised models", report_accuracy),
+    "batch_invariance": ("The batch-invariant mode", report_batch_invariance),
 }
 MARKERS = re.compile(r"<!-- results:(?P<device>[\w-]+) -->.*?<!-- /results -->", re.DOTALL)
 

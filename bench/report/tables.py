@@ -47,6 +47,8 @@ PEER_NAMES = {
     "transformers_compiled": "transformers, compiled",
     "vllm_ops": "vLLM's operators",
     "ours:bf16": "own, 16 bits",
+    "ours:default": "own, outside of the mode",
+    "triton_persistent": "a persistent Triton product",
 }
 MODEL_NAMES = {
     "llama-3.1-8b": "Llama-3.1-8B",

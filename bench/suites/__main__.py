@@ -13,6 +13,7 @@ import sys
 
 FAMILIES = {
     "attention": "bench.suites.attention",
+    "batch_invariance": "bench.suites.batch_invariance",
     "e2e": "bench.suites.e2e",
     "fuse": "bench.suites.fuse",
     "fused": "bench.suites.fused",

@@ -535,6 +535,13 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
+def sum_of_bits(x: Tensor) -> int:
+    """A number that tells tensors of different bits apart, but for chance: of integers, so that no order of addition matters."""
+    flat = bits(x).flatten().long()
+    places = torch.arange(1, len(flat) + 1, device=x.device)
+    return int(((flat + 1) * (places * 0x9E3779B1 ^ places << 17)).sum())
+
+
 def differing(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> int:
     """How many numbers differ in a bit."""
     assert [x.shape for x in a] == [x.shape for x in b]
@@ -559,8 +566,9 @@ def sizes(case: Case, draw: Draw, most_n: int = 8192, most_k: int = 16384) -> tu
     return min(max(n, 32), most_n), min(max(k, 128), most_k)
 
 
-def check(case: Case, device: str, dtype: torch.dtype, seed: int, rows: tuple[int, ...] = ROWS, **most: int) -> int:
+def check(case: Case, device: str, dtype: torch.dtype, seed: int, rows: tuple[int, ...] = ROWS, *, digest: Any = None, **most: int) -> int:
     """Compares each number of rows with all rows at once. Rows, neighbours and places are random. Returns how many numbers were compared.
+    ``digest``: of hashlib, which is given all results of all rows.
 
     Raises:
       AssertionError: bits differ; the message names operator, format, n, k, m and the plan.
@@ -572,6 +580,9 @@ def check(case: Case, device: str, dtype: torch.dtype, seed: int, rows: tuple[in
         call = case.make(draw, max(rows), n, k)
         everything = torch.arange(max(rows), device=device)
         whole = call(everything)
+        if digest is not None:
+            for x in whole:
+                digest.update(str(sum_of_bits(x)).encode())
         compared = 0
         for m in rows:
             take = torch.randperm(max(rows), generator=draw.generator, device=device)[:m]
