@@ -50,7 +50,7 @@ def test_a_failure_names_the_problem():
 def test_what_refuses_says_so(monkeypatch):
     from minfer._core import batch_invariance
 
-    monkeypatch.setattr(batch_invariance, "_computes", lambda op: False)
+    monkeypatch.setattr(batch_invariance, "computes_batch_invariant", lambda op: False)
     a, b = torch.ones(2, 16).half(), torch.ones(16, 8).half()
     minfer.gemm(a, b)
     with minfer.batch_invariant(), pytest.raises(RuntimeError, match="minfer::gemm: cannot compute in the batch-invariant mode"):

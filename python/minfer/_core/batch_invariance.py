@@ -110,7 +110,8 @@ class batch_invariant(contextlib.ContextDecorator):
 
 
 @functools.cache
-def _computes(op: str) -> bool:
+def computes_batch_invariant(op: str) -> bool:
+    """Whether an operator, as "attention_paged", computes in the mode; else it raises there."""
     return ops._computes_batch_invariant(op)
 
 
@@ -120,5 +121,5 @@ def check(op: str) -> None:
     Raises:
       RuntimeError: the thread computes in the mode, and the operator cannot.
     """
-    if _current() and not _computes(op):
+    if _current() and not computes_batch_invariant(op):
         raise RuntimeError(f"minfer::{op}: cannot compute in the batch-invariant mode; leave it with minfer.batch_invariant(False)")

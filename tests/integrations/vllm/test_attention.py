@@ -164,6 +164,7 @@ def test_chosen_by_name():
         {"kv_cache_dtype": "int8_per_token_head"},
         {"kv_cache_dtype": "fp8"},
         {"has_sliding_window": True},
+        {"use_batch_invariant": True},
     ):
         assert not reasons(**fine), fine
     for not_fine in (
@@ -172,7 +173,6 @@ def test_chosen_by_name():
         {"kv_cache_dtype": "fp8_e5m2"},
         {"use_mla": True},
         {"attn_type": "encoder"},
-        {"use_batch_invariant": True},
         {"block_size": 8},
         {"device_capability": DeviceCapability(7, 5)},
     ):

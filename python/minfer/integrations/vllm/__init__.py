@@ -8,6 +8,8 @@ attention    the backend ``MINFER``, for ``--attention-backend MINFER``: 16-bit,
 layers       RMSNorm, GemmaRMSNorm, SiluAndMul and RotaryEmbedding as vLLM's custom ops, which vLLM uses where it is told to:
              ``--compilation-config '{"custom_ops": ["all"]}'``.
 
+With ``VLLM_BATCH_INVARIANT=1`` they compute in the batch-invariant mode.
+
 ``MINFER_VLLM`` says which of these: names separated by commas, or ``none``; default: all. ``python -m minfer doctor`` says what is active
 in the installed vLLM, and why the rest is not. What does not apply to a layer stays vLLM's.
 
@@ -90,5 +92,7 @@ def register() -> dict[str, Part]:
         except Exception as error:  # vLLM's own then
             found[part] = Part(False, f"{type(error).__name__}: {error}")
             _log.warning("minfer's %s is not used: %s", part, found[part].note)
+    if any(part.active for part in found.values()):
+        adapter.follow_mode()
     _found = found
     return found

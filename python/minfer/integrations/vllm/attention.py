@@ -29,6 +29,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from ..._core.batch_invariance import computes_batch_invariant
 from ..._core.namespace import ops
 from ...ops.attention import attention_paged
 from ...ops.kv_cache import kv_cache_append, qk_norm_rope_append
@@ -102,6 +103,10 @@ class MinferAttentionBackend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return computes_batch_invariant("attention_paged")
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

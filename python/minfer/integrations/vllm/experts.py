@@ -87,6 +87,10 @@ class _Experts(mk.FusedMoEExpertsModular):
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
         return not (moe_parallel_config.use_fi_nvl_two_sided_kernels or moe_parallel_config.use_fi_nvl_one_sided_kernels)
 
+    @staticmethod
+    def _supports_batch_invariance() -> bool:
+        return True
+
     @property
     def expects_unquantized_inputs(self) -> bool:
         return True

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import envs
 from vllm.model_executor.layers import rotary_embedding as rotations
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -31,7 +30,7 @@ class MinferRMSNorm(RMSNorm):
     def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         weight = self.weight.data if self.has_weight else None
         usual = self.variance_size_override is None and x.dtype in _DTYPES and (weight is None or weight.dtype == x.dtype)
-        if not usual or envs.VLLM_BATCH_INVARIANT:
+        if not usual:
             return super().forward_cuda(x, residual)
         return _normalise(x, residual, weight, self.variance_epsilon, 0.0)
 
@@ -40,7 +39,7 @@ class MinferGemmaRMSNorm(GemmaRMSNorm):
     """The same of weights that are stored less 1."""
 
     def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        if x.dtype not in _DTYPES or self.weight.dtype != x.dtype or envs.VLLM_BATCH_INVARIANT:
+        if x.dtype not in _DTYPES or self.weight.dtype != x.dtype:
             return super().forward_cuda(x, residual)
         return _normalise(x, residual, self.weight.data, self.variance_epsilon, 1.0)
 

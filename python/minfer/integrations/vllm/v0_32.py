@@ -13,6 +13,16 @@ def _put_first(kernels: dict[Any, list[type]], platform: Any, kernel: type) -> N
         own.insert(0, kernel)
 
 
+def follow_mode() -> None:
+    """The process computes in the batch-invariant mode where vLLM does."""
+    from vllm import envs
+
+    from ..._core.batch_invariance import set_batch_invariant
+
+    if envs.VLLM_BATCH_INVARIANT:
+        set_batch_invariant(True)
+
+
 def register_linear() -> str:
     from vllm.model_executor.kernels import linear as kernels
     from vllm.platforms.interface import PlatformEnum
