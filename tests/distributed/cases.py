@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from minfer import batch_invariant
 from minfer.distributed import TensorParallel
 from minfer.generation import SamplingParams, engine_of, generate
 from minfer.integrations.decoder.scheme import WeightScheme
@@ -14,7 +15,7 @@ from ..generation.test_engine import assert_best, prompts_of
 from ..integrations.tiny_models import MOE, assert_as_good, exact_model, random_tokens, tiny_model
 from ..moe.expert_parallel_cases import run_ranks
 
-__all__ = ["architectures", "quantised", "run_ranks", "sampled", "sums"]
+__all__ = ["architectures", "quantised", "run_ranks", "sampled", "sums", "sums_in_order"]
 
 
 def architectures(rank: int, ranks: int, device: torch.device, names: list[str], changes: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +74,29 @@ def sampled(rank: int, ranks: int, device: torch.device) -> list[list[int]]:
         engine.run()
         assert engine.pool.count == 6
     return [request.completion.tokens for request in requests]
+
+
+def sums_in_order(rank: int, ranks: int, device: torch.device) -> list[str]:
+    """In the batch-invariant mode: sums of any number of rows are fp32 sums in the order of the ranks, so that a row has the bits that it
+    has alone. Returns what was not."""
+    parallel, wrong = TensorParallel(device=device), []
+    with batch_invariant():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for width in (7, 64, 4096):
+                generator = torch.Generator().manual_seed(width)
+                parts = [(torch.randn(300, width, generator=generator) * 2.0 ** (3 * i)).to(dtype) for i in range(ranks)]
+                parts[0][5] = -0.0
+                want = torch.zeros(300, width)
+                for part in parts:
+                    want = want + part.float()
+                for rows in (slice(0, 300), slice(5, 6), slice(17, 18), slice(3, 20), slice(0, 0)):
+                    have = parallel.all_reduce(parts[rank][rows].clone().to(device))
+                    if not torch.equal(have.cpu().view(torch.uint8), want[rows].to(dtype).view(torch.uint8)):
+                        wrong.append(f"{dtype} {width} {rows}")
+        strided = parts[rank].to(device)[:, ::2]
+        if not torch.equal(parallel.all_reduce(strided).cpu(), want.to(dtype)[:, ::2]):
+            wrong.append("strided")
+    return wrong
 
 
 def sums(rank: int, ranks: int, device: torch.device) -> dict[str, Any]:

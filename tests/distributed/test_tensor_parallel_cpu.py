@@ -17,7 +17,7 @@ from minfer.integrations.transformers import optimize  # noqa: E402
 from minfer.quantize import quantize_fp8_weight, quantize_int8_weight, quantize_w4, quantize_w8  # noqa: E402
 
 from ..integrations.tiny_models import CONFIGS, tiny_model  # noqa: E402
-from .cases import architectures, quantised, run_ranks, sampled  # noqa: E402
+from .cases import architectures, quantised, run_ranks, sampled, sums_in_order  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _SIZES = dict(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, head_dim=64)
@@ -61,6 +61,11 @@ def test_quantised_experts(tmp_path):
 def test_draws(tmp_path):
     first, second = run_ranks(2, "cpu", tmp_path, sampled)
     assert first == second and all(len(tokens) == 20 for tokens in first)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_batch_invariant_sums(tmp_path, ranks):
+    assert run_ranks(ranks, "cpu", tmp_path, sums_in_order) == [[]] * ranks
 
 
 # ---- parts of weights ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from ..integrations.tiny_models import CONFIGS  # noqa: E402
-from .cases import architectures, quantised, run_ranks, sampled, sums  # noqa: E402
+from .cases import architectures, quantised, run_ranks, sampled, sums, sums_in_order  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="requires two GPUs")]
 
@@ -37,6 +37,13 @@ def test_sums(tmp_path):
     assert not first["wrong"] and first == second, (first, second)
     if torch.cuda.can_device_access_peer(0, 1):
         assert first["peers"]
+
+
+@pytest.mark.parametrize("peer_memory", ["1", "0"])
+def test_batch_invariant_sums(tmp_path, monkeypatch, peer_memory):
+    """Through peer memory and by collectives: the same bits, of few rows and many."""
+    monkeypatch.setenv("MINFER_PEER_MEMORY", peer_memory)
+    assert run_ranks(2, "cuda", tmp_path, sums_in_order) == [[], []]
 
 
 def test_sums_without_peer_memory(tmp_path, monkeypatch):

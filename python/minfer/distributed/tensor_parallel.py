@@ -76,7 +76,8 @@ class TensorParallel:
         if self._exchange is not None and self._exchange.takes(x):
             self._exchange.all_reduce(x)
         elif is_batch_invariant() and self.ranks > 1:
-            x.copy_(self._sum_in_order(x))
+            if x.numel() > 0:
+                x.copy_(self._sum_in_order(x))
         else:
             dist.all_reduce(x, group=self.group)
         return x
