@@ -38,6 +38,12 @@ class GemmConfig:
     a_stored: str = ""  # of A in memory, where a prologue makes ``a`` of it
 
     @property
+    def moves_registers(self) -> bool:
+        """From the producer to the warpgroups that multiply, whose threads have 128 accumulators. Kernels of fewer leave room on an SM for
+        the CTAs of the next launch."""
+        return self.groups == 2 and self.tile_m * self.tile_n > 64 * 128 * self.sharing
+
+    @property
     def groups(self) -> int:
         """Warpgroups that multiply."""
         return 2 if self.pingpong or self.tile_m >= 128 else 1
@@ -80,7 +86,7 @@ class GemmConfig:
         """TMA boxes that a tile of B is made of."""
         if self.b_major == "n":
             return self.tile_n // self.tile_k
-        return 2 if self.cluster == 2 or self.gate == "halves" else 1
+        return max(self.cluster, 2 if self.gate == "halves" else 1)
 
     @property
     def a_bytes(self) -> int:
@@ -196,8 +202,12 @@ TILES = (
     Tile(128, 256, False, 2),
     Tile(128, 256, False),
     Tile(256, 128, False),
+    Tile(128, 128, True, 2),
     Tile(128, 128, True),
+    Tile(64, 256, True, 2),
     Tile(64, 256, True),
+    Tile(64, 128, True, 4),
+    Tile(64, 128, True, 2),
     Tile(64, 128, True),
     Tile(64, 64, True),
     Tile(64, 32, True),
@@ -209,13 +219,15 @@ _HIDDEN_START = 700.0  # under the other warpgroup's main loop
 
 
 def stages_of(tile: Tile) -> int:
-    return min((SHARED_BYTES - _HEAD_BYTES) // ((tile.m + tile.n) * TILE_K_BYTES + 16), 12)
+    small = tile.m * tile.n <= 64 * 64
+    return min((SHARED_BYTES // (2 if small else 1) - _HEAD_BYTES) // ((tile.m + tile.n) * TILE_K_BYTES + 16), 12)
 
 
 def legal(tile: Tile, b_major: str, gate: str, grouped: bool, prologue: bool) -> bool:
-    box = tile.n // (2 if gate == "halves" else 1)
+    box = tile.n // max(tile.cluster, 2 if gate == "halves" else 1)
     if b_major == "n" and box % 64:
         return False
+    box = tile.n // (2 if gate == "halves" else 1)
     if gate and box % 32 or gate == "blocks" and tile.n % 64:
         return False
     if prologue and (tile.m != 64 and tile.pingpong or tile.m == 256):

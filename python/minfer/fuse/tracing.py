@@ -959,7 +959,7 @@ def _hardswish(x: Any, inplace: bool = False) -> Any:
 @_composition("gelu")
 def _gelu(x: Any, approximate: str = "none") -> Any:
     if approximate == "tanh":
-        return 0.5 * x * (1.0 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
+        return x / (1.0 + (-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).exp())  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
     return 0.5 * x * (1.0 + (x * math.sqrt(0.5)).erf())
 
 

@@ -50,6 +50,7 @@ from .rows import register_of_storage, tree
 
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # of 384 threads, which begin with 168
 _ORDER = 2  # the first named barrier
+_AHEAD = 40  # registers of a thread for tensors of rows that are loaded before they are needed
 
 
 def dsl_types(graph: Graph, config: GemmConfig) -> list[Any]:
@@ -86,6 +87,10 @@ class _Gemm:
         self.m, self.n = values["m", 0], values["n", 0]
         self.k_tiles, self.m_tiles, self.n_tiles = (values[name, 0] for name in ("k_tiles", "m_tiles", "n_tiles"))
         self.release_count = 4 * config.sharing * config.cluster
+        # Inputs of rows that lie at multiples of 16 bytes, which are fetched ahead.
+        self.fetched = [
+            i for i, x in enumerate(graph.inputs) if x.extent == FULL and x.rank < 0 and config.vector * bytes_of(x.storage) >= 16
+        ]
         self.reductions = [i for i, node in enumerate(graph.nodes) if node.op in REDUCTIONS]
 
     # The walk over tiles.
@@ -162,7 +167,25 @@ class _Gemm:
     def copy_shared(self, box: cutlass.Constexpr, target: Any, stage: Any, first: Any, second: Any):
         """A box of B that one CTA loads for both."""
         if self.rank == box * self.config.cluster // self.config.boxes:
-            self.copy(1, target, stage, [first, second], 3)
+            self.copy(1, target, stage, [first, second], (1 << self.config.cluster) - 1)
+
+    @cute.jit
+    def prefetch(self, row: Int32, n_tile: Int32, limit: Int32):
+        """The epilogue's tensors of rows into L2, by the producer's lanes, a row each."""
+        c = self.config
+        column = n_tile * c.columns
+        for i in cutlass.range_constexpr(len(self.fetched)):
+            size = bytes_of(self.graph.inputs[self.fetched[i]].storage)
+            length = cutlass.min(Int32(c.columns), self.n - column) * size
+            for part in cutlass.range(c.tile_m // 32, unroll=1):
+                at = row + part * 32 + self.lane
+                if at < limit:
+                    number = self.fetched[i]
+                    start = Int64(at) * self.values["stride", number] + Int64(column)
+                    cute.arch.inline_ptx(
+                        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
+                        read_only_args=[self.values["address", number].toint() + start * size, length],
+                    )
 
     @cute.jit
     def produce(self, tile: Int32, tiles: Int32, step: Int32):
@@ -183,6 +206,8 @@ class _Gemm:
             else:
                 m_tile, n_tile = self.place_of(tile)
                 row = (m_tile * c.cluster + self.rank) * c.tile_m
+            if cutlass.const_expr(len(self.fetched) > 0):
+                self.prefetch(row, n_tile, last if cutlass.const_expr(c.grouped) else self.m)
             k_tiles = self.k_tiles
             if cutlass.const_expr(c.grouped):
                 k_tiles = cutlass.select_(expert < self.values["experts", 0], k_tiles, Int32(0))
@@ -338,9 +363,7 @@ class _Gemm:
                         read, stage, phase = self.main_loop(stage, phase)
                     else:
                         read, stage, phase = self.main_loop_of_prologue(stage, phase, row, expert)
-                    warpgroup.wait_group(0)
-                    self.release(read)
-                    self.epilogue(row, n_tile, limit, expert)
+                    self.epilogue(row, n_tile, limit, expert, read)
                 else:
                     self.store_zeros(row, n_tile, limit)
             else:
@@ -351,9 +374,7 @@ class _Gemm:
                 if cutlass.const_expr(c.pingpong):
                     if tile + step < tiles:
                         cute.arch.barrier_arrive(barrier_id=_ORDER + 1 - self.group, number_of_threads=256)
-                warpgroup.wait_group(0)
-                self.release(read)
-                self.epilogue(row, n_tile, limit, expert)
+                self.epilogue(row, n_tile, limit, expert, read)
             if cutlass.const_expr(c.pingpong):
                 stage, phase = self.skipped(stage, phase)
             tile = tile + step * (2 if cutlass.const_expr(c.pingpong) else 1)
@@ -409,8 +430,12 @@ class _Gemm:
         return [first[0], second[0], first[1], second[1]]
 
     @cute.jit
-    def epilogue(self, row: Int32, n_tile: Int32, limit: Int32, expert: Int32):
-        _Epilogue(self, row, n_tile, limit, expert).run()
+    def epilogue(self, row: Int32, n_tile: Int32, limit: Int32, expert: Int32, read: Int32):
+        of_tile = _Epilogue(self, row, n_tile, limit, expert)
+        of_tile.begin()
+        warpgroup.wait_group(0)
+        self.release(read)
+        of_tile.run()
 
     @cute.jit
     def store_zeros(self, row: Int32, n_tile: Int32, limit: Int32):
@@ -436,6 +461,9 @@ class _Gemm:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
+        if thread == 0:
+            for i in cutlass.range_constexpr(2):
+                cute.arch.inline_ptx("prefetch.tensormap [{$r0}];", read_only_args=[self.values["map", i]])
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         tile, step = cute.arch.block_idx()[0] // c.cluster, cute.arch.grid_dim()[0] // c.cluster
@@ -443,12 +471,12 @@ class _Gemm:
         if cutlass.const_expr(c.grouped):
             tiles = self.all_tiles()
         if warp < 4:
-            if cutlass.const_expr(c.groups == 2):
+            if cutlass.const_expr(c.moves_registers):
                 cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
             if warp == 0:
                 self.produce(tile, tiles, step)
         else:
-            if cutlass.const_expr(c.groups == 2):
+            if cutlass.const_expr(c.moves_registers):
                 cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
             self.prepare()
             self.consume(tile, tiles, step)
@@ -789,15 +817,23 @@ class _Epilogue:
                 predicate = self.valid_rows[slot] & (self.gemm.lane % 4 == 0)
                 store_vector(self.values["partial", number], start, stored, 1, node.dtype, predicate)
 
+    def begin(self) -> None:
+        """Loads what the first columns need, while tensor cores finish."""
+        self.columns = [self.first + offset for _, offset in self.gemm.chunks()]
+        words = 0  # registers for what 32 columns need
+        for x in self.graph.inputs:
+            if x.rank < 0 and x.extent in (FULL, ROW):
+                words += self.each * bytes_of(x.storage) // 4 * (self.config.rows if x.extent == FULL else 1)
+        self.ahead = max(min(_AHEAD // max(words, 1), len(self.columns)), 1)
+        self.loaded = [self.loads(column) for column in self.columns[: self.ahead]]
+
     def run(self) -> None:
-        chunks = self.gemm.chunks()
-        columns = [self.first + offset for _, offset in chunks]
-        loaded = self.loads(columns[0])
+        chunks, columns = self.gemm.chunks(), self.columns
         taken = self.gemm.own if self.late else self.gemm.gathered
         for i, (groups, offset) in enumerate(chunks):
-            ready = loaded
-            if i + 1 < len(chunks):
-                loaded = self.loads(columns[i + 1])
+            ready = self.loaded[i]
+            if i + self.ahead < len(chunks):
+                self.loaded.append(self.loads(columns[i + self.ahead]))
             acc = [[x for slot in range(self.config.rows) for x in taken(part, slot)] for part in groups]
             if self.config.gate == "alternating":
                 acc = [acc[0][0::2], acc[0][1::2]]
@@ -851,5 +887,5 @@ def build(graph: Graph, config: dict[str, Any], *, name: str, architecture: str)
         block=c.block,
         cluster=c.cluster,
         shared_bytes=c.shared_bytes,
-        alone=True,
+        alone=c.moves_registers,
     )
