@@ -199,28 +199,27 @@ class Tile:
 
 # In the order in which ties are broken.
 TILES = (
-    Tile(128, 256, False, 2),
     Tile(128, 256, False),
     Tile(256, 128, False),
-    Tile(128, 128, True, 2),
     Tile(128, 128, True),
-    Tile(64, 256, True, 2),
     Tile(64, 256, True),
-    Tile(64, 128, True, 4),
-    Tile(64, 128, True, 2),
     Tile(64, 128, True),
+    Tile(64, 128, True, 2),
     Tile(64, 64, True),
     Tile(64, 32, True),
 )
 
-_L2_BYTES, _MMA = 24.0, 4096.0  # bytes and operations of an SM in a cycle, all SMs at work, as 16-bit GEMMs of an H100 reach them
-_START = 1500.0  # cycles of a tile that nothing hides: the ring fills, the epilogue
-_HIDDEN_START = 700.0  # under the other warpgroup's main loop
+# Of an H100, as measured with these kernels. Operations of an SM in a microsecond, and bytes of its copies, where few SMs work and where
+# all do (power is the limit then); bytes that device memory gives in a microsecond, and what reading A again for other columns costs beside it;
+# microseconds of a launch, more for each 64 x 128 of a tile and for clusters, and of a further turn.
+_MULTIPLY = (7.2e6, 5.8e6)
+_COPY = (130e3, 85e3)
+_MEMORY, _AGAIN = 2.7e6, 400e6
+_START, _START_TILE, _START_CLUSTER, _NEXT = 1.3, 0.4, 1.0, 0.5
 
 
 def stages_of(tile: Tile) -> int:
-    small = tile.m * tile.n <= 64 * 64
-    return min((SHARED_BYTES // (2 if small else 1) - _HEAD_BYTES) // ((tile.m + tile.n) * TILE_K_BYTES + 16), 12)
+    return min((SHARED_BYTES - _HEAD_BYTES) // ((tile.m + tile.n) * TILE_K_BYTES + 16), 12)
 
 
 def legal(tile: Tile, b_major: str, gate: str, grouped: bool, prologue: bool) -> bool:
@@ -235,16 +234,19 @@ def legal(tile: Tile, b_major: str, gate: str, grouped: bool, prologue: bool) ->
     return not (grouped and (tile.pingpong or tile.cluster > 1))
 
 
-def cycles(tile: Tile, m: int, n: int, k_tiles: int, sms: int) -> float:
-    """Of the model that tiles are chosen by: what the busiest SM multiplies, or what it loads, and the ends of tiles."""
-    m_tiles, n_tiles = -(-m // (tile.m * tile.cluster)), -(-n // tile.n)
+def microseconds(tile: Tile, m: int, n: int, k_tiles: int, sms: int) -> float:
+    """Of the model that tiles are chosen by: what the busiest SM multiplies or copies, what comes from memory, and the ends of tiles."""
+    tiles = -(-m // (tile.m * tile.cluster)) * -(-n // tile.n)
     clusters = max(sms // tile.cluster, 1)
-    turns = -(-m_tiles * n_tiles // clusters)
-    busy = min(m_tiles * n_tiles, clusters) * tile.cluster / sms
-    multiply = 2.0 * tile.m * tile.n * 64 / _MMA
-    load = (tile.m + tile.n / tile.cluster) * TILE_K_BYTES / min(_L2_BYTES / busy, 64.0) * 0.75
-    each = k_tiles * max(multiply, load)
-    return turns * each + _START + (turns - 1) * (_HIDDEN_START if tile.pingpong else _START)
+    turns = -(-tiles // clusters)
+    busy = min(tiles * tile.cluster / sms, 1.0)
+    share = min(max((busy - 0.5) / 0.4, 0.0), 1.0)  # of the way from few SMs to all
+    multiply = 2.0 * tile.m * tile.n * 64 / (_MULTIPLY[0] + share * (_MULTIPLY[1] - _MULTIPLY[0]))
+    copied = (tile.m + tile.n * (1.0 if tile.cluster == 1 else 0.75)) * TILE_K_BYTES
+    copy = copied / (_COPY[0] + share * (_COPY[1] - _COPY[0]))
+    memory = (m + n) * k_tiles * TILE_K_BYTES / _MEMORY + tiles * tile.m * k_tiles * TILE_K_BYTES / _AGAIN
+    start = _START + _START_TILE * tile.m * tile.n / (64 * 128) + (_START_CLUSTER if tile.cluster > 1 else 0.0)
+    return max(turns * k_tiles * max(multiply, copy), memory) + start + (turns - 1) * (0.0 if tile.pingpong else _NEXT)
 
 
 GROUPED_TILES = (Tile(128, 256, False), Tile(128, 128, False), Tile(64, 128, False), Tile(64, 256, False))
@@ -259,7 +261,7 @@ def choose(m: int, n: int, k_tiles: int, b_major: str, gate: str, experts: int, 
         rows = 64 if per_expert <= 64 else 128
         return next((x for x in fitting if x.m == rows), fitting[0])
     fitting = [x for x in TILES if legal(x, b_major, gate, False, prologue)]
-    return min(fitting, key=lambda x: cycles(x, m, n, k_tiles, sms))
+    return min(fitting, key=lambda x: microseconds(x, max(m, 1), n, k_tiles, sms))
 
 
 def band_of(tile: Tile, m_tiles: int) -> int:

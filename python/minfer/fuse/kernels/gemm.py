@@ -87,10 +87,8 @@ class _Gemm:
         self.m, self.n = values["m", 0], values["n", 0]
         self.k_tiles, self.m_tiles, self.n_tiles = (values[name, 0] for name in ("k_tiles", "m_tiles", "n_tiles"))
         self.release_count = 4 * config.sharing * config.cluster
-        # Inputs of rows that lie at multiples of 16 bytes, which are fetched ahead.
-        self.fetched = [
-            i for i, x in enumerate(graph.inputs) if x.extent == FULL and x.rank < 0 and config.vector * bytes_of(x.storage) >= 16
-        ]
+        scattered = {y.into for y in graph.outputs if y.index >= 0}
+        self.fetched = [i for i, x in enumerate(graph.inputs) if x.extent == FULL and x.rank < 0 and i not in scattered]
         self.reductions = [i for i, node in enumerate(graph.nodes) if node.op in REDUCTIONS]
 
     # The walk over tiles.
@@ -171,20 +169,19 @@ class _Gemm:
 
     @cute.jit
     def prefetch(self, row: Int32, n_tile: Int32, limit: Int32):
-        """The epilogue's tensors of rows into L2, by the producer's lanes, a row each."""
+        """The epilogue's tensors of rows into L2, line by line, when the tile's last copies are requested."""
         c = self.config
         column = n_tile * c.columns
         for i in cutlass.range_constexpr(len(self.fetched)):
             size = bytes_of(self.graph.inputs[self.fetched[i]].storage)
-            length = cutlass.min(Int32(c.columns), self.n - column) * size
-            for part in cutlass.range(c.tile_m // 32, unroll=1):
-                at = row + part * 32 + self.lane
-                if at < limit:
-                    number = self.fetched[i]
-                    start = Int64(at) * self.values["stride", number] + Int64(column)
+            lines = max(c.columns * size // 128, 1)  # of a row
+            for part in cutlass.range(c.tile_m * lines // 32, unroll=1):
+                place = part * 32 + self.lane
+                at, to = row + place // lines, column + place % lines * (128 // size)
+                if (at < limit) & (to < self.n):
+                    start = Int64(at) * self.values["stride", self.fetched[i]] + Int64(to)
                     cute.arch.inline_ptx(
-                        "cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};",
-                        read_only_args=[self.values["address", number].toint() + start * size, length],
+                        "prefetch.global.L2 [{$r0}];", read_only_args=[self.values["address", self.fetched[i]].toint() + start * size]
                     )
 
     @cute.jit
@@ -206,8 +203,6 @@ class _Gemm:
             else:
                 m_tile, n_tile = self.place_of(tile)
                 row = (m_tile * c.cluster + self.rank) * c.tile_m
-            if cutlass.const_expr(len(self.fetched) > 0):
-                self.prefetch(row, n_tile, last if cutlass.const_expr(c.grouped) else self.m)
             k_tiles = self.k_tiles
             if cutlass.const_expr(c.grouped):
                 k_tiles = cutlass.select_(expert < self.values["experts", 0], k_tiles, Int32(0))
@@ -219,6 +214,8 @@ class _Gemm:
                 if stage == c.stages:
                     stage = Int32(0)
                     phase = phase ^ 1
+            if cutlass.const_expr(len(self.fetched) > 0):
+                self.prefetch(row, n_tile, last if cutlass.const_expr(c.grouped) else self.m)
             tile = tile + step
         if cutlass.const_expr(c.cluster > 1):  # the other CTA arrives at this one's barriers: stay until it has
             for _ in cutlass.range(c.stages, unroll=1):
