@@ -210,8 +210,8 @@ TILES = (
 )
 
 # Of an H100, as measured with these kernels. Operations of an SM in a microsecond, and bytes of its copies, where few SMs work and where
-# all do (power is the limit then); bytes that device memory gives in a microsecond, and what reading A again for other columns costs beside it;
-# microseconds of a launch, more for each 64 x 128 of a tile and for clusters, and of a further turn.
+# all do (power is the limit then); bytes that device memory gives in a microsecond, and what reading A again for other columns costs beside
+# it; microseconds of a launch, more for each 64 x 128 of a tile and for clusters, and of a further turn.
 _MULTIPLY = (7.2e6, 5.8e6)
 _COPY = (130e3, 85e3)
 _MEMORY, _AGAIN = 2.7e6, 400e6
