@@ -149,7 +149,7 @@ size_t hash_of_problem(AttentionProblem const& p) {
   uint64_t const dimensions = uint64_t(p.head_dim) | uint64_t(p.head_dim_v) << 16 | uint64_t(p.kv_format) << 32 | uint64_t(p.type) << 48;
   return hash_of({uint64_t(p.batch), uint64_t(p.heads_q), uint64_t(p.heads_kv), uint64_t(p.seqlen_q), uint64_t(p.seqlen_k),
                   uint64_t(p.tokens_q), uint64_t(p.tokens_k), uint64_t(p.window_left), uint64_t(p.window_right), uint64_t(p.num_splits),
-                  dimensions});
+                  dimensions, uint64_t(p.batch_invariant)});
 }
 
 AttentionPlan make_plan(AttentionCall const& call, DeviceProperties const& device) {

@@ -28,6 +28,7 @@ class AttentionKernel(Kernel):
     ARGUMENTS = "attention::AttentionLaunchArguments"
 
     variant: str  # prefill or decode
+    invariant: bool = False  # sm90, prefill: of the batch-invariant mode
     own_output: bool = False  # sm90, prefill: output is staged in room of its own, not in that of the queries
 
     @property
@@ -35,12 +36,16 @@ class AttentionKernel(Kernel):
         dims = f"d{self.tile[2]}" + (f"x{self.head_dim_v}" if self.head_dim_v != self.tile[2] else "")
         cache = "" if self.b_format == "dense" else f"_{self.b_format}"
         tile = "" if self.variant == "decode" else f"_{self.tile[0]}x{self.tile[1]}"
-        return f"attention_sm{self.arch}_{self.element}_{dims}{cache}{tile}_{self.variant}"
+        return f"attention_sm{self.arch}_{self.element}_{dims}{cache}{tile}_{self.variant}{'_invariant' if self.invariant else ''}"
+
+    @property
+    def operation(self) -> str:
+        return "attention_invariant" if self.invariant else self.FAMILY
 
     @property
     def shard_group(self) -> str:
         codes = "_codes" if self.variant == "prefill" and self.b_format != "dense" else ""
-        return f"attention_sm{self.arch}_{self.variant}{codes}"
+        return f"attention_sm{self.arch}_{self.variant}{codes}{'_invariant' if self.invariant else ''}"
 
     @property
     def template(self) -> tuple[str, str]:
@@ -91,5 +96,6 @@ class AttentionKernel(Kernel):
                 f"static constexpr bool kPingpong = {cpp_bool(self.schedule == 'pingpong')};",
                 f"static constexpr bool kOwnOutput = {cpp_bool(self.own_output)};",
                 f"static constexpr bool kConverts = {cpp_bool(self.b_format == 'codes')};",
+                f"static constexpr bool kInvariant = {cpp_bool(self.invariant)};",
             ]
         return lines

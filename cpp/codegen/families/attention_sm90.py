@@ -7,7 +7,7 @@ from codegen.hardware import SM90_SMEM_ALIGNMENT, SM90_SMEM_LIMIT, round_up
 from codegen.row import Row
 
 FIELDS = {
-    "prefill": {"arch", "elements", "variant", "head_dim", "head_dim_v", "tile", "schedule", "stages", "own_output", "codes", "note"},
+    "prefill": {"arch", "elements", "variant", "head_dim", "head_dim_v", "tile", "schedule", "stages", "own_output", "codes", "invariant", "note"},
     "decode": {"arch", "elements", "variant", "head_dim", "caches", "slices", "note"},
 }
 TABLE_BYTES = 3072  # what the tile table and barriers need: tile_scheduler.cuh, prefill_traits.cuh
@@ -55,10 +55,13 @@ def prefill(row: Row) -> list[dict]:
     stages = row.get("stages", 2)
     row.require(type(stages) is int and stages >= 2, "stages", "must be 2 or more")
     own_output = row.flag("own_output")
+    # The running total of output and of the softmax over the splits of the keys: shared/splits.h. With longer rows it is in the workspace.
+    invariant = row.flag("invariant")
+    totals = tile_m * head_dim_v * 4 if invariant and head_dim <= 128 else 0
     # With output of its own, queries have a second stage.
     smem = 2 * ((1 + own_output) * tile_m * head_dim + stages * tile_n * (head_dim + head_dim_v) + own_output * tile_m * head_dim_v)
-    smem += TABLE_BYTES
+    smem += totals + TABLE_BYTES
     row.require(smem <= SM90_SMEM_LIMIT, "tile", f"takes {smem} bytes of shared memory, the limit is {SM90_SMEM_LIMIT}")
     smem = min(round_up(smem, SM90_SMEM_ALIGNMENT), SM90_SMEM_LIMIT)
     fields = dict(tile=(tile_m, tile_n, head_dim), b_format="codes" if codes else "dense", schedule=schedule, stages=stages)
-    return [fields | dict(threads=128 * (warpgroups + 1), smem_bytes=smem, own_output=own_output)]
+    return [fields | dict(threads=128 * (warpgroups + 1), smem_bytes=smem, own_output=own_output, invariant=invariant)]

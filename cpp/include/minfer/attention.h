@@ -30,6 +30,8 @@ struct AttentionProblem {
   bool scale_per_head = false;                    // fp8: every KV head has a scale; else there is one for all
   int64_t group_tokens = 0, groups_v = 0;         // int4: tokens that share a scale of K, scales of a token of V
   int64_t num_splits = 0;                         // splits of each sequence's keys; 0: as many as fill the device
+  // A query's bits depend on itself and on the keys and values that it sees alone; num_splits must be 0.
+  bool batch_invariant = false;
 
   /// Whether all members are equal, so that a plan of one is a plan of the other.
   bool operator==(AttentionProblem const& other) const;
@@ -69,6 +71,9 @@ struct AttentionPlan {
   // partials are left in partial_slots slots of the workspace; CTAs of `lockstep` neighbouring KV heads compute over the same keys at the
   // same time.
   int64_t row_tiles = 0, min_key_blocks = 0, partial_slots = 0, lockstep = 1;
+  // Batch-invariant kernels. Keys are divided into splits of split_keys keys. A sequence of at most split_rows packed rows and max_splits
+  // splits has its splits computed by different CTAs, which leave slot_rows rows in each of partial_slots slots; 0: there is none.
+  int64_t split_keys = 0, split_rows = 0, max_splits = 0, slot_rows = 0;
   int64_t ctas = 0;            // set for split-KV and portable kernels
   size_t workspace_bytes = 0;  // of any content; aligned to 256 bytes
   double predicted_us = 0, floor_us = 0;

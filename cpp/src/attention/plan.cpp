@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "attention/cost_model.h"
@@ -19,9 +20,9 @@ namespace minfer {
 namespace attention {
 namespace {
 
+constexpr int64_t kMaxItems = int64_t(1) << 30;  // that 32 bits count, and sums of two
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr CostModel kCostModel{};
-constexpr size_t kCounterBytes = 256;
 // The fraction of a device's memory that num_splits may ask for: each split of each output tile has a partial slot, and many splits of many
 // queries would take hundreds of GiB.
 constexpr double kMaxMemoryFraction = 0.25;
@@ -75,6 +76,9 @@ char const* illegal(KernelInfo const& kernel, AttentionProblem const& p, DeviceP
   if (kernel.arch_exact ? device.compute_capability() != kernel.arch : device.compute_capability() < kernel.arch) {
     return "it does not run on this device's compute capability";
   }
+  if (is_invariant(kernel) != p.batch_invariant) {
+    return p.batch_invariant ? "its results depend on what else is computed" : "it is of the batch-invariant mode";
+  }
   if (kernel.ab_type != p.type) return "it computes another element type";
   if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
   if (p.head_dim > kernel.tile_k || p.head_dim_v > kernel.head_dim_v) return "its head dimensions are smaller";
@@ -104,6 +108,11 @@ Status check(AttentionProblem const& p) {
                            "head_dim and head_dim_v must be multiples of 8 with head_dim_v <= head_dim, got %lld and %lld",
                            (long long)p.head_dim, (long long)p.head_dim_v);
   }
+  if (p.batch_invariant && p.num_splits > 0) {
+    return Status::failure(StatusCode::kInvalidArgument,
+                           "num_splits must not be given in the batch-invariant mode, where keys are divided at fixed positions, got %lld",
+                           (long long)p.num_splits);
+  }
   int64_t const largest = std::max({p.tokens_q, p.tokens_k, p.seqlen_q, p.seqlen_k});
   double const tiles = (double(p.tokens_q) / 64 + double(p.batch)) * double(p.heads_q);
   if (largest > kMaxExtent || tiles >= 2147483648.0) {
@@ -111,6 +120,49 @@ Status check(AttentionProblem const& p) {
                            (long long)p.tokens_q, (long long)p.tokens_k, (long long)p.heads_q);
   }
   return Status::success();
+}
+
+/// The largest number of heads of one KV head that a tile can pack: short queries then read K and V as rarely as possible.
+int64_t choose_packed_heads_invariant(KernelInfo const& kernel, AttentionProblem const& p) {
+  int64_t best = 1, group = p.heads_kv > 0 ? p.heads_q / p.heads_kv : 1;
+  for (int64_t packed = 2; packed <= 64 && group % packed == 0; packed *= 2) {  // a warpgroup's 64 rows hold whole queries
+    if (tiles_of(p, kernel.tile_m, packed) < tiles_of(p, kernel.tile_m, best)) best = packed;
+  }
+  return best;
+}
+
+/// Chooses which sequences' splits are computed by CTAs of their own: whatever is chosen has the same bits.
+void plan_splits(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device, AttentionPlan* plan) {
+  constexpr double kMaxBytes = double(1 << 30), kMaxSharesOfMemory = 16.0;
+  constexpr double kMergeUs = 2.5;          // of the launch that folds
+  constexpr int64_t kMaxMergeCtas = 65535;  // of a sequence
+  constexpr int64_t kShortRows = 16;        // beside longer sequences
+  int64_t const split = plan->split_keys = split_keys_of(kernel.tile_n), packed = plan->packed_heads, rows = p.seqlen_q * packed;
+  plan->predicted_us = predict_us(kCostModel, kernel, with_last_page(p, kFullPage), device);
+  int64_t splits = (p.seqlen_k + split - 1) / split;
+  if (p.window_left >= 0) splits = std::min(splits, (p.window_left + p.seqlen_q + split - 1) / split + 1);
+  if (splits <= 1 || p.batch == 0 || p.heads_q == 0) return;
+  // Every split as a sequence of its own, and what is written and read of each item in addition.
+  AttentionProblem items = p;
+  items.batch *= splits, items.tokens_q *= splits, items.pages *= splits;
+  items.seqlen_k = std::min(split, p.seqlen_k);
+  int64_t const item_rows = std::min<int64_t>(rows, kernel.tile_m);
+  double const partial_bytes = double(item_rows * kernel.head_dim_v) * 8.0;
+  double const key_bytes = double(split * (p.head_dim + p.head_dim_v)) * bits_of(p.kv_format) / 8.0;
+  double const items_us = predict_us(kCostModel, kernel, items, device) * (1.0 + partial_bytes / key_bytes) + kMergeUs;
+  bool const mixed = !(items_us < plan->predicted_us);
+  if (mixed && (!p.varlen || !p.cached || p.batch == 1 || rows <= kShortRows)) return;
+  int64_t const split_rows = mixed ? std::max(kShortRows, packed) : rows, slot_rows = std::min<int64_t>(split_rows, kernel.tile_m);
+  int64_t const tiles = p.varlen ? p.tokens_q * packed / kernel.tile_m + p.batch : p.batch * ((rows + kernel.tile_m - 1) / kernel.tile_m);
+  double const slots = double(tiles) * double(p.heads_q / packed) * double(splits);
+  double const bytes = slots * double(slot_rows) * double(kernel.head_dim_v + 2) * 4.0;
+  double const limit = device.memory_bytes > 0 ? std::min(kMaxBytes, double(device.memory_bytes) / kMaxSharesOfMemory) : kMaxBytes;
+  if (bytes > limit || slots > double(kMaxItems) || (split_rows / packed * p.heads_q + 7) / 8 > kMaxMergeCtas) return;
+  plan->split_rows = split_rows;
+  plan->max_splits = splits;
+  plan->slot_rows = slot_rows;
+  plan->partial_slots = int64_t(slots);
+  if (!mixed) plan->predicted_us = items_us;
 }
 
 AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
@@ -135,7 +187,15 @@ AttentionPlan describe(KernelInfo const& kernel, AttentionProblem const& p, Devi
     plan.predicted_us = std::max(predict_us(kCostModel, kernel, with_last_page(p, kFullPage), device), plan.floor_us);
     return plan;
   }
-  plan.packed_heads = choose_packed_heads(kernel, p);
+  plan.packed_heads = is_invariant(kernel) ? choose_packed_heads_invariant(kernel, p) : choose_packed_heads(kernel, p);
+  if (is_invariant(kernel)) {
+    plan_splits(kernel, p, device, &plan);
+    plan.predicted_us = std::max(plan.predicted_us, plan.floor_us);
+    bool const all_divided = plan.split_rows >= p.seqlen_q * plan.packed_heads;  // items that cost the same
+    plan.counted = !all_divided && !tiles_cost_the_same(p);
+    plan.workspace_bytes = split_workspace_of(kernel, plan, device).bytes;
+    return plan;
+  }
   plan.predicted_us = std::max(predict_us(kCostModel, kernel, with_last_page(p, kFullPage), device), plan.floor_us);
   plan.counted = !tiles_cost_the_same(p) && (p.varlen || tiles_of(p, kernel.tile_m, plan.packed_heads) > device.sm_count);
   if (kernel.arch < 90) {  // a CTA for each tile where the host knows their number; else persistent CTAs and a counter
@@ -223,6 +283,21 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     if (!found.empty() && kernel.arch > found[0].kernel->arch) found.clear();
     if (found.empty() || kernel.arch == found[0].kernel->arch) found.push_back({&kernel, 0.0, 0.0});
   }
+  if (problem.batch_invariant && !found.empty()) {
+    // By the head dimensions alone: another kernel has other key blocks, so other bits.
+    auto const smaller = [](Candidate const& a, Candidate const& b) {
+      return std::pair(a.kernel->tile_k, a.kernel->head_dim_v) < std::pair(b.kernel->tile_k, b.kernel->head_dim_v);
+    };
+    *plan = describe(*std::min_element(found.begin(), found.end(), smaller)->kernel, problem, device);
+    char divided[96] = "";
+    if (plan->split_rows > 0) {
+      std::snprintf(divided, sizeof(divided), "; of sequences with up to %lld rows each is computed by a CTA of its own",
+                    (long long)plan->split_rows);
+    }
+    std::snprintf(plan->reason, sizeof(plan->reason), "batch-invariant: by head dimensions and cache alone, splits of %lld keys%s",
+                  (long long)plan->split_keys, divided);
+    return Status::success();
+  }
   AttentionProblem const full = with_last_page(problem, kFullPage), empty = with_last_page(problem, kEmptyPage);
   bool const differ = full.seqlen_k != empty.seqlen_k;
   double least_full_us = HUGE_VAL, least_empty_us = HUGE_VAL, least_loss = HUGE_VAL;
@@ -242,11 +317,12 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   if (candidates == 0) {
     return Status::failure(
         StatusCode::kNotSupported,
-        "no kernel %s computes attention of %s with head dimensions %lld and %lld over %s keys on compute capability %d.%d (archs of the "
+        "no kernel %s computes %sattention of %s with head dimensions %lld and %lld over %s keys on compute capability %d.%d (archs of the "
         "build: %s)",
-        options.only_runnable ? "of this build" : "of the table", name_of(problem.type), (long long)problem.head_dim,
-        (long long)problem.head_dim_v, problem.kv_format == WeightFormat::kDense ? "16-bit" : name_of(problem.kv_format),
-        device.compute_major, device.compute_minor, build_archs()[0] ? build_archs() : "none");
+        options.only_runnable ? "of this build" : "of the table", problem.batch_invariant ? "batch-invariant " : "", name_of(problem.type),
+        (long long)problem.head_dim, (long long)problem.head_dim_v,
+        problem.kv_format == WeightFormat::kDense ? "16-bit" : name_of(problem.kv_format), device.compute_major, device.compute_minor,
+        build_archs()[0] ? build_archs() : "none");
   }
   *plan = describe(*best, problem, device);
   std::snprintf(plan->reason, sizeof(plan->reason), "least expected loss of %d candidates: %.1f us, floor %.1f us", candidates,

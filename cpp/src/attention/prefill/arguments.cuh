@@ -65,6 +65,21 @@ inline void set_prefill_arguments(AttentionLaunchArguments const& arguments, int
   params->keys_end_at_extent = !p.varlen && !p.cached;
 }
 
+/// Of batch-invariant kernels. The workspace holds the tile counter, then the partials of splits and their states, then the totals of CTAs.
+template <class Traits>
+void set_split_arguments(AttentionLaunchArguments const& arguments, typename Traits::Params* params) {
+  AttentionPlan const& plan = *arguments.plan;
+  SplitWorkspace const at = split_workspace_of(*plan.kernel, plan, *arguments.device);
+  auto* const workspace = static_cast<char*>(arguments.workspace);
+  params->split_rows = int32_t(plan.split_rows);
+  params->max_splits = int32_t(plan.max_splits);
+  params->slot_rows = int32_t(plan.slot_rows);
+  params->max_items = int32_t(plan.partial_slots);
+  params->partials = reinterpret_cast<float*>(workspace + at.partials);
+  params->partial_states = reinterpret_cast<SplitState*>(workspace + at.states);
+  params->totals = reinterpret_cast<float4*>(workspace + at.totals);
+}
+
 inline Status clear_tile_counter(AttentionLaunchArguments const& arguments, PrefillParams const& params) {
   if (!arguments.plan->counted) return Status::success();
   return cuda_status(cudaMemsetAsync(params.tile_counter, 0, sizeof(int32_t), arguments.stream), "cudaMemsetAsync(tile counter)");

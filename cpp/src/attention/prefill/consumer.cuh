@@ -7,6 +7,8 @@
 // Values of keys that no query of the sequence sees are set to zero in shared memory before they are multiplied: their probabilities are
 // zero, but 0 * NaN is NaN. This concerns keys behind the last one, and in a tile's first block keys before all windows. All consumer
 // warpgroups clear a block together, once, when it has arrived. The converter of codes writes zeros itself.
+// Batch-invariant kernels do all this for each split of the keys, and fold the splits' outputs (split_totals.cuh). Their softmax takes the
+// same path for every block, whatever the other rows of a warp hold: a softcap is always tanh.approx.
 // Registers are the limit here. What is needed in few blocks only is computed there, from shared memory or the parameters: kept over the
 // mainloop, it would be spilled.
 #pragma once
@@ -14,6 +16,8 @@
 #include "attention/prefill/convert.cuh"
 #include "attention/prefill/epilogue.cuh"
 #include "attention/prefill/mma.cuh"
+#include "attention/prefill/split_merge.cuh"
+#include "attention/prefill/split_totals.cuh"
 #include "attention/prefill/traits.cuh"
 #include "attention/shared/clear_rows.cuh"
 #include "attention/shared/softmax.cuh"
@@ -28,16 +32,19 @@ template <class Traits>
 struct PrefillConsumer : PrefillMma<Traits> {
   using Mma = PrefillMma<Traits>;
   using Epilogue = PrefillEpilogue<Traits>;
+  using SplitTotals = PrefillSplitTotals<Traits>;
+  using SplitStore = PrefillSplitStore<Traits>;
   using Traits::blocks_of, Traits::kConsumers, Traits::kConsumersBarrier, Traits::kConverts, Traits::kHeadDim, Traits::kHeadDimV;
+  using Traits::kInvariant, Traits::kSplitBlocks;
   using Traits::kOrderBarrier, Traits::kOutputs, Traits::kPingpong, Traits::kQueryStages, Traits::kScores, Traits::kTileN;
   using Traits::kv_head_of, Traits::mask_of, Traits::over_packed_heads, Traits::queries_of, Traits::query_phase, Traits::query_stage;
   using Traits::read_tile, Traits::release;
   using typename Mma::KeysLayout, typename Mma::MmaOutput, typename Mma::MmaScores, typename Mma::QueriesLayout, typename Mma::ValuesLayout;
   using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params;
-  using typename Traits::Queries, typename Traits::Ring, typename Traits::SharedStorage;
+  using typename Traits::Queries, typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile;
 
   /// What scores are multiplied by before the softmax.
-  static CUTLASS_DEVICE float scale_of(Params const& params, QueryTile const& tile) {
+  static CUTLASS_DEVICE float scale_of(Params const& params, Tile const& tile) {
     if constexpr (kConverts) {
       return params.softmax.scale * scale_of_scores(params, kv_head_of(params, tile));
     } else {
@@ -56,14 +63,14 @@ struct PrefillConsumer : PrefillMma<Traits> {
 
   // ---- values that no query sees --------------------------------------------------------------------------------------------------
 
-  static CUTLASS_DEVICE bool has_unseen_end(Params const& params, QueryTile const& tile, int block) {
+  static CUTLASS_DEVICE bool has_unseen_end(Params const& params, Tile const& tile, int block) {
     return !kConverts && !params.keys_end_at_extent && tile.seqlen_k < (block + 1) * kTileN;
   }
-  static CUTLASS_DEVICE void clear_end(QueryTile const& tile, Element* values, int block) {
+  static CUTLASS_DEVICE void clear_end(Tile const& tile, Element* values, int block) {
     clear_values(values, tile.seqlen_k - block * kTileN, kTileN);
   }
-  static CUTLASS_DEVICE bool has_unseen_begin(QueryTile const& tile, int block) { return !kConverts && tile.first_key > block * kTileN; }
-  static CUTLASS_DEVICE void clear_begin(QueryTile const& tile, Element* values, int block) {
+  static CUTLASS_DEVICE bool has_unseen_begin(Tile const& tile, int block) { return !kConverts && tile.first_key > block * kTileN; }
+  static CUTLASS_DEVICE void clear_begin(Tile const& tile, Element* values, int block) {
     clear_values(values, 0, min(tile.first_key - block * kTileN, kTileN));
   }
   /// Rows `begin` to `end` - 1 of a block of values become zeros; called by all consumer warpgroups.
@@ -82,8 +89,8 @@ struct PrefillConsumer : PrefillMma<Traits> {
   // ---- blocks ---------------------------------------------------------------------------------------------------------------------
 
   /// Passes on the turn and the stages of a block that other warpgroups' rows visit and this one's do not.
-  static CUTLASS_DEVICE void skip_block(Params const& params, SharedStorage& storage, QueryTile const& tile, int block, Ring& keys,
-                                        Ring& values, int consumer, int thread) {
+  static CUTLASS_DEVICE void skip_block(Params const& params, SharedStorage& storage, Tile const& tile, int block, Ring& keys, Ring& values,
+                                        int consumer, int thread) {
     wait_for_turn(consumer);
     pass_turn(consumer);
     FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
@@ -97,7 +104,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
   }
 
   /// Skips the blocks of a tile that lie before the windows of this warpgroup's rows.
-  static CUTLASS_DEVICE void skip_blocks_before_window(Params const& params, SharedStorage& storage, QueryTile const& tile, Ring& keys,
+  static CUTLASS_DEVICE void skip_blocks_before_window(Params const& params, SharedStorage& storage, Tile const& tile, Ring& keys,
                                                        Ring& values, int consumer, int thread) {
     Queries const queries = queries_of(params, tile, consumer);
     int32_t const tile_begin = blocks_of(params, tile, queries_of(params, tile)).begin, begin = blocks_of(params, tile, queries).begin;
@@ -131,7 +138,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
     clear_rows_outside_sequences(params, consumer * 128 + thread, kConsumers * 128);
     for (int iteration = 0;; ++iteration) {
       EmptyBarrier::wait(&storage.full_tile[iteration % 2], iteration / 2 % 2);
-      QueryTile const tile = read_tile(storage, iteration, lane);
+      Tile const tile = read_tile(storage, iteration, lane);
       if (tile.is_none()) break;
       KeyBlocks<kTileN> const tile_blocks = blocks_of(params, tile, queries_of(params, tile));
       Queries const queries = queries_of(params, tile, consumer);
@@ -141,7 +148,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
       Tensor output = partition_fragment_C(mma_output, typename Mma::OutputShape{});  // (MMA,MMA_M,MMA_N)
       clear(output);
       bool const capped = params.softmax.softcap > 0.0f;
-      OnlineSoftmax<kScores> softmax((capped ? params.softmax.softcap : scale_of(params, tile)) * kLog2E);
+      OnlineSoftmax<kScores, kInvariant> softmax((capped ? params.softmax.softcap : scale_of(params, tile)) * kLog2E);
       FullBarrier::wait(&storage.full_q[query_stage(iteration)], query_phase(iteration));
       int block = tile_blocks.end - 1;
       for (int const end = queries.first <= queries.last ? blocks.end : 0; block >= end && block >= tile_blocks.begin; --block) {
@@ -235,7 +242,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
               rescales = softmax.step_tanh(scores, rescale, block_max, params.cap);
             }
           } else {
-            cap_and_mask(kKind == BlockKind::kMasked, capped && (kConverts || kKind == BlockKind::kMasked));
+            cap_and_mask(kKind == BlockKind::kMasked, capped && (kConverts || kInvariant || kKind == BlockKind::kMasked));
             rescales = softmax.step(scores, rescale);
           }
           warpgroup_wait<0>();
@@ -249,54 +256,69 @@ struct PrefillConsumer : PrefillMma<Traits> {
           }
         };
 
-        // The first block: its scores and its softmax.
-        FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
-        wait_for_turn(consumer);
-        warpgroup_fence_operand(scores);
-        warpgroup_arrive();
-        multiply_keys();
-        pass_turn(consumer);
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(scores);
-        release(&storage.empty_k[keys.index], thread);
-        keys.advance();
-        cap_and_mask(block >= blocks.full_end || block < blocks.full_begin, capped);
-        softmax.step(scores, rescale);
-        round();
-        if (has_unseen_end(params, tile, block)) {
+        for (bool is_first = true;;
+             is_first = false) {  // over the splits of batch-invariant kernels, from the last one on; others have one
+          int32_t const begin = kInvariant ? max(blocks.begin, block / kSplitBlocks * kSplitBlocks) : blocks.begin;
+          // The first block: its scores and its softmax.
+          FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
+          wait_for_turn(consumer);
+          warpgroup_fence_operand(scores);
+          warpgroup_arrive();
+          multiply_keys();
+          pass_turn(consumer);
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(scores);
+          release(&storage.empty_k[keys.index], thread);
+          keys.advance();
+          cap_and_mask(block >= blocks.full_end || block < blocks.full_begin, capped);
+          softmax.step(scores, rescale);
+          round();
+          if (has_unseen_end(params, tile, block)) {
+            FullBarrier::wait(&storage.full_v[values.index], values.phase);
+            clear_end(tile, storage.v[values.index], block);
+          }
+          // The other blocks: masked ones at the end of the keys, full ones, masked ones at the windows' begin.
+          int const last_full = blocks.full_end - 1;
+          for (--block; block > last_full && block >= begin; --block) step(constant<BlockKind, BlockKind::kMasked>{});
+          int const first_full = blocks.full_begin > begin ? blocks.full_begin : begin;
+          if (capped && !kConverts &&
+              !kInvariant) {  // the polynomial's constants depend on the scale of K, which of codes the device alone knows
+            for (; block >= first_full; --block) step(constant<BlockKind, BlockKind::kCapped>{});
+          }
+          for (; block >= first_full; --block) step(constant<BlockKind, BlockKind::kFull>{});
+          for (; block >= begin; --block) step(constant<BlockKind, BlockKind::kMasked>{});
+          // The output of the last block.
+          if (!kInvariant || begin == blocks.begin) release(&storage.empty_q[query_stage(iteration)], thread);
           FullBarrier::wait(&storage.full_v[values.index], values.phase);
-          clear_end(tile, storage.v[values.index], block);
+          if (has_unseen_begin(storage.tile[iteration % 2], begin)) {
+            clear_begin(storage.tile[iteration % 2], storage.v[values.index], begin);
+          }
+          warpgroup_fence_operand(output);
+          warpgroup_fence_operand(packed);
+          warpgroup_arrive();
+          multiply_values();
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(output);
+          release(&storage.empty_v[values.index], thread);
+          values.advance();
+          if constexpr (!kInvariant) break;
+          bool const is_last = block < blocks.begin;
+          if constexpr (kInvariant) SplitTotals::fold(params, storage, softmax, output, consumer, thread, is_first, is_last);
+          if (is_last) break;
         }
-        // The other blocks: masked ones at the end of the keys, full ones, masked ones at the windows' begin.
-        int const last_full = blocks.full_end - 1;
-        for (--block; block > last_full && block >= blocks.begin; --block) step(constant<BlockKind, BlockKind::kMasked>{});
-        int const first_full = blocks.full_begin > blocks.begin ? blocks.full_begin : blocks.begin;
-        if (capped && !kConverts) {  // the polynomial's constants depend on the scale of K, which of codes the device alone knows
-          for (; block >= first_full; --block) step(constant<BlockKind, BlockKind::kCapped>{});
-        }
-        for (; block >= first_full; --block) step(constant<BlockKind, BlockKind::kFull>{});
-        for (; block >= blocks.begin; --block) step(constant<BlockKind, BlockKind::kMasked>{});
-        // The output of the last block.
-        release(&storage.empty_q[query_stage(iteration)], thread);
-        FullBarrier::wait(&storage.full_v[values.index], values.phase);
-        if (has_unseen_begin(storage.tile[iteration % 2], blocks.begin)) {
-          clear_begin(storage.tile[iteration % 2], storage.v[values.index], blocks.begin);
-        }
-        warpgroup_fence_operand(output);
-        warpgroup_fence_operand(packed);
-        warpgroup_arrive();
-        multiply_values();
-        warpgroup_wait<0>();
-        warpgroup_fence_operand(output);
-        release(&storage.empty_v[values.index], thread);
-        values.advance();
       } else {
         release(&storage.empty_q[query_stage(iteration)], thread);
       }
       // The tile is read again: kept over the mainloop, its numbers would be spilled.
-      QueryTile const done = read_tile(storage, iteration, lane);
+      Tile const done = read_tile(storage, iteration, lane);
       release(&storage.empty_tile[iteration % 2], thread);
       if (params.window_left >= 0) skip_blocks_before_window(params, storage, done, keys, values, consumer, thread);
+      if constexpr (kInvariant) {
+        if (done.split >= 0) {
+          SplitStore::store(params, done, softmax, output, consumer, thread);
+          continue;
+        }
+      }
       Epilogue::store(params, storage, done, softmax, output, consumer, thread);
     }
     if (thread == 0) tma_store_wait<0>();  // shared memory must outlive the reads of the last stores

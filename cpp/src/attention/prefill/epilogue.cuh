@@ -5,6 +5,7 @@
 
 #include "attention/prefill/convert.cuh"
 #include "attention/prefill/traits.cuh"
+#include "attention/shared/splits.h"
 #include "common/named_barrier.cuh"
 #include "common/opaque.cuh"
 #include "cute/arch/copy_sm90_desc.hpp"
@@ -16,19 +17,20 @@ namespace minfer::attention {
 
 template <class Traits>
 struct PrefillEpilogue : Traits {
-  using Traits::kConverts, Traits::kHeadDimV, Traits::kOwnOutput, Traits::kTileM, Traits::kv_head_of, Traits::kWarpgroupBarrier;
+  using Traits::kConverts, Traits::kHeadDimV, Traits::kInvariant, Traits::kOwnOutput, Traits::kTileM, Traits::kv_head_of,
+      Traits::kWarpgroupBarrier;
   using Traits::over_packed_heads, Traits::queries_of;
-  using typename Traits::Element, typename Traits::Params, typename Traits::Queries, typename Traits::SharedStorage;
+  using typename Traits::Element, typename Traits::Params, typename Traits::Queries, typename Traits::SharedStorage, typename Traits::Tile;
 
   template <class Softmax, class Output>
-  static CUTLASS_DEVICE void store(Params const& params, SharedStorage& storage, QueryTile const& tile, Softmax& softmax, Output& output,
+  static CUTLASS_DEVICE void store(Params const& params, SharedStorage& storage, Tile const& tile, Softmax& softmax, Output& output,
                                    int consumer, int thread) {
     make_opaque(thread);
     make_opaque(consumer);  // addresses computed before the mainloop would be spilled
     int const lane = thread % 32, row = consumer * 64 + thread / 32 * 16 + lane / 4;  // of the tile; the thread's other row is 8 below
     Queries const queries = queries_of(params, tile, consumer);
     if (queries.first > queries.last) return;
-    softmax.reduce_sums();
+    if constexpr (!kInvariant) softmax.reduce_sums();  // PrefillSplitTotals::fold() has done that
     float factor[2], lse[2];
     int query[2], head[2];
 #pragma unroll
@@ -36,8 +38,8 @@ struct PrefillEpilogue : Traits {
       query[h] = tile.first + over_packed_heads(params, row + 8 * h);
       head[h] = tile.head_tile * params.packed_heads + (row + 8 * h & (params.packed_heads - 1));
       bool const inside = query[h] < tile.seqlen_q;
-      factor[h] = finish_row<Element>(params.softmax, head[h], inside, softmax.row_max[h], softmax.row_sum[h], &lse[h]);
-      if constexpr (kConverts) factor[h] *= scale_of_output(params, kv_head_of(params, tile));
+      factor[h] = finish_row<Element, kInvariant>(params.softmax, head[h], inside, softmax.row_max[h], softmax.row_sum[h], &lse[h]);
+      if constexpr (kConverts) factor[h] = multiply<kInvariant>(factor[h], scale_of_output(params, kv_head_of(params, tile)));
     }
     int const batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
     // TMA cuts boxes off at the tensor's extent only, not where a sequence ends.
@@ -45,8 +47,9 @@ struct PrefillEpilogue : Traits {
     auto const rounded = [&](int block, int h) {  // columns 8 block + 2 (lane % 4) and the next, of row h
       cutlass::NumericArrayConverter<Element, float, 2> const convert;
       cutlass::Array<float, 2> pair;
-      pair[0] = output(4 * block + 2 * h) * factor[h];
-      pair[1] = output(4 * block + 2 * h + 1) * factor[h];
+      float const x0 = output(4 * block + 2 * h), x1 = output(4 * block + 2 * h + 1);
+      pair[0] = kInvariant ? finish_output(x0, factor[h]) : x0 * factor[h];
+      pair[1] = kInvariant ? finish_output(x1, factor[h]) : x1 * factor[h];
       auto const x = convert(pair);
       return reinterpret_cast<uint32_t const&>(x);
     };
@@ -91,7 +94,7 @@ struct PrefillEpilogue : Traits {
 
   /// Stages the warpgroup's rows in shared memory and stores them by TMA.
   template <class Rounded>
-  static CUTLASS_DEVICE void store_by_tma(Params const& params, SharedStorage& storage, QueryTile const& tile, Rounded const& rounded,
+  static CUTLASS_DEVICE void store_by_tma(Params const& params, SharedStorage& storage, Tile const& tile, Rounded const& rounded,
                                           int first_query, int batch, int consumer, int thread) {
     if constexpr (kOwnOutput) {
       NamedBarrier<128> const warpgroup_barrier{kWarpgroupBarrier + consumer};

@@ -8,6 +8,7 @@
 #include "attention/shared/paged_rows.cuh"
 #include "attention/shared/sequences.cuh"
 #include "attention/shared/softmax.cuh"
+#include "attention/shared/splits.h"
 #include "cutlass/fast_math.h"
 #include "minfer/attention.h"
 
@@ -56,5 +57,18 @@ struct PrefillCodesParams : PrefillParams {
   int32_t group_tokens;                // int4: tokens that share a scale of K, 32 or 64; else 0
   int32_t groups_v, vectors_of_group;  // int4: scales of a token of V, and the vectors of codes (32 channels) that share one
 };
+
+/// What batch-invariant kernels have in addition: see split_scheduler.cuh.
+struct SplitFields {
+  int32_t split_rows;          // packed rows of a sequence up to which its splits are items of their own; 0: of none
+  int32_t max_splits;          // of such a sequence
+  int32_t max_items;           // of the launch where no sequences overlap
+  int32_t slot_rows;           // rows of a slot of partials
+  float* partials;             // [slots, slot_rows, kHeadDimV]
+  SplitState* partial_states;  // [slots, slot_rows]
+  float4* totals;              // of each CTA, where shared memory has no room for them: split_totals.cuh
+};
+template <class Base>
+struct SplitParams : Base, SplitFields {};
 
 }  // namespace minfer::attention

@@ -15,7 +15,8 @@ struct PrefillProducer : Traits {
   using Traits::kTileN, Traits::kv_head_of, Traits::mask_of, Traits::queries_of, Traits::query_phase, Traits::query_stage;
   using Traits::read_tile, Traits::release;
   using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params;
-  using typename Traits::Queries, typename Traits::Ring, typename Traits::SharedStorage, typename Traits::TileScheduler;
+  using typename Traits::Queries, typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile,
+      typename Traits::TileScheduler;
 
   // ---- boxes of TMA ---------------------------------------------------------------------------------------------------------------
 
@@ -23,7 +24,7 @@ struct PrefillProducer : Traits {
   /// first key. A box whose keys are all masked is loaded from the nearest box that is seen, since its own page may have been freed; its
   /// scores are masked and its values cleared.
   template <class Load>
-  static CUTLASS_DEVICE void for_boxes(Params const& params, QueryTile const& tile, int block, int lane, Load const& load) {
+  static CUTLASS_DEVICE void for_boxes(Params const& params, Tile const& tile, int block, int lane, Load const& load) {
     for (int box = lane; box * params.box_rows < kTileN; box += 32) {
       int key = block * kTileN + box * params.box_rows, row = tile.row_k + key, page = 0;
       if (params.block_table != nullptr) {
@@ -40,7 +41,7 @@ struct PrefillProducer : Traits {
 
   /// Begins the loads of a block of keys or values, by a warp.
   template <int kDim>
-  static CUTLASS_DEVICE void load_block(Params const& params, CUtensorMap const& map, uint64_t* full, Element* to, QueryTile const& tile,
+  static CUTLASS_DEVICE void load_block(Params const& params, CUtensorMap const& map, uint64_t* full, Element* to, Tile const& tile,
                                         int kv_head, int block, int lane) {
     using Hint = cute::TMA::CacheHintSm90;
     if (lane == 0) FullBarrier::arrive_and_expect_tx(full, uint32_t(kTileN * kDim * 2));
@@ -56,7 +57,7 @@ struct PrefillProducer : Traits {
 
   /// Calls load(column, coordinates ..) for each TMA box of a tile's queries: 64 columns of all rows.
   template <class Load>
-  static CUTLASS_DEVICE void for_columns(Params const& params, QueryTile const& tile, Load const& load) {
+  static CUTLASS_DEVICE void for_columns(Params const& params, Tile const& tile, Load const& load) {
 #pragma unroll
     for (int column = 0; column < kHeadDim / 64; ++column) {
       load(column, column * 64, 0, tile.row_q + tile.first, tile.head_tile, params.cu_seqlens_q != nullptr ? 0 : tile.batch);
@@ -65,8 +66,9 @@ struct PrefillProducer : Traits {
 
   // ---- a tile ---------------------------------------------------------------------------------------------------------------------
 
+  static CUTLASS_DEVICE Tile none() { return {-1}; }
   /// Publishes the CTA's tile number `iteration` to the consumers, by a warp.
-  static CUTLASS_DEVICE void publish_tile(SharedStorage& storage, int iteration, QueryTile const& tile, int lane) {
+  static CUTLASS_DEVICE void publish_tile(SharedStorage& storage, int iteration, Tile const& tile, int lane) {
     EmptyBarrier::wait(&storage.empty_tile[iteration % 2], iteration / 2 % 2 ^ 1);
     if (lane == 0) {
       storage.tile[iteration % 2] = tile;
@@ -76,8 +78,8 @@ struct PrefillProducer : Traits {
   }
 
   /// Begins the load of a tile's queries when their stage is empty, by a warp. A tile that sees no keys needs none.
-  static CUTLASS_DEVICE void load_queries(Params const& params, SharedStorage& storage, QueryTile const& tile, bool sees_keys,
-                                          int iteration, int lane) {
+  static CUTLASS_DEVICE void load_queries(Params const& params, SharedStorage& storage, Tile const& tile, bool sees_keys, int iteration,
+                                          int lane) {
     using Hint = cute::TMA::CacheHintSm90;
     uint64_t* const full = &storage.full_q[query_stage(iteration)];
     Element* const to = storage.q[query_stage(iteration)];
@@ -102,7 +104,7 @@ struct PrefillProducer : Traits {
     // Publishes tile t and begins the load of its queries, at least into L2, while the tile before it still has most of its key blocks
     // ahead.
     auto const publish_next = [&](int iteration) CUTLASS_LAMBDA_FUNC_INLINE {
-      QueryTile const tile = t < tiles ? TileScheduler::at(storage.tiles, params, t) : QueryTile::none();
+      Tile const tile = t < tiles ? TileScheduler::at(storage.tiles, params, t) : none();
       publish_tile(storage, iteration, tile, lane);
       if (tile.is_none()) return;
       KeyBlocks<kTileN> const blocks = blocks_of(params, tile, queries_of(params, tile));
@@ -112,7 +114,7 @@ struct PrefillProducer : Traits {
     };
     publish_next(0);
     for (int iteration = 0;; ++iteration) {
-      QueryTile const tile = read_tile(storage, iteration, lane);
+      Tile const tile = read_tile(storage, iteration, lane);
       if (tile.is_none()) break;
       if (lane == 0) t = TileScheduler::next(params, t);
       t = __shfl_sync(0xffffffffu, t, 0);
@@ -134,7 +136,7 @@ struct PrefillProducer : Traits {
       }
       if (!sees_keys(blocks)) publish_next(iteration + 1);
       if constexpr (kQueryStages == 1) {  // the stage becomes empty when this tile's last product with its queries is done
-        QueryTile const next = read_tile(storage, iteration + 1, lane);
+        Tile const next = read_tile(storage, iteration + 1, lane);
         if (!next.is_none()) {
           load_queries(params, storage, next, sees_keys(blocks_of(params, next, queries_of(params, next))), iteration + 1, lane);
         }
@@ -143,6 +145,15 @@ struct PrefillProducer : Traits {
   }
 
   // ---- keys and values from codes: a warpgroup ------------------------------------------------------------------------------------
+
+  /// The first key that is converted for a tile: what lies before its split is read by others.
+  static CUTLASS_DEVICE int32_t first_key_of(Mask const& mask, Tile const& tile, Queries const& queries) {
+    if constexpr (Traits::kInvariant) {
+      return max(mask.begin(queries.first), tile.split * Traits::kSplitBlocks * kTileN);
+    } else {
+      return mask.begin(queries.first);
+    }
+  }
 
   template <WeightFormat kFormat>
   static CUTLASS_DEVICE void convert(Params const& params, SharedStorage& storage, int warp, int lane) {
@@ -154,19 +165,18 @@ struct PrefillProducer : Traits {
       if (warp == 0) {
         if (iteration > 0) t = __shfl_sync(0xffffffffu, lane == 0 ? TileScheduler::next(params, t) : 0, 0);
         publish_tile(storage, iteration,
-                     t < TileScheduler::count(storage.tiles, params) ? TileScheduler::at(storage.tiles, params, t) : QueryTile::none(),
-                     lane);
+                     t < TileScheduler::count(storage.tiles, params) ? TileScheduler::at(storage.tiles, params, t) : none(), lane);
       }
       EmptyBarrier::wait(&storage.full_tile[iteration % 2], iteration / 2 % 2);
-      QueryTile const tile = read_tile(storage, iteration, lane);
+      Tile const tile = read_tile(storage, iteration, lane);
       release(&storage.empty_tile[iteration % 2], lane);
       if (tile.is_none()) break;
       Queries const queries = queries_of(params, tile);
       Mask const mask = mask_of(params, tile);
-      KeyBlocks<kTileN> const blocks(mask, queries.first, queries.last);
+      KeyBlocks<kTileN> const blocks = blocks_of(mask, tile, queries);
       if (warp == 0) load_queries(params, storage, tile, blocks.begin < blocks.end, iteration, lane);
       if (blocks.begin >= blocks.end) continue;
-      Converter const converter(params, tile.batch, kv_head_of(params, tile), mask.begin(queries.first), mask.end(queries.last),
+      Converter const converter(params, tile.batch, kv_head_of(params, tile), first_key_of(mask, tile, queries), mask.end(queries.last),
                                 tile.seqlen_k, warp, lane);
       int block = blocks.end - 1, page = converter.page_of(block);
       typename Converter::Block codes;

@@ -23,13 +23,12 @@ struct QueryTile {
   int32_t row_q, row_k;  // where the sequence begins in q and k
   int32_t first_key;     // the first key that any query of the sequence sees; keys before it are masked for the whole sequence
 
-  static __device__ QueryTile none() { return {-1}; }
   __device__ bool is_none() const { return batch < 0; }
 };
 
-template <int kTileM>
+template <int kTileM, class Table = SequenceTable>
 struct PrefillTileScheduler {
-  using Storage = SequenceTable::Storage;
+  using Storage = typename Table::Storage;
 
   static __device__ int q_tiles(PrefillParams const& p, int b) { return (p.queries(b).count * p.packed_heads + kTileM - 1) / kTileM; }
   static __device__ auto tile_count(PrefillParams const& p) {
@@ -38,11 +37,11 @@ struct PrefillTileScheduler {
 
   /// Called by all `threads` of the CTA, after the preceding kernel of the stream has finished.
   static __device__ void build(Storage& storage, PrefillParams const& p, int thread, int threads) {
-    if (p.cu_seqlens_q != nullptr) SequenceTable::build(storage, p.batch, tile_count(p), p.max_tiles, thread, threads);
+    if (p.cu_seqlens_q != nullptr) Table::build(storage, p.batch, tile_count(p), p.max_tiles, thread, threads);
   }
 
   static __device__ int32_t count(Storage const& storage, PrefillParams const& p) {
-    return p.cu_seqlens_q == nullptr ? p.q_tiles * p.head_tiles * p.batch : SequenceTable::total(storage, p.batch);
+    return p.cu_seqlens_q == nullptr ? p.q_tiles * p.head_tiles * p.batch : Table::total(storage, p.batch);
   }
 
   /// The CTA's next tile after `tile`, or a number >= count() where none is left. Called by one thread.
@@ -57,7 +56,7 @@ struct PrefillTileScheduler {
     // section.
     int32_t number = tile, pairs = p.batch * p.head_tiles, tiles = p.q_tiles, section = p.section, last = p.last_section;
     if (varlen) {
-      found.batch = SequenceTable::find(storage, p.batch, tile_count(p), tile, &number);
+      found.batch = Table::find(storage, p.batch, tile_count(p), tile, &number);
       int32_t const keys = p.keys(found.batch).count;
       tiles = q_tiles(p, found.batch);
       pairs = section = p.head_tiles;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/prefill/params.h"
+#include "attention/prefill/split_scheduler.cuh"
 #include "attention/prefill/tile_scheduler.cuh"
 #include "attention/shared/mask.h"
 #include "common/cutlass_element.cuh"
@@ -27,6 +28,9 @@ struct PrefillTraits {
   static constexpr bool kOwnOutput = Config::kOwnOutput;   // the output is staged in shared memory of its own, else stored from registers
   static constexpr int kQueryStages = kOwnOutput ? 2 : 1;  // with two, the next tile's queries are loaded while this tile is computed
   static constexpr bool kConverts = Config::kConverts;     // keys and values are codes, which the producer converts
+  static constexpr bool kInvariant = Config::kInvariant;   // batch-invariant: keys are divided into splits (shared/splits.h)
+  static constexpr bool kSharedTotals = has_shared_totals(kHeadDim);  // totals over splits are in shared memory, else in the workspace
+  static constexpr int kSplitBlocks = split_blocks_of(kTileN);
   // Registers of a thread. A launch gives a CTA of three warpgroups 504 in total over its warpgroups and one of four 512, or fewer.
   static constexpr int kConsumerRegisters = kConverts                           ? (kHeadDim == 256 ? 208 : 192)
                                             : kConsumers == 3                   ? 160
@@ -42,13 +46,22 @@ struct PrefillTraits {
   // Named barriers: kConsumers of pingpong's order, one of each consumer warpgroup, and one of all consumers.
   static constexpr int kOrderBarrier = 1, kWarpgroupBarrier = 1 + kConsumers, kConsumersBarrier = 1 + 2 * kConsumers;
 
-  using TileScheduler = PrefillTileScheduler<kTileM>;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
-  using Params = cute::conditional_t<kConverts, PrefillCodesParams, PrefillParams>;
+  using WholeParams = cute::conditional_t<kConverts, PrefillCodesParams, PrefillParams>;
+  using Params = cute::conditional_t<kInvariant, SplitParams<WholeParams>, WholeParams>;
+  using TileScheduler =
+      cute::conditional_t<kInvariant, SplitTileScheduler<SplitParams<WholeParams>, kTileM, kTileN>, PrefillTileScheduler<kTileM>>;
+  using Tile = cute::conditional_t<kInvariant, SplitTile, QueryTile>;
 
   struct OutputStorage {
     alignas(1024) Element of[kTileM * kHeadDimV];  // [head_dim_v / 64][row][64]
+  };
+  struct TotalsStorage {
+    alignas(16) float4 of[kConsumers * (kOutputs / 4) * 128];  // [warpgroup][vector][thread]
+  };
+  struct StatesStorage {
+    SplitState of[kTileM];
   };
   struct SharedStorage {
     alignas(1024) Element q[kQueryStages][kTileM * kHeadDim];  // each stage [head_dim / 64][row][64], as of k and v
@@ -57,7 +70,9 @@ struct PrefillTraits {
     [[no_unique_address]] cute::conditional_t<kOwnOutput, OutputStorage, cute::tuple<>> output;
     alignas(8) uint64_t full_q[kQueryStages], empty_q[kQueryStages], full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
     alignas(8) uint64_t full_tile[2], empty_tile[2];
-    QueryTile tile[2];  // tiles that the producer publishes to the consumers
+    [[no_unique_address]] cute::conditional_t<kInvariant && kSharedTotals, TotalsStorage, cute::tuple<>> totals;
+    [[no_unique_address]] cute::conditional_t<kInvariant, StatesStorage, cute::tuple<>> states;
+    Tile tile[2];  // tiles that the producer publishes to the consumers
     typename TileScheduler::Storage tiles;
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
@@ -71,34 +86,46 @@ struct PrefillTraits {
   struct Queries {
     int32_t first, last;
   };
-  static CUTLASS_DEVICE Queries queries_of(Params const& params, QueryTile const& tile) {
+  static CUTLASS_DEVICE Queries queries_of(Params const& params, Tile const& tile) {
     int32_t const last = tile.first + over_packed_heads(params, kTileM) - 1;
     return {tile.first, last < tile.seqlen_q ? last : tile.seqlen_q - 1};
   }
-  static CUTLASS_DEVICE Queries queries_of(Params const& params, QueryTile const& tile, int consumer) {
+  static CUTLASS_DEVICE Queries queries_of(Params const& params, Tile const& tile, int consumer) {
     int32_t const queries = over_packed_heads(params, 64), first = tile.first + consumer * queries, last = first + queries - 1;
     return {first, last < tile.seqlen_q ? last : tile.seqlen_q - 1};
   }
   /// x / packed_heads, which is a power of two up to 64.
   static CUTLASS_DEVICE int32_t over_packed_heads(Params const& params, int32_t x) { return x >> (31 - __clz(params.packed_heads)); }
 
-  static CUTLASS_DEVICE Mask mask_of(Params const& params, QueryTile const& tile) {
+  static CUTLASS_DEVICE Mask mask_of(Params const& params, Tile const& tile) {
     return Mask(tile.seqlen_q, tile.seqlen_k, params.window_left, params.window_right);
   }
-  static CUTLASS_DEVICE KeyBlocks<kTileN> blocks_of(Params const& params, QueryTile const& tile, Queries queries) {
-    return KeyBlocks<kTileN>(mask_of(params, tile), queries.first, queries.last);
+  static CUTLASS_DEVICE KeyBlocks<kTileN> blocks_of(Params const& params, Tile const& tile, Queries queries) {
+    return blocks_of(mask_of(params, tile), tile, queries);
+  }
+  static CUTLASS_DEVICE KeyBlocks<kTileN> blocks_of(Mask const& mask, Tile const& tile, Queries queries) {
+    KeyBlocks<kTileN> blocks(mask, queries.first, queries.last);
+    if constexpr (kInvariant) {
+      if (tile.split >= 0) blocks.cut(tile.split * kSplitBlocks, (tile.split + 1) * kSplitBlocks);
+    }
+    return blocks;
   }
 
   /// Reads the published tile number `iteration`, by a whole warp. The shuffles let the compiler know that all lanes hold the same values.
-  static CUTLASS_DEVICE QueryTile read_tile(SharedStorage& storage, int iteration, int lane) {
-    constexpr int kWords = sizeof(QueryTile) / 4;
-    static_assert(kWords == 8);
+  static CUTLASS_DEVICE Tile read_tile(SharedStorage& storage, int iteration, int lane) {
+    constexpr int kWords = sizeof(Tile) / 4;
+    static_assert(kWords == (kInvariant ? 9 : 8));
     int32_t const word = reinterpret_cast<int32_t const*>(&storage.tile[iteration % 2])[lane < kWords ? lane : 0];
     auto const of = [word](int i) { return __shfl_sync(0xffffffffu, word, i); };
-    return {of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)};
+    QueryTile const tile{of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)};
+    if constexpr (kInvariant) {
+      return {tile, of(8)};
+    } else {
+      return tile;
+    }
   }
 
-  static CUTLASS_DEVICE int kv_head_of(Params const& params, QueryTile const& tile) {
+  static CUTLASS_DEVICE int kv_head_of(Params const& params, Tile const& tile) {
     return tile.head_tile * params.packed_heads / params.heads_per_kv;
   }
 

@@ -1,6 +1,9 @@
 // The arguments of a generated launch function of an attention kernel. Private to the library.
 #pragma once
 
+#include <cstring>
+
+#include "attention/shared/splits.h"
 #include "minfer/attention.h"
 
 namespace minfer::attention {
@@ -8,6 +11,26 @@ namespace minfer::attention {
 /// A decode CTA leaves a partial as packets of 16 bytes. 64 elements of an output row take 34 of them: the row's maximum and sum, the stamp
 /// that tags the others, and 32 pairs of elements.
 constexpr int kPacketsOfPartial = 34;
+
+/// Whether it is a kernel of the batch-invariant mode, where the others are not considered.
+inline bool is_invariant(KernelInfo const& kernel) { return std::strcmp(kernel.operation, "attention_invariant") == 0; }
+
+/// Where a batch-invariant kernel has what in its workspace, in bytes: the tile counter, partials of splits, their states, totals.
+struct SplitWorkspace {
+  size_t partials, states, totals, bytes;
+};
+constexpr size_t kCounterBytes = 256;
+inline SplitWorkspace split_workspace_of(KernelInfo const& kernel, AttentionPlan const& plan, DeviceProperties const& device) {
+  auto const aligned = [](size_t bytes) { return (bytes + 255) & ~size_t(255); };
+  size_t const rows = plan.split_rows > 0 ? size_t(plan.partial_slots) * size_t(plan.slot_rows) : 0;
+  size_t const totals = has_shared_totals(kernel.tile_k) ? 0 : size_t(device.sm_count) * kernel.tile_m * kernel.head_dim_v * 4;
+  SplitWorkspace at;
+  at.partials = plan.counted ? kCounterBytes : 0;
+  at.states = at.partials + aligned(rows * kernel.head_dim_v * 4);
+  at.totals = at.states + aligned(rows * 8);
+  at.bytes = at.totals + aligned(totals);
+  return at;
+}
 
 struct AttentionLaunchArguments {
   AttentionPlan const* plan;

@@ -41,6 +41,12 @@ struct KeyBlocks {
     full_begin = (mask.begin(last) + kTileN - 1) / kTileN;
     full_end = mask.end(first) / kTileN;
   }
+  /// Leaves those of blocks `first` to `last` - 1; where none is left, both ends are `first`.
+  MINFER_HOST_DEVICE void cut(int32_t first, int32_t last) {
+    begin = begin < first ? first : begin;
+    end = end < last ? end : last;
+    if (begin >= end) begin = end = first;
+  }
 };
 
 }  // namespace minfer::attention

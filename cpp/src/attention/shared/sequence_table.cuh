@@ -10,8 +10,8 @@
 
 namespace minfer::attention {
 
-struct SequenceTable {
-  static constexpr int kBuckets = 512;
+template <int kBuckets>
+struct SequenceTableOf {
   struct Storage {
     int32_t first[kBuckets + 1];  // number of each bucket's first item; the last entry used is the number of all items
     int32_t warp_total[32];
@@ -77,5 +77,7 @@ struct SequenceTable {
     return b;
   }
 };
+
+using SequenceTable = SequenceTableOf<512>;
 
 }  // namespace minfer::attention

@@ -35,14 +35,21 @@ __device__ __forceinline__ float tanh_fast(float x) {
   return y;
 }
 
+/// a * b; kExact: rounded, also where a sum follows.
+template <bool kExact>
+__device__ __forceinline__ float multiply(float a, float b) {
+  return kExact ? __fmul_rn(a, b) : a * b;
+}
+
 /// The end of a row, for all kernels: returns what the row's output is to be multiplied by, where exponentials are relative to row_max (in
 /// units of log2) and add up to row_sum. lse is the natural logarithm of the softmax's denominator, so that outputs over parts of the keys
 /// add up when each is multiplied by exp(lse). A sink is a key without a value: it counts in the denominator of rows that hold a query.
-template <class Element>
+/// kExact: products are rounded before they are used, so that the compiler cannot merge them with a sum in one place and not in another.
+template <class Element, bool kExact = false>
 __device__ __forceinline__ float finish_row(SoftmaxOptions const& options, int head, bool is_query, float row_max, float row_sum,
                                             float* lse) {
   float sink = -INFINITY;
-  if (options.sinks != nullptr && is_query) sink = float(static_cast<Element const*>(options.sinks)[head]) * kLog2E;
+  if (options.sinks != nullptr && is_query) sink = multiply<kExact>(float(static_cast<Element const*>(options.sinks)[head]), kLog2E);
   float const max_with_sink = fmaxf(row_max, sink), base = max_with_sink == -INFINITY ? 0.0f : max_with_sink;
   float const keep = exp2_fast(row_max - base), sum = fmaf(row_sum, keep, exp2_fast(sink - base));
   float const factor = sum == 0.0f ? 0.0f : keep * inverse_fast(sum);
@@ -90,13 +97,21 @@ struct Softcap {
 /// was accumulated so far must be multiplied by `rescale`; all lanes of a warp get the same answer. The maximum is only raised when it
 /// grows by more than a factor 2^8 of the exponentials (FlashAttention-4): probabilities then stay below 2^8, and most blocks rescale
 /// nothing.
-template <int kValues>
+/// kExact: as of finish_row().
+template <int kValues, bool kExact = false>
 struct OnlineSoftmax {
   float scale_log2;  // of the scores, times log2(e)
   float row_max[2];  // the maximum that exponentials are relative to, in units of log2; -inf before the first key
   float row_sum[2];  // over this thread's columns; reduce_sums() adds up the row's four lanes
 
   __device__ explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2), row_max{-INFINITY, -INFINITY}, row_sum{0.0f, 0.0f} {}
+  __device__ void clear() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      row_max[h] = -INFINITY;
+      row_sum[h] = 0.0f;
+    }
+  }
 
   /// A block of scores without a softcap, or of scores to which cap_scores() was applied.
   template <class Scores>
@@ -104,7 +119,7 @@ struct OnlineSoftmax {
     float block_max[2], offset[2];
     find_max(scores, block_max);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) block_max[h] = reduce_max(block_max[h]) * scale_log2;
+    for (int h = 0; h < 2; ++h) block_max[h] = multiply<kExact>(reduce_max(block_max[h]), scale_log2);
     bool const raised = raise_max(block_max, rescale, offset);
     add_exponentials(scores, rescale, [&](float score, int h) { return fmaf(score, scale_log2, -offset[h]); });
     return __any_sync(0xffffffffu, raised);
