@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "attention/cost_model.h"
+#include "core/batch_invariance.h"
 #include "core/checks.h"
 #include "core/cost_models.h"
 #include "core/device.h"
@@ -80,6 +81,7 @@ void set_options(AttentionCall* call) {
   softmax.scale = in_float32(op, "scale", scale);
   if (!(softcap >= 0.0)) fail(op, ": softcap must be 0 (none) or positive, got ", softcap);
   softmax.softcap = in_float32(op, "softcap", softcap);
+  p.batch_invariant = batch_invariant();
   p.window_left = options.window_left;
   p.window_right = options.window_right;
   if (options.causal && (p.window_right < 0 || p.window_right > 0)) p.window_right = 0;
@@ -346,6 +348,7 @@ std::tuple<Tensor, Tensor> attend_to_pages(AttentionCall& call, Tensor const& se
   describe_queries(&call, modes, seq_lens, cu_seqlens_q, max_seqlen_q);
   describe_pages(&call, block_table);
   if (num_splits && (*num_splits < 1 || *num_splits > 256)) fail(op, ": num_splits must be 1 to 256, got ", *num_splits);
+  if (num_splits && batch_invariant()) fail(op, ": num_splits must be None in the batch-invariant mode, got ", *num_splits);
   p.num_splits = num_splits ? *num_splits : 0;
   describe_scales(&call, scales);
   check_cache_strides(op, k_cache, v_cache);
@@ -453,9 +456,10 @@ AttentionProblem problem_of(char const* op, std::vector<int64_t> const& sizes, s
 
 std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string const& type, int64_t window_left, int64_t window_right,
                                 bool varlen, std::optional<std::string> const& kernel, bool only_runnable, int64_t device,
-                                std::optional<std::string> const& kv_format, int64_t page_size) {
+                                std::optional<std::string> const& kv_format, int64_t page_size, bool batch_invariant) {
   char const* op = "minfer::_plan_attention";
-  AttentionProblem const p = problem_of(op, sizes, type, window_left, window_right, varlen, kv_format, page_size);
+  AttentionProblem p = problem_of(op, sizes, type, window_left, window_right, varlen, kv_format, page_size);
+  p.batch_invariant = batch_invariant;
   AttentionPlanOptions options;
   options.only_runnable = only_runnable;
   if (kernel) options.kernel = kernel->c_str();
@@ -464,6 +468,7 @@ std::string plan_attention_json(std::vector<int64_t> const& sizes, std::string c
   if (!status.ok()) fail(op, ": ", status.message);
   Json json;
   json.open('{').key("kernel").value(plan.kernel->name).key("pack").value(plan.packed_heads).key("counted").value(plan.counted);
+  json.key("split_keys").value(plan.split_keys).key("split_rows").value(plan.split_rows).key("max_splits").value(plan.max_splits);
   json.key("workspace_bytes").value(int64_t(plan.workspace_bytes)).key("predicted_us").value(plan.predicted_us);
   json.key("floor_us").value(plan.floor_us).key("reason").value(plan.reason).close('}');
   return json.text();
@@ -514,7 +519,7 @@ constexpr Operator kPlanning[] = {
     {"_attention_model() -> str", boxed<&attention_model>},
     {"_predict_attention(str models, str candidates, int device, Tensor(a!) us, Tensor(b!) floor_us) -> ()", boxed<&predict_attention>},
     {"_plan_attention(int[] sizes, str type, int window_left, int window_right, bool varlen, str? kernel, bool only_runnable, int device, "
-     "str? kv_format=None, int page_size=0) -> str",
+     "str? kv_format=None, int page_size=0, bool batch_invariant=False) -> str",
      boxed<&plan_attention_json>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kPlanning); }

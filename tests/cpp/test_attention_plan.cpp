@@ -1,7 +1,9 @@
 // Plans of attention on GPUs that are not here: every problem has a kernel, of sm_90 on Hopper and a portable one elsewhere, which fits.
 #include <cstring>
 #include <functional>
+#include <map>
 #include <sstream>
+#include <tuple>
 #include <vector>
 
 #include "gemm_problems.h"
@@ -88,6 +90,7 @@ void check_plan(AttentionPlan const& plan, AttentionProblem const& p, DeviceProp
   KernelInfo const& kernel = *plan.kernel;
   CHECK(kernel.ab_type == p.type && kernel.tile_k >= p.head_dim && kernel.head_dim_v >= p.head_dim_v);
   CHECK(kernel.smem_bytes <= device.smem_per_block);
+  CHECK_EQUAL(std::string(kernel.operation), p.batch_invariant ? "attention_invariant" : "attention");
   int64_t const group = p.heads_q / p.heads_kv;
   CHECK(plan.predicted_us >= plan.floor_us && plan.floor_us >= 0);
   if (p.cached) CHECK(plan.box_rows > 0 && kernel.tile_n % plan.box_rows == 0 && (!p.paged || p.page_size % plan.box_rows == 0));
@@ -194,4 +197,93 @@ TEST_CASE(pieces_beyond_32_bits_are_another_kernels) {
   decode.heads_q = decode.heads_kv = 113;  // a prime: no heads in lockstep
   options.kernel = nullptr;
   CHECK(plan_attention(decode, device, options, &plan).ok() && plan.kernel->schedule != Schedule::kSplitKv);
+}
+
+namespace {
+
+/// Whether the batch-invariant mode has a kernel: of codes, rows are whole vectors of 16 bytes.
+bool has_invariant_kernel(AttentionProblem const& p) {
+  if (p.num_splits > 0) return false;
+  if (p.kv_format == WeightFormat::kDense) return p.head_dim <= 192;
+  if (p.head_dim > 128) return false;
+  int64_t const bits = p.kv_format == WeightFormat::kInt4 ? 4 : 8;
+  return p.head_dim * bits % 128 == 0 && p.head_dim_v * bits % 128 == 0;
+}
+
+}  // namespace
+
+TEST_CASE(batch_invariant_kernels_follow_from_types_and_head_dims_alone) {
+  DeviceProperties const devices[] = {h200_properties(), [] {
+                                        DeviceProperties fewer = h200_properties();
+                                        fewer.sm_count = 78;
+                                        fewer.memory_bytes = 0;
+                                        return fewer;
+                                      }()};
+  std::map<std::tuple<DataType, int64_t, int64_t, bool>, KernelInfo const*> kernels;
+  int divided = 0, whole = 0;
+  for (DeviceProperties const& device : devices) {
+    for_each_problem([&](AttentionProblem p) {
+      if (!has_invariant_kernel(p)) return;
+      p.batch_invariant = true;
+      Context const at(text_of(p));
+      AttentionPlan const plan = plan_of(p, device);
+      KernelInfo const& kernel = *plan.kernel;
+      CHECK_EQUAL(std::string(kernel.operation), "attention_invariant");
+      CHECK(kernel.ab_type == p.type && kernel.tile_k >= p.head_dim && kernel.head_dim_v >= p.head_dim_v);
+      CHECK(plan.predicted_us >= plan.floor_us);
+      CHECK_EQUAL(kernel.b_format == WeightFormat::kDense, p.kv_format == WeightFormat::kDense);
+      bool const codes = p.kv_format != WeightFormat::kDense;
+      auto const [known, is_new] = kernels.try_emplace({p.type, p.head_dim, p.head_dim_v, codes}, plan.kernel);
+      CHECK(known->second == plan.kernel);
+      CHECK(plan.split_keys % kernel.tile_n == 0 && plan.split_keys >= 448 && plan.split_keys <= 576);
+      CHECK(p.heads_q / p.heads_kv % plan.packed_heads == 0 && kernel.tile_m % plan.packed_heads == 0);
+      ++(plan.split_rows > 0 ? divided : whole);
+      if (plan.split_rows == 0) return;
+      // Slots for all rows and splits that there may be, in no more memory than may be taken.
+      CHECK(plan.max_splits > 1 && plan.slot_rows <= kernel.tile_m && plan.slot_rows <= plan.split_rows);
+      CHECK(p.window_left >= 0 || plan.max_splits * plan.split_keys >= p.seqlen_k);
+      int64_t const rows = std::min(p.seqlen_q * plan.packed_heads, plan.split_rows);
+      int64_t const tiles = p.batch * ((rows + kernel.tile_m - 1) / kernel.tile_m) * (p.heads_q / plan.packed_heads);
+      CHECK(plan.partial_slots >= tiles * plan.max_splits && plan.partial_slots <= int64_t(1) << 30);
+      CHECK(plan.workspace_bytes >= size_t(plan.partial_slots * plan.slot_rows * (p.head_dim_v + 2) * 4));
+      CHECK(plan.workspace_bytes <= size_t(5) << 28);
+    });
+  }
+  CHECK(divided > 100 && whole > 100);
+}
+
+TEST_CASE(batch_invariant_decode_divides_long_keys) {
+  auto const plan_for = [](int64_t batch, int64_t queries, int64_t keys) {
+    AttentionProblem p = cached(problem_of(batch, queries, keys, 32, 8, 128, 128), WeightFormat::kDense, 64);
+    p.type = DataType::kBF16;
+    p.batch_invariant = true;
+    return plan_of(p, h200_properties());
+  };
+  AttentionPlan const alone = plan_for(1, 1, 65536), many = plan_for(256, 1, 512), prefill = plan_for(1, 8192, 8192);
+  CHECK_EQUAL(alone.split_rows, 4);
+  CHECK_EQUAL(alone.packed_heads, 4);
+  CHECK(!alone.counted && alone.max_splits >= 65536 / 576);
+  CHECK_EQUAL(prefill.split_rows, 0);
+  CHECK(alone.kernel == many.kernel && alone.kernel == prefill.kernel);
+}
+
+TEST_CASE(batch_invariant_attention_says_what_it_cannot_do) {
+  AttentionProblem p = cached(problem_of(2, 1, 4096, 32, 8, 128, 128), WeightFormat::kDense, 64);
+  p.batch_invariant = true;
+  AttentionPlanOptions options;
+  options.only_runnable = false;
+  AttentionPlan plan;
+  int count = 0;
+  Status status = plan_attention(p, portable_devices(&count)[0], options, &plan);
+  CHECK(status.code == StatusCode::kNotSupported && std::strstr(status.message, "batch-invariant attention") != nullptr);
+  options.kernel = "attention_sm90_f16_d128_decode";
+  status = plan_attention(p, h200_properties(), options, &plan);
+  CHECK(status.code == StatusCode::kInvalidArgument && std::strstr(status.message, "depend on what else is computed") != nullptr);
+  options.kernel = nullptr;
+  p.num_splits = 4;
+  status = plan_attention(p, h200_properties(), options, &plan);
+  CHECK(status.code == StatusCode::kInvalidArgument && std::strstr(status.message, "num_splits must not be given") != nullptr);
+  p.num_splits = 0, p.batch_invariant = false;
+  options.kernel = "attention_sm90_f16_d128_192x80_prefill_invariant";
+  CHECK(plan_attention(p, h200_properties(), options, &plan).ok());  // by name, outside of the mode, too
 }

@@ -210,7 +210,7 @@ def test_the_projects_own_table():
     for kernel in kernels:
         assert kernel.smem_bytes <= (SM90_SMEM_LIMIT if kernel.arch == 90 else SM80_SMEM_LIMIT)
         if kernel.FAMILY == "attention":
-            what = r"(_fp8_e4m3|_int8|_int4)?_decode" if kernel.schedule == "split_kv" else r"(x\d+)?(_codes)?_\d+x\d+_prefill"
+            what = r"(_fp8_e4m3|_int8|_int4)?_decode" if kernel.schedule == "split_kv" else r"(x\d+)?(_codes)?_\d+x\d+_prefill(_invariant)?"
             assert re.fullmatch(rf"attention_sm(80|90)_b?f16_d\d+{what}", kernel.name)
             continue
         if kernel.FAMILY == "fused":
@@ -242,8 +242,9 @@ def test_the_projects_own_table():
         for element in ("f16", "bf16", *(["f32"] if float32 else [])):
             assert operation == "quantize" or (operation, element, False) in rows
             assert not quantizable or (operation, element, True) in rows
-    # At most 40 kernels of attention in a wheel for sm_90a.
-    assert sum(k.FAMILY == "attention" for k in configs.buildable(kernels, ["90a"])) <= 40
+    # At most 40 kernels of attention in a wheel for sm_90a, and 12 of its batch-invariant mode.
+    own = [k for k in configs.buildable(kernels, ["90a"]) if k.FAMILY == "attention"]
+    assert sum(not k.invariant for k in own) <= 40 and sum(k.invariant for k in own) <= 12
     # Portable ones read every cache, and compute what sm_90's do.
     attention_kernels = [k for k in kernels if k.FAMILY == "attention"]
     for element, cache in itertools.product(("f16", "bf16"), ("dense", "fp8_e4m3", "int8", "int4")):

@@ -7,7 +7,20 @@ from codegen.hardware import SM90_SMEM_ALIGNMENT, SM90_SMEM_LIMIT, round_up
 from codegen.row import Row
 
 FIELDS = {
-    "prefill": {"arch", "elements", "variant", "head_dim", "head_dim_v", "tile", "schedule", "stages", "own_output", "codes", "invariant", "note"},
+    "prefill": {
+        "arch",
+        "elements",
+        "variant",
+        "head_dim",
+        "head_dim_v",
+        "tile",
+        "schedule",
+        "stages",
+        "own_output",
+        "codes",
+        "invariant",
+        "note",
+    },
     "decode": {"arch", "elements", "variant", "head_dim", "caches", "slices", "note"},
 }
 TABLE_BYTES = 3072  # what the tile table and barriers need: tile_scheduler.cuh, prefill_traits.cuh

@@ -76,9 +76,7 @@ char const* illegal(KernelInfo const& kernel, AttentionProblem const& p, DeviceP
   if (kernel.arch_exact ? device.compute_capability() != kernel.arch : device.compute_capability() < kernel.arch) {
     return "it does not run on this device's compute capability";
   }
-  if (is_invariant(kernel) != p.batch_invariant) {
-    return p.batch_invariant ? "its results depend on what else is computed" : "it is of the batch-invariant mode";
-  }
+  if (p.batch_invariant && !is_invariant(kernel)) return "its results depend on what else is computed";
   if (kernel.ab_type != p.type) return "it computes another element type";
   if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
   if (p.head_dim > kernel.tile_k || p.head_dim_v > kernel.head_dim_v) return "its head dimensions are smaller";
@@ -219,8 +217,10 @@ Status check_splits(AttentionPlan const& plan, AttentionProblem const& p, Device
                          double(device.memory_bytes) / kGiB, (long long)std::max(1.0, max_bytes * double(p.num_splits) / bytes));
 }
 
-/// Whether the analytic model considers the kernel. A given number of splits holds whatever the batch is.
-bool considered(KernelInfo const& kernel, AttentionProblem const& p) { return p.num_splits == 0 || splits_keys(kernel); }
+/// Whether the kernel is considered where none is named. A given number of splits holds whatever the batch is.
+bool considered(KernelInfo const& kernel, AttentionProblem const& p) {
+  return is_invariant(kernel) == p.batch_invariant && (p.num_splits == 0 || splits_keys(kernel));
+}
 
 /// The range of the family's kernels in the registry, so that a call does not look at the others, which are several times as many.
 struct Candidates {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._core.batch_invariance import is_batch_invariant
 from .common import DTYPES, Checker, Result, check_dense, check_device, check_kernel, check_scalar, check_shape, check_tensor
 from .kv_cache import (
     PAGE_MULTIPLE,
@@ -160,6 +161,7 @@ def check_attention_paged(
         check(pages == batch, "without a block_table, k_cache must have seq_lens' batch {}, got {}", batch, k_cache.shape)
     if num_splits is not None:
         check(1 <= num_splits <= MAX_SPLITS, "num_splits must be 1 to {}, got {}", MAX_SPLITS, num_splits)
+        check(not is_batch_invariant(), "num_splits must be None in the batch-invariant mode, got {}", num_splits)
     scales = dict(zip(SCALES, (k_scale, v_scale, k_residual, v_residual), strict=True))
     check_scales(check, kv_format, k_cache, scales, (head_dim, head_dim_v), batch, "q", q)
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):

@@ -161,6 +161,15 @@ struct PrefillConsumer : PrefillMma<Traits> {
         Tensor probabilities = make_tensor<Element>(typename Mma::ProbabilitiesLayout{});  // (MMA,MMA_M,MMA_K)
         Tensor packed = recast<uint32_t>(probabilities);                                   // (MMA / 2,MMA_M,MMA_K)
         mma_output.accumulate_ = GMMA::ScaleOut::One;
+        // The blocks that this warpgroup's rows visit. Kept over all splits, they would be spilled.
+        auto const visited = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+          if constexpr (kInvariant) {
+            Tile const again = read_tile(storage, iteration, lane);
+            return blocks_of(params, again, queries_of(params, again, consumer));
+          } else {
+            return blocks;
+          }
+        };
         // Issues the MMAs of S = Q.K^T.
         auto const multiply_keys = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
           mma_scores.accumulate_ = GMMA::ScaleOut::Zero;
@@ -256,8 +265,8 @@ struct PrefillConsumer : PrefillMma<Traits> {
           }
         };
 
-        for (bool is_first = true;;
-             is_first = false) {  // over the splits of batch-invariant kernels, from the last one on; others have one
+        for (;;) {  // over the splits of batch-invariant kernels, from the last one on; others have one
+          KeyBlocks<kTileN> const blocks = visited();
           int32_t const begin = kInvariant ? max(blocks.begin, block / kSplitBlocks * kSplitBlocks) : blocks.begin;
           // The first block: its scores and its softmax.
           FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
@@ -281,14 +290,16 @@ struct PrefillConsumer : PrefillMma<Traits> {
           int const last_full = blocks.full_end - 1;
           for (--block; block > last_full && block >= begin; --block) step(constant<BlockKind, BlockKind::kMasked>{});
           int const first_full = blocks.full_begin > begin ? blocks.full_begin : begin;
-          if (capped && !kConverts &&
-              !kInvariant) {  // the polynomial's constants depend on the scale of K, which of codes the device alone knows
+          // The polynomial's constants depend on the scale of K, which of codes the device alone knows.
+          if (capped && !kConverts && !kInvariant) {
             for (; block >= first_full; --block) step(constant<BlockKind, BlockKind::kCapped>{});
           }
           for (; block >= first_full; --block) step(constant<BlockKind, BlockKind::kFull>{});
           for (; block >= begin; --block) step(constant<BlockKind, BlockKind::kMasked>{});
           // The output of the last block.
-          if (!kInvariant || begin == blocks.begin) release(&storage.empty_q[query_stage(iteration)], thread);
+          KeyBlocks<kTileN> const all = visited();
+          bool const is_last = !kInvariant || begin == all.begin;
+          if (is_last) release(&storage.empty_q[query_stage(iteration)], thread);
           FullBarrier::wait(&storage.full_v[values.index], values.phase);
           if (has_unseen_begin(storage.tile[iteration % 2], begin)) {
             clear_begin(storage.tile[iteration % 2], storage.v[values.index], begin);
@@ -301,9 +312,10 @@ struct PrefillConsumer : PrefillMma<Traits> {
           warpgroup_fence_operand(output);
           release(&storage.empty_v[values.index], thread);
           values.advance();
-          if constexpr (!kInvariant) break;
-          bool const is_last = block < blocks.begin;
-          if constexpr (kInvariant) SplitTotals::fold(params, storage, softmax, output, consumer, thread, is_first, is_last);
+          if constexpr (kInvariant) {
+            bool const is_first = begin / kSplitBlocks == (all.end - 1) / kSplitBlocks;
+            SplitTotals::fold(params, storage, softmax, output, consumer, thread, is_first, is_last);
+          }
           if (is_last) break;
         }
       } else {

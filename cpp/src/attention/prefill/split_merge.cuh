@@ -11,6 +11,7 @@
 #include "common/dependent_launch.cuh"
 #include "common/float16.cuh"
 #include "common/kernel_launch.h"
+#include "common/opaque.cuh"
 
 namespace minfer::attention {
 
@@ -33,6 +34,8 @@ struct PrefillSplitStore : Traits {
   template <class Softmax, class Output>
   static CUTLASS_DEVICE void store(Params const& params, Tile const& tile, Softmax const& softmax, Output const& output, int consumer,
                                    int thread) {
+    make_opaque(thread);
+    make_opaque(consumer);  // as in PrefillSplitTotals
     int const lane = thread % 32, row = consumer * 64 + thread / 32 * 16 + lane / 4;
     int64_t const slot = TileScheduler::slot_of(params, tile, tile.split, tile.first_key / TileScheduler::kSplitKeys);
 #pragma unroll

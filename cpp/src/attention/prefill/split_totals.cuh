@@ -6,6 +6,7 @@
 
 #include "attention/prefill/traits.cuh"
 #include "attention/shared/splits.h"
+#include "common/opaque.cuh"
 
 namespace minfer::attention {
 
@@ -28,6 +29,8 @@ struct PrefillSplitTotals : Traits {
   template <class Softmax, class Output>
   static CUTLASS_DEVICE void fold(Params const& params, SharedStorage& storage, Softmax& softmax, Output& output, int consumer, int thread,
                                   bool first, bool last) {
+    make_opaque(thread);
+    make_opaque(consumer);  // addresses computed before the mainloop would be spilled
     int const lane = thread % 32, row = consumer * 64 + thread / 32 * 16 + lane / 4;  // the thread's other row is 8 below
     softmax.reduce_sums();
     if (first && last) return;

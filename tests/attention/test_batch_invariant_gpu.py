@@ -1,0 +1,234 @@
+"""Attention in the batch-invariant mode on a GPU: the bits of a query follow from itself and the keys and values that it sees.
+
+Not from the other queries of its sequence (how a prompt is cut in chunks), not from other sequences, pages, padding, or how a launch shares
+out the keys. And the results are attention: float64 is the judge.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import random
+
+import minfer
+import pytest
+import torch
+from minfer.planning.plan import DTYPE_NAMES
+
+from tests.attention.kv_cache_cases import KV_FORMATS
+from tests.attention.options import call_options
+from tests.attention.paged_cases import DEVICE, captured, judge, make, raw
+from tests.attention.test_gpu import same_bits
+from tests.gemm.cases import DTYPES, name_of
+
+HERE = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.is_available() and not HERE, reason="the mode's kernels are of 9.0")]
+
+PLAIN = ("16bit", "fp8_e4m3", "int8")  # what a key becomes does not depend on the keys behind it
+# Options of a call; sinks are drawn for its heads.
+OPTIONS = ({}, dict(window_left=333), dict(softcap=7.0), dict(sinks=True), dict(window_left=100, softcap=15.0, sinks=True))
+HEADS = ((4, 4), (8, 2), (8, 1), (7, 1), (12, 2))
+# Around the edges of key blocks (64, 80, 96, 128 keys), of splits (448 to 576 keys) and of tiles.
+EDGES = (0, 1, 63, 64, 79, 80, 127, 128, 191, 192, 447, 448, 479, 480, 511, 512, 513, 575, 576, 639, 640, 959, 960, 1023, 1024, 1025, 1499)
+LENGTH = 1500
+
+
+@pytest.fixture(autouse=True)
+def mode():
+    with minfer.batch_invariant():
+        yield
+
+
+def rows_of(call, begin: int, end: int, **options):
+    """Queries `begin` to `end` of the only sequence, with the keys up to `end`, as a chunk of a prompt has them; lse with rows first."""
+    part = dataclasses.replace(
+        call,
+        q=call.q[:, begin:end],
+        lengths=[end],
+        seq_lens=torch.tensor([end], dtype=torch.int32, device=DEVICE),
+    )
+    out, lse = part.run(**options)
+    return out[0], lse[0].T.contiguous()
+
+
+def differs(have, want) -> bool:
+    return not same_bits((have[0], have[1].view(torch.int16)), (want[0], want[1].contiguous().view(torch.int16)))
+
+
+def cut(want, begin: int, end: int):
+    return want[0][begin:end], want[1][begin:end]
+
+
+def prompt(kv_format, heads, head_dim, dtype, page_size=64, length=LENGTH, **more):
+    return make([length], kv_format, heads, (head_dim, head_dim), dtype, queries=length, page_size=page_size, **more)
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize(("kv_format", "head_dim"), [*itertools.product(PLAIN, (64, 128)), ("16bit", 192)])
+def test_chunks(kv_format, head_dim, dtype):
+    """A prompt in one piece, in chunks of each size, and token by token."""
+    wrong = []
+    for heads, options in itertools.product(HEADS[1:3] if head_dim > 128 else HEADS, OPTIONS):
+        options = call_options(options, heads[0], dtype, DEVICE)
+        call = prompt(kv_format, heads, head_dim, dtype)
+        want = rows_of(call, 0, LENGTH, **options)
+        assert not want[0].isnan().any()
+        parts = [(at, at + 1) for at in EDGES] + [(at, at + 7) for at in EDGES if at + 7 <= LENGTH]
+        for chunk in (64, 100, 512):
+            parts += [(at, min(at + chunk, LENGTH)) for at in range(0, LENGTH, chunk)]
+        wrong += [(heads, list(options), part) for part in parts if differs(rows_of(call, *part, **options), cut(want, *part))]
+    assert not wrong, f"{len(wrong)} chunks differ: {wrong[:10]}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_every_token_alone(dtype):
+    """Every position of a prompt, by a call of its own."""
+    call = prompt("16bit", (8, 2), 128, dtype, length=1100)
+    want = rows_of(call, 0, 1100)
+    assert not [at for at in range(1100) if differs(rows_of(call, at, at + 1), cut(want, at, at + 1))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_chunks_over_int4(dtype):
+    """Codes are made of whole token groups, so chunks must end where groups do; a chunk's own end decides what is in the residual."""
+    for group in (32, 64):
+        call = make([1280], "int4", (8, 2), (128, 128), dtype, queries=1280, groups=(group, 64))
+        want = rows_of(call, 0, 1280)
+        for chunk in (group, 256, 640):
+            for at in range(0, 1280, chunk):
+                assert not differs(rows_of(call, at, at + chunk), cut(want, at, at + chunk)), (group, chunk, at)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("head_dim", (64, 80, 128, 192))
+def test_tensors_and_caches(head_dim, dtype):
+    """attention, attention_varlen and attention_paged over the same 16 bits."""
+    for heads, options in itertools.product(HEADS[:3], OPTIONS):
+        options = call_options(options, heads[0], dtype, DEVICE)
+        q = torch.randn(1, LENGTH, heads[0], head_dim, device=DEVICE, dtype=dtype)
+        k, v = (torch.randn(1, LENGTH, heads[1], head_dim, device=DEVICE, dtype=dtype) for _ in range(2))
+        out, lse = minfer.attention(q, k, v, causal=True, **options)
+        want = out[0], lse[0].T.contiguous()
+        other = torch.randn(700, heads[0], head_dim, device=DEVICE, dtype=dtype)
+        ends = torch.tensor([0, 700, 700 + LENGTH], dtype=torch.int32, device=DEVICE)
+        two = [torch.cat([torch.randn(700, *x.shape[2:], device=DEVICE, dtype=dtype), x[0]]) for x in (k, v)]
+        out, lse = minfer.attention_varlen(torch.cat([other, q[0]]), *two, ends, ends, LENGTH, LENGTH, causal=True, **options)
+        assert not differs((out[700:], lse[:, 700:].T.contiguous()), want), (heads, options)
+        for at in (0, 1, 479, 480, 700, 1024, LENGTH - 1):
+            lengths = torch.tensor([at + 1], dtype=torch.int32, device=DEVICE)
+            out, lse = minfer.attention_paged(q[:, at : at + 1], k, v, lengths, **options)
+            assert not differs((out[0], lse[0].T.contiguous()), cut(want, at, at + 1)), (heads, options, at)
+
+
+# ---- what else is in the batch ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_neighbours(kv_format, dtype):
+    """Each of 34 sequences alone and among the others, with one query, some, and of each another number; pages lie in any order."""
+    draw = random.Random(5)
+    lengths = [draw.choice((1, 5, 64, 300, draw.randrange(1, 3000))) for _ in range(33)] + [4100]
+    for heads, head_dim, options in (((8, 2), 128, {}), ((4, 4), 64, dict(window_left=500)), ((8, 1), 128, dict(softcap=9.0, sinks=True))):
+        options = call_options(options, heads[0], dtype, DEVICE)
+        for queries in (1, 4):
+            call = make([max(length, queries) for length in lengths], kv_format, heads, (head_dim, head_dim), dtype, queries=queries)
+            out, lse = call.run(**options)
+            for b in range(len(lengths)):
+                alone = call.subset([b]).run(**options)
+                assert not differs(alone, (out[b : b + 1], lse[b : b + 1])), (heads, queries, b)
+        ragged = [draw.choice((1, 1, 1, 2, 40)) for _ in lengths]
+        call = make(
+            [max(pair) for pair in zip(lengths, ragged, strict=True)], kv_format, heads, (head_dim, head_dim), dtype, queries=ragged
+        )
+        out, lse = call.run(**options)
+        for b, (first, last) in enumerate(itertools.pairwise(call.ends)):
+            have = call.subset([b], q=call.q[None, first:last]).run(**options)
+            assert not differs((have[0][0], have[1][0].T.contiguous()), (out[first:last], lse[:, first:last].T)), (heads, b)
+
+
+def plan_of(batch: int, length: int, kv_format="16bit", queries=1, heads=(8, 2), head_dim=128, page_size=64, dtype=torch.bfloat16) -> dict:
+    sizes = [batch, queries, length, *heads, head_dim, head_dim]
+    return json.loads(torch.ops.minfer._plan_attention(sizes, DTYPE_NAMES[dtype], -1, 0, False, None, True, 0, kv_format, page_size, True))
+
+
+@pytest.mark.parametrize(("kv_format", "head_dim"), [*itertools.product(PLAIN, (64, 128)), ("16bit", 192)])
+def test_whole_tiles_and_divided_ones(kv_format, head_dim):
+    """Keys that one CTA folds, because there are sequences enough, and keys that many CTAs share."""
+    batch, length, heads = 1500, 1100, (2, 2)
+    assert plan_of(batch, 1152, kv_format, heads=heads, head_dim=head_dim)["split_rows"] == 0
+    assert plan_of(3, 1152, kv_format, heads=heads, head_dim=head_dim)["split_rows"] > 0
+    call = make([length - b % 700 for b in range(batch)], kv_format, heads, (head_dim, head_dim), torch.bfloat16)
+    out, lse = call.run()
+    for first in (0, 600, batch - 3):
+        few = call.subset(range(first, first + 3)).run()
+        assert not differs(few, (out[first : first + 3], lse[first : first + 3])), first
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_pages(kv_format):
+    """Other pages, other sizes of them, and none, hold the same keys."""
+    call = prompt(kv_format, (8, 2), 128, torch.float16, page_size=64, length=1472)
+    want = rows_of(call, 1400, 1472)
+    order = call.table[0, :23].long()
+    gathered = {name: raw(x)[order].contiguous().view(x.dtype) for name in ("k", "v") if (x := getattr(call.cache, name)) is not None}
+    for name in ("k_scale", "v_scale"):
+        x = getattr(call.cache, name)
+        gathered[name] = x[order].contiguous() if x is not None and x.dim() > 1 else x
+    table = torch.arange(23, dtype=torch.int32, device=DEVICE)[None]
+    in_order = dataclasses.replace(call, cache=call.cache._replace(**gathered), table=table)
+    assert not differs(rows_of(in_order, 1400, 1472), want)
+    if kv_format not in ("16bit", "fp8_e4m3"):
+        return
+    for size in (16, 32, 368, None):
+        pages = 1 if size is None else 1472 // size
+        other = {name: raw(gathered[name]).reshape(pages, size or 1472, 2, -1).view(gathered[name].dtype) for name in ("k", "v")}
+        table = None if size is None else torch.arange(pages, dtype=torch.int32, device=DEVICE)[None]
+        there = dataclasses.replace(in_order, cache=in_order.cache._replace(**other), table=table)
+        assert not differs(rows_of(there, 1400, 1472), want), size
+
+
+def test_padding_of_a_graph():
+    """A captured batch with places for more sequences, whose lengths are 0, replayed with other lengths."""
+    call = make([900, 2000, 0, 0, 0, 0, 0, 0], "16bit", (8, 2), (128, 128), torch.bfloat16, most=2048)
+    graph, have = captured(call)
+    for lengths in ([900, 2000], [899, 1], [480, 481], [0, 1700]):
+        call.seq_lens.copy_(torch.tensor(lengths + [0] * 6, dtype=torch.int32))
+        graph.replay()
+        torch.cuda.synchronize()
+        for b, length in enumerate(lengths):
+            alone = dataclasses.replace(call.subset([b]), lengths=[length]).run()
+            assert not differs(alone, (have[0][b : b + 1], have[1][b : b + 1])), (lengths, b)
+        assert not have[0][2:].any() and bool((have[1][2:] == -math.inf).all())
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_numbers(kv_format, dtype):
+    """Against float64; what nobody sees is NaN."""
+
+    def cases():
+        wide = (((192, 128), (8, 2)), ((192, 192), (4, 2))) if kv_format == "16bit" else ()
+        for head_dims, heads in (((64, 64), (4, 4)), ((128, 128), (8, 1)), ((96, 64), (7, 1)), *wide):
+            for lengths, queries in (([5000, 1, 0, 481], 1), ([700, 3000], 90), ([1000, 40, 513], [3, 40, 200])):
+                for options in OPTIONS[:1] if queries == 1 else OPTIONS[1:]:
+                    options = call_options(options, heads[0], dtype, DEVICE)
+                    call = make(lengths, kv_format, heads, head_dims, dtype, queries=queries)
+                    kernel = plan_of(4, 4096, kv_format, heads=heads, head_dim=head_dims[0], dtype=dtype)["kernel"]
+                    yield (head_dims, lengths, queries), call, options | dict(kernel=kernel)
+
+    judge(cases())
+
+
+def test_what_cannot_be_asked_for():
+    call = make([300], "16bit", (8, 2), (128, 128), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="num_splits must be None in the batch-invariant mode"):
+        call.run(num_splits=4)
+    with pytest.raises(RuntimeError, match="depend on what else is computed"):
+        call.run(kernel="attention_sm90_bf16_d128_decode")
