@@ -282,9 +282,10 @@ struct PrefillConsumer : PrefillMma<Traits> {
           cap_and_mask(block >= blocks.full_end || block < blocks.full_begin, capped);
           softmax.step(scores, rescale);
           round();
-          if (has_unseen_end(params, tile, block)) {
+          Tile const& unspilled = kInvariant ? storage.tile[iteration % 2] : tile;
+          if (has_unseen_end(params, unspilled, block)) {
             FullBarrier::wait(&storage.full_v[values.index], values.phase);
-            clear_end(tile, storage.v[values.index], block);
+            clear_end(unspilled, storage.v[values.index], block);
           }
           // The other blocks: masked ones at the end of the keys, full ones, masked ones at the windows' begin.
           int const last_full = blocks.full_end - 1;
