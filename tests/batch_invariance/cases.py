@@ -592,3 +592,39 @@ def check(case: Case, device: str, dtype: torch.dtype, seed: int, rows: tuple[in
             plans = "" if not wrong else f"; plans: {case.plan(m, n, k, dtype)} and {case.plan(max(rows), n, k, dtype)}"
             assert not wrong, f"{case.name} {dtype}, seed {seed}, n = {n}, k = {k}, m = {m} of {max(rows)}: {wrong} numbers differ{plans}"
     return compared
+
+
+# ---- draws beside others that want something else ------------------------------------------------------------------------------------
+
+NEUTRAL = {"repetition_penalties": 1.0, "presence_penalties": 0.0, "frequency_penalties": 0.0}
+
+
+def neutral(rows: int, vocabulary: int, device: str) -> dict[str, Tensor]:
+    """What a request without penalties passes where another has some."""
+    numbers = {name: torch.full((rows,), value, device=device) for name, value in NEUTRAL.items()}
+    return numbers | {"counts": torch.randint(-1, 3, (rows, vocabulary), dtype=torch.int32, device=device)}
+
+
+def check_options_of_others(device: str, vocabulary: int) -> None:
+    """An engine passes the options of all its requests to one call: what those of others are changes nothing.
+
+    Raises:
+      AssertionError: it does.
+    """
+    rows = 6 if device == "cpu" else 130
+    draw = Draw(device, torch.float32, 4)
+    logits = draw.normal(rows, vocabulary, scale=3.0)
+    seeds, offsets = draw.integers(0, 2**31 - 1, rows).long(), draw.integers(0, 1000, rows).long()
+    temperatures = draw.uniform(rows, low=0.3, high=1.5)
+    greedy = torch.arange(rows, device=device) % 3 == 0
+    temperatures[greedy] = 0.0
+    own = {"temperatures": temperatures, "seeds": seeds, "offsets": offsets}
+    all_kept = {"top_ps": torch.ones(rows, device=device), "top_ks": torch.zeros(rows, dtype=torch.int32, device=device)}
+    with minfer.batch_invariant():
+        plain = minfer.sample(logits, top_logprobs=3, **own)
+        for others in (all_kept, neutral(rows, vocabulary, device), all_kept | neutral(rows, vocabulary, device)):
+            assert differing(minfer.sample(logits, top_logprobs=3, **own, **others), plain) == 0, list(others)
+        more = minfer.sample(logits, top_logprobs=7, **own)
+        assert differing((*more[:2], more[2][:, :3], more[3][:, :3]), plain) == 0
+        alone = minfer.sample(logits[greedy], top_logprobs=3, temperature=0.0)
+        assert differing(alone, tuple(x[greedy] for x in plain)) == 0

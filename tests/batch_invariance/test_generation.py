@@ -100,6 +100,34 @@ def test_quantised_caches(kv_cache, device):
         assert together(handle, work, kv_cache=kv_cache, max_rows=3, step_tokens=16) == alone
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name, kv_cache", [("llama", None), ("qwen3_moe", None), ("qwen3", "fp8")])
+def test_a_forward_pass_over_the_same_tokens(name, kv_cache, device):
+    """What a trainer computes: logprobs of the tokens of a completion, all at once or in chunks."""
+    work = [(prompt, params) for prompt, params in requests(9, 2) if params.presence_penalty == 0]
+    prompts, params = zip(*work, strict=True)
+    with optimize(tiny_model(name, device=device)) as handle:
+        completions = generate(handle, list(prompts), list(params), kv_cache=kv_cache, batch_invariant=True)
+        for step_tokens in (8192, 24):
+            options = dict(kv_cache=kv_cache, max_length=256, max_rows=3, step_tokens=step_tokens, batch_invariant=True)
+            engine = engine_of(handle, **options)
+            for c in completions:
+                assert engine.score(c.prompt + c.tokens)[len(c.prompt) - 1 :] == c.logprobs
+
+
+def test_what_is_not_scored():
+    with optimize(tiny_model("llama")) as handle:
+        engine = engine_of(handle, max_length=128, max_rows=1)
+        for tokens, message in (([5], "got 1 tokens"), ([5, -1], "got token -1"), ([5] * 129, "got 129 tokens")):
+            with pytest.raises(ValueError, match=message):
+                engine.score(tokens)
+        free = engine.pool.free
+        assert len(engine.score([5] * 128)) == 127 and engine.pool.free == free
+        engine.submit([5, 6], SamplingParams(max_new_tokens=4))
+        with pytest.raises(RuntimeError, match="under way"):
+            engine.score([5, 6])
+
+
 def test_the_engine_keeps_its_mode():
     work = requests(2)
     with optimize(tiny_model("llama")) as handle:

@@ -125,14 +125,14 @@ struct SplitReduction {
           }
 #pragma unroll
           for (int p = 0; p < kTogether; ++p) {
-            bool const inside = p == 0 || first + p < count;
+            bool const inside = p == 0 || first + p < count;  // else -0, which alone leaves every number as it is
 #pragma unroll
             for (int j = 0; j < kBatch; ++j) {
               if (i + j < end) {
-                fragment(4 * (i + j)) += inside ? part[p][j].x : 0.0f;
-                fragment(4 * (i + j) + 1) += inside ? part[p][j].y : 0.0f;
-                fragment(4 * (i + j) + 2) += inside ? part[p][j].z : 0.0f;
-                fragment(4 * (i + j) + 3) += inside ? part[p][j].w : 0.0f;
+                fragment(4 * (i + j)) += inside ? part[p][j].x : -0.0f;
+                fragment(4 * (i + j) + 1) += inside ? part[p][j].y : -0.0f;
+                fragment(4 * (i + j) + 2) += inside ? part[p][j].z : -0.0f;
+                fragment(4 * (i + j) + 3) += inside ? part[p][j].w : -0.0f;
               }
             }
           }
@@ -202,8 +202,8 @@ struct TaggedReduction {
 #pragma unroll
         for (int i = 0; i < kPackets; ++i) {
           float2 const part = packets[p][i].get();
-          fragment(2 * i) += inside ? part.x : 0.0f;
-          fragment(2 * i + 1) += inside ? part.y : 0.0f;
+          fragment(2 * i) += inside ? part.x : -0.0f;
+          fragment(2 * i + 1) += inside ? part.y : -0.0f;
         }
       }
 #pragma unroll

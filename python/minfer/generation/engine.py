@@ -164,6 +164,37 @@ class Engine:
             if request in self.waiting:
                 self.waiting.remove(request)
 
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """The logprob of each token behind those before it, by a forward pass over known tokens, of all but the first.
+
+        In the batch-invariant mode they are the bits that requests have: ``score(c.prompt + c.tokens)[len(c.prompt) - 1:] == c.logprobs``.
+        Where the cache is int4 they are not, because a token's newest keys are not quantised when it is drawn.
+
+        Raises:
+          ValueError: there are fewer than two tokens, some that the model does not know, or more than ``max_length``, or than the cache has
+            room for. RuntimeError: requests are under way.
+        """
+        tokens = [int(token) for token in tokens]
+        if self.busy:
+            raise RuntimeError("Engine.score: requests are under way: let them end first")
+        known = min(self.model.embedding.shape[0], self.model.vocabulary)
+        strange = next((token for token in tokens if not 0 <= token < known), None)
+        most = min(self.max_length, self.pool.count * PAGE_SIZE)
+        if strange is not None or not 2 <= len(tokens) <= most:
+            what = f"{len(tokens)} tokens" if strange is None else f"token {strange}"
+            raise ValueError(f"Engine.score: tokens must be 2 to {most}, of 0 to {known - 1}, got {what}")
+        params, found = SamplingParams(max_new_tokens=1), []
+        self.runner.begin(0, params, 0, tokens, [])
+        pages = self.pool.allocate(-(-len(tokens) // PAGE_SIZE))
+        try:
+            for start in range(0, len(tokens) - 1, self.step_tokens):
+                end = min(start + self.step_tokens, len(tokens) - 1)
+                chunk = Chunk(0, tokens[start:end], start, pages, False, 0)
+                found += self.runner.score(chunk, tokens[start + 1 : end + 1]).tolist()
+        finally:
+            self.pool.release(pages)
+        return found
+
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running or self._pending)

@@ -36,6 +36,7 @@ GRAPH_TOKENS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896
 _MOST_CHUNK_GRAPHS = 64
 _GROUP_TOKENS = 32  # of int4 keys
 _MANY = 16  # tokens of a chunk
+_SCORED = 256  # tokens whose logits are in memory at a time
 
 
 class Chunk(NamedTuple):
@@ -336,6 +337,28 @@ class Runner:
         index = self._sent(torch.tensor([drawing, last, offsets], dtype=torch.int64))
         hidden = tuple(None if x is None else x[index[1]] for x in hidden)
         return self._to_host(self._draw(hidden, index[0], index[2], draws))
+
+    @torch.inference_mode()
+    def score(self, chunk: Chunk, following: Sequence[int]) -> Tensor:
+        """Stores a chunk of known tokens, and returns the logprob of the token that follows each of them, float32 on the host: as draws
+        have them, by the same operator, which is let draw that token alone."""
+        rows, count, vocabulary = chunk.row + 1, chunk.count, self.model.vocabulary
+        of_rows = torch.zeros(2, rows + 1, dtype=torch.int32)
+        of_rows[:, -1] = torch.tensor([chunk.start + count, count])
+        found = []
+        with self._mode:
+            self._note_pages([chunk])
+            table = self._sent(self._table[:rows, : len(chunk.pages)].contiguous())
+            hidden = self._hidden_of_chunks(self._sent(self._places([chunk], count)), self._sent(of_rows), table, count)
+            tokens = self._sent(torch.tensor(following, dtype=torch.int64))
+            for begin in range(0, count, _SCORED):
+                own = slice(begin, min(begin + _SCORED, count))
+                allowed = torch.zeros(own.stop - begin, -(-vocabulary // 32), dtype=torch.int32, device=tokens.device)
+                place, bit = tokens[own, None] // 32, tokens[own, None] % 32
+                allowed.scatter_(1, place, torch.where(bit == 31, -(2**31), 1 << bit).to(torch.int32))
+                logits = self.model.logits(*(None if x is None else x[own] for x in hidden))
+                found.append(sample(logits, temperature=0.0, allowed=allowed)[1])
+        return torch.cat(found).cpu()
 
     def _hidden_of_chunks(
         self, longs: Tensor, of_rows: Tensor, table: Tensor, longest: int, ragged: bool = True
