@@ -75,6 +75,32 @@ def test_certainty_of_sizes():
     assert known and not any(known)
 
 
+def test_guards():
+    """One for all operators of a function, and what it was traced for runs where it holds."""
+    state, graphs, seen = [False], [], []
+
+    def value() -> bool:
+        return state[0]
+
+    @torch._dynamo.assume_constant_result
+    def look() -> bool:
+        for _ in range(3):
+            private.guard_on(value, "state")
+        guards = torch._guards.TracingContext.get().guards_context.dynamo_guards
+        seen.append(sum(guard.create_fn is private._guard_of(value, value(), "state") for guard in guards))
+        return value()
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    function = torch.compile(lambda x: x + 1 if look() else x - 1, backend=backend, fullgraph=True)
+    for state[0] in (False, True, False, True):
+        assert function(torch.zeros(1)).item() == (1 if state[0] else -1)
+    assert len(graphs) == 2 and set(seen) == {1}
+    private.guard_on(value, "state")  # nothing is traced: nothing to do
+
+
 def test_without_torch_functions():
     class Refuses(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):

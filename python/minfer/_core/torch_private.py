@@ -6,6 +6,7 @@ that are known to have it, and not later with a wrong result. ``tests/contracts/
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -139,8 +140,13 @@ def guard_on(value: Callable[[], bool], text: str) -> None:
         return
     from torch._dynamo.source import GlobalStateSource
 
-    expected = value()
+    guards, create = tracing.guards_context.dynamo_guards, _guard_of(value, value(), text)
+    if not any(guard.create_fn is create for guard in guards):  # one is enough, however many operators ask for it
+        guards.add(_Guard(GlobalStateSource(), create))
 
+
+@functools.cache
+def _guard_of(value: Callable[[], bool], expected: bool, text: str) -> Callable[[Any, Any], None]:
     def create(builder: Any, guard: Any) -> None:
         root, holds, code = builder.guard_manager.root, lambda _: value() == expected, [f"{text} == {expected}"]
         try:
@@ -148,4 +154,4 @@ def guard_on(value: Callable[[], bool], text: str) -> None:
         except (AttributeError, TypeError):  # up to torch 2.11 guards have no user_stack
             root.add_lambda_guard(holds, code)
 
-    tracing.guards_context.dynamo_guards.add(_Guard(GlobalStateSource(), create))
+    return create
