@@ -29,7 +29,8 @@ _MOST_PLANS = 4096
 _LIMIT = 1 << 31
 _STORED = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 _MULTIPLIED = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float8_e4m3fn: "e4m3"}
-_EXAMPLE_ROWS = (1, 65, 129, 257, 513, 1025, 2049, 4097, 8193, 1 << 20)  # for which kernels are made ahead of calls
+_EXAMPLE_ROWS = (*range(1, 16385, 32), 1 << 15, 1 << 17, 1 << 20)  # for which tiles are chosen ahead of calls
+_EXAMPLE_SUMS = (1, 64, 4096, 1 << 20)  # rows for which kernels that put partial reductions together are made
 # What an operand is, by its shape; a "vector" is of the columns or of the rows, as it is used.
 VECTOR, ONE, EXPERT_ROW, EXPERT_NUMBER = "vector", "vector of one", "expert row", "expert number"
 _EXTENTS = {FULL: FULL, ROW: ROW, COLUMN: COLUMN, SCALAR: SCALAR, VECTOR: ROW, ONE: SCALAR, EXPERT_ROW: ROW, EXPERT_NUMBER: SCALAR}
@@ -459,18 +460,18 @@ class GemmFunction:
         for example in examples:
             arguments, space, specialisation, traced = self._called(tuple(example), {})
             kernels: dict[Kernel, None] = {}
-            for m in (space.m, *_EXAMPLE_ROWS):
-                config = self.config(traced, specialisation, dataclasses.replace(space, m=m), arguments, _SMS)
+            spaces = [dataclasses.replace(space, m=m) for m in (space.m, *_EXAMPLE_ROWS)]
+            for config in dict.fromkeys(self.config(traced, specialisation, each, arguments, _SMS) for each in spaces):
                 kernels[kernel_of(self.name, traced, config, arch)] = None
                 if traced.last is not None:
-                    tiles = -(-space.columns // config.columns)
-                    kernels[self.rows_kernel(traced, m, tiles, arch)[0]] = None
+                    for m in _EXAMPLE_SUMS:
+                        kernels[self.rows_kernel(traced, m, -(-space.columns // config.columns), arch)[0]] = None
             found.append((specialisation, traced, list(kernels)))
         return found
 
     def precompile(self, *examples: Sequence[Any], arch: str | None = None) -> None:
         """Compiles for calls with arguments like those of ``examples``, tuples that are bound as calls are, in parallel; tensors may be on
-        the meta device. Kernels for few and for many rows are compiled.
+        the meta device. Every number of rows is covered: kernels of all tiles that are chosen for one are compiled.
 
         Args:
           arch: "sm_90a"; None: of the current device.
