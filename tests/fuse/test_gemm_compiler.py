@@ -39,15 +39,15 @@ def problem(kind, m, n, k, b_major="k", dtype=BF16):
     return function, (meta(m, k, dtype=dtype), b, *(x if x.ndim == 0 else x.to("meta") for x in operands))
 
 
-def built(function, args, tile=None, m=None, **kwargs):
+def built(function, args, tile=None, m=None, arch="sm_90a", **kwargs):
     """The configuration and the compiled kernel of a call."""
     arguments, space, specialisation, traced = function._called(args, kwargs)
-    config = function.config(traced, specialisation, dataclasses.replace(space, m=m or space.m), arguments, 132)
+    config = function.config(traced, specialisation, dataclasses.replace(space, m=m or space.m), arguments, 132, arch)
     if tile is not None:
         config = dataclasses.replace(
             config, tile_m=tile.m, tile_n=tile.n, pingpong=tile.pingpong, cluster=tile.cluster, stages=stages_of(tile)
         )
-    return config, compiler.build(kernel_of(function.name, traced, config, "sm_90a"))
+    return config, compiler.build(kernel_of(function.name, traced, config, arch))
 
 
 def tool(name):
@@ -155,6 +155,24 @@ def test_prologues(stored, tmp_path):
         assert text.count("HGMMA") == 8 and text.count("WARPGROUP.DEPBAR") == 2, (text.count("HGMMA"), text.count("WARPGROUP.DEPBAR"))
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_100a", "sm_120a"])
+def test_other_architectures(arch, tmp_path):
+    """They have mma.sync: an instruction for every 16 numbers of k and 8 columns, in a stage of 64."""
+    for kind, m, b_major in (("residual", 64, "k"), ("norms", 4096, "n"), ("swiglu", 1024, "n"), ("geglu", 8192, "k")):
+        function, args = problem(kind, 512, 1024, 256, b_major)
+        config, artifact = built(function, args, m=m, arch=arch)
+        text = code(artifact, tmp_path)
+        assert config.portable and usage(artifact, tmp_path)["LOCAL"] == 0 and artifact.shared_bytes <= 99 * 1024
+        assert text.count("HMMA.16816.F32") == 4 * config.tile_n // 8 and "LDGSTS" in text and "LDSM" in text
+        traced = function._called(args, {})[-1]
+        if traced.last is not None:
+            assert compiler.build(function.rows_kernel(traced, m, 8, arch)[0]).cubin
+    experts = meta(4096, 256), meta(8, 512, 256).mT, meta(8, 1, 512), meta(8, 1, 1, dtype=torch.float32)
+    assert built(cases.expert_bias, experts, arch=arch, offsets=meta(8, dtype=torch.int32))[0].portable
+    a = meta(64, 256, dtype=torch.int8)
+    assert built(cases.dequantised, (a, meta(512, 256).t()), arch=arch, scale=meta(64, dtype=torch.float32))[0].prologue
+
+
 def test_parameters():
     """The kernel's parameters are where a launch puts them: two descriptors of 128 bytes, aligned to 64, then addresses and numbers."""
     function, args = problem("norms", 512, 1024, 256)
@@ -237,3 +255,108 @@ else:
     plain, args = problem("plain", 64, 256, 128)
     exported = fuse.load(fuse.export(plain, tmp_path / "plain", [args], archs=["sm_90a"]))
     assert exported(torch.ones(3, 40).bfloat16(), torch.ones(40, 64).bfloat16()).shape == (3, 64)  # any n and k
+
+
+class _Pointer:
+    """Of a matrix whose numbers have 2 bytes."""
+
+    def toint(self):
+        return 0
+
+
+PORTABLE = [(m, n, major, gate) for m in (64, 128) for n in (64, 128) for major in ("k", "n") for gate in ("", "halves")]
+
+
+@pytest.mark.parametrize("tile_m,tile_n,b_major,gate", PORTABLE)
+def test_addresses_of_the_portable_kernel(tile_m, tile_n, b_major, gate, monkeypatch):
+    """Its copies and matrix loads, thread by thread: every product gets the numbers that mma.sync takes from each lane."""
+    from minfer.fuse.kernels import gemm_portable
+
+    monkeypatch.setattr(gemm_portable.cutlass, "min", min)
+    monkeypatch.setattr(gemm_portable.cutlass, "max", max)
+    monkeypatch.setattr(gemm_portable.cutlass, "select_", lambda chosen, x, y: x if chosen else y)
+    monkeypatch.setattr(gemm_portable, "Int32", int)
+    monkeypatch.setattr(gemm_portable, "Int64", int)
+    config = GemmConfig(tile_m, tile_n, False, 3, 1, "bf16", b_major, gate, 8, False, portable=True)
+    columns = 104 if gate else 208  # of the output
+    n, m, k, row, n_tile, k_tile = 208, 5000, 72, 4992 - 64, 1, 1
+    lda, ldb = 80, 88 if b_major == "k" else 216
+    shared = {}
+
+    def thread_of(number):
+        gemm = object.__new__(gemm_portable._PortableGemm)
+        gemm.config, gemm.prologue, gemm.thread, gemm.base = config, None, number, 0
+        gemm.lane, gemm.warp, gemm.group = number % 32, number // 32 % 4, number // 128
+        gemm.m, gemm.n = m, columns
+        gemm.values = {("a", 0): _Pointer(), ("b", 0): _Pointer(), ("lda", 0): lda, ("ldb", 0): ldb, ("k", 0): k}
+        return gemm
+
+    for number in range(config.block):
+        gemm = thread_of(number)
+
+        def copied(target, source, size):
+            assert target % 16 == 0 and source % 16 == 0 and 0 <= size <= 16 and target not in shared
+            shared[target] = (source, size)
+
+        gemm.copy_piece = copied
+        gemm.request(1, k_tile, row, n_tile, 0)
+    assert len(shared) * 16 == config.stage_bytes  # all of the stage, once
+    assert min(shared) == config.stage_bytes and max(shared) == 2 * config.stage_bytes - 16
+
+    def element(address):
+        """What a number in shared memory is: 0, or its place in the matrix of A or B."""
+        source, size = shared[address - address % 16]
+        inside = address % 16
+        return None if inside >= size else (source + inside) // 2
+
+    addresses = {number: [] for number in range(config.block)}
+    for number in range(config.block):
+        gemm = thread_of(number)
+        gemm.matrices = lambda address, turned, to=addresses[number]: to.append((address, turned)) or [0] * 4
+        gemm.product = lambda *_: None
+        gemm.multiply_tile(1)
+
+    def in_a(i, j):
+        return i * lda + j if i < m and j < k else None
+
+    def in_b(j, i):
+        """Of k, and of the tile's columns."""
+        column = n_tile * config.tile_n + i
+        if gate:
+            column = n_tile * config.columns + (i if i < config.columns else i - config.columns + columns)
+        inside = j < k and column < n
+        return None if not inside else column * ldb + j if b_major == "k" else j * ldb + column
+
+    for number in range(config.block):
+        lane, warp, group_of = number % 32, number // 32 % 4, number // 128
+        calls = iter(range(len(addresses[number])))
+
+        def registers(lane=lane, warp_first=number - number % 32, calls=calls):
+            """What ldmatrix.x4 gives a lane: two numbers of each matrix."""
+            call = next(calls)
+            result = []
+            for matrix in range(4):
+                if addresses[warp_first][call][1]:
+                    rows = [addresses[warp_first + matrix * 8 + lane % 4 * 2 + e][call][0] for e in range(2)]
+                    result.append([element(address + 2 * (lane // 4)) for address in rows])
+                else:
+                    address = addresses[warp_first + matrix * 8 + lane // 4][call][0]
+                    result.append([element(address + 2 * (lane % 4 * 2 + e)) for e in range(2)])
+            return result
+
+        gemm = thread_of(number)
+        gemm.matrices = lambda address, turned: registers()
+        seen = []
+
+        def product(a, b, group, kind, lane=lane, warp=warp, group_of=group_of, seen=seen):
+            step = len(seen) // (config.tile_n // 8)  # of 16 numbers of k
+            first = k_tile * 64 + step * 16 + lane % 4 * 2
+            i = row + group_of * 64 + warp * 16 + lane // 4
+            assert a == [[in_a(i + 8 * (x % 2), first + 8 * (x // 2) + e) for e in range(2)] for x in range(4)]
+            column = group * 8 + lane // 4
+            assert b == [[in_b(first + 8 * x + e, column) for e in range(2)] for x in range(2)]
+            seen.append(group)
+
+        gemm.product = product
+        gemm.multiply_tile(1)
+        assert seen == list(range(config.tile_n // 8)) * 4

@@ -202,8 +202,11 @@ def test_wrong_calls():
         lambda: fuse.gemm_epilogue(lambda acc, row, col, x: (x.copy_(acc), acc, acc)[1:], mutates=("x",))(a, b, b.new_zeros(4, 32)),
     )
     refused("looked up by the row", lambda: fuse.gemm(a, b, lambda acc, row, col, x: acc + x[row + 1], x=torch.zeros(4)))
-    refused("sm_90a", lambda: cases.plain.precompile((a.to("meta"), b.to("meta")), arch="sm_100a"))
-    refused("sm_90a", lambda: cases.plain.precompile((a.to("meta"), b.to("meta")), arch="sm_80"))
+    refused("for sm_80 and later", lambda: cases.plain.precompile((a.to("meta"), b.to("meta")), arch="sm_75"))
+    refused("9.0 as sm_90a", lambda: cases.plain.precompile((a.to("meta"), b.to("meta")), arch="sm_90"))
+    refused("FP8 needs sm_89", lambda: cases.codes.precompile((a.to("meta"), b.to("meta"), torch.zeros(4, 1)), arch="sm_80"))
+    fp8 = a.to(E4M3).to("meta"), b.to(E4M3).to("meta")
+    refused("for sm_100a b must be bfloat16 or float16", lambda: cases.plain.precompile(fp8, arch="sm_100a"))
 
 
 def test_reductions_split():

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from minfer import fuse
+from minfer.fuse import gemms
 
 from tests.fuse import gemm_cases as cases
 from tests.fuse.gemm_cases import BF16, E4M3, F16, F32, KINDS, bias_gelu, columns_unit, expert_bias, expert_statistics, judged, norms
@@ -123,6 +124,30 @@ def test_experts(m):
             judged(expert_bias, a, layout, [bias, scale], offsets=offsets)
             judged(expert_statistics, a, layout, [bias], offsets=offsets)
             judged(cases.swiglu, a, layout, [], offsets=offsets)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 1), (65, 528, 72), (300, 1008, 1000), (1000, 2064, 328), (2049, 2064, 136)], ids=str)
+def test_other_architectures_kernel(shape, monkeypatch):
+    """What architectures without WGMMA run, which this one runs as well."""
+    monkeypatch.setattr(gemms, "portable", lambda arch: True)
+    m, n, k = shape
+    for kind in ("plain", "residual", "swiglu", "geglu", "norms", "scattered"):
+        function, operands = cases.operands_of(kind, m, n)
+        function = fuse.gemm_epilogue(
+            function.function, gate=function.gate, mutates=function.mutates, returns=0 if kind == "scattered" else 1
+        )
+        for b_major in ("k", "n"):
+            judged(function, *matrices(m, n, k, b_major=b_major), operands)
+            judged(function, *matrices(m, n, k, F16, b_major=b_major), operands)
+    _, b = matrices(m, n, k)
+    a = torch.randn(m, k, device="cuda").to(E4M3)
+    factor, weight = torch.rand(m, 1, device="cuda"), torch.randn(k, device="cuda").to(BF16)
+    normalised = fuse.gemm_epilogue(cases.normalised.function, prologue=cases.normalised.prologue)
+    judged(normalised, a, b, [torch.randn(n, device="cuda").to(BF16)], factor=factor, weight=weight, near=2.0**-8 / k**0.5)
+    experts = (torch.randn(3, n, k, device="cuda") / k**0.5).to(BF16).mT
+    offsets = torch.tensor([m // 3, m // 3, m // 2], dtype=torch.int32, device="cuda")
+    statistics = fuse.gemm_epilogue(cases.expert_statistics.function)
+    judged(statistics, torch.randn(m, k, device="cuda").to(BF16), experts, [torch.randn(3, 1, n, device="cuda")], offsets=offsets)
 
 
 def test_views():

@@ -36,6 +36,7 @@ class GemmConfig:
     prologue_per_expert: tuple[int, ...] = ()
     prologue_vector: int = 1  # numbers along k that lie at a multiple of as many
     a_stored: str = ""  # of A in memory, where a prologue makes ``a`` of it
+    portable: bool = False  # of kernels/gemm_portable.py, for architectures without WGMMA
 
     @property
     def moves_registers(self) -> bool:
@@ -46,11 +47,11 @@ class GemmConfig:
     @property
     def groups(self) -> int:
         """Warpgroups that multiply."""
-        return 2 if self.pingpong or self.tile_m >= 128 else 1
+        return self.tile_m // 64 if self.portable else 2 if self.pingpong or self.tile_m >= 128 else 1
 
     @property
     def block(self) -> int:
-        return 128 * (1 + self.groups)
+        return 128 * (self.groups if self.portable else 1 + self.groups)
 
     @property
     def rows(self) -> int:
@@ -106,10 +107,12 @@ class GemmConfig:
 
 
 def parameters(graph: Graph, config: GemmConfig) -> list[tuple[str, int]]:
-    """The kernel's, in order: ("map", 0) of A, ("map", 1) of B, then as rows have them ("address", input), ("number", input), ("stride",
-    input), ("expert_stride", input), ("out", output), ("out_stride", output), ("limit", output), the rows of what is scattered into, the
-    prologue's inputs in the same way with an a_ in front, ("partial", reduction); then sizes."""
+    """The kernel's, in order: ("map", 0) of A, ("map", 1) of B, or portable their addresses and strides; as rows have them ("address",
+    input), ("number", input), ("stride", input), ("expert_stride", input), ("out", output), ("out_stride", output), ("limit", output), the
+    rows of what is scattered into; the prologue's inputs in the same way with an a_ in front; ("partial", reduction); then sizes."""
     result: list[tuple[str, int]] = [("map", 0), ("map", 1)]
+    if config.portable:
+        result = [("a", 0), ("lda", 0), ("b", 0), ("ldb", 0), *([("ldb_expert", 0)] if config.grouped else [])]
     for i, x in enumerate(graph.inputs):
         result.append(("number" if x.by_value else "address", i))
         if x.extent in (FULL, COLUMN):
@@ -130,7 +133,7 @@ def parameters(graph: Graph, config: GemmConfig) -> list[tuple[str, int]]:
             result.append(("a_stride", i))
         if i in config.prologue_per_expert:
             result.append(("a_expert_stride", i))
-    if prologue is not None:
+    if prologue is not None or config.portable:
         result.append(("k", 0))
     result += [("partial", i) for i, node in enumerate(graph.nodes) if node.op in REDUCTIONS]
     if config.grouped:
@@ -262,6 +265,13 @@ def choose(m: int, n: int, k_tiles: int, b_major: str, gate: str, experts: int, 
         return next((x for x in fitting if x.m == rows), fitting[0])
     fitting = [x for x in TILES if legal(x, b_major, gate, False, prologue)]
     return min(fitting, key=lambda x: microseconds(x, max(m, 1), n, k_tiles, sms))
+
+
+def choose_portable(m: int, n: int, sms: int) -> tuple[Tile, int]:
+    """The tile of mma.sync's kernel, and its stages: 96 KB, which every architecture has."""
+    large = -(-m // 128) * -(-n // 128) >= sms
+    tile = Tile(128, 128, False) if large else Tile(64, 128 if -(-m // 64) * -(-n // 128) >= sms else 64, False)
+    return tile, 3 if large else 4
 
 
 def band_of(tile: Tile, m_tiles: int) -> int:

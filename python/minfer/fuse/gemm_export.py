@@ -70,7 +70,7 @@ def write(function: GemmFunction, folder: Path, examples: Sequence[Sequence[Any]
         key = _key(kernel)
         (folder / f"{key}.kernel").write_bytes(cache.pack(key, artifact))
         files[key] = {"template": kernel.template, "arch": kernel.architecture}
-        if kernel.template == "gemm":
+        if kernel.template != "rows":
             files[key]["config"], files[key]["graph"] = dict(kernel.config), kernel.graph.text()
     traces: list[dict[str, Any]] = []
     for _, specialisation, traced, _ in needed:
@@ -128,7 +128,7 @@ class LoadedGemmFunction(GemmFunction):
         text = traced.first.text()
         others = []
         for x in self._kernels.values():
-            if x["template"] == "gemm" and x["arch"] == arch and x["graph"] == text:
+            if x["template"] != "rows" and x["arch"] == arch and x["graph"] == text:
                 other = GemmConfig(**{name: tuple(value) if isinstance(value, list) else value for name, value in x["config"].items()})
                 same = dataclasses.replace(
                     other, tile_m=config.tile_m, tile_n=config.tile_n, pingpong=config.pingpong, stages=config.stages,

@@ -16,7 +16,7 @@ from .artifact import Artifact
 from .compiler import Kernel, compile_all
 from .errors import FuseError
 from .evaluate import evaluate
-from .gemm_config import GATES, GemmConfig, Tile, band_of, choose, epilogue_vector, parameters, split, stages_of
+from .gemm_config import GATES, GemmConfig, Tile, band_of, choose, choose_portable, epilogue_vector, parameters, split, stages_of
 from .graph import COLUMN, FULL, REDUCTIONS, ROW, SCALAR, Graph
 from .launch import ADDRESS, INT32, INT64, TENSOR_MAP, Loaded, architecture, loaded
 from .row_config import RowConfig, configure, parameters as row_parameters, vector_width
@@ -395,13 +395,22 @@ class GemmFunction:
         """A kernel and what it is known by."""
         return kernel.key(), compile_all([kernel])[0]
 
-    def config(self, traced: Traced, specialisation: Specialisation, space: GemmSpace, arguments: dict[str, Any], sms: int) -> GemmConfig:
+    def config(
+        self, traced: Traced, specialisation: Specialisation, space: GemmSpace, arguments: dict[str, Any], sms: int, arch: str = "sm_90a"
+    ) -> GemmConfig:
         b = arguments["b"]
         b_major = _major(b, _MULTIPLIED[b.dtype])
         tile_k = 128 // b.element_size()
         k_tiles = -(-space.k // tile_k)
-        tile = choose(space.m, space.n, k_tiles, b_major, self.gate, space.experts, self.has_prologue, sms)
-        return self._config(tile, b_major, traced, specialisation, space, arguments)
+        if portable(arch):
+            if b.dtype.itemsize != 2:
+                raise FuseError(f"{self.name}: for {arch} b must be bfloat16 or float16, got {b.dtype}")
+            tile, stages = choose_portable(space.m, space.n, sms)
+        else:
+            tile = choose(space.m, space.n, k_tiles, b_major, self.gate, space.experts, self.has_prologue, sms)
+            stages = stages_of(tile)
+        config = self._config(tile, b_major, traced, specialisation, space, arguments)
+        return dataclasses.replace(config, stages=stages, portable=portable(arch))
 
     def _config(
         self, tile: Tile, b_major: str, traced: Traced, s: Specialisation, space: GemmSpace, arguments: dict[str, Any]
@@ -448,7 +457,7 @@ class GemmFunction:
     def kernels_of(self, *args: Any, arch: str = "sm_90a", **kwargs: Any) -> list[Kernel]:
         """What one call launches."""
         arguments, space, specialisation, traced = self._called(args, kwargs)
-        config = self.config(traced, specialisation, space, arguments, _SMS)
+        config = self.config(traced, specialisation, space, arguments, _SMS, arch)
         kernels = [kernel_of(self.name, traced, config, arch)]
         if traced.last is not None:
             kernels.append(self.rows_kernel(traced, space.m, -(-space.columns // config.columns), arch)[0])
@@ -461,7 +470,7 @@ class GemmFunction:
             arguments, space, specialisation, traced = self._called(tuple(example), {})
             kernels: dict[Kernel, None] = {}
             spaces = [dataclasses.replace(space, m=m) for m in (space.m, *_EXAMPLE_ROWS)]
-            for config in dict.fromkeys(self.config(traced, specialisation, each, arguments, _SMS) for each in spaces):
+            for config in dict.fromkeys(self.config(traced, specialisation, each, arguments, _SMS, arch) for each in spaces):
                 kernels[kernel_of(self.name, traced, config, arch)] = None
                 if traced.last is not None:
                     for m in _EXAMPLE_SUMS:
@@ -474,10 +483,9 @@ class GemmFunction:
         the meta device. Every number of rows is covered: kernels of all tiles that are chosen for one are compiled.
 
         Args:
-          arch: "sm_90a"; None: of the current device.
+          arch: "sm_90a" and so on; None: of the current device.
         """
         arch = arch or architecture(torch.cuda.current_device())
-        check_architecture(self.name, arch)
         compile_all([kernel for _, _, kernels in self.needed(examples, arch) for kernel in kernels])
 
 
@@ -485,14 +493,27 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(n for n in shape if n != 1)
 
 
+def portable(arch: str) -> bool:
+    """Whether an architecture has the kernel of mma.sync."""
+    return not arch.startswith("sm_90")
+
+
 def kernel_of(name: str, traced: Traced, config: GemmConfig, arch: str) -> Kernel:
-    check_architecture(name, arch)
-    return Kernel("gemm", traced.first, tuple(sorted(dataclasses.asdict(config).items())), arch, name)
+    check_architecture(name, traced, arch)
+    return Kernel(
+        "gemm_portable" if config.portable else "gemm", traced.first, tuple(sorted(dataclasses.asdict(config).items())), arch, name
+    )
 
 
-def check_architecture(name: str, arch: str) -> None:
-    if not arch.startswith("sm_90"):
-        raise FuseError(f"{name}: fused GEMMs are made of TMA and WGMMA, for compute capability 9.0 (sm_90a), got {arch}")
+def check_architecture(name: str, traced: Traced, arch: str) -> None:
+    number = int(arch[3:].rstrip("af"))
+    if number < 80 or arch == "sm_90":
+        raise FuseError(f"{name}: fused GEMMs are for sm_80 and later, and for compute capability 9.0 as sm_90a, got {arch}")
+    graphs = [graph for graph in (traced.graph, traced.prologue) if graph is not None]
+    storages = {x.storage for graph in graphs for x in (*graph.inputs, *graph.outputs)}
+    storages |= {node.attrs[0] for graph in graphs for node in graph.nodes if node.op == "round"}
+    if number < 89 and storages & {"e4m3", "e5m2"}:
+        raise FuseError(f"{name}: FP8 needs sm_89 or later, got {arch}")
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
@@ -598,7 +619,7 @@ class _Plan:
                         )
                     self.copied.add(self.places[x.name])
                     given[x.name] = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-        config = function.config(traced, specialisation, space, given, sms)
+        config = function.config(traced, specialisation, space, given, sms, arch)
         config = self.config = function.choose_config(traced, config, space, arch)
         self.copy_a = not _aligned(given["a"], -1, -2)
         self.inner_b = -2 if config.b_major == "k" else -1
@@ -633,7 +654,7 @@ class _Plan:
         tiles = m_tiles * self.tiles
         if c.grouped:
             tiles = (m_tiles + space.experts + 1) * self.tiles
-        return min(tiles, sms // c.cluster) * c.cluster
+        return tiles if c.portable else min(tiles, sms // c.cluster) * c.cluster
 
     def _words(self, given: dict[str, Any], m_tiles: int) -> tuple[list[int], list[tuple[int, int, str]]]:
         space, c, graph = self.space, self.config, self.traced.first
@@ -654,7 +675,11 @@ class _Plan:
             "experts": space.experts, "k": space.k,
         }  # fmt: skip
         for kind, i in parameters(graph, c):
-            if kind == "a_address":
+            if kind in ("a", "b"):
+                words += [ADDRESS, int(kind == "b")]
+            elif kind.startswith("ld"):
+                words += [INT64, self._leading(kind, given)]
+            elif kind == "a_address":
                 words += [ADDRESS, tensor_of_a[i]]
             elif kind in ("a_stride", "a_expert_stride"):
                 words += [INT64, given[before[i].name].stride(0)]
@@ -687,6 +712,12 @@ class _Plan:
             else:
                 words += [INT32, sizes[kind]]
         return words, numbers
+
+    def _leading(self, kind: str, given: dict[str, Any]) -> int:
+        """The stride of A's rows, of B's columns or rows, or of an expert's matrix, in numbers."""
+        words = self._map_words(0 if kind == "lda" else 1, given)
+        modes = words[2]
+        return words[3 + modes + (kind == "ldb_expert")]
 
     def _map_words(self, which: int, given: dict[str, Any]) -> list[int]:
         c, space = self.config, self.space

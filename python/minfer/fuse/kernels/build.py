@@ -72,6 +72,11 @@ def compile_kernel(
     return Artifact(bytes(cubin), entries[0], shared_bytes, block, cluster)
 
 
+def overlaps(architecture: str) -> bool:
+    """Whether an architecture has programmatic dependent launch."""
+    return int(architecture[3:].rstrip("a")) >= 90
+
+
 def _each_map(types: list[Any], values: list[Any], change: Callable[[Any], Any]) -> list[Any]:
     return [change(x) if kind == "tensor_map" else x for (kind, _), x in zip(types, values, strict=True)]
 

@@ -60,6 +60,10 @@ def dsl_types(graph: Graph, config: GemmConfig) -> list[Any]:
     for kind, i in parameters(graph, config):
         if kind == "map":
             types.append(("tensor_map", cutlass.BFloat16))
+        elif kind == "a":
+            types.append(("pointer", STORAGES[config.a_stored or config.a]))
+        elif kind == "b":
+            types.append(("pointer", STORAGES[config.a]))
         elif kind == "address":
             types.append(("pointer", STORAGES[graph.inputs[i].storage]))
         elif kind == "out":
@@ -75,11 +79,11 @@ def dsl_types(graph: Graph, config: GemmConfig) -> list[Any]:
         elif kind == "a_number":
             types.append(("scalar", REGISTERS[register_of_storage(prologue.inputs[i].storage)]))
         else:
-            types.append(("scalar", Int64 if kind.endswith("stride") else Int32))
+            types.append(("scalar", Int64 if kind.endswith("stride") or kind.startswith("ld") else Int32))
     return types
 
 
-class _Gemm:
+class Gemm:
     def __init__(self, graph: Graph, config: GemmConfig, values: dict[tuple[str, int], Any]):
         self.graph, self.config, self.values = graph, config, values
         self.prologue = config.prologue_graph()
@@ -127,6 +131,10 @@ class _Gemm:
             a = cute.tile_to_shape(k_major, (c.tile_m, c.tile_k, c.stages), order=(0, 1, 2))
             self.sA = cute.make_tensor(cute.recast_ptr(self.base_a, a.inner, dtype=self.operand), a.outer)  # (tile_m, tile_k, stages)
         self.sB = cute.make_tensor(cute.recast_ptr(self.base_b, b.inner, dtype=self.operand), b.outer)  # (tile_n, tile_k, stages)
+
+    def a_place(self, stage: Any) -> Any:
+        """Of A's tile in a stage."""
+        return (self.base_a + stage * self.config.a_bytes).toint()
 
     # The producer.
 
@@ -294,7 +302,7 @@ class _Gemm:
     def main_loop_of_prologue(self, stage: Int32, phase: Int32, row: Int32, expert: Int32):
         """The same with A through registers: the next stage's is computed while tensor cores multiply this one's."""
         c = self.config
-        self.of_tile = _Prologue(self, row, expert)
+        self.of_tile = Prologue(self, row, expert)
         self.acc.fill(0.0)
         cute.arch.mbarrier_wait(self.barrier(0, stage), phase)
         self.of_tile.compute(stage, Int32(0))
@@ -428,15 +436,22 @@ class _Gemm:
 
     @cute.jit
     def epilogue(self, row: Int32, n_tile: Int32, limit: Int32, expert: Int32, read: Int32):
-        of_tile = _Epilogue(self, row, n_tile, limit, expert)
+        of_tile = Epilogue(self, row, n_tile, limit, expert)
         of_tile.begin()
         warpgroup.wait_group(0)
         self.release(read)
         of_tile.run()
 
     @cute.jit
+    def finish(self, row: Int32, n_tile: Int32, limit: Int32, expert: Int32):
+        """The epilogue of accumulators that are complete."""
+        of_tile = Epilogue(self, row, n_tile, limit, expert)
+        of_tile.begin()
+        of_tile.run()
+
+    @cute.jit
     def store_zeros(self, row: Int32, n_tile: Int32, limit: Int32):
-        _Epilogue(self, row, n_tile, limit, Int32(0)).run_zeros()
+        Epilogue(self, row, n_tile, limit, Int32(0)).run_zeros()
 
     # The kernel.
 
@@ -512,10 +527,10 @@ class _Gemm:
         self.acc = cute.make_rmem_tensor(self.mma.partition_shape_C((c.tile_m, c.tile_n)), Float32)  # ((2, 2, tile_n / 8), MMA_M, 1)
 
 
-class _Prologue:
+class Prologue:
     """Of a warpgroup's rows of one tile. A lane has of every 16 columns the pairs from 2 * (lane % 4) and from 8 behind, in two rows."""
 
-    def __init__(self, gemm: _Gemm, row: Any, expert: Any):
+    def __init__(self, gemm: Gemm, row: Any, expert: Any):
         self.gemm, self.config, self.values, self.expert = gemm, gemm.config, gemm.values, expert
         assert gemm.prologue is not None
         self.graph = gemm.prologue
@@ -563,8 +578,8 @@ class _Prologue:
                 for i in range(2):
                     row = self.inner + 8 * i
                     turn = row % 8 if row_bytes == 128 else row // 2 % 4
-                    place = stage * c.a_bytes + row * row_bytes + (column // 16 ^ turn) * 16 + column % 16
-                    pointer = cute.make_ptr(word, (self.gemm.base_a + place).toint(), cute.AddressSpace.smem, assumed_align=2 * size)
+                    place = self.gemm.a_place(stage) + (row * row_bytes + (column // 16 ^ turn) * 16 + column % 16)
+                    pointer = cute.make_ptr(word, place, cute.AddressSpace.smem, assumed_align=2 * size)
                     words[at] = cute.make_tensor(pointer, cute.make_layout(1))[0]
                     at += 1
         return from_storage(cute.recast_tensor(words, STORAGES[c.a_stored]), self.blocks * 8, register_of_storage(c.a_stored), c.a_stored)
@@ -623,10 +638,10 @@ class _Prologue:
                         self.gemm.tCrA[(e, i, half), 0, block] = self.next[((block * 2 + half) * 2 + i) * 2 + e]
 
 
-class _Epilogue:
+class Epilogue:
     """Of one tile."""
 
-    def __init__(self, gemm: _Gemm, row: Any, n_tile: Any, limit: Any, expert: Any):
+    def __init__(self, gemm: Gemm, row: Any, n_tile: Any, limit: Any, expert: Any):
         self.gemm, self.graph, self.config, self.values = gemm, gemm.graph, gemm.config, gemm.values
         c = self.config
         self.n_tile, self.expert = n_tile, expert
@@ -874,7 +889,7 @@ def build(graph: Graph, config: dict[str, Any], *, name: str, architecture: str)
     c = GemmConfig(**config)
 
     def body(values: list[Any]) -> None:
-        _Gemm(graph, c, dict(zip(parameters(graph, c), values, strict=True))).run()
+        Gemm(graph, c, dict(zip(parameters(graph, c), values, strict=True))).run()
 
     return compile_kernel(
         body,

@@ -27,7 +27,7 @@ from ..artifact import Artifact
 from ..dtypes import dtype_of, register_of
 from ..graph import COLUMN, F32, FULL, REDUCTIONS, ROW, SCALAR, Graph, Node
 from ..row_config import RowConfig, parameters
-from .build import compile_kernel
+from .build import compile_kernel, overlaps
 from .numbers import (
     REGISTERS,
     STORAGES,
@@ -67,9 +67,9 @@ def shared_words(graph: Graph, config: RowConfig) -> int:
     return reductions * warps if warps > 1 else 0
 
 
-def body(graph: Graph, config: RowConfig, values: list[Any]) -> None:
-    """The kernel. ``values`` are its parameters."""
-    _Rows(graph, config, dict(zip(parameters(graph), values, strict=True))).run()
+def body(graph: Graph, config: RowConfig, values: list[Any], dependent: bool) -> None:
+    """The kernel. ``values`` are its parameters. ``dependent``: launches may overlap, which architectures from sm_90 on can."""
+    _Rows(graph, config, dict(zip(parameters(graph), values, strict=True))).run(dependent)
 
 
 class _Rows:
@@ -186,14 +186,15 @@ class _Rows:
                 predicate = predicate & (self.row == 0)
             store_vector(pointer, start + Int64(self.column[i]), stored, c.width, y.storage, predicate)
 
-    def run(self) -> None:
+    def run(self, dependent: bool) -> None:
         graph, c = self.graph, self.config
         words = shared_words(graph, c)
         shared = cute.arch.alloc_smem(Int32, words, alignment=16) if words else None
         if c.cluster > 1:
             cute.arch.cluster_arrive_relaxed()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
+        if dependent:
+            cute.arch.griddepcontrol_launch_dependents()
+            cute.arch.griddepcontrol_wait()
         self.load_all()
         if c.cluster > 1:
             cute.arch.cluster_wait()  # all CTAs of the cluster run: their shared memory may be written
@@ -272,6 +273,12 @@ def read(shared: cute.Pointer, place: Any, dtype: str) -> Any:
 
 def build(graph: Graph, config: dict[str, Any], *, name: str, architecture: str) -> Artifact:
     c = RowConfig(**config)
+    dependent = overlaps(architecture)
     return compile_kernel(
-        lambda values: body(graph, c, values), dsl_types(graph), name=name, architecture=architecture, block=c.block, cluster=c.cluster
+        lambda values: body(graph, c, values, dependent),
+        dsl_types(graph),
+        name=name,
+        architecture=architecture,
+        block=c.block,
+        cluster=c.cluster,
     )
