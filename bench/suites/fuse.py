@@ -19,6 +19,7 @@ import minfer
 import torch
 import torch.nn.functional as F
 from minfer import fuse
+from minfer._core.registry import device_properties
 from torch import Tensor
 
 from bench import harness
@@ -273,7 +274,9 @@ def _make_gemm(name: str, n: int, k: int) -> Callable[..., Call]:
             "cublas_then_compile": lambda i: following(matrices[i][0] @ matrices[i][1], *on_device[i]),
             "ours:dense": lambda i: minfer.gemm(*matrices[i]),
         }
-        return Call(lambda i: function(*matrices[i], *operands[i]), peers, moved, error, "fuse_gemm", sets)
+        rates = device_properties()
+        least = max(moved, 2.0 * m * n * k / rates["matrix_rate"] * rates["read_bandwidth"])  # bytes that take as long as the products
+        return Call(lambda i: function(*matrices[i], *operands[i]), peers, least, error, "fuse_gemm", sets)
 
     return make
 

@@ -49,7 +49,7 @@ class _PortableGemm(Gemm):
         step = self.config.block // pieces
         piece, own = self.thread % pieces, self.thread // pieces
         at = column + piece * (_PIECE // size)
-        left = cutlass.max(cutlass.min((columns - at) * size, Int32(_PIECE)), Int32(0))
+        left = cutlass.max(cutlass.min(columns - at, Int32(_PIECE // size)), Int32(0)) * size
         for part in range(0, rows, step):
             row = own + part
             there = row_of(row)
@@ -83,7 +83,7 @@ class _PortableGemm(Gemm):
         piece, own = self.thread % 8, self.thread // 8
         for block in range(c.tile_n // 64):
             at = column_of(block * 64 + piece * 8)
-            left = cutlass.max(cutlass.min((columns - at) * size, Int32(_PIECE)), Int32(0))
+            left = cutlass.max(cutlass.min(columns - at, Int32(_PIECE // size)), Int32(0)) * size
             for part in range(0, c.tile_k, c.block // 8):
                 there = k + own + part
                 length = cutlass.select_(there < v["k", 0], left, Int32(0))
