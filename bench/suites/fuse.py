@@ -2,9 +2,9 @@
 
 rows: twenty functions of rows over 256 MB, beside torch.compile of the same Python function, a copy of as many bytes, and minfer's own
 operator where there is one. gemm: GEMMs with eight kinds of epilogue, cubes and layers of LLMs, beside torch.compile of the same with
-mode="max-autotune-no-cudagraphs", cuBLAS followed by torch.compile of the epilogue, and minfer's product without one. Values are checked
-against float64 before anything is timed. Compile times are those of this process: the first call of a function, and the same again from the
-disk.
+mode="max-autotune-no-cudagraphs", cuBLAS followed by torch.compile of the epilogue, and minfer's product without one. attention:
+fuse_attention.py. Values are checked against float64 before anything is timed. Compile times are those of this process: the first call of
+a function, and the same again from the disk.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from minfer._core.registry import device_properties
 from torch import Tensor
 
 from bench import harness
-from bench.suites import fused
+from bench.suites import fuse_attention, fused
 from bench.suites.fused_call import Call, deviation
 from bench.suites.moe import chosen_of
 
 WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-PEERS = ("copy", "torch_compile", "ours:ahead_of_time", "torch_autotune", "cublas_then_compile", "ours:dense")
-SUITES = ("rows", "gemm")
+PEERS = ("copy", "torch_compile", "ours:ahead_of_time", "torch_autotune", "cublas_then_compile", "ours:dense", *fuse_attention.PEERS)
+SUITES = ("rows", "gemm", "attention")
 E4M3 = torch.float8_e4m3fn
 
 
@@ -406,6 +406,7 @@ def main(args: argparse.Namespace) -> int:
     suites = chosen_of(args.suite, "suite", SUITES)
     chosen = [cell for cell in cells(args.only) if cell["width"] in widths] if "rows" in suites else []
     chosen += gemm_cells(args.only) if "gemm" in suites else []
+    chosen += fuse_attention.cells(args.only) if "attention" in suites else []
     if args.dry_run:
         for cell in chosen:
             print({name: value for name, value in cell.items() if name != "make"})
@@ -417,7 +418,12 @@ def main(args: argparse.Namespace) -> int:
     results, budget = (
         fused.FusedResults(args.out, args.commit),
         harness.Budget(
-            {"torch_compile": args.compile_seconds, "torch_autotune": args.autotune_seconds, "cublas_then_compile": args.compile_seconds}
+            {
+                "flex_attention": args.compile_seconds,
+                "torch_compile": args.compile_seconds,
+                "torch_autotune": args.autotune_seconds,
+                "cublas_then_compile": args.compile_seconds,
+            }
         ),
     )
     begin, wrong = time.monotonic(), []
@@ -425,12 +431,15 @@ def main(args: argparse.Namespace) -> int:
         print({name: f"{value:.0f}" for name, value in compile_times().items()}, flush=True)
     if "gemm" in suites:  # all kernels at once, by all cores
         precompile_gemms()
+    if "attention" in suites:
+        fuse_attention.precompile()
     for cell in chosen:
         if time.monotonic() - begin > args.time_limit:
             print("time limit: the remaining cells were not started")
             break
         try:
-            print(fused.measure(cell, args, results, peers, budget), flush=True)
+            measured = fuse_attention.measure if cell["suite"] == "attention" else fused.measure
+            print(measured(cell, args, results, peers, budget), flush=True)
         except Exception as error:  # noqa: BLE001  one cell's failure is reported and counted, the others go on
             torch.cuda.synchronize()
             wrong.append(f"{cell['what']}: {type(error).__name__}: {str(error)[:300]}")

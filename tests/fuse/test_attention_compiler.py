@@ -1,10 +1,14 @@
 """Kernels of attention with functions: that they are compiled as they should be, and exported. No GPU is needed, the CuTe DSL is."""
 
 import glob
+import itertools
+import math
+import operator
 import re
 import shutil
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -135,3 +139,98 @@ for wrong in ({{}}, {{"bias": table}}):
         raise SystemExit("a call without the table went through")
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# The template's own arithmetic, with Python's numbers in the place of a kernel's.
+
+
+@pytest.fixture
+def template(monkeypatch):
+    from minfer.fuse.kernels import attention as template
+
+    choices = types.SimpleNamespace(select_=lambda condition, x, y: x if condition else y, min=min, max=max)
+    monkeypatch.setattr(template, "cutlass", choices)
+    for name, kind in (("Int32", int), ("Int64", int), ("Float32", float), ("Boolean", bool)):
+        monkeypatch.setattr(template, name, kind)
+    monkeypatch.setattr(template, "cast", lambda x, source, target: {"f32": float, "bool": bool}.get(target, int)(x))
+    monkeypatch.setattr(template, "constant", lambda value, dtype: value)
+    return template
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("heads,batch,tiles,section", [(16, 1, 86, 4), (5, 3, 7, 4), (8, 2, 1, 3), (3, 1, 40, 100)])
+def test_every_tile_is_visited_once(template, heads, batch, tiles, section, parts):
+    """Sections of heads after each other, in each the last queries first."""
+    config = AttentionConfig("bf16", 128, 3, 80, 2, 80, split=parts > 1)
+    numbers = {"walk_heads": heads, "batch": batch, "tiles": tiles, "parts": parts, "group": 1, "sq": tiles * 192, "sk": 1000}
+    numbers["section"] = min(section, heads * batch * parts)
+    known = attention_function.traced(None, None).traced
+    kernel = template._Attention(known.graph, config, {(name, 0, 0): value for name, value in numbers.items()})
+    places = [kernel.locate(tile) for tile in range(heads * batch * tiles * parts)]
+    seen = [(where.head, where.batch, where.block, where.part) for where in places]
+    assert sorted(seen) == sorted(itertools.product(range(heads), range(batch), range(tiles), range(parts)))
+    first = [where for where in places[: numbers["section"] * tiles]]
+    assert len({(where.head, where.batch, where.part) for where in first}) == numbers["section"]
+    assert [where.block for where in first] == sorted((where.block for where in first), reverse=True)
+
+
+def test_walks():
+    sizes = attention_function._Sizes(1, 16, 16, 16384, 16384, 128, 128, False)
+    plain, masked = (AttentionConfig("bf16", 128, 3, 80, 2, 80, masks=masks) for masks in (False, True))
+    assert attention_function.walk(plain, sizes, 86, 16, 1, 132) == ([132, 1, 1], 2)
+    assert attention_function.walk(masked, sizes, 86, 16, 1, 132) == ([86 * 16, 1, 1], 4)
+    short = attention_function._Sizes(16, 16, 4, 1024, 1024, 128, 128, False)
+    grid, section = attention_function.walk(masked, short, 6, 16, 1, 132)
+    assert grid == [132, 1, 1] and section * 1024 * 512 // 4 >= 16 << 20 and section % 4 == 0
+    few = attention_function._Sizes(1, 32, 8, 1, 8192, 128, 128, True)
+    assert attention_function.walk(AttentionConfig("bf16", 128, 1, 128, 3, 16, packed=True, paged=True), few, 1, 8, 16, 132)[0] == [
+        128,
+        1,
+        1,
+    ]
+
+
+@pytest.mark.parametrize("seed", [*range(24), "alibi", "relative", "checkered"])
+def test_elements_of_scores(template, monkeypatch, seed):
+    """Of a thread's two rows and two columns, as the kernel's code is written, against the graph by torch."""
+    score_mod = FUNCTIONS.scores[seed] if isinstance(seed, str) else drawn(seed, 4, 300, "cpu")[0]
+    call = attention_function.traced(score_mod, None)
+    graph, module = call.traced.graph, template
+    kernel = module._Attention(graph, AttentionConfig("bf16", 64, 2, 128, 2, 128, scores=True), {})
+    binary = {
+        "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "floor_div": operator.floordiv,
+        "mod": operator.mod, "maximum": max, "minimum": min, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+        "eq": operator.eq, "ne": operator.ne,
+    }  # fmt: skip
+    unary = {"neg": operator.neg, "abs": abs, "exp": math.exp, "tanh": math.tanh}
+    lines = []
+
+    class Numbers(module.GridEvaluator):
+        def _number(self, node, types, x):
+            if node.op == "where":
+                return x[1] if x[0] else x[2]
+            if node.op == "cast":
+                return module.cast(x[0], types[0], node.dtype)
+            return unary[node.op](x[0]) if node.op in unary else binary[node.op](*x)
+
+        def _line(self, number):
+            found = super()._line(number)
+            lines.append(found is not None and found[1] is not None)
+            return found
+
+    monkeypatch.setattr(module, "GridEvaluator", Numbers)
+    kernel.gather = lambda node, indices: float(call.captured[node.attrs[0]][tuple(indices)])
+    where, first, rows = types.SimpleNamespace(batch=1, head=3), 130, (17, 25)
+    scores = [0.3, -1.2, 2.5, 0.01]
+    evaluator = kernel.evaluator(where, [(row, 3) for row in rows], module.Columns(first, [40, 41]), scores)
+    grid = evaluator.value(kernel.score)
+    have = torch.tensor([[grid.at(row, column) for column in range(2)] for row in range(2)], dtype=torch.float64)
+    one = torch.ones(1, 1, dtype=torch.int32)
+    values = {
+        "score": torch.tensor(scores, dtype=torch.float64).view(2, 2).T, "b": one, "h": one * 3, "q": torch.tensor(rows).view(2, 1),
+        "kv": torch.tensor([[first + 40, first + 41]]),
+    }  # fmt: skip
+    want = attention_function._modified(call.traced, call.captured, values, 2, torch.float64)[0].expand(2, 2)
+    torch.testing.assert_close(have, want.double(), rtol=1e-6, atol=1e-6)
+    if seed == "alibi":
+        assert any(lines)

@@ -22,16 +22,15 @@ def hopper():
         pytest.skip("kernels of fused attention are for sm_90a")
 
 
-@pytest.mark.parametrize("dim,dtype,heads_kv", [(128, BF16, 4), (64, F16, 2), (128, F16, 1)], ids=["128-bf16", "64-f16", "128-f16-mqa"])
 @pytest.mark.parametrize("pair", range(len(NAMES)), ids=NAMES)
-def test_functions(pair, dim, dtype, heads_kv):
-    functions = Functions(2, 4, 1100, "cuda").pairs()[pair]
-    for sq, sk in ((600, 600), (1, 77), (129, 1030), (1030, 129), (40, 600)):
+def test_functions(pair):
+    dim, dtype, heads_kv = [(128, BF16, 4), (64, F16, 2), (128, F16, 1), (64, BF16, 4)][pair % 4]
+    functions = Functions(2, 4, 4100, "cuda").pairs()[pair]
+    for sq, sk in ((600, 600), (1, 77), (1030, 129), (40, 600), (4100, 900)):
         judged(*operands(2, 4, heads_kv, sq, sk, dim, dtype, "cuda"), *functions)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", list(Functions(1, 2, 8, "cpu").masks))
+@pytest.mark.parametrize("name,dim", zip(Functions(1, 2, 8, "cpu").masks, (64, 128) * 3, strict=True))
 def test_block_masks(name, dim):
     functions = Functions(2, 4, LENGTH, "cuda")
     q, k, v = operands(2, 4, 2, LENGTH, LENGTH, dim, BF16, "cuda")
@@ -46,22 +45,22 @@ def test_block_masks(name, dim):
     assert torch.isfinite(fuse.attention(q, k, v, None, mask_mod, wild, enable_gqa=True)).all()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(32))
 def test_drawn(seed):
     dim, length = [(64, 300), (128, 520), (64, 1024), (128, 77)][seed % 4]
     judged(*operands(1, 4, 4, length, length, dim, (BF16, F16)[seed // 2 % 2], "cuda"), *drawn(seed, 4, length, "cuda"))
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("page_size", [8, 16, 24, 128, 256])
-@pytest.mark.parametrize("sq", [1, 5, 70, 300])
+@pytest.mark.parametrize(
+    "sq,page_size,dim", [(1, 16, 128), (1, 256, 64), (5, 24, 128), (5, 8, 64), (70, 128, 128), (70, 24, 64), (300, 8, 128), (300, 256, 64)]
+)
 def test_paged(sq, page_size, dim):
     functions = Functions(3, 8, 1500, "cuda").pairs()
     q, k, v = operands(3, 8, 2, sq, 1500, dim, BF16, "cuda")
     for lengths in ([1500, 0, 701], [sq, sq + 1, 1024]):
         given = paged(k, v, lengths, page_size)
         caches = given.pop("k"), given.pop("v")
-        for pair in (functions[1], functions[3], functions[7]):
+        for pair in (functions[1], functions[7]):
             judged(q, *caches, *pair, **given)
 
 

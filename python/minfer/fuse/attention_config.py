@@ -49,9 +49,10 @@ class AttentionConfig:
 
 def parameters(graph: Graph, config: AttentionConfig) -> list[tuple[str, int, int]]:
     """The kernel's, in order: names with numbers. Strides are of batches, heads and queries."""
-    names: list[tuple[str, int, int]] = [("k_map", 0, 0), ("v_map", 0, 0), ("q", 0, 0), ("out", 0, 0), ("lse", 0, 0)]
+    names: list[tuple[str, int, int]] = [(name, 0, 0) for name in ("k_map", "v_map", "q", "out", "lse")]
     names += [(name, i, 0) for name in ("q_stride", "out_stride") for i in range(3)]
-    names += [(name, 0, 0) for name in ("scale", "tiles", "walk_heads", "batch", "parts", "group", "sq", "sk", "head_dim", "head_dim_v")]
+    numbers = ("scale", "tiles", "section", "walk_heads", "batch", "parts", "group", "sq", "sk", "head_dim", "head_dim_v")
+    names += [(name, 0, 0) for name in numbers]
     if config.listed:
         names += [(name, 0, 0) for name in ("some_count", "some_index", "all_count", "all_index")]
         names += [(name, 0, 0) for name in ("list_rows", "list_length", "list_batch", "list_head")]

@@ -34,6 +34,8 @@ _MOST_PARAMETERS = 64
 _MOST_PLANS = 4096
 _MOST_TRACED = 256
 _REFERENCE_ELEMENTS = 1 << 24
+_FEW_KEYS = 2048
+_SECTION_BYTES = 16 << 20  # of keys and values: of an H100's L2 cache of 50 MB, each half has its own copies
 _SHARED_BYTES = 227 * 1024 - 2048  # of a CTA, less barriers and what the system takes
 
 
@@ -395,7 +397,7 @@ def configure(
     elif rows <= 128 or known.varying() > 12:
         consumers = 2
     else:
-        time = {n: -(-(-(-rows // (64 * n)) * walk) // sms) * 64 * n / rate for n, rate in ((2, 0.9), (3, 1.0))}
+        time = {n: -(-(-(-rows // (64 * n)) * walk) // sms) * 64 * n / rate for n, rate in ((2, 0.85), (3, 1.0))}
         consumers = min(time, key=time.__getitem__)
     keys = 80 if consumers == 3 and head_dim == 128 else 128
     box = math.gcd(page_size, keys) if sizes.paged else keys
@@ -412,6 +414,20 @@ def configure(
         known.masks,
     )  # fmt: skip
     return config, parts
+
+
+def walk(config: AttentionConfig, sizes: _Sizes, tiles: int, walk_heads: int, parts: int, sms: int) -> tuple[list[int], int]:
+    """The grid, and how many heads are in a section (kernels/attention.py): so many that their keys and values stay in the L2 cache, or
+    that all SMs have a tile.
+
+    With a mask, tiles of queries differ in their keys. Where there are many keys, the tiles have CTAs of their own, which start as others
+    end, longest first: taken by turns, with 86 tiles for each of 16 heads, one CTA would have 9 to 24 % more than the average."""
+    heads = walk_heads * sizes.batch * parts
+    differ = (config.masks or config.listed) and sizes.sk > _FEW_KEYS
+    group = 1 if config.packed else sizes.heads // sizes.heads_kv
+    section = max(_SECTION_BYTES // (2 * sizes.sk * (sizes.head_dim + sizes.head_dim_v)), 1) * group
+    section = max(section, -(-(2 if differ else 1) * sms // tiles))
+    return [heads * tiles if differ else min(heads * tiles, sms), 1, 1], min(section, heads)
 
 
 def kernel_of(known: Traced, config: AttentionConfig, arch: str) -> Kernel:
@@ -496,10 +512,13 @@ class _Plan:
         rows = sizes.sq * group if config.packed else sizes.sq
         walk_heads = sizes.heads_kv if config.packed else sizes.heads
         tiles = -(-rows // config.rows)
-        self.grid = [min(tiles * walk_heads * sizes.batch * self.parts, sms), 1, 1]
+        self.grid, section = walk(config, sizes, tiles, walk_heads, self.parts, sms)
+        if tiles * walk_heads * sizes.batch * self.parts >= 1 << 30:
+            raise FuseError(f"attention: {sizes.batch} sequences of {sizes.heads} heads and {sizes.sq} queries are too many for one launch")
         numbers = {
             "scale": struct.unpack("<i", struct.pack("<f", scale))[0], "tiles": tiles, "walk_heads": walk_heads, "batch": sizes.batch,
             "parts": self.parts, "group": group, "sq": sizes.sq, "sk": sizes.sk, "head_dim": sizes.head_dim, "head_dim_v": sizes.head_dim_v,
+            "section": section,
         }  # fmt: skip
         # Tensors of the launch: q, k, v, out, lse, captured ones, then lists or the table and lengths.
         places = {"q": 0, "k_map": 1, "v_map": 2, "out": 3, "lse": 4}

@@ -1,4 +1,4 @@
-"""Attention with a function of scores and a mask for sm_90a: TMA + WGMMA, persistent, warp specialised. After FlashAttention-3 (Shah et
+"""Attention with a function of scores and a mask for sm_90a: TMA + WGMMA, warp specialised. After FlashAttention-3 (Shah et
 al., 2024); the function and the mask are FlexAttention's (Dong et al., 2024).
 
 Warp roles. Warp 0 of warpgroup 0 is the producer: it finds out which tiles of keys a tile of queries visits, loads their keys and values,
@@ -7,6 +7,7 @@ themselves.
 Tiles of keys. Of a block mask, those that it names. Otherwise all: the producer's lanes look at 32 at once, and bounds of the mask's
 positions (intervals.py) tell which need not be visited, and which are seen in full. Partial tiles come first, then full ones, without the
 mask.
+Tiles of queries. CTAs stay and take tiles by turns; with masks and many keys, where tiles differ, each tile has a CTA of its own.
 Main loop. A step computes the scores of a tile and, in the same batch of MMAs, the output of the tile before, whose probabilities are in
 registers; the function of scores and the softmax run while the tensor cores work for the other warpgroups.
 Pipelines. k and v: a ring of `stages` tiles each, full by TMA's bytes, empty by an arrival of each consumer warp.
@@ -54,6 +55,11 @@ def exp2(x: Any) -> Float32:
     return _approximate("ex2.approx.ftz", x)
 
 
+def opaque(x: Any) -> Int32:
+    """The same number, which the compiler takes for another."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
 class Grid:
     """A value of the function for a thread's elements: of ``rows`` it has one for both of them or one each, of ``columns`` likewise.
     Values follow each other column by column, of each column row by row."""
@@ -79,28 +85,31 @@ class Columns:
 
 
 class GridEvaluator(Evaluator):
-    """A graph's nodes as Grids; ``leaf`` gives those of values, ``gather`` loads of a captured tensor at indices."""
+    """A graph's nodes as Grids; ``leaf`` gives those of values, ``gather`` loads of a captured tensor at indices. Floating-point values
+    that are linear in the key's position are a product and a sum of each element: a number of the row times the column, plus another."""
 
-    def __init__(self, graph: Graph, columns: Columns | None, leaf: Any, gather: Any):
+    def __init__(self, graph: Graph, of_columns: list[bool], columns: Columns | None, leaf: Any, gather: Any):
         super().__init__(graph, 0, None, None)
-        self.columns, self.leaf_of, self.gather = columns, leaf, gather
+        self.of_columns, self.columns, self.leaf_of, self.gather = of_columns, columns, leaf, gather
+        self.lines: dict[int, tuple[Grid, Grid | None] | None] = {}
 
     def value(self, number: int) -> Grid:
         if number not in self.known:
-            self.known[number] = self._grid(self.graph.nodes[number])
+            self.known[number] = self._grid(number, self.graph.nodes[number])
         return self.known[number]
 
-    def _grid(self, node: Node) -> Grid:
+    def _grid(self, number: int, node: Node) -> Grid:
         if node.op == "constant":
             return Grid([constant(node.attrs[0], node.dtype)], False, False)
         if node.op == "value":
             return self.leaf_of(node)
+        line = self._line(number) if node.dtype == F32 and self.of_columns[number] else None
+        if line is not None:
+            base, step = line
+            offsets = Grid([Float32(offset) for offset in self.columns.offsets], False, True)
+            return self._each([base, step, offsets], lambda x: x[0] + x[1] * x[2])
         operands = [self.value(i) for i in node.inputs]
         types = [self.graph.nodes[i].dtype for i in node.inputs]
-        if node.op == "cast" and node.dtype == F32 and types[0] == I32:
-            difference = self._difference(node.inputs[0])
-            if difference is not None:
-                return difference
         if node.op == "round":
             return Grid(rounded(operands[0].values, types[0], node.dtype, node.attrs[0]), operands[0].rows, operands[0].columns)
         return self._each(operands, lambda x: self.gather(node, x) if node.op == "gather" else self._number(node, types, x))
@@ -114,21 +123,36 @@ class GridEvaluator(Evaluator):
         ]
         return Grid(values, rows, columns)
 
-    def _difference(self, number: int) -> Grid | None:
-        """Of the positions of a key and a query, as float32: an addition for each element, and no conversion."""
-        node = self.graph.nodes[number]
-        operands = [self.graph.nodes[i] for i in node.inputs]
-        names = [x.attrs[0] if x.op == "value" and x.dtype == I32 else None for x in operands]
-        if node.op != "sub" or sorted(map(str, names)) != ["kv", "q"]:
+    def _line(self, number: int) -> tuple[Grid, Grid | None] | None:
+        """The value at the first column, and what each further column adds, or None where that is nothing; None where it is no line."""
+        if number not in self.lines:
+            self.lines[number] = self._new_line(number, self.graph.nodes[number])
+        return self.lines[number]
+
+    def _new_line(self, number: int, node: Node) -> tuple[Grid, Grid | None] | None:
+        if not self.of_columns[number]:
+            return self.value(number), None
+        if node.op == "value" and node.attrs[0] == "kv":
+            return Grid([cast(self.columns.first, I32, node.dtype)], False, False), Grid([constant(1, node.dtype)], False, False)
+        if node.op not in ("add", "sub", "mul", "neg", "cast") or node.dtype not in (F32, I32):
             return None
-        first = self.columns.first.to(Float32)
-        queries = self.value(node.inputs[names.index("q")])
-        distances = [first - query.to(Float32) for query in queries.values]
-        if names[0] == "kv":
-            values = [distance + Float32(offset) for offset in self.columns.offsets for distance in distances]
-        else:
-            values = [Float32(-offset) - distance for offset in self.columns.offsets for distance in distances]
-        return Grid(values, True, True)
+        lines = [self._line(i) for i in node.inputs]
+        if any(x is None for x in lines):
+            return None
+        types = [self.graph.nodes[i].dtype for i in node.inputs]
+        if node.op == "mul":
+            if node.dtype == I32 or all(step is not None for _, step in lines):
+                return None
+            (base, step), (factor, _) = lines if lines[0][1] is not None else lines[::-1]
+            return self._each([base, factor], lambda x: x[0] * x[1]), self._each([step, factor], lambda x: x[0] * x[1])
+        if BOOL in types:
+            return None
+        bases = self._each([base for base, _ in lines], lambda x: self._number(node, types, x))
+        steps = [step for _, step in lines]
+        if None in steps:  # of add and sub
+            one = steps[0] if steps[1] is None else self._each([steps[1]], lambda x: -x[0] if node.op == "sub" else x[0])
+            return bases, one
+        return bases, self._each(steps, lambda x: self._number(node, types, x))
 
     def _number(self, node: Node, types: list[str], x: list[Any]) -> Any:
         if node.op == "tanh":
@@ -216,18 +240,22 @@ class _Attention:
     # Tiles of queries.
 
     def locate(self, tile: Any) -> _Place:
-        """Heads, batches and parts of the last queries come first: with a causal mask they have the most keys."""
-        heads, batch, parts = self.get("walk_heads"), self.get("batch"), self.get("parts")
-        of_heads = tile // heads
-        head = tile - of_heads * heads
-        of_batches = of_heads // batch
-        b = of_heads - of_batches * batch
-        part = Int32(0)
-        block = of_batches
+        """Sections of heads, whose keys and values the L2 cache holds, follow each other. In a section the last queries of all heads come
+        first: with a causal mask they have the most keys."""
+        heads, batch, tiles = self.get("walk_heads"), self.get("batch"), self.get("tiles")
+        size = self.get("section")
+        section = tile // (size * tiles)
+        within = tile - section * (size * tiles)
+        size = cutlass.min(size, heads * batch * self.get("parts") - section * size)
+        block = within // size
+        number = section * self.get("section") + (within - block * size)
+        rest = number // heads
+        head = number - rest * heads
+        b, part = rest, Int32(0)
         if self.config.split:
-            block = of_batches // parts
-            part = of_batches - block * parts
-        block = self.get("tiles") - 1 - block
+            part = rest // batch
+            b = rest - part * batch
+        block = tiles - 1 - block
         sq, sk = self.get("sq"), self.get("sk")
         if self.config.paged:
             length = cute.make_tensor(pointer_at(self.get("lengths"), b, "i32", 4), cute.make_layout(1))[0]
@@ -385,6 +413,7 @@ class _Attention:
         c = self.config
         tile = word >> 2
         boxes = c.keys // c.box
+        box = self.lane * (c.box * 128) if boxes > 1 else 0  # in bytes
         row = tile * c.keys
         page = where.batch
         if cutlass.const_expr(c.paged):
@@ -403,22 +432,19 @@ class _Attention:
             cute.arch.mbarrier_arrive_and_expect_tx(self.full_k(k_at), self.tile_bytes)
         cute.arch.sync_warp()
         if self.lane < boxes:
-            self.copy("k_map", self.k_base + k_at * self.tile_bytes, row, where.kv_head, page, self.full_k(k_at))
+            self.copy("k_map", self.k_base + k_at * self.tile_bytes + box, c.keys, row, where.kv_head, page, self.full_k(k_at))
         cute.arch.mbarrier_wait(self.empty_v(v_at), v_phase ^ 1)
         if self.lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(self.full_v(v_at), self.tile_bytes)
         cute.arch.sync_warp()
         if self.lane < boxes:
-            self.copy("v_map", self.v_base + v_at * self.tile_bytes, row, where.kv_head, page, self.full_v(v_at))
+            self.copy("v_map", self.v_base + v_at * self.tile_bytes + box, c.keys, row, where.kv_head, page, self.full_v(v_at))
         cute.arch.sync_warp()
 
-    def copy(self, name: str, base: Any, row: Any, head: Any, page: Any, barrier: Any) -> None:
+    def copy(self, name: str, base: Any, rows: int, row: Any, head: Any, page: Any, barrier: Any) -> None:
         """A box of each 64 columns, by a lane."""
-        c = self.config
         for panel in range(self.panels):
-            target = base + panel * (c.keys * 128)
-            if c.box < c.keys:
-                target = target + self.lane * (c.box * 128)
+            target = base + panel * (rows * 128)
             cute.arch.inline_ptx(
                 "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                 "[{$r0}], [{$r1}, {{$r2}, {$r3}, {$r4}, {$r5}}], [{$r6}];",
@@ -487,7 +513,7 @@ class _Attention:
     # The consumers: queries.
 
     def fetch(self, tile: Any) -> None:
-        """Starts copies of a warpgroup's rows of a tile's queries: thread t has vectors t, t + 128, ... of eight numbers."""
+        """Starts copies of a warpgroup's rows of a tile's queries: thread t has the vectors t, t + 128, ..."""
         c = self.config
         vectors = c.head_dim // 8
         inside = tile < self.total
@@ -532,7 +558,7 @@ class _Attention:
                 grid = Grid([columns.position(i) for i in range(len(columns))], False, True)
             return Grid([cast(x, I32, node.dtype) for x in grid.values], grid.rows, grid.columns)
 
-        return GridEvaluator(self.graph, columns, leaf, self.gather)
+        return GridEvaluator(self.graph, self.of_columns, columns, leaf, self.gather)
 
     def gather(self, node: Node, indices: list[Any]) -> Any:
         """A number of a captured tensor: indices count from the end where they are negative, and are clamped to what there is."""
@@ -692,6 +718,7 @@ class _Attention:
                 self.pass_turn()
         tile = cute.arch.block_idx()[0]
         self.fetch(tile)
+        self.await_queries()
         while tile < self.total:
             where = self.locate(tile)
             row = self.group * 64 + (self.warp % 4) * 16 + self.lane // 4
@@ -703,14 +730,11 @@ class _Attention:
             self.row_sum.fill(0.0)
             cute.arch.mbarrier_wait(self.full_k(k_at), k_phase)
             word = cute.arch.make_warp_uniform(self.word_of(k_at)[0])
-            next_tile = tile + cute.arch.grid_dim()[0]
             if word == _NOTHING:
                 self.release(self.empty_k(k_at))
                 k_at, k_phase = self.advance(k_at, k_phase)
-                self.await_queries()
-                self.fetch(next_tile)
+                self.fetch(tile + cute.arch.grid_dim()[0])
             else:
-                self.await_queries()
                 self.wait_for_turn()
                 warpgroup.fence()
                 self.multiply_keys(k_at)
@@ -740,7 +764,7 @@ class _Attention:
                         before = word
                         word = self.following(before, k_at, k_phase)
                 cute.arch.barrier(barrier_id=8 + self.group, number_of_threads=128)  # no warp's MMAs read the queries any more
-                self.fetch(next_tile)
+                self.fetch(tile + cute.arch.grid_dim()[0])
                 cute.arch.mbarrier_wait(self.full_v(v_at), v_phase)
                 if cutlass.const_expr(c.paged):
                     self.clear_values(where, before, v_at)
@@ -749,8 +773,10 @@ class _Attention:
                 warpgroup.wait_group(0)
                 self.release(self.empty_v(v_at))
                 v_at, v_phase = self.advance(v_at, v_phase)
-            self.store(where, rows)
-            tile = next_tile
+            self.await_queries()  # before the stores, which its fence would wait for
+            where, row = self.locate(opaque(tile)), opaque(row)  # kept over the main loop, its numbers would be spilled
+            self.store(where, [self.row_of(where, row), self.row_of(where, row + 8)])
+            tile = tile + cute.arch.grid_dim()[0]
 
     # The epilogue.
 
