@@ -133,23 +133,31 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   // As kernels of 8-bit operands with one block of 64 rows a warpgroup do.
   int const sharing = pingpong_ ? 1 : kernel.threads / 128 - 1;
   most_cluster_splits_ = 0;
+  ring_stages_ = partial_stages_ = 0;
   if (!portable_ && size_of(problem.ab_type) == 1 && kernel.column_step > 0 && cluster_ == 1 && kernel.tile_m == 64 * sharing) {
     int64_t const stage = stage_bytes(kernel, tile_n), ring = kernel.stages * stage_bytes(kernel, kernel.tile_n);
     int64_t const partial = 4 * int64_t(kernel.tile_m) * tile_n;
     for (int32_t splits = 2; splits <= kMostClusterSplits; splits *= 2) {
       if (fits_cluster(tiles_, splits, device, ring, stage, partial)) most_cluster_splits_ = splits;
     }
+    ring_stages_ = double(ring) / double(stage);
+    partial_stages_ = double(partial) / double(stage);
   }
 
   double const uneven = !portable_ && problem.k % 64 != 0 ? r.uneven : 1.0;
   double const tile_k = grid_ && problem.k <= kBriefK ? kBriefK : kernel.tile_k;
   double const element = size_of(problem.ab_type), wide = element / 2.0;  // operands of 8 bits take half the time
+  narrow_ = element == 1;
   double const scales = !problem.block_scaled ? 1.0 : kernel.swap ? r.block_scales_swap : r.block_scales;
   double const flops = 2.0 * kernel.tile_m * tile_k * wide * factors_.compute * uneven * scales;  // of a column
   double const rate = scaled.sm_scale;
   alone_ = fourth_power((tile_n + r.columns) * flops / (r.sm_rate * rate));
   latency_ = fourth_power(r.latency / stages_of(kernel, tile_n) * factors_.latency);
   shared_ = fourth_power(tile_n * flops / (r.gpu_rate * rate * sms_ / 132.0));
+  if (narrow_) {  // what a CTA loads itself of a k tile
+    double const loaded = (double(kernel.tile_m) / kernel.cluster_n + double(tile_n) / kernel.cluster_m) * kernel.tile_k;
+    shared_ += fourth_power(loaded / (r.narrow_l2 * scaled.memory_scale));
+  }
 
   bool const narrow = (problem.a_major == Major::kMN && problem.m < kNarrow) || (problem.b_major == Major::kMN && problem.n < kNarrow);
   narrow_us_ = narrow && !portable_ ? kernel.tile_k * kNarrowUs / (sms_ * sms_) : 0.0;
@@ -178,10 +186,10 @@ TileCost::TileCost(KernelInfo const& kernel, GemmProblem const& problem, int32_t
   start_us_ = r.start + r.cluster * std::log2(cluster_);
 }
 
-double TileCost::iteration_us(double workers) const {
+double TileCost::iteration_us(double workers, double latency) const {
   double const ctas = workers * cluster_;
   double const alone = ctas > sms_ ? alone_ * fourth_power(ctas / sms_) : alone_;  // several CTAs share an SM
-  return fourth_root(alone + shared_ * fourth_power(ctas) + latency_) + narrow_us_ * ctas * ctas;
+  return fourth_root(alone + shared_ * fourth_power(ctas) + latency) + narrow_us_ * ctas * ctas;
 }
 
 double TileCost::us(GemmLaunch const& launch) const {
@@ -218,10 +226,18 @@ double TileCost::us(GemmLaunch const& launch) const {
   }
 
   if (grid_) return grid_us(workers, iterations * k_fill_, owned, partials);
-  double k_us = iteration_us(workers) * (iterations - last);
-  if (last > 0) k_us += iteration_us(last_workers) * last;
+  bool const in_cluster =
+      splits > 1 && splits <= most_cluster_splits_ && std::has_single_bit(uint64_t(splits)) && tiles * splits <= double(workers_);
+  double latency = latency_;
+  if (in_cluster) {  // of the stages that partials leave
+    double const left = ring_stages_ - partials * partial_stages_;
+    latency *= fourth_power(std::min(kMostStages, ring_stages_) / std::min(kMostStages, left));
+  }
+  double k_us = iteration_us(workers, latency) * (iterations - last);
+  if (last > 0) k_us += iteration_us(last_workers, latency) * last;
   double const idle = !pingpong_ ? 0.0 : several ? r.idle_tiles / std::sqrt(owned) : r.idle;
-  double const busy_us = k_us * (1.0 + idle) * (stream ? 1.0 + r.stream : 1.0) + owned * tile_us_;
+  double const divided = stream ? r.stream : !narrow_ || splits <= 1 ? 0.0 : several ? r.narrow_rounds : r.narrow_split;
+  double const busy_us = k_us * (1.0 + idle) * (1.0 + divided) + owned * tile_us_;
   double const resident = portable_ ? 1.0 : std::floor(workers_ / workers);                       // launches that are
   double const uneven = k_tiles > 0 ? iterations * workers / (tiles * k_tiles) : 1.0;             // the busiest SM's bytes over the mean's
   double const reading = std::min(sms_, workers * cluster_ * std::min(resident, kMostResident));  // SMs, of all launches that do
@@ -229,9 +245,7 @@ double TileCost::us(GemmLaunch const& launch) const {
   double const main_us = std::sqrt(busy_us * busy_us + hbm_us * hbm_us);
   double const exposed_us =
       pingpong_ ? epilogue_us_ + r.exposed * (owned - 1) * std::max(0.0, epilogue_us_ - main_us / owned) : epilogue_us_ * owned;
-  bool const in_cluster =
-      splits > 1 && splits <= most_cluster_splits_ && std::has_single_bit(uint64_t(splits)) && tiles * splits <= double(workers_);
-  double const fixup_us = in_cluster     ? r.fixup_cluster + partials * partial_us_
+  double const fixup_us = in_cluster     ? r.fixup_cluster + partials * partial_us_ * r.cluster_partial
                           : partials > 0 ? r.fixup + (partials - 1) * r.partial + (partials + 1) * partial_us_
                                          : 0.0;
   double const start_us =
@@ -245,7 +259,7 @@ double TileCost::grid_us(double workers, double iterations, double owned, double
   GemmRates const& r = rates_;
   double const share = std::ceil(workers / sms_);  // CTAs of an SM
   double const item_us = fourth_root(fourth_power(tile_us_) + fourth_power(share * epilogue_us_));
-  double const busy_us = iteration_us(share * sms_) * iterations + owned * item_us;
+  double const busy_us = iteration_us(share * sms_, latency_) * iterations + owned * item_us;
   double const hbm_us = bytes_us_ * (1.0 + kFewSms * (sms_ / std::min(sms_, workers) - 1.0));
   double const fixup_us = partials > 0 ? (kGridFixup + kGridPartial * partials) * r.fixup + (partials + 1) * partial_us_ : 0.0;
   return start_us_ * factors_.start + std::sqrt(busy_us * busy_us + hbm_us * hbm_us) + fixup_us;
@@ -253,7 +267,7 @@ double TileCost::grid_us(double workers, double iterations, double owned, double
 
 double TileCost::least_us() const {
   double const workers = std::min(double(workers_), double(tiles_) * k_tiles_);
-  double const busy_us = iteration_us(workers) * double(tiles_) * k_tiles_ / workers;
+  double const busy_us = iteration_us(workers, latency_) * double(tiles_) * k_tiles_ / workers;
   GemmRates const& r = rates_;
   return (start_us_ - r.overlap_two - r.overlap_three - r.overlap_four) * factors_.start + std::max(busy_us, bytes_us_);
 }

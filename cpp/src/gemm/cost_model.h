@@ -23,10 +23,13 @@ struct GemmRates {
   double fixup_bytes;                  // bytes/us of one SM
   double fixup_pingpong;               // factor where one warpgroup does it
   double fixup_cluster;                // us of all partials where a tile's splits are a cluster
+  double cluster_partial;              // factor of such a partial's bytes
   double bandwidth;                    // bytes/us of all SMs
   double c_bytes;                      // share of C's bytes that is felt
   double idle, idle_tiles;             // share of a tile in which a pingpong CTA has one warpgroup at work: of a single tile, of several
   double stream;                       // slower k tiles in stream-K
+  double narrow_split, narrow_rounds;  // slower k tiles of 8 bits in split-K: where all splits run at a time, and where they do not
+  double narrow_l2;                    // bytes/us of all SMs out of L2, into stages of operands of 8 bits
   double exposed;                      // share of an epilogue longer than its tile's mainloop that pingpong does not hide
   double uneven;                       // factor of k tiles whose rows do not start on whole lines of 128 bytes
   double general, general_c;           // factors of an epilogue that TMA cannot store, without C and with
@@ -82,11 +85,15 @@ inline constexpr GemmRateName kGemmRateNames[] = {
     {"fixup_bytes", &GemmRates::fixup_bytes},
     {"fixup_pingpong", &GemmRates::fixup_pingpong},
     {"fixup_cluster", &GemmRates::fixup_cluster},
+    {"cluster_partial", &GemmRates::cluster_partial},
     {"bandwidth", &GemmRates::bandwidth},
     {"c_bytes", &GemmRates::c_bytes},
     {"idle", &GemmRates::idle},
     {"idle_tiles", &GemmRates::idle_tiles},
     {"stream", &GemmRates::stream},
+    {"narrow_split", &GemmRates::narrow_split},
+    {"narrow_rounds", &GemmRates::narrow_rounds},
+    {"narrow_l2", &GemmRates::narrow_l2},
     {"exposed", &GemmRates::exposed},
     {"uneven", &GemmRates::uneven},
     {"general", &GemmRates::general},
@@ -155,7 +162,7 @@ class TileCost {
   double least_us() const;
 
  private:
-  double iteration_us(double workers) const;
+  double iteration_us(double workers, double latency) const;
   double grid_us(double workers, double iterations, double owned, double partials) const;
 
   GemmRates const& rates_;
@@ -164,7 +171,8 @@ class TileCost {
   int32_t stream_workers_, most_cluster_splits_;  // 0: this kernel's splits are no clusters
   double k_fill_;                                 // share of its k tiles that a product fills, where that counts
   double sms_, cluster_, narrow_us_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, reread_us_, start_us_;
-  bool pingpong_, portable_, grid_;  // grid_: a data-parallel launch has a CTA for each tile
+  double ring_stages_, partial_stages_;  // of a ring; that a partial takes the place of, where a tile's splits are a cluster
+  bool pingpong_, portable_, grid_, narrow_;  // grid_: a data-parallel launch has a CTA for each tile; narrow_: operands of 8 bits
 };
 
 /// Predicted time of a legal candidate, us.

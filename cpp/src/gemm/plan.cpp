@@ -257,9 +257,10 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
 }
 
 /// The widths of tiles worth a look: those that divide the columns into the fewest tiles, and into more, evenly: up to kMoreTiles more, and
-/// as many as narrower tiles fill all SMs with, down to kNarrowest of the kernel's width.
+/// as many as narrower tiles fill all SMs with, down to kNarrowest of the kernel's width; and the narrowest of which there are no more than
+/// run at a time, where that is narrower still: the loads of a few tiles are then divided among all SMs.
 template <class Visit>
-void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, Visit&& visit) {
+void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, Visit&& visit) {
   if (kernel.column_step == 0) {
     visit(kernel.tile_n);
     return;
@@ -267,16 +268,25 @@ void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, Visit&
   constexpr int64_t kMoreTiles = 4;
   constexpr double kNarrowest = 2.0 / 3.0;
   int64_t const columns = std::max<int64_t>(1, kernel.swap ? problem.m : problem.n), step = kernel.column_step;
+  int64_t const rows = kernel.swap ? problem.n : problem.m;
+  int64_t const rows_of_tiles = std::max<int64_t>(1, ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m) * problem.batch);
+  int64_t const in_one_wave = resident_workers(kernel, device) / rows_of_tiles * kernel.cluster_n;  // tiles of a row
   int64_t const fewest = ceil_div(columns, kernel.tile_n);
-  int64_t before = kernel.tile_n + step;
+  int64_t before = kernel.tile_n + step, narrowest = 0;
   for (int64_t width = kernel.tile_n; width > 0; width -= step) {
     int64_t const tiles = ceil_div(columns, width);
-    if (tiles > fewest + kMoreTiles && double(width) < kNarrowest * kernel.tile_n) break;
+    bool const looked_at = tiles <= fewest + kMoreTiles || double(width) >= kNarrowest * kernel.tile_n;
+    if (!looked_at && tiles > in_one_wave) break;
     int64_t const tile_n = ceil_div(ceil_div(columns, tiles), step) * step;
     if (tile_n == before) continue;  // wider tiles hold the columns as well
     before = tile_n;
-    visit(int32_t(tile_n));
+    if (looked_at) {
+      visit(int32_t(tile_n));
+    } else {
+      narrowest = tile_n;
+    }
   }
+  if (narrowest > 0) visit(int32_t(narrowest));
 }
 
 /// What a launch does in front of the kernel.
@@ -291,7 +301,7 @@ template <class Visit>
 void for_each_prediction(KernelInfo const& kernel, GemmProblem const& problem, Copies const& copies, DeviceProperties const& device,
                          ScaledModel const& model, Candidates const& candidates, double const& bound_us, Visit&& visit) {
   bool const empty = problem.m == 0 || problem.n == 0 || problem.batch == 0, dense = has_dense_model(problem);
-  for_each_width(kernel, problem, [&](int32_t tile_n) {
+  for_each_width(kernel, problem, device, [&](int32_t tile_n) {
     GemmLaunch widest;
     widest.columns = kernel.column_step > 0 ? tile_n : 0;
     if (!fits(kernel, problem, widest)) return;
