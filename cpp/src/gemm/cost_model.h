@@ -171,7 +171,7 @@ class TileCost {
   int32_t stream_workers_, most_cluster_splits_;  // 0: this kernel's splits are no clusters
   double k_fill_;                                 // share of its k tiles that a product fills, where that counts
   double sms_, cluster_, narrow_us_, alone_, shared_, latency_, epilogue_us_, partial_us_, tile_us_, bytes_us_, reread_us_, start_us_;
-  double ring_stages_, partial_stages_;  // of a ring; that a partial takes the place of, where a tile's splits are a cluster
+  double ring_stages_, partial_stages_;       // of a ring; that a partial takes the place of, where a tile's splits are a cluster
   bool pingpong_, portable_, grid_, narrow_;  // grid_: a data-parallel launch has a CTA for each tile; narrow_: operands of 8 bits
 };
 
