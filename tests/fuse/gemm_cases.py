@@ -60,6 +60,13 @@ def norms(acc, row, col, scale, bias):
 
 
 @fuse.gemm_epilogue
+def ranges(acc, row, col, scale):
+    """Reductions of all kinds, returned in another order than they are made."""
+    total, most, least, count = acc.sum(-1), acc.amax(-1), acc.amin(-1), (acc > 0).to(torch.int32).sum(-1).to(torch.int32)
+    return most - least, acc.to(BF16), count, total * scale[row].squeeze(-1), least
+
+
+@fuse.gemm_epilogue
 def codes(acc, row, col, scale):
     h = acc * scale
     return h.clamp(-448, 448).to(E4M3), (h * 4).to(torch.int8), h > 0
@@ -115,6 +122,7 @@ def operands_of(kind: str, m: int, n: int, device: str = "cuda", dtype: torch.dt
         "clamped_swiglu": lambda: (clamped_swiglu, [r(n // 2)]),
         "geglu": lambda: (geglu, []),
         "norms": lambda: (norms, [r(m, dtype=F32), r(n)]),
+        "ranges": lambda: (ranges, [r(m, dtype=F32)]),
         "codes": lambda: (codes, [torch.rand(m, 1, device=device) * 0.1]),
         "scattered": lambda: (
             scattered,
@@ -127,7 +135,7 @@ def operands_of(kind: str, m: int, n: int, device: str = "cuda", dtype: torch.dt
 
 
 KINDS = (
-    "plain", "bias_gelu", "biases", "residual", "swiglu", "clamped_swiglu", "geglu", "norms", "codes", "scattered", "accumulated",
+    "plain", "bias_gelu", "biases", "residual", "swiglu", "clamped_swiglu", "geglu", "norms", "ranges", "codes", "scattered", "accumulated",
     "stochastic", "rotated",
 )  # fmt: skip
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from minfer import fuse
-from minfer.fuse import gemm_config
+from minfer.fuse import gemm_config, gemms
+from minfer.fuse.evaluate import evaluate, node_values
 from minfer.fuse.graph import COLUMN, FULL, REDUCTIONS, Graph
 
 from tests.fuse import gemm_cases as cases
@@ -147,6 +148,18 @@ def test_traced_once():
     assert len(counted) == 1
 
 
+def test_functions_by_their_code():
+    """A lambda in a loop is one function, as long as what it has from outside is the same."""
+    a, b = matrices(4, 32, 16)
+    before, results = len(gemms._functions), []
+    for factor in (1.0, 2.0, 1.0, 1):
+        results.append(fuse.gemm(a, b, lambda acc, row, col, factor=factor: acc * factor))
+        results.append(fuse.gemm(a, b, lambda acc, row, col: acc * factor))  # noqa: B023
+    assert len(gemms._functions) - before == 6
+    for i, factor in enumerate((1.0, 2.0, 1.0, 1)):
+        assert torch.equal(results[2 * i], results[2 * i + 1]) and torch.equal(results[2 * i], results[0] * factor)
+
+
 def test_gradients_are_refused():
     a, b = matrices(4, 32, 16)
     with pytest.raises(RuntimeError, match="has no backward"):
@@ -207,6 +220,32 @@ def test_wrong_calls():
     refused("FP8 needs sm_89", lambda: cases.codes.precompile((a.to("meta"), b.to("meta"), torch.zeros(4, 1)), arch="sm_80"))
     fp8 = a.to(E4M3).to("meta"), b.to(E4M3).to("meta")
     refused("for sm_100a b must be bfloat16 or float16", lambda: cases.plain.precompile(fp8, arch="sm_100a"))
+
+
+@pytest.mark.parametrize("kind", ["norms", "ranges"])
+def test_reductions_of_tiles(kind):
+    """Partial reductions of two tiles, put together by the second graph, as kernels do it."""
+    m, n, k = 6, 48, 16
+    a, b = matrices(m, n, k)
+    function, operands = cases.operands_of(kind, m, n, "cpu")
+    arguments, space, _, traced = function._called((a, b, *operands), {})
+    row, col = torch.arange(m).view(m, 1), torch.arange(n).view(1, n)
+    inputs = [gemms._part(arguments[x.name], x.extent, slice(0, m), m, n, 0) for x in traced.first.inputs]
+    values = {"acc": a.float() @ b.float(), "row": row, "col": col}
+    known = node_values(traced.first, inputs, columns=n, values=values)
+    partials = []
+    for x, number in zip(traced.last.inputs, gemm_config.partials_of(traced.last), strict=True):
+        if number is None:
+            partials.append(arguments[x.name].reshape(m, 1))
+            continue
+        node = traced.first.nodes[number]
+        whole = known[node.inputs[0]]
+        reduce = {"reduce_sum": torch.sum, "reduce_max": torch.amax, "reduce_min": torch.amin}[node.op]
+        partials.append(torch.stack([reduce(part, -1) for part in whole.split(32, -1)], -1).to(whole.dtype))
+    results = function(a, b, *operands)
+    outputs = evaluate(traced.last, partials, rows=m, columns=2)
+    for i, have in zip(traced.late, outputs, strict=True):
+        torch.testing.assert_close(have.reshape(results[i].shape), results[i])
 
 
 def test_reductions_split():

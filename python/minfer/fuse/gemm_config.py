@@ -148,6 +148,8 @@ def epilogue_vector(graph: Graph, columns: int, alignments: list[int]) -> int:
 
 # Splitting a graph at its reductions.
 
+_PARTIAL = "partial of "  # no name of an operand
+
 
 def split(graph: Graph) -> tuple[Graph, Graph | None, list[int]]:
     """The part that the GEMM's kernel computes, the part that follows from a row's partial reductions, and which outputs the second has.
@@ -173,7 +175,7 @@ def split(graph: Graph) -> tuple[Graph, Graph | None, list[int]]:
 
     def made(number: int, node: Node) -> int:
         if node.op in REDUCTIONS:
-            builder.inputs.append(Input(f"partial{number}", node.dtype, FULL))
+            builder.inputs.append(Input(f"{_PARTIAL}{number}", node.dtype, FULL))
             value = builder.add(Node("input", (), node.dtype, FULL, (len(builder.inputs) - 1,)))
             return builder.add(Node(node.op, (value,), node.dtype, COLUMN))
         if node.op == "input":
@@ -187,6 +189,11 @@ def split(graph: Graph) -> tuple[Graph, Graph | None, list[int]]:
     for i in late:
         builder.outputs.append(dataclasses.replace(graph.outputs[i], node=add(graph.outputs[i].node)))
     return first, builder.build(), late
+
+
+def partials_of(last: Graph) -> list[int | None]:
+    """For each input of the second part, the node of the first whose partial reductions it is."""
+    return [int(x.name.removeprefix(_PARTIAL)) if x.name.startswith(_PARTIAL) else None for x in last.inputs]
 
 
 # Choices.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,7 +16,19 @@ from .artifact import Artifact
 from .compiler import Kernel, compile_all
 from .errors import FuseError
 from .evaluate import evaluate
-from .gemm_config import GATES, GemmConfig, Tile, band_of, choose, choose_portable, epilogue_vector, parameters, split, stages_of
+from .gemm_config import (
+    GATES,
+    GemmConfig,
+    Tile,
+    band_of,
+    choose,
+    choose_portable,
+    epilogue_vector,
+    parameters,
+    partials_of,
+    split,
+    stages_of,
+)
 from .graph import COLUMN, FULL, REDUCTIONS, ROW, SCALAR, Graph
 from .launch import ADDRESS, INT32, INT64, TENSOR_MAP, Loaded, architecture, loaded
 from .row_config import RowConfig, configure, parameters as row_parameters, vector_width
@@ -215,7 +227,8 @@ class GemmFunction:
             meta = torch.empty(shapes[_EXTENTS[kind]], dtype=dtype, device="meta")
             arguments[name] = Operand(
                 tracer, name, meta, _EXTENTS[kind], by_value=by_value, vector=kind in (VECTOR, ONE),
-                experts=kind in (EXPERT_ROW, EXPERT_NUMBER),                written=written and name in self.mutates,
+                experts=kind in (EXPERT_ROW, EXPERT_NUMBER),
+                written=written and name in self.mutates,
             )  # fmt: skip
         return tracer, arguments
 
@@ -645,7 +658,7 @@ class _Plan:
         if traced.last is not None and space.m:
             rows_kernel, row_config = function.rows_kernel(traced, space.m, self.tiles, arch)
             key, artifact = function._artifact(rows_kernel)
-            self.last = _LastPlan(traced.last, row_config, loaded(key, artifact), space.m, self.tiles, given, self.places)
+            self.last = _LastPlan(traced.last, row_config, loaded(key, artifact), self.reductions, space.m, self.tiles, given, self.places)
 
     def _ctas(self, m_tiles: int, sms: int) -> int:
         c, space = self.config, self.space
@@ -769,11 +782,17 @@ class _LastPlan:
     """The launch that puts a row's partial reductions together."""
 
     def __init__(
-        self, graph: Graph, config: RowConfig, kernel: Loaded, m: int, tiles: int, given: dict[str, Any], places: dict[str, int]
+        self, graph: Graph, config: RowConfig, kernel: Loaded, reductions: list[int], m: int, tiles: int, given: dict[str, Any],
+        places: dict[str, int],
     ):  # fmt: skip
         self.kernel = kernel
-        self.partials = [i for i, x in enumerate(graph.inputs) if x.name.startswith("partial") and x.extent == FULL]
-        self.sources = [None if i in self.partials else places[x.name] for i, x in enumerate(graph.inputs) if not x.by_value]
+        partials = partials_of(graph)
+        # Where each tensor comes from: a reduction's number, or an argument.
+        self.sources = [
+            (partials[i] is not None, reductions.index(partials[i]) if partials[i] is not None else places[x.name])
+            for i, x in enumerate(graph.inputs)
+            if not x.by_value
+        ]
         self.numbers: list[tuple[int, int, str]] = []
         words: list[int] = []
         tensor_of = {i: n for n, i in enumerate(i for i, x in enumerate(graph.inputs) if not x.by_value)}
@@ -786,7 +805,7 @@ class _LastPlan:
                 words += [INT64 if storage == "i64" else INT32, 0]
                 self.numbers.append((len(words) - 1, places[graph.inputs[i].name], storage))
             elif kind == "stride":
-                words += [INT64, tiles if i in self.partials else given[graph.inputs[i].name].stride(0)]
+                words += [INT64, tiles if partials[i] is not None else given[graph.inputs[i].name].stride(0)]
             elif kind == "out":
                 words += [ADDRESS, len(tensor_of) + made]
                 made += 1
@@ -803,8 +822,7 @@ class _LastPlan:
             words = list(words)
             for word, argument, storage in self.numbers:
                 words[word] = bits_of(tensors[argument], storage)
-        of_partials = iter(partials)
-        operands = [next(of_partials) if i is None else tensors[i] for i in self.sources]
+        operands = [partials[i] if is_partial else tensors[i] for is_partial, i in self.sources]
         self.kernel.launch([*operands, *results], words, self.grid)
 
 
@@ -846,21 +864,36 @@ def gemm_epilogue(
     return decorate if function is None else decorate(function)
 
 
-_functions: weakref.WeakKeyDictionary[Any, dict[Any, GemmFunction]] = weakref.WeakKeyDictionary()
+_functions: dict[Any, GemmFunction] = {}
+
+
+def _identity(function: Any) -> Any:
+    """What a function is known by: its code and the values that it has from outside, so that a lambda in a loop is one function."""
+    if not inspect.isfunction(function):
+        return function
+    try:
+        values = [cell.cell_contents for cell in function.__closure__ or ()]
+        values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        key = (function.__code__, function.__code__.co_filename, id(function.__globals__), *((type(x), x) for x in values))
+        hash(key)
+    except (TypeError, ValueError):  # something that is not hashable, or not there yet
+        return function
+    return key
 
 
 def _operator_of(epilogue: Any, prologue: Any, gate: str) -> Any:
-    known = _functions.setdefault(epilogue, {})
-    if (prologue, gate) not in known:
-        known[prologue, gate] = GemmFunction(epilogue, prologue=prologue, gate=gate, mutates=(), returns=1)
-    return known[prologue, gate].op
+    key = _identity(epilogue), _identity(prologue), gate
+    if key not in _functions:
+        _functions[key] = GemmFunction(epilogue, prologue=prologue, gate=gate, mutates=(), returns=1)
+    return _functions[key].op
 
 
 def gemm(
     a: Tensor, b: Tensor, epilogue: Callable[..., Any], *, prologue: Callable[..., Any] | None = None, gate: str = "",
     offsets: Tensor | None = None, **operands: Any,
 ) -> Any:  # fmt: skip
-    """One call of :func:`gemm_epilogue`: epilogue(prologue(a).b). A function is traced once and kept while it lives: pass the same one.
+    """One call of :func:`gemm_epilogue`: epilogue(prologue(a).b). Functions of the same code and with the same values from
+    outside are one, which is traced once and kept.
 
     Args:
       a, b: [m, k] and [k, n], or [experts, k, n] with ``offsets``; bfloat16, float16 or float8_e4m3fn. ``weight.t()`` is taken as it is;
