@@ -30,16 +30,17 @@ PEERS = ("flex_attention", "ours:plain", "ours:softcap")
 HEADS, TOKENS = 16, 16384
 LENGTHS = (1024, 4096, 16384, 32768)
 WINDOW, PREFIX, CAP, DOCUMENTS = 1024, 777, 20.0, 12
+DEVICE = "cuda"
 ROWS = 96  # queries that are checked
 
 
 def functions(length: int) -> dict[str, tuple[Any, Any, bool]]:
     """A function of scores, a mask, and whether the mask comes with a block mask."""
-    slopes = torch.exp2(-8.0 * (torch.arange(HEADS, device="cuda") + 1) / HEADS)
-    table = torch.randn(2 * length, device="cuda")
+    slopes = torch.exp2(-8.0 * (torch.arange(HEADS, device=DEVICE) + 1) / HEADS)
+    table = torch.randn(2 * length, device=DEVICE)
     generator = torch.Generator().manual_seed(length)
     ends = torch.randint(0, length, (DOCUMENTS - 1,), generator=generator).sort().values
-    document = torch.bucketize(torch.arange(length), ends, right=True).to(torch.int32).cuda()
+    document = torch.bucketize(torch.arange(length), ends, right=True).to(torch.int32).to(DEVICE)
 
     def alibi(score, b, h, q_idx, kv_idx):
         return score + slopes[h] * (kv_idx - q_idx)
@@ -91,9 +92,9 @@ def measure(cell: dict[str, Any], args: argparse.Namespace, results: FusedResult
     what, length, dim = cell["what"], cell["m"], cell["width"]
     score_mod, mask_mod, listed = functions(length)[what]
     batch = max(TOKENS // length, 1)
-    rows = [torch.randn(batch, length, HEADS, dim, device="cuda").to(DTYPES[cell["dtype"]]) for _ in range(3)]
+    rows = [torch.randn(batch, length, HEADS, dim, device=DEVICE).to(DTYPES[cell["dtype"]]) for _ in range(3)]
     q, k, v = (x.transpose(1, 2) for x in rows)
-    mask = None if mask_mod is None else flex.create_block_mask(mask_mod, None, None, length, length, device="cuda")
+    mask = None if mask_mod is None else flex.create_block_mask(mask_mod, None, None, length, length, device=DEVICE)
     given = (score_mod, None, mask) if listed else (score_mod, mask_mod, None)
     part = 1.0
     if mask is not None:
@@ -102,7 +103,7 @@ def measure(cell: dict[str, Any], args: argparse.Namespace, results: FusedResult
     def ours(i: int) -> Any:
         return fuse.attention(q, k, v, *given)
 
-    queries = torch.randint(0, length, (ROWS,), device="cuda").sort().values
+    queries = torch.randint(0, length, (ROWS,), device=DEVICE).sort().values
     error = deviation(ours(0)[:1, :1, queries], _some(q, k, v, score_mod, mask_mod, queries))
     if not error <= 0.02:
         raise ArithmeticError(f"relative error {error:.3g}")
@@ -146,8 +147,8 @@ def _some(q: Any, k: Any, v: Any, score_mod: Any, mask_mod: Any, queries: Any) -
     """Of the first batch and head, some queries in float64."""
     call = attention_function.traced(score_mod, mask_mod)
     scores = q[0, 0, queries].double() @ k[0, 0].double().T * q.shape[-1] ** -0.5
-    one = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
-    positions = {"q": queries.view(-1, 1), "kv": torch.arange(k.shape[2], device="cuda").view(1, -1), "b": one, "h": one, "score": scores}
+    one = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    positions = {"q": queries.view(-1, 1), "kv": torch.arange(k.shape[2], device=DEVICE).view(1, -1), "b": one, "h": one, "score": scores}
     found = attention_function._modified(call.traced, call.captured, positions, k.shape[2], torch.float64)
     scores = found[0].double().expand_as(scores) if score_mod is not None else scores
     if mask_mod is not None:

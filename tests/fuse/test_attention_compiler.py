@@ -13,10 +13,10 @@ import types
 import pytest
 import torch
 from minfer import fuse
-from minfer.fuse import attention_function, compiler
+from minfer.fuse import attention_config, attention_function, compiler, launch
 from minfer.fuse.attention_config import AttentionConfig
 
-from tests.fuse.attention_cases import BF16, F16, Functions, drawn
+from tests.fuse.attention_cases import BF16, F16, Functions, drawn, paged
 
 pytest.importorskip("cutlass.cute", reason="the CuTe DSL is not installed")
 FUNCTIONS = Functions(2, 4, 300, "cpu")
@@ -234,3 +234,70 @@ def test_elements_of_scores(template, monkeypatch, seed):
     torch.testing.assert_close(have, want.double(), rtol=1e-6, atol=1e-6)
     if seed == "alibi":
         assert any(lines)
+
+
+@pytest.mark.parametrize("case", ["plain", "block mask", "paged", "few"])
+def test_parameters_are_what_kernels_take(monkeypatch, case):
+    """A launch's words, read as the library reads them, have the kinds that the kernel was compiled for, and name tensors."""
+    from minfer.fuse.kernels.attention import dsl_types
+
+    batch, sq, sk = 2, 300, 500
+    functions = Functions(batch, 4, 600, "cpu")
+    q, k, v = (torch.randn(batch, h, n, 64).to(BF16) for h, n in ((4, sq), (2, sk), (2, sk)))
+    arguments = {}
+    if case == "block mask":
+        arguments["block_mask"] = fuse.create_block_mask(functions.masks["causal"], None, None, sq, sk, "cpu")
+    if case == "paged":
+        arguments = paged(k, v, [sk, 77], 16)
+        k, v = arguments.pop("k"), arguments.pop("v")
+    if case == "few":
+        q = q[:, :, :3]
+    launched = []
+
+    class Recorder:
+        def launch(self, tensors, words, grid):
+            launched.append((tensors, words, grid))
+
+    configs = []
+
+    def load(known, config, arch):
+        configs.append(config)
+        return Recorder()
+
+    call = attention_function.traced(functions.scores["relative"], functions.masks["documents"])
+    monkeypatch.setattr(attention_function, "loaders", {call.key: load})
+    monkeypatch.setattr(attention_function, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(multi_processor_count=132))
+    merged = types.SimpleNamespace(merge_attention_states=lambda outs, lses: (outs[0], lses[0]))
+    monkeypatch.setattr(attention_function, "ops", merged)
+    mask = arguments.get("block_mask")
+    blocks = [] if mask is None else attention_function.lists_of(mask)
+    table, lengths = arguments.get("block_table"), arguments.get("seq_lens")
+    size = [128, 128] if blocks else []
+    out, lse = attention_function._cuda(q, k, v, call.captured, blocks, size, table, lengths, call.key, 0.125)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    ((tensors, words, grid),) = launched
+    (config,) = configs
+    assert (config.listed, config.paged, config.packed) == (case == "block mask", case == "paged", case == "few")
+    left = list(words)
+    kinds = dsl_types(call.traced.graph, config)
+    names = attention_config.parameters(call.traced.graph, config)
+    values = {}
+    for name, (kind, dtype) in zip(names, kinds, strict=True):
+        word = left.pop(0)
+        number = left.pop(0)
+        if kind == "tensor_map":
+            modes = left.pop(0)
+            extents, strides = [left.pop(0) for _ in range(modes)], [left.pop(0) for _ in range(modes - 1)]
+            box, swizzle = [left.pop(0) for _ in range(modes)], left.pop(0)
+            assert word == launch.TENSOR_MAP and swizzle == 128 and all(stride % 8 == 0 for stride in strides)
+            assert box == [64, config.box, 1, 1] and sorted(extents) == sorted(tensors[number].shape)
+        elif kind == "pointer":
+            width = {"BFloat16": 2, "Float32": 4, "Int32": 4, "Int64": 8}[dtype.__name__]
+            assert word == launch.ADDRESS and tensors[number].element_size() == width, name
+        else:
+            assert word == (launch.INT64 if dtype.__name__ == "Int64" else launch.INT32), name
+            values[name[0]] = number
+    assert not left and len(names) <= 64
+    rows = 3 * 2 if config.packed else q.shape[2]
+    assert values["tiles"] == -(-rows // config.rows) and values["section"] >= 1 and grid[1:] == [1, 1]
