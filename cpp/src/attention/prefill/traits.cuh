@@ -7,6 +7,7 @@
 #include "attention/prefill/tile_scheduler.cuh"
 #include "attention/shared/mask.h"
 #include "common/cutlass_element.cuh"
+#include "common/opaque.cuh"
 #include "common/ring.cuh"
 #include "cute/container/tuple.hpp"
 #include "cute/util/type_traits.hpp"
@@ -115,6 +116,7 @@ struct PrefillTraits {
   static CUTLASS_DEVICE Tile read_tile(SharedStorage& storage, int iteration, int lane) {
     constexpr int kWords = sizeof(Tile) / 4;
     static_assert(kWords == (kInvariant ? 9 : 8));
+    if constexpr (kInvariant) make_opaque(lane);  // kept for the next tile, the word's address would be spilled
     int32_t const word = reinterpret_cast<int32_t const*>(&storage.tile[iteration % 2])[lane < kWords ? lane : 0];
     auto const of = [word](int i) { return __shfl_sync(0xffffffffu, word, i); };
     QueryTile const tile{of(0), of(1), of(2), of(3), of(4), of(5), of(6), of(7)};
