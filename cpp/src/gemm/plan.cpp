@@ -257,8 +257,8 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
 }
 
 /// The widths of tiles worth a look: those that divide the columns into the fewest tiles, and into more, evenly: up to kMoreTiles more, and
-/// as many as narrower tiles fill all SMs with, down to kNarrowest of the kernel's width; and the narrowest of which there are no more than
-/// run at a time, where that is narrower still: the loads of a few tiles are then divided among all SMs.
+/// as many as narrower tiles fill all SMs with, down to kNarrowest of the kernel's width; and, of operands of 8 bits, the narrowest of which
+/// there are no more than run at a time, where that is narrower still: the loads of a few tiles are then divided among all SMs.
 template <class Visit>
 void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, Visit&& visit) {
   if (kernel.column_step == 0) {
@@ -270,7 +270,8 @@ void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, Device
   int64_t const columns = std::max<int64_t>(1, kernel.swap ? problem.m : problem.n), step = kernel.column_step;
   int64_t const rows = kernel.swap ? problem.n : problem.m;
   int64_t const rows_of_tiles = std::max<int64_t>(1, ceil_div(rows, int64_t(kernel.tile_m) * kernel.cluster_m) * problem.batch);
-  int64_t const in_one_wave = resident_workers(kernel, device) / rows_of_tiles * kernel.cluster_n;  // tiles of a row
+  bool const narrow = size_of(problem.ab_type) == 1;
+  int64_t const in_one_wave = narrow ? resident_workers(kernel, device) / rows_of_tiles * kernel.cluster_n : 0;  // tiles of a row
   int64_t const fewest = ceil_div(columns, kernel.tile_n);
   int64_t before = kernel.tile_n + step, narrowest = 0;
   for (int64_t width = kernel.tile_n; width > 0; width -= step) {
