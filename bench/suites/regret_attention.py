@@ -45,12 +45,12 @@ def planned(problem: AttentionProblem, kernel: str | None = None) -> Choice:
 
 
 def choices_of(problem: AttentionProblem) -> tuple[Choice, list[Choice]]:
-    """The plan's choice, and all legal ones of its kernel's architecture."""
+    """The plan's choice, and all legal ones of its kernel's architecture, but for those of batch-invariant plans."""
     own = planned(problem)
     kernels = {kernel["name"]: kernel for kernel in minfer.kernels("attention")}
     found = []
     for name, kernel in kernels.items():
-        if kernel["arch"] != kernels[own.kernel]["arch"]:
+        if (kernel["arch"], kernel["operation"]) != (kernels[own.kernel]["arch"], kernels[own.kernel]["operation"]):
             continue
         try:
             found.append(planned(problem, name))

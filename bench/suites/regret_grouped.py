@@ -51,12 +51,13 @@ def planned(problem: GroupedProblem, kernel: str | None = None) -> Choice:
 
 
 def choices_of(problem: GroupedProblem) -> tuple[Choice, list[Choice]]:
-    """The plan's choice, and all legal ones of its kernel's architecture: portable kernels only run where there are no others."""
+    """The plan's choice, and all legal ones of its kernel's architecture that it may take: portable kernels only run where there are no
+    others, and some are for batch-invariant plans alone."""
     own = planned(problem)
     kernels = {kernel["name"]: kernel for kernel in minfer.kernels(problem.family)}
     found = []
     for name, kernel in kernels.items():
-        if kernel["arch"] != kernels[own.kernel]["arch"]:
+        if kernel["arch"] != kernels[own.kernel]["arch"] or kernel["invariant_only"]:
             continue
         for override in (name, f"{name}@{GATHER_FIRST}") if problem.gathered else (name,):
             try:
