@@ -343,8 +343,8 @@ class _Plan:
                 words += [INT32, space.rows if kind == "rows" else space.columns]
         self.words = words
         self.grid = self._grid(config, space, torch.cuda.get_device_properties(like.device).multi_processor_count)
-        if self.grid[1] > 65535:
-            raise FuseError(f"{function.name}: rows of {space.columns} columns are too wide for a function without reductions")
+        if self.grid[0] >= _LIMIT:
+            raise FuseError(f"{function.name}: {space.rows} rows of {space.columns} columns are more than a launch takes")
 
     @staticmethod
     def _grid(config: Config, space: RowSpace, sms: int) -> list[int]:
@@ -353,7 +353,8 @@ class _Plan:
         if isinstance(config, RingConfig):
             return [min(space.rows, resident_clusters(config.cluster, sms)) * config.cluster, 1, 1]
         groups = -(-space.rows // config.rows)
-        return [groups * config.cluster, 1 if config.columns else -(-space.columns // (config.width * config.threads)), 1]
+        parts = config.cluster if config.columns else -(-space.columns // (config.width * config.threads))
+        return [groups * parts, 1, 1]
 
     @staticmethod
     def _first_of(function: RowFunction, graph: Graph, strides: dict[str, int], like: Tensor) -> str:

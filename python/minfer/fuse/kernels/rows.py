@@ -13,7 +13,8 @@ A row has `threads` threads, of one CTA or of a cluster's; a CTA has one row, or
 
 Loads of rows and columns beyond the end are clamped to the last ones and take no part in reductions; stores are predicated.
 
-Without reductions a CTA takes a part of a row, grid = (groups of rows, parts), and the number of columns is a parameter.
+Without reductions a CTA takes a part of a row, and the number of columns is a parameter. CTAs with neighbouring numbers have the parts of
+a row: those that run at a time read memory in one piece.
 """
 
 from __future__ import annotations
@@ -81,13 +82,17 @@ class _Rows:
         rows = values["rows", 0]
         self.columns = c.columns if c.columns else values["columns", 0]
         group = block[0] if c.cluster == 1 else block[0] // c.cluster
+        self.part = Int32(0)
+        if not c.columns:
+            parts = (self.columns + (c.width * c.threads - 1)) // (c.width * c.threads)
+            group, self.part = block[0] // parts, block[0] % parts
         self.rank = Int32(0) if c.cluster == 1 else cute.arch.block_idx_in_cluster()
         self.lane = thread if c.rows == 1 else thread % c.threads
         row = group if c.rows == 1 else group * c.rows + thread // c.threads
         self.row_valid = Boolean(True) if c.rows == 1 else row < rows
         self.row = row if c.rows == 1 else cutlass.min(row, rows - 1)
         # Of the thread's first vector, in vectors.
-        first = self.lane + (self.rank * c.threads if c.columns else block[1] * c.threads)
+        first = self.lane + (self.rank if c.columns else self.part) * c.threads
         step = c.threads * c.cluster
         of_row = self.columns // c.width
         self.exact = bool(c.columns) and of_row == step * c.vectors
@@ -172,7 +177,7 @@ class _Rows:
         if y.extent in (COLUMN, SCALAR):
             first = self.lane + self.rank == 0
             if not c.columns:
-                first = first & (cute.arch.block_idx()[1] == 0)
+                first = first & (self.part == 0)
             if y.extent == SCALAR:
                 first = first & (self.row == 0)
             stored = as_storage([self.evaluator.value(y.node)], register, y.storage)
