@@ -152,7 +152,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, bool, float, Callable[..., A
     "log_softmax": (log_softmax, "x", True, 2, lambda x: minfer.log_softmax(x)),
     "softmax_and_z": (softmax_and_z, "x", True, 2, None),
     "unit_rows": (unit_rows, "x", True, 2, None),
-    "fp8_rows": (fp8_rows, "x", True, 1, lambda x: minfer.quantize_fp8(x, "fp8_token")),
+    "fp8_rows": (fp8_rows, "x", True, 1, lambda x: minfer.quantize_fp8(x, "token")),
     "norm_fp8_rows": (norm_fp8_rows, "xr", True, 1, lambda x, w: minfer.rms_norm(x, w, 1e-6, quant="fp8_token")),
 }
 
