@@ -160,13 +160,13 @@ def precompile() -> None:
     """All kernels at once, by all cores."""
     from minfer.fuse import compiler
 
-    kernels = []
+    kernels, arch = [], attention_function.architecture(torch.cuda.current_device())
     for length in LENGTHS:
         for score_mod, mask_mod, listed in functions(length).values():
             for dim in (64, 128):
                 function = fuse.AttentionFunction(score_mod, mask_mod)
                 size = [128, 128] if listed else []
                 sizes = attention_function._Sizes(max(TOKENS // length, 1), HEADS, HEADS, length, length, dim, dim, False)
-                config, _ = attention_function.configure(function.traced(), sizes, "bf16", 0, size, 132)
-                kernels.append(attention_function.kernel_of(function.traced(), config, attention_function.ARCHITECTURE))
+                config, _ = attention_function.configure(function.traced(), sizes, "bf16", 0, size, 132, arch)
+                kernels.append(attention_function.kernel_of(function.traced(), config, arch))
     compiler.compile_all(kernels)

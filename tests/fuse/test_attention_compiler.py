@@ -104,18 +104,34 @@ def test_drawn_functions_compile(seed):
     assert compiler.build(attention_function.kernel_of(known, config, "sm_90a")).cubin
 
 
-def test_other_architectures_are_refused():
-    function = fuse.AttentionFunction(None, FUNCTIONS.masks["causal"])
-    for arch in ("sm_80", "sm_100a", "sm_120a"):
-        with pytest.raises(fuse.FuseError, match=f"made for sm_90a .*, not for {arch}"):
-            function.precompile(like(4, 4, 8, 64), arch=arch)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_120a"])
+def test_other_architectures(tmp_path, arch):
+    """They have the portable kernel, with mma.sync and without TMA."""
+    function = fuse.AttentionFunction(FUNCTIONS.scores["alibi"], FUNCTIONS.masks["causal"])
+    found = function.configurations([like(8, 2, 300, 128)], arch)
+    assert all(c.portable and c.consumers <= 2 and c.shared_bytes <= 99 * 1024 for c in found)
+    table = {"block_table": torch.empty(1, 20, dtype=torch.int32), "seq_lens": torch.empty(1, dtype=torch.int32)}
+    pages = meta(20, 24, 2, 64)
+    found = found[-1:] + function.configurations([{"q": like(8, 2, 1, 64)[0], "k": pages, "v": pages, **table}], arch)[:1]
+    for config in found:
+        artifact = compiler.build(attention_function.kernel_of(function.traced(), config, arch))
+        assert artifact.threads == config.block == 128 * config.consumers
+        if arch == "sm_80":
+            path = tmp_path / "kernel.cubin"
+            path.write_bytes(artifact.cubin)
+            usage = subprocess.run([tool("cuobjdump"), "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
+            assert re.findall(r"STACK:(\d+)", usage) == ["0"], usage
+            code = subprocess.run([tool("cuobjdump"), "-sass", str(path)], capture_output=True, text=True, check=True).stdout
+            assert "HMMA.16816.F32" in code and "LDGSTS" in code and "HGMMA" not in code
+    with pytest.raises(fuse.FuseError, match="made for sm_80 and later, not for sm_75"):
+        function.precompile(like(4, 4, 8, 64), arch="sm_75")
 
 
 def test_export(tmp_path, monkeypatch):
     """Another process, without the DSL and without the functions."""
     function = fuse.AttentionFunction(FUNCTIONS.scores["relative"], FUNCTIONS.masks["causal"])
     one = function.configurations([like(4, 4, 300, 64, F16)])[:1]
-    monkeypatch.setattr(fuse.AttentionFunction, "configurations", lambda self, examples: one)
+    monkeypatch.setattr(fuse.AttentionFunction, "configurations", lambda self, examples, arch: one)
     out = fuse.export(function, tmp_path / "out", [like(4, 4, 300, 64, F16)], archs=["sm_90a"])
     assert len(list(out.glob("*.kernel"))) == 1
     script = f"""
@@ -236,8 +252,9 @@ def test_elements_of_scores(template, monkeypatch, seed):
         assert any(lines)
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("case", ["plain", "block mask", "paged", "few"])
-def test_parameters_are_what_kernels_take(monkeypatch, case):
+def test_parameters_are_what_kernels_take(monkeypatch, case, arch):
     """A launch's words, read as the library reads them, have the kinds that the kernel was compiled for, and name tensors."""
     from minfer.fuse.kernels.attention import dsl_types
 
@@ -266,7 +283,8 @@ def test_parameters_are_what_kernels_take(monkeypatch, case):
 
     call = attention_function.traced(functions.scores["relative"], functions.masks["documents"])
     monkeypatch.setattr(attention_function, "loaders", {call.key: load})
-    monkeypatch.setattr(attention_function, "architecture", lambda index: "sm_90a")
+    monkeypatch.setattr(attention_function, "_plans", {})
+    monkeypatch.setattr(attention_function, "architecture", lambda index: arch)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(multi_processor_count=132))
     merged = types.SimpleNamespace(merge_attention_states=lambda outs, lses: (outs[0], lses[0]))
     monkeypatch.setattr(attention_function, "ops", merged)
@@ -278,6 +296,7 @@ def test_parameters_are_what_kernels_take(monkeypatch, case):
     assert out.shape == q.shape and lse.shape == q.shape[:3]
     ((tensors, words, grid),) = launched
     (config,) = configs
+    assert config.portable == (arch != "sm_90a")
     assert (config.listed, config.paged, config.packed) == (case == "block mask", case == "paged", case == "few")
     left = list(words)
     kinds = dsl_types(call.traced.graph, config)

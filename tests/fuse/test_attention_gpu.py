@@ -16,10 +16,11 @@ NAMES = [
 ]  # of functions, which each test makes on the device
 
 
-@pytest.fixture(scope="module", autouse=True)
-def hopper():
-    if attention_function.architecture(torch.cuda.current_device()) != attention_function.ARCHITECTURE:
-        pytest.skip("kernels of fused attention are for sm_90a")
+@pytest.fixture
+def portable(monkeypatch):
+    """Calls take the kernel for GPUs without WGMMA, which runs on every one from sm_80 on."""
+    monkeypatch.setattr(attention_function, "_plans", {})
+    monkeypatch.setattr(attention_function, "HOPPER", "none")
 
 
 @pytest.mark.parametrize("pair", range(len(NAMES)), ids=NAMES)
@@ -62,6 +63,24 @@ def test_paged(sq, page_size, dim):
         caches = given.pop("k"), given.pop("v")
         for pair in (functions[1], functions[7]):
             judged(q, *caches, *pair, **given)
+
+
+@pytest.mark.parametrize("pair", range(len(NAMES)), ids=NAMES)
+def test_portable(portable, pair):
+    dim, dtype, heads_kv = [(128, BF16, 4), (64, F16, 2)][pair % 2]
+    functions = Functions(2, 4, 1100, "cuda").pairs()[pair]
+    for sq, sk in ((600, 600), (1, 77), (1030, 129)):
+        judged(*operands(2, 4, heads_kv, sq, sk, dim, dtype, "cuda"), *functions)
+
+
+@pytest.mark.parametrize("sq,page_size,dim", [(1, 16, 128), (5, 24, 64), (300, 8, 128)])
+def test_portable_pages_and_block_masks(portable, sq, page_size, dim):
+    functions = Functions(3, 8, 1500, "cuda")
+    q, k, v = operands(3, 8, 2, sq, 1500, dim, BF16, "cuda")
+    given = paged(k, v, [1500, 0, 701], page_size)
+    judged(q, given.pop("k"), given.pop("v"), *functions.pairs()[1], **given)
+    mask = fuse.create_block_mask(functions.masks["documents"], 3, 8, sq, 1500, "cuda", (256, 384))
+    judged(q, k, v, functions.scores["relative"], functions.masks["documents"], mask)
 
 
 def test_pages_that_there_are_not():

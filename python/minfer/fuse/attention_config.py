@@ -17,7 +17,8 @@ class AttentionConfig:
     """``head_dim``: of the tiles. ``consumers``: warpgroups, of 64 rows each. ``keys``: of a tile. ``box``: keys that one TMA copy brings.
     ``packed``: rows are the query heads of one KV head next to each other. ``listed``: tiles are those that a block mask names, of blocks
     of ``listed_q`` x ``listed_k`` tiles. ``split``: results are parts in float32, of which ``parts`` there are. ``scores`` and ``masks``:
-    whether the graph has an output of each kind, in this order."""
+    whether the graph has an output of each kind, in this order. ``portable``: of kernels/attention_portable.py, where consumers are all
+    warpgroups that there are."""
 
     element: str
     head_dim: int
@@ -33,6 +34,7 @@ class AttentionConfig:
     split: bool = False
     scores: bool = False
     masks: bool = False
+    portable: bool = False
 
     @property
     def rows(self) -> int:
@@ -40,7 +42,7 @@ class AttentionConfig:
 
     @property
     def block(self) -> int:
-        return 128 * (self.consumers + 1)
+        return 128 * (self.consumers + (0 if self.portable else 1))
 
     @property
     def shared_bytes(self) -> int:
@@ -48,9 +50,11 @@ class AttentionConfig:
 
 
 def parameters(graph: Graph, config: AttentionConfig) -> list[tuple[str, int, int]]:
-    """The kernel's, in order: names with numbers. Strides are of batches, heads and queries."""
-    names: list[tuple[str, int, int]] = [(name, 0, 0) for name in ("k_map", "v_map", "q", "out", "lse")]
-    names += [(name, i, 0) for name in ("q_stride", "out_stride") for i in range(3)]
+    """The kernel's, in order: names with numbers. Strides are of batches (or pages), heads and rows."""
+    keys = ("k", "v") if config.portable else ("k_map", "v_map")
+    names: list[tuple[str, int, int]] = [(name, 0, 0) for name in (*keys, "q", "out", "lse")]
+    strided = ("k_stride", "v_stride") if config.portable else ()
+    names += [(name, i, 0) for name in (*strided, "q_stride", "out_stride") for i in range(3)]
     numbers = ("scale", "tiles", "section", "walk_heads", "batch", "parts", "group", "sq", "sk", "head_dim", "head_dim_v")
     names += [(name, 0, 0) for name in numbers]
     if config.listed:

@@ -23,7 +23,7 @@ from .launch import Loaded, loaded
 def write(function: AttentionFunction, folder: Path, examples: Sequence[Any], archs: Sequence[str]) -> tuple[dict[str, Any], set[str]]:
     """The kernels, and what the manifest says of them; the names of their files."""
     known = function.traced()
-    needed = [(config, arch) for config in function.configurations(examples) for arch in archs]
+    needed = [(config, arch) for arch in archs for config in function.configurations(examples, arch)]
     artifacts = compile_all([kernel_of(known, config, arch) for config, arch in needed])
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, dict[str, Any]] = {}

@@ -27,7 +27,7 @@ from .graph import BOOL, COLUMN, F32, FULL, ROW, Graph, Output
 from .launch import ADDRESS, INT32, INT64, TENSOR_MAP, Loaded, architecture, loaded
 from .tracing import Proxy, Tracer
 
-ARCHITECTURE = "sm_90a"  # which the template is for
+HOPPER = "sm_90a"  # which the template with WGMMA is for; others have the portable one
 _SMS = 132  # of an H100 or H200, which choices are made for ahead of calls
 _MOST_PARTS = 16  # of the keys: as many as are merged by one launch
 _MOST_PARAMETERS = 64
@@ -379,12 +379,13 @@ def _keys_of(
 
 
 def configure(
-    known: Traced, sizes: _Sizes, element: str, page_size: int, block_size: Sequence[int], sms: int
+    known: Traced, sizes: _Sizes, element: str, page_size: int, block_size: Sequence[int], sms: int, arch: str = HOPPER
 ) -> tuple[AttentionConfig, int]:
     """The kernel, and in how many parts the keys are cut.
 
-    Three warpgroups hide each other's softmax best (as the library's own kernels of attention); two have registers for larger functions and
-    blocks of 128 for block masks; few queries take one, with the query heads of a KV head as its rows."""
+    With WGMMA, three warpgroups hide each other's softmax best (as the library's own kernels of attention); two have registers for larger
+    functions and blocks of 128 for block masks; few queries take one, with the query heads of a KV head as its rows."""
+    portable = arch != HOPPER
     head_dim = next(d for d in HEAD_DIMS if max(sizes.head_dim, sizes.head_dim_v) <= d)
     group = sizes.heads // sizes.heads_kv
     packed = not block_size and group > 1 and sizes.sq <= 64
@@ -394,24 +395,27 @@ def configure(
         consumers = 2
     elif rows <= 64:
         consumers = 1
-    elif rows <= 128 or known.varying() > 12:
+    elif rows <= 128 or portable or known.varying() > 12:
         consumers = 2
     else:
         time = {n: -(-(-(-rows // (64 * n)) * walk) // sms) * 64 * n / rate for n, rate in ((2, 0.85), (3, 1.0))}
         consumers = min(time, key=time.__getitem__)
-    keys = 80 if consumers == 3 and head_dim == 128 else 128
-    box = math.gcd(page_size, keys) if sizes.paged else keys
+    keys = 64 if portable else 80 if consumers == 3 and head_dim == 128 else 128
+    box = math.gcd(page_size, keys) if sizes.paged and not portable else keys
     if keys // box > MOST_BOXES:
         raise FuseError(f"attention: the page_size must be a multiple of 8, got {page_size}")
-    stages = min((_SHARED_BYTES - 1024 - 128 * head_dim * consumers) // (4 * head_dim * keys), 4)
+    most = (_SHARED_BYTES - 1024 - 128 * head_dim * consumers) // (4 * head_dim * keys)
+    stages = 1 if portable else min(most, 4)
     tiles = -(-rows // (64 * consumers)) * walk
     parts = 1
     if not block_size and tiles:
         parts = max(min(sms // tiles, _MOST_PARTS, sizes.sk // (4 * keys)), 1)
-    listed_q, listed_k = (n // BLOCK for n in block_size or (BLOCK, BLOCK))
+    listed_q, listed_k = (n // tile for n, tile in zip(block_size or (BLOCK, BLOCK), (BLOCK, min(keys, BLOCK)), strict=True))
+    if not block_size:
+        listed_q = listed_k = 1
     config = AttentionConfig(
         element, head_dim, consumers, keys, stages, box, packed, sizes.paged, bool(block_size), listed_q, listed_k, parts > 1, known.scores,
-        known.masks,
+        known.masks, portable,
     )  # fmt: skip
     return config, parts
 
@@ -427,13 +431,14 @@ def walk(config: AttentionConfig, sizes: _Sizes, tiles: int, walk_heads: int, pa
     group = 1 if config.packed else sizes.heads // sizes.heads_kv
     section = max(_SECTION_BYTES // (2 * sizes.sk * (sizes.head_dim + sizes.head_dim_v)), 1) * group
     section = max(section, -(-(2 if differ else 1) * sms // tiles))
-    return [heads * tiles if differ else min(heads * tiles, sms), 1, 1], min(section, heads)
+    return [heads * tiles if differ or config.portable else min(heads * tiles, sms), 1, 1], min(section, heads)
 
 
 def kernel_of(known: Traced, config: AttentionConfig, arch: str) -> Kernel:
-    if arch != ARCHITECTURE:
-        raise FuseError(f"attention: kernels are made for {ARCHITECTURE} (H100, H200), not for {arch}: minfer.attention runs on every GPU")
-    return Kernel("attention", known.graph, tuple(sorted(dataclasses.asdict(config).items())), arch, "attention")
+    if int(arch[3:].rstrip("a")) < 80:
+        raise FuseError(f"attention: kernels are made for sm_80 and later, not for {arch}")
+    template = "attention_portable" if config.portable else "attention"
+    return Kernel(template, known.graph, tuple(sorted(dataclasses.asdict(config).items())), arch, "attention")
 
 
 Loader = Callable[[Traced, AttentionConfig, str], Loaded]
@@ -500,12 +505,12 @@ class _Plan:
         device = q.device.index
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         page_size = k.shape[1] if sizes.paged else 0
-        config, self.parts = configure(known, sizes, dtypes.storage_of(q.dtype), page_size, block_size if blocks else (), sms)
+        arch = architecture(device)
+        config, self.parts = configure(known, sizes, dtypes.storage_of(q.dtype), page_size, block_size if blocks else (), sms, arch)
         self.nothing = not (sizes.batch and sizes.sq and sizes.heads and sizes.head_dim_v)
         self.unseen = sizes.sk == 0
         if self.nothing or self.unseen:
             return
-        arch = architecture(device)
         self.kernel = loaders.get(known.key, load_compiled)(known, config, arch)
         self.config = config
         group = sizes.heads // sizes.heads_kv
@@ -521,7 +526,7 @@ class _Plan:
             "section": section,
         }  # fmt: skip
         # Tensors of the launch: q, k, v, out, lse, captured ones, then lists or the table and lengths.
-        places = {"q": 0, "k_map": 1, "v_map": 2, "out": 3, "lse": 4}
+        places = {"q": 0, "k_map": 1, "v_map": 2, "k": 1, "v": 2, "out": 3, "lse": 4}
         rest = 5 + len(captured)
         if blocks:
             places.update({name: rest + i for i, name in enumerate(("some_count", "some_index", "all_count", "all_index"))})
@@ -548,6 +553,8 @@ class _Plan:
                 words += [INT32, captured[i].shape[mode]]
             elif name == "captured_stride":
                 words += [INT64, captured[i].stride(mode)]
+            elif name in ("k_stride", "v_stride"):
+                words += [INT64, (k if name == "k_stride" else v).stride((0, 2, 1)[i] if sizes.paged else i)]
             elif name == "q_stride":
                 words += [INT64, q.stride(i)]
             elif name == "out_stride":
@@ -646,8 +653,8 @@ def attention(
     Numerics: scores, score_mod and softmax are float32, tanh within 2^-11 of itself; exponentials are rounded to q's dtype for the product
     with v; integers have 32 bits, tensors of int64 are looked up in as such. With few queries the keys are cut into parts, which are added
     up in order: the same call gives the same bits in every run. v must be finite in keys of tiles that some query sees; keys behind
-    seq_lens may hold anything. There is no backward. On CPU the functions are evaluated by torch in float32. Kernels are for sm_90a; a call
-    on another GPU raises.
+    seq_lens may hold anything. There is no backward. On CPU the functions are evaluated by torch in float32. On GPUs without
+    WGMMA another kernel computes the same, in other tiles.
 
     Source: FlexAttention (Dong et al., 2024), FlashAttention-3 (Shah et al., 2024).
     """
@@ -691,7 +698,7 @@ class AttentionFunction:
     def traced(self) -> Traced:
         return traced(self.score_mod, self.mask_mod).traced
 
-    def configurations(self, examples: Iterable[Any]) -> list[AttentionConfig]:
+    def configurations(self, examples: Iterable[Any], arch: str = HOPPER) -> list[AttentionConfig]:
         """Of calls like the examples, with any lengths and batches."""
         known = self.traced()
         found: dict[AttentionConfig, None] = {}
@@ -707,7 +714,7 @@ class AttentionFunction:
                 for sk in _KEYS:
                     for batch in _BATCHES:
                         sizes = dataclasses.replace(given, batch=batch, sq=sq, sk=sk)
-                        config, _ = configure(known, sizes, dtypes.storage_of(q.dtype), page_size, block_size, _SMS)
+                        config, _ = configure(known, sizes, dtypes.storage_of(q.dtype), page_size, block_size, _SMS, arch)
                         found[config] = None
         return list(found)
 
@@ -717,7 +724,7 @@ class AttentionFunction:
         Args:
           examples: tuples of q, k and v, or dictionaries with "block_mask", "block_table" and "seq_lens" as well; tensors may be on the
             meta device.
-          arch: sm_90a; None: the current device's.
+          arch: sm_90a and so on; None: the current device's.
         """
         arch = arch or architecture(torch.cuda.current_device())
-        compile_all([kernel_of(self.traced(), config, arch) for config in self.configurations(examples)])
+        compile_all([kernel_of(self.traced(), config, arch) for config in self.configurations(examples, arch)])

@@ -881,6 +881,7 @@ def dsl_types(graph: Graph, config: AttentionConfig) -> list[Any]:
     kinds = {
         "k_map": ("tensor_map", element), "v_map": ("tensor_map", element), "q": ("pointer", element),
         "out": ("pointer", Float32 if config.split else element), "lse": ("pointer", Float32), "scale": ("scalar", Float32),
+        "k": ("pointer", element), "v": ("pointer", element), "k_stride": ("scalar", Int64), "v_stride": ("scalar", Int64),
         "q_stride": ("scalar", Int64), "out_stride": ("scalar", Int64), "captured_stride": ("scalar", Int64),
         "table_stride": ("scalar", Int64), "table": ("pointer", Int32), "lengths": ("pointer", Int32), "some_count": ("pointer", Int32),
         "some_index": ("pointer", Int32), "all_count": ("pointer", Int32), "all_index": ("pointer", Int32),
