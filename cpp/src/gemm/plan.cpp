@@ -257,8 +257,8 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
 }
 
 /// The widths of tiles worth a look: those that divide the columns into the fewest tiles, and into more, evenly: up to kMoreTiles more, and
-/// as many as narrower tiles fill all SMs with, down to kNarrowest of the kernel's width; and, of operands of 8 bits, the narrowest of which
-/// there are no more than run at a time, where that is narrower still: the loads of a few tiles are then divided among all SMs.
+/// as many as narrower tiles fill all SMs with, down to kNarrowest of the kernel's width; and, of operands of 8 bits, the narrowest of
+/// which there are no more than run at a time, where that is narrower still: the loads of a few tiles are then divided among all SMs.
 template <class Visit>
 void for_each_width(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, Visit&& visit) {
   if (kernel.column_step == 0) {
