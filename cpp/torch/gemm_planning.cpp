@@ -241,8 +241,9 @@ std::string plan_json(char const* op, GemmProblem problem, std::optional<std::st
   return json.text();
 }
 
-std::string enumerate_json(char const* op, GemmProblem const& problem, bool only_runnable, int64_t device, int64_t limit) {
+std::string enumerate_json(char const* op, GemmProblem problem, bool only_runnable, int64_t device, int64_t limit, bool batch_invariant) {
   GemmPlanOptions options;
+  problem.batch_invariant = batch_invariant;
   options.only_runnable = only_runnable;
   options.force_arch = forced_arch();
   use_user_rows(&options, device_of(device));
@@ -271,10 +272,10 @@ std::string plan_gemm_json(std::vector<int64_t> const& sizes, std::string const&
 
 std::string enumerate_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
                                 std::string const& a_major, std::string const& b_major, std::vector<int64_t> const& alignments, bool has_c,
-                                bool gated, bool only_runnable, int64_t device, int64_t limit) {
+                                bool gated, bool only_runnable, int64_t device, int64_t limit, bool batch_invariant) {
   char const* op = "minfer::_enumerate_gemm";
   GemmProblem const problem = dense_problem(op, sizes, ab_type, d_type, a_major, b_major, alignments, has_c, gated);
-  return enumerate_json(op, problem, only_runnable, device, limit);
+  return enumerate_json(op, problem, only_runnable, device, limit, batch_invariant);
 }
 
 std::string plan_scaled_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
@@ -288,10 +289,10 @@ std::string plan_scaled_gemm_json(std::vector<int64_t> const& sizes, std::string
 
 std::string enumerate_scaled_gemm_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& d_type,
                                        std::vector<int64_t> const& alignments, bool block_scaled, bool fast_accum, bool has_c, bool gated,
-                                       bool only_runnable, int64_t device, int64_t limit) {
+                                       bool only_runnable, int64_t device, int64_t limit, bool batch_invariant) {
   char const* op = "minfer::_enumerate_scaled_gemm";
   GemmProblem const problem = scaled_problem(op, sizes, ab_type, d_type, alignments, block_scaled, fast_accum, has_c, gated);
-  return enumerate_json(op, problem, only_runnable, device, limit);
+  return enumerate_json(op, problem, only_runnable, device, limit, batch_invariant);
 }
 
 std::string plan_w4a16_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format, int64_t group_size,
@@ -304,10 +305,10 @@ std::string plan_w4a16_json(std::vector<int64_t> const& sizes, std::string const
 
 std::string enumerate_w4a16_json(std::vector<int64_t> const& sizes, std::string const& ab_type, std::string const& w4_format,
                                  int64_t group_size, bool has_zeros, bool has_c, bool gated, bool only_runnable, int64_t device,
-                                 int64_t limit) {
+                                 int64_t limit, bool batch_invariant) {
   char const* op = "minfer::_enumerate_w4a16";
   GemmProblem const problem = w4_problem(op, sizes, ab_type, w4_format, group_size, has_zeros, has_c, gated);
-  return enumerate_json(op, problem, only_runnable, device, limit);
+  return enumerate_json(op, problem, only_runnable, device, limit, batch_invariant);
 }
 
 /// The dense cost model that plans for a device use, as a table that _load_model reads.
@@ -411,19 +412,19 @@ constexpr Operator kOperators[] = {
      "bool use_tuned, bool only_runnable, int device, bool batch_invariant=False) -> str",
      boxed<&plan_gemm_json>},
     {"_enumerate_gemm(int[] sizes, str ab_type, str d_type, str a_major, str b_major, int[] alignments, bool has_c, bool gated, "
-     "bool only_runnable, int device, int limit) -> str",
+     "bool only_runnable, int device, int limit, bool batch_invariant=False) -> str",
      boxed<&enumerate_gemm_json>},
     {"_plan_scaled_gemm(int[] sizes, str ab_type, str d_type, int[] alignments, bool block_scaled, bool fast_accum, bool has_c, "
      "bool gated, str? kernel, bool use_tuned, bool only_runnable, int device, bool batch_invariant=False) -> str",
      boxed<&plan_scaled_gemm_json>},
     {"_enumerate_scaled_gemm(int[] sizes, str ab_type, str d_type, int[] alignments, bool block_scaled, bool fast_accum, bool has_c, "
-     "bool gated, bool only_runnable, int device, int limit) -> str",
+     "bool gated, bool only_runnable, int device, int limit, bool batch_invariant=False) -> str",
      boxed<&enumerate_scaled_gemm_json>},
     {"_plan_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, str? kernel, "
      "bool use_tuned, bool only_runnable, int device, bool batch_invariant=False) -> str",
      boxed<&plan_w4a16_json>},
     {"_enumerate_w4a16(int[] sizes, str ab_type, str w4_format, int group_size, bool has_zeros, bool has_c, bool gated, "
-     "bool only_runnable, int device, int limit) -> str",
+     "bool only_runnable, int device, int limit, bool batch_invariant=False) -> str",
      boxed<&enumerate_w4a16_json>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }

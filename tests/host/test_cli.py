@@ -1,5 +1,6 @@
 """python -m minfer: info, plan, tune, demo."""
 
+import re
 import subprocess
 import sys
 
@@ -61,6 +62,8 @@ def test_plan():
     assert code == 0 and "17 x 4096 x 3 f16 nt, batch 3, with C" in text and ("unaligned" in text or "realign_a=1" in text)
     code, text = invoke("plan", "gemm", "--m", "16", "--n", "4096", "--k", "4096", "--gated", "--all")
     assert code == 0 and "gated" in text and text.count("@decomposition=") > 10
+    code, text = invoke("plan", "gemm", "--m", "1", "--n", "4096", "--k", "16384", "--batch-invariant", "--all")
+    assert code == 0 and "batch-invariant:" in text and "_sm80_" not in text and len(set(re.findall(r"splits=(\d+)", text))) == 1
     name = next(k["name"] for k in minfer.kernels() if k["ab_type"] == "bf16" and k["compiled"] >= runs_here())
     layout = name.split("_")[3]
     code, text = invoke("plan", "gemm", "--m", "64", "--n", "64", "--k", "64", "--layout", layout, "--kernel", name)
@@ -73,6 +76,8 @@ def test_plan_w4a16():
     assert "w4a16_gemm  1 x 4096 x 4096 bf16 int4, groups of 128" in text and "w4a16_sm90_bf16_int4_" in text
     for word in ("predicted", "floor", "why"):
         assert word in text
+    code, text = invoke("plan", "w4a16", "--m", "1", "--n", "4096", "--k", "4096", "--batch-invariant")
+    assert code == 0 and "batch-invariant:" in text
     more = ("--dtype", "fp16", "--group-size", "32", "--zeros", "--format", "int4", "--gated", "--all")
     code, text = invoke("plan", "w4a16", "--m", "17", "--n", "4096", "--k", "4096", *more)
     assert code == 0 and "f16 int4, groups of 32, zero points, gated" in text and text.count("@decomposition=") > 5

@@ -430,24 +430,30 @@ Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOp
 }
 
 /// Into how many ranges of k of equal length batch-invariant plans cut a tile. It follows from n, k and the types alone, so that it has to
-/// do for all m: a few rows of a weight with few rows of its own want many ranges, so that all SMs read it, many rows want one. By the
-/// model's times on the H200 of 1 to 4096 rows, ranges are worth their sums while there are SMs for them and k is long enough; the more
-/// tiles there are, the longer. With 1 or 2 ranges 4096 x 4096 takes 1 % and 10 % longer than the best plan of each m (geomean), with 1, 2
-/// and 4 ranges 1024 x 8192 28, 8 and 6 %. Quantised weights have less to read for a tile, and more to do.
+/// do for all m: a few rows of a weight with few rows of its own want many ranges, so that all SMs read it, many rows want one. The rules
+/// are those of the least geometric mean, over 1 to 4096 rows, of the model's times on the H200 relative to those of the best plans:
+///   16 and 8 bits   ranges are worth their sums while there are SMs for them and k is long enough, the longer the more tiles there are:
+///                   4096 x 4096 (bf16) takes 1 % longer in one range, 10 % in two, 1024 x 8192 takes 28, 8 and 6 % in 1, 2 and 4. And
+///                   where a few tiles more than SMs would leave a second wave nearly empty: 10240 x 8192, 7 % in one range, 3 in four
+///   quantised       there is less to read for a tile and more to do, one MMA behind the other: beside activations of 16 bits 6144 x 4096
+///                   takes 37 % longer in one range, 10 in four; of 8 bits, whose tiles are larger, 20 and 15, and 2 in two
 constexpr int64_t kInvariantTile = 64;    // rows of a weight: the tile of few tokens
 constexpr int64_t kInvariantRange = 128;  // k tiles of all kernels divide it
+constexpr int64_t kInvariantSms = 132;    // of the H100 and the H200, whatever the device has
 int32_t invariant_splits(GemmProblem const& problem) {
   if (problem.d_int32) return 1;
-  int64_t const tiles = ceil_div(problem.n, kInvariantTile);
-  bool const quantised = problem.b_format != WeightFormat::kDense;
-  double const per_tile = problem.ab_type == DataType::kE4M3 ? 0.15 : problem.ab_type == DataType::kS8 ? 0.5 : 1.2;
-  double const least_k = quantised ? 2048.0 : 250.0 + per_tile * double(tiles) * double(tiles);
+  int64_t const tiles = ceil_div(problem.n, kInvariantTile), k = problem.k;
+  bool const quantised = problem.b_format != WeightFormat::kDense, narrow = has_8_bits(problem);
+  auto const worth = [&](int64_t splits) {
+    if (k % (splits * kInvariantRange) != 0 || k < 3072) return false;
+    if (quantised) return splits * tiles <= (splits == 8 ? 128 : narrow ? 256 : 512) && k >= splits * (narrow ? 2048 : 1024);
+    double const per_tile = problem.ab_type == DataType::kE4M3 ? 0.15 : problem.ab_type == DataType::kS8 ? 0.5 : 1.2;
+    return splits * tiles <= 128 && double(k) >= double(splits * splits) * (250.0 + per_tile * double(tiles) * double(tiles));
+  };
   int32_t splits = 1;
-  for (int32_t next = 2; next <= 8; next *= 2) {
-    bool const worth = double(problem.k) >= (quantised ? next : next * next) * least_k && problem.k >= 3072;
-    if (next * tiles > 128 || problem.k % (next * kInvariantRange) != 0 || !worth) break;
-    splits = next;
-  }
+  while (splits < 8 && worth(2 * splits)) splits *= 2;
+  bool const second_wave = tiles > kInvariantSms && 10 * tiles < 14 * kInvariantSms;
+  if (!quantised && second_wave && k >= 8192 && k % (4 * kInvariantRange) == 0) splits = 4;
   return splits;
 }
 
@@ -701,11 +707,12 @@ Status enumerate_gemm(GemmProblem const& problem, DeviceProperties const& device
   if (Status status = check(problem); !status.ok()) return status;
   std::vector<GemmPlan> all;
   double const no_bound = std::numeric_limits<double>::infinity();
-  for_each_candidate(problem, device, options, {.orders = Orders::kAll}, no_bound,
-                     [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
-                       all.emplace_back();
-                       finish(&all.back(), kernel, problem, launch, device, us);
-                     });
+  Candidates candidates = problem.batch_invariant ? batch_invariant_candidates(problem, device, options) : Candidates{};
+  candidates.orders = Orders::kAll;
+  for_each_candidate(problem, device, options, candidates, no_bound, [&](KernelInfo const& kernel, GemmLaunch const& launch, double us) {
+    all.emplace_back();
+    finish(&all.back(), kernel, problem, launch, device, us);
+  });
   std::stable_sort(all.begin(), all.end(), [](GemmPlan const& a, GemmPlan const& b) { return a.predicted_us < b.predicted_us; });
   *count = int64_t(all.size());
   for (int64_t i = 0; i < *count && i < capacity; ++i) plans[i] = all[size_t(i)];

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .._core.batch_invariance import is_batch_invariant
 from .._core.namespace import ops
 from .._core.registry import build_info, device_properties, kernels
 from ..formats import weight_formats
@@ -80,6 +81,7 @@ ShapesFileOption = Annotated[
 TopOption = Annotated[int, typer.Option("--top", min=1, help="Candidates to measure, by predicted time.")]
 EverythingOption = Annotated[bool, typer.Option("--all", help="Measure all legal candidates.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Table that the rows are merged into. Default: the user's table.")]
+InvariantOption = Annotated[bool, typer.Option("--batch-invariant", help="Plan as in the batch-invariant mode.")]
 ReportOption = Annotated[bool, typer.Option("--report", help="Measure and report the regret of the analytic plan, but write no rows.")]
 DumpOption = Annotated[Path | None, typer.Option("--dump", help="JSON file for all measurements.")]
 SkipKnownOption = Annotated[bool, typer.Option("--skip-known", help="Skip problems that the table already has rows for.")]
@@ -176,10 +178,11 @@ def plan_gemm(
     c: COption = False,
     gated: GatedOption = False,
     kernel: KernelOption = None,
+    batch_invariant: InvariantOption = False,
     show_all: AllPlansOption = False,
 ) -> None:
     """Plan one dense GEMM."""
-    _print_plan(lambda: Problem(m, n, k, batch, dtype.torch, None, layout.value, c, gated), kernel, show_all)
+    _print_plan(lambda: Problem(m, n, k, batch, dtype.torch, None, layout.value, c, gated), kernel, batch_invariant, show_all)
 
 
 @plan_app.command("w4a16")
@@ -194,11 +197,15 @@ def plan_w4a16(
     c: COption = False,
     gated: GatedOption = False,
     kernel: KernelOption = None,
+    batch_invariant: InvariantOption = False,
     show_all: AllPlansOption = False,
 ) -> None:
     """Plan one GEMM with 4-bit weights."""
     _print_plan(
-        lambda: W4Problem(m, n, k, dtype.torch, _group_size(group_size, w4_format), zeros, w4_format.value, c, gated), kernel, show_all
+        lambda: W4Problem(m, n, k, dtype.torch, _group_size(group_size, w4_format), zeros, w4_format.value, c, gated),
+        kernel,
+        batch_invariant,
+        show_all,
     )
 
 
@@ -206,11 +213,11 @@ def _group_size(group_size: int | None, w4_format: W4Format) -> int:
     return group_size if group_size is not None else weight_formats.FORMATS[w4_format.value].group_size or 128
 
 
-def _print_plan(make_problem: Callable[[], Problem | W4Problem], kernel: str | None, show_all: bool) -> None:
+def _print_plan(make_problem: Callable[[], Problem | W4Problem], kernel: str | None, batch_invariant: bool, show_all: bool) -> None:
     try:
         problem = make_problem()
-        console.print(str(planning.plan_problem(problem, kernel=kernel)), markup=False)
-        plans = planning.enumerate_plans(problem) if show_all else []
+        console.print(str(planning.plan_problem(problem, kernel=kernel, batch_invariant=batch_invariant or None)), markup=False)
+        plans = planning.enumerate_plans(problem, batch_invariant=batch_invariant or is_batch_invariant()) if show_all else []
     except (ValueError, RuntimeError) as error:
         raise _stop(str(error)) from None
     for plan in plans:

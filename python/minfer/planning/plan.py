@@ -399,13 +399,15 @@ def enumerate_plans(
     limit: int = 1 << 20,
     device: torch.device | int | str | None = None,
     only_runnable: bool | None = None,
+    batch_invariant: bool = False,
 ) -> list[Plan]:
-    """Every legal kernel and launch configuration, best predicted first."""
+    """Every legal kernel and launch configuration, best predicted first; ``batch_invariant``: those that the mode chooses among."""
     index, name = _device(device)
     if only_runnable is None:
         only_runnable = index >= 0
     planner = getattr(ops, f"_enumerate_{problem.planner}")
-    return [Plan.parse(problem, name, found) for found in json.loads(planner(*problem.arguments(), only_runnable, index, limit))]
+    found = json.loads(planner(*problem.arguments(), only_runnable, index, limit, batch_invariant))
+    return [Plan.parse(problem, name, plan) for plan in found]
 
 
 @dataclass(frozen=True)
