@@ -12,10 +12,8 @@ import functools
 import os
 import threading
 
-import torch
-
 from .namespace import ops
-from .torch_private import guard_on
+from .torch_private import constant_in_compiled_graphs, guard_on, never_compiled
 
 _of_process = os.environ.get("MINFER_BATCH_INVARIANT", "") == "1"
 
@@ -27,6 +25,7 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
+@never_compiled("minfer.batch_invariant() does not reach into compiled functions")
 def _set_of_thread(mode: bool | None) -> None:
     _of_thread.mode = mode
     ops._set_batch_invariant_of_thread(-1 if mode is None else int(mode))
@@ -37,7 +36,7 @@ def _current() -> bool:
     return _of_process if mode is None else mode
 
 
-@torch.compiler.assume_constant_result
+@constant_in_compiled_graphs
 def is_batch_invariant() -> bool:
     """Whether the calling thread computes in the batch-invariant mode. Within a function that torch.compile traces this is a constant: the
     function is traced again in the other mode."""
@@ -99,12 +98,12 @@ class batch_invariant(contextlib.ContextDecorator):
     def _recreate_cm(self) -> batch_invariant:
         return batch_invariant(self.enabled)  # for every call of a decorated function, which threads may call together
 
-    @torch.compiler.disable(reason="enter minfer.batch_invariant() around the compiled function, not within it")
+    @never_compiled("enter minfer.batch_invariant() around the compiled function, not within it")
     def __enter__(self) -> None:
         self._before.append(_of_thread.mode)
         _set_of_thread(self.enabled)
 
-    @torch.compiler.disable(reason="enter minfer.batch_invariant() around the compiled function, not within it")
+    @never_compiled("enter minfer.batch_invariant() around the compiled function, not within it")
     def __exit__(self, *error: object) -> None:
         _set_of_thread(self._before.pop())
 

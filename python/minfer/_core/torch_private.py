@@ -86,6 +86,23 @@ def constant_in_compiled_graphs(function: Callable[..., Any]) -> Callable[..., A
     return function
 
 
+_set_strategy, _Strategy, _Action = (
+    _find(f"_C._dynamo.eval_frame.{name}") for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+)
+
+
+def never_compiled(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """torch.compile breaks its graph before the function, or raises with this reason, and never compiles it. As torch.compiler.disable,
+    which imports the compiler; functions that it calls are not taken in."""
+
+    def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+        function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
+        _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.DEFAULT))
+        return function
+
+    return marked
+
+
 _modes, _modes_before_autograd = _find("_C._len_torch_dispatch_stack"), _find("_ops._len_torch_dispatch_stack_pre_dispatch")
 
 
