@@ -1,7 +1,7 @@
-"""Attention in the batch-invariant mode on a GPU: the bits of a query follow from itself and the keys and values that it sees.
+"""The batch-invariant kernels of attention on a GPU: the bits of a query follow from itself and the keys and values that it sees.
 
 Not from the other queries of its sequence (how a prompt is cut in chunks), not from other sequences, pages, padding, or how a launch shares
-out the keys. And the results are attention: float64 is the judge.
+out the keys. And the results are attention: float64 is the judge. Kernels are asked for by name, as `minfer.batch_invariant` chooses them.
 """
 
 import dataclasses
@@ -33,10 +33,16 @@ EDGES = (0, 1, 63, 64, 79, 80, 127, 128, 191, 192, 447, 448, 479, 480, 511, 512,
 LENGTH = 1500
 
 
-@pytest.fixture(autouse=True)
-def mode():
-    with minfer.batch_invariant():
-        yield
+def kernel_of(kv_format, head_dim, dtype) -> dict:
+    """The option that names the kernel of the mode."""
+    codes = "dense" if kv_format == "16bit" else "codes"
+    own = [k for k in minfer.kernels("attention") if k["operation"] == "attention_invariant" and k["b_format"] == codes]
+    fitting = [k for k in own if k["ab_type"] == DTYPE_NAMES[dtype] and k["tile_k"] >= head_dim]
+    return dict(kernel=min(fitting, key=lambda k: k["tile_k"])["name"])
+
+
+def run(call, **options):
+    return call.run(**kernel_of(call.cache.kv_format, call.q.shape[-1], call.q.dtype), **options)
 
 
 def rows_of(call, begin: int, end: int, **options):
@@ -47,7 +53,7 @@ def rows_of(call, begin: int, end: int, **options):
         lengths=[end],
         seq_lens=torch.tensor([end], dtype=torch.int32, device=DEVICE),
     )
-    out, lse = part.run(**options)
+    out, lse = run(part, **options)
     return out[0], lse[0].T.contiguous()
 
 
@@ -107,7 +113,7 @@ def test_chunks_over_int4(dtype):
 def test_tensors_and_caches(head_dim, dtype):
     """attention, attention_varlen and attention_paged over the same 16 bits."""
     for heads, options in itertools.product(HEADS[:3], OPTIONS):
-        options = call_options(options, heads[0], dtype, DEVICE)
+        options = call_options(options, heads[0], dtype, DEVICE) | kernel_of("16bit", head_dim, dtype)
         q = torch.randn(1, LENGTH, heads[0], head_dim, device=DEVICE, dtype=dtype)
         k, v = (torch.randn(1, LENGTH, heads[1], head_dim, device=DEVICE, dtype=dtype) for _ in range(2))
         out, lse = minfer.attention(q, k, v, causal=True, **options)
@@ -136,17 +142,17 @@ def test_neighbours(kv_format, dtype):
         options = call_options(options, heads[0], dtype, DEVICE)
         for queries in (1, 4):
             call = make([max(length, queries) for length in lengths], kv_format, heads, (head_dim, head_dim), dtype, queries=queries)
-            out, lse = call.run(**options)
+            out, lse = run(call, **options)
             for b in range(len(lengths)):
-                alone = call.subset([b]).run(**options)
+                alone = run(call.subset([b]), **options)
                 assert not differs(alone, (out[b : b + 1], lse[b : b + 1])), (heads, queries, b)
         ragged = [draw.choice((1, 1, 1, 2, 40)) for _ in lengths]
         call = make(
             [max(pair) for pair in zip(lengths, ragged, strict=True)], kv_format, heads, (head_dim, head_dim), dtype, queries=ragged
         )
-        out, lse = call.run(**options)
+        out, lse = run(call, **options)
         for b, (first, last) in enumerate(itertools.pairwise(call.ends)):
-            have = call.subset([b], q=call.q[None, first:last]).run(**options)
+            have = run(call.subset([b], q=call.q[None, first:last]), **options)
             assert not differs((have[0][0], have[1][0].T.contiguous()), (out[first:last], lse[:, first:last].T)), (heads, b)
 
 
@@ -162,9 +168,9 @@ def test_whole_tiles_and_divided_ones(kv_format, head_dim):
     assert plan_of(batch, 1152, kv_format, heads=heads, head_dim=head_dim)["split_rows"] == 0
     assert plan_of(3, 1152, kv_format, heads=heads, head_dim=head_dim)["split_rows"] > 0
     call = make([length - b % 700 for b in range(batch)], kv_format, heads, (head_dim, head_dim), torch.bfloat16)
-    out, lse = call.run()
+    out, lse = run(call)
     for first in (0, 600, batch - 3):
-        few = call.subset(range(first, first + 3)).run()
+        few = run(call.subset(range(first, first + 3)))
         assert not differs(few, (out[first : first + 3], lse[first : first + 3])), first
 
 
@@ -194,13 +200,13 @@ def test_pages(kv_format):
 def test_padding_of_a_graph():
     """A captured batch with places for more sequences, whose lengths are 0, replayed with other lengths."""
     call = make([900, 2000, 0, 0, 0, 0, 0, 0], "16bit", (8, 2), (128, 128), torch.bfloat16, most=2048)
-    graph, have = captured(call)
+    graph, have = captured(call, **kernel_of("16bit", 128, torch.bfloat16))
     for lengths in ([900, 2000], [899, 1], [480, 481], [0, 1700]):
         call.seq_lens.copy_(torch.tensor(lengths + [0] * 6, dtype=torch.int32))
         graph.replay()
         torch.cuda.synchronize()
         for b, length in enumerate(lengths):
-            alone = dataclasses.replace(call.subset([b]), lengths=[length]).run()
+            alone = run(dataclasses.replace(call.subset([b]), lengths=[length]))
             assert not differs(alone, (have[0][b : b + 1], have[1][b : b + 1])), (lengths, b)
         assert not have[0][2:].any() and bool((have[1][2:] == -math.inf).all())
 
@@ -220,15 +226,27 @@ def test_numbers(kv_format, dtype):
                 for options in OPTIONS[:1] if queries == 1 else OPTIONS[1:]:
                     options = call_options(options, heads[0], dtype, DEVICE)
                     call = make(lengths, kv_format, heads, head_dims, dtype, queries=queries)
-                    kernel = plan_of(4, 4096, kv_format, heads=heads, head_dim=head_dims[0], dtype=dtype)["kernel"]
-                    yield (head_dims, lengths, queries), call, options | dict(kernel=kernel)
+                    yield (head_dims, lengths, queries), call, options | kernel_of(kv_format, head_dims[0], dtype)
 
     judge(cases())
 
 
-def test_what_cannot_be_asked_for():
-    call = make([300], "16bit", (8, 2), (128, 128), torch.bfloat16)
-    with pytest.raises(RuntimeError, match="num_splits must be None in the batch-invariant mode"):
-        call.run(num_splits=4)
-    with pytest.raises(RuntimeError, match="depend on what else is computed"):
-        call.run(kernel="attention_sm90_bf16_d128_decode")
+# ---- the mode --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_mode_chooses_them():
+    for kv_format, head_dim, dtype in itertools.product(KV_FORMATS, (64, 128), DTYPES):
+        name = kernel_of(kv_format, head_dim, dtype)["kernel"]
+        assert all(plan_of(*sizes, kv_format, head_dim=head_dim, dtype=dtype)["kernel"] == name for sizes in ((1, 64), (300, 4096)))
+
+
+@pytest.mark.skipif(not torch.ops.minfer._computes_batch_invariant("attention_paged"), reason="attention does not compute in the mode")
+def test_calls_in_the_mode():
+    call = make([300, 4000], "16bit", (8, 2), (128, 128), torch.bfloat16)
+    want = run(call)
+    with minfer.batch_invariant():
+        assert not differs(call.run(), want)
+        with pytest.raises(RuntimeError, match="num_splits must be None in the batch-invariant mode"):
+            call.run(num_splits=4)
+        with pytest.raises(RuntimeError, match="depend on what else is computed"):
+            call.run(kernel="attention_sm90_bf16_d128_decode")

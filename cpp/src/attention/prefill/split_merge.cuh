@@ -37,7 +37,9 @@ struct PrefillSplitStore : Traits {
     make_opaque(thread);
     make_opaque(consumer);  // as in PrefillSplitTotals
     int const lane = thread % 32, row = consumer * 64 + thread / 32 * 16 + lane / 4;
-    int64_t const slot = TileScheduler::slot_of(params, tile, tile.split, tile.first_key / TileScheduler::kSplitKeys);
+    using Items = typename TileScheduler::Items;
+    int64_t const slot = Items::slot_of(params, params.cu_seqlens_q != nullptr, tile.batch, tile.row_q, tile.head_tile, tile.first,
+                                        tile.split, tile.first_key / Items::kSplitKeys);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int const of_tile = row + 8 * h;
@@ -56,6 +58,7 @@ struct PrefillSplitStore : Traits {
 template <class Params, class TileScheduler, DataType kType, int kTileM, int kHeadDimV>
 struct SplitMerge {
   using Element = CutlassElement<kType>;
+  using Items = typename TileScheduler::Items;
   static constexpr int kWarps = 8, kColumns = kHeadDimV / 32;  // columns of a lane
   static constexpr int kAtOnce = 4;                            // splits whose loads are under way
 
@@ -63,19 +66,15 @@ struct SplitMerge {
     int const lane = int(threadIdx.x) % 32;
     RowRange const queries = params.queries(batch), keys = params.Sequences::keys(batch);
     int const query = number / params.heads_q, head = number - query * params.heads_q;
-    auto const splits = TileScheduler::splits_of(params, queries.count, keys.count);
-    if (query >= queries.count || !TileScheduler::is_divided(params, queries.count, splits)) return;
-    QueryTile tile;
-    tile.batch = batch;
-    tile.head_tile = head / params.packed_heads;
-    tile.first = query - query % (kTileM / params.packed_heads);
-    tile.row_q = queries.first;
-    int const row = (query - tile.first) * params.packed_heads + (head & (params.packed_heads - 1));
+    auto const splits = Items::splits_of(params, queries.count, keys.count);
+    if (query >= queries.count || !Items::is_divided(params, queries.count, splits)) return;
+    int const first_query = query - query % (kTileM / params.packed_heads), head_tile = head / params.packed_heads;
+    int const row = (query - first_query) * params.packed_heads + (head & (params.packed_heads - 1));
     Mask const mask(queries.count, keys.count, params.window_left, params.window_right);
     int const begin = mask.begin(query), end = mask.end(query);
-    int const first = begin / TileScheduler::kSplitKeys,
-              seen = begin < end ? (end + TileScheduler::kSplitKeys - 1) / TileScheduler::kSplitKeys : first;
-    int64_t const slot = TileScheduler::slot_of(params, tile, first, splits.first);
+    int const first = begin / Items::kSplitKeys, seen = begin < end ? (end + Items::kSplitKeys - 1) / Items::kSplitKeys : first;
+    int64_t const slot =
+        Items::slot_of(params, params.cu_seqlens_q != nullptr, batch, queries.first, head_tile, first_query, first, splits.first);
     SplitState total{-INFINITY, 0.0f};
     float output[kColumns] = {};
 #pragma unroll 1

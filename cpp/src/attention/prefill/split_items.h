@@ -1,0 +1,76 @@
+// The items of batch-invariant prefill kernels, as numbers alone: which sequences are divided into their splits, which tile and split an
+// item is, and which slot of the workspace it has. Compiled for the host, too, where tests count all items of a launch.
+//
+// An item's slot follows from the tile, so that no table of slots is needed: tiles of a varlen sequence are numbered from
+// row * packed_heads / kTileM + sequence on, which is at least one behind the last tile of the sequence before.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/shared/mask.h"
+#include "attention/shared/splits.h"
+
+namespace minfer::attention {
+
+/// Params have the fields of PrefillParams and SplitFields.
+template <int kTileM, int kTileN>
+struct SplitItems {
+  static constexpr int kSplitKeys = split_keys_of(kTileN), kSplitBlocks = split_blocks_of(kTileN);
+
+  struct Splits {
+    int32_t first, count;  // of a sequence
+  };
+  /// The splits that hold a key which a query of the sequence sees.
+  template <class Params>
+  static MINFER_HOST_DEVICE Splits splits_of(Params const& p, int queries, int keys) {
+    int32_t const first = Mask(queries, keys, p.window_left, p.window_right).begin(0) / kSplitKeys;
+    int32_t const count = (keys + kSplitKeys - 1) / kSplitKeys - first;
+    return {first, count > 0 ? count : 0};
+  }
+  /// Whether a sequence is divided: if the workspace has room for its rows and splits.
+  template <class Params>
+  static MINFER_HOST_DEVICE bool is_divided(Params const& p, int queries, Splits const& splits) {
+    return int64_t(queries) * p.packed_heads <= p.split_rows && splits.count <= p.max_splits;
+  }
+  template <class Params>
+  static MINFER_HOST_DEVICE int64_t tiles_of(Params const& p, int queries) {
+    return (int64_t(queries) * p.packed_heads + kTileM - 1) / kTileM;
+  }
+  /// The items of a sequence, at most max_items.
+  template <class Params>
+  static MINFER_HOST_DEVICE int32_t count(Params const& p, int queries, int keys) {
+    Splits const splits = splits_of(p, queries, keys);
+    int64_t const tiles = tiles_of(p, queries) * p.head_tiles, items = is_divided(p, queries, splits) ? tiles * splits.count : tiles;
+    return int32_t(items < p.max_items ? items : p.max_items);
+  }
+
+  struct Item {
+    int32_t head_tile, first;  // first: the tile's first query
+    int32_t split;             // < 0: all splits
+  };
+  /// Item `number` of a sequence: the last queries first; neighbouring heads, which read neighbouring keys, next to each other.
+  template <class Params>
+  static MINFER_HOST_DEVICE Item at(Params const& p, int queries, int keys, int32_t number) {
+    Splits const splits = splits_of(p, queries, keys);
+    int32_t from_end = number / p.head_tiles;
+    Item item{number - from_end * p.head_tiles, 0, -1};
+    if (is_divided(p, queries, splits)) {
+      int32_t const tile = from_end / splits.count;
+      item.split = splits.first + from_end - tile * splits.count;
+      from_end = tile;
+    }
+    item.first = (int32_t(tiles_of(p, queries)) - 1 - from_end) * (kTileM / p.packed_heads);
+    return item;
+  }
+
+  /// The slot of a split of a divided sequence. row_q: where the sequence's queries begin, with varlen.
+  template <class Params>
+  static MINFER_HOST_DEVICE int64_t slot_of(Params const& p, bool varlen, int batch, int row_q, int head_tile, int first_query, int split,
+                                            int first_split) {
+    int64_t const tile = first_query / (kTileM / p.packed_heads);
+    int64_t const of_sequence = varlen ? int64_t(row_q) * p.packed_heads / kTileM + batch : int64_t(batch) * p.q_tiles;
+    return ((of_sequence + tile) * p.head_tiles + head_tile) * p.max_splits + (split - first_split);
+  }
+};
+
+}  // namespace minfer::attention
