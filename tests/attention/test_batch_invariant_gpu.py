@@ -73,7 +73,7 @@ def prompt(kv_format, heads, head_dim, dtype, page_size=64, length=LENGTH, **mor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize(("kv_format", "head_dim"), [*itertools.product(PLAIN, (64, 128)), ("16bit", 192)])
+@pytest.mark.parametrize(("kv_format", "head_dim"), [*itertools.product(PLAIN, (64, 128)), ("16bit", 192), ("16bit", 256), ("int8", 256)])
 def test_chunks(kv_format, head_dim, dtype):
     """A prompt in one piece, in chunks of each size, and token by token."""
     wrong = []
@@ -109,7 +109,7 @@ def test_chunks_over_int4(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-@pytest.mark.parametrize("head_dim", (64, 80, 128, 192))
+@pytest.mark.parametrize("head_dim", (64, 80, 128, 192, 256))
 def test_tensors_and_caches(head_dim, dtype):
     """attention, attention_varlen and attention_paged over the same 16 bits."""
     for heads, options in itertools.product(HEADS[:3], OPTIONS):
@@ -220,7 +220,7 @@ def test_numbers(kv_format, dtype):
     """Against float64; what nobody sees is NaN."""
 
     def cases():
-        wide = (((192, 128), (8, 2)), ((192, 192), (4, 2))) if kv_format == "16bit" else ()
+        wide = (((192, 128), (8, 2)), ((192, 192), (4, 2)), ((256, 256), (4, 2)))
         for head_dims, heads in (((64, 64), (4, 4)), ((128, 128), (8, 1)), ((96, 64), (7, 1)), *wide):
             for lengths, queries in (([5000, 1, 0, 481], 1), ([700, 3000], 90), ([1000, 40, 513], [3, 40, 200])):
                 for options in OPTIONS[:1] if queries == 1 else OPTIONS[1:]:

@@ -135,8 +135,10 @@ void plan_splits(KernelInfo const& kernel, AttentionProblem const& p, DeviceProp
   constexpr double kMergeUs = 2.5;          // of the launch that folds
   constexpr int64_t kMaxMergeCtas = 65535;  // of a sequence
   constexpr int64_t kShortRows = 16;        // beside longer sequences
-  int64_t const split = plan->split_keys = split_keys_of(kernel.tile_n), packed = plan->packed_heads, rows = p.seqlen_q * packed;
+  int64_t const split = split_keys_of(kernel.tile_n), packed = plan->packed_heads, rows = p.seqlen_q * packed;
   plan->predicted_us = predict_us(kCostModel, kernel, with_last_page(p, kFullPage), device);
+  if (!has_splits(kernel.tile_k)) return;
+  plan->split_keys = split;
   int64_t splits = (p.seqlen_k + split - 1) / split;
   if (p.window_left >= 0) splits = std::min(splits, (p.window_left + p.seqlen_q + split - 1) / split + 1);
   if (splits <= 1 || p.batch == 0 || p.heads_q == 0) return;
@@ -289,13 +291,14 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
       return std::pair(a.kernel->tile_k, a.kernel->head_dim_v) < std::pair(b.kernel->tile_k, b.kernel->head_dim_v);
     };
     *plan = describe(*std::min_element(found.begin(), found.end(), smaller)->kernel, problem, device);
-    char divided[96] = "";
+    char divided[128] = "; all keys are one split";
     if (plan->split_rows > 0) {
-      std::snprintf(divided, sizeof(divided), "; of sequences with up to %lld rows each is computed by a CTA of its own",
-                    (long long)plan->split_rows);
+      std::snprintf(divided, sizeof(divided), ", splits of %lld keys; of sequences with up to %lld rows each has a CTA of its own",
+                    (long long)plan->split_keys, (long long)plan->split_rows);
+    } else if (plan->split_keys > 0) {
+      std::snprintf(divided, sizeof(divided), ", splits of %lld keys", (long long)plan->split_keys);
     }
-    std::snprintf(plan->reason, sizeof(plan->reason), "batch-invariant: by head dimensions and cache alone, splits of %lld keys%s",
-                  (long long)plan->split_keys, divided);
+    std::snprintf(plan->reason, sizeof(plan->reason), "batch-invariant: by head dimensions and cache alone%s", divided);
     return Status::success();
   }
   AttentionProblem const full = with_last_page(problem, kFullPage), empty = with_last_page(problem, kEmptyPage);

@@ -35,7 +35,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
   using SplitTotals = PrefillSplitTotals<Traits>;
   using SplitStore = PrefillSplitStore<Traits>;
   using Traits::blocks_of, Traits::kConsumers, Traits::kConsumersBarrier, Traits::kConverts, Traits::kHeadDim, Traits::kHeadDimV;
-  using Traits::kInvariant, Traits::kSplitBlocks;
+  using Traits::kFolds, Traits::kInvariant, Traits::kSplitBlocks;
   using Traits::kOrderBarrier, Traits::kOutputs, Traits::kPingpong, Traits::kQueryStages, Traits::kScores, Traits::kTileN;
   using Traits::kv_head_of, Traits::mask_of, Traits::over_packed_heads, Traits::queries_of, Traits::query_phase, Traits::query_stage;
   using Traits::read_tile, Traits::release;
@@ -163,7 +163,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
         mma_output.accumulate_ = GMMA::ScaleOut::One;
         // The blocks that this warpgroup's rows visit. Kept over all splits, they would be spilled.
         auto const visited = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
-          if constexpr (kInvariant) {
+          if constexpr (kFolds) {
             Tile const again = read_tile(storage, iteration, lane);
             return blocks_of(params, again, queries_of(params, again, consumer));
           } else {
@@ -267,7 +267,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
 
         for (;;) {  // over the splits of batch-invariant kernels, from the last one on; others have one
           KeyBlocks<kTileN> const blocks = visited();
-          int32_t const begin = kInvariant ? max(blocks.begin, block / kSplitBlocks * kSplitBlocks) : blocks.begin;
+          int32_t const begin = kFolds ? max(blocks.begin, block / kSplitBlocks * kSplitBlocks) : blocks.begin;
           // The first block: its scores and its softmax.
           FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
           wait_for_turn(consumer);
@@ -282,7 +282,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
           cap_and_mask(block >= blocks.full_end || block < blocks.full_begin, capped);
           softmax.step(scores, rescale);
           round();
-          Tile const& unspilled = kInvariant ? storage.tile[iteration % 2] : tile;
+          Tile const& unspilled = kFolds ? storage.tile[iteration % 2] : tile;
           if (has_unseen_end(params, unspilled, block)) {
             FullBarrier::wait(&storage.full_v[values.index], values.phase);
             clear_end(unspilled, storage.v[values.index], block);
@@ -299,7 +299,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
           for (; block >= begin; --block) step(constant<BlockKind, BlockKind::kMasked>{});
           // The output of the last block.
           KeyBlocks<kTileN> const all = visited();
-          bool const is_last = !kInvariant || begin == all.begin;
+          bool const is_last = !kFolds || begin == all.begin;
           if (is_last) release(&storage.empty_q[query_stage(iteration)], thread);
           FullBarrier::wait(&storage.full_v[values.index], values.phase);
           if (has_unseen_begin(storage.tile[iteration % 2], begin)) {
@@ -313,7 +313,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
           warpgroup_fence_operand(output);
           release(&storage.empty_v[values.index], thread);
           values.advance();
-          if constexpr (kInvariant) {
+          if constexpr (kFolds) {
             bool const is_first = begin / kSplitBlocks == (all.end - 1) / kSplitBlocks;
             SplitTotals::fold(params, storage, softmax, output, consumer, thread, is_first, is_last);
           }
@@ -326,7 +326,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
       Tile const done = read_tile(storage, iteration, lane);
       release(&storage.empty_tile[iteration % 2], thread);
       if (params.window_left >= 0) skip_blocks_before_window(params, storage, done, keys, values, consumer, thread);
-      if constexpr (kInvariant) {
+      if constexpr (kFolds) {
         if (done.split >= 0) {
           SplitStore::store(params, done, softmax, output, consumer, thread);
           continue;

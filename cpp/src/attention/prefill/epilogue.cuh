@@ -17,7 +17,7 @@ namespace minfer::attention {
 
 template <class Traits>
 struct PrefillEpilogue : Traits {
-  using Traits::kConverts, Traits::kHeadDimV, Traits::kInvariant, Traits::kOwnOutput, Traits::kTileM, Traits::kv_head_of,
+  using Traits::kConverts, Traits::kFolds, Traits::kHeadDimV, Traits::kInvariant, Traits::kOwnOutput, Traits::kTileM, Traits::kv_head_of,
       Traits::kWarpgroupBarrier;
   using Traits::over_packed_heads, Traits::queries_of;
   using typename Traits::Element, typename Traits::Params, typename Traits::Queries, typename Traits::SharedStorage, typename Traits::Tile;
@@ -30,7 +30,7 @@ struct PrefillEpilogue : Traits {
     int const lane = thread % 32, row = consumer * 64 + thread / 32 * 16 + lane / 4;  // of the tile; the thread's other row is 8 below
     Queries const queries = queries_of(params, tile, consumer);
     if (queries.first > queries.last) return;
-    if constexpr (!kInvariant) softmax.reduce_sums();  // PrefillSplitTotals::fold() has done that
+    if constexpr (!kFolds) softmax.reduce_sums();  // PrefillSplitTotals::fold() has done that
     float factor[2], lse[2];
     int query[2], head[2];
 #pragma unroll

@@ -169,7 +169,7 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   int64_t tiles = p.varlen ? arguments.device->sm_count : int64_t(params.q_tiles) * params.head_tiles * params.batch;
   if constexpr (Config::kInvariant) tiles = plan.split_rows > 0 ? params.max_items : tiles;
   status = launch_kernel<Kernel>(&prefill_sm90_kernel<Config>, params, arguments, std::min<int64_t>(arguments.device->sm_count, tiles));
-  if constexpr (Config::kInvariant) {
+  if constexpr (Kernel::Traits::kFolds) {
     if (status.ok() && plan.split_rows > 0) status = launch_split_merge<typename Kernel::Traits>(params, arguments);
   }
   return status;

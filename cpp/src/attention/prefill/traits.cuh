@@ -29,7 +29,8 @@ struct PrefillTraits {
   static constexpr bool kOwnOutput = Config::kOwnOutput;   // the output is staged in shared memory of its own, else stored from registers
   static constexpr int kQueryStages = kOwnOutput ? 2 : 1;  // with two, the next tile's queries are loaded while this tile is computed
   static constexpr bool kConverts = Config::kConverts;     // keys and values are codes, which the producer converts
-  static constexpr bool kInvariant = Config::kInvariant;   // batch-invariant: keys are divided into splits (shared/splits.h)
+  static constexpr bool kInvariant = Config::kInvariant;   // batch-invariant (shared/splits.h)
+  static constexpr bool kFolds = kInvariant && has_splits(kHeadDim);  // keys are divided into splits
   static constexpr bool kSharedTotals = has_shared_totals(kHeadDim);  // totals over splits are in shared memory, else in the workspace
   static constexpr int kSplitBlocks = split_blocks_of(kTileN);
   // Registers of a thread. A launch gives a CTA of three warpgroups 504 in total over its warpgroups and one of four 512, or fewer.
@@ -71,8 +72,8 @@ struct PrefillTraits {
     [[no_unique_address]] cute::conditional_t<kOwnOutput, OutputStorage, cute::tuple<>> output;
     alignas(8) uint64_t full_q[kQueryStages], empty_q[kQueryStages], full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
     alignas(8) uint64_t full_tile[2], empty_tile[2];
-    [[no_unique_address]] cute::conditional_t<kInvariant && kSharedTotals, TotalsStorage, cute::tuple<>> totals;
-    [[no_unique_address]] cute::conditional_t<kInvariant, StatesStorage, cute::tuple<>> states;
+    [[no_unique_address]] cute::conditional_t<kFolds && kSharedTotals, TotalsStorage, cute::tuple<>> totals;
+    [[no_unique_address]] cute::conditional_t<kFolds, StatesStorage, cute::tuple<>> states;
     Tile tile[2];  // tiles that the producer publishes to the consumers
     typename TileScheduler::Storage tiles;
   };
@@ -106,7 +107,7 @@ struct PrefillTraits {
   }
   static CUTLASS_DEVICE KeyBlocks<kTileN> blocks_of(Mask const& mask, Tile const& tile, Queries queries) {
     KeyBlocks<kTileN> blocks(mask, queries.first, queries.last);
-    if constexpr (kInvariant) {
+    if constexpr (kFolds) {
       if (tile.split >= 0) blocks.cut(tile.split * kSplitBlocks, (tile.split + 1) * kSplitBlocks);
     }
     return blocks;

@@ -21,6 +21,9 @@ constexpr int kInvariantSplitKeys = 512;
 constexpr int split_blocks_of(int tile_n) { return (kInvariantSplitKeys + tile_n / 2) / tile_n; }
 constexpr int split_keys_of(int tile_n) { return split_blocks_of(tile_n) * tile_n; }
 
+/// Whether a kernel divides keys into splits. With longer rows the registers for that would be spilled: all keys are one split there, and a
+/// tile's keys are one CTA's.
+constexpr bool has_splits(int head_dim) { return head_dim <= 192; }
 /// Whether the totals of a kernel that folds splits are in shared memory, else in the workspace.
 constexpr bool has_shared_totals(int head_dim) { return head_dim <= 128; }
 
