@@ -23,7 +23,8 @@ constexpr size_t kCounterBytes = 256;
 inline SplitWorkspace split_workspace_of(KernelInfo const& kernel, AttentionPlan const& plan, DeviceProperties const& device) {
   auto const aligned = [](size_t bytes) { return (bytes + 255) & ~size_t(255); };
   size_t const rows = plan.split_rows > 0 ? size_t(plan.partial_slots) * size_t(plan.slot_rows) : 0;
-  size_t const totals = has_shared_totals(kernel.tile_k) || !has_splits(kernel.tile_k) ? 0 : size_t(device.sm_count) * kernel.tile_m * kernel.head_dim_v * 4;
+  size_t const totals =
+      has_shared_totals(kernel.tile_k) || !has_splits(kernel.tile_k) ? 0 : size_t(device.sm_count) * kernel.tile_m * kernel.head_dim_v * 4;
   SplitWorkspace at;
   at.partials = plan.counted ? kCounterBytes : 0;
   at.states = at.partials + aligned(rows * kernel.head_dim_v * 4);
