@@ -240,12 +240,16 @@ def test_the_mode_chooses_them():
         assert all(plan_of(*sizes, kv_format, head_dim=head_dim, dtype=dtype)["kernel"] == name for sizes in ((1, 64), (300, 4096)))
 
 
-@pytest.mark.skipif(not torch.ops.minfer._computes_batch_invariant("attention_paged"), reason="attention does not compute in the mode")
 def test_calls_in_the_mode():
     call = make([300, 4000], "16bit", (8, 2), (128, 128), torch.bfloat16)
     want = run(call)
     with minfer.batch_invariant():
-        assert not differs(call.run(), want)
+        try:
+            have = call.run()
+        except RuntimeError as error:
+            assert "on CUDA yet" in str(error)
+            pytest.skip("the mode does not take them yet")
+        assert not differs(have, want)
         with pytest.raises(RuntimeError, match="num_splits must be None in the batch-invariant mode"):
             call.run(num_splits=4)
         with pytest.raises(RuntimeError, match="depend on what else is computed"):
