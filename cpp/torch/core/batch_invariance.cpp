@@ -105,18 +105,18 @@ constexpr std::string_view kInvariant[] = {
 /// they compute in the mode on the CPU alone.
 constexpr std::string_view kUntestedOnCuda[] = {"_attention_paged_into", "attention", "attention_paged", "attention_varlen"};
 
-bool computes_in_the_mode(std::string_view name) {
+/// Whether an operator is among names; its own may have a namespace in front.
+template <size_t kCount>
+bool is_among(std::string_view const (&names)[kCount], std::string_view name) {
   size_t const colons = name.rfind("::");
   if (colons != std::string_view::npos) name.remove_prefix(colons + 2);
-  return std::find(std::begin(kInvariant), std::end(kInvariant), name) != std::end(kInvariant);
+  return std::find(std::begin(names), std::end(names), name) != std::end(names);
 }
 
-bool is_untested_on_cuda(std::string_view name) {
-  name.remove_prefix(name.rfind("::") + 2);
-  return std::find(std::begin(kUntestedOnCuda), std::end(kUntestedOnCuda), name) != std::end(kUntestedOnCuda);
-}
+bool computes_in_the_mode(std::string_view name) { return is_among(kInvariant, name); }
+bool is_untested_on_cuda(std::string_view name) { return is_among(kUntestedOnCuda, name); }
 
-bool computes_batch_invariant(std::string const& op) { return computes_in_the_mode(op); }
+bool computes_batch_invariant(std::string const& op, bool cuda) { return computes_in_the_mode(op) && !(cuda && is_untested_on_cuda(op)); }
 
 void set_batch_invariant(bool enabled) { of_process() = enabled; }
 
@@ -125,7 +125,7 @@ void set_batch_invariant_of_thread(int64_t enabled) { of_thread = enabled; }
 
 constexpr Operator kOperators[] = {
     {"_batch_invariant() -> bool", boxed<&batch_invariant>},
-    {"_computes_batch_invariant(str op) -> bool", boxed<&computes_batch_invariant>},
+    {"_computes_batch_invariant(str op, bool cuda=False) -> bool", boxed<&computes_batch_invariant>},
     {"_set_batch_invariant(bool enabled) -> ()", boxed<&set_batch_invariant>},
     {"_set_batch_invariant_of_thread(int enabled) -> ()", boxed<&set_batch_invariant_of_thread>},
 };
