@@ -44,7 +44,7 @@ def test_choice_of_parts(monkeypatch):
     def broken():
         raise ImportError("no such module")
 
-    adapter = SimpleNamespace(register_linear=lambda: "in front", register_experts=broken, register_layers=broken)
+    adapter = SimpleNamespace(register_linear=lambda: "in front", register_experts=broken, register_layers=broken, follow_mode=lambda: None)
     monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.0")
     monkeypatch.setattr(plugin.importlib, "import_module", lambda *_: adapter)
     monkeypatch.setenv("MINFER_VLLM", "linear, experts")
