@@ -44,6 +44,10 @@ def register_of(dtype: torch.dtype) -> str:
     return _TYPES[dtype][1]
 
 
+def register_of_storage(storage: str) -> str:
+    return register_of(dtype_of(storage))
+
+
 def dtype_of(storage: str) -> torch.dtype:
     return _BY_NAME[storage]
 

@@ -8,21 +8,27 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from cutlass import Int64, cute
+from cutlass import Int32, Int64, cute
 from cutlass._mlir.dialects import cute as cute_ir, cute_nvgpu as cute_nvgpu_ir
 from cutlass.base_dsl.compiler import DumpDir
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_ptr
 
 from ..artifact import Artifact
+from ..dtypes import register_of_storage
+from ..graph import Graph
+from .numbers import REGISTERS, STORAGES
 
 _compiler = threading.Lock()  # the DSL's state is of the process
 _ENTRY = re.compile(r"\.entry\s+([A-Za-z0-9_$]+)\s*\(")
 
 
+Type = tuple[str, Any]  # of a parameter: ("pointer", storage), ("scalar", type) or ("tensor_map", storage)
+
+
 def compile_kernel(
     body: Callable[[list[Any]], None],
-    types: list[Any],
+    types: list[Type],
     *,
     name: str,
     architecture: str,
@@ -32,8 +38,8 @@ def compile_kernel(
     registers: int = 0,
     alone: bool = False,
 ) -> Artifact:
-    """``body`` traces the kernel, given its parameters; ``types`` are ("pointer", storage), ("scalar", type) and ("tensor_map", storage), a
-    TMA descriptor that the launch encodes: ``body`` is given its address, as an Int64.
+    """``body`` traces the kernel, given its parameters; ``types`` are theirs. A tensor map is a TMA descriptor that the launch
+    encodes: ``body`` is given its address, as an Int64.
 
     Args:
       name: how the kernel is called in profiles.
@@ -72,12 +78,27 @@ def compile_kernel(
     return Artifact(bytes(cubin), entries[0], shared_bytes, block, cluster)
 
 
+def parameter_types(graph: Graph, parameters: list[tuple[str, int]]) -> list[Type]:
+    """Of parameters that all templates have: ("address", input), ("number", input), ("out", output); strides have 64 bits, sizes 32."""
+    return [_parameter_type(graph, kind, i) for kind, i in parameters]
+
+
+def _parameter_type(graph: Graph, kind: str, i: int) -> Type:
+    if kind == "address":
+        return "pointer", STORAGES[graph.inputs[i].storage]
+    if kind == "out":
+        return "pointer", STORAGES[graph.outputs[i].storage]
+    if kind == "number":
+        return "scalar", REGISTERS[register_of_storage(graph.inputs[i].storage)]
+    return "scalar", Int64 if kind.endswith("stride") else Int32
+
+
 def overlaps(architecture: str) -> bool:
     """Whether an architecture has programmatic dependent launch."""
     return int(architecture[3:].rstrip("a")) >= 90
 
 
-def _each_map(types: list[Any], values: list[Any], change: Callable[[Any], Any]) -> list[Any]:
+def _each_map(types: list[Type], values: list[Any], change: Callable[[Any], Any]) -> list[Any]:
     return [change(x) if kind == "tensor_map" else x for (kind, _), x in zip(types, values, strict=True)]
 
 

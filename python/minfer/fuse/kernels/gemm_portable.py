@@ -1,4 +1,4 @@
-"""GEMMs of graphs for architectures without WGMMA, from sm_80 on: cp.async and mma.sync. Epilogue and prologue are those of gemm.py.
+"""GEMMs of graphs for architectures without WGMMA, from sm_80 on: cp.async and mma.sync, with the tiles, epilogue and prologue of gemm.py.
 
 Four warps have 64 rows and 64 or 128 columns, eight warps 128 rows; a warp has 16 rows in all columns of the tile, so that rows stay within
 quads of lanes as they do with WGMMA. A stage of the ring holds [tile_m, 128 bytes] of A and [tile_n, 128 bytes] of B (or [tile_n / 64, 64
@@ -20,12 +20,14 @@ from ..dtypes import bytes_of
 from ..gemm_config import GemmConfig, parameters
 from ..graph import Graph
 from .build import compile_kernel, overlaps
-from .gemm import Gemm, Prologue, dsl_types
+from .gemm_epilogue import Epilogue
+from .gemm_kernel import GemmKernel, gemm_parameter_types, swizzled
+from .gemm_prologue import Prologue
 
 _PIECE = 16  # bytes
 
 
-class _PortableGemm(Gemm):
+class _PortableGemm(GemmKernel):
     def __init__(self, graph: Graph, config: GemmConfig, values: dict[tuple[str, int], Any], dependent: bool):
         super().__init__(graph, config, values)
         self.dependent = dependent  # whether launches may overlap: from sm_90 on
@@ -38,8 +40,7 @@ class _PortableGemm(Gemm):
 
     def place_of_piece(self, row: Any, piece: Any, row_bytes: int) -> Any:
         """Bytes from the start of a tile."""
-        turn = row % 8 if row_bytes == 128 else row // 2 % 4
-        return row * row_bytes + (piece ^ turn) * _PIECE
+        return row * row_bytes + swizzled(row, piece, row_bytes) * _PIECE
 
     def copy_rows(
         self, base: Any, first: Any, stride: Any, row_of: Any, rows: int, limit: Any, row_bytes: int, column: Any, columns: Any, size: int
@@ -173,42 +174,32 @@ class _PortableGemm(Gemm):
     @cute.jit
     def tile_of(self, row: Int32, n_tile: Int32, limit: Int32, expert: Int32):
         self.main_loop_of(row, n_tile, expert)
-        self.finish(row, n_tile, limit, expert)
+        of_tile = Epilogue(self, row, n_tile, limit, expert)
+        of_tile.begin()
+        of_tile.run()
 
     @cute.jit
     def run(self):
         c = self.config
         self.thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(self.thread // 32)
-        self.lane, self.warp, self.group = self.thread % 32, warp % 4, warp // 4
+        self.enter(self.thread % 32, warp % 4, warp // 4, Int32(0))
         self.base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint()
-        self.acc = cute.make_rmem_tensor(((2, 2, c.tile_n // 8), 1, 1), Float32)
+        self.accumulate_in(cute.make_rmem_tensor(((2, 2, c.tile_n // 8), 1, 1), Float32))
         if cutlass.const_expr(self.dependent):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
         tile, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        tiles = self.m_tiles * self.n_tiles
-        expert, first, last, before = Int32(0), Int32(0), Int32(0), Int32(0)
-        if cutlass.const_expr(c.grouped):
-            tiles = self.all_tiles()
-            expert, first, last, before = self.first_expert()
+        tiles = self.tiles.count()
+        before, expert, first, last = self.tiles.begin()
         while tile < tiles:
-            row, n_tile, limit = Int32(0), Int32(0), self.m
+            row, n_tile, limit, before, expert, first, last = self.tiles.place(tile, before, expert, first, last)
             if cutlass.const_expr(c.grouped):
-                while tile >= before + self.tiles_of(first, last):
-                    before = before + self.tiles_of(first, last)
-                    expert = expert + 1
-                    first = last
-                    last = cutlass.max(self.end_of(expert), first)
-                row, n_tile = self.place_in_expert(tile - before, first, last)
-                limit = last
-                if expert < self.values["experts", 0]:
+                if self.tiles.has_matrix(expert):
                     self.tile_of(row, n_tile, limit, expert)
                 else:
                     self.store_zeros(row, n_tile, limit)
             else:
-                m_tile, n_tile = self.place_of(tile)
-                row = m_tile * c.tile_m
                 self.tile_of(row, n_tile, limit, expert)
             tile = tile + step
 
@@ -220,4 +211,6 @@ def build(graph: Graph, config: dict[str, Any], *, name: str, architecture: str)
     def body(values: list[Any]) -> None:
         _PortableGemm(graph, c, dict(zip(parameters(graph, c), values, strict=True)), dependent).run()
 
-    return compile_kernel(body, dsl_types(graph, c), name=name, architecture=architecture, block=c.block, shared_bytes=c.shared_bytes)
+    return compile_kernel(
+        body, gemm_parameter_types(graph, c), name=name, architecture=architecture, block=c.block, shared_bytes=c.shared_bytes
+    )

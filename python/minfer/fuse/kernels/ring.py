@@ -25,7 +25,7 @@ from ..artifact import Artifact
 from ..dtypes import bytes_of
 from ..graph import COLUMN, FULL, REDUCTIONS, ROW, SCALAR, Graph, Node
 from ..row_config import TILE, RingConfig, parameters, ring_stage_bytes
-from .build import compile_kernel
+from .build import compile_kernel, parameter_types
 from .numbers import (
     REGISTERS,
     STORAGES,
@@ -38,7 +38,7 @@ from .numbers import (
     pointer_at,
     store_vector,
 )
-from .rows import across_lanes, across_warps, dsl_types, tree
+from .reductions import across_lanes, across_warps, tree
 
 _VECTOR = 8
 _VECTORS = TILE // (32 * _VECTOR)  # of a lane, in a tile
@@ -267,6 +267,6 @@ def build(graph: Graph, config: dict[str, Any], *, name: str, architecture: str)
         _Ring(graph, c, dict(zip(parameters(graph), values, strict=True))).run()
 
     return compile_kernel(
-        body, dsl_types(graph), name=name, architecture=architecture, block=c.block, cluster=c.cluster,
+        body, parameter_types(graph, parameters(graph)), name=name, architecture=architecture, block=c.block, cluster=c.cluster,
         shared_bytes=c.warps * c.stages * ring_stage_bytes(graph),
     )  # fmt: skip
