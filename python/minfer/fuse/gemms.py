@@ -34,7 +34,7 @@ from .launch import ADDRESS, INT32, INT64, TENSOR_MAP, Loaded, architecture, loa
 from .row_config import RowConfig, configure, parameters as row_parameters, vector_width
 from .rows import bits_of
 from .signature import Parameter, Signature
-from .tracing import Operand, Tracer, traced_rows
+from .tracing import Operand, Tracer
 
 _SMS = 132  # of an H100 or H200, for which tiles are chosen
 _MOST_PLANS = 4096
@@ -215,18 +215,15 @@ class GemmFunction:
         return Traced(graph, first, last, tuple(late), tuple(tracer.per_expert), prologue, of_experts)
 
     def _arguments(self, s: Specialisation, columns: int, written: bool) -> tuple[Tracer, dict[str, Any]]:
-        rows = traced_rows(columns)
-        tracer = Tracer(torch.device("cuda"), rows=rows, columns=columns)
-        shapes = {FULL: (rows, columns), ROW: (columns,), COLUMN: (rows, 1), SCALAR: ()}
+        tracer = Tracer.of_rows(columns)
         arguments: dict[str, Any] = dict(zip(self.signature.constants, s.constants, strict=True))
         for name, what in zip(self.operands, s.operands, strict=True):
             if what is None:
                 arguments[name] = None
                 continue
             dtype, kind, by_value = what
-            meta = torch.empty(shapes[_EXTENTS[kind]], dtype=dtype, device="meta")
             arguments[name] = Operand(
-                tracer, name, meta, _EXTENTS[kind], by_value=by_value, vector=kind in (VECTOR, ONE),
+                tracer, name, dtype, _EXTENTS[kind], by_value=by_value, vector=kind in (VECTOR, ONE),
                 experts=kind in (EXPERT_ROW, EXPERT_NUMBER),
                 written=written and name in self.mutates,
             )  # fmt: skip

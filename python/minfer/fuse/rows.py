@@ -20,7 +20,7 @@ from .graph import COLUMN, FULL, ROW, SCALAR, Graph
 from .launch import ADDRESS, INT32, INT64, Loaded, architecture, loaded
 from .row_config import RingConfig, RowConfig, configure, configure_ring, parameters, resident_clusters, vector_width
 from .signature import Signature
-from .tracing import Tracer, traced_rows
+from .tracing import Tracer
 
 Config = RowConfig | RingConfig
 _MOST_PLANS = 4096
@@ -137,17 +137,14 @@ class RowFunction:
         return graph
 
     def _trace(self, specialisation: Specialisation) -> Graph:
-        columns = specialisation.columns
-        rows = traced_rows(columns)
-        tracer = Tracer(torch.device("cuda"), rows=rows, columns=columns)
-        shapes = {FULL: (rows, columns), ROW: (columns,), COLUMN: (rows, 1), SCALAR: ()}
+        tracer = Tracer.of_rows(specialisation.columns)
         arguments: dict[str, Any] = dict(zip(self.signature.constants, specialisation.constants, strict=True))
         for name, what in zip(self.signature.tensors, specialisation.tensors, strict=True):
             if what is None:
                 arguments[name] = None
                 continue
             dtype, extent, by_value = what
-            proxy = tracer.argument(name, torch.empty(shapes[extent], dtype=dtype, device="meta"), extent, by_value)
+            proxy = tracer.argument(name, dtype, extent, by_value)
             if name in self.mutates:
                 tracer.may_write[proxy.node] = len(tracer.builder.inputs) - 1
             arguments[name] = proxy
