@@ -1,5 +1,7 @@
 """bench.suites.fused without a GPU: its cells, what they hold ours against, and the bytes that they count."""
 
+from operator import itemgetter
+
 import pytest
 import torch
 
@@ -18,7 +20,9 @@ def test_cells():
             assert 0.9 * fused.WORKING_SET < moved <= fused.WORKING_SET, cell
 
 
-@pytest.mark.parametrize("cell", [cell for cell in EVERY if cell["suite"] == "small" and cell["m"] == 8 and cell["width"] == 2048], ids=str)
+@pytest.mark.parametrize(
+    "cell", [cell for cell in EVERY if cell["suite"] == "small" and cell["m"] == 8 and cell["width"] == 2048], ids=itemgetter("what")
+)
 def test_rows(cell):
     call = cell["make"](16, 2048, torch.bfloat16, "cpu")
     assert call.error() <= 2 * torch.finfo(torch.bfloat16).eps
