@@ -184,7 +184,7 @@ def test_wrong_calls():
 
 
 def test_graphs_are_data():
-    seen = [graph for function in (gated, quantized, add_rms_norm, saturated, numbered) for graph in function._graphs.values()]
+    seen = [graph for function in (gated, quantized, add_rms_norm, saturated, numbered) for graph in function._traces.values()]
     assert seen
     for graph in seen:
         again = Graph.from_plain(graph.plain())
@@ -200,7 +200,7 @@ def test_infinite_constants():
     masked = fuse.rowwise(lambda x: torch.softmax(torch.where(x > 0, x.float(), -math.inf), -1))
     x = rows(4, 32)
     torch.testing.assert_close(masked(x), torch.softmax(torch.where(x > 0, x.float(), -math.inf), -1))
-    graph = next(iter(masked._graphs.values()))
+    graph = next(iter(masked._traces.values()))
     assert Graph.from_plain(graph.plain()) == graph
 
 

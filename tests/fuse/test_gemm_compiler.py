@@ -13,7 +13,8 @@ import torch
 from minfer import fuse
 from minfer.fuse import compiler
 from minfer.fuse.gemm_config import SHARED_BYTES, GemmConfig, Tile, legal, parameters, stages_of
-from minfer.fuse.gemms import GemmSpace, kernel_of
+from minfer.fuse.gemm_interface import GemmSpace
+from minfer.fuse.gemm_kernels import kernel_of
 
 from tests.fuse import gemm_cases as cases
 from tests.fuse.gemm_cases import BF16, E4M3, F16, KINDS
@@ -248,8 +249,8 @@ else:
         )
         config = loaded.config(traced, specialisation, space, arguments, 132)
         assert loaded.choose_config(traced, config, space, "sm_90a") == config
-        assert loaded._artifact(kernel_of(loaded.name, traced, config, "sm_90a"))[1].cubin
-        assert loaded._artifact(loaded.rows_kernel(traced, m, -(-256 // config.columns), "sm_90a")[0])[1].cubin
+        assert loaded.artifact_of(kernel_of(loaded.name, traced, config, "sm_90a"))[1].cubin
+        assert loaded.artifact_of(loaded.rows_kernel(traced, m, -(-256 // config.columns), "sm_90a")[0])[1].cubin
     with pytest.raises(fuse.FuseError, match="no exported kernel serves"):
         loaded.choose_config(traced, dataclasses.replace(config, vector=1), space, "sm_90a")
     plain, args = problem("plain", 64, 256, 128)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from minfer import fuse
-from minfer.fuse import gemm_config, gemms
+from minfer.fuse import gemm_config, gemm_function, gemm_reference
 from minfer.fuse.evaluate import evaluate, node_values
 from minfer.fuse.graph import COLUMN, FULL, REDUCTIONS, Graph
 
@@ -151,11 +151,11 @@ def test_traced_once():
 def test_functions_by_their_code():
     """A lambda in a loop is one function, as long as what it has from outside is the same."""
     a, b = matrices(4, 32, 16)
-    before, results = len(gemms._functions), []
+    before, results = len(gemm_function._functions), []
     for factor in (1.0, 2.0, 1.0, 1):
         results.append(fuse.gemm(a, b, lambda acc, row, col, factor=factor: acc * factor))
         results.append(fuse.gemm(a, b, lambda acc, row, col: acc * factor))  # noqa: B023
-    assert len(gemms._functions) - before == 6
+    assert len(gemm_function._functions) - before == 6
     for i, factor in enumerate((1.0, 2.0, 1.0, 1)):
         assert torch.equal(results[2 * i], results[2 * i + 1]) and torch.equal(results[2 * i], results[0] * factor)
 
@@ -230,7 +230,7 @@ def test_reductions_of_tiles(kind):
     function, operands = cases.operands_of(kind, m, n, "cpu")
     arguments, space, _, traced = function._called((a, b, *operands), {})
     row, col = torch.arange(m).view(m, 1), torch.arange(n).view(1, n)
-    inputs = [gemms._part(arguments[x.name], x.extent, slice(0, m), m, n, 0) for x in traced.first.inputs]
+    inputs = [gemm_reference.part(arguments[x.name], x.extent, slice(0, m), m, n, 0) for x in traced.first.inputs]
     values = {"acc": a.float() @ b.float(), "row": row, "col": col}
     known = node_values(traced.first, inputs, columns=n, values=values)
     partials = []

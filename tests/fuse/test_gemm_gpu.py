@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from minfer import fuse
-from minfer.fuse import gemms
+from minfer.fuse import gemm_kernels
 
 from tests.fuse import gemm_cases as cases
 from tests.fuse.gemm_cases import BF16, E4M3, F16, F32, KINDS, bias_gelu, columns_unit, expert_bias, expert_statistics, judged, norms
@@ -129,7 +129,7 @@ def test_experts(m):
 @pytest.mark.parametrize("shape", [(1, 16, 1), (65, 528, 72), (300, 1008, 1000), (1000, 2064, 328), (2049, 2064, 136)], ids=str)
 def test_other_architectures_kernel(shape, monkeypatch):
     """What architectures without WGMMA run, which this one runs as well."""
-    monkeypatch.setattr(gemms, "portable", lambda arch: True)
+    monkeypatch.setattr(gemm_kernels, "portable", lambda arch: True)
     m, n, k = shape
     for kind in ("plain", "residual", "swiglu", "geglu", "norms", "scattered"):
         function, operands = cases.operands_of(kind, m, n)

@@ -18,9 +18,9 @@ from .attention_function import AttentionFunction, attention
 from .block_mask import BlockMask, create_block_mask
 from .errors import FuseError
 from .export import export, load
-from .gemms import GemmFunction, gemm, gemm_epilogue
+from .gemm_function import GemmFunction, gemm, gemm_epilogue
 from .random import random_bits, stochastic_round
-from .rows import RowFunction, pointwise, rowwise
+from .row_function import RowFunction, pointwise, rowwise
 
 __all__ = [
     "AttentionFunction",

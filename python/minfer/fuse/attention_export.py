@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from . import cache
+from . import kernel_files
 from .attention_config import AttentionConfig
 from .attention_function import AttentionFunction, Call, Traced, kernel_of, load_compiled, loaders, registered
 from .compiler import compile_all
@@ -25,12 +23,9 @@ def write(function: AttentionFunction, folder: Path, examples: Sequence[Any], ar
     known = function.traced()
     needed = [(config, arch) for arch in archs for config in function.configurations(examples, arch)]
     artifacts = compile_all([kernel_of(known, config, arch) for config, arch in needed])
-    folder.mkdir(parents=True, exist_ok=True)
-    files: dict[str, dict[str, Any]] = {}
-    for (config, arch), artifact in zip(needed, artifacts, strict=True):
-        key = hashlib.sha256(json.dumps([known.key, dataclasses.asdict(config), arch]).encode()).hexdigest()
-        (folder / f"{key}.kernel").write_bytes(cache.pack(key, artifact))
-        files[key] = {"config": dataclasses.asdict(config), "arch": arch}
+    keys = [kernel_files.key_of(known.key, dataclasses.asdict(config), arch) for config, arch in needed]
+    kernel_files.write(folder, dict(zip(keys, artifacts, strict=True)))
+    files = {key: {"config": dataclasses.asdict(config), "arch": arch} for key, (config, arch) in zip(keys, needed, strict=True)}
     manifest = {
         "kind": "attention", "name": function.name, "graph": known.graph.plain(), "scores": known.scores, "masks": known.masks,
         "kernels": files,
@@ -67,9 +62,4 @@ class LoadedAttention(AttentionFunction):
                     f"{self.name}: no exported kernel serves {arch} with {dataclasses.asdict(config)}; exported are kernels for "
                     f"{', '.join(archs)} and calls like the examples"
                 ) from None
-        path = self.folder / f"{key}.kernel"
-        try:
-            artifact = cache.unpack(key, path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise FuseError(f"{self.name}: {path} cannot be loaded: {error}") from None
-        return loaded(key, artifact)
+        return loaded(key, kernel_files.read(self.name, self.folder, key))

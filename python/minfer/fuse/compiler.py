@@ -34,6 +34,11 @@ class Kernel:
     architecture: str
     name: str
 
+    @staticmethod
+    def of(template: str, graph: Graph, config: Any, architecture: str, name: str) -> Kernel:
+        """``config`` is the template's dataclass."""
+        return Kernel(template, graph, tuple(sorted(dataclasses.asdict(config).items())), architecture, name)
+
     def key(self) -> str:
         """By which it is found: all that its code depends on."""
         what = [self.template, self.graph.text(), list(self.config), self.architecture, self.name, dsl_version(), _templates()]

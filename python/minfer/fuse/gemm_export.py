@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import cache, dtypes
+from . import dtypes, kernel_files
 from .artifact import Artifact
 from .compiler import Kernel, compile_all
 from .errors import FuseError
 from .gemm_config import GemmConfig
-from .gemms import ONE, VECTOR, GemmFunction, GemmSpace, Specialisation, Traced, kernel_of
+from .gemm_function import GemmFunction
+from .gemm_interface import ONE, VECTOR, GemmInterface, GemmSpace, GemmSpecialisation
+from .gemm_kernels import kernel_of
+from .gemm_tracing import Traced
 from .graph import Graph
-from .signature import Parameter, Signature
+from .signature import Signature
+from .specialisation import plain, shown, shown_columns, shown_constants
 
 
 def _key(kernel: Kernel) -> str:
-    """Of an exported kernel: without the versions that it was compiled by."""
-    what = [kernel.template, kernel.graph.text(), list(kernel.config), kernel.architecture]
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+    return kernel_files.key_of(kernel.template, kernel.graph.text(), list(kernel.config), kernel.architecture)
 
 
-def _plain(s: Specialisation) -> dict[str, Any]:
+def _plain(s: GemmSpecialisation) -> dict[str, Any]:
     return {
         "a": dtypes.storage_of(s.a),
         "b": dtypes.storage_of(s.b),
-        "operands": [None if x is None else [dtypes.storage_of(x[0]), x[1], x[2]] for x in s.operands],
+        "operands": plain(s.operands),
         "constants": list(s.constants),
         "columns": s.columns,
         "k": s.k,
@@ -49,13 +49,13 @@ def _traced(traced: Traced) -> dict[str, Any]:
     }
 
 
-def _from_traced(plain: dict[str, Any]) -> Traced:
+def _from_traced(exported: dict[str, Any]) -> Traced:
     def graph(name: str) -> Graph | None:
-        return None if plain[name] is None else Graph.from_plain(plain[name])
+        return None if exported[name] is None else Graph.from_plain(exported[name])
 
     whole, first = graph("graph"), graph("first")
     assert whole is not None and first is not None
-    late, per_expert, of_prologue = (tuple(plain[name]) for name in ("late", "per_expert", "prologue_per_expert"))
+    late, per_expert, of_prologue = (tuple(exported[name]) for name in ("late", "per_expert", "prologue_per_expert"))
     return Traced(whole, first, graph("last"), late, per_expert, graph("prologue"), of_prologue)
 
 
@@ -63,12 +63,11 @@ def write(function: GemmFunction, folder: Path, examples: Sequence[Sequence[Any]
     """The manifest, without what all have, and the names of the kernels' files."""
     needed = [(arch, *entry) for arch in archs for entry in function.needed(examples, arch)]
     kernels = list(dict.fromkeys(kernel for *_, of_example in needed for kernel in of_example))
-    artifacts = compile_all(kernels)
-    folder.mkdir(parents=True, exist_ok=True)
+    made = {_key(kernel): artifact for kernel, artifact in zip(kernels, compile_all(kernels), strict=True)}
+    kernel_files.write(folder, made)
     files: dict[str, dict[str, Any]] = {}
-    for kernel, artifact in zip(kernels, artifacts, strict=True):
+    for kernel in kernels:
         key = _key(kernel)
-        (folder / f"{key}.kernel").write_bytes(cache.pack(key, artifact))
         files[key] = {"template": kernel.template, "arch": kernel.architecture}
         if kernel.template != "rows":
             files[key]["config"], files[key]["graph"] = dict(kernel.config), kernel.graph.text()
@@ -84,9 +83,9 @@ def write(function: GemmFunction, folder: Path, examples: Sequence[Sequence[Any]
         "kind": "gemm",
         "operator": function.operator,
         "name": function.name,
-        "parameters": [dataclasses.asdict(x) for x in function.signature.parameters],
+        "parameters": function.signature.plain(),
         "gate": function.gate,
-        "has_prologue": function.has_prologue,
+        "has_prologue": function.interface.has_prologue,
         "returns": function.returns,
         "traces": traces,
         "kernels": files,
@@ -95,15 +94,18 @@ def write(function: GemmFunction, folder: Path, examples: Sequence[Sequence[Any]
 
 
 class LoadedGemmFunction(GemmFunction):
+    """What :func:`write` wrote."""
+
     def __init__(self, folder: Path, manifest: dict[str, Any]):
-        self.folder, self.has_prologue = folder, manifest["has_prologue"]
+        self.folder = folder
         self._exported = [({k: v for k, v in x.items() if k != "traced"}, _from_traced(x["traced"])) for x in manifest["traces"]]
         self._kernels = manifest["kernels"]
-        signature = Signature([Parameter(**x) for x in manifest["parameters"]])
-        self._define(f"{manifest['operator']}_exported", manifest["name"], signature, manifest["gate"], manifest["returns"])
+        signature = Signature.from_plain(manifest["parameters"])
+        interface = GemmInterface(manifest["name"], signature, manifest["gate"], manifest["has_prologue"])
+        self._define_gemm(f"{manifest['operator']}_exported", interface, manifest["returns"])
         self.__name__ = self.__qualname__ = manifest["name"]
 
-    def _trace(self, specialisation: Specialisation) -> Traced:
+    def _trace(self, specialisation: GemmSpecialisation) -> Traced:
         wanted = _plain(specialisation)
         # A vector of one number may be of one row.
         operands = [[x[0], VECTOR, x[2]] if x is not None and x[1] == ONE else x for x in wanted["operands"]]
@@ -115,11 +117,10 @@ class LoadedGemmFunction(GemmFunction):
         raise FuseError(f"{self.name}: a call with {self._shown(wanted)} was not exported; exported were {shown}")
 
     def _shown(self, what: dict[str, Any]) -> str:
-        tensors = [f"{name} {'missing' if x is None else ' '.join(x[:2])}" for name, x in zip(self.operands, what["operands"], strict=True)]
-        constants = [f"{name}={value!r}" for name, value in zip(self.signature.constants, what["constants"], strict=True)]
-        columns = "any number of columns" if what["columns"] is None else f"{what['columns']} columns"
+        tensors = shown(self.interface.operands, what["operands"])
+        constants = shown_constants(self.signature.constants, what["constants"])
         experts = ["experts"] if what["grouped"] else []
-        return ", ".join([f"a {what['a']}", f"b {what['b']}", *experts, *tensors, *constants, columns])
+        return ", ".join([f"a {what['a']}", f"b {what['b']}", *experts, *tensors, *constants, shown_columns(what["columns"])])
 
     def choose_config(self, traced: Traced, config: GemmConfig, space: GemmSpace, arch: str) -> GemmConfig:
         """The one for the call, or another one that serves as well."""
@@ -143,12 +144,8 @@ class LoadedGemmFunction(GemmFunction):
             )
         return min(others, key=lambda x: (abs(x.tile_m - config.tile_m), abs(x.tile_n - config.tile_n), -x.vector))
 
-    def _artifact(self, kernel: Kernel) -> tuple[str, Artifact]:
+    def artifact_of(self, kernel: Kernel) -> tuple[str, Artifact]:
         key = _key(kernel)
         if key not in self._kernels:
             raise FuseError(f"{self.name}: what {dict(kernel.config)} needs for {kernel.architecture} was not exported")
-        path = self.folder / f"{key}.kernel"
-        try:
-            return key, cache.unpack(key, path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise FuseError(f"{self.name}: {path} cannot be loaded: {error}") from None
+        return key, kernel_files.read(self.name, self.folder, key)

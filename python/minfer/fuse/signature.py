@@ -52,6 +52,14 @@ class Signature:
             raise FuseError(f"{function.__qualname__}: mutates names {unknown[0]!r}, which is none of its tensors")
         return signature
 
+    def plain(self) -> list[dict[str, Any]]:
+        """For a manifest."""
+        return [dataclasses.asdict(x) for x in self.parameters]
+
+    @staticmethod
+    def from_plain(parameters: Sequence[dict[str, Any]]) -> Signature:
+        return Signature([Parameter(**x) for x in parameters])
+
     @property
     def schema(self) -> str:
         """The arguments of torch's schema."""

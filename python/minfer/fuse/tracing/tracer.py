@@ -26,7 +26,8 @@ _OTHER_ROWS = 89  # where rows have _ROWS columns
 
 
 class Tracer(TorchFunctionMode):
-    """Traces one function. ``rows`` is the number of rows that metas have, 0 where values are single numbers (epilogues and scores)."""
+    """Traces one function. ``rows`` is the number of rows that metas have, 0 where values are single numbers, as the
+    scores and masks of attention are."""
 
     def __init__(self, device: torch.device, *, rows: int = 0, columns: int = 0):
         super().__init__()

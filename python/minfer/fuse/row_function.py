@@ -5,25 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import dtypes, operators
+from . import dtypes
 from .compiler import Kernel, compile_all
 from .errors import FuseError
 from .evaluate import evaluate
+from .function import FusedFunction, check_results
 from .graph import COLUMN, FULL, ROW, SCALAR, Graph
-from .launch import ADDRESS, INT32, INT64, Loaded, architecture, loaded
-from .row_config import RingConfig, RowConfig, configure, configure_ring, parameters, resident_clusters, vector_width
+from .launch import Loaded, architecture, loaded
+from .row_config import RingConfig, configure, configure_ring, vector_width
+from .row_plan import Config, RowLaunch, RowPlan
 from .signature import Signature
+from .specialisation import Described, described
 from .tracing import Tracer
 
-Config = RowConfig | RingConfig
-_MOST_PLANS = 4096
 _SMS = 132  # of an H100 or H200, which choices are made for
 _LIMIT = 1 << 31
 _EXAMPLE_ROWS = (1, 64, 4096, 1 << 20)  # for which kernels are made ahead of calls: all choices by the number of rows
@@ -42,15 +42,15 @@ class RowSpace:
 
 
 @dataclasses.dataclass(frozen=True)
-class Specialisation:
-    """What a graph depends on: of each tensor, its dtype and extent, or None where it is missing; the constants; the columns."""
+class RowSpecialisation:
+    """What a graph depends on: the tensors, the constants, the columns."""
 
-    tensors: tuple[tuple[torch.dtype, str, bool] | None, ...]
+    tensors: tuple[Described | None, ...]
     constants: tuple[Any, ...]
     columns: int
 
 
-class RowFunction:
+class RowFunction(FusedFunction):
     """A fused function of rows, which is called as the Python function is.
 
     Tensors are [*lead, columns], or broadcast against it: [columns] is the same in every row, [*lead, 1] in every column, [] and [1]
@@ -61,24 +61,13 @@ class RowFunction:
     def __init__(self, function: Callable[..., Any], *, reductions: bool, mutates: Sequence[str], returns: int):
         functools.update_wrapper(self, function)
         self.function = function
+        self.reductions = reductions
         self._define(
             f"{function.__module__}_{function.__qualname__}".replace("<locals>", ""),
             function.__name__ if function.__name__.isidentifier() else "function",
             Signature.of(function, mutates),
-            reductions,
             returns if mutates else None,
         )
-
-    def _define(self, operator: str, name: str, signature: Signature, reductions: bool, returns: int | None) -> None:
-        """The operator. ``returns``: of how many tensors it returns, where that is fixed."""
-        self.operator, self.name, self.signature, self.reductions, self.returns = operator, name, signature, reductions, returns
-        self.mutates = tuple(x.name for x in signature.parameters if x.written)
-        self._graphs: dict[Specialisation, Graph] = {}
-        self._plans: dict[Any, _Plan] = {}
-        self.op = operators.define(operator, signature.schema, returns, cuda=self._cuda, cpu=self._cpu, fake=self._fake)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return operators.unwrapped(self.op(*args, **kwargs))
 
     def __repr__(self) -> str:
         return f"<minfer.fuse function {self.name}>"
@@ -114,29 +103,12 @@ class RowFunction:
             f"{self.name}: {name} must be {[*space.lead, space.columns]}, [..., 1], [{space.columns}] or of one number, got {list(x.shape)}"
         )
 
-    def _specialise(self, arguments: dict[str, Any], space: RowSpace) -> Specialisation:
-        tensors = []
-        for name in self.signature.tensors:
-            x = arguments[name]
-            if x is None:
-                tensors.append(None)
-                continue
-            if not dtypes.is_supported(x.dtype):
-                raise FuseError(f"{self.name}: {name} must not be {str(x.dtype).removeprefix('torch.')}, which fused functions do not take")
-            by_value = x.ndim == 0 and x.device.type == "cpu" and any(
-                y is not None and y.device.type != "cpu" for y in (arguments[other] for other in self.signature.tensors)
-            )  # fmt: skip
-            tensors.append((x.dtype, self._extent(name, x, space), by_value))
-        return Specialisation(tuple(tensors), tuple(arguments[name] for name in self.signature.constants), space.columns)
+    def _specialise(self, arguments: dict[str, Any], space: RowSpace) -> RowSpecialisation:
+        device = self._like(arguments).device
+        tensors = described(self.name, arguments, self.signature.tensors, device, lambda name, x: self._extent(name, x, space))
+        return RowSpecialisation(tensors, tuple(arguments[name] for name in self.signature.constants), space.columns)
 
-    def graph(self, specialisation: Specialisation) -> Graph:
-        """Traced once."""
-        graph = self._graphs.get(specialisation)
-        if graph is None:
-            graph = self._graphs[specialisation] = self._trace(specialisation)
-        return graph
-
-    def _trace(self, specialisation: Specialisation) -> Graph:
+    def _trace(self, specialisation: RowSpecialisation) -> Graph:
         tracer = Tracer.of_rows(specialisation.columns)
         arguments: dict[str, Any] = dict(zip(self.signature.constants, specialisation.constants, strict=True))
         for name, what in zip(self.signature.tensors, specialisation.tensors, strict=True):
@@ -151,11 +123,7 @@ class RowFunction:
         with tracer:
             results = self.function(**{x.name: arguments[x.name] for x in self.signature.parameters})
         graph = tracer.finish(results)
-        if not graph.outputs:
-            raise FuseError(f"{self.name}: returns nothing and writes into no argument")
-        made = sum(y.into < 0 for y in graph.outputs)
-        if self.returns is not None and made != self.returns:
-            raise FuseError(f"{self.name}: returns {made} tensors: a function that writes arguments says so with returns={made}")
+        check_results(self.name, graph, self.returns)
         if graph.has_reductions() and not self.reductions:
             raise FuseError(f"{self.name}: reduces over rows: make it with minfer.fuse.rowwise")
         for y in graph.outputs:
@@ -163,46 +131,28 @@ class RowFunction:
                 raise FuseError(f"{self.name}: an argument of one number cannot be written")
         return graph
 
-    def _called(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[dict[str, Any], RowSpace, Specialisation, Graph]:
+    def _called(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[dict[str, Any], RowSpace, RowSpecialisation, Graph]:
         arguments = self.signature.bind(args, kwargs)
         space = self._space({name: arguments[name] for name in self.signature.tensors})
         specialisation = self._specialise(arguments, space)
-        return arguments, space, specialisation, self.graph(specialisation)
+        return arguments, space, specialisation, self.traced(specialisation)
+
+    def _graph(self, traced: Graph) -> Graph:
+        return traced
+
+    def _like(self, arguments: dict[str, Any]) -> Tensor:
+        tensors = [arguments[name] for name in self.signature.tensors if arguments[name] is not None]
+        return next((x for x in tensors if x.device.type != "cpu"), tensors[0])
 
     # Results.
 
-    @staticmethod
-    def _shape(extent: str, squeezed: bool, space: RowSpace) -> tuple[int, ...]:
+    def _shape(self, extent: str, squeezed: bool, space: RowSpace) -> tuple[int, ...]:
         return {
             FULL: (*space.lead, space.columns),
             COLUMN: space.lead if squeezed else (*space.lead, 1),
             ROW: (space.columns,),
             SCALAR: (),
         }[extent]
-
-    def _results(self, graph: Graph, space: RowSpace, like: Tensor) -> list[Tensor]:
-        return [
-            like.new_empty(self._shape(y.extent, y.squeezed, space), dtype=dtypes.dtype_of(y.storage)) for y in graph.outputs if y.into < 0
-        ]
-
-    def _like(self, arguments: dict[str, Any]) -> Tensor:
-        tensors = [arguments[name] for name in self.signature.tensors if arguments[name] is not None]
-        return next((x for x in tensors if x.device.type != "cpu"), tensors[0])
-
-    def _fake(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        arguments, space, _, graph = self._called(args, kwargs)
-        return self._results(graph, space, self._like(arguments))
-
-    def _cpu(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        arguments, space, _, graph = self._called(args, kwargs)
-        return self._evaluated(graph, arguments, space, torch.float32)
-
-    def reference(self, *args: Any, precision: torch.dtype = torch.float64, **kwargs: Any) -> Any:
-        """The results by torch, on the tensors' device, with floating-point numbers of ``precision`` within; arguments are not written."""
-        arguments, space, _, graph = self._called(args, kwargs)
-        copies = {name: x.clone() if isinstance(x, Tensor) and name in self.mutates else x for name, x in arguments.items()}
-        results = self._evaluated(graph, copies, space, precision)
-        return operators.unwrapped([*results, *(copies[name] for name in self.mutates if copies[name] is not None)])
 
     def _evaluated(self, graph: Graph, arguments: dict[str, Any], space: RowSpace, precision: torch.dtype) -> list[Tensor]:
         like = self._like(arguments)
@@ -224,33 +174,22 @@ class RowFunction:
 
     # On a GPU.
 
-    def _cuda(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-        arguments = self.signature.bind(args, kwargs)
-        tensors = [arguments[name] for name in self.signature.tensors]
-        key = (
-            tuple(None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device) for x in tensors),
-            tuple(arguments[name] for name in self.signature.constants),
-        )
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = self._plan(arguments)
-        return plan.run(tensors)
-
-    def _plan(self, arguments: dict[str, Any]) -> _Plan:
+    def _plan(self, arguments: dict[str, Any]) -> RowPlan:
         _, space, specialisation, graph = self._called((), arguments)
+        self._check_devices(arguments, "other tensors are")
         given = {name: arguments[name] for name in self.signature.tensors if arguments[name] is not None}
-        like = self._like(arguments)
-        for name, x in given.items():
-            if x.device != like.device and not (x.device.type == "cpu" and x.ndim == 0):
-                raise FuseError(f"{self.name}: {name} must be on {like.device}, as other tensors are, got {x.device}")
+        device = self._like(arguments).device
         strides = {name: self._row_stride(name, x, self._extent(name, x, space), space) for name, x in given.items()}
         if space.rows >= _LIMIT or space.columns >= _LIMIT:
             raise FuseError(f"{self.name}: rows and columns must be fewer than 2^31, got {space.rows} of {space.columns}")
-        config = self._config(graph, space, given, strides, architecture(like.device.index))
-        config, kernel = self._loaded(graph, config, architecture(like.device.index))
-        return _Plan(self, graph, space, config, kernel, strides, like)
+        arch = architecture(device.index)
+        config, kernel = self._loaded(graph, self._config(graph, space, given, strides, arch), arch)
+        places = {name: i for i, name in enumerate(self.signature.tensors)}
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        launch = RowLaunch(graph, config, kernel, places, strides, space.rows, space.columns, sms)
+        if launch.grid[0] >= _LIMIT:
+            raise FuseError(f"{self.name}: {space.rows} rows of {space.columns} columns are more than a launch takes")
+        return RowPlan(launch, self.results_of(graph, space))
 
     def _loaded(self, graph: Graph, config: Config, arch: str) -> tuple[Config, Loaded]:
         """A kernel with this configuration, or with another one that serves as well."""
@@ -284,9 +223,9 @@ class RowFunction:
 
     def _kernel(self, graph: Graph, config: Config, arch: str) -> Kernel:
         template = "ring" if isinstance(config, RingConfig) else "rows"
-        return Kernel(template, graph, tuple(sorted(dataclasses.asdict(config).items())), arch, self.name)
+        return Kernel.of(template, graph, config, arch, self.name)
 
-    def specialisations(self, examples: Iterable[Any], arch: str) -> list[tuple[Specialisation, Graph, Config]]:
+    def specialisations(self, examples: Iterable[Any], arch: str) -> list[tuple[RowSpecialisation, Graph, Config]]:
         """What calls like the examples need, with any number of rows."""
         found = []
         for example in examples:
@@ -297,84 +236,8 @@ class RowFunction:
                 found.append((specialisation, graph, self._config(graph, RowSpace((rows,), space.columns), given, strides, arch)))
         return found
 
-    def precompile(self, *examples: Iterable[Any], arch: str | None = None) -> None:
-        """Compiles for calls with arguments like those of ``examples``, tuples that are bound as calls are, in parallel; tensors may be on
-        the meta device. Every number of rows is covered: kernels for few and for many are compiled.
-
-        Args:
-          arch: sm_90a and so on; None: of the current device.
-        """
-        arch = arch or architecture(torch.cuda.current_device())
-        compile_all([self._kernel(graph, config, arch) for _, graph, config in self.specialisations(examples, arch)])
-
-
-class _Plan:
-    """A call with tensors of known shapes, strides and alignments."""
-
-    def __init__(
-        self, function: RowFunction, graph: Graph, space: RowSpace, config: Config, kernel: Loaded, strides: dict[str, int], like: Tensor
-    ):  # fmt: skip
-        self.kernel, self.like = kernel, function.signature.tensors.index(self._first_of(function, graph, strides, like))
-        places = {name: i for i, name in enumerate(function.signature.tensors)}
-        self.outputs = [(function._shape(y.extent, y.squeezed, space), dtypes.dtype_of(y.storage)) for y in graph.outputs if y.into < 0]
-        self.inputs = [places[x.name] for x in graph.inputs if not x.by_value]
-        self.numbers: list[tuple[int, int, str]] = []  # word, argument, storage
-        tensor_of = {i: n for n, i in enumerate(i for i, x in enumerate(graph.inputs) if not x.by_value)}
-        words: list[int] = []
-        made = 0
-        for kind, i in parameters(graph):
-            if kind == "address":
-                words += [ADDRESS, tensor_of[i]]
-            elif kind == "number":
-                storage = graph.inputs[i].storage
-                words += [INT64 if storage == "i64" else INT32, 0]
-                self.numbers.append((len(words) - 1, places[graph.inputs[i].name], storage))
-            elif kind == "stride":
-                words += [INT64, strides[graph.inputs[i].name]]
-            elif kind == "out":
-                words += [ADDRESS, len(self.inputs) + made]
-                made += 1
-            elif kind == "out_stride":
-                words += [INT64, space.columns if graph.outputs[i].extent == FULL else 1]
-            else:
-                words += [INT32, space.rows if kind == "rows" else space.columns]
-        self.words = words
-        self.grid = self._grid(config, space, torch.cuda.get_device_properties(like.device).multi_processor_count)
-        if self.grid[0] >= _LIMIT:
-            raise FuseError(f"{function.name}: {space.rows} rows of {space.columns} columns are more than a launch takes")
-
-    @staticmethod
-    def _grid(config: Config, space: RowSpace, sms: int) -> list[int]:
-        if not space.rows or not space.columns:
-            return [0, 1, 1]
-        if isinstance(config, RingConfig):
-            return [min(space.rows, resident_clusters(config.cluster, sms)) * config.cluster, 1, 1]
-        groups = -(-space.rows // config.rows)
-        parts = config.cluster if config.columns else -(-space.columns // (config.width * config.threads))
-        return [groups * parts, 1, 1]
-
-    @staticmethod
-    def _first_of(function: RowFunction, graph: Graph, strides: dict[str, int], like: Tensor) -> str:
-        return next(x.name for x in graph.inputs if not x.by_value)
-
-    def run(self, tensors: list[Tensor | None]) -> list[Tensor]:
-        like = tensors[self.like]
-        results = [torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in self.outputs]
-        words = self.words
-        if self.numbers:
-            words = list(words)
-            for word, argument, storage in self.numbers:
-                words[word] = bits_of(tensors[argument], storage)
-        self.kernel.launch([*(tensors[i] for i in self.inputs), *results], words, self.grid)
-        return results
-
-
-def bits_of(x: Tensor, storage: str) -> int:
-    """A number as a parameter of the kernel."""
-    value = x.item()
-    if dtypes.register_of(x.dtype) != "f32":
-        return int(value)
-    return struct.unpack("<i", struct.pack("<f", value))[0]
+    def _kernels(self, examples: Iterable[Sequence[Any]], arch: str) -> list[Kernel]:
+        return [self._kernel(graph, config, arch) for _, graph, config in self.specialisations(examples, arch)]
 
 
 def _decorator(
