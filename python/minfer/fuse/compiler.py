@@ -63,11 +63,11 @@ def dsl_version() -> str:
 
 @functools.cache
 def _templates() -> str:
-    """The sources that kernels are made by."""
+    """The sources that kernels and the order of their parameters follow from: all of the package, so that none is forgotten."""
     here = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([*(here / "kernels").glob("*.py"), here / "graph.py", here / "dtypes.py"]):
-        digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted(here.rglob("*.py")):
+        digest.update(path.relative_to(here).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
 
 
