@@ -62,6 +62,57 @@ def test_configurations():
     assert all(c.paged and c.box == 8 for c in paged) and any(c.split for c in paged)
 
 
+def loops(code):
+    """The instructions of a kernel's loops."""
+    found = [(int(x, 16), y) for x, y in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)]
+    at = {address: i for i, (address, _) in enumerate(found)}
+    result = []
+    for i, (_, text) in enumerate(found):
+        branch = re.match(r"(?:@!?U?P\d+ )?BRA (0x[0-9a-f]+)", text)
+        if branch and at.get(int(branch[1], 16), i + 1) <= i:
+            result.append([text for _, text in found[at[int(branch[1], 16)] : i + 1]])
+    return result
+
+
+def count(instructions, pattern):
+    return sum(bool(re.match(r"(@!?U?P\d+ )?" + pattern, text)) for text in instructions)
+
+
+# Of the loop over full tiles, with head dimensions 64 and 128: instructions at most, and MUFU besides two of the rows.
+LOOPS = {"plain": (None, None, (460, 395), 1), "causal": (None, "causal", (460, 395), 1), "alibi": ("alibi", None, (540, 450), 1),
+         "soft_cap": ("soft_cap", None, (1140, 840), 3)}  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", LOOPS)
+def test_loop_over_full_tiles(tmp_path, name, dim):
+    """What each number costs there: one exponential, one rounding for two, and what its function needs; no conversion, no load, no address
+    that is computed anew."""
+    score, mask, most, exponentials = LOOPS[name]
+    known = attention_function.traced(FUNCTIONS.scores.get(score), FUNCTIONS.masks.get(mask)).traced
+    sizes = attention_function._Sizes(1, 16, 16, 16384, 16384, dim, dim, False)
+    config, _ = attention_function.configure(known, sizes, "bf16", 0, (), 132)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(compiler.build(attention_function.kernel_of(known, config, "sm_90a")).cubin)
+    usage = subprocess.run([tool("cuobjdump"), "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"STACK:(\d+)", usage) == ["0"], usage
+    code = subprocess.run([tool("cuobjdump"), "-sass", str(path)], capture_output=True, text=True, check=True).stdout
+    products = config.head_dim // 16 + config.keys // 16
+    inner = sorted((x for x in loops(code) if count(x, "HGMMA") == products), key=len)
+    # By tanh.approx there are fewer instructions than with the polynomial, which full tiles have beside it.
+    loop = inner[-1] if name == "soft_cap" else inner[0]
+    assert len(loop) <= most[dim == 128], len(loop)
+    elements = config.keys // 2
+    assert count(loop, "MUFU") <= exponentials * elements + 6 and count(loop, r"MUFU\.EX2") >= elements
+    assert count(loop, "I2F|I2FP") <= 2 and count(loop, "LDG|LDL|STL|S2UR") == 0 and count(loop, "LDS") == 1
+    assert count(loop, "F2FP") == elements // 2 * (2 if name == "soft_cap" else 1)
+    assert count(loop, "FMNMX") <= elements * (2 if name == "soft_cap" else 1) + 8
+    first = [i for i, text in enumerate(loop) if "HGMMA" in text][-1]
+    waits = [i for i, text in enumerate(loop) if "WARPGROUP.DEPBAR" in text]
+    roundings = [i for i, text in enumerate(loop) if "F2FP" in text]
+    assert len(waits) == 2 and first < waits[0] < waits[1] < roundings[0]  # probabilities are not written while they are multiplied
+
+
 CONFIGS = {
     "128": AttentionConfig("bf16", 128, 3, 80, 2, 80, scores=True, masks=True),
     "128 block mask": AttentionConfig("bf16", 128, 2, 128, 2, 128, listed=True, scores=True, masks=True),
@@ -194,7 +245,7 @@ def test_walks():
     sizes = attention_function._Sizes(1, 16, 16, 16384, 16384, 128, 128, False)
     plain, masked = (AttentionConfig("bf16", 128, 3, 80, 2, 80, masks=masks) for masks in (False, True))
     assert attention_function.walk(plain, sizes, 86, 16, 1, 132) == ([132, 1, 1], 2)
-    assert attention_function.walk(masked, sizes, 86, 16, 1, 132) == ([86 * 16, 1, 1], 4)
+    assert attention_function.walk(masked, sizes, 86, 16, 1, 132) == ([132, 1, 1], 4)
     short = attention_function._Sizes(16, 16, 4, 1024, 1024, 128, 128, False)
     grid, section = attention_function.walk(masked, short, 6, 16, 1, 132)
     assert grid == [132, 1, 1] and section * 1024 * 512 // 4 >= 16 << 20 and section % 4 == 0
@@ -250,6 +301,119 @@ def test_elements_of_scores(template, monkeypatch, seed):
     torch.testing.assert_close(have, want.double(), rtol=1e-6, atol=1e-6)
     if seed == "alibi":
         assert any(lines)
+
+
+@pytest.mark.parametrize("seed", ["alibi", "shifted", "per_row"])
+def test_lines_are_added_before(template, monkeypatch, seed):
+    """A product with what its column adds before, and the row's base after, is the function's score."""
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.7])
+
+    def shifted(score, b, h, q_idx, kv_idx):
+        return (score - (2 - kv_idx) * slopes[h]) * 1.5
+
+    def per_row(score, b, h, q_idx, kv_idx):
+        return 0.25 * kv_idx * slopes[q_idx % 4] + 3.0 * slopes[h] + score
+
+    score_mod = {"alibi": FUNCTIONS.scores["alibi"], "shifted": shifted, "per_row": per_row}.get(seed)
+    call = attention_function.traced(score_mod, None)
+    kernel = template._Attention(call.traced.graph, AttentionConfig("bf16", 64, 2, 128, 2, 128, scores=True), {("scale", 0, 0): 0.125})
+    assert kernel.line >= 0 and kernel.scores_are_products()
+    binary = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "mod": operator.mod}
+
+    class Numbers(template.GridEvaluator):
+        def _number(self, node, types, x):
+            if node.op == "cast":
+                return template.cast(x[0], types[0], node.dtype)
+            return -x[0] if node.op == "neg" else binary[node.op](*x)
+
+    monkeypatch.setattr(template, "GridEvaluator", Numbers)
+    monkeypatch.setattr(template, "multiply_add_here", lambda x, number, y: x * number + y)
+    monkeypatch.setattr(template, "cute", types.SimpleNamespace(math=types.SimpleNamespace(rcp=lambda x, approx: 1 / x)))
+    kernel.gather = lambda node, indices: float(call.captured[node.attrs[0]][tuple(indices)])
+    where, tile, queries = types.SimpleNamespace(batch=1, head=3), 5, [(700, 3), (708, 3)]
+    kernel.lane, kernel.scores = 2, [0.0] * 64
+    kernel.prepare_scores(kernel.steps_of(where, queries, {}))
+    bases = kernel.bases_of(where, queries, {}, tile)
+    products = torch.randn(64, dtype=torch.float64) * 20
+    have = torch.tensor([(kernel.scores[i] + float(products[i])) * kernel.factor() + bases[i // 2 % 2] for i in range(64)]) * math.log(2.0)
+    keys = torch.tensor([tile * 128 + 8 * (i // 4) + 4 + i % 2 for i in range(64)]).view(1, -1)
+    one = torch.ones(1, 1, dtype=torch.int32)
+    for row, (query, _) in enumerate(queries):
+        values = {"score": products.view(1, -1) * 0.125, "b": one, "h": one * 3, "q": one * query, "kv": keys}
+        want = attention_function._modified(call.traced, call.captured, values, 64, torch.float64)[0].double().flatten()
+        of_row = [i for i in range(64) if i // 2 % 2 == row]
+        torch.testing.assert_close(have.double()[of_row], want[of_row], rtol=1e-5, atol=2e-4)
+
+
+def test_soft_caps_are_known():
+    def graph(function):
+        return attention_function.traced(function, None).traced.graph
+
+    config = AttentionConfig("bf16", 64, 3, 128, 4, 128, scores=True)
+    for function in (lambda s, b, h, q, kv: 20.0 * torch.tanh(s / 20.0), lambda s, b, h, q, kv: (s * 0.05).tanh() * 40 / 2):
+        outer, inner = attention_config.soft_cap(graph(function), config)
+        assert outer == pytest.approx(20) and inner == pytest.approx(0.05)
+    for function in (lambda s, b, h, q, kv: torch.tanh(s + 1), lambda s, b, h, q, kv: s * 2, lambda s, b, h, q, kv: -torch.tanh(s)):
+        assert attention_config.soft_cap(graph(function), config) is None
+    assert attention_config.outer_factor(graph(lambda s, b, h, q, kv: s * 2.0 / 8.0), 0) == (1.0, 0)
+    portable = AttentionConfig("bf16", 64, 2, 64, 1, 64, scores=True, portable=True)
+    assert attention_config.soft_cap(graph(lambda s, b, h, q, kv: torch.tanh(s)), portable) is None
+
+
+@pytest.mark.parametrize("cap,scale", [(20.0, 0.125), (50.0, 0.0884), (1.0, 1.0), (300.0, 0.01)])
+def test_polynomial_of_soft_caps(cap, scale):
+    """Up to the limit within 2^-12 of tanh, beyond it below its value at the limit; both as cpp/src/attention has them."""
+    inner, limit, root, middle, rest, negligible = attention_config.cap_numbers((cap, 1 / cap), scale)
+    x = torch.linspace(-limit, limit, 4001, dtype=torch.float64)
+    have = x * (((x * root).square() + middle).square() + rest) * math.log(2.0)
+    want = cap * torch.tanh(x * scale / cap)
+    assert ((have - want).abs() <= 2.0**-12 * want.abs() + 1e-12).all() and inner == pytest.approx(scale / cap)
+    far = torch.linspace(-50 * limit, -limit, 4001, dtype=torch.float64)
+    below = far * (((far * root).square() + middle).square() + rest)
+    assert (below.diff() > 0).all() and below.max() <= negligible - 24 + 1e-3 * cap
+
+
+@pytest.mark.parametrize("name", ["none", "causal", "window", "prefix_lm", "sliding_tiles", "odd_heads"])
+@pytest.mark.parametrize("consumers,keys", [(3, 80), (2, 128), (1, 128)])
+def test_kinds_of_tiles(template, monkeypatch, name, consumers, keys):
+    """What each warpgroup's rows see of a tile of keys, against the mask itself."""
+    from minfer.fuse.intervals import Arithmetic
+
+    whole = Arithmetic(min, max, lambda c, x, y: x if c else y, int, bool, lambda x, y: x and y, lambda x, y: x or y, operator.not_)
+    monkeypatch.setattr(template, "_BOUNDS", whole)
+    call = attention_function.traced(None, FUNCTIONS.masks.get(name))
+    config = AttentionConfig("bf16", 128, consumers, keys, 2, keys, masks=name != "none")
+    sq, sk = 300, 411
+    kernel = template._Attention(call.traced.graph, config, {(x, 0, 0): y for x, y in {"sq": sq, "sk": sk, "group": 1}.items()})
+    scalars = {"floor_div": operator.floordiv, "mod": operator.mod, "eq": operator.eq, "add": operator.add, "lt": operator.lt}
+    monkeypatch.setattr(template.GridEvaluator, "_number", lambda self, node, types, x: scalars[node.op](*x))
+    kernel.gather = lambda node, indices: int(call.captured[node.attrs[0]][tuple(indices)])
+    visited = 0
+    for head, block, tile in itertools.product((0, 1), range(-(-sq // config.rows)), range(-(-sk // keys) + 1)):
+        where = kernel.place_of(head, 1, block, 0, sk)
+        kinds, together = kernel.kinds_of(where, tile, -(-sk // keys))
+        columns = torch.arange(min(tile * keys, sk), min(tile * keys + keys, sk))
+        alone = []
+        for group in range(consumers):
+            first = min(block * config.rows + 64 * group, sq)
+            rows = torch.arange(first, min(first + 64, sq))
+            kind = kinds >> (2 * group) & 3
+            alone.append((kind, len(rows)))
+            if len(rows) == 0 or len(columns) == 0:
+                assert kind == template._EMPTY
+                continue
+            seen = torch.ones(len(rows), len(columns), dtype=torch.bool)
+            if config.masks:
+                seen = attention_function.evaluate_mask(call, 1, head, rows, columns)
+            assert kind != template._EMPTY or not seen.any()
+            assert kind != template._FULL or (seen.all() and len(columns) == keys)
+            visited += kind != template._EMPTY
+        if all(kind == template._EMPTY for kind, _ in alone):
+            assert together == template._EMPTY
+        else:
+            full = all(kind == template._FULL for kind, rows in alone if rows)
+            assert together == (template._FULL if full else template._PARTIAL)
+    assert visited
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -310,7 +474,8 @@ def test_parameters_are_what_kernels_take(monkeypatch, case, arch):
             extents, strides = [left.pop(0) for _ in range(modes)], [left.pop(0) for _ in range(modes - 1)]
             box, swizzle = [left.pop(0) for _ in range(modes)], left.pop(0)
             assert word == launch.TENSOR_MAP and swizzle == 128 and all(stride % 8 == 0 for stride in strides)
-            assert box == [64, config.box, 1, 1] and sorted(extents) == sorted(tensors[number].shape)
+            rows = config.rows if name[0] == "q_map" else config.box
+            assert box == [64, rows, 1, 1] and sorted(extents) == sorted(tensors[number].shape)
         elif kind == "pointer":
             width = {"BFloat16": 2, "Float32": 4, "Int32": 4, "Int64": 8}[dtype.__name__]
             assert word == launch.ADDRESS and tensors[number].element_size() == width, name

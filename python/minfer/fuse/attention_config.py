@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from .graph import Graph
+from .graph import F32, Graph
 
 HEAD_DIMS = (64, 128)  # smaller ones are filled up with zeros
 BLOCK = 128  # of block masks: the tiles' rows and keys where there is one
@@ -45,18 +46,79 @@ class AttentionConfig:
         return 128 * (self.consumers + (0 if self.portable else 1))
 
     @property
+    def query_stages(self) -> int:
+        """Of packed heads, consumers load the queries themselves; TMA brings others while the tile before them is computed."""
+        return 1 if self.packed or self.portable else 2
+
+    @property
+    def counted(self) -> bool:
+        """Whether CTAs may take tiles of queries by a counter: where these differ in their keys."""
+        return (self.masks or self.listed) and not self.portable
+
+    @property
     def shared_bytes(self) -> int:
-        return 2 * self.head_dim * (self.rows + 2 * self.stages * self.keys) + 1024  # 1024: of alignment
+        return 2 * self.head_dim * (self.query_stages * self.rows + 2 * self.stages * self.keys) + 1024  # 1024: of alignment
+
+
+def outer_factor(graph: Graph, number: int) -> tuple[float, int]:
+    """A value as a positive constant times another value."""
+    factor = 1.0
+    while True:
+        node = graph.nodes[number]
+        if node.dtype != F32 or node.op not in ("mul", "div"):
+            return factor, number
+        places = [(1, 0), (0, 1)] if node.op == "mul" else [(1, 0)]
+        constants = [(graph.nodes[node.inputs[i]], node.inputs[j]) for i, j in places]
+        found = [(x.attrs[0], rest) for x, rest in constants if x.op == "constant" and x.dtype == F32 and 0 < x.attrs[0] < math.inf]
+        if not found:
+            return factor, number
+        step = found[0][0] if node.op == "mul" else 1 / found[0][0]
+        if not 1e-30 < factor * step < 1e30:  # far from where float32 ends
+            return factor, number
+        factor, number = factor * step, found[0][1]
+
+
+def soft_cap(graph: Graph, config: AttentionConfig) -> tuple[float, float] | None:
+    """(outer, inner) where the function of scores is outer * tanh(inner * score), which has a way of its own on sm_90a."""
+    if not config.scores or config.portable:
+        return None
+    outer, number = outer_factor(graph, graph.outputs[0].node)
+    if graph.nodes[number].op != "tanh":
+        return None
+    inner, number = outer_factor(graph, graph.nodes[number].inputs[0])
+    node = graph.nodes[number]
+    return (outer, inner) if node.op == "value" and node.attrs[0] == "score" else None
+
+
+CAP_NUMBERS = ("cap_inner", "cap_limit", "cap_root", "cap_middle", "cap_rest", "cap_negligible")
+
+
+def cap_numbers(cap: tuple[float, float], scale: float) -> tuple[float, ...]:
+    """CAP_NUMBERS, as cpp/src/attention/shared/softmax.cuh: tanh(x) is x (0.9997852 - 0.3262967 x^2 + 0.09735545 x^4) up to 3 / 4, 2^-12.2
+    of itself away, and rises with x everywhere. Of a product p = score / scale, in units of log2, it is
+    p (((root p)^2 + middle)^2 + rest). From the maximum ``negligible`` of a row on, scores below the limit weigh less than 2^-24 of its
+    largest."""
+    outer, inner = cap[0] * math.log2(math.e), cap[1] * scale
+    limit, first, third, fifth = 0.75, 0.9997852, -0.3262967, 0.09735545
+    unit = outer * inner
+    middle = third / (2 * math.sqrt(fifth)) * math.sqrt(unit)
+    root = (fifth * unit) ** 0.25 * inner
+    return inner, limit / inner, root, middle, first * unit - middle * middle, 24 - outer * math.tanh(limit)
 
 
 def parameters(graph: Graph, config: AttentionConfig) -> list[tuple[str, int, int]]:
     """The kernel's, in order: names with numbers. Strides are of batches (or pages), heads and rows."""
     keys = ("k", "v") if config.portable else ("k_map", "v_map")
-    names: list[tuple[str, int, int]] = [(name, 0, 0) for name in (*keys, "q", "out", "lse")]
-    strided = ("k_stride", "v_stride") if config.portable else ()
-    names += [(name, i, 0) for name in (*strided, "q_stride", "out_stride") for i in range(3)]
+    by_threads = config.packed or config.portable
+    names: list[tuple[str, int, int]] = [(name, 0, 0) for name in (*keys, "q" if by_threads else "q_map", "out", "lse")]
+    strided = (*(("k_stride", "v_stride") if config.portable else ()), *(("q_stride",) if by_threads else ()), "out_stride")
+    names += [(name, i, 0) for name in strided for i in range(3)]
     numbers = ("scale", "tiles", "section", "walk_heads", "batch", "parts", "group", "sq", "sk", "head_dim", "head_dim_v")
     names += [(name, 0, 0) for name in numbers]
+    if soft_cap(graph, config) is not None:
+        names += [(name, 0, 0) for name in CAP_NUMBERS]
+    if config.counted:
+        names += [(name, 0, 0) for name in ("counter", "claims")]
     if config.listed:
         names += [(name, 0, 0) for name in ("some_count", "some_index", "all_count", "all_index")]
         names += [(name, 0, 0) for name in ("list_rows", "list_length", "list_batch", "list_head")]

@@ -18,7 +18,7 @@ from torch import Tensor
 from .._core.namespace import ops
 from .._core.torch_private import constant_in_compiled_graphs
 from . import dtypes, operators
-from .attention_config import BLOCK, HEAD_DIMS, MOST_BOXES, MOST_POSITIONS, AttentionConfig, parameters
+from .attention_config import BLOCK, CAP_NUMBERS, HEAD_DIMS, MOST_BOXES, MOST_POSITIONS, AttentionConfig, cap_numbers, parameters, soft_cap
 from .block_mask import block_size_of, lists_of, states_of
 from .compiler import Kernel, compile_all
 from .errors import FuseError
@@ -404,7 +404,8 @@ def configure(
     box = math.gcd(page_size, keys) if sizes.paged and not portable else keys
     if keys // box > MOST_BOXES:
         raise FuseError(f"attention: the page_size must be a multiple of 8, got {page_size}")
-    most = (_SHARED_BYTES - 1024 - 128 * head_dim * consumers) // (4 * head_dim * keys)
+    query_stages = 1 if packed else 2
+    most = (_SHARED_BYTES - 1024 - 128 * head_dim * consumers * query_stages) // (4 * head_dim * keys)
     stages = 1 if portable else min(most, 4)
     tiles = -(-rows // (64 * consumers)) * walk
     parts = 1
@@ -424,14 +425,14 @@ def walk(config: AttentionConfig, sizes: _Sizes, tiles: int, walk_heads: int, pa
     """The grid, and how many heads are in a section (kernels/attention.py): so many that their keys and values stay in the L2 cache, or
     that all SMs have a tile.
 
-    With a mask, tiles of queries differ in their keys. Where there are many keys, the tiles have CTAs of their own, which start as others
-    end, longest first: taken by turns, with 86 tiles for each of 16 heads, one CTA would have 9 to 24 % more than the average."""
+    With a mask, tiles of queries differ in their keys: CTAs take the next one as they are done, longest first. Taken by turns, with 86
+    tiles for each of 16 heads, one CTA would have 9 to 24 % more than the average."""
     heads = walk_heads * sizes.batch * parts
     differ = (config.masks or config.listed) and sizes.sk > _FEW_KEYS
     group = 1 if config.packed else sizes.heads // sizes.heads_kv
     section = max(_SECTION_BYTES // (2 * sizes.sk * (sizes.head_dim + sizes.head_dim_v)), 1) * group
     section = max(section, -(-(2 if differ else 1) * sms // tiles))
-    return [heads * tiles if differ or config.portable else min(heads * tiles, sms), 1, 1], min(section, heads)
+    return [heads * tiles if config.portable else min(heads * tiles, sms), 1, 1], min(section, heads)
 
 
 def kernel_of(known: Traced, config: AttentionConfig, arch: str) -> Kernel:
@@ -492,6 +493,10 @@ def _map_words(number: int, x: Tensor, paged: bool, box: int) -> list[int]:
     return [TENSOR_MAP, number, 4, *(x.shape[mode] for mode in order), *strides, 64, box, 1, 1, 128]
 
 
+def _bits(x: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", x))[0]
+
+
 class _Plan:
     """A call with tensors of known shapes and strides."""
 
@@ -507,6 +512,7 @@ class _Plan:
         page_size = k.shape[1] if sizes.paged else 0
         arch = architecture(device)
         config, self.parts = configure(known, sizes, dtypes.storage_of(q.dtype), page_size, block_size if blocks else (), sms, arch)
+        self.counted = False
         self.nothing = not (sizes.batch and sizes.sq and sizes.heads and sizes.head_dim_v)
         self.unseen = sizes.sk == 0
         if self.nothing or self.unseen:
@@ -521,12 +527,18 @@ class _Plan:
         if tiles * walk_heads * sizes.batch * self.parts >= 1 << 30:
             raise FuseError(f"attention: {sizes.batch} sequences of {sizes.heads} heads and {sizes.sq} queries are too many for one launch")
         numbers = {
-            "scale": struct.unpack("<i", struct.pack("<f", scale))[0], "tiles": tiles, "walk_heads": walk_heads, "batch": sizes.batch,
+            "scale": _bits(scale), "tiles": tiles, "walk_heads": walk_heads, "batch": sizes.batch,
             "parts": self.parts, "group": group, "sq": sizes.sq, "sk": sizes.sk, "head_dim": sizes.head_dim, "head_dim_v": sizes.head_dim_v,
-            "section": section,
+            "section": section, "claims": 0,
         }  # fmt: skip
+        self.counted = config.counted and tiles * walk_heads * sizes.batch * self.parts > self.grid[0]
+        if self.counted:
+            numbers["claims"] = 1
+        cap = soft_cap(known.graph, config)
+        if cap is not None:
+            numbers.update(zip(CAP_NUMBERS, map(_bits, cap_numbers(cap, scale)), strict=True))
         # Tensors of the launch: q, k, v, out, lse, captured ones, then lists or the table and lengths.
-        places = {"q": 0, "k_map": 1, "v_map": 2, "k": 1, "v": 2, "out": 3, "lse": 4}
+        places = {"q": 0, "q_map": 0, "k_map": 1, "v_map": 2, "k": 1, "v": 2, "out": 3, "lse": 4}
         rest = 5 + len(captured)
         if blocks:
             places.update({name: rest + i for i, name in enumerate(("some_count", "some_index", "all_count", "all_index"))})
@@ -540,12 +552,16 @@ class _Plan:
             if block_table.shape[1] > 1 and block_table.stride(1) != 1 or seq_lens.shape[0] > 1 and seq_lens.stride(0) != 1:
                 raise FuseError("attention: the last modes of block_table and seq_lens must be contiguous")
             numbers.update(table_stride=block_table.stride(0), table_columns=block_table.shape[1], pages=k.shape[0], page_size=k.shape[1])
+        if config.counted:
+            places["counter"] = rest + len(blocks) + (2 if block_table is not None else 0) if self.counted else places["lse"]
         out = _results(q, v)[0] if not config.split else None
         words: list[int] = []
         count = 0
         for name, i, mode in parameters(known.graph, config):
             count += 1
-            if name in ("k_map", "v_map"):
+            if name == "q_map":
+                words += _map_words(places[name], q, False, config.rows)
+            elif name in ("k_map", "v_map"):
                 words += _map_words(places[name], k if name == "k_map" else v, sizes.paged, config.box)
             elif name == "captured":
                 words += [ADDRESS, 5 + i]
@@ -574,6 +590,8 @@ class _Plan:
         if self.nothing or self.unseen:
             return [out.zero_(), lse.fill_(-math.inf)]
         rest = [*captured, *blocks, *optional]
+        if self.counted:
+            rest.append(q.new_zeros(1, dtype=torch.int32))
         if self.parts == 1:
             self.kernel.launch([q, k, v, out, lse, *rest], self.words, self.grid)
             return [out, lse]
@@ -650,8 +668,9 @@ def attention(
     Raises:
       FuseError: an argument cannot be right, or a function cannot be fused; it names the line.
 
-    Numerics: scores, score_mod and softmax are float32, tanh within 2^-11 of itself; exponentials are rounded to q's dtype for the product
-    with v; integers have 32 bits, tensors of int64 are looked up in as such. With few queries the keys are cut into parts, which are added
+    Numerics: scores, score_mod and softmax are float32, tanh within 2^-11 of itself; what score_mod adds that is linear in kv_idx is exact
+    within 2^-20 of what it changes by over a tile of 80 or 128 keys; exponentials are rounded to q's dtype for the product with v; integers
+    have 32 bits, tensors of int64 are looked up in as such. With few queries the keys are cut into parts, which are added
     up in order: the same call gives the same bits in every run. v must be finite in keys of tiles that some query sees; keys behind
     seq_lens may hold anything. There is no backward. On CPU the functions are evaluated by torch in float32. On GPUs without
     WGMMA another kernel computes the same, in other tiles.

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64, cute
 from ..artifact import Artifact
 from ..attention_config import AttentionConfig, parameters
 from ..graph import Graph
-from .attention import _FULL, _INFINITY, _NOTHING, _PARTIAL, _Attention, dsl_types, opaque, packed
+from .attention import _EMPTY, _FULL, _INFINITY, _NOTHING, _PARTIAL, _Attention, dsl_types, opaque, packed
 from .build import compile_kernel, overlaps
 from .numbers import pointer_at
 
@@ -144,9 +144,9 @@ class _PortableAttention(_Attention):
             self.load(where, "k", following >> 2)
         self.commit()
         if (word & 1) == _PARTIAL:
-            self.modify(where, queries, known, word, True)
+            self.modify(where, queries, known, word >> 2, True)
         else:
-            self.modify(where, queries, known, word, False)
+            self.modify(where, queries, known, word >> 2, False)
         raised = self.softmax()
         words = [packed([self.scores[2 * i], self.scores[2 * i + 1]], self.element) for i in range(self.config.keys // 4)]
         self.rescale_output(raised)
@@ -167,9 +167,9 @@ class _PortableAttention(_Attention):
             self.output.fill(0.0)
             self.row_max.fill(-_INFINITY)
             self.row_sum.fill(0.0)
-            self.fetch(tile)
+            self.fetch(where)
             first, end = self.keys_of(where)
-            pending = Int32(_NOTHING)
+            pending = Int32(_NOTHING)  # 4 * tile + kind
             wanted = Int32(0)
             while wanted < 2:
                 begin, stop = first, end
@@ -204,11 +204,11 @@ class _PortableAttention(_Attention):
         number = begin + self.lane
         if self.config.listed:
             number, kind = self.listed_tile(where, wanted, number, count)
-            chosen = kind != 0
+            chosen = kind != _EMPTY
         else:
             kind = self.kind_of(where, number, end)
-            chosen = kind == wanted + 1
-        word = number * 4 + cutlass.select_(kind == 2, Int32(_FULL), Int32(_PARTIAL))
+            chosen = kind == wanted + _PARTIAL
+        word = number * 4 + cutlass.select_(kind == _FULL, Int32(_FULL), Int32(_PARTIAL))
         return cute.arch.vote_ballot_sync(chosen), word
 
     @cute.jit
