@@ -257,10 +257,14 @@ def test_walks():
     ]
 
 
-@pytest.mark.parametrize("seed", [*range(24), "alibi", "relative", "checkered"])
+def stepped(score, b, h, q_idx, kv_idx):
+    return score + (kv_idx * 0.3).to(torch.int32) * 0.125
+
+
+@pytest.mark.parametrize("seed", [*range(24), "alibi", "relative", "checkered", "stepped"])
 def test_elements_of_scores(template, monkeypatch, seed):
     """Of a thread's two rows and two columns, as the kernel's code is written, against the graph by torch."""
-    score_mod = FUNCTIONS.scores[seed] if isinstance(seed, str) else drawn(seed, 4, 300, "cpu")[0]
+    score_mod = {**FUNCTIONS.scores, "stepped": stepped}[seed] if isinstance(seed, str) else drawn(seed, 4, 300, "cpu")[0]
     call = attention_function.traced(score_mod, None)
     graph, module = call.traced.graph, template
     kernel = module._Attention(graph, AttentionConfig("bf16", 64, 2, 128, 2, 128, scores=True), {})

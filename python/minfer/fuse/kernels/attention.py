@@ -161,7 +161,7 @@ class GridEvaluator(Evaluator):
                 return None
             (base, step), (factor, _) = lines if lines[0][1] is not None else lines[::-1]
             return self._each([base, factor], lambda x: x[0] * x[1]), self._each([step, factor], lambda x: x[0] * x[1])
-        if BOOL in types:
+        if BOOL in types or (node.dtype == I32 and F32 in types):  # what is truncated is no line
             return None
         bases = self._each([base for base, _ in lines], lambda x: self._number(node, types, x))
         steps = [step for _, step in lines]
@@ -245,7 +245,8 @@ class _Attention:
             elif node.op == "mul":
                 known[i] = None if node.dtype == I32 or all(parts) else True
             else:
-                known[i] = None if BOOL in [self.graph.nodes[j].dtype for j in node.inputs] else True
+                types = [self.graph.nodes[j].dtype for j in node.inputs]
+                known[i] = None if BOOL in types or (node.dtype == I32 and F32 in types) else True
         return known[number] is True and self.graph.nodes[number].dtype == F32
 
     def get(self, name: str, i: int = 0, mode: int = 0) -> Any:
