@@ -1,0 +1,291 @@
+"""The producer and the consumers of sm_90a's attention as threads of Python: the template's own code, over a model of barriers, of shared
+memory and of tensor cores. A lane of the producer is a thread, a consumer warp is another."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import random
+import threading
+import time
+import types
+from typing import Any
+
+import pytest
+from minfer.fuse import attention_function
+from minfer.fuse.attention_config import AttentionConfig
+
+from tests.fuse import test_attention_compiler
+from tests.fuse.attention_cases import Functions
+
+pytest.importorskip("cutlass.cute", reason="the CuTe DSL is not installed")
+template = test_attention_compiler.template  # the fixture
+FUNCTIONS = Functions(2, 4, 700, "cpu")
+_PATIENCE = 60.0
+
+
+class Stuck(Exception):
+    pass
+
+
+class Machine:
+    """What the threads of a CTA share."""
+
+    def __init__(self, config: AttentionConfig, tile_bytes: int):
+        self.changed = threading.Condition()
+        stages, arrivals = config.stages, 4 * config.consumers
+        counts = [1] * stages + [arrivals] * stages + [1] * stages + [arrivals] * stages + [1, 1, arrivals, arrivals]
+        self.barriers = [{"count": n, "left": n, "bytes": 0, "done": 0} for n in counts]
+        self.named: dict[int, list[int]] = {}  # threads that have come, times it was completed
+        self.words = [0] * 256
+        self.content: dict[tuple[str, int], Any] = {}
+        self.readers: dict[tuple[str, int], set[int]] = {}
+        self.exchange: list[Any] = [None] * 32
+        self.lanes = threading.Barrier(32)
+        self.stopped = False
+
+    def until(self, condition: Any, what: str) -> None:
+        begin = time.monotonic()
+        while not condition():
+            if self.stopped or time.monotonic() - begin > _PATIENCE:
+                raise Stuck(what)
+            self.changed.wait(0.5)
+
+    def settle(self, number: int) -> None:
+        barrier = self.barriers[number]
+        if barrier["left"] == 0 and barrier["bytes"] == 0:
+            barrier["left"] = barrier["count"]
+            barrier["done"] += 1
+            self.changed.notify_all()
+
+    def arrive(self, number: int, expected: int = 0) -> None:
+        with self.changed:
+            barrier = self.barriers[number]
+            assert barrier["left"] > 0, f"barrier {number}: an arrival too many"
+            barrier["bytes"] += expected
+            barrier["left"] -= 1
+            self.settle(number)
+
+    def copied(self, number: int, count: int) -> None:
+        with self.changed:
+            self.barriers[number]["bytes"] -= count
+            self.settle(number)
+
+    def wait(self, number: int, parity: int) -> None:
+        with self.changed:
+            self.until(lambda: self.barriers[number]["done"] % 2 != parity, f"mbarrier {number}, parity {parity}")
+
+    def meet(self, number: int, threads: int, stays: bool) -> None:
+        with self.changed:
+            state = self.named.setdefault(number, [0, 0])
+            state[0] += 32
+            assert state[0] <= threads, f"barrier {number}: a warp too many"
+            before = state[1]
+            if state[0] == threads:
+                state[0], state[1] = 0, state[1] + 1
+                self.changed.notify_all()
+            elif stays:
+                self.until(lambda: state[1] != before, f"named barrier {number}")
+
+    def among_lanes(self, lane: int, value: Any) -> list[Any]:
+        self.exchange[lane] = value
+        try:
+            self.lanes.wait(_PATIENCE)
+            found = list(self.exchange)
+            self.lanes.wait(_PATIENCE)
+        except threading.BrokenBarrierError:
+            raise Stuck("lanes") from None
+        return found
+
+
+class View:
+    def __init__(self, memory: list[int], first: int, count: int):
+        self.memory, self.first, self.count = memory, first, count
+
+    def __getitem__(self, i: int) -> int:
+        return self.memory[self.first + i]
+
+    def __setitem__(self, i: int, value: int) -> None:
+        self.memory[self.first + i] = value
+
+
+class Registers(list):
+    def fill(self, value: Any) -> None:
+        self[:] = [value] * len(self)
+
+
+here = threading.local()
+
+
+def modelled(template: Any, monkeypatch: Any, counter: list[int], grid: int) -> type:
+    """_Attention over Machines; each thread has one of its own."""
+    lock = threading.Lock()
+
+    def atomic_add(pointer: Any, value: int, **options: str) -> int:
+        with lock:
+            counter[0] += value
+            return counter[0] - value
+
+    arch = types.SimpleNamespace(
+        mbarrier_wait=lambda number, parity: here.machine.wait(number, parity),
+        mbarrier_arrive=lambda number: here.machine.arrive(number),
+        mbarrier_arrive_and_expect_tx=lambda number, count: here.machine.arrive(number, count),
+        sync_warp=lambda: here.machine.among_lanes(here.lane, None) if here.produces else None,
+        vote_ballot_sync=lambda truth: sum(bool(x) << i for i, x in enumerate(here.machine.among_lanes(here.lane, truth))),
+        shuffle_sync=lambda value, lane: here.machine.among_lanes(here.lane, value)[lane],
+        barrier=lambda barrier_id, number_of_threads: here.machine.meet(barrier_id, number_of_threads, True),
+        barrier_arrive=lambda barrier_id, number_of_threads: here.machine.meet(barrier_id, number_of_threads, False),
+        popc=lambda x: bin(x).count("1"), make_warp_uniform=lambda x: x, atomic_add=atomic_add,
+        block_idx=lambda: (here.cta, 0, 0), grid_dim=lambda: (grid, 1, 1),
+    )  # fmt: skip
+
+    def copy(source: Any, target: Any) -> None:
+        for i in range(template._PLACE):
+            target[i] = source[i]
+
+    monkeypatch.setattr(
+        template, "cute", types.SimpleNamespace(arch=arch, autovec_copy=copy, make_rmem_tensor=lambda n, kind: Registers([0] * n))
+    )
+    template.cutlass.const_expr, template.cutlass.range_constexpr = bool, range
+    monkeypatch.setattr(template, "warpgroup", types.SimpleNamespace(fence=lambda: None, wait_group=lambda n: None))
+
+    class Modelled(template._Attention):
+        def shared_words(self, number: int, count: int) -> View:
+            return View(here.machine.words, number, count)
+
+        def copy(self, name: str, base: int, rows: int, row: int, head: int, page: int, barrier: int) -> None:
+            kind = name[0]
+            first, size = {"q": (self.q_base, self.q_bytes), "k": (self.k_base, self.tile_bytes), "v": (self.v_base, self.tile_bytes)}[kind]
+            stage = kind, (base - first) // size
+            time.sleep(random.random() * 1e-4)
+            assert not here.machine.readers.get(stage), f"{stage} is loaded while it is read"
+            here.machine.content[stage] = (row, head, page)
+            here.machine.copied(barrier, size)
+
+        # A consumer warp.
+
+        def operands(self) -> None:
+            self.output, self.row_max, self.row_sum, self.low_is_negligible = (Registers([0]) for _ in range(4))
+
+        def first_row(self) -> int:
+            return self.group * 64
+
+        def known_of_rows(self, where: Any, queries: Any) -> dict[int, Any]:
+            self.where, self.visited, self.tile = where, [], None
+            return {}
+
+        def read(self, kind: str, stage: int) -> Any:
+            here.machine.readers.setdefault((kind, stage), set()).add(threading.get_ident())
+            return here.machine.content[kind, stage]
+
+        def multiply_keys(self, q_at: int, stage: int) -> None:
+            where = self.where
+            assert self.read("q", q_at) == (where.block * self.config.rows, where.head, where.batch)
+            row, head, page = self.read("k", stage)
+            assert (head, page) == (where.kv_head, where.batch)
+            self.scores = row // self.config.keys
+
+        def modify(self, where: Any, queries: Any, known: Any, tile: int, masked: bool) -> None:
+            assert tile == self.scores
+            self.masked = masked
+
+        def maxima(self, bases: Any = None) -> Any:
+            time.sleep(random.random() * 1e-4)
+            return [], False
+
+        def rounded(self) -> None:
+            return None
+
+        def exponentials(self, offsets: Any, words: Any, exponent: Any = None) -> None:
+            self.tile, self.scores = (self.scores, self.masked), None
+
+        def multiply_values(self, stage: int) -> None:
+            row, head, page = self.read("v", stage)
+            assert (row // self.config.keys, head, page) == (self.tile[0], self.where.kv_head, self.where.batch)
+            self.visited.append(self.tile)
+            self.tile = None
+
+        def rescale_output(self, raised: bool) -> None:
+            assert self.tile is not None
+
+        def release(self, barrier: int) -> None:
+            stages = self.config.stages
+            kind, stage = ("k", barrier - stages) if barrier < 2 * stages else ("v", barrier - 3 * stages)
+            if barrier >= 4 * stages:
+                kind, stage = "q", barrier - 4 * stages - 2
+            here.machine.readers.get((kind, stage), set()).discard(threading.get_ident())
+            here.machine.arrive(barrier)
+
+        def store(self, where: Any, rows: Any) -> None:
+            assert vars(where) == vars(self.where) and self.tile is None
+            self.stored.append(((where.head, where.batch, where.block, where.part), self.group, self.visited))
+
+    for name in dir(template._Attention):
+        method = getattr(template._Attention, name)
+        if name not in vars(Modelled) and hasattr(method, "__wrapped__"):
+            setattr(Modelled, name, method.__wrapped__)
+    return Modelled
+
+
+@pytest.mark.parametrize("name,consumers,keys,stages,parts,claims", [
+    ("none", 3, 80, 3, 1, 0), ("causal", 3, 80, 2, 1, 1), ("causal", 2, 128, 2, 1, 0), ("sliding_tiles", 3, 128, 4, 1, 1),
+    ("odd_heads", 2, 80, 3, 2, 1), ("nothing", 3, 80, 2, 1, 1), ("none", 1, 128, 2, 3, 0),
+])  # fmt: skip
+def test_warps_meet(template, monkeypatch, name, consumers, keys, stages, parts, claims):
+    """No warp waits for ever, no stage is written while it is read, and every warpgroup multiplies every tile of keys that its rows see,
+    once, with its own queries and values, and masked unless they see it in full."""
+    from minfer.fuse.intervals import Arithmetic
+
+    whole = Arithmetic(min, max, lambda c, x, y: x if c else y, int, bool, lambda x, y: x and y, lambda x, y: x or y, operator.not_)
+    monkeypatch.setattr(template, "_BOUNDS", whole)
+    scalars = {"floor_div": operator.floordiv, "mod": operator.mod, "eq": operator.eq, "add": operator.add, "lt": operator.lt}
+    monkeypatch.setattr(template.GridEvaluator, "_number", lambda self, node, types, x: scalars[node.op](*x))
+    masks = {**FUNCTIONS.masks, "nothing": lambda b, h, q_idx, kv_idx: kv_idx < q_idx - 230}
+    call = attention_function.traced(None, masks.get(name))
+    config = AttentionConfig("bf16", 64, consumers, keys, stages, keys, masks=name != "none", split=parts > 1)
+    heads, batch, sq, sk, grid = 2, 2, 300, 411, 2
+    tiles = -(-sq // config.rows)
+    numbers = {"sq": sq, "sk": sk, "group": 1, "tiles": tiles, "walk_heads": heads, "batch": batch, "parts": parts, "section": 3,
+               "claims": claims, "counter": None}  # fmt: skip
+    kind = modelled(template, monkeypatch, [0], grid)
+    stored: list[Any] = []
+    problems: list[BaseException] = []
+
+    def thread(machine: Machine, cta: int, warp: int, lane: int) -> None:
+        here.machine, here.cta, here.lane, here.produces = machine, cta, lane, warp < 4
+        kernel = kind(call.traced.graph, config, {(x, 0, 0): y for x, y in numbers.items()})
+        kernel.thread, kernel.warp, kernel.lane, kernel.group = 32 * warp + lane, warp, lane, warp // 4 - 1
+        kernel.barriers, kernel.words, kernel.stored = 0, 0, stored
+        kernel.q_bytes, kernel.tile_bytes = 2 * 64 * config.rows, 2 * 64 * keys
+        kernel.q_base, kernel.k_base, kernel.v_base = 0, 1 << 20, 1 << 21
+        kernel.total = tiles * heads * batch * parts
+        try:
+            (kernel.produce if warp < 4 else kernel.consume)()
+        except BaseException as error:  # noqa: BLE001
+            problems.append(error)
+            machine.stopped = True
+            machine.lanes.abort()
+
+    threads = []
+    for cta in range(grid):
+        machine = Machine(config, 2 * 64 * keys)
+        places = [(0, lane) for lane in range(32)] + [(4 + warp, 0) for warp in range(4 * consumers)]
+        threads += [threading.Thread(target=thread, args=(machine, cta, *place), daemon=True) for place in places]
+    for x in threads:
+        x.start()
+    for x in threads:
+        x.join(_PATIENCE * 2)
+    assert not problems, problems[:3]
+    expected = list(itertools.product(range(heads), range(batch), range(tiles), range(parts)))
+    assert sorted((place, group) for place, group, _ in stored) == sorted(
+        (x, g) for x in expected for g in range(consumers) for _ in range(4)
+    )
+    one = kind(call.traced.graph, config, {(x, 0, 0): y for x, y in numbers.items()})
+    for (head, b, block, part), group, visited in stored:
+        where = one.place_of(head, b, block, part, sk)
+        first, end = one.keys_of(where)
+        kinds = {tile: one.kind_of(where, tile, end, 64 * group, 64) for tile in range(first, end)}
+        have = dict(visited)
+        assert len(have) == len(visited) and set(have) <= set(kinds)
+        assert set(have) >= {tile for tile, what in kinds.items() if what != template._EMPTY}
+        assert all(masked or kinds[tile] == template._FULL for tile, masked in visited)
