@@ -123,6 +123,46 @@ def test_many_heads_and_keys():
     judged(q, k, v, None, lambda b, h, q_idx, kv_idx: kv_idx < q_idx - 250)
 
 
+@pytest.mark.parametrize("dim,dtype", [(64, BF16), (128, F16)])
+def test_lines_over_keys(dim, dtype):
+    """Biases that are larger than scores, up and down, of the head and of the query; products are accumulated onto them."""
+    slopes = torch.tensor([0.15, -0.2, 0.1, -0.001], device="cuda")
+
+    def of_heads(score, b, h, q_idx, kv_idx):
+        return score - slopes[h] * (q_idx - kv_idx)
+
+    def of_queries(score, b, h, q_idx, kv_idx):
+        return (0.5 * slopes[q_idx % 4] * kv_idx + score) * 0.75
+
+    for score_mod in (of_heads, of_queries):
+        for mask_mod in (None, Functions(1, 4, 8, "cuda").masks["causal"]):
+            for sq, sk, heads_kv in ((700, 3000, 4), (700, 77, 2), (40, 900, 1)):
+                judged(*operands(1, 4, heads_kv, sq, sk, dim, dtype, "cuda"), score_mod, mask_mod)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 8.0, 30.0])
+def test_soft_caps_of_large_scores(scale):
+    """Within the polynomial's limit, partly and mostly beyond it."""
+    functions = Functions(1, 4, 8, "cuda")
+    for dim, dtype, mask in ((64, BF16, None), (128, F16, functions.masks["causal"])):
+        q, k, v = operands(1, 4, 4, 700, 1500, dim, dtype, "cuda")
+        judged(q * scale, k, v, functions.scores["soft_cap"], mask)
+
+
+def test_counted_tiles():
+    """More tiles than SMs, which CTAs take by a counter: each call's own, also in replays of a graph."""
+    functions = Functions(1, 40, 2600, "cuda")
+    for dim, score in ((128, None), (64, functions.scores["alibi"])):
+        q, k, v = operands(1, 40, 8, 2600, 2600, dim, BF16, "cuda")
+        judged(q, k, v, score, functions.masks["causal"])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = fuse.attention(q, k, v, score, functions.masks["causal"], enable_gqa=True)
+        for _ in range(2):
+            graph.replay()
+        assert torch.equal(out, fuse.attention(q, k, v, score, functions.masks["causal"], enable_gqa=True))
+
+
 def test_what_is_not_seen_may_be_nan():
     """Tiles that bounds or a block mask skip are not read."""
     q, k, v = operands(1, 2, 2, 256, 1024, 64, BF16, "cuda")

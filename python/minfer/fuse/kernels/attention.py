@@ -482,8 +482,7 @@ class _Attention:
         tile = cute.arch.block_idx()[0]
         self.publish(tile, number_of_tile)
         while tile < self.total:
-            following_tile = self.claim(tile)
-            where = self.locate(tile)
+            where = self.read_place(number_of_tile & 1)
             first, end = self.keys_of(where)
             pending = Int32(_NOTHING)  # 64 * tile + kinds
             wanted = Int32(0)
@@ -533,8 +532,8 @@ class _Attention:
             k_at, k_phase = self.advance(k_at, k_phase)
             # The other stage is that of the tile before this one. All that its consumers wait for was loaded: they will give it back.
             number_of_tile = number_of_tile + 1
-            self.publish(following_tile, number_of_tile)
-            tile = following_tile
+            tile = self.claim(tile)  # not before: it would be spilled, and the consumers have all stages to work on meanwhile
+            self.publish(tile, number_of_tile)
 
     @cute.jit
     def write_words(self, stage: Int32, pending: Int32, following: Int32):
@@ -674,6 +673,13 @@ class _Attention:
                 "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
                 read_only_args=[target, source, cutlass.select_(valid, Int32(16), Int32(0))],
             )
+
+    @cute.jit
+    def fetch_next(self, where: Any, number: Int32):
+        """Of the CTA's tiles behind the first one."""
+        if number != 0:
+            cute.arch.barrier(barrier_id=8 + self.group, number_of_threads=128)  # no warp's MMAs read the queries before any more
+            self.fetch(where)
 
     def await_queries(self) -> None:
         """The copies are done, for the MMAs of the warpgroup."""
@@ -1037,6 +1043,8 @@ class _Attention:
         if cutlass.const_expr(c.consumers > 1):
             if self.group == c.consumers - 1:
                 self.pass_turn()
+        if cutlass.const_expr(c.packed):
+            self.fetch(self.locate(cute.arch.block_idx()[0]))  # at once: with few queries, that the first keys take as long is all there is
         more = self.await_tile(number)
         while more:
             q_at = cute.arch.make_warp_uniform(number & 1)
@@ -1046,8 +1054,7 @@ class _Attention:
             queries = [(query + where.first, of_query) for query, of_query in rows]
             known = self.known_of_rows(where, queries)
             if cutlass.const_expr(c.packed):
-                cute.arch.barrier(barrier_id=8 + self.group, number_of_threads=128)  # no warp's MMAs read the queries before any more
-                self.fetch(where)
+                self.fetch_next(where, number)
                 self.await_queries()
             self.output.fill(0.0)
             self.row_max.fill(-_INFINITY)
