@@ -3,6 +3,7 @@ memory and of tensor cores. A lane of the producer is a thread, a consumer warp 
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import operator
 import random
@@ -15,13 +16,28 @@ import pytest
 from minfer.fuse import attention_function
 from minfer.fuse.attention_config import AttentionConfig
 
-from tests.fuse import test_attention_compiler
 from tests.fuse.attention_cases import Functions
 
 pytest.importorskip("cutlass.cute", reason="the CuTe DSL is not installed")
-template = test_attention_compiler.template  # the fixture
 FUNCTIONS = Functions(2, 4, 700, "cpu")
 _PATIENCE = 60.0
+
+
+@pytest.fixture
+def template(monkeypatch):
+    """The template with Python's numbers, loaded anew: the DSL changes functions that it has compiled."""
+    from minfer.fuse.kernels import attention
+
+    spec = importlib.util.spec_from_file_location("minfer.fuse.kernels.attention_of_threads", attention.__file__)
+    template = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(template)
+    choices = types.SimpleNamespace(select_=lambda condition, x, y: x if condition else y, min=min, max=max)
+    monkeypatch.setattr(template, "cutlass", choices)
+    for name, kind in (("Int32", int), ("Int64", int), ("Float32", float), ("Boolean", bool)):
+        monkeypatch.setattr(template, name, kind)
+    monkeypatch.setattr(template, "cast", lambda x, source, target: {"f32": float, "bool": bool}.get(target, int)(x))
+    monkeypatch.setattr(template, "constant", lambda value, dtype: value)
+    return template
 
 
 class Stuck(Exception):
