@@ -11,5 +11,6 @@ configs.py       cpp/configs/*.toml -> kernels
 tuned.py         cpp/configs/tuned/*.csv -> rows that name kernels
 shards.py        kernels -> .cu files of at most eight kernels each
 registry.py      kernels -> registry.cpp and kernels.json
+wgmma_headers.py CUTLASS's headers of WGMMA without the instructions that no kernel uses
 generate.py      the command line
 """

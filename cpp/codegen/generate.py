@@ -1,6 +1,7 @@
 """Command line of the generator; CMake runs it at configuration.
 
-    python cpp/codegen/generate.py --out BUILD/generated --archs "90a;80" [--kernels "gemm_sm90_*"]   write the sources
+    python cpp/codegen/generate.py --out BUILD/generated --archs "90a;80" [--kernels "gemm_sm90_*"]   write the sources, and with
+        --cutlass FOLDER/include shorter copies of some of its headers (wgmma_headers.py)
     python cpp/codegen/generate.py --list [--kernels GLOBS]                                            print kernel names
     python cpp/codegen/generate.py --formats                                          write formats.h and table.py from formats.toml
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from codegen import configs, cost_models, format_files, registry, shards, tuned
+from codegen import configs, cost_models, format_files, registry, shards, tuned, wgmma_headers
 from codegen.formats import project_formats
 from codegen.toml import ConfigError
 
@@ -32,7 +33,7 @@ def write_if_different(path: Path, text: str) -> bool:
     return True
 
 
-def generate(folder: Path, out: Path, archs: list[str], globs: str, cutlass_version: str) -> dict:
+def generate(folder: Path, out: Path, archs: list[str], globs: str, cutlass_version: str, cutlass: Path | None = None) -> dict:
     """Writes everything below `out` and returns what was done. An empty `archs` is a build without CUDA: nothing is compiled."""
     format_files.check(project_formats())
     kernels = configs.read_tables(folder)
@@ -52,6 +53,8 @@ def generate(folder: Path, out: Path, archs: list[str], globs: str, cutlass_vers
     texts[out / "gemm_models.cpp"] = cost_models.models_text(cost_models.read_folder(folder / "models"), kernels)
     texts[out / "kernels.json"] = registry.kernels_json(kernels, compiled)
     texts[out / "shards.cmake"] = shards.write_list(parts, folder_shards.as_posix())
+    if cutlass is not None:
+        texts |= {out / "cutlass" / name: text for name, text in wgmma_headers.texts(cutlass).items()}
     written = [path for path, text in texts.items() if write_if_different(path, text)]
     stale = [path for path in folder_shards.glob("*.cu") if path not in texts]
     for path in stale:
@@ -67,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--archs", default="", help="';' list of architectures to compile for; empty: a build without CUDA")
     parser.add_argument("--kernels", default="", help="';' list of globs: which kernels to compile (default: all)")
     parser.add_argument("--cutlass-version", default="", help="recorded in the registry")
+    parser.add_argument("--cutlass", type=Path, help="CUTLASS's include folder")
     parser.add_argument("--formats", action="store_true", help="write the committed files that state the facts of formats.toml, and stop")
     parser.add_argument("--list", action="store_true", help="print the kernels' names and stop")
     options = parser.parse_args(arguments)
@@ -82,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.out is None:
             parser.error("--out is required unless --formats or --list is given")
         archs = configs.split_list(options.archs)
-        done = generate(options.configs, options.out, archs, options.kernels, options.cutlass_version)
+        done = generate(options.configs, options.out, archs, options.kernels, options.cutlass_version, options.cutlass)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
