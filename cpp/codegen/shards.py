@@ -1,4 +1,4 @@
-"""Kernels -> .cu files. A translation unit pays 30 s of a core for its headers and first kernel and some 6 s for each further one, so
+"""Kernels -> .cu files. A translation unit pays 15 s of a core for its headers and first kernel and some 4 s for each further one, so
 kernels share shards, whatever their types; a shard of eight peaks at 6 GB, so no more than eight do."""
 
 from __future__ import annotations

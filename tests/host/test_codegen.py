@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "cpp"))
+sys.path[:0] = [str(ROOT / "cpp"), str(ROOT / "third_party")]
 
 from codegen import (
     configs,
@@ -24,6 +24,7 @@ from codegen import (
     registry,
     shards,
     tuned,
+    wgmma_headers,
 )
 from codegen.families.attention import AttentionKernel
 from codegen.families.fused import OPERATIONS, FusedKernel
@@ -35,6 +36,7 @@ from codegen.families.scaled_gemm import ScaledGemmKernel
 from codegen.hardware import SM80_SMEM_LIMIT, SM90_SMEM_LIMIT
 from codegen.row import Row
 from codegen.toml import ConfigError
+from locate import locate
 
 SM90 = {
     "arch": "sm90",
@@ -1001,3 +1003,65 @@ int main() {
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     name = "gemm_sm90_f16_tn_128x256x64_2x1x1_cooperative"
     assert printed == f"6 {name} 1 2 16 {name} 1 ''\n"
+
+
+WGMMA_STRUCTS = """#pragma once
+////////////////////////////////////////////////////////////////////////////////////////////////////
+
+// GMMA 64x8x16 F32+=F16*F16
+template <
+  GMMA::Major tnspA
+>
+struct MMA_64x8x16_F32F16F16_SS
+{
+  void fma() { kept(); }
+};
+
+struct MMA_64x8x32_S32S8S8_SS_TN
+{
+  void fma() { kept(); }
+};
+
+struct MMA_64x8x32_S32S8S8_SS_TN_SATURATE
+{
+  void fma() { gone(); }
+};
+
+template <GMMA::Major tnspA>
+using SM90_64x8x16_F16F16F16_SS = SM90::GMMA::MMA_64x8x16_F16F16F16_SS<tnspA>;
+
+template <GMMA::Major tnspA>
+struct MMA_Traits<SM90_64x8x16_F16F16F16_SS<tnspA>>
+{
+  using ValTypeD = gone;
+};
+"""
+
+
+def test_headers_without_unused_instructions():
+    text = wgmma_headers.trim(WGMMA_STRUCTS, sparse=False)
+    assert text.count("kept()") == 2 and "gone" not in text
+    for left in (
+        "struct MMA_64x8x32_S32S8S8_SS_TN_SATURATE {};",
+        "template <GMMA::Major tnspA>\nstruct MMA_Traits<SM90_64x8x16_F16F16F16_SS<tnspA>> {};",
+        "using SM90_64x8x16_F16F16F16_SS = SM90::GMMA::MMA_64x8x16_F16F16F16_SS<tnspA>;",
+    ):
+        assert left in text
+    assert "kept" not in wgmma_headers.trim(WGMMA_STRUCTS, sparse=True)
+    with pytest.raises(ConfigError, match="states its WGMMA instructions in another form"):
+        wgmma_headers.trim("#pragma once\n", sparse=False)
+
+
+def test_headers_of_cutlass(folder, tmp_path):
+    """Of the real headers every name stays, and of each kept type as many instructions as there are widths."""
+    cutlass = Path(locate("cutlass_library/source")) / "include"
+    if not (cutlass / wgmma_headers.HEADERS[0]).is_file():
+        pytest.skip("needs the nvidia-cutlass wheel")
+    generate.generate(folder, tmp_path, ["90a"], "", "4.2.0", cutlass)
+    names = re.compile(r"^struct [^\n;{]*?(?= \{\};$|$)", re.MULTILINE)
+    for header in wgmma_headers.HEADERS:
+        before, after = (cutlass / header).read_text(), (tmp_path / "cutlass" / header).read_text()
+        assert names.findall(before) == names.findall(after) and len(after) < 0.5 * len(before)
+    own = "".join((tmp_path / "cutlass" / header).read_text() for header in wgmma_headers.HEADERS[:2])
+    for types in wgmma_headers.KEPT:
+        assert len(re.findall(rf"^struct MMA_64x\d+x\d+_{types}_SS(_TN)?\n\{{", own, re.MULTILINE)) == 32 - 14 * (types == "S32S8S8")
