@@ -1,6 +1,6 @@
 """CUTLASS's headers of WGMMA, without the instructions that no kernel uses: copies in the build folder, found before the originals.
 
-Eight headers hold a struct and its traits for every shape, pair of types and sparsity, 10 of the 14 MB that the compilers' front ends read
+Eight headers hold a struct and its traits for every shape, pair of types and sparsity, 8 of the 14 MB that the compilers' front ends read
 for a kernel. Here the structs of other types than ours have no members, and neither have those of sparse operands; names and templates
 stay, because CUTLASS's selectors name them all. Half of the time that a translation unit pays for its headers goes with them, and the
 machine code is the same. A kernel that needs another type gets an error that its struct has no member: add the type to KEPT.
