@@ -12,7 +12,7 @@ BUILD := build/venv
 LOG := build/install.log
 # Python tests on the CPU run in a process for each core, those on a GPU in one.
 WORKERS := $(if $(wildcard /dev/nvidia0),0,auto)
-EACH := $(if $(wildcard /dev/nvidia0),,OMP_NUM_THREADS=1)
+ONE_THREAD := $(if $(wildcard /dev/nvidia0),,OMP_NUM_THREADS=1)
 PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PATH
 
@@ -33,7 +33,7 @@ test: $(VENV)/minfer-installed
 	@cmake -S . -B $(BUILD) -DMINFER_BUILD_TESTS=ON >$(LOG) 2>&1 && cmake --build $(BUILD) >>$(LOG) 2>&1 \
 	  || { tail -n 40 $(LOG); echo "[minfer] building the C++ tests failed: see $(LOG)"; exit 1; }
 	@status=0; ctest --test-dir $(BUILD) --output-on-failure --no-tests=error || status=1; \
-	  $(EACH) $(VENV)/bin/python -m pytest -n $(WORKERS) || status=1; exit $$status
+	  $(ONE_THREAD) $(VENV)/bin/python -m pytest -n $(WORKERS) || status=1; exit $$status
 
 environment:
 	@bash third_party/environment.sh

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -178,3 +179,14 @@ def paged(k: Tensor, v: Tensor, lengths: list[int], page_size: int, seed: int = 
                 cache[place, : end - begin] = x[b, :, begin:end].transpose(0, 1)
     lens = torch.tensor(lengths, dtype=torch.int32)
     return {"k": caches[0], "v": caches[1], "block_table": table.to(k.device), "seq_lens": lens.to(k.device)}
+
+
+def with_python_numbers(monkeypatch, template):
+    """The kernel's template, whose own arithmetic has Python's numbers in the place of a kernel's."""
+    choices = types.SimpleNamespace(select_=lambda condition, x, y: x if condition else y, min=min, max=max)
+    monkeypatch.setattr(template, "cutlass", choices)
+    for name, kind in (("Int32", int), ("Int64", int), ("Float32", float), ("Boolean", bool)):
+        monkeypatch.setattr(template, name, kind)
+    monkeypatch.setattr(template, "cast", lambda x, source, target: {"f32": float, "bool": bool}.get(target, int)(x))
+    monkeypatch.setattr(template, "constant", lambda value, dtype: value)
+    return template

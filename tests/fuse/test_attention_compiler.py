@@ -16,7 +16,7 @@ from minfer import fuse
 from minfer.fuse import attention_config, attention_function, compiler, launch
 from minfer.fuse.attention_config import AttentionConfig
 
-from tests.fuse.attention_cases import BF16, F16, Functions, drawn, paged
+from tests.fuse.attention_cases import BF16, F16, Functions, drawn, paged, with_python_numbers
 
 pytest.importorskip("cutlass.cute", reason="the CuTe DSL is not installed")
 FUNCTIONS = Functions(2, 4, 300, "cpu")
@@ -215,13 +215,7 @@ for wrong in ({{}}, {{"bias": table}}):
 def template(monkeypatch):
     from minfer.fuse.kernels import attention as template
 
-    choices = types.SimpleNamespace(select_=lambda condition, x, y: x if condition else y, min=min, max=max)
-    monkeypatch.setattr(template, "cutlass", choices)
-    for name, kind in (("Int32", int), ("Int64", int), ("Float32", float), ("Boolean", bool)):
-        monkeypatch.setattr(template, name, kind)
-    monkeypatch.setattr(template, "cast", lambda x, source, target: {"f32": float, "bool": bool}.get(target, int)(x))
-    monkeypatch.setattr(template, "constant", lambda value, dtype: value)
-    return template
+    return with_python_numbers(monkeypatch, template)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -284,9 +278,9 @@ def test_elements_of_scores(template, monkeypatch, seed):
                 return module.cast(x[0], types[0], node.dtype)
             return unary[node.op](x[0]) if node.op in unary else binary[node.op](*x)
 
-        def _line(self, number):
-            found = super()._line(number)
-            lines.append(found is not None and found[1] is not None)
+        def line(self, number):
+            found = super().line(number)
+            lines.append(found[1] is not None)
             return found
 
     monkeypatch.setattr(module, "GridEvaluator", Numbers)

@@ -16,7 +16,7 @@ import pytest
 from minfer.fuse import attention_function
 from minfer.fuse.attention_config import AttentionConfig
 
-from tests.fuse.attention_cases import Functions
+from tests.fuse.attention_cases import Functions, with_python_numbers
 
 pytest.importorskip("cutlass.cute", reason="the CuTe DSL is not installed")
 FUNCTIONS = Functions(2, 4, 700, "cpu")
@@ -31,13 +31,7 @@ def template(monkeypatch):
     spec = importlib.util.spec_from_file_location("minfer.fuse.kernels.attention_of_threads", attention.__file__)
     template = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(template)
-    choices = types.SimpleNamespace(select_=lambda condition, x, y: x if condition else y, min=min, max=max)
-    monkeypatch.setattr(template, "cutlass", choices)
-    for name, kind in (("Int32", int), ("Int64", int), ("Float32", float), ("Boolean", bool)):
-        monkeypatch.setattr(template, name, kind)
-    monkeypatch.setattr(template, "cast", lambda x, source, target: {"f32": float, "bool": bool}.get(target, int)(x))
-    monkeypatch.setattr(template, "constant", lambda value, dtype: value)
-    return template
+    return with_python_numbers(monkeypatch, template)
 
 
 class Stuck(Exception):

@@ -313,7 +313,9 @@ def test_addresses_of_the_portable_kernel(tile_m, tile_n, b_major, gate, monkeyp
     addresses = {number: [] for number in range(config.block)}
     for number in range(config.block):
         gemm = thread_of(number)
-        gemm.matrices = lambda address, turned, to=addresses[number]: to.append((address, turned)) or [0] * 4
+        monkeypatch.setattr(
+            gemm_portable, "load_matrices", lambda address, turned, to=addresses[number]: to.append((address, turned)) or [0] * 4
+        )
         gemm.product = lambda *_: None
         gemm.multiply_tile(1)
 
@@ -346,10 +348,10 @@ def test_addresses_of_the_portable_kernel(tile_m, tile_n, b_major, gate, monkeyp
             return result
 
         gemm = thread_of(number)
-        gemm.matrices = lambda address, turned: registers()
+        monkeypatch.setattr(gemm_portable, "load_matrices", lambda address, turned: registers())
         seen = []
 
-        def product(a, b, group, kind, lane=lane, warp=warp, group_of=group_of, seen=seen):
+        def product(a, b, group, lane=lane, warp=warp, group_of=group_of, seen=seen):
             step = len(seen) // (config.tile_n // 8)  # of 16 numbers of k
             first = k_tile * 64 + step * 16 + lane % 4 * 2
             i = row + group_of * 64 + warp * 16 + lane // 4

@@ -24,7 +24,7 @@ from .compiler import Kernel, compile_all
 from .errors import FuseError
 from .evaluate import node_values
 from .graph import BOOL, COLUMN, F32, FULL, ROW, Graph, Output
-from .launch import ADDRESS, INT32, INT64, TENSOR_MAP, Loaded, architecture, loaded
+from .launch import ADDRESS, INT32, INT64, TENSOR_MAP, Loaded, architecture, capability_of, loaded
 from .tracing import Proxy, Tracer
 
 HOPPER = "sm_90a"  # which the template with WGMMA is for; others have the portable one
@@ -436,10 +436,10 @@ def walk(config: AttentionConfig, sizes: _Sizes, tiles: int, walk_heads: int, pa
 
 
 def kernel_of(known: Traced, config: AttentionConfig, arch: str) -> Kernel:
-    if int(arch[3:].rstrip("a")) < 80:
+    if capability_of(arch) < 80:
         raise FuseError(f"attention: kernels are made for sm_80 and later, not for {arch}")
     template = "attention_portable" if config.portable else "attention"
-    return Kernel(template, known.graph, tuple(sorted(dataclasses.asdict(config).items())), arch, "attention")
+    return Kernel.of(template, known.graph, config, arch, "attention")
 
 
 Loader = Callable[[Traced, AttentionConfig, str], Loaded]

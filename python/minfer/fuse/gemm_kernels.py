@@ -13,6 +13,7 @@ from .gemm_interface import MULTIPLIED, GemmInterface, GemmSpace, GemmSpecialisa
 from .gemm_matrices import b_major, misalignment
 from .gemm_tracing import Traced
 from .graph import FULL, ROW, Graph
+from .launch import capability_of
 from .row_config import RowConfig, configure, vector_width
 
 
@@ -81,7 +82,7 @@ def kernel_of(name: str, traced: Traced, config: GemmConfig, arch: str) -> Kerne
 
 
 def _check_architecture(name: str, traced: Traced, arch: str) -> None:
-    number = int(arch[3:].rstrip("af"))
+    number = capability_of(arch)
     if number < 80 or arch == "sm_90":
         raise FuseError(f"{name}: fused GEMMs are for sm_80 and later, and for compute capability 9.0 as sm_90a, got {arch}")
     graphs = [graph for graph in (traced.graph, traced.prologue) if graph is not None]

@@ -20,6 +20,11 @@ def architecture(device: int) -> str:
     return f"sm_{major}{minor}a" if major >= 9 else f"sm_{major}{minor}"
 
 
+def capability_of(architecture: str) -> int:
+    """The compute capability as a number: 100 of sm_100a."""
+    return int(architecture[3:].rstrip("af"))
+
+
 class Loaded:
     """A kernel that can be launched."""
 

@@ -17,7 +17,7 @@ from .errors import FuseError
 from .evaluate import evaluate
 from .function import FusedFunction, check_results
 from .graph import COLUMN, FULL, ROW, SCALAR, Graph
-from .launch import Loaded, architecture, loaded
+from .launch import Loaded, architecture, capability_of, loaded
 from .row_config import RingConfig, configure, configure_ring, vector_width
 from .row_plan import Config, RowLaunch, RowPlan
 from .signature import Signature
@@ -217,7 +217,7 @@ class RowFunction(FusedFunction):
                 start = 0 if given[x.name].is_meta else given[x.name].data_ptr() // dtypes.bytes_of(x.storage)
                 alignments += [strides[x.name], start]
         width = vector_width(graph, space.columns, alignments)
-        capability = int(arch[3:].rstrip("a"))
+        capability = capability_of(arch)
         ring = configure_ring(graph, space.rows, space.columns, width, _SMS) if 90 <= capability < 120 else None
         return ring or configure(graph, space.rows, space.columns, width, clusters=capability >= 90)
 

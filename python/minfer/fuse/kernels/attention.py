@@ -100,6 +100,26 @@ class Columns:
         return self.first + self.offsets[i]
 
 
+def lines_of(graph: Graph, of_columns: list[bool]) -> list[bool]:
+    """Which values are linear in the key's position, or do not depend on the column at all. What is truncated is no line, and neither are
+    products of integers, which may wrap."""
+    lines: list[bool] = []
+    for number, node in enumerate(graph.nodes):
+        types = [graph.nodes[i].dtype for i in node.inputs]
+        if not of_columns[number]:
+            line = True
+        elif node.op == "value":
+            line = node.attrs[0] == "kv"
+        elif node.op not in ("add", "sub", "mul", "neg", "cast") or node.dtype not in (F32, I32):
+            line = False
+        elif node.op == "mul":
+            line = node.dtype == F32 and not all(of_columns[i] for i in node.inputs)
+        else:
+            line = BOOL not in types and (node.dtype == F32 or F32 not in types)
+        lines.append(line and all(lines[i] for i in node.inputs))
+    return lines
+
+
 class GridEvaluator(Evaluator):
     """A graph's nodes as Grids; ``leaf`` gives those of values, ``gather`` loads of a captured tensor at indices. Floating-point values
     that are linear in the key's position are a product and a sum of each element: a number of the row times the column, plus another."""
@@ -107,7 +127,8 @@ class GridEvaluator(Evaluator):
     def __init__(self, graph: Graph, of_columns: list[bool], columns: Columns | None, leaf: Any, gather: Any):
         super().__init__(graph, 0, None, None)
         self.of_columns, self.columns, self.leaf_of, self.gather = of_columns, columns, leaf, gather
-        self.lines: dict[int, tuple[Grid, Grid | None] | None] = {}
+        self.is_line = lines_of(graph, of_columns)
+        self.lines: dict[int, tuple[Grid, Grid | None]] = {}
 
     def value(self, number: int) -> Grid:
         if number not in self.known:
@@ -119,9 +140,8 @@ class GridEvaluator(Evaluator):
             return Grid([constant(node.attrs[0], node.dtype)], False, False)
         if node.op == "value":
             return self.leaf_of(node)
-        line = self._line(number) if node.dtype == F32 and self.of_columns[number] else None
-        if line is not None:
-            base, step = line
+        if node.dtype == F32 and self.of_columns[number] and self.is_line[number]:
+            base, step = self.line(number)
             offsets = Grid([Float32(offset) for offset in self.columns.offsets], False, True)
             return self._each([base, step, offsets], lambda x: x[0] + x[1] * x[2])
         operands = [self.value(i) for i in node.inputs]
@@ -139,30 +159,23 @@ class GridEvaluator(Evaluator):
         ]
         return Grid(values, rows, columns)
 
-    def _line(self, number: int) -> tuple[Grid, Grid | None] | None:
-        """The value at the first column, and what each further column adds, or None where that is nothing; None where it is no line."""
+    def line(self, number: int) -> tuple[Grid, Grid | None]:
+        """Of one that lines_of() says is a line: its value at the first column, and what each further column adds, or None where that is
+        nothing."""
         if number not in self.lines:
             self.lines[number] = self._new_line(number, self.graph.nodes[number])
         return self.lines[number]
 
-    def _new_line(self, number: int, node: Node) -> tuple[Grid, Grid | None] | None:
+    def _new_line(self, number: int, node: Node) -> tuple[Grid, Grid | None]:
         if not self.of_columns[number]:
             return self.value(number), None
-        if node.op == "value" and node.attrs[0] == "kv":
+        if node.op == "value":
             return Grid([cast(self.columns.first, I32, node.dtype)], False, False), Grid([constant(1, node.dtype)], False, False)
-        if node.op not in ("add", "sub", "mul", "neg", "cast") or node.dtype not in (F32, I32):
-            return None
-        lines = [self._line(i) for i in node.inputs]
-        if any(x is None for x in lines):
-            return None
+        lines = [self.line(i) for i in node.inputs]
         types = [self.graph.nodes[i].dtype for i in node.inputs]
         if node.op == "mul":
-            if node.dtype == I32 or all(step is not None for _, step in lines):
-                return None
             (base, step), (factor, _) = lines if lines[0][1] is not None else lines[::-1]
             return self._each([base, factor], lambda x: x[0] * x[1]), self._each([step, factor], lambda x: x[0] * x[1])
-        if BOOL in types or (node.dtype == I32 and F32 in types):  # what is truncated is no line
-            return None
         bases = self._each([base for base, _ in lines], lambda x: self._number(node, types, x))
         steps = [step for _, step in lines]
         if None in steps:  # of add and sub
@@ -225,29 +238,13 @@ class _Attention:
         node = self.graph.nodes[self.inner]
         if node.op not in ("add", "sub") or self.config.portable:
             return -1, 0
+        lines = lines_of(self.graph, self.of_columns)
         for score, line in ((0, 1), (1, 0)) if node.op == "add" else ((0, 1),):
-            other = self.graph.nodes[node.inputs[score]]
-            if other.op == "value" and other.attrs[0] == "score" and self._is_line(node.inputs[line]):
-                return node.inputs[line], 1 if node.op == "add" else -1
+            other, number = self.graph.nodes[node.inputs[score]], node.inputs[line]
+            is_line = self.of_columns[number] and lines[number] and self.graph.nodes[number].dtype == F32
+            if other.op == "value" and other.attrs[0] == "score" and is_line:
+                return number, 1 if node.op == "add" else -1
         return -1, 0
-
-    def _is_line(self, number: int) -> bool:
-        """Whether GridEvaluator has a line for a value that depends on the key's position."""
-        known: dict[int, Any] = {}
-        for i, node in enumerate(self.graph.nodes[: number + 1]):
-            parts = [known[j] for j in node.inputs]
-            if not self.of_columns[i]:
-                known[i] = False
-            elif node.op == "value":
-                known[i] = True if node.attrs[0] == "kv" else None
-            elif node.op not in ("add", "sub", "mul", "neg", "cast") or node.dtype not in (F32, I32) or None in parts:
-                known[i] = None
-            elif node.op == "mul":
-                known[i] = None if node.dtype == I32 or all(parts) else True
-            else:
-                types = [self.graph.nodes[j].dtype for j in node.inputs]
-                known[i] = None if BOOL in types or (node.dtype == I32 and F32 in types) else True
-        return known[number] is True and self.graph.nodes[number].dtype == F32
 
     def get(self, name: str, i: int = 0, mode: int = 0) -> Any:
         return self.values[name, i, mode]
@@ -778,7 +775,7 @@ class _Attention:
         """Of the two rows, base and step."""
         evaluator = self.evaluator(where, queries, Columns(tile * self.config.keys, [0]), None)
         evaluator.known.update(known)
-        base, step = evaluator._line(self.line)
+        base, step = evaluator.line(self.line)
         if self.line_sign < 0:
             base, step = (Grid([-y for y in x.values], x.rows, x.columns) for x in (base, step))
         return tuple([x.at(row, 0) for row in range(2)] for x in (base, step))

@@ -19,6 +19,7 @@ from ..attention_config import AttentionConfig, parameters
 from ..graph import Graph
 from .attention import _EMPTY, _FULL, _INFINITY, _NOTHING, _PARTIAL, _Attention, dsl_types, opaque, packed
 from .build import compile_kernel, overlaps
+from .mma_sync import load_matrices, multiply
 from .numbers import pointer_at
 
 
@@ -82,30 +83,12 @@ class _PortableAttention(_Attention):
 
     # Products.
 
-    def matrices(self, address: Any, transposed: bool) -> list[Any]:
-        """Four 8 x 8 matrices of 16-bit numbers; lane l has the address of row l % 8 of matrix l / 8."""
-        turned = ".trans" if transposed else ""
-        return list(
-            cute.arch.inline_ptx(
-                f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
-                write_only_types=[Int32] * 4,
-                read_only_args=[address],
-            )
-        )
-
     def address(self, base: Any, rows: int, row: Any, piece: Any) -> Any:
         """Of 16 bytes of a row of shared memory."""
         return base + (piece // 8) * (rows * 128) + row * 128 + ((piece % 8) ^ (row % 8)) * 16
 
     def product(self, a: list[Any], b: list[Any], into: cute.Tensor, first: int) -> None:
-        kind = "bf16" if self.config.element == "bf16" else "f16"
-        results = cute.arch.inline_ptx(
-            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
-            "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-            write_only_types=[Float32] * 4,
-            read_only_args=[*a, *b, *(into[first + i] for i in range(4))],
-        )
-        for i, result in enumerate(results):
+        for i, result in enumerate(multiply(self.config.element, a, b, [into[first + i] for i in range(4)])):
             into[first + i] = result
 
     def multiply_keys(self, stage: Any = None) -> None:
@@ -114,9 +97,9 @@ class _PortableAttention(_Attention):
         matrix, inner = self.lane // 8, self.lane % 8
         self.scores.fill(0.0)
         for k in range(c.head_dim // 16):
-            a = self.matrices(self.address(self.q_base, c.rows, self.warp * 16 + matrix % 2 * 8 + inner, 2 * k + matrix // 2), False)
+            a = load_matrices(self.address(self.q_base, c.rows, self.warp * 16 + matrix % 2 * 8 + inner, 2 * k + matrix // 2), False)
             for n in range(c.keys // 16):
-                b = self.matrices(self.address(self.k_base, c.keys, 16 * n + matrix // 2 * 8 + inner, 2 * k + matrix % 2), False)
+                b = load_matrices(self.address(self.k_base, c.keys, 16 * n + matrix // 2 * 8 + inner, 2 * k + matrix % 2), False)
                 for half in range(2):
                     self.product(a, b[2 * half : 2 * half + 2], self.scores, 4 * (2 * n + half))
 
@@ -126,7 +109,7 @@ class _PortableAttention(_Attention):
         matrix, inner = self.lane // 8, self.lane % 8
         for k in range(c.keys // 16):
             for n in range(c.head_dim // 16):
-                b = self.matrices(self.address(self.v_base, c.keys, 16 * k + matrix % 2 * 8 + inner, 2 * n + matrix // 2), True)
+                b = load_matrices(self.address(self.v_base, c.keys, 16 * k + matrix % 2 * 8 + inner, 2 * n + matrix // 2), True)
                 for half in range(2):
                     self.product(words[4 * k : 4 * k + 4], b[2 * half : 2 * half + 2], self.output, 4 * (2 * n + half))
 

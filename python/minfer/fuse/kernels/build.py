@@ -17,6 +17,7 @@ from cutlass.cute.runtime import make_ptr
 from ..artifact import Artifact
 from ..dtypes import register_of_storage
 from ..graph import Graph
+from ..launch import capability_of
 from .numbers import REGISTERS, STORAGES
 
 _compiler = threading.Lock()  # the DSL's state is of the process
@@ -95,7 +96,7 @@ def _parameter_type(graph: Graph, kind: str, i: int) -> Type:
 
 def overlaps(architecture: str) -> bool:
     """Whether an architecture has programmatic dependent launch."""
-    return int(architecture[3:].rstrip("a")) >= 90
+    return capability_of(architecture) >= 90
 
 
 def _each_map(types: list[Type], values: list[Any], change: Callable[[Any], Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import cutlass
@@ -36,7 +37,7 @@ def gemm_parameter_types(graph: Graph, config: GemmConfig) -> list[Type]:
     return types
 
 
-class GemmKernel:
+class GemmKernel(ABC):
     """A kernel while it is traced. ``values`` are its parameters, by gemm_config.parameters()."""
 
     def __init__(self, graph: Graph, config: GemmConfig, values: dict[tuple[str, int], Any]):
@@ -59,9 +60,9 @@ class GemmKernel:
         """Of a thread, in the tile; others are 8 behind it, and behind the 64 rows of each warpgroup that shares the tile."""
         return self.warp * 16 + self.lane // 4 + (self.group * 64 if self.config.sharing == 2 else 0)
 
+    @abstractmethod
     def a_place(self, stage: Any) -> Any:
         """The address of A's tile in a stage of the ring."""
-        raise NotImplementedError
 
     @cute.jit
     def store_zeros(self, row: Int32, n_tile: Int32, limit: Int32):

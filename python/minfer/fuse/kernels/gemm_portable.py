@@ -23,6 +23,7 @@ from .build import compile_kernel, overlaps
 from .gemm_epilogue import Epilogue
 from .gemm_kernel import GemmKernel, gemm_parameter_types, swizzled
 from .gemm_prologue import Prologue
+from .mma_sync import load_matrices, multiply
 
 _PIECE = 16  # bytes
 
@@ -94,49 +95,31 @@ class _PortableGemm(GemmKernel):
 
     # Products.
 
-    def matrices(self, address: Any, transposed: bool) -> list[Any]:
-        """Four 8 x 8 matrices of 16-bit numbers; lane l has the address of row l % 8 of matrix l / 8."""
-        turned = ".trans" if transposed else ""
-        return list(
-            cute.arch.inline_ptx(
-                f"ldmatrix.sync.aligned.m8n8.x4{turned}.shared.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
-                write_only_types=[Int32] * 4,
-                read_only_args=[address],
-            )
-        )
-
     def multiply_tile(self, slot: Any) -> None:
         """One tile of k is added to the accumulators."""
         c = self.config
         base_a, base_b = self.base + slot * c.stage_bytes, self.base + (slot * c.stage_bytes + c.a_bytes)
         matrix, inner = self.lane // 8, self.lane % 8
-        kind = "bf16" if c.a == "bf16" else "f16"
         for k in range(c.tile_k // 16):
             if self.prologue is None:
                 row = self.group * 64 + self.warp * 16 + matrix % 2 * 8 + inner
-                a = self.matrices(base_a + self.place_of_piece(row, k * 2 + matrix // 2, 128), False)
+                a = load_matrices(base_a + self.place_of_piece(row, k * 2 + matrix // 2, 128), False)
             else:
                 words = cute.recast_tensor(self.of_tile.next, Int32)
                 a = [words[k * 4 + i] for i in range(4)]
             for group in range(0, c.tile_n // 8, 2):
                 if c.b_major == "k":
-                    b = self.matrices(base_b + self.place_of_piece(group * 8 + matrix // 2 * 8 + inner, k * 2 + matrix % 2, 128), False)
+                    b = load_matrices(base_b + self.place_of_piece(group * 8 + matrix // 2 * 8 + inner, k * 2 + matrix % 2, 128), False)
                 else:
                     row = k * 16 + matrix % 2 * 8 + inner
                     place = group // 8 * (64 * 128) + self.place_of_piece(row, group % 8 + matrix // 2, 128)
-                    b = self.matrices(base_b + place, True)
+                    b = load_matrices(base_b + place, True)
                 for half in range(2):
-                    self.product(a, b[2 * half : 2 * half + 2], group + half, kind)
+                    self.product(a, b[2 * half : 2 * half + 2], group + half)
 
-    def product(self, a: list[Any], b: list[Any], group: int, kind: str) -> None:
+    def product(self, a: list[Any], b: list[Any], group: int) -> None:
         places = [((e, i, group), 0, 0) for i in range(2) for e in range(2)]
-        results = cute.arch.inline_ptx(
-            f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
-            "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-            write_only_types=[Float32] * 4,
-            read_only_args=[*a, *b, *(self.acc[place] for place in places)],
-        )
-        for place, result in zip(places, results, strict=True):
+        for place, result in zip(places, multiply(self.config.a, a, b, [self.acc[place] for place in places]), strict=True):
             self.acc[place] = result
 
     @cute.jit
