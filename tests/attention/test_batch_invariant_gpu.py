@@ -244,12 +244,7 @@ def test_calls_in_the_mode():
     call = make([300, 4000], "16bit", (8, 2), (128, 128), torch.bfloat16)
     want = run(call)
     with minfer.batch_invariant():
-        try:
-            have = call.run()
-        except RuntimeError as error:
-            assert "on CUDA yet" in str(error)
-            pytest.skip("the mode does not take them yet")
-        assert not differs(have, want)
+        assert not differs(call.run(), want)
         with pytest.raises(RuntimeError, match="num_splits must be None in the batch-invariant mode"):
             call.run(num_splits=4)
         with pytest.raises(RuntimeError, match="depend on what else is computed"):

@@ -53,7 +53,10 @@ def scaled(dtype: torch.dtype, mode: str) -> dict[str, int]:
 
 
 def fragments(form: str, group_size: int) -> dict[str, int]:
-    """Weights that are dequantised and scaled before they are multiplied; the last is the dense product of the dequantised weight."""
+    """Weights that are dequantised and scaled before they are multiplied.
+
+    The last is the dense product of the dequantised weight, where that has the very numbers that kernels multiply: a code book's entries
+    are rounded before they are scaled (cpp/src/quantized_gemm/dequantize.cuh)."""
     draw = cases.Draw("cuda", torch.bfloat16, 7)
     x = (torch.randn(M, K, device="cuda", generator=draw.generator) * _uneven(draw, K)).to(draw.dtype)
     operands, options = cases.quantised_weight(draw, N, K, form, group_size)
@@ -62,7 +65,10 @@ def fragments(form: str, group_size: int) -> dict[str, int]:
     names = [y for y in minfer.kernels("w4a16") if group_size % max(y["group_multiple"], 1) == 0]
     names = sorted({y["name"] for y in names} & set(_names("w4a16", "wgmma16", "bf16", b_format=form)))
     found = {y: op(x, *operands, kernel=f"{y}@decomposition=persistent", **options) for y in names}
-    weight = dequantize(*operands, n=N, k=K, out_dtype=draw.dtype, **options)
+    if form == "nf4":
+        return _compared(found)
+    of_type = {"out_dtype": draw.dtype} if bits == 4 else {}  # of 8 bits: the scales' type
+    weight = dequantize(*operands, n=N, k=K, **of_type, **options)
     dense_kernel = _names("gemm", "wgmma16", "bf16", a_major="k", b_major="k")[0]
     found["dense"] = minfer.gemm(x, weight.t(), kernel=f"{dense_kernel}@decomposition=persistent")
     return _compared(found)

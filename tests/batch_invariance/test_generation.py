@@ -15,9 +15,6 @@ from minfer.integrations.transformers import optimize  # noqa: E402
 
 from ..integrations.tiny_models import DEVICES, tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    not torch.ops.minfer._computes_batch_invariant("attention_paged"), reason="attention does not compute in the mode"
-)
 MODELS = ("llama", "qwen3", "qwen3_moe")
 
 

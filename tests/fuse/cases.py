@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 
@@ -203,7 +202,7 @@ def drawn(seed: int) -> tuple[Callable[..., Tensor], bool]:
             values.append(c)
         made = [values[-1].to(x.dtype), *(values[-1 - i].to(F32) for i in range(1, results))]
         if reduces:
-            made.append(values[-1].sum(-1, keepdim=True) * (1 / math.sqrt(x.shape[-1])))
+            made.append(values[-1].sum(-1, keepdim=True) * (1 / x.shape[-1]))  # as near as its elements are
         return tuple(made)
 
     function.__name__ = f"drawn_{seed}"

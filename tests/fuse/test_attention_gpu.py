@@ -111,7 +111,7 @@ def test_views_and_dimensions():
     assert fuse.attention(*operands(2, 4, 4, 0, 70, 64, BF16, "cuda"), *pair).shape == (2, 4, 0, 64)
     with pytest.raises(RuntimeError, match="at most 128"):
         fuse.attention(*operands(1, 2, 2, 8, 8, 192, BF16, "cuda"))
-    with pytest.raises(RuntimeError, match="must be float32 of 1 modes on cuda"):
+    with pytest.raises(RuntimeError, match="must be torch.float32 of 1 modes on cuda"):
         fuse.attention(*operands(1, 2, 2, 8, 8, 64, BF16, "cuda"), Functions(1, 2, 8, "cpu").scores["alibi"])
 
 

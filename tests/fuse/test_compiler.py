@@ -66,6 +66,12 @@ def test_compiles(dsl, arch):
     integers.precompile((meta(4, 33, dtype=torch.int32), meta(4, 33, dtype=torch.int32)), arch=arch)
 
 
+@pytest.mark.parametrize("columns", [1, 3, 4, 8, 16])
+def test_narrow_rows_compile(dsl, columns):
+    """A thread has the whole row: nothing is exchanged, and reductions of integers and booleans are what it computes."""
+    statistics.precompile((meta(8, columns),), arch="sm_90a")
+
+
 @pytest.mark.parametrize("columns", [40000, 65536, 131072])
 def test_rings_compile(dsl, columns):
     """Wide rows go through shared memory, where there are enough of them."""

@@ -101,22 +101,14 @@ constexpr std::string_view kInvariant[] = {
     "qk_norm_rope_append",
 };
 
-/// Of these, the ones whose CUDA kernels have yet to pass the tests of their bits on a GPU (tests/attention/test_batch_invariant_gpu.py):
-/// they compute in the mode on the CPU alone.
-constexpr std::string_view kUntestedOnCuda[] = {"_attention_paged_into", "attention", "attention_paged", "attention_varlen"};
-
-/// Whether an operator is among names; its own may have a namespace in front.
-template <size_t kCount>
-bool is_among(std::string_view const (&names)[kCount], std::string_view name) {
+/// Whether an operator is one of them; its own may have a namespace in front.
+bool computes_in_the_mode(std::string_view name) {
   size_t const colons = name.rfind("::");
   if (colons != std::string_view::npos) name.remove_prefix(colons + 2);
-  return std::find(std::begin(names), std::end(names), name) != std::end(names);
+  return std::find(std::begin(kInvariant), std::end(kInvariant), name) != std::end(kInvariant);
 }
 
-bool computes_in_the_mode(std::string_view name) { return is_among(kInvariant, name); }
-bool is_untested_on_cuda(std::string_view name) { return is_among(kUntestedOnCuda, name); }
-
-bool computes_batch_invariant(std::string const& op, bool cuda) { return computes_in_the_mode(op) && !(cuda && is_untested_on_cuda(op)); }
+bool computes_batch_invariant(std::string const& op) { return computes_in_the_mode(op); }
 
 void set_batch_invariant(bool enabled) { of_process() = enabled; }
 
@@ -125,7 +117,7 @@ void set_batch_invariant_of_thread(int64_t enabled) { of_thread = enabled; }
 
 constexpr Operator kOperators[] = {
     {"_batch_invariant() -> bool", boxed<&batch_invariant>},
-    {"_computes_batch_invariant(str op, bool cuda=False) -> bool", boxed<&computes_batch_invariant>},
+    {"_computes_batch_invariant(str op) -> bool", boxed<&computes_batch_invariant>},
     {"_set_batch_invariant(bool enabled) -> ()", boxed<&set_batch_invariant>},
     {"_set_batch_invariant_of_thread(int enabled) -> ()", boxed<&set_batch_invariant_of_thread>},
 };
@@ -139,11 +131,6 @@ bool batch_invariant() { return of_thread < 0 ? of_process().load(std::memory_or
 void check_batch_invariance(char const* op) {
   if (batch_invariant() && !computes_in_the_mode(op)) {
     fail(op, ": cannot compute in the batch-invariant mode; leave it with minfer.batch_invariant(False)");
-  }
-  if (batch_invariant() && is_untested_on_cuda(op)) {
-    fail(op,
-         ": cannot compute in the batch-invariant mode on CUDA yet, since its kernels for that are untested; leave the mode with "
-         "minfer.batch_invariant(False), where they can be asked for with kernel=");
   }
 }
 

@@ -109,9 +109,9 @@ class batch_invariant(contextlib.ContextDecorator):
 
 
 @functools.cache
-def computes_batch_invariant(op: str, cuda: bool = False) -> bool:
-    """Whether an operator, as "attention_paged", computes in the mode, on the CPU or on CUDA; else it raises there."""
-    return ops._computes_batch_invariant(op, cuda)
+def computes_batch_invariant(op: str) -> bool:
+    """Whether an operator, as "attention_paged", computes in the mode; else it raises there."""
+    return ops._computes_batch_invariant(op)
 
 
 def check(op: str) -> None:

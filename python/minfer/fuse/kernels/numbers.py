@@ -45,12 +45,17 @@ def _mod(a: Any, b: Any, dtype: str) -> Any:
     return a - (a // b) * b
 
 
+def _select(condition: Any, a: Any, b: Any, dtype: str) -> Any:
+    """A number of its type: what the DSL's select_ returns has none, and cannot be converted."""
+    return REGISTERS[dtype](cutlass.select_(condition, a, b))
+
+
 def _maximum(a: Any, b: Any, dtype: str) -> Any:
-    return cute.math.max(a, b, propagate_nan=True) if dtype == F32 else cutlass.select_(a > b, a, b)
+    return cute.math.max(a, b, propagate_nan=True) if dtype == F32 else _select(a > b, a, b, dtype)
 
 
 def _minimum(a: Any, b: Any, dtype: str) -> Any:
-    return cute.math.min(a, b, propagate_nan=True) if dtype == F32 else cutlass.select_(a < b, a, b)
+    return cute.math.min(a, b, propagate_nan=True) if dtype == F32 else _select(a < b, a, b, dtype)
 
 
 _UNARY: dict[str, Callable[[Any], Any]] = {
@@ -122,7 +127,7 @@ def cast(x: Any, source: str, target: str) -> Any:
     if target == BOOL:
         return x != REGISTERS[source](0)
     if source == BOOL:
-        return cutlass.select_(x, REGISTERS[target](1), REGISTERS[target](0))
+        return _select(x, REGISTERS[target](1), REGISTERS[target](0), target)
     return x.to(REGISTERS[target])
 
 
@@ -246,7 +251,7 @@ class Evaluator:
         if op in _BINARY:
             return _BINARY[op](x[0], x[1], node.dtype)
         if op == "where":
-            return cutlass.select_(x[0], x[1], x[2])
+            return _select(x[0], x[1], x[2], node.dtype)
         if op == "cast":
             return cast(x[0], types[0], node.dtype)
         raise AssertionError(op)

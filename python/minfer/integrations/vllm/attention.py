@@ -106,7 +106,7 @@ class MinferAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return computes_batch_invariant("attention_paged", cuda=True)
+        return computes_batch_invariant("attention_paged")
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
