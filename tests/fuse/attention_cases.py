@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import random
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -181,12 +183,43 @@ def paged(k: Tensor, v: Tensor, lengths: list[int], page_size: int, seed: int = 
     return {"k": caches[0], "v": caches[1], "block_table": table.to(k.device), "seq_lens": lens.to(k.device)}
 
 
-def with_python_numbers(monkeypatch, template):
-    """The kernel's template, whose own arithmetic has Python's numbers in the place of a kernel's."""
-    choices = types.SimpleNamespace(select_=lambda condition, x, y: x if condition else y, min=min, max=max)
-    monkeypatch.setattr(template, "cutlass", choices)
-    for name, kind in (("Int32", int), ("Int64", int), ("Float32", float), ("Boolean", bool)):
-        monkeypatch.setattr(template, name, kind)
-    monkeypatch.setattr(template, "cast", lambda x, source, target: {"f32": float, "bool": bool}.get(target, int)(x))
-    monkeypatch.setattr(template, "constant", lambda value, dtype: value)
-    return template
+PARTS = ("grid", "functions", "tiles", "key_tiles", "shared", "scores", "softmax", "kernel", "producer", "consumer")
+
+
+class Template:
+    """The modules of sm_90a's kernel by their names, whose own arithmetic has Python's numbers in the place of a kernel's."""
+
+    def __init__(self, monkeypatch: Any, modules: dict[str, Any]):
+        self.monkeypatch, self.modules = monkeypatch, modules
+        choices = types.SimpleNamespace(select_=lambda condition, x, y: x if condition else y, min=min, max=max)
+        choices.const_expr, choices.range_constexpr = bool, range
+        self.set("cutlass", choices)
+        for name, kind in (("Int32", int), ("Int64", int), ("Float32", float), ("Boolean", bool)):
+            self.set(name, kind)
+        self.set("cast", lambda x, source, target: {"f32": float, "bool": bool}.get(target, int)(x))
+        self.set("constant", lambda value, dtype: value)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.modules[name]
+
+    def set(self, name: str, value: Any) -> None:
+        """In all modules that have it."""
+        for module in self.modules.values():
+            if hasattr(module, name):
+                self.monkeypatch.setattr(module, name, value)
+
+
+def template_with_python_numbers(monkeypatch: Any, anew: bool = False) -> Template:
+    """``anew``: modules that nobody else has, since the DSL changes functions that it has compiled."""
+    package = "minfer.fuse.kernels"
+    names = {part: f"attention_{part}" for part in PARTS}
+    if anew:
+        parent = importlib.import_module(package)
+        for name in [x for x in sys.modules if x.startswith(f"{package}.attention")]:
+            short = name.rpartition(".")[2]
+            monkeypatch.setattr(parent, short, getattr(parent, short))
+            monkeypatch.delitem(sys.modules, name)
+        for name in names.values():  # those that are not loaded yet are forgotten as well
+            monkeypatch.setitem(sys.modules, f"{package}.{name}", None)
+            del sys.modules[f"{package}.{name}"]
+    return Template(monkeypatch, {part: importlib.import_module(f"{package}.{name}") for part, name in names.items()})

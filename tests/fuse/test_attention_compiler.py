@@ -16,7 +16,7 @@ from minfer import fuse
 from minfer.fuse import attention_config, attention_function, compiler, launch
 from minfer.fuse.attention_config import AttentionConfig
 
-from tests.fuse.attention_cases import BF16, F16, Functions, drawn, paged, with_python_numbers
+from tests.fuse.attention_cases import BF16, F16, Functions, drawn, paged, template_with_python_numbers
 
 pytest.importorskip("cutlass.cute", reason="the CuTe DSL is not installed")
 FUNCTIONS = Functions(2, 4, 300, "cpu")
@@ -213,9 +213,7 @@ for wrong in ({{}}, {{"bias": table}}):
 
 @pytest.fixture
 def template(monkeypatch):
-    from minfer.fuse.kernels import attention as template
-
-    return with_python_numbers(monkeypatch, template)
+    return template_with_python_numbers(monkeypatch)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -225,9 +223,8 @@ def test_every_tile_is_visited_once(template, heads, batch, tiles, section, part
     config = AttentionConfig("bf16", 128, 3, 80, 2, 80, split=parts > 1)
     numbers = {"walk_heads": heads, "batch": batch, "tiles": tiles, "parts": parts, "group": 1, "sq": tiles * 192, "sk": 1000}
     numbers["section"] = min(section, heads * batch * parts)
-    known = attention_function.traced(None, None).traced
-    kernel = template._Attention(known.graph, config, {(name, 0, 0): value for name, value in numbers.items()})
-    places = [kernel.locate(tile) for tile in range(heads * batch * tiles * parts)]
+    scheduler = template.tiles.TileScheduler(config, {(name, 0, 0): value for name, value in numbers.items()})
+    places = [scheduler.locate(tile) for tile in range(heads * batch * tiles * parts)]
     seen = [(where.head, where.batch, where.block, where.part) for where in places]
     assert sorted(seen) == sorted(itertools.product(range(heads), range(batch), range(tiles), range(parts)))
     first = [where for where in places[: numbers["section"] * tiles]]
@@ -260,8 +257,7 @@ def test_elements_of_scores(template, monkeypatch, seed):
     """Of a thread's two rows and two columns, as the kernel's code is written, against the graph by torch."""
     score_mod = {**FUNCTIONS.scores, "stepped": stepped}[seed] if isinstance(seed, str) else drawn(seed, 4, 300, "cpu")[0]
     call = attention_function.traced(score_mod, None)
-    graph, module = call.traced.graph, template
-    kernel = module._Attention(graph, AttentionConfig("bf16", 64, 2, 128, 2, 128, scores=True), {})
+    functions = template.functions.AttentionFunctions(call.traced.graph, AttentionConfig("bf16", 64, 2, 128, 2, 128, scores=True), {})
     binary = {
         "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "floor_div": operator.floordiv,
         "mod": operator.mod, "maximum": max, "minimum": min, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
@@ -270,12 +266,12 @@ def test_elements_of_scores(template, monkeypatch, seed):
     unary = {"neg": operator.neg, "abs": abs, "exp": math.exp, "tanh": math.tanh}
     lines = []
 
-    class Numbers(module.GridEvaluator):
+    class Numbers(template.grid.GridEvaluator):
         def _number(self, node, types, x):
             if node.op == "where":
                 return x[1] if x[0] else x[2]
             if node.op == "cast":
-                return module.cast(x[0], types[0], node.dtype)
+                return template.grid.cast(x[0], types[0], node.dtype)
             return unary[node.op](x[0]) if node.op in unary else binary[node.op](*x)
 
         def line(self, number):
@@ -283,12 +279,12 @@ def test_elements_of_scores(template, monkeypatch, seed):
             lines.append(found[1] is not None)
             return found
 
-    monkeypatch.setattr(module, "GridEvaluator", Numbers)
-    kernel.gather = lambda node, indices: float(call.captured[node.attrs[0]][tuple(indices)])
+    template.set("GridEvaluator", Numbers)
+    functions.gather = lambda node, indices: float(call.captured[node.attrs[0]][tuple(indices)])
     where, first, rows = types.SimpleNamespace(batch=1, head=3), 130, (17, 25)
     scores = [0.3, -1.2, 2.5, 0.01]
-    evaluator = kernel.evaluator(where, [(row, 3) for row in rows], module.Columns(first, [40, 41]), scores)
-    grid = evaluator.value(kernel.score)
+    evaluator = functions.evaluator(where, [(row, 3) for row in rows], template.grid.Columns(first, [40, 41]), scores)
+    grid = evaluator.value(functions.score)
     have = torch.tensor([[grid.at(row, column) for column in range(2)] for row in range(2)], dtype=torch.float64)
     one = torch.ones(1, 1, dtype=torch.int32)
     values = {
@@ -314,26 +310,29 @@ def test_lines_are_added_before(template, monkeypatch, seed):
 
     score_mod = {"alibi": FUNCTIONS.scores["alibi"], "shifted": shifted, "per_row": per_row}.get(seed)
     call = attention_function.traced(score_mod, None)
-    kernel = template._Attention(call.traced.graph, AttentionConfig("bf16", 64, 2, 128, 2, 128, scores=True), {("scale", 0, 0): 0.125})
-    assert kernel.line >= 0 and kernel.scores_are_products()
+    config = AttentionConfig("bf16", 64, 2, 128, 2, 128, scores=True)
+    functions = template.functions.AttentionFunctions(call.traced.graph, config, {("scale", 0, 0): 0.125})
+    assert functions.line >= 0 and functions.scores_are_products()
     binary = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "mod": operator.mod}
 
-    class Numbers(template.GridEvaluator):
+    class Numbers(template.grid.GridEvaluator):
         def _number(self, node, types, x):
             if node.op == "cast":
-                return template.cast(x[0], types[0], node.dtype)
+                return template.grid.cast(x[0], types[0], node.dtype)
             return -x[0] if node.op == "neg" else binary[node.op](*x)
 
-    monkeypatch.setattr(template, "GridEvaluator", Numbers)
-    monkeypatch.setattr(template, "multiply_add_here", lambda x, number, y: x * number + y)
-    monkeypatch.setattr(template, "cute", types.SimpleNamespace(math=types.SimpleNamespace(rcp=lambda x, approx: 1 / x)))
-    kernel.gather = lambda node, indices: float(call.captured[node.attrs[0]][tuple(indices)])
+    template.set("GridEvaluator", Numbers)
+    template.set("multiply_add_here", lambda x, number, y: x * number + y)
+    template.set("cute", types.SimpleNamespace(math=types.SimpleNamespace(rcp=lambda x, approx: 1 / x)))
+    functions.gather = lambda node, indices: float(call.captured[node.attrs[0]][tuple(indices)])
     where, tile, queries = types.SimpleNamespace(batch=1, head=3), 5, [(700, 3), (708, 3)]
-    kernel.lane, kernel.scores = 2, [0.0] * 64
-    kernel.prepare_scores(kernel.steps_of(where, queries, {}))
-    bases = kernel.bases_of(where, queries, {}, tile)
+    scores = template.scores.Scores(functions, [0.0] * 64, 2)
+    scores.prepare(scores.steps_of(where, queries, {}))
+    bases = scores.bases_of(where, queries, {}, tile)
     products = torch.randn(64, dtype=torch.float64) * 20
-    have = torch.tensor([(kernel.scores[i] + float(products[i])) * kernel.factor() + bases[i // 2 % 2] for i in range(64)]) * math.log(2.0)
+    have = torch.tensor([(scores.products[i] + float(products[i])) * functions.factor() + bases[i // 2 % 2] for i in range(64)]) * math.log(
+        2.0
+    )
     keys = torch.tensor([tile * 128 + 8 * (i // 4) + 4 + i % 2 for i in range(64)]).view(1, -1)
     one = torch.ones(1, 1, dtype=torch.int32)
     for row, (query, _) in enumerate(queries):
@@ -378,18 +377,23 @@ def test_kinds_of_tiles(template, monkeypatch, name, consumers, keys):
     from minfer.fuse.intervals import Arithmetic
 
     whole = Arithmetic(min, max, lambda c, x, y: x if c else y, int, bool, lambda x, y: x and y, lambda x, y: x or y, operator.not_)
-    monkeypatch.setattr(template, "_BOUNDS", whole)
+    template.set("_BOUNDS", whole)
     call = attention_function.traced(None, FUNCTIONS.masks.get(name))
     config = AttentionConfig("bf16", 128, consumers, keys, 2, keys, masks=name != "none")
     sq, sk = 300, 411
-    kernel = template._Attention(call.traced.graph, config, {(x, 0, 0): y for x, y in {"sq": sq, "sk": sk, "group": 1}.items()})
+    values = {(x, 0, 0): y for x, y in {"sq": sq, "sk": sk, "group": 1}.items()}
+    functions, scheduler = (
+        template.functions.AttentionFunctions(call.traced.graph, config, values),
+        template.tiles.TileScheduler(config, values),
+    )
+    key_tiles = template.key_tiles.KeyTiles(functions, scheduler)
     scalars = {"floor_div": operator.floordiv, "mod": operator.mod, "eq": operator.eq, "add": operator.add, "lt": operator.lt}
-    monkeypatch.setattr(template.GridEvaluator, "_number", lambda self, node, types, x: scalars[node.op](*x))
-    kernel.gather = lambda node, indices: int(call.captured[node.attrs[0]][tuple(indices)])
+    monkeypatch.setattr(template.grid.GridEvaluator, "_number", lambda self, node, types, x: scalars[node.op](*x))
+    functions.gather = lambda node, indices: int(call.captured[node.attrs[0]][tuple(indices)])
     visited = 0
     for head, block, tile in itertools.product((0, 1), range(-(-sq // config.rows)), range(-(-sk // keys) + 1)):
-        where = kernel.place_of(head, 1, block, 0, sk)
-        kinds, together = kernel.kinds_of(where, tile, -(-sk // keys))
+        where = scheduler.place_of(head, 1, block, 0, sk)
+        kinds, together = key_tiles.kinds_of(where, tile, -(-sk // keys))
         columns = torch.arange(min(tile * keys, sk), min(tile * keys + keys, sk))
         alone = []
         for group in range(consumers):
@@ -398,19 +402,19 @@ def test_kinds_of_tiles(template, monkeypatch, name, consumers, keys):
             kind = kinds >> (2 * group) & 3
             alone.append((kind, len(rows)))
             if len(rows) == 0 or len(columns) == 0:
-                assert kind == template._EMPTY
+                assert kind == template.key_tiles.EMPTY
                 continue
             seen = torch.ones(len(rows), len(columns), dtype=torch.bool)
             if config.masks:
                 seen = attention_function.evaluate_mask(call, 1, head, rows, columns)
-            assert kind != template._EMPTY or not seen.any()
-            assert kind != template._FULL or (seen.all() and len(columns) == keys)
-            visited += kind != template._EMPTY
-        if all(kind == template._EMPTY for kind, _ in alone):
-            assert together == template._EMPTY
+            assert kind != template.key_tiles.EMPTY or not seen.any()
+            assert kind != template.key_tiles.FULL or (seen.all() and len(columns) == keys)
+            visited += kind != template.key_tiles.EMPTY
+        if all(kind == template.key_tiles.EMPTY for kind, _ in alone):
+            assert together == template.key_tiles.EMPTY
         else:
-            full = all(kind == template._FULL for kind, rows in alone if rows)
-            assert together == (template._FULL if full else template._PARTIAL)
+            full = all(kind == template.key_tiles.FULL for kind, rows in alone if rows)
+            assert together == (template.key_tiles.FULL if full else template.key_tiles.PARTIAL)
     assert visited
 
 
@@ -418,7 +422,7 @@ def test_kinds_of_tiles(template, monkeypatch, name, consumers, keys):
 @pytest.mark.parametrize("case", ["plain", "block mask", "paged", "few"])
 def test_parameters_are_what_kernels_take(monkeypatch, case, arch):
     """A launch's words, read as the library reads them, have the kinds that the kernel was compiled for, and name tensors."""
-    from minfer.fuse.kernels.attention import dsl_types
+    from minfer.fuse.kernels.attention_kernel import attention_parameter_types
 
     batch, sq, sk = 2, 300, 500
     functions = Functions(batch, 4, 600, "cpu")
@@ -461,7 +465,7 @@ def test_parameters_are_what_kernels_take(monkeypatch, case, arch):
     assert config.portable == (arch != "sm_90a")
     assert (config.listed, config.paged, config.packed) == (case == "block mask", case == "paged", case == "few")
     left = list(words)
-    kinds = dsl_types(call.traced.graph, config)
+    kinds = attention_parameter_types(call.traced.graph, config)
     names = attention_config.parameters(call.traced.graph, config)
     values = {}
     for name, (kind, dtype) in zip(names, kinds, strict=True):

@@ -3,7 +3,6 @@ memory and of tensor cores. A lane of the producer is a thread, a consumer warp 
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import operator
 import random
@@ -16,7 +15,7 @@ import pytest
 from minfer.fuse import attention_function
 from minfer.fuse.attention_config import AttentionConfig
 
-from tests.fuse.attention_cases import Functions, with_python_numbers
+from tests.fuse.attention_cases import Functions, template_with_python_numbers
 
 pytest.importorskip("cutlass.cute", reason="the CuTe DSL is not installed")
 FUNCTIONS = Functions(2, 4, 700, "cpu")
@@ -25,13 +24,7 @@ _PATIENCE = 60.0
 
 @pytest.fixture
 def template(monkeypatch):
-    """The template with Python's numbers, loaded anew: the DSL changes functions that it has compiled."""
-    from minfer.fuse.kernels import attention
-
-    spec = importlib.util.spec_from_file_location("minfer.fuse.kernels.attention_of_threads", attention.__file__)
-    template = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(template)
-    return with_python_numbers(monkeypatch, template)
+    return template_with_python_numbers(monkeypatch, anew=True)
 
 
 class Stuck(Exception):
@@ -127,8 +120,8 @@ class Registers(list):
 here = threading.local()
 
 
-def modelled(template: Any, monkeypatch: Any, counter: list[int], grid: int) -> type:
-    """_Attention over Machines; each thread has one of its own."""
+def modelled(template: Any, counter: list[int], grid: int) -> types.SimpleNamespace:
+    """The kernel's parts over Machines; each thread has one of its own."""
     lock = threading.Lock()
 
     def atomic_add(pointer: Any, value: int, **options: str) -> int:
@@ -150,32 +143,45 @@ def modelled(template: Any, monkeypatch: Any, counter: list[int], grid: int) -> 
     )  # fmt: skip
 
     def copy(source: Any, target: Any) -> None:
-        for i in range(template._PLACE):
+        for i in range(template.tiles.PLACE):
             target[i] = source[i]
 
-    monkeypatch.setattr(
-        template, "cute", types.SimpleNamespace(arch=arch, autovec_copy=copy, make_rmem_tensor=lambda n, kind: Registers([0] * n))
-    )
-    template.cutlass.const_expr, template.cutlass.range_constexpr = bool, range
-    monkeypatch.setattr(template, "warpgroup", types.SimpleNamespace(fence=lambda: None, wait_group=lambda n: None))
+    template.set("cute", types.SimpleNamespace(arch=arch, autovec_copy=copy, make_rmem_tensor=lambda n, kind: Registers([0] * n)))
+    template.set("warpgroup", types.SimpleNamespace(fence=lambda: None, wait_group=lambda n: None))
 
-    class Modelled(template._Attention):
+    class Shared(template.shared.SharedMemory):
+        def __init__(self, config: AttentionConfig):
+            self.config, self.barriers, self.words = config, 0, 0
+            self.q_bytes, self.tile_bytes = 2 * 64 * config.rows, 2 * 64 * config.keys
+            self.q_base, self.k_base, self.v_base = 0, 1 << 20, 1 << 21
+
         def shared_words(self, number: int, count: int) -> View:
             return View(here.machine.words, number, count)
 
+    class Producer(template.producer.Producer):
         def copy(self, name: str, base: int, rows: int, row: int, head: int, page: int, barrier: int) -> None:
-            kind = name[0]
-            first, size = {"q": (self.q_base, self.q_bytes), "k": (self.k_base, self.tile_bytes), "v": (self.v_base, self.tile_bytes)}[kind]
+            kind, shared = name[0], self.shared
+            places = {
+                "q": (shared.q_base, shared.q_bytes),
+                "k": (shared.k_base, shared.tile_bytes),
+                "v": (shared.v_base, shared.tile_bytes),
+            }
+            first, size = places[kind]
             stage = kind, (base - first) // size
             time.sleep(random.random() * 1e-4)
             assert not here.machine.readers.get(stage), f"{stage} is loaded while it is read"
             here.machine.content[stage] = (row, head, page)
             here.machine.copied(barrier, size)
 
-        # A consumer warp.
+    class Consumer(template.consumer.Consumer):
+        """A warp; its scores, softmax and epilogue are itself."""
 
         def operands(self) -> None:
-            self.output, self.row_max, self.row_sum, self.low_is_negligible = (Registers([0]) for _ in range(4))
+            self.scores = self.softmax = self.epilogue = self
+            self.functions = types.SimpleNamespace(known_of_rows=self.known_of_rows)
+
+        def start(self) -> None:
+            pass
 
         def first_row(self) -> int:
             return self.group * 64
@@ -193,21 +199,30 @@ def modelled(template: Any, monkeypatch: Any, counter: list[int], grid: int) -> 
             assert self.read("q", q_at) == (where.block * self.config.rows, where.head, where.batch)
             row, head, page = self.read("k", stage)
             assert (head, page) == (where.kv_head, where.batch)
-            self.scores = row // self.config.keys
+            self.products = row // self.config.keys
 
         def modify(self, where: Any, queries: Any, known: Any, tile: int, masked: bool) -> None:
-            assert tile == self.scores
+            assert tile == self.products
             self.masked = masked
 
-        def maxima(self, bases: Any = None) -> Any:
+        def steps_of(self, where: Any, queries: Any, known: Any) -> None:
+            return None
+
+        def bases_of(self, where: Any, queries: Any, known: Any, tile: int) -> None:
+            return None
+
+        def prepare(self, steps: Any) -> None:
+            pass
+
+        def maxima(self, bases: Any) -> Any:
             time.sleep(random.random() * 1e-4)
             return [], False
 
         def rounded(self) -> None:
             return None
 
-        def exponentials(self, offsets: Any, words: Any, exponent: Any = None) -> None:
-            self.tile, self.scores = (self.scores, self.masked), None
+        def exponentials(self, offsets: Any, words: Any) -> None:
+            self.tile, self.products = (self.products, self.masked), None
 
         def multiply_values(self, stage: int) -> None:
             row, head, page = self.read("v", stage)
@@ -228,13 +243,15 @@ def modelled(template: Any, monkeypatch: Any, counter: list[int], grid: int) -> 
 
         def store(self, where: Any, rows: Any) -> None:
             assert vars(where) == vars(self.where) and self.tile is None
-            self.stored.append(((where.head, where.batch, where.block, where.part), self.group, self.visited))
+            self.kernel.stored.append(((where.head, where.batch, where.block, where.part), self.group, self.visited))
 
-    for name in dir(template._Attention):
-        method = getattr(template._Attention, name)
-        if name not in vars(Modelled) and hasattr(method, "__wrapped__"):
-            setattr(Modelled, name, method.__wrapped__)
-    return Modelled
+    Consumer.soft_cap = None
+    for kind in (Producer, Consumer):
+        for name in dir(kind):
+            method = getattr(kind, name)
+            if name not in vars(kind) and hasattr(method, "__wrapped__"):
+                setattr(kind, name, method.__wrapped__)
+    return types.SimpleNamespace(Shared=Shared, Producer=Producer, Consumer=Consumer)
 
 
 @pytest.mark.parametrize("name,consumers,keys,stages,parts,claims", [
@@ -247,9 +264,9 @@ def test_warps_meet(template, monkeypatch, name, consumers, keys, stages, parts,
     from minfer.fuse.intervals import Arithmetic
 
     whole = Arithmetic(min, max, lambda c, x, y: x if c else y, int, bool, lambda x, y: x and y, lambda x, y: x or y, operator.not_)
-    monkeypatch.setattr(template, "_BOUNDS", whole)
+    template.set("_BOUNDS", whole)
     scalars = {"floor_div": operator.floordiv, "mod": operator.mod, "eq": operator.eq, "add": operator.add, "lt": operator.lt}
-    monkeypatch.setattr(template.GridEvaluator, "_number", lambda self, node, types, x: scalars[node.op](*x))
+    monkeypatch.setattr(template.grid.GridEvaluator, "_number", lambda self, node, types, x: scalars[node.op](*x))
     masks = {**FUNCTIONS.masks, "nothing": lambda b, h, q_idx, kv_idx: kv_idx < q_idx - 230}
     call = attention_function.traced(None, masks.get(name))
     config = AttentionConfig("bf16", 64, consumers, keys, stages, keys, masks=name != "none", split=parts > 1)
@@ -257,20 +274,18 @@ def test_warps_meet(template, monkeypatch, name, consumers, keys, stages, parts,
     tiles = -(-sq // config.rows)
     numbers = {"sq": sq, "sk": sk, "group": 1, "tiles": tiles, "walk_heads": heads, "batch": batch, "parts": parts, "section": 3,
                "claims": claims, "counter": None}  # fmt: skip
-    kind = modelled(template, monkeypatch, [0], grid)
+    parts_of = modelled(template, [0], grid)
+    values = {(x, 0, 0): y for x, y in numbers.items()}
     stored: list[Any] = []
     problems: list[BaseException] = []
 
     def thread(machine: Machine, cta: int, warp: int, lane: int) -> None:
         here.machine, here.cta, here.lane, here.produces = machine, cta, lane, warp < 4
-        kernel = kind(call.traced.graph, config, {(x, 0, 0): y for x, y in numbers.items()})
+        kernel = template.kernel.AttentionKernel(call.traced.graph, config, values)
         kernel.thread, kernel.warp, kernel.lane, kernel.group = 32 * warp + lane, warp, lane, warp // 4 - 1
-        kernel.barriers, kernel.words, kernel.stored = 0, 0, stored
-        kernel.q_bytes, kernel.tile_bytes = 2 * 64 * config.rows, 2 * 64 * keys
-        kernel.q_base, kernel.k_base, kernel.v_base = 0, 1 << 20, 1 << 21
-        kernel.total = tiles * heads * batch * parts
+        kernel.shared, kernel.stored, kernel.total = parts_of.Shared(config), stored, kernel.tiles.count()
         try:
-            (kernel.produce if warp < 4 else kernel.consume)()
+            parts_of.Producer(kernel).produce() if warp < 4 else parts_of.Consumer(kernel).consume()
         except BaseException as error:  # noqa: BLE001
             problems.append(error)
             machine.stopped = True
@@ -290,12 +305,12 @@ def test_warps_meet(template, monkeypatch, name, consumers, keys, stages, parts,
     assert sorted((place, group) for place, group, _ in stored) == sorted(
         (x, g) for x in expected for g in range(consumers) for _ in range(4)
     )
-    one = kind(call.traced.graph, config, {(x, 0, 0): y for x, y in numbers.items()})
+    one = template.kernel.AttentionKernel(call.traced.graph, config, values)
     for (head, b, block, part), group, visited in stored:
-        where = one.place_of(head, b, block, part, sk)
-        first, end = one.keys_of(where)
-        kinds = {tile: one.kind_of(where, tile, end, 64 * group, 64) for tile in range(first, end)}
+        where = one.tiles.place_of(head, b, block, part, sk)
+        first, end = one.tiles.keys_of(where)
+        kinds = {tile: one.key_tiles.kind_of(where, tile, end, 64 * group, 64) for tile in range(first, end)}
         have = dict(visited)
         assert len(have) == len(visited) and set(have) <= set(kinds)
-        assert set(have) >= {tile for tile, what in kinds.items() if what != template._EMPTY}
-        assert all(masked or kinds[tile] == template._FULL for tile, masked in visited)
+        assert set(have) >= {tile for tile, what in kinds.items() if what != template.key_tiles.EMPTY}
+        assert all(masked or kinds[tile] == template.key_tiles.FULL for tile, masked in visited)

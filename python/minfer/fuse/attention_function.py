@@ -422,8 +422,8 @@ def configure(
 
 
 def walk(config: AttentionConfig, sizes: _Sizes, tiles: int, walk_heads: int, parts: int, sms: int) -> tuple[list[int], int]:
-    """The grid, and how many heads are in a section (kernels/attention.py): so many that their keys and values stay in the L2 cache, or
-    that all SMs have a tile.
+    """The grid, and how many heads are in a section (kernels/attention_tiles.py): so many that their keys and values stay in the L2 cache,
+    or that all SMs have a tile.
 
     With a mask, tiles of queries differ in their keys: CTAs take the next one as they are done, longest first. Taken by turns, with 86
     tiles for each of 16 heads, one CTA would have 9 to 24 % more than the average."""

@@ -1,5 +1,5 @@
 """Attention with a function of scores and a mask for architectures without WGMMA, from sm_80 on: cp.async and mma.sync, after
-FlashAttention-2 (Dao, 2023). Functions, masks, bounds, block masks, pages and the softmax are those of attention.py.
+FlashAttention-2 (Dao, 2023). Functions, masks, bounds, block masks, pages and the softmax are those of sm_90a's kernel.
 
 A warp has 16 rows and all keys of a tile, so that rows lie within quads of lanes as they do with WGMMA. Every warp finds the tiles of keys
 itself. All threads copy a tile's keys and values, 16 bytes each: values arrive while scores are computed, the next tile's keys while the
@@ -17,13 +17,18 @@ from cutlass import Float32, Int32, Int64, cute
 from ..artifact import Artifact
 from ..attention_config import AttentionConfig, parameters
 from ..graph import Graph
-from .attention import _EMPTY, _FULL, _INFINITY, _NOTHING, _PARTIAL, _Attention, dsl_types, opaque, packed
+from .attention_epilogue import Epilogue
+from .attention_instructions import opaque, packed
+from .attention_kernel import AttentionKernel, attention_parameter_types
+from .attention_key_tiles import EMPTY, FULL, NOTHING, PARTIAL
+from .attention_scores import Scores
+from .attention_softmax import OnlineSoftmax
 from .build import compile_kernel, overlaps
 from .mma_sync import load_matrices, multiply
 from .numbers import pointer_at
 
 
-class _PortableAttention(_Attention):
+class PortableAttention(AttentionKernel):
     def __init__(self, graph: Graph, config: AttentionConfig, values: dict[tuple[str, int, int], Any], dependent: bool):
         super().__init__(graph, config, values)
         self.dependent = dependent  # whether launches may overlap: from sm_90 on
@@ -38,11 +43,11 @@ class _PortableAttention(_Attention):
         self.q_base = (base + 1023) & Int32(-1024)
         self.k_base = self.q_base + 2 * c.head_dim * c.rows
         self.v_base = self.k_base + 2 * c.head_dim * c.keys
-        self.scores = cute.make_rmem_tensor(c.keys // 2, Float32)
+        self.products = cute.make_rmem_tensor(c.keys // 2, Float32)
         self.output = cute.make_rmem_tensor(c.head_dim // 2, Float32)
-        self.row_max = cute.make_rmem_tensor(2, Float32)  # in units of log2
-        self.row_sum = cute.make_rmem_tensor(2, Float32)
-        self.rescale = cute.make_rmem_tensor(2, Float32)
+        self.scores = Scores(self.functions, self.products, self.lane)
+        self.softmax = OnlineSoftmax(self.functions, self.products, self.output)
+        self.epilogue = Epilogue(self.functions, self.softmax, self.lane)
 
     # Copies.
 
@@ -95,13 +100,13 @@ class _PortableAttention(_Attention):
         """S = Q.K^T of the warp's rows."""
         c = self.config
         matrix, inner = self.lane // 8, self.lane % 8
-        self.scores.fill(0.0)
+        self.products.fill(0.0)
         for k in range(c.head_dim // 16):
             a = load_matrices(self.address(self.q_base, c.rows, self.warp * 16 + matrix % 2 * 8 + inner, 2 * k + matrix // 2), False)
             for n in range(c.keys // 16):
                 b = load_matrices(self.address(self.k_base, c.keys, 16 * n + matrix // 2 * 8 + inner, 2 * k + matrix % 2), False)
                 for half in range(2):
-                    self.product(a, b[2 * half : 2 * half + 2], self.scores, 4 * (2 * n + half))
+                    self.product(a, b[2 * half : 2 * half + 2], self.products, 4 * (2 * n + half))
 
     def multiply_values(self, words: list[Any]) -> None:
         """O += P.V; ``words``: the probabilities, rounded, in pairs."""
@@ -123,16 +128,16 @@ class _PortableAttention(_Attention):
         self.await_copies()
         self.multiply_keys()
         cute.arch.sync_threads()
-        if following != _NOTHING:
+        if following != NOTHING:
             self.load(where, "k", following >> 2)
         self.commit()
-        if (word & 1) == _PARTIAL:
-            self.modify(where, queries, known, word >> 2, True)
+        if (word & 1) == PARTIAL:
+            self.scores.modify(where, queries, known, word >> 2, True)
         else:
-            self.modify(where, queries, known, word >> 2, False)
-        raised = self.softmax()
-        words = [packed([self.scores[2 * i], self.scores[2 * i + 1]], self.element) for i in range(self.config.keys // 4)]
-        self.rescale_output(raised)
+            self.scores.modify(where, queries, known, word >> 2, False)
+        raised = self.softmax.run()
+        words = [packed([self.products[2 * i], self.products[2 * i + 1]], self.element) for i in range(self.config.keys // 4)]
+        self.softmax.rescale_output(raised)
         self.await_copies()
         self.multiply_values(words)
         cute.arch.sync_threads()
@@ -142,23 +147,21 @@ class _PortableAttention(_Attention):
         c = self.config
         tile = cute.arch.block_idx()[0]
         while tile < self.total:
-            where = self.locate(tile)
+            where = self.tiles.locate(tile)
             row = self.warp * 16 + self.lane // 4
-            rows = [self.row_of(where, row), self.row_of(where, row + 8)]
+            rows = [self.tiles.row_of(where, row), self.tiles.row_of(where, row + 8)]
             queries = [(query + where.first, head) for query, head in rows]
-            known = self.known_of_rows(where, queries)
-            self.output.fill(0.0)
-            self.row_max.fill(-_INFINITY)
-            self.row_sum.fill(0.0)
-            self.fetch(where)
-            first, end = self.keys_of(where)
-            pending = Int32(_NOTHING)  # 4 * tile + kind
+            known = self.functions.known_of_rows(where, queries)
+            self.softmax.start()
+            self.fetch(where, self.q_base)
+            first, end = self.tiles.keys_of(where)
+            pending = Int32(NOTHING)  # 4 * tile + kind
             wanted = Int32(0)
             while wanted < 2:
                 begin, stop = first, end
                 count = Int32(0)
                 if cutlass.const_expr(c.listed):
-                    count = self.list_count(where, wanted)
+                    count = self.key_tiles.list_count(where, wanted)
                     begin, stop = Int32(0), count * c.listed_k
                 while begin < stop:
                     chosen, word = self.candidates(where, wanted, begin, end, count)
@@ -166,7 +169,7 @@ class _PortableAttention(_Attention):
                         lowest = lowest_bit(chosen)
                         chosen = chosen & (chosen - 1)
                         following = cute.arch.shuffle_sync(word, lowest)
-                        if pending == _NOTHING:
+                        if pending == NOTHING:
                             self.load(where, "k", following >> 2)
                             self.commit()
                         else:
@@ -174,10 +177,10 @@ class _PortableAttention(_Attention):
                         pending = following
                     begin = begin + 32
                 wanted = wanted + 1
-            if pending != _NOTHING:
-                self.step(where, queries, known, pending, Int32(_NOTHING))
-            where, row = self.locate(opaque(tile)), opaque(row)  # kept over the loop, its numbers would be spilled
-            self.store(where, [self.row_of(where, row), self.row_of(where, row + 8)])
+            if pending != NOTHING:
+                self.step(where, queries, known, pending, Int32(NOTHING))
+            where, row = self.tiles.locate(opaque(tile)), opaque(row)  # kept over the loop, its numbers would be spilled
+            self.epilogue.store(where, [self.tiles.row_of(where, row), self.tiles.row_of(where, row + 8)])
             cute.arch.inline_ptx("cp.async.wait_all;")
             cute.arch.sync_threads()
             tile = tile + cute.arch.grid_dim()[0]
@@ -186,12 +189,12 @@ class _PortableAttention(_Attention):
         """Of 32 tiles, one for each lane: bits of those of the wanted kind, and the lane's word."""
         number = begin + self.lane
         if self.config.listed:
-            number, kind = self.listed_tile(where, wanted, number, count)
-            chosen = kind != _EMPTY
+            number, kind = self.key_tiles.listed_tile(where, wanted, number, count)
+            chosen = kind != EMPTY
         else:
-            kind = self.kind_of(where, number, end)
-            chosen = kind == wanted + _PARTIAL
-        word = number * 4 + cutlass.select_(kind == _FULL, Int32(_FULL), Int32(_PARTIAL))
+            kind = self.key_tiles.kind_of(where, number, end)
+            chosen = kind == wanted + PARTIAL
+        word = number * 4 + cutlass.select_(kind == FULL, Int32(FULL), Int32(PARTIAL))
         return cute.arch.vote_ballot_sync(chosen), word
 
     @cute.jit
@@ -200,7 +203,7 @@ class _PortableAttention(_Attention):
         if cutlass.const_expr(self.dependent):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
-        self.total = self.get("tiles") * self.get("walk_heads") * self.get("batch") * self.get("parts")
+        self.total = self.tiles.count()
         self.attend()
 
 
@@ -214,6 +217,8 @@ def build(graph: Graph, config: dict[str, Any], *, name: str, architecture: str)
     c = AttentionConfig(**config)
 
     def body(values: list[Any]) -> None:
-        _PortableAttention(graph, c, dict(zip(parameters(graph, c), values, strict=True)), overlaps(architecture)).run()
+        PortableAttention(graph, c, dict(zip(parameters(graph, c), values, strict=True)), overlaps(architecture)).run()
 
-    return compile_kernel(body, dsl_types(graph, c), name=name, architecture=architecture, block=c.block, shared_bytes=c.shared_bytes)
+    return compile_kernel(
+        body, attention_parameter_types(graph, c), name=name, architecture=architecture, block=c.block, shared_bytes=c.shared_bytes
+    )
