@@ -26,7 +26,7 @@ def _is_product(row: Row) -> bool:
     return row["op"].startswith("rms_norm") and "gemm" in row["op"]
 
 
-def _cells(rows: Sequence[Row], of_copy: bool) -> str:
+def cells(rows: Sequence[Row], of_copy: bool) -> str:
     """A line for each operator, a column for each size: our time, the share of a copy's speed or of the floor, against the best peer.
     Products have a table of their own, with a column for each number of tokens."""
     products = [row for row in rows if _is_product(row)]
@@ -47,10 +47,10 @@ def _lines(rows: Sequence[Row], of_copy: bool, by_tokens: bool = False) -> str:
     columns = sorted({width for _, width in sizes}) if by_width else sorted({m for m, _ in sizes}) if by_tokens else sizes
     lines = []
     for what, of_what in grouped(rows, "what").items():
-        cells = grouped(of_what, "width") if by_width else grouped(of_what, "m") if by_tokens else grouped(of_what, "m", "width")
+        of_size = grouped(of_what, "width") if by_width else grouped(of_what, "m") if by_tokens else grouped(of_what, "m", "width")
         line = [what]
         for column in columns:
-            own = cells.get(column)
+            own = of_size.get(column)
             if not own:
                 line.append("-")
                 continue
@@ -100,6 +100,6 @@ def section(results: dict[str, Any]) -> str:
         if of_copy:
             shares = [row["ratio"] for row in peers.get(COPY, [])]
             text += f" Median share of a copy's speed: {statistics.median(shares):.0%}." if shares else ""
-        parts.append(f"`{suite}`. {text}\n\n{_cells(rows, of_copy)}")
+        parts.append(f"`{suite}`. {text}\n\n{cells(rows, of_copy)}")
     parts.append(losses(compared, "operator, rows x width"))
     return "\n\n".join(parts)

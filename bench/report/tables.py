@@ -48,6 +48,13 @@ PEER_NAMES = {
     "vllm_ops": "vLLM's operators",
     "ours:bf16": "own, 16 bits",
     "ours:default": "own, outside of the mode",
+    "torch_autotune": "torch.compile (max-autotune)",
+    "cublas_then_compile": "cuBLAS + torch.compile",
+    "flex_attention": "flex_attention",
+    "ours:ahead_of_time": "own operator",
+    "ours:no_epilogue": "own product without the epilogue",
+    "ours:attention": "own attention, by pairs",
+    "ours:soft_cap": "own attention with a soft cap",
     "triton_persistent": "a persistent Triton product",
 }
 MODEL_NAMES = {

@@ -3,8 +3,8 @@
 rows: twenty functions of rows over 256 MB, beside torch.compile of the same Python function, a copy of as many bytes, and minfer's own
 operator where there is one. gemm: GEMMs with eight kinds of epilogue, cubes and layers of LLMs, beside torch.compile of the same with
 mode="max-autotune-no-cudagraphs", cuBLAS followed by torch.compile of the epilogue, and minfer's product without one. attention:
-fuse_attention.py. Values are checked against float64 before anything is timed. Compile times are those of this process: the first call of
-a function, and the same again from the disk.
+fuse_attention.py. examples: those of the guide, and how long their first calls take, fuse_examples.py. Values are checked against float64
+before anything is timed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from minfer._core.registry import device_properties
 from torch import Tensor
 
 from bench import harness
-from bench.suites import fuse_attention, fused
+from bench.suites import fuse_attention, fuse_examples, fused
 from bench.suites.fused_call import Call, deviation
 from bench.suites.moe import chosen_of
 
 WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 PEERS = ("copy", "torch_compile", "ours:ahead_of_time", "torch_autotune", "cublas_then_compile", "ours:dense", *fuse_attention.PEERS)
-SUITES = ("rows", "gemm", "attention")
+SUITES = ("rows", "gemm", "attention", "examples")
 E4M3 = torch.float8_e4m3fn
 
 
@@ -363,29 +363,6 @@ def cells(only: str) -> list[dict[str, Any]]:
     return found
 
 
-def compile_times() -> dict[str, float]:
-    """Milliseconds of a first call and of one whose kernel is on the disk, the largest of all functions at one width; the DSL is loaded."""
-    from minfer.fuse import compiler
-
-    first = again = 0.0
-    for function, kinds, reduces, _, _ in FUNCTIONS.values():
-        made = (fuse.rowwise if reduces else fuse.pointwise)(function)
-        width = 3072 + 8 * len(compiler._known)
-        args = [
-            torch.ones(64, width, device="cuda", dtype=torch.bfloat16) if kind == "x" else torch.ones(width, device="cuda")
-            for kind in kinds
-        ]
-        for time_of in range(2):
-            begin = time.perf_counter()
-            made(*args)
-            torch.cuda.synchronize()
-            spent = (time.perf_counter() - begin) * 1e3
-            first, again = (max(first, spent), again) if time_of == 0 else (first, max(again, spent))
-            compiler._known.clear()
-            made._plans.clear()
-    return {"first_call_ms": first, "from_disk_ms": again}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="results file to merge rows into, bench/results/<device>/fuse.json")
     parser.add_argument("--peers", default=",".join(PEERS), help=f"of {', '.join(PEERS)}")
@@ -407,6 +384,7 @@ def main(args: argparse.Namespace) -> int:
     chosen = [cell for cell in cells(args.only) if cell["width"] in widths] if "rows" in suites else []
     chosen += gemm_cells(args.only) if "gemm" in suites else []
     chosen += fuse_attention.cells(args.only) if "attention" in suites else []
+    chosen += fuse_examples.cells(args.only) if "examples" in suites else []
     if args.dry_run:
         for cell in chosen:
             print({name: value for name, value in cell.items() if name != "make"})
@@ -427,8 +405,6 @@ def main(args: argparse.Namespace) -> int:
         ),
     )
     begin, wrong = time.monotonic(), []
-    if "rows" in suites:
-        print({name: f"{value:.0f}" for name, value in compile_times().items()}, flush=True)
     if "gemm" in suites:  # all kernels at once, by all cores
         precompile_gemms()
     if "attention" in suites:
@@ -438,8 +414,8 @@ def main(args: argparse.Namespace) -> int:
             print("time limit: the remaining cells were not started")
             break
         try:
-            measured = fuse_attention.measure if cell["suite"] == "attention" else fused.measure
-            print(measured(cell, args, results, peers, budget), flush=True)
+            measure = {"attention": fuse_attention.measure, "examples": fuse_examples.measure}.get(cell["suite"], fused.measure)
+            print(measure(cell, args, results, peers, budget), flush=True)
         except Exception as error:  # noqa: BLE001  one cell's failure is reported and counted, the others go on
             torch.cuda.synchronize()
             wrong.append(f"{cell['what']}: {type(error).__name__}: {str(error)[:300]}")

@@ -86,7 +86,7 @@ def test_products_have_a_table_of_their_own():
         return dict(suite="origins", op=op, kernel="k", shape=shape, dtype="bf16", us=2.0, peer=peer, peer_us=3.0, ratio=1.5)
 
     product = [row("rms_norm_gemm", m, 64, peer, "rms_norm_gemm 32 x 64") for m in (1, 8) for peer in ("torch", "ours:one_launch")]
-    text = report._cells([row("gelu", 128, 3072, "torch"), *product], False)
+    text = report.cells([row("gelu", 128, 3072, "torch"), *product], False)
     norms, products = text.split("\n\n")
     assert "gelu" in norms and "3072" in norms and "rms_norm_gemm" not in norms
     assert products.count("2.0 us, 1.50 torch's operators, 1.50 one launch") == 2
