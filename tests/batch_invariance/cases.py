@@ -6,6 +6,7 @@ order, and returns tensors whose first mode is theirs. Bits are compared as inte
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -525,6 +526,156 @@ draws("greedy", temperatures=lambda draw, rows: torch.zeros(rows, device=draw.de
 draws("all_tokens", **warm)
 draws("truncated", **warm, **cut)
 draws("penalised", **warm, **cut, counts=None)
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------------------------
+
+PAGE, GROUP_TOKENS = 64, 64
+LONGEST = 1500  # keys of a sequence
+
+
+def softmax_options(draw: Draw, heads: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if draw.choice(True, False):
+        found["window_left"] = draw.choice(0, 37, 333)
+    if draw.choice(True, False):
+        found["softcap"] = draw.choice(7.0, 30.0)
+    if draw.choice(True, False):
+        found["sinks"] = draw.normal(heads, dtype=torch.float32).to(draw.dtype)
+    return found
+
+
+def filled_cache(draw: Draw, kv_format: str, pages: int, heads: int, dim: int, batch: int) -> minfer.KvCache:
+    cache = minfer.allocate_kv_cache(
+        pages, PAGE, heads, dim, kv_format=kv_format, dtype=draw.dtype, device=draw.device, batch=batch, group_tokens=GROUP_TOKENS
+    )
+    for codes in (cache.k, cache.v):
+        if kv_format == "16bit":
+            codes.copy_(draw.normal(*codes.shape))
+        elif kv_format == "fp8_e4m3":
+            bits(codes).copy_(bits(draw.normal(*codes.shape, dtype=FP8)))
+        else:
+            codes.copy_(draw.integers(*((-127, 128) if kv_format == "int8" else (0, 256)), *codes.shape))
+    low, high = {"int4": (0.06, 0.19), "int8": (0.008, 0.023)}.get(kv_format, (0.5, 1.5))
+    for scale in (cache.k_scale, cache.v_scale):
+        if scale is not None:
+            scale.copy_(draw.uniform(*scale.shape, low=low, high=high))
+    if kv_format == "int4":
+        for minima in (cache.k_scale[:, :, :, 1], cache.v_scale.chunk(2, 2)[1]):
+            minima.copy_(draw.uniform(*minima.shape, low=-1.5, high=-0.5))
+        for residual in (cache.k_residual, cache.v_residual):
+            residual.copy_(draw.normal(*residual.shape))
+    return cache
+
+
+class PagedSequences:
+    """Sequences of random lengths, ``tokens`` in all unless ``lengths`` says which, in pages that lie in any order."""
+
+    def __init__(self, draw: Draw, kv_format: str, tokens: int, lengths: list[int] | None = None):
+        if lengths is None:
+            lengths = []
+            while sum(lengths) < tokens:
+                lengths.append(min(int(draw.integers(1, LONGEST + 1, 1)), tokens - sum(lengths)))
+        self.heads, heads_kv = draw.choice((4, 4), (8, 2), (8, 1), (7, 1))
+        self.dim = draw.choice(64, 128)
+        self.lengths = torch.tensor(lengths, device=draw.device)
+        columns = -(-max(lengths) // PAGE)
+        order = torch.randperm(len(lengths) * columns, generator=draw.generator, device=draw.device)
+        self.table = order.view(len(lengths), columns).to(torch.int32)
+        self.cache = filled_cache(draw, kv_format, order.numel(), heads_kv, self.dim, len(lengths))
+        self.options = softmax_options(draw, self.heads)
+
+    def attend(self, q: Tensor, sequences: Tensor, seq_lens: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        """Of calls over some of the sequences, any number of times each, with so many of their keys."""
+        scales = self.cache.scales()
+        for name in ("k_residual", "v_residual"):
+            if scales.get(name) is not None:
+                scales[name] = scales[name][sequences]
+        table = self.table[sequences]
+        lengths = seq_lens.to(torch.int32)
+        return minfer.attention_paged(q, self.cache.k, self.cache.v, lengths, block_table=table, **scales, **self.options, **more)
+
+
+def over_cache(kv_format: str) -> None:
+    """Rows are the tokens of prompts: all of a prompt in one call, in chunks of several sizes, or token by token, beside others."""
+
+    @case("attention_paged", kv_format)
+    def make(draw: Draw, rows: int, n: int, k: int) -> Call:
+        prompts = PagedSequences(draw, kv_format, rows)
+        q = draw.normal(rows, prompts.heads, prompts.dim)
+        places = torch.arange(rows, device=draw.device)
+        sequence = torch.repeat_interleave(torch.arange(len(prompts.lengths), device=draw.device), prompts.lengths)
+        position = places - (prompts.lengths.cumsum(0) - prompts.lengths)[sequence]
+        chunks = itertools.chain((LONGEST,), itertools.cycle((64, 7, 512, 1, 100)))
+
+        def call(take: Tensor) -> tuple[Tensor, ...]:
+            order = take.argsort()
+            own, chunk = take[order], next(chunks)
+            follows = torch.zeros(len(own), dtype=torch.bool, device=own.device)
+            follows[1:] = (own[1:] == own[:-1] + 1) & (position[own[1:]] % chunk != 0)
+            begins = torch.nonzero(~follows).flatten()
+            ends = torch.cat([begins[1:], begins.new_tensor([len(own)])])
+            out, lse = prompts.attend(
+                q[own],
+                sequence[own[begins]],
+                position[own[ends - 1]] + 1,
+                cu_seqlens_q=torch.cat([begins, ends[-1:]]).to(torch.int32),
+                max_seqlen_q=int((ends - begins).max()),
+            )
+            back = order.argsort()
+            return out[back], lse.T[back]
+
+        return call
+
+
+for of_cache in ("16bit", "fp8_e4m3", "int8"):
+    over_cache(of_cache)
+
+
+@case("attention_paged", "int4", most_rows=512)
+def over_int4(draw: Draw, rows: int, n: int, k: int) -> Call:
+    """Rows are sequences with the queries of a step: what a key is, code or residual, depends on the sequence's length in the call."""
+    few = LONGEST if draw.device != "cpu" else 200
+    lengths = draw.integers(1, few + 1, rows).tolist()
+    sequences, queries = PagedSequences(draw, "int4", 0, lengths), draw.choice(1, 3)
+    lengths = torch.tensor(lengths, device=draw.device).clamp(min=queries)
+    q = draw.normal(rows, queries, sequences.heads, sequences.dim)
+    return lambda take: sequences.attend(q[take], take, lengths[take])
+
+
+@case("attention", most_rows=64)
+def attends(draw: Draw, rows: int, n: int, k: int) -> Call:
+    """Rows are planes of a batch."""
+    (heads, heads_kv), dim = draw.choice((4, 4), (8, 2), (7, 1)), draw.choice(40, 64, 128, 192)
+    length = int(draw.integers(1, 700 if draw.device != "cpu" else 60, 1))
+    q = draw.normal(rows, length, heads, dim)
+    keys, values = (draw.normal(rows, length + 5, heads_kv, dim) for _ in range(2))
+    options = softmax_options(draw, heads) | {"causal": True}
+    return lambda take: minfer.attention(q[take], keys[take], values[take], **options)
+
+
+@case("attention_varlen", most_rows=64)
+def attends_end_to_end(draw: Draw, rows: int, n: int, k: int) -> Call:
+    """Rows are sequences, end to end in the order in which they are taken."""
+    (heads, heads_kv), dim = draw.choice((4, 4), (8, 2), (8, 1)), draw.choice(64, 128)
+    most = 600 if draw.device != "cpu" else 40
+    lengths = draw.integers(1, most + 1, rows)
+    q = draw.normal(rows, most, heads, dim)
+    keys, values = (draw.normal(rows, most, heads_kv, dim) for _ in range(2))
+    options = softmax_options(draw, heads) | {"causal": draw.choice(True, False)}
+    if not options["causal"]:
+        options.pop("window_left", None)
+
+    def call(take: Tensor) -> tuple[Tensor, ...]:
+        own = torch.arange(most, device=q.device) < lengths[take][:, None]
+        ends = torch.nn.functional.pad(lengths[take].cumsum(0), (1, 0)).to(torch.int32)
+        flat = [x[take][own] for x in (q, keys, values)]
+        out, lse = minfer.attention_varlen(*flat, ends, ends, most, most, **options)
+        padded = out.new_zeros(len(take), most, *out.shape[1:]), lse.new_zeros(len(take), most, heads)
+        padded[0][own], padded[1][own] = out, lse.T
+        return padded
+
+    return call
 
 
 # ---- comparisons --------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from minfer._core.operator import OPERATORS
 from . import cases
 
 SMALL = (1, 2, 3, 8, 17)
-REFUSED = {"attention", "attention_varlen", "attention_paged"}
 
 
 @pytest.mark.parametrize("case", cases.CASES.values(), ids=lambda case: case.name)
@@ -18,7 +17,7 @@ def test_rows_have_the_same_bits(case):
 
 def test_every_operator_computes_in_the_mode_or_refuses():
     computing = {name for name in OPERATORS if torch.ops.minfer._computes_batch_invariant(name)}
-    assert set(OPERATORS) - computing <= REFUSED
+    assert set(OPERATORS) == computing
     assert not torch.ops.minfer._computes_batch_invariant("minfer::_launch_kernel")
     assert torch.ops.minfer._computes_batch_invariant("minfer::gemm")
 
@@ -31,7 +30,7 @@ GROUPED = {name for name in OPERATORS if name.startswith("grouped_")}
 
 def test_every_operator_has_a_case():
     covered = {case.operator for case in cases.CASES.values()}
-    assert set(OPERATORS) - covered == WITHOUT_A_CASE | WITHIN_ANOTHER | GROUPED | REFUSED
+    assert set(OPERATORS) - covered == WITHOUT_A_CASE | WITHIN_ANOTHER | GROUPED
 
 
 def test_the_comparison_sees_a_bit():
