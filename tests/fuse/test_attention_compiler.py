@@ -113,6 +113,73 @@ def test_loop_over_full_tiles(tmp_path, name, dim):
     assert len(waits) == 2 and first < waits[0] < waits[1] < roundings[0]  # probabilities are not written while they are multiplied
 
 
+DOCUMENT, LONG = torch.zeros(16384, dtype=torch.int32), torch.zeros(2, 16384, dtype=torch.int64)
+PADDING, BIAS = torch.zeros(2, 16384, dtype=torch.bool), torch.zeros(8, 16384)
+
+
+def documents(b, h, q_idx, kv_idx):
+    return DOCUMENT[q_idx] == DOCUMENT[kv_idx]
+
+
+def causal_documents(b, h, q_idx, kv_idx):
+    return (LONG[b, q_idx] == LONG[b, kv_idx]) & (q_idx >= kv_idx)
+
+
+def padded(b, h, q_idx, kv_idx):
+    return PADDING[b, kv_idx]
+
+
+def biased(score, b, h, q_idx, kv_idx):
+    return score + BIAS[h, kv_idx]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_loop_over_partial_tiles(tmp_path, dim):
+    """Documents by a block mask: what is looked up for keys is in shared memory, two numbers a load; a score costs a comparison and a
+    choice more than in a full tile. Nothing else is loaded in any loop over tiles."""
+    known = attention_function.traced(None, documents).traced
+    sizes = attention_function._Sizes(1, 16, 16, 16384, 16384, dim, dim, False)
+    config, _ = attention_function.configure(known, sizes, "bf16", 0, (128, 128), 132)
+    assert config.key_words == 1
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(compiler.build(attention_function.kernel_of(known, config, "sm_90a")).cubin)
+    usage = subprocess.run([tool("cuobjdump"), "-res-usage", str(path)], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"STACK:(\d+)", usage) == ["0"], usage
+    code = subprocess.run([tool("cuobjdump"), "-sass", str(path)], capture_output=True, text=True, check=True).stdout
+    products, elements = config.head_dim // 16 + config.keys // 16, config.keys // 2
+    partial, full = sorted((x for x in loops(code) if count(x, "HGMMA") == products), key=len, reverse=True)
+    assert count(partial, "LDG|LDL|STL") == count(full, "LDG|LDL|STL") == 0
+    assert count(partial, r"LDS\.64") == elements // 4 and count(partial, "LDS") == elements // 4 + 1 and count(full, "LDS") == 1
+    assert count(partial, "ISETP") <= elements + elements // 2 + 8  # half as many are of the last tile's end, which has a branch
+    assert len(partial) <= len(full) + 4 * elements and len(partial) <= (810 if dim == 128 else 690), (len(partial), len(full))
+
+
+def test_what_is_looked_up_by_key():
+    def found(score_mod, mask_mod, packed=False):
+        graph = attention_function.traced(score_mod, mask_mod).traced.graph
+        return [(graph.nodes[i].op, graph.nodes[i].dtype, words) for i, words in attention_config.looked_up_by_key(graph, packed).items()]
+
+    assert found(None, documents) == [("gather", "i32", 1)] and found(None, causal_documents) == [("gather", "i64", 2)]
+    assert found(None, padded) == [("gather", "bool", 1)] and found(biased, None) == [("gather", "f32", 1)]
+    assert found(biased, None, True) == [] and found(None, documents, True) == [("gather", "i32", 1)]  # rows are heads
+    assert found(FUNCTIONS.scores["relative"], FUNCTIONS.masks["causal"]) == found(FUNCTIONS.scores["alibi"], None) == []
+    assert [x[0] for x in found(lambda s, b, h, q, kv: s * (2 * BIAS[h, kv] + 1), None)] == ["add"]  # all that needs no row
+    assert [x[1:] for x in found(biased, causal_documents)] == [("f32", 1)]  # the other has no room
+
+
+@pytest.mark.parametrize("functions", [(biased, documents), (biased, causal_documents), (None, padded), (biased, None)])
+@pytest.mark.parametrize("consumers,keys,dim,others", [
+    (3, 80, 128, {}), (2, 128, 64, {"listed": True}), (1, 128, 64, {"packed": True, "paged": True, "split": True}),
+])  # fmt: skip
+def test_numbers_by_key_compile(functions, consumers, keys, dim, others):
+    known = attention_function.traced(*functions).traced
+    words = sum(attention_config.looked_up_by_key(known.graph, "packed" in others).values())
+    config = AttentionConfig("bf16", dim, consumers, keys, 2, 16 if "paged" in others else keys, scores=known.scores, masks=known.masks,
+                             key_words=words, **others)  # fmt: skip
+    assert config.shared_bytes == AttentionConfig(**{**config.__dict__, "key_words": 0}).shared_bytes + 4 * words * keys * 2 * 2
+    assert compiler.build(attention_function.kernel_of(known, config, "sm_90a")).shared_bytes == config.shared_bytes
+
+
 CONFIGS = {
     "128": AttentionConfig("bf16", 128, 3, 80, 2, 80, scores=True, masks=True),
     "128 block mask": AttentionConfig("bf16", 128, 2, 128, 2, 128, listed=True, scores=True, masks=True),

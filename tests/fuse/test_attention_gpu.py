@@ -140,6 +140,61 @@ def test_lines_over_keys(dim, dtype):
                 judged(*operands(1, 4, heads_kv, sq, sk, dim, dtype, "cuda"), score_mod, mask_mod)
 
 
+@pytest.mark.parametrize("dim,dtype", [(64, BF16), (128, F16)])
+@pytest.mark.parametrize("kind", ["i32", "odd offset", "strided", "short", "i64", "bool", "many"])
+def test_look_ups_by_key(kind, dim, dtype):
+    """Tables of every form that a key's position looks up in: with a block mask and without, few queries, and a bias in full tiles."""
+    batch, length = 2, 1500
+    generator = torch.Generator().manual_seed(dim)
+    wide = torch.randint(0, 4, (batch, 2 * length + 1), generator=generator).sort(-1).values.to("cuda", torch.int32)
+    tables = {
+        "odd offset": wide[:, 1 : length + 1], "strided": wide[:, ::2], "short": wide[:, ::5], "i64": wide[:, ::2].long(),
+        "bool": wide[:, :length] % 2 == 0, "many": wide[:, :length],
+    }  # fmt: skip
+    table = tables.get(kind, wide[:, :length].contiguous())
+    bias = torch.randn(4, table.shape[1], generator=generator).cuda()
+
+    def mask_mod(b, h, q_idx, kv_idx):
+        if kind == "bool":
+            return table[b, kv_idx]
+        seen = table[b, q_idx] == table[b, kv_idx]
+        return seen & ((table[0, kv_idx] > 0) | (table[1, kv_idx] < 3) | (q_idx > kv_idx)) if kind == "many" else seen
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return score + bias[h, kv_idx]
+
+    for sq, sk in ((1500, 1500), (700, 130), (3, 1411), (64, 900), (1500, 1)):
+        q, k, v = operands(batch, 4, 2, sq, sk, dim, dtype, "cuda")
+        for scores, masks in ((None, mask_mod), (score_mod, mask_mod), (score_mod, None)):
+            judged(q, k, v, scores, masks)
+        mask = fuse.create_block_mask(mask_mod, batch, None, sq, sk, "cuda", (128, 128) if dim == 64 else (256, 384))
+        for scores in (None, score_mod):
+            judged(q, k, v, scores, mask_mod, mask)
+
+
+def test_look_ups_by_key_of_pages_and_many_tiles():
+    """Numbers by key beside a ring of keys that goes round many times, of sequences with ends within a tile."""
+    document = (torch.arange(5000, device="cuda") // 37 % 5).to(torch.int32)
+
+    def documents(b, h, q_idx, kv_idx):
+        return document[q_idx] == document[kv_idx]
+
+    for sq, dim in ((1, 128), (70, 64), (300, 128)):
+        q, k, v = operands(3, 8, 2, sq, 1500, dim, BF16, "cuda")
+        given = paged(k, v, [1500, sq, 1024 + sq], 16)
+        judged(q, given.pop("k"), given.pop("v"), None, documents, **given)
+    for dim in (64, 128):
+        q, k, v = operands(2, 40, 8, 2600, 2600, dim, BF16, "cuda")
+        judged(q, k, v, None, documents)
+        judged(q, k, v, None, documents, fuse.create_block_mask(documents, None, None, 2600, 2600, "cuda"))
+        short = (torch.arange(2600, device="cuda") // 90).to(torch.int32)
+
+        def few_blocks(b, h, q_idx, kv_idx, short=short):
+            return short[q_idx] == short[kv_idx]
+
+        judged(q, k, v, None, few_blocks, fuse.create_block_mask(few_blocks, None, None, 2600, 2600, "cuda"))
+
+
 @pytest.mark.parametrize("scale", [1.0, 3.0, 8.0, 30.0])
 def test_soft_caps_of_large_scores(scale):
     """Within the polynomial's limit, partly and mostly beyond it."""

@@ -12,8 +12,9 @@ import types
 from typing import Any
 
 import pytest
+import torch
 from minfer.fuse import attention_function
-from minfer.fuse.attention_config import AttentionConfig
+from minfer.fuse.attention_config import AttentionConfig, looked_up_by_key
 
 from tests.fuse.attention_cases import Functions, template_with_python_numbers
 
@@ -41,6 +42,7 @@ class Machine:
         self.barriers = [{"count": n, "left": n, "bytes": 0, "done": 0} for n in counts]
         self.named: dict[int, list[int]] = {}  # threads that have come, times it was completed
         self.words = [0] * 256
+        self.numbers: dict[tuple[int, int], int] = {}  # by key
         self.content: dict[tuple[str, int], Any] = {}
         self.readers: dict[tuple[str, int], set[int]] = {}
         self.exchange: list[Any] = [None] * 32
@@ -68,6 +70,10 @@ class Machine:
             barrier["bytes"] += expected
             barrier["left"] -= 1
             self.settle(number)
+
+    def expect(self, number: int, count: int) -> None:
+        with self.changed:
+            self.barriers[number]["bytes"] += count
 
     def copied(self, number: int, count: int) -> None:
         with self.changed:
@@ -112,6 +118,18 @@ class View:
         self.memory[self.first + i] = value
 
 
+class Number:
+    """One number by key."""
+
+    def __init__(self, memory: dict[tuple[int, int], int], numbers: int, column: int, keys: int):
+        self.memory, self.place, self.keys = memory, (numbers, column), keys
+
+    def __setitem__(self, i: int, value: int) -> None:
+        assert i == 0 and self.place[1] < self.keys
+        time.sleep(random.random() * 1e-5)
+        self.memory[self.place] = value
+
+
 class Registers(list):
     def fill(self, value: Any) -> None:
         self[:] = [value] * len(self)
@@ -120,8 +138,8 @@ class Registers(list):
 here = threading.local()
 
 
-def modelled(template: Any, counter: list[int], grid: int) -> types.SimpleNamespace:
-    """The kernel's parts over Machines; each thread has one of its own."""
+def modelled(template: Any, counter: list[int], grid: int, looked_up: Any) -> types.SimpleNamespace:
+    """The kernel's parts over Machines; each thread has one of its own. ``looked_up``: of a batch and a key, if anything is."""
     lock = threading.Lock()
 
     def atomic_add(pointer: Any, value: int, **options: str) -> int:
@@ -132,6 +150,7 @@ def modelled(template: Any, counter: list[int], grid: int) -> types.SimpleNamesp
     arch = types.SimpleNamespace(
         mbarrier_wait=lambda number, parity: here.machine.wait(number, parity),
         mbarrier_arrive=lambda number: here.machine.arrive(number),
+        mbarrier_expect_tx=lambda number, count: here.machine.expect(number, count),
         mbarrier_arrive_and_expect_tx=lambda number, count: here.machine.arrive(number, count),
         sync_warp=lambda: here.machine.among_lanes(here.lane, None) if here.produces else None,
         vote_ballot_sync=lambda truth: sum(bool(x) << i for i, x in enumerate(here.machine.among_lanes(here.lane, truth))),
@@ -153,10 +172,14 @@ def modelled(template: Any, counter: list[int], grid: int) -> types.SimpleNamesp
         def __init__(self, config: AttentionConfig):
             self.config, self.barriers, self.words = config, 0, 0
             self.q_bytes, self.tile_bytes = 2 * 64 * config.rows, 2 * 64 * config.keys
-            self.q_base, self.k_base, self.v_base = 0, 1 << 20, 1 << 21
+            self.q_base, self.k_base, self.v_base, self.numbers_base = 0, 1 << 20, 1 << 21, 1 << 22
 
         def shared_words(self, number: int, count: int) -> View:
             return View(here.machine.words, number, count)
+
+        def key_numbers(self, numbers: int, words: int, dtype: Any, column: int, count: int) -> Number:
+            assert words == 0 and count == 1
+            return Number(here.machine.numbers, numbers, column, self.config.keys)
 
     class Producer(template.producer.Producer):
         def copy(self, name: str, base: int, rows: int, row: int, head: int, page: int, barrier: int) -> None:
@@ -201,9 +224,14 @@ def modelled(template: Any, counter: list[int], grid: int) -> types.SimpleNamesp
             assert (head, page) == (where.kv_head, where.batch)
             self.products = row // self.config.keys
 
-        def modify(self, where: Any, queries: Any, known: Any, tile: int, masked: bool) -> None:
+        def modify(self, where: Any, queries: Any, known: Any, tile: int, masked: bool, numbers: int) -> None:
             assert tile == self.products
             self.masked = masked
+            if self.config.key_words and masked:
+                if random.random() < 0.1:
+                    time.sleep(0.05)  # the keys' stage is another tile's meanwhile
+                memory, keys = here.machine.numbers, self.config.keys
+                assert [memory[numbers, i] for i in range(keys)] == [looked_up(where.batch, tile * keys + i) for i in range(keys)]
 
         def steps_of(self, where: Any, queries: Any, known: Any) -> None:
             return None
@@ -256,7 +284,8 @@ def modelled(template: Any, counter: list[int], grid: int) -> types.SimpleNamesp
 
 @pytest.mark.parametrize("name,consumers,keys,stages,parts,claims", [
     ("none", 3, 80, 3, 1, 0), ("causal", 3, 80, 2, 1, 1), ("causal", 2, 128, 2, 1, 0), ("sliding_tiles", 3, 128, 4, 1, 1),
-    ("odd_heads", 2, 80, 3, 2, 1), ("nothing", 3, 80, 2, 1, 1), ("none", 1, 128, 2, 3, 0),
+    ("odd_heads", 2, 80, 3, 2, 1), ("nothing", 3, 80, 2, 1, 1), ("none", 1, 128, 2, 3, 0), ("documents", 2, 128, 2, 1, 1),
+    ("documents", 3, 80, 3, 1, 0), ("documents", 1, 80, 2, 2, 1), ("documents and more", 3, 80, 2, 1, 1),
 ])  # fmt: skip
 def test_warps_meet(template, monkeypatch, name, consumers, keys, stages, parts, claims):
     """No warp waits for ever, no stage is written while it is read, and every warpgroup multiplies every tile of keys that its rows see,
@@ -265,16 +294,44 @@ def test_warps_meet(template, monkeypatch, name, consumers, keys, stages, parts,
 
     whole = Arithmetic(min, max, lambda c, x, y: x if c else y, int, bool, lambda x, y: x and y, lambda x, y: x or y, operator.not_)
     template.set("_BOUNDS", whole)
-    scalars = {"floor_div": operator.floordiv, "mod": operator.mod, "eq": operator.eq, "add": operator.add, "lt": operator.lt}
+    names = {"floor_div": "floordiv", "and": "and_", **{name: name for name in ("mod", "eq", "add", "sub", "lt", "gt", "le", "ge")}}
+    scalars = {name: getattr(operator, its) for name, its in names.items()}
     monkeypatch.setattr(template.grid.GridEvaluator, "_number", lambda self, node, types, x: scalars[node.op](*x))
-    masks = {**FUNCTIONS.masks, "nothing": lambda b, h, q_idx, kv_idx: kv_idx < q_idx - 230}
+    document = torch.arange(700).flip(0) // 50
+
+    def documents_and_more(b, h, q_idx, kv_idx):  # which are partial to some warpgroups, and full or empty to others
+        return (kv_idx < 170) | (kv_idx < q_idx + 100) & (document[kv_idx] > 7)
+
+    nothing = lambda b, h, q_idx, kv_idx: kv_idx < q_idx - 230  # noqa: E731
+    masks = {**FUNCTIONS.masks, "nothing": nothing, "documents and more": documents_and_more}
     call = attention_function.traced(None, masks.get(name))
-    config = AttentionConfig("bf16", 64, consumers, keys, stages, keys, masks=name != "none", split=parts > 1)
+    config = AttentionConfig(
+        "bf16",
+        64,
+        consumers,
+        keys,
+        stages,
+        keys,
+        masks=name != "none",
+        split=parts > 1,
+        key_words=sum(looked_up_by_key(call.traced.graph, False).values()) if name != "none" else 0,
+    )
+    assert (config.key_words > 0) == name.startswith("documents")
+    tables = call.captured
+
+    def gather(node: Any, indices: list[int]) -> int:
+        table = tables[node.attrs[0]]
+        return int(table[tuple(min(max(i, 0), n - 1) for i, n in zip(indices, table.shape, strict=True))])
+
+    def looked_up(batch: int, key: int) -> int:
+        key = min(key, 699)
+        return int(document[key] > 7) if name == "documents and more" else int(tables[0][batch, key])
+
     heads, batch, sq, sk, grid = 2, 2, 300, 411, 2
     tiles = -(-sq // config.rows)
     numbers = {"sq": sq, "sk": sk, "group": 1, "tiles": tiles, "walk_heads": heads, "batch": batch, "parts": parts, "section": 3,
                "claims": claims, "counter": None}  # fmt: skip
-    parts_of = modelled(template, [0], grid)
+    parts_of = modelled(template, [0], grid, looked_up)
     values = {(x, 0, 0): y for x, y in numbers.items()}
     stored: list[Any] = []
     problems: list[BaseException] = []
@@ -282,6 +339,7 @@ def test_warps_meet(template, monkeypatch, name, consumers, keys, stages, parts,
     def thread(machine: Machine, cta: int, warp: int, lane: int) -> None:
         here.machine, here.cta, here.lane, here.produces = machine, cta, lane, warp < 4
         kernel = template.kernel.AttentionKernel(call.traced.graph, config, values)
+        kernel.functions.gather = gather
         kernel.thread, kernel.warp, kernel.lane, kernel.group = 32 * warp + lane, warp, lane, warp // 4 - 1
         kernel.shared, kernel.stored, kernel.total = parts_of.Shared(config), stored, kernel.tiles.count()
         try:
@@ -306,6 +364,7 @@ def test_warps_meet(template, monkeypatch, name, consumers, keys, stages, parts,
         (x, g) for x in expected for g in range(consumers) for _ in range(4)
     )
     one = template.kernel.AttentionKernel(call.traced.graph, config, values)
+    one.functions.gather = gather
     for (head, b, block, part), group, visited in stored:
         where = one.tiles.place_of(head, b, block, part, sk)
         first, end = one.tiles.keys_of(where)

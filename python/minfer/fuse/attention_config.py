@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from .graph import F32, Graph
+from .graph import F32, I64, Graph
 
 HEAD_DIMS = (64, 128)  # smaller ones are filled up with zeros
 BLOCK = 128  # of block masks: the tiles' rows and keys where there is one
@@ -19,7 +19,7 @@ class AttentionConfig:
     ``packed``: rows are the query heads of one KV head next to each other. ``listed``: tiles are those that a block mask names, of blocks
     of ``listed_q`` x ``listed_k`` tiles. ``split``: results are parts in float32, of which ``parts`` there are. ``scores`` and ``masks``:
     whether the graph has an output of each kind, in this order. ``portable``: of kernels/attention_portable.py, where consumers are all
-    warpgroups that there are."""
+    warpgroups that there are. ``key_words``: of each key, what looked_up_by_key() finds, in 32 bits each."""
 
     element: str
     head_dim: int
@@ -36,6 +36,7 @@ class AttentionConfig:
     scores: bool = False
     masks: bool = False
     portable: bool = False
+    key_words: int = 0
 
     @property
     def rows(self) -> int:
@@ -57,7 +58,44 @@ class AttentionConfig:
 
     @property
     def shared_bytes(self) -> int:
-        return 2 * self.head_dim * (self.query_stages * self.rows + 2 * self.stages * self.keys) + 1024  # 1024: of alignment
+        tiles = 2 * self.head_dim * (self.query_stages * self.rows + 2 * self.stages * self.keys)
+        return tiles + self.key_bytes * 2 * self.stages + 1024  # 1024: of alignment
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a tile's numbers by key."""
+        return 4 * self.key_words * self.keys
+
+
+def dependent(graph: Graph, *names: str) -> list[bool]:
+    """Which values depend on any of the function's arguments of these names."""
+    result: list[bool] = []
+    for node in graph.nodes:
+        result.append(node.op == "value" and node.attrs[0] in names or any(result[i] for i in node.inputs))
+    return result
+
+
+_MOST_KEY_WORDS = 2
+
+
+def looked_up_by_key(graph: Graph, packed: bool) -> dict[int, int]:
+    """Values that are looked up by a key's position and are the same for all rows of a tile of queries, as the document that a key belongs
+    to, and that others need which are not: as many as have 2 words of 32 bits, with their words."""
+    by_key = dependent(graph, "kv")
+    by_others = dependent(graph, "q", "score", *(["h"] if packed else []))
+    alone = [x and not y for x, y in zip(by_key, by_others, strict=True)]
+    looked_up: list[bool] = []
+    for number, node in enumerate(graph.nodes):
+        here = node.op == "gather" and alone[number]
+        looked_up.append(here or alone[number] and any(looked_up[i] for i in node.inputs))
+    needed = {y.node for y in graph.outputs}
+    needed |= {i for number, node in enumerate(graph.nodes) if not alone[number] for i in node.inputs}
+    found: dict[int, int] = {}
+    for number in sorted(needed):
+        words = 2 if graph.nodes[number].dtype == I64 else 1
+        if looked_up[number] and sum(found.values()) + words <= _MOST_KEY_WORDS:
+            found[number] = words
+    return found
 
 
 def outer_factor(graph: Graph, number: int) -> tuple[float, int]:

@@ -18,7 +18,18 @@ from torch import Tensor
 from .._core.namespace import ops
 from .._core.torch_private import constant_in_compiled_graphs
 from . import dtypes, operators
-from .attention_config import BLOCK, CAP_NUMBERS, HEAD_DIMS, MOST_BOXES, MOST_POSITIONS, AttentionConfig, cap_numbers, parameters, soft_cap
+from .attention_config import (
+    BLOCK,
+    CAP_NUMBERS,
+    HEAD_DIMS,
+    MOST_BOXES,
+    MOST_POSITIONS,
+    AttentionConfig,
+    cap_numbers,
+    looked_up_by_key,
+    parameters,
+    soft_cap,
+)
 from .block_mask import block_size_of, lists_of, states_of
 from .compiler import Kernel, compile_all
 from .errors import FuseError
@@ -407,6 +418,9 @@ def configure(
     query_stages = 1 if packed else 2
     most = (_SHARED_BYTES - 1024 - 128 * head_dim * consumers * query_stages) // (4 * head_dim * keys)
     stages = 1 if portable else min(most, 4)
+    key_words = 0 if portable else sum(looked_up_by_key(known.graph, packed).values())
+    if stages * (4 * head_dim * keys + 8 * keys * key_words) > _SHARED_BYTES - 1024 - 128 * head_dim * consumers * query_stages:
+        key_words = 0  # a stage is worth more
     tiles = -(-rows // (64 * consumers)) * walk
     parts = 1
     if not block_size and tiles:
@@ -416,7 +430,7 @@ def configure(
         listed_q = listed_k = 1
     config = AttentionConfig(
         element, head_dim, consumers, keys, stages, box, packed, sizes.paged, bool(block_size), listed_q, listed_k, parts > 1, known.scores,
-        known.masks, portable,
+        known.masks, portable, key_words,
     )  # fmt: skip
     return config, parts
 

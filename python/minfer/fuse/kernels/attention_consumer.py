@@ -70,7 +70,7 @@ class Consumer:
         self.products = scores.make_fragment_C(scores.partition_shape_C((64, c.keys)))
         self.output = output.make_fragment_C(output.partition_shape_C((64, c.head_dim)))
         self.probabilities = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, c.keys // 16)), self.element)
-        self.scores = Scores(self.functions, self.products, self.lane)
+        self.scores = Scores(self.functions, self.products, self.lane, self.shared)
         self.softmax = OnlineSoftmax(self.functions, self.products, self.output, self.probabilities)
         self.soft_cap = None if self.functions.cap is None else SoftCap(self.functions, self.softmax)
         self.epilogue = Epilogue(self.functions, self.softmax, self.lane)
@@ -176,7 +176,7 @@ class Consumer:
             self.release(self.shared.empty_v(v_at))
             raised = self.soft_cap.exponentials()
         else:
-            self.scores.modify(where, queries, known, word >> 4, masked)
+            self.scores.modify(where, queries, known, word >> 4, masked, self.shared.numbers_of_keys(k_at, k_phase))
             offsets, raised = self.softmax.maxima(self.scores.bases_of(where, queries, known, word >> 4))
             warpgroup.wait_group(0)
             self.release(self.shared.empty_v(v_at))
@@ -243,11 +243,12 @@ class Consumer:
                 self.pass_turn()
                 warpgroup.wait_group(0)
                 self.release(self.shared.empty_k(k_at))
+                numbers = self.shared.numbers_of_keys(k_at, k_phase)
                 k_at, k_phase = self.shared.advance(k_at, k_phase)
                 if (word & 3) == FULL:
-                    self.scores.modify(where, queries, known, word >> 4, False)
+                    self.scores.modify(where, queries, known, word >> 4, False, numbers)
                 else:
-                    self.scores.modify(where, queries, known, word >> 4, True)
+                    self.scores.modify(where, queries, known, word >> 4, True, numbers)
                 offsets, _ = self.softmax.maxima(self.scores.bases_of(where, queries, known, word >> 4))
                 self.softmax.exponentials(offsets, self.softmax.rounded())
                 self.scores.prepare(steps)

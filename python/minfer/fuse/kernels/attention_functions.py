@@ -12,7 +12,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64
 
-from ..attention_config import AttentionConfig, outer_factor, soft_cap
+from ..attention_config import AttentionConfig, dependent, looked_up_by_key, outer_factor, soft_cap
 from ..graph import F32, I32, Graph, Node
 from .attention_grid import Columns, Grid, GridEvaluator, lines_of
 from .attention_tiles import Place
@@ -30,15 +30,34 @@ class AttentionFunctions:
         self.mask = graph.outputs[-1].node if config.masks else -1
         self.outer, self.inner = outer_factor(graph, self.score) if config.scores else (1.0, -1)
         self.cap = soft_cap(graph, config)
-        self.of_columns = self._depends("kv", "score")
+        self.of_columns = dependent(graph, "kv", "score")
         self.line, self.line_sign = self._added_line()
-        self.of_rows = self._depends("q", *(["h"] if config.packed else []))
+        self.of_rows = dependent(graph, "q", *(["h"] if config.packed else []))
+        self.key_places = self._key_places()
 
-    def _depends(self, *names: str) -> list[bool]:
-        result: list[bool] = []
-        for node in self.graph.nodes:
-            result.append(node.op == "value" and node.attrs[0] in names or any(result[i] for i in node.inputs))
-        return result
+    def _key_places(self) -> dict[int, int]:
+        """Values that the producer looks up for each key of a tile, with the words of a key in front of each."""
+        places, words = {}, 0
+        if self.config.key_words:
+            for number, its in looked_up_by_key(self.graph, self.config.packed).items():
+                places[number] = words
+                words += its
+        return places
+
+    def by_key(self, number: int) -> list[int]:
+        """Those of key_places that a value needs."""
+        found, seen = [], set()
+        left = [number] if number >= 0 else []
+        while left:
+            number = left.pop()
+            if number in seen:
+                continue
+            seen.add(number)
+            if number in self.key_places:
+                found.append(number)
+            else:
+                left += self.graph.nodes[number].inputs
+        return sorted(found)
 
     def _added_line(self) -> tuple[int, int]:
         """A value that is linear in the key's position and all that the function adds to the score, with its sign, or -1."""

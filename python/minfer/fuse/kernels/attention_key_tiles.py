@@ -76,32 +76,35 @@ class KeyTiles:
         together = cutlass.select_(partial, Int32(PARTIAL), Int32(FULL))
         return kinds, cutlass.select_(visited, together, Int32(EMPTY))
 
-    def listed_tile(self, where: Place, wanted: Any, place: Any, count: Any) -> tuple[Any, Any]:
-        """Of a block mask's list, the tile of keys at a place, and its kind as above."""
+    def listed_tile(self, where: Place, place: Any, some: Any, count: Any) -> tuple[Any, Any]:
+        """Of a block mask's lists, of ``some`` partial blocks and then of full ones, ``count`` together: the tile of keys at a place, and
+        its kind as above."""
         c = self.config
         entry = place if c.listed_k == 1 else place // c.listed_k
+        whole = entry >= some
+        inside = cutlass.min(cutlass.select_(whole, entry - some, entry), self.tiles.get("list_length") - 1)
         start = Int64(self.list_row(where)) * Int64(self.tiles.get("list_length"))
-        index = self.listed(wanted, "index", start + Int64(cutlass.max(cutlass.min(entry, count - 1), Int32(0))))
+        index = self.listed(whole, "index", start + Int64(cutlass.max(inside, Int32(0))))
         tiles = (where.sk + (c.keys - 1)) // c.keys
         tile = index if c.listed_k == 1 else index * c.listed_k + (place - entry * c.listed_k)
         valid = (entry < count) & (index >= 0) & (index < tiles) & (tile < tiles)
-        kind = cutlass.select_((wanted == 1) & (tile * c.keys + c.keys <= where.sk), Int32(FULL), Int32(PARTIAL))
+        kind = cutlass.select_(whole & (tile * c.keys + c.keys <= where.sk), Int32(FULL), Int32(PARTIAL))
         return tile, cutlass.select_(valid, kind, Int32(EMPTY))
 
-    def listed(self, wanted: Any, what: str, place: Any) -> Any:
-        """A number of the list of partial or of full tiles."""
-        address = cutlass.select_(wanted == 1, self.tiles.get(f"all_{what}").toint(), self.tiles.get(f"some_{what}").toint()) + place * 4
+    def listed(self, whole: Any, what: str, place: Any) -> Any:
+        """A number of the list of full or of partial blocks."""
+        address = cutlass.select_(whole, self.tiles.get(f"all_{what}").toint(), self.tiles.get(f"some_{what}").toint()) + place * 4
         return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4), cute.make_layout(1))[0]
 
     def list_row(self, where: Place) -> Any:
         """The row of a block mask's lists: of the batch, the head and the block of queries."""
         block = where.block if self.config.listed_q == 1 else where.block // self.config.listed_q
-        return (
-            where.batch * self.tiles.get("list_batch")
-            + where.head * self.tiles.get("list_head")
-            + cutlass.min(block, self.tiles.get("list_rows") - 1)
-        )
+        row = where.batch * self.tiles.get("list_batch") + where.head * self.tiles.get("list_head")
+        return row + cutlass.min(block, self.tiles.get("list_rows") - 1)
 
-    def list_count(self, where: Place, wanted: Any) -> Any:
-        count = self.listed(wanted, "count", Int64(self.list_row(where)))
-        return cutlass.max(cutlass.min(count, self.tiles.get("list_length")), Int32(0))
+    def list_counts(self, where: Place) -> tuple[Any, Any]:
+        """How many partial blocks are listed, and how many of both kinds."""
+        row, most = Int64(self.list_row(where)), self.tiles.get("list_length")
+        some, whole = (self.listed(Boolean(kind), "count", row) for kind in (False, True))
+        some, whole = (cutlass.max(cutlass.min(count, most), Int32(0)) for count in (some, whole))
+        return some, some + whole

@@ -156,15 +156,15 @@ class PortableAttention(AttentionKernel):
             self.fetch(where, self.q_base)
             first, end = self.tiles.keys_of(where)
             pending = Int32(NOTHING)  # 4 * tile + kind
-            wanted = Int32(0)
+            begin, stop, wanted = first, end, Int32(0)
+            some, count = Int32(0), Int32(0)
+            if cutlass.const_expr(c.listed):
+                some, count = self.key_tiles.list_counts(where)
+                stop, wanted = count * c.listed_k, Int32(1)
             while wanted < 2:
-                begin, stop = first, end
-                count = Int32(0)
-                if cutlass.const_expr(c.listed):
-                    count = self.key_tiles.list_count(where, wanted)
-                    begin, stop = Int32(0), count * c.listed_k
+                begin = Int32(0) if cutlass.const_expr(c.listed) else first
                 while begin < stop:
-                    chosen, word = self.candidates(where, wanted, begin, end, count)
+                    chosen, word = self.candidates(where, wanted, begin, end, some, count)
                     while chosen != 0:
                         lowest = lowest_bit(chosen)
                         chosen = chosen & (chosen - 1)
@@ -185,11 +185,11 @@ class PortableAttention(AttentionKernel):
             cute.arch.sync_threads()
             tile = tile + cute.arch.grid_dim()[0]
 
-    def candidates(self, where: Any, wanted: Any, begin: Any, end: Any, count: Any) -> tuple[Any, Any]:
+    def candidates(self, where: Any, wanted: Any, begin: Any, end: Any, some: Any, count: Any) -> tuple[Any, Any]:
         """Of 32 tiles, one for each lane: bits of those of the wanted kind, and the lane's word."""
         number = begin + self.lane
         if self.config.listed:
-            number, kind = self.key_tiles.listed_tile(where, wanted, number, count)
+            number, kind = self.key_tiles.listed_tile(where, number, some, count)
             chosen = kind != EMPTY
         else:
             kind = self.key_tiles.kind_of(where, number, end)

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
+from ..graph import BOOL, I32
+from .attention_grid import Columns
 from .attention_key_tiles import EMPTY, NOTHING, PARTIAL
 from .attention_tiles import PLACE
-from .numbers import pointer_at
+from .numbers import REGISTERS, cast, pointer_at
 
 if TYPE_CHECKING:
     from .attention import HopperAttention
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 class Producer:
     def __init__(self, kernel: HopperAttention):
         self.config, self.get = kernel.config, kernel.get
-        self.tiles, self.key_tiles, self.shared = kernel.tiles, kernel.key_tiles, kernel.shared
+        self.functions, self.tiles, self.key_tiles, self.shared = kernel.functions, kernel.tiles, kernel.key_tiles, kernel.shared
         self.lane, self.total, self.panels = kernel.lane, kernel.total, kernel.config.head_dim // 64
 
     @cute.jit
@@ -52,15 +54,16 @@ class Producer:
 
     @cute.jit
     def claim(self, tile: Int32):
-        """The CTA's next tile of queries. Where tiles differ in their keys it is the next that no CTA has."""
-        following = tile + cute.arch.grid_dim()[0]
+        """Begins to find the CTA's next tile of queries, by lane 0. Where tiles differ in their keys it is the next that no CTA has."""
+        taken = tile
         if cutlass.const_expr(self.config.counted):
-            if self.get("claims") != 0:
-                taken = Int32(0)
-                if self.lane == 0:
-                    taken = cute.arch.atomic_add(self.get("counter"), Int32(1), sem="relaxed", scope="gpu")
-                following = cute.arch.shuffle_sync(taken, 0) + cute.arch.grid_dim()[0]
-        return following
+            if (self.get("claims") != 0) & (self.lane == 0):
+                taken = cute.arch.atomic_add(self.get("counter"), Int32(1), sem="relaxed", scope="gpu")
+        return taken
+
+    def claimed(self, taken: Any) -> Any:
+        """The CTA's next tile of queries."""
+        return (cute.arch.shuffle_sync(taken, 0) if self.config.counted else taken) + cute.arch.grid_dim()[0]
 
     @cute.jit
     def produce(self):
@@ -72,19 +75,19 @@ class Producer:
             where = self.tiles.read(self.shared.record(number_of_tile & 1))
             first, end = self.tiles.keys_of(where)
             pending = Int32(NOTHING)  # 64 * tile + kinds
-            wanted = Int32(0)
+            begin, stop, wanted = first, end, Int32(0)
+            some, count = Int32(0), Int32(0)
+            if cutlass.const_expr(c.listed):
+                some, count = self.key_tiles.list_counts(where)
+                stop, wanted = count * c.listed_k, Int32(1)  # both lists at once: a look into memory takes as long as half a tile of keys
             while wanted < 2:
-                begin, stop = first, end
-                count = Int32(0)
-                if cutlass.const_expr(c.listed):
-                    count = self.key_tiles.list_count(where, wanted)
-                    begin, stop = Int32(0), count * c.listed_k
-                place = begin + self.lane
+                begin = Int32(0) if cutlass.const_expr(c.listed) else first
                 while begin < stop:
+                    place = begin + self.lane
                     number = first + (end - 1) - place  # the last keys first: with a causal mask, those that the first rows do not see
                     kinds, kind = Int32(0), Int32(0)
                     if cutlass.const_expr(c.listed):
-                        number, kind = self.key_tiles.listed_tile(where, wanted, place, count)
+                        number, kind = self.key_tiles.listed_tile(where, place, some, count)
                         for group in cutlass.range_constexpr(c.consumers):
                             queries = self.tiles.queries_of(where, 64 * group, 64)
                             kinds = kinds | (cutlass.select_(queries[0] <= queries[1], kind, Int32(EMPTY)) << (2 * group))
@@ -105,8 +108,8 @@ class Producer:
                             v_at, v_phase = self.shared.advance(v_at, v_phase)
                         pending = following
                     begin = begin + 32
-                    place = place + 32
                 wanted = wanted + 1
+            taken = self.claim(tile)  # not before: the consumers have all stages to work on meanwhile
             if pending != NOTHING:
                 self.load(where, pending, Int32(NOTHING), k_at, k_phase, v_at, v_phase)
                 v_at, v_phase = self.shared.advance(v_at, v_phase)
@@ -119,7 +122,7 @@ class Producer:
             k_at, k_phase = self.shared.advance(k_at, k_phase)
             # The other stage is that of the tile before this one. All that its consumers wait for was loaded: they will give it back.
             number_of_tile = number_of_tile + 1
-            tile = self.claim(tile)  # not before: it would be spilled, and the consumers have all stages to work on meanwhile
+            tile = self.claimed(taken)
             self.publish(tile, number_of_tile)
 
     @cute.jit
@@ -153,33 +156,57 @@ class Producer:
         cute.arch.mbarrier_wait(self.shared.empty_k(k_at), k_phase ^ 1)
         self.write_words(k_at, pending, following)
         if self.lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(self.shared.full_k(k_at), self.shared.tile_bytes)
+            if cutlass.const_expr(c.key_words > 0):
+                cute.arch.mbarrier_expect_tx(self.shared.full_k(k_at), self.shared.tile_bytes)
+            else:
+                cute.arch.mbarrier_arrive_and_expect_tx(self.shared.full_k(k_at), self.shared.tile_bytes)
         cute.arch.sync_warp()
         if self.lane < boxes:
-            self.copy(
-                "k_map",
-                self.shared.k_base + k_at * self.shared.tile_bytes + box,
-                c.keys,
-                row,
-                where.kv_head,
-                page,
-                self.shared.full_k(k_at),
-            )
+            target = self.shared.k_base + k_at * self.shared.tile_bytes + box
+            self.copy("k_map", target, c.keys, row, where.kv_head, page, self.shared.full_k(k_at))
+        if cutlass.const_expr(c.key_words > 0):
+            self.look_up(where, pending, self.shared.numbers_of_keys(k_at, k_phase))
+            cute.arch.sync_warp()
+            if self.lane == 0:
+                cute.arch.mbarrier_arrive(self.shared.full_k(k_at))
         cute.arch.mbarrier_wait(self.shared.empty_v(v_at), v_phase ^ 1)
         if self.lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(self.shared.full_v(v_at), self.shared.tile_bytes)
         cute.arch.sync_warp()
         if self.lane < boxes:
-            self.copy(
-                "v_map",
-                self.shared.v_base + v_at * self.shared.tile_bytes + box,
-                c.keys,
-                row,
-                where.kv_head,
-                page,
-                self.shared.full_v(v_at),
-            )
+            target = self.shared.v_base + v_at * self.shared.tile_bytes + box
+            self.copy("v_map", target, c.keys, row, where.kv_head, page, self.shared.full_v(v_at))
         cute.arch.sync_warp()
+
+    @cute.jit
+    def look_up(self, where: Any, pending: Int32, numbers: Int32):
+        """A tile's numbers by key, while its keys are on their way. Masks alone need none where it is full for all warpgroups."""
+        if cutlass.const_expr(len(self.functions.by_key(self.functions.score)) > 0):
+            self.write_numbers(where, pending >> 6, numbers)
+        else:
+            if (pending & (4**self.config.consumers // 3)) != 0:  # the lower bit of each kind
+                self.write_numbers(where, pending >> 6, numbers)
+
+    def write_numbers(self, where: Any, tile: Any, numbers: Any) -> None:
+        """A lane has every 32nd key. Behind the last key of all, indices are clamped to what there is, as anywhere."""
+        c = self.config
+        evaluator = self.functions.evaluator(where, None, Columns(tile * c.keys + self.lane, list(range(0, c.keys, 32))), None)
+        found = {number: evaluator.value(number) for number in self.functions.key_places}
+        for number, words in self.functions.key_places.items():
+            dtype = self.functions.graph.nodes[number].dtype
+            for i, offset in enumerate(range(0, c.keys, 32)):
+                value = found[number].at(0, i)
+                value = cast(value, BOOL, I32) if dtype == BOOL else value
+                there = self.shared.key_numbers(numbers, words, REGISTERS[I32 if dtype == BOOL else dtype], self.lane + offset, 1)
+                if offset + 32 <= c.keys:
+                    there[0] = value
+                else:
+                    self.write_inside(there, value, self.lane + offset)
+
+    @cute.jit
+    def write_inside(self, there: cute.Tensor, value: Any, column: Int32):
+        if column < self.config.keys:
+            there[0] = value
 
     def copy(self, name: str, base: Any, rows: int, row: Any, head: Any, page: Any, barrier: Any) -> None:
         """A box of each 64 columns, by a lane."""

@@ -8,10 +8,13 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from ..graph import BOOL, I32
 from .attention_functions import AttentionFunctions
 from .attention_grid import Columns, Grid
 from .attention_instructions import approximate, multiply_add_here
+from .attention_shared import SharedMemory
 from .attention_tiles import Place
+from .numbers import REGISTERS
 
 _LOG2_E = math.log2(math.e)
 _INFINITY = float("inf")
@@ -21,11 +24,12 @@ class Scores:
     """A thread has two rows of products, r and r + 8, and two neighbouring columns of each eight: element 4 j + 2 row + e is in column
     8 j + 2 (lane % 4) + e."""
 
-    def __init__(self, functions: AttentionFunctions, products: cute.Tensor, lane: Any):
-        self.functions, self.config, self.products, self.lane = functions, functions.config, products, lane
+    def __init__(self, functions: AttentionFunctions, products: cute.Tensor, lane: Any, shared: SharedMemory | None = None):
+        self.functions, self.config, self.products, self.lane, self.shared = functions, functions.config, products, lane, shared
 
-    def modify(self, where: Place, queries: Any, known: dict[int, Grid], tile: Any, masked: bool) -> None:
-        """Scores are what the softmax takes; of a partial tile, -inf where a key is not seen. By two columns: values live shortly."""
+    def modify(self, where: Place, queries: Any, known: dict[int, Grid], tile: Any, masked: bool, numbers: Any = None) -> None:
+        """Scores are what the softmax takes; of a partial tile, -inf where a key is not seen. By two columns: values live shortly.
+        ``numbers``: where those by key are."""
         c = self.config
         if self.functions.scores_are_products():
             if not masked:
@@ -35,11 +39,14 @@ class Scores:
                 return
         first = tile * c.keys + (self.lane % 4) * 2
         scale = self.functions.get("scale")
+        by_key = [] if self.functions.scores_are_products() else self.functions.by_key(self.functions.inner)
+        by_key = sorted({*by_key, *(self.functions.by_key(self.functions.mask) if masked else [])})
         for i in range(0, c.keys // 2, 4):
             columns = Columns(first, [2 * i, 2 * i + 1])
             scores = None if self.functions.scores_are_products() else [self.products[i + e] * scale for e in (0, 2, 1, 3)]
             evaluator = self.functions.evaluator(where, queries, columns, scores)
             evaluator.known.update(known)
+            evaluator.known.update({number: self.pair_by_key(number, numbers, 2 * i) for number in by_key})
             if self.functions.cap is not None:
                 capped = [approximate("tanh.approx", self.products[i + e] * self.functions.get("cap_inner")) for e in (0, 2, 1, 3)]
                 evaluator.known[self.functions.inner] = Grid(capped, True, True)
@@ -52,6 +59,15 @@ class Scores:
                     self.products[e] = x if seen is None else cutlass.select_(seen.at(row, column), x, Float32(-_INFINITY))
         if masked and not self.functions.scores_are_products():
             self.cut(where.sk - tile * c.keys)
+
+    def pair_by_key(self, number: int, numbers: Any, column: int) -> Grid:
+        """Of the thread's two columns."""
+        dtype = self.functions.graph.nodes[number].dtype
+        stored = REGISTERS[I32 if dtype == BOOL else dtype]
+        pair = cute.make_rmem_tensor(2, stored)
+        place = (self.lane % 4) * 2 + column
+        cute.autovec_copy(self.shared.key_numbers(numbers, self.functions.key_places[number], stored, place, 2), pair)
+        return Grid([pair[i] != 0 if dtype == BOOL else pair[i] for i in range(2)], False, True)
 
     @cute.jit
     def cut(self, keys: Int32):

@@ -4,6 +4,9 @@ k and v: a ring of `stages` tiles each, full by TMA's bytes, empty by an arrival
 TMA's bytes, empty likewise when their queries and their record have been read.
 A warpgroup's word of a tile of keys is 16 * tile + 4 * kind of the next tile + kind; a next tile of the kind NOTHING means that this is the
 last, and a word of NOTHING that the tile of queries visits no keys.
+Numbers by key: what functions look up by a key's position alone, [value][keys] for each tile of keys. They are full with their tile's keys,
+and have places for twice as many tiles: a warpgroup reads them when it has given the keys' stage back, and has read them when it gives
+that stage back once more.
 Operands: queries [head_dim / 64][rows][64] in their stages, then stages of keys, then of values, [head_dim / 64][keys][64] each, all with
 the swizzle of 128 bytes.
 """
@@ -35,6 +38,7 @@ class SharedMemory:
         self.q_base = base
         self.k_base = base + c.query_stages * self.q_bytes
         self.v_base = base + (c.query_stages * self.q_bytes + c.stages * self.tile_bytes)
+        self.numbers_base = base + (c.query_stages * self.q_bytes + 2 * c.stages * self.tile_bytes)
 
     def full_k(self, stage: Any) -> Any:
         return self.barriers + stage
@@ -63,6 +67,16 @@ class SharedMemory:
 
     def read_word(self, stage: Any, group: Any) -> Any:
         return cute.arch.make_warp_uniform(self.shared_words(stage * _WORDS + group, 1)[0])
+
+    def numbers_of_keys(self, stage: Any, phase: Any) -> Any:
+        """The address of a tile's numbers by key: of the keys in a stage, when its barriers have this phase."""
+        return self.numbers_base + (stage + phase * self.config.stages) * self.config.key_bytes
+
+    def key_numbers(self, numbers: Any, words: int, dtype: Any, column: Any, count: int) -> cute.Tensor:
+        """``count`` neighbouring numbers of a tile's value that has ``words`` words of each key in front of it."""
+        size = 8 if dtype is Int64 else 4
+        address = numbers + column * size + words * 4 * self.config.keys
+        return cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=count * size), cute.make_layout(count))
 
     def record(self, stage: Any) -> cute.Tensor:
         """Of a published tile of queries: head, batch, block, part, keys."""
