@@ -282,6 +282,52 @@ def modelled(template: Any, counter: list[int], grid: int, looked_up: Any) -> ty
     return types.SimpleNamespace(Shared=Shared, Producer=Producer, Consumer=Consumer)
 
 
+def run(template: Any, call: Any, config: AttentionConfig, numbers: dict[str, Any], looked_up: Any = None, listed: Any = None) -> list[Any]:
+    """What all warps of two CTAs store: where, the warpgroup, and the tiles of keys in their order with whether they were masked."""
+    grid = 2
+    parts_of = modelled(template, [0], grid, looked_up)
+    values = {(x, 0, 0): y for x, y in numbers.items()}
+    stored: list[Any] = []
+    problems: list[BaseException] = []
+
+    def thread(machine: Machine, cta: int, warp: int, lane: int) -> None:
+        here.machine, here.cta, here.lane, here.produces = machine, cta, lane, warp < 4
+        kernel = template.kernel.AttentionKernel(call.traced.graph, config, values)
+        kernel.functions.gather = gather_of(call.captured)
+        kernel.key_tiles.listed = listed
+        kernel.thread, kernel.warp, kernel.lane, kernel.group = 32 * warp + lane, warp, lane, warp // 4 - 1
+        kernel.shared, kernel.stored, kernel.total = parts_of.Shared(config), stored, kernel.tiles.count()
+        try:
+            parts_of.Producer(kernel).produce() if warp < 4 else parts_of.Consumer(kernel).consume()
+        except BaseException as error:  # noqa: BLE001
+            problems.append(error)
+            machine.stopped = True
+            machine.lanes.abort()
+
+    threads = []
+    for cta in range(grid):
+        machine = Machine(config, 2 * 64 * config.keys)
+        places = [(0, lane) for lane in range(32)] + [(4 + warp, 0) for warp in range(4 * config.consumers)]
+        threads += [threading.Thread(target=thread, args=(machine, cta, *place), daemon=True) for place in places]
+    for x in threads:
+        x.start()
+    for x in threads:
+        x.join(_PATIENCE * 2)
+    assert not problems, problems[:3]
+    places = itertools.product(*(range(numbers[x]) for x in ("walk_heads", "batch", "tiles", "parts")))
+    expected = sorted((place, group) for place in places for group in range(config.consumers) for _ in range(4))
+    assert sorted((place, group) for place, group, _ in stored) == expected
+    return stored
+
+
+def gather_of(tables: list[torch.Tensor]) -> Any:
+    def gather(node: Any, indices: list[int]) -> int:
+        table = tables[node.attrs[0]]
+        return int(table[tuple(min(max(i, 0), n - 1) for i, n in zip(indices, table.shape, strict=True))])
+
+    return gather
+
+
 @pytest.mark.parametrize("name,consumers,keys,stages,parts,claims", [
     ("none", 3, 80, 3, 1, 0), ("causal", 3, 80, 2, 1, 1), ("causal", 2, 128, 2, 1, 0), ("sliding_tiles", 3, 128, 4, 1, 1),
     ("odd_heads", 2, 80, 3, 2, 1), ("nothing", 3, 80, 2, 1, 1), ("none", 1, 128, 2, 3, 0), ("documents", 2, 128, 2, 1, 1),
@@ -317,54 +363,17 @@ def test_warps_meet(template, monkeypatch, name, consumers, keys, stages, parts,
         key_words=sum(looked_up_by_key(call.traced.graph, False).values()) if name != "none" else 0,
     )
     assert (config.key_words > 0) == name.startswith("documents")
-    tables = call.captured
-
-    def gather(node: Any, indices: list[int]) -> int:
-        table = tables[node.attrs[0]]
-        return int(table[tuple(min(max(i, 0), n - 1) for i, n in zip(indices, table.shape, strict=True))])
 
     def looked_up(batch: int, key: int) -> int:
         key = min(key, 699)
-        return int(document[key] > 7) if name == "documents and more" else int(tables[0][batch, key])
+        return int(document[key] > 7) if name == "documents and more" else int(call.captured[0][batch, key])
 
-    heads, batch, sq, sk, grid = 2, 2, 300, 411, 2
-    tiles = -(-sq // config.rows)
-    numbers = {"sq": sq, "sk": sk, "group": 1, "tiles": tiles, "walk_heads": heads, "batch": batch, "parts": parts, "section": 3,
-               "claims": claims, "counter": None}  # fmt: skip
-    parts_of = modelled(template, [0], grid, looked_up)
-    values = {(x, 0, 0): y for x, y in numbers.items()}
-    stored: list[Any] = []
-    problems: list[BaseException] = []
-
-    def thread(machine: Machine, cta: int, warp: int, lane: int) -> None:
-        here.machine, here.cta, here.lane, here.produces = machine, cta, lane, warp < 4
-        kernel = template.kernel.AttentionKernel(call.traced.graph, config, values)
-        kernel.functions.gather = gather
-        kernel.thread, kernel.warp, kernel.lane, kernel.group = 32 * warp + lane, warp, lane, warp // 4 - 1
-        kernel.shared, kernel.stored, kernel.total = parts_of.Shared(config), stored, kernel.tiles.count()
-        try:
-            parts_of.Producer(kernel).produce() if warp < 4 else parts_of.Consumer(kernel).consume()
-        except BaseException as error:  # noqa: BLE001
-            problems.append(error)
-            machine.stopped = True
-            machine.lanes.abort()
-
-    threads = []
-    for cta in range(grid):
-        machine = Machine(config, 2 * 64 * keys)
-        places = [(0, lane) for lane in range(32)] + [(4 + warp, 0) for warp in range(4 * consumers)]
-        threads += [threading.Thread(target=thread, args=(machine, cta, *place), daemon=True) for place in places]
-    for x in threads:
-        x.start()
-    for x in threads:
-        x.join(_PATIENCE * 2)
-    assert not problems, problems[:3]
-    expected = list(itertools.product(range(heads), range(batch), range(tiles), range(parts)))
-    assert sorted((place, group) for place, group, _ in stored) == sorted(
-        (x, g) for x in expected for g in range(consumers) for _ in range(4)
-    )
-    one = template.kernel.AttentionKernel(call.traced.graph, config, values)
-    one.functions.gather = gather
+    heads, batch, sq, sk = 2, 2, 300, 411
+    numbers = {"sq": sq, "sk": sk, "group": 1, "tiles": -(-sq // config.rows), "walk_heads": heads, "batch": batch, "parts": parts,
+               "section": 3, "claims": claims, "counter": None}  # fmt: skip
+    stored = run(template, call, config, numbers, looked_up)
+    one = template.kernel.AttentionKernel(call.traced.graph, config, {(x, 0, 0): y for x, y in numbers.items()})
+    one.functions.gather = gather_of(call.captured)
     for (head, b, block, part), group, visited in stored:
         where = one.tiles.place_of(head, b, block, part, sk)
         first, end = one.tiles.keys_of(where)
@@ -373,3 +382,41 @@ def test_warps_meet(template, monkeypatch, name, consumers, keys, stages, parts,
         assert len(have) == len(visited) and set(have) <= set(kinds)
         assert set(have) >= {tile for tile, what in kinds.items() if what != template.key_tiles.EMPTY}
         assert all(masked or kinds[tile] == template.key_tiles.FULL for tile, masked in visited)
+
+
+@pytest.mark.parametrize("keys,listed_k,claims", [(128, 1, 1), (128, 3, 0), (64, 2, 1)])
+def test_warps_meet_by_lists(template, monkeypatch, keys, listed_k, claims):
+    """Every warpgroup that has rows multiplies what a block mask names, partial blocks masked and in front of full ones, and nothing else;
+    what is behind the lists' counts, and blocks that there are not, is not looked at."""
+    monkeypatch.setattr(template.grid.GridEvaluator, "_number", lambda self, node, types, x: {"eq": operator.eq}[node.op](*x))
+    document = torch.arange(6000) // 50
+    call = attention_function.traced(None, lambda b, h, q_idx, kv_idx: document[q_idx] == document[kv_idx])
+    words = sum(looked_up_by_key(call.traced.graph, False).values())
+    config = AttentionConfig("bf16", 64, 2, keys, 3, keys, listed=True, listed_k=listed_k, masks=True, key_words=words)
+    heads, batch, sq, sk, rows = 2, 2, 700, 45 * 128 - 30, 6
+    blocks = -(-sk // (keys * listed_k))
+    draw = random.Random(keys + listed_k)
+    counts: dict[str, list[int]] = {"some": [], "all": []}
+    index: dict[str, list[int]] = {"some": [], "all": []}
+    for row in range(heads * rows):
+        names = draw.sample(range(blocks), draw.choice([0, 1, 3, blocks]))
+        cut = draw.randint(0, len(names)) if row % 4 else 0
+        for name, its in (("some", names[:cut]), ("all", names[cut:])):
+            counts[name].append(len(its))
+            index[name] += (its + [draw.choice([-1, 0, 10**6]) for _ in range(blocks)])[:blocks]
+    index["all"][0], counts["all"][0] = 10**6, max(counts["all"][0], 1)  # a block that there is not
+
+    def listed(whole: bool, what: str, place: int) -> int:
+        return (counts if what == "count" else index)["all" if whole else "some"][place]
+
+    numbers = {"sq": sq, "sk": sk, "group": 1, "tiles": rows, "walk_heads": heads, "batch": batch, "parts": 1, "section": 3,
+               "claims": claims, "counter": None, "list_rows": rows, "list_length": blocks, "list_batch": 0, "list_head": rows}  # fmt: skip
+    for (head, _, block, _), group, visited in run(template, call, config, numbers, lambda b, key: int(document[min(key, 5999)]), listed):
+        row = head * rows + block
+        expected = []
+        for name in ("some", "all"):
+            for its in index[name][row * blocks : row * blocks + counts[name][row]]:
+                tiles = [its * listed_k + i for i in range(listed_k)]
+                expected += [(x, name == "some" or x * keys + keys > sk) for x in tiles if x * keys < sk]
+        has_rows = block * 128 + 64 * group < sq
+        assert visited == (expected if has_rows else [])
