@@ -10,7 +10,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ..graph import F32
 from .attention_functions import AttentionFunctions
-from .attention_instructions import packed
+from .attention_instructions import approximate, packed
 from .attention_softmax import OnlineSoftmax
 from .attention_tiles import Place
 from .numbers import STORAGES, as_storage, pointer_at, store_vector
@@ -31,8 +31,8 @@ class Epilogue:
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
             total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
             seen = total > Float32(0.0)
-            factor = cutlass.select_(seen, cute.math.rcp(total, approx=True), Float32(0.0))
-            lse = (self.softmax.row_max[row] + cute.math.log2(total)) * Float32(math.log(2.0))
+            factor = cutlass.select_(seen, approximate("rcp.approx.ftz", total), Float32(0.0))  # the sum has the maximum: it is normal
+            lse = (self.softmax.row_max[row] + approximate("lg2.approx.ftz", total)) * Float32(math.log(2.0))  # within 2^-22 of itself
             lse = cutlass.select_(seen, lse, Float32(-_INFINITY))
             valid = query < where.sq
             heads = self.functions.get("walk_heads") * self.functions.get("group") if c.packed else self.functions.get("walk_heads")
