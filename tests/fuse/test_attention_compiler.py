@@ -148,6 +148,7 @@ def test_loop_over_partial_tiles(tmp_path, dim):
     code = subprocess.run([tool("cuobjdump"), "-sass", str(path)], capture_output=True, text=True, check=True).stdout
     products, elements = config.head_dim // 16 + config.keys // 16, config.keys // 2
     partial, full = sorted((x for x in loops(code) if count(x, "HGMMA") == products), key=len, reverse=True)
+    assert len(re.findall(r"ATOMG\.E\.INC", code)) == 1 and "ATOMG.E.ADD" not in code  # additions would be waited for
     assert count(partial, "LDG|LDL|STL") == count(full, "LDG|LDL|STL") == 0
     assert count(partial, r"LDS\.64") == elements // 4 and count(partial, "LDS") == elements // 4 + 1 and count(full, "LDS") == 1
     assert count(partial, "ISETP") <= elements + elements // 2 + 8  # half as many are of the last tile's end, which has a branch

@@ -142,11 +142,6 @@ def modelled(template: Any, counter: list[int], grid: int, looked_up: Any) -> ty
     """The kernel's parts over Machines; each thread has one of its own. ``looked_up``: of a batch and a key, if anything is."""
     lock = threading.Lock()
 
-    def atomic_add(pointer: Any, value: int, **options: str) -> int:
-        with lock:
-            counter[0] += value
-            return counter[0] - value
-
     arch = types.SimpleNamespace(
         mbarrier_wait=lambda number, parity: here.machine.wait(number, parity),
         mbarrier_arrive=lambda number: here.machine.arrive(number),
@@ -157,7 +152,7 @@ def modelled(template: Any, counter: list[int], grid: int, looked_up: Any) -> ty
         shuffle_sync=lambda value, lane: here.machine.among_lanes(here.lane, value)[lane],
         barrier=lambda barrier_id, number_of_threads: here.machine.meet(barrier_id, number_of_threads, True),
         barrier_arrive=lambda barrier_id, number_of_threads: here.machine.meet(barrier_id, number_of_threads, False),
-        popc=lambda x: bin(x).count("1"), make_warp_uniform=lambda x: x, atomic_add=atomic_add,
+        popc=lambda x: bin(x).count("1"), make_warp_uniform=lambda x: x,
         block_idx=lambda: (here.cta, 0, 0), grid_dim=lambda: (grid, 1, 1),
     )  # fmt: skip
 
@@ -182,6 +177,11 @@ def modelled(template: Any, counter: list[int], grid: int, looked_up: Any) -> ty
             return Number(here.machine.numbers, numbers, column, self.config.keys)
 
     class Producer(template.producer.Producer):
+        def next_number(self) -> int:
+            with lock:
+                counter[0] += 1
+                return counter[0] - 1
+
         def copy(self, name: str, base: int, rows: int, row: int, head: int, page: int, barrier: int) -> None:
             kind, shared = name[0], self.shared
             places = {

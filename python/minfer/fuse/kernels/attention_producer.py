@@ -58,8 +58,13 @@ class Producer:
         taken = tile
         if cutlass.const_expr(self.config.counted):
             if (self.get("claims") != 0) & (self.lane == 0):
-                taken = cute.arch.atomic_add(self.get("counter"), Int32(1), sem="relaxed", scope="gpu")
+                taken = self.next_number()
         return taken
+
+    def next_number(self) -> Any:
+        """Of the counter. Of additions the compiler would make one for all lanes, and wait for what it gives where it is begun."""
+        code = "atom.relaxed.gpu.global.inc.u32 {$w0}, [{$r0}], {$r1};"
+        return cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[self.get("counter").toint(), Int32(0x7FFFFFFF)])
 
     def claimed(self, taken: Any) -> Any:
         """The CTA's next tile of queries."""
@@ -109,7 +114,7 @@ class Producer:
                         pending = following
                     begin = begin + 32
                 wanted = wanted + 1
-            taken = self.claim(tile)  # not before: the consumers have all stages to work on meanwhile
+            taken = self.claim(tile)  # it comes while a stage for the last tile of keys is waited for
             if pending != NOTHING:
                 self.load(where, pending, Int32(NOTHING), k_at, k_phase, v_at, v_phase)
                 v_at, v_phase = self.shared.advance(v_at, v_phase)
