@@ -131,7 +131,7 @@ def capture(fn: Callable[[int], Any], sets: int, graph_us: float, stream: torch.
 def order_of(names: Sequence[str], turn: int) -> list[str]:
     """The contestants in the order of a turn. In as many turns as there are contestants (twice as many, where their number is odd) each
     follows each other one equally often, and is equally often in each place (Williams, 1949). In a rotation each would always follow the
-    same one: near the power limit the clocks are those that the one before has left, and large products differed by up to 25 % with it."""
+    same one, whose heat and clocks, near the power limit, it may be left with."""
     count = len(names)
     places = [(i + 1) // 2 if i % 2 else (count - i // 2) % count for i in range(count)]  # 0, 1, -1, 2, -2, ..
     if count % 2 and turn // count % 2:
