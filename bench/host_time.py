@@ -27,6 +27,8 @@ from minfer.measure import benchmarking
 from minfer.measure.benchmarking import Timing, relative_error, result_row
 from torch import Tensor
 
+from bench.harness import order_of
+
 PROTOCOL = (
     "host clock around bursts of eager calls under inference_mode, the device waited for in between, peers interleaved, median of bursts"
 )
@@ -183,7 +185,7 @@ class HostTime:
 
 
 def measure(contestants: dict[str, Callable[[], Any]], rounds: int, burst: int, synchronize: Callable[[], None]) -> dict[str, HostTime]:
-    """Bursts in turn, each round beginning with another contestant; the first round warms up."""
+    """Bursts by turns, each round in another order; the first round warms up."""
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     behind: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
@@ -191,8 +193,7 @@ def measure(contestants: dict[str, Callable[[], Any]], rounds: int, burst: int, 
     gc.disable()
     try:
         for i in range(-1, rounds):
-            shift = (i + 1) % len(names)
-            for name in names[shift:] + names[:shift]:
+            for name in order_of(names, i + 1):
                 call = contestants[name]
                 synchronize()
                 begin = time.perf_counter_ns()
