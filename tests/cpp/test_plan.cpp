@@ -447,8 +447,8 @@ TEST_CASE(plan_order_leaves_no_narrow_band) {
   CHECK(5 % plan.launch.max_swizzle_size != 1);
 }
 
-// Where all that run together read more than L2 holds, CTAs with a line of B in common, along n, keep pace. Of operands that L2 holds, groups
-// of neighbours count, which are to be square.
+// Where all that run together read more than L2 holds, CTAs with a line of B in common, along n, keep pace. Of operands that L2 holds,
+// groups of neighbours count, which are to be square.
 TEST_CASE(plan_order_reads_memory_few_times) {
   GemmPlanOptions options = analytic_options();
   options.kernel = "gemm_sm90_bf16_tn_128x128x64_1x1x1_cooperative";

@@ -46,7 +46,7 @@ def check_legal(p):
     assert kernel["smem_bytes"] <= device_properties(H200)["smem_per_block"]
     assert p.decomposition in ("persistent", "stream_k", "split_k")
     assert p.splits >= 1 and (p.splits == 1 or p.decomposition == "split_k")
-    assert 1 <= p.swizzle <= 8 and p.raster in ("along_m", "along_n")
+    assert 1 <= p.swizzle <= 16 and p.raster in ("along_m", "along_n")
     assert p.workspace_bytes >= 0
     assert p.compiled == kernel["compiled"]
 

@@ -144,8 +144,8 @@ int64_t neighbours_of(double cluster) { return std::max<int64_t>(1, int64_t(kNei
 /// Tiles that are walked side by side, in the orders that plans choose from.
 constexpr int kSwizzles[] = {1, 2, 3, 4, 5, 6, 8, 12, 16};
 
-/// What is read again while no more bytes than these came through L2 is mostly still there: less than its half, since each of its halves has
-/// its own copy of what SMs of both read.
+/// What is read again while no more bytes than these came through L2 is mostly still there: less than its half, since each of its halves
+/// has its own copy of what SMs of both read.
 double shared_l2_bytes(DeviceProperties const& device) { return 0.4 * double(device.l2_bytes); }
 
 /// The share of what was read once that L2 still has after `bytes` more.
@@ -153,8 +153,8 @@ double share_held(double bytes, double l2_bytes) { return l2_bytes > 0 ? std::cl
 
 /// Of the CTAs that read the same line of A, along m, this share reads it from memory again where all that run together read more than L2
 /// holds: they do not keep pace. Along n, where they have B in common, they do: a producer waits for A first, so that who comes late to A
-/// comes later still to B. (bf16, 3369 x 57344 x 8192, tiles of 128 x 128, bands of 8, on an H100: 20 GB are read along m, 6 along n; with B
-/// loaded before A the difference was half of that.) Kernels with tiles of any width were not seen to do so.
+/// comes later still to B. (bf16, 3369 x 57344 x 8192, tiles of 128 x 128, bands of 8, on an H100: 20 GB are read along m, 6 along n;
+/// with B loaded before A the difference was half of that.) Kernels with tiles of any width were not seen to do so.
 constexpr double kApart = 0.25;
 
 /// What the lines that all running CTAs read together cost, beside those that leave L2 for each GPC.
@@ -176,8 +176,8 @@ struct Walk {
     double const rest = across - side * std::floor(across / side);
     return rest == 0 ? lines(side, workers) : (lines(side, workers) * (across - rest) + lines(rest, workers) * rest) / across;
   }
-  /// Lines that the whole walk of `workers` tiles at a time reads from memory: the operand across in each band, the other one again for each
-  /// band, less what L2 still holds. `apart`: kApart, or 0; `line_bytes`: of a line, `tile_bytes`: of a tile's output.
+  /// Lines that the whole walk of `workers` tiles at a time reads from memory: the operand across in each band, the other one again for
+  /// each band, less what L2 still holds. `apart`: kApart, or 0; `line_bytes`: of a line, `tile_bytes`: of a tile's output.
   double memory_lines(double side, double workers, double apart, double line_bytes, double tile_bytes, double l2_bytes) const {
     side = std::min(side, across);
     double const full = std::floor(across / side);
@@ -199,8 +199,8 @@ struct Walk {
 
 /// The order of tiles in which the fewest operand bytes leave L2 for the GPCs, and memory for L2: groups of neighbours work on as square a
 /// set of tiles as there is, in bands that are wide enough for few of them to read the other operand again, and narrow enough for L2. Over
-/// 254 random products of 16 and 8 bits with many tokens (seed 2805, an H100) it is 1.4 to 2.0 % slower than the best of 16 orders, at worst
-/// 12 %; by the lines that leave L2 alone it was 1.4 to 2.2 %, at worst 37 %. `launch` has the columns of a tile.
+/// 254 random products of 16 and 8 bits with many tokens (seed 2805, an H100) it is 1.4 to 2.0 % slower than the best of 16 orders, at
+/// worst 12 %; by the lines that leave L2 alone it was 1.4 to 2.2 %, at worst 37 %. `launch` has the columns of a tile.
 void choose_order(KernelInfo const& kernel, GemmProblem const& problem, DeviceProperties const& device, GemmLaunch* launch) {
   launch->raster_order = RasterOrder::kAlongM;
   launch->max_swizzle_size = 1;
