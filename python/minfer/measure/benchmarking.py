@@ -265,11 +265,11 @@ def write_results(
     """
     path = Path(path)
     head = facts or run_facts()
-    fresh = {(row["suite"], row["peer"]) for row in rows}
+    fresh = {(row["suite"], row.get("peer")) for row in rows}
     before = json.loads(path.read_text()) if path.exists() else {"rows": []}
     kept = []
     for row in before["rows"]:
-        if not (keeps(row) if keeps else (row["suite"], row["peer"]) not in fresh):
+        if not (keeps(row) if keeps else (row["suite"], row.get("peer")) not in fresh):
             continue
         commit = row.get("commit", before["commit"])
         own = {} if commit == head["commit"] else {"commit": commit}
