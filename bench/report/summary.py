@@ -52,6 +52,8 @@ def shape_text(row: Row) -> str:
     if "format" in s and "model" in s and "heads_q" not in s:  # a whole model
         size = f"batch {s['batch']} at {s['context']}" if "batch" in s else f"{s['tokens']} tokens"
         return f"{s['model']} {s['format']}, {size}"
+    if {"batch", "queries", "keys", "format"} <= s.keys():  # attention in the batch-invariant mode
+        return f"{s['batch']} x {s['queries']} queries on {s['keys']} keys, {s['format']} cache"
     if "top_k" in s and "routing" in s and "model" not in s:  # a random problem
         scales = (f"scales of {s['a_group']}" if s["a_group"] else "scales of rows") if "a_group" in s else ""
         what = ", ".join([s["routing"], *(name for name in ("gathered", "gated") if s[name])])

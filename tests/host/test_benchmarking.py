@@ -90,6 +90,14 @@ def test_results_file(tmp_path):
     assert [r.get("commit") for r in json.loads(path.read_text())["rows"]] == [None, None, "def", None]
 
 
+def test_results_without_peers(tmp_path):
+    """Rows that compare nothing have no peer; those of their suite are replaced."""
+    path, facts = tmp_path / "bits.json", benchmarking.run_facts() | {"commit": "abc"}
+    benchmarking.write_results(path, [{"suite": "bits", "wrong": 1}, row("square", 1)], facts)
+    benchmarking.write_results(path, [{"suite": "bits", "wrong": 0}], facts)
+    assert [(r["suite"], r.get("wrong")) for r in json.loads(path.read_text())["rows"]] == [("square", None), ("bits", 0)]
+
+
 def test_tuner_operands():
     for layout in ("tn", "tt", "nn", "nt"):
         for batch in (1, 3):

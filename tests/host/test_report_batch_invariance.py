@@ -38,3 +38,10 @@ def test_section():
 
 def test_what_there_is_not_is_left_out():
     assert "Bits" not in report.section(FACTS | {"rows": [timed("dense", 1, report.DEFAULT, 1.0)]})
+
+
+def test_cells_of_attention():
+    rows = [timed("decode_attention", 1, report.DEFAULT, ratio) for ratio in (0.5, 0.8)]
+    for row, keys in zip(rows, (512, 8192), strict=True):
+        row["shape"] = {"format": "int8", "batch": 8, "queries": 1, "keys": keys}
+    assert "100.0 % at 8 x 1 queries on 512 keys, int8 cache" in report.section(FACTS | {"rows": rows})

@@ -475,13 +475,13 @@ Pick pick(GemmProblem const& problem, DeviceProperties const& device, GemmPlanOp
 /// do for all m: a few rows of a weight with few rows of its own want many ranges, so that all SMs read it, many rows want one. The rules
 /// are those of the least geometric mean, over 1 to 4096 rows, of the model's times on the H200 relative to those of the best plans:
 ///   16 and 8 bits   ranges are worth their sums while there are SMs for them and k is long enough, the longer the more tiles there are:
-///                   4096 x 4096 (bf16) takes 1 % longer in one range, 10 % in two, 1024 x 8192 takes 28, 8 and 6 % in 1, 2 and 4. And
-///                   where a few tiles more than SMs would leave a second wave nearly empty: 10240 x 8192, 7 % in one range, 3 in four
+///                   4096 x 4096 (bf16) takes 1 % longer in one range, 10 % in two, 1024 x 8192 takes 28, 8 and 6 % in 1, 2 and 4. A few
+///                   tiles more than SMs, whose second wave is nearly empty, are no reason: 10240 x 8192 would take 7 % longer with few
+///                   rows, but in four ranges an H100 took 38 to 64 % longer with 256 to 4096 rows
 ///   quantised       there is less to read for a tile and more to do, one MMA behind the other: beside activations of 16 bits 6144 x 4096
 ///                   takes 37 % longer in one range, 10 in four; of 8 bits, whose tiles are larger, 20 and 15, and 2 in two
 constexpr int64_t kInvariantTile = 64;    // rows of a weight: the tile of few tokens
 constexpr int64_t kInvariantRange = 128;  // k tiles of all kernels divide it
-constexpr int64_t kInvariantSms = 132;    // of the H100 and the H200, whatever the device has
 int32_t invariant_splits(GemmProblem const& problem) {
   if (problem.d_int32) return 1;
   int64_t const tiles = ceil_div(problem.n, kInvariantTile), k = problem.k;
@@ -494,8 +494,6 @@ int32_t invariant_splits(GemmProblem const& problem) {
   };
   int32_t splits = 1;
   while (splits < 8 && worth(2 * splits)) splits *= 2;
-  bool const second_wave = tiles > kInvariantSms && 10 * tiles < 14 * kInvariantSms;
-  if (!quantised && second_wave && k >= 8192 && k % (4 * kInvariantRange) == 0) splits = 4;
   return splits;
 }
 
