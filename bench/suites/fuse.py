@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bench import harness
 from bench.suites import fuse_attention, fuse_examples, fused
+from bench.suites.drawn import read_rows
 from bench.suites.fused_call import Call, deviation
 from bench.suites.moe import chosen_of
 
@@ -375,6 +376,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--autotune-seconds", type=float, default=120.0, help="that max-autotune may take over the whole run")
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds after which no cell is started")
     parser.add_argument("--commit", help="commit to record where git is not at hand")
+    parser.add_argument("--resume", action="store_true", help="leave out cells that --out has rows of")
     parser.add_argument("--dry-run", action="store_true", help="list the cells")
 
 
@@ -385,6 +387,10 @@ def main(args: argparse.Namespace) -> int:
     chosen += gemm_cells(args.only) if "gemm" in suites else []
     chosen += fuse_attention.cells(args.only) if "attention" in suites else []
     chosen += fuse_examples.cells(args.only) if "examples" in suites else []
+    if args.resume:
+        names = ("what", "m", "width")
+        done = {(row["suite"], *(row["shape"].get(name) for name in names)) for row in read_rows(args.out)}
+        chosen = [cell for cell in chosen if (cell["suite"], *(cell.get(name) for name in names)) not in done]
     if args.dry_run:
         for cell in chosen:
             print({name: value for name, value in cell.items() if name != "make"})
