@@ -125,9 +125,13 @@ def measure_kernels(args: argparse.Namespace, results: Results, late: Callable[[
         for splits in (1, 2, 4, 8):
             runs.append(({"kernels": "gemm", "dtype": str(dtype), "splits": splits}, lambda d=dtype, s=splits: sums.dense(d, s)))
     for dtype, mode in ((cases.FP8, "rows"), (cases.FP8, "blocks"), (cases.FP8, "fast"), (cases.INT8, "rows")):
-        runs.append(({"kernels": "scaled_gemm", "dtype": str(dtype), "scales": mode}, lambda d=dtype, m=mode: sums.scaled(d, m)))
+        for splits in (1, 2):
+            shape = {"kernels": "scaled_gemm", "dtype": str(dtype), "scales": mode, "splits": splits}
+            runs.append((shape, lambda d=dtype, m=mode, s=splits: sums.scaled(d, m, s)))
     for form, group in sums.FORMS:
-        runs.append(({"kernels": "w4a16", "format": form, "group": group}, lambda f=form, g=group: sums.fragments(f, g)))
+        for splits in (1, 4):
+            shape = {"kernels": "w4a16", "format": form, "group": group, "splits": splits}
+            runs.append((shape, lambda f=form, g=group, s=splits: sums.fragments(f, g, s)))
     for element in ("bf16", "f16"):
         runs.append(({"kernels": "moe", "dtype": element}, lambda e=element: sums.experts(e)))
     for shape, run in runs:

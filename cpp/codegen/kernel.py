@@ -48,6 +48,7 @@ class Kernel(ABC):
     smem_bytes: int
     ctas_per_sm: int = 1
     invariant_only: bool = False  # only batch-invariant plans take it
+    in_place_ranges: bool = False  # a CTA computes all ranges of k that a launch asks for
     note: str = ""
 
     @classmethod
@@ -156,6 +157,7 @@ class Kernel(ABC):
             "alignment": self.alignment,
             "sums": self.sums,
             "invariant_only": self.invariant_only,
+            "in_place_ranges": self.in_place_ranges,
             "note": self.note,
         }
 

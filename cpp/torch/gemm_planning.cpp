@@ -45,8 +45,9 @@ KernelOverride parse_override(char const* op, std::string const& text) {
            "' is not known; expected decomposition, splits, swizzle, raster, columns, realign_a or realign_b");
     }
   }
-  if (launch.splits > 1 && launch.decomposition != Decomposition::kSplitK) {
-    fail(op, ": kernel option splits needs decomposition=split_k, got splits=", launch.splits, " with ", name_of(launch.decomposition));
+  if (launch.splits > 1 && launch.decomposition != Decomposition::kSplitK && launch.decomposition != Decomposition::kRanges) {
+    fail(op, ": kernel option splits needs decomposition=split_k or ranges, got splits=", launch.splits, " with ",
+         name_of(launch.decomposition));
   }
   result.launch = launch;
   return result;

@@ -58,6 +58,8 @@ std::string kernels(std::string const& family) {
         .value(k.sums)
         .key("invariant_only")
         .value(k.invariant_only)
+        .key("in_place_ranges")
+        .value(k.in_place_ranges)
         .key("note")
         .value(k.note)
         .key("compiled")

@@ -40,20 +40,23 @@ def dense(dtype: torch.dtype, splits: int) -> dict[str, int]:
     return _compared({x: minfer.gemm(a, b.t(), kernel=f"{x}@{launch}", out_dtype=torch.float32) for x in names})
 
 
-def scaled(dtype: torch.dtype, mode: str) -> dict[str, int]:
-    """Operands of 8 bits. mode: "rows", "blocks" or "fast"."""
+def scaled(dtype: torch.dtype, mode: str, splits: int = 1) -> dict[str, int]:
+    """Operands of 8 bits, in `splits` ranges of k: of a CTA each, and in place. mode: "rows", "blocks" or "fast"."""
     draw = cases.Draw("cuda", torch.bfloat16, 6)
     a, b = cases.codes_of(draw, dtype, M, K), cases.codes_of(draw, dtype, N, K)
     shapes = ((M, K // 128), (N // 128, K // 128)) if mode == "blocks" else ((M,), (N,))
     scales = [draw.uniform(*shape, low=1e-3, high=1.0) for shape in shapes]
     op, options = (minfer.gemm_fp8, {"fast_accum": mode == "fast"}) if dtype == cases.FP8 else (minfer.gemm_int8, {})
     names = _names("scaled_gemm", "wgmma8", "e4m3" if dtype == cases.FP8 else "s8")
-    launch = "@decomposition=persistent"
-    return _compared({x: op(a, b.t(), *scales, out_dtype=torch.float32, kernel=x + launch, **options) for x in names})
+    launch = "@decomposition=persistent" if splits == 1 else f"@decomposition=split_k,splits={splits}"
+    in_place = {x["name"] for x in minfer.kernels("scaled_gemm") if x["in_place_ranges"]}
+    kernels = [x + launch for x in names] + [f"{x}@decomposition=ranges,splits={splits}" for x in names if x in in_place]
+    return _compared({x: op(a, b.t(), *scales, out_dtype=torch.float32, kernel=x, **options) for x in kernels})
 
 
-def fragments(form: str, group_size: int) -> dict[str, int]:
-    """Weights that are dequantised and scaled before they are multiplied.
+def fragments(form: str, group_size: int, splits: int = 1) -> dict[str, int]:
+    """Weights that are dequantised and scaled before they are multiplied, in `splits` ranges of k: of a CTA each, or, by kernels that have
+    them in place, of one CTA.
 
     The last is the dense product of the dequantised weight, where that has the very numbers that kernels multiply: a code book's entries
     are rounded before they are scaled (cpp/src/quantized_gemm/dequantize.cuh)."""
@@ -64,13 +67,17 @@ def fragments(form: str, group_size: int) -> dict[str, int]:
     op, dequantize = cases.operator_of(f"w{bits}a16_gemm"), cases.operator_of(f"w{bits}a16_dequantize")
     names = [y for y in minfer.kernels("w4a16") if group_size % max(y["group_multiple"], 1) == 0]
     names = sorted({y["name"] for y in names} & set(_names("w4a16", "wgmma16", "bf16", b_format=form)))
-    found = {y: op(x, *operands, kernel=f"{y}@decomposition=persistent", **options) for y in names}
+    launch = "decomposition=persistent" if splits == 1 else f"decomposition=split_k,splits={splits}"
+    found = {y: op(x, *operands, kernel=f"{y}@{launch}", **options) for y in names}
+    ranges = f"decomposition=ranges,splits={splits}"
+    in_place = {y["name"] for y in minfer.kernels("w4a16") if y["in_place_ranges"]}
+    found |= {f"{y} in place": op(x, *operands, kernel=f"{y}@{ranges}", **options) for y in names if y in in_place}
     if form == "nf4":
         return _compared(found)
     of_type = {"out_dtype": draw.dtype} if bits == 4 else {}  # of 8 bits: the scales' type
     weight = dequantize(*operands, n=N, k=K, **of_type, **options)
     dense_kernel = _names("gemm", "wgmma16", "bf16", a_major="k", b_major="k")[0]
-    found["dense"] = minfer.gemm(x, weight.t(), kernel=f"{dense_kernel}@decomposition=persistent")
+    found["dense"] = minfer.gemm(x, weight.t(), kernel=f"{dense_kernel}@{launch}")
     return _compared(found)
 
 

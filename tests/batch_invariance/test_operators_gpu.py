@@ -60,14 +60,16 @@ def test_wgmma_adds_up_k_alike_whatever_its_shape(dtype, splits):
     assert_equal(sums.dense(dtype, splits), 20)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("dtype, mode", [(cases.FP8, "rows"), (cases.FP8, "blocks"), (cases.FP8, "fast"), (cases.INT8, "rows")])
-def test_wgmma_of_8_bits_adds_up_k_alike_whatever_its_shape(dtype, mode):
-    assert_equal(sums.scaled(dtype, mode), 3)
+def test_wgmma_of_8_bits_adds_up_k_alike_whatever_its_shape(dtype, mode, splits):
+    assert_equal(sums.scaled(dtype, mode, splits), 3)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize("form, group_size", sums.FORMS)
-def test_scaled_fragments_have_the_same_bits_in_all_kernels(form, group_size):
-    assert_equal(sums.fragments(form, group_size), 2)
+def test_scaled_fragments_have_the_same_bits_in_all_kernels(form, group_size, splits):
+    assert_equal(sums.fragments(form, group_size, splits), 2)
 
 
 @pytest.mark.parametrize("element", ["bf16", "f16"])

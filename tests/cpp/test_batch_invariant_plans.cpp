@@ -35,7 +35,7 @@ constexpr int64_t kWeights[][2] = {{4096, 4096}, {6144, 4096},  {28672, 4096}, {
 std::string order_of(GemmPlan const& plan, int64_t k) {
   CHECK(plan.kernel != nullptr && plan.kernel->sums[0] != 0);
   CHECK(plan.launch.decomposition != Decomposition::kStreamK);
-  bool const split = plan.launch.decomposition == Decomposition::kSplitK && plan.launch.splits > 1;
+  bool const split = plan.launch.decomposition == Decomposition::kSplitK || plan.launch.decomposition == Decomposition::kRanges;
   std::string order = plan.kernel->sums;
   int64_t const splits = split ? plan.launch.splits : 1, k_tiles = (k + plan.kernel->tile_k - 1) / plan.kernel->tile_k;
   for (int64_t i = 0; i < splits; ++i) {
@@ -217,6 +217,20 @@ TEST_CASE(launches_that_are_not_batch_invariant_are_refused) {
   CHECK(message("gemm_sm80_bf16_tn_128x128x32_1x1x1_multistage", nullptr).find("adds up k in another order") != std::string::npos);
   problem.m = 1;
   CHECK(message("gemm_sm80_bf16_tn_1x16x1024_1x1x1_multistage_vector", nullptr).find("adds up k in another order") != std::string::npos);
+}
+
+// Few rows share out the ranges of k among CTAs, many have them in place: nothing passes through the workspace.
+TEST_CASE(many_rows_have_ranges_in_place) {
+  for (int64_t m : {1, 16, 1024, 4096}) {
+    GemmProblem problem = problem_of(m, 4096, 4096, DataType::kBF16);
+    problem.b_format = WeightFormat::kInt4;
+    problem.group_size = 128;
+    problem.batch_invariant = true;
+    GemmPlan plan;
+    CHECK(plan_gemm(problem, h200_properties(), testing::analytic_options(), &plan).ok());
+    CHECK(plan.launch.splits > 1 && plan.launch.decomposition == (m >= 1024 ? Decomposition::kRanges : Decomposition::kSplitK));
+    CHECK_EQUAL(plan.workspace_bytes == 0, m >= 1024);
+  }
 }
 
 TEST_CASE(kernels_of_batch_invariant_plans_are_no_others) {

@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "common/fast_division.h"
@@ -71,6 +73,44 @@ TEST_CASE(schedule_visits_every_tile_once) {
             }
             for (int count : seen) CHECK_EQUAL(count, 1);
           }
+        }
+      }
+    }
+  }
+}
+
+// The order in which a tile's owner adds up split-K's sums: its own, which is the last range's, then those of the others, ascending.
+TEST_CASE(ranges_in_place_are_those_of_split_k) {
+  for (int32_t k_tiles : {1, 2, 7, 32, 112}) {
+    for (int32_t splits : {1, 2, 3, 4, 8, 100}) {
+      for (int32_t tiles : {1, 5, 300}) {
+        auto const items_of = [&](Decomposition decomposition, bool in_place) {
+          TileSchedulerParams const p = make_schedule(tiles, 1, 1, k_tiles, 132, decomposition, splits, 1, RasterOrder::kAlongM);
+          std::vector<WorkItem> items;
+          for (int32_t worker = 0; worker < p.workers; ++worker) {
+            TileScheduler scheduler(p, worker);
+            auto const next = [&] { return in_place ? scheduler.next<true>() : scheduler.next(); };
+            for (WorkItem item = next(); item.valid; item = next()) {
+              if (p.in_place) CHECK(item.in_place && item.first_partial == worker && (item.owner() || item.slot == worker));
+              items.push_back(item);
+            }
+          }
+          return items;
+        };
+        std::vector<WorkItem> split = items_of(Decomposition::kSplitK, false), ranges = items_of(Decomposition::kRanges, true);
+        std::sort(split.begin(), split.end(), [](WorkItem const& a, WorkItem const& b) {
+          return std::tuple(a.tile, !a.owner(), a.slot) < std::tuple(b.tile, !b.owner(), b.slot);
+        });
+        std::stable_sort(ranges.begin(), ranges.end(), [](WorkItem const& a, WorkItem const& b) { return a.tile < b.tile; });
+        CHECK_EQUAL(split.size(), ranges.size());
+        for (size_t i = 0; i < split.size() && i < ranges.size(); ++i) {
+          bool const first = i == 0 || ranges[i - 1].tile != ranges[i].tile;
+          bool const last = i + 1 == ranges.size() || ranges[i + 1].tile != ranges[i].tile;
+          CHECK_EQUAL(ranges[i].tile, split[i].tile);
+          CHECK_EQUAL(ranges[i].k_begin, split[i].k_begin);
+          CHECK_EQUAL(ranges[i].k_count, split[i].k_count);
+          CHECK_EQUAL(ranges[i].owner(), last);
+          CHECK_EQUAL(ranges[i].partials, first ? 0 : 1);
         }
       }
     }

@@ -83,6 +83,14 @@ def scaled(x, row, column, number):
     return x * row + column - number
 
 
+@fuse.pointwise(mutates=("kept",), returns=2)
+def rational(x, kept, a, b, c):
+    """Tensors of one row that are as many bytes as those of rows: a thread takes several rows."""
+    y = (a + x * (b + x * c)) / (1 + (x * b).abs())
+    kept.copy_(kept + y)
+    return y.to(x.dtype), y > 0
+
+
 @fuse.pointwise
 def saturated(x, scale):
     return (x / scale).to(E4M3), (x * 100).to(torch.int8), x > 0

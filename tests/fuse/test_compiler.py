@@ -24,8 +24,10 @@ from tests.fuse.cases import (
     gated,
     integers,
     quantized,
+    rational,
     rms_norm,
     saturated,
+    scaled,
     softmax,
     statistics,
 )
@@ -70,6 +72,19 @@ def test_compiles(dsl, arch):
 def test_narrow_rows_compile(dsl, columns):
     """A thread has the whole row: nothing is exchanged, and reductions of integers and booleans are what it computes."""
     statistics.precompile((meta(8, columns),), arch="sm_90a")
+
+
+def test_rows_below_each_other():
+    """Many rows, where tensors of one row are as many bytes as those of rows."""
+    row = meta(4096, dtype=F32)
+
+    def chosen(function, *args):
+        return next(c for _, _, c in function.specialisations([args], "sm_90a") if c.threads == 256)
+
+    config = chosen(rational, meta(4096, 4096), meta(4096, 4096), row, row, row)
+    assert (config.down, config.vectors, config.block) == (True, 4, 256)
+    assert not chosen(gated, meta(4096, 4096), meta(4096, 4096)).down
+    assert not chosen(scaled, meta(4096, 4096), row, meta(4096, 1), torch.tensor(1.0)).down
 
 
 @pytest.mark.parametrize("columns", [40000, 65536, 131072])

@@ -21,6 +21,7 @@ from tests.fuse.cases import (
     layer_norm,
     numbered,
     quantized,
+    rational,
     rms_norm,
     saturated,
     scaled,
@@ -96,6 +97,15 @@ def test_rings(shape, dtype):
     judged(quantized, x)
     judged(four_passes, x)
     judged(add_rms_norm, x, rows(*shape, dtype=dtype), weight)
+
+
+@pytest.mark.parametrize("shape", [(1283, 2056), (2047, 4096), (2046, 2568), (5, 4096)], ids=lambda shape: "x".join(map(str, shape)))
+def test_rows_below_each_other(shape):
+    """A thread's vectors are of two or four rows, of which the last ones may not exist, and of columns that end within a CTA's."""
+    whole = rows(shape[0], shape[1] + 8)
+    coefficients = [rows(shape[1], dtype=F32) for _ in range(3)]
+    judged(rational, whole[:, 8:], rows(*shape), *coefficients)
+    judged(rational, rows(*shape), whole[:, :-8], *coefficients)
 
 
 def test_views():

@@ -60,6 +60,11 @@ def kernels_of(family: str, dtype: str, form: str) -> list[str]:
     return [kernel["name"] for kernel in found if kernel["b_format"] in forms]
 
 
+def has_ranges(name: str) -> bool:
+    """Whether a CTA of the kernel may compute all ranges of k of a tile."""
+    return any(kernel["name"] == name and kernel["in_place_ranges"] for kernel in minfer.kernels())
+
+
 def poison_free_memory(device: torch.device, like: list[Tensor] | None = None) -> None:
     """Fills memory that is handed out next with NaN, so that what an operator leaves unwritten shows, in results and in its workspace."""
     if device.type == "cuda":

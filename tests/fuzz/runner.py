@@ -190,6 +190,8 @@ class _Case:
                     "@realign_a=1,realign_b=1",
                     "@decomposition=split_k,splits=2,realign_b=1",
                 )
+            if modes.has_ranges(name) and draw.chance(0.4):
+                name += draw.pick("@decomposition=ranges,splits=2", "@decomposition=ranges,splits=5")
             if family.launches(p) and draw.chance(0.5):
                 name += draw.choice(family.launches(p))
             call.arena.restore(call.written)

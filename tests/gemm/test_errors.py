@@ -62,7 +62,7 @@ BAD_GEMM = {
     "kernel twice": (lambda t: {"kernel": NAME + "@swizzle=2,swizzle=2"}, "kernel option swizzle is given twice"),
     "kernel splits alone": (
         lambda t: {"kernel": NAME + "@splits=2"},
-        "kernel option splits needs decomposition=split_k, got splits=2 with persistent",
+        "kernel option splits needs decomposition=split_k or ranges, got splits=2 with persistent",
     ),
     "kernel splits of stream_k": (
         lambda t: {"kernel": NAME + "@decomposition=stream_k,splits=7"},

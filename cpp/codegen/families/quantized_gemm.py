@@ -19,7 +19,7 @@ from codegen.hardware import (
     SM90_SMEM_LIMITS,
     round_up,
 )
-from codegen.kernel import SCHEDULES, Kernel, shape_name
+from codegen.kernel import SCHEDULES, Kernel, cpp_bool, shape_name
 from codegen.row import Row
 
 BOOK_BYTES = 256 * 256 - 128  # of a code book in shared memory
@@ -46,7 +46,7 @@ class QuantizedGemmKernel(Kernel):
     ARGUMENTS = "gemm::GemmLaunchArguments"
     PREFIX: ClassVar[str] = ""  # of names
     FIELDS: ClassVar[dict[str, set[str]]] = {
-        "sm90": COMMON_FIELDS | {"cluster", "ctas_per_sm", "scaling", "slices", "invariant_only"},
+        "sm90": COMMON_FIELDS | {"cluster", "ctas_per_sm", "scaling", "slices", "invariant_only", "in_place_ranges"},
         "sm80": COMMON_FIELDS,
     }
 
@@ -61,6 +61,7 @@ class QuantizedGemmKernel(Kernel):
         if self.arch == 90:
             sliced = f"k{self.slices}" if self.slices > 1 else ""
             variant = f"w{self.warpgroups}{sliced}x{self.ctas_per_sm}_{SCALINGS[self.scaling][1]}"
+            variant += "_ranges" if self.in_place_ranges else ""
         else:
             variant = f"w{self.warpgroups}_{self.schedule}"
         shape = f"{shape_name(self.tile)}_{shape_name(self.cluster)}"
@@ -101,7 +102,10 @@ class QuantizedGemmKernel(Kernel):
         fields_of = _expand_sm90(row, cls.fixed_bytes) if arch == "sm90" else _expand_sm80(row)
         note = row.text("note")
         only = row.flag("invariant_only")
-        shared = dict(note=note, invariant_only=only)
+        ranges = row.flag("in_place_ranges")
+        row.require(not ranges or row.get("scaling") in ("fragments", "fine"), "in_place_ranges", "takes fragments or fine scaling")
+        row.require(not ranges or only, "in_place_ranges", "is for batch-invariant plans alone")
+        shared = dict(note=note, invariant_only=only, in_place_ranges=ranges)
         return [cls(element=element, b_format=name, **shared, **fields_of(name)) for element in elements for name in formats]
 
     def constants(self) -> list[str]:
@@ -120,6 +124,7 @@ class QuantizedGemmKernel(Kernel):
         if self.arch == 90:
             lines.append("static constexpr int kEpilogueChunks = 1;")
             lines.append(f"static constexpr int kSlices = {self.slices};")
+            lines.append(f"static constexpr bool kInPlaceRanges = {cpp_bool(self.in_place_ranges)};")
             lines.append(f"static constexpr w4a16::Scaling kScaling = w4a16::{SCALINGS[self.scaling][0]};")
         return lines
 

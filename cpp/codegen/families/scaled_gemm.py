@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from codegen.families.gemm import GemmKernel
 from codegen.hardware import SM80_SMEM_LIMIT, round_up
-from codegen.kernel import Kernel
+from codegen.kernel import Kernel, cpp_bool
 from codegen.row import Row
 
 SCALE_BLOCK = 128  # of k, and of a weight's rows
@@ -23,7 +23,7 @@ class ScaledGemmKernel(GemmKernel):
             row.require(row.get("elements") == ["e4m3"], "elements", "must be e4m3 alone: its kernels are of another template")
             _check_fp8_sm80(row)
             return [_with_scales(row, kernel) for kernel in super().expand(row)]
-        return super().expand(row)
+        return [replace(kernel, in_place_ranges=_has_ranges(kernel)) for kernel in super().expand(row)]
 
     @property
     def template(self) -> tuple[str, str]:
@@ -34,6 +34,17 @@ class ScaledGemmKernel(GemmKernel):
     @property
     def shard_group(self) -> str:
         return f"{self.FAMILY}_sm{self.arch}_{self.schedule}_{self.element}"
+
+    def constants(self) -> list[str]:
+        lines = super().constants()
+        if self.arch == 90:
+            lines.append(f"static constexpr bool kInPlaceRanges = {cpp_bool(self.in_place_ranges)};")
+        return lines
+
+
+def _has_ranges(kernel: GemmKernel) -> bool:
+    """Whether a CTA may compute all ranges of k of a tile: the threads that leave a range's sums must be those that add the next one's."""
+    return kernel.arch == 90 and kernel.element == "e4m3" and kernel.schedule == "cooperative"
 
 
 def _check_fp8_sm80(row: Row) -> None:

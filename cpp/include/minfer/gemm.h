@@ -82,15 +82,19 @@ enum class Decomposition : int32_t {
   kDataParallel = 0,  // persistent CTAs walk whole output tiles
   kStreamK = 1,       // the k-iterations of the last waves are shared out evenly; ordered fp32 fix-up
   kSplitK = 2,        // each output tile is cut in `splits` equal k-ranges; ordered fp32 fix-up
+  kRanges = 3,        // the same ranges, sums and bits, by one CTA: sm_90 kernels whose warpgroups share a tile
 };
 inline char const* name_of(Decomposition d) {
-  return d == Decomposition::kDataParallel ? "persistent" : d == Decomposition::kStreamK ? "stream_k" : "split_k";
+  return d == Decomposition::kDataParallel ? "persistent"
+         : d == Decomposition::kStreamK    ? "stream_k"
+         : d == Decomposition::kSplitK     ? "split_k"
+                                           : "ranges";
 }
 
 /// Run-time knobs: they cost no instantiation.
 struct GemmLaunch {
   Decomposition decomposition = Decomposition::kDataParallel;
-  int32_t splits = 1;            // of each output tile, with kSplitK
+  int32_t splits = 1;            // of each output tile, with kSplitK or kRanges
   int32_t max_swizzle_size = 1;  // tiles walked side by side before the raster advances (1 to 16)
   RasterOrder raster_order = RasterOrder::kAlongM;
   int32_t columns = 0;  // of a tile: a multiple of the kernel's column_step up to its tile_n; 0: tile_n

@@ -48,9 +48,10 @@ struct KernelInfo {
   int32_t threads;
   int32_t smem_bytes;
   int32_t ctas_per_sm;
-  int32_t alignment;    // bytes that A's and B's pointers and strides must be multiples of
-  char const* sums;     // how an output is added up over k: kernels of one text give it the same bits, for the same ranges of k; else ""
-  bool invariant_only;  // only batch-invariant plans take it
+  int32_t alignment;     // bytes that A's and B's pointers and strides must be multiples of
+  char const* sums;      // how an output is added up over k: kernels of one text give it the same bits, for the same ranges of k; else ""
+  bool invariant_only;   // only batch-invariant plans take it
+  bool in_place_ranges;  // has Decomposition::kRanges
   char const* note;
   void const* launch;  // null: not in this build
 };

@@ -248,9 +248,12 @@ double TileCost::us(GemmLaunch const& launch) const {
   double const fixup_us = in_cluster     ? r.fixup_cluster + partials * partial_us_ * r.cluster_partial
                           : partials > 0 ? r.fixup + (partials - 1) * r.partial + (partials + 1) * partial_us_
                                          : 0.0;
+  // A range's sums are left and read again by the CTA that adds the next one's, tile by tile.
+  int64_t const ranges = launch.decomposition == Decomposition::kRanges ? std::min<int64_t>(launch.splits, k_tiles_) : 1;
+  double const left_us = owned * double(ranges - 1) * 2.0 * partial_us_;
   double const start_us =
       start_us_ - (resident >= 2 ? r.overlap_two : 0.0) - (resident >= 3 ? r.overlap_three : 0.0) - (resident >= 4 ? r.overlap_four : 0.0);
-  return start_us * factors_.start + main_us + exposed_us + fixup_us;
+  return start_us * factors_.start + main_us + exposed_us + fixup_us + left_us;
 }
 
 /// Of the kernels for unaligned operands, several of whose CTAs share an SM: k tiles and tiles take a CTA its own latency, or the SM the

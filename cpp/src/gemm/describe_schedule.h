@@ -23,6 +23,7 @@ Status describe_schedule(GemmLaunchArguments const& arguments, TileSchedulerPara
   geometry.threads = Config::kThreads;
   geometry.smem_bytes = Config::kSmemBytes;
   geometry.ctas_per_sm = Config::kCtasPerSm;
+  if constexpr (requires { Config::kInPlaceRanges; }) geometry.in_place_ranges = Config::kInPlaceRanges;
   *schedule = schedule_of(geometry, *arguments.problem, arguments.launch, *arguments.device);
   if (size_t const needed = workspace_of(geometry, *schedule); needed > arguments.workspace_bytes) {
     return Status::failure(StatusCode::kWorkspaceTooSmall, "workspace has %zu bytes, the plan needs %zu", arguments.workspace_bytes,

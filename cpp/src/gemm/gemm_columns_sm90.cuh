@@ -20,6 +20,13 @@
 
 namespace minfer::gemm {
 
+/// Whether launches of Config's kernel may have a tile's ranges of k computed by one CTA.
+template <class Config>
+constexpr bool has_ranges_in_place() {
+  if constexpr (requires { Config::kInPlaceRanges; }) return Config::kInPlaceRanges;
+  return false;
+}
+
 template <class Config>
 using CollectiveMainloopColumnsSm90 = cutlass::gemm::collective::CollectiveMma<
     MainloopSm90TmaColumns<Config>, cute::Shape<cute::Int<Config::kTileM>, cute::Int<Config::kTileN>, cute::Int<Config::kTileK>>,
@@ -34,7 +41,8 @@ struct GemmColumnsSm90
           SplitTileSchedulerSm90<Config::kClusterM, Config::kClusterN, CollectiveMainloopColumnsSm90<Config>::kSharing,
                                  CollectiveMainloopColumnsSm90<Config>::kValues, CollectiveMainloopColumnsSm90<Config>::kBlockValues,
                                  SplitTileOptions{.swaps_pairs = Config::kType == DataType::kE4M3,
-                                                  .splits_by_cluster = CollectiveMainloopColumnsSm90<Config>::kSplitsByCluster}>> {
+                                                  .splits_by_cluster = CollectiveMainloopColumnsSm90<Config>::kSplitsByCluster,
+                                                  .in_place = has_ranges_in_place<Config>()}>> {
   static_assert(GemmColumnsSm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };
 

@@ -65,6 +65,9 @@ struct GemmKernelSm90 {
 
   static constexpr int kThreads = Mainloop::kThreads, kConsumers = kThreads / 128 - 1;
   static constexpr bool kPingpong = Mainloop::kPingpong;
+  /// Whether a thread keeps the sum of the ranges of k that its CTA computes one after the other; else they pass through memory.
+  static constexpr bool kKeepsRanges = requires { requires Mainloop::kKeepsRanges; };
+  static_assert(!kKeepsRanges || !kPingpong);
   static_assert(!kPingpong || kConsumers == 2);
 
   struct Params {
@@ -155,6 +158,7 @@ struct GemmKernelSm90 {
     mainloop.mma_init(params.mainloop, storage, consumer, thread, synchronize);
     items.begin();  // from here on C, bias, D and the workspace are read and written
     Epilogue::begin(params.epilogue, params.scheduler, storage.scheduler, consumer * 128 + thread, kConsumers * 128);
+    [[maybe_unused]] cute::conditional_t<kKeepsRanges, decltype(Mainloop::make_accumulator()), cute::tuple<>> total;
     for (; items.valid(item); item = items.next(item)) {
       if constexpr (kPingpong) {
         if ((turn++ & 1) != consumer) {
@@ -185,6 +189,15 @@ struct GemmKernelSm90 {
           output = epilogue.locate(items.tile(item), kPingpong ? 0 : Mainloop::output_group(id / 128 - 1));
       }
       if (!mainloop.mma_tail(storage, state, accumulator, item.k_count, consumer, thread)) continue;
+      if constexpr (kKeepsRanges) {
+        if (item.in_place) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < cute::size(total); ++i) total(i) = item.partials > 0 ? total(i) + accumulator(i) : accumulator(i);
+          if (!item.owner()) continue;
+          epilogue.store(total, output);
+          continue;
+        }
+      }
       if constexpr (Scheduler::kTileInSharedMemory) {  // the mainloop has no registers to spare for it
         epilogue.synchronize();
         output = epilogue.locate(items.read_tile(group), row_group);

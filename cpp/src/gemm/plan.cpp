@@ -287,7 +287,8 @@ void for_each_launch(KernelInfo const& kernel, int32_t tile_n, GemmProblem const
   };
   if (candidates.splits > 1) {
     // Ranges of equal length, whatever the k tile is: invariant_splits sees to that.
-    visit_orders(Decomposition::kSplitK, candidates.splits);
+    if (!kernel.in_place_ranges || !kernel.invariant_only) visit_orders(Decomposition::kSplitK, candidates.splits);
+    if (kernel.in_place_ranges) visit_orders(Decomposition::kRanges, candidates.splits);
     return;
   }
   visit_orders(Decomposition::kDataParallel, 1);
@@ -370,6 +371,7 @@ void for_each_prediction(KernelInfo const& kernel, GemmProblem const& problem, C
 
 /// Why a launch that was asked for is none of the kernel's, or null.
 char const* illegal(KernelInfo const& kernel, GemmLaunch const& launch) {
+  if (launch.decomposition == Decomposition::kRanges && !kernel.in_place_ranges) return "its CTAs do not compute several ranges of k";
   if (launch.columns == 0) return nullptr;
   if (kernel.column_step == 0) return "its tiles have columns of their own";
   if (launch.columns < 0 || launch.columns > kernel.tile_n || launch.columns % kernel.column_step != 0) {
@@ -441,6 +443,7 @@ void for_each_candidate(GemmProblem const& problem, DeviceProperties const& devi
       if (options.only_runnable && kernel.launch == nullptr) continue;
       if ((options.force_arch != 0 && kernel.arch != options.force_arch) || (native && kernel.arch < 90)) continue;
       if (candidates.sums == nullptr ? kernel.invariant_only : std::strcmp(kernel.sums, candidates.sums) != 0) continue;
+      if (kernel.in_place_ranges && kernel.invariant_only && candidates.splits <= 1) continue;
       if (copies.us > 0 && (kernel.arch != copied_arch || kernel.alignment < 16)) continue;
       if (illegal(kernel, own, device) != nullptr) continue;
       for_each_prediction(kernel, own, copies, device, model, candidates, bound_us,
@@ -525,7 +528,7 @@ char const* not_invariant(KernelInfo const& kernel, GemmLaunch const* launch, Ca
   if (std::strcmp(kernel.sums, invariant.sums) != 0)
     return "its kernel adds up k in another order than the kernels of other numbers of rows";
   if (launch == nullptr) return nullptr;
-  bool const split = launch->decomposition == Decomposition::kSplitK && launch->splits > 1;
+  bool const split = launch->decomposition == Decomposition::kSplitK || launch->decomposition == Decomposition::kRanges;
   if (launch->decomposition == Decomposition::kStreamK || (split ? launch->splits : 1) != invariant.splits) {
     return "it cuts k in other ranges than the launches of other numbers of rows";
   }

@@ -56,8 +56,8 @@ inline TileSchedulerParams schedule_of(KernelInfo const& kernel, GemmProblem con
   TileSchedulerParams schedule = make_schedule(tiles_m, tiles_n, problem.batch, k_tiles, workers, launch.decomposition, launch.splits,
                                                launch.max_swizzle_size, launch.raster_order);
   // Kernels for quantised weights launch the splits of a tile as a cluster where they can: these are neighbours.
-  schedule.split_major =
-      kernel.b_format == WeightFormat::kDense && schedule.splits > 1 && schedule.workers == int64_t(schedule.tiles()) * schedule.splits;
+  schedule.split_major = kernel.b_format == WeightFormat::kDense && !schedule.in_place && schedule.splits > 1 &&
+                         schedule.workers == int64_t(schedule.tiles()) * schedule.splits;
   return schedule;
 }
 
@@ -70,6 +70,7 @@ inline bool split_is_tagged(KernelInfo const& kernel) {
 }
 
 inline size_t workspace_of(KernelInfo const& kernel, TileSchedulerParams const& schedule) {
+  if (schedule.in_place && kernel.b_format != WeightFormat::kDense) return 0;  // sums stay in registers
   int64_t const groups = int64_t(kernel.cluster_m) * kernel.cluster_n * split_groups(kernel);
   int64_t const elements = int64_t(kernel.tile_m) * kernel.tile_n / split_groups(kernel);
   return split_workspace_bytes(schedule.slots() * groups, elements, split_is_tagged(kernel));

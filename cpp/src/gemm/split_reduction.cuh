@@ -62,8 +62,28 @@ struct SplitReduction {
     return true;
   }
 
+  /// After the mainloop of a range of k that the CTA computes itself: adds what its own threads left of the ranges before, and leaves the
+  /// sum unless that was the last one. No other thread reads what a thread has left: there is no flag.
+  template <class WorkItem, class SlotOf, class Fragment>
+  static __device__ __forceinline__ bool fixup_in_place(SplitWorkspace const& workspace, WorkItem const& item, SlotOf const& slot_of,
+                                                        Fragment& fragment, int thread) {
+    int64_t const slot = slot_of(item.first_partial);
+    if (item.partials > 0) add(workspace, [slot](int) { return slot; }, 1, fragment, thread);
+    if (!item.owner()) leave(workspace, slot, fragment, thread);
+    return item.owner();
+  }
+
   template <class Fragment, class Barrier>
   static __device__ void publish(SplitWorkspace const& workspace, int64_t slot, Fragment const& fragment, int thread, Barrier&& barrier) {
+    leave(workspace, slot, fragment, thread);
+    __threadfence();
+    barrier();
+    if (thread == 0) {
+      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(workspace.flags + slot), "l"(workspace.nonce) : "memory");
+    }
+  }
+  template <class Fragment>
+  static __device__ void leave(SplitWorkspace const& workspace, int64_t slot, Fragment const& fragment, int thread) {
     float4* base = reinterpret_cast<float4*>(workspace.partials + slot * int64_t(kThreads) * kValues) + thread;
 #pragma unroll
     for (int block = 0; block < kValues / 4; block += kBlock / 4) {
@@ -72,11 +92,6 @@ struct SplitReduction {
         if (kChosen && 4 * (i - block) >= workspace.values) break;
         __stcg(base + i * kThreads, make_float4(fragment(4 * i), fragment(4 * i + 1), fragment(4 * i + 2), fragment(4 * i + 3)));
       }
-    }
-    __threadfence();
-    barrier();
-    if (thread == 0) {
-      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(workspace.flags + slot), "l"(workspace.nonce) : "memory");
     }
   }
 
@@ -94,6 +109,11 @@ struct SplitReduction {
       asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(uint64_t(0)) : "memory");
     }
     barrier();
+    add(workspace, slot_of, count, fragment, thread);
+  }
+  /// Adds `count` partials that are there, in ascending order.
+  template <class SlotOf, class Fragment>
+  static __device__ void add(SplitWorkspace const& workspace, SlotOf&& slot_of, int count, Fragment& fragment, int thread) {
     constexpr int kTogether = kInFlight / (kValues / 4) > 0 ? kInFlight / (kValues / 4) : 1;  // partials
     constexpr int kBatch = kBlock / 4 < kInFlight ? kBlock / 4 : kInFlight;
 #pragma unroll 1

@@ -48,6 +48,7 @@ struct TileSchedulerParams {
   int32_t swizzle = 1;
   bool raster_along_n = false;
   bool split_major = false;                        // split_k with a worker for each item: those of a split follow each other
+  bool in_place = false;                           // ranges: a worker has all splits of a tile, one after the other
   int32_t range_k_tiles = 0, range_remainder = 0;  // stream_tiles * k_tiles = workers * range_k_tiles + range_remainder
 
   int32_t split_k_tiles = 0, split_remainder = 0;  // k_tiles = splits * split_k_tiles + split_remainder
@@ -73,7 +74,9 @@ struct TileSchedulerParams {
 
   MINFER_HOST_DEVICE int32_t tiles() const { return tiles_m * tiles_n * batch; }
   /// Partials that may wait for their owners at once: each has a slot in the workspace.
-  MINFER_HOST_DEVICE int32_t slots() const { return stream_tiles > 0 ? workers : (splits > 1 ? tiles() * (splits - 1) : 0); }
+  MINFER_HOST_DEVICE int32_t slots() const {
+    return stream_tiles > 0 || (in_place && splits > 1) ? workers : splits > 1 ? tiles() * (splits - 1) : 0;
+  }
 
   /// stream_k: where a worker's range begins, and whose range a k tile is in, both counted from the first k tile of the first output tile.
   MINFER_HOST_DEVICE int32_t range_begin(int32_t worker) const {
@@ -90,6 +93,7 @@ struct WorkItem {
   int32_t k_begin = 0, k_count = 0;
   int32_t slot = -1;                        // >= 0: the worker does not own the tile, and its partial goes to this slot
   int32_t first_partial = 0, partials = 0;  // of the owner: the slots of the partials to add, ascending
+  bool in_place = false;  // ranges: a partial is what the worker's own threads left; of the items of a tile, the last one owns it
   bool valid = false;
 
   MINFER_HOST_DEVICE bool owner() const { return slot < 0; }
@@ -109,6 +113,8 @@ class TileScheduler {
     }
   }
 
+  /// kInPlace: the schedule may be one of ranges in place.
+  template <bool kInPlace = false>
   MINFER_HOST_DEVICE WorkItem next() {
     WorkItem item;
     int32_t const k_tiles = params_.k_tiles;
@@ -134,6 +140,24 @@ class TileScheduler {
       item.k_count = k_tiles;
       item.valid = item.tile < params_.tiles();
       next_item_ += params_.workers;
+      return item;
+    }
+    if (kInPlace && params_.in_place) {
+      // As split-K's owner adds them up: the last range, its own, then those of the others from the first one on.
+      int32_t const split = turn_ == 0 ? splits - 1 : turn_ - 1, per_split = params_.split_k_tiles, rest = params_.split_remainder;
+      item.tile = next_item_;
+      item.k_begin = split * per_split + (split < rest ? split : rest);
+      item.k_count = per_split + (split < rest ? 1 : 0);
+      item.in_place = true;
+      item.first_partial = worker_;
+      item.partials = turn_ > 0 ? 1 : 0;
+      item.valid = item.tile < params_.tiles();
+      if (++turn_ < splits) {
+        item.slot = worker_;
+      } else {
+        turn_ = 0;
+        next_item_ += params_.workers;
+      }
       return item;
     }
     int32_t const tiles = params_.tiles(), inner = params_.split_major ? tiles : splits;
@@ -179,7 +203,7 @@ class TileScheduler {
  private:
   TileSchedulerParams const& params_;
   int32_t worker_;
-  int32_t next_item_;
+  int32_t next_item_, turn_ = 0;
   int32_t range_begin_ = 0, range_end_ = 0;
 };
 
@@ -198,9 +222,13 @@ inline TileSchedulerParams make_schedule(int64_t tiles_m, int64_t tiles_n, int64
   p.swizzle = swizzle < 1 ? 1 : along * swizzle > INT32_MAX && swizzle > across ? int32_t(across) : swizzle;
   int64_t const tiles = tiles_m * tiles_n * batch;
   p.workers = int32_t(tiles < max_workers ? tiles : max_workers);
-  if (decomposition == Decomposition::kSplitK && splits > 1 && k_tiles > 1) {
+  bool const split = decomposition == Decomposition::kSplitK || decomposition == Decomposition::kRanges;
+  if (split && splits > 1 && k_tiles > 1) {
     p.splits = int32_t(splits < k_tiles ? splits : k_tiles);
     if (p.splits > max_workers) p.splits = max_workers;
+    p.in_place = decomposition == Decomposition::kRanges;
+  }
+  if (p.splits > 1 && !p.in_place) {
     int64_t const items = tiles * p.splits;
     p.workers = int32_t(items <= max_workers ? items : max_workers / p.splits * p.splits);  // see Progress
   } else if (decomposition == Decomposition::kStreamK && k_tiles > 1) {

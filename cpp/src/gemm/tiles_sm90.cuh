@@ -13,12 +13,13 @@
 
 namespace minfer::gemm {
 
-/// One role's walk over the work items of its CTA.
+/// One role's walk over the work items of its CTA. kInPlace: ranges in place are among its launches.
+template <bool kInPlace = false>
 class StaticWorkItems {
  public:
   CUTLASS_DEVICE StaticWorkItems(TileSchedulerParams const& schedule, int worker) : scheduler_(schedule, worker) {}
-  CUTLASS_DEVICE WorkItem first() { return scheduler_.next(); }
-  CUTLASS_DEVICE WorkItem next(WorkItem const&) { return scheduler_.next(); }
+  CUTLASS_DEVICE WorkItem first() { return scheduler_.template next<kInPlace>(); }
+  CUTLASS_DEVICE WorkItem next(WorkItem const&) { return scheduler_.template next<kInPlace>(); }
   CUTLASS_DEVICE static bool valid(WorkItem const& item) { return item.valid; }
   CUTLASS_DEVICE static void begin() { wait_for_predecessor(); }
 
@@ -39,6 +40,7 @@ struct SplitTileOptions {
   bool swaps_pairs = false;  // partials hold SwappedPairs
   /// A launch may have the splits of each tile as a cluster's CTAs, each with that one item; the last of them owns the tile.
   bool splits_by_cluster = false;
+  bool in_place = false;      // a launch may have the ranges of a tile computed by one CTA
   bool rereads_rank = false;  // of a CTA in its cluster: there is no register to keep it in over a mainloop
 };
 
@@ -123,10 +125,10 @@ struct SplitTileSchedulerSm90 {
     return {thread, rank, int(rank) % kClusterM, int(rank) / kClusterM};
   }
 
-  class WorkItems : public StaticWorkItems {
+  class WorkItems : public StaticWorkItems<kOptions.in_place> {
    public:
     CUTLASS_DEVICE WorkItems(Params const& params, SharedStorage& storage, Location const& at)
-        : StaticWorkItems(params.schedule, at.worker()), params_(params), storage_(storage), at_(at) {}
+        : StaticWorkItems<kOptions.in_place>(params.schedule, at.worker()), params_(params), storage_(storage), at_(at) {}
     CUTLASS_DEVICE Tile tile(WorkItem const& item) const {
       return {TileScheduler::coordinate(params_.schedule, item.tile), at_.in_cluster()};
     }
@@ -149,7 +151,12 @@ struct SplitTileSchedulerSm90 {
       }
       // Partial slots hold the cluster's CTAs, and a CTA's warpgroups, one after the other.
       auto const partial_slot = [&](int slot) { return (slot * kCluster + int(at_.in_cluster().rank)) * kRowGroups + row_group; };
-      auto const fixup_of = [&](auto& fragment) { return Reduction::fixup(params_.split, item, partial_slot, fragment, thread, barrier); };
+      auto const fixup_of = [&](auto& fragment) {
+        if constexpr (kOptions.in_place) {
+          if (item.in_place) return Reduction::fixup_in_place(params_.split, item, partial_slot, fragment, thread);
+        }
+        return Reduction::fixup(params_.split, item, partial_slot, fragment, thread, barrier);
+      };
       SwappedPairs<Accumulator> swapped{accumulator};
       bool whole;
       if constexpr (kSwapsPairs) {

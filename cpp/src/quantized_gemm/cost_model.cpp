@@ -78,10 +78,10 @@ Work work_of(gemm::TileSchedulerParams const& schedule) {
     work.owned = std::ceil(schedule.stream_tiles / workers) + rest;
     work.partials = std::max(1.0, workers / schedule.stream_tiles);
   } else {
-    double const items = std::ceil(tiles * schedule.splits / workers);
-    work.iterations = items * std::ceil(double(schedule.k_tiles) / schedule.splits);
-    work.owned = schedule.splits > 1 ? std::ceil(tiles / workers) : items;
-    work.partials = schedule.splits - 1;
+    double const splits = schedule.in_place ? 1.0 : schedule.splits, items = std::ceil(tiles * splits / workers);
+    work.iterations = items * std::ceil(double(schedule.k_tiles) / splits);
+    work.owned = splits > 1 ? std::ceil(tiles / workers) : items;
+    work.partials = splits - 1;
   }
   return work;
 }

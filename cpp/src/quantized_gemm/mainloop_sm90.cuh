@@ -43,6 +43,8 @@ struct CollectiveMma<minfer::w4a16::MainloopSm90TmaDequantize<Config>, TileShape
   using EmptyBarrier = typename S::EmptyBarrier;
   using typename Base::PipelineState;
   static constexpr bool kRereadsThread = S::kRereadsThread, kRelocates = false;
+  static constexpr bool kKeepsRanges = Config::kInPlaceRanges;
+  static_assert(!kKeepsRanges || S::kSlices == 1);
   /// Stages. More take the predecessor's bandwidth: on 18 problems of 1 to 1200 tokens (H200) 2 stages were 3.5 % faster than none, 8
   /// stages 1.2, 24 stages 4 % slower. Loaded into the ring instead, 2 to 12 stages were 4.7 % faster than none.
   static constexpr int kPrefetched = 2;

@@ -11,7 +11,7 @@ namespace minfer::w4a16 {
 
 /// kClusterM CTAs of a cluster have different rows of the weight. kMaxPartials: of a cluster's other CTAs. Where four warpgroups share a
 /// tile, each has half the registers for partials.
-template <int kClusterM, int kRowGroups, int kValues, int kMaxPartials>
+template <int kClusterM, int kRowGroups, int kValues, int kMaxPartials, bool kInPlace = false>
 struct ClusterSplitTileSchedulerSm90 {
   static constexpr bool kTagged = kValues <= gemm::kMaxTaggedValues;
   using Reduction = cute::conditional_t<kTagged, gemm::TaggedReduction<128, cute::min(kValues, gemm::kMaxTaggedValues)>,
@@ -66,10 +66,10 @@ struct ClusterSplitTileSchedulerSm90 {
     CUTLASS_DEVICE int l() const { return 0; }
   };
 
-  class WorkItems : public gemm::StaticWorkItems {
+  class WorkItems : public gemm::StaticWorkItems<kInPlace> {
    public:
     CUTLASS_DEVICE WorkItems(Params const& params, SharedStorage& storage, Location const& at)
-        : StaticWorkItems(params.schedule, at.worker()), params_(params), storage_(storage), at_(at) {}
+        : gemm::StaticWorkItems<kInPlace>(params.schedule, at.worker()), params_(params), storage_(storage), at_(at) {}
     CUTLASS_DEVICE Tile tile(gemm::WorkItem item) const { return {gemm::TileScheduler::coordinate(params_.schedule, item.tile), at_}; }
 
     template <class Accumulator, class GroupBarrier, class Store>

@@ -36,9 +36,10 @@ using CollectiveMainloopSm90 =
                                              void, cute::identity, cute::SM90_TMA_LOAD, typename Stage::SmemLayoutB, void, cute::identity>;
 
 template <class Config, class Stage = StageSm90<Config, false>>
-struct W4A16Sm90 : gemm::GemmKernelSm90<CollectiveMainloopSm90<Config>, gemm::EpilogueSm90<RowGroups<Config>>,
-                                        ClusterSplitTileSchedulerSm90<Config::kClusterM, Stage::kRowGroups, Stage::kValues,
-                                                                      max_cluster_partials(Config::kFormat, Config::kTileN)>> {
+struct W4A16Sm90
+    : gemm::GemmKernelSm90<CollectiveMainloopSm90<Config>, gemm::EpilogueSm90<RowGroups<Config>>,
+                           ClusterSplitTileSchedulerSm90<Config::kClusterM, Stage::kRowGroups, Stage::kValues,
+                                                         max_cluster_partials(Config::kFormat, Config::kTileN), Config::kInPlaceRanges>> {
   using S = Stage;
   static_assert(W4A16Sm90::kSmemBytes <= Config::kSmemBytes, "the generator's budget and the kernel's shared memory disagree");
 };

@@ -62,7 +62,7 @@ bool parse_flag(char const* what, std::string const& text) {
 }
 
 Decomposition parse_decomposition(char const* what, std::string const& text) {
-  return parse_name(what, text, {Decomposition::kDataParallel, Decomposition::kStreamK, Decomposition::kSplitK});
+  return parse_name(what, text, {Decomposition::kDataParallel, Decomposition::kStreamK, Decomposition::kSplitK, Decomposition::kRanges});
 }
 
 RasterOrder parse_raster(char const* what, std::string const& text) {

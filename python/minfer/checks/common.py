@@ -25,7 +25,7 @@ INDICES = (torch.int64, torch.int32)
 QUANTS = ("fp8_tensor", "fp8_token", "fp8_block128", "int8_token")  # 8-bit codes that a result may be stored as
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
-DECOMPOSITIONS = ("persistent", "stream_k", "split_k")
+DECOMPOSITIONS = ("persistent", "stream_k", "split_k", "ranges")
 RASTERS = ("along_m", "along_n")
 
 
@@ -323,5 +323,5 @@ def check_launch_text(check: Checker, launch: str) -> None:
             check(False, "kernel option '{}' is not known; expected {}", key, expected)
         check(legal, "kernel option {} must be one of {}, got '{}'", key, expected, value)
     splits, decomposition = given.get("splits", "1"), given.get("decomposition", DECOMPOSITIONS[0])
-    alone = int(splits) == 1 or decomposition == "split_k"
-    check(alone, "kernel option splits needs decomposition=split_k, got splits={} with {}", splits, decomposition)
+    alone = int(splits) == 1 or decomposition in ("split_k", "ranges")
+    check(alone, "kernel option splits needs decomposition=split_k or ranges, got splits={} with {}", splits, decomposition)

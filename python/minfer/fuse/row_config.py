@@ -11,7 +11,7 @@ from .graph import COLUMN, FULL, ROW, Graph
 
 @dataclasses.dataclass(frozen=True)
 class RowConfig:
-    """``columns`` is 0 where it is a parameter of the kernel."""
+    """``columns`` is 0 where it is a parameter of the kernel. ``down``: a thread's vectors are of as many rows, at the same columns."""
 
     columns: int
     width: int
@@ -19,6 +19,7 @@ class RowConfig:
     threads: int  # of a row, in each CTA
     rows: int  # of a CTA
     cluster: int
+    down: bool = False
 
     @property
     def block(self) -> int:
@@ -110,7 +111,10 @@ def configure(graph: Graph, rows: int, columns: int, width: int, clusters: bool)
     if not graph.has_reductions():
         threads = _power_of_two(vectors) if vectors <= 16 else 32 if vectors <= 32 else 128 if rows * vectors < 160_000 else 256
         together = 128 // threads if threads <= 32 else 1
-        return RowConfig(0, width, 1, threads, together, 1)
+        down = _rows_below(graph) if together == 1 else 1
+        while down > 1 and rows * vectors < down * 160_000:
+            down //= 2
+        return RowConfig(0, width, down, threads, together, 1, down > 1)
     if vectors <= 32:
         threads = _power_of_two(vectors)
         return RowConfig(columns, width, 1, threads, 128 // threads, 1)
@@ -122,6 +126,19 @@ def configure(graph: Graph, rows: int, columns: int, width: int, clusters: bool)
         each *= 2
     threads = -(-vectors // (each * cluster * 32)) * 32
     return RowConfig(columns, width, each, threads, 1, cluster)
+
+
+def _rows_below(graph: Graph) -> int:
+    """Rows that a thread takes at the same columns, so that it reads tensors of one row once: where these have as many bytes a column as
+    what belongs to each row, their way from L2 would take longer than that from memory. What has one number a row is not for this."""
+    tensors = [*(x for x in graph.inputs if not x.by_value and x.rank < 0), *graph.outputs]
+    if any(x.extent not in (FULL, ROW) for x in tensors) or any(node.extent == COLUMN for node in graph.nodes):
+        return 1
+    if any(x.rank >= 0 for x in graph.inputs) or any(y.extent != FULL for y in graph.outputs):
+        return 1
+    shared = sum(bytes_of(x.storage) for x in graph.inputs if x.extent == ROW and not x.by_value)
+    own = sum(bytes_of(x.storage) for x in tensors if x.extent == FULL)
+    return 4 if shared >= own > 0 else 1
 
 
 def _power_of_two(number: int) -> int:

@@ -66,7 +66,7 @@ def _grid(config: Config, rows: int, columns: int, sms: int) -> list[int]:
         return [0, 1, 1]
     if isinstance(config, RingConfig):
         return [min(rows, resident_clusters(config.cluster, sms)) * config.cluster, 1, 1]
-    groups = -(-rows // config.rows)
+    groups = -(-rows // (config.vectors if config.down else config.rows))
     parts = config.cluster if config.columns else -(-columns // (config.width * config.threads))
     return [groups * parts, 1, 1]
 

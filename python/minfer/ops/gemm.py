@@ -61,7 +61,7 @@ def gemm(
         synchronisation; while a CUDA graph is captured, that no kernel of the graph in front of this one writes it. On compute capability
         9.0 products of few rows then read it while the work in front of them still runs. It changes no bit of the result; where the promise
         is broken, D is of an old b, a new one or a mixture. A copy of b that the operator makes itself is exempt.
-      kernel: for measurements: NAME[@decomposition=persistent|stream_k|split_k,splits=N,swizzle=N,raster=along_m|along_n,columns=N,
+      kernel: for measurements: NAME[@decomposition=persistent|stream_k|split_k|ranges,splits=N,swizzle=N,raster=along_m|along_n,columns=N,
         realign_a=0|1,realign_b=0|1], of :func:`minfer.kernels`. On CPU it is checked and otherwise ignored.
       out: D itself, a's dtype or float32, with ``quant`` float8_e4m3fn. Written in place where its rows are contiguous (any leading
         dimension), otherwise through a copy. It may be ``c``, but must not overlap itself, a, b, bias or scale, which is an error where

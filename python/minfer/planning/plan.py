@@ -301,7 +301,7 @@ class Plan:
     problem: AnyProblem
     device: str  # its name
     kernel: str
-    decomposition: str  # persistent, stream_k or split_k
+    decomposition: str  # persistent, stream_k, split_k or ranges
     splits: int
     swizzle: int
     raster: str

@@ -14,7 +14,8 @@ A row has `threads` threads, of one CTA or of a cluster's; a CTA has one row, or
 Loads of rows and columns beyond the end are clamped to the last ones and take no part in reductions; stores are predicated.
 
 Without reductions a CTA takes a part of a row, and the number of columns is a parameter. CTAs with neighbouring numbers have the parts of
-a row: those that run at a time read memory in one piece.
+a row: those that run at a time read memory in one piece. Where much is read that all rows have in common, the vectors of a thread are those
+of several rows, at the same columns (`down`), and what they have in common is read once.
 """
 
 from __future__ import annotations
@@ -67,11 +68,14 @@ class _Rows:
         step = c.threads * c.cluster
         of_row = self.columns // c.width
         self.exact = bool(c.columns) and of_row == step * c.vectors
-        self.valid, self.column = [], []
+        self.valid, self.column, self.rows = [], [], []
         for i in range(c.vectors):
-            vector = first + i * step
-            self.valid.append(Boolean(True) if self.exact else vector < of_row)
+            vector = first if c.down else first + i * step
+            own = group * c.vectors + i if c.down else self.row
+            valid = Boolean(True) if self.exact else vector < of_row
+            self.valid.append(valid & (own < rows) if c.down else valid)
             self.column.append((vector if self.exact else cutlass.min(vector, of_row - 1)) * c.width)
+            self.rows.append(cutlass.min(own, rows - 1) if c.down else own)
         self.elements = c.vectors * c.width
         self.evaluator = Evaluator(graph, self.elements, self.leaf, lambda node: node.extent in (FULL, ROW))
         self.loaded: dict[int, list[cute.Tensor]] = {}
@@ -79,18 +83,21 @@ class _Rows:
 
     # Inputs.
 
-    def start(self, number: int) -> Any:
-        """The first element of this thread's row, in elements."""
+    def start(self, number: int, vector: int = 0) -> Any:
+        """The first element of a vector's row, in elements."""
         stride = self.values.get(("stride", number))
-        return Int64(0) if stride is None else Int64(self.row) * stride
+        return Int64(0) if stride is None else Int64(self.rows[vector]) * stride
 
     def load_all(self) -> None:
+        c = self.config
         for i, x in enumerate(self.graph.inputs):
             if x.extent in (FULL, ROW) and x.rank < 0:
-                start = self.start(i)
-                self.loaded[i] = [
-                    load_vector(self.values["address", i], start + Int64(column), self.config.width, x.storage) for column in self.column
+                one = c.down and x.extent == ROW
+                vectors = [
+                    load_vector(self.values["address", i], self.start(i, v) + Int64(self.column[v]), c.width, x.storage)
+                    for v in range(1 if one else c.vectors)
                 ]
+                self.loaded[i] = vectors * c.vectors if one else vectors
 
     def leaf(self, number: int, node: Node, operands: list[Any]) -> Any:
         if node.op == "value":  # "column"
@@ -140,11 +147,11 @@ class _Rows:
         y = self.graph.outputs[number]
         c = self.config
         register = self.graph.nodes[y.node].dtype
+        stride = self.values.get(("out_stride", number))
         if y.into >= 0:
-            pointer, start = self.values["address", y.into], self.start(y.into)
+            pointer, starts = self.values["address", y.into], [self.start(y.into, v) for v in range(c.vectors)]
         else:
-            stride = self.values.get(("out_stride", number))
-            pointer, start = self.values["out", number], Int64(0) if stride is None else Int64(self.row) * stride
+            pointer, starts = self.values["out", number], [Int64(0) if stride is None else Int64(row) * stride for row in self.rows]
         if y.extent in (COLUMN, SCALAR):
             first = self.lane + self.rank == 0
             if not c.columns:
@@ -152,7 +159,7 @@ class _Rows:
             if y.extent == SCALAR:
                 first = first & (self.row == 0)
             stored = as_storage([self.evaluator.value(y.node)], register, y.storage)
-            store_vector(pointer, start, stored, 1, y.storage, first & self.row_valid)
+            store_vector(pointer, starts[0], stored, 1, y.storage, first & self.row_valid)
             return
         values = self.evaluator.each(y.node)
         for i in range(c.vectors):
@@ -160,7 +167,7 @@ class _Rows:
             predicate = self.row_valid if self.exact else self.row_valid & self.valid[i]
             if y.extent == ROW:
                 predicate = predicate & (self.row == 0)
-            store_vector(pointer, start + Int64(self.column[i]), stored, c.width, y.storage, predicate)
+            store_vector(pointer, starts[i] + Int64(self.column[i]), stored, c.width, y.storage, predicate)
 
     def run(self, dependent: bool) -> None:
         graph, c = self.graph, self.config
