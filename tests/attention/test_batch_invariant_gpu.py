@@ -33,16 +33,18 @@ EDGES = (0, 1, 63, 64, 79, 80, 127, 128, 191, 192, 447, 448, 479, 480, 511, 512,
 LENGTH = 1500
 
 
-def kernel_of(kv_format, head_dim, dtype) -> dict:
-    """The option that names the kernel of the mode."""
+def kernel_of(kv_format, head_dim, dtype, few: bool = False) -> dict:
+    """The option that names the kernel of the mode; few: that for few rows, where there is one."""
     codes = "dense" if kv_format == "16bit" else "codes"
     own = [k for k in minfer.kernels("attention") if k["operation"] == "attention_invariant" and k["b_format"] == codes]
     fitting = [k for k in own if k["ab_type"] == DTYPE_NAMES[dtype] and k["tile_k"] >= head_dim]
-    return dict(kernel=min(fitting, key=lambda k: k["tile_k"])["name"])
+    return dict(kernel=min(fitting, key=lambda k: (k["tile_k"], (k["tile_m"] > 8) == few))["name"])
 
 
-def run(call, **options):
-    return call.run(**kernel_of(call.cache.kv_format, call.q.shape[-1], call.q.dtype), **options)
+def run(call, few: bool | None = None, **options):
+    """few: as of kernel_of(); unless given, where there are up to 8 queries to a sequence."""
+    few = call.q.dim() == 4 and call.q.shape[1] <= 8 if few is None else few
+    return call.run(**kernel_of(call.cache.kv_format, call.q.shape[-1], call.q.dtype, few), **options)
 
 
 def rows_of(call, begin: int, end: int, **options):
@@ -156,22 +158,28 @@ def test_neighbours(kv_format, dtype):
             assert not differs((have[0][0], have[1][0].T.contiguous()), (out[first:last], lse[:, first:last].T)), (heads, b)
 
 
-def plan_of(batch: int, length: int, kv_format="16bit", queries=1, heads=(8, 2), head_dim=128, page_size=64, dtype=torch.bfloat16) -> dict:
+def plan_of(
+    batch: int, length: int, kv_format="16bit", queries=1, heads=(8, 2), head_dim=128, page_size=64, dtype=torch.bfloat16, kernel=None
+) -> dict:
     sizes = [batch, queries, length, *heads, head_dim, head_dim]
-    return json.loads(torch.ops.minfer._plan_attention(sizes, DTYPE_NAMES[dtype], -1, 0, False, None, True, 0, kv_format, page_size, True))
+    return json.loads(
+        torch.ops.minfer._plan_attention(sizes, DTYPE_NAMES[dtype], -1, 0, False, kernel, True, 0, kv_format, page_size, True)
+    )
 
 
 @pytest.mark.parametrize(("kv_format", "head_dim"), [*itertools.product(PLAIN, (64, 128)), ("16bit", 192)])
 def test_whole_tiles_and_divided_ones(kv_format, head_dim):
     """Keys that one CTA folds, because there are sequences enough, and keys that many CTAs share."""
     batch, length, heads = 1500, 1100, (2, 2)
-    assert plan_of(batch, 1152, kv_format, heads=heads, head_dim=head_dim)["split_rows"] == 0
-    assert plan_of(3, 1152, kv_format, heads=heads, head_dim=head_dim)["split_rows"] > 0
+    name = kernel_of(kv_format, head_dim, torch.bfloat16)["kernel"]
+    assert plan_of(batch, 1152, kv_format, heads=heads, head_dim=head_dim, kernel=name)["split_rows"] == 0
+    assert plan_of(3, 1152, kv_format, heads=heads, head_dim=head_dim, kernel=name)["split_rows"] > 0
     call = make([length - b % 700 for b in range(batch)], kv_format, heads, (head_dim, head_dim), torch.bfloat16)
-    out, lse = run(call)
-    for first in (0, 600, batch - 3):
-        few = run(call.subset(range(first, first + 3)))
-        assert not differs(few, (out[first : first + 3], lse[first : first + 3])), first
+    out, lse = run(call, few=False)
+    for first, few in itertools.product((0, 600, batch - 3), (False, True)):
+        have = run(call.subset(range(first, first + 3)), few=few)
+        assert not differs(have, (out[first : first + 3], lse[first : first + 3])), (first, few)
+    assert not differs(run(call, few=True), (out, lse))
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
@@ -222,11 +230,12 @@ def test_numbers(kv_format, dtype):
     def cases():
         wide = (((192, 128), (8, 2)), ((192, 192), (4, 2)), ((256, 256), (4, 2)))
         for head_dims, heads in (((64, 64), (4, 4)), ((128, 128), (8, 1)), ((96, 64), (7, 1)), *wide):
-            for lengths, queries in (([5000, 1, 0, 481], 1), ([700, 3000], 90), ([1000, 40, 513], [3, 40, 200])):
-                for options in OPTIONS[:1] if queries == 1 else OPTIONS[1:]:
+            for lengths, queries in (([5000, 1, 0, 481], 1), ([480, 1, 0, 90], 1), ([700, 3000], 90), ([1000, 40, 513], [3, 40, 200])):
+                for options in OPTIONS[:2] if queries == 1 else OPTIONS[1:]:
                     options = call_options(options, heads[0], dtype, DEVICE)
                     call = make(lengths, kv_format, heads, head_dims, dtype, queries=queries)
-                    yield (head_dims, lengths, queries), call, options | kernel_of(kv_format, head_dims[0], dtype)
+                    for few in (False, True):
+                        yield (head_dims, lengths, queries), call, options | kernel_of(kv_format, head_dims[0], dtype, few)
 
     judge(cases())
 
@@ -235,9 +244,10 @@ def test_numbers(kv_format, dtype):
 
 
 def test_the_mode_chooses_them():
-    for kv_format, head_dim, dtype in itertools.product(KV_FORMATS, (64, 128), DTYPES):
-        name = kernel_of(kv_format, head_dim, dtype)["kernel"]
-        assert all(plan_of(*sizes, kv_format, head_dim=head_dim, dtype=dtype)["kernel"] == name for sizes in ((1, 64), (300, 4096)))
+    for kv_format, head_dim, dtype, queries in itertools.product(KV_FORMATS, (64, 128), DTYPES, (1, 64)):
+        name = kernel_of(kv_format, head_dim, dtype, few=queries == 1)["kernel"]
+        plans = [plan_of(*sizes, kv_format, queries, head_dim=head_dim, dtype=dtype) for sizes in ((1, 64), (300, 4096))]
+        assert [plan["kernel"] for plan in plans] == [name, name]
 
 
 def test_calls_in_the_mode():

@@ -219,7 +219,7 @@ TEST_CASE(batch_invariant_kernels_follow_from_types_and_head_dims_alone) {
                                         return fewer;
                                       }()};
   std::map<std::tuple<DataType, int64_t, int64_t, bool>, KernelInfo const*> kernels;
-  int divided = 0, whole = 0;
+  int divided = 0, whole = 0, few = 0;
   for (DeviceProperties const& device : devices) {
     for_each_problem([&](AttentionProblem p) {
       if (!has_invariant_kernel(p)) return;
@@ -232,8 +232,12 @@ TEST_CASE(batch_invariant_kernels_follow_from_types_and_head_dims_alone) {
       CHECK(plan.predicted_us >= plan.floor_us);
       CHECK_EQUAL(kernel.b_format == WeightFormat::kDense, p.kv_format == WeightFormat::kDense);
       bool const codes = p.kv_format != WeightFormat::kDense;
+      // The same key blocks for any number of rows.
       auto const [known, is_new] = kernels.try_emplace({p.type, p.head_dim, p.head_dim_v, codes}, plan.kernel);
-      CHECK(known->second == plan.kernel);
+      CHECK_EQUAL(known->second->tile_n, kernel.tile_n);
+      CHECK(known->second->tile_k == kernel.tile_k && known->second->head_dim_v == kernel.head_dim_v);
+      CHECK(kernel.tile_m >= 64 || (kernel.tile_m == 8 && p.seqlen_q * (p.heads_q / p.heads_kv) <= 32 * 64));
+      few += kernel.tile_m == 8;
       if (kernel.tile_k > 192) {  // all keys are one split
         CHECK(plan.split_keys == 0 && plan.split_rows == 0);
       } else {
@@ -252,7 +256,7 @@ TEST_CASE(batch_invariant_kernels_follow_from_types_and_head_dims_alone) {
       CHECK(plan.workspace_bytes <= size_t(5) << 28);
     });
   }
-  CHECK(divided > 100 && whole > 100);
+  CHECK(divided > 100 && whole > 100 && few > 100);
 }
 
 TEST_CASE(batch_invariant_decode_divides_long_keys) {
@@ -267,7 +271,9 @@ TEST_CASE(batch_invariant_decode_divides_long_keys) {
   CHECK_EQUAL(alone.packed_heads, 4);
   CHECK(!alone.counted && alone.max_splits >= 65536 / 576);
   CHECK_EQUAL(prefill.split_rows, 0);
-  CHECK(alone.kernel == many.kernel && alone.kernel == prefill.kernel);
+  CHECK(alone.kernel == many.kernel && alone.kernel->tile_m == 8 && prefill.kernel->tile_m == 192);
+  CHECK_EQUAL(alone.kernel->tile_n, prefill.kernel->tile_n);
+  CHECK(plan_for(1, 8, 4096).kernel == alone.kernel && plan_for(1, 9, 4096).kernel == prefill.kernel);  // 32 rows and 36
 }
 
 TEST_CASE(batch_invariant_attention_says_what_it_cannot_do) {

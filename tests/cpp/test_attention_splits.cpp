@@ -105,6 +105,7 @@ KeyBlocks<kTileN> blocks_of(Params const& p, Sequence const& s, int first, int r
 template <int kTileM, int kTileN>
 bool check(Launch const& launch) {
   using Items = SplitItems<kTileM, kTileN>;
+  constexpr int kWarpgroupRows = kTileM < 64 ? kTileM : 64;
   Params const& p = launch.params;
   std::set<int64_t> slots;
   int64_t items = 0;
@@ -132,10 +133,10 @@ bool check(Launch const& launch) {
       // The blocks of all splits, and those outside of them, are the tile's; each warpgroup's are among its tile's.
       auto const tile = blocks_of<kTileM, kTileN>(p, s, item.first, kTileM, item.split);
       CHECK(tile.begin <= tile.end);
-      for (int row = 0; row < kTileM; row += 64) {
+      for (int row = 0; row < kTileM; row += kWarpgroupRows) {
         int const first = item.first + row / p.packed_heads;
         if (first >= s.queries) break;
-        auto const own = blocks_of<kTileM, kTileN>(p, s, first, 64, item.split);
+        auto const own = blocks_of<kTileM, kTileN>(p, s, first, kWarpgroupRows, item.split);
         CHECK(own.begin == own.end || (tile.begin <= own.begin && own.end <= tile.end));
         CHECK(own.begin >= item.split * Items::kSplitBlocks && own.end <= (item.split + 1) * Items::kSplitBlocks);
       }
@@ -151,8 +152,8 @@ bool check(Launch const& launch) {
         auto const found = of_items.find({query % p.head_tiles, first, split});
         CHECK(found != of_items.end() && found->second == slot_of(query % p.head_tiles, first, split));
         int const from = std::max(begin, split * Items::kSplitKeys), to = std::min(end, (split + 1) * Items::kSplitKeys);
-        int const rows = (query - first) * p.packed_heads / 64 * 64;
-        auto const own = blocks_of<kTileM, kTileN>(p, s, first + rows / p.packed_heads, 64, split);
+        int const rows = (query - first) * p.packed_heads / kWarpgroupRows * kWarpgroupRows;
+        auto const own = blocks_of<kTileM, kTileN>(p, s, first + rows / p.packed_heads, kWarpgroupRows, split);
         CHECK(own.begin * kTileN <= from && own.end * kTileN >= to);
       }
     }
@@ -165,10 +166,29 @@ bool check(Launch const& launch) {
 bool check_launch(Launch const& launch) {
   if (launch.plan.split_rows == 0) return false;  // it has the tiles of other kernels
   Context const at(launch.text);
+  if (launch.plan.kernel->tile_m == 8) return launch.plan.kernel->tile_n == 80 ? check<8, 80>(launch) : check<8, 128>(launch);
   if (launch.plan.kernel->tile_n == 128) return check<192, 128>(launch);
   if (launch.plan.kernel->tile_n == 80) return check<192, 80>(launch);
   CHECK(launch.plan.kernel->tile_m == 128 && launch.plan.kernel->tile_n == 96);
   return check<128, 96>(launch);
+}
+
+/// All slots of sequences that overlap lie in the workspace.
+template <int kTileM, int kTileN>
+void check_overlapping(Launch const& launch, Draw& draw) {
+  using Items = SplitItems<kTileM, kTileN>;
+  int32_t const tokens = int32_t(launch.problem.tokens_q);
+  for (int b = 0; b < int(launch.sequences.size()); ++b) {
+    Sequence s{int32_t(draw(0, tokens)), 0, int32_t(draw(0, launch.problem.seqlen_k))};
+    s.queries = int32_t(draw(0, tokens - s.row_q));
+    auto const splits = Items::splits_of(launch.params, s.queries, s.keys);
+    if (!Items::is_divided(launch.params, s.queries, splits)) continue;
+    for (int number = 0; number < Items::count(launch.params, s.queries, s.keys); ++number) {
+      auto const item = Items::at(launch.params, s.queries, s.keys, number);
+      int64_t const slot = Items::slot_of(launch.params, true, b, s.row_q, item.head_tile, item.first, item.split, splits.first);
+      CHECK(slot >= 0 && slot < launch.plan.partial_slots);
+    }
+  }
 }
 
 }  // namespace
@@ -189,18 +209,6 @@ TEST_CASE(slots_of_sequences_that_overlap_are_in_the_workspace) {
     Launch launch = draw_launch(draw);
     if (!launch.problem.varlen || launch.plan.split_rows == 0 || launch.plan.kernel->tile_n != 80) continue;
     Context const at(launch.text);
-    using Items = SplitItems<192, 80>;
-    int32_t const tokens = int32_t(launch.problem.tokens_q);
-    for (int b = 0; b < int(launch.sequences.size()); ++b) {
-      Sequence s{int32_t(draw(0, tokens)), 0, int32_t(draw(0, launch.problem.seqlen_k))};
-      s.queries = int32_t(draw(0, tokens - s.row_q));
-      auto const splits = Items::splits_of(launch.params, s.queries, s.keys);
-      if (!Items::is_divided(launch.params, s.queries, splits)) continue;
-      for (int number = 0; number < Items::count(launch.params, s.queries, s.keys); ++number) {
-        auto const item = Items::at(launch.params, s.queries, s.keys, number);
-        int64_t const slot = Items::slot_of(launch.params, true, b, s.row_q, item.head_tile, item.first, item.split, splits.first);
-        CHECK(slot >= 0 && slot < launch.plan.partial_slots);
-      }
-    }
+    launch.plan.kernel->tile_m == 8 ? check_overlapping<8, 80>(launch, draw) : check_overlapping<192, 80>(launch, draw);
   }
 }

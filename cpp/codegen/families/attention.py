@@ -45,11 +45,18 @@ class AttentionKernel(Kernel):
     @property
     def shard_group(self) -> str:
         codes = "_codes" if self.variant == "prefill" and self.b_format != "dense" else ""
-        return f"attention_sm{self.arch}_{self.variant}{codes}{'_invariant' if self.invariant else ''}"
+        few = "_few_rows" if self.few_rows else ""
+        return f"attention_sm{self.arch}_{self.variant}{codes}{'_invariant' if self.invariant else ''}{few}"
 
     @property
     def template(self) -> tuple[str, str]:
-        return f"attention/{self.variant}/{self.variant}_sm{self.arch}.cuh", f"launch_{self.variant}_sm{self.arch}"
+        kind = "few_rows" if self.few_rows else self.variant
+        return f"attention/{self.variant}/{kind}_sm{self.arch}.cuh", f"launch_{kind}_sm{self.arch}"
+
+    @property
+    def few_rows(self) -> bool:
+        """Whether the rows of a tile are the MMA's n."""
+        return self.variant == "prefill" and self.tile[0] == attention_sm90.FEW_ROWS
 
     @property
     def targets(self) -> str:
@@ -98,4 +105,5 @@ class AttentionKernel(Kernel):
                 f"static constexpr bool kConverts = {cpp_bool(self.b_format == 'codes')};",
                 f"static constexpr bool kInvariant = {cpp_bool(self.invariant)};",
             ]
+            lines += [f"static constexpr int kCtasPerSm = {self.ctas_per_sm};"] if self.few_rows else []
         return lines

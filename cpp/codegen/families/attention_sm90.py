@@ -19,6 +19,7 @@ FIELDS = {
         "own_output",
         "codes",
         "invariant",
+        "ctas_per_sm",
         "note",
     },
     "decode": {"arch", "elements", "variant", "head_dim", "caches", "slices", "note"},
@@ -26,6 +27,8 @@ FIELDS = {
 TABLE_BYTES = 3072  # what the tile table and barriers need: tile_scheduler.cuh, prefill_traits.cuh
 REGISTERS = {1: 240, 2: 232, 3: 160}  # of a consumer thread, at least, by warpgroups: prefill_traits.cuh
 CODES_REGISTERS = {128: 192, 256: 208}  # beside a converter, by head_dim
+FEW_ROWS = 8  # of a tile whose rows are the MMA's n
+SPLIT_KEYS = 512  # about, in the batch-invariant mode: shared/splits.h
 SPARE_REGISTERS = 24  # beside scores, probabilities and output
 DECODE_WARPS, DECODE_THREADS, DECODE_MAX_STAGES = 8, 384, 32
 
@@ -46,11 +49,36 @@ def decode(row: Row) -> list[dict]:
     return kernels
 
 
+def few_rows(row: Row) -> list[dict]:
+    """The fields of a kernel whose rows are the MMA's n (few_rows_sm90.cuh)."""
+    head_dim, codes, stages = row.get("head_dim"), row.flag("codes"), row.get("stages")
+    _, tile_n = row.integers("tile", 2)
+    blocks = (SPLIT_KEYS + tile_n // 2) // tile_n
+    row.require(row.flag("invariant") and row.get("schedule") == "cooperative", "tile", "of 8 queries is batch-invariant and cooperative")
+    row.require(head_dim <= 128 and row.get("head_dim_v", head_dim) == head_dim, "head_dim", "must be that of the values, up to 128")
+    row.require(
+        tile_n % 16 == 0 and tile_n >= 64 and blocks % 2 == 0, "tile", "keys: a multiple of 16 from 64 on; a split has an even number"
+    )
+    row.require(not codes or (head_dim == 128 and tile_n == 128), "codes", "is for 128 keys of 128 columns here")
+    row.require(type(stages) is int and stages >= 2, "stages", "must be 2 or more")
+    keys = blocks * tile_n
+    # Queries of two stages, the ring, probabilities in panels of 64 keys, scores, what the softmax of a row leaves.
+    smem = 2 * (2 * FEW_ROWS * head_dim + stages * tile_n * head_dim + FEW_ROWS * round_up(keys, 64))
+    smem += 4 * (FEW_ROWS * (keys + 8) + FEW_ROWS * (6 * blocks + 1)) + TABLE_BYTES
+    ctas = row.get("ctas_per_sm", 2)
+    row.require(ctas * (round_up(smem, SM90_SMEM_ALIGNMENT) + 1024) <= SM90_SMEM_LIMIT + 1024, "stages", f"{ctas} CTAs do not fit an SM")
+    fields = dict(tile=(FEW_ROWS, tile_n, head_dim), b_format="codes" if codes else "dense", schedule="cooperative", stages=stages)
+    fields |= dict(threads=256 if codes else 160, ctas_per_sm=ctas, invariant=True)
+    return [fields | dict(smem_bytes=round_up(smem, SM90_SMEM_ALIGNMENT))]
+
+
 def prefill(row: Row) -> list[dict]:
     """The fields of the kernel."""
     head_dim = row.get("head_dim")
     head_dim_v = row.get("head_dim_v", head_dim)
     tile_m, tile_n = row.integers("tile", 2)
+    if tile_m == FEW_ROWS:
+        return few_rows(row)
     warpgroups = tile_m // 64
     row.require(tile_m % 64 == 0 and warpgroups in REGISTERS, "tile", "must have 64, 128 or 192 queries: a warpgroup has 64")
     row.require(tile_n % 16 == 0 and tile_n <= 256, "tile", "keys must be a multiple of 16 up to 256")

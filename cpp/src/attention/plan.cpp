@@ -20,6 +20,7 @@ namespace minfer {
 namespace attention {
 namespace {
 
+constexpr int64_t kFewRows = 32;                 // of a sequence, up to which a tile of 8 rows is taken in the batch-invariant mode
 constexpr int64_t kMaxItems = int64_t(1) << 30;  // that 32 bits count, and sums of two
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr CostModel kCostModel{};
@@ -120,10 +121,14 @@ Status check(AttentionProblem const& p) {
   return Status::success();
 }
 
+/// Whether it is one of the batch-invariant kernels for few rows.
+bool is_for_few_rows(KernelInfo const& kernel) { return is_invariant(kernel) && kernel.tile_m < 64; }
+
 /// The largest number of heads of one KV head that a tile can pack: short queries then read K and V as rarely as possible.
 int64_t choose_packed_heads_invariant(KernelInfo const& kernel, AttentionProblem const& p) {
   int64_t best = 1, group = p.heads_kv > 0 ? p.heads_q / p.heads_kv : 1;
-  for (int64_t packed = 2; packed <= 64 && group % packed == 0; packed *= 2) {  // a warpgroup's 64 rows hold whole queries
+  int64_t const most = std::min<int64_t>(kernel.tile_m, 64);  // a warpgroup's rows hold whole queries
+  for (int64_t packed = 2; packed <= most && group % packed == 0; packed *= 2) {
     if (tiles_of(p, kernel.tile_m, packed) < tiles_of(p, kernel.tile_m, best)) best = packed;
   }
   return best;
@@ -150,7 +155,7 @@ void plan_splits(KernelInfo const& kernel, AttentionProblem const& p, DeviceProp
   double const partial_bytes = double(item_rows * kernel.head_dim_v) * 8.0;
   double const key_bytes = double(split * (p.head_dim + p.head_dim_v)) * bits_of(p.kv_format) / 8.0;
   double const items_us = predict_us(kCostModel, kernel, items, device) * (1.0 + partial_bytes / key_bytes) + kMergeUs;
-  bool const mixed = !(items_us < plan->predicted_us);
+  bool const mixed = !is_for_few_rows(kernel) && !(items_us < plan->predicted_us);
   if (mixed && (!p.varlen || !p.cached || p.batch == 1 || rows <= kShortRows)) return;
   int64_t const split_rows = mixed ? std::max(kShortRows, packed) : rows, slot_rows = std::min<int64_t>(split_rows, kernel.tile_m);
   int64_t const tiles = p.varlen ? p.tokens_q * packed / kernel.tile_m + p.batch : p.batch * ((rows + kernel.tile_m - 1) / kernel.tile_m);
@@ -277,20 +282,33 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   };
   std::vector<Candidate> found;  // of the newest architecture: sm_90's kernels before portable ones
   found.reserve(16);
+  std::vector<Candidate> few;  // kernels for few rows, of the same key blocks as one of `found`
   for (KernelInfo const* at = begin; at != end; ++at) {
     KernelInfo const& kernel = *at;
     if (illegal(kernel, problem, device) != nullptr || !considered(kernel, problem)) continue;
     if (options.only_runnable && !has_code(kernel, device)) continue;
     ++candidates;
     if (!found.empty() && kernel.arch > found[0].kernel->arch) found.clear();
+    if (is_for_few_rows(kernel)) {
+      few.push_back({&kernel, 0.0, 0.0});
+      continue;
+    }
     if (found.empty() || kernel.arch == found[0].kernel->arch) found.push_back({&kernel, 0.0, 0.0});
   }
   if (problem.batch_invariant && !found.empty()) {
-    // By the head dimensions alone: another kernel has other key blocks, so other bits.
+    // By the head dimensions alone: another kernel has other key blocks, so other bits. Few rows take the kernel for them that has the same.
     auto const smaller = [](Candidate const& a, Candidate const& b) {
       return std::pair(a.kernel->tile_k, a.kernel->head_dim_v) < std::pair(b.kernel->tile_k, b.kernel->head_dim_v);
     };
-    *plan = describe(*std::min_element(found.begin(), found.end(), smaller)->kernel, problem, device);
+    KernelInfo const& whole = *std::min_element(found.begin(), found.end(), smaller)->kernel;
+    *plan = describe(whole, problem, device);
+    int64_t const packed = plan->packed_heads;
+    for (Candidate const& c : few) {
+      KernelInfo const& kernel = *c.kernel;
+      if (kernel.tile_k != whole.tile_k || kernel.tile_n != whole.tile_n || kernel.head_dim_v != whole.head_dim_v) continue;
+      if (kernel.b_format != whole.b_format || problem.seqlen_q * packed > kFewRows) continue;
+      *plan = describe(kernel, problem, device);
+    }
     char divided[128] = "; all keys are one split";
     if (plan->split_rows > 0) {
       std::snprintf(divided, sizeof(divided), ", splits of %lld keys; of sequences with up to %lld rows each has a CTA of its own",

@@ -1,7 +1,7 @@
 // Codes of a KV cache in global memory -> key blocks of q's 16-bit type in shared memory, as TMA would have left them for WGMMA.
 //
 // Work. A warpgroup converts a block of kTileN keys or values, each warp a quarter of the rows. A lane has a vector of 16 bytes of codes of
-// some rows, always of the same columns. Keys and values alternate in the same registers (BlockCodes): as soon as a block's codes are
+// some rows, always of the same columns. All blocks take the same registers (BlockCodes): as soon as a block's codes are
 // converted, the next block's are loaded to where they were, and have the time of a block to arrive.
 // Shared memory. Rows of 64 elements with TMA's shared-memory swizzle, [head_dim / 64][row][64]: vector v of row r is at v ^ r % 8. Eight
 // neighbouring lanes, which store together, have rows and columns that touch all banks.
@@ -236,13 +236,12 @@ struct BlockConverter {
   }
 
   /// Converts and stores the warp's rows of block `block`, which `codes` holds, to the stage at shared address `stage`. Each register that
-  /// is free again receives what `next` has for it, the block of values after one of keys or the other way round, which has the time of a
-  /// block to arrive. look_up() finds the next pages. It runs once, when codes of the block have been used: a page that was requested ahead
+  /// is free again receives what `next` has for it, a block of keys or of values, which has the time of a block to arrive. look_up() finds the next pages. It runs once, when codes of the block have been used: a page that was requested ahead
   /// of them would be waited for together with them, and no longer have the time of a block (fp8 and int8 prefill of a chunk then took 6 %
   /// longer on an H200). It is one function for all formats: loads of the next block are interleaved with the conversion of this one,
   /// register by register.
-  template <bool kKeys, class LookUp>
-  CUTLASS_DEVICE void store(Block& codes, int block, uint32_t stage, Source<!kKeys> const& next, LookUp const& look_up) const {
+  template <bool kKeys, bool kNextKeys, class LookUp>
+  CUTLASS_DEVICE void store(Block& codes, int block, uint32_t stage, Source<kNextKeys> const& next, LookUp const& look_up) const {
     // Bits 4 to 6 of an address select the vector. Those of `to` are of the lane's row and first vector; each load and vector flips some of
     // them.
     uint32_t const swizzled = uint32_t(lane % kCodeVectors * kVectors ^ lane_row());
