@@ -296,7 +296,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     if (found.empty() || kernel.arch == found[0].kernel->arch) found.push_back({&kernel, 0.0, 0.0});
   }
   if (problem.batch_invariant && !found.empty()) {
-    // By the head dimensions alone: another kernel has other key blocks, so other bits. Few rows take the kernel for them of the same.
+    // By the head dimensions alone: another kernel has other key blocks, so other bits. Few rows take a kernel with the same blocks.
     auto const smaller = [](Candidate const& a, Candidate const& b) {
       return std::pair(a.kernel->tile_k, a.kernel->head_dim_v) < std::pair(b.kernel->tile_k, b.kernel->head_dim_v);
     };

@@ -238,8 +238,8 @@ struct BlockConverter {
   /// Converts and stores the warp's rows of block `block`, which `codes` holds, to the stage at shared address `stage`. Each register that
   /// is free again receives what `next` has for it, a block of keys or of values, which has the time of a block to arrive. look_up() finds
   /// the next pages. It runs once, when codes of the block have been used: a page that was requested ahead of them would be waited for
-  /// together with them, and no longer have the time of a block (fp8 and int8 prefill of a chunk then took 6 % longer on an H100). It is one
-  /// function for all formats: loads of the next block are interleaved with the conversion of this one, register by register.
+  /// together with them, and no longer have the time of a block (fp8 and int8 prefill of a chunk then took 6 % longer on an H100). It is
+  /// one function for all formats: loads of the next block are interleaved with the conversion of this one, register by register.
   template <bool kKeys, bool kNextKeys, class LookUp>
   CUTLASS_DEVICE void store(Block& codes, int block, uint32_t stage, Source<kNextKeys> const& next, LookUp const& look_up) const {
     // Bits 4 to 6 of an address select the vector. Those of `to` are of the lane's row and first vector; each load and vector flips some of
