@@ -43,8 +43,10 @@ class ScaledGemmKernel(GemmKernel):
 
 
 def _has_ranges(kernel: GemmKernel) -> bool:
-    """Whether a CTA may compute all ranges of k of a tile: the threads that leave a range's sums must be those that add the next one's."""
-    return kernel.arch == 90 and kernel.element == "e4m3" and kernel.schedule == "cooperative"
+    """Whether a CTA may compute all ranges of k of a tile: the threads that leave a range's sums must be those that add the next one's. In
+    clusters, tiles of 256 tokens have no register for it."""
+    spills = kernel.tile[0] == 256 and kernel.cluster != (1, 1, 1)
+    return kernel.arch == 90 and kernel.element == "e4m3" and kernel.schedule == "cooperative" and not spills
 
 
 def _check_fp8_sm80(row: Row) -> None:
