@@ -61,6 +61,7 @@ def few_rows(row: Row) -> list[dict]:
     )
     row.require(not codes or (head_dim == 128 and tile_n == 128), "codes", "is for 128 keys of 128 columns here")
     row.require(type(stages) is int and stages >= 2, "stages", "must be 2 or more")
+    row.require(not row.flag("own_output"), "own_output", "is for tiles of 64 queries and more")
     keys = blocks * tile_n
     # Queries of two stages, the ring, probabilities in panels of 64 keys, scores, what the softmax of a row leaves.
     smem = 2 * (2 * FEW_ROWS * head_dim + stages * tile_n * head_dim + FEW_ROWS * round_up(keys, 64))
@@ -79,6 +80,7 @@ def prefill(row: Row) -> list[dict]:
     tile_m, tile_n = row.integers("tile", 2)
     if tile_m == FEW_ROWS:
         return few_rows(row)
+    row.require(row.get("ctas_per_sm", 1) == 1, "ctas_per_sm", "is for tiles of 8 queries")
     warpgroups = tile_m // 64
     row.require(tile_m % 64 == 0 and warpgroups in REGISTERS, "tile", "must have 64, 128 or 192 queries: a warpgroup has 64")
     row.require(tile_n % 16 == 0 and tile_n <= 256, "tile", "keys must be a multiple of 16 up to 256")

@@ -282,7 +282,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
   };
   std::vector<Candidate> found;  // of the newest architecture: sm_90's kernels before portable ones
   found.reserve(16);
-  std::vector<Candidate> few;  // kernels for few rows, of the same key blocks as one of `found`
+  std::vector<KernelInfo const*> few;  // kernels for few rows, of the same key blocks as one of `found`
   for (KernelInfo const* at = begin; at != end; ++at) {
     KernelInfo const& kernel = *at;
     if (illegal(kernel, problem, device) != nullptr || !considered(kernel, problem)) continue;
@@ -290,7 +290,7 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     ++candidates;
     if (!found.empty() && kernel.arch > found[0].kernel->arch) found.clear();
     if (is_for_few_rows(kernel)) {
-      few.push_back({&kernel, 0.0, 0.0});
+      few.push_back(&kernel);
       continue;
     }
     if (found.empty() || kernel.arch == found[0].kernel->arch) found.push_back({&kernel, 0.0, 0.0});
@@ -303,8 +303,8 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     KernelInfo const& whole = *std::min_element(found.begin(), found.end(), smaller)->kernel;
     *plan = describe(whole, problem, device);
     int64_t const packed = plan->packed_heads;
-    for (Candidate const& c : few) {
-      KernelInfo const& kernel = *c.kernel;
+    for (KernelInfo const* at : few) {
+      KernelInfo const& kernel = *at;
       if (kernel.tile_k != whole.tile_k || kernel.tile_n != whole.tile_n || kernel.head_dim_v != whole.head_dim_v) continue;
       if (kernel.b_format != whole.b_format || problem.seqlen_q * packed > kFewRows) continue;
       *plan = describe(kernel, problem, device);

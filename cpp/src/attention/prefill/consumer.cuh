@@ -43,15 +43,6 @@ struct PrefillConsumer : PrefillMma<Traits> {
   using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params;
   using typename Traits::Queries, typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile;
 
-  /// What scores are multiplied by before the softmax.
-  static CUTLASS_DEVICE float scale_of(Params const& params, Tile const& tile) {
-    if constexpr (kConverts) {
-      return params.softmax.scale * scale_of_scores(params, kv_head_of(params, tile));
-    } else {
-      return params.softmax.scale;
-    }
-  }
-
   // ---- pingpong -------------------------------------------------------------------------------------------------------------------
 
   static CUTLASS_DEVICE void wait_for_turn(int consumer) {
@@ -148,7 +139,8 @@ struct PrefillConsumer : PrefillMma<Traits> {
       Tensor output = partition_fragment_C(mma_output, typename Mma::OutputShape{});  // (MMA,MMA_M,MMA_N)
       clear(output);
       bool const capped = params.softmax.softcap > 0.0f;
-      OnlineSoftmax<kScores, kInvariant> softmax((capped ? params.softmax.softcap : scale_of(params, tile)) * kLog2E);
+      OnlineSoftmax<kScores, kInvariant> softmax((capped ? params.softmax.softcap : softmax_scale(params, kv_head_of(params, tile))) *
+                                                 kLog2E);
       FullBarrier::wait(&storage.full_q[query_stage(iteration)], query_phase(iteration));
       int block = tile_blocks.end - 1;
       for (int const end = queries.first <= queries.last ? blocks.end : 0; block >= end && block >= tile_blocks.begin; --block) {
@@ -197,7 +189,8 @@ struct PrefillConsumer : PrefillMma<Traits> {
         auto const cap_and_mask = [&](bool masked, bool caps) CUTLASS_LAMBDA_FUNC_INLINE {
           if (caps) {
             float inner = params.cap.inner;
-            if constexpr (kConverts) inner = scale_of(params, storage.tile[iteration % 2]) / params.softmax.softcap;
+            if constexpr (kConverts)
+              inner = softmax_scale(params, kv_head_of(params, storage.tile[iteration % 2])) / params.softmax.softcap;
             cap_scores<kScores>(scores, inner);
           }
           if (masked) {  // limits are computed here: kept, they would cost registers in every block

@@ -240,8 +240,8 @@ struct BlockConverter {
   /// the next pages. It runs once, when codes of the block have been used: a page that was requested ahead of them would be waited for
   /// together with them, and no longer have the time of a block (fp8 and int8 prefill of a chunk then took 6 % longer on an H100). It is
   /// one function for all formats: loads of the next block are interleaved with the conversion of this one, register by register.
-  template <bool kKeys, bool kNextKeys, class LookUp>
-  CUTLASS_DEVICE void store(Block& codes, int block, uint32_t stage, Source<kNextKeys> const& next, LookUp const& look_up) const {
+  template <bool kKeys, class NextSource, class LookUp>
+  CUTLASS_DEVICE void store(Block& codes, int block, uint32_t stage, NextSource const& next, LookUp const& look_up) const {
     // Bits 4 to 6 of an address select the vector. Those of `to` are of the lane's row and first vector; each load and vector flips some of
     // them.
     uint32_t const swizzled = uint32_t(lane % kCodeVectors * kVectors ^ lane_row());
@@ -365,6 +365,16 @@ CUTLASS_DEVICE float scale_of_scores(PrefillCodesParams const& params, int kv_he
   if (params.format != WeightFormat::kFp8E4M3) return 1.0f;
   float const scale = fabsf(fp8_scale(params, params.keys, kv_head));
   return scale == 0.0f ? 1.0f : scale;
+}
+
+/// What scores are multiplied by before the softmax.
+template <class Params>
+CUTLASS_DEVICE float softmax_scale(Params const& params, int kv_head) {
+  if constexpr (requires { params.format; }) {
+    return params.softmax.scale * scale_of_scores(params, kv_head);
+  } else {
+    return params.softmax.scale;
+  }
 }
 
 /// What the output is multiplied by: fp8's scale of V.

@@ -16,9 +16,8 @@ namespace minfer::attention {
 
 template <class Traits>
 struct FewRowsConsumer : Traits {
-  using Traits::blocks_of, Traits::for_splits, Traits::kConverts, Traits::kHeadDim, Traits::kPanels, Traits::kScorePitch,
-      Traits::kScoreTiles;
-  using Traits::kSplitBlocks, Traits::kSplitKeys, Traits::kTileM, Traits::kTileN, Traits::kType, Traits::kv_head_of, Traits::mask_of;
+  using Traits::blocks_of, Traits::for_splits, Traits::kConverts, Traits::kHeadDim, Traits::kScorePitch, Traits::kScoreTiles;
+  using Traits::kSplitBlocks, Traits::kTileM, Traits::kTileN, Traits::kType, Traits::kv_head_of, Traits::mask_of;
   using Traits::over_packed_heads, Traits::queries_of, Traits::query_phase, Traits::query_stage, Traits::read_tile, Traits::release;
   using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params,
       typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile, typename Traits::TileScheduler;
@@ -26,15 +25,6 @@ struct FewRowsConsumer : Traits {
   static constexpr int kGroups = kTileN / 8;  // of 8 keys of a block
 
   static CUTLASS_DEVICE void synchronize() { NamedBarrier<128>{1}.sync(); }
-
-  /// What scores are multiplied by before the softmax.
-  static CUTLASS_DEVICE float scale_of(Params const& params, Tile const& tile) {
-    if constexpr (kConverts) {
-      return params.softmax.scale * scale_of_scores(params, kv_head_of(params, tile));
-    } else {
-      return params.softmax.scale;
-    }
-  }
 
   // ---- scores ---------------------------------------------------------------------------------------------------------------------
 
@@ -91,7 +81,7 @@ struct FewRowsConsumer : Traits {
                                                    KeyBlocks<kTileN> const& blocks, int first_block, int thread) {
     int const column = thread % 8, row = thread / 8 % 8, half = thread / 64, count = blocks.end - blocks.begin;
     bool const capped = params.softmax.softcap > 0.0f;
-    float const scale = scale_of(params, tile), scale_log2 = (capped ? params.softmax.softcap : scale) * kLog2E;
+    float const scale = softmax_scale(params, kv_head_of(params, tile)), scale_log2 = (capped ? params.softmax.softcap : scale) * kLog2E;
     Mask const mask = mask_of(params, tile);
     int const query = tile.first + over_packed_heads(params, row), begin = mask.begin(query), end = mask.end(query);
     float scores[kSplitBlocks / 2][kGroups];
@@ -126,7 +116,7 @@ struct FewRowsConsumer : Traits {
       float rescale = 1.0f;
       if (number < count) {
         float const block_max = storage.block_max[row][number];
-        if (block_max > row_max + 8.0f) {
+        if (block_max > row_max + kRaiseThreshold) {
           rescale = exp2_fast(row_max - block_max);
           row_max = block_max;
         }

@@ -71,9 +71,9 @@ struct FewRowsProducer : PrefillProducer<Traits> {
         auto const fill = [&](auto is_keys, auto are_next_keys, int block, int next) CUTLASS_LAMBDA_FUNC_INLINE {
           int next_page;
           EmptyBarrier::wait(&storage.empty[ring.index], ring.phase);
-          converter.template store<decltype(is_keys)::value, decltype(are_next_keys)::value>(
-              codes, block, cute::cast_smem_ptr_to_uint(storage.ring[ring.index]),
-              converter.template source<decltype(are_next_keys)::value>(next, page), [&] { next_page = converter.page_of(after(next)); });
+          converter.template store<decltype(is_keys)::value>(codes, block, cute::cast_smem_ptr_to_uint(storage.ring[ring.index]),
+                                                             converter.template source<decltype(are_next_keys)::value>(next, page),
+                                                             [&] { next_page = converter.page_of(after(next)); });
           publish_stage(&storage.full[ring.index], lane);
           page = next_page;
           ring.advance();

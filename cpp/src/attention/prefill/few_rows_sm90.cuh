@@ -95,22 +95,10 @@ template <class Config>
 Status launch_few_rows_sm90(AttentionLaunchArguments const& arguments) {
   using Kernel = FewRowsSm90<Config>;
   AttentionProblem const& p = *arguments.problem;
-  AttentionOperands const& o = *arguments.operands;
   AttentionPlan const& plan = *arguments.plan;
   typename Kernel::Params params{};
-  Status status =
-      describe_queries(&params.q, o.q, p, plan.packed_heads, p.head_dim, o.q_strides[0], o.q_strides[1], o.q_strides[2], Config::kTileM);
+  Status status = describe_operands<Config>(arguments, &params);
   if (!status.ok()) return status;
-  if constexpr (Config::kConverts) {
-    describe_codes(&params, p, o);
-    params.k = params.v = params.q;
-  } else if (p.tokens_k > 0) {
-    status = describe_keys(&params.k, o.k, p, p.head_dim, o.k_strides, int(plan.box_rows));
-    if (status.ok()) status = describe_keys(&params.v, o.v, p, p.head_dim_v, o.v_strides, int(plan.box_rows));
-    if (!status.ok()) return status;
-  } else {
-    params.k = params.v = params.q;
-  }
   set_prefill_arguments(arguments, Config::kTileM, &params);
   set_split_arguments<typename Kernel::Traits>(arguments, &params);
   int64_t const tiles = p.varlen ? int64_t(params.max_tiles) : int64_t(params.q_tiles) * params.head_tiles * params.batch;

@@ -3,6 +3,7 @@
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 
+#include "attention/prefill/smem_layouts.cuh"
 #include "attention/prefill/tile_facts.cuh"
 #include "common/cutlass_element.cuh"
 #include "common/ring.cuh"
@@ -18,7 +19,7 @@ struct FewRowsTraits : PrefillTileFacts<Config> {
   using Facts::kConverts, Facts::kHeadDim, Facts::kSplitBlocks, Facts::kTileM, Facts::kTileN, Facts::kType;
   using typename Facts::Tile, typename Facts::TileScheduler;
   using Element = CutlassElement<kType>;
-  static constexpr int kStages = Config::kStages, kCtasPerSm = Config::kCtasPerSm, kQueryStages = 2;
+  static constexpr int kStages = Config::kStages, kQueryStages = 2;
   static constexpr int kProducerWarps = kConverts ? 4 : 1, kThreads = 128 + 32 * kProducerWarps;  // warps 0 to 3 are the consumers
   static constexpr int kConsumerRegisters = 120, kConverterRegisters = 136;  // of a thread, where keys and values are converted
   static constexpr int kSplitKeys = kSplitBlocks * kTileN, kPanels = (kSplitKeys + 63) / 64;
@@ -56,22 +57,10 @@ struct FewRowsTraits : PrefillTileFacts<Config> {
 
   // ---- layouts and MMAs: S^T = K.Q^T and O^T = V^T.P^T -----------------------------------------------------------------------------
 
-  /// kRows of kPitch rows of kDim elements with the 128-byte swizzle: [kDim / 64][kPitch rows][64], in kDepth stages.
-  template <int kRows, int kPitch, int kDim, int kDepth>
-  using KMajor = cute::ComposedLayout<
-      cute::Swizzle<3, 4, 3>, cute::smem_ptr_flag_bits<16>,
-      cute::Layout<
-          cute::Shape<cute::Shape<cute::_8, cute::Int<kRows / 8>>, cute::Shape<cute::_64, cute::Int<kDim / 64>>, cute::Int<kDepth>>,
-          cute::Stride<cute::Stride<cute::_64, cute::Int<512>>, cute::Stride<cute::_1, cute::Int<kPitch * 64>>, cute::Int<kPitch * kDim>>>>;
-  using KeysLayout = KMajor<64, kTileN, kHeadDim, kStages>;              // (64 of the keys,head_dim,PIPE)
-  using QueriesLayout = KMajor<kTileM, kTileM, kHeadDim, kQueryStages>;  // (rows,head_dim,PIPE)
-  using ProbabilitiesLayout = KMajor<kTileM, kTileM, kPanels * 64, 1>;   // (rows,keys,1)
-  using ValuesLayout =                                                   // (head_dim,N,PIPE)
-      cute::ComposedLayout<cute::Swizzle<3, 4, 3>, cute::smem_ptr_flag_bits<16>,
-                           cute::Layout<cute::Shape<cute::Shape<cute::_64, cute::Int<kHeadDim / 64>>,
-                                                    cute::Shape<cute::_8, cute::Int<kTileN / 8>>, cute::Int<kStages>>,
-                                        cute::Stride<cute::Stride<cute::_1, cute::Int<kTileN * 64>>,
-                                                     cute::Stride<cute::_64, cute::Int<512>>, cute::Int<kTileN * kHeadDim>>>>;
+  using KeysLayout = KMajorRows<64, kTileN, kHeadDim, kStages>;              // (64 of the keys,head_dim,PIPE)
+  using QueriesLayout = KMajorRows<kTileM, kTileM, kHeadDim, kQueryStages>;  // (rows,head_dim,PIPE)
+  using ProbabilitiesLayout = KMajorRows<kTileM, kTileM, kPanels * 64, 1>;   // (rows,keys,1)
+  using ValuesLayout = MnMajorRows<kTileN, kHeadDim, kStages>;               // (head_dim,N,PIPE)
   using Instruction = cute::Shape<cute::_64, cute::Int<kTileM>, cute::_16>;
   using MmaScores = decltype(cute::make_tiled_mma(
       cute::SM90::GMMA::ss_op_selector<Element, Element, float, Instruction, cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>()));

@@ -3,6 +3,7 @@
 // shared memory.
 #pragma once
 
+#include "attention/prefill/smem_layouts.cuh"
 #include "attention/prefill/traits.cuh"
 #include "cute/tensor.hpp"
 
@@ -13,22 +14,9 @@ struct PrefillMma : Traits {
   using Traits::kHeadDim, Traits::kHeadDimV, Traits::kQueryStages, Traits::kStages, Traits::kTileM, Traits::kTileN;
   using typename Traits::Element;
 
-  /// kRows rows of kDim elements as TMA leaves them with the 128-byte shared-memory swizzle: [kDim / 64][kPitch rows][64], in kDepth
-  /// stages.
-  template <int kRows, int kPitch, int kDim, int kDepth>
-  using KMajor = cute::ComposedLayout<
-      cute::Swizzle<3, 4, 3>, cute::smem_ptr_flag_bits<16>,
-      cute::Layout<
-          cute::Shape<cute::Shape<cute::_8, cute::Int<kRows / 8>>, cute::Shape<cute::_64, cute::Int<kDim / 64>>, cute::Int<kDepth>>,
-          cute::Stride<cute::Stride<cute::_64, cute::Int<512>>, cute::Stride<cute::_1, cute::Int<kPitch * 64>>, cute::Int<kPitch * kDim>>>>;
-  using QueriesLayout = KMajor<64, kTileM, kHeadDim, kQueryStages>;  // (64,head_dim,PIPE): a warpgroup's rows of a tile
-  using KeysLayout = KMajor<kTileN, kTileN, kHeadDim, kStages>;      // (N,head_dim,PIPE)
-  using ValuesLayout =                                               // (head_dim_v,N,PIPE)
-      cute::ComposedLayout<cute::Swizzle<3, 4, 3>, cute::smem_ptr_flag_bits<16>,
-                           cute::Layout<cute::Shape<cute::Shape<cute::_64, cute::Int<kHeadDimV / 64>>,
-                                                    cute::Shape<cute::_8, cute::Int<kTileN / 8>>, cute::Int<kStages>>,
-                                        cute::Stride<cute::Stride<cute::_1, cute::Int<kTileN * 64>>,
-                                                     cute::Stride<cute::_64, cute::Int<512>>, cute::Int<kTileN * kHeadDimV>>>>;
+  using QueriesLayout = KMajorRows<64, kTileM, kHeadDim, kQueryStages>;  // (64,head_dim,PIPE): a warpgroup's rows of a tile
+  using KeysLayout = KMajorRows<kTileN, kTileN, kHeadDim, kStages>;      // (N,head_dim,PIPE)
+  using ValuesLayout = MnMajorRows<kTileN, kHeadDimV, kStages>;          // (head_dim_v,N,PIPE)
 
   using ScoresShape = cute::Shape<cute::_64, cute::Int<kTileN>>;
   using OutputShape = cute::Shape<cute::_64, cute::Int<kHeadDimV>>;

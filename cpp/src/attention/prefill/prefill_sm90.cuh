@@ -140,6 +140,25 @@ inline Status describe_keys(CUtensorMap* map, void const* base, AttentionProblem
   return encode_tensor_map_rows(map, 4, base, extents, strides, box, 2, RowFetch::kAlone);
 }
 
+/// The tensor maps of queries, keys and values, or what a cache of codes has instead.
+template <class Config, class Params>
+Status describe_operands(AttentionLaunchArguments const& arguments, Params* params) {
+  AttentionProblem const& p = *arguments.problem;
+  AttentionOperands const& o = *arguments.operands;
+  AttentionPlan const& plan = *arguments.plan;
+  Status status =
+      describe_queries(&params->q, o.q, p, plan.packed_heads, p.head_dim, o.q_strides[0], o.q_strides[1], o.q_strides[2], Config::kTileM);
+  if (!status.ok()) return status;
+  params->k = params->v = params->q;
+  if constexpr (Config::kConverts) {
+    describe_codes(params, p, o);
+  } else if (p.tokens_k > 0) {  // without keys, nothing is loaded and the maps are not used
+    status = describe_keys(&params->k, o.k, p, p.head_dim, o.k_strides, int(plan.box_rows));
+    if (status.ok()) status = describe_keys(&params->v, o.v, p, p.head_dim_v, o.v_strides, int(plan.box_rows));
+  }
+  return status;
+}
+
 template <class Config>
 Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   using Kernel = PrefillSm90<Config>;
@@ -148,21 +167,10 @@ Status launch_prefill_sm90(AttentionLaunchArguments const& arguments) {
   AttentionPlan const& plan = *arguments.plan;
   int64_t const packed_heads = plan.packed_heads, out_row = p.heads_q * p.head_dim_v;
   typename Kernel::Params params{};
-  Status status =
-      describe_queries(&params.q, o.q, p, packed_heads, p.head_dim, o.q_strides[0], o.q_strides[1], o.q_strides[2], Config::kTileM);
+  Status status = describe_operands<Config>(arguments, &params);
   if (status.ok())
     status = describe_queries(&params.o, o.out, p, packed_heads, p.head_dim_v, p.seqlen_q * out_row, out_row, p.head_dim_v, 64);
   if (!status.ok()) return status;
-  if constexpr (Config::kConverts) {
-    describe_codes(&params, p, o);
-    params.k = params.v = params.q;
-  } else if (p.tokens_k > 0) {  // without keys, nothing is loaded and the maps are not used
-    status = describe_keys(&params.k, o.k, p, p.head_dim, o.k_strides, int(plan.box_rows));
-    if (status.ok()) status = describe_keys(&params.v, o.v, p, p.head_dim_v, o.v_strides, int(plan.box_rows));
-    if (!status.ok()) return status;
-  } else {
-    params.k = params.v = params.q;
-  }
   set_prefill_arguments(arguments, Config::kTileM, &params);
   if constexpr (Config::kInvariant) set_split_arguments<typename Kernel::Traits>(arguments, &params);
   if (status = clear_tile_counter(arguments, params); !status.ok()) return status;

@@ -12,6 +12,7 @@
 
 namespace minfer::attention {
 
+constexpr float kRaiseThreshold = 8.0f;  // by which a row's maximum must grow, in units of log2, before exponentials are relative to it
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float exp2_fast(float x) {
@@ -200,11 +201,10 @@ struct OnlineSoftmax {
   /// Raises row_max to block_max (in units of log2) where it grew past the threshold. Returns whether one of the thread's two rows was
   /// raised.
   __device__ bool raise_max(float const (&block_max)[2], float (&rescale)[2], float (&offset)[2]) {
-    constexpr float kThreshold = 8.0f;
     bool any = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      bool const raised = block_max[h] > row_max[h] + kThreshold;
+      bool const raised = block_max[h] > row_max[h] + kRaiseThreshold;
       rescale[h] = 1.0f;
       if (raised) {
         rescale[h] = exp2_fast(row_max[h] - block_max[h]);
