@@ -225,7 +225,7 @@ def _attention(name: str) -> tuple[dict[str, Callable[[int], Any]], int, float, 
     contestants: dict[str, Callable[[int], Any]] = {
         "minfer": lambda i: fuse.attention(q, *caches[i], alibi, causal, **options),
         "flex_attention": lambda i: compiled(q, *dense_caches[i], of_position, enable_gqa=True),
-        "ours:plain": lambda i: minfer.attention_paged(q.transpose(1, 2), *caches[i], table, lengths, causal=True),
+        "ours:plain": lambda i: minfer.attention_paged(q.transpose(1, 2), *caches[i], lengths, block_table=table, causal=True),
     }
     return contestants, sets, moved, error
 

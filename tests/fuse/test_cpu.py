@@ -1,11 +1,16 @@
 """Fused functions without a GPU: what is traced and refused, the operators, and what torch computes."""
 
 import math
+import random
+import subprocess
+import sys
 
 import pytest
 import torch
 from minfer import fuse
 from minfer.fuse.graph import Graph
+from minfer.fuse.row_config import configure
+from minfer.fuse.row_function import _broadcast
 
 from tests.fuse.cases import (
     BF16,
@@ -227,3 +232,32 @@ def test_few(shape):
     shifted, doubled = fuse.pointwise(both)(x, column)
     assert shifted.shape == x.shape and (doubled.shape == column.shape or shape == (1,))
     torch.testing.assert_close(doubled.reshape(column.shape), column * 2)
+
+
+def test_shapes_broadcast_as_torch_has_it():
+    draw = random.Random(0)
+    for _ in range(500):
+        shapes = [tuple(draw.choice((0, 1, 1, 2, 3)) for _ in range(draw.randrange(4))) for _ in range(draw.randint(1, 3))]
+        try:
+            want = tuple(torch.broadcast_shapes(*shapes))
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                _broadcast(shapes)
+        else:
+            assert _broadcast(shapes) == want, shapes
+
+
+def test_first_call_does_not_import_sympy():
+    """It would take longer than loading an exported function."""
+    call = "fuse.pointwise(lambda x: x.abs())(torch.ones(2, 8))"
+    code = f"import sys, torch; from minfer import fuse; {call}; assert 'sympy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("vectors", [33, 48, 64, 96, 100, 128, 160, 192, 200, 257, 300, 512, 513, 1000, 16384])
+def test_elementwise_functions_leave_few_threads_without_work(vectors):
+    graph = Graph((), (), ())
+    for rows in (1, 100, 1 << 20):
+        config = configure(graph, rows, vectors * 8, 8, clusters=True)
+        parts = -(-vectors // config.threads)
+        assert config.threads * parts <= max(vectors * 9 // 8, -(-vectors // 64) * 64), config

@@ -109,7 +109,7 @@ def configure(graph: Graph, rows: int, columns: int, width: int, clusters: bool)
     threads; a row that is wider than a CTA's threads take has the CTAs of a cluster."""
     vectors = -(-columns // width)
     if not graph.has_reductions():
-        threads = _power_of_two(vectors) if vectors <= 16 else 32 if vectors <= 32 else 128 if rows * vectors < 160_000 else 256
+        threads = _power_of_two(vectors) if vectors <= 32 else _threads_for(vectors, 128 if rows * vectors < 160_000 else 256)
         together = 128 // threads if threads <= 32 else 1
         down = _rows_below(graph) if together == 1 else 1
         while down > 1 and rows * vectors < down * 160_000:
@@ -125,7 +125,8 @@ def configure(graph: Graph, rows: int, columns: int, width: int, clusters: bool)
     while vectors > each * 1024 * cluster:
         each *= 2
     threads = -(-vectors // (each * cluster * 32)) * 32
-    return RowConfig(columns, width, each, threads, 1, cluster)
+    together = 4 if threads == 32 and rows > _FEW_ROWS else 1  # CTAs of one warp would not fill an SM's warps
+    return RowConfig(columns, width, each, threads, together, cluster)
 
 
 def _rows_below(graph: Graph) -> int:
@@ -139,6 +140,13 @@ def _rows_below(graph: Graph) -> int:
     shared = sum(bytes_of(x.storage) for x in graph.inputs if x.extent == ROW and not x.by_value)
     own = sum(bytes_of(x.storage) for x in tensors if x.extent == FULL)
     return 4 if shared >= own > 0 else 1
+
+
+def _threads_for(vectors: int, most: int) -> int:
+    """Up to `most`, of which in the last CTA of a row few have no vector: they would compute all the same. Few numbers of threads, since
+    each is a kernel of its own."""
+    unused = {threads: -vectors % threads / vectors for threads in (256, 128, 64) if threads <= most}
+    return next((threads for threads, share in unused.items() if share <= 1 / 8), min(unused, key=unused.__getitem__))
 
 
 def _power_of_two(number: int) -> int:

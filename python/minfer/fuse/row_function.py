@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -50,6 +51,19 @@ class RowSpecialisation:
     columns: int
 
 
+def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """torch.broadcast_shapes, which imports sympy: that takes half a second of a process's first call."""
+    if not all(type(size) is int for shape in shapes for size in shape):
+        return torch.broadcast_shapes(*shapes)
+    found = []
+    for sizes in itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1):
+        wide = {size for size in sizes if size != 1}
+        if len(wide) > 1:
+            raise RuntimeError("shapes do not broadcast")
+        found.append(wide.pop() if wide else 1)
+    return tuple(reversed(found))
+
+
 class RowFunction(FusedFunction):
     """A fused function of rows, which is called as the Python function is.
 
@@ -79,7 +93,7 @@ class RowFunction(FusedFunction):
         if not shapes:
             raise FuseError(f"{self.name}: needs a tensor")
         try:
-            shape = torch.broadcast_shapes(*shapes)
+            shape = _broadcast(shapes)
         except RuntimeError:
             listed = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items() if x is not None)
             raise FuseError(f"{self.name}: the shapes of its tensors do not broadcast: {listed}") from None

@@ -3,7 +3,8 @@
 A row has `threads` threads, of one CTA or of a cluster's; a CTA has one row, or several of up to 32 threads each. A thread takes
 `vectors` vectors of `width` neighbouring numbers of each tensor, at steps of all threads' vectors, so that a warp's loads lie together.
 
-    load      every vector of every input of rows, at once: all bytes are in flight before the first is used
+    load      every vector of every input of rows, at once: all bytes are in flight before the first is used. Rows of many numbers take
+              what all rows have in common where it is used: kept over the reductions, it would cost registers and with them rows in flight
     pass      what the next reductions need is computed in registers; each thread reduces its own part, then
                   the threads of a warp by shuffles
                   the warps through shared memory, each reduction in a slot of its own, so that one barrier is enough for a pass
@@ -77,6 +78,7 @@ class _Rows:
             self.column.append((vector if self.exact else cutlass.min(vector, of_row - 1)) * c.width)
             self.rows.append(cutlass.min(own, rows - 1) if c.down else own)
         self.elements = c.vectors * c.width
+        self.late = graph.has_reductions() and self.elements >= 32 and c.threads >= 256
         self.evaluator = Evaluator(graph, self.elements, self.leaf, lambda node: node.extent in (FULL, ROW))
         self.loaded: dict[int, list[cute.Tensor]] = {}
         self.slot = 0
@@ -91,13 +93,17 @@ class _Rows:
     def load_all(self) -> None:
         c = self.config
         for i, x in enumerate(self.graph.inputs):
-            if x.extent in (FULL, ROW) and x.rank < 0:
-                one = c.down and x.extent == ROW
-                vectors = [
-                    load_vector(self.values["address", i], self.start(i, v) + Int64(self.column[v]), c.width, x.storage)
-                    for v in range(1 if one else c.vectors)
-                ]
-                self.loaded[i] = vectors * c.vectors if one else vectors
+            if x.extent in (FULL, ROW) and x.rank < 0 and not (self.late and x.extent == ROW):
+                self.load(i)
+
+    def load(self, i: int) -> None:
+        c, x = self.config, self.graph.inputs[i]
+        one = c.down and x.extent == ROW
+        vectors = [
+            load_vector(self.values["address", i], self.start(i, v) + Int64(self.column[v]), c.width, x.storage)
+            for v in range(1 if one else c.vectors)
+        ]
+        self.loaded[i] = vectors * c.vectors if one else vectors
 
     def leaf(self, number: int, node: Node, operands: list[Any]) -> Any:
         if node.op == "value":  # "column"
@@ -106,6 +112,8 @@ class _Rows:
         x = self.graph.inputs[i]
         if x.by_value:
             return self.values["number", i]
+        if x.extent in (FULL, ROW) and x.rank < 0 and i not in self.loaded:
+            self.load(i)
         if i in self.loaded:
             values: list[Any] = []
             for vector in self.loaded[i]:
