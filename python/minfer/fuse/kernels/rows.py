@@ -91,7 +91,6 @@ class _Rows:
         return Int64(0) if stride is None else Int64(self.rows[vector]) * stride
 
     def load_all(self) -> None:
-        c = self.config
         for i, x in enumerate(self.graph.inputs):
             if x.extent in (FULL, ROW) and x.rank < 0 and not (self.late and x.extent == ROW):
                 self.load(i)
