@@ -109,12 +109,14 @@ def configure(graph: Graph, rows: int, columns: int, width: int, clusters: bool)
     threads; a row that is wider than a CTA's threads take has the CTAs of a cluster."""
     vectors = -(-columns // width)
     if not graph.has_reductions():
-        threads = _power_of_two(vectors) if vectors <= 32 else _threads_for(vectors, 128 if rows * vectors < 160_000 else 256)
-        together = 128 // threads if threads <= 32 else 1
-        down = _rows_below(graph) if together == 1 else 1
+        if vectors <= 32:
+            threads = _power_of_two(vectors)
+            return RowConfig(0, width, 1, threads, 128 // threads, 1)
+        down = _rows_below(graph)
         while down > 1 and rows * vectors < down * 160_000:
             down //= 2
-        return RowConfig(0, width, down, threads, together, 1, down > 1)
+        threads = _threads_for(vectors, 128 if down > 1 or rows * vectors < 160_000 else 256)
+        return RowConfig(0, width, down, threads, 1, 1, down > 1)
     if vectors <= 32:
         threads = _power_of_two(vectors)
         return RowConfig(columns, width, 1, threads, 128 // threads, 1)
