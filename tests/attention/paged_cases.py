@@ -198,7 +198,9 @@ class PagedTruth(Truth):
         out, spread = (x.contiguous() for x in both.chunk(2, -1))
         by_torch = torch.zeros(out.shape, dtype=q.dtype, device=q.device)
         k, v = k.to(q.dtype), v.to(q.dtype)
-        if "codes" in (options.get("kernel") or ""):  # keys are rounded to q's type on their way into shared memory
+        kernel = options.get("kernel")
+        # Prefill over codes, which the planner also takes for few queries, rounds keys to q's type on their way into shared memory.
+        if cache.kv_format != "16bit" if kernel is None else "codes" in kernel:
             _, rounded = reference_attention.attention_varlen(flat.double(), k.double(), v.double(), ends, k_ends, **up)
             self.score_error = 2 * (rounded - lse).nan_to_num(0.0).abs().max().item() if lse.numel() else 0.0
         for (first, last), (begin, end) in zip(pairwise(ends), pairwise(k_ends), strict=True):
