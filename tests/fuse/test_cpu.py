@@ -178,6 +178,8 @@ def test_wrong_calls():
         gated(torch.zeros(2, 8, dtype=torch.complex64), rows(2, 8))
     with pytest.raises(RuntimeError, match="make it with minfer.fuse.rowwise"):
         fuse.pointwise(lambda x: x.amax(-1))(rows(2, 8))
+    with pytest.raises(RuntimeError, match=r"abs has no signature.*lambda x: "):
+        fuse.pointwise(torch.abs)
     with pytest.raises(RuntimeError, match="mutates names 'z'"):
         fuse.pointwise(lambda x: x, mutates=("z",))
     with pytest.raises(RuntimeError, match="returns=2"):

@@ -41,11 +41,13 @@ class Signature:
 
     @staticmethod
     def of(function: Callable[..., Any], mutates: Sequence[str] = ()) -> Signature:
+        try:
+            of_python = inspect.signature(function).parameters.values()
+        except ValueError:
+            name = getattr(function, "__qualname__", repr(function))
+            raise FuseError(f"{name} has no signature, as functions of Python have: wrap it in one, lambda x: {name}(x)") from None
         hints = _hints(function)
-        parameters = [
-            _parameter(function.__qualname__, x, hints.get(x.name), x.name in mutates)
-            for x in inspect.signature(function).parameters.values()
-        ]
+        parameters = [_parameter(function.__qualname__, x, hints.get(x.name), x.name in mutates) for x in of_python]
         signature = Signature(parameters)
         unknown = [name for name in mutates if name not in signature.tensors]
         if unknown:
