@@ -52,7 +52,7 @@ class RowSpecialisation:
 
 
 def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """torch.broadcast_shapes, which imports sympy: that takes half a second of a process's first call."""
+    """torch.broadcast_shapes without its import of sympy, which took nearly all of the first call of an exported function."""
     if not all(type(size) is int for shape in shapes for size in shape):
         return torch.broadcast_shapes(*shapes)
     found = []
