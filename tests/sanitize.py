@@ -197,11 +197,9 @@ def _attention(kernel: dict, dtype, normal) -> Iterator[Callable[[], Any]]:
         q, k, v = normal(2, 200, 4, d, dtype=dtype), normal(2, 300, 2, d, dtype=dtype), normal(2, 300, 2, dv, dtype=dtype)
         yield lambda: minfer.attention(q, k, v, causal=True, window_left=70, kernel=name)
         yield lambda: minfer.attention(q, k, v, softcap=9.0, kernel=name)
-    formats = (
-        ("fp8_e4m3", "int8", "int4")
-        if kernel["b_format"] == "codes"
-        else ("16bit" if kernel["b_format"] == "dense" else kernel["b_format"],)
-    )
+    formats = ("16bit" if kernel["b_format"] == "dense" else kernel["b_format"],)
+    if kernel["b_format"] == "codes":
+        formats = ("fp8_e4m3", "int4", *(("int8",) if kernel["ab_type"] == "f16" else ()))
     table = torch.tensor([[3, 1, 2, 2**31 - 1], [0, 5, -1, -1]], dtype=torch.int32, device=DEVICE)
     lengths = torch.tensor([150, 70], dtype=torch.int32, device=DEVICE)
     for kv_format in formats:

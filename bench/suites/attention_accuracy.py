@@ -150,7 +150,7 @@ def decode(cell: dict[str, Any], device: str) -> tuple[str, str, float, float]:
     lengths = torch.full((BATCH,), m, dtype=torch.int32, device=device)
     sizes, kernel = (cell["dtype"], cell["head_dim"]), None
     if device == "cuda":
-        kernel = codes_kernel(*sizes) if "queries" in cell else decode_kernel(*sizes, cell["format"])
+        kernel = (codes_kernel if "queries" in cell else decode_kernel)(*sizes, cell["format"])
     out = minfer.attention_paged(q, cache.k, cache.v, lengths, block_table=table, kernel=kernel, **cache.scales())[0]
     keys, values = values_of(cache, table, m)
     peer = sdpa(q, keys.to(q.dtype), values.to(q.dtype), True)

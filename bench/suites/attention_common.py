@@ -86,10 +86,14 @@ def decode_kernel(dtype: str, head_dim: int, kv_format: str) -> str:
     return max(found, key=lambda kernel: (kernel["compiled"], kernel["arch"]))["name"]
 
 
-def codes_kernel(dtype: str, head_dim: int) -> str:
-    """The prefill kernel over codes of any format, the smallest that has the head dimension."""
-    own = dict(ab_type=dtype, b_format="codes")
-    found = [kernel for kernel in minfer.kernels("attention") if own.items() <= kernel.items() and kernel["tile_k"] >= head_dim]
+def codes_kernel(dtype: str, head_dim: int, kv_format: str) -> str:
+    """The prefill kernel over codes of a format, the smallest that has the head dimension."""
+    own = dict(ab_type=dtype, b_format="int8" if (dtype, kv_format) == ("bf16", "int8") else "codes", operation="attention")
+    found = [
+        kernel
+        for kernel in minfer.kernels("attention")
+        if own.items() <= kernel.items() and kernel["tile_k"] >= head_dim and kernel["schedule"] != "split_kv"
+    ]
     return min(found, key=lambda kernel: kernel["tile_k"])["name"]
 
 

@@ -24,7 +24,7 @@ DTYPE_OF = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 COMPILED = kernels_here()
 KERNELS = {k["name"]: k for k in COMPILED if k["name"].endswith("_decode")}
 PREFILL = {k["name"]: k for k in COMPILED if k["name"].endswith("_prefill") and k["b_format"] == "dense"}  # of 16 bits
-CODES = {k["name"]: k for k in COMPILED if k["b_format"] == "codes"}  # prefill over fp8, int8 and int4
+CODES = {k["name"]: k for k in COMPILED if k["name"].endswith("_prefill") and k["b_format"] != "dense"}  # which convert them
 UNITS = {"16bit": 8, "fp8_e4m3": 16, "int8": 16, "int4": 32}  # of head dimensions
 # heads_q, heads_kv: from one query head of a KV head to 32 of them.
 GROUPS = ((1, 1), (5, 5), (4, 2), (7, 1), (12, 4), (16, 1), (24, 2), (32, 8), (32, 1), (64, 2))
@@ -32,6 +32,20 @@ NAN_BYTE = 0xFF  # in all bytes: NaN in every type
 SPARE_PAGES = 3
 PAGE_OFF = (NOWHERE, 2**30, -1)
 QUANTISED = KV_FORMATS[1:]
+
+
+def formats_of(kernel) -> tuple[str, ...]:
+    """Of the caches that a kernel reads."""
+    if kernel["b_format"] != "codes":
+        return (format_of(kernel),)
+    return tuple(name for name in QUANTISED if name != "int8" or kernel["ab_type"] == "f16")
+
+
+def format_of(kernel) -> str:
+    return "16bit" if kernel["b_format"] == "dense" else kernel["b_format"]
+
+
+OVER_CODES = [(name, kv_format) for name, kernel in CODES.items() for kv_format in formats_of(kernel)]
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------------------
@@ -199,7 +213,7 @@ class PagedTruth(Truth):
         by_torch = torch.zeros(out.shape, dtype=q.dtype, device=q.device)
         k, v = k.to(q.dtype), v.to(q.dtype)
         kernel = options.get("kernel")
-        # Prefill over codes, which the planner also takes for few queries, rounds keys to q's type on their way into shared memory.
+        # Prefill over codes, which the planner also takes for few queries, rounds keys to 16 bits on their way into shared memory.
         planned = kernel is None and (options.get("num_splits") or 0) < 2  # prefill does not split the keys
         if cache.kv_format != "16bit" and (planned or "_prefill" in (kernel or "")):
             _, rounded = reference_attention.attention_varlen(flat.double(), k.double(), v.double(), ends, k_ends, **up)
@@ -230,10 +244,6 @@ def judge(cases) -> None:
 
 def legal(kv_format, head_dims) -> bool:
     return all(d % UNITS[kv_format] == 0 for d in head_dims)
-
-
-def format_of(kernel) -> str:
-    return "16bit" if kernel["b_format"] == "dense" else kernel["b_format"]
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from minfer.planning.plan import DTYPE_NAMES
 
 from tests.attention.kv_cache_cases import KV_FORMATS
 from tests.attention.options import call_options
-from tests.attention.paged_cases import DEVICE, captured, judge, make, raw
+from tests.attention.paged_cases import DEVICE, captured, formats_of, judge, make, raw
 from tests.attention.test_gpu import same_bits
 from tests.gemm.cases import DTYPES, name_of
 
@@ -35,8 +35,7 @@ LENGTH = 1500
 
 def kernel_of(kv_format, head_dim, dtype, few: bool = False) -> dict:
     """The option that names the kernel of the mode; few: that for few rows, where there is one."""
-    codes = "dense" if kv_format == "16bit" else "codes"
-    own = [k for k in minfer.kernels("attention") if k["operation"] == "attention_invariant" and k["b_format"] == codes]
+    own = [k for k in minfer.kernels("attention") if k["operation"] == "attention_invariant" and kv_format in formats_of(k)]
     fitting = [k for k in own if k["ab_type"] == DTYPE_NAMES[dtype] and k["tile_k"] >= head_dim]
     return dict(kernel=min(fitting, key=lambda k: (k["tile_k"], (k["tile_m"] > 8) == few))["name"])
 

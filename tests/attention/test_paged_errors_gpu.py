@@ -6,7 +6,7 @@ import torch
 
 from tests.attention.cases import bad_paged_calls
 from tests.attention.kv_cache_cases import KV_FORMATS
-from tests.attention.paged_cases import CODES, DEVICE, DTYPE_OF, KERNELS, PREFILL, format_of, make
+from tests.attention.paged_cases import CODES, DEVICE, DTYPE_OF, KERNELS, PREFILL, format_of, formats_of, make
 from tests.gemm.cases import DTYPES
 
 pytestmark = pytest.mark.gpu
@@ -64,10 +64,11 @@ def test_kernels_that_do_not_fit():
 @pytest.mark.parametrize("name", CODES)
 def test_tiles_over_codes_that_cannot_be(name):
     dtype = DTYPE_OF[CODES[name]["ab_type"]]
-    with pytest.raises(RuntimeError, match="another cache format"):
-        make([70], "16bit", (2, 2), (64, 64), dtype, queries=40).run(kernel=name)
     with pytest.raises(RuntimeError, match="does not split the keys"):
-        make([70], "int8", (2, 2), (64, 64), dtype, queries=40).run(kernel=name, num_splits=2)
+        make([70], formats_of(CODES[name])[0], (2, 2), (64, 64), dtype, queries=40).run(kernel=name, num_splits=2)
+    for kv_format in {*KV_FORMATS} - {*formats_of(CODES[name])}:
+        with pytest.raises(RuntimeError, match="another cache format"):
+            make([70], kv_format, (2, 2), (64, 64), dtype, queries=40).run(kernel=name)
     x = torch.zeros(1, 5, 2, 64, device=DEVICE, dtype=dtype)
     with pytest.raises(RuntimeError, match="minfer::attention: .*reads keys and values from a cache"):
         minfer.attention(x, x, x, kernel=name)

@@ -10,7 +10,21 @@ import torch
 
 from tests.attention.kv_cache_cases import E4M3_NAN
 from tests.attention.options import PAGED_OPTIONS, call_options
-from tests.attention.paged_cases import CODES, DEVICE, DTYPE_OF, PAGE_OFF, PREFILL, QUANTISED, PagedTruth, captured, judge, legal, make, raw
+from tests.attention.paged_cases import (
+    CODES,
+    DEVICE,
+    DTYPE_OF,
+    OVER_CODES,
+    PAGE_OFF,
+    PREFILL,
+    QUANTISED,
+    PagedTruth,
+    captured,
+    judge,
+    legal,
+    make,
+    raw,
+)
 from tests.attention.test_gpu import same_bits, views_of
 from tests.gemm.cases import DTYPES, name_of
 
@@ -60,8 +74,7 @@ def layouts_of(kv_format) -> tuple:
     return tuple((size, (64, None)) for size in (8, 16, 40, 64, 256, None))
 
 
-@pytest.mark.parametrize("kv_format", QUANTISED)
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(("name", "kv_format"), OVER_CODES)
 def test_tiles_over_codes(name, kv_format):
     """By name: head dimensions, pages, and lengths at the edges of blocks; chunks behind a prefix, alone and end to end."""
     kernel = CODES[name]
@@ -83,8 +96,7 @@ def test_tiles_over_codes(name, kv_format):
     judge(cases())
 
 
-@pytest.mark.parametrize("kv_format", QUANTISED)
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(("name", "kv_format"), OVER_CODES)
 def test_options_over_codes(name, kv_format):
     kernel = CODES[name]
     dtype, dim = DTYPE_OF[kernel["ab_type"]], kernel["tile_k"]
@@ -111,7 +123,7 @@ def test_options_over_codes(name, kv_format):
     judge(cases())
 
 
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("name", [name for name, kv_format in OVER_CODES if kv_format == "fp8_e4m3"])
 def test_signs_of_fp8_scales_over_codes(name):
     """Negative ones and 0, of K and of V; one for all heads."""
     kernel = CODES[name]
@@ -124,6 +136,24 @@ def test_signs_of_fp8_scales_over_codes(name):
             yield ("per head", softcap), call, dict(kernel=name, softcap=softcap)
             one = call.cache._replace(k_scale=call.cache.k_scale[1:2], v_scale=call.cache.v_scale[:1])
             yield ("one", softcap), dataclasses.replace(call, cache=one), dict(kernel=name, softcap=softcap)
+
+    judge(cases())
+
+
+@pytest.mark.parametrize(("name", "kv_format"), OVER_CODES)
+def test_queries_of_any_size_over_codes(name, kv_format):
+    """Queries beyond float16's range, each row another size, and rows of zeros: only their products with keys must fit."""
+    kernel = CODES[name]
+    dtype, dim = DTYPE_OF[kernel["ab_type"]], kernel["tile_k"]
+
+    def cases():
+        for low, high in ((-30, 0), (0, 30), (-30, 30)) if dtype == torch.bfloat16 else ((-10, 0), (0, 4)):
+            call = make([300, 77], kv_format, (8, 2), (dim, dim), dtype, queries=70)
+            rows = torch.randint(low, high + 1, (*call.q.shape[:-1], 1), device=DEVICE)
+            call.q.copy_(call.q.float().ldexp(rows).clamp(-(2.0**40), 2.0**40))
+            call.q[:, 1] = 0
+            for options in (dict(scale=2.0**-high * 0.1), dict(scale=2.0**-high * 0.1, softcap=3.0, window_left=100)):
+                yield (low, high, options), call, dict(kernel=name) | options
 
     judge(cases())
 
@@ -142,8 +172,7 @@ def test_chunks_over_codes(kv_format, dtype):
     judge(cases())
 
 
-@pytest.mark.parametrize("kv_format", QUANTISED)
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(("name", "kv_format"), OVER_CODES)
 def test_pages_before_a_window_over_codes(name, kv_format):
     """They may be gone, and other garbage in what is unused does not change a bit."""
     dtype = DTYPE_OF[CODES[name]["ab_type"]]
@@ -166,8 +195,7 @@ def test_pages_before_a_window_over_codes(name, kv_format):
             assert same_bits(call.run(**options), want), (heads, window, garbage)
 
 
-@pytest.mark.parametrize("kv_format", QUANTISED)
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(("name", "kv_format"), OVER_CODES)
 def test_graphs_over_codes(name, kv_format):
     """A captured chunk of several tiles, replayed with other lengths, pages, contents and queries."""
     shape = dict(kv_format=kv_format, heads=(8, 2), head_dims=(128, 128), dtype=DTYPE_OF[CODES[name]["ab_type"]], queries=150, most=1500)
@@ -187,8 +215,7 @@ def test_graphs_over_codes(name, kv_format):
         assert same_bits(have, call.run(**options)), lengths
 
 
-@pytest.mark.parametrize("kv_format", QUANTISED)
-@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize(("name", "kv_format"), OVER_CODES)
 def test_views_and_offsets_over_codes(name, kv_format):
     """Caches of a layer among others, heads before rows, views of q; pages that begin behind 2^31 codes: the same bits."""
     call = make([300, 200, 129], kv_format, (8, 2), (128, 128), DTYPE_OF[CODES[name]["ab_type"]], queries=70)

@@ -16,7 +16,7 @@ from minfer.planning.plan import DTYPE_NAMES
 from tests.attention.cases import kernels_here, make_case, make_varlen
 from tests.attention.kv_cache_cases import KV_FORMATS, NOWHERE
 from tests.attention.options import OPTIONS, PAGED_OPTIONS, call_options
-from tests.attention.paged_cases import format_of, make
+from tests.attention.paged_cases import formats_of, make
 from tests.attention.test_gpu import call, same_bits, views_of
 from tests.gemm.cases import DTYPES, name_of
 
@@ -249,8 +249,8 @@ def test_copies(name):
     dtype, head_dims = DTYPE_OF[kernel["ab_type"]], (kernel["tile_k"], kernel["head_dim_v"])
     decodes = kernel["schedule"] == "split_kv"
     unit = head_dims[0] // 16 if decodes else 16  # bytes
-    if decodes or kernel["b_format"] == "codes":
-        cached = make([300, 40], format_of(kernel) if decodes else "int8", (8, 2), head_dims, dtype, queries=3)
+    if decodes or kernel["b_format"] != "dense":
+        cached = make([300, 40], formats_of(kernel)[0], (8, 2), head_dims, dtype, queries=3)
         arguments = cached.arguments()
         operands = [cached.q]
         run = lambda q: minfer.attention_paged(q, cached.cache.k, cached.cache.v, cached.seq_lens, kernel=name, **arguments)  # noqa: E731

@@ -55,7 +55,8 @@ def synchronize(device: torch.device) -> None:
 def kernels_of(family: str, dtype: str, form: str) -> list[str]:
     """Names of the kernels that this build has for a dtype of A and a format of weights or of a cache ("dense": of that dtype)."""
     short = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float8_e4m3fn": "e4m3", "int8": "s8"}[dtype]
-    forms = {form} if form == "dense" else {form, "codes"}
+    of_any = form != "dense" and (short, form) != ("bf16", "int8")  # attention over codes in float16
+    forms = {form, "codes"} if of_any else {form}
     found = [kernel for kernel in minfer.kernels(family) if kernel["compiled"] and kernel["ab_type"] == short]
     return [kernel["name"] for kernel in found if kernel["b_format"] in forms]
 

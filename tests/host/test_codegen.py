@@ -212,7 +212,8 @@ def test_the_projects_own_table():
     for kernel in kernels:
         assert kernel.smem_bytes <= (SM90_SMEM_LIMIT if kernel.arch == 90 else SM80_SMEM_LIMIT)
         if kernel.FAMILY == "attention":
-            what = r"(_fp8_e4m3|_int8|_int4)?_decode" if kernel.schedule == "split_kv" else r"(x\d+)?(_codes)?_\d+x\d+_prefill(_invariant)?"
+            decode, prefill = r"(_fp8_e4m3|_int8|_int4)?_decode", r"(x\d+)?(_codes|_int8)?_\d+x\d+_prefill(_invariant)?"
+            what = decode if kernel.schedule == "split_kv" else prefill
             assert re.fullmatch(rf"attention_sm(80|90)_b?f16_d\d+{what}", kernel.name)
             continue
         if kernel.FAMILY == "fused":
@@ -244,9 +245,9 @@ def test_the_projects_own_table():
         for element in ("f16", "bf16", *(["f32"] if float32 else [])):
             assert operation == "quantize" or (operation, element, False) in rows
             assert not quantizable or (operation, element, True) in rows
-    # At most 40 kernels of attention in a wheel for sm_90a, and 18 of its batch-invariant mode.
+    # At most 42 kernels of attention in a wheel for sm_90a, and 21 of its batch-invariant mode.
     own = [k for k in configs.buildable(kernels, ["90a"]) if k.FAMILY == "attention"]
-    assert sum(not k.invariant for k in own) <= 40 and sum(k.invariant for k in own) <= 18
+    assert sum(not k.invariant for k in own) <= 42 and sum(k.invariant for k in own) <= 21
     # Portable ones read every cache, and compute what sm_90's do.
     attention_kernels = [k for k in kernels if k.FAMILY == "attention"]
     for element, cache in itertools.product(("f16", "bf16"), ("dense", "fp8_e4m3", "int8", "int4")):
@@ -338,21 +339,22 @@ def test_portable_attention_is_not_built_for_90a():
     assert "attention_sm80" in lists["MINFER_NOT_SM90A_SHARDS"] and listing.count("attention_sm80") == 1
 
 
-OVER_CODES = dict(arch="sm90", elements=["bf16"], variant="prefill", head_dim=128, tile=[128, 128], schedule="pingpong", codes=True)
+OVER_CODES = dict(arch="sm90", elements=["bf16"], variant="prefill", head_dim=128, tile=[128, 128], schedule="pingpong", cache="codes")
 
 
-@pytest.mark.parametrize("changes", [{"head_dim": 64}, {"head_dim_v": 64}, {"tile": [192, 64]}, {"tile": [128, 96]}, {"codes": 1}])
+@pytest.mark.parametrize("changes", [{"head_dim": 64}, {"head_dim_v": 64}, {"tile": [192, 64]}, {"tile": [128, 96]}, {"cache": "int4"}])
 def test_rows_over_codes_that_cannot_be_right(changes):
-    rule = "must be true or false" if changes == {"codes": 1} else "is for equal head dimensions of 128 or 256"
-    with pytest.raises(ConfigError, match=f"row 1, codes = .*{rule}"):
+    rule = "must be codes or int8" if "cache" in changes else "is for equal head dimensions of 128 or 256"
+    with pytest.raises(ConfigError, match=f"row 1, cache = .*{rule}"):
         expand_attention(OVER_CODES | changes)
 
 
 def test_rows_over_codes():
-    ((codes,), (dense,)) = (expand_attention(OVER_CODES | dict(codes=value)) for value in (True, False))
+    ((codes,), (int8,), (dense,)) = (expand_attention(OVER_CODES | dict(cache=value)) for value in ("codes", "int8", "dense"))
+    assert (int8.name, int8.b_format) == ("attention_sm90_bf16_d128_int8_128x128_prefill", "int8")
     assert (codes.name, codes.b_format) == ("attention_sm90_bf16_d128_codes_128x128_prefill", "codes")
     assert (dense.name, dense.b_format) == ("attention_sm90_bf16_d128_128x128_prefill", "dense")
-    assert "kConverts = true" in codes.definition() and "kConverts = false" in dense.definition()
+    assert "WeightFormat::kCodes" in codes.definition() and "WeightFormat::kDense" in dense.definition()
     assert codes.shard_group != dense.shard_group
 
 

@@ -102,7 +102,7 @@ class AttentionKernel(Kernel):
             lines += [
                 f"static constexpr bool kPingpong = {cpp_bool(self.schedule == 'pingpong')};",
                 f"static constexpr bool kOwnOutput = {cpp_bool(self.own_output)};",
-                f"static constexpr bool kConverts = {cpp_bool(self.b_format == 'codes')};",
+                f"static constexpr WeightFormat kFormat = {project_formats().formats[self.b_format].cpp};",
                 f"static constexpr bool kInvariant = {cpp_bool(self.invariant)};",
             ]
             lines += [f"static constexpr int kCtasPerSm = {self.ctas_per_sm};"] if self.few_rows else []

@@ -17,7 +17,7 @@ FIELDS = {
         "schedule",
         "stages",
         "own_output",
-        "codes",
+        "cache",
         "invariant",
         "ctas_per_sm",
         "note",
@@ -31,6 +31,13 @@ FEW_ROWS = 8  # of a tile whose rows are the MMA's n
 SPLIT_KEYS = 512  # about, in the batch-invariant mode: shared/splits.h
 SPARE_REGISTERS = 24  # beside scores, probabilities and output
 DECODE_WARPS, DECODE_THREADS, DECODE_MAX_STAGES = 8, 384, 32
+
+
+def cache_of(row: Row) -> str:
+    """What a prefill kernel has of keys and values."""
+    cache = row.get("cache", "dense")
+    row.require(cache in ("dense", "codes", "int8"), "cache", "must be codes or int8, or not there: numbers of 16 bits")
+    return cache
 
 
 def decode(row: Row) -> list[dict]:
@@ -51,7 +58,8 @@ def decode(row: Row) -> list[dict]:
 
 def few_rows(row: Row) -> list[dict]:
     """The fields of a kernel whose rows are the MMA's n (few_rows_sm90.cuh)."""
-    head_dim, codes, stages = row.get("head_dim"), row.flag("codes"), row.get("stages")
+    head_dim, cache, stages = row.get("head_dim"), cache_of(row), row.get("stages")
+    codes = cache != "dense"
     _, tile_n = row.integers("tile", 2)
     blocks = (SPLIT_KEYS + tile_n // 2) // tile_n
     row.require(row.flag("invariant") and row.get("schedule") == "cooperative", "tile", "of 8 queries is batch-invariant and cooperative")
@@ -59,16 +67,16 @@ def few_rows(row: Row) -> list[dict]:
     row.require(
         tile_n % 16 == 0 and tile_n >= 64 and blocks % 2 == 0, "tile", "keys: a multiple of 16 from 64 on; a split has an even number"
     )
-    row.require(not codes or (head_dim == 128 and tile_n == 128), "codes", "is for 128 keys of 128 columns here")
+    row.require(not codes or (head_dim == 128 and tile_n == 128), "cache", "of codes is for 128 keys of 128 columns here")
     row.require(type(stages) is int and stages >= 2, "stages", "must be 2 or more")
     row.require(not row.flag("own_output"), "own_output", "is for tiles of 64 queries and more")
     keys = blocks * tile_n
     # Queries of two stages, the ring, probabilities in panels of 64 keys, scores, what the softmax of a row leaves.
     smem = 2 * (2 * FEW_ROWS * head_dim + stages * tile_n * head_dim + FEW_ROWS * round_up(keys, 64))
-    smem += 4 * (FEW_ROWS * (keys + 8) + FEW_ROWS * (6 * blocks + 1)) + TABLE_BYTES
+    smem += 4 * (FEW_ROWS * (keys + 8) + FEW_ROWS * (6 * blocks + 2)) + TABLE_BYTES
     ctas = row.get("ctas_per_sm", 2)
     row.require(ctas * (round_up(smem, SM90_SMEM_ALIGNMENT) + 1024) <= SM90_SMEM_LIMIT + 1024, "stages", f"{ctas} CTAs do not fit an SM")
-    fields = dict(tile=(FEW_ROWS, tile_n, head_dim), b_format="codes" if codes else "dense", schedule="cooperative", stages=stages)
+    fields = dict(tile=(FEW_ROWS, tile_n, head_dim), b_format=cache, schedule="cooperative", stages=stages)
     fields |= dict(threads=256 if codes else 160, ctas_per_sm=ctas, invariant=True)
     return [fields | dict(smem_bytes=round_up(smem, SM90_SMEM_ALIGNMENT))]
 
@@ -84,10 +92,13 @@ def prefill(row: Row) -> list[dict]:
     warpgroups = tile_m // 64
     row.require(tile_m % 64 == 0 and warpgroups in REGISTERS, "tile", "must have 64, 128 or 192 queries: a warpgroup has 64")
     row.require(tile_n % 16 == 0 and tile_n <= 256, "tile", "keys must be a multiple of 16 up to 256")
-    codes = row.flag("codes")
+    cache = cache_of(row)
+    codes = cache != "dense"
     # Of the converter: two consumer warpgroups leave it enough registers, each of its warps has 8, 16 or 32 rows of a block.
     good = head_dim in CODES_REGISTERS and head_dim_v == head_dim and warpgroups == 2 and tile_n in (64, 128)
-    row.require(not codes or good, "codes", "is for equal head dimensions of 128 or 256 and tiles of 128 queries and 64 or 128 keys")
+    row.require(
+        not codes or good, "cache", "of codes is for equal head dimensions of 128 or 256 and tiles of 128 queries and 64 or 128 keys"
+    )
     # Scores and output in fp32, probabilities in 16 bits.
     used = tile_n // 2 + tile_n // 4 + head_dim_v // 2
     limit = (CODES_REGISTERS[head_dim] if codes else REGISTERS[warpgroups]) - SPARE_REGISTERS
@@ -106,5 +117,5 @@ def prefill(row: Row) -> list[dict]:
     smem += totals + TABLE_BYTES
     row.require(smem <= SM90_SMEM_LIMIT, "tile", f"takes {smem} bytes of shared memory, the limit is {SM90_SMEM_LIMIT}")
     smem = min(round_up(smem, SM90_SMEM_ALIGNMENT), SM90_SMEM_LIMIT)
-    fields = dict(tile=(tile_m, tile_n, head_dim), b_format="codes" if codes else "dense", schedule=schedule, stages=stages)
+    fields = dict(tile=(tile_m, tile_n, head_dim), b_format=cache, schedule=schedule, stages=stages)
     return [fields | dict(threads=128 * (warpgroups + 1), smem_bytes=smem, own_output=own_output, invariant=invariant)]

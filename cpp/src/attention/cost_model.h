@@ -117,7 +117,15 @@ constexpr int64_t kMinSplitKeys = 128;  // of a split-KV CTA
 inline bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
 
 /// Whether the kernel is prefill over a cache of codes.
-inline bool converts(KernelInfo const& kernel) { return kernel.b_format == WeightFormat::kCodes; }
+inline bool converts(KernelInfo const& kernel) {
+  return kernel.b_format == WeightFormat::kCodes || (kernel.b_format == WeightFormat::kInt8 && !splits_keys(kernel));
+}
+
+/// Whether the kernel reads keys and values of that format.
+inline bool reads(KernelInfo const& kernel, WeightFormat format) {
+  if (kernel.b_format != WeightFormat::kCodes) return format == kernel.b_format;
+  return format != WeightFormat::kDense && (format != WeightFormat::kInt8 || kernel.ab_type == DataType::kF16);
+}
 
 /// Packed query rows of a KV head in a sequence: the queries of all heads that read it.
 inline int64_t rows_of(AttentionProblem const& p) { return p.heads_kv > 0 ? p.seqlen_q * (p.heads_q / p.heads_kv) : 0; }

@@ -82,7 +82,7 @@ char const* illegal(KernelInfo const& kernel, AttentionProblem const& p, DeviceP
   if (kernel.smem_bytes > device.smem_per_block) return "it needs more shared memory than a block of this device has";
   if (p.head_dim > kernel.tile_k || p.head_dim_v > kernel.head_dim_v) return "its head dimensions are smaller";
   if ((splits_keys(kernel) || converts(kernel)) && !p.cached) return "it reads keys and values from a cache";
-  if (converts(kernel) ? p.kv_format == WeightFormat::kDense : p.kv_format != kernel.b_format) return "it reads another cache format";
+  if (!reads(kernel, p.kv_format)) return "it reads another cache format";
   int64_t const bits = bits_of(p.kv_format);
   if (converts(kernel) && (p.head_dim * bits % 128 != 0 || p.head_dim_v * bits % 128 != 0)) {
     return "it reads codes of 16 bytes at a time, which head dimensions must be multiples of";

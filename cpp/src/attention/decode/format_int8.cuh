@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/decode/format.cuh"
+#include "attention/shared/query_factor.cuh"
 
 namespace minfer::attention {
 
@@ -40,7 +41,7 @@ struct DecodeInt8 : DecodeDirect<Traits> {
     for (int x = 16; x > 0; x /= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, x));
     if (max > state.format.v_reference_scale) {
       float const reference = __int_as_float(__float_as_int(max) & 0x7f800000);
-      output_rescale = reference > 0.0f ? state.format.v_reference_scale * inverse_of(reference) : 1.0f;
+      output_rescale = reference > 0.0f ? state.format.v_reference_scale * inverse_of_power(reference) : 1.0f;
       if (reference > 0.0f) state.format.v_reference_scale = reference;
     }
     return output_rescale;
@@ -68,7 +69,7 @@ struct DecodeInt8 : DecodeDirect<Traits> {
       }
     }
     Softmax::template step<kMasked>(params, s, state, scores, token_scales, key, lane);
-    float const reference = state.format.v_reference_scale, inverse_reference = reference > 0.0f ? inverse_of(reference) : 0.0f;
+    float const reference = state.format.v_reference_scale, inverse_reference = reference > 0.0f ? inverse_of_power(reference) : 0.0f;
 #pragma unroll
     for (int t = 0; t < kTokenTiles; ++t) {
 #pragma unroll

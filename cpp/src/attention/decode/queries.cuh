@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/decode/traits.cuh"
+#include "attention/shared/query_factor.cuh"
 #include "common/dependent_launch.cuh"
 #include "cutlass/cutlass.h"
 
@@ -46,9 +47,8 @@ struct DecodeQueries : Traits {
           for (int i = 0; i < kPerLane; ++i) max = fmaxf(max, fabsf(float(elements[i])));
 #pragma unroll
           for (int s = 16; s > 0; s /= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, s));
-          int const exponent = __float_as_int(max) >> 23;
-          if (exponent > 0 && exponent < 255) factor = __int_as_float((exponent < 253 ? 254 - exponent : 1) << 23);
-          if (lane == 0) queries.scale[first + r] = inverse_of(factor);
+          factor = query_factor(max);
+          if (lane == 0) queries.scale[first + r] = inverse_of_power(factor);
         }
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {

@@ -12,9 +12,6 @@
 
 namespace minfer::attention {
 
-/// 1 / x of a power of two whose inverse is a normal number, as x is. A division would be a call.
-__device__ __forceinline__ float inverse_of(float x) { return __int_as_float((254 << 23) - __float_as_int(x)); }
-
 /// kWarps_: consumer warps. kMaxMerged: elements of head_dim that the warps merge at a time in shared memory.
 template <class Config, int kWarps_, int kMaxMerged = 128>
 struct DecodeTraits {

@@ -16,6 +16,7 @@
 #include "attention/prefill/convert.cuh"
 #include "attention/prefill/epilogue.cuh"
 #include "attention/prefill/mma.cuh"
+#include "attention/prefill/scale_queries.cuh"
 #include "attention/prefill/split_merge.cuh"
 #include "attention/prefill/split_totals.cuh"
 #include "attention/prefill/traits.cuh"
@@ -37,10 +38,11 @@ struct PrefillConsumer : PrefillMma<Traits> {
   using Traits::blocks_of, Traits::kConsumers, Traits::kConsumersBarrier, Traits::kConverts, Traits::kHeadDim, Traits::kHeadDimV;
   using Traits::kFolds, Traits::kInvariant, Traits::kSplitBlocks;
   using Traits::kOrderBarrier, Traits::kOutputs, Traits::kPingpong, Traits::kQueryStages, Traits::kScores, Traits::kTileN;
+  using Traits::kScalesQueries, Traits::kTileM, Traits::kWarpgroupBarrier;
   using Traits::kv_head_of, Traits::mask_of, Traits::over_packed_heads, Traits::queries_of, Traits::query_phase, Traits::query_stage;
   using Traits::read_tile, Traits::release;
   using typename Mma::KeysLayout, typename Mma::MmaOutput, typename Mma::MmaScores, typename Mma::QueriesLayout, typename Mma::ValuesLayout;
-  using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params;
+  using typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::MmaElement, typename Traits::Params;
   using typename Traits::Queries, typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile;
 
   // ---- pingpong -------------------------------------------------------------------------------------------------------------------
@@ -57,15 +59,15 @@ struct PrefillConsumer : PrefillMma<Traits> {
   static CUTLASS_DEVICE bool has_unseen_end(Params const& params, Tile const& tile, int block) {
     return !kConverts && !params.keys_end_at_extent && tile.seqlen_k < (block + 1) * kTileN;
   }
-  static CUTLASS_DEVICE void clear_end(Tile const& tile, Element* values, int block) {
+  static CUTLASS_DEVICE void clear_end(Tile const& tile, MmaElement* values, int block) {
     clear_values(values, tile.seqlen_k - block * kTileN, kTileN);
   }
   static CUTLASS_DEVICE bool has_unseen_begin(Tile const& tile, int block) { return !kConverts && tile.first_key > block * kTileN; }
-  static CUTLASS_DEVICE void clear_begin(Tile const& tile, Element* values, int block) {
+  static CUTLASS_DEVICE void clear_begin(Tile const& tile, MmaElement* values, int block) {
     clear_values(values, 0, min(tile.first_key - block * kTileN, kTileN));
   }
   /// Rows `begin` to `end` - 1 of a block of values become zeros; called by all consumer warpgroups.
-  static CUTLASS_DEVICE void clear_values(Element* values, int begin, int end) {
+  static CUTLASS_DEVICE void clear_values(MmaElement* values, int begin, int end) {
     int const thread = reread_thread_index();
     int const vectors = (end - begin) * 8;  // in 64 columns of these rows
 #pragma unroll 1
@@ -75,6 +77,26 @@ struct PrefillConsumer : PrefillMma<Traits> {
     }
     cutlass::arch::fence_view_async_shared();
     NamedBarrier<kConsumers * 128>{kConsumersBarrier}.sync();
+  }
+
+  // ---- queries of bf16 beside keys of f16 -----------------------------------------------------------------------------------------
+
+  /// Converts the warpgroup's rows of the queries.
+  static CUTLASS_DEVICE void scale_queries(Params const& params, SharedStorage& storage, Tile const& tile, int stage, int consumer,
+                                           int thread) {
+    if constexpr (kScalesQueries) {
+      float const sign = sign_of_keys(params, kv_head_of(params, tile));
+      int const lane = thread % 32;
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {
+        int const row = consumer * 64 + thread / 32 * 16 + i * 4 + lane / 8;
+        uint32_t const at = cute::cast_smem_ptr_to_uint(&storage.q[stage][row * 64]) + lane % 8 * 16;
+        float const scale = scale_query<kHeadDim / 64, 8>(at, kTileM * 128, sign);
+        if (lane % 8 == 0) storage.query_scale.of[row] = scale;
+      }
+      cutlass::arch::fence_view_async_shared();
+      NamedBarrier<128>{kWarpgroupBarrier + consumer}.sync();
+    }
   }
 
   // ---- blocks ---------------------------------------------------------------------------------------------------------------------
@@ -139,8 +161,8 @@ struct PrefillConsumer : PrefillMma<Traits> {
       Tensor output = partition_fragment_C(mma_output, typename Mma::OutputShape{});  // (MMA,MMA_M,MMA_N)
       clear(output);
       bool const capped = params.softmax.softcap > 0.0f;
-      OnlineSoftmax<kScores, kInvariant> softmax((capped ? params.softmax.softcap : softmax_scale(params, kv_head_of(params, tile))) *
-                                                 kLog2E);
+      OnlineSoftmax<kScores, kInvariant, kScalesQueries ? 2 : 1> softmax(
+          (capped ? params.softmax.softcap : softmax_scale(params, kv_head_of(params, tile))) * kLog2E);
       FullBarrier::wait(&storage.full_q[query_stage(iteration)], query_phase(iteration));
       int block = tile_blocks.end - 1;
       for (int const end = queries.first <= queries.last ? blocks.end : 0; block >= end && block >= tile_blocks.begin; --block) {
@@ -149,9 +171,16 @@ struct PrefillConsumer : PrefillMma<Traits> {
       if (block >= tile_blocks.begin) {
         float rescale[2];
         bool min_is_negligible = false;
-        Tensor scores = partition_fragment_C(mma_scores, typename Mma::ScoresShape{});     // (MMA,MMA_M,MMA_N)
-        Tensor probabilities = make_tensor<Element>(typename Mma::ProbabilitiesLayout{});  // (MMA,MMA_M,MMA_K)
-        Tensor packed = recast<uint32_t>(probabilities);                                   // (MMA / 2,MMA_M,MMA_K)
+        if constexpr (kScalesQueries) {
+          scale_queries(params, storage, tile, query_stage(iteration), consumer, thread);
+          if (!capped) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int h = 0; h < 2; ++h) softmax.scale_log2[h] *= storage.query_scale.of[row + 8 * h];
+          }
+        }
+        Tensor scores = partition_fragment_C(mma_scores, typename Mma::ScoresShape{});        // (MMA,MMA_M,MMA_N)
+        Tensor probabilities = make_tensor<MmaElement>(typename Mma::ProbabilitiesLayout{});  // (MMA,MMA_M,MMA_K)
+        Tensor packed = recast<uint32_t>(probabilities);                                      // (MMA / 2,MMA_M,MMA_K)
         mma_output.accumulate_ = GMMA::ScaleOut::One;
         // The blocks that this warpgroup's rows visit. Kept over all splits, they would be spilled.
         auto const visited = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
@@ -167,7 +196,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
           mma_scores.accumulate_ = GMMA::ScaleOut::Zero;
           auto rows = tSrQ;
           if constexpr (kConverts) {  // descriptors are computed here: kept for all k blocks, they would cost registers in every key block
-            Element* q = &storage.q[0][consumer * 64 * 64];
+            MmaElement* q = &storage.q[0][consumer * 64 * 64];
             make_opaque(q);
             rows = mma_scores.get_slice(thread).partition_fragment_A(make_tensor(make_smem_ptr(q), QueriesLayout{}));
           }
@@ -191,7 +220,12 @@ struct PrefillConsumer : PrefillMma<Traits> {
             float inner = params.cap.inner;
             if constexpr (kConverts)
               inner = softmax_scale(params, kv_head_of(params, storage.tile[iteration % 2])) / params.softmax.softcap;
-            cap_scores<kScores>(scores, inner);
+            float of_rows[2] = {inner, inner};
+            if constexpr (kScalesQueries) {
+              CUTLASS_PRAGMA_UNROLL
+              for (int h = 0; h < 2; ++h) of_rows[h] *= storage.query_scale.of[row + 8 * h];
+            }
+            cap_scores<kScores>(scores, of_rows);
           }
           if (masked) {  // limits are computed here: kept, they would cost registers in every block
             Mask const mask = mask_of(params, storage.tile[iteration % 2]);
@@ -209,11 +243,11 @@ struct PrefillConsumer : PrefillMma<Traits> {
         auto const round = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < kScores; i += 2) {
-            cutlass::NumericArrayConverter<Element, float, 2> const convert;
+            cutlass::NumericArrayConverter<MmaElement, float, 2> const convert;
             cutlass::Array<float, 2> pair;
             pair[0] = scores(i);
             pair[1] = scores(i + 1);
-            reinterpret_cast<cutlass::Array<Element, 2>&>(probabilities(i)) = convert(pair);
+            reinterpret_cast<cutlass::Array<MmaElement, 2>&>(probabilities(i)) = convert(pair);
           }
         };
         // The scores and softmax of a block, and the output of the block before it. The compiler moves the wait for the values before the

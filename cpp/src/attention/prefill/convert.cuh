@@ -8,15 +8,17 @@
 // Pages. Each lane holds the page of one row, found a block ahead of its loads, and passes the row's address to the lanes that need it.
 // Rows that no query of the tile sees are not read and become zeros: their pages may have been freed, and block tables and scales may hold
 // anything.
-// Numbers. A code becomes a float32 as the mantissa of a power of two: one byte permutation makes 2^n + code, one multiply-add subtracts
-// 2^n and scales, and one conversion rounds to q's type: 2.75 instructions an element of int8, about 3.5 of int4.
-//   fp8   The code alone, which is exact in q's type. The scales belong to a head: K's becomes part of the scores' scale and V's of the
-//         output, where they cost nothing and round nothing. The sign of K's is applied to the codes, since the softmax requires a positive
-//         scale.
-//   int8  code * scale of the token, which neither the scores' scale nor the output could apply. The scale is rounded to 15 bits: then its
-//         product with 2^15 + 128 is exact, so that a code of 0 is 0.
-//   int4  code * scale + minimum; those of K belong to channels. The newest tokens, of no complete token group, are copied from the
-//         residual: all of a warp's rows are codes or none, since token groups are multiples of 32 tokens, which a warp's rows divide.
+// Numbers. They become f16, but int8 beside queries of bf16, which becomes bf16.
+//   fp8   The code alone, which is exact: half an instruction an element. The scales belong to a head: K's becomes part of the scores'
+//         scale and V's of the output, where they cost nothing and round nothing. The sign of K's is applied to queries that are converted
+//         themselves (scale_queries.cuh), else to the codes, since the softmax requires a positive scale.
+//   int8  code * scale of the token, which neither the scores' scale nor the output could apply. A code becomes a float32 as the mantissa
+//         of a power of two: one byte permutation makes 2^15 + code, one multiply-add subtracts 2^15 and scales, and one conversion rounds:
+//         2.75 instructions an element. The scale is rounded to 15 bits: then its product with 2^15 + 128 is exact, and a code of 0 is 0.
+//   int4  code * scale + minimum, rounded once; those of K belong to channels. Both codes of a byte become 1024 + code and 1024 + 16 code
+//         by a byte permutation and a bit operation, a multiply-add makes them codes, and another one numbers: 2 instructions an element.
+//         The newest tokens, of no complete token group, are copied from the residual: all of a warp's rows are codes or none, since token
+//         groups are multiples of 32 tokens, which a warp's rows divide.
 #pragma once
 
 #include <algorithm>
@@ -43,12 +45,12 @@ struct BlockCodes {
   uint32_t scales[kScales];  // int8: of the lane's row. int4, K: eight channels' scales, then minima; V: scale and minimum for each load
 };
 
-/// kType: the type of q. Keys and values are padded to kHeadDim columns.
-template <DataType kType, WeightFormat kFormat, int kTileN, int kHeadDim>
+/// kQueryType: of q and of an int4 cache's residual. kType: of the keys and values in shared memory, which are padded to kHeadDim columns.
+template <DataType kQueryType, DataType kType, WeightFormat kFormat, int kTileN, int kHeadDim>
 struct BlockConverter {
   static constexpr bool kFp8 = kFormat == WeightFormat::kFp8E4M3, kInt8 = kFormat == WeightFormat::kInt8,
                         kInt4 = kFormat == WeightFormat::kInt4;
-  static_assert(kFp8 || kInt8 || kInt4);
+  static_assert((kFp8 || kInt8 || kInt4) && (kInt8 || kType == DataType::kF16));
   using Codes = KvCodes<kFormat>;
   static constexpr int kRows = kTileN / 4;                                               // of a warp
   static constexpr int kColumns = kHeadDim / 64, kCodeVectors = 64 / Codes::kPerVector;  // vectors of codes in a column of 64 elements
@@ -57,11 +59,13 @@ struct BlockConverter {
   static constexpr int kLoads = kRows / kRowsOfLoad;
   static_assert(kRows % kRowsOfLoad == 0 && kRowsOfLoad % kNear == 0 && kRows % 8 == 0 && kRows <= 32 && (!kInt4 || 32 % kRows == 0));
   using Block = BlockCodes<kFormat, kLoads>;
+  template <bool kKeys>
+  static constexpr bool kFlips = kFp8 && kKeys && kQueryType == kType;  // codes of K take the sign of its scale, which may be 0
 
   PrefillCodesParams const& params;
   int batch, kv_head, warp, lane;
   int first_key, last_key, in_codes;  // the tile sees keys [first_key, last_key); in_codes: keys of the sequence that are codes
-  float key_scale;                    // fp8
+  float key_scale;                    // where codes take its sign
 
   CUTLASS_DEVICE BlockConverter(PrefillCodesParams const& params, int batch, int kv_head, int first_key, int last_key, int seqlen_k,
                                 int warp, int lane)
@@ -73,14 +77,16 @@ struct BlockConverter {
         first_key(first_key),
         last_key(last_key),
         in_codes(kInt4 ? seqlen_k & -params.group_tokens : seqlen_k),
-        key_scale(kFp8 ? fp8_scale(params, params.keys, kv_head) : 0.0f) {}
+        key_scale(kFlips<true> ? fp8_scale(params, params.keys, kv_head) : 0.0f) {}
 
   // ---- which lane has what --------------------------------------------------------------------------------------------------------
 
-  CUTLASS_DEVICE int column() const { return lane / 8 % kColumns; }
+  CUTLASS_DEVICE int column() const { return column(lane); }
+  static CUTLASS_DEVICE int column(int lane) { return lane / 8 % kColumns; }
   CUTLASS_DEVICE int code_vector() const { return column() * kCodeVectors + lane % kCodeVectors; }
   /// The lane's row among those of a load.
-  CUTLASS_DEVICE int lane_row() const { return lane / (8 * kColumns) * kNear + lane / kCodeVectors % kNear; }
+  CUTLASS_DEVICE int lane_row() const { return lane_row(lane); }
+  static CUTLASS_DEVICE int lane_row(int lane) { return lane / (8 * kColumns) * kNear + lane / kCodeVectors % kNear; }
   CUTLASS_DEVICE int row_of(int load) const {
     int row = load * kRowsOfLoad + lane_row();
     if constexpr (kFp8) {  // computed each time: with 256 columns, there are no registers for the rows of all loads
@@ -189,50 +195,61 @@ struct BlockConverter {
   // ---- conversion -------------------------------------------------------------------------------------------------------------------
 
   static CUTLASS_DEVICE uint32_t pack(float low, float high) { return Float16<kType>::pack(low, high); }
-  static CUTLASS_DEVICE float2 to_floats(uint32_t pair) { return Float16<DataType::kF16>::unpack(pair); }
+  static CUTLASS_DEVICE uint32_t as_type(uint32_t pair) {
+    float2 const x = Float16<kQueryType>::unpack(pair);
+    return pack(x.x, x.y);
+  }
   static CUTLASS_DEVICE void store_16_bytes(uint32_t to, uint4 const& x) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
   }
 
-  /// 2^15 + (code + 128) of int8 code kIndex of four, which are biased by 128; kInt8Offset is what a multiply-add subtracts.
+  /// 2^15 + (code + 128) of int8 code kIndex of four, which are biased by 128; kInt8Offset is what a multiply-add subtracts. base: the bits
+  /// of 2^15, not as a constant: that would be the instruction's only immediate operand, and each selector would take a register and an
+  /// instruction of its own.
   static constexpr float kInt8Offset = 32768.0f + 128.0f;
   template <int kIndex>
-  static CUTLASS_DEVICE float float_of_int8(uint32_t biased) {
-    return __uint_as_float(Codes::select(biased, 0x47000000u, 0x7404 | kIndex << 4));
+  static CUTLASS_DEVICE float float_of_int8(uint32_t biased, uint32_t base) {
+    return __uint_as_float(__byte_perm(biased, base, 0x7404 | kIndex << 4));
   }
-  /// 2^7 + the code in byte kIndex.
-  static constexpr float kInt4Offset = 128.0f;
+  /// x * y + z of pairs of f16.
+  static CUTLASS_DEVICE uint32_t multiply_add(uint32_t x, uint32_t y, uint32_t z) {
+    uint32_t sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
+    return sum;
+  }
+  /// Constants that stay in registers. An instruction holds one constant; the compiler would take one more for each second one.
+  struct Int4Constants {
+    uint32_t bias, factors;  // pairs of f16: 1024 twice; 1 and 1 / 16
+    CUTLASS_DEVICE Int4Constants(int kv_head) {
+      uint32_t const zero = uint32_t(kv_head >> 31);  // which the compiler does not know
+      bias = 0x64006400u | zero;
+      factors = 0x2c003c00u | zero;
+    }
+  };
+  /// The two codes of int4 in byte kIndex as a pair of f16: 1024 + low and 1024 + 16 * high, less 1024 and a sixteenth of that less 64.
   template <int kIndex>
-  static CUTLASS_DEVICE float float_of_int4(uint32_t bytes) {
-    return __uint_as_float(Codes::select(bytes, 0x43000000u, 0x7044 | kIndex << 8));
+  static CUTLASS_DEVICE uint32_t pair_of_int4(uint32_t codes, Int4Constants const& constants) {
+    uint32_t const biased = (__byte_perm(codes, 0, 0x4040 | kIndex << 8 | kIndex) & 0x00f0000fu) | constants.bias;
+    return multiply_add(biased, constants.factors, 0xd400e400u);
   }
 
   /// Converts four codes of fp8 or int8.
-  static CUTLASS_DEVICE void convert(uint32_t codes, float scale, float offset, uint32_t& low, uint32_t& high) {
+  static CUTLASS_DEVICE void convert(uint32_t codes, float scale, float offset, uint32_t base, uint32_t& low, uint32_t& high) {
     if constexpr (kInt8) {
       uint32_t const biased = codes ^ 0x80808080u;
-      low = pack(fmaf(float_of_int8<0>(biased), scale, offset), fmaf(float_of_int8<1>(biased), scale, offset));
-      high = pack(fmaf(float_of_int8<2>(biased), scale, offset), fmaf(float_of_int8<3>(biased), scale, offset));
+      low = pack(fmaf(float_of_int8<0>(biased, base), scale, offset), fmaf(float_of_int8<1>(biased, base), scale, offset));
+      high = pack(fmaf(float_of_int8<2>(biased, base), scale, offset), fmaf(float_of_int8<3>(biased, base), scale, offset));
     } else {
       low = Codes::from_e4m3(codes);
       high = Codes::from_e4m3(codes >> 16);
-      if constexpr (kType == DataType::kBF16) {
-        float2 const x = to_floats(low), y = to_floats(high);
-        low = pack(x.x, x.y);
-        high = pack(y.x, y.y);
-      }
     }
   }
 
-  /// Converts eight codes of int4.
-  static CUTLASS_DEVICE uint4 convert(uint32_t codes, float const (&scale)[8], float const (&offset)[8]) {
-    uint32_t const even = codes & 0x0f0f0f0fu, odd = (codes >> 4) & 0x0f0f0f0fu;
-    uint4 x;
-    x.x = pack(fmaf(float_of_int4<0>(even), scale[0], offset[0]), fmaf(float_of_int4<0>(odd), scale[1], offset[1]));
-    x.y = pack(fmaf(float_of_int4<1>(even), scale[2], offset[2]), fmaf(float_of_int4<1>(odd), scale[3], offset[3]));
-    x.z = pack(fmaf(float_of_int4<2>(even), scale[4], offset[4]), fmaf(float_of_int4<2>(odd), scale[5], offset[5]));
-    x.w = pack(fmaf(float_of_int4<3>(even), scale[6], offset[6]), fmaf(float_of_int4<3>(odd), scale[7], offset[7]));
-    return x;
+  /// Converts eight codes of int4; scale, minimum: pairs of f16.
+  static CUTLASS_DEVICE uint4 convert(uint32_t codes, uint32_t const (&scale)[4], uint32_t const (&minimum)[4], Int4Constants const& c) {
+    return make_uint4(
+        multiply_add(pair_of_int4<0>(codes, c), scale[0], minimum[0]), multiply_add(pair_of_int4<1>(codes, c), scale[1], minimum[1]),
+        multiply_add(pair_of_int4<2>(codes, c), scale[2], minimum[2]), multiply_add(pair_of_int4<3>(codes, c), scale[3], minimum[3]));
   }
 
   /// Converts and stores the warp's rows of block `block`, which `codes` holds, to the stage at shared address `stage`. Each register that
@@ -244,8 +261,10 @@ struct BlockConverter {
   CUTLASS_DEVICE void store(Block& codes, int block, uint32_t stage, NextSource const& next, LookUp const& look_up) const {
     // Bits 4 to 6 of an address select the vector. Those of `to` are of the lane's row and first vector; each load and vector flips some of
     // them.
-    uint32_t const swizzled = uint32_t(lane % kCodeVectors * kVectors ^ lane_row());
-    uint32_t const to = stage + uint32_t(column() * kTileN + warp * kRows + lane_row()) * 128 + swizzled * 16;
+    int own = lane;
+    if constexpr (kFp8 && kHeadDim == 256) make_opaque(own);  // an address that is kept would be spilled
+    uint32_t const swizzled = uint32_t(own % kCodeVectors * kVectors ^ lane_row(own));
+    uint32_t const to = stage + uint32_t(column(own) * kTileN + warp * kRows + lane_row(own)) * 128 + swizzled * 16;
     auto const put = [&](int load, int vector, uint4 const& x) CUTLASS_LAMBDA_FUNC_INLINE {
       // One asm statement for address and store: eight addresses kept for all loads would occupy eight registers.
       asm volatile("{ .reg .b32 a; xor.b32 a, %0, %1; add.u32 a, a, %2; st.shared.v4.u32 [a], {%3, %4, %5, %6}; }" ::"r"(to),
@@ -260,28 +279,25 @@ struct BlockConverter {
         look_up();
         return;
       }
-      float token_scale[kLoads], token_offset[kLoads];
+      Int4Constants const constants(kv_head);
+      uint32_t token_scale[kLoads], token_minimum[kLoads];
       if constexpr (!kKeys) {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-          token_scale[i] = to_floats(codes.scales[2 * i]).x;
-          token_offset[i] = fmaf(token_scale[i], -kInt4Offset, to_floats(codes.scales[2 * i + 1]).x);
+          token_scale[i] = Codes::select(codes.scales[2 * i], 0, 0x1010);
+          token_minimum[i] = Codes::select(codes.scales[2 * i + 1], 0, 0x1010);
         }
         load_scales(codes, next);
       }
 #pragma unroll
       for (int vector = 0; vector < kVectors; ++vector) {
-        float scale[8], offset[8];
+        uint32_t scale[4], minimum[4];
         if constexpr (kKeys) {
 #pragma unroll
           for (int pair = 0; pair < 4; ++pair) {
             int const source_lane = (lane & ~6) | vector << 1;
-            float2 const scales = to_floats(__shfl_sync(0xffffffffu, codes.scales[pair], source_lane));
-            float2 const minima = to_floats(__shfl_sync(0xffffffffu, codes.scales[4 + pair], source_lane));
-            scale[2 * pair] = scales.x;
-            scale[2 * pair + 1] = scales.y;
-            offset[2 * pair] = fmaf(scales.x, -kInt4Offset, minima.x);
-            offset[2 * pair + 1] = fmaf(scales.y, -kInt4Offset, minima.y);
+            scale[pair] = __shfl_sync(0xffffffffu, codes.scales[pair], source_lane);
+            minimum[pair] = __shfl_sync(0xffffffffu, codes.scales[4 + pair], source_lane);
           }
           if (vector == kVectors - 1) load_scales(codes, next);
         }
@@ -289,13 +305,13 @@ struct BlockConverter {
         for (int i = 0; i < kLoads; ++i) {
           if constexpr (!kKeys) {
 #pragma unroll
-            for (int c = 0; c < 8; ++c) {
-              scale[c] = token_scale[i];
-              offset[c] = token_offset[i];
+            for (int pair = 0; pair < 4; ++pair) {
+              scale[pair] = token_scale[i];
+              minimum[pair] = token_minimum[i];
             }
           }
           uint4 const& of = codes.codes[i];
-          uint4 const x = convert(vector == 0 ? of.x : vector == 1 ? of.y : vector == 2 ? of.z : of.w, scale, offset);
+          uint4 const x = convert(vector == 0 ? of.x : vector == 1 ? of.y : vector == 2 ? of.z : of.w, scale, minimum, constants);
           if (columns) put(i, vector, x);
           if (vector == kVectors - 1) load_codes(codes, i, next);
           if (vector == kVectors - 1 && i == 0) look_up();
@@ -304,11 +320,12 @@ struct BlockConverter {
     } else {
       float lane_scale = 0.0f;
       uint32_t keep = 0xffffffffu, flip = 0;
-      if constexpr (kInt8) {  // rounds the scale to 15 bits (Veltkamp)
+      uint32_t const base = 0x47000000u | uint32_t(kv_head >> 31);  // a constant that the compiler does not know: kv_head >= 0
+      if constexpr (kInt8) {                                        // rounds the scale to 15 bits (Veltkamp)
         float const s = __uint_as_float(codes.scales[0]), wide = __fmul_rn(s, 513.0f);
         lane_scale = __fsub_rn(wide, __fsub_rn(wide, s));
         load_scales(codes, next);
-      } else if constexpr (kKeys) {
+      } else if constexpr (kFlips<kKeys>) {
         keep = key_scale == 0.0f ? 0 : keep;
         flip = key_scale < 0.0f ? 0x80808080u : 0;
       }
@@ -323,12 +340,12 @@ struct BlockConverter {
 #pragma unroll
         for (int vector = 0; vector < kVectors; ++vector) {
           uint4 x;
-          if constexpr (kFp8 && kKeys) {
+          if constexpr (kFlips<kKeys>) {
             of[2 * vector] = (of[2 * vector] & keep) ^ flip;
             of[2 * vector + 1] = (of[2 * vector + 1] & keep) ^ flip;
           }
-          convert(of[2 * vector], scale, offset, x.x, x.y);
-          convert(of[2 * vector + 1], scale, offset, x.z, x.w);
+          convert(of[2 * vector], scale, offset, base, x.x, x.y);
+          convert(of[2 * vector + 1], scale, offset, base, x.z, x.w);
           if (columns) put(i, vector, x);
         }
         load_codes(codes, i, next);
@@ -353,6 +370,7 @@ struct BlockConverter {
       if (key >= first_key && key < last_key) {
         int64_t const token = int64_t(batch) * params.group_tokens + (key - in_codes);
         x = load_16_bytes(base + ((token * params.heads_kv + kv_head) * from.head_dim + vector * 8) * 2);
+        if constexpr (kQueryType != kType) x = make_uint4(as_type(x.x), as_type(x.y), as_type(x.z), as_type(x.w));
       }
       int const row = warp * kRows + r;
       store_16_bytes(stage + uint32_t(vector / 8 * kTileN + row) * 128 + uint32_t(vector % 8 ^ row % 8) * 16, x);
@@ -360,11 +378,18 @@ struct BlockConverter {
   }
 };
 
-/// What scores are multiplied by in addition to the softmax's scale: the magnitude of fp8's scale of K, whose sign the codes have taken.
+/// What scores are multiplied by in addition to the softmax's scale: the magnitude of fp8's scale of K. Its sign is the codes' or queries'.
 CUTLASS_DEVICE float scale_of_scores(PrefillCodesParams const& params, int kv_head) {
   if (params.format != WeightFormat::kFp8E4M3) return 1.0f;
   float const scale = fabsf(fp8_scale(params, params.keys, kv_head));
   return scale == 0.0f ? 1.0f : scale;
+}
+
+/// What queries are multiplied by that are converted themselves: the sign of fp8's scale of K, or zero where that is.
+CUTLASS_DEVICE float sign_of_keys(PrefillCodesParams const& params, int kv_head) {
+  if (params.format != WeightFormat::kFp8E4M3) return 1.0f;
+  float const scale = fp8_scale(params, params.keys, kv_head);
+  return scale == 0.0f ? 0.0f : scale < 0.0f ? -1.0f : 1.0f;
 }
 
 /// What scores are multiplied by before the softmax.

@@ -5,6 +5,7 @@
 
 #include "attention/prefill/convert.cuh"
 #include "attention/prefill/few_rows_traits.cuh"
+#include "attention/prefill/scale_queries.cuh"
 #include "attention/prefill/split_merge.cuh"
 #include "attention/shared/clear_rows.cuh"
 #include "attention/shared/softmax.cuh"
@@ -17,14 +18,29 @@ namespace minfer::attention {
 template <class Traits>
 struct FewRowsConsumer : Traits {
   using Traits::blocks_of, Traits::for_splits, Traits::kConverts, Traits::kHeadDim, Traits::kScorePitch, Traits::kScoreTiles;
+  using Traits::kMmaType, Traits::kScalesQueries;
   using Traits::kSplitBlocks, Traits::kTileM, Traits::kTileN, Traits::kType, Traits::kv_head_of, Traits::mask_of;
   using Traits::over_packed_heads, Traits::queries_of, Traits::query_phase, Traits::query_stage, Traits::read_tile, Traits::release;
-  using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params,
-      typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile, typename Traits::TileScheduler;
+  using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::MmaElement,
+      typename Traits::Params, typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile, typename Traits::TileScheduler;
   using Items = typename TileScheduler::Items;
   static constexpr int kGroups = kTileN / 8;  // of 8 keys of a block
 
   static CUTLASS_DEVICE void synchronize() { NamedBarrier<128>{1}.sync(); }
+
+  // ---- queries of bf16 beside keys of f16 -----------------------------------------------------------------------------------------
+
+  static CUTLASS_DEVICE void scale_queries(Params const& params, SharedStorage& storage, Tile const& tile, int stage, int thread) {
+    if constexpr (kScalesQueries) {
+      static_assert(kTileM == 8 && kHeadDim == 128);
+      int const row = thread / 16, vector = thread % 16;
+      uint32_t const at = cute::cast_smem_ptr_to_uint(&storage.q[stage][(vector / 8 * kTileM + row) * 64]) + vector % 8 * 16;
+      float const scale = scale_query<1, 16>(at, 0, sign_of_keys(params, kv_head_of(params, tile)));
+      if (vector == 0) storage.query_scale[row] = scale;
+      cutlass::arch::fence_view_async_shared();
+      synchronize();
+    }
+  }
 
   // ---- scores ---------------------------------------------------------------------------------------------------------------------
 
@@ -81,7 +97,8 @@ struct FewRowsConsumer : Traits {
                                                    KeyBlocks<kTileN> const& blocks, int first_block, int thread) {
     int const column = thread % 8, row = thread / 8 % 8, half = thread / 64, count = blocks.end - blocks.begin;
     bool const capped = params.softmax.softcap > 0.0f;
-    float const scale = softmax_scale(params, kv_head_of(params, tile)), scale_log2 = (capped ? params.softmax.softcap : scale) * kLog2E;
+    float const scale = softmax_scale(params, kv_head_of(params, tile)), of_row = kScalesQueries ? storage.query_scale[row] : 1.0f;
+    float const scale_log2 = (capped ? params.softmax.softcap : scale) * kLog2E * (capped ? 1.0f : of_row);
     Mask const mask = mask_of(params, tile);
     int const query = tile.first + over_packed_heads(params, row), begin = mask.begin(query), end = mask.end(query);
     float scores[kSplitBlocks / 2][kGroups];
@@ -96,7 +113,7 @@ struct FewRowsConsumer : Traits {
         float score = from[8 * j];
         if (capped) {
           float inner = params.cap.inner;
-          if constexpr (kConverts) inner = scale / params.softmax.softcap;
+          if constexpr (kConverts) inner = scale / params.softmax.softcap * of_row;
           score = tanh_fast(score * inner);
         }
         int const key = block * kTileN + 8 * j + column;
@@ -137,7 +154,7 @@ struct FewRowsConsumer : Traits {
         sum += p;
         int const group = local + j;  // of 8 keys of the split
         *reinterpret_cast<uint16_t*>(probabilities + group / 8 * (kTileM * 128) + (group % 8 ^ row) * 16) =
-            uint16_t(Float16<kType>::pack(p, 0.0f));
+            uint16_t(Float16<kMmaType>::pack(p, 0.0f));
       }
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);  // even and odd columns of a thread of OnlineSoftmax
       if (column % 2 == 0) storage.block_sum[row][number][column / 2] = sum;
@@ -149,7 +166,7 @@ struct FewRowsConsumer : Traits {
   // ---- output ---------------------------------------------------------------------------------------------------------------------
 
   /// Values of keys that no query of the sequence sees become zeros: their probabilities are zero, but 0 * NaN is NaN.
-  static CUTLASS_DEVICE void clear_unseen(Params const& params, Tile const& tile, Element* values, int block, int thread) {
+  static CUTLASS_DEVICE void clear_unseen(Params const& params, Tile const& tile, MmaElement* values, int block, int thread) {
     if constexpr (kConverts) return;  // the converter writes zeros itself
     int const begin = min(max(tile.first_key - block * kTileN, 0), kTileN);
     int const end = params.keys_end_at_extent ? kTileN : min(tile.seqlen_k - block * kTileN, kTileN);
@@ -277,6 +294,7 @@ struct FewRowsConsumer : Traits {
       KeyBlocks<kTileN> const tile_blocks = blocks_of(params, tile, queries_of(params, tile));
       for_splits(tile_blocks, [&](int split, KeyBlocks<kTileN> const& blocks) CUTLASS_LAMBDA_FUNC_INLINE {
         int const first_block = split * kSplitBlocks;
+        if (split == (tile_blocks.end - 1) / kSplitBlocks) scale_queries(params, storage, tile, stage, thread);
         compute_scores(storage, blocks, first_block, stage, ring, thread);
         if (split == tile_blocks.begin / kSplitBlocks) release(&storage.empty_q[stage], thread);
         synchronize();

@@ -45,7 +45,7 @@ struct FewRowsProducer : PrefillProducer<Traits> {
 
   template <WeightFormat kFormat>
   static CUTLASS_DEVICE void convert(Params const& params, SharedStorage& storage, int warp, int lane) {
-    using Converter = BlockConverter<kType, kFormat, kTileN, kHeadDim>;
+    using Converter = BlockConverter<kType, Traits::kMmaType, kFormat, kTileN, kHeadDim>;
     Ring ring = Ring::of_producer();
     for (int iteration = 0, item = int(blockIdx.x);; ++iteration, item += int(gridDim.x)) {
       if (warp == 0) publish_tile(storage, iteration, item_at(storage, params, item, TileScheduler::count(storage.tiles, params)), lane);

@@ -52,11 +52,7 @@ struct FewRowsSm90 {
       Consumer::consume(params, storage, thread);
     } else if constexpr (Traits::kConverts) {
       cutlass::arch::warpgroup_reg_alloc<Traits::kConverterRegisters>();
-      switch (params.format) {
-        case WeightFormat::kFp8E4M3: Producer::template convert<WeightFormat::kFp8E4M3>(params, storage, warp - 4, thread % 32); break;
-        case WeightFormat::kInt8: Producer::template convert<WeightFormat::kInt8>(params, storage, warp - 4, thread % 32); break;
-        default: Producer::template convert<WeightFormat::kInt4>(params, storage, warp - 4, thread % 32);
-      }
+      Traits::for_format(params.format, [&](auto format) { Producer::template convert<format()>(params, storage, warp - 4, thread % 32); });
     } else {
       Producer::produce(params, storage, thread % 32);
     }

@@ -17,8 +17,10 @@ template <class Config>
 struct FewRowsTraits : PrefillTileFacts<Config> {
   using Facts = PrefillTileFacts<Config>;
   using Facts::kConverts, Facts::kHeadDim, Facts::kSplitBlocks, Facts::kTileM, Facts::kTileN, Facts::kType;
+  using Facts::kMmaType, Facts::kScalesQueries;
   using typename Facts::Tile, typename Facts::TileScheduler;
-  using Element = CutlassElement<kType>;
+  using Element = CutlassElement<kType>;        // of queries in global memory, and of the output
+  using MmaElement = CutlassElement<kMmaType>;  // of the MMAs' operands
   static constexpr int kStages = Config::kStages, kQueryStages = 2;
   static constexpr int kProducerWarps = kConverts ? 4 : 1, kThreads = 128 + 32 * kProducerWarps;  // warps 0 to 3 are the consumers
   static constexpr int kConsumerRegisters = 120, kConverterRegisters = 136;  // of a thread, where keys and values are converted
@@ -29,12 +31,13 @@ struct FewRowsTraits : PrefillTileFacts<Config> {
   static_assert(kSplitBlocks % 2 == 0, "two threads share the blocks of a row's column");
 
   struct SharedStorage {
-    alignas(1024) Element q[kQueryStages][kTileM * kHeadDim];    // [head_dim / 64][row][64], with the 128-byte swizzle, as of the next two
-    alignas(1024) Element ring[kStages][kTileN * kHeadDim];      // blocks of keys, then of values: [head_dim / 64][key][64]
-    alignas(1024) Element probabilities[kPanels * kTileM * 64];  // [panel of 64 keys][row][64]
-    alignas(16) float scores[kTileM * kScorePitch];              // [row][key]
+    alignas(1024) MmaElement q[kQueryStages][kTileM * kHeadDim];  // [head_dim / 64][row][64], with the 128-byte swizzle, as of the next two
+    alignas(1024) MmaElement ring[kStages][kTileN * kHeadDim];    // blocks of keys, then of values: [head_dim / 64][key][64]
+    alignas(1024) MmaElement probabilities[kPanels * kTileM * 64];  // [panel of 64 keys][row][64]
+    alignas(16) float scores[kTileM * kScorePitch];                 // [row][key]
     SplitState states[kTileM];
     float block_max[kTileM][kSplitBlocks], rescale[kTileM][kSplitBlocks], block_sum[kTileM][kSplitBlocks][4], row_max[kTileM];
+    float query_scale[kTileM];  // what scores are multiplied by: scale_queries.cuh
     alignas(8) uint64_t full_q[kQueryStages], empty_q[kQueryStages], full[kStages], empty[kStages], full_tile[2], empty_tile[2];
     Tile tile[2];
     typename TileScheduler::Storage tiles;
@@ -62,10 +65,12 @@ struct FewRowsTraits : PrefillTileFacts<Config> {
   using ProbabilitiesLayout = KMajorRows<kTileM, kTileM, kPanels * 64, 1>;   // (rows,keys,1)
   using ValuesLayout = MnMajorRows<kTileN, kHeadDim, kStages>;               // (head_dim,N,PIPE)
   using Instruction = cute::Shape<cute::_64, cute::Int<kTileM>, cute::_16>;
-  using MmaScores = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<Element, Element, float, Instruction, cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>()));
-  using MmaOutput = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<Element, Element, float, Instruction, cute::SM90::GMMA::Major::MN, cute::SM90::GMMA::Major::K>()));
+  using MmaScores =
+      decltype(cute::make_tiled_mma(cute::SM90::GMMA::ss_op_selector<MmaElement, MmaElement, float, Instruction, cute::SM90::GMMA::Major::K,
+                                                                     cute::SM90::GMMA::Major::K>()));
+  using MmaOutput =
+      decltype(cute::make_tiled_mma(cute::SM90::GMMA::ss_op_selector<MmaElement, MmaElement, float, Instruction,
+                                                                     cute::SM90::GMMA::Major::MN, cute::SM90::GMMA::Major::K>()));
 };
 
 }  // namespace minfer::attention

@@ -12,7 +12,7 @@ namespace minfer::attention {
 template <class Traits>
 struct PrefillMma : Traits {
   using Traits::kHeadDim, Traits::kHeadDimV, Traits::kQueryStages, Traits::kStages, Traits::kTileM, Traits::kTileN;
-  using typename Traits::Element;
+  using typename Traits::MmaElement;
 
   using QueriesLayout = KMajorRows<64, kTileM, kHeadDim, kQueryStages>;  // (64,head_dim,PIPE): a warpgroup's rows of a tile
   using KeysLayout = KMajorRows<kTileN, kTileN, kHeadDim, kStages>;      // (N,head_dim,PIPE)
@@ -21,9 +21,9 @@ struct PrefillMma : Traits {
   using ScoresShape = cute::Shape<cute::_64, cute::Int<kTileN>>;
   using OutputShape = cute::Shape<cute::_64, cute::Int<kHeadDimV>>;
   using MmaScores = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileN>, cute::_64>>()));
+      cute::SM90::GMMA::ss_op_selector<MmaElement, MmaElement, float, cute::Shape<cute::_64, cute::Int<kTileN>, cute::_64>>()));
   using MmaOutput = decltype(cute::make_tiled_mma(
-      cute::SM90::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::Int<kTileN>>,
+      cute::SM90::GMMA::rs_op_selector<MmaElement, MmaElement, float, cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::Int<kTileN>>,
                                        cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>()));
   /// P in registers as the A operand of O += P.V, (MMA,MMA_M,MMA_K).
   using ProbabilitiesLayout = cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kTileN / 16>>>;

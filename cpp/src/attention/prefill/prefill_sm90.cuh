@@ -70,11 +70,7 @@ struct PrefillSm90 {
     if (warpgroup == 0) {
       cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
       if constexpr (Traits::kConverts) {
-        switch (params.format) {
-          case WeightFormat::kFp8E4M3: Producer::template convert<WeightFormat::kFp8E4M3>(params, storage, warp, thread % 32); break;
-          case WeightFormat::kInt8: Producer::template convert<WeightFormat::kInt8>(params, storage, warp, thread % 32); break;
-          default: Producer::template convert<WeightFormat::kInt4>(params, storage, warp, thread % 32);
-        }
+        Traits::for_format(params.format, [&](auto format) { Producer::template convert<format()>(params, storage, warp, thread % 32); });
       } else {
         if (warp == 0) Producer::produce(params, storage, thread);
       }
@@ -150,7 +146,7 @@ Status describe_operands(AttentionLaunchArguments const& arguments, Params* para
       describe_queries(&params->q, o.q, p, plan.packed_heads, p.head_dim, o.q_strides[0], o.q_strides[1], o.q_strides[2], Config::kTileM);
   if (!status.ok()) return status;
   params->k = params->v = params->q;
-  if constexpr (Config::kConverts) {
+  if constexpr (Config::kFormat != WeightFormat::kDense) {
     describe_codes(params, p, o);
   } else if (p.tokens_k > 0) {  // without keys, nothing is loaded and the maps are not used
     status = describe_keys(&params->k, o.k, p, p.head_dim, o.k_strides, int(plan.box_rows));

@@ -14,7 +14,7 @@ struct PrefillProducer : Traits {
   using Traits::blocks_of, Traits::kConverts, Traits::kHeadDim, Traits::kHeadDimV, Traits::kQueryStages, Traits::kStages, Traits::kTileM;
   using Traits::kTileN, Traits::kv_head_of, Traits::mask_of, Traits::queries_of, Traits::query_phase, Traits::query_stage;
   using Traits::read_tile, Traits::release;
-  using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params;
+  using typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::MmaElement, typename Traits::Params;
   using typename Traits::Queries, typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile,
       typename Traits::TileScheduler;
 
@@ -41,7 +41,7 @@ struct PrefillProducer : Traits {
 
   /// Begins the loads of a block of keys or values, by a warp.
   template <int kDim>
-  static CUTLASS_DEVICE void load_block(Params const& params, CUtensorMap const& map, uint64_t* full, Element* to, Tile const& tile,
+  static CUTLASS_DEVICE void load_block(Params const& params, CUtensorMap const& map, uint64_t* full, MmaElement* to, Tile const& tile,
                                         int kv_head, int block, int lane) {
     using Hint = cute::TMA::CacheHintSm90;
     if (lane == 0) FullBarrier::arrive_and_expect_tx(full, uint32_t(kTileN * kDim * 2));
@@ -82,7 +82,7 @@ struct PrefillProducer : Traits {
                                           int lane) {
     using Hint = cute::TMA::CacheHintSm90;
     uint64_t* const full = &storage.full_q[query_stage(iteration)];
-    Element* const to = storage.q[query_stage(iteration)];
+    MmaElement* const to = storage.q[query_stage(iteration)];
     EmptyBarrier::wait(&storage.empty_q[query_stage(iteration)], query_phase(iteration) ^ 1);
     if (lane == 0) {
       FullBarrier::arrive_and_expect_tx(full, sees_keys ? uint32_t(kTileM * kHeadDim * 2) : 0);
@@ -158,7 +158,7 @@ struct PrefillProducer : Traits {
   template <WeightFormat kFormat>
   static CUTLASS_DEVICE void convert(Params const& params, SharedStorage& storage, int warp, int lane) {
     static_assert(!kConverts || kHeadDim == kHeadDimV);
-    using Converter = BlockConverter<Traits::kType, kFormat, kTileN, kHeadDim>;
+    using Converter = BlockConverter<Traits::kType, Traits::kMmaType, kFormat, kTileN, kHeadDim>;
     uint32_t fills = 0;  // key blocks whose stages were filled
     int t = int(blockIdx.x);
     for (int iteration = 0;; ++iteration) {

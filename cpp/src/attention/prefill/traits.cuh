@@ -17,8 +17,10 @@ template <class Config>
 struct PrefillTraits : PrefillTileFacts<Config> {
   using Facts = PrefillTileFacts<Config>;
   using Facts::kConverts, Facts::kFolds, Facts::kHeadDim, Facts::kHeadDimV, Facts::kTileM, Facts::kTileN, Facts::kType;
+  using Facts::kMmaType, Facts::kScalesQueries;
   using typename Facts::Tile, typename Facts::TileScheduler;
-  using Element = CutlassElement<kType>;
+  using Element = CutlassElement<kType>;        // of queries in global memory, and of the output
+  using MmaElement = CutlassElement<kMmaType>;  // of the MMAs' operands
   static constexpr int kStages = Config::kStages;
   static constexpr int kConsumers = kTileM / 64, kThreads = 128 * (kConsumers + 1);
   static constexpr bool kPingpong = Config::kPingpong;
@@ -26,7 +28,9 @@ struct PrefillTraits : PrefillTileFacts<Config> {
   static constexpr int kQueryStages = kOwnOutput ? 2 : 1;  // with two, the next tile's queries are loaded while this tile is computed
   static constexpr bool kSharedTotals = has_shared_totals(kHeadDim);  // totals over splits are in shared memory, else in the workspace
   // Registers of a thread. A launch gives a CTA of three warpgroups 504 in total over its warpgroups and one of four 512, or fewer.
-  static constexpr int kConsumerRegisters = kConverts                           ? (kHeadDim == 256 ? 208 : 192)
+  // Batch-invariant consumers keep one scale more where queries are scaled, and converters to f16 need fewer registers.
+  static constexpr int kMoreRegisters = Facts::kInvariant && Facts::kFormat == WeightFormat::kCodes && kHeadDim < 256 ? 8 : 0;
+  static constexpr int kConsumerRegisters = kConverts                           ? (kHeadDim == 256 ? 208 : 192) + kMoreRegisters
                                             : kConsumers == 3                   ? 160
                                             : kConsumers == 2 && kHeadDim < 256 ? 232
                                                                                 : 240;
@@ -46,18 +50,22 @@ struct PrefillTraits : PrefillTileFacts<Config> {
   struct TotalsStorage {
     alignas(16) float4 of[kConsumers * (kOutputs / 4) * 128];  // [warpgroup][vector][thread]
   };
+  struct QueryScaleStorage {
+    float of[kTileM];  // what scores are multiplied by: scale_queries.cuh; of a row, its warp writes and reads it
+  };
   struct StatesStorage {
     SplitState of[kTileM];
   };
   struct SharedStorage {
-    alignas(1024) Element q[kQueryStages][kTileM * kHeadDim];  // each stage [head_dim / 64][row][64], as of k and v
-    alignas(1024) Element k[kStages][kTileN * kHeadDim];
-    alignas(1024) Element v[kStages][kTileN * kHeadDimV];
+    alignas(1024) MmaElement q[kQueryStages][kTileM * kHeadDim];  // each stage [head_dim / 64][row][64], as of k and v
+    alignas(1024) MmaElement k[kStages][kTileN * kHeadDim];
+    alignas(1024) MmaElement v[kStages][kTileN * kHeadDimV];
     [[no_unique_address]] cute::conditional_t<kOwnOutput, OutputStorage, cute::tuple<>> output;
     alignas(8) uint64_t full_q[kQueryStages], empty_q[kQueryStages], full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
     alignas(8) uint64_t full_tile[2], empty_tile[2];
     [[no_unique_address]] cute::conditional_t<kFolds && kSharedTotals, TotalsStorage, cute::tuple<>> totals;
     [[no_unique_address]] cute::conditional_t<kFolds, StatesStorage, cute::tuple<>> states;
+    [[no_unique_address]] cute::conditional_t<kScalesQueries, QueryScaleStorage, cute::tuple<>> query_scale;
     Tile tile[2];  // tiles that the producer publishes to the consumers
     typename TileScheduler::Storage tiles;
   };

@@ -58,11 +58,17 @@ __device__ __forceinline__ float finish_row(SoftmaxOptions const& options, int h
   return factor;
 }
 
-/// Replaces each score by tanh(score * inner).
+/// Replaces each score by tanh(score * inner), of the thread's row.
+template <int kValues, class Scores>
+__device__ __forceinline__ void cap_scores(Scores& scores, float const (&inner)[2]) {
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) scores(i) = tanh_fast(scores(i) * inner[i / 2 % 2]);
+}
+
 template <int kValues, class Scores>
 __device__ __forceinline__ void cap_scores(Scores& scores, float inner) {
-#pragma unroll
-  for (int i = 0; i < kValues; ++i) scores(i) = tanh_fast(scores(i) * inner);
+  float const of_rows[2] = {inner, inner};
+  cap_scores<kValues>(scores, of_rows);
 }
 
 /// A softcap replaces each score by softcap * tanh(inner * score). Exponentials already keep the special function units busy, so tanh of
@@ -98,14 +104,17 @@ struct Softcap {
 /// was accumulated so far must be multiplied by `rescale`; all lanes of a warp get the same answer. The maximum is only raised when it
 /// grows by more than a factor 2^8 of the exponentials (FlashAttention-4): probabilities then stay below 2^8, and most blocks rescale
 /// nothing.
-/// kExact: as of finish_row().
-template <int kValues, bool kExact = false>
+/// kExact: as of finish_row(). kScales: of scales, one for all rows or one for each of the thread's two.
+template <int kValues, bool kExact = false, int kScales = 1>
 struct OnlineSoftmax {
-  float scale_log2;  // of the scores, times log2(e)
-  float row_max[2];  // the maximum that exponentials are relative to, in units of log2; -inf before the first key
-  float row_sum[2];  // over this thread's columns; reduce_sums() adds up the row's four lanes
+  float scale_log2[kScales];  // of the scores, times log2(e)
+  float row_max[2];           // the maximum that exponentials are relative to, in units of log2; -inf before the first key
+  float row_sum[2];           // over this thread's columns; reduce_sums() adds up the row's four lanes
 
-  __device__ explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2), row_max{-INFINITY, -INFINITY}, row_sum{0.0f, 0.0f} {}
+  __device__ explicit OnlineSoftmax(float scale_log2) : row_max{-INFINITY, -INFINITY}, row_sum{0.0f, 0.0f} {
+#pragma unroll
+    for (int h = 0; h < kScales; ++h) this->scale_log2[h] = scale_log2;
+  }
   __device__ void clear() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -120,9 +129,9 @@ struct OnlineSoftmax {
     float block_max[2], offset[2];
     find_max(scores, block_max);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) block_max[h] = multiply<kExact>(reduce_max(block_max[h]), scale_log2);
+    for (int h = 0; h < 2; ++h) block_max[h] = multiply<kExact>(reduce_max(block_max[h]), scale_log2[h % kScales]);
     bool const raised = raise_max(block_max, rescale, offset);
-    add_exponentials(scores, rescale, [&](float score, int h) { return fmaf(score, scale_log2, -offset[h]); });
+    add_exponentials(scores, rescale, [&](float score, int h) { return fmaf(score, scale_log2[h % kScales], -offset[h]); });
     return __any_sync(0xffffffffu, raised);
   }
 
@@ -160,9 +169,10 @@ struct OnlineSoftmax {
   __device__ bool step_tanh(Scores& scores, float (&rescale)[2], float (&block_max)[2], Softcap const& cap) {
     float offset[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) block_max[h] = tanh_fast(reduce_max(block_max[h]) * cap.inner) * scale_log2;
+    for (int h = 0; h < 2; ++h) block_max[h] = tanh_fast(reduce_max(block_max[h]) * cap.inner) * scale_log2[h % kScales];
     bool const raised = raise_max(block_max, rescale, offset);
-    add_exponentials(scores, rescale, [&](float score, int h) { return fmaf(tanh_fast(score * cap.inner), scale_log2, -offset[h]); });
+    add_exponentials(scores, rescale,
+                     [&](float score, int h) { return fmaf(tanh_fast(score * cap.inner), scale_log2[h % kScales], -offset[h]); });
     return __any_sync(0xffffffffu, raised);
   }
 
