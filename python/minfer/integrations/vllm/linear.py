@@ -105,7 +105,7 @@ class MinferPackedLinearKernel(MPLinearKernel):
         tensors = {
             "weight_packed": words.data.contiguous(),
             "weight_scale": scales.data,
-            "weight_shape": torch.tensor([n, k]),
+            "weight_shape": torch.tensor([n, k], device=words.device),
         }
         if c.zero_points:
             permute_param_layout_(zeros, input_dim=1, output_dim=0, packed_dim=0)
