@@ -67,9 +67,9 @@ struct AttentionPlan {
   int64_t packed_heads = 1;  // query heads of one KV head that lie next to each other in a tile of queries
   bool counted = false;      // persistent CTAs take their tiles from a counter in the workspace
   int64_t box_rows = 0;      // rows of one TMA load of K and V
-  // Split-KV kernels. An output tile has up to 8 * row_tiles rows; a CTA computes at least min_key_blocks key blocks of its work item;
-  // partials are left in partial_slots slots of the workspace; CTAs of `lockstep` neighbouring KV heads compute over the same keys at the
-  // same time.
+  // Split-KV kernels. An output tile has up to 8 * row_tiles rows; a CTA computes at least min_key_blocks key blocks, or a whole output
+  // tile; partials are left in partial_slots slots of the workspace; CTAs of `lockstep` neighbouring KV heads compute over the same keys at
+  // the same time.
   int64_t row_tiles = 0, min_key_blocks = 0, partial_slots = 0, lockstep = 1;
   // Batch-invariant kernels. Keys are divided into splits of split_keys keys; 0: all keys are one. A sequence of at most split_rows packed
   // rows and max_splits splits has its splits computed by different CTAs, which leave slot_rows rows in each of partial_slots slots; 0:

@@ -171,11 +171,16 @@ double predict_decode_us(CostModel const& m, KernelInfo const& kernel, Attention
   double const items = std::ceil(std::max(queries * group, 1.0) / tile_rows) * double(p.batch) * double(p.heads_kv);
   double const keys = keys_seen(p, std::max((tile_rows / group), 1.0));  // of an output tile
   double const blocks = std::max(1.0, std::ceil(keys / kernel.tile_n));
-  double const least = std::min(std::max(1.0, kMinKeys / kernel.tile_n), items * blocks);
-  double const cta_blocks = std::max(std::ceil(items * blocks / sms), least);
+  double const least = std::max(1.0, kMinKeys / kernel.tile_n), evenly = std::ceil(items * blocks / sms);
+  double cta_blocks = std::max(evenly, std::min(least, items * blocks));
   // A CTA's range that does not end with an output tile has parts of one more.
   double const ratio = std::max(cta_blocks, blocks) / std::min(cta_blocks, blocks), whole = std::ceil(cta_blocks / blocks);
-  double const cta_items = std::min(ratio == std::floor(ratio) ? whole : whole + 1.0, items);
+  double cta_items = std::min(ratio == std::floor(ratio) ? whole : whole + 1.0, items);
+  if (items <= sms && p.batch <= 32) {  // ranges that no two output tiles share, as in DecodeTileScheduler
+    double const warps = kernel.threads / 32 - (kernel.arch < 90 ? 0 : 4);
+    double const own = blocks <= warps ? blocks : std::max(std::min(least, blocks), std::ceil(blocks / std::floor(sms / items)));
+    if (own <= evenly + warps) cta_blocks = own, cta_items = 1.0;
+  }
   bool const codes = p.kv_format != WeightFormat::kDense;
   double const key = !codes                               ? m.key_dense
                      : p.kv_format == WeightFormat::kInt4 ? m.key_int4

@@ -295,6 +295,11 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     }
     if (found.empty() || kernel.arch == found[0].kernel->arch) found.push_back({&kernel, 0.0, 0.0});
   }
+  // Of split-KV kernels the smallest that has the head dimensions: another one would only read as much, and with a given number of splits
+  // the bits of a sequence would depend on what else is in the batch if that decided between them.
+  int32_t least_k = INT32_MAX;
+  for (Candidate const& c : found) least_k = splits_keys(*c.kernel) ? std::min(least_k, c.kernel->tile_k) : least_k;
+  std::erase_if(found, [&](Candidate const& c) { return splits_keys(*c.kernel) && c.kernel->tile_k > least_k; });
   if (problem.batch_invariant && !found.empty()) {
     // By the head dimensions alone: another kernel has other key blocks, so other bits. Few rows take a kernel with the same blocks.
     auto const smaller = [](Candidate const& a, Candidate const& b) {

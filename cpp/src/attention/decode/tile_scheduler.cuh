@@ -9,6 +9,10 @@
 // A work item is the part of an output tile that lies in a worker range (one split of it, where splits are given). The owner of an output
 // tile that was divided is the CTA that has its last key blocks: the others leave partials in slots of the workspace, and the owner merges
 // them.
+// Where there are more CTAs than output tiles, a worker range that begins in the middle of one and ends in the next takes longer for the
+// second work item than a few more key blocks do. There an output tile's steps are rounded up to a multiple of the range, if ranges that are
+// little longer have room for that: each CTA then has a part of one output tile. One that gives no more than a key block to each warp is
+// not divided at all.
 //
 // Progress. A CTA walks its worker range from the end to the beginning, and waits only in work items that merge.
 //   As many splits as fill the CTAs: an output tile that lies across ranges is at the end of each of these ranges but its last one, of
@@ -52,10 +56,10 @@ __device__ __forceinline__ DecodeWorkItem same_in_warp(DecodeWorkItem const& wor
   return same;
 }
 
-/// kTileN: keys of a block. kResidual: keys of no complete token group are stored apart, in the residual, and make blocks of 16 keys there.
+/// kTileN: keys of a block. kWarps: that compute a CTA's blocks. kResidual: keys of no complete token group are stored apart, in the residual, and make blocks of 16 keys there.
 /// Constructed and called by whole warps. With up to 32 sequences each lane holds one; more are in a table in shared memory, which the CTA
 /// builds first.
-template <int kTileN, bool kResidual>
+template <int kTileN, int kWarps, bool kResidual>
 class DecodeTileScheduler {
  public:
   static __device__ int keys_in_codes(DecodeParams const& p, int keys) { return kResidual ? keys & -p.group_tokens : keys; }
@@ -123,7 +127,7 @@ class DecodeTileScheduler {
       work.seqlen_k = p.keys_in_cache(work.batch);
     }
     int const first_block = first_block_of(p, work.seqlen_q, work.seqlen_k), blocks = blocks_of(p, work.seqlen_q, work.seqlen_k);
-    int const tile_steps = p.num_splits > 0 ? p.num_splits : blocks;
+    int const tile_steps = p.num_splits > 0 ? p.num_splits : padded(blocks);
     int const tile = divide(in_sequence, tile_steps), step = in_sequence - tile * tile_steps;  // output tile of the sequence, its step
     int const all_rows = work.seqlen_q * p.heads_per_kv, row_tiles = row_tiles_of(p, all_rows);
     int const heads = row_tiles == 1 ? tile : tile / row_tiles, lockstep = p.by_lockstep.divisor;
@@ -142,7 +146,7 @@ class DecodeTileScheduler {
     } else {
       int32_t const start = tile_begin > begin ? tile_begin : begin;
       work.block_begin = first_block + (start - tile_begin);
-      work.block_end = first_block + step + 1;
+      work.block_end = first_block + min(step + 1, blocks);
       int const first_range = start == tile_begin ? range : divide(tile_begin, per_range);
       work.partials = next == tile_end ? range - first_range + 1 : 0;
       work.partial_slot = (work.partials > 0 ? first_range : range) * lockstep + head;
@@ -155,28 +159,54 @@ class DecodeTileScheduler {
  private:
   /// Lays the steps of all sequences end to end and finds the CTA's worker range.
   __device__ void lay_out() {
-    int32_t total;
-    if (p.batch <= 32) {
-      int const lane = int(threadIdx.x) % 32;
-      steps = lane < p.batch ? steps_with(p, rows.count, keys) : 0;
-      int32_t end = min(steps, p.max_steps);
-      for (int s = 1; s < p.batch; s *= 2) {
-        int32_t const before = __shfl_up_sync(0xffffffffu, end, s);
-        if (lane >= s) end = SequenceTable::add(end, before, p.max_steps);
-      }
-      total = __shfl_sync(0xffffffffu, end, p.batch > 0 ? p.batch - 1 : 0);
-      first = __shfl_up_sync(0xffffffffu, end, 1);
-      if (lane == 0) first = 0;
-    } else {
-      total = SequenceTable::total(storage, p.batch);
-    }
+    unit = 0;
+    int32_t total = count_steps();
     per_range = p.by_ranges.div(total + p.by_ranges.divisor - 1);
-    if (p.num_splits == 0 && per_range < p.min_key_blocks) per_range = p.min_key_blocks;
+    if (p.num_splits == 0) {
+      if (p.batch <= 32) unit = whole_range();
+      if (unit > 0) {
+        total = count_steps();
+        per_range = unit;
+      } else {
+        per_range = max(per_range, p.min_key_blocks);
+      }
+    }
     p.by_lockstep(range, head, int(blockIdx.x));
     int64_t const first_step = int64_t(range) * per_range;
     begin = first_step < total ? int32_t(first_step) : total;
     next = first_step + per_range < total ? int32_t(first_step + per_range) : total;
   }
+  /// Numbers the steps of each sequence and returns how many there are.
+  __device__ int32_t count_steps() {
+    if (p.batch > 32) return SequenceTable::total(storage, p.batch);
+    int const lane = int(threadIdx.x) % 32;
+    steps = lane < p.batch ? steps_with(p, rows.count, keys, unit) : 0;
+    int32_t end = min(steps, p.max_steps);
+    for (int s = 1; s < p.batch; s *= 2) {
+      int32_t const before = __shfl_up_sync(0xffffffffu, end, s);
+      if (lane >= s) end = SequenceTable::add(end, before, p.max_steps);
+    }
+    first = __shfl_up_sync(0xffffffffu, end, 1);
+    if (lane == 0) first = 0;
+    return __shfl_sync(0xffffffffu, end, p.batch > 0 ? p.batch - 1 : 0);
+  }
+  /// The key blocks of worker ranges that no two output tiles share, or 0 where such ranges would be much longer. Up to 32 sequences.
+  __device__ int32_t whole_range() const {
+    bool const mine = int(threadIdx.x) % 32 < p.batch;
+    int32_t const ranges = p.by_ranges.divisor, tiles = mine ? tiles_of(p, rows.count) : 0;
+    if (int32_t(__reduce_add_sync(0xffffffffu, uint32_t(tiles))) > ranges || per_range >= 1 << 16) return 0;
+    int32_t const blocks = mine ? blocks_of(p, rows.count, keys) : 1, longest = __reduce_max_sync(0xffffffffu, blocks);
+    int32_t size = longest <= kWarps ? longest : max(per_range, p.min_key_blocks);
+    int32_t const limit = max(size, per_range + kWarps);
+    while (size <= limit) {
+      int32_t const needed = int32_t(__reduce_add_sync(0xffffffffu, uint32_t(tiles * divide(blocks + size - 1, size))));
+      if (needed <= ranges) return size;
+      size = max(size + 1, divide(size * needed, ranges));
+    }
+    return 0;
+  }
+  /// The steps of an output tile with so many key blocks.
+  __device__ int padded(int blocks) const { return unit > 1 ? divide(blocks + unit - 1, unit) * unit : blocks; }
   /// a / b through floats, since an integer division is a chain of many more instructions; a >= 0, b > 0, and the quotient is below 2^20.
   static __device__ int divide(int a, int b) {
     int quotient = int(__fdividef(float(a), float(b)));
@@ -199,9 +229,15 @@ class DecodeTileScheduler {
   }
   /// The steps of a sequence with this many queries and keys. The product saturates: the lengths may be anything that the block table has
   /// room for, which may be more than the cache holds.
-  static __device__ int steps_with(DecodeParams const& p, int queries, int keys) {
-    int const tiles = p.by_lockstep.div(p.heads_kv) * row_tiles_of(p, queries * p.heads_per_kv);
-    return int(min(int64_t(tiles) * (p.num_splits > 0 ? p.num_splits : blocks_of(p, queries, keys)), int64_t(p.max_steps)));
+  static __device__ int steps_with(DecodeParams const& p, int queries, int keys, int unit = 0) {
+    int tile_steps = p.num_splits;
+    if (p.num_splits == 0) tile_steps = blocks_of(p, queries, keys);
+    if (unit > 1) tile_steps = divide(tile_steps + unit - 1, unit) * unit;
+    return int(min(int64_t(tiles_of(p, queries)) * tile_steps, int64_t(p.max_steps)));
+  }
+  /// Output tiles of a sequence with this many queries, of the heads of a row of CTAs.
+  static __device__ int tiles_of(DecodeParams const& p, int queries) {
+    return p.by_lockstep.div(p.heads_kv) * row_tiles_of(p, queries * p.heads_per_kv);
   }
   static __device__ auto steps_of(DecodeParams const& p) {
     return [&p](int b) { return steps_with(p, p.queries(b).count, p.keys_in_cache(b)); };
@@ -210,6 +246,7 @@ class DecodeTileScheduler {
   DecodeParams const& p;
   SequenceTable::Storage const& storage;
   int32_t per_range;           // steps of a worker range
+  int32_t unit;                // > 0: an output tile's steps are a multiple of it, of which those behind its key blocks are empty
   int32_t range, head;         // the CTA's worker range, and its head among the `lockstep` ones of its row
   int32_t begin, next;         // the first step of the range, and the end of those that are left
   RowRange rows;               // rows in q of sequence number `lane`

@@ -44,7 +44,7 @@ struct DecodeTraits {
   static constexpr int kPitch = kMergedDim + 4;
   static_assert(kHeadDim % 64 == 0 && kTileN % kWarpKeys == 0 && (!kInt4 || kWarpsOfBlock == 1) && kSwizzle * 8 % 128 == 0);
 
-  using TileScheduler = DecodeTileScheduler<kTileN, kInt4>;
+  using TileScheduler = DecodeTileScheduler<kTileN, kWarps, kInt4>;
   using Params = DecodeParams;
 
   /// The queries of a work item.
