@@ -178,7 +178,9 @@ double predict_decode_us(CostModel const& m, KernelInfo const& kernel, Attention
   double cta_items = std::min(ratio == std::floor(ratio) ? whole : whole + 1.0, items);
   if (items <= sms && p.batch <= 32) {  // ranges that no two output tiles share, as in DecodeTileScheduler
     double const warps = kernel.threads / 32 - (kernel.arch < 90 ? 0 : 4);
-    double const own = blocks <= warps ? blocks : std::max(std::min(least, blocks), std::ceil(blocks / std::floor(sms / items)));
+    auto const part = [&](double ctas) { return ctas < items ? blocks : std::ceil(blocks / std::floor(ctas / items)); };
+    double own = blocks <= warps ? blocks : std::min(part(0.75 * sms), std::max(part(sms), std::min(2.0 * warps, blocks)));
+    own = std::max(own, std::min(least, blocks));
     if (own <= evenly + warps) cta_blocks = own, cta_items = 1.0;
   }
   bool const codes = p.kv_format != WeightFormat::kDense;
