@@ -10,9 +10,9 @@
 // tile that was divided is the CTA that has its last key blocks: the others leave partials in slots of the workspace, and the owner merges
 // them.
 // Where there are more CTAs than output tiles, a worker range that begins in the middle of one and ends in the next takes longer for the
-// second work item than a few more key blocks do. There an output tile's steps are rounded up to a multiple of the range, if ranges that are
-// little longer have room for that: each CTA then has a part of one output tile. One that gives no more than a key block to each warp is
-// not divided at all.
+// second work item than for a few more key blocks. There an output tile's steps are rounded up to a multiple of the range, if ranges that
+// are little longer have room for that: each CTA then has a part of one output tile. One that gives no more than a key block to each warp
+// is not divided at all.
 //
 // Progress. A CTA walks its worker range from the end to the beginning, and waits only in work items that merge.
 //   As many splits as fill the CTAs: an output tile that lies across ranges is at the end of each of these ranges but its last one, of
@@ -56,7 +56,8 @@ __device__ __forceinline__ DecodeWorkItem same_in_warp(DecodeWorkItem const& wor
   return same;
 }
 
-/// kTileN: keys of a block. kWarps: that compute a CTA's blocks. kResidual: keys of no complete token group are stored apart, in the residual, and make blocks of 16 keys there.
+/// kTileN: keys of a block. kWarps: that compute a CTA's blocks. kResidual: keys of no complete token group are stored apart, in the
+/// residual, and make blocks of 16 keys there.
 /// Constructed and called by whole warps. With up to 32 sequences each lane holds one; more are in a table in shared memory, which the CTA
 /// builds first.
 template <int kTileN, int kWarps, bool kResidual>
