@@ -5,7 +5,8 @@
 
 namespace minfer::attention {
 
-/// A power of two that brings `max`, the largest magnitude of a row, to 1 to 2; 1 where max is zero, subnormal, or not finite.
+/// A power of two that brings `max`, the largest magnitude of a row, to 1 to 2 (the very largest to 4); 1 where max is zero, subnormal, or
+/// not finite.
 __device__ __forceinline__ float query_factor(float max) {
   int const exponent = __float_as_int(max) >> 23;
   return exponent > 0 && exponent < 255 ? __int_as_float((exponent < 253 ? 254 - exponent : 1) << 23) : 1.0f;
