@@ -4,6 +4,7 @@ With a given number of splits, the bits of a sequence must not depend on its nei
 """
 
 import dataclasses
+import itertools
 import math
 import random
 
@@ -46,6 +47,20 @@ def test_large_batches(kv_format):
         yield "queries", make(lengths, kv_format, (4, 1), (64, 64), torch.float16, queries=queries), {}
         yield "none", make([0] * 40, kv_format, (4, 2), (128, 128), torch.float16), {}
         yield "one key each", make([1] * 300, kv_format, (8, 8), (64, 64), torch.bfloat16), {}
+
+    judge(cases())
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_few_output_tiles(kv_format):
+    """Fewer than CTAs, of lengths that differ little and much: ranges of their own, and shared ones where these would be long."""
+    draw = random.Random(11)
+
+    def cases():
+        for heads in ((8, 8), (32, 8), (4, 1), (24, 2)):
+            for batch, most in itertools.product((1, 2, 5, 13, 32, 33), (40, 300, 1500, 6000)):
+                lengths = [draw.randrange(most + 1) for _ in range(batch)]
+                yield (heads, lengths), make(lengths, kv_format, heads, (128, 128), torch.bfloat16), {}
 
     judge(cases())
 

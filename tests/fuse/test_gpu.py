@@ -92,6 +92,7 @@ def test_rings(shape, dtype):
     x = rows(*shape, dtype=dtype)
     weight = rows(shape[1], dtype=dtype)
     judged(rms_norm, x, weight)
+    judged(layer_norm, x, weight, rows(shape[1], dtype=dtype))
     judged(softmax, x, torch.tensor(2.0))
     judged(statistics, x)
     judged(quantized, x)
@@ -137,6 +138,24 @@ def test_special_numbers():
     x[0, 3], x[1, 5], x[2, 7] = float("nan"), float("inf"), -float("inf")
     judged(softmax, x, torch.tensor(1.0))
     judged(fuse.rowwise(lambda x: (x.amax(-1), torch.maximum(x, -x))), x)
+
+
+def test_quotients():
+    """By one number a row, whose reciprocal may be too large or too small for float32, and by a row of them: 2 ulp."""
+    inf, nan = float("inf"), float("nan")
+    special = [0.0, -0.0, inf, -inf, nan, 1.0, -3.0, 2.0**-149, 3e-42, 2.0**-128, 2.0**-126, -1.5e-38, 2.0**126, 2.0**127, -3e38, 7e37]
+    divisors = torch.tensor(special, device="cuda")[:, None]
+    x = torch.cat([rows(16, 32, dtype=F32), torch.tensor(special, device="cuda").expand(16, 16), divisors * rows(16, 16, dtype=F32)], 1)
+    quotient = fuse.pointwise(lambda x, y: x / y)
+    for have, want in (
+        (quotient(x, divisors), x.double() / divisors.double()),
+        (quotient(x, x.flip(0).contiguous()), x.double() / x.flip(0).double()),
+    ):
+        want = want.float()
+        ordinary = want.isfinite() & (want.abs() >= 2.0**-126)
+        assert torch.equal(have.isnan(), want.isnan()) and torch.equal(have.isinf() & ~want.isinf(), torch.zeros_like(ordinary))
+        assert ((have - want).abs()[ordinary] <= 2.5 * 2.0**-23 * want.abs()[ordinary]).all()
+        assert ((have - want).abs()[want.abs() < 2.0**-126] <= 2.0**-126).all()
 
 
 def test_operators():

@@ -26,9 +26,9 @@ class RowConfig:
         return self.threads * self.rows
 
 
-TILE = 1024  # numbers of each input in a stage of a ring
-_RING_WARPS = 8
-_RING_BYTES = 27 * 1024  # of a warp
+TILE = 1024  # numbers in a stage of a ring
+_RING_WARPS = 16
+_RING_BYTES = 13 * 1024 + 512  # of a warp
 _REGISTER_COLUMNS = 32768  # of rows up to which registers are as fast
 
 
@@ -47,22 +47,20 @@ class RingConfig:
         return 32 * self.warps
 
 
-def ring_stage_bytes(graph: Graph) -> int:
-    return TILE * sum(bytes_of(x.storage) for x in graph.inputs if x.extent == FULL and x.rank < 0)
-
-
 def configure_ring(graph: Graph, rows: int, columns: int, width: int, resident: int) -> RingConfig | None:
-    """None where rows pass through registers: there are too few or too narrow ones, or they are not made of 16-byte pieces.
+    """None where rows pass through registers: there are too few or too narrow ones, or they are not made of 16-byte pieces; or a row is
+    one of several inputs, which leave fewer of its numbers in a ring, so that it needs more CTAs: clusters' registers were faster.
 
     Args:
       resident: SMs, which each hold one CTA.
     """
     streams = [x for x in graph.inputs if x.extent == FULL and x.rank < 0]
-    if not graph.has_reductions() or columns <= _REGISTER_COLUMNS or width != 8 or not streams:
+    if not graph.has_reductions() or columns <= _REGISTER_COLUMNS or width != 8 or len(streams) != 1:
         return None
-    if any(bytes_of(x.storage) not in (2, 4) for x in streams):
+    number_bytes = bytes_of(streams[0].storage)
+    if number_bytes not in (2, 4):
         return None
-    stages = min(_RING_BYTES // ring_stage_bytes(graph), 12)
+    stages = _RING_BYTES // (TILE * number_bytes)
     for cluster in (1, 2, 4, 8):
         tiles = -(-columns // (TILE * _RING_WARPS * cluster))
         if tiles <= stages * 2 // 3:

@@ -117,6 +117,14 @@ def combine(op: str, a: Any, b: Any, dtype: str) -> Any:
     return a + b if op == "reduce_sum" else _maximum(a, b, dtype) if op == "reduce_max" else _minimum(a, b, dtype)
 
 
+def _reciprocal(y: Any) -> tuple[Any, Any]:
+    """Two factors by which what is multiplied is divided by y: each reciprocal is a normal number, whatever y is."""
+    magnitude = cute.math.abs(y)
+    scale = _select(magnitude > Float32(2.0**126), Float32(0.25), Float32(1.0), F32)
+    scale = _select(magnitude < Float32(2.0**-126), Float32(2.0**24), scale, F32)
+    return cute.math.rcp(y * scale, approx=True), scale
+
+
 def constant(value: Any, dtype: str) -> Any:
     return REGISTERS[dtype](value)
 
@@ -230,6 +238,9 @@ class Evaluator:
         if node.op == "round":
             values = rounded(operands[0] if many else [operands[0]], types[0], node.dtype, node.attrs[0])
             return values if many else values[0]
+        if node.op == "div" and node.dtype == F32 and isinstance(operands[0], list) and not isinstance(operands[1], list):
+            factor, scale = _reciprocal(operands[1])
+            return [x * factor * scale for x in operands[0]]
         rows = zip(*[x if isinstance(x, list) else [x] * self.elements for x in operands], strict=True) if many else [operands]
         values = [self._scalar(node, types, list(row)) for row in rows]
         return values if many else values[0]
