@@ -57,21 +57,25 @@ constexpr char const* kGemm = bits == 4 ? "minfer::w4a16_gemm" : "minfer::w8a16_
 template <int bits>
 Tensor gemm(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
             double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-            std::string const& activation, std::string const& format, bool constant_weights, std::optional<std::string> const& quant,
-            std::optional<Tensor> const& scale, std::optional<std::string> const& kernel) {
+            std::string const& activation, std::string const& format, bool constant_weights, std::optional<ScalarType> out_dtype,
+            std::optional<std::string> const& quant, std::optional<Tensor> const& scale, std::optional<std::string> const& kernel) {
   char const* op = kGemm<bits>;
   PackedWeight const weight{qweight, scales, zeros, parse_format(op, bits, format), group_size, alpha};
-  return run({op, a, weight, perm, c, bias, parse_activation(op, activation), false, constant_weights, kernel, {quant, scale}});
+  Activation const of_sums = parse_activation(op, activation);
+  return run({op, a, weight, perm, c, bias, of_sums, false, constant_weights, kernel, {quant, scale}, "a", nullptr, out_dtype});
 }
 
 template <int bits>
 Tensor gemm_out(Tensor const& a, Tensor const& qweight, Tensor const& scales, std::optional<Tensor> const& zeros, int64_t group_size,
                 double alpha, std::optional<Tensor> const& perm, std::optional<Tensor> const& c, std::optional<Tensor> const& bias,
-                std::string const& activation, std::string const& format, bool constant_weights, std::optional<std::string> const& quant,
-                std::optional<Tensor> const& scale, std::optional<std::string> const& kernel, Tensor const& out) {
+                std::string const& activation, std::string const& format, bool constant_weights, std::optional<ScalarType> out_dtype,
+                std::optional<std::string> const& quant, std::optional<Tensor> const& scale, std::optional<std::string> const& kernel,
+                Tensor const& out) {
   char const* op = kGemm<bits>;
   PackedWeight const weight{qweight, scales, zeros, parse_format(op, bits, format), group_size, alpha};
-  return run_out({op, a, weight, perm, c, bias, parse_activation(op, activation), false, constant_weights, kernel, {quant, scale}}, out);
+  Activation const of_sums = parse_activation(op, activation);
+  if (!out_dtype && !quant && out.scalar_type() == ScalarType::Float) out_dtype = ScalarType::Float;
+  return run_out({op, a, weight, perm, c, bias, of_sums, false, constant_weights, kernel, {quant, scale}, "a", nullptr, out_dtype}, out);
 }
 
 template <int bits>
@@ -179,7 +183,7 @@ constexpr Operator kOperators[] = {
     // D = activation(alpha * A.W^T + C + bias), where W [n, k] is (code - zero) * scale, or a code book's value * scale, of 4-bit codes
     {"w4a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, Tensor? perm=None, "
      "Tensor? c=None, Tensor? bias=None, str activation='none', str w4_format='int4', bool constant_weights=False, "
-     "str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
+     "ScalarType? out_dtype=None, str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
      boxed<&gemm<4>>, boxed<&gemm_out<4>>},
     {"w4a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=128, float alpha=1.0, "
      "Tensor? perm=None, Tensor? bias=None, str activation='silu', str w4_format='int4', bool constant_weights=False, "
@@ -192,7 +196,7 @@ constexpr Operator kOperators[] = {
     // The same of 8-bit codes
     {"w8a16_gemm(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, Tensor? perm=None, "
      "Tensor? c=None, Tensor? bias=None, str activation='none', str w8_format='int8', bool constant_weights=False, "
-     "str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
+     "ScalarType? out_dtype=None, str? quant=None, Tensor? scale=None, str? kernel=None) -> Tensor",
      boxed<&gemm<8>>, boxed<&gemm_out<8>>},
     {"w8a16_gemm_gated(Tensor a, Tensor qweight, Tensor scales, Tensor? zeros=None, *, int group_size=-1, float alpha=1.0, "
      "Tensor? perm=None, Tensor? bias=None, str activation='silu', str w8_format='int8', bool constant_weights=False, "

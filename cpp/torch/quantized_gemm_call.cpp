@@ -161,6 +161,12 @@ void check_call(QuantizedGemmCall const& call) {
   }
   if (call.c) check_addend(call);
   check_output_codes(op, call.codes, reference);
+  if (!call.out_dtype) return;
+  ScalarType const type = *call.out_dtype, codes = call.codes.type(type);
+  if (type != codes) fail(op, ": out_dtype must be ", codes, " for ", *call.codes.quant, ", got ", type);
+  if (!call.codes.given() && type != call.narrow() && type != ScalarType::Float) {
+    fail(op, ": out_dtype must be ", call.narrow(), " or Float, got ", type);
+  }
 }
 
 namespace {
@@ -230,7 +236,7 @@ void set_output(QuantizedGemmCall const& call, Tensor const& out, KernelCall* x)
   o.d = out.data_ptr();
   o.ldd = columns;
   o.d_batch_stride = unused_stride(x->a.m * columns, bytes);
-  x->problem.d_type = data_type(call.narrow());
+  x->problem.d_type = data_type(call.codes.given() ? call.narrow() : out.scalar_type());
   x->problem.d_alignment = common_alignment({address_of(o.d), uint64_t(columns * bytes)});
   x->problem.d_fp8 = call.codes.given();
   if (x->problem.d_fp8) {
@@ -257,7 +263,8 @@ void set_addend(QuantizedGemmCall const& call, Tensor const& out, KernelCall* x)
     o.c_stride_m = stride;
     o.c_stride_n = 1;
     o.c_batch_stride = unused_stride(m * stride, c.element_size());
-    bool const by_tma = c.scalar_type() == out.scalar_type() && is_aligned_stride(stride, c) && c.is_aligned(16);
+    bool const by_tma =
+        c.scalar_type() == out.scalar_type() && is_16bit_float(out.scalar_type()) && is_aligned_stride(stride, c) && c.is_aligned(16);
     x->problem.c_alignment = by_tma ? 16 : 0;
   }
   o.beta = 1.0f;

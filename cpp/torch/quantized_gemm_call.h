@@ -71,6 +71,7 @@ struct QuantizedGemmCall {
   OutputCodes codes;
   char const* a_name = "a";         // in messages
   Tensor const* a_scale = nullptr;  // of activations of 8 bits, e4m3 or int8
+  std::optional<ScalarType> out_dtype = std::nullopt;
 
   int64_t n() const { return weight.scales.size(1); }  // of a checked call
   int64_t k() const { return a.size(a.dim() - 1); }
@@ -82,7 +83,7 @@ struct QuantizedGemmCall {
     shape.back() = columns();
     return shape;
   }
-  ScalarType output_type() const { return codes.type(narrow()); }
+  ScalarType output_type() const { return codes.type(out_dtype.value_or(narrow())); }
 };
 
 /// All arguments but the output.

@@ -136,7 +136,14 @@ BAD_GEMM_ONLY = {
     "c shape": (lambda t: {"c": t(4, 16)}, r"c must broadcast to \[3, 16\], got c \[4, 16\]"),
     "c dtype": (lambda t: {"c": t(3, 16, dtype=torch.bfloat16)}, "c must be float16 or float32, got bfloat16"),
     "out shape": (lambda t: {"out": t(3, 8)}, r"out must be \[3, 16\], got \[3, 8\]"),
-    "out dtype": (lambda t: {"out": t(3, 16, dtype=torch.float32)}, "out must be float16, got float32"),
+    "out dtype": (lambda t: {"out": t(3, 16, dtype=torch.float64)}, "out must be float16, got float64"),
+    "out not out_dtype": (lambda t: {"out": t(3, 16), "out_dtype": torch.float32}, "out must be float32, got float16"),
+    "out_dtype": (lambda t: {"out_dtype": torch.float64}, "out_dtype must be float16 or float32, got float64"),
+    "out_dtype other": (lambda t: {"out_dtype": torch.bfloat16}, "out_dtype must be float16 or float32, got bfloat16"),
+    "out_dtype of codes": (
+        lambda t: {"out_dtype": torch.float32, "quant": "fp8_tensor", "scale": t(1, dtype=torch.float32)},
+        "out_dtype must be float8_e4m3fn for fp8_tensor, got float32",
+    ),
 }
 BAD_DEQUANTIZE = {
     "n": (lambda t: {"n": 12, "scales": t(2, 12)}, r"scales must have n = 12 columns, a multiple of 8, got \[2, 12\]"),

@@ -93,6 +93,9 @@ def test_gemm(dtype, zeros, group_size):
             "perm": torch.randperm(k).int(),
         }
         assert w4a16_mismatch(minfer.w4a16_gemm(a, *args, **kwargs, **epilogue), a, weight, **epilogue) is None
+        wide = minfer.w4a16_gemm(a, *args, **kwargs, **epilogue, out_dtype=torch.float32)
+        assert wide.dtype == torch.float32 and w4a16_mismatch(wide, a, weight, **epilogue) is None
+        assert torch.equal(minfer.w4a16_gemm(a, *args, **kwargs, **epilogue, out=torch.empty(m, n)), wide)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -304,7 +307,8 @@ def test_schemas():
     common = "*, int group_size=128, float alpha=1., Tensor? perm=None"
     ops = torch.ops.minfer
     last = 'str w4_format="int4", bool constant_weights=False, str? quant=None, Tensor? scale=None, str? kernel=None'
-    gemm = f'(Tensor a, {weight}, {common}, Tensor? c=None, Tensor? bias=None, str activation="none", {last}'
+    wide = last.replace("str? quant", "ScalarType? out_dtype=None, str? quant")
+    gemm = f'(Tensor a, {weight}, {common}, Tensor? c=None, Tensor? bias=None, str activation="none", {wide}'
     assert str(ops.w4a16_gemm.default._schema) == f"minfer::w4a16_gemm{gemm}) -> Tensor"
     assert str(ops.w4a16_gemm.out._schema) == f"minfer::w4a16_gemm.out{gemm}, Tensor(a!) out) -> Tensor(a!)"
     assert str(ops.w4a16_gemm_gated.default._schema) == (

@@ -260,7 +260,8 @@ def test_schemas():
     common = "*, int group_size=-1, float alpha=1., Tensor? perm=None"
     ops = torch.ops.minfer
     last = 'str w8_format="int8", bool constant_weights=False, str? quant=None, Tensor? scale=None, str? kernel=None'
-    gemm = f'(Tensor a, {weight}, {common}, Tensor? c=None, Tensor? bias=None, str activation="none", {last}'
+    wide = last.replace("str? quant", "ScalarType? out_dtype=None, str? quant")
+    gemm = f'(Tensor a, {weight}, {common}, Tensor? c=None, Tensor? bias=None, str activation="none", {wide}'
     assert str(ops.w8a16_gemm.default._schema) == f"minfer::w8a16_gemm{gemm}) -> Tensor"
     assert str(ops.w8a16_gemm.out._schema) == f"minfer::w8a16_gemm.out{gemm}, Tensor(a!) out) -> Tensor(a!)"
     assert str(ops.w8a16_gemm_gated.default._schema) == (

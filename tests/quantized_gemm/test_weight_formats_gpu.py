@@ -463,6 +463,8 @@ def test_kernel_epilogues(kernel_name):
             weight.gemm(a, **epilogue, kernel=override, out=out)
             assert mismatch(out, a, weight, **epilogue) is None, (override, list(epilogue))
             assert untouched_outside(out, whole), override
+            wide = weight.gemm(a, **epilogue, out_dtype=torch.float32, kernel=override)
+            assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), out), (override, list(epilogue))
         scaled = a * k**-0.25
         out = weight.gemm_gated(scaled, bias=bias, kernel=override)
         assert gated_mismatch(out, scaled, weight, bias=bias) is None, override

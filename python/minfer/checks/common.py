@@ -210,6 +210,17 @@ def output_dtype(quant: str | None, without: torch.dtype) -> torch.dtype:
     return without if quant is None else torch.float8_e4m3fn
 
 
+def check_out_dtype(check: Checker, out_dtype: torch.dtype | None, quant: str | None, a: torch.Tensor) -> None:
+    """``out_dtype`` of a GEMM, whose D has a's dtype, float32, or the codes' of ``quant``."""
+    if out_dtype is None:
+        return
+    if quant is not None:
+        codes = output_dtype(quant, a.dtype)
+        check(out_dtype == codes, "out_dtype must be {} for {}, got {}", codes, quant, out_dtype)
+    else:
+        check(out_dtype in (a.dtype, torch.float32), "out_dtype must be {} or float32, got {}", a.dtype, out_dtype)
+
+
 def check_out(
     check: Checker, out: torch.Tensor, a: torch.Tensor, shape: Sequence[int], out_dtype: torch.dtype | None, quant: str | None = None
 ) -> None:

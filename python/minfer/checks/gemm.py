@@ -16,6 +16,7 @@ from .common import (
     check_device,
     check_kernel,
     check_out,
+    check_out_dtype,
     check_output_codes,
     check_scalar,
     in_float32,
@@ -69,8 +70,6 @@ def check_gemm(
     """All arguments of minfer::gemm and minfer::gemm.out; raises RuntimeError."""
     check = Checker("gemm")
     batch, m, n, k = check_operands(check, a, b)
-    if out_dtype is not None and quant is None:
-        check(out_dtype in (a.dtype, torch.float32), "out_dtype must be {} or float32, got {}", a.dtype, out_dtype)
     check_scalar(check, "alpha", alpha)
     check_scalar(check, "beta", beta)
     check_activation(check, activation)
@@ -81,9 +80,7 @@ def check_gemm(
     else:
         check_c(check, c, a, (*batch, m, n))
     check_output_codes(check, quant, scale, a)
-    if quant is not None:
-        codes = output_dtype(quant, a.dtype)
-        check(out_dtype in (None, codes), "out_dtype must be {} for {}, got {}", codes, quant, out_dtype)
+    check_out_dtype(check, out_dtype, quant, a)
     check_kernel(check, kernel)
     if out is not None:
         check_out(check, out, a, (*batch, m, n), out_dtype, quant)

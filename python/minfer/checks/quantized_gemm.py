@@ -23,6 +23,7 @@ from .common import (
     check_kernel,
     check_named_shape,
     check_out,
+    check_out_dtype,
     check_output_codes,
     check_scalar,
     check_tensor,
@@ -120,6 +121,7 @@ def check_gemm(
     bias: torch.Tensor | None = None,
     activation: str = "none",
     constant_weights: bool = False,  # either is right
+    out_dtype: torch.dtype | None = None,
     quant: str | None = None,
     scale: torch.Tensor | None = None,
     kernel: str | None = None,
@@ -142,7 +144,10 @@ def check_gemm(
     if perm is not None:
         check_tensor(check, "perm", perm, torch.int32, a_name, a)
         check_named_shape(check, "perm", perm, "[k]", (k,))
-    shape = GemmShape(math.prod(a.shape[:-1]), n, k, (*a.shape[:-1], n), output_dtype(quant, a.dtype))
+    check_out_dtype(check, out_dtype, quant, a)
+    if out is not None and out_dtype is None and quant is None and out.dtype == torch.float32:
+        out_dtype = torch.float32
+    shape = GemmShape(math.prod(a.shape[:-1]), n, k, (*a.shape[:-1], n), output_dtype(quant, out_dtype or a.dtype))
     if c is not None:
         check_c(check, c, a, shape.out)
     if bias is not None:

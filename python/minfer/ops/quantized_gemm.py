@@ -78,6 +78,7 @@ def w4a16_gemm(
     activation: str = "none",
     w4_format: str = "int4",
     constant_weights: bool = False,
+    out_dtype: torch.dtype | None = None,
     quant: str | None = None,
     scale: Tensor | None = None,
     kernel: str | None = None,
@@ -110,15 +111,16 @@ def w4a16_gemm(
         and a synchronisation; while a CUDA graph is captured, that no kernel of the graph in front of this one writes them. On compute
         capability 9.0 the kernel then reads them while the work in front of it still runs. It changes no bit of the result; where the
         promise is broken, D is of old weights, new ones or a mixture. Copies that the operator makes of them itself are exempt.
+      out_dtype: a's dtype, float32 (as logits are wanted), with ``quant`` float8_e4m3fn; None: that of ``out``, a's dtype or the codes'.
       quant, scale: None, or "fp8_tensor" and its scale, float32 [1]: D in 8-bit codes, as in :func:`minfer.gemm`. ``scale`` is D's,
         ``scales`` are the weight's.
       kernel: for measurements, as in :func:`minfer.gemm`, with a name of ``minfer.kernels("w4a16")`` of the same format; or
         "dequantize", which writes the weight out in 16 bits and multiplies by that.
-      out: D itself, a's dtype, with ``quant`` float8_e4m3fn; as in :func:`minfer.gemm`. It may be ``c``, but must not overlap itself or
+      out: D itself, of ``out_dtype`` where that is given; as in :func:`minfer.gemm`. It may be ``c``, but must not overlap itself or
         another argument.
 
     Returns:
-      D, [..., n] of a's dtype, contiguous (or ``out``). Any m >= 0. With ``quant``: (q, scale), q of D's shape, float8_e4m3fn.
+      D, [..., n] of ``out_dtype``, contiguous (or ``out``). Any m >= 0. With ``quant``: (q, scale), q of D's shape, float8_e4m3fn.
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
@@ -229,6 +231,7 @@ def w8a16_gemm(
     activation: str = "none",
     w8_format: str = "int8",
     constant_weights: bool = False,
+    out_dtype: torch.dtype | None = None,
     quant: str | None = None,
     scale: Tensor | None = None,
     kernel: str | None = None,
@@ -243,10 +246,10 @@ def w8a16_gemm(
       group_size: columns of W that share a scale and a zero: -1 (all of them, G = 1) or a power of two >= 32.
       w8_format: what a code stands for. "int8": (code - zero) * scale, a signed q being code q + 128. "fp8_e4m3": the float8_e4m3fn
         of these bits, times scale.
-      a, alpha, perm, c, bias, activation, constant_weights, quant, scale, kernel, out: as in :func:`minfer.w4a16_gemm`.
+      a, alpha, perm, c, bias, activation, constant_weights, out_dtype, quant, scale, kernel, out: as in :func:`minfer.w4a16_gemm`.
 
     Returns:
-      D, [..., n] of a's dtype, contiguous (or ``out``). Any m >= 0. With ``quant``: (q, scale), q of D's shape, float8_e4m3fn.
+      D, [..., n] of ``out_dtype``, contiguous (or ``out``). Any m >= 0. With ``quant``: (q, scale), q of D's shape, float8_e4m3fn.
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
