@@ -129,6 +129,7 @@ def test_generate(checkpoint):
     for more in (
         ("--quantize", "w4a16", "--group-size", "32"),
         ("--quantize", "fp8", "--kv-cache", "int8"),
+        ("--quantize", "w4a16", "--group-size", "32", "--quantize-head", "w8a16"),
         ("--temperature", "1", "--seed", "3"),
     ):
         code, text = invoke(*common, "--prompt", "Hello", *more)
@@ -193,7 +194,7 @@ def test_bench_model(tmp_path):
         "--out",
         str(out),
     )
-    code, text = invoke("bench-model", "--random", "gpt2", *arguments, "--quantize", "int8")
+    code, text = invoke("bench-model", "--random", "gpt2", *arguments, "--quantize", "int8", "--quantize-head", "w4a16")
     assert code == 0 and "1 x GPT2Block" in text and "tokens/s" in text, text
     facts = json.loads(out.read_text())
     assert [row["batch"] for row in facts["decode"]] == [1, 2] and facts["prefill"][0]["length"] == 8 and facts["weights"] == "int8"

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from minfer.integrations.decoder import Dense  # noqa: E402
 from minfer.integrations.decoder.scheme import KINDS, WeightScheme  # noqa: E402
 from minfer.integrations.transformers import optimize  # noqa: E402
+from minfer.integrations.transformers.model import decoder_model  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache  # noqa: E402
 
 from .tiny_models import CONFIGS, DEVICES, MOE, assert_as_good, errors, exact_model, random_tokens, tiny_model  # noqa: E402
@@ -211,6 +212,36 @@ def test_weights_of_every_kind(name, weights, device):
         assert not handle.left, text
     kind = weights if isinstance(weights, str) else weights.kind
     assert errors(ours, truth).median() <= {"w8a16": 0.08, "int8": 0.15, "fp8": 0.35}.get(kind, 0.9)  # 1.4: unrelated logits
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("head", ["w4a16", "nf4", "w8a16", "fp8"])
+def test_head(name, head, device):
+    """A quantised head, also one whose weight is the embedding's; float32 logits in an engine."""
+    sizes = (
+        dict(n_embd=128, n_inner=192)
+        if name == "gpt2"
+        else dict(hidden_size=128, intermediate_size=192, tie_word_embeddings=name == "gemma2")
+    )
+    model, ids = tiny_model(name, device=device, **sizes), random_tokens(2, 24).to(device)
+    state, embedding = {key: x.clone() for key, x in model.state_dict().items()}, model.get_input_embeddings().weight
+    reference = copy.deepcopy(model)
+    linear = reference.get_output_embeddings()
+    linear.weight = torch.nn.Parameter(WeightScheme(head).quantize(Dense(linear.weight.detach())).dequantize().to(model.dtype))
+    assert reference.get_input_embeddings().weight is not linear.weight
+    truth, theirs = exact_model(reference)(ids.cpu()).logits, reference(ids).logits
+    with optimize(model, head=head) as handle:
+        ours, own = model(ids).logits, decoder_model(handle)
+        assert "the head: " + handle.head.weight_format in str(handle) and not handle.left, handle
+        assert model.get_input_embeddings().weight is embedding and embedding.numel()
+        wide = own.head(torch.ones(3, 128, device=device, dtype=model.dtype), out_dtype=torch.float32)
+        assert wide.dtype == torch.float32 and wide.shape == (3, own.vocabulary) == (3, 160)
+    if head == "fp8":  # quantised activations
+        assert errors(ours, truth).median() <= 0.1
+    else:
+        assert_as_good(ours, theirs, truth)
+    assert all(torch.equal(x, state[key]) for key, x in model.state_dict().items())
 
 
 @pytest.mark.parametrize("device", DEVICES)

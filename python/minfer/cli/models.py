@@ -49,6 +49,7 @@ PromptOption = Annotated[list[str] | None, typer.Option("--prompt", help="A prom
 ChatOption = Annotated[bool, typer.Option("--chat", help="Each prompt is a user's message, put into the tokenizer's chat template.")]
 SystemOption = Annotated[str | None, typer.Option("--system", help="With --chat: the system's message.")]
 QuantizeOption = Annotated[Quantize | None, typer.Option("--quantize", help="Quantise weights while they are loaded.")]
+HeadOption = Annotated[Quantize | None, typer.Option("--quantize-head", help="Quantise the head, which --quantize leaves in 16 bits.")]
 GroupOption = Annotated[int | None, typer.Option("--group-size", help="Columns of a scale. Default: the format's usual one.")]
 PartsOption = Annotated[Parts, typer.Option("--parts", help="What is quantised.")]
 KvOption = Annotated[KvFormat | None, typer.Option("--kv-cache", help="Format of the KV cache. Default: 16 bits.")]
@@ -91,6 +92,7 @@ def run_generate(
     chat: ChatOption = False,
     system: SystemOption = None,
     quantize: QuantizeOption = None,
+    quantize_head: HeadOption = None,
     group_size: GroupOption = None,
     parts: PartsOption = _ALL,
     kv_cache: KvOption = None,
@@ -110,10 +112,14 @@ def run_generate(
     _need_transformers()
     from transformers import AutoTokenizer
 
+    from ..integrations.transformers import optimize
+
     prompts = list(prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()])
     if not prompts:
         raise _stop("no prompt: pass --prompt, or lines on stdin")
     if tensor_parallel > 1:
+        if quantize_head is not None:
+            raise _stop("--quantize-head does not go with --tensor-parallel: ranks have parts of the head in 16 bits")
         if device not in (None, "cuda", "cpu"):
             raise _stop(f"--device must be cuda or cpu beside --tensor-parallel, which takes one of each rank's own, got {device}")
         if "WORLD_SIZE" not in os.environ:  # which torchrun sets
@@ -133,6 +139,8 @@ def run_generate(
             loaded, speaks = load_part(model, *scheme, dtype.torch, device)
         else:
             loaded, speaks = load(model, *scheme, dtype.torch, _device_of(device)), True
+        if quantize_head is not None:
+            loaded = optimize(loaded, head=quantize_head.value, restorable=False)
         loading = time.perf_counter() - start
         single = len(prompts) == 1 and not as_json
         completions = generate(
@@ -229,6 +237,7 @@ def load_part(path: str, kind: str | None, group_size: int | None, parts: str, d
 def run_bench_model(
     shape: ShapeOption,
     quantize: QuantizeOption = None,
+    quantize_head: HeadOption = None,
     group_size: GroupOption = None,
     parts: PartsOption = _ALL,
     kv_cache: KvOption = None,
@@ -251,7 +260,7 @@ def run_bench_model(
         changes = {} if layers is None else {"num_hidden_layers": layers}
         model = models.random_model(shape, device=_device_of(device), dtype=dtype.torch, **changes)
         scheme = WeightScheme(quantize.value, group_size, parts.value) if quantize else None
-        handle = optimize(model, weights=scheme, restorable=False)
+        handle = optimize(model, weights=scheme, head=quantize_head.value if quantize_head else None, restorable=False)
         longest = max([context + steps + 64, *lengths]) + 64
         options = dict(kv_cache=kv_cache.value if kv_cache else None, max_length=longest, share_prefixes=False)
         engine = engine_of(handle, max_rows=max([*batches, 1]), step_tokens=max(8192, *batches), **options)

@@ -170,8 +170,8 @@ def repeated(model: DecoderModel, layers: int) -> DecoderModel:
 def decode_bytes(model: DecoderModel, engine: Engine, batch: int, context: int) -> float:
     """Bytes that one step of ``batch`` sequences must read: weights without the embedding table, of experts those that as many tokens are
     expected to choose of all alike, and keys and values of ``context`` tokens each."""
-    total = float(model.head.numel() * model.head.element_size())
-    seen: set[int] = {model.head.untyped_storage().data_ptr()}
+    total = float(model.head.weight_bytes)
+    seen: set[int] = {x.untyped_storage().data_ptr() for x in model.head.buffers()}
     for layer, attend in zip(model.layers, engine.runner.attend, strict=True):
         share = 1.0
         router = getattr(layer.mlp, "router", None)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...distributed.tensor_parallel import TensorParallel, borders
 from ...ops.fused import embedding
-from ...ops.gemm import gemm
 from .layer import Attend, DecoderLayer
 from .norm import Norm
+from .projection import Projection
 
 
 class DecoderModel:
@@ -21,12 +21,12 @@ class DecoderModel:
       embedding: [vocabulary, hidden], and embedding_scale: what rows are multiplied with, or None.
       position_embedding: [positions, hidden], added to tokens', or None (GPT-2).
       layers, norm: in order.
-      head: [vocabulary, hidden]; head_bias: [vocabulary] or None; logit_softcap: logits become cap * tanh(logits / cap), 0 is none.
+      head: from hidden to the vocabulary; logit_softcap: logits become cap * tanh(logits / cap), 0 is none.
       rotations: for each name that ``Attention.rotary`` has float32 [length, rotary_dim], cosines and then sines, as
         :func:`minfer.rope_cache` lays them out.
       max_positions: tokens of the longest sequence that the model was made for.
-      vocabulary: rows of the whole head; None: of ``head``.
-      parallel: the ranks that have a part of the layers, and ``head``'s rows each, or None.
+      vocabulary: of the whole head; None: of ``head``.
+      parallel: the ranks that have a part of the layers, and of the vocabulary each, or None.
     """
 
     def __init__(
@@ -34,21 +34,20 @@ class DecoderModel:
         embedding: Tensor,
         layers: Sequence[DecoderLayer],
         norm: Norm,
-        head: Tensor,
+        head: Projection,
         rotations: Mapping[str, Tensor],
         max_positions: int,
         *,
         embedding_scale: float | None = None,
         position_embedding: Tensor | None = None,
-        head_bias: Tensor | None = None,
         logit_softcap: float = 0.0,
         vocabulary: int | None = None,
         parallel: TensorParallel | None = None,
     ):
         self.embedding, self.embedding_scale, self.position_embedding = embedding, embedding_scale, position_embedding
-        self.layers, self.norm, self.head, self.head_bias = list(layers), norm, head, head_bias
+        self.layers, self.norm, self.head = list(layers), norm, head
         self.rotations, self.max_positions, self.logit_softcap = dict(rotations), max_positions, logit_softcap
-        self.vocabulary, self.parallel = head.shape[0] if vocabulary is None else vocabulary, parallel
+        self.vocabulary, self.parallel = head.out_features if vocabulary is None else vocabulary, parallel
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,7 +71,7 @@ class DecoderModel:
     def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:
         """[rows, hidden] of :meth:`hidden`, which may be written -> float32 [rows, vocabulary]."""
         normed = self.norm(x) if pending is None else self.norm(pending, residual=x)
-        logits = gemm(normed, self.head.t(), bias=self.head_bias, out_dtype=torch.float32, constant_weights=True)
+        logits = self.head(normed, out_dtype=torch.float32)
         if self.parallel is not None:
             parts = borders(self.vocabulary, self.parallel.ranks)
             logits = self.parallel.gather_columns(logits, [end - begin for begin, end in zip(parts, parts[1:], strict=False)])

@@ -52,9 +52,9 @@ class Projection(torch.nn.Module, abc.ABC):
         self.in_features, self.out_features, self.gated, self.activation = in_features, out_features, gated, activation
 
     @abc.abstractmethod
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         """x: [tokens, in_features], float16 or bfloat16. residual: [tokens, out_features] of x's dtype, added unrounded, not of gated ones.
-        Returns [tokens, out_features] of x's dtype."""
+        out_dtype: x's, or float32 of one weight that is not gated. Returns [tokens, out_features] of it; None: of x's dtype."""
 
     def after_norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         """forward of norm(x); or of the norm of residual += x, which is written."""
@@ -89,10 +89,11 @@ class _DenseProjection(Projection):
     def weight_format(self) -> str:
         return str(self.weight.dtype).removeprefix("torch.")
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         options = {"bias": self.bias, "activation": self.activation, "constant_weights": True}
         if self.gated:
             return gemm_gated(x, self.weight.t(), **options)
+        options["out_dtype"] = out_dtype
         if residual is None:
             return gemm(x, self.weight.t(), **options)
         return gemm(x, self.weight.t(), c=residual, beta=1.0, **options)
@@ -136,13 +137,13 @@ class _PackedProjection(Projection):
         tensors = {"perm": self.perm, "bias": self.bias, "activation": self.activation, "constant_weights": True}
         return tensors | self._options
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         arguments = self._arguments()
         if self.gated:
             call = w4a16_gemm_gated if self._bits == 4 else w8a16_gemm_gated
         else:
             call = w4a16_gemm if self._bits == 4 else w8a16_gemm
-            arguments["c"] = residual
+            arguments |= {"c": residual, "out_dtype": out_dtype}
         return call(x, self.qweight, self.scales, self.zeros, **arguments)
 
     def after_norm(self, x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
@@ -200,7 +201,9 @@ class _SeparateProjections(Projection):
     def weight_format(self) -> str:
         return ", ".join(dict.fromkeys(part.weight_format for part in self.parts)) + f", {len(self.parts)} products"
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        if out_dtype not in (None, x.dtype):
+            raise ValueError(f"Projection: the output of several weights has x's dtype {x.dtype}, got out_dtype {out_dtype}")
         y = torch.cat([part(x) for part in self.parts], -1)
         if self.gated:
             return gated_activation(y, self.activation)

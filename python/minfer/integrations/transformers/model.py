@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from ..decoder.model import DecoderModel
+from ..decoder.projection import projection_of
+from ..decoder.weights import Dense
 from .modules import norm_weight
 from .optimize import OptimizedModel
 
@@ -33,22 +35,24 @@ def decoder_model(handle: OptimizedModel, max_length: int | None = None) -> Deco
     if head is None:
         raise ValueError(f"generate: {type(model).__name__} has no head")
     length, parallel = max_length or config.max_position_embeddings, handle.parallel
-    rows = slice(None) if parallel is None else slice(*parallel.part(head.weight.shape[0]))
-    head_bias = None if head.bias is None else norm_weight(head.bias, model.dtype)[rows]
+    projection, vocabulary = handle.head, head.out_features
+    if projection is None:
+        rows = slice(None) if parallel is None else slice(*parallel.part(vocabulary))
+        bias = None if head.bias is None else norm_weight(head.bias, model.dtype)[rows]
+        projection = projection_of(Dense(head.weight.detach()[rows], bias))
     scale = getattr(tokens, "embed_scale", None)
     positions = getattr(handle.base, "wpe", None)
     return DecoderModel(
         tokens.weight.detach(),
         handle.layers,
         handle.norm,
-        head.weight.detach()[rows],
+        projection,
         _rotations(handle.base, length),
         config.max_position_embeddings,
         embedding_scale=None if scale is None else float(scale.to(tokens.weight.dtype)),
         position_embedding=None if positions is None else positions.weight.detach(),
-        head_bias=head_bias,
         logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
-        vocabulary=head.weight.shape[0],
+        vocabulary=vocabulary,
         parallel=parallel,
     )
 

@@ -26,7 +26,9 @@ from ...distributed.tensor_parallel import TensorParallel
 from ...formats.kv_cache import KV_FORMATS
 from ...ops.gemm import gemm
 from ..decoder import DecoderLayer, Norm
+from ..decoder.projection import Projection, projection_of
 from ..decoder.scheme import WeightScheme
+from ..decoder.weights import Dense
 from . import attention
 from .architectures import DECODER_LAYERS, Architecture, Facts
 from .layers import decoder_forward, gpt2_forward
@@ -46,6 +48,7 @@ class OptimizedModel:
       model: the model.
       layers: its decoder layers as :class:`minfer.integrations.decoder.DecoderLayer`, in order; None where one was not taken over.
       norm: that behind them, or None; base: the module that has them, or None where no layer was found.
+      head: from hidden states to the vocabulary where it was quantised, or None.
       kv_format: of the caches that it makes.
       parallel: the ranks that the layers are divided among, or None.
     """
@@ -54,6 +57,7 @@ class OptimizedModel:
         self.model, self.scheme, self.kv_format, self.parallel = model, scheme, kv_format, parallel
         self.layers: list[DecoderLayer | None] = []
         self.norm: Norm | None = None
+        self.head: Projection | None = None
         self.base: torch.nn.Module | None = None
         self.replacements = Replacements()
         self.done: Counter[str] = Counter()
@@ -94,6 +98,7 @@ def optimize(
     model: PreTrainedModel,
     *,
     weights: str | WeightScheme | None = None,
+    head: str | WeightScheme | None = None,
     kv_cache: str | None = None,
     fuse: bool = True,
     restorable: bool = True,
@@ -108,7 +113,9 @@ def optimize(
     Args:
       model: in eval mode, its weights float16 or bfloat16, or quantised modules of :mod:`minfer.nn`; on any device.
       weights: None, or how linear layers and experts of decoder layers are quantised: "w4a16", "nf4", "mxfp4", "w8a16", "fp8", "int8", or a
-        :class:`minfer.integrations.decoder.scheme.WeightScheme` with a group size. Embeddings, routers and the head keep their 16 bits.
+        :class:`minfer.integrations.decoder.scheme.WeightScheme` with a group size. Embeddings and routers keep their 16 bits.
+      head: None: the head keeps its 16 bits; or how it is quantised, as ``weights``. Logits stay float32 in ``generate`` and are of the
+        model's type in its forward. A head whose weight is the embedding's, too, gets one of its own. Not with ``parallel``.
       kv_cache: None: 16 bits; or "fp8", "int8", "int4": of the caches that the model makes for itself. "fp8" has a scale of 1.
       fuse: False: weights are not fused: q, k and v, and gate and up, stay products of their own, no parameter is moved, and layers are
         replaced part by part, as those of an unknown architecture are.
@@ -129,6 +136,7 @@ def optimize(
     step to 16 bits. So results differ by roundings, with smaller errors against float64. Routers choose experts by float32 logits.
     """
     scheme = WeightScheme(weights) if isinstance(weights, str) else weights
+    of_head = WeightScheme(head) if isinstance(head, str) else head
     if kv_cache not in KV_CACHES:
         raise ValueError(f"optimize: kv_cache must be None, fp8, int8 or int4, got {kv_cache!r}")
     if not isinstance(model, PreTrainedModel):
@@ -141,11 +149,13 @@ def optimize(
         raise ValueError("optimize: model is optimised already: restore it first")
     if parallel is not None and not fuse:
         raise ValueError("optimize: parallel needs fuse: parts of layers are those of whole layers")
+    if parallel is not None and of_head is not None:
+        raise ValueError("optimize: head must be None with parallel: a rank's part of the head keeps its 16 bits")
     handle = OptimizedModel(model, scheme, KV_CACHES[kv_cache], parallel)
-    handle.replacements.restorable = restorable or scheme is None
+    handle.replacements.restorable = restorable or (scheme is None and of_head is None)
     try:
         with torch.no_grad():
-            _optimize(handle, fuse)
+            _optimize(handle, of_head, fuse)
     except BaseException:
         handle._active = False
         handle.replacements.undo(as_far_as_possible=True)
@@ -154,7 +164,7 @@ def optimize(
     return handle
 
 
-def _optimize(handle: OptimizedModel, fuse: bool) -> None:
+def _optimize(handle: OptimizedModel, of_head: WeightScheme | None, fuse: bool) -> None:
     model, replacements = handle.model, handle.replacements
     attention.register()
     taken: set[torch.nn.Module] = set()
@@ -167,7 +177,7 @@ def _optimize(handle: OptimizedModel, fuse: bool) -> None:
                 taken.add(layer)
         if layers and all(layer in taken for layer in layers):
             _around_layers(handle, base, DECODER_LAYERS[type(layers[0]).__name__])
-    _head(handle, taken)
+    _head(handle, of_head, taken)
     replace_parts(model, handle.scheme, replacements, taken, handle.done, handle.left)
     if handle.parallel is not None:
         model.to(handle.parallel.device)
@@ -243,15 +253,31 @@ def _around_layers(handle: OptimizedModel, base: torch.nn.Module, architecture: 
             handle.done[f"{type(norm).__name__}: one launch"] += 1
 
 
-def _head(handle: OptimizedModel, taken: set[torch.nn.Module]) -> None:
+def _head(handle: OptimizedModel, scheme: WeightScheme | None, taken: set[torch.nn.Module]) -> None:
     head = handle.model.get_output_embeddings()
-    if not taken or head is None:
+    if head is None or (not taken and scheme is None):
         return
     if type(head) is not torch.nn.Linear or head.weight.dtype not in DTYPES:
         handle.left[f"the head: {type(head).__name__} of {head.weight.dtype}"] += 1
         return
-    handle.replacements.set_forward(head, _head_forward(head))
-    handle.done["the head: minfer.gemm"] += 1
+    refused = None if scheme is None else scheme.refuses(*head.weight.shape)
+    if refused is not None:
+        handle.left[f"the head in {scheme.kind}: {refused}"] += 1
+    if scheme is None or refused is not None:
+        handle.replacements.set_forward(head, _head_forward(head))
+        handle.done["the head: minfer.gemm"] += 1
+        return
+    handle.head = projection_of(scheme.quantize(Dense(head.weight.detach(), None if head.bias is None else head.bias.detach())))
+    handle.replacements.set_forward(head, _rows_through(handle.head))
+    if head.weight is handle.model.get_input_embeddings().weight:
+        handle.replacements.add_child(head, handle.head)
+    else:
+        attach(handle.replacements, head, handle.head)
+    handle.done[f"the head: {handle.head.weight_format}"] += 1
+
+
+def _rows_through(projection: Projection) -> Callable[[Tensor], Tensor]:
+    return lambda x: projection(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 def _head_forward(head: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
