@@ -198,6 +198,7 @@ def test_bench_model(tmp_path):
     assert code == 0 and "1 x GPT2Block" in text and "tokens/s" in text, text
     facts = json.loads(out.read_text())
     assert [row["batch"] for row in facts["decode"]] == [1, 2] and facts["prefill"][0]["length"] == 8 and facts["weights"] == "int8"
+    assert facts["head"] == "w4a16"
 
 
 @pytest.mark.parametrize("arguments, message", [

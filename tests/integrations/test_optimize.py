@@ -348,6 +348,8 @@ def test_errors():
     with pytest.raises(ValueError, match="must be float16 or bfloat16, got torch.float32"):
         optimize(model.float())
     model.bfloat16()
+    with pytest.raises(ValueError, match="head must be a scheme of all parts, got parts 'experts'"):
+        optimize(model, head=WeightScheme("w4a16", parts="experts"))
     with optimize(model), pytest.raises(ValueError, match="optimised already"):
         optimize(model)
     optimize(model).restore()

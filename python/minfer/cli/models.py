@@ -260,7 +260,8 @@ def run_bench_model(
         changes = {} if layers is None else {"num_hidden_layers": layers}
         model = models.random_model(shape, device=_device_of(device), dtype=dtype.torch, **changes)
         scheme = WeightScheme(quantize.value, group_size, parts.value) if quantize else None
-        handle = optimize(model, weights=scheme, head=quantize_head.value if quantize_head else None, restorable=False)
+        head = quantize_head.value if quantize_head else None
+        handle = optimize(model, weights=scheme, head=head, restorable=False)
         longest = max([context + steps + 64, *lengths]) + 64
         options = dict(kv_cache=kv_cache.value if kv_cache else None, max_length=longest, share_prefixes=False)
         engine = engine_of(handle, max_rows=max([*batches, 1]), step_tokens=max(8192, *batches), **options)
@@ -292,7 +293,12 @@ def run_bench_model(
             table.add_row(str(length), f"{ms:.2f}", f"{length / ms * 1e3:.0f}")
         console.print(table)
     if out is not None:
-        facts = {"model": shape, "weights": quantize.value if quantize else None, "kv_cache": kv_cache.value if kv_cache else None}
+        facts = {
+            "model": shape,
+            "weights": quantize.value if quantize else None,
+            "head": head,
+            "kv_cache": kv_cache.value if kv_cache else None,
+        }
         rows = {"decode": [own.as_dict() for own in decode], "prefill": [{"length": n, "ms": ms} for n, ms in prompts]}
         out.write_text(json.dumps(facts | rows, indent=1) + "\n")
 

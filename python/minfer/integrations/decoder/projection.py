@@ -92,6 +92,7 @@ class _DenseProjection(Projection):
     def forward(self, x: Tensor, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         options = {"bias": self.bias, "activation": self.activation, "constant_weights": True}
         if self.gated:
+            _must_be_own(out_dtype, x)
             return gemm_gated(x, self.weight.t(), **options)
         options["out_dtype"] = out_dtype
         if residual is None:
@@ -140,6 +141,7 @@ class _PackedProjection(Projection):
     def forward(self, x: Tensor, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
         arguments = self._arguments()
         if self.gated:
+            _must_be_own(out_dtype, x)
             call = w4a16_gemm_gated if self._bits == 4 else w8a16_gemm_gated
         else:
             call = w4a16_gemm if self._bits == 4 else w8a16_gemm
@@ -202,13 +204,17 @@ class _SeparateProjections(Projection):
         return ", ".join(dict.fromkeys(part.weight_format for part in self.parts)) + f", {len(self.parts)} products"
 
     def forward(self, x: Tensor, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-        if out_dtype not in (None, x.dtype):
-            raise ValueError(f"Projection: the output of several weights has x's dtype {x.dtype}, got out_dtype {out_dtype}")
+        _must_be_own(out_dtype, x)
         y = torch.cat([part(x) for part in self.parts], -1)
         if self.gated:
             return gated_activation(y, self.activation)
         y = y if self.activation == "none" else activate(y, self.activation)
         return y if residual is None else residual + y
+
+
+def _must_be_own(out_dtype: torch.dtype | None, x: Tensor) -> None:
+    if out_dtype not in (None, x.dtype):
+        raise ValueError(f"Projection: out_dtype of gated or several weights must be x's dtype {x.dtype}, got {out_dtype}")
 
 
 def _single(weight: Weight, gated: bool, activation: str) -> Projection:

@@ -75,7 +75,7 @@ class OptimizedModel:
                 gone()
             self._active = False
             self.replacements.undo()
-            self.layers = []
+            self.layers, self.head = [], None
 
     def __enter__(self) -> OptimizedModel:
         return self
@@ -151,6 +151,8 @@ def optimize(
         raise ValueError("optimize: parallel needs fuse: parts of layers are those of whole layers")
     if parallel is not None and of_head is not None:
         raise ValueError("optimize: head must be None with parallel: a rank's part of the head keeps its 16 bits")
+    if of_head is not None and of_head.parts != "all":
+        raise ValueError(f"optimize: head must be a scheme of all parts, got parts {of_head.parts!r}: a head has no experts")
     handle = OptimizedModel(model, scheme, KV_CACHES[kv_cache], parallel)
     handle.replacements.restorable = restorable or (scheme is None and of_head is None)
     try:
