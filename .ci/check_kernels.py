@@ -4,9 +4,9 @@ LIBRARY is _C.so or libminfer_kernels.a, KERNELS.JSON the registry of the same b
 Fails unless
 * every kernel that the registry calls compiled has code for each architecture it should have,
 * every sm90 kernel computes with WGMMA of its operands' type: HGMMA for 16-bit floats, QGMMA for e4m3, IGMMA for s8; some with
-  quantised weights and at most 16 tokens use HMMA instead, and so does attention that splits the keys; the others compute with HMMA,
-  those of s8 with IMMA, those of e4m3 on 8.9 and from 10.0 on with QMMA; products of a vector and a matrix, and operators on rows, use
-  none,
+  quantised weights and at most 16 tokens use HMMA instead, and so does attention that splits the keys or has tiles of 8 rows; the others
+  compute with HMMA, those of s8 with IMMA, those of e4m3 on 8.9 and from 10.0 on with QMMA; products of a vector and a matrix, and
+  operators on rows, use none,
 * no function of the library uses local memory: no stack frame (spilled registers live there too), no LDL or STL instruction.
 Prints registers and shared memory per kernel.
 """
@@ -111,7 +111,8 @@ def main(library: str, registry: str, archs: list[str]) -> int:
             print(f"{name:<72} {arch:>5} {registers:>5} {shared:>7} {row['smem_bytes']:>8} {wgmmas:>6} {total[mma_name]:>5}")
             few_tokens = row["b_format"] != "dense" and row["tile_n"] <= 16 and total["HMMA"]
             vector = row["name"].endswith("_vector") or row["family"] == "fused"  # a vector and a matrix, rows: without MMAs
-            wgmma = row["arch"] == 90 and not few_tokens and row["schedule"] != "split_kv"
+            few_rows = row["family"] == "attention" and (row["schedule"] == "split_kv" or row["tile_m"] == 8)
+            wgmma = row["arch"] == 90 and not few_tokens and not few_rows
             mmas = {key: total[key] for key in MMAS if total[key]}
             if (not vector and not (wgmmas if wgmma else total[mma_name])) or len(mmas) > 1:
                 errors.append(f"sm_{arch} {name}: computes with {mmas}, expected {wgmma_name if wgmma else mma_name}")

@@ -51,7 +51,8 @@ class AttentionKernel(Kernel):
     @property
     def template(self) -> tuple[str, str]:
         kind = "few_rows" if self.few_rows else self.variant
-        return f"attention/{self.variant}/{kind}_sm{self.arch}.cuh", f"launch_{kind}_sm{self.arch}"
+        header = "few_rows_launch" if self.few_rows else f"{kind}_sm{self.arch}"
+        return f"attention/{self.variant}/{header}.cuh", f"launch_{kind}_sm{self.arch}"
 
     @property
     def few_rows(self) -> bool:

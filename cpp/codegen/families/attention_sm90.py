@@ -33,10 +33,10 @@ SPARE_REGISTERS = 24  # beside scores, probabilities and output
 DECODE_WARPS, DECODE_THREADS, DECODE_MAX_STAGES = 8, 384, 32
 
 
-def cache_of(row: Row) -> str:
+def cache_of(row: Row, *more: str) -> str:
     """What a prefill kernel has of keys and values."""
-    cache = row.get("cache", "dense")
-    row.require(cache in ("dense", "codes", "int8"), "cache", "must be codes or int8, or not there: numbers of 16 bits")
+    cache, known = row.get("cache", "dense"), ("codes", "int8", *more)
+    row.require(cache in ("dense", *known), "cache", f"must be {' or '.join(known)}, or not there: numbers of 16 bits")
     return cache
 
 
@@ -58,26 +58,26 @@ def decode(row: Row) -> list[dict]:
 
 def few_rows(row: Row) -> list[dict]:
     """The fields of a kernel whose rows are the MMA's n (few_rows_sm90.cuh)."""
-    head_dim, cache, stages = row.get("head_dim"), cache_of(row), row.get("stages")
+    head_dim, cache, stages = row.get("head_dim"), cache_of(row, "fp8_e4m3"), row.get("stages")
     codes = cache != "dense"
+    converted = cache == "codes"  # to 16 bits in shared memory
     _, tile_n = row.integers("tile", 2)
     blocks = (SPLIT_KEYS + tile_n // 2) // tile_n
     row.require(row.flag("invariant") and row.get("schedule") == "cooperative", "tile", "of 8 queries is batch-invariant and cooperative")
     row.require(head_dim <= 128 and row.get("head_dim_v", head_dim) == head_dim, "head_dim", "must be that of the values, up to 128")
-    row.require(
-        tile_n % 16 == 0 and tile_n >= 64 and blocks % 2 == 0, "tile", "keys: a multiple of 16 from 64 on; a split has an even number"
-    )
+    row.require(tile_n % 16 == 0 and blocks <= 8, "tile", "keys: a multiple of 16; a split has 8 blocks at most, one for each warp")
     row.require(not codes or (head_dim == 128 and tile_n == 128), "cache", "of codes is for 128 keys of 128 columns here")
     row.require(type(stages) is int and stages >= 2, "stages", "must be 2 or more")
     row.require(not row.flag("own_output"), "own_output", "is for tiles of 64 queries and more")
-    keys = blocks * tile_n
-    # Queries of two stages, the ring, probabilities in panels of 64 keys, scores, what the softmax of a row leaves.
-    smem = 2 * (2 * FEW_ROWS * head_dim + stages * tile_n * head_dim + FEW_ROWS * round_up(keys, 64))
-    smem += 4 * (FEW_ROWS * (keys + 8) + FEW_ROWS * (6 * blocks + 2)) + TABLE_BYTES
+    warps = 4 if blocks * (2 if codes and not converted else 1) <= 4 else 8
+    # Queries of two stages, the ring, probabilities, what the softmax of a row leaves.
+    smem = 2 * (2 * FEW_ROWS * head_dim + FEW_ROWS * blocks * tile_n) + stages * tile_n * head_dim * (1 if codes and not converted else 2)
+    smem += stages * tile_n * 4 if cache == "int8" else 0
+    smem += 4 * FEW_ROWS * (15 * blocks + 1) + TABLE_BYTES
     ctas = row.get("ctas_per_sm", 2)
     row.require(ctas * (round_up(smem, SM90_SMEM_ALIGNMENT) + 1024) <= SM90_SMEM_LIMIT + 1024, "stages", f"{ctas} CTAs do not fit an SM")
     fields = dict(tile=(FEW_ROWS, tile_n, head_dim), b_format=cache, schedule="cooperative", stages=stages)
-    fields |= dict(threads=256 if codes else 160, ctas_per_sm=ctas, invariant=True)
+    fields |= dict(threads=32 * (warps + (4 if converted else 1)), ctas_per_sm=ctas, invariant=True)
     return [fields | dict(smem_bytes=round_up(smem, SM90_SMEM_ALIGNMENT))]
 
 

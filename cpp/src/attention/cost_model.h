@@ -118,9 +118,7 @@ constexpr int64_t kMinSplitKeys = 128;  // of a split-KV CTA
 inline bool splits_keys(KernelInfo const& kernel) { return kernel.schedule == Schedule::kSplitKv; }
 
 /// Whether the kernel is prefill over a cache of codes.
-inline bool converts(KernelInfo const& kernel) {
-  return kernel.b_format == WeightFormat::kCodes || (kernel.b_format == WeightFormat::kInt8 && !splits_keys(kernel));
-}
+inline bool converts(KernelInfo const& kernel) { return kernel.b_format != WeightFormat::kDense && !splits_keys(kernel); }
 
 /// Whether the kernel reads keys and values of that format.
 inline bool reads(KernelInfo const& kernel, WeightFormat format) {

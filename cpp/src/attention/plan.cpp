@@ -311,7 +311,9 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     for (KernelInfo const* at : few) {
       KernelInfo const& kernel = *at;
       if (kernel.tile_k != whole.tile_k || kernel.tile_n != whole.tile_n || kernel.head_dim_v != whole.head_dim_v) continue;
-      if (kernel.b_format != whole.b_format || problem.seqlen_q * packed > kFewRows) continue;
+      if (problem.seqlen_q * packed > kFewRows) continue;
+      // One of a single format before one of several.
+      if (is_for_few_rows(*plan->kernel) && kernel.b_format == WeightFormat::kCodes) continue;
       *plan = describe(kernel, problem, device);
     }
     char divided[128] = "; all keys are one split";

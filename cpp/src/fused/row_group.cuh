@@ -1,7 +1,8 @@
 // The threads that share a row: which row it is, which vectors of a row a thread has, reductions over the row.
 //
 //   up to 32 threads     a part of a warp; a CTA has several rows. Reductions are exchanges in the warp
-//   more                 a CTA, or the CTAs of a cluster. Warps exchange their partials in shared memory, CTAs in each other's
+//   more                 a CTA, or the CTAs of a cluster. Warps exchange their partials in shared memory, CTAs in each other's, where an
+//                        mbarrier counts what has come
 //
 // Vector j (8 elements) of a thread is the row's number (j * cluster + rank) * threads + thread. Partials are
 // combined in the same order in every thread, so all get the same bits, and the order depends on nothing but the launch.
@@ -10,6 +11,7 @@
 #pragma once
 
 #include "common/cluster.cuh"
+#include "cutlass/arch/barrier.h"
 #include "fused/row_params.h"
 
 namespace minfer::fused {
@@ -17,9 +19,10 @@ namespace minfer::fused {
 constexpr int kMostFloats = 2;  // of what is reduced
 
 struct RowStorage {
-  // Two sets, used by turns: a set is written again only after a barrier that all threads reach after they have read it.
+  // Two sets, used by turns: a set is written again only after an exchange that all threads take part in after they have read it.
   alignas(16) float of_warp[2][kMostFloats][kMaxRowThreads / 32];
   float of_cta[2][kMostFloats][8];
+  uint64_t arrived[2];  // mbarriers of what CTAs send
 };
 
 class RowGroup {
@@ -33,7 +36,16 @@ class RowGroup {
       row_ = params.cluster > 1 ? blockIdx.x / params.cluster : blockIdx.x;
       rank_ = params.cluster > 1 ? uint32_t(cluster_rank()) : 0;
     }
-    if (params.cluster > 1) cluster_arrive();
+#if __CUDA_ARCH__ >= 900
+    if (params.cluster > 1) {
+      if (threadIdx.x == 0) {
+        for (uint64_t& barrier : storage.arrived) cutlass::arch::ClusterTransactionBarrier::init(&barrier, 1);
+        cutlass::arch::fence_barrier_init();
+      }
+      __syncwarp();
+      cluster_arrive_relaxed();
+    }
+#endif
   }
 
   /// There may be none.
@@ -97,12 +109,15 @@ class RowGroup {
       auto& of_cta = storage_.of_cta[set_];
       if (!all_started_) cluster_wait();
       all_started_ = true;
+      using Barrier = cutlass::arch::ClusterTransactionBarrier;
+      uint64_t* const arrived = &storage_.arrived[set_];
+      if (threadIdx.x == 0) Barrier::arrive_and_expect_tx(arrived, params_.cluster * Partial::kFloats * uint32_t(sizeof(float)));
       if (threadIdx.x < params_.cluster) {
 #pragma unroll
-        for (int i = 0; i < Partial::kFloats; ++i) store_to_cta(&of_cta[i][rank_], x->v[i], int(threadIdx.x));
+        for (int i = 0; i < Partial::kFloats; ++i) send_to_cta(&of_cta[i][rank_], x->v[i], arrived, int(threadIdx.x));
       }
-      cluster_arrive();
-      cluster_wait();
+      Barrier::wait(arrived, phase_);
+      phase_ ^= uint32_t(set_);
 #pragma unroll
       for (int i = 0; i < Partial::kFloats; ++i) x->v[i] = of_cta[i][0];
       for (uint32_t rank = 1; rank < params_.cluster; ++rank) {
@@ -126,6 +141,7 @@ class RowGroup {
   RowStorage& storage_;
   uint32_t row_, lane_, rank_ = 0;
   int set_ = 0;
+  uint32_t phase_ = 0;  // of the barrier of the set
   bool all_started_ = false;
 };
 

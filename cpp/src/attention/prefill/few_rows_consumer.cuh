@@ -1,6 +1,8 @@
-// The consumer warpgroup of a batch-invariant kernel for few rows (few_rows_sm90.cuh): it computes all scores of an item, the softmax of
-// all its blocks at once, and then the output. Numbers are those of PrefillConsumer with OnlineSoftmax, in the same order; a comment says
-// where that order is kept.
+// The consumer warps of a batch-invariant kernel for few rows (few_rows_sm90.cuh). A warp computes the scores of one of a split's blocks,
+// then the probabilities of all blocks are exchanged, and each warp computes the output's channels of its own. Numbers are those of
+// PrefillConsumer with OnlineSoftmax, in the same order; a comment says where that order is kept.
+//
+// Of a score tile of 16 keys, lane 4 g + c has keys g and g + 8 of rows 2 c and 2 c + 1; of an output tile of 16 channels likewise.
 #pragma once
 
 #include "attention/prefill/convert.cuh"
@@ -10,33 +12,40 @@
 #include "attention/shared/clear_rows.cuh"
 #include "attention/shared/softmax.cuh"
 #include "common/float16.cuh"
+#include "common/mma_sm80.cuh"
 #include "common/named_barrier.cuh"
-#include "cute/tensor.hpp"
+#include "common/opaque.cuh"
 
 namespace minfer::attention {
 
 template <class Traits>
 struct FewRowsConsumer : Traits {
-  using Traits::blocks_of, Traits::for_splits, Traits::kConverts, Traits::kHeadDim, Traits::kScorePitch, Traits::kScoreTiles;
-  using Traits::kMmaType, Traits::kScalesQueries;
-  using Traits::kSplitBlocks, Traits::kTileM, Traits::kTileN, Traits::kType, Traits::kv_head_of, Traits::mask_of;
-  using Traits::over_packed_heads, Traits::queries_of, Traits::query_phase, Traits::query_stage, Traits::read_tile, Traits::release;
-  using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::MmaElement,
-      typename Traits::Params, typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile, typename Traits::TileScheduler;
+  using Traits::blocks_of, Traits::for_splits, Traits::kChannelTiles, Traits::kCodes, Traits::kFormat, Traits::kInt8,
+      Traits::kConsumerThreads, Traits::kConsumerWarps, Traits::kConverts;
+  using Traits::kHeadDim, Traits::kMmaType, Traits::kRowBytes, Traits::kScalesQueries, Traits::kSplitBlocks, Traits::kTileM, Traits::kTileN,
+      Traits::kTokenTiles;
+  using Traits::kType, Traits::kv_head_of, Traits::mask_of, Traits::over_packed_heads, Traits::queries_of, Traits::query_phase;
+  using Traits::kWarpsOfBlock, Traits::kWarpTiles;
+  using Traits::query_stage, Traits::read_tile, Traits::release;
+  using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params,
+      typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile, typename Traits::TileScheduler;
   using Items = typename TileScheduler::Items;
-  static constexpr int kGroups = kTileN / 8;  // of 8 keys of a block
+  using Codes = KvCodes<kCodes ? kFormat : WeightFormat::kDense>;
+  using Converter = BlockConverter<kType, kMmaType, kCodes ? kFormat : WeightFormat::kInt8, 128, 128>;
 
-  static CUTLASS_DEVICE void synchronize() { NamedBarrier<128>{1}.sync(); }
+  static CUTLASS_DEVICE void synchronize() { NamedBarrier<kConsumerThreads>{1}.sync(); }
 
   // ---- queries of bf16 beside keys of f16 -----------------------------------------------------------------------------------------
 
   static CUTLASS_DEVICE void scale_queries(Params const& params, SharedStorage& storage, Tile const& tile, int stage, int thread) {
     if constexpr (kScalesQueries) {
       static_assert(kTileM == 8 && kHeadDim == 128);
-      int const row = thread / 16, vector = thread % 16;
-      uint32_t const at = cute::cast_smem_ptr_to_uint(&storage.q[stage][(vector / 8 * kTileM + row) * 64]) + vector % 8 * 16;
-      float const scale = scale_query<1, 16>(at, 0, sign_of_keys(params, kv_head_of(params, tile)));
-      if (vector == 0) storage.query_scale[row] = scale;
+      int const row = thread / 16 % 8, vector = thread % 16;
+      uint32_t const at = shared_address(&storage.q[stage][(vector / 8 * kTileM + row) * 64]) + vector % 8 * 16;
+      if (thread < 128) {
+        float const scale = scale_query<1, 16>(at, 0, sign_of_keys(params, kv_head_of(params, tile)));
+        if (vector == 0) storage.query_scale[row] = scale;
+      }
       cutlass::arch::fence_view_async_shared();
       synchronize();
     }
@@ -44,190 +53,354 @@ struct FewRowsConsumer : Traits {
 
   // ---- scores ---------------------------------------------------------------------------------------------------------------------
 
-  /// Computes the scores of the blocks from the last one to the first and leaves them in shared memory, as [row][key of the split].
-  static CUTLASS_DEVICE void compute_scores(SharedStorage& storage, KeyBlocks<kTileN> const& blocks, int first_block, int stage, Ring& ring,
-                                            int thread) {
-    using namespace cute;
-    typename Traits::MmaScores mma;
-    auto const slice = mma.get_slice(thread);
-    Tensor tSrQ = slice.partition_fragment_B(make_tensor(make_smem_ptr(storage.q[0]), typename Traits::QueriesLayout{}));
-    using Scores = decltype(partition_fragment_C(mma, Shape<_64, Int<kTileM>>{}));  // (MMA,1,1)
-    int const warp = thread / 32, lane = thread % 32;
-    for (int block = blocks.end - 1; block >= blocks.begin; --block) {
-      Scores scores[kScoreTiles];
-      FullBarrier::wait(&storage.full[ring.index], ring.phase);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kScoreTiles; ++i) warpgroup_fence_operand(scores[i]);
-      warpgroup_arrive();
-      mma.accumulate_ = GMMA::ScaleOut::Zero;
-      CUTLASS_PRAGMA_UNROLL
-      for (int k_block = 0; k_block < kHeadDim / 16; ++k_block) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < kScoreTiles; ++i) {
-          Tensor keys = make_tensor(make_smem_ptr(&storage.ring[0][first_of(i) * 64]), typename Traits::KeysLayout{});
-          Tensor tSrK = slice.partition_fragment_A(keys);
-          cute::gemm(mma, tSrK(_, _, k_block, ring.index), tSrQ(_, _, k_block, stage), scores[i]);
+  /// The address of vector `vector` (16 bytes) of row `row` in rows that TMA swizzled: [128 bytes of a row][rows][128].
+  static CUTLASS_DEVICE uint32_t address_of(uint32_t base, int rows, int row, int vector) {
+    return base + (vector / 8 * rows + row) * 128 + ((vector ^ row) % 8) * 16;
+  }
+
+  /// S^T of a block: 16 keys to a tile. As in the prefill kernel, an MMA adds up 16 neighbouring elements of head_dim, the first ones first.
+  /// In which order it takes those 16 changes no bit of its sum; codes have another one (KvCodes). first: the warp's first tile of the block.
+  /// sign: what codes of K are multiplied by.
+  static CUTLASS_DEVICE void multiply_keys(SharedStorage& storage, int stage, int of_ring, int first, int lane, float sign,
+                                           float (&scores)[kWarpTiles][4]) {
+    uint32_t const queries = shared_address(storage.q[stage]), keys = shared_address(storage.ring[of_ring]);
+    uint32_t const kept = sign == 0.0f ? 0 : 0xffffffffu;
+#pragma unroll
+    for (int t = 0; t < kWarpTiles; ++t) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) scores[t][x] = 0.0f;
+    }
+#pragma unroll 1
+    for (int vector = 0; vector < kHeadDim / 8; vector += 4) {  // of queries; a vector of codes has the elements of two
+      uint32_t b[2][2];
+      load_queries(queries, vector, lane, sign, b);
+      if constexpr (kCodes) {
+#pragma unroll
+        for (int t = 0; t < kWarpTiles; ++t) {
+          uint32_t x[4], a[4];
+          load_matrices(address_of(keys, kTileN, 16 * (first + t) + lane % 16, vector / 2 + lane / 16), x);
+          if constexpr (!kInt8 && !kScalesQueries) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] &= kept;
+          }
+          TokenScale scales[2];  // read each time: kept, they would be spilled
+          if constexpr (kInt8) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) scales[i] = TokenScale(storage.scales[of_ring][16 * (first + t) + 8 * i + lane / 4]);
+          }
+          convert_keys<0>(x, scales, a);
+          multiply_16x8x16<kMmaType>(scores[t], a, b[0][0], b[0][1]);
+          convert_keys<1>(x, scales, a);
+          multiply_16x8x16<kMmaType>(scores[t], a, b[1][0], b[1][1]);
         }
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
-      warpgroup_commit_batch();
-      warpgroup_wait<0>();
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kScoreTiles; ++i) warpgroup_fence_operand(scores[i]);
-      release(&storage.empty[ring.index], thread);
-      ring.advance();
-      float* const to = storage.scores + (block - first_block) * kTileN + lane / 4;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kScoreTiles; ++i) {
-        int const key = first_of(i) + 16 * warp;
-        if (key < 64 * i) continue;  // the MMA before has it, too
-        CUTLASS_PRAGMA_UNROLL
-        for (int v = 0; v < 4; ++v) to[(2 * (lane % 4) + v % 2) * kScorePitch + key + v / 2 * 8] = scores[i](v);
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int t = 0; t < kWarpTiles; ++t) {
+            uint32_t a[4];
+            load_matrices(address_of(keys, kTileN, 16 * (first + t) + lane % 16, vector + 2 * half + lane / 16), a);
+            multiply_16x8x16<kMmaType>(scores[t], a, b[half][0], b[half][1]);
+          }
+        }
       }
     }
   }
-  /// The first key of MMA number i of a block.
-  static CUTLASS_DEVICE constexpr int first_of(int i) { return 64 * i + 64 <= kTileN ? 64 * i : kTileN - 64; }
+  /// The B operands of 32 elements from vector `vector` of the queries on.
+  static CUTLASS_DEVICE void load_queries(uint32_t queries, int vector, int lane, float sign, uint32_t (&b)[2][2]) {
+    if constexpr (kCodes) {  // Codes::operand_of
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t const at = address_of(queries, kTileM, lane / 4, vector + 2 * half + lane % 4 / 2) + lane % 2 * 8;
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(b[half][0]), "=r"(b[half][1]) : "r"(at) : "memory");
+        if constexpr (!kInt8 && !kScalesQueries) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) b[half][i] = with_sign(b[half][i], sign);
+        }
+      }
+    } else {
+      uint32_t x[4];
+      load_matrices(address_of(queries, kTileM, lane % 8, vector + lane / 8), x);
+      b[0][0] = x[0], b[0][1] = x[1], b[1][0] = x[2], b[1][1] = x[3];
+    }
+  }
+  /// A pair of f16, negative if `sign` is.
+  static CUTLASS_DEVICE uint32_t with_sign(uint32_t pair, float sign) { return sign < 0.0f ? pair ^ 0x80008000u : pair; }
+
+  // ---- codes ----------------------------------------------------------------------------------------------------------------------
+
+  /// The scale of a token of int8, as BlockConverter rounds it.
+  struct TokenScale {
+    float scale;
+    TokenScale() = default;
+    explicit CUTLASS_DEVICE TokenScale(float s) {
+      float const wide = __fmul_rn(s, 513.0f);
+      scale = __fsub_rn(wide, __fsub_rn(wide, s));
+    }
+    CUTLASS_DEVICE float offset() const { return __fmul_rn(scale, -Converter::kInt8Offset); }
+  };
+  /// The A operand of product kProduct of two vectors of keys, as KvCodes::keys; scales: of tokens g and g + 8.
+  template <int kProduct>
+  static CUTLASS_DEVICE void convert_keys(uint32_t const (&x)[4], TokenScale const (&scales)[2], uint32_t (&a)[4]) {
+    if constexpr (kInt8) {
+      uint32_t const base = 0x47000000u;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Converter::convert(x[2 * kProduct + i], scales[i].scale, scales[i].offset(), base, a[i], a[2 + i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) from_e4m3(x[2 * kProduct + i], a[i], a[2 + i]);
+    }
+  }
+  /// Four codes as two pairs of f16: KvCodes::from_e4m3 of both halves, without the shift.
+  static CUTLASS_DEVICE void from_e4m3(uint32_t codes, uint32_t& low, uint32_t& high) {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+        : "=r"(low), "=r"(high)
+        : "r"(codes));
+  }
+  /// The A operand of row tile kTile of two vectors of values, as KvCodes::values; scales: of tokens 2 c, 2 c + 1 and 8 behind them.
+  template <int kTile>
+  static CUTLASS_DEVICE void convert_values(uint32_t const (&x)[4], TokenScale const (&scales)[4], uint32_t (&a)[4]) {
+    if constexpr (kInt8) {
+      uint32_t const base = 0x47000000u;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t const biased = x[kTile + 2 * i] ^ 0x80808080u;
+        TokenScale const &first = scales[2 * i], &second = scales[2 * i + 1];
+        auto const number = [](float code, TokenScale const& s) { return fmaf(code, s.scale, s.offset()); };
+        a[2 * i] = Converter::pack(number(Converter::template float_of_int8<0>(biased, base), first),
+                                   number(Converter::template float_of_int8<2>(biased, base), second));
+        a[2 * i + 1] = Converter::pack(number(Converter::template float_of_int8<1>(biased, base), first),
+                                       number(Converter::template float_of_int8<3>(biased, base), second));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) from_e4m3(__byte_perm(x[kTile + 2 * i], 0, 0x3120), a[2 * i], a[2 * i + 1]);
+    }
+  }
 
   // ---- softmax --------------------------------------------------------------------------------------------------------------------
 
-  /// Replaces scores by probabilities, rounded to 16 bits in the layout of the B operand. Thread (half, row, column) has the keys of every
-  /// second block that are `column` modulo 8: those are what OnlineSoftmax adds up in one chain.
-  static CUTLASS_DEVICE void compute_probabilities(Params const& params, SharedStorage& storage, Tile const& tile,
-                                                   KeyBlocks<kTileN> const& blocks, int first_block, int thread) {
-    int const column = thread % 8, row = thread / 8 % 8, half = thread / 64, count = blocks.end - blocks.begin;
+  /// Of the thread's two rows.
+  struct Rows {
+    float scale_log2[2], inner[2];  // of scores, times log2(e); of a softcap
+    int begin[2], end[2];           // of the keys that the row sees
+  };
+  /// query_scale: of the two rows' queries.
+  static CUTLASS_DEVICE Rows rows_of(Params const& params, float const (&query_scale)[2], Tile const& tile, int lane) {
+    Rows rows;
     bool const capped = params.softmax.softcap > 0.0f;
-    float const scale = softmax_scale(params, kv_head_of(params, tile)), of_row = kScalesQueries ? storage.query_scale[row] : 1.0f;
-    float const scale_log2 = (capped ? params.softmax.softcap : scale) * kLog2E * (capped ? 1.0f : of_row);
+    float const scale = softmax_scale(params, kv_head_of(params, tile));
     Mask const mask = mask_of(params, tile);
-    int const query = tile.first + over_packed_heads(params, row), begin = mask.begin(query), end = mask.end(query);
-    float scores[kSplitBlocks / 2][kGroups];
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kSplitBlocks / 2; ++i) {
-      int const number = 2 * i + half, block = blocks.end - 1 - number;  // in the order of the softmax
-      if (number >= count) break;
-      float const* const from = storage.scores + row * kScorePitch + (block - first_block) * kTileN + column;
-      float max = -INFINITY;
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kGroups; ++j) {
-        float score = from[8 * j];
-        if (capped) {
-          float inner = params.cap.inner;
-          if constexpr (kConverts) inner = scale / params.softmax.softcap * of_row;
-          score = tanh_fast(score * inner);
-        }
-        int const key = block * kTileN + 8 * j + column;
-        if (key < begin || key >= end) score = -INFINITY;
-        max = fmaxf(max, score);
-        scores[i][j] = score;
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int x = 1; x < 8; x *= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, x));
-      if (column == 0) storage.block_max[row][number] = __fmul_rn(max, scale_log2);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      int const row = 2 * (lane % 4) + e, query = tile.first + over_packed_heads(params, row);
+      float const of_row = kScalesQueries ? query_scale[e] : 1.0f;
+      rows.scale_log2[e] = (capped ? params.softmax.softcap : scale) * kLog2E * (capped ? 1.0f : of_row);
+      rows.inner[e] = params.cap.inner;
+      if constexpr (kConverts) rows.inner[e] = scale / params.softmax.softcap * of_row;
+      rows.begin[e] = mask.begin(query);
+      rows.end[e] = mask.end(query);
     }
-    synchronize();
-    // The running maximum, as OnlineSoftmax::raise_max() has it.
-    float row_max = -INFINITY, offset[kSplitBlocks];
-    CUTLASS_PRAGMA_UNROLL
-    for (int number = 0; number < kSplitBlocks; ++number) {
-      float rescale = 1.0f;
-      if (number < count) {
-        float const block_max = storage.block_max[row][number];
-        if (block_max > row_max + kRaiseThreshold) {
-          rescale = exp2_fast(row_max - block_max);
-          row_max = block_max;
-        }
+    return rows;
+  }
+
+  /// Caps and masks scores of kTiles times 16 keys from `key` on.
+  template <int kTiles>
+  static CUTLASS_DEVICE void cap_and_mask(Params const& params, Rows const& rows, int key, int lane, float (&scores)[kTiles][4]) {
+    if (params.softmax.softcap > 0.0f) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) scores[t][x] = tanh_fast(scores[t][x] * rows.inner[x % 2]);
       }
-      offset[number] = row_max == -INFINITY ? 0.0f : row_max;
-      if (column == 0 && half == 0) storage.rescale[row][number] = rescale;
     }
-    if (column == 0 && half == 0) storage.row_max[row] = row_max;
-    char* const probabilities = reinterpret_cast<char*>(storage.probabilities) + row * 128 + column * 2;
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kSplitBlocks / 2; ++i) {
-      int const number = 2 * i + half, local = (blocks.end - 1 - number - first_block) * kGroups;
-      if (number >= count) break;
+    if (__all_sync(0xffffffffu, key >= max(rows.begin[0], rows.begin[1]) && key + 16 * kTiles <= min(rows.end[0], rows.end[1]))) return;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) {
+        int const at = key + 16 * t + x / 2 * 8 + lane / 4;
+        if (at < rows.begin[x % 2] || at >= rows.end[x % 2]) scores[t][x] = -INFINITY;
+      }
+    }
+  }
+
+  /// Caps and masks the warp's scores of a block and leaves the rows' maxima.
+  static CUTLASS_DEVICE void find_max(Params const& params, SharedStorage& storage, Rows const& rows, int block, int number, int first,
+                                      int lane, float (&scores)[kWarpTiles][4]) {
+    cap_and_mask(params, rows, block * kTileN + 16 * first, lane, scores);
+    float max[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int t = 0; t < kWarpTiles; ++t) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) max[x % 2] = fmaxf(max[x % 2], scores[t][x]);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+      for (int x = 4; x < 32; x *= 2) max[e] = fmaxf(max[e], __shfl_xor_sync(0xffffffffu, max[e], x));
+      if (lane < 4) storage.block_max[2 * lane + e][number][first / kWarpTiles] = __fmul_rn(max[e], rows.scale_log2[e]);
+    }
+  }
+
+  /// The running maxima of the thread's two rows over a split's blocks, as OnlineSoftmax::raise_max() has them: row_max is the last one,
+  /// offset what is subtracted from the exponents of the warp's block. Warp 0 leaves what the output is multiplied by before each block.
+  static CUTLASS_DEVICE void raise_maxima(SharedStorage& storage, int count, int warp, int lane, float (&row_max)[2], float (&offset)[2]) {
+    float of_block[2][kSplitBlocks];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+#pragma unroll
+      for (int number = 0; number < kSplitBlocks; ++number) {
+        float const(&of_warps)[kWarpsOfBlock] = storage.block_max[2 * (lane % 4) + e][number];
+        of_block[e][number] = of_warps[0];
+        if constexpr (kWarpsOfBlock == 2) of_block[e][number] = fmaxf(of_warps[0], of_warps[1]);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      row_max[e] = -INFINITY;
+      offset[e] = 0.0f;
+#pragma unroll
+      for (int number = 0; number < kSplitBlocks; ++number) {
+        if (number >= count) continue;
+        float rescale = 1.0f;
+        if (of_block[e][number] > row_max[e] + kRaiseThreshold) {
+          rescale = exp2_fast(row_max[e] - of_block[e][number]);
+          row_max[e] = of_block[e][number];
+        }
+        if (warp == 0 && lane < 4) storage.rescale[2 * lane + e][number] = rescale;
+        if (number == warp / kWarpsOfBlock) offset[e] = row_max[e] == -INFINITY ? 0.0f : row_max[e];
+      }
+    }
+  }
+
+  /// Leaves the probabilities of the warp's keys of a block, rounded to 16 bits, as B operands, and their sums: a chain for each column
+  /// modulo 8, of which even and odd neighbours are added, as in a thread of OnlineSoftmax. The second warp of a pair has to continue the
+  /// first one's chains.
+  static CUTLASS_DEVICE void store_probabilities(SharedStorage& storage, Rows const& rows, float const (&offset)[2], int number, int first,
+                                                 int lane, float (&scores)[kWarpTiles][4]) {
+#pragma unroll
+    for (int t = 0; t < kWarpTiles; ++t) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) scores[t][x] = exp2_fast(fmaf(scores[t][x], rows.scale_log2[x % 2], -offset[x % 2]));
+      using F = Float16<kMmaType>;
+      storage.probabilities[number * kTokenTiles + first + t][lane] =
+          make_uint2(transpose_matrix(F::pack(scores[t][0], scores[t][1])), transpose_matrix(F::pack(scores[t][2], scores[t][3])));
+    }
+    if (first == 0) add_probabilities(storage, number, first, lane, scores);
+  }
+  static CUTLASS_DEVICE void add_probabilities(SharedStorage& storage, int number, int first, int lane,
+                                               float const (&scores)[kWarpTiles][4]) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      int const row = 2 * (lane % 4) + e;
+      float sum = first == 0 ? 0.0f : storage.warp_sum[row][number][lane / 4];
+#pragma unroll
+      for (int t = 0; t < kWarpTiles; ++t) {
+#pragma unroll
+        for (int x = e; x < 4; x += 2) sum += scores[t][x];
+      }
+      if (first + kWarpTiles < kTokenTiles) {
+        storage.warp_sum[row][number][lane / 4] = sum;
+      } else {
+        sum += __shfl_xor_sync(0xffffffffu, sum, 4);
+        if (lane / 4 % 2 == 0) storage.block_sum[row][number][lane / 8] = sum;
+      }
+    }
+  }
+
+  /// The states of the thread's two rows.
+  static CUTLASS_DEVICE void find_states(SharedStorage const& storage, float const (&row_max)[2], int count, int lane,
+                                         SplitState (&states)[2]) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      int const row = 2 * (lane % 4) + e;
       float sum = 0.0f;
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < kGroups; ++j) {
-        float const p = exp2_fast(fmaf(scores[i][j], scale_log2, half == 0 ? -offset[2 * i] : -offset[2 * i + 1]));
-        sum += p;
-        int const group = local + j;  // of 8 keys of the split
-        *reinterpret_cast<uint16_t*>(probabilities + group / 8 * (kTileM * 128) + (group % 8 ^ row) * 16) =
-            uint16_t(Float16<kMmaType>::pack(p, 0.0f));
+      for (int number = 0; number < count; ++number) {
+        sum = fmaf(sum, storage.rescale[row][number], storage.block_sum[row][number][lane / 8]);
       }
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);  // even and odd columns of a thread of OnlineSoftmax
-      if (column % 2 == 0) storage.block_sum[row][number][column / 2] = sum;
+      sum += __shfl_xor_sync(0xffffffffu, sum, 8);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 16);
+      states[e] = {row_max[e], sum};
     }
-    cutlass::arch::fence_view_async_shared();
-    synchronize();
   }
 
   // ---- output ---------------------------------------------------------------------------------------------------------------------
 
-  /// Values of keys that no query of the sequence sees become zeros: their probabilities are zero, but 0 * NaN is NaN.
-  static CUTLASS_DEVICE void clear_unseen(Params const& params, Tile const& tile, MmaElement* values, int block, int thread) {
-    if constexpr (kConverts) return;  // the converter writes zeros itself
-    int const begin = min(max(tile.first_key - block * kTileN, 0), kTileN);
-    int const end = params.keys_end_at_extent ? kTileN : min(tile.seqlen_k - block * kTileN, kTileN);
+  struct KeyRange {
+    int begin, end;
+  };
+  /// The keys whose values are multiplied: of codes those that a query of the tile sees, as in the converter, else of the sequence.
+  static CUTLASS_DEVICE KeyRange seen_keys(Params const& params, Tile const& tile) {
+    if constexpr (kCodes) {
+      auto const queries = queries_of(params, tile);
+      Mask const mask = mask_of(params, tile);
+      return {mask.begin(queries.first), mask.end(queries.last)};
+    } else {
+      return {tile.first_key, params.keys_end_at_extent ? 0x7fffffff : tile.seqlen_k};
+    }
+  }
+  /// Values of other keys become zeros in the warp's channels: their probabilities are zero, but 0 * NaN is NaN.
+  static CUTLASS_DEVICE void clear_unseen(KeyRange const& seen, SharedStorage& storage, int of_ring, int block, int warp, int lane) {
+    if constexpr (Traits::kConvertsBlocks) return;  // the converter writes zeros itself
+    int const begin = min(max(seen.begin - block * kTileN, 0), kTileN), end = min(max(seen.end - block * kTileN, 0), kTileN);
     if (begin == 0 && end == kTileN) return;
-    constexpr int kVectors = kTileN * (kHeadDim / 64) * 8;  // of 16 bytes
+    uint32_t const values = shared_address(storage.ring[of_ring]);
+    constexpr int kVectors = kChannelTiles * 16 * kRowBytes / kHeadDim / 16;  // of the warp's channels of a key
 #pragma unroll 1
-    for (int i = thread; i < kVectors; i += 128) {
-      int const key = i / 8 % kTileN;
-      if (key < begin || key >= end) *reinterpret_cast<uint4*>(values + i * 8) = make_uint4(0, 0, 0, 0);
+    for (int i = lane; i < kTileN * kVectors; i += 32) {
+      int const key = i / kVectors;
+      if (key >= begin && key < end) continue;
+      uint32_t const at = address_of(values, kTileN, key, warp * kVectors + i % kVectors);
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+      if constexpr (kInt8) storage.scales[of_ring][key] = 0.0f;  // all warps write the same
     }
-    cutlass::arch::fence_view_async_shared();
-    synchronize();
+    cutlass::arch::fence_view_async_shared();  // before TMA loads into the stage again
+    __syncwarp();
   }
 
-  /// O^T += V^T.P^T, block after block; output is what a thread has of it.
-  template <class Output>
-  static CUTLASS_DEVICE void compute_output(Params const& params, SharedStorage& storage, Tile const& tile, KeyBlocks<kTileN> const& blocks,
-                                            int first_block, Ring& ring, Output& output, int thread) {
-    using namespace cute;
-    typename Traits::MmaOutput mma;
-    auto const slice = mma.get_slice(thread);
-    Tensor tOrV = slice.partition_fragment_A(make_tensor(make_smem_ptr(storage.ring[0]), typename Traits::ValuesLayout{}));
-    Tensor tOrP = slice.partition_fragment_B(make_tensor(make_smem_ptr(storage.probabilities), typename Traits::ProbabilitiesLayout{}));
-    mma.accumulate_ = GMMA::ScaleOut::One;
-    int const row = 2 * (thread % 4);
-    for (int block = blocks.end - 1; block >= blocks.begin; --block) {
-      int const number = blocks.end - 1 - block;
-      FullBarrier::wait(&storage.full[ring.index], ring.phase);
-      clear_unseen(params, tile, storage.ring[ring.index], block, thread);
-      if (number > 0) {
-        float const rescale[2] = {storage.rescale[row][number], storage.rescale[row + 1][number]};
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < size(output); ++i) output(i) *= rescale[i % 2];
+  using Output = float[kChannelTiles][4];
+  /// O^T += V^T.P^T of a block.
+  static CUTLASS_DEVICE void multiply_values(SharedStorage& storage, int of_ring, int number, int warp, int lane, Output& output) {
+    uint32_t const values = shared_address(storage.ring[of_ring]);
+    auto const probabilities = [&](int t) { return storage.probabilities[number * kTokenTiles + t][lane]; };
+    if constexpr (kCodes) {
+#pragma unroll(kInt8 ? 1 : kTokenTiles / 2)
+      for (int t = 0; t < kTokenTiles; t += 2) {  // a vector of codes of 32 keys, for the warp's 16 channels
+        uint32_t x[4], a[4];
+        load_matrices_transposed(address_of(values, kTileN, 16 * t + lane, warp), x);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          uint32_t const of[4] = {x[2 * half], 0, x[2 * half + 1], 0};
+          TokenScale scales[4];
+          if constexpr (kInt8) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              auto const* const pair = &storage.scales[of_ring][16 * (t + half) + 8 * i + lane % 4 * 2];
+              scales[2 * i] = TokenScale(pair[0]);
+              scales[2 * i + 1] = TokenScale(pair[1]);
+            }
+          }
+          convert_values<0>(of, scales, a);
+          uint2 const p = probabilities(t + half);
+          multiply_16x8x16<kMmaType>(output[0], a, p.x, p.y);
+        }
       }
-      warpgroup_fence_operand(output);
-      warpgroup_arrive();
-      CUTLASS_PRAGMA_UNROLL
-      for (int k_block = 0; k_block < kTileN / 16; ++k_block) {
-        cute::gemm(mma, tOrV(_, _, k_block, ring.index), tOrP(_, _, (block - first_block) * (kTileN / 16) + k_block, 0), output);
+    } else {
+#pragma unroll
+      for (int t = 0; t < kTokenTiles; ++t) {
+        uint2 const p = probabilities(t);
+#pragma unroll
+        for (int i = 0; i < kChannelTiles; ++i) {
+          uint32_t a[4];
+          load_matrices_transposed(
+              address_of(values, kTileN, 16 * t + lane / 16 * 8 + lane % 8, 2 * (warp * kChannelTiles + i) + lane / 8 % 2), a);
+          multiply_16x8x16<kMmaType>(output[i], a, p.x, p.y);
+        }
       }
-      warpgroup_commit_batch();
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(output);
-      release(&storage.empty[ring.index], thread);
-      ring.advance();
     }
-  }
-
-  /// The maximum and the sum of each row, for all threads. Lane 4 * row + i adds up what lane i of the row's four has in OnlineSoftmax.
-  static CUTLASS_DEVICE void find_states(SharedStorage& storage, int count, int thread) {
-    if (thread < 32) {
-      int const row = thread / 4;
-      float sum = 0.0f;
-      for (int number = 0; number < count; ++number) {
-        sum = fmaf(sum, storage.rescale[row][number], storage.block_sum[row][number][thread % 4]);
-      }
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if (thread % 4 == 0) storage.states[row] = {storage.row_max[row], sum};
-    }
-    synchronize();
   }
 
   // ---- results --------------------------------------------------------------------------------------------------------------------
@@ -235,31 +408,42 @@ struct FewRowsConsumer : Traits {
   static CUTLASS_DEVICE bool is_query(Params const& params, Tile const& tile, int row) {
     return tile.first + over_packed_heads(params, row) < tile.seqlen_q;
   }
-  /// Where value i of a thread's output is: its row is 2 * (thread % 4) + i % 2.
-  static CUTLASS_DEVICE int column_of(int i, int thread) { return i / 4 * 64 + thread / 32 * 16 + i / 2 % 2 * 8 + thread % 32 / 4; }
+  /// The channel of value x of output tile i; its row is 2 * (thread % 4) + x % 2.
+  static CUTLASS_DEVICE int column_of(int i, int x, int thread) {
+    return thread / 32 * (16 * kChannelTiles) + Codes::row_of(i, thread % 32 / 4, x / 2);
+  }
 
-  /// Leaves the partial of a split that is an item in its slot of the workspace; total: of the thread's two rows.
-  template <class Output>
-  static CUTLASS_DEVICE void store_partial(Params const& params, Tile const& tile, SplitState const (&total)[2], Output const& output,
-                                           int thread) {
+  /// Leaves the partial of a split that is an item in its slot of the workspace; total: of the thread's two rows, column_of(i, x): the
+  /// channel of output[i][x].
+  template <int kTiles, class ColumnOf>
+  static CUTLASS_DEVICE void store_partial(Params const& params, Tile const& tile, SplitState const (&total)[2],
+                                           float const (&output)[kTiles][4], int thread, ColumnOf const& column_of) {
     int64_t const slot = Items::slot_of(params, params.cu_seqlens_q != nullptr, tile.batch, tile.row_q, tile.head_tile, tile.first,
                                         tile.split, tile.first_key / Items::kSplitKeys);
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int e = 0; e < 2; ++e) {
       int const row = 2 * (thread % 4) + e;
       if (!is_query(params, tile, row) || row >= params.slot_rows) continue;
       if (thread < 4) *state_in_slot(params, slot, row) = total[e];
       float* const to = output_in_slot(params, slot, row, kHeadDim);
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = e; i < int(cute::size(output)); i += 2) to[column_of(i, thread)] = output(i);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        if constexpr (kCodes) {  // neighbouring channels
+          *reinterpret_cast<float2*>(to + column_of(i, e)) = make_float2(output[i][e], output[i][2 + e]);
+        } else {
+#pragma unroll
+          for (int x = e; x < 4; x += 2) to[column_of(i, x)] = output[i][x];
+        }
+      }
     }
   }
 
   /// Stores the output and lse of a tile whose splits are folded.
-  template <class Output>
-  static CUTLASS_DEVICE void store(Params const& params, Tile const& tile, SplitState const (&total)[2], Output const& output, int thread) {
+  template <int kTiles, class ColumnOf>
+  static CUTLASS_DEVICE void store(Params const& params, Tile const& tile, SplitState const (&total)[2], float const (&output)[kTiles][4],
+                                   int thread, ColumnOf const& column_of) {
     int64_t const of_batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
-    CUTLASS_PRAGMA_UNROLL
+#pragma unroll
     for (int e = 0; e < 2; ++e) {
       int const row = 2 * (thread % 4) + e, head = tile.head_tile * params.packed_heads + (row & (params.packed_heads - 1));
       if (!is_query(params, tile, row)) continue;
@@ -268,52 +452,121 @@ struct FewRowsConsumer : Traits {
       if constexpr (kConverts) factor = __fmul_rn(factor, scale_of_output(params, kv_head_of(params, tile)));
       if (params.lse != nullptr && thread < 4) params.lse[of_batch * params.lse_batch + head * params.lse_head + at] = lse;
       auto* const to = static_cast<uint16_t*>(params.out) + of_batch * params.out_batch + at * params.out_row + head * params.out_head;
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = e; i < int(cute::size(output)); i += 2) {
-        int const column = column_of(i, thread);
-        if (column < params.head_dim_v) to[column] = uint16_t(Float16<kType>::pack(finish_output(output(i), factor), 0.0f));
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+        for (int x = e; x < 4; x += 2) {
+          int const column = column_of(i, x);
+          if (column < params.head_dim_v) to[column] = uint16_t(Float16<kType>::pack(finish_output(output[i][x], factor), 0.0f));
+        }
       }
     }
   }
 
+  static CUTLASS_DEVICE void clear(Output& output) {
+#pragma unroll
+    for (int i = 0; i < kChannelTiles; ++i) {
+#pragma unroll
+      for (int x = 0; x < 4; ++x) output[i][x] = 0.0f;
+    }
+  }
+
+  /// Computes a split: its output, in the warp's channels, and the states of the thread's two rows. The ring has its key blocks, the last
+  /// one first, and then its value blocks. release_queries() is called after the last use of the queries.
+  template <class ReleaseQueries>
+  static CUTLASS_DEVICE void compute_split(Params const& params, SharedStorage& storage, Tile const& tile, int iteration,
+                                           KeyBlocks<kTileN> const& blocks, Ring& ring, int thread, ReleaseQueries const& release_queries,
+                                           Output& output, SplitState (&states)[2]) {
+    make_opaque(thread);  // addresses computed before the first split would be spilled
+    int const warp = thread / 32, lane = thread % 32, count = blocks.end - blocks.begin;
+    int const own = warp / kWarpsOfBlock, first = warp % kWarpsOfBlock * kWarpTiles;  // the warp's block, and its first tile of 16 keys
+    float scores[kWarpTiles][4], sign = 1.0f;
+    if constexpr (kCodes && !kInt8 && !kScalesQueries) sign = sign_of_keys(params, kv_head_of(params, tile));
+    float const query_scale[2] = {storage.query_scale[lane % 4 * 2], storage.query_scale[lane % 4 * 2 + 1]};
+    Rows const rows = rows_of(params, query_scale, tile, lane);
+    KeyRange const seen = seen_keys(params, tile);
+    for (int number = 0; number < count; ++number) {
+      FullBarrier::wait(&storage.full[ring.index], ring.phase);
+      if (number == own) multiply_keys(storage, query_stage(iteration), ring.index, first, lane, sign, scores);
+      __syncwarp();
+      release(&storage.empty[ring.index], thread);
+      ring.advance();
+      if (number == own) {
+        find_max(params, storage, rows, blocks.end - 1 - number, number, first, lane, scores);
+      }
+    }
+    release_queries();
+    synchronize();
+    float row_max[2], offset[2];
+    raise_maxima(storage, count, warp, lane, row_max, offset);
+    if (own < count) store_probabilities(storage, rows, offset, own, first, lane, scores);
+    synchronize();
+    if (kWarpsOfBlock == 2 && first > 0 && own < count) add_probabilities(storage, own, first, lane, scores);
+    clear(output);
+#pragma unroll 1
+    for (int number = 0; number < count; ++number) {
+      FullBarrier::wait(&storage.full[ring.index], ring.phase);
+      clear_unseen(seen, storage, ring.index, blocks.end - 1 - number, warp, lane);
+      if (number > 0) {
+        float const rescale[2] = {storage.rescale[2 * (lane % 4)][number], storage.rescale[2 * (lane % 4) + 1][number]};
+#pragma unroll
+        for (int i = 0; i < kChannelTiles; ++i) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) output[i][x] *= rescale[x % 2];
+        }
+      }
+      multiply_values(storage, ring.index, number, warp, lane, output);
+      __syncwarp();
+      release(&storage.empty[ring.index], thread);
+      ring.advance();
+    }
+    if constexpr (kWarpsOfBlock == 2) synchronize();  // sums are complete
+    find_states(storage, row_max, count, lane, states);
+  }
+
   static CUTLASS_DEVICE void consume(Params const& params, SharedStorage& storage, int thread) {
-    using namespace cute;
     Ring ring;
-    clear_rows_outside_sequences(params, thread, 128);
+    clear_rows_outside_sequences(params, thread, kConsumerThreads);
     for (int iteration = 0;; ++iteration) {
       EmptyBarrier::wait(&storage.full_tile[iteration % 2], iteration / 2 % 2);
       Tile const tile = read_tile(storage, iteration, thread % 32);
-      release(&storage.empty_tile[iteration % 2], thread);
       if (tile.is_none()) break;
       int const stage = query_stage(iteration);
       FullBarrier::wait(&storage.full_q[stage], query_phase(iteration));
-      using Output = decltype(partition_fragment_C(typename Traits::MmaOutput{}, Shape<Int<kHeadDim>, Int<kTileM>>{}));  // (MMA,MMA_M,1)
       Output all;
       clear(all);
       SplitState total[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};  // of the thread's two rows
       KeyBlocks<kTileN> const tile_blocks = blocks_of(params, tile, queries_of(params, tile));
+      auto const release_queries = [&] {
+        __syncwarp();
+        release(&storage.empty_q[stage], thread);
+      };
       for_splits(tile_blocks, [&](int split, KeyBlocks<kTileN> const& blocks) CUTLASS_LAMBDA_FUNC_INLINE {
-        int const first_block = split * kSplitBlocks;
         if (split == (tile_blocks.end - 1) / kSplitBlocks) scale_queries(params, storage, tile, stage, thread);
-        compute_scores(storage, blocks, first_block, stage, ring, thread);
-        if (split == tile_blocks.begin / kSplitBlocks) release(&storage.empty_q[stage], thread);
-        synchronize();
-        compute_probabilities(params, storage, tile, blocks, first_block, thread);
         Output output;
-        clear(output);
-        compute_output(params, storage, tile, blocks, first_block, ring, output, thread);
-        find_states(storage, blocks.end - blocks.begin, thread);
-        SplitWeights weights[2];
-        CUTLASS_PRAGMA_UNROLL
-        for (int e = 0; e < 2; ++e) weights[e] = fold_state(total[e], storage.states[2 * (thread % 4) + e]);
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < size(output); ++i) all(i) = fold_output(all(i), output(i), weights[i % 2]);
+        SplitState states[2];
+        auto const after_scores = [&] {
+          if (split == tile_blocks.begin / kSplitBlocks) release_queries();
+        };
+        compute_split(params, storage, tile, iteration, blocks, ring, thread, after_scores, output, states);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          SplitWeights const weights = fold_state(total[e], states[e]);
+#pragma unroll
+          for (int i = 0; i < kChannelTiles; ++i) {
+#pragma unroll
+            for (int x = e; x < 4; x += 2) all[i][x] = fold_output(all[i][x], output[i][x], weights);
+          }
+        }
       });
-      if (tile_blocks.begin >= tile_blocks.end) release(&storage.empty_q[stage], thread);
-      if (tile.split >= 0) {
-        store_partial(params, tile, total, all, thread);
+      if (tile_blocks.begin >= tile_blocks.end) release_queries();
+      Tile const again = read_tile(storage, iteration, thread % 32);  // kept, it would be spilled
+      release(&storage.empty_tile[iteration % 2], thread);
+      auto const column = [&](int i, int x) { return column_of(i, x, thread); };
+      if (again.split >= 0) {
+        store_partial(params, again, total, all, thread, column);
       } else {
-        store(params, tile, total, all, thread);
+        store(params, again, total, all, thread, column);
       }
     }
   }

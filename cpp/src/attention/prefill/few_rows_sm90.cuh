@@ -1,13 +1,13 @@
 // Batch-invariant attention of few rows for sm_90a: decode, and the verification of a few drafted tokens. It returns the bits of the
 // batch-invariant prefill kernel of the same head dimension and cache (prefill_sm90.cuh), whose tiles have 64 rows and more.
 //
-// Operands are swapped: scores are computed as S^T = K.Q^T and the output as O^T = V^T.P^T, with keys or channels as the MMA's m and the
-// tile's 8 rows as its n, so that few rows take an eighth of the MMAs' time. What an element adds up, and in which order, does not depend
-// on which operand is which. All scores of a split of the keys (shared/splits.h) fit in shared memory, so that the softmax of all its key
-// blocks is computed at once, by the running maxima that the prefill kernel has block after block. Where a split is an item of its own, a
-// kernel behind this one folds them (split_merge.cuh).
-// Warp roles. Warps 0 to 3 are the consumer warpgroup. Warp 4 loads keys and values by TMA; where they are codes of a cache, warps 4 to 7
-// convert them (convert.cuh). Several CTAs share an SM: while one computes a softmax, others load, convert or multiply.
+// MMAs are mma.sync m16n8k16, whose results have the bits of WGMMA's (tests/batch_invariance compares the kernels). Operands are swapped:
+// scores are computed as S^T = K.Q^T and the output as O^T = V^T.P^T, with keys or channels as the MMA's m and the tile's 8 rows as its n.
+// What an element adds up, and in which order, does not depend on which operand is which. A warp keeps the scores of one of a split's
+// (shared/splits.h) blocks in registers, so that the softmax of all its blocks is computed at once, by the running maxima that the prefill
+// kernel has block after block. Where a split is an item of its own, a kernel behind this one folds them (split_merge.cuh).
+// Warp roles. The first 4 or 8 warps are consumers. The next one loads keys and values by TMA. Codes of fp8 and int8 become 16 bits in
+// the consumers' registers; those of int4 on their way to shared memory, by four warps (convert.cuh). Several CTAs share an SM: while one computes a softmax, others load, convert or multiply.
 // Pipeline. One ring of blocks, a split's key blocks first and then its value blocks; two stages of queries and of published items.
 // Limits: equal head dimensions.
 #pragma once
@@ -19,6 +19,14 @@
 #include "attention/prefill/prefill_sm90.cuh"
 
 namespace minfer::attention {
+
+/// The kernel for launches of few items, with one CTA an SM: its ring has room for as much of a split as fits.
+template <class Config>
+struct FewItems : Config {
+  using Traits = FewRowsTraits<Config>;
+  static constexpr int kCtasPerSm = 1, kSmemBytes = 227 * 1024, kBeside = Traits::kSmemBytes - Config::kStages * Traits::kStageBytes;
+  static constexpr int kStages = std::min((kSmemBytes - kBeside) / Traits::kStageBytes, 2 * Traits::kSplitBlocks);
+};
 
 template <class Config>
 struct FewRowsSm90 {
@@ -38,7 +46,7 @@ struct FewRowsSm90 {
     int const thread = int(threadIdx.x), warp = cutlass::canonical_warp_idx_sync();
     allow_dependent_launch();
     if (warp == 0 && cute::elect_one_sync()) init_barriers(params, storage);
-    if constexpr (Traits::kConverts) {
+    if constexpr (Traits::kConvertsBlocks) {
       if (params.keys.head_dim < Traits::kHeadDim) {
         clear_padding(cute::cast_smem_ptr_to_uint(storage.ring), int(sizeof(storage.ring)), thread, kThreads);
         cutlass::arch::fence_view_async_shared();
@@ -47,12 +55,14 @@ struct FewRowsSm90 {
     wait_for_predecessor();
     Traits::TileScheduler::build(storage.tiles, params, thread, kThreads);
     __syncthreads();
-    if (warp < 4) {
-      if constexpr (Traits::kConverts) cutlass::arch::warpgroup_reg_dealloc<Traits::kConsumerRegisters>();
+    if (warp < Traits::kConsumerWarps) {
+      if constexpr (Traits::kConvertsBlocks) cutlass::arch::warpgroup_reg_dealloc<Traits::kConsumerRegisters>();
       Consumer::consume(params, storage, thread);
-    } else if constexpr (Traits::kConverts) {
+    } else if constexpr (Traits::kConvertsBlocks) {
       cutlass::arch::warpgroup_reg_alloc<Traits::kConverterRegisters>();
-      Traits::for_format(params.format, [&](auto format) { Producer::template convert<format()>(params, storage, warp - 4, thread % 32); });
+      Traits::for_format(params.format, [&](auto format) {
+        Producer::template convert<format()>(params, storage, warp - Traits::kConsumerWarps, thread % 32);
+      });
     } else {
       Producer::produce(params, storage, thread % 32);
     }
@@ -64,15 +74,15 @@ struct FewRowsSm90 {
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&params.v));
     for (int s = 0; s < Traits::kQueryStages; ++s) {
       FullBarrier::init(&storage.full_q[s], 1);
-      EmptyBarrier::init(&storage.empty_q[s], 4);
+      EmptyBarrier::init(&storage.empty_q[s], Traits::kConsumerWarps);
     }
     for (int s = 0; s < 2; ++s) {
       EmptyBarrier::init(&storage.full_tile[s], 1);
-      EmptyBarrier::init(&storage.empty_tile[s], 4 + (Traits::kConverts ? 4 : 0));
+      EmptyBarrier::init(&storage.empty_tile[s], Traits::kConsumerWarps + (Traits::kConvertsBlocks ? 4 : 0));
     }
     for (int s = 0; s < Traits::kStages; ++s) {
-      FullBarrier::init(&storage.full[s], Traits::kConverts ? 4 : 1);
-      EmptyBarrier::init(&storage.empty[s], 4);
+      FullBarrier::init(&storage.full[s], Traits::kConvertsBlocks ? 4 : 1);
+      EmptyBarrier::init(&storage.empty[s], Traits::kConsumerWarps);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -85,24 +95,6 @@ __global__ void __launch_bounds__(FewRowsSm90<Config>::kThreads, Config::kCtasPe
   extern __shared__ __align__(1024) char smem[];
   FewRowsSm90<Config>::run(params, smem);
 #endif
-}
-
-template <class Config>
-Status launch_few_rows_sm90(AttentionLaunchArguments const& arguments) {
-  using Kernel = FewRowsSm90<Config>;
-  AttentionProblem const& p = *arguments.problem;
-  AttentionPlan const& plan = *arguments.plan;
-  typename Kernel::Params params{};
-  Status status = describe_operands<Config>(arguments, &params);
-  if (!status.ok()) return status;
-  set_prefill_arguments(arguments, Config::kTileM, &params);
-  set_split_arguments<typename Kernel::Traits>(arguments, &params);
-  int64_t const tiles = p.varlen ? int64_t(params.max_tiles) : int64_t(params.q_tiles) * params.head_tiles * params.batch;
-  int64_t const items = plan.split_rows > 0 ? int64_t(params.max_items) : tiles;
-  int64_t const ctas = std::min<int64_t>(int64_t(arguments.device->sm_count) * Config::kCtasPerSm, std::max<int64_t>(items, 1));
-  status = launch_kernel<Kernel>(&few_rows_sm90_kernel<Config>, params, arguments, ctas);
-  if (status.ok() && plan.split_rows > 0) status = launch_split_merge<typename Kernel::Traits>(params, arguments);
-  return status;
 }
 
 }  // namespace minfer::attention

@@ -1,13 +1,9 @@
-// The compile-time facts of a batch-invariant kernel for few rows (few_rows_sm90.cuh): sizes, shared memory, layouts and MMAs.
+// The compile-time facts of a batch-invariant kernel for few rows (few_rows_sm90.cuh): sizes, warps and shared memory.
 #pragma once
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
-
-#include "attention/prefill/smem_layouts.cuh"
 #include "attention/prefill/tile_facts.cuh"
 #include "common/cutlass_element.cuh"
 #include "common/ring.cuh"
-#include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
 #include "cutlass/numeric_types.h"
 
@@ -16,33 +12,41 @@ namespace minfer::attention {
 template <class Config>
 struct FewRowsTraits : PrefillTileFacts<Config> {
   using Facts = PrefillTileFacts<Config>;
-  using Facts::kConverts, Facts::kHeadDim, Facts::kSplitBlocks, Facts::kTileM, Facts::kTileN, Facts::kType;
+  using Facts::kConverts, Facts::kFormat, Facts::kHeadDim, Facts::kSplitBlocks, Facts::kTileM, Facts::kTileN, Facts::kType;
   using Facts::kMmaType, Facts::kScalesQueries;
   using typename Facts::Tile, typename Facts::TileScheduler;
   using Element = CutlassElement<kType>;        // of queries in global memory, and of the output
   using MmaElement = CutlassElement<kMmaType>;  // of the MMAs' operands
   static constexpr int kStages = Config::kStages, kQueryStages = 2;
-  static constexpr int kProducerWarps = kConverts ? 4 : 1, kThreads = 128 + 32 * kProducerWarps;  // warps 0 to 3 are the consumers
+  // Consumers convert codes themselves; else keys and values come to shared memory in 16 bits.
+  static constexpr bool kInt8 = kFormat == WeightFormat::kInt8, kCodes = kFormat == WeightFormat::kFp8E4M3 || kInt8;
+  static constexpr bool kConvertsBlocks = kConverts && !kCodes;
+  // Each consumer warp, or pair of warps where they convert codes, has a block of a split, and each has channels of the output.
+  static constexpr int kWarpsOfBlock = kCodes ? 2 : 1, kConsumerWarps = kSplitBlocks * kWarpsOfBlock <= 4 ? 4 : 8;
+  static constexpr int kConsumerThreads = 32 * kConsumerWarps;
+  static constexpr int kProducerWarps = kConvertsBlocks ? 4 : 1, kThreads = kConsumerThreads + 32 * kProducerWarps;
   static constexpr int kConsumerRegisters = 120, kConverterRegisters = 136;  // of a thread, where keys and values are converted
-  static constexpr int kSplitKeys = kSplitBlocks * kTileN, kPanels = (kSplitKeys + 63) / 64;
-  static constexpr int kScoreTiles = (kTileN + 63) / 64;  // MMAs of 64 keys that a block takes; the last ones may overlap
-  static constexpr int kScorePitch = kSplitKeys + 8;      // floats: eight keys of four rows are in different banks
-  static_assert(Facts::kFolds && kTileM == 8 && Config::kHeadDimV == kHeadDim && kTileN % 16 == 0 && kTileN >= 64 && kHeadDim % 64 == 0);
-  static_assert(kSplitBlocks % 2 == 0, "two threads share the blocks of a row's column");
+  static constexpr int kTokenTiles = kTileN / 16, kWarpTiles = kTokenTiles / kWarpsOfBlock;  // of 16 keys: of a block, of a warp
+  static constexpr int kChannelTiles = kHeadDim / (16 * kConsumerWarps);                     // of 16 channels, of a warp
+  static_assert(Facts::kFolds && kTileM == 8 && Config::kHeadDimV == kHeadDim && kTileN % 16 == 0 && kHeadDim % 64 == 0);
+  static constexpr int kRowBytes = kHeadDim * (kCodes ? 1 : 2), kColumns = kRowBytes / 128;  // of a key in the ring
+  static_assert(kSplitBlocks * kWarpsOfBlock <= kConsumerWarps && kTokenTiles % kWarpsOfBlock == 0);
+  static_assert(kHeadDim % (16 * kConsumerWarps) == 0 && kRowBytes % 128 == 0 && (!kCodes || (kChannelTiles == 1 && kTokenTiles % 2 == 0)));
 
   struct SharedStorage {
-    alignas(1024) MmaElement q[kQueryStages][kTileM * kHeadDim];  // [head_dim / 64][row][64], with the 128-byte swizzle, as of the next two
-    alignas(1024) MmaElement ring[kStages][kTileN * kHeadDim];    // blocks of keys, then of values: [head_dim / 64][key][64]
-    alignas(1024) MmaElement probabilities[kPanels * kTileM * 64];  // [panel of 64 keys][row][64]
-    alignas(16) float scores[kTileM * kScorePitch];                 // [row][key]
-    SplitState states[kTileM];
-    float block_max[kTileM][kSplitBlocks], rescale[kTileM][kSplitBlocks], block_sum[kTileM][kSplitBlocks][4], row_max[kTileM];
+    alignas(1024) MmaElement q[kQueryStages][kTileM * kHeadDim];        // [head_dim / 64][row][64], as TMA swizzles them
+    alignas(1024) uint8_t ring[kStages][kTileN * kRowBytes];            // blocks of keys, then of values: [128 bytes of a row][key][128]
+    alignas(16) float scales[kInt8 ? kStages : 1][kInt8 ? kTileN : 4];  // of the tokens of a block
+    alignas(16) uint2 probabilities[kSplitBlocks * kTokenTiles][32];    // B operands, of 16 keys each
+    float warp_sum[kTileM][kSplitBlocks][8];                            // of the first warp of a block's pair
+    float block_max[kTileM][kSplitBlocks][kWarpsOfBlock], rescale[kTileM][kSplitBlocks], block_sum[kTileM][kSplitBlocks][4];
     float query_scale[kTileM];  // what scores are multiplied by: scale_queries.cuh
     alignas(8) uint64_t full_q[kQueryStages], empty_q[kQueryStages], full[kStages], empty[kStages], full_tile[2], empty_tile[2];
     Tile tile[2];
     typename TileScheduler::Storage tiles;
   };
   static constexpr int kSmemBytes = int(sizeof(SharedStorage));
+  static constexpr int kStageBytes = kTileN * (kRowBytes + (kInt8 ? 4 : 0)) + 16;  // with its barriers
 
   using Ring = minfer::Ring<kStages>;
   static __device__ int query_stage(int iteration) { return iteration % kQueryStages; }
@@ -57,20 +61,6 @@ struct FewRowsTraits : PrefillTileFacts<Config> {
       compute(split, own);
     }
   }
-
-  // ---- layouts and MMAs: S^T = K.Q^T and O^T = V^T.P^T -----------------------------------------------------------------------------
-
-  using KeysLayout = KMajorRows<64, kTileN, kHeadDim, kStages>;              // (64 of the keys,head_dim,PIPE)
-  using QueriesLayout = KMajorRows<kTileM, kTileM, kHeadDim, kQueryStages>;  // (rows,head_dim,PIPE)
-  using ProbabilitiesLayout = KMajorRows<kTileM, kTileM, kPanels * 64, 1>;   // (rows,keys,1)
-  using ValuesLayout = MnMajorRows<kTileN, kHeadDim, kStages>;               // (head_dim,N,PIPE)
-  using Instruction = cute::Shape<cute::_64, cute::Int<kTileM>, cute::_16>;
-  using MmaScores =
-      decltype(cute::make_tiled_mma(cute::SM90::GMMA::ss_op_selector<MmaElement, MmaElement, float, Instruction, cute::SM90::GMMA::Major::K,
-                                                                     cute::SM90::GMMA::Major::K>()));
-  using MmaOutput =
-      decltype(cute::make_tiled_mma(cute::SM90::GMMA::ss_op_selector<MmaElement, MmaElement, float, Instruction,
-                                                                     cute::SM90::GMMA::Major::MN, cute::SM90::GMMA::Major::K>()));
 };
 
 }  // namespace minfer::attention

@@ -60,7 +60,7 @@ struct SplitMerge {
   using Element = CutlassElement<kType>;
   using Items = typename TileScheduler::Items;
   static constexpr int kWarps = 8, kColumns = kHeadDimV / 32;  // columns of a lane
-  static constexpr int kAtOnce = 4;                            // splits whose loads are under way
+  static constexpr int kAtOnce = 16;                           // splits whose loads are under way
 
   static CUTLASS_DEVICE void run(Params const& params, int batch, int number) {
     int const lane = int(threadIdx.x) % 32;
@@ -128,9 +128,8 @@ __global__ void __launch_bounds__(256) merge_splits_kernel(__grid_constant__ Par
 }
 
 /// Launches the merge of all rows that may be divided, behind the kernel that leaves their partials.
-template <class Traits>
-Status launch_split_merge(typename Traits::Params const& params, AttentionLaunchArguments const& arguments) {
-  using Params = typename Traits::Params;
+template <class Traits, class Params = typename Traits::Params>
+Status launch_split_merge(Params const& params, AttentionLaunchArguments const& arguments) {
   int64_t const rows = params.split_rows / params.packed_heads * params.heads_q;  // of a sequence, at most
   LaunchShape shape;
   shape.grid = dim3(unsigned(params.batch), unsigned((rows + 7) / 8));

@@ -8,7 +8,7 @@ A row has `threads` threads, of one CTA or of a cluster's; a CTA has one row, or
     pass      what the next reductions need is computed in registers; each thread reduces its own part, then
                   the threads of a warp by shuffles
                   the warps through shared memory, each reduction in a slot of its own, so that one barrier is enough for a pass
-                  the CTAs of a cluster through each other's shared memory
+                  the CTAs of a cluster through each other's shared memory, each pass with an mbarrier of its own
     ...       as many passes as reductions depend on each other
     store     vectors of the results, once
 
@@ -31,7 +31,7 @@ from ..graph import COLUMN, FULL, REDUCTIONS, ROW, SCALAR, Graph, Node
 from ..row_config import RowConfig, parameters
 from .build import compile_kernel, overlaps, parameter_types
 from .numbers import REGISTERS, Evaluator, as_storage, combine, from_storage, identity, load_vector, store_vector
-from .reductions import across_lanes, across_warps, tree
+from .reductions import across_lanes, across_warps, init_arrivals, tree
 
 
 def shared_words(graph: Graph, config: RowConfig) -> int:
@@ -123,8 +123,8 @@ class _Rows:
 
     # Reductions.
 
-    def reduce(self, numbers: list[int], shared: Any) -> None:
-        """All of one pass."""
+    def reduce(self, numbers: list[int], shared: Any, arrived: Any) -> None:
+        """All of one pass. ``arrived``: the mbarrier of a cluster's exchange."""
         partials = []
         for number in numbers:
             node = self.graph.nodes[number]
@@ -142,7 +142,7 @@ class _Rows:
         partials = across_lanes(kinds, partials, min(self.config.threads, 32))
         if shared is not None:
             partials = across_warps(
-                kinds, partials, shared, self.slot, self.lane, self.rank, self.config.threads // 32, self.config.cluster
+                kinds, partials, shared, self.slot, self.lane, self.rank, self.config.threads // 32, self.config.cluster, arrived, 0
             )
             self.slot += len(numbers)
         for number, total in zip(numbers, partials, strict=True):
@@ -180,7 +180,11 @@ class _Rows:
         graph, c = self.graph, self.config
         words = shared_words(graph, c)
         shared = cute.arch.alloc_smem(Int32, words, alignment=16) if words else None
+        depths = graph.depths()
+        passes = max(depths, default=0)
+        barriers = cute.arch.alloc_smem(Int64, passes, alignment=8) if c.cluster > 1 else None
         if c.cluster > 1:
+            init_arrivals(barriers, passes, self.lane)
             cute.arch.cluster_arrive_relaxed()
         if dependent:
             cute.arch.griddepcontrol_launch_dependents()
@@ -188,10 +192,9 @@ class _Rows:
         self.load_all()
         if c.cluster > 1:
             cute.arch.cluster_wait()  # all CTAs of the cluster run: their shared memory may be written
-        depths = graph.depths()
-        for depth in range(1, max(depths, default=0) + 1):
+        for depth in range(1, passes + 1):
             numbers = [i for i, node in enumerate(graph.nodes) if node.op in REDUCTIONS and depths[i] == depth]
-            self.reduce(numbers, shared)
+            self.reduce(numbers, shared, None if barriers is None else barriers + (depth - 1))
         for number in range(len(graph.outputs)):
             self.store(number)
 

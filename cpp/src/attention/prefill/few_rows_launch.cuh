@@ -1,0 +1,88 @@
+// Launches of the batch-invariant kernels for few rows: which of them, whatever is chosen has the same bits.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+
+#include "attention/prefill/few_rows_sm90.cuh"
+#include "attention/prefill/few_rows_warps_sm90.cuh"
+
+namespace minfer::attention {
+
+/// The tensor map of the codes of keys or values: [pages, page_size, heads_kv, head_dim].
+inline Status describe_code_rows(CUtensorMap* map, void const* base, AttentionProblem const& p, int64_t head_dim,
+                                 int64_t const (&stride)[3], int box_rows) {
+  if (p.pages == 0 || p.page_size == 0) return Status::success();  // nothing is loaded
+  auto const bytes = [](int64_t extent, int64_t codes) { return extent > 1 ? codes : 16; };
+  int64_t const extents[4] = {head_dim, p.heads_kv, p.page_size, p.pages};
+  int64_t const strides[3] = {bytes(p.heads_kv, stride[2]), bytes(p.page_size, stride[1]), bytes(p.pages, stride[0])};
+  int const box[4] = {128, 1, box_rows, 1};
+  return encode_tensor_map_rows(map, 4, base, extents, strides, box, 1, RowFetch::kAlone);
+}
+
+template <class Config, class Params>
+Status describe_few_rows(AttentionLaunchArguments const& arguments, Params* params) {
+  using Traits = FewRowsTraits<Config>;
+  AttentionProblem const& p = *arguments.problem;
+  AttentionOperands const& o = *arguments.operands;
+  Status status = describe_operands<Config>(arguments, params);
+  if constexpr (Traits::kCodes) {
+    int const box_rows = int(arguments.plan->box_rows);
+    if (status.ok()) status = describe_code_rows(&params->k, o.k, p, p.head_dim, o.k_strides, box_rows);
+    if (status.ok()) status = describe_code_rows(&params->v, o.v, p, p.head_dim_v, o.v_strides, box_rows);
+  }
+  if (!status.ok()) return status;
+  set_prefill_arguments(arguments, Config::kTileM, params);
+  set_split_arguments<Traits>(arguments, params);
+  return status;
+}
+
+template <class Config>
+Status launch_few_rows_warps(AttentionLaunchArguments const& arguments, int64_t items) {
+  using Kernel = FewRowsWarpsSm90<Config>;
+  AttentionPlan plan = *arguments.plan;
+  plan.box_rows = std::gcd(plan.box_rows, int64_t(Kernel::kStageKeys));
+  AttentionLaunchArguments own = arguments;
+  own.plan = &plan;
+  typename Kernel::Params params{};
+  if (Status status = describe_few_rows<Config>(own, &params); !status.ok()) return status;
+  AttentionOperands const& o = *arguments.operands;
+  params.queries = o.q;
+  params.q_batch = o.q_strides[0], params.q_row = o.q_strides[1], params.q_head = o.q_strides[2];
+  params.head_dim = int32_t(arguments.problem->head_dim);
+  int64_t const ctas = std::clamp<int64_t>(items, 1, arguments.device->sm_count);
+  Status status = launch_kernel<Kernel>(&few_rows_warps_sm90_kernel<Config>, params, own, ctas);
+  if (status.ok() && plan.split_rows > 0) status = launch_split_merge<typename Kernel::Traits, typename Kernel::BaseParams>(params, own);
+  return status;
+}
+
+template <class Config>
+Status launch_few_rows_sm90(AttentionLaunchArguments const& arguments) {
+  using Kernel = FewRowsSm90<Config>;
+  using Traits = typename Kernel::Traits;
+  constexpr int64_t kWarpItems = Traits::kCodes ? 6 : 2;  // of an SM, from which on each warp takes items of its own
+  AttentionProblem const& p = *arguments.problem;
+  AttentionPlan const& plan = *arguments.plan;
+  int64_t const sms = arguments.device->sm_count, packed = plan.packed_heads;
+  int64_t const tiles_of_sequences =
+      p.varlen ? p.tokens_q * packed / Config::kTileM + p.batch : p.batch * ((p.seqlen_q * packed + Config::kTileM - 1) / Config::kTileM);
+  int64_t const items = plan.split_rows > 0 ? plan.partial_slots : tiles_of_sequences * (p.heads_q / packed);
+  if constexpr (!Traits::kConvertsBlocks) {
+    bool const one_split = plan.split_rows > 0 || p.seqlen_k <= split_keys_of(Config::kTileN);
+    if (one_split && items > kWarpItems * sms) return launch_few_rows_warps<Config>(arguments, items);
+  }
+  typename Kernel::Params params{};
+  if (Status status = describe_few_rows<Config>(arguments, &params); !status.ok()) return status;
+  int64_t const ctas = std::clamp<int64_t>(items, 1, sms * Config::kCtasPerSm);
+  Status status = Status::success();
+  if (ctas <= sms && !Traits::kConvertsBlocks) {
+    if constexpr (!Traits::kConvertsBlocks)
+      status = launch_kernel<FewRowsSm90<FewItems<Config>>>(&few_rows_sm90_kernel<FewItems<Config>>, params, arguments, ctas);
+  } else {
+    status = launch_kernel<Kernel>(&few_rows_sm90_kernel<Config>, params, arguments, ctas);
+  }
+  if (status.ok() && plan.split_rows > 0) status = launch_split_merge<Traits>(params, arguments);
+  return status;
+}
+
+}  // namespace minfer::attention

@@ -1,0 +1,465 @@
+// Batch-invariant attention of few rows for sm_90a, for launches of many items: each warp computes items of its own, from the loads to the
+// store, with the arithmetic of few_rows_sm90.cuh and therefore the same bits. Such launches are bound by the bytes of the cache, and what
+// counts is that as many loads are under way as shared memory holds, over blocks and items.
+//
+// Warp roles. Warps 0 to 7 are consumers. Each has a producer, warps 8 to 15, and a ring of its own, whose stages are 16 or 32 keys or
+// their values: a block's keys, then its values, from the last block of a split to the first. Nothing else is shared or waited for. Scores,
+// probabilities and output are in the consumer's registers, as are the queries.
+// Limits: an item is one split (split_scheduler.cuh), or a tile whose keys are one split.
+#pragma once
+
+#include <algorithm>
+
+#include "attention/prefill/few_rows_consumer.cuh"
+#include "attention/prefill/few_rows_producer.cuh"
+
+namespace minfer::attention {
+
+/// What this kernel needs of the queries beside their tensor map, whose boxes are tiles: strides in elements.
+template <class Base>
+struct FewRowsWarpsParams : Base {
+  void const* queries;
+  int64_t q_batch, q_row, q_head;
+  int32_t head_dim;
+};
+
+template <class Config>
+struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
+  using Traits = FewRowsTraits<Config>;
+  using Consumer = FewRowsConsumer<Traits>;
+  using Producer = FewRowsProducer<Traits>;
+  using Traits::kCodes, Traits::kColumns, Traits::kConverts, Traits::kHeadDim, Traits::kInt8, Traits::kMmaType, Traits::kRowBytes;
+  using Traits::kScalesQueries, Traits::kSplitBlocks, Traits::kTileN, Traits::kTokenTiles, Traits::kType;
+  using typename Consumer::Codes, typename Consumer::Items, typename Consumer::TokenScale;
+  using typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Tile, typename Traits::TileScheduler;
+  using BaseParams = typename Traits::Params;
+  using Params = FewRowsWarpsParams<BaseParams>;
+  using Element = typename Traits::Element;
+  static constexpr int kWarps = 8, kThreads = 2 * 32 * kWarps, kSteps = kHeadDim / 16;
+  static constexpr int kConsumerRegisters = 208, kProducerRegisters = 40;
+  // A stage has tiles of 16 keys: two, whose MMAs are independent of each other, where blocks have pairs of them.
+  static constexpr int kStageTiles = kTokenTiles % 2 == 0 ? 2 : 1, kStageKeys = 16 * kStageTiles, kBlockStages = kTokenTiles / kStageTiles;
+  static constexpr int kStageBytes = kStageKeys * kRowBytes, kScaleBytes = kInt8 ? 4 * kStageKeys : 0, kFixedBytes = 4096;
+  static constexpr int kStages = std::min((227 * 1024 - kFixedBytes) / (kWarps * (kStageBytes + kScaleBytes + 16)), 16);
+
+  using Ring = minfer::Ring<kStages>;
+
+  struct SharedStorage {
+    alignas(1024) uint8_t ring[kWarps][kStages][kStageBytes];  // [128 bytes of a row][key][128], as TMA swizzles them
+    alignas(16) float scales[kInt8 ? kWarps : 1][kInt8 ? kStages : 1][kStageKeys];
+    alignas(8) uint64_t full[kWarps][kStages], empty[kWarps][kStages];
+    typename TileScheduler::Storage tiles;
+  };
+  static constexpr int kSmemBytes = int(sizeof(SharedStorage));
+  static_assert(kSmemBytes <= 227 * 1024);
+
+  static CUTLASS_DEVICE void run(Params const& params, char* smem) {
+    SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem);
+    if (shared_address(smem) % 1024 != 0) __trap();
+    int const thread = int(threadIdx.x), warp = cutlass::canonical_warp_idx_sync();
+    allow_dependent_launch();
+    if (thread < kWarps) {
+      for (int s = 0; s < kStages; ++s) {
+        FullBarrier::init(&storage.full[thread][s], 1);
+        EmptyBarrier::init(&storage.empty[thread][s], 1);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+    wait_for_predecessor();
+    TileScheduler::build(storage.tiles, params, thread, kThreads);
+    __syncthreads();
+    int const first = warp % kWarps * int(gridDim.x) + int(blockIdx.x), step = int(gridDim.x) * kWarps;  // few items are on all SMs
+    int const count = TileScheduler::count(storage.tiles, params);
+    if (warp >= kWarps) {
+      cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+      Loads loads{params, storage, warp - kWarps, thread % 32};
+      for (int item = first; item < count; item += step) loads.load(TileScheduler::at(storage.tiles, params, item));
+    } else {
+      cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      clear_rows_outside_sequences(params, thread, 32 * kWarps);
+      Warp of{params, storage, warp, thread % 32};
+      for (int item = first; item < count; item += step) of.compute(TileScheduler::at(storage.tiles, params, item));
+    }
+  }
+
+  /// Where a warp stands in the stages of an item: from the last block to the first, a block's keys and then its values.
+  struct Place {
+    int block, part, values;  // number of the block; of the stage's keys in the sequence; whether it is the values' turn
+  };
+  /// The stages' keys of an item of which one of its queries sees some; none where end <= begin.
+  struct Range {
+    int begin, end;
+
+    CUTLASS_DEVICE int first_of(int block) const { return max(begin, block * kBlockStages); }
+    CUTLASS_DEVICE int end_of(int block) const { return min(end, (block + 1) * kBlockStages); }
+    CUTLASS_DEVICE Place first() const {
+      int const block = (end - 1) / kBlockStages;
+      return {block, first_of(block), 0};
+    }
+    /// The next place; behind the last one the block is before the first one.
+    CUTLASS_DEVICE void advance(Place& at) const {
+      if (++at.part < end_of(at.block)) return;
+      if (at.values) --at.block;
+      at.values ^= 1;
+      at.part = first_of(at.block);
+    }
+    CUTLASS_DEVICE bool is_over(Place const& at) const { return (at.block + 1) * kBlockStages <= begin; }
+  };
+  static CUTLASS_DEVICE Range range_of(Params const& params, Tile const& tile) {
+    auto const queries = Traits::queries_of(params, tile);
+    Mask const mask = Traits::mask_of(params, tile);
+    int begin = mask.begin(queries.first), end = mask.end(queries.last);
+    if (tile.split >= 0) {
+      begin = max(begin, tile.split * Items::kSplitKeys);
+      end = min(end, (tile.split + 1) * Items::kSplitKeys);
+    }
+    return {begin / kStageKeys, begin < end ? (end + kStageKeys - 1) / kStageKeys : 0};
+  }
+
+  // ---- a producer -----------------------------------------------------------------------------------------------------------------
+
+  struct Loads {
+    Params const& params;
+    SharedStorage& storage;
+    int const warp, lane;
+    Ring ring = Ring::of_producer();
+
+    /// Loads an item. Where a box fills a stage, lane i holds where stage i of the split lies.
+    CUTLASS_DEVICE void load(Tile const& tile) {
+      Range const range = range_of(params, tile);
+      if (range.end <= range.begin) return;
+      int const kv_head = Traits::kv_head_of(params, tile), box_rows = params.box_rows, boxes = kStageKeys / box_rows;
+      PageTable::Location of_lane{};
+      if (boxes == 1) of_lane = Producer::find_box(params, tile, min(range.begin + lane, range.end - 1) * kStageKeys);
+#pragma unroll 1
+      for (Place at = range.first(); !range.is_over(at); range.advance(at)) {
+        PageTable::Location location;
+        if (boxes == 1) {
+          int const from = at.part - range.begin;
+          location = {__shfl_sync(0xffffffffu, of_lane.page, from), __shfl_sync(0xffffffffu, of_lane.row, from)};
+        } else {
+          location = Producer::find_box(params, tile, at.part * kStageKeys + min(lane, boxes - 1) * box_rows);
+        }
+        EmptyBarrier::wait(&storage.empty[warp][ring.index], ring.phase);
+        load_stage(tile, at.values != 0, at.part * kStageKeys, kv_head, boxes, location);
+        ring.advance();
+      }
+    }
+
+    /// location: of the lane's box.
+    CUTLASS_DEVICE void load_stage(Tile const& tile, bool values, int key, int kv_head, int boxes, PageTable::Location const& location) {
+      int const stage = ring.index, box_rows = params.box_rows;
+      uint64_t* const full = &storage.full[warp][stage];
+      uint32_t bytes = kStageBytes;
+      float const* scales = nullptr;
+      if constexpr (kInt8) {
+        QuantizedRows const& side = values ? params.values : params.keys;
+        auto const* const from = static_cast<float const*>(side.scale) + int64_t(kv_head) * params.page_size;
+        float* const to = storage.scales[warp][stage];
+        if (box_rows % 4 == 0 && reinterpret_cast<uint64_t>(side.scale) % 16 == 0) {
+          bool const mine = lane < boxes, has = mine && params.has(location.page) && location.row < params.page_size;
+          if (has) scales = from + location.page * side.scale_page + location.row;
+          if (mine && !has) {
+            for (int i = 0; i < box_rows; ++i) to[lane * box_rows + i] = 0.0f;
+          }
+          bytes += uint32_t(__popc(__ballot_sync(0xffffffffu, has)) * box_rows * 4);
+        } else if (lane < kStageKeys) {
+          PageTable::Location const token = Producer::find_token(params, tile, key + lane);
+          to[lane] = params.has(token.page) ? load_operand(from + token.page * side.scale_page + token.row) : 0.0f;
+        }
+        __syncwarp();
+      }
+      if (lane == 0) FullBarrier::arrive_and_expect_tx(full, bytes);
+      __syncwarp();
+      if (lane >= boxes) return;
+      if constexpr (kInt8) {
+        if (scales != nullptr) {
+          asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                           shared_address(&storage.scales[warp][stage][lane * box_rows])),
+                       "l"(scales), "r"(box_rows * 4), "r"(shared_address(full))
+                       : "memory");
+        }
+      }
+#pragma unroll
+      for (int column = 0; column < kColumns; ++column) {
+        cute::SM90_TMA_LOAD_4D::copy(values ? &params.v : &params.k, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                                     storage.ring[warp][stage] + (column * kStageKeys + lane * box_rows) * 128,
+                                     column * (kHeadDim / kColumns), kv_head, location.row, location.page);
+      }
+    }
+  };
+
+  // ---- a consumer -----------------------------------------------------------------------------------------------------------------
+
+  struct Warp {
+    Params const& params;
+    SharedStorage& storage;
+    int const warp, lane;
+    Ring ring{};
+
+    /// Waits for the next stage and returns its number.
+    CUTLASS_DEVICE int wait() const {
+      FullBarrier::wait(&storage.full[warp][ring.index], ring.phase);
+      return ring.index;
+    }
+    CUTLASS_DEVICE void release() {
+      __syncwarp();
+      if (lane == 0) EmptyBarrier::arrive(&storage.empty[warp][ring.index]);
+      ring.advance();
+    }
+
+    /// The queries as B operands; codes have another order (KvCodes::operand_of). Returns what their scores are multiplied by. Lanes 4 g + c
+    /// have row g.
+    CUTLASS_DEVICE float load_queries(Tile const& tile, uint32_t (&b)[kSteps][2]) const {
+      int const row = lane / 4, query = tile.first + Traits::over_packed_heads(params, row);
+      int const head = tile.head_tile * params.packed_heads + (row & (params.packed_heads - 1));
+      bool const is_query = query < tile.seqlen_q;
+      int64_t const batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
+      auto const* const from = static_cast<uint16_t const*>(params.queries) + batch * params.q_batch +
+                               (int64_t(tile.row_q) + (is_query ? query : tile.first)) * params.q_row + head * params.q_head;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          int const column = kCodes ? 16 * s + 4 * (lane % 4) + 2 * half : 16 * s + 8 * half + 2 * (lane % 4);
+          b[s][half] = 0;
+          if (is_query && column < params.head_dim) b[s][half] = load_operand(reinterpret_cast<uint32_t const*>(from + column));
+        }
+      }
+      if constexpr (!kCodes || kInt8) {
+        return 1.0f;
+      } else if constexpr (!kScalesQueries) {
+        float const sign = sign_of_keys(params, Traits::kv_head_of(params, tile));
+#pragma unroll
+        for (int i = 0; i < 2 * kSteps; ++i) b[i / 2][i % 2] = Consumer::with_sign(b[i / 2][i % 2], sign);
+        return 1.0f;
+      } else {  // as scale_query()
+        using From = Float16<kType>;
+        float max = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2 * kSteps; ++i) {
+          float2 const pair = From::unpack(b[i / 2][i % 2]);
+          max = fmaxf(max, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
+#pragma unroll
+        for (int x = 1; x < 4; x *= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, x));
+        float const factor = query_factor(max), signed_factor = factor * sign_of_keys(params, Traits::kv_head_of(params, tile));
+#pragma unroll
+        for (int i = 0; i < 2 * kSteps; ++i) {
+          float2 const pair = From::unpack(b[i / 2][i % 2]);
+          b[i / 2][i % 2] = Float16<DataType::kF16>::pack(pair.x * signed_factor, pair.y * signed_factor);
+        }
+        return inverse_of_power(factor);
+      }
+    }
+
+    /// S^T of a stage's keys.
+    CUTLASS_DEVICE void multiply_keys(int stage, uint32_t kept, uint32_t const (&b)[kSteps][2], float (&scores)[kStageTiles][4]) const {
+      uint32_t const keys = shared_address(storage.ring[warp][stage]);
+      TokenScale scales[kStageTiles][2];
+#pragma unroll
+      for (int t = 0; t < kStageTiles; ++t) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) scores[t][x] = 0.0f;
+        if constexpr (kInt8) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) scales[t][i] = TokenScale(storage.scales[warp][stage][16 * t + 8 * i + lane / 4]);
+        }
+      }
+      constexpr int kStepsOfVectors = kCodes ? 2 : 1;  // MMAs of two vectors of 16 bytes
+#pragma unroll
+      for (int s = 0; s < kSteps; s += kStepsOfVectors) {
+#pragma unroll
+        for (int t = 0; t < kStageTiles; ++t) {
+          uint32_t x[4], a[4];
+          load_matrices(Consumer::address_of(keys, kStageKeys, 16 * t + lane % 16, 2 * s / kStepsOfVectors + lane / 16), x);
+          if constexpr (kCodes) {
+            if constexpr (!kInt8 && !kScalesQueries) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) x[i] &= kept;
+            }
+            Consumer::template convert_keys<0>(x, scales[t], a);
+            multiply_16x8x16<kMmaType>(scores[t], a, b[s][0], b[s][1]);
+            Consumer::template convert_keys<1>(x, scales[t], a);
+            multiply_16x8x16<kMmaType>(scores[t], a, b[s + 1][0], b[s + 1][1]);
+          } else {
+            multiply_16x8x16<kMmaType>(scores[t], x, b[s][0], b[s][1]);
+          }
+        }
+      }
+    }
+    /// O^T += V^T.P^T of a stage's keys.
+    CUTLASS_DEVICE void multiply_values(int stage, uint2 const* p, float (&output)[kSteps][4]) const {
+      uint32_t const values = shared_address(storage.ring[warp][stage]);
+#pragma unroll
+      for (int t = 0; t < kStageTiles; ++t) {
+        int const key = 16 * t + lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
+        if constexpr (kCodes) {
+          TokenScale scales[4];
+          if constexpr (kInt8) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              scales[i] = TokenScale(storage.scales[warp][stage][16 * t + i / 2 * 8 + 2 * (lane % 4) + i % 2]);
+            }
+          }
+#pragma unroll
+          for (int i = 0; i < kSteps; i += 2) {
+            uint32_t x[4], a[4];
+            load_matrices_transposed(Consumer::address_of(values, kStageKeys, key, i + half), x);
+            Consumer::template convert_values<0>(x, scales, a);
+            multiply_16x8x16<kMmaType>(output[i], a, p[t].x, p[t].y);
+            Consumer::template convert_values<1>(x, scales, a);
+            multiply_16x8x16<kMmaType>(output[i + 1], a, p[t].x, p[t].y);
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) {
+            uint32_t a[4];
+            load_matrices_transposed(Consumer::address_of(values, kStageKeys, key, 2 * i + half), a);
+            multiply_16x8x16<kMmaType>(output[i], a, p[t].x, p[t].y);
+          }
+        }
+      }
+    }
+    /// Values of keys outside of [begin, end) become zeros: their probabilities are zero, but 0 * NaN is NaN.
+    CUTLASS_DEVICE void clear_unseen(int stage, int begin, int end) const {
+      if (begin <= 0 && end >= kStageKeys) return;
+      constexpr int kVectors = kRowBytes / 16;
+      uint32_t const values = shared_address(storage.ring[warp][stage]);
+#pragma unroll 1
+      for (int i = lane; i < kStageKeys * kVectors; i += 32) {
+        int const key = i / kVectors;
+        if (key >= begin && key < end) continue;
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(Consumer::address_of(values, kStageKeys, key, i % kVectors)), "r"(0)
+                     : "memory");
+        if constexpr (kInt8) storage.scales[warp][stage][key] = 0.0f;
+      }
+      cutlass::arch::fence_view_async_shared();  // before TMA loads into the stage again
+      __syncwarp();
+    }
+
+    CUTLASS_DEVICE void compute(Tile const& tile) {
+      uint32_t b[kSteps][2];
+      float const of_query = load_queries(tile, b);
+      float const query_scale[2] = {__shfl_sync(0xffffffffu, of_query, lane % 4 * 8), __shfl_sync(0xffffffffu, of_query, lane % 4 * 8 + 4)};
+      auto const rows = Consumer::rows_of(params, query_scale, tile, lane);
+      auto const seen = Consumer::seen_keys(params, tile);
+      Range const range = range_of(params, tile);
+      uint32_t kept = 0xffffffffu;
+      if constexpr (kCodes && !kInt8 && !kScalesQueries) kept = sign_of_keys(params, Traits::kv_head_of(params, tile)) == 0.0f ? 0 : kept;
+      float output[kSteps][4], row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) output[i][x] = 0.0f;
+      }
+      int const last_block = range.end > range.begin ? (range.end - 1) / kBlockStages : -1, first_block = range.begin / kBlockStages;
+#pragma unroll 1
+      for (int block = last_block; block >= first_block; --block) {
+        int const first = range.first_of(block) - block * kBlockStages, end = range.end_of(block) - block * kBlockStages;
+        float scores[kTokenTiles][4], block_max[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int i = 0; i < kBlockStages; ++i) {
+          auto& of_stage = reinterpret_cast<float(&)[kStageTiles][4]>(scores[i * kStageTiles]);
+          if (i >= first && i < end) {
+            multiply_keys(wait(), kept, b, of_stage);
+            release();
+          } else {
+#pragma unroll
+            for (int t = 0; t < kStageTiles; ++t) {
+#pragma unroll
+              for (int x = 0; x < 4; ++x) of_stage[t][x] = -INFINITY;
+            }
+          }
+        }
+        Consumer::cap_and_mask(params, rows, block * kTileN, lane, scores);
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) block_max[x % 2] = fmaxf(block_max[x % 2], scores[t][x]);
+        }
+        // As OnlineSoftmax::step().
+        float rescale[2], offset[2];
+        bool raised = false;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+#pragma unroll
+          for (int x = 4; x < 32; x *= 2) block_max[e] = fmaxf(block_max[e], __shfl_xor_sync(0xffffffffu, block_max[e], x));
+          block_max[e] = __fmul_rn(block_max[e], rows.scale_log2[e]);
+          rescale[e] = 1.0f;
+          if (block_max[e] > row_max[e] + kRaiseThreshold) {
+            rescale[e] = exp2_fast(row_max[e] - block_max[e]);
+            row_max[e] = block_max[e];
+            raised = true;
+          }
+          offset[e] = row_max[e] == -INFINITY ? 0.0f : row_max[e];
+        }
+        uint2 p[kTokenTiles];
+        float sum[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int t = 0; t < kTokenTiles; ++t) {
+#pragma unroll
+          for (int x = 0; x < 4; ++x) {
+            scores[t][x] = exp2_fast(fmaf(scores[t][x], rows.scale_log2[x % 2], -offset[x % 2]));
+            sum[x % 2] += scores[t][x];
+          }
+          using F = Float16<kMmaType>;
+          p[t] = make_uint2(transpose_matrix(F::pack(scores[t][0], scores[t][1])), transpose_matrix(F::pack(scores[t][2], scores[t][3])));
+        }
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], 4);
+          row_sum[e] = fmaf(row_sum[e], rescale[e], sum[e]);
+        }
+        if (__any_sync(0xffffffffu, raised)) {
+#pragma unroll
+          for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+            for (int x = 0; x < 4; ++x) output[i][x] *= rescale[x % 2];
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kBlockStages; ++i) {
+          if (i < first || i >= end) continue;  // probabilities of zero add nothing
+          int const stage = wait(), key = (block * kBlockStages + i) * kStageKeys;
+          clear_unseen(stage, seen.begin - key, seen.end - key);
+          multiply_values(stage, &p[i * kStageTiles], output);
+          release();
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        row_sum[e] += __shfl_xor_sync(0xffffffffu, row_sum[e], 8);
+        row_sum[e] += __shfl_xor_sync(0xffffffffu, row_sum[e], 16);
+      }
+      // As a fold of the only split; the kernel that folds splits does it otherwise.
+      SplitState total[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        SplitWeights const weights = fold_state(total[e], {row_max[e], row_sum[e]});
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+          for (int x = e; x < 4; x += 2) output[i][x] = fold_output(0.0f, output[i][x], weights);
+        }
+      }
+      auto const column_of = [&](int i, int x) { return Codes::row_of(i, lane / 4, x / 2); };
+      if (tile.split >= 0) {
+        Consumer::template store_partial<kSteps>(params, tile, total, output, lane, column_of);
+      } else {
+        Consumer::template store<kSteps>(params, tile, total, output, lane, column_of);
+      }
+    }
+  };
+};
+
+template <class Config>
+__global__ void __launch_bounds__(FewRowsWarpsSm90<Config>::kThreads, 1)
+    few_rows_warps_sm90_kernel(__grid_constant__ typename FewRowsWarpsSm90<Config>::Params const params) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char smem[];
+  FewRowsWarpsSm90<Config>::run(params, smem);
+#endif
+}
+
+}  // namespace minfer::attention
