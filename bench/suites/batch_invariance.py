@@ -299,12 +299,12 @@ def in_both_modes(args: argparse.Namespace, form: str, rows: int, tokens: int, u
     from minfer.generation import engine_of
     from minfer.integrations.transformers import optimize
 
-    scheme, kv_cache = FORMATS[form]
+    given = FORMATS[form]
     changes = {} if args.layers is None else {"num_hidden_layers": args.layers}
-    handle = optimize(models.random_model(args.model, **changes), weights=scheme, kv_cache=kv_cache, restorable=False)
+    handle = optimize(models.random_model(args.model, **changes), **given._asdict(), restorable=False)
     for mode in (False, True):
         options = dict(max_length=tokens, max_rows=rows, cache_tokens=rows * tokens, share_prefixes=False, batch_invariant=mode)
-        use(mode, engine_of(handle, kv_cache=kv_cache, **options))
+        use(mode, engine_of(handle, kv_cache=given.kv_cache, **options))
         gc.collect()
         torch.cuda.empty_cache()
 

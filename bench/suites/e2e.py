@@ -43,16 +43,26 @@ SUITES = ("decode", "prefill", "serving", "start")
 SERVED = {"prompt": (64, 1024), "new": (32, 256)}  # tokens of a request, from and to
 PEERS = ("transformers", "transformers_compiled", "vllm_ops")
 DENSE = ("llama-3.1-8b", "qwen2.5-7b")  # what vllm_ops has
-# weights, cache
-FORMATS: dict[str, tuple[WeightScheme | None, str | None]] = {
-    "bf16": (None, None),
-    "bf16-kv8": (None, "int8"),
-    "w4a16": (WeightScheme("w4a16"), None),
-    "w4a16-kv4": (WeightScheme("w4a16"), "int4"),
-    "fp8": (WeightScheme("fp8"), None),
-    "fp8-rows": (WeightScheme("fp8", -1), None),
-    "int8": (WeightScheme("int8"), None),
-    "mxfp4-experts": (WeightScheme("mxfp4", parts="experts"), None),
+
+
+class Form(NamedTuple):
+    """What ``optimize`` is given. ``head``: of the weights of the last product, which are in 16 bits otherwise."""
+
+    weights: WeightScheme | None = None
+    kv_cache: str | None = None
+    head: str | None = None
+
+
+FORMATS = {
+    "bf16": Form(),
+    "bf16-kv8": Form(kv_cache="int8"),
+    "w4a16": Form(WeightScheme("w4a16")),
+    "w4a16-head": Form(WeightScheme("w4a16"), head="w4a16"),
+    "w4a16-kv4": Form(WeightScheme("w4a16"), "int4"),
+    "fp8": Form(WeightScheme("fp8")),
+    "fp8-rows": Form(WeightScheme("fp8", -1)),
+    "int8": Form(WeightScheme("int8")),
+    "mxfp4-experts": Form(WeightScheme("mxfp4", parts="experts")),
 }
 PREFILLS = (512, 2048, 8192, 32768)
 
@@ -207,7 +217,7 @@ def measure(
     suites, batches = chosen_of(args.suite, "suite", SUITES), [int(b) for b in args.batch.split(",")]
     lengths, peers = [int(n) for n in args.prefill.split(",") if n], [] if args.peers == "none" else chosen_of(args.peers, "peers", PEERS)
     changes = {} if args.layers is None else {"num_hidden_layers": args.layers}
-    scheme, kv_cache = FORMATS[form]
+    given = FORMATS[form]
     model = models.random_model(name, **changes)
     limit = model.config.get_text_config(decoder=True).max_position_embeddings
     lengths = [n for n in lengths if n + 1 < limit and "prefill" in suites]  # else they would have room in the cache
@@ -234,7 +244,7 @@ def measure(
                 if not late():
                     run = functools.partial(vllm_times, model.config, batch, args.context, form)
                     theirs["vllm_ops", "decode", batch] = tried(f"vllm_ops at batch {batch}", run)
-        handle = optimize(model, weights=scheme, kv_cache=kv_cache, restorable=False)
+        handle = optimize(model, **given._asdict(), restorable=False)
         ours = model(probe, use_cache=True).logits.float()
         error = float((ours - truth).norm() / truth.norm())
         print(f"{name} {form}: relative difference of logits from transformers' {error:.4f}", flush=True)
@@ -244,7 +254,7 @@ def measure(
         each = max(args.context + args.steps + 64, sum(longest for _, longest in SERVED.values()) if "serving" in suites else 0)
         longest = min(max([each, *lengths]) + 64, limit)
         room = max(rows * each, longest)  # not all that there is
-        engine = engine_of(handle, kv_cache=kv_cache, max_length=longest, max_rows=rows, cache_tokens=room, share_prefixes=False)
+        engine = engine_of(handle, kv_cache=given.kv_cache, max_length=longest, max_rows=rows, cache_tokens=room, share_prefixes=False)
         models.fill_cache(engine)
         if "decode" in suites:
             for batch in batches:

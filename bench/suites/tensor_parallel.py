@@ -50,9 +50,9 @@ def silent() -> Iterator[None]:
 
 def engine_of(name: str, form: str, parallel: TensorParallel | None, rows: int, longest: int, layers: int | None) -> Engine:
     """The whole model, or this rank's part."""
-    scheme, kv_cache = FORMATS[form]
+    given = FORMATS[form]
     model = models.random_model(name, num_hidden_layers=_LAYERS)
-    handle = optimize(model, weights=scheme, kv_cache=kv_cache, restorable=False, parallel=parallel)
+    handle = optimize(model, **given._asdict(), restorable=False, parallel=parallel)
     decoder = decoder_model(handle, longest)
     whole = models.MODELS[name]["num_hidden_layers"] if layers is None else layers
     decoder = models.repeated(decoder, whole)
