@@ -95,8 +95,8 @@ TEST_CASE(registry_treats_f16_and_bf16_alike) {
   int f16 = 0, bf16 = 0;
   for_each_kernel([&](KernelInfo const& kernel) {
     f16 += kernel.ab_type == DataType::kF16;
-    // Prefill over int8, which has kernels of its own beside bf16 queries, is part of the kernels over codes beside f16 ones; tiles of 8 rows
-    // have both.
+    // Prefill over int8, which has kernels of its own beside bf16 queries, is part of the kernels over codes beside f16 ones; tiles of 8
+    // rows have both.
     bool const prefill = std::string(kernel.family) == "attention" && kernel.schedule != Schedule::kSplitKv && kernel.tile_m > 8;
     bf16 += kernel.ab_type == DataType::kBF16 && !(prefill && kernel.b_format == WeightFormat::kInt8);
   });

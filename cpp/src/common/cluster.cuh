@@ -1,5 +1,5 @@
-// A thread-block cluster (sm_90): the CTA's rank in it, its barrier, reads of other CTAs' shared memory and stores to it. Before sm_90 a CTA is
-// alone.
+// A thread-block cluster (sm_90): the CTA's rank in it, its barrier, reads of other CTAs' shared memory and stores to it. Before sm_90 a
+// CTA is alone.
 #pragma once
 
 #include <cstdint>

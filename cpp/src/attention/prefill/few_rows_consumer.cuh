@@ -58,9 +58,9 @@ struct FewRowsConsumer : Traits {
     return base + (vector / 8 * rows + row) * 128 + ((vector ^ row) % 8) * 16;
   }
 
-  /// S^T of a block: 16 keys to a tile. As in the prefill kernel, an MMA adds up 16 neighbouring elements of head_dim, the first ones first.
-  /// In which order it takes those 16 changes no bit of its sum; codes have another one (KvCodes). first: the warp's first tile of the block.
-  /// sign: what codes of K are multiplied by.
+  /// S^T of a block: 16 keys to a tile. As in the prefill kernel, an MMA adds up 16 neighbouring elements of head_dim, the first ones
+  /// first. In which order it takes those 16 changes no bit of its sum; codes have another one (KvCodes). first: the warp's first tile of
+  /// the block. sign: what codes of K are multiplied by.
   static CUTLASS_DEVICE void multiply_keys(SharedStorage& storage, int stage, int of_ring, int first, int lane, float sign,
                                            float (&scores)[kWarpTiles][4]) {
     uint32_t const queries = shared_address(storage.q[stage]), keys = shared_address(storage.ring[of_ring]);

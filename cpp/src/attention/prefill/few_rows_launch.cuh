@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <type_traits>
 
 #include "attention/prefill/few_rows_sm90.cuh"
 #include "attention/prefill/few_rows_warps_sm90.cuh"
@@ -67,22 +68,22 @@ Status launch_few_rows_sm90(AttentionLaunchArguments const& arguments) {
   int64_t const tiles_of_sequences =
       p.varlen ? p.tokens_q * packed / Config::kTileM + p.batch : p.batch * ((p.seqlen_q * packed + Config::kTileM - 1) / Config::kTileM);
   int64_t const items = plan.split_rows > 0 ? plan.partial_slots : tiles_of_sequences * (p.heads_q / packed);
+  int64_t const ctas = std::clamp<int64_t>(items, 1, sms * Config::kCtasPerSm);
+  auto const launch_as = [&](auto* kernel, auto* run) {
+    using Run = std::remove_pointer_t<decltype(kernel)>;
+    typename Kernel::Params params{};
+    Status status = describe_few_rows<Config>(arguments, &params);
+    if (status.ok()) status = launch_kernel<Run>(run, params, arguments, ctas);
+    if (status.ok() && plan.split_rows > 0) status = launch_split_merge<Traits>(params, arguments);
+    return status;
+  };
   if constexpr (!Traits::kConvertsBlocks) {
     bool const one_split = plan.split_rows > 0 || p.seqlen_k <= split_keys_of(Config::kTileN);
     if (one_split && items > kWarpItems * sms) return launch_few_rows_warps<Config>(arguments, items);
+    using Few = FewItems<Config>;
+    if (ctas <= sms) return launch_as(static_cast<FewRowsSm90<Few>*>(nullptr), &few_rows_sm90_kernel<Few>);
   }
-  typename Kernel::Params params{};
-  if (Status status = describe_few_rows<Config>(arguments, &params); !status.ok()) return status;
-  int64_t const ctas = std::clamp<int64_t>(items, 1, sms * Config::kCtasPerSm);
-  Status status = Status::success();
-  if (ctas <= sms && !Traits::kConvertsBlocks) {
-    if constexpr (!Traits::kConvertsBlocks)
-      status = launch_kernel<FewRowsSm90<FewItems<Config>>>(&few_rows_sm90_kernel<FewItems<Config>>, params, arguments, ctas);
-  } else {
-    status = launch_kernel<Kernel>(&few_rows_sm90_kernel<Config>, params, arguments, ctas);
-  }
-  if (status.ok() && plan.split_rows > 0) status = launch_split_merge<Traits>(params, arguments);
-  return status;
+  return launch_as(static_cast<Kernel*>(nullptr), &few_rows_sm90_kernel<Config>);
 }
 
 }  // namespace minfer::attention

@@ -7,7 +7,8 @@
 // (shared/splits.h) blocks in registers, so that the softmax of all its blocks is computed at once, by the running maxima that the prefill
 // kernel has block after block. Where a split is an item of its own, a kernel behind this one folds them (split_merge.cuh).
 // Warp roles. The first 4 or 8 warps are consumers. The next one loads keys and values by TMA. Codes of fp8 and int8 become 16 bits in
-// the consumers' registers; those of int4 on their way to shared memory, by four warps (convert.cuh). Several CTAs share an SM: while one computes a softmax, others load, convert or multiply.
+// the consumers' registers; those of int4 on their way to shared memory, by four warps (convert.cuh). Where there are few items, a CTA has
+// an SM alone, and its ring has room for as much of a split as fits; else two share an SM.
 // Pipeline. One ring of blocks, a split's key blocks first and then its value blocks; two stages of queries and of published items.
 // Limits: equal head dimensions.
 #pragma once

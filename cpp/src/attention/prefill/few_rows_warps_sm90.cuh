@@ -208,8 +208,8 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
       ring.advance();
     }
 
-    /// The queries as B operands; codes have another order (KvCodes::operand_of). Returns what their scores are multiplied by. Lanes 4 g + c
-    /// have row g.
+    /// The queries as B operands; codes have another order (KvCodes::operand_of). Returns what their scores are multiplied by. Lanes
+    /// 4 g + c have row g.
     CUTLASS_DEVICE float load_queries(Tile const& tile, uint32_t (&b)[kSteps][2]) const {
       int const row = lane / 4, query = tile.first + Traits::over_packed_heads(params, row);
       int const head = tile.head_tile * params.packed_heads + (row & (params.packed_heads - 1));
