@@ -158,16 +158,6 @@ def test_quotients():
         assert ((have - want).abs()[want.abs() < 2.0**-126] <= 2.0**-126).all()
 
 
-def test_hyperbolic_tangents():
-    """3 ulp, and the sign of zero."""
-    x = torch.cat([torch.linspace(-12, 12, 200_000), torch.linspace(-1.1, 1.1, 200_000), torch.logspace(-44, 38, 2_000)]).cuda()
-    have, want = fuse.pointwise(lambda x: x.tanh())(x[None])[0], x.double().tanh()
-    assert ((have - want).abs() <= 3 * 2.0**-23 * want.abs() + 2.0**-126).all() and (have.abs() <= 1).all()
-    special = torch.tensor([[float("inf"), -float("inf"), float("nan"), 0.0, -0.0]], device="cuda")
-    have = fuse.pointwise(lambda x: x.tanh())(special)[0]
-    assert have[:2].tolist() == [1, -1] and have[2].isnan() and have[3:].signbit().tolist() == [False, True]
-
-
 def test_operators():
     x, y, weight = rows(4, 32), rows(4, 32), rows(32)
     torch.library.opcheck(gated.op, (x, y))

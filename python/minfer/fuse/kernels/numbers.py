@@ -1,8 +1,8 @@
 """A graph's operations on scalars of the CuTe DSL, and groups of scalars between registers and memory.
 
 Plain Python, which runs while a kernel is traced: a list of scalars is unrolled code. Transcendental functions use the hardware's
-approximations where these are within 2 ulp of float32 (exp2, reciprocals, square roots' reciprocals, quotients), what is made of these
-(tanh, within 3 ulp), and the accurate versions elsewhere (logarithms, erf, sin, cos, powers).
+approximations where these are within 2 ulp of float32 (exp2, reciprocals, square roots' reciprocals, quotients) and the accurate versions
+elsewhere (logarithms, tanh, erf, sin, cos, powers).
 """
 
 from __future__ import annotations
@@ -31,25 +31,6 @@ def _exp(x: Any) -> Any:
 
 def _expm1(x: Any) -> Any:
     return cute.math.expm1(x)
-
-
-# tanh(x) = x + x u (c0 + c1 u + ..), u = x^2 up to 1, where the relative error is 5e-9: fitted by weighted least squares.
-_TANH = (-0.333332926, 0.133322835, -0.0538760796, 0.0214760602, -0.00793068297, 0.00229024119, -0.000355299329)
-
-
-def _tanh(x: Any) -> Any:
-    """Without branches, which eight numbers of a thread would take one after the other."""
-    magnitude = cute.math.abs(x)
-    square = magnitude * magnitude
-    near = Float32(_TANH[-1])
-    for factor in reversed(_TANH[:-1]):
-        near = near * square + Float32(factor)
-    near = near * square * magnitude + magnitude
-    far = Float32(1.0) - Float32(2.0) * cute.math.rcp(
-        Float32(1.0) + cute.math.exp2(magnitude * Float32(2 * _LOG2_E), approx=True), approx=True
-    )
-    result = _select(magnitude < Float32(1.0), near, far, F32)
-    return (result.bitcast(Int32) | (x.bitcast(Int32) & Int32(-(1 << 31)))).bitcast(Float32)
 
 
 def _floor_div(a: Any, b: Any, dtype: str) -> Any:
@@ -90,7 +71,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "reciprocal": lambda x: cute.math.rcp(x, approx=True),
     "sin": cute.math.sin,
     "cos": cute.math.cos,
-    "tanh": _tanh,
+    "tanh": cute.math.tanh,
     "erf": cute.math.erf,
     "floor": cute.math.floor,
     "ceil": cute.math.ceil,
