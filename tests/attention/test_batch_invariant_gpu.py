@@ -37,8 +37,7 @@ def kernel_of(kv_format, head_dim, dtype, few: bool = False) -> dict:
     """The option that names the kernel of the mode; few: that for few rows, where there is one."""
     own = [k for k in minfer.kernels("attention") if k["operation"] == "attention_invariant" and kv_format in formats_of(k)]
     fitting = [k for k in own if k["ab_type"] == DTYPE_NAMES[dtype] and k["tile_k"] >= head_dim]
-    order = lambda k: (k["tile_k"], (k["tile_m"] > 8) == few, k["b_format"] == "codes")  # noqa: E731
-    return dict(kernel=min(fitting, key=order)["name"])
+    return dict(kernel=min(fitting, key=lambda k: (k["tile_k"], (k["tile_m"] > 8) == few))["name"])
 
 
 def run(call, few: bool | None = None, **options):

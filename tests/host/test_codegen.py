@@ -212,7 +212,7 @@ def test_the_projects_own_table():
     for kernel in kernels:
         assert kernel.smem_bytes <= (SM90_SMEM_LIMIT if kernel.arch == 90 else SM80_SMEM_LIMIT)
         if kernel.FAMILY == "attention":
-            decode, prefill = r"(_fp8_e4m3|_int8|_int4)?_decode", r"(x\d+)?(_codes|_int8|_fp8_e4m3)?_\d+x\d+_prefill(_invariant)?"
+            decode, prefill = r"(_fp8_e4m3|_int8|_int4)?_decode", r"(x\d+)?(_codes|_fp8_e4m3|_int8|_int4)?_\d+x\d+_prefill(_invariant)?"
             what = decode if kernel.schedule == "split_kv" else prefill
             assert re.fullmatch(rf"attention_sm(80|90)_b?f16_d\d+{what}", kernel.name)
             continue

@@ -58,9 +58,10 @@ def decode(row: Row) -> list[dict]:
 
 def few_rows(row: Row) -> list[dict]:
     """The fields of a kernel whose rows are the MMA's n (few_rows_sm90.cuh)."""
-    head_dim, cache, stages = row.get("head_dim"), cache_of(row, "fp8_e4m3"), row.get("stages")
+    head_dim, cache, stages = row.get("head_dim"), cache_of(row, "fp8_e4m3", "int4"), row.get("stages")
     codes = cache != "dense"
-    converted = cache == "codes"  # to 16 bits in shared memory
+    converted = cache == "int4"  # to 16 bits in shared memory
+    row.require(cache != "codes", "cache", "of codes is for tiles of 64 queries and more")
     _, tile_n = row.integers("tile", 2)
     blocks = (SPLIT_KEYS + tile_n // 2) // tile_n
     row.require(row.flag("invariant") and row.get("schedule") == "cooperative", "tile", "of 8 queries is batch-invariant and cooperative")

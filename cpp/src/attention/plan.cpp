@@ -312,8 +312,6 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
       KernelInfo const& kernel = *at;
       if (kernel.tile_k != whole.tile_k || kernel.tile_n != whole.tile_n || kernel.head_dim_v != whole.head_dim_v) continue;
       if (problem.seqlen_q * packed > kFewRows) continue;
-      // One of a single format before one of several.
-      if (is_for_few_rows(*plan->kernel) && kernel.b_format == WeightFormat::kCodes) continue;
       *plan = describe(kernel, problem, device);
     }
     char divided[128] = "; all keys are one split";

@@ -1,5 +1,5 @@
 // The producer of a batch-invariant kernel for few rows: it publishes items and fills the ring with the item's key blocks, the last one
-// first, and then with its value blocks. One warp does this by TMA, or four convert codes of a cache to 16 bits.
+// first, and then with its value blocks. One warp does this by TMA, or four convert codes of int4 to 16 bits.
 #pragma once
 
 #include "attention/prefill/few_rows_traits.cuh"
@@ -128,9 +128,8 @@ struct FewRowsProducer : PrefillProducer<Traits> {
 
   // ---- keys and values from codes: four warps -------------------------------------------------------------------------------------
 
-  template <WeightFormat kFormat>
   static CUTLASS_DEVICE void convert(Params const& params, SharedStorage& storage, int warp, int lane) {
-    using Converter = BlockConverter<kType, Traits::kMmaType, kFormat, kTileN, kHeadDim>;
+    using Converter = BlockConverter<kType, Traits::kMmaType, Traits::kFormat, kTileN, kHeadDim>;
     Ring ring = Ring::of_producer();
     for (int iteration = 0, item = int(blockIdx.x);; ++iteration, item += int(gridDim.x)) {
       if (warp == 0) publish_tile(storage, iteration, item_at(storage, params, item, TileScheduler::count(storage.tiles, params)), lane);

@@ -61,9 +61,7 @@ struct FewRowsSm90 {
       Consumer::consume(params, storage, thread);
     } else if constexpr (Traits::kConvertsBlocks) {
       cutlass::arch::warpgroup_reg_alloc<Traits::kConverterRegisters>();
-      Traits::for_format(params.format, [&](auto format) {
-        Producer::template convert<format()>(params, storage, warp - Traits::kConsumerWarps, thread % 32);
-      });
+      Producer::convert(params, storage, warp - Traits::kConsumerWarps, thread % 32);
     } else {
       Producer::produce(params, storage, thread % 32);
     }

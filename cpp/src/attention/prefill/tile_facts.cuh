@@ -18,14 +18,14 @@ template <class Config>
 struct PrefillTileFacts {
   static constexpr DataType kType = Config::kType;
   static constexpr int kTileM = Config::kTileM, kTileN = Config::kTileN, kHeadDim = Config::kHeadDim, kHeadDimV = Config::kHeadDimV;
-  static constexpr WeightFormat kFormat = Config::kFormat;            // kDense, kCodes, kInt8, or for few rows kFp8E4M3
+  static constexpr WeightFormat kFormat = Config::kFormat;            // kDense, kCodes, kInt8, or for few rows a cache's
   static constexpr bool kConverts = kFormat != WeightFormat::kDense;  // keys and values are codes, which are converted
   static constexpr bool kInvariant = Config::kInvariant;              // batch-invariant (shared/splits.h)
   static constexpr bool kFolds = kInvariant && has_splits(kHeadDim);  // keys are divided into splits
   static constexpr int kSplitBlocks = split_blocks_of(kTileN);
   /// The type of the MMAs' operands. f16 holds the codes of fp8, and int4's numbers as their scales do, and the conversion to it takes a
   /// third of that to bf16. Queries of bf16 are then divided by a power of two (scale_queries.cuh), which is a factor of their scores.
-  static constexpr DataType kMmaType = kFormat == WeightFormat::kCodes || kFormat == WeightFormat::kFp8E4M3 ? DataType::kF16 : kType;
+  static constexpr DataType kMmaType = kConverts && kFormat != WeightFormat::kInt8 ? DataType::kF16 : kType;
   static constexpr bool kScalesQueries = kMmaType != kType;
   /// Calls convert(format) with the format of a call's cache.
   template <class Convert>
