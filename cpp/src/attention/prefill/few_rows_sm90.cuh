@@ -1,7 +1,7 @@
 // Batch-invariant attention of few rows for sm_90a: decode, and the verification of a few drafted tokens. It returns the bits of the
 // batch-invariant prefill kernel of the same head dimension and cache (prefill_sm90.cuh), whose tiles have 64 rows and more.
 //
-// MMAs are mma.sync m16n8k16, whose results have the bits of WGMMA's (tests/batch_invariance compares the kernels). Operands are swapped:
+// MMAs are mma.sync m16n8k16, whose results have the bits of WGMMA's (tests/attention/test_batch_invariant_gpu.py). Operands are swapped:
 // scores are computed as S^T = K.Q^T and the output as O^T = V^T.P^T, with keys or channels as the MMA's m and the tile's 8 rows as its n.
 // What an element adds up, and in which order, does not depend on which operand is which. A warp keeps the scores of one of a split's
 // (shared/splits.h) blocks in registers, so that the softmax of all its blocks is computed at once, by the running maxima that the prefill

@@ -34,7 +34,6 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
   using typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Tile, typename Traits::TileScheduler;
   using BaseParams = typename Traits::Params;
   using Params = FewRowsWarpsParams<BaseParams>;
-  using Element = typename Traits::Element;
   static constexpr int kWarps = 8, kThreads = 2 * 32 * kWarps, kSteps = kHeadDim / 16;
   static constexpr int kConsumerRegisters = 208, kProducerRegisters = 40;
   // A stage has tiles of 16 keys: two, whose MMAs are independent of each other, where blocks have pairs of them.
