@@ -6,6 +6,8 @@
 Loading registers ``torch.ops.minfer.*`` for CUDA (ahead-of-time kernels), CPU (ATen compositions) and meta tensors.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from ._core.library import check_environment as _check_environment, load_library as _load_library
 
 _check_environment()
@@ -16,19 +18,27 @@ from . import distributed, nn, ops as _ops, quantize, reference
 from ._core.batch_invariance import batch_invariant, is_batch_invariant, set_batch_invariant
 from ._core.registry import build_info, kernels
 from .formats.gate_up import pack_gate_up, unpack_gate_up
-from .generation import Completion, SamplingParams, generate
 from .ops import *
 from .planning import tuned as _tuned
 from .planning.plan import NormPlan, Plan, plan
 
+if _TYPE_CHECKING:
+    from .generation import Completion, SamplingParams, generate
+
 
 def __getattr__(name: str):
-    """minfer.fuse is imported where it is first used: nothing else needs it."""
-    if name == "fuse":
-        import importlib
+    """minfer.fuse and minfer.generation, and what comes from them, are imported where they are first used: nothing else needs them."""
+    import importlib
 
-        return importlib.import_module(f"{__name__}.fuse")
+    if name in ("fuse", "generation"):
+        return importlib.import_module(f"{__name__}.{name}")
+    if name in ("Completion", "SamplingParams", "generate"):
+        return getattr(importlib.import_module(f"{__name__}.generation"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "fuse", "generation"})
 
 
 __version__: str = build_info()["version"]
