@@ -8,19 +8,24 @@ Loading registers ``torch.ops.minfer.*`` for CUDA (ahead-of-time kernels), CPU (
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from ._core.library import check_environment as _check_environment, load_library as _load_library
+from ._core.library import (
+    check_environment as _check_environment,
+    load_library as _load_library,
+    without_collections as _without_collections,
+)
 
 _check_environment()
 _load_library(__path__)
 
-# ruff: noqa: E402, F403, F405  what follows looks the operators up in the library
-from . import distributed, nn, ops as _ops, quantize, reference
-from ._core.batch_invariance import batch_invariant, is_batch_invariant, set_batch_invariant
-from ._core.registry import build_info, kernels
-from .formats.gate_up import pack_gate_up, unpack_gate_up
-from .ops import *
-from .planning import tuned as _tuned
-from .planning.plan import NormPlan, Plan, plan
+# ruff: noqa: F403, F405  what follows looks the operators up in the library
+with _without_collections():
+    from . import distributed, nn, ops as _ops, quantize, reference
+    from ._core.batch_invariance import batch_invariant, is_batch_invariant, set_batch_invariant
+    from ._core.registry import build_info, kernels
+    from .formats.gate_up import pack_gate_up, unpack_gate_up
+    from .ops import *
+    from .planning import tuned as _tuned
+    from .planning.plan import NormPlan, Plan, plan
 
 if _TYPE_CHECKING:
     from .generation import Completion, SamplingParams, generate

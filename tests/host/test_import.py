@@ -31,3 +31,9 @@ def test_every_public_name_is_there():
 def test_other_names_are_refused():
     with pytest.raises(AttributeError, match="module 'minfer' has no attribute 'generator'"):
         _ = minfer.generator
+
+
+@pytest.mark.parametrize("collects", (True, False))
+def test_the_collector_is_as_it_was(collects):
+    program = f"import gc; gc.{'enable' if collects else 'disable'}(); import torch, minfer; print(gc.isenabled())"
+    assert run(program) == str(collects)

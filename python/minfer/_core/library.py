@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -38,3 +40,16 @@ def load_library(folders: Iterable[str]) -> None:
             torch.ops.load_library(library)
             return
     raise ImportError(f"minfer: _C.so is not in {', '.join(folders)}: the package was not built; run `pip install .` in its repository")
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Leaves the garbage collector out. What an import makes stays, but there is enough of it for a collection of all objects, torch's
+    included: with Python 3.10 that took 0.15 s of the 0.34 s that importing minfer took."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
