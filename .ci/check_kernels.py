@@ -19,7 +19,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "third_party"))
@@ -30,14 +32,16 @@ MMAS = ("HGMMA", "QGMMA", "IGMMA", "HMMA", "IMMA", "QMMA")
 WGMMA = {"e4m3": "QGMMA", "s8": "IGMMA"}  # by the operands' type; of 16-bit floats HGMMA
 
 
-def cuobjdump(*arguments: str):
+def cuobjdump(*arguments: str, cwd: str | None = None):
     """Lines of cuobjdump's output. It calls nvdisasm, which may lie beside it (NVIDIA's wheels) or on PATH."""
     program = shutil.which("cuobjdump") or locate("nvidia/cu13/bin/cuobjdump")
     if not program:
         sys.exit("check_kernels: no cuobjdump; pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
     nvdisasm = locate("nvidia/cu13/bin/nvdisasm")
     folders = [os.path.dirname(program), os.environ["PATH"], os.path.dirname(nvdisasm)]
-    process = subprocess.Popen([program, *arguments], stdout=subprocess.PIPE, text=True, env={**os.environ, "PATH": ":".join(folders)})
+    process = subprocess.Popen(
+        [program, *arguments], stdout=subprocess.PIPE, text=True, cwd=cwd, env={**os.environ, "PATH": ":".join(folders)}
+    )
     yield from process.stdout
     if process.wait() != 0:
         sys.exit(f"check_kernels: {' '.join([program, *arguments])} failed")
@@ -58,16 +62,28 @@ def resource_usage(library: str) -> dict[tuple[str, str], dict[str, int]]:
 
 
 def instructions(library: str) -> dict[tuple[str, str], Counter]:
-    """(architecture, function) -> how often it has each of the MMAs, LDL and STL."""
-    counts, arch, counter = {}, "", Counter()
+    """(architecture, function) -> how often it has each of the MMAs, LDL and STL. Disassembling takes minutes: all cores share it."""
     pattern = re.compile(rf"\b({'|'.join((*MMAS, 'LDL', 'STL'))})\b")
-    for line in cuobjdump("--dump-sass", library):
-        if "code for sm_" in line:
-            arch = line.split("code for sm_")[1].strip()
-        elif "Function : " in line:
-            counter = counts.setdefault((arch, line.split("Function : ")[1].strip()), Counter())
-        elif match := pattern.search(line):
-            counter[match.group(1)] += 1
+
+    def of_binary(binary: Path) -> dict[tuple[str, str], Counter]:
+        counts, arch, counter = {}, "", Counter()
+        for line in cuobjdump("--dump-sass", str(binary)):
+            if "code for sm_" in line:
+                arch = line.split("code for sm_")[1].strip()
+            elif "Function : " in line:
+                counter = counts.setdefault((arch, line.split("Function : ")[1].strip()), Counter())
+            elif match := pattern.search(line):
+                counter[match.group(1)] += 1
+        return counts
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        extracted = sum("cubin" in line for line in cuobjdump("--extract-elf", "all", str(Path(library).resolve()), cwd=folder))
+        binaries = sorted(Path(folder).glob("*.cubin"), key=lambda binary: -binary.stat().st_size)  # the largest ones first
+        if not extracted or len(binaries) != extracted:
+            sys.exit(f"check_kernels: {library} has {extracted} binaries, {len(binaries)} were extracted")
+        counts = {}
+        for found in pool.map(of_binary, binaries):
+            counts |= found
     return counts
 
 
