@@ -62,7 +62,7 @@ def resource_usage(library: str) -> dict[tuple[str, str], dict[str, int]]:
 
 
 def instructions(library: str) -> dict[tuple[str, str], Counter]:
-    """(architecture, function) -> how often it has each of the MMAs, LDL and STL. Disassembling takes minutes: all cores share it."""
+    """(architecture, function) -> how often it has each of the MMAs, LDL and STL. Disassembling takes minutes: cores share it."""
     pattern = re.compile(rf"\b({'|'.join((*MMAS, 'LDL', 'STL'))})\b")
 
     def of_binary(binary: Path) -> dict[tuple[str, str], Counter]:
@@ -76,14 +76,15 @@ def instructions(library: str) -> dict[tuple[str, str], Counter]:
                 counter[match.group(1)] += 1
         return counts
 
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
         extracted = sum("cubin" in line for line in cuobjdump("--extract-elf", "all", str(Path(library).resolve()), cwd=folder))
         binaries = sorted(Path(folder).glob("*.cubin"), key=lambda binary: -binary.stat().st_size)  # the largest ones first
         if not extracted or len(binaries) != extracted:
             sys.exit(f"check_kernels: {library} has {extracted} binaries, {len(binaries)} were extracted")
         counts = {}
         for found in pool.map(of_binary, binaries):
-            counts |= found
+            for function, counter in found.items():  # which several binaries may hold
+                counts.setdefault(function, Counter()).update(counter)
     return counts
 
 

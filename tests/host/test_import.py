@@ -16,7 +16,7 @@ def run(program: str) -> str:
 def test_the_engine_is_imported_at_its_first_use():
     program = """
 import sys, minfer
-lazy = ("minfer.generation", "minfer.fuse", "minfer.integrations", "transformers", "rich")
+lazy = ("minfer.generation", "minfer.fuse", "minfer.integrations", "transformers")
 print([name for name in lazy if name in sys.modules], minfer.SamplingParams.__module__, "minfer.generation" in sys.modules)
 """
     assert run(program) == "[] minfer.generation.params True"
