@@ -204,18 +204,38 @@ def test_pages(kv_format):
         assert not differs(rows_of(there, 1400, 1472), want), size
 
 
-def test_padding_of_a_graph():
-    """A captured batch with places for more sequences, whose lengths are 0, replayed with other lengths."""
-    call = make([900, 2000, 0, 0, 0, 0, 0, 0], "16bit", (8, 2), (128, 128), torch.bfloat16, most=2048)
-    graph, have = captured(call, **kernel_of("16bit", 128, torch.bfloat16))
-    for lengths in ([900, 2000], [899, 1], [480, 481], [0, 1700]):
-        call.seq_lens.copy_(torch.tensor(lengths + [0] * 6, dtype=torch.int32))
-        graph.replay()
-        torch.cuda.synchronize()
-        for b, length in enumerate(lengths):
-            alone = run(dataclasses.replace(call.subset([b]), lengths=[length]))
-            assert not differs(alone, (have[0][b : b + 1], have[1][b : b + 1])), (lengths, b)
-        assert not have[0][2:].any() and bool((have[1][2:] == -math.inf).all())
+@pytest.mark.parametrize("few", (False, True))
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_padding_of_a_graph(kv_format, few):
+    """A captured batch with places for more sequences, whose lengths are 0, replayed with other lengths. The second batch is so large that
+    a launch behind folds the splits of few rows; those of the first are folded by the CTAs that compute them."""
+    for places, heads in ((8, (8, 2)), (40, (16, 4))):
+        name = kernel_of(kv_format, 128, torch.bfloat16, few)
+        call = make([900, 2000] + [0] * (places - 2), kv_format, heads, (128, 128), torch.bfloat16, most=2048)
+        graph, have = captured(call, **name)
+        for lengths in ([900, 2000], [899, 1], [480, 481], [0, 1700], [900, 2000]):
+            if kv_format == "int4" and lengths != [900, 2000]:
+                continue  # which tokens are codes follows from the length
+            call.seq_lens.copy_(torch.tensor(lengths + [0] * (places - 2), dtype=torch.int32))
+            graph.replay()
+            torch.cuda.synchronize()
+            for b, length in enumerate(lengths):
+                alone = run(dataclasses.replace(call.subset([b]), lengths=[length]))
+                assert not differs(alone, (have[0][b : b + 1], have[1][b : b + 1])), (lengths, b)
+            assert not have[0][2:].any() and bool((have[1][2:] == -math.inf).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_who_folds(kv_format, dtype):
+    """One sequence of many splits, alone on the GPU, beside one and beside so many others that they are folded by another launch."""
+    lengths = [8100, 511, 0, 7000, *range(1, 7000, 500)]
+    for heads, queries in (((32, 8), 1), ((8, 8), 3), ((16, 4), 2)):
+        call = make([max(length, queries) for length in lengths], kv_format, heads, (128, 128), dtype, queries=queries)
+        want = run(call)
+        for b, among in ((0, [0]), (0, [0, 1]), (0, [2, 0]), (3, [3]), (1, [1, 3]), (1, [1])):
+            have, at = run(call.subset(among)), among.index(b)
+            assert not differs((have[0][at], have[1][at]), (want[0][b], want[1][b])), (heads, queries, among)
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------------------

@@ -129,6 +129,10 @@ bool check(Launch const& launch) {
       CHECK(of_items.try_emplace({item.head_tile, item.first, item.split}, slot).second);
       if (!divided) continue;
       divides = true;
+      for (int split = splits.first; split < splits.first + splits.count; ++split) {  // CTAs that fold find the tile's other items
+        auto const other = Items::at(p, s.queries, s.keys, Items::item_of(p, number, item.split, split));
+        CHECK(other.head_tile == item.head_tile && other.first == item.first && other.split == split);
+      }
       CHECK(slot >= 0 && slot < launch.plan.partial_slots && slots.insert(slot).second);
       // The blocks of all splits, and those outside of them, are the tile's; each warpgroup's are among its tile's.
       auto const tile = blocks_of<kTileM, kTileN>(p, s, item.first, kTileM, item.split);

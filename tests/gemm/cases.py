@@ -66,10 +66,14 @@ class Expected:
       peer: gives torch's result of the same computation in a dtype.
       magnitude: the usual size of a value before the activation, times the activation's slope where that is not about 1 or less: a number,
         or one of each element.
+
+    Attributes:
+      least_unit: the least rounding unit to judge by, for kernels that may leave operands unrounded which the truth has rounded: that
+        shows in a D of more digits than the operands.
     """
 
     def __init__(self, truth, peer, magnitude):
-        self.truth, self.magnitude = truth, magnitude
+        self.truth, self.magnitude, self.least_unit = truth, magnitude, 0.0
         self.norm = torch.linalg.vector_norm(truth)
         self._peer, self._peer_error = peer, {}
 
@@ -90,7 +94,7 @@ class Expected:
         if out.numel() == 0:
             return None
         # A float32 D still has the accumulation error of 16-bit tensor cores.
-        unit = 2.0**-13 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
+        unit = max(2.0**-13 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2, self.least_unit)
         tiny = torch.finfo(out.dtype).smallest_normal * torch.finfo(out.dtype).eps
         difference = (out.double() - self.truth).abs()
         error = torch.linalg.vector_norm(difference)

@@ -76,6 +76,7 @@ def w4a16_expected(a, weight, *, perm=None, c=None, bias=None, activation="none"
     gathered = a if perm is None else a[:, perm.long()]
     expected = gemm_expected(gathered, weight.dense().t(), c=c, beta=0.0 if c is None else 1.0, bias=bias, activation=activation)
     expected.magnitude *= slack(a.dtype)
+    expected.least_unit = torch.finfo(a.dtype).eps / 2
     return expected
 
 

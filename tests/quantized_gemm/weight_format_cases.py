@@ -140,6 +140,7 @@ def expected(a, weight, *, perm=None, c=None, bias=None, activation="none") -> E
     beta = 0.0 if c is None else 1.0
     result = gemm_expected(gathered, weight.dense().t(), c=c, alpha=weight.alpha, beta=beta, bias=bias, activation=activation)
     result.magnitude *= slack(a.dtype)
+    result.least_unit = torch.finfo(a.dtype).eps / 2
     return result
 
 

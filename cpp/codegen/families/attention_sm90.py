@@ -60,7 +60,6 @@ def few_rows(row: Row) -> list[dict]:
     """The fields of a kernel whose rows are the MMA's n (few_rows_sm90.cuh)."""
     head_dim, cache, stages = row.get("head_dim"), cache_of(row, "fp8_e4m3", "int4"), row.get("stages")
     codes = cache != "dense"
-    converted = cache == "int4"  # to 16 bits in shared memory
     row.require(cache != "codes", "cache", "of codes is for tiles of 64 queries and more")
     _, tile_n = row.integers("tile", 2)
     blocks = (SPLIT_KEYS + tile_n // 2) // tile_n
@@ -70,15 +69,15 @@ def few_rows(row: Row) -> list[dict]:
     row.require(not codes or (head_dim == 128 and tile_n == 128), "cache", "of codes is for 128 keys of 128 columns here")
     row.require(type(stages) is int and stages >= 2, "stages", "must be 2 or more")
     row.require(not row.flag("own_output"), "own_output", "is for tiles of 64 queries and more")
-    warps = 4 if blocks * (2 if codes and not converted else 1) <= 4 else 8
-    # Queries of two stages, the ring, probabilities, what the softmax of a row leaves.
-    smem = 2 * (2 * FEW_ROWS * head_dim + FEW_ROWS * blocks * tile_n) + stages * tile_n * head_dim * (1 if codes and not converted else 2)
-    smem += stages * tile_n * 4 if cache == "int8" else 0
+    warps = 4 if blocks * (2 if codes else 1) <= 4 else 8
+    # Queries of two stages, the ring with scales, probabilities, what the softmax of a row leaves.
+    smem = 2 * (2 * FEW_ROWS * head_dim + FEW_ROWS * blocks * tile_n)
+    smem += stages * tile_n * (attention_caches.code_bytes(cache, 1, head_dim) // 2 + {"int8": 4, "int4": 16}.get(cache, 0))
     smem += 4 * FEW_ROWS * (15 * blocks + 1) + TABLE_BYTES
     ctas = row.get("ctas_per_sm", 2)
     row.require(ctas * (round_up(smem, SM90_SMEM_ALIGNMENT) + 1024) <= SM90_SMEM_LIMIT + 1024, "stages", f"{ctas} CTAs do not fit an SM")
     fields = dict(tile=(FEW_ROWS, tile_n, head_dim), b_format=cache, schedule="cooperative", stages=stages)
-    fields |= dict(threads=32 * (warps + (4 if converted else 1)), ctas_per_sm=ctas, invariant=True)
+    fields |= dict(threads=32 * (warps + 1), ctas_per_sm=ctas, invariant=True)
     return [fields | dict(smem_bytes=round_up(smem, SM90_SMEM_ALIGNMENT))]
 
 

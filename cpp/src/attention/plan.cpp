@@ -122,8 +122,6 @@ Status check(AttentionProblem const& p) {
 }
 
 /// Whether it is one of the batch-invariant kernels for few rows.
-bool is_for_few_rows(KernelInfo const& kernel) { return is_invariant(kernel) && kernel.tile_m < 64; }
-
 /// The largest number of heads of one KV head that a tile can pack: short queries then read K and V as rarely as possible.
 int64_t choose_packed_heads_invariant(KernelInfo const& kernel, AttentionProblem const& p) {
   int64_t best = 1, group = p.heads_kv > 0 ? p.heads_q / p.heads_kv : 1;

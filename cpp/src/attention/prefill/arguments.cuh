@@ -78,6 +78,8 @@ void set_split_arguments(AttentionLaunchArguments const& arguments, typename Tra
   params->partials = reinterpret_cast<float*>(workspace + at.partials);
   params->partial_states = reinterpret_cast<SplitState*>(workspace + at.states);
   params->totals = reinterpret_cast<float4*>(workspace + at.totals);
+  params->packets = folds_in_launch(*plan.kernel, plan, *arguments.device) ? reinterpret_cast<Packet*>(workspace + at.partials) : nullptr;
+  params->nonce = arguments.nonce;
 }
 
 inline Status clear_tile_counter(AttentionLaunchArguments const& arguments, PrefillParams const& params) {

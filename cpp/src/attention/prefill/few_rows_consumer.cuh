@@ -6,9 +6,10 @@
 #pragma once
 
 #include "attention/prefill/convert.cuh"
+#include "attention/prefill/few_rows_int4.cuh"
+#include "attention/prefill/few_rows_results.cuh"
 #include "attention/prefill/few_rows_traits.cuh"
 #include "attention/prefill/scale_queries.cuh"
-#include "attention/prefill/split_merge.cuh"
 #include "attention/shared/clear_rows.cuh"
 #include "attention/shared/softmax.cuh"
 #include "common/float16.cuh"
@@ -19,19 +20,20 @@
 namespace minfer::attention {
 
 template <class Traits>
-struct FewRowsConsumer : Traits {
-  using Traits::blocks_of, Traits::for_splits, Traits::kChannelTiles, Traits::kCodes, Traits::kFormat, Traits::kInt8,
-      Traits::kConsumerThreads, Traits::kConsumerWarps, Traits::kConverts;
-  using Traits::kHeadDim, Traits::kMmaType, Traits::kRowBytes, Traits::kScalesQueries, Traits::kSplitBlocks, Traits::kTileM, Traits::kTileN,
-      Traits::kTokenTiles;
+struct FewRowsConsumer : FewRowsResults<Traits> {
+  using Results = FewRowsResults<Traits>;
+  using Results::column_of, Results::fold_packets, Results::is_query, Results::leave_packets, Results::store, Results::store_partial;
+  using Traits::blocks_of, Traits::for_splits, Traits::kChannelTiles, Traits::kCodes, Traits::kConsumerThreads, Traits::kConsumerWarps;
+  using Traits::kFormat, Traits::kHeadDim, Traits::kInt4, Traits::kInt8, Traits::kMmaType, Traits::kRowBytes, Traits::kScalesQueries;
+  using Traits::kSigns, Traits::kSplitBlocks, Traits::kTileM, Traits::kTileN, Traits::kTokenTiles;
   using Traits::kType, Traits::kv_head_of, Traits::mask_of, Traits::over_packed_heads, Traits::queries_of, Traits::query_phase;
   using Traits::kWarpsOfBlock, Traits::kWarpTiles;
   using Traits::query_stage, Traits::read_tile, Traits::release;
+  using typename Results::Codes, typename Results::Items;
   using typename Traits::Element, typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params,
       typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile, typename Traits::TileScheduler;
-  using Items = typename TileScheduler::Items;
-  using Codes = KvCodes<kCodes ? kFormat : WeightFormat::kDense>;
   using Converter = BlockConverter<kType, kMmaType, kCodes ? kFormat : WeightFormat::kInt8, 128, 128>;
+  using Int4 = FewRowsInt4<kType>;
 
   static CUTLASS_DEVICE void synchronize() { NamedBarrier<kConsumerThreads>{1}.sync(); }
 
@@ -51,6 +53,32 @@ struct FewRowsConsumer : Traits {
     }
   }
 
+  struct KeyRange {
+    int begin, end;
+  };
+  static CUTLASS_DEVICE auto residual_of(Params const& params, QuantizedRows const& side, Tile const& tile, KeyRange const& seen) {
+    return typename Int4::Residual(params, side, tile.batch, kv_head_of(params, tile), Int4::in_codes(params, tile.seqlen_k), seen.begin,
+                                   seen.end);
+  }
+  /// The keys whose values are multiplied: of codes those that a query of the tile sees, as in the converter, else of the sequence.
+  static CUTLASS_DEVICE KeyRange seen_keys(Params const& params, Tile const& tile) {
+    if constexpr (kCodes) {
+      auto const queries = queries_of(params, tile);
+      Mask const mask = mask_of(params, tile);
+      return {mask.begin(queries.first), mask.end(queries.last)};
+    } else {
+      return {tile.first_key, params.keys_end_at_extent ? 0x7fffffff : tile.seqlen_k};
+    }
+  }
+  template <int kTiles>
+  static CUTLASS_DEVICE void clear(float (&x)[kTiles][4]) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[i][j] = 0.0f;
+    }
+  }
+
   // ---- scores ---------------------------------------------------------------------------------------------------------------------
 
   /// The address of vector `vector` (16 bytes) of row `row` in rows that TMA swizzled: [128 bytes of a row][rows][128].
@@ -65,11 +93,7 @@ struct FewRowsConsumer : Traits {
                                            float (&scores)[kWarpTiles][4]) {
     uint32_t const queries = shared_address(storage.q[stage]), keys = shared_address(storage.ring[of_ring]);
     uint32_t const kept = sign == 0.0f ? 0 : 0xffffffffu;
-#pragma unroll
-    for (int t = 0; t < kWarpTiles; ++t) {
-#pragma unroll
-      for (int x = 0; x < 4; ++x) scores[t][x] = 0.0f;
-    }
+    clear(scores);
 #pragma unroll 1
     for (int vector = 0; vector < kHeadDim / 8; vector += 4) {  // of queries; a vector of codes has the elements of two
       uint32_t b[2][2];
@@ -79,7 +103,7 @@ struct FewRowsConsumer : Traits {
         for (int t = 0; t < kWarpTiles; ++t) {
           uint32_t x[4], a[4];
           load_matrices(address_of(keys, kTileN, 16 * (first + t) + lane % 16, vector / 2 + lane / 16), x);
-          if constexpr (!kInt8 && !kScalesQueries) {
+          if constexpr (kSigns) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[i] &= kept;
           }
@@ -106,6 +130,54 @@ struct FewRowsConsumer : Traits {
       }
     }
   }
+  /// The same over int4, with block `block`, whose keys are codes up to in_codes().
+  static CUTLASS_DEVICE void multiply_int4_keys(Params const& params, SharedStorage& storage, Tile const& tile, KeyRange const& seen,
+                                                int stage, int of_ring, int block, int first, int lane, float (&scores)[kWarpTiles][4]) {
+    uint32_t const queries = shared_address(storage.q[stage]), keys = shared_address(storage.ring[of_ring]);
+    uint32_t const units = shared_address(storage.scales[of_ring]);
+    int const in_codes = Int4::in_codes(params, tile.seqlen_k);
+    clear(scores);
+#pragma unroll
+    for (int t = 0; t < kWarpTiles; t += 2) {  // a unit: codes, or in the residual
+      int const key = block * kTileN + 16 * (first + t);
+      if (key < in_codes) {
+        typename Int4::Constants const constants(tile.batch, lane);
+        uint32_t const unit = units + (first + t) / 2 * Int4::kUnitBytes;
+#pragma unroll 1
+        for (int vector = 0; vector < kHeadDim / 8; vector += 4) {  // of queries: one of codes
+          uint32_t b[2][2];
+          load_queries(queries, vector, lane, 1.0f, b);
+          typename Int4::KeyScales const low(unit, vector / 2, lane), high(unit, vector / 2 + 1, lane);
+          uint32_t const of_lane = Int4::address_of_keys(keys, 16 * (first + t), vector / 4, lane);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            uint32_t a[2][4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              uint4 const x = Int4::load_keys(of_lane + (16 * j + 8 * i) * Int4::kRowBytes);
+              Int4::convert_keys(x.x, x.y, low, constants, a[0][i], a[0][2 + i]);
+              Int4::convert_keys(x.z, x.w, high, constants, a[1][i], a[1][2 + i]);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) multiply_16x8x16<kMmaType>(scores[t + j], a[half], b[half][0], b[half][1]);
+          }
+        }
+      } else {
+        int own = lane;
+        make_opaque(own);
+        auto const residual = residual_of(params, params.keys, tile, seen);
+#pragma unroll 1
+        for (int vector = 0; vector < kHeadDim / 8; vector += 4) {
+          uint32_t b[2][2], a[2][2][4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) residual.load_keys(key + 16 * (i / 2), vector / 2 + i % 2, own, a[i / 2][i % 2]);
+          load_queries(queries, vector, own, 1.0f, b);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) multiply_16x8x16<kMmaType>(scores[t + i / 2], a[i / 2][i % 2], b[i % 2][0], b[i % 2][1]);
+        }
+      }
+    }
+  }
   /// The B operands of 32 elements from vector `vector` of the queries on.
   static CUTLASS_DEVICE void load_queries(uint32_t queries, int vector, int lane, float sign, uint32_t (&b)[2][2]) {
     if constexpr (kCodes) {  // Codes::operand_of
@@ -113,7 +185,7 @@ struct FewRowsConsumer : Traits {
       for (int half = 0; half < 2; ++half) {
         uint32_t const at = address_of(queries, kTileM, lane / 4, vector + 2 * half + lane % 4 / 2) + lane % 2 * 8;
         asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(b[half][0]), "=r"(b[half][1]) : "r"(at) : "memory");
-        if constexpr (!kInt8 && !kScalesQueries) {
+        if constexpr (kSigns) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) b[half][i] = with_sign(b[half][i], sign);
         }
@@ -199,7 +271,7 @@ struct FewRowsConsumer : Traits {
       float const of_row = kScalesQueries ? query_scale[e] : 1.0f;
       rows.scale_log2[e] = (capped ? params.softmax.softcap : scale) * kLog2E * (capped ? 1.0f : of_row);
       rows.inner[e] = params.cap.inner;
-      if constexpr (kConverts) rows.inner[e] = scale / params.softmax.softcap * of_row;
+      if constexpr (kCodes) rows.inner[e] = scale / params.softmax.softcap * of_row;
       rows.begin[e] = mask.begin(query);
       rows.end[e] = mask.end(query);
     }
@@ -329,33 +401,28 @@ struct FewRowsConsumer : Traits {
 
   // ---- output ---------------------------------------------------------------------------------------------------------------------
 
-  struct KeyRange {
-    int begin, end;
-  };
-  /// The keys whose values are multiplied: of codes those that a query of the tile sees, as in the converter, else of the sequence.
-  static CUTLASS_DEVICE KeyRange seen_keys(Params const& params, Tile const& tile) {
-    if constexpr (kCodes) {
-      auto const queries = queries_of(params, tile);
-      Mask const mask = mask_of(params, tile);
-      return {mask.begin(queries.first), mask.end(queries.last)};
-    } else {
-      return {tile.first_key, params.keys_end_at_extent ? 0x7fffffff : tile.seqlen_k};
-    }
-  }
   /// Values of other keys become zeros in the warp's channels: their probabilities are zero, but 0 * NaN is NaN.
   static CUTLASS_DEVICE void clear_unseen(KeyRange const& seen, SharedStorage& storage, int of_ring, int block, int warp, int lane) {
-    if constexpr (Traits::kConvertsBlocks) return;  // the converter writes zeros itself
     int const begin = min(max(seen.begin - block * kTileN, 0), kTileN), end = min(max(seen.end - block * kTileN, 0), kTileN);
     if (begin == 0 && end == kTileN) return;
-    uint32_t const values = shared_address(storage.ring[of_ring]);
-    constexpr int kVectors = kChannelTiles * 16 * kRowBytes / kHeadDim / 16;  // of the warp's channels of a key
+    if constexpr (kInt4) {  // with these scales they are zeros; all warps write the same
 #pragma unroll 1
-    for (int i = lane; i < kTileN * kVectors; i += 32) {
-      int const key = i / kVectors;
-      if (key >= begin && key < end) continue;
-      uint32_t const at = address_of(values, kTileN, key, warp * kVectors + i % kVectors);
-      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
-      if constexpr (kInt8) storage.scales[of_ring][key] = 0.0f;  // all warps write the same
+      for (int key = lane; key < kTileN; key += 32) {
+        if (key >= begin && key < end) continue;
+        auto* const of_unit = &storage.scales[of_ring][key / Int4::kUnit * (Int4::kUnitBytes / 2) + key % Int4::kUnit];
+        for (int plane = 0; plane < Int4::kPlanes; ++plane) of_unit[plane * Int4::kUnit] = 0;
+      }
+    } else {
+      uint32_t const values = shared_address(storage.ring[of_ring]);
+      constexpr int kVectors = kChannelTiles * 16 * kRowBytes / kHeadDim / 16;  // of the warp's channels of a key
+#pragma unroll 1
+      for (int i = lane; i < kTileN * kVectors; i += 32) {
+        int const key = i / kVectors;
+        if (key >= begin && key < end) continue;
+        uint32_t const at = address_of(values, kTileN, key, warp * kVectors + i % kVectors);
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+        if constexpr (kInt8) storage.scales[of_ring][key] = 0.0f;  // all warps write the same
+      }
     }
     cutlass::arch::fence_view_async_shared();  // before TMA loads into the stage again
     __syncwarp();
@@ -403,73 +470,45 @@ struct FewRowsConsumer : Traits {
     }
   }
 
-  // ---- results --------------------------------------------------------------------------------------------------------------------
-
-  static CUTLASS_DEVICE bool is_query(Params const& params, Tile const& tile, int row) {
-    return tile.first + over_packed_heads(params, row) < tile.seqlen_q;
-  }
-  /// The channel of value x of output tile i; its row is 2 * (thread % 4) + x % 2.
-  static CUTLASS_DEVICE int column_of(int i, int x, int thread) {
-    return thread / 32 * (16 * kChannelTiles) + Codes::row_of(i, thread % 32 / 4, x / 2);
-  }
-
-  /// Leaves the partial of a split that is an item in its slot of the workspace; total: of the thread's two rows, column_of(i, x): the
-  /// channel of output[i][x].
-  template <int kTiles, class ColumnOf>
-  static CUTLASS_DEVICE void store_partial(Params const& params, Tile const& tile, SplitState const (&total)[2],
-                                           float const (&output)[kTiles][4], int thread, ColumnOf const& column_of) {
-    int64_t const slot = Items::slot_of(params, params.cu_seqlens_q != nullptr, tile.batch, tile.row_q, tile.head_tile, tile.first,
-                                        tile.split, tile.first_key / Items::kSplitKeys);
+  /// The same over int4, as multiply_int4_keys().
+  static CUTLASS_DEVICE void multiply_int4_values(Params const& params, SharedStorage& storage, Tile const& tile, KeyRange const& seen,
+                                                  int of_ring, int block, int number, int warp, int lane, Output& output) {
+    uint32_t const values = shared_address(storage.ring[of_ring]), units = shared_address(storage.scales[of_ring]);
+    int const vector = warp / 2, row_tile = warp % 2, plane = vector / params.vectors_of_group;  // the warp has one of 32 channels' two
+    int const tiles_in_codes = (Int4::in_codes(params, tile.seqlen_k) - block * kTileN) / 16;
+    typename Int4::Constants const constants(tile.batch, lane);
+    auto const probabilities = [&](int t) { return storage.probabilities[number * kTokenTiles + t][lane]; };
+#pragma unroll 1
+    for (int t = 0; t < kTokenTiles; t += 2) {  // a unit
+      uint32_t a[2][4];
+      if (t < tiles_in_codes) {
+        uint32_t x[4];
+        load_matrices_transposed(Int4::address_of(values, 16 * t + lane, vector), x);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      int const row = 2 * (thread % 4) + e;
-      if (!is_query(params, tile, row) || row >= params.slot_rows) continue;
-      if (thread < 4) *state_in_slot(params, slot, row) = total[e];
-      float* const to = output_in_slot(params, slot, row, kHeadDim);
+        for (int half = 0; half < 2; ++half) {
+          typename Int4::ValueScales const scales(units + t / 2 * Int4::kUnitBytes, half, plane, params.groups_v, lane);
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        if constexpr (kCodes) {  // neighbouring channels
-          *reinterpret_cast<float2*>(to + column_of(i, e)) = make_float2(output[i][e], output[i][2 + e]);
-        } else {
-#pragma unroll
-          for (int x = e; x < 4; x += 2) to[column_of(i, x)] = output[i][x];
+          for (int i = 0; i < 2; ++i) {
+            Int4::convert_values(x[2 * half + i] >> 8 * row_tile, scales.scale[i], scales.minimum[i], constants, a[half][2 * i],
+                                 a[half][2 * i + 1]);
+          }
         }
+      } else {
+        int own = lane;
+        make_opaque(own);
+        auto const residual = residual_of(params, params.values, tile, seen);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) residual.load_values(block * kTileN + 16 * (t + half), vector, row_tile, own, a[half]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint2 const p = probabilities(t + half);
+        multiply_16x8x16<kMmaType>(output[0], a[half], p.x, p.y);
       }
     }
   }
 
-  /// Stores the output and lse of a tile whose splits are folded.
-  template <int kTiles, class ColumnOf>
-  static CUTLASS_DEVICE void store(Params const& params, Tile const& tile, SplitState const (&total)[2], float const (&output)[kTiles][4],
-                                   int thread, ColumnOf const& column_of) {
-    int64_t const of_batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      int const row = 2 * (thread % 4) + e, head = tile.head_tile * params.packed_heads + (row & (params.packed_heads - 1));
-      if (!is_query(params, tile, row)) continue;
-      int64_t const at = int64_t(tile.row_q) + tile.first + over_packed_heads(params, row);
-      float lse, factor = finish_row<Element, true>(params.softmax, head, true, total[e].max, total[e].sum, &lse);
-      if constexpr (kConverts) factor = __fmul_rn(factor, scale_of_output(params, kv_head_of(params, tile)));
-      if (params.lse != nullptr && thread < 4) params.lse[of_batch * params.lse_batch + head * params.lse_head + at] = lse;
-      auto* const to = static_cast<uint16_t*>(params.out) + of_batch * params.out_batch + at * params.out_row + head * params.out_head;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int x = e; x < 4; x += 2) {
-          int const column = column_of(i, x);
-          if (column < params.head_dim_v) to[column] = uint16_t(Float16<kType>::pack(finish_output(output[i][x], factor), 0.0f));
-        }
-      }
-    }
-  }
-
-  static CUTLASS_DEVICE void clear(Output& output) {
-#pragma unroll
-    for (int i = 0; i < kChannelTiles; ++i) {
-#pragma unroll
-      for (int x = 0; x < 4; ++x) output[i][x] = 0.0f;
-    }
-  }
+  // ---- a split ----------------------------------------------------------------------------------------------------------------------
 
   /// Computes a split: its output, in the warp's channels, and the states of the thread's two rows. The ring has its key blocks, the last
   /// one first, and then its value blocks. release_queries() is called after the last use of the queries.
@@ -481,28 +520,39 @@ struct FewRowsConsumer : Traits {
     int const warp = thread / 32, lane = thread % 32, count = blocks.end - blocks.begin;
     int const own = warp / kWarpsOfBlock, first = warp % kWarpsOfBlock * kWarpTiles;  // the warp's block, and its first tile of 16 keys
     float scores[kWarpTiles][4], sign = 1.0f;
-    if constexpr (kCodes && !kInt8 && !kScalesQueries) sign = sign_of_keys(params, kv_head_of(params, tile));
-    float const query_scale[2] = {storage.query_scale[lane % 4 * 2], storage.query_scale[lane % 4 * 2 + 1]};
-    Rows const rows = rows_of(params, query_scale, tile, lane);
-    KeyRange const seen = seen_keys(params, tile);
+    if constexpr (kSigns) sign = sign_of_keys(params, kv_head_of(params, tile));
+    auto const find_rows = [&] {
+      int of_rows = lane;
+      make_opaque(of_rows);  // each time: kept, they would be spilled
+      float const query_scale[2] = {storage.query_scale[of_rows % 4 * 2], storage.query_scale[of_rows % 4 * 2 + 1]};
+      return rows_of(params, query_scale, tile, of_rows);
+    };
     for (int number = 0; number < count; ++number) {
       FullBarrier::wait(&storage.full[ring.index], ring.phase);
-      if (number == own) multiply_keys(storage, query_stage(iteration), ring.index, first, lane, sign, scores);
+      if (number == own) {
+        if constexpr (kInt4) {
+          multiply_int4_keys(params, storage, tile, seen_keys(params, tile), query_stage(iteration), ring.index, blocks.end - 1 - number,
+                             first, lane, scores);
+        } else {
+          multiply_keys(storage, query_stage(iteration), ring.index, first, lane, sign, scores);
+        }
+      }
       __syncwarp();
       release(&storage.empty[ring.index], thread);
       ring.advance();
       if (number == own) {
-        find_max(params, storage, rows, blocks.end - 1 - number, number, first, lane, scores);
+        find_max(params, storage, find_rows(), blocks.end - 1 - number, number, first, lane, scores);
       }
     }
     release_queries();
     synchronize();
     float row_max[2], offset[2];
     raise_maxima(storage, count, warp, lane, row_max, offset);
-    if (own < count) store_probabilities(storage, rows, offset, own, first, lane, scores);
+    if (own < count) store_probabilities(storage, find_rows(), offset, own, first, lane, scores);
     synchronize();
     if (kWarpsOfBlock == 2 && first > 0 && own < count) add_probabilities(storage, own, first, lane, scores);
     clear(output);
+    KeyRange const seen = seen_keys(params, tile);
 #pragma unroll 1
     for (int number = 0; number < count; ++number) {
       FullBarrier::wait(&storage.full[ring.index], ring.phase);
@@ -515,7 +565,11 @@ struct FewRowsConsumer : Traits {
           for (int x = 0; x < 4; ++x) output[i][x] *= rescale[x % 2];
         }
       }
-      multiply_values(storage, ring.index, number, warp, lane, output);
+      if constexpr (kInt4) {
+        multiply_int4_values(params, storage, tile, seen, ring.index, blocks.end - 1 - number, number, warp, lane, output);
+      } else {
+        multiply_values(storage, ring.index, number, warp, lane, output);
+      }
       __syncwarp();
       release(&storage.empty[ring.index], thread);
       ring.advance();
@@ -538,8 +592,10 @@ struct FewRowsConsumer : Traits {
       SplitState total[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};  // of the thread's two rows
       KeyBlocks<kTileN> const tile_blocks = blocks_of(params, tile, queries_of(params, tile));
       auto const release_queries = [&] {
+        int of_queries = iteration;
+        make_opaque(of_queries);  // kept, the barrier's address would be spilled
         __syncwarp();
-        release(&storage.empty_q[stage], thread);
+        release(&storage.empty_q[query_stage(of_queries)], thread);
       };
       for_splits(tile_blocks, [&](int split, KeyBlocks<kTileN> const& blocks) CUTLASS_LAMBDA_FUNC_INLINE {
         if (split == (tile_blocks.end - 1) / kSplitBlocks) scale_queries(params, storage, tile, stage, thread);
@@ -562,11 +618,17 @@ struct FewRowsConsumer : Traits {
       if (tile_blocks.begin >= tile_blocks.end) release_queries();
       Tile const again = read_tile(storage, iteration, thread % 32);  // kept, it would be spilled
       release(&storage.empty_tile[iteration % 2], thread);
-      auto const column = [&](int i, int x) { return column_of(i, x, thread); };
-      if (again.split >= 0) {
-        store_partial(params, again, total, all, thread, column);
+      int own = thread;
+      make_opaque(own);  // what is computed of it before the mainloop would be spilled
+      auto const column = [&](int i, int x) { return column_of(i, x, own); };
+      if (again.split >= 0 && params.packets == nullptr) {
+        store_partial(params, again, total, all, own, column);
+      } else if (auto const splits = Items::splits_of(params, again.seqlen_q, again.seqlen_k); again.split >= 0 && splits.count > 1) {
+        leave_packets(params, storage.stamp, again, total, all, own);
+        fold_packets(params, again, splits, TileScheduler::count(storage.tiles, params), own / 32, own % 32);
+        return;  // the CTA has no other item
       } else {
-        store(params, again, total, all, thread, column);
+        store(params, again, total, all, own, column);
       }
     }
   }

@@ -1,7 +1,8 @@
-// The producer of a batch-invariant kernel for few rows: it publishes items and fills the ring with the item's key blocks, the last one
-// first, and then with its value blocks. One warp does this by TMA, or four convert codes of int4 to 16 bits.
+// The producer of a batch-invariant kernel for few rows: a warp that publishes items and fills the ring with the item's key blocks, the last
+// one first, and then with its value blocks, as they are in the cache, by TMA, and their scales by bulk copies.
 #pragma once
 
+#include "attention/prefill/few_rows_int4.cuh"
 #include "attention/prefill/few_rows_traits.cuh"
 #include "attention/prefill/producer.cuh"
 
@@ -11,8 +12,8 @@ template <class Traits>
 struct FewRowsProducer : PrefillProducer<Traits> {
   using Base = PrefillProducer<Traits>;
   using Base::first_key_of, Base::load_queries, Base::none, Base::publish_stage, Base::publish_tile;
-  using Traits::blocks_of, Traits::for_splits, Traits::kColumns, Traits::kHeadDim, Traits::kInt8, Traits::kRowBytes, Traits::kSplitBlocks,
-      Traits::kTileN, Traits::kType, Traits::kv_head_of, Traits::mask_of;
+  using Traits::blocks_of, Traits::for_splits, Traits::kBoxBytes, Traits::kColumns, Traits::kHeadDim, Traits::kInt4, Traits::kInt8,
+      Traits::kRowBytes, Traits::kSplitBlocks, Traits::kTileN, Traits::kType, Traits::kv_head_of, Traits::mask_of;
   using Traits::queries_of, Traits::read_tile, Traits::release;
   using typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params, typename Traits::Queries,
       typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile, typename Traits::TileScheduler;
@@ -21,13 +22,16 @@ struct FewRowsProducer : PrefillProducer<Traits> {
     return item < count ? TileScheduler::at(storage.tiles, params, item) : none();
   }
 
-  // ---- keys and values as they are: one warp by TMA -------------------------------------------------------------------------------
-
   /// Where the box of key `key` lies. A box whose keys are all masked is loaded from the nearest box that is seen, since its own page may
   /// have been freed; its scores are masked and its values cleared.
   static CUTLASS_DEVICE PageTable::Location find_box(Params const& params, Tile const& tile, int key) {
     if (params.block_table == nullptr) return {params.cu_seqlens_k == nullptr ? tile.batch : 0, tile.row_k + key};
-    int const seen = min(max(key, tile.first_key), tile.seqlen_k - 1);
+    int end = tile.seqlen_k;
+    if constexpr (kInt4) {  // the others are in the residual, and their pages may not exist
+      end = FewRowsInt4<kType>::in_codes(params, end);
+      if (end <= tile.first_key) return {-1, 0};
+    }
+    int const seen = min(max(key, tile.first_key), end - 1);
     return params.find(tile.batch, seen / params.box_rows * params.box_rows);
   }
 
@@ -51,55 +55,88 @@ struct FewRowsProducer : PrefillProducer<Traits> {
     }
   };
 
-  /// Begins the loads of a block of keys or values, and of int8's scales, by a warp.
+  /// Where a key lies, or the nearest one that is seen.
+  static CUTLASS_DEVICE PageTable::Location find_token(Params const& params, Tile const& tile, int key) {
+    return params.find(tile.batch, min(max(key, tile.first_key), tile.seqlen_k - 1));
+  }
+
+  /// What a lane copies of the scales of a stage in bulk; from: null: nothing.
+  struct ScaleCopy {
+    void const* from = nullptr;
+    uint32_t to = 0, bytes = 0;  // the same number of bytes for all lanes that copy
+
+    /// The bytes that the warp's copies bring.
+    CUTLASS_DEVICE uint32_t bytes_of_warp() const { return __popc(__ballot_sync(0xffffffffu, from != nullptr)) * bytes; }
+    CUTLASS_DEVICE void begin(uint64_t* full) const {
+      if (from == nullptr) return;
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                   "r"(bytes), "r"(shared_address(full))
+                   : "memory");
+    }
+  };
+  /// The lane's part of the scales of kTokens tokens from `key` on, which belong to `to`. What cannot be copied in bulk, or is not in the
+  /// cache, is stored at once. location: of scales_of_box(lane); held: whether each box has a lane.
+  template <int kTokens>
+  static CUTLASS_DEVICE ScaleCopy copy_of_scales(Params const& params, Tile const& tile, bool keys, int kv_head, int key,
+                                                 PageTable::Location const& location, bool held, int lane, typename Traits::Scale* to) {
+    ScaleCopy copy;
+    if constexpr (kInt4) {
+      using Int4 = FewRowsInt4<kType>;
+      if (lane / Int4::kPlanes < kTokens / Int4::kUnit) {
+        uint32_t const unit = shared_address(to) + lane / Int4::kPlanes * Int4::kUnitBytes;
+        typename Int4::PlaneCopy const of_plane(params, keys, kv_head, location, unit, lane % Int4::kPlanes);
+        copy = {of_plane.from, of_plane.to, of_plane.bytes};
+      }
+      copy.bytes = __shfl_sync(0xffffffffu, copy.bytes, 0);
+    } else if constexpr (kInt8) {
+      QuantizedRows const& side = keys ? params.keys : params.values;
+      auto const* const from = static_cast<float const*>(side.scale) + int64_t(kv_head) * params.page_size;
+      int const box_rows = params.box_rows;
+      if (held && box_rows % 4 == 0 && reinterpret_cast<uint64_t>(side.scale) % 16 == 0) {
+        bool const mine = lane < kTokens / box_rows, has = mine && params.has(location.page) && location.row < params.page_size;
+        copy = {has ? from + location.page * side.scale_page + location.row : nullptr, shared_address(to + lane * box_rows),
+                uint32_t(4 * box_rows)};
+        if (mine && !has) {
+          for (int i = 0; i < box_rows; ++i) to[lane * box_rows + i] = 0.0f;
+        }
+      } else {
+        for (int i = lane; i < kTokens; i += 32) {
+          PageTable::Location const token = find_token(params, tile, key + i);
+          to[i] = params.has(token.page) ? load_operand(from + token.page * side.scale_page + token.row) : 0.0f;
+        }
+      }
+    }
+    if constexpr (Traits::kTokenScales > 0) __syncwarp();
+    return copy;
+  }
+  /// The box whose scales a lane copies.
+  static CUTLASS_DEVICE int scales_of_box(int lane) { return kInt4 ? lane / FewRowsInt4<kType>::kPlanes : lane; }
+
+  /// Begins the loads of a block of keys or values, and of their scales, by a warp.
   static CUTLASS_DEVICE void load_block(Params const& params, SharedStorage& storage, bool keys, int stage, Tile const& tile, int kv_head,
                                         Boxes const& boxes, int block, int lane) {
     using Hint = cute::TMA::CacheHintSm90;
     uint64_t* const full = &storage.full[stage];
-    PageTable::Location location = boxes.at(params, tile, block, lane);
-    uint32_t scale_bytes = 0;  // that are copied
-    float const* scales = nullptr;
-    if constexpr (kInt8) {
-      QuantizedRows const& side = keys ? params.keys : params.values;
-      auto const* const from = static_cast<float const*>(side.scale) + int64_t(kv_head) * params.page_size;
-      if (boxes.held && params.box_rows % 4 == 0 && reinterpret_cast<uint64_t>(side.scale) % 16 == 0) {
-        bool const has = lane < boxes.of_block && params.has(location.page) && location.row < params.page_size;
-        if (has) scales = from + location.page * side.scale_page + location.row;
-        if (lane < boxes.of_block && !has) {
-          for (int i = 0; i < params.box_rows; ++i) storage.scales[stage][lane * params.box_rows + i] = 0.0f;
-        }
-        scale_bytes = uint32_t(__popc(__ballot_sync(0xffffffffu, has)) * params.box_rows * 4);
-      } else {
-        for (int i = lane; i < kTileN; i += 32) {
-          PageTable::Location const token = find_token(params, tile, block * kTileN + i);
-          storage.scales[stage][i] = params.has(token.page) ? load_operand(from + token.page * side.scale_page + token.row) : 0.0f;
-        }
-      }
-      __syncwarp();
+    ScaleCopy scales;
+    uint32_t scale_bytes = 0;
+    if constexpr (Traits::kTokenScales > 0) {
+      PageTable::Location const location = boxes.at(params, tile, block, scales_of_box(lane));
+      scales = copy_of_scales<kTileN>(params, tile, keys, kv_head, block * kTileN, location, boxes.held, lane, storage.scales[stage]);
+      scale_bytes = scales.bytes_of_warp();
     }
     if (lane == 0) FullBarrier::arrive_and_expect_tx(full, uint32_t(kTileN * kRowBytes) + scale_bytes);
     __syncwarp();
-    if constexpr (kInt8) {
-      if (scales != nullptr) {
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                         shared_address(&storage.scales[stage][lane * params.box_rows])),
-                     "l"(scales), "r"(params.box_rows * 4), "r"(shared_address(full))
-                     : "memory");
-      }
-    }
+    scales.begin(full);
+    PageTable::Location location = boxes.at(params, tile, block, lane);
     for (int box = lane; box < boxes.of_block; box += 32) {
       if (box >= 32) location = find_box(params, tile, block * kTileN + box * params.box_rows);
 #pragma unroll
       for (int column = 0; column < kColumns; ++column) {
         cute::SM90_TMA_LOAD_4D::copy(keys ? &params.k : &params.v, full, uint64_t(Hint::EVICT_NORMAL),
-                                     storage.ring[stage] + (column * kTileN + box * params.box_rows) * 128, column * (kHeadDim / kColumns),
-                                     kv_head, location.row, location.page);
+                                     storage.ring[stage] + (column * kTileN + box * params.box_rows) * kBoxBytes,
+                                     column * (kHeadDim / kColumns), kv_head, location.row, location.page);
       }
     }
-  }
-  /// Where a key lies, or the nearest one that is seen.
-  static CUTLASS_DEVICE PageTable::Location find_token(Params const& params, Tile const& tile, int key) {
-    return params.find(tile.batch, min(max(key, tile.first_key), tile.seqlen_k - 1));
   }
 
   static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
@@ -122,51 +159,6 @@ struct FewRowsProducer : PrefillProducer<Traits> {
         boxes.find(params, tile, split, lane);
         for (int block = own.end - 1; block >= own.begin; --block) load(true, block);
         for (int block = own.end - 1; block >= own.begin; --block) load(false, block);
-      });
-    }
-  }
-
-  // ---- keys and values from codes: four warps -------------------------------------------------------------------------------------
-
-  static CUTLASS_DEVICE void convert(Params const& params, SharedStorage& storage, int warp, int lane) {
-    using Converter = BlockConverter<kType, Traits::kMmaType, Traits::kFormat, kTileN, kHeadDim>;
-    Ring ring = Ring::of_producer();
-    for (int iteration = 0, item = int(blockIdx.x);; ++iteration, item += int(gridDim.x)) {
-      if (warp == 0) publish_tile(storage, iteration, item_at(storage, params, item, TileScheduler::count(storage.tiles, params)), lane);
-      EmptyBarrier::wait(&storage.full_tile[iteration % 2], iteration / 2 % 2);
-      Tile const tile = read_tile(storage, iteration, lane);
-      release(&storage.empty_tile[iteration % 2], lane);
-      if (tile.is_none()) break;
-      Queries const queries = queries_of(params, tile);
-      Mask const mask = mask_of(params, tile);
-      KeyBlocks<kTileN> const blocks = blocks_of(mask, tile, queries);
-      if (warp == 0) load_queries(params, storage, tile, blocks.begin < blocks.end, iteration, lane);
-      if (blocks.begin >= blocks.end) continue;
-      Converter const converter(params, tile.batch, kv_head_of(params, tile), first_key_of(mask, tile, queries), mask.end(queries.last),
-                                tile.seqlen_k, warp, lane);
-      // Blocks as they are converted: a split's keys from the last block to the first, then its values. Pages are found two blocks ahead.
-      typename Converter::Block codes;
-      int page;
-      for_splits(blocks, [&](int, KeyBlocks<kTileN> const& own) CUTLASS_LAMBDA_FUNC_INLINE {
-        int const first = own.begin, last = own.end - 1;
-        auto const after = [&](int block) { return block > first ? block - 1 : last; };
-        page = converter.page_of(after(last));
-        converter.load(codes, converter.template source<true>(last, converter.page_of(last)));
-        auto const fill = [&](auto is_keys, auto are_next_keys, int block, int next) CUTLASS_LAMBDA_FUNC_INLINE {
-          int next_page;
-          EmptyBarrier::wait(&storage.empty[ring.index], ring.phase);
-          converter.template store<decltype(is_keys)::value>(codes, block, cute::cast_smem_ptr_to_uint(storage.ring[ring.index]),
-                                                             converter.template source<decltype(are_next_keys)::value>(next, page),
-                                                             [&] { next_page = converter.page_of(after(next)); });
-          publish_stage(&storage.full[ring.index], lane);
-          page = next_page;
-          ring.advance();
-        };
-        int block = last;
-        for (; block > first; --block) fill(cute::true_type{}, cute::true_type{}, block, block - 1);
-        fill(cute::true_type{}, cute::false_type{}, first, last);
-        // What is asked for behind the last block is not used.
-        for (block = last; block >= first; --block) fill(cute::false_type{}, cute::false_type{}, block, block - 1);
       });
     }
   }

@@ -5,10 +5,9 @@
 // scores are computed as S^T = K.Q^T and the output as O^T = V^T.P^T, with keys or channels as the MMA's m and the tile's 8 rows as its n.
 // What an element adds up, and in which order, does not depend on which operand is which. A warp keeps the scores of one of a split's
 // (shared/splits.h) blocks in registers, so that the softmax of all its blocks is computed at once, by the running maxima that the prefill
-// kernel has block after block. Where a split is an item of its own, a kernel behind this one folds them (split_merge.cuh).
-// Warp roles. The first 4 or 8 warps are consumers. The next one loads keys and values by TMA. Codes of fp8 and int8 become 16 bits in
-// the consumers' registers; those of int4 on their way to shared memory, by four warps (convert.cuh). Where there are few items, a CTA has
-// an SM alone, and its ring has room for as much of a split as fits; else two share an SM.
+// kernel has block after block. Where a split is an item of its own, the CTAs of a tile fold them, or a kernel behind this one (few_rows_results.cuh).
+// Warp roles. The first 4 or 8 warps are consumers. The next one loads keys and values by TMA. Codes become 16 bits in the consumers'
+// registers. Where there are few items, a CTA has an SM alone, and its ring has room for as much of a split as fits; else two share an SM.
 // Pipeline. One ring of blocks, a split's key blocks first and then its value blocks; two stages of queries and of published items.
 // Limits: equal head dimensions.
 #pragma once
@@ -46,22 +45,15 @@ struct FewRowsSm90 {
     if (cute::cast_smem_ptr_to_uint(smem) % 1024 != 0) __trap();
     int const thread = int(threadIdx.x), warp = cutlass::canonical_warp_idx_sync();
     allow_dependent_launch();
-    if (warp == 0 && cute::elect_one_sync()) init_barriers(params, storage);
-    if constexpr (Traits::kConvertsBlocks) {
-      if (params.keys.head_dim < Traits::kHeadDim) {
-        clear_padding(cute::cast_smem_ptr_to_uint(storage.ring), int(sizeof(storage.ring)), thread, kThreads);
-        cutlass::arch::fence_view_async_shared();
-      }
+    if (warp == 0 && cute::elect_one_sync()) {
+      init_barriers(params, storage);
+      storage.stamp = new_stamp(params.nonce);
     }
     wait_for_predecessor();
     Traits::TileScheduler::build(storage.tiles, params, thread, kThreads);
     __syncthreads();
     if (warp < Traits::kConsumerWarps) {
-      if constexpr (Traits::kConvertsBlocks) cutlass::arch::warpgroup_reg_dealloc<Traits::kConsumerRegisters>();
       Consumer::consume(params, storage, thread);
-    } else if constexpr (Traits::kConvertsBlocks) {
-      cutlass::arch::warpgroup_reg_alloc<Traits::kConverterRegisters>();
-      Producer::convert(params, storage, warp - Traits::kConsumerWarps, thread % 32);
     } else {
       Producer::produce(params, storage, thread % 32);
     }
@@ -77,10 +69,10 @@ struct FewRowsSm90 {
     }
     for (int s = 0; s < 2; ++s) {
       EmptyBarrier::init(&storage.full_tile[s], 1);
-      EmptyBarrier::init(&storage.empty_tile[s], Traits::kConsumerWarps + (Traits::kConvertsBlocks ? 4 : 0));
+      EmptyBarrier::init(&storage.empty_tile[s], Traits::kConsumerWarps);
     }
     for (int s = 0; s < Traits::kStages; ++s) {
-      FullBarrier::init(&storage.full[s], Traits::kConvertsBlocks ? 4 : 1);
+      FullBarrier::init(&storage.full[s], 1);
       EmptyBarrier::init(&storage.empty[s], Traits::kConsumerWarps);
     }
     cutlass::arch::fence_barrier_init();

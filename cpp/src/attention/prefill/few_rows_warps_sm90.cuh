@@ -28,8 +28,11 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
   using Traits = FewRowsTraits<Config>;
   using Consumer = FewRowsConsumer<Traits>;
   using Producer = FewRowsProducer<Traits>;
-  using Traits::kCodes, Traits::kColumns, Traits::kConverts, Traits::kHeadDim, Traits::kInt8, Traits::kMmaType, Traits::kRowBytes;
-  using Traits::kScalesQueries, Traits::kSplitBlocks, Traits::kTileN, Traits::kTokenTiles, Traits::kType;
+  using Int4 = FewRowsInt4<Traits::kType>;
+  using Traits::kBoxBytes, Traits::kCodes, Traits::kColumns, Traits::kHeadDim, Traits::kInt4, Traits::kInt8, Traits::kMmaType;
+  using Traits::kRowBytes, Traits::kScaleBytes, Traits::kScalesQueries, Traits::kSigns, Traits::kTileN, Traits::kTokenScales,
+      Traits::kTokenTiles;
+  using Traits::kType;
   using typename Consumer::Codes, typename Consumer::Items, typename Consumer::TokenScale;
   using typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Tile, typename Traits::TileScheduler;
   using BaseParams = typename Traits::Params;
@@ -38,14 +41,15 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
   static constexpr int kConsumerRegisters = 208, kProducerRegisters = 40;
   // A stage has tiles of 16 keys: two, whose MMAs are independent of each other, where blocks have pairs of them.
   static constexpr int kStageTiles = kTokenTiles % 2 == 0 ? 2 : 1, kStageKeys = 16 * kStageTiles, kBlockStages = kTokenTiles / kStageTiles;
-  static constexpr int kStageBytes = kStageKeys * kRowBytes, kScaleBytes = kInt8 ? 4 * kStageKeys : 0, kFixedBytes = 4096;
-  static constexpr int kStages = std::min((227 * 1024 - kFixedBytes) / (kWarps * (kStageBytes + kScaleBytes + 16)), 16);
+  static constexpr int kStageBytes = kStageKeys * kRowBytes, kFixedBytes = 4096;
+  static constexpr int kStages = std::min((227 * 1024 - kFixedBytes) / (kWarps * (kStageBytes + kStageKeys * kScaleBytes + 16)), 16);
 
   using Ring = minfer::Ring<kStages>;
 
   struct SharedStorage {
-    alignas(1024) uint8_t ring[kWarps][kStages][kStageBytes];  // [128 bytes of a row][key][128], as TMA swizzles them
-    alignas(16) float scales[kInt8 ? kWarps : 1][kInt8 ? kStages : 1][kStageKeys];
+    alignas(1024) uint8_t ring[kWarps][kStages][kStageBytes];  // [column][key][kBoxBytes], as TMA swizzles them
+    alignas(16) typename Traits::Scale
+        scales[kTokenScales > 0 ? kWarps : 1][kTokenScales > 0 ? kStages : 1][kTokenScales > 0 ? kStageKeys* kTokenScales : 8];
     alignas(8) uint64_t full[kWarps][kStages], empty[kWarps][kStages];
     typename TileScheduler::Storage tiles;
   };
@@ -125,7 +129,8 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
 
     /// Loads an item. Where a box fills a stage, lane i holds where stage i of the split lies.
     CUTLASS_DEVICE void load(Tile const& tile) {
-      Range const range = range_of(params, tile);
+      Range range = range_of(params, tile);
+      if constexpr (kInt4) range.end = min(range.end, Int4::in_codes(params, tile.seqlen_k) / kStageKeys);  // others are not loaded here
       if (range.end <= range.begin) return;
       int const kv_head = Traits::kv_head_of(params, tile), box_rows = params.box_rows, boxes = kStageKeys / box_rows;
       PageTable::Location of_lane{};
@@ -149,40 +154,21 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
     CUTLASS_DEVICE void load_stage(Tile const& tile, bool values, int key, int kv_head, int boxes, PageTable::Location const& location) {
       int const stage = ring.index, box_rows = params.box_rows;
       uint64_t* const full = &storage.full[warp][stage];
+      typename Producer::ScaleCopy scales;
       uint32_t bytes = kStageBytes;
-      float const* scales = nullptr;
-      if constexpr (kInt8) {
-        QuantizedRows const& side = values ? params.values : params.keys;
-        auto const* const from = static_cast<float const*>(side.scale) + int64_t(kv_head) * params.page_size;
-        float* const to = storage.scales[warp][stage];
-        if (box_rows % 4 == 0 && reinterpret_cast<uint64_t>(side.scale) % 16 == 0) {
-          bool const mine = lane < boxes, has = mine && params.has(location.page) && location.row < params.page_size;
-          if (has) scales = from + location.page * side.scale_page + location.row;
-          if (mine && !has) {
-            for (int i = 0; i < box_rows; ++i) to[lane * box_rows + i] = 0.0f;
-          }
-          bytes += uint32_t(__popc(__ballot_sync(0xffffffffu, has)) * box_rows * 4);
-        } else if (lane < kStageKeys) {
-          PageTable::Location const token = Producer::find_token(params, tile, key + lane);
-          to[lane] = params.has(token.page) ? load_operand(from + token.page * side.scale_page + token.row) : 0.0f;
-        }
-        __syncwarp();
+      if constexpr (kTokenScales > 0) {
+        scales = Producer::template copy_of_scales<kStageKeys>(params, tile, !values, kv_head, key, location, true, lane,
+                                                               storage.scales[warp][stage]);
+        bytes += scales.bytes_of_warp();
       }
       if (lane == 0) FullBarrier::arrive_and_expect_tx(full, bytes);
       __syncwarp();
+      scales.begin(full);
       if (lane >= boxes) return;
-      if constexpr (kInt8) {
-        if (scales != nullptr) {
-          asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                           shared_address(&storage.scales[warp][stage][lane * box_rows])),
-                       "l"(scales), "r"(box_rows * 4), "r"(shared_address(full))
-                       : "memory");
-        }
-      }
 #pragma unroll
       for (int column = 0; column < kColumns; ++column) {
         cute::SM90_TMA_LOAD_4D::copy(values ? &params.v : &params.k, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                                     storage.ring[warp][stage] + (column * kStageKeys + lane * box_rows) * 128,
+                                     storage.ring[warp][stage] + (column * kStageKeys + lane * box_rows) * kBoxBytes,
                                      column * (kHeadDim / kColumns), kv_head, location.row, location.page);
       }
     }
@@ -225,9 +211,9 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
           if (is_query && column < params.head_dim) b[s][half] = load_operand(reinterpret_cast<uint32_t const*>(from + column));
         }
       }
-      if constexpr (!kCodes || kInt8) {
+      if constexpr (!kSigns && !kScalesQueries) {
         return 1.0f;
-      } else if constexpr (!kScalesQueries) {
+      } else if constexpr (kSigns) {
         float const sign = sign_of_keys(params, Traits::kv_head_of(params, tile));
 #pragma unroll
         for (int i = 0; i < 2 * kSteps; ++i) b[i / 2][i % 2] = Consumer::with_sign(b[i / 2][i % 2], sign);
@@ -252,14 +238,50 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
       }
     }
 
+    /// int4: S^T of a stage's keys.
+    CUTLASS_DEVICE void multiply_int4_keys(int stage, int kv_head, uint32_t const (&b)[kSteps][2], float (&scores)[kStageTiles][4]) const {
+      uint32_t const keys = shared_address(storage.ring[warp][stage]), unit = shared_address(storage.scales[warp][stage]);
+      typename Int4::Constants const constants(kv_head, lane);
+      Consumer::clear(scores);
+#pragma unroll
+      for (int s = 0; s < kSteps; s += 2) {
+        typename Int4::KeyScales const first(unit, s, lane), second(unit, s + 1, lane);
+        uint32_t const of_lane = Int4::address_of_keys(keys, 0, s / 2, lane);
+#pragma unroll
+        for (int t = 0; t < kStageTiles; ++t) {
+          uint32_t a[2][4];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            uint4 const x = Int4::load_keys(of_lane + (16 * t + 8 * i) * Int4::kRowBytes);
+            Int4::convert_keys(x.x, x.y, first, constants, a[0][i], a[0][2 + i]);
+            Int4::convert_keys(x.z, x.w, second, constants, a[1][i], a[1][2 + i]);
+          }
+          multiply_16x8x16<kMmaType>(scores[t], a[0], b[s][0], b[s][1]);
+          multiply_16x8x16<kMmaType>(scores[t], a[1], b[s + 1][0], b[s + 1][1]);
+        }
+      }
+    }
+    /// Of keys from `key` on, which are in the residual.
+    CUTLASS_DEVICE void multiply_residual_keys(typename Int4::Residual const& from, int key, uint32_t const (&b)[kSteps][2],
+                                               float (&scores)[kStageTiles][4]) const {
+      Consumer::clear(scores);
+#pragma unroll
+      for (int t = 0; t < kStageTiles; ++t) {
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+          uint32_t a[4];
+          from.load_keys(key + 16 * t, s, lane, a);
+          multiply_16x8x16<kMmaType>(scores[t], a, b[s][0], b[s][1]);
+        }
+      }
+    }
     /// S^T of a stage's keys.
     CUTLASS_DEVICE void multiply_keys(int stage, uint32_t kept, uint32_t const (&b)[kSteps][2], float (&scores)[kStageTiles][4]) const {
       uint32_t const keys = shared_address(storage.ring[warp][stage]);
       TokenScale scales[kStageTiles][2];
+      Consumer::clear(scores);
 #pragma unroll
       for (int t = 0; t < kStageTiles; ++t) {
-#pragma unroll
-        for (int x = 0; x < 4; ++x) scores[t][x] = 0.0f;
         if constexpr (kInt8) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) scales[t][i] = TokenScale(storage.scales[warp][stage][16 * t + 8 * i + lane / 4]);
@@ -273,7 +295,7 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
           uint32_t x[4], a[4];
           load_matrices(Consumer::address_of(keys, kStageKeys, 16 * t + lane % 16, 2 * s / kStepsOfVectors + lane / 16), x);
           if constexpr (kCodes) {
-            if constexpr (!kInt8 && !kScalesQueries) {
+            if constexpr (kSigns) {
 #pragma unroll
               for (int i = 0; i < 4; ++i) x[i] &= kept;
             }
@@ -287,6 +309,50 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
         }
       }
     }
+    /// int4: O^T += V^T.P^T of a stage's keys.
+    CUTLASS_DEVICE void multiply_int4_values(int stage, int kv_head, uint2 const* p, float (&output)[kSteps][4]) const {
+      uint32_t const values = shared_address(storage.ring[warp][stage]), unit = shared_address(storage.scales[warp][stage]);
+      typename Int4::Constants const constants(kv_head, lane);
+#pragma unroll
+      for (int t = 0; t < kStageTiles; ++t) {
+        typename Int4::ValueScales scales;
+#pragma unroll
+        for (int v = 0; v < kSteps / 2; v += 2) {  // vectors of 32 channels
+          uint32_t x[4];                           // {tokens 0-7 of the first vector, of the second, tokens 8-15 likewise}
+          load_matrices_transposed(Int4::address_of(values, 16 * t + lane / 16 * 8 + lane % 8, v + lane / 8 % 2), x);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            if ((v + j) % params.vectors_of_group == 0) {
+              scales = typename Int4::ValueScales(unit, t, (v + j) / params.vectors_of_group, params.groups_v, lane);
+            }
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) {
+              uint32_t a[4];
+#pragma unroll
+              for (int i = 0; i < 2; ++i) {
+                Int4::convert_values(x[2 * i + j] >> 8 * tile, scales.scale[i], scales.minimum[i], constants, a[2 * i], a[2 * i + 1]);
+              }
+              multiply_16x8x16<kMmaType>(output[2 * (v + j) + tile], a, p[t].x, p[t].y);
+            }
+          }
+        }
+      }
+    }
+    /// Of values from `key` on, which are in the residual.
+    CUTLASS_DEVICE void multiply_residual_values(typename Int4::Residual const& from, int key, uint2 const* p,
+                                                 float (&output)[kSteps][4]) const {
+#pragma unroll
+      for (int t = 0; t < kStageTiles; ++t) {
+#pragma unroll
+        for (int v = 0; v < kSteps / 2; ++v) {
+          uint32_t a[2][4];
+          from.load_values(key + 16 * t, v, lane, a);
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile) multiply_16x8x16<kMmaType>(output[2 * v + tile], a[tile], p[t].x, p[t].y);
+        }
+      }
+    }
+
     /// O^T += V^T.P^T of a stage's keys.
     CUTLASS_DEVICE void multiply_values(int stage, uint2 const* p, float (&output)[kSteps][4]) const {
       uint32_t const values = shared_address(storage.ring[warp][stage]);
@@ -320,21 +386,33 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
         }
       }
     }
-    /// Values of keys outside of [begin, end) become zeros: their probabilities are zero, but 0 * NaN is NaN.
+    /// Values of keys outside of [begin, end) become zeros: their probabilities are zero, but 0 * NaN is NaN. Codes with scales are so where
+    /// these are.
     CUTLASS_DEVICE void clear_unseen(int stage, int begin, int end) const {
       if (begin <= 0 && end >= kStageKeys) return;
-      constexpr int kVectors = kRowBytes / 16;
-      uint32_t const values = shared_address(storage.ring[warp][stage]);
+      if constexpr (kInt4) {
+        for (int plane = 0; plane < 2 * params.groups_v; ++plane) {
+          if (lane < begin || lane >= end) storage.scales[warp][stage][plane * Int4::kUnit + lane] = 0;
+        }
+      } else {
+        constexpr int kVectors = kRowBytes / 16;
+        uint32_t const values = shared_address(storage.ring[warp][stage]);
 #pragma unroll 1
-      for (int i = lane; i < kStageKeys * kVectors; i += 32) {
-        int const key = i / kVectors;
-        if (key >= begin && key < end) continue;
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(Consumer::address_of(values, kStageKeys, key, i % kVectors)), "r"(0)
-                     : "memory");
-        if constexpr (kInt8) storage.scales[warp][stage][key] = 0.0f;
+        for (int i = lane; i < kStageKeys * kVectors; i += 32) {
+          int const key = i / kVectors;
+          if (key >= begin && key < end) continue;
+          asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(Consumer::address_of(values, kStageKeys, key, i % kVectors)), "r"(0)
+                       : "memory");
+          if constexpr (kInt8) storage.scales[warp][stage][key] = 0.0f;
+        }
       }
       cutlass::arch::fence_view_async_shared();  // before TMA loads into the stage again
       __syncwarp();
+    }
+
+    CUTLASS_DEVICE int in_codes_of(Tile const& tile) const {
+      if constexpr (kInt4) return Int4::in_codes(params, tile.seqlen_k);
+      return tile.seqlen_k;
     }
 
     CUTLASS_DEVICE void compute(Tile const& tile) {
@@ -345,13 +423,10 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
       auto const seen = Consumer::seen_keys(params, tile);
       Range const range = range_of(params, tile);
       uint32_t kept = 0xffffffffu;
-      if constexpr (kCodes && !kInt8 && !kScalesQueries) kept = sign_of_keys(params, Traits::kv_head_of(params, tile)) == 0.0f ? 0 : kept;
+      int const kv_head = Traits::kv_head_of(params, tile), in_codes = in_codes_of(tile);
+      if constexpr (kSigns) kept = sign_of_keys(params, kv_head) == 0.0f ? 0 : kept;
       float output[kSteps][4], row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-        for (int x = 0; x < 4; ++x) output[i][x] = 0.0f;
-      }
+      Consumer::clear(output);
       int const last_block = range.end > range.begin ? (range.end - 1) / kBlockStages : -1, first_block = range.begin / kBlockStages;
 #pragma unroll 1
       for (int block = last_block; block >= first_block; --block) {
@@ -360,8 +435,15 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
 #pragma unroll
         for (int i = 0; i < kBlockStages; ++i) {
           auto& of_stage = reinterpret_cast<float(&)[kStageTiles][4]>(scores[i * kStageTiles]);
-          if (i >= first && i < end) {
-            multiply_keys(wait(), kept, b, of_stage);
+          int const key = (block * kBlockStages + i) * kStageKeys;
+          if (kInt4 && i >= first && i < end && key >= in_codes) {
+            if constexpr (kInt4) multiply_residual_keys(Consumer::residual_of(params, params.keys, tile, seen), key, b, of_stage);
+          } else if (i >= first && i < end) {
+            if constexpr (kInt4) {
+              multiply_int4_keys(wait(), kv_head, b, of_stage);
+            } else {
+              multiply_keys(wait(), kept, b, of_stage);
+            }
             release();
           } else {
 #pragma unroll
@@ -420,9 +502,19 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
 #pragma unroll
         for (int i = 0; i < kBlockStages; ++i) {
           if (i < first || i >= end) continue;  // probabilities of zero add nothing
-          int const stage = wait(), key = (block * kBlockStages + i) * kStageKeys;
+          int const key = (block * kBlockStages + i) * kStageKeys;
+          if (kInt4 && key >= in_codes) {
+            if constexpr (kInt4)
+              multiply_residual_values(Consumer::residual_of(params, params.values, tile, seen), key, &p[i * kStageTiles], output);
+            continue;
+          }
+          int const stage = wait();
           clear_unseen(stage, seen.begin - key, seen.end - key);
-          multiply_values(stage, &p[i * kStageTiles], output);
+          if constexpr (kInt4) {
+            multiply_int4_values(stage, kv_head, &p[i * kStageTiles], output);
+          } else {
+            multiply_values(stage, &p[i * kStageTiles], output);
+          }
           release();
         }
       }

@@ -9,6 +9,7 @@
 #include "attention/shared/sequences.cuh"
 #include "attention/shared/softmax.cuh"
 #include "attention/shared/splits.h"
+#include "common/packet.cuh"
 #include "cutlass/fast_math.h"
 #include "minfer/attention.h"
 
@@ -67,6 +68,8 @@ struct SplitFields {
   float* partials;             // [slots, slot_rows, kHeadDimV]
   SplitState* partial_states;  // [slots, slot_rows]
   float4* totals;              // of each CTA, where shared memory has no room for them: split_totals.cuh
+  Packet* packets;             // of partials that the launch folds itself, or null: few_rows_results.cuh
+  uint64_t nonce;              // no other launch's: packet.cuh
 };
 template <class Base>
 struct SplitParams : Base, SplitFields {};

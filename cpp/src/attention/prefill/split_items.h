@@ -20,12 +20,12 @@ struct SplitItems {
   struct Splits {
     int32_t first, count;  // of a sequence
   };
-  /// The splits that hold a key which a query of the sequence sees.
+  /// The splits that hold a key which a query of the sequence sees; one without keys if there is none.
   template <class Params>
   static MINFER_HOST_DEVICE Splits splits_of(Params const& p, int queries, int keys) {
     int32_t const first = Mask(queries, keys, p.window_left, p.window_right).begin(0) / kSplitKeys;
     int32_t const count = (keys + kSplitKeys - 1) / kSplitKeys - first;
-    return {first, count > 0 ? count : 0};
+    return {first, count > 1 ? count : 1};
   }
   /// Whether a sequence is divided: if the workspace has room for its rows and splits.
   template <class Params>
@@ -61,6 +61,12 @@ struct SplitItems {
     }
     item.first = (int32_t(tiles_of(p, queries)) - 1 - from_end) * (kTileM / p.packed_heads);
     return item;
+  }
+
+  /// The item of split `other` of the tile that split `split` is item `number` of.
+  template <class Params>
+  static MINFER_HOST_DEVICE int32_t item_of(Params const& p, int32_t number, int split, int other) {
+    return number + (other - split) * p.head_tiles;
   }
 
   /// The slot of a split of a divided sequence. row_q: where the sequence's queries begin, with varlen.

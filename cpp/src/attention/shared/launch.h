@@ -1,6 +1,7 @@
 // The arguments of a generated launch function of an attention kernel. Private to the library.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 
 #include "attention/shared/splits.h"
@@ -15,7 +16,17 @@ constexpr int kPacketsOfPartial = 34;
 /// Whether it is a kernel of the batch-invariant mode, where the others are not considered.
 inline bool is_invariant(KernelInfo const& kernel) { return std::strcmp(kernel.operation, "attention_invariant") == 0; }
 
-/// Where a batch-invariant kernel has what in its workspace, in bytes: the tile counter, partials of splits, their states, totals.
+/// Whether it is one for few rows, whose rows are the MMA's n.
+inline bool is_for_few_rows(KernelInfo const& kernel) { return is_invariant(kernel) && kernel.tile_m < 64; }
+
+/// Whether the CTAs of a launch for few rows fold their splits themselves: where each item has a CTA of its own, and all run at once.
+inline bool folds_in_launch(KernelInfo const& kernel, AttentionPlan const& plan, DeviceProperties const& device) {
+  constexpr int64_t kCtasPerSm = 2;
+  return is_for_few_rows(kernel) && plan.split_rows > 0 && plan.partial_slots <= kCtasPerSm * device.sm_count;
+}
+
+/// Where a batch-invariant kernel has what in its workspace, in bytes: the tile counter, partials of splits, their states, totals. Partials
+/// as packets take the place of the others and of their states.
 struct SplitWorkspace {
   size_t partials, states, totals, bytes;
 };
@@ -29,6 +40,10 @@ inline SplitWorkspace split_workspace_of(KernelInfo const& kernel, AttentionPlan
   at.partials = plan.counted ? kCounterBytes : 0;
   at.states = at.partials + aligned(rows * kernel.head_dim_v * 4);
   at.totals = at.states + aligned(rows * 8);
+  if (folds_in_launch(kernel, plan, device)) {
+    size_t const packets = size_t(plan.partial_slots) * kernel.tile_m * (kernel.head_dim_v / 64) * kPacketsOfPartial * 16;
+    at.totals = std::max(at.totals, at.partials + aligned(packets));
+  }
   at.bytes = at.totals + aligned(totals);
   return at;
 }
