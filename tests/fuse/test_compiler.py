@@ -56,6 +56,28 @@ def kernels_of(function, *args):
     return [function._kernel(graph, config, "sm_90a") for _, graph, config in function.specialisations([args], "sm_90a")]
 
 
+def soft_cap(x):
+    return 30.0 * torch.tanh(x.float() / -30.0)
+
+
+def tanhs(x, y):
+    return (
+        soft_cap(x).to(BF16) + y,  # rounded first
+        (torch.tanh(y.float()) * x).to(BF16),
+        (torch.tanh(x.float()) + 1).to(BF16),  # near -1 nothing of it would be left
+        (torch.tanh(x.float() * 2) * torch.tanh(x.float() * 3)).to(BF16),
+        torch.tanh(x.float() * 5),
+    )
+
+
+def test_tanh_of_the_hardware_where_rounding_is_coarser():
+    _, graph, _ = fuse.pointwise(tanhs).specialisations([(meta(4, 64), meta(4, 64))], "sm_90a")[0]
+    assert sum(node.op == "tanh" for node in graph.nodes) == 6
+    coarse = sorted(graph.coarse_tanhs())
+    users = [next(node for node in graph.nodes if i in node.inputs) for i in coarse]
+    assert [node.op for node in users] == ["mul", "mul"], graph.nodes
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_compiles(dsl, arch):
     x, w = meta(8, 4096), meta(4096)

@@ -91,6 +91,7 @@ def parameters(graph: Graph) -> list[tuple[str, int]]:
 
 _VECTOR_BYTES = 16
 _FEW_ROWS = 264  # two for each SM of an H100
+_MANY_VECTORS = 160_000
 
 
 def vector_width(graph: Graph, columns: int, alignments: list[int]) -> int:
@@ -107,14 +108,17 @@ def configure(graph: Graph, rows: int, columns: int, width: int, clusters: bool)
     threads; a row that is wider than a CTA's threads take has the CTAs of a cluster."""
     vectors = -(-columns // width)
     if not graph.has_reductions():
+        many = rows * vectors >= _MANY_VECTORS
         if vectors <= 32:
             threads = _power_of_two(vectors)
-            return RowConfig(0, width, 1, threads, 128 // threads, 1)
+            return RowConfig(0, width, 1, threads, (256 if many else 128) // threads, 1)
         down = _rows_below(graph)
-        while down > 1 and rows * vectors < down * 160_000:
+        while down > 1 and rows * vectors < down * _MANY_VECTORS:
             down //= 2
-        threads = _threads_for(vectors, 128 if down > 1 or rows * vectors < 160_000 else 256)
-        return RowConfig(0, width, down, threads, 1, 1, down > 1)
+        threads = _threads_for(vectors, 256 if many and down == 1 else 128)
+        # Many CTAs of 128 threads with a vector each would start slower than memory takes their bytes.
+        together = 256 // threads if many and down == 1 else 1
+        return RowConfig(0, width, down, threads, together, 1, down > 1)
     if vectors <= 32:
         threads = _power_of_two(vectors)
         return RowConfig(columns, width, 1, threads, 128 // threads, 1)

@@ -10,10 +10,10 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ..graph import F32
 from .attention_functions import AttentionFunctions
-from .attention_instructions import approximate, packed
+from .attention_instructions import packed
 from .attention_softmax import OnlineSoftmax
 from .attention_tiles import Place
-from .numbers import STORAGES, as_storage, pointer_at, store_vector
+from .numbers import STORAGES, approximate, as_storage, pointer_at, store_vector
 
 _INFINITY = float("inf")
 

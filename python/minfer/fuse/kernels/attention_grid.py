@@ -8,8 +8,8 @@ from typing import Any
 from cutlass import Float32
 
 from ..graph import BOOL, F32, I32, Graph, Node
-from .attention_instructions import approximate, exp2
-from .numbers import Evaluator, cast, constant, rounded
+from .attention_instructions import exp2
+from .numbers import Evaluator, approximate, cast, constant, rounded
 
 _LOG2_E = math.log2(math.e)
 

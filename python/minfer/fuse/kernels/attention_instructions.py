@@ -6,13 +6,8 @@ import struct
 from typing import Any
 
 from cutlass import Float32, Int32, cute
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T
 
-
-def approximate(instruction: str, x: Any) -> Float32:
-    options = {"has_side_effects": False, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
-    return Float32(llvm.inline_asm(T.f32(), [Float32(x).ir_value()], f"{instruction}.f32 $0, $1;", "=f,f", **options))
+from .numbers import approximate
 
 
 def exp2(x: Any) -> Float32:

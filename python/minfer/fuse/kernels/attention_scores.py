@@ -11,10 +11,10 @@ from cutlass import Float32, Int32, cute
 from ..graph import BOOL, I32
 from .attention_functions import AttentionFunctions
 from .attention_grid import Columns, Grid
-from .attention_instructions import approximate, multiply_add_here
+from .attention_instructions import multiply_add_here
 from .attention_shared import SharedMemory
 from .attention_tiles import Place
-from .numbers import REGISTERS
+from .numbers import REGISTERS, approximate
 
 _LOG2_E = math.log2(math.e)
 _INFINITY = float("inf")

@@ -10,8 +10,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from .attention_functions import AttentionFunctions
-from .attention_instructions import approximate
 from .attention_softmax import OnlineSoftmax
+from .numbers import approximate
 
 
 class SoftCap:

@@ -2,7 +2,8 @@
 
 Plain Python, which runs while a kernel is traced: a list of scalars is unrolled code. Transcendental functions use the hardware's
 approximations where these are within 2 ulp of float32 (exp2, reciprocals, square roots' reciprocals, quotients) and the accurate versions
-elsewhere (logarithms, tanh, erf, sin, cos, powers).
+elsewhere (logarithms, tanh, erf, sin, cos, powers). tanh is the hardware's, within 2^-11, where its results are only scaled and then
+rounded to bf16 or to 8 bits (Graph.coarse_tanhs).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T
 
 from ..dtypes import INTEGERS
 from ..graph import BOOL, COMPARISONS, F32, I32, I64, REDUCTIONS, Graph, Node
@@ -23,6 +26,12 @@ STORAGES = {
     "i64": Int64, "i32": Int32, "i16": cutlass.Int16, "i8": cutlass.Int8, "u8": cutlass.Uint8, "bool": cutlass.Uint8,
 }  # fmt: skip
 _LOG2_E = math.log2(math.e)
+
+
+def approximate(instruction: str, x: Any) -> Float32:
+    """An instruction of one float32 operand."""
+    options = {"has_side_effects": False, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    return Float32(llvm.inline_asm(T.f32(), [Float32(x).ir_value()], f"{instruction}.f32 $0, $1;", "=f,f", **options))
 
 
 def _exp(x: Any) -> Any:
@@ -213,6 +222,7 @@ class Evaluator:
 
     def __init__(self, graph: Graph, elements: int, leaf: Callable[[int, Node, list[Any]], Any], many: Callable[[Node], bool]):
         self.graph, self.elements, self.leaf, self.many = graph, elements, leaf, many
+        self.coarse = graph.coarse_tanhs()
         self.known: dict[int, Any] = {}
 
     def each(self, number: int) -> list[Any]:
@@ -235,6 +245,9 @@ class Evaluator:
             return self.leaf(number, node, operands)
         types = [self.graph.nodes[i].dtype for i in node.inputs]
         many = any(isinstance(x, list) for x in operands)
+        if number in self.coarse:
+            values = [approximate("tanh.approx", x) for x in (operands[0] if many else operands)]
+            return values if many else values[0]
         if node.op == "round":
             values = rounded(operands[0] if many else [operands[0]], types[0], node.dtype, node.attrs[0])
             return values if many else values[0]
