@@ -30,8 +30,8 @@ REDUCTIONS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
 COMPARISONS = frozenset("lt le gt ge eq ne".split())
 # Elementwise operations that cost more than reading a number again: worth a register from one pass over a row to the next.
 COSTLY = frozenset("exp exp2 expm1 log log2 log1p sin cos tanh erf pow div rsqrt sqrt reciprocal philox mod floor_div".split())
-# What keeps the relative error of one operand, and tensors whose rounding is coarse: units of 2^-8 and more.
-_SCALING = frozenset(["neg", "abs", "mul", "div"])
+# What keeps the relative error of one operand, or adds that of a rounding to it, and tensors whose rounding is coarse: units of 2^-8 and more.
+_SCALING = frozenset(["neg", "abs", "mul", "div", "round"])
 _COARSE = frozenset(["bf16", "e4m3", "e5m2"])
 
 
@@ -134,8 +134,8 @@ class Graph:
         return depths
 
     def coarse_tanhs(self) -> frozenset[int]:
-        """The tanh nodes of which a relative error of 2^-11 is little beside the rounding that follows: each of their results is only
-        multiplied or divided by what has none of them, and then rounded to 8 bits of mantissa or fewer."""
+        """The tanh nodes of which a relative error of 2^-11 is little beside the rounding that follows: they are only multiplied or divided
+        by what has none of them, and are then stored with 8 bits of mantissa or fewer."""
         fine = {x.node for x in self.outputs if x.storage not in _COARSE} | {x.index for x in self.outputs}
         scaled: list[bool] = []  # whether a node is a multiple of a tanh
         for node in self.nodes:
@@ -143,8 +143,6 @@ class Graph:
             scaled.append(node.op == "tanh" or (node.op in _SCALING and factors == 1))
         for i in reversed(range(len(self.nodes))):  # users come behind what they use
             node = self.nodes[i]
-            if node.op == "round" and node.attrs[0] in _COARSE:
-                continue
             if i in fine or not scaled[i] or node.op == "tanh":
                 fine.update(node.inputs)
         return frozenset(i for i, node in enumerate(self.nodes) if node.op == "tanh" and i not in fine)

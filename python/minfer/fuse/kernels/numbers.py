@@ -2,8 +2,8 @@
 
 Plain Python, which runs while a kernel is traced: a list of scalars is unrolled code. Transcendental functions use the hardware's
 approximations where these are within 2 ulp of float32 (exp2, reciprocals, square roots' reciprocals, quotients) and the accurate versions
-elsewhere (logarithms, tanh, erf, sin, cos, powers). tanh is the hardware's, within 2^-11, where its results are only scaled and then
-rounded to bf16 or to 8 bits (Graph.coarse_tanhs).
+elsewhere (logarithms, tanh, erf, sin, cos, powers). tanh is the hardware's, within 2^-11, where it is only scaled and then stored as
+bf16 or in 8 bits (Graph.coarse_tanhs).
 """
 
 from __future__ import annotations
