@@ -285,12 +285,12 @@ Status plan_attention(AttentionProblem const& problem, DeviceProperties const& d
     KernelInfo const& kernel = *at;
     if (illegal(kernel, problem, device) != nullptr || !considered(kernel, problem)) continue;
     if (options.only_runnable && !has_code(kernel, device)) continue;
-    ++candidates;
-    if (!found.empty() && kernel.arch > found[0].kernel->arch) found.clear();
-    if (is_for_few_rows(kernel)) {
+    if (is_for_few_rows(kernel)) {  // none without the kernel whose blocks it has, which some builds leave out
       few.push_back(&kernel);
       continue;
     }
+    ++candidates;
+    if (!found.empty() && kernel.arch > found[0].kernel->arch) found.clear();
     if (found.empty() || kernel.arch == found[0].kernel->arch) found.push_back({&kernel, 0.0, 0.0});
   }
   // Of split-KV kernels the smallest that has the head dimensions: another one would only read as much, and with a given number of splits

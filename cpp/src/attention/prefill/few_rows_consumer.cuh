@@ -22,7 +22,8 @@ namespace minfer::attention {
 template <class Traits>
 struct FewRowsConsumer : FewRowsResults<Traits> {
   using Results = FewRowsResults<Traits>;
-  using Results::column_of, Results::fold_packets, Results::is_query, Results::leave_packets, Results::store, Results::store_partial;
+  using Results::column_of, Results::fold_packets, Results::is_query, Results::leave_packets, Results::store, Results::store_partial,
+      Results::value_scale;
   using Traits::blocks_of, Traits::for_splits, Traits::kChannelTiles, Traits::kCodes, Traits::kConsumerThreads, Traits::kConsumerWarps;
   using Traits::kFormat, Traits::kHeadDim, Traits::kInt4, Traits::kInt8, Traits::kMmaType, Traits::kRowBytes, Traits::kScalesQueries;
   using Traits::kSigns, Traits::kSplitBlocks, Traits::kTileM, Traits::kTileN, Traits::kTokenTiles;
@@ -34,6 +35,7 @@ struct FewRowsConsumer : FewRowsResults<Traits> {
       typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile, typename Traits::TileScheduler;
   using Converter = BlockConverter<kType, kMmaType, kCodes ? kFormat : WeightFormat::kInt8, 128, 128>;
   using Int4 = FewRowsInt4<kType>;
+  static constexpr bool kSpare = Traits::kCtasPerSm == 1;  // registers for loads and conversions ahead
 
   static CUTLASS_DEVICE void synchronize() { NamedBarrier<kConsumerThreads>{1}.sync(); }
 
@@ -94,7 +96,7 @@ struct FewRowsConsumer : FewRowsResults<Traits> {
     uint32_t const queries = shared_address(storage.q[stage]), keys = shared_address(storage.ring[of_ring]);
     uint32_t const kept = sign == 0.0f ? 0 : 0xffffffffu;
     clear(scores);
-#pragma unroll 1
+#pragma unroll(kSpare ? 2 : 1)
     for (int vector = 0; vector < kHeadDim / 8; vector += 4) {  // of queries; a vector of codes has the elements of two
       uint32_t b[2][2];
       load_queries(queries, vector, lane, sign, b);
@@ -143,7 +145,7 @@ struct FewRowsConsumer : FewRowsResults<Traits> {
       if (key < in_codes) {
         typename Int4::Constants const constants(tile.batch, lane);
         uint32_t const unit = units + (first + t) / 2 * Int4::kUnitBytes;
-#pragma unroll 1
+#pragma unroll(kSpare ? 2 : 1)
         for (int vector = 0; vector < kHeadDim / 8; vector += 4) {  // of queries: one of codes
           uint32_t b[2][2];
           load_queries(queries, vector, lane, 1.0f, b);
@@ -434,7 +436,7 @@ struct FewRowsConsumer : FewRowsResults<Traits> {
     uint32_t const values = shared_address(storage.ring[of_ring]);
     auto const probabilities = [&](int t) { return storage.probabilities[number * kTokenTiles + t][lane]; };
     if constexpr (kCodes) {
-#pragma unroll(kInt8 ? 1 : kTokenTiles / 2)
+#pragma unroll(kInt8 ? (kSpare ? 2 : 1) : kTokenTiles / 2)
       for (int t = 0; t < kTokenTiles; t += 2) {  // a vector of codes of 32 keys, for the warp's 16 channels
         uint32_t x[4], a[4];
         load_matrices_transposed(address_of(values, kTileN, 16 * t + lane, warp), x);
@@ -477,34 +479,38 @@ struct FewRowsConsumer : FewRowsResults<Traits> {
     int const vector = warp / 2, row_tile = warp % 2, plane = vector / params.vectors_of_group;  // the warp has one of 32 channels' two
     int const tiles_in_codes = (Int4::in_codes(params, tile.seqlen_k) - block * kTileN) / 16;
     typename Int4::Constants const constants(tile.batch, lane);
-    auto const probabilities = [&](int t) { return storage.probabilities[number * kTokenTiles + t][lane]; };
-#pragma unroll 1
-    for (int t = 0; t < kTokenTiles; t += 2) {  // a unit
-      uint32_t a[2][4];
-      if (t < tiles_in_codes) {
-        uint32_t x[4];
-        load_matrices_transposed(Int4::address_of(values, 16 * t + lane, vector), x);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          typename Int4::ValueScales const scales(units + t / 2 * Int4::kUnitBytes, half, plane, params.groups_v, lane);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            Int4::convert_values(x[2 * half + i] >> 8 * row_tile, scales.scale[i], scales.minimum[i], constants, a[half][2 * i],
-                                 a[half][2 * i + 1]);
-          }
-        }
-      } else {
-        int own = lane;
-        make_opaque(own);
-        auto const residual = residual_of(params, params.values, tile, seen);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) residual.load_values(block * kTileN + 16 * (t + half), vector, row_tile, own, a[half]);
-      }
+    auto const multiply = [&](int t, uint32_t const(&a)[2][4]) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint2 const p = probabilities(t + half);
+        uint2 const p = storage.probabilities[number * kTokenTiles + t + half][lane];
         multiply_16x8x16<kMmaType>(output[0], a[half], p.x, p.y);
       }
+    };
+    int t = 0;
+#pragma unroll(kSpare ? 2 : 1)
+    for (; t < min(tiles_in_codes, kTokenTiles); t += 2) {  // a unit
+      uint32_t x[4], a[2][4];
+      load_matrices_transposed(Int4::address_of(values, 16 * t + lane, vector), x);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        typename Int4::ValueScales const scales(units + t / 2 * Int4::kUnitBytes, half, plane, params.groups_v, lane);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Int4::convert_values(x[2 * half + i] >> 8 * row_tile, scales.scale[i], scales.minimum[i], constants, a[half][2 * i],
+                               a[half][2 * i + 1]);
+        }
+      }
+      multiply(t, a);
+    }
+#pragma unroll 1
+    for (; t < kTokenTiles; t += 2) {
+      int own = lane;
+      make_opaque(own);
+      auto const residual = residual_of(params, params.values, tile, seen);
+      uint32_t a[2][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) residual.load_values(block * kTileN + 16 * (t + half), vector, row_tile, own, a[half]);
+      multiply(t, a);
     }
   }
 
@@ -586,6 +592,8 @@ struct FewRowsConsumer : FewRowsResults<Traits> {
       Tile const tile = read_tile(storage, iteration, thread % 32);
       if (tile.is_none()) break;
       int const stage = query_stage(iteration);
+      float scale = 1.0f;
+      if constexpr (kSpare) scale = value_scale(params, tile);
       FullBarrier::wait(&storage.full_q[stage], query_phase(iteration));
       Output all;
       clear(all);
@@ -620,15 +628,16 @@ struct FewRowsConsumer : FewRowsResults<Traits> {
       release(&storage.empty_tile[iteration % 2], thread);
       int own = thread;
       make_opaque(own);  // what is computed of it before the mainloop would be spilled
+      if constexpr (!kSpare) scale = value_scale(params, again);
       auto const column = [&](int i, int x) { return column_of(i, x, own); };
       if (again.split >= 0 && params.packets == nullptr) {
         store_partial(params, again, total, all, own, column);
       } else if (auto const splits = Items::splits_of(params, again.seqlen_q, again.seqlen_k); again.split >= 0 && splits.count > 1) {
         leave_packets(params, storage.stamp, again, total, all, own);
-        fold_packets(params, again, splits, TileScheduler::count(storage.tiles, params), own / 32, own % 32);
+        fold_packets(params, again, scale, splits, TileScheduler::count(storage.tiles, params), own / 32, own % 32);
         return;  // the CTA has no other item
       } else {
-        store(params, again, total, all, own, column);
+        store(params, again, scale, total, all, own, column);
       }
     }
   }

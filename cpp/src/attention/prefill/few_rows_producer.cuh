@@ -1,4 +1,4 @@
-// The producer of a batch-invariant kernel for few rows: a warp that publishes items and fills the ring with the item's key blocks, the last
+// The producers of a batch-invariant kernel for few rows: warps that publish items and fill the ring with the item's key blocks, the last
 // one first, and then with its value blocks, as they are in the cache, by TMA, and their scales by bulk copies.
 #pragma once
 
@@ -13,7 +13,7 @@ struct FewRowsProducer : PrefillProducer<Traits> {
   using Base = PrefillProducer<Traits>;
   using Base::first_key_of, Base::load_queries, Base::none, Base::publish_stage, Base::publish_tile;
   using Traits::blocks_of, Traits::for_splits, Traits::kBoxBytes, Traits::kColumns, Traits::kHeadDim, Traits::kInt4, Traits::kInt8,
-      Traits::kRowBytes, Traits::kSplitBlocks, Traits::kTileN, Traits::kType, Traits::kv_head_of, Traits::mask_of;
+      Traits::kProducerWarps, Traits::kRowBytes, Traits::kSplitBlocks, Traits::kTileN, Traits::kType, Traits::kv_head_of, Traits::mask_of;
   using Traits::queries_of, Traits::read_tile, Traits::release;
   using typename Traits::EmptyBarrier, typename Traits::FullBarrier, typename Traits::Params, typename Traits::Queries,
       typename Traits::Ring, typename Traits::SharedStorage, typename Traits::Tile, typename Traits::TileScheduler;
@@ -22,7 +22,7 @@ struct FewRowsProducer : PrefillProducer<Traits> {
     return item < count ? TileScheduler::at(storage.tiles, params, item) : none();
   }
 
-  /// Where the box of key `key` lies. A box whose keys are all masked is loaded from the nearest box that is seen, since its own page may
+  /// Where the box that begins with key `key` lies. A box whose keys are all masked is loaded from the nearest box that is seen, since its own page may
   /// have been freed; its scores are masked and its values cleared.
   static CUTLASS_DEVICE PageTable::Location find_box(Params const& params, Tile const& tile, int key) {
     if (params.block_table == nullptr) return {params.cu_seqlens_k == nullptr ? tile.batch : 0, tile.row_k + key};
@@ -31,8 +31,9 @@ struct FewRowsProducer : PrefillProducer<Traits> {
       end = FewRowsInt4<kType>::in_codes(params, end);
       if (end <= tile.first_key) return {-1, 0};
     }
-    int const seen = min(max(key, tile.first_key), end - 1);
-    return params.find(tile.batch, seen / params.box_rows * params.box_rows);
+    int seen = min(max(key, tile.first_key), end - 1);
+    if (seen != key) seen = seen / params.box_rows * params.box_rows;
+    return params.find(tile.batch, seen);
   }
 
   /// The boxes of a split. Looked up one after the other, when a stage is empty, their pages' latency would be the loads'.
@@ -139,22 +140,27 @@ struct FewRowsProducer : PrefillProducer<Traits> {
     }
   }
 
-  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
+  /// Producer `number` of kProducerWarps: it loads the blocks whose turn it is; the first one also publishes tiles and loads queries.
+  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int number, int lane) {
     Ring ring = Ring::of_producer();
     Boxes boxes(params);
     int const count = TileScheduler::count(storage.tiles, params);
+    int turn = 0;  // whose the next block is
     for (int iteration = 0, item = int(blockIdx.x);; ++iteration, item += int(gridDim.x)) {
       Tile const tile = item_at(storage, params, item, count);
-      publish_tile(storage, iteration, tile, lane);
+      if (number == 0) publish_tile(storage, iteration, tile, lane);
       if (tile.is_none()) break;
       KeyBlocks<kTileN> const blocks = blocks_of(params, tile, queries_of(params, tile));
       int const kv_head = kv_head_of(params, tile);
       auto const load = [&](bool keys, int block) {
-        EmptyBarrier::wait(&storage.empty[ring.index], ring.phase);
-        load_block(params, storage, keys, ring.index, tile, kv_head, boxes, block, lane);
+        if (turn == number) {
+          EmptyBarrier::wait(&storage.empty[ring.index], ring.phase);
+          load_block(params, storage, keys, ring.index, tile, kv_head, boxes, block, lane);
+        }
+        if (++turn == kProducerWarps) turn = 0;
         ring.advance();
       };
-      load_queries(params, storage, tile, blocks.begin < blocks.end, iteration, lane);
+      if (number == 0) load_queries(params, storage, tile, blocks.begin < blocks.end, iteration, lane);
       for_splits(blocks, [&](int split, KeyBlocks<kTileN> const& own) {
         boxes.find(params, tile, split, lane);
         for (int block = own.end - 1; block >= own.begin; --block) load(true, block);

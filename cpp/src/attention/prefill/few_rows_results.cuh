@@ -62,26 +62,32 @@ struct FewRowsResults : Traits {
     float factor;  // of the row's output
     uint16_t* to;  // where it is stored
   };
+  /// What the output is multiplied by because of the values' scale; read at the end, it would be waited for.
+  static CUTLASS_DEVICE float value_scale(Params const& params, Tile const& tile) {
+    if constexpr (kCodes) return scale_of_output(params, kv_head_of(params, tile));
+    return 1.0f;
+  }
   /// Finishes a row whose splits are folded, and stores its lse if `stores_lse`.
-  static CUTLASS_DEVICE Finished finish(Params const& params, Tile const& tile, int row, SplitState const& total, bool stores_lse) {
+  static CUTLASS_DEVICE Finished finish(Params const& params, Tile const& tile, float scale, int row, SplitState const& total,
+                                        bool stores_lse) {
     int const head = tile.head_tile * params.packed_heads + (row & (params.packed_heads - 1));
     int64_t const of_batch = params.cu_seqlens_q != nullptr ? 0 : tile.batch;
     int64_t const at = int64_t(tile.row_q) + tile.first + over_packed_heads(params, row);
     float lse, factor = finish_row<Element, true>(params.softmax, head, true, total.max, total.sum, &lse);
-    if constexpr (kCodes) factor = __fmul_rn(factor, scale_of_output(params, kv_head_of(params, tile)));
+    if constexpr (kCodes) factor = __fmul_rn(factor, scale);
     if (params.lse != nullptr && stores_lse) params.lse[of_batch * params.lse_batch + head * params.lse_head + at] = lse;
     return {factor, static_cast<uint16_t*>(params.out) + of_batch * params.out_batch + at * params.out_row + head * params.out_head};
   }
 
-  /// Stores the output and lse of a tile whose splits are folded.
+  /// Stores the output and lse of a tile whose splits are folded. scale: value_scale().
   template <int kTiles, class ColumnOf>
-  static CUTLASS_DEVICE void store(Params const& params, Tile const& tile, SplitState const (&total)[2], float const (&output)[kTiles][4],
-                                   int thread, ColumnOf const& column_of) {
+  static CUTLASS_DEVICE void store(Params const& params, Tile const& tile, float scale, SplitState const (&total)[2],
+                                   float const (&output)[kTiles][4], int thread, ColumnOf const& column_of) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       int const row = 2 * (thread % 4) + e;
       if (!is_query(params, tile, row)) continue;
-      auto const [factor, to] = finish(params, tile, row, total[e], thread < 4);
+      auto const [factor, to] = finish(params, tile, scale, row, total[e], thread < 4);
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
@@ -126,8 +132,8 @@ struct FewRowsResults : Traits {
   }
 
   /// Folds the warp's segment of the tile's rows, if it has one, over all `splits` of the sequence, and stores it. items: of the launch.
-  static CUTLASS_DEVICE void fold_packets(Params const& params, Tile const& tile, typename Items::Splits const& splits, int items, int warp,
-                                          int lane) {
+  static CUTLASS_DEVICE void fold_packets(Params const& params, Tile const& tile, float scale, typename Items::Splits const& splits,
+                                          int items, int warp, int lane) {
     int const task = tile.split - splits.first + splits.count * warp, row = task / kSegments, segment = task % kSegments;
     if (row >= kTileM || !is_query(params, tile, row)) return;
     int const item = Items::item_of(params, int(blockIdx.x), tile.split, splits.first);  // of the first split
@@ -176,7 +182,7 @@ struct FewRowsResults : Traits {
       }
     }
     int const pair = segment * 32 + lane;
-    auto const [factor, to] = finish(params, tile, row, total, segment == 0 && lane == 0);
+    auto const [factor, to] = finish(params, tile, scale, row, total, segment == 0 && lane == 0);
     store_pair(params, to, Codes::row_of(pair / 8, pair % 8, 0), Codes::row_of(pair / 8, pair % 8, 1), finish_output(output.x, factor),
                finish_output(output.y, factor));
   }

@@ -6,8 +6,9 @@
 // What an element adds up, and in which order, does not depend on which operand is which. A warp keeps the scores of one of a split's
 // (shared/splits.h) blocks in registers, so that the softmax of all its blocks is computed at once, by the running maxima that the prefill
 // kernel has block after block. Where a split is an item of its own, the CTAs of a tile fold them, or a kernel behind this one (few_rows_results.cuh).
-// Warp roles. The first 4 or 8 warps are consumers. The next one loads keys and values by TMA. Codes become 16 bits in the consumers'
-// registers. Where there are few items, a CTA has an SM alone, and its ring has room for as much of a split as fits; else two share an SM.
+// Warp roles. The first 4 or 8 warps are consumers. The others load keys and values by TMA. Codes become 16 bits in the consumers'
+// registers. Where there are few items, a CTA has an SM alone, its ring has room for as much of a split as fits, and it has four producers;
+// else two share an SM, with a producer each.
 // Pipeline. One ring of blocks, a split's key blocks first and then its value blocks; two stages of queries and of published items.
 // Limits: equal head dimensions.
 #pragma once
@@ -55,7 +56,7 @@ struct FewRowsSm90 {
     if (warp < Traits::kConsumerWarps) {
       Consumer::consume(params, storage, thread);
     } else {
-      Producer::produce(params, storage, thread % 32);
+      Producer::produce(params, storage, warp - Traits::kConsumerWarps, thread % 32);
     }
   }
 

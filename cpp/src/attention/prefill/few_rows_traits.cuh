@@ -23,7 +23,9 @@ struct FewRowsTraits : PrefillTileFacts<Config> {
   static constexpr bool kSigns = kFp8 && !kScalesQueries;  // codes of K and queries take the sign of K's scale
   // Each consumer warp, or pair of warps where they convert codes, has a block of a split, and each has channels of the output.
   static constexpr int kWarpsOfBlock = kCodes ? 2 : 1, kConsumerWarps = kSplitBlocks * kWarpsOfBlock <= 4 ? 4 : 8;
-  static constexpr int kConsumerThreads = 32 * kConsumerWarps, kThreads = kConsumerThreads + 32;
+  // Alone on an SM, blocks are loaded by several producers in turn: one would issue its copies slower than they arrive.
+  static constexpr int kProducerWarps = kCtasPerSm == 1 ? 4 : 1;
+  static constexpr int kConsumerThreads = 32 * kConsumerWarps, kThreads = kConsumerThreads + 32 * kProducerWarps;
   static constexpr int kTokenTiles = kTileN / 16, kWarpTiles = kTokenTiles / kWarpsOfBlock;  // of 16 keys: of a block, of a warp
   static constexpr int kChannelTiles = kHeadDim / (16 * kConsumerWarps);                     // of 16 channels, of a warp
   static_assert(Facts::kFolds && kTileM == 8 && Config::kHeadDimV == kHeadDim && kTileN % 16 == 0 && kHeadDim % 64 == 0);
@@ -54,6 +56,11 @@ struct FewRowsTraits : PrefillTileFacts<Config> {
   static constexpr int kStageBytes = kTileN * (kRowBytes + kScaleBytes) + 16;  // with its barriers
 
   using Ring = minfer::Ring<kStages>;
+  /// The division is many instructions, which decode would wait for several times; most tiles have all of a KV head's queries.
+  template <class P>
+  static CUTLASS_DEVICE int kv_head_of(P const& params, Tile const& tile) {
+    return params.packed_heads == params.heads_per_kv ? tile.head_tile : Facts::kv_head_of(params, tile);
+  }
   static __device__ int query_stage(int iteration) { return iteration % kQueryStages; }
   static __device__ uint32_t query_phase(int iteration) { return iteration / kQueryStages % 2; }
 
