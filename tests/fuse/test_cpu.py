@@ -254,3 +254,11 @@ def test_elementwise_functions_leave_few_threads_without_work(vectors):
         config = configure(graph, rows, vectors * 8, 8, clusters=True)
         parts = -(-vectors // config.threads)
         assert config.threads * parts <= max(vectors * 9 // 8, -(-vectors // 64) * 64), config
+
+
+@pytest.mark.parametrize("columns", [8, 64, 256, 384, 512, 1024, 1536, 2048, 8192])
+def test_many_short_rows_share_a_cta(columns):
+    """CTAs with a vector of 128 threads each start slower than memory takes their bytes."""
+    config = configure(Graph((), (), ()), 1 << 22, columns, 8, clusters=True)
+    assert config.block == 256 and config.vectors == 1
+    assert configure(Graph((), (), ()), 100, columns, 8, clusters=True).block <= 128
