@@ -30,7 +30,8 @@ REDUCTIONS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
 COMPARISONS = frozenset("lt le gt ge eq ne".split())
 # Elementwise operations that cost more than reading a number again: worth a register from one pass over a row to the next.
 COSTLY = frozenset("exp exp2 expm1 log log2 log1p sin cos tanh erf pow div rsqrt sqrt reciprocal philox mod floor_div".split())
-# What keeps the relative error of one operand, or adds that of a rounding to it, and tensors whose rounding is coarse: units of 2^-8 and more.
+# What keeps the relative error of one operand, or adds that of a rounding to it; and tensors whose rounding is coarse, by units of 2^-8 and
+# more.
 _SCALING = frozenset(["neg", "abs", "mul", "div", "round"])
 _COARSE = frozenset(["bf16", "e4m3", "e5m2"])
 
