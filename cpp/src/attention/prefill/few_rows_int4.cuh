@@ -5,8 +5,8 @@
 // or 16 neighbouring tokens. In which order it takes those 16 changes no bit of its sum, so lane 4 g + c of keys has channels 4 c to
 // 4 c + 3 of 16, two neighbouring bytes of token g, and row g or g + 8 of values is channel 4 g or 4 g + 1 of 32 in the first of two row
 // tiles, 4 g + 2 or 4 g + 3 in the second (KvCodes::row_of), two codes to a half of what ldmatrix leaves.
-// Scales. 32 tokens have a unit of 512 bytes: of keys, which share them, [scale, minimum][128 channels]; of values [plane][32 tokens], where
-// planes are the channel groups' scales and then their minima.
+// Scales. 32 tokens have a unit of 512 bytes: of keys, which share them, [scale, minimum][128 channels]; of values [plane][32 tokens],
+// where planes are the channel groups' scales and then their minima.
 // Tokens are a multiple of 32 where the residual begins, so that a unit is codes or residual.
 #pragma once
 
@@ -61,7 +61,7 @@ struct FewRowsInt4 {
       minimum = load_8_bytes(at + kUnitBytes / 2);
     }
   };
-  /// The address of lane 4 g + c's vector of codes of row g of eight, from row `row`, a multiple of 8, on; further rows are at kRowBytes each.
+  /// The address of lane 4 g + c's vector of codes of row g of eight, from row `row`, a multiple of 8, on; a row has kRowBytes.
   static CUTLASS_DEVICE uint32_t address_of_keys(uint32_t base, int row, int vector, int lane) {
     return base + row * kRowBytes + uint32_t(lane) / 4 * kRowBytes + (uint32_t(vector) ^ uint32_t(lane) / 8) % 4 * 16;
   }

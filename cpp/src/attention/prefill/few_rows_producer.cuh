@@ -22,8 +22,8 @@ struct FewRowsProducer : PrefillProducer<Traits> {
     return item < count ? TileScheduler::at(storage.tiles, params, item) : none();
   }
 
-  /// Where the box that begins with key `key` lies. A box whose keys are all masked is loaded from the nearest box that is seen, since its own page may
-  /// have been freed; its scores are masked and its values cleared.
+  /// Where the box that begins with key `key` lies. A box whose keys are all masked is loaded from the nearest box that is seen, since its
+  /// own page may have been freed; its scores are masked and its values cleared.
   static CUTLASS_DEVICE PageTable::Location find_box(Params const& params, Tile const& tile, int key) {
     if (params.block_table == nullptr) return {params.cu_seqlens_k == nullptr ? tile.batch : 0, tile.row_k + key};
     int end = tile.seqlen_k;

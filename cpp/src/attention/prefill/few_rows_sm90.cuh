@@ -5,7 +5,8 @@
 // scores are computed as S^T = K.Q^T and the output as O^T = V^T.P^T, with keys or channels as the MMA's m and the tile's 8 rows as its n.
 // What an element adds up, and in which order, does not depend on which operand is which. A warp keeps the scores of one of a split's
 // (shared/splits.h) blocks in registers, so that the softmax of all its blocks is computed at once, by the running maxima that the prefill
-// kernel has block after block. Where a split is an item of its own, the CTAs of a tile fold them, or a kernel behind this one (few_rows_results.cuh).
+// kernel has block after block. Where a split is an item of its own, the CTAs of a tile fold them, or a kernel behind this one does
+// (few_rows_results.cuh).
 // Warp roles. The first 4 or 8 warps are consumers. The others load keys and values by TMA. Codes become 16 bits in the consumers'
 // registers. Where there are few items, a CTA has an SM alone, its ring has room for as much of a split as fits, and it has four producers;
 // else two share an SM, with a producer each.

@@ -386,8 +386,8 @@ struct FewRowsWarpsSm90 : FewRowsConsumer<FewRowsTraits<Config>> {
         }
       }
     }
-    /// Values of keys outside of [begin, end) become zeros: their probabilities are zero, but 0 * NaN is NaN. Codes with scales are so where
-    /// these are.
+    /// Values of keys outside of [begin, end) become zeros: their probabilities are zero, but 0 * NaN is NaN. Codes with scales are so
+    /// where these are.
     CUTLASS_DEVICE void clear_unseen(int stage, int begin, int end) const {
       if (begin <= 0 && end >= kStageKeys) return;
       if constexpr (kInt4) {
