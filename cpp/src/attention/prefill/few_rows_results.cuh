@@ -1,7 +1,7 @@
 // What the batch-invariant kernels for few rows leave of an item: the output and lse of a tile, or the partial of a split.
 //
 // Where each item of a launch has a CTA of its own and all CTAs run at the same time (folds_in_launch), partials pass between the CTAs as
-// packets (common/packet.cuh), and the CTAs of a tile fold its splits themselves, each some rows: a launch behind this one would cost 3 us.
+// packets (common/packet.cuh), and the CTAs of a tile fold its splits themselves, each some rows: a launch behind this one costs 1 to 2 us.
 // An item's packets are those of its CTA. Sequences that overlap, which no call should have, may have more items than the launch has CTAs:
 // the items beyond are not computed, and not waited for.
 // Else that launch folds them (split_merge.cuh). Both fold in the order of shared/splits.h, so with the same bits.
