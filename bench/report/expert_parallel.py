@@ -11,7 +11,11 @@ def section(results: dict[str, Any]) -> str:
     """Markdown of the whole family."""
     rows = results["rows"]
     ranks = rows[0]["shape"]["ranks"]
-    modes = {"capacity": "with `capacity`, in a CUDA graph", "needed": "without `capacity`, eager"}
+    modes = {
+        "exchange": "with an `ExpertExchange`, in a CUDA graph",
+        "capacity": "with `capacity`, in a CUDA graph",
+        "needed": "without `capacity`, eager",
+    }
     models = list(grouped(rows, "model"))
     lines = []
     for mode, of_mode in grouped(rows, "mode").items():

@@ -1,8 +1,9 @@
 """Expert parallelism on this machine's GPUs: `python -m bench.suites.expert_parallel --out bench/results/<device>/expert_parallel.json`.
 
 Starts a process for each GPU. The same tokens, divided among the ranks, against `moe_ffn` over all experts on one of the GPUs; values
-first. Two modes: "capacity", for every token of a rank, in CUDA-graph replays, and "needed", which reads sizes on the host and is timed
-eagerly. A round's time is that of the slowest rank; the floor is that of the busiest rank's products, without the exchange.
+first. Three modes: "exchange", through mapped memory, and "capacity", through collectives, for every token of a rank, in CUDA-graph
+replays; "needed", which reads sizes on the host and is timed eagerly. A round's time is that of the slowest rank; the floor is that of the
+busiest rank's products, without the exchange.
 """
 
 from __future__ import annotations
@@ -105,14 +106,17 @@ def measure_cell(model: str, tokens: int, rank: int, args: argparse.Namespace, w
     share, own = minfer.distributed.local_experts(experts), tokens // args.ranks
     mine = slice(rank * own, (rank + 1) * own)
 
-    def divided(capacity: int | None) -> Callable[[int], torch.Tensor]:
+    def divided(**options) -> Callable[[int], torch.Tensor]:
         call = minfer.distributed.expert_parallel_moe
-        return lambda i: call(x[mine], w13[i % len(w13)][share], w2[i % len(w2)][share], weights[mine], ids[mine], capacity=capacity)
+        return lambda i: call(x[mine], w13[i % len(w13)][share], w2[i % len(w2)][share], weights[mine], ids[mine], **options)
 
     def whole(i: int) -> torch.Tensor:
         return minfer.moe_ffn(x, w13[i % len(w13)], w2[i % len(w2)], weights, ids)
 
-    fns = {"capacity": divided(own), "needed": divided(None)}
+    exchange = minfer.distributed.ExpertExchange(own, hidden, top_k)
+    if not exchange.mapped:
+        raise RuntimeError("the GPUs do not reach each other's memory")
+    fns = {"exchange": divided(exchange=exchange), "capacity": divided(capacity=own), "needed": divided()}
     want = whole(0)[mine]
     errors = torch.tensor([moe_suites.relative_error(fn(0), want) for fn in fns.values()], device="cuda")
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
@@ -121,11 +125,14 @@ def measure_cell(model: str, tokens: int, rank: int, args: argparse.Namespace, w
     sets = max(len(w13), len(w2))
     launches = sets * -(-LEAST_LAUNCHES // sets)
     contestants = {
+        "exchange": capture(fns["exchange"], sets, launches),
         "capacity": capture(fns["capacity"], sets, launches),
         "needed": Eager(fns["needed"], sets, launches),
         "one GPU": capture(whole, sets, launches) if rank == 0 else None,
     }
     timings = measure(contestants, args.rounds)
+    del contestants
+    exchange.close()
     if rank > 0:
         return
     floor = max(floor_us(ids, (r * experts // args.ranks, (r + 1) * experts // args.ranks), hidden, inter) for r in range(args.ranks))

@@ -1,11 +1,14 @@
-// Private operators of minfer.distributed: sums over the GPUs of a host, and the memory that they go through.
+// Private operators of minfer.distributed: sums over the GPUs of a host, tokens and experts' sums among them, and the memory that these go
+// through.
 #include <cstring>
 
 #include "core/checks.h"
 #include "core/device.h"
 #include "core/json.h"
 #include "core/operators.h"
+#include "core/torch_calls.h"
 #include "minfer/all_reduce.h"
+#include "minfer/expert_exchange.h"
 
 namespace minfer::torch_binding {
 
@@ -35,6 +38,76 @@ void all_reduce_in_place(Tensor const& x, std::vector<int64_t> const& buffers, i
 }
 
 int64_t exchange_bytes(int64_t most, int64_t ranks) { return int64_t(all_reduce_bytes(most, int32_t(ranks))); }
+
+std::string exchange_layout(int64_t ranks, int64_t most, int64_t hidden, int64_t top_k) {
+  ExpertExchangeLayout const layout = expert_exchange_layout(int32_t(ranks), most, hidden, top_k);
+  Json json;
+  json.open('{').key("ids").value(int64_t(layout.ids)).key("weights").value(int64_t(layout.weights));
+  json.key("rows").value(int64_t(layout.rows)).key("sums").value(int64_t(layout.sums)).key("bytes").value(int64_t(layout.bytes));
+  json.close('}');
+  return json.text();
+}
+
+/// A call as the launches take it. ids: of this rank's tokens; numbers: of 16 bits, their rows are as long as those of tokens.
+ExpertExchange exchange_of(char const* op, Tensor const& numbers, Tensor const& ids, std::vector<int64_t> const& buffers, int64_t rank,
+                           int64_t most, int64_t capacity, int64_t experts) {
+  check_16bit(op, "numbers", numbers);
+  bool const right = numbers.dim() == 2 && ids.dim() == 2 && ids.scalar_type() == ScalarType::Int && ids.is_contiguous();
+  if (!right) fail(op, ": tokens must be [rows, hidden] and ids int32 [tokens, top_k], contiguous, got ", numbers, " and ", ids);
+  if (!numbers.is_aligned(16)) fail(op, ": numbers must begin at a multiple of 16 bytes, got ", numbers);
+  ExpertExchange exchange{};
+  int64_t const ranks = int64_t(buffers.size());
+  if (ranks > kMostExchangeRanks) fail(op, ": buffers must be of at most ", kMostExchangeRanks, " ranks, got ", ranks);
+  exchange.type = data_type(numbers.scalar_type());
+  exchange.ranks = int32_t(ranks);
+  exchange.rank = int32_t(rank);
+  for (int64_t i = 0; i < ranks; ++i) exchange.buffers[i] = reinterpret_cast<void*>(buffers[size_t(i)]);
+  exchange.most = most;
+  exchange.hidden = numbers.size(1);
+  exchange.top_k = ids.size(1);
+  exchange.capacity = capacity;
+  exchange.experts = experts;
+  exchange.tokens = ids.size(0);
+  exchange.ids = static_cast<int32_t const*>(ids.data_ptr());
+  return exchange;
+}
+
+/// x [tokens, hidden] with their weights and ids to the ranks that have their experts.
+void send_tokens_to_ranks(Tensor const& x, Tensor const& weights, Tensor const& ids, std::vector<int64_t> const& buffers, int64_t rank,
+                          int64_t most, int64_t capacity, int64_t experts) {
+  char const* op = "minfer::_send_tokens";
+  ExpertExchange const exchange = exchange_of(op, x, ids, buffers, rank, most, capacity, experts);
+  bool const has_rows = x.size(0) > 1;
+  if (x.size(0) != ids.size(0) || x.stride(1) != 1 || (has_rows && x.stride(0) % 8 != 0)) {
+    fail(op, ": x must have a row of 16-byte vectors for each token, got ", x, " beside ids ", ids);
+  }
+  if (weights.scalar_type() != ScalarType::Float || !weights.is_contiguous() || weights.numel() != ids.numel()) {
+    fail(op, ": weights must be float32, contiguous, as many as ids ", ids, ", got ", weights);
+  }
+  OnDevice const on(op, x);
+  int64_t const ldx = has_rows ? x.stride(0) : x.size(1);
+  Status const status =
+      send_tokens(exchange, x.data_ptr(), ldx, static_cast<float const*>(weights.data_ptr()), on.programmatic(), on.stream());
+  if (!status.ok()) fail(op, ": x ", x, ": ", status.message);
+}
+
+/// What the experts of all ranks have made of this rank's tokens.
+Tensor return_sums_to_ranks(Tensor const& y, Tensor const& inverse, Tensor const& ids, std::vector<int64_t> const& buffers, int64_t rank,
+                            int64_t most, int64_t capacity, int64_t experts) {
+  char const* op = "minfer::_return_sums";
+  ExpertExchange const exchange = exchange_of(op, y, ids, buffers, rank, most, capacity, experts);
+  if (!y.is_contiguous()) fail(op, ": y must be contiguous, got ", y);
+  int64_t const places = int64_t(buffers.size()) * capacity;
+  if (inverse.scalar_type() != ScalarType::Int || !inverse.is_contiguous() || inverse.dim() != 2 || inverse.size(0) != places) {
+    fail(op, ": inverse must be int32 [", places, ", pairs], contiguous, got ", inverse);
+  }
+  OnDevice const on(op, y);
+  Tensor const out = allocate(op, y, {ids.size(0), y.size(1)}, y.scalar_type(), "the sums of ids ", ids);
+  Status const status = return_sums(exchange, y.data_ptr(), y.size(0), static_cast<int32_t const*>(inverse.data_ptr()), inverse.size(1),
+                                    out.data_ptr(), on.programmatic(), on.stream());
+  if (!status.ok()) fail(op, ": y ", y, ": ", status.message);
+  return out;
+}
 
 /// like: a tensor of the device. Address and handle.
 std::string allocate_for_peers(Tensor const& like, int64_t bytes) {
@@ -81,6 +154,14 @@ void release_peer_memory(Tensor const& like, int64_t address, bool mapped) {
 constexpr Operator kOperators[] = {
     // x becomes the sum of all ranks' x; buffers: where this process has all ranks' exchange buffers, each for `most` numbers.
     {"_all_reduce(Tensor(a!) x, int[] buffers, int rank, int most) -> ()", boxed<&all_reduce_in_place>},
+    // x's rows, weights [tokens, top_k] and ids to the ranks that have experts of them; most: what buffers are for. Then this rank's buffer
+    // has all ranks' tokens, [ranks * capacity] places.
+    {"_send_tokens(Tensor x, Tensor weights, Tensor ids, int[] buffers, int rank, int most, int capacity, int experts) -> ()",
+     boxed<&send_tokens_to_ranks>},
+    // The sums of this rank's tokens, [tokens, hidden]; y: rows of the pairs that this rank's experts have, inverse [places,
+    // pairs]: where they are.
+    {"_return_sums(Tensor y, Tensor inverse, Tensor ids, int[] buffers, int rank, int most, int capacity, int experts) -> Tensor",
+     boxed<&return_sums_to_ranks>},
     // Memory of like's device that other processes of the host can map: {"address": .., "handle": ".."}.
     {"_allocate_peer_memory(Tensor like, int bytes) -> str", boxed<&allocate_for_peers>},
     // Where this process has another's memory.
@@ -91,6 +172,8 @@ constexpr Operator kOperators[] = {
 constexpr Operator kSizes[] = {
     // Bytes of an exchange buffer.
     {"_all_reduce_bytes(int most, int ranks) -> int", boxed<&exchange_bytes>},
+    // Where the parts of an expert exchange's buffer begin: {"ids": .., "weights": .., "rows": .., "sums": .., "bytes": ..}.
+    {"_expert_exchange_layout(int ranks, int most, int hidden, int top_k) -> str", boxed<&exchange_layout>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) {
   define(m, kOperators);

@@ -12,8 +12,8 @@ from pathlib import Path
 import minfer
 import torch
 import torch.distributed as dist
-from minfer.distributed import expert_parallel as distributed
-from minfer.distributed.expert_parallel import expert_parallel_moe, local_experts
+from minfer.distributed import ExpertExchange, expert_parallel as distributed
+from minfer.distributed.expert_parallel import expert_parallel_layer, expert_parallel_moe, local_experts
 
 from tests.moe.grouped_cases import layer_mismatch
 
@@ -268,24 +268,85 @@ def check_case(case: Case, rank: int, ranks: int, device) -> str | None:
     return None if pairs == 4 * [wanted] else f"{pairs} pairs were computed, expected {wanted} each time"
 
 
+def exchange_cases(cases: dict[str, Case]) -> dict[str, Case]:
+    """Those that an exchange takes: every token has a place."""
+    fit = {name: case for name, case in cases.items() if case.hidden % 8 == 0 and case.top_k > 0}
+    return {name: case for name, case in fit.items() if case.capacity is not None and max(case.tokens) <= case.capacity}
+
+
+def check_exchanges(rank: int, ranks: int, device, cases: dict[str, Case], mapped: bool, collectives: bool) -> dict[str, str | None]:
+    """Each case through an exchange that is larger than it, twice; mapped: what the exchange must be. collectives: whether calls without an
+    exchange can be compared with."""
+    found: dict[str, str | None] = {}
+    sizes = sorted({(case.hidden, case.top_k) for case in cases.values()})
+    for hidden, top_k in sizes:
+        of_size = {name: case for name, case in cases.items() if (case.hidden, case.top_k) == (hidden, top_k)}
+        most = max(case.capacity for case in of_size.values()) + 3
+        exchange = ExpertExchange(most, hidden, top_k, device=device)
+        for name, case in of_size.items():
+            found[name] = _exchange_problem(case, rank, ranks, device, exchange, mapped, collectives)
+        exchange.close()
+    return found
+
+
+def _exchange_problem(case: Case, rank: int, ranks: int, device, exchange: ExpertExchange, mapped: bool, collectives: bool) -> str | None:
+    args, kwargs = make_layer(case, rank, ranks, device)
+    own_args, own_kwargs = shard(case, args, kwargs)
+    outs = []
+    for byte in (255, 0):  # what is not written is NaN, then numbers
+        if exchange.mapped:
+            exchange._bytes[exchange._layout["ids"] :].fill_(byte)
+            torch.cuda.synchronize()
+        dist.barrier()
+        outs.append(expert_parallel_moe(*own_args, exchange=exchange, **own_kwargs))
+    # Every rank calls as often, whatever it finds.
+    without = expert_parallel_moe(*own_args, **own_kwargs) if collectives else outs[0]
+    layered_problem = _layer_problem(case, args, kwargs, own_args, own_kwargs, ranks, exchange)
+    if exchange.mapped != mapped:
+        return f"mapped is {exchange.mapped}"
+    if not torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16)):
+        return "two runs differ"
+    if not torch.equal(outs[0].view(torch.int16), without.view(torch.int16)):
+        return "not the bits of a call without an exchange"
+    problem = mismatch(outs[0], case, args, kwargs, ranks)
+    layered = None if layered_problem is None else f"by layer: {layered_problem}"
+    return problem if problem is not None else layered
+
+
+def _layer_problem(case: Case, args, kwargs, own_args, own_kwargs, ranks: int, exchange: ExpertExchange) -> str | None:
+    """The same with a layer of the caller's, which is told its own experts' numbers and gives rows of others' tokens as zeros."""
+    (x, w13, w2, weights, ids), options = own_args, {name: x for name, x in own_kwargs.items() if name != "capacity"}
+    outside = []
+
+    def layer(rows, row_weights, row_ids):
+        outside.append(bool(((row_ids < -1) | (row_ids >= len(w13))).any()))
+        return minfer.moe_ffn(rows, w13, w2, row_weights, row_ids, **options)
+
+    out = expert_parallel_layer(x, weights, ids, layer, EXPERTS, capacity=case.capacity, exchange=exchange)
+    if outside != [False]:
+        return f"ids were outside in calls {outside}"
+    return mismatch(out, case, args, kwargs, ranks)
+
+
 def check_cases(rank: int, ranks: int, device, cases: dict[str, Case]) -> dict[str, str | None]:
     return {name: check_case(case, rank, ranks, device) for name, case in cases.items()}
 
 
 def _rank_main(rank: int, ranks: int, device_type: str, folder: str, work: Callable, arguments: tuple) -> None:
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
+    on_gpu, nccl = device_type != "cpu", device_type == "cuda"
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else torch.device("cpu")
+    if on_gpu:
         torch.cuda.set_device(device)
-    else:
+    if not nccl:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "nccl" if device_type == "cuda" else "gloo",
+        "nccl" if nccl else "gloo",
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=ranks,
         timeout=datetime.timedelta(seconds=120),
-        device_id=device if device_type == "cuda" else None,
+        device_id=device if nccl else None,
     )
     try:
         found = work(rank, ranks, device, *arguments)
@@ -296,6 +357,10 @@ def _rank_main(rank: int, ranks: int, device_type: str, folder: str, work: Calla
 
 
 def run_ranks(ranks: int, device_type: str, folder: Path, work: Callable, *arguments) -> list:
-    """What ``work(rank, ranks, device, *arguments)`` returns on each rank, a process each."""
+    """What ``work(rank, ranks, device, *arguments)`` returns on each rank, a process each.
+
+    device_type: "cpu", over gloo; "cuda", a GPU each, over NCCL; "shared", over gloo on the GPUs that there are, which ranks may share: for
+    what goes through mapped memory alone.
+    """
     torch.multiprocessing.spawn(_rank_main, (ranks, device_type, str(folder), work, arguments), nprocs=ranks)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]

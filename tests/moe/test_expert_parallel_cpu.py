@@ -7,12 +7,16 @@ import minfer
 import pytest
 import torch
 import torch.distributed as dist
-from minfer.distributed.expert_parallel import expert_parallel_moe, local_experts
+from minfer.distributed import ExpertExchange
+from minfer.distributed.expert_parallel import expert_parallel_layer, expert_parallel_moe, local_experts
+from minfer.quantize import quantize_fp8_experts, quantize_w4_experts
 
 from tests.moe.expert_parallel_cases import (
     EXPERTS,
     Case,
     check_cases,
+    check_exchanges,
+    exchange_cases,
     lost_tokens,
     make_cases,
     make_layer,
@@ -29,6 +33,7 @@ def work(rank, ranks, device):
     """Everything that a set of processes is asked for, and what each rank found."""
     return {
         "layers": check_cases(rank, ranks, device, CASES),
+        "exchanges": check_exchanges(rank, ranks, device, exchange_cases(CASES), mapped=False, collectives=True),
         "disagreements": disagreements(rank, ranks, device),
         "group": within_a_group(rank, ranks, device) if ranks == 3 else None,
     }
@@ -57,6 +62,12 @@ def test_layer(ranks, name, found_by_ranks):
     """Against a loop over tokens in float64 and moe_ffn over all experts; twice, for equal bits; the rows that are sent are counted."""
     found = [problems[name] for problems in found_by_ranks(ranks, "layers")]
     assert found == [None] * ranks
+
+
+@pytest.mark.parametrize("name", exchange_cases(CASES))
+def test_exchange_without_mapped_memory(name, found_by_ranks):
+    """Goes through the collectives, with their bits."""
+    assert [problems[name] for problems in found_by_ranks(2, "exchanges")] == [None, None]
 
 
 def test_cases_reach_what_they_name():
@@ -236,6 +247,88 @@ def test_calls_that_cannot_be_right(alone, name):
     call = change(dict(zip(("x", "w13", "w2", "weights", "ids"), args, strict=True)))
     with pytest.raises(RuntimeError, match=f"^minfer::expert_parallel_moe: {message}"):
         expert_parallel_moe(**call)
+
+
+BAD_EXCHANGES = {
+    "hidden": (dict(hidden=32), {}, "the exchange is for hidden = 32 and top_k = 2, got 24 and 2"),
+    "top_k": (dict(top_k=3), {}, "the exchange is for hidden = 24 and top_k = 3, got 24 and 2"),
+    "capacity": ({}, dict(capacity=41), "capacity must be 1 to the exchange's 40, got 41"),
+    "capacity 0": ({}, dict(capacity=0), "capacity must be 1 to the exchange's 40, got 0"),
+    "tokens": ({}, dict(capacity=36), "x must have at most capacity = 36 tokens with an exchange, got 37"),
+    "overflow": ({}, dict(overflow=torch.zeros(1).int()), "overflow must not be given beside an exchange, which loses no token"),
+    "group": ({}, dict(group="default"), "group must not be given beside an exchange, which has its own"),
+    "type": ({}, dict(exchange=3), "exchange must be a minfer.distributed.ExpertExchange, got <class 'int'>"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_EXCHANGES)
+def test_exchanges_that_cannot_be_right(alone, name):
+    sizes, call, message = BAD_EXCHANGES[name]
+    args, _ = make_layer(Case(), 0, 1, "cpu")
+    exchange = ExpertExchange(**(dict(capacity=40, hidden=24, top_k=2) | sizes))
+    with pytest.raises(RuntimeError, match=f"^minfer::expert_parallel_moe: {message}"):
+        expert_parallel_moe(*args, **(dict(exchange=exchange) | call))
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    (
+        (dict(capacity=0), "capacity must be a positive integer, got 0"),
+        (dict(hidden=20), "hidden must be a multiple of 8, got 20"),
+        (dict(top_k=True), "top_k must be a positive integer, got True"),
+        (dict(capacity=2**30), r"capacity \* ranks \* top_k must be below 2\^31, got 1073741824 \* 1 \* 2"),
+    ),
+)
+def test_sizes_of_an_exchange(alone, sizes, message):
+    with pytest.raises(RuntimeError, match=f"^minfer::ExpertExchange: {message}"):
+        ExpertExchange(**(dict(capacity=40, hidden=24, top_k=2) | sizes))
+
+
+@pytest.mark.parametrize("form", ("w4a16", "fp8"))
+def test_layers_of_other_formats(alone, form):
+    """Those that expert_parallel_moe does not have, in each of the ways that rows travel."""
+    (x, w13, w2, weights, ids), _ = make_layer(Case(hidden=128, inter=64, top_k=3), 0, 1, "cpu")
+    quantise = functools.partial(quantize_w4_experts, group_size=64) if form == "w4a16" else quantize_fp8_experts
+    gate_up, down = quantise(w13, gated=True), quantise(w2)
+    whole = gate_up.ffn(x, down, weights, ids)
+
+    def layer(rows, row_weights, row_ids):
+        return gate_up.ffn(rows, down, row_weights, row_ids)
+
+    exchange = ExpertExchange(capacity=40, hidden=128, top_k=3)
+    for options in ({}, dict(capacity=37), dict(exchange=exchange)):
+        assert torch.equal(expert_parallel_layer(x, weights, ids, layer, EXPERTS, **options), whole)
+
+
+BAD_LAYERS = {
+    "experts": (dict(num_experts=0), "num_experts must be a positive multiple of the 1 ranks, got 0"),
+    "ids": (dict(ids=torch.zeros(37, 2)), "ids must be int32, got float32"),
+    "shape": (
+        dict(layer=lambda x, weights, ids: x[:, 1:]),
+        r"layer must return bfloat16 \[37, 24\] .* got bfloat16 \[37, 23\] on cpu",
+    ),
+    "dtype": (dict(layer=lambda x, weights, ids: x.float()), r"layer must return bfloat16 .* got float32 \[37, 24\] on cpu"),
+    "nothing": (dict(layer=lambda x, weights, ids: None), r"layer must return .* got <class 'NoneType'>"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LAYERS)
+def test_layers_that_cannot_be_right(alone, name):
+    change, message = BAD_LAYERS[name]
+    (x, _, _, weights, ids), _ = make_layer(Case(), 0, 1, "cpu")
+    call = dict(x=x, weights=weights, ids=ids, layer=lambda x, weights, ids: x, num_experts=EXPERTS) | change
+    with pytest.raises(RuntimeError, match=f"^minfer::expert_parallel_layer: {message}"):
+        expert_parallel_layer(**call)
+
+
+def test_exchange_of_one_rank(alone):
+    args, kwargs = make_layer(Case(), 0, 1, "cpu")
+    exchange = ExpertExchange(capacity=40, hidden=24, top_k=2)
+    assert not exchange.mapped and exchange.nbytes == 0
+    for capacity in (None, 37):
+        out = expert_parallel_moe(*args, exchange=exchange, capacity=capacity, **kwargs)
+        assert torch.equal(out, expert_parallel_moe(*args, capacity=37, **kwargs))
+    exchange.close()
 
 
 def test_experts_that_cannot_be_divided(alone):

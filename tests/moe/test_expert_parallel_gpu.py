@@ -9,6 +9,8 @@ from minfer.distributed.expert_parallel import expert_parallel_moe
 from tests.moe.expert_parallel_cases import (
     Case,
     check_cases,
+    check_exchanges,
+    exchange_cases,
     lost_tokens,
     make_cases,
     make_ids,
@@ -19,6 +21,10 @@ from tests.moe.expert_parallel_cases import (
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="requires two GPUs")]
+if torch.cuda.is_available() and torch.cuda.device_count() > 1:
+    PEERS = torch.cuda.can_device_access_peer(0, 1)
+else:
+    PEERS = False
 
 SMALL = make_cases()
 CASES = SMALL | {f"larger: {name}": case for name, case in make_cases(scale=7, hidden=256, inter=192).items()}
@@ -128,6 +134,7 @@ def capture_without_capacity(rank, ranks, device) -> str:
 def work(rank, ranks, device):
     return {
         "layers": check_cases(rank, ranks, device, CASES),
+        "exchanges": check_exchanges(rank, ranks, device, exchange_cases(CASES), mapped=PEERS, collectives=True),
         "graphs": {what: graph_problem(capacity, rank, ranks, device) for what, capacity in GRAPHS.items()},
         "waits": waits(rank, ranks, device),
         "many calls": many_calls(rank, ranks, device),
@@ -156,6 +163,12 @@ def of_ranks(found, what):
 def test_layer(found_by_ranks, name):
     """Against a loop over tokens in float64 and moe_ffn over all experts; twice, for equal bits; the rows that are sent are counted."""
     assert {problems[name] for problems in of_ranks(found_by_ranks, "layers")} == {None}
+
+
+@pytest.mark.parametrize("name", exchange_cases(CASES))
+def test_exchange(found_by_ranks, name):
+    """Through memory that the GPUs map from each other: the bits of the collectives."""
+    assert {problems[name] for problems in of_ranks(found_by_ranks, "exchanges")} == {None}
 
 
 @pytest.mark.parametrize("what", GRAPHS)

@@ -10,7 +10,7 @@
 #include "common/dependent_launch.cuh"
 #include "common/float16.cuh"
 #include "common/kernel_launch.h"
-#include "distributed/exchange.h"
+#include "distributed/epoch.cuh"
 #include "minfer/all_reduce.h"
 
 namespace minfer {
@@ -19,7 +19,6 @@ namespace distributed {
 namespace {
 
 constexpr int kMostThreads = 256, kFewThreads = 128, kCtasPerSm = 2;
-constexpr uint64_t kPatience = 600ull * 1000 * 1000 * 1000;  // ns: of a rank that waits for one that has died
 
 struct ReduceParams {
   void const* x;
@@ -45,19 +44,13 @@ __device__ __forceinline__ ReducePacket poll(ReducePacket const* from) {
 __device__ __forceinline__ bool has_come(ReducePacket const& packet, uint32_t flag) {
   return uint32_t(packet.first >> 32) == flag && uint32_t(packet.second >> 32) == flag;
 }
-__device__ __forceinline__ uint64_t nanoseconds() {
-  uint64_t now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-}
 
 /// Waits until both packets of every other rank's vector are here, which are polled together. packets(rank): the first; the second is
 /// `apart` behind it.
 template <int kRanks, class Packets>
 __device__ __forceinline__ void receive(ReducePacket (&found)[kRanks][kHalves], Packets const& packets, int64_t apart, int own,
                                         uint32_t flag) {
-  uint64_t began = 0;
-  for (uint32_t polls = 1;; ++polls) {
+  for (Patience patience;; patience.poll()) {
 #pragma unroll
     for (int rank = 0; rank < kRanks; ++rank) {
       if (rank == own) continue;
@@ -70,11 +63,6 @@ __device__ __forceinline__ void receive(ReducePacket (&found)[kRanks][kHalves], 
       all = all && (rank == own || (has_come(found[rank][0], flag) && has_come(found[rank][1], flag)));
     }
     if (all) return;
-    if (polls % (1u << 20) == 0) {
-      uint64_t const now = nanoseconds();
-      if (began == 0) began = now;
-      if (now - began > kPatience) __trap();
-    }
   }
 }
 
@@ -96,9 +84,7 @@ __global__ void __launch_bounds__(kMostThreads) all_reduce_kernel(__grid_constan
   wait_for_predecessor();
 #endif
   auto* const header = reinterpret_cast<ExchangeHeader*>(params.buffers[params.rank]);
-  uint64_t epoch;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(epoch) : "l"(&header->epoch) : "memory");
-  ++epoch;
+  uint64_t const epoch = begin_epoch(header);
   uint32_t const flag = uint32_t(epoch % 0xffffffffu) + 1;  // never that of zeros; the next epoch's is another
   auto const packets = [&](int buffer, int rank) {
     int64_t const place = (int64_t(epoch % kEpochs) * kRanks + rank) * kHalves * params.most;
@@ -130,11 +116,7 @@ __global__ void __launch_bounds__(kMostThreads) all_reduce_kernel(__grid_constan
     out.w = Float16<kType>::pack(sums[6], sums[7]);
     static_cast<uint4*>(params.out)[v] = out;
   }
-  __syncthreads();  // every thread has read the epoch
-  if (threadIdx.x == 0 && atomicAdd(&header->finished, 1u) == gridDim.x - 1) {
-    header->finished = 0;
-    header->epoch = epoch;
-  }
+  end_epoch(header, epoch);
 }
 
 template <DataType kType>

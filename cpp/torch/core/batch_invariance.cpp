@@ -34,6 +34,8 @@ constexpr std::string_view kInvariant[] = {
     "_allocate_peer_memory",
     "_open_peer_memory",
     "_release_peer_memory",
+    "_return_sums",
+    "_send_tokens",
     // attention
     "_attention_paged_into",
     "attention",

@@ -165,6 +165,12 @@ def _check_routes(check: Checker, x: Tensor, weights: Tensor, ids: Tensor) -> No
     _check_operand(check, "weights", weights, x, torch.float32, (tokens, top_k), "x")
 
 
+def check_tokens_and_routes(check: Checker, x: Tensor, weights: Tensor, ids: Tensor) -> None:
+    """What a layer's tokens and their experts must be, whatever its weights are."""
+    _check_tokens(check, x)
+    _check_routes(check, x, weights, ids)
+
+
 def _check_layer(check: Checker, x: Tensor, experts, n, weights: Tensor, ids: Tensor, b13: Tensor | None, b2: Tensor | None) -> None:
     """A layer's arguments beside its weights, which have n gate and up rows."""
     _check_routes(check, x, weights, ids)

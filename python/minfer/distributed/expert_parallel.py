@@ -11,6 +11,8 @@ One all-to-all takes tokens to the ranks that have their experts, one brings bac
 
 A token goes to a rank once, however many of its experts are there, and their weighed sum comes back as one row: with top-8 routing over 2
 ranks that is a quarter of the bytes of a row for each expert.
+
+Between GPUs of one host an :class:`ExpertExchange` takes the place of both all-to-alls, and of the copies in front of and behind them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from ..checks import grouped_gemm as checks_moe
 from ..checks.common import Checker, allocation_error, is_integer
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.moe_routing import moe_combine, moe_sort
+from .expert_exchange import ExpertExchange
+from .places import place_in
 
 _OP = "expert_parallel_moe"
 _ALIGNMENT = 16  # bytes: the grouped GEMM reads x where it was received, by TMA
@@ -64,6 +68,7 @@ def expert_parallel_moe(
     gate_layout: str = "halves",
     capacity: int | None = None,
     overflow: Tensor | None = None,
+    exchange: ExpertExchange | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """:func:`minfer.moe_ffn` of this rank's tokens over the experts of all ranks. A collective: every rank of the group calls it.
@@ -71,7 +76,9 @@ def expert_parallel_moe(
     Without ``capacity`` just the rows that are needed move. Their numbers are exchanged on the device and then read by the host, which
     waits for them once, so that a CUDA graph cannot have it. With ``capacity`` every pair of ranks exchanges that many rows, needed or not:
     no shape depends on the routing, the host waits for nothing, and a CUDA graph follows its routing where the backend can be captured
-    (NCCL: call once before, and capture with ``capture_error_mode="thread_local"``, as its watchdog is another thread).
+    (NCCL: call once before, and capture with ``capture_error_mode="thread_local"``, as its watchdog is another thread). With ``exchange``
+    ranks have places for ``capacity`` tokens of each rank and write them directly: only what is needed moves, nothing is waited for by the
+    host, and a CUDA graph follows its routing; between GPUs of one host that is the fastest way.
 
     Args:
       x: [tokens, hidden], float16 or bfloat16: this rank's tokens. Ranks may have different numbers of them, also none.
@@ -84,7 +91,9 @@ def expert_parallel_moe(
         a rank takes the first ``capacity`` that need it; a token behind them has NaN in all of its output, as a sum that lacks an expert
         would be a wrong number. Buffers: ranks * capacity rows each way, and for the experts' products top_k times as many.
       overflow: int32 [1] on x's device, with ``capacity``: how many of this rank's tokens were lost is added to it, on the device. One
-        counter may serve many layers and replays; it is the caller's to zero and to read.
+        counter may serve many layers and replays; it is the caller's to zero and to read. Not with ``exchange``, where none are.
+      exchange: an :class:`ExpertExchange` of these sizes, also for several layers in turn. ``capacity`` is then the places of this call, at
+        most the exchange's (default); no rank may have more tokens. Its group counts.
       group: None is the default group; its backend must be one for x's device.
 
     Returns:
@@ -92,19 +101,155 @@ def expert_parallel_moe(
 
     Raises:
       RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was sent: the other ranks
-        wait for this one until the group's timeout. Without ``capacity`` also, on the ranks that see it, where hidden, top_k, dtype or the
-        number of local experts are another rank's; with it that is not checked.
+        wait for this one until the group's timeout, or with an exchange for ten minutes, after which their kernels trap. Without
+        ``capacity`` also, on the ranks that see it, where hidden, top_k, dtype or the number of local experts are another rank's; with it
+        that is not checked.
 
     Numerics: those of moe_ffn and one rounding more. What the experts of a rank return for a token, weighed and rounded to x's dtype, is
     added up in float32 in the order of j and rounded; the ranks' sums are added up in float32 in the order of the ranks and rounded. The
     same inputs on the same number of ranks give the same bits in every run. There is no backward. ``torch.compile`` breaks its graph here.
 
     What travels: for each token and each rank that has experts of it, x, ids and weights there (2 * hidden + 8 * top_k bytes, rounded up
-    to 16), and 2 * hidden bytes back; with ``capacity`` as much for each of its rows.
+    to 16), and 2 * hidden bytes back; with ``capacity`` as much for each of its rows. With an exchange, the same rows for each token and
+    rank that need them, and 8 * top_k bytes for every place.
     """
     check = Checker(_OP)
+    group = _group_of(check, exchange, group)
     ranks, rank = place_in(check, group)
     checks_moe.check_moe_ffn(x, w13, w2, weights, ids, activation=activation, b13=b13, b2=b2, gate_layout=gate_layout, op=_OP)
+    capacity = _check_places(check, x, ids, ranks, capacity, overflow, exchange)
+    call = _Call(x, weights, ids, w13.shape[0], ranks, rank, capacity, overflow, exchange, group)
+    products = functools.partial(_products, w13=w13, w2=w2, b13=b13, b2=b2, activation=activation, gate_layout=gate_layout)
+
+    def run() -> Tensor:
+        if exchange is not None and exchange.mapped:
+            made = products(*exchange.send(x, weights, ids, call.experts, capacity), None)
+            return exchange.sums(made.y, made.inverse, ids, call.experts, capacity)
+
+        def layer(rows: _Rows, pairs: int | None) -> Tensor:
+            made = products(rows.x, rows.weights, rows.ids - rank * call.experts, pairs)
+            return moe_combine(made.y, made.inverse)
+
+        return _through_collectives(call, layer)
+
+    return _without_gradients(_OP, run, (x, w13, w2, weights, b13, b2))
+
+
+def expert_parallel_layer(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    layer: Callable[[Tensor, Tensor, Tensor], Tensor],
+    num_experts: int,
+    *,
+    capacity: int | None = None,
+    overflow: Tensor | None = None,
+    exchange: ExpertExchange | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """:func:`expert_parallel_moe` for experts of any format: the caller's ``layer`` computes this rank's experts.
+
+        share = minfer.distributed.local_experts(num_experts)
+        gate_up = minfer.quantize.quantize_fp8_experts(w13[share], gated=True)
+        down = minfer.quantize.quantize_fp8_experts(w2[share])
+
+        def layer(x, weights, ids):
+            return gate_up.ffn(x, down, weights, ids)
+
+        out = minfer.distributed.expert_parallel_layer(x, weights, ids, layer, num_experts, exchange=exchange)
+
+    Args:
+      x, weights, ids: as of :func:`expert_parallel_moe`.
+      layer: called once, also where no token came, with x [rows, hidden], float32 weights and int32 ids [rows, top_k], ids as numbers
+        among this rank's experts, or -1: of another rank or nobody, which adds nothing. A row without ids here may be any bits, NaN too. It
+        returns [rows, hidden] of x's dtype, each row by itself, such as :func:`minfer.moe_ffn_fp8` or ``moe_ffn_w4a16``; a row without
+        ids as zeros.
+      num_experts: of the whole layer, a multiple of the ranks.
+      capacity, overflow, exchange, group: as of :func:`expert_parallel_moe`.
+
+    Returns:
+      [tokens, hidden], x's dtype, contiguous.
+
+    Raises:
+      RuntimeError: as :func:`expert_parallel_moe`; or what ``layer`` returns is no such tensor, which leaves the other ranks waiting.
+
+    Numerics: those of ``layer``, whose rows the ranks' sums are, added up in float32 in the order of the ranks and rounded. There is no
+    backward.
+    """
+    check = Checker("expert_parallel_layer")
+    group = _group_of(check, exchange, group)
+    ranks, rank = place_in(check, group)
+    checks_moe.check_tokens_and_routes(check, x, weights, ids)
+    good = is_integer(num_experts) and num_experts >= 1 and num_experts % ranks == 0
+    check(good, "num_experts must be a positive multiple of the {} ranks, got {}", ranks, num_experts)
+    capacity = _check_places(check, x, ids, ranks, capacity, overflow, exchange)
+    call = _Call(x, weights, ids, num_experts // ranks, ranks, rank, capacity, overflow, exchange, group)
+
+    def checked(rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        y = layer(rows, weights, ids)
+        good = isinstance(y, Tensor) and y.shape == rows.shape and y.dtype == rows.dtype and y.device == rows.device
+        check(good, "layer must return {} {} on {}, got {}", rows.dtype, list(rows.shape), rows.device, _described(y))
+        return y.contiguous()
+
+    def run() -> Tensor:
+        if exchange is not None and exchange.mapped:
+            y = checked(*exchange.send(x, weights, ids, call.experts, capacity))
+            return exchange.sums(y, torch.arange(len(y), dtype=torch.int32, device=y.device)[:, None], ids, call.experts, capacity)
+
+        def own(rows: _Rows, _pairs: int | None) -> Tensor:
+            numbers = rows.ids - rank * call.experts
+            return checked(rows.x, rows.weights, numbers.masked_fill((numbers < 0) | (numbers >= call.experts), -1))
+
+        return _through_collectives(call, own)
+
+    return _without_gradients("expert_parallel_layer", run, (x, weights))
+
+
+def _described(y: object) -> str:
+    return f"{str(y.dtype).removeprefix('torch.')} {list(y.shape)} on {y.device}" if isinstance(y, Tensor) else repr(type(y))
+
+
+class _Call(NamedTuple):
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    experts: int  # of each rank
+    ranks: int
+    rank: int
+    capacity: int | None
+    overflow: Tensor | None
+    exchange: ExpertExchange | None
+    group: dist.ProcessGroup | None
+
+
+def _group_of(check: Checker, exchange: ExpertExchange | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if exchange is None:
+        return group
+    check(isinstance(exchange, ExpertExchange), "exchange must be a minfer.distributed.ExpertExchange, got {}", type(exchange))
+    check(group is None or group is exchange.group, "group must not be given beside an exchange, which has its own")
+    return exchange.group
+
+
+def _check_places(
+    check: Checker,
+    x: Tensor,
+    ids: Tensor,
+    ranks: int,
+    capacity: int | None,
+    overflow: Tensor | None,
+    exchange: ExpertExchange | None,
+) -> int | None:
+    """The call's capacity."""
+    if exchange is not None:
+        wanted, got = (exchange.hidden, exchange.top_k), (x.shape[1], ids.shape[1])
+        check(got == wanted, "the exchange is for hidden = {} and top_k = {}, got {} and {}", *wanted, *got)
+        check(overflow is None, "overflow must not be given beside an exchange, which loses no token")
+        capacity = exchange.capacity if capacity is None else capacity
+        good = is_integer(capacity) and 1 <= capacity <= exchange.capacity
+        check(good, "capacity must be 1 to the exchange's {}, got {}", exchange.capacity, capacity)
+        check(x.shape[0] <= capacity, "x must have at most capacity = {} tokens with an exchange, got {}", capacity, x.shape[0])
+        if exchange.mapped:
+            check(x.device == exchange.device, "x must be on the exchange's device {}, got {}", exchange.device, x.device)
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     check(capacity is not None or not capturing, "capacity must be given in a CUDA graph: without it the host reads sizes")
     check(overflow is None or capacity is not None, "overflow needs capacity: without it nothing is lost")
@@ -116,36 +261,28 @@ def expert_parallel_moe(
         check(tuple(overflow.shape) == (1,), "overflow must be [1], got {}", overflow.shape)
         check(overflow.dtype == torch.int32, "overflow must be int32, got {}", overflow.dtype)
         check(overflow.device == x.device, "overflow must be on x's device {}, got {}", x.device, overflow.device)
-    experts = functools.partial(
-        _local_moe, w13=w13, w2=w2, b13=b13, b2=b2, activation=activation, gate_layout=gate_layout, first=rank * w13.shape[0]
-    )
-    call = functools.partial(_exchange, x, weights, ids, experts, w13.shape[0], ranks, capacity, overflow, group)
-    differentiated = [t for t in (x, w13, w2, weights, b13, b2) if t is not None and t.requires_grad]
+    return capacity
+
+
+def _without_gradients(op: str, call: Callable[[], Tensor], tensors: tuple[Tensor | None, ...]) -> Tensor:
+    differentiated = [t for t in tensors if t is not None and t.requires_grad]
     if torch.is_grad_enabled() and differentiated:
-        return _InferenceOnly.apply(call, *differentiated)
+        return _InferenceOnly.apply(op, call, *differentiated)
     return call()
-
-
-def place_in(check: Checker, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """(ranks, this rank) of the group."""
-    up = dist.is_available() and dist.is_initialized()
-    check(up, "a process group must be initialised first: torch.distributed.init_process_group")
-    rank = dist.get_rank(group)
-    check(rank >= 0, "group must have this process as a rank, and it has not")
-    return dist.get_world_size(group), rank
 
 
 class _InferenceOnly(torch.autograd.Function):
     """Collectives would let gradients stop without a word."""
 
     @staticmethod
-    def forward(ctx, call, *_tensors):
+    def forward(ctx, op, call, *_tensors):
+        ctx.op = op
         return call()
 
     @staticmethod
     def backward(ctx, *_grads):
         raise RuntimeError(
-            f"minfer::{_OP}: has no backward, it is an inference operator; call it under torch.inference_mode() or no_grad()"
+            f"minfer::{ctx.op}: has no backward, it is an inference operator; call it under torch.inference_mode() or no_grad()"
         )
 
 
@@ -263,17 +400,34 @@ def _first_rows(x: Tensor, weights: Tensor, ids: Tensor, experts: int, ranks: in
 # ---- the layer -------------------------------------------------------------------------------------------------------------------
 
 
-def _exchange(
+class _Pairs(NamedTuple):
+    y: Tensor  # [pairs, hidden]: of each pair, weighed
+    inverse: Tensor  # int32 [rows, top_k]: where they are, or -1
+
+
+def _products(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
-    layer: Callable[[_Rows, int | None], Tensor],
-    experts: int,
-    ranks: int,
-    capacity: int | None,
-    overflow: Tensor | None,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
+    pairs: int | None,
+    *,
+    w13: Tensor,
+    w2: Tensor,
+    b13: Tensor | None,
+    b2: Tensor | None,
+    activation: str,
+    gate_layout: str,
+) -> _Pairs:
+    """Those of moe_ffn; where the number of pairs is known, no more rows than those are computed. ids outside are nobody's."""
+    token_index, offsets, inverse, scale = moe_sort(ids, w13.shape[0], weights=weights)
+    token_index, scale = token_index[:pairs], scale[:pairs]
+    h = grouped_gemm(x, w13.mT, offsets, bias=b13, gather=token_index, activation=activation, gated=True, gate_layout=gate_layout)
+    return _Pairs(grouped_gemm(h, w2.mT, offsets, bias=b2, row_scale=scale), inverse)
+
+
+def _through_collectives(call: _Call, layer: Callable[[_Rows, int | None], Tensor]) -> Tensor:
+    """layer: of the rows that came, and of how many pairs, where that is known."""
+    x, weights, ids, experts, ranks, _, capacity, overflow, _, group = call
     if capacity is None:
         dispatch = _needed_rows(x, weights, ids, experts, ranks, group)
     elif x.shape[0] <= capacity:
@@ -293,23 +447,3 @@ def _exchange(
         if overflow is not None:
             overflow.add_(lost.sum(dtype=torch.int32))
     return out
-
-
-def _local_moe(
-    rows: _Rows,
-    pairs: int | None,
-    *,
-    w13: Tensor,
-    w2: Tensor,
-    b13: Tensor | None,
-    b2: Tensor | None,
-    activation: str,
-    gate_layout: str,
-    first: int,
-) -> Tensor:
-    """moe_ffn of the experts from ``first`` on; where the number of pairs is known, no more rows than those are computed."""
-    token_index, offsets, inverse, scale = moe_sort(rows.ids - first, w13.shape[0], weights=rows.weights)
-    token_index, scale = token_index[:pairs], scale[:pairs]
-    h = grouped_gemm(rows.x, w13.mT, offsets, bias=b13, gather=token_index, activation=activation, gated=True, gate_layout=gate_layout)
-    y = grouped_gemm(h, w2.mT, offsets, bias=b2, row_scale=scale)
-    return moe_combine(y, inverse)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .._core.batch_invariance import is_batch_invariant
 from ..checks.common import Checker
-from .expert_parallel import place_in
 from .peer_exchange import PeerExchange
+from .places import place_in
 
 
 def _gather_into(out: Tensor, own: Tensor, group: dist.ProcessGroup | None) -> None:

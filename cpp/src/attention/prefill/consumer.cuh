@@ -191,6 +191,10 @@ struct PrefillConsumer : PrefillMma<Traits> {
             return blocks;
           }
         };
+        auto const is_masked = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+          KeyBlocks<kTileN> const blocks = visited();
+          return block >= blocks.full_end || block < blocks.full_begin;
+        };
         // Issues the MMAs of S = Q.K^T.
         auto const multiply_keys = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
           mma_scores.accumulate_ = GMMA::ScaleOut::Zero;
@@ -292,10 +296,8 @@ struct PrefillConsumer : PrefillMma<Traits> {
           }
         };
 
-        for (;;) {  // over the splits of batch-invariant kernels, from the last one on; others have one
-          KeyBlocks<kTileN> const blocks = visited();
-          int32_t const begin = kFolds ? max(blocks.begin, block / kSplitBlocks * kSplitBlocks) : blocks.begin;
-          // The first block: its scores and its softmax.
+        // The first block: its scores and its softmax.
+        auto const begin_with_scores = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
           FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
           wait_for_turn(consumer);
           warpgroup_fence_operand(scores);
@@ -306,7 +308,7 @@ struct PrefillConsumer : PrefillMma<Traits> {
           warpgroup_fence_operand(scores);
           release(&storage.empty_k[keys.index], thread);
           keys.advance();
-          cap_and_mask(block >= blocks.full_end || block < blocks.full_begin, capped);
+          cap_and_mask(is_masked(), capped);
           softmax.step(scores, rescale);
           round();
           Tile const& unspilled = kFolds ? storage.tile[iteration % 2] : tile;
@@ -314,19 +316,9 @@ struct PrefillConsumer : PrefillMma<Traits> {
             FullBarrier::wait(&storage.full_v[values.index], values.phase);
             clear_end(unspilled, storage.v[values.index], block);
           }
-          // The other blocks: masked ones at the end of the keys, full ones, masked ones at the windows' begin.
-          int const last_full = blocks.full_end - 1;
-          for (--block; block > last_full && block >= begin; --block) step(constant<BlockKind, BlockKind::kMasked>{});
-          int const first_full = blocks.full_begin > begin ? blocks.full_begin : begin;
-          // The polynomial's constants depend on the scale of K, which of codes the device alone knows.
-          if (capped && !kConverts && !kInvariant) {
-            for (; block >= first_full; --block) step(constant<BlockKind, BlockKind::kCapped>{});
-          }
-          for (; block >= first_full; --block) step(constant<BlockKind, BlockKind::kFull>{});
-          for (; block >= begin; --block) step(constant<BlockKind, BlockKind::kMasked>{});
-          // The output of the last block.
-          KeyBlocks<kTileN> const all = visited();
-          bool const is_last = !kFolds || begin == all.begin;
+        };
+        // The output of the last block, which begins at `begin`.
+        auto const end_with_output = [&](int32_t begin, bool is_last) CUTLASS_LAMBDA_FUNC_INLINE {
           if (is_last) release(&storage.empty_q[query_stage(iteration)], thread);
           FullBarrier::wait(&storage.full_v[values.index], values.phase);
           if (has_unseen_begin(storage.tile[iteration % 2], begin)) {
@@ -341,9 +333,65 @@ struct PrefillConsumer : PrefillMma<Traits> {
           release(&storage.empty_v[values.index], thread);
           values.advance();
           if constexpr (kFolds) {
-            bool const is_first = begin / kSplitBlocks == (all.end - 1) / kSplitBlocks;
+            bool const is_first = begin / kSplitBlocks == (visited().end - 1) / kSplitBlocks;
             SplitTotals::fold(params, storage, softmax, output, consumer, thread, is_first, is_last);
           }
+        };
+        // Both: a step whose block begins a split, from its last key on. The output that it completes is folded, and the softmax begins
+        // anew.
+        auto const step_into_split = [&]() CUTLASS_LAMBDA_FUNC_INLINE {
+          FullBarrier::wait(&storage.full_k[keys.index], keys.phase);
+          FullBarrier::wait(&storage.full_v[values.index], values.phase);
+          wait_for_turn(consumer);
+          warpgroup_fence_operand(scores);
+          warpgroup_fence_operand(output);
+          warpgroup_fence_operand(packed);
+          warpgroup_arrive();
+          multiply_keys();
+          multiply_values();
+          pass_turn(consumer);
+          warpgroup_wait<0>();
+          warpgroup_fence_operand(scores);
+          warpgroup_fence_operand(output);
+          release(&storage.empty_k[keys.index], thread);
+          release(&storage.empty_v[values.index], thread);
+          keys.advance();
+          values.advance();
+          if constexpr (kFolds) {
+            bool const is_first = (block + 1) / kSplitBlocks == (visited().end - 1) / kSplitBlocks;
+            SplitTotals::fold(params, storage, softmax, output, consumer, thread, is_first, false);
+          }
+          cap_and_mask(is_masked(), capped);
+          softmax.step(scores, rescale);
+          round();
+        };
+
+        // Where there are registers for scores beside an output that is folded, tensor cores have the same products in the same turns with
+        // splits and without; else each split begins and ends as a tile does.
+        constexpr bool kStepsIntoSplits = kFolds && kHeadDimV <= 128;
+        if constexpr (!kFolds || kStepsIntoSplits) begin_with_scores();
+        for (;;) {  // over the splits of batch-invariant kernels, from the last one on; others have one
+          KeyBlocks<kTileN> const blocks = visited();
+          int32_t const begin = kFolds ? max(blocks.begin, block / kSplitBlocks * kSplitBlocks) : blocks.begin;
+          if constexpr (kFolds && !kStepsIntoSplits) begin_with_scores();
+          // The other blocks: masked ones at the end of the keys, full ones, masked ones at the windows' begin.
+          int const last_full = blocks.full_end - 1;
+          for (--block; block > last_full && block >= begin; --block) step(constant<BlockKind, BlockKind::kMasked>{});
+          int const first_full = blocks.full_begin > begin ? blocks.full_begin : begin;
+          // The polynomial's constants depend on the scale of K, which of codes the device alone knows.
+          if (capped && !kConverts && !kInvariant) {
+            for (; block >= first_full; --block) step(constant<BlockKind, BlockKind::kCapped>{});
+          }
+          for (; block >= first_full; --block) step(constant<BlockKind, BlockKind::kFull>{});
+          for (; block >= begin; --block) step(constant<BlockKind, BlockKind::kMasked>{});
+          bool const is_last = !kFolds || begin == visited().begin;
+          if constexpr (kStepsIntoSplits) {
+            if (!is_last) {
+              step_into_split();
+              continue;
+            }
+          }
+          end_with_output(begin, is_last);
           if (is_last) break;
         }
       } else {
