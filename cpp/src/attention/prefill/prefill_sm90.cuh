@@ -1,11 +1,12 @@
 // Attention forward of many queries for sm_90a: TMA + WGMMA, persistent, warp specialised. After FlashAttention-3 (Shah et al., 2024).
 //
-// Warp roles. Warpgroup 0 is the producer: its warp 0 publishes tiles of queries and loads their queries, keys and values, the last key
-// block first. Warpgroups 1 to kConsumers are the consumers: each computes 64 rows of the tile, over the key blocks that these rows visit,
-// and passes on the stages of the others. While one warpgroup computes the softmax of a block, the tensor cores compute the two products of
-// another; with kPingpong, order barriers let the warpgroups issue their MMAs in turns.
+// Warp roles. Warpgroup 0 is the producer: its warp 0 publishes tiles of queries and loads their queries; its warps load keys (even ones)
+// and values (odd ones), some of the columns each, the last key block first. Warpgroups 1 to kConsumers are the consumers: each computes 64
+// rows of the tile, over the key blocks that these rows visit, and passes on the stages of the others. While one warpgroup computes the
+// softmax of a block, the tensor cores compute the two products of another; with kPingpong, order barriers let the warpgroups issue their
+// MMAs in turns.
 // Pipelines. q: kQueryStages tiles, full by TMA's bytes, empty by an arrival of each consumer warp. k and v: a ring of kStages key blocks
-// each, likewise. tile: two published tiles, full by the producer, empty by an arrival of each consumer warp.
+// each, likewise. tile: two published tiles, full by the producer, empty by an arrival of each warp that reads it.
 // Packed heads. A tile holds `packed_heads` query heads of one KV head next to each other. With few queries they share the loads of K
 // and V.
 // Registers. Scores stay in registers: S = Q.K^T accumulates in fp32, and P = exp2(S - max) is rounded to 16 bits in place, in the layout
@@ -72,7 +73,7 @@ struct PrefillSm90 {
       if constexpr (Traits::kConverts) {
         Traits::for_format(params.format, [&](auto format) { Producer::template convert<format()>(params, storage, warp, thread % 32); });
       } else {
-        if (warp == 0) Producer::produce(params, storage, thread);
+        Producer::produce(params, storage, warp, thread % 32);
       }
     } else {
       cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
@@ -91,7 +92,8 @@ struct PrefillSm90 {
     }
     for (int s = 0; s < 2; ++s) {
       EmptyBarrier::init(&storage.full_tile[s], 1);
-      EmptyBarrier::init(&storage.empty_tile[s], kConsumerWarps + (Traits::kConverts ? 4 : 0));  // converting warps read the tiles, too
+      // Warps of the producer read the tiles, too, but for the one that writes them.
+      EmptyBarrier::init(&storage.empty_tile[s], kConsumerWarps + (Traits::kConverts ? 4 : Producer::kLoaders - 1));
     }
     for (int s = 0; s < Traits::kStages; ++s) {
       FullBarrier::init(&storage.full_k[s], Traits::kConverts ? 4 : 1);

@@ -1,5 +1,5 @@
 // The producer of a prefill kernel: it walks the tiles of queries, publishes them to the consumers, and fills the stages of queries, keys
-// and values. One warp does this by TMA (produce); where keys and values are codes of a cache, a warpgroup converts them (convert).
+// and values. Its warps do this by TMA (produce); where keys and values are codes of a cache, they convert them (convert).
 #pragma once
 
 #include "attention/prefill/convert.cuh"
@@ -20,39 +20,49 @@ struct PrefillProducer : Traits {
 
   // ---- boxes of TMA ---------------------------------------------------------------------------------------------------------------
 
-  /// Calls load(box, row, page) for each TMA box of a key block, one lane a box: the box's number in the block, and the row and page of its
-  /// first key. A box whose keys are all masked is loaded from the nearest box that is seen, since its own page may have been freed; its
-  /// scores are masked and its values cleared.
-  template <class Load>
-  static CUTLASS_DEVICE void for_boxes(Params const& params, Tile const& tile, int block, int lane, Load const& load) {
-    for (int box = lane; box * params.box_rows < kTileN; box += 32) {
-      int key = block * kTileN + box * params.box_rows, row = tile.row_k + key, page = 0;
-      if (params.block_table != nullptr) {
-        int const seen = min(max(key, tile.first_key), tile.seqlen_k - 1);
-        PageTable::Location const location = params.find(tile.batch, seen / params.box_rows * params.box_rows);
-        page = location.page;
-        row = location.row;
-      } else if (params.cu_seqlens_k == nullptr) {
-        page = tile.batch;
-      }
-      load(box, row, page);
+  /// Where the first key of a box is.
+  struct Place {
+    int row, page;
+  };
+  /// That of a box of a key block. A box whose keys are all masked is loaded from the nearest box that is seen, since its own page may have
+  /// been freed; its scores are masked and its values cleared.
+  static CUTLASS_DEVICE Place place_of(Params const& params, Tile const& tile, int block, int box) {
+    int const key = block * kTileN + box * params.box_rows;
+    if (params.block_table != nullptr) {
+      int const seen = min(max(key, tile.first_key), tile.seqlen_k - 1);
+      PageTable::Location const location = params.find(tile.batch, seen / params.box_rows * params.box_rows);
+      return {location.row, location.page};
     }
+    return {tile.row_k + key, params.cu_seqlens_k == nullptr ? tile.batch : 0};
   }
 
-  /// Begins the loads of a block of keys or values, by a warp.
-  template <int kDim>
-  static CUTLASS_DEVICE void load_block(Params const& params, CUtensorMap const& map, uint64_t* full, MmaElement* to, Tile const& tile,
-                                        int kv_head, int block, int lane) {
+  /// Loads a warp's share of a tile's blocks `block` down to `end` of keys or values, one lane a box: the 64 columns number kFirst, and
+  /// each kStep further. The warp that has the first columns says how many bytes come; the others' may come before it has.
+  template <int kDim, int kFirst, int kStep>
+  static CUTLASS_DEVICE void load_blocks(Params const& params, CUtensorMap const& map, uint64_t* full, uint64_t* empty,
+                                         MmaElement (*stages)[kTileN * kDim], Tile const& tile, Ring& ring, int lane, int block, int end) {
     using Hint = cute::TMA::CacheHintSm90;
-    if (lane == 0) FullBarrier::arrive_and_expect_tx(full, uint32_t(kTileN * kDim * 2));
-    __syncwarp();
-    for_boxes(params, tile, block, lane, [&](int box, int row, int page) {
-#pragma unroll
-      for (int column = 0; column < kDim / 64; ++column) {
-        cute::SM90_TMA_LOAD_4D::copy(&map, full, uint64_t(Hint::EVICT_NORMAL), to + (column * kTileN + box * params.box_rows) * 64,
-                                     column * 64, kv_head, row, page);
+    int const kv_head = kv_head_of(params, tile);
+    for (; block >= end; --block) {
+      Place place = {0, 0};  // looked up while the stage is not free yet
+      if (lane * params.box_rows < kTileN) place = place_of(params, tile, block, lane);
+      EmptyBarrier::wait(&empty[ring.index], ring.phase);
+      if constexpr (kFirst == 0) {
+        if (lane == 0) FullBarrier::arrive_and_expect_tx(&full[ring.index], uint32_t(kTileN * kDim * 2));
+        __syncwarp();
       }
-    });
+      for (int box = lane; box * params.box_rows < kTileN; box += 32) {
+        if (box >= 32) place = place_of(params, tile, block, box);
+#pragma unroll
+        for (int column = kFirst; column < kDim / 64; column += kStep) {
+          cute::SM90_TMA_LOAD_4D::copy(&map, &full[ring.index], uint64_t(Hint::EVICT_NORMAL),
+                                       stages[ring.index] + (column * kTileN + box * params.box_rows) * 64, column * 64, kv_head, place.row,
+                                       place.page);
+        }
+      }
+      __syncwarp();
+      ring.advance();
+    }
   }
 
   /// Calls load(column, coordinates ..) for each TMA box of a tile's queries: 64 columns of all rows.
@@ -94,13 +104,50 @@ struct PrefillProducer : Traits {
     __syncwarp();
   }
 
-  // ---- keys and values by TMA: one warp -------------------------------------------------------------------------------------------
+  // ---- keys and values by TMA -----------------------------------------------------------------------------------------------------
 
-  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int lane) {
-    Ring keys = Ring::of_producer(), values = Ring::of_producer();
+  /// Warps that load keys and values, a part of their columns each: a warp issues one box after the other, and boxes are as short as the
+  /// pages that a block crosses, so that one warp for all of them is slower than the tensor cores (8192 tokens of 32 heads in pages of 64:
+  /// 864 us, in blocks of 80 keys 1204).
+  static constexpr int kLoaders = kHeadDim > 64 ? 4 : 2;
+
+  static CUTLASS_DEVICE bool sees_keys(KeyBlocks<kTileN> const& blocks) { return blocks.begin < blocks.end; }
+
+  /// A tile's blocks `block` down to `end`: even warps load keys, odd ones values.
+  static CUTLASS_DEVICE void load_tile(Params const& params, SharedStorage& storage, Tile const& tile, Ring& ring, int warp, int lane,
+                                       int block, int end) {
+    constexpr int kStep = kLoaders / 2;
+    auto const load = [&](auto first) CUTLASS_LAMBDA_FUNC_INLINE {
+      constexpr int kFirst = first;
+      if (warp % 2 == 0) {
+        load_blocks<kHeadDim, kFirst, kStep>(params, params.k, storage.full_k, storage.empty_k, storage.k, tile, ring, lane, block, end);
+      } else {
+        load_blocks<kHeadDimV, kFirst, kStep>(params, params.v, storage.full_v, storage.empty_v, storage.v, tile, ring, lane, block, end);
+      }
+    };
+    if (warp / 2 == 0) {
+      load(cute::Int<0>{});
+    } else {
+      load(cute::Int<kStep - 1>{});
+    }
+  }
+
+  /// Warp 0 also walks the tiles, publishes them to all, and loads queries.
+  static CUTLASS_DEVICE void produce(Params const& params, SharedStorage& storage, int warp, int lane) {
+    Ring ring = Ring::of_producer();
+    if (warp >= kLoaders) return;
+    if (warp > 0) {
+      for (int iteration = 0;; ++iteration) {
+        EmptyBarrier::wait(&storage.full_tile[iteration % 2], iteration / 2 % 2);
+        Tile const tile = read_tile(storage, iteration, lane);
+        release(&storage.empty_tile[iteration % 2], lane);
+        if (tile.is_none()) return;
+        KeyBlocks<kTileN> const blocks = blocks_of(params, tile, queries_of(params, tile));
+        load_tile(params, storage, tile, ring, warp, lane, blocks.end - 1, blocks.begin);
+      }
+    }
     int const tiles = TileScheduler::count(storage.tiles, params);
     int t = int(blockIdx.x);
-    auto const sees_keys = [&](KeyBlocks<kTileN> const& blocks) { return blocks.begin < blocks.end; };
     // Publishes tile t and begins the load of its queries, at least into L2, while the tile before it still has most of its key blocks
     // ahead.
     auto const publish_next = [&](int iteration) CUTLASS_LAMBDA_FUNC_INLINE {
@@ -119,22 +166,10 @@ struct PrefillProducer : Traits {
       if (lane == 0) t = TileScheduler::next(params, t);
       t = __shfl_sync(0xffffffffu, t, 0);
       KeyBlocks<kTileN> const blocks = blocks_of(params, tile, queries_of(params, tile));
-      int const kv_head = kv_head_of(params, tile);
-      // Each step loads the keys of block - 1 and the values of block, in the order in which the consumers use them.
-      for (int block = blocks.end; block >= blocks.begin && sees_keys(blocks); --block) {
-        if (block > blocks.begin) {
-          EmptyBarrier::wait(&storage.empty_k[keys.index], keys.phase);
-          load_block<kHeadDim>(params, params.k, &storage.full_k[keys.index], storage.k[keys.index], tile, kv_head, block - 1, lane);
-          keys.advance();
-        }
-        if (block < blocks.end) {
-          EmptyBarrier::wait(&storage.empty_v[values.index], values.phase);
-          load_block<kHeadDimV>(params, params.v, &storage.full_v[values.index], storage.v[values.index], tile, kv_head, block, lane);
-          values.advance();
-        }
-        if (block == blocks.end - 1) publish_next(iteration + 1);
-      }
-      if (!sees_keys(blocks)) publish_next(iteration + 1);
+      int const some = max(blocks.end - 2, blocks.begin);
+      load_tile(params, storage, tile, ring, warp, lane, blocks.end - 1, some);
+      publish_next(iteration + 1);
+      load_tile(params, storage, tile, ring, warp, lane, some - 1, blocks.begin);
       if constexpr (kQueryStages == 1) {  // the stage becomes empty when this tile's last product with its queries is done
         Tile const next = read_tile(storage, iteration + 1, lane);
         if (!next.is_none()) {
