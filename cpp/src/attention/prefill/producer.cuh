@@ -29,8 +29,9 @@ struct PrefillProducer : Traits {
   static CUTLASS_DEVICE Place place_of(Params const& params, Tile const& tile, int block, int box) {
     int const key = block * kTileN + box * params.box_rows;
     if (params.block_table != nullptr) {
-      int const seen = min(max(key, tile.first_key), tile.seqlen_k - 1);
-      PageTable::Location const location = params.find(tile.batch, seen / params.box_rows * params.box_rows);
+      int seen = min(max(key, tile.first_key), tile.seqlen_k - 1);
+      if (seen != key) seen = seen / params.box_rows * params.box_rows;
+      PageTable::Location const location = params.find(tile.batch, seen);
       return {location.row, location.page};
     }
     return {tile.row_k + key, params.cu_seqlens_k == nullptr ? tile.batch : 0};
@@ -106,10 +107,10 @@ struct PrefillProducer : Traits {
 
   // ---- keys and values by TMA -----------------------------------------------------------------------------------------------------
 
-  /// Warps that load keys and values, a part of their columns each: a warp issues one box after the other, and boxes are as short as the
-  /// pages that a block crosses, so that one warp for all of them is slower than the tensor cores (8192 tokens of 32 heads in pages of 64:
-  /// 864 us, in blocks of 80 keys 1204).
-  static constexpr int kLoaders = kHeadDim > 64 ? 4 : 2;
+  /// Warps that load keys and values. A warp issues one box after the other, and boxes are as short as the pages that a block crosses: with
+  /// one warp for all of them, 8192 tokens of 32 heads took 1204 us in blocks of 80 keys and pages of 64, and 1031 us with four, which have
+  /// half of the columns each. Where blocks are whole pages of the usual sizes, two are enough, and four take 3 % longer.
+  static constexpr int kLoaders = kHeadDim > 64 && kTileN % 64 != 0 ? 4 : 2;
 
   static CUTLASS_DEVICE bool sees_keys(KeyBlocks<kTileN> const& blocks) { return blocks.begin < blocks.end; }
 
