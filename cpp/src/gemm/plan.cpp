@@ -479,8 +479,8 @@ double factor_in_place(KernelInfo const& kernel, GemmProblem const& problem, Gem
   constexpr int64_t kFewRows = 16;
   constexpr double kUneven = 0.15, kTwoCtas = 1.06, kCooperative = 1.02;
   bool const quantised = problem.b_format != WeightFormat::kDense;
-  if (problem.batch_invariant || problem.m > kFewRows || problem.m == 0 || problem.n == 0 || problem.k == 0 || problem.batch != 1 ||
-      kernel.arch < 90 || (!quantised && !has_8_bits(problem))) {
+  if (problem.m > kFewRows || problem.m == 0 || problem.n == 0 || problem.k == 0 || problem.batch != 1 || kernel.arch < 90 ||
+      (!quantised && !has_8_bits(problem))) {
     return 1.0;
   }
   double const uneven = 1.0 + kUneven * (busiest_share(kernel, problem, launch, device) - 1.0);
