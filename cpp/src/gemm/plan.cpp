@@ -472,12 +472,13 @@ double busiest_share(KernelInfo const& kernel, GemmProblem const& problem, GemmL
 /// What predictions of few rows are multiplied by. They are of launches by themselves. In a step of a model each launch begins, and loads
 /// its first weights, under the end of the one in front of it, and then it counts more that all SMs have the same to load, and that the next
 /// launch finds room beside this one. The factors are those with which the plans of the products of layers take least time in place: of
-/// Llama-3.1-8B (1, 8 and 16 rows, int4; 1 and 16, FP8), Qwen2.5-7B and Llama-3.1-70B (1 row, int4) on an H200. There a layer in FP8 takes
-/// 6 us less than by the predictions alone, of 86, and one in int4 2 us less, of 55; by themselves such launches are predicted to take 1 %
-/// more.
+/// Llama-3.1-8B (1, 8 and 16 rows, int4; 1 and 16, FP8, also in the batch-invariant mode), Qwen2.5-7B and Llama-3.1-70B (1 row, int4) on an
+/// H200. There a layer in FP8 takes 3 us less than by the predictions alone, of 86, and one in int4 2 us less, of 55; by themselves such
+/// launches are predicted to take 1 % more.
 double factor_in_place(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
   constexpr int64_t kFewRows = 16;
-  constexpr double kUneven = 0.15, kTwoCtas = 1.06, kCooperative = 1.02;
+  constexpr double kUneven = 0.15, kTwoCtas = 1.06;            // two CTAs of one launch on an SM
+  constexpr double kCooperative = 1.04, kTokensByRows = 1.25;  // 8 bits; the latter: the tokens are the MMA's rows
   bool const quantised = problem.b_format != WeightFormat::kDense;
   if (problem.m > kFewRows || problem.m == 0 || problem.n == 0 || problem.k == 0 || problem.batch != 1 || kernel.arch < 90 ||
       (!quantised && !has_8_bits(problem))) {
@@ -485,7 +486,7 @@ double factor_in_place(KernelInfo const& kernel, GemmProblem const& problem, Gem
   }
   double const uneven = 1.0 + kUneven * (busiest_share(kernel, problem, launch, device) - 1.0);
   if (quantised) return uneven * (kernel.ctas_per_sm > 1 ? kTwoCtas : 1.0);
-  return uneven * (kernel.schedule == Schedule::kCooperative ? kCooperative : 1.0);
+  return uneven * (kernel.schedule == Schedule::kCooperative ? kCooperative : 1.0) * (kernel.swap ? 1.0 : kTokensByRows);
 }
 
 /// The candidate with the least predicted time, of few rows in place.
