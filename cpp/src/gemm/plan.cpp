@@ -475,15 +475,15 @@ double busiest_share(KernelInfo const& kernel, GemmProblem const& problem, GemmL
 /// Llama-3.1-8B (1, 8 and 16 rows, int4; 1 and 16, FP8, also in the batch-invariant mode), Qwen2.5-7B and Llama-3.1-70B (1 row, int4) on an
 /// H200. There a layer in FP8 takes 3 us less than by the predictions alone, of 86, and one in int4 2 us less, of 55; by themselves such
 /// launches are predicted to take 1 % more.
+/// At least 1.
 double factor_in_place(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
   constexpr int64_t kFewRows = 16;
+  constexpr double kLeastUs = 1.0;
   constexpr double kUneven = 0.15, kTwoCtas = 1.06;            // two CTAs of one launch on an SM
   constexpr double kCooperative = 1.04, kTokensByRows = 1.25;  // 8 bits; the latter: the tokens are the MMA's rows
   bool const quantised = problem.b_format != WeightFormat::kDense;
-  if (problem.m > kFewRows || problem.m == 0 || problem.n == 0 || problem.k == 0 || problem.batch != 1 || kernel.arch < 90 ||
-      (!quantised && !has_8_bits(problem))) {
-    return 1.0;
-  }
+  if (problem.m > kFewRows || problem.m == 0 || problem.batch != 1 || kernel.arch < 90 || (!quantised && !has_8_bits(problem))) return 1.0;
+  if (gemm_floor_us(problem, device) < kLeastUs) return 1.0;  // too little for it to matter which SM has what
   double const uneven = 1.0 + kUneven * (busiest_share(kernel, problem, launch, device) - 1.0);
   if (quantised) return uneven * (kernel.ctas_per_sm > 1 ? kTwoCtas : 1.0);
   return uneven * (kernel.schedule == Schedule::kCooperative ? kCooperative : 1.0) * (kernel.swap ? 1.0 : kTokensByRows);
