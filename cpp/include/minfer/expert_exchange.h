@@ -40,13 +40,13 @@ struct ExpertExchange {
   int32_t const* ids = nullptr;            // [tokens, top_k]: of the whole layer; others are nobody's
 };
 
-/// x: [tokens, hidden], rows of 16-byte vectors, ldx elements apart. weights: [tokens, top_k]. When the launch has ended, this rank's buffer
-/// has all ranks' tokens.
+/// x: [tokens, hidden], rows of 16-byte vectors, ldx elements apart. weights: [tokens, top_k]. When the launch has ended, this rank's
+/// buffer has all ranks' tokens.
 Status send_tokens(ExpertExchange const& exchange, void const* x, int64_t ldx, float const* weights, bool programmatic, Stream stream);
 
-/// y: [rows, hidden], 16-byte aligned, what the experts of this rank have made of the pairs. inverse: [places, pairs], the row of
-/// each pair of a place; others than rows of y add nothing. out: [tokens, hidden], 16-byte aligned, the sums of this rank's tokens: of each rank, in fp32 in
-/// the order of its pairs, rounded; then of the ranks, in fp32 in their order, rounded.
+/// y: [rows, hidden], 16-byte aligned, what the experts of this rank have made of the pairs. inverse: [places, pairs], the row of each
+/// pair of a place; others than rows of y add nothing. out: [tokens, hidden], 16-byte aligned, the sums of this rank's tokens: of each
+/// rank, in fp32 in the order of its pairs, rounded; then of the ranks, in fp32 in their order, rounded.
 Status return_sums(ExpertExchange const& exchange, void const* y, int64_t rows, int32_t const* inverse, int64_t pairs, void* out,
                    bool programmatic, Stream stream);
 

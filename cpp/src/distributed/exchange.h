@@ -14,8 +14,8 @@ struct alignas(128) ExchangeHeader {
 
 constexpr int kVectorElements = 8;  // 16 bytes of 16-bit numbers; of a sum, they travel as two packets
 
-// Of a sum. Behind the header: packets [2 epochs][ranks][2 halves of vectors][most / 8], of 16 bytes. A launch writes those of its epoch while other
-// ranks may still read those of the one before; it cannot be further ahead, since it needs the packets of every rank.
+// Of a sum. Behind the header: packets [2 epochs][ranks][2 halves of vectors][most / 8], of 16 bytes. A launch writes those of its epoch
+// while other ranks may still read those of the one before; it cannot be further ahead, since it needs the packets of every rank.
 constexpr int kPacketBytes = 16, kEpochs = 2, kHalves = 2;
 
 // Of experts. Two headers, that of sending tokens and that of returning sums; then flags, epochs: [2][ranks][kMostBlocks], what a rank says

@@ -2,13 +2,13 @@
 //
 // Walk: a rank's places are cut into blocks, as many on every rank, and each CTA has a block: of its own rank's tokens, and of the other
 // ranks' tokens in return_sums. It writes what is for the other ranks into their buffers, raises the block's flag there, which is the
-// launch's epoch, and then waits for the flags of the block of its number in its own buffer. CTAs are started in the order of their numbers,
-// and a CTA has said what others wait for before it waits: a launch ends however few of its CTAs are resident together.
+// launch's epoch, and then waits for the flags of the block of its number in its own buffer. CTAs are started in the order of their
+// numbers, and a CTA has said what others wait for before it waits: a launch ends however few of its CTAs are resident together.
 //
-//   send_tokens    a block's ids and weights go to all ranks, as numbers among the rank's own experts or -1; its rows to the ranks that have
-//                  experts of theirs. 16 bytes a thread, four under way
-//   return_sums    the other ranks' tokens: the sum of a token's pairs, if it has any here, goes to its rank. Then the own tokens: the own
-//                  pairs' sum and what has come, in the order of the ranks. 16 bytes a thread, eight rows under way
+//   send_tokens    a block's ids and weights go to all ranks, as numbers among the rank's own experts or -1; its rows to the ranks that
+//                  have experts of theirs. 16 bytes a thread, four under way
+//   return_sums    the other ranks' tokens: the sum of a token's pairs, if it has any here, goes to its rank. Then the own tokens: the
+//                  own pairs' sum and what has come, in the order of the ranks. 16 bytes a thread, eight rows under way
 //
 // Dependent launch: what follows starts at once, and waits for the end of the launch.
 #include "common/dependent_launch.cuh"
