@@ -473,8 +473,8 @@ double busiest_share(KernelInfo const& kernel, GemmProblem const& problem, GemmL
 /// its first weights, under the end of the one in front of it, and then it counts more that all SMs have the same to load, and that the
 /// next launch finds room beside this one. The factors are those with which the plans of the products of layers take least time in place:
 /// of Llama-3.1-8B (1, 8 and 16 rows, int4; 1 and 16, FP8, also in the batch-invariant mode), Qwen2.5-7B and Llama-3.1-70B (1 row, int4)
-/// on an H200. There a layer in FP8 takes 3 us less than by the predictions alone, of 86, and one in int4 2 us less, of 55, in the mean; by
-/// themselves such launches are predicted to take 1 % more.
+/// on an H200. There a layer in FP8 takes 6 us less than by the predictions alone, of 91, and 4 in the mode; one in int4 2 us less, of 55,
+/// in the mean. By themselves such launches are predicted to take 1 % more.
 /// At least 1.
 double factor_in_place(KernelInfo const& kernel, GemmProblem const& problem, GemmLaunch const& launch, DeviceProperties const& device) {
   constexpr int64_t kFewRows = 16;
