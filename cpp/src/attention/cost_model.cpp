@@ -132,7 +132,8 @@ double load_us(CostModel const& m, KernelInfo const& kernel, AttentionProblem co
   }
   double const columns = double((kernel.tile_k + kernel.head_dim_v) / 64);
   double const boxes = p.paged ? double(kernel.tile_n) / double(std::gcd(int64_t(kernel.tile_n), p.page_size)) : 1.0;
-  return keys / kernel.tile_n * (m.block_us + boxes * columns * m.box_us + (p.paged ? m.page_us : 0.0));
+  double const loaders = kernel.tile_k > 64 && kernel.tile_n % 64 != 0 ? 4.0 : 2.0;  // PrefillProducer::kLoaders
+  return keys / kernel.tile_n * (m.block_us + (boxes * columns * m.box_us + (p.paged ? m.page_us : 0.0)) / loaders);
 }
 
 double predict_prefill_us(CostModel const& m, KernelInfo const& kernel, AttentionProblem const& p, DeviceProperties const& device) {
