@@ -78,7 +78,7 @@ def expert_parallel_moe(
     no shape depends on the routing, the host waits for nothing, and a CUDA graph follows its routing where the backend can be captured
     (NCCL: call once before, and capture with ``capture_error_mode="thread_local"``, as its watchdog is another thread). With ``exchange``
     ranks have places for ``capacity`` tokens of each rank and write them directly: only what is needed moves, nothing is waited for by the
-    host, and a CUDA graph follows its routing; between GPUs of one host that is the fastest way.
+    host, and a CUDA graph follows its routing: for GPUs of one host.
 
     Args:
       x: [tokens, hidden], float16 or bfloat16: this rank's tokens. Ranks may have different numbers of them, also none.
