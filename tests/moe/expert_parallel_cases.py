@@ -309,8 +309,9 @@ def _exchange_problem(case: Case, rank: int, ranks: int, device, exchange: Exper
     if not torch.equal(outs[0].view(torch.int16), without.view(torch.int16)):
         return "not the bits of a call without an exchange"
     problem = mismatch(outs[0], case, args, kwargs, ranks)
-    layered = None if layered_problem is None else f"by layer: {layered_problem}"
-    return problem if problem is not None else layered
+    if problem is None and layered_problem is not None:
+        return f"by layer: {layered_problem}"
+    return problem
 
 
 def _layer_problem(case: Case, args, kwargs, own_args, own_kwargs, ranks: int, exchange: ExpertExchange) -> str | None:
@@ -364,3 +365,18 @@ def run_ranks(ranks: int, device_type: str, folder: Path, work: Callable, *argum
     """
     torch.multiprocessing.spawn(_rank_main, (ranks, device_type, str(folder), work, arguments), nprocs=ranks)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def found_or_error(ranks: int, device_type: str, folder: Path, work: Callable) -> list | Exception:
+    """For fixtures that run one set of processes for many tests: what each rank found, or what went wrong, for of_ranks."""
+    try:
+        return run_ranks(ranks, device_type, folder, work)
+    except Exception as error:
+        return error
+
+
+def of_ranks(found: list | Exception, what: str) -> list:
+    """Each rank's ``what``."""
+    if isinstance(found, Exception):
+        raise found
+    return [by_rank[what] for by_rank in found]

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import minfer
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,10 +12,12 @@ from tests.moe.expert_parallel_cases import (
     Case,
     check_exchanges,
     exchange_cases,
+    found_or_error,
     make_cases,
     make_ids,
     make_layer,
     mismatch,
+    of_ranks,
     run_ranks,
     shard,
 )
@@ -90,8 +93,6 @@ def many_calls(rank, ranks, device) -> str | None:
 
 def invariant(rank, ranks, device) -> str | None:
     """In the batch-invariant mode a token's bits are those that it has alone."""
-    import minfer
-
     case = Case(tokens=(TOKENS,) * ranks, top_k=4, hidden=512, inter=256)
     exchange = ExpertExchange(TOKENS, case.hidden, case.top_k, device=device)
     (x, w13, w2, weights, ids), kwargs = shard(case, *make_layer(case, rank, ranks, device))
@@ -118,16 +119,7 @@ def work(rank, ranks, device):
 @pytest.fixture(scope="module", params=(2, 3))
 def found_by_ranks(request, tmp_path_factory):
     """What each rank found: one set of processes for all tests."""
-    try:
-        return run_ranks(request.param, "shared", tmp_path_factory.mktemp("ranks"), work)
-    except Exception as error:
-        return error
-
-
-def of_ranks(found, what):
-    if isinstance(found, Exception):
-        raise found
-    return [by_rank[what] for by_rank in found]
+    return found_or_error(request.param, "shared", tmp_path_factory.mktemp("ranks"), work)
 
 
 @pytest.mark.parametrize("name", CASES)

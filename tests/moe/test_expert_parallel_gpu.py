@@ -11,12 +11,13 @@ from tests.moe.expert_parallel_cases import (
     check_cases,
     check_exchanges,
     exchange_cases,
+    found_or_error,
     lost_tokens,
     make_cases,
     make_ids,
     make_layer,
     mismatch,
-    run_ranks,
+    of_ranks,
     shard,
 )
 
@@ -147,16 +148,7 @@ def work(rank, ranks, device):
 )
 def found_by_ranks(request, tmp_path_factory):
     """What each rank found: one set of processes for all tests."""
-    try:
-        return run_ranks(request.param, "cuda", tmp_path_factory.mktemp("ranks"), work)
-    except Exception as error:
-        return error
-
-
-def of_ranks(found, what):
-    if isinstance(found, Exception):
-        raise found
-    return [by_rank[what] for by_rank in found]
+    return found_or_error(request.param, "cuda", tmp_path_factory.mktemp("ranks"), work)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -8,9 +8,9 @@
 // they wait: a launch ends however few of its CTAs are resident together.
 // Dependent launch: the next kernels' weights are on their way while this one waits for the other GPUs.
 #include "common/dependent_launch.cuh"
-#include "common/float16.cuh"
 #include "common/kernel_launch.h"
 #include "distributed/epoch.cuh"
+#include "distributed/vector_sum.cuh"
 #include "minfer/all_reduce.h"
 
 namespace minfer {
@@ -66,17 +66,6 @@ __device__ __forceinline__ void receive(ReducePacket (&found)[kRanks][kHalves], 
   }
 }
 
-template <DataType kType>
-__device__ __forceinline__ void add(float (&sums)[kVectorElements], uint4 const& x) {
-  uint32_t const words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float2 const pair = Float16<kType>::unpack(words[i]);
-    sums[2 * i] += pair.x;
-    sums[2 * i + 1] += pair.y;
-  }
-}
-
 template <DataType kType, int kRanks>
 __global__ void __launch_bounds__(kMostThreads) all_reduce_kernel(__grid_constant__ ReduceParams const params) {
 #if __CUDA_ARCH__ >= 900
@@ -109,12 +98,7 @@ __global__ void __launch_bounds__(kMostThreads) all_reduce_kernel(__grid_constan
       bool const here = rank == params.rank;
       add<kType>(sums, here ? own : make_uint4(uint32_t(low.first), uint32_t(low.second), uint32_t(high.first), uint32_t(high.second)));
     }
-    uint4 out;
-    out.x = Float16<kType>::pack(sums[0], sums[1]);
-    out.y = Float16<kType>::pack(sums[2], sums[3]);
-    out.z = Float16<kType>::pack(sums[4], sums[5]);
-    out.w = Float16<kType>::pack(sums[6], sums[7]);
-    static_cast<uint4*>(params.out)[v] = out;
+    static_cast<uint4*>(params.out)[v] = rounded<kType>(sums);
   }
   end_epoch(header, epoch);
 }

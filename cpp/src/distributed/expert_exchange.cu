@@ -13,9 +13,9 @@
 // Dependent launch: what follows starts at once, and waits for the end of the launch.
 #include "common/dependent_launch.cuh"
 #include "common/fast_division.h"
-#include "common/float16.cuh"
 #include "common/kernel_launch.h"
 #include "distributed/epoch.cuh"
+#include "distributed/vector_sum.cuh"
 #include "minfer/expert_exchange.h"
 
 namespace minfer {
@@ -146,22 +146,6 @@ struct ReturnParams {
   uint4* out;
   int32_t rows, pairs;  // of y; of a place, columns of inverse
 };
-
-template <DataType kType>
-__device__ __forceinline__ void add(float (&sums)[kVectorElements], uint4 const& x) {
-  uint32_t const words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    float2 const pair = Float16<kType>::unpack(words[i]);
-    sums[2 * i] += pair.x;
-    sums[2 * i + 1] += pair.y;
-  }
-}
-template <DataType kType>
-__device__ __forceinline__ uint4 rounded(float const (&sums)[kVectorElements]) {
-  return make_uint4(Float16<kType>::pack(sums[0], sums[1]), Float16<kType>::pack(sums[2], sums[3]), Float16<kType>::pack(sums[4], sums[5]),
-                    Float16<kType>::pack(sums[6], sums[7]));
-}
 
 /// The rounded sum of the pairs of a place here, of vector v of the columns; false where there is none.
 template <DataType kType>

@@ -45,7 +45,8 @@ class ExpertExchange:
     Attributes:
       capacity, hidden, top_k, group, device: as above.
       mapped: whether the GPUs reach each other's memory. Where they do not (several hosts, more than 8 ranks, no peer access, the CPU, or
-        ``MINFER_PEER_MEMORY=0``), calls go through the group's collectives, and give the same bits.
+        ``MINFER_PEER_MEMORY=0``), calls go through the group's collectives, whose sums have the same
+        order.
       nbytes: of a rank's memory: for each of ranks * capacity places 4 * hidden + 8 * top_k bytes.
 
     Calls are of one stream at a time: two that run at once would meet in the same memory.
@@ -78,10 +79,11 @@ class ExpertExchange:
         size = self._layout["bytes"]
         self._memory = PeerMemory.among(group, self.device, rank, ranks, size, "tokens and experts' sums")
         self.nbytes = 0 if self._memory is None else size
-        self._bytes = None
+        self._bytes = self._places = None
         if self._memory is not None:
             own = _Bytes(self._memory.addresses[rank], size)
             self._bytes = torch.as_tensor(own, device=self._memory.device)
+            self._places = torch.arange(ranks * capacity, dtype=torch.int32, device=self._memory.device)[:, None]
 
     @property
     def mapped(self) -> bool:
@@ -90,7 +92,7 @@ class ExpertExchange:
     def close(self) -> None:
         """Gives the memory back; every rank at the same time, and no call nor replay after it."""
         if self._memory is not None:
-            self._bytes = None
+            self._bytes = self._places = None
             self._memory.close()
             self._memory = None
 
@@ -113,8 +115,10 @@ class ExpertExchange:
 
         return part("rows", self.hidden, x.dtype), part("weights", self.top_k, torch.float32), part("ids", self.top_k, torch.int32)
 
-    def sums(self, y: Tensor, inverse: Tensor, ids: Tensor, experts: int, capacity: int) -> Tensor:
+    def sums(self, y: Tensor, inverse: Tensor | None, ids: Tensor, experts: int, capacity: int) -> Tensor:
         """The sums of this rank's tokens, [tokens, hidden]; y: what this rank's experts have made of the pairs, inverse [ranks * capacity,
-        pairs]: their rows in y; ids: of this rank's tokens, as they were sent."""
+        pairs]: their rows in y; None: y has a row for each place. ids: of this rank's tokens, as they were sent."""
         memory = self._memory
+        if inverse is None:
+            inverse = self._places[: self._ranks * capacity]
         return ops._return_sums(y, inverse, ids.contiguous(), memory.addresses, memory.rank, self.capacity, capacity, experts)

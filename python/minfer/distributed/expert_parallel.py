@@ -118,7 +118,7 @@ def expert_parallel_moe(
     ranks, rank = place_in(check, group)
     checks_moe.check_moe_ffn(x, w13, w2, weights, ids, activation=activation, b13=b13, b2=b2, gate_layout=gate_layout, op=_OP)
     capacity = _check_places(check, x, ids, ranks, capacity, overflow, exchange)
-    call = _Call(x, weights, ids, w13.shape[0], ranks, rank, capacity, overflow, exchange, group)
+    call = _Call(x, weights, ids, w13.shape[0], ranks, capacity, overflow, group)
     products = functools.partial(_products, w13=w13, w2=w2, b13=b13, b2=b2, activation=activation, gate_layout=gate_layout)
 
     def run() -> Tensor:
@@ -183,7 +183,7 @@ def expert_parallel_layer(
     good = is_integer(num_experts) and num_experts >= 1 and num_experts % ranks == 0
     check(good, "num_experts must be a positive multiple of the {} ranks, got {}", ranks, num_experts)
     capacity = _check_places(check, x, ids, ranks, capacity, overflow, exchange)
-    call = _Call(x, weights, ids, num_experts // ranks, ranks, rank, capacity, overflow, exchange, group)
+    call = _Call(x, weights, ids, num_experts // ranks, ranks, capacity, overflow, group)
 
     def checked(rows: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         y = layer(rows, weights, ids)
@@ -194,7 +194,7 @@ def expert_parallel_layer(
     def run() -> Tensor:
         if exchange is not None and exchange.mapped:
             y = checked(*exchange.send(x, weights, ids, call.experts, capacity))
-            return exchange.sums(y, torch.arange(len(y), dtype=torch.int32, device=y.device)[:, None], ids, call.experts, capacity)
+            return exchange.sums(y, None, ids, call.experts, capacity)
 
         def own(rows: _Rows, _pairs: int | None) -> Tensor:
             numbers = rows.ids - rank * call.experts
@@ -215,10 +215,8 @@ class _Call(NamedTuple):
     ids: Tensor
     experts: int  # of each rank
     ranks: int
-    rank: int
     capacity: int | None
     overflow: Tensor | None
-    exchange: ExpertExchange | None
     group: dist.ProcessGroup | None
 
 
@@ -427,7 +425,7 @@ def _products(
 
 def _through_collectives(call: _Call, layer: Callable[[_Rows, int | None], Tensor]) -> Tensor:
     """layer: of the rows that came, and of how many pairs, where that is known."""
-    x, weights, ids, experts, ranks, _, capacity, overflow, _, group = call
+    x, weights, ids, experts, ranks, capacity, overflow, group = call
     if capacity is None:
         dispatch = _needed_rows(x, weights, ids, experts, ranks, group)
     elif x.shape[0] <= capacity:
