@@ -34,9 +34,11 @@ from typing import Any
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 EXCUSED = {
     "racecheck": re.compile(r"sm90_"),  # kernels whose shared memory is handed over by mbarriers
-    "synccheck": re.compile(r"\b(prefill|decode)_sm90_kernel"),  # kernels whose roles synchronise by named barriers
+    "synccheck": re.compile(r"\b(prefill|decode|decoder_block)_sm90_kernel"),  # kernels whose roles synchronise by named barriers
     # these look for tagged words of the workspace
-    "initcheck": re.compile(r"\b((gemm|gemm_columns|w4a16)_sm90_kernel|decode_sm[89]0_kernel|router_gemm_kernel|norm_gemm_sm80_kernel)"),
+    "initcheck": re.compile(
+        r"\b((gemm|gemm_columns|w4a16|decoder_block)_sm90_kernel|decode_sm[89]0_kernel|router_gemm_kernel|norm_gemm_sm80_kernel)"
+    ),
 }
 DEVICE = "cuda"
 

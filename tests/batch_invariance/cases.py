@@ -217,6 +217,22 @@ for arguments in (("nvfp4", 16), ("int8", -1), ("int8", 128, True), ("fp8_e4m3",
     quantised(*arguments)
 
 
+@case("w4a16_decoder_block", "int4_128")
+def decoder_block(draw: Draw, rows: int, n: int, k: int) -> Call:
+    """n columns between the MLP's products and behind the next norm, k in the residual and in what attention gives."""
+    a, residual = draw.normal(rows, k), draw.normal(rows, k)
+    shapes = (("o", k, k), ("gate_up", 2 * n, k), ("down", k, n), ("next", n, k))
+    arguments: dict[str, Any] = {"mlp_norm": draw.normal(k), "next_norm": draw.normal(k), "o_bias": draw.normal(k)}
+    for name, columns, depth in shapes:
+        (arguments[f"{name}_qweight"], arguments[f"{name}_scales"], _), _ = quantised_weight(draw, columns, depth, "int4", 128)
+
+    def call(take: Tensor) -> tuple[Tensor, ...]:
+        own = residual[take]
+        return minfer.w4a16_decoder_block(a=a[take], residual=own, **arguments), own
+
+    return call
+
+
 # ---- operands of 8 bits -------------------------------------------------------------------------------------------------------------
 
 

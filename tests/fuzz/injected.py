@@ -586,6 +586,16 @@ def the_norm_is_of_x_alone(right, x, *args, residual=None, **options):
     return right(x, *args, **options)
 
 
+@bug("w4a16_decoder_block")
+def the_block_stores_no_residual(right, a, residual, *args, **options):
+    return right(a, residual if _is_fake(residual) else residual.clone(), *args, **options)
+
+
+@bug("w4a16_decoder_block")
+def the_norms_of_a_block_are_exchanged(right, *args, mlp_norm, next_norm, **options):
+    return right(*args, mlp_norm=next_norm, next_norm=mlp_norm, **options)
+
+
 @bug("layer_norm")
 def the_variance_is_that_of_a_sample(right, x, *args, **options):
     y, n = right(x, *args, **options), x.shape[-1] if x.dim() else 0

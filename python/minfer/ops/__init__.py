@@ -2,6 +2,7 @@
 
 from . import (
     attention,
+    decoder_block,
     fused,
     gemm,
     grouped_gemm,
@@ -18,6 +19,7 @@ from . import (
 
 __all__ = [
     *attention.__all__,
+    *decoder_block.__all__,
     *fused.__all__,
     *gemm.__all__,
     *grouped_gemm.__all__,
@@ -35,6 +37,7 @@ __all__ = [
 # From here on gemm and attention are the operators of these names, as they are in minfer; the modules are imported by their whole names.
 # ruff: noqa: E402, F403
 from .attention import *
+from .decoder_block import *
 from .fused import *
 from .fused import quantize  # noqa: F401  not of minfer itself, where the name is a package's
 from .gemm import *

@@ -6,6 +6,7 @@ from ..family import Family
 from .allocate_kv_cache import AllocateKvCache
 from .attention import Attention, AttentionVarlen, MergeAttentionStates
 from .attention_paged import AttentionPaged
+from .decoder_block import DecoderBlock
 from .fused import FUSED_FAMILIES
 from .gemm import Gemm, GemmGated
 from .grouped import GROUPED_FAMILIES
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
         *LAYER_FAMILIES,
         *FUSED_FAMILIES,
         *NORM_GEMM_FAMILIES,
+        DecoderBlock(),
         *SCALED_GEMM_FAMILIES,
         *W4A8_FAMILIES,
         *GROUPED_SCALED_FAMILIES,

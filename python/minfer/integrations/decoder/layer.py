@@ -68,12 +68,17 @@ class DecoderLayer(torch.nn.Module):
         Returns:
           x and pending of the next layer.
         """
-        attention, mlp = self.attention, self.mlp
+        return self.behind_attention(x, attend(self.attention, self.in_front_of_attention(x, pending)))
+
+    def in_front_of_attention(self, x: Tensor, pending: Tensor | None) -> Tensor:
+        """The first part of :meth:`step`: what attention takes. x becomes x + pending."""
         if pending is None:
-            qkv = attention.qkv.after_norm(x, self.input_norm)
-        else:
-            qkv = attention.qkv.after_norm(pending, self.input_norm, residual=x)
-        y = attend(attention, qkv)
+            return self.attention.qkv.after_norm(x, self.input_norm)
+        return self.attention.qkv.after_norm(pending, self.input_norm, residual=x)
+
+    def behind_attention(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The last part of :meth:`step`: of attention's output y, [tokens, heads * head_dim]."""
+        attention, mlp = self.attention, self.mlp
         if self.attention_output_norm is None:
             x, y = attention.output(y, residual=x), None
         else:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...distributed.tensor_parallel import TensorParallel, borders
 from ...ops.fused import embedding
+from .block import MOST_TOKENS, between
 from .layer import Attend, DecoderLayer
 from .norm import Norm
 from .projection import Projection
@@ -63,9 +64,18 @@ class DecoderModel:
         x = embedding(ids, self.embedding, scale=self.embedding_scale)
         if self.position_embedding is not None:
             x = x + embedding(positions, self.position_embedding)
-        pending = None
-        for layer, own in zip(self.layers, attend, strict=True):
-            x, pending = layer.step(x, pending, own)
+        few = x.shape[0] <= MOST_TOKENS
+        pending = qkv = None
+        for layer, following, own in zip(self.layers, [*self.layers[1:], None], attend, strict=True):
+            if qkv is None:
+                qkv = layer.in_front_of_attention(x, pending)
+            y = own(layer.attention, qkv)
+            block = between(layer, following) if few else None
+            if block is not None:
+                qkv, pending = block(y, x), None
+            else:
+                qkv = None
+                x, pending = layer.behind_attention(x, y)
         return x, pending
 
     def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:

@@ -159,6 +159,14 @@ class _PackedProjection(Projection):
         return call(x, norm.weight, self.qweight, self.scales, self.zeros, norm.eps, **options)
 
 
+def packed_int4(projection: Projection) -> int | None:
+    """The group size of a projection by symmetric int4 codes in the order of its activations, or None: it is another one."""
+    if not isinstance(projection, _PackedProjection) or projection.weight_format.split(",")[0] != "int4":
+        return None
+    plain = projection.zeros is None and projection.perm is None and projection._options["alpha"] == 1.0
+    return projection._options["group_size"] if plain else None
+
+
 class _ScaledProjection(Projection):
     """Weights of 8 bits beside activations of 8 bits."""
 

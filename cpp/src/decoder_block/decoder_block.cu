@@ -1,0 +1,116 @@
+// Launches the kernels of decoder_block_sm90.cuh.
+#include <algorithm>
+
+#include "common/context.h"
+#include "common/cuda_check.h"
+#include "common/nonce.h"
+#include "common/tensor_map.h"
+#include "decoder_block/decoder_block_sm90.cuh"
+#include "minfer/decoder_block.h"
+
+namespace minfer {
+
+namespace {
+
+using namespace decoder_block;
+
+/// log2 of the group size; 30: all of k is one group.
+int group_shift(int64_t group_size) {
+  if (group_size == 0) return 30;
+  int shift = 0;
+  while ((int64_t(1) << shift) < group_size) ++shift;
+  return shift;
+}
+
+Status describe(DecoderBlockProblem const& problem, DecoderBlockOperands::Product const& from, int i, Product* product) {
+  int64_t const n = problem.n(i), k = problem.k(i), k_blocks = (k + 63) / 64;
+  int const shift = group_shift(problem.group_size);
+  product->k = int32_t(k);
+  product->k_blocks = int32_t(k_blocks);
+  product->gated = i == 1;
+  product->columns = int32_t(i == 1 ? n / 2 : n);
+  product->units = int32_t((n + kUnit - 1) / kUnit);
+  product->stages = int32_t(k_stages(k));
+  product->scale_rows = std::max(1, kStageK >> shift);
+  product->norm = from.norm;
+  product->bias = from.bias;
+  product->bias_f32 = from.bias_type == DataType::kF32;
+  int64_t const extents[3] = {64, 4, (n + 63) / 64 * k_blocks}, strides[2] = {512, 2048};
+  int const box[3] = {64, 1, kStageK / 64};
+  Status const status = encode_tensor_map(&product->weight, CU_TENSOR_MAP_DATA_TYPE_UINT64, 3, from.weight, extents, strides, box);
+  if (!status.ok()) return status;
+  int64_t const groups = problem.group_size == 0 ? 1 : (k + problem.group_size - 1) / problem.group_size;
+  int64_t const scale_extents[2] = {n, groups}, scale_strides[1] = {from.ld_scales * 2};
+  int const scale_box[2] = {kUnit, product->scale_rows};
+  return encode_tensor_map(&product->scales, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, from.scales, scale_extents, scale_strides, scale_box);
+}
+
+template <DataType kType, int kTokens>
+Status launch(DecoderBlockPlan const& plan, Params const& params, bool programmatic, Stream stream, int smem_limit) {
+  static std::atomic<uint64_t> allowed{0};
+  auto* const kernel = &decoder_block_sm90_kernel<kType, kTokens>;
+  if (cudaError_t const error = allow_shared_memory(reinterpret_cast<void const*>(kernel), smem_limit, allowed); error != cudaSuccess)
+    return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(plan.ctas));
+  config.blockDim = dim3(unsigned(DecoderBlock<kType, kTokens>::kThreads));
+  config.dynamicSmemBytes = size_t(plan.smem_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
+  attributes[config.numAttrs++].val.cooperative = 1;
+  if (programmatic) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, params), "launch");
+}
+
+}  // namespace
+
+Status run_decoder_block(DecoderBlockPlan const& plan, DecoderBlockProblem const& problem, DecoderBlockOperands const& operands,
+                         DeviceProperties const& device, void* workspace, size_t workspace_bytes, bool programmatic, Stream stream) {
+  if (!plan.one_launch) return Status::failure(StatusCode::kInvalidArgument, "the plan is not of one launch");
+  if (workspace_bytes < plan.workspace_bytes || workspace == nullptr) {
+    return Status::failure(StatusCode::kWorkspaceTooSmall, "the workspace must have %zu bytes, got %zu", plan.workspace_bytes,
+                           workspace_bytes);
+  }
+  if (Status status = bind_context(device); !status.ok()) return status;
+  Params params{};
+  Packet* packets = static_cast<Packet*>(workspace);
+  for (int i = 0; i < kDecoderBlockProducts; ++i) {
+    if (Status const status = describe(problem, operands.products[i], i, &params.products[i]); !status.ok()) return status;
+    if (i + 1 == kDecoderBlockProducts) continue;
+    params.products[i].packets = packets;
+    packets += packets_of(problem, i);
+  }
+  Layout const layout = layout_of(problem, plan.stages, fixed_bytes(problem.m));
+  for (int parity = 0; parity < 2; ++parity) {
+    params.pitch[parity] = int32_t(layout.pitch[parity]);
+    params.digits[parity] = int32_t(layout.digits[parity]);
+    params.groups[parity] = int32_t(layout.groups[parity]);
+  }
+  params.fixed = int32_t(layout.fixed);
+  params.a = operands.a;
+  params.residual = operands.residual;
+  params.d = operands.d;
+  params.m = int32_t(problem.m);
+  params.stages = plan.stages;
+  params.group_shift = group_shift(problem.group_size);
+  params.ahead = plan.ahead;
+  params.eps = operands.eps;
+  params.weight_offset = operands.weight_offset;
+  params.activation = make_activation(operands.activation);
+  params.early = operands.weights_are_constant;
+  params.nonce = next_nonce();
+  auto const run = [&](auto type) {
+    constexpr DataType kType = decltype(type)::value;
+    return problem.m == 1 ? launch<kType, 1>(plan, params, programmatic, stream, device.smem_per_block)
+                          : launch<kType, 2>(plan, params, programmatic, stream, device.smem_per_block);
+  };
+  return problem.type == DataType::kBF16 ? run(std::integral_constant<DataType, DataType::kBF16>{})
+                                         : run(std::integral_constant<DataType, DataType::kF16>{});
+}
+
+}  // namespace minfer

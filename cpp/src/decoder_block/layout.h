@@ -1,0 +1,66 @@
+// What planner and kernel agree on: how shared memory and the workspace of a decoder block are divided.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "minfer/decoder_block.h"
+
+namespace minfer::decoder_block {
+
+constexpr int kUnit = 16;         // rows of a weight that a CTA computes at a time, an MMA's
+constexpr int kStageK = 2048;     // k of a stage of the ring: 128 for each consumer warp
+constexpr int kWarps = 16;        // consumers
+constexpr int kMostStages = 16;   // of the ring
+constexpr int kMostKStages = 16;  // stages of a weight's row
+constexpr int kCodeBytes = kUnit * kStageK / 2;
+constexpr int kStageBytes = kCodeBytes + kUnit * 2 * (kStageK / 128);  // and scales
+constexpr int kDigits = 3;                                             // of an activation: 8 bits each
+constexpr int kPartials = 4;                                           // units whose sums are under way from the consumers
+constexpr int kConverterWarps = 8;                                     // a stage's activations are 8 for each of their threads
+constexpr int kMostTokens = 2;
+
+constexpr int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+constexpr int64_t k_stages(int64_t k) { return (k + kStageK - 1) / kStageK; }
+
+/// The parts of shared memory that depend on the sizes, one behind the other: stages, the fixed part, and for the activations of even and
+/// of odd products their digits and what is known of each group of 128.
+struct Layout {
+  int64_t pitch[2];   // bytes from one row of digits to the next
+  int64_t digits[2];  // offsets
+  int64_t groups[2];
+  int64_t fixed, bytes;
+};
+
+constexpr int64_t kGroupBytes = 64;
+
+/// fixed_bytes: of the kernel for so many tokens.
+inline Layout layout_of(DecoderBlockProblem const& problem, int64_t stages, int64_t fixed_bytes) {
+  Layout layout{};
+  layout.fixed = stages * kStageBytes;
+  int64_t at = layout.fixed + round_up(fixed_bytes, 128);
+  for (int parity = 0; parity < 2; ++parity) {
+    int64_t most = 0;
+    for (int i = parity; i < kDecoderBlockProducts; i += 2) most = most > k_stages(problem.k(i)) ? most : k_stages(problem.k(i));
+    layout.pitch[parity] = most * kStageK + 16;  // ldmatrix's eight rows of 16 bytes meet all banks once
+    layout.digits[parity] = at;
+    at += round_up(kDigits * problem.m * layout.pitch[parity], 128);
+    layout.groups[parity] = at;
+    at += most * (kStageK / 128) * kGroupBytes;
+  }
+  layout.bytes = at;
+  return layout;
+}
+
+/// Bytes of the fixed part, of a kernel for `tokens`.
+constexpr int64_t fixed_bytes(int64_t tokens) {
+  return kPartials * kWarps * tokens * kUnit * 4 + 2 * tokens * kConverterWarps * 4 + 16 +
+         8 * (2 * kMostStages + 2 * kMostKStages + 2 + 2 * kPartials);
+}
+
+/// 16-byte packets of 4 numbers each: of x, h, and x again.
+inline int64_t packets_of(DecoderBlockProblem const& problem, int product) {
+  return problem.m * (product == 1 ? problem.inter : problem.hidden) / 4;
+}
+
+}  // namespace minfer::decoder_block

@@ -1,0 +1,108 @@
+// Whether what lies between two attentions is one launch.
+//
+// Launches of their own wait for the one in front of them and for their first bytes, while memory has nothing to do. In one launch the ring
+// of weights fills while activations are on their way. On an H200, one token, int4 in groups of 128, in us (and by the bytes of the weights
+// alone; the hidden sizes of the models):
+//                   one launch   separate   bytes
+//   Llama-3.2-1B    19.5         23.0       7.0
+//   Llama-3.2-3B    25.9         29.3       11.7
+//   Llama-3.1-8B    37.1         43.6       25.3
+//   Qwen2.5-7B      41.7         45.6       27.0
+//   Mistral 24B     88.3         86.2       64.4
+//   Llama-3.1-70B   118          121        99.2
+// Two tokens take 45 and 45 of the 8B model.
+#include <algorithm>
+#include <cstdio>
+
+#include "common/without_cuda.h"
+#include "decoder_block/layout.h"
+
+namespace minfer {
+
+namespace {
+
+using namespace decoder_block;
+
+constexpr int64_t kLeastStages = 4;
+constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
+constexpr int64_t kMostStagesOfCta = 100;  // above, the bytes take so long that launches matter little
+// More stages under way keep memory busier, fewer let activations, which share its queues, arrive sooner: 2 to 6 of them, by the stages
+// that a CTA has in all.
+constexpr int64_t kStagesOfOneAhead = 14, kLeastAhead = 2, kMostAhead = 6;
+
+/// Why one launch cannot compute it, or null.
+char const* unfit(DecoderBlockProblem const& p, DeviceProperties const& device) {
+  if (device.compute_capability() != 90) return "it needs compute capability 9.0";
+  if (p.batch_invariant) return "the sums of one launch are of few tokens alone";
+  if (p.m < 1 || p.m > kMostTokens) return "it takes 1 or 2 tokens";
+  for (int i = 0; i < kDecoderBlockProducts; ++i) {
+    if (p.k(i) < kUnit || p.k(i) % kUnit != 0) return "k of all weights must be multiples of 16";
+    if (p.n(i) < 8 || p.n(i) % 8 != 0) return "there is nothing to multiply";
+    if (k_stages(p.k(i)) > kMostKStages) return "a k is above 32768";
+    bool const in_groups = p.group_size == 0 || p.group_size >= p.k(i) || (p.group_size >= 128 && (p.group_size & (p.group_size - 1)) == 0);
+    if (!in_groups) return "groups must be of 128 times a power of two, or all of k";
+  }
+  return nullptr;
+}
+
+int64_t units_of(int64_t n) { return (n + kUnit - 1) / kUnit; }
+
+/// As many as have something to do in each of the products whose outputs all CTAs wait for.
+int64_t ctas_of(DecoderBlockProblem const& p, DeviceProperties const& device) {
+  int64_t units = device.sm_count;
+  for (int i = 0; i + 1 < kDecoderBlockProducts; ++i) units = std::min(units, units_of(p.n(i)));
+  return units;
+}
+
+/// Of all products, in the CTA that has most.
+int64_t stages_of_cta(DecoderBlockProblem const& p, int64_t ctas) {
+  int64_t count = 0;
+  for (int i = 0; i < kDecoderBlockProducts; ++i) count += (units_of(p.n(i)) + ctas - 1) / ctas * k_stages(p.k(i));
+  return count;
+}
+
+}  // namespace
+
+bool DecoderBlockProblem::operator==(DecoderBlockProblem const&) const = default;
+
+Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties const& device, bool forced, DecoderBlockPlan* plan) {
+  *plan = DecoderBlockPlan{};
+  DecoderBlockProblem const& p = problem;
+  if (p.type != DataType::kF16 && p.type != DataType::kBF16)
+    return Status::failure(StatusCode::kInvalidArgument, "numbers must be of 16 bits, got %s", name_of(p.type));
+  for (int64_t extent : {p.m, p.attention, p.hidden, p.inter, p.next}) {
+    if (extent < 0 || extent > kMaxExtent)
+      return Status::failure(StatusCode::kInvalidArgument, "sizes must be 0 to %lld, got %lld", (long long)kMaxExtent, (long long)extent);
+  }
+  auto const separate = [&](char const* why) {
+    if (forced) return Status::failure(StatusCode::kInvalidArgument, "no kernel computes the block in one launch: %s", why);
+    std::snprintf(plan->reason, sizeof(plan->reason), "%s", why);
+    return Status::success();
+  };
+  if (char const* why = unfit(p, device)) return separate(why);
+  int64_t stages = kMostStages;
+  Layout layout = layout_of(p, stages, fixed_bytes(p.m));
+  while (stages > 0 && layout.bytes > device.smem_per_block) layout = layout_of(p, --stages, fixed_bytes(p.m));
+  if (stages < kLeastStages) return separate("the activations leave no room for the weights' ring in shared memory");
+  int64_t const ctas = ctas_of(p, device), stages_of_one = stages_of_cta(p, ctas);
+  if (!forced && p.m > 1) return separate("two tokens take as long in launches of their own");
+  if (!forced && stages_of_one > kMostStagesOfCta) return separate("the weights' bytes take so long that launches matter little");
+  plan->one_launch = true;
+  plan->ctas = int32_t(ctas);
+  plan->ahead = int32_t(std::min(stages, std::clamp((stages_of_one + kStagesOfOneAhead / 2) / kStagesOfOneAhead, kLeastAhead, kMostAhead)));
+  plan->stages = int32_t(stages);
+  plan->smem_bytes = int32_t(layout.bytes);
+  for (int i = 0; i + 1 < kDecoderBlockProducts; ++i) plan->workspace_bytes += size_t(packets_of(p, i)) * 16;
+  std::snprintf(plan->reason, sizeof(plan->reason), "%s",
+                forced ? "one launch, by name" : "one token: weights are loaded while activations are on their way");
+  return Status::success();
+}
+
+#if !MINFER_WITH_CUDA
+Status run_decoder_block(DecoderBlockPlan const&, DecoderBlockProblem const&, DecoderBlockOperands const&, DeviceProperties const&, void*,
+                         size_t, bool, Stream) {
+  return without_cuda();
+}
+#endif
+
+}  // namespace minfer

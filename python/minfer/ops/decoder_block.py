@@ -1,0 +1,84 @@
+"""What lies between the attention of a decoder layer and that of the next one, of weights in 4 bits, as one operator.
+
+    qkv = minfer.w4a16_decoder_block(attended, residual, *o, mlp_norm, *gate_up, *down, next_norm, *next_qkv, eps)
+
+Of one or two tokens on Hopper it can be one launch, in which each product waits for the one before; otherwise it is the package's own
+operators, one after the other.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._core.operator import operator
+from ..checks import decoder_block as checks
+from ..reference import decoder_block as reference
+
+__all__ = ["w4a16_decoder_block"]
+
+
+@operator(check=checks.check_w4a16_decoder_block, reference=reference.w4a16_decoder_block, values=reference.check_values)
+def w4a16_decoder_block(
+    a: Tensor,
+    residual: Tensor,
+    o_qweight: Tensor,
+    o_scales: Tensor,
+    mlp_norm: Tensor,
+    gate_up_qweight: Tensor,
+    gate_up_scales: Tensor,
+    down_qweight: Tensor,
+    down_scales: Tensor,
+    next_norm: Tensor,
+    next_qweight: Tensor,
+    next_scales: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    o_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    next_bias: Tensor | None = None,
+    group_size: int = 128,
+    activation: str = "silu",
+    constant_weights: bool = False,
+    kernel: str | None = None,
+) -> Tensor:
+    """The rest of a decoder layer behind its attention, and the first product of the next one:
+
+        x = residual + a.Wo^T + o_bias
+        h = activation(gate) * up, gate and up being rms_norm(x, mlp_norm).Wgu^T
+        residual = x + h.Wd^T + down_bias
+        D = rms_norm(residual, next_norm).Wn^T + next_bias
+
+    Args:
+      a: [..., k], float16 or bfloat16, of one mode or more; the leading ones are rows. The output of attention; k is a multiple of 8.
+      residual: [..., h], the leading modes and the dtype of a, contiguous. It is written, and must not overlap another argument.
+      o_qweight, o_scales: Wo [h, k], in 4 bits without zero points: int32 [ceil(h / 64), ceil(k / 64), 512] of
+        :func:`minfer.w4a16_pack`, and a's dtype [ceil(k / group_size), h]. h is a multiple of 8.
+      mlp_norm: [h], a's dtype.
+      gate_up_qweight, gate_up_scales: Wgu [2 * inter, h], rows interleaved by ``minfer.pack_gate_up`` as :func:`minfer.w4a16_gemm_gated`
+        takes them. inter is a multiple of 8.
+      down_qweight, down_scales: Wd [h, inter].
+      next_norm: [h], a's dtype.
+      next_qweight, next_scales: Wn [n, h], what multiplies the norm of the next layer, or of the whole model's end. n is a multiple of 8.
+      eps: of both norms, finite in float32 and not negative.
+      weight_offset: of both norms, finite in float32; 1.0 for Gemma's.
+      o_bias, down_bias, next_bias: [h], [h] and [n], a's dtype or float32.
+      group_size: of all four weights, as in :func:`minfer.w4a16_gemm`.
+      activation: of the gate: "none", "relu", "gelu" (erf), "gelu_tanh", "silu" or "relu2" (relu squared).
+      constant_weights: as in :func:`minfer.w4a16_gemm`, of all four weights.
+      kernel: None, the plan decides; "one_launch", which is an error where that cannot be: more than two rows, another GPU than Hopper, k
+        or groups that do not fit, the batch-invariant mode; or "separate", the operators one after the other. On CPU it is checked and
+        otherwise ignored.
+
+    Returns:
+      D, [..., n] of a's dtype, contiguous. Any number of rows >= 0.
+
+    Raises:
+      RuntimeError: an argument cannot be right; the message names it, what it must be and what it is, and nothing was launched.
+
+    Numerics: x, h, the residual and D are rounded once each. In one launch a norm is not rounded before it is multiplied: what is
+    multiplied is an integer of 23 bits times a power of two for each 128 columns, off by at most 2^-22 of the largest of them; its
+    products with codes are summed exactly in int32 and scaled in float32. Separately, norms and weights are rounded to a's dtype, as
+    :func:`minfer.rms_norm` and :func:`minfer.w4a16_gemm` do it. Either has the same bits in every run; in the batch-invariant mode it is
+    always the operators. docs/numerics.md has the bounds. There is no backward.
+    """

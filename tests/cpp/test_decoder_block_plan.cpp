@@ -1,0 +1,104 @@
+// Plans of what lies between two attentions: one launch or several.
+#include <cstring>
+
+#include "decoder_block/layout.h"
+#include "gemm_problems.h"
+#include "minfer/decoder_block.h"
+#include "testing.h"
+
+using namespace minfer;
+using namespace minfer::testing;
+
+namespace {
+
+DecoderBlockProblem llama_8b(int64_t m = 1) {
+  DecoderBlockProblem p;
+  p.m = m;
+  p.attention = p.hidden = 4096;
+  p.inter = 14336;
+  p.next = 6144;
+  p.group_size = 128;
+  return p;
+}
+
+DecoderBlockPlan plan_of(DecoderBlockProblem const& problem, bool forced = false, DeviceProperties const& device = h200_properties()) {
+  DecoderBlockPlan plan;
+  Status const status = plan_decoder_block(problem, device, forced, &plan);
+  if (!status.ok()) fail(__FILE__, __LINE__, status.message);
+  return plan;
+}
+
+StatusCode forced_code(DecoderBlockProblem const& problem, DeviceProperties const& device = h200_properties()) {
+  DecoderBlockPlan plan;
+  return plan_decoder_block(problem, device, true, &plan).code;
+}
+
+}  // namespace
+
+TEST_CASE(decoder_block_of_one_token) {
+  DeviceProperties const device = h200_properties();
+  DecoderBlockPlan const plan = plan_of(llama_8b());
+  CHECK(plan.one_launch);
+  CHECK(plan.ctas == device.sm_count);
+  CHECK(plan.smem_bytes <= device.smem_per_block);
+  CHECK(plan.stages > plan.ahead && plan.ahead >= 2);
+  CHECK(plan.workspace_bytes == size_t(4096 + 14336 + 4096) / 4 * 16);
+}
+
+TEST_CASE(decoder_block_of_more_tokens) {
+  CHECK(!plan_of(llama_8b(2)).one_launch);
+  CHECK(plan_of(llama_8b(2), true).one_launch);
+  CHECK(!plan_of(llama_8b(3)).one_launch);
+  CHECK(forced_code(llama_8b(3)) == StatusCode::kInvalidArgument);
+  CHECK(!plan_of(llama_8b(0)).one_launch);
+}
+
+TEST_CASE(decoder_block_limits) {
+  DecoderBlockProblem p = llama_8b();
+  p.batch_invariant = true;
+  CHECK(!plan_of(p).one_launch);
+  CHECK(forced_code(p) == StatusCode::kInvalidArgument);
+  p = llama_8b();
+  p.group_size = 64;
+  CHECK(forced_code(p) == StatusCode::kInvalidArgument);
+  p.group_size = 0;
+  CHECK(plan_of(p).one_launch);
+  p = llama_8b();
+  p.inter = 14344;  // no multiple of 16
+  CHECK(forced_code(p) == StatusCode::kInvalidArgument);
+  p.inter = 32768 + 16;
+  CHECK(forced_code(p) == StatusCode::kInvalidArgument);
+  DeviceProperties other = h200_properties();
+  other.compute_major = 10;
+  CHECK(!plan_of(llama_8b(), false, other).one_launch);
+  p = llama_8b();
+  p.type = DataType::kF32;
+  DecoderBlockPlan plan;
+  CHECK(plan_decoder_block(p, h200_properties(), false, &plan).code == StatusCode::kInvalidArgument);
+}
+
+// The bytes of a large model's weights take so long that launches matter little.
+TEST_CASE(decoder_block_of_large_models) {
+  DecoderBlockProblem p = llama_8b();
+  p.attention = p.hidden = 8192;
+  p.inter = 28672;
+  p.next = 10240;
+  CHECK(!plan_of(p).one_launch);
+  DecoderBlockPlan const forced = plan_of(p, true);
+  CHECK(forced.one_launch && forced.ahead > plan_of(llama_8b()).ahead);
+}
+
+// A CTA without a unit of a product whose outputs others wait for would not be known to have read the launch's number.
+TEST_CASE(decoder_block_ctas_have_units) {
+  for (int64_t hidden : {128, 512, 1024, 2048, 3584}) {
+    DecoderBlockProblem p = llama_8b();
+    p.attention = p.hidden = hidden;
+    p.inter = 2 * hidden;
+    p.next = 8;
+    DecoderBlockPlan const plan = plan_of(p, true);
+    CHECK(plan.ctas <= hidden / decoder_block::kUnit);
+    decoder_block::Layout const layout = decoder_block::layout_of(p, plan.stages, decoder_block::fixed_bytes(1));
+    CHECK(layout.bytes == plan.smem_bytes);
+    CHECK(layout.digits[0] % 16 == 0 && layout.digits[1] % 16 == 0 && layout.groups[0] % 16 == 0);
+  }
+}
