@@ -14,8 +14,8 @@
 // Arithmetic. A token is one column of an MMA, of which eight come at the price of one. So activations, times a power of two for each
 //   group of 128, are cut in three digits of 8 bits, a column each, and the MMAs are those of int8: codes need no conversion to 16 bits,
 //   but a mask (the upper four bits of a byte are the codes times 16, which goes into the sum), and half as many MMAs. Sums of 128 products
-//   are exact. An accumulator begins with the bits of 1.5 2^23, so that its bits are the float of the sum plus that. Of a norm, activations are
-//   multiplied with its weight alone: its factor is that of the whole token, and finishers apply it.
+//   are exact. An accumulator begins with the bits of 1.5 2^23, so that its bits are the float of the sum plus that. Of a norm, converters
+//   apply the weight alone: its factor is that of the whole token, and finishers apply it.
 // Order of k in an MMA: lane l has of a word of packed codes columns 2 (l % 4) + {0, 8, 1, 9} of 16 (w4_layout.h), so digits are stored in
 //   that order. A converter's 8 numbers are 4 of one half of 16 columns and the 4 beside them.
 // Progress. CTAs wait for each other in any order, so all are resident together: the launch is cooperative.
@@ -418,8 +418,8 @@ class DecoderBlock {
     }
   }
 
-  /// sums[v] += 128 products of a stage, of row lane / 4 + 8 (v / 2) and the digits of column 2 (lane % 4) + v % 2; those of the rows from 8
-  /// on are 16 times as large.
+  /// sums[v] += 128 products of a stage, of row lane / 4 + 8 (v / 2) and the digits of column 2 (lane % 4) + v % 2; those of rows 8 to 15
+  /// are 16 times as large.
   static __device__ __forceinline__ void multiply(char const* codes_at, char const* scales_at, uint32_t const (&b)[2][4],
                                                   float2 const& digit_sums, float2 const& factors, float (&sums)[4]) {
     constexpr uint32_t kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;
