@@ -84,6 +84,11 @@ TITLES = {
         "launch or two by name.",
         False,
     ),
+    "decoder_block": (
+        "What lies between two attentions, of int4 weights in groups of 128, tokens x columns of the result: our time as planned, "
+        "times our operators one after the other, and one launch by name.",
+        False,
+    ),
     "origins": ("The tables of the systems that this package descends from, rows x width.", True),
     "decode_layer": ("A decode step of a Llama-3.1-8B layer over 1024 tokens of each sequence, in one CUDA graph.", False),
 }

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.report import fused as report
-from bench.suites import fused, fused_layer, fused_norm_gemm, fused_peers
+from bench.suites import fused, fused_decoder_block, fused_layer, fused_norm_gemm, fused_peers
 
 EVERY = fused.cells(list(fused.SUITES), ["bf16"])
 
@@ -67,6 +67,13 @@ def test_layer():
     torch.manual_seed(0)
     call = fused_layer.make(2, 0, torch.float16, "cpu", hidden=256, inter=512, length=70)
     assert call.error() <= fused.LIMITS["decode_layer"]
+
+
+def test_decoder_block():
+    call = fused_decoder_block.block((256, 128, 384, 96))(2, 96, torch.bfloat16, "cpu")
+    assert call.error() <= fused.LIMITS["decoder_block"]
+    assert call.peers["ours:separate"](0).shape == (2, 96)
+    assert call.bytes > (128 * 256 + 3 * 128 * 384 + 96 * 128) / 2
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
