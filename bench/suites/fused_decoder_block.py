@@ -77,7 +77,8 @@ def block(sizes: tuple[int, int, int, int]) -> Callable[..., Call]:
             "ours:separate": lambda i: ours(i, kernel="separate"),
             "ours:one_launch": lambda i: ours(i, kernel="one_launch"),
         }
-        return Call(ours, peers, moved, error, "planned", sets)
+        plan = minfer.plan("w4a16_decoder_block", m=rows, n=n, k=hidden, inter=inter, attention=attended, dtype=dtype, group_size=GROUP)
+        return Call(ours, peers, moved, error, "one_launch" if plan.one_launch else "separate", sets)
 
     return make
 

@@ -238,6 +238,38 @@ constexpr Operator kOperators[] = {
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
+/// What a call would do, for `minfer.plan`. sizes: m, and columns of a, the residual, the MLP's activations and the result.
+std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type, int64_t group_size, bool forced, int64_t device) {
+  char const* op = "minfer::_plan_decoder_block";
+  if (sizes.size() != 5) fail(op, ": sizes must be [m, attention, hidden, inter, next], got ", sizes.size(), " values");
+  check_group_size(op, WeightFormat::kInt4, group_size);
+  DecoderBlockProblem problem;
+  problem.type = parse_16bit_type(op, type);
+  problem.m = sizes[0];
+  problem.attention = sizes[1];
+  problem.hidden = sizes[2];
+  problem.inter = sizes[3];
+  problem.next = sizes[4];
+  problem.group_size = std::max<int64_t>(0, group_size);
+  problem.batch_invariant = batch_invariant();
+  DecoderBlockPlan plan;
+  if (Status const status = plan_decoder_block(problem, device_properties(op, device), forced, &plan); !status.ok()) {
+    fail(op, ": ", status.message);
+  }
+  Json json;
+  json.open('{').key("one_launch").value(plan.one_launch);
+  json.key("ctas").value(int64_t(plan.ctas)).key("stages").value(int64_t(plan.stages)).key("ahead").value(int64_t(plan.ahead));
+  json.key("smem_bytes").value(int64_t(plan.smem_bytes)).key("workspace_bytes").value(int64_t(plan.workspace_bytes));
+  json.key("reason").value(plan.reason).close('}');
+  return json.text();
+}
+
+constexpr Operator kPlans[] = {
+    {"_plan_decoder_block(int[] sizes, str type, int group_size, bool forced, int device) -> str", boxed<&plan_json>},
+};
+STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kPlans); }
+STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CompositeExplicitAutograd, m) { implement(m, kPlans); }
+
 }  // namespace
 
 }  // namespace minfer::torch_binding

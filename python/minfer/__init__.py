@@ -25,7 +25,7 @@ with _without_collections():
     from .formats.gate_up import pack_gate_up, unpack_gate_up
     from .ops import *
     from .planning import tuned as _tuned
-    from .planning.plan import NormPlan, Plan, plan
+    from .planning.plan import DecoderBlockPlan, NormPlan, Plan, plan
 
 if _TYPE_CHECKING:
     from .generation import Completion, SamplingParams, generate
@@ -51,6 +51,7 @@ _tuned.load_at_first_use()
 
 __all__ = [
     "Completion",
+    "DecoderBlockPlan",
     "NormPlan",
     "Plan",
     "SamplingParams",

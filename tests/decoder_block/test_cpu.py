@@ -183,3 +183,24 @@ def test_devices(name):
     call[name] = call[name].to("meta")
     with pytest.raises(RuntimeError, match=f"minfer::w4a16_decoder_block: {name} must be on "):
         minfer.w4a16_decoder_block(**call)
+
+
+def test_plan():
+    """Of the H200 as measured: one token of a model of 8 billion parameters is one launch, two are not, by name they are."""
+    sizes = dict(n=6144, k=4096, inter=14336)
+    one = minfer.plan("w4a16_decoder_block", m=1, device=-1, **sizes)
+    assert one.one_launch and one.ctas == 132 and "1 launch" in str(one) and one.problem.attention == 4096
+    assert not minfer.plan("w4a16_decoder_block", m=2, device=-1, **sizes).one_launch
+    assert minfer.plan("w4a16_decoder_block", m=2, kernel="one_launch", device=-1, **sizes).one_launch
+    for options in (dict(batch_invariant=True), dict(kernel="separate"), dict(group_size=32)):
+        other = minfer.plan("w4a16_decoder_block", m=1, device=-1, **sizes, **options)
+        assert not other.one_launch and "separate" in str(other) and other.workspace_bytes == 0
+    with pytest.raises(RuntimeError, match="in one launch: it takes 1 or 2 tokens"):
+        minfer.plan("w4a16_decoder_block", m=3, kernel="one_launch", device=-1, **sizes)
+    for options, message in (
+        (dict(inter=12), "inter must be a multiple of 8"),
+        (dict(group_size=48), "group_size"),
+        (dict(kernel="x"), "x"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            minfer.plan("w4a16_decoder_block", m=1, device=-1, **(sizes | options))

@@ -138,3 +138,24 @@ def test_masks_must_go_on_showing_what_is_stored():
 def test_errors():
     with pytest.raises(ValueError, match="kv_format must be one of 16bit, fp8_e4m3, int8, int4, got 'int3'"):
         PagedLayer("int3")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_either_name_of_the_cache(name):
+    """transformers calls a layer's cache ``past_key_values``, from 5.24 on ``cache``; by another name it would be overlooked."""
+    model = tiny_model(name)
+    with optimize(model):
+        layer = model.model.layers[0] if name == "llama" else model.transformer.h[0]
+        x = torch.randn(1, 5, model.config.hidden_size).to(torch.bfloat16)
+        options = {}
+        if name == "llama":
+            options["position_embeddings"] = model.model.rotary_emb(x, torch.arange(5)[None])
+        found = []
+        for key in ("past_key_values", "cache"):
+            cache = DynamicCache(config=model.config)
+            y = layer(x, use_cache=True, **{key: cache}, **options)
+            found.append(y if isinstance(y, torch.Tensor) else y[0])
+            assert cache.get_seq_length() == 5
+        assert torch.equal(*found)
+        with pytest.raises(RuntimeError, match="use_cache is True, but neither past_key_values nor cache was given"):
+            layer(x, use_cache=True, kv=DynamicCache(config=model.config), **options)

@@ -22,7 +22,7 @@ LAYOUTS = ("tn", "tt", "nn", "nt")
 MAX_EXTENT = 2**31 - 512  # of m, n, k and batch: the library's kMaxExtent
 
 
-def _checker_of(problem: AnyProblem | NormProblem, *names: str) -> ValueChecker:
+def _checker_of(problem: AnyProblem | NormProblem | DecoderBlockProblem, *names: str) -> ValueChecker:
     """After what all kinds check: the sizes of these names, the dtype, and n and C where the product is gated."""
     check = ValueChecker(problem.op)
     for name in names:
@@ -493,6 +493,83 @@ def plan_norm(
     return NormPlan(problem=problem, device=name, product=product, compiled=compiled, **found)
 
 
+@dataclass(frozen=True)
+class DecoderBlockProblem:
+    """w4a16_decoder_block of contiguous operands: ``k`` columns of the residual, ``n`` of the result, ``attention`` of a (None: k),
+    ``inter`` of the MLP's activations. ``group_size``: columns of all weights that share a scale, -1 (all) or a power of two >= 32."""
+
+    m: int
+    n: int
+    k: int
+    inter: int
+    attention: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    group_size: int = 128
+
+    op: ClassVar[str] = "w4a16_decoder_block"
+    gated: ClassVar[bool] = False
+    c: ClassVar[bool] = False
+
+    def __post_init__(self):
+        if self.attention is None:
+            object.__setattr__(self, "attention", self.k)
+        check, unit = _checker_of(self, "m", "n", "k", "inter", "attention"), weight_layout.MULTIPLE
+        for name in ("n", "k", "inter", "attention"):
+            check(getattr(self, name) % unit == 0, "{} must be a multiple of {}, got {}", name, unit, getattr(self, name))
+        good = self.group_size == -1 or (self.group_size >= 32 and self.group_size & (self.group_size - 1) == 0)
+        check(good, "group_size must be -1 or a power of two >= 32, got {}", self.group_size)
+
+    def __str__(self) -> str:
+        sizes = f"{self.m} x ({self.attention}, {self.k}, {self.inter}, {self.n})"
+        return f"{sizes} {DTYPE_NAMES[self.dtype]}, {'one group' if self.group_size == -1 else f'groups of {self.group_size}'}"
+
+
+@dataclass(frozen=True)
+class DecoderBlockPlan:
+    """Whether a decoder block is one launch. ``str(plan)`` is a report."""
+
+    problem: DecoderBlockProblem
+    device: str  # its name
+    one_launch: bool
+    ctas: int  # of one launch, all of which are resident together
+    stages: int  # of the ring of weights in shared memory
+    ahead: int  # stages that are under way at a time
+    smem_bytes: int  # of a CTA
+    workspace_bytes: int
+    reason: str
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem.op}  {self.problem}  on {self.device}"]
+        if self.one_launch:
+            lines += ["  1 launch", f"  CTAs       {self.ctas} of {self.smem_bytes} bytes of shared memory"]
+            lines += [f"  ring       {self.stages} stages, {self.ahead} under way", f"  workspace  {self.workspace_bytes} bytes"]
+        else:
+            lines.append("  separate   the operators one after the other")
+        return "\n".join([*lines, f"  because    {self.reason}"])
+
+
+def plan_decoder_block(
+    problem: DecoderBlockProblem,
+    *,
+    kernel: str | None = None,
+    device: torch.device | int | str | None = None,
+    batch_invariant: bool | None = None,
+) -> DecoderBlockPlan:
+    """:func:`plan` of a decoder block."""
+    if batch_invariant is not None and batch_invariant != is_batch_invariant():
+        with in_mode(batch_invariant):
+            return plan_decoder_block(problem, kernel=kernel, device=device)
+    if kernel not in (None, "one_launch", "separate"):
+        raise ValueError(f"{problem.op}: kernel must be one_launch or separate, got {kernel!r}")
+    index, name = _device(device)
+    if kernel == "separate":
+        nothing = dict.fromkeys(("ctas", "stages", "ahead", "smem_bytes", "workspace_bytes"), 0)
+        return DecoderBlockPlan(problem=problem, device=name, one_launch=False, reason="asked for by name", **nothing)
+    sizes = [problem.m, problem.attention, problem.k, problem.inter, problem.n]
+    found = json.loads(ops._plan_decoder_block(sizes, DTYPE_NAMES[problem.dtype], problem.group_size, kernel is not None, index))
+    return DecoderBlockPlan(problem=problem, device=name, **found)
+
+
 def plan(
     op: str,
     *,
@@ -505,11 +582,12 @@ def plan(
     device: torch.device | int | str | None = None,
     batch_invariant: bool | None = None,
     **options: Any,
-) -> Plan | NormPlan:
+) -> Plan | NormPlan | DecoderBlockPlan:
     """What ``op`` would run for contiguous operands: the explicit kernel, else a tuned row, else the analytic model's choice.
 
     Args:
-      op: "gemm", "w4a16_gemm", "w4a8_gemm", "rms_norm_gemm", or "scaled_gemm" for what gemm_fp8 and gemm_int8 would run.
+      op: "gemm", "w4a16_gemm", "w4a8_gemm", "rms_norm_gemm", "w4a16_decoder_block", or "scaled_gemm" for what gemm_fp8 and gemm_int8 would
+        run.
       m, n, k: sizes; n counts B's columns (the weight's rows), also of a gated GEMM.
       dtype: of A, D and what B stands for: torch.float16 or torch.bfloat16 (the default). Of scaled_gemm: of A and B, of w4a8_gemm: of A,
         torch.float8_e4m3fn (the default) or torch.int8.
@@ -527,16 +605,18 @@ def plan(
         ``w4_format``: "int4" (the default), "nf4", "mxfp4" or "nvfp4", and, for what w8a16_gemm would run, "int8" or "fp8_e4m3".
         Of w4a8_gemm: ``group_size`` (128; -1: all of k).
         Of rms_norm_gemm: ``gated``, ``residual`` (there is one), and ``constant_weights`` (no launch that still runs writes B).
+        Of w4a16_decoder_block, without ``c`` and ``gated``: n are the columns of the result, k of the residual; ``inter`` of the MLP's
+        activations; ``attention`` of a (default: k); ``group_size``.
         Of scaled_gemm: ``out_dtype`` of D, torch.bfloat16 (the default), torch.float16 or torch.float32; ``block_scaled`` (of A or B there
         is a scale for each 128 of k) and ``fast_accum``, both of float8_e4m3fn.
 
     Returns:
-      A :class:`Plan`, of rms_norm_gemm a :class:`NormPlan`; ``print`` it.
+      A :class:`Plan`, of rms_norm_gemm a :class:`NormPlan`, of w4a16_decoder_block a :class:`DecoderBlockPlan`; ``print`` it.
 
     Raises:
       ValueError: an argument cannot be right. RuntimeError: the override names no legal kernel, or no kernel takes so large a product.
     """
-    kinds = PROBLEMS | {NormProblem.op: NormProblem}
+    kinds = PROBLEMS | {NormProblem.op: NormProblem, DecoderBlockProblem.op: DecoderBlockProblem}
     if op not in kinds:
         raise ValueError(f"op must be one of {', '.join(kinds)}, got {op!r}")
     known = [field.name for field in fields(kinds[op])]
@@ -544,6 +624,8 @@ def plan(
         if name not in known:
             raise ValueError(f"{op} has no {name}; its options are {', '.join(known)}")
     problem = kinds[op](m=m, n=n, k=k, **({} if dtype is None else {"dtype": dtype}), **options)
+    if isinstance(problem, DecoderBlockProblem):
+        return plan_decoder_block(problem, kernel=kernel, device=device, batch_invariant=batch_invariant)
     if isinstance(problem, NormProblem):
         return plan_norm(problem, kernel=kernel, use_tuned=use_tuned, device=device, batch_invariant=batch_invariant)
     return plan_problem(problem, kernel=kernel, use_tuned=use_tuned, device=device, batch_invariant=batch_invariant)

@@ -127,10 +127,16 @@ class _Attend:
         return attention_forward(self.module, q, k, v, self.mask, **options, is_causal=attention.causal)[0]
 
 
-def _own_cache(past_key_values: Any) -> Cache | None:
-    if isinstance(past_key_values, EncoderDecoderCache):
-        return past_key_values.self_attention_cache
-    return past_key_values
+def _own_cache(past_key_values: Any, cache: Any, use_cache: bool | None) -> Cache | None:
+    """The layer's cache, which transformers calls ``cache`` from 5.24 on. By a name of a later version it would be overlooked, and every
+    token would see itself alone."""
+    given = past_key_values if cache is None else cache
+    if use_cache and given is None:
+        raise RuntimeError(
+            "minfer layer: use_cache is True, but neither past_key_values nor cache was given; "
+            "this version of transformers may not be one that minfer knows"
+        )
+    return given.self_attention_cache if isinstance(given, EncoderDecoderCache) else given
 
 
 def _run(
@@ -141,15 +147,16 @@ def _run(
     hidden_states: Tensor,
     position_embeddings: Any,
     mask: Tensor | None,
-    cache: Any,
+    cache: Cache | None,
 ) -> Tensor:
     batch, tokens, _ = hidden_states.shape
-    attend = _Attend(module, batch, tokens, position_embeddings, mask, _own_cache(cache), layer_idx, kv_format)
+    attend = _Attend(module, batch, tokens, position_embeddings, mask, cache, layer_idx, kv_format)
     return decoder(hidden_states.flatten(0, 1), attend).view(hidden_states.shape)
 
 
 def decoder_forward(decoder: DecoderLayer, attention: torch.nn.Module, layer_idx: int, kv_format: str) -> Callable[..., Tensor]:
-    """A forward for layers with Llama's signature."""
+    """A forward for layers with Llama's signature. The cache is ``past_key_values``, or ``cache``, as it is called from transformers 5.24
+    on."""
 
     def forward(
         hidden_states: Tensor,
@@ -158,9 +165,10 @@ def decoder_forward(decoder: DecoderLayer, attention: torch.nn.Module, layer_idx
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         position_embeddings: Any = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        parts = (hidden_states, position_embeddings, attention_mask, past_key_values)
+        parts = (hidden_states, position_embeddings, attention_mask, _own_cache(past_key_values, cache, use_cache))
         return _run(decoder, attention, layer_idx, kv_format, *parts)
 
     return forward
@@ -176,10 +184,12 @@ def gpt2_forward(decoder: DecoderLayer, attention: torch.nn.Module, layer_idx: i
         encoder_hidden_states: Tensor | None = None,
         encoder_attention_mask: Tensor | None = None,
         use_cache: bool | None = False,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> Tensor:
         if encoder_hidden_states is not None:
             raise RuntimeError("minfer GPT-2 block: encoder_hidden_states must be None: the block has no cross-attention")
-        return _run(decoder, attention, layer_idx, kv_format, hidden_states, None, attention_mask, past_key_values)
+        own = _own_cache(past_key_values, cache, use_cache)
+        return _run(decoder, attention, layer_idx, kv_format, hidden_states, None, attention_mask, own)
 
     return forward

@@ -108,8 +108,8 @@ class MinferQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self.quantization_config.scheme)
 
-    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
-        """Experts that are loaded one by one are not to be merged by transformers."""
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel | None = None) -> list[Any]:
+        """Experts that are loaded one by one are not to be merged by transformers, which gives the model from 5.20 on."""
         if self._foreign:
             return [entry for entry in weight_conversions if not getattr(entry, "operations", None)]
         return weight_conversions
