@@ -1,4 +1,4 @@
-"""minfer in Hugging Face transformers (5.19).
+"""minfer in Hugging Face transformers (5.19 to 5.24).
 
 handle = minfer.integrations.transformers.optimize(model)                        # the whole model, reversibly
 model.set_attn_implementation("minfer")                                          # its attention alone, after register()
