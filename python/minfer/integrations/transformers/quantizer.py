@@ -109,7 +109,7 @@ class MinferQuantizer(HfQuantizer):
         return _Quantize(self.quantization_config.scheme)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel | None = None) -> list[Any]:
-        """Experts that are loaded one by one are not to be merged by transformers, which gives the model, too, in later versions than 5.19."""
+        """Experts that are loaded one by one are not to be merged by transformers, whose later versions give the model, too."""
         if self._foreign:
             return [entry for entry in weight_conversions if not getattr(entry, "operations", None)]
         return weight_conversions
