@@ -145,7 +145,9 @@ def test_generate_among_two_processes(checkpoint, options):
     run = subprocess.run([*command, "--tensor-parallel", "2", *options], input="Hello\nb\n", capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     found = completions_of(run.stdout)
-    assert [c["prompt_tokens"] for c in found] == [5, 1] and all(len(c["tokens"]) == 6 for c in found)
+    assert [c["prompt_tokens"] for c in found] == [5, 1]
+    # Drawn without a seed, one token in a hundred ends its sequence.
+    assert all(len(c["tokens"]) == 6 or (c["finish_reason"] == "stop" and "--temperature" in options) for c in found)
 
 
 def test_pipeline(checkpoint):
