@@ -24,10 +24,12 @@ def test_entry_point():
     module, _, function = project["entry-points"]["vllm.general_plugins"]["minfer"].partition(":")
     assert getattr(sys.modules[module], function) is plugin.register
     (requirement,) = project["optional-dependencies"]["vllm"]
-    assert all(f">={major}.{minor},<{major}.{minor + 1}" in requirement for major, minor in plugin.ADAPTERS)
+    versions = sorted(plugin.ADAPTERS)
+    assert versions == [(0, minor) for minor in range(versions[0][1], versions[-1][1] + 1)]
+    assert requirement == f"vllm>=0.{versions[0][1]},<0.{versions[-1][1] + 1}"
 
 
-@pytest.mark.parametrize("version, reason", [(None, "not installed"), ("0.33.1", "vLLM is 0.33.1"), ("dev", "vLLM is dev")])
+@pytest.mark.parametrize("version, reason", [(None, "not installed"), ("0.34.1", "vLLM is 0.34.1"), ("dev", "vLLM is dev")])
 def test_other_versions_are_left_alone(monkeypatch, caplog, version, reason):
     monkeypatch.setattr(plugin, "installed_version", lambda: version)
     with caplog.at_level(logging.WARNING):
@@ -38,15 +40,17 @@ def test_other_versions_are_left_alone(monkeypatch, caplog, version, reason):
     assert plugin.register() is found
 
 
-def test_choice_of_parts(monkeypatch):
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.1rc1"])
+def test_choice_of_parts(monkeypatch, version):
     from types import SimpleNamespace
 
     def broken():
         raise ImportError("no such module")
 
     adapter = SimpleNamespace(register_linear=lambda: "in front", register_experts=broken, register_layers=broken, follow_mode=lambda: None)
-    monkeypatch.setattr(plugin, "installed_version", lambda: "0.32.0")
-    monkeypatch.setattr(plugin.importlib, "import_module", lambda *_: adapter)
+    monkeypatch.setattr(plugin, "installed_version", lambda: version)
+    known = {f".v{version[0]}_{version[2:4]}": adapter}
+    monkeypatch.setattr(plugin.importlib, "import_module", lambda name, package: known[name])
     monkeypatch.setenv("MINFER_VLLM", "linear, experts")
     found = plugin.register()
     assert found["linear"] == (True, "in front")

@@ -31,6 +31,14 @@ def process_group(tmp_path_factory):
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="session")
+def adapter():
+    """The module for the installed version of vLLM."""
+    from minfer.integrations import vllm as plugin
+
+    return plugin.adapter_of(plugin.installed_version())
+
+
 @pytest.fixture
 def config(process_group):
     """A configuration in which custom ops are on."""

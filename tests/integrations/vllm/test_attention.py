@@ -9,7 +9,6 @@ import torch
 
 vllm = pytest.importorskip("vllm")
 
-from minfer.integrations.vllm import v0_32  # noqa: E402
 from minfer.integrations.vllm.attention import MinferAttentionBackend, MinferAttentionImpl, MinferAttentionMetadataBuilder  # noqa: E402
 from vllm.config import AttentionConfig  # noqa: E402
 from vllm.platforms.interface import DeviceCapability  # noqa: E402
@@ -145,10 +144,10 @@ def test_norm_rotation_and_storing_in_one(kv_dtype, neox):
         torch.testing.assert_close(have, want, rtol=2e-2, atol=3e-2)
 
 
-def test_chosen_by_name():
+def test_chosen_by_name(adapter):
     """The option's value is a member of vLLM's list, which leads to the class, and the class says what it takes."""
-    v0_32.register_attention()
-    v0_32.register_attention()
+    adapter.register_attention()
+    adapter.register_attention()
     backend = AttentionConfig(backend="MINFER").backend
     assert backend is AttentionBackendEnum["MINFER"] and backend.get_class() is MinferAttentionBackend
     assert MinferAttentionBackend.get_impl_cls() is MinferAttentionImpl

@@ -8,7 +8,7 @@ import torch
 vllm = pytest.importorskip("vllm")
 
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk  # noqa: E402
-from minfer.integrations.vllm import experts as kernels, v0_32  # noqa: E402
+from minfer.integrations.vllm import experts as kernels  # noqa: E402
 from vllm.model_executor.layers.fused_moe import config as moe_configs  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
 from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized  # noqa: E402
@@ -19,9 +19,9 @@ FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
-def registered(config):
-    v0_32.register_experts()
-    v0_32.register_experts()
+def registered(config, adapter):
+    adapter.register_experts()
+    adapter.register_experts()
 
 
 def layer_config(activation: MoEActivation = MoEActivation.SILU, **more) -> moe_configs.FusedMoEConfig:
@@ -64,11 +64,14 @@ def routed(tokens: int):
     return weights / weights.sum(-1, keepdim=True), ids
 
 
-def run(kind, config, quant, x, w13, w2, weights, ids, expert_map=None, **more):
+def run(kind, config, quant, x, w13, w2, weights, ids, expert_map=None, hook=None, **more):
     from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 
     prepare = maybe_make_prepare_finalize(moe=config, quant_config=quant, allow_new_interface=True)
-    kernel = mk.FusedMoEKernel(prepare, kind(moe_config=config, quant_config=quant))
+    experts = kind(moe_config=config, quant_config=quant)
+    if hook is not None:
+        experts.post_gemm2_hook = hook
+    kernel = mk.FusedMoEKernel(prepare, experts)
     given = dict(activation=config.activation, global_num_experts=EXPERTS, expert_map=expert_map, apply_router_weight_on_input=False)
     return kernel.apply(hidden_states=x, w1=w13, w2=w2, topk_weights=weights, topk_ids=ids, **(given | more))
 
@@ -96,6 +99,39 @@ def test_16_bits(case):
     want = ffn(x, w13, w2, factors, here, activation, *biases)
     error = (have - want).norm() / want.norm()
     assert have.isfinite().all() and error < 8e-3, error
+
+
+@pytest.mark.skipif(not hasattr(mk.FusedMoEExperts, "post_gemm2_hook"), reason="vLLM 0.32 has no such hook")
+@pytest.mark.parametrize("part", [False, True], ids=["all experts", "experts of another rank"])
+def test_a_model_that_sums_up_experts_itself(part):
+    torch.manual_seed(3)
+    config, quant = layer_config(), moe_configs.FusedMoEQuantConfig.make()
+    w13, w2 = (torch.randn(EXPERTS, *shape).bfloat16() / 12 for shape in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
+    x, (weights, ids) = torch.randn(7, HIDDEN).bfloat16(), routed(7)
+    more, here = {}, ids
+    if part:
+        mapped = torch.full((EXPERTS,), -1, dtype=torch.int32)
+        mapped[2:6] = torch.arange(4, dtype=torch.int32)
+        more, here, w13, w2 = {"expert_map": mapped}, mapped[ids], w13[2:6], w2[2:6]
+    calls = []
+
+    def hook(rows, output):
+        """The sum of the experts' squares, which no sum of theirs has."""
+        calls.append(rows)
+        places = rows.expanded_idx_to_permuted_idx
+        assert rows.route_major and torch.equal(places < 0, here < 0)
+        of_pairs = rows.gemm2_permuted[places.clamp(min=0)].double().square().masked_fill((places < 0)[..., None], 0)
+        output.copy_((of_pairs * rows.expert_weights.double()[..., None]).sum(1))
+
+    have = run(kernels.MinferExperts, config, quant, x, w13, w2, weights, ids, hook=hook, **more).double()
+    want = torch.zeros(x.shape, dtype=torch.float64)
+    for slot in range(TOP_K):
+        alone = ffn(x, w13, w2, torch.ones(7, 1), here[:, slot : slot + 1], config.activation)
+        want += weights[:, slot : slot + 1].double() * alone.square()
+    assert len(calls) == 1 and (have - want).norm() / want.norm() < 2e-2
+    with pytest.raises(ValueError, match="sums up experts itself"):
+        more |= {"apply_router_weight_on_input": True}
+        run(kernels.MinferExperts, config, quant, x, w13, w2, weights[:, :1], ids[:, :1], hook=hook, **more)
 
 
 @pytest.mark.parametrize("mode", ["blocks", "channels"])

@@ -7,16 +7,16 @@ import torch
 
 vllm = pytest.importorskip("vllm")
 
-from minfer.integrations.vllm import layers, v0_32  # noqa: E402
+from minfer.integrations.vllm import layers  # noqa: E402
 from vllm.model_executor.layers.activation import SiluAndMul  # noqa: E402
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm  # noqa: E402
 from vllm.model_executor.layers.rotary_embedding import get_rope  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def registered(config):
-    v0_32.register_layers()
-    v0_32.register_layers()
+def registered(config, adapter):
+    adapter.register_layers()
+    adapter.register_layers()
 
 
 @pytest.mark.parametrize("kind, usual", [(RMSNorm, 1.0), (GemmaRMSNorm, 0.0)])

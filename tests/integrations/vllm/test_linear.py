@@ -8,7 +8,7 @@ import torch
 
 vllm = pytest.importorskip("vllm")
 
-from minfer.integrations.vllm import linear as kernels, v0_32  # noqa: E402
+from minfer.integrations.vllm import linear as kernels  # noqa: E402
 from vllm.model_executor.kernels import linear as registry  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.platforms.interface import PlatformEnum  # noqa: E402
@@ -30,11 +30,11 @@ def chosen_first(monkeypatch, process_group):
         monkeypatch.setitem(table, platform, [kernel, *table.get(platform, [])])
 
 
-def test_registered_in_front(monkeypatch):
+def test_registered_in_front(monkeypatch, adapter):
     for name in TABLES:
         monkeypatch.setitem(getattr(registry, name), PlatformEnum.CUDA, list(getattr(registry, name)[PlatformEnum.CUDA]))
-    v0_32.register_linear()
-    v0_32.register_linear()  # as in a process that loads plug-ins twice
+    adapter.register_linear()
+    adapter.register_linear()  # as in a process that loads plug-ins twice
     for name, kernel in TABLES.items():
         own = getattr(registry, name)[PlatformEnum.CUDA]
         assert own[0] is kernel and own.count(kernel) == 1

@@ -13,7 +13,8 @@ With ``VLLM_BATCH_INVARIANT=1`` they compute in the batch-invariant mode.
 ``MINFER_VLLM`` says which of these: names separated by commas, or ``none``; default: all. ``python -m minfer doctor`` says what is active
 in the installed vLLM, and why the rest is not. What does not apply to a layer stays vLLM's.
 
-One module, :mod:`.v0_32`, knows how that version of vLLM is hooked into; with another version nothing is registered.
+One module for each version of vLLM that is known, :mod:`.v0_32` and :mod:`.v0_33`, says how it is hooked into; with another version
+nothing is registered.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import importlib
 import importlib.metadata
 import logging
 import os
+from types import ModuleType
 from typing import NamedTuple
 
 _log = logging.getLogger("vllm.minfer")  # below vLLM's logger: its handlers and level
 
 PARTS = ("linear", "experts", "attention", "layers")
-ADAPTERS = {(0, 32): "v0_32"}
+ADAPTERS = {(0, 32): "v0_32", (0, 33): "v0_33"}
 
 _found: dict[str, Part] | None = None
 
@@ -60,10 +62,12 @@ def installed_version() -> str | None:
         return None
 
 
-def _adapter_of(version: str) -> str | None:
+def adapter_of(version: str) -> ModuleType | None:
+    """The module that knows how a version of vLLM is hooked into. It imports nothing of vLLM before one of its functions is called."""
     numbers = version.split(".")
     known = len(numbers) >= 2 and numbers[0].isdigit() and numbers[1].isdigit()
-    return ADAPTERS.get((int(numbers[0]), int(numbers[1]))) if known else None
+    name = ADAPTERS.get((int(numbers[0]), int(numbers[1]))) if known else None
+    return None if name is None else importlib.import_module(f".{name}", __name__)
 
 
 def register() -> dict[str, Part]:
@@ -73,15 +77,14 @@ def register() -> dict[str, Part]:
     if _found is not None:
         return _found
     wanted, version = wanted_parts(), installed_version()
-    name = None if version is None else _adapter_of(version)
-    if name is None:
+    adapter = None if version is None else adapter_of(version)
+    if adapter is None:
         known = ", ".join(f"{major}.{minor}" for major, minor in ADAPTERS)
         why = "vLLM is not installed" if version is None else f"vLLM is {version}, and there is an adapter for {known}"
         _found = {part: Part(False, why) for part in PARTS}
         if version is not None and wanted:
             _log.warning("minfer is not used: %s", why)
         return _found
-    adapter = importlib.import_module(f".{name}", __name__)
     found = {}
     for part in PARTS:
         if part not in wanted:

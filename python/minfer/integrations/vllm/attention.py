@@ -1,4 +1,4 @@
-"""The attention backend ``MINFER`` of vLLM 0.32: :func:`minfer.attention_paged` over vLLM's own pages, for decode, speculative decode,
+"""The attention backend ``MINFER`` of vLLM: :func:`minfer.attention_paged` over vLLM's own pages, for decode, speculative decode,
 chunks of prompts, and batches of all three.
 
 Caches. vLLM gives a layer's pages as [blocks, heads_kv, block_size, content], the content of a token and head being K, then V. 16-bit and

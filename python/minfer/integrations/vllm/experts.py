@@ -1,6 +1,6 @@
-"""Experts of vLLM 0.32's mixture-of-experts layers by :func:`minfer.moe_ffn` and :func:`minfer.moe_ffn_fp8`.
+"""Experts of vLLM's mixture-of-experts layers by :func:`minfer.moe_ffn` and :func:`minfer.moe_ffn_fp8`.
 
-vLLM has no list of experts' kernels that a plug-in could add to: :mod:`.v0_32` puts these in front of the Triton kernels, whose weights are
+vLLM has no list of experts' kernels that a plug-in could add to: the adapters put these in front of the Triton kernels, whose weights are
 those of the checkpoint, as minfer's are. Tokens come as they are after vLLM's own exchange between ranks, with ids of all experts; those of
 other ranks add nothing here. W4A16 experts stay vLLM's: its method takes no experts' class but its own.
 """
@@ -125,9 +125,26 @@ class _Experts(mk.FusedMoEExpertsModular):
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
         kind, layout = _ACTIVATIONS[activation]
         options = {"activation": kind, "gate_layout": layout, "b13": self.w1_bias, "b2": self.w2_bias}
+        if getattr(self, "post_gemm2_hook", None) is not None and topk_ids.numel() > 0:
+            if apply_router_weight_on_input:
+                raise ValueError("minfer's experts: a model that sums up experts itself weighs their outputs, not their inputs")
+            self._leave_unsummed(output, hidden_states, w1, w2, topk_weights, topk_ids, options)
+            return
         output.copy_(self._ffn(hidden_states, w1, w2, weights.float(), topk_ids.to(torch.int32), options))
 
-    def _ffn(self, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, options: dict) -> Tensor:
+    def _leave_unsummed(
+        self, output: Tensor, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, options: dict[str, object]
+    ) -> None:
+        """The model's own function makes ``output`` of each pair's row, as if a pair were a token with one expert. ids: -1: not here."""
+        from vllm.model_executor.layers.fused_moe.moe_output import UnfinalizedMoEOutput
+
+        pairs = ids.reshape(-1, 1).to(torch.int32)
+        ones = torch.ones(pairs.shape, dtype=torch.float32, device=x.device)
+        rows = self._ffn(x.repeat_interleave(ids.shape[1], 0), w13, w2, ones, pairs, options)
+        places = torch.arange(len(pairs), dtype=torch.int32, device=x.device).view(ids.shape)
+        self.post_gemm2_hook(UnfinalizedMoEOutput(rows, weights, torch.where(ids >= 0, places, -1), route_major=True), output)
+
+    def _ffn(self, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, options: dict[str, object]) -> Tensor:
         raise NotImplementedError
 
 
@@ -136,7 +153,7 @@ class MinferExperts(_Experts):
 
     schemes, hopper, multiple = ((None, None),), False, 8
 
-    def _ffn(self, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, options: dict) -> Tensor:
+    def _ffn(self, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, options: dict[str, object]) -> Tensor:
         return moe_ffn(x, w13, w2, weights, ids, **options)
 
 
@@ -154,7 +171,7 @@ class MinferFp8Experts(_Experts):
         16,
     )
 
-    def _ffn(self, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, options: dict) -> Tensor:
+    def _ffn(self, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, options: dict[str, object]) -> Tensor:
         rows = [weight.shape[1] for weight in (w13, w2)]
         scales = [
             scale.squeeze(-1) if scale.dim() == 3 and scale.shape[1:] == (count, 1) else scale

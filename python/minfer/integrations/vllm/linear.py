@@ -1,4 +1,4 @@
-"""vLLM's linear layers by minfer's products: kernels in the form that vLLM 0.32 chooses from.
+"""vLLM's linear layers by minfer's products: kernels in the form that vLLM chooses from.
 
 Each says whether it applies to a layer (``can_implement``), takes the loaded weights over (``process_weights_after_loading``), and
 multiplies (``apply_weights``). Weights of 4 and 8 bits beside 16-bit activations are packed anew, in place of the loaded ones, in a module
