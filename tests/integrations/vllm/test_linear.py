@@ -13,6 +13,8 @@ from vllm.model_executor.kernels import linear as registry  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.platforms.interface import PlatformEnum  # noqa: E402
 
+from .cases import packed  # noqa: E402
+
 TABLES = {
     "_POSSIBLE_KERNELS": kernels.MinferPackedLinearKernel,
     "_POSSIBLE_FP8_KERNELS": kernels.MinferFp8LinearKernel,
@@ -55,12 +57,6 @@ def layer_of(method, k: int, widths: list[int], dtype: torch.dtype, **more) -> t
         **more,
     )
     return layer
-
-
-def packed(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """Codes as int32 words along ``dim``, the first in the low bits."""
-    parts = codes.long().movedim(dim, -1).unflatten(-1, (-1, 32 // bits)) << torch.arange(0, 32, bits)
-    return parts.sum(-1).to(torch.int64).where(parts.sum(-1) < 2**31, parts.sum(-1) - 2**32).to(torch.int32).movedim(-1, dim)
 
 
 def close(have: torch.Tensor, want: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 vLLM finds it by itself where both are installed (``pip install minfer[vllm]``) and asks it in every process. What it adds:
 
 linear       W4A16, W8A16, FP8 and INT8 linear layers, in front of vLLM's own kernels. vLLM takes them where they say they apply.
-experts      16-bit and FP8 experts, in front of vLLM's Triton kernels.
+experts      16-bit and FP8 experts, in front of vLLM's Triton kernels; W4A16 experts, in front of all.
 attention    the backend ``MINFER``, for ``--attention-backend MINFER``: 16-bit, ``fp8`` and ``int8_per_token_head`` caches.
 layers       RMSNorm, GemmaRMSNorm, SiluAndMul and RotaryEmbedding as vLLM's custom ops, which vLLM uses where it is told to:
              ``--compilation-config '{"custom_ops": ["all"]}'``.

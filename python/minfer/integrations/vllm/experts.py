@@ -2,7 +2,7 @@
 
 vLLM has no list of experts' kernels that a plug-in could add to: the adapters put these in front of the Triton kernels, whose weights are
 those of the checkpoint, as minfer's are. Tokens come as they are after vLLM's own exchange between ranks, with ids of all experts; those of
-other ranks add nothing here. W4A16 experts stay vLLM's: its method takes no experts' class but its own.
+other ranks add nothing here. Experts of 4-bit weights are in :mod:`.packed_experts`.
 """
 
 from __future__ import annotations

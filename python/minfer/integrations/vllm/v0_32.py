@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 
@@ -72,8 +73,54 @@ def _prefer_fp8_backend(oracle: Any, backend: Any, experts: type) -> None:
     oracle._get_priority_backends = priorities
 
 
+def _replace_everywhere(module: Any, name: str, function: Any) -> None:
+    """In its module and in those of vLLM that have imported it by name."""
+    own = getattr(module, name)
+    for other in [x for key, x in sys.modules.items() if key.startswith("vllm.") and getattr(x, name, None) is own]:
+        setattr(other, name, function)
+
+
+def _prefer_packed_experts(oracle: Any) -> None:
+    """The three functions of an oracle of 4-bit weights answer for minfer's experts where they apply. Those are imported by the first layer
+    that asks."""
+    if getattr(oracle.select_wna16_moe_backend, "minfer", False):
+        return
+    select, convert, make = oracle.select_wna16_moe_backend, oracle.convert_to_wna16_moe_kernel_format, oracle.make_wna16_moe_kernel
+
+    @functools.wraps(select)
+    def select_backend(config: Any, weight_key: Any, quant_config: Any, *args: Any, **options: Any) -> tuple[Any, type]:
+        from . import packed_experts as packed
+
+        why = packed.why_not(config, weight_key, quant_config)
+        if why is None:
+            oracle.logger.info_once("Using minfer's experts of 4-bit weights.", scope="local")
+            return packed.BACKEND, packed.MinferPackedExperts
+        oracle.logger.debug_once("minfer's experts are not used: %s", why, scope="local")
+        return select(config, weight_key, quant_config, *args, **options)
+
+    @functools.wraps(convert)
+    def convert_tensors(backend: Any, layer: Any, quant_config: Any, input_dtype: Any, *args: Any, **options: Any) -> Any:
+        from . import packed_experts as packed
+
+        if backend is packed.BACKEND:
+            return packed.converted(layer, quant_config, *args, **options)
+        return convert(backend, layer, quant_config, input_dtype, *args, **options)
+
+    @functools.wraps(make)
+    def make_kernel(moe_quant_config: Any, moe_config: Any, experts_cls: type, *args: Any, **options: Any) -> Any:
+        from . import packed_experts as packed
+
+        if experts_cls is packed.MinferPackedExperts:
+            return packed.kernel_of(moe_quant_config, moe_config, options.get("routing_tables"))
+        return make(moe_quant_config, moe_config, experts_cls, *args, **options)
+
+    select_backend.minfer = True
+    for function in (select_backend, convert_tensors, make_kernel):
+        _replace_everywhere(oracle, function.__name__, function)
+
+
 def register_experts() -> str:
-    from vllm.model_executor.layers.fused_moe.oracle import fp8, unquantized
+    from vllm.model_executor.layers.fused_moe.oracle import fp8, int_wna16, unquantized
 
     from . import experts
     from .linear import why_not_here
@@ -81,7 +128,8 @@ def register_experts() -> str:
     _prefer_experts(unquantized, unquantized.UnquantizedMoeBackend.TRITON, experts.MinferExperts)
     _prefer_experts(fp8, fp8.Fp8MoeBackend.TRITON, experts.MinferFp8Experts)
     _prefer_fp8_backend(fp8, fp8.Fp8MoeBackend.TRITON, experts.MinferFp8Experts)
-    return why_not_here() or "16-bit and FP8 experts, under vLLM's name TRITON"
+    _prefer_packed_experts(int_wna16)
+    return why_not_here() or "16-bit and FP8 experts, under vLLM's name TRITON; W4A16 experts"
 
 
 def register_attention() -> str:
