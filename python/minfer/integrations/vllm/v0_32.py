@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import ModuleType
 from typing import Any
 
 
@@ -74,9 +75,10 @@ def _prefer_fp8_backend(oracle: Any, backend: Any, experts: type) -> None:
 
 
 def _replace_everywhere(module: Any, name: str, function: Any) -> None:
-    """In its module and in those of vLLM that have imported it by name."""
+    """In its module and in those of vLLM that have imported it by name. What they hold is looked up, not asked for: some load on demand."""
     own = getattr(module, name)
-    for other in [x for key, x in sys.modules.items() if key.startswith("vllm.") and getattr(x, name, None) is own]:
+    modules = [x for key, x in sys.modules.items() if key.startswith("vllm.") and isinstance(x, ModuleType)]
+    for other in [x for x in modules if vars(x).get(name) is own]:
         setattr(other, name, function)
 
 
