@@ -133,7 +133,7 @@ def test_against_float64(case):
     assert have.shape == x.shape and have.isfinite().all() and error < 8e-3, error
 
 
-def test_what_stays_vllms():
+def test_what_stays_vllms(monkeypatch):
     """The reason names what is in the way, and then vLLM's own choice is asked."""
     config = layer_config()
     key = compressed.QuantKey(compressed.WNA16_SUPPORTED_TYPES_MAP[4], compressed.kInt4StaticGroupScale)
@@ -149,6 +149,9 @@ def test_what_stays_vllms():
         assert "QuantizationArgs" in reason(**more)
     assert reason(layer_config(moe_backend="marlin")) == "moe_backend is marlin"
     assert reason(layer_config(is_lora_enabled=True)) == "LoRA"
+    with monkeypatch.context() as environment:
+        environment.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+        assert "asks Marlin for activations in int8" in reason()
     own = auto_gptq.AutoGPTQConfig.from_config({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True})
     assert kernels.why_not(config, key, own) is None
     own.desc_act = True
@@ -160,3 +163,4 @@ def test_what_stays_vllms():
 def test_every_importer_has_the_wrapped_functions():
     for name in ("select_wna16_moe_backend", "convert_to_wna16_moe_kernel_format", "make_wna16_moe_kernel"):
         assert {getattr(module, name) for module in (auto_awq, auto_gptq, compressed)} == {getattr(oracle, name)}
+        assert not hasattr(getattr(oracle, name).__wrapped__, "__wrapped__")  # wrapped, and once

@@ -7,6 +7,7 @@ other ranks add nothing here. Experts of 4-bit weights are in :mod:`.packed_expe
 
 from __future__ import annotations
 
+import abc
 from typing import ClassVar
 
 import torch
@@ -23,7 +24,7 @@ from .linear import why_not_here
 
 _DTYPES = (torch.bfloat16, torch.float16)
 # vLLM's name: minfer's activation, and where gates are among w13's rows.
-_ACTIVATIONS = {
+ACTIVATIONS = {
     MoEActivation.SILU: ("silu", "halves"),
     MoEActivation.GELU: ("gelu", "halves"),
     MoEActivation.GELU_TANH: ("gelu_tanh", "halves"),
@@ -33,7 +34,7 @@ _ACTIVATIONS = {
 _SWIGLUOAI = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "swiglu_beta": 1.0}  # what minfer's has
 
 
-class _Experts(mk.FusedMoEExpertsModular):
+class Experts(mk.FusedMoEExpertsModular):
     """What 16-bit and FP8 experts have in common."""
 
     schemes: ClassVar[tuple[tuple[object, object], ...]]
@@ -56,7 +57,7 @@ class _Experts(mk.FusedMoEExpertsModular):
             return False, f"kernel does not support sizes of {sizes}, which must be multiples of {cls.multiple}"
         if moe_config.in_dtype not in _DTYPES:
             return False, f"kernel does not support {moe_config.in_dtype}"
-        kind, _ = _ACTIVATIONS[moe_config.activation]
+        kind, _ = ACTIVATIONS[moe_config.activation]
         for name, usual in _SWIGLUOAI.items():
             value = getattr(moe_config, name, None)
             if value is not None and (kind != "swigluoai" or value != usual):
@@ -81,7 +82,7 @@ class _Experts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return activation in _ACTIVATIONS
+        return activation in ACTIVATIONS
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
@@ -123,7 +124,7 @@ class _Experts(mk.FusedMoEExpertsModular):
         if expert_map is not None:
             topk_ids = torch.where(topk_ids >= 0, expert_map[topk_ids.long().clamp(min=0)], -1)
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        kind, layout = _ACTIVATIONS[activation]
+        kind, layout = ACTIVATIONS[activation]
         options = {"activation": kind, "gate_layout": layout, "b13": self.w1_bias, "b2": self.w2_bias}
         if getattr(self, "post_gemm2_hook", None) is not None and topk_ids.numel() > 0:
             if apply_router_weight_on_input:
@@ -144,11 +145,12 @@ class _Experts(mk.FusedMoEExpertsModular):
         places = torch.arange(len(pairs), dtype=torch.int32, device=x.device).view(ids.shape)
         self.post_gemm2_hook(UnfinalizedMoEOutput(rows, weights, torch.where(ids >= 0, places, -1), route_major=True), output)
 
+    @abc.abstractmethod
     def _ffn(self, x: Tensor, w13: Tensor, w2: Tensor, weights: Tensor, ids: Tensor, options: dict[str, object]) -> Tensor:
-        raise NotImplementedError
+        """The weighted sums by the operator for these weights; options: its keywords, which may be changed."""
 
 
-class MinferExperts(_Experts):
+class MinferExperts(Experts):
     """Weights of 16 bits."""
 
     schemes, hopper, multiple = ((None, None),), False, 8
@@ -157,7 +159,7 @@ class MinferExperts(_Experts):
         return moe_ffn(x, w13, w2, weights, ids, **options)
 
 
-class MinferFp8Experts(_Experts):
+class MinferFp8Experts(Experts):
     """e4m3 weights with scales of blocks, of rows, or of whole experts; activations with their own. The second product's activations are
     quantised in the first one's epilogue."""
 

@@ -6,12 +6,13 @@ kernel over them. The adapters let each of the three answer for the backend of t
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import Tensor
+from vllm import envs
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.quantization.utils import quant_utils as keys
@@ -21,7 +22,7 @@ from ...formats.weight_formats import legal_group_size
 from ...ops.grouped_quantized_gemm import moe_ffn_w4a16
 from ...quantize import from_awq, from_compressed_tensors, stack_experts
 from ...quantize.experts import W4Experts, in_blocks
-from .experts import _ACTIVATIONS, _Experts
+from .experts import ACTIVATIONS, Experts
 
 
 class _Backend:
@@ -33,10 +34,9 @@ class _Backend:
 BACKEND = _Backend()
 
 
-class MinferPackedExperts(_Experts):
+class MinferPackedExperts(Experts):
     """int4 weights, with or without zero points, beside 16-bit activations. Their layer's tensors are what :func:`converted` makes."""
 
-    schemes: ClassVar = ()
     hopper, multiple = True, 8
 
     @classmethod
@@ -53,7 +53,7 @@ class MinferPackedExperts(_Experts):
         groups = [scale.shape[1] for scale in scales]
         # A weight whose columns are one group does not say how many there are in one.
         group_size = next((k // count for k, count in zip(sizes, groups, strict=True) if count > 1), -1)
-        options = {name: value for name, value in options.items() if name != "gate_layout"}  # rows are in minfer's order
+        del options["gate_layout"]  # rows are in minfer's order
         first, down = (w13, scales[0], self.w1_zp), (w2, scales[1], self.w2_zp)
         return moe_ffn_w4a16(x, *first, *down, weights, ids, group_size=group_size, **options)
 
@@ -80,6 +80,8 @@ def why_not(config: FusedMoEConfig, weight_key: keys.QuantKey, quant_config: Any
     """Why a layer's experts stay vLLM's, or None."""
     if config.moe_backend != "auto":
         return f"moe_backend is {config.moe_backend}"
+    if envs.VLLM_MARLIN_INPUT_DTYPE is not None:
+        return f"VLLM_MARLIN_INPUT_DTYPE asks Marlin for activations in {envs.VLLM_MARLIN_INPUT_DTYPE}"
     facts = _facts_of(quant_config)
     if facts is None or facts[0] != 4:
         return f"a checkpoint of {type(quant_config).__name__}"
@@ -132,7 +134,6 @@ def converted(
     w2_qzeros: Tensor | None = None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
-    **_: Any,
 ) -> tuple[Tensor | None, ...]:
     """A layer's loaded tensors in minfer's form, in the order in which vLLM's methods take them back: both weights, scales and zero points,
     two scales of activations that there are not, and both biases."""
@@ -140,7 +141,7 @@ def converted(
 
     _, group_size, has_zeros = _facts_of(quant_config)
     config = layer.moe_config
-    _, gate_layout = _ACTIVATIONS[config.activation]
+    _, gate_layout = ACTIVATIONS[config.activation]
     options = {"awq": isinstance(quant_config, AutoAWQConfig), "group_size": group_size, "dtype": config.in_dtype}
     zeros = (w13_qzeros, w2_qzeros) if has_zeros else (None, None)
     first = _stack(w13.data, w13_scale.data, zeros[0], gate_layout=gate_layout, **options)
@@ -158,7 +159,7 @@ def _zeros_of(experts: W4Experts) -> Tensor:
     return torch.full_like(experts.scales, 8) if experts.zeros is None else experts.zeros
 
 
-def kernel_of(moe_quant_config: Any, moe_config: FusedMoEConfig, routing_tables: Any = None) -> mk.FusedMoEKernel:
+def kernel_of(moe_quant_config: Any, moe_config: FusedMoEConfig, routing_tables: Any) -> mk.FusedMoEKernel:
     """vLLM's modular kernel around these experts."""
     prepare = maybe_make_prepare_finalize(
         moe=moe_config,

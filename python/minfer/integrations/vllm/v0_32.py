@@ -109,12 +109,18 @@ def _prefer_packed_experts(oracle: Any) -> None:
         return convert(backend, layer, quant_config, input_dtype, *args, **options)
 
     @functools.wraps(make)
-    def make_kernel(moe_quant_config: Any, moe_config: Any, experts_cls: type, *args: Any, **options: Any) -> Any:
+    def make_kernel(
+        moe_quant_config: Any,
+        moe_config: Any,
+        experts_cls: type,
+        backend: Any = oracle.WNA16MoEBackend.MARLIN,
+        routing_tables: Any = None,
+    ) -> Any:
         from . import packed_experts as packed
 
         if experts_cls is packed.MinferPackedExperts:
-            return packed.kernel_of(moe_quant_config, moe_config, options.get("routing_tables"))
-        return make(moe_quant_config, moe_config, experts_cls, *args, **options)
+            return packed.kernel_of(moe_quant_config, moe_config, routing_tables)
+        return make(moe_quant_config, moe_config, experts_cls, backend, routing_tables)
 
     select_backend.minfer = True
     for function in (select_backend, convert_tensors, make_kernel):
