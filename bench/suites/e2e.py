@@ -60,6 +60,7 @@ FORMATS = {
     "w4a16-head": Form(WeightScheme("w4a16"), head="w4a16"),
     "w4a16-kv4": Form(WeightScheme("w4a16"), "int4"),
     "fp8": Form(WeightScheme("fp8")),
+    "fp8-head": Form(WeightScheme("fp8"), head="fp8"),
     "fp8-rows": Form(WeightScheme("fp8", -1)),
     "int8": Form(WeightScheme("int8")),
     "mxfp4-experts": Form(WeightScheme("mxfp4", parts="experts")),

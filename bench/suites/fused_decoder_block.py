@@ -1,4 +1,4 @@
-"""What lies between two attentions, of int4 weights: as the plan chooses, by the operators one after the other, and in one launch."""
+"""What lies between two attentions, of int4 and of e4m3 weights: as planned, by the operators one after the other, and in one launch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,27 @@ MODELS = {
 NAMES = ("o", "gate_up", "down", "next")
 
 
-def _weights(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+OPERATORS = {"int4": minfer.w4a16_decoder_block, "e4m3": minfer.fp8_decoder_block}
+
+
+def _int4_weight(name: str, rows: int, k: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    codes = torch.randint(0, 16, (rows, k), dtype=torch.uint8, device=device)
+    scales = ((torch.rand(k // GROUP, rows, device=device) + 0.5) / (5 * k**0.5)).to(dtype)
+    return {f"{name}_qweight": minfer.w4a16_pack(codes), f"{name}_scales": scales}
+
+
+def _e4m3_weight(name: str, rows: int, k: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Scales of blocks, as whole models have them."""
+    blocks = (2, -(-rows // 256), -(-k // 128)) if name == "gate_up" else (-(-rows // 128), -(-k // 128))
+    scales = (torch.rand(blocks, device=device) + 0.5) / k**0.5
+    return {f"{name}_weight": torch.randn(rows, k, device=device).to(torch.float8_e4m3fn), f"{name}_scale": scales}
+
+
+def _weights(sizes: tuple[int, int, int, int], form: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     attended, hidden, inter, n = sizes
     found = {name: (1 + 0.1 * torch.randn(hidden, device=device)).to(dtype) for name in ("mlp_norm", "next_norm")}
     for name, rows, k in zip(NAMES, (hidden, 2 * inter, hidden, n), (attended, hidden, inter, hidden), strict=True):
-        found[f"{name}_qweight"] = minfer.w4a16_pack(torch.randint(0, 16, (rows, k), dtype=torch.uint8, device=device))
-        found[f"{name}_scales"] = ((torch.rand(k // GROUP, rows, device=device) + 0.5) / (5 * k**0.5)).to(dtype)
+        found |= (_int4_weight if form == "int4" else _e4m3_weight)(name, rows, k, dtype, device)
     return found
 
 
@@ -41,6 +56,9 @@ def _truth(a: Tensor, residual: Tensor, w: dict[str, Tensor]) -> Tensor:
     dtype = a.dtype
 
     def product(x: Tensor, name: str) -> Tensor:
+        if f"{name}_weight" in w:
+            weight = minfer.quantize.Fp8Weight(w[f"{name}_weight"], w[f"{name}_scale"], gated=name == "gate_up").dequantize(torch.float64)
+            return x.double() @ weight.t()
         scales = w[f"{name}_scales"]
         return x.double() @ minfer.w4a16_dequantize(w[f"{name}_qweight"], scales, n=scales.shape[1], k=x.shape[-1]).double().t()
 
@@ -53,21 +71,21 @@ def _truth(a: Tensor, residual: Tensor, w: dict[str, Tensor]) -> Tensor:
     return product(norm((x.double() + product(h, "down")).to(dtype), "next_norm"), "next")
 
 
-def block(sizes: tuple[int, int, int, int]) -> Callable[..., Call]:
+def block(sizes: tuple[int, int, int, int], form: str = "int4") -> Callable[..., Call]:
     def make(rows: int, width: int, dtype: torch.dtype, device: str) -> Call:
         attended, hidden, inter, n = sizes
         weights = hidden * attended + 3 * hidden * inter + n * hidden
-        moved = weights * (0.5 + 2.0 / GROUP) + 2.0 * rows * (attended + 2 * hidden + n)
+        moved = weights * (0.5 + 2.0 / GROUP if form == "int4" else 1.0) + 2.0 * rows * (attended + 2 * hidden + n)
         sets = harness.sets_for(int(moved)) if device == "cuda" else 1
         data = [
             (torch.randn(rows, attended, device=device).to(dtype), torch.randn(rows, hidden, device=device).to(dtype))
-            + (_weights(sizes, dtype, device),)
+            + (_weights(sizes, form, dtype, device),)
             for _ in range(sets)
         ]
 
         def ours(i: int, residual: Tensor | None = None, **options: Any) -> Tensor:
             a, own, w = data[i]
-            return minfer.w4a16_decoder_block(a, own if residual is None else residual, **w, eps=EPS, constant_weights=True, **options)
+            return OPERATORS[form](a, own if residual is None else residual, **w, eps=EPS, constant_weights=True, **options)
 
         def error() -> float:
             a, residual, w = data[0]
@@ -77,7 +95,9 @@ def block(sizes: tuple[int, int, int, int]) -> Callable[..., Call]:
             "ours:separate": lambda i: ours(i, kernel="separate"),
             "ours:one_launch": lambda i: ours(i, kernel="one_launch"),
         }
-        plan = minfer.plan("w4a16_decoder_block", m=rows, n=n, k=hidden, inter=inter, attention=attended, dtype=dtype, group_size=GROUP)
+        op = OPERATORS[form].__name__
+        own = {"group_size": GROUP} if form == "int4" else {"block_scaled": True}
+        plan = minfer.plan(op, m=rows, n=n, k=hidden, inter=inter, attention=attended, dtype=dtype, **own)
         return Call(ours, peers, moved, error, "one_launch" if plan.one_launch else "separate", sets)
 
     return make
@@ -85,4 +105,9 @@ def block(sizes: tuple[int, int, int, int]) -> Callable[..., Call]:
 
 def cells() -> list[tuple[str, int, int, Callable[..., Call]]]:
     """(what, rows, columns of the result, call)."""
-    return [(f"w4a16_decoder_block, {name}", rows, sizes[3], block(sizes)) for name, sizes in MODELS.items() for rows in TOKENS]
+    return [
+        (f"{op.__name__}, {name}", rows, sizes[3], block(sizes, form))
+        for form, op in OPERATORS.items()
+        for name, sizes in MODELS.items()
+        for rows in TOKENS
+    ]

@@ -1,7 +1,4 @@
-// What lies between the attentions of two decoder layers, on CUDA tensors: one launch or the operators one by one, as plan_decoder_block
-// decides. The checks are those of python/minfer/checks/decoder_block.py, in the same order.
-#include "minfer/decoder_block.h"
-
+// What lies between the attentions of two decoder layers, of int4 weights, on CUDA tensors.
 #include "core/batch_invariance.h"
 #include "core/checks.h"
 #include "core/json.h"
@@ -9,6 +6,7 @@
 #include "core/parse.h"
 #include "core/readable.h"
 #include "core/torch_calls.h"
+#include "decoder_block_call.h"
 #include "fused.h"
 #include "packed_weight.h"
 #include "quantized_gemm_call.h"
@@ -21,46 +19,17 @@ using OptionalTensor = std::optional<Tensor>;
 using OptionalText = std::optional<std::string>;
 
 constexpr char const* kOp = "minfer::w4a16_decoder_block";
-constexpr char const *kOneLaunch = "one_launch", *kSeparate = "separate";  // of `kernel`
-constexpr char const* kWeights[kDecoderBlockProducts] = {"o", "gate_up", "down", "next"};
-
 OptionalTensor const kNone;
 OptionalText const kAny;
 
-struct Call {
-  Tensor const &a, &residual;
-  PackedWeight weights[kDecoderBlockProducts];
-  Tensor const &mlp_norm, &next_norm;
-  OptionalTensor const &o_bias, &down_bias, &next_bias;
-  float eps, weight_offset;
-  Activation activation;
-  bool constant_weights;
-
-  int64_t width(Tensor const& x) const { return x.size(x.dim() - 1); }
-  int64_t rows() const { return residual.numel() / std::max<int64_t>(1, width(residual)); }
-  int64_t n(int product) const { return weights[product].scales.size(1); }
-  OptionalTensor const& bias(int product) const {
-    return product == 0 ? o_bias : product == 2 ? down_bias : product == 3 ? next_bias : kNone;
-  }
-
-  DecoderBlockProblem problem() const {
-    DecoderBlockProblem p;
-    p.type = data_type(a.scalar_type());
-    p.m = rows();
-    p.attention = width(a);
-    p.hidden = width(residual);
-    p.inter = n(1) / 2;
-    p.next = n(3);
-    p.group_size = std::max<int64_t>(0, weights[0].group_size);
-    p.batch_invariant = batch_invariant();
-    return p;
-  }
+struct Weights {
+  PackedWeight of[kDecoderBlockProducts];
 };
 
-/// A weight [n, k], or of any n where `n` is -1.
-void check_one_weight(Call const& call, int product, int64_t n, int64_t k) {
-  auto const& [qweight, scales, zeros, format, group_size, alpha] = call.weights[product];
-  std::string const name = kWeights[product], scales_name = name + "_scales", qweight_name = name + "_qweight";
+/// A weight [n, k], or of any n where `n` is -1. Returns n.
+int64_t check_one_weight(DecoderBlockCall const& call, Weights const& weights, int product, int64_t n, int64_t k) {
+  auto const& [qweight, scales, zeros, format, group_size, alpha] = weights.of[product];
+  std::string const name = kProductNames[product], scales_name = name + "_scales", qweight_name = name + "_qweight";
   auto const bad = [&](auto const&... what) { fail(kOp, ": ", name, what...); };
   if (scales.dim() != 2) bad("_scales must be [groups, n], got ", scales);
   check_scale_type(kOp, scales_name.c_str(), scales, format, call.a.scalar_type());
@@ -80,86 +49,39 @@ void check_one_weight(Call const& call, int product, int64_t n, int64_t k) {
   if (!same(qweight.sizes(), packed)) {
     bad("_qweight must be [ceil(n / 64), ceil(k / 64), ", packed[2], "] = ", Listed{packed}, " (w4a16_pack), got ", qweight);
   }
+  return n;
 }
 
-void check_one_bias(Call const& call, int product) {
-  if (!call.bias(product)) return;
-  Tensor const &bias = *call.bias(product), &a = call.a;
-  std::string const name = std::string(kWeights[product]) + "_bias";
-  if (bias.scalar_type() != a.scalar_type() && bias.scalar_type() != ScalarType::Float) {
-    fail(kOp, ": ", name, " must be ", a.scalar_type(), " or Float, got ", bias.scalar_type());
-  }
-  check_same_device(kOp, name.c_str(), bias, {"a", a});
-  if (bias.dim() != 1 || bias.size(0) != call.n(product)) fail(kOp, ": ", name, " must be [n] = [", call.n(product), "], got ", bias);
-}
-
-void check(Call const& call) {
-  Tensor const &a = call.a, &residual = call.residual;
-  check_group_size(kOp, WeightFormat::kInt4, call.weights[0].group_size);
-  if (a.dim() < 1) fail(kOp, ": a must have at least one mode, got ", a);
-  check_16bit(kOp, "a", a);
-  if (residual.scalar_type() != a.scalar_type())
-    fail(kOp, ": residual must have a's dtype ", a.scalar_type(), ", got ", residual.scalar_type());
-  check_same_device(kOp, "residual", residual, {"a", a});
-  bool rows = residual.dim() == a.dim();
-  for (int64_t i = 0; rows && i + 1 < a.dim(); ++i) rows = residual.size(i) == a.size(i);
-  if (!rows) fail(kOp, ": residual must be [..., hidden] with a's rows, got a ", a, ", residual ", residual);
-  if (!residual.is_contiguous()) fail(kOp, ": residual must be contiguous, got ", residual);
-  int64_t const hidden = call.width(residual);
-  check_one_weight(call, 0, hidden, call.width(a));
-  check_one_weight(call, 1, -1, hidden);
-  check_one_weight(call, 2, hidden, call.n(1) / 2);
-  check_one_weight(call, 3, -1, hidden);
-  check_operand(kOp, "mlp_norm", call.mlp_norm, a.scalar_type(), {hidden}, {"a", a});
-  check_operand(kOp, "next_norm", call.next_norm, a.scalar_type(), {hidden}, {"a", a});
-  for (int i : {0, 2, 3}) check_one_bias(call, i);
-  auto const apart = [&](char const* name, Tensor const& x) { check_no_overlap(kOp, residual, name, x, "residual"); };
-  apart("a", a);
+void check(DecoderBlockCall& call, Weights const& weights) {
+  check_group_size(kOp, WeightFormat::kInt4, weights.of[0].group_size);
+  check_tokens(call);
+  int64_t const hidden = call.hidden();
+  call.n[0] = check_one_weight(call, weights, 0, hidden, call.attention());
+  call.n[1] = check_one_weight(call, weights, 1, -1, hidden);
+  call.n[2] = check_one_weight(call, weights, 2, hidden, call.n[1] / 2);
+  call.n[3] = check_one_weight(call, weights, 3, -1, hidden);
+  check_norms_and_biases(call);
   for (int i = 0; i < kDecoderBlockProducts; ++i) {
-    apart((std::string(kWeights[i]) + "_qweight").c_str(), call.weights[i].packed);
-    apart((std::string(kWeights[i]) + "_scales").c_str(), call.weights[i].scales);
-    if (call.bias(i)) apart((std::string(kWeights[i]) + "_bias").c_str(), *call.bias(i));
+    check_apart(call, std::string(kProductNames[i]) + "_qweight", weights.of[i].packed);
+    check_apart(call, std::string(kProductNames[i]) + "_scales", weights.of[i].scales);
   }
-  apart("mlp_norm", call.mlp_norm);
-  apart("next_norm", call.next_norm);
+  check_apart(call);
 }
 
-void run_in_one_launch(Call const& call, DecoderBlockPlan const& plan, Tensor const& out, OnDevice const& on) {
-  DecoderBlockProblem const problem = call.problem();
-  DecoderBlockOperands operands;
-  Held held;
-  operands.weights_are_constant = call.constant_weights;
-  Tensor const* const norms[kDecoderBlockProducts] = {nullptr, &call.mlp_norm, nullptr, &call.next_norm};
+bool set_weights(DecoderBlockCall const& call, Weights const& weights, DecoderBlockOperands* operands, Held* held) {
+  bool own = true;
   for (int i = 0; i < kDecoderBlockProducts; ++i) {
-    DecoderBlockOperands::Product& product = operands.products[i];
-    Weight const weight = describe(kOp, call.weights[i], call.n(i), problem.k(i));
-    product.weight = held.keep(weight.packed);
-    product.scales = held.keep(weight.scales);
+    Weight const weight = describe(kOp, weights.of[i], call.n[i], call.k(i));
+    DecoderBlockOperands::Product& product = operands->products[i];
+    product.weight = held->keep(weight.packed);
+    product.scales = held->keep(weight.scales);
     product.ld_scales = weight.ld(weight.scales);
-    if (!weight.is_callers(call.weights[i])) operands.weights_are_constant = false;
-    if (norms[i] != nullptr) product.norm = held.keep(aligned_contiguous(kOp, i == 1 ? "mlp_norm" : "next_norm", *norms[i]));
-    if (call.bias(i)) {
-      Tensor const bias = contiguous(kOp, "bias", *call.bias(i));
-      product.bias = held.keep(bias);
-      product.bias_type = data_type(bias.scalar_type());
-    }
+    own = own && weight.is_callers(weights.of[i]);
   }
-  bool const aligned = call.residual.is_aligned(16);
-  Tensor const residual = aligned ? call.residual : copy_of(kOp, "residual", call.residual);
-  operands.a = held.keep(aligned_contiguous(kOp, "a", call.a));
-  operands.residual = residual.data_ptr();
-  operands.d = out.data_ptr();
-  operands.eps = call.eps;
-  operands.weight_offset = call.weight_offset;
-  operands.activation = call.activation;
-  Workspace const workspace(kOp, out, plan.workspace_bytes, "the block of a ", call.a);
-  Status const status =
-      run_decoder_block(plan, problem, operands, on.properties(), workspace.data(), workspace.bytes(), on.programmatic(), on.stream());
-  if (!status.ok()) fail(kOp, ": a ", call.a, ", residual ", call.residual, ": ", status.message);
-  if (!aligned) copy_into(kOp, "residual", call.residual, residual);
+  return own;
 }
 
-void run_one_by_one(Call const& call, Tensor const& out, OnDevice const& on) {
+void run_one_by_one(DecoderBlockCall const& call, Weights const& weights, Tensor const& out, OnDevice const& on) {
   Tensor const &a = call.a, &residual = call.residual;
   Activation const none = Activation::kNone;
   bool const constant = call.constant_weights;
@@ -171,15 +93,15 @@ void run_one_by_one(Call const& call, Tensor const& out, OnDevice const& on) {
   };
   OptionalTensor const mlp_norm = call.mlp_norm, next_norm = call.next_norm, addend = residual;
   Tensor const x = like(residual, "the residual and the attention's output");
-  run({kOp, a, call.weights[0], kNone, addend, call.o_bias, none, false, constant, kAny, {kAny, kNone}}, x, on);
+  run({kOp, a, weights.of[0], kNone, addend, call.o_bias, none, false, constant, kAny, {kAny, kNone}}, x, on);
   QuantizedGemmCall const gated{
-      kOp, normalized(x, mlp_norm), call.weights[1], kNone, kNone, kNone, call.activation, true, constant, kAny, {kAny, kNone}};
+      kOp, normalized(x, mlp_norm), weights.of[1], kNone, kNone, kNone, call.activation, true, constant, kAny, {kAny, kNone}};
   Tensor const h = allocate_output(gated);
   run(gated, h, on);
   OptionalTensor const sum = x;
-  run({kOp, h, call.weights[2], kNone, sum, call.down_bias, none, false, constant, kAny, {kAny, kNone}}, residual, on);
-  run({kOp, normalized(residual, next_norm), call.weights[3], kNone, kNone, call.next_bias, none, false, constant, kAny, {kAny, kNone}},
-      out, on);
+  run({kOp, h, weights.of[2], kNone, sum, call.down_bias, none, false, constant, kAny, {kAny, kNone}}, residual, on);
+  run({kOp, normalized(residual, next_norm), weights.of[3], kNone, kNone, call.next_bias, none, false, constant, kAny, {kAny, kNone}}, out,
+      on);
 }
 
 Tensor w4a16_decoder_block(Tensor const& a, Tensor const& residual, Tensor const& o_qweight, Tensor const& o_scales, Tensor const& mlp_norm,
@@ -191,40 +113,16 @@ Tensor w4a16_decoder_block(Tensor const& a, Tensor const& residual, Tensor const
   auto const weight = [&](Tensor const& packed, Tensor const& scales) {
     return PackedWeight{packed, scales, kNone, WeightFormat::kInt4, group_size, 1.0};
   };
-  Call call{a,
-            residual,
-            {weight(o_qweight, o_scales), weight(gate_up_qweight, gate_up_scales), weight(down_qweight, down_scales),
-             weight(next_qweight, next_scales)},
-            mlp_norm,
-            next_norm,
-            o_bias,
-            down_bias,
-            next_bias,
-            0.0f,
-            0.0f,
-            Activation::kNone,
-            constant_weights};
-  check(call);
-  call.eps = eps_in_float32(kOp, eps);
-  call.weight_offset = in_float32(kOp, "weight_offset", weight_offset);
-  call.activation = parse_activation(kOp, activation);
-  if (kernel && *kernel != kOneLaunch && *kernel != kSeparate) fail(kOp, ": kernel must be one_launch or separate, got '", *kernel, "'");
-  OnDevice const on(kOp, a);
-  ShapeArray shape(a.sizes());
-  shape.back() = call.n(3);
-  Tensor const out = allocate(kOp, a, shape, a.scalar_type(), "the output of a ", a);
-  if (call.rows() == 0) return out;
-  DecoderBlockPlan plan;
-  if (!kernel || *kernel == kOneLaunch) {
-    Status const status = plan_decoder_block(call.problem(), on.properties(), kernel.has_value(), &plan);
-    if (!status.ok()) fail(kOp, ": a ", a, ", residual ", residual, ": ", status.message);
-  }
-  if (plan.one_launch) {
-    run_in_one_launch(call, plan, out, on);
-  } else {
-    run_one_by_one(call, out, on);
-  }
-  return out;
+  Weights const weights{{weight(o_qweight, o_scales), weight(gate_up_qweight, gate_up_scales), weight(down_qweight, down_scales),
+                         weight(next_qweight, next_scales)}};
+  DecoderBlockCall call{kOp, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant_weights};
+  check(call, weights);
+  DecoderBlockProblem problem = call.problem();
+  problem.group_size = std::max<int64_t>(0, group_size);
+  return run(
+      call, problem, eps, weight_offset, activation, kernel,
+      [&](DecoderBlockOperands* operands, Held* held) { return set_weights(call, weights, operands, held); },
+      [&](Tensor const& out, OnDevice const& on) { run_one_by_one(call, weights, out, on); });
 }
 
 constexpr Operator kOperators[] = {
@@ -239,7 +137,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 /// What a call would do, for `minfer.plan`. sizes: m, and columns of a, the residual, the MLP's activations and the result.
-std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type, int64_t group_size, bool forced, int64_t device) {
+/// weights: "int4", or of e4m3 what their scales are of, "rows" or "blocks".
+std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type, std::string const& weights, int64_t group_size,
+                      bool forced, int64_t device) {
   char const* op = "minfer::_plan_decoder_block";
   if (sizes.size() != 5) fail(op, ": sizes must be [m, attention, hidden, inter, next], got ", sizes.size(), " values");
   check_group_size(op, WeightFormat::kInt4, group_size);
@@ -250,6 +150,10 @@ std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type
   problem.hidden = sizes[2];
   problem.inter = sizes[3];
   problem.next = sizes[4];
+  if (weights != "int4" && weights != "rows" && weights != "blocks")
+    fail(op, ": weights must be int4, rows or blocks, got '", weights, "'");
+  if (weights != "int4") problem.weights = WeightFormat::kFp8E4M3;
+  problem.scales = weights == "blocks" ? DecoderBlockScales::kBlocks : DecoderBlockScales::kRows;
   problem.group_size = std::max<int64_t>(0, group_size);
   problem.batch_invariant = batch_invariant();
   DecoderBlockPlan plan;
@@ -265,7 +169,7 @@ std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type
 }
 
 constexpr Operator kPlans[] = {
-    {"_plan_decoder_block(int[] sizes, str type, int group_size, bool forced, int device) -> str", boxed<&plan_json>},
+    {"_plan_decoder_block(int[] sizes, str type, str weights, int group_size, bool forced, int device) -> str", boxed<&plan_json>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kPlans); }
 STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CompositeExplicitAutograd, m) { implement(m, kPlans); }

@@ -644,13 +644,27 @@ std::tuple<Tensor, Tensor> quantize_rows(char const* op, Tensor const& x, RowQua
   return run_quantized(&call, quant, std::nullopt, std::nullopt, on);
 }
 
-void normalize(Norm const& norm, Tensor const& to, OnDevice const& on) {
+namespace {
+
+RowCall call_of(Norm const& norm) {
   RowCall call(norm.op, RowOperation::kRmsNorm, norm.x, kAnyKernel);
   call.operands.eps = norm.eps;
   call.operands.weight_offset = norm.weight_offset;
   call.set_factors(norm.weight, std::nullopt);
   if (norm.residual) call.residual = *norm.residual;
+  return call;
+}
+
+}  // namespace
+
+void normalize(Norm const& norm, Tensor const& to, OnDevice const& on) {
+  RowCall call = call_of(norm);
   run_into(&call, to, on);
+}
+
+std::tuple<Tensor, Tensor> normalize(Norm const& norm, RowQuant quant, OnDevice const& on) {
+  RowCall call = call_of(norm);
+  return run_quantized(&call, quant, std::nullopt, std::nullopt, on);
 }
 
 }  // namespace minfer::torch_binding

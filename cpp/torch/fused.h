@@ -29,6 +29,9 @@ void check_apart_from_residual(Norm const& norm, char const* name, std::optional
 /// Adds x to the residual and writes the norm into `to`, [rows, width] and contiguous, by the row kernels.
 void normalize(Norm const& norm, Tensor const& to, OnDevice const& on);
 
+/// The norm's codes and scales as minfer.rms_norm returns them with `quant`, which finds the scales; without a residual.
+std::tuple<Tensor, Tensor> normalize(Norm const& norm, RowQuant quant, OnDevice const& on);
+
 /// The codes of x's rows, contiguous, and their scales as minfer.quantize returns them. `quant` finds the scales.
 std::tuple<Tensor, Tensor> quantize_rows(char const* op, Tensor const& x, RowQuant quant, OnDevice const& on);
 

@@ -7,6 +7,7 @@
 #include "core/readable.h"
 #include "core/torch_calls.h"
 #include "gemm_call.h"
+#include "scaled_gemm.h"
 
 namespace minfer::torch_binding {
 
@@ -385,5 +386,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
 }  // namespace
+
+OperandScales check_weight_scale(char const* op, char const* name, Tensor const& scale, int64_t n, int64_t k, bool gated, Tensor const& a) {
+  return describe_scale(op, name, scale, n, blocks_of(gated ? n / 2 : n), k, gated ? Blocks::kHalves : Blocks::kWhole, a);
+}
+
+void run(Fp8Product const& p, Tensor const& out) {
+  Tensor const b = view_of(p.op, "the weight", p.weight, {p.weight.size(1), p.weight.size(0)}, {p.weight.stride(1), p.weight.stride(0)});
+  std::string const activation = name_of(p.activation);  // Arguments refers to it
+  std::optional<std::string> const any;
+  Arguments x = fp8(p.op, p.a, b, p.a_scale, p.weight_scale, p.c, p.bias, p.c ? 1.0 : 0.0, activation, kNoTensor, false, p.constant_weights,
+                    any, out.scalar_type());
+  x.gated = p.gated;
+  into_given(x, out.scalar_type(), out);
+}
 
 }  // namespace minfer::torch_binding

@@ -233,6 +233,21 @@ def decoder_block(draw: Draw, rows: int, n: int, k: int) -> Call:
     return call
 
 
+@case("fp8_decoder_block", "blocks")
+def fp8_decoder_block(draw: Draw, rows: int, n: int, k: int) -> Call:
+    a, residual = draw.normal(rows, k), draw.normal(rows, k)
+    arguments: dict[str, Any] = {"mlp_norm": draw.normal(k), "next_norm": draw.normal(k), "o_bias": draw.normal(k)}
+    for name, columns, depth in (("o", k, k), ("gate_up", 2 * n, k), ("down", k, n), ("next", n, k)):
+        blocks = (2, -(-n // 128), -(-depth // 128)) if name == "gate_up" else (-(-columns // 128), -(-depth // 128))
+        arguments |= {f"{name}_weight": codes_of(draw, FP8, columns, depth), f"{name}_scale": draw.uniform(*blocks, low=1e-4, high=1e-3)}
+
+    def call(take: Tensor) -> tuple[Tensor, ...]:
+        own = residual[take]
+        return minfer.fp8_decoder_block(a=a[take], residual=own, **arguments), own
+
+    return call
+
+
 # ---- operands of 8 bits -------------------------------------------------------------------------------------------------------------
 
 

@@ -201,24 +201,32 @@ def calls(device: str) -> dict[str, list[Call]]:
         behind_norm(f"{name[:9]}w4a16_{name[9:]}", packed, weight_scales)
         behind_norm(f"{name[:9]}w8a16_{name[9:]}", packed_wide, wide_scales)
 
-    def block(lines: int, **options: Any) -> None:
+    def block(op: str, weights: dict[str, torch.Tensor], lines: int, **options: Any) -> None:
         def call() -> tuple[torch.Tensor, ...]:
             residual = of_block["a"][:lines] + 1
-            arguments = of_block | {"a": of_block["a"][:lines], "residual": residual}
-            return OPERATORS["w4a16_decoder_block"].wrapper(**arguments, **options), residual
+            arguments = of_block | weights | {"a": of_block["a"][:lines], "residual": residual}
+            return OPERATORS[op].wrapper(**arguments, **options), residual
 
-        found.setdefault("w4a16_decoder_block", []).append(call)
+        found.setdefault(op, []).append(call)
 
     of_block = {"a": a, "mlp_norm": randn(512), "next_norm": randn(512)}
-    for name, n, k in (("o", 512, 512), ("gate_up", 2048, 512), ("down", 512, 1024), ("next", 768, 512)):
-        of_block[f"{name}_qweight"] = minfer.w4a16_pack(randint(0, 16, (n, k), torch.uint8))
-        of_block[f"{name}_scales"] = randn(k // 128, n, scale=0.02)
-    for lines in (24, 2, 1):
-        block(lines, o_bias=randn(512))
-        block(lines, kernel="separate")
-    if device.startswith("cuda") and torch.cuda.get_device_capability(device) == (9, 0):
-        for lines in (1, 2):
-            block(lines, kernel="one_launch")
+    shapes = {"o": (512, 512), "gate_up": (2048, 512), "down": (512, 1024), "next": (768, 512)}
+    in_int4, in_fp8, in_blocks = {}, {}, {}
+    for name, (n, k) in shapes.items():
+        in_int4[f"{name}_qweight"] = minfer.w4a16_pack(randint(0, 16, (n, k), torch.uint8))
+        in_int4[f"{name}_scales"] = randn(k // 128, n, scale=0.02)
+        codes = {f"{name}_weight": randn(n, k).to(torch.float8_e4m3fn)}
+        in_fp8 |= codes | {f"{name}_scale": number(n)}
+        in_blocks |= codes | {f"{name}_scale": number(2, 8, 4) if name == "gate_up" else number(n // 128, k // 128)}
+    kinds = [("w4a16_decoder_block", in_int4)]
+    kinds += [("fp8_decoder_block", weights) for weights in (in_fp8, in_blocks)] if has_scaled_kernels(device) else []
+    for op, weights in kinds:
+        for lines in (24, 2, 1):
+            block(op, weights, lines, o_bias=randn(512))
+            block(op, weights, lines, kernel="separate")
+        if device.startswith("cuda") and torch.cuda.get_device_capability(device) == (9, 0):
+            for lines in (1, 2):
+                block(op, weights, lines, kernel="one_launch")
     found["rope"] = [lambda: rotate(False), lambda: rotate(True)]
     add("embedding", randint(0, 300, (24,), torch.int32), randn(300, 520), scale=520**0.5)
 

@@ -21,6 +21,13 @@ DecoderBlockProblem llama_8b(int64_t m = 1) {
   return p;
 }
 
+DecoderBlockProblem llama_8b_e4m3(DecoderBlockScales scales, int64_t m = 1) {
+  DecoderBlockProblem p = llama_8b(m);
+  p.weights = WeightFormat::kFp8E4M3;
+  p.scales = scales;
+  return p;
+}
+
 DecoderBlockPlan plan_of(DecoderBlockProblem const& problem, bool forced = false, DeviceProperties const& device = h200_properties()) {
   DecoderBlockPlan plan;
   Status const status = plan_decoder_block(problem, device, forced, &plan);
@@ -77,6 +84,29 @@ TEST_CASE(decoder_block_limits) {
   CHECK(plan_decoder_block(p, h200_properties(), false, &plan).code == StatusCode::kInvalidArgument);
 }
 
+TEST_CASE(decoder_block_of_e4m3) {
+  for (DecoderBlockScales scales : {DecoderBlockScales::kRows, DecoderBlockScales::kBlocks}) {
+    for (int64_t m : {1, 2}) {
+      DecoderBlockPlan const plan = plan_of(llama_8b_e4m3(scales, m));
+      CHECK(plan.one_launch && plan.smem_bytes <= h200_properties().smem_per_block);
+      CHECK(plan.stages >= plan.ahead && plan.ahead >= 2 && plan.ahead <= 4);
+    }
+    DecoderBlockProblem p = llama_8b_e4m3(scales);
+    decoder_block::Layout const layout = decoder_block::layout_of(p, 4, decoder_block::fixed_bytes(1));
+    CHECK(layout.fixed == 4 * (32768 + 128));  // stages that begin at multiples of 1024, their scales behind them
+    p.group_size = 48;                         // which is of int4 alone
+    CHECK(plan_of(p, true).one_launch);
+    p.inter = 14336 + 64;
+    CHECK(forced_code(p) == StatusCode::kInvalidArgument);
+  }
+  CHECK(forced_code(llama_8b_e4m3(DecoderBlockScales::kOther)) == StatusCode::kInvalidArgument);
+  CHECK(!plan_of(llama_8b_e4m3(DecoderBlockScales::kOther)).one_launch);
+  DecoderBlockProblem p = llama_8b();
+  p.weights = WeightFormat::kNf4;
+  DecoderBlockPlan plan;
+  CHECK(plan_decoder_block(p, h200_properties(), false, &plan).code == StatusCode::kInvalidArgument);
+}
+
 // The bytes of a large model's weights take so long that launches matter little.
 TEST_CASE(decoder_block_of_large_models) {
   DecoderBlockProblem p = llama_8b();
@@ -86,6 +116,9 @@ TEST_CASE(decoder_block_of_large_models) {
   CHECK(!plan_of(p).one_launch);
   DecoderBlockPlan const forced = plan_of(p, true);
   CHECK(forced.one_launch && forced.ahead > plan_of(llama_8b()).ahead);
+  p.weights = WeightFormat::kFp8E4M3;  // whose operators have more launches
+  p.scales = DecoderBlockScales::kBlocks;
+  CHECK(plan_of(p).one_launch);
 }
 
 // A CTA without a unit of a product whose outputs others wait for would not be known to have read the launch's number.
@@ -99,6 +132,6 @@ TEST_CASE(decoder_block_ctas_have_units) {
     CHECK(plan.ctas <= hidden / decoder_block::kUnit);
     decoder_block::Layout const layout = decoder_block::layout_of(p, plan.stages, decoder_block::fixed_bytes(1));
     CHECK(layout.bytes == plan.smem_bytes);
-    CHECK(layout.digits[0] % 16 == 0 && layout.digits[1] % 16 == 0 && layout.groups[0] % 16 == 0);
+    CHECK(layout.activations[0] % 16 == 0 && layout.activations[1] % 16 == 0 && layout.groups[0] % 16 == 0);
   }
 }

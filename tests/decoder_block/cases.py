@@ -56,13 +56,17 @@ class Steps:
         blocks = torch.nn.functional.pad(x.abs(), (0, -k % FIXED_COLUMNS)).unflatten(-1, (-1, FIXED_COLUMNS))
         return FIXED * blocks.amax(-1).repeat_interleave(FIXED_COLUMNS, -1)[:, :k]
 
+    def fixed_deviation(self, x: Tensor) -> Tensor | float:
+        """The standard deviation of that; what it may be at most is as good where it is small."""
+        return self.fixed_error(x)
+
     def weight_error(self, w: Tensor) -> Tensor | None:
         """Of docs/numerics.md, section 4: None where a weight is exact."""
         return w.abs() * (numerics.UNIT[self.dtype] + 2.0**-22) + numerics.TINY[self.dtype] if self.separate else None
 
     def product(self, x: Rows, w: Tensor, *addends: Tensor | None) -> Rows:
         """x.W^T + the addends, not rounded."""
-        variance = (x.deviation**2 + self.fixed_error(x.value) ** 2) @ (w**2).t()
+        variance = (x.deviation**2 + self.fixed_deviation(x.value) ** 2) @ (w**2).t()
         if self.separate:
             variance = variance + (x.value**2) @ (self.rounding * w).square().t()
         value, magnitude = x.value @ w.t(), x.value.abs() @ w.abs().t()
@@ -182,11 +186,16 @@ class Operands:
         self.a, self.residual = a.to(dtype), residual.to(dtype)
         self.before = self.residual.clone()
         sizes = {"o": (h, k), "gate_up": (2 * inter, h), "down": (h, inter), "next": (n, h)}
-        self.weights = {name: make_weight(*size, case.group_size, dtype, device) for name, size in sizes.items()}
+        self.make_weights(sizes, device)
         offset = 1.0 - case.weight_offset
         self.norms = {name: (offset + randn(h, scale=0.3)).to(dtype) for name in ("mlp", "next")}
         lengths = {"o": h, "down": h, "next": n}
         self.biases = {name: None if case.bias is None else randn(size).to(case.bias) for name, size in lengths.items()}
+
+    def make_weights(self, sizes: dict[str, tuple[int, int]], device: str) -> None:
+        """By their names, of [rows, columns]."""
+        case = self.case
+        self.weights = {name: make_weight(*size, case.group_size, case.dtype, device) for name, size in sizes.items()}
 
     def arguments(self) -> dict[str, Any]:
         """By the names of the schema, but for the residual's."""
@@ -209,12 +218,16 @@ class Operands:
         before = self.before if before is None else before
         return Truth(steps, self.a, before, weights, self.norms, self.biases, self.case.options())
 
+    def steps(self, kernel: str | None) -> Steps:
+        """What is rounded by a kernel; None: by either."""
+        return Steps(self.case.dtype, kernel != "one_launch", kernel != "separate")
+
     def check(self, have: Tensor, kernel: str | None = None, before: Tensor | None = None, residual: Tensor | None = None) -> None:
         """``kernel``: as it was asked for; None: either. Every element within its bound, and all of the residual together."""
         case, what = self.case, f"{kernel} {self.case}"
         residual = self.residual if residual is None else residual
         assert have.dtype == case.dtype and have.shape == (case.m, case.n) and have.is_contiguous(), what
-        truth = self.truth(Steps(case.dtype, kernel != "one_launch", kernel != "separate"), before)
+        truth = self.truth(self.steps(kernel), before)
         found = truth.of_residual()
         numerics.judge(residual, found.value, truth.residual_bound(found), f"{what}: residual")
         if residual.numel() >= 256:

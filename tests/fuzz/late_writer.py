@@ -105,9 +105,18 @@ OPERANDS |= dict.fromkeys(
     [f"rms_norm_w{bits}a16_gemm{gated}" for bits in (4, 8) for gated in ("", "_gated")],
     ("x", "residual", "norm_weight", "qweight", "scales", "zeros", "perm", "bias"),
 )
-OF_BLOCK = tuple(f"{name}_{part}" for name in ("o", "gate_up", "down", "next") for part in ("qweight", "scales"))
-OPERANDS["w4a16_decoder_block"] = ("a", "residual", "mlp_norm", "next_norm", *OF_BLOCK, "o_bias", "down_bias", "next_bias")
-WEIGHTS = ("b", "qweight", "scales", "zeros", *OF_BLOCK)  # of which ``constant_weights`` says that nothing still writes them
+OF_BLOCK = {
+    op: tuple(f"{name}_{part}" for name in ("o", "gate_up", "down", "next") for part in parts)
+    for op, parts in (("w4a16_decoder_block", ("qweight", "scales")), ("fp8_decoder_block", ("weight", "scale")))
+}
+OPERANDS |= {op: ("a", "residual", "mlp_norm", "next_norm", *names, "o_bias", "down_bias", "next_bias") for op, names in OF_BLOCK.items()}
+WEIGHTS = (
+    "b",
+    "qweight",
+    "scales",
+    "zeros",
+    *(name for names in OF_BLOCK.values() for name in names),
+)  # of which ``constant_weights`` says that nothing still writes them
 LARGEST = 1 << 18  # bytes of an operand that is written: a few thread blocks, so that there is room beside them
 SIZES = Limits(elements=1 << 16, work=1 << 26, scores=1 << 18, cuda=True)  # on the CPU what the CPU takes
 DEPTH = 32768  # k of the writer's product

@@ -69,8 +69,9 @@ def test_layer():
     assert call.error() <= fused.LIMITS["decode_layer"]
 
 
-def test_decoder_block():
-    call = fused_decoder_block.block((256, 128, 384, 96))(2, 96, torch.bfloat16, "cpu")
+@pytest.mark.parametrize("form", ["int4", "e4m3"])
+def test_decoder_block(form):
+    call = fused_decoder_block.block((256, 128, 384, 96), form)(2, 96, torch.bfloat16, "cpu")
     assert call.error() <= fused.LIMITS["decoder_block"]
     assert call.peers["ours:separate"](0).shape == (2, 96)
     assert call.bytes > (128 * 256 + 3 * 128 * 384 + 96 * 128) / 2

@@ -29,22 +29,24 @@ def hidden_of(model, tokens: int) -> torch.Tensor:
     return x if pending is None else x + pending
 
 
+@pytest.mark.parametrize("weights", ["w4a16", "fp8"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
-def test_int4_layers(name, monkeypatch):
-    """All layers but the last have one; one token's results are those of the operators, and more tokens do not take it."""
-    with torch.no_grad(), optimize(tiny_model(name), weights="w4a16", restorable=False) as handle:
+def test_quantised_layers(name, weights, monkeypatch):
+    """All layers but the last have one; few tokens' results are those of the operators, and more tokens do not take it."""
+    most = blocks.MOST_TOKENS_OF_INT4 if weights == "w4a16" else blocks.MOST_TOKENS_OF_FP8
+    with torch.no_grad(), optimize(tiny_model(name), weights=weights, restorable=False) as handle:
         model = decoder_model(handle, 64)
         found = [between(a, b) for a, b in zip(model.layers, [*model.layers[1:], None], strict=True)]
         assert all(found[:-1]) and found[-1] is None
         calls = []
         own = blocks.Block.__call__
         monkeypatch.setattr(blocks.Block, "__call__", lambda block, y, x: calls.append(x.shape[0]) or own(block, y, x))
-        one = hidden_of(model, blocks.MOST_TOKENS)
-        assert calls == [blocks.MOST_TOKENS] * (len(model.layers) - 1)
-        hidden_of(model, blocks.MOST_TOKENS + 1)
+        few = hidden_of(model, most)
+        assert calls == [most] * (len(model.layers) - 1)
+        hidden_of(model, most + 1)
         assert len(calls) == len(model.layers) - 1
         monkeypatch.setattr("minfer.integrations.decoder.model.MOST_TOKENS", 0)
-        assert torch.equal(one, hidden_of(model, blocks.MOST_TOKENS))
+        assert torch.equal(few, hidden_of(model, most))
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,16 @@ namespace minfer {
 
 constexpr int kDecoderBlockProducts = 4;  // the output projection, gate and up, down, the next layer's first projection
 
+/// What the scales of all e4m3 weights are of: rows, or whole weights; or blocks of 128 x 128, in float; or something else.
+enum class DecoderBlockScales : int32_t { kRows = 0, kBlocks = 1, kOther = 2 };
+
 struct DecoderBlockProblem {
   DataType type = DataType::kBF16;  // of a, the residual, norms, scales and d: 16-bit
   int64_t m = 0;
   int64_t attention = 0, hidden = 0, inter = 0, next = 0;  // columns of a, of the residual, of h, of d
-  int64_t group_size = 0;                                  // k of a scale; 0: all of k
+  WeightFormat weights = WeightFormat::kInt4;              // or kFp8E4M3
+  int64_t group_size = 0;                                  // int4: k of a scale; 0: all of k
+  DecoderBlockScales scales = DecoderBlockScales::kRows;   // e4m3
   bool batch_invariant = false;
 
   /// Rows and columns of the weights.
@@ -29,9 +34,11 @@ struct DecoderBlockProblem {
 
 struct DecoderBlockOperands {
   struct Product {
-    void const* weight = nullptr;  // packed int4 (w4_layout.h)
-    void const* scales = nullptr;  // [k / group_size, n], leading dimension ld_scales
+    void const* weight = nullptr;  // packed int4 (w4_layout.h), or e4m3 [n, k], leading dimension ld_weight
+    int64_t ld_weight = 0;
+    void const* scales = nullptr;  // int4: [k / group_size, n], leading dimension ld_scales; e4m3: float, contiguous, as gemm_fp8's are
     int64_t ld_scales = 0;
+    bool one_scale = false;      // e4m3: of the whole weight
     void const* norm = nullptr;  // [k], of products 1 and 3
     void const* bias = nullptr;  // [n] or null; not of product 1
     DataType bias_type = DataType::kBF16;

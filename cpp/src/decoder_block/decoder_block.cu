@@ -22,19 +22,11 @@ int group_shift(int64_t group_size) {
   return shift;
 }
 
-Status describe(DecoderBlockProblem const& problem, DecoderBlockOperands::Product const& from, int i, Product* product) {
-  int64_t const n = problem.n(i), k = problem.k(i), k_blocks = (k + 63) / 64;
-  int const shift = group_shift(problem.group_size);
-  product->k = int32_t(k);
+Status describe_int4(DecoderBlockProblem const& problem, int64_t n, int64_t k, DecoderBlockOperands::Product const& from,
+                     Product* product) {
+  int64_t const k_blocks = (k + 63) / 64;
   product->k_blocks = int32_t(k_blocks);
-  product->gated = i == 1;
-  product->columns = int32_t(i == 1 ? n / 2 : n);
-  product->units = int32_t((n + kUnit - 1) / kUnit);
-  product->stages = int32_t(k_stages(k));
-  product->scale_rows = std::max(1, kStageK >> shift);
-  product->norm = from.norm;
-  product->bias = from.bias;
-  product->bias_f32 = from.bias_type == DataType::kF32;
+  product->scale_rows = std::max(1, kStageK >> group_shift(problem.group_size));
   int64_t const extents[3] = {64, 4, (n + 63) / 64 * k_blocks}, strides[2] = {512, 2048};
   int const box[3] = {64, 1, kStageK / 64};
   Status const status = encode_tensor_map(&product->weight, CU_TENSOR_MAP_DATA_TYPE_UINT64, 3, from.weight, extents, strides, box);
@@ -45,16 +37,42 @@ Status describe(DecoderBlockProblem const& problem, DecoderBlockOperands::Produc
   return encode_tensor_map(&product->scales, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, from.scales, scale_extents, scale_strides, scale_box);
 }
 
-template <DataType kType, int kTokens>
+Status describe_e4m3(DecoderBlockProblem const& problem, int64_t n, int64_t k, DecoderBlockOperands::Product const& from,
+                     Product* product) {
+  int64_t const k_blocks = k / 128;
+  product->k_blocks = int32_t(k_blocks);
+  product->weight_scales = static_cast<float const*>(from.scales);
+  product->up_scales = product->weight_scales + (n / 2 + 127) / 128 * k_blocks;
+  product->row_scale_stride = from.one_scale ? 0 : 1;
+  int64_t const extents[3] = {128, n, k_blocks}, strides[2] = {from.ld_weight, 128};
+  int const box[3] = {128, kUnit, kStageK / 128};
+  return encode_tensor_map_rows(&product->weight, 3, from.weight, extents, strides, box, 1);
+}
+
+Status describe(DecoderBlockProblem const& problem, DecoderBlockOperands::Product const& from, int i, Product* product) {
+  int64_t const n = problem.n(i), k = problem.k(i);
+  product->k = int32_t(k);
+  product->gated = i == 1;
+  product->columns = int32_t(i == 1 ? n / 2 : n);
+  product->units = int32_t((n + kUnit - 1) / kUnit);
+  product->stages = int32_t(k_stages(k));
+  product->norm = from.norm;
+  product->bias = from.bias;
+  product->bias_f32 = from.bias_type == DataType::kF32;
+  if (problem.weights == WeightFormat::kFp8E4M3) return describe_e4m3(problem, n, k, from, product);
+  return describe_int4(problem, n, k, from, product);
+}
+
+template <WeightFormat kFormat, DataType kType, int kTokens>
 Status launch(DecoderBlockPlan const& plan, Params const& params, bool programmatic, Stream stream, int smem_limit) {
   static std::atomic<uint64_t> allowed{0};
-  auto* const kernel = &decoder_block_sm90_kernel<kType, kTokens>;
+  auto* const kernel = &decoder_block_sm90_kernel<kFormat, kType, kTokens>;
   if (cudaError_t const error = allow_shared_memory(reinterpret_cast<void const*>(kernel), smem_limit, allowed); error != cudaSuccess)
     return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(plan.ctas));
-  config.blockDim = dim3(unsigned(DecoderBlock<kType, kTokens>::kThreads));
+  config.blockDim = dim3(unsigned(DecoderBlockOf<kFormat, kType, kTokens>::kThreads));
   config.dynamicSmemBytes = size_t(plan.smem_bytes);
   config.stream = stream;
   config.attrs = attributes;
@@ -88,7 +106,7 @@ Status run_decoder_block(DecoderBlockPlan const& plan, DecoderBlockProblem const
   Layout const layout = layout_of(problem, plan.stages, fixed_bytes(problem.m));
   for (int parity = 0; parity < 2; ++parity) {
     params.pitch[parity] = int32_t(layout.pitch[parity]);
-    params.digits[parity] = int32_t(layout.digits[parity]);
+    params.activations[parity] = int32_t(layout.activations[parity]);
     params.groups[parity] = int32_t(layout.groups[parity]);
   }
   params.fixed = int32_t(layout.fixed);
@@ -104,13 +122,19 @@ Status run_decoder_block(DecoderBlockPlan const& plan, DecoderBlockProblem const
   params.activation = make_activation(operands.activation);
   params.early = operands.weights_are_constant;
   params.nonce = next_nonce();
-  auto const run = [&](auto type) {
+  params.block_scales = problem.weights == WeightFormat::kFp8E4M3 && problem.scales == DecoderBlockScales::kBlocks;
+  auto const run = [&](auto format, auto type) {
+    constexpr WeightFormat kFormat = decltype(format)::value;
     constexpr DataType kType = decltype(type)::value;
-    return problem.m == 1 ? launch<kType, 1>(plan, params, programmatic, stream, device.smem_per_block)
-                          : launch<kType, 2>(plan, params, programmatic, stream, device.smem_per_block);
+    return problem.m == 1 ? launch<kFormat, kType, 1>(plan, params, programmatic, stream, device.smem_per_block)
+                          : launch<kFormat, kType, 2>(plan, params, programmatic, stream, device.smem_per_block);
   };
-  return problem.type == DataType::kBF16 ? run(std::integral_constant<DataType, DataType::kBF16>{})
-                                         : run(std::integral_constant<DataType, DataType::kF16>{});
+  auto const with_format = [&](auto format) {
+    return problem.type == DataType::kBF16 ? run(format, std::integral_constant<DataType, DataType::kBF16>{})
+                                           : run(format, std::integral_constant<DataType, DataType::kF16>{});
+  };
+  return problem.weights == WeightFormat::kInt4 ? with_format(std::integral_constant<WeightFormat, WeightFormat::kInt4>{})
+                                                : with_format(std::integral_constant<WeightFormat, WeightFormat::kFp8E4M3>{});
 }
 
 }  // namespace minfer

@@ -6,18 +6,14 @@
 // product's activations are multiplied while the last ones are still computed elsewhere.
 //
 // Warp roles.
-//   0       one thread fills the ring by TMA: a stage is 2048 k of a unit, 16 KB of codes, and its scales. No more than `ahead` stages are
+//   0       fills the ring by TMA: a stage is 2048 k of a unit, and its scales. No more than `ahead` stages are
 //           under way at a time, landed ones not counted: packets of activations pass through the same queues to memory as the weights
 //   1-3     finish units in turns: add the consumers' sums, norm's factor, bias, activation, residual; publish packets, or store
 //   4-11    convert activations as they come: 8 numbers a thread of every stage
 //   12-27   consumers: 128 k of each stage each, and their sums of a unit go to the finishers through shared memory
-// Arithmetic. A token is one column of an MMA, of which eight come at the price of one. So activations, times a power of two for each
-//   group of 128, are cut in three digits of 8 bits, a column each, and the MMAs are those of int8: codes need no conversion to 16 bits,
-//   but a mask (the upper four bits of a byte are the codes times 16, which goes into the sum), and half as many MMAs. Sums of 128 products
-//   are exact. An accumulator begins with the bits of 1.5 2^23, so that its bits are the float of the sum plus that. Of a norm, converters
-//   apply the weight alone: its factor is that of the whole token, and finishers apply it.
-// Order of k in an MMA: lane l has of a word of packed codes columns 2 (l % 4) + {0, 8, 1, 9} of 16 (w4_layout.h), so digits are stored in
-//   that order. A converter's 8 numbers are 4 of one half of 16 columns and the 4 beside them.
+// Arithmetic. The kernel is a template of the weights' format (int4_weights_sm90.cuh, e4m3_weights_sm90.cuh), which says what converters
+//   make of activations and how consumers multiply. Of a norm, converters apply the weight alone: its factor is that of the whole token,
+//   and finishers apply it.
 // Progress. CTAs wait for each other in any order, so all are resident together: the launch is cooperative.
 // Limits: plan.cpp.
 #pragma once
@@ -26,21 +22,25 @@
 
 #include "common/activation.cuh"
 #include "common/dependent_launch.cuh"
-#include "common/mma_sm80.cuh"
 #include "common/named_barrier.cuh"
 #include "common/packet.cuh"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
+#include "decoder_block/e4m3_weights_sm90.cuh"
+#include "decoder_block/int4_weights_sm90.cuh"
 #include "decoder_block/layout.h"
 #include "fused/row_operation.cuh"
 
 namespace minfer::decoder_block {
 
 struct Product {
-  CUtensorMap weight;            // [blocks of 64 x 64, 4, 64] of 8 bytes
-  CUtensorMap scales;            // [groups, n]
-  int32_t k, k_blocks, columns;  // k_blocks: of 64; columns: of the output
+  CUtensorMap weight;            // int4: [blocks of 64 x 64, 4, 64] of 8 bytes; e4m3: [k / 128, n, 128]
+  CUtensorMap scales;            // int4: [groups, n]
+  float const* weight_scales;    // e4m3: of rows, [n] or of all, or of blocks [n / 128, k_blocks]
+  float const* up_scales;        // of blocks of ups
+  int32_t row_scale_stride;      // 1, or 0: one for all
+  int32_t k, k_blocks, columns;  // k_blocks: of int4 64, else 128; columns: of the output
   int32_t units, stages, scale_rows;
   void const *norm, *bias;
   Packet* packets;  // of the output, for the products behind; null: it is d
@@ -52,9 +52,10 @@ struct Params {
   void const* a;
   void *residual, *d;
   int32_t m, stages, ahead, group_shift;
-  int32_t pitch[2], digits[2], groups[2], fixed;  // layout.h
+  int32_t pitch[2], activations[2], groups[2], fixed;  // layout.h
   float eps, weight_offset;
   ActivationParams activation;
+  bool block_scales;
   bool early;  // weights may be read before the predecessor has finished
   uint64_t nonce;
 };
@@ -62,25 +63,22 @@ struct Params {
 /// Launches of the kernels so far, which makes the tags of packets new in every replay of a graph, whatever has become of the workspace.
 __device__ unsigned long long launches;
 
-constexpr float kMagic = 12582912.0f;  // 1.5 2^23: integers of up to 22 bits are the low bits of their sum with it
-constexpr uint32_t kMagicBits = 0x4b400000u;
-
-template <DataType kType, int kTokens>
+template <class Weights, DataType kType, int kTokens>
 class DecoderBlock {
  public:
   static constexpr int kConverters = 32 * kConverterWarps, kFinishers = 3, kConsumers = 32 * kWarps;
   static constexpr int kThreads = 128 + kConverters + kConsumers;
   static constexpr int kFinisherRegisters = 56, kConverterRegisters = 64, kConsumerRegisters = 80;
   static_assert(128 * kFinisherRegisters + kConverters * kConverterRegisters + kConsumers * kConsumerRegisters <= 72 * kThreads);
-  static_assert(kDigits * kTokens <= 8 && kStageK == 8 * kConverters && kMostKStages <= 32);
+  static_assert(kStageK == 8 * kConverters && kMostKStages <= 32);
   using T = fused::RowType<kType>;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
-  struct Group {  // of 128 activations, by columns of the MMA
-    float sums[8], factors[8];
-  };
-  static_assert(sizeof(Group) == kGroupBytes);
+  using Group = typename Weights::Group;
+  static constexpr bool kInt4 = Weights::kFormat == WeightFormat::kInt4;
+  static constexpr Stage kStage = stage_of(Weights::kFormat);
+  static_assert(sizeof(Group) == group_bytes(Weights::kFormat, kTokens));
   struct Storage {
     alignas(16) float partials[kPartials][kWarps][kTokens][kUnit];
     alignas(16) float squares[2][kTokens][kConverterWarps];
@@ -101,7 +99,7 @@ class DecoderBlock {
     if (warp < 4) {
       cutlass::arch::warpgroup_reg_dealloc<kFinisherRegisters>();
       if (warp == 0) {
-        if (thread == 0) produce();
+        if (thread == 0 || !kInt4) produce(thread);
       } else {
         finish(warp - 1, read_tag(thread), thread % 32);
       }
@@ -120,7 +118,7 @@ class DecoderBlock {
  private:
   __device__ __forceinline__ void init_barriers() {
     for (int i = 0; i < p_.stages; ++i) {
-      FullBarrier::init(&storage_.full[i], 1);
+      FullBarrier::init(&storage_.full[i], 1 + (p_.block_scales ? 32 : 0));
       EmptyBarrier::init(&storage_.empty[i], kWarps);
     }
     for (int i = 0; i < 2 * kMostKStages; ++i) EmptyBarrier::init(&storage_.ready[i / kMostKStages][i % kMostKStages], kConverterWarps);
@@ -156,15 +154,20 @@ class DecoderBlock {
     }
   }
 
-  __device__ __forceinline__ char* digits(int product) const { return smem_ + p_.digits[product % 2]; }
+  __device__ __forceinline__ char* activations(int product) const { return smem_ + p_.activations[product % 2]; }
   __device__ __forceinline__ Group* groups(int product) const { return reinterpret_cast<Group*>(smem_ + p_.groups[product % 2]); }
 
-  // ---- weights: a thread of warp 0 ----
+  // ---- weights: warp 0, of int4 its first thread ----
 
-  __device__ __forceinline__ void produce() {
+  __device__ __forceinline__ char* codes_of(int stage) const { return smem_ + stage * kStage.pitch; }
+  __device__ __forceinline__ char* scales_of(int stage) const {
+    return kInt4 ? codes_of(stage) + kStage.code_bytes : smem_ + p_.stages * kStage.pitch + stage * kStage.scale_bytes;
+  }
+
+  __device__ __forceinline__ void produce(int lane) {
     for (int i = 0; i < kDecoderBlockProducts; ++i) {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p_.products[i].weight));
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p_.products[i].scales));
+      if (kInt4) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p_.products[i].scales));
     }
     if (!p_.early) wait_for_predecessor();
     int stage = 0, landed_stage = 0, under_way = 0;
@@ -182,18 +185,39 @@ class DecoderBlock {
             --under_way;
           }
           EmptyBarrier::wait(&storage_.empty[stage], phase);
-          uint64_t* const barrier = &storage_.full[stage];
-          char* const to = smem_ + stage * kStageBytes;
-          FullBarrier::arrive_and_expect_tx(barrier, uint32_t(kCodeBytes + product.scale_rows * kUnit * 2));
-          // Behind k come codes of other rows, which meet digits that are zeros.
-          cute::SM90_TMA_LOAD_3D::copy(&product.weight, barrier, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, unit % 4,
-                                       unit / 4 * product.k_blocks + k * (kStageK / 64));
-          cute::SM90_TMA_LOAD_2D::copy(&product.scales, barrier, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), to + kCodeBytes,
-                                       unit * kUnit, (k * kStageK) >> p_.group_shift);
+          fetch(product, unit, k, stage, lane);
           advance(stage, phase);
           ++under_way;
         }
       }
+    }
+  }
+  __device__ __forceinline__ void fetch(Product const& product, int unit, int k, int stage, int lane) const {
+    uint64_t* const barrier = &storage_.full[stage];
+    constexpr auto kFirst = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
+    if constexpr (kInt4) {
+      FullBarrier::arrive_and_expect_tx(barrier, uint32_t(kStage.code_bytes + product.scale_rows * kUnit * 2));
+      // Behind k come codes of other rows, which meet digits that are zeros.
+      cute::SM90_TMA_LOAD_3D::copy(&product.weight, barrier, kFirst, codes_of(stage), 0, unit % 4,
+                                   unit / 4 * product.k_blocks + k * (kStageK / 64));
+      cute::SM90_TMA_LOAD_2D::copy(&product.scales, barrier, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), scales_of(stage),
+                                   unit * kUnit, (k * kStageK) >> p_.group_shift);
+    } else {
+      if (lane == 0) {
+        FullBarrier::arrive_and_expect_tx(barrier, uint32_t(kStage.code_bytes));
+        cute::SM90_TMA_LOAD_3D::copy(&product.weight, barrier, kFirst, codes_of(stage), 0, unit * kUnit, k * (kStageK / 128));
+      }
+      __syncwarp();
+      if (!p_.block_scales) return;
+      // A lane's number is of one consumer warp and of rows 0 to 7 or the others. Behind k codes are zeros, and so are scales.
+      int const block = k * (kStageK / 128) + lane % 16, rows = unit * kUnit / (product.gated ? 2 : 1) / 128;
+      bool const inside = block < product.k_blocks;
+      float const* const from =
+          (product.gated && lane >= 16 ? product.up_scales : product.weight_scales) + (inside ? rows * product.k_blocks + block : 0);
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\ncp.async.mbarrier.arrive.noinc.shared::cta.b64 [%3];" ::"r"(
+                       shared_address(scales_of(stage)) + lane % 16 * 8 + lane / 16 * 4),
+                   "l"(from), "r"(inside ? 4 : 0), "r"(shared_address(barrier))
+                   : "memory");
     }
   }
   __device__ __forceinline__ void advance(int& stage, uint32_t& phase) const {
@@ -262,7 +286,7 @@ class DecoderBlock {
           for (int t = 0; t < 2; ++t) {
             if (first + t >= product.stages) break;
             int const v = thread + (first + t) * kConverters;
-            float const sum = store_digits(i, token, v, numbers[t], product.norm != nullptr, weights[t], lane);
+            float const sum = store_numbers(i, token, v, numbers[t], product.norm != nullptr, weights[t], lane);
             squares[token] += sum;
           }
         }
@@ -308,10 +332,9 @@ class DecoderBlock {
     }
   }
 
-  /// The digits of a thread's 8 numbers, times the norm's weight, and what is known of their group, which are 16 threads'. Returns the sum
-  /// of the numbers' squares.
-  __device__ __forceinline__ float store_digits(int product, int token, int v, uint64_t const (&numbers)[2], bool norm,
-                                                uint64_t const (&weights)[2], int lane) const {
+  /// A thread's 8 numbers, times the norm's weight. Returns the sum of the numbers' squares.
+  __device__ __forceinline__ float store_numbers(int product, int token, int v, uint64_t const (&numbers)[2], bool norm,
+                                                 uint64_t const (&weights)[2], int lane) const {
     float x[8], squares = 0.0f;
     unpack(numbers[0], x);
     unpack(numbers[1], x + 4);
@@ -325,47 +348,8 @@ class DecoderBlock {
         x[e] *= weight[e] + p_.weight_offset;
       }
     }
-    uint32_t most = 0;  // as bits, of which those of NaN and infinity are the largest
-#pragma unroll
-    for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(x[e]) & 0x7fffffffu);
-#pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, offset));
-    // Times the power of two that takes the largest to 2^21 or above, below 2^22.
-    int const exponent = min(max(int(most >> 23), 22), 254);
-    float const factor = __uint_as_float(uint32_t(275 - exponent) << 23);
-    uint32_t biased[8];  // a digit is a byte of this less 128
-#pragma unroll
-    for (int e = 0; e < 8; ++e) biased[e] = __float_as_uint(fmaf(x[e], factor, kMagic)) - kMagicBits + 0x00808080u;
-    uint32_t words[kDigits][2];
-#pragma unroll
-    for (int q = 0; q < 2; ++q) {
-      uint32_t const low01 = __byte_perm(biased[2 * q], biased[2 * q + 4], 0x5140);
-      uint32_t const low23 = __byte_perm(biased[2 * q + 1], biased[2 * q + 5], 0x5140);
-      uint32_t const high01 = __byte_perm(biased[2 * q], biased[2 * q + 4], 0x0062);
-      uint32_t const high23 = __byte_perm(biased[2 * q + 1], biased[2 * q + 5], 0x0062);
-      words[0][q] = __byte_perm(high01, high23, 0x5410) ^ 0x80808080u;
-      words[1][q] = __byte_perm(low01, low23, 0x7632) ^ 0x80808080u;
-      words[2][q] = __byte_perm(low01, low23, 0x5410) ^ 0x80808080u;
-    }
-    int sums[kDigits];
-#pragma unroll
-    for (int d = 0; d < kDigits; ++d) sums[d] = __dp4a(int(words[d][0]), 0x01010101, __dp4a(int(words[d][1]), 0x01010101, 0));
-#pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) {
-#pragma unroll
-      for (int d = 0; d < kDigits; ++d) sums[d] += __shfl_xor_sync(0xffffffffu, sums[d], offset);
-    }
-    int const pitch = p_.pitch[product % 2];
-    char* const to = digits(product) + token * kDigits * pitch + v * 8;
-#pragma unroll
-    for (int d = 0; d < kDigits; ++d) *reinterpret_cast<uint2*>(to + d * pitch) = make_uint2(words[d][0], words[d][1]);
-    if (lane % 16 < kDigits) {
-      int const d = lane % 16;
-      Group& group = groups(product)[v / 16];
-      group.sums[token * kDigits + d] = float(d == 0 ? sums[0] : d == 1 ? sums[1] : sums[2]);
-      float const place = __uint_as_float(uint32_t(exponent - 21 + 16 - 8 * d) << 23);
-      group.factors[token * kDigits + d] = most >= 0x7f800000u ? __uint_as_float(0x7fffffffu) : place;
-    }
+    typename Weights::Made const made = Weights::make(x);
+    Weights::store(made, activations(product), p_.pitch[product % 2], groups(product), token, v, lane);
     return squares;
   }
 
@@ -378,8 +362,9 @@ class DecoderBlock {
     for (int i = 0; i < kDecoderBlockProducts; ++i) {
       Product const& product = p_.products[i];
       int const parity = i % 2;
-      uint32_t const at = shared_address(digits(i)) + min(lane % 8, kDigits * p_.m - 1) * p_.pitch[parity] + lane / 8 * 16 + warp * 128;
-      uint32_t const scales_at = kCodeBytes + ((warp * 128) >> p_.group_shift) * (kUnit * 2) + lane / 4 * 2;
+      uint32_t const at = Weights::first_of(shared_address(activations(i)), p_.pitch[parity], p_.m, warp, lane);
+      // int4: from a stage's codes to the scales of the warp's group
+      [[maybe_unused]] uint32_t const scales_at = kStage.code_bytes + ((warp * 128) >> p_.group_shift) * (kUnit * 2) + lane / 4 * 2;
 #pragma unroll 1
       for (int unit = int(blockIdx.x); unit < product.units; unit += int(gridDim.x)) {
         float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -388,16 +373,17 @@ class DecoderBlock {
 #pragma unroll 1
         for (int k = 0; k < product.stages; ++k) {
           if (unit == int(blockIdx.x)) EmptyBarrier::wait(&storage_.ready[parity][k], (parity == 0 ? even : odd) >> k & 1);
-          uint32_t b[2][4];
-          load_matrices(x, b[0]);
-          load_matrices(x + 64, b[1]);
-          float2 const digit_sums = *reinterpret_cast<float2 const*>(&group->sums[lane % 4 * 2]);
-          float2 const factors = *reinterpret_cast<float2 const*>(&group->factors[lane % 4 * 2]);
-          x += kStageK;
+          auto const numbers = Weights::load(x, *group, lane);
+          x += Weights::kStep;
           group += kWarps;
           FullBarrier::wait(&storage_.full[stage], phase);
-          char const* const slot = smem_ + stage * kStageBytes;
-          multiply(slot + warp * 1024 + lane * 16, slot + scales_at, b, digit_sums, factors, sums);
+          char const* const codes = codes_of(stage) + warp * (kStage.code_bytes / kWarps);
+          if constexpr (kInt4) {
+            Weights::multiply(codes, codes_of(stage) + scales_at, numbers, lane, sums);
+          } else {
+            float2 const of_block = *reinterpret_cast<float2 const*>(scales_of(stage) + warp * 8);
+            Weights::multiply(codes, p_.block_scales ? of_block : make_float2(1.0f, 1.0f), numbers, lane, sums);
+          }
           // Released when the sums are complete, and with them all reads of the stage (quantized_gemm/mainloop_sync_sm90.cuh).
           constexpr uint32_t kNever = 0x7fedcba9u;
           bool const read = __float_as_uint(sums[0]) != kNever && __float_as_uint(sums[2]) != kNever;
@@ -418,39 +404,7 @@ class DecoderBlock {
     }
   }
 
-  /// sums[v] += 128 products of a stage, of row lane / 4 + 8 (v / 2) and the digits of column 2 (lane % 4) + v % 2; those of rows 8 to 15
-  /// are 16 times as large.
-  static __device__ __forceinline__ void multiply(char const* codes_at, char const* scales_at, uint32_t const (&b)[2][4],
-                                                  float2 const& digit_sums, float2 const& factors, float (&sums)[4]) {
-    constexpr uint32_t kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;
-    uint4 const chunks[2] = {*reinterpret_cast<uint4 const*>(codes_at), *reinterpret_cast<uint4 const*>(codes_at + 512)};
-    T const* const scales = reinterpret_cast<T const*>(scales_at);
-    float const scale[2] = {minfer::to_float(scales[0]), minfer::to_float(scales[8])};
-    int32_t d[2][4];
-#pragma unroll
-    for (int v = 0; v < 4; ++v) {
-      d[0][v] = int32_t(kMagicBits);
-      d[1][v] = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint4 const& chunk = chunks[i / 2];
-      uint32_t const first = i % 2 == 0 ? chunk.x : chunk.z, second = i % 2 == 0 ? chunk.y : chunk.w;
-      uint32_t const a[4] = {first & kLow, first & kHigh, second & kLow, second & kHigh};
-      asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-          : "+r"(d[i % 2][0]), "+r"(d[i % 2][1]), "+r"(d[i % 2][2]), "+r"(d[i % 2][3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[i / 2][i % 2 * 2]), "r"(b[i / 2][i % 2 * 2 + 1]));
-    }
-#pragma unroll
-    for (int v = 0; v < 4; ++v) {
-      constexpr float kZero = 8.0f;  // the zero point of symmetric weights
-      float const of_codes = __int_as_float(d[0][v] + d[1][v]) - kMagic;
-      float const whole = fmaf(v % 2 == 0 ? digit_sums.x : digit_sums.y, v < 2 ? -kZero : -16.0f * kZero, of_codes);
-      sums[v] = fmaf(scale[v / 2] * (v % 2 == 0 ? factors.x : factors.y), whole, sums[v]);
-    }
-  }
-
-  /// The sums of the digits of each token go to the finishers.
+  /// The sums of each token go to the finishers.
   __device__ __forceinline__ void leave(int part, int warp, int lane, float const (&sums)[4]) const {
     int const slot = part % kPartials;
     EmptyBarrier::wait(&storage_.partial_empty[slot], (uint32_t(part / kPartials) & 1) ^ 1);
@@ -458,12 +412,8 @@ class DecoderBlock {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int token = 0; token < kTokens; ++token) {
-        float sum = 0.0f;  // in one order, whichever columns the token has
-#pragma unroll
-        for (int column = token * kDigits; column < (token + 1) * kDigits; ++column) {
-          sum += __shfl_sync(0xffffffffu, sums[half * 2 + column % 2], (lane & 28) | column / 2);
-        }
-        if (lane % 4 == 0) storage_.partials[slot][warp][token][lane / 4 + half * 8] = half == 0 ? sum : sum * 0.0625f;
+        float const sum = Weights::total(sums, half, token, lane);
+        if (lane % 4 == 0) storage_.partials[slot][warp][token][lane / 4 + half * 8] = sum;
       }
     }
     __syncwarp();
@@ -490,7 +440,10 @@ class DecoderBlock {
       for (int unit = int(blockIdx.x); unit < product.units; unit += int(gridDim.x), ++part) {
         if (part % kFinishers != own) continue;
         int const slot = part % kPartials, column = unit * outputs + row % outputs;
-        float addend[kTokens];
+        float addend[kTokens], scale = 1.0f;
+        if (!kInt4 && !p_.block_scales && unit * kUnit + row < (product.gated ? 2 : 1) * product.columns) {
+          scale = load_operand(product.weight_scales + (unit * kUnit + row) * product.row_scale_stride);
+        }
 #pragma unroll
         for (int token = 0; token < kTokens; ++token) {
           addend[token] = 0.0f;
@@ -521,7 +474,7 @@ class DecoderBlock {
         if (lane == 0) EmptyBarrier::arrive(&storage_.partial_empty[slot]);
 #pragma unroll
         for (int token = 0; token < kTokens; ++token) {
-          if (token < p_.m) store(i, token, column, y[token] * norm_factor(i, token), addend[token], tag, lane);
+          if (token < p_.m) store(i, token, column, y[token] * (norm_factor(i, token) * scale), addend[token], tag, lane);
         }
       }
     }
@@ -560,12 +513,17 @@ class DecoderBlock {
   Storage& storage_;
 };
 
-template <DataType kType, int kTokens>
-__global__ void __launch_bounds__(DecoderBlock<kType, kTokens>::kThreads, 1)
+template <WeightFormat kFormat, DataType kType, int kTokens>
+using DecoderBlockOf =
+    DecoderBlock<std::conditional_t<kFormat == WeightFormat::kInt4, Int4Weights<kType, kTokens>, E4m3Weights<kType, kTokens>>, kType,
+                 kTokens>;
+
+template <WeightFormat kFormat, DataType kType, int kTokens>
+__global__ void __launch_bounds__(DecoderBlockOf<kFormat, kType, kTokens>::kThreads, 1)
     decoder_block_sm90_kernel(__grid_constant__ Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
-  DecoderBlock<kType, kTokens>(params, smem).run();
+  DecoderBlockOf<kFormat, kType, kTokens>(params, smem).run();
 #endif
 }
 

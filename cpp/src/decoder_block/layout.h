@@ -8,45 +8,56 @@
 
 namespace minfer::decoder_block {
 
-constexpr int kUnit = 16;         // rows of a weight that a CTA computes at a time, an MMA's
-constexpr int kStageK = 2048;     // k of a stage of the ring: 128 for each consumer warp
-constexpr int kWarps = 16;        // consumers
-constexpr int kMostStages = 16;   // of the ring
-constexpr int kMostKStages = 16;  // stages of a weight's row
-constexpr int kCodeBytes = kUnit * kStageK / 2;
-constexpr int kStageBytes = kCodeBytes + kUnit * 2 * (kStageK / 128);  // and scales
-constexpr int kDigits = 3;                                             // of an activation: 8 bits each
-constexpr int kPartials = 4;                                           // units whose sums are under way from the consumers
-constexpr int kConverterWarps = 8;                                     // a stage's activations are 8 for each of their threads
+constexpr int kUnit = 16;           // rows of a weight that a CTA computes at a time, an MMA's
+constexpr int kStageK = 2048;       // k of a stage of the ring: 128 for each consumer warp
+constexpr int kWarps = 16;          // consumers
+constexpr int kMostStages = 16;     // of the ring
+constexpr int kMostKStages = 16;    // stages of a weight's row
+constexpr int kDigits = 3;          // of an activation beside int4: 8 bits each
+constexpr int kPartials = 4;        // units whose sums are under way from the consumers
+constexpr int kConverterWarps = 8;  // a stage's activations are 8 for each of their threads
 constexpr int kMostTokens = 2;
+
+/// Bytes of a stage of the ring. Codes of e4m3 are swizzled by TMA and so begin at multiples of 1024: their scales stand behind all stages.
+struct Stage {
+  int code_bytes, scale_bytes, pitch;  // pitch: from one stage's codes to the next
+};
+constexpr Stage stage_of(WeightFormat format) {
+  if (format != WeightFormat::kInt4) return {kUnit * kStageK, 2 * 4 * (kStageK / 128), kUnit * kStageK};
+  int const codes = kUnit * kStageK / 2, scales = kUnit * 2 * (kStageK / 128);
+  return {codes, scales, codes + scales};
+}
 
 constexpr int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 constexpr int64_t k_stages(int64_t k) { return (k + kStageK - 1) / kStageK; }
 
 /// The parts of shared memory that depend on the sizes, one behind the other: stages, the fixed part, and for the activations of even and
-/// of odd products their digits and what is known of each group of 128.
+/// of odd products the rows that converters make of them and what is known of each group of 128.
 struct Layout {
-  int64_t pitch[2];   // bytes from one row of digits to the next
-  int64_t digits[2];  // offsets
+  int64_t pitch[2];        // bytes from one row to the next
+  int64_t activations[2];  // offsets
   int64_t groups[2];
   int64_t fixed, bytes;
 };
 
-constexpr int64_t kGroupBytes = 64;
+constexpr int64_t group_bytes(WeightFormat format, int64_t tokens) { return format == WeightFormat::kInt4 ? 64 : 4 * tokens; }
 
 /// fixed_bytes: of the kernel for so many tokens.
 inline Layout layout_of(DecoderBlockProblem const& problem, int64_t stages, int64_t fixed_bytes) {
   Layout layout{};
-  layout.fixed = stages * kStageBytes;
+  bool const int4 = problem.weights == WeightFormat::kInt4;
+  Stage const stage = stage_of(problem.weights);
+  layout.fixed = stages * (stage.code_bytes + stage.scale_bytes);
   int64_t at = layout.fixed + round_up(fixed_bytes, 128);
   for (int parity = 0; parity < 2; ++parity) {
     int64_t most = 0;
     for (int i = parity; i < kDecoderBlockProducts; i += 2) most = most > k_stages(problem.k(i)) ? most : k_stages(problem.k(i));
-    layout.pitch[parity] = most * kStageK + 16;  // ldmatrix's eight rows of 16 bytes meet all banks once
-    layout.digits[parity] = at;
-    at += round_up(kDigits * problem.m * layout.pitch[parity], 128);
+    // Rows of int4's digits: ldmatrix's eight rows of 16 bytes meet all banks once. Of f16, what is read together: 64 bytes of two rows.
+    layout.pitch[parity] = int4 ? most * kStageK + 16 : most * kStageK * 2 + 64;
+    layout.activations[parity] = at;
+    at += round_up((int4 ? kDigits : 1) * problem.m * layout.pitch[parity], 128);
     layout.groups[parity] = at;
-    at += most * (kStageK / 128) * kGroupBytes;
+    at += round_up(most * (kStageK / 128) * group_bytes(problem.weights, problem.m), 128);
   }
   layout.bytes = at;
   return layout;

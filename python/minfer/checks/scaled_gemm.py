@@ -73,7 +73,7 @@ def _is_of_lines(x: torch.Tensor, lines: Any) -> bool:
     return x.numel() == 1 or ((x.dim() == 1 or (x.dim() == 2 and x.shape[1] == 1)) and x.shape[0] == lines)
 
 
-def _check_scale(
+def check_scale(
     check: Checker,
     name: str,
     scale: torch.Tensor,
@@ -83,7 +83,8 @@ def _check_scale(
     blocks: bool,
     a: torch.Tensor,
     halves: bool = False,
-):
+) -> None:
+    """That ``scale`` is one number, one for each of ``lines``, or, where ``blocks`` may be, of blocks."""
     check_dense(check, name, scale)
     check_device(check, name, scale, "a", a)
     of_blocks = blocks and is_of_blocks(scale, lines, block_lines, k, halves)
@@ -132,8 +133,8 @@ def _check_scaled(
     if gated:
         check_gated_columns(check, b)
     check_dense(check, "a_scale", a_scale)
-    _check_scale(check, "a_scale", flat_scale(a_scale, a), m, m, k, dtype == FP8, a)
-    _check_scale(check, "b_scale", b_scale, n, blocks_of(n // 2 if gated else n), k, dtype == FP8, a, gated)
+    check_scale(check, "a_scale", flat_scale(a_scale, a), m, m, k, dtype == FP8, a)
+    check_scale(check, "b_scale", b_scale, n, blocks_of(n // 2 if gated else n), k, dtype == FP8, a, gated)
     return (*a.shape[:-1], n)
 
 

@@ -1,4 +1,4 @@
-"""What lies between the attention of a decoder layer and that of the next one, of weights in 4 bits, as one operator.
+"""What lies between the attention of a decoder layer and that of the next one, of weights in 4 or 8 bits, as one operator.
 
     qkv = minfer.w4a16_decoder_block(attended, residual, *o, mlp_norm, *gate_up, *down, next_norm, *next_qkv, eps)
 
@@ -14,7 +14,7 @@ from .._core.operator import operator
 from ..checks import decoder_block as checks
 from ..reference import decoder_block as reference
 
-__all__ = ["w4a16_decoder_block"]
+__all__ = ["fp8_decoder_block", "w4a16_decoder_block"]
 
 
 @operator(check=checks.check_w4a16_decoder_block, reference=reference.w4a16_decoder_block, values=reference.check_values)
@@ -81,4 +81,55 @@ def w4a16_decoder_block(
     products with codes are summed exactly in int32 and scaled in float32. Separately, norms and weights are rounded to a's dtype, as
     :func:`minfer.rms_norm` and :func:`minfer.w4a16_gemm` do it. Either has the same bits in every run; in the batch-invariant mode it is
     always the operators. docs/numerics.md has the bounds. There is no backward.
+    """
+
+
+@operator(check=checks.check_fp8_decoder_block, reference=reference.fp8_decoder_block, values=reference.check_fp8_values)
+def fp8_decoder_block(
+    a: Tensor,
+    residual: Tensor,
+    o_weight: Tensor,
+    o_scale: Tensor,
+    mlp_norm: Tensor,
+    gate_up_weight: Tensor,
+    gate_up_scale: Tensor,
+    down_weight: Tensor,
+    down_scale: Tensor,
+    next_norm: Tensor,
+    next_weight: Tensor,
+    next_scale: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    o_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    next_bias: Tensor | None = None,
+    activation: str = "silu",
+    constant_weights: bool = False,
+    kernel: str | None = None,
+) -> Tensor:
+    """:func:`w4a16_decoder_block` of e4m3 weights.
+
+    Args:
+      a, residual, mlp_norm, next_norm, eps, weight_offset, o_bias, down_bias, next_bias, activation, constant_weights: as there, of any
+        sizes, but for inter, which is a multiple of 8.
+      o_weight, o_scale: Wo [h, k], float8_e4m3fn, and its scale as :func:`minfer.gemm_fp8` takes b_scale: float32 [1], [h], or of blocks
+        [ceil(h / 128), ceil(k / 128)], these also uint8.
+      gate_up_weight, gate_up_scale: Wgu [2 * inter, h], rows interleaved by ``minfer.pack_gate_up``, and its scale as
+        :func:`minfer.gemm_fp8_gated` takes it.
+      down_weight, down_scale: Wd [h, inter].
+      next_weight, next_scale: Wn [n, h].
+      kernel: as there; one launch wants k of all weights in multiples of 128, and scales that are all of blocks, in float32, or none.
+
+    Returns:
+      As there.
+
+    Raises:
+      RuntimeError: as there.
+
+    Numerics: x, h, the residual and D are rounded once each. Separately, what is multiplied are e4m3 codes of activations, with a scale for
+    each token, or for each 128 columns where a weight's scales are of blocks, as :func:`minfer.quantize_fp8` and
+    :func:`minfer.rms_norm` make them. In one launch activations are not quantised: they are multiplied as float16 numbers times a power of
+    two for each 128 columns, that of a norm without its factor, which is exact but for what is below 2^-28 of the largest of them and, of
+    norms, a rounding to 11 bits. docs/numerics.md has the bounds. There is no backward.
     """

@@ -22,7 +22,7 @@ LAYOUTS = ("tn", "tt", "nn", "nt")
 MAX_EXTENT = 2**31 - 512  # of m, n, k and batch: the library's kMaxExtent
 
 
-def _checker_of(problem: AnyProblem | NormProblem | DecoderBlockProblem, *names: str) -> ValueChecker:
+def _checker_of(problem: AnyProblem | NormProblem | DecoderBlockProblem | Fp8DecoderBlockProblem, *names: str) -> ValueChecker:
     """After what all kinds check: the sizes of these names, the dtype, and n and C where the product is gated."""
     check = ValueChecker(problem.op)
     for name in names:
@@ -511,24 +511,63 @@ class DecoderBlockProblem:
     c: ClassVar[bool] = False
 
     def __post_init__(self):
-        if self.attention is None:
-            object.__setattr__(self, "attention", self.k)
-        check, unit = _checker_of(self, "m", "n", "k", "inter", "attention"), weight_layout.MULTIPLE
-        for name in ("n", "k", "inter", "attention"):
-            check(getattr(self, name) % unit == 0, "{} must be a multiple of {}, got {}", name, unit, getattr(self, name))
+        check = _check_block_sizes(self)
         good = self.group_size == -1 or (self.group_size >= 32 and self.group_size & (self.group_size - 1) == 0)
         check(good, "group_size must be -1 or a power of two >= 32, got {}", self.group_size)
 
     def __str__(self) -> str:
-        sizes = f"{self.m} x ({self.attention}, {self.k}, {self.inter}, {self.n})"
-        return f"{sizes} {DTYPE_NAMES[self.dtype]}, {'one group' if self.group_size == -1 else f'groups of {self.group_size}'}"
+        return _block_sizes(self) + ("one group" if self.group_size == -1 else f"groups of {self.group_size}")
+
+    def weights(self) -> tuple[str, int]:
+        """As ``_plan_decoder_block`` takes them."""
+        return "int4", self.group_size
+
+
+@dataclass(frozen=True)
+class Fp8DecoderBlockProblem:
+    """fp8_decoder_block, otherwise as :class:`DecoderBlockProblem`. ``block_scaled``: the scales are of blocks of 128 x 128."""
+
+    m: int
+    n: int
+    k: int
+    inter: int
+    attention: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    block_scaled: bool = False
+
+    op: ClassVar[str] = "fp8_decoder_block"
+    gated: ClassVar[bool] = False
+    c: ClassVar[bool] = False
+
+    def __post_init__(self):
+        _check_block_sizes(self)
+
+    def __str__(self) -> str:
+        return _block_sizes(self) + ("scales of blocks" if self.block_scaled else "scales of rows")
+
+    def weights(self) -> tuple[str, int]:
+        """As ``_plan_decoder_block`` takes them."""
+        return "blocks" if self.block_scaled else "rows", -1
+
+
+def _check_block_sizes(problem: DecoderBlockProblem | Fp8DecoderBlockProblem) -> ValueChecker:
+    if problem.attention is None:
+        object.__setattr__(problem, "attention", problem.k)
+    check, unit = _checker_of(problem, "m", "n", "k", "inter", "attention"), weight_layout.MULTIPLE
+    for name in ("n", "k", "inter", "attention"):
+        check(getattr(problem, name) % unit == 0, "{} must be a multiple of {}, got {}", name, unit, getattr(problem, name))
+    return check
+
+
+def _block_sizes(problem: DecoderBlockProblem | Fp8DecoderBlockProblem) -> str:
+    return f"{problem.m} x ({problem.attention}, {problem.k}, {problem.inter}, {problem.n}) {DTYPE_NAMES[problem.dtype]}, "
 
 
 @dataclass(frozen=True)
 class DecoderBlockPlan:
     """Whether a decoder block is one launch. ``str(plan)`` is a report."""
 
-    problem: DecoderBlockProblem
+    problem: DecoderBlockProblem | Fp8DecoderBlockProblem
     device: str  # its name
     one_launch: bool
     ctas: int  # of one launch, all of which are resident together
@@ -549,7 +588,7 @@ class DecoderBlockPlan:
 
 
 def plan_decoder_block(
-    problem: DecoderBlockProblem,
+    problem: DecoderBlockProblem | Fp8DecoderBlockProblem,
     *,
     kernel: str | None = None,
     device: torch.device | int | str | None = None,
@@ -566,7 +605,7 @@ def plan_decoder_block(
         nothing = dict.fromkeys(("ctas", "stages", "ahead", "smem_bytes", "workspace_bytes"), 0)
         return DecoderBlockPlan(problem=problem, device=name, one_launch=False, reason="asked for by name", **nothing)
     sizes = [problem.m, problem.attention, problem.k, problem.inter, problem.n]
-    found = json.loads(ops._plan_decoder_block(sizes, DTYPE_NAMES[problem.dtype], problem.group_size, kernel is not None, index))
+    found = json.loads(ops._plan_decoder_block(sizes, DTYPE_NAMES[problem.dtype], *problem.weights(), kernel is not None, index))
     return DecoderBlockPlan(problem=problem, device=name, **found)
 
 
@@ -586,8 +625,8 @@ def plan(
     """What ``op`` would run for contiguous operands: the explicit kernel, else a tuned row, else the analytic model's choice.
 
     Args:
-      op: "gemm", "w4a16_gemm", "w4a8_gemm", "rms_norm_gemm", "w4a16_decoder_block", or "scaled_gemm" for what gemm_fp8 and gemm_int8 would
-        run.
+      op: "gemm", "w4a16_gemm", "w4a8_gemm", "rms_norm_gemm", "w4a16_decoder_block", "fp8_decoder_block", or "scaled_gemm" for what gemm_fp8
+        and gemm_int8 would run.
       m, n, k: sizes; n counts B's columns (the weight's rows), also of a gated GEMM.
       dtype: of A, D and what B stands for: torch.float16 or torch.bfloat16 (the default). Of scaled_gemm: of A and B, of w4a8_gemm: of A,
         torch.float8_e4m3fn (the default) or torch.int8.
@@ -606,17 +645,18 @@ def plan(
         Of w4a8_gemm: ``group_size`` (128; -1: all of k).
         Of rms_norm_gemm: ``gated``, ``residual`` (there is one), and ``constant_weights`` (no launch that still runs writes B).
         Of w4a16_decoder_block, without ``c`` and ``gated``: n are the columns of the result, k of the residual; ``inter`` of the MLP's
-        activations; ``attention`` of a (default: k); ``group_size``.
+        activations; ``attention`` of a (default: k); ``group_size``. Of fp8_decoder_block likewise, with ``block_scaled`` (scales are of
+        blocks of 128 x 128) in place of the group size.
         Of scaled_gemm: ``out_dtype`` of D, torch.bfloat16 (the default), torch.float16 or torch.float32; ``block_scaled`` (of A or B there
         is a scale for each 128 of k) and ``fast_accum``, both of float8_e4m3fn.
 
     Returns:
-      A :class:`Plan`, of rms_norm_gemm a :class:`NormPlan`, of w4a16_decoder_block a :class:`DecoderBlockPlan`; ``print`` it.
+      A :class:`Plan`, of rms_norm_gemm a :class:`NormPlan`, of decoder blocks a :class:`DecoderBlockPlan`; ``print`` it.
 
     Raises:
       ValueError: an argument cannot be right. RuntimeError: the override names no legal kernel, or no kernel takes so large a product.
     """
-    kinds = PROBLEMS | {NormProblem.op: NormProblem, DecoderBlockProblem.op: DecoderBlockProblem}
+    kinds = PROBLEMS | {kind.op: kind for kind in (NormProblem, DecoderBlockProblem, Fp8DecoderBlockProblem)}
     if op not in kinds:
         raise ValueError(f"op must be one of {', '.join(kinds)}, got {op!r}")
     known = [field.name for field in fields(kinds[op])]
@@ -624,7 +664,7 @@ def plan(
         if name not in known:
             raise ValueError(f"{op} has no {name}; its options are {', '.join(known)}")
     problem = kinds[op](m=m, n=n, k=k, **({} if dtype is None else {"dtype": dtype}), **options)
-    if isinstance(problem, DecoderBlockProblem):
+    if isinstance(problem, (DecoderBlockProblem, Fp8DecoderBlockProblem)):
         return plan_decoder_block(problem, kernel=kernel, device=device, batch_invariant=batch_invariant)
     if isinstance(problem, NormProblem):
         return plan_norm(problem, kernel=kernel, use_tuned=use_tuned, device=device, batch_invariant=batch_invariant)

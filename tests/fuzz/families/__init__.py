@@ -6,7 +6,7 @@ from ..family import Family
 from .allocate_kv_cache import AllocateKvCache
 from .attention import Attention, AttentionVarlen, MergeAttentionStates
 from .attention_paged import AttentionPaged
-from .decoder_block import DecoderBlock
+from .decoder_block import DecoderBlock, Fp8DecoderBlock
 from .fused import FUSED_FAMILIES
 from .gemm import Gemm, GemmGated
 from .grouped import GROUPED_FAMILIES
@@ -42,6 +42,7 @@ FAMILIES: dict[str, Family] = {
         *FUSED_FAMILIES,
         *NORM_GEMM_FAMILIES,
         DecoderBlock(),
+        Fp8DecoderBlock(),
         *SCALED_GEMM_FAMILIES,
         *W4A8_FAMILIES,
         *GROUPED_SCALED_FAMILIES,

@@ -1,4 +1,5 @@
-"""minfer.w4a16_decoder_block: what lies between two attentions, of any number of rows, in one launch and by the operators."""
+"""minfer.w4a16_decoder_block and fp8_decoder_block: what lies between two attentions, of any number of rows, in one launch and by the
+operators."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.decoder_block.cases import WEIGHTS, Steps, Truth
+from tests.decoder_block.fp8_cases import Fp8Steps
 
 from .. import arena
 from ..compare import Expected, name_of
@@ -20,6 +22,7 @@ from .attention import DTYPES, HALVES
 from .fused import RANKS, WRONG_EPS
 from .gemm import WRONG_ACTIVATIONS, WRONG_KERNELS, draw_addend, wrong_scalars
 from .quantized_gemm import fill_weight, pack
+from .scaled_gemm import BLOCK, FP8, blocks_of, expanded
 
 BIASES = ("o_bias", "down_bias", "next_bias")
 
@@ -28,6 +31,8 @@ class DecoderBlock(Family):
     """The residual is held to the errors of the whole chain, the result to those of what follows from the residual that was stored."""
 
     name = "w4a16_decoder_block"
+    options = ("eps", "weight_offset", "group_size", "activation")
+    spread = 1.0
     share = 1.5
     views = dict.fromkeys(("a", "mlp_norm", "next_norm", *BIASES), arena.ANY) | {"residual": arena.DENSE}
     in_place = ("residual",)
@@ -43,13 +48,17 @@ class DecoderBlock(Family):
             if max(products) <= limits.elements and m * sum(products) <= limits.work and m * max(k, h, 2 * inter, n) <= limits.elements:
                 break
         dtype = name_of(draw.choice(HALVES))
-        p: Parameters = {"dtype": dtype, "k": k, "h": h, "inter": inter, "n": n, "format": "int4", "zeros": "none"}
+        p: Parameters = {"dtype": dtype, "k": k, "h": h, "inter": inter, "n": n} | self.draw_format(draw)
         p["lead"] = draw.weighted({(m,): 6, (1, m): 1, (m, 1): 0.5, (): 0.5})
-        p["group_size"] = draw.weighted({-1: 2, 32: 1, 128: 4, 256: 2, 2**40: 0.1})
         p |= {name: draw_addend(draw, dtype) if draw.chance(0.4) else None for name in BIASES}
         p |= {"activation": draw.weighted({"silu": 4} | dict.fromkeys(ACTIVATIONS, 1)), "constant": draw.chance(1 / 3)}
         p |= {"eps": draw.pick(1e-6, 1e-5, 0.1), "weight_offset": draw.pick(0.0, 0.0, 1.0, -0.3), "loud": draw.chance(0.2)}
         return p | {"by": draw.weighted({None: 2, "separate": 1, "one_launch": 2})}
+
+    def draw_format(self, draw: Draw) -> Parameters:
+        """Of the weights."""
+        group_size = draw.weighted({-1: 2, 32: 1, 128: 4, 256: 2, 2**40: 0.1})
+        return {"format": "int4", "zeros": "none", "group_size": group_size}
 
     def sizes(self, p: Parameters) -> dict[str, tuple[int, int]]:
         return {"o": (p["h"], p["k"]), "gate_up": (2 * p["inter"], p["h"]), "down": (p["h"], p["inter"]), "next": (p["n"], p["h"])}
@@ -63,36 +72,46 @@ class DecoderBlock(Family):
         tensors |= {name: data.normal(h, dtype=dtype) for name in ("mlp_norm", "next_norm")}
         facts = {}
         for name, (n, k) in self.sizes(p).items():
-            w = fill_weight(p, data, n, k, 1.0 / math.sqrt(max(k, 1)))
-            tensors |= {f"{name}_qweight": pack(w["codes"], "int4"), f"{name}_scales": w["scales"]}
-            facts[name] = w["codes"]
+            own, facts[name] = self.fill_weight(p, data, name, n, k)
+            tensors |= own
         for name in BIASES:
             size = p["n"] if name == "next_bias" else h
             tensors[name] = None if p[name] is None else data.normal(size, dtype=DTYPES[p[name]])
         return Contents(tensors, facts)
 
+    def fill_weight(self, p: Parameters, data: Data, name: str, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+        """Its tensors, and what the truth needs beside them."""
+        w = fill_weight(p, data, n, k, 1.0 / math.sqrt(max(k, 1)))
+        return {f"{name}_qweight": pack(w["codes"], "int4"), f"{name}_scales": w["scales"]}, w["codes"]
+
+    def exact(self, p: Parameters, contents: Contents, name: str) -> Tensor:
+        """A weight in float64."""
+        scales = contents.tensors[f"{name}_scales"]
+        return weights.weight(contents.facts[name], scales, None, "int4", p["group_size"]).value.view(self.sizes(p)[name])
+
+    def steps(self, p: Parameters) -> Steps:
+        return Steps(DTYPES[p["dtype"]])
+
     def call(self, p: Parameters, t: dict[str, Tensor | None]) -> dict[str, Tensor]:
-        options = {name: p[name] for name in ("eps", "weight_offset", "group_size", "activation")} | {"constant_weights": p["constant"]}
+        operator = getattr(minfer, self.name)
+        options = {name: p[name] for name in self.options} | {"constant_weights": p["constant"]}
         arguments = {name: x for name, x in t.items() if name not in ("a", "residual")} | options | p.get("extra", {})
         operands = (t["a"], t["residual"])
         if p["by"] is None or "kernel" in arguments:
-            return {"out": minfer.w4a16_decoder_block(*operands, **arguments), "residual": t["residual"]}
+            return {"out": operator(*operands, **arguments), "residual": t["residual"]}
         try:
-            found = minfer.w4a16_decoder_block(*operands, **arguments, kernel=p["by"])
+            found = operator(*operands, **arguments, kernel=p["by"])
         except RuntimeError as error:  # what one launch does not take
             if p["by"] != "one_launch" or "one launch" not in str(error).replace("_", " "):
                 raise
-            found = minfer.w4a16_decoder_block(*operands, **arguments)
+            found = operator(*operands, **arguments)
         return {"out": found, "residual": t["residual"]}
 
     def expect(self, p: Parameters, contents: Contents, before: dict[str, Tensor], have: dict[str, Tensor]) -> list[Expected]:
         t, dtype, m = contents.tensors, DTYPES[p["dtype"]], math.prod(p["lead"])
-        dense = {
-            name: weights.weight(contents.facts[name], t[f"{name}_scales"], None, "int4", p["group_size"]).value.view(self.sizes(p)[name])
-            for name in WEIGHTS
-        }
+        dense = {name: self.exact(p, contents, name) for name in WEIGHTS}
         truth = Truth(
-            Steps(dtype),
+            self.steps(p),
             t["a"].reshape(m, p["k"]),
             before["residual"].reshape(m, p["h"]),
             dense,
@@ -101,7 +120,7 @@ class DecoderBlock(Family):
             {name: p[name] for name in ("eps", "weight_offset", "activation")},
         )
         found = truth.of_residual()
-        shape, usual = (*p["lead"], p["h"]), float(found.deviation.norm())
+        shape, usual = (*p["lead"], p["h"]), self.spread * float(found.deviation.norm())
         peer = found.value.to(dtype).view(shape)
         residual = Expected("residual", dtype, found.value.view(shape), truth.residual_bound(found).view(shape), peer, usual=usual)
         exact, bound = truth.returned(have["residual"].reshape(m, p["h"]))
@@ -140,3 +159,69 @@ class DecoderBlock(Family):
         found = [*wrong_scalars("weight_offset"), *WRONG_EPS, *WRONG_ACTIVATIONS, *WRONG_KERNELS]
         found += [("kernel", name, "kernel") for name in ("two_launches", "one_launch@threads=1", "dequantize")]
         return found + [("group_size", x, "group_size") for x in (0, -2, 8, 48, 2**40 + 1)]
+
+
+class Fp8DecoderBlock(DecoderBlock):
+    """Scales of each kind, all weights' of one or each of its own."""
+
+    name = "fp8_decoder_block"
+    options = ("eps", "weight_offset", "activation")
+    spread = 2.0  # rows that are the same are off by the same, and that is much here
+
+    def draw_format(self, draw: Draw) -> Parameters:
+        kinds = {"one": 1, "lines": 2, "blocks": 3}
+        one = draw.weighted(kinds)
+        mixed = draw.chance(0.2)
+        return {"kinds": {name: draw.weighted(kinds | {"exponents": 1}) if mixed else one for name in WEIGHTS}}
+
+    def fill_weight(self, p: Parameters, data: Data, name: str, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+        kind, gated = p["kinds"][name], name == "gate_up"
+        blocks = (2, blocks_of(n // 2), blocks_of(k)) if gated else (blocks_of(n), blocks_of(k))
+        shape = {"one": (1,), "lines": (n,)}.get(kind, blocks)
+        size = 1.0 / (16.0 * math.sqrt(max(k, 1)))
+        if kind == "exponents" and math.prod(shape) > 1 and shape != (n, 1):
+            middle = 127 + round(math.log2(size))
+            scale = data.integers(middle - 1, middle + 2, *shape, dtype=torch.uint8)
+        else:
+            scale = data.uniform(*shape, low=0.5 * size, high=1.5 * size)
+        codes = data.normal(n, k, dtype=torch.float32, scale=16.0).to(FP8)
+        return {f"{name}_weight": codes, f"{name}_scale": scale}, torch.empty(0)
+
+    def exact(self, p: Parameters, contents: Contents, name: str) -> Tensor:
+        codes = contents.tensors[f"{name}_weight"]
+        return codes.double() * expanded(contents.tensors[f"{name}_scale"], *codes.shape, BLOCK)
+
+    def steps(self, p: Parameters) -> Steps:
+        """Activations are coded by tokens where one of the weights has them so: what is off is not less in blocks."""
+        blocks = all(kind in ("blocks", "exponents") for kind in p["kinds"].values())
+        return Fp8Steps(DTYPES[p["dtype"]], separate=False, columns=BLOCK if blocks else None)
+
+    # ---- calls that cannot be right ------------------------------------------------------------------------------------------------------
+
+    def arguments(self, p: Parameters) -> dict[str, Argument]:
+        dtype = DTYPES[p["dtype"]]
+        lead = tuple(f"mode {i}" for i in range(len(p["lead"])))
+        codes, scales = (tuple(f"{name}_{part}" for name in WEIGHTS) for part in ("weight", "scale"))
+        found = {"a": Argument(HALVES, (*lead, ""), ("residual", *codes), ranks=RANKS)}
+        found["residual"] = Argument((dtype,), (*lead, "h"), (*codes, *scales))
+        found |= {name: Argument((dtype,), ("h",)) for name in ("mlp_norm", "next_norm")}
+        for name in WEIGHTS:
+            found[f"{name}_weight"] = Argument((FP8,), ("", ""), (*codes, *scales, *BIASES))
+            dtypes = (torch.float32, torch.uint8) if p["kinds"][name] in ("blocks", "exponents") else (torch.float32,)
+            found[f"{name}_scale"] = Argument(dtypes, ("",) * (3 if name == "gate_up" else 2), (f"{name}_scale",), ranks=range(4))
+        for name in BIASES:
+            if p[name]:
+                found[name] = Argument((dtype, torch.float32), ("n" if name == "next_bias" else "h",))
+        return found
+
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        found: list[WrongTensors] = []
+        for name in WEIGHTS:
+            codes = tensors[f"{name}_weight"]
+            if codes.shape[1] > 1:
+                found.append((f"{name}_weight has a column less", {f"{name}_weight": codes[:, :-1]}, (f"{name}_weight",)))
+        return found
+
+    def wrong_options(self, p: Parameters) -> list[tuple[str, object, str]]:
+        found = [*wrong_scalars("weight_offset"), *WRONG_EPS, *WRONG_ACTIVATIONS, *WRONG_KERNELS]
+        return found + [("kernel", name, "kernel") for name in ("two_launches", "one_launch@threads=1", "dequantize")]

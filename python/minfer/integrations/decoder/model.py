@@ -64,14 +64,14 @@ class DecoderModel:
         x = embedding(ids, self.embedding, scale=self.embedding_scale)
         if self.position_embedding is not None:
             x = x + embedding(positions, self.position_embedding)
-        few = x.shape[0] <= MOST_TOKENS
+        tokens = x.shape[0]
         pending = qkv = None
         for layer, following, own in zip(self.layers, [*self.layers[1:], None], attend, strict=True):
             if qkv is None:
                 qkv = layer.in_front_of_attention(x, pending)
             y = own(layer.attention, qkv)
-            block = between(layer, following) if few else None
-            if block is not None:
+            block = between(layer, following) if tokens <= MOST_TOKENS else None
+            if block is not None and tokens <= block.most_tokens:
                 qkv, pending = block(y, x), None
             else:
                 qkv = None

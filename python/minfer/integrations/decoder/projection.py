@@ -199,6 +199,11 @@ class _ScaledProjection(Projection):
         return self(norm.quantized(x, weight.input_quant, weight.input_scale, residual), out_dtype=x.dtype)
 
 
+def scaled_fp8(projection: Projection) -> bool:
+    """Whether a projection is by e4m3 weights, and quantises activations by what it sees of them."""
+    return isinstance(projection, _ScaledProjection) and projection._kind is Fp8Weight and projection.input_scale is None
+
+
 class _SeparateProjections(Projection):
     """Weights that cannot be one: a product each."""
 

@@ -1,0 +1,119 @@
+// Products of activations with e4m3 weights [n, k], which have a scale for each row, or for each block of 128 x 128, for
+// decoder_block_sm90.cuh.
+//
+// Both operands of the MMAs are f16: codes by the conversion of two, which is one instruction, and activations times a power of two for
+// each group of 128 that takes the largest to 2^14 or above. That is exact for bf16 and f16 down to 2^-28 of the largest, and rounds the
+// products of a norm's weight to 11 bits, where operators of 8-bit activations would leave 4. The tokens' columns are repeated, so that
+// lanes of all columns have sums.
+// Order of k in an MMA: lane l has of 16 codes those from 4 (l % 4) on, the first two as columns 2 (l % 4) and the next of the MMA, the
+// others as those 8 behind them. Of 32 activations are stored, one after the other, for each l % 4 its four of the first 16 and of the
+// others.
+#pragma once
+
+#include "common/mma_sm80.cuh"
+#include "decoder_block/layout.h"
+#include "minfer/types.h"
+
+namespace minfer::decoder_block {
+
+template <DataType kType, int kTokens>
+struct E4m3Weights {
+  static constexpr WeightFormat kFormat = WeightFormat::kFp8E4M3;
+
+  struct Group {  // of 128 activations, by tokens
+    float factors[kTokens];
+  };
+
+  static __device__ __forceinline__ uint32_t pair(float low, float high) {
+    uint32_t both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+  }
+  /// As Int4Weights::make and store.
+  struct Made {
+    uint2 numbers[2];
+    int exponent;
+    uint32_t most;
+  };
+  static __device__ __forceinline__ Made make(float const (&x)[8]) {
+    Made made;
+    uint32_t most = 0;  // as bits, of which those of NaN and infinity are the largest
+#pragma unroll
+    for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(x[e]) & 0x7fffffffu);
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, offset));
+    made.most = most;
+    // Times the power of two that takes the largest to 2^14 or above, below 2^15.
+    made.exponent = min(max(int(most >> 23), 15), 254);
+    float const factor = __uint_as_float(uint32_t(268 - made.exponent) << 23);
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      float const* const y = x + 4 * q;
+      made.numbers[q] = make_uint2(pair(y[0] * factor, y[1] * factor), pair(y[2] * factor, y[3] * factor));
+    }
+    return made;
+  }
+  static __device__ __forceinline__ void store(Made const& made, char* rows, int pitch, Group* groups, int token, int v, int lane) {
+    int const chunk = v / 2, first = v % 2;  // the numbers of l % 4 = first, and of first + 2, of 16
+    char* const to = rows + token * pitch + chunk / 2 * 64 + chunk % 2 * 8 + first * 16;
+#pragma unroll
+    for (int q = 0; q < 2; ++q) *reinterpret_cast<uint2*>(to + 32 * q) = made.numbers[q];
+    if (lane % 16 == 0) {
+      float const place = __uint_as_float(uint32_t(made.exponent - 14) << 23);
+      groups[v / 16].factors[token] = made.most >= 0x7f800000u ? __uint_as_float(0x7fffffffu) : place;
+    }
+  }
+
+  struct Activations {
+    uint4 b[4];  // of 32 columns each
+    float factors[kTokens];
+  };
+  static __device__ __forceinline__ uint32_t first_of(uint32_t rows, int pitch, int m, int warp, int lane) {
+    return rows + lane / 4 % kTokens * pitch + lane % 4 * 16 + warp * 256;
+  }
+  static constexpr int kStep = 2 * kStageK;
+  static __device__ __forceinline__ Activations load(uint32_t at, Group const& group, int lane) {
+    Activations x;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x.b[j].x), "=r"(x.b[j].y), "=r"(x.b[j].z), "=r"(x.b[j].w)
+                   : "r"(at + 64 * j)
+                   : "memory");
+    }
+#pragma unroll
+    for (int token = 0; token < kTokens; ++token) x.factors[token] = group.factors[token];
+    return x;
+  }
+
+  static __device__ __forceinline__ void convert(uint32_t codes, uint32_t& low, uint32_t& high) {
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
+        : "=r"(low), "=r"(high)
+        : "r"(codes));
+  }
+  /// sums[v] += 128 products of a stage, of row lane / 4 + 8 (v / 2) and token v % 2 (both are the same of one token). codes: 16 rows of
+  /// 128 bytes, swizzled by TMA; scales: of rows 0 to 7 and of the others.
+  static __device__ __forceinline__ void multiply(char const* codes, float2 scales, Activations const& x, int lane, float (&sums)[4]) {
+    int const row = lane % 16;
+    uint32_t const at = shared_address(codes) + row * 128 + (lane / 16 ^ row % 8) * 16;
+    float d[2][4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t r[4];
+      load_matrices(at ^ (j * 32), r);
+      uint32_t a[2][4];
+#pragma unroll
+      for (int h = 0; h < 4; ++h) convert(r[h], a[h / 2][h % 2], a[h / 2][h % 2 + 2]);
+      multiply_16x8x16<DataType::kF16>(d[0], a[0], x.b[j].x, x.b[j].y);
+      multiply_16x8x16<DataType::kF16>(d[1], a[1], x.b[j].z, x.b[j].w);
+    }
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      sums[v] = fmaf((v < 2 ? scales.x : scales.y) * x.factors[v % kTokens], d[0][v] + d[1][v], sums[v]);
+    }
+  }
+
+  static __device__ __forceinline__ float total(float const (&sums)[4], int half, int token, int) { return sums[half * 2 + token]; }
+};
+
+}  // namespace minfer::decoder_block

@@ -1,0 +1,147 @@
+// Products of activations with int4 weights (w4_layout.h), in groups of 128 times a power of two or all of k, for decoder_block_sm90.cuh.
+//
+// A token is one column of an MMA, of which eight come at the price of one. So activations, times a power of two for each group of 128, are
+// cut in three digits of 8 bits, a column each, and the MMAs are those of int8: codes need no conversion to 16 bits, but a mask (the upper
+// four bits of a byte are the codes times 16, which goes into the sum), and half as many MMAs. Sums of 128 products are exact. An
+// accumulator begins with the bits of 1.5 2^23, so that its bits are the float of the sum plus that.
+// Order of k in an MMA: lane l has of a word of packed codes columns 2 (l % 4) + {0, 8, 1, 9} of 16, so digits are stored in that order. A
+// converter's 8 numbers are 4 of one half of 16 columns and the 4 beside them.
+#pragma once
+
+#include "common/mma_sm80.cuh"
+#include "decoder_block/layout.h"
+#include "fused/row_operation.cuh"
+
+namespace minfer::decoder_block {
+
+constexpr float kMagic = 12582912.0f;  // 1.5 2^23: integers of up to 22 bits are the low bits of their sum with it
+constexpr uint32_t kMagicBits = 0x4b400000u;
+
+template <DataType kType, int kTokens>
+struct Int4Weights {
+  static constexpr WeightFormat kFormat = WeightFormat::kInt4;
+  using T = fused::RowType<kType>;
+  static_assert(kDigits * kTokens <= 8);
+
+  struct Group {  // of 128 activations, by columns of the MMA
+    float sums[8], factors[8];
+  };
+
+  /// What becomes of a converter's 8 numbers, and what is known of their group, which are 16 threads'.
+  struct Made {
+    uint32_t words[kDigits][2];
+    int sums[kDigits], exponent;
+    uint32_t most;
+  };
+  static __device__ __forceinline__ Made make(float const (&x)[8]) {
+    Made made;
+    uint32_t most = 0;  // as bits, of which those of NaN and infinity are the largest
+#pragma unroll
+    for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(x[e]) & 0x7fffffffu);
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, offset));
+    // Times the power of two that takes the largest to 2^21 or above, below 2^22.
+    int const exponent = made.exponent = min(max(int(most >> 23), 22), 254);
+    made.most = most;
+    float const factor = __uint_as_float(uint32_t(275 - exponent) << 23);
+    uint32_t biased[8];  // a digit is a byte of this less 128
+#pragma unroll
+    for (int e = 0; e < 8; ++e) biased[e] = __float_as_uint(fmaf(x[e], factor, kMagic)) - kMagicBits + 0x00808080u;
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      uint32_t const low01 = __byte_perm(biased[2 * q], biased[2 * q + 4], 0x5140);
+      uint32_t const low23 = __byte_perm(biased[2 * q + 1], biased[2 * q + 5], 0x5140);
+      uint32_t const high01 = __byte_perm(biased[2 * q], biased[2 * q + 4], 0x0062);
+      uint32_t const high23 = __byte_perm(biased[2 * q + 1], biased[2 * q + 5], 0x0062);
+      made.words[0][q] = __byte_perm(high01, high23, 0x5410) ^ 0x80808080u;
+      made.words[1][q] = __byte_perm(low01, low23, 0x7632) ^ 0x80808080u;
+      made.words[2][q] = __byte_perm(low01, low23, 0x5410) ^ 0x80808080u;
+    }
+#pragma unroll
+    for (int d = 0; d < kDigits; ++d)
+      made.sums[d] = __dp4a(int(made.words[d][0]), 0x01010101, __dp4a(int(made.words[d][1]), 0x01010101, 0));
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int d = 0; d < kDigits; ++d) made.sums[d] += __shfl_xor_sync(0xffffffffu, made.sums[d], offset);
+    }
+    return made;
+  }
+  /// rows: of all tokens' digits; v: of the thread, as column_of has it.
+  static __device__ __forceinline__ void store(Made const& made, char* rows, int pitch, Group* groups, int token, int v, int lane) {
+    char* const to = rows + token * kDigits * pitch + v * 8;
+#pragma unroll
+    for (int d = 0; d < kDigits; ++d) *reinterpret_cast<uint2*>(to + d * pitch) = make_uint2(made.words[d][0], made.words[d][1]);
+    if (lane % 16 < kDigits) {
+      int const d = lane % 16;
+      Group& group = groups[v / 16];
+      group.sums[token * kDigits + d] = float(d == 0 ? made.sums[0] : d == 1 ? made.sums[1] : made.sums[2]);
+      float const place = __uint_as_float(uint32_t(made.exponent - 21 + 16 - 8 * d) << 23);
+      group.factors[token * kDigits + d] = made.most >= 0x7f800000u ? __uint_as_float(0x7fffffffu) : place;
+    }
+  }
+
+  /// Activations of a warp's 128 columns of a stage.
+  struct Activations {
+    uint32_t b[2][4];
+    float2 digit_sums, factors;
+  };
+  /// Where a lane's part of those of the first stage is.
+  static __device__ __forceinline__ uint32_t first_of(uint32_t rows, int pitch, int m, int warp, int lane) {
+    return rows + min(lane % 8, kDigits * m - 1) * pitch + lane / 8 * 16 + warp * 128;
+  }
+  static constexpr int kStep = kStageK;  // bytes from one stage's to the next
+  static __device__ __forceinline__ Activations load(uint32_t at, Group const& group, int lane) {
+    Activations x;
+    load_matrices(at, x.b[0]);
+    load_matrices(at + 64, x.b[1]);
+    x.digit_sums = *reinterpret_cast<float2 const*>(&group.sums[lane % 4 * 2]);
+    x.factors = *reinterpret_cast<float2 const*>(&group.factors[lane % 4 * 2]);
+    return x;
+  }
+
+  /// sums[v] += 128 products of a stage, of row lane / 4 + 8 (v / 2) and the digits of column 2 (lane % 4) + v % 2; those of rows 8 to 15
+  /// are 16 times as large. scales_at: of row lane / 4.
+  static __device__ __forceinline__ void multiply(char const* codes, char const* scales_at, Activations const& x, int lane,
+                                                  float (&sums)[4]) {
+    constexpr uint32_t kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;
+    uint4 const chunks[2] = {*reinterpret_cast<uint4 const*>(codes + lane * 16), *reinterpret_cast<uint4 const*>(codes + lane * 16 + 512)};
+    T const* const scales = reinterpret_cast<T const*>(scales_at);
+    float const scale[2] = {minfer::to_float(scales[0]), minfer::to_float(scales[8])};
+    int32_t d[2][4];
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      d[0][v] = int32_t(kMagicBits);
+      d[1][v] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint4 const& chunk = chunks[i / 2];
+      uint32_t const first = i % 2 == 0 ? chunk.x : chunk.z, second = i % 2 == 0 ? chunk.y : chunk.w;
+      uint32_t const a[4] = {first & kLow, first & kHigh, second & kLow, second & kHigh};
+      asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+          : "+r"(d[i % 2][0]), "+r"(d[i % 2][1]), "+r"(d[i % 2][2]), "+r"(d[i % 2][3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x.b[i / 2][i % 2 * 2]), "r"(x.b[i / 2][i % 2 * 2 + 1]));
+    }
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      constexpr float kZero = 8.0f;  // the zero point of symmetric weights
+      float const of_codes = __int_as_float(d[0][v] + d[1][v]) - kMagic;
+      float const whole = fmaf(v % 2 == 0 ? x.digit_sums.x : x.digit_sums.y, v < 2 ? -kZero : -16.0f * kZero, of_codes);
+      sums[v] = fmaf(scale[v / 2] * (v % 2 == 0 ? x.factors.x : x.factors.y), whole, sums[v]);
+    }
+  }
+
+  /// Of a token and row lane / 4 + 8 half, in lanes that are multiples of 4: the sum over its digits, in one order, whichever columns it
+  /// has.
+  static __device__ __forceinline__ float total(float const (&sums)[4], int half, int token, int lane) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int column = token * kDigits; column < (token + 1) * kDigits; ++column) {
+      sum += __shfl_sync(0xffffffffu, sums[half * 2 + column % 2], (lane & 28) | column / 2);
+    }
+    return half == 0 ? sum : sum * 0.0625f;
+  }
+};
+
+}  // namespace minfer::decoder_block

@@ -1,0 +1,50 @@
+// A call of minfer.w4a16_decoder_block or minfer.fp8_decoder_block: what they have in common.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "core/device.h"
+#include "core/readable.h"
+#include "core/tensor.h"
+#include "minfer/decoder_block.h"
+
+namespace minfer::torch_binding {
+
+inline constexpr char const* kProductNames[kDecoderBlockProducts] = {"o", "gate_up", "down", "next"};
+
+struct DecoderBlockCall {
+  char const* op;
+  Tensor const &a, &residual, &mlp_norm, &next_norm;
+  std::optional<Tensor> const &o_bias, &down_bias, &next_bias;
+  bool constant_weights;
+  int64_t n[kDecoderBlockProducts] = {};  // rows of the weights
+  float eps = 0.0f, weight_offset = 0.0f;
+  Activation activation = Activation::kNone;
+
+  int64_t attention() const { return a.size(a.dim() - 1); }
+  int64_t hidden() const { return residual.size(residual.dim() - 1); }
+  int64_t rows() const { return residual.numel() / std::max<int64_t>(1, hidden()); }
+  int64_t k(int product) const { return product == 0 ? attention() : product == 2 ? n[1] / 2 : hidden(); }
+  std::optional<Tensor> const& bias(int product) const;
+  /// Without what only one kind of weights has.
+  DecoderBlockProblem problem() const;
+};
+
+/// a and the residual.
+void check_tokens(DecoderBlockCall const& call);
+/// The norms and the biases; `n` is set.
+void check_norms_and_biases(DecoderBlockCall const& call);
+/// That the residual shares no memory with an argument, or with the ones that all calls have.
+void check_apart(DecoderBlockCall const& call, std::string const& name, Tensor const& x);
+void check_apart(DecoderBlockCall const& call);
+
+/// Checks the numbers, plans and runs a checked call; returns D.
+///   weights     sets the weights and scales of the operands; returns whether all of them are the caller's own memory
+///   one_by_one  the operators one after the other, into D
+Tensor run(DecoderBlockCall& call, DecoderBlockProblem problem, double eps, double weight_offset, std::string const& activation,
+           std::optional<std::string> const& kernel, std::function<bool(DecoderBlockOperands*, Held*)> const& weights,
+           std::function<void(Tensor const&, OnDevice const&)> const& one_by_one);
+
+}  // namespace minfer::torch_binding
