@@ -30,21 +30,21 @@ struct Weights {
 int64_t check_one_weight(DecoderBlockCall const& call, Weights const& weights, int product, int64_t n, int64_t k) {
   auto const& [qweight, scales, zeros, format, group_size, alpha] = weights.of[product];
   std::string const name = kProductNames[product], scales_name = name + "_scales", qweight_name = name + "_qweight";
-  auto const bad = [&](auto const&... what) { fail(kOp, ": ", name, what...); };
+  auto const bad = [&](auto const&... what) { fail(call.op, ": ", name, what...); };
   if (scales.dim() != 2) bad("_scales must be [groups, n], got ", scales);
-  check_scale_type(kOp, scales_name.c_str(), scales, format, call.a.scalar_type());
-  check_same_device(kOp, scales_name.c_str(), scales, {"a", call.a});
+  check_scale_type(call.op, scales_name.c_str(), scales, format, call.a.scalar_type());
+  check_same_device(call.op, scales_name.c_str(), scales, {"a", call.a});
   if (n >= 0 && scales.size(1) != n) bad("_scales must have ", n, " columns, got ", scales);
   n = scales.size(1);
   if (product == 1 && n % 16 != 0) bad("_scales must have a multiple of 16 columns (blocks of 8 gate and 8 up rows), got ", scales);
-  if (k % 8 != 0) fail(kOp, ": k must be a multiple of 8, got ", k);
+  if (k % 8 != 0) fail(call.op, ": k must be a multiple of 8, got ", k);
   int64_t const groups = groups_of(group_size, k);
   if (scales.size(0) != groups) {
     bad("_scales must be [groups, n] = [", groups, ", ", n, "] for k = ", k, " and group_size = ", group_size, ", got ", scales);
   }
   if (n % 8 != 0) bad("_scales must have n = ", n, " columns, a multiple of 8, got ", scales);
   if (qweight.scalar_type() != ScalarType::Int) bad("_qweight must be Int, got ", qweight.scalar_type());
-  check_same_device(kOp, qweight_name.c_str(), qweight, {scales_name.c_str(), scales});
+  check_same_device(call.op, qweight_name.c_str(), qweight, {scales_name.c_str(), scales});
   auto const packed = packed_shape(format, n, k);
   if (!same(qweight.sizes(), packed)) {
     bad("_qweight must be [ceil(n / 64), ceil(k / 64), ", packed[2], "] = ", Listed{packed}, " (w4a16_pack), got ", qweight);
@@ -53,7 +53,7 @@ int64_t check_one_weight(DecoderBlockCall const& call, Weights const& weights, i
 }
 
 void check(DecoderBlockCall& call, Weights const& weights) {
-  check_group_size(kOp, WeightFormat::kInt4, weights.of[0].group_size);
+  check_group_size(call.op, WeightFormat::kInt4, weights.of[0].group_size);
   check_tokens(call);
   int64_t const hidden = call.hidden();
   call.n[0] = check_one_weight(call, weights, 0, hidden, call.attention());
@@ -71,7 +71,7 @@ void check(DecoderBlockCall& call, Weights const& weights) {
 bool set_weights(DecoderBlockCall const& call, Weights const& weights, DecoderBlockOperands* operands, Held* held) {
   bool own = true;
   for (int i = 0; i < kDecoderBlockProducts; ++i) {
-    Weight const weight = describe(kOp, weights.of[i], call.n[i], call.k(i));
+    Weight const weight = describe(call.op, weights.of[i], call.n[i], call.k(i));
     DecoderBlockOperands::Product& product = operands->products[i];
     product.weight = held->keep(weight.packed);
     product.scales = held->keep(weight.scales);
@@ -104,25 +104,58 @@ void run_one_by_one(DecoderBlockCall const& call, Weights const& weights, Tensor
       on);
 }
 
+Weights weights_of(Tensor const& o_qweight, Tensor const& o_scales, Tensor const& gate_up_qweight, Tensor const& gate_up_scales,
+                   Tensor const& down_qweight, Tensor const& down_scales, Tensor const& next_qweight, Tensor const& next_scales,
+                   int64_t group_size) {
+  auto const weight = [&](Tensor const& packed, Tensor const& scales) {
+    return PackedWeight{packed, scales, kNone, WeightFormat::kInt4, group_size, 1.0};
+  };
+  return {{weight(o_qweight, o_scales), weight(gate_up_qweight, gate_up_scales), weight(down_qweight, down_scales),
+           weight(next_qweight, next_scales)}};
+}
+
+Tensor run(DecoderBlockCall& call, Weights const& weights, double eps, double weight_offset, std::string const& activation,
+           OptionalText const& kernel) {
+  check(call, weights);
+  DecoderBlockProblem problem = call.problem();
+  problem.group_size = std::max<int64_t>(0, weights.of[0].group_size);
+  return run(
+      call, problem, eps, weight_offset, activation, kernel,
+      [&](DecoderBlockOperands* operands, Held* held) { return set_weights(call, weights, operands, held); },
+      [&](Tensor const& out, OnDevice const& on) { run_one_by_one(call, weights, out, on); });
+}
+
 Tensor w4a16_decoder_block(Tensor const& a, Tensor const& residual, Tensor const& o_qweight, Tensor const& o_scales, Tensor const& mlp_norm,
                            Tensor const& gate_up_qweight, Tensor const& gate_up_scales, Tensor const& down_qweight,
                            Tensor const& down_scales, Tensor const& next_norm, Tensor const& next_qweight, Tensor const& next_scales,
                            double eps, double weight_offset, OptionalTensor const& o_bias, OptionalTensor const& down_bias,
                            OptionalTensor const& next_bias, int64_t group_size, std::string const& activation, bool constant_weights,
                            OptionalText const& kernel) {
-  auto const weight = [&](Tensor const& packed, Tensor const& scales) {
-    return PackedWeight{packed, scales, kNone, WeightFormat::kInt4, group_size, 1.0};
-  };
-  Weights const weights{{weight(o_qweight, o_scales), weight(gate_up_qweight, gate_up_scales), weight(down_qweight, down_scales),
-                         weight(next_qweight, next_scales)}};
   DecoderBlockCall call{kOp, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant_weights};
-  check(call, weights);
-  DecoderBlockProblem problem = call.problem();
-  problem.group_size = std::max<int64_t>(0, group_size);
   return run(
-      call, problem, eps, weight_offset, activation, kernel,
-      [&](DecoderBlockOperands* operands, Held* held) { return set_weights(call, weights, operands, held); },
-      [&](Tensor const& out, OnDevice const& on) { run_one_by_one(call, weights, out, on); });
+      call,
+      weights_of(o_qweight, o_scales, gate_up_qweight, gate_up_scales, down_qweight, down_scales, next_qweight, next_scales, group_size),
+      eps, weight_offset, activation, kernel);
+}
+
+Tensor w4a16_decoder_layer(Tensor const& qkv, Tensor const& residual, Tensor const& k_cache, Tensor const& v_cache,
+                           Tensor const& block_table, Tensor const& seq_lens, Tensor const& slot_mapping, Tensor const& positions,
+                           Tensor const& cos_sin, OptionalTensor const& q_weight, OptionalTensor const& k_weight, double scale,
+                           int64_t window_left, double qk_eps, double qk_weight_offset, Tensor const& o_qweight, Tensor const& o_scales,
+                           Tensor const& mlp_norm, Tensor const& gate_up_qweight, Tensor const& gate_up_scales, Tensor const& down_qweight,
+                           Tensor const& down_scales, Tensor const& next_norm, Tensor const& next_qweight, Tensor const& next_scales,
+                           double eps, double weight_offset, OptionalTensor const& o_bias, OptionalTensor const& down_bias,
+                           OptionalTensor const& next_bias, int64_t group_size, std::string const& activation, bool constant) {
+  char const* op = "minfer::_w4a16_decoder_layer";
+  DecoderAttentionCall const attention{op,      qkv,      k_cache,  v_cache, block_table, seq_lens, slot_mapping,    positions,
+                                       cos_sin, q_weight, k_weight, scale,   window_left, qk_eps,   qk_weight_offset};
+  check(attention);
+  Tensor const a = output_like(attention);
+  DecoderBlockCall call{op, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant, &attention};
+  return run(
+      call,
+      weights_of(o_qweight, o_scales, gate_up_qweight, gate_up_scales, down_qweight, down_scales, next_qweight, next_scales, group_size),
+      eps, weight_offset, activation, "one_launch");
 }
 
 constexpr Operator kOperators[] = {
@@ -132,16 +165,29 @@ constexpr Operator kOperators[] = {
      "float eps=1e-06, *, float weight_offset=0.0, Tensor? o_bias=None, Tensor? down_bias=None, Tensor? next_bias=None, "
      "int group_size=128, str activation='silu', bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&w4a16_decoder_block>},
+    // The same behind qk_norm_rope_append and attention_paged of one token, in one launch, for engines that have planned it. constant: of
+    // weights, and of all that attention reads but qkv, nothing is written by what still runs.
+    {"_w4a16_decoder_layer(Tensor qkv, Tensor(a!) residual, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor block_table, Tensor seq_lens, "
+     "Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor? q_weight, Tensor? k_weight, float scale, int window_left, "
+     "float qk_eps, float qk_weight_offset, Tensor o_qweight, Tensor o_scales, Tensor mlp_norm, Tensor gate_up_qweight, "
+     "Tensor gate_up_scales, Tensor down_qweight, Tensor down_scales, Tensor next_norm, Tensor next_qweight, Tensor next_scales, "
+     "float eps, float weight_offset, Tensor? o_bias, Tensor? down_bias, Tensor? next_bias, int group_size, str activation, "
+     "bool constant) -> Tensor",
+     boxed<&w4a16_decoder_layer>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }
 
-/// What a call would do, for `minfer.plan`. sizes: m, and columns of a, the residual, the MLP's activations and the result.
+/// What a call would do, for `minfer.plan`. sizes: m, and columns of a, the residual, the MLP's activations and the result; with the
+/// attention in front also heads, heads_kv, and rows of its sequence's pages.
 /// weights: "int4", or of e4m3 what their scales are of, "rows" or "blocks".
 std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type, std::string const& weights, int64_t group_size,
                       bool forced, int64_t device) {
   char const* op = "minfer::_plan_decoder_block";
-  if (sizes.size() != 5) fail(op, ": sizes must be [m, attention, hidden, inter, next], got ", sizes.size(), " values");
+  if (sizes.size() != 5 && sizes.size() != 8) {
+    fail(op, ": sizes must be [m, attention, hidden, inter, next], or these and [heads, heads_kv, capacity], got ", sizes.size(),
+         " values");
+  }
   check_group_size(op, WeightFormat::kInt4, group_size);
   DecoderBlockProblem problem;
   problem.type = parse_16bit_type(op, type);
@@ -150,6 +196,11 @@ std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type
   problem.hidden = sizes[2];
   problem.inter = sizes[3];
   problem.next = sizes[4];
+  if (sizes.size() == 8) {
+    problem.heads = sizes[5];
+    problem.heads_kv = sizes[6];
+    problem.capacity = sizes[7];
+  }
   if (weights != "int4" && weights != "rows" && weights != "blocks")
     fail(op, ": weights must be int4, rows or blocks, got '", weights, "'");
   if (weights != "int4") problem.weights = WeightFormat::kFp8E4M3;

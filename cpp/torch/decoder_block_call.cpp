@@ -33,6 +33,11 @@ void run_in_one_launch(DecoderBlockCall const& call, DecoderBlockProblem const& 
   DecoderBlockOperands operands;
   Held held;
   operands.weights_are_constant = weights(&operands, &held) && call.constant_weights;
+  if (call.attention_call != nullptr) {
+    operands.weights_are_constant = set(*call.attention_call, &operands.attention, &held) && operands.weights_are_constant;
+  } else {
+    operands.a = held.keep(aligned_contiguous(op, "a", call.a));
+  }
   Tensor const* const norms[kDecoderBlockProducts] = {nullptr, &call.mlp_norm, nullptr, &call.next_norm};
   for (int i = 0; i < kDecoderBlockProducts; ++i) {
     DecoderBlockOperands::Product& product = operands.products[i];
@@ -45,7 +50,6 @@ void run_in_one_launch(DecoderBlockCall const& call, DecoderBlockProblem const& 
   }
   bool const aligned = call.residual.is_aligned(16);
   Tensor const residual = aligned ? call.residual : copy_of(op, "residual", call.residual);
-  operands.a = held.keep(aligned_contiguous(op, "a", call.a));
   operands.residual = residual.data_ptr();
   operands.d = out.data_ptr();
   operands.eps = call.eps;
@@ -73,6 +77,7 @@ DecoderBlockProblem DecoderBlockCall::problem() const {
   p.inter = n[1] / 2;
   p.next = n[3];
   p.batch_invariant = batch_invariant();
+  if (attention_call != nullptr) describe(*attention_call, &p);
   return p;
 }
 

@@ -1,4 +1,4 @@
-// A call of minfer.w4a16_decoder_block or minfer.fp8_decoder_block: what they have in common.
+// A call of minfer.w4a16_decoder_block or minfer.fp8_decoder_block, also with the attention in front: what they have in common.
 #pragma once
 
 #include <functional>
@@ -8,6 +8,7 @@
 #include "core/device.h"
 #include "core/readable.h"
 #include "core/tensor.h"
+#include "decoder_attention.h"
 #include "minfer/decoder_block.h"
 
 namespace minfer::torch_binding {
@@ -19,7 +20,8 @@ struct DecoderBlockCall {
   Tensor const &a, &residual, &mlp_norm, &next_norm;
   std::optional<Tensor> const &o_bias, &down_bias, &next_bias;
   bool constant_weights;
-  int64_t n[kDecoderBlockProducts] = {};  // rows of the weights
+  DecoderAttentionCall const* attention_call = nullptr;  // of the attention in front, which makes a: one launch or none
+  int64_t n[kDecoderBlockProducts] = {};                 // rows of the weights
   float eps = 0.0f, weight_offset = 0.0f;
   Activation activation = Activation::kNone;
 

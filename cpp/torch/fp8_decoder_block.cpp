@@ -27,14 +27,15 @@ struct Weight {
 int64_t check_one_weight(DecoderBlockCall const& call, Weight& weight, int product, int64_t n, int64_t k) {
   std::string const name = std::string(kProductNames[product]) + "_weight", scale_name = std::string(kProductNames[product]) + "_scale";
   Tensor const& codes = weight.codes;
-  if (codes.scalar_type() != ScalarType::Float8_e4m3fn) fail(kOp, ": ", name, " must be Float8_e4m3fn, got ", codes.scalar_type());
-  check_same_device(kOp, name.c_str(), codes, {"a", call.a});
-  if (codes.dim() != 2) fail(kOp, ": ", name, " must be [n, k], got ", codes);
-  if (codes.size(1) != k) fail(kOp, ": ", name, " must have ", k, " columns, got ", codes);
-  if (n >= 0 && codes.size(0) != n) fail(kOp, ": ", name, " must have ", n, " rows, got ", codes);
+  if (codes.scalar_type() != ScalarType::Float8_e4m3fn) fail(call.op, ": ", name, " must be Float8_e4m3fn, got ", codes.scalar_type());
+  check_same_device(call.op, name.c_str(), codes, {"a", call.a});
+  if (codes.dim() != 2) fail(call.op, ": ", name, " must be [n, k], got ", codes);
+  if (codes.size(1) != k) fail(call.op, ": ", name, " must have ", k, " columns, got ", codes);
+  if (n >= 0 && codes.size(0) != n) fail(call.op, ": ", name, " must have ", n, " rows, got ", codes);
   n = codes.size(0);
-  if (product == 1 && n % 16 != 0) fail(kOp, ": ", name, " must have a multiple of 16 rows (blocks of 8 gate and 8 up rows), got ", codes);
-  weight.scales = check_weight_scale(kOp, scale_name.c_str(), weight.scale, n, k, product == 1, call.a);
+  if (product == 1 && n % 16 != 0)
+    fail(call.op, ": ", name, " must have a multiple of 16 rows (blocks of 8 gate and 8 up rows), got ", codes);
+  weight.scales = check_weight_scale(call.op, scale_name.c_str(), weight.scale, n, k, product == 1, call.a);
   return n;
 }
 
@@ -70,7 +71,7 @@ bool set_weights(DecoderBlockCall const& call, Weight const* weights, DecoderBlo
   for (int i = 0; i < kDecoderBlockProducts; ++i) {
     Tensor const& given = weights[i].codes;
     bool const readable = given.stride(1) == 1 && given.stride(0) % 16 == 0 && given.is_aligned(16);
-    Tensor const codes = readable ? given : copy_of(kOp, "a weight", given), scale = contiguous(kOp, "a scale", weights[i].scale);
+    Tensor const codes = readable ? given : copy_of(call.op, "a weight", given), scale = contiguous(call.op, "a scale", weights[i].scale);
     DecoderBlockOperands::Product& product = operands->products[i];
     product.weight = held->keep(codes);
     product.ld_weight = codes.stride(0);
@@ -113,13 +114,8 @@ void run_one_by_one(DecoderBlockCall const& call, Weight const* weights, Tensor 
   product(3, normalized(3, residual, next_norm), kNone, matrix(out));
 }
 
-Tensor fp8_decoder_block(Tensor const& a, Tensor const& residual, Tensor const& o_weight, Tensor const& o_scale, Tensor const& mlp_norm,
-                         Tensor const& gate_up_weight, Tensor const& gate_up_scale, Tensor const& down_weight, Tensor const& down_scale,
-                         Tensor const& next_norm, Tensor const& next_weight, Tensor const& next_scale, double eps, double weight_offset,
-                         OptionalTensor const& o_bias, OptionalTensor const& down_bias, OptionalTensor const& next_bias,
-                         std::string const& activation, bool constant_weights, std::optional<std::string> const& kernel) {
-  Weight weights[] = {{o_weight, o_scale}, {gate_up_weight, gate_up_scale}, {down_weight, down_scale}, {next_weight, next_scale}};
-  DecoderBlockCall call{kOp, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant_weights};
+Tensor run(DecoderBlockCall& call, Weight* weights, double eps, double weight_offset, std::string const& activation,
+           std::optional<std::string> const& kernel) {
   check(call, weights);
   DecoderBlockProblem problem = call.problem();
   problem.weights = WeightFormat::kFp8E4M3;
@@ -130,6 +126,34 @@ Tensor fp8_decoder_block(Tensor const& a, Tensor const& residual, Tensor const& 
       [&](Tensor const& out, OnDevice const& on) { run_one_by_one(call, weights, out, on); });
 }
 
+Tensor fp8_decoder_block(Tensor const& a, Tensor const& residual, Tensor const& o_weight, Tensor const& o_scale, Tensor const& mlp_norm,
+                         Tensor const& gate_up_weight, Tensor const& gate_up_scale, Tensor const& down_weight, Tensor const& down_scale,
+                         Tensor const& next_norm, Tensor const& next_weight, Tensor const& next_scale, double eps, double weight_offset,
+                         OptionalTensor const& o_bias, OptionalTensor const& down_bias, OptionalTensor const& next_bias,
+                         std::string const& activation, bool constant_weights, std::optional<std::string> const& kernel) {
+  Weight weights[] = {{o_weight, o_scale}, {gate_up_weight, gate_up_scale}, {down_weight, down_scale}, {next_weight, next_scale}};
+  DecoderBlockCall call{kOp, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant_weights};
+  return run(call, weights, eps, weight_offset, activation, kernel);
+}
+
+Tensor fp8_decoder_layer(Tensor const& qkv, Tensor const& residual, Tensor const& k_cache, Tensor const& v_cache, Tensor const& block_table,
+                         Tensor const& seq_lens, Tensor const& slot_mapping, Tensor const& positions, Tensor const& cos_sin,
+                         OptionalTensor const& q_weight, OptionalTensor const& k_weight, double scale, int64_t window_left, double qk_eps,
+                         double qk_weight_offset, Tensor const& o_weight, Tensor const& o_scale, Tensor const& mlp_norm,
+                         Tensor const& gate_up_weight, Tensor const& gate_up_scale, Tensor const& down_weight, Tensor const& down_scale,
+                         Tensor const& next_norm, Tensor const& next_weight, Tensor const& next_scale, double eps, double weight_offset,
+                         OptionalTensor const& o_bias, OptionalTensor const& down_bias, OptionalTensor const& next_bias,
+                         std::string const& activation, bool constant) {
+  char const* op = "minfer::_fp8_decoder_layer";
+  DecoderAttentionCall const attention{op,      qkv,      k_cache,  v_cache, block_table, seq_lens, slot_mapping,    positions,
+                                       cos_sin, q_weight, k_weight, scale,   window_left, qk_eps,   qk_weight_offset};
+  check(attention);
+  Tensor const a = output_like(attention);
+  Weight weights[] = {{o_weight, o_scale}, {gate_up_weight, gate_up_scale}, {down_weight, down_scale}, {next_weight, next_scale}};
+  DecoderBlockCall call{op, a, residual, mlp_norm, next_norm, o_bias, down_bias, next_bias, constant, &attention};
+  return run(call, weights, eps, weight_offset, activation, "one_launch");
+}
+
 constexpr Operator kOperators[] = {
     // as w4a16_decoder_block, of e4m3 weights
     {"fp8_decoder_block(Tensor a, Tensor(a!) residual, Tensor o_weight, Tensor o_scale, Tensor mlp_norm, Tensor gate_up_weight, "
@@ -137,6 +161,13 @@ constexpr Operator kOperators[] = {
      "float eps=1e-06, *, float weight_offset=0.0, Tensor? o_bias=None, Tensor? down_bias=None, Tensor? next_bias=None, "
      "str activation='silu', bool constant_weights=False, str? kernel=None) -> Tensor",
      boxed<&fp8_decoder_block>},
+    // As _w4a16_decoder_layer.
+    {"_fp8_decoder_layer(Tensor qkv, Tensor(a!) residual, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor block_table, Tensor seq_lens, "
+     "Tensor slot_mapping, Tensor positions, Tensor cos_sin, Tensor? q_weight, Tensor? k_weight, float scale, int window_left, "
+     "float qk_eps, float qk_weight_offset, Tensor o_weight, Tensor o_scale, Tensor mlp_norm, Tensor gate_up_weight, "
+     "Tensor gate_up_scale, Tensor down_weight, Tensor down_scale, Tensor next_norm, Tensor next_weight, Tensor next_scale, "
+     "float eps, float weight_offset, Tensor? o_bias, Tensor? down_bias, Tensor? next_bias, str activation, bool constant) -> Tensor",
+     boxed<&fp8_decoder_layer>},
 };
 STABLE_TORCH_LIBRARY_FRAGMENT(MINFER_NAMESPACE, m) { define(m, kOperators); }
 STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators); }

@@ -108,11 +108,13 @@ class Truth:
     norms: dict[str, Tensor]
     biases: dict[str, Tensor | None]
     options: dict[str, Any] = field(default_factory=dict)  # eps, weight_offset, activation
+    a_deviation: Tensor | None = None  # what a is off by where it is not given, but computed
 
     def of_residual(self) -> Rows:
         """Of the residual that is stored, with its last rounding."""
         steps, w, bias, eps, offset = self.steps, self.weights, self.biases, self.options["eps"], self.options["weight_offset"]
-        a = Rows(self.a.double(), torch.zeros_like(self.a, dtype=torch.float64))
+        deviation = torch.zeros_like(self.a, dtype=torch.float64) if self.a_deviation is None else self.a_deviation
+        a = Rows(self.a.double(), deviation)
         x = steps.rounded(steps.product(a, w["o"], self.residual, bias["o"]))
         y = steps.norm(x, self.norms["mlp"], eps, offset)
         h = steps.rounded(steps.gated(steps.product(y, w["gate_up"]), self.options["activation"]))
@@ -170,7 +172,9 @@ def make_weight(n: int, k: int, group_size: int, dtype: torch.dtype, device: str
 
 
 class Operands:
-    """A call's tensors: a [m, k], the residual, four weights, norms and biases."""
+    """A call's tensors: a [m, k], the residual, four weights, norms and biases. ``a_deviation``: of Truth."""
+
+    a_deviation: Tensor | None = None
 
     def __init__(self, case: Case, device: str):
         m, k, h, inter, n, dtype = case.m, case.k, case.h, case.inter, case.n, case.dtype
@@ -216,7 +220,7 @@ class Operands:
     def truth(self, steps: Steps, before: Tensor | None = None) -> Truth:
         weights = {name: numerics.parts_of(weight).exact for name, weight in self.weights.items()}
         before = self.before if before is None else before
-        return Truth(steps, self.a, before, weights, self.norms, self.biases, self.case.options())
+        return Truth(steps, self.a, before, weights, self.norms, self.biases, self.case.options(), self.a_deviation)
 
     def steps(self, kernel: str | None) -> Steps:
         """What is rounded by a kernel; None: by either."""

@@ -89,7 +89,7 @@ class Fp8Operands(Operands):
     def truth(self, steps: Steps, before: Tensor | None = None) -> Truth:
         weights = {name: self.dense(name) for name in self.codes}
         before = self.before if before is None else before
-        return Truth(steps, self.a, before, weights, self.norms, self.biases, self.case.options())
+        return Truth(steps, self.a, before, weights, self.norms, self.biases, self.case.options(), self.a_deviation)
 
     def steps(self, kernel: str | None) -> Steps:
         columns = 128 if self.case.mode == "block128" else None

@@ -1,6 +1,7 @@
 // What lies between the attention of a decoder layer and that of the next one, for one or two tokens and int4 weights, in one launch:
 //   x = residual + a . Wo^T + bias;   h = act(gate) * up of rms_norm(x) . Wgu^T;   x += h . Wd^T + bias;   residual = x;
 //   d = rms_norm(x) . Wn^T + bias
+// The attention in front, of one token over a paged cache of 16 bits, can be part of the launch: then a is computed, not given.
 //
 //   DecoderBlockProblem  what is computed: sizes and types (no pointers)
 //   plan_decoder_block   pure: problem x device -> DecoderBlockPlan: the launch, or why there is none and products are launched one by one
@@ -25,11 +26,32 @@ struct DecoderBlockProblem {
   int64_t group_size = 0;                                  // int4: k of a scale; 0: all of k
   DecoderBlockScales scales = DecoderBlockScales::kRows;   // e4m3
   bool batch_invariant = false;
+  int64_t heads = 0, heads_kv = 0;  // of the attention in front, where it is part of the launch: attention = heads * 128; else 0
+  int64_t capacity = 0;             // of its sequence: the rows of the table's pages
 
   /// Rows and columns of the weights.
   int64_t n(int product) const { return product == 1 ? 2 * inter : product == 3 ? next : hidden; }
   int64_t k(int product) const { return product == 0 ? attention : product == 2 ? inter : hidden; }
   bool operator==(DecoderBlockProblem const& other) const;
+};
+
+/// The attention of one token, which is stored and attends to what is in the cache and to itself. Heads have 128 elements; q and k are
+/// normalised where there are weights, and rotated in halves, as minfer/kv_cache.h's NormRope does it.
+struct DecoderAttention {
+  void const* qkv = nullptr;                                   // [heads + 2 * heads_kv, 128], contiguous, 16-byte aligned
+  void *k_cache = nullptr, *v_cache = nullptr;                 // [pages, page_size, heads_kv, 128]; rows 16-byte aligned
+  int64_t k_strides[3] = {0, 0, 0}, v_strides[3] = {0, 0, 0};  // in elements, of all modes but the last, which is contiguous
+  int64_t pages = 0, page_size = 0;                            // page_size: a power of two
+  int32_t const* table = nullptr;                              // [capacity / page_size], the sequence's pages
+  int32_t const* seq_lens = nullptr;                           // [1], the token among them
+  int64_t const* slots = nullptr;                              // [1]
+  void const* positions = nullptr;                             // [1]
+  bool positions_64bit = true;
+  float const* cos_sin = nullptr;                        // [length, 128]: cosines, then sines; contiguous
+  int64_t length = 0;                                    // positions outside of 0..length - 1 read zeros
+  void const *q_weight = nullptr, *k_weight = nullptr;   // [128], 16-byte aligned, or null
+  float eps = 0.0f, weight_offset = 0.0f, scale = 1.0f;  // scale: of the scores
+  int64_t window = -1;                                   // how many keys before its own the token sees at most, or -1: all
 };
 
 struct DecoderBlockOperands {
@@ -43,18 +65,21 @@ struct DecoderBlockOperands {
     void const* bias = nullptr;  // [n] or null; not of product 1
     DataType bias_type = DataType::kBF16;
   } products[kDecoderBlockProducts];
-  void const* a = nullptr;   // [m, attention]; all matrices are contiguous, and begin at multiples of 16 bytes
-  void* residual = nullptr;  // [m, hidden]
-  void* d = nullptr;         // [m, next]
+  DecoderAttention attention;  // of a problem with heads
+  void const* a = nullptr;     // [m, attention], of one without; all matrices are contiguous, and begin at multiples of 16 bytes
+  void* residual = nullptr;    // [m, hidden]
+  void* d = nullptr;           // [m, next]
   float eps = 0.0f, weight_offset = 0.0f;
   Activation activation = Activation::kSilu;
-  bool weights_are_constant = false;  // nothing that still runs writes weights, scales or norms: they may be read before the launch's turn
+  bool weights_are_constant = false;  // nothing that still runs writes weights, scales or norms: they may be read before the launch's turn.
+                                      // Nor what attention reads, except qkv
 };
 
 struct DecoderBlockPlan {
   bool one_launch = false;
   int32_t ctas = 0, stages = 0;  // all CTAs are resident together; stages of the ring of weights
   int32_t ahead = 0;             // stages that are under way at a time
+  int32_t splits = 0;            // of the sequence, where attention is part of the launch
   int32_t smem_bytes = 0;        // of a CTA
   size_t workspace_bytes = 0;    // need not be initialised; 128-byte aligned
   char reason[200] = {0};

@@ -37,8 +37,7 @@ Status describe_int4(DecoderBlockProblem const& problem, int64_t n, int64_t k, D
   return encode_tensor_map(&product->scales, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, from.scales, scale_extents, scale_strides, scale_box);
 }
 
-Status describe_e4m3(DecoderBlockProblem const& problem, int64_t n, int64_t k, DecoderBlockOperands::Product const& from,
-                     Product* product) {
+Status describe_e4m3(int64_t n, int64_t k, DecoderBlockOperands::Product const& from, Product* product) {
   int64_t const k_blocks = k / 128;
   product->k_blocks = int32_t(k_blocks);
   product->weight_scales = static_cast<float const*>(from.scales);
@@ -59,20 +58,57 @@ Status describe(DecoderBlockProblem const& problem, DecoderBlockOperands::Produc
   product->norm = from.norm;
   product->bias = from.bias;
   product->bias_f32 = from.bias_type == DataType::kF32;
-  if (problem.weights == WeightFormat::kFp8E4M3) return describe_e4m3(problem, n, k, from, product);
+  if (problem.weights == WeightFormat::kFp8E4M3) return describe_e4m3(n, k, from, product);
   return describe_int4(problem, n, k, from, product);
 }
 
-template <WeightFormat kFormat, DataType kType, int kTokens>
+/// heads > 0. packets: behind those of the products.
+AttentionParams describe_attention(DecoderBlockPlan const& plan, DecoderBlockProblem const& problem, DecoderAttention const& from,
+                                   Packet* packets) {
+  AttentionParams to{};
+  to.qkv = from.qkv;
+  to.k_cache = from.k_cache;
+  to.v_cache = from.v_cache;
+  std::copy(from.k_strides, from.k_strides + 3, to.k_strides);
+  std::copy(from.v_strides, from.v_strides + 3, to.v_strides);
+  to.table = from.table;
+  to.seq_lens = from.seq_lens;
+  to.slots = from.slots;
+  to.positions = from.positions;
+  to.positions_64bit = from.positions_64bit;
+  to.cos_sin = from.cos_sin;
+  to.length = from.length;
+  to.pages = from.pages;
+  to.q_weight = from.q_weight;
+  to.k_weight = from.k_weight;
+  to.eps = from.eps;
+  to.weight_offset = from.weight_offset;
+  to.scale_log2 = from.scale * 1.44269504f;
+  to.window = int32_t(std::min<int64_t>(from.window, INT32_MAX));
+  to.heads = int32_t(problem.heads);
+  to.heads_kv = int32_t(problem.heads_kv);
+  to.group = to.heads / to.heads_kv;
+  to.pairs = to.group <= 2 ? 1 : to.group <= 4 ? 2 : 4;
+  to.splits = plan.splits;
+  while ((int64_t(1) << to.page_shift) < from.page_size) ++to.page_shift;
+  to.capacity = int32_t(std::min<int64_t>(problem.capacity, INT32_MAX));
+  AttentionPackets const counts = attention_packets_of(problem, plan.splits);
+  to.out = packets;
+  to.partials = to.out + counts.out;
+  to.ends = to.partials + counts.partials;
+  return to;
+}
+
+template <WeightFormat kFormat, DataType kType, int kTokens, bool kAttention>
 Status launch(DecoderBlockPlan const& plan, Params const& params, bool programmatic, Stream stream, int smem_limit) {
   static std::atomic<uint64_t> allowed{0};
-  auto* const kernel = &decoder_block_sm90_kernel<kFormat, kType, kTokens>;
+  auto* const kernel = &decoder_block_sm90_kernel<kFormat, kType, kTokens, kAttention>;
   if (cudaError_t const error = allow_shared_memory(reinterpret_cast<void const*>(kernel), smem_limit, allowed); error != cudaSuccess)
     return cuda_status(error, "cudaFuncSetAttribute(dynamic shared memory)");
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(plan.ctas));
-  config.blockDim = dim3(unsigned(DecoderBlockOf<kFormat, kType, kTokens>::kThreads));
+  config.blockDim = dim3(unsigned(DecoderBlockOf<kFormat, kType, kTokens, kAttention>::kThreads));
   config.dynamicSmemBytes = size_t(plan.smem_bytes);
   config.stream = stream;
   config.attrs = attributes;
@@ -103,6 +139,12 @@ Status run_decoder_block(DecoderBlockPlan const& plan, DecoderBlockProblem const
     params.products[i].packets = packets;
     packets += packets_of(problem, i);
   }
+  if (problem.heads > 0) {
+    int64_t const page_size = operands.attention.page_size;
+    if (page_size < 1 || (page_size & (page_size - 1)) != 0)
+      return Status::failure(StatusCode::kInvalidArgument, "page_size must be a power of two, got %lld", (long long)page_size);
+    params.attention = describe_attention(plan, problem, operands.attention, packets);
+  }
   Layout const layout = layout_of(problem, plan.stages, fixed_bytes(problem.m));
   for (int parity = 0; parity < 2; ++parity) {
     params.pitch[parity] = int32_t(layout.pitch[parity]);
@@ -126,8 +168,10 @@ Status run_decoder_block(DecoderBlockPlan const& plan, DecoderBlockProblem const
   auto const run = [&](auto format, auto type) {
     constexpr WeightFormat kFormat = decltype(format)::value;
     constexpr DataType kType = decltype(type)::value;
-    return problem.m == 1 ? launch<kFormat, kType, 1>(plan, params, programmatic, stream, device.smem_per_block)
-                          : launch<kFormat, kType, 2>(plan, params, programmatic, stream, device.smem_per_block);
+    int const smem_limit = device.smem_per_block;
+    if (problem.heads > 0) return launch<kFormat, kType, 1, true>(plan, params, programmatic, stream, smem_limit);
+    return problem.m == 1 ? launch<kFormat, kType, 1, false>(plan, params, programmatic, stream, smem_limit)
+                          : launch<kFormat, kType, 2, false>(plan, params, programmatic, stream, smem_limit);
   };
   auto const with_format = [&](auto format) {
     return problem.type == DataType::kBF16 ? run(format, std::integral_constant<DataType, DataType::kBF16>{})

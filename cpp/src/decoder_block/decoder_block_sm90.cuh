@@ -14,6 +14,7 @@
 // Arithmetic. The kernel is a template of the weights' format (int4_weights_sm90.cuh, e4m3_weights_sm90.cuh), which says what converters
 //   make of activations and how consumers multiply. Of a norm, converters apply the weight alone: its factor is that of the whole token,
 //   and finishers apply it.
+// The attention in front can be part of the launch (attention_sm90.cuh): consumers compute it before their first product.
 // Progress. CTAs wait for each other in any order, so all are resident together: the launch is cooperative.
 // Limits: plan.cpp.
 #pragma once
@@ -27,6 +28,7 @@
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
+#include "decoder_block/attention_sm90.cuh"
 #include "decoder_block/e4m3_weights_sm90.cuh"
 #include "decoder_block/int4_weights_sm90.cuh"
 #include "decoder_block/layout.h"
@@ -56,14 +58,15 @@ struct Params {
   float eps, weight_offset;
   ActivationParams activation;
   bool block_scales;
-  bool early;  // weights may be read before the predecessor has finished
+  bool early;  // weights may be read before the predecessor has finished, and what attention reads but q, k and v
   uint64_t nonce;
+  AttentionParams attention;
 };
 
 /// Launches of the kernels so far, which makes the tags of packets new in every replay of a graph, whatever has become of the workspace.
 __device__ unsigned long long launches;
 
-template <class Weights, DataType kType, int kTokens>
+template <class Weights, DataType kType, int kTokens, bool kAttention>
 class DecoderBlock {
  public:
   static constexpr int kConverters = 32 * kConverterWarps, kFinishers = 3, kConsumers = 32 * kWarps;
@@ -99,7 +102,7 @@ class DecoderBlock {
     if (warp < 4) {
       cutlass::arch::warpgroup_reg_dealloc<kFinisherRegisters>();
       if (warp == 0) {
-        if (thread == 0 || !kInt4) produce(thread);
+        if (thread == 0 || !kInt4 || kAttention) produce(thread);
       } else {
         finish(warp - 1, read_tag(thread), thread % 32);
       }
@@ -111,6 +114,7 @@ class DecoderBlock {
       if (blockIdx.x == 0 && thread == 128) atomicAdd(&launches, 1ull);
     } else {
       cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+      if constexpr (kAttention) attend(warp - 4 - kConverterWarps, thread % 32);
       consume(warp - 4 - kConverterWarps, thread % 32);
     }
   }
@@ -130,7 +134,11 @@ class DecoderBlock {
     cutlass::arch::fence_barrier_init();
   }
 
-  /// The tag of the launch's packets; by finishers and converters.
+  using Joined = ConstantNamedBarrier<1, 32 * kFinishers + kConverters + (kAttention ? kConsumers : 0)>;
+  using KeysRequested = ConstantNamedBarrier<2, 32 + kConsumers>;
+
+  /// The tag of the launch's packets; by finishers and converters. With attention, not before consumers have its sums: to poll for its
+  /// output would slow it down.
   __device__ __forceinline__ uint64_t read_tag(int thread) {
     wait_for_predecessor();
     if (thread == 32) {
@@ -141,7 +149,7 @@ class DecoderBlock {
       x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
       storage_.tag = (x ^ (x >> 31)) | 1;
     }
-    ConstantNamedBarrier<1, 32 * kFinishers + kConverters>::sync();
+    Joined::sync();
     return *static_cast<uint64_t volatile*>(&storage_.tag);
   }
 
@@ -170,6 +178,10 @@ class DecoderBlock {
       if (kInt4) cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p_.products[i].scales));
     }
     if (!p_.early) wait_for_predecessor();
+    if constexpr (kAttention) {
+      KeysRequested::sync();
+      if (kInt4 && lane != 0) return;
+    }
     int stage = 0, landed_stage = 0, under_way = 0;
     uint32_t phase = 1, landed_phase = 0;
 #pragma unroll 1
@@ -227,6 +239,15 @@ class DecoderBlock {
     }
   }
 
+  // ---- attention: warps 12 to 27 ----
+
+  __device__ __forceinline__ void attend(int warp, int lane) {
+    TokenAttention<kType> const attention(p_.attention, activations(1), warp, lane);
+    attention.run(p_.early, [] { KeysRequested::arrive(); }, [] { Joined::sync(); }, storage_.tag);
+    __syncwarp();
+    if (lane == 0) EmptyBarrier::arrive(&storage_.consumed[1]);  // product 1's activations come where the sums were
+  }
+
   // ---- activations: warps 4 to 11 ----
 
   static __device__ __forceinline__ void unpack(uint64_t numbers, float* x) {
@@ -256,7 +277,7 @@ class DecoderBlock {
     for (int i = 0; i < kDecoderBlockProducts; ++i) {
       Product const& product = p_.products[i];
       int const parity = i % 2, vectors = product.k / 8;
-      if (i >= 2) EmptyBarrier::wait(&storage_.consumed[parity], uint32_t(i / 2 - 1) & 1);
+      if (i >= (kAttention ? 1 : 2)) EmptyBarrier::wait(&storage_.consumed[parity], uint32_t(i / 2 - (kAttention ? 1 - parity : 1)) & 1);
       float squares[kTokens] = {};
 #pragma unroll 1
       for (int first = 0; first < product.stages; first += 2) {
@@ -272,7 +293,9 @@ class DecoderBlock {
         for (int token = 0; token < kTokens; ++token) {
           if (token >= p_.m) break;
           uint64_t numbers[2][2];
-          if (i == 0) {
+          if (kAttention && i == 0) {
+            receive(p_.attention.out, thread + first * kConverters, vectors, tag, numbers);
+          } else if (i == 0) {
 #pragma unroll
             for (int t = 0; t < 2; ++t) {
               int const v = thread + (first + t) * kConverters;
@@ -513,17 +536,17 @@ class DecoderBlock {
   Storage& storage_;
 };
 
-template <WeightFormat kFormat, DataType kType, int kTokens>
+template <WeightFormat kFormat, DataType kType, int kTokens, bool kAttention>
 using DecoderBlockOf =
     DecoderBlock<std::conditional_t<kFormat == WeightFormat::kInt4, Int4Weights<kType, kTokens>, E4m3Weights<kType, kTokens>>, kType,
-                 kTokens>;
+                 kTokens, kAttention>;
 
-template <WeightFormat kFormat, DataType kType, int kTokens>
-__global__ void __launch_bounds__(DecoderBlockOf<kFormat, kType, kTokens>::kThreads, 1)
+template <WeightFormat kFormat, DataType kType, int kTokens, bool kAttention>
+__global__ void __launch_bounds__(DecoderBlockOf<kFormat, kType, kTokens, kAttention>::kThreads, 1)
     decoder_block_sm90_kernel(__grid_constant__ Params const params) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
-  DecoderBlockOf<kFormat, kType, kTokens>(params, smem).run();
+  DecoderBlockOf<kFormat, kType, kTokens, kAttention>(params, smem).run();
 #endif
 }
 

@@ -17,6 +17,11 @@ constexpr int kDigits = 3;          // of an activation beside int4: 8 bits each
 constexpr int kPartials = 4;        // units whose sums are under way from the consumers
 constexpr int kConverterWarps = 8;  // a stage's activations are 8 for each of their threads
 constexpr int kMostTokens = 2;
+// Of an attention in the launch.
+constexpr int kHeadDim = 128;
+constexpr int kMostSplits = 32;                                   // of a sequence
+constexpr int kMostGroup = 8;                                     // heads of queries of a head of keys
+constexpr int kAttentionBytes = kWarps * 2 * (kHeadDim * 4 + 8);  // of shared memory: a warp's sums for two heads
 
 /// Bytes of a stage of the ring. Codes of e4m3 are swizzled by TMA and so begin at multiples of 1024: their scales stand behind all stages.
 struct Stage {
@@ -55,7 +60,10 @@ inline Layout layout_of(DecoderBlockProblem const& problem, int64_t stages, int6
     // Rows of int4's digits: ldmatrix's eight rows of 16 bytes meet all banks once. Of f16, what is read together: 64 bytes of two rows.
     layout.pitch[parity] = int4 ? most * kStageK + 16 : most * kStageK * 2 + 64;
     layout.activations[parity] = at;
-    at += round_up((int4 ? kDigits : 1) * problem.m * layout.pitch[parity], 128);
+    int64_t bytes = (int4 ? kDigits : 1) * problem.m * layout.pitch[parity];
+    // Product 1 has no activations before all CTAs have had all of attention's sums.
+    if (parity == 1 && problem.heads > 0 && bytes < kAttentionBytes) bytes = kAttentionBytes;
+    at += round_up(bytes, 128);
     layout.groups[parity] = at;
     at += round_up(most * (kStageK / 128) * group_bytes(problem.weights, problem.m), 128);
   }
@@ -72,6 +80,15 @@ constexpr int64_t fixed_bytes(int64_t tokens) {
 /// 16-byte packets of 4 numbers each: of x, h, and x again.
 inline int64_t packets_of(DecoderBlockProblem const& problem, int product) {
   return problem.m * (product == 1 ? problem.inter : problem.hidden) / 4;
+}
+
+/// Packets of an attention in the launch: of its output, of all CTAs' sums, and of what these are relative to.
+struct AttentionPackets {
+  int64_t out, partials, ends;
+};
+inline AttentionPackets attention_packets_of(DecoderBlockProblem const& problem, int64_t splits) {
+  if (problem.heads == 0) return {0, 0, 0};
+  return {problem.attention / 4, problem.heads * splits * (kHeadDim / 2), problem.heads * splits};
 }
 
 }  // namespace minfer::decoder_block

@@ -38,6 +38,7 @@ constexpr int64_t kMostStagesOfCta = 100;  // of int4: above, the bytes take so 
 // that a CTA has in all.
 constexpr int64_t kStagesOfOneAhead = 14, kLeastAhead = 2, kMostAhead = 6;
 constexpr int64_t kMostAheadOfE4M3 = 4;
+constexpr int64_t kMostCapacity = 16384;
 
 /// Why one launch cannot compute it, or null.
 char const* unfit(DecoderBlockProblem const& p, DeviceProperties const& device) {
@@ -54,6 +55,16 @@ char const* unfit(DecoderBlockProblem const& p, DeviceProperties const& device) 
     bool const in_groups = p.group_size == 0 || p.group_size >= p.k(i) || (p.group_size >= 128 && (p.group_size & (p.group_size - 1)) == 0);
     if (int4 && !in_groups) return "groups must be of 128 times a power of two, or all of k";
   }
+  return nullptr;
+}
+
+/// Why the attention in front cannot be part of the launch, or null.
+char const* unfit_attention(DecoderBlockProblem const& p, int64_t ctas) {
+  if (p.m != 1) return "attention in the launch is of one token";
+  if (p.heads_kv < 1 || p.heads % p.heads_kv != 0) return "heads of queries must be a multiple of those of keys";
+  if (p.attention != p.heads * kHeadDim) return "heads in the launch must have 128 elements";
+  if (p.heads / p.heads_kv > kMostGroup) return "a head of keys in the launch has at most 8 heads of queries";
+  if (p.heads_kv > ctas) return "there are more heads of keys than thread blocks";
   return nullptr;
 }
 
@@ -103,6 +114,11 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
   int64_t const ctas = ctas_of(p, device), stages_of_one = stages_of_cta(p, ctas);
   if (!forced && int4 && p.m > 1) return separate("two tokens take as long in launches of their own");
   if (!forced && int4 && stages_of_one > kMostStagesOfCta) return separate("the weights' bytes take so long that launches matter little");
+  if (p.heads > 0) {
+    if (char const* why = unfit_attention(p, ctas)) return separate(why);
+    if (!forced && p.capacity > kMostCapacity) return separate("attention to long sequences is faster in a launch of its own");
+    plan->splits = int32_t(std::min<int64_t>(kMostSplits, ctas / p.heads_kv));
+  }
   int64_t const most_ahead = int4 ? kMostAhead : kMostAheadOfE4M3;
   plan->one_launch = true;
   plan->ctas = int32_t(ctas);
@@ -110,6 +126,8 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
   plan->stages = int32_t(stages);
   plan->smem_bytes = int32_t(layout.bytes);
   for (int i = 0; i + 1 < kDecoderBlockProducts; ++i) plan->workspace_bytes += size_t(packets_of(p, i)) * 16;
+  AttentionPackets const packets = attention_packets_of(p, plan->splits);
+  plan->workspace_bytes += size_t(packets.out + packets.partials + packets.ends) * 16;
   std::snprintf(plan->reason, sizeof(plan->reason), "%s",
                 forced ? "one launch, by name" : "few tokens: weights are loaded while activations are on their way");
   return Status::success();

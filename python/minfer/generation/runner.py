@@ -25,6 +25,7 @@ from torch import Tensor
 from .._core import batch_invariance
 from ..formats.kv_cache import KvCache, allocate_kv_cache
 from ..integrations.decoder import Attention
+from ..integrations.decoder.block import AttendsToOne, OneToken
 from ..integrations.decoder.model import DecoderModel
 from ..ops.attention import attention_paged
 from ..ops.kv_cache import kv_cache_append, qk_norm_rope_append
@@ -84,7 +85,7 @@ class _Draws:
     top_logprobs: int
 
 
-class _Attend:
+class _Attend(AttendsToOne):
     """The attention of one layer in a step."""
 
     def __init__(self, cache: KvCache, rotations: dict[str, Tensor]):
@@ -130,6 +131,14 @@ class _Attend:
             **cache.scales(),
         )
         return y.flatten(1)
+
+    def one_token(self, attention: Attention) -> OneToken | None:
+        """Steps begin with a copy of the host's: what they read of earlier steps is there."""
+        step, cache = self.step, self.cache
+        if attention.rotary is None or step.cu_seqlens is not None or cache.kv_format != "16bit":
+            return None
+        table = self.rotations[attention.rotary]
+        return OneToken(cache.k, cache.v, step.table, step.seq_lens, step.slots, step.positions, table)
 
 
 class _StepTensors(NamedTuple):

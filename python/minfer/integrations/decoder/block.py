@@ -1,14 +1,20 @@
-"""What lies between the attention of a layer and that of the next one, as one operator, for few tokens and weights in 4 or 8 bits."""
+"""What lies between the attention of a layer and that of the next one, as one operator, for few tokens and weights in 4 or 8 bits. Of one
+token that operator can be one launch, and attention a part of it."""
 
 from __future__ import annotations
 
+import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ..._core.batch_invariance import is_batch_invariant
 from ...ops.decoder_block import fp8_decoder_block, w4a16_decoder_block
+from .attention import Attention
 from .layer import DecoderLayer
 from .mlp import Mlp
 from .norm import Norm
@@ -19,46 +25,119 @@ MOST_TOKENS_OF_INT4, MOST_TOKENS_OF_FP8 = 1, 2
 MOST_TOKENS = max(MOST_TOKENS_OF_INT4, MOST_TOKENS_OF_FP8)
 
 
+_HEAD_DIM = 128  # of an attention that is part of the launch
+
+
+class OneToken(NamedTuple):
+    """What an engine has for the attention of one token: a paged cache of 16 bits, in the words of :func:`minfer.attention_paged` and
+    :func:`minfer.qk_norm_rope_append`.
+
+    While the token is computed, nothing may still be written of it but the rows that the token's layers store: a launch reads it before
+    the one in front has finished.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    slot_mapping: Tensor
+    positions: Tensor
+    cos_sin: Tensor
+
+
+class AttendsToOne(ABC):
+    """An ``Attend`` whose attention of one token can be part of a launch."""
+
+    @abstractmethod
+    def one_token(self, attention: Attention) -> OneToken | None:
+        """Of the step at hand; None: it is not like that."""
+
+
 class Block:
     """(attention's output [tokens, heads * head_dim], x [tokens, hidden], which is written) -> what the next attention takes.
 
     Args:
-      call: the operator, and ``parts``: what it takes of a product, by the names of the product's tensors.
+      call: the operator; layer: the one with attention in front; parts: what they take of a product, by the names of the product's tensors.
       products: the output projection, the MLP's two, and the next layer's first one.
       mlp_norm, next_norm: in front of the second and of the last.
       most_tokens: for which it is worth calling.
+      options: of both operators.
     """
 
     def __init__(
         self,
         call: Callable[..., Tensor],
+        layer: Callable[..., Tensor],
         parts: tuple[str, str],
         products: list[Projection],
         mlp_norm: Norm,
         next_norm: Norm,
         most_tokens: int,
+        options: dict[str, Any],
     ):
-        self._call, self._parts, self._products, self._norms = call, parts, products, (mlp_norm, next_norm)
+        self._call, self._layer, self._parts, self._options = call, layer, parts, options
+        self._products, self._norms = products, (mlp_norm, next_norm)
         self.most_tokens = most_tokens
 
     def __call__(self, y: Tensor, x: Tensor) -> Tensor:
+        return self._call(y, x, **self._arguments(), constant_weights=True)
+
+    def _arguments(self) -> dict[str, Any]:
         # The modules' tensors are looked up at every call: moving a module replaces them.
-        weights = [[getattr(product, name) for name in self._parts] for product in self._products]
+        found = dict(self._options)
+        for name, product in zip(("o", "gate_up", "down", "next"), self._products, strict=True):
+            found |= {f"{name}_{part}": getattr(product, part) for part in self._parts}
+            if name != "gate_up":
+                found[f"{name}_bias"] = product.bias
+        return found | {"mlp_norm": self._norms[0].weight, "next_norm": self._norms[1].weight}
+
+    def includes(self, attention: Attention, step: OneToken) -> bool:
+        """Whether :meth:`with_attention` computes a token's attention, and should."""
+        cache, table = step.k_cache, step.cos_sin
+        if not cache.is_cuda or cache.dtype != self._norms[0].weight.dtype or attention.head_dim != _HEAD_DIM:
+            return False
+        if attention.softcap or attention.sinks is not None or not attention.causal or table.shape[1] != _HEAD_DIM:
+            return False
+        if attention.rotary_dim not in (None, _HEAD_DIM) or cache.shape[1] & (cache.shape[1] - 1):
+            return False
         output, first, down, following = self._products
-        mlp_norm, next_norm = self._norms
-        return self._call(
-            y,
+        sizes = (1, output.in_features, output.out_features, down.in_features, following.out_features)
+        sizes += (attention.heads, attention.heads_kv, step.block_table.shape[1] * cache.shape[1])
+        weights = self._weights()
+        return weights is not None and _is_one_launch(sizes, cache.dtype, *weights, cache.device.index, is_batch_invariant())
+
+    def _weights(self) -> tuple[str, int] | None:
+        """What ``_plan_decoder_block`` takes of them."""
+        if "group_size" in self._options:
+            return "int4", self._options["group_size"]
+        scales = [product.scale for product in self._products]
+        of_blocks = {scale.dim() > 1 and scale.shape[-1] > 0 and scale.shape[0] != scale.numel() for scale in scales}
+        if len(of_blocks) > 1 or any(scale.dtype != torch.float32 for scale in scales):
+            return None
+        return ("blocks" if of_blocks.pop() else "rows"), -1
+
+    def with_attention(self, attention: Attention, qkv: Tensor, x: Tensor, step: OneToken) -> Tensor:
+        """qkv [1, (heads + 2 * heads_kv) * head_dim], x [1, hidden], which is written -> the next layer's qkv."""
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        return self._layer(
+            qkv.view(1, -1, attention.head_dim),
             x,
-            *weights[0],
-            mlp_norm.weight,
-            *weights[1],
-            *weights[2],
-            next_norm.weight,
-            *weights[3],
-            o_bias=output.bias,
-            down_bias=down.bias,
-            next_bias=following.bias,
+            *step,
+            q_weight=None if q_norm is None else q_norm.weight,
+            k_weight=None if k_norm is None else k_norm.weight,
+            scale=attention.scale,
+            window_left=attention.window,
+            qk_eps=0.0 if q_norm is None else q_norm.eps,
+            qk_weight_offset=0.0 if q_norm is None else q_norm.weight_offset,
+            constant=True,
+            **self._arguments(),
         )
+
+
+@lru_cache(maxsize=1024)
+def _is_one_launch(sizes: tuple[int, ...], dtype: torch.dtype, weights: str, group_size: int, device: int, batch_invariant: bool) -> bool:
+    plan = torch.ops.minfer._plan_decoder_block(list(sizes), {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], weights, group_size, False, device)
+    return json.loads(plan)["one_launch"]
 
 
 def between(layer: DecoderLayer, following: DecoderLayer | None) -> Block | None:
@@ -76,16 +155,21 @@ def between(layer: DecoderLayer, following: DecoderLayer | None) -> Block | None
     mlp_norm, next_norm = layer.mlp_norm, following.input_norm
     if mlp_norm.centered or next_norm.centered or (mlp_norm.eps, mlp_norm.weight_offset) != (next_norm.eps, next_norm.weight_offset):
         return None
-    call, parts, most_tokens, options = found
-    options |= dict(eps=mlp_norm.eps, weight_offset=mlp_norm.weight_offset, activation=first.activation, constant_weights=True)
-    return Block(partial(call, **options), parts, products, mlp_norm, next_norm, most_tokens)
+    call, layer_call, parts, most_tokens, options = found
+    options |= dict(eps=mlp_norm.eps, weight_offset=mlp_norm.weight_offset, activation=first.activation)
+    return Block(call, layer_call, parts, products, mlp_norm, next_norm, most_tokens, options)
 
 
-def _operator_of(products: list[Projection]) -> tuple[Callable[..., Tensor], tuple[str, str], int, dict[str, Any]] | None:
-    """The operator of weights of one format, the names of their tensors, its most tokens, and its options that say more of the weights."""
+def _operator_of(
+    products: list[Projection],
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[str, str], int, dict[str, Any]] | None:
+    """The operators of weights of one format, the names of their tensors, their most tokens, and their options that say more of the
+    weights."""
+    ops = torch.ops.minfer
     if all(scaled_fp8(product) for product in products):
-        return fp8_decoder_block, ("weight", "scale"), MOST_TOKENS_OF_FP8, {}
+        return fp8_decoder_block, ops._fp8_decoder_layer, ("weight", "scale"), MOST_TOKENS_OF_FP8, {}
     group_sizes = {packed_int4(product) for product in products}
     if len(group_sizes) != 1 or None in group_sizes:
         return None
-    return w4a16_decoder_block, ("qweight", "scales"), MOST_TOKENS_OF_INT4, {"group_size": group_sizes.pop()}
+    options = {"group_size": group_sizes.pop()}
+    return w4a16_decoder_block, ops._w4a16_decoder_layer, ("qweight", "scales"), MOST_TOKENS_OF_INT4, options

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...distributed.tensor_parallel import TensorParallel, borders
 from ...ops.fused import embedding
-from .block import MOST_TOKENS, between
+from .block import MOST_TOKENS, AttendsToOne, between
 from .layer import Attend, DecoderLayer
 from .norm import Norm
 from .projection import Projection
@@ -69,13 +69,17 @@ class DecoderModel:
         for layer, following, own in zip(self.layers, [*self.layers[1:], None], attend, strict=True):
             if qkv is None:
                 qkv = layer.in_front_of_attention(x, pending)
-            y = own(layer.attention, qkv)
             block = between(layer, following) if tokens <= MOST_TOKENS else None
-            if block is not None and tokens <= block.most_tokens:
-                qkv, pending = block(y, x), None
-            else:
+            if block is None or tokens > block.most_tokens:
+                x, pending = layer.behind_attention(x, own(layer.attention, qkv))
                 qkv = None
-                x, pending = layer.behind_attention(x, y)
+                continue
+            one = own.one_token(layer.attention) if tokens == 1 and isinstance(own, AttendsToOne) else None
+            if one is not None and block.includes(layer.attention, one):
+                qkv = block.with_attention(layer.attention, qkv, x, one)
+            else:
+                qkv = block(own(layer.attention, qkv), x)
+            pending = None
         return x, pending
 
     def logits(self, x: Tensor, pending: Tensor | None = None) -> Tensor:

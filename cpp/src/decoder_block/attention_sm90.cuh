@@ -1,0 +1,384 @@
+// The attention of one token at the head of a decoder block's launch: the token's q and k are normalised and rotated, k and v stored in a
+// paged cache of 16 bits, and the output goes to the block's converters as packets.
+//
+// A launch of its own would wait for the one in front of it, and so would the one behind it; here the block's weights fill their ring
+// meanwhile, and the first keys and values are in registers before the predecessor has finished.
+//
+// Division. The CTAs of a head of keys divide its sequence (`splits`). The 16 consumer warps of a CTA are divided twice: `pairs` of the
+// head's group of queries, and sets, which take 8 keys at a time in turns. A lane has 8 of a key's 128 elements: a load of the warp is two
+// keys. Sums are in float32 (FlashAttention's online softmax), merged in shared memory by a CTA, and by packets among the CTAs of a head,
+// each of which merges some columns of all of them.
+// Keys are requested before the weights, which would keep memory busy for longer.
+// The new key is its own: it is not read from the cache, but made by the last set of the last split, which also stores it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dependent_launch.cuh"
+#include "common/packet.cuh"
+#include "decoder_block/layout.h"
+#include "fused/row_operation.cuh"
+
+namespace minfer::decoder_block {
+
+struct AttentionParams {
+  void const* qkv;  // [heads + 2 heads_kv, 128]
+  void *k_cache, *v_cache;
+  int64_t k_strides[3], v_strides[3];  // in elements, of pages, rows and heads
+  int32_t const *table, *seq_lens;     // of the one sequence; its length counts the token
+  int64_t const* slots;
+  void const* positions;
+  float const* cos_sin;  // [length, 128]: cosines, then sines
+  int64_t length, pages;
+  void const *q_weight, *k_weight;  // [128], or null: no normalisation
+  float eps, weight_offset, scale_log2;
+  int32_t window;                     // keys before the token's own that it sees, or -1: all
+  int32_t heads, heads_kv, group;     // group: queries' heads of a head of keys
+  int32_t pairs, splits, page_shift;  // page_shift: log2 of a page's rows
+  int32_t capacity;                   // rows of the table's pages
+  bool positions_64bit;
+  Packet *out, *partials, *ends;  // of the output; of each CTA and head of queries 64 of its sums, and what they are relative to
+};
+
+template <DataType kType>
+class TokenAttention {
+ public:
+  static constexpr int kKeys = 8, kHeads = 2;  // of a warp at a time
+  static constexpr int kLoads = kKeys / 2;
+  using T = fused::RowType<kType>;
+  static_assert(kWarps * kHeads * kHeadDim * 4 + kWarps * kHeads * 8 == kAttentionBytes);
+
+  __device__ __forceinline__ TokenAttention(AttentionParams const& params, char* area, int warp, int lane)
+      : p_(params),
+        area_(area),
+        warp_(warp),
+        lane_(lane),
+        head_(int(blockIdx.x) / params.splits),
+        split_(int(blockIdx.x) % params.splits) {}
+
+  /// early: what was not written by the predecessor may be read before it has finished. issued: called when the first keys have been
+  /// requested; join: waits for all warps, after which the tag of the launch's packets is in shared memory.
+  template <class Issued, class Join>
+  __device__ __forceinline__ void run(bool early, Issued const& issued, Join const& join, uint64_t const volatile& shared_tag) const {
+    if (!early) wait_for_predecessor();
+    if (head_ >= p_.heads_kv) {
+      issued();
+      if (early) wait_for_predecessor();
+      join();
+      return;
+    }
+    int const sets = kWarps / p_.pairs, set = warp_ / p_.pairs, pair = warp_ % p_.pairs;
+    int const length = min(load_early(p_.seq_lens), p_.capacity), cached = max(length - 1, 0);
+    int const first = p_.window >= 0 ? max(cached - p_.window, 0) : 0;
+    int const share = (cached - first + p_.splits - 1) / p_.splits, begin = first + split_ * share, end = min(begin + share, cached);
+    int at = begin + set * kKeys;
+    bool has_new = length > 0 && split_ == p_.splits - 1 && set == sets - 1;
+    uint4 k[kLoads], v[kLoads];
+    if (at < end) load(at, end, k, v);
+    issued();
+    float const* const rotation = rotation_of_token();
+    if (early) wait_for_predecessor();
+
+    uint4 q[kHeads];
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h)
+      q[h] = prepared(row_of(head_ * p_.group + min(pair * kHeads + h, p_.group - 1)), p_.q_weight, rotation);
+    auto* const kept = reinterpret_cast<uint4*>(sums_of(warp_, 0)) + lane_;  // until the sums come
+    if (has_new) {
+      uint4 const new_k = prepared(row_of(p_.heads + head_), p_.k_weight, rotation), new_v = row_of(p_.heads + p_.heads_kv + head_);
+      kept[0] = new_k;
+      kept[32] = new_v;
+      if (pair == 0 && lane_ < 16) store(new_k, new_v);
+    }
+    State state;
+    int count = end - at;
+#pragma unroll 1
+    while (true) {
+      if (count <= 0) {
+        if (!has_new) break;
+        has_new = false;
+        count = 1;
+        k[0] = kept[0];
+        v[0] = lane_ < 16 ? kept[32] : uint4{};
+#pragma unroll
+        for (int j = 1; j < kLoads; ++j) k[j] = v[j] = uint4{};
+      }
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) asm volatile("" : "+r"(q[h].x), "+r"(q[h].y), "+r"(q[h].z), "+r"(q[h].w));  // stays packed
+      attend(q, k, v, count, state);
+      at += sets * kKeys;
+      count = end - at;
+      if (count > 0) load(at, end, k, v);
+    }
+    leave(state);
+    join();
+    uint64_t const tag = shared_tag;
+    merge_warps(sets, tag);
+    merge_splits(tag);
+  }
+
+ private:
+  static constexpr float kLowest = -3.0e38f;  // below all scores, and finite: differences to it are no NaN
+
+  /// Of the lane's head of the warp's two: the largest score and the sum of weights relative to it. Of both heads: the weighted values.
+  struct State {
+    float most = kLowest, total = 0.0f, sums[kHeads][8] = {};
+  };
+
+  static __device__ __forceinline__ void unpack(uint4 const& from, float (&x)[8]) {
+    uint32_t const words[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kType == DataType::kBF16) {
+        x[2 * i] = __uint_as_float(words[i] << 16);
+        x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+      } else {
+        float2 const two = __half22float2(reinterpret_cast<__half2 const&>(words[i]));
+        x[2 * i] = two.x;
+        x[2 * i + 1] = two.y;
+      }
+    }
+  }
+  static __device__ __forceinline__ uint32_t pack(float x, float y) {
+    if constexpr (kType == DataType::kBF16) {
+      __nv_bfloat162 const two = __floats2bfloat162_rn(x, y);
+      return reinterpret_cast<uint32_t const&>(two);
+    } else {
+      __half2 const two = __floats2half2_rn(x, y);
+      return reinterpret_cast<uint32_t const&>(two);
+    }
+  }
+
+  /// Before the wait: from L2, for the first-level cache may still have what other launches left there.
+  template <class U>
+  static __device__ __forceinline__ U load_early(U const* from) {
+    return __ldcg(from);
+  }
+
+  /// The lane's elements of a head of the token's q, k and v.
+  __device__ __forceinline__ uint4 row_of(int head) const {
+    return load_operand(reinterpret_cast<uint4 const*>(static_cast<T const*>(p_.qkv) + head * kHeadDim + lane_ % 16 * 8));
+  }
+  __device__ __forceinline__ uint4* place(void* cache, int64_t const (&strides)[3], int64_t page, int row) const {
+    return reinterpret_cast<uint4*>(static_cast<T*>(cache) + page * strides[0] + row * strides[1] + head_ * strides[2] + lane_ % 16 * 8);
+  }
+  /// Keys at + 2 j + lane / 16 and their values, from `end` on those of the last one.
+  __device__ __forceinline__ void load(int at, int end, uint4 (&k)[kLoads], uint4 (&v)[kLoads]) const {
+    int page[kLoads], key[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      key[j] = min(at + 2 * j + lane_ / 16, end - 1);
+      page[j] = load_early(p_.table + (key[j] >> p_.page_shift));
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      int const row = key[j] & ((1 << p_.page_shift) - 1);
+      k[j] = load_early(place(p_.k_cache, p_.k_strides, page[j], row));
+      v[j] = load_early(place(p_.v_cache, p_.v_strides, page[j], row));
+    }
+  }
+  /// The cosines of the lane's elements, the sines are kHeadDim / 2 further on; null for a position outside of the table, which has zeros.
+  __device__ __forceinline__ float const* rotation_of_token() const {
+    int64_t const position = p_.positions_64bit ? int64_t(load_early(static_cast<long long const*>(p_.positions)))
+                                                : int64_t(load_early(static_cast<int32_t const*>(p_.positions)));
+    return position >= 0 && position < p_.length ? p_.cos_sin + position * kHeadDim + lane_ % 8 * 8 : nullptr;
+  }
+  /// A head, normalised if there is a weight, rotated, and rounded.
+  __device__ __forceinline__ uint4 prepared(uint4 const& raw, void const* weight, float const* rotation) const {
+    float x[8];
+    unpack(raw, x);
+    if (weight != nullptr) {
+      float squares = 0.0f, factors[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) squares = fmaf(x[e], x[e], squares);
+#pragma unroll
+      for (int offset = 8; offset > 0; offset /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, offset);
+      float const factor = rsqrtf(squares * (1.0f / kHeadDim) + p_.eps);
+      unpack(load_operand(reinterpret_cast<uint4 const*>(static_cast<T const*>(weight) + lane_ % 16 * 8)), factors);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] = x[e] * factor * (factors[e] + p_.weight_offset);
+    }
+    bool const low = lane_ % 16 < 8;  // of the pairs, which are 64 elements apart
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      auto const* const from = reinterpret_cast<float4 const*>(rotation) + i;
+      float4 const cosines = rotation != nullptr ? load_operand(from) : float4{},
+                   sines = rotation != nullptr ? load_operand(from + kHeadDim / 8) : float4{};
+      float const cosine[4] = {cosines.x, cosines.y, cosines.z, cosines.w}, sine[4] = {sines.x, sines.y, sines.z, sines.w};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float const other = __shfl_xor_sync(0xffffffffu, x[4 * i + e], 8);
+        y[4 * i + e] = x[4 * i + e] * cosine[e] + (low ? -other : other) * sine[e];
+      }
+    }
+    return {pack(y[0], y[1]), pack(y[2], y[3]), pack(y[4], y[5]), pack(y[6], y[7])};
+  }
+  __device__ __forceinline__ void store(uint4 const& k, uint4 const& v) const {
+    int64_t const slot = load_operand(p_.slots), page = slot >> p_.page_shift;
+    if (slot < 0 || page >= p_.pages) return;
+    int const row = int(slot) & ((1 << p_.page_shift) - 1);
+    *place(p_.k_cache, p_.k_strides, page, row) = k;
+    *place(p_.v_cache, p_.v_strides, page, row) = v;
+  }
+
+  /// The first `count` of 8 keys. Scores are summed over 16 lanes while they are dealt out among them: bit 3 of a lane is the head, bits 2
+  /// and 1 are the load, bit 4 is the key of the load's two.
+  __device__ __forceinline__ void attend(uint4 const (&q)[kHeads], uint4 const (&k)[kLoads], uint4 const (&v)[kLoads], int count,
+                                         State& state) const {
+    float scores[kHeads][kLoads];
+    {
+      float of_q[kHeads][8];
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) unpack(q[h], of_q[h]);
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+        float of_k[8];
+        unpack(k[j], of_k);
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          scores[h][j] = 0.0f;
+#pragma unroll
+          for (int e = 0; e < 8; ++e) scores[h][j] = fmaf(of_q[h][e], of_k[e], scores[h][j]);
+        }
+      }
+    }
+    constexpr unsigned kAll = 0xffffffffu;
+    bool const high = lane_ & 8, late = lane_ & 4, odd = lane_ & 2;
+    float of_head[kLoads], of_half[2];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j)
+      of_head[j] = (high ? scores[1][j] : scores[0][j]) + __shfl_xor_sync(kAll, high ? scores[0][j] : scores[1][j], 8);
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      of_half[j] = (late ? of_head[2 + j] : of_head[j]) + __shfl_xor_sync(kAll, late ? of_head[j] : of_head[2 + j], 4);
+    float score = (odd ? of_half[1] : of_half[0]) + __shfl_xor_sync(kAll, odd ? of_half[0] : of_half[1], 2);
+    score = (score + __shfl_xor_sync(kAll, score, 1)) * p_.scale_log2;
+    bool const inside = (lane_ / 2 % 4) * 2 + lane_ / 16 < count;
+    float most = inside ? score : kLowest;
+    most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
+    most = fmaxf(most, __shfl_xor_sync(kAll, most, 4));
+    most = fmaxf(most, __shfl_xor_sync(kAll, most, 16));
+    most = fmaxf(most, state.most);
+    float const kept = exp2f(state.most - most), weight = inside ? exp2f(score - most) : 0.0f;
+    state.most = most;
+    state.total = fmaf(state.total, kept, weight);
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      float const kept_of_head = __shfl_sync(kAll, kept, h * 8);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) state.sums[h][e] *= kept_of_head;
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      float of_v[8];
+      unpack(v[j], of_v);
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        float const own = __shfl_sync(kAll, weight, (lane_ & 16) + h * 8 + j * 2);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) state.sums[h][e] = fmaf(own, of_v[e], state.sums[h][e]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ float* sums_of(int warp, int h) const {
+    return reinterpret_cast<float*>(area_) + (warp * kHeads + h) * kHeadDim;
+  }
+  __device__ __forceinline__ float2& end_of(int warp, int h) const {
+    return reinterpret_cast<float2*>(area_ + kWarps * kHeads * kHeadDim * 4)[warp * kHeads + h];
+  }
+  /// What a warp has, in shared memory: lanes 0 to 15 store head 0, the others head 1.
+  __device__ __forceinline__ void leave(State& state) const {
+    constexpr unsigned kAll = 0xffffffffu;
+#pragma unroll
+    for (int offset = 2; offset <= 16; offset = offset == 4 ? 16 : 2 * offset) state.total += __shfl_xor_sync(kAll, state.total, offset);
+    if (lane_ % 16 == 8 * (lane_ / 16)) end_of(warp_, lane_ / 16) = make_float2(state.most, state.total);
+    float own[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) state.sums[h][e] += __shfl_xor_sync(kAll, state.sums[h][e], 16);
+      own[e] = lane_ < 16 ? state.sums[0][e] : state.sums[1][e];
+    }
+    auto* const to = reinterpret_cast<float4*>(sums_of(warp_, lane_ / 16) + lane_ % 16 * 8);
+    to[0] = make_float4(own[0], own[1], own[2], own[3]);
+    to[1] = make_float4(own[4], own[5], own[6], own[7]);
+  }
+  /// The sums of the CTA's sets, to the CTAs of the same head: two columns a thread.
+  __device__ __forceinline__ void merge_warps(int sets, uint64_t tag) const {
+    int const thread = warp_ * 32 + lane_, head = thread / 64, column = thread % 64;
+    if (head >= p_.group) return;
+    int const pair = head / kHeads, h = head % kHeads;
+    float most = kLowest, total = 0.0f, x = 0.0f, y = 0.0f;
+    for (int set = 0; set < sets; ++set) most = fmaxf(most, end_of(set * p_.pairs + pair, h).x);
+    for (int set = 0; set < sets; ++set) {
+      int const warp = set * p_.pairs + pair;
+      float2 const end = end_of(warp, h), sums = *reinterpret_cast<float2 const*>(sums_of(warp, h) + 2 * column);
+      float const kept = exp2f(end.x - most);
+      total = fmaf(kept, end.y, total);
+      x = fmaf(kept, sums.x, x);
+      y = fmaf(kept, sums.y, y);
+    }
+    int const row = int(blockIdx.x) * p_.group + head;
+    store_packet(p_.partials + row * 64 + column, numbers_of(x, y), tag);
+    if (column == 0) store_packet(p_.ends + row, numbers_of(most, total), tag);
+  }
+  /// Four columns of all splits a warp, every splits-th four a CTA: half a warp has two of the columns, a lane every 16th split.
+  __device__ __forceinline__ void merge_splits(uint64_t tag) const {
+    constexpr int kEach = kMostSplits / 16;
+    constexpr unsigned kAll = 0xffffffffu;
+#pragma unroll 1
+    for (int four = split_ + p_.splits * warp_; four < p_.group * 32; four += p_.splits * kWarps) {
+      int const head = four / 32, column = four % 32 * 2 + lane_ / 16;
+      Packet sums[kEach], ends[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) sums[i] = ends[i] = {0, lane_ % 16 + 16 * i < p_.splits ? ~tag : tag};
+      while (true) {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          int const row = (head_ * p_.splits + lane_ % 16 + 16 * i) * p_.group + head;
+          poll_packet(sums[i].tag != tag, sums[i], p_.partials + row * 64 + column);
+          poll_packet(ends[i].tag != tag, ends[i], p_.ends + row);
+        }
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) all = all && sums[i].tag == tag && ends[i].tag == tag;
+        if (all) break;
+        __nanosleep(32);
+      }
+      __syncwarp();
+      float most = kLowest, total = 0.0f, x = 0.0f, y = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (lane_ % 16 + 16 * i < p_.splits) most = fmaxf(most, ends[i].get().x);
+      }
+#pragma unroll
+      for (int offset = 8; offset > 0; offset /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, offset));
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        if (lane_ % 16 + 16 * i >= p_.splits) continue;
+        float2 const end = ends[i].get(), sum = sums[i].get();
+        float const kept = exp2f(end.x - most);
+        total = fmaf(kept, end.y, total);
+        x = fmaf(kept, sum.x, x);
+        y = fmaf(kept, sum.y, y);
+      }
+#pragma unroll
+      for (int offset = 8; offset > 0; offset /= 2) {
+        total += __shfl_xor_sync(kAll, total, offset);
+        x += __shfl_xor_sync(kAll, x, offset);
+        y += __shfl_xor_sync(kAll, y, offset);
+      }
+      float const factor = total == 0.0f ? 0.0f : __fdividef(1.0f, total);  // a sequence without keys: zeros
+      uint32_t const two = pack(x * factor, y * factor), next = __shfl_down_sync(kAll, two, 16);
+      if (lane_ == 0) store_packet(p_.out + (head_ * p_.group + head) * 32 + four % 32, two | uint64_t(next) << 32, tag);
+    }
+  }
+
+  AttentionParams const& p_;
+  char* area_;
+  int warp_, lane_, head_, split_;
+};
+
+}  // namespace minfer::decoder_block
