@@ -40,6 +40,44 @@ struct AttentionParams {
   Packet *out, *partials, *ends;  // of the output; of each CTA and head of queries 64 of its sums, and what they are relative to
 };
 
+/// What a CTA has to know of the sequence: read once, for a line of memory that all warps of all CTAs want is slow to serve them.
+struct Sequence {
+  alignas(8) int64_t position;
+  int32_t length;                // with the token
+  int32_t pages[kPagesOfSplit];  // the first ones of the CTA's split
+};
+
+/// Keys of a CTA's split, begin to end - 1, all of them in the cache.
+struct Split {
+  int begin, end;
+
+  __device__ __forceinline__ Split(AttentionParams const& p, int length) {
+    int const cached = max(length - 1, 0), first = p.window >= 0 ? max(cached - p.window, 0) : 0;
+    int const share = (cached - first + p.splits - 1) / p.splits;
+    begin = first + int(blockIdx.x) % p.splits * share;
+    end = min(begin + share, cached);
+  }
+};
+
+/// Before the wait: from L2, for the first-level cache may still have what other launches left there.
+template <class U>
+__device__ __forceinline__ U load_early(U const* from) {
+  return __ldcg(from);
+}
+
+/// By a warp.
+__device__ __forceinline__ void read_sequence(AttentionParams const& p, Sequence* sequence, int lane) {
+  if (lane == 1) {
+    sequence->position = p.positions_64bit ? int64_t(load_early(static_cast<long long const*>(p.positions)))
+                                           : int64_t(load_early(static_cast<int32_t const*>(p.positions)));
+  }
+  int const length = min(load_early(p.seq_lens), p.capacity);
+  Split const split(p, length);
+  int const first = split.begin >> p.page_shift, count = split.begin < split.end ? ((split.end - 1) >> p.page_shift) - first + 1 : 0;
+  for (int i = lane; i < min(count, kPagesOfSplit); i += 32) sequence->pages[i] = load_early(p.table + first + i);
+  if (lane == 0) sequence->length = length;
+}
+
 template <DataType kType>
 class TokenAttention {
  public:
@@ -48,8 +86,9 @@ class TokenAttention {
   using T = fused::RowType<kType>;
   static_assert(kWarps * kHeads * kHeadDim * 4 + kWarps * kHeads * 8 == kAttentionBytes);
 
-  __device__ __forceinline__ TokenAttention(AttentionParams const& params, char* area, int warp, int lane)
+  __device__ __forceinline__ TokenAttention(AttentionParams const& params, Sequence const& sequence, char* area, int warp, int lane)
       : p_(params),
+        sequence_(sequence),
         area_(area),
         warp_(warp),
         lane_(lane),
@@ -68,13 +107,12 @@ class TokenAttention {
       return;
     }
     int const sets = kWarps / p_.pairs, set = warp_ / p_.pairs, pair = warp_ % p_.pairs;
-    int const length = min(load_early(p_.seq_lens), p_.capacity), cached = max(length - 1, 0);
-    int const first = p_.window >= 0 ? max(cached - p_.window, 0) : 0;
-    int const share = (cached - first + p_.splits - 1) / p_.splits, begin = first + split_ * share, end = min(begin + share, cached);
+    int const length = sequence_.length;
+    auto const [begin, end] = Split(p_, length);
     int at = begin + set * kKeys;
     bool has_new = length > 0 && split_ == p_.splits - 1 && set == sets - 1;
     uint4 k[kLoads], v[kLoads];
-    if (at < end) load(at, end, k, v);
+    if (at < end) load(begin, at, end, k, v);
     issued();
     float const* const rotation = rotation_of_token();
     if (early) wait_for_predecessor();
@@ -108,7 +146,7 @@ class TokenAttention {
       attend(q, k, v, count, state);
       at += sets * kKeys;
       count = end - at;
-      if (count > 0) load(at, end, k, v);
+      if (count > 0) load(begin, at, end, k, v);
     }
     leave(state);
     join();
@@ -149,12 +187,6 @@ class TokenAttention {
     }
   }
 
-  /// Before the wait: from L2, for the first-level cache may still have what other launches left there.
-  template <class U>
-  static __device__ __forceinline__ U load_early(U const* from) {
-    return __ldcg(from);
-  }
-
   /// The lane's elements of a head of the token's q, k and v.
   __device__ __forceinline__ uint4 row_of(int head) const {
     return load_operand(reinterpret_cast<uint4 const*>(static_cast<T const*>(p_.qkv) + head * kHeadDim + lane_ % 16 * 8));
@@ -163,12 +195,13 @@ class TokenAttention {
     return reinterpret_cast<uint4*>(static_cast<T*>(cache) + page * strides[0] + row * strides[1] + head_ * strides[2] + lane_ % 16 * 8);
   }
   /// Keys at + 2 j + lane / 16 and their values, from `end` on those of the last one.
-  __device__ __forceinline__ void load(int at, int end, uint4 (&k)[kLoads], uint4 (&v)[kLoads]) const {
+  __device__ __forceinline__ void load(int begin, int at, int end, uint4 (&k)[kLoads], uint4 (&v)[kLoads]) const {
     int page[kLoads], key[kLoads];
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       key[j] = min(at + 2 * j + lane_ / 16, end - 1);
-      page[j] = load_early(p_.table + (key[j] >> p_.page_shift));
+      int const i = (key[j] >> p_.page_shift) - (begin >> p_.page_shift);
+      page[j] = i < kPagesOfSplit ? sequence_.pages[i] : load_early(p_.table + (key[j] >> p_.page_shift));
     }
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
@@ -179,8 +212,7 @@ class TokenAttention {
   }
   /// The cosines of the lane's elements, the sines are kHeadDim / 2 further on; null for a position outside of the table, which has zeros.
   __device__ __forceinline__ float const* rotation_of_token() const {
-    int64_t const position = p_.positions_64bit ? int64_t(load_early(static_cast<long long const*>(p_.positions)))
-                                                : int64_t(load_early(static_cast<int32_t const*>(p_.positions)));
+    int64_t const position = sequence_.position;
     return position >= 0 && position < p_.length ? p_.cos_sin + position * kHeadDim + lane_ % 8 * 8 : nullptr;
   }
   /// A head, normalised if there is a weight, rotated, and rounded.
@@ -377,6 +409,7 @@ class TokenAttention {
   }
 
   AttentionParams const& p_;
+  Sequence const& sequence_;
   char* area_;
   int warp_, lane_, head_, split_;
 };

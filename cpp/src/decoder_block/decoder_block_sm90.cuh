@@ -86,6 +86,7 @@ class DecoderBlock {
     alignas(16) float partials[kPartials][kWarps][kTokens][kUnit];
     alignas(16) float squares[2][kTokens][kConverterWarps];
     alignas(16) uint64_t tag;
+    Sequence sequence;  // of a launch with attention
     alignas(8) uint64_t full[kMostStages], empty[kMostStages], ready[2][kMostKStages], consumed[2], partial_full[kPartials],
         partial_empty[kPartials];
   };
@@ -104,6 +105,12 @@ class DecoderBlock {
       if (warp == 0) {
         if (thread == 0 || !kInt4 || kAttention) produce(thread);
       } else {
+        if (kAttention && warp == 1) {
+          if (!p_.early) wait_for_predecessor();
+          read_sequence(p_.attention, &storage_.sequence, thread % 32);
+          __syncwarp();
+          SequenceKnown::arrive();
+        }
         finish(warp - 1, read_tag(thread), thread % 32);
       }
     } else if (warp < 4 + kConverterWarps) {
@@ -135,6 +142,7 @@ class DecoderBlock {
   }
 
   using Joined = ConstantNamedBarrier<1, 32 * kFinishers + kConverters + (kAttention ? kConsumers : 0)>;
+  using SequenceKnown = ConstantNamedBarrier<3, 32 + kConsumers>;
   using KeysRequested = ConstantNamedBarrier<2, 32 + kConsumers>;
 
   /// The tag of the launch's packets; by finishers and converters. With attention, not before consumers have its sums: to poll for its
@@ -242,7 +250,8 @@ class DecoderBlock {
   // ---- attention: warps 12 to 27 ----
 
   __device__ __forceinline__ void attend(int warp, int lane) {
-    TokenAttention<kType> const attention(p_.attention, activations(1), warp, lane);
+    SequenceKnown::sync();
+    TokenAttention<kType> const attention(p_.attention, storage_.sequence, activations(1), warp, lane);
     attention.run(p_.early, [] { KeysRequested::arrive(); }, [] { Joined::sync(); }, storage_.tag);
     __syncwarp();
     if (lane == 0) EmptyBarrier::arrive(&storage_.consumed[1]);  // product 1's activations come where the sums were
