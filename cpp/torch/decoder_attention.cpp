@@ -31,6 +31,9 @@ void check(DecoderAttentionCall const& c) {
     }
     check_no_overlap(op, *cache, "qkv", c.qkv, name);
   }
+  for (int i = 0; i < 3; ++i) {
+    if (c.v_cache.stride(i) != c.k_cache.stride(i)) fail(op, ": v_cache must have k_cache's strides, got ", c.k_cache, " and ", c.v_cache);
+  }
   if (c.heads() < 1) {
     fail(op, ": qkv must be [1, heads + 2 * heads_kv, ", kHeadDim, "], of a cache with heads_kv = ", c.heads_kv(), ", got ", c.qkv);
   }
@@ -71,10 +74,7 @@ bool set(DecoderAttentionCall const& c, DecoderAttention* to, Held* held) {
   to->qkv = held->keep(aligned_contiguous(op, "qkv", c.qkv));
   to->k_cache = held->keep(c.k_cache);
   to->v_cache = held->keep(c.v_cache);
-  for (int i = 0; i < 3; ++i) {
-    to->k_strides[i] = c.k_cache.stride(i);
-    to->v_strides[i] = c.v_cache.stride(i);
-  }
+  for (int i = 0; i < 3; ++i) to->strides[i] = c.k_cache.stride(i);
   to->pages = c.k_cache.size(0);
   to->page_size = c.k_cache.size(1);
   auto const words = [&](char const* name, Tensor const& given) {  // read by elements, wherever they begin

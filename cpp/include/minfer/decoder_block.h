@@ -38,14 +38,14 @@ struct DecoderBlockProblem {
 /// The attention of one token, which is stored and attends to what is in the cache and to itself. Heads have 128 elements; q and k are
 /// normalised where there are weights, and rotated in halves, as minfer/kv_cache.h's NormRope does it.
 struct DecoderAttention {
-  void const* qkv = nullptr;                                   // [heads + 2 * heads_kv, 128], contiguous, 16-byte aligned
-  void *k_cache = nullptr, *v_cache = nullptr;                 // [pages, page_size, heads_kv, 128]; rows 16-byte aligned
-  int64_t k_strides[3] = {0, 0, 0}, v_strides[3] = {0, 0, 0};  // in elements, of all modes but the last, which is contiguous
-  int64_t pages = 0, page_size = 0;                            // page_size: a power of two
-  int32_t const* table = nullptr;                              // [capacity / page_size], the sequence's pages
-  int32_t const* seq_lens = nullptr;                           // [1], the token among them
-  int64_t const* slots = nullptr;                              // [1]
-  void const* positions = nullptr;                             // [1]
+  void const* qkv = nullptr;                    // [heads + 2 * heads_kv, 128], contiguous, 16-byte aligned
+  void *k_cache = nullptr, *v_cache = nullptr;  // [pages, page_size, heads_kv, 128]; rows 16-byte aligned
+  int64_t strides[3] = {0, 0, 0};               // of both, in elements: of all modes but the last, which is contiguous
+  int64_t pages = 0, page_size = 0;             // page_size: a power of two
+  int32_t const* table = nullptr;               // [capacity / page_size], the sequence's pages
+  int32_t const* seq_lens = nullptr;            // [1], the token among them
+  int64_t const* slots = nullptr;               // [1]
+  void const* positions = nullptr;              // [1]
   bool positions_64bit = true;
   float const* cos_sin = nullptr;                        // [length, 128]: cosines, then sines; contiguous
   int64_t length = 0;                                    // positions outside of 0..length - 1 read zeros

@@ -24,8 +24,8 @@ namespace minfer::decoder_block {
 struct AttentionParams {
   void const* qkv;  // [heads + 2 heads_kv, 128]
   void *k_cache, *v_cache;
-  int64_t k_strides[3], v_strides[3];  // in elements, of pages, rows and heads
-  int32_t const *table, *seq_lens;     // of the one sequence; its length counts the token
+  int64_t strides[3];               // of both, in elements: of pages, rows and heads
+  int32_t const *table, *seq_lens;  // of the one sequence; its length counts the token
   int64_t const* slots;
   void const* positions;
   float const* cos_sin;  // [length, 128]: cosines, then sines
@@ -43,8 +43,8 @@ struct AttentionParams {
 /// What a CTA has to know of the sequence: read once, for a line of memory that all warps of all CTAs want is slow to serve them.
 struct Sequence {
   alignas(8) int64_t position;
-  int32_t length;                // with the token
-  int32_t pages[kPagesOfSplit];  // the first ones of the CTA's split
+  int32_t length;                   // with the token
+  int32_t pages[kPagesOfSequence];  // the first ones
 };
 
 /// Keys of a CTA's split, begin to end - 1, all of them in the cache.
@@ -65,17 +65,21 @@ __device__ __forceinline__ U load_early(U const* from) {
   return __ldcg(from);
 }
 
-/// By a warp.
+/// By a warp. All loads are under way at a time: pages are not looked up where the length says, but from the first one on.
 __device__ __forceinline__ void read_sequence(AttentionParams const& p, Sequence* sequence, int lane) {
-  if (lane == 1) {
-    sequence->position = p.positions_64bit ? int64_t(load_early(static_cast<long long const*>(p.positions)))
-                                           : int64_t(load_early(static_cast<int32_t const*>(p.positions)));
+  int const columns = p.capacity >> p.page_shift;
+  int const length = load_early(p.seq_lens);
+  int64_t const position = p.positions_64bit ? int64_t(load_early(static_cast<long long const*>(p.positions)))
+                                             : int64_t(load_early(static_cast<int32_t const*>(p.positions)));
+  int pages[kPagesOfSequence / 32];
+#pragma unroll
+  for (int i = 0; i < kPagesOfSequence / 32; ++i) pages[i] = lane + 32 * i < columns ? load_early(p.table + lane + 32 * i) : 0;
+#pragma unroll
+  for (int i = 0; i < kPagesOfSequence / 32; ++i) sequence->pages[lane + 32 * i] = pages[i];
+  if (lane == 0) {
+    sequence->length = min(length, p.capacity);
+    sequence->position = position;
   }
-  int const length = min(load_early(p.seq_lens), p.capacity);
-  Split const split(p, length);
-  int const first = split.begin >> p.page_shift, count = split.begin < split.end ? ((split.end - 1) >> p.page_shift) - first + 1 : 0;
-  for (int i = lane; i < min(count, kPagesOfSplit); i += 32) sequence->pages[i] = load_early(p.table + first + i);
-  if (lane == 0) sequence->length = length;
 }
 
 template <DataType kType>
@@ -110,23 +114,27 @@ class TokenAttention {
     int const length = sequence_.length;
     auto const [begin, end] = Split(p_, length);
     int at = begin + set * kKeys;
-    bool has_new = length > 0 && split_ == p_.splits - 1 && set == sets - 1;
+    bool has_new = holds_new(length, set, sets);
     uint4 k[kLoads], v[kLoads];
-    if (at < end) load(begin, at, end, k, v);
+    if (at < end) load(at, end, k, v);
     issued();
     float const* const rotation = rotation_of_token();
     if (early) wait_for_predecessor();
 
-    uint4 q[kHeads];
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h)
-      q[h] = prepared(row_of(head_ * p_.group + min(pair * kHeads + h, p_.group - 1)), p_.q_weight, rotation);
+    // Half of the warp prepares a head.
+    uint4 own = row_of(head_ * p_.group + min(pair * kHeads + lane_ / 16, p_.group - 1));
     auto* const kept = reinterpret_cast<uint4*>(sums_of(warp_, 0)) + lane_;  // until the sums come
     if (has_new) {
-      uint4 const new_k = prepared(row_of(p_.heads + head_), p_.k_weight, rotation), new_v = row_of(p_.heads + p_.heads_kv + head_);
-      kept[0] = new_k;
-      kept[32] = new_v;
-      if (pair == 0 && lane_ < 16) store(new_k, new_v);
+      kept[0] = row_of(p_.heads + head_);
+      kept[32] = row_of(p_.heads + p_.heads_kv + head_);
+    }
+    own = prepared(own, p_.q_weight, rotation);
+    uint4 q[kHeads];
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      int const from = lane_ % 16 + 16 * h;
+      q[h] = {__shfl_sync(0xffffffffu, own.x, from), __shfl_sync(0xffffffffu, own.y, from), __shfl_sync(0xffffffffu, own.z, from),
+              __shfl_sync(0xffffffffu, own.w, from)};
     }
     State state;
     int count = end - at;
@@ -136,7 +144,7 @@ class TokenAttention {
         if (!has_new) break;
         has_new = false;
         count = 1;
-        k[0] = kept[0];
+        k[0] = prepared(kept[0], p_.k_weight, rotation_of_token());
         v[0] = lane_ < 16 ? kept[32] : uint4{};
 #pragma unroll
         for (int j = 1; j < kLoads; ++j) k[j] = v[j] = uint4{};
@@ -146,16 +154,22 @@ class TokenAttention {
       attend(q, k, v, count, state);
       at += sets * kKeys;
       count = end - at;
-      if (count > 0) load(begin, at, end, k, v);
+      if (count > 0) load(at, end, k, v);
     }
     leave(state);
     join();
+    // The new key, which came last, where nobody waits for it.
+    if (pair == 0 && holds_new(length, set, sets) && lane_ < 16) store(k[0], v[0]);
     uint64_t const tag = shared_tag;
     merge_warps(sets, tag);
     merge_splits(tag);
   }
 
  private:
+  __device__ __forceinline__ bool holds_new(int length, int set, int sets) const {
+    return length > 0 && split_ == p_.splits - 1 && set == sets - 1;
+  }
+
   static constexpr float kLowest = -3.0e38f;  // below all scores, and finite: differences to it are no NaN
 
   /// Of the lane's head of the warp's two: the largest score and the sum of weights relative to it. Of both heads: the weighted values.
@@ -191,23 +205,25 @@ class TokenAttention {
   __device__ __forceinline__ uint4 row_of(int head) const {
     return load_operand(reinterpret_cast<uint4 const*>(static_cast<T const*>(p_.qkv) + head * kHeadDim + lane_ % 16 * 8));
   }
-  __device__ __forceinline__ uint4* place(void* cache, int64_t const (&strides)[3], int64_t page, int row) const {
-    return reinterpret_cast<uint4*>(static_cast<T*>(cache) + page * strides[0] + row * strides[1] + head_ * strides[2] + lane_ % 16 * 8);
+  /// Of the lane's elements of a key in both caches, in bytes.
+  __device__ __forceinline__ int64_t place(int64_t page, int row) const {
+    return (page * p_.strides[0] + row * p_.strides[1] + head_ * p_.strides[2] + lane_ % 16 * 8) * int64_t(sizeof(T));
   }
   /// Keys at + 2 j + lane / 16 and their values, from `end` on those of the last one.
-  __device__ __forceinline__ void load(int begin, int at, int end, uint4 (&k)[kLoads], uint4 (&v)[kLoads]) const {
+  __device__ __forceinline__ void load(int at, int end, uint4 (&k)[kLoads], uint4 (&v)[kLoads]) const {
     int page[kLoads], key[kLoads];
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       key[j] = min(at + 2 * j + lane_ / 16, end - 1);
-      int const i = (key[j] >> p_.page_shift) - (begin >> p_.page_shift);
-      page[j] = i < kPagesOfSplit ? sequence_.pages[i] : load_early(p_.table + (key[j] >> p_.page_shift));
+      int const i = key[j] >> p_.page_shift;
+      page[j] = i < kPagesOfSequence ? sequence_.pages[i] : load_early(p_.table + i);
     }
 #pragma unroll
     for (int j = 0; j < kLoads; ++j) {
       int const row = key[j] & ((1 << p_.page_shift) - 1);
-      k[j] = load_early(place(p_.k_cache, p_.k_strides, page[j], row));
-      v[j] = load_early(place(p_.v_cache, p_.v_strides, page[j], row));
+      int64_t const at_key = place(page[j], row);
+      k[j] = load_early(reinterpret_cast<uint4 const*>(static_cast<char const*>(p_.k_cache) + at_key));
+      v[j] = load_early(reinterpret_cast<uint4 const*>(static_cast<char const*>(p_.v_cache) + at_key));
     }
   }
   /// The cosines of the lane's elements, the sines are kHeadDim / 2 further on; null for a position outside of the table, which has zeros.
@@ -231,27 +247,33 @@ class TokenAttention {
       for (int e = 0; e < 8; ++e) x[e] = x[e] * factor * (factors[e] + p_.weight_offset);
     }
     bool const low = lane_ % 16 < 8;  // of the pairs, which are 64 elements apart
-    float y[8];
+    uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       auto const* const from = reinterpret_cast<float4 const*>(rotation) + i;
-      float4 const cosines = rotation != nullptr ? load_operand(from) : float4{},
-                   sines = rotation != nullptr ? load_operand(from + kHeadDim / 8) : float4{};
+      float4 const cosines = rotation != nullptr ? load_operand(from) : float4{};
+      float4 const sines = rotation != nullptr ? load_operand(from + kHeadDim / 8) : float4{};
       float const cosine[4] = {cosines.x, cosines.y, cosines.z, cosines.w}, sine[4] = {sines.x, sines.y, sines.z, sines.w};
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float const other = __shfl_xor_sync(0xffffffffu, x[4 * i + e], 8);
-        y[4 * i + e] = x[4 * i + e] * cosine[e] + (low ? -other : other) * sine[e];
+      for (int e = 0; e < 4; e += 2) {
+        float y[2];
+#pragma unroll
+        for (int f = 0; f < 2; ++f) {
+          float const other = __shfl_xor_sync(0xffffffffu, x[4 * i + e + f], 8);
+          y[f] = x[4 * i + e + f] * cosine[e + f] + (low ? -other : other) * sine[e + f];
+        }
+        words[2 * i + e / 2] = pack(y[0], y[1]);
       }
     }
-    return {pack(y[0], y[1]), pack(y[2], y[3]), pack(y[4], y[5]), pack(y[6], y[7])};
+    return {words[0], words[1], words[2], words[3]};
   }
   __device__ __forceinline__ void store(uint4 const& k, uint4 const& v) const {
     int64_t const slot = load_operand(p_.slots), page = slot >> p_.page_shift;
     if (slot < 0 || page >= p_.pages) return;
     int const row = int(slot) & ((1 << p_.page_shift) - 1);
-    *place(p_.k_cache, p_.k_strides, page, row) = k;
-    *place(p_.v_cache, p_.v_strides, page, row) = v;
+    int64_t const at = place(page, row);
+    *reinterpret_cast<uint4*>(static_cast<char*>(p_.k_cache) + at) = k;
+    *reinterpret_cast<uint4*>(static_cast<char*>(p_.v_cache) + at) = v;
   }
 
   /// The first `count` of 8 keys. Scores are summed over 16 lanes while they are dealt out among them: bit 3 of a lane is the head, bits 2

@@ -69,8 +69,7 @@ AttentionParams describe_attention(DecoderBlockPlan const& plan, DecoderBlockPro
   to.qkv = from.qkv;
   to.k_cache = from.k_cache;
   to.v_cache = from.v_cache;
-  std::copy(from.k_strides, from.k_strides + 3, to.k_strides);
-  std::copy(from.v_strides, from.v_strides + 3, to.v_strides);
+  std::copy(from.strides, from.strides + 3, to.strides);
   to.table = from.table;
   to.seq_lens = from.seq_lens;
   to.slots = from.slots;

@@ -99,18 +99,16 @@ class DecoderBlock {
     int const thread = int(threadIdx.x), warp = cutlass::canonical_warp_idx_sync();
     allow_dependent_launch();
     if (thread == 0) init_barriers();
+    if (kAttention && warp == 1) {
+      if (!p_.early) wait_for_predecessor();
+      read_sequence(p_.attention, &storage_.sequence, thread % 32);
+    }
     __syncthreads();
     if (warp < 4) {
       cutlass::arch::warpgroup_reg_dealloc<kFinisherRegisters>();
       if (warp == 0) {
         if (thread == 0 || !kInt4 || kAttention) produce(thread);
       } else {
-        if (kAttention && warp == 1) {
-          if (!p_.early) wait_for_predecessor();
-          read_sequence(p_.attention, &storage_.sequence, thread % 32);
-          __syncwarp();
-          SequenceKnown::arrive();
-        }
         finish(warp - 1, read_tag(thread), thread % 32);
       }
     } else if (warp < 4 + kConverterWarps) {
@@ -142,7 +140,6 @@ class DecoderBlock {
   }
 
   using Joined = ConstantNamedBarrier<1, 32 * kFinishers + kConverters + (kAttention ? kConsumers : 0)>;
-  using SequenceKnown = ConstantNamedBarrier<3, 32 + kConsumers>;
   using KeysRequested = ConstantNamedBarrier<2, 32 + kConsumers>;
 
   /// The tag of the launch's packets; by finishers and converters. With attention, not before consumers have its sums: to poll for its
@@ -250,7 +247,6 @@ class DecoderBlock {
   // ---- attention: warps 12 to 27 ----
 
   __device__ __forceinline__ void attend(int warp, int lane) {
-    SequenceKnown::sync();
     TokenAttention<kType> const attention(p_.attention, storage_.sequence, activations(1), warp, lane);
     attention.run(p_.early, [] { KeysRequested::arrive(); }, [] { Joined::sync(); }, storage_.tag);
     __syncwarp();

@@ -21,7 +21,7 @@ constexpr int kMostTokens = 2;
 constexpr int kHeadDim = 128;
 constexpr int kMostSplits = 32;                                   // of a sequence
 constexpr int kMostGroup = 8;                                     // heads of queries of a head of keys
-constexpr int kPagesOfSplit = 128;                                // in shared memory; a split's further ones are looked up in the table
+constexpr int kPagesOfSequence = 128;                             // in shared memory; further ones are looked up in the table
 constexpr int kAttentionBytes = kWarps * 2 * (kHeadDim * 4 + 8);  // of shared memory: a warp's sums for two heads
 
 /// Bytes of a stage of the ring. Codes of e4m3 are swizzled by TMA and so begin at multiples of 1024: their scales stand behind all stages.
@@ -74,7 +74,7 @@ inline Layout layout_of(DecoderBlockProblem const& problem, int64_t stages, int6
 
 /// Bytes of the fixed part, of a kernel for `tokens`.
 constexpr int64_t fixed_bytes(int64_t tokens) {
-  return kPartials * kWarps * tokens * kUnit * 4 + 2 * tokens * kConverterWarps * 4 + 16 + 4 * kPagesOfSplit + 16 +
+  return kPartials * kWarps * tokens * kUnit * 4 + 2 * tokens * kConverterWarps * 4 + 16 + 4 * kPagesOfSequence + 16 +
          8 * (2 * kMostStages + 2 * kMostKStages + 2 + 2 * kPartials);
 }
 

@@ -98,7 +98,11 @@ class Block:
             return False
         if attention.softcap or attention.sinks is not None or not attention.causal or table.shape[1] != _HEAD_DIM:
             return False
-        if attention.rotary_dim not in (None, _HEAD_DIM) or cache.shape[1] & (cache.shape[1] - 1):
+        if (
+            cache.stride() != step.v_cache.stride()
+            or attention.rotary_dim not in (None, _HEAD_DIM)
+            or cache.shape[1] & (cache.shape[1] - 1)
+        ):
             return False
         output, first, down, following = self._products
         sizes = (1, output.in_features, output.out_features, down.in_features, following.out_features)
@@ -136,7 +140,9 @@ class Block:
 
 @lru_cache(maxsize=1024)
 def _is_one_launch(sizes: tuple[int, ...], dtype: torch.dtype, weights: str, group_size: int, device: int, batch_invariant: bool) -> bool:
-    plan = torch.ops.minfer._plan_decoder_block(list(sizes), {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], weights, group_size, False, device)
+    plan = torch.ops.minfer._plan_decoder_block(
+        list(sizes), {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], weights, group_size, False, device
+    )
     return json.loads(plan)["one_launch"]
 
 
