@@ -89,6 +89,11 @@ TITLES = {
         "as planned, times our operators one after the other, and one launch by name.",
         False,
     ),
+    "decoder_layer": (
+        "One token's attention over a 16-bit cache, and what lies between it and the next one, in one launch as engines run it: our time, "
+        "times our three operators (qk_norm_rope_append, attention_paged, the decoder block).",
+        False,
+    ),
     "origins": ("The tables of the systems that this package descends from, rows x width.", True),
     "decode_layer": ("A decode step of a Llama-3.1-8B layer over 1024 tokens of each sequence, in one CUDA graph.", False),
 }

@@ -2,8 +2,8 @@
 
 rows: working sets of 256 MB; small: up to 64 rows, launch-bound; quant: 8-bit results; append: q, k and v of a decode step into every
 cache; sample: draws; norm_gemm: a norm and the product behind it as one operator; decoder_block: what lies between two attentions, of
-one or two tokens and int4 weights; origins: the tables of the systems that this package descends from; decode_layer: a step of a
-Llama-3.1-8B layer.
+one or two tokens and int4 or e4m3 weights; decoder_layer: the same with one token's attention in front; origins: the tables of the systems
+that this package descends from; decode_layer: a step of a Llama-3.1-8B layer.
 
 Each cell: values against float64 (append and decode_layer: against the same operators one by one, and torch's), then CUDA-graph replays
 of ours, of the peers and of a copy of the same bytes, in turn over rotated operands. The floor of a cell is its bytes at the device's read
@@ -33,7 +33,7 @@ from bench.suites.fused_call import Call, deviation
 from bench.suites.moe import CellResults, chosen_of
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
-SUITES = ("rows", "small", "quant", "append", "sample", "norm_gemm", "decoder_block", "origins", "decode_layer")
+SUITES = ("rows", "small", "quant", "append", "sample", "norm_gemm", "decoder_block", "decoder_layer", "origins", "decode_layer")
 COMPILING = ("torch_compile", "flashinfer", "quack")  # their kernels where they are first called
 PEERS = ("copy", "torch", "torch_compile", "vllm", "flashinfer", "liger", "quack", "ours:separate", "ours:one_launch", "ours:two_launches")
 WORKING_SET = 256 << 20  # bytes that a call of `rows` reads and writes
@@ -344,6 +344,8 @@ def cells(suites: list[str], dtypes: list[str]) -> list[dict[str, Any]]:
             add("norm_gemm", what, rows, width, make, dtype)
         for what, rows, width, make in fused_decoder_block.cells() if "decoder_block" in suites else ():
             add("decoder_block", what, rows, width, make, dtype)
+        for what, rows, width, make in fused_decoder_block.layer_cells() if "decoder_layer" in suites else ():
+            add("decoder_layer", what, rows, width, make, dtype)
         for what, rows, width, make in origins() if "origins" in suites else ():
             add("origins", what, rows, width, make, dtype)
         if "decode_layer" in suites:
@@ -367,7 +369,15 @@ def copy_of(moved: float, sets: int) -> Callable[[int], Any]:
 
 
 # Of errors; else two roundings.
-LIMITS = {"quant": 0.08, "append": 0.08, "sample": 1e-4, "norm_gemm": 0.03, "decoder_block": 0.05, "decode_layer": 0.05}
+LIMITS = {
+    "quant": 0.08,
+    "append": 0.08,
+    "sample": 1e-4,
+    "norm_gemm": 0.03,
+    "decoder_block": 0.05,
+    "decoder_layer": 0.05,
+    "decode_layer": 0.05,
+}
 
 
 def is_product(what: str) -> bool:

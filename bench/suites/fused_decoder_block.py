@@ -1,4 +1,5 @@
-"""What lies between two attentions, of int4 and of e4m3 weights: as planned, by the operators one after the other, and in one launch."""
+"""What lies between two attentions, of int4 and of e4m3 weights: as planned, by the operators one after the other, and in one launch; and
+one token's attention with what lies behind it, as one launch and as three."""
 
 from __future__ import annotations
 
@@ -25,6 +26,9 @@ MODELS = {
     "Llama-3.1-70B": (8192, 8192, 28672, 10240),
 }
 NAMES = ("o", "gate_up", "down", "next")
+HEADS = {"Llama-3.2-3B": (24, 8), "Qwen2.5-7B": (28, 4), "Llama-3.1-8B": (32, 8), "Llama-3.1-70B": (64, 8)}  # of 128 elements
+HEAD_DIM, PAGE = 128, 64
+LENGTHS = (1024, 4096, 16384)  # of a sequence, its newest token among them
 
 
 OPERATORS = {"int4": minfer.w4a16_decoder_block, "e4m3": minfer.fp8_decoder_block}
@@ -103,6 +107,63 @@ def block(sizes: tuple[int, int, int, int], form: str = "int4") -> Callable[...,
     return make
 
 
+def layer(sizes: tuple[int, int, int, int], heads: tuple[int, int], length: int, form: str = "int4") -> Callable[..., Call]:
+    """From the q, k and v of one token to those of the next layer; the cache is of 16 bits."""
+
+    def make(rows: int, width: int, dtype: torch.dtype, device: str) -> Call:
+        attended, hidden, inter, n = sizes
+        weights = hidden * attended + 3 * hidden * inter + n * hidden
+        moved = weights * (0.5 + 2.0 / GROUP if form == "int4" else 1.0) + 4.0 * length * heads[1] * HEAD_DIM + 2.0 * (2 * hidden + 2 * n)
+        sets = harness.sets_for(int(moved)) if device == "cuda" else 1
+        pages = -(-length // PAGE)
+        data = []
+        for _ in range(sets):
+            cache = minfer.allocate_kv_cache(pages, PAGE, heads[1], HEAD_DIM, dtype=dtype, device=device)
+            for x in (cache.k, cache.v):
+                x.normal_()
+            qkv = torch.randn(1, heads[0] + 2 * heads[1], HEAD_DIM, device=device).to(dtype)
+            data.append((qkv, torch.randn(1, hidden, device=device).to(dtype), cache, _weights(sizes, form, dtype, device)))
+        table = torch.randperm(pages, device=device).to(torch.int32)[None]
+        seq_lens = torch.tensor([length], dtype=torch.int32, device=device)
+        positions = torch.tensor([length - 1], device=device)
+        slots = table[0, -1:].long() * PAGE + (length - 1) % PAGE
+        rotations = minfer.rope_cache(500000.0, HEAD_DIM, length).to(device)
+        scale = HEAD_DIM**-0.5
+        ops = torch.ops.minfer
+        op = ops._w4a16_decoder_layer if form == "int4" else ops._fp8_decoder_layer
+        own = {"group_size": GROUP} if form == "int4" else {}
+        biases = dict.fromkeys(("o_bias", "down_bias", "next_bias"))
+        attention = dict(q_weight=None, k_weight=None, scale=scale, window_left=-1, qk_eps=0.0, qk_weight_offset=0.0)
+        block_options = dict(eps=EPS, weight_offset=0.0, activation="silu") | own
+
+        def one_launch(i: int, residual: Tensor | None = None) -> Tensor:
+            qkv, x, cache, w = data[i]
+            places = (cache.k, cache.v, table, seq_lens, slots, positions, rotations)
+            x = x if residual is None else residual
+            return op(qkv, x, *places, **attention, **w, **biases, **block_options, constant=True)
+
+        def attend(i: int) -> Tensor:
+            qkv, _, cache, _ = data[i]
+            q = minfer.qk_norm_rope_append(qkv, None, None, rotations, positions, cache.k, cache.v, slots)
+            return minfer.attention_paged(q, cache.k, cache.v, seq_lens, block_table=table, scale=scale)[0].flatten(1)
+
+        def separate(i: int) -> Tensor:
+            return OPERATORS[form](attend(i), data[i][1], **data[i][3], **block_options, constant_weights=True)
+
+        def error() -> float:
+            _, x, _, w = data[0]
+            return deviation(ours(0, x.clone()), _truth(attend(0), x, w))
+
+        def ours(i: int, residual: Tensor | None = None) -> Tensor:
+            if device == "cuda":
+                return one_launch(i, residual)
+            return OPERATORS[form](attend(i), data[i][1] if residual is None else residual, **data[i][3], **block_options)
+
+        return Call(ours, {"ours:separate": separate}, moved, error, "one_launch", sets)
+
+    return make
+
+
 def cells() -> list[tuple[str, int, int, Callable[..., Call]]]:
     """(what, rows, columns of the result, call)."""
     return [
@@ -110,4 +171,13 @@ def cells() -> list[tuple[str, int, int, Callable[..., Call]]]:
         for form, op in OPERATORS.items()
         for name, sizes in MODELS.items()
         for rows in TOKENS
+    ]
+
+
+def layer_cells() -> list[tuple[str, int, int, Callable[..., Call]]]:
+    return [
+        (f"{op.__name__.replace('block', 'layer')}, {name}, {length} keys", 1, MODELS[name][3], layer(MODELS[name], heads, length, form))
+        for form, op in OPERATORS.items()
+        for name, heads in HEADS.items()
+        for length in LENGTHS
     ]

@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from minfer.formats.kv_cache import allocate_kv_cache  # noqa: E402
+from minfer.generation.runner import _Attend, _StepTensors  # noqa: E402
 from minfer.integrations.decoder import block as blocks  # noqa: E402
 from minfer.integrations.decoder.block import between  # noqa: E402
 from minfer.integrations.transformers import optimize  # noqa: E402
@@ -59,3 +61,53 @@ def test_other_layers(name, weights):
         model = decoder_model(handle, 64)
         assert not any(between(a, b) for a, b in zip(model.layers, model.layers[1:], strict=False))
         assert torch.isfinite(hidden_of(model, 1)).all()
+
+
+def wide_model(normed: bool):
+    """Whose heads have 128 elements."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    sizes = dict(vocab_size=160, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, head_dim=128)
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.05)
+    torch.manual_seed(0)
+    return (Qwen3ForCausalLM(Qwen3Config(**sizes)) if normed else LlamaForCausalLM(LlamaConfig(**sizes))).bfloat16().cuda().eval()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", ["w4a16", "fp8"])
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention_in_the_launch(normed, weights, monkeypatch):
+    """Tokens one after the other: what layers make of them, and what they store, is that of attention in launches of its own."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("one launch requires compute capability 9.0")
+    with torch.no_grad(), optimize(wide_model(normed), weights=weights, restorable=False) as handle:
+        model = decoder_model(handle, 64)
+        table = torch.tensor([[2, 0, 3, 1]], dtype=torch.int32, device="cuda")
+
+        def steps():
+            attends = [
+                _Attend(allocate_kv_cache(4, 16, 2, 128, dtype=torch.bfloat16, device="cuda"), model.rotations) for _ in model.layers
+            ]
+            found = []
+            for i in range(50):
+                position = torch.tensor([i], device="cuda")
+                slot = table[0, i // 16 : i // 16 + 1].long() * 16 + i % 16
+                step = _StepTensors(position, slot, (position + 1).int(), table, None, 1)
+                for attend in attends:
+                    attend.step = step
+                x, pending = model.hidden(torch.tensor([5 + 3 * i % 150], device="cuda"), position, attends)
+                found.append((x if pending is None else x + pending).double())
+            return torch.cat(found), [attend.cache for attend in attends]
+
+        calls = []
+        own = blocks.Block.with_attention
+        monkeypatch.setattr(blocks.Block, "with_attention", lambda block, *args: calls.append(1) or own(block, *args))
+        have, caches = steps()
+        assert len(calls) == 50 * 3
+        monkeypatch.setattr(blocks.Block, "includes", lambda *_: False)
+        want, others = steps()
+        assert len(calls) == 50 * 3 and (have - want).norm() <= 0.02 * want.norm()
+        rows = table[0].repeat_interleave(16)[:50].long(), torch.arange(50, device="cuda") % 16
+        for mine, theirs in zip(caches, others, strict=True):
+            for x, y in ((mine.k, theirs.k), (mine.v, theirs.v)):
+                assert (x[rows].double() - y[rows].double()).norm() <= 0.02 * y[rows].double().norm()
