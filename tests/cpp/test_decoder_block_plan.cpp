@@ -107,6 +107,32 @@ TEST_CASE(decoder_block_of_e4m3) {
   CHECK(plan_decoder_block(p, h200_properties(), false, &plan).code == StatusCode::kInvalidArgument);
 }
 
+TEST_CASE(decoder_block_with_attention) {
+  DecoderBlockProblem p = llama_8b();
+  size_t const without = plan_of(p).workspace_bytes;
+  p.heads = 32;
+  p.heads_kv = 8;
+  p.capacity = 2048;
+  DecoderBlockPlan const plan = plan_of(p);
+  CHECK(plan.one_launch && plan.splits == 16);
+  CHECK(plan.workspace_bytes == without + size_t(4096 / 4 + 32 * 16 * 64 + 32 * 16) * 16);
+  CHECK(plan.smem_bytes <= h200_properties().smem_per_block);
+  p.capacity = 1 << 20;
+  CHECK(!plan_of(p).one_launch && plan_of(p, true).one_launch);
+  p.capacity = 2048;
+  for (int64_t heads_kv : {0, 2, 5}) {  // none, groups of 16, no divisor
+    DecoderBlockProblem other = p;
+    other.heads_kv = heads_kv;
+    CHECK(!plan_of(other).one_launch && forced_code(other) == StatusCode::kInvalidArgument);
+  }
+  DecoderBlockProblem other = p;
+  other.heads = 64;  // of 64 elements
+  CHECK(forced_code(other) == StatusCode::kInvalidArgument);
+  other = p;
+  other.m = 2;
+  CHECK(forced_code(other) == StatusCode::kInvalidArgument);
+}
+
 // The bytes of a large model's weights take so long that launches matter little.
 TEST_CASE(decoder_block_of_large_models) {
   DecoderBlockProblem p = llama_8b();

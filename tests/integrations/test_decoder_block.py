@@ -106,7 +106,8 @@ def test_attention_in_the_launch(normed, weights, monkeypatch):
         assert len(calls) == 50 * 3
         monkeypatch.setattr(blocks.Block, "includes", lambda *_: False)
         want, others = steps()
-        assert len(calls) == 50 * 3 and (have - want).norm() <= 0.02 * want.norm()
+        # The last layer's operators quantise their activations to e4m3, where a rounding of 16 bits may become one of 3.
+        assert len(calls) == 50 * 3 and (have - want).norm() <= (0.04 if weights == "fp8" else 0.02) * want.norm()
         rows = table[0].repeat_interleave(16)[:50].long(), torch.arange(50, device="cuda") % 16
         for mine, theirs in zip(caches, others, strict=True):
             for x, y in ((mine.k, theirs.k), (mine.v, theirs.v)):
