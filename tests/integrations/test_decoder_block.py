@@ -11,6 +11,7 @@ from minfer.formats.kv_cache import allocate_kv_cache  # noqa: E402
 from minfer.generation.runner import _Attend, _StepTensors  # noqa: E402
 from minfer.integrations.decoder import block as blocks  # noqa: E402
 from minfer.integrations.decoder.block import between  # noqa: E402
+from minfer.integrations.decoder.scheme import WeightScheme  # noqa: E402
 from minfer.integrations.transformers import optimize  # noqa: E402
 from minfer.integrations.transformers.model import decoder_model  # noqa: E402
 
@@ -63,14 +64,43 @@ def test_other_layers(name, weights):
         assert torch.isfinite(hidden_of(model, 1)).all()
 
 
-def wide_model(normed: bool):
+@pytest.mark.parametrize(
+    "weights, want", [("w4a16", ("int4", 128)), ("fp8", ("blocks", -1)), (WeightScheme("fp8", -1), ("rows", -1))], ids=str
+)
+def test_what_attention_in_the_launch_asks_the_plan(weights, want):
+    """What the plan is asked about the weights; and that a cache of the CPU has no such launch."""
+    with torch.no_grad(), optimize(wide_model(False, "cpu"), weights=weights, restorable=False) as handle:
+        layers = decoder_model(handle, 64).layers
+        block = between(*layers[:2])
+        assert block._weights() == want
+        cache = torch.zeros(2, 16, 2, 128, dtype=torch.bfloat16)
+        few = torch.zeros(1, dtype=torch.int32)
+        step = blocks.OneToken(cache, cache.clone(), few[None], few, few.long(), few.long(), torch.zeros(4, 128))
+        assert not block.includes(layers[0].attention, step)
+
+
+@pytest.mark.parametrize(
+    "change, one_launch",
+    [({}, True), ({0: 2}, False), ({5: 16}, False), ({6: 2}, False), ({7: 4096}, False), ({2: 8192, 3: 28672, 4: 10240}, False)],
+)
+@pytest.mark.parametrize("weights", [("int4", 128), ("blocks", -1), ("rows", -1)])
+def test_plan_of_a_layer_in_one_launch(weights, change, one_launch):
+    """Of the H200 as measured: Llama-3.1-8B over up to 2,048 tokens; not two tokens, heads of 256 elements, groups of 16 heads of queries,
+    longer sequences, or a larger model."""
+    sizes = [1, 4096, 4096, 14336, 6144, 32, 8, 2048]
+    for i, value in change.items():
+        sizes[i] = value
+    assert blocks._is_one_launch(tuple(sizes), torch.bfloat16, *weights, -1, False) == one_launch
+
+
+def wide_model(normed: bool, device: str = "cuda"):
     """Whose heads have 128 elements."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     sizes = dict(vocab_size=160, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, head_dim=128)
     sizes |= dict(num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.05)
     torch.manual_seed(0)
-    return (Qwen3ForCausalLM(Qwen3Config(**sizes)) if normed else LlamaForCausalLM(LlamaConfig(**sizes))).bfloat16().cuda().eval()
+    return (Qwen3ForCausalLM(Qwen3Config(**sizes)) if normed else LlamaForCausalLM(LlamaConfig(**sizes))).bfloat16().to(device).eval()
 
 
 @pytest.mark.gpu

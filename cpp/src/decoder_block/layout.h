@@ -62,7 +62,7 @@ inline Layout layout_of(DecoderBlockProblem const& problem, int64_t stages, int6
     layout.pitch[parity] = int4 ? most * kStageK + 16 : most * kStageK * 2 + 64;
     layout.activations[parity] = at;
     int64_t bytes = (int4 ? kDigits : 1) * problem.m * layout.pitch[parity];
-    // Product 1 has no activations before all CTAs have had all of attention's sums.
+    // Where product 1's activations come when attention's sums have left.
     if (parity == 1 && problem.heads > 0 && bytes < kAttentionBytes) bytes = kAttentionBytes;
     at += round_up(bytes, 128);
     layout.groups[parity] = at;
