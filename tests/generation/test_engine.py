@@ -39,7 +39,8 @@ def assert_best(truth, completions, moe: bool = False) -> None:
         behind.append((logits.amax(-1) - chosen) / logits.std(-1))
     behind = torch.cat(behind)
     assert behind.median() <= 0.01 and behind.quantile(0.9) <= 0.3
-    assert moe or behind.max() <= 0.3, behind.max()
+    # Of six draws of 360 tokens the largest was 0.42; a token of another sequence is behind by about 2.
+    assert moe or (behind.quantile(0.99) <= 0.3 and behind.max() <= 0.6), behind.max()
 
 
 @pytest.mark.parametrize("device", DEVICES)
