@@ -7,17 +7,11 @@
 
 namespace minfer::torch_binding {
 
-namespace {
-
-constexpr int64_t kHeadDim = 128;
-
-}  // namespace
-
 void check(DecoderAttentionCall const& c) {
   char const* op = c.op;
   NamedTensor const reference{"qkv", c.qkv};
-  if (c.qkv.dim() != 3 || c.qkv.size(0) != 1 || c.qkv.size(2) != kHeadDim) {
-    fail(op, ": qkv must be [1, heads + 2 * heads_kv, ", kHeadDim, "], got ", c.qkv);
+  if (c.qkv.dim() != 3 || c.qkv.size(0) != 1 || c.qkv.size(2) != kDecoderHeadDim) {
+    fail(op, ": qkv must be [1, heads + 2 * heads_kv, ", kDecoderHeadDim, "], got ", c.qkv);
   }
   check_16bit(op, "qkv", c.qkv);
   check_cache(op, c.k_cache, c.v_cache, reference);
@@ -26,8 +20,8 @@ void check(DecoderAttentionCall const& c) {
     if (cache->scalar_type() != c.qkv.scalar_type()) {
       fail(op, ": ", name, " must be ", c.qkv.scalar_type(), ", as qkv, got ", cache->scalar_type());
     }
-    if (cache->size(2) != c.heads_kv() || cache->size(3) != kHeadDim) {
-      fail(op, ": ", name, " must be [pages, page_size, heads_kv, ", kHeadDim, "], got ", *cache);
+    if (cache->size(2) != c.heads_kv() || cache->size(3) != kDecoderHeadDim) {
+      fail(op, ": ", name, " must be [pages, page_size, heads_kv, ", kDecoderHeadDim, "], got ", *cache);
     }
     check_no_overlap(op, *cache, "qkv", c.qkv, name);
   }
@@ -35,16 +29,16 @@ void check(DecoderAttentionCall const& c) {
     if (c.v_cache.stride(i) != c.k_cache.stride(i)) fail(op, ": v_cache must have k_cache's strides, got ", c.k_cache, " and ", c.v_cache);
   }
   if (c.heads() < 1) {
-    fail(op, ": qkv must be [1, heads + 2 * heads_kv, ", kHeadDim, "], of a cache with heads_kv = ", c.heads_kv(), ", got ", c.qkv);
+    fail(op, ": qkv must be [1, heads + 2 * heads_kv, ", kDecoderHeadDim, "], of a cache with heads_kv = ", c.heads_kv(), ", got ", c.qkv);
   }
   if (c.block_table.dim() != 2 || c.block_table.size(0) != 1) fail(op, ": block_table must be [1, pages], got ", c.block_table);
   check_operand(op, "block_table", c.block_table, ScalarType::Int, c.block_table.sizes(), reference);
   check_operand(op, "seq_lens", c.seq_lens, ScalarType::Int, {1}, reference);
   check_operand(op, "slot_mapping", c.slot_mapping, ScalarType::Long, {1}, reference);
-  check_rotary_table(op, c.cos_sin, c.positions, kHeadDim, 1, kHeadDim, reference);
+  check_rotary_table(op, c.cos_sin, c.positions, kDecoderHeadDim, 1, kDecoderHeadDim, reference);
   if (c.q_weight.has_value() != c.k_weight.has_value()) fail(op, ": q_weight and k_weight must be given together");
   for (auto const& [name, weight] : {std::pair{"q_weight", &c.q_weight}, std::pair{"k_weight", &c.k_weight}}) {
-    if (*weight) check_operand(op, name, **weight, c.qkv.scalar_type(), {kHeadDim}, reference);
+    if (*weight) check_operand(op, name, **weight, c.qkv.scalar_type(), {kDecoderHeadDim}, reference);
   }
   eps_in_float32(op, c.eps);
   in_float32(op, "qk_weight_offset", c.weight_offset);
@@ -59,7 +53,7 @@ void describe(DecoderAttentionCall const& c, DecoderBlockProblem* problem) {
 
 Tensor output_like(DecoderAttentionCall const& c) {
   Tensor const rows = contiguous(c.op, "qkv", c.qkv);
-  int64_t const columns = c.heads() * kHeadDim;
+  int64_t const columns = c.heads() * kDecoderHeadDim;
   return view_of(c.op, "the queries", rows, {1, columns}, {columns, 1});
 }
 

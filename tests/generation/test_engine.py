@@ -29,7 +29,7 @@ def prompts_of(lengths=_LENGTHS, seed: int = 0) -> list[list[int]]:
     return [[rnd.randrange(3, 160) for _ in range(count)] for count in lengths]
 
 
-def assert_best(truth, completions, moe: bool = False) -> None:
+def assert_best(truth, completions, moe: bool = False, most: float = 0.3) -> None:
     """Each token has the largest logit of the exact model, up to what 16 bits can tell apart: a tie; of mixtures of experts most tokens."""
     behind = []
     for completion in completions:
@@ -39,8 +39,7 @@ def assert_best(truth, completions, moe: bool = False) -> None:
         behind.append((logits.amax(-1) - chosen) / logits.std(-1))
     behind = torch.cat(behind)
     assert behind.median() <= 0.01 and behind.quantile(0.9) <= 0.3
-    # Of six draws of 360 tokens the largest was 0.42; a token of another sequence is behind by about 2.
-    assert moe or (behind.quantile(0.99) <= 0.3 and behind.max() <= 0.6), behind.max()
+    assert moe or (behind.quantile(0.99) <= 0.3 and behind.max() <= most), behind.max()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -117,7 +116,8 @@ def test_preemption(device):
         completions = generate(handle, prompts, params, cache_tokens=6 * 64)
         assert sum(c.preemptions for c in completions) > 0
         assert all(len(c.tokens) == 90 for c in completions)
-        assert_best(truth, completions)
+        # Of six draws of 360 tokens the largest was 0.42. With one token of the prompts changed 13 % are behind by more than 0.6.
+        assert_best(truth, completions, most=0.6)
         drawn = SamplingParams(max_new_tokens=90, ignore_eos=True, temperature=1.0, seed=5)
         with_room = generate(handle, prompts, drawn)
         without = generate(handle, prompts, drawn, cache_tokens=6 * 64)

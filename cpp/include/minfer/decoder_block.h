@@ -13,6 +13,7 @@
 
 namespace minfer {
 
+constexpr int64_t kDecoderHeadDim = 128;  // of an attention that is part of the launch
 constexpr int kDecoderBlockProducts = 4;  // the output projection, gate and up, down, the next layer's first projection
 
 /// What the scales of all e4m3 weights are of: rows, or whole weights; or blocks of 128 x 128, in float; or something else.

@@ -8,13 +8,15 @@
 // head's group of queries, and sets, which take 8 keys at a time in turns. A lane has 8 of a key's 128 elements: a load of the warp is two
 // keys. Sums are in float32 (FlashAttention's online softmax), merged in shared memory by a CTA, and by packets among the CTAs of a head,
 // each of which merges some columns of all of them.
-// Keys are requested before the weights, which would keep memory busy for longer.
+// Keys are requested before the weights, which would keep memory busy for longer. With `early` that is before the wait for the predecessor
+// (common/dependent_launch.cuh): another exception from its rule, of which the caller promises what is promised of constant weights.
 // The new key is its own: it is not read from the cache, but made by the last set of the last split, which also stores it.
 #pragma once
 
 #include <cstdint>
 
 #include "common/dependent_launch.cuh"
+#include "common/float16.cuh"
 #include "common/packet.cuh"
 #include "decoder_block/layout.h"
 #include "fused/row_operation.cuh"
@@ -181,23 +183,14 @@ class TokenAttention {
     uint32_t const words[4] = {from.x, from.y, from.z, from.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if constexpr (kType == DataType::kBF16) {
+      if constexpr (kType == DataType::kBF16) {  // a shift and a mask: shorter than Float16's
         x[2 * i] = __uint_as_float(words[i] << 16);
         x[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
       } else {
-        float2 const two = __half22float2(reinterpret_cast<__half2 const&>(words[i]));
+        float2 const two = Float16<kType>::unpack(words[i]);
         x[2 * i] = two.x;
         x[2 * i + 1] = two.y;
       }
-    }
-  }
-  static __device__ __forceinline__ uint32_t pack(float x, float y) {
-    if constexpr (kType == DataType::kBF16) {
-      __nv_bfloat162 const two = __floats2bfloat162_rn(x, y);
-      return reinterpret_cast<uint32_t const&>(two);
-    } else {
-      __half2 const two = __floats2half2_rn(x, y);
-      return reinterpret_cast<uint32_t const&>(two);
     }
   }
 
@@ -262,7 +255,7 @@ class TokenAttention {
           float const other = __shfl_xor_sync(0xffffffffu, x[4 * i + e + f], 8);
           y[f] = x[4 * i + e + f] * cosine[e + f] + (low ? -other : other) * sine[e + f];
         }
-        words[2 * i + e / 2] = pack(y[0], y[1]);
+        words[2 * i + e / 2] = Float16<kType>::pack(y[0], y[1]);
       }
     }
     return {words[0], words[1], words[2], words[3]};
@@ -425,7 +418,7 @@ class TokenAttention {
         y += __shfl_xor_sync(kAll, y, offset);
       }
       float const factor = total == 0.0f ? 0.0f : __fdividef(1.0f, total);  // a sequence without keys: zeros
-      uint32_t const two = pack(x * factor, y * factor), next = __shfl_down_sync(kAll, two, 16);
+      uint32_t const two = Float16<kType>::pack(x * factor, y * factor), next = __shfl_down_sync(kAll, two, 16);
       if (lane_ == 0) store_packet(p_.out + (head_ * p_.group + head) * 32 + four % 32, two | uint64_t(next) << 32, tag);
     }
   }

@@ -10,6 +10,7 @@
 // others.
 #pragma once
 
+#include "common/float16.cuh"
 #include "common/mma_sm80.cuh"
 #include "decoder_block/layout.h"
 #include "minfer/types.h"
@@ -19,16 +20,12 @@ namespace minfer::decoder_block {
 template <DataType kType, int kTokens>
 struct E4m3Weights {
   static constexpr WeightFormat kFormat = WeightFormat::kFp8E4M3;
+  using F16 = Float16<DataType::kF16>;
 
   struct Group {  // of 128 activations, by tokens
     float factors[kTokens];
   };
 
-  static __device__ __forceinline__ uint32_t pair(float low, float high) {
-    uint32_t both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-  }
   /// As Int4Weights::make and store.
   struct Made {
     uint2 numbers[2];
@@ -49,7 +46,7 @@ struct E4m3Weights {
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
       float const* const y = x + 4 * q;
-      made.numbers[q] = make_uint2(pair(y[0] * factor, y[1] * factor), pair(y[2] * factor, y[3] * factor));
+      made.numbers[q] = make_uint2(F16::pack(y[0] * factor, y[1] * factor), F16::pack(y[2] * factor, y[3] * factor));
     }
     return made;
   }

@@ -18,7 +18,7 @@ constexpr int kPartials = 4;        // units whose sums are under way from the c
 constexpr int kConverterWarps = 8;  // a stage's activations are 8 for each of their threads
 constexpr int kMostTokens = 2;
 // Of an attention in the launch.
-constexpr int kHeadDim = 128;
+constexpr int kHeadDim = int(kDecoderHeadDim);
 constexpr int kMostSplits = 32;                                   // of a sequence
 constexpr int kMostGroup = 8;                                     // heads of queries of a head of keys
 constexpr int kPagesOfSequence = 128;                             // in shared memory; further ones are looked up in the table

@@ -4,25 +4,24 @@
 // of weights fills while activations are on their way. On an H200, one token, int4 in groups of 128, in us (and by the bytes of the weights
 // alone; the hidden sizes of the models):
 //                   one launch   separate   bytes
-//   Llama-3.2-1B    19.5         23.0       7.0
-//   Llama-3.2-3B    25.9         29.3       11.7
-//   Llama-3.1-8B    37.1         43.6       25.3
-//   Qwen2.5-7B      41.7         45.6       27.0
-//   Mistral 24B     88.3         86.2       64.4
-//   Llama-3.1-70B   118          121        99.2
-// Two tokens take 45 and 45 of the 8B model.
+//   Llama-3.2-1B    18.6         22.9       7.0
+//   Llama-3.2-3B    25.6         29.6       11.7
+//   Llama-3.1-8B    36.3         43.5       25.3
+//   Qwen2.5-7B      40.6         45.4       27.0
+//   Mistral 24B     86.8         84.4       64.4
+//   Llama-3.1-70B   116          121        99.2
+// Two tokens take 44 and 44 of the 8B model.
 // One token of e4m3 weights with scales of blocks, where an operator has a launch for its codes of activations besides:
-//   Llama-3.2-1B    22.9         39.0       13.7
-//   Llama-3.2-3B    36.2         49.3       22.6
-//   Llama-3.1-8B    58.9         75.5       49.0
-//   Qwen2.5-7B      65.5         79.4       52.4
-//   Mistral 24B     141.5        154        125
-//   Llama-3.1-70B   203          223        192
-// Two tokens take 62 and 75 of the 8B model, 28 and 40 of the 1B model.
-// With one token's attention in front, as part of the launch or in two launches (int4, by the keys of the sequence):
+//   Llama-3.2-1B    23.1         39.2       13.7
+//   Llama-3.2-3B    36.3         50.7       22.6
+//   Llama-3.1-8B    58.6         75.3       49.0
+//   Qwen2.5-7B      64.9         80.6       52.4
+//   Mistral 24B     142          156        125
+//   Llama-3.1-70B   202          229        192
+// Two tokens take 63 and 76 of the 8B model, 27 and 40 of the 1B model.
+// With one token's attention in front, as part of the launch or in launches of its own (int4, by the keys of the sequence):
 //   Llama-3.1-8B    1,024: 46.5, 47.6    4,096: 53.7, 51.6    16,384: 75, 64
 //   Qwen2.5-7B      1,024: 51.0, 52.4    4,096: 56.6, 56.6    16,384: 79, 64
-// In a model's step, where the launches in front and behind do not overlap these two, 1,024 keys save twice as much.
 #include <algorithm>
 #include <cstdio>
 

@@ -133,7 +133,7 @@ class _Attend(AttendsToOne):
         return y.flatten(1)
 
     def one_token(self, attention: Attention) -> OneToken | None:
-        """Steps begin with a copy of the host's: what they read of earlier steps is there."""
+        """A step begins with a copy of the host's, which waits for earlier steps: what they stored is there."""
         step, cache = self.step, self.cache
         if attention.rotary is None or step.cu_seqlens is not None or cache.kv_format != "16bit":
             return None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..._core.batch_invariance import is_batch_invariant
 from ...ops.decoder_block import fp8_decoder_block, w4a16_decoder_block
+from ...planning.plan import DTYPE_NAMES
 from .attention import Attention
 from .layer import DecoderLayer
 from .mlp import Mlp
@@ -33,7 +34,7 @@ class OneToken(NamedTuple):
     :func:`minfer.qk_norm_rope_append`.
 
     While the token is computed, nothing may still be written of it but the rows that the token's layers store: a launch reads it before
-    the one in front has finished.
+    the one in front has finished. The first layer's does not: what an engine enqueues in front of a step may still be on its way there.
     """
 
     k_cache: Tensor
@@ -114,14 +115,14 @@ class Block:
         """What ``_plan_decoder_block`` takes of them."""
         if "group_size" in self._options:
             return "int4", self._options["group_size"]
-        scales = [product.scale for product in self._products]
-        of_blocks = {scale.dim() > 1 and scale.shape[-1] > 0 and scale.shape[0] != scale.numel() for scale in scales}
-        if len(of_blocks) > 1 or any(scale.dtype != torch.float32 for scale in scales):
+        of_blocks = {scaled_fp8(product) == "block128" for product in self._products}
+        if len(of_blocks) > 1 or any(product.scale.dtype != torch.float32 for product in self._products):
             return None
         return ("blocks" if of_blocks.pop() else "rows"), -1
 
-    def with_attention(self, attention: Attention, qkv: Tensor, x: Tensor, step: OneToken) -> Tensor:
-        """qkv [1, (heads + 2 * heads_kv) * head_dim], x [1, hidden], which is written -> the next layer's qkv."""
+    def with_attention(self, attention: Attention, qkv: Tensor, x: Tensor, step: OneToken, settled: bool) -> Tensor:
+        """qkv [1, (heads + 2 * heads_kv) * head_dim], x [1, hidden], which is written -> the next layer's qkv. settled: ``step`` keeps its
+        promise although the launch in front has not finished."""
         q_norm, k_norm = attention.q_norm, attention.k_norm
         return self._layer(
             qkv.view(1, -1, attention.head_dim),
@@ -133,16 +134,14 @@ class Block:
             window_left=attention.window,
             qk_eps=0.0 if q_norm is None else q_norm.eps,
             qk_weight_offset=0.0 if q_norm is None else q_norm.weight_offset,
-            constant=True,
+            constant=settled,
             **self._arguments(),
         )
 
 
 @lru_cache(maxsize=1024)
 def _is_one_launch(sizes: tuple[int, ...], dtype: torch.dtype, weights: str, group_size: int, device: int, batch_invariant: bool) -> bool:
-    plan = torch.ops.minfer._plan_decoder_block(
-        list(sizes), {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype], weights, group_size, False, device
-    )
+    plan = torch.ops.minfer._plan_decoder_block(list(sizes), DTYPE_NAMES[dtype], weights, group_size, False, device)
     return json.loads(plan)["one_launch"]
 
 
@@ -172,7 +171,7 @@ def _operator_of(
     """The operators of weights of one format, the names of their tensors, their most tokens, and their options that say more of the
     weights."""
     ops = torch.ops.minfer
-    if all(scaled_fp8(product) for product in products):
+    if all(scaled_fp8(product) is not None for product in products):
         return fp8_decoder_block, ops._fp8_decoder_layer, ("weight", "scale"), MOST_TOKENS_OF_FP8, {}
     group_sizes = {packed_int4(product) for product in products}
     if len(group_sizes) != 1 or None in group_sizes:

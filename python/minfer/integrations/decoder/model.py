@@ -76,7 +76,7 @@ class DecoderModel:
                 continue
             one = own.one_token(layer.attention) if tokens == 1 and isinstance(own, AttendsToOne) else None
             if one is not None and block.includes(layer.attention, one):
-                qkv = block.with_attention(layer.attention, qkv, x, one)
+                qkv = block.with_attention(layer.attention, qkv, x, one, settled=layer is not self.layers[0])
             else:
                 qkv = block(own(layer.attention, qkv), x)
             pending = None

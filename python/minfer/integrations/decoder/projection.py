@@ -199,9 +199,12 @@ class _ScaledProjection(Projection):
         return self(norm.quantized(x, weight.input_quant, weight.input_scale, residual), out_dtype=x.dtype)
 
 
-def scaled_fp8(projection: Projection) -> bool:
-    """Whether a projection is by e4m3 weights, and quantises activations by what it sees of them."""
-    return isinstance(projection, _ScaledProjection) and projection._kind is Fp8Weight and projection.input_scale is None
+def scaled_fp8(projection: Projection) -> str | None:
+    """What the scales are of ("tensor", "channel" or "block128"), of a projection by e4m3 weights that quantises activations by what it
+    sees of them; None: it is another one."""
+    if not isinstance(projection, _ScaledProjection) or projection._kind is not Fp8Weight or projection.input_scale is not None:
+        return None
+    return projection._weight().mode
 
 
 class _SeparateProjections(Projection):
