@@ -34,6 +34,7 @@ from bench.report import (
     regret as report_regret,
     scaled_gemm as report_scaled_gemm,
     tensor_parallel as report_tensor_parallel,
+    vllm_experts as report_vllm_experts,
     vllm_plugin as report_vllm_plugin,
     w4a8 as report_w4a8,
     w4a16 as report_w4a16,
@@ -57,6 +58,7 @@ FAMILIES: dict[str, tuple[str, ModuleType]] = {
     "e2e": ("Whole models", report_e2e),
     "tensor_parallel": ("Whole models among GPUs", report_tensor_parallel),
     "vllm_plugin": ("Inside vLLM", report_vllm_plugin),
+    "vllm_experts": ("Experts inside vLLM", report_vllm_experts),
     "accuracy": ("Accuracy of quantised models", report_accuracy),
     "batch_invariance": ("The batch-invariant mode", report_batch_invariance),
 }
