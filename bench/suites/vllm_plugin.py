@@ -55,6 +55,10 @@ def vllm_process() -> Iterator[None]:
     ):
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, backend="gloo")
         parallel_state.initialize_model_parallel(1)
+        if torch.cuda.is_available():
+            from vllm.v1.worker.workspace import init_workspace_manager
+
+            init_workspace_manager(torch.device("cuda", 0))
         yield
 
 

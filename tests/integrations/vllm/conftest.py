@@ -25,6 +25,9 @@ def process_group(tmp_path_factory):
         parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, backend="gloo")
         parallel_state.initialize_model_parallel(1)
         if torch.cuda.is_available():
+            from vllm.v1.worker.workspace import init_workspace_manager
+
+            init_workspace_manager(torch.device("cuda", 0))
             torch.set_default_device("cuda")
         yield
         torch.set_default_device("cpu")
