@@ -192,19 +192,23 @@ class DecoderBlock {
 #pragma unroll 1
     for (int i = 0; i < kDecoderBlockProducts; ++i) {
       Product const& product = p_.products[i];
+      int const together = held(product) ? 1 : kTogether;
 #pragma unroll 1
-      for (int unit = int(blockIdx.x); unit < product.units; unit += int(gridDim.x)) {
+      for (int first = int(blockIdx.x); first < product.units; first += together * int(gridDim.x)) {
 #pragma unroll 1
         for (int k = 0; k < product.stages; ++k) {
-          if (under_way == p_.ahead) {
-            FullBarrier::wait(&storage_.full[landed_stage], landed_phase);
-            advance(landed_stage, landed_phase);
-            --under_way;
+#pragma unroll 1
+          for (int unit = first; unit < min(product.units, first + together * int(gridDim.x)); unit += int(gridDim.x)) {
+            if (under_way == p_.ahead) {
+              FullBarrier::wait(&storage_.full[landed_stage], landed_phase);
+              advance(landed_stage, landed_phase);
+              --under_way;
+            }
+            EmptyBarrier::wait(&storage_.empty[stage], phase);
+            fetch(product, unit, k, stage, lane);
+            advance(stage, phase);
+            ++under_way;
           }
-          EmptyBarrier::wait(&storage_.empty[stage], phase);
-          fetch(product, unit, k, stage, lane);
-          advance(stage, phase);
-          ++under_way;
         }
       }
     }
@@ -383,43 +387,38 @@ class DecoderBlock {
 
   // ---- products: warps 12 to 27 ----
 
+  /// The order of stages, of producer and consumers. Of few stages of k, consumers keep the activations in registers, and take one unit
+  /// after the other. Of more, they take two units by turns, so that a stage's activations are read once for both; and where activations
+  /// come a stage at a time, all but the last stage of both units is behind them when that one arrives.
+  static constexpr int kTogether = 2;
+  static __device__ __forceinline__ bool held(Product const& product) { return product.stages <= Weights::kMostHeld; }
+
+  struct Ring {
+    int stage = 0, part = 0;  // part: units so far
+    uint32_t phase = 0;
+  };
+
   __device__ __forceinline__ void consume(int warp, int lane) {
-    int stage = 0, part = 0;
-    uint32_t phase = 0, even = 0, odd = 0;  // even, odd: bit k is the parity of stage k's activations
+    Ring ring;
+    uint32_t even = 0, odd = 0;  // bit k is the parity of stage k's activations
 #pragma unroll 1
     for (int i = 0; i < kDecoderBlockProducts; ++i) {
       Product const& product = p_.products[i];
       int const parity = i % 2;
-      uint32_t const at = Weights::first_of(shared_address(activations(i)), p_.pitch[parity], p_.m, warp, lane);
-      // int4: from a stage's codes to the scales of the warp's group
-      [[maybe_unused]] uint32_t const scales_at = kStage.code_bytes + ((warp * 128) >> p_.group_shift) * (kUnit * 2) + lane / 4 * 2;
-#pragma unroll 1
-      for (int unit = int(blockIdx.x); unit < product.units; unit += int(gridDim.x)) {
-        float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        uint32_t x = at;
-        Group const* group = groups(i) + warp;
-#pragma unroll 1
-        for (int k = 0; k < product.stages; ++k) {
-          if (unit == int(blockIdx.x)) EmptyBarrier::wait(&storage_.ready[parity][k], (parity == 0 ? even : odd) >> k & 1);
-          auto const numbers = Weights::load(x, *group, lane);
-          x += Weights::kStep;
-          group += kWarps;
-          FullBarrier::wait(&storage_.full[stage], phase);
-          char const* const codes = codes_of(stage) + warp * (kStage.code_bytes / kWarps);
-          if constexpr (kInt4) {
-            Weights::multiply(codes, codes_of(stage) + scales_at, numbers, lane, sums);
+      uint32_t const phases = parity == 0 ? even : odd;
+      if (int(blockIdx.x) < product.units) {
+        if constexpr (Weights::kMostHeld == 2) {
+          if (product.stages == 1) {
+            consume_held<1>(product, i, phases, ring, warp, lane);
+          } else if (product.stages == 2) {
+            consume_held<2>(product, i, phases, ring, warp, lane);
           } else {
-            float2 const of_block = *reinterpret_cast<float2 const*>(scales_of(stage) + warp * 8);
-            Weights::multiply(codes, p_.block_scales ? of_block : make_float2(1.0f, 1.0f), numbers, lane, sums);
+            consume_streamed(product, i, phases, ring, warp, lane);
           }
-          // Released when the sums are complete, and with them all reads of the stage (quantized_gemm/mainloop_sync_sm90.cuh).
-          constexpr uint32_t kNever = 0x7fedcba9u;
-          bool const read = __float_as_uint(sums[0]) != kNever && __float_as_uint(sums[2]) != kNever;
-          __syncwarp();
-          if (lane == 0 && read) EmptyBarrier::arrive(&storage_.empty[stage]);
-          advance(stage, phase);
+        } else {
+          static_assert(Weights::kMostHeld == 0);
+          consume_streamed(product, i, phases, ring, warp, lane);
         }
-        leave(part++, warp, lane, sums);
       }
       uint32_t const stages = (1u << product.stages) - 1;
       if (parity == 0) {
@@ -430,6 +429,64 @@ class DecoderBlock {
       __syncwarp();
       if (lane == 0) EmptyBarrier::arrive(&storage_.consumed[parity]);
     }
+  }
+
+  template <int kStages>
+  __device__ __forceinline__ void consume_held(Product const& product, int i, uint32_t phases, Ring& ring, int warp, int lane) {
+    uint32_t const at = Weights::first_of(shared_address(activations(i)), p_.pitch[i % 2], p_.m, warp, lane);
+    typename Weights::Activations x[kStages];
+#pragma unroll
+    for (int k = 0; k < kStages; ++k) {
+      EmptyBarrier::wait(&storage_.ready[i % 2][k], phases >> k & 1);
+      x[k] = Weights::load(at + k * Weights::kStep, groups(i)[k * kWarps + warp], lane);
+    }
+#pragma unroll 1
+    for (int unit = int(blockIdx.x); unit < product.units; unit += int(gridDim.x)) {
+      float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+      for (int k = 0; k < kStages; ++k) multiply(x[k], ring, warp, lane, sums);
+      leave(ring.part++, warp, lane, sums);
+    }
+  }
+  __device__ __forceinline__ void consume_streamed(Product const& product, int i, uint32_t phases, Ring& ring, int warp, int lane) {
+    uint32_t const at = Weights::first_of(shared_address(activations(i)), p_.pitch[i % 2], p_.m, warp, lane);
+#pragma unroll 1
+    for (int unit = int(blockIdx.x); unit < product.units; unit += kTogether * int(gridDim.x)) {
+      bool const two = unit + int(gridDim.x) < product.units;
+      float sums[kTogether][4] = {};
+      uint32_t from = at;
+      Group const* group = groups(i) + warp;
+#pragma unroll 1
+      for (int k = 0; k < product.stages; ++k) {
+        if (unit == int(blockIdx.x)) EmptyBarrier::wait(&storage_.ready[i % 2][k], phases >> k & 1);
+        auto const x = Weights::load(from, *group, lane);
+        from += Weights::kStep;
+        group += kWarps;
+        multiply(x, ring, warp, lane, sums[0]);
+        if (two) multiply(x, ring, warp, lane, sums[1]);
+      }
+      leave(ring.part++, warp, lane, sums[0]);
+      if (two) leave(ring.part++, warp, lane, sums[1]);
+    }
+  }
+
+  /// The warp's part of a stage of the ring, which it then releases.
+  __device__ __forceinline__ void multiply(typename Weights::Activations const& x, Ring& ring, int warp, int lane, float (&sums)[4]) {
+    FullBarrier::wait(&storage_.full[ring.stage], ring.phase);
+    char const* const codes = codes_of(ring.stage) + warp * (kStage.code_bytes / kWarps);
+    if constexpr (kInt4) {
+      char const* const scales = codes_of(ring.stage) + kStage.code_bytes + ((warp * 128) >> p_.group_shift) * (kUnit * 2);
+      Weights::multiply(codes, scales + lane / 4 * 2, x, lane, sums);
+    } else {
+      float2 const of_block = *reinterpret_cast<float2 const*>(scales_of(ring.stage) + warp * 8);
+      Weights::multiply(codes, p_.block_scales ? of_block : make_float2(1.0f, 1.0f), x, lane, sums);
+    }
+    // Released when the sums are complete, and with them all reads of the stage (quantized_gemm/mainloop_sync_sm90.cuh).
+    constexpr uint32_t kNever = 0x7fedcba9u;
+    bool const read = __float_as_uint(sums[0]) != kNever && __float_as_uint(sums[2]) != kNever;
+    __syncwarp();
+    if (lane == 0 && read) EmptyBarrier::arrive(&storage_.empty[ring.stage]);
+    advance(ring.stage, ring.phase);
   }
 
   /// The sums of each token go to the finishers.

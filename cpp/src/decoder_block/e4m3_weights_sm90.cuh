@@ -61,6 +61,7 @@ struct E4m3Weights {
     }
   }
 
+  static constexpr int kMostHeld = 0;
   struct Activations {
     uint4 b[4];  // of 32 columns each
     float factors[kTokens];

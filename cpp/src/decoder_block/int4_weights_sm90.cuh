@@ -3,7 +3,8 @@
 // A token is one column of an MMA, of which eight come at the price of one. So activations, times a power of two for each group of 128, are
 // cut in three digits of 8 bits, a column each, and the MMAs are those of int8: codes need no conversion to 16 bits, but a mask (the upper
 // four bits of a byte are the codes times 16, which goes into the sum), and half as many MMAs. Sums of 128 products are exact. An
-// accumulator begins with the bits of 1.5 2^23, so that its bits are the float of the sum plus that.
+// accumulator begins with the bits of 1.5 2^23, so that its bits are the float of the sum plus that, less what the codes' zero point
+// makes of the digits.
 // Order of k in an MMA: lane l has of a word of packed codes columns 2 (l % 4) + {0, 8, 1, 9} of 16, so digits are stored in that order. A
 // converter's 8 numbers are 4 of one half of 16 columns and the 4 beside them.
 #pragma once
@@ -16,6 +17,7 @@ namespace minfer::decoder_block {
 
 constexpr float kMagic = 12582912.0f;  // 1.5 2^23: integers of up to 22 bits are the low bits of their sum with it
 constexpr uint32_t kMagicBits = 0x4b400000u;
+constexpr int kZero = 8;  // the zero point of symmetric weights
 
 template <DataType kType, int kTokens>
 struct Int4Weights {
@@ -24,7 +26,8 @@ struct Int4Weights {
   static_assert(kDigits * kTokens <= 8);
 
   struct Group {  // of 128 activations, by columns of the MMA
-    float sums[8], factors[8];
+    int32_t first[8];  // what a sum over a row's codes begins with, of rows 0 to 7: that the codes are less their zero point
+    float factors[8];
   };
 
   /// What becomes of a converter's 8 numbers, and what is known of their group, which are 16 threads'.
@@ -75,16 +78,18 @@ struct Int4Weights {
     if (lane % 16 < kDigits) {
       int const d = lane % 16;
       Group& group = groups[v / 16];
-      group.sums[token * kDigits + d] = float(d == 0 ? made.sums[0] : d == 1 ? made.sums[1] : made.sums[2]);
+      group.first[token * kDigits + d] = int32_t(kMagicBits) - kZero * (d == 0 ? made.sums[0] : d == 1 ? made.sums[1] : made.sums[2]);
       float const place = __uint_as_float(uint32_t(made.exponent - 21 + 16 - 8 * d) << 23);
       group.factors[token * kDigits + d] = made.most >= 0x7f800000u ? __uint_as_float(0x7fffffffu) : place;
     }
   }
 
   /// Activations of a warp's 128 columns of a stage.
+  static constexpr int kMostHeld = 2;  // stages of a row whose activations stay in registers from unit to unit
   struct Activations {
     uint32_t b[2][4];
-    float2 digit_sums, factors;
+    int first[4];  // of the lane's sums
+    float2 factors;
   };
   /// Where a lane's part of those of the first stage is.
   static __device__ __forceinline__ uint32_t first_of(uint32_t rows, int pitch, int m, int warp, int lane) {
@@ -95,7 +100,12 @@ struct Int4Weights {
     Activations x;
     load_matrices(at, x.b[0]);
     load_matrices(at + 64, x.b[1]);
-    x.digit_sums = *reinterpret_cast<float2 const*>(&group.sums[lane % 4 * 2]);
+    int2 const first = *reinterpret_cast<int2 const*>(&group.first[lane % 4 * 2]);
+    x.first[0] = first.x;
+    x.first[1] = first.y;
+    // Of rows 8 to 15: 16 times as much, relative to kMagicBits.
+    x.first[2] = int(uint32_t(first.x) * 16 - 15 * kMagicBits);
+    x.first[3] = int(uint32_t(first.y) * 16 - 15 * kMagicBits);
     x.factors = *reinterpret_cast<float2 const*>(&group.factors[lane % 4 * 2]);
     return x;
   }
@@ -110,35 +120,33 @@ struct Int4Weights {
     float const scale[2] = {minfer::to_float(scales[0]), minfer::to_float(scales[8])};
     int32_t d[2][4];
 #pragma unroll
-    for (int v = 0; v < 4; ++v) {
-      d[0][v] = int32_t(kMagicBits);
-      d[1][v] = 0;
-    }
-#pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint4 const& chunk = chunks[i / 2];
       uint32_t const first = i % 2 == 0 ? chunk.x : chunk.z, second = i % 2 == 0 ? chunk.y : chunk.w;
       uint32_t const a[4] = {first & kLow, first & kHigh, second & kLow, second & kHigh};
-      asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-          : "+r"(d[i % 2][0]), "+r"(d[i % 2][1]), "+r"(d[i % 2][2]), "+r"(d[i % 2][3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x.b[i / 2][i % 2 * 2]), "r"(x.b[i / 2][i % 2 * 2 + 1]));
+      int32_t const c[4] = {i == 0 ? x.first[0] : i == 1 ? 0 : d[i % 2][0], i == 0 ? x.first[1] : i == 1 ? 0 : d[i % 2][1],
+                            i == 0 ? x.first[2] : i == 1 ? 0 : d[i % 2][2], i == 0 ? x.first[3] : i == 1 ? 0 : d[i % 2][3]};
+      asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+          : "=r"(d[i % 2][0]), "=r"(d[i % 2][1]), "=r"(d[i % 2][2]), "=r"(d[i % 2][3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x.b[i / 2][i % 2 * 2]), "r"(x.b[i / 2][i % 2 * 2 + 1]), "r"(c[0]), "r"(c[1]),
+            "r"(c[2]), "r"(c[3]));
     }
 #pragma unroll
     for (int v = 0; v < 4; ++v) {
-      constexpr float kZero = 8.0f;  // the zero point of symmetric weights
-      float const of_codes = __int_as_float(d[0][v] + d[1][v]) - kMagic;
-      float const whole = fmaf(v % 2 == 0 ? x.digit_sums.x : x.digit_sums.y, v < 2 ? -kZero : -16.0f * kZero, of_codes);
+      float const whole = __int_as_float(d[0][v] + d[1][v]) - kMagic;
       sums[v] = fmaf(scale[v / 2] * (v % 2 == 0 ? x.factors.x : x.factors.y), whole, sums[v]);
     }
   }
 
-  /// Of a token and row lane / 4 + 8 half, in lanes that are multiples of 4: the sum over its digits, in one order, whichever columns it
-  /// has.
-  static __device__ __forceinline__ float total(float const (&sums)[4], int half, int token, int lane) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int column = token * kDigits; column < (token + 1) * kDigits; ++column) {
-      sum += __shfl_sync(0xffffffffu, sums[half * 2 + column % 2], (lane & 28) | column / 2);
+  /// Of a token and row lane / 4 + 8 half, in lanes that are multiples of 4: the sum over its digits, in their order.
+  static __device__ __forceinline__ float total(float const (&sums)[4], int half, int token, int) {
+    constexpr unsigned kAll = 0xffffffffu;
+    float const even = sums[half * 2], odd = sums[half * 2 + 1];
+    float sum;
+    if (token == 0) {  // columns 0 and 1, and 2 of the next lane
+      sum = even + odd + __shfl_down_sync(kAll, even, 1);
+    } else {  // column 3 of the next lane, and both of the one behind it
+      sum = __shfl_down_sync(kAll, odd, 1) + __shfl_down_sync(kAll, even, 2) + __shfl_down_sync(kAll, odd, 2);
     }
     return half == 0 ? sum : sum * 0.0625f;
   }
