@@ -163,7 +163,7 @@ class TokenAttention {
     // The new key, which came last, where nobody waits for it.
     if (pair == 0 && holds_new(length, set, sets) && lane_ < 16) store(k[0], v[0]);
     uint64_t const tag = shared_tag;
-    merge_warps(sets, tag);
+    merge_warps(tag);
     merge_splits(tag);
   }
 
@@ -353,17 +353,31 @@ class TokenAttention {
     to[1] = make_float4(own[4], own[5], own[6], own[7]);
   }
   /// The sums of the CTA's sets, to the CTAs of the same head: two columns a thread.
-  __device__ __forceinline__ void merge_warps(int sets, uint64_t tag) const {
+  __device__ __forceinline__ void merge_warps(uint64_t tag) const {
+    if (p_.pairs == 1) {
+      merge_sets<kWarps>(tag);
+    } else if (p_.pairs == 2) {
+      merge_sets<kWarps / 2>(tag);
+    } else {
+      merge_sets<kWarps / 4>(tag);
+    }
+  }
+  template <int kSets>
+  __device__ __forceinline__ void merge_sets(uint64_t tag) const {
     int const thread = warp_ * 32 + lane_, head = thread / 64, column = thread % 64;
     if (head >= p_.group) return;
-    int const pair = head / kHeads, h = head % kHeads;
+    int const first = head / kHeads, h = head % kHeads;
+    float2 ends[kSets];
     float most = kLowest, total = 0.0f, x = 0.0f, y = 0.0f;
-    for (int set = 0; set < sets; ++set) most = fmaxf(most, end_of(set * p_.pairs + pair, h).x);
-    for (int set = 0; set < sets; ++set) {
-      int const warp = set * p_.pairs + pair;
-      float2 const end = end_of(warp, h), sums = *reinterpret_cast<float2 const*>(sums_of(warp, h) + 2 * column);
-      float const kept = exp2f(end.x - most);
-      total = fmaf(kept, end.y, total);
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) ends[set] = end_of(set * (kWarps / kSets) + first, h);
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) most = fmaxf(most, ends[set].x);
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      float2 const sums = *reinterpret_cast<float2 const*>(sums_of(set * (kWarps / kSets) + first, h) + 2 * column);
+      float const kept = exp2f(ends[set].x - most);
+      total = fmaf(kept, ends[set].y, total);
       x = fmaf(kept, sums.x, x);
       y = fmaf(kept, sums.y, y);
     }

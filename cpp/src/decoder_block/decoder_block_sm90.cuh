@@ -347,6 +347,17 @@ class DecoderBlock {
 #pragma unroll
       for (int half = 0; half < 2; ++half) packets[t][half] = {0, v + t * kConverters < vectors ? ~tag : tag};
     }
+    // One packet of the warp's first: all CTAs get about as far at a time, and what polls for all of them takes from L2 would be in the way
+    // of those who store them.
+    {
+      int const last = min(v + kConverters - int(threadIdx.x) % 32, vectors - 1);  // of lane 0 in the second stage
+      Packet packet{0, ~tag};
+      while (true) {
+        if (threadIdx.x % 32 == 0) poll_packet(packet, row + column_of(last) / 4);
+        if (__shfl_sync(0xffffffffu, uint32_t(packet.tag == tag), 0) != 0) break;
+        __nanosleep(32);
+      }
+    }
     while (true) {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
@@ -444,7 +455,8 @@ class DecoderBlock {
     for (int unit = int(blockIdx.x); unit < product.units; unit += int(gridDim.x)) {
       float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int k = 0; k < kStages; ++k) multiply(x[k], ring, warp, lane, sums);
+      for (int k = 0; k + 1 < kStages; k += 2) multiply_two(x[k], x[k + 1], ring, warp, lane, sums, sums);
+      if constexpr (kStages % 2 == 1) multiply(x[kStages - 1], ring, warp, lane, sums);
       leave(ring.part++, warp, lane, sums);
     }
   }
@@ -462,8 +474,11 @@ class DecoderBlock {
         auto const x = Weights::load(from, *group, lane);
         from += Weights::kStep;
         group += kWarps;
-        multiply(x, ring, warp, lane, sums[0]);
-        if (two) multiply(x, ring, warp, lane, sums[1]);
+        if (two) {
+          multiply_two(x, x, ring, warp, lane, sums[0], sums[1]);
+        } else {
+          multiply(x, ring, warp, lane, sums[0]);
+        }
       }
       leave(ring.part++, warp, lane, sums[0]);
       if (two) leave(ring.part++, warp, lane, sums[1]);
@@ -475,18 +490,52 @@ class DecoderBlock {
     FullBarrier::wait(&storage_.full[ring.stage], ring.phase);
     char const* const codes = codes_of(ring.stage) + warp * (kStage.code_bytes / kWarps);
     if constexpr (kInt4) {
-      char const* const scales = codes_of(ring.stage) + kStage.code_bytes + ((warp * 128) >> p_.group_shift) * (kUnit * 2);
-      Weights::multiply(codes, scales + lane / 4 * 2, x, lane, sums);
+      auto const own = Weights::load_codes(codes, group_scales_of(ring.stage, warp, lane), lane);
+      int32_t d[4];
+      Weights::multiply(own, x, d);
+      Weights::add(d, own, x, sums);
     } else {
       float2 const of_block = *reinterpret_cast<float2 const*>(scales_of(ring.stage) + warp * 8);
       Weights::multiply(codes, p_.block_scales ? of_block : make_float2(1.0f, 1.0f), x, lane, sums);
     }
-    // Released when the sums are complete, and with them all reads of the stage (quantized_gemm/mainloop_sync_sm90.cuh).
+    release(ring.stage, lane, sums);
+    advance(ring.stage, ring.phase);
+  }
+  /// Two stages, so that the one's latencies are the other's work. sums0 and sums1 may be the same.
+  __device__ __forceinline__ void multiply_two(typename Weights::Activations const& x0, typename Weights::Activations const& x1, Ring& ring,
+                                               int warp, int lane, float (&sums0)[4], float (&sums1)[4]) {
+    if constexpr (kInt4) {
+      int const stage0 = ring.stage;
+      FullBarrier::wait(&storage_.full[stage0], ring.phase);
+      advance(ring.stage, ring.phase);
+      int const stage1 = ring.stage;
+      FullBarrier::wait(&storage_.full[stage1], ring.phase);
+      advance(ring.stage, ring.phase);
+      int const from = warp * (kStage.code_bytes / kWarps);
+      auto const codes0 = Weights::load_codes(codes_of(stage0) + from, group_scales_of(stage0, warp, lane), lane);
+      auto const codes1 = Weights::load_codes(codes_of(stage1) + from, group_scales_of(stage1, warp, lane), lane);
+      int32_t d0[4], d1[4];
+      Weights::multiply(codes0, x0, d0);
+      Weights::multiply(codes1, x1, d1);
+      Weights::add(d0, codes0, x0, sums0);
+      Weights::add(d1, codes1, x1, sums1);
+      release(stage0, lane, sums0);
+      release(stage1, lane, sums1);
+    } else {
+      multiply(x0, ring, warp, lane, sums0);
+      multiply(x1, ring, warp, lane, sums1);
+    }
+  }
+  /// int4: of the warp's 128 columns, row lane / 4.
+  __device__ __forceinline__ char const* group_scales_of(int stage, int warp, int lane) const {
+    return codes_of(stage) + kStage.code_bytes + ((warp * 128) >> p_.group_shift) * (kUnit * 2) + lane / 4 * 2;
+  }
+  /// When the sums are complete, and with them all reads of the stage (quantized_gemm/mainloop_sync_sm90.cuh).
+  __device__ __forceinline__ void release(int stage, int lane, float const (&sums)[4]) {
     constexpr uint32_t kNever = 0x7fedcba9u;
     bool const read = __float_as_uint(sums[0]) != kNever && __float_as_uint(sums[2]) != kNever;
     __syncwarp();
-    if (lane == 0 && read) EmptyBarrier::arrive(&storage_.empty[ring.stage]);
-    advance(ring.stage, ring.phase);
+    if (lane == 0 && read) EmptyBarrier::arrive(&storage_.empty[stage]);
   }
 
   /// The sums of each token go to the finishers.
@@ -521,6 +570,17 @@ class DecoderBlock {
     for (int i = 0; i < kDecoderBlockProducts; ++i) {
       Product const& product = p_.products[i];
       int const outputs = product.gated ? 8 : 16;
+      float factor[kTokens];
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token) factor[token] = 1.0f;
+      if (product.norm != nullptr && int(blockIdx.x) < product.units) {
+        // Products 1 and 3 have as many stages of k: those of the first are the barriers' first phase.
+        EmptyBarrier::wait(&storage_.ready[1][product.stages - 1], i / 2);
+#pragma unroll
+        for (int token = 0; token < kTokens; ++token) {
+          if (token < p_.m) factor[token] = norm_factor(i, token);
+        }
+      }
 #pragma unroll 1
       for (int unit = int(blockIdx.x); unit < product.units; unit += int(gridDim.x), ++part) {
         if (part % kFinishers != own) continue;
@@ -559,13 +619,12 @@ class DecoderBlock {
         if (lane == 0) EmptyBarrier::arrive(&storage_.partial_empty[slot]);
 #pragma unroll
         for (int token = 0; token < kTokens; ++token) {
-          if (token < p_.m) store(i, token, column, y[token] * (norm_factor(i, token) * scale), addend[token], tag, lane);
+          if (token < p_.m) store(i, token, column, y[token] * (factor[token] * scale), addend[token], tag, lane);
         }
       }
     }
   }
   __device__ __forceinline__ float norm_factor(int i, int token) const {
-    if (p_.products[i].norm == nullptr) return 1.0f;
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kConverterWarps; ++w) sum += storage_.squares[i % 2][token][w];

@@ -85,7 +85,7 @@ struct Int4Weights {
   }
 
   /// Activations of a warp's 128 columns of a stage.
-  static constexpr int kMostHeld = 2;  // stages of a row whose activations stay in registers from unit to unit
+  static constexpr int kMostHeld = kTokens == 1 ? 2 : 0;  // stages of a row whose activations stay in registers from unit to unit
   struct Activations {
     uint32_t b[2][4];
     int first[4];  // of the lane's sums
@@ -110,31 +110,38 @@ struct Int4Weights {
     return x;
   }
 
-  /// sums[v] += 128 products of a stage, of row lane / 4 + 8 (v / 2) and the digits of column 2 (lane % 4) + v % 2; those of rows 8 to 15
-  /// are 16 times as large. scales_at: of row lane / 4.
-  static __device__ __forceinline__ void multiply(char const* codes, char const* scales_at, Activations const& x, int lane,
-                                                  float (&sums)[4]) {
-    constexpr uint32_t kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;
-    uint4 const chunks[2] = {*reinterpret_cast<uint4 const*>(codes + lane * 16), *reinterpret_cast<uint4 const*>(codes + lane * 16 + 512)};
+  /// A lane's codes of a stage, and the scales of rows lane / 4 and 8 further on.
+  struct Codes {
+    uint4 chunks[2];
+    float scales[2];
+  };
+  /// scales_at: of row lane / 4.
+  static __device__ __forceinline__ Codes load_codes(char const* codes, char const* scales_at, int lane) {
     T const* const scales = reinterpret_cast<T const*>(scales_at);
-    float const scale[2] = {minfer::to_float(scales[0]), minfer::to_float(scales[8])};
-    int32_t d[2][4];
+    return {{*reinterpret_cast<uint4 const*>(codes + lane * 16), *reinterpret_cast<uint4 const*>(codes + lane * 16 + 512)},
+            {minfer::to_float(scales[0]), minfer::to_float(scales[8])}};
+  }
+  /// d[v] = 128 products of row lane / 4 + 8 (v / 2) and the digits of column 2 (lane % 4) + v % 2; those of rows 8 to 15 are 16 times as
+  /// large.
+  static __device__ __forceinline__ void multiply(Codes const& codes, Activations const& x, int32_t (&d)[4]) {
+    constexpr uint32_t kLow = 0x0f0f0f0fu, kHigh = 0xf0f0f0f0u;
+#pragma unroll
+    for (int v = 0; v < 4; ++v) d[v] = x.first[v];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint4 const& chunk = chunks[i / 2];
+      uint4 const& chunk = codes.chunks[i / 2];
       uint32_t const first = i % 2 == 0 ? chunk.x : chunk.z, second = i % 2 == 0 ? chunk.y : chunk.w;
       uint32_t const a[4] = {first & kLow, first & kHigh, second & kLow, second & kHigh};
-      int32_t const c[4] = {i == 0 ? x.first[0] : i == 1 ? 0 : d[i % 2][0], i == 0 ? x.first[1] : i == 1 ? 0 : d[i % 2][1],
-                            i == 0 ? x.first[2] : i == 1 ? 0 : d[i % 2][2], i == 0 ? x.first[3] : i == 1 ? 0 : d[i % 2][3]};
-      asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
-          : "=r"(d[i % 2][0]), "=r"(d[i % 2][1]), "=r"(d[i % 2][2]), "=r"(d[i % 2][3])
-          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x.b[i / 2][i % 2 * 2]), "r"(x.b[i / 2][i % 2 * 2 + 1]), "r"(c[0]), "r"(c[1]),
-            "r"(c[2]), "r"(c[3]));
+      asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+          : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(x.b[i / 2][i % 2 * 2]), "r"(x.b[i / 2][i % 2 * 2 + 1]));
     }
+  }
+  static __device__ __forceinline__ void add(int32_t const (&d)[4], Codes const& codes, Activations const& x, float (&sums)[4]) {
 #pragma unroll
     for (int v = 0; v < 4; ++v) {
-      float const whole = __int_as_float(d[0][v] + d[1][v]) - kMagic;
-      sums[v] = fmaf(scale[v / 2] * (v % 2 == 0 ? x.factors.x : x.factors.y), whole, sums[v]);
+      float const whole = __int_as_float(d[v]) - kMagic;
+      sums[v] = fmaf(codes.scales[v / 2] * (v % 2 == 0 ? x.factors.x : x.factors.y), whole, sums[v]);
     }
   }
 
