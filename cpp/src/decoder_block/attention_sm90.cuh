@@ -395,18 +395,26 @@ class TokenAttention {
       Packet sums[kEach], ends[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) sums[i] = ends[i] = {0, lane_ % 16 + 16 * i < p_.splits ? ~tag : tag};
+      Packet const* const first_end = p_.ends + (head_ * p_.splits + lane_ % 16) * p_.group + head;
+      Packet const* const first_sums = p_.partials + ((head_ * p_.splits + lane_ % 16) * p_.group + head) * 64 + column;
       while (true) {
         bool all = true;
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-          int const row = (head_ * p_.splits + lane_ % 16 + 16 * i) * p_.group + head;
-          poll_packet(sums[i].tag != tag, sums[i], p_.partials + row * 64 + column);
-          poll_packet(ends[i].tag != tag, ends[i], p_.ends + row);
+          poll_packet(ends[i].tag != tag, ends[i], first_end + 16 * i * p_.group);
+          all = all && ends[i].tag == tag;
         }
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) all = all && sums[i].tag == tag && ends[i].tag == tag;
-        if (all) break;
+        if (__all_sync(kAll, all)) break;
         __nanosleep(32);
+      }
+      while (true) {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          poll_packet(sums[i].tag != tag, sums[i], first_sums + 16 * i * p_.group * 64);
+          all = all && sums[i].tag == tag;
+        }
+        if (all) break;
       }
       __syncwarp();
       float most = kLowest, total = 0.0f, x = 0.0f, y = 0.0f;

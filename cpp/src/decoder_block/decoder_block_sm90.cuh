@@ -190,28 +190,39 @@ class DecoderBlock {
     int stage = 0, landed_stage = 0, under_way = 0;
     uint32_t phase = 1, landed_phase = 0;
 #pragma unroll 1
-    for (int i = 0; i < kDecoderBlockProducts; ++i) {
-      Product const& product = p_.products[i];
-      int const together = held(product) ? 1 : kTogether;
-#pragma unroll 1
-      for (int first = int(blockIdx.x); first < product.units; first += together * int(gridDim.x)) {
-#pragma unroll 1
-        for (int k = 0; k < product.stages; ++k) {
-#pragma unroll 1
-          for (int unit = first; unit < min(product.units, first + together * int(gridDim.x)); unit += int(gridDim.x)) {
-            if (under_way == p_.ahead) {
-              FullBarrier::wait(&storage_.full[landed_stage], landed_phase);
-              advance(landed_stage, landed_phase);
-              --under_way;
-            }
-            EmptyBarrier::wait(&storage_.empty[stage], phase);
-            fetch(product, unit, k, stage, lane);
-            advance(stage, phase);
-            ++under_way;
-          }
-        }
+    for (Place at(int(blockIdx.x)); at.product < kDecoderBlockProducts; next(at)) {
+      if (under_way == p_.ahead) {
+        FullBarrier::wait(&storage_.full[landed_stage], landed_phase);
+        advance(landed_stage, landed_phase);
+        --under_way;
       }
+      EmptyBarrier::wait(&storage_.empty[stage], phase);
+      fetch(p_.products[at.product], at.unit, at.k, stage, lane);
+      advance(stage, phase);
+      ++under_way;
     }
+  }
+  /// Of a stage of weights, in the order of consumers (kTogether). All CTAs have units of product 0.
+  struct Place {
+    int product = 0, first, unit, k = 0;  // first: of the units that are taken by turns
+    __device__ __forceinline__ explicit Place(int block) : first(block), unit(block) {}
+  };
+  __device__ __forceinline__ void next(Place& at) const {
+    Product const& product = p_.products[at.product];
+    int const behind = at.first + (held(product) ? 1 : kTogether) * int(gridDim.x);
+    at.unit += int(gridDim.x);
+    if (at.unit < min(product.units, behind)) return;
+    at.unit = at.first;
+    if (++at.k < product.stages) return;
+    at.k = 0;
+    at.first = behind;
+    if (at.first >= product.units) {
+      at.first = int(blockIdx.x);
+      do {
+        ++at.product;
+      } while (at.product < kDecoderBlockProducts && at.first >= p_.products[at.product].units);
+    }
+    at.unit = at.first;
   }
   __device__ __forceinline__ void fetch(Product const& product, int unit, int k, int stage, int lane) const {
     uint64_t* const barrier = &storage_.full[stage];
@@ -347,16 +358,14 @@ class DecoderBlock {
 #pragma unroll
       for (int half = 0; half < 2; ++half) packets[t][half] = {0, v + t * kConverters < vectors ? ~tag : tag};
     }
-    // One packet of the warp's first: all CTAs get about as far at a time, and what polls for all of them takes from L2 would be in the way
-    // of those who store them.
+    // One packet alone before all of them, the warp's last, which the CTAs' last units make: they get about as far at a time. To poll for
+    // all would take so much of L2 that those who store them are in each other's way.
     {
-      int const last = min(v + kConverters - int(threadIdx.x) % 32, vectors - 1);  // of lane 0 in the second stage
+      int const last = min((v | 31) + kConverters, vectors - 1);
       Packet packet{0, ~tag};
-      while (true) {
-        if (threadIdx.x % 32 == 0) poll_packet(packet, row + column_of(last) / 4);
-        if (__shfl_sync(0xffffffffu, uint32_t(packet.tag == tag), 0) != 0) break;
-        __nanosleep(32);
-      }
+      do {
+        if (threadIdx.x % 32 == 0) poll_packet(packet, row + column_of(last) / 4 + 2);
+      } while (__shfl_sync(0xffffffffu, uint32_t(packet.tag == tag), 0) == 0);
     }
     while (true) {
 #pragma unroll
@@ -366,7 +375,7 @@ class DecoderBlock {
         for (int half = 0; half < 2; ++half) poll_packet(packets[t][half].tag != tag, packets[t][half], from + 2 * half);
       }
       if (packets[0][0].tag == tag && packets[0][1].tag == tag && packets[1][0].tag == tag && packets[1][1].tag == tag) break;
-      __nanosleep(64);  // polls take the way of the weights
+      __nanosleep(20);
     }
 #pragma unroll
     for (int t = 0; t < 2; ++t) {

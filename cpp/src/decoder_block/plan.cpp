@@ -39,7 +39,7 @@ constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr int64_t kMostStagesOfCta = 100;  // of int4: above, the bytes take so long that launches matter little
 // More stages under way keep memory busier, fewer let activations, which share its queues, arrive sooner: 2 to 6 of them, by the stages
 // that a CTA has in all.
-constexpr int64_t kStagesOfOneAhead = 14, kLeastAhead = 2, kMostAhead = 6;
+constexpr int64_t kStagesOfOneAhead = 18, kLeastAhead = 2, kMostAhead = 6;
 constexpr int64_t kMostAheadOfE4M3 = 4;
 constexpr int64_t kMostCapacity = 2048;  // of a sequence whose attention is part of the launch, by itself
 
