@@ -85,8 +85,8 @@ TITLES = {
         False,
     ),
     "decoder_block": (
-        "What lies between two attentions, of int4 weights in groups of 128 or of e4m3 weights, tokens x columns of the result: our time "
-        "as planned, times our operators one after the other, and one launch by name.",
+        "What lies between two attentions, of int4 weights in groups of 128, e4m3 or 16-bit weights, tokens x columns of the result: our "
+        "time as planned, times our operators one after the other, and one launch by name.",
         False,
     ),
     "decoder_layer": (

@@ -1,5 +1,5 @@
-"""What lies between two attentions, of int4 and of e4m3 weights: as planned, by the operators one after the other, and in one launch; and
-one token's attention with what lies behind it, as one launch and as three."""
+"""What lies between two attentions, of int4, e4m3 and 16-bit weights: as planned, by the operators one after the other, and in one launch;
+and one token's attention with what lies behind it, as one launch and as three."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ HEAD_DIM, PAGE = 128, 64
 LENGTHS = (1024, 4096, 16384)  # of a sequence, its newest token among them
 
 
-OPERATORS = {"int4": minfer.w4a16_decoder_block, "e4m3": minfer.fp8_decoder_block}
+OPERATORS = {"int4": minfer.w4a16_decoder_block, "e4m3": minfer.fp8_decoder_block, "dense": minfer.decoder_block}
+BYTES = {"int4": 0.5 + 2.0 / GROUP, "e4m3": 1.0, "dense": 2.0}  # of a weight
+OPTIONS: dict[str, dict[str, Any]] = {"int4": {"group_size": GROUP}, "e4m3": {}, "dense": {}}
 
 
 def _int4_weight(name: str, rows: int, k: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
@@ -47,11 +49,15 @@ def _e4m3_weight(name: str, rows: int, k: int, dtype: torch.dtype, device: str) 
     return {f"{name}_weight": torch.randn(rows, k, device=device).to(torch.float8_e4m3fn), f"{name}_scale": scales}
 
 
+def _dense_weight(name: str, rows: int, k: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    return {f"{name}_weight": (torch.randn(rows, k, device=device) / k**0.5).to(dtype)}
+
+
 def _weights(sizes: tuple[int, int, int, int], form: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     attended, hidden, inter, n = sizes
     found = {name: (1 + 0.1 * torch.randn(hidden, device=device)).to(dtype) for name in ("mlp_norm", "next_norm")}
     for name, rows, k in zip(NAMES, (hidden, 2 * inter, hidden, n), (attended, hidden, inter, hidden), strict=True):
-        found |= (_int4_weight if form == "int4" else _e4m3_weight)(name, rows, k, dtype, device)
+        found |= {"int4": _int4_weight, "e4m3": _e4m3_weight, "dense": _dense_weight}[form](name, rows, k, dtype, device)
     return found
 
 
@@ -60,6 +66,8 @@ def _truth(a: Tensor, residual: Tensor, w: dict[str, Tensor]) -> Tensor:
     dtype = a.dtype
 
     def product(x: Tensor, name: str) -> Tensor:
+        if f"{name}_scale" not in w and f"{name}_weight" in w:
+            return x.double() @ w[f"{name}_weight"].double().t()
         if f"{name}_weight" in w:
             weight = minfer.quantize.Fp8Weight(w[f"{name}_weight"], w[f"{name}_scale"], gated=name == "gate_up").dequantize(torch.float64)
             return x.double() @ weight.t()
@@ -79,7 +87,7 @@ def block(sizes: tuple[int, int, int, int], form: str = "int4") -> Callable[...,
     def make(rows: int, width: int, dtype: torch.dtype, device: str) -> Call:
         attended, hidden, inter, n = sizes
         weights = hidden * attended + 3 * hidden * inter + n * hidden
-        moved = weights * (0.5 + 2.0 / GROUP if form == "int4" else 1.0) + 2.0 * rows * (attended + 2 * hidden + n)
+        moved = weights * BYTES[form] + 2.0 * rows * (attended + 2 * hidden + n)
         sets = harness.sets_for(int(moved)) if device == "cuda" else 1
         data = [
             (torch.randn(rows, attended, device=device).to(dtype), torch.randn(rows, hidden, device=device).to(dtype))
@@ -100,7 +108,7 @@ def block(sizes: tuple[int, int, int, int], form: str = "int4") -> Callable[...,
             "ours:one_launch": lambda i: ours(i, kernel="one_launch"),
         }
         op = OPERATORS[form].__name__
-        own = {"group_size": GROUP} if form == "int4" else {"block_scaled": True}
+        own = OPTIONS[form] | ({"block_scaled": True} if form == "e4m3" else {})
         plan = minfer.plan(op, m=rows, n=n, k=hidden, inter=inter, attention=attended, dtype=dtype, **own)
         return Call(ours, peers, moved, error, "one_launch" if plan.one_launch else "separate", sets)
 
@@ -113,7 +121,7 @@ def layer(sizes: tuple[int, int, int, int], heads: tuple[int, int], length: int,
     def make(rows: int, width: int, dtype: torch.dtype, device: str) -> Call:
         attended, hidden, inter, n = sizes
         weights = hidden * attended + 3 * hidden * inter + n * hidden
-        moved = weights * (0.5 + 2.0 / GROUP if form == "int4" else 1.0) + 4.0 * length * heads[1] * HEAD_DIM + 2.0 * (2 * hidden + 2 * n)
+        moved = weights * BYTES[form] + 4.0 * length * heads[1] * HEAD_DIM + 2.0 * (2 * hidden + 2 * n)
         sets = harness.sets_for(int(moved)) if device == "cuda" else 1
         pages = -(-length // PAGE)
         data = []
@@ -130,11 +138,10 @@ def layer(sizes: tuple[int, int, int, int], heads: tuple[int, int], length: int,
         rotations = minfer.rope_cache(500000.0, HEAD_DIM, length).to(device)
         scale = HEAD_DIM**-0.5
         ops = torch.ops.minfer
-        op = ops._w4a16_decoder_layer if form == "int4" else ops._fp8_decoder_layer
-        own = {"group_size": GROUP} if form == "int4" else {}
+        op = {"int4": ops._w4a16_decoder_layer, "e4m3": ops._fp8_decoder_layer, "dense": ops._decoder_layer}[form]
         biases = dict.fromkeys(("o_bias", "down_bias", "next_bias"))
         attention = dict(q_weight=None, k_weight=None, scale=scale, window_left=-1, qk_eps=0.0, qk_weight_offset=0.0)
-        block_options = dict(eps=EPS, weight_offset=0.0, activation="silu") | own
+        block_options = dict(eps=EPS, weight_offset=0.0, activation="silu") | OPTIONS[form]
 
         def one_launch(i: int, residual: Tensor | None = None) -> Tensor:
             qkv, x, cache, w = data[i]

@@ -180,7 +180,7 @@ STABLE_TORCH_LIBRARY_IMPL(MINFER_NAMESPACE, CUDA, m) { implement(m, kOperators);
 
 /// What a call would do, for `minfer.plan`. sizes: m, and columns of a, the residual, the MLP's activations and the result; with the
 /// attention in front also heads, heads_kv, and rows of its sequence's pages.
-/// weights: "int4", or of e4m3 what their scales are of, "rows" or "blocks".
+/// weights: "int4", of e4m3 what their scales are of, "rows" or "blocks", or "dense": of `type`.
 std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type, std::string const& weights, int64_t group_size,
                       bool forced, int64_t device) {
   char const* op = "minfer::_plan_decoder_block";
@@ -201,9 +201,10 @@ std::string plan_json(std::vector<int64_t> const& sizes, std::string const& type
     problem.heads_kv = sizes[6];
     problem.capacity = sizes[7];
   }
-  if (weights != "int4" && weights != "rows" && weights != "blocks")
-    fail(op, ": weights must be int4, rows or blocks, got '", weights, "'");
-  if (weights != "int4") problem.weights = WeightFormat::kFp8E4M3;
+  if (weights != "int4" && weights != "rows" && weights != "blocks" && weights != "dense")
+    fail(op, ": weights must be int4, rows, blocks or dense, got '", weights, "'");
+  if (weights == "rows" || weights == "blocks") problem.weights = WeightFormat::kFp8E4M3;
+  if (weights == "dense") problem.weights = WeightFormat::kDense;
   problem.scales = weights == "blocks" ? DecoderBlockScales::kBlocks : DecoderBlockScales::kRows;
   problem.group_size = std::max<int64_t>(0, group_size);
   problem.batch_invariant = batch_invariant();

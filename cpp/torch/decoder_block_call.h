@@ -1,4 +1,4 @@
-// A call of minfer.w4a16_decoder_block or minfer.fp8_decoder_block, also with the attention in front: what they have in common.
+// A call of minfer.decoder_block, w4a16_decoder_block or fp8_decoder_block, also with the attention in front: what they have in common.
 #pragma once
 
 #include <functional>

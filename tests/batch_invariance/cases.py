@@ -233,6 +233,21 @@ def decoder_block(draw: Draw, rows: int, n: int, k: int) -> Call:
     return call
 
 
+@case("decoder_block", "16bit")
+def dense_decoder_block(draw: Draw, rows: int, n: int, k: int) -> Call:
+    a, residual = draw.normal(rows, k), draw.normal(rows, k)
+    arguments: dict[str, Any] = {"mlp_norm": draw.normal(k), "next_norm": draw.normal(k), "o_bias": draw.normal(k)}
+    arguments |= {
+        f"{name}_weight": draw.normal(*shape) for name, *shape in (("o", k, k), ("gate_up", 2 * n, k), ("down", k, n), ("next", n, k))
+    }
+
+    def call(take: Tensor) -> tuple[Tensor, ...]:
+        own = residual[take]
+        return minfer.decoder_block(a=a[take], residual=own, **arguments), own
+
+    return call
+
+
 @case("fp8_decoder_block", "blocks")
 def fp8_decoder_block(draw: Draw, rows: int, n: int, k: int) -> Call:
     a, residual = draw.normal(rows, k), draw.normal(rows, k)

@@ -211,14 +211,15 @@ def calls(device: str) -> dict[str, list[Call]]:
 
     of_block = {"a": a, "mlp_norm": randn(512), "next_norm": randn(512)}
     shapes = {"o": (512, 512), "gate_up": (2048, 512), "down": (512, 1024), "next": (768, 512)}
-    in_int4, in_fp8, in_blocks = {}, {}, {}
+    in_int4, in_fp8, in_blocks, in_16_bits = {}, {}, {}, {}
     for name, (n, k) in shapes.items():
         in_int4[f"{name}_qweight"] = minfer.w4a16_pack(randint(0, 16, (n, k), torch.uint8))
         in_int4[f"{name}_scales"] = randn(k // 128, n, scale=0.02)
+        in_16_bits[f"{name}_weight"] = randn(n, k, scale=k**-0.5)
         codes = {f"{name}_weight": randn(n, k).to(torch.float8_e4m3fn)}
         in_fp8 |= codes | {f"{name}_scale": number(n)}
         in_blocks |= codes | {f"{name}_scale": number(2, 8, 4) if name == "gate_up" else number(n // 128, k // 128)}
-    kinds = [("w4a16_decoder_block", in_int4)]
+    kinds = [("w4a16_decoder_block", in_int4), ("decoder_block", in_16_bits)]
     kinds += [("fp8_decoder_block", weights) for weights in (in_fp8, in_blocks)] if has_scaled_kernels(device) else []
     for op, weights in kinds:
         for lines in (24, 2, 1):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.contracts import numerics_cases as numerics
 from tests.decoder_block.cases import Case
+from tests.decoder_block.dense_cases import DenseCase
 from tests.decoder_block.fp8_cases import Fp8Case
 
 HEAD_DIM = 128
@@ -87,8 +88,9 @@ class Layer:
         found |= dict(slot_mapping=self.slots, positions=self.positions, cos_sin=self.cos_sin)
         found |= dict(q_weight=self.weights[0], k_weight=self.weights[1], scale=self.scale, window_left=self.case.window)
         found |= dict(qk_eps=QK_EPS, qk_weight_offset=0.0)
-        fp8 = isinstance(self.case.block, Fp8Case)
-        return (torch.ops.minfer._fp8_decoder_layer if fp8 else torch.ops.minfer._w4a16_decoder_layer)(**(found | changes))
+        ops = torch.ops.minfer
+        operators = {Case: ops._w4a16_decoder_layer, Fp8Case: ops._fp8_decoder_layer, DenseCase: ops._decoder_layer}
+        return operators[type(self.case.block)](**(found | changes))
 
     def prepared(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as minfer.qk_norm_rope_append makes them; in caches of their own."""
@@ -125,5 +127,6 @@ class Layer:
 def layer_case(length: int, form: str, size: tuple[int, int, int], dtype: torch.dtype, **options: Any) -> LayerCase:
     """size: hidden, inter, and columns of D."""
     more = options.pop("block", {})
-    block = Case(1, HEAD_DIM, *size, dtype, **more) if form == "int4" else Fp8Case(1, HEAD_DIM, *size, dtype, mode=form, **more)
+    kind = {"int4": Case, "dense": DenseCase}.get(form, Fp8Case)
+    block = kind(1, HEAD_DIM, *size, dtype, **({"mode": form} if kind is Fp8Case else {}), **more)
     return LayerCase(length, block=block, **options)

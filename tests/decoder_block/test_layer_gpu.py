@@ -13,7 +13,7 @@ from tests.fuzz.modes import poison_free_memory
 
 pytestmark = pytest.mark.gpu
 
-FORMS = ("int4", "block128", "channel")
+FORMS = ("int4", "block128", "dense", "channel")
 SMALL = (512, 1024, 768)
 LENGTHS = (1, 2, 3, 9, 16, 17, 63, 128, 129, 130, 1000, 1025, 1026, 3333, 16384)
 
@@ -48,7 +48,7 @@ def test_lengths(length, form):
 
 
 # Of models: Llama-3.1-8B, Qwen2.5-7B, Llama-3.1-70B, Qwen3-8B, Llama-2-7B.
-@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("form", FORMS[:3])
 @pytest.mark.parametrize("length", [65, 1025])
 @pytest.mark.parametrize(
     "heads, heads_kv, size, more",
@@ -80,7 +80,7 @@ def test_pages(page_size):
     run(layer_case(333, "block128", SMALL, torch.float16, heads=8, heads_kv=2, page_size=page_size, normed=True))
 
 
-@pytest.mark.parametrize("form", FORMS[:2])
+@pytest.mark.parametrize("form", FORMS[:3])
 def test_replays(form):
     """Of a graph, whose lengths, slots and positions change between them: a sequence that grows."""
     layer = layer_case(70, form, SMALL, torch.bfloat16, heads=8, heads_kv=2).make()
@@ -129,7 +129,7 @@ def test_a_sequence_without_keys():
 
 def test_chain():
     """Layers in dependent launches, each of what the one in front wrote: the same bits each time."""
-    layers = [layer_case(200, form, (512, 1024, 12 * 128), torch.bfloat16, heads=8, heads_kv=2).make() for form in ("int4", "block128") * 3]
+    layers = [layer_case(200, form, (512, 1024, 12 * 128), torch.bfloat16, heads=8, heads_kv=2).make() for form in FORMS[:3] * 2]
 
     def chain(constant):
         qkv, own = layers[0].qkv, layers[0].block.before.clone()

@@ -596,6 +596,16 @@ def the_norms_of_a_block_are_exchanged(right, *args, mlp_norm, next_norm, **opti
     return right(*args, mlp_norm=next_norm, next_norm=mlp_norm, **options)
 
 
+@bug("decoder_block")
+def the_block_of_16_bits_stores_no_residual(right, a, residual, *args, **options):
+    return right(a, residual if _is_fake(residual) else residual.clone(), *args, **options)
+
+
+@bug("decoder_block")
+def the_norms_of_a_block_of_16_bits_are_exchanged(right, *args, mlp_norm, next_norm, **options):
+    return right(*args, mlp_norm=next_norm, next_norm=mlp_norm, **options)
+
+
 @bug("fp8_decoder_block")
 def the_block_of_8_bits_stores_no_residual(right, a, residual, *args, **options):
     return right(a, residual if _is_fake(residual) else residual.clone(), *args, **options)

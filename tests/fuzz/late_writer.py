@@ -107,7 +107,11 @@ OPERANDS |= dict.fromkeys(
 )
 OF_BLOCK = {
     op: tuple(f"{name}_{part}" for name in ("o", "gate_up", "down", "next") for part in parts)
-    for op, parts in (("w4a16_decoder_block", ("qweight", "scales")), ("fp8_decoder_block", ("weight", "scale")))
+    for op, parts in (
+        ("decoder_block", ("weight",)),
+        ("w4a16_decoder_block", ("qweight", "scales")),
+        ("fp8_decoder_block", ("weight", "scale")),
+    )
 }
 OPERANDS |= {op: ("a", "residual", "mlp_norm", "next_norm", *names, "o_bias", "down_bias", "next_bias") for op, names in OF_BLOCK.items()}
 WEIGHTS = (

@@ -69,7 +69,7 @@ def test_layer():
     assert call.error() <= fused.LIMITS["decode_layer"]
 
 
-@pytest.mark.parametrize("form", ["int4", "e4m3"])
+@pytest.mark.parametrize("form", ["int4", "e4m3", "dense"])
 def test_decoder_block(form):
     call = fused_decoder_block.block((256, 128, 384, 96), form)(2, 96, torch.bfloat16, "cpu")
     assert call.error() <= fused.LIMITS["decoder_block"]
@@ -77,7 +77,7 @@ def test_decoder_block(form):
     assert call.bytes > (128 * 256 + 3 * 128 * 384 + 96 * 128) / 2
 
 
-@pytest.mark.parametrize("form", ["int4", "e4m3"])
+@pytest.mark.parametrize("form", ["int4", "e4m3", "dense"])
 def test_decoder_layer(form):
     call = fused_decoder_block.layer((256, 128, 384, 512), (2, 1), 70, form)(1, 512, torch.bfloat16, "cpu")
     assert call.error() <= fused.LIMITS["decoder_layer"]

@@ -225,7 +225,7 @@ def test_override_errors():
     [
         (
             {"op": "conv"},
-            "op must be one of gemm, .*, rms_norm_gemm, w4a16_decoder_block, fp8_decoder_block, got 'conv'",
+            "op must be one of gemm, .*, rms_norm_gemm, decoder_block, w4a16_decoder_block, fp8_decoder_block, got 'conv'",
         ),
         ({"group_size": 64}, "gemm has no group_size; its options are m, n, k, batch"),
         ({"m": -1}, "m must be an integer >= 0, got -1"),

@@ -32,11 +32,11 @@ def hidden_of(model, tokens: int) -> torch.Tensor:
     return x if pending is None else x + pending
 
 
-@pytest.mark.parametrize("weights", ["w4a16", "fp8"])
+@pytest.mark.parametrize("weights", ["w4a16", "fp8", None])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
-def test_quantised_layers(name, weights, monkeypatch):
+def test_layers(name, weights, monkeypatch):
     """All layers but the last have one; few tokens' results are those of the operators, and more tokens do not take it."""
-    most = blocks.MOST_TOKENS_OF_INT4 if weights == "w4a16" else blocks.MOST_TOKENS_OF_FP8
+    most = {"w4a16": blocks.MOST_TOKENS_OF_INT4, "fp8": blocks.MOST_TOKENS_OF_FP8, None: blocks.MOST_TOKENS_OF_DENSE}[weights]
     with torch.no_grad(), optimize(tiny_model(name), weights=weights, restorable=False) as handle:
         model = decoder_model(handle, 64)
         found = [between(a, b) for a, b in zip(model.layers, [*model.layers[1:], None], strict=True)]
@@ -54,10 +54,10 @@ def test_quantised_layers(name, weights, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, weights",
-    [("llama", None), ("llama", "int8"), ("llama", "nf4"), ("gemma2", "w4a16"), ("mixtral", "w4a16"), ("gpt2", None)],
+    [("llama", "int8"), ("llama", "nf4"), ("gemma2", "w4a16"), ("mixtral", "w4a16"), ("gpt2", None)],
 )
 def test_other_layers(name, weights):
-    """16 bits, other formats, norms of blocks' outputs, experts, layer norms."""
+    """Other formats, norms of blocks' outputs, experts, layer norms."""
     with torch.no_grad(), optimize(tiny_model(name), weights=weights, restorable=False) as handle:
         model = decoder_model(handle, 64)
         assert not any(between(a, b) for a, b in zip(model.layers, model.layers[1:], strict=False))
@@ -65,7 +65,9 @@ def test_other_layers(name, weights):
 
 
 @pytest.mark.parametrize(
-    "weights, want", [("w4a16", ("int4", 128)), ("fp8", ("blocks", -1)), (WeightScheme("fp8", -1), ("rows", -1))], ids=str
+    "weights, want",
+    [("w4a16", ("int4", 128)), ("fp8", ("blocks", -1)), (WeightScheme("fp8", -1), ("rows", -1)), (None, ("dense", -1))],
+    ids=str,
 )
 def test_what_attention_in_the_launch_asks_the_plan(weights, want):
     """What the plan is asked about the weights; and that a cache of the CPU has no such launch."""
@@ -104,7 +106,7 @@ def wide_model(normed: bool, device: str = "cuda"):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("weights", ["w4a16", "fp8"])
+@pytest.mark.parametrize("weights", ["w4a16", "fp8", None])
 @pytest.mark.parametrize("normed", [False, True])
 def test_attention_in_the_launch(normed, weights, monkeypatch):
     """Tokens one after the other: what layers make of them, and what they store, is that of attention in launches of its own."""

@@ -1,4 +1,4 @@
-// What lies between the attention of a decoder layer and that of the next one, for one or two tokens and int4 or e4m3 weights, in a launch:
+// What lies between the attention of a decoder layer and that of the next one, for one or two tokens and weights of 4, 8 or 16 bits, in a launch:
 //   x = residual + a . Wo^T + bias;   h = act(gate) * up of rms_norm(x) . Wgu^T;   x += h . Wd^T + bias;   residual = x;
 //   d = rms_norm(x) . Wn^T + bias
 // The attention in front, of one token over a paged cache of 16 bits, can be part of the launch: then a is computed, not given.
@@ -23,7 +23,7 @@ struct DecoderBlockProblem {
   DataType type = DataType::kBF16;  // of a, the residual, norms, scales and d: 16-bit
   int64_t m = 0;
   int64_t attention = 0, hidden = 0, inter = 0, next = 0;  // columns of a, of the residual, of h, of d
-  WeightFormat weights = WeightFormat::kInt4;              // or kFp8E4M3
+  WeightFormat weights = WeightFormat::kInt4;              // or kFp8E4M3, or kDense: of a's type
   int64_t group_size = 0;                                  // int4: k of a scale; 0: all of k
   DecoderBlockScales scales = DecoderBlockScales::kRows;   // e4m3
   bool batch_invariant = false;
@@ -57,7 +57,7 @@ struct DecoderAttention {
 
 struct DecoderBlockOperands {
   struct Product {
-    void const* weight = nullptr;  // packed int4 (w4_layout.h), or e4m3 [n, k], leading dimension ld_weight
+    void const* weight = nullptr;  // packed int4 (w4_layout.h), or [n, k], leading dimension ld_weight
     int64_t ld_weight = 0;
     void const* scales = nullptr;  // int4: [k / group_size, n], leading dimension ld_scales; e4m3: float, contiguous, as gemm_fp8's are
     int64_t ld_scales = 0;

@@ -48,16 +48,24 @@ Status describe_e4m3(int64_t n, int64_t k, DecoderBlockOperands::Product const& 
   return encode_tensor_map_rows(&product->weight, 3, from.weight, extents, strides, box, 1);
 }
 
+Status describe_dense(int64_t n, int64_t k, DecoderBlockOperands::Product const& from, Product* product) {
+  int64_t const extents[3] = {64, n, k / 64}, strides[2] = {from.ld_weight * 2, 128};
+  int const box[3] = {64, kUnit, kWarps};
+  return encode_tensor_map_rows(&product->weight, 3, from.weight, extents, strides, box);
+}
+
 Status describe(DecoderBlockProblem const& problem, DecoderBlockOperands::Product const& from, int i, Product* product) {
   int64_t const n = problem.n(i), k = problem.k(i);
   product->k = int32_t(k);
   product->gated = i == 1;
   product->columns = int32_t(i == 1 ? n / 2 : n);
   product->units = int32_t((n + kUnit - 1) / kUnit);
-  product->stages = int32_t(k_stages(k));
+  product->stages = int32_t(k_stages(k, stage_of(problem.weights).k));
+  product->converted = int32_t(k_stages(k));
   product->norm = from.norm;
   product->bias = from.bias;
   product->bias_f32 = from.bias_type == DataType::kF32;
+  if (problem.weights == WeightFormat::kDense) return describe_dense(n, k, from, product);
   if (problem.weights == WeightFormat::kFp8E4M3) return describe_e4m3(n, k, from, product);
   return describe_int4(problem, n, k, from, product);
 }
@@ -176,8 +184,11 @@ Status run_decoder_block(DecoderBlockPlan const& plan, DecoderBlockProblem const
     return problem.type == DataType::kBF16 ? run(format, std::integral_constant<DataType, DataType::kBF16>{})
                                            : run(format, std::integral_constant<DataType, DataType::kF16>{});
   };
-  return problem.weights == WeightFormat::kInt4 ? with_format(std::integral_constant<WeightFormat, WeightFormat::kInt4>{})
-                                                : with_format(std::integral_constant<WeightFormat, WeightFormat::kFp8E4M3>{});
+  switch (problem.weights) {
+    case WeightFormat::kInt4: return with_format(std::integral_constant<WeightFormat, WeightFormat::kInt4>{});
+    case WeightFormat::kFp8E4M3: return with_format(std::integral_constant<WeightFormat, WeightFormat::kFp8E4M3>{});
+    default: return with_format(std::integral_constant<WeightFormat, WeightFormat::kDense>{});
+  }
 }
 
 }  // namespace minfer

@@ -6,7 +6,7 @@
 // product's activations are multiplied while the last ones are still computed elsewhere.
 //
 // Warp roles.
-//   0       fills the ring by TMA: a stage is 2048 k of a unit, and its scales. No more than `ahead` stages are
+//   0       fills the ring by TMA: a stage is 2048 k of a unit and its scales, of 16-bit weights 1024. No more than `ahead` stages are
 //           under way at a time, landed ones not counted: packets of activations pass through the same queues to memory as the weights
 //   1-3     finish units in turns: add the consumers' sums, norm's factor, bias, activation, residual; publish packets, or store
 //   4-11    convert activations as they come: 8 numbers a thread of every stage
@@ -29,6 +29,7 @@
 #include "cutlass/arch/barrier.h"
 #include "cutlass/arch/reg_reconfig.h"
 #include "decoder_block/attention_sm90.cuh"
+#include "decoder_block/dense_weights_sm90.cuh"
 #include "decoder_block/e4m3_weights_sm90.cuh"
 #include "decoder_block/int4_weights_sm90.cuh"
 #include "decoder_block/layout.h"
@@ -37,13 +38,13 @@
 namespace minfer::decoder_block {
 
 struct Product {
-  CUtensorMap weight;            // int4: [blocks of 64 x 64, 4, 64] of 8 bytes; e4m3: [k / 128, n, 128]
+  CUtensorMap weight;            // int4: [blocks of 64 x 64, 4, 64] of 8 bytes; e4m3: [k / 128, n, 128]; of 16 bits: [k / 64, n, 64]
   CUtensorMap scales;            // int4: [groups, n]
   float const* weight_scales;    // e4m3: of rows, [n] or of all, or of blocks [n / 128, k_blocks]
   float const* up_scales;        // of blocks of ups
   int32_t row_scale_stride;      // 1, or 0: one for all
-  int32_t k, k_blocks, columns;  // k_blocks: of int4 64, else 128; columns: of the output
-  int32_t units, stages, scale_rows;
+  int32_t k, k_blocks, columns;  // k_blocks: of int4 64, of e4m3 128; columns: of the output
+  int32_t units, stages, converted, scale_rows;  // of k: stages of the ring, and of kStageK
   void const *norm, *bias;
   Packet* packets;  // of the output, for the products behind; null: it is d
   bool gated, bias_f32;
@@ -79,9 +80,10 @@ class DecoderBlock {
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
   using Group = typename Weights::Group;
-  static constexpr bool kInt4 = Weights::kFormat == WeightFormat::kInt4;
+  static constexpr bool kInt4 = Weights::kFormat == WeightFormat::kInt4, kE4M3 = Weights::kFormat == WeightFormat::kFp8E4M3;
   static constexpr Stage kStage = stage_of(Weights::kFormat);
-  static_assert(sizeof(Group) == group_bytes(Weights::kFormat, kTokens));
+  static_assert(sizeof(Group) == group_bytes(Weights::kFormat, kTokens) &&
+                kStage.code_bytes == kUnit * kStage.k * bits_of(Weights::kFormat) / 8);
   struct Storage {
     alignas(16) float partials[kPartials][kWarps][kTokens][kUnit];
     alignas(16) float squares[2][kTokens][kConverterWarps];
@@ -107,7 +109,7 @@ class DecoderBlock {
     if (warp < 4) {
       cutlass::arch::warpgroup_reg_dealloc<kFinisherRegisters>();
       if (warp == 0) {
-        if (thread == 0 || !kInt4 || kAttention) produce(thread);
+        if (thread == 0 || kE4M3 || kAttention) produce(thread);
       } else {
         finish(warp - 1, read_tag(thread), thread % 32);
       }
@@ -185,7 +187,7 @@ class DecoderBlock {
     if (!p_.early) wait_for_predecessor();
     if constexpr (kAttention) {
       KeysRequested::sync();
-      if (kInt4 && lane != 0) return;
+      if (!kE4M3 && lane != 0) return;
     }
     int stage = 0, landed_stage = 0, under_way = 0;
     uint32_t phase = 1, landed_phase = 0;
@@ -231,18 +233,19 @@ class DecoderBlock {
       FullBarrier::arrive_and_expect_tx(barrier, uint32_t(kStage.code_bytes + product.scale_rows * kUnit * 2));
       // Behind k come codes of other rows, which meet digits that are zeros.
       cute::SM90_TMA_LOAD_3D::copy(&product.weight, barrier, kFirst, codes_of(stage), 0, unit % 4,
-                                   unit / 4 * product.k_blocks + k * (kStageK / 64));
+                                   unit / 4 * product.k_blocks + k * (kStage.k / 64));
       cute::SM90_TMA_LOAD_2D::copy(&product.scales, barrier, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), scales_of(stage),
-                                   unit * kUnit, (k * kStageK) >> p_.group_shift);
+                                   unit * kUnit, (k * kStage.k) >> p_.group_shift);
     } else {
       if (lane == 0) {
         FullBarrier::arrive_and_expect_tx(barrier, uint32_t(kStage.code_bytes));
-        cute::SM90_TMA_LOAD_3D::copy(&product.weight, barrier, kFirst, codes_of(stage), 0, unit * kUnit, k * (kStageK / 128));
+        cute::SM90_TMA_LOAD_3D::copy(&product.weight, barrier, kFirst, codes_of(stage), 0, unit * kUnit, k * kWarps);
       }
+      if constexpr (!kE4M3) return;
       __syncwarp();
       if (!p_.block_scales) return;
       // A lane's number is of one consumer warp and of rows 0 to 7 or the others. Behind k codes are zeros, and so are scales.
-      int const block = k * (kStageK / 128) + lane % 16, rows = unit * kUnit / (product.gated ? 2 : 1) / 128;
+      int const block = k * kWarps + lane % 16, rows = unit * kUnit / (product.gated ? 2 : 1) / 128;
       bool const inside = block < product.k_blocks;
       float const* const from =
           (product.gated && lane >= 16 ? product.up_scales : product.weight_scales) + (inside ? rows * product.k_blocks + block : 0);
@@ -300,7 +303,7 @@ class DecoderBlock {
       if (i >= (kAttention ? 1 : 2)) EmptyBarrier::wait(&storage_.consumed[parity], uint32_t(i / 2 - (kAttention ? 1 - parity : 1)) & 1);
       float squares[kTokens] = {};
 #pragma unroll 1
-      for (int first = 0; first < product.stages; first += 2) {
+      for (int first = 0; first < product.converted; first += 2) {
         uint64_t weights[2][2] = {};
         if (product.norm != nullptr) {
 #pragma unroll
@@ -327,13 +330,13 @@ class DecoderBlock {
           __syncwarp();
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
-            if (first + t >= product.stages) break;
+            if (first + t >= product.converted) break;
             int const v = thread + (first + t) * kConverters;
             float const sum = store_numbers(i, token, v, numbers[t], product.norm != nullptr, weights[t], lane);
             squares[token] += sum;
           }
         }
-        if (first + 2 >= product.stages && product.norm != nullptr) {
+        if (first + 2 >= product.converted && product.norm != nullptr) {
 #pragma unroll
           for (int token = 0; token < kTokens; ++token) {
 #pragma unroll
@@ -344,7 +347,7 @@ class DecoderBlock {
         __syncwarp();
         if (lane == 0) {
           EmptyBarrier::arrive(&storage_.ready[parity][first]);
-          if (first + 1 < product.stages) EmptyBarrier::arrive(&storage_.ready[parity][first + 1]);
+          if (first + 1 < product.converted) EmptyBarrier::arrive(&storage_.ready[parity][first + 1]);
         }
       }
     }
@@ -411,6 +414,7 @@ class DecoderBlock {
   /// after the other. Of more, they take two units by turns, so that a stage's activations are read once for both; and where activations
   /// come a stage at a time, all but the last stage of both units is behind them when that one arrives.
   static constexpr int kTogether = 2;
+  static constexpr int kOfConverted = kStageK / kStage.k;  // stages of the ring in one of the converters'
   static __device__ __forceinline__ bool held(Product const& product) { return product.stages <= Weights::kMostHeld; }
 
   struct Ring {
@@ -440,7 +444,7 @@ class DecoderBlock {
           consume_streamed(product, i, phases, ring, warp, lane);
         }
       }
-      uint32_t const stages = (1u << product.stages) - 1;
+      uint32_t const stages = (1u << product.converted) - 1;
       if (parity == 0) {
         even ^= stages;
       } else {
@@ -458,7 +462,7 @@ class DecoderBlock {
 #pragma unroll
     for (int k = 0; k < kStages; ++k) {
       EmptyBarrier::wait(&storage_.ready[i % 2][k], phases >> k & 1);
-      x[k] = Weights::load(at + k * Weights::kStep, groups(i)[k * kWarps + warp], lane);
+      x[k] = Weights::load(at + k * Weights::kStep, groups(i)[k * Weights::kGroupStep + Weights::group_of(warp)], lane);
     }
 #pragma unroll 1
     for (int unit = int(blockIdx.x); unit < product.units; unit += int(gridDim.x)) {
@@ -476,13 +480,14 @@ class DecoderBlock {
       bool const two = unit + int(gridDim.x) < product.units;
       float sums[kTogether][4] = {};
       uint32_t from = at;
-      Group const* group = groups(i) + warp;
+      Group const* group = groups(i) + Weights::group_of(warp);
 #pragma unroll 1
       for (int k = 0; k < product.stages; ++k) {
-        if (unit == int(blockIdx.x)) EmptyBarrier::wait(&storage_.ready[i % 2][k], phases >> k & 1);
+        if (unit == int(blockIdx.x) && k % kOfConverted == 0)
+          EmptyBarrier::wait(&storage_.ready[i % 2][k / kOfConverted], phases >> (k / kOfConverted) & 1);
         auto const x = Weights::load(from, *group, lane);
         from += Weights::kStep;
-        group += kWarps;
+        group += Weights::kGroupStep;
         if (two) {
           multiply_two(x, x, ring, warp, lane, sums[0], sums[1]);
         } else {
@@ -503,6 +508,8 @@ class DecoderBlock {
       int32_t d[4];
       Weights::multiply(own, x, d);
       Weights::add(d, own, x, sums);
+    } else if constexpr (!kE4M3) {
+      Weights::multiply(codes, x, lane, sums);
     } else {
       float2 const of_block = *reinterpret_cast<float2 const*>(scales_of(ring.stage) + warp * 8);
       Weights::multiply(codes, p_.block_scales ? of_block : make_float2(1.0f, 1.0f), x, lane, sums);
@@ -584,7 +591,7 @@ class DecoderBlock {
       for (int token = 0; token < kTokens; ++token) factor[token] = 1.0f;
       if (product.norm != nullptr && int(blockIdx.x) < product.units) {
         // Products 1 and 3 have as many stages of k: those of the first are the barriers' first phase.
-        EmptyBarrier::wait(&storage_.ready[1][product.stages - 1], i / 2);
+        EmptyBarrier::wait(&storage_.ready[1][product.converted - 1], i / 2);
 #pragma unroll
         for (int token = 0; token < kTokens; ++token) {
           if (token < p_.m) factor[token] = norm_factor(i, token);
@@ -595,7 +602,7 @@ class DecoderBlock {
         if (part % kFinishers != own) continue;
         int const slot = part % kPartials, column = unit * outputs + row % outputs;
         float addend[kTokens], scale = 1.0f;
-        if (!kInt4 && !p_.block_scales && unit * kUnit + row < (product.gated ? 2 : 1) * product.columns) {
+        if (kE4M3 && !p_.block_scales && unit * kUnit + row < (product.gated ? 2 : 1) * product.columns) {
           scale = load_operand(product.weight_scales + (unit * kUnit + row) * product.row_scale_stride);
         }
 #pragma unroll
@@ -667,9 +674,10 @@ class DecoderBlock {
 };
 
 template <WeightFormat kFormat, DataType kType, int kTokens, bool kAttention>
-using DecoderBlockOf =
-    DecoderBlock<std::conditional_t<kFormat == WeightFormat::kInt4, Int4Weights<kType, kTokens>, E4m3Weights<kType, kTokens>>, kType,
-                 kTokens, kAttention>;
+using DecoderBlockOf = DecoderBlock<
+    std::conditional_t<kFormat == WeightFormat::kInt4, Int4Weights<kType, kTokens>,
+                       std::conditional_t<kFormat == WeightFormat::kDense, DenseWeights<kType, kTokens>, E4m3Weights<kType, kTokens>>>,
+    kType, kTokens, kAttention>;
 
 template <WeightFormat kFormat, DataType kType, int kTokens, bool kAttention>
 __global__ void __launch_bounds__(DecoderBlockOf<kFormat, kType, kTokens, kAttention>::kThreads, 1)

@@ -1,18 +1,17 @@
 // Products of activations with e4m3 weights [n, k], which have a scale for each row, or for each block of 128 x 128, for
 // decoder_block_sm90.cuh.
 //
-// Both operands of the MMAs are f16: codes by the conversion of two, which is one instruction, and activations times a power of two for
-// each group of 128 that takes the largest to 2^14 or above. That is exact for bf16 and f16 down to 2^-28 of the largest, and rounds the
-// products of a norm's weight to 11 bits, where operators of 8-bit activations would leave 4. The tokens' columns are repeated, so that
+// Both operands of the MMAs are f16: codes by the conversion of two, which is one instruction, and activations as
+// scaled_activations_sm90.cuh makes them, where operators of 8-bit activations would leave 4 bits. The tokens' columns are repeated, so that
 // lanes of all columns have sums.
 // Order of k in an MMA: lane l has of 16 codes those from 4 (l % 4) on, the first two as columns 2 (l % 4) and the next of the MMA, the
 // others as those 8 behind them. Of 32 activations are stored, one after the other, for each l % 4 its four of the first 16 and of the
 // others.
 #pragma once
 
-#include "common/float16.cuh"
 #include "common/mma_sm80.cuh"
 #include "decoder_block/layout.h"
+#include "decoder_block/scaled_activations_sm90.cuh"
 #include "minfer/types.h"
 
 namespace minfer::decoder_block {
@@ -20,45 +19,16 @@ namespace minfer::decoder_block {
 template <DataType kType, int kTokens>
 struct E4m3Weights {
   static constexpr WeightFormat kFormat = WeightFormat::kFp8E4M3;
-  using F16 = Float16<DataType::kF16>;
-
-  struct Group {  // of 128 activations, by tokens
-    float factors[kTokens];
-  };
-
-  /// As Int4Weights::make and store.
-  struct Made {
-    uint2 numbers[2];
-    int exponent;
-    uint32_t most;
-  };
-  static __device__ __forceinline__ Made make(float const (&x)[8]) {
-    Made made;
-    uint32_t most = 0;  // as bits, of which those of NaN and infinity are the largest
-#pragma unroll
-    for (int e = 0; e < 8; ++e) most = max(most, __float_as_uint(x[e]) & 0x7fffffffu);
-#pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, offset));
-    made.most = most;
-    // Times the power of two that takes the largest to 2^14 or above, below 2^15.
-    made.exponent = min(max(int(most >> 23), 15), 254);
-    float const factor = __uint_as_float(uint32_t(268 - made.exponent) << 23);
-#pragma unroll
-    for (int q = 0; q < 2; ++q) {
-      float const* const y = x + 4 * q;
-      made.numbers[q] = make_uint2(F16::pack(y[0] * factor, y[1] * factor), F16::pack(y[2] * factor, y[3] * factor));
-    }
-    return made;
-  }
+  using Scaled = ScaledActivations<DataType::kF16, kTokens>;
+  using Group = typename Scaled::Group;
+  using Made = typename Scaled::Made;
+  static __device__ __forceinline__ Made make(float const (&x)[8]) { return Scaled::make(x); }
   static __device__ __forceinline__ void store(Made const& made, char* rows, int pitch, Group* groups, int token, int v, int lane) {
     int const chunk = v / 2, first = v % 2;  // the numbers of l % 4 = first, and of first + 2, of 16
     char* const to = rows + token * pitch + chunk / 2 * 64 + chunk % 2 * 8 + first * 16;
 #pragma unroll
-    for (int q = 0; q < 2; ++q) *reinterpret_cast<uint2*>(to + 32 * q) = made.numbers[q];
-    if (lane % 16 == 0) {
-      float const place = __uint_as_float(uint32_t(made.exponent - 14) << 23);
-      groups[v / 16].factors[token] = made.most >= 0x7f800000u ? __uint_as_float(0x7fffffffu) : place;
-    }
+    for (int q = 0; q < 2; ++q) *reinterpret_cast<uint2*>(to + 32 * q) = make_uint2(made.pairs[2 * q], made.pairs[2 * q + 1]);
+    Scaled::store_factor(made, groups, token, v, lane);
   }
 
   static constexpr int kMostHeld = 0;
@@ -69,7 +39,8 @@ struct E4m3Weights {
   static __device__ __forceinline__ uint32_t first_of(uint32_t rows, int pitch, int m, int warp, int lane) {
     return rows + lane / 4 % kTokens * pitch + lane % 4 * 16 + warp * 256;
   }
-  static constexpr int kStep = 2 * kStageK;
+  static constexpr int kStep = 2 * kStageK, kGroupStep = kWarps;  // bytes, and groups, from one stage's to the next
+  static __device__ __forceinline__ int group_of(int warp) { return warp; }
   static __device__ __forceinline__ Activations load(uint32_t at, Group const& group, int lane) {
     Activations x;
 #pragma unroll

@@ -25,7 +25,7 @@ struct Int4Weights {
   using T = fused::RowType<kType>;
   static_assert(kDigits * kTokens <= 8);
 
-  struct Group {  // of 128 activations, by columns of the MMA
+  struct Group {       // of 128 activations, by columns of the MMA
     int32_t first[8];  // what a sum over a row's codes begins with, of rows 0 to 7: that the codes are less their zero point
     float factors[8];
   };
@@ -95,7 +95,8 @@ struct Int4Weights {
   static __device__ __forceinline__ uint32_t first_of(uint32_t rows, int pitch, int m, int warp, int lane) {
     return rows + min(lane % 8, kDigits * m - 1) * pitch + lane / 8 * 16 + warp * 128;
   }
-  static constexpr int kStep = kStageK;  // bytes from one stage's to the next
+  static constexpr int kStep = kStageK, kGroupStep = kWarps;                 // bytes, and groups, from one stage's to the next
+  static __device__ __forceinline__ int group_of(int warp) { return warp; }  // of the first stage
   static __device__ __forceinline__ Activations load(uint32_t at, Group const& group, int lane) {
     Activations x;
     load_matrices(at, x.b[0]);

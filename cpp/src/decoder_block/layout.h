@@ -9,10 +9,10 @@
 namespace minfer::decoder_block {
 
 constexpr int kUnit = 16;           // rows of a weight that a CTA computes at a time, an MMA's
-constexpr int kStageK = 2048;       // k of a stage of the ring: 128 for each consumer warp
+constexpr int kStageK = 2048;       // k that are converted together; of a stage of the ring too, but of 16-bit weights
 constexpr int kWarps = 16;          // consumers
 constexpr int kMostStages = 16;     // of the ring
-constexpr int kMostKStages = 16;    // stages of a weight's row
+constexpr int kMostKStages = 16;    // of kStageK in a weight's row
 constexpr int kDigits = 3;          // of an activation beside int4: 8 bits each
 constexpr int kPartials = 4;        // units whose sums are under way from the consumers
 constexpr int kConverterWarps = 8;  // a stage's activations are 8 for each of their threads
@@ -24,18 +24,20 @@ constexpr int kMostGroup = 8;                                     // heads of qu
 constexpr int kPagesOfSequence = 128;                             // in shared memory; further ones are looked up in the table
 constexpr int kAttentionBytes = kWarps * 2 * (kHeadDim * 4 + 8);  // of shared memory: a warp's sums for two heads
 
-/// Bytes of a stage of the ring. Codes of e4m3 are swizzled by TMA and so begin at multiples of 1024: their scales stand behind all stages.
+/// A stage of the ring. Codes of 8 and 16 bits are swizzled by TMA and so begin at multiples of 1024: e4m3's scales stand behind all stages.
 struct Stage {
+  int k;                               // columns: as many of them for each consumer warp
   int code_bytes, scale_bytes, pitch;  // pitch: from one stage's codes to the next
 };
 constexpr Stage stage_of(WeightFormat format) {
-  if (format != WeightFormat::kInt4) return {kUnit * kStageK, 2 * 4 * (kStageK / 128), kUnit * kStageK};
+  if (format == WeightFormat::kDense) return {kStageK / 2, kUnit * kStageK, 0, kUnit * kStageK};
+  if (format == WeightFormat::kFp8E4M3) return {kStageK, kUnit * kStageK, 2 * 4 * (kStageK / 128), kUnit * kStageK};
   int const codes = kUnit * kStageK / 2, scales = kUnit * 2 * (kStageK / 128);
-  return {codes, scales, codes + scales};
+  return {kStageK, codes, scales, codes + scales};
 }
 
 constexpr int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
-constexpr int64_t k_stages(int64_t k) { return (k + kStageK - 1) / kStageK; }
+constexpr int64_t k_stages(int64_t k, int stage_k = kStageK) { return (k + stage_k - 1) / stage_k; }
 
 /// The parts of shared memory that depend on the sizes, one behind the other: stages, the fixed part, and for the activations of even and
 /// of odd products the rows that converters make of them and what is known of each group of 128.

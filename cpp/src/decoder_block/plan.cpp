@@ -34,13 +34,13 @@ namespace {
 
 using namespace decoder_block;
 
-constexpr int64_t kLeastStages = 4, kLeastStagesOfE4M3 = 3;  // these have twice the bytes
+constexpr int64_t kLeastStages = 4, kLeastLargeStages = 3;  // those of e4m3 and 16-bit weights have twice the bytes
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
 constexpr int64_t kMostStagesOfCta = 100;  // of int4: above, the bytes take so long that launches matter little
 // More stages under way keep memory busier, fewer let activations, which share its queues, arrive sooner: 2 to 6 of them, by the stages
 // that a CTA has in all.
 constexpr int64_t kStagesOfOneAhead = 18, kLeastAhead = 2, kMostAhead = 6;
-constexpr int64_t kMostAheadOfE4M3 = 4;
+constexpr int64_t kMostLargeAhead = 4;
 constexpr int64_t kMostCapacity = 2048;  // of a sequence whose attention is part of the launch, by itself
 
 /// Why one launch cannot compute it, or null.
@@ -49,10 +49,12 @@ char const* unfit(DecoderBlockProblem const& p, DeviceProperties const& device) 
   if (p.batch_invariant) return "the sums of one launch are of few tokens alone";
   if (p.m < 1 || p.m > kMostTokens) return "it takes 1 or 2 tokens";
   bool const int4 = p.weights == WeightFormat::kInt4;
-  if (!int4 && p.scales == DecoderBlockScales::kOther) return "scales of e4m3 weights must all be of rows, or all of blocks in float32";
+  if (p.weights == WeightFormat::kFp8E4M3 && p.scales == DecoderBlockScales::kOther)
+    return "scales of e4m3 weights must all be of rows, or all of blocks in float32";
   for (int i = 0; i < kDecoderBlockProducts; ++i) {
     if (p.k(i) < kUnit || p.k(i) % kUnit != 0) return "k of all weights must be multiples of 16";
-    if (!int4 && p.k(i) % 128 != 0) return "k of e4m3 weights must be multiples of 128";
+    if (p.weights == WeightFormat::kFp8E4M3 && p.k(i) % 128 != 0) return "k of e4m3 weights must be multiples of 128";
+    if (p.weights == WeightFormat::kDense && p.k(i) % 64 != 0) return "k of 16-bit weights must be multiples of 64";
     if (p.n(i) < 8 || p.n(i) % 8 != 0) return "there is nothing to multiply";
     if (k_stages(p.k(i)) > kMostKStages) return "a k is above 32768";
     bool const in_groups = p.group_size == 0 || p.group_size >= p.k(i) || (p.group_size >= 128 && (p.group_size & (p.group_size - 1)) == 0);
@@ -83,7 +85,7 @@ int64_t ctas_of(DecoderBlockProblem const& p, DeviceProperties const& device) {
 /// Of all products, in the CTA that has most.
 int64_t stages_of_cta(DecoderBlockProblem const& p, int64_t ctas) {
   int64_t count = 0;
-  for (int i = 0; i < kDecoderBlockProducts; ++i) count += (units_of(p.n(i)) + ctas - 1) / ctas * k_stages(p.k(i));
+  for (int i = 0; i < kDecoderBlockProducts; ++i) count += (units_of(p.n(i)) + ctas - 1) / ctas * k_stages(p.k(i), stage_of(p.weights).k);
   return count;
 }
 
@@ -94,8 +96,8 @@ bool DecoderBlockProblem::operator==(DecoderBlockProblem const&) const = default
 Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties const& device, bool forced, DecoderBlockPlan* plan) {
   *plan = DecoderBlockPlan{};
   DecoderBlockProblem const& p = problem;
-  if (p.weights != WeightFormat::kInt4 && p.weights != WeightFormat::kFp8E4M3)
-    return Status::failure(StatusCode::kInvalidArgument, "weights must be int4 or e4m3, got %s", name_of(p.weights));
+  if (p.weights != WeightFormat::kInt4 && p.weights != WeightFormat::kFp8E4M3 && p.weights != WeightFormat::kDense)
+    return Status::failure(StatusCode::kInvalidArgument, "weights must be int4, e4m3 or of 16 bits, got %s", name_of(p.weights));
   if (p.type != DataType::kF16 && p.type != DataType::kBF16)
     return Status::failure(StatusCode::kInvalidArgument, "numbers must be of 16 bits, got %s", name_of(p.type));
   for (int64_t extent : {p.m, p.attention, p.hidden, p.inter, p.next}) {
@@ -112,7 +114,7 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
   Layout layout = layout_of(p, stages, fixed_bytes(p.m));
   while (stages > 0 && layout.bytes > device.smem_per_block) layout = layout_of(p, --stages, fixed_bytes(p.m));
   bool const int4 = p.weights == WeightFormat::kInt4;
-  if (stages < (int4 ? kLeastStages : kLeastStagesOfE4M3))
+  if (stages < (int4 ? kLeastStages : kLeastLargeStages))
     return separate("the activations leave no room for the weights' ring in shared memory");
   int64_t const ctas = ctas_of(p, device), stages_of_one = stages_of_cta(p, ctas);
   if (!forced && int4 && p.m > 1) return separate("two tokens take as long in launches of their own");
@@ -120,10 +122,11 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
   if (p.heads > 0) {
     if (char const* why = unfit_attention(p, ctas)) return separate(why);
     if (!forced && p.capacity > kMostCapacity) return separate("attention to long sequences is faster in a launch of its own");
-    if (!forced && stages_of_one > kMostStagesOfCta) return separate("the weights' bytes take so long that launches matter little");
+    int64_t const most = p.weights == WeightFormat::kDense ? 2 * kMostStagesOfCta : kMostStagesOfCta;
+    if (!forced && stages_of_one > most) return separate("the weights' bytes take so long that launches matter little");
     plan->splits = int32_t(std::min<int64_t>(kMostSplits, ctas / p.heads_kv));
   }
-  int64_t const most_ahead = int4 ? kMostAhead : kMostAheadOfE4M3;
+  int64_t const most_ahead = int4 ? kMostAhead : kMostLargeAhead;
   plan->one_launch = true;
   plan->ctas = int32_t(ctas);
   plan->ahead = int32_t(std::min(stages, std::clamp((stages_of_one + kStagesOfOneAhead / 2) / kStagesOfOneAhead, kLeastAhead, most_ahead)));

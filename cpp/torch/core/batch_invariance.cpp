@@ -54,6 +54,7 @@ constexpr std::string_view kInvariant[] = {
     "rms_norm_w4a16_gemm_gated",
     "rms_norm_w8a16_gemm",
     "rms_norm_w8a16_gemm_gated",
+    "decoder_block",
     "fp8_decoder_block",
     "w4a16_decoder_block",
     "w4a16_dequantize",

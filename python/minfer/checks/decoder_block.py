@@ -1,5 +1,5 @@
-"""Argument checks of the decoder blocks, as in :mod:`minfer.checks.common`, in the order of ``cpp/torch/decoder_block.cpp`` and
-``cpp/torch/fp8_decoder_block.cpp``.
+"""Argument checks of the decoder blocks, as in :mod:`minfer.checks.common`, in the order of ``cpp/torch/decoder_block.cpp``,
+``cpp/torch/fp8_decoder_block.cpp`` and ``cpp/torch/dense_decoder_block.cpp``.
 
 The order, each line with what it checks from left to right:
 
@@ -10,7 +10,7 @@ The order, each line with what it checks from left to right:
    multiple of 16 for gate_up; k a multiple of 8 (which only a can break); the shape of <name>_scales; n a multiple of 8; <name>_qweight
    dense, int32, on the device of <name>_scales, its shape.
    e4m3: <name>_weight dense, e4m3, on a's device, of two modes, of k columns, of h rows for o and down, of a multiple of 16 for gate_up;
-   <name>_scale as minfer.gemm_fp8 checks b_scale.
+   <name>_scale as minfer.gemm_fp8 checks b_scale. 16 bits: <name>_weight alone, and of a's dtype.
 5. mlp_norm, next_norm: [h], dense, a's dtype, a's device.
 6. o_bias, down_bias, next_bias: dense, a's dtype or float32, a's device, [n] of the product that each is added to.
 7. eps, weight_offset, activation, kernel.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..formats.gate_up import GATE_BLOCK
@@ -71,20 +72,27 @@ def _check_weight(check: Checker, name: str, a: Tensor, qweight: Tensor, scales:
     return columns
 
 
-def _check_fp8_weight(check: Checker, name: str, a: Tensor, weight: Tensor, scale: Tensor, k: Any, n: Any = None) -> Any:
-    """An e4m3 weight [n, k], or of any rows, gate_up's in blocks; returns n."""
+def _check_rows(check: Checker, name: str, a: Tensor, weight: Tensor, dtype: torch.dtype, k: Any, n: Any = None) -> Any:
+    """A weight [n, k], or of any rows, gate_up's in blocks; returns n."""
     own = f"{name}_weight"
     check_dense(check, own, weight)
-    check(weight.dtype == FP8, "{} must be {}, got {}", own, FP8, weight.dtype)
+    text = "{} must be {}, got {}" if dtype == FP8 else "{} must have a's dtype {}, got {}"
+    check(weight.dtype == dtype, text, own, dtype, weight.dtype)
     check_device(check, own, weight, "a", a)
     check(weight.dim() == 2, "{} must be [n, k], got {}", own, weight.shape)
-    rows, gated = weight.shape[0], name == "gate_up"
+    rows = weight.shape[0]
     check(weight.shape[1] == k, "{} must have {} columns, got {}", own, k, weight.shape)
     if n is not None:
         check(rows == n, "{} must have {} rows, got {}", own, n, weight.shape)
-    if gated:
+    if name == "gate_up":
         text = "{} must have a multiple of {} rows (blocks of {} gate and {} up rows), got {}"
         check(rows % (2 * GATE_BLOCK) == 0, text, own, 2 * GATE_BLOCK, GATE_BLOCK, GATE_BLOCK, weight.shape)
+    return rows
+
+
+def _check_fp8_weight(check: Checker, name: str, a: Tensor, weight: Tensor, scale: Tensor, k: Any, n: Any = None) -> Any:
+    """An e4m3 weight as :func:`_check_rows` has it, and its scale."""
+    rows, gated = _check_rows(check, name, a, weight, FP8, k, n), name == "gate_up"
     check_scale(check, f"{name}_scale", scale, rows, blocks_of(rows // 2 if gated else rows), k, True, a, gated)
     return rows
 
@@ -194,6 +202,36 @@ def check_fp8_decoder_block(
     rows = _check_fp8_weight(check, "gate_up", a, gate_up_weight, gate_up_scale, h)
     _check_fp8_weight(check, "down", a, down_weight, down_scale, rows // 2, h)
     n = _check_fp8_weight(check, "next", a, next_weight, next_scale, h)
+    _check_norms_and_biases(check, a, h, n, mlp_norm, next_norm, o_bias, down_bias, next_bias)
+    _check_options(check, eps, weight_offset, activation, kernel)
+    return Result(a, (*a.shape[:-1], n), a.dtype)
+
+
+def check_decoder_block(
+    a: Tensor,
+    residual: Tensor,
+    o_weight: Tensor,
+    mlp_norm: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    next_norm: Tensor,
+    next_weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    o_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    next_bias: Tensor | None = None,
+    activation: str = "silu",
+    constant_weights: bool = False,  # either is right
+    kernel: str | None = None,
+) -> Result:
+    check = Checker("decoder_block")
+    h = _check_tokens(check, a, residual)
+    _check_rows(check, "o", a, o_weight, a.dtype, a.shape[-1], h)
+    rows = _check_rows(check, "gate_up", a, gate_up_weight, a.dtype, h)
+    _check_rows(check, "down", a, down_weight, a.dtype, rows // 2, h)
+    n = _check_rows(check, "next", a, next_weight, a.dtype, h)
     _check_norms_and_biases(check, a, h, n, mlp_norm, next_norm, o_bias, down_bias, next_bias)
     _check_options(check, eps, weight_offset, activation, kernel)
     return Result(a, (*a.shape[:-1], n), a.dtype)

@@ -1,4 +1,4 @@
-"""What lies between the attention of a decoder layer and that of the next one, of weights in 4 or 8 bits, as one operator.
+"""What lies between the attention of a decoder layer and that of the next one, of weights in 4, 8 or 16 bits, as one operator.
 
     qkv = minfer.w4a16_decoder_block(attended, residual, *o, mlp_norm, *gate_up, *down, next_norm, *next_qkv, eps)
 
@@ -14,7 +14,7 @@ from .._core.operator import operator
 from ..checks import decoder_block as checks
 from ..reference import decoder_block as reference
 
-__all__ = ["fp8_decoder_block", "w4a16_decoder_block"]
+__all__ = ["decoder_block", "fp8_decoder_block", "w4a16_decoder_block"]
 
 
 @operator(check=checks.check_w4a16_decoder_block, reference=reference.w4a16_decoder_block, values=reference.check_values)
@@ -132,4 +132,47 @@ def fp8_decoder_block(
     :func:`minfer.rms_norm` make them. In one launch activations are not quantised: they are multiplied as float16 numbers times a power of
     two for each 128 columns, that of a norm without its factor, which is exact but for what is below 2^-28 of the largest of them and, of
     norms, a rounding to 11 bits. docs/numerics.md has the bounds. There is no backward.
+    """
+
+
+@operator(check=checks.check_decoder_block, reference=reference.decoder_block, values=reference.check_dense_values)
+def decoder_block(
+    a: Tensor,
+    residual: Tensor,
+    o_weight: Tensor,
+    mlp_norm: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    next_norm: Tensor,
+    next_weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    o_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    next_bias: Tensor | None = None,
+    activation: str = "silu",
+    constant_weights: bool = False,
+    kernel: str | None = None,
+) -> Tensor:
+    """:func:`w4a16_decoder_block` of weights in 16 bits.
+
+    Args:
+      a, residual, mlp_norm, next_norm, eps, weight_offset, o_bias, down_bias, next_bias, activation, constant_weights: as there, of any
+        sizes, but for inter, which is a multiple of 8.
+      o_weight: Wo [h, k] of a's dtype, as a model has it: y = x.W^T.
+      gate_up_weight: Wgu [2 * inter, h], rows interleaved by ``minfer.pack_gate_up``.
+      down_weight: Wd [h, inter].
+      next_weight: Wn [n, h].
+      kernel: as there; one launch wants k of all weights in multiples of 64.
+
+    Returns:
+      As there.
+
+    Raises:
+      RuntimeError: as there.
+
+    Numerics: x, h, the residual and D are rounded once each, and so is what a norm's weight makes of x: separately with the norm's factor,
+    in one launch before it. In one launch what is multiplied of float16 is times a power of two for each 128 columns, so that it does not
+    overflow. docs/numerics.md has the bounds. There is no backward.
     """

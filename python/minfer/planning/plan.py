@@ -22,7 +22,7 @@ LAYOUTS = ("tn", "tt", "nn", "nt")
 MAX_EXTENT = 2**31 - 512  # of m, n, k and batch: the library's kMaxExtent
 
 
-def _checker_of(problem: AnyProblem | NormProblem | DecoderBlockProblem | Fp8DecoderBlockProblem, *names: str) -> ValueChecker:
+def _checker_of(problem: AnyProblem | NormProblem | _AnyBlockProblem, *names: str) -> ValueChecker:
     """After what all kinds check: the sizes of these names, the dtype, and n and C where the product is gated."""
     check = ValueChecker(problem.op)
     for name in names:
@@ -550,7 +550,36 @@ class Fp8DecoderBlockProblem:
         return "blocks" if self.block_scaled else "rows", -1
 
 
-def _check_block_sizes(problem: DecoderBlockProblem | Fp8DecoderBlockProblem) -> ValueChecker:
+@dataclass(frozen=True)
+class DenseDecoderBlockProblem:
+    """decoder_block, otherwise as :class:`DecoderBlockProblem`."""
+
+    m: int
+    n: int
+    k: int
+    inter: int
+    attention: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    op: ClassVar[str] = "decoder_block"
+    gated: ClassVar[bool] = False
+    c: ClassVar[bool] = False
+
+    def __post_init__(self):
+        _check_block_sizes(self)
+
+    def __str__(self) -> str:
+        return _block_sizes(self).removesuffix(", ")
+
+    def weights(self) -> tuple[str, int]:
+        """As ``_plan_decoder_block`` takes them."""
+        return "dense", -1
+
+
+_AnyBlockProblem = DecoderBlockProblem | Fp8DecoderBlockProblem | DenseDecoderBlockProblem
+
+
+def _check_block_sizes(problem: _AnyBlockProblem) -> ValueChecker:
     if problem.attention is None:
         object.__setattr__(problem, "attention", problem.k)
     check, unit = _checker_of(problem, "m", "n", "k", "inter", "attention"), weight_layout.MULTIPLE
@@ -559,7 +588,7 @@ def _check_block_sizes(problem: DecoderBlockProblem | Fp8DecoderBlockProblem) ->
     return check
 
 
-def _block_sizes(problem: DecoderBlockProblem | Fp8DecoderBlockProblem) -> str:
+def _block_sizes(problem: _AnyBlockProblem) -> str:
     return f"{problem.m} x ({problem.attention}, {problem.k}, {problem.inter}, {problem.n}) {DTYPE_NAMES[problem.dtype]}, "
 
 
@@ -567,7 +596,7 @@ def _block_sizes(problem: DecoderBlockProblem | Fp8DecoderBlockProblem) -> str:
 class DecoderBlockPlan:
     """Whether a decoder block is one launch. ``str(plan)`` is a report."""
 
-    problem: DecoderBlockProblem | Fp8DecoderBlockProblem
+    problem: _AnyBlockProblem
     device: str  # its name
     one_launch: bool
     ctas: int  # of one launch, all of which are resident together
@@ -588,7 +617,7 @@ class DecoderBlockPlan:
 
 
 def plan_decoder_block(
-    problem: DecoderBlockProblem | Fp8DecoderBlockProblem,
+    problem: _AnyBlockProblem,
     *,
     kernel: str | None = None,
     device: torch.device | int | str | None = None,
@@ -625,8 +654,8 @@ def plan(
     """What ``op`` would run for contiguous operands: the explicit kernel, else a tuned row, else the analytic model's choice.
 
     Args:
-      op: "gemm", "w4a16_gemm", "w4a8_gemm", "rms_norm_gemm", "w4a16_decoder_block", "fp8_decoder_block", or "scaled_gemm" for what gemm_fp8
-        and gemm_int8 would run.
+      op: "gemm", "w4a16_gemm", "w4a8_gemm", "rms_norm_gemm", "decoder_block", "w4a16_decoder_block", "fp8_decoder_block", or "scaled_gemm"
+        for what gemm_fp8 and gemm_int8 would run.
       m, n, k: sizes; n counts B's columns (the weight's rows), also of a gated GEMM.
       dtype: of A, D and what B stands for: torch.float16 or torch.bfloat16 (the default). Of scaled_gemm: of A and B, of w4a8_gemm: of A,
         torch.float8_e4m3fn (the default) or torch.int8.
@@ -646,7 +675,7 @@ def plan(
         Of rms_norm_gemm: ``gated``, ``residual`` (there is one), and ``constant_weights`` (no launch that still runs writes B).
         Of w4a16_decoder_block, without ``c`` and ``gated``: n are the columns of the result, k of the residual; ``inter`` of the MLP's
         activations; ``attention`` of a (default: k); ``group_size``. Of fp8_decoder_block likewise, with ``block_scaled`` (scales are of
-        blocks of 128 x 128) in place of the group size.
+        blocks of 128 x 128) in place of the group size, and of decoder_block with neither.
         Of scaled_gemm: ``out_dtype`` of D, torch.bfloat16 (the default), torch.float16 or torch.float32; ``block_scaled`` (of A or B there
         is a scale for each 128 of k) and ``fast_accum``, both of float8_e4m3fn.
 
@@ -656,7 +685,7 @@ def plan(
     Raises:
       ValueError: an argument cannot be right. RuntimeError: the override names no legal kernel, or no kernel takes so large a product.
     """
-    kinds = PROBLEMS | {kind.op: kind for kind in (NormProblem, DecoderBlockProblem, Fp8DecoderBlockProblem)}
+    kinds = PROBLEMS | {kind.op: kind for kind in (NormProblem, DenseDecoderBlockProblem, DecoderBlockProblem, Fp8DecoderBlockProblem)}
     if op not in kinds:
         raise ValueError(f"op must be one of {', '.join(kinds)}, got {op!r}")
     known = [field.name for field in fields(kinds[op])]
@@ -664,7 +693,7 @@ def plan(
         if name not in known:
             raise ValueError(f"{op} has no {name}; its options are {', '.join(known)}")
     problem = kinds[op](m=m, n=n, k=k, **({} if dtype is None else {"dtype": dtype}), **options)
-    if isinstance(problem, (DecoderBlockProblem, Fp8DecoderBlockProblem)):
+    if isinstance(problem, _AnyBlockProblem):
         return plan_decoder_block(problem, kernel=kernel, device=device, batch_invariant=batch_invariant)
     if isinstance(problem, NormProblem):
         return plan_norm(problem, kernel=kernel, use_tuned=use_tuned, device=device, batch_invariant=batch_invariant)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..checks.common import check_no_overlap
 from ..checks.scaled_gemm import blocks_of, is_of_blocks
 from .fused import quantize, rms_norm, rms_norm_quantized
+from .gemm import gemm, gemm_gated
 from .quantized_gemm import w4a16_gemm, w4a16_gemm_gated
 from .scaled_gemm import gemm_fp8, gemm_fp8_gated
 
@@ -142,3 +143,54 @@ def check_values(
     others |= dict(next_norm=next_norm, next_qweight=next_qweight, next_scales=next_scales)
     others |= dict(o_bias=o_bias, down_bias=down_bias, next_bias=next_bias)
     check_no_overlap("w4a16_decoder_block", residual, "residual", **others)
+
+
+def decoder_block(
+    a: Tensor,
+    residual: Tensor,
+    o_weight: Tensor,
+    mlp_norm: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    next_norm: Tensor,
+    next_weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    o_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    next_bias: Tensor | None = None,
+    activation: str = "silu",
+) -> Tensor:
+    m = math.prod(a.shape[:-1])
+    rows, before = a.reshape(m, a.shape[-1]), residual.view(m, residual.shape[-1])
+    x = gemm(rows, o_weight.t(), c=before, beta=1.0, bias=o_bias)
+    y = rms_norm(x, mlp_norm, eps, weight_offset=weight_offset)
+    h = gemm_gated(y, gate_up_weight.t(), activation=activation)
+    x = gemm(h, down_weight.t(), c=x, beta=1.0, bias=down_bias)
+    residual.copy_(x.view(residual.shape))
+    y = rms_norm(x, next_norm, eps, weight_offset=weight_offset)
+    d = gemm(y, next_weight.t(), bias=next_bias)
+    return d.view(*a.shape[:-1], d.shape[-1])
+
+
+def check_dense_values(
+    a: Tensor,
+    residual: Tensor,
+    o_weight: Tensor,
+    mlp_norm: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    next_norm: Tensor,
+    next_weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    o_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    next_bias: Tensor | None = None,
+    **_: object,
+) -> None:
+    """That the residual shares no memory with another argument."""
+    others = dict(a=a, o_weight=o_weight, mlp_norm=mlp_norm, gate_up_weight=gate_up_weight, down_weight=down_weight, next_norm=next_norm)
+    others |= dict(next_weight=next_weight, o_bias=o_bias, down_bias=down_bias, next_bias=next_bias)
+    check_no_overlap("decoder_block", residual, "residual", **others)

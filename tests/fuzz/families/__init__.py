@@ -6,7 +6,7 @@ from ..family import Family
 from .allocate_kv_cache import AllocateKvCache
 from .attention import Attention, AttentionVarlen, MergeAttentionStates
 from .attention_paged import AttentionPaged
-from .decoder_block import DecoderBlock, Fp8DecoderBlock
+from .decoder_block import DecoderBlock, DenseDecoderBlock, Fp8DecoderBlock
 from .fused import FUSED_FAMILIES
 from .gemm import Gemm, GemmGated
 from .grouped import GROUPED_FAMILIES
@@ -43,6 +43,7 @@ FAMILIES: dict[str, Family] = {
         *NORM_GEMM_FAMILIES,
         DecoderBlock(),
         Fp8DecoderBlock(),
+        DenseDecoderBlock(),
         *SCALED_GEMM_FAMILIES,
         *W4A8_FAMILIES,
         *GROUPED_SCALED_FAMILIES,

@@ -1,5 +1,5 @@
-"""minfer.w4a16_decoder_block and fp8_decoder_block: what lies between two attentions, of any number of rows, in one launch and by the
-operators."""
+"""minfer.w4a16_decoder_block, fp8_decoder_block and decoder_block: what lies between two attentions, of any number of rows, in one launch
+and by the operators."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.decoder_block.cases import WEIGHTS, Steps, Truth
+from tests.decoder_block.dense_cases import DenseSteps
 from tests.decoder_block.fp8_cases import Fp8Steps
 
 from .. import arena
@@ -161,6 +162,15 @@ class DecoderBlock(Family):
         return found + [("group_size", x, "group_size") for x in (0, -2, 8, 48, 2**40 + 1)]
 
 
+def _fewer_columns(tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+    found: list[WrongTensors] = []
+    for name in WEIGHTS:
+        weight = tensors[f"{name}_weight"]
+        if weight.shape[1] > 1:
+            found.append((f"{name}_weight has a column less", {f"{name}_weight": weight[:, :-1]}, (f"{name}_weight",)))
+    return found
+
+
 class Fp8DecoderBlock(DecoderBlock):
     """Scales of each kind, all weights' of one or each of its own."""
 
@@ -215,12 +225,47 @@ class Fp8DecoderBlock(DecoderBlock):
         return found
 
     def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
-        found: list[WrongTensors] = []
-        for name in WEIGHTS:
-            codes = tensors[f"{name}_weight"]
-            if codes.shape[1] > 1:
-                found.append((f"{name}_weight has a column less", {f"{name}_weight": codes[:, :-1]}, (f"{name}_weight",)))
+        return _fewer_columns(tensors)
+
+    def wrong_options(self, p: Parameters) -> list[tuple[str, object, str]]:
+        found = [*wrong_scalars("weight_offset"), *WRONG_EPS, *WRONG_ACTIVATIONS, *WRONG_KERNELS]
+        return found + [("kernel", name, "kernel") for name in ("two_launches", "one_launch@threads=1", "dequantize")]
+
+
+class DenseDecoderBlock(DecoderBlock):
+    name = "decoder_block"
+    options = ("eps", "weight_offset", "activation")
+
+    def draw_format(self, draw: Draw) -> Parameters:
+        return {}
+
+    def fill_weight(self, p: Parameters, data: Data, name: str, n: int, k: int) -> tuple[dict[str, Tensor], Tensor]:
+        weight = data.normal(n, k, dtype=torch.float32, scale=1.0 / math.sqrt(max(k, 1))).to(DTYPES[p["dtype"]])
+        return {f"{name}_weight": weight}, torch.empty(0)
+
+    def exact(self, p: Parameters, contents: Contents, name: str) -> Tensor:
+        return contents.tensors[f"{name}_weight"].double()
+
+    def steps(self, p: Parameters) -> Steps:
+        return DenseSteps(DTYPES[p["dtype"]])
+
+    # ---- calls that cannot be right ------------------------------------------------------------------------------------------------------
+
+    def arguments(self, p: Parameters) -> dict[str, Argument]:
+        dtype = DTYPES[p["dtype"]]
+        lead = tuple(f"mode {i}" for i in range(len(p["lead"])))
+        weights = tuple(f"{name}_weight" for name in WEIGHTS)
+        found = {"a": Argument(HALVES, (*lead, ""), ("residual", *weights), ranks=RANKS)}
+        found["residual"] = Argument((dtype,), (*lead, "h"), weights)
+        found |= {name: Argument((dtype,), ("h",)) for name in ("mlp_norm", "next_norm")}
+        found |= {name: Argument((dtype,), ("", ""), (*weights, *BIASES)) for name in weights}
+        for name in BIASES:
+            if p[name]:
+                found[name] = Argument((dtype, torch.float32), ("n" if name == "next_bias" else "h",))
         return found
+
+    def wrong_tensors(self, p: Parameters, tensors: dict[str, Tensor | None]) -> list[WrongTensors]:
+        return _fewer_columns(tensors)
 
     def wrong_options(self, p: Parameters) -> list[tuple[str, object, str]]:
         found = [*wrong_scalars("weight_offset"), *WRONG_EPS, *WRONG_ACTIVATIONS, *WRONG_KERNELS]

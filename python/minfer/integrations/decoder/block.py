@@ -1,5 +1,5 @@
-"""What lies between the attention of a layer and that of the next one, as one operator, for few tokens and weights in 4 or 8 bits. Of one
-token that operator can be one launch, and attention a part of it."""
+"""What lies between the attention of a layer and that of the next one, as one operator, for few tokens and weights in 4, 8 or 16 bits. Of
+one token that operator can be one launch, and attention a part of it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from ..._core.batch_invariance import is_batch_invariant
-from ...ops.decoder_block import fp8_decoder_block, w4a16_decoder_block
+from ...ops.decoder_block import decoder_block, fp8_decoder_block, w4a16_decoder_block
 from ...planning.plan import DTYPE_NAMES
 from .attention import Attention
 from .layer import DecoderLayer
 from .mlp import Mlp
 from .norm import Norm
-from .projection import Projection, packed_int4, scaled_fp8
+from .projection import Projection, is_dense, packed_int4, scaled_fp8
 
 # Up to which the operators may be planned as one launch.
-MOST_TOKENS_OF_INT4, MOST_TOKENS_OF_FP8 = 1, 2
+MOST_TOKENS_OF_INT4, MOST_TOKENS_OF_FP8, MOST_TOKENS_OF_DENSE = 1, 2, 1
 MOST_TOKENS = max(MOST_TOKENS_OF_INT4, MOST_TOKENS_OF_FP8)
 
 
@@ -69,7 +69,7 @@ class Block:
         self,
         call: Callable[..., Tensor],
         layer: Callable[..., Tensor],
-        parts: tuple[str, str],
+        parts: tuple[str, ...],
         products: list[Projection],
         mlp_norm: Norm,
         next_norm: Norm,
@@ -115,6 +115,8 @@ class Block:
         """What ``_plan_decoder_block`` takes of them."""
         if "group_size" in self._options:
             return "int4", self._options["group_size"]
+        if self._parts == ("weight",):
+            return "dense", -1
         of_blocks = {scaled_fp8(product) == "block128" for product in self._products}
         if len(of_blocks) > 1 or any(product.scale.dtype != torch.float32 for product in self._products):
             return None
@@ -146,8 +148,8 @@ def _is_one_launch(sizes: tuple[int, ...], dtype: torch.dtype, weights: str, gro
 
 
 def between(layer: DecoderLayer, following: DecoderLayer | None) -> Block | None:
-    """The block behind a layer's attention; None where its parts are not those of :func:`minfer.w4a16_decoder_block` or
-    :func:`minfer.fp8_decoder_block`."""
+    """The block behind a layer's attention; None where its parts are not those of :func:`minfer.decoder_block`,
+    :func:`minfer.w4a16_decoder_block` or :func:`minfer.fp8_decoder_block`."""
     if following is None or not isinstance(layer.mlp, Mlp) or layer.attention_output_norm is not None:
         return None
     first, down = layer.mlp.first, layer.mlp.down
@@ -167,10 +169,12 @@ def between(layer: DecoderLayer, following: DecoderLayer | None) -> Block | None
 
 def _operator_of(
     products: list[Projection],
-) -> tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[str, str], int, dict[str, Any]] | None:
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[str, ...], int, dict[str, Any]] | None:
     """The operators of weights of one format, the names of their tensors, their most tokens, and their options that say more of the
     weights."""
     ops = torch.ops.minfer
+    if all(is_dense(product) for product in products):
+        return decoder_block, ops._decoder_layer, ("weight",), MOST_TOKENS_OF_DENSE, {}
     if all(scaled_fp8(product) is not None for product in products):
         return fp8_decoder_block, ops._fp8_decoder_layer, ("weight", "scale"), MOST_TOKENS_OF_FP8, {}
     group_sizes = {packed_int4(product) for product in products}

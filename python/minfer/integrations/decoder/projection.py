@@ -116,6 +116,11 @@ class _DenseProjection(Projection):
         )
 
 
+def is_dense(projection: Projection) -> bool:
+    """Whether it is one product of a weight in 16 bits."""
+    return isinstance(projection, _DenseProjection) and projection.weight.dtype in (torch.float16, torch.bfloat16)
+
+
 class _PackedProjection(Projection):
     """Weights of 4 or 8 bits beside 16-bit activations."""
 
