@@ -133,18 +133,34 @@ TEST_CASE(decoder_block_with_attention) {
   CHECK(forced_code(other) == StatusCode::kInvalidArgument);
 }
 
-// The bytes of a large model's weights take so long that launches matter little.
 TEST_CASE(decoder_block_of_large_models) {
   DecoderBlockProblem p = llama_8b();
   p.attention = p.hidden = 8192;
   p.inter = 28672;
   p.next = 10240;
-  CHECK(!plan_of(p).one_launch);
-  DecoderBlockPlan const forced = plan_of(p, true);
-  CHECK(forced.one_launch && forced.ahead > plan_of(llama_8b()).ahead);
-  p.weights = WeightFormat::kFp8E4M3;  // whose operators have more launches
+  CHECK(plan_of(p).one_launch && plan_of(p).ahead > plan_of(llama_8b()).ahead);
+  p.weights = WeightFormat::kFp8E4M3;
   p.scales = DecoderBlockScales::kBlocks;
   CHECK(plan_of(p).one_launch);
+}
+
+// Stages of half as many columns; the bytes of large models' weights take so long that launches matter little.
+TEST_CASE(decoder_block_of_16_bits) {
+  DecoderBlockProblem p = llama_8b();
+  p.weights = WeightFormat::kDense;
+  CHECK(!plan_of(p).one_launch);
+  DecoderBlockPlan const forced = plan_of(p, true);
+  CHECK(forced.one_launch && forced.stages >= forced.ahead && forced.ahead >= 2 && forced.ahead <= 4);
+  CHECK(decoder_block::layout_of(p, 3, decoder_block::fixed_bytes(1)).fixed == 3 * 32768);
+  p.attention = p.hidden = 2048;
+  p.inter = 8192;
+  p.next = 3072;
+  for (int64_t m : {1, 2}) {
+    p.m = m;
+    CHECK(plan_of(p).one_launch && plan_of(p).smem_bytes <= h200_properties().smem_per_block);
+  }
+  p.inter = 8192 + 32;  // no multiple of 64
+  CHECK(forced_code(p) == StatusCode::kInvalidArgument);
 }
 
 // A CTA without a unit of a product whose outputs others wait for would not be known to have read the launch's number.

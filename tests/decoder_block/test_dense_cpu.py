@@ -104,10 +104,13 @@ def test_devices(name):
 
 
 def test_plan():
-    """Of the H200 as measured: one token is one launch, three are not."""
-    sizes = dict(n=6144, k=4096, inter=14336)
-    plan = minfer.plan("decoder_block", m=1, device=-1, **sizes)
-    assert plan.one_launch and plan.ctas == 132 and "1 launch" in str(plan)
-    assert minfer.plan("decoder_block", m=2, device=-1, kernel="one_launch", **sizes).one_launch
-    for options in (dict(m=3), dict(m=1, batch_invariant=True), dict(m=1, kernel="separate"), dict(m=1, inter=14344)):
+    """Of the H200 as measured: one and two tokens of a small model are one launch, three are not, nor a large model's."""
+    sizes = dict(n=3072, k=2048, inter=8192)
+    for m in (1, 2):
+        plan = minfer.plan("decoder_block", m=m, device=-1, **sizes)
+        assert plan.one_launch and plan.ctas == 128 and "1 launch" in str(plan)
+    large = dict(n=6144, k=4096, inter=14336)
+    assert not minfer.plan("decoder_block", m=1, device=-1, **large).one_launch
+    assert minfer.plan("decoder_block", m=2, device=-1, kernel="one_launch", **large).one_launch
+    for options in (dict(m=3), dict(m=1, batch_invariant=True), dict(m=1, kernel="separate"), dict(m=1, inter=8200)):
         assert not minfer.plan("decoder_block", device=-1, **(sizes | options)).one_launch

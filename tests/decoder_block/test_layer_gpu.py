@@ -172,7 +172,7 @@ def test_plans():
     plan = torch.ops.minfer._plan_decoder_block
     sizes = [1, 4096, 4096, 14336, 6144, 32, 8, 2048]
     assert '"one_launch":true' in plan(sizes, "bf16", "int4", 128, False, -1).replace(" ", "")
-    for i, value in ((0, 2), (5, 16), (6, 5), (6, 2), (7, 4096)):
+    for i, value in ((0, 2), (5, 16), (6, 5), (6, 2), (7, 8192)):
         other = list(sizes)
         other[i] = value
         assert '"one_launch":false' in plan(other, "bf16", "int4", 128, False, -1).replace(" ", "")

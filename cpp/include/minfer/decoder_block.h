@@ -1,4 +1,5 @@
-// What lies between the attention of a decoder layer and that of the next one, for one or two tokens and weights of 4, 8 or 16 bits, in a launch:
+// What lies between the attention of a decoder layer and that of the next one, for one or two tokens and weights of 4, 8 or 16 bits, in
+// a launch:
 //   x = residual + a . Wo^T + bias;   h = act(gate) * up of rms_norm(x) . Wgu^T;   x += h . Wd^T + bias;   residual = x;
 //   d = rms_norm(x) . Wn^T + bias
 // The attention in front, of one token over a paged cache of 16 bits, can be part of the launch: then a is computed, not given.

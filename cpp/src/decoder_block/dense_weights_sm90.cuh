@@ -1,8 +1,8 @@
 // Products of activations with weights [n, k] of their own 16-bit type, for decoder_block_sm90.cuh.
 //
 // A warp has 64 columns of a stage: half of a group of activations. The tokens' columns are repeated, so that lanes of all columns have
-// sums. Of 32 activations are stored, one after the other, for each l % 4 its four of the first 16, which are columns 2 (l % 4) and the next
-// and those 8 further on, and its four of the others.
+// sums. Of 32 activations are stored, one after the other, for each l % 4 its four of the first 16, which are columns 2 (l % 4) and the
+// next and those 8 further on, and its four of the others.
 #pragma once
 
 #include "common/mma_sm80.cuh"

@@ -2,8 +2,8 @@
 // decoder_block_sm90.cuh.
 //
 // Both operands of the MMAs are f16: codes by the conversion of two, which is one instruction, and activations as
-// scaled_activations_sm90.cuh makes them, where operators of 8-bit activations would leave 4 bits. The tokens' columns are repeated, so that
-// lanes of all columns have sums.
+// scaled_activations_sm90.cuh makes them, where operators of 8-bit activations would leave 4 bits. The tokens' columns are repeated, so
+// that lanes of all columns have sums.
 // Order of k in an MMA: lane l has of 16 codes those from 4 (l % 4) on, the first two as columns 2 (l % 4) and the next of the MMA, the
 // others as those 8 behind them. Of 32 activations are stored, one after the other, for each l % 4 its four of the first 16 and of the
 // others.

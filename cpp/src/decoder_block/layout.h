@@ -24,7 +24,7 @@ constexpr int kMostGroup = 8;                                     // heads of qu
 constexpr int kPagesOfSequence = 128;                             // in shared memory; further ones are looked up in the table
 constexpr int kAttentionBytes = kWarps * 2 * (kHeadDim * 4 + 8);  // of shared memory: a warp's sums for two heads
 
-/// A stage of the ring. Codes of 8 and 16 bits are swizzled by TMA and so begin at multiples of 1024: e4m3's scales stand behind all stages.
+/// A stage of the ring. Codes of 8 and 16 bits are swizzled by TMA and begin at multiples of 1024: e4m3's scales stand behind all stages.
 struct Stage {
   int k;                               // columns: as many of them for each consumer warp
   int code_bytes, scale_bytes, pitch;  // pitch: from one stage's codes to the next

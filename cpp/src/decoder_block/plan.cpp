@@ -1,27 +1,23 @@
 // Whether what lies between two attentions is one launch.
 //
 // Launches of their own wait for the one in front of them and for their first bytes, while memory has nothing to do. In one launch the ring
-// of weights fills while activations are on their way. On an H200, one token, int4 in groups of 128, in us (and by the bytes of the weights
-// alone; the hidden sizes of the models):
-//                   one launch   separate   bytes
-//   Llama-3.2-1B    18.6         22.9       7.0
-//   Llama-3.2-3B    25.6         29.6       11.7
-//   Llama-3.1-8B    36.3         43.5       25.3
-//   Qwen2.5-7B      40.6         45.4       27.0
-//   Mistral 24B     86.8         84.4       64.4
-//   Llama-3.1-70B   116          121        99.2
-// Two tokens take 44 and 44 of the 8B model.
-// One token of e4m3 weights with scales of blocks, where an operator has a launch for its codes of activations besides:
-//   Llama-3.2-1B    23.1         39.2       13.7
-//   Llama-3.2-3B    36.3         50.7       22.6
-//   Llama-3.1-8B    58.6         75.3       49.0
-//   Qwen2.5-7B      64.9         80.6       52.4
-//   Mistral 24B     142          156        125
-//   Llama-3.1-70B   202          229        192
-// Two tokens take 63 and 76 of the 8B model, 27 and 40 of the 1B model.
-// With one token's attention in front, as part of the launch or in launches of its own (int4, by the keys of the sequence):
-//   Llama-3.1-8B    1,024: 46.5, 47.6    4,096: 53.7, 51.6    16,384: 75, 64
-//   Qwen2.5-7B      1,024: 51.0, 52.4    4,096: 56.6, 56.6    16,384: 79, 64
+// of weights fills while activations are on their way. On an H200, in us, in one launch and in launches of their own (and by the bytes of
+// the weights alone), of weights of int4 in groups of 128, of e4m3 with scales of blocks, where an operator has a launch for its codes of
+// activations besides, and of 16 bits, whose bytes take so long that launches matter little; the hidden sizes of the models:
+//                   one token: int4    e4m3               bf16              two tokens: e4m3   bf16
+//   Llama-3.2-1B    17.3, 22.8 (7.0)   21.1, 39.3 (13.7)  32.8, 37.5 (27)   26.9, 39.7         36.4, 38.3
+//   Llama-3.2-3B    23.0, 29.6 (12)    31.8, 49.5 (23)    54.6, 53.8 (45)   36.5, 50.0         57.7, 53.4
+//   Llama-3.1-8B    32.6, 43.6 (25)    56.4, 75.5 (49)    111, 108 (98)     59.7, 76.6         115, 107
+//   Qwen2.5-7B      37.0, 45.4 (27)    61.7, 80.8 (52)    118, 115 (105)    66.5, 81.3         123, 114
+//   Mistral 24B     78.1, 83.9 (64)    136, 156 (125)     278, 258 (250)
+//   Llama-3.1-70B   107, 121 (99)      200, 229 (192)     407, 393 (385)
+// Two tokens of int4 take as long either way.
+// With one token's attention in front, as part of the launch or in launches of its own, by the keys of the sequence:
+//                   1,024 keys: int4   e4m3               4,096: int4        e4m3              16,384: int4, e4m3
+//   Llama-3.2-3B    29.4, 34.0         38.9, 42.2         35.0, 37.9         44.9, 46.5        58, 49     67, 58
+//   Llama-3.1-8B    39.4, 43.7         62.9, 67.2         46.5, 48.1         67.4, 71.0        69, 60     91, 84
+//   Qwen2.5-7B      45.0, 48.7         69.3, 73.3         49.6, 53.9         73.7, 77.3        72, 61     95, 86
+//   Llama-3.1-70B   120, 132           208, 212           133, 138           219, 218          173, 150   260, 229
 #include <algorithm>
 #include <cstdio>
 
@@ -36,12 +32,12 @@ using namespace decoder_block;
 
 constexpr int64_t kLeastStages = 4, kLeastLargeStages = 3;  // those of e4m3 and 16-bit weights have twice the bytes
 constexpr int64_t kMaxExtent = (int64_t(1) << 31) - 512;
-constexpr int64_t kMostStagesOfCta = 100;  // of int4: above, the bytes take so long that launches matter little
+constexpr int64_t kMostDenseStages = 40;  // of a CTA, of 16-bit weights: above, the bytes take so long that launches matter little
 // More stages under way keep memory busier, fewer let activations, which share its queues, arrive sooner: 2 to 6 of them, by the stages
 // that a CTA has in all.
 constexpr int64_t kStagesOfOneAhead = 18, kLeastAhead = 2, kMostAhead = 6;
 constexpr int64_t kMostLargeAhead = 4;
-constexpr int64_t kMostCapacity = 2048;  // of a sequence whose attention is part of the launch, by itself
+constexpr int64_t kMostCapacity = 4096;  // of a sequence whose attention is part of the launch, by itself
 
 /// Why one launch cannot compute it, or null.
 char const* unfit(DecoderBlockProblem const& p, DeviceProperties const& device) {
@@ -118,12 +114,11 @@ Status plan_decoder_block(DecoderBlockProblem const& problem, DeviceProperties c
     return separate("the activations leave no room for the weights' ring in shared memory");
   int64_t const ctas = ctas_of(p, device), stages_of_one = stages_of_cta(p, ctas);
   if (!forced && int4 && p.m > 1) return separate("two tokens take as long in launches of their own");
-  if (!forced && int4 && stages_of_one > kMostStagesOfCta) return separate("the weights' bytes take so long that launches matter little");
+  if (!forced && p.weights == WeightFormat::kDense && stages_of_one > kMostDenseStages)
+    return separate("the weights' bytes take so long that launches matter little");
   if (p.heads > 0) {
     if (char const* why = unfit_attention(p, ctas)) return separate(why);
     if (!forced && p.capacity > kMostCapacity) return separate("attention to long sequences is faster in a launch of its own");
-    int64_t const most = p.weights == WeightFormat::kDense ? 2 * kMostStagesOfCta : kMostStagesOfCta;
-    if (!forced && stages_of_one > most) return separate("the weights' bytes take so long that launches matter little");
     plan->splits = int32_t(std::min<int64_t>(kMostSplits, ctas / p.heads_kv));
   }
   int64_t const most_ahead = int4 ? kMostAhead : kMostLargeAhead;

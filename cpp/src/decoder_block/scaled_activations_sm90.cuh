@@ -1,6 +1,6 @@
 // Activations as 16-bit operands of MMAs, beside weights of 8 and 16 bits, for decoder_block_sm90.cuh: times a power of two for each group
-// of 128 that takes the largest to 2^14 or above. That is exact for what is of the operands' type, and in f16 for bf16 numbers down to 2^-28
-// of the largest; it rounds the products of a norm's weight to the operands' 11 or 8 bits.
+// of 128 that takes the largest to 2^14 or above. That is exact for what is of the operands' type, and in f16 for bf16 numbers down to
+// 2^-28 of the largest; it rounds the products of a norm's weight to the operands' 11 or 8 bits.
 #pragma once
 
 #include "common/float16.cuh"

@@ -22,7 +22,7 @@ from .norm import Norm
 from .projection import Projection, is_dense, packed_int4, scaled_fp8
 
 # Up to which the operators may be planned as one launch.
-MOST_TOKENS_OF_INT4, MOST_TOKENS_OF_FP8, MOST_TOKENS_OF_DENSE = 1, 2, 1
+MOST_TOKENS_OF_INT4, MOST_TOKENS_OF_FP8, MOST_TOKENS_OF_DENSE = 1, 2, 2
 MOST_TOKENS = max(MOST_TOKENS_OF_INT4, MOST_TOKENS_OF_FP8)
 
 
@@ -162,9 +162,19 @@ def between(layer: DecoderLayer, following: DecoderLayer | None) -> Block | None
     mlp_norm, next_norm = layer.mlp_norm, following.input_norm
     if mlp_norm.centered or next_norm.centered or (mlp_norm.eps, mlp_norm.weight_offset) != (next_norm.eps, next_norm.weight_offset):
         return None
+    if is_dense(down) and not _is_worth_it(products):
+        return None
     call, layer_call, parts, most_tokens, options = found
     options |= dict(eps=mlp_norm.eps, weight_offset=mlp_norm.weight_offset, activation=first.activation)
     return Block(call, layer_call, parts, products, mlp_norm, next_norm, most_tokens, options)
+
+
+def _is_worth_it(products: list[Projection]) -> bool:
+    """Whether the block of 16-bit weights is one launch: of its operators, those that a norm and a product have together are faster."""
+    output, _, down, following = products
+    weight = output.weight
+    sizes = (1, output.in_features, output.out_features, down.in_features, following.out_features)
+    return not weight.is_cuda or _is_one_launch(sizes, weight.dtype, "dense", -1, weight.device.index, is_batch_invariant())
 
 
 def _operator_of(
