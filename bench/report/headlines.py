@@ -44,6 +44,7 @@ HEADLINES = (
     Headline("grouped GEMM", "five models, Zipf routing", "moe", ("grouped_zipf",)),
     Headline("grouped GEMM", "five models, every token to the same experts", "moe", ("grouped_one_hot",)),
     Headline("grouped GEMM, 4-bit weights", "five models, uniform routing", "moe", ("w4a16",)),
+    Headline("MoE layer, 4-bit weights, inside vLLM", "two models, 1 to 4096 tokens", "vllm_experts", ("vllm_experts",)),
     Headline("MoE router and sort", "five models, 1 to 16384 tokens", "moe", ("router",)),
     Headline("MoE layer", "five models, 1 to 16384 tokens", "moe", ("layer",)),
     Headline("grouped GEMM, FP8", "4 to 32 experts of 1 to 8192 rows", "moe_scaled", ("fp8_masked", "fp8_contiguous")),

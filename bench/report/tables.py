@@ -46,6 +46,7 @@ PEER_NAMES = {
     "transformers": "transformers",
     "transformers_compiled": "transformers, compiled",
     "vllm_ops": "vLLM's operators",
+    "vllm_marlin": "vLLM's Marlin",
     "ours:bf16": "own, 16 bits",
     "ours:default": "own, outside of the mode",
     "torch_autotune": "torch.compile (max-autotune)",
