@@ -49,7 +49,7 @@ def shape_text(row: Row) -> str:
     s = row["shape"]
     if "what" in s:
         return f"{s['what']}, {s['m']} x {s['width']}"
-    if "format" in s and "model" in s and "heads_q" not in s:  # a whole model
+    if "format" in s and "model" in s and "heads_q" not in s and "experts" not in s:  # a whole model
         size = f"batch {s['batch']} at {s['context']}" if "batch" in s else f"{s['tokens']} tokens"
         return f"{s['model']} {s['format']}, {size}"
     if {"batch", "queries", "keys", "format"} <= s.keys():  # attention in the batch-invariant mode
