@@ -13,31 +13,29 @@ import torch
 
 from tests.decoder_block.cases import DTYPES
 from tests.decoder_block.dense_cases import DenseCase, bad, by_operators, good
-from tests.decoder_block.test_fp8_gpu import SIZES, hopper, run, same  # noqa: F401  hopper: a fixture
+from tests.decoder_block.launches import DEVICE, SIZES, run, same
 from tests.gemm.cases import ACTIVATIONS, name_of
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
-
 
 @pytest.mark.parametrize("m", [1, 2])
-@pytest.mark.parametrize("size", [*SIZES, (64, 192, 320, 40), (3072, 3072, 8192, 5120)], ids=str)
+@pytest.mark.parametrize("size", [*SIZES, (3584, 3584, 18944, 4608), (64, 192, 320, 40), (3072, 3072, 8192, 5120)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_sizes(hopper, size, m, dtype):  # noqa: F811
+def test_sizes(hopper, size, m, dtype):
     run(DenseCase(m, *size, dtype).make(DEVICE), "one_launch")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 @pytest.mark.parametrize("m", [1, 2])
-def test_options(hopper, m, dtype):  # noqa: F811
+def test_options(hopper, m, dtype):
     """Biases of each type, activations, offsets of norms, columns that are large in every row."""
     for i, (bias, activation) in enumerate(itertools.product((None, dtype, torch.float32), ACTIVATIONS[1:])):
         run(DenseCase(m, 512, 512, 1024, 272, dtype, bias, 128, activation, (0.0, 1.0)[i % 2], loud=i % 3 == 1).make(DEVICE), "one_launch")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
-def test_rows(hopper, dtype):  # noqa: F811
+def test_rows(hopper, dtype):
     """A row is wrong alone that has a NaN or an infinity, and does not change with its place."""
     t = DenseCase(2, 512, 512, 1024, 272, dtype, dtype).make(DEVICE)
     want, residual = run(t, "one_launch")
@@ -51,7 +49,7 @@ def test_rows(hopper, dtype):  # noqa: F811
     assert same(have.flip(0), want) and same(own.flip(0), residual)
 
 
-def test_large_numbers_of_half_precision(hopper):  # noqa: F811
+def test_large_numbers_of_half_precision(hopper):
     """What a norm's weight makes of the residual is beyond float16's range, as long as the norm's factor is not there."""
     t = DenseCase(1, 512, 512, 1024, 272, torch.float16).make(DEVICE)
     t.before *= 10000
@@ -60,7 +58,7 @@ def test_large_numbers_of_half_precision(hopper):  # noqa: F811
     run(t, "one_launch")
 
 
-def test_views(hopper):  # noqa: F811
+def test_views(hopper):
     """Rows of a, weights and norms that are not aligned or not contiguous have the same answer."""
     t = DenseCase(2, 512, 512, 1024, 272, bias=torch.float32).make(DEVICE)
     want, residual = run(t, "one_launch")
@@ -120,7 +118,7 @@ def test_separate_is_the_operators(dtype):
 
 @pytest.mark.parametrize("kernel", ["one_launch", "separate"])
 @pytest.mark.parametrize("m", [1, 2])
-def test_graph(hopper, m, kernel):  # noqa: F811
+def test_graph(hopper, m, kernel):
     """Captured and replayed: each replay adds to the residual anew, and what CTAs tell each other in one run must not reach the next."""
     t = DenseCase(m, 512, 512, 1024, 272, bias=torch.bfloat16).make(DEVICE)
     t.call(kernel=kernel)
@@ -143,7 +141,7 @@ def test_graph(hopper, m, kernel):  # noqa: F811
         t.check(again, kernel, middle, t.residual)
 
 
-def test_chain(hopper):  # noqa: F811
+def test_chain(hopper):
     """Layer after layer in dependent launches, each of what the one before wrote: the same bits each time, and the numbers of float64."""
     layers = [DenseCase(1, 512, 512, 1024, 512).make(DEVICE) for _ in range(6)]
 

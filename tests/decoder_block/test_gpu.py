@@ -12,41 +12,10 @@ import torch
 
 from tests.contracts.test_registration import check_op
 from tests.decoder_block.cases import DTYPES, Case, bad, by_operators, good
-from tests.fuzz.modes import poison_free_memory
+from tests.decoder_block.launches import DEVICE, SIZES, run, same
 from tests.gemm.cases import ACTIVATIONS, name_of
 
 pytestmark = pytest.mark.gpu
-
-DEVICE = "cuda"
-# k, h, inter, n: a square o and others, inter of models, n that is no multiple of 64.
-SIZES = (
-    *((512, 512, 1024, 768), (256, 512, 1536, 136), (1024, 512, 1024, 80), (2048, 1024, 2816, 1544), (4096, 4096, 14336, 6144)),
-    *((512, 1024, 3072, 8), (4096, 2048, 5632, 32008), (640, 896, 4864, 1152)),
-)
-
-
-@pytest.fixture
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("one launch requires compute capability 9.0")
-
-
-def same(a, b):
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
-
-
-def run(t, kernel=None, **more):
-    """Calls three times, in memory that held NaN; checks the first and that the others have its bits. Returns D and the residual."""
-    results = []
-    for _ in range(3):
-        poison_free_memory(torch.device(DEVICE, torch.cuda.current_device()))
-        results.append((t.call(kernel=kernel, **more), t.residual.clone()))
-    have, residual = results[0]
-    t.check(have, kernel, residual=residual)
-    for other in results[1:]:
-        assert same(other[0], have) and same(other[1], residual), f"{kernel} {t.case}: other bits in another run"
-    return have, residual
-
 
 # ---- one launch ------------------------------------------------------------------------------------------------------------------------
 

@@ -8,24 +8,15 @@ import pytest
 import torch
 
 from tests.decoder_block.cases import DTYPES
+from tests.decoder_block.launches import same
 from tests.decoder_block.layer_cases import layer_case
 from tests.fuzz.modes import poison_free_memory
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 FORMS = ("int4", "block128", "dense", "channel")
 SMALL = (512, 1024, 768)
 LENGTHS = (1, 2, 3, 9, 16, 17, 63, 128, 129, 130, 1000, 1025, 1026, 3333, 16384)
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("one launch requires compute capability 9.0")
-
-
-def same(a, b):
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 def run(case):
