@@ -20,7 +20,7 @@ from minfer.measure.benchmarking import result_row
 from torch import Tensor
 
 from bench import harness
-from bench.suites.moe import MODELS, routed
+from bench.suites.moe import MATRIX_RATE, MODELS, READ_RATE, routed
 from bench.suites.vllm_plugin import vllm_process
 
 GROUP = 128
@@ -108,7 +108,7 @@ def measure(model: str, layers: dict[str, Experts], tokens: int, rounds: int, re
         raise RuntimeError(f"{model}, {tokens} tokens: {failed}")
     ids = calls[0][2]
     active, rows = ids.unique().numel(), ids.numel()
-    floor = max(active * 3 * hidden * inter * (0.5 + 2 / GROUP) / 4.45e6, 6.0 * rows * hidden * inter / 750e6)
+    floor = max(active * 3 * hidden * inter * (0.5 + 2 / GROUP) / READ_RATE, 6.0 * rows * hidden * inter / MATRIX_RATE)
     peer = timings.get(PEER)
     row = result_row(
         suite="vllm_experts", op="moe_ffn_w4a16", kernel="", dtype="bf16", timing=timings["minfer"], floor_us=floor, rel_err=error,

@@ -11,7 +11,7 @@ import minfer
 import torch
 from torch import Tensor
 
-from tests.decoder_block.cases import WEIGHTS, Case, Operands, Rows, Steps, Truth
+from tests.decoder_block.cases import Case, Operands, Rows, Steps, Truth
 
 UNIT_OF_GROUP = 2.0**-38  # of float16 operands, relative to the largest of 128
 
@@ -125,6 +125,3 @@ def bad(device: str) -> Iterator[tuple[dict[str, Any], str]]:
     yield dict(residual=memory[:3], mlp_norm=memory[1]), "residual must not overlap mlp_norm, got "
     wide = zeros(200, 128)
     yield dict(residual=wide[:3], gate_up_weight=wide[2:146]), "residual must not overlap gate_up_weight, got "
-
-
-NAMES = tuple(f"{name}_weight" for name in WEIGHTS)

@@ -395,6 +395,7 @@ class TokenAttention {
       Packet sums[kEach], ends[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) sums[i] = ends[i] = {0, lane_ % 16 + 16 * i < p_.splits ? ~tag : tag};
+      // What the sums are relative to comes with them, and is 16 packets for all of a warp's columns: so it alone is polled for at first.
       Packet const* const first_end = p_.ends + (head_ * p_.splits + lane_ % 16) * p_.group + head;
       Packet const* const first_sums = p_.partials + ((head_ * p_.splits + lane_ % 16) * p_.group + head) * 64 + column;
       while (true) {

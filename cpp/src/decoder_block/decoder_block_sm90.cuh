@@ -378,7 +378,7 @@ class DecoderBlock {
         for (int half = 0; half < 2; ++half) poll_packet(packets[t][half].tag != tag, packets[t][half], from + 2 * half);
       }
       if (packets[0][0].tag == tag && packets[0][1].tag == tag && packets[1][0].tag == tag && packets[1][1].tag == tag) break;
-      __nanosleep(20);
+      __nanosleep(20);  // polls take the way of the weights
     }
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
@@ -676,7 +676,7 @@ class DecoderBlock {
 template <WeightFormat kFormat, DataType kType, int kTokens, bool kAttention>
 using DecoderBlockOf = DecoderBlock<
     std::conditional_t<kFormat == WeightFormat::kInt4, Int4Weights<kType, kTokens>,
-                       std::conditional_t<kFormat == WeightFormat::kDense, DenseWeights<kType, kTokens>, E4m3Weights<kType, kTokens>>>,
+                       std::conditional_t<kFormat == WeightFormat::kDense, DenseWeights<kType, kTokens>, E4m3Weights<kTokens>>>,
     kType, kTokens, kAttention>;
 
 template <WeightFormat kFormat, DataType kType, int kTokens, bool kAttention>

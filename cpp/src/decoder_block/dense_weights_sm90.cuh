@@ -1,8 +1,7 @@
 // Products of activations with weights [n, k] of their own 16-bit type, for decoder_block_sm90.cuh.
 //
-// A warp has 64 columns of a stage: half of a group of activations. The tokens' columns are repeated, so that lanes of all columns have
-// sums. Of 32 activations are stored, one after the other, for each l % 4 its four of the first 16, which are columns 2 (l % 4) and the
-// next and those 8 further on, and its four of the others.
+// A warp has 64 columns of a stage: half of a group of activations. Lane l has of 16 columns 2 (l % 4) and the next, and those 8 further
+// on.
 #pragma once
 
 #include "common/mma_sm80.cuh"
@@ -13,12 +12,10 @@
 namespace minfer::decoder_block {
 
 template <DataType kType, int kTokens>
-struct DenseWeights {
+struct DenseWeights : ScaledActivations<kType, kTokens, 64> {
+  using Scaled = ScaledActivations<kType, kTokens, 64>;
   static constexpr WeightFormat kFormat = WeightFormat::kDense;
-  using Scaled = ScaledActivations<kType, kTokens>;
-  using Group = typename Scaled::Group;
-  using Made = typename Scaled::Made;
-  static __device__ __forceinline__ Made make(float const (&x)[8]) { return Scaled::make(x); }
+  using typename Scaled::Activations, typename Scaled::Group, typename Scaled::Made;
   /// As Int4Weights::store.
   static __device__ __forceinline__ void store(Made const& made, char* rows, int pitch, Group* groups, int token, int v, int lane) {
     int const chunk = v / 2, half = v % 2;  // the numbers of l % 4 = 2 half, and of the next, of 16
@@ -26,30 +23,6 @@ struct DenseWeights {
 #pragma unroll
     for (int q = 0; q < 2; ++q) *reinterpret_cast<uint2*>(to + 16 * q) = make_uint2(made.pairs[q], made.pairs[2 + q]);
     Scaled::store_factor(made, groups, token, v, lane);
-  }
-
-  static constexpr int kMostHeld = 0;
-  struct Activations {
-    uint4 b[2];  // of 32 columns each
-    float factors[kTokens];
-  };
-  static __device__ __forceinline__ uint32_t first_of(uint32_t rows, int pitch, int m, int warp, int lane) {
-    return rows + lane / 4 % kTokens * pitch + lane % 4 * 16 + warp * 128;
-  }
-  static constexpr int kStep = kStageK, kGroupStep = kWarps / 2;
-  static __device__ __forceinline__ int group_of(int warp) { return warp / 2; }
-  static __device__ __forceinline__ Activations load(uint32_t at, Group const& group, int lane) {
-    Activations x;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x.b[j].x), "=r"(x.b[j].y), "=r"(x.b[j].z), "=r"(x.b[j].w)
-                   : "r"(at + 64 * j)
-                   : "memory");
-    }
-#pragma unroll
-    for (int token = 0; token < kTokens; ++token) x.factors[token] = group.factors[token];
-    return x;
   }
 
   /// sums[v] += 64 products of a stage, of row lane / 4 + 8 (v / 2) and token v % 2 (both are the same of one token). codes: 16 rows of 128
@@ -68,8 +41,6 @@ struct DenseWeights {
 #pragma unroll
     for (int v = 0; v < 4; ++v) sums[v] = fmaf(x.factors[v % kTokens], d[0][v] + d[1][v], sums[v]);
   }
-
-  static __device__ __forceinline__ float total(float const (&sums)[4], int half, int token, int) { return sums[half * 2 + token]; }
 };
 
 }  // namespace minfer::decoder_block

@@ -2,11 +2,9 @@
 // decoder_block_sm90.cuh.
 //
 // Both operands of the MMAs are f16: codes by the conversion of two, which is one instruction, and activations as
-// scaled_activations_sm90.cuh makes them, where operators of 8-bit activations would leave 4 bits. The tokens' columns are repeated, so
-// that lanes of all columns have sums.
+// scaled_activations_sm90.cuh makes them, where operators of 8-bit activations would leave 4 bits.
 // Order of k in an MMA: lane l has of 16 codes those from 4 (l % 4) on, the first two as columns 2 (l % 4) and the next of the MMA, the
-// others as those 8 behind them. Of 32 activations are stored, one after the other, for each l % 4 its four of the first 16 and of the
-// others.
+// others as those 8 behind them.
 #pragma once
 
 #include "common/mma_sm80.cuh"
@@ -16,43 +14,17 @@
 
 namespace minfer::decoder_block {
 
-template <DataType kType, int kTokens>
-struct E4m3Weights {
+template <int kTokens>
+struct E4m3Weights : ScaledActivations<DataType::kF16, kTokens, 128> {
+  using Scaled = ScaledActivations<DataType::kF16, kTokens, 128>;
   static constexpr WeightFormat kFormat = WeightFormat::kFp8E4M3;
-  using Scaled = ScaledActivations<DataType::kF16, kTokens>;
-  using Group = typename Scaled::Group;
-  using Made = typename Scaled::Made;
-  static __device__ __forceinline__ Made make(float const (&x)[8]) { return Scaled::make(x); }
+  using typename Scaled::Activations, typename Scaled::Group, typename Scaled::Made;
   static __device__ __forceinline__ void store(Made const& made, char* rows, int pitch, Group* groups, int token, int v, int lane) {
     int const chunk = v / 2, first = v % 2;  // the numbers of l % 4 = first, and of first + 2, of 16
     char* const to = rows + token * pitch + chunk / 2 * 64 + chunk % 2 * 8 + first * 16;
 #pragma unroll
     for (int q = 0; q < 2; ++q) *reinterpret_cast<uint2*>(to + 32 * q) = make_uint2(made.pairs[2 * q], made.pairs[2 * q + 1]);
     Scaled::store_factor(made, groups, token, v, lane);
-  }
-
-  static constexpr int kMostHeld = 0;
-  struct Activations {
-    uint4 b[4];  // of 32 columns each
-    float factors[kTokens];
-  };
-  static __device__ __forceinline__ uint32_t first_of(uint32_t rows, int pitch, int m, int warp, int lane) {
-    return rows + lane / 4 % kTokens * pitch + lane % 4 * 16 + warp * 256;
-  }
-  static constexpr int kStep = 2 * kStageK, kGroupStep = kWarps;  // bytes, and groups, from one stage's to the next
-  static __device__ __forceinline__ int group_of(int warp) { return warp; }
-  static __device__ __forceinline__ Activations load(uint32_t at, Group const& group, int lane) {
-    Activations x;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x.b[j].x), "=r"(x.b[j].y), "=r"(x.b[j].z), "=r"(x.b[j].w)
-                   : "r"(at + 64 * j)
-                   : "memory");
-    }
-#pragma unroll
-    for (int token = 0; token < kTokens; ++token) x.factors[token] = group.factors[token];
-    return x;
   }
 
   static __device__ __forceinline__ void convert(uint32_t codes, uint32_t& low, uint32_t& high) {
@@ -81,8 +53,6 @@ struct E4m3Weights {
       sums[v] = fmaf((v < 2 ? scales.x : scales.y) * x.factors[v % kTokens], d[0][v] + d[1][v], sums[v]);
     }
   }
-
-  static __device__ __forceinline__ float total(float const (&sums)[4], int half, int token, int) { return sums[half * 2 + token]; }
 };
 
 }  // namespace minfer::decoder_block
